@@ -1,0 +1,80 @@
+# Each target sets up what it needs, once, in $(VENV). Start with: make help
+
+PYTHON ?= python3
+VENV   ?= .venv
+# Used only where PYTHON has no torch (no triton) of its own; a pip requirement, with pip options if wanted.
+TORCH  ?= torch==2.13.0
+TRITON ?= triton==3.9.0
+# Extra arguments for the command behind a target: make test ARGS="-k append"
+ARGS   ?=
+
+SHELL    := /bin/bash
+PY       := $(VENV)/bin/python
+STAMP    := $(VENV)/.stamp
+PROJECTS := $(patsubst %/pyproject.toml,%,$(wildcard packages/*/pyproject.toml cli/pyproject.toml))
+SOURCES  := $(wildcard packages/*/src cli/src)
+CHECKED  := $(wildcard packages cli tests benchmarks examples tools conftest.py)
+# Every Triton the code must generate good code under; each lives in a folder of its own beside the environment.
+TRITONS  := 3.6.0 3.7.1 3.8.0 3.9.0
+
+empty :=
+space := $(empty) $(empty)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup probe test test-full test-install lint format typecheck bench wheels clean $(addprefix codegen-,$(TRITONS))
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F '|' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@echo
+	@echo "  PYTHON=$(PYTHON)  the Python to start from (>= 3.10); its torch and triton are used where it has them"
+	@echo "  TORCH='$(TORCH)'  what pip installs where there is no torch, e.g. TORCH='torch==2.13.0 --index-url URL'"
+	@echo "  ARGS=...  passed on to the command behind the target"
+
+$(STAMP): pyproject.toml tools/setup_env.py $(addsuffix /pyproject.toml,$(PROJECTS))
+	@$(PYTHON) tools/setup_env.py --venv '$(VENV)' --torch '$(TORCH)' --triton '$(TRITON)'
+	@touch $@
+
+setup: $(STAMP)  ## only the set-up: the virtual environment with torch, triton, the tools and the packages
+
+probe: $(STAMP)  ## does 16-bit Q over a narrow paged cache at GQA 12 work: here, on gfx942, on gfx950
+	@$(VENV)/bin/narrowkv probe glm-gqa12 $(ARGS)
+
+test: $(STAMP)  ## all tests but the slow ones; those that need a GPU are skipped, with the reason, where there is none
+	$(PY) -m pytest $(ARGS)
+
+test-full: $(STAMP)  ## all tests, then code generation again under every supported Triton
+	$(PY) -m pytest --run-slow $(ARGS)
+	own=$$($(PY) -c 'import triton; print(triton.__version__)') && \
+	for version in $(TRITONS); do [ $$version = $$own ] || $(MAKE) codegen-$$version || exit 1; done
+
+test-install: $(STAMP)  ## builds the wheels and installs each package alone in a clean environment
+	$(PY) -m pytest tests/test_install.py $(ARGS)
+
+$(addprefix codegen-,$(TRITONS)): codegen-%: $(VENV)/triton-%/.stamp
+	PYTHONPATH=$(abspath $(VENV))/triton-$* $(PY) -m pytest --run-slow -m codegen_all $(ARGS)
+
+$(VENV)/triton-%/.stamp: $(STAMP)
+	test -e $@ || $(PY) -m pip install --quiet --no-deps --target $(@D) triton==$*
+	@touch $@
+
+lint: $(STAMP)  ## ruff: rules and formatting
+	$(PY) -m ruff check $(CHECKED)
+	$(PY) -m ruff format --check $(CHECKED)
+
+format: $(STAMP)  ## ruff: mend what can be mended
+	$(PY) -m ruff check --fix $(CHECKED)
+	$(PY) -m ruff format $(CHECKED)
+
+typecheck: $(STAMP)  ## mypy --strict on the packages
+	MYPYPATH=$(subst $(space),:,$(SOURCES)) $(PY) -m mypy $(SOURCES) tools
+
+bench: $(STAMP)  ## device-time regressions against the stored baseline of this device
+	$(PY) -m pytest benchmarks --benchmark-enable --benchmark-only $(ARGS)
+
+wheels: $(STAMP)  ## builds every package's wheel into dist/
+	rm -rf dist
+	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir dist $(addprefix ./,$(PROJECTS))
+	@ls -1 dist
+
+clean:  ## removes the environment and what was built
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis

@@ -1,0 +1,50 @@
+"""Pytest settings for the whole workspace: skips, the `device` fixture, hypothesis profiles."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# A first example compiles or interprets kernels, so its time says nothing; failures must repeat anywhere.
+settings.register_profile(
+    "repeatable",
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "explore", parent=settings.get_profile("repeatable"), derandomize=False, max_examples=500
+)
+settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow")
+
+
+@lru_cache(maxsize=1)
+def gpu_missing() -> str | None:
+    """Why tests marked gpu cannot run here, or None where they can."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    return f"needs a GPU; torch {torch.__version__} sees none"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    run_slow = config.getoption("--run-slow")
+    for item in items:
+        if item.get_closest_marker("gpu") and (reason := gpu_missing()):
+            item.add_marker(pytest.mark.skip(reason=reason))
+        if item.get_closest_marker("slow") and not run_slow:
+            item.add_marker(pytest.mark.skip(reason="slow; runs with --run-slow (make test-full)"))
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """The device to test on: the GPU where there is one, else the CPU through Triton's interpreter."""
+    return "cpu" if gpu_missing() else "cuda"

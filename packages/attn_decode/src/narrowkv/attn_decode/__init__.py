@@ -1,0 +1,14 @@
+"""Split-KV decode over a paged cache in a narrow format, with 16-bit queries at any GQA ratio."""
+
+from narrowkv.attn_decode.api import merge_states, paged_decode
+from narrowkv.attn_decode.plan import DecodePlan, plan_decode
+from narrowkv.attn_decode.reference import merge_states_reference, paged_decode_reference
+
+__all__ = [
+    "DecodePlan",
+    "merge_states",
+    "merge_states_reference",
+    "paged_decode",
+    "paged_decode_reference",
+    "plan_decode",
+]

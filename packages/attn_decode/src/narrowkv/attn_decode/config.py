@@ -1,0 +1,148 @@
+"""Launch configuration: a typed function of target, shape and format. Chosen, never searched for on the hot path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from narrowkv.quant.device import BITS, FNUZ_ALIAS, NATIVE
+from narrowkv.quant.errors import UnsupportedError
+from narrowkv.quant.launch import LaunchOptions
+from narrowkv.quant.targets import Target
+
+PTX = "ptx"
+_FP8_PREFIX = "fp8_"
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """What a configuration depends on, all of it known without reading the device."""
+
+    batch: int
+    q_len: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    capacity: int
+
+    @property
+    def gqa_ratio(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Tile sizes and how the keys are shared out.
+
+    Attributes:
+        block_m: rows of a tile: (query token, head of the group) pairs.
+        block_n: keys of a tile.
+        split: "none", "even" or "uniform": how a sequence's keys are divided over programs.
+        num_units: work units for each KV head and row block.
+        tiles_per_split: a fixed split size in key tiles, or 0 for an even share.
+        merge_in_launch: the last split to arrive merges, instead of a second kernel.
+        v_pairs: V is read as 16-bit pairs of columns.
+        options: compiler options of the attention kernel.
+    """
+
+    block_m: int
+    block_n: int
+    split: str
+    num_units: int
+    tiles_per_split: int
+    merge_in_launch: bool
+    v_pairs: bool
+    options: LaunchOptions
+
+
+def widen_route(target: Target, format_name: str, *, negative_zero_free: bool) -> str:
+    """How a stored format is widened on a target; the names are those of `narrowkv.quant.device`."""
+    if not format_name.startswith(_FP8_PREFIX):
+        return NATIVE
+    if format_name in target.fp8_formats and (format_name == target.native_fp8 or not target.is_amd):
+        return NATIVE
+    if target.name == "gfx942" and format_name == "fp8_e4m3fn" and negative_zero_free:
+        return FNUZ_ALIAS
+    return BITS
+
+
+def block_m_for(rows: int) -> int:
+    """16 rows fill the smallest matrix instruction; beyond 64 a second program reads the keys again (from cache)."""
+    return min(64, max(16, 1 << (rows - 1).bit_length()))
+
+
+def _programs_in_flight(target: Target) -> int:
+    """One-warp programs that the chip holds at once at this kernel's register use."""
+    # sm90: 255 registers leave 8 warps a multiprocessor. CDNA: 2 waves a SIMD at up to 256 registers, 4 SIMDs.
+    units = target.figures.units if target.figures is not None else 4
+    return units * 8
+
+
+def choose_config(
+    target: Target, shape: DecodeShape, k_format: str, v_format: str, *, split: str | None = None, tiles_per_split: int = 0
+) -> DecodeConfig:
+    """The shipped configuration.
+
+    Args:
+        target: what the kernel will run on.
+        shape: the call's shape.
+        k_format: storage format of K; v_format: of V.
+        split: forces "none", "even" or "uniform".
+        tiles_per_split: a fixed split size in key tiles (batch-invariant mode); 0 chooses.
+
+    Raises:
+        UnsupportedError: for a cache format that this kernel does not read.
+    """
+    for name in (k_format, v_format):
+        if name == "fp4_e2m1":
+            raise UnsupportedError(
+                "paged_decode does not read fp4_e2m1 caches yet; formats that work: bf16, fp16, "
+                "fp8_e4m3fn, fp8_e4m3fnuz, fp8_e5m2"
+            )
+    rows = shape.q_len * shape.gqa_ratio
+    block_m = block_m_for(rows)
+    head_programs = shape.num_kv_heads * -(-rows // block_m)
+    slots = max(1, _programs_in_flight(target) // head_programs)
+    fp8 = v_format.startswith(_FP8_PREFIX)
+    v_pairs = fp8 and target.vendor == "nvidia" and shape.head_dim % 2 == 0
+
+    # Short work is bound by latency: four warps share a tile and few splits are left to merge. H100, B4 ctx1024: 14.1 us
+    # against 16.4 us with one-warp programs; B1 ctx32768: 41 us against 49 us.
+    latency_bound = shape.batch * shape.capacity < 512 * slots
+    if target.is_amd:
+        # One wave a program: with more, every wave repeats the QK product and the softmax of a 16-row tile.
+        # Static view of gfx942 and gfx950: no spills at 32 keys (gfx950 reads OCP natively and affords 64).
+        block_n = 64 if target.name == "gfx950" and k_format != "bf16" and shape.head_dim <= 128 else 32
+        if shape.head_dim > 128 or block_m > 32:
+            block_n = 16
+        options = LaunchOptions(num_warps=1 if block_m <= 32 else 4, num_stages=1, matrix_instr_nonkdim=16)
+    elif latency_bound and block_m == 16:
+        # 128 keys and 4 warps at head_dim 128; wider heads halve the keys to stay within shared memory.
+        block_n = 128 if shape.head_dim <= 128 else 64
+        options = LaunchOptions(num_warps=4, num_stages=2)
+        slots = max(1, slots // 2)
+    else:
+        # H100, B128 ctx8192 page 64: 32 keys x 3 stages 1.08 x the floor, 64 x 2 1.11 x, 16 x 4 1.21 x.
+        block_n = 32
+        warps = 1 if block_m == 16 and shape.head_dim <= 128 else 2 if block_m <= 32 else 4
+        options = LaunchOptions(num_warps=warps, num_stages=3 if shape.head_dim <= 128 else 2)
+        slots = max(1, slots // warps)
+
+    if split is None:
+        split = "none" if shape.capacity <= block_n else "even"
+    if tiles_per_split:
+        tiles = -(-shape.capacity // block_n)
+        num_units = shape.batch * -(-tiles // tiles_per_split)
+        split = "even"
+    elif split == "none":
+        num_units = shape.batch
+    elif split == "uniform":
+        num_units = shape.batch * max(1, slots // shape.batch)
+    else:
+        # An even share needs room for each sequence's rounding up: see `_split_counts`.
+        num_units = slots if 2 * shape.batch <= slots else 2 * shape.batch
+    # Merging serially inside the launch pays while few partial results wait (H100, B64 ctx8192 at two splits: 383 us against
+    # 391 us); AMD's chiplets do not share an L2, so the second kernel's boundary is the cheaper fence there.
+    merge_in_launch = split != "none" and num_units <= 4 * shape.batch and not target.is_amd
+    return DecodeConfig(block_m, block_n, split, num_units, tiles_per_split, merge_in_launch, v_pairs, options)

@@ -1,0 +1,77 @@
+"""The oracle: attention over the dequantised cache in float32 with plain torch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from narrowkv.paged_cache import PagedKVCache, PageTable
+
+
+def paged_decode_reference(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    page_table: PageTable,
+    *,
+    sm_scale: float | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    plan: object = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`paged_decode` in float32, one sequence at a time; the same arguments and results. Reads lengths on the host.
+
+    The result is float32 unless `out_dtype` or `out` says otherwise.
+    """
+    batch = page_table.batch_size
+    q_len = q.shape[0] // batch if batch else 1
+    num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
+    gqa_ratio = q.shape[1] // num_kv_heads
+    scale = head_dim**-0.5 if sm_scale is None else sm_scale
+    o = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.full(q.shape[:2], -math.inf, device=q.device)
+    for seq in range(batch):
+        k, v = cache.gather(page_table, seq)
+        kv_len = k.shape[0]
+        if kv_len == 0:
+            continue
+        rows = slice(seq * q_len, (seq + 1) * q_len)
+        query = q[rows].float().view(q_len, num_kv_heads, gqa_ratio, head_dim)
+        s = torch.einsum("qhgd,lhd->qhgl", query, k) * scale
+        if logits_soft_cap > 0:
+            s = logits_soft_cap * torch.tanh(s / logits_soft_cap)
+        key = torch.arange(kv_len, device=q.device)[None]
+        position = (kv_len - q_len + torch.arange(q_len, device=q.device))[:, None]
+        keep = key <= position
+        if window_left >= 0:
+            keep &= key >= position - window_left
+        s = s.masked_fill(~keep[:, None, None], -math.inf)
+        log_sum = torch.logsumexp(s, -1)
+        denominator = log_sum
+        if sinks is not None:
+            denominator = torch.logaddexp(log_sum, sinks.float().view(num_kv_heads, gqa_ratio).expand_as(log_sum))
+        # Keys that a row does not attend to have no part in it, not even 0 * NaN.
+        p = torch.exp(s - denominator[..., None]).masked_fill(~keep[:, None, None] | (log_sum == -math.inf)[..., None], 0.0)
+        clean = torch.nan_to_num(v, nan=0.0)
+        result = torch.einsum("qhgl,lhd->qhgd", p, clean)
+        poisoned = torch.einsum("ql,lhd->qhd", keep.float(), torch.isnan(v).float())[:, :, None] > 0
+        o[rows] = result.masked_fill(poisoned.expand_as(result), math.nan).reshape(q_len, -1, head_dim)
+        lse[rows] = log_sum.reshape(q_len, -1)
+    if out is not None:
+        o = out.copy_(o)
+    elif out_dtype is not None:
+        o = o.to(out_dtype)
+    return (o, lse) if return_lse else o
+
+
+def merge_states_reference(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_states` in float64."""
+    total = torch.logsumexp(lse.double(), 0)
+    weight = torch.exp(lse.double() - total.clamp_min(torch.finfo(torch.float64).min))
+    weight = weight.masked_fill((lse == -math.inf), 0.0)
+    merged = (weight[..., None] * o.double().masked_fill((lse == -math.inf)[..., None], 0.0)).sum(0)
+    return merged.to(o.dtype), total.float()

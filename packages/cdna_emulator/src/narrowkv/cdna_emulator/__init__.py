@@ -1,0 +1,32 @@
+"""Runs the gfx942 and gfx950 assembly that Triton emits, on any CPU, with numpy alone.
+
+Example:
+    >>> program = load_program(compiled.asm["amdgcn"], lds_bytes=compiled.metadata.shared)
+    >>> memory = Memory()
+    >>> out = np.zeros(256, np.float32)
+    >>> pointer = memory.map(out.view(np.uint8), name="out")
+    >>> run(program, grid=(1, 1, 1), args=[pointer, 256], memory=memory).counts
+"""
+
+from .counts import DynamicCounts
+from .errors import (
+    DeadlockError,
+    EmulatorError,
+    MisalignedError,
+    OutOfRangeError,
+    RaceError,
+    UninitialisedError,
+    UnknownInstructionError,
+)
+from .launch import Result, run
+from .memory import Memory
+from .parser import KernelArgument
+from .program import Program, load_program
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DeadlockError", "DynamicCounts", "EmulatorError", "KernelArgument", "Memory", "MisalignedError",
+    "OutOfRangeError", "Program", "RaceError", "Result", "UninitialisedError", "UnknownInstructionError",
+    "load_program", "run",
+]  # fmt: skip

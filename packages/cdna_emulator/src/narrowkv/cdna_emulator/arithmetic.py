@@ -1,0 +1,301 @@
+"""Arithmetic that numpy does not have: fused multiply-add, bit fields, the division helpers and the like.
+
+Source: pseudo-code of the CDNA3 and CDNA4 ISA documents. The transcendental functions of the hardware are
+accurate to about one unit in the last place; here they are rounded from numpy's, and flush denormals as LLVM's
+lowering assumes of v_exp_f32, v_log_f32, v_rcp_f32, v_rsq_f32 and v_sqrt_f32.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .state import Array
+
+_TINY = {2: np.float16(0), 4: np.finfo(np.float32).tiny, 8: np.finfo(np.float64).tiny}
+_ROUNDING_BITS = np.uint64(0x1FFFFFFF)
+_HALFWAY = np.uint64(0x10000000)
+
+
+def fma(x: Array, y: Array, z: Array) -> Array:
+    """fp32 x * y + z with one rounding.
+
+    The product is exact in fp64. Rounding the sum to fp64 and then to fp32 differs from one rounding only if
+    the fp64 sum falls halfway between two fp32 values and was itself rounded; those lanes are nudged.
+    """
+    product = np.multiply(x, y, dtype=np.float64)
+    total = product + z
+    halfway = (total.view(np.uint64) & _ROUNDING_BITS) == _HALFWAY
+    if halfway.any():
+        wide = np.broadcast_to(z, total.shape).astype(np.float64)
+        back = total - product
+        error = (product - (total - back)) + (wide - back)
+        nudge = halfway & (error != 0) & np.isfinite(error)
+        total = np.where(nudge, np.nextafter(total, np.where(error > 0, np.inf, -np.inf)), total)
+    return total.astype(np.float32)
+
+
+def fma16(x: Array, y: Array, z: Array) -> Array:
+    """fp16 x * y + z: product and sum fit fp64 exactly."""
+    wide = x.astype(np.float64) * y.astype(np.float64) + z.astype(np.float64)
+    return wide.astype(np.float16)
+
+
+def fma64(x: Array, y: Array, z: Array) -> Array:
+    """fp64 x * y + z through extended precision, the closest that numpy offers."""
+    wide = x.astype(np.longdouble) * y.astype(np.longdouble) + z.astype(np.longdouble)
+    return wide.astype(np.float64)
+
+
+def _flush(x: Array) -> Array:
+    if x.dtype == np.float32:
+        return np.where(np.abs(x) < _TINY[4], np.copysign(np.float32(0), x), x)
+    return x
+
+
+def _through_f32(function: Any, x: Array) -> Array:
+    result: Array = _flush(function(_flush(x).astype(np.float32)))
+    return result.astype(x.dtype)
+
+
+def exp2(x: Array) -> Array:
+    return _through_f32(np.exp2, x)
+
+
+def log2(x: Array) -> Array:
+    return _through_f32(np.log2, x)
+
+
+def reciprocal(x: Array) -> Array:
+    return _through_f32(lambda v: np.float32(1) / v, x)
+
+
+def reciprocal_root(x: Array) -> Array:
+    return _through_f32(lambda v: (1.0 / np.sqrt(v.astype(np.float64))).astype(np.float32), x)
+
+
+def root(x: Array) -> Array:
+    return _through_f32(np.sqrt, x)
+
+
+def sine(x: Array) -> Array:
+    """sin(2 pi x): the hardware's argument is in revolutions."""
+    return np.sin(2 * np.pi * x.astype(np.float64)).astype(x.dtype)
+
+
+def cosine(x: Array) -> Array:
+    """cos(2 pi x): the hardware's argument is in revolutions."""
+    return np.cos(2 * np.pi * x.astype(np.float64)).astype(x.dtype)
+
+
+def fraction(x: Array) -> Array:
+    """x - floor(x), kept below 1."""
+    below_one = np.nextafter(x.dtype.type(1), x.dtype.type(0))
+    return np.minimum(x - np.floor(x), below_one)
+
+
+def exponent_of(x: Array) -> Array:
+    """Exponent such that the mantissa is in [0.5, 1); 0 for zero, infinity and NaN."""
+    return np.where(np.isfinite(x), np.frexp(x)[1], 0).astype(np.int32)
+
+
+def to_integer(x: Array, dtype: type[np.integer[Any]]) -> Array:
+    """Float to integer: out of range saturates, NaN gives 0."""
+    info = np.iinfo(dtype)
+    wide = np.nan_to_num(x.astype(np.float64), nan=0.0, posinf=float(info.max), neginf=float(info.min))
+    return np.clip(wide, info.min, info.max).astype(dtype)
+
+
+def median(x: Array, y: Array, z: Array) -> Array:
+    return np.maximum(np.minimum(x, y), np.minimum(np.maximum(x, y), z))
+
+
+def median_float(x: Array, y: Array, z: Array) -> Array:
+    """Middle of three; with a NaN among them, the least of the others."""
+    lowest = np.fmin(np.fmin(x, y), z)
+    return np.where(np.isnan(x) | np.isnan(y) | np.isnan(z), lowest, median(x, y, z))
+
+
+def multiply_high(x: Array, y: Array) -> Array:
+    """Upper 32 bits of the 64-bit product."""
+    wide = np.int64 if x.dtype == np.int32 else np.uint64
+    return ((x.astype(wide) * y.astype(wide)) >> wide(32)).astype(x.dtype)
+
+
+def low24(x: Array) -> Array:
+    """The low 24 bits, sign-extended."""
+    return (x << np.int32(8)) >> np.int32(8)
+
+
+def bit_field(x: Array, offset: Array, width: Array) -> Array:
+    """Bits [offset, offset + width), sign-extended for int32."""
+    offset, width = offset & np.uint32(31), width & np.uint32(31)
+    keep = (np.uint32(1) << width) - np.uint32(1)
+    field = (x >> offset.astype(x.dtype)).view(np.uint32) & keep
+    if x.dtype == np.int32:
+        sign = (np.uint32(1) << width) >> np.uint32(1)
+        return ((field ^ sign) - sign).view(np.int32)
+    return field
+
+
+def align(high: Array, low: Array, shift: Array) -> Array:
+    """Low 32 bits of the 64-bit value (high:low) shifted right."""
+    wide = (high.astype(np.uint64) << np.uint64(32)) | low
+    return (wide >> shift.astype(np.uint64)).astype(np.uint32)
+
+
+def count_bits(x: Array) -> Array:
+    """Number of bits set, in the argument's type."""
+    octets = np.ascontiguousarray(x).view(np.uint8).reshape(*x.shape, -1)
+    return np.unpackbits(octets, axis=-1).sum(axis=-1).astype(x.dtype)
+
+
+def reverse_bits(x: Array) -> Array:
+    octets = np.ascontiguousarray(x).view(np.uint8).reshape(*x.shape, 4)
+    bits = np.unpackbits(octets, axis=-1, bitorder="little")[..., ::-1]
+    return np.packbits(bits, axis=-1, bitorder="little").view(np.uint32)[..., 0]
+
+
+def leading_zeros(x: Array) -> Array:
+    """Zeros before the highest set bit of 32; all ones if there is none."""
+    exponent = np.frexp(x.astype(np.float64))[1]
+    return np.where(x == 0, np.uint32(0xFFFFFFFF), (32 - exponent).astype(np.uint32))
+
+
+def trailing_zeros(x: Array) -> Array:
+    """Index of the lowest set bit; all ones if there is none."""
+    return np.where(x == 0, np.uint32(0xFFFFFFFF), count_bits((x & (~x + np.uint32(1))) - np.uint32(1)))
+
+
+def leading_sign_bits(x: Array) -> Array:
+    """Bits equal to the sign bit, counted from the top; all ones for 0 and -1."""
+    return leading_zeros(np.where(x < 0, ~x, x).astype(np.uint32))
+
+
+def prng(x: Array) -> Array:
+    """One step of the gfx950 linear feedback shift register."""
+    return (x << np.uint32(1)) ^ np.where(x >> np.uint32(31), np.uint32(0xC5), np.uint32(0))
+
+
+@lru_cache(maxsize=4096)
+def _byte_plan(selector: int) -> tuple[tuple[tuple[bool, int, int], ...], int] | None:
+    """Byte selector as terms (from the high source?, mask, left shift) and constant bits."""
+    terms: dict[tuple[bool, int], int] = {}
+    constant = 0
+    for position in range(4):
+        choice = (selector >> (8 * position)) & 0xFF
+        if choice < 8:
+            shift = 8 * (position - (choice & 3))
+            key = (choice >= 4, shift)
+            terms[key] = terms.get(key, 0) | (0xFF << (8 * position))
+        elif choice >= 13:
+            constant |= 0xFF << (8 * position)
+        elif choice < 12:
+            return None
+    return tuple((high, mask, shift) for (high, shift), mask in terms.items()), constant
+
+
+def permute_bytes(high: Array, low: Array, selector: Array) -> Array:
+    """v_perm_b32: each selector byte picks a byte of (high:low), a replicated sign, 0x00 or 0xFF."""
+    plan = None
+    if selector.shape[-1] == 1 and (selector == selector[0]).all():
+        plan = _byte_plan(int(selector.flat[0]))
+    if plan is None:
+        return _permute_bytes_by_lane(high, low, selector)
+    result: Array | None = None
+    for from_high, mask, shift in plan[0]:
+        value = high if from_high else low
+        if shift > 0:
+            value = value << np.uint32(shift)
+        elif shift < 0:
+            value = value >> np.uint32(-shift)
+        value = value & np.uint32(mask)
+        result = value if result is None else result | value
+    constant = np.array([[plan[1]]], np.uint32)
+    return constant if result is None else result | constant
+
+
+def _permute_bytes_by_lane(high: Array, low: Array, selector: Array) -> Array:
+    high, low, selector = np.broadcast_arrays(high, low, selector)
+    wide = (high.astype(np.uint64) << np.uint64(32)) | low
+    result = np.zeros(high.shape, np.uint32)
+    for position in range(4):
+        choice = (selector >> np.uint32(8 * position)) & np.uint32(0xFF)
+        picked = (wide >> (np.uint64(8) * (choice & np.uint32(7)))) & np.uint64(0xFF)
+        sign = (wide >> (np.uint64(16) * (choice & np.uint32(3)) + np.uint64(15))) & np.uint64(1)
+        byte = np.where(choice < 8, picked, np.where(choice < 12, sign * np.uint64(0xFF), np.uint64(0)))
+        byte = np.where(choice > 12, np.uint64(0xFF), byte)
+        result = result | (byte.astype(np.uint32) << np.uint32(8 * position))
+    return result
+
+
+def _biased_exponent(x: Array) -> Array:
+    return ((np.ascontiguousarray(x).view(np.uint32) >> np.uint32(23)) & np.uint32(255)).astype(np.int32)
+
+
+def div_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
+    """v_div_scale_f32: x scaled so that the division neither overflows nor loses bits, and the VCC lanes."""
+    x, denominator, numerator = (np.ascontiguousarray(v) for v in np.broadcast_arrays(x, denominator, numerator))
+    tiny = _TINY[4]
+    en, ed = _biased_exponent(numerator), _biased_exponent(denominator)
+    quotient = numerator.astype(np.float64) / denominator
+    zero = (numerator == 0) | (denominator == 0)
+    far = ~zero & (en - ed >= 96)
+    denormal_denominator = ~zero & ~far & (np.abs(denominator) < tiny)
+    rest = ~zero & ~far & ~denormal_denominator
+    denormal_reciprocal = np.abs(1.0 / denominator.astype(np.float64)) < tiny
+    denormal_quotient = np.abs(quotient) < tiny
+    small_numerator = rest & ~denormal_reciprocal & ~denormal_quotient & (en <= 23)
+    vcc = far | (rest & denormal_quotient)
+    both = rest & denormal_reciprocal & denormal_quotient
+    up = (
+        denormal_denominator | ((far | both) & (x == denominator)) | small_numerator
+        | (rest & ~denormal_reciprocal & denormal_quotient & (x == numerator))
+    )  # fmt: skip
+    down = rest & denormal_reciprocal & ~denormal_quotient
+    result = np.ldexp(x, np.where(up, 64, np.where(down, -64, 0)).astype(np.int32))
+    return np.where(zero, np.float32(np.nan), result), vcc
+
+
+def div_fmas(x: Array, y: Array, z: Array, scaled: Array) -> Array:
+    """v_div_fmas_f32: fused multiply-add that undoes what v_div_scale_f32 did where VCC is set."""
+    result = fma(x, y, z)
+    if not scaled.any():
+        return result
+    exponent = _biased_exponent(np.broadcast_to(z, result.shape))
+    return np.where(scaled, np.ldexp(result, np.where(exponent > 127, 64, -64).astype(np.int32)), result)
+
+
+def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
+    """v_div_fixup: the special cases of numerator / denominator."""
+    kind = quotient.dtype.type
+    negative = np.signbit(denominator) ^ np.signbit(numerator)
+    signed = np.where(negative, kind(-1), kind(1))
+    result = np.copysign(quotient, signed)
+    zero = np.isinf(denominator) | (numerator == 0)
+    result = np.where(zero, np.copysign(kind(0), signed), result)
+    infinite = (denominator == 0) | np.isinf(numerator)
+    result = np.where(infinite, np.copysign(kind(np.inf), signed), result)
+    invalid = ((denominator == 0) & (numerator == 0)) | (np.isinf(denominator) & np.isinf(numerator))
+    invalid = invalid | np.isnan(denominator) | np.isnan(numerator)
+    return np.where(invalid, kind(np.nan), result)
+
+
+def classify(x: Array, wanted: Array) -> Array:
+    """v_cmp_class: is x in one of the classes whose bits are set?
+
+    Bits: 0 signalling NaN, 1 quiet NaN, 2 -inf, 3 -normal, 4 -denormal, 5 -0, 6 +0, 7 +denormal, 8 +normal, 9 +inf.
+    """
+    size = x.dtype.itemsize
+    unsigned = {2: np.uint16, 4: np.uint32, 8: np.uint64}[size]
+    quiet_bit = {2: 9, 4: 22, 8: 51}[size]
+    quiet = ((np.ascontiguousarray(x).view(unsigned) >> unsigned(quiet_bit)) & unsigned(1)).astype(bool)
+    tiny = np.finfo(x.dtype).tiny
+    negative = np.signbit(x)
+    bit = np.where(np.abs(x) < tiny, np.where(negative, 4, 7), np.where(negative, 3, 8))
+    bit = np.where(x == 0, np.where(negative, 5, 6), bit)
+    bit = np.where(np.isinf(x), np.where(negative, 2, 9), bit)
+    bit = np.where(np.isnan(x), np.where(quiet, 1, 0), bit)
+    return ((wanted >> bit.astype(np.uint32)) & np.uint32(1)).astype(bool)

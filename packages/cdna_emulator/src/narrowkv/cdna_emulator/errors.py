@@ -1,0 +1,69 @@
+"""What goes wrong when emulated code is wrong, and what is said about it.
+
+Every error that a running kernel can cause is an :class:`EmulatorError`. It knows the kernel, the line of
+the assembly, and, where there are any, the workgroup, wave, lane and address.
+"""
+
+from __future__ import annotations
+
+
+class EmulatorError(RuntimeError):
+    """A kernel did something it must not do, or something this emulator cannot do.
+
+    Attributes:
+        kernel: name of the kernel.
+        line: line of the assembly text, counted from 1; 0 when the error belongs to no line.
+        source: the text of that line.
+        workgroup: ``(x, y, z)``, or None.
+        wave: index of the wave in its workgroup, or None.
+        lane: 0..63, or None.
+        address: a device address, an offset in LDS for LDS errors, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kernel: str = "",
+        line: int = 0,
+        source: str = "",
+        workgroup: tuple[int, int, int] | None = None,
+        wave: int | None = None,
+        lane: int | None = None,
+        address: int | None = None,
+    ) -> None:
+        self.kernel, self.line, self.source = kernel, line, source
+        self.workgroup, self.wave, self.lane, self.address = workgroup, wave, lane, address
+        where = [f"kernel {kernel}" if kernel else "", f"line {line}: {source}" if line else ""]
+        who = [
+            f"workgroup {workgroup}" if workgroup is not None else "",
+            f"wave {wave}" if wave is not None else "",
+            f"lane {lane}" if lane is not None else "",
+            f"address {address:#x}" if address is not None else "",
+        ]
+        context = "; ".join(filter(None, [*where, ", ".join(filter(None, who))]))
+        super().__init__(f"{message} ({context})" if context else message)
+
+
+class UnknownInstructionError(EmulatorError):
+    """The instruction, or one of its modifiers or operands, is not implemented for this target."""
+
+
+class OutOfRangeError(EmulatorError):
+    """An access outside every mapped buffer, outside LDS, or a write to a read-only buffer."""
+
+
+class MisalignedError(EmulatorError):
+    """An access that is not aligned to its size, or to four bytes if it is wider than that."""
+
+
+class UninitialisedError(EmulatorError):
+    """A value that was never written decides what is stored, where it is stored, or a branch."""
+
+
+class RaceError(EmulatorError):
+    """Two waves touch one LDS byte between two barriers and at least one of them writes."""
+
+
+class DeadlockError(EmulatorError):
+    """The instruction limit was reached: waves wait for each other, or a loop does not end."""

@@ -1,0 +1,22 @@
+"""Paged KV caches in any layout and format, page tables, a page pool, and the fused append."""
+
+from narrowkv.paged_cache.append import Rope, append
+from narrowkv.paged_cache.cache import CacheFormat, KVStrides, PagedKVCache
+from narrowkv.paged_cache.page_table import PageTable
+from narrowkv.paged_cache.pool import PageCopy, PagePool, PoolExhausted, apply_copies
+from narrowkv.paged_cache.reference import append_reference, apply_rope_reference
+
+__all__ = [
+    "CacheFormat",
+    "KVStrides",
+    "PageCopy",
+    "PagePool",
+    "PageTable",
+    "PagedKVCache",
+    "PoolExhausted",
+    "Rope",
+    "append",
+    "append_reference",
+    "apply_copies",
+    "apply_rope_reference",
+]

@@ -1,0 +1,195 @@
+"""Appending new tokens to a paged cache in one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from narrowkv.paged_cache.cache import PagedKVCache
+from narrowkv.paged_cache.kernels import CachePointers, DescalePointers, NewTokens, RopePointers, _append_kernel
+from narrowkv.quant.errors import (
+    check_choice,
+    check_dtype,
+    check_int32,
+    check_last_dim_contiguous,
+    check_no_grad,
+    check_same_device,
+    check_shape,
+)
+from narrowkv.quant.formats import get_format
+from narrowkv.quant.launch import LaunchOptions, launch
+
+_NEW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of K on its way into the cache.
+
+    Attributes:
+        cos, sin: `[max_position, rotary_dim / 2]` fp32.
+        positions: `[tokens]` int32, the position of each new token.
+        style: "neox" (the halves of the rotary dims are partners) or "gptj" (neighbours are).
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    positions: torch.Tensor
+    style: str = "neox"
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading dims that are rotated; the rest pass through."""
+        return 2 * int(self.cos.shape[1])
+
+
+def check_append(
+    cache: PagedKVCache,
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    rope: Rope | None,
+    k_offset: torch.Tensor | None,
+    validate: bool,
+) -> None:
+    """Refuses what `append` cannot do, before anything is written."""
+    for name, new in (("k_new", k_new), ("v_new", v_new)):
+        check_dtype(name, new, _NEW_DTYPES)
+        check_shape(name, new, ("tokens", cache.num_kv_heads, cache.head_dim))
+        check_last_dim_contiguous(name, new)
+    tokens = k_new.shape[0]
+    check_shape("v_new", v_new, (tokens, cache.num_kv_heads, cache.head_dim))
+    check_int32("slot_mapping", slot_mapping)
+    check_shape("slot_mapping", slot_mapping, (tokens,))
+    check_same_device(k=cache.k, k_new=k_new, v_new=v_new, slot_mapping=slot_mapping, k_offset=k_offset)
+    check_no_grad(k_new=k_new, v_new=v_new)
+    for name, kind in (("k_descale", cache.k_granularity), ("v_descale", cache.v_granularity)):
+        if kind in ("page_head", "sequence_head"):
+            raise ValueError(
+                f"{name} must be per tensor, per head or per token-head to append, got {kind!r}: a new token cannot change the "
+                "descale of tokens that are stored already"
+            )
+    if k_offset is not None:
+        check_dtype("k_offset", k_offset, (torch.float32,))
+        check_shape("k_offset", k_offset, (cache.num_kv_heads, cache.head_dim))
+        if not k_offset.is_contiguous():
+            raise ValueError(f"k_offset must be contiguous, got strides {k_offset.stride()}")
+    if rope is not None:
+        check_choice("rope.style", rope.style, ("neox", "gptj"))
+        for name, table in (("rope.cos", rope.cos), ("rope.sin", rope.sin)):
+            check_dtype(name, table, (torch.float32,))
+            check_shape(name, table, tuple(rope.cos.shape))
+            check_last_dim_contiguous(name, table)
+        if rope.cos.stride() != rope.sin.stride():
+            raise ValueError(f"rope.sin must have the strides of rope.cos {rope.cos.stride()}, got {rope.sin.stride()}")
+        check_int32("rope.positions", rope.positions)
+        check_shape("rope.positions", rope.positions, (tokens,))
+        check_same_device(k_new=k_new, cos=rope.cos, sin=rope.sin, positions=rope.positions)
+        if rope.rotary_dim > cache.head_dim:
+            raise ValueError(f"rope.cos must have at most head_dim / 2 = {cache.head_dim // 2} columns, got {rope.cos.shape[1]}")
+    if validate:
+        _check_slots(slot_mapping, cache.num_pages * cache.page_size)
+        for name, value in (("k_descale", cache.k_descale), ("v_descale", cache.v_descale)):
+            kind = cache.k_granularity if name == "k_descale" else cache.v_granularity
+            if isinstance(value, torch.Tensor) and kind != "token_head" and not bool(((value > 0) & value.isfinite()).all()):
+                raise ValueError(f"{name} must be finite and greater than 0")
+        if rope is not None and tokens:
+            low, high = int(rope.positions.min()), int(rope.positions.max())
+            if low < 0 or high >= rope.cos.shape[0]:
+                raise ValueError(f"rope.positions must lie in [0, {rope.cos.shape[0]}), got {low}..{high}")
+
+
+def _check_slots(slot_mapping: torch.Tensor, num_slots: int) -> None:
+    used = slot_mapping[slot_mapping != -1].cpu()
+    if bool(((used < 0) | (used >= num_slots)).any()):
+        raise ValueError(f"slot_mapping must hold -1 or slots in [0, {num_slots}), got {used.tolist()[:16]}")
+    if used.unique().numel() != used.numel():
+        raise ValueError(f"slot_mapping must not hold a slot twice, got {used.sort().values.tolist()[:16]}")
+
+
+def append(
+    cache: PagedKVCache,
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    rope: Rope | None = None,
+    k_offset: torch.Tensor | None = None,
+    validate: bool = False,
+) -> None:
+    """Writes new tokens into the cache: optional RoPE on K, optional K offset, quantise, scatter. One launch.
+
+    Args:
+        cache: written in place; bytes of other slots do not change. Static descales (float, `[1]`, `[num_kv_heads]`) are
+            applied as they are (stored = saturate(x / descale)); a per token-head descale tensor gets the new tokens' own.
+        k_new, v_new: `[tokens, num_kv_heads, head_dim]`, bf16, fp16 or fp32, last dimension contiguous.
+        slot_mapping: `[tokens]` int32, `page * page_size + position in the page`; -1 skips a token. Slots beyond the cache
+            are never written.
+        rope: rotary embedding of K.
+        k_offset: `[num_kv_heads, head_dim]` fp32, subtracted from K after RoPE (`narrowkv.quant.transforms`).
+        validate: also check slots, descales and positions, which waits for the device.
+
+    Raises:
+        TypeError, ValueError: before anything is written.
+
+    Example:
+        >>> cache = PagedKVCache.empty(4, 16, 2, 64, format="fp8_e4m3fn")
+        >>> new = torch.ones(1, 2, 64)
+        >>> append(cache, new, 2 * new, torch.tensor([17], dtype=torch.int32))
+        >>> float(cache.dequantize()[1][1, 1, 0, 0])
+        2.0
+    """
+    check_append(cache, k_new, v_new, slot_mapping, rope, k_offset, validate)
+    pointers = NewTokens(k_new, k_new.stride(0), k_new.stride(1)), NewTokens(v_new, v_new.stride(0), v_new.stride(1))
+    k_strides, v_strides = cache.k_strides, cache.v_strides
+    no_rope = RopePointers(None, None, None, 0)
+    launch(
+        _append_kernel,
+        (k_new.shape[0], cache.num_kv_heads),
+        (
+            *pointers,
+            CachePointers(_bytes(cache.k), k_strides.page, k_strides.token, k_strides.head, k_strides.outer),
+            CachePointers(_bytes(cache.v), v_strides.page, v_strides.token, v_strides.head, v_strides.outer),
+            _descale_pointers(cache.k_descale, cache.k_granularity, cache.k.device),
+            _descale_pointers(cache.v_descale, cache.v_granularity, cache.v.device),
+            k_offset,
+            no_rope if rope is None else RopePointers(rope.cos, rope.sin, rope.positions, rope.cos.stride(0)),
+            slot_mapping,
+            cache.num_pages * cache.page_size,
+        ),
+        {
+            "PAGE_SIZE": cache.page_size,
+            "HEAD_DIM": cache.head_dim,
+            "ROTARY_DIM": 0 if rope is None else rope.rotary_dim,
+            "INTERLEAVED": rope is not None and rope.style == "gptj",
+            "HAS_OFFSET": k_offset is not None,
+            "K_FORMAT": cache.format.k,
+            "V_FORMAT": cache.format.v,
+            "K_MAX": get_format(cache.format.k).max_value,
+            "V_MAX": get_format(cache.format.v).max_value,
+            "K_PER_TOKEN": cache.k_granularity == "token_head",
+            "V_PER_TOKEN": cache.v_granularity == "token_head",
+            "K_VEC": k_strides.vec,
+            "V_VEC": v_strides.vec,
+            "BLOCK_D": 1 << (cache.head_dim - 1).bit_length(),
+        },
+        LaunchOptions(num_warps=1, num_stages=1),
+    )
+
+
+def _bytes(stored: torch.Tensor) -> torch.Tensor:
+    # The kernel writes FP8 as bytes: casts differ between targets, and FNUZ is no type of CUDA's.
+    return stored.view(torch.uint8) if stored.element_size() == 1 else stored
+
+
+def _descale_pointers(value: float | torch.Tensor, kind: str, device: torch.device) -> DescalePointers:
+    if not isinstance(value, torch.Tensor):
+        return DescalePointers(torch.full((1,), value, dtype=torch.float32, device=device), 0, 0, 0)
+    strides: dict[str, tuple[Any, Any, Any]] = {
+        "tensor": (0, 0, 0),
+        "head": (0, 0, value.stride(0)),
+        "token_head": (value.stride(0), value.stride(1), value.stride(2)) if value.dim() == 3 else (0, 0, 0),
+    }
+    return DescalePointers(value, *strides[kind])

@@ -1,0 +1,203 @@
+"""Which pages each sequence occupies, from either form of metadata that engines keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from narrowkv.quant.errors import check_int32, check_positive_int, check_same_device
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Page ids and lengths of a batch. Holds the caller's tensors by reference: updating them in place updates the table.
+
+    Attributes:
+        kind: "ragged" or "block_table".
+        page_ids: int32, `[nnz]` (ragged: kv_indices) or `[batch, max_pages]` (block table).
+        page_size: tokens a page.
+        kv_indptr: ragged: `[batch + 1]`, where each sequence's page ids begin.
+        kv_last_page_len: ragged: `[batch]`, tokens in each sequence's last page.
+        seq_lens: block table: `[batch]`.
+    """
+
+    kind: str
+    page_ids: torch.Tensor
+    page_size: int
+    kv_indptr: torch.Tensor | None = None
+    kv_last_page_len: torch.Tensor | None = None
+    seq_lens: torch.Tensor | None = None
+
+    @classmethod
+    def from_ragged(
+        cls,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_last_page_len: torch.Tensor,
+        *,
+        page_size: int,
+        num_pages: int | None = None,
+        validate: bool = False,
+    ) -> PageTable:
+        """From FlashInfer-style metadata.
+
+        Args:
+            kv_indptr: `[batch + 1]` int32.
+            kv_indices: `[nnz]` int32 page ids.
+            kv_last_page_len: `[batch]` int32, 1..page_size, or 0 for an empty sequence.
+            page_size: tokens a page.
+            num_pages: with `validate`, the page ids' bound.
+            validate: look at the values, which waits for the device.
+
+        Raises:
+            TypeError, ValueError: for wrong dtypes or shapes; with `validate` also for wrong values.
+
+        Example:
+            >>> i32 = dict(dtype=torch.int32)
+            >>> PageTable.from_ragged(torch.tensor([0, 2], **i32), torch.tensor([3, 1], **i32), torch.tensor([5], **i32),
+            ...                       page_size=16).seq_lens_tensor().tolist()
+            [21]
+        """
+        check_positive_int("page_size", page_size)
+        for name, tensor in (("kv_indptr", kv_indptr), ("kv_indices", kv_indices), ("kv_last_page_len", kv_last_page_len)):
+            _check_vector(name, tensor)
+        if kv_indptr.shape[0] != kv_last_page_len.shape[0] + 1:
+            raise ValueError(
+                f"kv_indptr must have batch + 1 = {kv_last_page_len.shape[0] + 1} entries, got {kv_indptr.shape[0]}"
+            )
+        check_same_device(kv_indptr=kv_indptr, kv_indices=kv_indices, kv_last_page_len=kv_last_page_len)
+        table = cls("ragged", kv_indices, page_size, kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)
+        if validate:
+            table.check_values(num_pages)
+        return table
+
+    @classmethod
+    def from_block_table(
+        cls,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        page_size: int,
+        num_pages: int | None = None,
+        validate: bool = False,
+    ) -> PageTable:
+        """From vLLM-style metadata.
+
+        Args:
+            block_table: `[batch, max_pages]` int32; entries past a sequence's end are never read.
+            seq_lens: `[batch]` int32 tokens.
+            page_size, num_pages, validate: as for `from_ragged`.
+
+        Raises:
+            TypeError, ValueError: for wrong dtypes or shapes; with `validate` also for wrong values.
+
+        Example:
+            >>> i32 = dict(dtype=torch.int32)
+            >>> PageTable.from_block_table(torch.tensor([[3, 1]], **i32), torch.tensor([21], **i32), page_size=16).capacity
+            32
+        """
+        check_positive_int("page_size", page_size)
+        check_int32("block_table", block_table)
+        if block_table.dim() != 2:
+            raise ValueError(f"block_table must have shape [batch, max_pages], got {tuple(block_table.shape)}")
+        if block_table.shape[1] > 1 and block_table.stride(1) != 1:
+            raise ValueError(f"block_table must have a contiguous last dimension (stride 1), got stride {block_table.stride(1)}")
+        _check_vector("seq_lens", seq_lens)
+        if seq_lens.shape[0] != block_table.shape[0]:
+            raise ValueError(f"seq_lens must have batch = {block_table.shape[0]} entries, got {seq_lens.shape[0]}")
+        check_same_device(block_table=block_table, seq_lens=seq_lens)
+        table = cls("block_table", block_table, page_size, seq_lens=seq_lens)
+        if validate:
+            table.check_values(num_pages)
+        return table
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences."""
+        lens = self.seq_lens if self.seq_lens is not None else self.kv_last_page_len
+        assert lens is not None
+        return int(lens.shape[0])
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens that one sequence can have, as far as shapes tell."""
+        return int(self.page_ids.shape[-1]) * self.page_size
+
+    def seq_lens_tensor(self) -> torch.Tensor:
+        """`[batch]` int32 lengths, computed on the device."""
+        if self.seq_lens is not None:
+            return self.seq_lens
+        assert self.kv_indptr is not None and self.kv_last_page_len is not None
+        pages = self.kv_indptr[1:] - self.kv_indptr[:-1]
+        lens = (pages - 1) * self.page_size + self.kv_last_page_len
+        return torch.where(pages > 0, lens, torch.zeros_like(lens)).to(torch.int32)
+
+    def to_block_table(self, max_pages: int) -> PageTable:
+        """The same table with a `[batch, max_pages]` block table, built on the device; unused entries are 0.
+
+        Args:
+            max_pages: columns; the caller knows a bound, the device is not asked.
+        """
+        if self.kind == "block_table":
+            return self
+        assert self.kv_indptr is not None
+        column = torch.arange(max_pages, device=self.page_ids.device)
+        begin, end = self.kv_indptr[:-1, None].long(), self.kv_indptr[1:, None].long()
+        index = begin + column
+        inside = index < end
+        padded = torch.cat([self.page_ids, self.page_ids.new_zeros(1)])
+        ids = padded[index.clamp(max=self.page_ids.shape[0])]
+        return PageTable.from_block_table(
+            torch.where(inside, ids, torch.zeros_like(ids)).contiguous(), self.seq_lens_tensor(), page_size=self.page_size
+        )
+
+    def pages_of(self, seq: int) -> tuple[torch.Tensor, int]:
+        """One sequence's page ids (int64) and length. Waits for the device."""
+        seq_len = int(self.seq_lens_tensor()[seq])
+        count = -(-seq_len // self.page_size)
+        if self.kind == "block_table":
+            return self.page_ids[seq, :count].long(), seq_len
+        assert self.kv_indptr is not None
+        begin = int(self.kv_indptr[seq])
+        return self.page_ids[begin : begin + count].long(), seq_len
+
+    def check_values(self, num_pages: int | None = None) -> None:
+        """Looks at the metadata's values, which waits for the device.
+
+        Raises:
+            ValueError: naming the first fault found.
+        """
+        lens = self.seq_lens_tensor().cpu()
+        if bool((lens < 0).any()):
+            raise ValueError(f"seq_lens must not be negative, got {int(lens.min())}")
+        if self.kind == "ragged":
+            assert self.kv_indptr is not None and self.kv_last_page_len is not None
+            indptr, last = self.kv_indptr.cpu(), self.kv_last_page_len.cpu()
+            if int(indptr[0]) != 0:
+                raise ValueError(f"kv_indptr must begin with 0, got {int(indptr[0])}")
+            if bool((indptr.diff() < 0).any()):
+                raise ValueError(f"kv_indptr must not decrease, got {indptr.tolist()[:16]}")
+            if int(indptr[-1]) > self.page_ids.shape[0]:
+                raise ValueError(f"kv_indptr must end within kv_indices ({self.page_ids.shape[0]}), got {int(indptr[-1])}")
+            occupied = indptr.diff() > 0
+            if bool(((last < 1) & occupied).any()) or bool((last > self.page_size).any()):
+                raise ValueError(f"kv_last_page_len must lie in 1..{self.page_size}, got {last.tolist()[:16]}")
+            ids = self.page_ids[: int(indptr[-1])].cpu()
+        else:
+            if lens.numel() and int(lens.max()) > self.capacity:
+                raise ValueError(f"seq_lens must not exceed the table's capacity {self.capacity}, got {int(lens.max())}")
+            column = torch.arange(self.page_ids.shape[1])
+            ids = self.page_ids.cpu()[column[None] * self.page_size < lens[:, None]]
+        if ids.numel() and int(ids.min()) < 0:
+            raise ValueError(f"page ids must not be negative, got {int(ids.min())}")
+        if num_pages is not None and ids.numel() and int(ids.max()) >= num_pages:
+            raise ValueError(f"page ids must be below num_pages = {num_pages}, got {int(ids.max())}")
+
+
+def _check_vector(name: str, tensor: torch.Tensor) -> None:
+    check_int32(name, tensor)
+    if tensor.dim() != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {tuple(tensor.shape)}")
+    if tensor.shape[0] > 1 and tensor.stride(0) != 1:
+        raise ValueError(f"{name} must be contiguous, got stride {tensor.stride(0)}")

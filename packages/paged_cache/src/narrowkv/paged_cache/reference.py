@@ -1,0 +1,86 @@
+"""The oracle of `append`, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from narrowkv.paged_cache.append import Rope, check_append
+from narrowkv.paged_cache.cache import PagedKVCache
+from narrowkv.quant.formats import get_format
+from narrowkv.quant.quantize import cast_fp8
+
+
+def apply_rope_reference(k: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """K `[tokens, heads, head_dim]` after rotary embedding, fp32."""
+    half = rope.cos.shape[1]
+    cos, sin = (table[rope.positions.long()][:, None] for table in (rope.cos, rope.sin))
+    rotated, rest = k[..., : 2 * half].float(), k[..., 2 * half :].float()
+    if rope.style == "neox":
+        a, b = rotated[..., :half], rotated[..., half:]
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    else:
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    return torch.cat([turned, rest], -1)
+
+
+def append_reference(
+    cache: PagedKVCache,
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    rope: Rope | None = None,
+    k_offset: torch.Tensor | None = None,
+    validate: bool = False,
+) -> None:
+    """`append` with torch operations, token by token; the same arguments and effect."""
+    check_append(cache, k_new, v_new, slot_mapping, rope, k_offset, validate)
+    k = k_new.float() if rope is None else apply_rope_reference(k_new, rope)
+    if k_offset is not None:
+        k = k - k_offset
+    sides = (
+        (cache.k, k, cache.format.k, cache.k_descale, cache.k_granularity, True),
+        (cache.v, v_new.float(), cache.format.v, cache.v_descale, cache.v_granularity, False),
+    )
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if not 0 <= slot < cache.num_pages * cache.page_size:
+            continue
+        page, position = divmod(slot, cache.page_size)
+        for stored, new, name, descale, kind, is_key in sides:
+            _write(stored, _quantise(new[token], name, descale, kind, page, position), cache.layout, page, position, is_key)
+
+
+def _quantise(
+    x: torch.Tensor, name: str, descale: float | torch.Tensor, kind: str, page: int, position: int
+) -> torch.Tensor:
+    """One token's `[heads, head_dim]` in storage; a per token-head descale is computed and stored."""
+    fmt = get_format(name)
+    if fmt.kind != "fp8":
+        return x.to(fmt.storage_dtype)
+    if kind == "token_head":
+        assert isinstance(descale, torch.Tensor)
+        scale = x.abs().amax(-1) / fmt.max_value
+        scale = torch.where(scale < torch.finfo(torch.float32).tiny, torch.ones_like(scale), scale)
+        descale[page, position] = scale
+        return cast_fp8(x / scale[:, None], fmt)
+    if isinstance(descale, torch.Tensor):
+        return cast_fp8(x / descale.view(-1, 1), fmt)
+    return cast_fp8(x / torch.tensor(descale, dtype=torch.float32), fmt)
+
+
+def _write(stored: torch.Tensor, row: torch.Tensor, layout: str, page: int, position: int, is_key: bool) -> None:
+    if stored.element_size() == 1:
+        stored, row = stored.view(torch.uint8), row.view(torch.uint8)
+    if layout == "tokens":
+        stored[page] = row
+    elif layout == "HND":
+        stored[page, :, position] = row
+    elif layout == "vectorised":
+        x = stored.shape[4]
+        if is_key:
+            stored[page, :, :, position] = row.view(row.shape[0], -1, x)
+        else:
+            stored[page, :, position // x, :, position % x] = row
+    else:
+        stored[page, position] = row

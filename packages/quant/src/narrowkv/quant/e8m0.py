@@ -1,0 +1,207 @@
+"""E8M0 scales: one byte that stands for a power of two, and the rules that choose it.
+
+The value of byte b is 2^(b - 127): 0x00 is 2^-127 (not zero), 0x7F is 1.0, 0xFF is NaN (OCP Microscaling
+Formats (MX) Specification 1.0, section 5.4). All arithmetic here is on exponents and bits, so it is exact.
+
+Example:
+    >>> import torch
+    >>> e8m0_decode(torch.tensor([126, 127, 130], dtype=torch.uint8))
+    tensor([0.5000, 1.0000, 8.0000])
+    >>> e8m0_encode(torch.tensor([0.5, 1.0, 8.0]))
+    tensor([126, 127, 130], dtype=torch.uint8)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .errors import check_dtype
+from .formats import Format, get_format
+from .rounding import round_to_format
+
+__all__ = [
+    "E8M0_BIAS",
+    "E8M0_NAN",
+    "ceil_exponent",
+    "dsv4_tile_scale",
+    "e8m0_decode",
+    "e8m0_encode",
+    "e8m0_from_exponent",
+    "floor_exponent",
+    "mse_exponent",
+]
+
+E8M0_BIAS = 127
+E8M0_NAN = 0xFF
+_SMALLEST = 0x00400000  # fp32 bits of 2^-127, which is subnormal there
+
+
+def e8m0_decode(byte: torch.Tensor) -> torch.Tensor:
+    """Decodes E8M0 bytes.
+
+    Args:
+        byte: uint8, any shape.
+
+    Returns:
+        fp32 of that shape: 2^(byte - 127), or NaN for 0xFF.
+
+    Raises:
+        TypeError: `byte` is not a uint8 tensor.
+    """
+    check_dtype("byte", byte, torch.uint8)
+    wide = byte.to(torch.int32)
+    bits = torch.where(wide == 0, _SMALLEST, wide << 23)
+    value = bits.view(torch.float32)
+    return value.masked_fill(wide == E8M0_NAN, math.nan)
+
+
+def e8m0_encode(x_pow2: torch.Tensor) -> torch.Tensor:
+    """Encodes powers of two as E8M0 bytes.
+
+    Args:
+        x_pow2: fp32, any shape, powers of two. Any other positive value is encoded as the power of two below
+            it.
+
+    Returns:
+        uint8 of that shape. Below 2^-127 (zero included) gives 0x00; negative, NaN and Inf give 0xFF (NaN).
+
+    Raises:
+        TypeError: `x_pow2` is not an fp32 tensor.
+    """
+    check_dtype("x_pow2", x_pow2, torch.float32)
+    bits = x_pow2.contiguous().view(torch.int32)
+    byte = (bits >> 23) & 0xFF  # the exponent field; subnormals of fp32 and zero have 0, which is 2^-127 here
+    invalid = ~(x_pow2 >= 0) | torch.isinf(x_pow2)
+    return byte.masked_fill(invalid, E8M0_NAN).to(torch.uint8)
+
+
+def e8m0_from_exponent(exponent: torch.Tensor) -> torch.Tensor:
+    """The E8M0 byte of 2^exponent, for integer exponents, clamped to the range [-127, 127].
+
+    Args:
+        exponent: integer tensor, any shape.
+
+    Returns:
+        uint8 of that shape.
+    """
+    return (exponent.clamp(-E8M0_BIAS, E8M0_BIAS) + E8M0_BIAS).to(torch.uint8)
+
+
+def _pow2(exponent: torch.Tensor) -> torch.Tensor:
+    return e8m0_decode(e8m0_from_exponent(exponent))  # exact, which exp2 need not be
+
+
+def _frexp(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    mantissa, exponent = torch.frexp(x)
+    return mantissa, exponent
+
+
+def floor_exponent(amax: torch.Tensor, format: str | torch.dtype | Format) -> torch.Tensor:
+    """The OCP MX rule: floor(log2(amax)) minus the exponent of the format's largest value. The largest may saturate.
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0, section 6.3.
+
+    Args:
+        amax: fp32 largest magnitudes, finite and >= 0, any shape.
+        format: the element format.
+
+    Returns:
+        int32 exponents of the same shape, not clamped; 0 where amax is 0.
+    """
+    check_dtype("amax", amax, torch.float32)
+    _, top = math.frexp(get_format(format).max_value)
+    _, exponent = _frexp(amax)
+    return torch.where(amax == 0, 0, exponent.to(torch.int32) - top)
+
+
+def ceil_exponent(amax: torch.Tensor, format: str | torch.dtype | Format) -> torch.Tensor:
+    """The smallest exponent at which nothing saturates: ceil(log2(amax / max_value)), computed without rounding.
+
+    Args:
+        amax: fp32 largest magnitudes, finite and >= 0, any shape.
+        format: the element format.
+
+    Returns:
+        int32 exponents of the same shape, not clamped; 0 where amax is 0.
+    """
+    check_dtype("amax", amax, torch.float32)
+    top_mantissa, top = math.frexp(get_format(format).max_value)
+    mantissa, exponent = _frexp(amax)
+    above = (mantissa > top_mantissa).to(torch.int32)
+    return torch.where(amax == 0, 0, exponent.to(torch.int32) - top + above)
+
+
+_CANDIDATES = (0, 1, -1, -2)
+"""Exponents tried by the mse rule, relative to the floor rule's. Above +1 the grid only gets coarser. Below -2 the largest
+element is clipped by more than 256 others can gain back: in FP4 they gain at most 1/4 of a squared step
+each."""
+
+
+def mse_exponent(groups: torch.Tensor, format: str | torch.dtype | Format) -> torch.Tensor:
+    """The exponent at which a group has the least squared error; of equals, the one nearest to the floor rule's.
+
+    The optimum over every E8M0 exponent for groups of up to 256 elements; over the four exponents from two
+    below the floor rule's to one above it for longer ones.
+
+    Args:
+        groups: fp32 `[..., group]`. NaN counts as 0, Inf as the largest finite fp32.
+        format: the element format.
+
+    Returns:
+        int32 `[...]`, in [-127, 127]; 0 for a group of zeros.
+
+    Raises:
+        TypeError: `groups` is not an fp32 tensor.
+
+    Example:
+        >>> group = torch.tensor([[7.0, 7.0, 0.5, 0.5]])  # at exponent 0 the sevens saturate at 6
+        >>> mse_exponent(group, "fp4_e2m1"), mse_exponent(group[:, 1:], "fp4_e2m1")
+        (tensor([1], dtype=torch.int32), tensor([0], dtype=torch.int32))
+    """
+    check_dtype("groups", groups, torch.float32)
+    limit = torch.finfo(torch.float32).max
+    finite = groups.nan_to_num(nan=0.0, posinf=limit, neginf=-limit)
+    if finite.numel() == 0:
+        return torch.zeros(finite.shape[:-1], dtype=torch.int32, device=finite.device)
+    floor = floor_exponent(finite.abs().amax(-1), format)
+    # Errors are compared on the group brought to the format's range, where squares cannot overflow or vanish.
+    # The shift is made in two halves because 2^-floor alone can be out of fp32's range.
+    half = floor >> 1
+    unit = finite * _pow2(-half).unsqueeze(-1) * _pow2(half - floor).unsqueeze(-1)
+    best = floor.clamp(-E8M0_BIAS, E8M0_BIAS)
+    least = torch.full_like(floor, math.inf, dtype=torch.float32)
+    for step in _CANDIDATES:
+        exponent = (floor + step).clamp(-E8M0_BIAS, E8M0_BIAS)
+        scale = _pow2(exponent - floor).unsqueeze(-1)
+        error = (round_to_format(unit / scale, format) * scale - unit).square().sum(-1)
+        better = error < least
+        best = torch.where(better, exponent, best)
+        least = torch.where(better, error, least)
+    return best
+
+
+def dsv4_tile_scale(amax: torch.Tensor) -> torch.Tensor:
+    """The power-of-two scale of a DeepSeek tile: 2^ceil(log2(max(amax / 448, 1e-4))).
+
+    Args:
+        amax: fp32 largest magnitudes of the tiles, any shape.
+
+    Returns:
+        fp32 powers of two of the same shape (`e8m0_encode` makes bytes of them); NaN where amax is NaN. Inf
+        counts as the largest finite fp32.
+
+    Raises:
+        TypeError: `amax` is not an fp32 tensor.
+
+    Example:
+        >>> dsv4_tile_scale(torch.tensor([0.0, 448.0, 449.0]))
+        tensor([1.2207e-04, 1.0000e+00, 2.0000e+00])
+    """
+    check_dtype("amax", amax, torch.float32)
+    wanted = (amax.clamp(max=torch.finfo(torch.float32).max) / 448.0).clamp(min=1e-4)
+    mantissa, exponent = _frexp(wanted)
+    exponent = exponent - (mantissa == 0.5).to(exponent.dtype)  # frexp's mantissa is in [0.5, 1)
+    scale = e8m0_decode(e8m0_from_exponent(exponent))
+    return scale.masked_fill(torch.isnan(amax), math.nan)

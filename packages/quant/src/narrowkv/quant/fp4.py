@@ -1,0 +1,125 @@
+"""FP4 E2M1: rounding from fp32, the sixteen values, and packing two to a byte.
+
+Bits are sign, two of exponent (bias 1), one of mantissa: the magnitudes are 0, 0.5, 1, 1.5, 2, 3, 4, 6. There
+is no Inf and no NaN. Source: OCP Microscaling Formats (MX) Specification 1.0, section 5.3.3.
+
+Example:
+    >>> import torch
+    >>> packed = pack_fp4(round_fp4(torch.tensor([0.7, -6.5])))
+    >>> packed
+    tensor([241], dtype=torch.uint8)
+    >>> decode_fp4(unpack_fp4(packed))
+    tensor([ 0.5000, -6.0000])
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import check_dtype
+
+__all__ = [
+    "FP4_VALUES",
+    "decode_fp4",
+    "pack_fp4",
+    "pack_nibbles",
+    "round_fp4",
+    "unpack_fp4",
+    "unpack_nibbles",
+]
+
+FP4_VALUES: tuple[float, ...] = (
+    *(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0),
+    *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
+)
+"""The value of each of the sixteen codes."""
+
+# A magnitude has code i when it is above i of these. Each is a midpoint of two neighbours where the tie goes
+# down to the even code, and the fp32 number just below the midpoint where the tie goes up to it.
+_ULP = 2.0**-23
+_BOUNDARIES = (0.25, 0.75 - _ULP / 2, 1.25, 1.75 - _ULP, 2.5, 3.5 - 2 * _ULP, 5.0)
+
+
+def round_fp4(x: torch.Tensor) -> torch.Tensor:
+    """Rounds fp32 numbers to E2M1 codes: nearest, ties to even, saturating at 6.
+
+    Args:
+        x: fp32, any shape.
+
+    Returns:
+        uint8 codes 0..15 of that shape. What rounds to zero has code 0 whatever its sign; NaN, which the
+        format lacks, gives code 0 too: the group's scale must carry it.
+
+    Raises:
+        TypeError: `x` is not an fp32 tensor.
+    """
+    check_dtype("x", x, torch.float32)
+    edges = torch.tensor(_BOUNDARIES, dtype=torch.float32, device=x.device)
+    code = torch.bucketize(x.abs().contiguous(), edges, out_int32=True)
+    code = code + 8 * ((x < 0) & (code > 0)).to(torch.int32)
+    return code.masked_fill(torch.isnan(x), 0).to(torch.uint8)
+
+
+def decode_fp4(code: torch.Tensor) -> torch.Tensor:
+    """The fp32 values of E2M1 codes.
+
+    Args:
+        code: uint8 codes, any shape; only the low four bits count.
+
+    Returns:
+        fp32 of that shape; code 8 is -0.0.
+
+    Raises:
+        TypeError: `code` is not a uint8 tensor.
+    """
+    check_dtype("code", code, torch.uint8)
+    table = torch.tensor(FP4_VALUES, dtype=torch.float32, device=code.device)
+    return table[(code & 0xF).to(torch.int64)]
+
+
+def pack_nibbles(code: torch.Tensor) -> torch.Tensor:
+    """Packs the low four bits of neighbours along the last dimension: element 2i in the low nibble of byte i.
+
+    Args:
+        code: uint8 `[..., n]`, n even.
+
+    Returns:
+        uint8 `[..., n / 2]`.
+
+    Raises:
+        TypeError: `code` is not a uint8 tensor.
+        ValueError: n is odd, or `code` is a scalar.
+    """
+    check_dtype("code", code, torch.uint8)
+    if code.dim() == 0 or code.shape[-1] % 2:
+        raise ValueError(f"code must have an even last dimension to be packed, got shape {list(code.shape)}")
+    return (code[..., 0::2] & 0xF) | (code[..., 1::2] << 4)
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Undoes `pack_nibbles`.
+
+    Args:
+        packed: uint8 `[..., n]`.
+
+    Returns:
+        uint8 `[..., 2 * n]`, each 0..15.
+
+    Raises:
+        TypeError: `packed` is not a uint8 tensor.
+        ValueError: `packed` is a scalar.
+    """
+    check_dtype("packed", packed, torch.uint8)
+    if packed.dim() == 0:
+        raise ValueError("packed must have at least one dimension, got a scalar tensor")
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+
+
+def pack_fp4(code: torch.Tensor) -> torch.Tensor:
+    """Packs E2M1 codes `[..., n]` (uint8, n even) into bytes `[..., n / 2]`; see `pack_nibbles`."""
+    return pack_nibbles(code)
+
+
+def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
+    """Unpacks bytes `[..., n]` (uint8) into E2M1 codes `[..., 2 * n]`; see `unpack_nibbles`."""
+    return unpack_nibbles(packed)

@@ -1,0 +1,83 @@
+"""Compiles a launch for an AMD target on any machine, with no GPU and no AMD software.
+
+Triton asks its active driver which target to compile for. A stand-in driver that answers with the named target lets the
+ordinary `kernel.warmup` compile the specialisation a real launch would use (divisibility, pointer ranges).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from narrowkv.quant.launch.artifact import CompiledArtifact
+from narrowkv.quant.launch.path import LaunchOptions
+from narrowkv.quant.targets import Target
+
+
+class _TargetDriver:
+    """Answers Triton's questions about the device as a machine with the target would."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = GPUTarget("hip", target.name, target.wave_size)
+        # JITFunction remembers the backend per device id, so each target needs an id of its own.
+        self._device = int(target.name.removeprefix("gfx"), 16)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def _active_driver(target: Target) -> Iterator[None]:
+    previous = driver._active
+    # Triton 3.9 warns once per compile when this is unset; the value is its own default.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    driver.set_active(_TargetDriver(target))
+    try:
+        yield
+    finally:
+        driver._active = previous
+
+
+def compile_launch(
+    target: Target,
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple[Any, ...],
+    constexprs: dict[str, Any],
+    options: LaunchOptions,
+) -> CompiledArtifact:
+    """Compiles one launch for `target` and returns the artifact; nothing is run."""
+    with _active_driver(target):
+        compiled = kernel.warmup(*args, **constexprs, grid=grid, **options.for_target(target))
+        if hasattr(compiled, "result"):
+            compiled = compiled.result()
+    return CompiledArtifact.from_triton(compiled, target=target, grid=grid, args=args)
+
+
+class CompileExecutor:
+    """Records the compiled artifact of every launch."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.artifacts: list[CompiledArtifact] = []
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any], options: LaunchOptions
+    ) -> None:
+        """Compiles the launch and appends its artifact."""
+        self.artifacts.append(compile_launch(self.target, kernel, grid, args, constexprs, options))

@@ -1,0 +1,163 @@
+"""The one launch path: a kernel is launched, interpreted or compiled by the same call.
+
+`launch` looks at the tensors it is given. GPU tensors are launched; CPU tensors are interpreted in this process.
+Inside `with compile_for("gfx942") as artifacts:` the very specialisation that a launch would use is compiled for that
+target, recorded and not run. Any other way to run a kernel (an emulator, say) is one more `Executor`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from narrowkv.quant.errors import UnsupportedError
+from narrowkv.quant.targets import Target, device_target, get_target
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Compiler options of one launch. Those in the second group exist on AMD only and are dropped elsewhere."""
+
+    num_warps: int = 4
+    num_stages: int = 2
+
+    waves_per_eu: int | None = None
+    matrix_instr_nonkdim: int | None = None
+
+    def for_target(self, target: Target) -> dict[str, int]:
+        """The keyword options that Triton's backend for `target` accepts."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if target.vendor == "amd":
+            amd = {"waves_per_eu": self.waves_per_eu, "matrix_instr_nonkdim": self.matrix_instr_nonkdim}
+            options |= {name: value for name, value in amd.items() if value is not None}
+        return options
+
+
+class Executor(Protocol):
+    """One way to run a kernel; `target` is what configurations are chosen for."""
+
+    target: Target
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any], options: LaunchOptions
+    ) -> None:
+        """Runs (or records) one launch."""
+
+
+_executor: ContextVar[Executor | None] = ContextVar("narrowkv_executor", default=None)
+
+
+class InterpretExecutor:
+    """Interprets on the CPU, with the code paths and configuration that `target` would take."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any], options: LaunchOptions
+    ) -> None:
+        """Interprets every program of the grid."""
+        from narrowkv.quant.launch.interpreter import interpret
+
+        interpret(kernel, grid, args, constexprs)
+
+
+@contextlib.contextmanager
+def executing(executor: Executor) -> Iterator[Executor]:
+    """Sends every launch inside the block to `executor`."""
+    token = _executor.set(executor)
+    try:
+        yield executor
+    finally:
+        _executor.reset(token)
+
+
+@contextlib.contextmanager
+def run_as(target: str) -> Iterator[None]:
+    """Interprets CPU launches with the configuration and code paths of a named target.
+
+    Example:
+        >>> with run_as("gfx942"):          # doctest: +SKIP
+        ...     o = paged_decode(q, cache, table)
+    """
+    with executing(InterpretExecutor(get_target(target))):
+        yield
+
+
+@contextlib.contextmanager
+def compile_for(target: str) -> Iterator[list[Any]]:
+    """Compiles every launch inside the block for a named AMD target instead of running it.
+
+    Outputs of operations called inside the block are not computed and must not be read.
+
+    Args:
+        target: "gfx942" or "gfx950".
+
+    Yields:
+        The list that receives one `CompiledArtifact` per launch.
+
+    Raises:
+        UnsupportedError: for a target that Triton's AMD backend does not serve.
+
+    Example:
+        >>> with compile_for("gfx950") as artifacts:          # doctest: +SKIP
+        ...     paged_decode(q, cache, table)
+        >>> artifacts[0].registers.vgpr_spills                # doctest: +SKIP
+        0
+    """
+    from narrowkv.quant.launch.compiler import CompileExecutor
+
+    resolved = get_target(target)
+    if resolved.vendor != "amd":
+        raise UnsupportedError(f"compile_for needs an AMD target (gfx942, gfx950), got {target!r}")
+    executor = CompileExecutor(resolved)
+    with executing(executor):
+        yield executor.artifacts
+
+
+def active_target(device: torch.device) -> Target:
+    """The target that configurations are chosen for: a named one inside a context, else the device's own."""
+    executor = _executor.get()
+    return executor.target if executor is not None else device_target(device)
+
+
+def _first_tensor(args: tuple[Any, ...]) -> torch.Tensor:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            return arg
+        if isinstance(arg, tuple):
+            with contextlib.suppress(TypeError):
+                return _first_tensor(arg)
+    raise TypeError("a launch needs at least one tensor argument, got none")
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any], options: LaunchOptions
+) -> None:
+    """Launches, interprets or compiles `kernel`; nothing happens for an empty grid.
+
+    Args:
+        kernel: a `@triton.jit` function.
+        grid: one to three extents.
+        args: runtime arguments in the kernel's order: tensors, numbers, None, or tuples of those.
+        constexprs: `tl.constexpr` arguments by name.
+        options: compiler options.
+    """
+    if 0 in grid:
+        return
+    executor = _executor.get()
+    if executor is not None:
+        executor.launch(kernel, grid, args, constexprs, options)
+        return
+    device = _first_tensor(args).device
+    if device.type == "cpu":
+        InterpretExecutor(device_target(device)).launch(kernel, grid, args, constexprs, options)
+        return
+    # Triton launches on the current device and stream; the tensors' device decides, not the caller's default.
+    with torch.cuda.device(device):
+        kernel[grid](*args, **constexprs, **options.for_target(device_target(device)))

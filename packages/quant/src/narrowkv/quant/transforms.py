@@ -1,0 +1,162 @@
+"""Two changes of basis that make K easier to quantise and leave softmax(QK) as it was, in exact arithmetic.
+
+- A static offset per (head, channel) is subtracted from K. Every logit of a query then moves by the same
+  amount, `sm_scale * q.offset`, which softmax ignores. `lse` moves by it too: `lse_correction` is what to add
+  back.
+- An orthonormal block-Hadamard rotation of Q and K along head_dim spreads outlier channels, and keeps q.k.
+
+The offset is of K as it is stored, so after RoPE. It is static, so pages can still be shared between
+sequences. A soft cap is not invariant to the shift, and a sink is compared with the shifted logits: with an
+offset, the correction has to be added to the logits before a soft cap, or subtracted from the sinks.
+
+Example:
+    >>> import torch
+    >>> k = torch.tensor([[[12.0, 1.0]], [[12.0, -1.0]]])  # [tokens 2, kv heads 1, dim 2]
+    >>> offset = KOffset.from_keys(k)
+    >>> offset.subtract(k)[:, 0]
+    tensor([[ 0.,  1.],
+            [ 0., -1.]])
+    >>> lse_correction(torch.tensor([[[2.0, 5.0]]]), offset, sm_scale=0.5)
+    tensor([[12.]])
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .errors import check_dtype, check_finite_float, check_positive_int, check_shape
+
+__all__ = ["KOffset", "hadamard", "lse_correction"]
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+@dataclass(frozen=True, eq=False)
+class KOffset:
+    """A static offset of K per KV head and channel.
+
+    Attributes:
+        offset: fp32 `[num_kv_heads, head_dim]`.
+    """
+
+    offset: torch.Tensor
+
+    def __post_init__(self) -> None:
+        check_dtype("offset", self.offset, torch.float32)
+        check_shape("offset", self.offset, ("num_kv_heads", "head_dim"))
+
+    @classmethod
+    def from_keys(cls, k: torch.Tensor) -> KOffset:
+        """The mean over tokens of sample keys.
+
+        Args:
+            k: floating point `[..., num_kv_heads, head_dim]` with at least one token.
+
+        Raises:
+            TypeError: `k` is not a floating-point tensor.
+            ValueError: `k` has fewer than three dimensions, or no tokens.
+        """
+        check_dtype("k", k, _FLOATS)
+        if k.dim() < 3 or math.prod(k.shape[:-2]) == 0:
+            raise ValueError(
+                f"k must have shape [..., tokens, num_kv_heads, head_dim] with tokens, got {list(k.shape)}"
+            )
+        return cls(k.reshape(-1, *k.shape[-2:]).mean(0, dtype=torch.float64).float())
+
+    def _check(self, k: torch.Tensor) -> None:
+        check_dtype("k", k, _FLOATS)
+        if k.dim() < 2 or k.shape[-2:] != self.offset.shape:
+            wanted = ", ".join(str(size) for size in self.offset.shape)
+            raise ValueError(f"k must have shape [..., {wanted}] like the offset, got {list(k.shape)}")
+
+    def subtract(self, k: torch.Tensor) -> torch.Tensor:
+        """K less the offset, ready to be quantised.
+
+        Args:
+            k: floating point `[..., num_kv_heads, head_dim]`.
+
+        Returns:
+            fp32 (fp64 for an fp64 `k`) of that shape.
+
+        Raises:
+            TypeError: `k` is not a floating-point tensor.
+            ValueError: heads or head_dim are not the offset's.
+        """
+        self._check(k)
+        return _wide(k) - self.offset
+
+    def add(self, k: torch.Tensor) -> torch.Tensor:
+        """Undoes `subtract`: K with the offset put back. Shapes, dtypes and errors as there."""
+        self._check(k)
+        return _wide(k) + self.offset
+
+
+def lse_correction(q: torch.Tensor, offset: KOffset | torch.Tensor, sm_scale: float) -> torch.Tensor:
+    """What to add to an `lse` that was computed on keys less their offset: `sm_scale * q.offset`.
+
+    Args:
+        q: floating point `[num_tokens, num_qo_heads, head_dim]`, as the attention saw it.
+        offset: a `KOffset`, or fp32 `[num_kv_heads, head_dim]`; num_qo_heads is a multiple of num_kv_heads.
+        sm_scale: the softmax scale of that attention.
+
+    Returns:
+        fp32 (fp64 for an fp64 `q`) `[num_tokens, num_qo_heads]`.
+
+    Raises:
+        TypeError: `q` is not a floating-point tensor, `offset` is not fp32, or `sm_scale` is not a number.
+        ValueError: the shapes do not fit, or `sm_scale` is not finite.
+    """
+    mu = offset.offset if isinstance(offset, KOffset) else KOffset(offset).offset
+    check_dtype("q", q, _FLOATS)
+    check_shape("q", q, ("num_tokens", "num_qo_heads", mu.shape[1]))
+    num_kv_heads = mu.shape[0]
+    if num_kv_heads == 0 or q.shape[1] % num_kv_heads:
+        raise ValueError(f"q must have a multiple of {num_kv_heads} heads (num_kv_heads), got {q.shape[1]}")
+    wide = _wide(q)
+    grouped = wide.unflatten(1, (num_kv_heads, q.shape[1] // num_kv_heads))  # [tokens, kv heads, ratio, dim]
+    dots = torch.einsum("thrd,hd->thr", grouped, mu.to(wide.dtype))
+    return dots.flatten(1) * check_finite_float("sm_scale", sm_scale)
+
+
+def hadamard(x: torch.Tensor, block: int | None = None) -> torch.Tensor:
+    """Rotates each run of `block` channels by the orthonormal Hadamard matrix (Sylvester order). Its own inverse.
+
+    Applied to q and k alike it leaves q.k unchanged. Computed by the fast Walsh-Hadamard transform in fp32.
+
+    Args:
+        x: floating point `[..., head_dim]`, any strides.
+        block: channels per rotation: a power of two that divides head_dim. None takes the largest.
+
+    Returns:
+        The shape and dtype of `x` (rounded once, at the end); computed in fp64 for an fp64 `x`.
+
+    Raises:
+        TypeError: `x` is not a floating-point tensor, or `block` is not an int.
+        ValueError: `block` is not a power of two, or does not divide head_dim.
+
+    Example:
+        >>> hadamard(torch.tensor([4.0, 0.0, 0.0, 0.0]))
+        tensor([2., 2., 2., 2.])
+    """
+    check_dtype("x", x, _FLOATS)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must have shape [..., head_dim] with head_dim at least 1, got {list(x.shape)}")
+    head_dim = x.shape[-1]
+    size = head_dim & -head_dim if block is None else check_positive_int("block", block)
+    if size & (size - 1) or head_dim % size:
+        raise ValueError(f"block must be a power of two that divides head_dim {head_dim}, got {size}")
+    y = _wide(x).unflatten(-1, (head_dim // size, size))
+    width = 1
+    while width < size:
+        pairs = y.unflatten(-1, (size // (2 * width), 2, width))
+        low, high = pairs.unbind(-2)
+        y = torch.stack((low + high, low - high), dim=-2).flatten(-3)
+        width *= 2
+    return (y * size**-0.5).flatten(-2).to(x.dtype)

@@ -1,0 +1,344 @@
+"""The house rules that no single file shows: who imports whom, who reads what, what moves together."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECTS = {
+    path.parent.name: path.parent
+    for path in (*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("cli/pyproject.toml"))
+}
+
+# What each package may import of its siblings. cli, on top, may import all of them.
+ARROWS = {
+    "quant": set(),
+    "cdna_emulator": set(),
+    "paged_cache": {"quant"},
+    "attn_decode": {"quant", "paged_cache"},
+    "attn_prefill": {"quant", "paged_cache", "attn_decode"},
+    "sparse_fp8": {"quant"},
+}
+ARROWS["cli"] = set(ARROWS)
+MAX_ARGUMENTS = 14
+MAX_OWN_VARIABLES = 2
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported thing: its module, its name (None for `import module`), what it is bound to."""
+
+    module: tuple[str, ...]
+    name: str | None
+    bound_to: str
+    line: int
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        return self.module if self.name is None else (*self.module, self.name)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A parsed file of one project."""
+
+    project: str
+    path: Path
+    tree: ast.Module
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The dotted name of the module, in parts, for a file under src."""
+        relative = self.path.relative_to(PROJECTS[self.project] / "src").with_suffix("").parts
+        return relative[:-1] if relative[-1] == "__init__" else relative
+
+    def at(self, line: int) -> str:
+        return f"{self.path.relative_to(ROOT)}:{line}"
+
+    def imports(self) -> Iterator[Import]:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield Import(
+                        tuple(alias.name.split(".")),
+                        None,
+                        alias.asname or alias.name.split(".")[0],
+                        node.lineno,
+                    )
+            elif isinstance(node, ast.ImportFrom):
+                base = self.package()[: len(self.package()) - node.level + 1] if node.level else ()
+                module = (*base, *(node.module.split(".") if node.module else ()))
+                for alias in node.names:
+                    yield Import(module, alias.name, alias.asname or alias.name, node.lineno)
+
+    def package(self) -> tuple[str, ...]:
+        return self.parts if self.path.name == "__init__.py" else self.parts[:-1]
+
+
+def sources(*folders: str) -> list[Source]:
+    return [
+        Source(name, path, ast.parse(path.read_text(), filename=str(path)))
+        for name, project in sorted(PROJECTS.items())
+        for folder in folders
+        for path in sorted((project / folder).rglob("*.py"))
+    ]
+
+
+def sibling_of(imported: Import) -> str | None:
+    """The workspace package that an import reaches into, if it reaches into one."""
+    return imported.path[1] if imported.path[0] == "narrowkv" and len(imported.path) > 1 else None
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def project_table(name: str) -> dict:
+    return tomllib.loads((PROJECTS[name] / "pyproject.toml").read_text())["project"]
+
+
+def test_the_workspace_has_packages_and_every_one_has_its_place_in_the_arrows():
+    assert PROJECTS
+    assert set(PROJECTS) <= set(ARROWS), "a new package needs its arrows here and in docs/architecture.md"
+
+
+def test_imports_follow_the_arrows():
+    wrong = [
+        f"{source.at(imported.line)}: {source.project} imports narrowkv.{sibling}"
+        for source in sources("src")
+        for imported in source.imports()
+        if (sibling := sibling_of(imported))
+        and sibling != source.project
+        and sibling not in ARROWS[source.project]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_declared_sibling_is_imported_and_an_imported_sibling_is_declared():
+    for name in PROJECTS:
+        imported = {
+            sibling
+            for source in sources("src")
+            if source.project == name
+            for entry in source.imports()
+            if (sibling := sibling_of(entry)) and sibling != name
+        }
+        declared = {
+            requirement.name.removeprefix("narrowkv-").replace("-", "_")
+            for requirement in map(Requirement, project_table(name).get("dependencies", []))
+            if requirement.name.startswith("narrowkv-")
+        }
+        assert imported == declared, f"{name} imports {sorted(imported)} and declares {sorted(declared)}"
+
+
+def test_no_package_uses_a_siblings_underscore_names():
+    wrong = []
+    for source in sources("src", "tests"):
+        siblings = [entry for entry in source.imports() if sibling_of(entry) not in (None, source.project)]
+        wrong += [
+            f"{source.at(e.line)}: {'.'.join(e.path)}" for e in siblings if any(map(is_private, e.path))
+        ]
+        bound = {entry.bound_to for entry in siblings} - {"narrowkv"}
+        wrong += [
+            f"{source.at(node.lineno)}: {ast.unparse(node)}"
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.Attribute)
+            and is_private(node.attr)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in bound
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_narrowkv_is_a_namespace_package():
+    assert not [str(path) for project in PROJECTS.values() for path in project.glob("src/narrowkv/*.py")]
+
+
+@pytest.mark.parametrize("name", sorted(PROJECTS))
+def test_a_package_has_what_every_package_has(name):
+    project = PROJECTS[name]
+    own = project / "src" / "narrowkv" / name
+    assert [
+        path.name
+        for path in (project / "src" / "narrowkv").iterdir()
+        if path.is_dir() and path.name != "__pycache__"
+    ] == [name]
+    for needed in (project / "README.md", own / "__init__.py", own / "py.typed"):
+        assert needed.is_file(), f"{needed.relative_to(ROOT)} is missing"
+    assert list((project / "tests").glob("**/test_*.py")), f"{name} has no tests"
+    assert (project / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    table = project_table(name)
+    assert table["name"] == f"narrowkv-{name.replace('_', '-')}"
+    assert table["license"] == "Apache-2.0"
+    assert table["requires-python"] == ">=3.10"
+
+
+def test_versions_move_together():
+    versions = {name: project_table(name)["version"] for name in PROJECTS}
+    assert len(set(versions.values())) == 1, versions
+    (version,) = set(versions.values())
+    for name in PROJECTS:
+        siblings = [r for r in project_table(name).get("dependencies", []) if r.startswith("narrowkv-")]
+        assert all(requirement.endswith(f"=={version}") for requirement in siblings), (name, siblings)
+    assert re.search(rf"^## \[{re.escape(version)}\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+def test_kernels_import_neither_a_reference_nor_a_launcher():
+    wrong = [
+        f"{source.at(imported.line)}: {'.'.join(imported.path)}"
+        for source in sources("src")
+        if "kernels" in source.parts
+        for imported in source.imports()
+        if imported.path[0] == "narrowkv" and {"reference", "api"} & set(imported.path)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_references_import_no_kernel_and_no_triton():
+    wrong = [
+        f"{source.at(imported.line)}: {'.'.join(imported.path)}"
+        for source in sources("src")
+        if "reference" in source.parts
+        for imported in source.imports()
+        if imported.path[0] == "triton" or "kernels" in imported.path
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def environment_uses(source: Source) -> Iterator[tuple[int, str | None]]:
+    """Line and name of each environment variable that a file reads or sets; None for a name that is computed.
+
+    Handing the whole environment on to a child process (`os.environ.copy()`, `dict(os.environ)`,
+    `**os.environ`) reads no variable.
+    """
+    parents = {child: node for node in ast.walk(source.tree) for child in ast.iter_child_nodes(node)}
+    local = {
+        entry.bound_to: entry.name for entry in source.imports() if entry.module == ("os",) and entry.name
+    }
+
+    def meaning(node: ast.AST) -> str | None:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            return node.attr
+        return local.get(node.id) if isinstance(node, ast.Name) else None
+
+    for node in ast.walk(source.tree):
+        if meaning(node) not in ("environ", "environb", "getenv", "putenv", "unsetenv"):
+            continue
+        above = parents[node]
+        if isinstance(above, ast.Call) and above.func is node:  # getenv(name)
+            arguments = above.args[:1]
+        elif isinstance(above, ast.Subscript):  # environ[name]
+            arguments = [above.slice]
+        elif isinstance(above, ast.Compare):  # name in environ
+            arguments = [above.left]
+        elif isinstance(above, ast.Attribute) and above.attr == "copy":
+            continue
+        elif isinstance(above, ast.Attribute) and isinstance(parents[above], ast.Call):  # environ.get(name)
+            arguments = parents[above].args[:1]
+        elif isinstance(above, ast.Dict) or (
+            isinstance(above, ast.Call) and ast.unparse(above.func) == "dict"
+        ):
+            continue
+        else:
+            arguments = []
+        constant = arguments[0].value if arguments and isinstance(arguments[0], ast.Constant) else None
+        yield node.lineno, constant if isinstance(constant, str) else None
+
+
+def test_environment_variables_are_those_of_the_one_table():
+    table = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "environment.md").read_text(), re.MULTILINE))
+    used: dict[str, str] = {}
+    for source in sources("src"):
+        for line, name in environment_uses(source):
+            assert name, f"{source.at(line)}: the name of an environment variable must be written out"
+            used[name] = source.at(line)
+    assert set(used) == table, f"docs/environment.md lists {sorted(table)}, the code uses {used}"
+    assert len([name for name in used if name.startswith("NARROWKV_")]) <= MAX_OWN_VARIABLES
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import os\nos.environ.get('A', '1')", ["A"]),
+        ("import os\nos.environ['A'] = '1'", ["A"]),
+        ("import os\nx = 'A' in os.environ", ["A"]),
+        ("from os import getenv as g\ng('A')", ["A"]),
+        ("from os import environ\nenviron.setdefault('A', '')", ["A"]),
+        ("import os\nfor n in NAMES: os.environ.get(n)", [None]),
+        ("import os\nrun(env={**os.environ, 'A': '1'})\nos.environ.copy()", []),
+    ],
+)
+def test_the_search_for_environment_variables_sees_every_spelling(text, found):
+    tree = ast.parse(text)
+    own = next(iter(PROJECTS))
+    path = PROJECTS[own] / "src" / "narrowkv" / own / "made_up.py"
+    assert [name for _, name in environment_uses(Source(own, path, tree))] == found
+
+
+def test_public_functions_take_at_most_fourteen_arguments():
+    wrong = []
+    for source in sources("src"):
+        if source.project == "cli":
+            continue  # a command's options are its arguments
+        for node in ast.walk(source.tree):
+            if not isinstance(node, ast.FunctionDef) or is_private(node.name):
+                continue
+            if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+                continue
+            count = len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
+            if (
+                count - (node.args.args[:1] != [] and node.args.args[0].arg in ("self", "cls"))
+                > MAX_ARGUMENTS
+            ):
+                wrong.append(f"{source.at(node.lineno)}: {node.name} takes {count}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_launchers_do_not_validate_with_assert():
+    wrong = [
+        source.at(node.lineno)
+        for source in sources("src")
+        if "api" in source.parts
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Assert)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nobody_reads_the_device_at_import():
+    """Importing every package with a CUDA/HIP runtime that refuses each question must succeed."""
+    code = """
+        import importlib, sys
+        try:
+            import torch
+        except ImportError:
+            torch = None
+
+        def refuse(*args, **kwargs):
+            raise RuntimeError("the device was read at import")
+
+        if torch is not None:
+            for name in ("is_available", "device_count", "current_device", "get_device_properties",
+                         "get_device_name", "get_device_capability", "init", "_lazy_init"):
+                setattr(torch.cuda, name, refuse)
+        for name in sys.argv[1:]:
+            importlib.import_module(f"narrowkv.{name}")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), *sorted(PROJECTS)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,311 @@
+"""Any one package installs alone from the wheels, pulls only its siblings, replaces no torch or triton."""
+
+from __future__ import annotations
+
+import csv
+import email
+import importlib.metadata
+import io
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import venv
+import zipfile
+from dataclasses import dataclass
+from email.message import Message
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECTS = {
+    path.parent.name: path.parent
+    for path in (*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("cli/pyproject.toml"))
+}
+# What a ROCm user has: an old torch with a local version, and a triton under another distribution's name.
+ROCM_TORCH = "2.6.0+rocm6.2.4"
+ROCM_TRITON = ("pytorch-triton-rocm", "3.6.0")
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A built wheel and what its metadata says."""
+
+    path: Path
+
+    @cached_property
+    def files(self) -> list[str]:
+        with zipfile.ZipFile(self.path) as archive:
+            return archive.namelist()
+
+    @cached_property
+    def metadata(self) -> Message:
+        with zipfile.ZipFile(self.path) as archive:
+            return email.message_from_bytes(
+                archive.read(next(f for f in self.files if f.endswith(".dist-info/METADATA")))
+            )
+
+    @property
+    def distribution(self) -> str:
+        return canonicalize_name(self.metadata["Name"])
+
+    @property
+    def extras(self) -> list[str]:
+        return self.metadata.get_all("Provides-Extra", [])
+
+    def requirements(self, extra: str = "") -> list[Requirement]:
+        """What installing the wheel, with one of its extras or with none, requires."""
+        everything = map(Requirement, self.metadata.get_all("Requires-Dist", []))
+        return [r for r in everything if r.marker is None or r.marker.evaluate({"extra": extra})]
+
+
+def run(*command: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Runs a command that sees no pip settings and no import path of the machine it runs on."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTHON"))}
+    environment["PIP_CONFIG_FILE"] = os.devnull
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=environment)
+    assert not check or done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def write_distribution(folder: Path, name: str, version: str) -> None:
+    """Writes the metadata of an installed distribution that holds no files."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "INSTALLER").write_text("pip\n")
+    (info / "RECORD").write_text("")
+
+
+def write_wheel(folder: Path, name: str, version: str) -> None:
+    """Writes a wheel of one module, as bait: an installer that takes it has replaced what was there."""
+    info = f"{name}-{version}.dist-info"
+    contents = {
+        f"{name}/__init__.py": f"__version__ = {version!r}\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = io.StringIO()
+    csv.writer(record).writerows([path, "", ""] for path in (*contents, f"{info}/RECORD"))
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        for path, text in {**contents, f"{info}/RECORD": record.getvalue()}.items():
+            archive.writestr(path, text)
+
+
+class CleanEnvironment:
+    """A virtual environment without pip, in which third-party requirements only seem installed."""
+
+    def __init__(self, folder: Path, wheels: dict[str, Wheel]) -> None:
+        venv.create(folder, symlinks=True, with_pip=False)
+        self.python = folder / "bin" / "python"
+        self.site = Path(
+            run(self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip()
+        )
+        required = {r.name for wheel in wheels.values() for r in wheel.requirements()}
+        for name in required - set(wheels) - {"triton"}:
+            version = ROCM_TORCH if name == "torch" else importlib.metadata.version(name)
+            write_distribution(self.site, name, version)
+        write_distribution(self.site, *ROCM_TRITON)
+        self.triton = self.site / "triton" / "__init__.py"
+        self.triton.parent.mkdir()
+        self.triton.write_text(f"__version__ = {ROCM_TRITON[1]!r}\n")
+
+    def distributions(self) -> dict[str, str]:
+        code = (
+            "import importlib.metadata as m\nfor d in m.distributions(): print(d.metadata['Name'], d.version)"
+        )
+        lines = run(self.python, "-c", code).stdout.splitlines()
+        return {canonicalize_name(name): version for name, version in map(str.split, lines)}
+
+    def install(self, requirement: str, links: Path) -> None:
+        run(
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            self.python,
+            "install",
+            "--no-index",
+            "--find-links",
+            links,
+            requirement,
+        )
+
+    def show_outer_packages(self) -> None:
+        """Puts this process's torch, triton and the rest in place of those that only seemed installed.
+
+        Folders named in a .pth file are searched, but their own .pth files are not read: the workspace's
+        editable installs stay out of sight.
+        """
+        self.triton.unlink()
+        self.triton.parent.rmdir()
+        own = [project / "src" for project in PROJECTS.values()]
+        outer = [
+            p for p in map(Path, sys.path) if p.name in ("site-packages", "dist-packages") and p not in own
+        ]
+        (self.site / "outer.pth").write_text("".join(f"{path}\n" for path in outer))
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Wheel]:
+    """Every wheel of the workspace by distribution name, in a folder with bait for torch and triton."""
+    folder = tmp_path_factory.mktemp("wheels")
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder]
+    run(sys.executable, "-m", "pip", "wheel", *options, *PROJECTS.values())
+    built = {wheel.distribution: wheel for wheel in map(Wheel, folder.glob("*.whl"))}
+    write_wheel(folder, "torch", "99.0")
+    write_wheel(folder, "triton", "99.0")
+    return built
+
+
+def distribution_of(name: str) -> str:
+    return f"narrowkv-{name.replace('_', '-')}"
+
+
+def siblings_below(wheels: dict[str, Wheel], distribution: str) -> set[str]:
+    """The workspace's own distributions that one of them needs, itself included."""
+    found = {distribution}
+    for requirement in wheels[distribution].requirements():
+        if requirement.name in wheels:
+            found |= siblings_below(wheels, requirement.name)
+    return found
+
+
+def imports_triton(name: str) -> bool:
+    pattern = re.compile(r"^\s*(import|from) triton\b", re.MULTILINE)
+    return any(pattern.search(path.read_text()) for path in (PROJECTS[name] / "src").rglob("*.py"))
+
+
+each_project = pytest.mark.parametrize("name", sorted(PROJECTS))
+with_triton = pytest.mark.parametrize(
+    "name", [name for name in sorted(PROJECTS) if name != "cli" and imports_triton(name)]
+)
+
+
+def test_every_project_has_one_wheel(wheels):
+    assert set(wheels) == {distribution_of(name) for name in PROJECTS}
+
+
+@each_project
+def test_a_wheel_holds_its_package_and_nothing_of_its_siblings(wheels, name):
+    wheel = wheels[distribution_of(name)]
+    own = {file for file in wheel.files if file.startswith(f"narrowkv/{name}/")}
+    rest = {file for file in wheel.files if not re.match(r"[^/]+\.dist-info/", file)} - own
+    assert not rest
+    assert {f"narrowkv/{name}/__init__.py", f"narrowkv/{name}/py.typed"} <= own
+    assert any(re.search(r"\.dist-info/licenses/LICENSE$", file) for file in wheel.files), (
+        "the license must travel along"
+    )
+
+
+@each_project
+def test_requirements_leave_torch_and_triton_alone(wheels, name):
+    wheel = wheels[distribution_of(name)]
+    for requirement in wheel.requirements():
+        assert "triton" not in requirement.name, (
+            f"{requirement}: triton goes by several names and may only be an extra"
+        )
+        if requirement.name == "torch":
+            assert [spec.operator for spec in requirement.specifier] == [">="], (
+                f"{requirement}: a floor and no ceiling"
+            )
+            assert requirement.specifier.contains(ROCM_TORCH)
+        if requirement.name in wheels:
+            assert str(requirement.specifier) == f"=={wheels[requirement.name].metadata['Version']}"
+
+
+@with_triton
+def test_the_extra_cpu_names_triton(wheels, name):
+    wheel = wheels[distribution_of(name)]
+    assert "cpu" in wheel.extras
+    (triton,) = [requirement for requirement in wheel.requirements("cpu") if requirement.name == "triton"]
+    assert triton.specifier.contains("3.6.0")
+    assert not triton.specifier.contains("3.5.1")
+
+
+@each_project
+def test_a_package_installs_alone_and_works(wheels, tmp_path, name):
+    distribution = distribution_of(name)
+    links = wheels[distribution].path.parent
+    clean = CleanEnvironment(tmp_path / "venv", wheels)
+    before = clean.distributions()
+    assert before["torch"] == ROCM_TORCH or not any(
+        r.name == "torch" for w in wheels.values() for r in w.requirements()
+    )
+
+    clean.install(distribution, links)
+
+    pulled = {n: v for n, v in clean.distributions().items() if before.get(n) != v}
+    expected = siblings_below(wheels, distribution)
+    assert pulled == {sibling: wheels[sibling].metadata["Version"] for sibling in expected}
+    assert set(before) <= set(clean.distributions())
+    assert ROCM_TRITON[1] in clean.triton.read_text()
+
+    clean.show_outer_packages()
+    code = f"import narrowkv.{name} as package; print(package.__file__)"
+    assert Path(run(clean.python, "-c", code).stdout.strip()).is_relative_to(clean.site)
+    for stranger in set(wheels) - expected:
+        module = "narrowkv." + stranger.removeprefix("narrowkv-").replace("-", "_")
+        assert "ModuleNotFoundError" in run(clean.python, "-c", f"import {module}", check=False).stderr
+
+
+def test_the_extra_cpu_installs_triton(wheels, tmp_path):
+    """Also shows that the bait is good: an installer that wants a triton from the wheel folder gets one."""
+    distribution = next(d for d in sorted(wheels) if "cpu" in wheels[d].extras)
+    clean = CleanEnvironment(tmp_path / "venv", wheels)
+    clean.install(f"{distribution}[cpu]", wheels[distribution].path.parent)
+    assert clean.distributions()["triton"] == "99.0"
+    assert clean.distributions()["torch"] == ROCM_TORCH
+
+
+@with_triton
+def test_import_without_triton_says_what_to_do(name):
+    code = f"""
+        import importlib.abc, sys
+
+        class NoTriton(importlib.abc.MetaPathFinder):
+            def find_spec(self, fullname, path=None, target=None):
+                if fullname.partition(".")[0] == "triton":
+                    raise ModuleNotFoundError(f"No module named {{fullname!r}}", name=fullname)
+
+        sys.meta_path.insert(0, NoTriton())
+        try:
+            import narrowkv.{name}
+        except ImportError as error:
+            print(error)
+        else:
+            sys.exit("imported without triton")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "triton" in done.stdout
+    assert "pip install" in done.stdout
+    assert "ROCm" in done.stdout, (
+        "on ROCm the plain distribution is the wrong one; the message must not send people there"
+    )
+
+
+@with_triton
+def test_import_with_an_old_triton_names_the_version_needed(name):
+    code = f"""
+        import sys, types
+
+        old = types.ModuleType("triton")
+        old.__version__ = "3.2.0"
+        sys.modules["triton"] = old
+        try:
+            import narrowkv.{name}
+        except ImportError as error:
+            print(error)
+        else:
+            sys.exit("imported with an old triton")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "3.2.0" in done.stdout
+    assert "3.6" in done.stdout

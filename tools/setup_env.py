@@ -1,0 +1,122 @@
+"""Makes the workspace's virtual environment, or brings it up to date. Standard library only.
+
+Called by the Makefile. What it promises: a torch or triton that the calling Python already has is used and
+never replaced (a constraints file pins both, so pip must fail rather than change them); what is missing is
+installed; every package of the workspace is installed editable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shlex
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OLDEST_PYTHON = (3, 10)
+# The distributions that may carry the module: ROCm builds go by other names.
+DISTRIBUTIONS = {
+    "torch": ("torch",),
+    "triton": ("triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton"),
+}
+PROBE = "import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
+VERSION = (
+    "import importlib.metadata as m\n"
+    "for name in {names!r}:\n"
+    "    try: print(name + '==' + m.version(name)); break\n"
+    "    except m.PackageNotFoundError: pass"
+)
+
+
+def say(text: str) -> None:
+    """Prints one line of progress to stderr."""
+    print(f"[set-up] {text}", file=sys.stderr, flush=True)
+
+
+def call(*command: str | Path) -> None:
+    """Runs a command from the workspace root and ends the set-up with its status if it fails."""
+    done = subprocess.run([str(part) for part in command], cwd=ROOT)
+    if done.returncode:
+        sys.exit(f"[set-up] failed ({done.returncode}): {shlex.join(str(part) for part in command)}")
+
+
+def has_module(python: Path, module: str) -> bool:
+    """Whether `python` can find the top-level `module`, without importing it."""
+    return subprocess.run([python, "-c", PROBE.format(module=module)], cwd=ROOT).returncode == 0
+
+
+def installed_pin(python: Path, module: str) -> str | None:
+    """`name==version` of the distribution that provides `module`, or None where it has no metadata."""
+    code = VERSION.format(names=DISTRIBUTIONS[module])
+    return (
+        subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip() or None
+    )
+
+
+def create(folder: Path) -> None:
+    """Makes the virtual environment; lets the caller's packages show through only if they hold a torch."""
+    share = importlib.util.find_spec("torch") is not None
+    sharing = "sharing" if share else "without"
+    say(f"virtual environment {folder} (Python {sys.version.split()[0]}, {sharing} its packages)")
+    try:
+        venv.create(folder, system_site_packages=share, with_pip=True, clear=True, symlinks=True)
+    except subprocess.CalledProcessError:
+        sys.exit("[set-up] this Python cannot make virtual environments; on Debian: apt install python3-venv")
+    if share and sys.prefix != sys.base_prefix:
+        # A venv made from a venv sees the base Python's packages, not those of the venv it was made from.
+        inner = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+        outer = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+        (inner / "outer_environment.pth").write_text("\n".join(sorted(outer)) + "\n")
+
+
+def main() -> None:
+    """Creates or updates the environment named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--venv", type=Path, required=True, help="folder of the virtual environment")
+    parser.add_argument(
+        "--torch", required=True, help="pip requirement (and options) used where there is no torch"
+    )
+    parser.add_argument("--triton", required=True, help="pip requirement used where there is no triton")
+    options = parser.parse_args()
+    if sys.version_info < OLDEST_PYTHON:
+        found = sys.version.split()[0]
+        sys.exit(f"[set-up] Python >= 3.10 is needed, this is {found}; try: make PYTHON=python3.12")
+
+    folder = options.venv if options.venv.is_absolute() else ROOT / options.venv
+    python = folder / "bin" / "python"
+    if (
+        not python.exists()
+        or subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode
+    ):
+        create(folder)
+    pip = [python, "-m", "pip", "--disable-pip-version-check"]
+    call(*pip, "install", "--quiet", "--upgrade", "pip>=25.1")  # the first that reads dependency groups
+
+    for module, requirement in (("torch", options.torch), ("triton", options.triton)):
+        if has_module(python, module):
+            say(f"{module}: using {installed_pin(python, module) or 'the one that is there'}")
+        else:
+            say(f"{module}: installing {requirement} (once; it is large)")
+            call(*pip, "install", *shlex.split(requirement))
+
+    pins = [pin for module in DISTRIBUTIONS if (pin := installed_pin(python, module))]
+    constraints = folder / "constraints.txt"
+    constraints.write_text("".join(f"{pin}\n" for pin in pins))
+
+    projects = sorted(
+        path.parent for path in (*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("cli/pyproject.toml"))
+    )
+    say(f"tools and {len(projects)} packages of this workspace")
+    call(*pip, "install", "--quiet", "--constraint", constraints, "--group", "dev")
+    editables = [part for project in projects for part in ("--editable", project)]
+    if editables:
+        call(*pip, "install", "--quiet", "--constraint", constraints, "--no-build-isolation", *editables)
+    say("done")
+
+
+if __name__ == "__main__":
+    main()
