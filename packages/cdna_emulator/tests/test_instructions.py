@@ -414,7 +414,7 @@ def test_unknown_instructions_and_modifiers_are_errors_that_name_the_line():
         assert caught.value.source == line and caught.value.line == 5
 
 
-@pytest.mark.parametrize("line", ["v_permlane32_swap_b32 v0, v1" if False else "v_bitop3_b32 v0, v1, v2, v3 bitop3:1",
+@pytest.mark.parametrize("line", ["v_bitop3_b32 v0, v1, v2, v3 bitop3:1",
                                   "v_cvt_pk_bf16_f32 v0, v1, v2", "ds_read_b64_tr_b16 v[0:1], v2",
                                   "v_mfma_f32_16x16x128_f8f6f4 v[0:3], v[4:11], v[12:19], 0"])  # fmt: skip
 def test_gfx950_instructions_are_unknown_on_gfx942(line):

@@ -80,7 +80,14 @@ def _programs_in_flight(target: Target) -> int:
 
 
 def choose_config(
-    target: Target, shape: DecodeShape, k_format: str, v_format: str, *, split: str | None = None, tiles_per_split: int = 0
+    target: Target,
+    shape: DecodeShape,
+    k_format: str,
+    v_format: str,
+    *,
+    negative_zero_free: bool = False,
+    split: str | None = None,
+    tiles_per_split: int = 0,
 ) -> DecodeConfig:
     """The shipped configuration.
 
@@ -88,6 +95,7 @@ def choose_config(
         target: what the kernel will run on.
         shape: the call's shape.
         k_format: storage format of K; v_format: of V.
+        negative_zero_free: the cache's tag, which decides the read of OCP bytes on gfx942.
         split: forces "none", "even" or "uniform".
         tiles_per_split: a fixed split size in key tiles (batch-invariant mode); 0 chooses.
 
@@ -112,8 +120,10 @@ def choose_config(
     latency_bound = shape.batch * shape.capacity < 512 * slots
     if target.is_amd:
         # One wave a program: with more, every wave repeats the QK product and the softmax of a 16-row tile.
-        # Static view of gfx942 and gfx950: no spills at 32 keys (gfx950 reads OCP natively and affords 64).
-        block_n = 64 if target.name == "gfx950" and k_format != "bf16" and shape.head_dim <= 128 else 32
+        # Static issue time over memory time at ratio 12, head_dim 128 (`narrowkv inspect decode`): gfx942 FNUZ and aliased OCP
+        # 0.55 at 32 keys; OCP by bit arithmetic 1.14 at 32 keys and 0.93 at 64; gfx950 OCP 0.35 at 64. None spills.
+        native = widen_route(target, k_format, negative_zero_free=negative_zero_free) != BITS
+        block_n = 32 if k_format == "bf16" or (native and target.name == "gfx942") else 64
         if shape.head_dim > 128 or block_m > 32:
             block_n = 16
         options = LaunchOptions(num_warps=1 if block_m <= 32 else 4, num_stages=1, matrix_instr_nonkdim=16)

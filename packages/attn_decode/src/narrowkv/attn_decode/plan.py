@@ -132,11 +132,12 @@ def plan_decode(
         raise ValueError(f"split must be 'none', 'even' or 'uniform', got {split!r}")
     target = active_target(q.device)
     k_format, v_format = cache.format.k, cache.format.v
-    config = choose_config(target, shape, k_format, v_format, split=split)
+    clean = cache.negative_zero_free
+    config = choose_config(target, shape, k_format, v_format, negative_zero_free=clean, split=split)
     if tokens_per_split is not None:
         check_positive_int("tokens_per_split", tokens_per_split)
         tiles = -(-tokens_per_split // config.block_n)
-        config = choose_config(target, shape, k_format, v_format, tiles_per_split=tiles)
+        config = choose_config(target, shape, k_format, v_format, negative_zero_free=clean, tiles_per_split=tiles)
     return DecodePlan(target, shape, k_format, v_format, config, q.device, _allocate(config, shape, q.device))
 
 

@@ -249,12 +249,13 @@ def div_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Array, Ar
     denormal_quotient = np.abs(quotient) < tiny
     small_numerator = rest & ~denormal_reciprocal & ~denormal_quotient & (en <= 23)
     vcc = far | (rest & denormal_quotient)
-    both = rest & denormal_reciprocal & denormal_quotient
     up = (
-        denormal_denominator | ((far | both) & (x == denominator)) | small_numerator
+        denormal_denominator | (far & (x == denominator)) | small_numerator
         | (rest & ~denormal_reciprocal & denormal_quotient & (x == numerator))
     )  # fmt: skip
-    down = rest & denormal_reciprocal & ~denormal_quotient
+    # The ISA document scales the denominator up where the quotient is
+    # denormal too, which would overflow; down is what gives the quotient.
+    down = rest & denormal_reciprocal & (~denormal_quotient | (x == denominator))
     result = np.ldexp(x, np.where(up, 64, np.where(down, -64, 0)).astype(np.int32))
     return np.where(zero, np.float32(np.nan), result), vcc
 

@@ -32,7 +32,9 @@ def _difference(o: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
 
 
 def relative_l1(o: torch.Tensor, ref: torch.Tensor) -> float:
-    """`sum|o - ref| / sum|ref|`; 0 when both are all zero, Inf when only `ref` is, NaN when a value is NaN or Inf.
+    """`sum|o - ref| / sum|ref|`.
+
+    0 when both are all zero, Inf when only `ref` is, NaN when a value is NaN or Inf.
 
     Raises:
         TypeError: not tensors.
@@ -48,7 +50,9 @@ def relative_l1(o: torch.Tensor, ref: torch.Tensor) -> float:
 
 
 def rmse(o: torch.Tensor, ref: torch.Tensor) -> float:
-    """Root of the mean squared difference; 0 for no elements, NaN when a value is NaN or equal infinities meet.
+    """Root of the mean squared difference.
+
+    0 for no elements, NaN when a value is NaN or equal infinities meet.
 
     Raises:
         TypeError: not tensors.
@@ -73,7 +77,9 @@ def cosine(o: torch.Tensor, ref: torch.Tensor) -> float:
 
 
 def max_abs(o: torch.Tensor, ref: torch.Tensor) -> float:
-    """The largest difference; 0 for no elements and where equal infinities meet (an `lse` of -inf), NaN for any NaN.
+    """The largest difference.
+
+    0 for no elements and where equal infinities meet (an `lse` of -inf), NaN for any NaN.
 
     Raises:
         TypeError: not tensors.
@@ -113,7 +119,7 @@ class ErrorReport:
         cosine: float | None = None,
         max_abs: float | None = None,
     ) -> bool:
-        """Whether every figure is a number and within the bounds that are given (cosine at least, others at most)."""
+        """Whether every figure is a number and within the given bounds (cosine at least, others at most)."""
         if any(math.isnan(figure) for figure in (self.relative_l1, self.rmse, self.cosine, self.max_abs)):
             return False
         upper = ((self.relative_l1, relative_l1), (self.rmse, rmse), (self.max_abs, max_abs))
@@ -123,12 +129,15 @@ class ErrorReport:
     def __str__(self) -> str:
         return (
             f"relL1 {self.relative_l1:.3g}, RMSE {self.rmse:.3g}, cosine {self.cosine:.6f}, "
-            f"max {self.max_abs:.3g} at {list(self.worst_index)}, not finite {self.not_finite} of {self.count}"
+            f"max {self.max_abs:.3g} at {list(self.worst_index)}, "
+            f"not finite {self.not_finite} of {self.count}"
         )
 
 
 def compare(o: torch.Tensor, ref: torch.Tensor) -> ErrorReport:
-    """All error figures of `o` against `ref`. NaN or Inf in either makes every figure NaN, which passes no bound.
+    """All error figures of `o` against `ref`.
+
+    NaN or Inf in either makes every figure NaN, which passes no bound.
 
     Args:
         o: the result, any shape and floating dtype, on any device.

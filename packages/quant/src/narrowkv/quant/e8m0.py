@@ -99,7 +99,9 @@ def _frexp(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def floor_exponent(amax: torch.Tensor, format: str | torch.dtype | Format) -> torch.Tensor:
-    """The OCP MX rule: floor(log2(amax)) minus the exponent of the format's largest value. The largest may saturate.
+    """The OCP MX rule: floor(log2(amax)) minus the exponent of the format's largest value.
+
+    The largest element may saturate.
 
     Source: OCP Microscaling Formats (MX) Specification 1.0, section 6.3.
 
@@ -117,7 +119,7 @@ def floor_exponent(amax: torch.Tensor, format: str | torch.dtype | Format) -> to
 
 
 def ceil_exponent(amax: torch.Tensor, format: str | torch.dtype | Format) -> torch.Tensor:
-    """The smallest exponent at which nothing saturates: ceil(log2(amax / max_value)), computed without rounding.
+    """The smallest exponent at which nothing saturates: ceil(log2(amax / max_value)), exactly.
 
     Args:
         amax: fp32 largest magnitudes, finite and >= 0, any shape.
@@ -133,14 +135,16 @@ def ceil_exponent(amax: torch.Tensor, format: str | torch.dtype | Format) -> tor
     return torch.where(amax == 0, 0, exponent.to(torch.int32) - top + above)
 
 
+# Exponents tried by the mse rule, relative to the floor rule's. Above +1 the grid only gets coarser. Below -2
+# clipping the largest element costs more than 256 others can gain: 1/4 of a squared step each in FP4, 1 in
+# INT4.
 _CANDIDATES = (0, 1, -1, -2)
-"""Exponents tried by the mse rule, relative to the floor rule's. Above +1 the grid only gets coarser. Below -2 the largest
-element is clipped by more than 256 others can gain back: in FP4 they gain at most 1/4 of a squared step
-each."""
 
 
 def mse_exponent(groups: torch.Tensor, format: str | torch.dtype | Format) -> torch.Tensor:
-    """The exponent at which a group has the least squared error; of equals, the one nearest to the floor rule's.
+    """The exponent at which a group has the least squared error.
+
+    Of equals, the first of: the floor rule's, one above, one below, two below.
 
     The optimum over every E8M0 exponent for groups of up to 256 elements; over the four exponents from two
     below the floor rule's to one above it for longer ones.
@@ -156,8 +160,8 @@ def mse_exponent(groups: torch.Tensor, format: str | torch.dtype | Format) -> to
         TypeError: `groups` is not an fp32 tensor.
 
     Example:
-        >>> group = torch.tensor([[7.0, 7.0, 0.5, 0.5]])  # at exponent 0 the sevens saturate at 6
-        >>> mse_exponent(group, "fp4_e2m1"), mse_exponent(group[:, 1:], "fp4_e2m1")
+        >>> group = torch.tensor([[7.5, 7.5, 0.5, 0.5]])  # at exponent 0 these saturate at 6, at 1 they are 8
+        >>> mse_exponent(group, "fp4_e2m1"), floor_exponent(group.amax(-1), "fp4_e2m1")
         (tensor([1], dtype=torch.int32), tensor([0], dtype=torch.int32))
     """
     check_dtype("groups", groups, torch.float32)

@@ -1,4 +1,4 @@
-"""Argument checks shared by every narrowkv package: typed errors, raised before a launch and without a device sync.
+"""Argument checks shared by every narrowkv package: typed errors, without a device sync.
 
 Each message names the argument, says what was expected and what came. A wrong kind of object (dtype, not a
 tensor) is a `TypeError`; a wrong value (shape, size, device, range) is a `ValueError`.
@@ -100,7 +100,7 @@ def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str | 
     sizes = tuple(tensor.shape)
     bound: dict[str, int] = {}
     ok = len(sizes) == len(expected)
-    for size, want in zip(sizes, expected):
+    for size, want in zip(sizes, expected, strict=False):
         if isinstance(want, str):
             ok = ok and bound.setdefault(want, size) == size
         elif want is not None:
@@ -240,7 +240,7 @@ def check_no_grad(**tensors: torch.Tensor | None) -> None:
 
 def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     start = tensor.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.element_size()
 
 

@@ -77,7 +77,7 @@ def _check_ndim(name: str, x: torch.Tensor, least: int, layout: str) -> None:
 
 
 def _amax(x: torch.Tensor, fmt: Format, dims: tuple[int, ...]) -> torch.Tensor:
-    """Largest magnitude over `dims`; Inf counts as the largest finite number, NaN only if the format has none."""
+    """Largest magnitude; Inf counts as the largest finite number, NaN counts if the format has none."""
     magnitude = x.abs().clamp(max=_FP32_MAX)
     if fmt.has_nan:
         magnitude = magnitude.nan_to_num(nan=0.0)
@@ -190,7 +190,10 @@ def quantize_per_tensor(
 def dequantize_per_tensor(
     stored: torch.Tensor, descale: float | torch.Tensor, format: FormatLike | None = None
 ) -> torch.Tensor:
-    """Undoes `quantize_per_tensor`; `descale` is a number or fp32 with one element. Returns fp32."""
+    """Undoes `quantize_per_tensor`, up to its rounding.
+
+    `descale` is a number or fp32 with one element. Returns fp32.
+    """
     values = decode(stored, format)
     scale = _given_descale(descale, values)
     return values * (scale if values.dim() else scale[0])
@@ -222,7 +225,10 @@ def quantize_per_head(x: torch.Tensor, format: FormatLike) -> Quantized:
 def dequantize_per_head(
     stored: torch.Tensor, descale: torch.Tensor, format: FormatLike | None = None
 ) -> torch.Tensor:
-    """Undoes `quantize_per_head`; `descale` is fp32 `[heads]`. Returns fp32 `[..., heads, dim]`."""
+    """Undoes `quantize_per_head`, up to its rounding.
+
+    `descale` is fp32 `[heads]`. Returns fp32 `[..., heads, dim]`.
+    """
     check_shape("descale", descale, ("heads",))
     return dequantize_with_descale(stored, descale[:, None], format)
 
@@ -252,7 +258,10 @@ def quantize_per_token_head(x: torch.Tensor, format: FormatLike) -> Quantized:
 def dequantize_per_token_head(
     stored: torch.Tensor, descale: torch.Tensor, format: FormatLike | None = None
 ) -> torch.Tensor:
-    """Undoes `quantize_per_token_head`; `descale` is fp32 `[..., heads]`. Returns fp32 `[..., heads, dim]`."""
+    """Undoes `quantize_per_token_head`, up to its rounding.
+
+    `descale` is fp32 `[..., heads]`. Returns fp32 `[..., heads, dim]`.
+    """
     return dequantize_with_descale(stored, descale[..., None], format)
 
 
@@ -281,7 +290,10 @@ def quantize_per_page_head(x: torch.Tensor, format: FormatLike) -> Quantized:
 def dequantize_per_page_head(
     stored: torch.Tensor, descale: torch.Tensor, format: FormatLike | None = None
 ) -> torch.Tensor:
-    """Undoes `quantize_per_page_head`; `descale` is fp32 `[pages, heads]`. Returns fp32 `[pages, page, heads, dim]`."""
+    """Undoes `quantize_per_page_head`, up to its rounding.
+
+    `descale` is fp32 `[pages, heads]`. Returns fp32 `[pages, page, heads, dim]`.
+    """
     check_shape("descale", descale, ("pages", "heads"))
     return dequantize_with_descale(stored, descale[:, None, :, None], format)
 
@@ -329,7 +341,10 @@ def quantize_per_block(x: torch.Tensor, block: int, format: FormatLike = _E4M3) 
 def dequantize_per_block(
     stored: torch.Tensor, descale: torch.Tensor, block: int, format: FormatLike | None = None
 ) -> torch.Tensor:
-    """Undoes `quantize_per_block`; `descale` is fp32 `[..., blocks, heads]`. Returns fp32 `[..., tokens, heads, dim]`."""
+    """Undoes `quantize_per_block`, up to its rounding.
+
+    `descale` is fp32 `[..., blocks, heads]`. Returns fp32 `[..., tokens, heads, dim]`.
+    """
     check_positive_int("block", block)
     _check_ndim("stored", stored, 3, "[..., tokens, heads, dim]")
     _check_ndim("descale", descale, 2, "[..., blocks, heads]")
@@ -342,7 +357,9 @@ def dequantize_per_block(
 
 
 def quantize_per_channel(v: torch.Tensor, format: FormatLike = _E4M3) -> Quantized:
-    """One descale per head and channel, over the tokens (for V, whose descale can leave the sum over tokens).
+    """One descale per head and channel, over the tokens.
+
+    For V: such a descale can be taken out of the sum over tokens.
 
     Args:
         v: fp32, bf16 or fp16 `[..., tokens, heads, dim]`.
@@ -366,7 +383,10 @@ def quantize_per_channel(v: torch.Tensor, format: FormatLike = _E4M3) -> Quantiz
 def dequantize_per_channel(
     stored: torch.Tensor, descale: torch.Tensor, format: FormatLike | None = None
 ) -> torch.Tensor:
-    """Undoes `quantize_per_channel`; `descale` is fp32 `[..., heads, dim]`. Returns fp32 `[..., tokens, heads, dim]`."""
+    """Undoes `quantize_per_channel`, up to its rounding.
+
+    `descale` is fp32 `[..., heads, dim]`. Returns fp32 `[..., tokens, heads, dim]`.
+    """
     _check_ndim("descale", descale, 2, "[..., heads, dim]")
     return dequantize_with_descale(stored, descale.unsqueeze(-3), format)
 
@@ -453,7 +473,7 @@ def quantize_per_group(
         UnsupportedError: `format` is a 16-bit one.
 
     Example:
-        >>> stored, descale = quantize_per_group(torch.full((2, 64), 3.0), 32)
+        >>> stored, descale = quantize_per_group(torch.full((2, 64), 6.0), 32)
         >>> stored.shape, descale
         (torch.Size([2, 32]), tensor([[127, 127],
                 [127, 127]], dtype=torch.uint8))

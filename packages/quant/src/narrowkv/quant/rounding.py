@@ -1,4 +1,4 @@
-"""Rounding fp32 numbers to a stored format and reading them back: the only place where torch tensors become FP8.
+"""Rounding to a stored format and reading back: the only place where torch tensors become FP8.
 
 Example:
     >>> import torch

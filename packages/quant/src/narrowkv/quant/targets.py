@@ -30,7 +30,9 @@ __all__ = ["TARGETS", "Figures", "Target", "device_target", "get_target"]
 
 @dataclass(frozen=True)
 class Figures:
-    """Hardware figures of one chip, for static models. A "unit" is a CU (AMD) or an SM (NVIDIA), with four SIMDs.
+    """Hardware figures of one chip, for static models.
+
+    A "unit" is a CU (AMD) or an SM (NVIDIA), with four SIMDs.
 
     Attributes:
         units: compute units of the chip.
@@ -173,7 +175,7 @@ _MI300X = Figures(
     sources=(
         "AMD Instinct MI300X data sheet: CUs, peak clock, HBM bandwidth, peak matrix rates",
         "AMD CDNA 3 architecture white paper: matrix flops per clock per CU, LDS size and bandwidth",
-        "AMD CDNA 3 instruction set architecture guide: registers, waves per SIMD, issue of wave64 instructions",
+        "AMD CDNA 3 instruction set architecture guide: registers, waves per SIMD, instruction issue",
         "LLVM AMDGPU usage guide: LDS and VGPR allocation granules",
     ),
 )
@@ -199,7 +201,7 @@ _MI355X = Figures(
     sources=(
         "AMD Instinct MI355X data sheet: CUs, peak clock, HBM bandwidth, peak matrix rates",
         "AMD CDNA 4 architecture white paper: matrix and transcendental rates per CU, LDS size and bandwidth",
-        "AMD CDNA 4 instruction set architecture guide: registers, waves per SIMD, issue of wave64 instructions",
+        "AMD CDNA 4 instruction set architecture guide: registers, waves per SIMD, instruction issue",
         "LLVM AMDGPU usage guide: LDS and VGPR allocation granules",
     ),
 )
@@ -223,9 +225,9 @@ _H100 = Figures(
     max_registers_per_wave=255,
     max_waves_per_simd=16,
     sources=(
-        "NVIDIA H100 Tensor Core GPU architecture white paper: SMs, clocks, HBM bandwidth, tensor rates, shared memory",
-        "CUDA C++ Programming Guide, arithmetic throughput for compute capability 9.0: fp32, special functions, multiply",
-        "CUDA C++ Programming Guide, technical specifications for compute capability 9.0: registers, warps per SM",
+        "NVIDIA H100 architecture white paper: SMs, clocks, HBM bandwidth, tensor rates, shared memory",
+        "CUDA C++ Programming Guide, arithmetic throughput of compute capability 9.0: issue rates",
+        "CUDA C++ Programming Guide, technical specifications of compute capability 9.0: registers, warps",
     ),
 )
 

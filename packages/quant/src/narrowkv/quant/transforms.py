@@ -126,9 +126,10 @@ def lse_correction(q: torch.Tensor, offset: KOffset | torch.Tensor, sm_scale: fl
 
 
 def hadamard(x: torch.Tensor, block: int | None = None) -> torch.Tensor:
-    """Rotates each run of `block` channels by the orthonormal Hadamard matrix (Sylvester order). Its own inverse.
+    """Rotates each run of `block` channels by the orthonormal Hadamard matrix; its own inverse.
 
-    Applied to q and k alike it leaves q.k unchanged. Computed by the fast Walsh-Hadamard transform in fp32.
+    The matrix is in Sylvester order. Applied to q and k alike it leaves q.k unchanged. Computed by the fast
+    Walsh-Hadamard transform in fp32.
 
     Args:
         x: floating point `[..., head_dim]`, any strides.

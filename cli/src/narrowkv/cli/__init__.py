@@ -1,0 +1,1 @@
+"""The command `narrowkv`: probe, validate, bench, inspect, env. Importing it imports neither torch nor triton."""

@@ -1,0 +1,174 @@
+"""Contract sets as data: which combinations of operation, formats and pages a set asks about, and at which shape.
+
+Nothing here says what works. `probe` asks the operations themselves; a refusal of a contract that is `required` is a
+failure, of any other it is shown as "not yet" in the operation's own words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+# ACCURACY: kernel error of a 16-bit query over any cache; where PV runs on FP8 matrix units the bound is wider.
+BOUND_16_BIT_QUERY = 0.002
+BOUND_FP8_COMPUTE = 0.02
+
+_PAGES = (1, 16, 64)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a probe: lengths in tokens."""
+
+    batch: int
+    q_len: int
+    context: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def gqa_ratio(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    def __str__(self) -> str:
+        return (
+            f"batch {self.batch}, q_len {self.q_len}, context {self.context}, {self.num_qo_heads} query heads, "
+            f"{self.num_kv_heads} KV heads (ratio {self.gqa_ratio}), head_dim {self.head_dim}"
+        )
+
+
+@dataclass(frozen=True)
+class Contract:
+    """One question: does this operation take these formats at this page size, and how exact is it.
+
+    Attributes:
+        operation: "module:function" that must answer.
+        q: format of the query.
+        k, v: storage formats of the cache; for operations without a cache, of K and V.
+        page_size: tokens a page; 0 where there are no pages.
+        required: whether a refusal is a failure.
+        bound: the largest relative L1 kernel error that passes.
+    """
+
+    operation: str
+    q: str
+    k: str
+    v: str
+    page_size: int
+    required: bool
+    bound: float
+
+    @property
+    def function(self) -> str:
+        """The operation's bare name."""
+        return self.operation.partition(":")[2]
+
+    @property
+    def cache(self) -> str:
+        """Cache format for a table."""
+        return self.k if self.k == self.v else f"k {self.k}, v {self.v}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the JSON document."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class ContractSet:
+    """A named set of contracts at one shape."""
+
+    name: str
+    title: str
+    shape: Shape
+    contracts: tuple[Contract, ...]
+
+
+DECODE = "narrowkv.attn_decode:paged_decode"
+PREFILL = "narrowkv.attn_prefill:batch_prefill"
+APPEND = "narrowkv.attn_prefill:prefill_append"
+SAGE = "narrowkv.attn_prefill:sage_attention"
+SPARSE = "narrowkv.sparse_fp8:sparse_prefill_fp8"
+
+_16_BIT = ("bf16", "fp16")
+_FP8 = ("fp8_e4m3fn", "fp8_e4m3fnuz")
+_FP4 = (("fp4_e2m1", "fp4_e2m1"), ("fp8_e4m3fn", "fp4_e2m1"))
+
+
+def _same(names: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    return tuple((name, name) for name in names)
+
+
+def _contracts(
+    operation: str,
+    queries: Iterable[str],
+    caches: Iterable[tuple[str, str]],
+    pages: Iterable[int],
+    *,
+    required: bool,
+    bound: float = BOUND_16_BIT_QUERY,
+) -> tuple[Contract, ...]:
+    return tuple(
+        Contract(operation, q, k, v, page, required, bound) for q, (k, v), page in product(queries, caches, pages)
+    )
+
+
+_GLM = Shape(batch=4, q_len=1, context=1024, num_qo_heads=96, num_kv_heads=8, head_dim=128)
+
+CONTRACT_SETS: dict[str, ContractSet] = {
+    s.name: s
+    for s in (
+        ContractSet(
+            "glm-gqa12",
+            "16-bit queries over a narrow paged cache at GQA ratio 12",
+            _GLM,
+            (
+                *_contracts(DECODE, _16_BIT, _same(("bf16", *_FP8)), _PAGES, required=True),
+                *_contracts(DECODE, _16_BIT, _FP4, _PAGES, required=False),
+                *_contracts(PREFILL, _16_BIT, (*_same(("bf16", *_FP8)), *_FP4), _PAGES, required=False),
+                *_contracts(PREFILL, _FP8[:1], _same(_FP8[:1]), _PAGES, required=False, bound=BOUND_FP8_COMPUTE),
+            ),
+        ),
+        ContractSet(
+            "glm-gqa12-long",
+            "the same at long context, one sequence split over many programs",
+            Shape(batch=1, q_len=1, context=16384, num_qo_heads=96, num_kv_heads=8, head_dim=128),
+            _contracts(DECODE, ("bf16",), _same(("bf16", *_FP8)), _PAGES, required=True),
+        ),
+        ContractSet(
+            "fp4-capacity",
+            "how many tokens a GiB holds: FP4 and K-FP8/V-FP4 caches against FP8",
+            _GLM,
+            (
+                *_contracts(DECODE, ("bf16",), _same(_FP8[:1]), (16,), required=True),
+                *_contracts(DECODE, ("bf16",), _FP4, (16,), required=False),
+            ),
+        ),
+        ContractSet(
+            "prefill-append",
+            "a chunk attends to an FP8 cache and is appended to it in one launch",
+            Shape(batch=2, q_len=128, context=1024, num_qo_heads=96, num_kv_heads=8, head_dim=128),
+            _contracts(APPEND, _16_BIT, _same(_FP8), _PAGES, required=False),
+        ),
+        ContractSet(
+            "dsv4-sparse",
+            "DeepSeek-V4 sparse paged prefill, 448 + 64 columns, one KV head",
+            Shape(batch=1, q_len=64, context=512, num_qo_heads=64, num_kv_heads=1, head_dim=512),
+            _contracts(SPARSE, ("bf16",), _same(("bf16", "fp8_e4m3fn")), (1,), required=False, bound=BOUND_FP8_COMPUTE),
+        ),
+        ContractSet(
+            "sage",
+            "dense attention with multi-granularity quantisation of Q and K",
+            Shape(batch=1, q_len=1024, context=1024, num_qo_heads=32, num_kv_heads=32, head_dim=128),
+            _contracts(SAGE, ("int8", "int4", "fp8_e4m3fn"), _same(("fp8_e4m3fn",)), (0,), required=False, bound=0.2),
+        ),
+    )
+}
+
+
+def find_set(name: str) -> ContractSet | None:
+    """The set of that name, or None."""
+    return CONTRACT_SETS.get(name)
