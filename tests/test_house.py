@@ -108,6 +108,10 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
 
 
+def own_folder(name: str) -> Path:
+    return PROJECTS[name] / "src" / "narrowkv" / name
+
+
 def project_table(name: str) -> dict:
     return tomllib.loads((PROJECTS[name] / "pyproject.toml").read_text())["project"]
 
@@ -172,7 +176,7 @@ def test_narrowkv_is_a_namespace_package():
 @pytest.mark.parametrize("name", sorted(PROJECTS))
 def test_a_package_has_what_every_package_has(name):
     project = PROJECTS[name]
-    own = project / "src" / "narrowkv" / name
+    own = own_folder(name)
     assert [
         path.name
         for path in (project / "src" / "narrowkv").iterdir()
@@ -195,6 +199,10 @@ def test_versions_move_together():
     for name in PROJECTS:
         siblings = [r for r in project_table(name).get("dependencies", []) if r.startswith("narrowkv-")]
         assert all(requirement.endswith(f"=={version}") for requirement in siblings), (name, siblings)
+        stated = re.findall(
+            r'^__version__ = "(.*)"', (own_folder(name) / "__init__.py").read_text(), re.MULTILINE
+        )
+        assert stated in ([], [version]), f"{name} states {stated}"
     assert re.search(rf"^## \[{re.escape(version)}\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 

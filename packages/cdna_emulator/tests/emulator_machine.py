@@ -36,7 +36,9 @@ amdhsa.kernels:
 
 def assembly(target: str, lines: str, *, warps: int = 1, vgprs: int = 128, accum: int = 96) -> str:
     """The text of a kernel without arguments."""
-    body = "\n".join("\t" + line.strip() if not line.strip().endswith(":") else line for line in lines.splitlines())
+    body = "\n".join(
+        "\t" + line.strip() if not line.strip().endswith(":") else line for line in lines.splitlines()
+    )
     return _TEXT.format(target=target, body=body, vgprs=vgprs, accum=accum, threads=64 * warps)
 
 

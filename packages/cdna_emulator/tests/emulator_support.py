@@ -36,7 +36,8 @@ def signature_of(value: Any) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _compiled(fn: Any, signature: tuple[tuple[str, str], ...], constants: tuple[tuple[str, Any], ...],
-              target: str, divisible: tuple[int, ...], options: tuple[tuple[str, Any], ...]) -> Any:  # fmt: skip
+              target: str, divisible: tuple[int, ...],
+              options: tuple[tuple[str, Any], ...]) -> Any:  # fmt: skip
     attrs = {}
     for position, (_, kind) in enumerate(signature):
         if kind.startswith("*"):
@@ -47,24 +48,34 @@ def _compiled(fn: Any, signature: tuple[tuple[str, str], ...], constants: tuple[
     return triton.compile(source, target=GPUTarget("hip", target, 64), options=dict(options))
 
 
-def compile_kernel(fn: Any, target: str, arguments: dict[str, Any], constants: dict[str, Any], **options: Any) -> Any:
+def compile_kernel(
+    fn: Any, target: str, arguments: dict[str, Any], constants: dict[str, Any], **options: Any
+) -> Any:
     """Compile as a launch with these arguments would."""
-    signature = tuple((n, signature_of(arguments[n]) if n in arguments else "constexpr") for n in fn.arg_names)
+    signature = tuple(
+        (n, signature_of(arguments[n]) if n in arguments else "constexpr") for n in fn.arg_names
+    )
     divisible = tuple(
         k for k, n in enumerate(fn.arg_names)
         if isinstance(arguments.get(n), int) and arguments[n] and arguments[n] % 16 == 0
     )  # fmt: skip
     options.setdefault("num_warps", 4)
-    return _compiled(fn, signature, tuple(constants.items()), target, divisible, tuple(sorted(options.items())))
+    return _compiled(
+        fn, signature, tuple(constants.items()), target, divisible, tuple(sorted(options.items()))
+    )
 
 
 def as_bytes(tensor: Any) -> np.ndarray[Any, Any]:
     """The tensor's memory as uint8."""
-    return tensor.view(torch.uint8).reshape(-1).numpy() if tensor.dtype != torch.bool else tensor.numpy().view(np.uint8)
+    return (
+        tensor.view(torch.uint8).reshape(-1).numpy()
+        if tensor.dtype != torch.bool
+        else tensor.numpy().view(np.uint8)
+    )
 
 
 def emulate(fn: Any, target: str, grid: tuple[int, ...], arguments: dict[str, Any], constants: dict[str, Any],
-            *, edit: Any = None, run_options: dict[str, Any] | None = None, **options: Any) -> Result:  # fmt: skip
+            *, edit: Any = None, run_options: dict[str, Any] | None = None, **options: Any) -> Result:  # fmt: skip  # noqa: E501
     """Compile a kernel for a target and run it over CPU tensors; ``edit`` may change the assembly first."""
     compiled = compile_kernel(fn, target, arguments, constants, **options)
     text = compiled.asm["amdgcn"]

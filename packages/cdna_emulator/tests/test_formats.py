@@ -63,6 +63,8 @@ def test_bf16_rounds_to_nearest_even_everywhere():
 def test_f16_toward_zero_never_grows():
     values = np.random.default_rng(1).normal(size=20_000).astype(np.float32) * 100
     half = formats.f32_to_f16_toward_zero(values).astype(np.float32)
-    step = np.abs(np.nextafter(half.astype(np.float16), np.float16(np.inf) * np.sign(values).astype(np.float16)))
+    step = np.abs(
+        np.nextafter(half.astype(np.float16), np.float16(np.inf) * np.sign(values).astype(np.float16))
+    )
     assert (np.abs(half) <= np.abs(values)).all()
     assert (np.abs(values) < step.astype(np.float32)).all()

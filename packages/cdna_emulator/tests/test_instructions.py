@@ -12,7 +12,9 @@ M = 0xFFFFFFFF
 RNG = np.random.default_rng(7)
 A, B, C = (RNG.integers(0, 2**32, 64, dtype=np.uint64).astype(np.uint32) for _ in range(3))
 A[:4], B[:4], C[:4] = (0, M, 0x80000000, 1), (M, M, 0x7FFFFFFF, 0), (0, 31, 32, 5)
-X, Y, Z = (RNG.normal(size=64).astype(np.float32) * 10 ** RNG.uniform(-3, 3, 64).astype(np.float32) for _ in range(3))
+X, Y, Z = (
+    RNG.normal(size=64).astype(np.float32) * 10 ** RNG.uniform(-3, 3, 64).astype(np.float32) for _ in range(3)
+)
 
 
 def signed(x):
@@ -59,7 +61,8 @@ INTEGER = {
     "v_bfm_b32": lambda a, b: ((1 << (a & 31)) - 1) << (b & 31),
     "v_add3_u32": lambda a, b, c: a + b + c, "v_or3_b32": lambda a, b, c: a | b | c,
     "v_and_or_b32": lambda a, b, c: (a & b) | c, "v_xad_u32": lambda a, b, c: (a ^ b) + c,
-    "v_lshl_add_u32": lambda a, b, c: (a << (b & 31)) + c, "v_add_lshl_u32": lambda a, b, c: ((a + b) & M) << (c & 31),
+    "v_lshl_add_u32": lambda a, b, c: (a << (b & 31)) + c,
+    "v_add_lshl_u32": lambda a, b, c: ((a + b) & M) << (c & 31),
     "v_lshl_or_b32": lambda a, b, c: (a << (b & 31)) | c, "v_bfi_b32": lambda a, b, c: (a & b) | (~a & c),
     "v_bfe_u32": lambda a, b, c: (a >> (b & 31)) & ((1 << (c & 31)) - 1), "v_bfe_i32": bfe_i,
     "v_alignbit_b32": lambda a, b, c: ((a << 32) | b) >> (c & 31),
@@ -69,7 +72,8 @@ INTEGER = {
     "v_med3_i32": lambda a, b, c: sorted(map(signed, (a, b, c)))[1],
     "v_perm_b32": lambda a, b, c: perm(a, b, c & 0x0F0F0F0F),
     "v_not_b32": lambda a: ~a, "v_bfrev_b32": bits_reversed,
-    "v_ffbh_u32": lambda a: 32 - a.bit_length() if a else M, "v_ffbl_b32": lambda a: (a & -a).bit_length() - 1 if a else M,
+    "v_ffbh_u32": lambda a: 32 - a.bit_length() if a else M,
+    "v_ffbl_b32": lambda a: (a & -a).bit_length() - 1 if a else M,
 }  # fmt: skip
 
 
@@ -100,7 +104,9 @@ def test_perm_with_a_constant_selector_agrees_with_one_per_lane():
 
 
 def test_carry_chain_adds_64_bits():
-    w = execute("gfx942", "v_add_co_u32 v4, vcc, v0, v1\nv_addc_co_u32 v5, vcc, v1, v2, vcc", {0: A, 1: B, 2: C})
+    w = execute(
+        "gfx942", "v_add_co_u32 v4, vcc, v0, v1\nv_addc_co_u32 v5, vcc, v1, v2, vcc", {0: A, 1: B, 2: C}
+    )
     wide = (A.astype(object) + (B.astype(object) << 32)) + (B.astype(object) + (C.astype(object) << 32))
     np.testing.assert_array_equal(w.u[4][0], [int(x) & M for x in wide])
     np.testing.assert_array_equal(w.u[5][0], [(int(x) >> 32) & M for x in wide])
@@ -108,7 +114,10 @@ def test_carry_chain_adds_64_bits():
 
 
 def test_mad_u64_u32_and_64_bit_shifts():
-    lines = "v_mad_u64_u32 v[4:5], s[2:3], v0, v1, v[2:3]\nv_lshlrev_b64 v[6:7], 7, v[4:5]\nv_lshl_add_u64 v[8:9], v[4:5], 3, v[2:3]"
+    lines = (
+        "v_mad_u64_u32 v[4:5], s[2:3], v0, v1, v[2:3]\nv_lshlrev_b64 v[6:7], 7, v[4:5]\n"
+        "v_lshl_add_u64 v[8:9], v[4:5], 3, v[2:3]"
+    )
     w = execute("gfx942", lines, {0: A, 1: B, 2: C, 3: A})
     for lane in range(64):
         addend = int(C[lane]) | (int(A[lane]) << 32)
@@ -150,7 +159,9 @@ def test_fma_rounds_once():
 
     near = (1 + 2.0**-12) * np.ones(64)
     x = np.concatenate([X[:32], near[:32]]).astype(np.float32)
-    z = np.concatenate([Z[:32], RNG.choice([-1, 1], 32) * 2.0 ** RNG.integers(-60, -24, 32)]).astype(np.float32)
+    z = np.concatenate([Z[:32], RNG.choice([-1, 1], 32) * 2.0 ** RNG.integers(-60, -24, 32)]).astype(
+        np.float32
+    )
     w = execute("gfx942", "v_fma_f32 v3, v0, v0, v2", {0: x, 2: z})
     for lane in range(64):
         exact = Fraction(float(x[lane])) ** 2 + Fraction(float(z[lane]))
@@ -182,7 +193,8 @@ def test_division_sequence_is_correctly_rounded():
 
 
 @pytest.mark.parametrize(("name", "function"), [
-    ("v_exp_f32", lambda x: 2.0**x), ("v_log_f32", lambda x: math.log2(abs(x))), ("v_rcp_f32", lambda x: 1 / x),
+    ("v_exp_f32", lambda x: 2.0**x), ("v_log_f32", lambda x: math.log2(abs(x))),
+    ("v_rcp_f32", lambda x: 1 / x),
     ("v_sqrt_f32", lambda x: math.sqrt(abs(x))), ("v_rsq_f32", lambda x: abs(x) ** -0.5),
     ("v_sin_f32", lambda x: math.sin(2 * math.pi * x)), ("v_rndne_f32", round), ("v_floor_f32", math.floor),
     ("v_fract_f32", lambda x: x - math.floor(x)), ("v_trunc_f32", math.trunc),
@@ -218,10 +230,13 @@ def test_inactive_lanes_keep_their_values():
 
 
 @pytest.mark.parametrize(("control", "source"), [
-    ("row_shr:3", lambda k: k - 3 if k % 16 >= 3 else None), ("row_shl:5", lambda k: k + 5 if k % 16 < 11 else None),
-    ("row_ror:4", lambda k: k // 16 * 16 + (k - 4) % 16), ("row_mirror", lambda k: k // 16 * 16 + 15 - k % 16),
+    ("row_shr:3", lambda k: k - 3 if k % 16 >= 3 else None),
+    ("row_shl:5", lambda k: k + 5 if k % 16 < 11 else None),
+    ("row_ror:4", lambda k: k // 16 * 16 + (k - 4) % 16),
+    ("row_mirror", lambda k: k // 16 * 16 + 15 - k % 16),
     ("row_half_mirror", lambda k: k // 8 * 8 + 7 - k % 8), ("quad_perm:[1,0,3,2]", lambda k: k ^ 1),
-    ("row_bcast:15", lambda k: k // 16 * 16 - 1 if k >= 16 else None), ("row_bcast:31", lambda k: 31 if k >= 32 else None),
+    ("row_bcast:15", lambda k: k // 16 * 16 - 1 if k >= 16 else None),
+    ("row_bcast:31", lambda k: 31 if k >= 32 else None),
     ("row_newbcast:6", lambda k: k // 16 * 16 + 6), ("wave_shr:1", lambda k: k - 1 if k else None),
 ])  # fmt: skip
 def test_dpp(control, source):
@@ -245,7 +260,9 @@ def test_sdwa_selects_and_places_parts():
     total = ((A >> 16) + ((B >> 8) & 255)) & 0xFFFF
     np.testing.assert_array_equal(w.u[4][0], (total << 16) | (C & 0xFFFF))
     np.testing.assert_array_equal(w.i[5][0], A.view(np.int32) >> 24)
-    np.testing.assert_array_equal(w.u[6][0], each(lambda a: ((a & 255) - 256 if a & 128 else a & 255) << 8, A))
+    np.testing.assert_array_equal(
+        w.u[6][0], each(lambda a: ((a & 255) - 256 if a & 128 else a & 255) << 8, A)
+    )
 
 
 def test_cross_lane():
@@ -259,7 +276,9 @@ def test_cross_lane():
         v_mov_b32 v5, v0
         v_mov_b32 v6, v1
         v_permlane16_swap_b32 v5, v6""", {0: A, 1: B, 2: C})  # fmt: skip
-    assert w.su[4][0, 0] == A[37] and w.su[5][0, 0] == B[0] and w.u[2][0, 3] == A[37]
+    assert w.su[4][0, 0] == A[37]
+    assert w.su[5][0, 0] == B[0]
+    assert w.u[2][0, 3] == A[37]
     np.testing.assert_array_equal(w.u[3][0], np.concatenate([A[:32], B[:32]]))
     np.testing.assert_array_equal(w.u[4][0], np.concatenate([A[32:], B[32:]]))
     np.testing.assert_array_equal(w.u[5][0], np.concatenate([A[:16], B[:16], A[32:48], B[32:48]]))
@@ -273,7 +292,7 @@ def test_packed_halves_and_words():
         v_pk_mul_f32 v[4:5], v[10:11], v[12:13] op_sel:[1,0] op_sel_hi:[0,1] neg_hi:[0,1]
         v_pk_add_f32 v[6:7], v[10:11], s[8:9] op_sel_hi:[1,0]
         v_pk_mov_b32 v[14:15], v[10:11], v[12:13] op_sel:[1,0]""",
-        {0: h[0], 1: h[1], 2: h[2], 10: X, 11: Y, 12: Z, 13: X}, {8: int(np.float32(1.5).view(np.uint32))})  # fmt: skip
+        {0: h[0], 1: h[1], 2: h[2], 10: X, 11: Y, 12: Z, 13: X}, {8: int(np.float32(1.5).view(np.uint32))})  # fmt: skip  # noqa: E501
     a, b, c = (x.reshape(64, 2).astype(np.float64) for x in h)
     want = np.stack([-a[:, 0] * b[:, 0] + c[:, 0], a[:, 1] * b[:, 0] + c[:, 1]], 1).astype(np.float16)
     np.testing.assert_array_equal(w.u[3][0].view(np.float16).reshape(64, 2), want)
@@ -307,9 +326,13 @@ def test_fp8_converts_every_code(target):
 
 def test_fp16_overflow_mode_saturates_fp8():
     big = np.full(64, 1e4, np.float32)
-    lines = "v_cvt_pk_fp8_f32 v1, v0, v0\ns_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), 1\nv_cvt_pk_fp8_f32 v2, v0, v0"
+    lines = (
+        "v_cvt_pk_fp8_f32 v1, v0, v0\ns_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), 1\n"
+        "v_cvt_pk_fp8_f32 v2, v0, v0"
+    )
     w = execute("gfx950", lines, {0: big})
-    assert (w.u[1] & 0xFFFF == 0x7F7F).all() and (w.u[2] & 0xFFFF == 0x7E7E).all()
+    assert (w.u[1] & 0xFFFF == 0x7F7F).all()
+    assert (w.u[2] & 0xFFFF == 0x7E7E).all()
 
 
 def test_scaled_converts():
@@ -336,7 +359,8 @@ def test_scaled_converts():
 
 SCALAR = {
     "s_add_i32": lambda a, b: a + b, "s_sub_u32": lambda a, b: a - b, "s_and_b32": lambda a, b: a & b,
-    "s_andn2_b32": lambda a, b: a & ~b, "s_lshl_b32": lambda a, b: a << (b & 31), "s_lshr_b32": lambda a, b: a >> (b & 31),
+    "s_andn2_b32": lambda a, b: a & ~b, "s_lshl_b32": lambda a, b: a << (b & 31),
+    "s_lshr_b32": lambda a, b: a >> (b & 31),
     "s_ashr_i32": lambda a, b: signed(a) >> (b & 31), "s_mul_i32": lambda a, b: a * b,
     "s_mul_hi_u32": lambda a, b: (a * b) >> 32, "s_min_i32": lambda a, b: min(signed(a), signed(b)),
     "s_max_u32": max, "s_lshl2_add_u32": lambda a, b: (a << 2) + b,
@@ -365,7 +389,8 @@ def test_scalar_condition_code_and_masks():
         s_movk_i32 s16, 0xfffe
         s_bcnt1_i32_b64 s17, s[6:7]""", {0: C}, {4: M, 5: 2, 6: 0xF, 7: 0x8000})  # fmt: skip
     assert [int(w.su[k][0, 0]) for k in (8, 9, 10, 16, 17)] == [1, 0x10, 7, M - 1, 5]
-    assert int(w.sq[6][0, 0]) == 2**64 - 1 and w.full
+    assert int(w.sq[6][0, 0]) == 2**64 - 1
+    assert w.full
     on = np.array([(0x80000000000F >> k) & 1 for k in range(64)], bool)
     np.testing.assert_array_equal(w.u[0][0], np.where(on, 1, C))
 
@@ -391,7 +416,9 @@ def test_lds_round_trips_permutes_and_swizzles():
     np.testing.assert_array_equal(w.u[7][0], (C & 0xFFFF) | (A & 0xFFFF0000))
     np.testing.assert_array_equal(w.u[8][0], A[::-1])
     np.testing.assert_array_equal(w.u[10][0], A[::-1])
-    np.testing.assert_array_equal(w.u[11][0], [A[(k & 32) | (((k & 5) | 8) ^ (0 if k & 2 else 2))] for k in range(64)])
+    np.testing.assert_array_equal(
+        w.u[11][0], [A[(k & 32) | (((k & 5) | 8) ^ (0 if k & 2 else 2))] for k in range(64)]
+    )
     np.testing.assert_array_equal(w.u[12][0], A[lane ^ 16])
 
 
@@ -399,8 +426,12 @@ def test_lds_round_trips_permutes_and_swizzles():
 def test_lds_transposing_read(bits):
     """Each group of 16 lanes reads a matrix with rows of 16 elements; lane i gets column i."""
     lane = np.arange(64, dtype=np.uint32)
-    w = execute("gfx950", f"ds_write_b64 v0, v[2:3]\nds_read_b64_tr_b{bits} v[4:5], v0", {0: lane * 8, 2: A, 3: B})
-    data = np.stack([A, B], 1).reshape(4, 32).view({16: np.uint16, 8: np.uint8}[bits]).reshape(4, 64 // bits, 16)
+    w = execute(
+        "gfx950", f"ds_write_b64 v0, v[2:3]\nds_read_b64_tr_b{bits} v[4:5], v0", {0: lane * 8, 2: A, 3: B}
+    )
+    data = (
+        np.stack([A, B], 1).reshape(4, 32).view({16: np.uint16, 8: np.uint8}[bits]).reshape(4, 64 // bits, 16)
+    )
     got = np.stack([w.u[4][0], w.u[5][0]], 1).view(data.dtype).reshape(4, 16, -1)
     np.testing.assert_array_equal(got, data.swapaxes(1, 2))
 
@@ -411,7 +442,8 @@ def test_unknown_instructions_and_modifiers_are_errors_that_name_the_line():
                  "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 0, 4), 3", "v_add_u32 v0, v1, v200"):  # fmt: skip
         with pytest.raises(UnknownInstructionError) as caught:
             execute("gfx942", line)
-        assert caught.value.source == line and caught.value.line == 5
+        assert caught.value.source == line
+        assert caught.value.line == 5
 
 
 @pytest.mark.parametrize("line", ["v_bitop3_b32 v0, v1, v2, v3 bitop3:1",

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from narrowkv.cli.report import ExitCode, Report
 
 # ACCURACY: kernel error of a 16-bit query over any cache; where PV runs on FP8 matrix units the bound is wider.
 BOUND_16_BIT_QUERY = 0.002
@@ -172,3 +175,17 @@ CONTRACT_SETS: dict[str, ContractSet] = {
 def find_set(name: str) -> ContractSet | None:
     """The set of that name, or None."""
     return CONTRACT_SETS.get(name)
+
+
+def list_sets(report: Report) -> ExitCode:
+    """Shows the names of the sets."""
+    from rich.table import Table
+
+    from narrowkv.cli.report import ExitCode
+
+    table = Table("set", "contracts", "what it asks", "shape", header_style="bold", pad_edge=False)
+    for s in CONTRACT_SETS.values():
+        table.add_row(s.name, str(len(s.contracts)), s.title, str(s.shape))
+    report.show(table)
+    listed = [{"name": s.name, "title": s.title, "shape": s.shape, "contracts": s.contracts} for s in CONTRACT_SETS.values()]
+    return report.finish({"sets": listed}, ExitCode.OK)

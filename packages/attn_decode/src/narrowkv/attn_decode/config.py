@@ -115,8 +115,8 @@ def choose_config(
     fp8 = v_format.startswith(_FP8_PREFIX)
     v_pairs = fp8 and target.vendor == "nvidia" and shape.head_dim % 2 == 0
 
-    # Short work is bound by latency: four warps share a tile and few splits are left to merge. H100, B4 ctx1024: 14.1 us
-    # against 16.4 us with one-warp programs; B1 ctx32768: 41 us against 49 us.
+    # Short work is bound by latency: four warps share one large tile. H100, B4 ctx1024, attention kernel alone and with
+    # the merge: 128 keys x 1 stage 11.1 and 13.7 us, x 2 stages 12.0 and 14.1 us; one-warp programs 16.4 us.
     latency_bound = shape.batch * shape.capacity < 512 * slots
     if target.is_amd:
         # One wave a program: with more, every wave repeats the QK product and the softmax of a 16-row tile.
@@ -130,8 +130,12 @@ def choose_config(
     elif latency_bound and block_m == 16:
         # 128 keys and 4 warps at head_dim 128; wider heads halve the keys to stay within shared memory.
         block_n = 128 if shape.head_dim <= 128 else 64
-        options = LaunchOptions(num_warps=4, num_stages=2)
+        short = shape.capacity <= 16 * block_n
+        options = LaunchOptions(num_warps=4, num_stages=1 if short else 2)
         slots = max(1, slots // 2)
+        # Finding an even share takes every program about a microsecond, more than short sequences can lose by it.
+        if split is None and short:
+            split = "uniform"
     else:
         # H100, B128 ctx8192 page 64: 32 keys x 3 stages 1.08 x the floor, 64 x 2 1.11 x, 16 x 4 1.21 x.
         block_n = 32
@@ -139,8 +143,9 @@ def choose_config(
         options = LaunchOptions(num_warps=warps, num_stages=3 if shape.head_dim <= 128 else 2)
         slots = max(1, slots // warps)
 
-    if split is None:
-        split = "none" if shape.capacity <= block_n else "even"
+    if shape.capacity <= block_n:
+        split = split or "none"
+    split = split or "even"
     if tiles_per_split:
         tiles = -(-shape.capacity // block_n)
         num_units = shape.batch * -(-tiles // tiles_per_split)
@@ -148,7 +153,7 @@ def choose_config(
     elif split == "none":
         num_units = shape.batch
     elif split == "uniform":
-        num_units = shape.batch * max(1, slots // shape.batch)
+        num_units = shape.batch * min(max(1, slots // shape.batch), -(-shape.capacity // block_n))
     else:
         # An even share needs room for each sequence's rounding up: see `_split_counts`.
         num_units = slots if 2 * shape.batch <= slots else 2 * shape.batch

@@ -1,8 +1,8 @@
 """Arithmetic that numpy does not have: fused multiply-add, bit fields, the division helpers and the like.
 
 Source: pseudo-code of the CDNA3 and CDNA4 ISA documents. The transcendental functions of the hardware are
-accurate to about one unit in the last place; here they are rounded from numpy's, and flush denormals as LLVM's
-lowering assumes of v_exp_f32, v_log_f32, v_rcp_f32, v_rsq_f32 and v_sqrt_f32.
+accurate to about one unit in the last place; here they are rounded from numpy's, and flush denormals as
+LLVM's lowering assumes of v_exp_f32, v_log_f32, v_rcp_f32, v_rsq_f32 and v_sqrt_f32.
 """
 
 from __future__ import annotations
@@ -61,22 +61,27 @@ def _through_f32(function: Any, x: Array) -> Array:
 
 
 def exp2(x: Array) -> Array:
+    """2**x."""
     return _through_f32(np.exp2, x)
 
 
 def log2(x: Array) -> Array:
+    """Base-2 logarithm."""
     return _through_f32(np.log2, x)
 
 
 def reciprocal(x: Array) -> Array:
+    """1 / x."""
     return _through_f32(lambda v: np.float32(1) / v, x)
 
 
 def reciprocal_root(x: Array) -> Array:
+    """1 / sqrt(x)."""
     return _through_f32(lambda v: (1.0 / np.sqrt(v.astype(np.float64))).astype(np.float32), x)
 
 
 def root(x: Array) -> Array:
+    """Square root."""
     return _through_f32(np.sqrt, x)
 
 
@@ -91,9 +96,10 @@ def cosine(x: Array) -> Array:
 
 
 def fraction(x: Array) -> Array:
-    """x - floor(x), kept below 1."""
+    """X - floor(x), kept below 1."""
     below_one = np.nextafter(x.dtype.type(1), x.dtype.type(0))
-    return np.minimum(x - np.floor(x), below_one)
+    result: Array = np.minimum(x - np.floor(x), below_one)
+    return result
 
 
 def exponent_of(x: Array) -> Array:
@@ -109,6 +115,7 @@ def to_integer(x: Array, dtype: type[np.integer[Any]]) -> Array:
 
 
 def median(x: Array, y: Array, z: Array) -> Array:
+    """Middle of three integers."""
     return np.maximum(np.minimum(x, y), np.minimum(np.maximum(x, y), z))
 
 
@@ -124,6 +131,28 @@ def multiply_high(x: Array, y: Array) -> Array:
     return ((x.astype(wide) * y.astype(wide)) >> wide(32)).astype(x.dtype)
 
 
+def shift_add_64(x: Array, amount: Array, y: Array) -> Array:
+    """(x << amount) + y on 64 bits."""
+    result: Array = (x << (amount & np.uint32(7)).astype(np.uint64)) + y
+    return result
+
+
+def multiply_add_wide(x: Array, y: Array, z: Array) -> Array:
+    """Return x * y + z with 16-bit factors and a 32-bit addend."""
+    result: Array = x.astype(z.dtype) * y.astype(z.dtype) + z
+    return result
+
+
+def scale_f16(x: Array, exponent: Array) -> Array:
+    """Return x * 2**exponent in fp16."""
+    return np.ldexp(x.astype(np.float32), exponent).astype(np.float16)
+
+
+def byte_to_f32(x: Array, byte: int) -> Array:
+    """One byte of a word as a number."""
+    return ((x >> np.uint32(8 * byte)) & np.uint32(255)).astype(np.float32)
+
+
 def low24(x: Array) -> Array:
     """The low 24 bits, sign-extended."""
     return (x << np.int32(8)) >> np.int32(8)
@@ -136,8 +165,9 @@ def bit_field(x: Array, offset: Array, width: Array) -> Array:
     field = (x >> offset.astype(x.dtype)).view(np.uint32) & keep
     if x.dtype == np.int32:
         sign = (np.uint32(1) << width) >> np.uint32(1)
-        return ((field ^ sign) - sign).view(np.int32)
-    return field
+        field = ((field ^ sign) - sign).view(np.int32)
+    result: Array = field
+    return result
 
 
 def align(high: Array, low: Array, shift: Array) -> Array:
@@ -149,10 +179,12 @@ def align(high: Array, low: Array, shift: Array) -> Array:
 def count_bits(x: Array) -> Array:
     """Number of bits set, in the argument's type."""
     octets = np.ascontiguousarray(x).view(np.uint8).reshape(*x.shape, -1)
-    return np.unpackbits(octets, axis=-1).sum(axis=-1).astype(x.dtype)
+    result: Array = np.unpackbits(octets, axis=-1).sum(axis=-1).astype(x.dtype)
+    return result
 
 
 def reverse_bits(x: Array) -> Array:
+    """The 32 bits in reverse order."""
     octets = np.ascontiguousarray(x).view(np.uint8).reshape(*x.shape, 4)
     bits = np.unpackbits(octets, axis=-1, bitorder="little")[..., ::-1]
     return np.packbits(bits, axis=-1, bitorder="little").view(np.uint32)[..., 0]
@@ -237,7 +269,9 @@ def _biased_exponent(x: Array) -> Array:
 
 def div_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
     """v_div_scale_f32: x scaled so that the division neither overflows nor loses bits, and the VCC lanes."""
-    x, denominator, numerator = (np.ascontiguousarray(v) for v in np.broadcast_arrays(x, denominator, numerator))
+    x, denominator, numerator = (
+        np.ascontiguousarray(v) for v in np.broadcast_arrays(x, denominator, numerator)
+    )
     tiny = _TINY[4]
     en, ed = _biased_exponent(numerator), _biased_exponent(denominator)
     quotient = numerator.astype(np.float64) / denominator
@@ -274,20 +308,22 @@ def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
     kind = quotient.dtype.type
     negative = np.signbit(denominator) ^ np.signbit(numerator)
     signed = np.where(negative, kind(-1), kind(1))
-    result = np.copysign(quotient, signed)
+    result: Array = np.copysign(quotient, signed)
     zero = np.isinf(denominator) | (numerator == 0)
     result = np.where(zero, np.copysign(kind(0), signed), result)
     infinite = (denominator == 0) | np.isinf(numerator)
     result = np.where(infinite, np.copysign(kind(np.inf), signed), result)
     invalid = ((denominator == 0) & (numerator == 0)) | (np.isinf(denominator) & np.isinf(numerator))
     invalid = invalid | np.isnan(denominator) | np.isnan(numerator)
-    return np.where(invalid, kind(np.nan), result)
+    np.copyto(result, kind(np.nan), where=invalid)
+    return result
 
 
 def classify(x: Array, wanted: Array) -> Array:
     """v_cmp_class: is x in one of the classes whose bits are set?
 
-    Bits: 0 signalling NaN, 1 quiet NaN, 2 -inf, 3 -normal, 4 -denormal, 5 -0, 6 +0, 7 +denormal, 8 +normal, 9 +inf.
+    Bits: 0 signalling NaN, 1 quiet NaN, 2 -inf, 3 -normal, 4 -denormal, 5 -0, 6 +0, 7 +denormal, 8 +normal,
+    9 +inf.
     """
     size = x.dtype.itemsize
     unsigned = {2: np.uint16, 4: np.uint32, 8: np.uint64}[size]

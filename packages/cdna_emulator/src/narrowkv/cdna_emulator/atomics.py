@@ -38,6 +38,7 @@ class Atomic:
 
     @property
     def size(self) -> int:
+        """Bytes of an element."""
         return int(np.dtype(self.dtype).itemsize)
 
     def widened(self) -> Atomic:
@@ -46,10 +47,12 @@ class Atomic:
 
 
 ATOMICS: dict[str, Atomic] = {
-    "add": Atomic(np.uint32, np.add), "sub": Atomic(np.uint32, np.subtract), "swap": Atomic(np.uint32, lambda m, d: d),
+    "add": Atomic(np.uint32, np.add), "sub": Atomic(np.uint32, np.subtract),
+    "swap": Atomic(np.uint32, lambda m, d: d),
     "cmpswap": Atomic(np.uint32, lambda m, d: d, compares=True),
     "smin": Atomic(np.int32, min), "smax": Atomic(np.int32, max), "umin": Atomic(np.uint32, min),
-    "umax": Atomic(np.uint32, max), "and": Atomic(np.uint32, np.bitwise_and), "or": Atomic(np.uint32, np.bitwise_or),
+    "umax": Atomic(np.uint32, max), "and": Atomic(np.uint32, np.bitwise_and),
+    "or": Atomic(np.uint32, np.bitwise_or),
     "xor": Atomic(np.uint32, np.bitwise_xor),
     "inc": Atomic(np.uint32, lambda m, d: m.dtype.type(0) if m >= d else m + m.dtype.type(1)),
     "dec": Atomic(np.uint32, lambda m, d: d if m == 0 or m > d else m - m.dtype.type(1)),
@@ -60,16 +63,21 @@ ATOMICS: dict[str, Atomic] = {
 
 # LDS names of the same operations: ds_<name>_<type> and ds_<name>_rtn_<type>.
 LDS_ATOMICS: dict[str, Atomic] = {
-    "add_u32": ATOMICS["add"], "sub_u32": ATOMICS["sub"], "min_i32": ATOMICS["smin"], "max_i32": ATOMICS["smax"],
-    "min_u32": ATOMICS["umin"], "max_u32": ATOMICS["umax"], "and_b32": ATOMICS["and"], "or_b32": ATOMICS["or"],
-    "xor_b32": ATOMICS["xor"], "inc_u32": ATOMICS["inc"], "dec_u32": ATOMICS["dec"], "add_f32": ATOMICS["add_f32"],
+    "add_u32": ATOMICS["add"], "sub_u32": ATOMICS["sub"], "min_i32": ATOMICS["smin"],
+    "max_i32": ATOMICS["smax"],
+    "min_u32": ATOMICS["umin"], "max_u32": ATOMICS["umax"], "and_b32": ATOMICS["and"],
+    "or_b32": ATOMICS["or"],
+    "xor_b32": ATOMICS["xor"], "inc_u32": ATOMICS["inc"], "dec_u32": ATOMICS["dec"],
+    "add_f32": ATOMICS["add_f32"],
     "min_f32": Atomic(np.float32, np.fmin), "max_f32": Atomic(np.float32, np.fmax),
     "add_u64": ATOMICS["add"].widened(), "add_f64": ATOMICS["add_f64"], "wrxchg_b32": ATOMICS["swap"],
     "wrxchg_b64": ATOMICS["swap"].widened(),
 }  # fmt: skip
 
 
-def apply_atomic(atomic: Atomic, memory: Array, offsets: Array, data: Array, comparand: Array | None) -> Array:
+def apply_atomic(
+    atomic: Atomic, memory: Array, offsets: Array, data: Array, comparand: Array | None
+) -> Array:
     """Apply an atomic at element ``offsets`` of ``memory`` in order; returns what was there before each."""
     before = np.empty(len(offsets), memory.dtype)
     for lane, at in enumerate(offsets):

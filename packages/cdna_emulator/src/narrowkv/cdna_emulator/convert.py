@@ -1,7 +1,8 @@
 """Conversions to and from narrow formats: fp16, bf16, FP8, BF8, FP4, with and without a block scale.
 
-Source: V_CVT_* in the CDNA3 and CDNA4 ISA documents. FP8 and BF8 are FNUZ on gfx942 and OCP on gfx950. The scale
-of V_CVT_SCALEF32_* is an fp32 of which the exponent counts: decoding multiplies by it, encoding divides by it.
+Source: V_CVT_* in the CDNA3 and CDNA4 ISA documents. FP8 and BF8 are FNUZ on gfx942 and OCP on gfx950. The
+scale of V_CVT_SCALEF32_* is an fp32 of which the exponent counts: decoding multiplies by it, encoding
+divides by it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ import numpy as np
 from . import formats
 from .arithmetic import to_integer
 from .lanes import read_sdwa, write_sdwa
-from .operands import Reader, Step, Writer, parse_operand, read_raw, source, unknown, with_modifiers, write_vector
+from .operands import (
+    Reader,
+    Step,
+    Writer,
+    parse_operand,
+    read_raw,
+    source,
+    unknown,
+    with_modifiers,
+    write_vector,
+)
 from .parser import Instruction
 from .state import Array, Waves
 
@@ -224,7 +235,9 @@ def _bind_shift_pack(inst: Instruction, program: Program) -> Step:
     r0, r1 = source(inst, 1, "i32", program), source(inst, 2, "i32", program)
     amount = source(inst, 3, "u32", program)
     pick = inst.bits("op_sel", 4, 0)[3]
-    where = write_sdwa(parse_operand(inst.operands[0], inst, program).index, "u32", f"WORD_{pick}", "UNUSED_PRESERVE")
+    where = write_sdwa(
+        parse_operand(inst.operands[0], inst, program).index, "u32", f"WORD_{pick}", "UNUSED_PRESERVE"
+    )
 
     def step(w: Waves) -> None:
         shift = (amount(w) & U32(31)).astype(np.int32)

@@ -1,8 +1,8 @@
 """Narrow number formats: tables that decode every code, and encoders that round to nearest even.
 
 Sources: OCP 8-bit Floating Point Specification (E4M3FN, E5M2), OCP Microscaling Formats (E2M1, E2M3, E3M2,
-E8M0), and for the FNUZ forms of gfx942 the CDNA3 ISA document: one NaN at 0x80, no infinity, no negative zero,
-exponent bias one higher than in the OCP form.
+E8M0), and for the FNUZ forms of gfx942 the CDNA3 ISA document: one NaN at 0x80, no infinity, no negative
+zero, exponent bias one higher than in the OCP form.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ class SmallFloat:
 
     @property
     def sign_bit(self) -> int:
+        """The code's sign bit."""
         return 1 << (self.exponent_bits + self.mantissa_bits)
 
     @property
     def max_code(self) -> int:
         """Code of the greatest finite value."""
         top = self.sign_bit - 1
-        return {"fn": top - 1, "ieee": top - (1 << self.mantissa_bits), "fnuz": top, "finite": top}[self.specials]
+        return {"fn": top - 1, "ieee": top - (1 << self.mantissa_bits), "fnuz": top, "finite": top}[
+            self.specials
+        ]
 
     @cached_property
     def decode_table(self) -> Array:
@@ -48,7 +51,9 @@ class SmallFloat:
         codes = np.arange(2 * self.sign_bit)
         exponent = (codes >> self.mantissa_bits) & ((1 << self.exponent_bits) - 1)
         mantissa = codes & ((1 << self.mantissa_bits) - 1)
-        significand = np.where(exponent == 0, mantissa, mantissa + (1 << self.mantissa_bits)).astype(np.float64)
+        significand = np.where(exponent == 0, mantissa, mantissa + (1 << self.mantissa_bits)).astype(
+            np.float64
+        )
         value = np.ldexp(significand, np.maximum(exponent, 1) - self.bias - self.mantissa_bits)
         magnitude = codes & (self.sign_bit - 1)
         if self.specials == "fn":

@@ -1,6 +1,7 @@
 """Sub-dword selection (SDWA), data-parallel primitives (DPP), and instructions that cross lanes.
 
-Source: chapters "SDWA" and "DPP" of the CDNA3 ISA document; V_PERMLANE16_SWAP and V_PERMLANE32_SWAP from CDNA4's.
+Source: chapters "SDWA" and "DPP" of the CDNA3 ISA document; V_PERMLANE16_SWAP and V_PERMLANE32_SWAP from
+CDNA4's.
 """
 
 from __future__ import annotations
@@ -124,7 +125,9 @@ def bind_dpp(inst: Instruction, op: Op, texts: tuple[str, ...], program: Program
     read = [read_raw(o, k) for o, k in zip(operands, op.sources, strict=True)]
     zero_fill = "bound_ctrl" in inst.modifiers
     rows = np.array([(inst.integer("row_mask", 15) >> (lane >> 4)) & 1 for lane in range(LANES)], bool)
-    banks = np.array([(inst.integer("bank_mask", 15) >> ((lane >> 2) & 3)) & 1 for lane in range(LANES)], bool)
+    banks = np.array(
+        [(inst.integer("bank_mask", 15) >> ((lane >> 2) & 3)) & 1 for lane in range(LANES)], bool
+    )
     enabled = rows & banks
     destination = parse_operand(inst.operands[0], inst, program).index
     function, omod, clamp = op.function, output_modifier(inst), "clamp" in inst.modifiers
@@ -137,7 +140,9 @@ def bind_dpp(inst: Instruction, op: Op, texts: tuple[str, ...], program: Program
         first = read[0](w)[:, lanes]
         first = np.where(valid, first, first.dtype.type(0))
         first = with_modifiers(lambda _: first, operands[0], op.sources[0])(w)
-        rest = [with_modifiers(r, o, k)(w) for r, o, k in zip(read[1:], operands[1:], op.sources[1:], strict=True)]
+        rest = [
+            with_modifiers(r, o, k)(w) for r, o, k in zip(read[1:], operands[1:], op.sources[1:], strict=True)
+        ]
         value = function(first, *rest)
         if clamp or omod != 1.0:
             value = float_output(value, omod, clamp)
@@ -150,7 +155,8 @@ def bind_dpp(inst: Instruction, op: Op, texts: tuple[str, ...], program: Program
 
 def _first_lane(w: Waves) -> Array:
     """Lowest active lane of each wave; lane 0 if none is active."""
-    return w.exec_mask.argmax(axis=1)
+    result: Array = w.exec_mask.argmax(axis=1)
+    return result
 
 
 def _bind_readfirstlane(inst: Instruction, program: Program) -> Step:

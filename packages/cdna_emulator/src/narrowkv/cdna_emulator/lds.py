@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _READS = {
     "u8": Width(1), "i8": Width(1, "sign"), "u16": Width(2), "i16": Width(2, "sign"), "b32": Width(4),
-    "b64": Width(8), "b96": Width(12), "b128": Width(16), "u8_d16": Width(1, "low"), "u8_d16_hi": Width(1, "high"),
+    "b64": Width(8), "b96": Width(12), "b128": Width(16), "u8_d16": Width(1, "low"), "u8_d16_hi": Width(1,
+    "high"),
     "i8_d16": Width(1, "low_sign"), "i8_d16_hi": Width(1, "high_sign"), "u16_d16": Width(2, "low"),
     "u16_d16_hi": Width(2, "high"),
 }  # fmt: skip
@@ -86,7 +87,9 @@ def _bind_write(inst: Instruction, width: Width, program: Program) -> Step:
 
     def step(w: Waves) -> None:
         words = w.v[data : data + count]
-        w.execution.lds_store(w, inst, w.u[address].astype(np.int64) + offset, words >> shift if shift else words, size)
+        w.execution.lds_store(
+            w, inst, w.u[address].astype(np.int64) + offset, words >> shift if shift else words, size
+        )
 
     return step
 
@@ -121,7 +124,7 @@ def _bind_two(inst: Instruction, program: Program) -> Step:
 
 
 def _bind_transpose(inst: Instruction, bits: int, program: Program) -> Step:
-    """ds_read_b64_tr: in each group of 16 lanes the data is a matrix of rows of 16 elements; lane i gets column i."""
+    """ds_read_b64_tr: 16 lanes read a matrix with rows of 16 elements; lane i gets column i."""
     target, address = _index(inst, 0, program), _index(inst, 1, program)
     offset, elements = inst.integer("offset"), 64 // bits
 
@@ -130,9 +133,9 @@ def _bind_transpose(inst: Instruction, bits: int, program: Program) -> Step:
         octets = np.ascontiguousarray(words.transpose(1, 2, 0)).view(np.uint8)  # [n, 64, 8]
         if bits == 4:
             octets = np.stack([octets & np.uint8(15), octets >> np.uint8(4)], axis=-1)
-        parts = octets.view(np.uint16) if bits == 16 else octets
+        parts: Array = octets.view(np.uint16) if bits == 16 else octets
         rows = parts.reshape(w.n, 4, elements, 16)
-        columns = np.ascontiguousarray(rows.swapaxes(2, 3)).reshape(w.n, LANES, elements)
+        columns: Array = np.ascontiguousarray(rows.swapaxes(2, 3)).reshape(w.n, LANES, elements)
         if bits == 4:
             columns = columns[..., ::2] | (columns[..., 1::2] << np.uint8(4))
         result = np.ascontiguousarray(columns).view(np.uint32).reshape(w.n, LANES, 2)
@@ -174,6 +177,13 @@ def _bind_permute(inst: Instruction, program: Program) -> Step:
     return step
 
 
+def _quads(picks: Array) -> Array:
+    """Source lanes when each lane of four reads the lane of its four that ``picks`` names."""
+    lane = np.arange(LANES)
+    result: Array = (lane & ~3) + picks[lane & 3]
+    return result
+
+
 def swizzle_lanes(text: str) -> Array | None:
     """Source lane of each lane for ds_swizzle_b32's offset, a number or swizzle(...)."""
     lane = np.arange(LANES)
@@ -182,13 +192,13 @@ def swizzle_lanes(text: str) -> Array | None:
         code = int(text, 0)
         if code & 0x8000:
             picks = np.array([(code >> (2 * k)) & 3 for k in range(4)])
-            return (lane & ~3) + picks[lane & 3]
+            return _quads(picks)
         keep, fill, flip = code & 31, (code >> 5) & 31, (code >> 10) & 31
         return (lane & 32) + ((((lane & 31) & keep) | fill) ^ flip)
     mode, rest = found.groups()
     if mode == "QUAD_PERM":
         picks = np.array([int(p) for p in rest.split(",")])
-        return (lane & ~3) + picks[lane & 3]
+        return _quads(picks)
     if mode == "SWAP":
         return lane ^ int(rest)
     if mode == "REVERSE":

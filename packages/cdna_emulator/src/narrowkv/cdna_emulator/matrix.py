@@ -9,7 +9,8 @@ calculator. For one block of M x N x K on 64 lanes, with g = 64 / M groups of la
              32 x 32: i = 8 * (register // 4) + 4 * (lane // 32) + register % 4
     8-bit types with 32 k to a lane hold two runs of 16: k = 16 * group + e and K / 2 + 16 * group + e
 
-Products and sums are formed in fp64 and rounded once to fp32; the hardware's order of accumulation is not modelled.
+Products and sums are formed in fp64 and rounded once to fp32; the hardware's order of accumulation is not
+modelled.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _NAME = re.compile(
 )
 _F8F6F4 = ("fp8", "bf8", "fp6", "bf6", "fp4")  # the codes of cbsz and blgp
 _GFX950_ONLY = {
-    "v_mfma_f32_16x16x32_f16", "v_mfma_f32_32x32x16_f16", "v_mfma_f32_16x16x32_bf16", "v_mfma_f32_32x32x16_bf16",
+    "v_mfma_f32_16x16x32_f16", "v_mfma_f32_32x32x16_f16", "v_mfma_f32_16x16x32_bf16",
+    "v_mfma_f32_32x32x16_bf16",
     "v_mfma_i32_16x16x64_i8", "v_mfma_i32_32x32x32_i8",
 }  # fmt: skip
 
@@ -54,6 +56,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
+        """Multiplications and additions."""
         return 2 * self.m * self.n * self.k * self.blocks
 
 
@@ -89,7 +92,8 @@ def _sixes(raw: Array) -> Array:
     """6-bit codes packed into words, lowest first."""
     bits = np.unpackbits(raw.view(np.uint8), axis=-1, bitorder="little")
     sixes = bits.reshape(*bits.shape[:-1], -1, 6)
-    return (sixes << np.arange(6, dtype=np.uint8)).sum(axis=-1, dtype=np.uint8)
+    result: Array = (sixes << np.arange(6, dtype=np.uint8)).sum(axis=-1, dtype=np.uint8)
+    return result
 
 
 def _decoder(kind: str, target: str) -> Callable[[Array], Array]:
@@ -111,11 +115,30 @@ def _decoder(kind: str, target: str) -> Callable[[Array], Array]:
     }[kind]
 
 
-_BITS = {"f32": 32, "xf32": 32, "f64": 64, "f16": 16, "bf16": 16, "i8": 8, "fp8": 8, "bf8": 8, "fp6": 6, "bf6": 6, "fp4": 4}
+_BITS = {
+    "f32": 32,
+    "xf32": 32,
+    "f64": 64,
+    "f16": 16,
+    "bf16": 16,
+    "i8": 8,
+    "fp8": 8,
+    "bf8": 8,
+    "fp6": 6,
+    "bf6": 6,
+    "fp4": 4,
+}
 
 
-def _matrix_reader(operand: Operand, kind: str, rows: int, shape: Shape, program: Program) -> Callable[[Waves], Array]:
-    """A function that gathers A as ``[n, blocks, M, K]`` (or B as ``[n, blocks, N, K]``) from the registers."""
+def _registers(shape: Shape, rows: int, kind: str) -> int:
+    """Registers that hold A or B."""
+    return rows * shape.k * shape.blocks * _BITS[kind] // (32 * LANES)
+
+
+def _matrix_reader(
+    operand: Operand, kind: str, rows: int, shape: Shape, program: Program
+) -> Callable[[Waves], Array]:
+    """A function that gathers A as ``[n, blocks, M, K]``, or B as ``[n, blocks, N, K]``, from registers."""
     groups = LANES // rows
     spread = groups // shape.blocks  # groups of lanes that share the k of one block
     per_lane = shape.k // spread
@@ -147,7 +170,9 @@ def _result_registers(product: Array, shape: Shape) -> Array:
     return product.transpose(2, 0, 1, 3).reshape(4, n, LANES)  # 4 x 4, sixteen blocks
 
 
-def _scale_reader(inst: Instruction, which: int, rows: int, shape: Shape, program: Program) -> Callable[[Waves], Array]:
+def _scale_reader(
+    inst: Instruction, which: int, rows: int, shape: Shape, program: Program
+) -> Callable[[Waves], Array]:
     """Block scales as ``[n, 1, rows, K / 32]``: lane group g holds the scale of k in [32 g, 32 g + 32)."""
     operand = parse_operand(inst.operands[4 + which], inst, program)
     byte = inst.bits("op_sel", 3, 0)[which] + 2 * inst.bits("op_sel_hi", 3, 1)[which]
@@ -168,7 +193,7 @@ def bind_matrix(inst: Instruction, program: Program) -> Step | None:
     if shape is None:
         return None
     name, gfx950 = inst.name, program.target == "gfx950"
-    if (name in _GFX950_ONLY or "f8f6f4" in name) and not gfx950 or (shape.a == "xf32" and gfx950):
+    if ((name in _GFX950_ONLY or "f8f6f4" in name) and not gfx950) or (shape.a == "xf32" and gfx950):
         return None
     scaled = "_scale_" in name
     if "f8f6f4" not in name and any(inst.integer(m) for m in ("cbsz", "abid", "blgp")):
@@ -176,11 +201,18 @@ def bind_matrix(inst: Instruction, program: Program) -> Step | None:
     texts = inst.operands
     a_operand, b_operand, c_operand = (parse_operand(t, inst, program) for t in texts[1:4])
     target = parse_operand(texts[0], inst, program).index
+    count = shape.m * shape.n * shape.blocks // LANES
+    sizes = (count, _registers(shape, shape.m, shape.a), _registers(shape, shape.n, shape.b), count)
+    for text, size in zip(texts[:4], sizes, strict=True):
+        operand = parse_operand(text, inst, program)
+        if not operand.is_constant and operand.count != size * (
+            2 if shape.result == "f64" and size == count else 1
+        ):
+            raise unknown(inst, program, f"operand {text} where {size} registers are wanted")
     read_a = _matrix_reader(a_operand, shape.a, shape.m, shape, program)
     read_b = _matrix_reader(b_operand, shape.b, shape.n, shape, program)
     scale_a = _scale_reader(inst, 0, shape.m, shape, program) if scaled else None
     scale_b = _scale_reader(inst, 1, shape.n, shape, program) if scaled else None
-    count = shape.m * shape.n * shape.blocks // LANES
     if shape.result == "f64":
         return _bind_f64(c_operand, target, read_a, read_b, shape)
     integer = shape.result == "i32"
@@ -205,7 +237,11 @@ def bind_matrix(inst: Instruction, program: Program) -> Step | None:
 
 
 def _bind_f64(
-    c_operand: Operand, target: int, read_a: Callable[[Waves], Array], read_b: Callable[[Waves], Array], shape: Shape
+    c_operand: Operand,
+    target: int,
+    read_a: Callable[[Waves], Array],
+    read_b: Callable[[Waves], Array],
+    shape: Shape,
 ) -> Step:
     reads = [read_raw(Operand("v", c_operand.index + 2 * r, 2), "f64") for r in range(4)]
     constant = read_raw(c_operand, "f64") if c_operand.is_constant else None

@@ -31,6 +31,7 @@ class Buffer:
 
     @property
     def end(self) -> int:
+        """Address behind the last byte."""
         return self.base + self.data.size
 
 
@@ -69,7 +70,8 @@ class Memory:
 
         Raises:
             TypeError: if ``view`` is not a numpy uint8 array.
-            ValueError: if it is not one-dimensional and contiguous, or is read-only without ``readonly=True``.
+            ValueError: if it is not one-dimensional and contiguous, or is read-only without
+            ``readonly=True``.
         """
         if not isinstance(view, np.ndarray) or view.dtype != np.uint8:
             raise TypeError(f"view must be a numpy uint8 array, got {getattr(view, 'dtype', type(view))}")
@@ -96,7 +98,11 @@ class Memory:
         if not self._buffers:
             return "no buffer is mapped"
         near = min(self._buffers, key=lambda b: max(b.base - address, address - b.end, 0))
-        side = f"{near.base - address} bytes before" if address < near.base else f"{address - near.base} bytes into"
+        side = (
+            f"{near.base - address} bytes before"
+            if address < near.base
+            else f"{address - near.base} bytes into"
+        )
         return f"{side} buffer {near.name!r} of {near.data.size} bytes"
 
     def _view(self, buffer: Buffer, unit: int) -> Array:
@@ -146,7 +152,9 @@ class Memory:
             wrong = addresses & (unit - 1)
             if wrong.any():
                 flat = int(np.flatnonzero(wrong)[0])
-                raise AccessError(f"misaligned load of {size} bytes", flat, int(addresses.flat[flat]), "align")
+                raise AccessError(
+                    f"misaligned load of {size} bytes", flat, int(addresses.flat[flat]), "align"
+                )
             if buffer.base % unit:
                 return self._gather_bytes(buffer, offsets, size)
             offsets >>= 1 if unit == 2 else 2

@@ -26,7 +26,8 @@ Writer = Callable[[Waves, Array], None]
 Step = Callable[[Waves], None]
 
 DTYPES: dict[str, type[np.generic]] = {
-    "u32": np.uint32, "i32": np.int32, "f32": np.float32, "u16": np.uint16, "i16": np.int16, "f16": np.float16,
+    "u32": np.uint32, "i32": np.int32, "f32": np.float32, "u16": np.uint16, "i16": np.int16,
+    "f16": np.float16,
     "u64": np.uint64, "i64": np.int64, "f64": np.float64, "u8": np.uint8, "b16": np.uint16,
 }  # fmt: skip
 
@@ -61,6 +62,7 @@ class Operand:
 
     @property
     def is_constant(self) -> bool:
+        """Whether it is a literal or an inline constant."""
         return self.kind in ("int", "float")
 
 

@@ -1,7 +1,8 @@
-"""Packed instructions (VOP3P): two fp16, two 16-bit integers or two fp32 in one instruction, and dot products.
+"""Packed instructions (VOP3P): two fp16, 16-bit integers or fp32 in one instruction, and dot products.
 
 Source: "Packed math" and the VOP3P pseudo-code of the CDNA3 and CDNA4 ISA documents. op_sel picks, for each
-source, the half that the low result uses; op_sel_hi the half that the high result uses; neg_lo and neg_hi negate.
+source, the half that the low result uses; op_sel_hi the half that the high result uses; neg_lo and neg_hi
+negate.
 """
 
 from __future__ import annotations
@@ -11,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import arithmetic as a
-from .operands import DTYPES, Reader, Step, float_output, parse_operand, read_raw, source, unknown, write_vector
+from .operands import (
+    DTYPES,
+    Reader,
+    Step,
+    float_output,
+    parse_operand,
+    read_raw,
+    source,
+    unknown,
+    write_vector,
+)
 from .parser import Instruction
 from .state import Array, Waves
 from .valu_ops import SATURATING, VALU, Op
@@ -44,7 +55,9 @@ def _negated(read: Reader, negate: int) -> Reader:
     return (lambda w: np.negative(read(w))) if negate else read
 
 
-def _pick_half(inst: Instruction, position: int, kind: str, high: int, negate: int, program: Program) -> Reader:
+def _pick_half(
+    inst: Instruction, position: int, kind: str, high: int, negate: int, program: Program
+) -> Reader:
     operand = parse_operand(inst.operands[1 + position], inst, program)
     # An inline float constant fills both halves only through op_sel_hi 0; its high half is zero.
     read = read_raw(operand, kind, high=bool(high))
@@ -80,12 +93,14 @@ def _saturating(inst: Instruction, op: Op, program: Program) -> Any:
     wide = SATURATING.get(_HALF.get(inst.name, ""))
     if wide is None:
         raise unknown(inst, program, f"clamp on {inst.name}")
-    dtype = DTYPES[op.result]
-    info = np.iinfo(dtype)  # type: ignore[arg-type]
+    dtype: Any = DTYPES[op.result]
+    info = np.iinfo(dtype)
     return lambda *args: np.clip(wide(*(x.astype(np.int64) for x in args)), info.min, info.max).astype(dtype)
 
 
-def _pick_word(inst: Instruction, position: int, kind: str, high: int, negate: int, program: Program) -> Reader:
+def _pick_word(
+    inst: Instruction, position: int, kind: str, high: int, negate: int, program: Program
+) -> Reader:
     operand = parse_operand(inst.operands[1 + position], inst, program)
     if operand.kind in "vs" and high:
         if operand.count != 2:

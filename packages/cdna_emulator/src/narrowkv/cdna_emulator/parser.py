@@ -185,7 +185,9 @@ def parse_assembly(text: str) -> Assembly:
             result.metadata.setdefault(found.group(1), found.group(2).strip())
     result.arguments = _parse_arguments(metadata)
     if not result.target:
-        raise EmulatorError('the text names no target: expected a line .amdgcn_target "...gfx942" or "...gfx950"')
+        raise EmulatorError(
+            'the text names no target: expected a line .amdgcn_target "...gfx942" or "...gfx950"'
+        )
     if not result.kernel_name or not result.instructions:
         raise EmulatorError("the text holds no kernel: expected .amdhsa_kernel and instructions in .text")
     return result

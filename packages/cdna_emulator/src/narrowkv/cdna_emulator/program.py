@@ -44,6 +44,7 @@ class Block:
 
     @property
     def last(self) -> Instruction:
+        """The instruction that ends the block."""
         return self.instructions[-1]
 
 
@@ -118,8 +119,9 @@ def bind(inst: Instruction, program: Program) -> Step:
 def _entry(assembly: Assembly) -> int:
     """Index of the first instruction.
 
-    With arguments preloaded into scalar registers the code starts with a prologue that loads the same registers
-    for firmware that cannot preload; other firmware starts behind it, at the target of its branch.
+    With arguments preloaded into scalar registers the code starts with a prologue that loads the same
+    registers for firmware that cannot preload; other firmware starts behind it, at the target of its
+    branch.
     """
     start = assembly.labels.get(assembly.kernel_name, 0)
     if assembly.descriptor.get("user_sgpr_kernarg_preload_length", 0) == 0:

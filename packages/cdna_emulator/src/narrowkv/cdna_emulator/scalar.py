@@ -1,7 +1,7 @@
 """Scalar ALU and scalar memory: SOP1, SOP2, SOPC, SOPK, SMEM, and the parts of SOPP that do something.
 
-Source: "Scalar ALU Operations", "Scalar Memory Operations" and "Program Flow Control" of the CDNA3 ISA document.
-Values are columns ``[n, 1]``, one row for each wave.
+Source: "Scalar ALU Operations", "Scalar Memory Operations" and "Program Flow Control" of the CDNA3 ISA
+document. Values are columns ``[n, 1]``, one row for each wave.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ U32, U64 = np.uint32, np.uint64
 
 
 class ScalarOp(NamedTuple):
-    """Result type, source types, function, and SCC: ``none``, ``nonzero`` (of the result) or ``second`` (returned)."""
+    """Result type, source types, function; SCC is ``none``, ``nonzero`` or ``second`` (returned)."""
 
     result: str
     sources: tuple[str, ...]
@@ -60,26 +60,31 @@ def _shift_add(amount: int) -> Callable[[Array, Array], tuple[Array, Array]]:
 
 
 def _shl(x: Array, n: Array) -> Array:
-    return x << (n & U32(8 * x.dtype.itemsize - 1)).astype(x.dtype)
+    result: Array = x << (n & U32(8 * x.dtype.itemsize - 1)).astype(x.dtype)
+    return result
 
 
 def _shr(x: Array, n: Array) -> Array:
-    return x >> (n & U32(8 * x.dtype.itemsize - 1)).astype(x.dtype)
+    result: Array = x >> (n & U32(8 * x.dtype.itemsize - 1)).astype(x.dtype)
+    return result
 
 
 def _field(x: Array, spec: Array) -> Array:
     """s_bfe: offset in bits 5:0, width in bits 22:16."""
     bits = 8 * x.dtype.itemsize
-    unsigned = U32 if bits == 32 else U64
+    unsigned: Any = U32 if bits == 32 else U64
     offset = (spec & U32(bits - 1)).astype(unsigned)
     width = np.minimum((spec >> U32(16)) & U32(127), U32(bits)).astype(unsigned)
     raw = x.view(unsigned) >> offset
     keep = np.where(width == bits, ~unsigned(0), (unsigned(1) << (width % unsigned(bits))) - unsigned(1))
     field = raw & keep
     if x.dtype.kind == "i":
-        sign = np.where(width == 0, unsigned(0), unsigned(1) << ((width + unsigned(bits - 1)) % unsigned(bits)))
+        sign = np.where(
+            width == 0, unsigned(0), unsigned(1) << ((width + unsigned(bits - 1)) % unsigned(bits))
+        )
         field = (field ^ sign) - sign
-    return field.view(x.dtype)
+    result: Array = field.view(x.dtype)
+    return result
 
 
 def _bits_set(x: Array) -> Array:
@@ -99,12 +104,20 @@ def _ff1_64(x: Array) -> Array:
 
 def _flbit_64(x: Array) -> Array:
     high, low = (x >> U64(32)).astype(U32), x.astype(U32)
-    return np.where(high != 0, a.leading_zeros(high), np.where(low != 0, a.leading_zeros(low) + U32(32), U32(0xFFFFFFFF)))
+    return np.where(
+        high != 0, a.leading_zeros(high), np.where(low != 0, a.leading_zeros(low) + U32(32), U32(0xFFFFFFFF))
+    )
 
 
 def _sop(result: str, sources: str, scc: str, table: dict[str, Callable[..., Any]]) -> dict[str, ScalarOp]:
     return {name: ScalarOp(result, tuple(sources.split()), function, scc) for name, function in table.items()}
 
+
+_LOGIC: dict[str, Callable[..., Any]] = {
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "andn2": lambda x, y: x & ~y,
+    "orn2": lambda x, y: x | ~y, "nand": lambda x, y: ~(x & y), "nor": lambda x, y: ~(x | y),
+    "xnor": lambda x, y: ~(x ^ y),
+}  # fmt: skip
 
 SCALAR: dict[str, ScalarOp] = {
     **_sop("u32", "u32", "none", {"s_mov_b32": np.positive, "s_brev_b32": a.reverse_bits,
@@ -123,11 +136,13 @@ SCALAR: dict[str, ScalarOp] = {
                                         **{f"s_lshl{n}_add_u32": _shift_add(n) for n in (1, 2, 3, 4)}}),
     **_sop("i32", "i32 i32", "second", {
         "s_add_i32": _add_overflow, "s_sub_i32": _subtract_overflow,
-        "s_min_i32": lambda x, y: (np.minimum(x, y), x < y), "s_max_i32": lambda x, y: (np.maximum(x, y), x > y),
+        "s_min_i32": lambda x, y: (np.minimum(x, y), x < y),
+        "s_max_i32": lambda x, y: (np.maximum(x, y), x > y),
         "s_absdiff_i32": lambda x, y: (np.abs(x - y), x != y),
     }),
     **_sop("u32", "u32 u32", "second", {
-        "s_min_u32": lambda x, y: (np.minimum(x, y), x < y), "s_max_u32": lambda x, y: (np.maximum(x, y), x > y),
+        "s_min_u32": lambda x, y: (np.minimum(x, y), x < y),
+        "s_max_u32": lambda x, y: (np.maximum(x, y), x > y),
     }),
     **_sop("u32", "u32 u32", "none", {
         "s_mul_i32": np.multiply, "s_mul_hi_u32": a.multiply_high,
@@ -138,10 +153,7 @@ SCALAR: dict[str, ScalarOp] = {
     }),
     "s_mul_hi_i32": ScalarOp("i32", ("i32", "i32"), a.multiply_high),
     **{f"s_{name}_b{bits}": ScalarOp(f"u{bits}", (f"u{bits}",) * 2, function, "nonzero")
-       for bits in (32, 64) for name, function in {
-           "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "andn2": lambda x, y: x & ~y,
-           "orn2": lambda x, y: x | ~y, "nand": lambda x, y: ~(x & y), "nor": lambda x, y: ~(x | y),
-           "xnor": lambda x, y: ~(x ^ y)}.items()},
+       for bits in (32, 64) for name, function in _LOGIC.items()},
     **_sop("u32", "u32 u32", "nonzero", {"s_lshl_b32": _shl, "s_lshr_b32": _shr, "s_bfe_u32": _field}),
     **_sop("u64", "u64 u32", "nonzero", {"s_lshl_b64": _shl, "s_lshr_b64": _shr, "s_bfe_u64": _field}),
     "s_ashr_i32": ScalarOp("i32", ("i32", "u32"), _shr, "nonzero"),
@@ -151,15 +163,17 @@ SCALAR: dict[str, ScalarOp] = {
 }  # fmt: skip
 
 _COMPARE: dict[str, Callable[..., Any]] = {
-    "eq": np.equal, "lg": np.not_equal, "gt": np.greater, "ge": np.greater_equal, "lt": np.less, "le": np.less_equal,
+    "eq": np.equal, "lg": np.not_equal, "gt": np.greater, "ge": np.greater_equal, "lt": np.less,
+    "le": np.less_equal,
 }  # fmt: skip
 
 # Instructions that only order, hint or wait: nothing here is asynchronous, so they do nothing.
-NO_EFFECT = frozenset("""
-    s_nop s_waitcnt s_setprio s_sleep s_sethalt s_icache_inv s_dcache_wb s_dcache_inv s_dcache_wb_vol
-    s_dcache_inv_vol s_ttracedata s_setkill s_sched_barrier s_sched_group_barrier s_waitcnt_vscnt
-    buffer_wbl2 buffer_inv buffer_wbinvl1 buffer_wbinvl1_vol s_set_gpr_idx_off v_nop
-""".split())
+NO_EFFECT = frozenset((
+    "s_nop", "s_waitcnt", "s_setprio", "s_sleep", "s_sethalt", "s_icache_inv", "s_dcache_wb",
+    "s_dcache_inv", "s_dcache_wb_vol", "s_dcache_inv_vol", "s_ttracedata", "s_setkill",
+    "s_sched_barrier", "s_sched_group_barrier", "s_waitcnt_vscnt", "buffer_wbl2", "buffer_inv",
+    "buffer_wbinvl1", "buffer_wbinvl1_vol", "s_set_gpr_idx_off", "v_nop",
+))  # fmt: skip
 
 
 def write_scalar(operand: Operand, kind: str) -> Callable[[Waves, Array], None]:
@@ -200,7 +214,9 @@ def bind_scalar(inst: Instruction, program: Program) -> Step | None:
     return None if bind is None else bind(inst, program)
 
 
-def _readers(inst: Instruction, kinds: tuple[str, ...], program: Program, first: int = 1) -> tuple[Reader, ...]:
+def _readers(
+    inst: Instruction, kinds: tuple[str, ...], program: Program, first: int = 1
+) -> tuple[Reader, ...]:
     return tuple(
         read_raw(parse_operand(inst.operands[first + k], inst, program), kind) for k, kind in enumerate(kinds)
     )

@@ -1,13 +1,15 @@
 """What the vector ALU computes: one entry per instruction, ``mnemonic: (result, sources, function)``.
 
 Source: "Vector ALU Operations" and the pseudo-code of VOP1, VOP2, VOP3 and VOPC in the CDNA3 and CDNA4 ISA
-documents. The functions see numpy arrays that broadcast over ``[waves, 64]`` and have the types named. numpy's
-own functions appear where they are exactly the operation: those are written straight into the register.
+documents. The functions see numpy arrays that broadcast over ``[waves, 64]`` and have the types named.
+numpy's own functions appear where they are exactly the operation: those are written straight into the
+register.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,11 +38,13 @@ def _reversed(function: Function) -> Function:
 
 
 def _shift_left(amount: Array, value: Array) -> Array:
-    return value << (amount & amount.dtype.type(8 * value.dtype.itemsize - 1)).astype(value.dtype)
+    result: Array = value << (amount & amount.dtype.type(8 * value.dtype.itemsize - 1)).astype(value.dtype)
+    return result
 
 
 def _shift_right(amount: Array, value: Array) -> Array:
-    return value >> (amount & amount.dtype.type(8 * value.dtype.itemsize - 1)).astype(value.dtype)
+    result: Array = value >> (amount & amount.dtype.type(8 * value.dtype.itemsize - 1)).astype(value.dtype)
+    return result
 
 
 VALU: dict[str, Op] = {
@@ -59,7 +63,8 @@ VALU: dict[str, Op] = {
         "v_lshlrev_b32": _shift_left, "v_lshrrev_b32": _shift_right,
         "v_mul_u32_u24": lambda x, y: (x & U32(0xFFFFFF)) * (y & U32(0xFFFFFF)),
         "v_mul_hi_u32_u24": lambda x, y: a.multiply_high(x & U32(0xFFFFFF), y & U32(0xFFFFFF)),
-        "v_mul_hi_u32": a.multiply_high, "v_bfm_b32": lambda n, at: ((U32(1) << (n & U32(31))) - U32(1)) << (at & U32(31)),
+        "v_mul_hi_u32": a.multiply_high,
+        "v_bfm_b32": lambda n, at: ((U32(1) << (n & U32(31))) - U32(1)) << (at & U32(31)),
         "v_bcnt_u32_b32": lambda x, y: a.count_bits(x) + y,
     }),
     **_family("i32", "i32 i32", {
@@ -90,7 +95,8 @@ VALU: dict[str, Op] = {
         "v_mad_i32_i24": lambda x, y, z: a.low24(x) * a.low24(y) + z,
     }),
     "v_bfe_i32": Op("i32", ("i32", "u32", "u32"), a.bit_field),
-    "v_lshl_add_u64": Op("u64", ("u64", "u32", "u64"), lambda x, n, y: (x << (n & U32(7)).astype(np.uint64)) + y),
+    "v_lshl_add_u64": Op("u64", ("u64", "u32",
+    "u64"), a.shift_add_64),
     # 16-bit integers
     **_family("u16", "u16 u16", {
         "v_add_u16": np.add, "v_sub_u16": np.subtract, "v_subrev_u16": _reversed(np.subtract),
@@ -103,8 +109,9 @@ VALU: dict[str, Op] = {
     "v_ashrrev_i16": Op("i16", ("u16", "i16"), _shift_right),
     **_family("u16", "u16 u16 u16", {"v_mad_u16": lambda x, y, z: x * y + z, "v_med3_u16": a.median}),
     **_family("i16", "i16 i16 i16", {"v_mad_i16": lambda x, y, z: x * y + z, "v_med3_i16": a.median}),
-    "v_mad_u32_u16": Op("u32", ("u16", "u16", "u32"), lambda x, y, z: x.astype(U32) * y.astype(U32) + z),
-    "v_mad_i32_i16": Op("i32", ("i16", "i16", "i32"), lambda x, y, z: x.astype(np.int32) * y.astype(np.int32) + z),
+    "v_mad_u32_u16": Op("u32", ("u16", "u16", "u32"), a.multiply_add_wide),
+    "v_mad_i32_i16": Op("i32", ("i16", "i16",
+    "i32"), a.multiply_add_wide),
     # fp32
     **_family("f32", "f32 f32", {
         "v_add_f32": np.add, "v_sub_f32": np.subtract, "v_subrev_f32": _reversed(np.subtract),
@@ -133,7 +140,8 @@ VALU: dict[str, Op] = {
         "v_add_f16": np.add, "v_sub_f16": np.subtract, "v_subrev_f16": _reversed(np.subtract),
         "v_mul_f16": np.multiply, "v_min_f16": np.fmin, "v_max_f16": np.fmax,
     }),
-    "v_ldexp_f16": Op("f16", ("f16", "i16"), lambda x, n: np.ldexp(x.astype(np.float32), n).astype(np.float16)),
+    "v_ldexp_f16": Op("f16", ("f16",
+    "i16"), a.scale_f16),
     **_family("f16", "f16", {
         "v_exp_f16": a.exp2, "v_log_f16": a.log2, "v_rcp_f16": a.reciprocal, "v_rsq_f16": a.reciprocal_root,
         "v_sqrt_f16": a.root, "v_trunc_f16": np.trunc, "v_ceil_f16": np.ceil, "v_floor_f16": np.floor,
@@ -162,7 +170,8 @@ VALU: dict[str, Op] = {
     "v_cvt_i32_f32": Op("i32", ("f32",), lambda x: a.to_integer(np.trunc(x), np.int32)),
     "v_cvt_u32_f32": Op("u32", ("f32",), lambda x: a.to_integer(np.trunc(x), np.uint32)),
     "v_cvt_flr_i32_f32": Op("i32", ("f32",), lambda x: a.to_integer(np.floor(x), np.int32)),
-    "v_cvt_rpi_i32_f32": Op("i32", ("f32",), lambda x: a.to_integer(np.floor(x.astype(np.float64) + 0.5), np.int32)),
+    "v_cvt_rpi_i32_f32": Op("i32",
+    ("f32",), lambda x: a.to_integer(np.floor(x + 0.5), np.int32)),
     "v_cvt_f32_f16": Op("f32", ("f16",), lambda x: x.astype(np.float32)),
     "v_cvt_f16_u16": Op("f16", ("u16",), lambda x: x.astype(np.float16)),
     "v_cvt_f16_i16": Op("f16", ("i16",), lambda x: x.astype(np.float16)),
@@ -174,7 +183,8 @@ VALU: dict[str, Op] = {
     "v_cvt_f64_u32": Op("f64", ("u32",), lambda x: x.astype(np.float64)),
     "v_cvt_i32_f64": Op("i32", ("f64",), lambda x: a.to_integer(np.trunc(x), np.int32)),
     "v_cvt_u32_f64": Op("u32", ("f64",), lambda x: a.to_integer(np.trunc(x), np.uint32)),
-    **{f"v_cvt_f32_ubyte{k}": Op("f32", ("u32",), lambda x, k=k: ((x >> U32(8 * k)) & U32(255)).astype(np.float32))
+    **{f"v_cvt_f32_ubyte{k}": Op("f32",
+    ("u32",), partial(a.byte_to_f32, byte=k))
        for k in range(4)},
 }  # fmt: skip
 
@@ -184,12 +194,14 @@ ACCUMULATING: dict[str, str] = {
 }  # fmt: skip
 # D = A * K + B and D = A * B + K with a literal K in the operand list are plain fused multiply-adds.
 LITERAL_FMA = {
-    "v_fmaak_f32": "v_fma_f32", "v_fmamk_f32": "v_fma_f32", "v_fmaak_f16": "v_fma_f16", "v_fmamk_f16": "v_fma_f16",
+    "v_fmaak_f32": "v_fma_f32", "v_fmamk_f32": "v_fma_f32", "v_fmaak_f16": "v_fma_f16",
+    "v_fmamk_f16": "v_fma_f16",
 }  # fmt: skip
 
 # Integer results that saturate under the modifier `clamp`: how to widen, and the function.
 SATURATING: dict[str, Function] = {
-    "v_add_u32": np.add, "v_sub_u32": np.subtract, "v_subrev_u32": _reversed(np.subtract), "v_add_i32": np.add,
+    "v_add_u32": np.add, "v_sub_u32": np.subtract, "v_subrev_u32": _reversed(np.subtract),
+    "v_add_i32": np.add,
     "v_sub_i32": np.subtract, "v_add_u16": np.add, "v_sub_u16": np.subtract, "v_add_i16": np.add,
     "v_sub_i16": np.subtract, "v_subrev_u16": _reversed(np.subtract),
     "v_mad_u32_u24": lambda x, y, z: (x & 0xFFFFFF) * (y & 0xFFFFFF) + z,

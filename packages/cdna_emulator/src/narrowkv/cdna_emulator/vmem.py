@@ -1,8 +1,8 @@
 """Vector memory: buffer, global, flat and scratch instructions, loads that go to LDS, and atomics.
 
-Source: "Vector Memory Operations" and "Flat Memory Instructions" of the CDNA3 and CDNA4 ISA documents. A buffer
-access whose offset is past the descriptor's num_records reads 0 or stores nothing, as in hardware; one that
-passes the descriptor but leaves every mapped buffer is an error.
+Source: "Vector Memory Operations" and "Flat Memory Instructions" of the CDNA3 and CDNA4 ISA documents. A
+buffer access whose offset is past the descriptor's num_records reads 0 or stores nothing, as in hardware;
+one that passes the descriptor but leaves every mapped buffer is an error.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def extend(words: Array, width: Width, old: Array) -> Array:
 
 
 def _buffer_addressing(inst: Instruction, operands: tuple[str, ...], program: Program) -> Addressing:
-    """base + soffset + voffset + offset, checked against num_records (raw buffers)."""
+    """Base + soffset + voffset + offset, checked against num_records (raw buffers)."""
     if "idxen" in inst.modifiers or "addr64" in inst.modifiers:
         raise unknown(inst, program, "a structured buffer")
     vaddr, rsrc, soffset = (parse_operand(text, inst, program) for text in operands)
@@ -86,7 +86,7 @@ def _pair(w: Waves, index: int) -> Array:
 
 
 def _flat_addressing(inst: Instruction, vaddr: Operand, saddr: Operand, program: Program) -> Addressing:
-    """vaddr (64 bits) + offset, or saddr + vaddr (32 bits) + offset."""
+    """Vaddr (64 bits) + offset, or saddr + vaddr (32 bits) + offset."""
     offset = inst.integer("offset")
     if saddr.kind == "s":
         lane_offset = read_raw(vaddr, "u32") if vaddr.kind == "v" else None
@@ -111,7 +111,9 @@ def _scratch_addressing(inst: Instruction, vaddr: Operand, saddr: Operand, progr
     parts = [read_raw(o, "u32") for o in (vaddr, saddr) if o.kind != "none"]
 
     def address(w: Waves, size: int) -> tuple[Array, Array | None]:
-        return w.execution.scratch_base(w) + sum((p(w).astype(np.int64) for p in parts), np.int64(offset)), None
+        return w.execution.scratch_base(w) + sum(
+            (p(w).astype(np.int64) for p in parts), np.int64(offset)
+        ), None
 
     return address
 
@@ -136,7 +138,7 @@ def bind_vmem(inst: Instruction, program: Program) -> Step | None:
         return None
     operands = inst.operands
     if space == "buffer":
-        if to_lds and len(operands) == 3 or "offen" in inst.modifiers and to_lds:
+        if (to_lds and len(operands) == 3) or ("offen" in inst.modifiers and to_lds):
             data, rest = "off", operands[-3:]
         else:
             data, rest = operands[0], operands[1:4]

@@ -175,7 +175,7 @@ def append(
             "V_VEC": v_strides.vec,
             "BLOCK_D": 1 << (cache.head_dim - 1).bit_length(),
         },
-        LaunchOptions(num_warps=1, num_stages=1),
+        LaunchOptions(num_warps=1, num_stages=1, enable_fp_fusion=False),
     )
 
 

@@ -60,13 +60,15 @@ def _quantise(
         return x.to(fmt.storage_dtype)
     if kind == "token_head":
         assert isinstance(descale, torch.Tensor)
-        scale = x.abs().amax(-1) / fmt.max_value
+        # A tensor divisor: dividing by a number multiplies by its reciprocal on a GPU, which rounds differently.
+        amax = x.abs().amax(-1)
+        scale = amax / torch.full_like(amax, fmt.max_value)
         scale = torch.where(scale < torch.finfo(torch.float32).tiny, torch.ones_like(scale), scale)
         descale[page, position] = scale
         return cast_fp8(x / scale[:, None], fmt)
     if isinstance(descale, torch.Tensor):
         return cast_fp8(x / descale.view(-1, 1), fmt)
-    return cast_fp8(x / torch.tensor(descale, dtype=torch.float32), fmt)
+    return cast_fp8(x / torch.full_like(x, descale), fmt)
 
 
 def _write(stored: torch.Tensor, row: torch.Tensor, layout: str, page: int, position: int, is_key: bool) -> None:

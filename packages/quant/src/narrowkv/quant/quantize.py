@@ -6,7 +6,7 @@
 | `quantize_per_head` | head | `[..., heads, dim]` | `[heads]` |
 | `quantize_per_token_head` | token and head | `[..., heads, dim]` | `[..., heads]` |
 | `quantize_per_page_head` | page and head | `[pages, page, heads, dim]` | `[pages, heads]` |
-| `quantize_per_block` | run of tokens and head | `[..., tokens, heads, dim]` | `[..., ceil(tokens / block), heads]` |
+| `quantize_per_block` | run of tokens, head | `[..., tokens, heads, dim]` | `[..., blocks, heads]` |
 | `quantize_per_channel` | head and channel | `[..., tokens, heads, dim]` | `[..., heads, dim]` |
 | `quantize_per_group` | run of channels | `[..., dim]` | `[..., dim / group]` |
 

@@ -1,9 +1,9 @@
 """One launch path for every kernel: a GPU, the interpreter on a CPU, or compile-only for a named target."""
 
+from narrowkv.quant.launch.options import LaunchOptions
 from narrowkv.quant.launch.path import (
     Executor,
     InterpretExecutor,
-    LaunchOptions,
     active_target,
     compile_for,
     executing,

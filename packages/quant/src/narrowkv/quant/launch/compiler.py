@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from narrowkv.quant.launch.artifact import CompiledArtifact
-from narrowkv.quant.launch.path import LaunchOptions
+from narrowkv.quant.launch.options import LaunchOptions
 from narrowkv.quant.targets import Target
 
 

@@ -10,32 +10,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from narrowkv.quant.errors import UnsupportedError
+from narrowkv.quant.launch.gpu import launch_on_gpu
+from narrowkv.quant.launch.options import LaunchOptions
 from narrowkv.quant.targets import Target, device_target, get_target
-
-
-@dataclass(frozen=True)
-class LaunchOptions:
-    """Compiler options of one launch. Those in the second group exist on AMD only and are dropped elsewhere."""
-
-    num_warps: int = 4
-    num_stages: int = 2
-
-    waves_per_eu: int | None = None
-    matrix_instr_nonkdim: int | None = None
-
-    def for_target(self, target: Target) -> dict[str, int]:
-        """The keyword options that Triton's backend for `target` accepts."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        if target.vendor == "amd":
-            amd = {"waves_per_eu": self.waves_per_eu, "matrix_instr_nonkdim": self.matrix_instr_nonkdim}
-            options |= {name: value for name, value in amd.items() if value is not None}
-        return options
 
 
 class Executor(Protocol):
@@ -157,7 +139,9 @@ def launch(
     device = _first_tensor(args).device
     if device.type == "cpu":
         InterpretExecutor(device_target(device)).launch(kernel, grid, args, constexprs, options)
-        return
-    # Triton launches on the current device and stream; the tensors' device decides, not the caller's default.
-    with torch.cuda.device(device):
-        kernel[grid](*args, **constexprs, **options.for_target(device_target(device)))
+    elif device.index == torch.cuda.current_device():
+        launch_on_gpu(kernel, grid, args, constexprs, options, device)
+    else:
+        # Triton launches on the current device and stream; the tensors' device decides, not the caller's default.
+        with torch.cuda.device(device):
+            launch_on_gpu(kernel, grid, args, constexprs, options, device)

@@ -1,0 +1,104 @@
+"""The commands and their options; each imports its work only when it is called, so that --help needs no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from narrowkv.cli.report import ExitCode
+
+
+class _Commands(TyperGroup):
+    """Turns what a command cannot do into its exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        from narrowkv.cli.report import ExitCode, UnsupportedHereError, UsageError
+
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            code = ExitCode.USAGE
+            text = str(error)
+        except UnsupportedHereError as error:
+            code = ExitCode.UNSUPPORTED
+            text = f"unsupported here: {error}"
+        except KeyboardInterrupt:
+            code = ExitCode.INTERRUPTED
+            text = "interrupted before there was anything to keep"
+        typer.echo(f"narrowkv: {text}", err=True)
+        raise typer.Exit(int(code))
+
+
+app = typer.Typer(
+    name="narrowkv",
+    cls=_Commands,
+    help="Attention over narrow-precision paged KV caches: does it work here, how exact, how fast, and what does it compile to.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    epilog="Exit codes: 0 all pass, 1 a numerical failure, 2 usage, 3 unsupported here, 4 performance regression, 130 interrupted.",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; tables and progress go to stderr.")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Also write the JSON document to FILE.")]
+On = Annotated[str | None, typer.Option("--on", metavar="PLACE", help="cpu or gpu; default: the GPU if there is one.")]
+Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; default: one for each core, up to 8.")]
+
+
+def _end(code: ExitCode) -> NoReturn:
+    raise typer.Exit(int(code))
+
+
+@app.command()
+def probe(
+    contract_set: Annotated[str, typer.Argument(metavar="[CONTRACT-SET]", help="See --list.")] = "glm-gqa12",
+    list_sets: Annotated[bool, typer.Option("--list", help="List the contract sets and stop.")] = False,
+    on: On = None,
+    target: Annotated[str, typer.Option(metavar="NAMES", help="AMD targets to compile for.")] = "gfx942,gfx950",
+    jobs: Jobs = None,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Try each contract of a set on each backend, and compile it for gfx942 and gfx950."""
+    from narrowkv.cli import contracts
+    from narrowkv.cli.report import Report, UsageError
+
+    report = Report("probe", as_json=as_json, out_file=out)
+    if list_sets:
+        _end(contracts.list_sets(report))
+    chosen = contracts.find_set(contract_set)
+    if chosen is None:
+        known = ", ".join(contracts.CONTRACT_SETS)
+        raise UsageError(f"CONTRACT-SET must be one of {known}; got {contract_set!r}")
+    from narrowkv.cli.probe import probe as run
+    from narrowkv.cli.workers import default_jobs
+
+    _end(run(chosen, report, on=on, jobs=jobs or default_jobs(), targets=_amd_targets(target)))
+
+
+def _amd_targets(text: str) -> tuple[str, ...]:
+    from narrowkv.cli.report import UsageError
+
+    names = tuple(filter(None, text.split(",")))
+    for name in names:
+        if name not in ("gfx942", "gfx950"):
+            raise UsageError(f"--target must be of gfx942, gfx950; got {name!r}")
+    return names
+
+
+@app.command()
+def env(as_json: Json = False, out: Out = None) -> None:
+    """Report versions, GPUs and settings, to paste into a bug report."""
+    from narrowkv.cli.environment import report_environment
+    from narrowkv.cli.report import Report
+
+    _end(report_environment(Report("env", as_json=as_json, out_file=out)))
+
+
+def main() -> None:
+    """The console script."""
+    app()

@@ -1,0 +1,224 @@
+"""Who answers a contract: narrowkv itself, torch's SDPA on the dequantised cache, and AITER and FlashInfer where installed.
+
+Others are called through their public functions with the very tensors that narrowkv gets, and what they refuse is shown in
+their own words.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from importlib import metadata
+from typing import Any, Protocol
+
+import torch
+
+from narrowkv.cli.cases import DecodeInputs
+from narrowkv.cli.contracts import DECODE, PREFILL, Contract
+from narrowkv.cli.places import Place
+
+_AITER_PARTITION = 256
+_FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
+
+
+class NotBuiltError(Exception):
+    """The operation that a contract asks for does not exist yet."""
+
+
+class NotAnsweringError(Exception):
+    """The contract is none of a backend's operations, or its tensors have no form that the backend takes."""
+
+
+class Backend(Protocol):
+    """One implementation."""
+
+    name: str
+
+    def absent(self, place: Place) -> str | None:
+        """Why it cannot run at `place` at all, or None."""
+
+    def run(self, contract: Contract, inputs: DecodeInputs) -> torch.Tensor:
+        """`o` of the contract's operation, or whatever the backend raises."""
+
+
+def find_operation(operation: str) -> Any:
+    """The function named "module:function".
+
+    Raises:
+        NotBuiltError: the module or the function does not exist.
+    """
+    module, _, function = operation.partition(":")
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise NotBuiltError(f"{module} is not installed: {function} is not built yet")
+    operation_function = getattr(importlib.import_module(module), function, None)
+    if operation_function is None:
+        raise NotBuiltError(f"{module} has no {function} yet")
+    return operation_function
+
+
+class Narrowkv:
+    """This project's own operations."""
+
+    name = "narrowkv"
+
+    def absent(self, place: Place) -> str | None:
+        """Never."""
+        return None
+
+    def run(self, contract: Contract, inputs: DecodeInputs) -> torch.Tensor:
+        """Calls the operation that the contract names."""
+        operation = find_operation(contract.operation)
+        if contract.operation == DECODE:
+            o, _ = inputs.call()
+            return o
+        if contract.operation == PREFILL:
+            o = operation(inputs.q, inputs.cache, inputs.table, _cu_seqlens_q(inputs), causal=True)
+            assert isinstance(o, torch.Tensor)
+            return o
+        raise NotBuiltError(f"this narrowkv-cli ({contract.function}) has no inputs for that operation yet")
+
+
+class TorchSdpa:
+    """`torch.nn.functional.scaled_dot_product_attention` on the cache expanded to the query's dtype."""
+
+    name = "torch sdpa"
+
+    def absent(self, place: Place) -> str | None:
+        """Never."""
+        return None
+
+    def run(self, contract: Contract, inputs: DecodeInputs) -> torch.Tensor:
+        """Gathers and widens each sequence, then attends."""
+        q, table = inputs.q, inputs.table
+        if q.dtype not in (torch.bfloat16, torch.float16):
+            raise NotAnsweringError("scaled_dot_product_attention takes 16-bit queries here")
+        q_len = q.shape[0] // table.batch_size
+        out = torch.empty_like(q)
+        for seq in range(table.batch_size):
+            k, v = (x.to(q.dtype).transpose(0, 1)[None] for x in inputs.cache.gather(table, seq))
+            rows = q[seq * q_len : (seq + 1) * q_len].transpose(0, 1)[None]
+            # Bottom-right causal: a row sees all keys but the newer queries' own.
+            mask = torch.ones(q_len, k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q_len)
+            o = torch.nn.functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask, enable_gqa=True)
+            out[seq * q_len : (seq + 1) * q_len] = o[0].transpose(0, 1)
+        return out
+
+
+def _cu_seqlens_q(inputs: DecodeInputs) -> torch.Tensor:
+    batch = inputs.table.batch_size
+    q_len = inputs.q.shape[0] // batch
+    return torch.arange(batch + 1, dtype=torch.int32, device=inputs.q.device) * q_len
+
+
+def _ragged(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """kv_indptr, kv_indices, kv_last_page_len on the device, and the longest sequence. Waits for the device."""
+    table, device = inputs.table, inputs.q.device
+    pages = [table.pages_of(seq) for seq in range(table.batch_size)]
+    counts = torch.tensor([0, *(len(ids) for ids, _ in pages)], dtype=torch.int32)
+    last = torch.tensor([(n - 1) % table.page_size + 1 if n else 0 for _, n in pages], dtype=torch.int32)
+    indices = torch.cat([ids for ids, _ in pages]).int()
+    longest = max(n for _, n in pages)
+    return counts.cumsum(0).int().to(device), indices.to(device), last.to(device), longest
+
+
+def _float_descales(inputs: DecodeInputs) -> tuple[float, float]:
+    cache = inputs.cache
+    if isinstance(cache.k_descale, torch.Tensor) or isinstance(cache.v_descale, torch.Tensor):
+        raise NotAnsweringError("is compared with one descale per tensor only")
+    return float(cache.k_descale), float(cache.v_descale)
+
+
+def _missing(package: str, place: Place) -> str | None:
+    if importlib.util.find_spec(package) is None:
+        return "not installed"
+    if not place.is_gpu:
+        return "installed, but needs a GPU"
+    return None
+
+
+class Aiter:
+    """AITER: `paged_attention_ragged` for decode, `mha_batch_prefill_func` for batch prefill, NHD pages."""
+
+    name = "aiter"
+
+    def absent(self, place: Place) -> str | None:
+        """Not installed, or no GPU to run on."""
+        return _missing("aiter", place)
+
+    def run(self, contract: Contract, inputs: DecodeInputs) -> torch.Tensor:
+        """Calls the entry that stands for the contract's."""
+        import aiter
+
+        if contract.k != contract.v:
+            raise NotAnsweringError("takes one format for K and V")
+        cache, q = inputs.cache, inputs.q
+        k_descale, v_descale = (torch.tensor([d], device=q.device) for d in _float_descales(inputs))
+        indptr, indices, last, longest = _ragged(inputs)
+        scale = cache.head_dim**-0.5
+        if contract.operation == PREFILL:
+            fp8 = cache.k.element_size() == 1
+            descales = {"k_descale": k_descale, "v_descale": v_descale} if fp8 else {}
+            o = aiter.mha_batch_prefill_func(
+                q, cache.k, cache.v, _cu_seqlens_q(inputs), indptr, indices, q.shape[0] // inputs.table.batch_size, longest,
+                softmax_scale=scale, causal=True, kv_last_page_lens=last, **descales,
+            )  # fmt: skip
+            return o if isinstance(o, torch.Tensor) else o[0]
+        out = torch.empty_like(q)
+        partitions = -(-longest // _AITER_PARTITION)
+        slots = q.shape[0] * q.shape[1] * partitions
+        workspace = torch.empty(slots * (q.shape[2] * q.element_size() + 8), dtype=torch.uint8, device=q.device)
+        kind = {"fp8_e4m3fn": "fp8_e4m3", "fp8_e4m3fnuz": "fp8_e4m3"}.get(contract.k, "auto")
+        torch.ops.aiter.paged_attention_ragged(
+            out, workspace, q, cache.k, cache.v, scale, indptr, indices, last, cache.page_size, partitions, None, kind,
+            "NHD", 0.0, k_descale, v_descale, None, _AITER_PARTITION,
+        )  # fmt: skip
+        return out
+
+
+class FlashInfer:
+    """FlashInfer's batch decode wrapper with tensor cores, NHD pages."""
+
+    name = "flashinfer"
+
+    def absent(self, place: Place) -> str | None:
+        """Not installed, or no GPU to run on."""
+        return _missing("flashinfer", place)
+
+    def run(self, contract: Contract, inputs: DecodeInputs) -> torch.Tensor:
+        """Plans and runs."""
+        import flashinfer
+
+        if contract.k != contract.v:
+            raise NotAnsweringError("takes one format for K and V")
+        cache, q = inputs.cache, inputs.q
+        k_descale, v_descale = _float_descales(inputs)
+        indptr, indices, last, _ = _ragged(inputs)
+        workspace = torch.zeros(_FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+        heads = (q.shape[1], cache.num_kv_heads, cache.head_dim, cache.page_size)
+        kinds = {"q_data_type": q.dtype, "kv_data_type": cache.k.dtype}
+        if contract.operation == PREFILL:
+            prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+            prefill.plan(_cu_seqlens_q(inputs), indptr, indices, last, *heads, causal=True, **kinds)
+            return prefill.run(q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale)  # type: ignore[no-any-return]
+        decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        decode.plan(indptr, indices, last, *heads, **kinds)
+        return decode.run(q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale)  # type: ignore[no-any-return]
+
+
+OURS = Narrowkv()
+PEERS: tuple[Backend, ...] = (TorchSdpa(), Aiter(), FlashInfer())
+
+
+def peer_version(backend: Backend) -> str | None:
+    """The installed version of a peer's distribution, if it has one."""
+    names = {"aiter": ("aiter", "amd-aiter"), "flashinfer": ("flashinfer-python", "flashinfer"), "torch sdpa": ("torch",)}
+    for name in names.get(backend.name, ()):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None

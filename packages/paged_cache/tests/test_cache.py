@@ -1,0 +1,280 @@
+"""PagedKVCache and PageTable: every layout addresses the same logical cache; bad input is refused by name."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+
+I32 = torch.int32
+
+
+def _vectorised(dense: torch.Tensor, *, is_key: bool) -> torch.Tensor:
+    """AITER's 5-D layout written out from [pages, tokens, heads, dim], element by element of its definition."""
+    pages, tokens, heads, dim = dense.shape
+    x = 16 // dense.element_size()
+    raw = dense.view(torch.uint8) if dense.element_size() == 1 else dense
+    shape = (pages, heads, dim // x, tokens, x) if is_key else (pages, heads, tokens // x, dim, x)
+    out = torch.zeros(shape, dtype=raw.dtype)
+    for t in range(tokens):
+        for d in range(dim):
+            if is_key:
+                out[:, :, d // x, t, d % x] = raw[:, t, :, d]
+            else:
+                out[:, :, t // x, d, t % x] = raw[:, t, :, d]
+    return out.view(dense.dtype)
+
+
+def _stored(dense: torch.Tensor, layout: str, *, is_key: bool) -> torch.Tensor:
+    if layout == "HND":
+        return dense.transpose(1, 2).contiguous()
+    if layout == "tokens":
+        return dense[:, 0].contiguous()
+    if layout == "vectorised":
+        return _vectorised(dense, is_key=is_key)
+    return dense.clone()
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "tokens", "concat", "vectorised"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_every_layout_dequantises_to_the_same_logical_cache(layout: str, dtype: torch.dtype) -> None:
+    page_size = 1 if layout == "tokens" else 16
+    dense = [torch.randn(3, page_size, 2, 32).to(dtype) for _ in range(2)]
+    if layout == "concat":
+        raw = [t.view(torch.uint8) if t.element_size() == 1 else t for t in dense]
+        both = torch.cat(raw, -1).view(dtype)
+        k, v = both[..., :32], both[..., 32:]
+    else:
+        k, v = _stored(dense[0], layout, is_key=True), _stored(dense[1], layout, is_key=False)
+    name = "bf16" if dtype == torch.bfloat16 else "fp8_e4m3fn"
+    cache = PagedKVCache.from_tensors(k, v, format=name, layout=layout, k_descale=0.5, v_descale=2.0)
+    got_k, got_v = cache.dequantize()
+    assert (cache.num_pages, cache.page_size, cache.num_kv_heads, cache.head_dim) == (3, page_size, 2, 32)
+    torch.testing.assert_close(got_k, dense[0].float() * 0.5, rtol=0, atol=0)
+    torch.testing.assert_close(got_v, dense[1].float() * 2.0, rtol=0, atol=0)
+    assert cache.k.data_ptr() == k.data_ptr()
+
+
+def test_strided_heads_and_tokens_are_taken_as_they_are() -> None:
+    big = torch.randn(4, 8, 6, 48).to(torch.float8_e4m3fn)
+    view = big[:, ::2, 1::2, :32]
+    cache = PagedKVCache.from_tensors(view, view, format="fp8_e4m3fn")
+    torch.testing.assert_close(cache.dequantize()[0], view.float())
+    assert cache.k.data_ptr() == view.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [((1,), "tensor"), ((3,), "head"), ((5, 3), "sequence_head"), ((4, 2, 3), "token_head")],
+)
+def test_a_descale_tensor_tells_its_granularity_by_its_shape(shape: tuple[int, ...], kind: str) -> None:
+    k = torch.zeros(4, 2, 3, 64, dtype=torch.float8_e4m3fn)
+    cache = PagedKVCache.from_tensors(k, k, format="fp8_e4m3fn", k_descale=torch.ones(shape))
+    assert cache.k_granularity == kind
+    assert cache.v_granularity == "tensor"
+
+
+def test_a_descale_that_could_be_per_page_or_per_sequence_must_be_named() -> None:
+    k = torch.zeros(4, 2, 3, 64, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="per sequence or per page: pass k_granularity"):
+        PagedKVCache.from_tensors(k, k, format="fp8_e4m3fn", k_descale=torch.ones(4, 3))
+    named = PagedKVCache.from_tensors(
+        k, k, format="fp8_e4m3fn", k_descale=torch.ones(4, 3), k_granularity="page_head"
+    )
+    assert named.k_granularity == "page_head"
+
+
+def test_dequantise_applies_each_granularity() -> None:
+    k = torch.ones(4, 2, 3, 8).to(torch.float8_e4m3fn)
+    by_head, by_token = torch.tensor([1.0, 2.0, 3.0]), torch.rand(4, 2, 3) + 0.5
+    cache = PagedKVCache.from_tensors(k, k, format="fp8_e4m3fn", k_descale=by_head, v_descale=by_token)
+    got_k, got_v = cache.dequantize()
+    torch.testing.assert_close(got_k, by_head.view(1, 1, 3, 1).expand_as(got_k))
+    torch.testing.assert_close(got_v, by_token[..., None].expand_as(got_v))
+
+
+def _fp8(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float8_e4m3fn)
+
+
+# FAULTS 1, 3, 4, 5, 7, 9, 19: typed, named, before any launch.
+REFUSALS = [
+    ("uint8 without a tag", lambda: PagedKVCache.from_tensors(_fp8(2, 4, 1, 64), _fp8(2, 4, 1, 64)), TypeError, "format"),
+    (
+        "FNUZ tag on FN storage",
+        lambda: PagedKVCache.from_tensors(_fp8(2, 4, 1, 64), _fp8(2, 4, 1, 64), format="fp8_e4m3fnuz"),
+        TypeError,
+        "fp8_e4m3fnuz",
+    ),
+    (
+        "float32 storage",
+        lambda: PagedKVCache.from_tensors(torch.zeros(2, 4, 1, 64), torch.zeros(2, 4, 1, 64), format="bf16"),
+        TypeError,
+        "bf16",
+    ),
+    (
+        "page size 0",
+        lambda: PagedKVCache.from_tensors(_fp8(2, 0, 1, 64), _fp8(2, 0, 1, 64), format="fp8_e4m3fn"),
+        ValueError,
+        "page_size must be at least 1",
+    ),
+    (
+        "page size 0 of an own cache",
+        lambda: PagedKVCache.empty(2, 0, 1, 64, format="fp8_e4m3fn"),
+        ValueError,
+        "page_size",
+    ),
+    (
+        "strided last dimension",
+        lambda: PagedKVCache.from_tensors(_fp8(2, 4, 1, 128)[..., ::2], _fp8(2, 4, 1, 64), format="fp8_e4m3fn"),
+        ValueError,
+        "k must have a contiguous last dimension",
+    ),
+    (
+        "V of another shape",
+        lambda: PagedKVCache.from_tensors(_fp8(2, 4, 1, 64), _fp8(2, 4, 2, 64), format="fp8_e4m3fn"),
+        ValueError,
+        "v must hold the same",
+    ),
+    (
+        "descale of a wrong shape",
+        lambda: PagedKVCache.from_tensors(
+            _fp8(2, 4, 1, 64), _fp8(2, 4, 1, 64), format="fp8_e4m3fn", k_descale=torch.ones(2, 4, 9)
+        ),
+        ValueError,
+        "k_descale must be a float or have shape",
+    ),
+    (
+        "descale of a wrong dtype",
+        lambda: PagedKVCache.from_tensors(
+            _fp8(2, 4, 1, 64), _fp8(2, 4, 1, 64), format="fp8_e4m3fn", k_descale=torch.ones(1, dtype=torch.float64)
+        ),
+        TypeError,
+        "k_descale",
+    ),
+    ("unknown layout", lambda: PagedKVCache.empty(2, 4, 1, 64, format="bf16", layout="DHN"), ValueError, "layout"),
+    ("unknown format", lambda: PagedKVCache.empty(2, 4, 1, 64, format="fp9"), ValueError, "format"),
+    (
+        "token pool with pages",
+        lambda: PagedKVCache.empty(2, 4, 1, 64, format="bf16", layout="tokens"),
+        ValueError,
+        "page_size must be 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "match"), [r[1:] for r in REFUSALS], ids=[r[0] for r in REFUSALS])
+def test_a_cache_that_cannot_be_is_refused(make, error: type[Exception], match: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(error, match=match):
+        make()
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_a_bad_descale_number_is_refused_and_a_bad_tensor_under_validate(bad: float) -> None:
+    k = _fp8(2, 4, 1, 64)
+    with pytest.raises(ValueError, match="v_descale"):
+        PagedKVCache.from_tensors(k, k, format="fp8_e4m3fn", v_descale=bad)
+    tensor = torch.tensor([bad])
+    PagedKVCache.from_tensors(k, k, format="fp8_e4m3fn", v_descale=tensor)
+    with pytest.raises(ValueError, match="v_descale"):
+        PagedKVCache.from_tensors(k, k, format="fp8_e4m3fn", v_descale=tensor, validate=True)
+
+
+def test_capacity_is_counted_in_bytes_per_token() -> None:
+    fp8 = PagedKVCache.empty(2, 16, 8, 128, format="fp8_e4m3fn")
+    bf16 = PagedKVCache.empty(2, 16, 8, 128, format="bf16")
+    assert fp8.bytes_per_token() == 2048
+    assert bf16.tokens_per_gib() * 2 == fp8.tokens_per_gib() == 2**30 // 2048
+    mixed = PagedKVCache.empty(2, 16, 8, 128, format=CacheFormat(k="bf16", v="fp8_e4m3fn"))
+    assert mixed.bytes_per_token() == 3072
+
+
+def test_ragged_and_block_tables_say_the_same() -> None:
+    indptr, indices = torch.tensor([0, 3, 3, 4], dtype=I32), torch.tensor([5, 2, 7, 1], dtype=I32)
+    ragged = PageTable.from_ragged(indptr, indices, torch.tensor([4, 0, 16], dtype=I32), page_size=16)
+    assert ragged.seq_lens_tensor().tolist() == [36, 0, 16]
+    assert ragged.batch_size == 3
+    block = ragged.to_block_table(4)
+    assert block.page_ids.tolist() == [[5, 2, 7, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
+    assert block.capacity == 64
+    for seq in range(3):
+        (a, n), (b, m) = ragged.pages_of(seq), block.pages_of(seq)
+        assert n == m
+        assert a.tolist() == b.tolist()
+
+
+def test_a_table_follows_its_tensors() -> None:
+    lens = torch.tensor([3], dtype=I32)
+    table = PageTable.from_block_table(torch.zeros(1, 2, dtype=I32), lens, page_size=4)
+    lens.fill_(7)
+    assert table.seq_lens_tensor().tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: PageTable.from_block_table(torch.zeros(1, 2), torch.zeros(1, dtype=I32), page_size=4), TypeError, "block_table"),
+        (
+            lambda: PageTable.from_block_table(torch.zeros(3, dtype=I32), torch.zeros(1, dtype=I32), page_size=4),
+            ValueError,
+            r"block_table must have shape \[batch, max_pages\], got \(3,\)",
+        ),
+        (
+            lambda: PageTable.from_block_table(torch.zeros(2, 2, dtype=I32), torch.zeros(1, dtype=I32), page_size=4),
+            ValueError,
+            "seq_lens",
+        ),
+        (
+            lambda: PageTable.from_block_table(torch.zeros(1, 2, dtype=I32), torch.zeros(1, dtype=I32), page_size=0),
+            ValueError,
+            "page_size",
+        ),
+        (
+            lambda: PageTable.from_ragged(
+                torch.zeros(2, dtype=I32), torch.zeros(2, dtype=I32), torch.zeros(2, dtype=I32), page_size=4
+            ),
+            ValueError,
+            "kv_indptr must have batch",
+        ),
+        (
+            lambda: PageTable.from_ragged(
+                torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=I32), torch.zeros(1, dtype=I32), page_size=4
+            ),
+            TypeError,
+            "kv_indptr",
+        ),
+    ],
+)
+def test_wrong_metadata_is_refused(make, error: type[Exception], match: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(error, match=match):
+        make()
+
+
+# FAULTS 10: found only by looking at the values.
+@pytest.mark.parametrize(
+    ("indptr", "indices", "last", "match"),
+    [
+        ([1, 2], [0, 0], [1], "begin with 0"),
+        ([0, 2, 1], [0, 0], [1, 1], "not decrease"),
+        ([0, 3], [0, 0], [1], "end within kv_indices"),
+        ([0, 1], [-1], [1], "not be negative"),
+        ([0, 1], [9], [1], "below num_pages = 4"),
+        ([0, 1], [0], [5], r"kv_last_page_len must lie in 1\.\.4"),
+        ([0, 1], [0], [0], r"kv_last_page_len must lie in 1\.\.4"),
+    ],
+)
+def test_wrong_values_are_found_under_validate(indptr: list[int], indices: list[int], last: list[int], match: str) -> None:
+    tensors = [torch.tensor(x, dtype=I32) for x in (indptr, indices, last)]
+    PageTable.from_ragged(*tensors, page_size=4)
+    with pytest.raises(ValueError, match=match):
+        PageTable.from_ragged(*tensors, page_size=4, num_pages=4, validate=True)
+
+
+def test_a_length_over_the_capacity_is_found_and_stale_ids_are_not_looked_at() -> None:
+    table = torch.tensor([[1, 99]], dtype=I32)
+    with pytest.raises(ValueError, match="exceed the table's capacity 8"):
+        PageTable.from_block_table(table, torch.tensor([9], dtype=I32), page_size=4, num_pages=4, validate=True)
+    PageTable.from_block_table(table, torch.tensor([4], dtype=I32), page_size=4, num_pages=4, validate=True)
