@@ -25,7 +25,7 @@ def main() -> None:
         torch.float8_e4m3fn, batch=batch, heads=heads, lengths=(chosen.context,) * batch
     )
     constants |= {"STAGES": 1}
-    print("target  warps  order     workgroups at once  wave instructions  seconds  a second")
+    print("target  warps  order            at once  wave instructions  seconds  a second")
     for target in TARGETS:
         for warps in (1, 4):
             compile_kernel(paged_decode, target, arguments, constants, num_warps=warps)
@@ -57,7 +57,7 @@ def main() -> None:
                 n = result.counts.wave_instructions
                 name = order + (" checked" if check else "")
                 print(
-                    f"{target}  {warps:5d}  {name:15s}  {at_once:11d}  {n:17.0f}  {best:7.2f}  {n / best:8.0f}"
+                    f"{target}  {warps:5d}  {name:15s}  {at_once:8d}  {n:17.0f}  {best:7.2f}  {n / best:8.0f}"
                 )
 
 

@@ -96,8 +96,10 @@ def test_scaled_mfma_picks_scale_bytes_by_op_sel(size):
     nibbles = rng.integers(0, 16, (size, k)).astype(np.uint8)
     fp4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     codes = a.view(torch.uint8).numpy()
-    lane_a = np.stack([np.concatenate([codes[l % size, 16 * (l // size) :][:16], codes[l % size, k // 2 + 16 * (l // size) :][:16]])
-                       for l in range(64)])  # fmt: skip
+    runs = [
+        (codes[l % size, 16 * (l // size) :], codes[l % size, k // 2 + 16 * (l // size) :]) for l in range(64)
+    ]
+    lane_a = np.stack([np.concatenate([first[:16], second[:16]]) for first, second in runs])
     packed = nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
     lane_b = np.stack([packed[l % size, 16 * (l // size) :][:16] for l in range(64)])
     scale_a, scale_b = (rng.integers(120, 134, (size, groups)).astype(np.uint8) for _ in range(2))

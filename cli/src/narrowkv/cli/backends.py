@@ -53,7 +53,7 @@ def find_operation(operation: str) -> Any:
     except ModuleNotFoundError:
         found = None
     if found is None:
-        raise NotBuiltError(f"{module} is not installed: {function} is not built yet")
+        raise NotBuiltError(f"{module} is not built: there is no {function}")
     operation_function = getattr(importlib.import_module(module), function, None)
     if operation_function is None:
         raise NotBuiltError(f"{module} has no {function} yet")
@@ -79,7 +79,7 @@ class Narrowkv:
             o = operation(inputs.q, inputs.cache, inputs.table, _cu_seqlens_q(inputs), causal=True)
             assert isinstance(o, torch.Tensor)
             return o
-        raise NotBuiltError(f"this narrowkv-cli ({contract.function}) has no inputs for that operation yet")
+        raise NotBuiltError(f"narrowkv-cli makes no inputs for {contract.function}")
 
 
 class TorchSdpa:

@@ -21,7 +21,8 @@ class KernelCode:
     Attributes:
         name: its name.
         vgprs, agprs, sgprs: registers of a wave.
-        spills: registers spilled, vector and scalar.
+        spills: vector registers spilled to memory.
+        sgpr_spills: scalar registers kept in lanes of vector registers.
         scratch_bytes: scratch of a lane.
         lds_bytes: LDS of a workgroup.
         num_warps: waves of a workgroup.
@@ -35,6 +36,7 @@ class KernelCode:
     agprs: int
     sgprs: int
     spills: int
+    sgpr_spills: int
     scratch_bytes: int
     lds_bytes: int
     num_warps: int
@@ -51,7 +53,8 @@ class KernelCode:
             vgprs=registers.vgprs,
             agprs=registers.agprs,
             sgprs=registers.sgprs,
-            spills=registers.vgpr_spills + registers.sgpr_spills,
+            spills=registers.vgpr_spills,
+            sgpr_spills=registers.sgpr_spills,
             scratch_bytes=registers.scratch_bytes,
             lds_bytes=artifact.lds_bytes,
             num_warps=artifact.num_warps,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -242,9 +243,13 @@ def probe(contracts: ContractSet, report: Report, *, on: str | None, jobs: int, 
         except KeyboardInterrupt:
             interrupted = True
     rows = list(run.rows())
-    report.show(_table(rows, present, place))
+    notes = _Notes()
+    report.show(_table(rows, present, place, notes))
+    for text, index in notes.texts.items():
+        report.show(Text(f"[{index}] {text}"))
     code = run.exit_code()
     report.say(_verdict(rows, code))
+    report.say("kernel error (rel. L1) is against fp32 on the same cache; code figures are of the hot loop's kernel, compiled and not run")
     body = {
         "set": contracts.name,
         "shape": contracts.shape,
@@ -272,7 +277,7 @@ def _verdict(rows: list[Answer], code: ExitCode) -> str:
     own = [row.status for row in rows if row.backend == OURS.name]
     counts = ", ".join(f"{own.count(s)} {s}" for s in (PASS, FAIL, NOT_YET, SKIPPED) if s in own)
     colour = {ExitCode.OK: "green", ExitCode.NUMERICAL: "bold red"}.get(code, "yellow")
-    return f"[{colour}]narrowkv: {counts or 'nothing ran'}[/]; kernel error is relative L1 against fp32 on the same cache"
+    return f"[{colour}]narrowkv: {counts or 'nothing ran'}[/]"
 
 
 def _code_cell(compiled: Compiled | None) -> Text:
@@ -282,43 +287,62 @@ def _code_cell(compiled: Compiled | None) -> Text:
         return Text(compiled.status, style=_COLOURS[compiled.status])
     kernel = main_kernel(compiled.kernels)
     spills = sum(k.spills for k in compiled.kernels)
-    mfma = ", ".join(f"{n} {name.removeprefix('v_mfma_')}" for name, n in kernel.mfma.items())
-    text = f"{kernel.vgprs + kernel.agprs} VGPR, {spills} spilled, {kernel.lds_bytes / 1024:g}K LDS\n{mfma}"
+    mfma = ", ".join(f"{n} x {name.removeprefix('v_mfma_f32_')}" for name, n in kernel.mfma.items())
+    registers = f"{kernel.vgprs + kernel.agprs} VGPR"
+    text = f"{registers}, {spills} spilled, {kernel.lds_bytes / 1024:g}K LDS\n{mfma or 'no MFMA in a loop'}"
     return Text(text, style=_COLOURS[compiled.status])
 
 
-def _grouped(rows: list[Answer]) -> Iterator[tuple[list[str], Answer]]:
-    """Rows with their pages; answers that differ by page size only and ran nowhere share a line."""
+def _joined(values: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(values))
+
+
+def _lines(rows: list[Answer]) -> Iterator[list[Answer]]:
+    """Rows of the table: each answer that ran anywhere by itself, the rest together by operation and reason."""
     groups: dict[tuple[Any, ...], list[Answer]] = {}
     for index, row in enumerate(rows):
         silent = not row.ran_on and not any(c.kernels for c in row.compiled.values())
-        c = row.contract
-        key = (c.operation, c.q, c.cache, row.backend, row.status, row.detail) if silent else (index,)
+        key = (row.contract.operation, row.backend, row.status, row.detail) if silent else (index,)
         groups.setdefault(key, []).append(row)
-    for group in groups.values():
-        yield [str(row.contract.page_size) for row in group], group[0]
+    yield from groups.values()
 
 
-def _table(rows: list[Answer], absent: dict[str, str | None], place: Place) -> Table:
-    table = Table(header_style="bold", show_lines=False, pad_edge=False)
+class _Notes:
+    """Reasons too long for a cell, numbered."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        return self.texts.setdefault(text, len(self.texts) + 1)
+
+
+def _table(rows: list[Answer], absent: dict[str, str | None], place: Place, notes: _Notes) -> Table:
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("operation", "Q", "cache", "page", "backend", *AMD_TARGETS, "ran on", "rel. L1", "B/token"):
-        table.add_column(column, justify="right" if column in ("page", "rel. L1", "B/token") else "left")
+        right = column in ("page", "rel. L1", "B/token")
+        wraps = column in ("Q", "cache")
+        table.add_column(column, justify="right" if right else "left", no_wrap=not wraps)
     if place.is_gpu:
-        table.add_column("us", justify="right")
-    table.add_column("verdict", overflow="fold")
-    for pages, row in _grouped(rows):
-        c = row.contract
-        cells: list[Text | str] = [c.function, c.q, c.cache, ", ".join(pages), row.backend]
+        table.add_column("us", justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for group in _lines(rows):
+        row, c = group[0], group[0].contract
+        pages = _joined(str(r.contract.page_size) for r in group)
+        queries, caches = _joined(r.contract.q for r in group), _joined(r.contract.cache for r in group)
+        cells: list[Text | str] = [c.function, queries, caches, pages, row.backend]
         ours = row.backend == OURS.name
         cells += [_code_cell(row.compiled.get(target)) if ours else "" for target in AMD_TARGETS]
         cells += ["gpu" if row.ran_on and place.is_gpu else "cpu" if row.ran_on else "-"]
         cells += [f"{row.relative_l1:.2e}" if row.relative_l1 is not None else "-"]
-        cells += [number(row.kv_bytes_per_token, 5)]
+        cells += [number(row.kv_bytes_per_token, 5) if len(group) == 1 else "-"]
         if place.is_gpu:
             cells += [number(row.time_us["median"]) if row.time_us else "-"]
         verdict = Text(row.status, style=_COLOURS[row.status])
-        if row.detail:
-            verdict.append(f": {row.detail}", style="default")
+        if row.status == INEXACT:
+            verdict = Text(f"over {c.bound:g}", style=_COLOURS[INEXACT])
+        elif row.detail:
+            verdict.append(f" [{notes.number(row.detail)}]", style="default")
         table.add_row(*cells, verdict)
     for name, reason in absent.items():
         if reason is not None:

@@ -1,4 +1,4 @@
-"""Memory and LDS accesses of a batch: checks, counts, copies compared, and the errors that name who did it."""
+"""Memory and LDS accesses of a batch: checks, counts, comparing copies, and errors that name who did it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .memory import AccessError, Memory
 from .parser import Instruction
 from .program import Program
 from .races import RaceDetector
-from .state import LANES, Array, Waves
+from .state import LANES, POISON, Array, Waves
 
 
 class Accesses:

@@ -75,7 +75,8 @@ class Execution(Accesses):
         self.scratch = None
         if program.scratch_bytes:
             self.scratch = np.zeros(count * LANES * program.scratch_bytes, np.uint8)
-            self._scratch_pointer = memory.map(self.scratch, name="scratch")
+            self.memory = Memory.sharing(memory)  # a batch's scratch is gone with the batch
+            self._scratch_pointer = self.memory.map(self.scratch, name="scratch")
         self.races = RaceDetector(len(self.lds)) if detect_races else None
         self.bytes = Counter()
         self.block_counts = [0] * len(program.blocks)

@@ -181,8 +181,8 @@ def run(
         workgroups: which to run, in this order. Default: all, x fastest.
         detect_races: watch LDS for two waves that touch a byte between barriers, one of them writing.
         check_uninitialised: run every wave twice in step, with different initial contents of registers and
-            LDS, and report what depends on them when it is stored or decides a branch. Costs a third to two
-            thirds of the speed; without it only an untouched register or LDS word that is stored is found.
+            LDS, and report what depends on them when it is stored or decides a branch. Costs 1.2 to 1.8
+            times the time; without it only an untouched register or LDS word that is stored is found.
         wave_order: ``turns`` runs the waves of a workgroup one after another between barriers, so that a
             missing barrier shows in the result; ``lockstep`` runs them together, which is faster.
         batch_workgroups: workgroups that run together. Those of one batch interleave as independent ones
