@@ -1,4 +1,4 @@
-"""The shared validators: what passes, and that each message names the argument, what was expected, what came."""
+"""The shared validators: what passes, and messages that name the argument, the expected, what came."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Formats: figures against torch's own, look-up, and the storage check (FAULTS rows 1 and 4)."""
+"""Formats: figures against torch's own, look-up, and the storage check."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every granularity: shapes, exactness against a plain recomputation, error bounds, and the hard inputs of FAULTS."""
+"""Every granularity: shapes, exactness against a plain recomputation, error bounds, and the hard inputs."""
 
 import math
 from collections.abc import Callable
@@ -38,7 +38,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Granularity:
-    """One granularity over x `[pages 5, page 7, heads 3, dim 16]`: its calls, and which elements share a descale."""
+    """One granularity over x `[5 pages, 7 tokens, 3 heads, 16]`: its calls, and who shares a descale."""
 
     name: str
     quantize: Callable[[torch.Tensor, str], Pair]

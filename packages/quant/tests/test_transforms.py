@@ -1,4 +1,4 @@
-"""The K offset and the Hadamard rotation leave attention as it was (fp64), and the lse correction is right."""
+"""The K offset and the Hadamard rotation leave attention as it was (fp64); the lse correction is right."""
 
 import math
 

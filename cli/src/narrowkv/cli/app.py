@@ -91,6 +91,39 @@ def _amd_targets(text: str) -> tuple[str, ...]:
 
 
 @app.command()
+def inspect(
+    target: Annotated[str, typer.Option(metavar="NAMES", help="gfx942, gfx950 or both.")] = "gfx942,gfx950",
+    batch: Annotated[int, typer.Option(min=1)] = 4,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 1024,
+    ratio: Annotated[int, typer.Option(min=1, help="Query heads for each KV head.")] = 12,
+    num_kv_heads: Annotated[int, typer.Option(min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    page_size: Annotated[int, typer.Option(min=1)] = 16,
+    cache_format: Annotated[str, typer.Option("--format", help="Cache format, or K's and V's as k/v.")] = "fp8_e4m3fn",
+    q: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    foreign: Annotated[bool, typer.Option(help="A cache written elsewhere, which may hold negative zeros.")] = False,
+    case: Annotated[str | None, typer.Option(metavar="LINE", help="A validate case instead of the sizes above.")] = None,
+    asm: Annotated[bool, typer.Option("--asm", help="Show the assembly too.")] = False,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Show what decode compiles to: registers, LDS, occupancy, spills, instruction mix, static roofline."""
+    from narrowkv.cli.report import Report
+
+    report = Report("inspect", as_json=as_json, out_file=out)
+    targets = _amd_targets(target)
+    from narrowkv.cli.cases import DecodeCase
+    from narrowkv.cli.inspection import inspect as run
+    from narrowkv.cli.inspection import inspection_case
+
+    sizes = inspection_case(
+        batch=batch, context=context, ratio=ratio, kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size,
+        fmt=cache_format, q=q, clean=not foreign,
+    )  # fmt: skip
+    _end(run(DecodeCase.parse(case if case is not None else str(sizes)), report, targets=targets, asm=asm))
+
+
+@app.command()
 def env(as_json: Json = False, out: Out = None) -> None:
     """Report versions, GPUs and settings, to paste into a bug report."""
     from narrowkv.cli.environment import report_environment

@@ -289,7 +289,7 @@ def _code_cell(compiled: Compiled | None) -> Text:
     spills = sum(k.spills for k in compiled.kernels)
     mfma = ", ".join(f"{n} x {name.removeprefix('v_mfma_f32_')}" for name, n in kernel.mfma.items())
     registers = f"{kernel.vgprs + kernel.agprs} VGPR"
-    text = f"{registers}, {spills} spilled, {kernel.lds_bytes / 1024:g}K LDS\n{mfma or 'no MFMA in a loop'}"
+    text = f"{registers} {spills} spill {kernel.lds_bytes / 1024:g}K LDS\n{mfma or 'no MFMA in a loop'}"
     return Text(text, style=_COLOURS[compiled.status])
 
 
@@ -318,11 +318,11 @@ class _Notes:
 
 
 def _table(rows: list[Answer], absent: dict[str, str | None], place: Place, notes: _Notes) -> Table:
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("operation", "Q", "cache", "page", "backend", *AMD_TARGETS, "ran on", "rel. L1", "B/token"):
         right = column in ("page", "rel. L1", "B/token")
-        wraps = column in ("Q", "cache")
-        table.add_column(column, justify="right" if right else "left", no_wrap=not wraps)
+        least = {"Q": 5, "cache": 14}.get(column)
+        table.add_column(column, justify="right" if right else "left", no_wrap=least is None, min_width=least)
     if place.is_gpu:
         table.add_column("us", justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)

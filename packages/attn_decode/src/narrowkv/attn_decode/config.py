@@ -130,10 +130,10 @@ def choose_config(
     elif latency_bound and block_m == 16:
         # 128 keys and 4 warps at head_dim 128; wider heads halve the keys to stay within shared memory.
         block_n = 128 if shape.head_dim <= 128 else 64
-        short = shape.capacity <= 16 * block_n
-        options = LaunchOptions(num_warps=4, num_stages=1 if short else 2)
         slots = max(1, slots // 2)
-        # Finding an even share takes every program about a microsecond, more than short sequences can lose by it.
+        short = shape.batch * -(-shape.capacity // block_n) <= slots
+        options = LaunchOptions(num_warps=4, num_stages=1 if short else 2)
+        # One tile a program leaves nothing to share out, and looking for an even share costs each about 1 us.
         if split is None and short:
             split = "uniform"
     else:

@@ -1,0 +1,1 @@
+"""Device time on a GPU, against ceilings measured in the same run."""

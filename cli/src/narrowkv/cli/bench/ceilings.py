@@ -1,0 +1,75 @@
+"""What this GPU can do, measured in the run that uses it: copy, read, bf16 matrix product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from narrowkv.cli.bench.kernels import _read_kernel
+from narrowkv.cli.bench.timing import GraphTimer, Timing
+from narrowkv.quant.launch import LaunchOptions, launch
+
+_COPY_BYTES = 2**30
+_READ_BYTES = 2**31
+_MATRIX = 8192
+_READ_BLOCK = 4096
+_PROGRAMS_PER_UNIT = 8
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured rates.
+
+    Attributes:
+        copy_bytes_per_s: device-to-device copy, bytes read plus bytes written.
+        read_bytes_per_s: the faster of a reduction by torch and a reading kernel, bytes read.
+        bf16_flops_per_s: a large matrix product.
+    """
+
+    copy_bytes_per_s: float
+    read_bytes_per_s: float
+    bf16_flops_per_s: float
+
+    def floor_us(self, bytes_touched: float, flops: float) -> float:
+        """The least time that touching these bytes once and doing these flops can take."""
+        return 1e6 * max(bytes_touched / self.read_bytes_per_s, flops / self.bf16_flops_per_s)
+
+
+def _rate(amount: float, timing: Timing) -> float:
+    return amount / (timing.median_us * 1e-6)
+
+
+def read_ceiling(timer: GraphTimer) -> float:
+    """Bytes a second of the fastest large read."""
+    x = torch.ones(_READ_BYTES // 4, dtype=torch.int32, device="cuda")
+    sink = torch.zeros((), device="cuda")
+    floats = x.view(torch.float32)
+    by_torch = timer.measure(lambda: torch.sum(floats, dim=0, out=sink))
+    units = torch.cuda.get_device_properties(x.device).multi_processor_count
+    programs = units * _PROGRAMS_PER_UNIT
+    out = torch.zeros(programs, dtype=torch.int32, device="cuda")
+    constexprs = {"BLOCK": _READ_BLOCK, "STRIDE": programs}
+
+    def read() -> None:
+        launch(_read_kernel, (programs,), (x, out, x.numel() // _READ_BLOCK), constexprs, LaunchOptions(num_warps=8))
+
+    by_kernel = timer.measure(read)
+    # Ones summed in int32: every element was read.
+    if int(out.sum()) != x.numel():
+        raise RuntimeError(f"the reading kernel saw {int(out.sum())} of {x.numel()} elements")
+    return max(_rate(_READ_BYTES, by_torch), _rate(_READ_BYTES, by_kernel))
+
+
+def measure_ceilings(timer: GraphTimer) -> Ceilings:
+    """All three; takes about a second of device time and 2 GiB of memory at a time."""
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy = _rate(2 * _COPY_BYTES, timer.measure(lambda: target.copy_(source)))
+    del source, target
+    read = read_ceiling(timer)
+    a = torch.randn(_MATRIX, _MATRIX, device="cuda").bfloat16()
+    b = torch.randn(_MATRIX, _MATRIX, device="cuda").bfloat16()
+    product = torch.empty_like(a)
+    flops = _rate(2.0 * _MATRIX**3, timer.measure(lambda: torch.mm(a, b, out=product)))
+    return Ceilings(copy, read, flops)
