@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from narrowkv.attn_decode import merge_states, merge_states_reference, paged_decode, paged_decode_reference, plan_decode
+from narrowkv.attn_decode import (
+    merge_states,
+    merge_states_reference,
+    paged_decode,
+    paged_decode_reference,
+    plan_decode,
+)
 from narrowkv.cli.emulation import EmulateExecutor
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append, append_reference
 from narrowkv.quant.launch import executing

@@ -19,11 +19,15 @@ def _bytes(cache: PagedKVCache) -> list[torch.Tensor]:
     return [t.contiguous().view(torch.uint8).clone() for t in (cache.k, cache.v)]
 
 
-def _cache(fmt: str | CacheFormat, layout: str, page_size: int, device: str, per_token: bool = False) -> PagedKVCache:
+def _cache(
+    fmt: str | CacheFormat, layout: str, page_size: int, device: str, per_token: bool = False
+) -> PagedKVCache:
     descale: dict[str, object] = {"k_descale": 0.03, "v_descale": 0.7}
     if per_token:
         descale = {name: torch.zeros(PAGES, page_size, HEADS, device=device) for name in descale}
-    cache = PagedKVCache.empty(PAGES, page_size, HEADS, DIM, format=fmt, layout=layout, device=device, **descale)
+    cache = PagedKVCache.empty(
+        PAGES, page_size, HEADS, DIM, format=fmt, layout=layout, device=device, **descale
+    )
     torch.manual_seed(1)
     for t in (cache.k, cache.v):  # poison: what is not appended must stay as it is
         raw = t.view(torch.uint8) if t.element_size() == 1 else t.view(torch.int16)
@@ -71,12 +75,20 @@ def test_per_token_head_descales_are_computed_and_stored(layout: str, page_size:
 
 @pytest.mark.parametrize("style", ["neox", "gptj"])
 @pytest.mark.parametrize("rotary_dim", [64, 32])
-def test_rope_is_fused_in_both_styles_and_leaves_the_rest_of_the_head(style: str, rotary_dim: int, device: str) -> None:
+def test_rope_is_fused_in_both_styles_and_leaves_the_rest_of_the_head(
+    style: str, rotary_dim: int, device: str
+) -> None:
     angle = torch.rand(11, rotary_dim // 2, device=device) * 6
     positions = torch.tensor([0, 10, 3, 7], device=device, dtype=I32)
     rope = Rope(angle.cos(), angle.sin(), positions, style)
     k, v = _tokens(4, device)
-    _both(*(_cache("fp8_e4m3fn", "NHD", 3, device) for _ in range(2)), k, v, torch.arange(4, device=device, dtype=I32), rope=rope)
+    _both(
+        *(_cache("fp8_e4m3fn", "NHD", 3, device) for _ in range(2)),
+        k,
+        v,
+        torch.arange(4, device=device, dtype=I32),
+        rope=rope,
+    )
 
 
 def test_rope_rotates_by_the_angle() -> None:
@@ -100,7 +112,11 @@ def test_an_offset_is_subtracted_after_rope_and_before_quantising(device: str) -
 
 def test_k_and_v_may_differ_in_format(device: str) -> None:
     fmt = CacheFormat(k="bf16", v="fp8_e4m3fn")
-    _both(*(_cache(fmt, "HND", 16, device) for _ in range(2)), *_tokens(3, device), torch.arange(3, device=device, dtype=I32))
+    _both(
+        *(_cache(fmt, "HND", 16, device) for _ in range(2)),
+        *_tokens(3, device),
+        torch.arange(3, device=device, dtype=I32),
+    )
 
 
 # FAULTS 17, 18
@@ -148,8 +164,18 @@ REFUSED = [
     ("heads", {"k_new": torch.zeros(2, 3, DIM)}, ValueError, "k_new must have shape"),
     ("lengths", {"v_new": torch.zeros(3, HEADS, DIM)}, ValueError, "v_new must have shape"),
     ("slots' dtype", {"slot_mapping": torch.zeros(2, dtype=torch.int64)}, TypeError, "slot_mapping"),
-    ("slots' length", {"slot_mapping": torch.zeros(3, dtype=I32)}, ValueError, "slot_mapping must have shape"),
-    ("strided last dimension", {"v_new": torch.zeros(2, HEADS, 2 * DIM)[..., ::2]}, ValueError, "contiguous last dimension"),
+    (
+        "slots' length",
+        {"slot_mapping": torch.zeros(3, dtype=I32)},
+        ValueError,
+        "slot_mapping must have shape",
+    ),
+    (
+        "strided last dimension",
+        {"v_new": torch.zeros(2, HEADS, 2 * DIM)[..., ::2]},
+        ValueError,
+        "contiguous last dimension",
+    ),
     ("offset's shape", {"k_offset": torch.zeros(DIM)}, ValueError, "k_offset must have shape"),
     ("grad", {"k_new": torch.zeros(2, HEADS, DIM, requires_grad=True)}, ValueError, "must not require grad"),
     (
@@ -168,7 +194,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("change", "error", "match"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
-def test_a_refused_append_leaves_the_cache_as_it_was(change: dict, error: type[Exception], match: str) -> None:  # type: ignore[type-arg]
+def test_a_refused_append_leaves_the_cache_as_it_was(
+    change: dict, error: type[Exception], match: str
+) -> None:  # type: ignore[type-arg]
     cache = _cache("fp8_e4m3fn", "NHD", 3, "cpu")
     before = _bytes(cache)
     arguments = {"k_new": torch.zeros(2, HEADS, DIM), "v_new": torch.zeros(2, HEADS, DIM)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ I32 = torch.int32
 
 
 def _vectorised(dense: torch.Tensor, *, is_key: bool) -> torch.Tensor:
-    """AITER's 5-D layout written out from [pages, tokens, heads, dim], element by element of its definition."""
+    """AITER's 5-D layout written out from [pages, tokens, heads, dim], element by element."""
     pages, tokens, heads, dim = dense.shape
     x = 16 // dense.element_size()
     raw = dense.view(torch.uint8) if dense.element_size() == 1 else dense
@@ -102,7 +103,12 @@ def _fp8(*shape: int) -> torch.Tensor:
 
 # FAULTS 1, 3, 4, 5, 7, 9, 19: typed, named, before any launch.
 REFUSALS = [
-    ("uint8 without a tag", lambda: PagedKVCache.from_tensors(_fp8(2, 4, 1, 64), _fp8(2, 4, 1, 64)), TypeError, "format"),
+    (
+        "uint8 without a tag",
+        lambda: PagedKVCache.from_tensors(_fp8(2, 4, 1, 64), _fp8(2, 4, 1, 64)),
+        TypeError,
+        "format",
+    ),
     (
         "FNUZ tag on FN storage",
         lambda: PagedKVCache.from_tensors(_fp8(2, 4, 1, 64), _fp8(2, 4, 1, 64), format="fp8_e4m3fnuz"),
@@ -129,7 +135,9 @@ REFUSALS = [
     ),
     (
         "strided last dimension",
-        lambda: PagedKVCache.from_tensors(_fp8(2, 4, 1, 128)[..., ::2], _fp8(2, 4, 1, 64), format="fp8_e4m3fn"),
+        lambda: PagedKVCache.from_tensors(
+            _fp8(2, 4, 1, 128)[..., ::2], _fp8(2, 4, 1, 64), format="fp8_e4m3fn"
+        ),
         ValueError,
         "k must have a contiguous last dimension",
     ),
@@ -150,12 +158,20 @@ REFUSALS = [
     (
         "descale of a wrong dtype",
         lambda: PagedKVCache.from_tensors(
-            _fp8(2, 4, 1, 64), _fp8(2, 4, 1, 64), format="fp8_e4m3fn", k_descale=torch.ones(1, dtype=torch.float64)
+            _fp8(2, 4, 1, 64),
+            _fp8(2, 4, 1, 64),
+            format="fp8_e4m3fn",
+            k_descale=torch.ones(1, dtype=torch.float64),
         ),
         TypeError,
         "k_descale",
     ),
-    ("unknown layout", lambda: PagedKVCache.empty(2, 4, 1, 64, format="bf16", layout="DHN"), ValueError, "layout"),
+    (
+        "unknown layout",
+        lambda: PagedKVCache.empty(2, 4, 1, 64, format="bf16", layout="DHN"),
+        ValueError,
+        "layout",
+    ),
     ("unknown format", lambda: PagedKVCache.empty(2, 4, 1, 64, format="fp9"), ValueError, "format"),
     (
         "token pool with pages",
@@ -167,7 +183,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("make", "error", "match"), [r[1:] for r in REFUSALS], ids=[r[0] for r in REFUSALS])
-def test_a_cache_that_cannot_be_is_refused(make, error: type[Exception], match: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_cache_that_cannot_be_is_refused(make: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         make()
 
@@ -216,19 +232,29 @@ def test_a_table_follows_its_tensors() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
-        (lambda: PageTable.from_block_table(torch.zeros(1, 2), torch.zeros(1, dtype=I32), page_size=4), TypeError, "block_table"),
         (
-            lambda: PageTable.from_block_table(torch.zeros(3, dtype=I32), torch.zeros(1, dtype=I32), page_size=4),
+            lambda: PageTable.from_block_table(torch.zeros(1, 2), torch.zeros(1, dtype=I32), page_size=4),
+            TypeError,
+            "block_table",
+        ),
+        (
+            lambda: PageTable.from_block_table(
+                torch.zeros(3, dtype=I32), torch.zeros(1, dtype=I32), page_size=4
+            ),
             ValueError,
             r"block_table must have shape \[batch, max_pages\], got \(3,\)",
         ),
         (
-            lambda: PageTable.from_block_table(torch.zeros(2, 2, dtype=I32), torch.zeros(1, dtype=I32), page_size=4),
+            lambda: PageTable.from_block_table(
+                torch.zeros(2, 2, dtype=I32), torch.zeros(1, dtype=I32), page_size=4
+            ),
             ValueError,
             "seq_lens",
         ),
         (
-            lambda: PageTable.from_block_table(torch.zeros(1, 2, dtype=I32), torch.zeros(1, dtype=I32), page_size=0),
+            lambda: PageTable.from_block_table(
+                torch.zeros(1, 2, dtype=I32), torch.zeros(1, dtype=I32), page_size=0
+            ),
             ValueError,
             "page_size",
         ),
@@ -241,14 +267,17 @@ def test_a_table_follows_its_tensors() -> None:
         ),
         (
             lambda: PageTable.from_ragged(
-                torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=I32), torch.zeros(1, dtype=I32), page_size=4
+                torch.zeros(2, dtype=torch.int64),
+                torch.zeros(2, dtype=I32),
+                torch.zeros(1, dtype=I32),
+                page_size=4,
             ),
             TypeError,
             "kv_indptr",
         ),
     ],
 )
-def test_wrong_metadata_is_refused(make, error: type[Exception], match: str) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_metadata_is_refused(make: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         make()
 
@@ -266,7 +295,9 @@ def test_wrong_metadata_is_refused(make, error: type[Exception], match: str) -> 
         ([0, 1], [0], [0], r"kv_last_page_len must lie in 1\.\.4"),
     ],
 )
-def test_wrong_values_are_found_under_validate(indptr: list[int], indices: list[int], last: list[int], match: str) -> None:
+def test_wrong_values_are_found_under_validate(
+    indptr: list[int], indices: list[int], last: list[int], match: str
+) -> None:
     tensors = [torch.tensor(x, dtype=I32) for x in (indptr, indices, last)]
     PageTable.from_ragged(*tensors, page_size=4)
     with pytest.raises(ValueError, match=match):
@@ -276,5 +307,7 @@ def test_wrong_values_are_found_under_validate(indptr: list[int], indices: list[
 def test_a_length_over_the_capacity_is_found_and_stale_ids_are_not_looked_at() -> None:
     table = torch.tensor([[1, 99]], dtype=I32)
     with pytest.raises(ValueError, match="exceed the table's capacity 8"):
-        PageTable.from_block_table(table, torch.tensor([9], dtype=I32), page_size=4, num_pages=4, validate=True)
+        PageTable.from_block_table(
+            table, torch.tensor([9], dtype=I32), page_size=4, num_pages=4, validate=True
+        )
     PageTable.from_block_table(table, torch.tensor([4], dtype=I32), page_size=4, num_pages=4, validate=True)

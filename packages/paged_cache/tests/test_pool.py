@@ -11,7 +11,12 @@ from narrowkv.paged_cache import PagedKVCache, PagePool, PoolExhausted, append, 
 
 
 def _state(pool: PagePool) -> object:
-    return pool.free_pages, list(pool._free), list(pool._references), {s: pool.pages(s) for s in pool._sequences}
+    return (
+        pool.free_pages,
+        list(pool._free),
+        list(pool._references),
+        {s: pool.pages(s) for s in pool._sequences},
+    )
 
 
 def test_pages_are_counted_exactly() -> None:
@@ -62,7 +67,12 @@ def test_exhaustion_double_free_and_forks_of_the_dead_change_nothing() -> None:
     assert _state(pool) == before
     pool.free(b)
     before = _state(pool)
-    for call in (lambda: pool.free(b), lambda: pool.fork(b), lambda: pool.extend(b, 1), lambda: pool.length(b)):
+    for call in (
+        lambda: pool.free(b),
+        lambda: pool.fork(b),
+        lambda: pool.extend(b, 1),
+        lambda: pool.length(b),
+    ):
         with pytest.raises(KeyError, match="does not exist or was freed"):
             call()
     assert _state(pool) == before
@@ -91,7 +101,11 @@ def test_a_page_table_of_the_pool_reads_back_what_was_appended() -> None:
     assert cache.gather(table, 1)[1][:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 50]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["allocate", "extend", "fork", "free"]), st.integers(0, 9)), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["allocate", "extend", "fork", "free"]), st.integers(0, 9)), max_size=40
+    )
+)
 def test_no_sequence_of_calls_loses_or_shares_a_page_by_mistake(calls: list[tuple[str, int]]) -> None:
     pool = PagePool(8, 4)
     alive: list[int] = []

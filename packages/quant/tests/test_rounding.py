@@ -251,7 +251,7 @@ def test_decode_widens_16_bit_storage(name: str) -> None:
 
 @pytest.mark.parametrize("name", [f for f in FORMATS if FORMATS[f].kind != "float"])
 def test_rounding_has_no_bias(name: str) -> None:
-    """Over whole steps the errors of nearest-even are symmetric: their mean is within five standard errors of 0."""
+    """Over whole steps the errors are symmetric: their mean is within five standard errors of 0."""
     count = 1 << 20
     x = 4.0 + 2.0 * torch.rand(count, generator=torch.Generator().manual_seed(4), dtype=torch.float64).float()
     for sign in (1.0, -1.0):

@@ -43,10 +43,18 @@ app = typer.Typer(
     epilog="Exit codes: 0 all pass, 1 a numerical failure, 2 usage, 3 unsupported here, 4 performance regression, 130 interrupted.",
 )
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; tables and progress go to stderr.")]
-Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Also write the JSON document to FILE.")]
-On = Annotated[str | None, typer.Option("--on", metavar="PLACE", help="cpu or gpu; default: the GPU if there is one.")]
-Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; default: one for each core, up to 8.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="One JSON document on stdout; tables and progress go to stderr.")
+]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Also write the JSON document to FILE.")
+]
+On = Annotated[
+    str | None, typer.Option("--on", metavar="PLACE", help="cpu or gpu; default: the GPU if there is one.")
+]
+Jobs = Annotated[
+    int | None, typer.Option("--jobs", "-j", min=1, help="Processes; default: one for each core, up to 8.")
+]
 
 
 def _end(code: ExitCode) -> NoReturn:
@@ -58,7 +66,9 @@ def probe(
     contract_set: Annotated[str, typer.Argument(metavar="[CONTRACT-SET]", help="See --list.")] = "glm-gqa12",
     list_sets: Annotated[bool, typer.Option("--list", help="List the contract sets and stop.")] = False,
     on: On = None,
-    target: Annotated[str, typer.Option(metavar="NAMES", help="AMD targets to compile for.")] = "gfx942,gfx950",
+    target: Annotated[
+        str, typer.Option(metavar="NAMES", help="AMD targets to compile for.")
+    ] = "gfx942,gfx950",
     jobs: Jobs = None,
     as_json: Json = False,
     out: Out = None,
@@ -99,10 +109,16 @@ def inspect(
     num_kv_heads: Annotated[int, typer.Option(min=1)] = 8,
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
     page_size: Annotated[int, typer.Option(min=1)] = 16,
-    cache_format: Annotated[str, typer.Option("--format", help="Cache format, or K's and V's as k/v.")] = "fp8_e4m3fn",
+    cache_format: Annotated[
+        str, typer.Option("--format", help="Cache format, or K's and V's as k/v.")
+    ] = "fp8_e4m3fn",
     q: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
-    foreign: Annotated[bool, typer.Option(help="A cache written elsewhere, which may hold negative zeros.")] = False,
-    case: Annotated[str | None, typer.Option(metavar="LINE", help="A validate case instead of the sizes above.")] = None,
+    foreign: Annotated[
+        bool, typer.Option(help="A cache written elsewhere, which may hold negative zeros.")
+    ] = False,
+    case: Annotated[
+        str | None, typer.Option(metavar="LINE", help="A validate case instead of the sizes above.")
+    ] = None,
     asm: Annotated[bool, typer.Option("--asm", help="Show the assembly too.")] = False,
     as_json: Json = False,
     out: Out = None,

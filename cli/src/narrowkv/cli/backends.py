@@ -170,7 +170,9 @@ class Aiter:
         out = torch.empty_like(q)
         partitions = -(-longest // _AITER_PARTITION)
         slots = q.shape[0] * q.shape[1] * partitions
-        workspace = torch.empty(slots * (q.shape[2] * q.element_size() + 8), dtype=torch.uint8, device=q.device)
+        workspace = torch.empty(
+            slots * (q.shape[2] * q.element_size() + 8), dtype=torch.uint8, device=q.device
+        )
         kind = {"fp8_e4m3fn": "fp8_e4m3", "fp8_e4m3fnuz": "fp8_e4m3"}.get(contract.k, "auto")
         torch.ops.aiter.paged_attention_ragged(
             out, workspace, q, cache.k, cache.v, scale, indptr, indices, last, cache.page_size, partitions, None, kind,
@@ -215,7 +217,11 @@ PEERS: tuple[Backend, ...] = (TorchSdpa(), Aiter(), FlashInfer())
 
 def peer_version(backend: Backend) -> str | None:
     """The installed version of a peer's distribution, if it has one."""
-    names = {"aiter": ("aiter", "amd-aiter"), "flashinfer": ("flashinfer-python", "flashinfer"), "torch sdpa": ("torch",)}
+    names = {
+        "aiter": ("aiter", "amd-aiter"),
+        "flashinfer": ("flashinfer-python", "flashinfer"),
+        "torch sdpa": ("torch",),
+    }
     for name in names.get(backend.name, ()):
         try:
             return metadata.version(name)

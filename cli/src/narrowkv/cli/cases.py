@@ -83,7 +83,9 @@ class DecodeCase:
         return len(self.seq_lens)
 
     def __str__(self) -> str:
-        changed = ((f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default)
+        changed = (
+            (f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default
+        )
         return ",".join(f"{name}={_spell(value)}" for name, value in changed) or "seed=0"
 
     @classmethod
@@ -102,7 +104,9 @@ class DecodeCase:
             try:
                 values[name] = _read(value, type(known[name]))
             except ValueError:
-                raise UsageError(f"--case {name} must be a {type(known[name]).__name__}, got {value!r}") from None
+                raise UsageError(
+                    f"--case {name} must be a {type(known[name]).__name__}, got {value!r}"
+                ) from None
         case = cls(**values)
         try:
             lens = case.seq_lens
@@ -177,7 +181,9 @@ def build(case: DecodeCase, device: str = "cpu") -> DecodeInputs:
             x[..., ::21] += 8.0
         elif case.data not in ("gaussian", "outlier"):
             raise UsageError(f"--case data must be gaussian or outlier, got {case.data!r}")
-        descale, factor = _descale(case, fmt, float(x.abs().amax()) if x.numel() else 1.0, shape, pages, random)
+        descale, factor = _descale(
+            case, fmt, float(x.abs().amax()) if x.numel() else 1.0, shape, pages, random
+        )
         stored.append(_store(x / factor, fmt, None if case.clean else used))
         descales.append(descale.to(device) if isinstance(descale, torch.Tensor) else descale)
         kinds.append(None if isinstance(descale, float) else case.descale)
@@ -195,7 +201,9 @@ def build(case: DecodeCase, device: str = "cpu") -> DecodeInputs:
         negative_zero_free=case.clean,
     )
     heads = case.kv_heads * case.ratio
-    q = torch.randn((case.batch * case.q_len, heads, case.head_dim), generator=random).to(_QUERY_DTYPES[case.q])
+    q = torch.randn((case.batch * case.q_len, heads, case.head_dim), generator=random).to(
+        _QUERY_DTYPES[case.q]
+    )
     sinks = torch.randn(heads, generator=random).to(device) if case.sinks else None
     options = {
         "logits_soft_cap": case.soft_cap,
@@ -206,7 +214,9 @@ def build(case: DecodeCase, device: str = "cpu") -> DecodeInputs:
     return DecodeInputs(q.to(device), cache, table, options, case.split or None)
 
 
-def _page_table(case: DecodeCase, random: torch.Generator, device: str) -> tuple[list[torch.Tensor], PageTable]:
+def _page_table(
+    case: DecodeCase, random: torch.Generator, device: str
+) -> tuple[list[torch.Tensor], PageTable]:
     """Page ids of each sequence, shuffled, and the table over them."""
     counts = [-(-n // case.page_size) for n in case.seq_lens]
     order = torch.randperm(sum(counts) + _SPARE_PAGES, generator=random)
@@ -224,11 +234,18 @@ def _page_table(case: DecodeCase, random: torch.Generator, device: str) -> tuple
     block_table = torch.full((case.batch, max([*counts, 0]) + 1), spare, dtype=torch.int32)
     for row, ids in enumerate(pages):
         block_table[row, : len(ids)] = ids.int()
-    return pages, PageTable.from_block_table(block_table.to(device), lens.to(device), page_size=case.page_size)
+    return pages, PageTable.from_block_table(
+        block_table.to(device), lens.to(device), page_size=case.page_size
+    )
 
 
 def _descale(
-    case: DecodeCase, fmt: Format, amax: float, shape: tuple[int, ...], pages: list[torch.Tensor], random: torch.Generator
+    case: DecodeCase,
+    fmt: Format,
+    amax: float,
+    shape: tuple[int, ...],
+    pages: list[torch.Tensor],
+    random: torch.Generator,
 ) -> tuple[float | torch.Tensor, float | torch.Tensor]:
     """The descale as the cache takes it, and as it multiplies `[num_pages, page_size, num_kv_heads, head_dim]`."""
     num_pages, page_size, heads, _ = shape
@@ -304,7 +321,10 @@ def _padded(x: torch.Tensor) -> torch.Tensor:
     """The same numbers with a gap after each head and token, and not starting on a 16-byte boundary."""
     pages, tokens, heads, dim = x.shape
     sizes = (pages, tokens, heads + 1, dim + 2)
-    wide = torch.zeros(pages * tokens * (heads + 1) * (dim + 2) + 2, dtype=torch.int16 if x.element_size() == 2 else torch.uint8)
+    wide = torch.zeros(
+        pages * tokens * (heads + 1) * (dim + 2) + 2,
+        dtype=torch.int16 if x.element_size() == 2 else torch.uint8,
+    )
     view = wide[2:].view(x.dtype).view(sizes)[:, :, :heads, :dim]
     view.copy_(x)
     return view
@@ -339,7 +359,10 @@ class CaseResult:
 
 
 def check(
-    case: DecodeCase, inputs: DecodeInputs, bound: float, call: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
+    case: DecodeCase,
+    inputs: DecodeInputs,
+    bound: float,
+    call: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> CaseResult:
     """Runs a case and compares it with the reference. `call` stands in for the operation itself."""
     o, lse = (call or inputs.call)()

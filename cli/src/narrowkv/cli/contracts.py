@@ -115,7 +115,8 @@ def _contracts(
     bound: float = BOUND_16_BIT_QUERY,
 ) -> tuple[Contract, ...]:
     return tuple(
-        Contract(operation, q, k, v, page, required, bound) for q, (k, v), page in product(queries, caches, pages)
+        Contract(operation, q, k, v, page, required, bound)
+        for q, (k, v), page in product(queries, caches, pages)
     )
 
 
@@ -132,7 +133,9 @@ CONTRACT_SETS: dict[str, ContractSet] = {
                 *_contracts(DECODE, _16_BIT, _same(("bf16", *_FP8)), _PAGES, required=True),
                 *_contracts(DECODE, _16_BIT, _FP4, _PAGES, required=False),
                 *_contracts(PREFILL, _16_BIT, (*_same(("bf16", *_FP8)), *_FP4), _PAGES, required=False),
-                *_contracts(PREFILL, _FP8[:1], _same(_FP8[:1]), _PAGES, required=False, bound=BOUND_FP8_COMPUTE),
+                *_contracts(
+                    PREFILL, _FP8[:1], _same(_FP8[:1]), _PAGES, required=False, bound=BOUND_FP8_COMPUTE
+                ),
             ),
         ),
         ContractSet(
@@ -160,13 +163,22 @@ CONTRACT_SETS: dict[str, ContractSet] = {
             "dsv4-sparse",
             "DeepSeek-V4 sparse paged prefill, 448 + 64 columns, one KV head",
             Shape(batch=1, q_len=64, context=512, num_qo_heads=64, num_kv_heads=1, head_dim=512),
-            _contracts(SPARSE, ("bf16",), _same(("bf16", "fp8_e4m3fn")), (1,), required=False, bound=BOUND_FP8_COMPUTE),
+            _contracts(
+                SPARSE,
+                ("bf16",),
+                _same(("bf16", "fp8_e4m3fn")),
+                (1,),
+                required=False,
+                bound=BOUND_FP8_COMPUTE,
+            ),
         ),
         ContractSet(
             "sage",
             "dense attention with multi-granularity quantisation of Q and K",
             Shape(batch=1, q_len=1024, context=1024, num_qo_heads=32, num_kv_heads=32, head_dim=128),
-            _contracts(SAGE, ("int8", "int4", "fp8_e4m3fn"), _same(("fp8_e4m3fn",)), (0,), required=False, bound=0.2),
+            _contracts(
+                SAGE, ("int8", "int4", "fp8_e4m3fn"), _same(("fp8_e4m3fn",)), (0,), required=False, bound=0.2
+            ),
         ),
     )
 }
@@ -187,5 +199,8 @@ def list_sets(report: Report) -> ExitCode:
     for s in CONTRACT_SETS.values():
         table.add_row(s.name, str(len(s.contracts)), s.title, str(s.shape))
     report.show(table)
-    listed = [{"name": s.name, "title": s.title, "shape": s.shape, "contracts": s.contracts} for s in CONTRACT_SETS.values()]
+    listed = [
+        {"name": s.name, "title": s.title, "shape": s.shape, "contracts": s.contracts}
+        for s in CONTRACT_SETS.values()
+    ]
     return report.finish({"sets": listed}, ExitCode.OK)

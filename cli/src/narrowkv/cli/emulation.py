@@ -19,7 +19,7 @@ from narrowkv.quant.targets import get_target
 
 
 def _device_pointers(args: tuple[Any, ...]) -> tuple[Memory, list[Any]]:
-    """The kernel's arguments with every tensor's storage mapped once, so that accesses outside any are errors."""
+    """The kernel's arguments, every storage mapped once: accesses outside any are errors."""
     memory = Memory()
     bases: dict[int, int] = {}
     values: list[Any] = []
@@ -30,7 +30,9 @@ def _device_pointers(args: tuple[Any, ...]) -> tuple[Memory, list[Any]]:
         storage = arg.untyped_storage()
         if storage.data_ptr() not in bases:
             raw = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
-            bases[storage.data_ptr()] = memory.map(np.frombuffer(raw, dtype=np.uint8), name=f"argument {position}")
+            bases[storage.data_ptr()] = memory.map(
+                np.frombuffer(raw, dtype=np.uint8), name=f"argument {position}"
+            )
         values.append(bases[storage.data_ptr()] + arg.storage_offset() * arg.element_size())
     return memory, values
 

@@ -72,7 +72,9 @@ def gpus() -> list[dict[str, Any]]:
 
 def describe() -> dict[str, Any]:
     """Everything that `narrowkv env` reports."""
-    own = {f"narrowkv-{name.replace('_', '-')}": _version(f"narrowkv-{name.replace('_', '-')}") for name in _OWN}
+    own = {
+        f"narrowkv-{name.replace('_', '-')}": _version(f"narrowkv-{name.replace('_', '-')}") for name in _OWN
+    }
     variables = {k: v for k, v in dict(os.environ).items() if k.startswith(_TELLING_PREFIXES)}
     return {
         "system": {
@@ -104,7 +106,9 @@ def report_environment(report: Report) -> ExitCode:
     for section, content in found.items():
         if isinstance(content, dict):
             for name, value in content.items():
-                table.add_row(f"{section}.{name}", ", ".join(value) if isinstance(value, list) else str(value))
+                table.add_row(
+                    f"{section}.{name}", ", ".join(value) if isinstance(value, list) else str(value)
+                )
         for index, gpu in enumerate(content if isinstance(content, list) else ()):
             for name, value in gpu.items():
                 table.add_row(f"{section}[{index}].{name}", str(value))

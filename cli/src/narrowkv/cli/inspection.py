@@ -50,13 +50,30 @@ class Inspection:
 
 
 def inspection_case(
-    *, batch: int, context: int, ratio: int, kv_heads: int, head_dim: int, page_size: int, fmt: str, q: str, clean: bool
+    *,
+    batch: int,
+    context: int,
+    ratio: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    fmt: str,
+    q: str,
+    clean: bool,
 ) -> DecodeCase:
     """A decode call by its sizes; `fmt` is one format, or K's and V's joined by a slash."""
     k, _, v = fmt.partition("/")
     lens = "+".join([str(context)] * batch)
     return DecodeCase(
-        lens=lens, kv_heads=kv_heads, ratio=ratio, head_dim=head_dim, page_size=page_size, q=q, k=k, v=v or k, clean=clean
+        lens=lens,
+        kv_heads=kv_heads,
+        ratio=ratio,
+        head_dim=head_dim,
+        page_size=page_size,
+        q=q,
+        k=k,
+        v=v or k,
+        clean=clean,
     )
 
 
@@ -71,7 +88,9 @@ def tile_bytes(inputs: DecodeInputs, target: str) -> tuple[float, str]:
     return config.block_n * cache.head_dim * bits / 8 / row_blocks, plan.explain()
 
 
-def inspect_case(case: DecodeCase, target: str, *, with_assembly: bool = False) -> tuple[Inspection, list[CompiledArtifact]]:
+def inspect_case(
+    case: DecodeCase, target: str, *, with_assembly: bool = False
+) -> tuple[Inspection, list[CompiledArtifact]]:
     """Compiles a decode call for a target and models its hot loop.
 
     Raises:
@@ -143,9 +162,22 @@ def _show(inspection: Inspection, report: Report) -> None:
         registers.add_column(column, justify="left" if column == "kernel" else "right")
     for k in inspection.kernels:
         bad = "bold red" if k.spills or k.scratch_bytes else ""
-        numbers = (k.vgprs, k.agprs, k.sgprs, k.spills, k.scratch_bytes, k.lds_bytes, k.num_warps, k.waves_per_simd)
+        numbers = (
+            k.vgprs,
+            k.agprs,
+            k.sgprs,
+            k.spills,
+            k.scratch_bytes,
+            k.lds_bytes,
+            k.num_warps,
+            k.waves_per_simd,
+        )
         registers.add_row(k.name, *(str(n) for n in numbers), style=bad)
-    report.show(Panel(registers, title=f"{inspection.target}: {inspection.case}", subtitle=inspection.plan, expand=False))
+    report.show(
+        Panel(
+            registers, title=f"{inspection.target}: {inspection.case}", subtitle=inspection.plan, expand=False
+        )
+    )
     main = max(inspection.kernels, key=lambda kernel: sum(kernel.mfma.values()))
     mix = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in main.loop.items())
     report.show(Text(f"hot loop of {main.name}: {mix}"))
@@ -162,10 +194,13 @@ def _show(inspection: Inspection, report: Report) -> None:
 
 
 def _model_line(model: Roofline) -> Text:
-    busy = (("HBM", model.memory_clk), ("VALU", model.valu_clk), ("MFMA", model.mfma_clk), ("LDS", model.lds_clk))
+    busy = (
+        ("HBM", model.memory_clk),
+        ("VALU", model.valu_clk),
+        ("MFMA", model.mfma_clk),
+        ("LDS", model.lds_clk),
+    )
     clocks = ", ".join(f"{name} {number(clk)}" for name, clk in busy)
     text = Text("model (not a measurement): ")
     text.append(f"bound by {model.bound_by}", style="green" if model.bound_by == "memory" else "bold red")
     return text.append(f", issue / memory {model.issue_over_memory:.2f}; clocks a pass: {clocks}\n")
-
-

@@ -12,7 +12,15 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from narrowkv.cli.backends import OURS, PEERS, Backend, NotAnsweringError, NotBuiltError, find_operation, peer_version
+from narrowkv.cli.backends import (
+    OURS,
+    PEERS,
+    Backend,
+    NotAnsweringError,
+    NotBuiltError,
+    find_operation,
+    peer_version,
+)
 from narrowkv.cli.cases import DecodeCase, DecodeInputs, build
 from narrowkv.cli.codegen import AMD_TARGETS, KernelCode, amd_backend_missing, compile_call, main_kernel
 from narrowkv.cli.contracts import DECODE, Contract, ContractSet
@@ -24,7 +32,14 @@ from narrowkv.quant.accuracy import compare
 from narrowkv.quant.quantize import quantize_per_tensor
 
 PASS, FAIL, NOT_YET, REFUSED, SKIPPED, INEXACT = "pass", "fail", "not yet", "refused", "skipped", "inexact"
-_COLOURS = {PASS: "green", FAIL: "bold red", NOT_YET: "yellow", REFUSED: "yellow", SKIPPED: "dim", INEXACT: "magenta"}
+_COLOURS = {
+    PASS: "green",
+    FAIL: "bold red",
+    NOT_YET: "yellow",
+    REFUSED: "yellow",
+    SKIPPED: "dim",
+    INEXACT: "magenta",
+}
 # How an operation says no before it launches anything; whatever else it raises is a defect.
 _REFUSALS = (NotBuiltError, ValueError, TypeError, NotImplementedError)
 
@@ -84,7 +99,9 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def contract_inputs(contract: Contract, shape: Any, device: str = "cpu", *, clean: bool = False) -> DecodeInputs:
+def contract_inputs(
+    contract: Contract, shape: Any, device: str = "cpu", *, clean: bool = False
+) -> DecodeInputs:
     """The tensors of a contract at a set's shape; sequences of the full context, pages shuffled."""
     fp8_query = contract.q.startswith("fp8_")
     case = DecodeCase(
@@ -163,7 +180,9 @@ def _ask(
         refusal = (FAIL if contract.required else NOT_YET) if ours else REFUSED
         return Answer(contract, backend.name, refusal, _reason(error), kv_bytes_per_token=kv_bytes)
     except Exception as error:
-        return Answer(contract, backend.name, FAIL if ours else REFUSED, _reason(error), kv_bytes_per_token=kv_bytes)
+        return Answer(
+            contract, backend.name, FAIL if ours else REFUSED, _reason(error), kv_bytes_per_token=kv_bytes
+        )
     report = compare(o, expected)
     good = report.passes(relative_l1=contract.bound)
     time_us = None
@@ -201,7 +220,9 @@ class ProbeRun:
             for backend in (OURS, *PEERS):
                 answer = self.answers.get((index, backend.name))
                 if backend is OURS:
-                    compiled = {t: self.compiled[index, t] for t in AMD_TARGETS if (index, t) in self.compiled}
+                    compiled = {
+                        t: self.compiled[index, t] for t in AMD_TARGETS if (index, t) in self.compiled
+                    }
                     if answer is None and not compiled:
                         continue
                     answer = answer or Answer(contract, OURS.name, SKIPPED, "interrupted before it ran")
@@ -220,7 +241,9 @@ class ProbeRun:
         return ExitCode.OK if PASS in own else ExitCode.UNSUPPORTED
 
 
-def probe(contracts: ContractSet, report: Report, *, on: str | None, jobs: int, targets: tuple[str, ...]) -> ExitCode:
+def probe(
+    contracts: ContractSet, report: Report, *, on: str | None, jobs: int, targets: tuple[str, ...]
+) -> ExitCode:
     """Asks every contract of a set and reports; Ctrl-C keeps what was answered."""
     place = find_place(on)
     present = {backend.name: backend.absent(place) for backend in PEERS}
@@ -249,7 +272,9 @@ def probe(contracts: ContractSet, report: Report, *, on: str | None, jobs: int, 
         report.show(Text(f"[{index}] {text}"))
     code = run.exit_code()
     report.say(_verdict(rows, code))
-    report.say("kernel error (rel. L1) is against fp32 on the same cache; code figures are of the hot loop's kernel, compiled and not run")
+    report.say(
+        "kernel error (rel. L1) is against fp32 on the same cache; code figures are of the hot loop's kernel, compiled and not run"
+    )
     body = {
         "set": contracts.name,
         "shape": contracts.shape,
@@ -319,7 +344,17 @@ class _Notes:
 
 def _table(rows: list[Answer], absent: dict[str, str | None], place: Place, notes: _Notes) -> Table:
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in ("operation", "Q", "cache", "page", "backend", *AMD_TARGETS, "ran on", "rel. L1", "B/token"):
+    for column in (
+        "operation",
+        "Q",
+        "cache",
+        "page",
+        "backend",
+        *AMD_TARGETS,
+        "ran on",
+        "rel. L1",
+        "B/token",
+    ):
         right = column in ("page", "rel. L1", "B/token")
         least = {"Q": 5, "cache": 14}.get(column)
         table.add_column(column, justify="right" if right else "left", no_wrap=least is None, min_width=least)

@@ -86,7 +86,9 @@ def check_writable(option: str, path: Path | None) -> None:
         with path.open("a"):
             pass
     except OSError as error:
-        raise UsageError(f"{option} must be a file that can be written, got {path}: {error.strerror or error}") from None
+        raise UsageError(
+            f"{option} must be a file that can be written, got {path}: {error.strerror or error}"
+        ) from None
     if not existed:
         path.unlink()
 
@@ -135,10 +137,17 @@ class Report:
     def progress(self, total: int, what: str) -> Iterator[ProgressLine]:
         """A bar on a terminal; elsewhere a line now and then."""
         if self.err.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+            )
             with Progress(*columns, console=self.err, transient=True) as bar:
                 task = bar.add_task(what, total=total)
-                yield ProgressLine(total, lambda done, text: bar.update(task, completed=done, description=text or what))
+                yield ProgressLine(
+                    total, lambda done, text: bar.update(task, completed=done, description=text or what)
+                )
         else:
             yield ProgressLine(total, self._line_now_and_then(total, what))
 

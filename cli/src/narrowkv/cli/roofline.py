@@ -18,11 +18,20 @@ from narrowkv.quant.targets import Figures, Target
 
 _LANES = 64
 _TRANSCENDENTAL = ("v_exp_", "v_log_", "v_rcp_", "v_rsq_", "v_sqrt_", "v_sin_", "v_cos_")
-_INT_MULTIPLY = ("v_mul_lo_u32", "v_mul_hi_u32", "v_mul_lo_i32", "v_mul_hi_i32", "v_mad_u64_u32", "v_mad_i64_i32")
+_INT_MULTIPLY = (
+    "v_mul_lo_u32",
+    "v_mul_hi_u32",
+    "v_mul_lo_i32",
+    "v_mul_hi_i32",
+    "v_mad_u64_u32",
+    "v_mad_i64_i32",
+)
 _MATRIX = ("v_mfma", "v_smfmac")
 _MFMA_SHAPE = re.compile(r"v_mfma(?:_scale)?_[a-z0-9]+_(\d+)x(\d+)x(\d+)(?:_(\d+)b)?_?(\w*)")
 _LDS_WIDTH = re.compile(r"_(?:b|u|i)(\d+)")
-_FP32_MFMA_SHARE = 8  # fp32 and xf32 matrix rates are an eighth of bf16's or better; none of our loops leans on them
+_FP32_MFMA_SHARE = (
+    8  # fp32 and xf32 matrix rates are an eighth of bf16's or better; none of our loops leans on them
+)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,13 @@ def read_ceiling(timer: GraphTimer) -> float:
     constexprs = {"BLOCK": _READ_BLOCK, "STRIDE": programs}
 
     def read() -> None:
-        launch(_read_kernel, (programs,), (x, out, x.numel() // _READ_BLOCK), constexprs, LaunchOptions(num_warps=8))
+        launch(
+            _read_kernel,
+            (programs,),
+            (x, out, x.numel() // _READ_BLOCK),
+            constexprs,
+            LaunchOptions(num_warps=8),
+        )
 
     by_kernel = timer.measure(read)
     # Ones summed in int32: every element was read.

@@ -9,7 +9,9 @@ def _read_kernel(x_ptr, out_ptr, blocks, BLOCK: tl.constexpr, STRIDE: tl.constex
     program = tl.program_id(0)
     offsets = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int32)
-    # Programs take neighbouring blocks in turn; 64-bit addresses, the buffer passes 2 GiB.
-    for block in tl.range(program, blocks, STRIDE, num_stages=4):
-        total += tl.load(x_ptr + block.to(tl.int64) * BLOCK + offsets)  # [BLOCK]
+    # Programs take blocks in turn; the start is 64-bit because the buffer passes 2 GiB.
+    pointers = x_ptr + program.to(tl.int64) * BLOCK + offsets
+    for _ in tl.range(program, blocks, STRIDE, num_stages=4):
+        total += tl.load(pointers)  # [BLOCK]
+        pointers += STRIDE * BLOCK
     tl.store(out_ptr + program, tl.sum(total, 0))

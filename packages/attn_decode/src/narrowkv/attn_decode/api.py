@@ -52,11 +52,13 @@ def paged_decode(
     return_lse: bool = False,
     plan: DecodePlan | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the newest tokens of each sequence over its paged KV cache, which already holds those tokens.
+    """Attention of each sequence's newest tokens over its paged KV cache, which already holds them.
 
     Args:
-        q: `[batch * q_len, num_qo_heads, head_dim]`, bf16 or fp16, last dimension contiguous. With q_len > 1 (speculative
-            tokens) row i of a sequence stands at position `seq_len - q_len + i` and attends to keys up to itself.
+        q: `[batch * q_len, num_qo_heads, head_dim]`, bf16 or fp16, last dimension contiguous. With q_len > 1
+            (speculative tokens) row i of a sequence stands at position `seq_len - q_len + i` and attends to
+            keys up to
+            itself.
         cache: keys and values; any layout and page size, in bf16, fp16 or FP8. q is not quantised.
         page_table: which pages each sequence occupies, and its length.
         sm_scale: softmax scale; default `head_dim ** -0.5`.
@@ -66,12 +68,13 @@ def paged_decode(
         window_left: a row attends to at most this many keys before itself; -1 for all.
         sinks: `[num_qo_heads]`, a logit per head with value 0: it enters the denominator of `o`.
         return_lse: also return the log-sum-exp.
-        plan: from `plan_decode`; without one, a plan is made for the call. With one there is no allocation but the outputs,
-            and no host synchronisation either way, so the call can be captured in a graph.
+        plan: from `plan_decode`; without one, a plan is made for the call. With one there is no allocation
+            but the outputs, and no host synchronisation either way, so the call can be captured in a graph.
 
     Returns:
-        `o`, or `(o, lse)`; `lse` is `[batch * q_len, num_qo_heads]` fp32, natural log of the scaled logits' sum **without the
-        sink**, so that partial results merge. A row that attends to nothing has o = 0 and lse = -inf.
+        `o`, or `(o, lse)`; `lse` is `[batch * q_len, num_qo_heads]` fp32, natural log of the scaled logits'
+        sum **without the sink**, so that partial results merge. A row that attends to nothing has o = 0 and
+        lse = -inf.
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what was expected and what came.
@@ -107,7 +110,9 @@ def paged_decode(
     return o if lse is None else (o, lse)
 
 
-def _output(q: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None, cache: PagedKVCache) -> torch.Tensor:
+def _output(
+    q: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None, cache: PagedKVCache
+) -> torch.Tensor:
     if out is None:
         dtype = q.dtype if out_dtype is None else out_dtype
         if dtype not in _OUT_DTYPES:
@@ -146,14 +151,17 @@ def _typed(stored: torch.Tensor, format_name: str, route: str) -> torch.Tensor:
 
 
 def _pairable(strides: Any, stored: torch.Tensor) -> bool:
-    return strides.vec == 0 and not any(s % 2 for s in (strides.page, strides.token, strides.head)) and (
-        stored.data_ptr() % 2 == 0
+    return (
+        strides.vec == 0
+        and not any(s % 2 for s in (strides.page, strides.token, strides.head))
+        and (stored.data_ptr() % 2 == 0)
     )
 
 
 def _launch_decode(
     q: torch.Tensor, o: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None,
-    cache: PagedKVCache, page_table: PageTable, plan: DecodePlan, scale: float, soft_cap: float, window_left: int,
+    cache: PagedKVCache, page_table: PageTable, plan: DecodePlan,
+    scale: float, soft_cap: float, window_left: int,
 ) -> None:  # fmt: skip
     shape, config, target = plan.shape, plan.config, plan.target
     k_format, v_format = plan.k_format, plan.v_format
@@ -209,7 +217,9 @@ def _launch_decode(
         (
             q, o, lse, sinks,
             KVPointers(k, k_strides.page, k_strides.token, k_strides.head, k_strides.outer),
-            KVPointers(v, v_strides.page // unit, v_strides.token // unit, v_strides.head // unit, v_strides.outer),
+            KVPointers(
+                v, v_strides.page // unit, v_strides.token // unit, v_strides.head // unit, v_strides.outer
+            ),
             k_descale, v_descale, table, workspace,
             q.stride(0), q.stride(1), o.stride(0), o.stride(1), stride_lse,
             qk_scale, out_scale, soft_cap, shape.batch, config.num_units, config.tiles_per_split,
@@ -236,7 +246,8 @@ def _launch_decode(
         launch(
             _merge_splits_kernel,
             (shape.num_kv_heads * rows, shape.batch),
-            (o, lse, sinks, v_descale, table, workspace, o.stride(0), o.stride(1), stride_lse, out_scale, shape.batch,
+            (o, lse, sinks, v_descale, table, workspace,
+             o.stride(0), o.stride(1), stride_lse, out_scale, shape.batch,
              config.num_units, config.tiles_per_split),
             {"BLOCK_S": 16, **shared},
             LaunchOptions(num_warps=1, num_stages=1),
@@ -247,24 +258,28 @@ def merge_states(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torc
     """Combines partial attention results over splits, prefixes or ranks.
 
     Args:
-        o: `[num_states, num_tokens, num_qo_heads, head_dim]`, bf16, fp16 or fp32, contiguous: results that are each normalised.
-        lse: `[num_states, num_tokens, num_qo_heads]` fp32, natural log. -inf marks a state that attended to nothing; its `o`
-            is not read.
+        o: `[num_states, num_tokens, num_qo_heads, head_dim]`, bf16, fp16 or fp32, contiguous: results that
+            are each normalised.
+        lse: `[num_states, num_tokens, num_qo_heads]` fp32, natural log. -inf marks a state that attended to
+            nothing; its `o` is not read.
 
     Returns:
-        `(o, lse)` of the union: `[num_tokens, num_qo_heads, head_dim]` in o's dtype, and `[num_tokens, num_qo_heads]` fp32.
+        `(o, lse)` of the union: `[num_tokens, num_qo_heads, head_dim]` in o's dtype, and `[num_tokens,
+        num_qo_heads]` fp32.
 
     Raises:
         TypeError, ValueError: for wrong shapes, dtypes or devices.
 
     Example:
-        >>> o = torch.stack([o_prefix, o_suffix]); lse = torch.stack([lse_prefix, lse_suffix])      # doctest: +SKIP
-        >>> o, lse = merge_states(o, lse)                                                           # doctest: +SKIP
+        >>> o, lse = torch.stack([o_prefix, o_suffix]), torch.stack([lse_prefix, lse_suffix])  # doctest: +SKIP
+        >>> o, lse = merge_states(o, lse)  # doctest: +SKIP
     """
     check_dtype("o", o, _OUT_DTYPES)
     check_dtype("lse", lse, (torch.float32,))
     if o.dim() != 4:
-        raise ValueError(f"o must have shape [num_states, num_tokens, num_qo_heads, head_dim], got {tuple(o.shape)}")
+        raise ValueError(
+            f"o must have shape [num_states, num_tokens, num_qo_heads, head_dim], got {tuple(o.shape)}"
+        )
     check_shape("lse", lse, tuple(o.shape[:3]))
     check_same_device(o=o, lse=lse)
     check_no_grad(o=o, lse=lse)

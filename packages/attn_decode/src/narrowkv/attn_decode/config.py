@@ -1,4 +1,4 @@
-"""Launch configuration: a typed function of target, shape and format. Chosen, never searched for on the hot path."""
+"""Launch configuration: a typed function of target, shape and format, never searched for on the hot path."""
 
 from __future__ import annotations
 
@@ -68,13 +68,14 @@ def widen_route(target: Target, format_name: str, *, negative_zero_free: bool) -
 
 
 def block_m_for(rows: int) -> int:
-    """16 rows fill the smallest matrix instruction; beyond 64 a second program reads the keys again (from cache)."""
+    """16 rows fill the smallest matrix instruction; beyond 64 a second program reads the keys again."""
     return min(64, max(16, 1 << (rows - 1).bit_length()))
 
 
 def _programs_in_flight(target: Target) -> int:
     """One-warp programs that the chip holds at once at this kernel's register use."""
-    # sm90: 255 registers leave 8 warps a multiprocessor. CDNA: 2 waves a SIMD at up to 256 registers, 4 SIMDs.
+    # sm90: 255 registers leave 8 warps a multiprocessor. CDNA: 2 waves a SIMD at up to 256 registers, 4
+    # SIMDs.
     units = target.figures.units if target.figures is not None else 4
     return units * 8
 
@@ -115,13 +116,16 @@ def choose_config(
     fp8 = v_format.startswith(_FP8_PREFIX)
     v_pairs = fp8 and target.vendor == "nvidia" and shape.head_dim % 2 == 0
 
-    # Short work is bound by latency: four warps share one large tile. H100, B4 ctx1024, attention kernel alone and with
+    # Short work is bound by latency: four warps share one large tile. H100, B4 ctx1024, attention kernel
+    # alone and with
     # the merge: 128 keys x 1 stage 11.1 and 13.7 us, x 2 stages 12.0 and 14.1 us; one-warp programs 16.4 us.
     latency_bound = shape.batch * shape.capacity < 512 * slots
     if target.is_amd:
         # One wave a program: with more, every wave repeats the QK product and the softmax of a 16-row tile.
-        # Static issue time over memory time at ratio 12, head_dim 128 (`narrowkv inspect decode`): gfx942 FNUZ and aliased OCP
-        # 0.55 at 32 keys; OCP by bit arithmetic 1.14 at 32 keys and 0.93 at 64; gfx950 OCP 0.35 at 64. None spills.
+        # Static issue time over memory time at ratio 12, head_dim 128 (`narrowkv inspect decode`): gfx942
+        # FNUZ and aliased OCP
+        # 0.55 at 32 keys; OCP by bit arithmetic 1.14 at 32 keys and 0.93 at 64; gfx950 OCP 0.35 at 64. None
+        # spills.
         native = widen_route(target, k_format, negative_zero_free=negative_zero_free) != BITS
         block_n = 32 if k_format == "bf16" or (native and target.name == "gfx942") else 64
         if shape.head_dim > 128 or block_m > 32:
@@ -157,7 +161,10 @@ def choose_config(
     else:
         # An even share needs room for each sequence's rounding up: see `_split_counts`.
         num_units = slots if 2 * shape.batch <= slots else 2 * shape.batch
-    # Merging serially inside the launch pays while few partial results wait (H100, B64 ctx8192 at two splits: 383 us against
+    # Merging serially inside the launch pays while few partial results wait (H100, B64 ctx8192 at two splits:
+    # 383 us against
     # 391 us); AMD's chiplets do not share an L2, so the second kernel's boundary is the cheaper fence there.
     merge_in_launch = split != "none" and num_units <= 4 * shape.batch and not target.is_amd
-    return DecodeConfig(block_m, block_n, split, num_units, tiles_per_split, merge_in_launch, v_pairs, options)
+    return DecodeConfig(
+        block_m, block_n, split, num_units, tiles_per_split, merge_in_launch, v_pairs, options
+    )

@@ -1,7 +1,8 @@
 """Split-KV paged decode: one program attends one group of query heads to one split of one sequence.
 
-Online softmax in base 2 (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022), split over the keys and merged by the
-last program to arrive (Flash-Decoding, Dao et al. 2023; arrival counting as in stream-K reductions).
+Online softmax in base 2 (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022), split over the keys
+and merged by the last program to arrive (Flash-Decoding, Dao et al. 2023; arrival counting as in stream-K
+reductions).
 """
 
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ class Descale(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Page table: `row` is indptr (ragged) or the block table's row stride; `lens` is last-page lengths or sequence lengths."""
+    """Page table. Ragged: `row` is indptr, `lens` last-page lengths. Block table: row stride, seq_lens."""
 
     page_ids: Any
     row: Any
@@ -50,7 +51,9 @@ class Workspace(NamedTuple):
 @triton.jit
 def _seq_len(table, seq, mask, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr):
     if RAGGED:
-        pages = tl.load(table.row + seq + 1, mask=mask, other=0) - tl.load(table.row + seq, mask=mask, other=0)
+        pages = tl.load(table.row + seq + 1, mask=mask, other=0) - tl.load(
+            table.row + seq, mask=mask, other=0
+        )
         last = tl.load(table.lens + seq, mask=mask, other=0)
         return tl.where(pages > 0, (pages - 1) * PAGE_SIZE + last, 0)
     else:
@@ -86,7 +89,8 @@ def _split_counts(
     seqs = tl.arange(0, BLOCK_B)
     lens = _seq_len(table, seqs, seqs < batch, PAGE_SIZE, RAGGED)
     _, tiles = _tiles_of(lens, Q_LEN, WINDOW_LEFT, BLOCK_N)
-    # A select, not an if: the compiler's alignment analysis gives up on what follows a branch here, and loads turn bytewise.
+    # A select, not an if: the compiler's alignment analysis gives up on what follows a branch here, and loads
+    # turn bytewise.
     even_share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), num_units - batch), 1)
     size = tl.where(tiles_per_split > 0, tiles_per_split, even_share)
     # A sequence with no keys still gets one unit, which writes its zeros.
@@ -95,7 +99,7 @@ def _split_counts(
 
 @triton.jit
 def _scale_rows_to_fp16(q):
-    """Each row times the power of two that brings its largest element into [2**14, 2**15); and the inverse powers."""
+    """Each row times the power of two that puts its largest element in [2**14, 2**15); the inverses."""
     q = q.to(tl.float32)
     exponent = tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23
     exponent = tl.minimum(tl.maximum(exponent, 16), 253)
@@ -106,10 +110,10 @@ def _scale_rows_to_fp16(q):
 
 @triton.jit
 def _kv_offsets(
-    table, row_base, n, first, last, kv, head, d, PAGE_SIZE: tl.constexpr, VEC: tl.constexpr, VEC_ON_TOKENS: tl.constexpr,
-    WIDE: tl.constexpr,
+    table, row_base, n, first, last, kv, head, d,
+    PAGE_SIZE: tl.constexpr, VEC: tl.constexpr, VEC_ON_TOKENS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Element offsets [n, d] of keys `n`; keys outside [first, last] take their addresses, so every address is a used one."""
+    """Offsets [n, d] of keys `n`; keys outside [first, last] take their addresses, which are used ones."""
     n = tl.maximum(tl.minimum(n, last), first)
     page = tl.load(table.page_ids + row_base + n // PAGE_SIZE)
     slot = n % PAGE_SIZE
@@ -138,7 +142,7 @@ def _attended(n, query_pos, WINDOW_LEFT: tl.constexpr):
 
 @triton.jit
 def _confine_nan(p, v, v_odd, attended):
-    """Moves NaNs of V into P of the rows that attend to them: 0 * NaN would spread them to every row of the tile."""
+    """Moves NaNs of V into P of the rows that attend to them: 0 * NaN would reach every row of the tile."""
     # [M, N], [N, D]; a NaN in any column makes the whole output row NaN.
     bad = (tl.max((v != v).to(tl.int32), 1) + tl.max((v_odd != v_odd).to(tl.int32), 1)) > 0
     p = tl.where(attended & bad[None, :], float("nan"), p)
@@ -147,16 +151,16 @@ def _confine_nan(p, v, v_odd, attended):
 
 @triton.jit
 def _accumulate(acc, p, v, COMPUTE: tl.constexpr):
-    """acc + p @ v. Float16 keeps eleven bits of P, which is enough; with bfloat16 a second term restores them."""
+    """Acc + p @ v. Float16 keeps eleven bits of P, enough; with bfloat16 a second term restores them."""
     p_high = p.to(COMPUTE)
-    if COMPUTE == tl.bfloat16:
+    if tl.bfloat16 == COMPUTE:
         acc = tl.dot((p - p_high.to(tl.float32)).to(COMPUTE), v, acc)
     return tl.dot(p_high, v, acc)
 
 
 @triton.jit
 def _soft_cap(s, cap):
-    """cap * tanh(s / cap), natural logits in and base-2 logits out."""
+    """Cap * tanh(s / cap), natural logits in and base-2 logits out."""
     # tanh by exp2, saturating: exp2 of a large negative number is 0 and of a large positive one never occurs.
     x = s / cap
     e = tl.exp2(-2.885390081777927 * tl.abs(x))
@@ -176,8 +180,9 @@ def _store_partial(workspace, slot, acc, m, l, row_mask, BLOCK_M: tl.constexpr, 
 
 @triton.jit
 def _write_rows(o_ptr, lse_ptr, sinks_ptr, acc, m, l, out_scale, heads, tokens, row_mask, d,
-                stride_ot, stride_oh, stride_lse, HEAD_DIM: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr):  # fmt: skip
-    """o = acc / (l + sink) and the natural-log lse, which leaves the sink out."""
+                stride_ot, stride_oh, stride_lse,
+                HEAD_DIM: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr):  # fmt: skip
+    """O = acc / (l + sink) and the natural-log lse, which leaves the sink out."""
     LN2: tl.constexpr = 0.6931471805599453
     LOG2E: tl.constexpr = 1.4426950408889634
     empty = m == float("-inf")
@@ -210,15 +215,18 @@ def _paged_decode_kernel(
     PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
     COMPUTE: tl.constexpr, SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr,
-    K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, WINDOW_LEFT: tl.constexpr, HAS_SINKS: tl.constexpr,
+    K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr, HAS_SINKS: tl.constexpr,
     WRITE_LSE: tl.constexpr, SPLIT: tl.constexpr, MERGE_IN_LAUNCH: tl.constexpr, V_PAIRS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a tile are (query token, head of the group), tokens outermost; programs run fastest over KV heads.
+    """Rows of a tile are (query token, head of the group); programs run fastest over KV heads.
 
-    SPLIT: "none" (a unit is a sequence), "uniform" (num_units // batch splits each) or "even" (`_split_counts`).
-    V_PAIRS: V is read as 16-bit pairs of columns, and even and odd columns are accumulated apart. K_DESCALE, V_DESCALE: "scalar" (folded into
-    qk_scale and out_scale), "head" (per sequence and head) or "token" (per page, slot and head).
+    SPLIT: "none" (a unit is a sequence), "uniform" (num_units // batch splits each) or "even"
+    (`_split_counts`).
+    V_PAIRS: V is read as 16-bit pairs of columns, and even and odd columns are accumulated apart. K_DESCALE,
+    V_DESCALE: "scalar" (folded into qk_scale and out_scale), "head" (per sequence and head) or "token" (per
+    page, slot and head).
     """
     ROWS: tl.constexpr = Q_LEN * GQA_RATIO
     ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
@@ -257,7 +265,9 @@ def _paged_decode_kernel(
     query_pos = kv_len - Q_LEN + rows // GQA_RATIO
     d = tl.arange(0, BLOCK_D)
     q_off = tokens[:, None] * stride_qt + heads[:, None] * stride_qh + d[None, :]
-    q = tl.load(q_ptr + q_off, mask=row_mask[:, None] & (d < HEAD_DIM)[None, :], other=0.0)  # [BLOCK_M, BLOCK_D]
+    q = tl.load(
+        q_ptr + q_off, mask=row_mask[:, None] & (d < HEAD_DIM)[None, :], other=0.0
+    )  # [BLOCK_M, BLOCK_D]
     row_scale = tl.full([BLOCK_M], 1.0, tl.float32)
     if SCALE_Q:
         q, row_scale = _scale_rows_to_fp16(q)
@@ -284,21 +294,29 @@ def _paged_decode_kernel(
     for tile in range(begin, end):
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         n_end = (tile + 1) * BLOCK_N
-        k_off, page, slot = _kv_offsets(table, row_base, n, first, last, k, kv_head, d, PAGE_SIZE, VEC, False, WIDE_ADDRESS)
-        v_off, _, _ = _kv_offsets(table, row_base, n, first, last, v, kv_head, dv, PAGE_SIZE, VEC, True, WIDE_ADDRESS)
+        k_off, page, slot = _kv_offsets(
+            table, row_base, n, first, last, k, kv_head, d, PAGE_SIZE, VEC, False, WIDE_ADDRESS
+        )
+        v_off, _, _ = _kv_offsets(
+            table, row_base, n, first, last, v, kv_head, dv, PAGE_SIZE, VEC, True, WIDE_ADDRESS
+        )
         if HEAD_DIM == BLOCK_D:
             k_tile = tl.load(k.ptr + k_off)  # [BLOCK_N, BLOCK_D]
             v_tile = tl.load(v.ptr + v_off)  # [BLOCK_N, BLOCK_DV]
         else:
             k_tile = tl.load(k.ptr + k_off, mask=(d < HEAD_DIM)[None, :], other=K_ZERO)
-            v_tile = tl.load(v.ptr + v_off, mask=(dv * (BLOCK_D // BLOCK_DV) < HEAD_DIM)[None, :], other=V_ZERO)
+            v_tile = tl.load(
+                v.ptr + v_off, mask=(dv * (BLOCK_D // BLOCK_DV) < HEAD_DIM)[None, :], other=V_ZERO
+            )
         k_wide = tl.trans(widen(k_tile, K_FORMAT, K_ROUTE, COMPUTE))
         s = tl.dot(q, k_wide)  # [BLOCK_M, BLOCK_N]
         if SPLIT_Q:
             s = tl.dot(q_low, k_wide, s)
         s *= logit_scale[:, None]
         if K_DESCALE == "token":
-            s *= tl.load(k_descale.ptr + page * k_descale.major + slot * k_descale.token + kv_head * k_descale.head)[None, :]
+            s *= tl.load(
+                k_descale.ptr + page * k_descale.major + slot * k_descale.token + kv_head * k_descale.head
+            )[None, :]
         if HAS_SOFT_CAP:
             s = _soft_cap(s, soft_cap)
         attended = _attended(n, query_pos, WINDOW_LEFT)
@@ -311,7 +329,9 @@ def _paged_decode_kernel(
         l = l * correction + tl.sum(p, 1)
         m = m_new
         if V_DESCALE == "token":
-            p *= tl.load(v_descale.ptr + page * v_descale.major + slot * v_descale.token + kv_head * v_descale.head)[None, :]
+            p *= tl.load(
+                v_descale.ptr + page * v_descale.major + slot * v_descale.token + kv_head * v_descale.head
+            )[None, :]
         if V_PAIRS:
             v_wide, v_odd = widen_pairs(v_tile, V_FORMAT, V_ROUTE, COMPUTE)
         else:
@@ -341,7 +361,7 @@ def _paged_decode_kernel(
                 return
             tl.store(counter, 0)  # the next launch finds it as this one did
             m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            for i in range(0, num_splits):
+            for i in range(num_splits):
                 slot0 = (first_unit + i).to(tl.int64) * (NUM_KV_HEADS * ROW_BLOCKS) + head_program
                 m = tl.maximum(m, tl.load(workspace.ml + slot0 * (2 * BLOCK_M) + r, cache_modifier=".cg"))
             m_safe = tl.where(m == float("-inf"), 0.0, m)
@@ -370,9 +390,10 @@ def _merge_splits_kernel(
     NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, Q_LEN: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, V_DESCALE: tl.constexpr, WINDOW_LEFT: tl.constexpr,
     HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One output row per program, from the partial results of all its splits; a row of one split is there already."""
+    """One output row per program, merged from all its splits; a row of one split is there already."""
     ROWS: tl.constexpr = Q_LEN * GQA_RATIO
     ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     kv_head = tl.program_id(0) // ROWS
@@ -425,22 +446,25 @@ def _merge_splits_kernel(
 
 @triton.jit
 def _merge_states_kernel(
-    o_ptr, lse_ptr, out_ptr, out_lse_ptr, num_states, stride_os, stride_ls, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+    o_ptr, lse_ptr, out_ptr, out_lse_ptr, num_states, stride_os, stride_ls,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """Merges `num_states` partial results of one row, lse in natural log."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     m = row.to(tl.float32) * 0.0 - float("inf")
-    for i in range(0, num_states):
+    for i in range(num_states):
         m = tl.maximum(m, tl.load(lse_ptr + i * stride_ls + row))
     m_safe = tl.where(m == float("-inf"), 0.0, m)
     total = m_safe * 0.0
     acc = tl.zeros([BLOCK_D], tl.float32)
-    for i in range(0, num_states):
+    for i in range(num_states):
         lse = tl.load(lse_ptr + i * stride_ls + row)
         weight = tl.exp(lse - m_safe)
         # A state that attended to nothing may hold anything.
-        o = tl.load(o_ptr + i * stride_os + row * HEAD_DIM + d, mask=(d < HEAD_DIM) & (lse > float("-inf")), other=0.0)
+        o = tl.load(
+            o_ptr + i * stride_os + row * HEAD_DIM + d, mask=(d < HEAD_DIM) & (lse > float("-inf")), other=0.0
+        )
         acc += weight * o.to(tl.float32)
         total += weight
     empty = total == 0.0

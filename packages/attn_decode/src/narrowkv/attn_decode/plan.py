@@ -9,7 +9,12 @@ import torch
 from narrowkv.attn_decode.config import DecodeConfig, DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import Workspace
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.quant.errors import check_dtype, check_last_dim_contiguous, check_positive_int, check_same_device
+from narrowkv.quant.errors import (
+    check_dtype,
+    check_last_dim_contiguous,
+    check_positive_int,
+    check_same_device,
+)
 from narrowkv.quant.launch import active_target
 from narrowkv.quant.targets import Target
 
@@ -20,8 +25,8 @@ _HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 class DecodePlan:
     """Everything about a decode step that does not depend on the sequences' lengths.
 
-    A plan serves every layer and every step with the same shapes: `paged_decode` then only launches. It owns a workspace,
-    so one plan must not serve two streams at once.
+    A plan serves every layer and every step with the same shapes: `paged_decode` then only launches. It owns
+    a workspace, so one plan must not serve two streams at once.
 
     Attributes:
         target: what the configuration was chosen for.
@@ -47,7 +52,13 @@ class DecodePlan:
             "uniform": f"{c.num_units // max(self.shape.batch, 1)} equal splits of every sequence",
             "even": f"an even share of all keys over {c.num_units} work units",
         }[c.split]
-        merge = "" if c.split == "none" else ", merged in the launch" if c.merge_in_launch else ", merged by a second kernel"
+        merge = (
+            ""
+            if c.split == "none"
+            else ", merged in the launch"
+            if c.merge_in_launch
+            else ", merged by a second kernel"
+        )
         return (
             f"{self.target.name}: tiles of {c.block_m} rows x {c.block_n} keys, {c.options.num_warps} warps, "
             f"{c.options.num_stages} stages; {how}{merge}"
@@ -72,10 +83,13 @@ def decode_shape(q: torch.Tensor, cache: PagedKVCache, page_table: PageTable) ->
         raise ValueError(f"q must have the cache's head_dim {cache.head_dim}, got {head_dim}")
     if num_qo_heads % cache.num_kv_heads:
         raise ValueError(
-            f"q must have a multiple of the cache's {cache.num_kv_heads} KV heads, got num_qo_heads={num_qo_heads}"
+            f"q must have a multiple of the cache's {cache.num_kv_heads} KV heads, "
+            f"got num_qo_heads={num_qo_heads}"
         )
     if page_table.page_size != cache.page_size:
-        raise ValueError(f"page_table must have the cache's page_size {cache.page_size}, got {page_table.page_size}")
+        raise ValueError(
+            f"page_table must have the cache's page_size {cache.page_size}, got {page_table.page_size}"
+        )
     if (batch == 0 and num_tokens) or (batch and num_tokens % batch):
         raise ValueError(f"q must have batch * q_len rows for batch {batch}, got {num_tokens}")
     check_same_device(q=q, k=cache.k, v=cache.v, page_table=page_table.page_ids)
@@ -101,16 +115,16 @@ def plan_decode(
 ) -> DecodePlan:
     """Plans decode for these shapes: checks the metadata, chooses the configuration, allocates the workspace.
 
-    Nothing is read from the device. The plan holds for any lengths within the page table's capacity, so a captured graph can
-    be replayed with other `seq_lens`.
+    Nothing is read from the device. The plan holds for any lengths within the page table's capacity, so a
+    captured graph can be replayed with other `seq_lens`.
 
     Args:
         q: `[batch * q_len, num_qo_heads, head_dim]`, bf16 or fp16; only its metadata is used.
         cache: the paged cache.
         page_table: the page table; its capacity bounds the lengths.
         max_seq_len: a tighter bound in tokens, if one is known; only speed depends on it.
-        tokens_per_split: a fixed split size in tokens (rounded up to key tiles). Results of a sequence are then bitwise the
-            same alone or in any batch.
+        tokens_per_split: a fixed split size in tokens (rounded up to key tiles). Results of a sequence are
+            then bitwise the same alone or in any batch.
         split: forces "none", "even" or "uniform".
 
     Returns:
@@ -137,7 +151,9 @@ def plan_decode(
     if tokens_per_split is not None:
         check_positive_int("tokens_per_split", tokens_per_split)
         tiles = -(-tokens_per_split // config.block_n)
-        config = choose_config(target, shape, k_format, v_format, negative_zero_free=clean, tiles_per_split=tiles)
+        config = choose_config(
+            target, shape, k_format, v_format, negative_zero_free=clean, tiles_per_split=tiles
+        )
     return DecodePlan(target, shape, k_format, v_format, config, q.device, _allocate(config, shape, q.device))
 
 
@@ -155,22 +171,33 @@ def _allocate(config: DecodeConfig, shape: DecodeShape, device: torch.device) ->
     )
 
 
-def check_plan(plan: DecodePlan, shape: DecodeShape, cache: PagedKVCache, device: torch.device, target: Target) -> None:
+def check_plan(
+    plan: DecodePlan, shape: DecodeShape, cache: PagedKVCache, device: torch.device, target: Target
+) -> None:
     """Refuses a plan that was made for another call, and says what is needed."""
     planned = plan.shape
     same = (
         (shape.batch, shape.q_len, shape.num_qo_heads, shape.num_kv_heads, shape.head_dim, shape.page_size)
-        == (planned.batch, planned.q_len, planned.num_qo_heads, planned.num_kv_heads, planned.head_dim, planned.page_size)
+        == (
+            planned.batch,
+            planned.q_len,
+            planned.num_qo_heads,
+            planned.num_kv_heads,
+            planned.head_dim,
+            planned.page_size,
+        )
         and (cache.format.k, cache.format.v) == (plan.k_format, plan.v_format)
         and device == plan.device
         and target.name == plan.target.name
     )
     if not same:
         raise ValueError(
-            f"plan must be made for {shape} on {device} ({target.name}) with a {cache.format} cache, got a plan for "
-            f"{planned} on {plan.device} ({plan.target.name}) with {plan.k_format}/{plan.v_format}: call plan_decode again"
+            f"plan must be made for {shape} on {device} ({target.name}) with a {cache.format} "
+            "cache, got a plan for "
+            f"{planned} on {plan.device} ({plan.target.name}) with {plan.k_format}/{plan.v_format}: "
+            "call plan_decode again"
         )
     if plan.config.tiles_per_split and shape.capacity > planned.capacity:
-        raise ValueError(f"plan must cover {shape.capacity} tokens a sequence, got one for {planned.capacity}")
-
-
+        raise ValueError(
+            f"plan must cover {shape.capacity} tokens a sequence, got one for {planned.capacity}"
+        )

@@ -23,7 +23,7 @@ def paged_decode_reference(
     return_lse: bool = False,
     plan: object = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`paged_decode` in float32, one sequence at a time; the same arguments and results. Reads lengths on the host.
+    """`paged_decode` in float32, sequence by sequence; same arguments; reads lengths on the host.
 
     The result is float32 unless `out_dtype` or `out` says otherwise.
     """
@@ -53,9 +53,13 @@ def paged_decode_reference(
         log_sum = torch.logsumexp(s, -1)
         denominator = log_sum
         if sinks is not None:
-            denominator = torch.logaddexp(log_sum, sinks.float().view(num_kv_heads, gqa_ratio).expand_as(log_sum))
+            denominator = torch.logaddexp(
+                log_sum, sinks.float().view(num_kv_heads, gqa_ratio).expand_as(log_sum)
+            )
         # Keys that a row does not attend to have no part in it, not even 0 * NaN.
-        p = torch.exp(s - denominator[..., None]).masked_fill(~keep[:, None, None] | (log_sum == -math.inf)[..., None], 0.0)
+        p = torch.exp(s - denominator[..., None]).masked_fill(
+            ~keep[:, None, None] | (log_sum == -math.inf)[..., None], 0.0
+        )
         clean = torch.nan_to_num(v, nan=0.0)
         result = torch.einsum("qhgl,lhd->qhgd", p, clean)
         poisoned = torch.einsum("ql,lhd->qhd", keep.float(), torch.isnan(v).float())[:, :, None] > 0

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 
 from narrowkv.paged_cache.cache import PagedKVCache
-from narrowkv.paged_cache.kernels import CachePointers, DescalePointers, NewTokens, RopePointers, _append_kernel
+from narrowkv.paged_cache.kernels import (
+    CachePointers,
+    DescalePointers,
+    NewTokens,
+    RopePointers,
+    _append_kernel,
+)
 from narrowkv.quant.errors import (
     check_choice,
     check_dtype,
@@ -68,7 +74,8 @@ def check_append(
     for name, kind in (("k_descale", cache.k_granularity), ("v_descale", cache.v_granularity)):
         if kind in ("page_head", "sequence_head"):
             raise ValueError(
-                f"{name} must be per tensor, per head or per token-head to append, got {kind!r}: a new token cannot change the "
+                f"{name} must be per tensor, per head or per token-head to append, got {kind!r}: "
+                "a new token cannot change the "
                 "descale of tokens that are stored already"
             )
     if k_offset is not None:
@@ -83,17 +90,26 @@ def check_append(
             check_shape(name, table, tuple(rope.cos.shape))
             check_last_dim_contiguous(name, table)
         if rope.cos.stride() != rope.sin.stride():
-            raise ValueError(f"rope.sin must have the strides of rope.cos {rope.cos.stride()}, got {rope.sin.stride()}")
+            raise ValueError(
+                f"rope.sin must have the strides of rope.cos {rope.cos.stride()}, got {rope.sin.stride()}"
+            )
         check_int32("rope.positions", rope.positions)
         check_shape("rope.positions", rope.positions, (tokens,))
         check_same_device(k_new=k_new, cos=rope.cos, sin=rope.sin, positions=rope.positions)
         if rope.rotary_dim > cache.head_dim:
-            raise ValueError(f"rope.cos must have at most head_dim / 2 = {cache.head_dim // 2} columns, got {rope.cos.shape[1]}")
+            raise ValueError(
+                f"rope.cos must have at most head_dim / 2 = {cache.head_dim // 2} columns, "
+                f"got {rope.cos.shape[1]}"
+            )
     if validate:
         _check_slots(slot_mapping, cache.num_pages * cache.page_size)
         for name, value in (("k_descale", cache.k_descale), ("v_descale", cache.v_descale)):
             kind = cache.k_granularity if name == "k_descale" else cache.v_granularity
-            if isinstance(value, torch.Tensor) and kind != "token_head" and not bool(((value > 0) & value.isfinite()).all()):
+            if (
+                isinstance(value, torch.Tensor)
+                and kind != "token_head"
+                and not bool(((value > 0) & value.isfinite()).all())
+            ):
                 raise ValueError(f"{name} must be finite and greater than 0")
         if rope is not None and tokens:
             low, high = int(rope.positions.min()), int(rope.positions.max())
@@ -122,11 +138,13 @@ def append(
     """Writes new tokens into the cache: optional RoPE on K, optional K offset, quantise, scatter. One launch.
 
     Args:
-        cache: written in place; bytes of other slots do not change. Static descales (float, `[1]`, `[num_kv_heads]`) are
-            applied as they are (stored = saturate(x / descale)); a per token-head descale tensor gets the new tokens' own.
+        cache: written in place; bytes of other slots do not change. Static descales (float, `[1]`,
+            `[num_kv_heads]`) are applied as they are (stored = saturate(x / descale)); a per token-head
+            descale tensor gets the new
+            tokens' own.
         k_new, v_new: `[tokens, num_kv_heads, head_dim]`, bf16, fp16 or fp32, last dimension contiguous.
-        slot_mapping: `[tokens]` int32, `page * page_size + position in the page`; -1 skips a token. Slots beyond the cache
-            are never written.
+        slot_mapping: `[tokens]` int32, `page * page_size + position in the page`; -1 skips a token. Slots
+            beyond the cache are never written.
         rope: rotary embedding of K.
         k_offset: `[num_kv_heads, head_dim]` fp32, subtracted from K after RoPE (`narrowkv.quant.transforms`).
         validate: also check slots, descales and positions, which waits for the device.
@@ -142,7 +160,10 @@ def append(
         2.0
     """
     check_append(cache, k_new, v_new, slot_mapping, rope, k_offset, validate)
-    pointers = NewTokens(k_new, k_new.stride(0), k_new.stride(1)), NewTokens(v_new, v_new.stride(0), v_new.stride(1))
+    pointers = (
+        NewTokens(k_new, k_new.stride(0), k_new.stride(1)),
+        NewTokens(v_new, v_new.stride(0), v_new.stride(1)),
+    )
     k_strides, v_strides = cache.k_strides, cache.v_strides
     no_rope = RopePointers(None, None, None, 0)
     launch(

@@ -62,8 +62,8 @@ class KVStrides:
     Attributes:
         page, token, head: strides of the logical axes. The last axis has stride 1 unless `vec` is set.
         outer: vectorised layout only: stride between groups of `vec` along dim (K) or along tokens (V).
-        vec: 0, or x of the vectorised layout: K's dim d lies at `(d // x) * outer + d % x` and its token at `t * x`; V's token
-            t lies at `(t // x) * outer + t % x` and its dim at `d * x`.
+        vec: 0, or x of the vectorised layout: K's dim d lies at `(d // x) * outer + d % x` and its token at
+            `t * x`; V's token t lies at `(t // x) * outer + t % x` and its dim at `d * x`.
     """
 
     page: int
@@ -77,22 +77,25 @@ class KVStrides:
 class PagedKVCache:
     """Keys and values of all sequences, in pages. Holds references; nothing is copied.
 
-    The storage format is part of the type and never guessed from the device: uint8 storage needs the tag, and a torch FP8
-    dtype must agree with it.
+    The storage format is part of the type and never guessed from the device: uint8 storage needs the tag, and
+    a torch FP8 dtype must agree with it.
 
     Attributes:
         k, v: storage tensors as given, in `layout`.
         format: storage formats.
-        layout: "NHD" `[num_pages, page_size, num_kv_heads, head_dim]`; "HND" `[num_pages, num_kv_heads, page_size, head_dim]`;
-            "tokens" `[slots, num_kv_heads, head_dim]` (page size 1); "concat" NHD with K|V on the last axis, passed as the
-            two halves; "vectorised" K `[num_pages, H, D/x, page_size, x]`, V `[num_pages, H, page_size/x, D, x]`,
-            x = 16 / itemsize (AITER).
+        layout: "NHD" `[num_pages, page_size, num_kv_heads, head_dim]`; "HND" `[num_pages, num_kv_heads,
+            page_size, head_dim]`; "tokens" `[slots, num_kv_heads, head_dim]` (page size 1); "concat" NHD with
+            K|V on the last axis,
+            passed as the two halves; "vectorised" K `[num_pages, H, D/x, page_size, x]`, V `[num_pages, H,
+            page_size/x, D,
+            x]`, x = 16 / itemsize (AITER).
         num_pages, page_size, num_kv_heads, head_dim: sizes of the logical cache.
         k_descale, v_descale: what stored numbers are multiplied by: a float, or an fp32 tensor.
-        k_granularity, v_granularity: what a descale tensor's axes are: "tensor" `[1]`, "head" `[H]`, "sequence_head"
-            `[batch, H]`, "page_head" `[num_pages, H]`, "token_head" `[num_pages, page_size, H]`.
-        negative_zero_free: no FP8 byte is 0x80, nor a NaN code: narrowkv's own finite writes. It allows a faster read of OCP
-            bytes on gfx942.
+        k_granularity, v_granularity: what a descale tensor's axes are: "tensor" `[1]`, "head" `[H]`,
+            "sequence_head" `[batch, H]`, "page_head" `[num_pages, H]`, "token_head" `[num_pages, page_size,
+            H]`.
+        negative_zero_free: no FP8 byte is 0x80, nor a NaN code: narrowkv's own finite writes. It allows a
+            faster read of OCP bytes on gfx942.
     """
 
     k: torch.Tensor
@@ -141,7 +144,11 @@ class PagedKVCache:
         """
         parsed = CacheFormat.parse(format)
         check_choice("layout", layout, LAYOUTS)
-        for name, value in [("num_pages", num_pages), ("page_size", page_size), ("num_kv_heads", num_kv_heads)]:
+        for name, value in [
+            ("num_pages", num_pages),
+            ("page_size", page_size),
+            ("num_kv_heads", num_kv_heads),
+        ]:
             check_positive_int(name, value)
         check_positive_int("head_dim", head_dim)
         if layout == "tokens" and page_size != 1:
@@ -176,7 +183,8 @@ class PagedKVCache:
         """Wraps an engine's own tensors.
 
         Args:
-            k, v: storage in `layout`; heads and tokens may be strided, the last axis is contiguous. uint8 is taken for FP8.
+            k, v: storage in `layout`; heads and tokens may be strided, the last axis is contiguous. uint8 is
+                taken for FP8.
             format: what the bytes are. Required: it is never guessed.
             layout: see the class.
             k_descale, v_descale: float, or fp32 tensor of a shape that tells its granularity.
@@ -189,7 +197,7 @@ class PagedKVCache:
 
         Example:
             >>> k = torch.zeros(4, 2, 16, 128, dtype=torch.uint8)
-            >>> PagedKVCache.from_tensors(k, k, k_descale=0.02, v_descale=0.03, format="fp8_e4m3fn", layout="HND").page_size
+            >>> PagedKVCache.from_tensors(k, k, k_descale=0.02, format="fp8_e4m3fn", layout="HND").page_size
             16
         """
         parsed = CacheFormat.parse(format)
@@ -201,14 +209,29 @@ class PagedKVCache:
         check_same_device(k=k, v=v)
         sizes = _logical_sizes("k", k, layout, is_key=True)
         if sizes != (other := _logical_sizes("v", v, layout, is_key=False)):
-            raise ValueError(f"v must hold the same [num_pages, page_size, num_kv_heads, head_dim] as k {sizes}, got {other}")
+            raise ValueError(
+                f"v must hold the same [num_pages, page_size, num_kv_heads, head_dim] as k {sizes}, "
+                f"got {other}"
+            )
         num_pages, page_size, heads, head_dim = sizes
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         k_kind = _check_descale("k_descale", k_descale, k_granularity, sizes, k.device, validate)
         v_kind = _check_descale("v_descale", v_descale, v_granularity, sizes, v.device, validate)
         return cls(
-            k, v, parsed, layout, num_pages, page_size, heads, head_dim, k_descale, v_descale, k_kind, v_kind, negative_zero_free
+            k,
+            v,
+            parsed,
+            layout,
+            num_pages,
+            page_size,
+            heads,
+            head_dim,
+            k_descale,
+            v_descale,
+            k_kind,
+            v_kind,
+            negative_zero_free,
         )
 
     @property
@@ -227,8 +250,10 @@ class PagedKVCache:
         return any(_span_bytes(t) > _INT32_MAX for t in (self.k, self.v))
 
     def logical(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as views `[num_pages, page_size, num_kv_heads, head_dim]` of stored numbers (a copy when vectorised)."""
-        return _logical_view(self.k, self.layout, is_key=True), _logical_view(self.v, self.layout, is_key=False)
+        """K and V stored, as `[num_pages, page_size, num_kv_heads, head_dim]` (views unless vectorised)."""
+        return _logical_view(self.k, self.layout, is_key=True), _logical_view(
+            self.v, self.layout, is_key=False
+        )
 
     def dequantize(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V as fp32 `[num_pages, page_size, num_kv_heads, head_dim]`.
@@ -246,18 +271,25 @@ class PagedKVCache:
         )
 
     def gather(self, page_table: PageTable, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One sequence's dequantised K and V, `[seq_len, num_kv_heads, head_dim]` fp32. Reads its length on the host."""
+        """One sequence's dequantised K and V, `[seq_len, num_kv_heads, head_dim]` fp32; reads its length."""
         pages, seq_len = page_table.pages_of(seq)
         k, v = self.logical()
         out = []
-        for stored, descale, kind in ((k, self.k_descale, self.k_granularity), (v, self.v_descale, self.v_granularity)):
+        for stored, descale, kind in (
+            (k, self.k_descale, self.k_granularity),
+            (v, self.v_descale, self.v_granularity),
+        ):
             rows = stored[pages].float()
             if kind == "sequence_head":
                 assert isinstance(descale, torch.Tensor)
                 rows = rows * descale[seq][:, None]
             else:
                 factor = _page_factor(descale, kind)
-                rows = rows * (factor[pages] if isinstance(factor, torch.Tensor) and kind in ("page_head", "token_head") else factor)
+                rows = rows * (
+                    factor[pages]
+                    if isinstance(factor, torch.Tensor) and kind in ("page_head", "token_head")
+                    else factor
+                )
             out.append(rows.reshape(-1, self.num_kv_heads, self.head_dim)[:seq_len])
         return out[0], out[1]
 
@@ -267,7 +299,11 @@ class PagedKVCache:
         total = self.num_kv_heads * self.head_dim * bits / 8
         for descale, kind in ((self.k_descale, self.k_granularity), (self.v_descale, self.v_granularity)):
             if isinstance(descale, torch.Tensor) and kind in ("page_head", "token_head"):
-                total += self.num_kv_heads * descale.element_size() / (self.page_size if kind == "page_head" else 1)
+                total += (
+                    self.num_kv_heads
+                    * descale.element_size()
+                    / (self.page_size if kind == "page_head" else 1)
+                )
         return total
 
     def tokens_per_gib(self) -> int:
@@ -293,16 +329,23 @@ def _storage_shapes(
         return ((pages, heads, dim),) * 2
     x, y = (16 // fmt.storage_dtype.itemsize for fmt in formats)
     if dim % x or page_size % y:
-        raise ValueError(f"layout 'vectorised' needs head_dim % {x} == 0 and page_size % {y} == 0, got {dim} and {page_size}")
+        raise ValueError(
+            f"layout 'vectorised' needs head_dim % {x} == 0 and page_size % {y} == 0, "
+            f"got {dim} and {page_size}"
+        )
     return (pages, heads, dim // x, page_size, x), (pages, heads, page_size // y, dim, y)
 
 
 def _logical_sizes(name: str, t: torch.Tensor, layout: str, *, is_key: bool) -> tuple[int, int, int, int]:
     want = {"tokens": 3, "vectorised": 5}.get(layout, 4)
     if t.dim() != want:
-        raise ValueError(f"{name} must have {want} dimensions for layout {layout!r}, got shape {tuple(t.shape)}")
+        raise ValueError(
+            f"{name} must have {want} dimensions for layout {layout!r}, got shape {tuple(t.shape)}"
+        )
     if t.shape[-1] > 1 and t.stride(-1) != 1:
-        raise ValueError(f"{name} must have a contiguous last dimension (stride 1), got stride {t.stride(-1)}")
+        raise ValueError(
+            f"{name} must have a contiguous last dimension (stride 1), got stride {t.stride(-1)}"
+        )
     s = t.shape
     if layout == "tokens":
         return s[0], 1, s[1], s[2]
@@ -311,7 +354,9 @@ def _logical_sizes(name: str, t: torch.Tensor, layout: str, *, is_key: bool) -> 
     if layout == "vectorised":
         x = 16 // t.element_size()
         if s[4] != x or t.stride(3) != x:
-            raise ValueError(f"{name} must end in packed groups of x = {x}, got shape {tuple(s)} with strides {t.stride()}")
+            raise ValueError(
+                f"{name} must end in packed groups of x = {x}, got shape {tuple(s)} with strides {t.stride()}"
+            )
         return (s[0], s[3], s[1], s[2] * x) if is_key else (s[0], s[2] * x, s[1], s[3])
     return s[0], s[1], s[2], s[3]
 
@@ -337,7 +382,9 @@ def _logical_view(t: torch.Tensor, layout: str, *, is_key: bool) -> torch.Tensor
         bits = t.view(torch.uint8) if t.element_size() == 1 else t
         # K [p, h, d/x, t, x] -> [p, t, h, d/x, x]; V [p, h, t/x, d, x] -> [p, t/x, x, h, d].
         moved = bits.permute(0, 3, 1, 2, 4) if is_key else bits.permute(0, 2, 4, 1, 3)
-        tokens, dim = (t.shape[3], t.shape[2] * t.shape[4]) if is_key else (t.shape[2] * t.shape[4], t.shape[3])
+        tokens, dim = (
+            (t.shape[3], t.shape[2] * t.shape[4]) if is_key else (t.shape[2] * t.shape[4], t.shape[3])
+        )
         return moved.reshape(pages, tokens, heads, dim).view(t.dtype)
     return t
 
@@ -387,15 +434,22 @@ def _check_descale(
     }
     if granularity is not None:
         if not fits[granularity]:
-            raise ValueError(f"{name} does not have the shape of granularity {granularity!r}, got {shape} for a cache {sizes}")
+            raise ValueError(
+                f"{name} does not have the shape of granularity {granularity!r}, "
+                f"got {shape} for a cache {sizes}"
+            )
         return granularity
     # [1] for one head is the same either way; [num_pages, H] could also be [batch, H].
     kinds = [kind for kind, fit in fits.items() if fit]
     if kinds == ["sequence_head", "page_head"]:
-        raise ValueError(f"{name} of shape {shape} may be per sequence or per page: pass {name.replace('descale', 'granularity')}")
+        raise ValueError(
+            f"{name} of shape {shape} may be per sequence or per page: "
+            f"pass {name.replace('descale', 'granularity')}"
+        )
     if not kinds:
         raise ValueError(
-            f"{name} must be a float or have shape [1], [{heads}], [batch, {heads}], [{num_pages}, {heads}] or "
+            f"{name} must be a float or have shape [1], [{heads}], [batch, {heads}], "
+            f"[{num_pages}, {heads}] or "
             f"[{num_pages}, {page_size}, {heads}], got {shape}"
         )
     return kinds[0]

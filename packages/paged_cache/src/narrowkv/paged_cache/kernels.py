@@ -27,7 +27,7 @@ class NewTokens(NamedTuple):
 
 
 class DescalePointers(NamedTuple):
-    """A descale tensor; strides 0 where it does not vary. `page` and `slot` are used for per-token descales."""
+    """A descale tensor; strides are 0 where it does not vary."""
 
     ptr: Any
     page: Any
@@ -56,8 +56,10 @@ def _store_offset(kv, page, slot, head, d, VEC: tl.constexpr, VEC_ON_TOKENS: tl.
 
 
 @triton.jit
-def _rotated(new, rope, token, head, d, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """One head of K after rotary embedding (RoFormer, Su et al. 2021): element d times cos plus its partner times sin."""
+def _rotated(
+    new, rope, token, head, d, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """One head of K rotated (RoFormer, Su et al. 2021): element d times cos plus its partner times sin."""
     HALF: tl.constexpr = ROTARY_DIM // 2
     rotates = d < ROTARY_DIM
     if INTERLEAVED:
@@ -79,7 +81,8 @@ def _rotated(new, rope, token, head, d, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.c
 
 @triton.jit
 def _quantise_and_store(
-    x, kv, descale, page, slot, head, d, FORMAT: tl.constexpr, PER_TOKEN: tl.constexpr, HEAD_DIM: tl.constexpr,
+    x, kv, descale, page, slot, head, d,
+    FORMAT: tl.constexpr, PER_TOKEN: tl.constexpr, HEAD_DIM: tl.constexpr,
     FORMAT_MAX: tl.constexpr, VEC: tl.constexpr, VEC_ON_TOKENS: tl.constexpr,
 ):  # fmt: skip
     mask = d < HEAD_DIM
@@ -103,8 +106,9 @@ def _quantise_and_store(
 def _append_kernel(
     k_new, v_new, k, v, k_descale, v_descale, k_offset_ptr, rope, slot_mapping, num_slots,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_MAX: tl.constexpr, V_MAX: tl.constexpr,
-    K_PER_TOKEN: tl.constexpr, V_PER_TOKEN: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
+    K_MAX: tl.constexpr, V_MAX: tl.constexpr, K_PER_TOKEN: tl.constexpr, V_PER_TOKEN: tl.constexpr,
+    K_VEC: tl.constexpr, V_VEC: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program writes one head of one token."""
     token = tl.program_id(0).to(tl.int64)
@@ -119,9 +123,15 @@ def _append_kernel(
     if ROTARY_DIM > 0:
         x = _rotated(k_new, rope, token, head, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
     else:
-        x = tl.load(k_new.ptr + token * k_new.token + head * k_new.head + d, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(k_new.ptr + token * k_new.token + head * k_new.head + d, mask=mask, other=0.0).to(
+            tl.float32
+        )
     if HAS_OFFSET:
         x -= tl.load(k_offset_ptr + head * HEAD_DIM + d, mask=mask, other=0.0)
     y = tl.load(v_new.ptr + token * v_new.token + head * v_new.head + d, mask=mask, other=0.0).to(tl.float32)
-    _quantise_and_store(x, k, k_descale, page, slot, head, d, K_FORMAT, K_PER_TOKEN, HEAD_DIM, K_MAX, K_VEC, False)
-    _quantise_and_store(y, v, v_descale, page, slot, head, d, V_FORMAT, V_PER_TOKEN, HEAD_DIM, V_MAX, V_VEC, True)
+    _quantise_and_store(
+        x, k, k_descale, page, slot, head, d, K_FORMAT, K_PER_TOKEN, HEAD_DIM, K_MAX, K_VEC, False
+    )
+    _quantise_and_store(
+        y, v, v_descale, page, slot, head, d, V_FORMAT, V_PER_TOKEN, HEAD_DIM, V_MAX, V_VEC, True
+    )

@@ -11,7 +11,9 @@ from narrowkv.quant.errors import check_int32, check_positive_int, check_same_de
 
 @dataclass(frozen=True)
 class PageTable:
-    """Page ids and lengths of a batch. Holds the caller's tensors by reference: updating them in place updates the table.
+    """Page ids and lengths of a batch.
+
+    It holds the caller's tensors by reference: updating them in place updates the table.
 
     Attributes:
         kind: "ragged" or "block_table".
@@ -55,16 +57,22 @@ class PageTable:
 
         Example:
             >>> i32 = dict(dtype=torch.int32)
-            >>> PageTable.from_ragged(torch.tensor([0, 2], **i32), torch.tensor([3, 1], **i32), torch.tensor([5], **i32),
-            ...                       page_size=16).seq_lens_tensor().tolist()
+            >>> indptr, indices = torch.tensor([0, 2], **i32), torch.tensor([3, 1], **i32)
+            >>> table = PageTable.from_ragged(indptr, indices, torch.tensor([5], **i32), page_size=16)
+            >>> table.seq_lens_tensor().tolist()
             [21]
         """
         check_positive_int("page_size", page_size)
-        for name, tensor in (("kv_indptr", kv_indptr), ("kv_indices", kv_indices), ("kv_last_page_len", kv_last_page_len)):
+        for name, tensor in (
+            ("kv_indptr", kv_indptr),
+            ("kv_indices", kv_indices),
+            ("kv_last_page_len", kv_last_page_len),
+        ):
             _check_vector(name, tensor)
         if kv_indptr.shape[0] != kv_last_page_len.shape[0] + 1:
             raise ValueError(
-                f"kv_indptr must have batch + 1 = {kv_last_page_len.shape[0] + 1} entries, got {kv_indptr.shape[0]}"
+                f"kv_indptr must have batch + 1 = {kv_last_page_len.shape[0] + 1} entries, "
+                f"got {kv_indptr.shape[0]}"
             )
         check_same_device(kv_indptr=kv_indptr, kv_indices=kv_indices, kv_last_page_len=kv_last_page_len)
         table = cls("ragged", kv_indices, page_size, kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)
@@ -94,18 +102,26 @@ class PageTable:
 
         Example:
             >>> i32 = dict(dtype=torch.int32)
-            >>> PageTable.from_block_table(torch.tensor([[3, 1]], **i32), torch.tensor([21], **i32), page_size=16).capacity
+            >>> block_table, seq_lens = torch.tensor([[3, 1]], **i32), torch.tensor([21], **i32)
+            >>> PageTable.from_block_table(block_table, seq_lens, page_size=16).capacity
             32
         """
         check_positive_int("page_size", page_size)
         check_int32("block_table", block_table)
         if block_table.dim() != 2:
-            raise ValueError(f"block_table must have shape [batch, max_pages], got {tuple(block_table.shape)}")
+            raise ValueError(
+                f"block_table must have shape [batch, max_pages], got {tuple(block_table.shape)}"
+            )
         if block_table.shape[1] > 1 and block_table.stride(1) != 1:
-            raise ValueError(f"block_table must have a contiguous last dimension (stride 1), got stride {block_table.stride(1)}")
+            raise ValueError(
+                f"block_table must have a contiguous last dimension (stride 1), "
+                f"got stride {block_table.stride(1)}"
+            )
         _check_vector("seq_lens", seq_lens)
         if seq_lens.shape[0] != block_table.shape[0]:
-            raise ValueError(f"seq_lens must have batch = {block_table.shape[0]} entries, got {seq_lens.shape[0]}")
+            raise ValueError(
+                f"seq_lens must have batch = {block_table.shape[0]} entries, got {seq_lens.shape[0]}"
+            )
         check_same_device(block_table=block_table, seq_lens=seq_lens)
         table = cls("block_table", block_table, page_size, seq_lens=seq_lens)
         if validate:
@@ -128,7 +144,8 @@ class PageTable:
         """`[batch]` int32 lengths, computed on the device."""
         if self.seq_lens is not None:
             return self.seq_lens
-        assert self.kv_indptr is not None and self.kv_last_page_len is not None
+        assert self.kv_indptr is not None
+        assert self.kv_last_page_len is not None
         pages = self.kv_indptr[1:] - self.kv_indptr[:-1]
         lens = (pages - 1) * self.page_size + self.kv_last_page_len
         return torch.where(pages > 0, lens, torch.zeros_like(lens)).to(torch.int32)
@@ -149,7 +166,9 @@ class PageTable:
         padded = torch.cat([self.page_ids, self.page_ids.new_zeros(1)])
         ids = padded[index.clamp(max=self.page_ids.shape[0])]
         return PageTable.from_block_table(
-            torch.where(inside, ids, torch.zeros_like(ids)).contiguous(), self.seq_lens_tensor(), page_size=self.page_size
+            torch.where(inside, ids, torch.zeros_like(ids)).contiguous(),
+            self.seq_lens_tensor(),
+            page_size=self.page_size,
         )
 
     def pages_of(self, seq: int) -> tuple[torch.Tensor, int]:
@@ -172,21 +191,28 @@ class PageTable:
         if bool((lens < 0).any()):
             raise ValueError(f"seq_lens must not be negative, got {int(lens.min())}")
         if self.kind == "ragged":
-            assert self.kv_indptr is not None and self.kv_last_page_len is not None
+            assert self.kv_indptr is not None
+            assert self.kv_last_page_len is not None
             indptr, last = self.kv_indptr.cpu(), self.kv_last_page_len.cpu()
             if int(indptr[0]) != 0:
                 raise ValueError(f"kv_indptr must begin with 0, got {int(indptr[0])}")
             if bool((indptr.diff() < 0).any()):
                 raise ValueError(f"kv_indptr must not decrease, got {indptr.tolist()[:16]}")
             if int(indptr[-1]) > self.page_ids.shape[0]:
-                raise ValueError(f"kv_indptr must end within kv_indices ({self.page_ids.shape[0]}), got {int(indptr[-1])}")
+                raise ValueError(
+                    f"kv_indptr must end within kv_indices ({self.page_ids.shape[0]}), got {int(indptr[-1])}"
+                )
             occupied = indptr.diff() > 0
             if bool(((last < 1) & occupied).any()) or bool((last > self.page_size).any()):
-                raise ValueError(f"kv_last_page_len must lie in 1..{self.page_size}, got {last.tolist()[:16]}")
+                raise ValueError(
+                    f"kv_last_page_len must lie in 1..{self.page_size}, got {last.tolist()[:16]}"
+                )
             ids = self.page_ids[: int(indptr[-1])].cpu()
         else:
             if lens.numel() and int(lens.max()) > self.capacity:
-                raise ValueError(f"seq_lens must not exceed the table's capacity {self.capacity}, got {int(lens.max())}")
+                raise ValueError(
+                    f"seq_lens must not exceed the table's capacity {self.capacity}, got {int(lens.max())}"
+                )
             column = torch.arange(self.page_ids.shape[1])
             ids = self.page_ids.cpu()[column[None] * self.page_size < lens[:, None]]
         if ids.numel() and int(ids.min()) < 0:

@@ -89,7 +89,8 @@ class PagePool:
         """Room for `num_tokens` more tokens.
 
         Returns:
-            Page copies to perform first (`apply_copies`): a partly filled last page that another sequence shares is replaced.
+            Page copies to perform first (`apply_copies`): a partly filled last page that another sequence
+            shares is replaced.
 
         Raises:
             PoolExhausted: too few free pages.
@@ -138,7 +139,9 @@ class PagePool:
             if self._references[page] == 0:
                 self._free.append(page)
 
-    def slot_mapping(self, seq: int, start: int, num_tokens: int, *, device: torch.device | str = "cpu") -> torch.Tensor:
+    def slot_mapping(
+        self, seq: int, start: int, num_tokens: int, *, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
         """Slots of tokens `start .. start + num_tokens` of a sequence, int32.
 
         Raises:
@@ -146,7 +149,9 @@ class PagePool:
         """
         state = self._get(seq)
         if start < 0 or num_tokens < 0 or start + num_tokens > state.length:
-            raise ValueError(f"tokens {start}..{start + num_tokens} must lie within the sequence of {state.length}")
+            raise ValueError(
+                f"tokens {start}..{start + num_tokens} must lie within the sequence of {state.length}"
+            )
         token = torch.arange(start, start + num_tokens)
         pages = torch.tensor(state.pages or [0])
         slots = pages[token // self.page_size] * self.page_size + token % self.page_size
@@ -157,7 +162,9 @@ class PagePool:
         states = [self._get(seq) for seq in seqs]
         counts = torch.tensor([0] + [len(state.pages) for state in states])
         indices = [page for state in states for page in state.pages]
-        last = [state.length - (len(state.pages) - 1) * self.page_size if state.pages else 0 for state in states]
+        last = [
+            state.length - (len(state.pages) - 1) * self.page_size if state.pages else 0 for state in states
+        ]
         return PageTable.from_ragged(
             counts.cumsum(0).to(device=device, dtype=torch.int32),
             torch.tensor(indices, dtype=torch.int32, device=device),

@@ -48,7 +48,14 @@ def append_reference(
             continue
         page, position = divmod(slot, cache.page_size)
         for stored, new, name, descale, kind, is_key in sides:
-            _write(stored, _quantise(new[token], name, descale, kind, page, position), cache.layout, page, position, is_key)
+            _write(
+                stored,
+                _quantise(new[token], name, descale, kind, page, position),
+                cache.layout,
+                page,
+                position,
+                is_key,
+            )
 
 
 def _quantise(
@@ -60,7 +67,8 @@ def _quantise(
         return x.to(fmt.storage_dtype)
     if kind == "token_head":
         assert isinstance(descale, torch.Tensor)
-        # A tensor divisor: dividing by a number multiplies by its reciprocal on a GPU, which rounds differently.
+        # A tensor divisor: dividing by a number multiplies by its reciprocal on a GPU, which rounds
+        # differently.
         amax = x.abs().amax(-1)
         scale = amax / torch.full_like(amax, fmt.max_value)
         scale = torch.where(scale < torch.finfo(torch.float32).tiny, torch.ones_like(scale), scale)
@@ -71,7 +79,9 @@ def _quantise(
     return cast_fp8(x / torch.full_like(x, descale), fmt)
 
 
-def _write(stored: torch.Tensor, row: torch.Tensor, layout: str, page: int, position: int, is_key: bool) -> None:
+def _write(
+    stored: torch.Tensor, row: torch.Tensor, layout: str, page: int, position: int, is_key: bool
+) -> None:
     if stored.element_size() == 1:
         stored, row = stored.view(torch.uint8), row.view(torch.uint8)
     if layout == "tokens":

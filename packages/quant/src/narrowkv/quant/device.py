@@ -1,9 +1,11 @@
-"""Device helpers (`@triton.jit`): from a stored format to a compute type and back. They live here and nowhere else.
+"""Device helpers (`@triton.jit`): from a stored format to a compute type and back.
 
-Two routes widen FP8. **native** asks the compiler for the conversion and suits targets with an instruction for the format.
-**bits** takes the bytes as uint8 and builds float16 by integer arithmetic on packed pairs: E4M3 shifted by seven *is* a
-float16 with a smaller exponent bias, subnormals included, so the result is exact up to a power of two that the caller
-folds into a scale (`widening_exponent`). It reads every code rightly, -0 and NaN among them.
+Two routes widen FP8. **native** asks the compiler for the conversion and suits targets with an instruction
+for the format. **bits** takes the bytes as uint8 and builds float16 by integer arithmetic on packed pairs:
+E4M3 shifted by
+seven *is* a float16 with a smaller exponent bias, subnormals included, so the result is exact up to a power
+of two that
+the caller folds into a scale (`widening_exponent`). It reads every code rightly, -0 and NaN among them.
 """
 
 import triton
@@ -11,7 +13,8 @@ import triton.language as tl
 
 NATIVE = "native"
 BITS = "bits"
-# Bytes of an OCP cache reinterpreted as FNUZ: half the value. Wrong for 0x80 and NaN, so only for caches free of both.
+# Bytes of an OCP cache reinterpreted as FNUZ: half the value. Wrong for 0x80 and NaN, so only for caches free
+# of both.
 FNUZ_ALIAS = "fnuz_alias"
 
 
@@ -26,10 +29,12 @@ def widening_exponent(format_name: str, route: str) -> int:
 
 @triton.jit
 def _e4m3fn_bits_to_fp16(x):
-    # The byte in the high half, shifted right once with its sign: s s eeee mmm 0000000; the copy of the sign is cleared.
+    # The byte in the high half, shifted right once with its sign: s s eeee mmm 0000000; the copy of the sign
+    # is cleared.
     high = (x.to(tl.uint16) << 8).to(tl.int16, bitcast=True)
     bits = (high >> 1) & -16385
-    # Only the NaN code carries into bit 14 when one mantissa unit is added; that bit makes the exponent all ones.
+    # Only the NaN code carries into bit 14 when one mantissa unit is added; that bit makes the exponent all
+    # ones.
     return (bits | ((bits + 128) & 16384)).to(tl.float16, bitcast=True)
 
 
@@ -51,7 +56,8 @@ def widen(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexpr):
     """A stored tile as float16 or bfloat16, short of 2**widening_exponent(FORMAT, ROUTE).
 
     Args:
-        x: the tile as loaded: the FP8 element type for "native", uint8 for the other routes, or a 16-bit type.
+        x: the tile as loaded: the FP8 element type for "native", uint8 for the other routes, or a 16-bit
+            type.
         FORMAT: format name; ROUTE: "native", "bits" or "fnuz_alias"; DTYPE: tl.float16 or tl.bfloat16.
     """
     if ROUTE == "bits":
@@ -70,9 +76,10 @@ def widen(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def widen_pairs(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexpr):
-    """Even and odd columns of a tile that was read as 16-bit pairs of FP8: a transposing LDS read exists for 16-bit only."""
+    """Even and odd columns of a tile read as 16-bit pairs of FP8: LDS can transpose 16-bit elements only."""
     if ROUTE == "ptx":
-        # Two pairs a register: gather the even and the odd bytes, convert each two at once. The compiler takes eight.
+        # Two pairs a register: gather the even and the odd bytes, convert each two at once. The compiler
+        # takes eight.
         return tl.inline_asm_elementwise(
             """
             {
@@ -104,9 +111,10 @@ def widen_pairs(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexp
 
 @triton.jit
 def narrow_fp8(x, FORMAT: tl.constexpr):
-    """Float32 to the bytes (uint8) of an FP8 format: nearest even, saturating, NaN kept, never 0x80 for a zero.
+    """Float32 to the bytes of an FP8 format: nearest even, saturating, NaN kept, never 0x80 for a zero.
 
-    Integer arithmetic, the same on every target: casts differ between targets in saturation and in what they do with -0.
+    Integer arithmetic, the same on every target: casts differ between targets in saturation and in what they
+    do with -0.
     """
     if FORMAT == "fp8_e4m3fn":
         MAX: tl.constexpr = 448.0
@@ -126,10 +134,12 @@ def narrow_fp8(x, FORMAT: tl.constexpr):
     DROPPED: tl.constexpr = 23 - MANTISSA
     magnitude = tl.minimum(tl.abs(x), MAX)
     bits = magnitude.to(tl.int32, bitcast=True)
-    # Adding just under half a unit, plus the kept low bit, rounds to nearest even; the carry moves the exponent.
+    # Adding just under half a unit, plus the kept low bit, rounds to nearest even; the carry moves the
+    # exponent.
     rounded = bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)
     normal = (rounded >> DROPPED) - ((127 - BIAS) << MANTISSA)
-    # Subnormals are multiples of one unit: adding 2**23 in units leaves the rounded count in the low mantissa bits.
+    # Subnormals are multiples of one unit: adding 2**23 in units leaves the rounded count in the low mantissa
+    # bits.
     UNITS: tl.constexpr = 2.0 ** (BIAS - 1 + MANTISSA)
     subnormal = (magnitude * UNITS + 8388608.0).to(tl.int32, bitcast=True) & 0xFF
     SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)

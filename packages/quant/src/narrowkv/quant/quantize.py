@@ -122,11 +122,8 @@ def quantize_with_descale(x: torch.Tensor, format: FormatLike, descale: torch.Te
     fmt = get_narrow_format(format)
     check_dtype("descale", descale, torch.float32)
     wide = to_fp32("x", x)
-    try:
-        shape = torch.broadcast_shapes(wide.shape, descale.shape)
-    except RuntimeError:
-        shape = torch.Size()
-    if shape != wide.shape:
+    sizes = zip(reversed(descale.shape), reversed(x.shape), strict=False)
+    if descale.dim() > x.dim() or any(size not in (1, full) for size, full in sizes):
         raise ValueError(
             f"descale must broadcast to the shape of x {list(x.shape)}, got {list(descale.shape)}"
         )
@@ -333,7 +330,9 @@ def quantize_per_block(x: torch.Tensor, block: int, format: FormatLike = _E4M3) 
     _check_ndim("x", x, 3, "[..., tokens, heads, dim]")
     tokens = x.shape[-3]
     padded = torch.nn.functional.pad(wide, (0, 0, 0, 0, 0, -tokens % block))
-    blocks = padded.unflatten(-3, (padded.shape[-3] // block, block))  # [..., blocks, block, heads, dim]
+    blocks = padded.reshape(
+        *x.shape[:-3], -(-tokens // block), block, *x.shape[-2:]
+    )  # [..., blocks, block, heads, dim]
     scale = _descale(_amax(blocks, fmt, (-3, -1)), fmt.max_value)
     return encode(wide / _spread(scale, block, tokens), fmt), scale
 
@@ -486,7 +485,7 @@ def quantize_per_group(
     _check_ndim("x", x, 1, "[..., dim]")
     if x.shape[-1] % group:
         raise ValueError(f"group must divide the last dimension of x ({x.shape[-1]}), got {group}")
-    groups = wide.unflatten(-1, (x.shape[-1] // group, group))  # [..., dim / group, group]
+    groups = wide.reshape(*x.shape[:-1], x.shape[-1] // group, group)  # [..., dim / group, group]
     if scale == "e4m3":
         groups = groups / _given_descale(global_descale, wide)
     elif isinstance(global_descale, torch.Tensor) or global_descale != 1.0:
@@ -539,4 +538,4 @@ def dequantize_per_group(
         )
     check_shape("descale", descale, (*values.shape[:-1], values.shape[-1] // group))
     spread = _scale_value(descale).unsqueeze(-1) * _given_descale(global_descale, values)
-    return (values.unflatten(-1, (values.shape[-1] // group, group)) * spread).flatten(-2)
+    return (values.reshape(*descale.shape, group) * spread).flatten(-2)

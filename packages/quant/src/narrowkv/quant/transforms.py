@@ -120,7 +120,9 @@ def lse_correction(q: torch.Tensor, offset: KOffset | torch.Tensor, sm_scale: fl
     if num_kv_heads == 0 or q.shape[1] % num_kv_heads:
         raise ValueError(f"q must have a multiple of {num_kv_heads} heads (num_kv_heads), got {q.shape[1]}")
     wide = _wide(q)
-    grouped = wide.unflatten(1, (num_kv_heads, q.shape[1] // num_kv_heads))  # [tokens, kv heads, ratio, dim]
+    grouped = wide.reshape(
+        q.shape[0], num_kv_heads, q.shape[1] // num_kv_heads, q.shape[2]
+    )  # [tokens, kv heads, ratio, dim]
     dots = torch.einsum("thrd,hd->thr", grouped, mu.to(wide.dtype))
     return dots.flatten(1) * check_finite_float("sm_scale", sm_scale)
 
@@ -153,11 +155,11 @@ def hadamard(x: torch.Tensor, block: int | None = None) -> torch.Tensor:
     size = head_dim & -head_dim if block is None else check_positive_int("block", block)
     if size & (size - 1) or head_dim % size:
         raise ValueError(f"block must be a power of two that divides head_dim {head_dim}, got {size}")
-    y = _wide(x).unflatten(-1, (head_dim // size, size))
+    y = _wide(x).reshape(*x.shape[:-1], head_dim // size, size)
     width = 1
     while width < size:
-        pairs = y.unflatten(-1, (size // (2 * width), 2, width))
+        pairs = y.reshape(*y.shape[:-1], size // (2 * width), 2, width)
         low, high = pairs.unbind(-2)
         y = torch.stack((low + high, low - high), dim=-2).flatten(-3)
         width *= 2
-    return (y * size**-0.5).flatten(-2).to(x.dtype)
+    return (y / math.sqrt(size)).flatten(-2).to(x.dtype)

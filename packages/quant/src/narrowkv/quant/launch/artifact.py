@@ -1,4 +1,4 @@
-"""What a compiled AMD kernel is made of: registers, LDS, occupancy, and the instruction mix of its hot loop."""
+"""What a compiled AMD kernel is made of: registers, LDS, occupancy, the instructions of its hot loop."""
 
 from __future__ import annotations
 
@@ -74,7 +74,11 @@ class InstructionMix:
     @property
     def loaded_bytes_per_lane(self) -> int:
         """Bytes that one lane loads from memory."""
-        return sum(n * _load_width(m) for m, n in self.mnemonics.items() if m.startswith(_VECTOR_MEMORY) and "load" in m)
+        return sum(
+            n * _load_width(m)
+            for m, n in self.mnemonics.items()
+            if m.startswith(_VECTOR_MEMORY) and "load" in m
+        )
 
 
 def _load_width(mnemonic: str) -> int:
@@ -101,7 +105,9 @@ def _strip(assembly: str) -> list[str]:
 
 def _code_lines(assembly: str) -> list[str]:
     lines = _strip(assembly)
-    end = next((i for i, line in enumerate(lines) if line.startswith(".section") and "rodata" in line), len(lines))
+    end = next(
+        (i for i, line in enumerate(lines) if line.startswith(".section") and "rodata" in line), len(lines)
+    )
     return lines[:end]
 
 
@@ -136,7 +142,8 @@ class CompiledArtifact:
         name: the kernel's name.
         target: what it was compiled for.
         grid: the launch grid.
-        args: the launch's runtime arguments, nested tuples flattened, those that the compiler folded into the code left
+        args: the launch's runtime arguments, nested tuples flattened, those that the compiler folded into the
+            code left
             out: exactly the explicit arguments of the code object, in order.
         assembly: AMDGPU assembly text.
         code_object: the linked ELF.
@@ -156,7 +163,9 @@ class CompiledArtifact:
     registers: Registers
 
     @classmethod
-    def from_triton(cls, compiled: Any, *, target: Target, grid: tuple[int, ...], args: tuple[Any, ...]) -> CompiledArtifact:
+    def from_triton(
+        cls, compiled: Any, *, target: Target, grid: tuple[int, ...], args: tuple[Any, ...]
+    ) -> CompiledArtifact:
         """Reads the artifact that Triton's compiler returned."""
         assembly = compiled.asm["amdgcn"]
         meta: dict[str, str] = dict(_METADATA.findall(assembly))
@@ -182,7 +191,7 @@ class CompiledArtifact:
 
     @property
     def loop(self) -> InstructionMix:
-        """Static instruction mix of the hot loop. A software-pipelined loop is counted without its prologue."""
+        """Static instruction mix of the hot loop, without the prologue of a software-pipelined one."""
         return hot_loop(self.assembly)
 
     @property
@@ -204,7 +213,9 @@ class CompiledArtifact:
         return min(by_registers, max(workgroups * self.num_warps // figures.simds_per_unit, 1))
 
 
-def _explicit_args(signature: dict[str, Any], constants: dict[Any, Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _explicit_args(
+    signature: dict[str, Any], constants: dict[Any, Any], args: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """The launch arguments that survive specialisation, nested tuples flattened in order."""
     kinds = list(signature.values())[: len(args)]
     flat: list[Any] = []

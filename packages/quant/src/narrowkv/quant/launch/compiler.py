@@ -1,7 +1,8 @@
 """Compiles a launch for an AMD target on any machine, with no GPU and no AMD software.
 
-Triton asks its active driver which target to compile for. A stand-in driver that answers with the named target lets the
-ordinary `kernel.warmup` compile the specialisation a real launch would use (divisibility, pointer ranges).
+Triton asks its active driver which target to compile for. A stand-in driver that answers with the named
+target lets the ordinary `kernel.warmup` compile the specialisation a real launch would use (divisibility,
+pointer ranges).
 """
 
 from __future__ import annotations
@@ -77,7 +78,12 @@ class CompileExecutor:
         self.artifacts: list[CompiledArtifact] = []
 
     def launch(
-        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any], options: LaunchOptions
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        constexprs: dict[str, Any],
+        options: LaunchOptions,
     ) -> None:
         """Compiles the launch and appends its artifact."""
         self.artifacts.append(compile_launch(self.target, kernel, grid, args, constexprs, options))

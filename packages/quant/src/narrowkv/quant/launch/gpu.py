@@ -1,7 +1,7 @@
 """Launches on a GPU, with less host work than Triton's own launcher when the same call comes again.
 
-Triton binds and specialises every argument anew at each launch, which takes longer than a decode kernel runs. A launch whose
-arguments specialise alike reuses the compiled kernel that the first one returned.
+Triton binds and specialises every argument anew at each launch, which takes longer than a decode kernel runs.
+A launch whose arguments specialise alike reuses the compiled kernel that the first one returned.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
 
 def _specialisation(args: tuple[Any, ...]) -> list[Any]:
-    """What Triton's compiler may know of the arguments: types, alignment, ones; values do not matter otherwise."""
+    """What Triton's compiler may know of the arguments: types, alignment, ones."""
     key: list[Any] = []
     for arg in args:
         kind = type(arg)

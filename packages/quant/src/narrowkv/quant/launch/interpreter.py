@@ -66,7 +66,9 @@ def _encode(data: np.ndarray, dtype: Any) -> np.ndarray:
     if dtype in _TORCH_FP8:
         wide = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32))
         limit = torch.finfo(_TORCH_FP8[dtype]).max
-        return wide.clamp(-limit, limit).to(_TORCH_FP8[dtype]).view(torch.uint8).numpy().reshape(np.shape(data))
+        return (
+            wide.clamp(-limit, limit).to(_TORCH_FP8[dtype]).view(torch.uint8).numpy().reshape(np.shape(data))
+        )
     if dtype == tl.bfloat16:
         return _f32_to_bf16(data)
     return data.astype(stock._get_np_dtype(dtype))
@@ -86,6 +88,7 @@ class RepairedBuilder(stock.InterpreterBuilder):
         return stock.TensorHandle(_decode(handle.data, dtype), tl.float32)
 
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
+        """Any conversion to or from bfloat16 or FP8, rounded to nearest even; FP8 saturates."""
         src_dtype, dst_dtype = src.dtype.scalar, dst_type.scalar
         if _is_coded(src_dtype) or _is_coded(dst_dtype):
             with np.errstate(all="ignore"):
@@ -94,9 +97,11 @@ class RepairedBuilder(stock.InterpreterBuilder):
             return super().cast_impl(src, dst_type)
 
     def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any = None) -> Any:
+        """Float to float; every target rounds to nearest even unless asked otherwise."""
         return self.cast_impl(src, dst_type)
 
     def binary_op(self, lhs: Any, rhs: Any, op: Callable[..., Any]) -> Any:
+        """Arithmetic and comparisons on decoded values."""
         dtype = lhs.dtype.scalar
         with np.errstate(all="ignore"):
             # Only arithmetic sees decoded values: bitwise operations never arrive with a floating dtype.
@@ -106,6 +111,7 @@ class RepairedBuilder(stock.InterpreterBuilder):
         return result
 
     def unary_op(self, arg: Any, op: Callable[..., Any]) -> Any:
+        """Unary mathematics on decoded values."""
         dtype = arg.dtype.scalar
         with np.errstate(all="ignore"):
             result = super().unary_op(self._decoded(arg), op)
@@ -114,11 +120,13 @@ class RepairedBuilder(stock.InterpreterBuilder):
         return result
 
     def create_fma(self, x: Any, y: Any, z: Any) -> Any:
+        """One rounding in the wider type, one back."""
         dtype = z.dtype.scalar
         result = super().create_fma(self._decoded(x), self._decoded(y), self._decoded(z))
         return stock.TensorHandle(_encode(result.data, dtype), dtype) if _is_coded(dtype) else result
 
     def create_dot(self, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        """A matrix product of decoded operands."""
         # Products of 16-bit operands are exact in float32, as they are in the matrix unit.
         out = d.data.dtype
         lhs = _decode(a.data, a.dtype.scalar).astype(out)
@@ -179,7 +187,8 @@ def interpret(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constex
         bound = inspect.signature(fn).bind(*args, **constexprs)
         bound.apply_defaults()
         converted = {
-            name: value if name in constexprs else stock._implicit_cvt(value) for name, value in bound.arguments.items()
+            name: value if name in constexprs else stock._implicit_cvt(value)
+            for name, value in bound.arguments.items()
         }
         extent = (*grid, 1, 1)[:3]
         builder.set_grid_dim(*extent)

@@ -1,8 +1,10 @@
 """The one launch path: a kernel is launched, interpreted or compiled by the same call.
 
-`launch` looks at the tensors it is given. GPU tensors are launched; CPU tensors are interpreted in this process.
-Inside `with compile_for("gfx942") as artifacts:` the very specialisation that a launch would use is compiled for that
-target, recorded and not run. Any other way to run a kernel (an emulator, say) is one more `Executor`.
+`launch` looks at the tensors it is given. GPU tensors are launched; CPU tensors are interpreted in this
+process. Inside `with compile_for("gfx942") as artifacts:` the very specialisation that a launch would use is
+compiled
+for that target, recorded and not run. Any other way to run a kernel (an emulator, say) is one more
+`Executor`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,12 @@ class Executor(Protocol):
     target: Target
 
     def launch(
-        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any], options: LaunchOptions
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        constexprs: dict[str, Any],
+        options: LaunchOptions,
     ) -> None:
         """Runs (or records) one launch."""
 
@@ -41,7 +48,12 @@ class InterpretExecutor:
         self.target = target
 
     def launch(
-        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any], options: LaunchOptions
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        constexprs: dict[str, Any],
+        options: LaunchOptions,
     ) -> None:
         """Interprets every program of the grid."""
         from narrowkv.quant.launch.interpreter import interpret
@@ -119,7 +131,11 @@ def _first_tensor(args: tuple[Any, ...]) -> torch.Tensor:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any], options: LaunchOptions
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple[Any, ...],
+    constexprs: dict[str, Any],
+    options: LaunchOptions,
 ) -> None:
     """Launches, interprets or compiles `kernel`; nothing happens for an empty grid.
 
@@ -142,6 +158,7 @@ def launch(
     elif device.index == torch.cuda.current_device():
         launch_on_gpu(kernel, grid, args, constexprs, options, device)
     else:
-        # Triton launches on the current device and stream; the tensors' device decides, not the caller's default.
+        # Triton launches on the current device and stream; the tensors' device decides, not the caller's
+        # default.
         with torch.cuda.device(device):
             launch_on_gpu(kernel, grid, args, constexprs, options, device)
