@@ -1,1 +1,4 @@
-"""The command `narrowkv`: probe, validate, bench, inspect, env. Importing it imports neither torch nor triton."""
+"""The command `narrowkv`: probe, validate, bench, inspect, env.
+
+Importing this package imports neither torch nor triton; a command imports what it needs when it is called.
+"""

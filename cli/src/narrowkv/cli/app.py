@@ -1,4 +1,4 @@
-"""The commands and their options; each imports its work only when it is called, so that --help needs no torch."""
+"""The commands and their options; each imports its work when it is called, so that --help needs no torch."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ class _Commands(TyperGroup):
         except UnsupportedHereError as error:
             code = ExitCode.UNSUPPORTED
             text = f"unsupported here: {error}"
+        except ImportError as error:
+            # torch or triton; the packages' own words say which and how to get it.
+            code = ExitCode.UNSUPPORTED
+            text = str(error)
         except KeyboardInterrupt:
             code = ExitCode.INTERRUPTED
             text = "interrupted before there was anything to keep"
@@ -36,11 +40,13 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="narrowkv",
     cls=_Commands,
-    help="Attention over narrow-precision paged KV caches: does it work here, how exact, how fast, and what does it compile to.",
+    help="Attention over narrow-precision paged KV caches: does it work here, how exact is it, how fast, "
+    "and what does it compile to.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    epilog="Exit codes: 0 all pass, 1 a numerical failure, 2 usage, 3 unsupported here, 4 performance regression, 130 interrupted.",
+    epilog="Exit codes: 0 all pass, 1 a numerical failure, 2 usage, 3 unsupported here, "
+    "4 performance regression, 130 interrupted.",
 )
 
 Json = Annotated[
@@ -50,7 +56,12 @@ Out = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Also write the JSON document to FILE.")
 ]
 On = Annotated[
-    str | None, typer.Option("--on", metavar="PLACE", help="cpu or gpu; default: the GPU if there is one.")
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="PLACE",
+        help="cpu, gpu, or gfx942 or gfx950 emulated; default: the GPU if there is one.",
+    ),
 ]
 Jobs = Annotated[
     int | None, typer.Option("--jobs", "-j", min=1, help="Processes; default: one for each core, up to 8.")
@@ -101,6 +112,100 @@ def _amd_targets(text: str) -> tuple[str, ...]:
 
 
 @app.command()
+def validate(
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="Many random mixtures, or each value of each axis.")
+    ] = False,
+    case: Annotated[
+        list[str] | None,
+        typer.Option("--case", metavar="LINE", help="Only this case, as a sweep prints it; repeatable."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the random mixtures.")] = 0,
+    on: On = None,
+    jobs: Jobs = None,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Sweep the decode contract's axes against the reference: error table, worst cases, repro commands."""
+    from narrowkv.cli.report import Report
+
+    report = Report("validate", as_json=as_json, out_file=out)
+    from narrowkv.cli.cases import DecodeCase
+    from narrowkv.cli.validate import sweep
+    from narrowkv.cli.validate import validate as run
+    from narrowkv.cli.workers import default_jobs
+
+    cases = [DecodeCase.parse(line) for line in case] if case else sweep(full=full, seed=seed)
+    _end(run(cases, report, on=on, jobs=jobs or default_jobs(), seed=seed))
+
+
+bench = typer.Typer(help="Measure device time against ceilings of the same run.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command()
+def decode(
+    batch: Annotated[str, typer.Option(metavar="LIST", help="Sequences.")] = "1,4,16,64,128",
+    context: Annotated[
+        str, typer.Option(metavar="LIST", help="Tokens of each sequence.")
+    ] = "1024,8192,32768",
+    page_size: Annotated[str, typer.Option(metavar="LIST")] = "1,16,64",
+    num_kv_heads: Annotated[int, typer.Option(min=1)] = 8,
+    ratio: Annotated[str, typer.Option(metavar="LIST", help="Query heads for each KV head.")] = "12",
+    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    cache_format: Annotated[
+        str, typer.Option("--format", metavar="LIST", help="Cache formats; K's and V's as k/v.")
+    ] = "fp8_e4m3fn,bf16",
+    q: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    samples: Annotated[int, typer.Option(min=1, help="The most samples of a row.")] = 50,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Also time torch SDPA, AITER and FlashInfer.")
+    ] = False,
+    against: Annotated[
+        Path | None, typer.Option(metavar="BASELINE.json", help="Compare; slower rows end with 4.")
+    ] = None,
+    threshold: Annotated[float, typer.Option(help="How much slower a row may become.")] = 0.05,
+    csv: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", help="Also write the rows as CSV.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="A roofline plot (extra: plot).")
+    ] = None,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Measure paged decode over batches, contexts, page sizes, ratios and formats."""
+    from narrowkv.cli.report import Report
+
+    report = Report("bench", as_json=as_json, out_file=out)
+    lists = {"batch": batch, "context": context, "page-size": page_size, "ratio": ratio}
+    numbers = {name: _numbers(f"--{name}", text) for name, text in lists.items()}
+    from narrowkv.cli.bench.decode import BenchOptions, bench_decode
+    from narrowkv.cli.bench.workload import shapes
+
+    rows = shapes(
+        batches=numbers["batch"],
+        contexts=numbers["context"],
+        page_sizes=numbers["page-size"],
+        ratios=numbers["ratio"],
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        q=q,
+        formats=[name for name in cache_format.split(",") if name],
+    )
+    _end(bench_decode(rows, report, BenchOptions(samples, against, threshold, csv, plot, peers)))
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    from narrowkv.cli.report import UsageError
+
+    parts = [part for part in text.split(",") if part]
+    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UsageError(f"{option} must be positive numbers joined by commas, got {text!r}")
+    return [int(part) for part in parts]
+
+
+@app.command()
 def inspect(
     target: Annotated[str, typer.Option(metavar="NAMES", help="gfx942, gfx950 or both.")] = "gfx942,gfx950",
     batch: Annotated[int, typer.Option(min=1)] = 4,
@@ -133,9 +238,16 @@ def inspect(
     from narrowkv.cli.inspection import inspection_case
 
     sizes = inspection_case(
-        batch=batch, context=context, ratio=ratio, kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size,
-        fmt=cache_format, q=q, clean=not foreign,
-    )  # fmt: skip
+        batch=batch,
+        context=context,
+        ratio=ratio,
+        kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        fmt=cache_format,
+        q=q,
+        clean=not foreign,
+    )
     _end(run(DecodeCase.parse(case if case is not None else str(sizes)), report, targets=targets, asm=asm))
 
 

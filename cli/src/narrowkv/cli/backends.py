@@ -1,18 +1,20 @@
-"""Who answers a contract: narrowkv itself, torch's SDPA on the dequantised cache, and AITER and FlashInfer where installed.
+"""Who answers a contract: narrowkv, torch's SDPA on the dequantised cache, AITER and FlashInfer if installed.
 
-Others are called through their public functions with the very tensors that narrowkv gets, and what they refuse is shown in
-their own words.
+Others are called through their public functions with the very tensors that narrowkv gets, and what they
+refuse is shown in their own words.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any, Protocol
 
 import torch
 
+from narrowkv.attn_decode import paged_decode, plan_decode
 from narrowkv.cli.cases import DecodeInputs
 from narrowkv.cli.contracts import DECODE, PREFILL, Contract
 from narrowkv.cli.places import Place
@@ -29,6 +31,9 @@ class NotAnsweringError(Exception):
     """The contract is none of a backend's operations, or its tensors have no form that the backend takes."""
 
 
+Call = Callable[[], torch.Tensor]
+
+
 class Backend(Protocol):
     """One implementation."""
 
@@ -37,8 +42,11 @@ class Backend(Protocol):
     def absent(self, place: Place) -> str | None:
         """Why it cannot run at `place` at all, or None."""
 
-    def run(self, contract: Contract, inputs: DecodeInputs) -> torch.Tensor:
-        """`o` of the contract's operation, or whatever the backend raises."""
+    def prepare(self, contract: Contract, inputs: DecodeInputs) -> Call:
+        """Does the host's work of the contract's operation once.
+
+        The call that comes back gives `o` and can be captured in a graph. Raises whatever the backend raises.
+        """
 
 
 def find_operation(operation: str) -> Any:
@@ -69,17 +77,23 @@ class Narrowkv:
         """Never."""
         return None
 
-    def run(self, contract: Contract, inputs: DecodeInputs) -> torch.Tensor:
-        """Calls the operation that the contract names."""
+    def prepare(self, contract: Contract, inputs: DecodeInputs) -> Call:
+        """The operation that the contract names."""
         operation = find_operation(contract.operation)
+        q, cache, table = inputs.q, inputs.cache, inputs.table
         if contract.operation == DECODE:
-            o, _ = inputs.call()
-            return o
+            plan = plan_decode(q, cache, table, split=inputs.split)
+            return lambda: _tensor(paged_decode(q, cache, table, **inputs.options, plan=plan))
         if contract.operation == PREFILL:
-            o = operation(inputs.q, inputs.cache, inputs.table, _cu_seqlens_q(inputs), causal=True)
-            assert isinstance(o, torch.Tensor)
-            return o
+            cu_seqlens_q = _cu_seqlens_q(inputs)
+            return lambda: _tensor(operation(q, cache, table, cu_seqlens_q, causal=True))
         raise NotBuiltError(f"narrowkv-cli makes no inputs for {contract.function}")
+
+
+def _tensor(value: object) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"an operation must give a tensor here, got {type(value).__name__}")
+    return value
 
 
 class TorchSdpa:
@@ -91,21 +105,23 @@ class TorchSdpa:
         """Never."""
         return None
 
-    def run(self, contract: Contract, inputs: DecodeInputs) -> torch.Tensor:
-        """Gathers and widens each sequence, then attends."""
+    def prepare(self, contract: Contract, inputs: DecodeInputs) -> Call:
+        """Gathers and widens every sequence; the call only attends, over a dense cache in q's dtype."""
         q, table = inputs.q, inputs.table
         if q.dtype not in (torch.bfloat16, torch.float16):
-            raise NotAnsweringError("scaled_dot_product_attention takes 16-bit queries here")
+            raise NotAnsweringError("is asked with 16-bit queries only")
         q_len = q.shape[0] // table.batch_size
-        out = torch.empty_like(q)
-        for seq in range(table.batch_size):
-            k, v = (x.to(q.dtype).transpose(0, 1)[None] for x in inputs.cache.gather(table, seq))
-            rows = q[seq * q_len : (seq + 1) * q_len].transpose(0, 1)[None]
-            # Bottom-right causal: a row sees all keys but the newer queries' own.
+        gathered = [inputs.cache.gather(table, seq) for seq in range(table.batch_size)]
+        if len({k.shape[0] for k, _ in gathered}) != 1:
+            raise NotAnsweringError("is asked with sequences of one length only")
+        # [batch, heads, tokens, head_dim]
+        k, v = (torch.stack([pair[i].to(q.dtype).transpose(0, 1) for pair in gathered]) for i in (0, 1))
+        rows = q.view(table.batch_size, q_len, *q.shape[1:]).transpose(1, 2)
+        mask = None
+        if q_len > 1:  # bottom-right causal: a row sees all keys but the newer queries' own
             mask = torch.ones(q_len, k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q_len)
-            o = torch.nn.functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask, enable_gqa=True)
-            out[seq * q_len : (seq + 1) * q_len] = o[0].transpose(0, 1)
-        return out
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return lambda: attend(rows, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2).reshape(q.shape)
 
 
 def _cu_seqlens_q(inputs: DecodeInputs) -> torch.Tensor:
@@ -115,7 +131,7 @@ def _cu_seqlens_q(inputs: DecodeInputs) -> torch.Tensor:
 
 
 def _ragged(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """kv_indptr, kv_indices, kv_last_page_len on the device, and the longest sequence. Waits for the device."""
+    """kv_indptr, kv_indices, kv_last_page_len, and the longest sequence. Waits for the device."""
     table, device = inputs.table, inputs.q.device
     pages = [table.pages_of(seq) for seq in range(table.batch_size)]
     counts = torch.tensor([0, *(len(ids) for ids, _ in pages)], dtype=torch.int32)
@@ -149,8 +165,8 @@ class Aiter:
         """Not installed, or no GPU to run on."""
         return _missing("aiter", place)
 
-    def run(self, contract: Contract, inputs: DecodeInputs) -> torch.Tensor:
-        """Calls the entry that stands for the contract's."""
+    def prepare(self, contract: Contract, inputs: DecodeInputs) -> Call:
+        """The entry that stands for the contract's."""
         import aiter
 
         if contract.k != contract.v:
@@ -162,11 +178,24 @@ class Aiter:
         if contract.operation == PREFILL:
             fp8 = cache.k.element_size() == 1
             descales = {"k_descale": k_descale, "v_descale": v_descale} if fp8 else {}
-            o = aiter.mha_batch_prefill_func(
-                q, cache.k, cache.v, _cu_seqlens_q(inputs), indptr, indices, q.shape[0] // inputs.table.batch_size, longest,
-                softmax_scale=scale, causal=True, kv_last_page_lens=last, **descales,
-            )  # fmt: skip
-            return o if isinstance(o, torch.Tensor) else o[0]
+            arguments = (
+                q,
+                cache.k,
+                cache.v,
+                _cu_seqlens_q(inputs),
+                indptr,
+                indices,
+                q.shape[0] // len(last),
+                longest,
+            )
+
+            def prefill() -> torch.Tensor:
+                o = aiter.mha_batch_prefill_func(
+                    *arguments, softmax_scale=scale, causal=True, kv_last_page_lens=last, **descales
+                )
+                return _tensor(o if isinstance(o, torch.Tensor) else o[0])
+
+            return prefill
         out = torch.empty_like(q)
         partitions = -(-longest // _AITER_PARTITION)
         slots = q.shape[0] * q.shape[1] * partitions
@@ -174,11 +203,15 @@ class Aiter:
             slots * (q.shape[2] * q.element_size() + 8), dtype=torch.uint8, device=q.device
         )
         kind = {"fp8_e4m3fn": "fp8_e4m3", "fp8_e4m3fnuz": "fp8_e4m3"}.get(contract.k, "auto")
-        torch.ops.aiter.paged_attention_ragged(
-            out, workspace, q, cache.k, cache.v, scale, indptr, indices, last, cache.page_size, partitions, None, kind,
-            "NHD", 0.0, k_descale, v_descale, None, _AITER_PARTITION,
-        )  # fmt: skip
-        return out
+
+        def decode() -> torch.Tensor:
+            torch.ops.aiter.paged_attention_ragged(
+                out, workspace, q, cache.k, cache.v, scale, indptr, indices, last, cache.page_size,
+                partitions, None, kind, "NHD", 0.0, k_descale, v_descale, None, _AITER_PARTITION,
+            )  # fmt: skip
+            return out
+
+        return decode
 
 
 class FlashInfer:
@@ -190,8 +223,8 @@ class FlashInfer:
         """Not installed, or no GPU to run on."""
         return _missing("flashinfer", place)
 
-    def run(self, contract: Contract, inputs: DecodeInputs) -> torch.Tensor:
-        """Plans and runs."""
+    def prepare(self, contract: Contract, inputs: DecodeInputs) -> Call:
+        """Plans; the call runs the plan."""
         import flashinfer
 
         if contract.k != contract.v:
@@ -205,10 +238,10 @@ class FlashInfer:
         if contract.operation == PREFILL:
             prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
             prefill.plan(_cu_seqlens_q(inputs), indptr, indices, last, *heads, causal=True, **kinds)
-            return prefill.run(q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale)  # type: ignore[no-any-return]
+            return lambda: _tensor(prefill.run(q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale))
         decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
         decode.plan(indptr, indices, last, *heads, **kinds)
-        return decode.run(q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale)  # type: ignore[no-any-return]
+        return lambda: _tensor(decode.run(q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale))
 
 
 OURS = Narrowkv()

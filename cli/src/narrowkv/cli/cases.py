@@ -1,7 +1,7 @@
 """One decode call as text and as tensors: what `probe` and `validate` run, and what `--case` repeats.
 
-A case is a line such as `ratio=17,page_size=7,lens=33+0+130,k=fp8_e4m3fn`; what it leaves out has the default. The same
-line always builds the same tensors.
+A case is a line such as `ratio=17,page_size=7,lens=33+0+130,k=fp8_e4m3fn`; what it leaves out has the
+default. The same line always builds the same tensors.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def _descale(
     pages: list[torch.Tensor],
     random: torch.Generator,
 ) -> tuple[float | torch.Tensor, float | torch.Tensor]:
-    """The descale as the cache takes it, and as it multiplies `[num_pages, page_size, num_kv_heads, head_dim]`."""
+    """The descale as the cache takes it, and shaped to multiply `[num_pages, page_size, heads, head_dim]`."""
     num_pages, page_size, heads, _ = shape
     base = 1.0 if fmt.kind == "float" else amax / fmt.max_value
     sizes: dict[str, tuple[int, ...]] = {
@@ -335,7 +335,7 @@ def _to(x: torch.Tensor, device: str) -> torch.Tensor:
         return x
     # .to() would make a strided view contiguous; the strides are part of the case.
     storage = x.untyped_storage()
-    flat = torch.empty(0, dtype=x.dtype).set_(storage).to(device)  # type: ignore[call-overload]
+    flat = torch.empty(0, dtype=x.dtype).set_(storage).to(device)
     return flat.as_strided(x.shape, x.stride(), x.storage_offset())
 
 

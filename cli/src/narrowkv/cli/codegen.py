@@ -28,7 +28,8 @@ class KernelCode:
         num_warps: waves of a workgroup.
         waves_per_simd: waves that fit on a SIMD.
         mfma: matrix instructions of the hot loop by name.
-        loop: other counts of the hot loop: valu, transcendental, converts, lds, vector_loads, loaded_bytes_per_lane.
+        loop: other counts of the hot loop: valu, transcendental, converts, lds, vector_loads,
+            loaded_bytes_per_lane.
     """
 
     name: str

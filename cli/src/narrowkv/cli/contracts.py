@@ -1,7 +1,7 @@
-"""Contract sets as data: which combinations of operation, formats and pages a set asks about, and at which shape.
+"""Contract sets as data: which combinations of operation, formats and pages a set asks about, at which shape.
 
-Nothing here says what works. `probe` asks the operations themselves; a refusal of a contract that is `required` is a
-failure, of any other it is shown as "not yet" in the operation's own words.
+Nothing here says what works. `probe` asks the operations themselves; a refusal of a contract that is
+`required` is a failure, of any other it is shown as "not yet" in the operation's own words.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from narrowkv.cli.report import ExitCode, Report
 
-# ACCURACY: kernel error of a 16-bit query over any cache; where PV runs on FP8 matrix units the bound is wider.
+# Kernel error of a 16-bit query over any cache; where PV runs on FP8 matrix units the bound is wider.
 BOUND_16_BIT_QUERY = 0.002
 BOUND_FP8_COMPUTE = 0.02
 
@@ -39,8 +39,9 @@ class Shape:
 
     def __str__(self) -> str:
         return (
-            f"batch {self.batch}, q_len {self.q_len}, context {self.context}, {self.num_qo_heads} query heads, "
-            f"{self.num_kv_heads} KV heads (ratio {self.gqa_ratio}), head_dim {self.head_dim}"
+            f"batch {self.batch}, q_len {self.q_len}, context {self.context}, "
+            f"{self.num_qo_heads} query heads, {self.num_kv_heads} KV heads (ratio {self.gqa_ratio}), "
+            f"head_dim {self.head_dim}"
         )
 
 

@@ -30,9 +30,7 @@ def _device_pointers(args: tuple[Any, ...]) -> tuple[Memory, list[Any]]:
         storage = arg.untyped_storage()
         if storage.data_ptr() not in bases:
             raw = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
-            bases[storage.data_ptr()] = memory.map(
-                np.frombuffer(raw, dtype=np.uint8), name=f"argument {position}"
-            )
+            bases[storage.data_ptr()] = memory.map(np.ctypeslib.as_array(raw), name=f"argument {position}")
         values.append(bases[storage.data_ptr()] + arg.storage_offset() * arg.element_size())
     return memory, values
 

@@ -1,4 +1,4 @@
-"""`narrowkv inspect`: what decode compiles to for gfx942 and gfx950, and a static roofline of its hot loop."""
+"""`narrowkv inspect`: what decode compiles to for gfx942 and gfx950, and a static roofline of its loop."""
 
 from __future__ import annotations
 
@@ -180,17 +180,17 @@ def _show(inspection: Inspection, report: Report) -> None:
     )
     main = max(inspection.kernels, key=lambda kernel: sum(kernel.mfma.values()))
     mix = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in main.loop.items())
-    report.show(Text(f"hot loop of {main.name}: {mix}"))
+    report.line(f"hot loop of {main.name}: {mix}")
     foremost = list(inspection.mnemonics.items())
     matrix = [item for item in foremost if item[0] in main.mfma]
     rest = [item for item in foremost if item[0] not in main.mfma][:_FOREMOST]
-    report.show(Text("  " + ", ".join(f"{name} {n}" for name, n in matrix + rest), style="dim"))
+    report.line("  " + ", ".join(f"{name} {n}" for name, n in matrix + rest), "dim")
     if inspection.model is None:
-        report.show(Text(f"no static roofline: {inspection.model_refusal}", style="yellow"))
+        report.line(f"no static roofline: {inspection.model_refusal}", "yellow")
     else:
         report.show(_model_line(inspection.model))
     for name, assembly in (inspection.assembly or {}).items():
-        report.show(Text(f"\n; ---- {inspection.target} {name} ----\n{assembly}"))
+        report.line(f"\n; ---- {inspection.target} {name} ----\n{assembly}")
 
 
 def _model_line(model: Roofline) -> Text:

@@ -1,10 +1,11 @@
-"""Where an operation runs: a CPU through the interpreter, a GPU, or (a seam) an emulated target."""
+"""Where an operation runs: a CPU through the interpreter, a GPU, or an emulated AMD target."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -48,8 +49,18 @@ def _cpu() -> Place:
     return Place("cpu", "cpu", "interpreter on the CPU")
 
 
-PLACES: dict[str, Callable[[], Place]] = {"cpu": _cpu, "gpu": _gpu}
-"""How each place is found; an emulated target is one more entry."""
+def _emulated(name: str) -> Place:
+    from narrowkv.cli.emulation import emulating
+
+    return Place(name, "cpu", f"{name} machine code, emulated on the CPU", partial(emulating, name))
+
+
+PLACES: dict[str, Callable[[], Place]] = {
+    "cpu": _cpu,
+    "gpu": _gpu,
+    **{name: partial(_emulated, name) for name in ("gfx942", "gfx950")},
+}
+"""How each place is found."""
 
 
 def find_place(name: str | None) -> Place:

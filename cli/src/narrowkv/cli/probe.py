@@ -1,4 +1,4 @@
-"""`narrowkv probe`: does each contract of a set hold, here and on each AMD target, and who else answers it."""
+"""`narrowkv probe`: does each contract of a set hold, here and on each AMD target, and who else answers."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _compile(contract: Contract, shape: Any, target: str) -> Compiled:
         find_operation(contract.operation)
         # Compiled for a cache that narrowkv wrote itself, so known to hold no negative zero.
         inputs = contract_inputs(contract, shape, clean=True)
-        artifacts = compile_call(target, lambda: OURS.run(contract, inputs))
+        artifacts = compile_call(target, lambda: OURS.prepare(contract, inputs)())
     except _REFUSALS as error:
         return Compiled(target, FAIL if contract.required else NOT_YET, _reason(error))
     except Exception as error:
@@ -173,7 +173,8 @@ def _ask(
     kv_bytes = inputs.cache.bytes_per_token()
     try:
         with context():
-            o = backend.run(contract, inputs)
+            call = backend.prepare(contract, inputs)
+            o = call()
     except NotAnsweringError as error:
         return Answer(contract, backend.name, SKIPPED, str(error))
     except _REFUSALS as error:
@@ -190,7 +191,7 @@ def _ask(
         with suppress(RuntimeError):  # a peer may not be capturable; then it has an error and no time
             from narrowkv.cli.bench.timing import GraphTimer
 
-            timing = GraphTimer().measure(lambda: backend.run(contract, inputs))
+            timing = GraphTimer().measure(call)
             time_us = {"median": timing.median_us, "p10": timing.p10_us, "p90": timing.p90_us}
     return Answer(
         contract,
@@ -269,11 +270,12 @@ def probe(
     notes = _Notes()
     report.show(_table(rows, present, place, notes))
     for text, index in notes.texts.items():
-        report.show(Text(f"[{index}] {text}"))
+        report.line(f"[{index}] {text}")
     code = run.exit_code()
     report.say(_verdict(rows, code))
     report.say(
-        "kernel error (rel. L1) is against fp32 on the same cache; code figures are of the hot loop's kernel, compiled and not run"
+        "kernel error (rel. L1) is against fp32 on the same cache; "
+        "code figures are of the hot loop's kernel, compiled and not run"
     )
     body = {
         "set": contracts.name,
@@ -323,7 +325,7 @@ def _joined(values: Iterable[str]) -> str:
 
 
 def _lines(rows: list[Answer]) -> Iterator[list[Answer]]:
-    """Rows of the table: each answer that ran anywhere by itself, the rest together by operation and reason."""
+    """Rows of the table: an answer that ran anywhere by itself, the rest together by operation and reason."""
     groups: dict[tuple[Any, ...], list[Answer]] = {}
     for index, row in enumerate(rows):
         silent = not row.ran_on and not any(c.kernels for c in row.compiled.values())

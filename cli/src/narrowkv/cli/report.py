@@ -1,7 +1,7 @@
 """What every command does with its results: a table for people, one JSON document for programs, an exit code.
 
-With `--json` the document is all that stdout ever gets; tables and progress go to stderr. Without it the table goes to
-stdout and progress to stderr.
+With `--json` the document is all that stdout ever gets; tables and progress go to stderr. Without it the
+table goes to stdout and progress to stderr.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class ExitCode(IntEnum):
 
 
 class UsageError(Exception):
-    """What was asked for cannot be: an unknown name, an unwritable file, a broken baseline. Ends with exit code 2."""
+    """What was asked for cannot be: an unknown name, an unwritable file, a broken baseline. Exit code 2."""
 
 
 class UnsupportedHereError(Exception):
-    """This machine lacks what the command needs. Ends with exit code 3."""
+    """This machine lacks what the command needs. Exit code 3."""
 
 
 def jsonable(value: Any) -> Any:
@@ -129,6 +129,10 @@ class Report:
         """One line of progress or advice: always stderr."""
         self.err.print(text, highlight=False)
 
+    def line(self, text: str, style: str = "") -> None:
+        """One line as it is, never broken: a command to copy, a path, another program's words."""
+        self.human.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
     def show(self, renderable: RenderableType) -> None:
         """A table or panel for a person."""
         self.human.print(renderable)
@@ -163,7 +167,7 @@ class Report:
         return show
 
     def finish(self, body: Mapping[str, Any], exit_code: ExitCode, *, interrupted: bool = False) -> ExitCode:
-        """Writes the document and returns the exit code, 130 if the run was cut short and nothing had failed."""
+        """Writes the document and returns the exit code: 130 if the run was cut short and nothing failed."""
         if interrupted:
             self.note("[yellow]interrupted[/]: what is shown was finished before; the rest was not run")
             if exit_code in (ExitCode.OK, ExitCode.UNSUPPORTED):

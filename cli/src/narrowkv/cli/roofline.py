@@ -1,8 +1,9 @@
 """A static roofline of a compiled hot loop: a model, never a measurement.
 
-One pass of the loop keeps each of a compute unit's resources busy for some clocks: its share of HBM bandwidth, the vector ALUs,
-the matrix units, the LDS. Whichever is busy longest bounds the loop. Latency, and how well the resources overlap, are outside
-the model: it says what a loop can at best reach, and which resource it leans on.
+One pass of the loop keeps each of a compute unit's resources busy for some clocks: its share of HBM
+bandwidth, the vector ALUs, the matrix units, the LDS. Whichever is busy longest bounds the loop. Latency, and
+how well the resources overlap, are outside the model: it says what a loop can at best reach, and which
+resource it leans on.
 
 The figures are those of `narrowkv.quant.targets`, with their sources.
 """
@@ -71,7 +72,7 @@ class Roofline:
 
     @property
     def bound_by(self) -> str:
-        """ "memory" or "issue"."""
+        """Either "memory" or "issue"."""
         return "memory" if self.issue_over_memory <= 1.0 else "issue"
 
     @property

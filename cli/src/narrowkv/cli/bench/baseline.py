@@ -42,10 +42,18 @@ def load_baseline(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text())
     except OSError as error:
-        raise UsageError(f"--against must be a readable file, got {path}: {error.strerror or error}") from None
+        raise UsageError(
+            f"--against must be a readable file, got {path}: {error.strerror or error}"
+        ) from None
     except ValueError as error:
-        raise UsageError(f"--against must be a JSON document of `narrowkv bench`, got {path}: {error}") from None
-    if not isinstance(document, dict) or document.get("command") != "bench" or not isinstance(document.get("rows"), list):
+        raise UsageError(
+            f"--against must be a JSON document of `narrowkv bench`, got {path}: {error}"
+        ) from None
+    if (
+        not isinstance(document, dict)
+        or document.get("command") != "bench"
+        or not isinstance(document.get("rows"), list)
+    ):
         raise UsageError(f"--against must be a document of `narrowkv bench` with rows, got {path}")
     if document.get("schema_version") != SCHEMA_VERSION:
         version = document.get("schema_version")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -70,9 +71,9 @@ def read_ceiling(timer: GraphTimer) -> float:
 def measure_ceilings(timer: GraphTimer) -> Ceilings:
     """All three; takes about a second of device time and 2 GiB of memory at a time."""
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    copy = _rate(2 * _COPY_BYTES, timer.measure(lambda: target.copy_(source)))
-    del source, target
+    copied = torch.empty_like(source)
+    copy = _rate(2 * _COPY_BYTES, timer.measure(partial(copied.copy_, source)))
+    del source, copied
     read = read_ceiling(timer)
     a = torch.randn(_MATRIX, _MATRIX, device="cuda").bfloat16()
     b = torch.randn(_MATRIX, _MATRIX, device="cuda").bfloat16()

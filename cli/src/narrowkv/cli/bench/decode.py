@@ -1,4 +1,4 @@
-"""`narrowkv bench decode`: rows over batches, contexts, pages, ratios and formats, each checked before and after it is timed."""
+"""`narrowkv bench decode`: batches, contexts, pages, ratios, formats; each row is checked and timed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,25 @@ from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_deco
 from narrowkv.cli.backends import PEERS, Backend, NotAnsweringError
 from narrowkv.cli.bench.baseline import Change, changes, load_baseline, regressions
 from narrowkv.cli.bench.ceilings import Ceilings, measure_ceilings
-from narrowkv.cli.bench.timing import FLUSH_BYTES, GraphTimer
+from narrowkv.cli.bench.timing import FLUSH_BYTES, GraphTimer, Timing
 from narrowkv.cli.bench.workload import DecodeShape, Storage
 from narrowkv.cli.cases import DecodeInputs
 from narrowkv.cli.contracts import BOUND_16_BIT_QUERY, DECODE, Contract
 from narrowkv.cli.environment import gpus, versions
 from narrowkv.cli.places import find_place
-from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError, check_writable, number, to_csv
+from narrowkv.cli.report import (
+    ExitCode,
+    Report,
+    UnsupportedHereError,
+    UsageError,
+    check_writable,
+    number,
+    to_csv,
+)
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant.accuracy import compare
 
-# Above this many tokens the reference checks a sample of the sequences; that all outputs were written is always checked.
+# Above this many tokens a sample of the sequences is compared; that all outputs were written always is.
 _CHECK_ALL_TOKENS = 2**18
 _CHECKED_SEQUENCES = 4
 
@@ -84,7 +92,11 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, for JSON and CSV."""
-        figures = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("shape", "backend")}
+        figures = {
+            name: getattr(self, name)
+            for name in self.__dataclass_fields__
+            if name not in ("shape", "backend")
+        }
         return {"backend": self.backend, **self.shape.as_row(), **figures}
 
 
@@ -98,11 +110,17 @@ class Checked:
     @classmethod
     def of(cls, q: torch.Tensor, cache: PagedKVCache, table: PageTable, shape: DecodeShape) -> Checked:
         """The reference of all sequences of a small row, of some of a large one."""
-        count = shape.batch if shape.batch * shape.context <= _CHECK_ALL_TOKENS else min(shape.batch, _CHECKED_SEQUENCES)
+        count = (
+            shape.batch
+            if shape.batch * shape.context <= _CHECK_ALL_TOKENS
+            else min(shape.batch, _CHECKED_SEQUENCES)
+        )
         sequences = torch.linspace(0, shape.batch - 1, count, device=q.device).round().long()
         assert table.seq_lens is not None
         part = PageTable.from_block_table(
-            table.page_ids[sequences].contiguous(), table.seq_lens[sequences].contiguous(), page_size=table.page_size
+            table.page_ids[sequences].contiguous(),
+            table.seq_lens[sequences].contiguous(),
+            page_size=table.page_size,
         )
         expected = paged_decode_reference(q[sequences], cache, part)
         assert isinstance(expected, torch.Tensor)
@@ -116,15 +134,12 @@ class Checked:
 
 
 def time_call(
-    call: Callable[[], torch.Tensor], check: Checked, timer: GraphTimer, poison: torch.Tensor | None = None
-) -> tuple[float, Any]:
+    call: Callable[[], torch.Tensor], check: Checked, timer: GraphTimer
+) -> tuple[float, Timing | None]:
     """Checks a call in a graph, times it, and checks it again: (worse error, timing).
 
-    Args:
-        call: returns its output, always the same tensor while in a graph.
-        check: the reference.
-        timer: how to time.
-        poison: the tensor to fill with NaN before each check; None where the call allocates its own output.
+    Before each check the output, which a graph always writes to the same place, is filled with NaN. A call
+    that fails the first check is not timed.
     """
     kept: list[torch.Tensor] = []
 
@@ -134,10 +149,9 @@ def time_call(
     graph = timer.capture(once)
 
     def error() -> float:
-        target = kept[0] if poison is None else poison
-        target.fill_(math.nan)
+        kept[0].fill_(math.nan)
         graph.replay()
-        torch.cuda.synchronize()
+        timer.wait()
         return check.error(kept[0])
 
     before = error()
@@ -147,11 +161,13 @@ def time_call(
     return max(before, error(), key=lambda e: math.inf if math.isnan(e) else e), timing
 
 
-def _row(shape: DecodeShape, backend: str, ceilings: Ceilings, error: float, timing: Any) -> Row:
+def _row(shape: DecodeShape, backend: str, ceilings: Ceilings, error: float, timing: Timing | None) -> Row:
     if timing is None or not error <= BOUND_16_BIT_QUERY:
         when = "before" if timing is None else "after"
         detail = f"relative L1 {error:.3g} {when} timing, bound {BOUND_16_BIT_QUERY:g}"
-        return Row(shape, backend, error, status="fail" if backend == "narrowkv" else "inexact", detail=detail)
+        return Row(
+            shape, backend, error, status="fail" if backend == "narrowkv" else "inexact", detail=detail
+        )
     floor = ceilings.floor_us(shape.bytes_touched, shape.flops)
     return Row(
         shape,
@@ -167,7 +183,9 @@ def _row(shape: DecodeShape, backend: str, ceilings: Ceilings, error: float, tim
     )
 
 
-def measure(shape: DecodeShape, storage: Storage, ceilings: Ceilings, timer: GraphTimer, peers: bool) -> list[Row]:
+def measure(
+    shape: DecodeShape, storage: Storage, ceilings: Ceilings, timer: GraphTimer, peers: bool
+) -> list[Row]:
     """The rows of one shape: narrowkv's, then every peer's that is here."""
     q, cache, table = storage.inputs(shape)
     check = Checked.of(q, cache, table, shape)
@@ -181,13 +199,20 @@ def measure(shape: DecodeShape, storage: Storage, ceilings: Ceilings, timer: Gra
 
     rows = [_row(shape, "narrowkv", ceilings, *time_call(ours, check, timer))]
     for backend in PEERS if peers else ():
-        if backend.absent(find_place("gpu")) is None:
-            rows.append(_peer(backend, shape, DecodeInputs(q, cache, table, {}, None), check, ceilings, timer))
+        if backend.absent(find_place("gpu" if q.is_cuda else "cpu")) is None:
+            rows.append(
+                _peer(backend, shape, DecodeInputs(q, cache, table, {}, None), check, ceilings, timer)
+            )
     return rows
 
 
 def _peer(
-    backend: Backend, shape: DecodeShape, inputs: DecodeInputs, check: Checked, ceilings: Ceilings, timer: GraphTimer
+    backend: Backend,
+    shape: DecodeShape,
+    inputs: DecodeInputs,
+    check: Checked,
+    ceilings: Ceilings,
+    timer: GraphTimer,
 ) -> Row:
     formats = shape.cache_format
     contract = Contract(DECODE, shape.q, formats.k, formats.v, shape.page_size, False, BOUND_16_BIT_QUERY)
@@ -198,7 +223,9 @@ def _peer(
         return Row(shape, backend.name, status="refused", detail=str(error))
     except Exception as error:
         text = str(error).strip().splitlines()
-        return Row(shape, backend.name, status="refused", detail=f"{type(error).__name__}: {text[0] if text else ''}")
+        return Row(
+            shape, backend.name, status="refused", detail=f"{type(error).__name__}: {text[0] if text else ''}"
+        )
 
 
 def bench_decode(shapes: Sequence[DecodeShape], report: Report, options: BenchOptions) -> ExitCode:
@@ -272,7 +299,20 @@ def _table(rows: Sequence[Row]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for column in ("backend", "format", "Q"):
         table.add_column(column)
-    for column in ("batch", "context", "page", "ratio", "us", "p10", "p90", "floor us", "x floor", "GB/s", "TFLOP/s", "rel. L1"):
+    for column in (
+        "batch",
+        "context",
+        "page",
+        "ratio",
+        "us",
+        "p10",
+        "p90",
+        "floor us",
+        "x floor",
+        "GB/s",
+        "TFLOP/s",
+        "rel. L1",
+    ):
         table.add_column(column, justify="right")
     table.add_column("")
     for row in rows:
@@ -292,12 +332,19 @@ def _table(rows: Sequence[Row]) -> Table:
 
 
 def _say_changes(
-    report: Report, baseline: dict[str, Any], found: Sequence[Change], worse: Sequence[Change], threshold: float
+    report: Report,
+    baseline: dict[str, Any],
+    found: Sequence[Change],
+    worse: Sequence[Change],
+    threshold: float,
 ) -> None:
     before = (baseline.get("device") or {}).get("name")
     now = torch.cuda.get_device_name()
     if before != now:
-        report.note(f"[yellow]the baseline is of {before}, this is {now}: ratios to the floor are compared all the same[/]")
+        report.note(
+            f"[yellow]the baseline is of {before}, this is {now}; "
+            "ratios to the floor are compared all the same[/]"
+        )
     report.say(f"{len(found)} rows compared, {len(worse)} slower by more than {threshold:.0%}")
     for change in worse:
         row = ", ".join(f"{name} {value}" for name, value in change.row.items())

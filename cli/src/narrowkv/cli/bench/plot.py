@@ -44,7 +44,9 @@ def plot_roofline(rows: Sequence[Mapping[str, Any]], ceilings: Ceilings, path: P
         [low, ridge, high],
         [low * ceilings.read_bytes_per_s / 1e12, *[ceilings.bf16_flops_per_s / 1e12] * 2],
         color="black",
-        label=f"read {ceilings.read_bytes_per_s / 1e9:.0f} GB/s, bf16 {ceilings.bf16_flops_per_s / 1e12:.0f} TFLOP/s",
+        label="measured ceilings: "
+        f"read {ceilings.read_bytes_per_s / 1e9:.0f} GB/s, "
+        f"bf16 {ceilings.bf16_flops_per_s / 1e12:.0f} TFLOP/s",
     )
     series = sorted({(row["backend"], row["format"]) for row in timed})
     for backend, fmt in series:
@@ -54,7 +56,13 @@ def plot_roofline(rows: Sequence[Mapping[str, Any]], ceilings: Ceilings, path: P
             if (row["backend"], row["format"]) == (backend, fmt)
         ]
         axes.scatter(*zip(*of_series, strict=True), s=18, alpha=0.7, label=f"{backend}, {fmt}")
-    axes.set(xscale="log", yscale="log", xlabel="flops a byte", ylabel="TFLOP/s", title=f"paged decode on {device}, measured")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="flops a byte",
+        ylabel="TFLOP/s",
+        title=f"paged decode on {device}, measured",
+    )
     axes.legend()
     axes.grid(which="both", alpha=0.2)
     figure.savefig(path, dpi=150)

@@ -1,8 +1,8 @@
 """Device time of a call: a captured graph, replayed with a cold L2 between two events.
 
-Each sample first reads a buffer larger than any L2, so that neither the call's data nor dirty lines of an earlier write are
-left there: write-backs of a flush that writes would be charged to the call. Events then bracket one replay of a graph that
-holds exactly one call; host time is no part of it.
+Each sample first reads a buffer larger than any L2, so that neither the call's data nor dirty lines of an
+earlier write are left there: write-backs of a flush that writes would be charged to the call. Events then
+bracket one replay of a graph that holds exactly one call; host time is no part of it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Timing:
         if not samples_us:
             raise ValueError("samples_us must hold at least one sample, got none")
         ordered = sorted(samples_us)
-        return cls(*(_quantile(ordered, share) for share in (0.5, 0.1, 0.9)), len(ordered))
+        median, p10, p90 = (_quantile(ordered, share) for share in (0.5, 0.1, 0.9))
+        return cls(median, p10, p90, len(ordered))
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
@@ -50,6 +51,10 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class GraphTimer:
@@ -70,9 +75,13 @@ class GraphTimer:
         """Fills the L2 with clean lines that nobody wants."""
         torch.sum(self._flush, dim=0, out=self._sink)
 
+    def wait(self) -> None:
+        """Until the GPU has done all that was asked."""
+        torch.cuda.synchronize()
+
     def capture(self, call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         """A graph of one call, captured on a side stream after the call has compiled and run there."""
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             call()
@@ -87,7 +96,7 @@ class GraphTimer:
     def replay(self, graph: torch.cuda.CUDAGraph) -> Timing:
         """Samples a captured graph."""
         self._warm_up(graph)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = _event(), _event()
         times: list[float] = []
         spent = 0.0
         while len(times) < self.samples and (spent < self.seconds or len(times) < 10):
@@ -105,7 +114,7 @@ class GraphTimer:
         return self.replay(self.capture(call))
 
     def _warm_up(self, graph: torch.cuda.CUDAGraph) -> None:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = _event(), _event()
         for _ in range(3):
             self.flush()
             begin.record()

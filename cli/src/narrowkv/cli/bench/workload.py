@@ -83,7 +83,9 @@ def shapes(
             raise UsageError(f"--format {name}: {error}") from None
     for context, page_size in product(contexts, page_sizes):
         if context % page_size:
-            raise UsageError(f"--context must be multiples of every --page-size, got {context} and {page_size}")
+            raise UsageError(
+                f"--context must be multiples of every --page-size, got {context} and {page_size}"
+            )
     return [
         DecodeShape(batch, context, page_size, num_kv_heads, ratio, head_dim, q, fmt)
         for fmt, batch, context, ratio, page_size in product(formats, batches, contexts, ratios, page_sizes)
@@ -93,9 +95,10 @@ def shapes(
 class Storage:
     """K and V of one (format, batch, context), seen at any page size."""
 
-    def __init__(self, shape: DecodeShape, seed: int = 0) -> None:
+    def __init__(self, shape: DecodeShape, seed: int = 0, device: str = "cuda") -> None:
         self._made_for = self._key(shape)
-        self._random = torch.Generator("cuda").manual_seed(seed)
+        self._device = device
+        self._random = torch.Generator(device).manual_seed(seed)
         tokens = shape.batch * shape.context
         self._k, self._k_descale = self._fill(shape.cache_format.k, tokens, shape)
         self._v, self._v_descale = self._fill(shape.cache_format.v, tokens, shape)
@@ -111,10 +114,12 @@ class Storage:
     def _fill(self, name: str, tokens: int, shape: DecodeShape) -> tuple[torch.Tensor, float]:
         fmt = get_format(name)
         descale = 1.0 if fmt.kind == "float" else _SPREAD / fmt.max_value
-        stored = torch.empty((tokens, shape.num_kv_heads, shape.head_dim), dtype=fmt.storage_dtype, device="cuda")
+        stored = torch.empty(
+            (tokens, shape.num_kv_heads, shape.head_dim), dtype=fmt.storage_dtype, device=self._device
+        )
         for begin in range(0, tokens, _CHUNK_TOKENS):
             part = stored[begin : begin + _CHUNK_TOKENS]
-            x = torch.randn(part.shape, generator=self._random, device="cuda") / descale
+            x = torch.randn(part.shape, generator=self._random, device=self._device) / descale
             part.copy_(x.to(part.dtype) if fmt.kind == "float" else cast_fp8(x, name))
         return stored, descale
 
@@ -129,10 +134,12 @@ class Storage:
             v_descale=self._v_descale,
             negative_zero_free=True,
         )
-        ids = torch.randperm(cache.num_pages, generator=self._random, device="cuda").int().view(shape.batch, -1)
-        lens = torch.full((shape.batch,), shape.context, dtype=torch.int32, device="cuda")
+        ids = (
+            torch.randperm(cache.num_pages, generator=self._random, device=self._device).int().view(shape.batch, -1)
+        )
+        lens = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=self._device)
         table = PageTable.from_block_table(ids, lens, page_size=shape.page_size)
         dtype = torch.bfloat16 if shape.q == "bf16" else torch.float16
         size = (shape.batch, shape.num_kv_heads * shape.ratio, shape.head_dim)
-        q = torch.randn(size, generator=self._random, device="cuda").to(dtype)
+        q = torch.randn(size, generator=self._random, device=self._device).to(dtype)
         return q, cache, table

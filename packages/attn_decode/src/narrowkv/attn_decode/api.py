@@ -146,7 +146,7 @@ def _typed(stored: torch.Tensor, format_name: str, route: str) -> torch.Tensor:
     """The storage seen as the element type that the widening route reads."""
     if not format_name.startswith("fp8_"):
         return stored
-    dtype = get_format(format_name).torch_dtype if route == "native" else torch.uint8
+    dtype = get_format(format_name).storage_dtype if route == "native" else torch.uint8
     return stored if stored.dtype == dtype else stored.view(dtype)
 
 
@@ -271,8 +271,8 @@ def merge_states(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torc
         TypeError, ValueError: for wrong shapes, dtypes or devices.
 
     Example:
-        >>> o, lse = torch.stack([o_prefix, o_suffix]), torch.stack([lse_prefix, lse_suffix])  # doctest: +SKIP
-        >>> o, lse = merge_states(o, lse)  # doctest: +SKIP
+        >>> states = torch.stack([o_prefix, o_suffix])  # doctest: +SKIP
+        >>> o, lse = merge_states(states, torch.stack([lse_prefix, lse_suffix]))  # doctest: +SKIP
     """
     check_dtype("o", o, _OUT_DTYPES)
     check_dtype("lse", lse, (torch.float32,))

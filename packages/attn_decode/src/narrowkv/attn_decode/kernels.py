@@ -91,7 +91,7 @@ def _split_counts(
     _, tiles = _tiles_of(lens, Q_LEN, WINDOW_LEFT, BLOCK_N)
     # A select, not an if: the compiler's alignment analysis gives up on what follows a branch here, and loads
     # turn bytewise.
-    even_share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), num_units - batch), 1)
+    even_share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), tl.maximum(num_units - batch, 1)), 1)
     size = tl.where(tiles_per_split > 0, tiles_per_split, even_share)
     # A sequence with no keys still gets one unit, which writes its zeros.
     return tl.where(seqs < batch, tl.maximum(tl.cdiv(tiles, size), 1), 0)
@@ -461,11 +461,9 @@ def _merge_states_kernel(
     for i in range(num_states):
         lse = tl.load(lse_ptr + i * stride_ls + row)
         weight = tl.exp(lse - m_safe)
-        # A state that attended to nothing may hold anything.
-        o = tl.load(
-            o_ptr + i * stride_os + row * HEAD_DIM + d, mask=(d < HEAD_DIM) & (lse > float("-inf")), other=0.0
-        )
-        acc += weight * o.to(tl.float32)
+        o = tl.load(o_ptr + i * stride_os + row * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+        # A state that attended to nothing may hold anything, NaN too.
+        acc += tl.where(weight > 0.0, weight * o.to(tl.float32), 0.0)
         total += weight
     empty = total == 0.0
     o = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total))

@@ -121,7 +121,7 @@ def _check_slots(slot_mapping: torch.Tensor, num_slots: int) -> None:
     used = slot_mapping[slot_mapping != -1].cpu()
     if bool(((used < 0) | (used >= num_slots)).any()):
         raise ValueError(f"slot_mapping must hold -1 or slots in [0, {num_slots}), got {used.tolist()[:16]}")
-    if used.unique().numel() != used.numel():
+    if len(set(used.tolist())) != used.numel():
         raise ValueError(f"slot_mapping must not hold a slot twice, got {used.sort().values.tolist()[:16]}")
 
 

@@ -8,6 +8,7 @@ of two that
 the caller folds into a scale (`widening_exponent`). It reads every code rightly, -0 and NaN among them.
 """
 
+import narrowkv.quant.toolchain  # noqa: F401, I001  # first: it says how to get Triton
 import triton
 import triton.language as tl
 

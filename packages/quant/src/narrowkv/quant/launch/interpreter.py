@@ -55,7 +55,7 @@ def _f32_to_bf16(data: np.ndarray) -> np.ndarray:
 def _decode(data: np.ndarray, dtype: Any) -> np.ndarray:
     """Stored bits of any floating type to float32 (float64 stays)."""
     if dtype in _FP8_TABLES:
-        return _FP8_TABLES[dtype][data]
+        return np.asarray(_FP8_TABLES[dtype][data])
     if dtype == tl.bfloat16:
         return _bf16_to_f32(data)
     return data

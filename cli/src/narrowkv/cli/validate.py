@@ -1,0 +1,216 @@
+"""`narrowkv validate`: a seeded sweep over the decode contract's axes against the reference."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from narrowkv.cli.cases import LSE_BOUND, CaseResult, DecodeCase, build, check
+from narrowkv.cli.contracts import BOUND_16_BIT_QUERY
+from narrowkv.cli.environment import versions
+from narrowkv.cli.places import Place, find_place
+from narrowkv.cli.report import ExitCode, Report
+from narrowkv.cli.workers import in_processes
+
+QUICK_RANDOM_CASES = 40
+FULL_RANDOM_CASES = 800
+_WORST_SHOWN = 5
+_FAILURES_SHOWN = 20
+
+# The contract's axes. Each value alone is one case of the quick sweep; the full one mixes them at random.
+AXES: dict[str, tuple[Any, ...]] = {
+    "ratio": (1, 2, 3, 5, 6, 7, 8, 12, 16, 17, 71),
+    "head_dim": (64, 80, 96, 128, 192, 256),
+    "page_size": (1, 3, 7, 16, 48, 64),
+    "layout": ("NHD", "HND", "tokens", "concat", "vectorised", "padded"),
+    "table": ("block_table", "ragged"),
+    "descale": ("float", "tensor", "head", "sequence_head", "page_head", "token_head"),
+    "k": ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2"),
+    "v": ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2"),
+    "q": ("bf16", "fp16"),
+    "out": ("", "bf16", "fp16", "fp32"),
+    "q_len": (1, 2, 4),
+    "window": (-1, 0, 5, 40),
+    "soft_cap": (0.0, 2.0, 30.0),
+    "sinks": (False, True),
+    "lens": ("64+37", "1", "0", "0+1+2", "16+17+15", "31+32+33", "63+64+65", "129+0+7", "300+5"),
+    "split": ("", "none", "even", "uniform"),
+    "data": ("gaussian", "outlier"),
+    "clean": (False, True),
+    "kv_heads": (1, 2, 3),
+}
+_VECTOR_PAGES = (16, 48, 64)
+
+
+def mended(case: DecodeCase) -> DecodeCase:
+    """The nearest case that a cache can have: some layouts want certain pages, and formats."""
+    if case.layout == "tokens" and case.page_size != 1:
+        case = replace(case, page_size=1)
+    if case.layout == "vectorised":
+        if case.page_size not in _VECTOR_PAGES:
+            case = replace(case, page_size=16)
+        if case.head_dim % 16:
+            case = replace(case, head_dim=64)
+    if case.layout == "concat" and case.k != case.v:
+        case = replace(case, v=case.k)
+    return case
+
+
+def one_at_a_time() -> Iterator[DecodeCase]:
+    """The default case, and each value of each axis alone; a cache format also for K and V alike."""
+    yield DecodeCase()
+    for name, values in AXES.items():
+        for value in values:
+            if value != getattr(DecodeCase(), name):
+                yield mended(replace(DecodeCase(), **{name: value}))
+    for fmt in AXES["k"]:
+        yield DecodeCase(k=fmt, v=fmt)
+    # A cache known to be clean takes another read on some targets, in each format.
+    yield from (DecodeCase(k=fmt, v=fmt, clean=True) for fmt in ("fp8_e4m3fnuz", "bf16"))
+
+
+def at_random(count: int, seed: int) -> Iterator[DecodeCase]:
+    """Cases with every axis drawn at random; half of them with one format for K and V."""
+    draw = random.Random(seed)
+    for number in range(count):
+        values = {name: draw.choice(choices) for name, choices in AXES.items()}
+        if number % 2:
+            values["v"] = values["k"]
+        if values["ratio"] > 16:
+            values["kv_heads"] = 1
+        yield mended(DecodeCase(**values, seed=draw.randrange(2**31)))
+
+
+def sweep(*, full: bool, seed: int) -> list[DecodeCase]:
+    """The cases of a sweep, each once."""
+    cases = [*one_at_a_time(), *at_random(FULL_RANDOM_CASES if full else QUICK_RANDOM_CASES, seed)]
+    return list(dict.fromkeys(cases))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A case and where to run it."""
+
+    case: DecodeCase
+    place: str
+
+
+def run_task(task: Task) -> CaseResult:
+    """Runs one case; what goes wrong is its result."""
+    try:
+        inputs = build(task.case, find_place(task.place).device)
+        with find_place(task.place).context():
+            results = inputs.call()
+        return check(task.case, inputs, BOUND_16_BIT_QUERY, lambda: results)
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        text = f"{type(error).__name__}: {lines[0] if lines else ''}"
+        return CaseResult(str(task.case), None, float("nan"), False, text)
+
+
+def repro(case: str, place: Place, default: str) -> str:
+    """The command that repeats a case."""
+    where = "" if place.name == default else f" --on {place.name}"
+    return f"narrowkv validate{where} --case {case}"
+
+
+def validate(
+    cases: Sequence[DecodeCase], report: Report, *, on: str | None, jobs: int, seed: int
+) -> ExitCode:
+    """Runs cases and reports; Ctrl-C keeps those that were finished."""
+    place = find_place(on)
+    default = find_place(None).name
+    results: list[CaseResult] = []
+    interrupted = False
+    tasks = [Task(case, place.name) for case in cases]
+    with report.progress(len(tasks), "validating") as line:
+        try:
+            for _, result in in_processes(run_task, tasks, 1 if place.is_gpu else jobs):
+                results.append(result)
+                line.advance("" if result.passed else f"failed: {result.case}")
+        except KeyboardInterrupt:
+            interrupted = True
+    failures = [result for result in results if not result.passed]
+    report.say(f"paged_decode against fp32 on the same cache, {place.description}")
+    if len(cases) == 1:
+        for result in results:
+            report.line(f"{result.error}; lse {result.lse_error:.3g}" if result.error else result.detail)
+    else:
+        report.show(_table(results))
+        _show_worst(report, results, place, default)
+    for result in failures[:_FAILURES_SHOWN]:
+        report.line(f"FAILED {result.detail}", "bold red")
+        report.line(f"  {repro(result.case, place, default)}")
+    if len(failures) > _FAILURES_SHOWN:
+        report.say(f"and {len(failures) - _FAILURES_SHOWN} more failures; --json lists all")
+    colour = "bold red" if failures else "green"
+    report.say(
+        f"[{colour}]{len(results) - len(failures)} of {len(results)} cases pass[/] "
+        f"(relative L1 <= {BOUND_16_BIT_QUERY:g})"
+    )
+    body = {
+        "operation": "paged_decode",
+        "ran_on": place.description,
+        "seed": seed,
+        "versions": versions(),
+        "bounds": {"relative_l1": BOUND_16_BIT_QUERY, "lse": LSE_BOUND},
+        "planned": len(cases),
+        "passed": len(results) - len(failures),
+        "cases": [{**_as_dict(r), "command": repro(r.case, place, default)} for r in results],
+    }
+    code = ExitCode.NUMERICAL if failures else ExitCode.OK
+    return report.finish(body, code, interrupted=interrupted)
+
+
+def _as_dict(result: CaseResult) -> dict[str, Any]:
+    return {field.name: getattr(result, field.name) for field in fields(result)}
+
+
+def _table(results: Sequence[CaseResult]) -> Table:
+    """Errors by formats of query and cache."""
+    groups: dict[tuple[str, str], list[CaseResult]] = {}
+    for result in results:
+        case = DecodeCase.parse(result.case)
+        cache = case.k if case.k == case.v else "K and V differ"
+        groups.setdefault((case.q, cache), []).append(result)
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for column in (
+        "Q",
+        "cache",
+        "cases",
+        "pass",
+        "median rel. L1",
+        "worst rel. L1",
+        "worst max",
+        "worst lse",
+    ):
+        table.add_column(column, justify="left" if column in ("Q", "cache") else "right")
+    for (q, cache), group in sorted(groups.items()):
+        errors = [r.error.relative_l1 for r in group if r.error is not None]
+        largest = [r.error.max_abs for r in group if r.error is not None]
+        lse = [r.lse_error for r in group if r.error is not None]
+        figures = (
+            [f"{f:.2e}" for f in (statistics.median(errors), max(errors), max(largest), max(lse))]
+            if errors
+            else ["-"] * 4
+        )
+        passed = sum(r.passed for r in group)
+        style = "" if passed == len(group) else "bold red"
+        table.add_row(q, cache, str(len(group)), str(passed), *figures, style=style)
+    return table
+
+
+def _show_worst(report: Report, results: Sequence[CaseResult], place: Place, default: str) -> None:
+    passed = [r for r in results if r.passed and r.error is not None]
+    worst = sorted(passed, key=lambda r: r.error.relative_l1 if r.error else 0.0, reverse=True)[:_WORST_SHOWN]
+    if worst:
+        report.say("worst of those that pass:")
+    for result in worst:
+        assert result.error is not None
+        report.line(f"  {result.error.relative_l1:.2e}  {repro(result.case, place, default)}")

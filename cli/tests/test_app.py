@@ -1,0 +1,189 @@
+"""The commands from outside: help, exit codes, what stdout and stderr get."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from narrowkv.cli.app import app
+from narrowkv.cli.contracts import CONTRACT_SETS
+
+run = CliRunner().invoke
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU says")
+COMMANDS = ("probe", "validate", "bench", "inspect", "env")
+
+
+def command(*arguments: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "narrowkv.cli", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, **kwargs)  # type: ignore[call-overload,no-any-return]
+
+
+def test_help_answers_within_half_a_second() -> None:
+    def seconds() -> float:
+        begin = time.perf_counter()
+        done = command("--help")
+        assert done.returncode == 0
+        assert all(name in done.stdout for name in COMMANDS)
+        return time.perf_counter() - begin
+
+    assert min(seconds() for _ in range(3)) < 0.5
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("probe", "--help"), ("bench", "decode", "--help")])
+def test_help_imports_neither_torch_nor_triton(arguments: tuple[str, ...]) -> None:
+    code = f"""
+import sys
+from narrowkv.cli.app import app
+try:
+    app({list(arguments)!r})
+except SystemExit as end:
+    assert not end.code, end.code
+found = sorted({{"torch", "triton", "numpy", "matplotlib"}} & set(sys.modules))
+assert not found, found
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_command_is_named_in_its_own_help() -> None:
+    for name in COMMANDS:
+        result = run(app, [name, "--help"])
+        assert result.exit_code == 0
+        assert name in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["probe", "no-such-set"], ["CONTRACT-SET", "glm-gqa12", "no-such-set"]),
+        (["probe", "--target", "gfx90a"], ["--target", "gfx942", "gfx90a"]),
+        (["probe", "--on", "tpu"], ["--on", "cpu", "tpu"]),
+        (["validate", "--case", "ratio=twelve"], ["ratio", "int", "twelve"]),
+        (["validate", "--case", "colour=red"], ["colour=red", "page_size"]),
+        (["validate", "--case", "lens=3+-1"], ["lens", "3+-1"]),
+        (["validate", "--case", "q=fp8_e4m3fn"], ["q", "bf16", "fp8_e4m3fn"]),
+        (["bench", "decode", "--batch", "4,x"], ["--batch", "4,x"]),
+        (["bench", "decode", "--format", "fp3"], ["--format", "fp8_e4m3fn", "fp3"]),
+        (["bench", "decode", "--context", "1000", "--page-size", "64"], ["--context", "1000", "64"]),
+        (["inspect", "--format", "fp3"], ["fp3", "fp8_e4m3fn"]),
+        (["no-such-command"], ["no-such-command"]),
+        (["probe", "--no-such-option"], ["--no-such-option"]),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_says_what_is_known(arguments: list[str], words: list[str]) -> None:
+    result = run(app, arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    missing = [word for word in words if word not in result.stderr]
+    assert not missing, result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["env"], ["probe"], ["validate"], ["inspect"], ["bench", "decode"]])
+def test_an_unwritable_output_file_is_refused_before_the_run(arguments: list[str], tmp_path: Path) -> None:
+    target = tmp_path / "missing" / "out.json"
+    begin = time.perf_counter()
+    result = run(app, [*arguments, "--out", str(target)])
+    assert result.exit_code == 2
+    assert str(target) in result.stderr
+    assert time.perf_counter() - begin < 5
+
+
+def test_checking_an_output_file_leaves_nothing_behind(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    assert run(app, ["probe", "no-such-set", "--out", str(target)]).exit_code == 2
+    assert not target.exists()
+    target.write_text("kept")
+    assert run(app, ["probe", "no-such-set", "--out", str(target)]).exit_code == 2
+    assert target.read_text() == "kept"
+
+
+def test_list_names_every_set() -> None:
+    result = run(app, ["probe", "--list"])
+    assert result.exit_code == 0
+    assert all(name in result.stdout for name in CONTRACT_SETS)
+    named = json.loads(run(app, ["probe", "--list", "--json"]).stdout)["sets"]
+    assert [entry["name"] for entry in named] == list(CONTRACT_SETS)
+
+
+def test_json_is_all_of_stdout_and_out_gets_the_same(tmp_path: Path) -> None:
+    target = tmp_path / "env.json"
+    result = run(app, ["env", "--json", "--out", str(target)])
+    assert result.exit_code == 0
+    document = json.loads(result.stdout)
+    assert document == json.loads(target.read_text())
+    assert document["schema_version"] == 1
+    assert document["command"] == "env"
+    assert document["exit_code"] == 0
+    assert document["environment"]["torch"]["version"] == torch.__version__
+    assert torch.__version__ in result.stderr
+
+
+def test_env_without_json_puts_the_table_on_stdout() -> None:
+    result = run(app, ["env"])
+    assert result.exit_code == 0
+    assert torch.__version__ in result.stdout
+    assert result.stderr == ""
+
+
+@without_gpu
+@pytest.mark.parametrize("arguments", [["bench", "decode"], ["validate", "--on", "gpu"], ["probe", "--on", "gpu"]])
+def test_what_needs_a_gpu_ends_with_3_and_says_why(arguments: list[str]) -> None:
+    result = run(app, arguments)
+    assert result.exit_code == 3
+    assert "GPU" in result.stderr
+    assert torch.__version__ in result.stderr
+
+
+def test_a_missing_triton_ends_with_3_and_says_what_to_do() -> None:
+    code = """
+import importlib.abc, sys
+
+class NoTriton(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.partition(".")[0] == "triton":
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+
+sys.meta_path.insert(0, NoTriton())
+from narrowkv.cli.app import app
+app(["probe"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    assert "pip install" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def colours_on_a_terminal(**variables: str) -> list[str]:
+    """Colour escapes that `probe --list` writes to a terminal."""
+    leader, follower = pty.openpty()
+    line = [sys.executable, "-m", "narrowkv.cli", "env"]
+    hidden = ("NO_COLOR", "FORCE_COLOR", "CI")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment |= {"TERM": "xterm-256color", **variables}
+    child = subprocess.Popen(line, stdout=follower, stderr=follower, env=environment)
+    os.close(follower)
+    seen = b""
+    try:
+        while chunk := os.read(leader, 65536):
+            seen += chunk
+    except OSError:  # a terminal whose other end is closed
+        pass
+    assert child.wait() == 0
+    return re.findall(r"\x1b\[[0-9;]*m", seen.decode())
+
+
+def test_no_color_is_honoured() -> None:
+    with_colour = [code for code in colours_on_a_terminal() if re.search(r"\b(3\d|9\d)\b", code)]
+    without = [code for code in colours_on_a_terminal(NO_COLOR="1") if re.search(r"\b(3\d|9\d)\b", code)]
+    assert with_colour
+    assert not without

@@ -1,0 +1,450 @@
+"""paged_decode against the fp32 reference over the contract's axes, and what must happen on every fault."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from narrowkv.attn_decode import (
+    merge_states,
+    merge_states_reference,
+    paged_decode,
+    paged_decode_reference,
+    plan_decode,
+)
+from narrowkv.attn_decode.workloads import DecodeWorkload
+from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.quant.errors import UnsupportedError
+from narrowkv.quant.launch import run_as
+
+W = DecodeWorkload
+
+
+def _check(
+    workload: DecodeWorkload, device: str, plan: dict[str, Any] | None = None, **options: Any
+) -> torch.Tensor:
+    """Runs with a poisoned output and compares o and lse; returns o."""
+    q, cache, table = workload.build(device)
+    out = torch.full(q.shape, math.nan, dtype=q.dtype, device=device)
+    made = plan_decode(q, cache, table, **(plan or {}))
+    o, lse = paged_decode(q, cache, table, out=out, return_lse=True, plan=made, **options)
+    expected, expected_lse = paged_decode_reference(q, cache, table, return_lse=True, **options)
+    assert o.data_ptr() == out.data_ptr()
+    assert not bool(o.isnan().any())
+    error = (o.float() - expected).abs().sum() / expected.abs().sum().clamp_min(1e-30)
+    assert float(error) <= 0.002, made.explain()
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+    return o
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 5, 6, 7, 8, 12, 16, 17, 71])
+def test_every_gqa_ratio(ratio: int, device: str) -> None:
+    _check(W(gqa_ratio=ratio), device)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+def test_every_head_dim(head_dim: int, device: str) -> None:
+    _check(W(head_dim=head_dim, gqa_ratio=3), device)
+
+
+# FAULTS 6: page sizes that are no power of two, smaller and larger than the key tile.
+@pytest.mark.parametrize("page_size", [1, 3, 7, 16, 48, 64, 256])
+def test_every_page_size(page_size: int, device: str) -> None:
+    _check(W(page_size=page_size, ragged=page_size % 2 == 1), device)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2"])
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16])
+def test_every_cache_format_with_either_query(fmt: str, q_dtype: torch.dtype, device: str) -> None:
+    _check(W(format=fmt, q_dtype=q_dtype), device)
+
+
+@pytest.mark.parametrize(
+    ("layout", "page_size"), [("NHD", 16), ("HND", 16), ("tokens", 1), ("concat", 16), ("vectorised", 16)]
+)
+def test_every_layout(layout: str, page_size: int, device: str) -> None:
+    _check(W(layout=layout, page_size=page_size), device)
+
+
+@pytest.mark.parametrize(
+    "granularity", ["float", "tensor", "head", "sequence_head", "page_head", "token_head"]
+)
+def test_every_descale_shape(granularity: str, device: str) -> None:
+    _check(W(granularity=granularity), device)
+    _check(W(granularity=granularity, page_size=1, layout="tokens", gqa_ratio=5), device)
+
+
+@pytest.mark.parametrize("q_len", [2, 4])
+@pytest.mark.parametrize("window_left", [-1, 0, 9, 1000])
+def test_speculative_tokens_are_causal_among_themselves_inside_a_window(
+    q_len: int, window_left: int, device: str
+) -> None:
+    _check(W(q_len=q_len, gqa_ratio=5, lens=(70, 1, 33)), device, window_left=window_left)
+
+
+def test_a_soft_cap_and_sinks(device: str) -> None:
+    sinks = torch.linspace(-3, 3, 24, device=device)
+    _check(W(), device, logits_soft_cap=3.0)
+    _check(W(), device, sinks=sinks)
+    _check(W(), device, sinks=sinks.bfloat16().float(), logits_soft_cap=1.0, window_left=20)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_output_may_have_another_dtype(out_dtype: torch.dtype, device: str) -> None:
+    q, cache, table = W().build(device)
+    o = paged_decode(q, cache, table, out_dtype=out_dtype)
+    assert isinstance(o, torch.Tensor)
+    assert o.dtype == out_dtype
+    expected = paged_decode_reference(q, cache, table)
+    bound = 0.002 if out_dtype == torch.bfloat16 else 0.0005
+    assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= bound
+
+
+PLANS: list[dict[str, Any]] = [
+    {"split": "none"}, {"split": "uniform"}, {"split": "even"}, {"tokens_per_split": 32}, {"tokens_per_split": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("in_launch", [False, True])
+def test_every_split_and_either_merge(plan: dict[str, Any], in_launch: bool, device: str) -> None:
+    workload = W(lens=(300, 0, 130, 1), granularity="head")
+    q, cache, table = workload.build(device)
+    made = plan_decode(q, cache, table, **plan)
+    made = replace(made, config=replace(made.config, merge_in_launch=in_launch))
+    sinks = torch.linspace(-1, 1, 24, device=device)
+    o, lse = paged_decode(q, cache, table, plan=made, return_lse=True, sinks=sinks)
+    expected, expected_lse = paged_decode_reference(q, cache, table, return_lse=True, sinks=sinks)
+    assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+
+
+# FAULTS 13
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 31, 32, 33, 127, 128, 129])
+def test_lengths_around_pages_tiles_and_splits(n: int, device: str) -> None:
+    _check(W(lens=(n, 40), gqa_ratio=2), device, plan={"tokens_per_split": 32})
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "fp8_e4m3fnuz", "bf16"])
+def test_the_code_paths_of_amd_targets_when_interpreted(target: str, fmt: str) -> None:
+    with run_as(target):
+        _check(W(format=fmt), "cpu")
+
+
+@given(
+    st.lists(st.integers(0, 90), min_size=1, max_size=5),
+    st.sampled_from([1, 3, 16, 64]),
+    st.booleans(),
+    st.sampled_from(["none", "uniform", "even"]),
+)
+@settings(max_examples=15)
+def test_any_ragged_batch(lens: list[int], page_size: int, ragged: bool, split: str) -> None:
+    _check(
+        W(lens=tuple(lens), page_size=page_size, ragged=ragged, num_kv_heads=1, gqa_ratio=3),
+        "cpu",
+        plan={"split": split},
+    )
+
+
+# FAULTS 12
+def test_empty_batches_and_sequences_are_defined(device: str) -> None:
+    q, cache, table = W(lens=(0, 20, 0)).build(device)
+    o, lse = paged_decode(q, cache, table, return_lse=True)
+    assert torch.equal(o[[0, 2]], torch.zeros_like(o[[0, 2]]))
+    assert bool((lse[[0, 2]] == -math.inf).all())
+    none = PageTable.from_block_table(
+        torch.zeros(0, 1, dtype=torch.int32, device=device),
+        torch.zeros(0, dtype=torch.int32, device=device),
+        page_size=16,
+    )
+    assert paged_decode(q[:0], cache, none).shape == (0, 24, 64)
+
+
+# FAULTS 24
+def test_rows_before_the_first_key_attend_to_nothing(device: str) -> None:
+    q, cache, table = W(lens=(2, 0), q_len=4).build(device)
+    o, lse = paged_decode(q, cache, table, return_lse=True)
+    assert bool((o[:2] == 0).all())
+    assert bool((lse[:2] == -math.inf).all())
+    assert bool((o[2:4] != 0).any(-1).all())
+
+
+# FAULTS 14, 29
+def test_permuted_and_repeated_pages_give_the_same_bits(device: str) -> None:
+    q, cache, table = W(lens=(64, 64), layout="NHD").build(device)
+    first = paged_decode(q, cache, table)
+    assert torch.equal(first, paged_decode(q, cache, table))
+    order = torch.randperm(cache.num_pages, device=device)
+    moved_k, moved_v = torch.empty_like(cache.k), torch.empty_like(cache.v)
+    for moved, stored in ((moved_k, cache.k), (moved_v, cache.v)):
+        moved.view(torch.uint8)[order] = stored.view(torch.uint8)
+    moved_table = PageTable.from_block_table(order[table.page_ids.long()].int(), table.seq_lens, page_size=16)
+    assert torch.equal(first, paged_decode(q, replace(cache, k=moved_k, v=moved_v), moved_table))
+    shared = PageTable.from_block_table(table.page_ids[[0, 0]].contiguous(), table.seq_lens, page_size=16)
+    twice = paged_decode(q[[0, 0]].contiguous(), cache, shared)
+    assert torch.equal(twice[0], twice[1])
+
+
+# FAULTS 16
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_a_nan_reaches_only_the_rows_that_attend_to_it(which: str, device: str) -> None:
+    q, cache, table = W(lens=(40, 40), q_len=2, gqa_ratio=2).build(device)
+    page = int(table.page_ids[0, 2])
+    getattr(cache, which).view(torch.uint8)[page, 39 % 16, 1, 3] = 0x7F  # the newest token, KV head 1
+    o = paged_decode(q, cache, table)
+    bad = o.isnan().any(-1)
+    expected = torch.zeros_like(bad)
+    expected[1, 2:4] = True  # sequence 0, second query token, heads of KV head 1
+    assert torch.equal(bad, expected)
+
+
+def test_a_nan_before_the_window_reaches_nobody(device: str) -> None:
+    q, cache, table = W(lens=(40,)).build(device)
+    page = int(table.page_ids[0, 1])
+    for stored in (cache.k, cache.v):
+        stored.view(torch.uint8)[page, 0] = 0x7F  # token 16
+    o = paged_decode(q, cache, table, window_left=20)  # keys 19..39
+    assert not bool(o.isnan().any())
+
+
+# FAULTS 23, 25
+def test_huge_logits_extreme_sinks_and_a_zero_scale(device: str) -> None:
+    q, cache, table = W().build(device)
+    for cap in (0.0, 5.0):
+        o, lse = paged_decode((q * 1000).to(q.dtype), cache, table, logits_soft_cap=cap, return_lse=True)
+        assert bool(o.isfinite().all())
+        assert bool(lse.isfinite().all())
+    plain = paged_decode(q, cache, table)
+    assert torch.equal(
+        paged_decode(q, cache, table, sinks=torch.full((24,), -math.inf, device=device)), plain
+    )
+    assert bool((paged_decode(q, cache, table, sinks=torch.full((24,), math.inf, device=device)) == 0).all())
+    uniform = paged_decode(q, cache, table, sm_scale=0.0)
+    mean = torch.stack([cache.gather(table, seq)[1].mean(0).repeat_interleave(12, 0) for seq in range(3)])
+    torch.testing.assert_close(uniform.float(), mean, rtol=0.01, atol=0.01)
+    with pytest.raises(ValueError, match="sm_scale must be finite, got nan"):
+        paged_decode(q, cache, table, sm_scale=math.nan)
+
+
+# FAULTS 26
+def test_a_dirty_workspace_does_not_matter(device: str) -> None:
+    q, cache, table = W(lens=(300, 5)).build(device)
+    plan = plan_decode(q, cache, table, tokens_per_split=32)
+    first = paged_decode(q, cache, table, plan=plan)
+    assert plan.workspace is not None
+    plan.workspace.acc.fill_(math.nan)
+    plan.workspace.ml.fill_(math.nan)
+    assert torch.equal(first, paged_decode(q, cache, table, plan=plan))
+    assert int(plan.workspace.arrived.abs().sum()) == 0
+
+
+# FAULTS 27
+def test_a_plan_for_another_call_is_refused_with_what_is_needed(device: str) -> None:
+    q, cache, table = W().build(device)
+    plan = plan_decode(q, cache, table)
+    other_q, other_cache, other_table = W(gqa_ratio=5).build(device)
+    with pytest.raises(ValueError, match="call plan_decode again"):
+        paged_decode(other_q, other_cache, other_table, plan=plan)
+    longer = W(lens=(70, 5, 900)).build(device)
+    short = plan_decode(q, cache, table, tokens_per_split=64)
+    with pytest.raises(ValueError, match="plan must cover 912 tokens"):
+        paged_decode(*longer, plan=short)
+
+
+# FAULTS 30
+def test_a_sequence_alone_equals_itself_in_a_batch_with_fixed_splits(device: str) -> None:
+    q, cache, table = W(lens=(200, 64, 7)).build(device)
+    together = paged_decode(q, cache, table, plan=plan_decode(q, cache, table, tokens_per_split=64))
+    assert table.seq_lens is not None
+    for seq in range(3):
+        alone = PageTable.from_block_table(
+            table.page_ids[seq : seq + 1], table.seq_lens[seq : seq + 1], page_size=16
+        )
+        one = q[seq : seq + 1]
+        plan = plan_decode(one, cache, alone, tokens_per_split=64)
+        assert torch.equal(paged_decode(one, cache, alone, plan=plan)[0], together[seq])
+
+
+# FAULTS 8
+def test_strided_queries_outputs_and_unaligned_storage(device: str) -> None:
+    q, cache, table = W().build(device)
+    expected = paged_decode(q, cache, table)
+    wide = torch.zeros(3, 2 * 24, 80, dtype=q.dtype, device=device)
+    strided = wide[:, ::2, 5:69]
+    strided.copy_(q)
+    out = torch.full((3, 24, 100), math.nan, dtype=q.dtype, device=device)[..., 3:67]
+    assert torch.equal(paged_decode(strided, cache, table, out=out), expected)
+    raw = torch.zeros(cache.k.numel() + 3, dtype=torch.uint8, device=device)
+    raw[3:] = cache.k.view(torch.uint8).flatten()
+    unaligned = raw[3:].view(cache.k.shape).view(cache.k.dtype)
+    moved = replace(cache, k=unaligned)
+    torch.testing.assert_close(paged_decode(q, moved, table), expected, rtol=0, atol=0)
+    raw[3:] = cache.v.view(torch.uint8).flatten()
+    assert torch.equal(paged_decode(q, replace(cache, v=unaligned), table), expected)
+
+
+def _refused(change: Any) -> Any:
+    q, cache, table = W().build()
+    return lambda: change(q, cache, table)
+
+
+REFUSALS: list[tuple[str, Any, type[Exception], str]] = [
+    ("q dtype", lambda q, c, t: paged_decode(q.float(), c, t), TypeError, "q must"),
+    ("q shape", lambda q, c, t: paged_decode(q[0], c, t), ValueError, "q must have shape"),
+    (
+        "heads",
+        lambda q, c, t: paged_decode(q[:, :23], c, t),
+        ValueError,
+        "multiple of the cache's 2 KV heads",
+    ),
+    ("head_dim", lambda q, c, t: paged_decode(q[..., :63], c, t), ValueError, "head_dim"),
+    (
+        "other head_dim",
+        lambda q, c, t: paged_decode(torch.cat([q, q], -1), c, t),
+        ValueError,
+        "cache's head_dim 64",
+    ),
+    (
+        "strided last dim",
+        lambda q, c, t: paged_decode(torch.cat([q, q], -1)[..., ::2], c, t),
+        ValueError,
+        "contiguous",
+    ),
+    ("rows", lambda q, c, t: paged_decode(torch.cat([q, q[:1]]), c, t), ValueError, "batch \\* q_len rows"),
+    (
+        "out shape",
+        lambda q, c, t: paged_decode(q, c, t, out=q[:2].clone()),
+        ValueError,
+        "out must have shape",
+    ),
+    ("out dtype", lambda q, c, t: paged_decode(q, c, t, out=q.double()), TypeError, "out"),
+    (
+        "out aliases q",
+        lambda q, c, t: paged_decode(q, c, t, out=q),
+        ValueError,
+        "must not share memory with q",
+    ),
+    ("grad", lambda q, c, t: paged_decode(q.requires_grad_(), c, t), ValueError, "must not require grad"),
+    (
+        "sinks shape",
+        lambda q, c, t: paged_decode(q, c, t, sinks=torch.zeros(3)),
+        ValueError,
+        "sinks must have shape",
+    ),
+    ("window", lambda q, c, t: paged_decode(q, c, t, window_left=-2), ValueError, "window_left"),
+    ("soft cap", lambda q, c, t: paged_decode(q, c, t, logits_soft_cap=-1.0), ValueError, "logits_soft_cap"),
+    ("split", lambda q, c, t: plan_decode(q, c, t, split="odd"), ValueError, "split must be"),
+    (
+        "page sizes differ",
+        lambda q, c, t: paged_decode(q, c, PageTable.from_block_table(t.page_ids, t.seq_lens, page_size=8)),
+        ValueError,
+        "cache's page_size 16, got 8",
+    ),
+]
+
+
+# FAULTS 1, 2, 3, 7, 25, 28
+@pytest.mark.parametrize(
+    ("change", "error", "match"), [r[1:] for r in REFUSALS], ids=[r[0] for r in REFUSALS]
+)
+def test_bad_arguments_are_refused_by_name(change: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        _refused(change)()
+
+
+# FAULTS 36
+def test_an_unknown_target_lists_the_known_ones() -> None:
+    with pytest.raises((ValueError, UnsupportedError), match="gfx942"), run_as("gfx906"):
+        pass
+
+
+def test_merge_states_agrees_with_the_reference_and_ignores_empty_states(device: str) -> None:
+    torch.manual_seed(0)
+    o, lse = torch.randn(4, 5, 6, 80, device=device), torch.randn(4, 5, 6, device=device) * 20
+    lse[1, 2], lse[:, 4, 1] = -math.inf, -math.inf
+    o[1, 2] = math.nan
+    merged, total = merge_states(o, lse)
+    expected, expected_total = merge_states_reference(o, lse)
+    torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(total, expected_total, rtol=1e-6, atol=1e-5)
+    assert bool((merged[4, 1] == 0).all())
+    assert float(total[4, 1]) == -math.inf
+
+
+# FAULTS 35: a rank whose shard is empty changes nothing.
+def test_splitting_a_sequence_over_ranks_and_merging_is_attention_over_the_whole(device: str) -> None:
+    q, cache, table = W(lens=(96,)).build(device)
+    whole, whole_lse = paged_decode(q, cache, table, return_lse=True, out_dtype=torch.float32)
+    parts = []
+    for first, n in ((0, 32), (2, 64), (6, 0)):
+        ids = (
+            table.page_ids[:, first : first + max(n // 16, 1)].contiguous()
+            if n
+            else table.page_ids[:, :1].contiguous()
+        )
+        lens = torch.tensor([n], dtype=torch.int32, device=device)
+        part = PageTable.from_block_table(ids, lens, page_size=16)
+        parts.append(paged_decode(q, cache, part, return_lse=True, out_dtype=torch.float32))
+    o, lse = merge_states(torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]))
+    torch.testing.assert_close(o, whole, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(lse, whole_lse, rtol=0, atol=1e-4)
+
+
+# FAULTS 31
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", ["none", "uniform", "even"])
+def test_a_captured_graph_serves_other_lengths(split: str) -> None:
+    q, cache, table = W(lens=(500, 300, 17)).build("cuda")
+    plan = plan_decode(q, cache, table, split=split)
+    out = torch.full(q.shape, math.nan, dtype=q.dtype, device="cuda")
+    paged_decode(q, cache, table, out=out, plan=plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_decode(q, cache, table, out=out, plan=plan)
+    assert table.seq_lens is not None
+    for lens in ([500, 300, 17], [1, 299, 0], [433, 16, 12]):
+        table.seq_lens.copy_(torch.tensor(lens))
+        out.fill_(math.nan)
+        graph.replay()
+        expected = paged_decode_reference(q, cache, table)
+        assert float((out.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
+
+
+# FAULTS 32
+@pytest.mark.gpu
+def test_another_stream() -> None:
+    q, cache, table = W(lens=(500, 300)).build("cuda")
+    expected = paged_decode(q, cache, table)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        o = paged_decode(q, cache, table)
+    stream.synchronize()
+    assert torch.equal(o, expected)
+
+
+# FAULTS 22
+@pytest.mark.gpu
+def test_byte_offsets_beyond_2_31_and_page_ids_beyond_65535() -> None:
+    pages = 2**31 // (16 * 2 * 64) + 64
+    stored = torch.zeros(pages, 16, 2, 64, dtype=torch.uint8, device="cuda")
+    q, small, small_table = W(lens=(40, 33)).build("cuda")
+    ids = small_table.page_ids.clone().long()
+    used = torch.tensor([[0, 1, 2], [0, 1, 2]], device="cuda")
+    far = pages - 1 - torch.arange(6, device="cuda").view(2, 3)
+    for seq in range(2):
+        stored[far[seq]] = small.k.view(torch.uint8)[ids[seq][used[seq]]]
+    v = torch.zeros_like(stored)
+    for seq in range(2):
+        v[far[seq]] = small.v.view(torch.uint8)[ids[seq][used[seq]]]
+    cache = PagedKVCache.from_tensors(stored, v, format="fp8_e4m3fn", k_descale=0.5, v_descale=0.5)
+    assert cache.needs_64_bit_addresses
+    table = PageTable.from_block_table(far.int(), small_table.seq_lens, page_size=16)
+    assert torch.equal(paged_decode(q, cache, table), paged_decode(q, small, small_table))

@@ -1,0 +1,31 @@
+"""The check that a usable Triton is there; importing this module runs it, so a missing one is explained."""
+
+from __future__ import annotations
+
+OLDEST_TRITON = (3, 6)
+_HOW_TO_GET_IT = (
+    "On ROCm and CUDA install the triton that belongs to your torch (ROCm builds go by other names than "
+    "`triton`, and the plain one would be laid over them). With a CPU-only torch: pip install 'triton>=3.6'"
+)
+
+
+def require_triton() -> None:
+    """Raises ImportError, saying what to do, unless Triton 3.6 or later can be imported.
+
+    Example:
+        >>> require_triton()
+    """
+    try:
+        import triton
+    except ImportError as error:
+        raise ImportError(
+            f"narrowkv needs triton >= 3.6 and found none. {_HOW_TO_GET_IT}", name="triton"
+        ) from error
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < OLDEST_TRITON:
+        raise ImportError(
+            f"narrowkv needs triton >= 3.6, found {triton.__version__}. {_HOW_TO_GET_IT}", name="triton"
+        )
+
+
+require_triton()

@@ -1,0 +1,146 @@
+"""The launch path: interpreting repaired and reversible, compiling in the same process, nothing left behind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from narrowkv.quant.errors import UnsupportedError
+from narrowkv.quant.launch import LaunchOptions, compile_for, launch, run_as
+
+ONE = LaunchOptions(num_warps=1, num_stages=1)
+
+
+@triton.jit
+def _dot_kernel(a_ptr, b_ptr, c_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    grid = i[:, None] * N + i[None, :]
+    tl.store(c_ptr + grid, tl.dot(tl.load(a_ptr + grid), tl.load(b_ptr + grid)))
+
+
+@triton.jit
+def _arithmetic_kernel(x_ptr, y_ptr, o_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x, y = tl.load(x_ptr + i), tl.load(y_ptr + i)
+    tl.store(o_ptr + i, x * y + x)
+
+
+@triton.jit
+def _cast_kernel(x_ptr, o_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(o_ptr + i, tl.load(x_ptr + i).to(o_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _count_kernel(o_ptr):
+    tl.atomic_add(o_ptr, 1)
+
+
+@triton.jit
+def _broken_kernel(o_ptr, N: tl.constexpr):
+    tl.store(o_ptr + tl.arange(0, N), tl.arange(0, 2 * N))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz])
+def test_a_dot_multiplies_values_and_not_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    a, b = (torch.randn(16, 16).to(dtype) for _ in range(2))
+    c = torch.zeros(16, 16)
+    launch(_dot_kernel, (1,), (a, b, c), {"N": 16}, ONE)
+    torch.testing.assert_close(c, a.float() @ b.float(), rtol=1e-6, atol=1e-5)
+
+
+def test_bf16_arithmetic_is_bf16_arithmetic() -> None:
+    torch.manual_seed(1)
+    x, y = (torch.randn(128).bfloat16() for _ in range(2))
+    o = torch.zeros(128, dtype=torch.bfloat16)
+    launch(_arithmetic_kernel, (1,), (x, y, o), {"N": 128}, ONE)
+    torch.testing.assert_close(o, x * y + x, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2])
+def test_every_fp8_code_is_read_as_torch_reads_it(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    wide = torch.zeros(256)
+    launch(_cast_kernel, (1,), (codes, wide), {"N": 256}, ONE)
+    np.testing.assert_array_equal(wide.numpy(), codes.float().numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2])
+def test_casts_to_fp8_round_to_nearest_even_and_saturate(dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    finite = codes[codes.isfinite()].sort().values
+    ties = (finite[1:] + finite[:-1]) / 2
+    x = torch.cat([ties, torch.randn(500) * 100, torch.tensor([1e9, -1e9])])
+    x = torch.cat([x, torch.zeros(1024 - x.numel())])
+    stored = torch.zeros(1024, dtype=torch.uint8).view(dtype)
+    launch(_cast_kernel, (1,), (x, stored), {"N": 1024}, ONE)
+    top = torch.finfo(dtype).max
+    assert torch.equal(stored.float(), x.clamp(-top, top).to(dtype).float())
+
+
+def test_every_program_of_the_grid_runs_and_an_empty_grid_does_nothing() -> None:
+    o = torch.zeros(1, dtype=torch.int32)
+    launch(_count_kernel, (3, 4, 5), (o,), {}, ONE)
+    assert int(o) == 60
+    launch(_count_kernel, (3, 0), (o,), {}, ONE)
+    assert int(o) == 60
+
+
+def test_one_process_interprets_and_compiles_in_any_order() -> None:
+    a = torch.eye(16).bfloat16()
+    for target in ("gfx942", "gfx950"):
+        c = torch.zeros(16, 16)
+        with compile_for(target) as artifacts:
+            launch(_dot_kernel, (1,), (a, a, c), {"N": 16}, ONE)
+        assert not bool(c.any()), "compiling does not run"
+        (code,) = artifacts
+        assert code.target.name == target
+        assert target in code.assembly.split("\n", 1)[0], "the assembly names its target first"
+        assert code.code_object[:4] == b"\x7fELF"
+        assert code.whole.mfma > 0
+        assert code.registers.vgprs > 0
+        assert [tuple(arg.shape) for arg in code.args] == [(16, 16)] * 3
+        launch(_dot_kernel, (1,), (a, a, c), {"N": 16}, ONE)
+        assert torch.equal(c, torch.eye(16))
+
+
+def test_a_kernel_that_fails_leaves_triton_as_it_was() -> None:
+    before = (
+        tl.load,
+        tl.core.tensor.__add__,
+        triton.runtime.jit.JITFunction.__call__,
+        triton.knobs.runtime.interpret,
+    )
+    with pytest.raises(Exception):  # noqa: B017, PT011  # which one is the interpreter's business
+        launch(_broken_kernel, (1,), (torch.zeros(16),), {"N": 16}, ONE)
+    after = (
+        tl.load,
+        tl.core.tensor.__add__,
+        triton.runtime.jit.JITFunction.__call__,
+        triton.knobs.runtime.interpret,
+    )
+    assert before == after
+
+
+def test_targets_that_cannot_be_compiled_for_are_refused_with_what_can() -> None:
+    with pytest.raises(UnsupportedError, match=r"gfx942, gfx950"), compile_for("sm90"):
+        pass
+    with pytest.raises(ValueError, match="gfx950"), compile_for("gfx90a"):
+        pass
+
+
+def test_run_as_interprets() -> None:
+    o = torch.zeros(1, dtype=torch.int32)
+    with run_as("gfx942"):
+        launch(_count_kernel, (2,), (o,), {}, ONE)
+    assert int(o) == 2
+
+
+def test_a_launch_needs_a_tensor() -> None:
+    with pytest.raises(TypeError, match="at least one tensor"):
+        launch(_count_kernel, (1,), (1,), {}, ONE)
