@@ -101,7 +101,7 @@ def report_environment(report: Report) -> ExitCode:
     """Shows the report."""
     found = describe()
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
+    table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for section, content in found.items():
         if isinstance(content, dict):

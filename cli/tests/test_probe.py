@@ -1,0 +1,243 @@
+"""`narrowkv probe`: every status comes from asking, and the exit code from the statuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from narrowkv.cli import backends, codegen, contracts, probe
+from narrowkv.cli.app import app
+from narrowkv.cli.contracts import DECODE, PREFILL, Contract, ContractSet, Shape
+from narrowkv.quant.errors import UnsupportedError
+
+run = CliRunner().invoke
+SHAPE = Shape(batch=2, q_len=1, context=48, num_qo_heads=24, num_kv_heads=2, head_dim=64)
+FP8 = Contract(DECODE, "bf16", "fp8_e4m3fn", "fp8_e4m3fn", 16, True, 0.002)
+FP4 = replace(FP8, k="fp4_e2m1", v="fp4_e2m1", required=False)
+UNBUILT = replace(FP8, operation="narrowkv.no_such_package:no_such_operation", required=False)
+
+
+@pytest.fixture(autouse=True)
+def small_sets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(contracts.CONTRACT_SETS, "t", ContractSet("t", "for tests", SHAPE, (FP8, FP4, UNBUILT)))
+    monkeypatch.setitem(contracts.CONTRACT_SETS, "only-fp8", ContractSet("only-fp8", "one", SHAPE, (FP8,)))
+    yield
+
+
+def ask(name: str = "t", *options: str) -> tuple[Any, dict[str, Any]]:
+    result = run(app, ["probe", name, "--on", "cpu", "--jobs", "1", "--json", *options])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result, json.loads(result.stdout)
+
+
+def own(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    rows = [row for row in document["rows"] if row["backend"] == "narrowkv"]
+    return {(row["contract"]["operation"], row["contract"]["k"]): row for row in rows}
+
+
+def test_what_is_built_passes_and_what_is_not_says_not_yet() -> None:
+    result, document = ask()
+    assert result.exit_code == 0, result.stderr
+    rows = own(document)
+    good = rows[DECODE, "fp8_e4m3fn"]
+    assert good["status"] == "pass"
+    assert 0 < good["relative_l1"] <= 0.002
+    assert good["kv_bytes_per_token"] == 2 * 2 * 64
+    assert good["time_us"] is None
+    for target in ("gfx942", "gfx950"):
+        compiled = good["compiled"][target]
+        assert compiled["status"] == "pass"
+        kernel = max(compiled["kernels"], key=lambda k: sum(k["mfma"].values()))
+        assert kernel["vgprs"] > 0
+        assert kernel["spills"] == kernel["scratch_bytes"] == 0
+        assert kernel["mfma"]
+    absent = rows[UNBUILT.operation, "fp8_e4m3fn"]
+    assert absent["status"] == "not yet"
+    assert "no_such_package" in absent["detail"]
+    assert absent["relative_l1"] is None
+
+
+def test_an_optional_contract_that_is_refused_is_not_yet_in_the_operations_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses(self: object, contract: Contract, inputs: object) -> Any:
+        raise UnsupportedError("this target has no scaled MFMA")
+
+    monkeypatch.setitem(
+        contracts.CONTRACT_SETS, "t", ContractSet("t", "", SHAPE, (replace(FP8, required=False),))
+    )
+    monkeypatch.setattr(backends.Narrowkv, "prepare", refuses)
+    result, document = ask()
+    (row,) = own(document).values()
+    assert row["status"] == "not yet"
+    assert "this target has no scaled MFMA" in row["detail"]
+    assert result.exit_code == 3, "nothing of the set works here"
+
+
+def test_an_optional_contract_that_works_is_run_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        contracts.CONTRACT_SETS, "t", ContractSet("t", "", SHAPE, (replace(FP8, required=False),))
+    )
+    result, document = ask()
+    (row,) = own(document).values()
+    assert row["status"] == "pass"
+    assert result.exit_code == 0
+
+
+def test_a_required_contract_that_is_refused_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(contracts.CONTRACT_SETS, "t", ContractSet("t", "", SHAPE, (replace(UNBUILT, required=True),)))
+    result, document = ask()
+    (row,) = own(document).values()
+    assert row["status"] == "fail"
+    assert result.exit_code == 1
+
+
+def test_an_inexact_answer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = backends.Narrowkv.prepare
+
+    def inexact(self: backends.Narrowkv, contract: Contract, inputs: Any) -> Any:
+        call = right(self, contract, inputs)
+        return lambda: call() * 1.01
+
+    monkeypatch.setattr(backends.Narrowkv, "prepare", inexact)
+    result, document = ask("only-fp8")
+    (row,) = own(document).values()
+    assert row["status"] == "fail"
+    assert row["relative_l1"] == pytest.approx(0.01, rel=0.2)
+    assert result.exit_code == 1
+    assert "1 fail" in result.stderr
+
+
+def test_a_nan_anywhere_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = backends.Narrowkv.prepare
+
+    def poisoned(self: backends.Narrowkv, contract: Contract, inputs: Any) -> Any:
+        call = right(self, contract, inputs)
+        return lambda: call().index_fill(0, torch.tensor([1]), float("nan"))
+
+    monkeypatch.setattr(backends.Narrowkv, "prepare", poisoned)
+    result, document = ask("only-fp8")
+    (row,) = own(document).values()
+    assert (row["status"], row["relative_l1"]) == ("fail", None)
+    assert result.exit_code == 1
+
+
+@pytest.mark.parametrize("fault", ["spills", "scratch_bytes"])
+def test_a_kernel_that_spills_fails_its_contract(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    right = codegen.KernelCode.of
+    monkeypatch.setattr(probe.KernelCode, "of", lambda artifact: replace(right(artifact), **{fault: 8}))
+    result, document = ask("only-fp8")
+    (row,) = own(document).values()
+    assert row["status"] == "fail"
+    assert "gfx942" in row["detail"]
+    assert result.exit_code == 1
+
+
+def test_a_triton_without_amd_skips_the_code_and_still_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "amd_backend_missing", lambda: "no AMD backend here")
+    result, document = ask("only-fp8")
+    (row,) = own(document).values()
+    assert row["status"] == "pass"
+    assert {c["status"] for c in row["compiled"].values()} == {"skipped"}
+    assert result.exit_code == 0
+
+
+class Refuser:
+    """A peer that is installed and says no."""
+
+    name = "refuser"
+
+    def absent(self, place: Any) -> str | None:
+        return None
+
+    def prepare(self, contract: Contract, inputs: Any) -> Any:
+        raise RuntimeError("Unsupported group_size: 12\nsomewhere in C++")
+
+
+class Absent(Refuser):
+    name = "absent one"
+
+    def absent(self, place: Any) -> str | None:
+        return "not installed"
+
+
+def test_peers_are_shown_in_their_own_words_and_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "PEERS", (Refuser(), Absent()))
+    result, document = ask("only-fp8")
+    assert result.exit_code == 0
+    (refused,) = [row for row in document["rows"] if row["backend"] == "refuser"]
+    assert refused["status"] == "refused"
+    assert refused["detail"] == "RuntimeError: Unsupported group_size: 12"
+    assert document["backends"]["absent one"]["absent"] == "not installed"
+    assert not [row for row in document["rows"] if row["backend"] == "absent one"]
+    assert "Unsupported group_size: 12" in result.stderr
+    assert "not installed" in result.stderr
+
+
+def test_torch_sdpa_answers_beside_us() -> None:
+    _, document = ask("only-fp8")
+    (row,) = [row for row in document["rows"] if row["backend"] == "torch sdpa"]
+    assert row["status"] in ("pass", "inexact")
+    assert 0 < row["relative_l1"] < 0.01
+    assert row["compiled"] == {}
+
+
+def test_the_table_goes_to_stdout_when_stdout_is_for_people() -> None:
+    result = run(app, ["probe", "only-fp8", "--on", "cpu", "--jobs", "1"])
+    assert result.exit_code == 0
+    for word in ("gfx942", "gfx950", "VGPR", "paged_decode", "narrowkv: 1 pass"):
+        assert word in result.stdout
+    assert "probing" in result.stderr
+
+
+def test_two_processes_give_what_one_gives() -> None:
+    _, one = ask("only-fp8", "--target", "gfx950")
+    contract_set = contracts.CONTRACT_SETS["only-fp8"]
+    tasks = [probe.Task(FP8, contract_set.shape, "cpu", None), probe.Task(FP8, contract_set.shape, "cpu", "gfx950")]
+    from narrowkv.cli.workers import in_processes
+
+    found = dict(in_processes(probe.run_task, tasks, jobs=2))
+    (row,) = own(one).values()
+    assert found[tasks[0]][0].relative_l1 == row["relative_l1"]  # type: ignore[index,union-attr]
+    assert found[tasks[1]].kernels[0].vgprs == row["compiled"]["gfx950"]["kernels"][0]["vgprs"]  # type: ignore[union-attr]
+    assert "gfx942" not in row["compiled"]
+
+
+def test_ctrl_c_keeps_the_answers_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = probe.run_task
+    seen: list[probe.Task] = []
+
+    def until_third(task: probe.Task) -> Any:
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+        seen.append(task)
+        return right(task)
+
+    monkeypatch.setattr(probe, "run_task", until_third)
+    result, document = ask()
+    assert result.exit_code == 130
+    assert document["interrupted"] is True
+    assert [row["status"] for row in document["rows"] if row["backend"] == "narrowkv"] == ["pass"]
+
+
+def test_every_operation_that_exists_has_inputs() -> None:
+    """A package that gets built must not leave `probe` saying "not yet" for want of a runner."""
+    for contract_set in contracts.CONTRACT_SETS.values():
+        for operation in {c.operation for c in contract_set.contracts}:
+            if operation in (DECODE, PREFILL):
+                continue
+            with pytest.raises(backends.NotBuiltError):
+                backends.find_operation(operation)
+
+
+def test_the_fp8_query_contract_gets_an_fp8_query() -> None:
+    contract = Contract(PREFILL, "fp8_e4m3fn", "fp8_e4m3fn", "fp8_e4m3fn", 16, False, 0.02)
+    inputs = probe.contract_inputs(contract, SHAPE)
+    assert inputs.q.dtype is torch.float8_e4m3fn
+    assert bool(torch.isfinite(inputs.q.float()).all())

@@ -1,0 +1,126 @@
+"""`narrowkv validate`: what it runs, what it reports, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from narrowkv.cli import validate
+from narrowkv.cli.app import app
+from narrowkv.cli.cases import CaseResult, DecodeCase, DecodeInputs
+
+run = CliRunner().invoke
+FEW = ["--case", "lens=20+3,ratio=3,head_dim=64", "--case", "lens=9,k=bf16,v=bf16,q=fp16,head_dim=64,q_len=2"]
+
+
+def test_cases_that_pass_end_with_0_and_are_all_in_the_document() -> None:
+    result = run(app, ["validate", "--on", "cpu", "--json", *FEW])
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["planned"] == document["passed"] == len(document["cases"]) == 2
+    for case in document["cases"]:
+        assert case["passed"]
+        assert 0 < case["error"]["relative_l1"] <= document["bounds"]["relative_l1"] == 0.002
+    assert "2 of 2 cases pass" in result.stderr
+
+
+def test_a_wrong_kernel_ends_with_1_and_a_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = DecodeInputs.call
+
+    def wrong(self: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = right(self)
+        return (o * 1.02 if self.table.batch_size == 2 else o), lse
+
+    monkeypatch.setattr(DecodeInputs, "call", wrong)
+    result = run(app, ["validate", "--on", "cpu", "--jobs", "1", *FEW])
+    assert result.exit_code == 1
+    assert "1 of 2 cases pass" in result.stdout
+    (line,) = [line.strip() for line in result.stdout.splitlines() if "--case lens=20+3" in line]
+    assert line.startswith("narrowkv validate ")
+    again = run(app, [*line.split()[1:], "--jobs", "1"])
+    assert again.exit_code == 1
+    monkeypatch.undo()
+    assert run(app, line.split()[1:]).exit_code == 0
+
+
+def test_a_case_that_raises_is_a_failure_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        raise RuntimeError("the kernel fell over\nat some length")
+
+    monkeypatch.setattr(DecodeInputs, "call", broken)
+    result = run(app, ["validate", "--on", "cpu", "--jobs", "1", "--json", *FEW[:2]])
+    assert result.exit_code == 1
+    (case,) = json.loads(result.stdout)["cases"]
+    assert case["detail"] == "RuntimeError: the kernel fell over"
+    assert case["error"] is None
+
+
+def test_ctrl_c_keeps_what_was_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[DecodeCase] = []
+
+    def until_third(task: validate.Task) -> CaseResult:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(task.case)
+        return CaseResult(str(task.case), None, 0.0, True)
+
+    monkeypatch.setattr(validate, "run_task", until_third)
+    result = run(app, ["validate", "--on", "cpu", "--jobs", "1", "--json"])
+    assert result.exit_code == 130
+    document = json.loads(result.stdout)
+    assert document["interrupted"] is True
+    assert [case["case"] for case in document["cases"]] == [str(case) for case in done]
+    assert document["planned"] > 2
+    assert "interrupted" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_real_ctrl_c_ends_all_processes_and_leaves_the_document(tmp_path: Path) -> None:
+    out = tmp_path / "partial.json"
+    line = [sys.executable, "-m", "narrowkv.cli", "validate", "--full", "--on", "cpu", "--jobs", "2", "--out", str(out)]
+    child = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, text=True)
+    time.sleep(25)
+    os.killpg(child.pid, signal.SIGINT)
+    _, stderr = child.communicate(timeout=30)
+    assert child.returncode == 130, stderr
+    document = json.loads(out.read_text())
+    assert document["interrupted"] is True
+    assert 0 < len(document["cases"]) < document["planned"]
+    with pytest.raises(ProcessLookupError):
+        os.killpg(child.pid, 0)
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_a_case_can_run_as_a_targets_machine_code(target: str) -> None:
+    line = "lens=18,ratio=12,head_dim=64,kv_heads=1,page_size=7"
+    result = run(app, ["validate", "--on", target, "--json", "--case", line])
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert target in document["ran_on"]
+    assert document["cases"][0]["command"] == f"narrowkv validate --on {target} --case {DecodeCase.parse(line)}"
+
+
+@pytest.mark.slow
+def test_the_quick_sweep_passes() -> None:
+    result = run(app, ["validate", "--quick", "--on", "cpu", "--json"])
+    document = json.loads(result.stdout)
+    failed = [case["command"] + ": " + case["detail"] for case in document["cases"] if not case["passed"]]
+    assert not failed, "\n".join(failed)
+    assert result.exit_code == 0
+
+
+@pytest.mark.gpu
+def test_the_quick_sweep_passes_on_a_gpu() -> None:
+    result = run(app, ["validate", "--quick", "--on", "gpu", "--json"])
+    document = json.loads(result.stdout)
+    failed = [case["command"] + ": " + case["detail"] for case in document["cases"] if not case["passed"]]
+    assert not failed, "\n".join(failed)
