@@ -17,7 +17,10 @@ BOUND = 0.002
 SMALL = DecodeCase(lens="20+3", ratio=3, head_dim=64, kv_heads=2)
 
 
-@given(st.fixed_dictionaries({name: st.sampled_from(values) for name, values in AXES.items()}), st.integers(0, 2**31))
+@given(
+    st.fixed_dictionaries({name: st.sampled_from(values) for name, values in AXES.items()}),
+    st.integers(0, 2**31),
+)
 def test_a_case_survives_its_own_line(values: dict[str, object], seed: int) -> None:
     case = DecodeCase(**values, seed=seed)  # type: ignore[arg-type]
     assert DecodeCase.parse(str(case)) == case
@@ -148,7 +151,14 @@ def test_full_is_much_more_than_quick() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["layout=tokens", "layout=vectorised,page_size=7", "layout=concat,k=bf16", "table=list", "descale=row", "data=x"],
+    [
+        "layout=tokens",
+        "layout=vectorised,page_size=7",
+        "layout=concat,k=bf16",
+        "table=list",
+        "descale=row",
+        "data=x",
+    ],
 )
 def test_a_case_that_no_cache_can_have_is_refused(line: str) -> None:
     with pytest.raises(UsageError, match="--case"):

@@ -26,9 +26,7 @@ def test_the_main_set_has_the_shape_of_the_job() -> None:
 
 
 def test_the_main_set_asks_for_every_mixed_contract_at_every_page() -> None:
-    asked = {
-        (c.operation, c.q, c.k, c.v, c.page_size): c for c in CONTRACT_SETS["glm-gqa12"].contracts
-    }
+    asked = {(c.operation, c.q, c.k, c.v, c.page_size): c for c in CONTRACT_SETS["glm-gqa12"].contracts}
     for page in (1, 16, 64):
         for q in ("bf16", "fp16"):
             for cache in ("bf16", "fp8_e4m3fn", "fp8_e4m3fnuz"):

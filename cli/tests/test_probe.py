@@ -25,7 +25,9 @@ UNBUILT = replace(FP8, operation="narrowkv.no_such_package:no_such_operation", r
 
 @pytest.fixture(autouse=True)
 def small_sets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(contracts.CONTRACT_SETS, "t", ContractSet("t", "for tests", SHAPE, (FP8, FP4, UNBUILT)))
+    monkeypatch.setitem(
+        contracts.CONTRACT_SETS, "t", ContractSet("t", "for tests", SHAPE, (FP8, FP4, UNBUILT))
+    )
     monkeypatch.setitem(contracts.CONTRACT_SETS, "only-fp8", ContractSet("only-fp8", "one", SHAPE, (FP8,)))
     yield
 
@@ -91,7 +93,9 @@ def test_an_optional_contract_that_works_is_run_and_passes(monkeypatch: pytest.M
 
 
 def test_a_required_contract_that_is_refused_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(contracts.CONTRACT_SETS, "t", ContractSet("t", "", SHAPE, (replace(UNBUILT, required=True),)))
+    monkeypatch.setitem(
+        contracts.CONTRACT_SETS, "t", ContractSet("t", "", SHAPE, (replace(UNBUILT, required=True),))
+    )
     result, document = ask()
     (row,) = own(document).values()
     assert row["status"] == "fail"
@@ -199,7 +203,10 @@ def test_the_table_goes_to_stdout_when_stdout_is_for_people() -> None:
 def test_two_processes_give_what_one_gives() -> None:
     _, one = ask("only-fp8", "--target", "gfx950")
     contract_set = contracts.CONTRACT_SETS["only-fp8"]
-    tasks = [probe.Task(FP8, contract_set.shape, "cpu", None), probe.Task(FP8, contract_set.shape, "cpu", "gfx950")]
+    tasks = [
+        probe.Task(FP8, contract_set.shape, "cpu", None),
+        probe.Task(FP8, contract_set.shape, "cpu", "gfx950"),
+    ]
     from narrowkv.cli.workers import in_processes
 
     found = dict(in_processes(probe.run_task, tasks, jobs=2))

@@ -23,7 +23,9 @@ def mix(**mnemonics: int) -> InstructionMix:
 def test_vector_instructions_take_four_clocks_and_slow_ones_more() -> None:
     assert GFX942.figures is not None
     assert GFX950.figures is not None
-    loop = mix(v_fma_f32=10, v_exp_f32_e32=3, v_mul_lo_u32=2, v_mfma_f32_16x16x16_f16=5, s_nop=9, ds_read_b128=4)
+    loop = mix(
+        v_fma_f32=10, v_exp_f32_e32=3, v_mul_lo_u32=2, v_mfma_f32_16x16x16_f16=5, s_nop=9, ds_read_b128=4
+    )
     assert valu_clocks(loop, GFX942.figures) == 10 * 4 + 3 * 16 + 2 * 16
     assert valu_clocks(loop, GFX950.figures) == 10 * 4 + 3 * 8 + 2 * 16
 

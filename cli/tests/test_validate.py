@@ -86,8 +86,22 @@ def test_ctrl_c_keeps_what_was_finished(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.slow
 def test_a_real_ctrl_c_ends_all_processes_and_leaves_the_document(tmp_path: Path) -> None:
     out = tmp_path / "partial.json"
-    line = [sys.executable, "-m", "narrowkv.cli", "validate", "--full", "--on", "cpu", "--jobs", "2", "--out", str(out)]
-    child = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, text=True)
+    line = [
+        sys.executable,
+        "-m",
+        "narrowkv.cli",
+        "validate",
+        "--full",
+        "--on",
+        "cpu",
+        "--jobs",
+        "2",
+        "--out",
+        str(out),
+    ]
+    child = subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, text=True
+    )
     time.sleep(25)
     os.killpg(child.pid, signal.SIGINT)
     _, stderr = child.communicate(timeout=30)
@@ -106,7 +120,9 @@ def test_a_case_can_run_as_a_targets_machine_code(target: str) -> None:
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     assert target in document["ran_on"]
-    assert document["cases"][0]["command"] == f"narrowkv validate --on {target} --case {DecodeCase.parse(line)}"
+    assert (
+        document["cases"][0]["command"] == f"narrowkv validate --on {target} --case {DecodeCase.parse(line)}"
+    )
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def _mfma(mnemonic: str) -> tuple[int, str]:
 
 
 def _mfma_rate(operands: str, figures: Figures) -> float:
-    if "f8" in operands or "bf8" in operands or "i8" in operands:
+    if "f8" in operands or "fp8" in operands or "i8" in operands:
         return figures.fp8_flops_per_clk
     if "f16" in operands:
         return figures.bf16_flops_per_clk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,11 @@ from narrowkv.cli.report import SCHEMA_VERSION, UsageError
 
 KEYS = ("backend", "batch", "context", "page_size", "num_kv_heads", "ratio", "head_dim", "q", "format")
 _FIGURE = "ratio_to_floor"
+
+
+def baseline_file(folder: Path, device: str) -> Path:
+    """Where a device's baseline is kept: its name in lower case, joined by dashes."""
+    return folder / ("-".join(re.findall(r"[a-z0-9]+", device.lower())) + ".json")
 
 
 @dataclass(frozen=True)

@@ -93,33 +93,30 @@ class GraphTimer:
             call()
         return graph
 
+    def sample(self, graph: torch.cuda.CUDAGraph) -> float:
+        """Device time in microseconds of one replay with a cold L2."""
+        begin, end = _event(), _event()
+        self.flush()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3
+
+    def warm_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """A few replays that do not count; one where it is long."""
+        for _ in range(3):
+            if self.sample(graph) * 1e-6 > _WARM_UP_SECONDS:
+                break
+
     def replay(self, graph: torch.cuda.CUDAGraph) -> Timing:
         """Samples a captured graph."""
-        self._warm_up(graph)
-        begin, end = _event(), _event()
+        self.warm_up(graph)
         times: list[float] = []
-        spent = 0.0
-        while len(times) < self.samples and (spent < self.seconds or len(times) < 10):
-            self.flush()
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3)
-            spent += times[-1] * 1e-6
+        while len(times) < self.samples and (sum(times) < self.seconds * 1e6 or len(times) < 10):
+            times.append(self.sample(graph))
         return Timing.of(times)
 
     def measure(self, call: Callable[[], Any]) -> Timing:
         """Captures and samples a call."""
         return self.replay(self.capture(call))
-
-    def _warm_up(self, graph: torch.cuda.CUDAGraph) -> None:
-        begin, end = _event(), _event()
-        for _ in range(3):
-            self.flush()
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if begin.elapsed_time(end) * 1e-3 > _WARM_UP_SECONDS:
-                break

@@ -135,7 +135,9 @@ class Storage:
             negative_zero_free=True,
         )
         ids = (
-            torch.randperm(cache.num_pages, generator=self._random, device=self._device).int().view(shape.batch, -1)
+            torch.randperm(cache.num_pages, generator=self._random, device=self._device)
+            .int()
+            .view(shape.batch, -1)
         )
         lens = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=self._device)
         table = PageTable.from_block_table(ids, lens, page_size=shape.page_size)

@@ -161,6 +161,13 @@ def _interpreted_language() -> Iterator[RepairedBuilder]:
     stock_class, interpret_before = builder.__class__, triton.knobs.runtime.interpret
     scope = stock._patch_lang(scope_of)
     scope.set_attr(JITFunction, "__call__", _call_interpreted)
+    # Triton 3.6 converts only zero-dimensional scalars to loop bounds.
+    scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+    stock_to_ir = tl.dtype.to_ir
+    # Triton 3.6's interpreter does not know the FNUZ types; a type stands for itself there.
+    scope.set_attr(
+        tl.dtype, "to_ir", lambda self, builder: self if self in _TORCH_FP8 else stock_to_ir(self, builder)
+    )
     # The one builder object is referred to from many places; changing its class repairs it for all of them.
     builder.__class__ = RepairedBuilder
     triton.knobs.runtime.interpret = True
