@@ -1,4 +1,4 @@
-"""Device time under pytest-benchmark: the GPU's clock, ceilings of this run, the stored baseline of this device."""
+"""Device time under pytest-benchmark: the GPU's clock, this run's ceilings, this device's baseline."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--regression-threshold",
         type=float,
         default=0.08,
-        help="how much slower, by the ratio to the floor, fails",
+        help="by how much a row's ratio to the floor may grow",
     )
 
 

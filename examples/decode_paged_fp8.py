@@ -1,4 +1,4 @@
-"""Two sequences generate tokens over an FP8 paged cache: allocate pages, append K and V, decode, fork a prefix.
+"""Sequences generate tokens over an FP8 paged cache: allocate pages, append K and V, fork, decode.
 
 Runs on a GPU where there is one, else on the CPU through Triton's interpreter.
 """

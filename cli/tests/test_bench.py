@@ -69,9 +69,15 @@ def test_bytes_and_flops_of_a_row_by_hand() -> None:
 
 def test_rows_that_share_storage_are_neighbours() -> None:
     rows = shapes(
-        batches=[1, 2], contexts=[64], page_sizes=[1, 16], num_kv_heads=2, ratios=[4, 12], head_dim=64, q="bf16",
+        batches=[1, 2],
+        contexts=[64],
+        page_sizes=[1, 16],
+        num_kv_heads=2,
+        ratios=[4, 12],
+        head_dim=64,
+        q="bf16",
         formats=["bf16", "fp8_e4m3fn"],
-    )  # fmt: skip
+    )
     assert len(rows) == len(set(rows)) == 16
     storages = [(r.format, r.batch, r.context) for r in rows]
     assert len(list(dict.fromkeys(storages))) == sum(

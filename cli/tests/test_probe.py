@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,12 +23,11 @@ UNBUILT = replace(FP8, operation="narrowkv.no_such_package:no_such_operation", r
 
 
 @pytest.fixture(autouse=True)
-def small_sets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         contracts.CONTRACT_SETS, "t", ContractSet("t", "for tests", SHAPE, (FP8, FP4, UNBUILT))
     )
     monkeypatch.setitem(contracts.CONTRACT_SETS, "only-fp8", ContractSet("only-fp8", "one", SHAPE, (FP8,)))
-    yield
 
 
 def ask(name: str = "t", *options: str) -> tuple[Any, dict[str, Any]]:

@@ -101,7 +101,7 @@ class GraphTimer:
         graph.replay()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) * 1e3
+        return float(begin.elapsed_time(end)) * 1e3
 
     def warm_up(self, graph: torch.cuda.CUDAGraph) -> None:
         """A few replays that do not count; one where it is long."""
