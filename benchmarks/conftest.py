@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class DeviceClock:
-    """The time that a GPU has spent on samples: pytest-benchmark's timer, so that its statistics are device time."""
+    """The time a GPU has spent on samples: pytest-benchmark's timer, so its statistics are device time."""
 
     now = 0.0
 

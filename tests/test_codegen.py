@@ -1,4 +1,4 @@
-"""What the shipped configurations compile to for gfx942 and gfx950: no spills, the right matrix and convert instructions."""
+"""What the shipped configurations compile to for gfx942 and gfx950: no spills, the expected instructions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _decode(
 
 
 def _issue_over_memory(artifact: CompiledArtifact, bytes_per_tile: int) -> float:
-    """Static model: clocks a CU needs to issue one tile's vector instructions, over clocks of HBM for its bytes."""
+    """Static model: clocks of a CU for one tile's vector instructions, over clocks of HBM for its bytes."""
     figures = artifact.target.figures
     assert figures is not None
     loop = artifact.loop

@@ -107,7 +107,8 @@ def test_the_output_may_have_another_dtype(out_dtype: torch.dtype, device: str) 
 
 
 PLANS: list[dict[str, Any]] = [
-    {"split": "none"}, {"split": "uniform"}, {"split": "even"}, {"tokens_per_split": 32}, {"tokens_per_split": 1},
+    {"split": "none"}, {"split": "uniform"}, {"split": "even"},
+    {"tokens_per_split": 32}, {"tokens_per_split": 1},
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The launch path: interpreting repaired and reversible, compiling in the same process, nothing left behind."""
+"""The launch path: interpreting repaired and reversible, compiling in the same process."""
 
 from __future__ import annotations
 
