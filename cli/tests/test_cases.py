@@ -97,6 +97,20 @@ def test_a_right_answer_passes() -> None:
     assert 0 < result.error.relative_l1 <= BOUND
 
 
+def test_the_bound_grows_only_where_rounding_the_exact_result_already_passes_it() -> None:
+    inputs = build(SMALL)
+    exact, lse = inputs.reference()
+    usual = check(SMALL, inputs, BOUND, lambda: (exact.bfloat16(), lse))
+    assert usual.passed
+    assert usual.bound == BOUND
+    # With a bound below bf16's own rounding, only the rounding itself gets through.
+    strict = check(SMALL, inputs, 1e-4, lambda: (exact.bfloat16(), lse))
+    assert strict.passed
+    assert usual.error is not None
+    assert strict.bound == pytest.approx(usual.error.relative_l1 + 1e-5)
+    assert not check(SMALL, inputs, 1e-4, lambda: ((exact * 1.002).bfloat16(), lse)).passed
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [

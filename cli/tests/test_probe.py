@@ -246,3 +246,58 @@ def test_the_fp8_query_contract_gets_an_fp8_query() -> None:
     inputs = probe.contract_inputs(contract, SHAPE)
     assert inputs.q.dtype is torch.float8_e4m3fn
     assert bool(torch.isfinite(inputs.q.float()).all())
+
+
+@pytest.fixture
+def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU under the name of a GPU, with a timer that makes up its times."""
+    from narrowkv.cli.bench.timing import Timing
+    from narrowkv.cli.places import Place
+
+    class Timer:
+        def measure(self, call: Any) -> Timing:
+            call()
+            return Timing(12.5, 12.0, 13.0, 10)
+
+    class GpuPlace(Place):
+        is_gpu = True
+
+    monkeypatch.setattr(probe, "find_place", lambda name: GpuPlace("gpu", "cpu", "stand-in GPU"))
+    monkeypatch.setattr(probe, "_timer", Timer)
+
+
+@pytest.mark.usefixtures("stand_in_gpu")
+def test_on_a_gpu_the_table_has_times() -> None:
+    result, document = ask("only-fp8", "--target", "gfx950")
+    assert result.exit_code == 0
+    (row,) = own(document).values()
+    assert row["time_us"] == {"median": 12.5, "p10": 12.0, "p90": 13.0}
+    assert row["ran_on"] == "stand-in GPU"
+    assert "12.5" in result.stderr
+
+
+@pytest.mark.usefixtures("stand_in_gpu")
+def test_a_call_of_ours_that_cannot_be_captured_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def measure(self, call: Any) -> Any:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(probe, "_timer", Refusing)
+    result, document = ask("only-fp8", "--target", "gfx950")
+    assert result.exit_code == 1
+    (row,) = own(document).values()
+    assert row["status"] == "fail"
+    assert "not capturable" in row["detail"]
+    (peer,) = [row for row in document["rows"] if row["backend"] == "torch sdpa"]
+    assert peer["time_us"] is None
+    assert peer["status"] in ("pass", "inexact")
+
+
+@pytest.mark.gpu
+def test_the_main_set_on_a_gpu() -> None:
+    result = run(app, ["probe", "glm-gqa12", "--on", "gpu", "--json"])
+    document = json.loads(result.stdout)
+    required = [r for r in document["rows"] if r["backend"] == "narrowkv" and r["contract"]["required"]]
+    bad = [(r["contract"], r["detail"]) for r in required if r["status"] != "pass"]
+    assert not bad
+    assert all(r["time_us"]["median"] > 0 for r in required)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from narrowkv.cli.backends import (
     find_operation,
     peer_version,
 )
+from narrowkv.cli.bench.timing import GraphTimer
 from narrowkv.cli.cases import DecodeCase, DecodeInputs, build
 from narrowkv.cli.codegen import AMD_TARGETS, KernelCode, amd_backend_missing, compile_call, main_kernel
 from narrowkv.cli.contracts import DECODE, Contract, ContractSet
@@ -165,6 +166,11 @@ def _run(contract: Contract, shape: Any, place: Place, peers: tuple[str, ...]) -
     ]
 
 
+@cache
+def _timer() -> GraphTimer:
+    return GraphTimer()
+
+
 def _ask(
     backend: Backend, contract: Contract, inputs: DecodeInputs, expected: torch.Tensor, place: Place
 ) -> Answer:
@@ -188,11 +194,14 @@ def _ask(
     good = report.passes(relative_l1=contract.bound)
     time_us = None
     if place.is_gpu and good:
-        with suppress(RuntimeError):  # a peer may not be capturable; then it has an error and no time
-            from narrowkv.cli.bench.timing import GraphTimer
-
-            timing = GraphTimer().measure(call)
+        try:
+            timing = _timer().measure(call)
             time_us = {"median": timing.median_us, "p10": timing.p10_us, "p90": timing.p90_us}
+        except Exception as error:
+            # A peer may not be capturable, and then has an error but no time; narrowkv promises that it is.
+            if ours:
+                why = f"not capturable: {_reason(error)}"
+                return Answer(contract, backend.name, FAIL, why, place.description, report.relative_l1)
     return Answer(
         contract,
         backend.name,

@@ -12,6 +12,7 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
+_SECONDS_TO_END = 5.0
 _MOST_WORKERS = 8  # each imports torch and triton: about 0.5 GB
 
 
@@ -48,5 +49,8 @@ def in_processes(work: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Itera
     finally:
         pool.shutdown(wait=finished, cancel_futures=True)
         if not finished:
-            for process in multiprocessing.active_children():
+            running = multiprocessing.active_children()
+            for process in running:
                 process.terminate()
+            for process in running:
+                process.join(_SECONDS_TO_END)

@@ -225,7 +225,8 @@ def _launch_decode(
             qk_scale, out_scale, soft_cap, shape.batch, config.num_units, config.tiles_per_split,
         ),
         {
-            "VEC": k_strides.vec,
+            "K_VEC": k_strides.vec,
+            "V_VEC": v_strides.vec,
             "WIDE_ADDRESS": cache.needs_64_bit_addresses,
             "K_FORMAT": k_format,
             "V_FORMAT": v_format,

@@ -212,7 +212,8 @@ def _paged_decode_kernel(
     qk_scale, out_scale, soft_cap,
     batch, num_units, tiles_per_split,
     NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, Q_LEN: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
+    WIDE_ADDRESS: tl.constexpr,
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
     COMPUTE: tl.constexpr, SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr,
     K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
@@ -295,10 +296,10 @@ def _paged_decode_kernel(
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         n_end = (tile + 1) * BLOCK_N
         k_off, page, slot = _kv_offsets(
-            table, row_base, n, first, last, k, kv_head, d, PAGE_SIZE, VEC, False, WIDE_ADDRESS
+            table, row_base, n, first, last, k, kv_head, d, PAGE_SIZE, K_VEC, False, WIDE_ADDRESS
         )
         v_off, _, _ = _kv_offsets(
-            table, row_base, n, first, last, v, kv_head, dv, PAGE_SIZE, VEC, True, WIDE_ADDRESS
+            table, row_base, n, first, last, v, kv_head, dv, PAGE_SIZE, V_VEC, True, WIDE_ADDRESS
         )
         if HEAD_DIM == BLOCK_D:
             k_tile = tl.load(k.ptr + k_off)  # [BLOCK_N, BLOCK_D]

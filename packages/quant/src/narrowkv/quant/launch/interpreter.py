@@ -23,6 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+
+# Imported before anything is patched: it copies language functions when it is first imported.
+import triton.compiler.code_generator
 import triton.language as tl
 from triton.runtime import interpreter as stock
 from triton.runtime.jit import JITFunction
