@@ -100,6 +100,7 @@ def paged_decode(
         raise ValueError(f"window_left must be -1 (no window) or a number of tokens, got {window_left!r}")
     if sinks is not None:
         check_shape("sinks", sinks, (shape.num_qo_heads,))
+        check_last_dim_contiguous("sinks", sinks)
         check_dtype("sinks", sinks, (torch.float32, torch.bfloat16, torch.float16))
         check_same_device(q=q, sinks=sinks)
     check_no_grad(q=q, k=cache.k, v=cache.v, sinks=sinks)

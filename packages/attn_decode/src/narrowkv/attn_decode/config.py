@@ -158,7 +158,8 @@ def choose_config(
     elif split == "none":
         num_units = shape.batch
     elif split == "uniform":
-        num_units = shape.batch * min(max(1, slots // max(shape.batch, 1)), -(-shape.capacity // block_n))
+        tiles = max(1, -(-shape.capacity // block_n))
+        num_units = shape.batch * min(max(1, slots // max(shape.batch, 1)), tiles)
     else:
         # An even share needs room for each sequence's rounding up: see `_split_counts`.
         num_units = slots if 2 * shape.batch <= slots else 2 * shape.batch
