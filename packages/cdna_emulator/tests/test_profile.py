@@ -48,6 +48,59 @@ def test_loops_are_counted_in_passes_and_by_what_they_executed(passes, warps, ch
     assert result.profile.hot_loop is None
 
 
+# Every second pass leaves the loop's lines for a block behind its end, and comes back.
+OUT_OF_LINE = """v_lshlrev_b32 v1, 2, v0
+s_mov_b32 s6, 0
+LOOP:
+s_add_u32 s6, s6, 1
+s_bitcmp1_b32 s6, 0
+s_cbranch_scc1 RARE
+BACK:
+s_cmp_lt_u32 s6, 7
+s_cbranch_scc1 LOOP
+s_branch END
+RARE:
+v_mov_b32 v2, s6
+s_branch BACK
+END:
+global_store_dword v1, v2, s[2:3]
+"""
+
+
+def test_code_behind_the_loop_that_jumps_back_belongs_to_it():
+    (loop,) = launch(np.zeros(64, np.uint32), OUT_OF_LINE).profile.loops
+    assert loop.passes == 7
+    assert loop.mnemonics["v_mov_b32"] == 4
+    assert loop.mnemonics["s_cmp_lt_u32"] == 7
+
+
+# A loop that is entered in its middle, and one inside it.
+ROTATED = """v_lshlrev_b32 v1, 2, v0
+s_mov_b32 s6, 0
+s_branch MIDDLE
+TOP:
+s_mov_b32 s7, 0
+INNER:
+s_add_u32 s7, s7, 1
+s_cmp_lt_u32 s7, 3
+s_cbranch_scc1 INNER
+MIDDLE:
+s_add_u32 s6, s6, 1
+s_cmp_lt_u32 s6, 5
+s_cbranch_scc1 TOP
+v_mov_b32 v2, s6
+global_store_dword v1, v2, s[2:3]
+"""
+
+
+def test_a_loop_entered_in_its_middle_and_one_inside_it():
+    outer, inner = launch(np.zeros(64, np.uint32), ROTATED).profile.loops
+    assert (outer.passes, inner.passes) == (5, 12)
+    assert outer.mnemonics["s_add_u32"] == 5 + 12
+    assert inner.mnemonics["s_add_u32"] == 12
+    assert outer.first_line < inner.first_line <= inner.last_line < outer.last_line
+
+
 def test_batches_add_up():
     host = np.zeros(64, np.uint32)
     one = launch(host, LOOP.format(workgroup=2), grid=(5, 1, 1), batch_workgroups=1)

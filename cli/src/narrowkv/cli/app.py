@@ -235,7 +235,7 @@ def inspect(
     as_json: Json = False,
     out: Out = None,
 ) -> None:
-    """Show what decode compiles to: registers, LDS, occupancy, spills, instruction mix, static roofline."""
+    """Show what decode compiles to: registers, LDS, occupancy, spills, instruction mix, modelled roofline."""
     from narrowkv.cli.report import Report
 
     report = Report("inspect", as_json=as_json, out_file=out)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .program import Program
@@ -11,10 +10,10 @@ from .program import Program
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop of the code: the blocks between a branch back and its target.
+    """One loop of the code.
 
     Attributes:
-        first_line, last_line: lines of the assembly text that it spans.
+        first_line, last_line: lines of the assembly text within which it lies.
         passes: how often waves went through it, over all waves that ran.
         mnemonics: what those passes executed, each instruction counted once for each wave.
     """
@@ -49,27 +48,85 @@ class Profile:
         return max(candidates, key=lambda loop: (loop.mfma, loop.first_line - loop.last_line), default=None)
 
 
+def _successors(program: Program) -> dict[int, list[int]]:
+    after: dict[int, list[int]] = {}
+    for index, block in enumerate(program.blocks):
+        after[index] = [block.target] if block.target >= 0 else []
+        if block.end not in ("always", "exit") and index + 1 < len(program.blocks):
+            after[index].append(index + 1)
+    return after
+
+
+def _finishing_order(blocks: Iterable[int], after: Mapping[int, Sequence[int]]) -> list[int]:
+    """Blocks in the order in which a depth-first search leaves them."""
+    order, seen = [], set()
+    for root in blocks:
+        if root in seen:
+            continue
+        seen.add(root)
+        stack = [(root, iter(after[root]))]
+        while stack:
+            new = next((b for b in stack[-1][1] if b not in seen), None)
+            if new is None:
+                order.append(stack.pop()[0])
+            else:
+                seen.add(new)
+                stack.append((new, iter(after[new])))
+    return order
+
+
+def _cycles(blocks: set[int], after: Mapping[int, Sequence[int]]) -> Iterator[set[int]]:
+    """The strongly connected parts of some blocks that are loops (Sharir 1981)."""
+    inside = {b: [a for a in after[b] if a in blocks] for b in blocks}
+    before: dict[int, list[int]] = {b: [] for b in blocks}
+    for block, following in inside.items():
+        for other in following:
+            before[other].append(block)
+    left = set(blocks)
+    for root in reversed(_finishing_order(sorted(blocks), inside)):
+        if root not in left:
+            continue
+        part, todo = {root}, [root]
+        while todo:
+            new = [b for b in before[todo.pop()] if b in left and b not in part]
+            part.update(new)
+            todo.extend(new)
+        left -= part
+        if len(part) > 1 or root in inside[root]:
+            yield part
+
+
+def _loops(
+    blocks: set[int], after: Mapping[int, Sequence[int]], counts: Sequence[float]
+) -> Iterator[tuple[int, set[int]]]:
+    """Head and blocks of each loop, outer ones first. The compiler may lay out a loop in any order."""
+    for part in _cycles(blocks, after):
+        entered = part & {b for a, following in after.items() if a not in part for b in following}
+        head = max(entered or part, key=lambda b: (counts[b], -b))
+        yield head, part
+        yield from _loops(part - {head}, after, counts)
+
+
 def profile(program: Program, block_counts: Sequence[float]) -> Profile:
     """The profile of a run from how often waves executed each block of the program."""
 
-    def executed(first: int, last: int) -> dict[str, float]:
-        total: Counter[str] = Counter()
-        for block, times in zip(
-            program.blocks[first : last + 1], block_counts[first : last + 1], strict=True
-        ):
-            if times:
-                for inst in block.instructions:
-                    total[inst.name] += times  # type: ignore[assignment]
-        return dict(total)
+    def executed(blocks: Iterable[int]) -> dict[str, float]:
+        total: dict[str, float] = {}
+        for index in sorted(blocks):
+            if block_counts[index]:
+                for inst in program.blocks[index].instructions:
+                    total[inst.name] = total.get(inst.name, 0.0) + block_counts[index]
+        return total
 
+    after = _successors(program)
     loops = tuple(
         Loop(
-            program.blocks[block.target].instructions[0].line,
-            block.last.line,
-            block_counts[index],
-            executed(block.target, index),
+            min(program.blocks[index].instructions[0].line for index in body),
+            max(program.blocks[index].last.line for index in body),
+            block_counts[head],
+            executed(body),
         )
-        for index, block in enumerate(program.blocks)
-        if 0 <= block.target <= index and block_counts[index]
+        for head, body in sorted(_loops(set(after), after, block_counts), key=lambda item: min(item[1]))
+        if block_counts[head]
     )
-    return Profile(executed(0, len(program.blocks) - 1), loops)
+    return Profile(executed(range(len(program.blocks))), loops)
