@@ -186,9 +186,17 @@ def test_one_warp_can_not_be_chosen_for_the_native_kernel() -> None:
         assert config.options.num_warps >= 2
 
 
+@pytest.mark.codegen_all
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-def test_append_neither_spills_nor_uses_scratch(target: str) -> None:
-    cache = PagedKVCache.empty(4, 16, 8, 128, format="fp8_e4m3fn")
+@pytest.mark.parametrize(
+    ("fmt", "scale_group"),
+    [("fp8_e4m3fn", None), ("fp4_e2m1", None), ("fp4_e2m1", 32), (K8V4, None)],
+    ids=str,
+)
+def test_append_neither_spills_nor_uses_scratch(
+    fmt: str | CacheFormat, scale_group: int | None, target: str
+) -> None:
+    cache = PagedKVCache.empty(4, 16, 8, 128, format=fmt, scale_group=scale_group)
     new = torch.zeros(4, 8, 128, dtype=torch.bfloat16)
     with compile_for(target) as artifacts:
         append(cache, new, new, torch.arange(4, dtype=I32))

@@ -319,8 +319,7 @@ def narrow_fp4(x, RULE: tl.constexpr):
         # In float64 the order of the sum decides nothing, so that every target chooses alike.
         least = tl.full(floor.shape, float("inf"), tl.float64)
         for i in tl.static_range(4):
-            STEP: tl.constexpr = i if i < 2 else 1 - i
-            tried = tl.minimum(tl.maximum(floor + STEP, -127), 127)
+            tried = tl.minimum(tl.maximum(floor + (i if i < 2 else 1 - i), -127), 127)
             scaled = unit * _exp2_int(floor - tried)[:, None]
             rounded = _fp4_magnitude(_round_fp4(scaled)) * _exp2_int(tried - floor)[:, None]
             error = (rounded - tl.abs(unit)).to(tl.float64)

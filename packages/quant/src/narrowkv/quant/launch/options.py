@@ -9,7 +9,7 @@ from narrowkv.quant.targets import Target
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Compiler options of one launch; those in the second group exist on AMD only, the last on NVIDIA only."""
+    """Compiler options of one launch; the second group exists on AMD only, the last on NVIDIA only."""
 
     num_warps: int = 4
     num_stages: int = 2
