@@ -1,4 +1,4 @@
-"""The same byte budget as FP8 and as FP4: twice the tokens; and what a K offset and a V scale give back in accuracy.
+"""One byte budget as FP8 and as FP4: twice the tokens; and what a K offset and a V scale give back.
 
 Runs on a GPU where there is one, else on the CPU through Triton's interpreter.
 """
