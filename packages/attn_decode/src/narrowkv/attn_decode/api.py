@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from narrowkv.attn_decode.config import PTX, widen_route
+from narrowkv.attn_decode.config import PTX
 from narrowkv.attn_decode.kernels import (
     Descale,
     KVPointers,
@@ -20,7 +20,7 @@ from narrowkv.attn_decode.kernels import (
 )
 from narrowkv.attn_decode.plan import DecodePlan, check_plan, decode_shape, plan_decode
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.quant.device import widening_exponent
+from narrowkv.quant.device import widen_route, widening_exponent
 from narrowkv.quant.errors import (
     check_dtype,
     check_finite_float,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from narrowkv.quant.device import BITS, FNUZ_ALIAS, NATIVE
+from narrowkv.quant.device import BITS, widen_route
 from narrowkv.quant.errors import UnsupportedError
 from narrowkv.quant.launch import LaunchOptions
 from narrowkv.quant.targets import Target
@@ -54,17 +54,6 @@ class DecodeConfig:
     merge_in_launch: bool
     v_pairs: bool
     options: LaunchOptions
-
-
-def widen_route(target: Target, format_name: str, *, negative_zero_free: bool) -> str:
-    """How a stored format is widened on a target; the names are those of `narrowkv.quant.device`."""
-    if not format_name.startswith(_FP8_PREFIX):
-        return NATIVE
-    if format_name in target.fp8_formats and (format_name == target.native_fp8 or not target.is_amd):
-        return NATIVE
-    if target.name == "gfx942" and format_name == "fp8_e4m3fn" and negative_zero_free:
-        return FNUZ_ALIAS
-    return BITS
 
 
 def block_m_for(rows: int) -> int:

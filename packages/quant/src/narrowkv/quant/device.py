@@ -12,6 +12,8 @@ import narrowkv.quant.toolchain  # noqa: F401, I001  # first: it says how to get
 import triton
 import triton.language as tl
 
+from narrowkv.quant.targets import Target
+
 NATIVE = "native"
 BITS = "bits"
 # Bytes of an OCP cache reinterpreted as FNUZ: half the value. Wrong for 0x80 and NaN, so only for caches free
@@ -26,6 +28,17 @@ def widening_exponent(format_name: str, route: str) -> int:
     if route == BITS:
         return {"fp8_e4m3fn": 8, "fp8_e4m3fnuz": 7, "fp8_e5m2": 0}[format_name]
     return 0
+
+
+def widen_route(target: Target, format_name: str, *, negative_zero_free: bool) -> str:
+    """How a stored format is best read on a target: "native", "bits" or "fnuz_alias"."""
+    if not format_name.startswith("fp8_"):
+        return NATIVE
+    if format_name in target.fp8_formats and (format_name == target.native_fp8 or not target.is_amd):
+        return NATIVE
+    if target.name == "gfx942" and format_name == "fp8_e4m3fn" and negative_zero_free:
+        return FNUZ_ALIAS
+    return BITS
 
 
 @triton.jit

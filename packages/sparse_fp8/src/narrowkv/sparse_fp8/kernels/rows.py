@@ -1,0 +1,132 @@
+"""Where a row's parts lie in each layout, and how a tile of them is read and widened."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from narrowkv.quant.device import e8m0_to_fp32, widen
+
+
+class RowPointers(NamedTuple):
+    """Rows of one source. Strides are in elements of each pointer, between rows or, packed584, pages.
+
+    16-bit rows: only `nope` (all 512 columns), `stride_n` and `num_rows` are meant.
+    """
+
+    nope: Any
+    rope: Any
+    scale: Any
+    stride_n: Any
+    stride_r: Any
+    stride_s: Any
+    num_rows: Any
+
+
+class Csr(NamedTuple):
+    """Which rows each token attends to; `nnz` bounds what `indptr` may claim."""
+
+    indptr: Any
+    indices: Any
+    nnz: Any
+
+
+@triton.jit
+def token_span(csr, token):
+    """First and one past the last place of a token's indices, inside the index buffer whatever indptr says."""
+    begin = tl.load(csr.indptr + token)
+    end = tl.load(csr.indptr + token + 1)
+    begin = tl.minimum(tl.maximum(begin, 0), csr.nnz)
+    return begin, tl.minimum(tl.maximum(end, begin), csr.nnz)
+
+
+@triton.jit
+def load_indices(csr, place, end):
+    """Row numbers at `place`, -1 past the end."""
+    return tl.load(csr.indices + place, mask=place < end, other=-1)
+
+
+@triton.jit
+def named(index, num_rows):
+    """Which indices name a row: not -1, and nothing out of range."""
+    return (index >= 0) & (index < num_rows)
+
+
+@triton.jit
+def locate(rows, index, LAYOUT: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr):
+    """Offsets `[N]` of the NoPE bytes, the RoPE elements and the scales of rows `index`."""
+    if WIDE:
+        index = index.to(tl.int64)
+    if LAYOUT == "packed584":
+        page, slot = index // PAGE_SIZE, index % PAGE_SIZE
+        nope = page * rows.stride_n + slot * 576
+        rope = page * rows.stride_r + slot * 288 + 224
+        scale = page * rows.stride_s + (PAGE_SIZE * 576) + slot * 8
+    else:
+        nope = index * rows.stride_n
+        rope = index * rows.stride_r
+        scale = index * rows.stride_s
+        if LAYOUT == "row512":
+            scale += 448
+    return nope, rope, scale
+
+
+@triton.jit
+def load_nope(rows, offsets, mask, TILE: tl.constexpr):
+    """Bytes of NoPE tile `TILE`, uint8 `[N, 64]`; rows that are not named are zero."""
+    c = TILE * 64 + tl.arange(0, 64)
+    return tl.load(rows.nope + offsets[:, None] + c[None, :], mask=mask[:, None], other=0)
+
+
+@triton.jit
+def load_rope(rows, offsets, mask):
+    """RoPE columns, bf16 `[N, 64]`; rows that are not named are zero."""
+    c = tl.arange(0, 64)
+    return tl.load(rows.rope + offsets[:, None] + c[None, :], mask=mask[:, None], other=0.0)
+
+
+@triton.jit
+def load_scale(rows, offsets, mask, TILE: tl.constexpr, LAYOUT: tl.constexpr, GROUP: tl.constexpr):
+    """Scales of NoPE tile `TILE`, fp32: `[N]` for groups of 64 columns, `[N, 2]` for groups of 32."""
+    if GROUP == 64:
+        STEP: tl.constexpr = 2 if LAYOUT == "row512" else 1
+        places = rows.scale + offsets + TILE * STEP
+        inside = mask
+    else:
+        places = rows.scale + offsets[:, None] + (TILE * 2 + tl.arange(0, 2))[None, :]
+        inside = mask[:, None]
+    if LAYOUT == "split":
+        scale = tl.load(places, mask=inside, other=1.0)
+    else:
+        scale = e8m0_to_fp32(tl.load(places, mask=inside, other=127))
+    return scale
+
+
+@triton.jit
+def as_fp8(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr):
+    """Bytes seen as the FP8 type that the route multiplies or converts; other routes take the bytes."""
+    if ROUTE == "fnuz_alias":
+        x = x.to(tl.float8e4b8, bitcast=True)
+    elif ROUTE == "native":
+        if FORMAT == "fp8_e4m3fnuz":
+            x = x.to(tl.float8e4b8, bitcast=True)
+        else:
+            x = x.to(tl.float8e4nv, bitcast=True)
+    return x
+
+
+@triton.jit
+def widen_tile(x, scale, FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr, GROUP: tl.constexpr):
+    """Bytes `[N, 64]` times their scales as bf16, exactly: FP8 has four significant bits, a scale one."""
+    if ROUTE == "bits":
+        wide = widen(x, FORMAT, ROUTE, tl.float16).to(tl.float32)
+    else:
+        wide = as_fp8(x, FORMAT, ROUTE).to(tl.float32)
+    scale = scale * (2.0**EXPONENT)
+    if GROUP == 64:
+        wide = wide * scale[:, None]
+    else:
+        halves = tl.reshape(wide, [wide.shape[0], 2, 32]) * scale[:, :, None]
+        wide = tl.reshape(halves, [wide.shape[0], 64])
+    # The low half of the float32 is zero: dropping it rounds nothing and costs no rounding instructions.
+    return (wide.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
