@@ -71,26 +71,31 @@ def _attend_fused(
         live = named(index, rows.num_rows)
         nope_at, rope_at, scale_at = locate(rows, index, LAYOUT, PAGE_SIZE, WIDE_ADDRESS)
         rope = load_rope(rows, rope_at, live)  # [BLOCK_K, 64]
-        s = tl.dot(q_rope, tl.trans(rope.to(q_rope.dtype)))  # [BLOCK_H, BLOCK_K]
-        wide = ()
+        stored, scales = (), ()
         for t in tl.static_range(7):
-            x = load_nope(rows, nope_at, live, t)
-            scale = load_scale(rows, scale_at, live, t, LAYOUT, GROUP)
-            if FP8_QK:
-                product = tl.dot(q[t], tl.trans(as_fp8(x, FORMAT, ROUTE)))
-                s += product * q_scales[t][:, None] * (scale * (2.0**EXPONENT))[None, :]
-                wide = wide + (widen_tile(x, scale, FORMAT, ROUTE, EXPONENT, GROUP),)
-            else:
-                v = widen_tile(x, scale, FORMAT, ROUTE, EXPONENT, GROUP)
-                s = tl.dot(q[t], tl.trans(v.to(q[t].dtype)), s)
-                wide = wide + (v,)
-        wide = wide + (rope,)
+            stored = stored + (load_nope(rows, nope_at, live, t),)
+            scales = scales + (load_scale(rows, scale_at, live, t, LAYOUT, GROUP),)
+        # The branch is always taken; see the kernel over 16-bit rows.
+        if start >= 0:
+            s = tl.dot(q_rope, tl.trans(rope.to(q_rope.dtype)))  # [BLOCK_H, BLOCK_K]
+            for t in tl.static_range(7):
+                if FP8_QK:
+                    product = tl.dot(q[t], tl.trans(as_fp8(stored[t], FORMAT, ROUTE)))
+                    s += product * q_scales[t][:, None] * (scales[t] * (2.0**EXPONENT))[None, :]
+                else:
+                    k = widen_tile(stored[t], scales[t], FORMAT, ROUTE, EXPONENT, GROUP)
+                    s = tl.dot(q[t], tl.trans(k.to(q[t].dtype)), s)
+        else:
+            s = tl.zeros([BLOCK_H, BLOCK_K], tl.float32)
         s = tl.where(live[None, :], s * qk_scale, float("-inf"))
         p, m, l, correction = softmax_step(s, m, l)
         p_narrow = p.to(tl.bfloat16)
         summed = ()
-        for t in tl.static_range(8):
-            summed = summed + (tl.dot(p_narrow, wide[t], acc[t] * correction[:, None]),)
+        # Widened again for PV: kept since QK, the tiles would take more registers than there are.
+        for t in tl.static_range(7):
+            v = widen_tile(stored[t], scales[t], FORMAT, ROUTE, EXPONENT, GROUP)
+            summed = summed + (tl.dot(p_narrow, v, acc[t] * correction[:, None]),)
+        summed = summed + (tl.dot(p_narrow, rope, acc[7] * correction[:, None]),)
         acc = summed
         index = upcoming
     return acc, m, l
