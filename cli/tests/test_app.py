@@ -67,7 +67,11 @@ def test_a_command_is_named_in_its_own_help() -> None:
     [
         (["probe", "no-such-set"], ["CONTRACT-SET", "glm-gqa12", "no-such-set"]),
         (["probe", "--target", "gfx90a"], ["--target", "gfx942", "gfx90a"]),
-        (["probe", "--on", "tpu"], ["--on", "cpu", "tpu"]),
+        (["probe", "--on", "tpu"], ["--on", "cpu", "gfx942", "tpu"]),
+        (["probe", "--on", "cpu,tpu"], ["--on", "cpu", "tpu"]),
+        (["probe", "--on", "cpu", "--on", ""], ["--on", "cpu", "''"]),
+        (["validate", "--on", "gfx942,gfx90a"], ["--on", "gfx950", "gfx90a"]),
+        (["validate", "--on", "gfx942,cpu", "--detect-races"], ["--detect-races", "gfx942", "cpu"]),
         (["validate", "--case", "ratio=twelve"], ["ratio", "int", "twelve"]),
         (["validate", "--case", "colour=red"], ["colour=red", "page_size"]),
         (["validate", "--case", "lens=3+-1"], ["lens", "3+-1"]),

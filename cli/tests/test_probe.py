@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from narrowkv.cli import backends, codegen, contracts, probe
+from narrowkv.cli import backends, codegen, contracts, emulation, operations, probe, samples
 from narrowkv.cli.app import app
 from narrowkv.cli.contracts import DECODE, PREFILL, Contract, ContractSet, Shape
 from narrowkv.quant.errors import UnsupportedError
@@ -202,15 +202,17 @@ def test_two_processes_give_what_one_gives() -> None:
     _, one = ask("only-fp8", "--target", "gfx950")
     contract_set = contracts.CONTRACT_SETS["only-fp8"]
     tasks = [
-        probe.Task(FP8, contract_set.shape, "cpu", None),
-        probe.Task(FP8, contract_set.shape, "cpu", "gfx950"),
+        probe.Task(FP8, contract_set.shape, "cpu"),
+        probe.Task(FP8, contract_set.shape, target="gfx950"),
     ]
     from narrowkv.cli.workers import in_processes
 
     found = dict(in_processes(probe.run_task, tasks, jobs=2))
     (row,) = own(one).values()
-    assert found[tasks[0]][0].relative_l1 == row["relative_l1"]  # type: ignore[index,union-attr]
-    assert found[tasks[1]].kernels[0].vgprs == row["compiled"]["gfx950"]["kernels"][0]["vgprs"]  # type: ignore[union-attr]
+    assert found[tasks[0]].answers[0].relative_l1 == row["relative_l1"]
+    compiled = found[tasks[1]].compiled
+    assert compiled is not None
+    assert compiled.kernels[0].vgprs == row["compiled"]["gfx950"]["kernels"][0]["vgprs"]
     assert "gfx942" not in row["compiled"]
 
 
@@ -231,21 +233,130 @@ def test_ctrl_c_keeps_the_answers_so_far(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [row["status"] for row in document["rows"] if row["backend"] == "narrowkv"] == ["pass"]
 
 
+def exists(operation: str) -> bool:
+    try:
+        operations.find_function(operation)
+    except operations.NotBuiltError:
+        return False
+    return True
+
+
 def test_every_operation_that_exists_has_inputs() -> None:
     """A package that gets built must not leave `probe` saying "not yet" for want of a runner."""
-    for contract_set in contracts.CONTRACT_SETS.values():
-        for operation in {c.operation for c in contract_set.contracts}:
-            if operation in (DECODE, PREFILL):
-                continue
-            with pytest.raises(backends.NotBuiltError):
-                backends.find_operation(operation)
+    asked = {c.operation for s in contracts.CONTRACT_SETS.values() for c in s.contracts}
+    assert DECODE in operations.OPERATIONS
+    assert {operation for operation in asked if exists(operation)} <= set(operations.OPERATIONS)
+    assert set(operations.OPERATIONS) <= asked
+
+
+def test_an_operation_that_nobody_has_adapted_is_not_built_for_the_probe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(operations, "OPERATIONS", {})
+    with pytest.raises(operations.NotBuiltError, match="makes no inputs for paged_decode"):
+        operations.find_operation(FP8)
 
 
 def test_the_fp8_query_contract_gets_an_fp8_query() -> None:
     contract = Contract(PREFILL, "fp8_e4m3fn", "fp8_e4m3fn", "fp8_e4m3fn", 16, False, 0.02)
-    inputs = probe.contract_inputs(contract, SHAPE)
+    inputs = operations.paged_inputs(contract, SHAPE)
     assert inputs.q.dtype is torch.float8_e4m3fn
     assert bool(torch.isfinite(inputs.q.float()).all())
+
+
+def rows_at(document: dict[str, Any], place: str) -> list[dict[str, Any]]:
+    return [row for row in document["rows"] if (row["backend"], row["place"]) == ("narrowkv", place)]
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def default(*options: str) -> tuple[Any, dict[str, Any]]:
+    result = run(app, ["probe", "only-fp8", "--jobs", "1", "--json", *options])
+    return result, json.loads(result.stdout)
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_by_default_a_sample_of_both_targets_machine_code_runs() -> None:
+    result, document = default()
+    assert result.exit_code == 0, result.stderr
+    assert document["places"] == ["cpu"]
+    assert rows_at(document, "cpu")[0]["sample"] is None
+    for target in ("gfx942", "gfx950"):
+        (row,) = rows_at(document, target)
+        assert row["status"] == "pass"
+        assert target in row["ran_on"]
+        assert "emulated" in row["ran_on"]
+        assert 0 < row["relative_l1"] <= 0.002
+        taken = row["sample"]
+        # One KV head of two, all of both sequences: half of everything.
+        assert taken["rows"] * 2 == taken["all_rows"] == SHAPE.batch * SHAPE.num_qo_heads
+        assert taken["workgroups"] * 2 == taken["launched"]
+        assert taken["wave_instructions"] > 0
+        assert f"{target} emulated" in result.stderr
+    assert document["emulation"]["samples"] == 2
+    assert "emulated rows: 2 samples" in result.stderr
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_only_targets_that_are_compiled_are_sampled() -> None:
+    _, document = default("--target", "gfx950")
+    assert [row["place"] for row in document["rows"] if row["backend"] == "narrowkv"] == ["cpu", "gfx950"]
+    _, document = default("--on", "cpu", "--target", "gfx950")
+    assert [row["place"] for row in document["rows"] if row["backend"] == "narrowkv"] == ["cpu"]
+    assert document["emulation"] == {}
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_machine_code_that_is_wrong_fails_the_emulated_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = emulation.load_program
+
+    def with_another_scale(text: str, **options: Any) -> Any:
+        # exp2 of something else: what a wrong logit scale does.
+        return right(text.replace("v_exp_f32_e32", "v_sqrt_f32_e32"), **options)
+
+    monkeypatch.setattr(emulation, "load_program", with_another_scale)
+    result, document = default("--target", "gfx942")
+    assert result.exit_code == 1
+    assert rows_at(document, "cpu")[0]["status"] == "pass"
+    assert rows_at(document, "gfx942")[0]["status"] == "fail"
+    assert "gfx942 emulated" in result.stderr
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_a_sample_that_does_not_fit_together_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(samples.SAMPLES, "_paged_decode_kernel", lambda launch: [(0, 0, 0)])
+    monkeypatch.setitem(samples.SAMPLES, "_merge_splits_kernel", lambda launch: [])
+    result, document = default("--target", "gfx942")
+    assert result.exit_code == 1
+    (row,) = rows_at(document, "gfx942")
+    assert row["status"] == "fail"
+    assert row["sample"]["rows"] < document["shape"]["num_qo_heads"]
+
+
+def test_several_places_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    right = emulation.run_program
+
+    def watched(program: Any, **options: Any) -> Any:
+        ran.append(program.target)
+        assert options["workgroups"] is None, "where a place is asked for, everything runs there"
+        return right(program, **options)
+
+    monkeypatch.setattr(emulation, "run_program", watched)
+    options = ["--on", "gfx950,cpu", "--on", "gfx942", "--on", "cpu", "--target", "gfx942", "--json"]
+    result = run(app, ["probe", "only-fp8", "--jobs", "1", *options])
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["places"] == ["gfx950", "cpu", "gfx942"]
+    assert [(row["backend"], row["place"]) for row in document["rows"]] == [
+        ("narrowkv", "gfx950"), ("narrowkv", "cpu"), ("narrowkv", "gfx942"), ("torch sdpa", "cpu"),
+    ]  # fmt: skip
+    assert all(row["sample"] is None for row in document["rows"])
+    assert "gfx942" in document["rows"][0]["compiled"], "what was compiled stands with the first"
+    assert list(dict.fromkeys(ran)) == ["gfx950", "gfx942"]
 
 
 @pytest.fixture
@@ -262,7 +373,9 @@ def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     class GpuPlace(Place):
         is_gpu = True
 
-    monkeypatch.setattr(probe, "find_place", lambda name: GpuPlace("gpu", "cpu", "stand-in GPU"))
+    place = GpuPlace("gpu", "cpu", "stand-in GPU")
+    monkeypatch.setattr(probe, "find_place", lambda name: place)
+    monkeypatch.setattr(probe, "find_places", lambda names: [place])
     monkeypatch.setattr(probe, "_timer", Timer)
 
 

@@ -1,11 +1,16 @@
-"""The static roofline: by hand on made-up loops, and on what decode really compiles to."""
+"""The roofline: by hand on made-up loops, and on what decode really compiles to and executes."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
+from typer.testing import CliRunner
 
+from narrowkv.cdna_emulator import UnknownInstructionError
+from narrowkv.cli import emulation
+from narrowkv.cli.app import app
 from narrowkv.cli.cases import DecodeCase
 from narrowkv.cli.inspection import inspect_case, inspection_case
 from narrowkv.cli.roofline import lds_bytes, mfma_clocks, mfma_flops, roofline, valu_clocks
@@ -119,6 +124,98 @@ def test_decode_at_ratio_12_is_bound_by_memory_and_spills_nothing(target: str, f
     keys = inspection.model.hbm_bytes / (128 * 2)
     assert inspection.model.mfma_flops >= 2 * 2 * 16 * keys * 128
     assert inspection.assembly is None
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_the_models_count_what_emulated_workgroups_execute(target: str) -> None:
+    # Unsplit, so that a workgroup passes once for each tile of its sequence, here of two lengths.
+    case = DecodeCase(lens="300+20", split="none", clean=True, kv_heads=1, head_dim=64)
+    inspection, artifacts = inspect_case(case, target)
+    (main,) = artifacts
+    assert (inspection.counts, inspection.static_reason) == ("dynamic", "")
+    counted = inspection.emulated
+    assert counted is not None
+    assert counted.workgroups == 2
+    tile = 64 if "64 keys" in inspection.plan else 32
+    assert counted.passes == (-(-300 // tile) + -(-20 // tile)) / 2
+    # The loop has no branch inside, so that a pass executes its text.
+    assert sum(counted.loop.values()) == pytest.approx(main.loop.total())
+    assert counted.loop_wave_instructions < counted.wave_instructions
+    assert counted.stored_bytes >= 12 * 64 * 2
+    static = roofline(
+        main.loop, get_target(target), num_warps=main.num_warps, hbm_bytes=tile * 64 * 2
+    ).as_dict()
+    assert inspection.model is not None
+    assert inspection.model.as_dict() == pytest.approx(static)
+    whole = inspection.whole_model
+    assert whole is not None
+    assert whole.label == "model"
+    assert whole.mfma_clk == pytest.approx(inspection.model.mfma_clk * counted.passes), (
+        "all of it in the loop"
+    )
+    assert whole.valu_clk > inspection.model.valu_clk * counted.passes
+
+
+def test_a_branch_in_the_loop_counts_as_often_as_it_is_taken() -> None:
+    """With several query tokens the last tile, which they do not all see, has more to do than the others."""
+    inspection, artifacts = inspect_case(
+        DecodeCase(lens="700", q_len=2, split="none", clean=True, kv_heads=1, head_dim=64), "gfx942"
+    )
+    assert inspection.counts == "dynamic"
+    assert inspection.emulated is not None
+    (main,) = artifacts
+    assert inspection.emulated.passes == 22
+    # What the tile alone executes lies behind the loop's text, or before its end: neither 0 nor 1 a pass.
+    part = [n for n in inspection.emulated.loop.values() if 0 < n % 1 < 1]
+    assert part
+    assert sum(inspection.emulated.loop.values()) != pytest.approx(main.loop.total(), rel=1e-3)
+
+
+def test_four_waves_count_as_four() -> None:
+    case = DecodeCase(lens="100", ratio=40, split="none", clean=True, kv_heads=1, head_dim=64)
+    inspection, artifacts = inspect_case(case, "gfx942")
+    (main,) = artifacts
+    assert main.num_warps == 4
+    bytes_per_pass = inspection.model.hbm_bytes if inspection.model is not None else 0.0
+    static = roofline(main.loop, GFX942, num_warps=4, hbm_bytes=bytes_per_pass)
+    assert inspection.counts == "dynamic"
+    assert inspection.model is not None
+    assert inspection.model.as_dict() == pytest.approx(static.as_dict())
+
+
+def test_without_emulation_the_counts_are_static_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*arguments: object, **options: object) -> object:
+        raise UnknownInstructionError("instruction v_new_thing is not implemented for gfx942")
+
+    monkeypatch.setattr(emulation, "load_program", refuses)
+    inspection, artifacts = inspect_case(glm("fp8_e4m3fnuz"), "gfx942")
+    assert inspection.counts == "static"
+    assert "v_new_thing" in inspection.static_reason
+    assert inspection.emulated is None
+    assert inspection.whole_model is None
+    assert inspection.model is not None
+    assert inspection.model.valu_clk == valu_clocks(artifacts[0].loop, GFX942.figures) / 4  # type: ignore[arg-type]
+
+
+def test_workgroups_without_keys_leave_the_counts_static() -> None:
+    inspection, _ = inspect_case(DecodeCase(lens="0+0", split="none", clean=True, head_dim=64), "gfx942")
+    assert inspection.counts == "static"
+    assert "went through the loop" in inspection.static_reason
+    assert inspection.model is not None
+
+
+def test_inspect_says_that_it_is_a_model_and_what_was_counted() -> None:
+    line = ["inspect", "--target", "gfx950", "--context", "64", "--head-dim", "64", "--num-kv-heads", "1"]
+    result = CliRunner().invoke(app, line)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("model, not a measurement") == 2
+    assert "executed instructions" in result.stdout
+    assert "emulated: " in result.stdout
+    document = json.loads(CliRunner().invoke(app, [*line, "--json"]).stdout)
+    (inspection,) = document["inspections"]
+    assert inspection["counts"] == "dynamic"
+    assert inspection["model"]["label"] == inspection["whole_model"]["label"] == "model"
+    assert inspection["emulated"]["workgroups"] > 0
 
 
 def test_inspection_keeps_the_assembly_only_when_asked() -> None:

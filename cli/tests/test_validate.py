@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from narrowkv.cli import validate
+from narrowkv.cli import emulation, validate
 from narrowkv.cli.app import app
 from narrowkv.cli.cases import CaseResult, DecodeCase, DecodeInputs
 
@@ -138,6 +138,34 @@ def test_a_case_can_run_as_a_targets_machine_code(target: str) -> None:
     assert (
         document["cases"][0]["command"] == f"narrowkv validate --on {target} --case {DecodeCase.parse(line)}"
     )
+
+
+def test_several_places_and_the_race_detector() -> None:
+    line = "lens=18,ratio=3,head_dim=64,kv_heads=1"
+    options = ["--on", "gfx942,gfx950", "--detect-races", "--jobs", "1", "--json"]
+    result = run(app, ["validate", *options, "--case", line])
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["places"] == [case["place"] for case in document["cases"]] == ["gfx942", "gfx950"]
+    assert document["detect_races"] is True
+    assert document["planned"] == document["passed"] == 2
+    for case in document["cases"]:
+        again = f"narrowkv validate --on {case['place']} --detect-races --case {case['case']}"
+        assert case["command"] == again
+
+
+def test_a_race_is_a_failure_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = emulation.load_program
+    monkeypatch.setattr(
+        emulation, "load_program", lambda text, **o: right(text.replace("s_barrier", "s_nop 0", 1), **o)
+    )
+    # A ratio above 32 runs on four waves, which share K and V through LDS.
+    options = ["--on", "gfx942", "--detect-races", "--jobs", "1", "--json"]
+    result = run(app, ["validate", *options, "--case", "lens=40,ratio=40,head_dim=64,kv_heads=1"])
+    assert result.exit_code == 1
+    (case,) = json.loads(result.stdout)["cases"]
+    assert case["detail"].startswith("RaceError: LDS race")
+    assert "_paged_decode_kernel" in case["detail"]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowkv.quant.device import e8m0_to_fp32, narrow_fp8, widen, widen_pairs, widening_exponent
+from narrowkv.quant.device import e8m0_to_fp32, narrow_fp8, widen, widen_parts, widening_exponent
 from narrowkv.quant.launch import LaunchOptions, launch
 from narrowkv.quant.quantize import cast_fp8
 
@@ -29,7 +29,7 @@ def _widen_kernel(x_ptr, o_ptr, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE
 @triton.jit
 def _widen_pairs_kernel(x_ptr, o_ptr, FORMAT: tl.constexpr, ROUTE: tl.constexpr):
     i = tl.arange(0, 128)
-    even, odd = widen_pairs(tl.load(x_ptr + i), FORMAT, ROUTE, tl.float16)
+    even, odd = widen_parts(tl.load(x_ptr + i), FORMAT, ROUTE, tl.float16, 2)
     tl.store(o_ptr + 2 * i, even.to(tl.float32))
     tl.store(o_ptr + 2 * i + 1, odd.to(tl.float32))
 

@@ -56,11 +56,12 @@ Out = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Also write the JSON document to FILE.")
 ]
 On = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--on",
-        metavar="PLACE",
-        help="cpu, gpu, or gfx942 or gfx950 emulated; default: the GPU if there is one.",
+        metavar="PLACES",
+        help="cpu, gpu, or gfx942 or gfx950 emulated; several joined by commas or repeated. "
+        "Default: the GPU if there is one, else the CPU.",
     ),
 ]
 Jobs = Annotated[
@@ -84,7 +85,10 @@ def probe(
     as_json: Json = False,
     out: Out = None,
 ) -> None:
-    """Try each contract of a set on each backend, and compile it for gfx942 and gfx950."""
+    """Try each contract of a set on each backend, and compile it for gfx942 and gfx950.
+
+    Without --on, a sample of what was compiled for each target also runs in the emulator.
+    """
     from narrowkv.cli import contracts
     from narrowkv.cli.report import Report, UsageError
 
@@ -122,6 +126,9 @@ def validate(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the random mixtures.")] = 0,
     on: On = None,
+    detect_races: Annotated[
+        bool, typer.Option("--detect-races", help="With emulated places: watch LDS for races.")
+    ] = False,
     jobs: Jobs = None,
     as_json: Json = False,
     out: Out = None,
@@ -136,7 +143,7 @@ def validate(
     from narrowkv.cli.workers import default_jobs
 
     cases = [DecodeCase.parse(line) for line in case] if case else sweep(full=full, seed=seed)
-    _end(run(cases, report, on=on, jobs=jobs or default_jobs(), seed=seed))
+    _end(run(cases, report, on=on, jobs=jobs or default_jobs(), seed=seed, detect_races=detect_races))
 
 
 bench = typer.Typer(help="Measure device time against ceilings of the same run.", no_args_is_help=True)
@@ -228,7 +235,7 @@ def inspect(
     as_json: Json = False,
     out: Out = None,
 ) -> None:
-    """Show what decode compiles to: registers, LDS, occupancy, spills, instruction mix, static roofline."""
+    """Show what decode compiles to: registers, LDS, occupancy, spills, instruction mix, modelled roofline."""
     from narrowkv.cli.report import Report
 
     report = Report("inspect", as_json=as_json, out_file=out)

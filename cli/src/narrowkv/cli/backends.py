@@ -6,32 +6,23 @@ refuse is shown in their own words.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-from collections.abc import Callable
 from importlib import metadata
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from narrowkv.attn_decode import paged_decode, plan_decode
 from narrowkv.cli.cases import DecodeInputs
-from narrowkv.cli.contracts import DECODE, PREFILL, Contract
+from narrowkv.cli.contracts import PREFILL, Contract
+from narrowkv.cli.operations import Call, cu_seqlens_q, find_function, find_operation, tensor
 from narrowkv.cli.places import Place
 
 _AITER_PARTITION = 256
 _FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
 
 
-class NotBuiltError(Exception):
-    """The operation that a contract asks for does not exist yet."""
-
-
 class NotAnsweringError(Exception):
     """The contract is none of a backend's operations, or its tensors have no form that the backend takes."""
-
-
-Call = Callable[[], torch.Tensor]
 
 
 class Backend(Protocol):
@@ -49,25 +40,6 @@ class Backend(Protocol):
         """
 
 
-def find_operation(operation: str) -> Any:
-    """The function named "module:function".
-
-    Raises:
-        NotBuiltError: the module or the function does not exist.
-    """
-    module, _, function = operation.partition(":")
-    try:
-        found = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
-        raise NotBuiltError(f"{module} is not built: there is no {function}")
-    operation_function = getattr(importlib.import_module(module), function, None)
-    if operation_function is None:
-        raise NotBuiltError(f"{module} has no {function} yet")
-    return operation_function
-
-
 class Narrowkv:
     """This project's own operations."""
 
@@ -79,21 +51,7 @@ class Narrowkv:
 
     def prepare(self, contract: Contract, inputs: DecodeInputs) -> Call:
         """The operation that the contract names."""
-        operation = find_operation(contract.operation)
-        q, cache, table = inputs.q, inputs.cache, inputs.table
-        if contract.operation == DECODE:
-            plan = plan_decode(q, cache, table, split=inputs.split)
-            return lambda: _tensor(paged_decode(q, cache, table, **inputs.options, plan=plan))
-        if contract.operation == PREFILL:
-            cu_seqlens_q = _cu_seqlens_q(inputs)
-            return lambda: _tensor(operation(q, cache, table, cu_seqlens_q, causal=True))
-        raise NotBuiltError(f"narrowkv-cli makes no inputs for {contract.function}")
-
-
-def _tensor(value: object) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"an operation must give a tensor here, got {type(value).__name__}")
-    return value
+        return find_operation(contract).prepare(find_function(contract.operation), inputs)
 
 
 class TorchSdpa:
@@ -122,12 +80,6 @@ class TorchSdpa:
             mask = torch.ones(q_len, k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q_len)
         attend = torch.nn.functional.scaled_dot_product_attention
         return lambda: attend(rows, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2).reshape(q.shape)
-
-
-def _cu_seqlens_q(inputs: DecodeInputs) -> torch.Tensor:
-    batch = inputs.table.batch_size
-    q_len = inputs.q.shape[0] // batch
-    return torch.arange(batch + 1, dtype=torch.int32, device=inputs.q.device) * q_len
 
 
 def _ragged(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
@@ -182,7 +134,7 @@ class Aiter:
                 q,
                 cache.k,
                 cache.v,
-                _cu_seqlens_q(inputs),
+                cu_seqlens_q(inputs),
                 indptr,
                 indices,
                 q.shape[0] // len(last),
@@ -193,7 +145,7 @@ class Aiter:
                 o = aiter.mha_batch_prefill_func(
                     *arguments, softmax_scale=scale, causal=True, kv_last_page_lens=last, **descales
                 )
-                return _tensor(o if isinstance(o, torch.Tensor) else o[0])
+                return tensor(o if isinstance(o, torch.Tensor) else o[0])
 
             return prefill
         out = torch.empty_like(q)
@@ -237,11 +189,11 @@ class FlashInfer:
         kinds = {"q_data_type": q.dtype, "kv_data_type": cache.k.dtype}
         if contract.operation == PREFILL:
             prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-            prefill.plan(_cu_seqlens_q(inputs), indptr, indices, last, *heads, causal=True, **kinds)
-            return lambda: _tensor(prefill.run(q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale))
+            prefill.plan(cu_seqlens_q(inputs), indptr, indices, last, *heads, causal=True, **kinds)
+            return lambda: tensor(prefill.run(q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale))
         decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
         decode.plan(indptr, indices, last, *heads, **kinds)
-        return lambda: _tensor(decode.run(q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale))
+        return lambda: tensor(decode.run(q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale))
 
 
 OURS = Narrowkv()

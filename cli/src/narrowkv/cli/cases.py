@@ -152,6 +152,10 @@ class DecodeInputs:
         o, lse = paged_decode(self.q, self.cache, self.table, **self.options, return_lse=True, plan=plan)
         return o, lse
 
+    def bytes_per_token(self) -> float:
+        """Bytes of K and V that a token takes, over all heads."""
+        return self.cache.bytes_per_token()
+
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`(o, lse)` in fp32 on the dequantised cache."""
         options = {name: value for name, value in self.options.items() if name != "out_dtype"}
@@ -351,6 +355,7 @@ class CaseResult:
         passed: within both bounds.
         detail: why not.
         bound: of the relative L1 error.
+        place: where it ran: "cpu", "gpu" or an emulated target.
     """
 
     case: str
@@ -359,6 +364,7 @@ class CaseResult:
     passed: bool
     detail: str = ""
     bound: float = math.nan
+    place: str = ""
 
 
 def check(

@@ -1,7 +1,13 @@
-"""`narrowkv inspect`: what decode compiles to for gfx942 and gfx950, and a static roofline of its loop."""
+"""`narrowkv inspect`: what decode compiles to for gfx942 and gfx950, and a roofline of its loop.
+
+The roofline counts what a few workgroups of the very artifact execute in the emulator; where that cannot be,
+it counts the text of the loop and says why.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +17,45 @@ from rich.table import Table
 from rich.text import Text
 
 from narrowkv.attn_decode import plan_decode
+from narrowkv.cdna_emulator import EmulatorError, Loop
 from narrowkv.cli.cases import DecodeCase, DecodeInputs, build
 from narrowkv.cli.codegen import KernelCode, amd_backend_missing, compile_call
+from narrowkv.cli.emulation import EmulateExecutor, Run
 from narrowkv.cli.environment import versions
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError, number
 from narrowkv.cli.roofline import Roofline, roofline
+from narrowkv.cli.samples import a_few
 from narrowkv.quant.formats import get_format
-from narrowkv.quant.launch import compile_for
-from narrowkv.quant.launch.artifact import CompiledArtifact
-from narrowkv.quant.targets import get_target
+from narrowkv.quant.launch import compile_for, executing
+from narrowkv.quant.launch.artifact import CompiledArtifact, InstructionMix
+from narrowkv.quant.targets import Target, get_target
 
 _FOREMOST = 12  # mnemonics shown of a loop
+_WORKGROUPS = 8  # emulated for the counts
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """What the emulated workgroups of the attention kernel executed: means over workgroups.
+
+    Attributes:
+        workgroups: how many ran.
+        passes: passes through the hot loop.
+        wave_instructions: all instructions, of all waves.
+        loop_wave_instructions: those inside the hot loop.
+        loaded_bytes, stored_bytes: what lanes asked of vector memory, each lane counted.
+        lds_bytes: read and written.
+        loop: executed in one pass by one wave, by mnemonic.
+    """
+
+    workgroups: int
+    passes: float
+    wave_instructions: float
+    loop_wave_instructions: float
+    loaded_bytes: float
+    stored_bytes: float
+    lds_bytes: float
+    loop: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -33,8 +67,12 @@ class Inspection:
         case: the call.
         plan: the configuration, in words.
         kernels: every kernel of the call.
-        model: static roofline of the attention kernel's hot loop; None if it has no loop.
+        model: roofline of a pass through the attention kernel's hot loop; None if it has no loop.
         model_refusal: why there is none.
+        whole_model: roofline of a whole workgroup, from its prologue to its stores; None without emulation.
+        counts: what the models count: "dynamic", executed instructions, or "static", the loop's text.
+        static_reason: why the counts are static.
+        emulated: the dynamic counts; None if they are static.
         mnemonics: static counts of the hot loop.
         assembly: of every kernel by name; only when asked for.
     """
@@ -45,6 +83,10 @@ class Inspection:
     kernels: tuple[KernelCode, ...]
     model: Roofline | None
     model_refusal: str
+    whole_model: Roofline | None
+    counts: str
+    static_reason: str
+    emulated: Emulated | None
     mnemonics: dict[str, int]
     assembly: dict[str, str] | None
 
@@ -88,22 +130,69 @@ def tile_bytes(inputs: DecodeInputs, target: str) -> tuple[float, str]:
     return config.block_n * cache.head_dim * bits / 8 / row_blocks, plan.explain()
 
 
+def _run_a_few(target: str, call: Callable[[], object]) -> tuple[list[CompiledArtifact], list[Run], str]:
+    """Compiles every launch and emulates a few workgroups of each, or says why they could not be."""
+    executor = EmulateExecutor(target, workgroups=a_few(_WORKGROUPS))
+    try:
+        with executing(executor):
+            call()
+    except EmulatorError as error:
+        return compile_call(target, call), [], f"{type(error).__name__}: {error}"
+    return [run.artifact for run in executor.runs], executor.runs, ""
+
+
+def _models(
+    run: Run, loop: Loop, target: Target, bytes_per_pass: float
+) -> tuple[Roofline, Roofline, Emulated]:
+    """Models of one pass and of one workgroup, from what all waves of all emulated workgroups executed."""
+    counts, groups = run.result.counts, run.result.workgroups
+    passes = loop.passes / run.artifact.num_warps
+    kv_bytes = bytes_per_pass * passes
+    executed = {"loop": loop.mnemonics, "whole": run.result.profile.mnemonics}
+    # The waves are in the counts already, so they stand for one wave here.
+    totals = {
+        name: InstructionMix(Counter({m: round(n) for m, n in mix.items()})) for name, mix in executed.items()
+    }
+    whole_bytes = kv_bytes + counts.vmem_bytes_stored
+    return (
+        roofline(totals["loop"], target, num_warps=1, hbm_bytes=kv_bytes).divided(passes),
+        roofline(totals["whole"], target, num_warps=1, hbm_bytes=whole_bytes).divided(groups),
+        Emulated(
+            workgroups=groups,
+            passes=passes / groups,
+            wave_instructions=counts.wave_instructions / groups,
+            loop_wave_instructions=sum(loop.mnemonics.values()) / groups,
+            loaded_bytes=counts.vmem_bytes_loaded / groups,
+            stored_bytes=counts.vmem_bytes_stored / groups,
+            lds_bytes=(counts.lds_bytes_read + counts.lds_bytes_written) / groups,
+            loop={name: n / loop.passes for name, n in loop.mnemonics.items()},
+        ),
+    )
+
+
 def inspect_case(
     case: DecodeCase, target: str, *, with_assembly: bool = False
 ) -> tuple[Inspection, list[CompiledArtifact]]:
-    """Compiles a decode call for a target and models its hot loop.
+    """Compiles a decode call for a target, emulates a few of its workgroups, and models its hot loop.
 
     Raises:
         ValueError, TypeError: what the operation says to a call that it does not take.
     """
-    # Only shapes matter: one page of each length is enough to compile, but the plan looks at the capacity.
     inputs = build(case)
-    artifacts = compile_call(target, inputs.call)
+    artifacts, runs, static_reason = _run_a_few(target, inputs.call)
     main = max(artifacts, key=lambda a: a.loop.mfma)
     bytes_per_pass, words = tile_bytes(inputs, target)
-    model, refusal = None, ""
+    hardware = get_target(target)
+    model = whole = emulated = None
+    refusal = ""
     try:
-        model = roofline(main.loop, get_target(target), num_warps=main.num_warps, hbm_bytes=bytes_per_pass)
+        loop = next((run.result.profile.hot_loop for run in runs if run.artifact is main), None)
+        if loop is not None:
+            (run,) = (run for run in runs if run.artifact is main)
+            model, whole, emulated = _models(run, loop, hardware, bytes_per_pass)
+        else:
+            static_reason = static_reason or "none of the emulated workgroups went through the loop"
+            model = roofline(main.loop, hardware, num_warps=main.num_warps, hbm_bytes=bytes_per_pass)
     except ValueError as error:
         refusal = str(error)
     return (
@@ -114,6 +203,10 @@ def inspect_case(
             kernels=tuple(KernelCode.of(a) for a in artifacts),
             model=model,
             model_refusal=refusal,
+            whole_model=whole,
+            counts="static" if emulated is None else "dynamic",
+            static_reason=static_reason,
+            emulated=emulated,
             mnemonics=dict(main.loop.mnemonics.most_common()),
             assembly={a.name: a.assembly for a in artifacts} if with_assembly else None,
         ),
@@ -122,7 +215,7 @@ def inspect_case(
 
 
 def inspect(case: DecodeCase, report: Report, *, targets: tuple[str, ...], asm: bool) -> ExitCode:
-    """Compiles a decode call for each target and shows registers, instruction mix and the model.
+    """Compiles a decode call for each target and shows registers, instruction mix and the models.
 
     Spills or scratch end with exit code 1.
     """
@@ -130,7 +223,7 @@ def inspect(case: DecodeCase, report: Report, *, targets: tuple[str, ...], asm: 
         raise UnsupportedHereError(missing)
     found = []
     interrupted = False
-    with report.progress(len(targets), "compiling") as line:
+    with report.progress(len(targets), "inspecting") as line:
         try:
             for target in targets:
                 try:
@@ -149,11 +242,14 @@ def inspect(case: DecodeCase, report: Report, *, targets: tuple[str, ...], asm: 
 
 
 def _as_dict(inspection: Inspection) -> dict[str, Any]:
-    model = inspection.model.as_dict() if inspection.model is not None else None
+    models = {
+        name: model.as_dict() if model is not None else None
+        for name, model in (("model", inspection.model), ("whole_model", inspection.whole_model))
+    }
     body = {name: getattr(inspection, name) for name in inspection.__dataclass_fields__}
     if inspection.assembly is None:
         del body["assembly"]
-    return {**body, "model": model}
+    return {**body, **models}
 
 
 def _show(inspection: Inspection, report: Report) -> None:
@@ -186,14 +282,31 @@ def _show(inspection: Inspection, report: Report) -> None:
     rest = [item for item in foremost if item[0] not in main.mfma][:_FOREMOST]
     report.line("  " + ", ".join(f"{name} {n}" for name, n in matrix + rest), "dim")
     if inspection.model is None:
-        report.line(f"no static roofline: {inspection.model_refusal}", "yellow")
+        report.line(f"no roofline: {inspection.model_refusal}", "yellow")
     else:
-        report.show(_model_line(inspection.model))
+        if inspection.emulated is not None:
+            report.line(_emulated_line(inspection.emulated))
+        counted = "executed instructions" if inspection.counts == "dynamic" else "the text of the loop"
+        report.show(_model_line(f"a pass of the loop, {counted}", inspection.model))
+        if inspection.whole_model is not None:
+            report.show(_model_line("a whole workgroup, executed instructions", inspection.whole_model))
+        if inspection.static_reason:
+            report.line(f"  counts are static: {inspection.static_reason}", "yellow")
     for name, assembly in (inspection.assembly or {}).items():
         report.line(f"\n; ---- {inspection.target} {name} ----\n{assembly}")
 
 
-def _model_line(model: Roofline) -> Text:
+def _emulated_line(emulated: Emulated) -> str:
+    share = emulated.loop_wave_instructions / emulated.wave_instructions
+    return (
+        f"emulated: {emulated.workgroups} workgroups, each {number(emulated.wave_instructions, 5)} wave "
+        f"instructions ({share:.0%} in the loop), {number(emulated.passes)} passes, "
+        f"{number(emulated.loaded_bytes, 6)} bytes asked for, {number(emulated.stored_bytes, 6)} stored, "
+        f"{number(emulated.lds_bytes, 6)} through LDS"
+    )
+
+
+def _model_line(of: str, model: Roofline) -> Text:
     busy = (
         ("HBM", model.memory_clk),
         ("VALU", model.valu_clk),
@@ -201,6 +314,6 @@ def _model_line(model: Roofline) -> Text:
         ("LDS", model.lds_clk),
     )
     clocks = ", ".join(f"{name} {number(clk)}" for name, clk in busy)
-    text = Text("model (not a measurement): ")
+    text = Text(f"model, not a measurement ({of}): ")
     text.append(f"bound by {model.bound_by}", style="green" if model.bound_by == "memory" else "bold red")
-    return text.append(f", issue / memory {model.issue_over_memory:.2f}; clocks a pass: {clocks}\n")
+    return text.append(f", issue / memory {model.issue_over_memory:.2f}; clocks: {clocks}")

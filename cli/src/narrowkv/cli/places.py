@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,8 @@ import torch
 
 from narrowkv.cli.report import UnsupportedHereError, UsageError
 from narrowkv.quant.targets import device_target
+
+EMULATED = ("gfx942", "gfx950")
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,14 @@ class Place:
         device: where its tensors are.
         description: for tables.
         context: entered around every call of an operation; it decides how launches are executed.
+        is_emulated: whether a target's machine code runs there in the emulator.
     """
 
     name: str
     device: str
     description: str
     context: Callable[[], AbstractContextManager[object]] = nullcontext
+    is_emulated: bool = False
 
     @property
     def is_gpu(self) -> bool:
@@ -49,29 +53,52 @@ def _cpu() -> Place:
     return Place("cpu", "cpu", "interpreter on the CPU")
 
 
-def _emulated(name: str) -> Place:
+def _emulated(name: str, detect_races: bool = False) -> Place:
     from narrowkv.cli.emulation import emulating
 
-    return Place(name, "cpu", f"{name} machine code, emulated on the CPU", partial(emulating, name))
+    context = partial(emulating, name, detect_races=detect_races)
+    return Place(name, "cpu", f"{name} machine code, emulated on the CPU", context, is_emulated=True)
 
 
 PLACES: dict[str, Callable[[], Place]] = {
     "cpu": _cpu,
     "gpu": _gpu,
-    **{name: partial(_emulated, name) for name in ("gfx942", "gfx950")},
+    **{name: partial(_emulated, name) for name in EMULATED},
 }
 """How each place is found."""
 
 
-def find_place(name: str | None) -> Place:
+def find_place(name: str | None, *, detect_races: bool = False) -> Place:
     """The place of that name; without one, the GPU if it can be used and the CPU otherwise.
 
+    Args:
+        name: one of `PLACES`.
+        detect_races: watch LDS for races, which only an emulated target can.
+
     Raises:
-        UsageError: the name is unknown.
+        UsageError: the name is unknown, or `detect_races` is asked of a place that cannot.
         UnsupportedHereError: this machine does not have it.
     """
     if name is None:
         name = "gpu" if torch.cuda.is_available() else "cpu"
     if name not in PLACES:
         raise UsageError(f"--on must be one of {', '.join(PLACES)}; got {name!r}")
-    return PLACES[name]()
+    if not detect_races:
+        return PLACES[name]()
+    if name not in EMULATED:
+        raise UsageError(f"--detect-races must be with --on {' or '.join(EMULATED)}; got {name}")
+    return _emulated(name, detect_races=True)
+
+
+def find_places(names: Sequence[str] | None, *, detect_races: bool = False) -> list[Place]:
+    """The places named, each once, in the order given; names may also be joined by commas.
+
+    Without names it is the one that `find_place(None)` gives. Raises what `find_place` raises.
+    """
+    if not names:
+        return [find_place(None, detect_races=detect_races)]
+    single = dict.fromkeys(name for text in names for name in text.split(","))
+    unknown = [name for name in single if name not in PLACES]
+    if unknown:  # before any is looked for: a wrong name is a wrong name on every machine
+        raise UsageError(f"--on must be of {', '.join(PLACES)}; got {unknown[0]!r}")
+    return [find_place(name, detect_races=detect_races) for name in single]

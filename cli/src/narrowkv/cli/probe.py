@@ -1,98 +1,67 @@
-"""`narrowkv probe`: does each contract of a set hold, here and on each AMD target, and who else answers."""
+"""`narrowkv probe`: does each contract of a set hold, here and on each AMD target, and who else answers.
+
+Each contract is run at every place asked for and compiled for every target. Where no place was asked for,
+what was compiled also runs in the emulator: a sample of its workgroups, compared where those own the output.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
-from narrowkv.cli.backends import (
-    OURS,
-    PEERS,
-    Backend,
-    NotAnsweringError,
-    NotBuiltError,
-    find_operation,
-    peer_version,
+from narrowkv.cli.answer_table import Notes, answer_table
+from narrowkv.cli.answers import (
+    FAIL,
+    INEXACT,
+    NOT_YET,
+    PASS,
+    REFUSED,
+    SKIPPED,
+    Answer,
+    Compiled,
+    Outcome,
+    Sample,
 )
+from narrowkv.cli.backends import OURS, PEERS, Backend, NotAnsweringError, peer_version
 from narrowkv.cli.bench.timing import GraphTimer
-from narrowkv.cli.cases import DecodeCase, DecodeInputs, build
-from narrowkv.cli.codegen import AMD_TARGETS, KernelCode, amd_backend_missing, compile_call, main_kernel
+from narrowkv.cli.codegen import AMD_TARGETS, KernelCode, amd_backend_missing, compile_call
 from narrowkv.cli.contracts import DECODE, Contract, ContractSet
+from narrowkv.cli.emulation import EmulateExecutor
 from narrowkv.cli.environment import versions
-from narrowkv.cli.places import Place, find_place
-from narrowkv.cli.report import ExitCode, Report, number
+from narrowkv.cli.operations import NotBuiltError, find_operation
+from narrowkv.cli.places import Place, find_place, find_places
+from narrowkv.cli.report import ExitCode, Report
+from narrowkv.cli.samples import sample
 from narrowkv.cli.workers import in_processes
 from narrowkv.quant.accuracy import compare
-from narrowkv.quant.quantize import quantize_per_tensor
+from narrowkv.quant.launch import executing
 
-PASS, FAIL, NOT_YET, REFUSED, SKIPPED, INEXACT = "pass", "fail", "not yet", "refused", "skipped", "inexact"
-_COLOURS = {
-    PASS: "green",
-    FAIL: "bold red",
-    NOT_YET: "yellow",
-    REFUSED: "yellow",
-    SKIPPED: "dim",
-    INEXACT: "magenta",
-}
 # How an operation says no before it launches anything; whatever else it raises is a defect.
 _REFUSALS = (NotBuiltError, ValueError, TypeError, NotImplementedError)
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """One contract compiled for one target."""
-
-    target: str
-    status: str
-    detail: str = ""
-    kernels: tuple[KernelCode, ...] = ()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What one backend said to one contract.
+class Task:
+    """One piece of work for a process.
 
     Attributes:
-        contract: the question.
-        backend: who was asked.
-        status: pass, fail, not yet, refused, skipped, or inexact (another backend, over the bound).
-        detail: the reason where it is not a pass.
-        ran_on: where it ran; empty if it did not.
-        relative_l1: kernel error against the fp32 reference on the same cache.
-        max_abs: largest error.
-        kv_bytes_per_token: bytes of K and V over all heads.
-        time_us: device time on a GPU: median, p10, p90.
-        compiled: by AMD target; narrowkv only.
+        contract, shape: the question.
+        place: run it there, on narrowkv and on `peers`; empty: compile it.
+        target: what to compile for.
+        emulate: also run a sample of what was compiled.
     """
 
     contract: Contract
-    backend: str
-    status: str
-    detail: str = ""
-    ran_on: str = ""
-    relative_l1: float | None = None
-    max_abs: float | None = None
-    kv_bytes_per_token: float | None = None
-    time_us: dict[str, float] | None = None
-    compiled: dict[str, Compiled] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Task:
-    """One piece of work for a process: run a contract on every backend, or compile it for a target."""
-
-    contract: Contract
     shape: Any
-    place: str
-    target: str | None
+    place: str = ""
     peers: tuple[str, ...] = ()
+    target: str = ""
+    emulate: bool = False
 
 
 def _reason(error: BaseException) -> str:
@@ -100,70 +69,84 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def contract_inputs(
-    contract: Contract, shape: Any, device: str = "cpu", *, clean: bool = False
-) -> DecodeInputs:
-    """The tensors of a contract at a set's shape; sequences of the full context, pages shuffled."""
-    fp8_query = contract.q.startswith("fp8_")
-    case = DecodeCase(
-        lens="+".join([str(shape.context)] * shape.batch),
-        q_len=shape.q_len,
-        kv_heads=shape.num_kv_heads,
-        ratio=shape.gqa_ratio,
-        head_dim=shape.head_dim,
-        page_size=contract.page_size,
-        q="bf16" if fp8_query else contract.q,
-        k=contract.k,
-        v=contract.v,
-        clean=clean,
-    )
-    inputs = build(case, device)
-    if not fp8_query:
-        return inputs
-    stored, _ = quantize_per_tensor(inputs.q.float(), contract.q, descale=1.0)
-    return replace(inputs, q=stored)
-
-
-def run_task(task: Task) -> list[Answer] | Compiled:
+def run_task(task: Task) -> Outcome:
     """Does one task; every outcome of the operations is a result, not an exception."""
-    if task.target is not None:
-        return _compile(task.contract, task.shape, task.target)
-    place = find_place(task.place)
-    return _run(task.contract, task.shape, place, task.peers)
+    if task.place:
+        return Outcome(_run(task.contract, task.shape, find_place(task.place), task.peers))
+    return _compile(task.contract, task.shape, task.target, task.emulate)
 
 
-def _compile(contract: Contract, shape: Any, target: str) -> Compiled:
+def _compile(contract: Contract, shape: Any, target: str, emulate: bool) -> Outcome:
     if (missing := amd_backend_missing()) is not None:
-        return Compiled(target, SKIPPED, missing)
+        return Outcome(compiled=Compiled(target, SKIPPED, missing))
     try:
-        find_operation(contract.operation)
         # Compiled for a cache that narrowkv wrote itself, so known to hold no negative zero.
-        inputs = contract_inputs(contract, shape, clean=True)
+        inputs = find_operation(contract).inputs(contract, shape, "cpu", True)
         artifacts = compile_call(target, lambda: OURS.prepare(contract, inputs)())
     except _REFUSALS as error:
-        return Compiled(target, FAIL if contract.required else NOT_YET, _reason(error))
+        return Outcome(compiled=Compiled(target, FAIL if contract.required else NOT_YET, _reason(error)))
     except Exception as error:
-        return Compiled(target, FAIL, _reason(error))
+        return Outcome(compiled=Compiled(target, FAIL, _reason(error)))
     kernels = tuple(KernelCode.of(artifact) for artifact in artifacts)
     if not kernels:
-        return Compiled(target, FAIL, "the call launched nothing")
+        return Outcome(compiled=Compiled(target, FAIL, "the call launched nothing"))
     faults = [f"{k.name} spills {k.spills} registers" for k in kernels if k.spills]
     faults += [f"{k.name} uses {k.scratch_bytes} bytes of scratch" for k in kernels if k.scratch_bytes]
-    return Compiled(target, FAIL if faults else PASS, "; ".join(faults), kernels)
+    compiled = Compiled(target, FAIL if faults else PASS, "; ".join(faults), kernels)
+    return Outcome((_emulate(contract, inputs, target),) if emulate else (), compiled)
 
 
-def _run(contract: Contract, shape: Any, place: Place, peers: tuple[str, ...]) -> list[Answer]:
+def _emulate(contract: Contract, inputs: Any, target: str) -> Answer:
+    """Runs a sample of the call's workgroups as machine code and compares the rows of `o` that they own."""
+    begun = time.perf_counter()
+    executor = EmulateExecutor(target, workgroups=sample)
     try:
-        find_operation(contract.operation)
-        inputs = contract_inputs(contract, shape, place.device)
-    except _REFUSALS as error:
-        return [Answer(contract, OURS.name, FAIL if contract.required else NOT_YET, _reason(error))]
+        with executing(executor):
+            o = OURS.prepare(contract, inputs)()
+        stored = executor.written(o)
+    except Exception as error:  # it was compiled, so whatever it says now is a defect
+        return Answer(contract, OURS.name, target, FAIL, _reason(error))
+    complete = stored.all(-1)
     expected, _ = inputs.reference()
-    return [
+    report = compare(o[complete], expected[complete])
+    problems = [] if report.passes(relative_l1=contract.bound) else [f"{report} (bound {contract.bound:g})"]
+    if not bool(complete.any()):
+        problems = ["the sample finished no row of the output"]
+    elif not torch.equal(complete, stored.any(-1)):
+        problems.append("the sample left rows of the output half written")
+    return Answer(
+        contract,
+        OURS.name,
+        target,
+        FAIL if problems else PASS,
+        "; ".join(problems),
+        find_place(target).description,
+        report.relative_l1,
+        report.max_abs,
+        inputs.bytes_per_token(),
+        sample=Sample(
+            workgroups=sum(run.result.workgroups for run in executor.runs),
+            launched=sum(run.launched for run in executor.runs),
+            rows=int(complete.sum()),
+            all_rows=complete.numel(),
+            wave_instructions=round(sum(run.result.counts.wave_instructions for run in executor.runs)),
+            seconds=time.perf_counter() - begun,
+        ),
+    )
+
+
+def _run(contract: Contract, shape: Any, place: Place, peers: tuple[str, ...]) -> tuple[Answer, ...]:
+    try:
+        inputs = find_operation(contract).inputs(contract, shape, place.device, False)
+    except _REFUSALS as error:
+        status = FAIL if contract.required else NOT_YET
+        return (Answer(contract, OURS.name, place.name, status, _reason(error)),)
+    expected, _ = inputs.reference()
+    return tuple(
         _ask(backend, contract, inputs, expected, place)
         for backend in (OURS, *PEERS)
         if backend is OURS or (backend.name in peers and contract.operation == DECODE)
-    ]
+    )
 
 
 @cache
@@ -171,25 +154,21 @@ def _timer() -> GraphTimer:
     return GraphTimer()
 
 
-def _ask(
-    backend: Backend, contract: Contract, inputs: DecodeInputs, expected: torch.Tensor, place: Place
-) -> Answer:
+def _ask(backend: Backend, contract: Contract, inputs: Any, expected: torch.Tensor, place: Place) -> Answer:
     ours = backend is OURS
-    context = place.context if ours else find_place("gpu" if place.is_gpu else "cpu").context
-    kv_bytes = inputs.cache.bytes_per_token()
+    kv_bytes = inputs.bytes_per_token()
+    asked = (contract, backend.name, place.name)
     try:
-        with context():
+        with place.context():
             call = backend.prepare(contract, inputs)
             o = call()
     except NotAnsweringError as error:
-        return Answer(contract, backend.name, SKIPPED, str(error))
+        return Answer(*asked, SKIPPED, str(error))
     except _REFUSALS as error:
         refusal = (FAIL if contract.required else NOT_YET) if ours else REFUSED
-        return Answer(contract, backend.name, refusal, _reason(error), kv_bytes_per_token=kv_bytes)
+        return Answer(*asked, refusal, _reason(error), kv_bytes_per_token=kv_bytes)
     except Exception as error:
-        return Answer(
-            contract, backend.name, FAIL if ours else REFUSED, _reason(error), kv_bytes_per_token=kv_bytes
-        )
+        return Answer(*asked, FAIL if ours else REFUSED, _reason(error), kv_bytes_per_token=kv_bytes)
     report = compare(o, expected)
     good = report.passes(relative_l1=contract.bound)
     time_us = None
@@ -201,10 +180,9 @@ def _ask(
             # A peer may not be capturable, and then has an error but no time; narrowkv promises that it is.
             if ours:
                 why = f"not capturable: {_reason(error)}"
-                return Answer(contract, backend.name, FAIL, why, place.description, report.relative_l1)
+                return Answer(*asked, FAIL, why, place.description, report.relative_l1)
     return Answer(
-        contract,
-        backend.name,
+        *asked,
         PASS if good else (FAIL if ours else INEXACT),
         "" if good else f"{report} (bound {contract.bound:g})",
         place.description if ours or place.is_gpu else "CPU",
@@ -220,28 +198,46 @@ class ProbeRun:
     """Collects answers as tasks finish."""
 
     contracts: ContractSet
-    place: Place
-    answers: dict[tuple[int, str], Answer] = field(default_factory=dict)
+    places: tuple[Place, ...]
+    answers: dict[tuple[int, str, str], Answer] = field(default_factory=dict)
     compiled: dict[tuple[int, str], Compiled] = field(default_factory=dict)
 
+    def add(self, index: int, outcome: Outcome) -> None:
+        """Takes what a task of the contract at `index` found."""
+        for answer in outcome.answers:
+            self.answers[index, answer.backend, answer.place] = answer
+        if outcome.compiled is not None:
+            self.compiled[index, outcome.compiled.target] = outcome.compiled
+
     def rows(self) -> Iterator[Answer]:
-        """Answers in the set's order, narrowkv's with what was compiled, its status the worse of both."""
+        """Answers in the set's order, backend by backend and place by place.
+
+        narrowkv's first carries what was compiled, its status the worse of both.
+        """
+        places = tuple(dict.fromkeys([*(place.name for place in self.places), *AMD_TARGETS]))
         for index, contract in enumerate(self.contracts.contracts):
             for backend in (OURS, *PEERS):
-                answer = self.answers.get((index, backend.name))
+                found = [
+                    self.answers[index, backend.name, place]
+                    for place in places
+                    if (index, backend.name, place) in self.answers
+                ]
                 if backend is OURS:
-                    compiled = {
-                        t: self.compiled[index, t] for t in AMD_TARGETS if (index, t) in self.compiled
-                    }
-                    if answer is None and not compiled:
-                        continue
-                    answer = answer or Answer(contract, OURS.name, SKIPPED, "interrupted before it ran")
-                    bad = next((c for c in compiled.values() if c.status in (FAIL, NOT_YET)), None)
-                    if answer.status == PASS and bad is not None:
-                        answer = replace(answer, status=bad.status, detail=f"{bad.target}: {bad.detail}")
-                    yield replace(answer, compiled=compiled)
-                elif answer is not None:
-                    yield answer
+                    found = self._with_code(index, contract, found)
+                yield from found
+
+    def _with_code(self, index: int, contract: Contract, found: list[Answer]) -> list[Answer]:
+        compiled = {t: self.compiled[index, t] for t in AMD_TARGETS if (index, t) in self.compiled}
+        asked = self.places[0].name
+        if compiled and not any(answer.sample is None for answer in found):
+            found = [Answer(contract, OURS.name, asked, SKIPPED, "interrupted before it ran"), *found]
+        if not found:
+            return found
+        first, *rest = found
+        bad = next((c for c in compiled.values() if c.status in (FAIL, NOT_YET)), None)
+        if first.status == PASS and bad is not None:
+            first = replace(first, status=bad.status, detail=f"{bad.target}: {bad.detail}")
+        return [replace(first, compiled=compiled), *rest]
 
     def exit_code(self) -> ExitCode:
         """Numerical when one of narrowkv's own answers failed; unsupported when none could pass."""
@@ -252,61 +248,94 @@ class ProbeRun:
 
 
 def probe(
-    contracts: ContractSet, report: Report, *, on: str | None, jobs: int, targets: tuple[str, ...]
+    contracts: ContractSet,
+    report: Report,
+    *,
+    on: Sequence[str] | None,
+    jobs: int,
+    targets: tuple[str, ...],
 ) -> ExitCode:
-    """Asks every contract of a set and reports; Ctrl-C keeps what was answered."""
-    place = find_place(on)
-    present = {backend.name: backend.absent(place) for backend in PEERS}
+    """Asks every contract of a set and reports; Ctrl-C keeps what was answered.
+
+    Args:
+        contracts: the set.
+        report: where it goes.
+        on: where to run; without, at the one place that is here, and a sample of workgroups in the emulator.
+        jobs: processes.
+        targets: what to compile for.
+    """
+    places = tuple(find_places(on))
+    # Other implementations have no machine code to emulate: they answer at the first place of another kind.
+    peers_at = next((place for place in places if not place.is_emulated), None)
+    present = {b.name: "has no code to emulate" if peers_at is None else b.absent(peers_at) for b in PEERS}
     asked = tuple(name for name, reason in present.items() if reason is None)
-    run = ProbeRun(contracts, place)
-    report.say(f"[bold]{contracts.name}[/]: {contracts.title}\n{contracts.shape}; {place.description}")
-    indexed = list(enumerate(contracts.contracts))
-    runs = {Task(c, contracts.shape, place.name, None, asked): i for i, c in indexed}
-    compiles = {Task(c, contracts.shape, place.name, target): i for i, c in indexed for target in targets}
+    run = ProbeRun(contracts, places)
+    where = "; ".join(place.description for place in places)
+    report.say(f"[bold]{contracts.name}[/]: {contracts.title}\n{contracts.shape}; {where}")
+    shape, indexed = contracts.shape, list(enumerate(contracts.contracts))
+    runs = {
+        Task(c, shape, place.name, asked if place is peers_at else ()): i
+        for place in places
+        for i, c in indexed
+    }
+    compiles = {Task(c, shape, target=t, emulate=not on): i for i, c in indexed for t in targets}
     interrupted = False
     with report.progress(len(runs) + len(compiles), "probing") as line:
         try:
-            for task, result in _results(list(runs), list(compiles), place, jobs):
-                if isinstance(result, Compiled):
-                    run.compiled[compiles[task], result.target] = result
-                else:
-                    for answer in result:
-                        run.answers[runs[task], answer.backend] = answer
+            for task, outcome in _outcomes(list(runs), list(compiles), places, jobs):
+                run.add((runs if task.place else compiles)[task], outcome)
                 line.advance(f"{task.contract.q} x {task.contract.cache}, page {task.contract.page_size}")
         except KeyboardInterrupt:
             interrupted = True
     rows = list(run.rows())
-    notes = _Notes()
-    report.show(_table(rows, present, place, notes))
+    notes = Notes()
+    report.show(answer_table(rows, present, places, notes))
     for text, index in notes.texts.items():
         report.line(f"[{index}] {text}")
     code = run.exit_code()
     report.say(_verdict(rows, code))
     report.say(
         "kernel error (rel. L1) is against fp32 on the same cache; "
-        "code figures are of the hot loop's kernel, compiled and not run"
+        "code figures are of the hot loop's kernel, as compiled on this machine"
     )
+    emulation = _emulation(rows, jobs)
+    if emulation:
+        report.say(
+            "emulated rows: {samples} samples, {workgroups} of {launched} workgroups, {rows} of {all_rows} "
+            "rows of output,\n{wave_instructions} wave instructions in {seconds:.1f} s over {processes} "
+            "processes".format(**emulation)
+        )
     body = {
         "set": contracts.name,
         "shape": contracts.shape,
-        "ran_on": place.description,
+        "ran_on": where,
+        "places": [place.name for place in places],
         "versions": versions(),
         "backends": {b.name: {"absent": present[b.name], "version": peer_version(b)} for b in PEERS},
+        "emulation": emulation,
         "rows": rows,
     }
     return report.finish(body, code, interrupted=interrupted)
 
 
-def _results(
-    runs: list[Task], compiles: list[Task], place: Place, jobs: int
-) -> Iterator[tuple[Task, list[Answer] | Compiled]]:
-    if place.is_gpu:
-        # One process owns the GPU, and nothing else runs while it takes times.
-        for task in runs:
-            yield task, run_task(task)
-        yield from in_processes(run_task, compiles, jobs)
-    else:
-        yield from in_processes(run_task, [*runs, *compiles], jobs)
+def _emulation(rows: list[Answer], jobs: int) -> dict[str, Any]:
+    """What the samples took together; empty without any."""
+    samples = [row.sample for row in rows if row.sample is not None]
+    if not samples:
+        return {}
+    names = ("workgroups", "launched", "rows", "all_rows", "wave_instructions", "seconds")
+    total = {name: sum(getattr(s, name) for s in samples) for name in names}
+    return {"samples": len(samples), "processes": jobs, **total}
+
+
+def _outcomes(
+    runs: list[Task], compiles: list[Task], places: tuple[Place, ...], jobs: int
+) -> Iterator[tuple[Task, Outcome]]:
+    gpu = {place.name for place in places if place.is_gpu}
+    # One process owns the GPU, and nothing else runs while it takes times.
+    for task in (task for task in runs if task.place in gpu):
+        yield task, run_task(task)
+    yield from in_processes(run_task, [*(task for task in runs if task.place not in gpu), *compiles], jobs)
 
 
 def _verdict(rows: list[Answer], code: ExitCode) -> str:
@@ -314,84 +343,3 @@ def _verdict(rows: list[Answer], code: ExitCode) -> str:
     counts = ", ".join(f"{own.count(s)} {s}" for s in (PASS, FAIL, NOT_YET, SKIPPED) if s in own)
     colour = {ExitCode.OK: "green", ExitCode.NUMERICAL: "bold red"}.get(code, "yellow")
     return f"[{colour}]narrowkv: {counts or 'nothing ran'}[/]"
-
-
-def _code_cell(compiled: Compiled | None) -> Text:
-    if compiled is None:
-        return Text("-", style="dim")
-    if not compiled.kernels:
-        return Text(compiled.status, style=_COLOURS[compiled.status])
-    kernel = main_kernel(compiled.kernels)
-    spills = sum(k.spills for k in compiled.kernels)
-    mfma = ", ".join(f"{n} x {name.removeprefix('v_mfma_f32_')}" for name, n in kernel.mfma.items())
-    registers = f"{kernel.vgprs + kernel.agprs} VGPR"
-    text = f"{registers} {spills} spill {kernel.lds_bytes / 1024:g}K LDS\n{mfma or 'no MFMA in a loop'}"
-    return Text(text, style=_COLOURS[compiled.status])
-
-
-def _joined(values: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(values))
-
-
-def _lines(rows: list[Answer]) -> Iterator[list[Answer]]:
-    """Rows of the table: an answer that ran anywhere by itself, the rest together by operation and reason."""
-    groups: dict[tuple[Any, ...], list[Answer]] = {}
-    for index, row in enumerate(rows):
-        silent = not row.ran_on and not any(c.kernels for c in row.compiled.values())
-        key = (row.contract.operation, row.backend, row.status, row.detail) if silent else (index,)
-        groups.setdefault(key, []).append(row)
-    yield from groups.values()
-
-
-class _Notes:
-    """Reasons too long for a cell, numbered."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, int] = {}
-
-    def number(self, text: str) -> int:
-        return self.texts.setdefault(text, len(self.texts) + 1)
-
-
-def _table(rows: list[Answer], absent: dict[str, str | None], place: Place, notes: _Notes) -> Table:
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in (
-        "operation",
-        "Q",
-        "cache",
-        "page",
-        "backend",
-        *AMD_TARGETS,
-        "ran on",
-        "rel. L1",
-        "B/token",
-    ):
-        right = column in ("page", "rel. L1", "B/token")
-        least = {"Q": 5, "cache": 14}.get(column)
-        table.add_column(column, justify="right" if right else "left", no_wrap=least is None, min_width=least)
-    if place.is_gpu:
-        table.add_column("us", justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    for group in _lines(rows):
-        row, c = group[0], group[0].contract
-        pages = _joined(str(r.contract.page_size) for r in group)
-        queries, caches = _joined(r.contract.q for r in group), _joined(r.contract.cache for r in group)
-        cells: list[Text | str] = [c.function, queries, caches, pages, row.backend]
-        ours = row.backend == OURS.name
-        cells += [_code_cell(row.compiled.get(target)) if ours else "" for target in AMD_TARGETS]
-        cells += ["gpu" if row.ran_on and place.is_gpu else "cpu" if row.ran_on else "-"]
-        cells += [f"{row.relative_l1:.2e}" if row.relative_l1 is not None else "-"]
-        cells += [number(row.kv_bytes_per_token, 5) if len(group) == 1 else "-"]
-        if place.is_gpu:
-            cells += [number(row.time_us["median"]) if row.time_us else "-"]
-        verdict = Text(row.status, style=_COLOURS[row.status])
-        if row.status == INEXACT:
-            verdict = Text(f"over {c.bound:g}", style=_COLOURS[INEXACT])
-        elif row.detail:
-            verdict.append(f" [{notes.number(row.detail)}]", style="default")
-        table.add_row(*cells, verdict)
-    for name, reason in absent.items():
-        if reason is not None:
-            blank = [""] * (len(table.columns) - 6)
-            table.add_row("", "", "", "", name, *blank, Text(f"{SKIPPED}: {reason}", style=_COLOURS[SKIPPED]))
-    return table

@@ -1,9 +1,11 @@
-"""A static roofline of a compiled hot loop: a model, never a measurement.
+"""A roofline of a hot loop from counted instructions: a model, never a measurement.
 
 One pass of the loop keeps each of a compute unit's resources busy for some clocks: its share of HBM
 bandwidth, the vector ALUs, the matrix units, the LDS. Whichever is busy longest bounds the loop. Latency, and
 how well the resources overlap, are outside the model: it says what a loop can at best reach, and which
 resource it leans on.
+
+The counts are of a run in the emulator where there is one, else of the compiled text.
 
 The figures are those of `narrowkv.quant.targets`, with their sources.
 """
@@ -11,7 +13,7 @@ The figures are those of `narrowkv.quant.targets`, with their sources.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from narrowkv.quant.errors import UnsupportedError
 from narrowkv.quant.launch.artifact import InstructionMix
@@ -59,6 +61,11 @@ class Roofline:
     hbm_bytes: float
     mfma_flops: float
     label: str = "model"
+
+    def divided(self, passes: float) -> Roofline:
+        """The model of one pass from that of several."""
+        names = ("memory_clk", "valu_clk", "mfma_clk", "lds_clk", "hbm_bytes", "mfma_flops")
+        return replace(self, **{name: getattr(self, name) / passes for name in names})
 
     @property
     def issue_clk(self) -> float:
@@ -154,7 +161,7 @@ def roofline(loop: InstructionMix, target: Target, *, num_warps: int, hbm_bytes:
     """The model for one workgroup's pass through a loop.
 
     Args:
-        loop: static instruction mix of the loop, one wave's.
+        loop: instruction mix of the loop, one wave's.
         target: whose figures to use.
         num_warps: waves of the workgroup; each executes the loop.
         hbm_bytes: bytes that the workgroup's pass needs from HBM, each counted once.

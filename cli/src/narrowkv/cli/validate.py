@@ -14,7 +14,7 @@ from rich.table import Table
 from narrowkv.cli.cases import LSE_BOUND, CaseResult, DecodeCase, build, check
 from narrowkv.cli.contracts import BOUND_16_BIT_QUERY
 from narrowkv.cli.environment import versions
-from narrowkv.cli.places import Place, find_place
+from narrowkv.cli.places import Place, find_place, find_places
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.workers import in_processes
 
@@ -95,17 +95,19 @@ def sweep(*, full: bool, seed: int) -> list[DecodeCase]:
 
 @dataclass(frozen=True)
 class Task:
-    """A case and where to run it."""
+    """A case, where to run it, and whether to watch LDS for races there."""
 
     case: DecodeCase
     place: str
+    detect_races: bool = False
 
 
 def run_task(task: Task) -> CaseResult:
-    """Runs one case; what goes wrong is its result."""
+    """Runs one case; what goes wrong, a race too, is its result."""
     try:
-        inputs = build(task.case, find_place(task.place).device)
-        with find_place(task.place).context():
+        place = find_place(task.place, detect_races=task.detect_races)
+        inputs = build(task.case, place.device)
+        with place.context():
             results = inputs.call()
         return check(task.case, inputs, BOUND_16_BIT_QUERY, lambda: results)
     except Exception as error:
@@ -114,39 +116,72 @@ def run_task(task: Task) -> CaseResult:
         return CaseResult(str(task.case), None, float("nan"), False, text)
 
 
-def repro(case: str, place: Place, default: str) -> str:
-    """The command that repeats a case."""
-    where = "" if place.name == default else f" --on {place.name}"
-    return f"narrowkv validate{where} --case {case}"
+@dataclass(frozen=True)
+class Setting:
+    """What the cases of a run have in common.
+
+    Attributes:
+        places: where they ran.
+        default: the place that a command without --on takes.
+        detect_races: whether LDS was watched.
+    """
+
+    places: tuple[Place, ...]
+    default: str
+    detect_races: bool = False
+
+    def repro(self, result: CaseResult) -> str:
+        """The command that repeats a case where it ran."""
+        where = "" if result.place in ("", self.default) else f" --on {result.place}"
+        races = " --detect-races" if self.detect_races else ""
+        return f"narrowkv validate{where}{races} --case {result.case}"
+
+    def __str__(self) -> str:
+        watched = "; LDS watched for races" if self.detect_races else ""
+        return "; ".join(place.description for place in self.places) + watched
+
+
+def _run_all(tasks: Sequence[Task], places: Sequence[Place], jobs: int) -> Iterator[tuple[Task, CaseResult]]:
+    gpu = {place.name for place in places if place.is_gpu}
+    # One process owns the GPU.
+    yield from in_processes(run_task, [task for task in tasks if task.place in gpu], 1)
+    yield from in_processes(run_task, [task for task in tasks if task.place not in gpu], jobs)
 
 
 def validate(
-    cases: Sequence[DecodeCase], report: Report, *, on: str | None, jobs: int, seed: int
+    cases: Sequence[DecodeCase],
+    report: Report,
+    *,
+    on: Sequence[str] | None,
+    jobs: int,
+    seed: int,
+    detect_races: bool = False,
 ) -> ExitCode:
-    """Runs cases and reports; Ctrl-C keeps those that were finished."""
-    place = find_place(on)
-    default = find_place(None).name
+    """Runs cases at every place and reports; Ctrl-C keeps those that were finished."""
+    setting = Setting(tuple(find_places(on, detect_races=detect_races)), find_place(None).name, detect_races)
+    places = setting.places
     results: list[CaseResult] = []
     interrupted = False
-    tasks = [Task(case, place.name) for case in cases]
+    tasks = [Task(case, place.name, detect_races) for place in places for case in cases]
     with report.progress(len(tasks), "validating") as line:
         try:
-            for _, result in in_processes(run_task, tasks, 1 if place.is_gpu else jobs):
-                results.append(result)
+            for task, result in _run_all(tasks, places, jobs):
+                results.append(replace(result, place=task.place))
                 line.advance("" if result.passed else f"failed: {result.case}")
         except KeyboardInterrupt:
             interrupted = True
     failures = [result for result in results if not result.passed]
-    report.say(f"paged_decode against fp32 on the same cache, {place.description}")
+    report.say(f"paged_decode against fp32 on the same cache, {setting}")
     if len(cases) == 1:
         for result in results:
-            report.line(f"{result.error}; lse {result.lse_error:.3g}" if result.error else result.detail)
+            text = f"{result.error}; lse {result.lse_error:.3g}" if result.error else result.detail
+            report.line(f"{result.place}: {text}" if len(places) > 1 else text)
     else:
         report.show(_table(results))
-        _show_worst(report, results, place, default)
+        _show_worst(report, results, setting)
     for result in failures[:_FAILURES_SHOWN]:
         report.line(f"FAILED {result.detail}", "bold red")
-        report.line(f"  {repro(result.case, place, default)}")
+        report.line(f"  {setting.repro(result)}")
     if len(failures) > _FAILURES_SHOWN:
         report.say(f"and {len(failures) - _FAILURES_SHOWN} more failures; --json lists all")
     colour = "bold red" if failures else "green"
@@ -156,13 +191,15 @@ def validate(
     )
     body = {
         "operation": "paged_decode",
-        "ran_on": place.description,
+        "ran_on": "; ".join(place.description for place in places),
+        "places": [place.name for place in places],
+        "detect_races": detect_races,
         "seed": seed,
         "versions": versions(),
         "bounds": {"relative_l1": BOUND_16_BIT_QUERY, "lse": LSE_BOUND},
-        "planned": len(cases),
+        "planned": len(tasks),
         "passed": len(results) - len(failures),
-        "cases": [{**_as_dict(r), "command": repro(r.case, place, default)} for r in results],
+        "cases": [{**_as_dict(r), "command": setting.repro(r)} for r in results],
     }
     code = ExitCode.NUMERICAL if failures else ExitCode.OK
     return report.finish(body, code, interrupted=interrupted)
@@ -173,14 +210,15 @@ def _as_dict(result: CaseResult) -> dict[str, Any]:
 
 
 def _table(results: Sequence[CaseResult]) -> Table:
-    """Errors by formats of query and cache."""
-    groups: dict[tuple[str, str], list[CaseResult]] = {}
+    """Errors by place and formats of query and cache."""
+    groups: dict[tuple[str, str, str], list[CaseResult]] = {}
     for result in results:
         case = DecodeCase.parse(result.case)
         cache = case.k if case.k == case.v else "K and V differ"
-        groups.setdefault((case.q, cache), []).append(result)
+        groups.setdefault((result.place, case.q, cache), []).append(result)
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for column in (
+        "ran on",
         "Q",
         "cache",
         "cases",
@@ -190,8 +228,8 @@ def _table(results: Sequence[CaseResult]) -> Table:
         "worst max",
         "worst lse",
     ):
-        table.add_column(column, justify="left" if column in ("Q", "cache") else "right")
-    for (q, cache), group in sorted(groups.items()):
+        table.add_column(column, justify="left" if column in ("ran on", "Q", "cache") else "right")
+    for (where, q, cache), group in sorted(groups.items()):
         errors = [r.error.relative_l1 for r in group if r.error is not None]
         largest = [r.error.max_abs for r in group if r.error is not None]
         lse = [r.lse_error for r in group if r.error is not None]
@@ -202,15 +240,15 @@ def _table(results: Sequence[CaseResult]) -> Table:
         )
         passed = sum(r.passed for r in group)
         style = "" if passed == len(group) else "bold red"
-        table.add_row(q, cache, str(len(group)), str(passed), *figures, style=style)
+        table.add_row(where, q, cache, str(len(group)), str(passed), *figures, style=style)
     return table
 
 
-def _show_worst(report: Report, results: Sequence[CaseResult], place: Place, default: str) -> None:
+def _show_worst(report: Report, results: Sequence[CaseResult], setting: Setting) -> None:
     passed = [r for r in results if r.passed and r.error is not None]
     worst = sorted(passed, key=lambda r: r.error.relative_l1 if r.error else 0.0, reverse=True)[:_WORST_SHOWN]
     if worst:
         report.say("worst of those that pass:")
     for result in worst:
         assert result.error is not None
-        report.line(f"  {result.error.relative_l1:.2e}  {repro(result.case, place, default)}")
+        report.line(f"  {result.error.relative_l1:.2e}  {setting.repro(result)}")

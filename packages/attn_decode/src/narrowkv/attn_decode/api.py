@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton.language as tl
 
-from narrowkv.attn_decode.config import PTX
+from narrowkv.attn_decode.arguments import (
+    OUT_DTYPES,
+    descale_pointers,
+    output_tensor,
+    packed_route,
+    side_of,
+    table_pointers,
+)
 from narrowkv.attn_decode.kernels import (
-    Descale,
-    KVPointers,
-    Table,
     Workspace,
     _merge_splits_kernel,
     _merge_states_kernel,
@@ -26,16 +29,13 @@ from narrowkv.quant.errors import (
     check_finite_float,
     check_last_dim_contiguous,
     check_no_grad,
-    check_no_overlap,
     check_same_device,
     check_shape,
 )
-from narrowkv.quant.formats import get_format
 from narrowkv.quant.launch import LaunchOptions, active_target, launch
 
 _LOG2E = math.log2(math.e)
-_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_ABSENT = Descale(None, 0, 0, 0)
+_SCALED_DOT_DEPTH = 128  # v_mfma_scale_f32_16x16x128_f8f6f4; a shorter dot is lowered to bf16
 
 
 def paged_decode(
@@ -51,15 +51,17 @@ def paged_decode(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     plan: DecodePlan | None = None,
+    kernel: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of each sequence's newest tokens over its paged KV cache, which already holds them.
 
     Args:
         q: `[batch * q_len, num_qo_heads, head_dim]`, bf16 or fp16, last dimension contiguous. With q_len > 1
             (speculative tokens) row i of a sequence stands at position `seq_len - q_len + i` and attends to
-            keys up to
-            itself.
-        cache: keys and values; any layout and page size, in bf16, fp16 or FP8. q is not quantised.
+            keys up
+            to itself.
+        cache: keys and values; any layout and page size, in bf16, fp16, FP8 or FP4. q is not quantised, but
+            inside the native FP4 kernel.
         page_table: which pages each sequence occupies, and its length.
         sm_scale: softmax scale; default `head_dim ** -0.5`.
         out: where to write, `[batch * q_len, num_qo_heads, head_dim]`.
@@ -70,6 +72,7 @@ def paged_decode(
         return_lse: also return the log-sum-exp.
         plan: from `plan_decode`; without one, a plan is made for the call. With one there is no allocation
             but the outputs, and no host synchronisation either way, so the call can be captured in a graph.
+        kernel: forces "native" or "decode" when there is no plan; see `plan_decode`.
 
     Returns:
         `o`, or `(o, lse)`; `lse` is `[batch * q_len, num_qo_heads]` fp32, natural log of the scaled logits'
@@ -78,7 +81,7 @@ def paged_decode(
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what was expected and what came.
-        UnsupportedError: for a cache format that the kernel does not read.
+        UnsupportedError: for formats that the kernel does not read, or a forced kernel that the target lacks.
 
     Source: split-KV decode after Flash-Decoding (Dao et al., 2023).
 
@@ -89,7 +92,9 @@ def paged_decode(
     shape = decode_shape(q, cache, page_table)
     target = active_target(q.device)
     if plan is None:
-        plan = plan_decode(q, cache, page_table)
+        plan = plan_decode(q, cache, page_table, kernel=kernel)
+    elif kernel not in (None, plan.config.kernel):
+        raise ValueError(f"kernel must be the plan's {plan.config.kernel!r} or None, got {kernel!r}")
     else:
         check_plan(plan, shape, cache, q.device, target)
     scale = q.shape[2] ** -0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
@@ -104,59 +109,11 @@ def paged_decode(
         check_dtype("sinks", sinks, (torch.float32, torch.bfloat16, torch.float16))
         check_same_device(q=q, sinks=sinks)
     check_no_grad(q=q, k=cache.k, v=cache.v, sinks=sinks)
-    o = _output(q, out, out_dtype, cache)
+    o = output_tensor(q, out, out_dtype, cache)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
     if shape.batch:
         _launch_decode(q, o, lse, sinks, cache, page_table, plan, scale, soft_cap, window_left)
     return o if lse is None else (o, lse)
-
-
-def _output(
-    q: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None, cache: PagedKVCache
-) -> torch.Tensor:
-    if out is None:
-        dtype = q.dtype if out_dtype is None else out_dtype
-        if dtype not in _OUT_DTYPES:
-            raise ValueError(f"out_dtype must be one of {_OUT_DTYPES}, got {dtype}")
-        return torch.empty(q.shape, dtype=dtype, device=q.device)
-    check_dtype("out", out, _OUT_DTYPES if out_dtype is None else (out_dtype,))
-    check_shape("out", out, tuple(q.shape))
-    check_same_device(q=q, out=out)
-    check_last_dim_contiguous("out", out)
-    check_no_grad(out=out)
-    check_no_overlap("out", out, q=q, k=cache.k, v=cache.v)
-    return out
-
-
-def _descale(value: Any, granularity: str) -> tuple[str, float, Descale]:
-    """(mode, factor to fold, pointers) of a K or V descale; see `_paged_decode_kernel`."""
-    if not isinstance(value, torch.Tensor):
-        return "scalar", float(value), _ABSENT
-    if granularity == "tensor":
-        return "head", 1.0, Descale(value, 0, 0, 0)
-    if granularity == "head":
-        return "head", 1.0, Descale(value, 0, 0, value.stride(0))
-    if granularity == "sequence_head":
-        return "head", 1.0, Descale(value, value.stride(0), 0, value.stride(1))
-    if granularity == "page_head":
-        return "token", 1.0, Descale(value, value.stride(0), 0, value.stride(1))
-    return "token", 1.0, Descale(value, value.stride(0), value.stride(1), value.stride(2))
-
-
-def _typed(stored: torch.Tensor, format_name: str, route: str) -> torch.Tensor:
-    """The storage seen as the element type that the widening route reads."""
-    if not format_name.startswith("fp8_"):
-        return stored
-    dtype = get_format(format_name).storage_dtype if route == "native" else torch.uint8
-    return stored if stored.dtype == dtype else stored.view(dtype)
-
-
-def _pairable(strides: Any, stored: torch.Tensor) -> bool:
-    return (
-        strides.vec == 0
-        and not any(s % 2 for s in (strides.page, strides.token, strides.head))
-        and (stored.data_ptr() % 2 == 0)
-    )
 
 
 def _launch_decode(
@@ -166,35 +123,31 @@ def _launch_decode(
 ) -> None:  # fmt: skip
     shape, config, target = plan.shape, plan.config, plan.target
     k_format, v_format = plan.k_format, plan.v_format
-    k_strides, v_strides = cache.k_strides, cache.v_strides
     clean = cache.negative_zero_free
+    k_strides, v_strides = cache.k_strides, cache.v_strides
     k_route = widen_route(target, k_format, negative_zero_free=clean)
     v_route = widen_route(target, v_format, negative_zero_free=clean)
-    k, v = _typed(cache.k, k_format, k_route), _typed(cache.v, v_format, v_route)
-    k_exponent, v_exponent = widening_exponent(k_format, k_route), widening_exponent(v_format, v_route)
-    pairs = config.v_pairs and _pairable(v_strides, cache.v)
-    unit = 2 if pairs else 1
-    if pairs:
-        v = cache.v.view(torch.int16)
-        if v_format == "fp8_e4m3fn" and v_route == "native":
-            v_route = PTX
-    k_mode, k_factor, k_descale = _descale(cache.k_descale, cache.k_granularity)
-    v_mode, v_factor, v_descale = _descale(cache.v_descale, cache.v_granularity)
-    out_scale = v_factor * 2.0**v_exponent
-    qk_scale = scale * k_factor * 2.0**k_exponent * (1.0 if soft_cap > 0 else _LOG2E)
+    k_side = side_of(cache.k, k_strides, k_format, k_route, config.k_parts)
+    v_side = side_of(cache.v, v_strides, v_format, v_route, config.v_parts)
+    native = config.kernel == "native"
+    k_exponent = 0 if native else widening_exponent(k_format, k_route)
+    v_exponent = widening_exponent(v_format, v_route)
+    k_mode, k_factor, k_descale = descale_pointers(cache.k_descale, cache.k_granularity)
+    v_mode, v_factor, v_descale = descale_pointers(cache.v_descale, cache.v_granularity)
+    # The scales of groups are applied while widening, and take the power of two along.
+    out_scale = v_factor * 2.0 ** (0 if v_mode == "e8m0_group" else v_exponent)
+    k_power = 2.0 ** (0 if k_mode == "e8m0_group" else k_exponent)
+    qk_scale = scale * k_factor * k_power * (1.0 if soft_cap > 0 else _LOG2E)
 
-    half = k_format != "bf16"
+    half = "bf16" not in (k_format, v_format)
     compute = tl.float16 if half else tl.bfloat16
     ragged = page_table.kind == "ragged"
-    table = (
-        Table(page_table.page_ids, page_table.kv_indptr, page_table.kv_last_page_len)
-        if ragged
-        else Table(page_table.page_ids, page_table.page_ids.stride(0), page_table.seq_lens)
-    )
+    table = table_pointers(page_table, cache)
     workspace = plan.workspace if plan.workspace is not None else Workspace(None, None, None)
     rows = shape.q_len * shape.gqa_ratio
     head_programs = shape.num_kv_heads * -(-rows // config.block_m)
     stride_lse = 0 if lse is None else lse.stride(0)
+    block_d = 1 << (shape.head_dim - 1).bit_length()
     shared = {
         "NUM_KV_HEADS": shape.num_kv_heads,
         "GQA_RATIO": shape.gqa_ratio,
@@ -209,7 +162,7 @@ def _launch_decode(
         "SPLIT": config.split,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "BLOCK_D": 1 << (shape.head_dim - 1).bit_length(),
+        "BLOCK_D": block_d,
         "BLOCK_B": max(2, 1 << (shape.batch - 1).bit_length()),
     }
     launch(
@@ -217,10 +170,7 @@ def _launch_decode(
         (head_programs, config.num_units),
         (
             q, o, lse, sinks,
-            KVPointers(k, k_strides.page, k_strides.token, k_strides.head, k_strides.outer),
-            KVPointers(
-                v, v_strides.page // unit, v_strides.token // unit, v_strides.head // unit, v_strides.outer
-            ),
+            k_side.pointers, v_side.pointers,
             k_descale, v_descale, table, workspace,
             q.stride(0), q.stride(1), o.stride(0), o.stride(1), stride_lse,
             qk_scale, out_scale, soft_cap, shape.batch, config.num_units, config.tiles_per_split,
@@ -231,15 +181,18 @@ def _launch_decode(
             "WIDE_ADDRESS": cache.needs_64_bit_addresses,
             "K_FORMAT": k_format,
             "V_FORMAT": v_format,
-            "K_ROUTE": k_route,
-            "V_ROUTE": v_route,
+            "K_ROUTE": packed_route(target, k_format, k_side, half),
+            "V_ROUTE": packed_route(target, v_format, v_side, half),
             "COMPUTE": compute,
-            "SCALE_Q": half and q.dtype == torch.bfloat16,
+            "SCALE_Q": half and q.dtype == torch.bfloat16 and not native,
             "SPLIT_Q": not half and q.dtype == torch.float16,
             "K_DESCALE": k_mode,
             "HAS_SOFT_CAP": soft_cap > 0,
             "MERGE_IN_LAUNCH": config.merge_in_launch,
-            "V_PAIRS": pairs,
+            "NATIVE_QK": native,
+            "BLOCK_DK": max(block_d, _SCALED_DOT_DEPTH) if native else block_d,
+            "K_PARTS": 1 if native else k_side.parts,
+            "V_PARTS": v_side.parts,
             **shared,
         },
         config.options,
@@ -276,7 +229,7 @@ def merge_states(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torc
         >>> states = torch.stack([o_prefix, o_suffix])  # doctest: +SKIP
         >>> o, lse = merge_states(states, torch.stack([lse_prefix, lse_suffix]))  # doctest: +SKIP
     """
-    check_dtype("o", o, _OUT_DTYPES)
+    check_dtype("o", o, OUT_DTYPES)
     check_dtype("lse", lse, (torch.float32,))
     if o.dim() != 4:
         raise ValueError(

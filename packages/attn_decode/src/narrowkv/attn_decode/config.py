@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from narrowkv.quant.device import BITS, widen_route
-from narrowkv.quant.errors import UnsupportedError
+from narrowkv.quant.errors import UnsupportedError, check_choice
 from narrowkv.quant.launch import LaunchOptions
 from narrowkv.quant.targets import Target
 
@@ -42,7 +42,8 @@ class DecodeConfig:
         num_units: work units for each KV head and row block.
         tiles_per_split: a fixed split size in key tiles, or 0 for an even share.
         merge_in_launch: the last split to arrive merges, instead of a second kernel.
-        v_pairs: V is read as 16-bit pairs of columns.
+        kernel: "decode" widens the cache to 16 bits; "native" multiplies FP4 keys as they are stored.
+        k_parts, v_parts: elements per word that K and V are read in; see `narrowkv.quant.device.widen_parts`.
         options: compiler options of the attention kernel.
     """
 
@@ -52,8 +53,37 @@ class DecodeConfig:
     num_units: int
     tiles_per_split: int
     merge_in_launch: bool
-    v_pairs: bool
+    kernel: str
+    k_parts: int
+    v_parts: int
     options: LaunchOptions
+
+
+def choose_kernel(target: Target, k_format: str, kernel: str | None) -> str:
+    """The kernel for a target and a key format, or the one that is forced.
+
+    Raises:
+        UnsupportedError: the forced kernel needs what the target or the format lacks.
+    """
+    check_choice("kernel", kernel or "decode", ("native", "decode"))
+    lacks = (
+        f"keys in fp4_e2m1, not {k_format}"
+        if k_format != "fp4_e2m1"
+        else f"scaled matrix instructions, which {target.name} lacks (gfx950 has them)"
+        if not target.has_scaled_mfma
+        else ""
+    )
+    if kernel == "native" and lacks:
+        raise UnsupportedError(f"kernel='native' needs {lacks}; kernel='decode' works here")
+    return kernel or ("decode" if lacks else "native")
+
+
+def parts_of(target: Target, format_name: str, *, is_key: bool) -> int:
+    """Elements per loaded word."""
+    if format_name == "fp4_e2m1":
+        return 4
+    # LDS can transpose 16-bit elements only, and V is transposed on its way to the matrix unit.
+    return 2 if format_name.startswith(_FP8_PREFIX) and target.vendor == "nvidia" and not is_key else 1
 
 
 def block_m_for(rows: int) -> int:
@@ -76,8 +106,9 @@ def choose_config(
     v_format: str,
     *,
     negative_zero_free: bool = False,
+    kernel: str | None = None,
     split: str | None = None,
-    tiles_per_split: int = 0,
+    tokens_per_split: int = 0,
 ) -> DecodeConfig:
     """The shipped configuration.
 
@@ -86,24 +117,28 @@ def choose_config(
         shape: the call's shape.
         k_format: storage format of K; v_format: of V.
         negative_zero_free: the cache's tag, which decides the read of OCP bytes on gfx942.
+        kernel: forces "native" or "decode".
         split: forces "none", "even" or "uniform".
-        tiles_per_split: a fixed split size in key tiles (batch-invariant mode); 0 chooses.
+        tokens_per_split: a fixed split size in tokens, rounded up to key tiles (batch-invariant mode); 0
+            chooses.
 
     Raises:
-        UnsupportedError: for a cache format that this kernel does not read.
+        UnsupportedError: for a pair of formats that this kernel does not read, or a kernel that is not there.
     """
-    for name in (k_format, v_format):
-        if name == "fp4_e2m1":
-            raise UnsupportedError(
-                "paged_decode does not read fp4_e2m1 caches yet; formats that work: bf16, fp16, "
-                "fp8_e4m3fn, fp8_e4m3fnuz, fp8_e5m2"
-            )
+    if {k_format, v_format} == {"bf16", "fp16"}:
+        raise UnsupportedError(
+            "paged_decode computes in one 16-bit type and would round the other: a cache of bf16 and fp16 is "
+            f"refused, got k={k_format}, v={v_format}; each with itself or with FP8 or FP4 works"
+        )
+    chosen = choose_kernel(target, k_format, kernel)
+    k_parts, v_parts = (
+        1 if chosen == "native" else parts_of(target, k_format, is_key=True),
+        parts_of(target, v_format, is_key=False),
+    )
     rows = shape.q_len * shape.gqa_ratio
     block_m = block_m_for(rows)
     head_programs = shape.num_kv_heads * -(-rows // block_m)
     slots = max(1, _programs_in_flight(target) // head_programs)
-    fp8 = v_format.startswith(_FP8_PREFIX)
-    v_pairs = fp8 and target.vendor == "nvidia" and shape.head_dim % 2 == 0
 
     # Short work is bound by latency: four warps share one large tile. H100, B4 ctx1024, attention kernel
     # alone and with
@@ -119,7 +154,11 @@ def choose_config(
         block_n = 32 if k_format == "bf16" or (native and target.name == "gfx942") else 64
         if shape.head_dim > 128 or block_m > 32:
             block_n = 16
-        options = LaunchOptions(num_warps=1 if block_m <= 32 else 4, num_stages=1, matrix_instr_nonkdim=16)
+        warps = 1 if block_m <= 32 else 4
+        if chosen == "native":
+            # The compiler lowers a scaled dot of one wave to bf16 multiplications.
+            warps = max(warps, 2)
+        options = LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=16)
     elif latency_bound and block_m == 16:
         # 128 keys and 4 warps at head_dim 128; wider heads halve the keys to stay within shared memory.
         block_n = 128 if shape.head_dim <= 128 else 64
@@ -140,6 +179,7 @@ def choose_config(
     if shape.capacity <= block_n:
         split = split or "none"
     split = split or "even"
+    tiles_per_split = -(-tokens_per_split // block_n)
     if tiles_per_split:
         tiles = -(-shape.capacity // block_n)
         num_units = shape.batch * -(-tiles // tiles_per_split)
@@ -157,5 +197,14 @@ def choose_config(
     # 391 us); AMD's chiplets do not share an L2, so the second kernel's boundary is the cheaper fence there.
     merge_in_launch = split != "none" and num_units <= 4 * shape.batch and not target.is_amd
     return DecodeConfig(
-        block_m, block_n, split, num_units, tiles_per_split, merge_in_launch, v_pairs, options
+        block_m,
+        block_n,
+        split,
+        num_units,
+        tiles_per_split,
+        merge_in_launch,
+        chosen,
+        k_parts,
+        v_parts,
+        options,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -60,8 +60,8 @@ class DecodePlan:
             else ", merged by a second kernel"
         )
         return (
-            f"{self.target.name}: tiles of {c.block_m} rows x {c.block_n} keys, {c.options.num_warps} warps, "
-            f"{c.options.num_stages} stages; {how}{merge}"
+            f"{self.target.name}, {c.kernel}: tiles of {c.block_m} rows x {c.block_n} keys, "
+            f"{c.options.num_warps} warps, {c.options.num_stages} stages; {how}{merge}"
         )
 
 
@@ -112,6 +112,7 @@ def plan_decode(
     max_seq_len: int | None = None,
     tokens_per_split: int | None = None,
     split: str | None = None,
+    kernel: str | None = None,
 ) -> DecodePlan:
     """Plans decode for these shapes: checks the metadata, chooses the configuration, allocates the workspace.
 
@@ -126,6 +127,8 @@ def plan_decode(
         tokens_per_split: a fixed split size in tokens (rounded up to key tiles). Results of a sequence are
             then bitwise the same alone or in any batch.
         split: forces "none", "even" or "uniform".
+        kernel: forces "native" (scaled matrix instructions on FP4 keys, Q rounded to E4M3: gfx950) or
+            "decode" (the cache widened to 16 bits: everywhere). None takes native where it can.
 
     Returns:
         A `DecodePlan` for `paged_decode(..., plan=plan)`.
@@ -140,20 +143,21 @@ def plan_decode(
     shape = decode_shape(q, cache, page_table)
     if max_seq_len is not None:
         check_positive_int("max_seq_len", max_seq_len)
-        bounded = min(max_seq_len, shape.capacity)
-        shape = DecodeShape(**{**shape.__dict__, "capacity": bounded})
     if split not in (None, "none", "even", "uniform"):
         raise ValueError(f"split must be 'none', 'even' or 'uniform', got {split!r}")
     target = active_target(q.device)
     k_format, v_format = cache.format.k, cache.format.v
-    clean = cache.negative_zero_free
-    config = choose_config(target, shape, k_format, v_format, negative_zero_free=clean, split=split)
-    if tokens_per_split is not None:
+    if tokens_per_split is None:
+        bound = shape.capacity if max_seq_len is None else min(max_seq_len, shape.capacity)
+        shape = replace(shape, capacity=bound)
+    else:
+        # Splits of a fixed size must be enough for any length that the table can hold.
         check_positive_int("tokens_per_split", tokens_per_split)
-        tiles = -(-tokens_per_split // config.block_n)
-        config = choose_config(
-            target, shape, k_format, v_format, negative_zero_free=clean, tiles_per_split=tiles
-        )
+    config = choose_config(
+        target, shape, k_format, v_format,
+        negative_zero_free=cache.negative_zero_free, kernel=kernel, split=split,
+        tokens_per_split=tokens_per_split or 0,
+    )  # fmt: skip
     return DecodePlan(target, shape, k_format, v_format, config, q.device, _allocate(config, shape, q.device))
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowkv.paged_cache import PagedKVCache, PageTable, append_reference
+from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, append_reference
+from narrowkv.quant.e8m0 import E8M0_NAN
 
 _I32 = torch.int32
 
@@ -19,9 +20,9 @@ class DecodeWorkload:
         lens: tokens of each sequence.
         q_len: query tokens a sequence.
         num_kv_heads, gqa_ratio, head_dim: heads.
-        page_size, layout, format: the cache.
+        page_size, layout, format: the cache; scale_group: channels per scale of FP4, None for one a head.
         q_dtype: bf16 or fp16.
-        granularity: of the descales: "float" or one of the cache's.
+        granularity: of the descales that are not FP4's: "float" or one of the cache's.
         ragged: FlashInfer-style metadata instead of a block table.
     """
 
@@ -32,7 +33,8 @@ class DecodeWorkload:
     head_dim: int = 64
     page_size: int = 16
     layout: str = "NHD"
-    format: str = "fp8_e4m3fn"
+    format: str | CacheFormat = "fp8_e4m3fn"
+    scale_group: int | None = None
     q_dtype: torch.dtype = torch.bfloat16
     granularity: str = "float"
     ragged: bool = False
@@ -47,11 +49,22 @@ class DecodeWorkload:
         num_pages = batch * most + 2
         descales = [self._descale(num_pages) for _ in range(2)]
         cache = PagedKVCache.empty(
-            num_pages, size, self.num_kv_heads, self.head_dim, format=self.format, layout=self.layout
+            num_pages,
+            size,
+            self.num_kv_heads,
+            self.head_dim,
+            format=self.format,
+            layout=self.layout,
+            scale_group=self.scale_group,
         )
-        for stored in (cache.k, cache.v):
-            if stored.element_size() == 1:
-                stored.view(torch.uint8).fill_(0x80 if self.format == "fp8_e4m3fnuz" else 0x7F)
+        sides = ((cache.k, cache.format.k, cache.k_descale), (cache.v, cache.format.v, cache.v_descale))
+        for stored, name, scales in sides:
+            if name == "fp4_e2m1":
+                assert isinstance(scales, torch.Tensor)
+                stored.fill_(0x77)
+                scales.fill_(E8M0_NAN)
+            elif stored.element_size() == 1:
+                stored.view(torch.uint8).fill_(0x80 if name == "fp8_e4m3fnuz" else 0x7F)
             else:
                 stored.fill_(float("nan"))
         ids = torch.randperm(num_pages)[: batch * most].view(batch, most).to(_I32)
@@ -62,15 +75,23 @@ class DecodeWorkload:
             k, v = (torch.randn(n, self.num_kv_heads, self.head_dim) for _ in range(2))
             append_reference(cache, k, v, slots)
             ids[seq, used[seq] :] = 2**30
+        used_descales = [
+            scales if name == "fp4_e2m1" else given
+            for (_, name, scales), given in zip(sides, descales, strict=True)
+        ]
+        kinds = [
+            None if name == "fp4_e2m1" or self.granularity == "float" else self.granularity
+            for _, name, _ in sides
+        ]
         cache = PagedKVCache.from_tensors(
             cache.k.to(device),
             cache.v.to(device),
-            format=self.format,
+            format=cache.format,
             layout="NHD" if self.layout == "concat" else self.layout,
-            k_descale=_to(descales[0], device),
-            v_descale=_to(descales[1], device),
-            k_granularity=None if self.granularity == "float" else self.granularity,
-            v_granularity=None if self.granularity == "float" else self.granularity,
+            k_descale=_to(used_descales[0], device),
+            v_descale=_to(used_descales[1], device),
+            k_granularity=kinds[0],
+            v_granularity=kinds[1],
         )
         if self.ragged:
             table = PageTable.from_ragged(
@@ -107,3 +128,5 @@ def _to(descale: float | torch.Tensor, device: torch.device | str) -> float | to
 
 GLM_GQA12 = DecodeWorkload(lens=(1024,) * 4, num_kv_heads=8, head_dim=128)
 """The probe: GLM-4.5-Air's attention, batch 4, context 1024."""
+K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
+"""Keys in FP8, values in FP4: most of FP4's capacity at a third of its error."""

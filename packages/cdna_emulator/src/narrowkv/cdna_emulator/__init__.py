@@ -21,12 +21,13 @@ from .errors import (
 from .launch import Result, run
 from .memory import Memory
 from .parser import KernelArgument
+from .profile import Loop, Profile
 from .program import Program, load_program
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "DeadlockError", "DynamicCounts", "EmulatorError", "KernelArgument", "Memory", "MisalignedError",
-    "OutOfRangeError", "Program", "RaceError", "Result", "UninitialisedError", "UnknownInstructionError",
-    "load_program", "run",
+    "DeadlockError", "DynamicCounts", "EmulatorError", "KernelArgument", "Loop", "Memory", "MisalignedError",
+    "OutOfRangeError", "Profile", "Program", "RaceError", "Result", "UninitialisedError",
+    "UnknownInstructionError", "load_program", "run",
 ]  # fmt: skip

@@ -176,6 +176,7 @@ class Accesses:
                 atomic, cell, np.zeros(1, np.int64), elements[0][wave, lane : lane + 1], comparand
             )
             old[:, wave, lane] = before.view(np.uint32)
+            buffer.mark(start, start + atomic.size)
         if self.copies == 2:
             half = w.n // 2
             old[:, half:] = old[:, :half]

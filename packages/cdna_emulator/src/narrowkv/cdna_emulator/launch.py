@@ -15,6 +15,7 @@ import numpy as np
 
 from .counts import DynamicCounts, classify
 from .memory import Memory
+from .profile import Profile, profile
 from .program import Program
 from .state import Array
 
@@ -32,10 +33,12 @@ class Result:
     Attributes:
         counts: dynamic counts of the workgroups that ran.
         workgroups: how many those were.
+        profile: executed instructions by mnemonic and by loop.
     """
 
     counts: DynamicCounts
     workgroups: int
+    profile: Profile
 
 
 def pack_arguments(program: Program, args: Sequence[Any], grid: tuple[int, int, int]) -> Array:
@@ -191,7 +194,7 @@ def run(
         max_blocks: basic blocks that one batch may run before it is taken to hang.
 
     Returns:
-        The dynamic counts.
+        The dynamic counts and the profile.
 
     Raises:
         EmulatorError: if the kernel does what it must not do.
@@ -223,6 +226,7 @@ def run(
     kernarg = own.map(arguments, name="kernel arguments", readonly=True)
     dispatch = own.map(dispatch_packet(program, extent), name="dispatch packet", readonly=True)
     total = DynamicCounts()
+    block_counts = [0.0] * len(program.blocks)
     with np.errstate(all="ignore"):
         for first in range(0, len(chosen), batch_workgroups):
             batch = chosen[first : first + batch_workgroups]
@@ -232,7 +236,9 @@ def run(
             )  # fmt: skip
             execution.run()
             total = total + _counts(execution)
-    return Result(total, len(chosen))
+            runs = (times / execution.copies for times in execution.block_counts)
+            block_counts = [a + b for a, b in zip(block_counts, runs, strict=True)]
+    return Result(total, len(chosen), profile(program, block_counts))
 
 
 def _counts(execution: Execution) -> DynamicCounts:

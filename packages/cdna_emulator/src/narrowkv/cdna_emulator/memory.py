@@ -28,6 +28,12 @@ class Buffer:
     base: int
     data: NDArray[np.uint8]
     readonly: bool
+    written: NDArray[np.bool_] | None = None
+
+    def mark(self, start: int, stop: int) -> None:
+        """Remember that bytes [start, stop) were stored, if anybody asked."""
+        if self.written is not None:
+            self.written[start:stop] = True
 
     @property
     def end(self) -> int:
@@ -56,13 +62,21 @@ class Memory:
         copy._buffers, copy._bases = list(other._buffers), list(other._bases)
         return copy
 
-    def map(self, view: NDArray[np.uint8], *, name: str = "buffer", readonly: bool = False) -> int:
+    def map(
+        self,
+        view: NDArray[np.uint8],
+        *,
+        name: str = "buffer",
+        readonly: bool = False,
+        written: NDArray[np.bool_] | None = None,
+    ) -> int:
         """Make a host buffer visible to kernels.
 
         Args:
             view: one-dimensional contiguous uint8 array; stores write through to it.
             name: what error messages call it.
             readonly: refuse stores.
+            written: bool array of the same size; True is set for every byte that a kernel stores.
 
         Returns:
             The device address of its first byte, which is the host address. Mapping the same bytes again
@@ -79,9 +93,13 @@ class Memory:
             raise ValueError(f"view must be one-dimensional and contiguous, got shape {view.shape}")
         if not view.flags.writeable and not readonly:
             raise ValueError(f"view {name!r} must be writeable unless readonly=True")
+        if written is not None and (written.dtype != np.bool_ or written.shape != view.shape):
+            raise ValueError(
+                f"written must be a bool array of shape {view.shape}, got {written.dtype} {written.shape}"
+            )
         base = int(view.ctypes.data)
         at = bisect_right(self._bases, base)
-        self._buffers.insert(at, Buffer(name, base, view, readonly))
+        self._buffers.insert(at, Buffer(name, base, view, readonly, written))
         self._bases.insert(at, base)
         return base
 
@@ -217,6 +235,9 @@ class Memory:
                 flat = int(np.flatnonzero(addresses & (unit - 1))[0])
                 raise AccessError(f"misaligned store of {size} bytes", flat, int(addresses[flat]), "align")
             offsets = part - buffer.base
+            if buffer.written is not None:
+                for byte in range(size):
+                    buffer.written[offsets + byte] = True
             if buffer.base % unit:
                 for first in range(0, size, unit):
                     for byte in range(unit):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from narrowkv.paged_cache.cache import PagedKVCache
+from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, SCALE_GROUP
 from narrowkv.paged_cache.kernels import (
     CachePointers,
     DescalePointers,
@@ -27,6 +28,7 @@ from narrowkv.quant.errors import (
 from narrowkv.quant.formats import get_format
 from narrowkv.quant.launch import LaunchOptions, launch
 
+EXPONENT_RULES = ("mse", "floor", "ceil")
 _NEW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -58,6 +60,7 @@ def check_append(
     slot_mapping: torch.Tensor,
     rope: Rope | None,
     k_offset: torch.Tensor | None,
+    exponent: str,
     validate: bool,
 ) -> None:
     """Refuses what `append` cannot do, before anything is written."""
@@ -66,6 +69,7 @@ def check_append(
         check_shape(name, new, ("tokens", cache.num_kv_heads, cache.head_dim))
         check_last_dim_contiguous(name, new)
     tokens = k_new.shape[0]
+    check_choice("exponent", exponent, EXPONENT_RULES)
     check_shape("v_new", v_new, (tokens, cache.num_kv_heads, cache.head_dim))
     check_int32("slot_mapping", slot_mapping)
     check_shape("slot_mapping", slot_mapping, (tokens,))
@@ -107,7 +111,7 @@ def check_append(
             kind = cache.k_granularity if name == "k_descale" else cache.v_granularity
             if (
                 isinstance(value, torch.Tensor)
-                and kind != "token_head"
+                and kind not in PER_TOKEN_GRANULARITIES
                 and not bool(((value > 0) & value.isfinite()).all())
             ):
                 raise ValueError(f"{name} must be finite and greater than 0")
@@ -133,6 +137,7 @@ def append(
     *,
     rope: Rope | None = None,
     k_offset: torch.Tensor | None = None,
+    exponent: str = "mse",
     validate: bool = False,
 ) -> None:
     """Writes new tokens into the cache: optional RoPE on K, optional K offset, quantise, scatter. One launch.
@@ -141,12 +146,14 @@ def append(
         cache: written in place; bytes of other slots do not change. Static descales (float, `[1]`,
             `[num_kv_heads]`) are applied as they are (stored = saturate(x / descale)); a per token-head
             descale tensor gets the new
-            tokens' own.
+            tokens' own, and so do the E8M0 scales of FP4.
         k_new, v_new: `[tokens, num_kv_heads, head_dim]`, bf16, fp16 or fp32, last dimension contiguous.
         slot_mapping: `[tokens]` int32, `page * page_size + position in the page`; -1 skips a token. Slots
             beyond the cache are never written.
         rope: rotary embedding of K.
         k_offset: `[num_kv_heads, head_dim]` fp32, subtracted from K after RoPE (`narrowkv.quant.transforms`).
+        exponent: FP4: how a group's scale is chosen: "mse" (least squared error), "floor" (OCP MX) or "ceil"
+            (nothing saturates); see `narrowkv.quant.e8m0`.
         validate: also check slots, descales and positions, which waits for the device.
 
     Raises:
@@ -159,7 +166,7 @@ def append(
         >>> float(cache.dequantize()[1][1, 1, 0, 0])
         2.0
     """
-    check_append(cache, k_new, v_new, slot_mapping, rope, k_offset, validate)
+    check_append(cache, k_new, v_new, slot_mapping, rope, k_offset, exponent, validate)
     pointers = (
         NewTokens(k_new, k_new.stride(0), k_new.stride(1)),
         NewTokens(v_new, v_new.stride(0), v_new.stride(1)),
@@ -190,8 +197,11 @@ def append(
             "V_FORMAT": cache.format.v,
             "K_MAX": get_format(cache.format.k).max_value,
             "V_MAX": get_format(cache.format.v).max_value,
-            "K_PER_TOKEN": cache.k_granularity == "token_head",
-            "V_PER_TOKEN": cache.v_granularity == "token_head",
+            "K_PER_TOKEN": cache.k_granularity in PER_TOKEN_GRANULARITIES,
+            "V_PER_TOKEN": cache.v_granularity in PER_TOKEN_GRANULARITIES,
+            "K_GROUP": SCALE_GROUP if cache.k_granularity == "token_head_group" else 0,
+            "V_GROUP": SCALE_GROUP if cache.v_granularity == "token_head_group" else 0,
+            "RULE": exponent,
             "K_VEC": k_strides.vec,
             "V_VEC": v_strides.vec,
             "BLOCK_D": 1 << (cache.head_dim - 1).bit_length(),
@@ -211,6 +221,7 @@ def _descale_pointers(value: float | torch.Tensor, kind: str, device: torch.devi
     strides: dict[str, tuple[Any, Any, Any]] = {
         "tensor": (0, 0, 0),
         "head": (0, 0, value.stride(0)),
-        "token_head": (value.stride(0), value.stride(1), value.stride(2)) if value.dim() == 3 else (0, 0, 0),
     }
+    if kind in PER_TOKEN_GRANULARITIES:
+        return DescalePointers(value, value.stride(0), value.stride(1), value.stride(2))
     return DescalePointers(value, *strides[kind])

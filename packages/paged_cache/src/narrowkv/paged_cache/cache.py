@@ -8,22 +8,31 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from narrowkv.quant.errors import (
-    check_choice,
-    check_descale_float,
-    check_descale_tensor,
-    check_positive_int,
-    check_same_device,
-    check_tensor,
+from narrowkv.paged_cache.descales import (
+    PER_PAGE_GRANULARITIES,
+    SCALE_GROUP,
+    check_descale,
+    page_factor,
 )
-from narrowkv.quant.formats import Format, check_storage, get_format
+from narrowkv.paged_cache.layouts import (
+    LAYOUTS,
+    KVStrides,
+    logical_sizes,
+    logical_view,
+    span_bytes,
+    storage_shapes,
+    strides_of,
+    zeros,
+)
+from narrowkv.quant.e8m0 import E8M0_BIAS
+from narrowkv.quant.errors import check_choice, check_positive_int, check_same_device, check_tensor
+from narrowkv.quant.formats import check_storage, get_format
+from narrowkv.quant.rounding import decode
 
 if TYPE_CHECKING:
     from narrowkv.paged_cache.page_table import PageTable
 
-LAYOUTS = ("NHD", "HND", "tokens", "concat", "vectorised")
-GRANULARITIES = ("tensor", "head", "sequence_head", "page_head", "token_head")
-_CACHE_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
+_CACHE_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1")
 _INT32_MAX = 2**31 - 1
 
 
@@ -34,6 +43,8 @@ class CacheFormat:
     Example:
         >>> str(CacheFormat.parse("fp8_e4m3fn"))
         'fp8_e4m3fn'
+        >>> str(CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1"))
+        'k=fp8_e4m3fn,v=fp4_e2m1'
     """
 
     k: str
@@ -56,24 +67,6 @@ class CacheFormat:
 
 
 @dataclass(frozen=True)
-class KVStrides:
-    """Where element [page, token, head, dim] of K or V lies; strides in elements.
-
-    Attributes:
-        page, token, head: strides of the logical axes. The last axis has stride 1 unless `vec` is set.
-        outer: vectorised layout only: stride between groups of `vec` along dim (K) or along tokens (V).
-        vec: 0, or x of the vectorised layout: K's dim d lies at `(d // x) * outer + d % x` and its token at
-            `t * x`; V's token t lies at `(t // x) * outer + t % x` and its dim at `d * x`.
-    """
-
-    page: int
-    token: int
-    head: int
-    outer: int = 0
-    vec: int = 0
-
-
-@dataclass(frozen=True)
 class PagedKVCache:
     """Keys and values of all sequences, in pages. Holds references; nothing is copied.
 
@@ -88,12 +81,13 @@ class PagedKVCache:
             K|V on the last axis,
             passed as the two halves; "vectorised" K `[num_pages, H, D/x, page_size, x]`, V `[num_pages, H,
             page_size/x, D,
-            x]`, x = 16 / itemsize (AITER).
+            x]`, x = 16 / itemsize (AITER). FP4 halves the last axis: uint8, element 2i in the low nibble.
         num_pages, page_size, num_kv_heads, head_dim: sizes of the logical cache.
-        k_descale, v_descale: what stored numbers are multiplied by: a float, or an fp32 tensor.
+        k_descale, v_descale: what stored numbers are multiplied by: a float, or an fp32 tensor; for FP4 a
+            uint8 tensor of E8M0 scales.
         k_granularity, v_granularity: what a descale tensor's axes are: "tensor" `[1]`, "head" `[H]`,
             "sequence_head" `[batch, H]`, "page_head" `[num_pages, H]`, "token_head" `[num_pages, page_size,
-            H]`.
+            H]`, "token_head_group" `[num_pages, page_size, H, head_dim / 32]`. FP4 has one of the last two.
         negative_zero_free: no FP8 byte is 0x80, nor a NaN code: narrowkv's own finite writes. It allows a
             faster read of OCP bytes on gfx942.
     """
@@ -124,6 +118,7 @@ class PagedKVCache:
         layout: str = "NHD",
         k_descale: float | torch.Tensor = 1.0,
         v_descale: float | torch.Tensor = 1.0,
+        scale_group: int | None = None,
         device: torch.device | str = "cpu",
     ) -> PagedKVCache:
         """A zeroed cache of one's own.
@@ -132,7 +127,8 @@ class PagedKVCache:
             num_pages, page_size, num_kv_heads, head_dim: sizes; any page size >= 1.
             format: a format name or a `CacheFormat` pair.
             layout: one of the layouts above; "concat" allocates one tensor with K|V on the last axis.
-            k_descale, v_descale: static descales for `append`.
+            k_descale, v_descale: static descales for `append`; FP4 sides get E8M0 scales of 1.0 instead.
+            scale_group: FP4: channels per E8M0 scale, 32 or None for one scale per position and head.
             device: where.
 
         Raises:
@@ -141,6 +137,8 @@ class PagedKVCache:
         Example:
             >>> PagedKVCache.empty(4, 16, 2, 128, format="fp8_e4m3fn").bytes_per_token()
             512.0
+            >>> PagedKVCache.empty(4, 16, 2, 128, format="fp4_e2m1").bytes_per_token()
+            260.0
         """
         parsed = CacheFormat.parse(format)
         check_choice("layout", layout, LAYOUTS)
@@ -154,14 +152,31 @@ class PagedKVCache:
         if layout == "tokens" and page_size != 1:
             raise ValueError(f"page_size must be 1 for layout 'tokens', got {page_size}")
         formats = get_format(parsed.k), get_format(parsed.v)
+        fp4 = [fmt.kind == "fp4" for fmt in formats]
+        if any(fp4) and head_dim % 2:
+            raise ValueError(f"head_dim must be even for fp4_e2m1, got {head_dim}")
+        if scale_group is not None:
+            if scale_group != SCALE_GROUP or not any(fp4) or head_dim % SCALE_GROUP:
+                raise ValueError(
+                    f"scale_group must be None, or {SCALE_GROUP} for an fp4_e2m1 cache with head_dim a "
+                    f"multiple of it, got {scale_group!r} for {parsed} with head_dim {head_dim}"
+                )
+        scales: tuple[int, ...] = (num_pages, page_size, num_kv_heads)
+        if scale_group is not None:
+            scales = (*scales, head_dim // scale_group)
+        k_descale, v_descale = (
+            torch.full(scales, E8M0_BIAS, dtype=torch.uint8, device=device) if packed else given
+            for packed, given in zip(fp4, (k_descale, v_descale), strict=True)
+        )
         if layout == "concat":
             if parsed.k != parsed.v:
                 raise ValueError(f"layout 'concat' needs one format for K and V, got {parsed}")
-            both = _zeros((num_pages, page_size, num_kv_heads, 2 * head_dim), formats[0], device)
-            k, v = both[..., :head_dim], both[..., head_dim:]
+            width = head_dim * formats[0].bits // (8 * formats[0].storage_dtype.itemsize)
+            both = zeros((num_pages, page_size, num_kv_heads, 2 * width), formats[0], device)
+            k, v = both[..., :width], both[..., width:]
         else:
-            shapes = _storage_shapes(layout, num_pages, page_size, num_kv_heads, head_dim, formats)
-            k, v = (_zeros(shape, fmt, device) for shape, fmt in zip(shapes, formats, strict=True))
+            shapes = storage_shapes(layout, num_pages, page_size, num_kv_heads, head_dim, formats)
+            k, v = (zeros(shape, fmt, device) for shape, fmt in zip(shapes, formats, strict=True))
         made = cls.from_tensors(k, v, format=parsed, layout=layout, k_descale=k_descale, v_descale=v_descale)
         return replace(made, negative_zero_free=True)
 
@@ -187,7 +202,8 @@ class PagedKVCache:
                 taken for FP8.
             format: what the bytes are. Required: it is never guessed.
             layout: see the class.
-            k_descale, v_descale: float, or fp32 tensor of a shape that tells its granularity.
+            k_descale, v_descale: float, or fp32 tensor of a shape that tells its granularity; for FP4 uint8
+                E8M0 scales `[num_pages, page_size, H]` or `[num_pages, page_size, H, head_dim / 32]`.
             k_granularity, v_granularity: name it where the shape could mean two things.
             negative_zero_free: the caller vouches that no FP8 byte is 0x80 or a NaN code.
             validate: also look at descale values, which waits for the device.
@@ -207,8 +223,8 @@ class PagedKVCache:
         k = check_storage("k", k, parsed.k)
         v = check_storage("v", v, parsed.v)
         check_same_device(k=k, v=v)
-        sizes = _logical_sizes("k", k, layout, is_key=True)
-        if sizes != (other := _logical_sizes("v", v, layout, is_key=False)):
+        sizes = logical_sizes("k", k, layout, parsed.k, is_key=True)
+        if sizes != (other := logical_sizes("v", v, layout, parsed.v, is_key=False)):
             raise ValueError(
                 f"v must hold the same [num_pages, page_size, num_kv_heads, head_dim] as k {sizes}, "
                 f"got {other}"
@@ -216,8 +232,8 @@ class PagedKVCache:
         num_pages, page_size, heads, head_dim = sizes
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
-        k_kind = _check_descale("k_descale", k_descale, k_granularity, sizes, k.device, validate)
-        v_kind = _check_descale("v_descale", v_descale, v_granularity, sizes, v.device, validate)
+        k_kind = check_descale("k_descale", k_descale, k_granularity, parsed.k, sizes, k.device, validate)
+        v_kind = check_descale("v_descale", v_descale, v_granularity, parsed.v, sizes, v.device, validate)
         return cls(
             k,
             v,
@@ -237,23 +253,24 @@ class PagedKVCache:
     @property
     def k_strides(self) -> KVStrides:
         """Strides of K over the logical axes."""
-        return _strides(self.k, self.layout, is_key=True)
+        return strides_of(self.k, self.layout, is_key=True)
 
     @property
     def v_strides(self) -> KVStrides:
         """Strides of V over the logical axes."""
-        return _strides(self.v, self.layout, is_key=False)
+        return strides_of(self.v, self.layout, is_key=False)
 
     @property
     def needs_64_bit_addresses(self) -> bool:
         """Whether an element offset can pass 2**31 - 1 bytes."""
-        return any(_span_bytes(t) > _INT32_MAX for t in (self.k, self.v))
+        return any(span_bytes(t) > _INT32_MAX for t in (self.k, self.v))
 
     def logical(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V stored, as `[num_pages, page_size, num_kv_heads, head_dim]` (views unless vectorised)."""
-        return _logical_view(self.k, self.layout, is_key=True), _logical_view(
-            self.v, self.layout, is_key=False
-        )
+        """K and V stored, as `[num_pages, page_size, num_kv_heads, head_dim]` (views unless vectorised).
+
+        FP4 stays packed: uint8 `[num_pages, page_size, num_kv_heads, head_dim / 2]`.
+        """
+        return logical_view(self.k, self.layout, is_key=True), logical_view(self.v, self.layout, is_key=False)
 
     def dequantize(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V as fp32 `[num_pages, page_size, num_kv_heads, head_dim]`.
@@ -266,8 +283,8 @@ class PagedKVCache:
                 raise ValueError(f"{name} is per sequence: pages have no descale of their own; use gather")
         k, v = self.logical()
         return (
-            k.float() * _page_factor(self.k_descale, self.k_granularity),
-            v.float() * _page_factor(self.v_descale, self.v_granularity),
+            decode(k, self.format.k) * page_factor(self.k_descale, self.k_granularity),
+            decode(v, self.format.v) * page_factor(self.v_descale, self.v_granularity),
         )
 
     def gather(self, page_table: PageTable, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,21 +292,21 @@ class PagedKVCache:
         pages, seq_len = page_table.pages_of(seq)
         k, v = self.logical()
         out = []
-        for stored, descale, kind in (
-            (k, self.k_descale, self.k_granularity),
-            (v, self.v_descale, self.v_granularity),
+        for stored, name, descale, kind in (
+            (k, self.format.k, self.k_descale, self.k_granularity),
+            (v, self.format.v, self.v_descale, self.v_granularity),
         ):
-            rows = stored[pages].float()
+            rows = decode(stored[pages], name)
             if kind == "sequence_head":
                 assert isinstance(descale, torch.Tensor)
                 rows = rows * descale[seq][:, None]
             else:
-                factor = _page_factor(descale, kind)
-                rows = rows * (
-                    factor[pages]
-                    if isinstance(factor, torch.Tensor) and kind in ("page_head", "token_head")
-                    else factor
+                used = (
+                    descale[pages]
+                    if isinstance(descale, torch.Tensor) and kind in PER_PAGE_GRANULARITIES
+                    else descale
                 )
+                rows = rows * page_factor(used, kind)
             out.append(rows.reshape(-1, self.num_kv_heads, self.head_dim)[:seq_len])
         return out[0], out[1]
 
@@ -298,158 +315,11 @@ class PagedKVCache:
         bits = get_format(self.format.k).bits + get_format(self.format.v).bits
         total = self.num_kv_heads * self.head_dim * bits / 8
         for descale, kind in ((self.k_descale, self.k_granularity), (self.v_descale, self.v_granularity)):
-            if isinstance(descale, torch.Tensor) and kind in ("page_head", "token_head"):
-                total += (
-                    self.num_kv_heads
-                    * descale.element_size()
-                    / (self.page_size if kind == "page_head" else 1)
-                )
+            if isinstance(descale, torch.Tensor) and kind in PER_PAGE_GRANULARITIES:
+                per_page = math.prod(descale.shape[1:]) * descale.element_size()
+                total += per_page / self.page_size
         return total
 
     def tokens_per_gib(self) -> int:
         """Tokens that one GiB holds."""
         return int(2**30 / self.bytes_per_token())
-
-
-def _zeros(shape: tuple[int, ...], fmt: Format, device: torch.device | str) -> torch.Tensor:
-    dtype = fmt.storage_dtype
-    if fmt.kind == "fp8":
-        return torch.zeros(shape, dtype=torch.uint8, device=device).view(dtype)
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _storage_shapes(
-    layout: str, pages: int, page_size: int, heads: int, dim: int, formats: tuple[Format, Format]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if layout == "NHD":
-        return ((pages, page_size, heads, dim),) * 2
-    if layout == "HND":
-        return ((pages, heads, page_size, dim),) * 2
-    if layout == "tokens":
-        return ((pages, heads, dim),) * 2
-    x, y = (16 // fmt.storage_dtype.itemsize for fmt in formats)
-    if dim % x or page_size % y:
-        raise ValueError(
-            f"layout 'vectorised' needs head_dim % {x} == 0 and page_size % {y} == 0, "
-            f"got {dim} and {page_size}"
-        )
-    return (pages, heads, dim // x, page_size, x), (pages, heads, page_size // y, dim, y)
-
-
-def _logical_sizes(name: str, t: torch.Tensor, layout: str, *, is_key: bool) -> tuple[int, int, int, int]:
-    want = {"tokens": 3, "vectorised": 5}.get(layout, 4)
-    if t.dim() != want:
-        raise ValueError(
-            f"{name} must have {want} dimensions for layout {layout!r}, got shape {tuple(t.shape)}"
-        )
-    if t.shape[-1] > 1 and t.stride(-1) != 1:
-        raise ValueError(
-            f"{name} must have a contiguous last dimension (stride 1), got stride {t.stride(-1)}"
-        )
-    s = t.shape
-    if layout == "tokens":
-        return s[0], 1, s[1], s[2]
-    if layout == "HND":
-        return s[0], s[2], s[1], s[3]
-    if layout == "vectorised":
-        x = 16 // t.element_size()
-        if s[4] != x or t.stride(3) != x:
-            raise ValueError(
-                f"{name} must end in packed groups of x = {x}, got shape {tuple(s)} with strides {t.stride()}"
-            )
-        return (s[0], s[3], s[1], s[2] * x) if is_key else (s[0], s[2] * x, s[1], s[3])
-    return s[0], s[1], s[2], s[3]
-
-
-def _strides(t: torch.Tensor, layout: str, *, is_key: bool) -> KVStrides:
-    st = t.stride()
-    if layout == "tokens":
-        return KVStrides(st[0], 0, st[1])
-    if layout == "HND":
-        return KVStrides(st[0], st[2], st[1])
-    if layout == "vectorised":
-        return KVStrides(st[0], st[3] if is_key else 0, st[1], outer=st[2], vec=t.shape[4])
-    return KVStrides(st[0], st[1], st[2])
-
-
-def _logical_view(t: torch.Tensor, layout: str, *, is_key: bool) -> torch.Tensor:
-    if layout == "tokens":
-        return t.unsqueeze(1)
-    if layout == "HND":
-        return t.transpose(1, 2)
-    if layout == "vectorised":
-        pages, heads = t.shape[:2]
-        bits = t.view(torch.uint8) if t.element_size() == 1 else t
-        # K [p, h, d/x, t, x] -> [p, t, h, d/x, x]; V [p, h, t/x, d, x] -> [p, t/x, x, h, d].
-        moved = bits.permute(0, 3, 1, 2, 4) if is_key else bits.permute(0, 2, 4, 1, 3)
-        tokens, dim = (
-            (t.shape[3], t.shape[2] * t.shape[4]) if is_key else (t.shape[2] * t.shape[4], t.shape[3])
-        )
-        return moved.reshape(pages, tokens, heads, dim).view(t.dtype)
-    return t
-
-
-def _span_bytes(t: torch.Tensor) -> int:
-    return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
-
-
-def _page_factor(descale: float | torch.Tensor, kind: str) -> float | torch.Tensor:
-    """The descale shaped to multiply `[num_pages, page_size, num_kv_heads, head_dim]`."""
-    if not isinstance(descale, torch.Tensor):
-        return descale
-    if kind == "tensor":
-        return descale.view(1, 1, 1, 1)
-    if kind == "head":
-        return descale.view(1, 1, -1, 1)
-    return descale[:, None, :, None] if kind == "page_head" else descale[..., None]
-
-
-def _check_descale(
-    name: str,
-    descale: float | torch.Tensor,
-    granularity: str | None,
-    sizes: tuple[int, int, int, int],
-    device: torch.device,
-    validate: bool,
-) -> str:
-    """Checks a descale and returns its granularity."""
-    if granularity is not None:
-        check_choice(name.replace("descale", "granularity"), granularity, GRANULARITIES)
-    if not isinstance(descale, torch.Tensor):
-        check_descale_float(name, descale)
-        if math.isinf(descale):
-            raise ValueError(f"{name} must be finite, got {descale}")
-        return "tensor"
-    check_descale_tensor(name, descale, validate=validate)
-    if descale.device != device:
-        raise ValueError(f"{name} must be on {device} like the cache, got {descale.device}")
-    num_pages, page_size, heads, _ = sizes
-    shape = tuple(descale.shape)
-    fits = {
-        "tensor": shape == (1,),
-        "head": shape == (heads,),
-        "sequence_head": len(shape) == 2 and shape[1] == heads,
-        "page_head": shape == (num_pages, heads),
-        "token_head": shape == (num_pages, page_size, heads),
-    }
-    if granularity is not None:
-        if not fits[granularity]:
-            raise ValueError(
-                f"{name} does not have the shape of granularity {granularity!r}, "
-                f"got {shape} for a cache {sizes}"
-            )
-        return granularity
-    # [1] for one head is the same either way; [num_pages, H] could also be [batch, H].
-    kinds = [kind for kind, fit in fits.items() if fit]
-    if kinds == ["sequence_head", "page_head"]:
-        raise ValueError(
-            f"{name} of shape {shape} may be per sequence or per page: "
-            f"pass {name.replace('descale', 'granularity')}"
-        )
-    if not kinds:
-        raise ValueError(
-            f"{name} must be a float or have shape [1], [{heads}], [batch, {heads}], "
-            f"[{num_pages}, {heads}] or "
-            f"[{num_pages}, {page_size}, {heads}], got {shape}"
-        )
-    return kinds[0]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.quant.device import narrow_fp8
+from narrowkv.quant.device import narrow_fp4, narrow_fp8
 
 
 class CachePointers(NamedTuple):
@@ -27,7 +27,7 @@ class NewTokens(NamedTuple):
 
 
 class DescalePointers(NamedTuple):
-    """A descale tensor; strides are 0 where it does not vary."""
+    """A descale tensor, float32 or E8M0 bytes; strides are 0 where it does not vary, groups are adjacent."""
 
     ptr: Any
     page: Any
@@ -83,14 +83,26 @@ def _rotated(
 def _quantise_and_store(
     x, kv, descale, page, slot, head, d,
     FORMAT: tl.constexpr, PER_TOKEN: tl.constexpr, HEAD_DIM: tl.constexpr,
-    FORMAT_MAX: tl.constexpr, VEC: tl.constexpr, VEC_ON_TOKENS: tl.constexpr,
+    FORMAT_MAX: tl.constexpr, GROUP: tl.constexpr, RULE: tl.constexpr,
+    VEC: tl.constexpr, VEC_ON_TOKENS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     mask = d < HEAD_DIM
+    where = descale.ptr + page * descale.page + slot * descale.slot + head * descale.head
     offset = _store_offset(kv, page, slot, head, d, VEC, VEC_ON_TOKENS)
     if FORMAT == "bf16" or FORMAT == "fp16":
         tl.store(kv.ptr + offset, x.to(kv.ptr.dtype.element_ty), mask=mask)
+    elif FORMAT == "fp4_e2m1":
+        # Elements past head_dim are zeros: they change neither a group's scale nor its error.
+        WIDTH: tl.constexpr = GROUP if GROUP > 0 else BLOCK_D
+        GROUPS: tl.constexpr = BLOCK_D // WIDTH
+        codes, scale = narrow_fp4(tl.reshape(x, [GROUPS, WIDTH]), RULE)
+        g = tl.arange(0, GROUPS)
+        tl.store(where + g, scale, mask=g * WIDTH < HEAD_DIM)
+        even, odd = tl.split(tl.reshape(codes, [BLOCK_D // 2, 2]))
+        c = tl.arange(0, BLOCK_D // 2)
+        offset = _store_offset(kv, page, slot, head, c, VEC, VEC_ON_TOKENS)
+        tl.store(kv.ptr + offset, (even | (odd << 4)).to(tl.uint8), mask=c * 2 < HEAD_DIM)
     else:
-        where = descale.ptr + page * descale.page + slot * descale.slot + head * descale.head
         if PER_TOKEN:
             amax = tl.max(tl.where(mask, tl.abs(x), 0.0), 0)
             scale = tl.div_rn(amax, FORMAT_MAX)
@@ -108,9 +120,13 @@ def _append_kernel(
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_OFFSET: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
     K_MAX: tl.constexpr, V_MAX: tl.constexpr, K_PER_TOKEN: tl.constexpr, V_PER_TOKEN: tl.constexpr,
+    K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, RULE: tl.constexpr,
     K_VEC: tl.constexpr, V_VEC: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program writes one head of one token."""
+    """One program writes one head of one token.
+
+    K_GROUP, V_GROUP: FP4: channels per scale, 0 for one scale; RULE: how its exponent is chosen.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slot_mapping + token).to(tl.int64)
@@ -130,8 +146,10 @@ def _append_kernel(
         x -= tl.load(k_offset_ptr + head * HEAD_DIM + d, mask=mask, other=0.0)
     y = tl.load(v_new.ptr + token * v_new.token + head * v_new.head + d, mask=mask, other=0.0).to(tl.float32)
     _quantise_and_store(
-        x, k, k_descale, page, slot, head, d, K_FORMAT, K_PER_TOKEN, HEAD_DIM, K_MAX, K_VEC, False
-    )
+        x, k, k_descale, page, slot, head, d, K_FORMAT, K_PER_TOKEN, HEAD_DIM, K_MAX, K_GROUP, RULE,
+        K_VEC, False, BLOCK_D,
+    )  # fmt: skip
     _quantise_and_store(
-        y, v, v_descale, page, slot, head, d, V_FORMAT, V_PER_TOKEN, HEAD_DIM, V_MAX, V_VEC, True
-    )
+        y, v, v_descale, page, slot, head, d, V_FORMAT, V_PER_TOKEN, HEAD_DIM, V_MAX, V_GROUP, RULE,
+        V_VEC, True, BLOCK_D,
+    )  # fmt: skip

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from narrowkv.paged_cache.cache import PagedKVCache
+from narrowkv.paged_cache.descales import PER_PAGE_GRANULARITIES
 from narrowkv.paged_cache.page_table import PageTable
 from narrowkv.quant.errors import check_positive_int
 
@@ -196,5 +197,5 @@ def apply_copies(cache: PagedKVCache, copies: list[PageCopy]) -> None:
         cache.k[copy.destination].copy_(cache.k[copy.source])
         cache.v[copy.destination].copy_(cache.v[copy.source])
         for descale, kind in ((cache.k_descale, cache.k_granularity), (cache.v_descale, cache.v_granularity)):
-            if isinstance(descale, torch.Tensor) and kind in ("page_head", "token_head"):
+            if isinstance(descale, torch.Tensor) and kind in PER_PAGE_GRANULARITIES:
                 descale[copy.destination].copy_(descale[copy.source])

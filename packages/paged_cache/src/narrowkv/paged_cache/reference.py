@@ -6,8 +6,9 @@ import torch
 
 from narrowkv.paged_cache.append import Rope, check_append
 from narrowkv.paged_cache.cache import PagedKVCache
+from narrowkv.paged_cache.descales import SCALE_GROUP
 from narrowkv.quant.formats import get_format
-from narrowkv.quant.quantize import cast_fp8
+from narrowkv.quant.quantize import cast_fp8, quantize_per_group
 
 
 def apply_rope_reference(k: torch.Tensor, rope: Rope) -> torch.Tensor:
@@ -32,10 +33,11 @@ def append_reference(
     *,
     rope: Rope | None = None,
     k_offset: torch.Tensor | None = None,
+    exponent: str = "mse",
     validate: bool = False,
 ) -> None:
     """`append` with torch operations, token by token; the same arguments and effect."""
-    check_append(cache, k_new, v_new, slot_mapping, rope, k_offset, validate)
+    check_append(cache, k_new, v_new, slot_mapping, rope, k_offset, exponent, validate)
     k = k_new.float() if rope is None else apply_rope_reference(k_new, rope)
     if k_offset is not None:
         k = k - k_offset
@@ -50,7 +52,7 @@ def append_reference(
         for stored, new, name, descale, kind, is_key in sides:
             _write(
                 stored,
-                _quantise(new[token], name, descale, kind, page, position),
+                _quantise(new[token], name, descale, kind, page, position, exponent),
                 cache.layout,
                 page,
                 position,
@@ -59,10 +61,22 @@ def append_reference(
 
 
 def _quantise(
-    x: torch.Tensor, name: str, descale: float | torch.Tensor, kind: str, page: int, position: int
+    x: torch.Tensor,
+    name: str,
+    descale: float | torch.Tensor,
+    kind: str,
+    page: int,
+    position: int,
+    exponent: str,
 ) -> torch.Tensor:
     """One token's `[heads, head_dim]` in storage; a per token-head descale is computed and stored."""
     fmt = get_format(name)
+    if fmt.kind == "fp4":
+        assert isinstance(descale, torch.Tensor)
+        group = SCALE_GROUP if kind == "token_head_group" else x.shape[-1]
+        stored, scale = quantize_per_group(x, group, exponent=exponent)
+        descale[page, position] = scale if kind == "token_head_group" else scale[:, 0]
+        return stored
     if fmt.kind != "fp8":
         return x.to(fmt.storage_dtype)
     if kind == "token_head":

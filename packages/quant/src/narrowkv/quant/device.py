@@ -1,5 +1,6 @@
 """Device helpers (`@triton.jit`): from a stored format to a compute type and back.
 
+FP4 is always widened by integer arithmetic: E2M1 moved to the right bits *is* a float16 with a smaller bias.
 Two routes widen FP8. **native** asks the compiler for the conversion and suits targets with an instruction
 for the format. **bits** takes the bytes as uint8 and builds float16 by integer arithmetic on packed pairs:
 E4M3 shifted by
@@ -23,6 +24,8 @@ FNUZ_ALIAS = "fnuz_alias"
 
 def widening_exponent(format_name: str, route: str) -> int:
     """The power of two that `widen` leaves out: real value = widened * 2**exponent."""
+    if format_name == "fp4_e2m1":
+        return 14
     if route == FNUZ_ALIAS:
         return 1
     if route == BITS:
@@ -32,6 +35,8 @@ def widening_exponent(format_name: str, route: str) -> int:
 
 def widen_route(target: Target, format_name: str, *, negative_zero_free: bool) -> str:
     """How a stored format is best read on a target: "native", "bits" or "fnuz_alias"."""
+    if format_name == "fp4_e2m1":
+        return BITS
     if not format_name.startswith("fp8_"):
         return NATIVE
     if format_name in target.fp8_formats and (format_name == target.native_fp8 or not target.is_amd):
@@ -89,8 +94,8 @@ def widen(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def widen_pairs(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexpr):
-    """Even and odd columns of a tile read as 16-bit pairs of FP8: LDS can transpose 16-bit elements only."""
+def _fp8_pairs(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexpr):
+    """Even and odd columns of int16 pairs of FP8."""
     if ROUTE == "ptx":
         # Two pairs a register: gather the even and the odd bytes, convert each two at once. The compiler
         # takes eight.
@@ -124,6 +129,126 @@ def widen_pairs(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexp
 
 
 @triton.jit
+def _fp4_nibble(word, INDEX: tl.constexpr):
+    """Nibble INDEX of int16 words as float16, short of 2**14.
+
+    The sign goes to bit 15, exponent and mantissa to bits 11..9, where E2M1 is a float16 of a smaller bias.
+    """
+    TO_SIGN: tl.constexpr = 12 - 4 * INDEX
+    sign = (word << TO_SIGN) & -32768
+    if TO_SIGN >= 3:
+        magnitude = (word << (TO_SIGN - 3)) & 0x0E00
+    else:
+        magnitude = (word >> 3) & 0x0E00
+    return (sign | magnitude).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _fp4_quads(x, ROUTE: tl.constexpr):
+    """The four nibbles of int16 words as float16, short of 2**14."""
+    if ROUTE == "ptx":
+        # Two words a register, so that a shift and a mask serve two elements; the compiler takes each apart.
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 s, m;
+                shl.b32 s, $4, 12;
+                shl.b32 m, $4, 9;
+                and.b32 m, m, 0x0E000E00;
+                lop3.b32 $0, s, 0x80008000, m, 0xEA;
+                shl.b32 s, $4, 8;
+                shl.b32 m, $4, 5;
+                and.b32 m, m, 0x0E000E00;
+                lop3.b32 $1, s, 0x80008000, m, 0xEA;
+                shl.b32 s, $4, 4;
+                shl.b32 m, $4, 1;
+                and.b32 m, m, 0x0E000E00;
+                lop3.b32 $2, s, 0x80008000, m, 0xEA;
+                shr.b32 m, $4, 3;
+                and.b32 m, m, 0x0E000E00;
+                lop3.b32 $3, $4, 0x80008000, m, 0xEA;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r",
+            [x],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return _fp4_nibble(x, 0), _fp4_nibble(x, 1), _fp4_nibble(x, 2), _fp4_nibble(x, 3)
+
+
+@triton.jit
+def widen_parts(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexpr, PARTS: tl.constexpr):
+    """A tile of packed words as a tuple of PARTS tiles: element `c * PARTS + i` lies in column c of tile i.
+
+    Every tile is short of 2**widening_exponent(FORMAT, ROUTE). Columns of a dot's sum may come in any order,
+    and columns of its result are put back by `join_parts`, so nothing is shuffled.
+
+    Args:
+        x: PARTS 1: stored elements, as `widen` takes them. PARTS 2: int16 pairs of FP8 (LDS can transpose
+            16-bit elements only), or uint8 bytes of FP4. PARTS 4: int16 words of FP4.
+        FORMAT, ROUTE, DTYPE: as for `widen`; ROUTE may also be "ptx" for 16-bit words on NVIDIA, in float16.
+    """
+    if FORMAT == "fp4_e2m1":
+        if PARTS == 4:
+            a, b, c, d = _fp4_quads(x, ROUTE)
+            return a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)
+        else:
+            word = x.to(tl.int16)
+            return _fp4_nibble(word, 0).to(DTYPE), _fp4_nibble(word, 1).to(DTYPE)
+    elif PARTS == 2:
+        return _fp8_pairs(x, FORMAT, ROUTE, DTYPE)
+    else:
+        return (widen(x, FORMAT, ROUTE, DTYPE),)
+
+
+@triton.jit
+def join_parts(parts, PARTS: tl.constexpr):
+    """Undoes the column order of `widen_parts`: tile i's column c becomes column `c * PARTS + i`."""
+    if PARTS == 4:
+        joined = tl.interleave(tl.interleave(parts[0], parts[2]), tl.interleave(parts[1], parts[3]))
+    elif PARTS == 2:
+        joined = tl.interleave(parts[0], parts[1])
+    else:
+        joined = parts[0]
+    return joined
+
+
+@triton.jit
+def share_exponent(scales):
+    """E8M0 bytes `[N, groups]` as one per row, uint8 `[N]`, and what is left of each, float16 <= 2**14.
+
+    Widened FP4 times the second, times the first, is the real value: the 2**14 that widening leaves out is
+    in. Groups more than 2**28 below a row's largest vanish; a NaN scale stays with its group.
+    """
+    exponent = scales.to(tl.int32)
+    nan = exponent == 255
+    top = tl.max(tl.where(nan, 0, exponent), 1)
+    field = 15 + 14 + exponent - top[:, None]
+    bits = tl.where(field > 0, field << 10, 0)
+    rest = tl.where(nan, 0x7E00, bits).to(tl.int16).to(tl.float16, bitcast=True)
+    return top.to(tl.uint8), rest
+
+
+@triton.jit
+def _round_magnitude(magnitude, BIAS: tl.constexpr, MANTISSA: tl.constexpr):
+    """Code of a float32 magnitude within a small format's range: nearest even, subnormals included."""
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    bits = magnitude.to(tl.int32, bitcast=True)
+    # Adding just under half a unit, plus the kept low bit, rounds to nearest even; the carry moves the
+    # exponent.
+    rounded = bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)
+    normal = (rounded >> DROPPED) - ((127 - BIAS) << MANTISSA)
+    # Subnormals are multiples of one unit: adding 2**23 in units leaves the rounded count in the low mantissa
+    # bits.
+    UNITS: tl.constexpr = 2.0 ** (BIAS - 1 + MANTISSA)
+    subnormal = (magnitude * UNITS + 8388608.0).to(tl.int32, bitcast=True) & 0xFF
+    SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
+    return tl.where(magnitude < SMALLEST_NORMAL, subnormal, normal)
+
+
+@triton.jit
 def narrow_fp8(x, FORMAT: tl.constexpr):
     """Float32 to the bytes of an FP8 format: nearest even, saturating, NaN kept, never 0x80 for a zero.
 
@@ -145,19 +270,7 @@ def narrow_fp8(x, FORMAT: tl.constexpr):
         BIAS: tl.constexpr = 15
         MANTISSA: tl.constexpr = 2
         NAN: tl.constexpr = 0x7F
-    DROPPED: tl.constexpr = 23 - MANTISSA
-    magnitude = tl.minimum(tl.abs(x), MAX)
-    bits = magnitude.to(tl.int32, bitcast=True)
-    # Adding just under half a unit, plus the kept low bit, rounds to nearest even; the carry moves the
-    # exponent.
-    rounded = bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)
-    normal = (rounded >> DROPPED) - ((127 - BIAS) << MANTISSA)
-    # Subnormals are multiples of one unit: adding 2**23 in units leaves the rounded count in the low mantissa
-    # bits.
-    UNITS: tl.constexpr = 2.0 ** (BIAS - 1 + MANTISSA)
-    subnormal = (magnitude * UNITS + 8388608.0).to(tl.int32, bitcast=True) & 0xFF
-    SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
-    code = tl.where(magnitude < SMALLEST_NORMAL, subnormal, normal)
+    code = _round_magnitude(tl.minimum(tl.abs(x), MAX), BIAS, MANTISSA)
     sign = tl.where((x < 0) & (code != 0), 0x80, 0)
     return tl.where(x != x, NAN, code | sign).to(tl.uint8)
 
@@ -166,5 +279,69 @@ def narrow_fp8(x, FORMAT: tl.constexpr):
 def e8m0_to_fp32(byte):
     """E8M0 scale bytes to float32: 2**(byte - 127); 0x00 is 2**-127 (a subnormal), 0xFF is NaN."""
     exponent = byte.to(tl.int32)
-    bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
+    bits = tl.maximum(exponent << 23, 0x00400000)
     return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exp2_int(exponent):
+    """2**exponent for integers in [-127, 127], exactly."""
+    return tl.where(exponent == -127, 0x00400000, (exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _round_fp4(x):
+    """E2M1 codes of float32 numbers, saturating at 6; what rounds to zero has code 0 whatever its sign."""
+    code = _round_magnitude(tl.minimum(tl.abs(x), 6.0), 1, 1)
+    return code | tl.where((x < 0) & (code != 0), 8, 0)
+
+
+@triton.jit
+def _fp4_magnitude(code):
+    # Exponent and mantissa in float16's place, where the exponent bias is 14 larger.
+    return ((code & 7) << 9).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+
+
+@triton.jit
+def narrow_fp4(x, RULE: tl.constexpr):
+    """Float32 groups to E2M1 codes and E8M0 scales; bit for bit `quantize_per_group(..., exponent=RULE)`.
+
+    Args:
+        x: `[groups, size]`. A NaN makes its group's scale NaN; Inf saturates.
+        RULE: "floor", "ceil" or "mse"; see `narrowkv.quant.e8m0`.
+
+    Returns:
+        int32 codes `[groups, size]` and uint8 scales `[groups]`.
+    """
+    LARGEST: tl.constexpr = 3.4028234663852886e38
+    nan = tl.max((x != x).to(tl.int32), 1) > 0
+    x = tl.where(x == x, x, 0.0)
+    finite = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+    amax = tl.max(tl.abs(finite), 1)
+    # frexp, subnormals included: the mantissa field, and the exponent for a mantissa in [0.5, 1).
+    tiny = amax < 1.1754943508222875e-38
+    bits = tl.where(tiny, amax * 4294967296.0, amax).to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 126 - tl.where(tiny, 32, 0)
+    # 6 is 0.75 * 2**3.
+    best = tl.where(amax == 0.0, 0, exponent - 3)
+    if RULE == "ceil":
+        best += tl.where((amax > 0.0) & ((bits & 0x7FFFFF) > 0x400000), 1, 0)
+    if RULE == "mse":
+        floor = best
+        half = floor >> 1
+        unit = finite * _exp2_int(-half)[:, None] * _exp2_int(half - floor)[:, None]
+        # In float64 the order of the sum decides nothing, so that every target chooses alike.
+        least = tl.full(floor.shape, float("inf"), tl.float64)
+        for i in tl.static_range(4):
+            STEP: tl.constexpr = i if i < 2 else 1 - i
+            tried = tl.minimum(tl.maximum(floor + STEP, -127), 127)
+            scaled = unit * _exp2_int(floor - tried)[:, None]
+            rounded = _fp4_magnitude(_round_fp4(scaled)) * _exp2_int(tried - floor)[:, None]
+            error = (rounded - tl.abs(unit)).to(tl.float64)
+            error = tl.sum(error * error, 1)
+            best = tl.where(error < least, tried, best)
+            least = tl.minimum(error, least)
+    best = tl.minimum(tl.maximum(best, -127), 127)
+    code = _round_fp4(tl.div_rn(x, tl.broadcast_to(_exp2_int(best)[:, None], x.shape)))
+    scale = tl.where(nan, 255, best + 127).to(tl.uint8)
+    return tl.where(nan[:, None], 0, code), scale

@@ -175,11 +175,12 @@ def mse_exponent(groups: torch.Tensor, format: str | torch.dtype | Format) -> to
     half = floor >> 1
     unit = finite * _pow2(-half).unsqueeze(-1) * _pow2(half - floor).unsqueeze(-1)
     best = floor.clamp(-E8M0_BIAS, E8M0_BIAS)
-    least = torch.full_like(floor, math.inf, dtype=torch.float32)
+    # In float64 the order of the sum decides nothing, so that every device chooses alike.
+    least = torch.full_like(floor, math.inf, dtype=torch.float64)
     for step in _CANDIDATES:
         exponent = (floor + step).clamp(-E8M0_BIAS, E8M0_BIAS)
         scale = _pow2(exponent - floor).unsqueeze(-1)
-        error = (round_to_format(unit / scale, format) * scale - unit).square().sum(-1)
+        error = (round_to_format(unit / scale, format) * scale - unit).double().square().sum(-1)
         better = error < least
         best = torch.where(better, exponent, best)
         least = torch.where(better, error, least)

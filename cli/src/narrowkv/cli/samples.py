@@ -1,0 +1,81 @@
+"""Which workgroups stand for a whole launch: enough to finish some output rows, few enough for a laptop.
+
+A kernel that is not listed here is run whole, which is right and slow. A new kernel joins by one entry in
+`SAMPLES`; which rows its workgroups own is found by watching what they store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+Workgroup = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as a sample sees it.
+
+    Attributes:
+        kernel: name of the kernel.
+        grid: its workgroups.
+        constexprs: its compile-time arguments.
+    """
+
+    kernel: str
+    grid: Workgroup
+    constexprs: dict[str, Any]
+
+    @property
+    def size(self) -> int:
+        """Workgroups of the grid."""
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    def everything(self) -> Iterable[Workgroup]:
+        """All workgroups, x fastest."""
+        x, y, z = self.grid
+        return ((i, j, k) for k in range(z) for j in range(y) for i in range(x))
+
+
+def corners(launch: Launch) -> Iterable[Workgroup]:
+    """First, middle and last along each axis: for kernels whose workgroups need nothing of each other."""
+    x, y, z = ({0, extent // 2, extent - 1} for extent in launch.grid)
+    return sorted((i, j, k) for i in x for j in y for k in z)
+
+
+def _last_head_program(launch: Launch) -> Iterable[Workgroup]:
+    """Every split of every sequence for the last KV head's last rows, which are the ragged ones."""
+    return ((launch.grid[0] - 1, unit, 0) for unit in range(launch.grid[1]))
+
+
+def _rows_of_last_head_program(launch: Launch) -> Iterable[Workgroup]:
+    """The rows whose partial results `_last_head_program` leaves."""
+    rows = launch.constexprs["Q_LEN"] * launch.constexprs["GQA_RATIO"]
+    block = launch.constexprs["BLOCK_M"]
+    first = launch.grid[0] - rows + (rows - 1) // block * block
+    return ((row, seq, 0) for seq in range(launch.grid[1]) for row in range(first, launch.grid[0]))
+
+
+SAMPLES: dict[str, Callable[[Launch], Iterable[Workgroup]]] = {
+    "_paged_decode_kernel": _last_head_program,
+    "_merge_splits_kernel": _rows_of_last_head_program,
+    "_merge_states_kernel": corners,
+    "_append_kernel": corners,
+}
+"""By the name of the kernel. Samples of kernels that one operation launches must fit together."""
+
+
+def sample(launch: Launch) -> Iterable[Workgroup]:
+    """The workgroups that stand for a launch; all of them for a kernel that `SAMPLES` does not list."""
+    choose = SAMPLES.get(launch.kernel)
+    return launch.everything() if choose is None else choose(launch)
+
+
+def a_few(count: int) -> Callable[[Launch], list[Workgroup]]:
+    """The first `count` workgroups of the sample: for counting instructions, when results are not read."""
+
+    def choose(launch: Launch) -> list[Workgroup]:
+        return [workgroup for _, workgroup in zip(range(count), sample(launch), strict=False)]
+
+    return choose

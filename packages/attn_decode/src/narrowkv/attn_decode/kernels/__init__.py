@@ -1,0 +1,15 @@
+"""Kernels of attn_decode; the tile mathematics in `tiles` is shared with other attention packages."""
+
+from narrowkv.attn_decode.kernels.decode import _paged_decode_kernel
+from narrowkv.attn_decode.kernels.merge import _merge_splits_kernel, _merge_states_kernel
+from narrowkv.attn_decode.kernels.tiles import Descale, KVPointers, Table, Workspace
+
+__all__ = [
+    "Descale",
+    "KVPointers",
+    "Table",
+    "Workspace",
+    "_merge_splits_kernel",
+    "_merge_states_kernel",
+    "_paged_decode_kernel",
+]

@@ -1,0 +1,238 @@
+"""Split-KV paged decode: one program attends one group of query heads to one split of one sequence.
+
+Online softmax in base 2 (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022), split over the keys
+and merged by the last program to arrive (Flash-Decoding, Dao et al. 2023; arrival counting as in stream-K
+reductions).
+"""
+
+import triton
+import triton.language as tl
+
+from narrowkv.attn_decode.kernels.tiles import (
+    accumulate,
+    attended_keys,
+    capped_logits,
+    confine_nonfinite,
+    first_key,
+    kv_offsets,
+    load_key_scale,
+    load_query,
+    load_words,
+    locate_keys,
+    scale_to_fp16,
+    scores,
+    scores_fp4_native,
+    sequence_length,
+    split_counts,
+    split_query,
+    split_to_e4m3,
+    store_partial,
+    tiles_of,
+    widen_tile,
+    write_rows,
+    zeros_in_parts,
+)
+from narrowkv.quant.device import join_parts
+
+
+@triton.jit
+def _paged_decode_kernel(
+    q_ptr, o_ptr, lse_ptr, sinks_ptr,
+    k, v, k_descale, v_descale, table, workspace,
+    stride_qt, stride_qh, stride_ot, stride_oh, stride_lse,
+    qk_scale, out_scale, soft_cap,
+    batch, num_units, tiles_per_split,
+    NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, Q_LEN: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
+    WIDE_ADDRESS: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
+    COMPUTE: tl.constexpr, SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr,
+    K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr, HAS_SINKS: tl.constexpr,
+    WRITE_LSE: tl.constexpr, SPLIT: tl.constexpr, MERGE_IN_LAUNCH: tl.constexpr,
+    NATIVE_QK: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DK: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """Rows of a tile are (query token, head of the group); programs run fastest over KV heads.
+
+    SPLIT: "none" (a unit is a sequence), "uniform" (num_units // batch splits each) or "even"
+    (`split_counts`).
+    NATIVE_QK: FP4 keys go to the scaled matrix instruction as they are, with Q as two terms in
+    E4M3.
+    K_PARTS, V_PARTS: elements per loaded word; see `widen_parts`. Parts are separate terms of the scores, and
+    separate columns of the output. BLOCK_DK: BLOCK_D, or more where the scaled matrix instruction needs it.
+    K_DESCALE, V_DESCALE: "scalar" (folded into qk_scale and out_scale), "head" (per sequence and head),
+    "token" (float32 per page, slot and head), "e8m0" (bytes of those) or "e8m0_group" (also per 32 channels).
+    """
+    ROWS: tl.constexpr = Q_LEN * GQA_RATIO
+    ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
+    head_program = tl.program_id(0)
+    kv_head = head_program % NUM_KV_HEADS
+    row_block = head_program // NUM_KV_HEADS
+    unit = tl.program_id(1)
+    if SPLIT == "even":
+        splits = split_counts(
+            table, batch, num_units, tiles_per_split, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N, BLOCK_B
+        )
+        seqs = tl.arange(0, BLOCK_B)
+        seq = tl.sum((tl.cumsum(splits, 0) <= unit).to(tl.int32), 0)
+        if seq >= batch:
+            return
+        first_unit = tl.sum(tl.where(seqs < seq, splits, 0), 0)
+        num_splits = tl.sum(tl.where(seqs == seq, splits, 0), 0)
+    else:
+        num_splits = num_units // batch
+        seq = unit // num_splits
+        first_unit = seq * num_splits
+    kv_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, RAGGED)
+    if RAGGED:
+        row_base = tl.load(table.row + seq)
+    else:
+        row_base = seq * table.row
+    first_tile, num_tiles = tiles_of(kv_len, Q_LEN, WINDOW_LEFT, BLOCK_N)
+    split = unit - first_unit
+    begin = first_tile + (split * num_tiles) // num_splits
+    end = first_tile + ((split + 1) * num_tiles) // num_splits
+
+    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_mask = rows < ROWS
+    heads = kv_head * GQA_RATIO + rows % GQA_RATIO
+    tokens = (seq * Q_LEN + rows // GQA_RATIO).to(tl.int64)
+    query_pos = kv_len - Q_LEN + rows // GQA_RATIO
+    q = load_query(q_ptr, tokens, heads, row_mask, stride_qt, stride_qh, HEAD_DIM, BLOCK_DK, K_PARTS)
+    q_scale = 1.0
+    if NATIVE_QK:
+        q_high, q_low, q_scale = split_to_e4m3(q[0])
+    else:
+        if SCALE_Q:
+            q, q_scale = scale_to_fp16(q, K_PARTS)
+        # Float16 queries over a bfloat16 cache: two bfloat16 terms hold all eleven bits.
+        q, q_low = split_query(q, COMPUTE, SPLIT_Q, K_PARTS)
+    logit_scale = q_scale * qk_scale
+    o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * out_scale
+    if K_DESCALE == "head":
+        logit_scale *= tl.load(k_descale.ptr + seq * k_descale.major + kv_head * k_descale.head)
+    if V_DESCALE == "head":
+        o_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
+    K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
+    V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = zeros_in_parts(BLOCK_M, BLOCK_D, V_PARTS)
+    # The largest V descale so far: `acc` is in units of it, which keeps P times a descale in float16's range.
+    v_unit = out_scale * 0.0
+    # Words of a native K tile hold two elements each, whatever the parts of Q.
+    K_WORD: tl.constexpr = 2 if NATIVE_QK else K_PARTS
+    dk, dv = tl.arange(0, BLOCK_DK // K_WORD), tl.arange(0, BLOCK_D // V_PARTS)
+    K_ZERO: tl.constexpr = 0 if K_ROUTE != "native" else 0.0
+    V_ZERO: tl.constexpr = 0 if V_ROUTE != "native" or V_PARTS > 1 else 0.0
+    first, last = first_key(kv_len, Q_LEN, WINDOW_LEFT), tl.maximum(kv_len - 1, 0)
+    # What belongs to single keys is read one tile ahead: nothing else hides the time such small loads take.
+    k_next = 1.0
+    v_next = 1.0
+    if K_PER_KEY or V_PER_KEY:
+        n = begin * BLOCK_N + tl.arange(0, BLOCK_N)
+        page, slot = locate_keys(table, row_base, n, first, last, PAGE_SIZE, WIDE_ADDRESS)
+        if K_PER_KEY:
+            k_next = load_key_scale(k_descale, page, slot, kv_head, K_DESCALE, NATIVE_QK, HEAD_DIM, BLOCK_DK)
+        if V_PER_KEY:
+            v_next = load_key_scale(v_descale, page, slot, kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D)
+    for tile in range(begin, end):
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        page, slot = locate_keys(table, row_base, n, first, last, PAGE_SIZE, WIDE_ADDRESS)
+        k_off = kv_offsets(page, slot, k, kv_head, dk, K_VEC, False)
+        v_off = kv_offsets(page, slot, v, kv_head, dv, V_VEC, True)
+        k_words = load_words(k, k_off, dk, K_ZERO, K_WORD, HEAD_DIM, BLOCK_DK)  # [BLOCK_N, BLOCK_DK / K_WORD]
+        v_words = load_words(v, v_off, dv, V_ZERO, V_PARTS, HEAD_DIM, BLOCK_D)
+        k_scale = k_next
+        v_scale = v_next
+        if K_PER_KEY or V_PER_KEY:
+            page, slot = locate_keys(table, row_base, n + BLOCK_N, first, last, PAGE_SIZE, WIDE_ADDRESS)
+            if K_PER_KEY:
+                k_next = load_key_scale(
+                    k_descale, page, slot, kv_head, K_DESCALE, NATIVE_QK, HEAD_DIM, BLOCK_DK
+                )
+            if V_PER_KEY:
+                v_next = load_key_scale(v_descale, page, slot, kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D)
+
+        if NATIVE_QK:
+            s = scores_fp4_native(q_high, q_low, k_words, k_scale) * logit_scale  # [BLOCK_M, BLOCK_N]
+        else:
+            k_wide, k_factor = widen_tile(k_words, k_scale, K_FORMAT, K_ROUTE, COMPUTE, K_PARTS, K_DESCALE)
+            s = scores(q, q_low, k_wide, SPLIT_Q, K_PARTS)
+            if K_PER_KEY:
+                s *= (k_factor * logit_scale)[None, :]
+            else:
+                s *= logit_scale
+        if HAS_SOFT_CAP:
+            s = capped_logits(s, soft_cap)
+        if Q_LEN == 1:
+            # All rows attend alike, so one sum with a bias per key masks them.
+            s += tl.where((n >= first) & (n <= last), 0.0, float("-inf"))[None, :]
+        else:
+            attended = attended_keys(n, query_pos, WINDOW_LEFT)
+            s = tl.where(attended, s, float("-inf"))
+
+        m_new = tl.maximum(m, tl.max(s, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - m_safe[:, None])
+        correction = tl.exp2(m - m_safe)
+        l = l * correction + tl.sum(p, 1)
+        m = m_new
+
+        v_wide, v_factor = widen_tile(v_words, v_scale, V_FORMAT, V_ROUTE, COMPUTE, V_PARTS, V_DESCALE)
+        if V_PER_KEY:
+            numbers = tl.where(v_factor == v_factor, v_factor, 1.0e-38)
+            larger = tl.maximum(v_unit, tl.max(numbers, 0))
+            p *= (v_factor * (1.0 / larger))[None, :]
+            correction *= v_unit / larger
+            v_unit = larger
+            if Q_LEN > 1:
+                p = tl.where(attended, p, 0.0)  # 0 * NaN
+        if Q_LEN > 1:
+            # Where rows attend to different keys, a NaN in V must not reach the others through 0 * NaN.
+            if ((tile + 1) * BLOCK_N > kv_len - Q_LEN) | (tile * BLOCK_N < first + Q_LEN):
+                p, v_wide = confine_nonfinite(p, v_wide, attended, V_PARTS)
+        acc = accumulate(acc, correction, p, v_wide, COMPUTE, V_PARTS)
+
+    acc = join_parts(acc, V_PARTS)
+    d = tl.arange(0, BLOCK_D)
+    if V_PER_KEY:
+        acc *= v_unit
+
+    if SPLIT != "none":
+        if num_splits > 1:
+            slot0 = unit.to(tl.int64) * (NUM_KV_HEADS * ROW_BLOCKS) + head_program
+            r = tl.arange(0, BLOCK_M)
+            store_partial(workspace, slot0, acc, m, l, row_mask, BLOCK_M, BLOCK_D)
+            if not MERGE_IN_LAUNCH:
+                return
+            # Every thread's stores are done before the one thread that counts announces them.
+            tl.debug_barrier()
+            counter = workspace.arrived + seq * (NUM_KV_HEADS * ROW_BLOCKS) + head_program
+            if tl.atomic_add(counter, 1, sem="acq_rel") != num_splits - 1:
+                return
+            tl.store(counter, 0)  # the next launch finds it as this one did
+            m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            for i in range(num_splits):
+                slot0 = (first_unit + i).to(tl.int64) * (NUM_KV_HEADS * ROW_BLOCKS) + head_program
+                m = tl.maximum(m, tl.load(workspace.ml + slot0 * (2 * BLOCK_M) + r, cache_modifier=".cg"))
+            m_safe = tl.where(m == float("-inf"), 0.0, m)
+            l = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            # With the maximum known, the terms are independent and their loads overlap.
+            for i in tl.range(0, num_splits, loop_unroll_factor=4):
+                slot0 = (first_unit + i).to(tl.int64) * (NUM_KV_HEADS * ROW_BLOCKS) + head_program
+                m_i = tl.load(workspace.ml + slot0 * (2 * BLOCK_M) + r, cache_modifier=".cg")
+                l_i = tl.load(workspace.ml + slot0 * (2 * BLOCK_M) + BLOCK_M + r, cache_modifier=".cg")
+                part = slot0 * (BLOCK_M * BLOCK_D) + r[:, None] * BLOCK_D + d[None, :]
+                acc_i = tl.load(workspace.acc + part, mask=row_mask[:, None], other=0.0, cache_modifier=".cg")
+                weight = tl.exp2(m_i - m_safe)
+                l += l_i * weight
+                acc += acc_i * weight[:, None]
+    write_rows(
+        o_ptr, lse_ptr, sinks_ptr, acc, m, l, o_scale, heads, tokens, row_mask, d,
+        stride_ot, stride_oh, stride_lse, HEAD_DIM, HAS_SINKS, WRITE_LSE,
+    )  # fmt: skip

@@ -1,0 +1,374 @@
+"""Tile mathematics of paged attention: addresses, scores, the softmax step, output rows."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from narrowkv.quant.device import e8m0_to_fp32, share_exponent, widen_parts
+
+
+class KVPointers(NamedTuple):
+    """One of K or V: where element [page, token, head, dim] lies. Strides are in words as they are loaded."""
+
+    ptr: Any
+    page: Any
+    token: Any
+    head: Any
+    outer: Any  # vectorised layout: stride of the outer part of the split axis (dim for K, token for V)
+
+
+class Descale(NamedTuple):
+    """What stored numbers are multiplied by: one per (sequence, head), or one per (page, token, head).
+
+    Float32, or E8M0 bytes; those of a (page, token, head)'s groups are adjacent.
+    """
+
+    ptr: Any
+    major: Any  # stride over sequences, or over pages
+    token: Any
+    head: Any
+
+
+class Table(NamedTuple):
+    """Page table. Ragged: `row` is indptr, `lens` last-page lengths. Block table: row stride, seq_lens.
+
+    `num_ids` and `num_pages` bound what is read when a table that was not validated is wrong.
+    """
+
+    page_ids: Any
+    row: Any
+    lens: Any
+    num_ids: Any
+    num_pages: Any
+
+
+class Workspace(NamedTuple):
+    """Partial results of splits, and how many of them have arrived."""
+
+    acc: Any
+    ml: Any
+    arrived: Any
+
+
+@triton.jit
+def sequence_length(table, seq, mask, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr):
+    """Tokens of a sequence, by either kind of table."""
+    if RAGGED:
+        pages = tl.load(table.row + seq + 1, mask=mask, other=0) - tl.load(
+            table.row + seq, mask=mask, other=0
+        )
+        last = tl.load(table.lens + seq, mask=mask, other=0)
+        return tl.where(pages > 0, (pages - 1) * PAGE_SIZE + last, 0)
+    else:
+        return tl.load(table.lens + seq, mask=mask, other=0)
+
+
+@triton.jit
+def first_key(kv_len, Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr):
+    """The first key that any query token of a sequence attends to."""
+    if WINDOW_LEFT < 0:
+        return kv_len * 0
+    else:
+        return tl.maximum(kv_len - Q_LEN - WINDOW_LEFT, 0)
+
+
+@triton.jit
+def tiles_of(kv_len, Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Key tiles a sequence needs, and the first of them."""
+    first = first_key(kv_len, Q_LEN, WINDOW_LEFT) // BLOCK_N
+    return first, tl.cdiv(kv_len, BLOCK_N) - first
+
+
+@triton.jit
+def split_counts(
+    table, batch, num_units, tiles_per_split,
+    Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """Splits of every sequence, [BLOCK_B]: an even share of all key tiles, computed by every program alike.
+
+    Sequences are cut in splits of at most `size` tiles, and sum(ceil(t / size)) <= total / size + batch, so
+    size = total / (num_units - batch) never needs more units than there are.
+    """
+    seqs = tl.arange(0, BLOCK_B)
+    lens = sequence_length(table, seqs, seqs < batch, PAGE_SIZE, RAGGED)
+    _, tiles = tiles_of(lens, Q_LEN, WINDOW_LEFT, BLOCK_N)
+    # A select, not an if: the compiler's alignment analysis gives up on what follows a branch here, and loads
+    # turn bytewise.
+    even_share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), tl.maximum(num_units - batch, 1)), 1)
+    size = tl.where(tiles_per_split > 0, tiles_per_split, even_share)
+    # A sequence with no keys still gets one unit, which writes its zeros.
+    return tl.where(seqs < batch, tl.maximum(tl.cdiv(tiles, size), 1), 0)
+
+
+@triton.jit
+def load_query(
+    q_ptr, tokens, heads, row_mask, stride_qt, stride_qh,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Rows of Q as a tuple: part i holds columns i, i + PARTS, ... [M, BLOCK_D / PARTS], as `widen_parts`."""
+    rows = tokens[:, None] * stride_qt + heads[:, None] * stride_qh
+    parts = ()
+    for i in tl.static_range(PARTS):
+        d = tl.arange(0, BLOCK_D // PARTS) * PARTS + i
+        parts = parts + (
+            tl.load(q_ptr + rows + d[None, :], mask=row_mask[:, None] & (d < HEAD_DIM)[None, :], other=0.0),
+        )
+    return parts
+
+
+@triton.jit
+def _largest(q, PARTS: tl.constexpr):
+    """The largest finite magnitude of a tile."""
+    top = 0.0
+    for i in tl.static_range(PARTS):
+        magnitude = tl.abs(q[i].to(tl.float32))
+        top = tl.maximum(top, tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1), 0))
+    return top
+
+
+@triton.jit
+def _power_of_two_to(top, EXPONENT: tl.constexpr):
+    """The power of two that brings `top` into [2**EXPONENT, 2**(EXPONENT + 1)), and its inverse."""
+    exponent = top.to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 16), 253)
+    down = ((127 + EXPONENT + 127 - exponent) << 23).to(tl.float32, bitcast=True)
+    return down, ((exponent - EXPONENT) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_to_fp16(q, PARTS: tl.constexpr):
+    """Q times the power of two that puts its largest element in [2**14, 2**15), and the inverse.
+
+    One for the tile: a row 2**29 below the largest would begin to lose bits, and its logits are as small.
+    """
+    down, up = _power_of_two_to(_largest(q, PARTS), 14)
+    scaled = ()
+    for i in tl.static_range(PARTS):
+        scaled = scaled + ((q[i].to(tl.float32) * down).to(tl.float16),)
+    return scaled, up
+
+
+@triton.jit
+def split_to_e4m3(q):
+    """Q times a power of two as two E4M3 terms, high + 2**-5 * low: nine bits of Q; the inverse.
+
+    The largest element comes to lie in [2**7, 2**8).
+    """
+    down, up = _power_of_two_to(_largest((q,), 1), 7)
+    scaled = q.to(tl.float32) * down
+    high = scaled.to(tl.float8e4nv)
+    low = ((scaled - high.to(tl.float32)) * 32.0).to(tl.float8e4nv)
+    return high, low, up
+
+
+@triton.jit
+def split_query(q, DTYPE: tl.constexpr, SPLIT_Q: tl.constexpr, PARTS: tl.constexpr):
+    """Q in the compute type, and what that leaves of it where SPLIT_Q asks for a second term."""
+    high, low = (), ()
+    for i in tl.static_range(PARTS):
+        high = high + (q[i].to(DTYPE),)
+        if SPLIT_Q:
+            low = low + ((q[i].to(tl.float32) - q[i].to(DTYPE).to(tl.float32)).to(DTYPE),)
+        else:
+            low = low + (high[i],)  # not used
+    return high, low
+
+
+@triton.jit
+def locate_keys(table, row_base, n, first, last, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr):
+    """Page and slot [N] of keys `n`; keys outside [first, last] take their places, which are used ones."""
+    n = tl.maximum(tl.minimum(n, last), first)
+    where = tl.maximum(tl.minimum(row_base + n // PAGE_SIZE, table.num_ids - 1), 0)
+    page = tl.load(table.page_ids + where)
+    page = tl.maximum(tl.minimum(page, table.num_pages - 1), 0)
+    if WIDE:
+        page = page.to(tl.int64)
+    return page, n % PAGE_SIZE
+
+
+@triton.jit
+def kv_offsets(page, slot, kv, head, d, VEC: tl.constexpr, VEC_ON_TOKENS: tl.constexpr):
+    """Offsets [N, D] of words `d` of one head at these places."""
+    if VEC > 0 and VEC_ON_TOKENS:
+        rows = page * kv.page + (slot // VEC) * kv.outer + slot % VEC
+        cols = head * kv.head + d * VEC
+    elif VEC > 0:
+        rows = page * kv.page + slot * VEC
+        cols = head * kv.head + (d // VEC) * kv.outer + d % VEC
+    else:
+        rows = page * kv.page + slot * kv.token
+        cols = head * kv.head + d
+    return rows[:, None] + cols[None, :]
+
+
+@triton.jit
+def load_words(kv, offsets, d, ZERO: tl.constexpr, PARTS: tl.constexpr,
+               HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """A tile of K or V as stored, [N, BLOCK_D / PARTS]; columns past head_dim are zeros."""
+    if HEAD_DIM == BLOCK_D:
+        return tl.load(kv.ptr + offsets)
+    else:
+        return tl.load(kv.ptr + offsets, mask=(d * PARTS < HEAD_DIM)[None, :], other=ZERO)
+
+
+@triton.jit
+def load_key_scale(descale, page, slot, head, KIND: tl.constexpr, SPREAD: tl.constexpr,
+                   HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """What belongs to each key: a float32 factor [N], or the E8M0 bytes of its groups of 32 channels [N, G].
+
+    SPREAD reads a key's one byte for every group: the compiler cannot broadcast a matrix instruction's scale.
+    """
+    at = descale.ptr + page * descale.major + slot * descale.token + head * descale.head
+    if KIND == "e8m0_group" or SPREAD:
+        g = tl.arange(0, BLOCK_D // 32)
+        step = g if KIND == "e8m0_group" else g * 0
+        return tl.load(at[:, None] + step[None, :], mask=(g * 32 < HEAD_DIM)[None, :], other=0)
+    elif KIND == "e8m0":
+        return e8m0_to_fp32(tl.load(at))
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def widen_tile(words, scale, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexpr,
+               PARTS: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+    """A stored tile as parts in DTYPE, and the factor [N] of each key that is still to be applied."""
+    if KIND == "e8m0_group":
+        shared, rest = share_exponent(scale)  # [N], [N, G]
+        N: tl.constexpr = rest.shape[0]
+        GROUPS: tl.constexpr = rest.shape[1]
+        RUN: tl.constexpr = 32 // PARTS
+        rest = tl.reshape(tl.broadcast_to(rest[:, :, None], [N, GROUPS, RUN]), [N, GROUPS * RUN])
+        raw = widen_parts(words, FORMAT, ROUTE, tl.float16, PARTS)
+        parts = ()
+        for i in tl.static_range(PARTS):
+            parts = parts + ((raw[i] * rest).to(DTYPE),)
+        return parts, e8m0_to_fp32(shared)
+    else:
+        return widen_parts(words, FORMAT, ROUTE, DTYPE, PARTS), scale
+
+
+@triton.jit
+def scores(q, q_low, k, SPLIT_Q: tl.constexpr, PARTS: tl.constexpr):
+    """Q @ K^T [M, N], summed over the parts."""
+    s = tl.dot(q[0], tl.trans(k[0]))
+    if SPLIT_Q:
+        s = tl.dot(q_low[0], tl.trans(k[0]), s)
+    for i in tl.static_range(1, PARTS):
+        s = tl.dot(q[i], tl.trans(k[i]), s)
+        if SPLIT_Q:
+            s = tl.dot(q_low[i], tl.trans(k[i]), s)
+    return s
+
+
+@triton.jit
+def scores_fp4_native(q_high, q_low, k_words, k_scale):
+    """Q @ K^T [M, N] by the scaled matrix instruction: E4M3 rows by packed E2M1 keys, E8M0 scales per 32.
+
+    k_words: [N, D / 2]; k_scale: [N, D / 32].
+    """
+    M: tl.constexpr = q_high.shape[0]
+    GROUPS: tl.constexpr = k_scale.shape[1]
+    k_words = tl.trans(k_words)
+    # 127 is 2**0, 122 the 2**-5 of the low term.
+    s = tl.dot_scaled(q_high, tl.full([M, GROUPS], 127, tl.uint8), "e4m3", k_words, k_scale, "e2m1")
+    return tl.dot_scaled(q_low, tl.full([M, GROUPS], 122, tl.uint8), "e4m3", k_words, k_scale, "e2m1", s)
+
+
+@triton.jit
+def attended_keys(n, query_pos, WINDOW_LEFT: tl.constexpr):
+    """[M, N]: keys at or before the query and inside its window."""
+    keep = n[None, :] <= query_pos[:, None]
+    if WINDOW_LEFT >= 0:
+        keep = keep & (n[None, :] >= query_pos[:, None] - WINDOW_LEFT)
+    return keep
+
+
+@triton.jit
+def confine_nonfinite(p, v, attended, PARTS: tl.constexpr):
+    """Moves NaN and Inf of V into P, as NaN, of the rows that attend: 0 * NaN would reach every row."""
+    # [M, N], [N, D]; one in any column makes the whole output row NaN.
+    bad = tl.zeros([p.shape[1]], tl.int32)
+    clean = ()
+    for i in tl.static_range(PARTS):
+        finite = tl.abs(v[i].to(tl.float32)) < float("inf")
+        bad += tl.max((~finite).to(tl.int32), 1)
+        clean = clean + (tl.where(finite, v[i], 0.0).to(v[i].dtype),)
+    return tl.where(attended & (bad > 0)[None, :], float("nan"), p), clean
+
+
+@triton.jit
+def accumulate(acc, correction, p, v, DTYPE: tl.constexpr, PARTS: tl.constexpr):
+    """Acc * correction + P @ V of each part.
+
+    Float16 keeps eleven bits of P, enough; bfloat16 takes two terms.
+    """
+    p_high = p.to(DTYPE)
+    p_low = (p - p_high.to(tl.float32)).to(DTYPE)
+    out = ()
+    for i in tl.static_range(PARTS):
+        kept = acc[i] * correction[:, None]
+        if tl.bfloat16 == DTYPE:
+            kept = tl.dot(p_low, v[i], kept)
+        out = out + (tl.dot(p_high, v[i], kept),)
+    return out
+
+
+@triton.jit
+def zeros_in_parts(M: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr):
+    """PARTS accumulators [M, D / PARTS]."""
+    out = ()
+    for _ in tl.static_range(PARTS):
+        out = out + (tl.zeros([M, D // PARTS], tl.float32),)
+    return out
+
+
+@triton.jit
+def capped_logits(s, cap):
+    """Cap * tanh(s / cap), natural logits in and base-2 logits out."""
+    # tanh by exp2, saturating: exp2 of a large negative number is 0 and of a large positive one never occurs.
+    x = s / cap
+    e = tl.exp2(-2.885390081777927 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    t = tl.where(x < 0, -t, t)
+    # Near zero the difference 1 - e cancels; there the series is exact to float32.
+    t = tl.where(tl.abs(x) < 0.02, x - x * x * x * 0.3333333333333333, t)
+    return t * (cap * 1.4426950408889634)
+
+
+@triton.jit
+def store_partial(workspace, slot, acc, m, l, row_mask, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Workspace layout: acc [slot, BLOCK_M, BLOCK_D], ml [slot, 2, BLOCK_M]; slot = (unit, head program)."""
+    r, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    part = slot * (BLOCK_M * BLOCK_D) + r[:, None] * BLOCK_D + d[None, :]
+    tl.store(workspace.acc + part, acc, mask=row_mask[:, None])
+    tl.store(workspace.ml + slot * (2 * BLOCK_M) + r, m)
+    tl.store(workspace.ml + slot * (2 * BLOCK_M) + BLOCK_M + r, l)
+
+
+@triton.jit
+def write_rows(o_ptr, lse_ptr, sinks_ptr, acc, m, l, out_scale, heads, tokens, row_mask, d,
+                stride_ot, stride_oh, stride_lse,
+                HEAD_DIM: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr):  # fmt: skip
+    """O = acc / (l + sink) and the natural-log lse, which leaves the sink out."""
+    LN2: tl.constexpr = 0.6931471805599453
+    LOG2E: tl.constexpr = 1.4426950408889634
+    empty = m == float("-inf")
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + heads, mask=row_mask, other=float("-inf")).to(tl.float32) * LOG2E
+        # The larger of the two is taken out of both, so that neither overflows.
+        top = tl.maximum(m, sink)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        kept = tl.where(empty, 0.0, tl.exp2(m - top))
+        share = kept / (l * kept + tl.where(sink == float("-inf"), 0.0, tl.exp2(sink - top)))
+        share = tl.where(empty | (sink == float("inf")), 0.0, share)
+    else:
+        share = tl.where(empty, 0.0, 1.0 / l)
+    o = acc * (share * out_scale)[:, None]
+    o_off = tokens[:, None] * stride_ot + heads[:, None] * stride_oh + d[None, :]
+    tl.store(o_ptr + o_off, o.to(o_ptr.dtype.element_ty), mask=row_mask[:, None] & (d < HEAD_DIM)[None, :])
+    if WRITE_LSE:
+        lse = tl.where(empty, float("-inf"), m * LN2 + tl.log(l))
+        tl.store(lse_ptr + tokens * stride_lse + heads, lse, mask=row_mask)

@@ -1,0 +1,116 @@
+"""Descales of a cache: their granularities, what fits which format, and how they multiply pages."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from narrowkv.quant.e8m0 import e8m0_decode
+from narrowkv.quant.errors import check_choice, check_descale_float, check_descale_tensor, check_dtype
+from narrowkv.quant.formats import get_format
+
+GRANULARITIES = ("tensor", "head", "sequence_head", "page_head", "token_head", "token_head_group")
+PER_TOKEN_GRANULARITIES = ("token_head", "token_head_group")
+PER_PAGE_GRANULARITIES = ("page_head", *PER_TOKEN_GRANULARITIES)
+SCALE_GROUP = 32  # channels per E8M0 scale of the finer FP4 recipe, which is OCP MX's group
+
+
+def page_factor(descale: float | torch.Tensor, kind: str) -> float | torch.Tensor:
+    """The descale shaped to multiply `[num_pages, page_size, num_kv_heads, head_dim]`."""
+    if not isinstance(descale, torch.Tensor):
+        return descale
+    if kind == "tensor":
+        return descale.view(1, 1, 1, 1)
+    if kind == "head":
+        return descale.view(1, 1, -1, 1)
+    if kind == "token_head_group":
+        return e8m0_decode(descale).repeat_interleave(SCALE_GROUP, -1)
+    if descale.dtype == torch.uint8:
+        return e8m0_decode(descale)[..., None]
+    return descale[:, None, :, None] if kind == "page_head" else descale[..., None]
+
+
+def check_descale(
+    name: str,
+    descale: float | torch.Tensor,
+    granularity: str | None,
+    format_name: str,
+    sizes: tuple[int, int, int, int],
+    device: torch.device,
+    validate: bool,
+) -> str:
+    """Checks a descale and returns its granularity."""
+    if granularity is not None:
+        check_choice(name.replace("descale", "granularity"), granularity, GRANULARITIES)
+    if get_format(format_name).kind == "fp4":
+        return _check_e8m0(name, descale, granularity, sizes, device)
+    if not isinstance(descale, torch.Tensor):
+        check_descale_float(name, descale)
+        if math.isinf(descale):
+            raise ValueError(f"{name} must be finite, got {descale}")
+        return "tensor"
+    check_descale_tensor(name, descale, validate=validate)
+    if descale.device != device:
+        raise ValueError(f"{name} must be on {device} like the cache, got {descale.device}")
+    num_pages, page_size, heads, _ = sizes
+    shape = tuple(descale.shape)
+    fits = {
+        "tensor": shape == (1,),
+        "head": shape == (heads,),
+        "sequence_head": len(shape) == 2 and shape[1] == heads,
+        "page_head": shape == (num_pages, heads),
+        "token_head": shape == (num_pages, page_size, heads),
+    }
+    if granularity is not None:
+        if not fits[granularity]:
+            raise ValueError(
+                f"{name} does not have the shape of granularity {granularity!r}, "
+                f"got {shape} for a cache {sizes}"
+            )
+        return granularity
+    # [1] for one head is the same either way; [num_pages, H] could also be [batch, H].
+    kinds = [kind for kind, fit in fits.items() if fit]
+    if kinds == ["sequence_head", "page_head"]:
+        raise ValueError(
+            f"{name} of shape {shape} may be per sequence or per page: "
+            f"pass {name.replace('descale', 'granularity')}"
+        )
+    if not kinds:
+        raise ValueError(
+            f"{name} must be a float or have shape [1], [{heads}], [batch, {heads}], "
+            f"[{num_pages}, {heads}] or "
+            f"[{num_pages}, {page_size}, {heads}], got {shape}"
+        )
+    return kinds[0]
+
+
+def _check_e8m0(
+    name: str,
+    descale: float | torch.Tensor,
+    granularity: str | None,
+    sizes: tuple[int, int, int, int],
+    device: torch.device,
+) -> str:
+    """Checks the scales of an FP4 side and returns their granularity; every byte is a legal E8M0 scale."""
+    if not isinstance(descale, torch.Tensor):
+        raise TypeError(f"{name} must be a uint8 tensor of E8M0 scales for fp4_e2m1, got {descale!r}")
+    check_dtype(name, descale, (torch.uint8,))
+    if descale.device != device:
+        raise ValueError(f"{name} must be on {device} like the cache, got {descale.device}")
+    num_pages, page_size, heads, head_dim = sizes
+    shapes: dict[str, tuple[int, ...]] = {"token_head": (num_pages, page_size, heads)}
+    if head_dim % SCALE_GROUP == 0:
+        shapes["token_head_group"] = (num_pages, page_size, heads, head_dim // SCALE_GROUP)
+    if descale.dim() == 4 and descale.shape[-1] > 1 and descale.stride(-1) != 1:
+        raise ValueError(
+            f"{name} must have contiguous groups (last stride 1), got strides {descale.stride()}"
+        )
+    for kind, shape in shapes.items():
+        if tuple(descale.shape) == shape and granularity in (None, kind):
+            return kind
+    raise ValueError(
+        f"{name} must have shape {' or '.join(str(list(s)) for s in shapes.values())} for fp4_e2m1 "
+        f"with head_dim {head_dim}, got {tuple(descale.shape)}"
+        + (f" for granularity {granularity!r}" if granularity else "")
+    )

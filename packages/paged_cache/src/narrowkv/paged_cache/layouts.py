@@ -1,0 +1,132 @@
+"""Cache layouts: where an element lies, the shapes of storage, and the logical view of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from narrowkv.quant.errors import UnsupportedError
+from narrowkv.quant.formats import Format, get_format
+
+LAYOUTS = ("NHD", "HND", "tokens", "concat", "vectorised")
+
+
+@dataclass(frozen=True)
+class KVStrides:
+    """Where element [page, token, head, dim] of K or V lies; strides in stored elements (FP4: bytes of two).
+
+    Attributes:
+        page, token, head: strides of the logical axes. The last axis has stride 1 unless `vec` is set.
+        outer: vectorised layout only: stride between groups of `vec` along dim (K) or along tokens (V).
+        vec: 0, or x of the vectorised layout: K's dim d lies at `(d // x) * outer + d % x` and its token at
+            `t * x`; V's token t lies at `(t // x) * outer + t % x` and its dim at `d * x`.
+    """
+
+    page: int
+    token: int
+    head: int
+    outer: int = 0
+    vec: int = 0
+
+
+def zeros(shape: tuple[int, ...], fmt: Format, device: torch.device | str) -> torch.Tensor:
+    """Zeroed storage of a format."""
+    dtype = fmt.storage_dtype
+    if fmt.kind == "fp8":
+        return torch.zeros(shape, dtype=torch.uint8, device=device).view(dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def storage_shapes(
+    layout: str, pages: int, page_size: int, heads: int, dim: int, formats: tuple[Format, Format]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Storage shapes of K and V in a layout."""
+    widths = [dim * fmt.bits // (8 * fmt.storage_dtype.itemsize) for fmt in formats]
+    if layout == "NHD":
+        return (pages, page_size, heads, widths[0]), (pages, page_size, heads, widths[1])
+    if layout == "HND":
+        return (pages, heads, page_size, widths[0]), (pages, heads, page_size, widths[1])
+    if layout == "tokens":
+        return (pages, heads, widths[0]), (pages, heads, widths[1])
+    _refuse_packed_vectorised(*formats)
+    x, y = (16 // fmt.storage_dtype.itemsize for fmt in formats)
+    if dim % x or page_size % y:
+        raise ValueError(
+            f"layout 'vectorised' needs head_dim % {x} == 0 and page_size % {y} == 0, "
+            f"got {dim} and {page_size}"
+        )
+    return (pages, heads, dim // x, page_size, x), (pages, heads, page_size // y, dim, y)
+
+
+def _refuse_packed_vectorised(*formats: Format) -> None:
+    if any(fmt.kind == "fp4" for fmt in formats):
+        raise UnsupportedError(
+            "layout 'vectorised' is not defined for fp4_e2m1; layouts that are: NHD, HND, tokens, concat"
+        )
+
+
+def logical_sizes(
+    name: str, t: torch.Tensor, layout: str, format_name: str, *, is_key: bool
+) -> tuple[int, int, int, int]:
+    """Checks storage against its layout: `(num_pages, page_size, num_kv_heads, head_dim)`."""
+    fmt = get_format(format_name)
+    want = {"tokens": 3, "vectorised": 5}.get(layout, 4)
+    if t.dim() != want:
+        raise ValueError(
+            f"{name} must have {want} dimensions for layout {layout!r}, got shape {tuple(t.shape)}"
+        )
+    if t.shape[-1] > 1 and t.stride(-1) != 1:
+        raise ValueError(
+            f"{name} must have a contiguous last dimension (stride 1), got stride {t.stride(-1)}"
+        )
+    s = t.shape
+    head_dim = s[-1] * t.element_size() * 8 // fmt.bits
+    if layout == "tokens":
+        return s[0], 1, s[1], head_dim
+    if layout == "HND":
+        return s[0], s[2], s[1], head_dim
+    if layout == "vectorised":
+        _refuse_packed_vectorised(fmt)
+        x = 16 // t.element_size()
+        if s[4] != x or t.stride(3) != x:
+            raise ValueError(
+                f"{name} must end in packed groups of x = {x}, got shape {tuple(s)} with strides {t.stride()}"
+            )
+        return (s[0], s[3], s[1], s[2] * x) if is_key else (s[0], s[2] * x, s[1], s[3])
+    return s[0], s[1], s[2], head_dim
+
+
+def strides_of(t: torch.Tensor, layout: str, *, is_key: bool) -> KVStrides:
+    """Strides of storage over the logical axes."""
+    st = t.stride()
+    if layout == "tokens":
+        return KVStrides(st[0], 0, st[1])
+    if layout == "HND":
+        return KVStrides(st[0], st[2], st[1])
+    if layout == "vectorised":
+        return KVStrides(st[0], st[3] if is_key else 0, st[1], outer=st[2], vec=t.shape[4])
+    return KVStrides(st[0], st[1], st[2])
+
+
+def logical_view(t: torch.Tensor, layout: str, *, is_key: bool) -> torch.Tensor:
+    """Storage as `[num_pages, page_size, num_kv_heads, stored elements]`; a copy only if vectorised."""
+    if layout == "tokens":
+        return t.unsqueeze(1)
+    if layout == "HND":
+        return t.transpose(1, 2)
+    if layout == "vectorised":
+        pages, heads = t.shape[:2]
+        bits = t.view(torch.uint8) if t.element_size() == 1 else t
+        # K [p, h, d/x, t, x] -> [p, t, h, d/x, x]; V [p, h, t/x, d, x] -> [p, t/x, x, h, d].
+        moved = bits.permute(0, 3, 1, 2, 4) if is_key else bits.permute(0, 2, 4, 1, 3)
+        tokens, dim = (
+            (t.shape[3], t.shape[2] * t.shape[4]) if is_key else (t.shape[2] * t.shape[4], t.shape[3])
+        )
+        return moved.reshape(pages, tokens, heads, dim).view(t.dtype)
+    return t
+
+
+def span_bytes(t: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
