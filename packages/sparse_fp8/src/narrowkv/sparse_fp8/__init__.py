@@ -11,20 +11,16 @@ Example:
 """
 
 import narrowkv.quant.toolchain  # noqa: F401  # first: it says how to get Triton
-from narrowkv.sparse_fp8.api import (
-    ModeChoice,
-    choose_mode,
-    sparse_decode,
-    sparse_prefill,
-    sparse_prefill_fp8,
-)
+from narrowkv.sparse_fp8.api import sparse_decode, sparse_prefill, sparse_prefill_fp8
 from narrowkv.sparse_fp8.indices import compressed_topk, concat_csr, csr_from_topk, sliding_window
+from narrowkv.sparse_fp8.modes import ModeChoice, choose_mode
 from narrowkv.sparse_fp8.reference import (
     sparse_decode_reference,
     sparse_prefill_fp8_reference,
     sparse_prefill_reference,
 )
-from narrowkv.sparse_fp8.rows import DSV4Rows, KVSource, packed_page_stride
+from narrowkv.sparse_fp8.rows import DSV4Rows, packed_page_stride
+from narrowkv.sparse_fp8.sources import KVSource
 
 __all__ = [
     "DSV4Rows",

@@ -36,8 +36,8 @@ class SparseConfig:
         """One line for people."""
         qk = "" if self.kernel == "wide" else ", QK in FP8" if self.fp8_qk else ", QK in 16 bits"
         return (
-            f"{self.kernel}: {self.block_h} heads x {self.block_k} rows a tile, {self.options.num_warps} warps, "
-            f"{self.num_splits} split{'s' if self.num_splits > 1 else ''}{qk}"
+            f"{self.kernel}: {self.block_h} heads x {self.block_k} rows a tile, "
+            f"{self.options.num_warps} warps, {self.num_splits} split{'s' if self.num_splits > 1 else ''}{qk}"
         )
 
 

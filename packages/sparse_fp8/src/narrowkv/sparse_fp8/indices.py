@@ -26,9 +26,7 @@ def _rows(name: str, table: torch.Tensor) -> None:
     check_shape(name, table, ("num_tokens", "topk"))
 
 
-def csr_from_topk(
-    topk: torch.Tensor, lengths: torch.Tensor | None = None, *, compact: bool = False
-) -> Csr:
+def csr_from_topk(topk: torch.Tensor, lengths: torch.Tensor | None = None, *, compact: bool = False) -> Csr:
     """A CSR from a table of row numbers padded with -1.
 
     Args:

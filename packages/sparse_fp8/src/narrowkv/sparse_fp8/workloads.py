@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from narrowkv.sparse_fp8.rows import HEAD_DIM, DSV4Rows, KVSource
+from narrowkv.sparse_fp8.rows import HEAD_DIM, DSV4Rows
+from narrowkv.sparse_fp8.sources import KVSource
 
 __all__ = ["DSV4_PREFILL", "SparseInputs", "SparseWorkload"]
 
@@ -91,9 +92,9 @@ class SparseWorkload:
         indices[torch.rand(nnz, generator=generator) < self.skipped] = -1
         x = torch.randn(rows, HEAD_DIM, generator=generator)
         # Tiles of very different size, so that a scale that is left out or mixed up shows.
-        x[:, : HEAD_DIM - 64] *= torch.exp2(torch.randint(-3, 4, (rows, 7), generator=generator)).repeat_interleave(
-            64, -1
-        )
+        x[:, : HEAD_DIM - 64] *= torch.exp2(
+            torch.randint(-3, 4, (rows, 7), generator=generator)
+        ).repeat_interleave(64, -1)
         x[1::2] = float("nan")
         x = x.to(device)
         if self.layout in ("bf16", "fp16"):

@@ -44,7 +44,9 @@ def store_lse(out, m, l, token, heads, mask):
 
 
 @triton.jit
-def store_columns(out, partials, acc, share, token, slot, heads, mask, FIRST: tl.constexpr, SPLIT: tl.constexpr):
+def store_columns(
+    out, partials, acc, share, token, slot, heads, mask, FIRST: tl.constexpr, SPLIT: tl.constexpr
+):
     """Columns from FIRST on of one token's heads: the result, or a split's share of it.
 
     slot: (split * tokens + token) * heads of the call, int64.

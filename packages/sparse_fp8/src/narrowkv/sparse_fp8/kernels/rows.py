@@ -33,7 +33,7 @@ class Csr(NamedTuple):
 
 @triton.jit
 def token_span(csr, token):
-    """First and one past the last place of a token's indices, inside the index buffer whatever indptr says."""
+    """First and one past the last place of a token's indices, inside the buffer whatever indptr says."""
     begin = tl.load(csr.indptr + token)
     end = tl.load(csr.indptr + token + 1)
     begin = tl.minimum(tl.maximum(begin, 0), csr.nnz)
@@ -116,7 +116,9 @@ def as_fp8(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr):
 
 
 @triton.jit
-def widen_tile(x, scale, FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr, GROUP: tl.constexpr):
+def widen_tile(
+    x, scale, FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr, GROUP: tl.constexpr
+):
     """Bytes `[N, 64]` times their scales as bf16, exactly: FP8 has four significant bits, a scale one."""
     if ROUTE == "bits":
         wide = widen(x, FORMAT, ROUTE, tl.float16).to(tl.float32)

@@ -63,7 +63,9 @@ def _sparse_wide_kernel(
     d = tl.arange(0, 512)
     wide_token = token.to(tl.int64)
     q = tl.load(
-        q_ptr + wide_token * stride_qt + heads[:, None] * stride_qh + d[None, :], mask=mask[:, None], other=0.0
+        q_ptr + wide_token * stride_qt + heads[:, None] * stride_qh + d[None, :],
+        mask=mask[:, None],
+        other=0.0,
     )  # [BLOCK_H, 512]
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_H], tl.float32)
