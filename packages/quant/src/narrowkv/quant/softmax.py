@@ -46,3 +46,18 @@ def natural_lse(m, l):
     """The natural-log lse of rows `[M]`, sinks left out; -inf for a row without keys."""
     empty = m == float("-inf")
     return tl.where(empty, float("-inf"), m * 0.6931471805599453 + tl.log(tl.where(empty, 1.0, l)))
+
+
+@triton.jit
+def merge_step(acc, m, l, parts, part_m, part_l):
+    """Partial results of N splits into one row: acc `[1, D]`, m and l `[1]`; parts `[N, D]`, the rest `[N]`.
+
+    A split without keys has m = -inf and finite parts.
+    """
+    m_new = tl.maximum(m, tl.max(part_m, 0))
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    weight = tl.exp2(part_m - m_safe)
+    ours = tl.exp2(m - m_safe)
+    l = l * ours + tl.sum(part_l * weight, 0)
+    acc = acc * ours[:, None] + tl.sum(parts * weight[:, None], 0)[None, :]
+    return acc, m_new, l

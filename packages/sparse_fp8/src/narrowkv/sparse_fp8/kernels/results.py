@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.quant.softmax import natural_lse, output_share
+from narrowkv.quant.softmax import merge_step, natural_lse, output_share
 
 
 class Output(NamedTuple):
@@ -102,13 +102,7 @@ def _merge_kernel(
         l_i = tl.load(partials.l + slot, mask=inside, other=0.0)
         live = inside & (m_i > float("-inf"))
         acc_i = tl.load(partials.acc + slot[:, None] * 512 + d[None, :], mask=live[:, None], other=0.0)
-        m_new = tl.maximum(m, tl.max(m_i, 0))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight = tl.exp2(m_i - m_safe)
-        ours = tl.exp2(m - m_safe)
-        l = l * ours + tl.sum(l_i * weight, 0)
-        acc = acc * ours[:, None] + tl.sum(acc_i * weight[:, None], 0)[None, :]
-        m = m_new
+        acc, m, l = merge_step(acc, m, l, acc_i, m_i, l_i)
     heads = head + tl.arange(0, 1)
     everywhere = heads >= 0
     share = row_share(out, m, l, heads, everywhere, HAS_SINK)
