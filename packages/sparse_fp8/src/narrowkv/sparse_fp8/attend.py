@@ -85,6 +85,7 @@ def attend_fused(call: SparseCall, *, num_splits: int | None) -> None:
         "ROUTE": route,
         "EXPONENT": widening_exponent(format_name, route),
         "FP8_QK": fp8_qk,
+        "WIDTH": config.width,
     }
     _run(call, config, _sparse_fused_kernel, (query,), (stride_qh,), (call.prefix, call.extend), constexprs)
 
@@ -150,6 +151,7 @@ def _run(
             **constexprs,
             **shared,
             "SPLIT": split,
+            "GUARD": config.guard,
             "BLOCK_H": config.block_h,
             "BLOCK_K": config.block_k,
         },

@@ -20,6 +20,8 @@ class SparseConfig:
         kernel: "wide" reads 16-bit rows, "fused" FP8 rows.
         block_h: heads of a program.
         block_k: rows of a tile.
+        width: columns of a fused kernel's tile: 64, or 256.
+        guard: whether the loop's body stands in branches that are always taken; see `kernels.wide`.
         num_splits: programs that share a token's rows; 1 writes the result at once.
         fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
         options: compiler options.
@@ -28,6 +30,8 @@ class SparseConfig:
     kernel: str
     block_h: int
     block_k: int
+    width: int
+    guard: bool
     num_splits: int
     fp8_qk: bool
     options: LaunchOptions
@@ -56,13 +60,15 @@ def choose_splits(target: Target, programs: int, tiles: int) -> int:
     return max(1, min(units // programs, tiles // 2, 64))
 
 
-def _blocks(target: Target, kernel: str, num_heads: int, fp8_qk: bool) -> tuple[int, int, LaunchOptions]:
-    block_h = max(16, min(64, num_heads))
+def _tiles(target: Target, kernel: str, block_h: int, fp8_qk: bool) -> tuple[int, int, bool, LaunchOptions]:
+    """(rows of a tile, columns of a fused kernel's tile, guard, options)."""
     if target.is_amd:
-        return block_h, 32, LaunchOptions(num_warps=4, num_stages=1, matrix_instr_nonkdim=16)
+        return 32, 64, False, LaunchOptions(num_warps=4, num_stages=1, matrix_instr_nonkdim=16)
     if target.name == "cpu":
-        return block_h, 64, LaunchOptions()
-    return block_h, 64, LaunchOptions(num_warps=8 if block_h == 64 else 4, num_stages=2)
+        return 64, 64, False, LaunchOptions()
+    if block_h == 64:
+        return 64, 64 if fp8_qk else 256, True, LaunchOptions(num_warps=8, num_stages=2)
+    return 64 if kernel == "wide" else 32, 64, False, LaunchOptions(num_warps=4, num_stages=2)
 
 
 def choose_config(
@@ -86,8 +92,9 @@ def choose_config(
         fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
         num_splits: forces a number of splits.
     """
-    block_h, block_k, options = _blocks(target, kernel, num_heads, fp8_qk)
+    block_h = max(16, min(64, num_heads))
+    block_k, width, guard, options = _tiles(target, kernel, block_h, fp8_qk)
     programs = num_tokens * -(-num_heads // block_h)
     if num_splits is None:
         num_splits = choose_splits(target, programs, -(-mean_rows // block_k))
-    return SparseConfig(kernel, block_h, block_k, num_splits, fp8_qk, options)
+    return SparseConfig(kernel, block_h, block_k, width, guard, num_splits, fp8_qk, options)

@@ -1,9 +1,9 @@
-"""The prepass: FP8 rows expanded to contiguous bf16 rows, exactly."""
+"""The prepass: FP8 rows expanded to contiguous 16-bit rows, exactly in bf16."""
 
 import triton
 import triton.language as tl
 
-from narrowkv.sparse_fp8.kernels.rows import load_nope, load_rope, load_scale, locate, named, widen_tile
+from narrowkv.sparse_fp8.kernels.rows import load_columns, load_rope, locate, named, widen_columns
 
 
 @triton.jit
@@ -22,11 +22,11 @@ def _expand_kernel(
         index = i
     live = inside & named(index, rows.num_rows)
     nope_at, rope_at, scale_at = locate(rows, index, LAYOUT, PAGE_SIZE, WIDE_ADDRESS)
+    rope = load_rope(rows, rope_at, live)
     base = out_ptr + i.to(tl.int64)[:, None] * 512
     c = tl.arange(0, 64)
     for t in tl.static_range(7):
-        x = load_nope(rows, nope_at, live, t)
-        scale = load_scale(rows, scale_at, live, t, LAYOUT, GROUP)
-        wide = widen_tile(x, scale, FORMAT, ROUTE, EXPONENT, GROUP)  # [BLOCK_R, 64]
+        x, scale = load_columns(rows, nope_at, scale_at, live, t, 64, LAYOUT, GROUP)
+        wide = widen_columns(x, scale, rope, t, 64, FORMAT, ROUTE, EXPONENT, GROUP)  # [BLOCK_R, 64]
         tl.store(base + (t * 64 + c)[None, :], wide, mask=inside[:, None])
-    tl.store(base + (448 + c)[None, :], load_rope(rows, rope_at, live), mask=inside[:, None])
+    tl.store(base + (448 + c)[None, :], rope, mask=inside[:, None])

@@ -1,7 +1,8 @@
-"""Sparse attention straight from FP8 rows: tiles of 64 columns are widened on the chip, no 16-bit copy.
+"""Sparse attention straight from FP8 rows: tiles are widened on the chip, no 16-bit copy.
 
 QK over the seven NoPE tiles multiplies FP8 by FP8 and scales each product (Q in FP8), or multiplies 16-bit Q
-by widened tiles; QK over RoPE is bf16. PV multiplies by the widened tiles.
+by widened tiles; QK over RoPE is bf16. PV multiplies by the widened tiles. Tiles are 64 columns wide, or 256
+where wide tiles are faster: then RoPE is the last quarter of the second.
 """
 
 import triton
@@ -17,86 +18,138 @@ from narrowkv.sparse_fp8.kernels.results import (
 )
 from narrowkv.sparse_fp8.kernels.rows import (
     as_fp8,
+    load_columns,
     load_indices,
-    load_nope,
     load_rope,
-    load_scale,
     locate,
     named,
     token_span,
-    widen_tile,
+    widen_columns,
 )
 
 
 @triton.jit
+def _load_rows(
+    rows, index, mask, WIDTH: tl.constexpr,
+    LAYOUT: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
+):  # fmt: skip
+    """Rows as stored: tuples of NoPE bytes `[N, WIDTH]` and of scales, and RoPE `[N, 64]`."""
+    nope_at, rope_at, scale_at = locate(rows, index, LAYOUT, PAGE_SIZE, WIDE_ADDRESS)
+    rope = load_rope(rows, rope_at, mask)
+    stored, scales = (), ()
+    for t in tl.static_range((448 + WIDTH - 1) // WIDTH):
+        x, scale = load_columns(rows, nope_at, scale_at, mask, t, WIDTH, LAYOUT, GROUP)
+        stored = stored + (x,)
+        scales = scales + (scale,)
+    return stored, scales, rope
+
+
+@triton.jit
+def _widen_rows(
+    stored, scales, rope, WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """All 512 columns as a tuple of bf16 tiles `[N, WIDTH]`."""
+    wide = ()
+    for t in tl.static_range((448 + WIDTH - 1) // WIDTH):
+        wide = wide + (widen_columns(stored[t], scales[t], rope, t, WIDTH, FORMAT, ROUTE, EXPONENT, GROUP),)
+    if WIDTH == 64:
+        wide = wide + (rope,)
+    return wide
+
+
+@triton.jit
 def _load_query(
-    q, base, heads, mask, stride_qh,
+    q, base, heads, mask, stride_qh, WIDTH: tl.constexpr,
     FP8_Q: tl.constexpr, FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr,
     LAYOUT: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr, FP8_QK: tl.constexpr,
 ):  # fmt: skip
-    """Seven NoPE tiles of Q `[BLOCK_H, 64]` (bytes when FP8_QK, else bf16), their scales, and RoPE."""
+    """Q as a tuple of tiles `[BLOCK_H, WIDTH]`, and NoPE's scales if FP8_QK leaves those tiles in FP8."""
     tiles, scales = (), ()
     if FP8_Q:
-        nope, rope_at, scale_at = locate(q, base + heads, LAYOUT, PAGE_SIZE, True)
-        for t in tl.static_range(7):
-            x = load_nope(q, nope, mask, t)
-            scale = load_scale(q, scale_at, mask, t, LAYOUT, GROUP)
-            if FP8_QK:
-                tiles = tiles + (as_fp8(x, FORMAT, ROUTE),)
-                scales = scales + (scale * (2.0**EXPONENT),)
-            else:
-                tiles = tiles + (widen_tile(x, scale, FORMAT, ROUTE, EXPONENT, GROUP),)
-        rope = load_rope(q, rope_at, mask)
+        stored, scales, rope = _load_rows(q, base + heads, mask, WIDTH, LAYOUT, PAGE_SIZE, GROUP, True)
+        if FP8_QK:
+            for t in tl.static_range(7):
+                tiles = tiles + (as_fp8(stored[t], FORMAT, ROUTE),)
+            tiles = tiles + (rope,)
+        else:
+            tiles = _widen_rows(stored, scales, rope, WIDTH, FORMAT, ROUTE, EXPONENT, GROUP)
     else:
         rows = q.nope + base * q.stride_n + heads[:, None] * stride_qh
-        c = tl.arange(0, 64)
+        c = tl.arange(0, WIDTH)
+        for t in tl.static_range(512 // WIDTH):
+            tiles = tiles + (tl.load(rows + (t * WIDTH + c)[None, :], mask=mask[:, None], other=0.0),)
+    return tiles, scales
+
+
+@triton.jit
+def _scores(
+    q, q_scales, stored, scales, wide, WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr, FP8_QK: tl.constexpr,
+):  # fmt: skip
+    """Q K^T before the softmax scale, fp32 `[BLOCK_H, BLOCK_K]`."""
+    if FP8_QK:
+        s = tl.dot(q[7], tl.trans(wide[7]))
         for t in tl.static_range(7):
-            tiles = tiles + (tl.load(rows + (t * 64 + c)[None, :], mask=mask[:, None], other=0.0),)
-        rope = tl.load(rows + (448 + c)[None, :], mask=mask[:, None], other=0.0)
-    return tiles, scales, rope
+            product = tl.dot(q[t], tl.trans(as_fp8(stored[t], FORMAT, ROUTE)))
+            s += product * q_scales[t][:, None] * (scales[t] * (4.0**EXPONENT))[None, :]
+    else:
+        s = tl.dot(q[0], tl.trans(wide[0].to(q[0].dtype)))
+        for t in tl.static_range(1, 512 // WIDTH):
+            s = tl.dot(q[t], tl.trans(wide[t].to(q[t].dtype)), s)
+    return s
+
+
+@triton.jit
+def _step(
+    q, q_scales, acc, m, l, qk_scale, stored, scales, rope, live, start, WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr, GROUP: tl.constexpr,
+    FP8_QK: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows into the softmax state."""
+    wide = _widen_rows(stored, scales, rope, WIDTH, FORMAT, ROUTE, EXPONENT, GROUP)
+    if GUARD:
+        if start >= -1:
+            s = _scores(q, q_scales, stored, scales, wide, WIDTH, FORMAT, ROUTE, EXPONENT, FP8_QK)
+        else:
+            s = tl.zeros([q[0].shape[0], live.shape[0]], tl.float32)
+    else:
+        s = _scores(q, q_scales, stored, scales, wide, WIDTH, FORMAT, ROUTE, EXPONENT, FP8_QK)
+    s = tl.where(live[None, :], s * qk_scale, float("-inf"))
+    p, m, l, correction = softmax_step(s, m, l)
+    p_narrow = p.to(tl.bfloat16)
+    summed = ()
+    for t in tl.static_range(512 // WIDTH):
+        summed = summed + (tl.dot(p_narrow, wide[t], acc[t] * correction[:, None]),)
+    return summed, m, l
 
 
 @triton.jit
 def _attend_fused(
-    q, q_scales, q_rope, acc, m, l, qk_scale, rows, csr, begin, end,
+    q, q_scales, acc, m, l, qk_scale, rows, csr, begin, end, WIDTH: tl.constexpr,
     LAYOUT: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
     FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr, FP8_QK: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+    GUARD: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows at places [begin, end) of the index list into the softmax state; acc is eight tiles of 64."""
+    """Rows at places [begin, end) of the index list into the softmax state; acc is 512 // WIDTH tiles."""
     k_range = tl.arange(0, BLOCK_K)
     index = load_indices(csr, begin + k_range, end)
     for start in range(begin, end, BLOCK_K):
         upcoming = load_indices(csr, start + BLOCK_K + k_range, end)
         live = named(index, rows.num_rows)
-        nope_at, rope_at, scale_at = locate(rows, index, LAYOUT, PAGE_SIZE, WIDE_ADDRESS)
-        rope = load_rope(rows, rope_at, live)  # [BLOCK_K, 64]
-        stored, scales = (), ()
-        for t in tl.static_range(7):
-            stored = stored + (load_nope(rows, nope_at, live, t),)
-            scales = scales + (load_scale(rows, scale_at, live, t, LAYOUT, GROUP),)
-        # The branch is always taken; see the kernel over 16-bit rows.
-        if start >= 0:
-            s = tl.dot(q_rope, tl.trans(rope.to(q_rope.dtype)))  # [BLOCK_H, BLOCK_K]
-            for t in tl.static_range(7):
-                if FP8_QK:
-                    product = tl.dot(q[t], tl.trans(as_fp8(stored[t], FORMAT, ROUTE)))
-                    s += product * q_scales[t][:, None] * (scales[t] * (2.0**EXPONENT))[None, :]
-                else:
-                    k = widen_tile(stored[t], scales[t], FORMAT, ROUTE, EXPONENT, GROUP)
-                    s = tl.dot(q[t], tl.trans(k.to(q[t].dtype)), s)
+        stored, scales, rope = _load_rows(rows, index, live, WIDTH, LAYOUT, PAGE_SIZE, GROUP, WIDE_ADDRESS)
+        if GUARD:
+            # Always taken; see the kernel over 16-bit rows.
+            if start >= 0:
+                acc, m, l = _step(
+                    q, q_scales, acc, m, l, qk_scale, stored, scales, rope, live, start, WIDTH,
+                    FORMAT, ROUTE, EXPONENT, GROUP, FP8_QK, True,
+                )  # fmt: skip
         else:
-            s = tl.zeros([BLOCK_H, BLOCK_K], tl.float32)
-        s = tl.where(live[None, :], s * qk_scale, float("-inf"))
-        p, m, l, correction = softmax_step(s, m, l)
-        p_narrow = p.to(tl.bfloat16)
-        summed = ()
-        # Widened again for PV: kept since QK, the tiles would take more registers than there are.
-        for t in tl.static_range(7):
-            v = widen_tile(stored[t], scales[t], FORMAT, ROUTE, EXPONENT, GROUP)
-            summed = summed + (tl.dot(p_narrow, v, acc[t] * correction[:, None]),)
-        summed = summed + (tl.dot(p_narrow, rope, acc[7] * correction[:, None]),)
-        acc = summed
+            acc, m, l = _step(
+                q, q_scales, acc, m, l, qk_scale, stored, scales, rope, live, start, WIDTH,
+                FORMAT, ROUTE, EXPONENT, GROUP, FP8_QK, False,
+            )  # fmt: skip
         index = upcoming
     return acc, m, l
 
@@ -111,8 +164,8 @@ def _sparse_fused_kernel(
     EXTEND_LAYOUT: tl.constexpr, EXTEND_PAGE_SIZE: tl.constexpr, EXTEND_GROUP: tl.constexpr,
     WIDE_PREFIX: tl.constexpr, WIDE_EXTEND: tl.constexpr,
     FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr, FP8_QK: tl.constexpr,
-    HAS_SINK: tl.constexpr, WRITE_LSE: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_SINK: tl.constexpr, WRITE_LSE: tl.constexpr, SPLIT: tl.constexpr, GUARD: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program attends BLOCK_H heads of one token; programs run fastest over the heads of a token."""
     HEAD_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
@@ -123,15 +176,15 @@ def _sparse_fused_kernel(
     wide_token = token.to(tl.int64)
     # FP8 rows of Q are counted through all tokens; 16-bit Q has a stride between tokens.
     base = wide_token * NUM_HEADS if FP8_Q else wide_token
-    q_tiles, q_scales, q_rope = _load_query(
-        q, base, heads, mask, stride_qh,
+    q_tiles, q_scales = _load_query(
+        q, base, heads, mask, stride_qh, WIDTH,
         FP8_Q, FORMAT, ROUTE, EXPONENT, Q_LAYOUT, Q_PAGE_SIZE, Q_GROUP, FP8_QK,
     )  # fmt: skip
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_H], tl.float32)
     acc = ()
-    for _ in tl.static_range(8):
-        acc = acc + (tl.zeros([BLOCK_H, 64], tl.float32),)
+    for _ in tl.static_range(512 // WIDTH):
+        acc = acc + (tl.zeros([BLOCK_H, WIDTH], tl.float32),)
     prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
     if HAS_PREFIX:
         prefix_begin, prefix_end = token_span(prefix_csr, token)
@@ -145,20 +198,20 @@ def _sparse_fused_kernel(
         extend_begin, extend_end = extend_begin + e_lo, extend_begin + e_hi
     if HAS_PREFIX:
         acc, m, l = _attend_fused(
-            q_tiles, q_scales, q_rope, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end,
+            q_tiles, q_scales, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end, WIDTH,
             PREFIX_LAYOUT, PREFIX_PAGE_SIZE, PREFIX_GROUP, WIDE_PREFIX,
-            FORMAT, ROUTE, EXPONENT, FP8_QK, BLOCK_H, BLOCK_K,
+            FORMAT, ROUTE, EXPONENT, FP8_QK, GUARD, BLOCK_K,
         )  # fmt: skip
     if HAS_EXTEND:
         acc, m, l = _attend_fused(
-            q_tiles, q_scales, q_rope, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end,
+            q_tiles, q_scales, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end, WIDTH,
             EXTEND_LAYOUT, EXTEND_PAGE_SIZE, EXTEND_GROUP, WIDE_EXTEND,
-            FORMAT, ROUTE, EXPONENT, FP8_QK, BLOCK_H, BLOCK_K,
+            FORMAT, ROUTE, EXPONENT, FP8_QK, GUARD, BLOCK_K,
         )  # fmt: skip
     slot = (split.to(tl.int64) * num_tokens + token) * NUM_HEADS
     share = row_share(out, m, l, heads, mask, HAS_SINK)
-    for t in tl.static_range(8):
-        store_columns(out, partials, acc[t], share, wide_token, slot, heads, mask, t * 64, SPLIT)
+    for t in tl.static_range(512 // WIDTH):
+        store_columns(out, partials, acc[t], share, wide_token, slot, heads, mask, t * WIDTH, SPLIT)
     if SPLIT:
         store_state(partials, m, l, slot, heads, mask)
     elif WRITE_LSE:

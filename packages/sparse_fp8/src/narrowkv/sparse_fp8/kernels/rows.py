@@ -72,13 +72,6 @@ def locate(rows, index, LAYOUT: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDE: tl.
 
 
 @triton.jit
-def load_nope(rows, offsets, mask, TILE: tl.constexpr):
-    """Bytes of NoPE tile `TILE`, uint8 `[N, 64]`; rows that are not named are zero."""
-    c = TILE * 64 + tl.arange(0, 64)
-    return tl.load(rows.nope + offsets[:, None] + c[None, :], mask=mask[:, None], other=0)
-
-
-@triton.jit
 def load_rope(rows, offsets, mask):
     """RoPE columns, bf16 `[N, 64]`; rows that are not named are zero."""
     c = tl.arange(0, 64)
@@ -86,20 +79,34 @@ def load_rope(rows, offsets, mask):
 
 
 @triton.jit
-def load_scale(rows, offsets, mask, TILE: tl.constexpr, LAYOUT: tl.constexpr, GROUP: tl.constexpr):
-    """Scales of NoPE tile `TILE`, fp32: `[N]` for groups of 64 columns, `[N, 2]` for groups of 32."""
-    if GROUP == 64:
-        STEP: tl.constexpr = 2 if LAYOUT == "row512" else 1
-        places = rows.scale + offsets + TILE * STEP
-        inside = mask
+def load_columns(
+    rows, nope_at, scale_at, mask,
+    TILE: tl.constexpr, WIDTH: tl.constexpr, LAYOUT: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Bytes `[N, WIDTH]` of the columns from TILE * WIDTH on, and their scales, fp32.
+
+    Scales are `[N]` where one is for the whole tile, else `[N, WIDTH // GROUP]`. Rows that are not named and
+    columns past NoPE are zeros with scale one.
+    """
+    c = TILE * WIDTH + tl.arange(0, WIDTH)
+    inside = mask[:, None]
+    if (TILE + 1) * WIDTH > 448:
+        inside = inside & (c < 448)[None, :]
+    x = tl.load(rows.nope + nope_at[:, None] + c[None, :], mask=inside, other=0)
+    # row512 has a byte for every 32 columns, whatever the group.
+    STEP: tl.constexpr = GROUP // 32 if LAYOUT == "row512" else 1
+    if WIDTH == GROUP:
+        places = rows.scale + scale_at + TILE * STEP
+        scaled = mask
     else:
-        places = rows.scale + offsets[:, None] + (TILE * 2 + tl.arange(0, 2))[None, :]
-        inside = mask[:, None]
+        g = TILE * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)
+        places = rows.scale + scale_at[:, None] + (g * STEP)[None, :]
+        scaled = mask[:, None] & (g < 448 // GROUP)[None, :]
     if LAYOUT == "split":
-        scale = tl.load(places, mask=inside, other=1.0)
+        scale = tl.load(places, mask=scaled, other=1.0)
     else:
-        scale = e8m0_to_fp32(tl.load(places, mask=inside, other=127))
-    return scale
+        scale = e8m0_to_fp32(tl.load(places, mask=scaled, other=127))
+    return x, scale
 
 
 @triton.jit
@@ -116,19 +123,26 @@ def as_fp8(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr):
 
 
 @triton.jit
-def widen_tile(
-    x, scale, FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr, GROUP: tl.constexpr
-):
-    """Bytes `[N, 64]` times their scales as bf16, exactly: FP8 has four significant bits, a scale one."""
+def widen_columns(
+    x, scale, rope,
+    TILE: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr, ROUTE: tl.constexpr,
+    EXPONENT: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """What `load_columns` gave as bf16 `[N, WIDTH]`, RoPE in its place; exact: four bits times one."""
     if ROUTE == "bits":
         wide = widen(x, FORMAT, ROUTE, tl.float16).to(tl.float32)
     else:
         wide = as_fp8(x, FORMAT, ROUTE).to(tl.float32)
     scale = scale * (2.0**EXPONENT)
-    if GROUP == 64:
+    N: tl.constexpr = x.shape[0]
+    if WIDTH == GROUP:
         wide = wide * scale[:, None]
     else:
-        halves = tl.reshape(wide, [wide.shape[0], 2, 32]) * scale[:, :, None]
-        wide = tl.reshape(halves, [wide.shape[0], 64])
+        wide = tl.reshape(tl.reshape(wide, [N, WIDTH // GROUP, GROUP]) * scale[:, :, None], [N, WIDTH])
     # The low half of the float32 is zero: dropping it rounds nothing and costs no rounding instructions.
-    return (wide.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    wide = (wide.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    if (TILE + 1) * WIDTH > 448:
+        first = TILE * WIDTH + tl.arange(0, WIDTH // 64) * 64
+        tiles = tl.reshape(wide, [N, WIDTH // 64, 64])
+        wide = tl.reshape(tl.where((first == 448)[None, :, None], rope[:, None, :], tiles), [N, WIDTH])
+    return wide

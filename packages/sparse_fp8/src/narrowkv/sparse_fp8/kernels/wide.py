@@ -15,9 +15,26 @@ from narrowkv.sparse_fp8.kernels.rows import load_indices, named, token_span
 
 
 @triton.jit
+def _step(q, acc, m, l, qk_scale, kv, live, start, GUARD: tl.constexpr):
+    """One tile of rows `[BLOCK_K, 512]` into the softmax state."""
+    if GUARD:
+        # Hides that this product feeds the next: for such a chain the compiler puts all warps on the heads
+        # and, with more warps than heads / 16, computes it twice.
+        if start >= -1:
+            s = tl.dot(q, tl.trans(kv))  # [BLOCK_H, BLOCK_K]
+        else:
+            s = tl.zeros([q.shape[0], kv.shape[0]], tl.float32)
+    else:
+        s = tl.dot(q, tl.trans(kv))
+    s = tl.where(live[None, :], s * qk_scale, float("-inf"))
+    p, m, l, correction = softmax_step(s, m, l)
+    return tl.dot(p.to(kv.dtype), kv, acc * correction[:, None]), m, l
+
+
+@triton.jit
 def _attend_wide(
     q, acc, m, l, qk_scale, rows, csr, begin, end,
-    WIDE_ADDRESS: tl.constexpr, BLOCK_K: tl.constexpr,
+    WIDE_ADDRESS: tl.constexpr, GUARD: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows at places [begin, end) of the index list into the softmax state."""
     d = tl.arange(0, 512)
@@ -31,16 +48,13 @@ def _attend_wide(
         kv = tl.load(
             rows.nope + offsets[:, None] + d[None, :], mask=live[:, None], other=0.0
         )  # [BLOCK_K, 512]
-        kv = kv.to(q.dtype)
-        # The branch is always taken. It hides that this product feeds the next one, for which the compiler
-        # would put all warps on the rows and, with more warps than rows, compute it twice.
-        if start >= 0:
-            s = tl.dot(q, tl.trans(kv))  # [BLOCK_H, BLOCK_K]
+        if GUARD:
+            # Always taken. What stands in a branch goes to the end of the pipelined loop's body, so that the
+            # copy of the next tile is under way before this one is multiplied, not after.
+            if start >= 0:
+                acc, m, l = _step(q, acc, m, l, qk_scale, kv, live, start, True)
         else:
-            s = tl.zeros([q.shape[0], BLOCK_K], tl.float32)
-        s = tl.where(live[None, :], s * qk_scale, float("-inf"))
-        p, m, l, correction = softmax_step(s, m, l)
-        acc = tl.dot(p.to(kv.dtype), kv, acc * correction[:, None])
+            acc, m, l = _step(q, acc, m, l, qk_scale, kv, live, start, False)
         index = upcoming
     return acc, m, l
 
@@ -51,7 +65,7 @@ def _sparse_wide_kernel(
     stride_qt, stride_qh, qk_scale, num_tokens, num_splits,
     NUM_HEADS: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_EXTEND: tl.constexpr,
     WIDE_PREFIX: tl.constexpr, WIDE_EXTEND: tl.constexpr,
-    HAS_SINK: tl.constexpr, WRITE_LSE: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_SINK: tl.constexpr, WRITE_LSE: tl.constexpr, SPLIT: tl.constexpr, GUARD: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program attends BLOCK_H heads of one token; programs run fastest over the heads of a token."""
@@ -83,11 +97,11 @@ def _sparse_wide_kernel(
         extend_begin, extend_end = extend_begin + e_lo, extend_begin + e_hi
     if HAS_PREFIX:
         acc, m, l = _attend_wide(
-            q, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end, WIDE_PREFIX, BLOCK_K
+            q, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end, WIDE_PREFIX, GUARD, BLOCK_K
         )
     if HAS_EXTEND:
         acc, m, l = _attend_wide(
-            q, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end, WIDE_EXTEND, BLOCK_K
+            q, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end, WIDE_EXTEND, GUARD, BLOCK_K
         )
     slot = (split.to(tl.int64) * num_tokens + token) * NUM_HEADS
     share = row_share(out, m, l, heads, mask, HAS_SINK)
