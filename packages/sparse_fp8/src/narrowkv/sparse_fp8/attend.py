@@ -23,7 +23,7 @@ from narrowkv.sparse_fp8.arguments import (
 from narrowkv.sparse_fp8.config import SparseConfig, choose_config
 from narrowkv.sparse_fp8.kernels.expand import _expand_kernel
 from narrowkv.sparse_fp8.kernels.fused import _sparse_fused_kernel
-from narrowkv.sparse_fp8.kernels.results import _merge_kernel
+from narrowkv.sparse_fp8.kernels.results import _merge_sparse_kernel
 from narrowkv.sparse_fp8.kernels.rows import RowPointers
 from narrowkv.sparse_fp8.kernels.wide import _sparse_wide_kernel
 from narrowkv.sparse_fp8.rows import HEAD_DIM, DSV4Rows
@@ -159,7 +159,7 @@ def _run(
     )
     if split:
         launch(
-            _merge_kernel,
+            _merge_sparse_kernel,
             (call.num_tokens * call.num_heads,),
             (out, partials, call.num_tokens, config.num_splits),
             {"NUM_HEADS": call.num_heads, "BLOCK_S": _SPLITS_AT_ONCE, **shared},

@@ -384,5 +384,5 @@ class DSV4Rows:
 
 
 def _format_of(name: str, tensor: torch.Tensor, format: str | None) -> str:
-    found = get_format(check_storage(name, tensor, format).dtype if format is None else format).name
-    return check_choice("format", found, FORMATS)
+    stored = check_storage(name, tensor, format)
+    return check_choice("format", get_format(stored.dtype).name, FORMATS)

@@ -82,7 +82,7 @@ def split_tiles(first_count, second_count, split, num_splits, BLOCK_K: tl.conste
 
 
 @triton.jit
-def _merge_kernel(
+def _merge_sparse_kernel(
     out, partials, num_tokens, num_splits,
     NUM_HEADS: tl.constexpr, BLOCK_S: tl.constexpr, HAS_SINK: tl.constexpr, WRITE_LSE: tl.constexpr,
 ):  # fmt: skip
