@@ -1,4 +1,4 @@
-"""`narrowkv bench sparse`: 16-bit rows, the prepass and the fused kernel, each checked and timed in one run."""
+"""`narrowkv bench sparse`: 16-bit rows, the prepass and the fused kernel, checked and timed in one run."""
 
 from __future__ import annotations
 
@@ -236,8 +236,8 @@ def _table(rows: Sequence[SparseRow]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     table.add_column("mode")
     for column in (
-        "tokens", "heads", "top-k", "us", "p10", "p90", "floor us", "x floor", "x bf16", "TFLOP/s", "scratch MB",
-        "rel. L1",
+        "tokens", "heads", "top-k", "us", "p10", "p90", "floor us", "x floor", "x bf16", "TFLOP/s",
+        "scratch MB", "rel. L1",
     ):  # fmt: skip
         table.add_column(column, justify="right")
     table.add_column("")

@@ -31,7 +31,7 @@ class SparseCode:
 
 
 def shipped_cases(*, two_sources: bool = True) -> list[SparseCase]:
-    """A call for every configuration that is shipped: ways to attend, formats, numbers of heads."""
+    """A call for every shipped configuration: ways to attend, formats, numbers of heads."""
     extend = _ROWS if two_sources else ""
     ways = [
         SparseCase(mode="wide", layout="bf16"),
@@ -57,7 +57,7 @@ def inspect_case(case: SparseCase, target: str) -> SparseCode:
 
 
 def inspect_sparse(cases: list[SparseCase], report: Report, *, targets: tuple[str, ...]) -> ExitCode:
-    """Compiles calls for each target and shows registers, LDS and instructions; spills end with exit code 1."""
+    """Compiles calls for each target and shows what came of it; spills and scratch end with exit code 1."""
     if (missing := amd_backend_missing()) is not None:
         raise UnsupportedHereError(missing)
     found: list[SparseCode] = []

@@ -70,6 +70,7 @@ def attend_fused(call: SparseCall, *, num_splits: int | None) -> None:
         num_heads=call.num_heads,
         mean_rows=call.mean_rows,
         fp8_qk=fp8_qk,
+        native=route != BITS,
         num_splits=num_splits,
     )
     if isinstance(q, DSV4Rows):

@@ -1,8 +1,8 @@
 """Sparse attention straight from FP8 rows: tiles are widened on the chip, no 16-bit copy.
 
 QK over the seven NoPE tiles multiplies FP8 by FP8 and scales each product (Q in FP8), or multiplies 16-bit Q
-by widened tiles; QK over RoPE is bf16. PV multiplies by the widened tiles. Tiles are 64 columns wide, or 256
-where wide tiles are faster: then RoPE is the last quarter of the second.
+by widened tiles; QK over RoPE is bf16. PV multiplies by the widened tiles. Tiles are 64 columns wide, or
+more where wide ones are faster: then RoPE is the end of the last.
 """
 
 import triton
@@ -134,7 +134,7 @@ def _attend_fused(
     """Rows at places [begin, end) of the index list into the softmax state; acc is 512 // WIDTH tiles."""
     k_range = tl.arange(0, BLOCK_K)
     index = load_indices(csr, begin + k_range, end)
-    for start in range(begin, end, BLOCK_K):
+    for start in tl.range(begin, end, BLOCK_K, num_stages=GUARD if GUARD else None):
         upcoming = load_indices(csr, start + BLOCK_K + k_range, end)
         live = named(index, rows.num_rows)
         stored, scales, rope = _load_rows(rows, index, live, WIDTH, LAYOUT, PAGE_SIZE, GROUP, WIDE_ADDRESS)

@@ -40,7 +40,8 @@ def _attend_wide(
     d = tl.arange(0, 512)
     k_range = tl.arange(0, BLOCK_K)
     index = load_indices(csr, begin + k_range, end)
-    for start in range(begin, end, BLOCK_K):
+    # Without a product at the top of its body a loop is pipelined only if it says so itself.
+    for start in tl.range(begin, end, BLOCK_K, num_stages=GUARD if GUARD else None):
         # Indices come one tile ahead: the rows' loads wait for them.
         upcoming = load_indices(csr, start + BLOCK_K + k_range, end)
         live = named(index, rows.num_rows)
