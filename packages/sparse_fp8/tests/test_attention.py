@@ -12,7 +12,7 @@ import torch
 
 from narrowkv.quant.accuracy import compare
 from narrowkv.quant.errors import UnsupportedError
-from narrowkv.quant.launch import run_as
+from narrowkv.quant.launch import compile_for, run_as
 from narrowkv.sparse_fp8 import (
     DSV4Rows,
     KVSource,
@@ -381,6 +381,16 @@ def test_every_number_of_splits(layout: str, splits: int, device: str) -> None:
         return sparse_decode(inputs.q, inputs.prefix, inputs.extend, num_splits=splits, **options)
 
     assert torch.equal(_agrees(inputs, run), _agrees(inputs, run))
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("layout", ["bf16", "packed584"])
+def test_one_token_compiles(layout: str, target: str) -> None:
+    """Triton compiles a launch argument of 1 as a constant, which the interpreter does not."""
+    inputs = W(layout=layout, prefix_lens=(1,)).build()
+    with compile_for(target) as artifacts:
+        _decode(inputs)
+    assert [artifact.name for artifact in artifacts][1:] == ["_merge_sparse_kernel"]
 
 
 def test_strided_tensors(device: str) -> None:

@@ -83,9 +83,11 @@ def _amd_tiles(target: Target, kernel: str, block_h: int, fp8_qk: bool, native: 
         warps = 8 if gfx942 and block_h == 64 else 4
     else:
         rows = 16
-        if not native and not gfx942:
+        if not gfx942 and not native:
             # Widening by integer arithmetic next to 64 heads of accumulators does not fit: 65 spilled.
             block_h = 16
+        elif not gfx942 and fp8_qk:
+            block_h = min(block_h, 32)  # 64 spill 2 to 5, according to what else is asked
         warps = 8 if block_h == 64 and (fp8_qk or not gfx942) else 4
     return _Tiles(block_h, rows, LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=16))
 

@@ -90,14 +90,13 @@ def _merge_sparse_kernel(
     row = tl.program_id(0).to(tl.int64)
     token, head = row // NUM_HEADS, row % NUM_HEADS
     d = tl.arange(0, 512)
-    stride = num_tokens.to(tl.int64) * NUM_HEADS
     m = tl.full([1], float("-inf"), tl.float32)
     l = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, 512], tl.float32)
     for start in range(0, num_splits, BLOCK_S):
         i = start + tl.arange(0, BLOCK_S)
         inside = i < num_splits
-        slot = i * stride + row
+        slot = i.to(tl.int64) * num_tokens * NUM_HEADS + row
         m_i = tl.load(partials.m + slot, mask=inside, other=float("-inf"))
         l_i = tl.load(partials.l + slot, mask=inside, other=0.0)
         live = inside & (m_i > float("-inf"))
