@@ -40,10 +40,12 @@ def shipped_cases(*, two_sources: bool = True) -> list[SparseCase]:
         SparseCase(clean=False),
         SparseCase(format="fp8_e4m3fnuz"),
         SparseCase(format="fp8_e4m3fnuz", q="fp8"),
+        SparseCase(mode="decode", layout="bf16"),
+        SparseCase(mode="decode"),
+        SparseCase(mode="decode", q="fp8"),
     ]
-    return [
-        replace(way, lens=_ROWS, extend=extend, heads=heads) for way in ways for heads in (16, 32, 64, 128)
-    ]
+    # 8 heads are padded to 16; 128 are two programs of 64.
+    return [replace(way, lens=_ROWS, extend=extend, heads=heads) for way in ways for heads in (16, 32, 64)]
 
 
 def inspect_case(case: SparseCase, target: str) -> SparseCode:
