@@ -118,7 +118,7 @@ def test_every_row_length(way: str, device: str) -> None:
 @every_way
 def test_two_sources_share_one_softmax(way: str, device: str) -> None:
     layout, run = WAYS[way]
-    inputs = W(layout=layout, **BOTH).build(device)
+    inputs = W(layout=layout, num_qo_heads=8, prefix_lens=(70, 0), extend_lens=(3, 64)).build(device)
     both = _agrees(inputs, run)
     assert not torch.allclose(both, _agrees(replace(inputs, extend=None), run))
 
@@ -161,8 +161,14 @@ def test_scales_of_32_columns(mode: Callable[..., Any], device: str) -> None:
     _agrees(replace(inputs, prefix=replace(inputs.prefix, rows=split)), mode)
 
 
-@pytest.mark.parametrize("target", ["cpu", "gfx942", "gfx950", "sm90"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "target"),
+    [
+        _slow_if(target != "cpu" and layout != "packed584", layout, target)
+        for layout in LAYOUTS
+        for target in ("cpu", "gfx942", "gfx950", "sm90")
+    ],
+)
 def test_a_query_in_fp8(layout: str, target: str) -> None:
     workload = W(layout=layout, **BOTH)
     inputs = workload.build()
@@ -173,7 +179,7 @@ def test_a_query_in_fp8(layout: str, target: str) -> None:
 @pytest.mark.parametrize("foreign", [True, False])
 def test_bytes_from_elsewhere_may_hold_negative_zero_and_nan(foreign: bool) -> None:
     """0x80 is -0 in OCP and NaN in FNUZ, which gfx942 multiplies: read as FNUZ it would poison the row."""
-    inputs = W(layout="split", prefix_lens=(40, 5), skipped=0.0).build()
+    inputs = W(layout="split", prefix_lens=(20,), skipped=0.0).build()
     assert inputs.prefix is not None
     rows = inputs.prefix.rows
     assert isinstance(rows, DSV4Rows)

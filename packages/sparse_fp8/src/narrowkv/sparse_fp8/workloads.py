@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from narrowkv.sparse_fp8.rows import HEAD_DIM, DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
 
-__all__ = ["DSV4_PREFILL", "SparseInputs", "SparseWorkload"]
+__all__ = ["SparseInputs", "SparseWorkload"]
 
 _I32 = torch.int32
 
@@ -104,13 +104,3 @@ class SparseWorkload:
                 x, layout=self.layout, page_size=self.page_size, padded=self.padded, format=self.format
             )
         return KVSource(pool, indptr.to(device), indices.to(device, _I32))
-
-    def resized(self, *, num_tokens: int, topk: int) -> SparseWorkload:
-        """The same kind of call with `num_tokens` rows of `topk` prefix indices each."""
-        return replace(self, prefix_lens=(topk,) * num_tokens, extend_lens=None)
-
-
-DSV4_PREFILL = SparseWorkload(
-    prefix_lens=(2048,) * 4096, num_qo_heads=128, pool_rows=65536, layout="packed584", skipped=0.0
-)
-"""DeepSeek-V4's sparse prefill at the size that is benchmarked: 4096 tokens, top-k 2048, 128 heads."""
