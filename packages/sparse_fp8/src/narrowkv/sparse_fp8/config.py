@@ -73,23 +73,22 @@ class _Tiles:
 
 
 def _amd_tiles(target: Target, kernel: str, block_h: int, fp8_qk: bool, native: bool) -> _Tiles:
-    # Everything here is chosen so that nothing spills with two sources; `narrowkv inspect sparse` shows what
-    # it compiles to. gfx942, 64 heads, FP8 Q: 32 rows a tile spill 88 vector registers at 8 warps and 235 at
-    # 4; 16 rows at 8 warps none. 16-bit Q: 16 rows at 8 warps spill 11, at 4 none. Two stages would turn the
-    # reads of V from LDS into 2-byte ones.
-    gfx942 = target.name == "gfx942"
-    if kernel == "wide":
-        rows = 32 if gfx942 else 16
-        warps = 8 if gfx942 and block_h == 64 else 4
-    else:
-        rows = 16
+    # Everything here is chosen so that nothing spills, with two sources and with splits; `narrowkv inspect
+    # sparse` shows what it compiles to. 32 rows a tile are no cheaper: 16-bit rows take as many vector
+    # instructions a row, and spill with splits; gfx942, 64 heads, FP8 Q spill 88 registers at 8 warps and 235
+    # at 4. Two stages would turn the reads of V from LDS into 2-byte ones.
+    warps = 4
+    if kernel == "fused":
+        gfx942 = target.name == "gfx942"
         if not gfx942 and not native:
             # Widening by integer arithmetic next to 64 heads of accumulators does not fit: 65 spilled.
             block_h = 16
         elif not gfx942 and fp8_qk:
             block_h = min(block_h, 32)  # 64 spill 2 to 5, according to what else is asked
-        warps = 8 if block_h == 64 and (fp8_qk or not gfx942) else 4
-    return _Tiles(block_h, rows, LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=16))
+        # 16-bit Q on gfx942 spills 11 registers at 8 warps, none at 4; the others the other way round.
+        if block_h == 64 and (fp8_qk or not gfx942):
+            warps = 8
+    return _Tiles(block_h, 16, LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=16))
 
 
 def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
