@@ -176,6 +176,18 @@ def test_a_query_in_fp8(layout: str, target: str) -> None:
         _agrees(inputs, _fused, BOUND_FP8_QK, q=_fp8_query(inputs, workload))
 
 
+def test_an_fp8_query_whose_last_page_is_not_full(device: str) -> None:
+    inputs = W(layout="packed584", prefix_lens=(70, 3, 9)).build(device)
+    q = DSV4Rows.quantize(inputs.q, layout="packed584", page_size=64)  # 48 rows of 64
+    o = _agrees(inputs, _fused, BOUND_FP8_QK, q=q, num_qo_heads=16)
+    assert o.shape == (3, 16, 512)
+    for heads in (None, 32):
+        with pytest.raises(ValueError, match="num_qo_heads"):
+            _fused(replace(inputs, q=q), num_qo_heads=heads)
+    with pytest.raises(ValueError, match="num_qo_heads"):
+        _fused(inputs, num_qo_heads=8)
+
+
 @pytest.mark.parametrize("foreign", [True, False])
 def test_bytes_from_elsewhere_may_hold_negative_zero_and_nan(foreign: bool) -> None:
     """0x80 is -0 in OCP and NaN in FNUZ, which gfx942 multiplies: read as FNUZ it would poison the row."""

@@ -111,6 +111,8 @@ class SparseCall:
         """The case's operation; `(o, lse)` unless `return_lse=False` is given."""
         arguments = (self.q, self.inputs.prefix, self.inputs.extend)
         options = {"return_lse": True, **self._options(), **options}
+        if self.case.mode != "wide":
+            options["num_qo_heads"] = self.case.heads
         if self.case.mode == "decode":
             return sparse_decode(*arguments, num_splits=self.case.splits, **options)
         if self.case.mode == "wide":
@@ -122,7 +124,12 @@ class SparseCall:
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`(o, lse)` in fp32 on the dequantised rows."""
         o, lse = sparse_prefill_reference(
-            self.q, self.inputs.prefix, self.inputs.extend, return_lse=True, **self._options()
+            self.q,
+            self.inputs.prefix,
+            self.inputs.extend,
+            return_lse=True,
+            num_qo_heads=self.case.heads,
+            **self._options(),
         )
         return o, lse
 

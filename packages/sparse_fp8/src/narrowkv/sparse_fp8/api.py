@@ -84,6 +84,7 @@ def sparse_prefill_fp8(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     validate: bool = False,
+    num_qo_heads: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Sparse attention over FP8 rows (`DSV4Rows`), fused or with a prepass.
 
@@ -97,6 +98,8 @@ def sparse_prefill_fp8(
             FP8 by FP8 when q is `DSV4Rows` and the target can, else 16-bit q by widened rows. "prepass"
             expands FP8 rows once to 16-bit scratch (all rows of a source, or only the named ones when those
             are fewer) and runs `sparse_prefill`. "auto" picks; `choose_mode` says what and why.
+        num_qo_heads: heads of a `DSV4Rows` query. None takes its rows over the tokens; it must be given where
+            the last packed584 page of the query is not full.
 
     Returns:
         As `sparse_prefill`; `o` is bf16 when q is `DSV4Rows`.
@@ -124,6 +127,7 @@ def sparse_prefill_fp8(
         out=out,
         return_lse=return_lse,
         validate=validate,
+        num_qo_heads=num_qo_heads,
     )
     check_fp8(call)
     if choose_mode(q, prefix, extend, mode=mode).mode == "fused":
@@ -144,6 +148,7 @@ def sparse_decode(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     validate: bool = False,
+    num_qo_heads: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Sparse attention of few tokens over many rows each: a token's rows are shared out over programs.
 
@@ -151,6 +156,7 @@ def sparse_decode(
         q: as for `sparse_prefill_fp8` over `DSV4Rows`, as for `sparse_prefill` over 16-bit rows.
         prefix, extend: both `DSV4Rows`, or both 16-bit in the dtype of q.
         attn_sink, sm_scale, out, return_lse, validate: as for `sparse_prefill`.
+        num_qo_heads: as for `sparse_prefill_fp8`.
         num_splits: programs a token's rows are shared by; None fills the chip. Splits take whole tiles in
             order, so a given number gives the same bits whatever else is in the batch.
 
@@ -179,6 +185,7 @@ def sparse_decode(
         out=out,
         return_lse=return_lse,
         validate=validate,
+        num_qo_heads=num_qo_heads,
     )
     if num_splits is not None:
         check_positive_int("num_splits", num_splits)

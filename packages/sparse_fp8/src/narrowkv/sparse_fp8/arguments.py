@@ -21,7 +21,7 @@ from narrowkv.quant.targets import Target
 from narrowkv.sparse_fp8.config import NUM_HEADS
 from narrowkv.sparse_fp8.kernels.results import Output, Partials
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
-from narrowkv.sparse_fp8.rows import HEAD_DIM, TOKEN_BYTES, DSV4Rows
+from narrowkv.sparse_fp8.rows import HEAD_DIM, TOKEN_BYTES, DSV4Rows, query_heads
 from narrowkv.sparse_fp8.sources import KVSource
 
 _16_BIT = (torch.bfloat16, torch.float16)
@@ -84,6 +84,7 @@ def check_call(
     out: torch.Tensor | None,
     return_lse: bool,
     validate: bool,
+    num_qo_heads: int | None = None,
 ) -> SparseCall:
     """Checks what all operations ask of their arguments, and allocates the results.
 
@@ -92,7 +93,7 @@ def check_call(
     """
     given = _check_sources(prefix, extend)
     tokens = next(iter(given.values())).num_tokens
-    heads = _check_query(q, tokens, attn_sink)
+    heads = _check_query(q, tokens, num_qo_heads)
     data = q if isinstance(q, torch.Tensor) else q.data
     device = check_same_device(
         q=data, attn_sink=attn_sink, **{f"{name}.indices": source.indices for name, source in given.items()}
@@ -141,21 +142,16 @@ def _check_sources(prefix: KVSource | None, extend: KVSource | None) -> dict[str
     return given
 
 
-def _check_query(q: torch.Tensor | DSV4Rows, tokens: int, attn_sink: torch.Tensor | None) -> int:
+def _check_query(q: torch.Tensor | DSV4Rows, tokens: int, num_qo_heads: int | None) -> int:
     """The number of heads."""
     if isinstance(q, DSV4Rows):
-        # packed584 counts whole pages, so the last one may hold rows that are no head's.
-        if tokens:
-            heads = q.num_rows // tokens
-            if q.layout == "packed584" and heads not in NUM_HEADS:
-                heads = max((n for n in NUM_HEADS if n <= heads), default=0)
-        else:
-            heads = attn_sink.shape[0] if attn_sink is not None and attn_sink.dim() == 1 else NUM_HEADS[0]
+        heads = query_heads(q, tokens, num_qo_heads)
+        # Pages are whole: the last may hold rows that are no head's, if the caller says how many heads there are.
         spare = q.num_rows - heads * tokens
-        if heads not in NUM_HEADS or not 0 <= spare < q.page_size:
+        if heads not in NUM_HEADS or not 0 <= spare < (1 if num_qo_heads is None else q.page_size):
             raise ValueError(
-                f"q must hold num_tokens * num_qo_heads rows, heads one of {NUM_HEADS}, for {tokens} tokens; "
-                f"got {q.num_rows} rows"
+                f"q must hold num_tokens * num_qo_heads rows, num_qo_heads one of {NUM_HEADS}, for {tokens} "
+                f"tokens; got {q.num_rows} rows and num_qo_heads={num_qo_heads}"
             )
         return heads
     check_dtype("q", q, _16_BIT)
@@ -164,6 +160,8 @@ def _check_query(q: torch.Tensor | DSV4Rows, tokens: int, attn_sink: torch.Tenso
         raise ValueError(f"q must have {tokens} tokens like the sources' indptr, got {q.shape[0]}")
     if q.shape[1] not in NUM_HEADS:
         raise ValueError(f"q must have num_qo_heads in {NUM_HEADS}, got {q.shape[1]}")
+    if num_qo_heads not in (None, q.shape[1]):
+        raise ValueError(f"num_qo_heads must be {q.shape[1]} as q has it, got {num_qo_heads}")
     check_last_dim_contiguous("q", q)
     return q.shape[1]
 

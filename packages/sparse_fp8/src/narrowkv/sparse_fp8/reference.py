@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from narrowkv.sparse_fp8.rows import HEAD_DIM, DSV4Rows
+from narrowkv.sparse_fp8.rows import HEAD_DIM, DSV4Rows, query_heads
 from narrowkv.sparse_fp8.sources import KVSource
 
 __all__ = ["sparse_decode_reference", "sparse_prefill_fp8_reference", "sparse_prefill_reference"]
@@ -28,6 +28,7 @@ def sparse_prefill_reference(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     validate: bool = False,
+    num_qo_heads: int | None = None,
 ) -> Result:
     """`sparse_prefill` (and `_fp8`, and `sparse_decode`) token by token; same arguments.
 
@@ -37,7 +38,9 @@ def sparse_prefill_reference(
     scale = HEAD_DIM**-0.5 if sm_scale is None else sm_scale
     tokens = sources[0].num_tokens
     query = _wide(q)
-    query = query.reshape(tokens, -1 if tokens else 0, HEAD_DIM) if query.dim() == 2 else query
+    if isinstance(q, DSV4Rows):
+        heads = query_heads(q, tokens, num_qo_heads)
+        query = query[: tokens * heads].view(tokens, heads, HEAD_DIM)
     device = query.device
     o = torch.zeros(query.shape, dtype=torch.float32, device=device)
     lse = torch.full(query.shape[:2], -math.inf, device=device)
@@ -75,10 +78,18 @@ def sparse_prefill_fp8_reference(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     validate: bool = False,
+    num_qo_heads: int | None = None,
 ) -> Result:
     """`sparse_prefill_fp8` in float32 on the dequantised rows, whatever the mode."""
     return sparse_prefill_reference(
-        q, prefix, extend, attn_sink=attn_sink, sm_scale=sm_scale, out=out, return_lse=return_lse
+        q,
+        prefix,
+        extend,
+        attn_sink=attn_sink,
+        sm_scale=sm_scale,
+        out=out,
+        return_lse=return_lse,
+        num_qo_heads=num_qo_heads,
     )
 
 
@@ -93,8 +104,16 @@ def sparse_decode_reference(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     validate: bool = False,
+    num_qo_heads: int | None = None,
 ) -> Result:
     """`sparse_decode` in float32 on the dequantised rows, without splitting."""
     return sparse_prefill_reference(
-        q, prefix, extend, attn_sink=attn_sink, sm_scale=sm_scale, out=out, return_lse=return_lse
+        q,
+        prefix,
+        extend,
+        attn_sink=attn_sink,
+        sm_scale=sm_scale,
+        out=out,
+        return_lse=return_lse,
+        num_qo_heads=num_qo_heads,
     )

@@ -383,6 +383,13 @@ class DSV4Rows:
         )
 
 
+def query_heads(q: DSV4Rows, num_tokens: int, num_qo_heads: int | None) -> int:
+    """Heads of a query in FP8: as given, or as many as its rows make."""
+    if num_qo_heads is not None:
+        return num_qo_heads
+    return q.num_rows // num_tokens if num_tokens else 8
+
+
 def _format_of(name: str, tensor: torch.Tensor, format: str | None) -> str:
     stored = check_storage(name, tensor, format)
     return check_choice("format", get_format(stored.dtype).name, FORMATS)
