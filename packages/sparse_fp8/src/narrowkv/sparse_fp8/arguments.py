@@ -146,7 +146,7 @@ def _check_query(q: torch.Tensor | DSV4Rows, tokens: int, num_qo_heads: int | No
     """The number of heads."""
     if isinstance(q, DSV4Rows):
         heads = query_heads(q, tokens, num_qo_heads)
-        # Pages are whole: the last may hold rows that are no head's, if the caller says how many heads there are.
+        # Pages are whole: the last may hold rows that are no head's, where the number of heads is given.
         spare = q.num_rows - heads * tokens
         if heads not in NUM_HEADS or not 0 <= spare < (1 if num_qo_heads is None else q.page_size):
             raise ValueError(
