@@ -115,9 +115,16 @@ def _amd_targets(text: str) -> tuple[str, ...]:
     return names
 
 
-@app.command()
-def validate(
-    operation: Annotated[str, typer.Argument(metavar="[OPERATION]", help="decode or sparse.")] = "decode",
+validate = typer.Typer(
+    help="Compare operations with their references, and cache formats with the tensors they store.",
+    invoke_without_command=True,
+)
+app.add_typer(validate, name="validate")
+
+
+@validate.callback()
+def validate_decode(
+    context: typer.Context,
     full: Annotated[
         bool, typer.Option("--full/--quick", help="Many random mixtures, or each value of each axis.")
     ] = False,
@@ -134,31 +141,73 @@ def validate(
     as_json: Json = False,
     out: Out = None,
 ) -> None:
-    """Sweep a contract's axes against the reference: error table, worst cases, repro commands."""
+    """Sweep the decode contract's axes against the reference: error table, worst cases, repro commands."""
+    if context.invoked_subcommand is not None:
+        return
     from narrowkv.cli.report import Report
 
     report = Report("validate", as_json=as_json, out_file=out)
-    from narrowkv.cli.report import UsageError
-    from narrowkv.cli.validate import DECODE_CASES
+    from narrowkv.cli.cases import DecodeCase
+    from narrowkv.cli.validate import sweep
     from narrowkv.cli.validate import validate as run
     from narrowkv.cli.workers import default_jobs
 
-    cases: list[Any]
-    if operation == "decode":
-        from narrowkv.cli.cases import DecodeCase
-        from narrowkv.cli.validate import sweep
+    cases = [DecodeCase.parse(line) for line in case] if case else sweep(full=full, seed=seed)
+    _end(run(cases, report, on=on, jobs=jobs or default_jobs(), seed=seed, detect_races=detect_races))
 
-        kind = DECODE_CASES
-        cases = [DecodeCase.parse(line) for line in case] if case else sweep(full=full, seed=seed)
-    elif operation == "sparse":
-        from narrowkv.cli.sparse import cases as sparse
 
-        kind = sparse.SPARSE_CASES
-        cases = [sparse.SparseCase.parse(line) for line in case] if case else sparse.sweep(everything=full)
-    else:
-        raise UsageError(f"OPERATION must be decode or sparse, got {operation!r}")
+@validate.command("sparse")
+def validate_sparse(
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="Also cross row lengths, heads and skipped indices.")
+    ] = False,
+    case: Annotated[
+        list[str] | None,
+        typer.Option("--case", metavar="LINE", help="Only this case, as a sweep prints it; repeatable."),
+    ] = None,
+    on: On = None,
+    detect_races: Annotated[
+        bool, typer.Option("--detect-races", help="With emulated places: watch LDS for races.")
+    ] = False,
+    jobs: Jobs = None,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Sweep DeepSeek-V4 sparse attention: ways to attend, layouts, row lengths, heads, options."""
+    from narrowkv.cli.report import Report
+
+    report = Report("validate sparse", as_json=as_json, out_file=out)
+    from narrowkv.cli.sparse.cases import SPARSE_CASES, SparseCase, sweep
+    from narrowkv.cli.validate import validate as run
+    from narrowkv.cli.workers import default_jobs
+
+    cases = [SparseCase.parse(line) for line in case] if case else sweep(everything=full)
     jobs = jobs or default_jobs()
-    _end(run(cases, report, on=on, jobs=jobs, seed=seed, detect_races=detect_races, kind=kind))
+    _end(run(cases, report, on=on, jobs=jobs, seed=0, detect_races=detect_races, kind=SPARSE_CASES))
+
+
+@validate.command()
+def fp4(
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each input set.")] = 3,
+    batch: Annotated[int, typer.Option(min=1)] = 8,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 4096,
+    on: Annotated[
+        str | None, typer.Option("--on", help="cpu or gpu; default: the GPU if there is one.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Error over size (extra: plot).")
+    ] = None,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Show what each FP4, FP8 and mixed cache recipe costs in accuracy, on two input sets."""
+    from narrowkv.cli.report import Report
+
+    report = Report("validate fp4", as_json=as_json, out_file=out)
+    from narrowkv.cli.format_errors import Sizes, validate_fp4
+
+    sizes = Sizes(batch=batch, context=context)
+    _end(validate_fp4(report, seeds=seeds, sizes=sizes, on=on, plot_file=plot))
 
 
 bench = typer.Typer(help="Measure device time against ceilings of the same run.", no_args_is_help=True)
@@ -176,7 +225,13 @@ def decode(
     ratio: Annotated[str, typer.Option(metavar="LIST", help="Query heads for each KV head.")] = "12",
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
     cache_format: Annotated[
-        str, typer.Option("--format", metavar="LIST", help="Cache formats; K's and V's as k/v.")
+        str,
+        typer.Option(
+            "--format",
+            "--cache",
+            metavar="LIST",
+            help="Cache formats; K's and V's as k/v, FP4's scales per 32 as :32.",
+        ),
     ] = "fp8_e4m3fn,bf16",
     q: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
     samples: Annotated[int, typer.Option(min=1, help="The most samples of a row.")] = 50,
@@ -268,12 +323,13 @@ def inspect(
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
     page_size: Annotated[int, typer.Option(min=1)] = 16,
     cache_format: Annotated[
-        str, typer.Option("--format", help="Cache format, or K's and V's as k/v.")
+        str,
+        typer.Option(
+            "--format", "--cache", help="Cache format; K's and V's as k/v, FP4's scales per 32 as :32."
+        ),
     ] = "fp8_e4m3fn",
     q: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
-    foreign: Annotated[
-        bool, typer.Option(help="A cache written elsewhere, which may hold negative zeros.")
-    ] = False,
+    kernel: Annotated[str, typer.Option(help="native or decode; default: the target's.")] = "",
     case: Annotated[
         str | None, typer.Option(metavar="LINE", help="A validate case instead of the sizes above.")
     ] = None,
@@ -309,7 +365,7 @@ def inspect(
         page_size=page_size,
         fmt=cache_format,
         q=q,
-        clean=not foreign,
+        kernel=kernel,
     )
     _end(run(DecodeCase.parse(case if case is not None else str(sizes)), report, targets=targets, asm=asm))
 

@@ -58,6 +58,7 @@ class Contract:
         page_size: tokens a page; 0 where there are no pages.
         required: whether a refusal is a failure.
         bound: the largest relative L1 kernel error that passes.
+        scale_group: channels that share a scale of FP4; 0 for one scale a token and head.
         variant: which way of the operation, where it has several.
     """
 
@@ -68,6 +69,7 @@ class Contract:
     page_size: int
     required: bool
     bound: float
+    scale_group: int = 0
     variant: str = ""
 
     @property
@@ -78,7 +80,8 @@ class Contract:
     @property
     def cache(self) -> str:
         """Cache format for a table."""
-        return self.k if self.k == self.v else f"k {self.k}, v {self.v}"
+        formats = self.k if self.k == self.v else f"k {self.k}, v {self.v}"
+        return f"{formats}, a scale per {self.scale_group}" if self.scale_group else formats
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON document."""
@@ -120,9 +123,10 @@ def _contracts(
     *,
     required: bool,
     bound: float = BOUND_16_BIT_QUERY,
+    scale_group: int = 0,
 ) -> tuple[Contract, ...]:
     return tuple(
-        Contract(operation, q, k, v, page, required, bound)
+        Contract(operation, q, k, v, page, required, bound, scale_group)
         for q, (k, v), page in product(queries, caches, pages)
     )
 
@@ -137,8 +141,7 @@ CONTRACT_SETS: dict[str, ContractSet] = {
             "16-bit queries over a narrow paged cache at GQA ratio 12",
             _GLM,
             (
-                *_contracts(DECODE, _16_BIT, _same(("bf16", *_FP8)), _PAGES, required=True),
-                *_contracts(DECODE, _16_BIT, _FP4, _PAGES, required=False),
+                *_contracts(DECODE, _16_BIT, (*_same(("bf16", *_FP8)), *_FP4), _PAGES, required=True),
                 *_contracts(PREFILL, _16_BIT, (*_same(("bf16", *_FP8)), *_FP4), _PAGES, required=False),
                 *_contracts(
                     PREFILL, _FP8[:1], _same(_FP8[:1]), _PAGES, required=False, bound=BOUND_FP8_COMPUTE
@@ -153,11 +156,11 @@ CONTRACT_SETS: dict[str, ContractSet] = {
         ),
         ContractSet(
             "fp4-capacity",
-            "how many tokens a GiB holds: FP4 and K-FP8/V-FP4 caches against FP8",
+            "how many tokens a GiB holds: FP4 and K-FP8/V-FP4 caches against FP8 and bf16",
             _GLM,
             (
-                *_contracts(DECODE, ("bf16",), _same(_FP8[:1]), (16,), required=True),
-                *_contracts(DECODE, ("bf16",), _FP4, (16,), required=False),
+                *_contracts(DECODE, ("bf16",), (*_same(("bf16", *_FP8[:1])), *_FP4), (16,), required=True),
+                *_contracts(DECODE, ("bf16",), _FP4[:1], (16,), required=True, scale_group=32),
             ),
         ),
         ContractSet(
@@ -171,7 +174,7 @@ CONTRACT_SETS: dict[str, ContractSet] = {
             "DeepSeek-V4 sparse paged prefill and decode: 448 + 64 columns, one KV head, top-k as context",
             Shape(batch=1, q_len=8, context=512, num_qo_heads=64, num_kv_heads=1, head_dim=512),
             tuple(
-                Contract(operation, q, rows, rows, page, True, bound, variant)
+                Contract(operation, q, rows, rows, page, True, bound, variant=variant)
                 for operation, variant, q, rows, page, bound in (
                     (SPARSE, "", "bf16", "bf16", 1, BOUND_SPARSE),
                     (SPARSE_FP8, "prepass", "bf16", "fp8_e4m3fn", 64, BOUND_SPARSE),
