@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # Kernel error of a 16-bit query over any cache; where PV runs on FP8 matrix units the bound is wider.
 BOUND_16_BIT_QUERY = 0.002
 BOUND_FP8_COMPUTE = 0.02
+# Sparse attention keeps P in bf16, which costs it up to 0.002.
+BOUND_SPARSE = 0.004
 
 _PAGES = (1, 16, 64)
 
@@ -57,6 +59,7 @@ class Contract:
         required: whether a refusal is a failure.
         bound: the largest relative L1 kernel error that passes.
         scale_group: channels that share a scale of FP4; 0 for one scale a token and head.
+        variant: which way of the operation, where it has several.
     """
 
     operation: str
@@ -67,11 +70,12 @@ class Contract:
     required: bool
     bound: float
     scale_group: int = 0
+    variant: str = ""
 
     @property
     def function(self) -> str:
-        """The operation's bare name."""
-        return self.operation.partition(":")[2]
+        """The operation's bare name, and the variant."""
+        return f"{self.operation.partition(':')[2]} {self.variant}".rstrip()
 
     @property
     def cache(self) -> str:
@@ -98,7 +102,9 @@ DECODE = "narrowkv.attn_decode:paged_decode"
 PREFILL = "narrowkv.attn_prefill:batch_prefill"
 APPEND = "narrowkv.attn_prefill:prefill_append"
 SAGE = "narrowkv.attn_prefill:sage_attention"
-SPARSE = "narrowkv.sparse_fp8:sparse_prefill_fp8"
+SPARSE = "narrowkv.sparse_fp8:sparse_prefill"
+SPARSE_FP8 = "narrowkv.sparse_fp8:sparse_prefill_fp8"
+SPARSE_DECODE = "narrowkv.sparse_fp8:sparse_decode"
 
 _16_BIT = ("bf16", "fp16")
 _FP8 = ("fp8_e4m3fn", "fp8_e4m3fnuz")
@@ -165,15 +171,17 @@ CONTRACT_SETS: dict[str, ContractSet] = {
         ),
         ContractSet(
             "dsv4-sparse",
-            "DeepSeek-V4 sparse paged prefill, 448 + 64 columns, one KV head",
-            Shape(batch=1, q_len=64, context=512, num_qo_heads=64, num_kv_heads=1, head_dim=512),
-            _contracts(
-                SPARSE,
-                ("bf16",),
-                _same(("bf16", "fp8_e4m3fn")),
-                (1,),
-                required=False,
-                bound=BOUND_FP8_COMPUTE,
+            "DeepSeek-V4 sparse paged prefill and decode: 448 + 64 columns, one KV head, top-k as context",
+            Shape(batch=1, q_len=8, context=512, num_qo_heads=64, num_kv_heads=1, head_dim=512),
+            tuple(
+                Contract(operation, q, rows, rows, page, True, bound, variant=variant)
+                for operation, variant, q, rows, page, bound in (
+                    (SPARSE, "", "bf16", "bf16", 1, BOUND_SPARSE),
+                    (SPARSE_FP8, "prepass", "bf16", "fp8_e4m3fn", 64, BOUND_SPARSE),
+                    (SPARSE_FP8, "fused", "bf16", "fp8_e4m3fn", 64, BOUND_SPARSE),
+                    (SPARSE_FP8, "fused", "fp8_e4m3fn", "fp8_e4m3fn", 64, BOUND_FP8_COMPUTE),
+                    (SPARSE_DECODE, "", "bf16", "fp8_e4m3fn", 64, BOUND_SPARSE),
+                )
             ),
         ),
         ContractSet(

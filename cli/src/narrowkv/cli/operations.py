@@ -15,7 +15,9 @@ import torch
 
 from narrowkv.attn_decode import paged_decode
 from narrowkv.cli.cases import DecodeCase, DecodeInputs, build
-from narrowkv.cli.contracts import DECODE, PREFILL, Contract, Shape
+from narrowkv.cli.contracts import DECODE, PREFILL, SPARSE, SPARSE_DECODE, SPARSE_FP8, Contract, Shape
+from narrowkv.cli.sparse.cases import SparseCall, SparseCase
+from narrowkv.cli.sparse.cases import build as build_sparse
 from narrowkv.quant.quantize import quantize_per_tensor
 
 Call = Callable[[], torch.Tensor]
@@ -121,8 +123,35 @@ def _prefill(function: Any, inputs: DecodeInputs) -> Call:
     return lambda: tensor(function(inputs.q, inputs.cache, inputs.table, ends, causal=True))
 
 
+def sparse_inputs(contract: Contract, shape: Shape, device: str = "cpu", clean: bool = False) -> SparseCall:
+    """Queries of `q_len` tokens, each over `context` rows of a pool."""
+    fp8 = contract.k.startswith("fp8_")
+    return build_sparse(
+        SparseCase(
+            mode=contract.variant or ("decode" if contract.operation == SPARSE_DECODE else "wide"),
+            layout="packed584" if fp8 else contract.k,
+            lens="+".join([str(shape.context)] * shape.q_len),
+            heads=shape.num_qo_heads,
+            q="fp8" if contract.q.startswith("fp8_") else contract.q,
+            format=contract.k if fp8 else SparseCase.format,
+            page_size=contract.page_size,
+            clean=clean,
+        ),
+        device,
+    )
+
+
+def _sparse(_: Any, inputs: SparseCall) -> Call:
+    return lambda: tensor(inputs.call(return_lse=False))
+
+
+_SPARSE = Operation(sparse_inputs, _sparse)
+
 OPERATIONS: dict[str, Operation] = {
     DECODE: Operation(paged_inputs, _decode),
     PREFILL: Operation(paged_inputs, _prefill),
+    SPARSE: _SPARSE,
+    SPARSE_FP8: _SPARSE,
+    SPARSE_DECODE: _SPARSE,
 }
 """By the contract's "module:function"."""

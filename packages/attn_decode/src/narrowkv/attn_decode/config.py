@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from narrowkv.quant.device import BITS, NATIVE
+from narrowkv.quant.device import BITS, widen_route
 from narrowkv.quant.errors import UnsupportedError, check_choice
 from narrowkv.quant.launch import LaunchOptions
 from narrowkv.quant.targets import Target
@@ -58,21 +58,6 @@ class DecodeConfig:
     k_parts: int
     v_parts: int
     options: LaunchOptions
-
-
-def widen_route(target: Target, format_name: str) -> str:
-    """How a stored format is widened on a target; the names are those of `narrowkv.quant.device`.
-
-    gfx942 converts FNUZ only. It could read OCP bytes as FNUZ and double them, if they held no negative zero;
-    bit arithmetic on 16-bit words costs the same there (issue over memory time 0.44 and 0.45) and reads any
-    byte.
-    """
-    if format_name == "fp4_e2m1":
-        return BITS
-    if not format_name.startswith(_FP8_PREFIX):
-        return NATIVE
-    native = format_name in target.fp8_formats and (format_name == target.native_fp8 or not target.is_amd)
-    return NATIVE if native else BITS
 
 
 def choose_kernel(target: Target, k_format: str, head_dim: int, kernel: str | None) -> str:
