@@ -85,6 +85,8 @@ def _amd_tiles(target: Target, kernel: str, block_h: int, fp8_qk: bool, native: 
             block_h = 16
         elif not gfx942 and fp8_qk:
             block_h = min(block_h, 32)  # 64 spill 2 to 5, according to what else is asked
+            # 16 heads at 4 warps spill 14 scalar registers; one wave repeats no scores and spills none.
+            warps = 1 if block_h == 16 else 4
         # 16-bit Q on gfx942 spills 11 registers at 8 warps, none at 4; the others the other way round.
         if block_h == 64 and (fp8_qk or not gfx942):
             warps = 8
