@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from narrowkv.attn_decode.config import widen_route
 from narrowkv.quant.device import BITS, FNUZ_ALIAS, NATIVE
@@ -11,6 +11,7 @@ from narrowkv.quant.launch import LaunchOptions
 from narrowkv.quant.targets import Target
 
 KERNELS = ("dense", "fused", "decode")
+APPEND_KERNELS = ("staged", "paged")
 SCRATCH_BLOCK = 64  # keys that one program widens; sequences begin at multiples of it
 _TRITON_FP8 = {"fp8_e4m3fn": "float8e4nv", "fp8_e4m3fnuz": "float8e4b8"}
 
@@ -64,7 +65,8 @@ class PrefillConfig:
     """How a prefill runs.
 
     Attributes:
-        kernel: "dense" (widen once, then attend), "fused" (widen in the loop) or "decode".
+        kernel: "dense" (widen once, then attend), "fused" (widen in the loop) or "decode"; of an append
+            "staged" (as dense, in one launch) or "paged" (as fused).
         why: the reason, for people.
         block_m, block_n: rows and keys of a tile.
         num_splits: programs that share a tile's keys.
@@ -263,3 +265,68 @@ def _fp8_config(
     return PrefillConfig(
         "fused", base.why, block_m, block_n, base.num_splits, fp8=unit, options=base.options
     )
+
+
+def choose_append_config(
+    target: Target,
+    shape: PrefillShape,
+    formats: tuple[str, str],
+    q_format: str,
+    *,
+    fp8_compute: bool,
+    negative_zero_free: bool,
+    scratch_fits: bool,
+    kernel: str | None = None,
+) -> PrefillConfig:
+    """The shipped configuration of `prefill_append`.
+
+    Args:
+        target, shape, formats, negative_zero_free, scratch_fits: as for `choose_config`.
+        q_format: of the query and of the new tokens.
+        fp8_compute: old tokens go to the FP8 matrix unit as they are stored.
+        kernel: forces "staged" or "paged".
+
+    Raises:
+        UnsupportedError: for formats or a forced kernel that cannot serve the call, and why.
+    """
+    if kernel is not None:
+        check_choice("kernel", kernel, APPEND_KERNELS)
+    if set(formats) == {"bf16", "fp16"}:
+        raise UnsupportedError(
+            f"a cache of bf16 and fp16 is refused, as by paged_decode: got k={formats[0]}, v={formats[1]}"
+        )
+    wide = shape.head_dim > 128
+    if fp8_compute:
+        if len(set(formats)) > 1 or not formats[0].startswith("fp8_"):
+            raise UnsupportedError(
+                "fp8_compute needs K and V in one FP8 format, "
+                f"got k={formats[0]}, v={formats[1]}; without it any cache works"
+            )
+        if kernel == "staged":
+            raise UnsupportedError("fp8_compute has kernel='paged' only, got 'staged'")
+        unit = fp8_unit(target, formats[0])
+        block_m = block_m_for(shape)
+        base = _fused_config(target, shape, block_m, "FP8 matrix units take the old tokens as they are", wide)
+        return replace(base, kernel="paged", fp8=unit)
+    block_m = block_m_for(shape)
+    tiles = -(-shape.num_tokens * shape.gqa_ratio // (block_m * max(shape.batch, 1)))
+    exact = formats[0] not in ("bf16", "fp16") or formats[0] == q_format
+    # Blocks of keys are waited for within the launch. AMD's chiplets share no L2, so what one publishes
+    # another sees only through memory: nothing waits there.
+    lacks = (
+        f"keys in {formats[0]} and new ones in {q_format} in one scratch"
+        if not exact
+        else f"scratch for {shape.kv_tokens} keys, more than is allowed"
+        if not scratch_fits
+        else f"one L2 for all programs, which {target.name} lacks"
+        if target.is_amd
+        else ""
+    )
+    if kernel == "staged" and lacks:
+        raise UnsupportedError(f"kernel='staged' needs {lacks}; kernel='paged' works")
+    if kernel == "staged" or (kernel is None and not lacks and tiles >= (2 if target.name == "cpu" else 8)):
+        why = f"each key tile serves {tiles} tiles of rows, so it is widened once beforehand"
+        base = _dense_config(target, shape, block_m, why, wide)
+        return replace(base, kernel="staged")
+    base = _fused_config(target, shape, block_m, "old tokens are widened in the loop", wide)
+    return replace(base, kernel="paged")

@@ -8,11 +8,20 @@ import torch
 
 from narrowkv.attn_decode import DecodePlan, plan_decode
 from narrowkv.attn_decode.kernels import Workspace
-from narrowkv.attn_prefill.config import SCRATCH_BLOCK, PrefillConfig, PrefillShape, choose_config
+from narrowkv.attn_prefill.config import (
+    SCRATCH_BLOCK,
+    PrefillConfig,
+    PrefillShape,
+    choose_append_config,
+    choose_config,
+)
+from narrowkv.attn_prefill.kernels.append import Arrivals
 from narrowkv.attn_prefill.kernels.dense import Scratch
 from narrowkv.attn_prefill.kernels.rows import Schedule
 from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.paged_cache.append import EXPONENT_RULES
 from narrowkv.quant.errors import (
+    check_choice,
     check_dtype,
     check_int32,
     check_last_dim_contiguous,
@@ -47,6 +56,9 @@ class PrefillPlan:
         schedule: the order of tiles of the dense kernel, else None.
         workspace: partial results of splits, else None.
         decode: the plan of `paged_decode` where that serves, else None.
+        exponent: of `plan_append`: how FP4 scales of appended tokens are chosen; None for a plan that does
+            not append.
+        arrivals: what a staged append counts, else None.
     """
 
     target: Target
@@ -62,6 +74,8 @@ class PrefillPlan:
     schedule: Schedule | None = field(repr=False, default=None)
     workspace: Workspace | None = field(repr=False, default=None)
     decode: DecodePlan | None = field(repr=False, default=None)
+    exponent: str | None = None
+    arrivals: Arrivals | None = field(repr=False, default=None)
 
     def explain(self) -> str:
         """Why this configuration: one line for a person."""
@@ -227,10 +241,124 @@ def plan_prefill(
     if config.kernel == "dense":
         plan = replace(
             plan,
-            scratch=allocate_scratch(shape, q.dtype, cache, q.device),
+            scratch=allocate_scratch(
+                shape, shape.scratch_rows, q.dtype, cache, q.device, in_units=False
+            ),
             schedule=allocate_schedule(shape.row_tiles(config.block_m), q.device),
         )
     return replace(plan, workspace=allocate_workspace(shape, config, q.device))
+
+
+def plan_append(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    page_table: PageTable,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    fp8_compute: bool = False,
+    exponent: str = "mse",
+    max_q_len: int | None = None,
+    max_seq_len: int | None = None,
+    max_kv_tokens: int | None = None,
+    kernel: str | None = None,
+    num_splits: int | None = None,
+    scratch_limit_bytes: int = SCRATCH_LIMIT_BYTES,
+    validate: bool = False,
+) -> PrefillPlan:
+    """Plans a `prefill_append` for these shapes: checks metadata, chooses the kernel, allocates scratch.
+
+    Args:
+        q, cache, page_table, cu_seqlens_q: as for `prefill_append`; only their metadata is used.
+        fp8_compute: multiply queries and old tokens on FP8 matrix units.
+        exponent: FP4: how a group's scale is chosen; see `narrowkv.paged_cache.append`.
+        max_q_len, max_seq_len, max_kv_tokens: bounds as for `plan_prefill`, new tokens included.
+        kernel: forces "staged" or "paged".
+        num_splits: forces how many programs share a tile's keys.
+        scratch_limit_bytes: the most scratch that the automatic choice may take.
+        validate: also look at the values of cu_seqlens_q and of the table, which waits for the device.
+
+    Returns:
+        A `PrefillPlan` for `prefill_append(..., plan=plan)`.
+
+    Raises:
+        TypeError, ValueError: for metadata that `prefill_append` would refuse.
+        UnsupportedError: for a forced kernel that cannot serve the call.
+
+    Example:
+        >>> plan = plan_append(q, cache, table, cu_seqlens_q)                       # doctest: +SKIP
+        >>> o = prefill_append(q, k, v, cache, table, cu_seqlens_q, plan=plan)      # doctest: +SKIP
+    """
+    shape = bounded(append_shape(q, cache, page_table, cu_seqlens_q), max_q_len, max_seq_len, max_kv_tokens)
+    check_choice("exponent", exponent, EXPONENT_RULES)
+    if validate:
+        check_starts(cu_seqlens_q, shape.num_tokens)
+        check_room(page_table, cu_seqlens_q, cache.num_pages)
+    target = active_target(q.device)
+    rows = SCRATCH_BLOCK * append_blocks(shape, staged=True)
+    config = choose_append_config(
+        target,
+        shape,
+        (cache.format.k, cache.format.v),
+        get_format(q.dtype).name,
+        fp8_compute=fp8_compute,
+        negative_zero_free=cache.negative_zero_free,
+        scratch_fits=4 * rows * shape.num_kv_heads * shape.head_dim <= scratch_limit_bytes,
+        kernel=kernel,
+    )
+    if num_splits is not None:
+        config = replace(config, num_splits=check_positive_int("num_splits", num_splits))
+    plan = PrefillPlan(
+        target,
+        shape,
+        q.dtype,
+        cache.format.k,
+        cache.format.v,
+        cache.k_granularity,
+        cache.v_granularity,
+        config,
+        q.device,
+        workspace=allocate_workspace(shape, config, q.device),
+        exponent=exponent,
+    )
+    if config.kernel != "staged":
+        return plan
+    # Programs leave the counters at zero, so this is done once and not per call.
+    ready, left = torch.zeros(
+        (2, max(shape.batch * shape.num_kv_heads, 1)), dtype=torch.int32, device=q.device
+    )
+    scratch = allocate_scratch(shape, rows, q.dtype, cache, q.device, in_units=True)
+    return replace(plan, scratch=scratch, arrivals=Arrivals(ready, left))
+
+
+def append_shape(
+    q: torch.Tensor, cache: PagedKVCache, page_table: PageTable, cu_seqlens_q: torch.Tensor
+) -> PrefillShape:
+    """`prefill_shape` for an append, which needs 16-bit queries and a block table."""
+    check_dtype("q", q, (torch.bfloat16, torch.float16))
+    if page_table.kind != "block_table":
+        raise ValueError(
+            "page_table must be a block table, whose seq_lens are the lengths before the append; "
+            "a ragged table has no room beyond its lengths: use to_block_table"
+        )
+    return prefill_shape(q, cache, page_table, cu_seqlens_q)
+
+
+def check_room(page_table: PageTable, cu_seqlens_q: torch.Tensor, num_pages: int) -> None:
+    """Looks at whether the table has pages for the new tokens, which waits for the device.
+
+    Raises:
+        ValueError: naming the first fault found.
+    """
+    lens = page_table.seq_lens_tensor() + cu_seqlens_q.diff()
+    replace(page_table, seq_lens=lens.to(torch.int32)).check_values(num_pages)
+
+
+def append_blocks(shape: PrefillShape, *, staged: bool) -> int:
+    """A bound of the blocks that producers of an append take in one head: new ones, and old ones if staged."""
+    new = min(
+        shape.num_tokens // SCRATCH_BLOCK + shape.batch, shape.batch * -(-shape.max_q_len // SCRATCH_BLOCK)
+    )
+    return new + shape.scratch_rows // SCRATCH_BLOCK if staged else new
 
 
 def per_key(cache: PagedKVCache) -> tuple[bool, bool]:
@@ -245,10 +373,16 @@ def key_type(q_dtype: torch.dtype, k_format: str) -> torch.dtype:
 
 
 def allocate_scratch(
-    shape: PrefillShape, q_dtype: torch.dtype, cache: PagedKVCache, device: torch.device
+    shape: PrefillShape,
+    rows: int,
+    q_dtype: torch.dtype,
+    cache: PagedKVCache,
+    device: torch.device,
+    *,
+    in_units: bool,
 ) -> Scratch:
-    """Memory for every sequence's widened keys."""
-    rows, heads = shape.scratch_rows, shape.num_kv_heads
+    """Memory for every sequence's widened keys; `in_units` where a block's keys may be short of a factor."""
+    heads = shape.num_kv_heads
     sizes = (heads, rows, shape.head_dim)
     k_per_key, v_per_key = per_key(cache)
 
@@ -260,8 +394,8 @@ def allocate_scratch(
         v=torch.empty(sizes, dtype=torch.float16, device=device),
         k_factor=numbers(rows, k_per_key),
         v_factor=numbers(rows, v_per_key),
-        k_unit=None,
-        v_unit=numbers(rows // SCRATCH_BLOCK, cache.format.v == "bf16"),
+        k_unit=numbers(rows // SCRATCH_BLOCK, in_units),
+        v_unit=numbers(rows // SCRATCH_BLOCK, in_units or cache.format.v == "bf16"),
         starts=torch.empty(max(shape.batch, 1), dtype=torch.int32, device=device),
         rows=rows,
     )
@@ -291,7 +425,13 @@ def allocate_workspace(
 
 
 def check_plan(
-    plan: PrefillPlan, shape: PrefillShape, q: torch.Tensor, cache: PagedKVCache, target: Target
+    plan: PrefillPlan,
+    shape: PrefillShape,
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    target: Target,
+    *,
+    maker: str,
 ) -> None:
     """Refuses a plan that was made for another call, and says what is needed."""
     made = (
@@ -300,6 +440,7 @@ def check_plan(
         (plan.k_format, plan.v_format, plan.k_granularity, plan.v_granularity),
         plan.device,
         plan.target.name,
+        "plan_prefill" if plan.exponent is None else "plan_append",
     )
     called = (
         replace(shape, max_q_len=0, max_seq_len=0, kv_tokens=0),
@@ -307,6 +448,7 @@ def check_plan(
         (cache.format.k, cache.format.v, cache.k_granularity, cache.v_granularity),
         q.device,
         target.name,
+        maker,
     )
     if made != called:
-        raise ValueError(f"plan must be made for {called}, got a plan for {made}: call plan_prefill again")
+        raise ValueError(f"plan must be made for {called}, got a plan for {made}: call {maker} again")

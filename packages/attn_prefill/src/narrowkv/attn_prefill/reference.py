@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.attn_prefill.plan import PrefillPlan
+from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append_reference, apply_rope_reference
 
 
 def attention_reference(
@@ -103,3 +104,63 @@ def batch_prefill_reference(
             sinks=sinks,
         )
     return finish(o, lse, out, return_lse)
+
+
+def prefill_append_reference(
+    q: torch.Tensor,
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    cache: PagedKVCache,
+    page_table: PageTable,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    rope: Rope | None = None,
+    fp8_compute: bool = False,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    plan: PrefillPlan | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`prefill_append` in float32, sequence by sequence; same arguments and effect on the cache.
+
+    It computes as without `fp8_compute`.
+    """
+    scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
+    turned_q, turned_k = q, k_new
+    if rope is not None:
+        turned_q = apply_rope_reference(q, rope).to(q.dtype)
+        turned_k = apply_rope_reference(k_new, rope).to(k_new.dtype)
+    o = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.full(q.shape[:2], -math.inf, device=q.device)
+    starts = cu_seqlens_q.tolist()
+    slots = torch.full((q.shape[0],), -1, dtype=torch.int32)
+    for seq in range(page_table.batch_size):
+        rows = slice(starts[seq], starts[seq + 1])
+        k, v = cache.gather(page_table, seq)
+        old, new = k.shape[0], rows.stop - rows.start
+        if new == 0:
+            continue
+        positions = old + torch.arange(new)
+        o[rows], lse[rows] = attention_reference(
+            turned_q[rows],
+            torch.cat([k, turned_k[rows].float()]),
+            torch.cat([v, v_new[rows].float()]),
+            positions.to(q.device),
+            sm_scale=scale,
+            logits_soft_cap=logits_soft_cap,
+            window_left=window_left,
+            window_right=0,
+            sinks=sinks,
+        )
+        size = page_table.page_size
+        held = positions < page_table.capacity
+        pages = page_table.page_ids[seq].cpu()[(positions // size)[held].long()]
+        kept = torch.where(
+            (pages >= 0) & (pages < cache.num_pages), pages.long() * size + positions[held] % size, -1
+        )
+        slots[rows][held] = kept.int()
+    exponent = "mse" if plan is None or plan.exponent is None else plan.exponent
+    append_reference(cache, k_new, v_new, slots.to(q.device), rope=rope, exponent=exponent)
+    return (o, lse) if return_lse else o

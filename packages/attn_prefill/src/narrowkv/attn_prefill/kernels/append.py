@@ -24,7 +24,6 @@ from narrowkv.attn_decode.kernels.tiles import (
 )
 from narrowkv.attn_prefill.kernels.dense import dense_tile, store_block, to_fp16_in_units, widen_block
 from narrowkv.attn_prefill.kernels.fused import paged_keys, quantised_rows
-from narrowkv.attn_prefill.kernels.newrows import load_rotated, quantise_rows
 from narrowkv.attn_prefill.kernels.rows import (
     key_range,
     merge_splits,
@@ -35,6 +34,7 @@ from narrowkv.attn_prefill.kernels.rows import (
     tile_of,
     visible_keys,
 )
+from narrowkv.paged_cache.kernels import load_rotated, quantise_rows
 from narrowkv.quant.device import join_parts
 
 
@@ -76,7 +76,7 @@ def produce_new(
     q, k_new, v_new, rope, store, table, scratch, seq, block, in_new, kv_head, q_start, q_len, old_len,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_MAX: tl.constexpr, V_MAX: tl.constexpr,
-    K_PER_TOKEN: tl.constexpr, V_PER_TOKEN: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
+    K_SCALING: tl.constexpr, V_SCALING: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
     RULE: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
     STAGED: tl.constexpr, K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -100,11 +100,11 @@ def produce_new(
     fits = fits & (page >= 0) & (page < store.num_pages)
     slot = (position % PAGE_SIZE).to(tl.int64)
     quantise_rows(
-        x, store.k, store.k_descale, page, slot, kv_head, fits, K_FORMAT, K_PER_TOKEN, HEAD_DIM, K_MAX,
+        x, store.k, store.k_descale, page, slot, kv_head, fits, K_FORMAT, K_SCALING, HEAD_DIM, K_MAX,
         K_GROUP, RULE, K_VEC, False, BLOCK_S, BLOCK_D,
     )  # fmt: skip
     quantise_rows(
-        y.to(tl.float32), store.v, store.v_descale, page, slot, kv_head, fits, V_FORMAT, V_PER_TOKEN,
+        y.to(tl.float32), store.v, store.v_descale, page, slot, kv_head, fits, V_FORMAT, V_SCALING,
         HEAD_DIM, V_MAX, V_GROUP, RULE, V_VEC, True, BLOCK_S, BLOCK_D,
     )  # fmt: skip
     if STAGED:
@@ -174,9 +174,10 @@ def _prefill_append_kernel(
     K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
     K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
-    K_MAX: tl.constexpr, V_MAX: tl.constexpr, K_PER_TOKEN: tl.constexpr, V_PER_TOKEN: tl.constexpr,
+    K_MAX: tl.constexpr, V_MAX: tl.constexpr, K_SCALING: tl.constexpr, V_SCALING: tl.constexpr,
     K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, RULE: tl.constexpr,
-    COMPUTE: tl.constexpr, FP8: tl.constexpr, CLEAN: tl.constexpr, P_SCALE: tl.constexpr,
+    COMPUTE: tl.constexpr, SPLIT_Q: tl.constexpr, FP8: tl.constexpr, CLEAN: tl.constexpr,
+    P_SCALE: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr,
     FOLDED: tl.constexpr, SPLIT: tl.constexpr, STAGED: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -205,7 +206,7 @@ def _prefill_append_kernel(
             produce_new(
                 q, k_new, v_new, rope, store, table, scratch, seq, block, in_seq - old_blocks, kv_head,
                 q_start, q_len, old_len, HEAD_DIM, PAGE_SIZE, ROTARY_DIM, INTERLEAVED, K_FORMAT, V_FORMAT,
-                K_MAX, V_MAX, K_PER_TOKEN, V_PER_TOKEN, K_GROUP, V_GROUP, RULE, K_VEC, V_VEC,
+                K_MAX, V_MAX, K_SCALING, V_SCALING, K_GROUP, V_GROUP, RULE, K_VEC, V_VEC,
                 STAGED, K_PER_KEY, V_PER_KEY, BLOCK_S, BLOCK_D,
             )  # fmt: skip
         else:
@@ -307,14 +308,14 @@ def _prefill_append_kernel(
             if COMPUTE == tl.float16 and KIND == tl.bfloat16:
                 parts, row_scale = scale_to_fp16(parts, K_PARTS)
                 old_scale *= row_scale
-            high, low = split_query(parts, COMPUTE, False, K_PARTS)
+            high, low = split_query(parts, COMPUTE, SPLIT_Q, K_PARTS)
         acc, m, l, v_unit = paged_keys(
             high, low, zeros_in_parts(BLOCK_M, BLOCK_D, V_PARTS),
             tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
             old_scale, soft_cap, k, v, k_descale, v_descale, table, row_base, kv_head,
             old_len + within, old_len, first, last, begin, end, full, full_end,
             HEAD_DIM, PAGE_SIZE, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT, K_ROUTE, V_ROUTE,
-            COMPUTE, False, FP8, CLEAN, P_SCALE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS,
+            COMPUTE, SPLIT_Q, FP8, CLEAN, P_SCALE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS,
             HAS_SOFT_CAP, FOLDED, WINDOW_LEFT, 0, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         joined = join_parts(acc, V_PARTS) * o_scale[:, None]
