@@ -22,7 +22,13 @@ from narrowkv.attn_decode.kernels.tiles import (
     write_rows,
     zeros_in_parts,
 )
-from narrowkv.attn_prefill.kernels.dense import dense_tile, store_block, to_fp16_in_units, widen_block
+from narrowkv.attn_prefill.kernels.dense import (
+    dense_tile,
+    store_block,
+    to_fp16_in_units,
+    widen_block,
+    without_nonfinite,
+)
 from narrowkv.attn_prefill.kernels.fused import paged_keys, quantised_rows
 from narrowkv.attn_prefill.kernels.rows import (
     key_range,
@@ -110,12 +116,13 @@ def produce_new(
     if STAGED:
         units = kv_head.to(tl.int64) * (scratch.rows // BLOCK_S) + block
         factors = kv_head.to(tl.int64) * scratch.rows + block * BLOCK_S + tl.arange(0, BLOCK_S)
+        y, bad = without_nonfinite(y)
         # Rotated keys are rounded to their own type, as a separate rotation would leave them.
-        x = x.to(k_new.ptr.dtype.element_ty)
+        x = tl.where(bad[:, None], float("nan"), x).to(k_new.ptr.dtype.element_ty)
         store_block(scratch.k, x, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_S)
         unit = 1.0
         if v_new.ptr.dtype.element_ty == tl.bfloat16:
-            y, unit = to_fp16_in_units(y, inside[:, None])
+            y, unit = to_fp16_in_units(y)
         store_block(scratch.v, y, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_S)
         tl.store(scratch.k_unit + units, 1.0)
         tl.store(scratch.v_unit + units, unit)
@@ -157,7 +164,7 @@ def own_keys(
         s = tl.dot(q, tl.trans(k)) * scale
         if HAS_SOFT_CAP:
             s = capped_logits(s, soft_cap)
-        keep = visible_keys(n, within, 0, q_len, WINDOW_LEFT, 0)
+        keep = visible_keys(n, within, 0, q_len, False, WINDOW_LEFT, 0)
         s = tl.where(keep, s, float("-inf"))
         p, correction, m, l = softmax_step(s, m, l, m, True, False)
         p, clean = confine_nonfinite(p, (v,), keep, 1)
@@ -179,7 +186,7 @@ def _prefill_append_kernel(
     COMPUTE: tl.constexpr, SPLIT_Q: tl.constexpr, FP8: tl.constexpr, CLEAN: tl.constexpr,
     P_SCALE: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr,
-    FOLDED: tl.constexpr, SPLIT: tl.constexpr, STAGED: tl.constexpr, TMA: tl.constexpr,
+    FOLDED: tl.constexpr, SPLIT: tl.constexpr, STAGED: tl.constexpr, TMA: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
@@ -270,12 +277,12 @@ def _prefill_append_kernel(
             begin + within, pad, begin + q_len, begin + first_row, begin + last_row,
             logit_scale, ones, soft_cap, split, num_splits, stride,
             HEAD_DIM, KIND, False, False, K_PER_KEY, V_PER_KEY, True, True, WINDOW_LEFT, 0,
-            HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, TMA, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
+            HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, TMA, AHEAD, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
         )  # fmt: skip
     else:
         row_base = seq * table.row
         begin, end, full, full_end = key_range(
-            old_len + first_row, old_len + last_row, old_len * 0, old_len, WINDOW_LEFT, 0, BLOCK_N
+            old_len + first_row, old_len + last_row, old_len * 0, old_len, WINDOW_LEFT, -1, BLOCK_N
         )
         first, last = begin * 0, tl.maximum(old_len - 1, 0)
         if WINDOW_LEFT >= 0:
@@ -316,7 +323,7 @@ def _prefill_append_kernel(
             old_len + within, old_len, first, last, begin, end, full, full_end,
             HEAD_DIM, PAGE_SIZE, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT, K_ROUTE, V_ROUTE,
             COMPUTE, SPLIT_Q, FP8, CLEAN, P_SCALE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS,
-            HAS_SOFT_CAP, FOLDED, WINDOW_LEFT, 0, BLOCK_N, BLOCK_D,
+            HAS_SOFT_CAP, FOLDED, WINDOW_LEFT, -1, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         joined = join_parts(acc, V_PARTS) * o_scale[:, None]
         if V_PER_KEY:

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import (
     capped_logits,
-    confine_nonfinite,
     kv_offsets,
     load_key_scale,
     load_query,
@@ -65,15 +64,25 @@ def block_starts(table, batch, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BL
 
 
 @triton.jit
-def to_fp16_in_units(v, block_mask):
-    """A bfloat16 tile as float16 times a power of two, which is exact down to 2**-31 of its largest element."""
+def to_fp16_in_units(v):
+    """A finite bfloat16 tile as float16 times a power of two, exact down to 2**-31 of its largest element."""
     wide = v.to(tl.float32)
-    finite = block_mask & (tl.abs(wide) < float("inf"))
-    top = tl.max(tl.max(tl.where(finite, tl.abs(wide), 0.0), 1), 0)
+    top = tl.max(tl.max(tl.abs(wide), 1), 0)
     exponent = (top.to(tl.int32, bitcast=True) >> 23) - 127 - 14
-    exponent = tl.minimum(tl.maximum(exponent, -40), 40)
+    exponent = tl.minimum(tl.maximum(exponent, -40), 113)
     down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
     return (wide * down).to(tl.float16), ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def without_nonfinite(v):
+    """A tile of V with zeros for NaN and Inf, and which rows had any.
+
+    Their keys become NaN instead: the mask keeps those from rows that do not attend, and 0 * NaN in V would
+    reach every row.
+    """
+    finite = tl.abs(v.to(tl.float32)) < float("inf")
+    return tl.where(finite, v, 0.0).to(v.dtype), tl.max((~finite).to(tl.int32), 1) > 0
 
 
 @triton.jit
@@ -118,31 +127,36 @@ def widen_block(
     v_off = kv_offsets(page, slot, v, kv_head, dv, V_VEC, True)
     k_words = load_words(k, k_off, dk, K_ZERO, K_PARTS, HEAD_DIM, BLOCK_D)
     v_words = load_words(v, v_off, dv, V_ZERO, V_PARTS, HEAD_DIM, BLOCK_D)
-    k_scale = None
-    v_scale = None
+    k_scale = 1.0
+    v_scale = 1.0
     if K_PER_KEY:
         k_scale = load_key_scale(k_descale, page, slot, kv_head, K_DESCALE, False, HEAD_DIM, BLOCK_D)
     if V_PER_KEY:
         v_scale = load_key_scale(v_descale, page, slot, kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D)
     factors = kv_head.to(tl.int64) * scratch.rows + block * BLOCK_N + tl.arange(0, BLOCK_N)
     units = kv_head.to(tl.int64) * (scratch.rows // BLOCK_N) + block
-    parts, factor = widen_tile(k_words, k_scale, K_FORMAT, K_ROUTE, K_TYPE, K_PARTS, K_DESCALE)
-    wide = join_parts(parts, K_PARTS)
-    if HEAD_DIM != BLOCK_D:
-        wide = tl.where((tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], wide, 0.0)
-    store_block(scratch.k, wide, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_N)
-    if K_PER_KEY:
-        tl.store(scratch.k_factor + factors, tl.where(inside, factor, 0.0))
     if V_FORMAT == "bf16":
-        wide, unit = to_fp16_in_units(v_words, inside[:, None])
-        v_unit *= unit
-        factor = v_scale
+        wide_v = tl.where(inside[:, None], v_words, 0.0)
+        v_factor = v_scale
     else:
-        parts, factor = widen_tile(v_words, v_scale, V_FORMAT, V_ROUTE, tl.float16, V_PARTS, V_DESCALE)
-        wide = join_parts(parts, V_PARTS)
-    store_block(scratch.v, wide, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_N)
+        parts, v_factor = widen_tile(v_words, v_scale, V_FORMAT, V_ROUTE, tl.float16, V_PARTS, V_DESCALE)
+        wide_v = join_parts(parts, V_PARTS)
+    wide_v, bad = without_nonfinite(wide_v)
+    if V_FORMAT == "bf16":
+        wide_v, unit = to_fp16_in_units(wide_v)
+        v_unit *= unit
     if V_PER_KEY:
-        tl.store(scratch.v_factor + factors, tl.where(inside, factor, 0.0))
+        finite = tl.abs(v_factor) < float("inf")
+        bad = bad | ~finite
+        tl.store(scratch.v_factor + factors, tl.where(inside & finite, v_factor, 0.0))
+    store_block(scratch.v, wide_v, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_N)
+    parts, k_factor = widen_tile(k_words, k_scale, K_FORMAT, K_ROUTE, K_TYPE, K_PARTS, K_DESCALE)
+    wide_k = tl.where(bad[:, None], float("nan"), join_parts(parts, K_PARTS))
+    if HEAD_DIM != BLOCK_D:
+        wide_k = tl.where((tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], wide_k, 0.0)
+    store_block(scratch.k, wide_k, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_N)
+    if K_PER_KEY:
+        tl.store(scratch.k_factor + factors, tl.where(inside, k_factor, 0.0))
     if IN_UNITS:
         tl.store(scratch.k_unit + units, k_unit)
     if IN_UNITS or V_FORMAT == "bf16":
@@ -204,22 +218,30 @@ def load_rows(target, desc, base, d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constex
 
 
 @triton.jit
+def dense_scores(
+    q, q_low, scratch, k_desc, row,
+    HEAD_DIM: tl.constexpr, SPLIT_Q: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Q @ K^T [BLOCK_M, BLOCK_N] of the keys in the scratch from `row` on, as they are stored."""
+    k = load_rows(scratch.k, k_desc, row, tl.arange(0, BLOCK_D), HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
+    s = tl.dot(q, tl.trans(k))
+    if SPLIT_Q:
+        s = tl.dot(q_low, tl.trans(k), s)
+    return s
+
+
+@triton.jit
 def dense_step(
-    tile, base, q, q_low, acc, m, l, v_unit, v_largest, logit_scale, soft_cap, scratch, k_desc, v_desc,
+    tile, s, row, acc, m, l, v_unit, v_largest, logit_scale, soft_cap, scratch, v_desc,
     query_pos, first, num_keys,
     HEAD_DIM: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
-    SPLIT_Q: tl.constexpr, K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr,
+    K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr,
     K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One key tile of the scratch; `base` is the row of the sequence's first key in this head."""
-    d = tl.arange(0, BLOCK_D)
-    row = base + tile * BLOCK_N
-    k = load_rows(scratch.k, k_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)  # [BLOCK_N, BLOCK_D]
-    s = tl.dot(q, tl.trans(k))
-    if SPLIT_Q:
-        s = tl.dot(q_low, tl.trans(k), s)
+    """Softmax and values of key tile `tile`, whose scores are `s` and whose keys begin at `row` of the scratch."""
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if K_IN_UNITS:
         logit_scale *= tl.load(scratch.k_unit + row // BLOCK_S)
@@ -230,10 +252,10 @@ def dense_step(
         if HAS_SOFT_CAP:
             s = capped_logits(s, soft_cap)
     if MASKED:
-        keep = visible_keys(n, query_pos, first, num_keys, WINDOW_LEFT, WINDOW_RIGHT)
+        keep = visible_keys(n, query_pos, first, num_keys, K_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT)
         s = tl.where(keep, s, float("-inf"))
     p, correction, m, l = softmax_step(s, m, l, logit_scale, MASKED, FOLDED)
-    v = load_rows(scratch.v, v_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
+    v = load_rows(scratch.v, v_desc, row, tl.arange(0, BLOCK_D), HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
     if V_IN_UNITS:
         unit = tl.load(scratch.v_unit + row // BLOCK_S)
         correction *= v_unit / unit
@@ -241,10 +263,6 @@ def dense_step(
     if V_PER_KEY:
         factor = tl.load(scratch.v_factor + row + tl.arange(0, BLOCK_N))
         p, correction, v_largest = weigh_values(p, correction, factor, v_largest)
-    if MASKED:
-        p = tl.where(keep, p, 0.0)  # 0 * NaN
-        p, clean = confine_nonfinite(p, (v,), keep, 1)
-        v = clean[0]
     acc = tl.dot(p.to(tl.float16), v, acc * correction[:, None])
     return acc, m, l, v_unit, v_largest
 
@@ -256,24 +274,47 @@ def dense_keys(
     HEAD_DIM: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     SPLIT_Q: tl.constexpr, K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr,
     K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr, TMA: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr, TMA: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Attends to the key tiles [begin, end) of a sequence's scratch, of which [full, full_end) need no mask."""
+    """Attends to the key tiles [begin, end) of a sequence's scratch, of which [full, full_end) need no mask.
+
+    AHEAD: the scores of the next tile are issued before the softmax of the current one.
+    """
     v_unit = num_keys.to(tl.float32) * 0.0 + 1.0
     v_largest = v_unit * 0.0
-    for tile in range(full, full_end):
-        acc, m, l, v_unit, v_largest = dense_step(
-            tile, base, q, q_low, acc, m, l, v_unit, v_largest, logit_scale, soft_cap, scratch, k_desc,
-            v_desc, query_pos, first, num_keys, HEAD_DIM, WINDOW_LEFT, WINDOW_RIGHT, SPLIT_Q, K_PER_KEY,
-            V_PER_KEY, K_IN_UNITS, V_IN_UNITS, HAS_SOFT_CAP, FOLDED, TMA, False, BLOCK_N, BLOCK_D, BLOCK_S,
-        )  # fmt: skip
+    if AHEAD:
+        s = dense_scores(
+            q, q_low, scratch, k_desc, base + full * BLOCK_N, HEAD_DIM, SPLIT_Q, TMA, BLOCK_N, BLOCK_D
+        )
+        for tile in range(full, full_end):
+            following = tl.minimum(tile + 1, full_end - 1)
+            s_next = dense_scores(
+                q, q_low, scratch, k_desc, base + following * BLOCK_N, HEAD_DIM, SPLIT_Q, TMA, BLOCK_N, BLOCK_D
+            )
+            acc, m, l, v_unit, v_largest = dense_step(
+                tile, s, base + tile * BLOCK_N, acc, m, l, v_unit, v_largest, logit_scale, soft_cap, scratch,
+                v_desc, query_pos, first, num_keys, HEAD_DIM, WINDOW_LEFT, WINDOW_RIGHT, K_PER_KEY,
+                V_PER_KEY, K_IN_UNITS, V_IN_UNITS, HAS_SOFT_CAP, FOLDED, TMA, False, BLOCK_N, BLOCK_D, BLOCK_S,
+            )  # fmt: skip
+            s = s_next
+    else:
+        for tile in range(full, full_end):
+            row = base + tile * BLOCK_N
+            s = dense_scores(q, q_low, scratch, k_desc, row, HEAD_DIM, SPLIT_Q, TMA, BLOCK_N, BLOCK_D)
+            acc, m, l, v_unit, v_largest = dense_step(
+                tile, s, row, acc, m, l, v_unit, v_largest, logit_scale, soft_cap, scratch,
+                v_desc, query_pos, first, num_keys, HEAD_DIM, WINDOW_LEFT, WINDOW_RIGHT, K_PER_KEY,
+                V_PER_KEY, K_IN_UNITS, V_IN_UNITS, HAS_SOFT_CAP, FOLDED, TMA, False, BLOCK_N, BLOCK_D, BLOCK_S,
+            )  # fmt: skip
     # What is left on both sides needs the mask: one loop of its own for both.
     for i in range(begin, end - (full_end - full)):
         tile = tl.where(i < full, i, i + (full_end - full))
+        row = base + tile * BLOCK_N
+        s = dense_scores(q, q_low, scratch, k_desc, row, HEAD_DIM, SPLIT_Q, TMA, BLOCK_N, BLOCK_D)
         acc, m, l, v_unit, v_largest = dense_step(
-            tile, base, q, q_low, acc, m, l, v_unit, v_largest, logit_scale, soft_cap, scratch, k_desc,
-            v_desc, query_pos, first, num_keys, HEAD_DIM, WINDOW_LEFT, WINDOW_RIGHT, SPLIT_Q, K_PER_KEY,
+            tile, s, row, acc, m, l, v_unit, v_largest, logit_scale, soft_cap, scratch,
+            v_desc, query_pos, first, num_keys, HEAD_DIM, WINDOW_LEFT, WINDOW_RIGHT, K_PER_KEY,
             V_PER_KEY, K_IN_UNITS, V_IN_UNITS, HAS_SOFT_CAP, FOLDED, TMA, True, BLOCK_N, BLOCK_D, BLOCK_S,
         )  # fmt: skip
     if V_IN_UNITS:
@@ -291,7 +332,7 @@ def dense_tile(
     K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr, K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr,
-    SPLIT: tl.constexpr, TMA: tl.constexpr,
+    SPLIT: tl.constexpr, TMA: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows over a sequence's scratch, written out; `parts` is Q as loaded."""
@@ -311,7 +352,7 @@ def dense_tile(
         logit_scale, soft_cap, scratch, k_desc, v_desc, base, query_pos, first, num_keys,
         begin, end, full, full_end,
         HEAD_DIM, WINDOW_LEFT, WINDOW_RIGHT, SPLIT_Q, K_PER_KEY, V_PER_KEY, K_IN_UNITS, V_IN_UNITS,
-        HAS_SOFT_CAP, FOLDED, TMA, BLOCK_N, BLOCK_D, BLOCK_S,
+        HAS_SOFT_CAP, FOLDED, TMA, AHEAD, BLOCK_N, BLOCK_D, BLOCK_S,
     )  # fmt: skip
     write = True
     if SPLIT:
@@ -334,7 +375,7 @@ def _dense_prefill_kernel(
     SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
     V_IN_UNITS: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr,
-    SPLIT: tl.constexpr, TMA: tl.constexpr,
+    SPLIT: tl.constexpr, TMA: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one KV head over the widened keys; programs run fastest over KV heads.
@@ -366,5 +407,5 @@ def _dense_prefill_kernel(
         HEAD_DIM, COMPUTE, SCALE_Q, SPLIT_Q,
         K_DESCALE != "scalar" and K_DESCALE != "head", V_DESCALE != "scalar" and V_DESCALE != "head",
         False, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, TMA,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
+        AHEAD, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
     )  # fmt: skip

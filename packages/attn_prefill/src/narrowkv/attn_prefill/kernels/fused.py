@@ -134,7 +134,7 @@ def paged_scores(
     ZERO: tl.constexpr = 0 if K_ROUTE != "native" or K_PARTS > 1 else 0.0
     words = load_words(k, kv_offsets(page, slot, k, kv_head, d, K_VEC, False), d, ZERO, K_PARTS,
                        HEAD_DIM, BLOCK_D)  # fmt: skip
-    scale = None
+    scale = 1.0
     if PER_KEY:
         scale = load_key_scale(k_descale, page, slot, kv_head, K_DESCALE, False, HEAD_DIM, BLOCK_D)
     if FP8 is not None:
@@ -171,7 +171,7 @@ def paged_step(
     d = tl.arange(0, BLOCK_D // V_PARTS)
     words = load_words(v, kv_offsets(page, slot, v, kv_head, d, V_VEC, True), d, ZERO, V_PARTS,
                        HEAD_DIM, BLOCK_D)  # fmt: skip
-    v_scale = None
+    v_scale = 1.0
     if PER_KEY:
         v_scale = load_key_scale(v_descale, page, slot, kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D)
     # Past the last tile these are the last key's own place again.
@@ -186,7 +186,7 @@ def paged_step(
     if HAS_SOFT_CAP:
         s = capped_logits(s, soft_cap)
     if MASKED:
-        keep = visible_keys(tile * BLOCK_N + n, query_pos, 0, num_keys, WINDOW_LEFT, WINDOW_RIGHT)
+        keep = visible_keys(tile * BLOCK_N + n, query_pos, 0, num_keys, False, WINDOW_LEFT, WINDOW_RIGHT)
         s = tl.where(keep, s, float("-inf"))
     p, correction, m, l = softmax_step(s, m, l, logit_scale, MASKED, FOLDED)
     if FP8 is not None:

@@ -151,11 +151,18 @@ def share_of(begin, end, full, full_end, split, num_splits):
 
 
 @triton.jit
-def visible_keys(n, query_pos, first, num_keys, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr):
-    """[M, N]: keys that exist and lie in the row's window."""
-    keep = tl.broadcast_to(((n >= first) & (n < num_keys))[None, :], [query_pos.shape[0], n.shape[0]])
-    if WINDOW_RIGHT >= 0:
-        keep = keep & (n[None, :] <= query_pos[:, None] + WINDOW_RIGHT)
+def visible_keys(n, query_pos, first, num_keys,
+                 HAS_FIRST: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr):  # fmt: skip
+    """[M, N]: keys of [first, num_keys) in the row's window; without HAS_FIRST there is none before 0."""
+    if WINDOW_RIGHT == 0:
+        # A row is itself a key, and none lies beyond the last row.
+        keep = n[None, :] <= query_pos[:, None]
+    else:
+        keep = tl.broadcast_to((n < num_keys)[None, :], [query_pos.shape[0], n.shape[0]])
+        if WINDOW_RIGHT > 0:
+            keep = keep & (n[None, :] <= query_pos[:, None] + WINDOW_RIGHT)
+    if HAS_FIRST:
+        keep = keep & (n >= first)[None, :]
     if WINDOW_LEFT >= 0:
         keep = keep & (n[None, :] >= query_pos[:, None] - WINDOW_LEFT)
     return keep
