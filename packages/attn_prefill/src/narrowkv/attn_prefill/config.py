@@ -72,7 +72,6 @@ class PrefillConfig:
         num_splits: programs that share a tile's keys.
         fp8: the FP8 format of the matrix unit when Q is FP8, else None.
         tma: keys of the scratch come by tensor descriptor.
-        ahead: scores of the next key tile are issued before the softmax of the current one.
         options: compiler options of the attention kernel; `widen_options` of the widening one.
     """
 
@@ -83,7 +82,6 @@ class PrefillConfig:
     num_splits: int = 1
     fp8: str | None = None
     tma: bool = False
-    ahead: bool = False
     options: LaunchOptions = LaunchOptions()
     widen_options: LaunchOptions = LaunchOptions(num_warps=4, num_stages=1)
 

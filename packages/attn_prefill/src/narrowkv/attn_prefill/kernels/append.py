@@ -166,7 +166,7 @@ def own_keys(
             s = capped_logits(s, soft_cap)
         keep = visible_keys(n, within, 0, q_len, False, WINDOW_LEFT, 0)
         s = tl.where(keep, s, float("-inf"))
-        p, correction, m, l = softmax_step(s, m, l, m, True, False)
+        p, correction, m, l = softmax_step(s, m, l, m, False)
         p, clean = confine_nonfinite(p, (v,), keep, 1)
         acc = accumulate((acc,), correction, p, clean, KIND, 1)[0]
     return acc, m, l
@@ -186,7 +186,7 @@ def _prefill_append_kernel(
     COMPUTE: tl.constexpr, SPLIT_Q: tl.constexpr, FP8: tl.constexpr, CLEAN: tl.constexpr,
     P_SCALE: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr,
-    FOLDED: tl.constexpr, SPLIT: tl.constexpr, STAGED: tl.constexpr, TMA: tl.constexpr, AHEAD: tl.constexpr,
+    FOLDED: tl.constexpr, SPLIT: tl.constexpr, STAGED: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
@@ -277,7 +277,7 @@ def _prefill_append_kernel(
             begin + within, pad, begin + q_len, begin + first_row, begin + last_row,
             logit_scale, ones, soft_cap, split, num_splits, stride,
             HEAD_DIM, KIND, False, False, K_PER_KEY, V_PER_KEY, True, True, WINDOW_LEFT, 0,
-            HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, TMA, AHEAD, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
+            HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, TMA, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
         )  # fmt: skip
     else:
         row_base = seq * table.row

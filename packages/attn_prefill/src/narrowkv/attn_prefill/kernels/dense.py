@@ -218,105 +218,52 @@ def load_rows(target, desc, base, d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constex
 
 
 @triton.jit
-def dense_scores(
-    q, q_low, scratch, k_desc, row,
-    HEAD_DIM: tl.constexpr, SPLIT_Q: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Q @ K^T [BLOCK_M, BLOCK_N] of the keys in the scratch from `row` on, as they are stored."""
-    k = load_rows(scratch.k, k_desc, row, tl.arange(0, BLOCK_D), HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
-    s = tl.dot(q, tl.trans(k))
-    if SPLIT_Q:
-        s = tl.dot(q_low, tl.trans(k), s)
-    return s
-
-
-@triton.jit
-def dense_step(
-    tile, s, row, acc, m, l, v_unit, v_largest, logit_scale, soft_cap, scratch, v_desc,
-    query_pos, first, num_keys,
-    HEAD_DIM: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
-    K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr,
-    K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Softmax and values of key tile `tile`, whose scores are `s` and whose keys begin at `row` of the scratch."""
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    if K_IN_UNITS:
-        logit_scale *= tl.load(scratch.k_unit + row // BLOCK_S)
-    if not FOLDED:
-        s *= logit_scale[:, None]
-        if K_PER_KEY:
-            s *= tl.load(scratch.k_factor + row + tl.arange(0, BLOCK_N))[None, :]
-        if HAS_SOFT_CAP:
-            s = capped_logits(s, soft_cap)
-    if MASKED:
-        keep = visible_keys(n, query_pos, first, num_keys, K_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT)
-        s = tl.where(keep, s, float("-inf"))
-    p, correction, m, l = softmax_step(s, m, l, logit_scale, MASKED, FOLDED)
-    v = load_rows(scratch.v, v_desc, row, tl.arange(0, BLOCK_D), HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
-    if V_IN_UNITS:
-        unit = tl.load(scratch.v_unit + row // BLOCK_S)
-        correction *= v_unit / unit
-        v_unit = unit
-    if V_PER_KEY:
-        factor = tl.load(scratch.v_factor + row + tl.arange(0, BLOCK_N))
-        p, correction, v_largest = weigh_values(p, correction, factor, v_largest)
-    acc = tl.dot(p.to(tl.float16), v, acc * correction[:, None])
-    return acc, m, l, v_unit, v_largest
-
-
-@triton.jit
 def dense_keys(
     q, q_low, acc, m, l, logit_scale, soft_cap, scratch, k_desc, v_desc, base, query_pos,
     first, num_keys, begin, end, full, full_end,
     HEAD_DIM: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     SPLIT_Q: tl.constexpr, K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr,
     K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr, TMA: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr, TMA: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Attends to the key tiles [begin, end) of a sequence's scratch, of which [full, full_end) need no mask.
 
-    AHEAD: the scores of the next tile are issued before the softmax of the current one.
+    `base` is the row of the sequence's first key in this head.
     """
+    d = tl.arange(0, BLOCK_D)
     v_unit = num_keys.to(tl.float32) * 0.0 + 1.0
     v_largest = v_unit * 0.0
-    if AHEAD:
-        s = dense_scores(
-            q, q_low, scratch, k_desc, base + full * BLOCK_N, HEAD_DIM, SPLIT_Q, TMA, BLOCK_N, BLOCK_D
-        )
-        for tile in range(full, full_end):
-            following = tl.minimum(tile + 1, full_end - 1)
-            s_next = dense_scores(
-                q, q_low, scratch, k_desc, base + following * BLOCK_N, HEAD_DIM, SPLIT_Q, TMA, BLOCK_N, BLOCK_D
-            )
-            acc, m, l, v_unit, v_largest = dense_step(
-                tile, s, base + tile * BLOCK_N, acc, m, l, v_unit, v_largest, logit_scale, soft_cap, scratch,
-                v_desc, query_pos, first, num_keys, HEAD_DIM, WINDOW_LEFT, WINDOW_RIGHT, K_PER_KEY,
-                V_PER_KEY, K_IN_UNITS, V_IN_UNITS, HAS_SOFT_CAP, FOLDED, TMA, False, BLOCK_N, BLOCK_D, BLOCK_S,
-            )  # fmt: skip
-            s = s_next
-    else:
-        for tile in range(full, full_end):
-            row = base + tile * BLOCK_N
-            s = dense_scores(q, q_low, scratch, k_desc, row, HEAD_DIM, SPLIT_Q, TMA, BLOCK_N, BLOCK_D)
-            acc, m, l, v_unit, v_largest = dense_step(
-                tile, s, row, acc, m, l, v_unit, v_largest, logit_scale, soft_cap, scratch,
-                v_desc, query_pos, first, num_keys, HEAD_DIM, WINDOW_LEFT, WINDOW_RIGHT, K_PER_KEY,
-                V_PER_KEY, K_IN_UNITS, V_IN_UNITS, HAS_SOFT_CAP, FOLDED, TMA, False, BLOCK_N, BLOCK_D, BLOCK_S,
-            )  # fmt: skip
-    # What is left on both sides needs the mask: one loop of its own for both.
-    for i in range(begin, end - (full_end - full)):
-        tile = tl.where(i < full, i, i + (full_end - full))
+    for tile in range(begin, end):
         row = base + tile * BLOCK_N
-        s = dense_scores(q, q_low, scratch, k_desc, row, HEAD_DIM, SPLIT_Q, TMA, BLOCK_N, BLOCK_D)
-        acc, m, l, v_unit, v_largest = dense_step(
-            tile, s, row, acc, m, l, v_unit, v_largest, logit_scale, soft_cap, scratch,
-            v_desc, query_pos, first, num_keys, HEAD_DIM, WINDOW_LEFT, WINDOW_RIGHT, K_PER_KEY,
-            V_PER_KEY, K_IN_UNITS, V_IN_UNITS, HAS_SOFT_CAP, FOLDED, TMA, True, BLOCK_N, BLOCK_D, BLOCK_S,
-        )  # fmt: skip
+        k = load_rows(scratch.k, k_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)  # [BLOCK_N, BLOCK_D]
+        s = tl.dot(q, tl.trans(k))
+        if SPLIT_Q:
+            s = tl.dot(q_low, tl.trans(k), s)
+        scale = logit_scale
+        if K_IN_UNITS:
+            scale *= tl.load(scratch.k_unit + row // BLOCK_S)
+        if not FOLDED:
+            s *= scale[:, None]
+            if K_PER_KEY:
+                s *= tl.load(scratch.k_factor + row + tl.arange(0, BLOCK_N))[None, :]
+            if HAS_SOFT_CAP:
+                s = capped_logits(s, soft_cap)
+        # A branch and no second loop, whose pipeline would have to fill anew.
+        if (tile < full) | (tile >= full_end):
+            n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            keep = visible_keys(n, query_pos, first, num_keys, K_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT)
+            s = tl.where(keep, s, float("-inf"))
+        p, correction, m, l = softmax_step(s, m, l, scale, FOLDED)
+        v = load_rows(scratch.v, v_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
+        if V_IN_UNITS:
+            unit = tl.load(scratch.v_unit + row // BLOCK_S)
+            correction *= v_unit / unit
+            v_unit = unit
+        if V_PER_KEY:
+            factor = tl.load(scratch.v_factor + row + tl.arange(0, BLOCK_N))
+            p, correction, v_largest = weigh_values(p, correction, factor, v_largest)
+        acc = tl.dot(p.to(tl.float16), v, acc * correction[:, None])
     if V_IN_UNITS:
         acc *= v_unit
     if V_PER_KEY:
@@ -332,7 +279,7 @@ def dense_tile(
     K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr, K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr,
-    SPLIT: tl.constexpr, TMA: tl.constexpr, AHEAD: tl.constexpr,
+    SPLIT: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows over a sequence's scratch, written out; `parts` is Q as loaded."""
@@ -352,7 +299,7 @@ def dense_tile(
         logit_scale, soft_cap, scratch, k_desc, v_desc, base, query_pos, first, num_keys,
         begin, end, full, full_end,
         HEAD_DIM, WINDOW_LEFT, WINDOW_RIGHT, SPLIT_Q, K_PER_KEY, V_PER_KEY, K_IN_UNITS, V_IN_UNITS,
-        HAS_SOFT_CAP, FOLDED, TMA, AHEAD, BLOCK_N, BLOCK_D, BLOCK_S,
+        HAS_SOFT_CAP, FOLDED, TMA, BLOCK_N, BLOCK_D, BLOCK_S,
     )  # fmt: skip
     write = True
     if SPLIT:
@@ -375,7 +322,7 @@ def _dense_prefill_kernel(
     SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
     V_IN_UNITS: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr,
-    SPLIT: tl.constexpr, TMA: tl.constexpr, AHEAD: tl.constexpr,
+    SPLIT: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one KV head over the widened keys; programs run fastest over KV heads.
@@ -407,5 +354,5 @@ def _dense_prefill_kernel(
         HEAD_DIM, COMPUTE, SCALE_Q, SPLIT_Q,
         K_DESCALE != "scalar" and K_DESCALE != "head", V_DESCALE != "scalar" and V_DESCALE != "head",
         False, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, TMA,
-        AHEAD, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
     )  # fmt: skip

@@ -188,7 +188,7 @@ def paged_step(
     if MASKED:
         keep = visible_keys(tile * BLOCK_N + n, query_pos, 0, num_keys, False, WINDOW_LEFT, WINDOW_RIGHT)
         s = tl.where(keep, s, float("-inf"))
-    p, correction, m, l = softmax_step(s, m, l, logit_scale, MASKED, FOLDED)
+    p, correction, m, l = softmax_step(s, m, l, logit_scale, FOLDED)
     if FP8 is not None:
         factor = v_scale
         values = (as_fp8(words, FP8, CLEAN),)

@@ -169,7 +169,7 @@ def visible_keys(n, query_pos, first, num_keys,
 
 
 @triton.jit
-def softmax_step(s, m, l, scale, MASKED: tl.constexpr, FOLDED: tl.constexpr):
+def softmax_step(s, m, l, scale, FOLDED: tl.constexpr):
     """One step of the online softmax: P [M, N], what is left of the sums so far, the new m and l.
 
     FOLDED: `s` is short of the positive `scale` [M], which a multiply-add applies together with the maximum.
@@ -178,10 +178,7 @@ def softmax_step(s, m, l, scale, MASKED: tl.constexpr, FOLDED: tl.constexpr):
         m_new = tl.maximum(m, tl.max(s, 1) * scale)
     else:
         m_new = tl.maximum(m, tl.max(s, 1))
-    if MASKED:
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    else:
-        m_safe = m_new
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     if FOLDED:
         p = tl.exp2(s * scale[:, None] - m_safe[:, None])
     else:
