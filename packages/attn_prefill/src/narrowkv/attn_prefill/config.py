@@ -72,6 +72,7 @@ class PrefillConfig:
         num_splits: programs that share a tile's keys.
         fp8: the FP8 format of the matrix unit when Q is FP8, else None.
         tma: keys of the scratch come by tensor descriptor.
+        overlap: P @ V of a key tile runs during the softmax of the next one.
         options: compiler options of the attention kernel; `widen_options` of the widening one.
     """
 
@@ -82,6 +83,7 @@ class PrefillConfig:
     num_splits: int = 1
     fp8: str | None = None
     tma: bool = False
+    overlap: bool = False
     options: LaunchOptions = LaunchOptions()
     widen_options: LaunchOptions = LaunchOptions(num_warps=4, num_stages=1)
 
@@ -240,7 +242,7 @@ def _fused_config(
         )
     else:
         block_n = 32 if wide else 64
-        options = LaunchOptions(num_warps=8 if wide and block_m == 64 else 4, num_stages=2)
+        options = LaunchOptions(num_warps=8 if block_m == 64 else 4, num_stages=2)
     programs = shape.row_tiles(block_m) * shape.num_kv_heads
     splits = _splits(target, programs, 2, -(-shape.max_seq_len // block_n))
     return PrefillConfig("fused", why, block_m, block_n, splits, options=options)

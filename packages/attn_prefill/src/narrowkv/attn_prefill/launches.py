@@ -63,7 +63,7 @@ class PrefillCall:
             "RAGGED": page_table.kind == "ragged",
             "BLOCK_D": 1 << (shape.head_dim - 1).bit_length(),
         }
-        self.batch_constants = {"BLOCK_B": max(2, 1 << (shape.batch - 1).bit_length())}
+        self.batch_constants = {"NVIDIA": plan.target.vendor == "nvidia", "BLOCK_B": max(2, 1 << (shape.batch - 1).bit_length())}
         self.mask = {"WINDOW_LEFT": window_left, "WINDOW_RIGHT": window_right}
 
     def cache_arguments(self, compute: Any) -> tuple[Any, Any, dict[str, Any], int, int]:
@@ -207,12 +207,14 @@ class PrefillCall:
             },
             config.widen_options,
         )  # fmt: skip
+        for name in ("PAGE_SIZE", "RAGGED"):
+            del options[name]
         launch(
             _dense_prefill_kernel,
             self._grid(),
             (
-                queries, outputs, scratch, *self._descriptors(), self.k_descale, self.v_descale, self.table,
-                plan.schedule, self._workspace(), qk_scale, out_scale, self.soft_cap, config.num_splits,
+                queries, outputs, scratch, *self._descriptors(), self.k_descale, self.v_descale, plan.schedule,
+                self._workspace(), qk_scale, out_scale, self.soft_cap, config.num_splits,
             ),
             {
                 **options,
@@ -221,6 +223,7 @@ class PrefillCall:
                 "SPLIT_Q": k_dtype == torch.bfloat16 and plan.q_dtype == torch.float16,
                 "V_IN_UNITS": scratch.v_unit is not None,
                 "TMA": config.tma,
+                "OVERLAP": config.overlap,
                 "BLOCK_S": SCRATCH_BLOCK,
             },
             config.options,
@@ -288,6 +291,7 @@ class PrefillCall:
                 "P_SCALE": p_scale,
                 "STAGED": staged,
                 "TMA": config.tma,
+                "OVERLAP": config.overlap,
                 "BLOCK_S": SCRATCH_BLOCK,
             },
             config.options,

@@ -17,7 +17,6 @@ from narrowkv.attn_prefill.config import (
 )
 from narrowkv.attn_prefill.kernels.append import Arrivals
 from narrowkv.attn_prefill.kernels.dense import Scratch
-from narrowkv.attn_prefill.kernels.rows import Schedule
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.append import EXPONENT_RULES
 from narrowkv.quant.errors import (
@@ -71,7 +70,7 @@ class PrefillPlan:
     config: PrefillConfig
     device: torch.device
     scratch: Scratch | None = field(repr=False, default=None)
-    schedule: Schedule | None = field(repr=False, default=None)
+    schedule: torch.Tensor | None = field(repr=False, default=None)
     workspace: Workspace | None = field(repr=False, default=None)
     decode: DecodePlan | None = field(repr=False, default=None)
     exponent: str | None = None
@@ -401,10 +400,9 @@ def allocate_scratch(
     )
 
 
-def allocate_schedule(num_tiles: int, device: torch.device) -> Schedule:
-    """Memory for the order of tiles."""
-    seq, tile = torch.empty((2, max(num_tiles, 1)), dtype=torch.int32, device=device)
-    return Schedule(seq, tile)
+def allocate_schedule(num_tiles: int, device: torch.device) -> torch.Tensor:
+    """Memory for the order of tiles; see `scheduled_tile`."""
+    return torch.empty((max(num_tiles, 1), 8), dtype=torch.int32, device=device)
 
 
 def allocate_workspace(

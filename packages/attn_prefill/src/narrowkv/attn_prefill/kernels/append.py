@@ -186,9 +186,9 @@ def _prefill_append_kernel(
     COMPUTE: tl.constexpr, SPLIT_Q: tl.constexpr, FP8: tl.constexpr, CLEAN: tl.constexpr,
     P_SCALE: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr,
-    FOLDED: tl.constexpr, SPLIT: tl.constexpr, STAGED: tl.constexpr, TMA: tl.constexpr,
+    FOLDED: tl.constexpr, SPLIT: tl.constexpr, STAGED: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    BLOCK_S: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Table lengths are those before the append. `scale` is of real logits, in base 2 or natural for a soft cap;
     `k_scale` and `v_scale` are what old keys and values are short of besides their descale tensors.
@@ -242,13 +242,13 @@ def _prefill_append_kernel(
     kv_head = pid % NUM_KV_HEADS
     index = pid // NUM_KV_HEADS // num_splits
     split = pid // NUM_KV_HEADS % num_splits
-    seq, tile = tile_of(q, batch, index, GQA_RATIO, BLOCK_M, BLOCK_B)
+    seq, tile = tile_of(q, batch, index, GQA_RATIO, BLOCK_M, BLOCK_B, NVIDIA)
     if seq < 0:
         return
     unit = index * NUM_KV_HEADS + kv_head
     stride = num_tiles * NUM_KV_HEADS
-    tokens, heads, row_mask, within, q_len = rows_of(q, seq, tile, kv_head, GQA_RATIO, BLOCK_M)
-    q_start, _ = query_range(q, seq, seq >= 0)
+    q_start, q_len = query_range(q, seq, seq >= 0)
+    tokens, heads, row_mask, within = rows_of(q_start, q_len, tile, kv_head, GQA_RATIO, BLOCK_M)
     old_len = sequence_length(table, seq, seq >= 0, PAGE_SIZE, False)
     first_row = tile * BLOCK_M // GQA_RATIO
     last_row = tl.minimum(((tile + 1) * BLOCK_M - 1) // GQA_RATIO, q_len - 1)
@@ -273,11 +273,11 @@ def _prefill_append_kernel(
         pad = old_blocks * BLOCK_S - old_len
         begin = old_len + pad
         dense_tile(
-            q, (own_q,), row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace, seq, kv_head, unit,
+            q, (own_q,), row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace, tl.load(scratch.starts + seq), kv_head, unit,
             begin + within, pad, begin + q_len, begin + first_row, begin + last_row,
             logit_scale, ones, soft_cap, split, num_splits, stride,
             HEAD_DIM, KIND, False, False, K_PER_KEY, V_PER_KEY, True, True, WINDOW_LEFT, 0,
-            HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, TMA, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
+            HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, TMA, OVERLAP, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
         )  # fmt: skip
     else:
         row_base = seq * table.row

@@ -23,11 +23,12 @@ from narrowkv.attn_decode.kernels.tiles import (
     write_rows,
 )
 from narrowkv.attn_prefill.kernels.rows import (
+    key_blocks,
     key_range,
     merge_splits,
-    query_range,
     rows_of,
     schedule_tiles,
+    scheduled_tile,
     share_of,
     softmax_step,
     visible_keys,
@@ -51,16 +52,6 @@ class Scratch(NamedTuple):
     v_unit: Any
     starts: Any
     rows: Any
-
-
-@triton.jit
-def block_starts(table, batch, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_B: tl.constexpr,
-                 BLOCK_N: tl.constexpr):  # fmt: skip
-    """Blocks of each sequence and their running total, [BLOCK_B]."""
-    seqs = tl.arange(0, BLOCK_B)
-    lens = sequence_length(table, seqs, seqs < batch, PAGE_SIZE, RAGGED)
-    blocks = tl.cdiv(tl.maximum(lens, 0), BLOCK_N)
-    return blocks, tl.cumsum(blocks, 0)
 
 
 @triton.jit
@@ -180,16 +171,12 @@ def _widen_kernel(
         block = pid - num_blocks * NUM_KV_HEADS
         schedule_tiles(
             q, table, schedule, batch, num_tiles, block,
-            GQA_RATIO, PAGE_SIZE, RAGGED, CAUSAL, BLOCK_M, BLOCK_B, BLOCK_I,
+            GQA_RATIO, PAGE_SIZE, RAGGED, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_B, BLOCK_I,
         )  # fmt: skip
-        if block == 0:
-            seqs = tl.arange(0, BLOCK_B)
-            blocks, ends = block_starts(table, batch, PAGE_SIZE, RAGGED, BLOCK_B, BLOCK_N)
-            tl.store(scratch.starts + seqs, (ends - blocks) * BLOCK_N, mask=seqs < batch)
         return
     kv_head = pid % NUM_KV_HEADS
     block = pid // NUM_KV_HEADS
-    blocks, ends = block_starts(table, batch, PAGE_SIZE, RAGGED, BLOCK_B, BLOCK_N)
+    blocks, ends = key_blocks(table, batch, PAGE_SIZE, RAGGED, BLOCK_B, BLOCK_N)
     if block >= tl.sum(blocks, 0):
         return
     seqs = tl.arange(0, BLOCK_B)
@@ -224,46 +211,66 @@ def dense_keys(
     HEAD_DIM: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     SPLIT_Q: tl.constexpr, K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr,
     K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr, TMA: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Attends to the key tiles [begin, end) of a sequence's scratch, of which [full, full_end) need no mask.
 
-    `base` is the row of the sequence's first key in this head.
+    `base` is the row of the sequence's first key in this head. OVERLAP: a tile's P @ V is issued after the
+    scores of the next tile and runs during their softmax; one more round finishes the last.
     """
     d = tl.arange(0, BLOCK_D)
     v_unit = num_keys.to(tl.float32) * 0.0 + 1.0
     v_largest = v_unit * 0.0
-    for tile in range(begin, end):
+    rounds = end
+    if OVERLAP:
+        rounds = tl.where(begin < end, end + 1, end)
+        p = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
+        correction = m * 0.0 + 1.0
+    for tile in range(begin, rounds):
         row = base + tile * BLOCK_N
+        if OVERLAP:
+            row = base + tl.minimum(tile, end - 1) * BLOCK_N
+        # What is small and comes by itself is asked for first: the matrix products hide its latency.
+        scale = logit_scale
+        if K_IN_UNITS:
+            scale *= tl.load(scratch.k_unit + row // BLOCK_S)
+        if K_PER_KEY:
+            k_factor = tl.load(scratch.k_factor + row + tl.arange(0, BLOCK_N))
+        if V_IN_UNITS:
+            unit = tl.load(scratch.v_unit + row // BLOCK_S)
+        if V_PER_KEY:
+            v_factor = tl.load(scratch.v_factor + row + tl.arange(0, BLOCK_N))
         k = load_rows(scratch.k, k_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)  # [BLOCK_N, BLOCK_D]
         s = tl.dot(q, tl.trans(k))
         if SPLIT_Q:
             s = tl.dot(q_low, tl.trans(k), s)
-        scale = logit_scale
-        if K_IN_UNITS:
-            scale *= tl.load(scratch.k_unit + row // BLOCK_S)
+        if OVERLAP:
+            before = base + tl.maximum(tile - 1, begin) * BLOCK_N
+            v = load_rows(scratch.v, v_desc, before, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
+            acc = tl.dot(p.to(tl.float16), v, acc * correction[:, None])
         if not FOLDED:
             s *= scale[:, None]
             if K_PER_KEY:
-                s *= tl.load(scratch.k_factor + row + tl.arange(0, BLOCK_N))[None, :]
+                s *= k_factor[None, :]
             if HAS_SOFT_CAP:
                 s = capped_logits(s, soft_cap)
         # A branch and no second loop, whose pipeline would have to fill anew.
         if (tile < full) | (tile >= full_end):
             n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             keep = visible_keys(n, query_pos, first, num_keys, K_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT)
+            if OVERLAP:
+                keep = keep & (tile < end)
             s = tl.where(keep, s, float("-inf"))
         p, correction, m, l = softmax_step(s, m, l, scale, FOLDED)
-        v = load_rows(scratch.v, v_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
         if V_IN_UNITS:
-            unit = tl.load(scratch.v_unit + row // BLOCK_S)
             correction *= v_unit / unit
             v_unit = unit
         if V_PER_KEY:
-            factor = tl.load(scratch.v_factor + row + tl.arange(0, BLOCK_N))
-            p, correction, v_largest = weigh_values(p, correction, factor, v_largest)
-        acc = tl.dot(p.to(tl.float16), v, acc * correction[:, None])
+            p, correction, v_largest = weigh_values(p, correction, v_factor, v_largest)
+        if not OVERLAP:
+            v = load_rows(scratch.v, v_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
+            acc = tl.dot(p.to(tl.float16), v, acc * correction[:, None])
     if V_IN_UNITS:
         acc *= v_unit
     if V_PER_KEY:
@@ -273,16 +280,16 @@ def dense_keys(
 
 @triton.jit
 def dense_tile(
-    q, parts, row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace, seq, kv_head, unit,
+    q, parts, row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace, base, kv_head, unit,
     query_pos, first, num_keys, first_pos, last_pos, logit_scale, o_scale, soft_cap, split, num_splits, stride,
     HEAD_DIM: tl.constexpr, COMPUTE: tl.constexpr, SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr,
     K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr, K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr,
-    SPLIT: tl.constexpr, TMA: tl.constexpr,
+    SPLIT: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows over a sequence's scratch, written out; `parts` is Q as loaded."""
+    """One tile of rows over a sequence's scratch, written out; `parts` is Q as loaded, `base` the first row."""
     begin, end, full, full_end = key_range(
         first_pos, last_pos, first, num_keys, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N
     )
@@ -292,14 +299,14 @@ def dense_tile(
         parts, row_scale = scale_to_fp16(parts, 1)
         logit_scale *= row_scale
     high, low = split_query(parts, COMPUTE, SPLIT_Q, 1)
-    base = kv_head.to(tl.int64) * scratch.rows + tl.load(scratch.starts + seq)
+    base += kv_head.to(tl.int64) * scratch.rows
     acc, m, l = dense_keys(
         high[0], low[0], tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
         tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
         logit_scale, soft_cap, scratch, k_desc, v_desc, base, query_pos, first, num_keys,
         begin, end, full, full_end,
         HEAD_DIM, WINDOW_LEFT, WINDOW_RIGHT, SPLIT_Q, K_PER_KEY, V_PER_KEY, K_IN_UNITS, V_IN_UNITS,
-        HAS_SOFT_CAP, FOLDED, TMA, BLOCK_N, BLOCK_D, BLOCK_S,
+        HAS_SOFT_CAP, FOLDED, TMA, OVERLAP, BLOCK_N, BLOCK_D, BLOCK_S,
     )  # fmt: skip
     write = True
     if SPLIT:
@@ -315,14 +322,13 @@ def dense_tile(
 
 @triton.jit
 def _dense_prefill_kernel(
-    q, out, scratch, k_desc, v_desc, k_descale, v_descale, table, schedule, workspace,
+    q, out, scratch, k_desc, v_desc, k_descale, v_descale, schedule, workspace,
     qk_scale, out_scale, soft_cap, num_splits,
-    NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, COMPUTE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, COMPUTE: tl.constexpr,
     SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
     V_IN_UNITS: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr,
-    SPLIT: tl.constexpr, TMA: tl.constexpr,
+    SPLIT: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one KV head over the widened keys; programs run fastest over KV heads.
@@ -332,14 +338,14 @@ def _dense_prefill_kernel(
     """
     pid = tl.program_id(0)
     kv_head = pid % NUM_KV_HEADS
-    seq = tl.load(schedule.seq + pid // NUM_KV_HEADS)
+    tile = scheduled_tile(schedule, pid // NUM_KV_HEADS)
+    seq, kv_len = tile.seq, tile.kv_len
     if seq < 0:
         return
-    tile = tl.load(schedule.tile + pid // NUM_KV_HEADS)
-    tokens, heads, row_mask, within, q_len = rows_of(q, seq, tile, kv_head, GQA_RATIO, BLOCK_M)
-    kv_len = sequence_length(table, seq, seq >= 0, PAGE_SIZE, RAGGED)
-    first_pos = kv_len - q_len + tile * BLOCK_M // GQA_RATIO
-    last_pos = kv_len - q_len + tl.minimum(((tile + 1) * BLOCK_M - 1) // GQA_RATIO, q_len - 1)
+    tokens, heads, row_mask, within = rows_of(tile.q_start, tile.q_len, tile.number, kv_head, GQA_RATIO, BLOCK_M)
+    before = kv_len - tile.q_len
+    first_pos = before + tile.number * BLOCK_M // GQA_RATIO
+    last_pos = before + tl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)
     parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, HEAD_DIM, BLOCK_D, 1)
     logit_scale = tl.full([BLOCK_M], 1.0, tl.float32) * qk_scale
     o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * out_scale
@@ -348,11 +354,11 @@ def _dense_prefill_kernel(
     if V_DESCALE == "head":
         o_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
     dense_tile(
-        q, parts, row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace, seq, kv_head, pid,
-        kv_len - q_len + within, kv_len * 0, kv_len, first_pos, last_pos, logit_scale, o_scale, soft_cap,
+        q, parts, row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace, tile.base, kv_head, pid,
+        before + within, kv_len * 0, kv_len, first_pos, last_pos, logit_scale, o_scale, soft_cap,
         tl.program_id(2), num_splits, tl.num_programs(0),
         HEAD_DIM, COMPUTE, SCALE_Q, SPLIT_Q,
         K_DESCALE != "scalar" and K_DESCALE != "head", V_DESCALE != "scalar" and V_DESCALE != "head",
         False, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, TMA,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
+        OVERLAP, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
     )  # fmt: skip
