@@ -197,18 +197,30 @@ def _choose_kernel(
     if not scratch_fits:
         return "fused", "scratch for widened keys would exceed the limit; max_kv_tokens tightens the bound"
     routes = [widen_route(target, name, negative_zero_free=negative_zero_free) for name in formats]
-    least = 2 if BITS in routes else 4 if target.is_amd else 8
-    if target.name == "cpu":
-        least = 2
+    # H200, 16 new over 4k, 3 tiles: dense 31 us, fused 37 us; over 32k 126 and 125 us.
+    least = 4 if target.is_amd and BITS not in routes else 2
     if tiles >= least:
         return "dense", f"each key tile serves {tiles} tiles of rows, so it is widened once beforehand"
     return "fused", f"each key tile serves {tiles} tiles of rows only, so it is widened in the loop"
 
 
-def _splits(target: Target, programs: int, per_unit: int, key_tiles: int) -> int:
-    """Programs to share a tile's keys, so that the chip is filled; each keeps at least four key tiles."""
+def _splits(target: Target, programs: int, key_tiles: int) -> int:
+    """Programs that share a tile's keys: how many finish first.
+
+    In units of a key tile's time, a program's start and its partial result cost 8, and whoever merges 1.5 for
+    each. H200, 96/8 heads: 16 new over 4k at 1, 5, 11 splits 59, 31, 36 us; 128 over 32k at 1, 4, 11 splits
+    540, 469, 501 us; 128 over 4k at 1 and 4 splits 82 and 85 us.
+    """
     units = target.figures.units if target.figures is not None else 2
-    return max(1, min(units * per_unit // max(programs, 1), key_tiles // 4, 32))
+    slots = 2 * units  # by shared memory on sm90, by registers on CDNA
+
+    def cost(splits: int) -> float:
+        waves = -(-programs * splits // slots)
+        if splits == 1:
+            return waves * (key_tiles + 2.0)
+        return waves * (key_tiles / splits + 8) + 1.5 * splits
+
+    return min(range(1, max(1, min(key_tiles // 4, 32)) + 1), key=cost)
 
 
 def _dense_config(
@@ -221,12 +233,17 @@ def _dense_config(
             num_warps=4, num_stages=1, waves_per_eu=None if wide else 2, matrix_instr_nonkdim=16
         )
     else:
+        # H200, 1k new over 4k, 96/8 heads: 64 x 64 at 4 warps and 3 stages 462 us, 2 stages 510, 64 x 32 509,
+        # 128 x 64 at 8 warps 529, 64 x 128 632; by pointers and not descriptors 481.
         block_n = 32 if wide else 64
-        options = LaunchOptions(num_warps=4 if block_m == 64 and not wide else 8 if wide else 4, num_stages=3)
+        options = LaunchOptions(num_warps=8 if wide else 4, num_stages=3)
     programs = shape.row_tiles(block_m) * shape.num_kv_heads
-    splits = _splits(target, programs, 2, -(-shape.max_seq_len // block_n))
+    splits = _splits(target, programs, -(-shape.max_seq_len // block_n))
+    # The extra round costs a tile. H200, base and overlapped: 1k over 0 78 and 86 us, 1k over 4k 444 and 443,
+    # 128 over 32k in 4 splits 469 and 439.
+    overlap = target.is_nvidia and not wide and shape.max_seq_len >= 4096
     return PrefillConfig(
-        "dense", why, block_m, block_n, splits, tma=target.name == "sm90", options=options,
+        "dense", why, block_m, block_n, splits, tma=target.name == "sm90", overlap=overlap, options=options,
         widen_options=LaunchOptions(num_warps=4, num_stages=1),
     )  # fmt: skip
 
@@ -242,9 +259,9 @@ def _fused_config(
         )
     else:
         block_n = 32 if wide else 64
-        options = LaunchOptions(num_warps=8 if block_m == 64 else 4, num_stages=2)
+        options = LaunchOptions(num_warps=8 if wide and block_m == 64 else 4, num_stages=2)
     programs = shape.row_tiles(block_m) * shape.num_kv_heads
-    splits = _splits(target, programs, 2, -(-shape.max_seq_len // block_n))
+    splits = _splits(target, programs, -(-shape.max_seq_len // block_n))
     return PrefillConfig("fused", why, block_m, block_n, splits, options=options)
 
 

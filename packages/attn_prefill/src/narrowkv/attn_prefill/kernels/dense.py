@@ -226,7 +226,7 @@ def dense_keys(
     if OVERLAP:
         rounds = tl.where(begin < end, end + 1, end)
         p = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
-        correction = m * 0.0 + 1.0
+        correction = l * 0.0 + 1.0
     for tile in range(begin, rounds):
         row = base + tile * BLOCK_N
         if OVERLAP:
