@@ -48,19 +48,19 @@ def batch_prefill(
     """Attention of ragged queries over a paged KV cache, which already holds their own keys and values.
 
     Args:
-        q: `[tokens, num_qo_heads, head_dim]`, all sequences' query tokens one after the other, last dimension
-            contiguous. bf16 or fp16 over any cache, with no quantisation of Q; or FP8 over a cache of the same
-            FP8 format, which runs on FP8 matrix units.
+        q: `[tokens, num_qo_heads, head_dim]`, all sequences' query tokens one after the other, last
+            dimension contiguous. bf16 or fp16 over any cache, with no quantisation of Q; or FP8 over a cache
+            of the same FP8 format, which runs on FP8 matrix units.
         cache: keys and values; any layout, page size and format.
         page_table: which pages each sequence occupies, and its length with the new tokens in it.
-        cu_seqlens_q: `[batch + 1]` int32, where each sequence's query tokens begin. Row i of a sequence stands
-            at position `seq_len - q_len + i`: the mask is aligned bottom-right, and rows before the first key
-            attend to nothing.
+        cu_seqlens_q: `[batch + 1]` int32, where each sequence's query tokens begin. Row i of a sequence
+            stands at position `seq_len - q_len + i`: the mask is aligned bottom-right, and rows before the
+            first key attend to nothing.
         causal: a row attends to keys up to its own position.
         sm_scale: softmax scale; default `head_dim ** -0.5`.
         q_descale: FP8 queries: a float or an fp32 tensor `[1]`.
-        out: where to write, `[tokens, num_qo_heads, head_dim]`, or the dtype of a new output; default q's, and
-            bf16 for FP8 queries.
+        out: where to write, `[tokens, num_qo_heads, head_dim]`, or the dtype of a new output; default q's,
+            and bf16 for FP8 queries.
         logits_soft_cap: `c * tanh(logits / c)` when positive.
         window_left, window_right: how many keys before and after itself a row attends to; -1 for all.
             `causal` is the same as `window_right=0`.
@@ -190,7 +190,7 @@ def prefill_append(
     else:
         check_plan(plan, shape, q, cache, target, maker="plan_append")
         if fp8_compute != (plan.config.fp8 is not None):
-            raise ValueError(f"plan must be made with fp8_compute={fp8_compute}, got another: call plan_append")
+            raise ValueError(f"plan must be made with fp8_compute={fp8_compute}: call plan_append again")
     scale = q.shape[2] ** -0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
     soft_cap = check_soft_cap(logits_soft_cap)
     check_window("window_left", window_left)

@@ -59,9 +59,7 @@ def fold_q_descale(
     return (scale, q_descale) if isinstance(q_descale, torch.Tensor) else (scale * q_descale, None)
 
 
-def output_for(
-    q: torch.Tensor, out: torch.Tensor | torch.dtype | None, cache: PagedKVCache
-) -> torch.Tensor:
+def output_for(q: torch.Tensor, out: torch.Tensor | torch.dtype | None, cache: PagedKVCache) -> torch.Tensor:
     """The output tensor: the caller's, or a new one."""
     if isinstance(out, torch.Tensor):
         return output_tensor(q, out, None, cache)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from narrowkv.attn_decode.config import widen_route
 from narrowkv.quant.device import BITS, FNUZ_ALIAS, NATIVE
@@ -73,7 +73,7 @@ class PrefillConfig:
         fp8: the FP8 format of the matrix unit when Q is FP8, else None.
         tma: keys of the scratch come by tensor descriptor.
         overlap: P @ V of a key tile runs during the softmax of the next one.
-        options: compiler options of the attention kernel; `widen_options` of the widening one.
+        options: compiler options of the attention kernel.
     """
 
     kernel: str
@@ -84,8 +84,7 @@ class PrefillConfig:
     fp8: str | None = None
     tma: bool = False
     overlap: bool = False
-    options: LaunchOptions = LaunchOptions()
-    widen_options: LaunchOptions = LaunchOptions(num_warps=4, num_stages=1)
+    options: LaunchOptions = field(default_factory=LaunchOptions)
 
 
 def fp8_unit(target: Target, format_name: str) -> str:
@@ -223,9 +222,7 @@ def _splits(target: Target, programs: int, key_tiles: int) -> int:
     return min(range(1, max(1, min(key_tiles // 4, 32)) + 1), key=cost)
 
 
-def _dense_config(
-    target: Target, shape: PrefillShape, block_m: int, why: str, wide: bool
-) -> PrefillConfig:
+def _dense_config(target: Target, shape: PrefillShape, block_m: int, why: str, wide: bool) -> PrefillConfig:
     if target.is_amd:
         # 64 keys a tile spill at two waves a SIMD.
         block_n = 16 if wide else 32
@@ -244,13 +241,10 @@ def _dense_config(
     overlap = target.is_nvidia and not wide and shape.max_seq_len >= 4096
     return PrefillConfig(
         "dense", why, block_m, block_n, splits, tma=target.name == "sm90", overlap=overlap, options=options,
-        widen_options=LaunchOptions(num_warps=4, num_stages=1),
     )  # fmt: skip
 
 
-def _fused_config(
-    target: Target, shape: PrefillShape, block_m: int, why: str, wide: bool
-) -> PrefillConfig:
+def _fused_config(target: Target, shape: PrefillShape, block_m: int, why: str, wide: bool) -> PrefillConfig:
     if target.is_amd:
         block_n = 16 if wide else 32
         warps = 1 if block_m == 16 else 2 if block_m == 32 else 4
@@ -281,9 +275,7 @@ def _fp8_config(
     base = _fused_config(target, shape, block_m, "FP8 matrix units take the cache as it is", wide)
     # The FP8 matrix instructions sum over 32 elements (gfx942, sm90) or 128 (gfx950).
     block_n = 64 if not wide else 32
-    return PrefillConfig(
-        "fused", base.why, block_m, block_n, base.num_splits, fp8=unit, options=base.options
-    )
+    return PrefillConfig("fused", base.why, block_m, block_n, base.num_splits, fp8=unit, options=base.options)
 
 
 def choose_append_config(

@@ -26,7 +26,7 @@ from narrowkv.paged_cache.append import (
     storage_constants,
 )
 from narrowkv.quant.device import widening_exponent
-from narrowkv.quant.launch import launch
+from narrowkv.quant.launch import LaunchOptions, launch
 
 _LOG2E = math.log2(math.e)
 _TRITON_16_BIT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -63,11 +63,14 @@ class PrefillCall:
             "RAGGED": page_table.kind == "ragged",
             "BLOCK_D": 1 << (shape.head_dim - 1).bit_length(),
         }
-        self.batch_constants = {"NVIDIA": plan.target.vendor == "nvidia", "BLOCK_B": max(2, 1 << (shape.batch - 1).bit_length())}
+        self.batch_constants = {
+            "NVIDIA": plan.target.vendor == "nvidia",
+            "BLOCK_B": max(2, 1 << (shape.batch - 1).bit_length()),
+        }
         self.mask = {"WINDOW_LEFT": window_left, "WINDOW_RIGHT": window_right}
 
     def cache_arguments(self, compute: Any) -> tuple[Any, Any, dict[str, Any], int, int]:
-        """K and V pointers, the constants that describe them, and the powers of two that widening leaves out."""
+        """K and V pointers, constants that describe them, and the powers of two that widening leaves out."""
         cache, target = self.cache, self.plan.target
         formats = cache.format.k, cache.format.v
         half = compute == tl.float16
@@ -205,7 +208,7 @@ class PrefillCall:
                 "BLOCK_B": block_b,
                 "BLOCK_I": block_i,
             },
-            config.widen_options,
+            LaunchOptions(num_warps=4, num_stages=1),
         )  # fmt: skip
         for name in ("PAGE_SIZE", "RAGGED"):
             del options[name]
@@ -213,8 +216,8 @@ class PrefillCall:
             _dense_prefill_kernel,
             self._grid(),
             (
-                queries, outputs, scratch, *self._descriptors(), self.k_descale, self.v_descale, plan.schedule,
-                self._workspace(), qk_scale, out_scale, self.soft_cap, config.num_splits,
+                queries, outputs, scratch, *self._descriptors(), self.k_descale, self.v_descale,
+                plan.schedule, self._workspace(), qk_scale, out_scale, self.soft_cap, config.num_splits,
             ),
             {
                 **options,
@@ -262,7 +265,8 @@ class PrefillCall:
         k_store, v_store, k_store_descale, v_store_descale = cache_pointers(cache)
         num_blocks = append_blocks(plan.shape, staged=staged)
         num_tiles = plan.shape.row_tiles(config.block_m)
-        options = self.options(queries, outputs, self.soft_cap == 0 and self.scale > 0 and not per_key(cache)[0])
+        folded = self.soft_cap == 0 and self.scale > 0 and not per_key(cache)[0]
+        options = self.options(queries, outputs, folded)
         for name in ("RAGGED", "WINDOW_RIGHT"):
             del options[name]
         launch(
@@ -271,10 +275,11 @@ class PrefillCall:
             (
                 queries, outputs, new_tokens(k_new), new_tokens(v_new), rope_pointers(rope),
                 NewCache(
-                    k_store, v_store, k_store_descale, v_store_descale, page_table.page_ids.shape[1], cache.num_pages
+                    k_store, v_store, k_store_descale, v_store_descale,
+                    page_table.page_ids.shape[1], cache.num_pages,
                 ),
-                k, v, self.k_descale, self.v_descale, self.table, plan.scratch, *self._descriptors(), plan.arrivals,
-                self._workspace(), self.scale * (1.0 if self.soft_cap > 0 else _LOG2E),
+                k, v, self.k_descale, self.v_descale, self.table, plan.scratch, *self._descriptors(),
+                plan.arrivals, self._workspace(), self.scale * (1.0 if self.soft_cap > 0 else _LOG2E),
                 self.k_factor * 2.0**k_power, self.v_factor * 2.0**v_power / p_scale, self.soft_cap,
                 plan.shape.batch, num_blocks, num_tiles, config.num_splits,
             ),
@@ -285,6 +290,7 @@ class PrefillCall:
                 **rope_constants(rope),
                 **self.batch_constants,
                 "COMPUTE": compute,
+                "SCALE_Q": half and plan.q_dtype == torch.bfloat16,
                 "SPLIT_Q": not half and plan.q_dtype == torch.float16,
                 "FP8": None if config.fp8 is None else getattr(tl, triton_fp8(config.fp8)),
                 "CLEAN": cache.negative_zero_free,

@@ -203,9 +203,7 @@ def plan_prefill(
         >>> plan = plan_prefill(q, cache, table, cu_seqlens_q, max_q_len=512)      # doctest: +SKIP
         >>> o = batch_prefill(q, cache, table, cu_seqlens_q, plan=plan)            # doctest: +SKIP
     """
-    shape = bounded(
-        prefill_shape(q, cache, page_table, cu_seqlens_q), max_q_len, max_seq_len, max_kv_tokens
-    )
+    shape = bounded(prefill_shape(q, cache, page_table, cu_seqlens_q), max_q_len, max_seq_len, max_kv_tokens)
     if validate:
         check_starts(cu_seqlens_q, shape.num_tokens)
         page_table.check_values(cache.num_pages)
@@ -240,9 +238,7 @@ def plan_prefill(
     if config.kernel == "dense":
         plan = replace(
             plan,
-            scratch=allocate_scratch(
-                shape, shape.scratch_rows, q.dtype, cache, q.device, in_units=False
-            ),
+            scratch=allocate_scratch(shape, shape.scratch_rows, q.dtype, cache, q.device, in_units=False),
             schedule=allocate_schedule(shape.row_tiles(config.block_m), q.device),
         )
     return replace(plan, workspace=allocate_workspace(shape, config, q.device))
@@ -353,7 +349,7 @@ def check_room(page_table: PageTable, cu_seqlens_q: torch.Tensor, num_pages: int
 
 
 def append_blocks(shape: PrefillShape, *, staged: bool) -> int:
-    """A bound of the blocks that producers of an append take in one head: new ones, and old ones if staged."""
+    """A bound of the blocks that producers of an append take in one head: new ones, old ones if staged."""
     new = min(
         shape.num_tokens // SCRATCH_BLOCK + shape.batch, shape.batch * -(-shape.max_q_len // SCRATCH_BLOCK)
     )
@@ -405,9 +401,7 @@ def allocate_schedule(num_tiles: int, device: torch.device) -> torch.Tensor:
     return torch.empty((max(num_tiles, 1), 8), dtype=torch.int32, device=device)
 
 
-def allocate_workspace(
-    shape: PrefillShape, config: PrefillConfig, device: torch.device
-) -> Workspace | None:
+def allocate_workspace(shape: PrefillShape, config: PrefillConfig, device: torch.device) -> Workspace | None:
     """Memory for the partial results of splits."""
     if config.num_splits == 1:
         return None

@@ -71,9 +71,7 @@ class AppendWorkload(PrefillWorkload):
 
     def build_append(
         self, device: torch.device | str = "cpu", seed: int = 0
-    ) -> tuple[
-        torch.Tensor, torch.Tensor, torch.Tensor, PagedKVCache, PageTable, torch.Tensor, Rope | None
-    ]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedKVCache, PageTable, torch.Tensor, Rope | None]:
         """q, k_new, v_new, cache, page table, cu_seqlens_q and the rotary embedding.
 
         Pages are shuffled, every byte of the cache that is not an old token's is NaN.
@@ -85,9 +83,7 @@ class AppendWorkload(PrefillWorkload):
         poison_from(cache, table, full)
         random = torch.Generator().manual_seed(seed)
         shape = (q.shape[0], self.num_kv_heads, self.head_dim)
-        k_new, v_new = (
-            torch.randn(shape, generator=random).to(self.q_dtype).to(device) for _ in range(2)
-        )
+        k_new, v_new = (torch.randn(shape, generator=random).to(self.q_dtype).to(device) for _ in range(2))
         rope = None
         if self.rope is not None:
             angle = torch.rand(max(full) + 1, self.rotary_dim // 2, generator=random) * 6

@@ -178,8 +178,9 @@ def _append_kernel(
     tokens = token + tl.zeros([1], tl.int64)
     d = tl.arange(0, BLOCK_D)
     x = load_rotated(
-        k_new.ptr, tokens * k_new.token + head * k_new.head, rope, tokens, one, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED
-    )
+        k_new.ptr, tokens * k_new.token + head * k_new.head, rope, tokens, one, d,
+        HEAD_DIM, ROTARY_DIM, INTERLEAVED,
+    )  # fmt: skip
     if HAS_OFFSET:
         x -= tl.load(k_offset_ptr + head * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)[None, :]
     at = tokens * v_new.token + head * v_new.head

@@ -1,4 +1,4 @@
-"""Prefill that appends: a chunk attends to the cache and to itself, and is quantised into the cache, in one launch.
+"""Prefill that appends: a chunk attends to the cache and to itself and is quantised into it, in one launch.
 
 Programs play two parts. The first ones produce: each takes a block of 64 keys of one head, quantises and
 scatters the new ones, and, where keys are staged, leaves the block widened in scratch (new keys unquantised).
@@ -56,7 +56,7 @@ class NewCache(NamedTuple):
 
 
 class Arrivals(NamedTuple):
-    """Per (sequence, head): blocks that are in scratch, programs that have done waiting; zero between launches."""
+    """Per (sequence, head): blocks in scratch, programs that have done waiting; zero between launches."""
 
     ready: Any
     left: Any
@@ -134,10 +134,15 @@ def produce_new(
 
 @triton.jit
 def order_proxies(value, NVIDIA: tl.constexpr):
-    """Orders ordinary accesses before and after with those of the bulk copy engine, which loads by descriptor."""
+    """Orders ordinary accesses with those of the bulk copy engine, which loads by descriptor."""
     if NVIDIA:
         value = tl.inline_asm_elementwise(
-            "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
+            "fence.proxy.async.global; mov.b32 $0, $1;",
+            "=r,r",
+            [value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
     return value
 
@@ -183,15 +188,17 @@ def _prefill_append_kernel(
     K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
     K_MAX: tl.constexpr, V_MAX: tl.constexpr, K_SCALING: tl.constexpr, V_SCALING: tl.constexpr,
     K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, RULE: tl.constexpr,
-    COMPUTE: tl.constexpr, SPLIT_Q: tl.constexpr, FP8: tl.constexpr, CLEAN: tl.constexpr,
-    P_SCALE: tl.constexpr,
+    COMPUTE: tl.constexpr, SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr, FP8: tl.constexpr,
+    CLEAN: tl.constexpr, P_SCALE: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr,
     FOLDED: tl.constexpr, SPLIT: tl.constexpr, STAGED: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_S: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """Table lengths are those before the append. `scale` is of real logits, in base 2 or natural for a soft cap;
-    `k_scale` and `v_scale` are what old keys and values are short of besides their descale tensors.
+    """Programs of a launch of `prefill_append`; the table's lengths are those before it.
+
+    `scale` is of real logits, in base 2 or natural for a soft cap; `k_scale` and `v_scale` are what old keys
+    and values are short of besides their descale tensors.
     """
     KIND: tl.constexpr = k_new.ptr.dtype.element_ty
     K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
@@ -273,11 +280,13 @@ def _prefill_append_kernel(
         pad = old_blocks * BLOCK_S - old_len
         begin = old_len + pad
         dense_tile(
-            q, (own_q,), row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace, tl.load(scratch.starts + seq), kv_head, unit,
+            q, (own_q,), row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace,
+            tl.load(scratch.starts + seq), kv_head, unit,
             begin + within, pad, begin + q_len, begin + first_row, begin + last_row,
             logit_scale, ones, soft_cap, split, num_splits, stride,
             HEAD_DIM, KIND, False, False, K_PER_KEY, V_PER_KEY, True, True, WINDOW_LEFT, 0,
-            HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, TMA, OVERLAP, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
+            HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, TMA, OVERLAP,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
         )  # fmt: skip
     else:
         row_base = seq * table.row
@@ -312,7 +321,7 @@ def _prefill_append_kernel(
                 c = tl.arange(0, BLOCK_D // K_PARTS) * K_PARTS + i
                 part = load_rotated(q.ptr, at, rope, tokens, row_mask, c, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
                 parts = parts + (part.to(KIND),)
-            if COMPUTE == tl.float16 and KIND == tl.bfloat16:
+            if SCALE_Q:
                 parts, row_scale = scale_to_fp16(parts, K_PARTS)
                 old_scale *= row_scale
             high, low = split_query(parts, COMPUTE, SPLIT_Q, K_PARTS)
@@ -330,7 +339,8 @@ def _prefill_append_kernel(
             joined *= v_unit
         joined, m, l = own_keys(
             own_q, joined, m, l, scale, soft_cap, k_new, v_new, rope, kv_head, q_start, q_len, within,
-            own_begin, own_end, HEAD_DIM, ROTARY_DIM, INTERLEAVED, WINDOW_LEFT, HAS_SOFT_CAP, BLOCK_N, BLOCK_D,
+            own_begin, own_end, HEAD_DIM, ROTARY_DIM, INTERLEAVED, WINDOW_LEFT, HAS_SOFT_CAP,
+            BLOCK_N, BLOCK_D,
         )  # fmt: skip
         write = True
         if SPLIT:

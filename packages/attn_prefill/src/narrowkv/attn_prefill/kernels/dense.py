@@ -281,7 +281,8 @@ def dense_keys(
 @triton.jit
 def dense_tile(
     q, parts, row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace, base, kv_head, unit,
-    query_pos, first, num_keys, first_pos, last_pos, logit_scale, o_scale, soft_cap, split, num_splits, stride,
+    query_pos, first, num_keys, first_pos, last_pos, logit_scale, o_scale, soft_cap, split, num_splits,
+    stride,
     HEAD_DIM: tl.constexpr, COMPUTE: tl.constexpr, SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr,
     K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr, K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
@@ -289,7 +290,7 @@ def dense_tile(
     SPLIT: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows over a sequence's scratch, written out; `parts` is Q as loaded, `base` the first row."""
+    """One tile of rows over a sequence's scratch from row `base` on, written out; `parts` is Q as loaded."""
     begin, end, full, full_end = key_range(
         first_pos, last_pos, first, num_keys, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N
     )
@@ -342,7 +343,9 @@ def _dense_prefill_kernel(
     seq, kv_len = tile.seq, tile.kv_len
     if seq < 0:
         return
-    tokens, heads, row_mask, within = rows_of(tile.q_start, tile.q_len, tile.number, kv_head, GQA_RATIO, BLOCK_M)
+    tokens, heads, row_mask, within = rows_of(
+        tile.q_start, tile.q_len, tile.number, kv_head, GQA_RATIO, BLOCK_M
+    )
     before = kv_len - tile.q_len
     first_pos = before + tile.number * BLOCK_M // GQA_RATIO
     last_pos = before + tl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)

@@ -282,8 +282,9 @@ def _fused_prefill_kernel(
         acc *= v_unit
     if SPLIT:
         last_one, acc, m, l = merge_splits(
-            workspace, acc, m, l, pid, tl.program_id(2), num_splits, tl.num_programs(0), row_mask, BLOCK_M, BLOCK_D
-        )
+            workspace, acc, m, l, pid, tl.program_id(2), num_splits, tl.num_programs(0), row_mask,
+            BLOCK_M, BLOCK_D,
+        )  # fmt: skip
         if not last_one:
             return
     write_rows(

@@ -58,8 +58,8 @@ def query_range(q, seq, mask):
 def uniform(x, NVIDIA: tl.constexpr):
     """A number that every lane has, made known to be so: the compiler sees a reduction as lanes' own values.
 
-    What branches and addresses come of it stay in scalar registers then (NVIDIA: 66 of 587 instructions of the
-    staged loop are saved).
+    What branches and addresses come of it stay in scalar registers then (of 587 instructions of a staged
+    append's loop 66 go).
     """
     if NVIDIA:
         x = tl.inline_asm_elementwise(
@@ -71,7 +71,7 @@ def uniform(x, NVIDIA: tl.constexpr):
 @triton.jit
 def tile_of(q, batch, index, GQA_RATIO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr,
             NVIDIA: tl.constexpr):  # fmt: skip
-    """Sequence and tile that program `index` takes, last tiles first (causal ones are longest); seq -1: none."""
+    """Sequence and tile that program `index` takes, last tiles first (they are longest); seq -1: none."""
     seqs = tl.arange(0, BLOCK_B)
     _, q_len = query_range(q, seqs, seqs < batch)
     tiles = tl.cdiv(q_len * GQA_RATIO, BLOCK_M)
@@ -152,7 +152,7 @@ def key_blocks(table, batch, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOC
 
 @triton.jit
 def rows_of(q_start, q_len, number, kv_head, GQA_RATIO: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Rows of tile `number` of a sequence: token (int64), head and mask [BLOCK_M]; the token's index there."""
+    """Rows of tile `number` of a sequence: token (int64), head, mask and index in the sequence [BLOCK_M]."""
     rows = number * BLOCK_M + tl.arange(0, BLOCK_M)
     within = rows // GQA_RATIO
     heads = kv_head * GQA_RATIO + rows % GQA_RATIO
@@ -261,9 +261,7 @@ def merge_splits(workspace, acc, m, l, unit, split, num_splits, stride, row_mask
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for i in range(num_splits):
             slot = (unit + i * stride).to(tl.int64)
-            weight = tl.exp2(
-                tl.load(workspace.ml + slot * (2 * BLOCK_M) + r, cache_modifier=".cg") - m_safe
-            )
+            weight = tl.exp2(tl.load(workspace.ml + slot * (2 * BLOCK_M) + r, cache_modifier=".cg") - m_safe)
             l += tl.load(workspace.ml + slot * (2 * BLOCK_M) + BLOCK_M + r, cache_modifier=".cg") * weight
             part = slot * (BLOCK_M * BLOCK_D) + r[:, None] * BLOCK_D + d[None, :]
             acc_i = tl.load(workspace.acc + part, mask=row_mask[:, None], other=0.0, cache_modifier=".cg")

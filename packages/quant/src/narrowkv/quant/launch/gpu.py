@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import triton
-
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from narrowkv.quant.launch.options import LaunchOptions
