@@ -158,8 +158,8 @@ def prefill_append(
         cu_seqlens_q: `[batch + 1]` int32, where each sequence's new tokens begin.
         rope: rotary embedding of q and k_new, by each new token's position. Rotated queries and keys are
             rounded to q's dtype for attention; the cache gets the keys before that rounding.
-        fp8_compute: multiply queries and old tokens on FP8 matrix units; queries are quantised row by row
-            (FP8 caches only).
+        fp8_compute: multiply queries and old tokens on FP8 matrix units, queries as two FP8 terms (FP8
+            caches only).
         sm_scale: softmax scale; default `head_dim ** -0.5`.
         logits_soft_cap: `c * tanh(logits / c)` when positive.
         window_left: a row attends to at most this many keys before itself; -1 for all.

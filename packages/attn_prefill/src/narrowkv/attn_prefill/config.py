@@ -69,6 +69,7 @@ class PrefillConfig:
             "staged" (as dense, in one launch) or "paged" (as fused).
         why: the reason, for people.
         block_m, block_n: rows and keys of a tile.
+        own_n: of an append that is not staged: keys of the chunk itself that are taken at a time.
         num_splits: programs that share a tile's keys.
         fp8: the FP8 format of the matrix unit when Q is FP8, else None.
         tma: keys of the scratch come by tensor descriptor.
@@ -80,6 +81,7 @@ class PrefillConfig:
     why: str
     block_m: int = 16
     block_n: int = 16
+    own_n: int = 16
     num_splits: int = 1
     fp8: str | None = None
     tma: bool = False
@@ -240,7 +242,7 @@ def _dense_config(target: Target, shape: PrefillShape, block_m: int, why: str, w
     # 128 over 32k in 4 splits 469 and 439.
     overlap = target.is_nvidia and not wide and shape.max_seq_len >= 4096
     return PrefillConfig(
-        "dense", why, block_m, block_n, splits, tma=target.name == "sm90", overlap=overlap, options=options,
+        "dense", why, block_m, block_n, num_splits=splits, tma=target.name == "sm90", overlap=overlap, options=options,
     )  # fmt: skip
 
 
@@ -256,7 +258,7 @@ def _fused_config(target: Target, shape: PrefillShape, block_m: int, why: str, w
         options = LaunchOptions(num_warps=8 if wide and block_m == 64 else 4, num_stages=2)
     programs = shape.row_tiles(block_m) * shape.num_kv_heads
     splits = _splits(target, programs, -(-shape.max_seq_len // block_n))
-    return PrefillConfig("fused", why, block_m, block_n, splits, options=options)
+    return PrefillConfig("fused", why, block_m, block_n, num_splits=splits, options=options)
 
 
 def _fp8_config(
@@ -273,9 +275,8 @@ def _fp8_config(
     wide = shape.head_dim > 128
     block_m = max(block_m_for(shape), 32) if target.is_amd else block_m_for(shape)
     base = _fused_config(target, shape, block_m, "FP8 matrix units take the cache as it is", wide)
-    # The FP8 matrix instructions sum over 32 elements (gfx942, sm90) or 128 (gfx950).
-    block_n = 64 if not wide else 32
-    return PrefillConfig("fused", base.why, block_m, block_n, base.num_splits, fp8=unit, options=base.options)
+    # The FP8 matrix instructions sum over 32 keys and more; 64 spill on CDNA.
+    return replace(base, block_n=32, fp8=unit)
 
 
 def choose_append_config(
@@ -318,7 +319,8 @@ def choose_append_config(
         unit = fp8_unit(target, formats[0])
         block_m = block_m_for(shape)
         base = _fused_config(target, shape, block_m, "FP8 matrix units take the old tokens as they are", wide)
-        return replace(base, kernel="paged", fp8=unit)
+        options = replace(base.options, num_warps=8) if target.is_amd else base.options  # 4 spill
+        return replace(base, kernel="paged", block_n=32, fp8=unit, options=options)
     block_m = block_m_for(shape)
     tiles = -(-shape.num_tokens * shape.gqa_ratio // (block_m * max(shape.batch, 1)))
     exact = formats[0] not in ("bf16", "fp16") or formats[0] == q_format
@@ -340,4 +342,5 @@ def choose_append_config(
         base = _dense_config(target, shape, block_m, why, wide)
         return replace(base, kernel="staged")
     base = _fused_config(target, shape, block_m, "old tokens are widened in the loop", wide)
-    return replace(base, kernel="paged")
+    # Two loops share the registers: 32 keys spill on gfx942.
+    return replace(base, kernel="paged", block_n=16 if target.is_amd else base.block_n)

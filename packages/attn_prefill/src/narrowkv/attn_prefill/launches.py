@@ -291,7 +291,7 @@ class PrefillCall:
                 **self.batch_constants,
                 "COMPUTE": compute,
                 "SCALE_Q": half and plan.q_dtype == torch.bfloat16,
-                "SPLIT_Q": not half and plan.q_dtype == torch.float16,
+                "SPLIT_Q": config.fp8 is not None or (not half and plan.q_dtype == torch.float16),
                 "FP8": None if config.fp8 is None else getattr(tl, triton_fp8(config.fp8)),
                 "CLEAN": cache.negative_zero_free,
                 "P_SCALE": p_scale,
@@ -299,6 +299,7 @@ class PrefillCall:
                 "TMA": config.tma,
                 "OVERLAP": config.overlap,
                 "BLOCK_S": SCRATCH_BLOCK,
+                "OWN_N": config.own_n,
             },
             config.options,
         )  # fmt: skip

@@ -25,8 +25,8 @@ class PrefillWorkload:
         ragged: FlashInfer-style metadata instead of a block table.
     """
 
-    q_lens: tuple[int, ...] = (9, 1, 30)
-    lens: tuple[int, ...] = (70, 5, 130)
+    q_lens: tuple[int, ...] = (5, 1, 25)
+    lens: tuple[int, ...] = (20, 5, 70)
     num_kv_heads: int = 2
     gqa_ratio: int = 3
     head_dim: int = 64

@@ -29,7 +29,7 @@ from narrowkv.attn_prefill.kernels.dense import (
     widen_block,
     without_nonfinite,
 )
-from narrowkv.attn_prefill.kernels.fused import paged_keys, quantised_rows
+from narrowkv.attn_prefill.kernels.fused import paged_keys, split_rows_fp8
 from narrowkv.attn_prefill.kernels.rows import (
     key_range,
     merge_splits,
@@ -193,12 +193,13 @@ def _prefill_append_kernel(
     WINDOW_LEFT: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr,
     FOLDED: tl.constexpr, SPLIT: tl.constexpr, STAGED: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_S: tl.constexpr, NVIDIA: tl.constexpr,
+    BLOCK_S: tl.constexpr, OWN_N: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Programs of a launch of `prefill_append`; the table's lengths are those before it.
 
     `scale` is of real logits, in base 2 or natural for a soft cap; `k_scale` and `v_scale` are what old keys
-    and values are short of besides their descale tensors.
+    and values are short of besides their descale tensors. OWN_N: keys of the chunk itself that are taken at
+    a time, where they are not staged.
     """
     KIND: tl.constexpr = k_new.ptr.dtype.element_ty
     K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
@@ -298,8 +299,8 @@ def _prefill_append_kernel(
             first = tl.minimum(tl.maximum(old_len + first_row - WINDOW_LEFT, 0), last)
         own_begin = first_row * 0
         if WINDOW_LEFT >= 0:
-            own_begin = tl.maximum(first_row - WINDOW_LEFT, 0) // BLOCK_N
-        own_end = last_row // BLOCK_N + 1
+            own_begin = tl.maximum(first_row - WINDOW_LEFT, 0) // OWN_N
+        own_end = last_row // OWN_N + 1
         if SPLIT:
             begin, end, full, full_end = share_of(begin, end, full, full_end, split, num_splits)
             # One of them takes the chunk's own keys.
@@ -311,10 +312,9 @@ def _prefill_append_kernel(
         if V_DESCALE == "head":
             o_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
         if FP8 is not None:
-            high, row_scale = quantised_rows(own_q, FP8, P_SCALE)
+            high, low, row_scale = split_rows_fp8(own_q, FP8, P_SCALE)
             old_scale *= row_scale
-            high = (high,)
-            low = high
+            high, low = (high,), (low,)
         else:
             parts = ()
             for i in tl.static_range(K_PARTS):
@@ -340,7 +340,7 @@ def _prefill_append_kernel(
         joined, m, l = own_keys(
             own_q, joined, m, l, scale, soft_cap, k_new, v_new, rope, kv_head, q_start, q_len, within,
             own_begin, own_end, HEAD_DIM, ROTARY_DIM, INTERLEAVED, WINDOW_LEFT, HAS_SOFT_CAP,
-            BLOCK_N, BLOCK_D,
+            OWN_N, BLOCK_D,
         )  # fmt: skip
         write = True
         if SPLIT:

@@ -54,13 +54,14 @@ def as_fp8(x, TYPE: tl.constexpr, CLEAN: tl.constexpr):
 
 
 @triton.jit
-def quantised_rows(q, TYPE: tl.constexpr, TOP: tl.constexpr):
-    """Each row as FP8 with its largest element at TOP, and the rows' descales."""
+def split_rows_fp8(q, TYPE: tl.constexpr, TOP: tl.constexpr):
+    """Rows as two FP8 terms, the first with its largest element at TOP, and their descales: eight bits of Q."""
     q = q.to(tl.float32)
     descale = tl.maximum(tl.max(tl.abs(q), 1), 1.0e-30) * (1.0 / TOP)
     # The largest may round past TOP, which some casts turn into NaN.
     x = tl.minimum(tl.maximum(q / descale[:, None], -TOP), TOP)
-    return x.to(TYPE), descale
+    high = x.to(TYPE)
+    return high, (x - high.to(tl.float32)).to(TYPE), descale
 
 
 @triton.jit
@@ -141,7 +142,10 @@ def paged_scores(
     if PER_KEY:
         scale = load_key_scale(k_descale, page, slot, kv_head, K_DESCALE, False, HEAD_DIM, BLOCK_D)
     if FP8 is not None:
-        s = tl.dot(q[0], tl.trans(as_fp8(words, FP8, CLEAN)))
+        stored = tl.trans(as_fp8(words, FP8, CLEAN))
+        s = tl.dot(q[0], stored)
+        if SPLIT_Q:
+            s = tl.dot(q_low[0], stored, s)
         factor = scale
     else:
         wide, factor = widen_tile(words, scale, K_FORMAT, K_ROUTE, COMPUTE, K_PARTS, K_DESCALE)
