@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 import triton
 
 from narrowkv.attn_decode import paged_decode
+from narrowkv.attn_decode.config import DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import _paged_decode_kernel
-from narrowkv.paged_cache import PagedKVCache, PageTable, append
+from narrowkv.attn_decode.workloads import K8V4
+from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, append
 from narrowkv.quant.launch import compile_for
 from narrowkv.quant.launch.artifact import CompiledArtifact
+from narrowkv.quant.targets import get_target
 
 I32 = torch.int32
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 def _decode(
-    target: str, fmt: str, *, page_size: int = 16, ratio: int = 12, clean: bool = True
+    target: str,
+    fmt: str | CacheFormat,
+    *,
+    page_size: int = 16,
+    ratio: int = 12,
+    head_dim: int = 128,
+    scale_group: int | None = None,
+    kernel: str | None = None,
 ) -> CompiledArtifact:
     """The attention kernel of the probe's shape, compiled by an ordinary call."""
     pages = 1024 // page_size
-    cache = PagedKVCache.empty(4 * pages, page_size, 8, 128, format=fmt)
-    cache = replace(cache, negative_zero_free=clean)
+    cache = PagedKVCache.empty(4 * pages, page_size, 8, head_dim, format=fmt, scale_group=scale_group)
     table = PageTable.from_block_table(
         torch.arange(4 * pages, dtype=I32).view(4, pages),
         torch.full((4,), 1024, dtype=I32),
         page_size=page_size,
     )
     with compile_for(target) as artifacts:
-        paged_decode(torch.zeros(4, 8 * ratio, 128, dtype=torch.bfloat16), cache, table)
+        paged_decode(torch.zeros(4, 8 * ratio, head_dim, dtype=torch.bfloat16), cache, table, kernel=kernel)
     (attention,) = [a for a in artifacts if a.name == _paged_decode_kernel.__name__]
     return attention
 
@@ -52,23 +61,23 @@ def _issue_over_memory(artifact: CompiledArtifact, bytes_per_tile: int) -> float
     return issue / (bytes_per_tile * figures.units * figures.clock_hz / figures.hbm_bytes_per_s)
 
 
-# (target, format, whether narrowkv wrote the cache, key tile, matrix instruction, native convert or None)
+# (target, format, matrix instruction, native convert or None); 64 keys a tile
 SHIPPED = [
-    ("gfx942", "fp8_e4m3fnuz", True, 32, "v_mfma_f32_16x16x16_f16", "v_cvt_pk_f32_fp8"),
-    ("gfx942", "fp8_e4m3fn", True, 32, "v_mfma_f32_16x16x16_f16", "v_cvt_pk_f32_fp8"),
-    ("gfx942", "fp8_e4m3fn", False, 64, "v_mfma_f32_16x16x16_f16", None),
-    ("gfx950", "fp8_e4m3fn", True, 64, "v_mfma_f32_16x16x32_f16", "v_cvt_scalef32_pk_f16_fp8"),
+    ("gfx942", "fp8_e4m3fnuz", "v_mfma_f32_16x16x16_f16", "v_cvt_pk_f32_fp8"),
+    ("gfx942", "fp8_e4m3fn", "v_mfma_f32_16x16x16_f16", None),
+    ("gfx950", "fp8_e4m3fn", "v_mfma_f32_16x16x32_f16", "v_cvt_scalef32_pk_f16_fp8"),
 ]
-IDS = [f"{t}-{f}-{'own' if c else 'foreign'}" for t, f, c, *_ in SHIPPED]
+IDS = [f"{target}-{fmt}" for target, fmt, *_ in SHIPPED]
+BLOCK_N = 64
 
 
 @pytest.mark.codegen_all
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize(("target", "fmt", "clean", "block_n", "mfma", "convert"), SHIPPED, ids=IDS)
+@pytest.mark.parametrize(("target", "fmt", "mfma", "convert"), SHIPPED, ids=IDS)
 def test_decode_at_ratio_12_neither_spills_nor_uses_scratch(
-    target: str, fmt: str, clean: bool, block_n: int, mfma: str, convert: str | None, page_size: int
+    target: str, fmt: str, mfma: str, convert: str | None, page_size: int
 ) -> None:
-    code = _decode(target, fmt, page_size=page_size, clean=clean)
+    code = _decode(target, fmt, page_size=page_size)
     assert code.registers.vgpr_spills == 0
     assert code.registers.sgpr_spills == 0
     assert code.registers.scratch_bytes == 0
@@ -79,26 +88,26 @@ def test_decode_at_ratio_12_neither_spills_nor_uses_scratch(
 @pytest.mark.skipif(
     TRITON < (3, 9), reason="instruction choice is asserted for Triton 3.9, the development version"
 )
-@pytest.mark.parametrize(("target", "fmt", "clean", "block_n", "mfma", "convert"), SHIPPED, ids=IDS)
+@pytest.mark.parametrize(("target", "fmt", "mfma", "convert"), SHIPPED, ids=IDS)
 def test_decode_at_ratio_12_is_bound_by_memory_and_uses_native_instructions(
-    target: str, fmt: str, clean: bool, block_n: int, mfma: str, convert: str | None
+    target: str, fmt: str, mfma: str, convert: str | None
 ) -> None:
-    code = _decode(target, fmt, clean=clean)
+    code = _decode(target, fmt)
     loop = code.loop
-    # QK and PV of one tile: 2 * block_n * 128 * 16 multiply-adds, each product computed once.
+    # QK and PV of one tile: 2 * BLOCK_N * 128 * 16 multiply-adds, each product computed once.
     flops_each = {"v_mfma_f32_16x16x16_f16": 16 * 16 * 16, "v_mfma_f32_16x16x32_f16": 16 * 16 * 32}[mfma]
-    assert loop.mnemonics[mfma] * flops_each == 2 * block_n * 128 * 16
+    assert loop.mnemonics[mfma] * flops_each == 2 * BLOCK_N * 128 * 16
     assert loop.mfma == loop.mnemonics[mfma]
-    assert loop.mnemonics["buffer_load_dwordx4"] * 16 * 64 == 2 * block_n * 128, (
+    assert loop.mnemonics["buffer_load_dwordx4"] * 16 * 64 == 2 * BLOCK_N * 128, (
         "K and V come in 16-byte loads"
     )
     if convert is not None:
         # Each converts two elements a lane.
         assert (
             sum(n for name, n in loop.mnemonics.items() if name.startswith(convert)) * 2 * 64
-            == 2 * block_n * 128
+            == 2 * BLOCK_N * 128
         )
-    assert _issue_over_memory(code, 2 * block_n * 128) < 1.0
+    assert _issue_over_memory(code, 2 * BLOCK_N * 128) < 1.0
 
 
 @pytest.mark.codegen_all
@@ -110,9 +119,84 @@ def test_other_ratios_and_bf16_neither_spill_nor_use_scratch(target: str, ratio:
         assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0), fmt
 
 
+@pytest.mark.codegen_all
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-def test_append_neither_spills_nor_uses_scratch(target: str) -> None:
-    cache = PagedKVCache.empty(4, 16, 8, 128, format="fp8_e4m3fn")
+@pytest.mark.parametrize("kernel", ["decode", "native"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"page_size": 1},
+        {"ratio": 1},
+        {"ratio": 17},
+        {"head_dim": 64},
+        {"head_dim": 256},
+        {"scale_group": 32},
+    ],
+    ids=str,
+)
+def test_fp4_neither_spills_nor_uses_scratch(target: str, kernel: str, case: dict[str, int]) -> None:
+    for fmt in ("fp4_e2m1", K8V4):
+        if kernel == "native" and (fmt == K8V4 or target == "gfx942"):
+            continue
+        code = _decode(target, fmt, kernel=kernel, **case)
+        assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0), fmt
+        if "ratio" not in case:
+            assert code.registers.sgpr_spills == 0, fmt
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("scale_group", [None, 32])
+def test_the_native_kernel_multiplies_stored_fp4_keys(head_dim: int, scale_group: int | None) -> None:
+    native = _decode("gfx950", "fp4_e2m1", head_dim=head_dim, scale_group=scale_group, kernel="native").loop
+    scaled = sum(n for name, n in native.mnemonics.items() if name.startswith("v_mfma_scale_f32_16x16x128"))
+    assert scaled > 0
+    # QK is the scaled instruction alone: what is left of the others is PV.
+    software = _decode("gfx950", "fp4_e2m1", head_dim=head_dim, scale_group=scale_group, kernel="decode").loop
+    assert not any(name.startswith("v_mfma_scale") for name in software.mnemonics)
+    assert software.mfma > 0
+
+
+@pytest.mark.skipif(TRITON < (3, 9), reason="instruction choice is asserted for Triton 3.9")
+def test_the_native_kernel_does_not_widen_keys() -> None:
+    """Every FP4 element that is widened takes one and-or; V alone is, and each of two warps widens half."""
+    code = _decode("gfx950", "fp4_e2m1")
+    plain = {n: c for n, c in code.loop.mnemonics.items() if n.startswith("v_mfma") and "scale" not in n}
+    # PV: [16, 128 keys] by [128 keys, 128].
+    assert sum(plain.values()) * 16 * 16 * 32 * code.num_warps == 16 * 128 * 128
+    scaled = {n: c for n, c in code.loop.mnemonics.items() if "mfma_scale" in n}
+    # QK: two E4M3 terms of Q; sixteen rows can not be shared out, so each warp has them all.
+    assert sum(scaled.values()) * 16 * 16 * 128 == 2 * 16 * 128 * 128
+    assert code.loop.mnemonics["v_and_or_b32"] * 2 * 64 * code.num_warps <= 128 * 128
+
+
+@pytest.mark.skipif(TRITON < (3, 9), reason="instruction choice is asserted for Triton 3.9")
+@pytest.mark.parametrize("fmt", ["fp4_e2m1", K8V4], ids=["fp4", "k8v4"])
+def test_fp4_on_gfx942_is_bound_by_memory(fmt: str | CacheFormat) -> None:
+    bits = 4 + (8 if fmt == K8V4 else 4)
+    assert _issue_over_memory(_decode("gfx942", fmt), BLOCK_N * 128 * bits // 8) < 1.0
+
+
+def test_one_warp_can_not_be_chosen_for_the_native_kernel() -> None:
+    """The compiler lowers a scaled dot of one warp to bf16 multiplications without a word."""
+    target = get_target("gfx950")
+    for batch, q_len, ratio, head_dim in product((1, 64), (1, 4), (1, 12, 71), (64, 128, 256)):
+        shape = DecodeShape(batch, q_len, 2 * ratio, 2, head_dim, 16, 8192)
+        config = choose_config(target, shape, "fp4_e2m1", "fp4_e2m1", kernel="native")
+        assert config.options.num_warps >= 2
+
+
+@pytest.mark.codegen_all
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+@pytest.mark.parametrize(
+    ("fmt", "scale_group"),
+    [("fp8_e4m3fn", None), ("fp4_e2m1", None), ("fp4_e2m1", 32), (K8V4, None)],
+    ids=str,
+)
+def test_append_neither_spills_nor_uses_scratch(
+    fmt: str | CacheFormat, scale_group: int | None, target: str
+) -> None:
+    cache = PagedKVCache.empty(4, 16, 8, 128, format=fmt, scale_group=scale_group)
     new = torch.zeros(4, 8, 128, dtype=torch.bfloat16)
     with compile_for(target) as artifacts:
         append(cache, new, new, torch.arange(4, dtype=I32))

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import merge_states, merge_states_reference, paged_decode, plan_decode
+from narrowkv.attn_decode.workloads import K8V4
 from narrowkv.cdna_emulator import EmulatorError, RaceError, matrix
 from narrowkv.cli import emulation, probe
 from narrowkv.cli.answers import NOT_YET, PASS
@@ -23,7 +24,7 @@ from narrowkv.cli.cases import CaseResult, DecodeCase, DecodeInputs, build, chec
 from narrowkv.cli.contracts import BOUND_16_BIT_QUERY, CONTRACT_SETS
 from narrowkv.cli.emulation import EmulateExecutor
 from narrowkv.cli.validate import at_random, one_at_a_time
-from narrowkv.paged_cache import PagedKVCache, Rope, append, append_reference
+from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append_reference
 from narrowkv.quant.launch import executing
 
 TARGETS = ["gfx942", "gfx950"]
@@ -287,6 +288,12 @@ def _without_barrier(text: str, nth: int) -> str:
 def _append_cases() -> Iterator[tuple[str, dict[str, Any]]]:
     for fmt in ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2"):
         yield f"{fmt}", {"fmt": fmt}
+    for group in (None, 32):
+        yield f"fp4, scale group {group}", {"fmt": "fp4_e2m1", "scale_group": group, "layout": "HND"}
+        yield f"k8v4, scale group {group}", {"fmt": K8V4, "scale_group": group, "head_dim": 96}
+    yield "fp4, rope and a K offset, floor", {
+        "fmt": "fp4_e2m1", "rope": "neox", "offset": True, "exponent": "floor"
+    }  # fmt: skip
     yield "neox rope, all of the head", {"rope": "neox"}
     yield "gptj rope on a part of the head", {"rope": "gptj", "rotary": 32}
     yield "rope and a K offset", {"rope": "neox", "offset": True}
@@ -315,7 +322,9 @@ MIXTURES = [
 def check_append(
     target: str,
     *,
-    fmt: str = "fp8_e4m3fn",
+    fmt: str | CacheFormat = "fp8_e4m3fn",
+    scale_group: int | None = None,
+    exponent: str = "mse",
     layout: str = "NHD",
     page_size: int = 3,
     head_dim: int = 64,
@@ -335,8 +344,10 @@ def check_append(
             "head": (torch.tensor([0.03, 0.05]), torch.tensor([0.7, 0.4])),
             "token_head": tuple(torch.ones(pages, page_size, heads) for _ in range(2)),
         }[descale]
+        own = "fp4_e2m1" in (CacheFormat.parse(fmt).k, CacheFormat.parse(fmt).v)
+        given = {} if own else {"k_descale": by[0], "v_descale": by[1]}
         made = PagedKVCache.empty(
-            pages, page_size, heads, head_dim, format=fmt, layout=layout, k_descale=by[0], v_descale=by[1]
+            pages, page_size, heads, head_dim, format=fmt, layout=layout, scale_group=scale_group, **given
         )
         for stored in (made.k, made.v):
             stored.view(torch.uint8).fill_(0x5A)
@@ -350,7 +361,7 @@ def check_append(
     shift = torch.randn(heads, head_dim, generator=random) if offset else None
     slots = torch.tensor([7, -1, 2, 19], dtype=I32)
     got, want = empty(), empty()
-    options: dict[str, Any] = {"rope": turn if rope else None, "k_offset": shift}
+    options: dict[str, Any] = {"rope": turn if rope else None, "k_offset": shift, "exponent": exponent}
     with executing(EmulateExecutor(target, detect_races=True)):
         append(got, k, v, slots, **options)
     append_reference(want, k, v, slots, **options)

@@ -25,6 +25,18 @@ _COLOURS = {
 }
 
 
+def _short(mnemonic: str) -> str:
+    """A matrix instruction by what tells it from others: "16x16x16_f16", "scale 16x16x128_f8f6f4"."""
+    return mnemonic.removeprefix("v_mfma_").replace("f32_", "", 1).replace("scale_", "scale ", 1)
+
+
+def _capacity(bytes_per_token: float | None) -> str:
+    """Bytes of a token over all heads, and how many thousand tokens a GiB holds."""
+    if bytes_per_token is None:
+        return "-"
+    return f"{number(bytes_per_token, 5)}\n{number(2**30 / bytes_per_token / 1000)}k/GiB"
+
+
 def _code_cell(compiled: Compiled | None) -> Text:
     if compiled is None:
         return Text("-", style="dim")
@@ -32,7 +44,7 @@ def _code_cell(compiled: Compiled | None) -> Text:
         return Text(compiled.status, style=_COLOURS[compiled.status])
     kernel = main_kernel(compiled.kernels)
     spills = sum(k.spills for k in compiled.kernels)
-    mfma = ", ".join(f"{n} x {name.removeprefix('v_mfma_f32_')}" for name, n in kernel.mfma.items())
+    mfma = ", ".join(f"{n} x {_short(name)}" for name, n in kernel.mfma.items())
     registers = f"{kernel.vgprs + kernel.agprs} VGPR"
     text = f"{registers} {spills} spill {kernel.lds_bytes / 1024:g}K LDS\n{mfma or 'no MFMA in a loop'}"
     return Text(text, style=_COLOURS[compiled.status])
@@ -121,7 +133,7 @@ def answer_table(
         each = group if one and any(r.ran_on for r in group) else group[:1]
         cells += ["\n".join(_ran_on(r) for r in each)]
         errors = (f"{r.relative_l1:.2e}" if r.relative_l1 is not None else "-" for r in each)
-        cells += ["\n".join(errors), number(row.kv_bytes_per_token, 5) if one else "-"]
+        cells += ["\n".join(errors), _capacity(row.kv_bytes_per_token) if one else "-"]
         if timed:
             times = (number(r.time_us["median"]) if r.time_us else "-" for r in each)
             cells += ["\n".join(times)]

@@ -115,8 +115,16 @@ def _amd_targets(text: str) -> tuple[str, ...]:
     return names
 
 
-@app.command()
-def validate(
+validate = typer.Typer(
+    help="Compare operations with their references, and cache formats with the tensors they store.",
+    invoke_without_command=True,
+)
+app.add_typer(validate, name="validate")
+
+
+@validate.callback()
+def validate_decode(
+    context: typer.Context,
     full: Annotated[
         bool, typer.Option("--full/--quick", help="Many random mixtures, or each value of each axis.")
     ] = False,
@@ -134,6 +142,8 @@ def validate(
     out: Out = None,
 ) -> None:
     """Sweep the decode contract's axes against the reference: error table, worst cases, repro commands."""
+    if context.invoked_subcommand is not None:
+        return
     from narrowkv.cli.report import Report
 
     report = Report("validate", as_json=as_json, out_file=out)
@@ -144,6 +154,30 @@ def validate(
 
     cases = [DecodeCase.parse(line) for line in case] if case else sweep(full=full, seed=seed)
     _end(run(cases, report, on=on, jobs=jobs or default_jobs(), seed=seed, detect_races=detect_races))
+
+
+@validate.command()
+def fp4(
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each input set.")] = 3,
+    batch: Annotated[int, typer.Option(min=1)] = 8,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 4096,
+    on: Annotated[
+        str | None, typer.Option("--on", help="cpu or gpu; default: the GPU if there is one.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Error over size (extra: plot).")
+    ] = None,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Show what each FP4, FP8 and mixed cache recipe costs in accuracy, on two input sets."""
+    from narrowkv.cli.report import Report
+
+    report = Report("validate fp4", as_json=as_json, out_file=out)
+    from narrowkv.cli.format_errors import Sizes, validate_fp4
+
+    sizes = Sizes(batch=batch, context=context)
+    _end(validate_fp4(report, seeds=seeds, sizes=sizes, on=on, plot_file=plot))
 
 
 bench = typer.Typer(help="Measure device time against ceilings of the same run.", no_args_is_help=True)
@@ -161,7 +195,13 @@ def decode(
     ratio: Annotated[str, typer.Option(metavar="LIST", help="Query heads for each KV head.")] = "12",
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
     cache_format: Annotated[
-        str, typer.Option("--format", metavar="LIST", help="Cache formats; K's and V's as k/v.")
+        str,
+        typer.Option(
+            "--format",
+            "--cache",
+            metavar="LIST",
+            help="Cache formats; K's and V's as k/v, FP4's scales per 32 as :32.",
+        ),
     ] = "fp8_e4m3fn,bf16",
     q: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
     samples: Annotated[int, typer.Option(min=1, help="The most samples of a row.")] = 50,
@@ -222,12 +262,13 @@ def inspect(
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
     page_size: Annotated[int, typer.Option(min=1)] = 16,
     cache_format: Annotated[
-        str, typer.Option("--format", help="Cache format, or K's and V's as k/v.")
+        str,
+        typer.Option(
+            "--format", "--cache", help="Cache format; K's and V's as k/v, FP4's scales per 32 as :32."
+        ),
     ] = "fp8_e4m3fn",
     q: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
-    foreign: Annotated[
-        bool, typer.Option(help="A cache written elsewhere, which may hold negative zeros.")
-    ] = False,
+    kernel: Annotated[str, typer.Option(help="native or decode; default: the target's.")] = "",
     case: Annotated[
         str | None, typer.Option(metavar="LINE", help="A validate case instead of the sizes above.")
     ] = None,
@@ -253,7 +294,7 @@ def inspect(
         page_size=page_size,
         fmt=cache_format,
         q=q,
-        clean=not foreign,
+        kernel=kernel,
     )
     _end(run(DecodeCase.parse(case if case is not None else str(sizes)), report, targets=targets, asm=asm))
 

@@ -13,20 +13,40 @@ from typing import Any
 
 import torch
 
-from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_decode
+from narrowkv.attn_decode import DecodePlan, paged_decode, paged_decode_reference, plan_decode
 from narrowkv.cli.report import UsageError
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.paged_cache.descales import SCALE_GROUP
 from narrowkv.quant.accuracy import ErrorReport, compare, max_abs, relative_l1
-from narrowkv.quant.errors import UnsupportedError
+from narrowkv.quant.e8m0 import E8M0_NAN
 from narrowkv.quant.formats import Format, get_format
-from narrowkv.quant.quantize import cast_fp8
+from narrowkv.quant.quantize import cast_fp8, quantize_per_group
 
 LSE_BOUND = 1e-3
 _QUERY_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _OUT_DTYPES = {**_QUERY_DTYPES, "fp32": torch.float32}
 _SPARE_PAGES = 3
+FP4 = "fp4_e2m1"
 # Unused slots hold NaN, so that reading one shows.
 _NAN_BYTE = {"fp8_e4m3fn": 0x7F, "fp8_e4m3fnuz": 0x80, "fp8_e5m2": 0x7F}
+
+
+def parse_format(text: str) -> tuple[CacheFormat, int]:
+    """A cache format and FP4's channels per scale from "K", "K/V" or "K/V:GROUP"; 0 is one scale a head.
+
+    Raises:
+        ValueError: a format that a cache does not have, or a group that is not its.
+    """
+    formats, _, group = text.partition(":")
+    k, _, v = formats.partition("/")
+    if group not in ("", str(SCALE_GROUP)):
+        raise ValueError(
+            f"FP4 has one scale a head or, after a colon, per {SCALE_GROUP} channels, got {group!r}"
+        )
+    parsed = CacheFormat.parse(CacheFormat(k, v or k))
+    if group and FP4 not in (parsed.k, parsed.v):
+        raise ValueError(f"only FP4 has scales per {group} channels, got {formats}")
+    return parsed, int(group or 0)
 
 
 @dataclass(frozen=True)
@@ -42,9 +62,11 @@ class DecodeCase:
         page_size: tokens a page.
         q, out: dtypes of query and output; an empty `out` is q's.
         k, v: cache formats.
+        group: channels that share a scale of FP4; 0 for one scale a token and head.
+        kernel: forces "native" or "decode"; empty leaves it to the target.
         layout: a cache layout, or "padded": NHD with strided heads and a storage offset.
         table: "block_table" or "ragged".
-        descale: "float", "tensor", "head", "sequence_head", "page_head" or "token_head".
+        descale: "float", "tensor", "head", "sequence_head", "page_head" or "token_head". FP4 has its scales.
         clean: whether the cache is declared free of negative zeros and NaN; otherwise unused slots hold NaN.
         window, soft_cap, sinks: options of the call; window -1 and soft_cap 0 are off.
         split: forces how the keys are split; empty leaves it to the plan.
@@ -62,6 +84,8 @@ class DecodeCase:
     out: str = ""
     k: str = "fp8_e4m3fn"
     v: str = "fp8_e4m3fn"
+    group: int = 0
+    kernel: str = ""
     layout: str = "NHD"
     table: str = "block_table"
     descale: str = "float"
@@ -137,7 +161,7 @@ class DecodeInputs:
         q: `[batch * q_len, num_qo_heads, head_dim]`.
         cache, table: the paged cache and its page table.
         options: keyword arguments of `paged_decode`, `plan` apart.
-        split: the case's forced split, or None.
+        split, kernel: what the case forces, or None.
     """
 
     q: torch.Tensor
@@ -145,11 +169,18 @@ class DecodeInputs:
     table: PageTable
     options: dict[str, Any]
     split: str | None
+    kernel: str | None = None
+
+    def plan(self) -> DecodePlan:
+        """The plan that the case asks for."""
+        return plan_decode(self.q, self.cache, self.table, split=self.split, kernel=self.kernel)
 
     def call(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`paged_decode` on these inputs: `(o, lse)`."""
-        plan = plan_decode(self.q, self.cache, self.table, split=self.split) if self.split else None
-        o, lse = paged_decode(self.q, self.cache, self.table, **self.options, return_lse=True, plan=plan)
+        plan = self.plan() if self.split else None
+        o, lse = paged_decode(
+            self.q, self.cache, self.table, **self.options, return_lse=True, plan=plan, kernel=self.kernel
+        )
         return o, lse
 
     def bytes_per_token(self) -> float:
@@ -186,12 +217,18 @@ def build(case: DecodeCase, device: str = "cpu") -> DecodeInputs:
             x[..., ::21] += 8.0
         elif case.data not in ("gaussian", "outlier"):
             raise UsageError(f"--case data must be gaussian or outlier, got {case.data!r}")
-        descale, factor = _descale(
-            case, fmt, float(x.abs().amax()) if x.numel() else 1.0, shape, pages, random
-        )
-        stored.append(_store(x / factor, fmt, None if case.clean else used))
+        keep = None if case.clean else used
+        descale: float | torch.Tensor
+        if fmt.kind == "fp4":
+            data, descale = _store_fp4(x, case.group, keep)
+            kind = "token_head_group" if case.group else "token_head"
+        else:
+            amax = float(x.abs().amax()) if x.numel() else 1.0
+            descale, factor = _descale(case, fmt, amax, shape, pages, random)
+            data, kind = _store(x / factor, fmt, keep), case.descale
+        stored.append(data)
         descales.append(descale.to(device) if isinstance(descale, torch.Tensor) else descale)
-        kinds.append(None if isinstance(descale, float) else case.descale)
+        kinds.append(None if isinstance(descale, float) else kind)
     k, v, layout = _lay_out(stored[0], stored[1], case.layout)
     k, v = _to(k, device), _to(v, device)
     cache = PagedKVCache.from_tensors(
@@ -216,7 +253,7 @@ def build(case: DecodeCase, device: str = "cpu") -> DecodeInputs:
         "sinks": sinks,
         "out_dtype": _OUT_DTYPES[case.out] if case.out else None,
     }
-    return DecodeInputs(q.to(device), cache, table, options, case.split or None)
+    return DecodeInputs(q.to(device), cache, table, options, case.split or None, case.kernel or None)
 
 
 def _page_table(
@@ -288,12 +325,18 @@ def _store(x: torch.Tensor, fmt: Format, used: torch.Tensor | None) -> torch.Ten
         if used is not None:
             stored[~used] = float("nan")
         return stored
-    if fmt.kind != "fp8":
-        raise UnsupportedError(f"inputs can be made in bf16, fp16 and the FP8 formats, got {fmt.name}")
     stored = cast_fp8(x, fmt.name)
     if used is not None:
         stored.view(torch.uint8)[~used] = _NAN_BYTE[fmt.name]
     return stored
+
+
+def _store_fp4(x: torch.Tensor, group: int, used: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed FP4 and its E8M0 scales; those of slots that are not `used` are NaN."""
+    stored, scales = quantize_per_group(x, group or x.shape[-1])
+    if used is not None:
+        scales[~used] = E8M0_NAN
+    return stored, scales if group else scales[..., 0].contiguous()
 
 
 def _lay_out(k: torch.Tensor, v: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor, str]:

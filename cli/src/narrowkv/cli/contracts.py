@@ -56,6 +56,7 @@ class Contract:
         page_size: tokens a page; 0 where there are no pages.
         required: whether a refusal is a failure.
         bound: the largest relative L1 kernel error that passes.
+        scale_group: channels that share a scale of FP4; 0 for one scale a token and head.
     """
 
     operation: str
@@ -65,6 +66,7 @@ class Contract:
     page_size: int
     required: bool
     bound: float
+    scale_group: int = 0
 
     @property
     def function(self) -> str:
@@ -74,7 +76,8 @@ class Contract:
     @property
     def cache(self) -> str:
         """Cache format for a table."""
-        return self.k if self.k == self.v else f"k {self.k}, v {self.v}"
+        formats = self.k if self.k == self.v else f"k {self.k}, v {self.v}"
+        return f"{formats}, a scale per {self.scale_group}" if self.scale_group else formats
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON document."""
@@ -114,9 +117,10 @@ def _contracts(
     *,
     required: bool,
     bound: float = BOUND_16_BIT_QUERY,
+    scale_group: int = 0,
 ) -> tuple[Contract, ...]:
     return tuple(
-        Contract(operation, q, k, v, page, required, bound)
+        Contract(operation, q, k, v, page, required, bound, scale_group)
         for q, (k, v), page in product(queries, caches, pages)
     )
 
@@ -131,8 +135,7 @@ CONTRACT_SETS: dict[str, ContractSet] = {
             "16-bit queries over a narrow paged cache at GQA ratio 12",
             _GLM,
             (
-                *_contracts(DECODE, _16_BIT, _same(("bf16", *_FP8)), _PAGES, required=True),
-                *_contracts(DECODE, _16_BIT, _FP4, _PAGES, required=False),
+                *_contracts(DECODE, _16_BIT, (*_same(("bf16", *_FP8)), *_FP4), _PAGES, required=True),
                 *_contracts(PREFILL, _16_BIT, (*_same(("bf16", *_FP8)), *_FP4), _PAGES, required=False),
                 *_contracts(
                     PREFILL, _FP8[:1], _same(_FP8[:1]), _PAGES, required=False, bound=BOUND_FP8_COMPUTE
@@ -147,11 +150,11 @@ CONTRACT_SETS: dict[str, ContractSet] = {
         ),
         ContractSet(
             "fp4-capacity",
-            "how many tokens a GiB holds: FP4 and K-FP8/V-FP4 caches against FP8",
+            "how many tokens a GiB holds: FP4 and K-FP8/V-FP4 caches against FP8 and bf16",
             _GLM,
             (
-                *_contracts(DECODE, ("bf16",), _same(_FP8[:1]), (16,), required=True),
-                *_contracts(DECODE, ("bf16",), _FP4, (16,), required=False),
+                *_contracts(DECODE, ("bf16",), (*_same(("bf16", *_FP8[:1])), *_FP4), (16,), required=True),
+                *_contracts(DECODE, ("bf16",), _FP4[:1], (16,), required=True, scale_group=32),
             ),
         ),
         ContractSet(

@@ -16,16 +16,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from narrowkv.attn_decode import plan_decode
 from narrowkv.cdna_emulator import EmulatorError, Loop
-from narrowkv.cli.cases import DecodeCase, DecodeInputs, build
+from narrowkv.cli.cases import DecodeCase, DecodeInputs, build, parse_format
 from narrowkv.cli.codegen import KernelCode, amd_backend_missing, compile_call
 from narrowkv.cli.emulation import EmulateExecutor, Run
 from narrowkv.cli.environment import versions
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError, number
 from narrowkv.cli.roofline import Roofline, roofline
 from narrowkv.cli.samples import a_few
-from narrowkv.quant.formats import get_format
 from narrowkv.quant.launch import compile_for, executing
 from narrowkv.quant.launch.artifact import CompiledArtifact, InstructionMix
 from narrowkv.quant.targets import Target, get_target
@@ -101,10 +99,19 @@ def inspection_case(
     page_size: int,
     fmt: str,
     q: str,
-    clean: bool,
+    kernel: str,
 ) -> DecodeCase:
-    """A decode call by its sizes; `fmt` is one format, or K's and V's joined by a slash."""
-    k, _, v = fmt.partition("/")
+    """A decode call by its sizes; `fmt` as `bench` takes it: "K", "K/V" or "K/V:GROUP".
+
+    Raises:
+        UsageError: a format that a cache does not have, or a kernel that there is not.
+    """
+    try:
+        formats, group = parse_format(fmt)
+    except ValueError as error:
+        raise UsageError(f"--format {fmt}: {error}") from None
+    if kernel not in ("", "native", "decode"):
+        raise UsageError(f"--kernel must be native or decode, got {kernel!r}")
     lens = "+".join([str(context)] * batch)
     return DecodeCase(
         lens=lens,
@@ -113,21 +120,22 @@ def inspection_case(
         head_dim=head_dim,
         page_size=page_size,
         q=q,
-        k=k,
-        v=v or k,
-        clean=clean,
+        k=formats.k,
+        v=formats.v,
+        group=group,
+        kernel=kernel,
     )
 
 
 def tile_bytes(inputs: DecodeInputs, target: str) -> tuple[float, str]:
     """HBM bytes of one pass of the hot loop by one workgroup, and the plan in words."""
     with compile_for(target):
-        plan = plan_decode(inputs.q, inputs.cache, inputs.table, split=inputs.split)
+        plan = inputs.plan()
     cache, config, shape = inputs.cache, plan.config, plan.shape
-    bits = get_format(cache.format.k).bits + get_format(cache.format.v).bits
+    row_bytes = cache.bytes_per_token() / cache.num_kv_heads
     row_blocks = -(-shape.q_len * shape.gqa_ratio // config.block_m)
     # Row blocks of one KV head read the same keys: HBM gives them once, a cache the other times.
-    return config.block_n * cache.head_dim * bits / 8 / row_blocks, plan.explain()
+    return config.block_n * row_bytes / row_blocks, plan.explain()
 
 
 def _run_a_few(target: str, call: Callable[[], object]) -> tuple[list[CompiledArtifact], list[Run], str]:

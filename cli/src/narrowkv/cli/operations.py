@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from narrowkv.attn_decode import paged_decode, plan_decode
+from narrowkv.attn_decode import paged_decode
 from narrowkv.cli.cases import DecodeCase, DecodeInputs, build
 from narrowkv.cli.contracts import DECODE, PREFILL, Contract, Shape
 from narrowkv.quant.quantize import quantize_per_tensor
@@ -93,6 +93,7 @@ def paged_inputs(contract: Contract, shape: Shape, device: str = "cpu", clean: b
         q="bf16" if fp8_query else contract.q,
         k=contract.k,
         v=contract.v,
+        group=contract.scale_group,
         clean=clean,
     )
     inputs = build(case, device)
@@ -111,7 +112,7 @@ def cu_seqlens_q(inputs: DecodeInputs) -> torch.Tensor:
 
 def _decode(_: Any, inputs: DecodeInputs) -> Call:
     q, cache, table = inputs.q, inputs.cache, inputs.table
-    plan = plan_decode(q, cache, table, split=inputs.split)
+    plan = inputs.plan()
     return lambda: tensor(paged_decode(q, cache, table, **inputs.options, plan=plan))
 
 

@@ -31,8 +31,9 @@ AXES: dict[str, tuple[Any, ...]] = {
     "layout": ("NHD", "HND", "tokens", "concat", "vectorised", "padded"),
     "table": ("block_table", "ragged"),
     "descale": ("float", "tensor", "head", "sequence_head", "page_head", "token_head"),
-    "k": ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2"),
-    "v": ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2"),
+    "k": ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1"),
+    "v": ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1"),
+    "group": (0, 32),
     "q": ("bf16", "fp16"),
     "out": ("", "bf16", "fp16", "fp32"),
     "q_len": (1, 2, 4),
@@ -59,6 +60,14 @@ def mended(case: DecodeCase) -> DecodeCase:
             case = replace(case, head_dim=64)
     if case.layout == "concat" and case.k != case.v:
         case = replace(case, v=case.k)
+    if {case.k, case.v} == {"bf16", "fp16"}:
+        case = replace(case, v=case.k)
+    if "fp4_e2m1" not in (case.k, case.v):
+        case = replace(case, group=0)
+    elif case.layout == "vectorised":
+        case = replace(case, layout="HND")
+    if case.group and case.head_dim % case.group:
+        case = replace(case, head_dim=64)
     return case
 
 
@@ -71,8 +80,8 @@ def one_at_a_time() -> Iterator[DecodeCase]:
                 yield mended(replace(DecodeCase(), **{name: value}))
     for fmt in AXES["k"]:
         yield DecodeCase(k=fmt, v=fmt)
-    # A cache known to be clean takes another read on some targets, in each format.
-    yield from (DecodeCase(k=fmt, v=fmt, clean=True) for fmt in ("fp8_e4m3fnuz", "bf16"))
+    yield from (DecodeCase(k=k, v="fp4_e2m1", group=32) for k in ("fp4_e2m1", "fp8_e4m3fn"))
+    yield DecodeCase(k="fp4_e2m1", v="fp4_e2m1", page_size=1, ratio=17, q_len=2)
 
 
 def at_random(count: int, seed: int) -> Iterator[DecodeCase]:

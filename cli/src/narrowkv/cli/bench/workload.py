@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from narrowkv.cli.cases import FP4, parse_format
 from narrowkv.cli.report import UsageError
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.quant.formats import get_format
-from narrowkv.quant.quantize import cast_fp8
+from narrowkv.quant.quantize import cast_fp8, quantize_per_group
 
 # Gaussian numbers beyond 4.5 are rare; what is clipped is clipped for the reference too.
 _SPREAD = 4.5
@@ -34,18 +35,30 @@ class DecodeShape:
 
     @property
     def cache_format(self) -> CacheFormat:
-        """K's and V's formats; `format` joins two by a slash."""
-        k, _, v = self.format.partition("/")
-        return CacheFormat(k, v or k)
+        """K's and V's formats."""
+        return parse_format(self.format)[0]
+
+    @property
+    def scale_group(self) -> int:
+        """Channels that share a scale of FP4; 0 for one scale a token and head."""
+        return parse_format(self.format)[1]
+
+    @property
+    def layout(self) -> str:
+        """FP4's usual layout is HND, and NHD that of the others; the cache takes either."""
+        return "HND" if FP4 in (self.cache_format.k, self.cache_format.v) else "NHD"
 
     @property
     def bytes_touched(self) -> float:
-        """Every byte that the call must touch, once: K, V, q, o and page ids."""
-        heads = self.cache_format
-        bits = get_format(heads.k).bits + get_format(heads.v).bits
-        kv = self.batch * self.context * self.num_kv_heads * self.head_dim * bits / 8
+        """Every byte that the call must touch, once: K, V, scales, q, o and page ids."""
+        row = sum(self._row_bytes(name) for name in (self.cache_format.k, self.cache_format.v))
+        kv = self.batch * self.context * self.num_kv_heads * row
         q_and_o = 2 * self.batch * self.num_kv_heads * self.ratio * self.head_dim * 2
         return kv + q_and_o + 4 * self.batch * -(-self.context // self.page_size)
+
+    def _row_bytes(self, name: str) -> float:
+        scales = self.head_dim // (self.scale_group or self.head_dim) if name == FP4 else 0
+        return self.head_dim * get_format(name).bits / 8 + scales
 
     @property
     def flops(self) -> float:
@@ -76,9 +89,8 @@ def shapes(
     if q not in ("bf16", "fp16"):
         raise UsageError(f"--q must be bf16 or fp16, got {q!r}")
     for name in formats:
-        k, _, v = name.partition("/")
         try:
-            CacheFormat.parse(CacheFormat(k, v or k))
+            parse_format(name)
         except ValueError as error:
             raise UsageError(f"--format {name}: {error}") from None
     for context, page_size in product(contexts, page_sizes):
@@ -111,8 +123,10 @@ class Storage:
         """Whether it holds the storage of `shape`."""
         return self._made_for == self._key(shape)
 
-    def _fill(self, name: str, tokens: int, shape: DecodeShape) -> tuple[torch.Tensor, float]:
+    def _fill(self, name: str, tokens: int, shape: DecodeShape) -> tuple[torch.Tensor, float | torch.Tensor]:
         fmt = get_format(name)
+        if fmt.kind == "fp4":
+            return self._fill_fp4(tokens, shape)
         descale = 1.0 if fmt.kind == "float" else _SPREAD / fmt.max_value
         stored = torch.empty(
             (tokens, shape.num_kv_heads, shape.head_dim), dtype=fmt.storage_dtype, device=self._device
@@ -123,15 +137,41 @@ class Storage:
             part.copy_(x.to(part.dtype) if fmt.kind == "float" else cast_fp8(x, name))
         return stored, descale
 
+    def _fill_fp4(self, tokens: int, shape: DecodeShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """Packed rows and their E8M0 scales, token by token and head by head."""
+        rows, group = (tokens, shape.num_kv_heads), shape.scale_group or shape.head_dim
+        stored = torch.empty((*rows, shape.head_dim // 2), dtype=torch.uint8, device=self._device)
+        scales = torch.empty((*rows, shape.head_dim // group), dtype=torch.uint8, device=self._device)
+        for begin in range(0, tokens, _CHUNK_TOKENS):
+            part = slice(begin, begin + _CHUNK_TOKENS)
+            size = (*stored[part].shape[:2], shape.head_dim)
+            x = torch.randn(size, generator=self._random, device=self._device)
+            # The least-squares rule would take longer than the rows do, and moves no other bytes.
+            stored[part], scales[part] = quantize_per_group(x, group, exponent="floor")
+        return stored, scales
+
+    def _side(
+        self, stored: torch.Tensor, descale: float | torch.Tensor, shape: DecodeShape
+    ) -> tuple[torch.Tensor, float | torch.Tensor]:
+        """One side as pages of the row's layout: any order of random rows is as good as another."""
+        heads, page = shape.num_kv_heads, shape.page_size
+        order = (heads, page) if shape.layout == "HND" else (page, heads)
+        if isinstance(descale, torch.Tensor):
+            descale = descale.view(-1, page, heads, descale.shape[-1])
+            descale = descale if shape.scale_group else descale[..., 0]
+        return stored.view(-1, *order, stored.shape[-1]), descale
+
     def inputs(self, shape: DecodeShape) -> tuple[torch.Tensor, PagedKVCache, PageTable]:
         """q, cache and page table of a row."""
-        sizes = (-1, shape.page_size, shape.num_kv_heads, shape.head_dim)
+        k, k_descale = self._side(self._k, self._k_descale, shape)
+        v, v_descale = self._side(self._v, self._v_descale, shape)
         cache = PagedKVCache.from_tensors(
-            self._k.view(sizes),
-            self._v.view(sizes),
+            k,
+            v,
             format=shape.cache_format,
-            k_descale=self._k_descale,
-            v_descale=self._v_descale,
+            layout=shape.layout,
+            k_descale=k_descale,
+            v_descale=v_descale,
             negative_zero_free=True,
         )
         ids = (

@@ -15,7 +15,7 @@ from narrowkv.attn_decode.arguments import (
     side_of,
     table_pointers,
 )
-from narrowkv.attn_decode.config import widen_route
+from narrowkv.attn_decode.config import SCALED_DOT_DEPTH, widen_route
 from narrowkv.attn_decode.kernels import (
     Workspace,
     _merge_splits_kernel,
@@ -36,7 +36,6 @@ from narrowkv.quant.errors import (
 from narrowkv.quant.launch import LaunchOptions, active_target, launch
 
 _LOG2E = math.log2(math.e)
-_SCALED_DOT_DEPTH = 128  # v_mfma_scale_f32_16x16x128_f8f6f4; a shorter dot is lowered to bf16
 
 
 def paged_decode(
@@ -124,10 +123,9 @@ def _launch_decode(
 ) -> None:  # fmt: skip
     shape, config, target = plan.shape, plan.config, plan.target
     k_format, v_format = plan.k_format, plan.v_format
-    clean = cache.negative_zero_free
     k_strides, v_strides = cache.k_strides, cache.v_strides
-    k_route = widen_route(target, k_format, negative_zero_free=clean)
-    v_route = widen_route(target, v_format, negative_zero_free=clean)
+    k_route = widen_route(target, k_format)
+    v_route = widen_route(target, v_format)
     k_side = side_of(cache.k, k_strides, k_format, k_route, config.k_parts)
     v_side = side_of(cache.v, v_strides, v_format, v_route, config.v_parts)
     native = config.kernel == "native"
@@ -191,7 +189,7 @@ def _launch_decode(
             "HAS_SOFT_CAP": soft_cap > 0,
             "MERGE_IN_LAUNCH": config.merge_in_launch,
             "NATIVE_QK": native,
-            "BLOCK_DK": max(block_d, _SCALED_DOT_DEPTH) if native else block_d,
+            "BLOCK_DK": max(block_d, SCALED_DOT_DEPTH) if native else block_d,
             "K_PARTS": 1 if native else k_side.parts,
             "V_PARTS": v_side.parts,
             **shared,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from narrowkv.quant.device import BITS, FNUZ_ALIAS, NATIVE
+from narrowkv.quant.device import BITS, NATIVE
 from narrowkv.quant.errors import UnsupportedError, check_choice
 from narrowkv.quant.launch import LaunchOptions
 from narrowkv.quant.targets import Target
 
 PTX = "ptx"
+SCALED_DOT_DEPTH = 128  # v_mfma_scale_f32_16x16x128_f8f6f4; a shorter dot is lowered to bf16
 _FP8_PREFIX = "fp8_"
 
 
@@ -59,21 +60,26 @@ class DecodeConfig:
     options: LaunchOptions
 
 
-def widen_route(target: Target, format_name: str, *, negative_zero_free: bool) -> str:
-    """How a stored format is widened on a target; the names are those of `narrowkv.quant.device`."""
+def widen_route(target: Target, format_name: str) -> str:
+    """How a stored format is widened on a target; the names are those of `narrowkv.quant.device`.
+
+    gfx942 converts FNUZ only. It could read OCP bytes as FNUZ and double them, if they held no negative zero;
+    bit arithmetic on 16-bit words costs the same there (issue over memory time 0.44 and 0.45) and reads any
+    byte.
+    """
     if format_name == "fp4_e2m1":
         return BITS
     if not format_name.startswith(_FP8_PREFIX):
         return NATIVE
-    if format_name in target.fp8_formats and (format_name == target.native_fp8 or not target.is_amd):
-        return NATIVE
-    if target.name == "gfx942" and format_name == "fp8_e4m3fn" and negative_zero_free:
-        return FNUZ_ALIAS
-    return BITS
+    native = format_name in target.fp8_formats and (format_name == target.native_fp8 or not target.is_amd)
+    return NATIVE if native else BITS
 
 
-def choose_kernel(target: Target, k_format: str, kernel: str | None) -> str:
-    """The kernel for a target and a key format, or the one that is forced.
+def choose_kernel(target: Target, k_format: str, head_dim: int, kernel: str | None) -> str:
+    """The kernel for a target, a key format and a head size, or the one that is forced.
+
+    The scaled matrix instruction is 128 deep; a smaller head would multiply padding (modelled issue time over
+    memory time on gfx950 at head_dim 64: native 2.7, decode 1.7), so it is native only when forced.
 
     Raises:
         UnsupportedError: the forced kernel needs what the target or the format lacks.
@@ -88,15 +94,20 @@ def choose_kernel(target: Target, k_format: str, kernel: str | None) -> str:
     )
     if kernel == "native" and lacks:
         raise UnsupportedError(f"kernel='native' needs {lacks}; kernel='decode' works here")
-    return kernel or ("decode" if lacks else "native")
+    return kernel or ("decode" if lacks or head_dim < SCALED_DOT_DEPTH else "native")
 
 
 def parts_of(target: Target, format_name: str, *, is_key: bool) -> int:
     """Elements per loaded word."""
     if format_name == "fp4_e2m1":
         return 4
-    # LDS can transpose 16-bit elements only, and V is transposed on its way to the matrix unit.
-    return 2 if format_name.startswith(_FP8_PREFIX) and target.vendor == "nvidia" and not is_key else 1
+    if not format_name.startswith(_FP8_PREFIX):
+        return 1
+    # Bit arithmetic on words takes no bytes out of them: 7.6 instructions an element on gfx942 become 3.2.
+    # NVIDIA's LDS can transpose 16-bit elements only, and V is transposed on its way to the matrix unit.
+    if target.is_amd:
+        return 2 if widen_route(target, format_name) == BITS else 1
+    return 2 if target.vendor == "nvidia" and not is_key else 1
 
 
 def block_m_for(rows: int) -> int:
@@ -104,12 +115,12 @@ def block_m_for(rows: int) -> int:
     return min(64, max(16, 1 << (rows - 1).bit_length()))
 
 
-def _programs_in_flight(target: Target) -> int:
-    """One-warp programs that the chip holds at once at this kernel's register use."""
-    # sm90: 255 registers leave 8 warps a multiprocessor. CDNA: 2 waves a SIMD at up to 256 registers, 4
-    # SIMDs.
-    units = target.figures.units if target.figures is not None else 4
-    return units * 8
+# Programs of one warp that a compute unit or multiprocessor holds at once: sm90 at 255 registers, CDNA with
+# two waves on each of four SIMDs.
+_RESIDENT = 8
+# FP4 is bound by the instructions that unpack it, and more warps hide their latency. H100, B64 ctx8192 page
+# 16, least time over 32 and 64 keys and 2 to 5 stages: 244 us with 8 warps, 226 us with 12 (FP8: 371 us).
+_FP4_RESIDENT, _FP4_REGISTERS = 12, 168
 
 
 def choose_config(
@@ -118,7 +129,6 @@ def choose_config(
     k_format: str,
     v_format: str,
     *,
-    negative_zero_free: bool = False,
     kernel: str | None = None,
     split: str | None = None,
     tokens_per_split: int = 0,
@@ -129,7 +139,6 @@ def choose_config(
         target: what the kernel will run on.
         shape: the call's shape.
         k_format: storage format of K; v_format: of V.
-        negative_zero_free: the cache's tag, which decides the read of OCP bytes on gfx942.
         kernel: forces "native" or "decode".
         split: forces "none", "even" or "uniform".
         tokens_per_split: a fixed split size in tokens, rounded up to key tiles (batch-invariant mode); 0
@@ -143,50 +152,60 @@ def choose_config(
             "paged_decode computes in one 16-bit type and would round the other: a cache of bf16 and fp16 is "
             f"refused, got k={k_format}, v={v_format}; each with itself or with FP8 or FP4 works"
         )
-    chosen = choose_kernel(target, k_format, kernel)
-    k_parts, v_parts = (
-        1 if chosen == "native" else parts_of(target, k_format, is_key=True),
-        parts_of(target, v_format, is_key=False),
-    )
+    chosen = choose_kernel(target, k_format, shape.head_dim, kernel)
+    k_parts = 1 if chosen == "native" else parts_of(target, k_format, is_key=True)
+    v_parts = parts_of(target, v_format, is_key=False)
     rows = shape.q_len * shape.gqa_ratio
     block_m = block_m_for(rows)
     head_programs = shape.num_kv_heads * -(-rows // block_m)
-    slots = max(1, _programs_in_flight(target) // head_programs)
+    units = target.figures.units if target.figures is not None else 4
+    slots = max(1, units * _RESIDENT // head_programs)
 
+    narrow_head = shape.head_dim <= 128
     # Short work is bound by latency: four warps share one large tile. H100, B4 ctx1024, attention kernel
     # alone and with
     # the merge: 128 keys x 1 stage 11.1 and 13.7 us, x 2 stages 12.0 and 14.1 us; one-warp programs 16.4 us.
     latency_bound = shape.batch * shape.capacity < 512 * slots
     if target.is_amd:
         # One wave a program: with more, every wave repeats the QK product and the softmax of a 16-row tile.
-        # Static issue time over memory time at ratio 12, head_dim 128 (`narrowkv inspect decode`): gfx942
-        # FNUZ and aliased OCP
-        # 0.55 at 32 keys; OCP by bit arithmetic 1.14 at 32 keys and 0.93 at 64; gfx950 OCP 0.35 at 64. None
-        # spills.
-        native = widen_route(target, k_format, negative_zero_free=negative_zero_free) != BITS
-        block_n = 32 if k_format == "bf16" or (native and target.name == "gfx942") else 64
+        # Modelled issue time over memory time at ratio 12, head_dim 128 (`narrowkv inspect`): FP8 0.44 (FNUZ)
+        # and 0.45 (OCP) on gfx942 and 0.34 on gfx950 at 64 keys, 0.59 at 32; FP4 0.89 on gfx942. None spills.
+        warps = 1 if block_m <= 32 else 4
         if shape.head_dim > 128 or block_m > 32:
             block_n = 16
-        warps = 1 if block_m <= 32 else 4
+        else:
+            block_n = 32 if k_format in ("bf16", "fp16") else 64
         if chosen == "native":
             # The compiler lowers a scaled dot of one wave to bf16 multiplications.
             warps = max(warps, 2)
-        options = LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=16)
+            block_n = 128 if narrow_head and block_m == 16 else 64 if block_m <= 32 else 32
+        # gfx950 holds two waves a SIMD at these registers; told so, its compiler spills no scalars.
+        pressed = "fp4_e2m1" in (k_format, v_format) and (block_m == 16 or chosen == "native")
+        waves = 2 if pressed and target.name == "gfx950" else None
+        options = LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=16, waves_per_eu=waves)
     elif latency_bound and block_m == 16:
         # 128 keys and 4 warps at head_dim 128; wider heads halve the keys to stay within shared memory.
-        block_n = 128 if shape.head_dim <= 128 else 64
+        block_n = 128 if narrow_head else 64
         slots = max(1, slots // 2)
         short = shape.batch * -(-shape.capacity // block_n) <= slots
         options = LaunchOptions(num_warps=4, num_stages=1 if short else 2)
         # One tile a program leaves nothing to share out, and looking for an even share costs each about 1 us.
         if split is None and short:
             split = "uniform"
+    elif k_format == v_format == "fp4_e2m1" and target.vendor == "nvidia" and block_m == 16 and narrow_head:
+        block_n = 32
+        options = LaunchOptions(num_warps=1, num_stages=5, maxnreg=_FP4_REGISTERS)
+        slots = max(1, units * _FP4_RESIDENT // head_programs)
+    elif v_format == "fp4_e2m1" and target.vendor == "nvidia" and block_m == 16 and narrow_head:
+        # H100, B64 ctx32768 page 16: 64 keys x 3 stages 1126 us, 32 x 3 1166 us, 64 x 2 1222 us (FP8: 1449).
+        block_n = 64
+        options = LaunchOptions(num_warps=1, num_stages=3)
     else:
         # H100, B128 ctx8192 page 64: 32 keys x 3 stages 1.08 x the floor, 64 x 2 1.11 x, 16 x 4 1.21 x.
         # The interpreter pays by the tile, not by the key.
         block_n = 128 if target.name == "cpu" else 32
-        warps = 1 if block_m == 16 and shape.head_dim <= 128 else 2 if block_m <= 32 else 4
-        options = LaunchOptions(num_warps=warps, num_stages=3 if shape.head_dim <= 128 else 2)
+        warps = 1 if block_m == 16 and narrow_head else 2 if block_m <= 32 else 4
+        options = LaunchOptions(num_warps=warps, num_stages=3 if narrow_head else 2)
         slots = max(1, slots // warps)
 
     if shape.capacity <= block_n:
@@ -203,8 +222,10 @@ def choose_config(
         tiles = max(1, -(-shape.capacity // block_n))
         num_units = shape.batch * min(max(1, slots // max(shape.batch, 1)), tiles)
     else:
-        # An even share needs room for each sequence's rounding up: see `_split_counts`.
-        num_units = slots if 2 * shape.batch <= slots else 2 * shape.batch
+        # An even share needs room for each sequence's rounding up: see `split_counts`. Where that is more
+        # than fits at once, whole waves of programs, an equal number for each sequence.
+        waves = -(-2 * shape.batch // slots)
+        num_units = slots if waves == 1 else waves * slots // shape.batch * shape.batch
     # Merging serially inside the launch pays while few partial results wait (H100, B64 ctx8192 at two splits:
     # 383 us against
     # 391 us); AMD's chiplets do not share an L2, so the second kernel's boundary is the cheaper fence there.

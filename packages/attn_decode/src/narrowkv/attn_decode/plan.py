@@ -155,7 +155,7 @@ def plan_decode(
         check_positive_int("tokens_per_split", tokens_per_split)
     config = choose_config(
         target, shape, k_format, v_format,
-        negative_zero_free=cache.negative_zero_free, kernel=kernel, split=split,
+        kernel=kernel, split=split,
         tokens_per_split=tokens_per_split or 0,
     )  # fmt: skip
     return DecodePlan(target, shape, k_format, v_format, config, q.device, _allocate(config, shape, q.device))

@@ -60,7 +60,7 @@ def paged_decode_reference(
         p = torch.exp(s - denominator[..., None]).masked_fill(
             ~keep[:, None, None] | (log_sum == -math.inf)[..., None], 0.0
         )
-        clean = torch.nan_to_num(v, nan=0.0)
+        clean = torch.where(v.isnan(), 0.0, v)
         result = torch.einsum("qhgl,lhd->qhgd", p, clean)
         poisoned = torch.einsum("ql,lhd->qhd", keep.float(), torch.isnan(v).float())[:, :, None] > 0
         o[rows] = result.masked_fill(poisoned.expand_as(result), math.nan).reshape(q_len, -1, head_dim)

@@ -107,8 +107,16 @@ VALU: dict[str, Op] = {
         "v_min_i16": np.minimum, "v_max_i16": np.maximum, "v_add_i16": np.add, "v_sub_i16": np.subtract,
     }),
     "v_ashrrev_i16": Op("i16", ("u16", "i16"), _shift_right),
-    **_family("u16", "u16 u16 u16", {"v_mad_u16": lambda x, y, z: x * y + z, "v_med3_u16": a.median}),
-    **_family("i16", "i16 i16 i16", {"v_mad_i16": lambda x, y, z: x * y + z, "v_med3_i16": a.median}),
+    **_family("u16", "u16 u16 u16", {
+        "v_mad_u16": lambda x, y, z: x * y + z, "v_med3_u16": a.median,
+        "v_min3_u16": lambda x, y, z: np.minimum(np.minimum(x, y), z),
+        "v_max3_u16": lambda x, y, z: np.maximum(np.maximum(x, y), z),
+    }),
+    **_family("i16", "i16 i16 i16", {
+        "v_mad_i16": lambda x, y, z: x * y + z, "v_med3_i16": a.median,
+        "v_min3_i16": lambda x, y, z: np.minimum(np.minimum(x, y), z),
+        "v_max3_i16": lambda x, y, z: np.maximum(np.maximum(x, y), z),
+    }),
     "v_mad_u32_u16": Op("u32", ("u16", "u16", "u32"), a.multiply_add_wide),
     "v_mad_i32_i16": Op("i32", ("i16", "i16",
     "i32"), a.multiply_add_wide),

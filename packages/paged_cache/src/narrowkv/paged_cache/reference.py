@@ -45,52 +45,41 @@ def append_reference(
         (cache.k, k, cache.format.k, cache.k_descale, cache.k_granularity, True),
         (cache.v, v_new.float(), cache.format.v, cache.v_descale, cache.v_granularity, False),
     )
-    for token, slot in enumerate(slot_mapping.tolist()):
-        if not 0 <= slot < cache.num_pages * cache.page_size:
-            continue
-        page, position = divmod(slot, cache.page_size)
-        for stored, new, name, descale, kind, is_key in sides:
-            _write(
-                stored,
-                _quantise(new[token], name, descale, kind, page, position, exponent),
-                cache.layout,
-                page,
-                position,
-                is_key,
-            )
+    slots = [
+        (token, *divmod(slot, cache.page_size))
+        for token, slot in enumerate(slot_mapping.tolist())
+        if 0 <= slot < cache.num_pages * cache.page_size
+    ]
+    for stored, new, name, descale, kind, is_key in sides:
+        rows, scales = _quantise(new, name, descale, kind, exponent)
+        for token, page, position in slots:
+            _write(stored, rows[token], cache.layout, page, position, is_key)
+            if scales is not None:
+                assert isinstance(descale, torch.Tensor)
+                descale[page, position] = scales[token]
 
 
 def _quantise(
-    x: torch.Tensor,
-    name: str,
-    descale: float | torch.Tensor,
-    kind: str,
-    page: int,
-    position: int,
-    exponent: str,
-) -> torch.Tensor:
-    """One token's `[heads, head_dim]` in storage; a per token-head descale is computed and stored."""
+    x: torch.Tensor, name: str, descale: float | torch.Tensor, kind: str, exponent: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Tokens `[tokens, heads, head_dim]` in storage, and the scales that are computed along."""
     fmt = get_format(name)
     if fmt.kind == "fp4":
-        assert isinstance(descale, torch.Tensor)
         group = SCALE_GROUP if kind == "token_head_group" else x.shape[-1]
-        stored, scale = quantize_per_group(x, group, exponent=exponent)
-        descale[page, position] = scale if kind == "token_head_group" else scale[:, 0]
-        return stored
+        stored, scales = quantize_per_group(x, group, exponent=exponent)
+        return stored, scales if kind == "token_head_group" else scales[..., 0]
     if fmt.kind != "fp8":
-        return x.to(fmt.storage_dtype)
+        return x.to(fmt.storage_dtype), None
     if kind == "token_head":
-        assert isinstance(descale, torch.Tensor)
         # A tensor divisor: dividing by a number multiplies by its reciprocal on a GPU, which rounds
         # differently.
         amax = x.abs().amax(-1)
         scale = amax / torch.full_like(amax, fmt.max_value)
         scale = torch.where(scale < torch.finfo(torch.float32).tiny, torch.ones_like(scale), scale)
-        descale[page, position] = scale
-        return cast_fp8(x / scale[:, None], fmt)
+        return cast_fp8(x / scale[..., None], fmt), scale
     if isinstance(descale, torch.Tensor):
-        return cast_fp8(x / descale.view(-1, 1), fmt)
-    return cast_fp8(x / torch.full_like(x, descale), fmt)
+        return cast_fp8(x / descale.view(-1, 1), fmt), None
+    return cast_fp8(x / torch.full_like(x, descale), fmt), None
 
 
 def _write(

@@ -32,10 +32,8 @@ def widening_exponent(format_name: str, route: str) -> int:
 
 
 @triton.jit
-def _e4m3fn_bits_to_fp16(x):
-    # The byte in the high half, shifted right once with its sign: s s eeee mmm 0000000; the copy of the sign
-    # is cleared.
-    high = (x.to(tl.uint16) << 8).to(tl.int16, bitcast=True)
+def _e4m3fn_bits_to_fp16(high):
+    # Shifted right once with its sign: s s eeee mmm 0000000; the copy of the sign is cleared.
     bits = (high >> 1) & -16385
     # Only the NaN code carries into bit 14 when one mantissa unit is added; that bit makes the exponent all
     # ones.
@@ -43,16 +41,22 @@ def _e4m3fn_bits_to_fp16(x):
 
 
 @triton.jit
-def _e4m3fnuz_bits_to_fp16(x):
-    high = (x.to(tl.uint16) << 8).to(tl.int16, bitcast=True)
+def _e4m3fnuz_bits_to_fp16(high):
     bits = (high >> 1) & -16385
-    nan = tl.full(x.shape, 0x7E00, tl.int16)
-    return tl.where(x == 128, nan, bits).to(tl.float16, bitcast=True)
+    nan = tl.full(high.shape, 0x7E00, tl.int16)
+    return tl.where(high == -32768, nan, bits).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def _e5m2_bits_to_fp16(x):
-    return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+def _fp8_bits_to_fp16(high, FORMAT: tl.constexpr):
+    """FP8 codes in the high bytes of int16, zero below, as float16, short of 2**widening_exponent."""
+    if FORMAT == "fp8_e4m3fn":
+        y = _e4m3fn_bits_to_fp16(high)
+    elif FORMAT == "fp8_e4m3fnuz":
+        y = _e4m3fnuz_bits_to_fp16(high)
+    else:
+        y = high.to(tl.float16, bitcast=True)
+    return y
 
 
 @triton.jit
@@ -65,12 +69,7 @@ def widen(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexpr):
         FORMAT: format name; ROUTE: "native", "bits" or "fnuz_alias"; DTYPE: tl.float16 or tl.bfloat16.
     """
     if ROUTE == "bits":
-        if FORMAT == "fp8_e4m3fn":
-            y = _e4m3fn_bits_to_fp16(x)
-        elif FORMAT == "fp8_e4m3fnuz":
-            y = _e4m3fnuz_bits_to_fp16(x)
-        else:
-            y = _e5m2_bits_to_fp16(x)
+        y = _fp8_bits_to_fp16((x.to(tl.uint16) << 8).to(tl.int16, bitcast=True), FORMAT)
     elif ROUTE == "fnuz_alias":
         y = x.to(tl.float8e4b8, bitcast=True).to(DTYPE)
     else:
@@ -101,6 +100,8 @@ def _fp8_pairs(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexpr
             is_pure=True,
             pack=2,
         )
+    if ROUTE == "bits":
+        return _fp8_bits_to_fp16(x << 8, FORMAT).to(DTYPE), _fp8_bits_to_fp16(x & -256, FORMAT).to(DTYPE)
     even = (x & 0xFF).to(tl.uint8)
     odd = ((x >> 8) & 0xFF).to(tl.uint8)
     if ROUTE == "native":
@@ -318,8 +319,7 @@ def narrow_fp4(x, RULE: tl.constexpr):
         # In float64 the order of the sum decides nothing, so that every target chooses alike.
         least = tl.full(floor.shape, float("inf"), tl.float64)
         for i in tl.static_range(4):
-            STEP: tl.constexpr = i if i < 2 else 1 - i
-            tried = tl.minimum(tl.maximum(floor + STEP, -127), 127)
+            tried = tl.minimum(tl.maximum(floor + (i if i < 2 else 1 - i), -127), 127)
             scaled = unit * _exp2_int(floor - tried)[:, None]
             rounded = _fp4_magnitude(_round_fp4(scaled)) * _exp2_int(tried - floor)[:, None]
             error = (rounded - tl.abs(unit)).to(tl.float64)

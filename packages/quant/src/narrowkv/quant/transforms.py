@@ -1,9 +1,11 @@
-"""Two changes of basis that make K easier to quantise and leave softmax(QK) as it was, in exact arithmetic.
+"""Changes of basis that make K and V easier to quantise and leave attention as it was, in exact arithmetic.
 
 - A static offset per (head, channel) is subtracted from K. Every logit of a query then moves by the same
   amount, `sm_scale * q.offset`, which softmax ignores. `lse` moves by it too: `lse_correction` is what to add
   back.
 - An orthonormal block-Hadamard rotation of Q and K along head_dim spreads outlier channels, and keeps q.k.
+- V is divided by a static scale per (head, channel), and the output multiplied by it: channels of one size
+  share a narrow scale better. In a model both fold into the projections before and after, and cost nothing.
 
 The offset is of K as it is stored, so after RoPE. It is static, so pages can still be shared between
 sequences. A soft cap is not invariant to the shift, and a sink is compared with the shifted logits: with an
@@ -29,7 +31,7 @@ import torch
 
 from .errors import check_dtype, check_finite_float, check_positive_int, check_shape
 
-__all__ = ["KOffset", "hadamard", "lse_correction"]
+__all__ = ["KOffset", "VScale", "hadamard", "lse_correction"]
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -96,6 +98,82 @@ class KOffset:
         """Undoes `subtract`: K with the offset put back. Shapes, dtypes and errors as there."""
         self._check(k)
         return _wide(k) + self.offset
+
+
+@dataclass(frozen=True, eq=False)
+class VScale:
+    """A static scale of V per KV head and channel.
+
+    Attributes:
+        scale: fp32 `[num_kv_heads, head_dim]`, positive.
+    """
+
+    scale: torch.Tensor
+
+    def __post_init__(self) -> None:
+        check_dtype("scale", self.scale, torch.float32)
+        check_shape("scale", self.scale, ("num_kv_heads", "head_dim"))
+
+    @classmethod
+    def from_values(cls, v: torch.Tensor) -> VScale:
+        """The root mean square over tokens of sample values; 1 for a channel that is all zero.
+
+        Args:
+            v: floating point `[..., num_kv_heads, head_dim]` with at least one token.
+
+        Raises:
+            TypeError: `v` is not a floating-point tensor.
+            ValueError: `v` has fewer than three dimensions, or no tokens.
+        """
+        check_dtype("v", v, _FLOATS)
+        if v.dim() < 3 or math.prod(v.shape[:-2]) == 0:
+            raise ValueError(
+                f"v must have shape [..., tokens, num_kv_heads, head_dim] with tokens, got {list(v.shape)}"
+            )
+        rms = v.reshape(-1, *v.shape[-2:]).double().square().mean(0).sqrt().float()
+        return cls(torch.where(rms > 0, rms, torch.ones_like(rms)))
+
+    def divide(self, v: torch.Tensor) -> torch.Tensor:
+        """V over the scale, ready to be quantised.
+
+        Args:
+            v: floating point `[..., num_kv_heads, head_dim]`.
+
+        Returns:
+            fp32 (fp64 for an fp64 `v`) of that shape.
+
+        Raises:
+            TypeError: `v` is not a floating-point tensor.
+            ValueError: heads or head_dim are not the scale's.
+        """
+        check_dtype("v", v, _FLOATS)
+        if v.dim() < 2 or v.shape[-2:] != self.scale.shape:
+            wanted = ", ".join(str(size) for size in self.scale.shape)
+            raise ValueError(f"v must have shape [..., {wanted}] like the scale, got {list(v.shape)}")
+        return _wide(v) / self.scale
+
+    def multiply(self, o: torch.Tensor) -> torch.Tensor:
+        """The output of an attention over divided values, as it would have been over V itself.
+
+        Args:
+            o: floating point `[num_tokens, num_qo_heads, head_dim]`; num_qo_heads is a multiple of
+                num_kv_heads.
+
+        Returns:
+            fp32 (fp64 for an fp64 `o`) of that shape.
+
+        Raises:
+            TypeError: `o` is not a floating-point tensor.
+            ValueError: the shapes do not fit.
+        """
+        check_dtype("o", o, _FLOATS)
+        num_kv_heads, head_dim = self.scale.shape
+        check_shape("o", o, ("num_tokens", "num_qo_heads", head_dim))
+        if num_kv_heads == 0 or o.shape[1] % num_kv_heads:
+            raise ValueError(
+                f"o must have a multiple of {num_kv_heads} heads (num_kv_heads), got {o.shape[1]}"
+            )
+        return _wide(o) * self.scale.repeat_interleave(o.shape[1] // num_kv_heads, 0)
 
 
 def lse_correction(q: torch.Tensor, offset: KOffset | torch.Tensor, sm_scale: float) -> torch.Tensor:

@@ -9,7 +9,7 @@ from narrowkv.quant.targets import Target
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Compiler options of one launch; those in the second group exist on AMD only."""
+    """Compiler options of one launch; the second group exists on AMD only, the last on NVIDIA only."""
 
     num_warps: int = 4
     num_stages: int = 2
@@ -19,12 +19,18 @@ class LaunchOptions:
     waves_per_eu: int | None = None
     matrix_instr_nonkdim: int | None = None
 
+    # A bound on a thread's registers, so that more warps fit.
+    maxnreg: int | None = None
+
     def for_target(self, target: Target) -> dict[str, int]:
         """The keyword options that Triton's backend for `target` accepts."""
         options: dict[str, int] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if not self.enable_fp_fusion:
             options["enable_fp_fusion"] = False
+        vendor: dict[str, int | None] = {}
         if target.vendor == "amd":
-            amd = {"waves_per_eu": self.waves_per_eu, "matrix_instr_nonkdim": self.matrix_instr_nonkdim}
-            options |= {name: value for name, value in amd.items() if value is not None}
+            vendor = {"waves_per_eu": self.waves_per_eu, "matrix_instr_nonkdim": self.matrix_instr_nonkdim}
+        elif target.vendor == "nvidia":
+            vendor = {"maxnreg": self.maxnreg}
+        options |= {name: value for name, value in vendor.items() if value is not None}
         return options

@@ -1,0 +1,318 @@
+"""`narrowkv validate fp4`: what each cache recipe costs in accuracy, against the tensors that it stores.
+
+This is the format error, which a format owns whatever kernel reads it: attention in fp32 on what the cache
+gives back, against attention on the bf16 tensors that went in. The kernel error is `narrowkv validate`'s.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich import box
+from rich.table import Table
+
+from narrowkv.cli.environment import versions
+from narrowkv.cli.places import find_place
+from narrowkv.cli.report import ExitCode, Report, check_writable
+from narrowkv.quant.accuracy import relative_l1, rmse
+from narrowkv.quant.quantize import (
+    Quantized,
+    dequantize_per_group,
+    dequantize_per_tensor,
+    dequantize_per_token_head,
+    nvfp4_global_descale,
+    quantize_per_group,
+    quantize_per_tensor,
+    quantize_per_token_head,
+)
+from narrowkv.quant.transforms import KOffset, VScale, hadamard
+
+_E4M3 = "fp8_e4m3fn"
+_OUTLIERS = (12.0, -9.0, 7.0, -6.0, 5.0, -4.0)
+SETS = ("gaussian", "outlier")
+
+
+class Inputs(NamedTuple):
+    """One query token a sequence: q `[batch, ratio, head_dim]`; k, v `[batch, tokens, head_dim]`; fp32."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the inputs: one KV head."""
+
+    batch: int = 8
+    ratio: int = 12
+    context: int = 4096
+    head_dim: int = 128
+
+
+def make_inputs(name: str, sizes: Sizes, seed: int, device: str = "cpu") -> Inputs:
+    """Seeded inputs of a set, made on the CPU so that every device gets the same numbers.
+
+    "gaussian": q, k, v ~ N(0, 1). "outlier": K has an offset on six channels and a component of rank 4, each
+    head of q leans towards one of four directions, V's channels differ in size: what makes a softmax peaky
+    and a shared scale coarse.
+    """
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random)
+
+    batch, dim = sizes.batch, sizes.head_dim
+    q, k, v = (normal(batch, tokens, dim) for tokens in (sizes.ratio, sizes.context, sizes.context))
+    if name == "outlier":
+        k[..., :: dim // len(_OUTLIERS)][..., : len(_OUTLIERS)] += torch.tensor(_OUTLIERS)
+        k += normal(batch, sizes.context, 4) @ normal(4, dim) * 0.5
+        q += 0.6 * normal(4, dim)[torch.randint(4, (batch, sizes.ratio), generator=random)]
+        v *= torch.exp(0.5 * normal(dim))
+    return Inputs(*(x.bfloat16().float().to(device) for x in (q, k, v)))
+
+
+def attention(x: Inputs) -> torch.Tensor:
+    """Softmax attention in fp32, `[batch, ratio, head_dim]`."""
+    logits = x.q @ x.k.transpose(1, 2) * x.q.shape[-1] ** -0.5
+    return torch.softmax(logits, -1) @ x.v
+
+
+Store = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _per_tensor(x: torch.Tensor) -> torch.Tensor:
+    return dequantize_per_tensor(*quantize_per_tensor(x, _E4M3), format=_E4M3)
+
+
+def _per_token(x: torch.Tensor) -> torch.Tensor:
+    rows = x.flatten(0, 1)[:, None]  # [tokens, 1 head, dim]
+    return dequantize_per_token_head(*quantize_per_token_head(rows, _E4M3), format=_E4M3)[:, 0].view_as(x)
+
+
+def _e8m0(group: int, exponent: str) -> Store:
+    def store(x: torch.Tensor) -> torch.Tensor:
+        size = group or x.shape[-1]
+        return dequantize_per_group(*quantize_per_group(x, size, exponent=exponent), size)
+
+    return store
+
+
+def _nvfp4(x: torch.Tensor) -> torch.Tensor:
+    overall = nvfp4_global_descale(x)
+    stored: Quantized = quantize_per_group(x, 16, scale="e4m3", global_descale=overall)
+    return dequantize_per_group(*stored, 16, global_descale=overall)
+
+
+def _as_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A way to store K and V.
+
+    Attributes:
+        name: what it is called in the table.
+        k, v: what the cache gives back for a side.
+        bits: of an element of K and V on average, scales included, at head_dim 128.
+        offset: K's mean is removed first; softmax does not see it.
+        balanced: V is divided by a scale per channel first, and the output multiplied by it.
+        rotated: q and K go through a Hadamard rotation first.
+        kernel: whether `paged_decode` reads it.
+    """
+
+    name: str
+    k: Store
+    v: Store
+    bits: float
+    offset: bool = False
+    balanced: bool = False
+    rotated: bool = False
+    kernel: bool = True
+
+    def attend(self, x: Inputs) -> torch.Tensor:
+        """Attention on what the cache gives back."""
+        q, k = (hadamard(x.q), hadamard(x.k)) if self.rotated else (x.q, x.k)
+        if self.offset:
+            k = KOffset.from_keys(k[:, :, None]).subtract(k[:, :, None])[:, :, 0]
+        if not self.balanced:
+            return attention(Inputs(q, self.k(k), self.v(x.v)))
+        scale = VScale.from_values(x.v[:, :, None])
+        return scale.multiply(attention(Inputs(q, self.k(k), self.v(scale.divide(x.v[:, :, None])[:, :, 0]))))
+
+
+def _same(name: str, store: Store, bits: float, *, kernel: bool = True) -> Recipe:
+    return Recipe(name, store, store, bits, kernel=kernel)
+
+
+MX_FLOOR = "FP4, a scale per 32, floor (OCP MX)"
+FP4_BEST = "FP4, a scale per 32, least squares, K offset, V balanced"
+K8V4_BEST = "K FP8, V FP4, a scale per head, K offset, V balanced"
+FP8_PLAIN, FP8_BEST = "FP8 per tensor", "FP8, K offset"
+_HEAD, _GROUP, _TOKEN = 4 + 8 / 128, 4 + 8 / 32, 8 + 32 / 128  # one byte a head, one per 32, one fp32 a head
+_FP8 = _same("FP8", _per_token, _TOKEN)
+_FP4_HEAD = _same("FP4, a scale per head, least squares", _e8m0(0, "mse"), _HEAD)
+_FP4_GROUP = _same("FP4, a scale per 32, least squares", _e8m0(32, "mse"), _GROUP)
+_K8V4 = Recipe("K FP8, V FP4, a scale per head", _per_token, _e8m0(0, "mse"), (_TOKEN + _HEAD) / 2)
+RECIPES = (
+    _same("bf16", _as_is, 16),
+    _same(FP8_PLAIN, _per_tensor, 8),
+    _FP8,
+    replace(_FP8, name=FP8_BEST, offset=True),
+    _K8V4,
+    replace(_K8V4, name="K FP8, V FP4, a scale per head, K offset", offset=True),
+    replace(_K8V4, name=K8V4_BEST, offset=True, balanced=True),
+    _same("FP4, a scale per head, floor", _e8m0(0, "floor"), _HEAD),
+    _same("FP4, a scale per head, ceil", _e8m0(0, "ceil"), _HEAD),
+    _FP4_HEAD,
+    replace(_FP4_HEAD, name="FP4, a scale per head, least squares, q and K rotated", rotated=True),
+    replace(_FP4_HEAD, name="FP4, a scale per head, least squares, K offset", offset=True),
+    replace(
+        _FP4_HEAD,
+        name="FP4, a scale per head, least squares, K offset, V balanced",
+        offset=True,
+        balanced=True,
+    ),
+    _same(MX_FLOOR, _e8m0(32, "floor"), _GROUP),
+    _same("FP4, a scale per 32, ceil", _e8m0(32, "ceil"), _GROUP),
+    _FP4_GROUP,
+    replace(_FP4_GROUP, name="FP4, a scale per 32, least squares, K offset", offset=True),
+    replace(_FP4_GROUP, name=FP4_BEST, offset=True, balanced=True),
+    _same("NVFP4, an E4M3 scale per 16, 4 or 6", _nvfp4, 4.5, kernel=False),
+)
+
+
+@dataclass(frozen=True)
+class FormatError:
+    """A recipe's mean errors over seeds, by input set."""
+
+    recipe: str
+    bits: float
+    kernel: bool
+    relative_l1: dict[str, float]
+    rmse: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How much better a recipe must be than another on the outlier set."""
+
+    recipe: str
+    than: str
+    figure: str
+    less_by: float
+
+    def reached(self, errors: dict[str, FormatError]) -> float:
+        """By how much it is better."""
+        ours, theirs = (getattr(errors[name], self.figure)["outlier"] for name in (self.recipe, self.than))
+        return float(1 - ours / theirs)
+
+
+GOALS = (
+    Goal(FP4_BEST, MX_FLOOR, "rmse", 0.25),
+    Goal(K8V4_BEST, MX_FLOOR, "rmse", 0.60),
+    Goal(FP8_BEST, FP8_PLAIN, "relative_l1", 0.15),
+)
+
+
+def measure(
+    seeds: Sequence[int], sizes: Sizes, device: str, done: Callable[[str], None] = lambda _: None
+) -> list[FormatError]:
+    """Every recipe's errors; `done` is told of each set and seed."""
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {r.name: {s: [] for s in SETS} for r in RECIPES}
+    for name in SETS:
+        for seed in seeds:
+            x = make_inputs(name, sizes, seed, device)
+            expected = attention(x)
+            for recipe in RECIPES:
+                o = recipe.attend(x)
+                found[recipe.name][name].append((relative_l1(o, expected), rmse(o, expected)))
+            done(f"{name}, seed {seed}")
+    return [
+        FormatError(
+            r.name,
+            r.bits,
+            r.kernel,
+            {s: statistics.mean(l1 for l1, _ in found[r.name][s]) for s in SETS},
+            {s: statistics.mean(square for _, square in found[r.name][s]) for s in SETS},
+        )
+        for r in RECIPES
+    ]
+
+
+def validate_fp4(
+    report: Report, *, seeds: int, sizes: Sizes, on: str | None = None, plot_file: Path | None = None
+) -> ExitCode:
+    """Measures, shows the table and holds it against the goals."""
+    check_writable("--plot", plot_file)
+    if plot_file is not None:
+        from narrowkv.cli.bench.plot import require_matplotlib
+
+        require_matplotlib()
+    place = find_place(on)
+    with report.progress(len(SETS) * seeds, "measuring") as line:
+        errors = measure(range(seeds), sizes, place.device, line.advance)
+    report.say(
+        f"format error: attention on the stored cache against attention on the bf16 tensors, in fp32;\n"
+        f"batch {sizes.batch}, context {sizes.context}, ratio {sizes.ratio}, head_dim {sizes.head_dim}, "
+        f"mean of {seeds} seeds"
+    )
+    report.show(_table(errors))
+    by_name = {error.recipe: error for error in errors}
+    reached = [(goal, goal.reached(by_name)) for goal in GOALS]
+    for goal, by in reached:
+        good = by >= goal.less_by
+        report.say(
+            f"[{'green' if good else 'bold red'}]{by:.0%} less {goal.figure.replace('_', ' ')} on outlier "
+            f"(goal {goal.less_by:.0%})[/]: {goal.recipe}, against {goal.than}"
+        )
+    if plot_file is not None:
+        _plot(errors, plot_file)
+    body: dict[str, Any] = {
+        "sizes": sizes,
+        "seeds": seeds,
+        "versions": versions(),
+        "recipes": errors,
+        "goals": [{**vars(goal), "reached": by, "pass": by >= goal.less_by} for goal, by in reached],
+    }
+    failed = any(by < goal.less_by for goal, by in reached)
+    return report.finish(body, ExitCode.NUMERICAL if failed else ExitCode.OK)
+
+
+def _table(errors: Sequence[FormatError]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    table.add_column("recipe")
+    for column in ("bits", *(f"rel. L1 {s}" for s in SETS), *(f"RMSE {s}" for s in SETS)):
+        table.add_column(column, justify="right")
+    table.add_column("decode reads it")
+    for e in errors:
+        figures = [f"{e.relative_l1[s]:.4f}" for s in SETS] + [f"{e.rmse[s]:.5f}" for s in SETS]
+        table.add_row(e.recipe, f"{e.bits:.2f}", *figures, "yes" if e.kernel else "no")
+    return table
+
+
+def _plot(errors: Sequence[FormatError], path: Path) -> None:
+    """Error over size: a recipe that is left of and below another is better in both."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 5.5), layout="constrained", sharey=True)
+    for axis, name in zip(axes, SETS, strict=True):
+        for error in errors:
+            if error.rmse[name] > 0:
+                axis.scatter([error.bits], [error.rmse[name]], s=22, label=error.recipe)
+        axis.set(yscale="log", xlabel="bits an element, scales included", title=f"{name} inputs")
+        axis.grid(which="both", alpha=0.2)
+    axes[0].set_ylabel("RMSE of attention's output")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=7)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
