@@ -1,4 +1,4 @@
-"""What prefill's shipped configurations compile to for gfx942 and gfx950: no spills, the expected instructions."""
+"""What prefill compiles to for gfx942 and gfx950, as shipped: no spills, the expected instructions."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _assert_clean(artifacts: list[CompiledArtifact]) -> None:
 # (target, format, whether narrowkv wrote the cache, widened in the loop: V's matrix instruction and convert)
 FUSED = [
     ("gfx942", "fp8_e4m3fnuz", True, "v_mfma_f32_16x16x16_f16", "v_cvt_pk_f32_fp8"),
-    ("gfx942", "fp8_e4m3fn", True, "v_mfma_f32_16x16x16_f16", "v_cvt_pk_f32_fp8"),
+    ("gfx942", "fp8_e4m3fn", True, "v_mfma_f32_16x16x16_f16", None),
     ("gfx942", "fp8_e4m3fn", False, "v_mfma_f32_16x16x16_f16", None),
     ("gfx942", "bf16", True, "v_mfma_f32_16x16x16_bf16", None),
     ("gfx942", "fp4_e2m1", True, "v_mfma_f32_16x16x16_f16", None),
@@ -142,7 +142,7 @@ def test_the_dense_loop_multiplies_16_bit_numbers_and_converts_only_p(target: st
     assert loop.converts <= p_elements
     assert widen.loop.mfma == 0
     native = {"gfx942": "fp8_e4m3fnuz", "gfx950": "fp8_e4m3fn"}[target]
-    if fmt in (native, "fp8_e4m3fn"):
+    if fmt == native:
         assert widen.whole.total("v_cvt_pk_f32_fp8", "v_cvt_scalef32_pk") > 0
 
 
@@ -211,7 +211,8 @@ def test_the_share_of_matrix_instructions_in_the_hot_loop_is_what_the_structure_
         figures = code.target.figures
         assert figures is not None
         loop = code.loop
-        passes = sum(n * {"f16": 16, "bf16": 16}.get(name.rsplit("_", 1)[1], 16) for name, n in loop.mnemonics.items() if name.startswith("v_mfma"))  # fmt: skip
+        # Every one of these takes 16 clocks of a SIMD: depth 16 at half the rate of depth 32 on gfx950.
+        passes = 16 * loop.mfma
         vector = (loop.valu - loop.transcendental) * figures.valu_clk
         vector += loop.transcendental * figures.transcendental_clk
         clocks[kernel] = passes / (passes + vector)

@@ -231,10 +231,7 @@ def test_caches_tables_and_plans_that_cannot_append_are_refused() -> None:
     ):
         prefill_append(q, k_new, v_new, cache, table, starts)
     q, k_new, v_new, cache, table, starts, _ = W().build_append()
-    ragged = PageTable.from_ragged(
-        torch.zeros(4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.zeros(3, dtype=torch.int32),
-        page_size=16,
-    )  # fmt: skip
+    ragged = PageTable.from_ragged(*(torch.zeros(n, dtype=torch.int32) for n in (4, 1, 3)), page_size=16)
     with pytest.raises(ValueError, match="page_table must be a block table"):
         prefill_append(q, k_new, v_new, cache, ragged, starts)
     plan = plan_prefill(q, cache, table, starts)

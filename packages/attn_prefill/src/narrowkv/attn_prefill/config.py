@@ -133,7 +133,6 @@ def choose_config(
     formats: tuple[str, str],
     *,
     q_fp8: str | None,
-    negative_zero_free: bool,
     scratch_fits: bool,
     can_decode: bool,
     kernel: str | None = None,
@@ -145,7 +144,6 @@ def choose_config(
         shape: the call's shape.
         formats: storage formats of K and V.
         q_fp8: the format of an FP8 query, or None for a 16-bit one.
-        negative_zero_free: the cache's tag, which decides the read of OCP bytes on gfx942.
         scratch_fits: whether widened keys fit the allowed memory.
         can_decode: whether every sequence is known to have one query token.
         kernel: forces "dense", "fused" or "decode".
@@ -164,7 +162,7 @@ def choose_config(
         return _fp8_config(target, shape, formats, q_fp8, kernel)
     block_m = block_m_for(shape)
     tiles = -(-shape.num_tokens * shape.gqa_ratio // (block_m * max(shape.batch, 1)))
-    chosen, why = _choose_kernel(target, formats, tiles, negative_zero_free, scratch_fits, can_decode)
+    chosen, why = _choose_kernel(target, formats, tiles, scratch_fits, can_decode)
     if kernel is not None:
         if kernel == "decode" and not can_decode:
             raise UnsupportedError(
@@ -188,7 +186,6 @@ def _choose_kernel(
     target: Target,
     formats: tuple[str, str],
     tiles: int,
-    negative_zero_free: bool,
     scratch_fits: bool,
     can_decode: bool,
 ) -> tuple[str, str]:
@@ -197,7 +194,7 @@ def _choose_kernel(
         return "decode", "every sequence has one query token"
     if not scratch_fits:
         return "fused", "scratch for widened keys would exceed the limit; max_kv_tokens tightens the bound"
-    routes = [widen_route(target, name, negative_zero_free=negative_zero_free) for name in formats]
+    routes = [widen_route(target, name) for name in formats]
     # H200, 16 new over 4k, 3 tiles: dense 31 us, fused 37 us; over 32k 126 and 125 us.
     least = 4 if target.is_amd and BITS not in routes else 2
     if tiles >= least:
@@ -242,16 +239,22 @@ def _dense_config(target: Target, shape: PrefillShape, block_m: int, why: str, w
     # 128 over 32k in 4 splits 469 and 439.
     overlap = target.is_nvidia and not wide and shape.max_seq_len >= 4096
     return PrefillConfig(
-        "dense", why, block_m, block_n, num_splits=splits, tma=target.name == "sm90", overlap=overlap, options=options,
+        "dense", why, block_m, block_n, num_splits=splits, tma=target.name == "sm90", overlap=overlap,
+        options=options,
     )  # fmt: skip
 
 
 def _fused_config(target: Target, shape: PrefillShape, block_m: int, why: str, wide: bool) -> PrefillConfig:
     if target.is_amd:
-        block_n = 16 if wide else 32
-        warps = 1 if block_m == 16 else 2 if block_m == 32 else 4
+        # Smaller tiles of rows spill scalar registers, as do 32 keys a tile next to the merge of splits.
+        block_m = 64
+        programs = shape.row_tiles(block_m) * shape.num_kv_heads
+        block_n = 16 if wide or _splits(target, programs, -(-shape.max_seq_len // 16)) > 1 else 32
         options = LaunchOptions(
-            num_warps=warps, num_stages=1, waves_per_eu=None if wide else 2, matrix_instr_nonkdim=16
+            num_warps=8 if wide else 4,
+            num_stages=1,
+            waves_per_eu=None if wide else 2,
+            matrix_instr_nonkdim=16,
         )
     else:
         block_n = 32 if wide else 64
@@ -273,7 +276,7 @@ def _fp8_config(
         raise UnsupportedError(f"an FP8 query has kernel='fused' only, got {kernel!r}")
     unit = fp8_unit(target, q_fp8)
     wide = shape.head_dim > 128
-    block_m = max(block_m_for(shape), 32) if target.is_amd else block_m_for(shape)
+    block_m = block_m_for(shape)
     base = _fused_config(target, shape, block_m, "FP8 matrix units take the cache as it is", wide)
     # The FP8 matrix instructions sum over 32 keys and more; 64 spill on CDNA.
     return replace(base, block_n=32, fp8=unit)
@@ -286,14 +289,13 @@ def choose_append_config(
     q_format: str,
     *,
     fp8_compute: bool,
-    negative_zero_free: bool,
     scratch_fits: bool,
     kernel: str | None = None,
 ) -> PrefillConfig:
     """The shipped configuration of `prefill_append`.
 
     Args:
-        target, shape, formats, negative_zero_free, scratch_fits: as for `choose_config`.
+        target, shape, formats, scratch_fits: as for `choose_config`.
         q_format: of the query and of the new tokens.
         fp8_compute: old tokens go to the FP8 matrix unit as they are stored.
         kernel: forces "staged" or "paged".

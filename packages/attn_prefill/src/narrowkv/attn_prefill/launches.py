@@ -80,11 +80,7 @@ class PrefillCall:
             (cache.k, cache.k_strides, formats[0], True),
             (cache.v, cache.v_strides, formats[1], False),
         ):
-            route = (
-                widen_route(target, name, negative_zero_free=cache.negative_zero_free)
-                if fp8 is None
-                else fp8_route(fp8, name)
-            )
+            route = widen_route(target, name) if fp8 is None else fp8_route(fp8, name)
             parts = 1 if fp8 is not None else parts_of(target, name, is_key=is_key)
             sides.append(side_of(stored, strides, name, route, parts))
         k, v = sides

@@ -215,7 +215,6 @@ def plan_prefill(
         shape,
         (cache.format.k, cache.format.v),
         q_fp8=q_format.name if q_format.kind == "fp8" else None,
-        negative_zero_free=cache.negative_zero_free,
         scratch_fits=needed <= scratch_limit_bytes,
         can_decode=q_format.kind == "float" and shape.num_tokens == shape.batch and shape.max_q_len == 1,
         kernel=kernel,
@@ -296,7 +295,6 @@ def plan_append(
         (cache.format.k, cache.format.v),
         get_format(q.dtype).name,
         fp8_compute=fp8_compute,
-        negative_zero_free=cache.negative_zero_free,
         scratch_fits=4 * rows * shape.num_kv_heads * shape.head_dim <= scratch_limit_bytes,
         kernel=kernel,
     )

@@ -55,7 +55,7 @@ def as_fp8(x, TYPE: tl.constexpr, CLEAN: tl.constexpr):
 
 @triton.jit
 def split_rows_fp8(q, TYPE: tl.constexpr, TOP: tl.constexpr):
-    """Rows as two FP8 terms, the first with its largest element at TOP, and their descales: eight bits of Q."""
+    """Rows as two FP8 terms, the first with its largest element at TOP, and their descales."""
     q = q.to(tl.float32)
     descale = tl.maximum(tl.max(tl.abs(q), 1), 1.0e-30) * (1.0 / TOP)
     # The largest may round past TOP, which some casts turn into NaN.
