@@ -279,7 +279,8 @@ def _fp8_config(
     block_m = block_m_for(shape)
     base = _fused_config(target, shape, block_m, "FP8 matrix units take the cache as it is", wide)
     # The FP8 matrix instructions sum over 32 keys and more; 64 spill on CDNA.
-    return replace(base, block_n=32, fp8=unit)
+    options = replace(base.options, num_warps=8) if target.is_amd else base.options  # 4 spill scalars
+    return replace(base, block_n=32, fp8=unit, options=options)
 
 
 def choose_append_config(

@@ -348,10 +348,9 @@ def check_room(page_table: PageTable, cu_seqlens_q: torch.Tensor, num_pages: int
 
 def append_blocks(shape: PrefillShape, *, staged: bool) -> int:
     """A bound of the blocks that producers of an append take in one head: new ones, old ones if staged."""
-    new = min(
-        shape.num_tokens // SCRATCH_BLOCK + shape.batch, shape.batch * -(-shape.max_q_len // SCRATCH_BLOCK)
-    )
-    return new + shape.scratch_rows // SCRATCH_BLOCK if staged else new
+    size = SCRATCH_BLOCK
+    new = min(shape.num_tokens // size + shape.batch, shape.batch * -(-shape.max_q_len // size))
+    return new + shape.scratch_rows // size if staged else new
 
 
 def per_key(cache: PagedKVCache) -> tuple[bool, bool]:
