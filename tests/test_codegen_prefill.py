@@ -75,7 +75,7 @@ def _assert_clean(artifacts: list[CompiledArtifact]) -> None:
         registers = code.registers
         assert (registers.vgpr_spills, registers.scratch_bytes) == (0, 0), (code.name, registers)
         if code.name == "_prefill_append_kernel":
-            # Two kinds of programs share its scalar registers; some wait in lanes of vector ones, outside loops.
+            # Two kinds of programs share its scalar registers; some wait in vector lanes, outside loops.
             assert code.loop.total("v_readlane", "v_writelane") == 0
         else:
             assert registers.sgpr_spills == 0, (code.name, registers)
