@@ -28,14 +28,14 @@ def output_share(m, l, sink):
     """What the accumulators of rows `[M]` are multiplied by: 1 / (l + sink), 0 for a row without keys.
 
     Args:
-        m, l: the state after the last tile.
+        m, l: the state after the last tile; l is 0 where there were no keys, whatever m is.
         sink: a natural logit with value 0, in the denominator only; -inf for none.
     """
     sink = sink * 1.4426950408889634
     # The larger of the two is taken out of both, so that neither overflows.
     top = tl.maximum(m, sink)
     top = tl.where(top == float("-inf"), 0.0, top)
-    empty = m == float("-inf")
+    empty = l == 0.0
     kept = tl.where(empty, 0.0, tl.exp2(m - top))
     total = l * kept + tl.where(sink == float("-inf"), 0.0, tl.exp2(sink - top))
     return tl.where(empty | (sink == float("inf")), 0.0, kept / tl.where(empty, 1.0, total))
@@ -44,7 +44,7 @@ def output_share(m, l, sink):
 @triton.jit
 def natural_lse(m, l):
     """The natural-log lse of rows `[M]`, sinks left out; -inf for a row without keys."""
-    empty = m == float("-inf")
+    empty = l == 0.0
     return tl.where(empty, float("-inf"), m * 0.6931471805599453 + tl.log(tl.where(empty, 1.0, l)))
 
 

@@ -358,7 +358,7 @@ def write_rows(o_ptr, lse_ptr, sinks_ptr, acc, m, l, out_scale, heads, tokens, r
         sink = tl.load(sinks_ptr + heads, mask=row_mask, other=float("-inf")).to(tl.float32)
         share = output_share(m, l, sink)
     else:
-        share = tl.where(m == float("-inf"), 0.0, 1.0 / l)
+        share = tl.where(l == 0.0, 0.0, 1.0 / l)
     o = acc * (share * out_scale)[:, None]
     o_off = tokens[:, None] * stride_ot + heads[:, None] * stride_oh + d[None, :]
     tl.store(o_ptr + o_off, o.to(o_ptr.dtype.element_ty), mask=row_mask[:, None] & (d < HEAD_DIM)[None, :])

@@ -1,0 +1,500 @@
+"""batch_prefill against the fp32 reference over the contract's axes, and what must happen on every fault."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from narrowkv.attn_decode import paged_decode
+from narrowkv.attn_prefill import batch_prefill, batch_prefill_reference, plan_prefill
+from narrowkv.attn_prefill.workloads import PrefillWorkload
+from narrowkv.paged_cache import CacheFormat, PageTable
+from narrowkv.quant.errors import UnsupportedError
+from narrowkv.quant.launch import run_as
+
+W = PrefillWorkload
+K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
+KERNELS = ["dense", "fused"]
+either_kernel = pytest.mark.parametrize("kernel", KERNELS)
+
+
+def slow(*values: Any) -> list[Any]:
+    """Values of an axis that only the full run takes."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def _check(
+    workload: PrefillWorkload,
+    device: str,
+    kernel: str | None = None,
+    bound: float = 0.002,
+    plan: dict[str, Any] | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Runs with a poisoned output and poisoned scratch and compares o and lse; returns o."""
+    q, cache, table, starts = workload.build(device)
+    made = plan_prefill(q, cache, table, starts, kernel=kernel, **(plan or {}))
+    for memory in (*(made.scratch or ()), *(made.workspace or ())[:2]):
+        if isinstance(memory, torch.Tensor) and memory.is_floating_point():
+            memory.fill_(math.nan)
+    dtype = q.dtype if q.dtype.itemsize == 2 else torch.bfloat16
+    out = torch.full(q.shape, math.nan, dtype=dtype, device=device)
+    o, lse = batch_prefill(q, cache, table, starts, out=out, return_lse=True, plan=made, **options)
+    expected, expected_lse = batch_prefill_reference(q, cache, table, starts, return_lse=True, **options)
+    assert o.data_ptr() == out.data_ptr()
+    assert not bool(o.isnan().any())
+    error = (o.float() - expected).abs().sum() / expected.abs().sum().clamp_min(1e-30)
+    assert float(error) <= bound, made.explain()
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+    return o
+
+
+@either_kernel
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "fmt", ["bf16", "fp16", "fp8_e4m3fn", *slow("fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1"), K8V4], ids=str
+)
+def test_every_cache_format_with_either_query(
+    fmt: str | CacheFormat, q_dtype: torch.dtype, kernel: str, device: str
+) -> None:
+    _check(W(format=fmt, q_dtype=q_dtype), device, kernel)
+
+
+@either_kernel
+def test_fp4_with_a_scale_for_every_32_channels(kernel: str, device: str) -> None:
+    _check(W(format="fp4_e2m1", scale_group=32), device, kernel)
+    _check(W(format=K8V4, scale_group=32), device, kernel)
+
+
+@either_kernel
+@pytest.mark.parametrize(
+    ("layout", "page_size"), [("NHD", 16), ("HND", 16), ("tokens", 1), ("concat", 16), ("vectorised", 16)]
+)
+def test_every_layout(layout: str, page_size: int, kernel: str, device: str) -> None:
+    _check(W(layout=layout, page_size=page_size), device, kernel)
+
+
+@either_kernel
+@pytest.mark.parametrize("page_size", [1, 3, 128, *slow(16, 32, 64)])
+def test_every_page_size(page_size: int, kernel: str, device: str) -> None:
+    _check(W(page_size=page_size, ragged=page_size in (1, 32)), device, kernel)
+
+
+@either_kernel
+@pytest.mark.parametrize("ratio", [1, 12, *slow(2, 5, 7, 8, 16, 71)])
+def test_every_gqa_ratio(ratio: int, kernel: str, device: str) -> None:
+    _check(W(gqa_ratio=ratio, num_kv_heads=1 if ratio > 12 else 2), device, kernel)
+
+
+@either_kernel
+@pytest.mark.parametrize("head_dim", [80, 256, *slow(96, 128, 192)])
+def test_every_head_dim(head_dim: int, kernel: str, device: str) -> None:
+    _check(W(head_dim=head_dim, num_kv_heads=1), device, kernel)
+
+
+@either_kernel
+@pytest.mark.parametrize(
+    "granularity", ["sequence_head", "token_head", *slow("float", "tensor", "head", "page_head")]
+)
+def test_every_descale_shape(granularity: str, kernel: str, device: str) -> None:
+    _check(W(granularity=granularity), device, kernel)
+
+
+@either_kernel
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": False},
+        {"causal": False, "window_right": 5},
+        {"window_left": 20},
+        {"causal": False, "window_left": 30, "window_right": 9},
+        *slow(
+            {"causal": False, "window_left": 40, "window_right": 0}, {"window_left": 0}, {"window_left": 1000}
+        ),
+    ],
+    ids=str,
+)
+def test_every_mask(options: dict[str, Any], kernel: str, device: str) -> None:
+    _check(W(q_lens=(9, 1, 30, 8), lens=(70, 5, 130, 3)), device, kernel, **options)
+
+
+@either_kernel
+def test_a_soft_cap_and_sinks(kernel: str, device: str) -> None:
+    sinks = torch.linspace(-3, 3, 6, device=device)
+    _check(W(), device, kernel, logits_soft_cap=3.0)
+    _check(W(), device, kernel, sinks=sinks)
+    _check(
+        W(granularity="token_head"),
+        device,
+        kernel,
+        sinks=sinks.bfloat16(),
+        logits_soft_cap=1.0,
+        window_left=20,
+    )
+
+
+# The FP8 query's own format, and whether P @ V has 8 bits: both kinds, and descales of each kind.
+@pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "fp8_e4m3fnuz"])
+def test_fp8_throughout(fmt: str, device: str) -> None:
+    dtype = torch.float8_e4m3fn if fmt == "fp8_e4m3fn" else torch.float8_e4m3fnuz
+    if device == "cuda" and fmt == "fp8_e4m3fnuz":
+        pytest.skip("sm90 has no FNUZ")
+    workload = W(format=fmt, q_dtype=dtype)
+    _check(workload, device, bound=0.02, q_descale=0.25)
+    _check(workload, device, bound=0.02, q_descale=torch.tensor([0.3], device=device), window_left=40)
+    _check(replace(workload, granularity="head"), device, bound=0.02, causal=False)
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_an_ocp_cache_feeds_the_fnuz_unit_of_gfx942_as_it_is(clean: bool) -> None:
+    q, cache, table, starts = W(q_dtype=torch.float8_e4m3fn, lens=(70, 5, 130)).build()
+    if not clean:
+        stored = cache.k.view(torch.uint8)
+        stored[int(table.page_ids[0, 1]), 3, :, 5] = 0x80  # -0, which FNUZ reads as NaN
+    cache = replace(cache, negative_zero_free=clean)
+    with run_as("gfx942"):
+        plan = plan_prefill(q, cache, table, starts)
+        assert plan.config.fp8 == "fp8_e4m3fnuz"
+        o = batch_prefill(q, cache, table, starts, plan=plan, q_descale=0.5)
+    expected = batch_prefill_reference(q, cache, table, starts, q_descale=0.5)
+    assert isinstance(o, torch.Tensor)
+    assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.02
+
+
+@either_kernel
+@pytest.mark.parametrize("out", [torch.float16, torch.float32])
+def test_the_output_may_have_another_dtype(out: torch.dtype, kernel: str, device: str) -> None:
+    q, cache, table, starts = W().build(device)
+    plan = plan_prefill(q, cache, table, starts, kernel=kernel)
+    o = batch_prefill(q, cache, table, starts, out=out, plan=plan)
+    assert isinstance(o, torch.Tensor)
+    assert o.dtype == out
+    expected = batch_prefill_reference(q, cache, table, starts)
+    assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.0005
+
+
+# FAULTS 12, 13, 24: no tokens, one token, more queries than keys, lengths around pages and tiles.
+@either_kernel
+@pytest.mark.parametrize(
+    ("q_lens", "lens"),
+    [
+        ((1, 1, 1), (1, 16, 17)),
+        ((0, 5, 0), (20, 5, 0)),
+        ((7, 3), (2, 0)),
+        ((1, 40, 2), (65, 64, 63)),
+    ],
+)
+def test_mixed_lengths(q_lens: tuple[int, ...], lens: tuple[int, ...], kernel: str, device: str) -> None:
+    o = _check(W(q_lens=q_lens, lens=lens), device, kernel)
+    before = 0
+    for q_len, kv_len in zip(q_lens, lens, strict=True):
+        assert bool((o[before : before + max(q_len - kv_len, 0)] == 0).all())
+        before += q_len
+
+
+@either_kernel
+def test_every_split_agrees(kernel: str, device: str) -> None:
+    workload = W(q_lens=(9, 0, 20), lens=(130, 70, 200), granularity="head", num_kv_heads=1)
+    for splits in (2, 5):
+        _check(workload, device, kernel, plan={"num_splits": splits}, sinks=torch.zeros(3, device=device))
+
+
+def test_the_values_of_one_tile_may_run_with_the_next_softmax(device: str) -> None:
+    for fmt in ("bf16", "fp4_e2m1"):
+        for splits in (1, 2):
+            workload = W(format=fmt, lens=(5, 200), q_lens=(5, 25), num_kv_heads=1)
+            q, cache, table, starts = workload.build(device)
+            plan = plan_prefill(q, cache, table, starts, kernel="dense", num_splits=splits)
+            plan = replace(plan, config=replace(plan.config, overlap=True))
+            o, lse = batch_prefill(q, cache, table, starts, plan=plan, return_lse=True, window_left=100)
+            expected, expected_lse = batch_prefill_reference(
+                q, cache, table, starts, return_lse=True, window_left=100
+            )
+            assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
+            torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+
+
+def test_tiles_run_longest_first(device: str) -> None:
+    q, cache, table, starts = W(q_lens=(70, 1, 130, 40), lens=(100, 5, 130, 200), num_kv_heads=1).build(
+        device
+    )
+    plan = plan_prefill(q, cache, table, starts, kernel="dense")
+    batch_prefill(q, cache, table, starts, plan=plan)
+    assert plan.schedule is not None
+    tiles = [row[:6] for row in plan.schedule.tolist() if row[0] >= 0]
+    rows = plan.config.block_m
+    work = [(kv_len - q_len) * 3 + (number + 1) * rows for _, number, _, q_len, kv_len, _ in tiles]
+    assert work == sorted(work, reverse=True)
+    every = {(seq, n) for seq, q_len in enumerate((70, 1, 130, 40)) for n in range(-(-q_len * 3 // rows))}
+    assert {(tile[0], tile[1]) for tile in tiles} == every
+    assert len(tiles) == len(every)
+
+
+def test_one_query_token_everywhere_is_decoded_with_the_same_bits(device: str) -> None:
+    q, cache, table, starts = W(q_lens=(1, 1, 1)).build(device)
+    plan = plan_prefill(q, cache, table, starts, max_q_len=1)
+    assert plan.decode is not None
+    o = batch_prefill(q, cache, table, starts, plan=plan, window_left=30)
+    assert isinstance(o, torch.Tensor)
+    decoded = paged_decode(q, cache, table, window_left=30)
+    assert isinstance(decoded, torch.Tensor)
+    assert torch.equal(o, decoded)
+    assert "paged_decode" in plan.explain()
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+@either_kernel
+def test_the_code_paths_of_amd_targets_when_interpreted(target: str, kernel: str) -> None:
+    with run_as(target):
+        for fmt in ("fp8_e4m3fn", "bf16"):
+            _check(W(format=fmt, num_kv_heads=1), "cpu", kernel)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 25), st.integers(0, 90)), min_size=1, max_size=3),
+    st.sampled_from([1, 3, 16, 64]),
+    st.booleans(),
+    st.sampled_from(KERNELS),
+    st.booleans(),
+)
+@settings(max_examples=6)
+def test_any_ragged_batch(
+    sizes: list[tuple[int, int]], page_size: int, ragged: bool, kernel: str, causal: bool
+) -> None:
+    q_lens, lens = zip(*sizes, strict=True)
+    workload = W(q_lens=q_lens, lens=lens, page_size=page_size, ragged=ragged, num_kv_heads=1)
+    _check(workload, "cpu", kernel, causal=causal)
+
+
+# FAULTS 14, 29
+@either_kernel
+def test_permuted_pages_and_a_second_call_give_the_same_bits(kernel: str, device: str) -> None:
+    q, cache, table, starts = W(lens=(64, 64), q_lens=(9, 30)).build(device)
+    plan = plan_prefill(q, cache, table, starts, kernel=kernel)
+    first = batch_prefill(q, cache, table, starts, plan=plan)
+    assert isinstance(first, torch.Tensor)
+    assert torch.equal(first, batch_prefill(q, cache, table, starts, plan=plan))
+    order = torch.randperm(cache.num_pages, device=device)
+    moved_k, moved_v = torch.empty_like(cache.k), torch.empty_like(cache.v)
+    for moved, stored in ((moved_k, cache.k), (moved_v, cache.v)):
+        moved.view(torch.uint8)[order] = stored.view(torch.uint8)
+    moved_table = PageTable.from_block_table(order[table.page_ids.long()].int(), table.seq_lens, page_size=16)
+    moved_cache = replace(cache, k=moved_k, v=moved_v)
+    assert torch.equal(first, batch_prefill(q, moved_cache, moved_table, starts, plan=plan))
+
+
+# FAULTS 16
+@either_kernel
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("position", [0, 39])
+def test_a_nan_reaches_only_the_rows_that_attend_to_it(
+    which: str, position: int, kernel: str, device: str
+) -> None:
+    q, cache, table, starts = W(lens=(40, 20), q_lens=(40, 3), gqa_ratio=2).build(device)
+    page = int(table.page_ids[0, position // 16])
+    getattr(cache, which).view(torch.uint8)[page, position % 16, 1, 3] = 0x7F
+    plan = plan_prefill(q, cache, table, starts, kernel=kernel)
+    o = batch_prefill(q, cache, table, starts, plan=plan)
+    assert isinstance(o, torch.Tensor)
+    expected = torch.zeros(o.shape[:2], dtype=torch.bool, device=device)
+    expected[position:40, 2:4] = True  # sequence 0, rows from the position on, heads of KV head 1
+    assert torch.equal(o.isnan().any(-1), expected)
+
+
+# FAULTS 23, 25
+@either_kernel
+def test_huge_logits_extreme_sinks_and_a_zero_scale(kernel: str, device: str) -> None:
+    q, cache, table, starts = W().build(device)
+    plan = plan_prefill(q, cache, table, starts, kernel=kernel)
+
+    def run(**options: Any) -> torch.Tensor:
+        o = batch_prefill(q, cache, table, starts, plan=plan, **options)
+        assert isinstance(o, torch.Tensor)
+        return o
+
+    assert bool(run(sm_scale=1e4).isfinite().all())
+    assert bool(run(sm_scale=1e4, logits_soft_cap=5.0).isfinite().all())
+    assert torch.equal(run(sinks=torch.full((6,), -math.inf, device=device)), run())
+    assert bool((run(sinks=torch.full((6,), math.inf, device=device)) == 0).all())
+    torch.testing.assert_close(
+        run(sm_scale=0.0).float(),
+        batch_prefill_reference(q, cache, table, starts, sm_scale=0.0),
+        rtol=0.01,
+        atol=0.01,
+    )
+    negative = batch_prefill_reference(q, cache, table, starts, sm_scale=-0.1)
+    assert float((run(sm_scale=-0.1).float() - negative).abs().max()) < 0.02
+
+
+# FAULTS 8
+@either_kernel
+def test_strided_queries_and_a_cache_off_16_byte_boundaries(kernel: str, device: str) -> None:
+    q, cache, table, starts = W(layout="HND").build(device)
+    wide = torch.zeros(q.shape[0], 8, 72, dtype=q.dtype, device=device)
+    wide[:, :6, :64] = q
+    shifted = []
+    for stored in (cache.k, cache.v):
+        memory = torch.empty(stored.numel() + 8, dtype=torch.uint8, device=device)
+        copy = memory[3 : 3 + stored.numel()].view(stored.shape)
+        copy.copy_(stored.view(torch.uint8))
+        shifted.append(copy.view(stored.dtype))
+    moved = replace(cache, k=shifted[0], v=shifted[1])
+    plan = plan_prefill(q, cache, table, starts, kernel=kernel)
+    o = batch_prefill(wide[:, :6, :64], moved, table, starts, plan=plan)
+    expected = batch_prefill_reference(q, cache, table, starts)
+    assert isinstance(o, torch.Tensor)
+    assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
+
+
+# FAULTS 11, 26, 27
+def test_a_plan_is_held_to_its_call_and_may_be_dirty(device: str) -> None:
+    q, cache, table, starts = W(lens=(200, 5, 60)).build(device)
+    plan = plan_prefill(q, cache, table, starts, num_splits=4)
+    first = batch_prefill(q, cache, table, starts, plan=plan)
+    assert isinstance(first, torch.Tensor)
+    assert plan.workspace is not None
+    plan.workspace.acc.fill_(math.nan)
+    plan.workspace.ml.fill_(math.nan)
+    assert torch.equal(first, batch_prefill(q, cache, table, starts, plan=plan))
+    assert int(plan.workspace.arrived.abs().sum()) == 0
+    with pytest.raises(ValueError, match="call plan_prefill again"):
+        batch_prefill(q[:, :4].contiguous(), cache, table, starts, plan=plan)
+
+
+def test_a_plan_serves_other_lengths_within_its_bounds(device: str) -> None:
+    q, cache, table, starts = W(q_lens=(20, 20), lens=(90, 128)).build(device)
+    plan = plan_prefill(q, cache, table, starts, kernel="dense")
+    assert table.seq_lens is not None
+    starts.copy_(torch.tensor([0, 33, 40]))
+    table.seq_lens.copy_(torch.tensor([64, 101]))
+    o = batch_prefill(q, cache, table, starts, plan=plan)
+    expected = batch_prefill_reference(q, cache, table, starts)
+    assert isinstance(o, torch.Tensor)
+    assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
+
+
+def test_empty_batches_and_calls_without_tokens(device: str) -> None:
+    q, cache, table, starts = W(q_lens=(0, 0, 0)).build(device)
+    o, lse = batch_prefill(q, cache, table, starts, return_lse=True)
+    assert o.shape == (0, 6, 64)
+    assert lse.shape == (0, 6)
+    none = PageTable.from_block_table(
+        torch.zeros(0, 1, dtype=torch.int32, device=device),
+        torch.zeros(0, dtype=torch.int32, device=device),
+        page_size=16,
+    )
+    o = batch_prefill(q, cache, none, torch.zeros(1, dtype=torch.int32, device=device))
+    assert isinstance(o, torch.Tensor)
+    assert o.shape == (0, 6, 64)
+
+
+# FAULTS 1, 2, 3, 9, 25, 28
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "q in fp32": ({"q": torch.zeros(40, 6, 64)}, "q must have dtype"),
+    "q of another head_dim": ({"q": torch.zeros(40, 6, 128).bfloat16()}, "the cache's head_dim 64"),
+    "head_dim 72": ({"q": torch.zeros(40, 6, 72).bfloat16()}, "q must have head_dim in"),
+    "7 heads over 2": ({"q": torch.zeros(40, 7, 64).bfloat16()}, "a multiple of the cache's 2 KV heads"),
+    "int64 starts": ({"starts": torch.zeros(4, dtype=torch.int64)}, "cu_seqlens_q must have dtype"),
+    "starts of another batch": ({"starts": torch.zeros(3, dtype=torch.int32)}, "cu_seqlens_q must have sh"),
+    "NaN scale": ({"sm_scale": math.nan}, "sm_scale must be finite, got nan"),
+    "negative cap": ({"logits_soft_cap": -1.0}, "logits_soft_cap must be 0"),
+    "window -2": ({"window_left": -2}, "window_left must be -1"),
+    "float window": ({"causal": False, "window_right": 1.5}, "window_right must be -1"),
+    "causal and a right window": ({"window_right": 4}, "window_right must be -1 or 0 with causal=True"),
+    "sinks of another count": ({"sinks": torch.zeros(5)}, "sinks must have shape"),
+    "descale of a 16-bit query": ({"q_descale": 0.5}, "q_descale must be 1.0 for a query in"),
+    "out of another shape": ({"out": torch.zeros(40, 6, 128).bfloat16()}, "out must have shape"),
+    "integer out": ({"out": torch.int32}, "out_dtype must be one of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_bad_input_is_refused_by_name(fault: str) -> None:
+    change, message = REFUSED[fault]
+    q, cache, table, starts = W().build()
+    options = dict(change)
+    q, starts = options.pop("q", q), options.pop("starts", starts)
+    with pytest.raises((ValueError, TypeError), match=message):
+        batch_prefill(q, cache, table, starts, **options)
+
+
+def test_gradients_aliases_and_negative_descales_are_refused() -> None:
+    q, cache, table, starts = W().build()
+    with pytest.raises(ValueError, match="q must not require grad"):
+        batch_prefill(q.clone().requires_grad_(), cache, table, starts)
+    with pytest.raises(ValueError, match="out must not share memory with q"):
+        batch_prefill(q, cache, table, starts, out=q)
+    stored = W(q_dtype=torch.float8_e4m3fn).build()
+    for bad in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="q_descale"):
+            batch_prefill(*stored, q_descale=bad)
+
+
+def test_formats_that_do_not_go_together_are_refused_with_what_would_work() -> None:
+    q, cache, table, starts = W(format=CacheFormat(k="bf16", v="fp16")).build()
+    with pytest.raises(UnsupportedError, match="each with itself or with FP8 or FP4 works"):
+        batch_prefill(q, cache, table, starts)
+    q, cache, table, starts = W(format="fp8_e5m2", q_dtype=torch.float8_e4m3fn).build()
+    with pytest.raises(UnsupportedError, match="a 16-bit query reads any cache"):
+        batch_prefill(q, cache, table, starts)
+    q, cache, table, starts = W(format="fp8_e4m3fnuz", q_dtype=torch.float8_e4m3fnuz).build()
+    with run_as("gfx950"), pytest.raises(UnsupportedError, match="gfx950 multiplies fp8_e4m3fn"):
+        batch_prefill(q, cache, table, starts)
+
+
+def test_forced_kernels_that_cannot_serve_a_call_are_refused() -> None:
+    q, cache, table, starts = W().build()
+    with pytest.raises(ValueError, match="kernel must be one of"):
+        plan_prefill(q, cache, table, starts, kernel="fast")
+    with pytest.raises(UnsupportedError, match="plan with max_q_len=1"):
+        plan_prefill(q, cache, table, starts, kernel="decode")
+    with pytest.raises(UnsupportedError, match="max_kv_tokens or a larger scratch_limit_bytes"):
+        plan_prefill(q, cache, table, starts, kernel="dense", scratch_limit_bytes=0)
+    assert plan_prefill(q, cache, table, starts, scratch_limit_bytes=0).config.kernel == "fused"
+    assert "exceed the limit" in plan_prefill(q, cache, table, starts, scratch_limit_bytes=0).explain()
+
+
+# FAULTS 10
+def test_wrong_values_are_found_when_asked_for_and_harmless_otherwise() -> None:
+    q, cache, table, starts = W().build()
+    assert table.seq_lens is not None
+    for wrong in ([1, 9, 10, 40], [0, 10, 9, 40], [0, 9, 10, 41]):
+        bad = torch.tensor(wrong, dtype=torch.int32)
+        with pytest.raises(ValueError, match="cu_seqlens_q must rise from 0"):
+            plan_prefill(q, cache, table, bad, validate=True)
+        batch_prefill(q, cache, table, bad)
+    wild = PageTable.from_block_table(torch.full_like(table.page_ids, 2**30), table.seq_lens, page_size=16)
+    with pytest.raises(ValueError, match="page ids must be below"):
+        plan_prefill(q, cache, wild, starts, validate=True)
+    batch_prefill(q, cache, wild, starts)
+
+
+@pytest.mark.slow
+@either_kernel
+@pytest.mark.parametrize(
+    "fmt", ["bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1", K8V4], ids=str
+)
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_mixtures(fmt: str | CacheFormat, page_size: int, head_dim: int, kernel: str, device: str) -> None:
+    for q_dtype in (torch.bfloat16, torch.float16):
+        for options in (
+            {},
+            {"causal": False, "window_left": 33},
+            {"logits_soft_cap": 4.0, "window_left": 60},
+        ):
+            workload = W(
+                format=fmt,
+                page_size=page_size,
+                head_dim=head_dim,
+                q_dtype=q_dtype,
+                gqa_ratio=5,
+                num_kv_heads=1,
+            )
+            _check(workload, device, kernel, plan={"num_splits": 2}, **options)

@@ -1,0 +1,263 @@
+"""prefill_append: what it attends to, and that it stores what the host would, byte for byte, and no more."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from narrowkv.attn_prefill import plan_append, plan_prefill, prefill_append, prefill_append_reference
+from narrowkv.attn_prefill.workloads import AppendWorkload
+from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.quant.errors import UnsupportedError
+from narrowkv.quant.launch import run_as
+
+W = AppendWorkload
+K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
+either_kernel = pytest.mark.parametrize("kernel", ["staged", "paged"])
+
+
+def slow(*values: Any) -> list[Any]:
+    """Values of an axis that only the full run takes."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def _copy(cache: PagedKVCache) -> PagedKVCache:
+    def own(x: Any) -> Any:
+        return x.clone() if isinstance(x, torch.Tensor) else x
+
+    k_and_v = {name: own(getattr(cache, name)) for name in ("k", "v", "k_descale", "v_descale")}
+    if cache.layout == "concat" or cache.k.data_ptr() != k_and_v["k"].data_ptr():
+        return replace(cache, **k_and_v)
+    return cache
+
+
+def _same_bytes(a: PagedKVCache, b: PagedKVCache) -> bool:
+    pairs = [(getattr(a, n), getattr(b, n)) for n in ("k", "v", "k_descale", "v_descale")]
+    return all(
+        torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+        for x, y in pairs
+        if isinstance(x, torch.Tensor)
+    )
+
+
+def _check(
+    workload: AppendWorkload,
+    device: str,
+    kernel: str | None = None,
+    bound: float = 0.002,
+    lse_bound: float = 1e-3,
+    plan: dict[str, Any] | None = None,
+    **options: Any,
+) -> PagedKVCache:
+    """Compares o and lse with the reference, and every byte of the cache, old ones and unused ones too."""
+    q, k_new, v_new, cache, table, starts, rope = workload.build_append(device)
+    made = plan_append(
+        q, cache, table, starts, kernel=kernel, fp8_compute=options.get("fp8_compute", False), **(plan or {})
+    )
+    for memory in (*(made.scratch or ()), *(made.workspace or ())[:2]):
+        if isinstance(memory, torch.Tensor) and memory.is_floating_point():
+            memory.fill_(math.nan)
+    before, wanted = _copy(cache), _copy(cache)
+    o, lse = prefill_append(
+        q, k_new, v_new, cache, table, starts, rope=rope, return_lse=True, plan=made, **options
+    )
+    expected, expected_lse = prefill_append_reference(
+        q, k_new, v_new, wanted, table, starts, rope=rope, return_lse=True, plan=made, **options
+    )
+    assert not bool(o.isnan().any())
+    assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= bound, made.explain()
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=lse_bound)
+    assert _same_bytes(cache, wanted)
+    assert not _same_bytes(cache, before)
+    if made.arrivals is not None:
+        assert int(made.arrivals.ready.abs().sum() + made.arrivals.left.abs().sum()) == 0
+    return cache
+
+
+@either_kernel
+@pytest.mark.parametrize(
+    "fmt", ["fp8_e4m3fn", K8V4, *slow("bf16", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1")], ids=str
+)
+def test_every_cache_format(fmt: str | CacheFormat, kernel: str, device: str) -> None:
+    _check(W(format=fmt), device, kernel)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "q_dtype"),
+    [
+        ("fp8_e4m3fn", torch.float16),
+        ("bf16", torch.float16),
+        ("fp16", torch.float16),
+        ("fp16", torch.bfloat16),
+    ],
+)
+def test_fp16_queries_and_caches(fmt: str, q_dtype: torch.dtype, device: str) -> None:
+    _check(W(format=fmt, q_dtype=q_dtype), device)
+
+
+# A page larger and smaller than the tile; chunks that begin in the middle of a page.
+@either_kernel
+@pytest.mark.parametrize("page_size", [1, 3, 16, *slow(32, 64), 128])
+def test_every_page_size(page_size: int, kernel: str, device: str) -> None:
+    _check(W(page_size=page_size, lens=(7, 0, 66), q_lens=(20, 3, 9), num_kv_heads=1), device, kernel)
+
+
+@either_kernel
+@pytest.mark.parametrize(
+    ("layout", "page_size"), [("HND", 16), ("tokens", 1), ("concat", 16), ("vectorised", 16)]
+)
+def test_every_layout(layout: str, page_size: int, kernel: str, device: str) -> None:
+    _check(W(layout=layout, page_size=page_size, num_kv_heads=1), device, kernel)
+
+
+@either_kernel
+@pytest.mark.parametrize("rope", ["neox", "gptj"])
+def test_rotary_embedding(rope: str, kernel: str, device: str) -> None:
+    _check(W(rope=rope, rotary_dim=64 if rope == "neox" else 32, num_kv_heads=1), device, kernel)
+
+
+@either_kernel
+@pytest.mark.parametrize("granularity", ["tensor", "head", "token_head"])
+def test_every_descale_shape(granularity: str, kernel: str, device: str) -> None:
+    _check(W(granularity=granularity), device, kernel)
+
+
+@either_kernel
+def test_a_window_a_soft_cap_and_sinks(kernel: str, device: str) -> None:
+    _check(W(num_kv_heads=1), device, kernel, window_left=12, sinks=torch.linspace(-2, 2, 3, device=device))
+    _check(W(num_kv_heads=1), device, kernel, logits_soft_cap=3.0)
+
+
+@either_kernel
+@pytest.mark.parametrize("head_dim", [80, *slow(96, 128, 192, 256)])
+def test_every_head_dim(head_dim: int, kernel: str, device: str) -> None:
+    _check(W(head_dim=head_dim, num_kv_heads=1), device, kernel)
+
+
+@either_kernel
+def test_splits_and_sequences_without_new_tokens(kernel: str, device: str) -> None:
+    workload = W(lens=(130, 40, 0), q_lens=(9, 0, 70), num_kv_heads=1)
+    _check(workload, device, kernel)
+    _check(workload, device, kernel, plan={"num_splits": 3})
+
+
+def test_fp8_compute_on_old_tokens(device: str) -> None:
+    # Queries and P are held in two FP8 terms, eight bits.
+    _check(W(), device, bound=0.004, lse_bound=4e-3, fp8_compute=True)
+    _check(W(rope="neox", granularity="head"), device, bound=0.004, lse_bound=4e-3, fp8_compute=True)
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_the_code_paths_of_amd_targets_when_interpreted(target: str) -> None:
+    with run_as(target):
+        _check(W(num_kv_heads=1), "cpu")
+        _check(W(num_kv_heads=1), "cpu", bound=0.004, lse_bound=4e-3, fp8_compute=True)
+
+
+def test_nan_of_a_new_token_reaches_only_the_rows_that_attend_to_it(device: str) -> None:
+    for kernel in ("staged", "paged"):
+        for which in (1, 2):
+            q, k_new, v_new, cache, table, starts, _ = W(lens=(20,), q_lens=(20,)).build_append(device)
+            (k_new, v_new)[which - 1][7, 1, 3] = math.nan
+            plan = plan_append(q, cache, table, starts, kernel=kernel)
+            o = prefill_append(q, k_new, v_new, cache, table, starts, plan=plan)
+            assert isinstance(o, torch.Tensor)
+            expected = torch.zeros(o.shape[:2], dtype=torch.bool, device=device)
+            expected[7:, 3:6] = True
+            assert torch.equal(o.isnan().any(-1), expected), (kernel, which)
+
+
+# FAULTS 10: what has no page, or one beyond the cache, is attended to and not stored.
+@either_kernel
+def test_tokens_without_a_page_are_not_stored(kernel: str, device: str) -> None:
+    workload = W(lens=(20, 3), q_lens=(25, 5))
+    q, k_new, v_new, cache, table, starts, _ = workload.build_append(device)
+    short = PageTable.from_block_table(table.page_ids[:, :2].contiguous(), table.seq_lens, page_size=16)
+    short.page_ids[1, 0] = cache.num_pages
+    wanted = _copy(cache)
+    assert table.seq_lens is not None
+    table.seq_lens[1] = 0
+    plan = plan_append(q, cache, short, starts, kernel=kernel)
+    o = prefill_append(q, k_new, v_new, cache, short, starts, plan=plan)
+    expected = prefill_append_reference(q, k_new, v_new, wanted, short, starts)
+    assert isinstance(o, torch.Tensor)
+    assert isinstance(expected, torch.Tensor)
+    assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
+    assert _same_bytes(cache, wanted)
+    full = PageTable.from_block_table(short.page_ids, table.seq_lens, page_size=16)
+    with pytest.raises(ValueError, match="seq_lens must not exceed the table's capacity 32"):
+        plan_append(q, cache, full, starts, validate=True)
+
+
+def test_a_call_without_tokens_changes_nothing(device: str) -> None:
+    q, k_new, v_new, cache, table, starts, _ = W(q_lens=(0, 0, 0)).build_append(device)
+    before = _copy(cache)
+    o, lse = prefill_append(q, k_new, v_new, cache, table, starts, return_lse=True)
+    assert (o.shape, lse.shape) == ((0, 6, 64), (0, 6))
+    assert _same_bytes(cache, before)
+
+
+# FAULTS 1, 9, 28, 34
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "k_new in another dtype": ({"k_new": torch.zeros(31, 2, 64)}, "k_new must have dtype"),
+    "v_new of another count": ({"v_new": torch.zeros(30, 2, 64).bfloat16()}, "v_new must have shape"),
+    "fp32 queries": ({"q": torch.zeros(31, 6, 64)}, "q must have dtype"),
+    "negative cap": ({"logits_soft_cap": -1.0}, "logits_soft_cap must be 0"),
+    "window -2": ({"window_left": -2}, "window_left must be -1"),
+    "sinks of another count": ({"sinks": torch.zeros(5)}, "sinks must have shape"),
+    "NaN scale": ({"sm_scale": math.nan}, "sm_scale must be finite"),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_bad_input_is_refused_by_name_and_changes_nothing(fault: str) -> None:
+    change, message = REFUSED[fault]
+    q, k_new, v_new, cache, table, starts, _ = W().build_append()
+    before, options = _copy(cache), dict(change)
+    q, k_new, v_new = options.pop("q", q), options.pop("k_new", k_new), options.pop("v_new", v_new)
+    with pytest.raises((ValueError, TypeError), match=message):
+        prefill_append(q, k_new, v_new, cache, table, starts, **options)
+    assert _same_bytes(cache, before)
+
+
+def test_caches_tables_and_plans_that_cannot_append_are_refused() -> None:
+    q, k_new, v_new, cache, table, starts, _ = W(granularity="page_head").build_append()
+    with pytest.raises(
+        ValueError, match="k_descale must be per tensor, per head or per token-head to append"
+    ):
+        prefill_append(q, k_new, v_new, cache, table, starts)
+    q, k_new, v_new, cache, table, starts, _ = W().build_append()
+    ragged = PageTable.from_ragged(*(torch.zeros(n, dtype=torch.int32) for n in (4, 1, 3)), page_size=16)
+    with pytest.raises(ValueError, match="page_table must be a block table"):
+        prefill_append(q, k_new, v_new, cache, ragged, starts)
+    plan = plan_prefill(q, cache, table, starts)
+    with pytest.raises(ValueError, match="call plan_append again"):
+        prefill_append(q, k_new, v_new, cache, table, starts, plan=plan)
+    plan = plan_append(q, cache, table, starts)
+    with pytest.raises(ValueError, match="plan must be made with fp8_compute=True"):
+        prefill_append(q, k_new, v_new, cache, table, starts, plan=plan, fp8_compute=True)
+    with pytest.raises(ValueError, match="k_new must not require grad"):
+        prefill_append(q, k_new.clone().requires_grad_(), v_new, cache, table, starts)
+    for bad in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="k_descale"):
+            PagedKVCache.from_tensors(cache.k, cache.v, format=cache.format, k_descale=bad)
+
+
+def test_forced_kernels_that_cannot_serve_a_call_are_refused() -> None:
+    q, _, _, cache, table, starts, _ = W(format="fp16").build_append()
+    with pytest.raises(UnsupportedError, match="needs keys in fp16 and new ones in bf16 in one scratch"):
+        plan_append(q, cache, table, starts, kernel="staged")
+    with pytest.raises(UnsupportedError, match="fp8_compute needs K and V in one FP8 format"):
+        plan_append(q, cache, table, starts, fp8_compute=True)
+    q, _, _, cache, table, starts, _ = W().build_append()
+    with (
+        run_as("gfx942"),
+        pytest.raises(UnsupportedError, match="one L2 for all programs, which gfx942 lacks"),
+    ):
+        plan_append(q, cache, table, starts, kernel="staged")
+    with pytest.raises(UnsupportedError, match="fp8_compute has kernel='paged' only"):
+        plan_append(q, cache, table, starts, fp8_compute=True, kernel="staged")

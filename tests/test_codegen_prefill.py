@@ -1,0 +1,224 @@
+"""What prefill compiles to for gfx942 and gfx950, as shipped: no spills, the expected instructions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+
+from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
+from narrowkv.attn_prefill.config import PrefillConfig
+from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
+from narrowkv.quant.launch import compile_for
+from narrowkv.quant.launch.artifact import CompiledArtifact
+
+I32 = torch.int32
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+TARGETS = ["gfx942", "gfx950"]
+both_targets = pytest.mark.parametrize("target", TARGETS)
+# Operations of one instruction: a product of M x N x K multiply-adds.
+MFMA = {
+    "v_mfma_f32_16x16x16_bf16": 16,
+    "v_mfma_f32_16x16x16_f16": 16,
+    "v_mfma_f32_16x16x32_bf16": 32,
+    "v_mfma_f32_16x16x32_f16": 32,
+    "v_mfma_f32_16x16x32_fp8_fp8": 32,
+    "v_mfma_f32_16x16x128_f8f6f4": 128,
+}
+TOKENS, PREFIX = 1024, 3072
+
+
+def _compile(
+    target: str,
+    fmt: str,
+    kernel: str | None = None,
+    *,
+    head_dim: int = 128,
+    ratio: int = 12,
+    page_size: int = 16,
+    clean: bool = True,
+    q_dtype: torch.dtype = torch.bfloat16,
+    tokens: int = TOKENS,
+    fp8_compute: bool = False,
+    rope: bool = False,
+) -> tuple[PrefillConfig, list[CompiledArtifact]]:
+    """The kernels of one call, compiled by an ordinary call."""
+    appends = kernel == "paged"
+    length = PREFIX + TOKENS
+    pages = -(-length // page_size)
+    cache = PagedKVCache.empty(pages, page_size, 8, head_dim, format=fmt)
+    cache = replace(cache, negative_zero_free=clean)
+    table = PageTable.from_block_table(
+        torch.arange(pages, dtype=I32)[None],
+        torch.tensor([PREFIX if appends else length], dtype=I32),
+        page_size=page_size,
+    )
+    q = torch.zeros(tokens, 8 * ratio, head_dim).to(q_dtype)
+    starts = torch.tensor([0, tokens], dtype=I32)
+    with compile_for(target) as artifacts:
+        if appends:
+            new = torch.zeros(tokens, 8, head_dim, dtype=q_dtype)
+            angles = torch.zeros(length, head_dim // 2)
+            turn = Rope(angles, angles, torch.zeros(tokens, dtype=I32)) if rope else None
+            plan = plan_append(q, cache, table, starts, fp8_compute=fp8_compute)
+            prefill_append(q, new, new, cache, table, starts, rope=turn, fp8_compute=fp8_compute, plan=plan)
+        else:
+            plan = plan_prefill(q, cache, table, starts, kernel=kernel)
+            batch_prefill(q, cache, table, starts, plan=plan)
+    return plan.config, artifacts
+
+
+def _assert_clean(artifacts: list[CompiledArtifact]) -> None:
+    for code in artifacts:
+        registers = code.registers
+        assert (registers.vgpr_spills, registers.scratch_bytes) == (0, 0), (code.name, registers)
+        if code.name == "_prefill_append_kernel":
+            # Two kinds of programs share its scalar registers; some wait in vector lanes, outside loops.
+            assert code.loop.total("v_readlane", "v_writelane") == 0
+        else:
+            assert registers.sgpr_spills == 0, (code.name, registers)
+        assert code.lds_bytes <= 64 * 1024
+        assert code.waves_per_simd >= 1
+
+
+# (target, format, whether narrowkv wrote the cache, widened in the loop: V's matrix instruction and convert)
+FUSED = [
+    ("gfx942", "fp8_e4m3fnuz", True, "v_mfma_f32_16x16x16_f16", "v_cvt_pk_f32_fp8"),
+    ("gfx942", "fp8_e4m3fn", True, "v_mfma_f32_16x16x16_f16", None),
+    ("gfx942", "fp8_e4m3fn", False, "v_mfma_f32_16x16x16_f16", None),
+    ("gfx942", "bf16", True, "v_mfma_f32_16x16x16_bf16", None),
+    ("gfx942", "fp4_e2m1", True, "v_mfma_f32_16x16x16_f16", None),
+    ("gfx950", "fp8_e4m3fn", True, "v_mfma_f32_16x16x32_f16", "v_cvt_scalef32_pk_f16_fp8"),
+    ("gfx950", "fp8_e4m3fn", False, "v_mfma_f32_16x16x32_f16", "v_cvt_scalef32_pk_f16_fp8"),
+    ("gfx950", "bf16", True, "v_mfma_f32_16x16x32_bf16", None),
+    ("gfx950", "fp4_e2m1", True, "v_mfma_f32_16x16x32_f16", None),
+]
+FUSED_IDS = [f"{t}-{f}-{'own' if c else 'foreign'}" for t, f, c, *_ in FUSED]
+
+
+@pytest.mark.codegen_all
+@pytest.mark.parametrize(("target", "fmt", "clean", "mfma", "convert"), FUSED, ids=FUSED_IDS)
+@pytest.mark.parametrize("kernel", ["dense", "fused", "paged"])
+def test_a_prefill_at_ratio_12_neither_spills_nor_uses_scratch(
+    target: str, fmt: str, clean: bool, mfma: str, convert: str | None, kernel: str
+) -> None:
+    _, artifacts = _compile(target, fmt, kernel, clean=clean)
+    _assert_clean(artifacts)
+
+
+@pytest.mark.skipif(
+    TRITON < (3, 9), reason="instruction choice is asserted for Triton 3.9, the development version"
+)
+@pytest.mark.parametrize(("target", "fmt", "clean", "mfma", "convert"), FUSED, ids=FUSED_IDS)
+def test_the_fused_loop_widens_each_key_tile_once_with_native_instructions(
+    target: str, fmt: str, clean: bool, mfma: str, convert: str | None
+) -> None:
+    config, (code,) = _compile(target, fmt, "fused", clean=clean)
+    loop, rows, keys = code.loop, config.block_m, config.block_n
+    terms = 2 if fmt == "bf16" else 1  # of P
+    products = rows * keys * 128 * (1 + terms)
+    assert loop.mnemonics[mfma] * 16 * 16 * MFMA[mfma] * code.num_warps == products
+    assert loop.mfma == loop.mnemonics[mfma]
+    if convert is not None:
+        # Each converts two elements of a lane. K and V of a tile are shared by four waves through LDS, or
+        # widened by each: 64 rows of queries either way.
+        converted = sum(n for name, n in loop.mnemonics.items() if name.startswith(convert)) * 2 * 64
+        assert converted * code.num_warps <= 2 * keys * 128 * code.num_warps
+        assert converted > 0
+
+
+@pytest.mark.skipif(
+    TRITON < (3, 9), reason="instruction choice is asserted for Triton 3.9, the development version"
+)
+@both_targets
+@pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "fp8_e4m3fnuz", "bf16", "fp4_e2m1"])
+def test_the_dense_loop_multiplies_16_bit_numbers_and_converts_only_p(target: str, fmt: str) -> None:
+    config, (widen, dense) = _compile(target, fmt, "dense")
+    depth = 16 if target == "gfx942" else 32
+    loop = dense.loop
+    one = config.block_m * config.block_n * 128 // (16 * 16 * depth * dense.num_warps)
+    assert loop.mnemonics[f"v_mfma_f32_16x16x{depth}_bf16"] == one, "Q @ K in Q's type"
+    assert loop.mnemonics[f"v_mfma_f32_16x16x{depth}_f16"] == one, "P @ V in float16"
+    assert loop.mfma == 2 * one
+    p_elements = config.block_m * config.block_n // (64 * dense.num_warps)
+    assert loop.converts <= p_elements
+    assert widen.loop.mfma == 0
+    native = {"gfx942": "fp8_e4m3fnuz", "gfx950": "fp8_e4m3fn"}[target]
+    if fmt == native:
+        assert widen.whole.total("v_cvt_pk_f32_fp8", "v_cvt_scalef32_pk") > 0
+
+
+@pytest.mark.codegen_all
+@both_targets
+def test_fp8_throughout_runs_on_fp8_matrix_units(target: str) -> None:
+    caches = ["fp8_e4m3fn", "fp8_e4m3fnuz"] if target == "gfx942" else ["fp8_e4m3fn"]
+    for fmt in caches:
+        dtype = torch.float8_e4m3fn if fmt == "fp8_e4m3fn" else torch.float8_e4m3fnuz
+        _, artifacts = _compile(target, fmt, q_dtype=dtype)
+        _assert_clean(artifacts)
+        (code,) = artifacts
+        assert code.loop.mfma == code.loop.total("v_mfma_f32_16x16x32_fp8_fp8", "v_mfma_f32_16x16x128_f8f6f4")
+
+
+@pytest.mark.codegen_all
+@both_targets
+@pytest.mark.parametrize("rope", [False, True])
+def test_an_append_on_fp8_matrix_units_and_with_rope(target: str, rope: bool) -> None:
+    fmt = "fp8_e4m3fnuz" if target == "gfx942" else "fp8_e4m3fn"
+    _, artifacts = _compile(target, fmt, "paged", fp8_compute=True, rope=rope)
+    _assert_clean(artifacts)
+    assert artifacts[0].whole.total("v_mfma_f32_16x16x32_fp8_fp8", "v_mfma_f32_16x16x128_f8f6f4") > 0
+    _, artifacts = _compile(target, "fp8_e4m3fn", "paged", rope=rope)
+    _assert_clean(artifacts)
+    (code,) = artifacts  # one launch
+    assert code.name == "_prefill_append_kernel"
+
+
+@pytest.mark.codegen_all
+@both_targets
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 192, 256])
+def test_other_head_dims_neither_spill_nor_use_scratch(target: str, head_dim: int) -> None:
+    for kernel in ("dense", "fused"):
+        _, artifacts = _compile(target, "fp8_e4m3fn", kernel, head_dim=head_dim)
+        _assert_clean(artifacts)
+
+
+@pytest.mark.codegen_all
+@both_targets
+@pytest.mark.parametrize(("ratio", "tokens"), [(1, 1024), (4, 200), (12, 1), (12, 3)])
+def test_other_ratios_and_short_chunks_neither_spill_nor_use_scratch(
+    target: str, ratio: int, tokens: int
+) -> None:
+    for fmt in ("fp8_e4m3fn", "bf16"):
+        _, artifacts = _compile(target, fmt, "fused", ratio=ratio, tokens=tokens)
+        _assert_clean(artifacts)
+
+
+@pytest.mark.codegen_all
+@both_targets
+@pytest.mark.parametrize("page_size", [1, 3, 64])
+def test_other_page_sizes_neither_spill_nor_use_scratch(target: str, page_size: int) -> None:
+    for kernel in ("dense", "fused"):
+        _, artifacts = _compile(target, "fp8_e4m3fn", kernel, page_size=page_size)
+        _assert_clean(artifacts)
+
+
+@both_targets
+def test_the_share_of_matrix_instructions_in_the_hot_loop_is_what_the_structure_promises(target: str) -> None:
+    """Clocks of the matrix unit over clocks of all instructions: a model, never a measurement."""
+    clocks = {}
+    for kernel in ("dense", "fused"):
+        _, artifacts = _compile(target, "fp8_e4m3fn", kernel)
+        code = artifacts[-1]
+        figures = code.target.figures
+        assert figures is not None
+        loop = code.loop
+        # Every one of these takes 16 clocks of a SIMD: depth 16 at half the rate of depth 32 on gfx950.
+        passes = 16 * loop.mfma
+        vector = (loop.valu - loop.transcendental) * figures.valu_clk
+        vector += loop.transcendental * figures.transcendental_clk
+        clocks[kernel] = passes / (passes + vector)
+        print(f"{target} {kernel}: matrix instructions take {clocks[kernel]:.0%} of the loop's issue clocks")
+    assert clocks["dense"] > clocks["fused"]
