@@ -1,0 +1,224 @@
+"""Geometry of a prefill tile: which rows it holds, which keys they see, in which order tiles run.
+
+Rows are (query token, head of the group) pairs of one sequence and one KV head, so that a key tile is read
+and widened once for all heads of a group.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from narrowkv.attn_decode.kernels.tiles import sequence_length, store_partial
+
+
+class Queries(NamedTuple):
+    """Q `[tokens, heads, head_dim]` and where each sequence's rows begin."""
+
+    ptr: Any
+    token: Any
+    head: Any
+    starts: Any  # cu_seqlens_q
+    num_tokens: Any
+    descale: Any  # one float32, or None
+
+
+class Outputs(NamedTuple):
+    """O `[tokens, heads, head_dim]`, lse `[tokens, heads]` or None, sinks `[heads]` or None."""
+
+    ptr: Any
+    token: Any
+    head: Any
+    lse: Any
+    lse_token: Any
+    sinks: Any
+
+
+class Schedule(NamedTuple):
+    """Tiles in the order in which programs take them: the sequence of each (-1: none) and its number there."""
+
+    seq: Any
+    tile: Any
+
+
+@triton.jit
+def query_range(q, seq, mask):
+    """First token and number of query tokens of sequences; nothing past the tensor whatever the metadata."""
+    begin = tl.load(q.starts + seq, mask=mask, other=0)
+    end = tl.load(q.starts + seq + 1, mask=mask, other=0)
+    begin = tl.minimum(tl.maximum(begin, 0), q.num_tokens)
+    return begin, tl.maximum(tl.minimum(end, q.num_tokens) - begin, 0)
+
+
+@triton.jit
+def tile_of(q, batch, index, GQA_RATIO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr):
+    """Sequence and tile that program `index` takes, last tiles first (causal ones are longest); seq -1: none."""
+    seqs = tl.arange(0, BLOCK_B)
+    _, q_len = query_range(q, seqs, seqs < batch)
+    tiles = tl.cdiv(q_len * GQA_RATIO, BLOCK_M)
+    index = tl.sum(tiles, 0) - 1 - index
+    seq = tl.sum((tl.cumsum(tiles, 0) <= index).to(tl.int32), 0)
+    tile = index - tl.sum(tl.where(seqs < seq, tiles, 0), 0)
+    return tl.where(index >= 0, seq, -1), tile
+
+
+@triton.jit
+def schedule_tiles(
+    q, table, schedule, batch, num_tiles, block,
+    GQA_RATIO: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """Places BLOCK_I tiles in the order of falling work, over all sequences alike.
+
+    A tile's work is its last row's number of keys, linear in the tile's number within a sequence, so how many
+    tiles of each sequence come before it has a closed form and nothing is sorted.
+    """
+    seqs = tl.arange(0, BLOCK_B)
+    inside = seqs < batch
+    _, q_len = query_range(q, seqs, inside)
+    kv_len = sequence_length(table, seqs, inside, PAGE_SIZE, RAGGED)
+    tiles = tl.cdiv(q_len * GQA_RATIO, BLOCK_M)
+    ends = tl.cumsum(tiles, 0)
+    index = block * BLOCK_I + tl.arange(0, BLOCK_I)
+    seq = tl.sum((ends[None, :] <= index[:, None]).to(tl.int32), 1)  # [BLOCK_I]
+    own = seqs[None, :] == seq[:, None]  # [BLOCK_I, BLOCK_B]
+    tile = index - tl.sum(tl.where(seqs[None, :] < seq[:, None], tiles[None, :], 0), 1)
+    if CAUSAL:
+        base = (kv_len - q_len) * GQA_RATIO
+        work = tl.sum(tl.where(own, base[None, :], 0), 1) + (tile + 1) * BLOCK_M
+        # Tile t of a sequence has work base + (t + 1) * BLOCK_M: those with more than `work`, and ties.
+        ahead = work[:, None] - base[None, :]
+        floor = tl.where(ahead >= 0, ahead // BLOCK_M, -1)
+        before = tiles[None, :] - tl.minimum(tl.maximum(floor, 0), tiles[None, :])
+        tie = (ahead > 0) & (ahead % BLOCK_M == 0) & (floor <= tiles[None, :]) & (seqs[None, :] < seq[:, None])
+        before += tie.to(tl.int32)
+    else:
+        work = tl.sum(tl.where(own, kv_len[None, :], 0), 1)
+        more = (kv_len[None, :] > work[:, None]) | (
+            (kv_len[None, :] == work[:, None]) & (seqs[None, :] < seq[:, None])
+        )
+        before = tl.where(more, tiles[None, :], 0) + tl.where(own, tile[:, None], 0)
+    rank = tl.sum(tl.where(inside[None, :], before, 0), 1)
+    used = index < tl.sum(tiles, 0)
+    # Places past the last tile hold none.
+    place = tl.where(used, rank, index)
+    tl.store(schedule.seq + place, tl.where(used, seq, -1), mask=index < num_tiles)
+    tl.store(schedule.tile + place, tile, mask=index < num_tiles)
+
+
+@triton.jit
+def rows_of(q, seq, tile, kv_head, GQA_RATIO: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Rows of a tile: token (int64), head and mask [BLOCK_M]; their index in the sequence; its q_len."""
+    q_start, q_len = query_range(q, seq, seq >= 0)
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    within = rows // GQA_RATIO
+    heads = kv_head * GQA_RATIO + rows % GQA_RATIO
+    return (q_start + within).to(tl.int64), heads, rows < q_len * GQA_RATIO, within, q_len
+
+
+@triton.jit
+def key_range(first_pos, last_pos, first, num_keys,
+              WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Key tiles [begin, end) that rows at positions first_pos..last_pos see, and [full, full_end) unmasked.
+
+    Keys lie in [first, num_keys).
+    """
+    low = first
+    low_full = first
+    if WINDOW_LEFT >= 0:
+        low = tl.maximum(first_pos - WINDOW_LEFT, first)
+        low_full = tl.maximum(last_pos - WINDOW_LEFT, first)
+    high = num_keys
+    high_full = num_keys
+    if WINDOW_RIGHT >= 0:
+        high = tl.minimum(last_pos + WINDOW_RIGHT + 1, num_keys)
+        high_full = tl.minimum(first_pos + WINDOW_RIGHT + 1, num_keys)
+    begin = low // BLOCK_N
+    end = tl.maximum(tl.cdiv(tl.maximum(high, 0), BLOCK_N), begin)
+    full = tl.minimum(tl.cdiv(low_full, BLOCK_N), end)
+    full_end = tl.minimum(tl.maximum(tl.maximum(high_full, 0) // BLOCK_N, full), end)
+    return begin, end, full, full_end
+
+
+@triton.jit
+def share_of(begin, end, full, full_end, split, num_splits):
+    """The part of a key range that one split takes."""
+    count = end - begin
+    first = begin + (split * count) // num_splits
+    last = begin + ((split + 1) * count) // num_splits
+    full = tl.minimum(tl.maximum(full, first), last)
+    return first, last, full, tl.maximum(tl.minimum(full_end, last), full)
+
+
+@triton.jit
+def visible_keys(n, query_pos, first, num_keys, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr):
+    """[M, N]: keys that exist and lie in the row's window."""
+    keep = tl.broadcast_to(((n >= first) & (n < num_keys))[None, :], [query_pos.shape[0], n.shape[0]])
+    if WINDOW_RIGHT >= 0:
+        keep = keep & (n[None, :] <= query_pos[:, None] + WINDOW_RIGHT)
+    if WINDOW_LEFT >= 0:
+        keep = keep & (n[None, :] >= query_pos[:, None] - WINDOW_LEFT)
+    return keep
+
+
+@triton.jit
+def softmax_step(s, m, l, scale, MASKED: tl.constexpr, FOLDED: tl.constexpr):
+    """One step of the online softmax: P [M, N], what is left of the sums so far, the new m and l.
+
+    FOLDED: `s` is short of the positive `scale` [M], which a multiply-add applies together with the maximum.
+    """
+    if FOLDED:
+        m_new = tl.maximum(m, tl.max(s, 1) * scale)
+    else:
+        m_new = tl.maximum(m, tl.max(s, 1))
+    if MASKED:
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    else:
+        m_safe = m_new
+    if FOLDED:
+        p = tl.exp2(s * scale[:, None] - m_safe[:, None])
+    else:
+        p = tl.exp2(s - m_safe[:, None])
+    correction = tl.exp2(m - m_safe)
+    return p, correction, m_new, l * correction + tl.sum(p, 1)
+
+
+@triton.jit
+def weigh_values(p, correction, factor, unit):
+    """P times each key's factor, in units of the largest so far, so that it stays in float16's range."""
+    numbers = tl.where(factor == factor, factor, 1.0e-38)
+    larger = tl.maximum(tl.maximum(unit, tl.max(numbers, 0)), 1.0e-38)
+    return p * (factor / larger)[None, :], correction * (unit / larger), larger
+
+
+@triton.jit
+def merge_splits(workspace, acc, m, l, unit, split, num_splits, stride, row_mask,
+                 BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Leaves a split's partial result; for the last split to arrive, returns True and all of them merged.
+
+    Slots of the splits are `unit + i * stride`; `unit` also numbers the tile's arrival counter.
+    """
+    r, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    store_partial(workspace, (unit + split * stride).to(tl.int64), acc, m, l, row_mask, BLOCK_M, BLOCK_D)
+    # Every thread's stores are done before the one thread that counts announces them.
+    tl.debug_barrier()
+    last = tl.atomic_add(workspace.arrived + unit, 1, sem="acq_rel") == num_splits - 1
+    if last:
+        tl.store(workspace.arrived + unit, 0)  # the next launch finds it as this one did
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        for i in range(num_splits):
+            slot = (unit + i * stride).to(tl.int64)
+            m = tl.maximum(m, tl.load(workspace.ml + slot * (2 * BLOCK_M) + r, cache_modifier=".cg"))
+        m_safe = tl.where(m == float("-inf"), 0.0, m)
+        l = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for i in range(num_splits):
+            slot = (unit + i * stride).to(tl.int64)
+            weight = tl.exp2(
+                tl.load(workspace.ml + slot * (2 * BLOCK_M) + r, cache_modifier=".cg") - m_safe
+            )
+            l += tl.load(workspace.ml + slot * (2 * BLOCK_M) + BLOCK_M + r, cache_modifier=".cg") * weight
+            part = slot * (BLOCK_M * BLOCK_D) + r[:, None] * BLOCK_D + d[None, :]
+            acc_i = tl.load(workspace.acc + part, mask=row_mask[:, None], other=0.0, cache_modifier=".cg")
+            acc += acc_i * weight[:, None]
+    return last, acc, m, l

@@ -1,0 +1,123 @@
+"""The oracle: host quantisers and float32 attention over what they stored, with plain torch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from narrowkv.attn_prefill.sage.plan import SagePlan, plan_sage
+from narrowkv.quant.quantize import dequantize_per_channel, quantize_per_channel
+from narrowkv.quant.sage import (
+    TokenGroups,
+    block_mean,
+    dequantize_per_token_group,
+    quantize_per_token_group,
+    token_mean,
+)
+
+Ranges = list[slice]
+
+
+def ranges_of(x: torch.Tensor, starts: torch.Tensor | None) -> Ranges:
+    """Where each sequence lies in `x` with batch and tokens flattened; reads `starts` on the host."""
+    if starts is None:
+        return [slice(i * x.shape[1], (i + 1) * x.shape[1]) for i in range(x.shape[0])]
+    bounds = starts.tolist()
+    return [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+
+
+def through_format(
+    sequences: list[torch.Tensor], groups: TokenGroups | None, format_name: str
+) -> list[torch.Tensor]:
+    """What is left of smoothed sequences `[tokens, heads, dim]` once they are quantised, fp32."""
+    if groups is None:  # one descale for all sequences
+        whole = torch.cat(sequences)
+        stored, descale = quantize_per_token_group(whole, None, format_name)
+        return list(
+            dequantize_per_token_group(stored, descale, None, format_name).split([len(x) for x in sequences])
+        )
+    return [
+        dequantize_per_token_group(*quantize_per_token_group(x, groups, format_name), groups, format_name)
+        for x in sequences
+    ]
+
+
+def _spread_means(q: torch.Tensor) -> torch.Tensor:
+    return block_mean(q).repeat_interleave(128, 0)[: q.shape[0]]
+
+
+def _attend(
+    plan: SagePlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence in float32: `q [rows, heads, dim]`, `k [keys, kv heads, dim]`, `v [keys, kv heads, head_dim]`."""
+    rows, keys = q.shape[0], k.shape[0]
+    grouped = q.reshape(rows, k.shape[1], -1, k.shape[2])
+    s = torch.einsum("qhgd,lhd->qhgl", grouped, k) * plan.sm_scale
+    position = torch.arange(rows, device=q.device)[:, None] + (keys - rows if plan.bottom_right else 0)
+    key = torch.arange(keys, device=q.device)[None]
+    keep = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
+    if plan.window_right >= 0:
+        keep &= key <= position + plan.window_right
+    if plan.window_left >= 0:
+        keep &= key >= position - plan.window_left
+    s = s.masked_fill(~keep[:, None, None], -math.inf)
+    lse = torch.logsumexp(s, -1)
+    p = torch.exp(s - lse[..., None]).masked_fill((lse == -math.inf)[..., None], 0.0)
+    return torch.einsum("qhgl,lhd->qhgd", p, v).reshape(rows, -1, v.shape[-1]), lse.reshape(rows, -1)
+
+
+def sage_attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    qk_dtype: str | None = "int8",
+    q_granularity: str = "per_warp",
+    k_granularity: str = "per_warp",
+    causal: str | bool | None = None,
+    window: tuple[int, int] | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    smooth_k: bool = True,
+    smooth_q: bool = False,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`sage_attention` with the host's quantisers and fp32 attention; same arguments; reads lengths on the host.
+
+    P is not quantised. `qk_dtype=None` quantises nothing at all: then it is plain attention in fp32.
+    """
+    plan = plan_sage(
+        q, k, qk_dtype=qk_dtype or "int8", q_granularity=q_granularity, k_granularity=k_granularity,
+        causal=causal, window=window, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        smooth_k=smooth_k, smooth_q=smooth_q, sm_scale=sm_scale,
+    )  # fmt: skip
+    flat_q, flat_k, flat_v = (x.float().reshape(-1, *x.shape[-2:]) for x in (q, k, v))
+    q_ranges, k_ranges = ranges_of(q, cu_seqlens_q), ranges_of(k, cu_seqlens_k)
+    queries, keys, values = [flat_q[r] for r in q_ranges], [flat_k[r] for r in k_ranges], [flat_v[r] for r in k_ranges]
+    o = torch.zeros_like(flat_q)
+    lse = torch.full(flat_q.shape[:2], -math.inf, device=q.device)
+    if qk_dtype is None:
+        results = [_attend(plan, *sequence) for sequence in zip(queries, keys, values, strict=True)]
+    else:
+        means = [token_mean(x) if smooth_k else torch.zeros_like(x[:1].sum(0)) for x in keys]
+        shared = [_spread_means(x) if smooth_q else torch.zeros_like(x) for x in queries]
+        own = [x - mean for x, mean in zip(queries, shared, strict=True)]
+        narrow_q = through_format(own, plan.q_groups, plan.qk_format)
+        narrow_k = through_format(
+            [x - mean for x, mean in zip(keys, means, strict=True)], plan.k_groups, plan.qk_format
+        )
+        narrow_v = [dequantize_per_channel(*quantize_per_channel(x, plan.config.fp8)) for x in values]
+        results = []
+        for i, key in enumerate(keys):
+            # Side by side: the rows' own part against narrow keys, and the block's mean against keys as they came.
+            both_q, both_k = torch.cat([narrow_q[i], shared[i]], -1), torch.cat([narrow_k[i], key], -1)
+            result, log_sum = _attend(plan, both_q, both_k, narrow_v[i])
+            ratio = q.shape[-2] // k.shape[-2]
+            log_sum += plan.sm_scale * (own[i] * means[i].repeat_interleave(ratio, 0)).sum(-1)
+            results.append((result, log_sum))
+    for rows, (result, log_sum) in zip(q_ranges, results, strict=True):
+        o[rows], lse[rows] = result, log_sum
+    o, lse = o.view(q.shape), lse.view(q.shape[:-1])
+    return (o, lse) if return_lse else o
