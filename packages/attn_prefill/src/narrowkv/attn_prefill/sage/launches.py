@@ -20,6 +20,7 @@ from narrowkv.attn_prefill.sage.kernels import (
     Smoothing,
     Strided,
     _channel_statistics_kernel,
+    _finish_statistics_kernel,
     _mean_scores_kernel,
     _quantise_tokens_kernel,
     _quantise_values_kernel,
@@ -134,19 +135,30 @@ def _group_constants(prefix: str, groups: TokenGroups | None) -> dict[str, int]:
     return {f"{prefix}SPAN": span, f"{prefix}GROUPS": count, f"{prefix}RUN": run}
 
 
-def _statistics(x: torch.Tensor, seqs: Sequences, shape: SageShape, statistic: str) -> torch.Tensor:
-    """Partial results `[batch, CHUNKS, heads, head_dim]`."""
+def _statistics(
+    x: torch.Tensor, seqs: Sequences, shape: SageShape, statistic: str, format_max: float = 1.0
+) -> torch.Tensor:
+    """Means ("sum") or descales ("amax") of each channel over a sequence, fp32 `[batch, heads, head_dim]`."""
     heads = x.shape[-2]
     dtype = torch.float64 if statistic == "sum" else torch.float32
     partial = torch.empty(shape.batch, _CHUNKS, heads, shape.head_dim, dtype=dtype, device=x.device)
+    result = torch.empty(shape.batch, heads, shape.head_dim, dtype=torch.float32, device=x.device)
+    constants = {"STATISTIC": statistic, "RAGGED": shape.ragged, "HEAD_DIM": shape.head_dim}
     launch(
         _channel_statistics_kernel,
         (_CHUNKS, heads, shape.batch),
         (_strided(x), seqs, partial),
-        {"STATISTIC": statistic, "RAGGED": shape.ragged, "HEAD_DIM": shape.head_dim, "BLOCK": 64},
+        {**constants, "BLOCK": 32},
         _PREPASS,
     )
-    return partial
+    launch(
+        _finish_statistics_kernel,
+        (heads, shape.batch),
+        (seqs, partial, result),
+        {**constants, "FORMAT_MAX": format_max},
+        _PREPASS,
+    )
+    return result
 
 
 def _quantise_tokens(
@@ -189,13 +201,9 @@ def quantise_keys(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """K in scratch, its descales, and the mean that was subtracted from it."""
     seqs = _sequences(starts, shape, shape.k_tokens)
-    mean, smoothing = None, Smoothing(None, None, None, None)
-    if smooth:
-        # Sequences without keys have the mean zero.
-        mean = torch.zeros(shape.batch, k.shape[-2], shape.head_dim, dtype=torch.float32, device=k.device)
-        smoothing = Smoothing(_statistics(k, seqs, shape, "sum"), mean, None, None)
+    mean = _statistics(k, seqs, shape, "sum") if smooth else None
     stored, descale = _quantise_tokens(
-        k, seqs, smoothing, shape, format_name, groups, "sequence" if smooth else "none", 0.0
+        k, seqs, Smoothing(None, mean, None), shape, format_name, groups, "sequence" if smooth else "none", 0.0
     )
     return stored, descale, mean
 
@@ -208,16 +216,14 @@ def quantise_values(
     fmt = get_format(config.fp8)
     heads, rows = v.shape[-2], shape.rows(shape.k_tokens)
     stored = torch.empty(heads, shape.head_dim, rows, dtype=torch.uint8, device=v.device)
-    descale = torch.ones(shape.batch, heads, shape.head_dim, dtype=torch.float32, device=v.device)
-    partial = _statistics(v, seqs, shape, "amax")
+    descale = _statistics(v, seqs, shape, "amax", fmt.max_value)
     launch(
         _quantise_values_kernel,
         (rows // _ALIGN, heads),
-        (_strided(v), seqs, partial, stored, descale, rows),
+        (_strided(v), seqs, descale, stored, rows),
         {
             "RAGGED": shape.ragged,
             "FORMAT": fmt.name,
-            "FORMAT_MAX": fmt.max_value,
             **_order_constants(config.key_order),
             "HEAD_DIM": shape.head_dim,
             "BLOCK_B": shape.block_b,
@@ -237,7 +243,7 @@ def quantise_queries(
     float32 = {"dtype": torch.float32, "device": q.device}
     mean = torch.empty(heads, rows // _ALIGN, shape.head_dim, **float32) if smooth else None
     shift = torch.empty(heads, rows, **float32) if write_shift else None
-    smoothing = Smoothing(None, mean, kv.k_mean if write_shift else None, shift)
+    smoothing = Smoothing(mean, kv.k_mean if write_shift else None, shift)
     stored, descale = _quantise_tokens(
         q, seqs, smoothing, shape, format_name, groups, "block" if smooth else "none", sm_scale
     )

@@ -76,6 +76,41 @@ def scores(q, words, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def by_groups(s, SPAN: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr):
+    """Columns of S [M, N] as [M, spans, repeats, groups, run]: a group's keys lie along the third and fifth axis."""
+    M: tl.constexpr = s.shape[0]
+    N: tl.constexpr = s.shape[1]
+    if GROUPS == 1 and (SPAN == 0 or SPAN >= N):
+        return tl.reshape(s, [M, 1, 1, 1, N])
+    else:
+        return tl.reshape(s, [M, N // SPAN, SPAN // (GROUPS * RUN), GROUPS, RUN])
+
+
+@triton.jit
+def load_key_scale(descale_ptr, head, first, rows, N: tl.constexpr, SPAN: tl.constexpr, GROUPS: tl.constexpr):
+    """Descales of the groups of N keys from scratch row `first` on, in the shape of `by_groups`."""
+    if SPAN == 0:
+        scale = tl.load(descale_ptr + tl.zeros([1, 1], tl.int32))
+    else:
+        SPANS: tl.constexpr = N // SPAN if N >= SPAN else 1
+        at = first // SPAN * GROUPS + tl.arange(0, SPANS)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+        scale = tl.load(descale_ptr + head.to(tl.int64) * (rows // SPAN * GROUPS) + at)
+    return scale[None, :, None, :, None]
+
+
+@triton.jit
+def row_maximum(s):
+    """Largest of each group and row of `by_groups`, in that shape."""
+    return tl.max(tl.max(s, 4, keep_dims=True), 2, keep_dims=True)
+
+
+@triton.jit
+def over_groups(top):
+    """Largest of all groups of a row, [M]."""
+    return tl.max(tl.reshape(top, [top.shape[0], top.shape[1] * top.shape[3]]), 1)
+
+
+@triton.jit
 def interleave_keys(p, GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
     """Columns of P [M, N] in the order in which V's keys are stored.
 
@@ -107,28 +142,25 @@ def attend(
     head_row = kv_head.to(tl.int64) * keys.rows
     words = load_rows(keys.k, head_row + first, WORDS, BLOCK_N)
     s = scores(q, words, FORMAT)
-    descales = keys.k_descale
-    if K_SPAN > 0:
-        descales += kv_head.to(tl.int64) * (keys.rows // K_SPAN * K_GROUPS)
-    if K_GROUPS == 1 and (K_SPAN == 0 or K_SPAN >= BLOCK_N):
-        scale = row_scale * tl.load(descales + descale_of(first, K_SPAN, K_GROUPS, K_RUN))
-    else:
-        s *= tl.load(descales + descale_of(base + n, K_SPAN, K_GROUPS, K_RUN))[None, :]
-        scale = row_scale
-    if SMOOTH_Q:
-        s = s * scale[:, None] + tl.load(mean_scores + base + n)[None, :]
-        scale = tl.full(scale.shape, 1.0, tl.float32)
-    if MASKED:
-        keep = visible_keys(n, query_pos, num_keys * 0, num_keys, WINDOW_LEFT, WINDOW_RIGHT)
-        s = tl.where(keep, s * scale[:, None], float("-inf"))
+    s = by_groups(s, K_SPAN, K_GROUPS, K_RUN)
+    scale = load_key_scale(keys.k_descale, kv_head, first, keys.rows, BLOCK_N, K_SPAN, K_GROUPS)
+    scale = scale * row_scale[:, None, None, None, None]  # [BLOCK_M, spans, 1, groups, 1]
+    if MASKED or SMOOTH_Q:
+        s = tl.reshape(s * scale, [s.shape[0], BLOCK_N])
+        if SMOOTH_Q:
+            s += tl.load(mean_scores + base + n)[None, :]
+        if MASKED:
+            keep = visible_keys(n, query_pos, num_keys * 0, num_keys, WINDOW_LEFT, WINDOW_RIGHT)
+            s = tl.where(keep, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(s - (m_safe - LOG2_P)[:, None])
     else:
         # The scale is not negative, so it can wait for the multiply-add that also subtracts the maximum.
-        m_new = tl.maximum(m, tl.max(s, 1) * scale)
+        m_new = tl.maximum(m, over_groups(row_maximum(s) * scale))
         m_safe = m_new
-        p = tl.exp2(s * scale[:, None] - (m_safe - LOG2_P)[:, None])
+        p = tl.exp2(s * scale - (m_safe - LOG2_P)[:, None, None, None, None])
+        p = tl.reshape(p, [p.shape[0], BLOCK_N])
     correction = tl.exp2(m - m_safe)
     l = l * correction + tl.sum(p, 1)
     d = tl.arange(0, HEAD_DIM)

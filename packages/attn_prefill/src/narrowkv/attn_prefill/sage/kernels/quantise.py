@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_prefill.sage.kernels.sequences import ALIGN, descale_of, extent_of, sequence_at
-from narrowkv.quant.device import narrow_fp8
+from narrowkv.quant.device import cast_fp8
 
 CHUNKS: tl.constexpr = tl.constexpr(16)  # parts of a sequence whose statistics are taken apart
 
@@ -18,13 +18,11 @@ CHUNKS: tl.constexpr = tl.constexpr(16)  # parts of a sequence whose statistics 
 class Smoothing(NamedTuple):
     """What is subtracted, and what of it later kernels need; each None where it is not.
 
-    partial: fp64 `[batch, CHUNKS, heads, head_dim]`, sums of K over parts of a sequence.
-    mean: fp32; of K `[batch, heads, head_dim]`, of Q `[heads, blocks, head_dim]`.
-    k_mean: K's mean, for `shift`; shift: fp32 `[heads, rows]`, what the mean takes from each row's lse.
+    block_mean: of Q, fp32 `[heads, blocks, head_dim]`, written.
+    k_mean: of K, fp32 `[batch, kv heads, head_dim]`; shift: fp32 `[heads, rows]`, what it takes from a row's lse.
     """
 
-    partial: Any
-    mean: Any
+    block_mean: Any
     k_mean: Any
     shift: Any
 
@@ -83,7 +81,7 @@ def store_codes(out, head, row, x, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr)
     elif FORMAT == "int8":
         codes = round_to_int(x, 127.0).to(tl.int8)
     else:
-        codes = narrow_fp8(x, FORMAT)
+        codes = cast_fp8(x, FORMAT)
     WIDTH: tl.constexpr = codes.shape[1]
     at = (head.to(tl.int64) * out.rows + row)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     tl.store(out.ptr + at, codes)
@@ -103,25 +101,37 @@ def _channel_statistics_kernel(
     size = tl.cdiv(tl.cdiv(length, CHUNKS), BLOCK) * BLOCK
     end = tl.minimum((chunk + 1) * size, length)
     if STATISTIC == "sum":
-        result = tl.zeros([HEAD_DIM], tl.float64)
+        result = tl.zeros([BLOCK, HEAD_DIM], tl.float64)
     else:
-        result = tl.zeros([HEAD_DIM], tl.float32)
-    for first in range(chunk * size, end, BLOCK):
+        result = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    for first in tl.range(chunk * size, end, BLOCK, num_stages=4):
         token = first + tl.arange(0, BLOCK)
         tile = load_tokens(x, seq, start, token, token < end, head, HEAD_DIM)
         if STATISTIC == "sum":
-            result += tl.sum(tile.to(tl.float64), 0)
+            result += tile.to(tl.float64)
         else:
-            result = tl.maximum(result, tl.max(magnitudes(tile, True), 0))
+            result = tl.maximum(result, magnitudes(tile, True))
+    result = tl.sum(result, 0) if STATISTIC == "sum" else tl.max(result, 0)
     at = ((seq * CHUNKS + chunk) * tl.num_programs(1) + head).to(tl.int64) * HEAD_DIM
     tl.store(partial_ptr + at + tl.arange(0, HEAD_DIM), result)
 
 
 @triton.jit
-def load_partials(partial_ptr, seq, head, num_heads, HEAD_DIM: tl.constexpr):
-    """What `_channel_statistics_kernel` left, [CHUNKS, HEAD_DIM]."""
-    rows = (seq * CHUNKS + tl.arange(0, CHUNKS)) * num_heads + head
-    return tl.load(partial_ptr + rows.to(tl.int64)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :])
+def _finish_statistics_kernel(
+    seqs, partial_ptr, result_ptr,
+    STATISTIC: tl.constexpr, RAGGED: tl.constexpr, FORMAT_MAX: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Means from sums, or descales from largest magnitudes: fp32 `[batch, heads, head_dim]`. Grid: heads, batch."""
+    head, seq = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, HEAD_DIM)
+    rows = (seq * CHUNKS + tl.arange(0, CHUNKS)) * tl.num_programs(0) + head
+    partial = tl.load(partial_ptr + rows.to(tl.int64)[:, None] * HEAD_DIM + d[None, :])
+    if STATISTIC == "sum":
+        _, _, length = extent_of(seqs, seq, RAGGED)
+        result = mean_of(tl.sum(partial, 0), length)
+    else:
+        result = descale_from(tl.max(partial, 0), FORMAT_MAX)
+    tl.store(result_ptr + (seq * tl.num_programs(0) + head).to(tl.int64) * HEAD_DIM + d, result)
 
 
 @triton.jit
@@ -140,8 +150,8 @@ def _quantise_tokens_kernel(
 ):  # fmt: skip
     """One program takes ALIGN tokens of one head of Q or K: subtracts a mean, finds descales, rounds, stores.
 
-    Grid: scratch rows / ALIGN, heads. SMOOTH: "none", "sequence" (K's mean, from partial sums) or "block" (Q's,
-    over these tokens). STEP: "quantise", or "measure" which only finds `amax`. SPAN 0: one descale, from `amax`.
+    Grid: scratch rows / ALIGN, heads. SMOOTH: "none", "sequence" (K's mean) or "block" (Q's, over
+    these tokens). STEP: "quantise", or "measure" which only finds `amax`. SPAN 0: one descale, from `amax`.
     """
     block, head = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(1)
@@ -154,15 +164,12 @@ def _quantise_tokens_kernel(
     d = tl.arange(0, HEAD_DIM)
     raw = load_tokens(x, seq, start, row - base, inside, head, HEAD_DIM)
     if SMOOTH == "sequence":
-        total = tl.sum(load_partials(smoothing.partial, seq, head, num_heads, HEAD_DIM), 0)
-        mean = mean_of(total, length)
-        if block * ALIGN == base:
-            tl.store(smoothing.mean + (seq * num_heads + head).to(tl.int64) * HEAD_DIM + d, mean)
+        mean = tl.load(smoothing.k_mean + (seq * num_heads + head).to(tl.int64) * HEAD_DIM + d)
     elif SMOOTH == "block":
         count = tl.minimum(length - (block * ALIGN - base), ALIGN)
         mean = mean_of(tl.sum(raw.to(tl.float64), 0), count)
         blocks = out.rows // ALIGN
-        tl.store(smoothing.mean + (head.to(tl.int64) * blocks + block) * HEAD_DIM + d, mean)
+        tl.store(smoothing.block_mean + (head.to(tl.int64) * blocks + block) * HEAD_DIM + d, mean)
     if SMOOTH == "none":
         smooth = raw
     else:
@@ -207,8 +214,8 @@ def key_at(position, GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def _quantise_values_kernel(
-    v, seqs, partial_ptr, out_ptr, descale_ptr, rows,
-    RAGGED: tl.constexpr, FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr,
+    v, seqs, descale_ptr, out_ptr, rows,
+    RAGGED: tl.constexpr, FORMAT: tl.constexpr,
     GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
@@ -224,14 +231,11 @@ def _quantise_values_kernel(
     if block * ALIGN - base >= length:
         return
     d = tl.arange(0, HEAD_DIM)
-    amax = tl.max(load_partials(partial_ptr, seq, head, num_heads, HEAD_DIM), 0)
-    descale = descale_from(amax, FORMAT_MAX)
-    if block * ALIGN == base:
-        tl.store(descale_ptr + (seq * num_heads + head).to(tl.int64) * HEAD_DIM + d, descale)
+    descale = tl.load(descale_ptr + (seq * num_heads + head).to(tl.int64) * HEAD_DIM + d)
     position = tl.arange(0, ALIGN)
     token = block * ALIGN - base + key_at(position, GATHER, LANES, WIDTH)
     tile = load_tokens(v, seq, start, token, token < length, head, HEAD_DIM)
-    codes = narrow_fp8(tl.div_rn(tile, tl.broadcast_to(descale[None, :], [ALIGN, HEAD_DIM])), FORMAT)
+    codes = cast_fp8(tl.div_rn(tile, tl.broadcast_to(descale[None, :], [ALIGN, HEAD_DIM])), FORMAT)
     at = (head * HEAD_DIM + d).to(tl.int64)[:, None] * rows + (block * ALIGN + position)[None, :]
     tl.store(out_ptr + at, tl.trans(codes))
 
