@@ -248,7 +248,7 @@ def plan_sage(
     if scale < 0 or not math.isfinite(scale):
         raise ValueError(f"sm_scale must not be negative, got {scale}")
     target = active_target(q.device)
-    config = choose_config(target, qk_dtype, shape.head_dim)
+    config = choose_config(target)
     return SagePlan(
         target, shape, config.fp8 if qk_dtype == "fp8" else qk_dtype, q_groups, k_groups,
         bottom_right, left, right, smooth_k, smooth_q, scale, config, q.device, cu_seqlens_q, cu_seqlens_k,

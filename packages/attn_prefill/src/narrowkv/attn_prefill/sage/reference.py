@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from narrowkv.attn_prefill.sage.config import KeyOrder
 from narrowkv.attn_prefill.sage.plan import SagePlan, plan_sage
 from narrowkv.quant.quantize import dequantize_per_channel, quantize_per_channel
 from narrowkv.quant.sage import (
@@ -25,6 +26,30 @@ def ranges_of(x: torch.Tensor, starts: torch.Tensor | None) -> Ranges:
         return [slice(i * x.shape[1], (i + 1) * x.shape[1]) for i in range(x.shape[0])]
     bounds = starts.tolist()
     return [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+
+
+def scratch_rows(ranges: Ranges, *, ragged: bool) -> Ranges:
+    """Where each sequence lies in scratch, whose sequences begin at multiples of 128 rows.
+
+    A dense one has its length in whole blocks; a ragged one that begins at token t begins at row
+    `(t // 128 + i) * 128`, which needs no sum over the sequences before.
+    """
+    rows, at = [], 0
+    for i, tokens in enumerate(ranges):
+        length = tokens.stop - tokens.start
+        first = (tokens.start // 128 + i) * 128 if ragged else at
+        rows.append(slice(first, first + length))
+        at += -(-length // 128) * 128
+    return rows
+
+
+def key_positions(order: KeyOrder, tokens: int) -> torch.Tensor:
+    """Where in scratch V's first `tokens` keys are, int64 `[tokens]`."""
+    key = torch.arange(tokens)
+    span = order.lanes * order.width
+    within = key % (order.gather * span)
+    part, lane, column = within // span, within % span // order.width, within % order.width
+    return key - within + (lane * order.gather + part) * order.width + column
 
 
 def through_format(
