@@ -11,7 +11,6 @@ import torch
 from narrowkv.attn_prefill.sage.config import KeyOrder, SageConfig
 from narrowkv.attn_prefill.sage.kernels import (
     ALIGN,
-    CHUNKS,
     Narrow,
     NarrowKeys,
     NarrowQuery,
@@ -31,7 +30,6 @@ from narrowkv.quant.launch import LaunchOptions, launch
 from narrowkv.quant.sage import TokenGroups
 
 _ALIGN: int = ALIGN.value
-_CHUNKS: int = CHUNKS.value
 _LOG2E = math.log2(math.e)
 # The host's roundings are repeated one by one: no multiplication may melt into an addition.
 _PREPASS = LaunchOptions(num_warps=8, num_stages=1, enable_fp_fusion=False)
@@ -141,12 +139,19 @@ def _statistics(
     """Means ("sum") or descales ("amax") of each channel over a sequence, fp32 `[batch, heads, head_dim]`."""
     heads = x.shape[-2]
     dtype = torch.float64 if statistic == "sum" else torch.float32
-    partial = torch.empty(shape.batch, _CHUNKS, heads, shape.head_dim, dtype=dtype, device=x.device)
+    # Enough parts to fill a GPU, none of them so short that its program does little.
+    chunks = min(16, 1 << max(-(-seqs.tokens // 256) - 1, 0).bit_length())
+    partial = torch.empty(shape.batch, chunks, heads, shape.head_dim, dtype=dtype, device=x.device)
     result = torch.empty(shape.batch, heads, shape.head_dim, dtype=torch.float32, device=x.device)
-    constants = {"STATISTIC": statistic, "RAGGED": shape.ragged, "HEAD_DIM": shape.head_dim}
+    constants = {
+        "STATISTIC": statistic,
+        "RAGGED": shape.ragged,
+        "CHUNKS": chunks,
+        "HEAD_DIM": shape.head_dim,
+    }
     launch(
         _channel_statistics_kernel,
-        (_CHUNKS, heads, shape.batch),
+        (chunks, heads, shape.batch),
         (_strided(x), seqs, partial),
         {**constants, "BLOCK": 32},
         _PREPASS,

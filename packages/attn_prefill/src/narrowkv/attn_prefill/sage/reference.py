@@ -8,7 +8,9 @@ import torch
 
 from narrowkv.attn_prefill.sage.config import KeyOrder
 from narrowkv.attn_prefill.sage.plan import SagePlan, plan_sage
+from narrowkv.quant.formats import get_format
 from narrowkv.quant.quantize import dequantize_per_channel, quantize_per_channel
+from narrowkv.quant.rounding import round_to_format
 from narrowkv.quant.sage import (
     TokenGroups,
     block_mean,
@@ -73,11 +75,11 @@ def _spread_means(q: torch.Tensor) -> torch.Tensor:
 
 
 def _attend(
-    plan: SagePlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    plan: SagePlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p_format: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence in float32: `q [rows, heads, dim]`, `k [keys, kv heads, dim]`, `v [keys, kv heads, head_dim]`."""
     rows, keys = q.shape[0], k.shape[0]
-    grouped = q.reshape(rows, k.shape[1], -1, k.shape[2])
+    grouped = q.reshape(rows, k.shape[1], q.shape[1] // k.shape[1], k.shape[2])
     s = torch.einsum("qhgd,lhd->qhgl", grouped, k) * plan.sm_scale
     position = torch.arange(rows, device=q.device)[:, None] + (keys - rows if plan.bottom_right else 0)
     key = torch.arange(keys, device=q.device)[None]
@@ -89,7 +91,11 @@ def _attend(
     s = s.masked_fill(~keep[:, None, None], -math.inf)
     lse = torch.logsumexp(s, -1)
     p = torch.exp(s - lse[..., None]).masked_fill((lse == -math.inf)[..., None], 0.0)
-    return torch.einsum("qhgl,lhd->qhgd", p, v).reshape(rows, -1, v.shape[-1]), lse.reshape(rows, -1)
+    if p_format is not None and keys:
+        top = p.amax(-1, keepdim=True).clamp_min(1e-30) / get_format(p_format).max_value
+        p = round_to_format(p / top, p_format) * top
+    o = torch.einsum("qhgl,lhd->qhgd", p, v)
+    return o.reshape(rows, q.shape[1], v.shape[-1]), lse.reshape(rows, q.shape[1])
 
 
 def sage_attention_reference(
@@ -108,10 +114,12 @@ def sage_attention_reference(
     smooth_q: bool = False,
     sm_scale: float | None = None,
     return_lse: bool = False,
+    quantize_p: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`sage_attention` with the host's quantisers and fp32 attention; same arguments; reads lengths on the host.
 
-    P is not quantised. `qk_dtype=None` quantises nothing at all: then it is plain attention in fp32.
+    `qk_dtype=None` quantises nothing at all: then it is plain attention in fp32. `quantize_p` also rounds P, scaled
+    to the range of the FP8 format, as the operation must.
     """
     plan = plan_sage(
         q, k, qk_dtype=qk_dtype or "int8", q_granularity=q_granularity, k_granularity=k_granularity,
@@ -124,7 +132,7 @@ def sage_attention_reference(
     o = torch.zeros_like(flat_q)
     lse = torch.full(flat_q.shape[:2], -math.inf, device=q.device)
     if qk_dtype is None:
-        results = [_attend(plan, *sequence) for sequence in zip(queries, keys, values, strict=True)]
+        results = [_attend(plan, *sequence, None) for sequence in zip(queries, keys, values, strict=True)]
     else:
         means = [token_mean(x) if smooth_k else torch.zeros_like(x[:1].sum(0)) for x in keys]
         shared = [_spread_means(x) if smooth_q else torch.zeros_like(x) for x in queries]
@@ -138,7 +146,9 @@ def sage_attention_reference(
         for i, key in enumerate(keys):
             # Side by side: the rows' own part against narrow keys, and the block's mean against keys as they came.
             both_q, both_k = torch.cat([narrow_q[i], shared[i]], -1), torch.cat([narrow_k[i], key], -1)
-            result, log_sum = _attend(plan, both_q, both_k, narrow_v[i])
+            result, log_sum = _attend(
+                plan, both_q, both_k, narrow_v[i], plan.config.fp8 if quantize_p else None
+            )
             ratio = q.shape[-2] // k.shape[-2]
             log_sum += plan.sm_scale * (own[i] * means[i].repeat_interleave(ratio, 0)).sum(-1)
             results.append((result, log_sum))

@@ -7,7 +7,6 @@ from narrowkv.attn_prefill.sage.kernels.attention import (
     _sage_attention_kernel,
 )
 from narrowkv.attn_prefill.sage.kernels.quantise import (
-    CHUNKS,
     Narrow,
     Smoothing,
     _channel_statistics_kernel,
@@ -20,7 +19,6 @@ from narrowkv.attn_prefill.sage.kernels.sequences import ALIGN, Sequences, Strid
 
 __all__ = [
     "ALIGN",
-    "CHUNKS",
     "Narrow",
     "NarrowKeys",
     "NarrowQuery",

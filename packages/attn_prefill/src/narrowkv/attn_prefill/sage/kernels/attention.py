@@ -245,7 +245,8 @@ def _sage_attention_kernel(
             GATHER, LANES, WIDTH, LOG2_P, TWO_LEVEL, HEAD_DIM, BLOCK_N,
         )  # fmt: skip
 
-    empty = m == float("-inf")
+    # Not the maximum, which passes NaN over: a row that attends to anything has a sum of at least 2**LOG2_P.
+    empty = l == 0.0
     d = tl.arange(0, HEAD_DIM)
     v_descale = tl.load(keys.v_descale + (seq * (tl.num_programs(1) // GQA_RATIO) + kv_head) * HEAD_DIM + d)
     # P and its sum are both times 2**LOG2_P.

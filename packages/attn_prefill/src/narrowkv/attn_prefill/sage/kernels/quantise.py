@@ -12,9 +12,6 @@ import triton.language as tl
 from narrowkv.attn_prefill.sage.kernels.sequences import ALIGN, descale_of, extent_of, sequence_at
 from narrowkv.quant.device import cast_fp8
 
-CHUNKS: tl.constexpr = tl.constexpr(16)  # parts of a sequence whose statistics are taken apart
-
-
 class Smoothing(NamedTuple):
     """What is subtracted, and what of it later kernels need; each None where it is not.
 
@@ -90,11 +87,12 @@ def store_codes(out, head, row, x, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr)
 @triton.jit
 def _channel_statistics_kernel(
     x, seqs, partial_ptr,
-    STATISTIC: tl.constexpr, RAGGED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
+    STATISTIC: tl.constexpr, RAGGED: tl.constexpr, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums ("sum", float64) or largest magnitudes ("amax", float32) of each channel over a part of a sequence.
 
-    Grid: parts, heads, batch; partial `[batch, CHUNKS, heads, head_dim]`.
+    Grid: CHUNKS parts, heads, batch; partial `[batch, CHUNKS, heads, head_dim]`.
     """
     chunk, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     _, start, length = extent_of(seqs, seq, RAGGED)
@@ -119,7 +117,8 @@ def _channel_statistics_kernel(
 @triton.jit
 def _finish_statistics_kernel(
     seqs, partial_ptr, result_ptr,
-    STATISTIC: tl.constexpr, RAGGED: tl.constexpr, FORMAT_MAX: tl.constexpr, HEAD_DIM: tl.constexpr,
+    STATISTIC: tl.constexpr, RAGGED: tl.constexpr, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
 ):  # fmt: skip
     """Means from sums, or descales from largest magnitudes: fp32 `[batch, heads, head_dim]`. Grid: heads, batch."""
     head, seq = tl.program_id(0), tl.program_id(1)
