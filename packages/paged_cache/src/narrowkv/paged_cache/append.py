@@ -53,17 +53,15 @@ class Rope:
         return 2 * int(self.cos.shape[1])
 
 
-def check_append(
+def check_new_tokens(
     cache: PagedKVCache,
     k_new: torch.Tensor,
     v_new: torch.Tensor,
-    slot_mapping: torch.Tensor,
     rope: Rope | None,
-    k_offset: torch.Tensor | None,
     exponent: str,
     validate: bool,
 ) -> None:
-    """Refuses what `append` cannot do, before anything is written."""
+    """Refuses new tokens that cannot be stored in the cache, before anything is written."""
     for name, new in (("k_new", k_new), ("v_new", v_new)):
         check_dtype(name, new, _NEW_DTYPES)
         check_shape(name, new, ("tokens", cache.num_kv_heads, cache.head_dim))
@@ -71,9 +69,7 @@ def check_append(
     tokens = k_new.shape[0]
     check_choice("exponent", exponent, EXPONENT_RULES)
     check_shape("v_new", v_new, (tokens, cache.num_kv_heads, cache.head_dim))
-    check_int32("slot_mapping", slot_mapping)
-    check_shape("slot_mapping", slot_mapping, (tokens,))
-    check_same_device(k=cache.k, k_new=k_new, v_new=v_new, slot_mapping=slot_mapping, k_offset=k_offset)
+    check_same_device(k=cache.k, k_new=k_new, v_new=v_new)
     check_no_grad(k_new=k_new, v_new=v_new)
     for name, kind in (("k_descale", cache.k_granularity), ("v_descale", cache.v_granularity)):
         if kind in ("page_head", "sequence_head"):
@@ -82,31 +78,9 @@ def check_append(
                 "a new token cannot change the "
                 "descale of tokens that are stored already"
             )
-    if k_offset is not None:
-        check_dtype("k_offset", k_offset, (torch.float32,))
-        check_shape("k_offset", k_offset, (cache.num_kv_heads, cache.head_dim))
-        if not k_offset.is_contiguous():
-            raise ValueError(f"k_offset must be contiguous, got strides {k_offset.stride()}")
     if rope is not None:
-        check_choice("rope.style", rope.style, ("neox", "gptj"))
-        for name, table in (("rope.cos", rope.cos), ("rope.sin", rope.sin)):
-            check_dtype(name, table, (torch.float32,))
-            check_shape(name, table, tuple(rope.cos.shape))
-            check_last_dim_contiguous(name, table)
-        if rope.cos.stride() != rope.sin.stride():
-            raise ValueError(
-                f"rope.sin must have the strides of rope.cos {rope.cos.stride()}, got {rope.sin.stride()}"
-            )
-        check_int32("rope.positions", rope.positions)
-        check_shape("rope.positions", rope.positions, (tokens,))
-        check_same_device(k_new=k_new, cos=rope.cos, sin=rope.sin, positions=rope.positions)
-        if rope.rotary_dim > cache.head_dim:
-            raise ValueError(
-                f"rope.cos must have at most head_dim / 2 = {cache.head_dim // 2} columns, "
-                f"got {rope.cos.shape[1]}"
-            )
+        _check_rope(rope, cache.head_dim, k_new)
     if validate:
-        _check_slots(slot_mapping, cache.num_pages * cache.page_size)
         for name, value in (("k_descale", cache.k_descale), ("v_descale", cache.v_descale)):
             kind = cache.k_granularity if name == "k_descale" else cache.v_granularity
             if (
@@ -119,6 +93,49 @@ def check_append(
             low, high = int(rope.positions.min()), int(rope.positions.max())
             if low < 0 or high >= rope.cos.shape[0]:
                 raise ValueError(f"rope.positions must lie in [0, {rope.cos.shape[0]}), got {low}..{high}")
+
+
+def _check_rope(rope: Rope, head_dim: int, k_new: torch.Tensor) -> None:
+    check_choice("rope.style", rope.style, ("neox", "gptj"))
+    for name, table in (("rope.cos", rope.cos), ("rope.sin", rope.sin)):
+        check_dtype(name, table, (torch.float32,))
+        check_shape(name, table, tuple(rope.cos.shape))
+        check_last_dim_contiguous(name, table)
+    if rope.cos.stride() != rope.sin.stride():
+        raise ValueError(
+            f"rope.sin must have the strides of rope.cos {rope.cos.stride()}, got {rope.sin.stride()}"
+        )
+    check_int32("rope.positions", rope.positions)
+    check_shape("rope.positions", rope.positions, (k_new.shape[0],))
+    check_same_device(k_new=k_new, cos=rope.cos, sin=rope.sin, positions=rope.positions)
+    if rope.rotary_dim > head_dim:
+        raise ValueError(
+            f"rope.cos must have at most head_dim / 2 = {head_dim // 2} columns, got {rope.cos.shape[1]}"
+        )
+
+
+def check_append(
+    cache: PagedKVCache,
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    rope: Rope | None,
+    k_offset: torch.Tensor | None,
+    exponent: str,
+    validate: bool,
+) -> None:
+    """Refuses what `append` cannot do, before anything is written."""
+    check_new_tokens(cache, k_new, v_new, rope, exponent, validate)
+    check_int32("slot_mapping", slot_mapping)
+    check_shape("slot_mapping", slot_mapping, (k_new.shape[0],))
+    check_same_device(k=cache.k, slot_mapping=slot_mapping, k_offset=k_offset)
+    if k_offset is not None:
+        check_dtype("k_offset", k_offset, (torch.float32,))
+        check_shape("k_offset", k_offset, (cache.num_kv_heads, cache.head_dim))
+        if not k_offset.is_contiguous():
+            raise ValueError(f"k_offset must be contiguous, got strides {k_offset.stride()}")
+    if validate:
+        _check_slots(slot_mapping, cache.num_pages * cache.page_size)
 
 
 def _check_slots(slot_mapping: torch.Tensor, num_slots: int) -> None:
@@ -167,61 +184,88 @@ def append(
         2.0
     """
     check_append(cache, k_new, v_new, slot_mapping, rope, k_offset, exponent, validate)
-    pointers = (
-        NewTokens(k_new, k_new.stride(0), k_new.stride(1)),
-        NewTokens(v_new, v_new.stride(0), v_new.stride(1)),
-    )
-    k_strides, v_strides = cache.k_strides, cache.v_strides
-    no_rope = RopePointers(None, None, None, 0)
     launch(
         _append_kernel,
         (k_new.shape[0], cache.num_kv_heads),
         (
-            *pointers,
-            CachePointers(_bytes(cache.k), k_strides.page, k_strides.token, k_strides.head, k_strides.outer),
-            CachePointers(_bytes(cache.v), v_strides.page, v_strides.token, v_strides.head, v_strides.outer),
-            _descale_pointers(cache.k_descale, cache.k_granularity, cache.k.device),
-            _descale_pointers(cache.v_descale, cache.v_granularity, cache.v.device),
+            new_tokens(k_new),
+            new_tokens(v_new),
+            *cache_pointers(cache),
             k_offset,
-            no_rope if rope is None else RopePointers(rope.cos, rope.sin, rope.positions, rope.cos.stride(0)),
+            rope_pointers(rope),
             slot_mapping,
             cache.num_pages * cache.page_size,
         ),
         {
+            **storage_constants(cache, exponent),
+            **rope_constants(rope),
             "PAGE_SIZE": cache.page_size,
             "HEAD_DIM": cache.head_dim,
-            "ROTARY_DIM": 0 if rope is None else rope.rotary_dim,
-            "INTERLEAVED": rope is not None and rope.style == "gptj",
             "HAS_OFFSET": k_offset is not None,
-            "K_FORMAT": cache.format.k,
-            "V_FORMAT": cache.format.v,
-            "K_MAX": get_format(cache.format.k).max_value,
-            "V_MAX": get_format(cache.format.v).max_value,
-            "K_PER_TOKEN": cache.k_granularity in PER_TOKEN_GRANULARITIES,
-            "V_PER_TOKEN": cache.v_granularity in PER_TOKEN_GRANULARITIES,
-            "K_GROUP": SCALE_GROUP if cache.k_granularity == "token_head_group" else 0,
-            "V_GROUP": SCALE_GROUP if cache.v_granularity == "token_head_group" else 0,
-            "RULE": exponent,
-            "K_VEC": k_strides.vec,
-            "V_VEC": v_strides.vec,
             "BLOCK_D": 1 << (cache.head_dim - 1).bit_length(),
         },
         LaunchOptions(num_warps=1, num_stages=1, enable_fp_fusion=False),
     )
 
 
-def _bytes(stored: torch.Tensor) -> torch.Tensor:
-    # The kernel writes FP8 as bytes: casts differ between targets, and FNUZ is no type of CUDA's.
-    return stored.view(torch.uint8) if stored.element_size() == 1 else stored
+def new_tokens(x: torch.Tensor) -> NewTokens:
+    """K or V of new tokens as a kernel argument."""
+    return NewTokens(x, x.stride(0), x.stride(1))
 
 
-def _descale_pointers(value: float | torch.Tensor, kind: str, device: torch.device) -> DescalePointers:
-    if not isinstance(value, torch.Tensor):
-        return DescalePointers(torch.full((1,), value, dtype=torch.float32, device=device), 0, 0, 0)
-    strides: dict[str, tuple[Any, Any, Any]] = {
-        "tensor": (0, 0, 0),
-        "head": (0, 0, value.stride(0)),
+def rope_pointers(rope: Rope | None) -> RopePointers:
+    """The tables of a rotary embedding as a kernel argument."""
+    if rope is None:
+        return RopePointers(None, None, None, 0)
+    return RopePointers(rope.cos, rope.sin, rope.positions, rope.cos.stride(0))
+
+
+def rope_constants(rope: Rope | None) -> dict[str, Any]:
+    """What a kernel must know of a rotary embedding when it is compiled."""
+    return {
+        "ROTARY_DIM": 0 if rope is None else rope.rotary_dim,
+        "INTERLEAVED": rope is not None and rope.style == "gptj",
     }
+
+
+def cache_pointers(
+    cache: PagedKVCache,
+) -> tuple[CachePointers, CachePointers, DescalePointers, DescalePointers]:
+    """K, V and their descales as kernel arguments that are written to."""
+    sides = []
+    for stored, strides in ((cache.k, cache.k_strides), (cache.v, cache.v_strides)):
+        # The kernel writes FP8 as bytes: casts differ between targets, and FNUZ is no type of CUDA's.
+        words = stored.view(torch.uint8) if stored.element_size() == 1 else stored
+        sides.append(CachePointers(words, strides.page, strides.token, strides.head, strides.outer))
+    return (
+        sides[0],
+        sides[1],
+        _descale_pointers(cache.k_descale, cache.k_granularity),
+        _descale_pointers(cache.v_descale, cache.v_granularity),
+    )
+
+
+def storage_constants(cache: PagedKVCache, exponent: str) -> dict[str, Any]:
+    """How a kernel quantises into this cache."""
+    constants: dict[str, Any] = {"RULE": exponent}
+    for side, name, descale, kind, vec in (
+        ("K", cache.format.k, cache.k_descale, cache.k_granularity, cache.k_strides.vec),
+        ("V", cache.format.v, cache.v_descale, cache.v_granularity, cache.v_strides.vec),
+    ):
+        stored = "token" if kind in PER_TOKEN_GRANULARITIES else "tensor"
+        constants |= {
+            f"{side}_FORMAT": name,
+            f"{side}_MAX": get_format(name).max_value,
+            f"{side}_SCALING": stored if isinstance(descale, torch.Tensor) else "number",
+            f"{side}_GROUP": SCALE_GROUP if kind == "token_head_group" else 0,
+            f"{side}_VEC": vec,
+        }
+    return constants
+
+
+def _descale_pointers(value: float | torch.Tensor, kind: str) -> DescalePointers:
+    if not isinstance(value, torch.Tensor):
+        return DescalePointers(value, None, 0, 0, 0)
     if kind in PER_TOKEN_GRANULARITIES:
-        return DescalePointers(value, value.stride(0), value.stride(1), value.stride(2))
-    return DescalePointers(value, *strides[kind])
+        return DescalePointers(1.0, value, value.stride(0), value.stride(1), value.stride(2))
+    return DescalePointers(1.0, value, 0, 0, value.stride(0) if kind == "head" else 0)

@@ -355,7 +355,7 @@ def write_rows(o_ptr, lse_ptr, sinks_ptr, acc, m, l, out_scale, heads, tokens, r
     """O = acc / (l + sink) and the natural-log lse, which leaves the sink out."""
     LN2: tl.constexpr = 0.6931471805599453
     LOG2E: tl.constexpr = 1.4426950408889634
-    empty = m == float("-inf")
+    empty = l == 0.0
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + heads, mask=row_mask, other=float("-inf")).to(tl.float32) * LOG2E
         # The larger of the two is taken out of both, so that neither overflows.

@@ -34,11 +34,15 @@ class Outputs(NamedTuple):
     sinks: Any
 
 
-class Schedule(NamedTuple):
-    """Tiles in the order in which programs take them: the sequence of each (-1: none) and its number there."""
+class Tile(NamedTuple):
+    """A tile of packed rows: its sequence (-1: none) and number there, and what the sequence is."""
 
     seq: Any
-    tile: Any
+    number: Any
+    q_start: Any
+    q_len: Any
+    kv_len: Any
+    base: Any  # the sequence's first row in the scratch
 
 
 @triton.jit
@@ -51,22 +55,46 @@ def query_range(q, seq, mask):
 
 
 @triton.jit
-def tile_of(q, batch, index, GQA_RATIO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Sequence and tile that program `index` takes, last tiles first (causal ones are longest); seq -1: none."""
+def uniform(x, NVIDIA: tl.constexpr):
+    """A number that every lane has, made known to be so: the compiler sees a reduction as lanes' own values.
+
+    What branches and addresses come of it stay in scalar registers then (of 587 instructions of a staged
+    append's loop 66 go).
+    """
+    if NVIDIA:
+        x = tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return x
+
+
+@triton.jit
+def tile_of(q, batch, index, GQA_RATIO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr,
+            NVIDIA: tl.constexpr):  # fmt: skip
+    """Sequence and tile that program `index` takes, last tiles first (they are longest); seq -1: none."""
     seqs = tl.arange(0, BLOCK_B)
     _, q_len = query_range(q, seqs, seqs < batch)
     tiles = tl.cdiv(q_len * GQA_RATIO, BLOCK_M)
     index = tl.sum(tiles, 0) - 1 - index
     seq = tl.sum((tl.cumsum(tiles, 0) <= index).to(tl.int32), 0)
     tile = index - tl.sum(tl.where(seqs < seq, tiles, 0), 0)
-    return tl.where(index >= 0, seq, -1), tile
+    return uniform(tl.where(index >= 0, seq, -1), NVIDIA), uniform(tile, NVIDIA)
+
+
+@triton.jit
+def scheduled_tile(schedule, index):
+    """The tile that the schedule `[tiles, 8]` gives to program `index`; its fields come in one access."""
+    at = schedule + index * 8
+    return Tile(
+        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+    )
 
 
 @triton.jit
 def schedule_tiles(
     q, table, schedule, batch, num_tiles, block,
     GQA_RATIO: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """Places BLOCK_I tiles in the order of falling work, over all sequences alike.
 
@@ -75,14 +103,16 @@ def schedule_tiles(
     """
     seqs = tl.arange(0, BLOCK_B)
     inside = seqs < batch
-    _, q_len = query_range(q, seqs, inside)
+    q_start, q_len = query_range(q, seqs, inside)
     kv_len = sequence_length(table, seqs, inside, PAGE_SIZE, RAGGED)
+    _, key_ends = key_blocks(table, batch, PAGE_SIZE, RAGGED, BLOCK_B, BLOCK_N)
     tiles = tl.cdiv(q_len * GQA_RATIO, BLOCK_M)
     ends = tl.cumsum(tiles, 0)
     index = block * BLOCK_I + tl.arange(0, BLOCK_I)
     seq = tl.sum((ends[None, :] <= index[:, None]).to(tl.int32), 1)  # [BLOCK_I]
     own = seqs[None, :] == seq[:, None]  # [BLOCK_I, BLOCK_B]
-    tile = index - tl.sum(tl.where(seqs[None, :] < seq[:, None], tiles[None, :], 0), 1)
+    earlier = seqs[None, :] < seq[:, None]
+    tile = index - tl.sum(tl.where(earlier, tiles[None, :], 0), 1)
     if CAUSAL:
         base = (kv_len - q_len) * GQA_RATIO
         work = tl.sum(tl.where(own, base[None, :], 0), 1) + (tile + 1) * BLOCK_M
@@ -90,30 +120,43 @@ def schedule_tiles(
         ahead = work[:, None] - base[None, :]
         floor = tl.where(ahead >= 0, ahead // BLOCK_M, -1)
         before = tiles[None, :] - tl.minimum(tl.maximum(floor, 0), tiles[None, :])
-        tie = (ahead > 0) & (ahead % BLOCK_M == 0) & (floor <= tiles[None, :]) & (seqs[None, :] < seq[:, None])
+        tie = (ahead > 0) & (ahead % BLOCK_M == 0) & (floor <= tiles[None, :]) & earlier
         before += tie.to(tl.int32)
     else:
         work = tl.sum(tl.where(own, kv_len[None, :], 0), 1)
-        more = (kv_len[None, :] > work[:, None]) | (
-            (kv_len[None, :] == work[:, None]) & (seqs[None, :] < seq[:, None])
-        )
+        more = (kv_len[None, :] > work[:, None]) | ((kv_len[None, :] == work[:, None]) & earlier)
         before = tl.where(more, tiles[None, :], 0) + tl.where(own, tile[:, None], 0)
     rank = tl.sum(tl.where(inside[None, :], before, 0), 1)
     used = index < tl.sum(tiles, 0)
     # Places past the last tile hold none.
-    place = tl.where(used, rank, index)
-    tl.store(schedule.seq + place, tl.where(used, seq, -1), mask=index < num_tiles)
-    tl.store(schedule.tile + place, tile, mask=index < num_tiles)
+    at = schedule + tl.where(used, rank, index) * 8
+    kept = index < num_tiles
+    tl.store(at, tl.where(used, seq, -1), mask=kept)
+    tl.store(at + 1, tile, mask=kept)
+    tl.store(at + 2, tl.sum(tl.where(own, q_start[None, :], 0), 1), mask=kept)
+    tl.store(at + 3, tl.sum(tl.where(own, q_len[None, :], 0), 1), mask=kept)
+    tl.store(at + 4, tl.sum(tl.where(own, kv_len[None, :], 0), 1), mask=kept)
+    first = tl.sum(tl.where(own, (key_ends - tl.cdiv(tl.maximum(kv_len, 0), BLOCK_N))[None, :], 0), 1)
+    tl.store(at + 5, first * BLOCK_N, mask=kept)
 
 
 @triton.jit
-def rows_of(q, seq, tile, kv_head, GQA_RATIO: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Rows of a tile: token (int64), head and mask [BLOCK_M]; their index in the sequence; its q_len."""
-    q_start, q_len = query_range(q, seq, seq >= 0)
-    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+def key_blocks(table, batch, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_B: tl.constexpr,
+               BLOCK_N: tl.constexpr):  # fmt: skip
+    """Blocks of BLOCK_N keys of each sequence and their running total, [BLOCK_B]."""
+    seqs = tl.arange(0, BLOCK_B)
+    lens = sequence_length(table, seqs, seqs < batch, PAGE_SIZE, RAGGED)
+    blocks = tl.cdiv(tl.maximum(lens, 0), BLOCK_N)
+    return blocks, tl.cumsum(blocks, 0)
+
+
+@triton.jit
+def rows_of(q_start, q_len, number, kv_head, GQA_RATIO: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Rows of tile `number` of a sequence: token (int64), head, mask and index in the sequence [BLOCK_M]."""
+    rows = number * BLOCK_M + tl.arange(0, BLOCK_M)
     within = rows // GQA_RATIO
     heads = kv_head * GQA_RATIO + rows % GQA_RATIO
-    return (q_start + within).to(tl.int64), heads, rows < q_len * GQA_RATIO, within, q_len
+    return (q_start + within).to(tl.int64), heads, rows < q_len * GQA_RATIO, within
 
 
 @triton.jit
@@ -151,18 +194,25 @@ def share_of(begin, end, full, full_end, split, num_splits):
 
 
 @triton.jit
-def visible_keys(n, query_pos, first, num_keys, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr):
-    """[M, N]: keys that exist and lie in the row's window."""
-    keep = tl.broadcast_to(((n >= first) & (n < num_keys))[None, :], [query_pos.shape[0], n.shape[0]])
-    if WINDOW_RIGHT >= 0:
-        keep = keep & (n[None, :] <= query_pos[:, None] + WINDOW_RIGHT)
+def visible_keys(n, query_pos, first, num_keys,
+                 HAS_FIRST: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr):  # fmt: skip
+    """[M, N]: keys of [first, num_keys) in the row's window; without HAS_FIRST there is none before 0."""
+    if WINDOW_RIGHT == 0:
+        # A row is itself a key, and none lies beyond the last row.
+        keep = n[None, :] <= query_pos[:, None]
+    else:
+        keep = tl.broadcast_to((n < num_keys)[None, :], [query_pos.shape[0], n.shape[0]])
+        if WINDOW_RIGHT > 0:
+            keep = keep & (n[None, :] <= query_pos[:, None] + WINDOW_RIGHT)
+    if HAS_FIRST:
+        keep = keep & (n >= first)[None, :]
     if WINDOW_LEFT >= 0:
         keep = keep & (n[None, :] >= query_pos[:, None] - WINDOW_LEFT)
     return keep
 
 
 @triton.jit
-def softmax_step(s, m, l, scale, MASKED: tl.constexpr, FOLDED: tl.constexpr):
+def softmax_step(s, m, l, scale, FOLDED: tl.constexpr):
     """One step of the online softmax: P [M, N], what is left of the sums so far, the new m and l.
 
     FOLDED: `s` is short of the positive `scale` [M], which a multiply-add applies together with the maximum.
@@ -171,10 +221,7 @@ def softmax_step(s, m, l, scale, MASKED: tl.constexpr, FOLDED: tl.constexpr):
         m_new = tl.maximum(m, tl.max(s, 1) * scale)
     else:
         m_new = tl.maximum(m, tl.max(s, 1))
-    if MASKED:
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    else:
-        m_safe = m_new
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     if FOLDED:
         p = tl.exp2(s * scale[:, None] - m_safe[:, None])
     else:
@@ -214,9 +261,7 @@ def merge_splits(workspace, acc, m, l, unit, split, num_splits, stride, row_mask
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for i in range(num_splits):
             slot = (unit + i * stride).to(tl.int64)
-            weight = tl.exp2(
-                tl.load(workspace.ml + slot * (2 * BLOCK_M) + r, cache_modifier=".cg") - m_safe
-            )
+            weight = tl.exp2(tl.load(workspace.ml + slot * (2 * BLOCK_M) + r, cache_modifier=".cg") - m_safe)
             l += tl.load(workspace.ml + slot * (2 * BLOCK_M) + BLOCK_M + r, cache_modifier=".cg") * weight
             part = slot * (BLOCK_M * BLOCK_D) + r[:, None] * BLOCK_D + d[None, :]
             acc_i = tl.load(workspace.acc + part, mask=row_mask[:, None], other=0.0, cache_modifier=".cg")

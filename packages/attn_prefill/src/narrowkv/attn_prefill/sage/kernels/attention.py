@@ -150,7 +150,9 @@ def attend(
         if SMOOTH_Q:
             s += tl.load(mean_scores + base + n)[None, :]
         if MASKED:
-            keep = visible_keys(n, query_pos, num_keys * 0, num_keys, WINDOW_LEFT, WINDOW_RIGHT)
+            # Rows may stand past the last key here.
+            keep = visible_keys(n, query_pos, 0, num_keys, False, WINDOW_LEFT, WINDOW_RIGHT)
+            keep = keep & (n < num_keys)[None, :]
             s = tl.where(keep, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)

@@ -1,0 +1,206 @@
+"""Public operations of attn_prefill: check, choose, allocate, launch. No mathematics."""
+
+from __future__ import annotations
+
+import torch
+
+from narrowkv.attn_decode import paged_decode
+from narrowkv.attn_prefill.checks import (
+    check_chunk,
+    check_sinks,
+    check_soft_cap,
+    check_window,
+    fold_q_descale,
+    output_for,
+)
+from narrowkv.attn_prefill.kernels.rows import Outputs, Queries
+from narrowkv.attn_prefill.launches import PrefillCall
+from narrowkv.attn_prefill.plan import (
+    PrefillPlan,
+    append_shape,
+    check_plan,
+    plan_append,
+    plan_prefill,
+    prefill_shape,
+)
+from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
+from narrowkv.quant.errors import check_finite_float, check_no_grad
+from narrowkv.quant.launch import active_target
+
+
+def batch_prefill(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    page_table: PageTable,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    causal: bool = True,
+    sm_scale: float | None = None,
+    q_descale: float | torch.Tensor = 1.0,
+    out: torch.Tensor | torch.dtype | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    window_right: int = -1,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    plan: PrefillPlan | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of ragged queries over a paged KV cache, which already holds their own keys and values.
+
+    Args:
+        q: `[tokens, num_qo_heads, head_dim]`, all sequences' query tokens one after the other, last
+            dimension contiguous. bf16 or fp16 over any cache, with no quantisation of Q; or FP8 over a cache
+            of the same FP8 format, which runs on FP8 matrix units.
+        cache: keys and values; any layout, page size and format.
+        page_table: which pages each sequence occupies, and its length with the new tokens in it.
+        cu_seqlens_q: `[batch + 1]` int32, where each sequence's query tokens begin. Row i of a sequence
+            stands at position `seq_len - q_len + i`: the mask is aligned bottom-right, and rows before the
+            first key attend to nothing.
+        causal: a row attends to keys up to its own position.
+        sm_scale: softmax scale; default `head_dim ** -0.5`.
+        q_descale: FP8 queries: a float or an fp32 tensor `[1]`.
+        out: where to write, `[tokens, num_qo_heads, head_dim]`, or the dtype of a new output; default q's,
+            and bf16 for FP8 queries.
+        logits_soft_cap: `c * tanh(logits / c)` when positive.
+        window_left, window_right: how many keys before and after itself a row attends to; -1 for all.
+            `causal` is the same as `window_right=0`.
+        sinks: `[num_qo_heads]`, a logit per head with value 0: it enters the denominator of `o`.
+        return_lse: also return the log-sum-exp.
+        plan: from `plan_prefill`, which can also be told bounds that shapes do not show; without one, a plan
+            is made for the call. With one there is no allocation but the outputs, and no host synchronisation
+            either way, so the call can be captured in a graph.
+
+    Returns:
+        `o`, or `(o, lse)`; `lse` is `[tokens, num_qo_heads]` fp32, natural log of the scaled logits' sum
+        **without the sink**. A row that attends to nothing has o = 0 and lse = -inf. Rows that no sequence
+        owns (past the end of `cu_seqlens_q`) are not written.
+
+    Raises:
+        TypeError, ValueError: before any launch, naming the argument, what was expected and what came.
+        UnsupportedError: for formats that no kernel serves on this target, and why.
+
+    Source: FlashAttention-2's loop (Dao, 2023) over rows packed from the heads of a group.
+
+    Example:
+        >>> o = batch_prefill(q, cache, table, cu_seqlens_q, causal=True)                 # doctest: +SKIP
+        >>> o, lse = batch_prefill(q, cache, table, cu_seqlens_q, return_lse=True)        # doctest: +SKIP
+    """
+    shape = prefill_shape(q, cache, page_table, cu_seqlens_q)
+    target = active_target(q.device)
+    if plan is None:
+        plan = plan_prefill(q, cache, page_table, cu_seqlens_q)
+    else:
+        check_plan(plan, shape, q, cache, target, maker="plan_prefill")
+    scale = q.shape[2] ** -0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
+    soft_cap = check_soft_cap(logits_soft_cap)
+    check_window("window_left", window_left)
+    check_window("window_right", window_right)
+    if causal:
+        if window_right > 0:
+            raise ValueError(f"window_right must be -1 or 0 with causal=True, got {window_right}")
+        window_right = 0
+    check_sinks(q, sinks)
+    scale, descale = fold_q_descale(q, q_descale, scale)
+    check_no_grad(q=q, k=cache.k, v=cache.v, sinks=sinks)
+    o = output_for(q, out, cache)
+    if plan.decode is not None:
+        return paged_decode(
+            q,
+            cache,
+            page_table,
+            sm_scale=scale,
+            out=o,
+            logits_soft_cap=soft_cap,
+            window_left=window_left,
+            sinks=sinks,
+            return_lse=return_lse,
+            plan=plan.decode,
+        )
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+    call = PrefillCall(plan, cache, page_table, scale, soft_cap, window_left, window_right)
+    queries = Queries(q, q.stride(0), q.stride(1), cu_seqlens_q, q.shape[0], descale)
+    outputs = Outputs(o, o.stride(0), o.stride(1), lse, 0 if lse is None else lse.stride(0), sinks)
+    if shape.num_tokens:
+        (call.dense if plan.config.kernel == "dense" else call.fused)(queries, outputs)
+    return o if lse is None else (o, lse)
+
+
+def prefill_append(
+    q: torch.Tensor,
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    cache: PagedKVCache,
+    page_table: PageTable,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    rope: Rope | None = None,
+    fp8_compute: bool = False,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    plan: PrefillPlan | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of a chunk over its cache and itself; the chunk is appended to the cache. One launch.
+
+    Older tokens are read from the cache, the chunk's own keys and values unquantised from `k_new` and
+    `v_new`. The cache gets the bytes that `narrowkv.paged_cache.append` would write, and no others change.
+
+    Args:
+        q: `[tokens, num_qo_heads, head_dim]`, bf16 or fp16, all sequences' new tokens one after the other,
+            last dimension contiguous.
+        k_new, v_new: `[tokens, num_kv_heads, head_dim]` in q's dtype, last dimension contiguous.
+        cache: any layout, page size and format; read and written in place. Its descales are per tensor, per
+            head or per token-head, as for `append`.
+        page_table: a block table with pages for the new tokens too; `seq_lens` are the lengths **before** the
+            append, and are not changed. What has no page is not stored.
+        cu_seqlens_q: `[batch + 1]` int32, where each sequence's new tokens begin.
+        rope: rotary embedding of q and k_new, by each new token's position. Rotated queries and keys are
+            rounded to q's dtype for attention; the cache gets the keys before that rounding.
+        fp8_compute: multiply queries and old tokens on FP8 matrix units; queries are quantised row by row
+            (FP8 caches only).
+        sm_scale: softmax scale; default `head_dim ** -0.5`.
+        logits_soft_cap: `c * tanh(logits / c)` when positive.
+        window_left: a row attends to at most this many keys before itself; -1 for all.
+        sinks: `[num_qo_heads]`, a logit per head with value 0: it enters the denominator of `o`.
+        return_lse: also return the log-sum-exp.
+        plan: from `plan_append`; without one, a plan is made for the call. With one there is no allocation
+            but the outputs, and no host synchronisation either way.
+
+    Returns:
+        `o` in q's dtype, or `(o, lse)`; `lse` as `batch_prefill` gives it, **without the sink**.
+
+    Raises:
+        TypeError, ValueError: before anything is written, naming the argument, what was expected and what
+            came.
+        UnsupportedError: for formats that no kernel serves on this target, and why.
+
+    Source: FlashAttention-2's loop (Dao, 2023) over rows packed from the heads of a group; rotary embedding
+        after RoFormer (Su et al., 2021).
+
+    Example:
+        >>> o = prefill_append(q, k_new, v_new, cache, table, cu_seqlens_q)      # doctest: +SKIP
+    """
+    shape = append_shape(q, cache, page_table, cu_seqlens_q)
+    check_chunk(q, k_new, v_new, cache, rope)
+    target = active_target(q.device)
+    if plan is None:
+        plan = plan_append(q, cache, page_table, cu_seqlens_q, fp8_compute=fp8_compute)
+    else:
+        check_plan(plan, shape, q, cache, target, maker="plan_append")
+        if fp8_compute != (plan.config.fp8 is not None):
+            raise ValueError(f"plan must be made with fp8_compute={fp8_compute}: call plan_append again")
+    scale = q.shape[2] ** -0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
+    soft_cap = check_soft_cap(logits_soft_cap)
+    check_window("window_left", window_left)
+    check_sinks(q, sinks)
+    check_no_grad(q=q, k=cache.k, v=cache.v, sinks=sinks)
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+    if shape.num_tokens:
+        call = PrefillCall(plan, cache, page_table, scale, soft_cap, window_left, 0)
+        queries = Queries(q, q.stride(0), q.stride(1), cu_seqlens_q, q.shape[0], None)
+        outputs = Outputs(o, o.stride(0), o.stride(1), lse, 0 if lse is None else lse.stride(0), sinks)
+        call.append(queries, outputs, k_new, v_new, rope, page_table)
+    return o if lse is None else (o, lse)

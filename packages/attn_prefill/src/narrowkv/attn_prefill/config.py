@@ -1,0 +1,343 @@
+"""Launch configuration: a typed function of target, shape and formats, never searched for on the hot path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from narrowkv.attn_decode.config import widen_route
+from narrowkv.quant.device import BITS, FNUZ_ALIAS, NATIVE
+from narrowkv.quant.errors import UnsupportedError, check_choice
+from narrowkv.quant.launch import LaunchOptions
+from narrowkv.quant.targets import Target
+
+KERNELS = ("dense", "fused", "decode")
+APPEND_KERNELS = ("staged", "paged")
+SCRATCH_BLOCK = 64  # keys that one program widens; sequences begin at multiples of it
+_TRITON_FP8 = {"fp8_e4m3fn": "float8e4nv", "fp8_e4m3fnuz": "float8e4b8"}
+
+
+@dataclass(frozen=True)
+class PrefillShape:
+    """What a configuration depends on, all of it known without reading the device.
+
+    Attributes:
+        batch, num_tokens: sequences, and query tokens of all of them.
+        max_q_len: a bound of a sequence's query tokens.
+        num_qo_heads, num_kv_heads, head_dim, page_size: sizes.
+        max_seq_len: a bound of a sequence's keys.
+        kv_tokens: a bound of all sequences' keys together.
+    """
+
+    batch: int
+    num_tokens: int
+    max_q_len: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    max_seq_len: int
+    kv_tokens: int
+
+    @property
+    def gqa_ratio(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    def row_tiles(self, block_m: int) -> int:
+        """A bound of the tiles of packed rows of one KV head, over all sequences."""
+        if self.batch == 0:
+            return 0
+        ragged = (self.num_tokens * self.gqa_ratio + self.batch * (block_m - 1)) // block_m
+        return min(ragged, self.batch * -(-self.max_q_len * self.gqa_ratio // block_m))
+
+    @property
+    def scratch_rows(self) -> int:
+        """Rows of scratch for every sequence's keys in whole blocks."""
+        blocks = min(
+            self.kv_tokens // SCRATCH_BLOCK + self.batch,
+            self.batch * -(-self.max_seq_len // SCRATCH_BLOCK),
+        )
+        return max(blocks, 1) * SCRATCH_BLOCK
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """How a prefill runs.
+
+    Attributes:
+        kernel: "dense" (widen once, then attend), "fused" (widen in the loop) or "decode"; of an append
+            "staged" (as dense, in one launch) or "paged" (as fused).
+        why: the reason, for people.
+        block_m, block_n: rows and keys of a tile.
+        num_splits: programs that share a tile's keys.
+        fp8: the FP8 format of the matrix unit when Q is FP8, else None.
+        tma: keys of the scratch come by tensor descriptor.
+        overlap: P @ V of a key tile runs during the softmax of the next one.
+        options: compiler options of the attention kernel.
+    """
+
+    kernel: str
+    why: str
+    block_m: int = 16
+    block_n: int = 16
+    num_splits: int = 1
+    fp8: str | None = None
+    tma: bool = False
+    overlap: bool = False
+    options: LaunchOptions = field(default_factory=LaunchOptions)
+
+
+def fp8_unit(target: Target, format_name: str) -> str:
+    """The FP8 format that the target's matrix unit takes these bytes as.
+
+    gfx942 multiplies FNUZ only; OCP bytes are the same numbers halved there.
+
+    Raises:
+        UnsupportedError: the target's matrix unit does not take the format, and why.
+    """
+    if format_name not in _TRITON_FP8:
+        raise UnsupportedError(
+            f"FP8 matrix units are used with {' and '.join(_TRITON_FP8)}, got {format_name}; "
+            "16-bit queries read any cache"
+        )
+    if target.native_fp8 in (format_name, None):
+        return format_name
+    if target.name == "gfx942" and format_name == "fp8_e4m3fn":
+        return "fp8_e4m3fnuz"
+    raise UnsupportedError(
+        f"{target.name} multiplies {target.native_fp8}, not {format_name}; 16-bit queries read such a cache"
+    )
+
+
+def fp8_route(unit: str, format_name: str) -> str:
+    """How stored bytes reach the FP8 matrix unit: as they are, or read as FNUZ."""
+    return NATIVE if unit == format_name else FNUZ_ALIAS
+
+
+def triton_fp8(unit: str) -> str:
+    """Triton's name of an FP8 format."""
+    return _TRITON_FP8[unit]
+
+
+def block_m_for(shape: PrefillShape) -> int:
+    """Rows of a tile: 64, or fewer where an average sequence has fewer rows."""
+    rows = -(-shape.num_tokens * shape.gqa_ratio // max(shape.batch, 1))
+    return min(64, max(16, 1 << (rows - 1).bit_length()))
+
+
+def choose_config(
+    target: Target,
+    shape: PrefillShape,
+    formats: tuple[str, str],
+    *,
+    q_fp8: str | None,
+    negative_zero_free: bool,
+    scratch_fits: bool,
+    can_decode: bool,
+    kernel: str | None = None,
+) -> PrefillConfig:
+    """The shipped configuration.
+
+    Args:
+        target: what the kernel will run on.
+        shape: the call's shape.
+        formats: storage formats of K and V.
+        q_fp8: the format of an FP8 query, or None for a 16-bit one.
+        negative_zero_free: the cache's tag, which decides the read of OCP bytes on gfx942.
+        scratch_fits: whether widened keys fit the allowed memory.
+        can_decode: whether every sequence is known to have one query token.
+        kernel: forces "dense", "fused" or "decode".
+
+    Raises:
+        UnsupportedError: for formats or a forced kernel that cannot serve the call, and why.
+    """
+    if kernel is not None:
+        check_choice("kernel", kernel, KERNELS)
+    if set(formats) == {"bf16", "fp16"}:
+        raise UnsupportedError(
+            "a cache of bf16 and fp16 is refused, as by paged_decode: "
+            f"got k={formats[0]}, v={formats[1]}; each with itself or with FP8 or FP4 works"
+        )
+    if q_fp8 is not None:
+        return _fp8_config(target, shape, formats, q_fp8, kernel)
+    block_m = block_m_for(shape)
+    tiles = -(-shape.num_tokens * shape.gqa_ratio // (block_m * max(shape.batch, 1)))
+    chosen, why = _choose_kernel(target, formats, tiles, negative_zero_free, scratch_fits, can_decode)
+    if kernel is not None:
+        if kernel == "decode" and not can_decode:
+            raise UnsupportedError(
+                "kernel='decode' needs one query token in every sequence: plan with max_q_len=1"
+            )
+        if kernel == "dense" and not scratch_fits:
+            raise UnsupportedError(
+                f"kernel='dense' needs scratch for {shape.kv_tokens} keys, more than is allowed: "
+                "plan with max_kv_tokens or a larger scratch_limit_bytes"
+            )
+        chosen, why = kernel, "as asked"
+    if chosen == "decode":
+        return PrefillConfig("decode", why)
+    wide = shape.head_dim > 128
+    if chosen == "dense":
+        return _dense_config(target, shape, block_m, why, wide)
+    return _fused_config(target, shape, block_m, why, wide)
+
+
+def _choose_kernel(
+    target: Target,
+    formats: tuple[str, str],
+    tiles: int,
+    negative_zero_free: bool,
+    scratch_fits: bool,
+    can_decode: bool,
+) -> tuple[str, str]:
+    """The kernel and why: how often a key tile would be widened in the loop decides."""
+    if can_decode:
+        return "decode", "every sequence has one query token"
+    if not scratch_fits:
+        return "fused", "scratch for widened keys would exceed the limit; max_kv_tokens tightens the bound"
+    routes = [widen_route(target, name, negative_zero_free=negative_zero_free) for name in formats]
+    # H200, 16 new over 4k, 3 tiles: dense 31 us, fused 37 us; over 32k 126 and 125 us.
+    least = 4 if target.is_amd and BITS not in routes else 2
+    if tiles >= least:
+        return "dense", f"each key tile serves {tiles} tiles of rows, so it is widened once beforehand"
+    return "fused", f"each key tile serves {tiles} tiles of rows only, so it is widened in the loop"
+
+
+def _splits(target: Target, programs: int, key_tiles: int) -> int:
+    """Programs that share a tile's keys: how many finish first.
+
+    In units of a key tile's time, a program's start and its partial result cost 8, and whoever merges 1.5 for
+    each. H200, 96/8 heads: 16 new over 4k at 1, 5, 11 splits 59, 31, 36 us; 128 over 32k at 1, 4, 11 splits
+    540, 469, 501 us; 128 over 4k at 1 and 4 splits 82 and 85 us.
+    """
+    units = target.figures.units if target.figures is not None else 2
+    slots = 2 * units  # by shared memory on sm90, by registers on CDNA
+
+    def cost(splits: int) -> float:
+        waves = -(-programs * splits // slots)
+        if splits == 1:
+            return waves * (key_tiles + 2.0)
+        return waves * (key_tiles / splits + 8) + 1.5 * splits
+
+    return min(range(1, max(1, min(key_tiles // 4, 32)) + 1), key=cost)
+
+
+def _dense_config(target: Target, shape: PrefillShape, block_m: int, why: str, wide: bool) -> PrefillConfig:
+    if target.is_amd:
+        # 64 keys a tile spill at two waves a SIMD.
+        block_n = 16 if wide else 32
+        options = LaunchOptions(
+            num_warps=4, num_stages=1, waves_per_eu=None if wide else 2, matrix_instr_nonkdim=16
+        )
+    else:
+        # H200, 1k new over 4k, 96/8 heads: 64 x 64 at 4 warps and 3 stages 462 us, 2 stages 510, 64 x 32 509,
+        # 128 x 64 at 8 warps 529, 64 x 128 632; by pointers and not descriptors 481.
+        block_n = 32 if wide else 64
+        options = LaunchOptions(num_warps=8 if wide else 4, num_stages=3)
+    programs = shape.row_tiles(block_m) * shape.num_kv_heads
+    splits = _splits(target, programs, -(-shape.max_seq_len // block_n))
+    # The extra round costs a tile. H200, base and overlapped: 1k over 0 78 and 86 us, 1k over 4k 444 and 443,
+    # 128 over 32k in 4 splits 469 and 439.
+    overlap = target.is_nvidia and not wide and shape.max_seq_len >= 4096
+    return PrefillConfig(
+        "dense", why, block_m, block_n, splits, tma=target.name == "sm90", overlap=overlap, options=options,
+    )  # fmt: skip
+
+
+def _fused_config(target: Target, shape: PrefillShape, block_m: int, why: str, wide: bool) -> PrefillConfig:
+    if target.is_amd:
+        block_n = 16 if wide else 32
+        warps = 1 if block_m == 16 else 2 if block_m == 32 else 4
+        options = LaunchOptions(
+            num_warps=warps, num_stages=1, waves_per_eu=None if wide else 2, matrix_instr_nonkdim=16
+        )
+    else:
+        block_n = 32 if wide else 64
+        options = LaunchOptions(num_warps=8 if wide and block_m == 64 else 4, num_stages=2)
+    programs = shape.row_tiles(block_m) * shape.num_kv_heads
+    splits = _splits(target, programs, -(-shape.max_seq_len // block_n))
+    return PrefillConfig("fused", why, block_m, block_n, splits, options=options)
+
+
+def _fp8_config(
+    target: Target, shape: PrefillShape, formats: tuple[str, str], q_fp8: str, kernel: str | None
+) -> PrefillConfig:
+    if set(formats) != {q_fp8}:
+        raise UnsupportedError(
+            f"an FP8 query needs K and V in its own format {q_fp8}, got k={formats[0]}, v={formats[1]}; "
+            "a 16-bit query reads any cache"
+        )
+    if kernel not in (None, "fused"):
+        raise UnsupportedError(f"an FP8 query has kernel='fused' only, got {kernel!r}")
+    unit = fp8_unit(target, q_fp8)
+    wide = shape.head_dim > 128
+    block_m = max(block_m_for(shape), 32) if target.is_amd else block_m_for(shape)
+    base = _fused_config(target, shape, block_m, "FP8 matrix units take the cache as it is", wide)
+    # The FP8 matrix instructions sum over 32 elements (gfx942, sm90) or 128 (gfx950).
+    block_n = 64 if not wide else 32
+    return PrefillConfig("fused", base.why, block_m, block_n, base.num_splits, fp8=unit, options=base.options)
+
+
+def choose_append_config(
+    target: Target,
+    shape: PrefillShape,
+    formats: tuple[str, str],
+    q_format: str,
+    *,
+    fp8_compute: bool,
+    negative_zero_free: bool,
+    scratch_fits: bool,
+    kernel: str | None = None,
+) -> PrefillConfig:
+    """The shipped configuration of `prefill_append`.
+
+    Args:
+        target, shape, formats, negative_zero_free, scratch_fits: as for `choose_config`.
+        q_format: of the query and of the new tokens.
+        fp8_compute: old tokens go to the FP8 matrix unit as they are stored.
+        kernel: forces "staged" or "paged".
+
+    Raises:
+        UnsupportedError: for formats or a forced kernel that cannot serve the call, and why.
+    """
+    if kernel is not None:
+        check_choice("kernel", kernel, APPEND_KERNELS)
+    if set(formats) == {"bf16", "fp16"}:
+        raise UnsupportedError(
+            f"a cache of bf16 and fp16 is refused, as by paged_decode: got k={formats[0]}, v={formats[1]}"
+        )
+    wide = shape.head_dim > 128
+    if fp8_compute:
+        if len(set(formats)) > 1 or not formats[0].startswith("fp8_"):
+            raise UnsupportedError(
+                "fp8_compute needs K and V in one FP8 format, "
+                f"got k={formats[0]}, v={formats[1]}; without it any cache works"
+            )
+        if kernel == "staged":
+            raise UnsupportedError("fp8_compute has kernel='paged' only, got 'staged'")
+        unit = fp8_unit(target, formats[0])
+        block_m = block_m_for(shape)
+        base = _fused_config(target, shape, block_m, "FP8 matrix units take the old tokens as they are", wide)
+        return replace(base, kernel="paged", fp8=unit)
+    block_m = block_m_for(shape)
+    tiles = -(-shape.num_tokens * shape.gqa_ratio // (block_m * max(shape.batch, 1)))
+    exact = formats[0] not in ("bf16", "fp16") or formats[0] == q_format
+    # Blocks of keys are waited for within the launch. AMD's chiplets share no L2, so what one publishes
+    # another sees only through memory: nothing waits there.
+    lacks = (
+        f"keys in {formats[0]} and new ones in {q_format} in one scratch"
+        if not exact
+        else f"scratch for {shape.kv_tokens} keys, more than is allowed"
+        if not scratch_fits
+        else f"one L2 for all programs, which {target.name} lacks"
+        if target.is_amd
+        else ""
+    )
+    if kernel == "staged" and lacks:
+        raise UnsupportedError(f"kernel='staged' needs {lacks}; kernel='paged' works")
+    if kernel == "staged" or (kernel is None and not lacks and tiles >= (2 if target.name == "cpu" else 8)):
+        why = f"each key tile serves {tiles} tiles of rows, so it is widened once beforehand"
+        base = _dense_config(target, shape, block_m, why, wide)
+        return replace(base, kernel="staged")
+    base = _fused_config(target, shape, block_m, "old tokens are widened in the loop", wide)
+    return replace(base, kernel="paged")

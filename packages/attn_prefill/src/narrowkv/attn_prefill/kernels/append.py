@@ -1,0 +1,354 @@
+"""Prefill that appends: a chunk attends to the cache and to itself and is quantised into it, in one launch.
+
+Programs play two parts. The first ones produce: each takes a block of 64 keys of one head, quantises and
+scatters the new ones, and, where keys are staged, leaves the block widened in scratch (new keys unquantised).
+The others attend. Staged, they wait until every block of their sequence and head has been announced; programs
+are issued in order, so what they wait for is running or done. Otherwise they read old keys from their pages,
+which no producer writes, and new ones from the chunk.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from narrowkv.attn_decode.kernels.tiles import (
+    accumulate,
+    capped_logits,
+    confine_nonfinite,
+    scale_to_fp16,
+    sequence_length,
+    split_query,
+    write_rows,
+    zeros_in_parts,
+)
+from narrowkv.attn_prefill.kernels.dense import (
+    dense_tile,
+    store_block,
+    to_fp16_in_units,
+    widen_block,
+    without_nonfinite,
+)
+from narrowkv.attn_prefill.kernels.fused import paged_keys, quantised_rows
+from narrowkv.attn_prefill.kernels.rows import (
+    key_range,
+    merge_splits,
+    query_range,
+    rows_of,
+    share_of,
+    softmax_step,
+    tile_of,
+    visible_keys,
+)
+from narrowkv.paged_cache.kernels import load_rotated, quantise_rows
+from narrowkv.quant.device import join_parts
+
+
+class NewCache(NamedTuple):
+    """Where new tokens are stored: bytes of K and V, their descales, pages a sequence, pages in all."""
+
+    k: Any
+    v: Any
+    k_descale: Any
+    v_descale: Any
+    max_pages: Any
+    num_pages: Any
+
+
+class Arrivals(NamedTuple):
+    """Per (sequence, head): blocks in scratch, programs that have done waiting; zero between launches."""
+
+    ready: Any
+    left: Any
+
+
+@triton.jit
+def blocks_of(q, table, batch, PAGE_SIZE: tl.constexpr, STAGED: tl.constexpr, BLOCK_B: tl.constexpr,
+              BLOCK_S: tl.constexpr):  # fmt: skip
+    """Blocks that producers take of each sequence, of them old ones, and the running total, [BLOCK_B]."""
+    seqs = tl.arange(0, BLOCK_B)
+    _, q_len = query_range(q, seqs, seqs < batch)
+    new = tl.cdiv(q_len, BLOCK_S)
+    old = new * 0
+    if STAGED:
+        lens = sequence_length(table, seqs, seqs < batch, PAGE_SIZE, False)
+        # Who has no new tokens attends to nothing.
+        old = tl.where(q_len > 0, tl.cdiv(tl.maximum(lens, 0), BLOCK_S), 0)
+    return old + new, old, tl.cumsum(old + new, 0)
+
+
+@triton.jit
+def produce_new(
+    q, k_new, v_new, rope, store, table, scratch, seq, block, in_new, kv_head, q_start, q_len, old_len,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_MAX: tl.constexpr, V_MAX: tl.constexpr,
+    K_SCALING: tl.constexpr, V_SCALING: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
+    RULE: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
+    STAGED: tl.constexpr, K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A block of new tokens of one head: into the cache, and into the scratch if keys are staged."""
+    d = tl.arange(0, BLOCK_D)
+    i = in_new * BLOCK_S + tl.arange(0, BLOCK_S)
+    inside = i < q_len
+    tokens = (q_start + i).to(tl.int64)
+    at = tokens * k_new.token + kv_head * k_new.head
+    x = load_rotated(k_new.ptr, at, rope, tokens, inside, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
+    at = tokens * v_new.token + kv_head * v_new.head
+    y = tl.load(
+        v_new.ptr + at[:, None] + d[None, :], mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0
+    )
+    position = old_len + i
+    number = position // PAGE_SIZE
+    # Beyond the table, or in a page beyond the cache, nothing is written.
+    fits = inside & (number < store.max_pages)
+    page = tl.load(table.page_ids + seq * table.row + number, mask=fits, other=-1).to(tl.int64)
+    fits = fits & (page >= 0) & (page < store.num_pages)
+    slot = (position % PAGE_SIZE).to(tl.int64)
+    quantise_rows(
+        x, store.k, store.k_descale, page, slot, kv_head, fits, K_FORMAT, K_SCALING, HEAD_DIM, K_MAX,
+        K_GROUP, RULE, K_VEC, False, BLOCK_S, BLOCK_D,
+    )  # fmt: skip
+    quantise_rows(
+        y.to(tl.float32), store.v, store.v_descale, page, slot, kv_head, fits, V_FORMAT, V_SCALING,
+        HEAD_DIM, V_MAX, V_GROUP, RULE, V_VEC, True, BLOCK_S, BLOCK_D,
+    )  # fmt: skip
+    if STAGED:
+        units = kv_head.to(tl.int64) * (scratch.rows // BLOCK_S) + block
+        factors = kv_head.to(tl.int64) * scratch.rows + block * BLOCK_S + tl.arange(0, BLOCK_S)
+        y, bad = without_nonfinite(y)
+        # Rotated keys are rounded to their own type, as a separate rotation would leave them.
+        x = tl.where(bad[:, None], float("nan"), x).to(k_new.ptr.dtype.element_ty)
+        store_block(scratch.k, x, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_S)
+        unit = 1.0
+        if v_new.ptr.dtype.element_ty == tl.bfloat16:
+            y, unit = to_fp16_in_units(y)
+        store_block(scratch.v, y, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_S)
+        tl.store(scratch.k_unit + units, 1.0)
+        tl.store(scratch.v_unit + units, unit)
+        if K_PER_KEY:
+            tl.store(scratch.k_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32))
+        if V_PER_KEY:
+            tl.store(scratch.v_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32))
+
+
+@triton.jit
+def order_proxies(value, NVIDIA: tl.constexpr):
+    """Orders ordinary accesses with those of the bulk copy engine, which loads by descriptor."""
+    if NVIDIA:
+        value = tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.b32 $0, $1;",
+            "=r,r",
+            [value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    return value
+
+
+@triton.jit
+def own_keys(
+    q, acc, m, l, scale, soft_cap, k_new, v_new, rope, kv_head, q_start, q_len, within, begin, end,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Attends to key tiles [begin, end) of the chunk itself, unquantised."""
+    d = tl.arange(0, BLOCK_D)
+    KIND: tl.constexpr = k_new.ptr.dtype.element_ty
+    for tile in range(begin, end):
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = n < q_len
+        tokens = (q_start + n).to(tl.int64)
+        at = tokens * k_new.token + kv_head * k_new.head
+        k = load_rotated(k_new.ptr, at, rope, tokens, inside, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED).to(KIND)
+        at = tokens * v_new.token + kv_head * v_new.head
+        v = tl.load(
+            v_new.ptr + at[:, None] + d[None, :], mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0
+        )
+        s = tl.dot(q, tl.trans(k)) * scale
+        if HAS_SOFT_CAP:
+            s = capped_logits(s, soft_cap)
+        keep = visible_keys(n, within, 0, q_len, False, WINDOW_LEFT, 0)
+        s = tl.where(keep, s, float("-inf"))
+        p, correction, m, l = softmax_step(s, m, l, m, False)
+        p, clean = confine_nonfinite(p, (v,), keep, 1)
+        acc = accumulate((acc,), correction, p, clean, KIND, 1)[0]
+    return acc, m, l
+
+
+@triton.jit
+def _prefill_append_kernel(
+    q, out, k_new, v_new, rope, store, k, v, k_descale, v_descale, table, scratch, k_desc, v_desc, arrivals,
+    workspace, scale, k_scale, v_scale, soft_cap, batch, num_blocks, num_tiles, num_splits,
+    NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
+    K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
+    K_MAX: tl.constexpr, V_MAX: tl.constexpr, K_SCALING: tl.constexpr, V_SCALING: tl.constexpr,
+    K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, RULE: tl.constexpr,
+    COMPUTE: tl.constexpr, SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr, FP8: tl.constexpr,
+    CLEAN: tl.constexpr, P_SCALE: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr,
+    FOLDED: tl.constexpr, SPLIT: tl.constexpr, STAGED: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_S: tl.constexpr, NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """Programs of a launch of `prefill_append`; the table's lengths are those before it.
+
+    `scale` is of real logits, in base 2 or natural for a soft cap; `k_scale` and `v_scale` are what old keys
+    and values are short of besides their descale tensors.
+    """
+    KIND: tl.constexpr = k_new.ptr.dtype.element_ty
+    K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
+    V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
+    pid = tl.program_id(0)
+    if pid < num_blocks * NUM_KV_HEADS:
+        kv_head = pid % NUM_KV_HEADS
+        block = pid // NUM_KV_HEADS
+        blocks, old, ends = blocks_of(q, table, batch, PAGE_SIZE, STAGED, BLOCK_B, BLOCK_S)
+        if block >= tl.sum(blocks, 0):
+            return
+        seqs = tl.arange(0, BLOCK_B)
+        seq = tl.sum((ends <= block).to(tl.int32), 0)
+        in_seq = block - tl.sum(tl.where(seqs < seq, blocks, 0), 0)
+        old_blocks = tl.sum(tl.where(seqs == seq, old, 0), 0)
+        old_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, False)
+        q_start, q_len = query_range(q, seq, seq < batch)
+        if in_seq >= old_blocks:
+            produce_new(
+                q, k_new, v_new, rope, store, table, scratch, seq, block, in_seq - old_blocks, kv_head,
+                q_start, q_len, old_len, HEAD_DIM, PAGE_SIZE, ROTARY_DIM, INTERLEAVED, K_FORMAT, V_FORMAT,
+                K_MAX, V_MAX, K_SCALING, V_SCALING, K_GROUP, V_GROUP, RULE, K_VEC, V_VEC,
+                STAGED, K_PER_KEY, V_PER_KEY, BLOCK_S, BLOCK_D,
+            )  # fmt: skip
+        else:
+            if STAGED:
+                if K_DESCALE == "head":
+                    k_scale *= tl.load(k_descale.ptr + seq * k_descale.major + kv_head * k_descale.head)
+                if V_DESCALE == "head":
+                    v_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
+                # Old keys end where a block ends, so that new ones begin with one.
+                widen_block(
+                    k, v, k_descale, v_descale, table, scratch, seq, block,
+                    (in_seq - old_blocks) * BLOCK_S + old_len, kv_head, old_len, k_scale, v_scale,
+                    HEAD_DIM, PAGE_SIZE, False, True, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT,
+                    K_ROUTE, V_ROUTE, KIND, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, BLOCK_D, BLOCK_S,
+                )  # fmt: skip
+        if STAGED:
+            if in_seq == 0:
+                tl.store(scratch.starts + seq, (block - in_seq) * BLOCK_S)
+            order_proxies(pid, TMA)
+            # Every thread's stores are done before the one thread that counts announces them.
+            tl.debug_barrier()
+            tl.atomic_add(arrivals.ready + seq * NUM_KV_HEADS + kv_head, 1, sem="release")
+        return
+
+    pid -= num_blocks * NUM_KV_HEADS
+    kv_head = pid % NUM_KV_HEADS
+    index = pid // NUM_KV_HEADS // num_splits
+    split = pid // NUM_KV_HEADS % num_splits
+    seq, tile = tile_of(q, batch, index, GQA_RATIO, BLOCK_M, BLOCK_B, NVIDIA)
+    if seq < 0:
+        return
+    unit = index * NUM_KV_HEADS + kv_head
+    stride = num_tiles * NUM_KV_HEADS
+    q_start, q_len = query_range(q, seq, seq >= 0)
+    tokens, heads, row_mask, within = rows_of(q_start, q_len, tile, kv_head, GQA_RATIO, BLOCK_M)
+    old_len = sequence_length(table, seq, seq >= 0, PAGE_SIZE, False)
+    first_row = tile * BLOCK_M // GQA_RATIO
+    last_row = tl.minimum(((tile + 1) * BLOCK_M - 1) // GQA_RATIO, q_len - 1)
+    d = tl.arange(0, BLOCK_D)
+    at = tokens * q.token + heads * q.head
+    own_q = load_rotated(q.ptr, at, rope, tokens, row_mask, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED).to(KIND)
+    logit_scale = tl.full([BLOCK_M], 1.0, tl.float32) * scale
+    ones = tl.full([BLOCK_M], 1.0, tl.float32)
+    if STAGED:
+        old_blocks = tl.cdiv(old_len, BLOCK_S)
+        wanted = old_blocks + tl.cdiv(q_len, BLOCK_S)
+        place = seq * NUM_KV_HEADS + kv_head
+        while tl.atomic_add(arrivals.ready + place, 0, sem="acquire") < wanted:
+            pass
+        tl.debug_barrier()
+        waiting = tl.cdiv(q_len * GQA_RATIO, BLOCK_M) * num_splits
+        if tl.atomic_add(arrivals.left + place, 1, sem="acq_rel") == waiting - 1:
+            tl.store(arrivals.ready + place, 0)  # the next launch finds both as this one did
+            tl.store(arrivals.left + place, 0)
+        order_proxies(pid, TMA)
+        # In the scratch, old keys begin `pad` rows late.
+        pad = old_blocks * BLOCK_S - old_len
+        begin = old_len + pad
+        dense_tile(
+            q, (own_q,), row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace,
+            tl.load(scratch.starts + seq), kv_head, unit,
+            begin + within, pad, begin + q_len, begin + first_row, begin + last_row,
+            logit_scale, ones, soft_cap, split, num_splits, stride,
+            HEAD_DIM, KIND, False, False, K_PER_KEY, V_PER_KEY, True, True, WINDOW_LEFT, 0,
+            HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, TMA, OVERLAP,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
+        )  # fmt: skip
+    else:
+        row_base = seq * table.row
+        begin, end, full, full_end = key_range(
+            old_len + first_row, old_len + last_row, old_len * 0, old_len, WINDOW_LEFT, -1, BLOCK_N
+        )
+        first, last = begin * 0, tl.maximum(old_len - 1, 0)
+        if WINDOW_LEFT >= 0:
+            first = tl.minimum(tl.maximum(old_len + first_row - WINDOW_LEFT, 0), last)
+        own_begin = first_row * 0
+        if WINDOW_LEFT >= 0:
+            own_begin = tl.maximum(first_row - WINDOW_LEFT, 0) // BLOCK_N
+        own_end = last_row // BLOCK_N + 1
+        if SPLIT:
+            begin, end, full, full_end = share_of(begin, end, full, full_end, split, num_splits)
+            # One of them takes the chunk's own keys.
+            own_end = tl.where(split == num_splits - 1, own_end, own_begin)
+        old_scale = logit_scale * k_scale
+        o_scale = ones * v_scale
+        if K_DESCALE == "head":
+            old_scale *= tl.load(k_descale.ptr + seq * k_descale.major + kv_head * k_descale.head)
+        if V_DESCALE == "head":
+            o_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
+        if FP8 is not None:
+            high, row_scale = quantised_rows(own_q, FP8, P_SCALE)
+            old_scale *= row_scale
+            high = (high,)
+            low = high
+        else:
+            parts = ()
+            for i in tl.static_range(K_PARTS):
+                c = tl.arange(0, BLOCK_D // K_PARTS) * K_PARTS + i
+                part = load_rotated(q.ptr, at, rope, tokens, row_mask, c, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
+                parts = parts + (part.to(KIND),)
+            if SCALE_Q:
+                parts, row_scale = scale_to_fp16(parts, K_PARTS)
+                old_scale *= row_scale
+            high, low = split_query(parts, COMPUTE, SPLIT_Q, K_PARTS)
+        acc, m, l, v_unit = paged_keys(
+            high, low, zeros_in_parts(BLOCK_M, BLOCK_D, V_PARTS),
+            tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
+            old_scale, soft_cap, k, v, k_descale, v_descale, table, row_base, kv_head,
+            old_len + within, old_len, first, last, begin, end, full, full_end,
+            HEAD_DIM, PAGE_SIZE, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT, K_ROUTE, V_ROUTE,
+            COMPUTE, SPLIT_Q, FP8, CLEAN, P_SCALE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS,
+            HAS_SOFT_CAP, FOLDED, WINDOW_LEFT, -1, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        joined = join_parts(acc, V_PARTS) * o_scale[:, None]
+        if V_PER_KEY:
+            joined *= v_unit
+        joined, m, l = own_keys(
+            own_q, joined, m, l, scale, soft_cap, k_new, v_new, rope, kv_head, q_start, q_len, within,
+            own_begin, own_end, HEAD_DIM, ROTARY_DIM, INTERLEAVED, WINDOW_LEFT, HAS_SOFT_CAP,
+            BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        write = True
+        if SPLIT:
+            write, joined, m, l = merge_splits(
+                workspace, joined, m, l, unit, split, num_splits, stride, row_mask, BLOCK_M, BLOCK_D
+            )
+        if write:
+            write_rows(
+                out.ptr, out.lse, out.sinks, joined, m, l, ones, heads, tokens, row_mask, d,
+                out.token, out.head, out.lse_token, HEAD_DIM, HAS_SINKS, WRITE_LSE,
+            )  # fmt: skip

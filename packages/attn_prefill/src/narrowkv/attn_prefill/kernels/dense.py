@@ -1,0 +1,367 @@
+"""Prefill in two steps: gather and widen the cache once into contiguous scratch, then attend to the scratch.
+
+Widening costs each key tile once instead of once for every tile of query rows, and what is left is a plain
+16-bit attention over contiguous keys. K becomes Q's type and V float16, both exactly.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from narrowkv.attn_decode.kernels.tiles import (
+    capped_logits,
+    kv_offsets,
+    load_key_scale,
+    load_query,
+    load_words,
+    locate_keys,
+    scale_to_fp16,
+    sequence_length,
+    split_query,
+    widen_tile,
+    write_rows,
+)
+from narrowkv.attn_prefill.kernels.rows import (
+    key_blocks,
+    key_range,
+    merge_splits,
+    rows_of,
+    schedule_tiles,
+    scheduled_tile,
+    share_of,
+    softmax_step,
+    visible_keys,
+    weigh_values,
+)
+from narrowkv.quant.device import join_parts
+
+
+class Scratch(NamedTuple):
+    """Widened keys `[heads, rows, head_dim]`: sequences one after the other, each in whole blocks of 64 rows.
+
+    k_factor, v_factor: what each key is still to be multiplied by, `[heads, rows]` fp32, or None. k_unit,
+    v_unit: the same for whole blocks, `[heads, rows / 64]`, or None. starts: first row of each sequence.
+    """
+
+    k: Any
+    v: Any
+    k_factor: Any
+    v_factor: Any
+    k_unit: Any
+    v_unit: Any
+    starts: Any
+    rows: Any
+
+
+@triton.jit
+def to_fp16_in_units(v):
+    """A finite bfloat16 tile as float16 times a power of two, exact down to 2**-31 of its largest element."""
+    wide = v.to(tl.float32)
+    top = tl.max(tl.max(tl.abs(wide), 1), 0)
+    exponent = (top.to(tl.int32, bitcast=True) >> 23) - 127 - 14
+    exponent = tl.minimum(tl.maximum(exponent, -40), 113)
+    down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    return (wide * down).to(tl.float16), ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def without_nonfinite(v):
+    """A tile of V with zeros for NaN and Inf, and which rows had any.
+
+    Their keys become NaN instead: the mask keeps those from rows that do not attend, and 0 * NaN in V would
+    reach every row.
+    """
+    finite = tl.abs(v.to(tl.float32)) < float("inf")
+    return tl.where(finite, v, 0.0).to(v.dtype), tl.max((~finite).to(tl.int32), 1) > 0
+
+
+@triton.jit
+def store_block(target, words, kv_head, block, rows, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+                BLOCK_N: tl.constexpr):  # fmt: skip
+    """Rows of one block `[BLOCK_N, BLOCK_D]` into `[heads, rows, head_dim]`; rows outside become zeros."""
+    n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    at = ((kv_head.to(tl.int64) * rows + block * BLOCK_N) * HEAD_DIM) + n[:, None] * HEAD_DIM + d[None, :]
+    value = tl.where(inside[:, None], words, 0.0).to(target.dtype.element_ty)
+    if HEAD_DIM == BLOCK_D:
+        tl.store(target + at, value)
+    else:
+        tl.store(target + at, value, mask=(d < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def widen_block(
+    k, v, k_descale, v_descale, table, scratch, seq, block, first_row, kv_head, kv_len, k_unit, v_unit,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, IN_UNITS: tl.constexpr,
+    K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
+    K_TYPE: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
+    K_PARTS: tl.constexpr, V_PARTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Gathers, widens and stores one block of one head: keys from `first_row` of `seq` to block `block`.
+
+    IN_UNITS: the block's numbers are still to be multiplied by `k_unit` and `v_unit`, which is noted.
+    """
+    if RAGGED:
+        row_base = tl.load(table.row + seq)
+    else:
+        row_base = seq * table.row
+    n = first_row + tl.arange(0, BLOCK_N)
+    inside = (n >= 0) & (n < kv_len)
+    page, slot = locate_keys(table, row_base, n, 0, kv_len - 1, PAGE_SIZE, WIDE_ADDRESS)
+    dk, dv = tl.arange(0, BLOCK_D // K_PARTS), tl.arange(0, BLOCK_D // V_PARTS)
+    K_ZERO: tl.constexpr = 0 if K_ROUTE != "native" or K_PARTS > 1 else 0.0
+    V_ZERO: tl.constexpr = 0 if V_ROUTE != "native" or V_PARTS > 1 else 0.0
+    K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
+    V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
+    k_off = kv_offsets(page, slot, k, kv_head, dk, K_VEC, False)
+    v_off = kv_offsets(page, slot, v, kv_head, dv, V_VEC, True)
+    k_words = load_words(k, k_off, dk, K_ZERO, K_PARTS, HEAD_DIM, BLOCK_D)
+    v_words = load_words(v, v_off, dv, V_ZERO, V_PARTS, HEAD_DIM, BLOCK_D)
+    k_scale = 1.0
+    v_scale = 1.0
+    if K_PER_KEY:
+        k_scale = load_key_scale(k_descale, page, slot, kv_head, K_DESCALE, False, HEAD_DIM, BLOCK_D)
+    if V_PER_KEY:
+        v_scale = load_key_scale(v_descale, page, slot, kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D)
+    factors = kv_head.to(tl.int64) * scratch.rows + block * BLOCK_N + tl.arange(0, BLOCK_N)
+    units = kv_head.to(tl.int64) * (scratch.rows // BLOCK_N) + block
+    if V_FORMAT == "bf16":
+        wide_v = tl.where(inside[:, None], v_words, 0.0)
+        v_factor = v_scale
+    else:
+        parts, v_factor = widen_tile(v_words, v_scale, V_FORMAT, V_ROUTE, tl.float16, V_PARTS, V_DESCALE)
+        wide_v = join_parts(parts, V_PARTS)
+    wide_v, bad = without_nonfinite(wide_v)
+    if V_FORMAT == "bf16":
+        wide_v, unit = to_fp16_in_units(wide_v)
+        v_unit *= unit
+    if V_PER_KEY:
+        finite = tl.abs(v_factor) < float("inf")
+        bad = bad | ~finite
+        tl.store(scratch.v_factor + factors, tl.where(inside & finite, v_factor, 0.0))
+    store_block(scratch.v, wide_v, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_N)
+    parts, k_factor = widen_tile(k_words, k_scale, K_FORMAT, K_ROUTE, K_TYPE, K_PARTS, K_DESCALE)
+    wide_k = tl.where(bad[:, None], float("nan"), join_parts(parts, K_PARTS))
+    if HEAD_DIM != BLOCK_D:
+        wide_k = tl.where((tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], wide_k, 0.0)
+    store_block(scratch.k, wide_k, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_N)
+    if K_PER_KEY:
+        tl.store(scratch.k_factor + factors, tl.where(inside, k_factor, 0.0))
+    if IN_UNITS:
+        tl.store(scratch.k_unit + units, k_unit)
+    if IN_UNITS or V_FORMAT == "bf16":
+        tl.store(scratch.v_unit + units, v_unit)
+
+
+@triton.jit
+def _widen_kernel(
+    q, k, v, k_descale, v_descale, table, scratch, schedule, batch, num_blocks, num_tiles,
+    NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    RAGGED: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
+    K_TYPE: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
+    K_PARTS: tl.constexpr, V_PARTS: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """The first programs widen a block of one head each, the last ones order the tiles that attend."""
+    pid = tl.program_id(0)
+    if pid >= num_blocks * NUM_KV_HEADS:
+        block = pid - num_blocks * NUM_KV_HEADS
+        schedule_tiles(
+            q, table, schedule, batch, num_tiles, block,
+            GQA_RATIO, PAGE_SIZE, RAGGED, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_B, BLOCK_I,
+        )  # fmt: skip
+        return
+    kv_head = pid % NUM_KV_HEADS
+    block = pid // NUM_KV_HEADS
+    blocks, ends = key_blocks(table, batch, PAGE_SIZE, RAGGED, BLOCK_B, BLOCK_N)
+    if block >= tl.sum(blocks, 0):
+        return
+    seqs = tl.arange(0, BLOCK_B)
+    seq = tl.sum((ends <= block).to(tl.int32), 0)
+    in_seq = block - tl.sum(tl.where(seqs < seq, blocks, 0), 0)
+    kv_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, RAGGED)
+    widen_block(
+        k, v, k_descale, v_descale, table, scratch, seq, block, in_seq * BLOCK_N, kv_head, kv_len, 1.0, 1.0,
+        HEAD_DIM, PAGE_SIZE, RAGGED, False, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT, K_ROUTE, V_ROUTE,
+        K_TYPE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, BLOCK_D, BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_rows(target, desc, base, d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+              TMA: tl.constexpr):  # fmt: skip
+    """Rows base..base + BLOCK_N of the scratch, [BLOCK_N, BLOCK_D]; columns past head_dim are zeros."""
+    if TMA:
+        return desc.load([base.to(tl.int32), 0])
+    else:
+        at = base.to(tl.int64) * HEAD_DIM + tl.arange(0, BLOCK_N)[:, None] * HEAD_DIM + d[None, :]
+        if HEAD_DIM == BLOCK_D:
+            return tl.load(target + at)
+        else:
+            return tl.load(target + at, mask=(d < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def dense_keys(
+    q, q_low, acc, m, l, logit_scale, soft_cap, scratch, k_desc, v_desc, base, query_pos,
+    first, num_keys, begin, end, full, full_end,
+    HEAD_DIM: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
+    SPLIT_Q: tl.constexpr, K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr,
+    K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Attends to the key tiles [begin, end) of a sequence's scratch, of which [full, full_end) need no mask.
+
+    `base` is the row of the sequence's first key in this head. OVERLAP: a tile's P @ V is issued after the
+    scores of the next tile and runs during their softmax; one more round finishes the last.
+    """
+    d = tl.arange(0, BLOCK_D)
+    v_unit = num_keys.to(tl.float32) * 0.0 + 1.0
+    v_largest = v_unit * 0.0
+    rounds = end
+    if OVERLAP:
+        rounds = tl.where(begin < end, end + 1, end)
+        p = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
+        correction = l * 0.0 + 1.0
+    for tile in range(begin, rounds):
+        row = base + tile * BLOCK_N
+        if OVERLAP:
+            row = base + tl.minimum(tile, end - 1) * BLOCK_N
+        # What is small and comes by itself is asked for first: the matrix products hide its latency.
+        scale = logit_scale
+        if K_IN_UNITS:
+            scale *= tl.load(scratch.k_unit + row // BLOCK_S)
+        if K_PER_KEY:
+            k_factor = tl.load(scratch.k_factor + row + tl.arange(0, BLOCK_N))
+        if V_IN_UNITS:
+            unit = tl.load(scratch.v_unit + row // BLOCK_S)
+        if V_PER_KEY:
+            v_factor = tl.load(scratch.v_factor + row + tl.arange(0, BLOCK_N))
+        k = load_rows(scratch.k, k_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)  # [BLOCK_N, BLOCK_D]
+        s = tl.dot(q, tl.trans(k))
+        if SPLIT_Q:
+            s = tl.dot(q_low, tl.trans(k), s)
+        if OVERLAP:
+            before = base + tl.maximum(tile - 1, begin) * BLOCK_N
+            v = load_rows(scratch.v, v_desc, before, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
+            acc = tl.dot(p.to(tl.float16), v, acc * correction[:, None])
+        if not FOLDED:
+            s *= scale[:, None]
+            if K_PER_KEY:
+                s *= k_factor[None, :]
+            if HAS_SOFT_CAP:
+                s = capped_logits(s, soft_cap)
+        # A branch and no second loop, whose pipeline would have to fill anew.
+        if (tile < full) | (tile >= full_end):
+            n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            keep = visible_keys(n, query_pos, first, num_keys, K_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT)
+            if OVERLAP:
+                keep = keep & (tile < end)
+            s = tl.where(keep, s, float("-inf"))
+        p, correction, m, l = softmax_step(s, m, l, scale, FOLDED)
+        if V_IN_UNITS:
+            correction *= v_unit / unit
+            v_unit = unit
+        if V_PER_KEY:
+            p, correction, v_largest = weigh_values(p, correction, v_factor, v_largest)
+        if not OVERLAP:
+            v = load_rows(scratch.v, v_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
+            acc = tl.dot(p.to(tl.float16), v, acc * correction[:, None])
+    if V_IN_UNITS:
+        acc *= v_unit
+    if V_PER_KEY:
+        acc *= v_largest
+    return acc, m, l
+
+
+@triton.jit
+def dense_tile(
+    q, parts, row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace, base, kv_head, unit,
+    query_pos, first, num_keys, first_pos, last_pos, logit_scale, o_scale, soft_cap, split, num_splits,
+    stride,
+    HEAD_DIM: tl.constexpr, COMPUTE: tl.constexpr, SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr,
+    K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr, K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr,
+    SPLIT: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows over a sequence's scratch from row `base` on, written out; `parts` is Q as loaded."""
+    begin, end, full, full_end = key_range(
+        first_pos, last_pos, first, num_keys, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N
+    )
+    if SPLIT:
+        begin, end, full, full_end = share_of(begin, end, full, full_end, split, num_splits)
+    if SCALE_Q:
+        parts, row_scale = scale_to_fp16(parts, 1)
+        logit_scale *= row_scale
+    high, low = split_query(parts, COMPUTE, SPLIT_Q, 1)
+    base += kv_head.to(tl.int64) * scratch.rows
+    acc, m, l = dense_keys(
+        high[0], low[0], tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+        tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
+        logit_scale, soft_cap, scratch, k_desc, v_desc, base, query_pos, first, num_keys,
+        begin, end, full, full_end,
+        HEAD_DIM, WINDOW_LEFT, WINDOW_RIGHT, SPLIT_Q, K_PER_KEY, V_PER_KEY, K_IN_UNITS, V_IN_UNITS,
+        HAS_SOFT_CAP, FOLDED, TMA, OVERLAP, BLOCK_N, BLOCK_D, BLOCK_S,
+    )  # fmt: skip
+    write = True
+    if SPLIT:
+        write, acc, m, l = merge_splits(
+            workspace, acc, m, l, unit, split, num_splits, stride, row_mask, BLOCK_M, BLOCK_D
+        )
+    if write:
+        write_rows(
+            out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask, tl.arange(0, BLOCK_D),
+            out.token, out.head, out.lse_token, HEAD_DIM, HAS_SINKS, WRITE_LSE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _dense_prefill_kernel(
+    q, out, scratch, k_desc, v_desc, k_descale, v_descale, schedule, workspace,
+    qk_scale, out_scale, soft_cap, num_splits,
+    NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, COMPUTE: tl.constexpr,
+    SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
+    V_IN_UNITS: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr,
+    SPLIT: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows of one KV head over the widened keys; programs run fastest over KV heads.
+
+    BLOCK_S: rows of a scratch block. FOLDED: the scale is positive, and nothing comes between it and the
+    softmax. TMA: keys come by tensor descriptor; else by pointer.
+    """
+    pid = tl.program_id(0)
+    kv_head = pid % NUM_KV_HEADS
+    tile = scheduled_tile(schedule, pid // NUM_KV_HEADS)
+    seq, kv_len = tile.seq, tile.kv_len
+    if seq < 0:
+        return
+    tokens, heads, row_mask, within = rows_of(
+        tile.q_start, tile.q_len, tile.number, kv_head, GQA_RATIO, BLOCK_M
+    )
+    before = kv_len - tile.q_len
+    first_pos = before + tile.number * BLOCK_M // GQA_RATIO
+    last_pos = before + tl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)
+    parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, HEAD_DIM, BLOCK_D, 1)
+    logit_scale = tl.full([BLOCK_M], 1.0, tl.float32) * qk_scale
+    o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * out_scale
+    if K_DESCALE == "head":
+        logit_scale *= tl.load(k_descale.ptr + seq * k_descale.major + kv_head * k_descale.head)
+    if V_DESCALE == "head":
+        o_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
+    dense_tile(
+        q, parts, row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace, tile.base, kv_head, pid,
+        before + within, kv_len * 0, kv_len, first_pos, last_pos, logit_scale, o_scale, soft_cap,
+        tl.program_id(2), num_splits, tl.num_programs(0),
+        HEAD_DIM, COMPUTE, SCALE_Q, SPLIT_Q,
+        K_DESCALE != "scalar" and K_DESCALE != "head", V_DESCALE != "scalar" and V_DESCALE != "head",
+        False, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, TMA,
+        OVERLAP, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
+    )  # fmt: skip

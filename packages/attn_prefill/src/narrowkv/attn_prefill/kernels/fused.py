@@ -1,0 +1,293 @@
+"""Prefill in one step: keys are gathered from their pages and widened inside the attention loop.
+
+The scores of the next key tile are issued before the softmax of the current one, and the pages of the tile
+after that are looked up meanwhile, so that gathering, widening and the matrix unit overlap. Keys may also go
+to the FP8 matrix unit as they are stored.
+"""
+
+import triton
+import triton.language as tl
+
+from narrowkv.attn_decode.kernels.tiles import (
+    accumulate,
+    capped_logits,
+    confine_nonfinite,
+    kv_offsets,
+    load_key_scale,
+    load_query,
+    load_words,
+    locate_keys,
+    scale_to_fp16,
+    scores,
+    sequence_length,
+    split_query,
+    widen_tile,
+    write_rows,
+    zeros_in_parts,
+)
+from narrowkv.attn_prefill.kernels.rows import (
+    key_range,
+    merge_splits,
+    query_range,
+    rows_of,
+    share_of,
+    softmax_step,
+    tile_of,
+    visible_keys,
+    weigh_values,
+)
+from narrowkv.quant.device import join_parts
+
+
+@triton.jit
+def as_fp8(x, TYPE: tl.constexpr, CLEAN: tl.constexpr):
+    """Stored bytes as the FP8 type of the matrix unit; OCP bytes read as FNUZ are half their value.
+
+    CLEAN: no byte is OCP's negative zero or NaN, which FNUZ reads as NaN and as a number.
+    """
+    if x.dtype == tl.uint8:
+        if not CLEAN:
+            x = tl.where(x == 0x80, 0, x)
+            x = tl.where((x & 0x7F) == 0x7F, 0x80, x).to(tl.uint8)
+        x = x.to(TYPE, bitcast=True)
+    return x
+
+
+@triton.jit
+def quantised_rows(q, TYPE: tl.constexpr, TOP: tl.constexpr):
+    """Each row as FP8 with its largest element at TOP, and the rows' descales."""
+    q = q.to(tl.float32)
+    descale = tl.maximum(tl.max(tl.abs(q), 1), 1.0e-30) * (1.0 / TOP)
+    # The largest may round past TOP, which some casts turn into NaN.
+    x = tl.minimum(tl.maximum(q / descale[:, None], -TOP), TOP)
+    return x.to(TYPE), descale
+
+
+@triton.jit
+def accumulate_fp8(acc, correction, p, v, TYPE: tl.constexpr):
+    """Acc * correction + P @ V on the FP8 matrix unit, with P as two terms: one alone is a percent off."""
+    high = p.to(TYPE)
+    low = (p - high.to(tl.float32)).to(TYPE)
+    return tl.dot(high, v, tl.dot(low, v, acc * correction[:, None]))
+
+
+@triton.jit
+def paged_keys(
+    q, q_low, acc, m, l, logit_scale, soft_cap, k, v, k_descale, v_descale, table, row_base, kv_head,
+    query_pos, num_keys, first, last, begin, end, full, full_end,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
+    WIDE_ADDRESS: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
+    COMPUTE: tl.constexpr, SPLIT_Q: tl.constexpr, FP8: tl.constexpr, CLEAN: tl.constexpr,
+    P_SCALE: tl.constexpr,
+    K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Attends to the key tiles [begin, end) of a sequence's pages; from `full_end` on with a mask.
+
+    Two loops: a branch in one keeps the compiler from loading ahead (H200, 128 over 4k: 139 and 252 us).
+
+    Keys outside [first, last] are not read. FP8: the matrix unit's FP8 type, or None to widen to COMPUTE.
+    P_SCALE: the power of two that P has in FP8.
+    """
+    v_unit = num_keys.to(tl.float32) * 0.0
+    n = begin * BLOCK_N + tl.arange(0, BLOCK_N)
+    page, slot = locate_keys(table, row_base, n, first, last, PAGE_SIZE, WIDE_ADDRESS)
+    s = paged_scores(
+        q, q_low, k, k_descale, page, slot, kv_head, logit_scale, HEAD_DIM, K_VEC,
+        K_FORMAT, K_ROUTE, COMPUTE, SPLIT_Q, FP8, CLEAN, K_DESCALE, K_PARTS, FOLDED, BLOCK_D,
+    )  # fmt: skip
+    next_page, next_slot = locate_keys(table, row_base, n + BLOCK_N, first, last, PAGE_SIZE, WIDE_ADDRESS)
+    if WINDOW_LEFT < 0:
+        for tile in range(begin, full_end):
+            s, acc, m, l, v_unit, page, slot, next_page, next_slot = paged_step(
+                tile, s, page, slot, next_page, next_slot,
+                q, q_low, acc, m, l, v_unit, logit_scale, soft_cap, k, v, k_descale, v_descale, table,
+                row_base, kv_head, query_pos, num_keys, first, last,
+                HEAD_DIM, PAGE_SIZE, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT, K_ROUTE, V_ROUTE,
+                COMPUTE, SPLIT_Q, FP8, CLEAN, P_SCALE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS,
+                HAS_SOFT_CAP, FOLDED, WINDOW_LEFT, WINDOW_RIGHT, False, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+        begin = full_end
+    # Tiles follow one another, so a window on the left masks them all.
+    for tile in range(begin, end):
+        s, acc, m, l, v_unit, page, slot, next_page, next_slot = paged_step(
+            tile, s, page, slot, next_page, next_slot,
+            q, q_low, acc, m, l, v_unit, logit_scale, soft_cap, k, v, k_descale, v_descale, table,
+            row_base, kv_head, query_pos, num_keys, first, last,
+            HEAD_DIM, PAGE_SIZE, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT, K_ROUTE, V_ROUTE,
+            COMPUTE, SPLIT_Q, FP8, CLEAN, P_SCALE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS,
+            HAS_SOFT_CAP, FOLDED, WINDOW_LEFT, WINDOW_RIGHT, True, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    return acc, m, l, v_unit
+
+
+@triton.jit
+def paged_scores(
+    q, q_low, k, k_descale, page, slot, kv_head, logit_scale,
+    HEAD_DIM: tl.constexpr, K_VEC: tl.constexpr, K_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr,
+    COMPUTE: tl.constexpr, SPLIT_Q: tl.constexpr, FP8: tl.constexpr, CLEAN: tl.constexpr,
+    K_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, FOLDED: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Scores [BLOCK_M, BLOCK_N] of the keys at these places, scaled unless FOLDED."""
+    d = tl.arange(0, BLOCK_D // K_PARTS)
+    PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
+    ZERO: tl.constexpr = 0 if K_ROUTE != "native" or K_PARTS > 1 else 0.0
+    words = load_words(k, kv_offsets(page, slot, k, kv_head, d, K_VEC, False), d, ZERO, K_PARTS,
+                       HEAD_DIM, BLOCK_D)  # fmt: skip
+    scale = 1.0
+    if PER_KEY:
+        scale = load_key_scale(k_descale, page, slot, kv_head, K_DESCALE, False, HEAD_DIM, BLOCK_D)
+    if FP8 is not None:
+        s = tl.dot(q[0], tl.trans(as_fp8(words, FP8, CLEAN)))
+        factor = scale
+    else:
+        wide, factor = widen_tile(words, scale, K_FORMAT, K_ROUTE, COMPUTE, K_PARTS, K_DESCALE)
+        s = scores(q, q_low, wide, SPLIT_Q, K_PARTS)
+    if not FOLDED:
+        s *= logit_scale[:, None]
+        if PER_KEY:
+            s *= factor[None, :]
+    return s
+
+
+@triton.jit
+def paged_step(
+    tile, s, page, slot, next_page, next_slot,
+    q, q_low, acc, m, l, v_unit, logit_scale, soft_cap, k, v, k_descale, v_descale, table,
+    row_base, kv_head, query_pos, num_keys, first, last,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
+    WIDE_ADDRESS: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
+    COMPUTE: tl.constexpr, SPLIT_Q: tl.constexpr, FP8: tl.constexpr, CLEAN: tl.constexpr,
+    P_SCALE: tl.constexpr,
+    K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Softmax and values of `tile`, whose scores are `s`; before them the scores of the tile that follows."""
+    PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
+    ZERO: tl.constexpr = 0 if V_ROUTE != "native" or V_PARTS > 1 else 0.0
+    d = tl.arange(0, BLOCK_D // V_PARTS)
+    words = load_words(v, kv_offsets(page, slot, v, kv_head, d, V_VEC, True), d, ZERO, V_PARTS,
+                       HEAD_DIM, BLOCK_D)  # fmt: skip
+    v_scale = 1.0
+    if PER_KEY:
+        v_scale = load_key_scale(v_descale, page, slot, kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D)
+    # Past the last tile these are the last key's own place again.
+    s_next = paged_scores(
+        q, q_low, k, k_descale, next_page, next_slot, kv_head, logit_scale, HEAD_DIM, K_VEC,
+        K_FORMAT, K_ROUTE, COMPUTE, SPLIT_Q, FP8, CLEAN, K_DESCALE, K_PARTS, FOLDED, BLOCK_D,
+    )  # fmt: skip
+    n = tl.arange(0, BLOCK_N)
+    after_page, after_slot = locate_keys(
+        table, row_base, (tile + 2) * BLOCK_N + n, first, last, PAGE_SIZE, WIDE_ADDRESS
+    )
+    if HAS_SOFT_CAP:
+        s = capped_logits(s, soft_cap)
+    if MASKED:
+        keep = visible_keys(tile * BLOCK_N + n, query_pos, 0, num_keys, False, WINDOW_LEFT, WINDOW_RIGHT)
+        s = tl.where(keep, s, float("-inf"))
+    p, correction, m, l = softmax_step(s, m, l, logit_scale, FOLDED)
+    if FP8 is not None:
+        factor = v_scale
+        values = (as_fp8(words, FP8, CLEAN),)
+    else:
+        values, factor = widen_tile(words, v_scale, V_FORMAT, V_ROUTE, COMPUTE, V_PARTS, V_DESCALE)
+    if PER_KEY:
+        p, correction, v_unit = weigh_values(p, correction, factor, v_unit)
+    if MASKED:
+        p = tl.where(keep, p, 0.0)  # 0 * NaN
+        p, values = confine_nonfinite(p, values, keep, V_PARTS)
+    if FP8 is not None:
+        acc = (accumulate_fp8(acc[0], correction, p * P_SCALE, values[0], FP8),)
+    else:
+        acc = accumulate(acc, correction, p, values, COMPUTE, V_PARTS)
+    return s_next, acc, m, l, v_unit, next_page, next_slot, after_page, after_slot
+
+
+@triton.jit
+def _fused_prefill_kernel(
+    q, out, k, v, k_descale, v_descale, table, workspace,
+    qk_scale, out_scale, soft_cap, batch, num_splits,
+    NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    RAGGED: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
+    COMPUTE: tl.constexpr, SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr, FP8: tl.constexpr,
+    CLEAN: tl.constexpr, P_SCALE: tl.constexpr, HAS_Q_DESCALE: tl.constexpr,
+    K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
+    NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows of one KV head over the paged cache; programs run fastest over KV heads."""
+    pid = tl.program_id(0)
+    kv_head = pid % NUM_KV_HEADS
+    seq, tile = tile_of(q, batch, pid // NUM_KV_HEADS, GQA_RATIO, BLOCK_M, BLOCK_B, NVIDIA)
+    if seq < 0:
+        return
+    q_start, q_len = query_range(q, seq, seq >= 0)
+    tokens, heads, row_mask, within = rows_of(q_start, q_len, tile, kv_head, GQA_RATIO, BLOCK_M)
+    kv_len = sequence_length(table, seq, seq >= 0, PAGE_SIZE, RAGGED)
+    if RAGGED:
+        row_base = tl.load(table.row + seq)
+    else:
+        row_base = seq * table.row
+    query_pos = kv_len - q_len + within
+    first_pos = kv_len - q_len + tile * BLOCK_M // GQA_RATIO
+    last_pos = kv_len - q_len + tl.minimum(((tile + 1) * BLOCK_M - 1) // GQA_RATIO, q_len - 1)
+    begin, end, full, full_end = key_range(
+        first_pos, last_pos, kv_len * 0, kv_len, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N
+    )
+    first, last = begin * 0, tl.maximum(kv_len - 1, 0)
+    if WINDOW_LEFT >= 0:
+        # What lies before the window may have been given back.
+        first = tl.minimum(tl.maximum(first_pos - WINDOW_LEFT, 0), last)
+    if SPLIT:
+        begin, end, full, full_end = share_of(begin, end, full, full_end, tl.program_id(2), num_splits)
+
+    parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, HEAD_DIM, BLOCK_D, K_PARTS)
+    logit_scale = tl.full([BLOCK_M], 1.0, tl.float32) * qk_scale
+    if FP8 is not None:
+        # Queries come from anywhere, so their bytes are never taken to be clean.
+        high = (as_fp8(parts[0], FP8, False),)
+        low = high
+    else:
+        if SCALE_Q:
+            parts, row_scale = scale_to_fp16(parts, K_PARTS)
+            logit_scale *= row_scale
+        high, low = split_query(parts, COMPUTE, SPLIT_Q, K_PARTS)
+    o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * out_scale
+    if HAS_Q_DESCALE:
+        logit_scale *= tl.load(q.descale)
+    if K_DESCALE == "head":
+        logit_scale *= tl.load(k_descale.ptr + seq * k_descale.major + kv_head * k_descale.head)
+    if V_DESCALE == "head":
+        o_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
+    acc, m, l, v_unit = paged_keys(
+        high, low, zeros_in_parts(BLOCK_M, BLOCK_D, V_PARTS),
+        tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
+        logit_scale, soft_cap, k, v, k_descale, v_descale, table, row_base, kv_head, query_pos, kv_len,
+        first, last, begin, end, full, full_end,
+        HEAD_DIM, PAGE_SIZE, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT, K_ROUTE, V_ROUTE,
+        COMPUTE, SPLIT_Q, FP8, CLEAN, P_SCALE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, HAS_SOFT_CAP, FOLDED,
+        WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    acc = join_parts(acc, V_PARTS)
+    if V_DESCALE != "scalar" and V_DESCALE != "head":
+        acc *= v_unit
+    if SPLIT:
+        last_one, acc, m, l = merge_splits(
+            workspace, acc, m, l, pid, tl.program_id(2), num_splits, tl.num_programs(0), row_mask,
+            BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+        if not last_one:
+            return
+    write_rows(
+        out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask, tl.arange(0, BLOCK_D),
+        out.token, out.head, out.lse_token, HEAD_DIM, HAS_SINKS, WRITE_LSE,
+    )  # fmt: skip

@@ -1,0 +1,304 @@
+"""How checked arguments become launches: which kernels, with which pointers and constants."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from narrowkv.attn_decode.arguments import descale_pointers, packed_route, side_of, table_pointers
+from narrowkv.attn_decode.config import parts_of, widen_route
+from narrowkv.attn_decode.kernels import Workspace
+from narrowkv.attn_prefill.config import SCRATCH_BLOCK, fp8_route, triton_fp8
+from narrowkv.attn_prefill.kernels.append import NewCache, _prefill_append_kernel
+from narrowkv.attn_prefill.kernels.dense import _dense_prefill_kernel, _widen_kernel
+from narrowkv.attn_prefill.kernels.fused import _fused_prefill_kernel
+from narrowkv.attn_prefill.kernels.rows import Outputs, Queries
+from narrowkv.attn_prefill.plan import PrefillPlan, append_blocks, per_key
+from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
+from narrowkv.paged_cache.append import (
+    cache_pointers,
+    new_tokens,
+    rope_constants,
+    rope_pointers,
+    storage_constants,
+)
+from narrowkv.quant.device import widening_exponent
+from narrowkv.quant.launch import LaunchOptions, launch
+
+_LOG2E = math.log2(math.e)
+_TRITON_16_BIT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# P is at most one; in FP8 it is brought near the largest number that each format has.
+_P_SCALE = {"fp8_e4m3fn": 256.0, "fp8_e4m3fnuz": 128.0}
+
+
+class PrefillCall:
+    """The launches of one call: cache, table and options as kernel arguments."""
+
+    def __init__(
+        self,
+        plan: PrefillPlan,
+        cache: PagedKVCache,
+        page_table: PageTable,
+        scale: float,
+        soft_cap: float,
+        window_left: int,
+        window_right: int,
+    ) -> None:
+        self.plan = plan
+        self.cache = cache
+        self.table = table_pointers(page_table, cache)
+        self.scale = scale
+        self.soft_cap = soft_cap
+        self.k_mode, self.k_factor, self.k_descale = descale_pointers(cache.k_descale, cache.k_granularity)
+        self.v_mode, self.v_factor, self.v_descale = descale_pointers(cache.v_descale, cache.v_granularity)
+        shape = plan.shape
+        self.constants: dict[str, Any] = {
+            "NUM_KV_HEADS": shape.num_kv_heads,
+            "GQA_RATIO": shape.gqa_ratio,
+            "HEAD_DIM": shape.head_dim,
+            "PAGE_SIZE": shape.page_size,
+            "RAGGED": page_table.kind == "ragged",
+            "BLOCK_D": 1 << (shape.head_dim - 1).bit_length(),
+        }
+        self.batch_constants = {
+            "NVIDIA": plan.target.vendor == "nvidia",
+            "BLOCK_B": max(2, 1 << (shape.batch - 1).bit_length()),
+        }
+        self.mask = {"WINDOW_LEFT": window_left, "WINDOW_RIGHT": window_right}
+
+    def cache_arguments(self, compute: Any) -> tuple[Any, Any, dict[str, Any], int, int]:
+        """K and V pointers, constants that describe them, and the powers of two that widening leaves out."""
+        cache, target = self.cache, self.plan.target
+        formats = cache.format.k, cache.format.v
+        half = compute == tl.float16
+        fp8 = self.plan.config.fp8
+        sides = []
+        for stored, strides, name, is_key in (
+            (cache.k, cache.k_strides, formats[0], True),
+            (cache.v, cache.v_strides, formats[1], False),
+        ):
+            route = (
+                widen_route(target, name, negative_zero_free=cache.negative_zero_free)
+                if fp8 is None
+                else fp8_route(fp8, name)
+            )
+            parts = 1 if fp8 is not None else parts_of(target, name, is_key=is_key)
+            sides.append(side_of(stored, strides, name, route, parts))
+        k, v = sides
+        constants = {
+            "K_VEC": cache.k_strides.vec,
+            "V_VEC": cache.v_strides.vec,
+            "WIDE_ADDRESS": cache.needs_64_bit_addresses,
+            "K_FORMAT": formats[0],
+            "V_FORMAT": formats[1],
+            "K_ROUTE": packed_route(target, formats[0], k, half),
+            "V_ROUTE": packed_route(target, formats[1], v, half),
+            "K_PARTS": k.parts,
+            "V_PARTS": v.parts,
+            "K_DESCALE": self.k_mode,
+            "V_DESCALE": self.v_mode,
+        }
+        # The scales of groups are applied while widening, and take the power of two along.
+        powers = [
+            0 if mode == "e8m0_group" else widening_exponent(name, side.route)
+            for mode, name, side in zip((self.k_mode, self.v_mode), formats, sides, strict=True)
+        ]
+        return k.pointers, v.pointers, constants, powers[0], powers[1]
+
+    def scales(self, k_power: int, v_power: int) -> tuple[float, float, bool]:
+        """Scale of the logits, scale of the output, and whether the first can be folded into the softmax."""
+        base = 1.0 if self.soft_cap > 0 else _LOG2E
+        qk_scale = self.scale * self.k_factor * 2.0**k_power * base
+        folded = qk_scale > 0 and self.soft_cap == 0 and not per_key(self.cache)[0]
+        return qk_scale, self.v_factor * 2.0**v_power, folded
+
+    def options(self, queries: Queries, outputs: Outputs, folded: bool) -> dict[str, Any]:
+        """Constants that both kernels share."""
+        config = self.plan.config
+        return {
+            **self.constants,
+            **self.mask,
+            "K_DESCALE": self.k_mode,
+            "V_DESCALE": self.v_mode,
+            "HAS_SOFT_CAP": self.soft_cap > 0,
+            "HAS_SINKS": outputs.sinks is not None,
+            "WRITE_LSE": outputs.lse is not None,
+            "FOLDED": folded,
+            "SPLIT": config.num_splits > 1,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+        }
+
+    def _grid(self) -> tuple[int, int, int]:
+        shape, config = self.plan.shape, self.plan.config
+        return shape.row_tiles(config.block_m) * shape.num_kv_heads, 1, config.num_splits
+
+    def _workspace(self) -> Workspace:
+        return self.plan.workspace if self.plan.workspace is not None else Workspace(None, None, None)
+
+    def fused(self, queries: Queries, outputs: Outputs) -> None:
+        """One launch: gather, widen and attend."""
+        plan, config = self.plan, self.plan.config
+        half = "bf16" not in (plan.k_format, plan.v_format)
+        compute = tl.float16 if half else tl.bfloat16
+        k, v, cache_constants, k_power, v_power = self.cache_arguments(compute)
+        p_scale = 1.0
+        if config.fp8 is not None:
+            # Q's bytes are read as K's are, and lose the same power of two.
+            k_power, p_scale = 2 * k_power, _P_SCALE[config.fp8]
+            stored = queries.ptr
+            if plan.k_format != config.fp8:
+                queries = queries._replace(ptr=stored.view(torch.uint8))
+        qk_scale, out_scale, folded = self.scales(k_power, v_power)
+        launch(
+            _fused_prefill_kernel,
+            self._grid(),
+            (
+                queries, outputs, k, v, self.k_descale, self.v_descale, self.table, self._workspace(),
+                qk_scale, out_scale / p_scale, self.soft_cap, plan.shape.batch, config.num_splits,
+            ),
+            {
+                **cache_constants,
+                **self.options(queries, outputs, folded),
+                **self.batch_constants,
+                "COMPUTE": compute,
+                "SCALE_Q": half and plan.q_dtype == torch.bfloat16,
+                "SPLIT_Q": not half and plan.q_dtype == torch.float16,
+                "FP8": None if config.fp8 is None else getattr(tl, triton_fp8(config.fp8)),
+                "CLEAN": self.cache.negative_zero_free,
+                "P_SCALE": p_scale,
+                "HAS_Q_DESCALE": queries.descale is not None,
+            },
+            config.options,
+        )  # fmt: skip
+
+    def dense(self, queries: Queries, outputs: Outputs) -> None:
+        """Two launches: widen the cache into scratch, attend to the scratch."""
+        plan, config, scratch = self.plan, self.plan.config, self.plan.scratch
+        if scratch is None or plan.schedule is None:
+            raise ValueError("plan must hold scratch for kernel 'dense', got none")
+        k_dtype = scratch.k.dtype
+        k, v, cache_constants, k_power, v_power = self.cache_arguments(tl.float16)
+        qk_scale, out_scale, folded = self.scales(k_power, v_power)
+        num_blocks, num_tiles = scratch.rows // SCRATCH_BLOCK, self._grid()[0] // plan.shape.num_kv_heads
+        block_b = self.batch_constants["BLOCK_B"]
+        block_i = max(1, min(32, 8192 // block_b))
+        options = self.options(queries, outputs, folded)
+        widen_constants = {
+            name: options[name] for name in ("NUM_KV_HEADS", "GQA_RATIO", "HEAD_DIM", "PAGE_SIZE", "RAGGED")
+        }
+        launch(
+            _widen_kernel,
+            (num_blocks * plan.shape.num_kv_heads + -(-num_tiles // block_i),),
+            (
+                queries, k, v, self.k_descale, self.v_descale, self.table, scratch, plan.schedule,
+                plan.shape.batch, num_blocks, num_tiles,
+            ),
+            {
+                **widen_constants,
+                **cache_constants,
+                "K_TYPE": _TRITON_16_BIT[k_dtype],
+                "CAUSAL": self.mask["WINDOW_RIGHT"] >= 0,
+                "BLOCK_M": config.block_m,
+                "BLOCK_D": options["BLOCK_D"],
+                "BLOCK_N": SCRATCH_BLOCK,
+                "BLOCK_B": block_b,
+                "BLOCK_I": block_i,
+            },
+            LaunchOptions(num_warps=4, num_stages=1),
+        )  # fmt: skip
+        for name in ("PAGE_SIZE", "RAGGED"):
+            del options[name]
+        launch(
+            _dense_prefill_kernel,
+            self._grid(),
+            (
+                queries, outputs, scratch, *self._descriptors(), self.k_descale, self.v_descale,
+                plan.schedule, self._workspace(), qk_scale, out_scale, self.soft_cap, config.num_splits,
+            ),
+            {
+                **options,
+                "COMPUTE": _TRITON_16_BIT[k_dtype],
+                "SCALE_Q": k_dtype == torch.float16 and plan.q_dtype == torch.bfloat16,
+                "SPLIT_Q": k_dtype == torch.bfloat16 and plan.q_dtype == torch.float16,
+                "V_IN_UNITS": scratch.v_unit is not None,
+                "TMA": config.tma,
+                "OVERLAP": config.overlap,
+                "BLOCK_S": SCRATCH_BLOCK,
+            },
+            config.options,
+        )  # fmt: skip
+
+    def _descriptors(self) -> tuple[Any, Any]:
+        """Tensor descriptors of the scratch, for targets that load by them."""
+        config, scratch = self.plan.config, self.plan.scratch
+        if not config.tma or scratch is None:
+            return None, None
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        head_dim = self.plan.shape.head_dim
+        block = [config.block_n, self.constants["BLOCK_D"]]
+        flat = (stored.view(-1, head_dim) for stored in (scratch.k, scratch.v))
+        k, v = (TensorDescriptor(t, list(t.shape), list(t.stride()), block) for t in flat)
+        return k, v
+
+    def append(
+        self,
+        queries: Queries,
+        outputs: Outputs,
+        k_new: torch.Tensor,
+        v_new: torch.Tensor,
+        rope: Rope | None,
+        page_table: PageTable,
+    ) -> None:
+        """One launch: some programs quantise and store the new tokens, the others attend."""
+        plan, config, cache = self.plan, self.plan.config, self.cache
+        assert plan.exponent is not None  # of a plan that appends
+        staged = config.kernel == "staged"
+        half = "bf16" not in (plan.k_format, plan.v_format)
+        compute = tl.float16 if half else tl.bfloat16
+        k, v, cache_constants, k_power, v_power = self.cache_arguments(tl.float16 if staged else compute)
+        p_scale = 1.0 if config.fp8 is None else _P_SCALE[config.fp8]
+        k_store, v_store, k_store_descale, v_store_descale = cache_pointers(cache)
+        num_blocks = append_blocks(plan.shape, staged=staged)
+        num_tiles = plan.shape.row_tiles(config.block_m)
+        folded = self.soft_cap == 0 and self.scale > 0 and not per_key(cache)[0]
+        options = self.options(queries, outputs, folded)
+        for name in ("RAGGED", "WINDOW_RIGHT"):
+            del options[name]
+        launch(
+            _prefill_append_kernel,
+            ((num_blocks + num_tiles * config.num_splits) * plan.shape.num_kv_heads,),
+            (
+                queries, outputs, new_tokens(k_new), new_tokens(v_new), rope_pointers(rope),
+                NewCache(
+                    k_store, v_store, k_store_descale, v_store_descale,
+                    page_table.page_ids.shape[1], cache.num_pages,
+                ),
+                k, v, self.k_descale, self.v_descale, self.table, plan.scratch, *self._descriptors(),
+                plan.arrivals, self._workspace(), self.scale * (1.0 if self.soft_cap > 0 else _LOG2E),
+                self.k_factor * 2.0**k_power, self.v_factor * 2.0**v_power / p_scale, self.soft_cap,
+                plan.shape.batch, num_blocks, num_tiles, config.num_splits,
+            ),
+            {
+                **cache_constants,
+                **options,
+                **storage_constants(cache, plan.exponent),
+                **rope_constants(rope),
+                **self.batch_constants,
+                "COMPUTE": compute,
+                "SCALE_Q": half and plan.q_dtype == torch.bfloat16,
+                "SPLIT_Q": not half and plan.q_dtype == torch.float16,
+                "FP8": None if config.fp8 is None else getattr(tl, triton_fp8(config.fp8)),
+                "CLEAN": cache.negative_zero_free,
+                "P_SCALE": p_scale,
+                "STAGED": staged,
+                "TMA": config.tma,
+                "OVERLAP": config.overlap,
+                "BLOCK_S": SCRATCH_BLOCK,
+            },
+            config.options,
+        )  # fmt: skip

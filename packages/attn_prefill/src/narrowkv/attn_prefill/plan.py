@@ -1,0 +1,446 @@
+"""The host work of a prefill, done once: checks, the choice of kernel, workspace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from narrowkv.attn_decode import DecodePlan, plan_decode
+from narrowkv.attn_decode.kernels import Workspace
+from narrowkv.attn_prefill.config import (
+    SCRATCH_BLOCK,
+    PrefillConfig,
+    PrefillShape,
+    choose_append_config,
+    choose_config,
+)
+from narrowkv.attn_prefill.kernels.append import Arrivals
+from narrowkv.attn_prefill.kernels.dense import Scratch
+from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.paged_cache.append import EXPONENT_RULES
+from narrowkv.quant.errors import (
+    check_choice,
+    check_dtype,
+    check_int32,
+    check_last_dim_contiguous,
+    check_positive_int,
+    check_same_device,
+    check_shape,
+)
+from narrowkv.quant.formats import get_format
+from narrowkv.quant.launch import active_target
+from narrowkv.quant.targets import Target
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+SCRATCH_LIMIT_BYTES = 4 * 2**30
+_QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """Everything about a prefill that does not depend on the values of lengths and page ids.
+
+    A plan serves every layer with the same shapes. It owns scratch and workspace, so one plan must not serve
+    two streams at once.
+
+    Attributes:
+        target: what the configuration was chosen for.
+        shape: the shapes, and the bounds that the caller gave.
+        q_dtype: of the query; k_format, v_format: of the cache.
+        k_granularity, v_granularity: of the descales.
+        config: the kernel, its tiles and splits.
+        device: where the memory is.
+        scratch: widened keys of the dense kernel, else None.
+        schedule: the order of tiles of the dense kernel, else None.
+        workspace: partial results of splits, else None.
+        decode: the plan of `paged_decode` where that serves, else None.
+        exponent: of `plan_append`: how FP4 scales of appended tokens are chosen; None for a plan that does
+            not append.
+        arrivals: what a staged append counts, else None.
+    """
+
+    target: Target
+    shape: PrefillShape
+    q_dtype: torch.dtype
+    k_format: str
+    v_format: str
+    k_granularity: str
+    v_granularity: str
+    config: PrefillConfig
+    device: torch.device
+    scratch: Scratch | None = field(repr=False, default=None)
+    schedule: torch.Tensor | None = field(repr=False, default=None)
+    workspace: Workspace | None = field(repr=False, default=None)
+    decode: DecodePlan | None = field(repr=False, default=None)
+    exponent: str | None = None
+    arrivals: Arrivals | None = field(repr=False, default=None)
+
+    def explain(self) -> str:
+        """Why this configuration: one line for a person."""
+        c = self.config
+        if self.decode is not None:
+            return f"paged_decode, because {c.why}: {self.decode.explain()}"
+        splits = "" if c.num_splits == 1 else f", the keys of each shared by {c.num_splits} programs"
+        return (
+            f"{self.target.name}: {c.kernel}, because {c.why}; tiles of {c.block_m} rows x {c.block_n} keys, "
+            f"{c.options.num_warps} warps, {c.options.num_stages} stages{splits}"
+        )
+
+
+def prefill_shape(
+    q: torch.Tensor, cache: PagedKVCache, page_table: PageTable, cu_seqlens_q: torch.Tensor
+) -> PrefillShape:
+    """Checks what a call's metadata can tell without reading the device, and returns its shape.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    check_dtype("q", q, _QUERY_DTYPES)
+    check_shape("q", q, ("tokens", "num_qo_heads", "head_dim"))
+    check_last_dim_contiguous("q", q)
+    num_tokens, num_qo_heads, head_dim = q.shape
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"q must have head_dim in {HEAD_DIMS}, got {head_dim}")
+    if head_dim != cache.head_dim:
+        raise ValueError(f"q must have the cache's head_dim {cache.head_dim}, got {head_dim}")
+    if num_qo_heads % cache.num_kv_heads or num_qo_heads == 0:
+        raise ValueError(
+            f"q must have a multiple of the cache's {cache.num_kv_heads} KV heads, "
+            f"got num_qo_heads={num_qo_heads}"
+        )
+    if page_table.page_size != cache.page_size:
+        raise ValueError(
+            f"page_table must have the cache's page_size {cache.page_size}, got {page_table.page_size}"
+        )
+    batch = page_table.batch_size
+    check_int32("cu_seqlens_q", cu_seqlens_q)
+    check_shape("cu_seqlens_q", cu_seqlens_q, (batch + 1,))
+    if not cu_seqlens_q.is_contiguous():
+        raise ValueError(f"cu_seqlens_q must be contiguous, got stride {cu_seqlens_q.stride(0)}")
+    check_same_device(q=q, k=cache.k, v=cache.v, page_table=page_table.page_ids, cu_seqlens_q=cu_seqlens_q)
+    if batch == 0 and num_tokens:
+        raise ValueError(f"q must have no tokens for an empty batch, got {num_tokens}")
+    capacity = page_table.capacity
+    return PrefillShape(
+        batch=batch,
+        num_tokens=num_tokens,
+        max_q_len=num_tokens,
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=cache.num_kv_heads,
+        head_dim=head_dim,
+        page_size=cache.page_size,
+        max_seq_len=capacity,
+        kv_tokens=capacity if page_table.kind == "ragged" else batch * capacity,
+    )
+
+
+def check_starts(cu_seqlens_q: torch.Tensor, num_tokens: int) -> None:
+    """Looks at the values of cu_seqlens_q, which waits for the device.
+
+    Raises:
+        ValueError: it does not begin with 0, decreases, or does not end with the number of tokens.
+    """
+    starts = cu_seqlens_q.cpu()
+    if int(starts[0]) != 0 or int(starts[-1]) != num_tokens or bool((starts.diff() < 0).any()):
+        raise ValueError(
+            f"cu_seqlens_q must rise from 0 to the number of query tokens {num_tokens}, "
+            f"got {starts.tolist()[:16]}"
+        )
+
+
+def bounded(
+    shape: PrefillShape, max_q_len: int | None, max_seq_len: int | None, max_kv_tokens: int | None
+) -> PrefillShape:
+    """The shape with the caller's tighter bounds."""
+    bounds = {"max_q_len": max_q_len, "max_seq_len": max_seq_len, "kv_tokens": max_kv_tokens}
+    for name, value in bounds.items():
+        if value is not None:
+            check_positive_int("max_kv_tokens" if name == "kv_tokens" else name, value)
+            shape = replace(shape, **{name: min(getattr(shape, name), value)})
+    return replace(shape, kv_tokens=min(shape.kv_tokens, shape.batch * shape.max_seq_len))
+
+
+def plan_prefill(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    page_table: PageTable,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    max_q_len: int | None = None,
+    max_seq_len: int | None = None,
+    max_kv_tokens: int | None = None,
+    kernel: str | None = None,
+    num_splits: int | None = None,
+    scratch_limit_bytes: int = SCRATCH_LIMIT_BYTES,
+    validate: bool = False,
+) -> PrefillPlan:
+    """Plans a prefill for these shapes: checks metadata, chooses the kernel, allocates scratch.
+
+    Nothing is read from the device unless `validate`. The plan holds for any lengths within its bounds, so a
+    captured graph can be replayed with other lengths.
+
+    Args:
+        q: `[tokens, num_qo_heads, head_dim]`; only its metadata is used.
+        cache, page_table, cu_seqlens_q: as for `batch_prefill`.
+        max_q_len: the most query tokens of one sequence, where known. 1 lets `paged_decode` serve the call.
+        max_seq_len: the most keys of one sequence; default the table's capacity.
+        max_kv_tokens: the most keys of all sequences together. It bounds the scratch of widened keys, which
+            an engine's wide block table would otherwise make large.
+        kernel: forces "dense", "fused" or "decode".
+        num_splits: forces how many programs share a tile's keys.
+        scratch_limit_bytes: the most scratch that the automatic choice may take.
+        validate: also look at the values of cu_seqlens_q and of the table, which waits for the device.
+
+    Returns:
+        A `PrefillPlan` for `batch_prefill(..., plan=plan)`.
+
+    Raises:
+        TypeError, ValueError: for metadata that `batch_prefill` would refuse.
+        UnsupportedError: for a forced kernel that cannot serve the call.
+
+    Example:
+        >>> plan = plan_prefill(q, cache, table, cu_seqlens_q, max_q_len=512)      # doctest: +SKIP
+        >>> o = batch_prefill(q, cache, table, cu_seqlens_q, plan=plan)            # doctest: +SKIP
+    """
+    shape = bounded(prefill_shape(q, cache, page_table, cu_seqlens_q), max_q_len, max_seq_len, max_kv_tokens)
+    if validate:
+        check_starts(cu_seqlens_q, shape.num_tokens)
+        page_table.check_values(cache.num_pages)
+    target = active_target(q.device)
+    needed = 4 * shape.scratch_rows * shape.num_kv_heads * shape.head_dim
+    q_format = get_format(q.dtype)
+    config = choose_config(
+        target,
+        shape,
+        (cache.format.k, cache.format.v),
+        q_fp8=q_format.name if q_format.kind == "fp8" else None,
+        negative_zero_free=cache.negative_zero_free,
+        scratch_fits=needed <= scratch_limit_bytes,
+        can_decode=q_format.kind == "float" and shape.num_tokens == shape.batch and shape.max_q_len == 1,
+        kernel=kernel,
+    )
+    if num_splits is not None:
+        config = replace(config, num_splits=check_positive_int("num_splits", num_splits))
+    plan = PrefillPlan(
+        target,
+        shape,
+        q.dtype,
+        cache.format.k,
+        cache.format.v,
+        cache.k_granularity,
+        cache.v_granularity,
+        config,
+        q.device,
+    )
+    if config.kernel == "decode":
+        return replace(plan, decode=plan_decode(q, cache, page_table, max_seq_len=max_seq_len))
+    if config.kernel == "dense":
+        plan = replace(
+            plan,
+            scratch=allocate_scratch(shape, shape.scratch_rows, q.dtype, cache, q.device, in_units=False),
+            schedule=allocate_schedule(shape.row_tiles(config.block_m), q.device),
+        )
+    return replace(plan, workspace=allocate_workspace(shape, config, q.device))
+
+
+def plan_append(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    page_table: PageTable,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    fp8_compute: bool = False,
+    exponent: str = "mse",
+    max_q_len: int | None = None,
+    max_seq_len: int | None = None,
+    max_kv_tokens: int | None = None,
+    kernel: str | None = None,
+    num_splits: int | None = None,
+    scratch_limit_bytes: int = SCRATCH_LIMIT_BYTES,
+    validate: bool = False,
+) -> PrefillPlan:
+    """Plans a `prefill_append` for these shapes: checks metadata, chooses the kernel, allocates scratch.
+
+    Args:
+        q, cache, page_table, cu_seqlens_q: as for `prefill_append`; only their metadata is used.
+        fp8_compute: multiply queries and old tokens on FP8 matrix units.
+        exponent: FP4: how a group's scale is chosen; see `narrowkv.paged_cache.append`.
+        max_q_len, max_seq_len, max_kv_tokens: bounds as for `plan_prefill`, new tokens included.
+        kernel: forces "staged" or "paged".
+        num_splits: forces how many programs share a tile's keys.
+        scratch_limit_bytes: the most scratch that the automatic choice may take.
+        validate: also look at the values of cu_seqlens_q and of the table, which waits for the device.
+
+    Returns:
+        A `PrefillPlan` for `prefill_append(..., plan=plan)`.
+
+    Raises:
+        TypeError, ValueError: for metadata that `prefill_append` would refuse.
+        UnsupportedError: for a forced kernel that cannot serve the call.
+
+    Example:
+        >>> plan = plan_append(q, cache, table, cu_seqlens_q)                       # doctest: +SKIP
+        >>> o = prefill_append(q, k, v, cache, table, cu_seqlens_q, plan=plan)      # doctest: +SKIP
+    """
+    shape = bounded(append_shape(q, cache, page_table, cu_seqlens_q), max_q_len, max_seq_len, max_kv_tokens)
+    check_choice("exponent", exponent, EXPONENT_RULES)
+    if validate:
+        check_starts(cu_seqlens_q, shape.num_tokens)
+        check_room(page_table, cu_seqlens_q, cache.num_pages)
+    target = active_target(q.device)
+    rows = SCRATCH_BLOCK * append_blocks(shape, staged=True)
+    config = choose_append_config(
+        target,
+        shape,
+        (cache.format.k, cache.format.v),
+        get_format(q.dtype).name,
+        fp8_compute=fp8_compute,
+        negative_zero_free=cache.negative_zero_free,
+        scratch_fits=4 * rows * shape.num_kv_heads * shape.head_dim <= scratch_limit_bytes,
+        kernel=kernel,
+    )
+    if num_splits is not None:
+        config = replace(config, num_splits=check_positive_int("num_splits", num_splits))
+    plan = PrefillPlan(
+        target,
+        shape,
+        q.dtype,
+        cache.format.k,
+        cache.format.v,
+        cache.k_granularity,
+        cache.v_granularity,
+        config,
+        q.device,
+        workspace=allocate_workspace(shape, config, q.device),
+        exponent=exponent,
+    )
+    if config.kernel != "staged":
+        return plan
+    # Programs leave the counters at zero, so this is done once and not per call.
+    ready, left = torch.zeros(
+        (2, max(shape.batch * shape.num_kv_heads, 1)), dtype=torch.int32, device=q.device
+    )
+    scratch = allocate_scratch(shape, rows, q.dtype, cache, q.device, in_units=True)
+    return replace(plan, scratch=scratch, arrivals=Arrivals(ready, left))
+
+
+def append_shape(
+    q: torch.Tensor, cache: PagedKVCache, page_table: PageTable, cu_seqlens_q: torch.Tensor
+) -> PrefillShape:
+    """`prefill_shape` for an append, which needs 16-bit queries and a block table."""
+    check_dtype("q", q, (torch.bfloat16, torch.float16))
+    if page_table.kind != "block_table":
+        raise ValueError(
+            "page_table must be a block table, whose seq_lens are the lengths before the append; "
+            "a ragged table has no room beyond its lengths: use to_block_table"
+        )
+    return prefill_shape(q, cache, page_table, cu_seqlens_q)
+
+
+def check_room(page_table: PageTable, cu_seqlens_q: torch.Tensor, num_pages: int) -> None:
+    """Looks at whether the table has pages for the new tokens, which waits for the device.
+
+    Raises:
+        ValueError: naming the first fault found.
+    """
+    lens = page_table.seq_lens_tensor() + cu_seqlens_q.diff()
+    replace(page_table, seq_lens=lens.to(torch.int32)).check_values(num_pages)
+
+
+def append_blocks(shape: PrefillShape, *, staged: bool) -> int:
+    """A bound of the blocks that producers of an append take in one head: new ones, old ones if staged."""
+    new = min(
+        shape.num_tokens // SCRATCH_BLOCK + shape.batch, shape.batch * -(-shape.max_q_len // SCRATCH_BLOCK)
+    )
+    return new + shape.scratch_rows // SCRATCH_BLOCK if staged else new
+
+
+def per_key(cache: PagedKVCache) -> tuple[bool, bool]:
+    """Whether K and V have descales that differ from key to key."""
+    shared = ("tensor", "head", "sequence_head")
+    return cache.k_granularity not in shared, cache.v_granularity not in shared
+
+
+def key_type(q_dtype: torch.dtype, k_format: str) -> torch.dtype:
+    """The 16-bit type that keys are widened to: exact, and Q's own where it can be."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(k_format, q_dtype)
+
+
+def allocate_scratch(
+    shape: PrefillShape,
+    rows: int,
+    q_dtype: torch.dtype,
+    cache: PagedKVCache,
+    device: torch.device,
+    *,
+    in_units: bool,
+) -> Scratch:
+    """Memory for every sequence's widened keys; `in_units` where a block's keys may be short of a factor."""
+    heads = shape.num_kv_heads
+    sizes = (heads, rows, shape.head_dim)
+    k_per_key, v_per_key = per_key(cache)
+
+    def numbers(width: int, wanted: bool) -> torch.Tensor | None:
+        return torch.empty((heads, width), dtype=torch.float32, device=device) if wanted else None
+
+    return Scratch(
+        k=torch.empty(sizes, dtype=key_type(q_dtype, cache.format.k), device=device),
+        v=torch.empty(sizes, dtype=torch.float16, device=device),
+        k_factor=numbers(rows, k_per_key),
+        v_factor=numbers(rows, v_per_key),
+        k_unit=numbers(rows // SCRATCH_BLOCK, in_units),
+        v_unit=numbers(rows // SCRATCH_BLOCK, in_units or cache.format.v == "bf16"),
+        starts=torch.empty(max(shape.batch, 1), dtype=torch.int32, device=device),
+        rows=rows,
+    )
+
+
+def allocate_schedule(num_tiles: int, device: torch.device) -> torch.Tensor:
+    """Memory for the order of tiles; see `scheduled_tile`."""
+    return torch.empty((max(num_tiles, 1), 8), dtype=torch.int32, device=device)
+
+
+def allocate_workspace(shape: PrefillShape, config: PrefillConfig, device: torch.device) -> Workspace | None:
+    """Memory for the partial results of splits."""
+    if config.num_splits == 1:
+        return None
+    units = shape.row_tiles(config.block_m) * shape.num_kv_heads
+    slots = units * config.num_splits * config.block_m
+    block_d = 1 << (shape.head_dim - 1).bit_length()
+    return Workspace(
+        acc=torch.empty(slots * block_d, dtype=torch.float32, device=device),
+        ml=torch.empty(slots * 2, dtype=torch.float32, device=device),
+        # The merging program puts its counter back to zero, so this is done once and not per call.
+        arrived=torch.zeros(max(units, 1), dtype=torch.int32, device=device),
+    )
+
+
+def check_plan(
+    plan: PrefillPlan,
+    shape: PrefillShape,
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    target: Target,
+    *,
+    maker: str,
+) -> None:
+    """Refuses a plan that was made for another call, and says what is needed."""
+    made = (
+        replace(plan.shape, max_q_len=0, max_seq_len=0, kv_tokens=0),
+        plan.q_dtype,
+        (plan.k_format, plan.v_format, plan.k_granularity, plan.v_granularity),
+        plan.device,
+        plan.target.name,
+        "plan_prefill" if plan.exponent is None else "plan_append",
+    )
+    called = (
+        replace(shape, max_q_len=0, max_seq_len=0, kv_tokens=0),
+        q.dtype,
+        (cache.format.k, cache.format.v, cache.k_granularity, cache.v_granularity),
+        q.device,
+        target.name,
+        maker,
+    )
+    if made != called:
+        raise ValueError(f"plan must be made for {called}, got a plan for {made}: call {maker} again")

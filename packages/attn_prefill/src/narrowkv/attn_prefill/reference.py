@@ -1,0 +1,166 @@
+"""The oracles: attention over the dequantised cache in float32 with plain torch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from narrowkv.attn_prefill.plan import PrefillPlan
+from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append_reference, apply_rope_reference
+
+
+def attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    sm_scale: float,
+    logits_soft_cap: float,
+    window_left: int,
+    window_right: int,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence in float32: `q [rows, num_qo_heads, head_dim]`, `k, v [keys, num_kv_heads, head_dim]`.
+
+    `positions [rows]` are the rows' places among the keys; windows of -1 are open.
+    """
+    num_keys, num_kv_heads, head_dim = k.shape
+    rows, num_qo_heads, _ = q.shape
+    ratio = num_qo_heads // num_kv_heads
+    s = torch.einsum("qhgd,lhd->qhgl", q.float().view(rows, num_kv_heads, ratio, head_dim), k) * sm_scale
+    if logits_soft_cap > 0:
+        s = logits_soft_cap * torch.tanh(s / logits_soft_cap)
+    key = torch.arange(num_keys, device=q.device)[None]
+    keep = torch.ones(rows, num_keys, dtype=torch.bool, device=q.device)
+    if window_right >= 0:
+        keep &= key <= positions[:, None] + window_right
+    if window_left >= 0:
+        keep &= key >= positions[:, None] - window_left
+    s = s.masked_fill(~keep[:, None, None], -math.inf)
+    log_sum = torch.logsumexp(s, -1)
+    denominator = log_sum
+    if sinks is not None:
+        denominator = torch.logaddexp(log_sum, sinks.float().view(num_kv_heads, ratio).expand_as(log_sum))
+    # Keys that a row does not attend to have no part in it, not even 0 * NaN.
+    empty = log_sum == -math.inf
+    p = torch.exp(s - denominator[..., None]).masked_fill(~keep[:, None, None] | empty[..., None], 0.0)
+    finite = v.isfinite()
+    o = torch.einsum("qhgl,lhd->qhgd", p, v.masked_fill(~finite, 0.0))
+    bad = torch.einsum("ql,lhd->qhd", keep.float(), (~finite).float())[:, :, None] > 0
+    o = o.masked_fill(bad.any(-1, keepdim=True), math.nan).masked_fill(empty[..., None], 0.0)
+    return o.reshape(rows, num_qo_heads, head_dim), log_sum.reshape(rows, num_qo_heads)
+
+
+def finish(
+    o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor | torch.dtype | None, return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The result where and as the caller wants it; float32 unless `out` says otherwise."""
+    if isinstance(out, torch.Tensor):
+        o = out.copy_(o)
+    elif out is not None:
+        o = o.to(out)
+    return (o, lse) if return_lse else o
+
+
+def batch_prefill_reference(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    page_table: PageTable,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    causal: bool = True,
+    sm_scale: float | None = None,
+    q_descale: float | torch.Tensor = 1.0,
+    out: torch.Tensor | torch.dtype | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    window_right: int = -1,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    plan: object = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`batch_prefill` in float32, sequence by sequence; same arguments; reads lengths on the host."""
+    scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
+    o = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.full(q.shape[:2], -math.inf, device=q.device)
+    starts = cu_seqlens_q.tolist()
+    for seq in range(page_table.batch_size):
+        rows = slice(starts[seq], starts[seq + 1])
+        k, v = cache.gather(page_table, seq)
+        q_len, kv_len = rows.stop - rows.start, k.shape[0]
+        if q_len == 0 or kv_len == 0:
+            continue
+        o[rows], lse[rows] = attention_reference(
+            q[rows].float() * q_descale,
+            k,
+            v,
+            kv_len - q_len + torch.arange(q_len, device=q.device),
+            sm_scale=scale,
+            logits_soft_cap=logits_soft_cap,
+            window_left=window_left,
+            window_right=0 if causal else window_right,
+            sinks=sinks,
+        )
+    return finish(o, lse, out, return_lse)
+
+
+def prefill_append_reference(
+    q: torch.Tensor,
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    cache: PagedKVCache,
+    page_table: PageTable,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    rope: Rope | None = None,
+    fp8_compute: bool = False,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    plan: PrefillPlan | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`prefill_append` in float32, sequence by sequence; same arguments and effect on the cache.
+
+    It computes as without `fp8_compute`.
+    """
+    scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
+    turned_q, turned_k = q, k_new
+    if rope is not None:
+        turned_q = apply_rope_reference(q, rope).to(q.dtype)
+        turned_k = apply_rope_reference(k_new, rope).to(k_new.dtype)
+    o = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.full(q.shape[:2], -math.inf, device=q.device)
+    starts = cu_seqlens_q.tolist()
+    slots = torch.full((q.shape[0],), -1, dtype=torch.int32)
+    for seq in range(page_table.batch_size):
+        rows = slice(starts[seq], starts[seq + 1])
+        k, v = cache.gather(page_table, seq)
+        old, new = k.shape[0], rows.stop - rows.start
+        if new == 0:
+            continue
+        positions = old + torch.arange(new)
+        o[rows], lse[rows] = attention_reference(
+            turned_q[rows],
+            torch.cat([k, turned_k[rows].float()]),
+            torch.cat([v, v_new[rows].float()]),
+            positions.to(q.device),
+            sm_scale=scale,
+            logits_soft_cap=logits_soft_cap,
+            window_left=window_left,
+            window_right=0,
+            sinks=sinks,
+        )
+        size = page_table.page_size
+        held = positions < page_table.capacity
+        pages = page_table.page_ids[seq].cpu()[(positions // size)[held].long()]
+        kept = torch.where(
+            (pages >= 0) & (pages < cache.num_pages), pages.long() * size + positions[held] % size, -1
+        )
+        slots[rows][held] = kept.int()
+    exponent = "mse" if plan is None or plan.exponent is None else plan.exponent
+    append_reference(cache, k_new, v_new, slots.to(q.device), rope=rope, exponent=exponent)
+    return (o, lse) if return_lse else o
