@@ -28,7 +28,8 @@ CASES: dict[str, tuple[SageWorkload, dict[str, Any]]] = {
         SMALL, {"qk_dtype": "fp8", "q_granularity": "per_tensor", "k_granularity": "per_tensor"},
     ),
     "FP8, blocks, no mean": (
-        SMALL, {"qk_dtype": "fp8", "q_granularity": "per_block", "k_granularity": "per_block", "smooth_k": False},
+        SMALL, {"qk_dtype": "fp8", "q_granularity": "per_block", "k_granularity": "per_block", "smooth_k":
+        False},
     ),
     "head_dim 128, fp16": (
         W(q_lens=(70,), k_lens=(70,), head_dim=128, gqa_ratio=1, dtype=torch.float16), {"causal": "top_left"},
@@ -66,7 +67,9 @@ def test_machine_code_agrees_with_the_reference(name: str, target: str) -> None:
 @both_targets
 @pytest.mark.parametrize("qk_dtype", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_thread"])
-def test_the_pre_pass_stores_what_the_interpreted_one_does(qk_dtype: str, granularity: str, target: str) -> None:
+def test_the_pre_pass_stores_what_the_interpreted_one_does(
+    qk_dtype: str, granularity: str, target: str
+) -> None:
     """And that is, bit for bit, what the host's quantisers give (the package's own tests)."""
     q, k, v, *_ = W(q_lens=(40,), k_lens=(140,), gqa_ratio=1).build()
     v[..., 3] = 0.0

@@ -1,4 +1,4 @@
-"""sage_attention against fp32 attention over what the host quantisers store, and what must happen on bad input."""
+"""sage_attention against fp32 over what the host quantisers store, and what must happen on bad input."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ RAGGED = W(q_lens=(70, 0, 7, 128), k_lens=(1, 130, 0, 150), num_kv_heads=2, ragg
 
 
 def check(
-    workload: SageWorkload, device: str = "cpu", tensors: tuple[torch.Tensor, ...] | None = None, **options: Any
+    workload: SageWorkload,
+    device: str = "cpu",
+    tensors: tuple[torch.Tensor, ...] | None = None,
+    **options: Any,
 ) -> torch.Tensor:
     """Runs with a poisoned output; compares o and lse; returns o.
 
-    P in E4M3 is what the operation is allowed besides the stored numbers: the bound is 1.25 times the error of that
+    P in E4M3 is what the operation is allowed besides the stored numbers: the bound is 1.25 times the error
+        of that
     rounding alone, done in torch.
     """
     q, k, v, starts_q, starts_k = workload.build(device)

@@ -115,9 +115,7 @@ def test_every_smoothing(granularity: str, smooth_k: bool, smooth_q: bool, devic
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_thread"])
 @pytest.mark.parametrize("smooth_q", [False, True])
 def test_ragged_sequences_some_of_them_empty(granularity: str, smooth_q: bool, device: str) -> None:
-    check_prepass(
-        RAGGED, device, q_granularity=granularity, k_granularity=granularity, smooth_q=smooth_q
-    )
+    check_prepass(RAGGED, device, q_granularity=granularity, k_granularity=granularity, smooth_q=smooth_q)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

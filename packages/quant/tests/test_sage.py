@@ -29,14 +29,12 @@ def test_every_group_has_its_size(side: str, granularity: str) -> None:
 
 
 def test_per_thread_groups_are_the_published_ones() -> None:
-    """Rows and column pairs that one thread holds of a 16x8 result: q rows 8 apart, k columns 8 apart in pairs."""
+    """What a thread holds of a 16x8 result: rows of q 8 apart, pairs of columns of k 8 apart."""
     q, k = token_groups("q", "per_thread"), token_groups("k", "per_thread")
     assert q is not None
     assert k is not None
     assert [t for t in range(64) if int(q.of(64)[t]) == 3] == [3, 11, 19, 27]
-    assert [t for t in range(128) if int(k.of(128)[t]) == 5] == [
-        t for t in range(64, 128) if t % 8 in (2, 3)
-    ]
+    assert [t for t in range(128) if int(k.of(128)[t]) == 5] == [t for t in range(64, 128) if t % 8 in (2, 3)]
 
 
 @pytest.mark.parametrize("side", ["q", "k"])

@@ -117,6 +117,7 @@ def _amd_targets(text: str) -> tuple[str, ...]:
 
 @app.command()
 def validate(
+    operation: Annotated[str, typer.Argument(metavar="[OPERATION]", help="decode or sage.")] = "decode",
     full: Annotated[
         bool, typer.Option("--full/--quick", help="Many random mixtures, or each value of each axis.")
     ] = False,
@@ -133,10 +134,21 @@ def validate(
     as_json: Json = False,
     out: Out = None,
 ) -> None:
-    """Sweep the decode contract's axes against the reference: error table, worst cases, repro commands."""
+    """Sweep a contract's axes against the reference: error table, worst cases, repro commands."""
     from narrowkv.cli.report import Report
 
     report = Report("validate", as_json=as_json, out_file=out)
+    if operation == "sage":
+        from narrowkv.cli.sage import accuracy
+        from narrowkv.cli.workers import default_jobs
+
+        accuracy.parse_cases(case)
+        sage_cases = accuracy.sweep(full=full, seed=seed)
+        jobs = jobs or default_jobs()
+        _end(
+            accuracy.validate_sage(sage_cases, report, on=on, jobs=jobs, seed=seed, detect_races=detect_races)
+        )
+    _check_operation(operation)
     from narrowkv.cli.cases import DecodeCase
     from narrowkv.cli.validate import sweep
     from narrowkv.cli.validate import validate as run
@@ -144,6 +156,13 @@ def validate(
 
     cases = [DecodeCase.parse(line) for line in case] if case else sweep(full=full, seed=seed)
     _end(run(cases, report, on=on, jobs=jobs or default_jobs(), seed=seed, detect_races=detect_races))
+
+
+def _check_operation(operation: str) -> None:
+    from narrowkv.cli.report import UsageError
+
+    if operation != "decode":
+        raise UsageError(f"OPERATION must be decode or sage, got {operation!r}")
 
 
 bench = typer.Typer(help="Measure device time against ceilings of the same run.", no_args_is_help=True)
@@ -203,6 +222,36 @@ def decode(
     _end(bench_decode(rows, report, BenchOptions(samples, against, threshold, csv, plot, peers)))
 
 
+@bench.command()
+def sage(
+    batch: Annotated[str, typer.Option(metavar="LIST", help="Sequences.")] = "2",
+    context: Annotated[str, typer.Option(metavar="LIST", help="Tokens of Q, and of K.")] = "4096,16384",
+    heads: Annotated[int, typer.Option(min=1, help="Heads of Q, K and V.")] = 32,
+    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    qk: Annotated[str, typer.Option(metavar="LIST", help="Of int8, int4, fp8.")] = "int8",
+    granularity: Annotated[
+        str, typer.Option(metavar="LIST", help="Of per_tensor, per_block, per_warp, per_thread.")
+    ] = "per_thread,per_warp,per_block",
+    samples: Annotated[int, typer.Option(min=1, help="The most samples of a row.")] = 20,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Measure Sage attention, quantisation included, beside torch's SDPA in bf16, unmasked and causal."""
+    from itertools import product
+
+    from narrowkv.cli.report import Report
+
+    report = Report("bench", as_json=as_json, out_file=out)
+    batches, contexts = _numbers("--batch", batch), _numbers("--context", context)
+    from narrowkv.cli.sage.bench import SageShape, bench_sage
+
+    shapes = [
+        SageShape(b, c, heads, head_dim, causal) for b, c, causal in product(batches, contexts, (False, True))
+    ]
+    precisions, groups = ([name for name in text.split(",") if name] for text in (qk, granularity))
+    _end(bench_sage(shapes, precisions, groups, report, samples))
+
+
 def _numbers(option: str, text: str) -> list[int]:
     from narrowkv.cli.report import UsageError
 
@@ -214,6 +263,9 @@ def _numbers(option: str, text: str) -> list[int]:
 
 @app.command()
 def inspect(
+    operation: Annotated[
+        str, typer.Argument(metavar="[OPERATION]", help="decode, or sage: all that it ships.")
+    ] = "decode",
     target: Annotated[str, typer.Option(metavar="NAMES", help="gfx942, gfx950 or both.")] = "gfx942,gfx950",
     batch: Annotated[int, typer.Option(min=1)] = 4,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 1024,
@@ -235,11 +287,16 @@ def inspect(
     as_json: Json = False,
     out: Out = None,
 ) -> None:
-    """Show what decode compiles to: registers, LDS, occupancy, spills, instruction mix, modelled roofline."""
+    """Show what an operation compiles to: registers, LDS, spills, instructions; of decode also a roofline."""
     from narrowkv.cli.report import Report
 
     report = Report("inspect", as_json=as_json, out_file=out)
     targets = _amd_targets(target)
+    if operation == "sage":
+        from narrowkv.cli.sage.inspection import inspect_sage, shipped_cases
+
+        _end(inspect_sage(shipped_cases(), report, targets=targets))
+    _check_operation(operation)
     from narrowkv.cli.cases import DecodeCase
     from narrowkv.cli.inspection import inspect as run
     from narrowkv.cli.inspection import inspection_case

@@ -15,7 +15,8 @@ import torch
 
 from narrowkv.attn_decode import paged_decode, plan_decode
 from narrowkv.cli.cases import DecodeCase, DecodeInputs, build
-from narrowkv.cli.contracts import DECODE, PREFILL, Contract, Shape
+from narrowkv.cli.contracts import DECODE, PREFILL, SAGE, Contract, Shape
+from narrowkv.cli.sage.cases import SageCall, sage_inputs
 from narrowkv.quant.quantize import quantize_per_tensor
 
 Call = Callable[[], torch.Tensor]
@@ -120,8 +121,13 @@ def _prefill(function: Any, inputs: DecodeInputs) -> Call:
     return lambda: tensor(function(inputs.q, inputs.cache, inputs.table, ends, causal=True))
 
 
+def _sage(_: Any, inputs: SageCall) -> Call:
+    return lambda: inputs.call()[0]
+
+
 OPERATIONS: dict[str, Operation] = {
     DECODE: Operation(paged_inputs, _decode),
     PREFILL: Operation(paged_inputs, _prefill),
+    SAGE: Operation(sage_inputs, _sage),
 }
 """By the contract's "module:function"."""

@@ -62,6 +62,7 @@ SAMPLES: dict[str, Callable[[Launch], Iterable[Workgroup]]] = {
     "_merge_splits_kernel": _rows_of_last_head_program,
     "_merge_states_kernel": corners,
     "_append_kernel": corners,
+    "_sage_attention_kernel": corners,
 }
 """By the name of the kernel. Samples of kernels that one operation launches must fit together."""
 

@@ -262,7 +262,7 @@ def narrow_fp8(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def cast_fp8(x, FORMAT: tl.constexpr):
-    """`narrow_fp8` of E4M3 by the target's own cast, one instruction for two numbers where FORMAT is native."""
+    """`narrow_fp8` of E4M3 by the target's own cast: one instruction for two numbers of a native format."""
     if FORMAT == "fp8_e4m3fn":
         TYPE: tl.constexpr = tl.float8e4nv
         MAX: tl.constexpr = 448.0

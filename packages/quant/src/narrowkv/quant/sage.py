@@ -206,5 +206,5 @@ def block_mean(x: torch.Tensor, block: int = 128) -> torch.Tensor:
         ValueError: `block` is below 1.
     """
     check_positive_int("block", block)
-    runs = [token_mean(run) for run in x.split(block, -3)] if x.shape[-3] else []
+    runs = [token_mean(run) for run in torch.split(x, block, -3)] if x.shape[-3] else []
     return torch.stack(runs, -3) if runs else to_fp32("x", x).new_zeros(*x.shape[:-3], 0, *x.shape[-2:])

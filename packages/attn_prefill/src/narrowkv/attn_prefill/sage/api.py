@@ -27,29 +27,30 @@ def sage_attention(
     """Dense attention with Q and K in int8, int4 or FP8 and V in FP8, for long prefill and diffusion.
 
     Args:
-        q: `[batch, q_len, num_qo_heads, head_dim]`, or `[q_tokens, num_qo_heads, head_dim]` with cu_seqlens; bf16
-            or fp16, head_dim 64 or 128, last dimension contiguous.
-        k, v: `[batch, k_len, num_kv_heads, head_dim]`, or `[k_tokens, num_kv_heads, head_dim]`; num_qo_heads is a
-            multiple of num_kv_heads. Lengths of q and k may differ, and be zero.
+        q: `[batch, q_len, num_qo_heads, head_dim]`, or `[q_tokens, num_qo_heads, head_dim]` with cu_seqlens;
+            bf16 or fp16, head_dim 64 or 128, last dimension contiguous.
+        k, v: `[batch, k_len, num_kv_heads, head_dim]`, or `[k_tokens, num_kv_heads, head_dim]`; num_qo_heads
+            is a multiple of num_kv_heads. Lengths of q and k may differ, and be zero.
         qk_dtype: what Q and K are multiplied in: "int8", "int4" or "fp8" (E4M3 of the target's kind).
-        q_granularity, k_granularity: tokens that share a descale: "per_tensor", "per_block" (128), "per_warp" (Q
-            32, K 64) or "per_thread" (Q 4, K 16; interleaved, see `narrowkv.quant.sage`).
-        causal: None, "top_left" (query i attends to keys up to i) or "bottom_right" (the last query attends to
-            all keys).
+        q_granularity, k_granularity: tokens that share a descale: "per_tensor", "per_block" (128), "per_warp"
+            (Q 32, K 64) or "per_thread" (Q 4, K 16; interleaved, see `narrowkv.quant.sage`).
+        causal: None, "top_left" (query i attends to keys up to i) or "bottom_right" (the last query attends
+            to all keys).
         window: `(left, right)`: keys before and after a query's position that it attends to, -1 for all. With
             `causal`, right is 0; without, positions are aligned bottom-right.
-        cu_seqlens_q, cu_seqlens_k: where sequences begin, int32 `[batch + 1]`, for sequences of different lengths.
-        smooth_k: subtract K's mean over each sequence before quantising. Changes nothing but the error; lse is
-            corrected.
-        smooth_q: also subtract Q's mean over each 128 tokens and add its scores back; for int4, at the price of
-            fp32 scratch `[num_qo_heads, q_len / 128, k_len]` a sequence.
+        cu_seqlens_q, cu_seqlens_k: where sequences begin, int32 `[batch + 1]`, for sequences of different
+            lengths.
+        smooth_k: subtract K's mean over each sequence before quantising. Changes nothing but the error; lse
+            is corrected.
+        smooth_q: also subtract Q's mean over each 128 tokens and add its scores back; for int4, at the price
+            of fp32 scratch `[num_qo_heads, q_len / 128, k_len]` a sequence.
         sm_scale: softmax scale, not negative; default `head_dim ** -0.5`.
         return_lse: also return the log-sum-exp.
 
     Returns:
-        `o` like q, or `(o, lse)`; lse is fp32, natural log, shaped like q without head_dim. A row that attends to
-        nothing has o = 0 and lse = -inf. A NaN in K makes its group of tokens NaN, with smoothing the whole head of
-        the sequence; one in V reaches rows whose tiles of keys hold it.
+        `o` like q, or `(o, lse)`; lse is fp32, natural log, shaped like q without head_dim. A row that
+        attends to nothing has o = 0 and lse = -inf. A NaN in K makes its group of tokens NaN, with smoothing
+        the whole head of the sequence; one in V reaches rows whose tiles of keys hold it.
 
     Raises:
         TypeError, ValueError: before any launch, naming the argument, what was expected and what came.

@@ -49,15 +49,18 @@ def choose_config(target: Target) -> SageConfig:
     """The shipped configuration of a target, which serves every precision and granularity."""
     fp8 = target.native_fp8 or _OCP
     if target.is_amd:
-        # One wave has 32 rows of a tile. Compiled (`narrowkv inspect sage`): 128 keys a tile spill at two waves a
-        # SIMD; 64 rows a tile read four times as much LDS for each row. The keys' order saves 14 of 207 vector
-        # instructions of a tile on gfx942, 4 of 203 on gfx950, whose f8f6f4 operand has 16 neighbours a lane.
+        # One wave has 32 rows of a tile. Compiled (`narrowkv inspect sage`): 128 keys a tile spill at two
+        # waves a SIMD; 64 rows a tile read four times as much LDS for each row. The keys' order saves 14 of
+        # 207 vector instructions of a tile on gfx942, 4 of 203 on gfx950, whose f8f6f4 operand has 16
+        # neighbours a lane.
         order = KeyOrder(gather=4 if target.has_scaled_mfma else 2, lanes=2, width=4)
         options = LaunchOptions(num_warps=4, num_stages=1, waves_per_eu=2, matrix_instr_nonkdim=32)
         return SageConfig(128, 64, fp8, order, two_level=False, options=options)
-    # Hopper sums FP8 products with fewer bits than fp32 has: a tile of keys at a time keeps that harmless, and
-    # costs nothing, as the rescaling of what was summed before is then one multiply-add.
+    # Hopper sums FP8 products with fewer bits than fp32 has: a tile of keys at a time keeps that harmless,
+    # and costs nothing, as the rescaling of what was summed before is then one multiply-add.
     options = LaunchOptions(num_warps=4, num_stages=3)
     # The interpreter pays by the tile, not by the row.
     block_m = 128 if target.name == "cpu" else 64
-    return SageConfig(block_m, 128, fp8, KeyOrder(gather=2, lanes=4, width=2), two_level=True, options=options)
+    return SageConfig(
+        block_m, 128, fp8, KeyOrder(gather=2, lanes=4, width=2), two_level=True, options=options
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ def _statistics(
     dtype = torch.float64 if statistic == "sum" else torch.float32
     # Enough parts to fill a GPU, none of them so short that its program does little.
     chunks = min(16, 1 << max(-(-seqs.tokens // 256) - 1, 0).bit_length())
-    partial = torch.empty(shape.batch, chunks, heads, shape.head_dim, dtype=dtype, device=x.device)
+    parts = torch.empty(shape.batch, chunks, heads, shape.head_dim, dtype=dtype, device=x.device)
     result = torch.empty(shape.batch, heads, shape.head_dim, dtype=torch.float32, device=x.device)
     constants = {
         "STATISTIC": statistic,
@@ -155,14 +156,14 @@ def _statistics(
     launch(
         _channel_statistics_kernel,
         (chunks, heads, shape.batch),
-        (_strided(x), seqs, partial),
+        (_strided(x), seqs, parts),
         {**constants, "BLOCK": 32},
         _STATISTICS,
     )
     launch(
         _finish_statistics_kernel,
         (heads, shape.batch),
-        (seqs, partial, result),
+        (seqs, parts, result),
         {**constants, "FORMAT_MAX": format_max},
         _STATISTICS,
     )
@@ -211,7 +212,14 @@ def quantise_keys(
     seqs = _sequences(starts, shape, shape.k_tokens)
     mean = _statistics(k, seqs, shape, "sum") if smooth else None
     stored, descale = _quantise_tokens(
-        k, seqs, Smoothing(None, mean, None), shape, format_name, groups, "sequence" if smooth else "none", 0.0
+        k,
+        seqs,
+        Smoothing(None, mean, None),
+        shape,
+        format_name,
+        groups,
+        "sequence" if smooth else "none",
+        0.0,
     )
     return stored, descale, mean
 
@@ -248,9 +256,9 @@ def quantise_queries(
     """Q in scratch, its descales, the scores of its means, and what smoothing took from lse."""
     seqs = _sequences(starts, shape, shape.q_tokens)
     heads, rows = shape.num_qo_heads, shape.rows(shape.q_tokens)
-    float32 = {"dtype": torch.float32, "device": q.device}
-    mean = torch.empty(heads, rows // _ALIGN, shape.head_dim, **float32) if smooth else None
-    shift = torch.empty(heads, rows, **float32) if write_shift else None
+    empty = partial(torch.empty, dtype=torch.float32, device=q.device)
+    mean = empty(heads, rows // _ALIGN, shape.head_dim) if smooth else None
+    shift = empty(heads, rows) if write_shift else None
     smoothing = Smoothing(mean, kv.k_mean if write_shift else None, shift)
     stored, descale = _quantise_tokens(
         q, seqs, smoothing, shape, format_name, groups, "block" if smooth else "none", sm_scale

@@ -1,4 +1,4 @@
-"""Sage attention planned once: what is quantised how, which configuration runs, and the two steps of a call."""
+"""Sage attention planned once: what is quantised how, which configuration runs, a call's two steps."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class SagePlan:
         """Quantises K and V, which then serve any number of `attend` calls.
 
         Args:
-            k, v: bf16 or fp16 `[batch, k_len, num_kv_heads, head_dim]`, or `[k_tokens, num_kv_heads, head_dim]`
-                with cu_seqlens; last dimension contiguous.
+            k, v: bf16 or fp16 `[batch, k_len, num_kv_heads, head_dim]`, or `[k_tokens, num_kv_heads,
+                head_dim]` with cu_seqlens; last dimension contiguous.
 
         Returns:
             What `attend` reads. With `smooth_q` it keeps `k` itself, which must not change meanwhile.
@@ -103,8 +103,8 @@ class SagePlan:
         """Attention of `q` over quantised keys and values.
 
         Args:
-            q: bf16 or fp16 `[batch, q_len, num_qo_heads, head_dim]`, or `[q_tokens, num_qo_heads, head_dim]` with
-                cu_seqlens.
+            q: bf16 or fp16 `[batch, q_len, num_qo_heads, head_dim]`, or `[q_tokens, num_qo_heads, head_dim]`
+                with cu_seqlens.
             kv: from `quantize_kv` of this plan, or of one with the same keys.
             out: where to write, like q; bf16 or fp16.
             return_lse: also return the log-sum-exp.
@@ -143,7 +143,9 @@ class SagePlan:
         if (self.smooth_k and kv.k_mean is None) or (self.smooth_q and kv.k_source is None):
             raise ValueError("kv must be quantised by a plan with the same smooth_k and smooth_q")
         if kv.cu_seqlens is not self.cu_seqlens_k and (kv.cu_seqlens is None or self.cu_seqlens_k is None):
-            raise ValueError("kv must be of a dense batch where the plan is, and of ragged sequences where it is")
+            raise ValueError(
+                "kv must be of a dense batch where the plan is, and of ragged sequences where it is"
+            )
         check_same_device(q=torch.empty(0, device=self.device), kv=kv.k)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -27,7 +28,7 @@ def ranges_of(x: torch.Tensor, starts: torch.Tensor | None) -> Ranges:
     if starts is None:
         return [slice(i * x.shape[1], (i + 1) * x.shape[1]) for i in range(x.shape[0])]
     bounds = starts.tolist()
-    return [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
 def scratch_rows(ranges: Ranges, *, ragged: bool) -> Ranges:
@@ -61,9 +62,8 @@ def through_format(
     if groups is None:  # one descale for all sequences
         whole = torch.cat(sequences)
         stored, descale = quantize_per_token_group(whole, None, format_name)
-        return list(
-            dequantize_per_token_group(stored, descale, None, format_name).split([len(x) for x in sequences])
-        )
+        values = dequantize_per_token_group(stored, descale, None, format_name)
+        return list(torch.split(values, [len(x) for x in sequences]))
     return [
         dequantize_per_token_group(*quantize_per_token_group(x, groups, format_name), groups, format_name)
         for x in sequences
@@ -77,7 +77,7 @@ def _spread_means(q: torch.Tensor) -> torch.Tensor:
 def _attend(
     plan: SagePlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p_format: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sequence in float32: `q [rows, heads, dim]`, `k [keys, kv heads, dim]`, `v [keys, kv heads, head_dim]`."""
+    """One sequence in float32; q and k may be wider than v."""
     rows, keys = q.shape[0], k.shape[0]
     grouped = q.reshape(rows, k.shape[1], q.shape[1] // k.shape[1], k.shape[2])
     s = torch.einsum("qhgd,lhd->qhgl", grouped, k) * plan.sm_scale
@@ -116,10 +116,10 @@ def sage_attention_reference(
     return_lse: bool = False,
     quantize_p: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`sage_attention` with the host's quantisers and fp32 attention; same arguments; reads lengths on the host.
+    """`sage_attention` with the host's quantisers and fp32 attention; reads lengths on the host.
 
-    `qk_dtype=None` quantises nothing at all: then it is plain attention in fp32. `quantize_p` also rounds P, scaled
-    to the range of the FP8 format, as the operation must.
+    `qk_dtype=None` quantises nothing at all: then it is plain attention in fp32. `quantize_p` also rounds P,
+    scaled to the range of the FP8 format, as the operation must.
     """
     plan = plan_sage(
         q, k, qk_dtype=qk_dtype or "int8", q_granularity=q_granularity, k_granularity=k_granularity,
@@ -128,7 +128,11 @@ def sage_attention_reference(
     )  # fmt: skip
     flat_q, flat_k, flat_v = (x.float().reshape(-1, *x.shape[-2:]) for x in (q, k, v))
     q_ranges, k_ranges = ranges_of(q, cu_seqlens_q), ranges_of(k, cu_seqlens_k)
-    queries, keys, values = [flat_q[r] for r in q_ranges], [flat_k[r] for r in k_ranges], [flat_v[r] for r in k_ranges]
+    queries, keys, values = (
+        [flat_q[r] for r in q_ranges],
+        [flat_k[r] for r in k_ranges],
+        [flat_v[r] for r in k_ranges],
+    )
     o = torch.zeros_like(flat_q)
     lse = torch.full(flat_q.shape[:2], -math.inf, device=q.device)
     if qk_dtype is None:
@@ -144,7 +148,8 @@ def sage_attention_reference(
         narrow_v = [dequantize_per_channel(*quantize_per_channel(x, plan.config.fp8)) for x in values]
         results = []
         for i, key in enumerate(keys):
-            # Side by side: the rows' own part against narrow keys, and the block's mean against keys as they came.
+            # Side by side: the rows' own part against narrow keys, and the block's mean against keys as they
+            # came.
             both_q, both_k = torch.cat([narrow_q[i], shared[i]], -1), torch.cat([narrow_k[i], key], -1)
             result, log_sum = _attend(
                 plan, both_q, both_k, narrow_v[i], plan.config.fp8 if quantize_p else None

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-SageInputs = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"
-]
+SageInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
 
 
 @dataclass(frozen=True)
@@ -20,8 +18,10 @@ class SageWorkload:
         num_kv_heads, gqa_ratio, head_dim: heads.
         dtype: bf16 or fp16.
         ragged: sequences one after the other with cu_seqlens, instead of a dense batch.
-        data: "gaussian" is N(0, 1); "outlier" adds to K what real keys have: an offset on six channels and a
-            component of rank four, which Q takes part in, and scales V's channels apart.
+        data: "gaussian" is N(0, 1). "outlier" adds to K an offset on six channels and a component of rank
+            four, which Q takes part in, and scales V's channels apart. "offset" adds to every channel of K, Q
+            and V its own offset, K's four times the noise, as in the layers that smoothing was made for, and
+            scales tokens apart.
     """
 
     q_lens: tuple[int, ...] = (150,)
@@ -46,16 +46,24 @@ class SageWorkload:
         if self.data == "outlier":
             directions = normal(4, dim)
             k += normal(len(k), self.num_kv_heads, 4) @ directions * 0.5
-            k[..., torch.randperm(dim, generator=random)[:6]] += torch.tensor([12.0, -9.0, 7.0, -6.0, 5.0, -4.0])
+            k[..., torch.randperm(dim, generator=random)[:6]] += torch.tensor(
+                [12.0, -9.0, 7.0, -6.0, 5.0, -4.0]
+            )
             q += 0.6 * directions[torch.randint(4, (len(q), heads), generator=random)]
             v *= torch.exp(0.5 * normal(dim))
+        elif self.data == "offset":
+            for x, size in ((q, 1.0), (k, 4.0), (v, 1.0)):
+                x *= torch.exp(0.3 * normal(len(x), x.shape[1], 1))
+                x += size * normal(x.shape[1], dim)
         q, k, v = (x.to(device, self.dtype) for x in (q, k, v))
         if self.ragged:
-            starts = (torch.tensor([0, *lens]).cumsum(0).to(device, torch.int32) for lens in (self.q_lens, self.k_lens))
+            starts = (
+                torch.tensor([0, *lens]).cumsum(0).to(device, torch.int32)
+                for lens in (self.q_lens, self.k_lens)
+            )
             return q, k, v, *starts  # type: ignore[return-value]
-        dense = [x.view(len(lens), lens[0], *x.shape[1:]) for x, lens in zip((q, k, v), (self.q_lens, self.k_lens, self.k_lens), strict=True)]
+        dense = [
+            x.view(len(lens), lens[0], *x.shape[1:])
+            for x, lens in zip((q, k, v), (self.q_lens, self.k_lens, self.k_lens), strict=True)
+        ]
         return *dense, None, None  # type: ignore[return-value]
-
-
-PROBE = SageWorkload(q_lens=(1024,), k_lens=(1024,), num_kv_heads=32, gqa_ratio=1, head_dim=128)
-"""What `narrowkv probe sage` asks about."""

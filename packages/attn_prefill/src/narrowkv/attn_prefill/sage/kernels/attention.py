@@ -1,8 +1,8 @@
 """Attention over quantised Q, K and V: narrow matrix products, the softmax between them in float32.
 
 Online softmax in base 2 (FlashAttention, Dao et al. 2022) on integer or FP8 scores; P in E4M3, scaled to its
-range, against FP8 V, accumulated at two levels where the matrix unit's own sum is short (SageAttention2, Zhang
-et al., arXiv 2411.10958).
+range, against FP8 V, accumulated at two levels where the matrix unit's own sum is short (SageAttention2,
+Zhang et al., arXiv 2411.10958).
 """
 
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ class NarrowQuery(NamedTuple):
 
 
 class NarrowKeys(NamedTuple):
-    """K `[heads, rows, head_dim]` and V `[heads, head_dim, rows]` with the keys of V interleaved; descales."""
+    """K `[heads, rows, head_dim]`, V `[heads, head_dim, rows]` with its keys interleaved, and descales."""
 
     k: Any
     v: Any
@@ -77,7 +77,7 @@ def scores(q, words, FORMAT: tl.constexpr):
 
 @triton.jit
 def by_groups(s, SPAN: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr):
-    """Columns of S [M, N] as [M, spans, repeats, groups, run]: a group's keys lie along the third and fifth axis."""
+    """S [M, N] as [M, spans, repeats, groups, run]: a group's keys lie along the third and fifth axis."""
     M: tl.constexpr = s.shape[0]
     N: tl.constexpr = s.shape[1]
     if GROUPS == 1 and (SPAN == 0 or SPAN >= N):
@@ -166,7 +166,9 @@ def attend(
     correction = tl.exp2(m - m_safe)
     l = l * correction + tl.sum(p, 1)
     d = tl.arange(0, HEAD_DIM)
-    v_at = (head_row * HEAD_DIM + first) + d.to(tl.int64)[:, None] * keys.rows + tl.arange(0, BLOCK_N)[None, :]
+    v_at = (
+        (head_row * HEAD_DIM + first) + d.to(tl.int64)[:, None] * keys.rows + tl.arange(0, BLOCK_N)[None, :]
+    )
     v = tl.trans(tl.load(keys.v + v_at))  # [BLOCK_N, HEAD_DIM]
     p = interleave_keys(p.to(v.dtype), GATHER, LANES, WIDTH)
     if TWO_LEVEL:

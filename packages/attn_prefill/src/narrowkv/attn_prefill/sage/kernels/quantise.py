@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.attn_prefill.sage.kernels.sequences import ALIGN, descale_of, extent_of, sequence_at
+from narrowkv.attn_prefill.sage.kernels.sequences import ALIGN, extent_of, sequence_at
 from narrowkv.quant.device import cast_fp8
+
 
 class Smoothing(NamedTuple):
     """What is subtracted, and what of it later kernels need; each None where it is not.
 
     block_mean: of Q, fp32 `[heads, blocks, head_dim]`, written.
-    k_mean: of K, fp32 `[batch, kv heads, head_dim]`; shift: fp32 `[heads, rows]`, what it takes from a row's lse.
+    k_mean: of K, fp32 `[batch, kv heads, head_dim]`; shift: fp32 `[heads, rows]`, what it takes from a row's
+        lse.
     """
 
     block_mean: Any
@@ -90,7 +92,7 @@ def _channel_statistics_kernel(
     STATISTIC: tl.constexpr, RAGGED: tl.constexpr, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums ("sum", float64) or largest magnitudes ("amax", float32) of each channel over a part of a sequence.
+    """Float64 sums ("sum") or float32 largest magnitudes ("amax") of each channel over part of a sequence.
 
     Grid: CHUNKS parts, heads, batch; partial `[batch, CHUNKS, heads, head_dim]`.
     """
@@ -120,7 +122,7 @@ def _finish_statistics_kernel(
     STATISTIC: tl.constexpr, RAGGED: tl.constexpr, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr,
     FORMAT_MAX: tl.constexpr,
 ):  # fmt: skip
-    """Means from sums, or descales from largest magnitudes: fp32 `[batch, heads, head_dim]`. Grid: heads, batch."""
+    """Means of sums, or descales of largest magnitudes, `[batch, heads, head_dim]`. Grid: heads, batch."""
     head, seq = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, HEAD_DIM)
     rows = (seq * CHUNKS + tl.arange(0, CHUNKS)) * tl.num_programs(0) + head
@@ -175,7 +177,9 @@ def _quantise_tokens_kernel(
         smooth = tl.where(inside[:, None], raw - mean[None, :], 0.0)
     if WRITE_SHIFT:
         k_mean = tl.load(
-            smoothing.k_mean + (seq * (num_heads // GQA_RATIO) + head // GQA_RATIO).to(tl.int64) * HEAD_DIM + d
+            smoothing.k_mean
+            + (seq * (num_heads // GQA_RATIO) + head // GQA_RATIO).to(tl.int64) * HEAD_DIM
+            + d
         )
         # With Q's own mean taken out, what is left of q . k_mean is that of the smoothed rows.
         shift = tl.sum(smooth * k_mean[None, :], 1) * sm_scale
@@ -247,7 +251,7 @@ def _mean_scores_kernel(
 ):  # fmt: skip
     """Q's block means against the keys as they came: `[heads, q_blocks, k_rows]` fp32, in base-2 logits.
 
-    Grid: k_rows / ALIGN, blocks of Q / BLOCK_Q of a sequence, query heads. A mean is taken as two 16-bit terms.
+    Grid: k_rows / ALIGN, blocks of Q / BLOCK_Q of a sequence, query heads. A mean is two 16-bit terms.
     """
     block, part, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq = sequence_at(k_seqs, block * ALIGN, RAGGED, BLOCK_B)

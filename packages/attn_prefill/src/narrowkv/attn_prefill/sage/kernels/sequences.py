@@ -1,7 +1,7 @@
 """Where sequences lie: their tokens in the caller's tensors, and their rows in the quantised scratch.
 
-Scratch holds sequences one after the other, each beginning at a multiple of ALIGN rows: tiles of at most ALIGN
-rows never straddle two sequences, groups of tokens never straddle two tiles, and loads need no mask.
+Scratch holds sequences one after the other, each beginning at a multiple of ALIGN rows: tiles of at most
+ALIGN rows never straddle two sequences, groups of tokens never straddle two tiles, and loads need no mask.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ ALIGN: tl.constexpr = tl.constexpr(128)
 
 
 class Sequences(NamedTuple):
-    """`batch` sequences: tokens starts[i]..starts[i + 1] of the tensor, or `length` tokens each without starts.
+    """`batch` sequences: tokens starts[i]..starts[i + 1], or `length` tokens each without starts.
 
     `tokens` is a bound of the tensor's tokens, whatever `starts` says.
     """
