@@ -34,6 +34,7 @@ class SageConfig:
         fp8: the FP8 format of V, of P, and of Q and K where they are FP8.
         key_order: of V in scratch.
         two_level: each tile's P @ V is summed apart and added in fp32.
+        tma: K and V come by tensor descriptor.
         options: compiler options.
     """
 
@@ -43,6 +44,7 @@ class SageConfig:
     key_order: KeyOrder
     two_level: bool
     options: LaunchOptions
+    tma: bool = False
 
 
 def choose_config(target: Target) -> SageConfig:
@@ -58,9 +60,8 @@ def choose_config(target: Target) -> SageConfig:
         return SageConfig(128, 64, fp8, order, two_level=False, options=options)
     # Hopper sums FP8 products with fewer bits than fp32 has: a tile of keys at a time keeps that harmless,
     # and costs nothing, as the rescaling of what was summed before is then one multiply-add.
-    options = LaunchOptions(num_warps=4, num_stages=3)
+    options = LaunchOptions(num_warps=4, num_stages=2, maxnreg=168)
     # The interpreter pays by the tile, not by the row.
     block_m = 128 if target.name == "cpu" else 64
-    return SageConfig(
-        block_m, 128, fp8, KeyOrder(gather=2, lanes=4, width=2), two_level=True, options=options
-    )
+    order = KeyOrder(gather=2, lanes=4, width=2)
+    return SageConfig(block_m, 128, fp8, order, two_level=True, options=options, tma=target.name == "sm90")

@@ -299,6 +299,20 @@ def _order_constants(order: KeyOrder) -> dict[str, int]:
     return {"GATHER": order.gather, "LANES": order.lanes, "WIDTH": order.width}
 
 
+def _descriptors(kv: QuantizedKV, config: SageConfig) -> tuple[Any, Any]:
+    """Tensor descriptors of K and V, for targets that load by them."""
+    if not config.tma:
+        return None, None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    blocks = [config.block_n, kv.k.shape[2]], [kv.v.shape[1], config.block_n]
+    flat = (stored.view(-1, stored.shape[2]) for stored in (kv.k, kv.v))
+    k, v = (
+        TensorDescriptor(x, list(x.shape), list(x.stride()), block) for x, block in zip(flat, blocks, strict=True)
+    )
+    return k, v
+
+
 def launch_attention(
     query: NarrowQuery, kv: QuantizedKV, out: torch.Tensor, lse: torch.Tensor | None,
     starts: torch.Tensor | None, shape: SageShape, config: SageConfig,
@@ -326,6 +340,7 @@ def launch_attention(
         **_order_constants(config.key_order),
         "LOG2_P": math.log2(get_format(config.fp8).max_value),
         "TWO_LEVEL": config.two_level,
+        "TMA": config.tma,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_B": shape.block_b,
@@ -334,7 +349,7 @@ def launch_attention(
         _sage_attention_kernel,
         grid,
         (
-            query, NarrowKeys(kv.k, kv.v, kv.k_descale, kv.v_descale, kv.k.shape[1]),
+            query, NarrowKeys(kv.k, kv.v, *_descriptors(kv, config), kv.k_descale, kv.v_descale, kv.k.shape[1]),
             Outputs(out, strided.batch, strided.token, strided.head, lse),
             _sequences(starts, shape, shape.q_tokens), _sequences(kv.cu_seqlens, shape, shape.k_tokens),
             sm_scale * _LOG2E * codes,

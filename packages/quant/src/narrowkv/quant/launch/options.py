@@ -9,7 +9,7 @@ from narrowkv.quant.targets import Target
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Compiler options of one launch; those in the second group exist on AMD only."""
+    """Compiler options of one launch; the second group exists on AMD only, the third on NVIDIA only."""
 
     num_warps: int = 4
     num_stages: int = 2
@@ -19,6 +19,8 @@ class LaunchOptions:
     waves_per_eu: int | None = None
     matrix_instr_nonkdim: int | None = None
 
+    maxnreg: int | None = None
+
     def for_target(self, target: Target) -> dict[str, int]:
         """The keyword options that Triton's backend for `target` accepts."""
         options: dict[str, int] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
@@ -27,4 +29,6 @@ class LaunchOptions:
         if target.vendor == "amd":
             amd = {"waves_per_eu": self.waves_per_eu, "matrix_instr_nonkdim": self.matrix_instr_nonkdim}
             options |= {name: value for name, value in amd.items() if value is not None}
+        elif target.vendor == "nvidia" and self.maxnreg is not None:
+            options["maxnreg"] = self.maxnreg
         return options

@@ -29,10 +29,15 @@ class NarrowQuery(NamedTuple):
 
 
 class NarrowKeys(NamedTuple):
-    """K `[heads, rows, head_dim]`, V `[heads, head_dim, rows]` with its keys interleaved, and descales."""
+    """K `[heads, rows, head_dim]`, V `[heads, head_dim, rows]` with its keys interleaved, and descales.
+
+    k_desc, v_desc: tensor descriptors of both, heads and rows or channels flattened, or None.
+    """
 
     k: Any
     v: Any
+    k_desc: Any
+    v_desc: Any
     k_descale: Any
     v_descale: Any
     rows: Any
@@ -132,7 +137,7 @@ def attend(
     FORMAT: tl.constexpr, K_SPAN: tl.constexpr, K_GROUPS: tl.constexpr, K_RUN: tl.constexpr,
     SMOOTH_Q: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, MASKED: tl.constexpr,
     GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
-    LOG2_P: tl.constexpr, TWO_LEVEL: tl.constexpr,
+    LOG2_P: tl.constexpr, TWO_LEVEL: tl.constexpr, TMA: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: the new accumulator, maximum and sum of each row."""
@@ -140,7 +145,10 @@ def attend(
     first = base + tile * BLOCK_N
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     head_row = kv_head.to(tl.int64) * keys.rows
-    words = load_rows(keys.k, head_row + first, WORDS, BLOCK_N)
+    if TMA:
+        words = keys.k_desc.load([(kv_head * keys.rows + first).to(tl.int32), 0])
+    else:
+        words = load_rows(keys.k, head_row + first, WORDS, BLOCK_N)
     s = scores(q, words, FORMAT)
     s = by_groups(s, K_SPAN, K_GROUPS, K_RUN)
     scale = load_key_scale(keys.k_descale, kv_head, first, keys.rows, BLOCK_N, K_SPAN, K_GROUPS)
@@ -165,11 +173,12 @@ def attend(
         p = tl.reshape(p, [p.shape[0], BLOCK_N])
     correction = tl.exp2(m - m_safe)
     l = l * correction + tl.sum(p, 1)
-    d = tl.arange(0, HEAD_DIM)
-    v_at = (
-        (head_row * HEAD_DIM + first) + d.to(tl.int64)[:, None] * keys.rows + tl.arange(0, BLOCK_N)[None, :]
-    )
-    v = tl.trans(tl.load(keys.v + v_at))  # [BLOCK_N, HEAD_DIM]
+    if TMA:
+        v = keys.v_desc.load([(kv_head * HEAD_DIM).to(tl.int32), first.to(tl.int32)])
+    else:
+        d, columns = tl.arange(0, HEAD_DIM), tl.arange(0, BLOCK_N)
+        v = tl.load(keys.v + (head_row * HEAD_DIM + first) + d.to(tl.int64)[:, None] * keys.rows + columns[None, :])
+    v = tl.trans(v)  # [BLOCK_N, HEAD_DIM]
     p = interleave_keys(p.to(v.dtype), GATHER, LANES, WIDTH)
     if TWO_LEVEL:
         acc = acc * correction[:, None] + tl.dot(p, v)
@@ -187,14 +196,14 @@ def _sage_attention_kernel(
     BOTTOM_RIGHT: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     SMOOTH_Q: tl.constexpr, SHIFT_LSE: tl.constexpr, WRITE_LSE: tl.constexpr,
     GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
-    LOG2_P: tl.constexpr, TWO_LEVEL: tl.constexpr,
+    LOG2_P: tl.constexpr, TWO_LEVEL: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """One program attends BLOCK_M query rows of one head. Grid: tiles, query heads, batch (1 when RAGGED).
 
     BOTTOM_RIGHT: the last query stands at the last key, else the first at the first; windows of -1 are open.
     GATHER, LANES, WIDTH: the order of V's keys, see `interleave_keys`. LOG2_P: log2 of what P = 1 becomes.
-    TWO_LEVEL: each tile's P @ V is summed apart and added in float32.
+    TWO_LEVEL: each tile's P @ V is summed apart and added in float32. TMA: K and V come by tensor descriptor.
     """
     # Programs that start last should have little left to do: under a causal mask, the first rows.
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
@@ -238,7 +247,7 @@ def _sage_attention_kernel(
         acc, m, l = attend(
             i, q, acc, m, l, row_scale, keys, kv_head, k_base, mean_scores, query_pos, num_keys,
             FORMAT, K_SPAN, K_GROUPS, K_RUN, SMOOTH_Q, WINDOW_LEFT, WINDOW_RIGHT, False,
-            GATHER, LANES, WIDTH, LOG2_P, TWO_LEVEL, HEAD_DIM, BLOCK_N,
+            GATHER, LANES, WIDTH, LOG2_P, TWO_LEVEL, TMA, HEAD_DIM, BLOCK_N,
         )  # fmt: skip
     # What is left on both sides needs the mask: one loop of its own for both.
     for i in range(begin, end - (full_end - full)):
@@ -246,7 +255,7 @@ def _sage_attention_kernel(
             tl.where(i < full, i, i + (full_end - full)), q, acc, m, l, row_scale, keys, kv_head, k_base,
             mean_scores, query_pos, num_keys,
             FORMAT, K_SPAN, K_GROUPS, K_RUN, SMOOTH_Q, WINDOW_LEFT, WINDOW_RIGHT, True,
-            GATHER, LANES, WIDTH, LOG2_P, TWO_LEVEL, HEAD_DIM, BLOCK_N,
+            GATHER, LANES, WIDTH, LOG2_P, TWO_LEVEL, TMA, HEAD_DIM, BLOCK_N,
         )  # fmt: skip
 
     # Not the maximum, which passes NaN over: a row that attends to anything has a sum of at least 2**LOG2_P.
