@@ -49,8 +49,15 @@ def check(
     bound = 1.25 * relative_l1(rounded, expected) + 2e-3
     assert report.passes(relative_l1=bound), f"{report} (bound {bound:.3g})"
     assert bound < 0.04
-    assert max_abs(lse, expected_lse) <= LSE_BOUND
+    assert max_abs(lse, expected_lse) <= lse_bound(options, device, expected_lse)
     return o
+
+
+def lse_bound(options: dict[str, Any], device: str, expected: torch.Tensor) -> float:
+    """Hopper sums FP8 products in 13 bits after the point of the largest, so logits are as exact as that."""
+    if device == "cuda" and options.get("qk_dtype") == "fp8":
+        return LSE_BOUND + 2.0**-12 * float(expected[expected.isfinite()].abs().max())
+    return LSE_BOUND
 
 
 @pytest.mark.parametrize("granularity", SAGE_GRANULARITIES)

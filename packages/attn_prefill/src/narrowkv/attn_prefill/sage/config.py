@@ -60,6 +60,10 @@ def choose_config(target: Target) -> SageConfig:
         return SageConfig(128, 64, fp8, order, two_level=False, options=options)
     # Hopper sums FP8 products with fewer bits than fp32 has: a tile of keys at a time keeps that harmless,
     # and costs nothing, as the rescaling of what was summed before is then one multiply-add.
+    # H100, b2 h32 d128 16k, attention alone over the bf16 floor, no mask and causal: 64 x 128 tiles by
+    # descriptor at 168 registers, which lets three programs share a multiprocessor, 0.88 and 0.91; two
+    # programs and 3 stages 0.97 and 1.02; 64 x 64 tiles 1.02 and 1.04; by pointer 64 x 128 1.03 and 1.02, 128
+    # x 128 with 8 warps 1.24 and 1.26.
     options = LaunchOptions(num_warps=4, num_stages=2, maxnreg=168)
     # The interpreter pays by the tile, not by the row.
     block_m = 128 if target.name == "cpu" else 64

@@ -308,7 +308,8 @@ def _descriptors(kv: QuantizedKV, config: SageConfig) -> tuple[Any, Any]:
     blocks = [config.block_n, kv.k.shape[2]], [kv.v.shape[1], config.block_n]
     flat = (stored.view(-1, stored.shape[2]) for stored in (kv.k, kv.v))
     k, v = (
-        TensorDescriptor(x, list(x.shape), list(x.stride()), block) for x, block in zip(flat, blocks, strict=True)
+        TensorDescriptor(x, list(x.shape), list(x.stride()), block) for x, block in zip(flat, blocks,
+        strict=True)
     )
     return k, v
 
@@ -349,8 +350,8 @@ def launch_attention(
         _sage_attention_kernel,
         grid,
         (
-            query, NarrowKeys(kv.k, kv.v, *_descriptors(kv, config), kv.k_descale, kv.v_descale, kv.k.shape[1]),
-            Outputs(out, strided.batch, strided.token, strided.head, lse),
+            query, NarrowKeys(kv.k, kv.v, kv.k_descale, kv.v_descale, kv.k.shape[1]), *_descriptors(kv,
+            config), Outputs(out, strided.batch, strided.token, strided.head, lse),
             _sequences(starts, shape, shape.q_tokens), _sequences(kv.cu_seqlens, shape, shape.k_tokens),
             sm_scale * _LOG2E * codes,
         ),

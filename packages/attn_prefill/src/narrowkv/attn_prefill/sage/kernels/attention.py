@@ -29,15 +29,10 @@ class NarrowQuery(NamedTuple):
 
 
 class NarrowKeys(NamedTuple):
-    """K `[heads, rows, head_dim]`, V `[heads, head_dim, rows]` with its keys interleaved, and descales.
-
-    k_desc, v_desc: tensor descriptors of both, heads and rows or channels flattened, or None.
-    """
+    """K `[heads, rows, head_dim]`, V `[heads, head_dim, rows]` with its keys interleaved, and descales."""
 
     k: Any
     v: Any
-    k_desc: Any
-    v_desc: Any
     k_descale: Any
     v_descale: Any
     rows: Any
@@ -133,7 +128,7 @@ def interleave_keys(p, GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.cons
 
 @triton.jit
 def attend(
-    tile, q, acc, m, l, row_scale, keys, kv_head, base, mean_scores, query_pos, num_keys,
+    tile, q, acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, base, mean_scores, query_pos, num_keys,
     FORMAT: tl.constexpr, K_SPAN: tl.constexpr, K_GROUPS: tl.constexpr, K_RUN: tl.constexpr,
     SMOOTH_Q: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, MASKED: tl.constexpr,
     GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
@@ -146,7 +141,7 @@ def attend(
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     head_row = kv_head.to(tl.int64) * keys.rows
     if TMA:
-        words = keys.k_desc.load([(kv_head * keys.rows + first).to(tl.int32), 0])
+        words = k_desc.load([(kv_head * keys.rows + first).to(tl.int32), 0])
     else:
         words = load_rows(keys.k, head_row + first, WORDS, BLOCK_N)
     s = scores(q, words, FORMAT)
@@ -174,10 +169,11 @@ def attend(
     correction = tl.exp2(m - m_safe)
     l = l * correction + tl.sum(p, 1)
     if TMA:
-        v = keys.v_desc.load([(kv_head * HEAD_DIM).to(tl.int32), first.to(tl.int32)])
+        v = v_desc.load([(kv_head * HEAD_DIM).to(tl.int32), first.to(tl.int32)])
     else:
         d, columns = tl.arange(0, HEAD_DIM), tl.arange(0, BLOCK_N)
-        v = tl.load(keys.v + (head_row * HEAD_DIM + first) + d.to(tl.int64)[:, None] * keys.rows + columns[None, :])
+        v = tl.load(keys.v + (head_row * HEAD_DIM + first) + d.to(tl.int64)[:, None] * keys.rows +
+        columns[None, :])
     v = tl.trans(v)  # [BLOCK_N, HEAD_DIM]
     p = interleave_keys(p.to(v.dtype), GATHER, LANES, WIDTH)
     if TWO_LEVEL:
@@ -189,7 +185,7 @@ def attend(
 
 @triton.jit
 def _sage_attention_kernel(
-    query, keys, out, q_seqs, k_seqs, qk_scale,
+    query, keys, k_desc, v_desc, out, q_seqs, k_seqs, qk_scale,
     RAGGED: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr,
     Q_SPAN: tl.constexpr, Q_GROUPS: tl.constexpr, Q_RUN: tl.constexpr,
     K_SPAN: tl.constexpr, K_GROUPS: tl.constexpr, K_RUN: tl.constexpr,
@@ -202,6 +198,7 @@ def _sage_attention_kernel(
     """One program attends BLOCK_M query rows of one head. Grid: tiles, query heads, batch (1 when RAGGED).
 
     BOTTOM_RIGHT: the last query stands at the last key, else the first at the first; windows of -1 are open.
+    k_desc, v_desc: of K and V with their heads flattened, for TMA, or None.
     GATHER, LANES, WIDTH: the order of V's keys, see `interleave_keys`. LOG2_P: log2 of what P = 1 becomes.
     TWO_LEVEL: each tile's P @ V is summed apart and added in float32. TMA: K and V come by tensor descriptor.
     """
@@ -245,15 +242,15 @@ def _sage_attention_kernel(
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     for i in range(full, full_end):
         acc, m, l = attend(
-            i, q, acc, m, l, row_scale, keys, kv_head, k_base, mean_scores, query_pos, num_keys,
-            FORMAT, K_SPAN, K_GROUPS, K_RUN, SMOOTH_Q, WINDOW_LEFT, WINDOW_RIGHT, False,
+            i, q, acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, k_base, mean_scores, query_pos,
+            num_keys, FORMAT, K_SPAN, K_GROUPS, K_RUN, SMOOTH_Q, WINDOW_LEFT, WINDOW_RIGHT, False,
             GATHER, LANES, WIDTH, LOG2_P, TWO_LEVEL, TMA, HEAD_DIM, BLOCK_N,
         )  # fmt: skip
     # What is left on both sides needs the mask: one loop of its own for both.
     for i in range(begin, end - (full_end - full)):
         acc, m, l = attend(
-            tl.where(i < full, i, i + (full_end - full)), q, acc, m, l, row_scale, keys, kv_head, k_base,
-            mean_scores, query_pos, num_keys,
+            tl.where(i < full, i, i + (full_end - full)), q, acc, m, l, row_scale, keys, k_desc, v_desc,
+            kv_head, k_base, mean_scores, query_pos, num_keys,
             FORMAT, K_SPAN, K_GROUPS, K_RUN, SMOOTH_Q, WINDOW_LEFT, WINDOW_RIGHT, True,
             GATHER, LANES, WIDTH, LOG2_P, TWO_LEVEL, TMA, HEAD_DIM, BLOCK_N,
         )  # fmt: skip
