@@ -308,8 +308,8 @@ def _descriptors(kv: QuantizedKV, config: SageConfig) -> tuple[Any, Any]:
     blocks = [config.block_n, kv.k.shape[2]], [kv.v.shape[1], config.block_n]
     flat = (stored.view(-1, stored.shape[2]) for stored in (kv.k, kv.v))
     k, v = (
-        TensorDescriptor(x, list(x.shape), list(x.stride()), block) for x, block in zip(flat, blocks,
-        strict=True)
+        TensorDescriptor(x, list(x.shape), list(x.stride()), block)
+        for x, block in zip(flat, blocks, strict=True)
     )
     return k, v
 

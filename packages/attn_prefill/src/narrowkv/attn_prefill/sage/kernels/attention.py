@@ -172,8 +172,9 @@ def attend(
         v = v_desc.load([(kv_head * HEAD_DIM).to(tl.int32), first.to(tl.int32)])
     else:
         d, columns = tl.arange(0, HEAD_DIM), tl.arange(0, BLOCK_N)
-        v = tl.load(keys.v + (head_row * HEAD_DIM + first) + d.to(tl.int64)[:, None] * keys.rows +
-        columns[None, :])
+        v = tl.load(
+            keys.v + (head_row * HEAD_DIM + first) + d.to(tl.int64)[:, None] * keys.rows + columns[None, :]
+        )
     v = tl.trans(v)  # [BLOCK_N, HEAD_DIM]
     p = interleave_keys(p.to(v.dtype), GATHER, LANES, WIDTH)
     if TWO_LEVEL:
