@@ -53,7 +53,7 @@ def test_machine_code_agrees_with_the_reference(name: str, target: str) -> None:
     workload, options = CASES[name]
     q, k, v, starts_q, starts_k = workload.build()
     options = {**options, "cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k}
-    # What a pre-pass finds over the waves of a workgroup, every wave has and writes to the same place of LDS: the
+    # What a pre-pass finds over the waves of a workgroup, every wave writes to the same place of LDS: the
     # watch calls that a race. Attention has nothing of the kind.
     executor = EmulateExecutor(target, detect_races=True)
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:-1], torch.nan)

@@ -98,7 +98,9 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("lens", [(70, 300), (300, 70), (150, 150)], ids=str)
+@pytest.mark.parametrize(
+    "lens", [(70, 300), (300, 70), pytest.param((150, 150), marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_mask_with_lengths_that_differ(mask: str, lens: tuple[int, int], device: str) -> None:
     check(W(q_lens=lens[:1], k_lens=lens[1:]), device, k_granularity="per_thread", **MASKS[mask])
@@ -110,7 +112,7 @@ def test_ragged_sequences_some_of_them_empty(mask: str, smooth_q: bool, device: 
     check(RAGGED, device, smooth_q=smooth_q, **MASKS[mask])
 
 
-@pytest.mark.parametrize("ratio", [1, 3, 8])
+@pytest.mark.parametrize("ratio", [1, 3, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gqa_ratios_and_head_dims_in_a_batch(ratio: int, head_dim: int, device: str) -> None:
     check(
@@ -182,7 +184,7 @@ def _against_exact(workload: SageWorkload, device: str, **options: Any) -> Any:
 
 
 def test_smoothing_lessens_the_error_and_keeps_lse(device: str) -> None:
-    workload = W(q_lens=(256,), k_lens=(256,), head_dim=128)
+    workload = W(q_lens=(256,), k_lens=(256,), head_dim=128, data="offset")
     q, k, v, *_ = workload.build(device)
     _, exact = sage_attention_reference(q, k, v, qk_dtype=None, return_lse=True)
     _, lse = sage_attention(q, k, v, return_lse=True)
