@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -114,20 +115,35 @@ def sage_attention_reference(
     smooth_q: bool = False,
     sm_scale: float | None = None,
     return_lse: bool = False,
-    quantize_p: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`sage_attention` with the host's quantisers and fp32 attention; reads lengths on the host.
 
-    `qk_dtype=None` quantises nothing at all: then it is plain attention in fp32. `quantize_p` also rounds P,
-    scaled to the range of the FP8 format, as the operation must.
+    `qk_dtype=None` quantises nothing at all: then it is plain attention in fp32.
     """
     plan = plan_sage(
         q, k, qk_dtype=qk_dtype or "int8", q_granularity=q_granularity, k_granularity=k_granularity,
         causal=causal, window=window, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         smooth_k=smooth_k, smooth_q=smooth_q, sm_scale=sm_scale,
     )  # fmt: skip
+    o, lse = _results(plan, q, k, v, exact=qk_dtype is None, p_format=None)
+    return (o, lse) if return_lse else o
+
+
+def narrow_p_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    """`sage_attention_reference` that also rounds P, scaled to the FP8 format's range, as the operation must.
+
+    How far it is from the reference is what the operation cannot avoid.
+    """
+    plan = plan_sage(q, k, **options)
+    return _results(plan, q, k, v, exact=False, p_format=plan.config.fp8)[0]
+
+
+def _results(
+    plan: SagePlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, exact: bool, p_format: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(o, lse)` of every sequence; `exact` quantises nothing."""
     flat_q, flat_k, flat_v = (x.float().reshape(-1, *x.shape[-2:]) for x in (q, k, v))
-    q_ranges, k_ranges = ranges_of(q, cu_seqlens_q), ranges_of(k, cu_seqlens_k)
+    q_ranges, k_ranges = ranges_of(q, plan.cu_seqlens_q), ranges_of(k, plan.cu_seqlens_k)
     queries, keys, values = (
         [flat_q[r] for r in q_ranges],
         [flat_k[r] for r in k_ranges],
@@ -135,11 +151,11 @@ def sage_attention_reference(
     )
     o = torch.zeros_like(flat_q)
     lse = torch.full(flat_q.shape[:2], -math.inf, device=q.device)
-    if qk_dtype is None:
+    if exact:
         results = [_attend(plan, *sequence, None) for sequence in zip(queries, keys, values, strict=True)]
     else:
-        means = [token_mean(x) if smooth_k else torch.zeros_like(x[:1].sum(0)) for x in keys]
-        shared = [_spread_means(x) if smooth_q else torch.zeros_like(x) for x in queries]
+        means = [token_mean(x) if plan.smooth_k else torch.zeros_like(x[:1].sum(0)) for x in keys]
+        shared = [_spread_means(x) if plan.smooth_q else torch.zeros_like(x) for x in queries]
         own = [x - mean for x, mean in zip(queries, shared, strict=True)]
         narrow_q = through_format(own, plan.q_groups, plan.qk_format)
         narrow_k = through_format(
@@ -151,13 +167,10 @@ def sage_attention_reference(
             # Side by side: the rows' own part against narrow keys, and the block's mean against keys as they
             # came.
             both_q, both_k = torch.cat([narrow_q[i], shared[i]], -1), torch.cat([narrow_k[i], key], -1)
-            result, log_sum = _attend(
-                plan, both_q, both_k, narrow_v[i], plan.config.fp8 if quantize_p else None
-            )
+            result, log_sum = _attend(plan, both_q, both_k, narrow_v[i], p_format)
             ratio = q.shape[-2] // k.shape[-2]
             log_sum += plan.sm_scale * (own[i] * means[i].repeat_interleave(ratio, 0)).sum(-1)
             results.append((result, log_sum))
     for rows, (result, log_sum) in zip(q_ranges, results, strict=True):
         o[rows], lse[rows] = result, log_sum
-    o, lse = o.view(q.shape), lse.view(q.shape[:-1])
-    return (o, lse) if return_lse else o
+    return o.view(q.shape), lse.view(q.shape[:-1])
