@@ -15,7 +15,17 @@ import torch
 
 from narrowkv.attn_decode import paged_decode
 from narrowkv.cli.cases import DecodeCase, DecodeInputs, build
-from narrowkv.cli.contracts import DECODE, PREFILL, SPARSE, SPARSE_DECODE, SPARSE_FP8, Contract, Shape
+from narrowkv.cli.contracts import (
+    DECODE,
+    PREFILL,
+    SAGE,
+    SPARSE,
+    SPARSE_DECODE,
+    SPARSE_FP8,
+    Contract,
+    Shape,
+)
+from narrowkv.cli.sage.cases import SageCall, sage_inputs
 from narrowkv.cli.sparse.cases import SparseCall, SparseCase
 from narrowkv.cli.sparse.cases import build as build_sparse
 from narrowkv.quant.quantize import quantize_per_tensor
@@ -145,11 +155,16 @@ def _sparse(_: Any, inputs: SparseCall) -> Call:
     return lambda: tensor(inputs.call(return_lse=False))
 
 
+def _sage(_: Any, inputs: SageCall) -> Call:
+    return lambda: inputs.call()[0]
+
+
 _SPARSE = Operation(sparse_inputs, _sparse)
 
 OPERATIONS: dict[str, Operation] = {
     DECODE: Operation(paged_inputs, _decode),
     PREFILL: Operation(paged_inputs, _prefill),
+    SAGE: Operation(sage_inputs, _sage),
     SPARSE: _SPARSE,
     SPARSE_FP8: _SPARSE,
     SPARSE_DECODE: _SPARSE,

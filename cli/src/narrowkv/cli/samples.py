@@ -77,6 +77,7 @@ SAMPLES: dict[str, Callable[[Launch], Iterable[Workgroup]]] = {
     "_sparse_wide_kernel": _sparse_programs,
     "_sparse_fused_kernel": _sparse_programs,
     "_merge_sparse_kernel": _rows_of_last_sparse_program,
+    "_sage_attention_kernel": corners,
 }
 """By the name of the kernel. Samples of kernels that one operation launches must fit together."""
 

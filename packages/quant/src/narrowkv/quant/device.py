@@ -291,6 +291,22 @@ def narrow_fp8(x, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def cast_fp8(x, FORMAT: tl.constexpr):
+    """`narrow_fp8` of E4M3 by the target's own cast: one instruction for two numbers of a native format."""
+    if FORMAT == "fp8_e4m3fn":
+        TYPE: tl.constexpr = tl.float8e4nv
+        MAX: tl.constexpr = 448.0
+        TINY: tl.constexpr = 2.0**-10
+    else:
+        TYPE: tl.constexpr = tl.float8e4b8
+        MAX: tl.constexpr = 240.0
+        TINY: tl.constexpr = 2.0**-11
+    # Not every cast saturates, and a negative number that rounds to zero must not become 0x80.
+    x = tl.where(x != x, x, tl.minimum(tl.maximum(x, -MAX), MAX))
+    return tl.where(tl.abs(x) <= TINY, 0.0, x).to(TYPE).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
 def e8m0_to_fp32(byte):
     """E8M0 scale bytes to float32: 2**(byte - 127); 0x00 is 2**-127 (a subnormal), 0xFF is NaN."""
     exponent = byte.to(tl.int32)
