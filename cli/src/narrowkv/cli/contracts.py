@@ -142,12 +142,15 @@ CONTRACT_SETS: dict[str, ContractSet] = {
             "glm-gqa12",
             "16-bit queries over a narrow paged cache at GQA ratio 12",
             _GLM,
+            (*_contracts(DECODE, _16_BIT, (*_same(("bf16", *_FP8)), *_FP4), _PAGES, required=True),),
+        ),
+        ContractSet(
+            "batch-prefill",
+            "16-bit queries of many tokens over a narrow paged cache at GQA ratio 12",
+            Shape(batch=2, q_len=24, context=64, num_qo_heads=24, num_kv_heads=2, head_dim=128),
             (
-                *_contracts(DECODE, _16_BIT, (*_same(("bf16", *_FP8)), *_FP4), _PAGES, required=True),
-                *_contracts(PREFILL, _16_BIT, (*_same(("bf16", *_FP8)), *_FP4), _PAGES, required=False),
-                *_contracts(
-                    PREFILL, _FP8[:1], _same(_FP8[:1]), _PAGES, required=False, bound=BOUND_FP8_COMPUTE
-                ),
+                *_contracts(PREFILL, _16_BIT, _same(_FP8[:1]), (1, 16), required=True),
+                *_contracts(PREFILL, ("bf16",), _FP4[1:], (16,), required=True),
             ),
         ),
         ContractSet(

@@ -69,6 +69,12 @@ def _rows_of_last_sparse_program(launch: Launch) -> Iterable[Workgroup]:
     return ((row, 0, 0) for row in range(max(0, launch.grid[0] - 8), launch.grid[0]))
 
 
+def _splits_of_some_tiles(launch: Launch) -> Iterable[Workgroup]:
+    """All splits of the first and last tile of two heads; places past the last tile hold none."""
+    x, _, splits = launch.grid
+    return ((i, 0, k) for i in (0, x - 1) for k in range(splits))
+
+
 SAMPLES: dict[str, Callable[[Launch], Iterable[Workgroup]]] = {
     "_paged_decode_kernel": _last_head_program,
     "_merge_splits_kernel": _rows_of_last_head_program,
@@ -78,6 +84,8 @@ SAMPLES: dict[str, Callable[[Launch], Iterable[Workgroup]]] = {
     "_sparse_fused_kernel": _sparse_programs,
     "_merge_sparse_kernel": _rows_of_last_sparse_program,
     "_sage_attention_kernel": corners,
+    "_fused_prefill_kernel": _splits_of_some_tiles,
+    "_dense_prefill_kernel": _splits_of_some_tiles,  # after all of _widen_kernel
 }
 """By the name of the kernel. Samples of kernels that one operation launches must fit together."""
 

@@ -180,7 +180,7 @@ def _paged_decode_kernel(
 
         v_wide, v_factor = widen_tile(v_words, v_scale, V_FORMAT, V_ROUTE, COMPUTE, V_PARTS, V_DESCALE)
         if V_PER_KEY:
-            numbers = tl.where(v_factor == v_factor, v_factor, 1.0e-38)
+            numbers = tl.where(v_factor == v_factor, v_factor, 1.2e-38)
             larger = tl.maximum(v_unit, tl.max(numbers, 0))
             p *= (v_factor * (1.0 / larger))[None, :]
             correction *= v_unit / larger

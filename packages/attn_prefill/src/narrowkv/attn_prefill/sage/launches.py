@@ -300,8 +300,8 @@ def _order_constants(order: KeyOrder) -> dict[str, int]:
 
 
 def _descriptors(kv: QuantizedKV, config: SageConfig) -> tuple[Any, Any]:
-    """Tensor descriptors of K and V, for targets that load by them."""
-    if not config.tma:
+    """Tensor descriptors of K and V, for targets that load by them; none where there are no keys."""
+    if not config.tma or not kv.k.numel():
         return None, None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -341,7 +341,7 @@ def launch_attention(
         **_order_constants(config.key_order),
         "LOG2_P": math.log2(get_format(config.fp8).max_value),
         "TWO_LEVEL": config.two_level,
-        "TMA": config.tma,
+        "TMA": config.tma and kv.k.numel() > 0,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_B": shape.block_b,
