@@ -57,11 +57,26 @@ def _rows_of_last_head_program(launch: Launch) -> Iterable[Workgroup]:
     return ((row, seq, 0) for seq in range(launch.grid[1]) for row in range(first, launch.grid[0]))
 
 
+def _splits_of_some_tiles(launch: Launch) -> Iterable[Workgroup]:
+    """All splits of the first and last tile of two heads; places past the last tile hold none."""
+    x, _, splits = launch.grid
+    return ((i, 0, k) for i in (0, x - 1) for k in range(splits))
+
+
+def _last_head_of_an_append(launch: Launch) -> Iterable[Workgroup]:
+    """Programs of the last KV head, of both kinds; they wait for one another at most."""
+    heads = launch.constexprs["NUM_KV_HEADS"]
+    return ((i, 0, 0) for i in range(heads - 1, launch.grid[0], heads))
+
+
 SAMPLES: dict[str, Callable[[Launch], Iterable[Workgroup]]] = {
     "_paged_decode_kernel": _last_head_program,
     "_merge_splits_kernel": _rows_of_last_head_program,
     "_merge_states_kernel": corners,
     "_append_kernel": corners,
+    "_fused_prefill_kernel": _splits_of_some_tiles,
+    "_dense_prefill_kernel": _splits_of_some_tiles,  # after all of _widen_kernel
+    "_prefill_append_kernel": _last_head_of_an_append,
 }
 """By the name of the kernel. Samples of kernels that one operation launches must fit together."""
 
