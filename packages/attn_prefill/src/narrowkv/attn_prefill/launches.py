@@ -223,6 +223,7 @@ class PrefillCall:
                 "V_IN_UNITS": scratch.v_unit is not None,
                 "TMA": config.tma,
                 "OVERLAP": config.overlap,
+                "BRANCH": not plan.target.is_amd,
                 "BLOCK_S": SCRATCH_BLOCK,
             },
             config.options,

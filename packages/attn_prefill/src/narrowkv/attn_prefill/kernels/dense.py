@@ -205,6 +205,18 @@ def load_rows(target, desc, base, d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constex
 
 
 @triton.jit
+def masked_scores(
+    s, n, query_pos, first, last, HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Scores of keys that a row does not see become -inf."""
+    keep = visible_keys(n, query_pos, first, last, HAS_FIRST, WINDOW_LEFT, WINDOW_RIGHT)
+    if HAS_LAST:
+        keep = keep & (n < last)[None, :]
+    return tl.where(keep, s, float("-inf"))
+
+
+@triton.jit
 def dense_keys(
     q, q_low, acc, m, l, logit_scale, soft_cap, scratch, k_desc, v_desc, base, query_pos,
     first, num_keys, begin, end, full, full_end,
@@ -212,12 +224,14 @@ def dense_keys(
     SPLIT_Q: tl.constexpr, K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr,
     K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    BRANCH: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Attends to the key tiles [begin, end) of a sequence's scratch, of which [full, full_end) need no mask.
 
     `base` is the row of the sequence's first key in this head. OVERLAP: a tile's P @ V is issued after the
-    scores of the next tile and runs during their softmax; one more round finishes the last.
+    scores of the next tile and runs during their softmax; one more round finishes the last. BRANCH: tiles
+    that need no mask branch past it; AMD's compiler no longer sees then that one product feeds the other.
     """
     d = tl.arange(0, BLOCK_D)
     v_unit = num_keys.to(tl.float32) * 0.0 + 1.0
@@ -255,13 +269,18 @@ def dense_keys(
                 s *= k_factor[None, :]
             if HAS_SOFT_CAP:
                 s = capped_logits(s, soft_cap)
-        # A branch and no second loop, whose pipeline would have to fill anew.
-        if (tile < full) | (tile >= full_end):
-            n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            keep = visible_keys(n, query_pos, first, num_keys, K_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT)
-            if OVERLAP:
-                keep = keep & (tile < end)
-            s = tl.where(keep, s, float("-inf"))
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        if BRANCH:
+            # And no second loop, whose pipeline would have to fill anew.
+            if (tile < full) | (tile >= full_end):
+                s = masked_scores(
+                    s, n, query_pos, first, tl.minimum(num_keys, end * BLOCK_N), K_IN_UNITS, OVERLAP,
+                    WINDOW_LEFT, WINDOW_RIGHT,
+                )  # fmt: skip
+        else:
+            s = masked_scores(
+                s, n, query_pos, first, num_keys, K_IN_UNITS, OVERLAP, WINDOW_LEFT, WINDOW_RIGHT
+            )
         p, correction, m, l = softmax_step(s, m, l, scale, FOLDED)
         if V_IN_UNITS:
             correction *= v_unit / unit
@@ -287,7 +306,7 @@ def dense_tile(
     K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr, K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr,
-    SPLIT: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLIT: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr, BRANCH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows over a sequence's scratch from row `base` on, written out; `parts` is Q as loaded."""
@@ -307,7 +326,7 @@ def dense_tile(
         logit_scale, soft_cap, scratch, k_desc, v_desc, base, query_pos, first, num_keys,
         begin, end, full, full_end,
         HEAD_DIM, WINDOW_LEFT, WINDOW_RIGHT, SPLIT_Q, K_PER_KEY, V_PER_KEY, K_IN_UNITS, V_IN_UNITS,
-        HAS_SOFT_CAP, FOLDED, TMA, OVERLAP, BLOCK_N, BLOCK_D, BLOCK_S,
+        HAS_SOFT_CAP, FOLDED, TMA, OVERLAP, BRANCH, BLOCK_N, BLOCK_D, BLOCK_S,
     )  # fmt: skip
     write = True
     if SPLIT:
@@ -329,7 +348,7 @@ def _dense_prefill_kernel(
     SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
     V_IN_UNITS: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr,
-    SPLIT: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLIT: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr, BRANCH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one KV head over the widened keys; programs run fastest over KV heads.
@@ -363,5 +382,5 @@ def _dense_prefill_kernel(
         HEAD_DIM, COMPUTE, SCALE_Q, SPLIT_Q,
         K_DESCALE != "scalar" and K_DESCALE != "head", V_DESCALE != "scalar" and V_DESCALE != "head",
         False, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, TMA,
-        OVERLAP, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
+        OVERLAP, BRANCH, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
     )  # fmt: skip

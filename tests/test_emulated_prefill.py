@@ -1,0 +1,125 @@
+"""Prefill's own gfx942 and gfx950 machine code, run on the CPU, against the fp32 reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from narrowkv.attn_prefill import (
+    batch_prefill,
+    batch_prefill_reference,
+    plan_append,
+    plan_prefill,
+    prefill_append,
+    prefill_append_reference,
+)
+from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
+from narrowkv.cli.emulation import EmulateExecutor
+from narrowkv.paged_cache import CacheFormat
+from narrowkv.quant.launch import executing
+
+both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+P, A = PrefillWorkload, AppendWorkload
+SMALL: dict[str, Any] = {"q_lens": (3, 25), "lens": (20, 40), "num_kv_heads": 1}
+K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
+
+BATCH: dict[str, tuple[PrefillWorkload, str | None, dict[str, Any]]] = {
+    "dense, OCP": (P(**SMALL), "dense", {}),
+    "dense, bf16, a window": (P(format="bf16", **SMALL), "dense", {"window_left": 9}),
+    "dense, K FP8 and V FP4, fp16 queries": (P(format=K8V4, q_dtype=torch.float16, **SMALL), "dense", {}),
+    "fused, OCP, ragged, page 3": (P(page_size=3, ragged=True, **SMALL), "fused", {}),
+    "fused, FNUZ, descale of each token, no mask": (
+        P(format="fp8_e4m3fnuz", granularity="token_head", **SMALL), "fused", {"causal": False},
+    ),
+    "fused, bf16, soft cap": (P(format="bf16", **SMALL), "fused", {"logits_soft_cap": 3.0}),
+    "fused, FP4, page 1": (P(format="fp4_e2m1", page_size=1, layout="tokens", **SMALL), "fused", {}),
+    "head_dim 80": (P(head_dim=80, **SMALL), "fused", {}),
+    "more queries than keys": (P(q_lens=(9, 1), lens=(4, 0), num_kv_heads=1), "dense", {}),
+}  # fmt: skip
+
+
+def _error(o: torch.Tensor, expected: torch.Tensor) -> float:
+    assert not bool(o.isnan().any())
+    return float((o.float() - expected).abs().sum() / expected.abs().sum())
+
+
+@both_targets
+@pytest.mark.parametrize("name", BATCH)
+def test_batch_prefill_machine_code_agrees_with_the_reference(name: str, target: str) -> None:
+    workload, kernel, options = BATCH[name]
+    q, cache, table, starts = workload.build()
+    out = torch.full_like(q, torch.nan)
+    executor = EmulateExecutor(target, detect_races=True)
+    with executing(executor):
+        plan = plan_prefill(q, cache, table, starts, kernel=kernel)
+        o, lse = batch_prefill(q, cache, table, starts, out=out, return_lse=True, plan=plan, **options)
+    expected, expected_lse = batch_prefill_reference(q, cache, table, starts, return_lse=True, **options)
+    assert _error(o, expected) <= 0.002
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+    assert sum(run.result.counts.mfma_flops for run in executor.runs) > 0
+
+
+@both_targets
+@pytest.mark.parametrize("splits", [1, 3])
+def test_fp8_throughout_in_machine_code(target: str, splits: int) -> None:
+    kinds = ["fp8_e4m3fn", "fp8_e4m3fnuz"] if target == "gfx942" else ["fp8_e4m3fn"]
+    for fmt in kinds:
+        dtype = torch.float8_e4m3fn if fmt == "fp8_e4m3fn" else torch.float8_e4m3fnuz
+        q, cache, table, starts = P(format=fmt, q_dtype=dtype, **SMALL).build()
+        for clean in (True, False):
+            held = replace(cache, negative_zero_free=clean)
+            with executing(EmulateExecutor(target)):
+                plan = plan_prefill(q, held, table, starts, num_splits=splits)
+                o = batch_prefill(q, held, table, starts, plan=plan, q_descale=0.5)
+            expected = batch_prefill_reference(q, cache, table, starts, q_descale=0.5)
+            assert isinstance(o, torch.Tensor)
+            assert isinstance(expected, torch.Tensor)
+            assert _error(o, expected) <= 0.02
+
+
+APPEND: dict[str, tuple[AppendWorkload, dict[str, Any]]] = {
+    "OCP, a chunk that begins inside a page": (A(**SMALL), {}),
+    "FNUZ, rope": (A(format="fp8_e4m3fnuz", rope="neox", **SMALL), {}),
+    "bf16, fp16 queries": (A(format="bf16", q_dtype=torch.float16, **SMALL), {}),
+    "descale of each token, page 1": (
+        A(granularity="token_head", page_size=1, layout="tokens", **SMALL), {},
+    ),
+    "FP4": (A(format="fp4_e2m1", **SMALL), {}),
+    "vectorised, a window": (A(layout="vectorised", **SMALL), {"window_left": 8}),
+}  # fmt: skip
+
+
+@both_targets
+@pytest.mark.parametrize("name", APPEND)
+def test_append_machine_code_attends_and_stores_byte_for_byte(name: str, target: str) -> None:
+    workload, options = APPEND[name]
+    q, k_new, v_new, cache, table, starts, rope = workload.build_append()
+    _, _, _, wanted, _, _, _ = workload.build_append()
+    with executing(EmulateExecutor(target, detect_races=True)):
+        o, lse = prefill_append(q, k_new, v_new, cache, table, starts, rope=rope, return_lse=True, **options)
+    expected, expected_lse = prefill_append_reference(
+        q, k_new, v_new, wanted, table, starts, rope=rope, return_lse=True, **options
+    )
+    assert _error(o, expected) <= 0.002
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+    for field in ("k", "v", "k_descale", "v_descale"):
+        a, b = getattr(cache, field), getattr(wanted, field)
+        if isinstance(a, torch.Tensor):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), field
+
+
+@both_targets
+def test_old_tokens_on_fp8_matrix_units_in_machine_code(target: str) -> None:
+    fmt = "fp8_e4m3fnuz" if target == "gfx942" else "fp8_e4m3fn"
+    q, k_new, v_new, cache, table, starts, _ = A(format=fmt, **SMALL).build_append()
+    _, _, _, wanted, _, _, _ = A(format=fmt, **SMALL).build_append()
+    with executing(EmulateExecutor(target)):
+        plan = plan_append(q, cache, table, starts, fp8_compute=True)
+        o = prefill_append(q, k_new, v_new, cache, table, starts, plan=plan, fp8_compute=True)
+    expected = prefill_append_reference(q, k_new, v_new, wanted, table, starts)
+    assert isinstance(o, torch.Tensor)
+    assert isinstance(expected, torch.Tensor)
+    assert _error(o, expected) <= 0.02
