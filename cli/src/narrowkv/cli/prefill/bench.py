@@ -140,11 +140,11 @@ def _sdpa(q: torch.Tensor, cache: PagedKVCache, table: PageTable, new: int) -> C
     def call() -> torch.Tensor:
         sides = ((cache.k, cache.k_descale), (cache.v, cache.v_descale))
         k, v = (x[table.page_ids[0].long()].flatten(0, 1).to(q.dtype).mul_(descale) for x, descale in sides)
-        rows = tuple(x.transpose(0, 1)[None] for x in (q, k, v))
-        if k.shape[0] == new:
-            return scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
-        mask = causal_lower_right(new, k.shape[0])
-        return scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=True)
+        rows, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        if k.shape[2] == new:
+            return scaled_dot_product_attention(rows, k, v, is_causal=True, enable_gqa=True)
+        mask = causal_lower_right(new, k.shape[2])
+        return scaled_dot_product_attention(rows, k, v, attn_mask=mask, enable_gqa=True)
 
     return call
 
@@ -190,13 +190,15 @@ def measure(shape: PrefillShape, storage: Storage, ceilings: Ceilings, timer: Gr
         decode_plan = plan_decode(q, cache, table)
         decode = timer.measure(lambda: paged_decode(q, cache, table, out=out, plan=decode_plan))
         return replace(row, decode_us=decode.median_us)
-    return replace(row, **_append_times(shape, q, cache, table, starts, timer))
+    together, apart = _append_times(shape, q, cache, table, starts, timer)
+    return replace(row, append_us=together, apart_us=apart)
 
 
 def _append_times(
     shape: PrefillShape, q: torch.Tensor, cache: PagedKVCache, table: PageTable, starts: torch.Tensor,
     timer: GraphTimer,
-) -> dict[str, float]:  # fmt: skip
+) -> tuple[float, float]:  # fmt: skip
+    """Of `prefill_append`, and of `append` followed by `batch_prefill`."""
     k_new, v_new = (
         torch.randn((shape.new, shape.num_kv_heads, shape.head_dim), device="cuda").bfloat16()
         for _ in range(2)
@@ -216,7 +218,7 @@ def _append_times(
         append(cache, k_new, v_new, slots)
         batch_prefill(q, cache, table, starts, plan=apart)
 
-    return {"append_us": timer.measure(one).median_us, "apart_us": timer.measure(two).median_us}
+    return timer.measure(one).median_us, timer.measure(two).median_us
 
 
 def bench_prefill(rows: Sequence[PrefillShape], report: Report, samples: int) -> ExitCode:
