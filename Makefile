@@ -40,7 +40,7 @@ probe: $(STAMP)  ## does 16-bit Q over a narrow paged cache at GQA 12 work: here
 	@$(VENV)/bin/narrowkv probe glm-gqa12 $(ARGS)
 
 test: $(STAMP)  ## all tests but the slow ones; those that need a GPU are skipped, with the reason, where there is none
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 test-full: $(STAMP)  ## all tests, then code generation again under every supported Triton
 	$(PY) -m pytest --run-slow $(ARGS)

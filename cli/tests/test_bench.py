@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from narrowkv.attn_decode import paged_decode, paged_decode_reference
 from narrowkv.cli import environment
 from narrowkv.cli.app import app
 from narrowkv.cli.bench import decode
@@ -24,6 +25,7 @@ from narrowkv.cli.bench.timing import Timing
 from narrowkv.cli.bench.workload import DecodeShape, Storage, shapes
 from narrowkv.cli.places import Place
 from narrowkv.cli.report import UsageError
+from narrowkv.quant.accuracy import relative_l1
 from narrowkv.quant.launch import LaunchOptions, launch
 
 run = CliRunner().invoke
@@ -65,6 +67,30 @@ def test_bytes_and_flops_of_a_row_by_hand() -> None:
     assert shape.flops == 4 * 4 * 1024 * 96 * 128
     mixed = DecodeShape(4, 1024, 16, 8, 12, 128, "bf16", "fp8_e4m3fn/bf16")
     assert mixed.bytes_touched - shape.bytes_touched == kv / 2
+
+
+def test_fp4_rows_count_their_scales() -> None:
+    tokens, rest = 4 * 1024 * 8, 2 * 4 * 96 * 128 * 2 + 4 * 4 * 64
+    for fmt, row in (("fp4_e2m1", 130), ("fp4_e2m1:32", 136), ("fp8_e4m3fn/fp4_e2m1", 128 + 65)):
+        shape = DecodeShape(4, 1024, 16, 8, 12, 128, "bf16", fmt)
+        assert shape.bytes_touched == tokens * row + rest
+        assert shape.layout == "HND"
+
+
+@pytest.mark.parametrize("fmt", ["fp4_e2m1", "fp4_e2m1:32", "fp8_e4m3fn/fp4_e2m1:32"])
+def test_fp4_storage_is_what_the_row_says(fmt: str) -> None:
+    shape = DecodeShape(2, 32, 16, 2, 3, 64, "bf16", fmt)
+    q, cache, table = Storage(shape, device="cpu").inputs(shape)
+    assert cache.bytes_per_token() * 64 == shape.bytes_touched - 2 * q.numel() * 2 - 4 * 4
+    error = relative_l1(paged_decode(q, cache, table), paged_decode_reference(q, cache, table))  # type: ignore[arg-type]
+    assert error < 0.002
+
+
+@pytest.mark.parametrize("text", ["fp8_e4m3fn:32", "fp4_e2m1:16", "fp3"])
+def test_a_format_that_is_not_one_ends_with_2(text: str) -> None:
+    result = run(app, ["bench", "decode", "--format", text])
+    assert result.exit_code == 2
+    assert f"--format {text}" in result.stderr
 
 
 def test_rows_that_share_storage_are_neighbours() -> None:

@@ -327,6 +327,10 @@ def test_machine_code_that_is_wrong_fails_the_emulated_row_alone(monkeypatch: py
 
 @pytest.mark.usefixtures("without_gpu")
 def test_a_sample_that_does_not_fit_together_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    longer = ContractSet(
+        "only-fp8", "split, so that a merge has to follow", replace(SHAPE, context=200), (FP8,)
+    )
+    monkeypatch.setitem(contracts.CONTRACT_SETS, "only-fp8", longer)
     monkeypatch.setitem(samples.SAMPLES, "_paged_decode_kernel", lambda launch: [(0, 0, 0)])
     monkeypatch.setitem(samples.SAMPLES, "_merge_splits_kernel", lambda launch: [])
     result, document = default("--target", "gfx942")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from narrowkv.quant import KOffset, hadamard, lse_correction
+from narrowkv.quant import KOffset, VScale, hadamard, lse_correction
 
 TOKENS, QUERIES, KV_HEADS, RATIO, DIM = 37, 5, 3, 4, 96
 
@@ -152,3 +152,32 @@ def test_hadamard_refuses_other_inputs() -> None:
         hadamard(torch.zeros(2, 8, dtype=torch.int8))
     with pytest.raises(ValueError, match="with head_dim at least 1"):
         hadamard(torch.zeros(2, 0))
+
+
+def test_a_v_scale_leaves_attention_as_it_was() -> None:
+    g = torch.Generator().manual_seed(0)
+    v = torch.randn(TOKENS, KV_HEADS, DIM, generator=g, dtype=torch.float64) * torch.logspace(-3, 3, DIM)
+    v[:, 1, 5] = 0  # a channel of nothing has scale 1
+    scale = VScale.from_values(v)
+    assert float(scale.scale[1, 5]) == 1.0
+    divided = scale.divide(v)
+    torch.testing.assert_close(
+        divided.square().mean(0)[0], torch.ones(DIM, dtype=torch.float64), rtol=1e-4, atol=0
+    )
+    p = torch.rand(QUERIES, KV_HEADS * RATIO, TOKENS, generator=g, dtype=torch.float64)
+    heads = torch.arange(KV_HEADS * RATIO) // RATIO
+    o, expected = (torch.einsum("qht,thd->qhd", p, x[:, heads]) for x in (divided, v))
+    torch.testing.assert_close(scale.multiply(o), expected, rtol=1e-6, atol=1e-12)
+    assert scale.multiply(o.bfloat16()).dtype == torch.float32
+
+
+def test_a_v_scale_refuses_what_does_not_fit() -> None:
+    scale = VScale(torch.ones(KV_HEADS, DIM))
+    with pytest.raises(ValueError, match="like the scale"):
+        scale.divide(torch.ones(3, KV_HEADS + 1, DIM))
+    with pytest.raises(ValueError, match="multiple of 3 heads"):
+        scale.multiply(torch.ones(3, KV_HEADS + 1, DIM))
+    with pytest.raises(TypeError, match="v must"):
+        VScale.from_values(torch.ones(3, KV_HEADS, DIM, dtype=torch.int32))
+    with pytest.raises(ValueError, match="with tokens"):
+        VScale.from_values(torch.ones(0, KV_HEADS, DIM))

@@ -156,6 +156,62 @@ def validate_decode(
     _end(run(cases, report, on=on, jobs=jobs or default_jobs(), seed=seed, detect_races=detect_races))
 
 
+@validate.command("sparse")
+def validate_sparse(
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="Also cross row lengths, heads and skipped indices.")
+    ] = False,
+    case: Annotated[
+        list[str] | None,
+        typer.Option("--case", metavar="LINE", help="Only this case, as a sweep prints it; repeatable."),
+    ] = None,
+    on: On = None,
+    detect_races: Annotated[
+        bool, typer.Option("--detect-races", help="With emulated places: watch LDS for races.")
+    ] = False,
+    jobs: Jobs = None,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Sweep DeepSeek-V4 sparse attention: ways to attend, layouts, row lengths, heads, options."""
+    from narrowkv.cli.report import Report
+
+    report = Report("validate sparse", as_json=as_json, out_file=out)
+    from narrowkv.cli.sparse.cases import SPARSE_CASES, SparseCase, sweep
+    from narrowkv.cli.validate import validate as run
+    from narrowkv.cli.workers import default_jobs
+
+    cases = [SparseCase.parse(line) for line in case] if case else sweep(everything=full)
+    jobs = jobs or default_jobs()
+    _end(run(cases, report, on=on, jobs=jobs, seed=0, detect_races=detect_races, kind=SPARSE_CASES))
+
+
+@validate.command("sage")
+def validate_sage(
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="Also every precision, granularity and mask together.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    on: On = None,
+    detect_races: Annotated[
+        bool, typer.Option("--detect-races", help="With emulated places: watch LDS for races.")
+    ] = False,
+    jobs: Jobs = None,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Show what Sage attention's granularities cost in accuracy, beside the published figures."""
+    from narrowkv.cli.report import Report
+
+    report = Report("validate sage", as_json=as_json, out_file=out)
+    from narrowkv.cli.sage import accuracy
+    from narrowkv.cli.workers import default_jobs
+
+    cases = accuracy.sweep(full=full, seed=seed)
+    jobs = jobs or default_jobs()
+    _end(accuracy.validate_sage(cases, report, on=on, jobs=jobs, seed=seed, detect_races=detect_races))
+
+
 @validate.command()
 def fp4(
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each input set.")] = 3,
@@ -277,6 +333,63 @@ def prefill(
     _end(bench_prefill(list(rows), report, samples))
 
 
+@bench.command()
+def sparse(
+    tokens: Annotated[str, typer.Option(metavar="LIST", help="Query tokens.")] = "1024,4096",
+    heads: Annotated[str, typer.Option(metavar="LIST", help="Query heads.")] = "16,64,128",
+    topk: Annotated[str, typer.Option(metavar="LIST", help="Rows that each token attends to.")] = "512,2048",
+    pool: Annotated[int, typer.Option(min=1, help="Rows of the pool.")] = 65536,
+    mode: Annotated[
+        str, typer.Option(metavar="LIST", help="Of bf16, prepass, fused, fused-fp8q.")
+    ] = "bf16,prepass,fused",
+    samples: Annotated[int, typer.Option(min=1, help="The most samples of a row.")] = 50,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Measure DeepSeek-V4 sparse prefill over tokens, heads and top-k, in each mode."""
+    from itertools import product
+
+    from narrowkv.cli.report import Report
+
+    report = Report("bench", as_json=as_json, out_file=out)
+    lists = {"tokens": tokens, "heads": heads, "topk": topk}
+    numbers = [_numbers(f"--{name}", text) for name, text in lists.items()]
+    from narrowkv.cli.sparse.bench import SparseShape, bench_sparse
+
+    shapes = [SparseShape(t, h, k, pool) for t, h, k in product(*numbers)]
+    _end(bench_sparse(shapes, [name for name in mode.split(",") if name], report, samples))
+
+
+@bench.command()
+def sage(
+    batch: Annotated[str, typer.Option(metavar="LIST", help="Sequences.")] = "2",
+    context: Annotated[str, typer.Option(metavar="LIST", help="Tokens of Q, and of K.")] = "4096,16384",
+    heads: Annotated[int, typer.Option(min=1, help="Heads of Q, K and V.")] = 32,
+    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    qk: Annotated[str, typer.Option(metavar="LIST", help="Of int8, int4, fp8.")] = "int8",
+    granularity: Annotated[
+        str, typer.Option(metavar="LIST", help="Of per_tensor, per_block, per_warp, per_thread.")
+    ] = "per_thread,per_warp,per_block",
+    samples: Annotated[int, typer.Option(min=1, help="The most samples of a row.")] = 20,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Measure Sage attention, quantisation included, beside torch's SDPA in bf16, unmasked and causal."""
+    from itertools import product
+
+    from narrowkv.cli.report import Report
+
+    report = Report("bench", as_json=as_json, out_file=out)
+    batches, contexts = _numbers("--batch", batch), _numbers("--context", context)
+    from narrowkv.cli.sage.bench import SageShape, bench_sage
+
+    shapes = [
+        SageShape(b, c, heads, head_dim, causal) for b, c, causal in product(batches, contexts, (False, True))
+    ]
+    precisions, groups = ([name for name in text.split(",") if name] for text in (qk, granularity))
+    _end(bench_sage(shapes, precisions, groups, report, samples))
+
+
 def _numbers(option: str, text: str, least: int = 1) -> list[int]:
     from narrowkv.cli.report import UsageError
 
@@ -288,6 +401,13 @@ def _numbers(option: str, text: str, least: int = 1) -> list[int]:
 
 @app.command()
 def inspect(
+    operation: Annotated[
+        str,
+        typer.Argument(
+            metavar="[OPERATION]",
+            help="decode; sparse: all that it ships, or one --case; sage: all that it ships.",
+        ),
+    ] = "decode",
     target: Annotated[str, typer.Option(metavar="NAMES", help="gfx942, gfx950 or both.")] = "gfx942,gfx950",
     batch: Annotated[int, typer.Option(min=1)] = 4,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 1024,
@@ -310,11 +430,27 @@ def inspect(
     as_json: Json = False,
     out: Out = None,
 ) -> None:
-    """Show what decode compiles to: registers, LDS, occupancy, spills, instruction mix, modelled roofline."""
+    """Show what an operation compiles to: registers, LDS, spills, instructions; of decode also a roofline."""
     from narrowkv.cli.report import Report
 
     report = Report("inspect", as_json=as_json, out_file=out)
     targets = _amd_targets(target)
+    if operation == "sparse":
+        from narrowkv.cli.sparse.cases import SparseCase
+        from narrowkv.cli.sparse.inspection import inspect_sparse
+        from narrowkv.cli.sparse.inspection import shipped_cases as sparse_cases
+
+        cases = sparse_cases() if case is None else [SparseCase.parse(case)]
+        _end(inspect_sparse(cases, report, targets=targets))
+    if operation == "sage":
+        from narrowkv.cli.sage.inspection import inspect_sage
+        from narrowkv.cli.sage.inspection import shipped_cases as sage_cases
+
+        _end(inspect_sage(sage_cases(), report, targets=targets))
+    if operation != "decode":
+        from narrowkv.cli.report import UsageError
+
+        raise UsageError(f"OPERATION must be decode, sparse or sage, got {operation!r}")
     from narrowkv.cli.cases import DecodeCase
     from narrowkv.cli.inspection import inspect as run
     from narrowkv.cli.inspection import inspection_case

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -26,9 +26,35 @@ LSE_BOUND = 1e-3
 _QUERY_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _OUT_DTYPES = {**_QUERY_DTYPES, "fp32": torch.float32}
 _SPARE_PAGES = 3
+Case = TypeVar("Case")
 FP4 = "fp4_e2m1"
 # Unused slots hold NaN, so that reading one shows.
 _NAN_BYTE = {"fp8_e4m3fn": 0x7F, "fp8_e4m3fnuz": 0x80, "fp8_e5m2": 0x7F}
+
+
+def spell_case(case: Any) -> str:
+    """A frozen dataclass as `name=value` pairs of what is not the default."""
+    changed = ((f.name, getattr(case, f.name)) for f in fields(case) if getattr(case, f.name) != f.default)
+    return ",".join(f"{name}={_spell(value)}" for name, value in changed) or "seed=0"
+
+
+def parse_case(kind: type[Case], text: str) -> Case:
+    """The frozen dataclass that `spell_case` spelled.
+
+    Raises:
+        UsageError: naming the part that is wrong and what is known.
+    """
+    known = {f.name: f.default for f in fields(kind)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals or name not in known:
+            raise UsageError(f"--case must be name=value pairs of {', '.join(known)}; got {part!r}")
+        try:
+            values[name] = _read(value, type(known[name]))
+        except ValueError:
+            raise UsageError(f"--case {name} must be a {type(known[name]).__name__}, got {value!r}") from None
+    return kind(**values)
 
 
 def parse_format(text: str) -> tuple[CacheFormat, int]:
@@ -108,10 +134,7 @@ class DecodeCase:
         return len(self.seq_lens)
 
     def __str__(self) -> str:
-        changed = (
-            (f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default
-        )
-        return ",".join(f"{name}={_spell(value)}" for name, value in changed) or "seed=0"
+        return spell_case(self)
 
     @classmethod
     def parse(cls, text: str) -> DecodeCase:
@@ -120,19 +143,7 @@ class DecodeCase:
         Raises:
             UsageError: naming the part that is wrong and what is known.
         """
-        known = {f.name: f.default for f in fields(cls)}
-        values: dict[str, Any] = {}
-        for part in filter(None, text.split(",")):
-            name, equals, value = part.partition("=")
-            if not equals or name not in known:
-                raise UsageError(f"--case must be name=value pairs of {', '.join(known)}; got {part!r}")
-            try:
-                values[name] = _read(value, type(known[name]))
-            except ValueError:
-                raise UsageError(
-                    f"--case {name} must be a {type(known[name]).__name__}, got {value!r}"
-                ) from None
-        case = cls(**values)
+        case = parse_case(cls, text)
         try:
             lens = case.seq_lens
         except ValueError:
@@ -410,9 +421,19 @@ class CaseResult:
     place: str = ""
 
 
+class CallInputs(Protocol):
+    """Tensors that an operation can be called with, and the reference on them."""
+
+    def call(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(o, lse)` of the operation."""
+
+    def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(o, lse)` in fp32."""
+
+
 def check(
-    case: DecodeCase,
-    inputs: DecodeInputs,
+    case: object,
+    inputs: CallInputs,
     bound: float,
     call: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> CaseResult:

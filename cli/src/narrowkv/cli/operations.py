@@ -15,7 +15,17 @@ import torch
 
 from narrowkv.attn_decode import paged_decode
 from narrowkv.cli.cases import DecodeInputs
-from narrowkv.cli.contracts import APPEND, DECODE, PREFILL, Contract, Shape
+from narrowkv.cli.contracts import (
+    APPEND,
+    DECODE,
+    PREFILL,
+    SAGE,
+    SPARSE,
+    SPARSE_DECODE,
+    SPARSE_FP8,
+    Contract,
+    Shape,
+)
 from narrowkv.cli.prefill.calls import (
     append_inputs,
     cu_seqlens_q,
@@ -25,6 +35,9 @@ from narrowkv.cli.prefill.calls import (
     ragged_inputs,
     tensor,
 )
+from narrowkv.cli.sage.cases import SageCall, sage_inputs
+from narrowkv.cli.sparse.cases import SparseCall, SparseCase
+from narrowkv.cli.sparse.cases import build as build_sparse
 
 __all__ = [
     "OPERATIONS",
@@ -98,9 +111,41 @@ def _decode(_: Any, inputs: DecodeInputs) -> Call:
     return lambda: tensor(paged_decode(q, cache, table, **inputs.options, plan=plan))
 
 
+def sparse_inputs(contract: Contract, shape: Shape, device: str = "cpu", clean: bool = False) -> SparseCall:
+    """Queries of `q_len` tokens, each over `context` rows of a pool."""
+    fp8 = contract.k.startswith("fp8_")
+    return build_sparse(
+        SparseCase(
+            mode=contract.variant or ("decode" if contract.operation == SPARSE_DECODE else "wide"),
+            layout="packed584" if fp8 else contract.k,
+            lens="+".join([str(shape.context)] * shape.q_len),
+            heads=shape.num_qo_heads,
+            q="fp8" if contract.q.startswith("fp8_") else contract.q,
+            format=contract.k if fp8 else SparseCase.format,
+            page_size=contract.page_size,
+            clean=clean,
+        ),
+        device,
+    )
+
+
+def _sparse(_: Any, inputs: SparseCall) -> Call:
+    return lambda: tensor(inputs.call(return_lse=False))
+
+
+def _sage(_: Any, inputs: SageCall) -> Call:
+    return lambda: inputs.call()[0]
+
+
+_SPARSE = Operation(sparse_inputs, _sparse)
+
 OPERATIONS: dict[str, Operation] = {
     DECODE: Operation(paged_inputs, _decode),
     PREFILL: Operation(ragged_inputs, prepare_prefill),
     APPEND: Operation(append_inputs, prepare_append),
+    SAGE: Operation(sage_inputs, _sage),
+    SPARSE: _SPARSE,
+    SPARSE_FP8: _SPARSE,
+    SPARSE_DECODE: _SPARSE,
 }
 """By the contract's "module:function"."""

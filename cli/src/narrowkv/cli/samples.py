@@ -57,6 +57,18 @@ def _rows_of_last_head_program(launch: Launch) -> Iterable[Workgroup]:
     return ((row, seq, 0) for seq in range(launch.grid[1]) for row in range(first, launch.grid[0]))
 
 
+def _sparse_programs(launch: Launch) -> Iterable[Workgroup]:
+    """First, middle and last heads and tokens; where rows are split, all splits of the last."""
+    if launch.grid[1] == 1:
+        return corners(launch)
+    return ((launch.grid[0] - 1, split, 0) for split in range(launch.grid[1]))
+
+
+def _rows_of_last_sparse_program(launch: Launch) -> Iterable[Workgroup]:
+    """Heads whose partial results `_sparse_programs` leaves: some of the last token's."""
+    return ((row, 0, 0) for row in range(max(0, launch.grid[0] - 8), launch.grid[0]))
+
+
 def _splits_of_some_tiles(launch: Launch) -> Iterable[Workgroup]:
     """All splits of the first and last tile of two heads; places past the last tile hold none."""
     x, _, splits = launch.grid
@@ -74,9 +86,13 @@ SAMPLES: dict[str, Callable[[Launch], Iterable[Workgroup]]] = {
     "_merge_splits_kernel": _rows_of_last_head_program,
     "_merge_states_kernel": corners,
     "_append_kernel": corners,
+    "_sparse_wide_kernel": _sparse_programs,
+    "_sparse_fused_kernel": _sparse_programs,
+    "_merge_sparse_kernel": _rows_of_last_sparse_program,
+    "_sage_attention_kernel": corners,
     "_fused_prefill_kernel": _splits_of_some_tiles,
-    "_dense_prefill_kernel": _splits_of_some_tiles,  # after all of _widen_kernel
     "_prefill_append_kernel": _last_head_of_an_append,
+    "_dense_prefill_kernel": _splits_of_some_tiles,  # after all of _widen_kernel
 }
 """By the name of the kernel. Samples of kernels that one operation launches must fit together."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -103,10 +103,53 @@ def sweep(*, full: bool, seed: int) -> list[DecodeCase]:
 
 
 @dataclass(frozen=True)
-class Task:
-    """A case, where to run it, and whether to watch LDS for races there."""
+class Kind:
+    """An operation whose cases can be validated.
 
-    case: DecodeCase
+    Attributes:
+        operation: its function, for people.
+        argument: what names it on the command line; empty for decode.
+        run: runs one case at a place.
+        group: query and rows or cache of a case's line, for the table.
+        bounds: relative L1 errors that pass, by what they hold for.
+    """
+
+    operation: str
+    argument: str
+    run: Callable[[Any, Place], CaseResult]
+    group: Callable[[str], tuple[str, str]]
+    bounds: dict[str, float]
+
+    @property
+    def bound(self) -> str:
+        """The bounds for people."""
+        return ", ".join(
+            f"{bound:g}" if name == "relative_l1" else f"{bound:g} {name}"
+            for name, bound in self.bounds.items()
+        )
+
+
+def _run_decode(case: DecodeCase, place: Place) -> CaseResult:
+    inputs = build(case, place.device)
+    with place.context():
+        results = inputs.call()
+    return check(case, inputs, BOUND_16_BIT_QUERY, lambda: results)
+
+
+def _group_decode(line: str) -> tuple[str, str]:
+    case = DecodeCase.parse(line)
+    return case.q, case.k if case.k == case.v else "K and V differ"
+
+
+DECODE_CASES = Kind("paged_decode", "", _run_decode, _group_decode, {"relative_l1": BOUND_16_BIT_QUERY})
+
+
+@dataclass(frozen=True)
+class Task:
+    """A case, how and where to run it, and whether to watch LDS for races there."""
+
+    case: Any
+    kind: Kind
     place: str
     detect_races: bool = False
 
@@ -114,11 +157,7 @@ class Task:
 def run_task(task: Task) -> CaseResult:
     """Runs one case; what goes wrong, a race too, is its result."""
     try:
-        place = find_place(task.place, detect_races=task.detect_races)
-        inputs = build(task.case, place.device)
-        with place.context():
-            results = inputs.call()
-        return check(task.case, inputs, BOUND_16_BIT_QUERY, lambda: results)
+        return task.kind.run(task.case, find_place(task.place, detect_races=task.detect_races))
     except Exception as error:
         lines = str(error).strip().splitlines()
         text = f"{type(error).__name__}: {lines[0] if lines else ''}"
@@ -133,17 +172,20 @@ class Setting:
         places: where they ran.
         default: the place that a command without --on takes.
         detect_races: whether LDS was watched.
+        kind: the operation.
     """
 
     places: tuple[Place, ...]
     default: str
     detect_races: bool = False
+    kind: Kind = DECODE_CASES
 
     def repro(self, result: CaseResult) -> str:
         """The command that repeats a case where it ran."""
         where = "" if result.place in ("", self.default) else f" --on {result.place}"
         races = " --detect-races" if self.detect_races else ""
-        return f"narrowkv validate{where}{races} --case {result.case}"
+        operation = f" {self.kind.argument}" if self.kind.argument else ""
+        return f"narrowkv validate{operation}{where}{races} --case {result.case}"
 
     def __str__(self) -> str:
         watched = "; LDS watched for races" if self.detect_races else ""
@@ -158,20 +200,21 @@ def _run_all(tasks: Sequence[Task], places: Sequence[Place], jobs: int) -> Itera
 
 
 def validate(
-    cases: Sequence[DecodeCase],
+    cases: Sequence[Any],
     report: Report,
     *,
     on: Sequence[str] | None,
     jobs: int,
     seed: int,
     detect_races: bool = False,
+    kind: Kind = DECODE_CASES,
 ) -> ExitCode:
     """Runs cases at every place and reports; Ctrl-C keeps those that were finished."""
-    setting = Setting(tuple(find_places(on, detect_races=detect_races)), find_place(None).name, detect_races)
-    places = setting.places
+    places = tuple(find_places(on, detect_races=detect_races))
+    setting = Setting(places, find_place(None).name, detect_races, kind)
     results: list[CaseResult] = []
     interrupted = False
-    tasks = [Task(case, place.name, detect_races) for place in places for case in cases]
+    tasks = [Task(case, kind, place.name, detect_races) for place in places for case in cases]
     with report.progress(len(tasks), "validating") as line:
         try:
             for task, result in _run_all(tasks, places, jobs):
@@ -180,13 +223,13 @@ def validate(
         except KeyboardInterrupt:
             interrupted = True
     failures = [result for result in results if not result.passed]
-    report.say(f"paged_decode against fp32 on the same cache, {setting}")
+    report.say(f"{kind.operation} against fp32 on the same numbers, {setting}")
     if len(cases) == 1:
         for result in results:
             text = f"{result.error}; lse {result.lse_error:.3g}" if result.error else result.detail
             report.line(f"{result.place}: {text}" if len(places) > 1 else text)
     else:
-        report.show(_table(results))
+        report.show(_table(results, kind))
         _show_worst(report, results, setting)
     for result in failures[:_FAILURES_SHOWN]:
         report.line(f"FAILED {result.detail}", "bold red")
@@ -196,16 +239,16 @@ def validate(
     colour = "bold red" if failures else "green"
     report.say(
         f"[{colour}]{len(results) - len(failures)} of {len(results)} cases pass[/] "
-        f"(relative L1 <= {BOUND_16_BIT_QUERY:g})"
+        f"(relative L1 <= {kind.bound})"
     )
     body = {
-        "operation": "paged_decode",
+        "operation": kind.operation,
         "ran_on": "; ".join(place.description for place in places),
         "places": [place.name for place in places],
         "detect_races": detect_races,
         "seed": seed,
         "versions": versions(),
-        "bounds": {"relative_l1": BOUND_16_BIT_QUERY, "lse": LSE_BOUND},
+        "bounds": {**kind.bounds, "lse": LSE_BOUND},
         "planned": len(tasks),
         "passed": len(results) - len(failures),
         "cases": [{**_as_dict(r), "command": setting.repro(r)} for r in results],
@@ -218,13 +261,11 @@ def _as_dict(result: CaseResult) -> dict[str, Any]:
     return {field.name: getattr(result, field.name) for field in fields(result)}
 
 
-def _table(results: Sequence[CaseResult]) -> Table:
+def _table(results: Sequence[CaseResult], kind: Kind) -> Table:
     """Errors by place and formats of query and cache."""
     groups: dict[tuple[str, str, str], list[CaseResult]] = {}
     for result in results:
-        case = DecodeCase.parse(result.case)
-        cache = case.k if case.k == case.v else "K and V differ"
-        groups.setdefault((result.place, case.q, cache), []).append(result)
+        groups.setdefault((result.place, *kind.group(result.case)), []).append(result)
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for column in (
         "ran on",

@@ -29,6 +29,7 @@ def contract_case(contract: Contract, shape: Shape, clean: bool) -> DecodeCase:
         q="bf16" if contract.q.startswith("fp8_") else contract.q,
         k=contract.k,
         v=contract.v,
+        group=contract.scale_group,
         clean=clean,
     )
 

@@ -15,7 +15,7 @@ from narrowkv.attn_decode.arguments import (
     side_of,
     table_pointers,
 )
-from narrowkv.attn_decode.config import SCALED_DOT_DEPTH, widen_route
+from narrowkv.attn_decode.config import SCALED_DOT_DEPTH
 from narrowkv.attn_decode.kernels import (
     Workspace,
     _merge_splits_kernel,
@@ -24,7 +24,7 @@ from narrowkv.attn_decode.kernels import (
 )
 from narrowkv.attn_decode.plan import DecodePlan, check_plan, decode_shape, plan_decode
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.quant.device import widening_exponent
+from narrowkv.quant.device import widen_route, widening_exponent
 from narrowkv.quant.errors import (
     check_dtype,
     check_finite_float,

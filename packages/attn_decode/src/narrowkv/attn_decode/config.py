@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from narrowkv.quant.device import BITS, NATIVE
+from narrowkv.quant.device import BITS, widen_route
 from narrowkv.quant.errors import UnsupportedError, check_choice
 from narrowkv.quant.launch import LaunchOptions
 from narrowkv.quant.targets import Target
@@ -58,21 +58,6 @@ class DecodeConfig:
     k_parts: int
     v_parts: int
     options: LaunchOptions
-
-
-def widen_route(target: Target, format_name: str) -> str:
-    """How a stored format is widened on a target; the names are those of `narrowkv.quant.device`.
-
-    gfx942 converts FNUZ only. It could read OCP bytes as FNUZ and double them, if they held no negative zero;
-    bit arithmetic on 16-bit words costs the same there (issue over memory time 0.44 and 0.45) and reads any
-    byte.
-    """
-    if format_name == "fp4_e2m1":
-        return BITS
-    if not format_name.startswith(_FP8_PREFIX):
-        return NATIVE
-    native = format_name in target.fp8_formats and (format_name == target.native_fp8 or not target.is_amd)
-    return NATIVE if native else BITS
 
 
 def choose_kernel(target: Target, k_format: str, head_dim: int, kernel: str | None) -> str:
@@ -129,6 +114,7 @@ def choose_config(
     k_format: str,
     v_format: str,
     *,
+    scale_groups: bool = False,
     kernel: str | None = None,
     split: str | None = None,
     tokens_per_split: int = 0,
@@ -139,6 +125,7 @@ def choose_config(
         target: what the kernel will run on.
         shape: the call's shape.
         k_format: storage format of K; v_format: of V.
+        scale_groups: FP4 has a scale per 32 channels.
         kernel: forces "native" or "decode".
         split: forces "none", "even" or "uniform".
         tokens_per_split: a fixed split size in tokens, rounded up to key tiles (batch-invariant mode); 0
@@ -165,6 +152,10 @@ def choose_config(
     # Short work is bound by latency: four warps share one large tile. H100, B4 ctx1024, attention kernel
     # alone and with
     # the merge: 128 keys x 1 stage 11.1 and 13.7 us, x 2 stages 12.0 and 14.1 us; one-warp programs 16.4 us.
+    # A scale per 32 channels takes registers that FP4's configurations do not leave: 598 us against 378 us.
+    unpacks = v_format == "fp4_e2m1" and not scale_groups and target.vendor == "nvidia"
+    unpacks = unpacks and block_m == 16 and narrow_head
+    whole_waves = False
     latency_bound = shape.batch * shape.capacity < 512 * slots
     if target.is_amd:
         # One wave a program: with more, every wave repeats the QK product and the softmax of a 16-row tile.
@@ -192,11 +183,11 @@ def choose_config(
         # One tile a program leaves nothing to share out, and looking for an even share costs each about 1 us.
         if split is None and short:
             split = "uniform"
-    elif k_format == v_format == "fp4_e2m1" and target.vendor == "nvidia" and block_m == 16 and narrow_head:
-        block_n = 32
+    elif unpacks and k_format == "fp4_e2m1":
+        block_n, whole_waves = 32, True
         options = LaunchOptions(num_warps=1, num_stages=5, maxnreg=_FP4_REGISTERS)
         slots = max(1, units * _FP4_RESIDENT // head_programs)
-    elif v_format == "fp4_e2m1" and target.vendor == "nvidia" and block_m == 16 and narrow_head:
+    elif unpacks:
         # H100, B64 ctx32768 page 16: 64 keys x 3 stages 1126 us, 32 x 3 1166 us, 64 x 2 1222 us (FP8: 1449).
         block_n = 64
         options = LaunchOptions(num_warps=1, num_stages=3)
@@ -223,9 +214,10 @@ def choose_config(
         num_units = shape.batch * min(max(1, slots // max(shape.batch, 1)), tiles)
     else:
         # An even share needs room for each sequence's rounding up: see `split_counts`. Where that is more
-        # than fits at once, whole waves of programs, an equal number for each sequence.
-        waves = -(-2 * shape.batch // slots)
-        num_units = slots if waves == 1 else waves * slots // shape.batch * shape.batch
+        # than fits at once, FP4 wants whole waves. H100, B128 ctx32768 page 64, FP4: 396 units 1811 us,
+        # 384 units 1943 us; FP8 2897 us with 264, 2863 us with 256.
+        least = 2 * shape.batch
+        num_units = -(-least // slots) * slots if whole_waves else max(slots, least)
     # Merging serially inside the launch pays while few partial results wait (H100, B64 ctx8192 at two splits:
     # 383 us against
     # 391 us); AMD's chiplets do not share an L2, so the second kernel's boundary is the cheaper fence there.

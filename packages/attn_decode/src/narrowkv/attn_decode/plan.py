@@ -155,6 +155,7 @@ def plan_decode(
         check_positive_int("tokens_per_split", tokens_per_split)
     config = choose_config(
         target, shape, k_format, v_format,
+        scale_groups="token_head_group" in (cache.k_granularity, cache.v_granularity),
         kernel=kernel, split=split,
         tokens_per_split=tokens_per_split or 0,
     )  # fmt: skip

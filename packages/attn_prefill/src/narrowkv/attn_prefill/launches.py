@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from narrowkv.attn_decode.arguments import descale_pointers, packed_route, side_of, table_pointers
-from narrowkv.attn_decode.config import parts_of, widen_route
+from narrowkv.attn_decode.config import parts_of
 from narrowkv.attn_decode.kernels import Workspace
 from narrowkv.attn_prefill.config import SCRATCH_BLOCK, fp8_route, triton_fp8
 from narrowkv.attn_prefill.kernels.append import NewCache, _prefill_append_kernel
@@ -25,7 +25,7 @@ from narrowkv.paged_cache.append import (
     rope_pointers,
     storage_constants,
 )
-from narrowkv.quant.device import widening_exponent
+from narrowkv.quant.device import widen_route, widening_exponent
 from narrowkv.quant.launch import LaunchOptions, launch
 
 _LOG2E = math.log2(math.e)

@@ -38,7 +38,7 @@ from .quantize import (
 )
 from .rounding import cast_fp8, decode, encode
 from .targets import TARGETS, Figures, Target, device_target, get_target
-from .transforms import KOffset, hadamard, lse_correction
+from .transforms import KOffset, VScale, hadamard, lse_correction
 
 __version__ = "0.1.0"
 
@@ -53,6 +53,7 @@ __all__ = [
     "KOffset",
     "Target",
     "UnsupportedError",
+    "VScale",
     "cast_fp8",
     "check_storage",
     "compare",

@@ -13,6 +13,8 @@ import narrowkv.quant.toolchain  # noqa: F401, I001  # first: it says how to get
 import triton
 import triton.language as tl
 
+from narrowkv.quant.targets import Target
+
 NATIVE = "native"
 BITS = "bits"
 # Bytes of an OCP cache reinterpreted as FNUZ: half the value. Wrong for 0x80 and NaN, so only for caches free
@@ -29,6 +31,30 @@ def widening_exponent(format_name: str, route: str) -> int:
     if route == BITS:
         return {"fp8_e4m3fn": 8, "fp8_e4m3fnuz": 7, "fp8_e5m2": 0}[format_name]
     return 0
+
+
+def widen_route(target: Target, format_name: str, *, negative_zero_free: bool = False) -> str:
+    """How a stored format is best widened on a target: "native", "bits" or "fnuz_alias".
+
+    gfx942 converts and multiplies FNUZ only. OCP bytes that hold no negative zero can be read there as FNUZ
+    of half the value, which a caller who multiplies FP8 by FP8 wants. One who only widens does not: bit
+    arithmetic on 16-bit words costs the same (issue over memory time of decode 0.44 and 0.45) and reads any
+    byte.
+
+    Args:
+        target: what the kernel runs on.
+        format_name: the stored format.
+        negative_zero_free: whether the bytes hold no 0x80 and no NaN, and may be read as FNUZ.
+    """
+    if format_name == "fp4_e2m1":
+        return BITS
+    if not format_name.startswith("fp8_"):
+        return NATIVE
+    if format_name in target.fp8_formats and (format_name == target.native_fp8 or not target.is_amd):
+        return NATIVE
+    if target.name == "gfx942" and format_name == "fp8_e4m3fn" and negative_zero_free:
+        return FNUZ_ALIAS
+    return BITS
 
 
 @triton.jit
@@ -72,6 +98,9 @@ def widen(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexpr):
         y = _fp8_bits_to_fp16((x.to(tl.uint16) << 8).to(tl.int16, bitcast=True), FORMAT)
     elif ROUTE == "fnuz_alias":
         y = x.to(tl.float8e4b8, bitcast=True).to(DTYPE)
+    elif FORMAT == "fp8_e5m2" and tl.bfloat16 == DTYPE:
+        # Not all compilers keep NaN on the direct way; every E5M2 number is a float16.
+        y = x.to(tl.float16)
     else:
         y = x
     return y.to(DTYPE)
@@ -259,6 +288,22 @@ def narrow_fp8(x, FORMAT: tl.constexpr):
     code = _round_magnitude(tl.minimum(tl.abs(x), MAX), BIAS, MANTISSA)
     sign = tl.where((x < 0) & (code != 0), 0x80, 0)
     return tl.where(x != x, NAN, code | sign).to(tl.uint8)
+
+
+@triton.jit
+def cast_fp8(x, FORMAT: tl.constexpr):
+    """`narrow_fp8` of E4M3 by the target's own cast: one instruction for two numbers of a native format."""
+    if FORMAT == "fp8_e4m3fn":
+        TYPE: tl.constexpr = tl.float8e4nv
+        MAX: tl.constexpr = 448.0
+        TINY: tl.constexpr = 2.0**-10
+    else:
+        TYPE: tl.constexpr = tl.float8e4b8
+        MAX: tl.constexpr = 240.0
+        TINY: tl.constexpr = 2.0**-11
+    # Not every cast saturates, and a negative number that rounds to zero must not become 0x80.
+    x = tl.where(x != x, x, tl.minimum(tl.maximum(x, -MAX), MAX))
+    return tl.where(tl.abs(x) <= TINY, 0.0, x).to(TYPE).to(tl.uint8, bitcast=True)
 
 
 @triton.jit

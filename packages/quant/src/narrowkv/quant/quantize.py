@@ -87,7 +87,8 @@ def _amax(x: torch.Tensor, fmt: Format, dims: tuple[int, ...]) -> torch.Tensor:
 
 
 def _descale(amax: torch.Tensor, max_value: float) -> torch.Tensor:
-    return torch.where(amax == 0, 1.0, (amax / max_value).clamp(min=_MIN_DESCALE))
+    # torch on a GPU divides by a number as it multiplies by the reciprocal, which rounds otherwise.
+    return torch.where(amax == 0, 1.0, (amax / torch.full_like(amax, max_value)).clamp(min=_MIN_DESCALE))
 
 
 def _given_descale(descale: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:

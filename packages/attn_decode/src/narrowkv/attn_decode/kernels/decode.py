@@ -33,6 +33,7 @@ from narrowkv.attn_decode.kernels.tiles import (
     zeros_in_parts,
 )
 from narrowkv.quant.device import join_parts
+from narrowkv.quant.softmax import softmax_step
 
 
 @triton.jit
@@ -175,16 +176,11 @@ def _paged_decode_kernel(
             attended = attended_keys(n, query_pos, WINDOW_LEFT)
             s = tl.where(attended, s, float("-inf"))
 
-        m_new = tl.maximum(m, tl.max(s, 1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - m_safe[:, None])
-        correction = tl.exp2(m - m_safe)
-        l = l * correction + tl.sum(p, 1)
-        m = m_new
+        p, m, l, correction = softmax_step(s, m, l)
 
         v_wide, v_factor = widen_tile(v_words, v_scale, V_FORMAT, V_ROUTE, COMPUTE, V_PARTS, V_DESCALE)
         if V_PER_KEY:
-            numbers = tl.where(v_factor == v_factor, v_factor, 1.0e-38)
+            numbers = tl.where(v_factor == v_factor, v_factor, 1.2e-38)
             larger = tl.maximum(v_unit, tl.max(numbers, 0))
             p *= (v_factor * (1.0 / larger))[None, :]
             correction *= v_unit / larger

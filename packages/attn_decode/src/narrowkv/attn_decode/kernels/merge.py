@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import split_counts, write_rows
+from narrowkv.quant.softmax import merge_step
 
 
 @triton.jit
@@ -48,13 +49,7 @@ def _merge_splits_kernel(
         l_i = tl.load(workspace.ml + slot * (2 * BLOCK_M) + BLOCK_M + r, mask=inside, other=0.0)
         part = (slot * (BLOCK_M * BLOCK_D) + r * BLOCK_D)[:, None] + d[None, :]
         acc_i = tl.load(workspace.acc + part, mask=inside[:, None], other=0.0)  # [BLOCK_S, BLOCK_D]
-        m_new = tl.maximum(m, tl.max(m_i, 0))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight = tl.exp2(m_i - m_safe)
-        ours = tl.exp2(m - m_safe)
-        l = l * ours + tl.sum(l_i * weight, 0)
-        acc = acc * ours[:, None] + tl.sum(acc_i * weight[:, None], 0)[None, :]
-        m = m_new
+        acc, m, l = merge_step(acc, m, l, acc_i, m_i, l_i)
     one = tl.arange(0, 1)
     heads = kv_head * GQA_RATIO + row % GQA_RATIO + one
     tokens = (seq * Q_LEN + row // GQA_RATIO + one).to(tl.int64)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from narrowkv.quant.device import e8m0_to_fp32, share_exponent, widen_parts
+from narrowkv.quant.softmax import natural_lse, output_share
 
 
 class KVPointers(NamedTuple):
@@ -353,22 +354,13 @@ def write_rows(o_ptr, lse_ptr, sinks_ptr, acc, m, l, out_scale, heads, tokens, r
                 stride_ot, stride_oh, stride_lse,
                 HEAD_DIM: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr):  # fmt: skip
     """O = acc / (l + sink) and the natural-log lse, which leaves the sink out."""
-    LN2: tl.constexpr = 0.6931471805599453
-    LOG2E: tl.constexpr = 1.4426950408889634
-    empty = l == 0.0
     if HAS_SINKS:
-        sink = tl.load(sinks_ptr + heads, mask=row_mask, other=float("-inf")).to(tl.float32) * LOG2E
-        # The larger of the two is taken out of both, so that neither overflows.
-        top = tl.maximum(m, sink)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        kept = tl.where(empty, 0.0, tl.exp2(m - top))
-        share = kept / (l * kept + tl.where(sink == float("-inf"), 0.0, tl.exp2(sink - top)))
-        share = tl.where(empty | (sink == float("inf")), 0.0, share)
+        sink = tl.load(sinks_ptr + heads, mask=row_mask, other=float("-inf")).to(tl.float32)
+        share = output_share(m, l, sink)
     else:
-        share = tl.where(empty, 0.0, 1.0 / l)
+        share = tl.where(l == 0.0, 0.0, 1.0 / l)
     o = acc * (share * out_scale)[:, None]
     o_off = tokens[:, None] * stride_ot + heads[:, None] * stride_oh + d[None, :]
     tl.store(o_ptr + o_off, o.to(o_ptr.dtype.element_ty), mask=row_mask[:, None] & (d < HEAD_DIM)[None, :])
     if WRITE_LSE:
-        lse = tl.where(empty, float("-inf"), m * LN2 + tl.log(l))
-        tl.store(lse_ptr + tokens * stride_lse + heads, lse, mask=row_mask)
+        tl.store(lse_ptr + tokens * stride_lse + heads, natural_lse(m, l), mask=row_mask)

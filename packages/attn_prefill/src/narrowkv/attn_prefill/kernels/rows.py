@@ -233,8 +233,8 @@ def softmax_step(s, m, l, scale, FOLDED: tl.constexpr):
 @triton.jit
 def weigh_values(p, correction, factor, unit):
     """P times each key's factor, in units of the largest so far, so that it stays in float16's range."""
-    numbers = tl.where(factor == factor, factor, 1.0e-38)
-    larger = tl.maximum(tl.maximum(unit, tl.max(numbers, 0)), 1.0e-38)
+    numbers = tl.where(factor == factor, factor, 1.2e-38)
+    larger = tl.maximum(tl.maximum(unit, tl.max(numbers, 0)), 1.2e-38)
     return p * (factor / larger)[None, :], correction * (unit / larger), larger
 
 

@@ -1,0 +1,123 @@
+"""`validate fp4`: inputs, recipes, goals, and what the command prints."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from narrowkv.attn_decode import paged_decode
+from narrowkv.cli import format_errors
+from narrowkv.cli.app import app
+from narrowkv.cli.format_errors import (
+    FP4_BEST,
+    GOALS,
+    RECIPES,
+    SETS,
+    Sizes,
+    attention,
+    make_inputs,
+    measure,
+)
+from narrowkv.paged_cache import PagedKVCache, PageTable, append
+from narrowkv.quant.accuracy import relative_l1
+from narrowkv.quant.transforms import KOffset, VScale
+
+SMALL = Sizes(batch=1, context=48)
+I32 = torch.int32
+
+
+def test_inputs_are_seeded_rounded_to_bf16_and_as_described() -> None:
+    for name in SETS:
+        x, again = make_inputs(name, SMALL, 3), make_inputs(name, SMALL, 3)
+        assert all(torch.equal(a, b) for a, b in zip(x, again, strict=True))
+        assert all(torch.equal(a, a.bfloat16().float()) for a in x)
+        assert not torch.equal(x.k, make_inputs(name, SMALL, 4).k)
+    mean = make_inputs("outlier", Sizes(), 0).k.mean((0, 1))
+    assert mean[:126:21].round().tolist() == [12, -9, 7, -6, 5, -4]
+    mean[:126:21] = 0
+    assert float(mean.abs().max()) < 0.1
+
+
+def test_attention_is_torchs() -> None:
+    x = make_inputs("outlier", SMALL, 0)
+    expected = torch.nn.functional.scaled_dot_product_attention(x.q, x.k, x.v)
+    torch.testing.assert_close(attention(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_every_recipe_is_measured_and_the_plain_one_has_no_error() -> None:
+    errors = {e.recipe: e for e in measure((0,), SMALL, "cpu")}
+    assert set(errors) == {r.name for r in RECIPES}
+    assert len(errors) == len(RECIPES)
+    assert all(e == 0 for e in errors["bf16"].relative_l1.values())
+    for name, error in errors.items():
+        for value in (*error.relative_l1.values(), *error.rmse.values()):
+            assert math.isfinite(value)
+            assert name == "bf16" or value > 0
+    # On Gaussian numbers error follows the bits and no recipe of one size is far from another.
+    assert errors["FP8"].relative_l1["gaussian"] < 0.05 < 0.1 < errors[FP4_BEST].relative_l1["gaussian"] < 0.2
+    # Kept sides must not leak between recipes: each alone says the same.
+    x = make_inputs("outlier", SMALL, 0)
+    alone = {r.name: relative_l1(r.attend(x, {}), attention(x)) for r in RECIPES}
+    kept: format_errors.Kept = {}
+    assert alone == {r.name: relative_l1(r.attend(x, kept), attention(x)) for r in RECIPES}
+
+
+def test_the_best_recipe_is_what_the_kernels_do_with_its_cache() -> None:
+    """append with the offset and decode, corrected outside, give the table's numbers."""
+    (recipe,) = (r for r in RECIPES if r.name == FP4_BEST)
+    x = make_inputs("outlier", Sizes(batch=1, context=64), 1)
+    k, v = x.k[0, :, None].contiguous(), x.v[0, :, None].contiguous()
+    offset, scale = KOffset.from_keys(k), VScale.from_values(v)
+    cache = PagedKVCache.empty(4, 16, 1, 128, format="fp4_e2m1", scale_group=32)
+    append(cache, k, scale.divide(v), torch.arange(64, dtype=I32), k_offset=offset.offset)
+    table = PageTable.from_block_table(
+        torch.arange(4, dtype=I32)[None], torch.tensor([64], dtype=I32), page_size=16
+    )
+    o = paged_decode(x.q.bfloat16(), cache, table, out_dtype=torch.float32)
+    assert isinstance(o, torch.Tensor)
+    assert relative_l1(scale.multiply(o), recipe.attend(x, {})) < 0.002
+
+
+def run(*arguments: str) -> tuple[Any, dict[str, Any]]:
+    result = CliRunner().invoke(
+        app, ["validate", "fp4", "--batch", "1", "--context", "48", "--json", *arguments]
+    )
+    return result, json.loads(result.stdout)
+
+
+def test_the_command_holds_the_table_against_its_goals(tmp_path: Path) -> None:
+    out = tmp_path / "table.json"
+    result, document = run("--seeds", "1", "--on", "cpu", "--out", str(out))
+    assert [r["recipe"] for r in document["recipes"]] == [r.name for r in RECIPES]
+    assert [g["recipe"] for g in document["goals"]] == [g.recipe for g in GOALS]
+    assert result.exit_code == (0 if all(g["pass"] for g in document["goals"]) else 1)
+    assert json.loads(out.read_text()) == document
+    assert "OCP MX" in result.stderr
+
+
+def test_a_goal_that_is_missed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    goal = format_errors.Goal("FP4, a scale per head, ceil", FP4_BEST, "rmse", 0.5)
+    monkeypatch.setattr(format_errors, "GOALS", (goal,))
+    result, document = run("--seeds", "1", "--on", "cpu")
+    assert result.exit_code == 1
+    assert document["goals"][0]["pass"] is False
+
+
+@pytest.mark.slow
+def test_the_goals_are_reached_at_full_size() -> None:
+    errors = {e.recipe: e for e in measure(range(3), Sizes(), "cpu")}
+    for goal in GOALS:
+        assert goal.reached(errors) >= goal.less_by, goal
+
+
+def test_the_plot_is_drawn_where_matplotlib_is(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "errors.png"
+    run("--seeds", "1", "--on", "cpu", "--plot", str(file))
+    assert file.read_bytes().startswith(b"\x89PNG")

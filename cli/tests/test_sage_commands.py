@@ -1,0 +1,121 @@
+"""`probe sage`, `validate sage`, `bench sage`, `inspect sage`: small runs, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from narrowkv.cli import contracts
+from narrowkv.cli.app import app
+from narrowkv.cli.contracts import CONTRACT_SETS, Shape
+from narrowkv.cli.sage import accuracy, cases, inspection
+from narrowkv.cli.sage.cases import SageCase
+
+run = CliRunner().invoke
+
+
+def ask(*arguments: str) -> tuple[int, dict[str, Any]]:
+    result = run(app, [*arguments, "--json"])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, json.loads(result.stdout)
+
+
+def test_probe_asks_every_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = CONTRACT_SETS["sage"]
+    small = Shape(batch=1, q_len=70, context=70, num_qo_heads=2, num_kv_heads=1, head_dim=64)
+    sets = {"sage": contracts.ContractSet(chosen.name, chosen.title, small, chosen.contracts)}
+    monkeypatch.setattr(contracts, "CONTRACT_SETS", sets)
+    code, document = ask("probe", "sage", "--on", "cpu", "--jobs", "1")
+    own = [row for row in document["rows"] if row["backend"] == "narrowkv"]
+    assert code == 0
+    assert [row["contract"]["q"] for row in own] == ["int8", "int4", "fp8_e4m3fn"]
+    assert all(row["status"] == "pass" and 0 < row["relative_l1"] < contracts.BOUND_FP8_P for row in own)
+    for row in own:
+        for target in ("gfx942", "gfx950"):
+            (main,) = (k for k in row["compiled"][target]["kernels"] if k["name"] == "_sage_attention_kernel")
+            assert main["spills"] == main["scratch_bytes"] == 0
+            assert main["mfma"]
+
+
+def test_validate_shows_every_granularity_beside_the_published_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = [
+        SageCase("int4", granularity, smooth_q=True, tokens=130, head_dim=64)
+        for granularity in ("per_tensor", "per_thread")
+    ]
+    monkeypatch.setattr(accuracy, "sweep", lambda **_: small)
+    _, document = ask("validate", "sage", "--on", "cpu", "--jobs", "1")
+    assert document["operation"] == "sage_attention"
+    assert document["published"]["per_thread"] == [0.9945, 0.062, 0.031]
+    coarse, fine = document["cases"]
+    assert coarse["kernel_l1"] < contracts.BOUND_FP8_P
+    assert fine["total"]["relative_l1"] < coarse["total"]["relative_l1"]
+
+
+def test_a_result_worse_than_published_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = SageCase("int4", smooth_q=True, tokens=130, head_dim=64)
+    monkeypatch.setitem(accuracy.PUBLISHED, "per_thread", (0.99999, 0.001, 0.001))
+    monkeypatch.setattr(accuracy, "sweep", lambda **_: [case])
+    code, document = ask("validate", "sage", "--on", "cpu", "--jobs", "1")
+    assert code == 1
+    assert "worse than published" in document["cases"][0]["detail"]
+
+
+def test_a_wrong_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cases.sage_attention
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        o, lse = right(*arguments, **options)
+        return o * 1.05, lse + 0.01
+
+    monkeypatch.setattr(cases, "sage_attention", wrong)
+    result = accuracy.run_task(accuracy.Task(SageCase(tokens=70, head_dim=64), "cpu"))
+    assert not result.passed
+    assert "kernel error" in result.detail
+    assert "lse differs" in result.detail
+
+
+def test_the_sweep_covers_the_contract() -> None:
+    quick, full = accuracy.sweep(full=False, seed=0), accuracy.sweep(full=True, seed=0)
+    assert len(quick) == len(set(quick)) == 3 * 4 * 3
+    assert {case.data for case in full} == {"offset", "outlier", "gaussian"}
+    assert {case.smoothing for case in quick} == {"none", "K", "K and Q"}
+    assert {accuracy.published(case) for case in quick} == {None, *accuracy.PUBLISHED.values()}
+
+
+def test_inspect_shows_every_shipped_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(inspection.shipped_cases()) == 2 * 3 * 4
+    monkeypatch.setattr(inspection, "shipped_cases", lambda: [SageCase(tokens=256)])
+    code, document = ask("inspect", "sage", "--target", "gfx950")
+    assert code == 0
+    (found,) = document["inspections"]
+    assert "fp8_e4m3fn" in found["plan"]
+    assert found["kernels"][-1]["mfma"] == {"v_mfma_i32_32x32x32_i8": 8, "v_mfma_f32_32x32x64_f8f6f4": 4}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="refuses only where there is no GPU")
+def test_bench_needs_a_gpu() -> None:
+    result = run(app, ["bench", "sage"])
+    assert result.exit_code == 3
+    assert "needs a GPU" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "sage", "--qk", "int2"],
+        ["bench", "sage", "--granularity", "per_row"],
+        ["bench", "sage", "--context", "many"],
+        ["validate", "sage", "--case", "tokens=3"],
+        ["validate", "sausage"],
+        ["inspect", "sausage"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_not_known_is_a_usage_error(arguments: list[str]) -> None:
+    assert run(app, arguments).exit_code == 2

@@ -1,0 +1,178 @@
+"""Sparse attention in the commands: cases, `probe`, `validate`, `inspect`, `bench`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from narrowkv.cli import operations, probe, samples
+from narrowkv.cli.answers import PASS
+from narrowkv.cli.app import app
+from narrowkv.cli.bench.ceilings import Ceilings
+from narrowkv.cli.contracts import CONTRACT_SETS, SPARSE_DECODE, SPARSE_FP8
+from narrowkv.cli.report import UsageError
+from narrowkv.cli.samples import Launch, sample
+from narrowkv.cli.sparse.bench import SparseShape
+from narrowkv.cli.sparse.cases import AXES, SparseCall, SparseCase, build, full, quick, sweep
+from narrowkv.cli.sparse.inspection import shipped_cases
+
+run = CliRunner().invoke
+FEW = ["--case", "lens=20+3", "--case", "mode=wide,layout=bf16,lens=9"]
+SET = CONTRACT_SETS["dsv4-sparse"]
+
+
+@pytest.mark.parametrize("case", [*quick(), *list(full())[::31]], ids=str)
+def test_a_case_survives_its_own_line(case: SparseCase) -> None:
+    assert SparseCase.parse(str(case)) == case
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("mode=fast", "mode"),
+        ("layout=NHD", "layout"),
+        ("q=fp32", "q"),
+        ("lens=2+x", "lens"),
+        ("page=3", "page"),
+    ],
+)
+def test_a_line_that_is_no_case_is_refused(line: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        SparseCase.parse(line)
+
+
+def test_the_sweep_meets_every_value_of_every_axis() -> None:
+    cases = sweep(everything=False)
+    assert len(set(cases)) == len(cases)
+    for name, values in AXES.items():
+        assert {getattr(case, name) for case in cases} >= set(values)
+    assert len(sweep(everything=True)) > 4 * len(cases)
+
+
+def test_the_same_line_builds_the_same_bits() -> None:
+    one, other = build(SparseCase(q="fp8")), build(SparseCase(q="fp8"))
+    assert isinstance(one.q, type(other.q))
+    assert torch.equal(one.q.data.view(torch.uint8), other.q.data.view(torch.uint8))
+    assert one.inputs.prefix is not None
+    assert other.inputs.prefix is not None
+    assert torch.equal(one.inputs.prefix.indices, other.inputs.prefix.indices)
+
+
+def test_validate_passes_and_says_what_it_ran() -> None:
+    result = run(app, ["validate", "sparse", "--on", "cpu", "--jobs", "1", "--json", *FEW])
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["planned"] == document["passed"] == 2
+    assert "sparse_prefill" in document["operation"]
+    assert document["bounds"]["relative_l1"] == 0.004
+    assert "2 of 2 cases pass" in result.stderr
+
+
+def test_a_wrong_kernel_ends_with_1_and_a_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = SparseCall.call
+
+    def wrong(self: SparseCall, **options: Any) -> Any:
+        o, lse = right(self, **options)
+        return (o * 1.02 if self.case.mode == "fused" else o), lse
+
+    monkeypatch.setattr(SparseCall, "call", wrong)
+    result = run(app, ["validate", "sparse", "--on", "cpu", "--jobs", "1", *FEW])
+    assert result.exit_code == 1
+    (line,) = [line.strip() for line in result.stdout.splitlines() if "--case lens=20+3" in line]
+    assert line.startswith("narrowkv validate sparse ")
+    monkeypatch.undo()
+    assert run(app, line.split()[1:]).exit_code == 0
+
+
+def test_an_operation_that_is_none_ends_with_2() -> None:
+    assert run(app, ["validate", "parse"]).exit_code == 2
+    result = run(app, ["inspect", "parse"])
+    assert result.exit_code == 2
+    assert "decode or sparse" in result.stderr
+
+
+def test_the_set_asks_for_every_mode_and_both_queries() -> None:
+    asked = {(c.operation, c.variant, c.q, c.k) for c in SET.contracts}
+    assert (SPARSE_FP8, "fused", "bf16", "fp8_e4m3fn") in asked
+    assert (SPARSE_FP8, "fused", "fp8_e4m3fn", "fp8_e4m3fn") in asked
+    assert (SPARSE_FP8, "prepass", "bf16", "fp8_e4m3fn") in asked
+    assert any(operation == SPARSE_DECODE for operation, *_ in asked)
+    assert all(c.required and c.bound <= (0.02 if c.q.startswith("fp8") else 0.004) for c in SET.contracts)
+    for contract in SET.contracts:
+        operations.find_operation(contract)
+
+
+@pytest.mark.parametrize("index", range(len(SET.contracts)))
+def test_a_contract_holds_on_the_cpu(index: int) -> None:
+    shape = replace(SET.shape, q_len=2, context=40, num_qo_heads=16)
+    outcome = probe.run_task(probe.Task(SET.contracts[index], shape, place="cpu"))
+    (answer,) = outcome.answers
+    assert answer.status == PASS, answer.detail
+    assert answer.kv_bytes_per_token == (1024 if SET.contracts[index].k == "bf16" else 583)
+
+
+def test_a_contract_is_compiled_and_a_sample_of_it_emulated() -> None:
+    contract = next(c for c in SET.contracts if c.variant == "fused" and c.q == "bf16")
+    shape = replace(SET.shape, q_len=5, context=20, num_qo_heads=16)
+    outcome = probe.run_task(probe.Task(contract, shape, target="gfx942", emulate=True))
+    assert outcome.compiled is not None
+    assert outcome.compiled.status == PASS, outcome.compiled.detail
+    (answer,) = outcome.answers
+    assert answer.status == PASS, answer.detail
+    assert answer.sample is not None
+    assert (answer.sample.workgroups, answer.sample.launched) == (3, 5)
+
+
+def test_samples_of_a_split_call_fit_together() -> None:
+    assert list(sample(Launch("_sparse_fused_kernel", (6, 3, 1), {}))) == [(5, 0, 0), (5, 1, 0), (5, 2, 0)]
+    rows = list(sample(Launch("_merge_sparse_kernel", (96, 1, 1), {})))
+    assert rows[0] == (88, 0, 0)
+    assert rows[-1] == (95, 0, 0)
+    assert {"_sparse_wide_kernel", "_sparse_fused_kernel", "_merge_sparse_kernel"} <= set(samples.SAMPLES)
+
+
+def test_inspect_shows_registers_and_fp8_matrix_instructions() -> None:
+    line = "lens=16+16,q=fp8"
+    result = run(app, ["inspect", "sparse", "--target", "gfx942", "--case", line, "--json"])
+    assert result.exit_code == 0, result.stderr
+    (inspection,) = json.loads(result.stdout)["inspections"]
+    (kernel,) = inspection["kernels"]
+    assert kernel["spills"] == kernel["scratch_bytes"] == 0
+    assert any("fp8_fp8" in name for name in kernel["mfma"])
+
+
+def test_what_is_shipped_covers_heads_formats_and_ways() -> None:
+    cases = shipped_cases()
+    assert {case.heads for case in cases} == {16, 32, 64}
+    assert {case.mode for case in cases} == {"wide", "fused", "decode"}
+    assert {case.format for case in cases} == {"fp8_e4m3fn", "fp8_e4m3fnuz"}
+    assert {case.clean for case in cases} == {True, False}
+    assert all(case.extend for case in cases)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_bench_without_a_gpu_ends_with_3() -> None:
+    result = run(app, ["bench", "sparse"])
+    assert result.exit_code == 3
+    assert "needs a GPU" in result.stderr
+
+
+def test_bench_refuses_an_unknown_mode() -> None:
+    assert run(app, ["bench", "sparse", "--mode", "best"]).exit_code == 2
+    assert run(app, ["bench", "sparse", "--tokens", "0"]).exit_code == 2
+
+
+def test_the_floor_counts_bytes_once_and_flops() -> None:
+    shape = SparseShape(tokens=2, heads=16, topk=8, pool=100)
+    assert shape.flops == 2 * 2 * 16 * 8 * (512 + 512)
+    # 16 rows named of 100; q and o in bf16; indices and their ends.
+    assert shape.bytes_touched(583) == 16 * 583 + 2 * 2 * 16 * 512 * 2 + 2 * 9 * 4
+    many = replace(shape, pool=10)
+    assert many.bytes_touched(583) - shape.bytes_touched(583) == -6 * 583
+    ceilings = Ceilings(1.0, shape.bytes_touched(583), 2 * shape.flops)
+    assert ceilings.floor_us(shape.bytes_touched(583), shape.flops) == 1e6

@@ -1,0 +1,274 @@
+"""The pre-pass: Q, K and V to narrow scratch, one fused kernel each, and the statistics they need before.
+
+Bit for bit `narrowkv.quant.sage` and `quantize_per_channel`: every division and rounding is the host's, and
+sums over tokens are kept in float64, where their order does not show.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from narrowkv.attn_prefill.sage.kernels.sequences import ALIGN, extent_of, sequence_at
+from narrowkv.quant.device import cast_fp8
+
+
+class Smoothing(NamedTuple):
+    """What is subtracted, and what of it later kernels need; each None where it is not.
+
+    block_mean: of Q, fp32 `[heads, blocks, head_dim]`, written.
+    k_mean: of K, fp32 `[batch, kv heads, head_dim]`; shift: fp32 `[heads, rows]`, what it takes from a row's
+        lse.
+    """
+
+    block_mean: Any
+    k_mean: Any
+    shift: Any
+
+
+class Narrow(NamedTuple):
+    """Quantised rows `[heads, rows, head_dim]`, fp32 descales `[heads, rows / SPAN * GROUPS]`.
+
+    amax: fp32 bits as int32 `[1]`, the largest magnitude of the whole tensor where one descale serves it all.
+    """
+
+    ptr: Any
+    descale: Any
+    amax: Any
+    rows: Any
+
+
+@triton.jit
+def load_tokens(x, seq, start, token, inside, head, HEAD_DIM: tl.constexpr):
+    """Rows of one head as float32, [BLOCK, HEAD_DIM]; zeros where not `inside`."""
+    d = tl.arange(0, HEAD_DIM)
+    at = seq.to(tl.int64) * x.batch + (start + token).to(tl.int64) * x.token + head.to(tl.int64) * x.head
+    return tl.load(x.ptr + at[:, None] + d[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def magnitudes(x, HAS_NAN: tl.constexpr):
+    """|x| with Inf as the largest finite number; NaN is left out where the format can hold it, else kept."""
+    y = tl.minimum(tl.abs(x), 3.4028234663852886e38)
+    if HAS_NAN:
+        return tl.where(x == x, y, 0.0)
+    else:
+        return tl.where(x == x, y, float("inf"))  # a mark: maxima need not propagate NaN
+
+
+@triton.jit
+def descale_from(amax, FORMAT_MAX: tl.constexpr):
+    """The host's descale: 1 for zeros, never subnormal, NaN for a marked NaN."""
+    scale = tl.maximum(tl.div_rn(amax, tl.zeros_like(amax) + FORMAT_MAX), 1.1754943508222875e-38)
+    return tl.where(amax == float("inf"), float("nan"), tl.where(amax == 0.0, 1.0, scale))
+
+
+@triton.jit
+def round_to_int(x, LIMIT: tl.constexpr):
+    """Nearest integer, ties to even, saturating; NaN gives 0."""
+    x = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -LIMIT), LIMIT)
+    # Adding 1.5 * 2**23 leaves the rounded integer in the low mantissa bits.
+    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+
+
+@triton.jit
+def store_codes(out, head, row, x, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Rounds scaled rows [BLOCK, HEAD_DIM] to the format and stores them, int4 two channels to a byte."""
+    if FORMAT == "int4":
+        low, high = tl.split(tl.reshape(round_to_int(x, 7.0), [x.shape[0], HEAD_DIM // 2, 2]))
+        codes = ((low & 15) | (high << 4)).to(tl.int8)
+    elif FORMAT == "int8":
+        codes = round_to_int(x, 127.0).to(tl.int8)
+    else:
+        codes = cast_fp8(x, FORMAT)
+    WIDTH: tl.constexpr = codes.shape[1]
+    at = (head.to(tl.int64) * out.rows + row)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tl.store(out.ptr + at, codes)
+
+
+@triton.jit
+def _channel_statistics_kernel(
+    x, seqs, partial_ptr,
+    STATISTIC: tl.constexpr, RAGGED: tl.constexpr, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Float64 sums ("sum") or float32 largest magnitudes ("amax") of each channel over part of a sequence.
+
+    Grid: CHUNKS parts, heads, batch; partial `[batch, CHUNKS, heads, head_dim]`.
+    """
+    chunk, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    _, start, length = extent_of(seqs, seq, RAGGED)
+    size = tl.cdiv(tl.cdiv(length, CHUNKS), BLOCK) * BLOCK
+    end = tl.minimum((chunk + 1) * size, length)
+    if STATISTIC == "sum":
+        result = tl.zeros([BLOCK, HEAD_DIM], tl.float64)
+    else:
+        result = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    for first in tl.range(chunk * size, end, BLOCK, num_stages=4):
+        token = first + tl.arange(0, BLOCK)
+        tile = load_tokens(x, seq, start, token, token < end, head, HEAD_DIM)
+        if STATISTIC == "sum":
+            result += tile.to(tl.float64)
+        else:
+            result = tl.maximum(result, magnitudes(tile, True))
+    result = tl.sum(result, 0) if STATISTIC == "sum" else tl.max(result, 0)
+    at = ((seq * CHUNKS + chunk) * tl.num_programs(1) + head).to(tl.int64) * HEAD_DIM
+    tl.store(partial_ptr + at + tl.arange(0, HEAD_DIM), result)
+
+
+@triton.jit
+def _finish_statistics_kernel(
+    seqs, partial_ptr, result_ptr,
+    STATISTIC: tl.constexpr, RAGGED: tl.constexpr, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+):  # fmt: skip
+    """Means of sums, or descales of largest magnitudes, `[batch, heads, head_dim]`. Grid: heads, batch."""
+    head, seq = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, HEAD_DIM)
+    rows = (seq * CHUNKS + tl.arange(0, CHUNKS)) * tl.num_programs(0) + head
+    partial = tl.load(partial_ptr + rows.to(tl.int64)[:, None] * HEAD_DIM + d[None, :])
+    if STATISTIC == "sum":
+        _, _, length = extent_of(seqs, seq, RAGGED)
+        result = mean_of(tl.sum(partial, 0), length)
+    else:
+        result = descale_from(tl.max(partial, 0), FORMAT_MAX)
+    tl.store(result_ptr + (seq * tl.num_programs(0) + head).to(tl.int64) * HEAD_DIM + d, result)
+
+
+@triton.jit
+def mean_of(total, count):
+    """A float64 sum over a number of tokens as the host divides it."""
+    return tl.div_rn(total.to(tl.float32), tl.zeros_like(total).to(tl.float32) + tl.maximum(count, 1))
+
+
+@triton.jit
+def _quantise_tokens_kernel(
+    x, seqs, smoothing, out, sm_scale,
+    RAGGED: tl.constexpr, SMOOTH: tl.constexpr, WRITE_SHIFT: tl.constexpr, GQA_RATIO: tl.constexpr,
+    FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr, STEP: tl.constexpr,
+    SPAN: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """One program takes ALIGN tokens of one head of Q or K: subtracts a mean, finds descales, rounds, stores.
+
+    Grid: scratch rows / ALIGN, heads. SMOOTH: "none", "sequence" (K's mean) or "block" (Q's, over
+    these tokens). STEP: "quantise", or "measure" which only finds `amax`. SPAN 0: one descale, from `amax`.
+    """
+    block, head = tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(1)
+    seq = sequence_at(seqs, block * ALIGN, RAGGED, BLOCK_B)
+    base, start, length = extent_of(seqs, seq, RAGGED)
+    row = block * ALIGN + tl.arange(0, ALIGN)
+    inside = row - base < length
+    if block * ALIGN - base >= length:
+        return
+    d = tl.arange(0, HEAD_DIM)
+    raw = load_tokens(x, seq, start, row - base, inside, head, HEAD_DIM)
+    if SMOOTH == "sequence":
+        mean = tl.load(smoothing.k_mean + (seq * num_heads + head).to(tl.int64) * HEAD_DIM + d)
+    elif SMOOTH == "block":
+        count = tl.minimum(length - (block * ALIGN - base), ALIGN)
+        mean = mean_of(tl.sum(raw.to(tl.float64), 0), count)
+        blocks = out.rows // ALIGN
+        tl.store(smoothing.block_mean + (head.to(tl.int64) * blocks + block) * HEAD_DIM + d, mean)
+    if SMOOTH == "none":
+        smooth = raw
+    else:
+        smooth = tl.where(inside[:, None], raw - mean[None, :], 0.0)
+    if WRITE_SHIFT:
+        k_mean = tl.load(
+            smoothing.k_mean
+            + (seq * (num_heads // GQA_RATIO) + head // GQA_RATIO).to(tl.int64) * HEAD_DIM
+            + d
+        )
+        # With Q's own mean taken out, what is left of q . k_mean is that of the smoothed rows.
+        shift = tl.sum(smooth * k_mean[None, :], 1) * sm_scale
+        tl.store(smoothing.shift + head.to(tl.int64) * out.rows + row, shift)
+    HAS_NAN: tl.constexpr = FORMAT != "int8" and FORMAT != "int4"
+    amax = tl.max(magnitudes(smooth, HAS_NAN), 1)  # [ALIGN]
+    if STEP == "measure":
+        tl.atomic_max(out.amax, tl.max(amax, 0).to(tl.int32, bitcast=True))
+    elif SPAN == 0:
+        descale = descale_from(tl.load(out.amax).to(tl.float32, bitcast=True), FORMAT_MAX)
+        tl.store(out.descale, descale)
+        store_codes(out, head, row, tl.div_rn(smooth, tl.zeros_like(smooth) + descale), FORMAT, HEAD_DIM)
+    else:
+        SPANS: tl.constexpr = ALIGN // SPAN
+        REPEATS: tl.constexpr = SPAN // (GROUPS * RUN)
+        # The tokens of a group are RUN neighbours, REPEATS times: [SPANS, REPEATS, GROUPS, RUN].
+        grouped = tl.max(tl.max(tl.reshape(amax, [SPANS, REPEATS, GROUPS, RUN]), 3), 1)
+        descale = descale_from(grouped, FORMAT_MAX)  # [SPANS, GROUPS]
+        first = head.to(tl.int64) * (out.rows // SPAN * GROUPS) + block * (SPANS * GROUPS)
+        index = tl.arange(0, SPANS)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+        tl.store(out.descale + first + index, descale)
+        spread = tl.broadcast_to(descale[:, None, :, None], [SPANS, REPEATS, GROUPS, RUN])
+        spread = tl.broadcast_to(tl.reshape(spread, [ALIGN])[:, None], [ALIGN, HEAD_DIM])
+        store_codes(out, head, row, tl.div_rn(smooth, spread), FORMAT, HEAD_DIM)
+
+
+@triton.jit
+def key_at(position, GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
+    """The key that scratch position `position` of V holds; see `interleave_keys`."""
+    PERIOD: tl.constexpr = GATHER * LANES * WIDTH
+    lane = position // (GATHER * WIDTH) % LANES
+    part = position // WIDTH % GATHER
+    return position // PERIOD * PERIOD + part * (LANES * WIDTH) + lane * WIDTH + position % WIDTH
+
+
+@triton.jit
+def _quantise_values_kernel(
+    v, seqs, descale_ptr, out_ptr, rows,
+    RAGGED: tl.constexpr, FORMAT: tl.constexpr,
+    GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """One program takes ALIGN tokens of one head of V and stores them transposed, `[heads, head_dim, rows]`.
+
+    Matrix units take FP8 operands with the summed dimension contiguous. Grid: rows / ALIGN, heads.
+    descale fp32 `[batch, heads, head_dim]`.
+    """
+    block, head = tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(1)
+    seq = sequence_at(seqs, block * ALIGN, RAGGED, BLOCK_B)
+    base, start, length = extent_of(seqs, seq, RAGGED)
+    if block * ALIGN - base >= length:
+        return
+    d = tl.arange(0, HEAD_DIM)
+    descale = tl.load(descale_ptr + (seq * num_heads + head).to(tl.int64) * HEAD_DIM + d)
+    position = tl.arange(0, ALIGN)
+    token = block * ALIGN - base + key_at(position, GATHER, LANES, WIDTH)
+    tile = load_tokens(v, seq, start, token, token < length, head, HEAD_DIM)
+    codes = cast_fp8(tl.div_rn(tile, tl.broadcast_to(descale[None, :], [ALIGN, HEAD_DIM])), FORMAT)
+    at = (head * HEAD_DIM + d).to(tl.int64)[:, None] * rows + (block * ALIGN + position)[None, :]
+    tl.store(out_ptr + at, tl.trans(codes))
+
+
+@triton.jit
+def _mean_scores_kernel(
+    k, q_seqs, k_seqs, q_mean_ptr, out_ptr, q_blocks, k_rows, qk_scale,
+    RAGGED: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """Q's block means against the keys as they came: `[heads, q_blocks, k_rows]` fp32, in base-2 logits.
+
+    Grid: k_rows / ALIGN, blocks of Q / BLOCK_Q of a sequence, query heads. A mean is two 16-bit terms.
+    """
+    block, part, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq = sequence_at(k_seqs, block * ALIGN, RAGGED, BLOCK_B)
+    k_base, k_start, k_length = extent_of(k_seqs, seq, RAGGED)
+    q_base, _, q_length = extent_of(q_seqs, seq, RAGGED)
+    if (part * BLOCK_Q * ALIGN >= q_length) | (block * ALIGN - k_base >= k_length):
+        return
+    d = tl.arange(0, HEAD_DIM)
+    n = block * ALIGN + tl.arange(0, ALIGN)
+    in_seq = part * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    exists = in_seq * ALIGN < q_length
+    q_block = (head.to(tl.int64) * q_blocks + q_base // ALIGN + in_seq)[:, None]
+    mean = tl.load(q_mean_ptr + q_block * HEAD_DIM + d[None, :], mask=exists[:, None], other=0.0)
+    tile = load_tokens(k, seq, k_start, n - k_base, n - k_base < k_length, head // GQA_RATIO, HEAD_DIM)
+    keys = tl.trans(tile.to(k.ptr.dtype.element_ty))
+    high = mean.to(k.ptr.dtype.element_ty)
+    low = (mean - high.to(tl.float32)).to(k.ptr.dtype.element_ty)
+    scores = tl.dot(low, keys)
+    scores = tl.dot(high, keys, scores) * qk_scale
+    tl.store(out_ptr + q_block * k_rows + n[None, :], scores, mask=exists[:, None])

@@ -1,0 +1,41 @@
+"""DeepSeek-V4 sparse attention over FP8 rows: prefill (fused, or prepass and a 16-bit kernel) and decode.
+
+Example:
+    >>> import torch
+    >>> from narrowkv.sparse_fp8 import DSV4Rows, KVSource, sparse_prefill_fp8
+    >>> pool = DSV4Rows.quantize(torch.randn(64, 512), layout="packed584")
+    >>> indptr = torch.tensor([0, 3, 4], dtype=torch.int32)
+    >>> indices = torch.tensor([5, 9, -1, 63], dtype=torch.int32)
+    >>> sparse_prefill_fp8(torch.randn(2, 16, 512).bfloat16(), KVSource(pool, indptr, indices)).shape
+    torch.Size([2, 16, 512])
+"""
+
+import narrowkv.quant.toolchain  # noqa: F401  # first: it says how to get Triton
+from narrowkv.sparse_fp8.api import sparse_decode, sparse_prefill, sparse_prefill_fp8
+from narrowkv.sparse_fp8.indices import compressed_topk, concat_csr, csr_from_topk, sliding_window
+from narrowkv.sparse_fp8.modes import ModeChoice, choose_mode
+from narrowkv.sparse_fp8.reference import (
+    sparse_decode_reference,
+    sparse_prefill_fp8_reference,
+    sparse_prefill_reference,
+)
+from narrowkv.sparse_fp8.rows import DSV4Rows, packed_page_stride
+from narrowkv.sparse_fp8.sources import KVSource
+
+__all__ = [
+    "DSV4Rows",
+    "KVSource",
+    "ModeChoice",
+    "choose_mode",
+    "compressed_topk",
+    "concat_csr",
+    "csr_from_topk",
+    "packed_page_stride",
+    "sliding_window",
+    "sparse_decode",
+    "sparse_decode_reference",
+    "sparse_prefill",
+    "sparse_prefill_fp8",
+    "sparse_prefill_fp8_reference",
+    "sparse_prefill_reference",
+]

@@ -1,0 +1,209 @@
+"""From a checked call to launches: over 16-bit rows, over FP8 rows, or over FP8 rows expanded first."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from narrowkv.quant.device import BITS, widen_route, widening_exponent
+from narrowkv.quant.launch import LaunchOptions, launch
+from narrowkv.quant.targets import Target
+from narrowkv.sparse_fp8.arguments import (
+    NO_CSR,
+    NO_ROWS,
+    SparseCall,
+    allocate_partials,
+    csr_pointers,
+    needs_64_bit,
+    output_pointers,
+    row_pointers,
+)
+from narrowkv.sparse_fp8.config import SparseConfig, choose_config
+from narrowkv.sparse_fp8.kernels.expand import _expand_kernel
+from narrowkv.sparse_fp8.kernels.fused import _sparse_fused_kernel
+from narrowkv.sparse_fp8.kernels.results import _merge_sparse_kernel
+from narrowkv.sparse_fp8.kernels.rows import RowPointers
+from narrowkv.sparse_fp8.kernels.wide import _sparse_wide_kernel
+from narrowkv.sparse_fp8.rows import HEAD_DIM, DSV4Rows
+from narrowkv.sparse_fp8.sources import KVSource
+
+_LOG2E = math.log2(math.e)
+_SPLITS_AT_ONCE = 8
+
+
+def attend_wide(
+    call: SparseCall,
+    q: torch.Tensor,
+    prefix: KVSource | None,
+    extend: KVSource | None,
+    *,
+    num_splits: int | None,
+) -> None:
+    """The call with this q over these sources, all 16-bit."""
+    config = choose_config(
+        call.target,
+        kernel="wide",
+        num_tokens=call.num_tokens,
+        num_heads=call.num_heads,
+        mean_rows=call.mean_rows,
+        num_splits=num_splits,
+    )
+    _run(call, config, _sparse_wide_kernel, (q,), (q.stride(0), q.stride(1)), (prefix, extend), {})
+
+
+def attend_fused(call: SparseCall, *, num_splits: int | None) -> None:
+    """The call straight from FP8 rows."""
+    q = call.q
+    fp8 = [*call.fp8_rows, *([q] if isinstance(q, DSV4Rows) else [])]
+    format_name = fp8[0].format
+    # One route for all rows of a call: they meet in one matrix product.
+    route = widen_route(
+        call.target, format_name, negative_zero_free=all(rows.negative_zero_free for rows in fp8)
+    )
+    fp8_qk = isinstance(q, DSV4Rows) and route != BITS and all(rows.scale_group == 64 for rows in fp8)
+    config = choose_config(
+        call.target,
+        kernel="fused",
+        num_tokens=call.num_tokens,
+        num_heads=call.num_heads,
+        mean_rows=call.mean_rows,
+        fp8_qk=fp8_qk,
+        native=route != BITS,
+        num_splits=num_splits,
+    )
+    if isinstance(q, DSV4Rows):
+        query, stride_qh = row_pointers(q), 0
+    else:
+        query, stride_qh = RowPointers(q, None, None, q.stride(0), 0, 0, q.shape[0]), q.stride(1)
+    constexprs = {
+        **_layout("Q", q),
+        **_layout("PREFIX", call.prefix.rows if call.prefix is not None else None),
+        **_layout("EXTEND", call.extend.rows if call.extend is not None else None),
+        "FP8_Q": isinstance(q, DSV4Rows),
+        "FORMAT": format_name,
+        "ROUTE": route,
+        "EXPONENT": widening_exponent(format_name, route),
+        "FP8_QK": fp8_qk,
+        "WIDTH": config.width,
+    }
+    _run(call, config, _sparse_fused_kernel, (query,), (stride_qh,), (call.prefix, call.extend), constexprs)
+
+
+def attend_prepass(call: SparseCall, *, num_splits: int | None) -> None:
+    """The call over 16-bit copies of its FP8 rows."""
+    dtype, q = call.compute_dtype, call.q
+    if isinstance(q, DSV4Rows):
+        rows = call.num_tokens * call.num_heads
+        q = _expand(q, None, rows, dtype, call.target).view(call.num_tokens, call.num_heads, HEAD_DIM)
+    prefix, extend = (
+        _expand_source(source, dtype, call.target) if source is not None else None
+        for source in (call.prefix, call.extend)
+    )
+    attend_wide(call, q, prefix, extend, num_splits=num_splits)
+
+
+def _layout(name: str, rows: torch.Tensor | DSV4Rows | None) -> dict[str, Any]:
+    fp8 = rows if isinstance(rows, DSV4Rows) else None
+    return {
+        f"{name}_LAYOUT": "" if fp8 is None else fp8.layout,
+        f"{name}_PAGE_SIZE": 1 if fp8 is None else fp8.page_size,
+        f"{name}_GROUP": 64 if fp8 is None else fp8.scale_group,
+    }
+
+
+def _run(
+    call: SparseCall,
+    config: SparseConfig,
+    kernel: Any,
+    query: tuple[Any, ...],
+    query_strides: tuple[int, ...],
+    sources: tuple[KVSource | None, KVSource | None],
+    constexprs: dict[str, Any],
+) -> None:
+    """Launches an attention kernel, and the merge when the rows were split."""
+    out, partials = output_pointers(call), allocate_partials(call, config.num_splits)
+    pointers: list[Any] = []
+    for source in sources:
+        pointers += [NO_ROWS, NO_CSR] if source is None else [row_pointers(source.rows), csr_pointers(source)]
+    prefix, extend = sources
+    split = config.num_splits > 1
+    shared = {"HAS_SINK": call.sink is not None, "WRITE_LSE": call.lse is not None}
+    launch(
+        kernel,
+        (call.num_tokens * -(-call.num_heads // config.block_h), config.num_splits),
+        (
+            *query,
+            out,
+            partials,
+            *pointers,
+            *query_strides,
+            call.scale * _LOG2E,
+            call.num_tokens,
+            config.num_splits,
+        ),
+        {
+            "NUM_HEADS": call.num_heads,
+            "HAS_PREFIX": prefix is not None,
+            "HAS_EXTEND": extend is not None,
+            "WIDE_PREFIX": prefix is not None and needs_64_bit(prefix.rows),
+            "WIDE_EXTEND": extend is not None and needs_64_bit(extend.rows),
+            **constexprs,
+            **shared,
+            "SPLIT": split,
+            "GUARD": config.guard,
+            "BLOCK_H": config.block_h,
+            "BLOCK_K": config.block_k,
+        },
+        config.options,
+    )
+    if split:
+        launch(
+            _merge_sparse_kernel,
+            (call.num_tokens * call.num_heads,),
+            (out, partials, call.num_tokens, config.num_splits),
+            {"NUM_HEADS": call.num_heads, "BLOCK_S": _SPLITS_AT_ONCE, **shared},
+            LaunchOptions(num_warps=1, num_stages=1),
+        )
+
+
+def _expand_source(source: KVSource, dtype: torch.dtype, target: Target) -> KVSource:
+    """The source over 16-bit scratch: all its rows, or one row per index when there are fewer indices."""
+    rows = source.rows
+    if isinstance(rows, torch.Tensor):
+        return source
+    nnz = source.indices.shape[0]
+    if nnz >= rows.num_rows:
+        return KVSource(_expand(rows, None, rows.num_rows, dtype, target), source.indptr, source.indices)
+    scratch = _expand(rows, source.indices, nnz, dtype, target)
+    live = (source.indices >= 0) & (source.indices < rows.num_rows)
+    place = torch.arange(nnz, dtype=torch.int32, device=source.indices.device)
+    return KVSource(scratch, source.indptr, torch.where(live, place, -1))
+
+
+def _expand(
+    rows: DSV4Rows, indices: torch.Tensor | None, num_out: int, dtype: torch.dtype, target: Target
+) -> torch.Tensor:
+    """FP8 rows as 16-bit `[num_out, 512]`: the first `num_out`, or those that `indices` name."""
+    scratch = torch.empty(num_out, HEAD_DIM, dtype=dtype, device=rows.device)
+    route = widen_route(target, rows.format, negative_zero_free=rows.negative_zero_free)
+    block = 64 if target.name == "cpu" else 16
+    launch(
+        _expand_kernel,
+        (-(-num_out // block),),
+        (scratch, row_pointers(rows), indices, num_out),
+        {
+            "GATHER": indices is not None,
+            "LAYOUT": rows.layout,
+            "PAGE_SIZE": rows.page_size,
+            "GROUP": rows.scale_group,
+            "WIDE_ADDRESS": needs_64_bit(rows),
+            "FORMAT": rows.format,
+            "ROUTE": route,
+            "EXPONENT": widening_exponent(rows.format, route),
+            "BLOCK_R": block,
+        },
+        LaunchOptions(num_warps=4, num_stages=1),
+    )
+    return scratch

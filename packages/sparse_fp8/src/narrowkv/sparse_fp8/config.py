@@ -1,0 +1,147 @@
+"""Launch configuration: a typed function of target and shape, never searched for on the hot path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from narrowkv.quant.launch import LaunchOptions
+from narrowkv.quant.targets import Target
+
+__all__ = ["NUM_HEADS", "SparseConfig", "choose_config", "choose_splits"]
+
+NUM_HEADS = (8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class SparseConfig:
+    """How one attention launch is cut up.
+
+    Attributes:
+        kernel: "wide" reads 16-bit rows, "fused" FP8 rows.
+        block_h: heads of a program.
+        block_k: rows of a tile.
+        width: columns of a fused kernel's tile: 64, 128 or 256.
+        guard: stages of a loop whose body stands in branches that are always taken (see `kernels.wide`); 0
+            for a plain loop, which takes its stages from the options.
+        num_splits: programs that share a token's rows; 1 writes the result at once.
+        fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
+        options: compiler options.
+    """
+
+    kernel: str
+    block_h: int
+    block_k: int
+    width: int
+    guard: int
+    num_splits: int
+    fp8_qk: bool
+    options: LaunchOptions
+
+    def explain(self) -> str:
+        """One line for people."""
+        qk = "" if self.kernel == "wide" else ", QK in FP8" if self.fp8_qk else ", QK in 16 bits"
+        return (
+            f"{self.kernel}: {self.block_h} heads x {self.block_k} rows a tile, "
+            f"{self.options.num_warps} warps, {self.num_splits} split{'s' if self.num_splits > 1 else ''}{qk}"
+        )
+
+
+def choose_splits(target: Target, programs: int, tiles: int) -> int:
+    """How many programs share a token's rows.
+
+    Args:
+        target: what the kernel runs on.
+        programs: (token, head block) pairs of the call.
+        tiles: tiles that a token has on average.
+    """
+    units = target.figures.units if target.figures is not None else 4
+    if programs * 2 > units or tiles < 2:
+        return 1
+    # One program a unit; two tiles at least, so that the merge stays the smaller part.
+    return max(1, min(units // programs, tiles // 2, 64))
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Tile sizes and options; see `SparseConfig`."""
+
+    block_h: int
+    block_k: int
+    options: LaunchOptions
+    width: int = 64
+    guard: int = 0
+
+
+def _amd_tiles(target: Target, kernel: str, block_h: int, fp8_qk: bool, native: bool) -> _Tiles:
+    # Everything here is chosen so that nothing spills, with two sources and with splits; `narrowkv inspect
+    # sparse` shows what it compiles to. 32 rows a tile are no cheaper: 16-bit rows take as many vector
+    # instructions a row, and spill with splits; gfx942, 64 heads, FP8 Q spill 88 registers at 8 warps and 235
+    # at 4. Two stages would turn the reads of V from LDS into 2-byte ones.
+    warps = 4
+    if kernel == "fused":
+        gfx942 = target.name == "gfx942"
+        if not gfx942 and not native:
+            # Widening by integer arithmetic next to 64 heads of accumulators does not fit: 65 spilled.
+            block_h = 16
+        elif not gfx942 and fp8_qk:
+            block_h = min(block_h, 32)  # 64 spill 2 to 5, according to what else is asked
+            # 16 heads at 4 warps spill 14 scalar registers; one wave repeats no scores and spills none.
+            warps = 1 if block_h == 16 else 4
+        # 16-bit Q on gfx942 spills 11 registers at 8 warps, none at 4; the others the other way round.
+        if block_h == 64 and (fp8_qk or not gfx942):
+            warps = 8
+    return _Tiles(block_h, 16, LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=16))
+
+
+def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
+    # H100, 1024 tokens, top-k 2048, times over the floor. 64 heads, 16-bit rows: guarded 2.4, plain 3.1, the
+    # product alone in a branch does not fit in shared memory. FP8 rows, 16-bit Q: tiles of 128 columns 4.2,
+    # of 256 4.4, one of 512 4.9, of 64 plain 10.4. FP8 Q: 32 rows a tile, guarded and not pipelined, 5.5,
+    # pipelined 6.7, 64 rows 7.4.
+    if block_h == 64 and kernel == "wide":
+        return _Tiles(block_h, 64, LaunchOptions(num_warps=8, num_stages=2), guard=2)
+    if block_h == 64:
+        options = LaunchOptions(num_warps=8, num_stages=2)
+        return _Tiles(block_h, 32, options, guard=1) if fp8_qk else _Tiles(block_h, 64, options, width=128)
+    # 16 heads, 16-bit rows: 64 rows a tile 5.7, 32 rows at 3 stages 6.2. FP8 rows, 16-bit Q: tiles of 256
+    # columns 14.7, of 128 16.4, of 64 20; FP8 Q 18.7.
+    options = LaunchOptions(num_warps=4, num_stages=2)
+    return _Tiles(block_h, 64 if kernel == "wide" else 32, options, 64 if fp8_qk else 256)
+
+
+def choose_config(
+    target: Target,
+    *,
+    kernel: str,
+    num_tokens: int,
+    num_heads: int,
+    mean_rows: int,
+    fp8_qk: bool = False,
+    native: bool = True,
+    num_splits: int | None = None,
+) -> SparseConfig:
+    """The shipped configuration.
+
+    Args:
+        target: what the kernel runs on.
+        kernel: "wide" or "fused".
+        num_tokens: query tokens.
+        num_heads: query heads.
+        mean_rows: indices of a token on average.
+        fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
+        native: whether the target converts the rows' format itself.
+        num_splits: forces a number of splits.
+    """
+    block_h = max(16, min(64, num_heads))
+    if target.is_amd:
+        tiles = _amd_tiles(target, kernel, block_h, fp8_qk, native)
+    elif target.name == "cpu":
+        tiles = _Tiles(block_h, 64, LaunchOptions())
+    else:
+        tiles = _gpu_tiles(kernel, block_h, fp8_qk)
+    programs = num_tokens * -(-num_heads // tiles.block_h)
+    if num_splits is None:
+        num_splits = choose_splits(target, programs, -(-mean_rows // tiles.block_k))
+    return SparseConfig(
+        kernel, tiles.block_h, tiles.block_k, tiles.width, tiles.guard, num_splits, fp8_qk, tiles.options
+    )

@@ -1,0 +1,1 @@
+"""Triton kernels of sparse attention; they know nothing of validation, planning or the reference."""

@@ -1,0 +1,218 @@
+"""Sparse attention straight from FP8 rows: tiles are widened on the chip, no 16-bit copy.
+
+QK over the seven NoPE tiles multiplies FP8 by FP8 and scales each product (Q in FP8), or multiplies 16-bit Q
+by widened tiles; QK over RoPE is bf16. PV multiplies by the widened tiles. Tiles are 64 columns wide, or
+more where wide ones are faster: then RoPE is the end of the last.
+"""
+
+import triton
+import triton.language as tl
+
+from narrowkv.quant.softmax import softmax_step
+from narrowkv.sparse_fp8.kernels.results import (
+    row_share,
+    split_tiles,
+    store_columns,
+    store_lse,
+    store_state,
+)
+from narrowkv.sparse_fp8.kernels.rows import (
+    as_fp8,
+    load_columns,
+    load_indices,
+    load_rope,
+    locate,
+    named,
+    token_span,
+    widen_columns,
+)
+
+
+@triton.jit
+def _load_rows(
+    rows, index, mask, WIDTH: tl.constexpr,
+    LAYOUT: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
+):  # fmt: skip
+    """Rows as stored: tuples of NoPE bytes `[N, WIDTH]` and of scales, and RoPE `[N, 64]`."""
+    nope_at, rope_at, scale_at = locate(rows, index, LAYOUT, PAGE_SIZE, WIDE_ADDRESS)
+    rope = load_rope(rows, rope_at, mask)
+    stored, scales = (), ()
+    for t in tl.static_range((448 + WIDTH - 1) // WIDTH):
+        x, scale = load_columns(rows, nope_at, scale_at, mask, t, WIDTH, LAYOUT, GROUP)
+        stored = stored + (x,)
+        scales = scales + (scale,)
+    return stored, scales, rope
+
+
+@triton.jit
+def _widen_rows(
+    stored, scales, rope, WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """All 512 columns as a tuple of bf16 tiles `[N, WIDTH]`."""
+    wide = ()
+    for t in tl.static_range((448 + WIDTH - 1) // WIDTH):
+        wide = wide + (widen_columns(stored[t], scales[t], rope, t, WIDTH, FORMAT, ROUTE, EXPONENT, GROUP),)
+    if WIDTH == 64:
+        wide = wide + (rope,)
+    return wide
+
+
+@triton.jit
+def _load_query(
+    q, base, heads, mask, stride_qh, WIDTH: tl.constexpr,
+    FP8_Q: tl.constexpr, FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr,
+    LAYOUT: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr, FP8_QK: tl.constexpr,
+):  # fmt: skip
+    """Q as a tuple of tiles `[BLOCK_H, WIDTH]`, and NoPE's scales if FP8_QK leaves those tiles in FP8."""
+    tiles, scales = (), ()
+    if FP8_Q:
+        stored, scales, rope = _load_rows(q, base + heads, mask, WIDTH, LAYOUT, PAGE_SIZE, GROUP, True)
+        if FP8_QK:
+            for t in tl.static_range(7):
+                tiles = tiles + (as_fp8(stored[t], FORMAT, ROUTE),)
+            tiles = tiles + (rope,)
+        else:
+            tiles = _widen_rows(stored, scales, rope, WIDTH, FORMAT, ROUTE, EXPONENT, GROUP)
+    else:
+        rows = q.nope + base * q.stride_n + heads[:, None] * stride_qh
+        c = tl.arange(0, WIDTH)
+        for t in tl.static_range(512 // WIDTH):
+            tiles = tiles + (tl.load(rows + (t * WIDTH + c)[None, :], mask=mask[:, None], other=0.0),)
+    return tiles, scales
+
+
+@triton.jit
+def _scores(
+    q, q_scales, stored, scales, wide, WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr, FP8_QK: tl.constexpr,
+):  # fmt: skip
+    """Q K^T before the softmax scale, fp32 `[BLOCK_H, BLOCK_K]`."""
+    if FP8_QK:
+        s = tl.dot(q[7], tl.trans(wide[7]))
+        for t in tl.static_range(7):
+            product = tl.dot(q[t], tl.trans(as_fp8(stored[t], FORMAT, ROUTE)))
+            s += product * q_scales[t][:, None] * (scales[t] * (4.0**EXPONENT))[None, :]
+    else:
+        s = tl.dot(q[0], tl.trans(wide[0].to(q[0].dtype)))
+        for t in tl.static_range(1, 512 // WIDTH):
+            s = tl.dot(q[t], tl.trans(wide[t].to(q[t].dtype)), s)
+    return s
+
+
+@triton.jit
+def _step(
+    q, q_scales, acc, m, l, qk_scale, stored, scales, rope, live, start, WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr, GROUP: tl.constexpr,
+    FP8_QK: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows into the softmax state."""
+    wide = _widen_rows(stored, scales, rope, WIDTH, FORMAT, ROUTE, EXPONENT, GROUP)
+    if GUARD:
+        if start >= -1:
+            s = _scores(q, q_scales, stored, scales, wide, WIDTH, FORMAT, ROUTE, EXPONENT, FP8_QK)
+        else:
+            s = tl.zeros([q[0].shape[0], live.shape[0]], tl.float32)
+    else:
+        s = _scores(q, q_scales, stored, scales, wide, WIDTH, FORMAT, ROUTE, EXPONENT, FP8_QK)
+    s = tl.where(live[None, :], s * qk_scale, float("-inf"))
+    p, m, l, correction = softmax_step(s, m, l)
+    p_narrow = p.to(tl.bfloat16)
+    summed = ()
+    for t in tl.static_range(512 // WIDTH):
+        summed = summed + (tl.dot(p_narrow, wide[t], acc[t] * correction[:, None]),)
+    return summed, m, l
+
+
+@triton.jit
+def _attend_fused(
+    q, q_scales, acc, m, l, qk_scale, rows, csr, begin, end, WIDTH: tl.constexpr,
+    LAYOUT: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
+    FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr, FP8_QK: tl.constexpr,
+    GUARD: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Rows at places [begin, end) of the index list into the softmax state; acc is 512 // WIDTH tiles."""
+    k_range = tl.arange(0, BLOCK_K)
+    index = load_indices(csr, begin + k_range, end)
+    for start in tl.range(begin, end, BLOCK_K, num_stages=GUARD if GUARD else None):
+        upcoming = load_indices(csr, start + BLOCK_K + k_range, end)
+        live = named(index, rows.num_rows)
+        stored, scales, rope = _load_rows(rows, index, live, WIDTH, LAYOUT, PAGE_SIZE, GROUP, WIDE_ADDRESS)
+        if GUARD:
+            # Always taken; see the kernel over 16-bit rows.
+            if start >= 0:
+                acc, m, l = _step(
+                    q, q_scales, acc, m, l, qk_scale, stored, scales, rope, live, start, WIDTH,
+                    FORMAT, ROUTE, EXPONENT, GROUP, FP8_QK, True,
+                )  # fmt: skip
+        else:
+            acc, m, l = _step(
+                q, q_scales, acc, m, l, qk_scale, stored, scales, rope, live, start, WIDTH,
+                FORMAT, ROUTE, EXPONENT, GROUP, FP8_QK, False,
+            )  # fmt: skip
+        index = upcoming
+    return acc, m, l
+
+
+@triton.jit
+def _sparse_fused_kernel(
+    q, out, partials, prefix, prefix_csr, extend, extend_csr,
+    stride_qh, qk_scale, num_tokens, num_splits,
+    NUM_HEADS: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_EXTEND: tl.constexpr,
+    Q_LAYOUT: tl.constexpr, Q_PAGE_SIZE: tl.constexpr, Q_GROUP: tl.constexpr, FP8_Q: tl.constexpr,
+    PREFIX_LAYOUT: tl.constexpr, PREFIX_PAGE_SIZE: tl.constexpr, PREFIX_GROUP: tl.constexpr,
+    EXTEND_LAYOUT: tl.constexpr, EXTEND_PAGE_SIZE: tl.constexpr, EXTEND_GROUP: tl.constexpr,
+    WIDE_PREFIX: tl.constexpr, WIDE_EXTEND: tl.constexpr,
+    FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr, FP8_QK: tl.constexpr,
+    HAS_SINK: tl.constexpr, WRITE_LSE: tl.constexpr, SPLIT: tl.constexpr, GUARD: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One program attends BLOCK_H heads of one token; programs run fastest over the heads of a token."""
+    HEAD_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    token = tl.program_id(0) // HEAD_BLOCKS
+    heads = (tl.program_id(0) % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask = heads < NUM_HEADS
+    split = tl.program_id(1)
+    wide_token = token.to(tl.int64)
+    # FP8 rows of Q are counted through all tokens; 16-bit Q has a stride between tokens.
+    base = wide_token * NUM_HEADS if FP8_Q else wide_token
+    q_tiles, q_scales = _load_query(
+        q, base, heads, mask, stride_qh, WIDTH,
+        FP8_Q, FORMAT, ROUTE, EXPONENT, Q_LAYOUT, Q_PAGE_SIZE, Q_GROUP, FP8_QK,
+    )  # fmt: skip
+    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_H], tl.float32)
+    acc = ()
+    for _ in tl.static_range(512 // WIDTH):
+        acc = acc + (tl.zeros([BLOCK_H, WIDTH], tl.float32),)
+    prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
+    if HAS_PREFIX:
+        prefix_begin, prefix_end = token_span(prefix_csr, token)
+    if HAS_EXTEND:
+        extend_begin, extend_end = token_span(extend_csr, token)
+    if SPLIT:
+        p_lo, p_hi, e_lo, e_hi = split_tiles(
+            prefix_end - prefix_begin, extend_end - extend_begin, split, num_splits, BLOCK_K
+        )
+        prefix_begin, prefix_end = prefix_begin + p_lo, prefix_begin + p_hi
+        extend_begin, extend_end = extend_begin + e_lo, extend_begin + e_hi
+    if HAS_PREFIX:
+        acc, m, l = _attend_fused(
+            q_tiles, q_scales, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end, WIDTH,
+            PREFIX_LAYOUT, PREFIX_PAGE_SIZE, PREFIX_GROUP, WIDE_PREFIX,
+            FORMAT, ROUTE, EXPONENT, FP8_QK, GUARD, BLOCK_K,
+        )  # fmt: skip
+    if HAS_EXTEND:
+        acc, m, l = _attend_fused(
+            q_tiles, q_scales, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end, WIDTH,
+            EXTEND_LAYOUT, EXTEND_PAGE_SIZE, EXTEND_GROUP, WIDE_EXTEND,
+            FORMAT, ROUTE, EXPONENT, FP8_QK, GUARD, BLOCK_K,
+        )  # fmt: skip
+    slot = (split.to(tl.int64) * num_tokens + token) * NUM_HEADS
+    share = row_share(out, m, l, heads, mask, HAS_SINK)
+    for t in tl.static_range(512 // WIDTH):
+        store_columns(out, partials, acc[t], share, wide_token, slot, heads, mask, t * WIDTH, SPLIT)
+    if SPLIT:
+        store_state(partials, m, l, slot, heads, mask)
+    elif WRITE_LSE:
+        store_lse(out, m, l, wide_token, heads, mask)

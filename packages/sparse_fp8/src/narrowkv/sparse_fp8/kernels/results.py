@@ -1,0 +1,110 @@
+"""What a program leaves behind: a finished row, or a partial result for the merge."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from narrowkv.quant.softmax import merge_step, natural_lse, output_share
+
+
+class Output(NamedTuple):
+    """Results: `o` with strides per token and head; `lse` (or None) fp32 with a stride per token."""
+
+    o: Any
+    lse: Any
+    sink: Any
+    stride_t: Any
+    stride_h: Any
+    stride_l: Any
+
+
+class Partials(NamedTuple):
+    """Results of splits: acc fp32 [split, token, head, 512], m and l fp32 [split, token, head]."""
+
+    acc: Any
+    m: Any
+    l: Any
+
+
+@triton.jit
+def row_share(out, m, l, heads, mask, HAS_SINK: tl.constexpr):
+    """What the accumulators of `heads` are multiplied by."""
+    if HAS_SINK:
+        sink = tl.load(out.sink + heads, mask=mask, other=float("-inf"))
+    else:
+        sink = tl.full(m.shape, float("-inf"), tl.float32)
+    return output_share(m, l, sink)
+
+
+@triton.jit
+def store_lse(out, m, l, token, heads, mask):
+    """The natural-log lse of one token's `heads`."""
+    tl.store(out.lse + token * out.stride_l + heads, natural_lse(m, l), mask=mask)
+
+
+@triton.jit
+def store_columns(
+    out, partials, acc, share, token, slot, heads, mask, FIRST: tl.constexpr, SPLIT: tl.constexpr
+):
+    """Columns from FIRST on of one token's heads: the result, or a split's share of it.
+
+    slot: (split * tokens + token) * heads of the call, int64.
+    """
+    d = FIRST + tl.arange(0, acc.shape[1])
+    if SPLIT:
+        tl.store(partials.acc + (slot + heads)[:, None] * 512 + d[None, :], acc, mask=mask[:, None])
+    else:
+        places = out.o + token * out.stride_t + heads[:, None] * out.stride_h + d[None, :]
+        tl.store(places, (acc * share[:, None]).to(out.o.dtype.element_ty), mask=mask[:, None])
+
+
+@triton.jit
+def store_state(partials, m, l, slot, heads, mask):
+    """A split's maximum and denominator."""
+    tl.store(partials.m + slot + heads, m, mask=mask)
+    tl.store(partials.l + slot + heads, l, mask=mask)
+
+
+@triton.jit
+def split_tiles(first_count, second_count, split, num_splits, BLOCK_K: tl.constexpr):
+    """A split's share of the tiles of two lists laid end to end, as spans of places in each list."""
+    first_tiles = tl.cdiv(first_count, BLOCK_K)
+    tiles = first_tiles + tl.cdiv(second_count, BLOCK_K)
+    begin = (split * tiles) // num_splits
+    end = ((split + 1) * tiles) // num_splits
+    return (
+        tl.minimum(begin, first_tiles) * BLOCK_K,
+        tl.minimum(tl.minimum(end, first_tiles) * BLOCK_K, first_count),
+        tl.maximum(begin - first_tiles, 0) * BLOCK_K,
+        tl.minimum(tl.maximum(end - first_tiles, 0) * BLOCK_K, second_count),
+    )
+
+
+@triton.jit
+def _merge_sparse_kernel(
+    out, partials, num_tokens, num_splits,
+    NUM_HEADS: tl.constexpr, BLOCK_S: tl.constexpr, HAS_SINK: tl.constexpr, WRITE_LSE: tl.constexpr,
+):  # fmt: skip
+    """One (token, head) a program, over all splits; a split that had no keys has m = -inf."""
+    row = tl.program_id(0).to(tl.int64)
+    token, head = row // NUM_HEADS, row % NUM_HEADS
+    d = tl.arange(0, 512)
+    m = tl.full([1], float("-inf"), tl.float32)
+    l = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, 512], tl.float32)
+    for start in range(0, num_splits, BLOCK_S):
+        i = start + tl.arange(0, BLOCK_S)
+        inside = i < num_splits
+        slot = i.to(tl.int64) * num_tokens * NUM_HEADS + row
+        m_i = tl.load(partials.m + slot, mask=inside, other=float("-inf"))
+        l_i = tl.load(partials.l + slot, mask=inside, other=0.0)
+        live = inside & (m_i > float("-inf"))
+        acc_i = tl.load(partials.acc + slot[:, None] * 512 + d[None, :], mask=live[:, None], other=0.0)
+        acc, m, l = merge_step(acc, m, l, acc_i, m_i, l_i)
+    heads = head + tl.arange(0, 1)
+    everywhere = heads >= 0
+    share = row_share(out, m, l, heads, everywhere, HAS_SINK)
+    store_columns(out, partials, acc, share, token, row, heads, everywhere, 0, False)
+    if WRITE_LSE:
+        store_lse(out, m, l, token, heads, everywhere)

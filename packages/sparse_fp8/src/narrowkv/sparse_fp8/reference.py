@@ -1,0 +1,119 @@
+"""The oracle: sparse attention over the dequantised rows in float32 (float64 sums), in plain torch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from narrowkv.sparse_fp8.rows import HEAD_DIM, DSV4Rows, query_heads
+from narrowkv.sparse_fp8.sources import KVSource
+
+__all__ = ["sparse_decode_reference", "sparse_prefill_fp8_reference", "sparse_prefill_reference"]
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def _wide(rows: torch.Tensor | DSV4Rows) -> torch.Tensor:
+    return rows.dequantize() if isinstance(rows, DSV4Rows) else rows.float()
+
+
+def sparse_prefill_reference(
+    q: torch.Tensor | DSV4Rows,
+    prefix: KVSource | None,
+    extend: KVSource | None = None,
+    *,
+    attn_sink: torch.Tensor | None = None,
+    sm_scale: float | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    validate: bool = False,
+    num_qo_heads: int | None = None,
+) -> Result:
+    """`sparse_prefill` (and `_fp8`, and `sparse_decode`) token by token; same arguments.
+
+    The result is float32 unless `out` says otherwise. Indices and indptr are read on the host.
+    """
+    sources = [source for source in (prefix, extend) if source is not None]
+    scale = HEAD_DIM**-0.5 if sm_scale is None else sm_scale
+    tokens = sources[0].num_tokens
+    query = _wide(q)
+    if isinstance(q, DSV4Rows):
+        heads = query_heads(q, tokens, num_qo_heads)
+        query = query[: tokens * heads].view(tokens, heads, HEAD_DIM)
+    device = query.device
+    o = torch.zeros(query.shape, dtype=torch.float32, device=device)
+    lse = torch.full(query.shape[:2], -math.inf, device=device)
+    pools = [_wide(source.rows) for source in sources]
+    indptrs = [source.indptr.tolist() for source in sources]
+    for token in range(tokens):
+        parts = []
+        for source, pool, indptr in zip(sources, pools, indptrs, strict=True):
+            index = source.indices[indptr[token] : indptr[token + 1]].long()
+            parts.append(pool[index[(index >= 0) & (index < source.num_rows)]])
+        kv = torch.cat(parts)
+        if kv.shape[0] == 0:
+            continue
+        s = (query[token] @ kv.T * scale).double()
+        log_sum = torch.logsumexp(s, -1)
+        denominator = log_sum
+        if attn_sink is not None:
+            denominator = torch.logaddexp(log_sum, attn_sink.double())
+        p = torch.exp(s - denominator[:, None]).float()
+        o[token] = p @ kv
+        lse[token] = log_sum.float()
+    if out is not None:
+        o = out.copy_(o)
+    return (o, lse) if return_lse else o
+
+
+def sparse_prefill_fp8_reference(
+    q: torch.Tensor | DSV4Rows,
+    prefix: KVSource | None,
+    extend: KVSource | None = None,
+    *,
+    attn_sink: torch.Tensor | None = None,
+    sm_scale: float | None = None,
+    mode: str = "auto",
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    validate: bool = False,
+    num_qo_heads: int | None = None,
+) -> Result:
+    """`sparse_prefill_fp8` in float32 on the dequantised rows, whatever the mode."""
+    return sparse_prefill_reference(
+        q,
+        prefix,
+        extend,
+        attn_sink=attn_sink,
+        sm_scale=sm_scale,
+        out=out,
+        return_lse=return_lse,
+        num_qo_heads=num_qo_heads,
+    )
+
+
+def sparse_decode_reference(
+    q: torch.Tensor | DSV4Rows,
+    prefix: KVSource | None,
+    extend: KVSource | None = None,
+    *,
+    attn_sink: torch.Tensor | None = None,
+    sm_scale: float | None = None,
+    num_splits: int | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    validate: bool = False,
+    num_qo_heads: int | None = None,
+) -> Result:
+    """`sparse_decode` in float32 on the dequantised rows, without splitting."""
+    return sparse_prefill_reference(
+        q,
+        prefix,
+        extend,
+        attn_sink=attn_sink,
+        sm_scale=sm_scale,
+        out=out,
+        return_lse=return_lse,
+        num_qo_heads=num_qo_heads,
+    )

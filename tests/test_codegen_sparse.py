@@ -1,0 +1,87 @@
+"""What sparse attention compiles to for gfx942 and gfx950: no spills, FP8 matrix instructions, LDS use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import triton
+
+from narrowkv.cli.codegen import KernelCode
+from narrowkv.cli.sparse.cases import SparseCase
+from narrowkv.cli.sparse.inspection import inspect_case, shipped_cases
+
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+LDS_OF_GFX942 = 64 * 1024
+ATTENTION = ("_sparse_wide_kernel", "_sparse_fused_kernel")
+both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+
+# The published kernel spills at 64 heads.
+DEFAULT = [
+    case
+    for case in shipped_cases()
+    if case.heads == 64 and case.mode in ("wide", "fused") and case.clean and case.format == "fp8_e4m3fn"
+]
+
+
+def _name(case: SparseCase) -> str:
+    return (
+        f"{case.mode}-{case.heads}-{case.q}-{case.layout}-{case.format}-{'own' if case.clean else 'foreign'}"
+    )
+
+
+def _attention(case: SparseCase, target: str) -> KernelCode:
+    (code,) = [k for k in inspect_case(case, target).kernels if k.name in ATTENTION]
+    return code
+
+
+def _check(case: SparseCase, target: str) -> None:
+    for k in inspect_case(case, target).kernels:
+        assert (k.spills, k.sgpr_spills, k.scratch_bytes) == (0, 0, 0), k
+        assert k.lds_bytes <= LDS_OF_GFX942, k
+
+
+@both_targets
+@pytest.mark.parametrize("case", DEFAULT, ids=_name)
+def test_64_heads_neither_spill_nor_use_scratch(case: SparseCase, target: str) -> None:
+    _check(case, target)
+
+
+@pytest.mark.slow
+@both_targets
+@pytest.mark.parametrize("case", [case for case in shipped_cases() if case not in DEFAULT], ids=_name)
+def test_every_shipped_configuration_neither_spills_nor_uses_scratch(case: SparseCase, target: str) -> None:
+    if TRITON < (3, 9):
+        pytest.skip("register allocation is asserted for Triton 3.9, the development version")
+    _check(case, target)
+
+
+@pytest.mark.slow
+@both_targets
+@pytest.mark.parametrize("layout", ["split", "row512"])
+def test_other_layouts_neither_spill_nor_use_scratch(layout: str, target: str) -> None:
+    for case in shipped_cases(two_sources=False):
+        if case.heads == 64 and case.mode == "fused" and case.clean:
+            _check(replace(case, layout=layout), target)
+
+
+@pytest.mark.skipif(
+    TRITON < (3, 9), reason="instruction choice is asserted for Triton 3.9, the development version"
+)
+@both_targets
+def test_nope_scores_of_an_fp8_query_use_fp8_matrix_instructions(target: str) -> None:
+    """Each of seven tiles of 64 columns, once for each 16 heads and 16 rows of a wave's share."""
+    code = _attention(
+        replace(shipped_cases(two_sources=False)[0], mode="fused", layout="packed584", q="fp8"), target
+    )
+    fp8 = {name: n for name, n in code.mfma.items() if "fp8" in name or "f8f6f4" in name}
+    assert sum(fp8.values()) >= 7
+    # Products over 64 columns by instructions of 32: nothing of NoPE's scores is left to 16-bit ones.
+    assert sum(fp8.values()) % 14 == 0
+
+
+@both_targets
+def test_a_bf16_query_stays_in_bf16(target: str) -> None:
+    code = _attention(replace(shipped_cases(two_sources=False)[0], mode="fused", layout="packed584"), target)
+    assert code.mfma
+    assert all("bf16" in name for name in code.mfma)

@@ -1,0 +1,108 @@
+"""Sage attention's own gfx942 and gfx950 machine code, run on the CPU, against fp32 and the interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from narrowkv.attn_prefill import plan_sage, sage_attention_reference
+from narrowkv.attn_prefill.sage.launches import launch_attention, quantise_queries
+from narrowkv.attn_prefill.sage.reference import narrow_p_reference
+from narrowkv.attn_prefill.sage.workloads import SageWorkload
+from narrowkv.cli.emulation import EmulateExecutor
+from narrowkv.quant import compare, max_abs, relative_l1
+from narrowkv.quant.launch import executing, run_as
+
+W = SageWorkload
+both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+
+RAGGED = W(q_lens=(70, 0, 7), k_lens=(1, 130, 80), gqa_ratio=1, ragged=True)
+SMALL = W(q_lens=(70,), k_lens=(150,))
+CASES: dict[str, tuple[SageWorkload, dict[str, Any]]] = {
+    "int8": (SMALL, {"causal": "bottom_right"}),
+    "int4, a descale for each thread": (
+        SMALL, {"qk_dtype": "int4", "q_granularity": "per_thread", "k_granularity": "per_thread"},
+    ),
+    "FP8, a descale for everything": (
+        SMALL, {"qk_dtype": "fp8", "q_granularity": "per_tensor", "k_granularity": "per_tensor"},
+    ),
+    "FP8, blocks, no mean": (
+        SMALL, {"qk_dtype": "fp8", "q_granularity": "per_block", "k_granularity": "per_block", "smooth_k":
+        False},
+    ),
+    "head_dim 128, fp16": (
+        W(q_lens=(70,), k_lens=(70,), head_dim=128, gqa_ratio=1, dtype=torch.float16), {"causal": "top_left"},
+    ),
+    "int4 head_dim 128, both means, a window": (
+        W(q_lens=(140,), k_lens=(140,), head_dim=128, gqa_ratio=1),
+        {"qk_dtype": "int4", "smooth_q": True, "window": (40, 9), "k_granularity": "per_thread"},
+    ),
+    "ragged": (RAGGED, {"causal": "bottom_right", "smooth_q": True}),
+}  # fmt: skip
+
+
+SLOW = ("FP8, blocks, no mean", "head_dim 128, fp16", "int4 head_dim 128, both means, a window", "ragged")
+
+
+@both_targets
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+)
+def test_machine_code_agrees_with_the_reference(name: str, target: str) -> None:
+    workload, options = CASES[name]
+    q, k, v, starts_q, starts_k = workload.build()
+    options = {**options, "cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k}
+    # What a pre-pass finds over the waves of a workgroup, every wave writes to the same place of LDS: the
+    # watch calls that a race. Attention has nothing of the kind.
+    executor = EmulateExecutor(target, detect_races=True)
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:-1], torch.nan)
+    with executing(EmulateExecutor(target)):
+        plan = plan_sage(q, k, **options)
+        kv = plan.quantize_kv(k, v)
+        query = quantise_queries(
+            q, starts_q, plan.shape, plan.qk_format, plan.q_groups, kv,
+            smooth=plan.smooth_q, write_shift=plan.smooth_k, sm_scale=plan.sm_scale,
+        )  # fmt: skip
+    with executing(executor):
+        launch_attention(
+            query, kv, out, lse, starts_q, plan.shape, plan.config,
+            q_groups=plan.q_groups, bottom_right=plan.bottom_right,
+            window=(plan.window_left, plan.window_right), sm_scale=plan.sm_scale,
+        )  # fmt: skip
+    with run_as(target):
+        expected, expected_lse = sage_attention_reference(q, k, v, return_lse=True, **options)
+        rounded = narrow_p_reference(q, k, v, **options)
+    (attention,) = executor.runs
+    assert attention.artifact.name == "_sage_attention_kernel"
+    assert attention.result.counts.mfma_flops > 0
+    report = compare(out, expected)
+    assert report.passes(relative_l1=1.25 * relative_l1(rounded, expected) + 2e-3), str(report)
+    assert max_abs(lse, expected_lse) <= 1e-3
+
+
+@both_targets
+@pytest.mark.parametrize("qk_dtype", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("granularity", [pytest.param("per_tensor", marks=pytest.mark.slow), "per_thread"])
+def test_the_pre_pass_stores_what_the_interpreted_one_does(
+    qk_dtype: str, granularity: str, target: str
+) -> None:
+    """And that is, bit for bit, what the host's quantisers give (the package's own tests)."""
+    q, k, v, *_ = W(q_lens=(40,), k_lens=(140,), gqa_ratio=1).build()
+    v[..., 3] = 0.0
+    k[:, 5] = 2.0
+    stored = []
+    for context in (run_as(target), executing(EmulateExecutor(target))):
+        with context:
+            plan = plan_sage(q, k, qk_dtype=qk_dtype, q_granularity=granularity, k_granularity=granularity)
+            kv = plan.quantize_kv(k, v)
+            query = quantise_queries(
+                q, None, plan.shape, plan.qk_format, plan.q_groups, kv,
+                smooth=False, write_shift=False, sm_scale=1.0,
+            )  # fmt: skip
+        rows = 256
+        assert kv.k.shape[1] == rows
+        stored.append([kv.k, kv.k_descale, kv.k_mean, kv.v, kv.v_descale, query.ptr, query.descale])
+    for interpreted, emulated in zip(*stored, strict=True):
+        assert torch.equal(interpreted.view(torch.uint8), emulated.view(torch.uint8))

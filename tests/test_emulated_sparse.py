@@ -1,0 +1,88 @@
+"""Sparse attention's own gfx942 and gfx950 machine code, run on the CPU, against the fp32 reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from narrowkv.cli.emulation import EmulateExecutor
+from narrowkv.cli.places import find_place
+from narrowkv.cli.samples import sample
+from narrowkv.cli.sparse.cases import SparseCase, build, full, quick, run
+from narrowkv.quant.accuracy import compare
+from narrowkv.quant.launch import executing
+
+both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+
+# Each compiles to a kernel of its own; few rows, since every row is executed.
+CASES = {
+    "16-bit rows": "mode=wide,layout=bf16,lens=37+0,sink=1",
+    "fused": "lens=37+0,sink=1",
+    "fused, FP8 query": "lens=37+0,q=fp8",
+    "fused, two sources": "lens=17+0,extend=3+20",
+    "fused from elsewhere": "lens=20,clean=0",
+    "fused FNUZ": "lens=20,format=fp8_e4m3fnuz",
+    "fused split": "lens=20,layout=split",
+    "fused row512": "lens=20,layout=row512",
+    "prepass": "mode=prepass,lens=20",
+    "decode": "mode=decode,lens=70+5,splits=3,sink=1",
+}
+
+
+@both_targets
+@pytest.mark.parametrize("name", CASES)
+def test_machine_code_agrees_with_the_reference(name: str, target: str) -> None:
+    case = SparseCase.parse(CASES[name])
+    # With an FP8 query several waves hold the same scores, and write the same number to one place when the
+    # compiler changes its layout; the watch for races does not look at numbers.
+    result = run(case, find_place(target, detect_races=case.q != "fp8"))
+    assert result.passed, result.detail
+
+
+@both_targets
+@pytest.mark.parametrize("q", ["bf16", "fp8"])
+def test_64_heads_on_sampled_workgroups(q: str, target: str) -> None:
+    """The configuration of 64 heads a workgroup: the first, middle and last token are run of nine."""
+    case = SparseCase(lens="33+20+1+0+40+7+9+16+35", heads=64, q=q)
+    call = build(case)
+    executor = EmulateExecutor(target, workgroups=sample)
+    with executing(executor):
+        o = call.call(return_lse=False)
+    owned = executor.written(o).all(-1)
+    assert owned.any(-1).tolist() == [i in (0, 4, 8) for i in range(9)]
+    expected, _ = call.reference()
+    assert compare(o[owned], expected[owned]).relative_l1 <= case.bound
+
+
+@both_targets
+def test_a_wrong_scale_is_caught(target: str) -> None:
+    """A tile's scale off by a factor of two in the bytes that the code reads, not in the reference's."""
+    case = SparseCase(lens="20", layout="split")
+    right, wrong = build(case), build(case)
+    assert wrong.inputs.prefix is not None
+    rows = wrong.inputs.prefix.rows
+    assert not isinstance(rows, torch.Tensor)
+    assert rows.scale is not None
+    rows.scale[:, 3] *= 2
+    with executing(EmulateExecutor(target)):
+        o, _ = wrong.call()
+    expected, _ = right.reference()
+    assert compare(o, expected).relative_l1 > 2 * case.bound
+
+
+@pytest.mark.slow
+@both_targets
+@pytest.mark.parametrize("case", [case for case in quick() if case.layout != "fp16"], ids=str)
+def test_every_value_of_every_axis(case: SparseCase, target: str) -> None:
+    result = run(replace(case, heads=min(case.heads, 64)), find_place(target))
+    assert result.passed, result.detail
+
+
+@pytest.mark.slow
+@both_targets
+@pytest.mark.parametrize("case", list(full())[::17], ids=str)
+def test_mixtures(case: SparseCase, target: str) -> None:
+    result = run(replace(case, heads=min(case.heads, 64)), find_place(target))
+    assert result.passed, result.detail
