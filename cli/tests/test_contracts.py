@@ -12,7 +12,15 @@ EVERY = pytest.mark.parametrize("name", list(CONTRACT_SETS))
 
 
 def test_the_named_sets_exist() -> None:
-    named = {"glm-gqa12", "glm-gqa12-long", "fp4-capacity", "prefill-append", "dsv4-sparse", "sage"}
+    named = {
+        "glm-gqa12",
+        "glm-gqa12-long",
+        "batch-prefill",
+        "fp4-capacity",
+        "prefill-append",
+        "dsv4-sparse",
+        "sage",
+    }
     assert set(CONTRACT_SETS) == named
     assert find_set("glm-gqa12") is CONTRACT_SETS["glm-gqa12"]
     assert find_set("glm") is None
@@ -33,10 +41,15 @@ def test_the_main_set_asks_for_every_mixed_contract_at_every_page() -> None:
                 contract = asked[DECODE, q, cache, cache, page]
                 assert contract.required
                 assert contract.bound == 0.002
-                assert (PREFILL, q, cache, cache, page) in asked
             for k in ("fp4_e2m1", "fp8_e4m3fn"):
                 assert (DECODE, q, k, "fp4_e2m1", page) in asked
-        assert (PREFILL, "fp8_e4m3fn", "fp8_e4m3fn", "fp8_e4m3fn", page) in asked
+
+
+def test_batch_prefill_is_asked_for_every_query() -> None:
+    contracts = CONTRACT_SETS["batch-prefill"].contracts
+    assert {c.operation for c in contracts} == {PREFILL}
+    assert {c.q for c in contracts} == {"bf16", "fp16", "fp8_e4m3fn"}
+    assert {c.page_size for c in contracts} >= {1, 16}
 
 
 @EVERY

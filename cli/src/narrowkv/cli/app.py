@@ -300,6 +300,40 @@ def decode(
 
 
 @bench.command()
+def prefill(
+    new: Annotated[str, typer.Option(metavar="LIST", help="New tokens.")] = "128,1024,4096",
+    prefix: Annotated[str, typer.Option(metavar="LIST", help="Older tokens.")] = "0,4096,32768",
+    heads: Annotated[str, typer.Option(metavar="LIST", help="Query heads / KV heads.")] = "96/8,32/8",
+    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    page_size: Annotated[int, typer.Option(min=1)] = 16,
+    cache_format: Annotated[
+        str, typer.Option("--format", metavar="LIST", help="Cache formats.")
+    ] = "fp8_e4m3fn,bf16",
+    samples: Annotated[int, typer.Option(min=1, help="The most samples of a row.")] = 50,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Measure prefill of one sequence over prefixes, beside torch SDPA, and prefill that appends."""
+    from narrowkv.cli.report import Report, UsageError
+
+    report = Report("bench", as_json=as_json, out_file=out)
+    pairs = [tuple(part.split("/")) for part in heads.split(",") if part]
+    if not pairs or any(len(p) != 2 or not all(n.isdecimal() and int(n) for n in p) for p in pairs):
+        raise UsageError(f"--heads must be query heads / KV heads, joined by commas, got {heads!r}")
+    from narrowkv.cli.prefill.bench import bench_prefill, shapes
+
+    rows = shapes(
+        _numbers("--new", new),
+        _numbers("--prefix", prefix, least=0),
+        [(int(queries), int(kv)) for queries, kv in pairs],
+        [name for name in cache_format.split(",") if name],
+        head_dim,
+        page_size,
+    )
+    _end(bench_prefill(list(rows), report, samples))
+
+
+@bench.command()
 def sparse(
     tokens: Annotated[str, typer.Option(metavar="LIST", help="Query tokens.")] = "1024,4096",
     heads: Annotated[str, typer.Option(metavar="LIST", help="Query heads.")] = "16,64,128",
@@ -356,11 +390,11 @@ def sage(
     _end(bench_sage(shapes, precisions, groups, report, samples))
 
 
-def _numbers(option: str, text: str) -> list[int]:
+def _numbers(option: str, text: str, least: int = 1) -> list[int]:
     from narrowkv.cli.report import UsageError
 
     parts = [part for part in text.split(",") if part]
-    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
+    if not parts or not all(part.isdecimal() and int(part) >= least for part in parts):
         raise UsageError(f"{option} must be positive numbers joined by commas, got {text!r}")
     return [int(part) for part in parts]
 

@@ -151,6 +151,9 @@ CONTRACT_SETS: dict[str, ContractSet] = {
             (
                 *_contracts(PREFILL, _16_BIT, _same(_FP8[:1]), (1, 16), required=True),
                 *_contracts(PREFILL, ("bf16",), _FP4[1:], (16,), required=True),
+                *_contracts(
+                    PREFILL, _FP8[:1], _same(_FP8[:1]), (16,), required=True, bound=BOUND_FP8_COMPUTE
+                ),
             ),
         ),
         ContractSet(
@@ -171,8 +174,8 @@ CONTRACT_SETS: dict[str, ContractSet] = {
         ContractSet(
             "prefill-append",
             "a chunk attends to an FP8 cache and is appended to it in one launch",
-            Shape(batch=2, q_len=128, context=1024, num_qo_heads=96, num_kv_heads=8, head_dim=128),
-            _contracts(APPEND, _16_BIT, _same(_FP8), _PAGES, required=False),
+            Shape(batch=2, q_len=16, context=250, num_qo_heads=96, num_kv_heads=8, head_dim=128),
+            _contracts(APPEND, _16_BIT, _same(_FP8), _PAGES, required=True),
         ),
         ContractSet(
             "dsv4-sparse",

@@ -8,14 +8,15 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from narrowkv.attn_decode import paged_decode
-from narrowkv.cli.cases import DecodeCase, DecodeInputs, build
+from narrowkv.cli.cases import DecodeInputs
 from narrowkv.cli.contracts import (
+    APPEND,
     DECODE,
     PREFILL,
     SAGE,
@@ -25,10 +26,29 @@ from narrowkv.cli.contracts import (
     Contract,
     Shape,
 )
+from narrowkv.cli.prefill.calls import (
+    append_inputs,
+    cu_seqlens_q,
+    paged_inputs,
+    prepare_append,
+    prepare_prefill,
+    ragged_inputs,
+    tensor,
+)
 from narrowkv.cli.sage.cases import SageCall, sage_inputs
 from narrowkv.cli.sparse.cases import SparseCall, SparseCase
 from narrowkv.cli.sparse.cases import build as build_sparse
-from narrowkv.quant.quantize import quantize_per_tensor
+
+__all__ = [
+    "OPERATIONS",
+    "Call",
+    "NotBuiltError",
+    "Operation",
+    "cu_seqlens_q",
+    "find_function",
+    "find_operation",
+    "tensor",
+]
 
 Call = Callable[[], torch.Tensor]
 
@@ -85,52 +105,10 @@ def find_operation(contract: Contract) -> Operation:
     return OPERATIONS[contract.operation]
 
 
-def tensor(value: object) -> torch.Tensor:
-    """`value`, which must be the one tensor that an operation gives."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"an operation must give a tensor here, got {type(value).__name__}")
-    return value
-
-
-def paged_inputs(contract: Contract, shape: Shape, device: str = "cpu", clean: bool = False) -> DecodeInputs:
-    """Queries over a paged cache; sequences of the full context, pages shuffled."""
-    fp8_query = contract.q.startswith("fp8_")
-    case = DecodeCase(
-        lens="+".join([str(shape.context)] * shape.batch),
-        q_len=shape.q_len,
-        kv_heads=shape.num_kv_heads,
-        ratio=shape.gqa_ratio,
-        head_dim=shape.head_dim,
-        page_size=contract.page_size,
-        q="bf16" if fp8_query else contract.q,
-        k=contract.k,
-        v=contract.v,
-        group=contract.scale_group,
-        clean=clean,
-    )
-    inputs = build(case, device)
-    if not fp8_query:
-        return inputs
-    stored, _ = quantize_per_tensor(inputs.q.float(), contract.q, descale=1.0)
-    return replace(inputs, q=stored)
-
-
-def cu_seqlens_q(inputs: DecodeInputs) -> torch.Tensor:
-    """Where each sequence's queries begin, `[batch + 1]` int32."""
-    batch = inputs.table.batch_size
-    q_len = inputs.q.shape[0] // batch
-    return torch.arange(batch + 1, dtype=torch.int32, device=inputs.q.device) * q_len
-
-
 def _decode(_: Any, inputs: DecodeInputs) -> Call:
     q, cache, table = inputs.q, inputs.cache, inputs.table
     plan = inputs.plan()
     return lambda: tensor(paged_decode(q, cache, table, **inputs.options, plan=plan))
-
-
-def _prefill(function: Any, inputs: DecodeInputs) -> Call:
-    ends = cu_seqlens_q(inputs)
-    return lambda: tensor(function(inputs.q, inputs.cache, inputs.table, ends, causal=True))
 
 
 def sparse_inputs(contract: Contract, shape: Shape, device: str = "cpu", clean: bool = False) -> SparseCall:
@@ -163,7 +141,8 @@ _SPARSE = Operation(sparse_inputs, _sparse)
 
 OPERATIONS: dict[str, Operation] = {
     DECODE: Operation(paged_inputs, _decode),
-    PREFILL: Operation(paged_inputs, _prefill),
+    PREFILL: Operation(ragged_inputs, prepare_prefill),
+    APPEND: Operation(append_inputs, prepare_append),
     SAGE: Operation(sage_inputs, _sage),
     SPARSE: _SPARSE,
     SPARSE_FP8: _SPARSE,

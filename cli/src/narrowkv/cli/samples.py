@@ -75,6 +75,12 @@ def _splits_of_some_tiles(launch: Launch) -> Iterable[Workgroup]:
     return ((i, 0, k) for i in (0, x - 1) for k in range(splits))
 
 
+def _last_head_of_an_append(launch: Launch) -> Iterable[Workgroup]:
+    """Programs of the last KV head, of both kinds; they wait for one another at most."""
+    heads = launch.constexprs["NUM_KV_HEADS"]
+    return ((i, 0, 0) for i in range(heads - 1, launch.grid[0], heads))
+
+
 SAMPLES: dict[str, Callable[[Launch], Iterable[Workgroup]]] = {
     "_paged_decode_kernel": _last_head_program,
     "_merge_splits_kernel": _rows_of_last_head_program,
@@ -85,6 +91,7 @@ SAMPLES: dict[str, Callable[[Launch], Iterable[Workgroup]]] = {
     "_merge_sparse_kernel": _rows_of_last_sparse_program,
     "_sage_attention_kernel": corners,
     "_fused_prefill_kernel": _splits_of_some_tiles,
+    "_prefill_append_kernel": _last_head_of_an_append,
     "_dense_prefill_kernel": _splits_of_some_tiles,  # after all of _widen_kernel
 }
 """By the name of the kernel. Samples of kernels that one operation launches must fit together."""

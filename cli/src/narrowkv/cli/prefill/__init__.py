@@ -1,0 +1,1 @@
+"""Prefill's part of the command line: its contracts' tensors, its bench, what it compiles to."""
