@@ -13,7 +13,7 @@ from narrowkv.quant import KOffset, VScale, relative_l1
 
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 24, 2, 128, 16
 BUDGET = 1 << 16  # bytes for K, V and scales
-TOKENS = 60
+TOKENS = 20
 
 
 def filled(format: str, device: str) -> tuple[PagedKVCache, PagePool]:
