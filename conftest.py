@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# pytest-xdist gives its workers a terminal of 80 columns; tables are tested at their own width.
+os.environ.pop("COLUMNS", None)
 
 # A first example compiles or interprets kernels, so its time says nothing; failures must repeat anywhere.
 settings.register_profile(
