@@ -11,7 +11,7 @@ from narrowkv.quant.targets import Target
 
 KERNELS = ("dense", "fused", "decode")
 APPEND_KERNELS = ("staged", "paged")
-SCRATCH_BLOCK = 64  # keys that one program widens; sequences begin at multiples of it
+SCRATCH_BLOCK = 64  # of widened keys: sequences begin at multiples of it
 _TRITON_FP8 = {"fp8_e4m3fn": "float8e4nv", "fp8_e4m3fnuz": "float8e4b8"}
 
 
@@ -49,14 +49,10 @@ class PrefillShape:
         ragged = (self.num_tokens * self.gqa_ratio + self.batch * (block_m - 1)) // block_m
         return min(ragged, self.batch * -(-self.max_q_len * self.gqa_ratio // block_m))
 
-    @property
-    def scratch_rows(self) -> int:
+    def scratch_rows(self, block: int) -> int:
         """Rows of scratch for every sequence's keys in whole blocks."""
-        blocks = min(
-            self.kv_tokens // SCRATCH_BLOCK + self.batch,
-            self.batch * -(-self.max_seq_len // SCRATCH_BLOCK),
-        )
-        return max(blocks, 1) * SCRATCH_BLOCK
+        blocks = min(self.kv_tokens // block + self.batch, self.batch * -(-self.max_seq_len // block))
+        return max(blocks, 1) * block
 
 
 @dataclass(frozen=True)
@@ -73,6 +69,9 @@ class PrefillConfig:
         fp8: the FP8 format of the matrix unit when Q is FP8, else None.
         tma: keys of the scratch come by tensor descriptor.
         overlap: P @ V of a key tile runs during the softmax of the next one.
+        scratch_block: widened keys of a sequence begin at multiples of it.
+        otherwise: where `kernels/pipelined.py` attends, what does when the softmax is capped or the scale not
+            positive; None where the plain kernel attends anyway.
         options: compiler options of the attention kernel.
     """
 
@@ -85,6 +84,8 @@ class PrefillConfig:
     fp8: str | None = None
     tma: bool = False
     overlap: bool = False
+    scratch_block: int = SCRATCH_BLOCK
+    otherwise: PrefillConfig | None = None
     options: LaunchOptions = field(default_factory=LaunchOptions)
 
 
@@ -134,6 +135,7 @@ def choose_config(
     q_fp8: str | None,
     scratch_fits: bool,
     can_decode: bool,
+    can_pipeline: bool = False,
     kernel: str | None = None,
 ) -> PrefillConfig:
     """The shipped configuration.
@@ -145,6 +147,7 @@ def choose_config(
         q_fp8: the format of an FP8 query, or None for a 16-bit one.
         scratch_fits: whether widened keys fit the allowed memory.
         can_decode: whether every sequence is known to have one query token.
+        can_pipeline: whether `kernels/pipelined.py` takes the formats and runs here.
         kernel: forces "dense", "fused" or "decode".
 
     Raises:
@@ -177,7 +180,8 @@ def choose_config(
         return PrefillConfig("decode", why)
     wide = shape.head_dim > 128
     if chosen == "dense":
-        return _dense_config(target, shape, block_m, why, wide)
+        plain = _dense_config(target, shape, block_m, why, wide)
+        return _pipelined_config(target, shape, plain) if can_pipeline and block_m == 64 else plain
     return _fused_config(target, shape, block_m, why, wide)
 
 
@@ -203,15 +207,19 @@ def _choose_kernel(
     return "fused", f"each key tile serves {tiles} tiles of rows only, so it is widened in the loop"
 
 
-def _splits(target: Target, programs: int, key_tiles: int) -> int:
+def units_of(target: Target) -> int:
+    """Compute units of the target; two where they are not known."""
+    return target.figures.units if target.figures is not None else 2
+
+
+def _splits(target: Target, programs: int, key_tiles: int, resident: int = 2) -> int:
     """Programs that share a tile's keys: how many finish first.
 
     In units of a key tile's time, a program's start and its partial result cost 8, and whoever merges 1.5 for
-    each. H200, 96/8 heads: 16 new over 4k at 1, 5, 11 splits 59, 31, 36 us; 128 over 32k at 1, 4, 11 splits
+    each. `resident` programs share a unit: two by shared memory on sm90, by registers on CDNA. H200, 96/8 heads: 16 new over 4k at 1, 5, 11 splits 59, 31, 36 us; 128 over 32k at 1, 4, 11 splits
     540, 469, 501 us; 128 over 4k at 1 and 4 splits 82 and 85 us.
     """
-    units = target.figures.units if target.figures is not None else 2
-    slots = 2 * units  # by shared memory on sm90, by registers on CDNA
+    slots = resident * units_of(target)
 
     def cost(splits: int) -> float:
         waves = -(-programs * splits // slots)
@@ -243,6 +251,23 @@ def _dense_config(target: Target, shape: PrefillShape, block_m: int, why: str, w
         "dense", why, block_m, block_n, num_splits=splits, tma=target.name == "sm90", overlap=overlap,
         options=options,
     )  # fmt: skip
+
+
+def _pipelined_config(target: Target, shape: PrefillShape, plain: PrefillConfig) -> PrefillConfig:
+    """Two warpgroups of 64 rows, and one that copies tiles of 128 keys in two stages."""
+    block_m, block_n = 128, 128
+    programs = shape.row_tiles(block_m) * shape.num_kv_heads
+    splits = _splits(target, programs, -(-shape.max_seq_len // block_n), resident=1)
+    return replace(
+        plain,
+        block_m=block_m,
+        block_n=block_n,
+        num_splits=splits,
+        overlap=True,
+        scratch_block=block_n,
+        otherwise=replace(plain, scratch_block=block_n),
+        options=LaunchOptions(num_warps=4, num_stages=2),
+    )
 
 
 def _fused_config(target: Target, shape: PrefillShape, block_m: int, why: str, wide: bool) -> PrefillConfig:

@@ -11,9 +11,9 @@ import triton.language as tl
 from narrowkv.attn_decode.arguments import descale_pointers, packed_route, side_of, table_pointers
 from narrowkv.attn_decode.config import parts_of
 from narrowkv.attn_decode.kernels import Workspace
-from narrowkv.attn_prefill.config import SCRATCH_BLOCK, fp8_route, triton_fp8
+from narrowkv.attn_prefill.config import SCRATCH_BLOCK, PrefillConfig, fp8_route, triton_fp8, units_of
 from narrowkv.attn_prefill.kernels.append import NewCache, _prefill_append_kernel
-from narrowkv.attn_prefill.kernels.dense import _dense_prefill_kernel, _widen_kernel
+from narrowkv.attn_prefill.kernels.dense import Scratch, _dense_prefill_kernel, _widen_kernel
 from narrowkv.attn_prefill.kernels.fused import _fused_prefill_kernel
 from narrowkv.attn_prefill.kernels.rows import Outputs, Queries
 from narrowkv.attn_prefill.plan import PrefillPlan, append_blocks, per_key
@@ -111,9 +111,11 @@ class PrefillCall:
         folded = qk_scale > 0 and self.soft_cap == 0 and not per_key(self.cache)[0]
         return qk_scale, self.v_factor * 2.0**v_power, folded
 
-    def options(self, queries: Queries, outputs: Outputs, folded: bool) -> dict[str, Any]:
-        """Constants that both kernels share."""
-        config = self.plan.config
+    def options(
+        self, outputs: Outputs, folded: bool, config: PrefillConfig | None = None
+    ) -> dict[str, Any]:
+        """Constants that all kernels share."""
+        config = config or self.plan.config
         return {
             **self.constants,
             **self.mask,
@@ -128,8 +130,8 @@ class PrefillCall:
             "BLOCK_N": config.block_n,
         }
 
-    def _grid(self) -> tuple[int, int, int]:
-        shape, config = self.plan.shape, self.plan.config
+    def _grid(self, config: PrefillConfig | None = None) -> tuple[int, int, int]:
+        shape, config = self.plan.shape, config or self.plan.config
         return shape.row_tiles(config.block_m) * shape.num_kv_heads, 1, config.num_splits
 
     def _workspace(self) -> Workspace:
@@ -158,7 +160,7 @@ class PrefillCall:
             ),
             {
                 **cache_constants,
-                **self.options(queries, outputs, folded),
+                **self.options(outputs, folded),
                 **self.batch_constants,
                 "COMPUTE": compute,
                 "SCALE_Q": half and plan.q_dtype == torch.bfloat16,
@@ -176,13 +178,16 @@ class PrefillCall:
         plan, config, scratch = self.plan, self.plan.config, self.plan.scratch
         if scratch is None or plan.schedule is None:
             raise ValueError("plan must hold scratch for kernel 'dense', got none")
-        k_dtype = scratch.k.dtype
         k, v, cache_constants, k_power, v_power = self.cache_arguments(tl.float16)
         qk_scale, out_scale, folded = self.scales(k_power, v_power)
-        num_blocks, num_tiles = scratch.rows // SCRATCH_BLOCK, self._grid()[0] // plan.shape.num_kv_heads
+        pipelined = config.otherwise is not None and folded
+        if config.otherwise is not None and not folded:
+            config = config.otherwise
+        num_blocks = scratch.rows // config.scratch_block
+        num_tiles = plan.shape.row_tiles(config.block_m)
         block_b = self.batch_constants["BLOCK_B"]
         block_i = max(1, min(32, 8192 // block_b))
-        options = self.options(queries, outputs, folded)
+        options = self.options(outputs, folded, config)
         widen_constants = {
             name: options[name] for name in ("NUM_KV_HEADS", "GQA_RATIO", "HEAD_DIM", "PAGE_SIZE", "RAGGED")
         }
@@ -196,23 +201,32 @@ class PrefillCall:
             {
                 **widen_constants,
                 **cache_constants,
-                "K_TYPE": _TRITON_16_BIT[k_dtype],
+                "K_TYPE": _TRITON_16_BIT[scratch.k.dtype],
                 "CAUSAL": self.mask["WINDOW_RIGHT"] >= 0,
                 "BLOCK_M": config.block_m,
                 "BLOCK_D": options["BLOCK_D"],
-                "BLOCK_N": SCRATCH_BLOCK,
+                "BLOCK_N": config.scratch_block,
                 "BLOCK_B": block_b,
                 "BLOCK_I": block_i,
             },
-            LaunchOptions(num_warps=4, num_stages=1),
+            LaunchOptions(num_warps=config.scratch_block // 16, num_stages=1),
         )  # fmt: skip
         for name in ("PAGE_SIZE", "RAGGED"):
             del options[name]
+        attend = self._pipelined if pipelined else self._plain
+        attend(queries, outputs, config, scratch, options, qk_scale, out_scale)
+
+    def _plain(
+        self, queries: Queries, outputs: Outputs, config: PrefillConfig, scratch: Scratch,
+        options: dict[str, Any], qk_scale: float, out_scale: float,
+    ) -> None:  # fmt: skip
+        """Attends to the scratch, in plain Triton."""
+        plan, k_dtype = self.plan, scratch.k.dtype
         launch(
             _dense_prefill_kernel,
-            self._grid(),
+            self._grid(config),
             (
-                queries, outputs, scratch, *self._descriptors(), self.k_descale, self.v_descale,
+                queries, outputs, scratch, *self._descriptors(config), self.k_descale, self.v_descale,
                 plan.schedule, self._workspace(), qk_scale, out_scale, self.soft_cap, config.num_splits,
             ),
             {
@@ -224,14 +238,44 @@ class PrefillCall:
                 "TMA": config.tma,
                 "OVERLAP": config.overlap,
                 "BRANCH": not plan.target.is_amd,
-                "BLOCK_S": SCRATCH_BLOCK,
+                "BLOCK_S": config.scratch_block,
             },
             config.options,
         )  # fmt: skip
 
-    def _descriptors(self) -> tuple[Any, Any]:
+    def _pipelined(
+        self, queries: Queries, outputs: Outputs, config: PrefillConfig, scratch: Scratch,
+        options: dict[str, Any], qk_scale: float, out_scale: float,
+    ) -> None:  # fmt: skip
+        """Attends to the scratch, in Hopper's own kernel: as many programs as the device has units."""
+        from narrowkv.attn_prefill.kernels.pipelined import _pipelined_prefill_kernel, key_descriptor
+
+        shape = self.plan.shape
+        tiles = shape.row_tiles(config.block_m)
+        items = tiles * shape.num_kv_heads * config.num_splits
+        for name in ("BLOCK_D", "HAS_SOFT_CAP", "FOLDED"):
+            del options[name]
+        launch(
+            _pipelined_prefill_kernel,
+            (min(items, units_of(self.plan.target)),),
+            (
+                queries, outputs, scratch.v_unit, key_descriptor(scratch.k, config.block_n),
+                key_descriptor(scratch.v, config.block_n), self.k_descale, self.v_descale,
+                self.plan.schedule, self._workspace(), qk_scale, out_scale, items, tiles,
+                config.num_splits, scratch.rows,
+            ),
+            {
+                **options,
+                "V_IN_UNITS": scratch.v_unit is not None,
+                "BLOCK_S": config.scratch_block,
+                "STAGES": config.options.num_stages,
+            },
+            config.options,
+        )  # fmt: skip
+
+    def _descriptors(self, config: PrefillConfig) -> tuple[Any, Any]:
         """Tensor descriptors of the scratch, for targets that load by them."""
-        config, scratch = self.plan.config, self.plan.scratch
+        scratch = self.plan.scratch
         if not config.tma or scratch is None:
             return None, None
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -263,7 +307,7 @@ class PrefillCall:
         num_blocks = append_blocks(plan.shape, staged=staged)
         num_tiles = plan.shape.row_tiles(config.block_m)
         folded = self.soft_cap == 0 and self.scale > 0 and not per_key(cache)[0]
-        options = self.options(queries, outputs, folded)
+        options = self.options(outputs, folded)
         for name in ("RAGGED", "WINDOW_RIGHT"):
             del options[name]
         launch(
@@ -275,7 +319,7 @@ class PrefillCall:
                     k_store, v_store, k_store_descale, v_store_descale,
                     page_table.page_ids.shape[1], cache.num_pages,
                 ),
-                k, v, self.k_descale, self.v_descale, self.table, plan.scratch, *self._descriptors(),
+                k, v, self.k_descale, self.v_descale, self.table, plan.scratch, *self._descriptors(config),
                 plan.arrivals, self._workspace(), self.scale * (1.0 if self.soft_cap > 0 else _LOG2E),
                 self.k_factor * 2.0**k_power, self.v_factor * 2.0**v_power / p_scale, self.soft_cap,
                 plan.shape.batch, num_blocks, num_tiles, config.num_splits,

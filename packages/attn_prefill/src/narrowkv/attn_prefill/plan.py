@@ -208,7 +208,7 @@ def plan_prefill(
         check_starts(cu_seqlens_q, shape.num_tokens)
         page_table.check_values(cache.num_pages)
     target = active_target(q.device)
-    needed = 4 * shape.scratch_rows * shape.num_kv_heads * shape.head_dim
+    needed = 4 * shape.scratch_rows(SCRATCH_BLOCK) * shape.num_kv_heads * shape.head_dim
     q_format = get_format(q.dtype)
     config = choose_config(
         target,
@@ -217,10 +217,13 @@ def plan_prefill(
         q_fp8=q_format.name if q_format.kind == "fp8" else None,
         scratch_fits=needed <= scratch_limit_bytes,
         can_decode=q_format.kind == "float" and shape.num_tokens == shape.batch and shape.max_q_len == 1,
+        can_pipeline=can_pipeline(target, q, cache),
         kernel=kernel,
     )
     if num_splits is not None:
         config = replace(config, num_splits=check_positive_int("num_splits", num_splits))
+        if config.otherwise is not None:
+            config = replace(config, otherwise=replace(config.otherwise, num_splits=num_splits))
     plan = PrefillPlan(
         target,
         shape,
@@ -235,10 +238,13 @@ def plan_prefill(
     if config.kernel == "decode":
         return replace(plan, decode=plan_decode(q, cache, page_table, max_seq_len=max_seq_len))
     if config.kernel == "dense":
+        rows = shape.scratch_rows(config.scratch_block)
         plan = replace(
             plan,
-            scratch=allocate_scratch(shape, shape.scratch_rows, q.dtype, cache, q.device, in_units=False),
-            schedule=allocate_schedule(shape.row_tiles(config.block_m), q.device),
+            scratch=allocate_scratch(
+                shape, rows, config.scratch_block, q.dtype, cache, q.device, in_units=False
+            ),
+            schedule=allocate_schedule(shape, config, q.device),
         )
     return replace(plan, workspace=allocate_workspace(shape, config, q.device))
 
@@ -319,7 +325,7 @@ def plan_append(
     ready, left = torch.zeros(
         (2, max(shape.batch * shape.num_kv_heads, 1)), dtype=torch.int32, device=q.device
     )
-    scratch = allocate_scratch(shape, rows, q.dtype, cache, q.device, in_units=True)
+    scratch = allocate_scratch(shape, rows, SCRATCH_BLOCK, q.dtype, cache, q.device, in_units=True)
     return replace(plan, scratch=scratch, arrivals=Arrivals(ready, left))
 
 
@@ -350,7 +356,7 @@ def append_blocks(shape: PrefillShape, *, staged: bool) -> int:
     """A bound of the blocks that producers of an append take in one head: new ones, old ones if staged."""
     size = SCRATCH_BLOCK
     new = min(shape.num_tokens // size + shape.batch, shape.batch * -(-shape.max_q_len // size))
-    return new + shape.scratch_rows // size if staged else new
+    return new + shape.scratch_rows(size) // size if staged else new
 
 
 def per_key(cache: PagedKVCache) -> tuple[bool, bool]:
@@ -367,6 +373,7 @@ def key_type(q_dtype: torch.dtype, k_format: str) -> torch.dtype:
 def allocate_scratch(
     shape: PrefillShape,
     rows: int,
+    block: int,
     q_dtype: torch.dtype,
     cache: PagedKVCache,
     device: torch.device,
@@ -386,24 +393,38 @@ def allocate_scratch(
         v=torch.empty(sizes, dtype=torch.float16, device=device),
         k_factor=numbers(rows, k_per_key),
         v_factor=numbers(rows, v_per_key),
-        k_unit=numbers(rows // SCRATCH_BLOCK, in_units),
-        v_unit=numbers(rows // SCRATCH_BLOCK, in_units or cache.format.v == "bf16"),
+        k_unit=numbers(rows // block, in_units),
+        v_unit=numbers(rows // block, in_units or cache.format.v == "bf16"),
         starts=torch.empty(max(shape.batch, 1), dtype=torch.int32, device=device),
         rows=rows,
     )
 
 
-def allocate_schedule(num_tiles: int, device: torch.device) -> torch.Tensor:
+def can_pipeline(target: Target, q: torch.Tensor, cache: PagedKVCache) -> bool:
+    """Whether `kernels/pipelined.py` serves the call: written in Gluon for Hopper, it cannot be interpreted."""
+    return (
+        target.name == "sm90"
+        and q.is_cuda
+        and cache.head_dim in (64, 128)
+        and not any(per_key(cache))
+        and key_type(q.dtype, cache.format.k) == q.dtype
+    )
+
+
+def allocate_schedule(shape: PrefillShape, config: PrefillConfig, device: torch.device) -> torch.Tensor:
     """Memory for the order of tiles; see `scheduled_tile`."""
+    num_tiles = max(shape.row_tiles(c.block_m) for c in (config, config.otherwise or config))
     return torch.empty((max(num_tiles, 1), 8), dtype=torch.int32, device=device)
 
 
 def allocate_workspace(shape: PrefillShape, config: PrefillConfig, device: torch.device) -> Workspace | None:
     """Memory for the partial results of splits."""
-    if config.num_splits == 1:
+    configs = [c for c in (config, config.otherwise) if c is not None and c.num_splits > 1]
+    if not configs:
         return None
-    units = shape.row_tiles(config.block_m) * shape.num_kv_heads
-    slots = units * config.num_splits * config.block_m
+    slots = max(shape.row_tiles(c.block_m) * shape.num_kv_heads * c.num_splits * c.block_m for c in configs)
+    # The pipelined kernel counts halves of a tile.
+    units = 2 * max(shape.row_tiles(c.block_m) * shape.num_kv_heads for c in configs)
     block_d = 1 << (shape.head_dim - 1).bit_length()
     return Workspace(
         acc=torch.empty(slots * block_d, dtype=torch.float32, device=device),

@@ -252,13 +252,13 @@ def merge_splits(workspace, acc, m, l, unit, split, num_splits, stride, row_mask
     last = tl.atomic_add(workspace.arrived + unit, 1, sem="acq_rel") == num_splits - 1
     if last:
         tl.store(workspace.arrived + unit, 0)  # the next launch finds it as this one did
-        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        m = tl.zeros_like(m) + float("-inf")
         for i in range(num_splits):
             slot = (unit + i * stride).to(tl.int64)
             m = tl.maximum(m, tl.load(workspace.ml + slot * (2 * BLOCK_M) + r, cache_modifier=".cg"))
         m_safe = tl.where(m == float("-inf"), 0.0, m)
-        l = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        l = tl.zeros_like(l)
+        acc = tl.zeros_like(acc)
         for i in range(num_splits):
             slot = (unit + i * stride).to(tl.int64)
             weight = tl.exp2(tl.load(workspace.ml + slot * (2 * BLOCK_M) + r, cache_modifier=".cg") - m_safe)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from narrowkv.quant.launch.options import LaunchOptions
@@ -33,6 +34,8 @@ def _specialisation(args: tuple[Any, ...]) -> list[Any]:
             key.append((arg.dtype, arg.data_ptr() % 16 == 0, arg.untyped_storage().nbytes() <= _INT32_MAX))
         elif isinstance(arg, TensorDescriptor):
             key.append((arg.base.dtype, tuple(arg.block_shape)))
+        elif isinstance(arg, GluonDescriptor):
+            key.append((arg.base.dtype, tuple(arg.block_shape), arg.layout))
         else:
             key.append(tuple(_specialisation(arg)))
     return key
