@@ -179,13 +179,15 @@ def own_keys(
 
 @triton.jit
 def _prefill_append_kernel(
-    q, out, k_new, v_new, rope, store, k, v, k_descale, v_descale, table, scratch, k_desc, v_desc, arrivals,
+    q, out, k_new, v_new, rope, k_store, v_store, k_store_descale, v_store_descale, max_pages, num_pages,
+    k, v, k_descale, v_descale, table, scratch, k_desc, v_desc, arrivals,
     workspace, scale, k_scale, v_scale, soft_cap, batch, num_blocks, num_tiles, num_splits,
     NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
     K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
+    ACC_PARTS: tl.constexpr,
     K_MAX: tl.constexpr, V_MAX: tl.constexpr, K_SCALING: tl.constexpr, V_SCALING: tl.constexpr,
     K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, RULE: tl.constexpr,
     COMPUTE: tl.constexpr, SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr, FP8: tl.constexpr,
@@ -201,6 +203,8 @@ def _prefill_append_kernel(
     and values are short of besides their descale tensors. OWN_N: keys of the chunk itself that are taken at
     a time, where they are not staged.
     """
+    # Put together here: Triton 3.6 does not take a tuple in a tuple as an argument if a number in it is one.
+    store = NewCache(k_store, v_store, k_store_descale, v_store_descale, max_pages, num_pages)
     KIND: tl.constexpr = k_new.ptr.dtype.element_ty
     K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
     V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
@@ -326,15 +330,15 @@ def _prefill_append_kernel(
                 old_scale *= row_scale
             high, low = split_query(parts, COMPUTE, SPLIT_Q, K_PARTS)
         acc, m, l, v_unit = paged_keys(
-            high, low, zeros_in_parts(BLOCK_M, BLOCK_D, V_PARTS),
+            high, low, zeros_in_parts(BLOCK_M, BLOCK_D, ACC_PARTS),
             tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
             old_scale, soft_cap, k, v, k_descale, v_descale, table, row_base, kv_head,
             old_len + within, old_len, first, last, begin, end, full, full_end,
             HEAD_DIM, PAGE_SIZE, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT, K_ROUTE, V_ROUTE,
-            COMPUTE, SPLIT_Q, FP8, CLEAN, P_SCALE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS,
+            COMPUTE, SPLIT_Q, FP8, CLEAN, P_SCALE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, ACC_PARTS,
             HAS_SOFT_CAP, FOLDED, WINDOW_LEFT, -1, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-        joined = join_parts(acc, V_PARTS) * o_scale[:, None]
+        joined = join_parts(acc, ACC_PARTS) * o_scale[:, None]
         if V_PER_KEY:
             joined *= v_unit
         joined, m, l = own_keys(

@@ -3,8 +3,8 @@
 Each warpgroup holds half a tile's rows. It issues the scores of the next key tile, then P @ V of the current
 one, and computes the next softmax while the matrix unit works: the overlap of FlashAttention-3 (Shah et al.,
 2024). Programs stay and take tile after tile, so that copies of a tile's first keys run during the end of the
-tile before. Written in Gluon, which plain Triton's scheduling cannot express; the functions around the loop
-are plain Triton's own.
+tile before, as do those of its queries. Written in Gluon, since plain Triton schedules by itself; the functions
+around the loop are plain Triton's own.
 """
 
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -32,7 +33,6 @@ scheduled_tile = in_gluon(rows.scheduled_tile)
 share_of = in_gluon(rows.share_of)
 softmax_step = in_gluon(rows.softmax_step)
 visible_keys = in_gluon(rows.visible_keys)
-weigh_values = in_gluon(rows.weigh_values)
 write_rows = in_gluon(tiles.write_rows)
 
 
@@ -45,13 +45,26 @@ class Ring(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a program's tiles have in common: the schedule and how many items it makes."""
+    """What all programs share: the schedule, how many items it makes, rows of the scratch in a head."""
 
     schedule: Any
     items: Any
     num_tiles: Any
     num_splits: Any
-    rows: Any  # of the scratch, per head
+    rows: Any
+
+
+class Item(NamedTuple):
+    """A tile of rows, one head, one split of its keys: key tiles [begin, end), [full, full_end) without a mask."""
+
+    tile: Any
+    kv_head: Any
+    index: Any
+    split: Any
+    begin: Any
+    end: Any
+    full: Any
+    full_end: Any
 
 
 def key_descriptor(keys: torch.Tensor, block_n: int) -> TensorDescriptor:
@@ -64,14 +77,15 @@ def key_descriptor(keys: torch.Tensor, block_n: int) -> TensorDescriptor:
 
 
 @gluon.jit
-def key_tiles_of(
-    work, item, NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr,
+def item_at(
+    work, number, NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr,
     WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """An item's tile, head and split, and the key tiles [begin, end) of it, [full, full_end) without a mask."""
-    kv_head = item % NUM_KV_HEADS
-    index = item // NUM_KV_HEADS
+    """The item of this number; past the last one, the last."""
+    number = gl.minimum(number, work.items - 1)
+    kv_head = number % NUM_KV_HEADS
+    index = number // NUM_KV_HEADS
     split = index // work.num_tiles
     index = index % work.num_tiles
     tile = scheduled_tile(work.schedule, index)
@@ -84,9 +98,8 @@ def key_tiles_of(
     if SPLIT:
         begin, end, full, full_end = share_of(begin, end, full, full_end, split, work.num_splits)
     # Places past the last tile hold none.
-    used = tile.seq >= 0
-    end = gl.where(used, end, begin)
-    return tile, kv_head, index, split, begin, end, gl.minimum(full, end), gl.minimum(full_end, end)
+    end = gl.where(tile.seq >= 0, end, begin)
+    return Item(tile, kv_head, index, split, begin, end, gl.minimum(full, end), gl.minimum(full_end, end))
 
 
 @gluon.jit
@@ -98,28 +111,52 @@ def copy_keys(
 ):  # fmt: skip
     """Copies the key tiles of all items, the last tile of each first."""
     count = 0
-    for item in range(gl.program_id(0), work.items, gl.num_programs(0)):
-        tile, kv_head, _, _, begin, end, _, _ = key_tiles_of(
-            work, item, NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N
+    for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
+        item = item_at(
+            work, number, NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N
         )
-        base = kv_head * work.rows + tile.base
-        for i in range(end - begin):
-            stage = count % STAGES
-            parity = (count // STAGES) & 1
-            row = base + (end - 1 - i) * BLOCK_N
-            mbarrier.wait(k_ring.emptied.index(stage), parity ^ 1)
-            mbarrier.expect(k_ring.filled.index(stage), k_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(k_desc, [row, 0], k_ring.filled.index(stage), k_ring.tiles.index(stage))
-            mbarrier.wait(v_ring.emptied.index(stage), parity ^ 1)
-            mbarrier.expect(v_ring.filled.index(stage), v_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(v_desc, [row, 0], v_ring.filled.index(stage), v_ring.tiles.index(stage))
+        base = item.kv_head * work.rows + item.tile.base
+        for i in range(item.end - item.begin):
+            row = base + (item.end - 1 - i) * BLOCK_N
+            copy_tile(k_desc, row, k_ring, count, STAGES)
+            copy_tile(v_desc, row, v_ring, count, STAGES)
             count += 1
 
 
 @gluon.jit
-def issue_scores(q_tile, ring, count, zeros, STAGES: gl.constexpr):
+def copy_tile(desc, row, ring, count, STAGES: gl.constexpr):
+    """Starts the copy of rows from `row` on into the ring, as its tile number `count`, once there is room."""
+    stage = count % STAGES
+    filled = ring.filled.index(stage)
+    mbarrier.wait(ring.emptied.index(stage), (count // STAGES) & 1 ^ 1)
+    mbarrier.expect(filled, desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [row, 0], filled, ring.tiles.index(stage))
+
+
+@gluon.jit
+def copy_queries(q, item, q_tile, HALF: gl.constexpr, GQA_RATIO: gl.constexpr):
+    """Starts the copy of an item's rows into shared memory; what lies past the last row is undefined."""
+    ROWS: gl.constexpr = q_tile.shape[0]
+    HEAD_DIM: gl.constexpr = q_tile.shape[1]
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    tile = item.tile
+    q_len = gl.where(tile.seq >= 0, tile.q_len, 0)
+    tokens, heads, row_mask, within = rows_of(
+        tile.q_start, q_len, tile.number * 2 + HALF, item.kv_head, GQA_RATIO, ROWS
+    )
+    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES))
+    at = (tokens * q.token + heads * q.head)[:, None] + d[None, :]
+    async_copy.async_copy_global_to_shared(q_tile, q.ptr + at, mask=row_mask[:, None])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def issue_scores(q_tile, ring, count, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
     """Q @ K^T of the ring's tile number `count`, still under way."""
     stage = count % STAGES
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    ROWS: gl.constexpr = q_tile.shape[0]
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
     mbarrier.wait(ring.filled.index(stage), (count // STAGES) & 1)
     return warpgroup_mma(q_tile, ring.tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
@@ -134,147 +171,167 @@ def issue_values(p, acc, ring, count, STAGES: gl.constexpr):
 
 @gluon.jit
 def weights(
-    s, m, l, v_unit, scale, v_units, tile, query_pos, num_keys,
-    MASKED: gl.constexpr, V_IN_UNITS: gl.constexpr, WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_S: gl.constexpr, HEAD_DIM: gl.constexpr,
+    s, m, l, scale, tile, query_pos, num_keys,
+    MASKED: gl.constexpr, WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
+    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Scores of a key tile as P, what is left of the sums so far, and the new m, l and unit of V."""
-    n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout))
+    """Scores of a key tile as P, what is left of the sums so far, and the new m and l."""
     if MASKED:
-        keys = tile * BLOCK_N + n
-        keep = visible_keys(keys, query_pos, 0, num_keys, False, WINDOW_LEFT, WINDOW_RIGHT)
-        s = gl.where(keep & (keys < num_keys)[None, :], s, float("-inf"))
+        n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout))
+        keep = visible_keys(n, query_pos, 0, num_keys, False, WINDOW_LEFT, WINDOW_RIGHT)
+        s = gl.where(keep, s, float("-inf"))
     p, correction, m, l = softmax_step(s, m, l, scale, True)
-    if V_IN_UNITS:
-        factor = gl.load(v_units + (tile * BLOCK_N + n) // BLOCK_S)
-        p, correction, v_unit = weigh_values(p, correction, factor, v_unit)
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     # The left operand from registers lies as the accumulator does, so nothing moves.
-    return gl.convert_layout(p.to(gl.float16), gl.DotOperandLayout(0, O, 2)), correction, m, l, v_unit
+    return gl.convert_layout(p.to(gl.float16), gl.DotOperandLayout(0, O, 2)), correction, m, l
 
 
 @gluon.jit
 def attend_tiles(
-    p, acc, m, l, v_unit, q_tile, k_ring, v_ring, zeros, scale, v_units, query_pos, num_keys, count, last,
-    first, stop,
+    p, acc, m, l, unit, q_tile, k_ring, v_ring, scale, units, query_pos, num_keys, count, last, first, stop,
     MASKED: gl.constexpr, V_IN_UNITS: gl.constexpr, WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_S: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Key tiles last - first, last - first - 1, ... of an item whose first tile is the ring's number `count`."""
+    """Key tiles last - first, ..., last - stop + 1 of an item whose first tile is the ring's number `count`."""
     for i in range(first, stop):
-        scores = issue_scores(q_tile, k_ring, count + i, zeros, STAGES)
+        scores = issue_scores(q_tile, k_ring, count + i, BLOCK_N, STAGES)
         values = issue_values(p, acc, v_ring, count + i - 1, STAGES)
+        if V_IN_UNITS:
+            next_unit = gl.load(units + last - i)
         s = warpgroup_mma_wait(1, deps=(scores,))
         mbarrier.arrive(k_ring.emptied.index((count + i) % STAGES))
-        p, correction, m, l, v_unit = weights(
-            s, m, l, v_unit, scale, v_units, last - i, query_pos, num_keys,
-            MASKED, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, BLOCK_S, acc.shape[1],
+        p, correction, m, l = weights(
+            s, m, l, scale, last - i, query_pos, num_keys, MASKED, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N,
+            acc.shape[1],
         )  # fmt: skip
+        if V_IN_UNITS:
+            correction *= unit / next_unit
+            unit = next_unit
         # Named here, the softmax is not put off until after the wait.
         acc, p, correction, m, l = warpgroup_mma_wait(0, deps=(values, p, correction, m, l))
         mbarrier.arrive(v_ring.emptied.index((count + i - 1) % STAGES))
         acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return p, acc, m, l, v_unit
-
-
-@gluon.jit
-def anew(x):
-    """A number that the compiler takes for another: what comes of it is computed again, not kept in registers."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    return p, acc, m, l, unit
 
 
 @gluon.jit
 def attend(
-    work, q, out, k_descale, v_descale, v_units, workspace, k_ring, v_ring, q_tile, qk_scale, out_scale,
+    work, q, out, k_descale, v_descale, v_units, workspace, k_ring, v_ring, q_tiles, qk_scale, out_scale,
     HALF: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, HEAD_DIM: gl.constexpr,
     K_DESCALE: gl.constexpr, V_DESCALE: gl.constexpr, V_IN_UNITS: gl.constexpr,
     WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr, HAS_SINKS: gl.constexpr,
     WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_S: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's rows of all items: half number HALF of each tile."""
     ROWS: gl.constexpr = BLOCK_M // 2
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    S: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    # As rows lie in memory.
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
     count = 0
-    for item in range(gl.program_id(0), work.items, gl.num_programs(0)):
-        tile, kv_head, index, split, begin, end, full, full_end = key_tiles_of(
-            work, item, NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N
+    turn = 0
+    first = item_at(
+        work, gl.program_id(0), NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N
+    )
+    copy_queries(q, first, q_tiles.index(HALF), HALF, GQA_RATIO)
+    for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
+        # Not carried over from the round before: Triton 3.6 loses fields of a tuple that a loop carries.
+        item = item_at(
+            work, number, NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N
         )
-        q_len = gl.where(tile.seq >= 0, tile.q_len, 0)
-        seq = gl.maximum(tile.seq, 0)
-        number = tile.number * 2 + HALF
-        tokens, heads, row_mask, within = rows_of(tile.q_start, q_len, number, kv_head, GQA_RATIO, ROWS)
-        tokens = gl.set_auto_layout(tokens, gl.SliceLayout(1, LINES))
-        d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES))
-        at = tokens[:, None] * q.token + heads[:, None] * q.head + d[None, :]
-        q_tile.store(gl.load(q.ptr + at, mask=row_mask[:, None], other=0.0))
+        following = item_at(
+            work, number + gl.num_programs(0), NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        tile, kv_head, begin, end = item.tile, item.kv_head, item.begin, item.end
+        q_tile = q_tiles.index(turn * 2 + HALF)
+        turn ^= 1
+        async_copy.wait_group(0)
         fence_async_shared()
-        r = gl.arange(0, ROWS, gl.SliceLayout(1, S))
-        query_pos = tile.kv_len - q_len + (number * ROWS + r) // GQA_RATIO
-        scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S)) * qk_scale
+        rows = tile.number * BLOCK_M + HALF * ROWS + gl.arange(0, ROWS, S)
+        query_pos = tile.kv_len - tile.q_len + rows // GQA_RATIO
+        seq = gl.maximum(tile.seq, 0)
+        scale = gl.full([ROWS], 1.0, gl.float32, S) * qk_scale
         if K_DESCALE == "head":
             scale *= gl.load(k_descale.ptr + seq * k_descale.major + kv_head * k_descale.head)
-        units = v_units
-        if V_IN_UNITS:
-            units = v_units + (kv_head * work.rows + tile.base) // BLOCK_S
-        m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-        l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
+        m = gl.full([ROWS], float("-inf"), gl.float32, S)
+        l = gl.zeros([ROWS], gl.float32, S)
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)
-        v_unit = qk_scale * 0.0
+        unit = qk_scale * 0.0 + 1.0
         if begin < end:
-            s = warpgroup_mma_wait(0, deps=(issue_scores(q_tile, k_ring, count, zeros, STAGES),))
+            scores = issue_scores(q_tile, k_ring, count, BLOCK_N, STAGES)
+            copy_queries(q, following, q_tiles.index(turn * 2 + HALF), HALF, GQA_RATIO)
+            units = v_units
+            if V_IN_UNITS:
+                units = v_units + (kv_head * work.rows + tile.base) // BLOCK_N
+                unit = gl.load(units + end - 1)
+            s = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(k_ring.emptied.index(count % STAGES))
-            p, correction, m, l, v_unit = weights(
-                s, m, l, v_unit, scale, units, end - 1, query_pos, tile.kv_len,
-                True, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, BLOCK_S, HEAD_DIM,
+            p, correction, m, l = weights(
+                s, m, l, scale, end - 1, query_pos, tile.kv_len, True, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N,
+                HEAD_DIM,
             )  # fmt: skip
-            masked = gl.maximum(end - full_end, 1)
-            plain = gl.maximum(end - full, masked)
-            p, acc, m, l, v_unit = attend_tiles(
-                p, acc, m, l, v_unit, q_tile, k_ring, v_ring, zeros, scale, units, query_pos, tile.kv_len,
+            masked = gl.maximum(end - item.full_end, 1)
+            plain = gl.maximum(end - item.full, masked)
+            p, acc, m, l, unit = attend_tiles(
+                p, acc, m, l, unit, q_tile, k_ring, v_ring, scale, units, query_pos, tile.kv_len,
                 count, end - 1, 1, masked,
-                True, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, BLOCK_S, STAGES,
+                True, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
             )  # fmt: skip
-            p, acc, m, l, v_unit = attend_tiles(
-                p, acc, m, l, v_unit, q_tile, k_ring, v_ring, zeros, scale, units, query_pos, tile.kv_len,
+            p, acc, m, l, unit = attend_tiles(
+                p, acc, m, l, unit, q_tile, k_ring, v_ring, scale, units, query_pos, tile.kv_len,
                 count, end - 1, masked, plain,
-                False, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, BLOCK_S, STAGES,
+                False, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
             )  # fmt: skip
             if WINDOW_LEFT >= 0:
-                p, acc, m, l, v_unit = attend_tiles(
-                    p, acc, m, l, v_unit, q_tile, k_ring, v_ring, zeros, scale, units, query_pos, tile.kv_len,
+                p, acc, m, l, unit = attend_tiles(
+                    p, acc, m, l, unit, q_tile, k_ring, v_ring, scale, units, query_pos, tile.kv_len,
                     count, end - 1, plain, end - begin,
-                    True, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, BLOCK_S, STAGES,
+                    True, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
                 )  # fmt: skip
             count += end - begin
             acc = warpgroup_mma_wait(0, deps=(issue_values(p, acc, v_ring, count - 1, STAGES),))
             mbarrier.arrive(v_ring.emptied.index((count - 1) % STAGES))
+        else:
+            copy_queries(q, following, q_tiles.index(turn * 2 + HALF), HALF, GQA_RATIO)
         if V_IN_UNITS:
-            acc *= v_unit
-        tokens, heads, row_mask, within = rows_of(tile.q_start, q_len, anew(number), kv_head, GQA_RATIO, ROWS)
-        tokens = gl.set_auto_layout(tokens, gl.SliceLayout(1, LINES))
-        acc = gl.convert_layout(acc, LINES)
-        m = gl.convert_layout(m, gl.SliceLayout(1, LINES))
-        l = gl.convert_layout(l, gl.SliceLayout(1, LINES))
-        o_scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, LINES)) * out_scale
+            acc *= unit
+        q_len = gl.where(tile.seq >= 0, tile.q_len, 0)
+        tokens, heads, row_mask, within = rows_of(
+            tile.q_start, q_len, tile.number * 2 + HALF, kv_head, GQA_RATIO, ROWS
+        )
+        tokens = gl.set_auto_layout(tokens, gl.SliceLayout(1, O))
+        m = gl.convert_layout(m, gl.SliceLayout(1, O))
+        l = gl.convert_layout(l, gl.SliceLayout(1, O))
+        o_scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, O)) * out_scale
         if V_DESCALE == "head":
             o_scale *= gl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
         write = True
         if SPLIT:
             write, acc, m, l = merge_splits(
-                workspace, acc, m, l, (index * NUM_KV_HEADS + kv_head) * 2 + HALF, split, work.num_splits,
-                work.num_tiles * NUM_KV_HEADS * 2, row_mask, ROWS, HEAD_DIM,
+                workspace, acc, m, l, (item.index * NUM_KV_HEADS + kv_head) * 2 + HALF, item.split,
+                work.num_splits, work.num_tiles * NUM_KV_HEADS * 2, row_mask, ROWS, HEAD_DIM,
             )  # fmt: skip
         if write:
             write_rows(
-                out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask, d,
+                out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
+                gl.arange(0, HEAD_DIM, gl.SliceLayout(0, O)),
                 out.token, out.head, out.lse_token, HEAD_DIM, HAS_SINKS, WRITE_LSE,
             )  # fmt: skip
+
+
+@gluon.jit
+def key_ring(desc, STAGES: gl.constexpr):
+    """An empty ring of STAGES tiles that two warpgroups read."""
+    ring = Ring(
+        gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_shape, desc.layout),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+    )
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ring.filled.index(stage), count=1)
+        mbarrier.init(ring.emptied.index(stage), count=2)
+    return ring
 
 
 @gluon.jit
@@ -285,52 +342,40 @@ def _pipelined_prefill_kernel(
     K_DESCALE: gl.constexpr, V_DESCALE: gl.constexpr,
     V_IN_UNITS: gl.constexpr, WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
     HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_S: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Tiles of BLOCK_M rows over the widened keys; see `_dense_prefill_kernel` for the arguments.
 
     An item is a (split, tile, head); program i takes items i, i + programs, and so on, which the schedule has
-    in the order of falling work.
+    in the order of falling work. `v_units`: of blocks of BLOCK_N keys, `[heads, rows / BLOCK_N]`, or None.
     """
     work = Work(schedule, items, num_tiles, num_splits, scratch_rows)
+    KIND: gl.constexpr = q.ptr.dtype.element_ty
     q_tiles = gl.allocate_shared_memory(
-        q.ptr.dtype.element_ty, [2, BLOCK_M // 2, HEAD_DIM],
-        gl.NVMMASharedLayout.get_default_for([BLOCK_M // 2, HEAD_DIM], q.ptr.dtype.element_ty),
+        KIND, [4, BLOCK_M // 2, HEAD_DIM],
+        gl.NVMMASharedLayout.get_default_for([BLOCK_M // 2, HEAD_DIM], KIND),
     )  # fmt: skip
-    k_ring = Ring(
-        gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
-    )
-    v_ring = Ring(
-        gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
-    )
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_ring.filled.index(stage), count=1)
-        mbarrier.init(v_ring.filled.index(stage), count=1)
-        mbarrier.init(k_ring.emptied.index(stage), count=2)
-        mbarrier.init(v_ring.emptied.index(stage), count=2)
+    k_ring = key_ring(k_desc, STAGES)
+    v_ring = key_ring(v_desc, STAGES)
     fence_async_shared()
     gl.warp_specialize(
         [
             (
                 attend,
                 (
-                    work, q, out, k_descale, v_descale, v_units, workspace, k_ring, v_ring, q_tiles.index(0),
+                    work, q, out, k_descale, v_descale, v_units, workspace, k_ring, v_ring, q_tiles,
                     qk_scale, out_scale, 0, NUM_KV_HEADS, GQA_RATIO, HEAD_DIM, K_DESCALE, V_DESCALE,
                     V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, HAS_SINKS, WRITE_LSE, SPLIT,
-                    BLOCK_M, BLOCK_N, BLOCK_S, STAGES,
+                    BLOCK_M, BLOCK_N, STAGES,
                 ),
             ),
             (
                 attend,
                 (
-                    work, q, out, k_descale, v_descale, v_units, workspace, k_ring, v_ring, q_tiles.index(1),
+                    work, q, out, k_descale, v_descale, v_units, workspace, k_ring, v_ring, q_tiles,
                     qk_scale, out_scale, 1, NUM_KV_HEADS, GQA_RATIO, HEAD_DIM, K_DESCALE, V_DESCALE,
                     V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, HAS_SINKS, WRITE_LSE, SPLIT,
-                    BLOCK_M, BLOCK_N, BLOCK_S, STAGES,
+                    BLOCK_M, BLOCK_N, STAGES,
                 ),
             ),
             (
