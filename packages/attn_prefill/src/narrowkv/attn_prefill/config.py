@@ -10,7 +10,7 @@ from narrowkv.quant.launch import LaunchOptions
 from narrowkv.quant.targets import Target
 
 KERNELS = ("dense", "fused", "decode")
-APPEND_KERNELS = ("staged", "paged")
+APPEND_KERNELS = ("pipelined", "staged", "paged")
 SCRATCH_BLOCK = 64  # of widened keys: sequences begin at multiples of it
 _TRITON_FP8 = {"fp8_e4m3fn": "float8e4nv", "fp8_e4m3fnuz": "float8e4b8"}
 
@@ -61,7 +61,7 @@ class PrefillConfig:
 
     Attributes:
         kernel: "dense" (widen once, then attend), "fused" (widen in the loop) or "decode"; of an append
-            "staged" (as dense, in one launch) or "paged" (as fused).
+            "pipelined" (as dense), "staged" (the same in one launch) or "paged" (as fused).
         why: the reason, for people.
         block_m, block_n: rows and keys of a tile.
         own_n: of an append that is not staged: keys of the chunk itself that are taken at a time.
@@ -70,8 +70,8 @@ class PrefillConfig:
         tma: keys of the scratch come by tensor descriptor.
         overlap: P @ V of a key tile runs during the softmax of the next one.
         scratch_block: widened keys of a sequence begin at multiples of it.
-        otherwise: where `kernels/pipelined.py` attends, what does when the softmax is capped or the scale not
-            positive; None where the plain kernel attends anyway.
+        otherwise: where `kernels/pipelined.py` attends, what does when the softmax is capped, the scale not
+            positive or queries to be rotated; None where a plain kernel attends anyway.
         options: compiler options of the attention kernel.
     """
 
@@ -324,15 +324,16 @@ def choose_append_config(
     *,
     fp8_compute: bool,
     scratch_fits: bool,
+    can_pipeline: bool = False,
     kernel: str | None = None,
 ) -> PrefillConfig:
     """The shipped configuration of `prefill_append`.
 
     Args:
-        target, shape, formats, scratch_fits: as for `choose_config`.
+        target, shape, formats, scratch_fits, can_pipeline: as for `choose_config`.
         q_format: of the query and of the new tokens.
         fp8_compute: old tokens go to the FP8 matrix unit as they are stored.
-        kernel: forces "staged" or "paged".
+        kernel: forces "pipelined", "staged" or "paged".
 
     Raises:
         UnsupportedError: for formats or a forced kernel that cannot serve the call, and why.
@@ -350,8 +351,8 @@ def choose_append_config(
                 "fp8_compute needs K and V in one FP8 format, "
                 f"got k={formats[0]}, v={formats[1]}; without it any cache works"
             )
-        if kernel == "staged":
-            raise UnsupportedError("fp8_compute has kernel='paged' only, got 'staged'")
+        if kernel not in (None, "paged"):
+            raise UnsupportedError(f"fp8_compute has kernel='paged' only, got {kernel!r}")
         unit = fp8_unit(target, formats[0])
         block_m = block_m_for(shape)
         base = _fused_config(target, shape, block_m, "FP8 matrix units take the old tokens as they are", wide)
@@ -371,14 +372,21 @@ def choose_append_config(
         if target.is_amd
         else ""
     )
-    if kernel == "staged" and lacks:
-        raise UnsupportedError(f"kernel='staged' needs {lacks}; kernel='paged' works")
-    if kernel == "staged" or (
+    if kernel == "pipelined" and not can_pipeline:
+        lacks = lacks or f"Hopper, head_dim 64 or 128 and one descale for many keys, got {target.name}"
+    if kernel in ("pipelined", "staged") and lacks:
+        raise UnsupportedError(f"kernel={kernel!r} needs {lacks}; kernel='paged' works")
+    if kernel in ("pipelined", "staged") or (
         kernel is None and not lacks and (target.is_nvidia or tiles >= (2 if target.name == "cpu" else 8))
     ):
         why = f"each key tile serves {tiles} tiles of rows, so it is widened once beforehand"
-        base = _dense_config(target, shape, block_m, why, wide)
-        return replace(base, kernel="staged")
+        staged = replace(_dense_config(target, shape, block_m, why, wide), kernel="staged")
+        # H200: two launches that each suit their work beat the one that must suit both.
+        if kernel == "pipelined" or (kernel is None and can_pipeline and block_m == 64):
+            return replace(
+                _pipelined_config(target, shape, staged), kernel="pipelined", otherwise=staged
+            )
+        return staged
     base = _fused_config(target, shape, block_m, "old tokens are widened in the loop", wide)
     # Two loops share the registers: 32 keys spill on gfx942.
     return replace(base, kernel="paged", block_n=16 if target.is_amd else base.block_n)

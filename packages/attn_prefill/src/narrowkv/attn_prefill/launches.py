@@ -11,8 +11,8 @@ import triton.language as tl
 from narrowkv.attn_decode.arguments import descale_pointers, packed_route, side_of, table_pointers
 from narrowkv.attn_decode.config import parts_of
 from narrowkv.attn_decode.kernels import Workspace
-from narrowkv.attn_prefill.config import SCRATCH_BLOCK, PrefillConfig, fp8_route, triton_fp8, units_of
-from narrowkv.attn_prefill.kernels.append import _prefill_append_kernel
+from narrowkv.attn_prefill.config import PrefillConfig, fp8_route, triton_fp8, units_of
+from narrowkv.attn_prefill.kernels.append import _prefill_append_kernel, _produce_kernel
 from narrowkv.attn_prefill.kernels.dense import Scratch, _dense_prefill_kernel, _widen_kernel
 from narrowkv.attn_prefill.kernels.fused import _fused_prefill_kernel
 from narrowkv.attn_prefill.kernels.rows import Outputs, Queries
@@ -269,13 +269,14 @@ class PrefillCall:
             _pipelined_prefill_kernel,
             (min(items, units_of(self.plan.target)),),
             (
-                queries, outputs, scratch.v_unit, key_descriptor(scratch.k, config.block_n),
+                queries, outputs, scratch.k_unit, scratch.v_unit, key_descriptor(scratch.k, config.block_n),
                 key_descriptor(scratch.v, config.block_n), self.k_descale, self.v_descale,
                 self.plan.schedule, self._workspace(), qk_scale, out_scale, items, tiles,
                 config.num_splits, scratch.rows,
             ),
             {
                 **options,
+                "K_IN_UNITS": scratch.k_unit is not None,
                 "V_IN_UNITS": scratch.v_unit is not None,
                 "STAGES": config.options.num_stages,
             },
@@ -304,38 +305,70 @@ class PrefillCall:
         rope: Rope | None,
         page_table: PageTable,
     ) -> None:
-        """One launch: some programs quantise and store the new tokens, the others attend."""
+        """One launch: some programs quantise and store the new tokens, the others attend. Pipelined, two."""
         plan, config, cache = self.plan, self.plan.config, self.cache
         assert plan.exponent is not None  # of a plan that appends
-        staged = config.kernel == "staged"
+        folded = self.soft_cap == 0 and self.scale > 0 and not per_key(cache)[0]
+        pipelined = config.otherwise is not None and folded and rope is None
+        if config.otherwise is not None and not pipelined:
+            config = config.otherwise
+        staged = config.kernel != "paged"
         half = "bf16" not in (plan.k_format, plan.v_format)
         compute = tl.float16 if half else tl.bfloat16
         k, v, cache_constants, k_power, v_power = self.cache_arguments(tl.float16 if staged else compute)
         p_scale = 1.0 if config.fp8 is None else _P_SCALE[config.fp8]
-        k_store, v_store, k_store_descale, v_store_descale = cache_pointers(cache)
-        num_blocks = append_blocks(plan.shape, staged=staged)
+        num_blocks = append_blocks(plan.shape, config.scratch_block, staged=staged)
         num_tiles = plan.shape.row_tiles(config.block_m)
-        folded = self.soft_cap == 0 and self.scale > 0 and not per_key(cache)[0]
-        options = self.options(outputs, folded)
+        options = self.options(outputs, folded, config)
+        new = (
+            queries, new_tokens(k_new), new_tokens(v_new), rope_pointers(rope), *cache_pointers(cache),
+            page_table.page_ids.shape[1], cache.num_pages,
+        )  # fmt: skip
+        old = k, v, self.k_descale, self.v_descale, self.table, plan.scratch
+        logit_scale = self.scale * (1.0 if self.soft_cap > 0 else _LOG2E)
+        k_scale, v_scale = self.k_factor * 2.0**k_power, self.v_factor * 2.0**v_power / p_scale
+        storage = {
+            **cache_constants,
+            **storage_constants(cache, plan.exponent),
+            **rope_constants(rope),
+        }
+        if pipelined:
+            assert plan.scratch is not None and plan.schedule is not None
+            block_b = self.batch_constants["BLOCK_B"]
+            block_i = max(1, min(32, 8192 // block_b))
+            names = ("NUM_KV_HEADS", "GQA_RATIO", "HEAD_DIM", "PAGE_SIZE", "BLOCK_M", "BLOCK_D")
+            launch(
+                _produce_kernel,
+                (num_blocks * plan.shape.num_kv_heads + -(-num_tiles // block_i),),
+                (*new, *old, plan.schedule, k_scale, v_scale, plan.shape.batch, num_blocks, num_tiles),
+                {
+                    **{name: options[name] for name in names},
+                    **storage,
+                    "BLOCK_B": block_b,
+                    "BLOCK_I": block_i,
+                    "BLOCK_S": config.scratch_block,
+                },
+                LaunchOptions(num_warps=config.scratch_block // 16, num_stages=1),
+            )
+            for name in ("PAGE_SIZE", "RAGGED"):
+                del options[name]
+            # The scales of old keys are among their blocks' factors.
+            options |= {"K_DESCALE": "scalar", "V_DESCALE": "scalar"}
+            self._pipelined(queries, outputs, config, plan.scratch, options, logit_scale, 1.0)
+            return
         for name in ("RAGGED", "WINDOW_RIGHT"):
             del options[name]
         launch(
             _prefill_append_kernel,
             ((num_blocks + num_tiles * config.num_splits) * plan.shape.num_kv_heads,),
             (
-                queries, outputs, new_tokens(k_new), new_tokens(v_new), rope_pointers(rope),
-                k_store, v_store, k_store_descale, v_store_descale,
-                page_table.page_ids.shape[1], cache.num_pages,
-                k, v, self.k_descale, self.v_descale, self.table, plan.scratch, *self._descriptors(config),
-                plan.arrivals, self._workspace(), self.scale * (1.0 if self.soft_cap > 0 else _LOG2E),
-                self.k_factor * 2.0**k_power, self.v_factor * 2.0**v_power / p_scale, self.soft_cap,
-                plan.shape.batch, num_blocks, num_tiles, config.num_splits,
+                new[0], outputs, *new[1:], *old, *self._descriptors(config), plan.arrivals,
+                self._workspace(), logit_scale, k_scale, v_scale, self.soft_cap, plan.shape.batch,
+                num_blocks, num_tiles, config.num_splits,
             ),
             {
-                **cache_constants,
                 **options,
-                **storage_constants(cache, plan.exponent),
-                **rope_constants(rope),
+                **storage,
                 **self.batch_constants,
                 "COMPUTE": compute,
                 "SCALE_Q": half and plan.q_dtype == torch.bfloat16,
@@ -347,7 +380,7 @@ class PrefillCall:
                 "STAGED": staged,
                 "TMA": config.tma,
                 "OVERLAP": config.overlap,
-                "BLOCK_S": SCRATCH_BLOCK,
+                "BLOCK_S": config.scratch_block,
                 "OWN_N": config.own_n,
             },
             config.options,

@@ -52,12 +52,12 @@ class PrefillPlan:
         config: the kernel, its tiles and splits.
         device: where the memory is.
         scratch: widened keys of the dense kernel, else None.
-        schedule: the order of tiles of the dense kernel, else None.
+        schedule: the order of tiles of the dense and the pipelined kernel, else None.
         workspace: partial results of splits, else None.
         decode: the plan of `paged_decode` where that serves, else None.
         exponent: of `plan_append`: how FP4 scales of appended tokens are chosen; None for a plan that does
             not append.
-        arrivals: what a staged append counts, else None.
+        arrivals: what a staged append counts (a pipelined one may fall back to it), else None.
     """
 
     target: Target
@@ -221,9 +221,7 @@ def plan_prefill(
         kernel=kernel,
     )
     if num_splits is not None:
-        config = replace(config, num_splits=check_positive_int("num_splits", num_splits))
-        if config.otherwise is not None:
-            config = replace(config, otherwise=replace(config.otherwise, num_splits=num_splits))
+        config = with_splits(config, num_splits)
     plan = PrefillPlan(
         target,
         shape,
@@ -272,7 +270,7 @@ def plan_append(
         fp8_compute: multiply queries and old tokens on FP8 matrix units.
         exponent: FP4: how a group's scale is chosen; see `narrowkv.paged_cache.append`.
         max_q_len, max_seq_len, max_kv_tokens: bounds as for `plan_prefill`, new tokens included.
-        kernel: forces "staged" or "paged".
+        kernel: forces "pipelined", "staged" or "paged".
         num_splits: forces how many programs share a tile's keys.
         scratch_limit_bytes: the most scratch that the automatic choice may take.
         validate: also look at the values of cu_seqlens_q and of the table, which waits for the device.
@@ -294,7 +292,7 @@ def plan_append(
         check_starts(cu_seqlens_q, shape.num_tokens)
         check_room(page_table, cu_seqlens_q, cache.num_pages)
     target = active_target(q.device)
-    rows = SCRATCH_BLOCK * append_blocks(shape, staged=True)
+    rows = SCRATCH_BLOCK * append_blocks(shape, SCRATCH_BLOCK, staged=True)
     config = choose_append_config(
         target,
         shape,
@@ -302,10 +300,11 @@ def plan_append(
         get_format(q.dtype).name,
         fp8_compute=fp8_compute,
         scratch_fits=4 * rows * shape.num_kv_heads * shape.head_dim <= scratch_limit_bytes,
+        can_pipeline=can_pipeline(target, q, cache),
         kernel=kernel,
     )
     if num_splits is not None:
-        config = replace(config, num_splits=check_positive_int("num_splits", num_splits))
+        config = with_splits(config, num_splits)
     plan = PrefillPlan(
         target,
         shape,
@@ -319,14 +318,24 @@ def plan_append(
         workspace=allocate_workspace(shape, config, q.device),
         exponent=exponent,
     )
-    if config.kernel != "staged":
+    if config.kernel == "paged":
         return plan
     # Programs leave the counters at zero, so this is done once and not per call.
     ready, left = torch.zeros(
         (2, max(shape.batch * shape.num_kv_heads, 1)), dtype=torch.int32, device=q.device
     )
+    rows = config.scratch_block * append_blocks(shape, config.scratch_block, staged=True)
     scratch = allocate_scratch(shape, rows, SCRATCH_BLOCK, q.dtype, cache, q.device, in_units=True)
-    return replace(plan, scratch=scratch, arrivals=Arrivals(ready, left))
+    schedule = allocate_schedule(shape, config, q.device) if config.kernel == "pipelined" else None
+    return replace(plan, scratch=scratch, schedule=schedule, arrivals=Arrivals(ready, left))
+
+
+def with_splits(config: PrefillConfig, num_splits: int) -> PrefillConfig:
+    """The configuration with the caller's number of splits."""
+    config = replace(config, num_splits=check_positive_int("num_splits", num_splits))
+    if config.otherwise is not None:
+        config = replace(config, otherwise=replace(config.otherwise, num_splits=num_splits))
+    return config
 
 
 def append_shape(
@@ -352,9 +361,8 @@ def check_room(page_table: PageTable, cu_seqlens_q: torch.Tensor, num_pages: int
     replace(page_table, seq_lens=lens.to(torch.int32)).check_values(num_pages)
 
 
-def append_blocks(shape: PrefillShape, *, staged: bool) -> int:
-    """A bound of the blocks that producers of an append take in one head: new ones, old ones if staged."""
-    size = SCRATCH_BLOCK
+def append_blocks(shape: PrefillShape, size: int, *, staged: bool) -> int:
+    """A bound of the blocks of `size` keys that an append takes in one head: new ones, old ones if staged."""
     new = min(shape.num_tokens // size + shape.batch, shape.batch * -(-shape.max_q_len // size))
     return new + shape.scratch_rows(size) // size if staged else new
 

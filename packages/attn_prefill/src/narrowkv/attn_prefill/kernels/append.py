@@ -35,6 +35,7 @@ from narrowkv.attn_prefill.kernels.rows import (
     merge_splits,
     query_range,
     rows_of,
+    schedule_tiles,
     share_of,
     softmax_step,
     tile_of,
@@ -133,6 +134,54 @@ def produce_new(
 
 
 @triton.jit
+def produce_block(
+    q, k_new, v_new, rope, store, k, v, k_descale, v_descale, k_scale, v_scale, table, scratch,
+    old, blocks, ends, block, kv_head, batch,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_MAX: tl.constexpr, V_MAX: tl.constexpr,
+    K_SCALING: tl.constexpr, V_SCALING: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
+    RULE: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
+    K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
+    K_PARTS: tl.constexpr, V_PARTS: tl.constexpr, STAGED: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """One block of one head: new tokens are stored, old ones widened if STAGED.
+
+    Returns the block's sequence and its number there. `blocks`, `old`, `ends`: see `blocks_of`.
+    """
+    KIND: tl.constexpr = k_new.ptr.dtype.element_ty
+    K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
+    V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
+    seqs = tl.arange(0, BLOCK_B)
+    seq = tl.sum((ends <= block).to(tl.int32), 0)
+    in_seq = block - tl.sum(tl.where(seqs < seq, blocks, 0), 0)
+    old_blocks = tl.sum(tl.where(seqs == seq, old, 0), 0)
+    old_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, False)
+    q_start, q_len = query_range(q, seq, seq < batch)
+    if in_seq >= old_blocks:
+        produce_new(
+            q, k_new, v_new, rope, store, table, scratch, seq, block, in_seq - old_blocks, kv_head,
+            q_start, q_len, old_len, HEAD_DIM, PAGE_SIZE, ROTARY_DIM, INTERLEAVED, K_FORMAT, V_FORMAT,
+            K_MAX, V_MAX, K_SCALING, V_SCALING, K_GROUP, V_GROUP, RULE, K_VEC, V_VEC,
+            STAGED, K_PER_KEY, V_PER_KEY, BLOCK_S, BLOCK_D,
+        )  # fmt: skip
+    else:
+        if STAGED:
+            if K_DESCALE == "head":
+                k_scale *= tl.load(k_descale.ptr + seq * k_descale.major + kv_head * k_descale.head)
+            if V_DESCALE == "head":
+                v_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
+            # Old keys end where a block ends, so that new ones begin with one.
+            widen_block(
+                k, v, k_descale, v_descale, table, scratch, seq, block,
+                (in_seq - old_blocks) * BLOCK_S + old_len, kv_head, old_len, k_scale, v_scale,
+                HEAD_DIM, PAGE_SIZE, False, True, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT,
+                K_ROUTE, V_ROUTE, KIND, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, BLOCK_D, BLOCK_S,
+            )  # fmt: skip
+    return seq, in_seq
+
+
+@triton.jit
 def order_proxies(value, NVIDIA: tl.constexpr):
     """Orders ordinary accesses with those of the bulk copy engine, which loads by descriptor."""
     if NVIDIA:
@@ -215,32 +264,13 @@ def _prefill_append_kernel(
         blocks, old, ends = blocks_of(q, table, batch, PAGE_SIZE, STAGED, BLOCK_B, BLOCK_S)
         if block >= tl.sum(blocks, 0):
             return
-        seqs = tl.arange(0, BLOCK_B)
-        seq = tl.sum((ends <= block).to(tl.int32), 0)
-        in_seq = block - tl.sum(tl.where(seqs < seq, blocks, 0), 0)
-        old_blocks = tl.sum(tl.where(seqs == seq, old, 0), 0)
-        old_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, False)
-        q_start, q_len = query_range(q, seq, seq < batch)
-        if in_seq >= old_blocks:
-            produce_new(
-                q, k_new, v_new, rope, store, table, scratch, seq, block, in_seq - old_blocks, kv_head,
-                q_start, q_len, old_len, HEAD_DIM, PAGE_SIZE, ROTARY_DIM, INTERLEAVED, K_FORMAT, V_FORMAT,
-                K_MAX, V_MAX, K_SCALING, V_SCALING, K_GROUP, V_GROUP, RULE, K_VEC, V_VEC,
-                STAGED, K_PER_KEY, V_PER_KEY, BLOCK_S, BLOCK_D,
-            )  # fmt: skip
-        else:
-            if STAGED:
-                if K_DESCALE == "head":
-                    k_scale *= tl.load(k_descale.ptr + seq * k_descale.major + kv_head * k_descale.head)
-                if V_DESCALE == "head":
-                    v_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
-                # Old keys end where a block ends, so that new ones begin with one.
-                widen_block(
-                    k, v, k_descale, v_descale, table, scratch, seq, block,
-                    (in_seq - old_blocks) * BLOCK_S + old_len, kv_head, old_len, k_scale, v_scale,
-                    HEAD_DIM, PAGE_SIZE, False, True, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT,
-                    K_ROUTE, V_ROUTE, KIND, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, BLOCK_D, BLOCK_S,
-                )  # fmt: skip
+        seq, in_seq = produce_block(
+            q, k_new, v_new, rope, store, k, v, k_descale, v_descale, k_scale, v_scale, table, scratch,
+            old, blocks, ends, block, kv_head, batch, HEAD_DIM, PAGE_SIZE, ROTARY_DIM, INTERLEAVED,
+            K_FORMAT, V_FORMAT, K_MAX, V_MAX, K_SCALING, V_SCALING, K_GROUP, V_GROUP, RULE, K_VEC, V_VEC,
+            WIDE_ADDRESS, K_ROUTE, V_ROUTE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, STAGED,
+            BLOCK_S, BLOCK_D, BLOCK_B,
+        )  # fmt: skip
         if STAGED:
             if in_seq == 0:
                 tl.store(scratch.starts + seq, (block - in_seq) * BLOCK_S)
@@ -356,3 +386,44 @@ def _prefill_append_kernel(
                 out.ptr, out.lse, out.sinks, joined, m, l, ones, heads, tokens, row_mask, d,
                 out.token, out.head, out.lse_token, HEAD_DIM, HAS_SINKS, WRITE_LSE,
             )  # fmt: skip
+
+
+@triton.jit
+def _produce_kernel(
+    q, k_new, v_new, rope, k_store, v_store, k_store_descale, v_store_descale, max_pages, num_pages,
+    k, v, k_descale, v_descale, table, scratch, schedule, k_scale, v_scale, batch, num_blocks, num_tiles,
+    NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
+    K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
+    K_MAX: tl.constexpr, V_MAX: tl.constexpr, K_SCALING: tl.constexpr, V_SCALING: tl.constexpr,
+    K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, RULE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """What comes before `_pipelined_prefill_kernel`: blocks are produced as above, the last programs order tiles."""
+    store = NewCache(k_store, v_store, k_store_descale, v_store_descale, max_pages, num_pages)
+    pid = tl.program_id(0)
+    blocks, old, ends = blocks_of(q, table, batch, PAGE_SIZE, True, BLOCK_B, BLOCK_S)
+    if pid >= num_blocks * NUM_KV_HEADS:
+        seqs = tl.arange(0, BLOCK_B)
+        lens = tl.maximum(sequence_length(table, seqs, seqs < batch, PAGE_SIZE, False), 0)
+        _, q_len = query_range(q, seqs, seqs < batch)
+        # Old keys end where a block ends, so that new ones begin with one.
+        schedule_tiles(
+            q, schedule, old * BLOCK_S - lens, old * BLOCK_S + q_len, ends, batch, num_tiles,
+            pid - num_blocks * NUM_KV_HEADS, GQA_RATIO, True, BLOCK_M, BLOCK_S, BLOCK_B, BLOCK_I,
+        )  # fmt: skip
+        return
+    kv_head = pid % NUM_KV_HEADS
+    block = pid // NUM_KV_HEADS
+    if block >= tl.sum(blocks, 0):
+        return
+    produce_block(
+        q, k_new, v_new, rope, store, k, v, k_descale, v_descale, k_scale, v_scale, table, scratch,
+        old, blocks, ends, block, kv_head, batch, HEAD_DIM, PAGE_SIZE, ROTARY_DIM, INTERLEAVED,
+        K_FORMAT, V_FORMAT, K_MAX, V_MAX, K_SCALING, V_SCALING, K_GROUP, V_GROUP, RULE, K_VEC, V_VEC,
+        WIDE_ADDRESS, K_ROUTE, V_ROUTE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, True,
+        BLOCK_S, BLOCK_D, BLOCK_B,
+    )  # fmt: skip

@@ -167,11 +167,13 @@ def _widen_kernel(
 ):  # fmt: skip
     """The first programs widen a block of one head each, the last ones order the tiles that attend."""
     pid = tl.program_id(0)
+    seqs = tl.arange(0, BLOCK_B)
     if pid >= num_blocks * NUM_KV_HEADS:
-        block = pid - num_blocks * NUM_KV_HEADS
+        lens = sequence_length(table, seqs, seqs < batch, PAGE_SIZE, RAGGED)
+        _, ends = key_blocks(table, batch, PAGE_SIZE, RAGGED, BLOCK_B, BLOCK_N)
         schedule_tiles(
-            q, table, schedule, batch, num_tiles, block,
-            GQA_RATIO, PAGE_SIZE, RAGGED, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_B, BLOCK_I,
+            q, schedule, lens * 0, lens, ends, batch, num_tiles, pid - num_blocks * NUM_KV_HEADS,
+            GQA_RATIO, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_B, BLOCK_I,
         )  # fmt: skip
         return
     kv_head = pid % NUM_KV_HEADS
@@ -179,7 +181,6 @@ def _widen_kernel(
     blocks, ends = key_blocks(table, batch, PAGE_SIZE, RAGGED, BLOCK_B, BLOCK_N)
     if block >= tl.sum(blocks, 0):
         return
-    seqs = tl.arange(0, BLOCK_B)
     seq = tl.sum((ends <= block).to(tl.int32), 0)
     in_seq = block - tl.sum(tl.where(seqs < seq, blocks, 0), 0)
     kv_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, RAGGED)

@@ -93,13 +93,30 @@ def item_at(
     first_pos = before + tile.number * BLOCK_M // GQA_RATIO
     last_pos = before + gl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)
     begin, end, full, full_end = key_range(
-        first_pos, last_pos, 0, tile.kv_len, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N
+        first_pos, last_pos, tile.first, tile.kv_len, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N
     )
     if SPLIT:
         begin, end, full, full_end = share_of(begin, end, full, full_end, split, work.num_splits)
     # Places past the last tile hold none.
     end = gl.where(tile.seq >= 0, end, begin)
     return Item(tile, kv_head, index, split, begin, end, gl.minimum(full, end), gl.minimum(full_end, end))
+
+
+@gluon.jit
+def rounds_of(work):
+    """How many items this program takes."""
+    programs = gl.num_programs(0)
+    rounds = work.items // programs
+    left = work.items - rounds * programs
+    return rounds + (item_number(rounds) < rounds * programs + left).to(gl.int32)
+
+
+@gluon.jit
+def item_number(turn):
+    """The item that this program takes at a turn; every other turn the other way round, which levels the sums."""
+    programs = gl.num_programs(0)
+    place = gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
+    return turn * programs + place
 
 
 @gluon.jit
@@ -111,9 +128,9 @@ def copy_keys(
 ):  # fmt: skip
     """Copies the key tiles of all items, the last tile of each first."""
     count = 0
-    for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
+    for turn in range(rounds_of(work)):
         item = item_at(
-            work, number, NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N
+            work, item_number(turn), NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N
         )
         base = item.kv_head * work.rows + item.tile.base
         for i in range(item.end - item.begin):
@@ -171,14 +188,14 @@ def issue_values(p, acc, ring, count, STAGES: gl.constexpr):
 
 @gluon.jit
 def weights(
-    s, m, l, scale, tile, query_pos, num_keys,
-    MASKED: gl.constexpr, WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
+    s, m, l, scale, tile, query_pos, first, num_keys,
+    MASKED: gl.constexpr, HAS_FIRST: gl.constexpr, WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Scores of a key tile as P, what is left of the sums so far, and the new m and l."""
     if MASKED:
         n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout))
-        keep = visible_keys(n, query_pos, 0, num_keys, False, WINDOW_LEFT, WINDOW_RIGHT)
+        keep = visible_keys(n, query_pos, first, num_keys, HAS_FIRST, WINDOW_LEFT, WINDOW_RIGHT)
         s = gl.where(keep, s, float("-inf"))
     p, correction, m, l = softmax_step(s, m, l, scale, True)
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -188,21 +205,28 @@ def weights(
 
 @gluon.jit
 def attend_tiles(
-    p, acc, m, l, unit, q_tile, k_ring, v_ring, scale, units, query_pos, num_keys, count, last, first, stop,
-    MASKED: gl.constexpr, V_IN_UNITS: gl.constexpr, WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
+    p, acc, m, l, unit, q_tile, k_ring, v_ring, scale, k_units, v_units, query_pos, first, num_keys,
+    count, last, begin, stop,
+    MASKED: gl.constexpr, K_IN_UNITS: gl.constexpr, V_IN_UNITS: gl.constexpr, WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Key tiles last - first, ..., last - stop + 1 of an item whose first tile is the ring's number `count`."""
-    for i in range(first, stop):
+    """Key tiles last - begin, ..., last - stop + 1 of an item; tile `last` is the ring's number `count`.
+
+    Keys lie in rows [first, num_keys) of the scratch, each tile short of its factor in `k_units`, `v_units`.
+    """
+    for i in range(begin, stop):
         scores = issue_scores(q_tile, k_ring, count + i, BLOCK_N, STAGES)
         values = issue_values(p, acc, v_ring, count + i - 1, STAGES)
+        tile_scale = scale
+        if K_IN_UNITS:
+            tile_scale *= gl.load(k_units + last - i)
         if V_IN_UNITS:
-            next_unit = gl.load(units + last - i)
+            next_unit = gl.load(v_units + last - i)
         s = warpgroup_mma_wait(1, deps=(scores,))
         mbarrier.arrive(k_ring.emptied.index((count + i) % STAGES))
         p, correction, m, l = weights(
-            s, m, l, scale, last - i, query_pos, num_keys, MASKED, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N,
-            acc.shape[1],
+            s, m, l, tile_scale, last - i, query_pos, first, num_keys, MASKED, K_IN_UNITS, WINDOW_LEFT,
+            WINDOW_RIGHT, BLOCK_N, acc.shape[1],
         )  # fmt: skip
         if V_IN_UNITS:
             correction *= unit / next_unit
@@ -216,10 +240,12 @@ def attend_tiles(
 
 @gluon.jit
 def attend(
-    work, q, out, k_descale, v_descale, v_units, workspace, k_ring, v_ring, q_tiles, qk_scale, out_scale,
+    work, q, out, k_descale, v_descale, k_units, v_units, workspace, k_ring, v_ring, q_tiles,
+    qk_scale, out_scale,
     HALF: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, HEAD_DIM: gl.constexpr,
-    K_DESCALE: gl.constexpr, V_DESCALE: gl.constexpr, V_IN_UNITS: gl.constexpr,
+    K_DESCALE: gl.constexpr, V_DESCALE: gl.constexpr,
+    K_IN_UNITS: gl.constexpr, V_IN_UNITS: gl.constexpr,
     WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr, HAS_SINKS: gl.constexpr,
     WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -229,23 +255,22 @@ def attend(
     S: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     count = 0
-    turn = 0
     first = item_at(
         work, gl.program_id(0), NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N
     )
     copy_queries(q, first, q_tiles.index(HALF), HALF, GQA_RATIO)
-    for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
+    for turn in range(rounds_of(work)):
         # Not carried over from the round before: Triton 3.6 loses fields of a tuple that a loop carries.
         item = item_at(
-            work, number, NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N
+            work, item_number(turn), NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N
         )
         following = item_at(
-            work, number + gl.num_programs(0), NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT,
+            work, item_number(turn + 1), NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT,
             BLOCK_M, BLOCK_N,
         )  # fmt: skip
         tile, kv_head, begin, end = item.tile, item.kv_head, item.begin, item.end
-        q_tile = q_tiles.index(turn * 2 + HALF)
-        turn ^= 1
+        q_tile = q_tiles.index(turn % 2 * 2 + HALF)
+        spare = q_tiles.index((turn + 1) % 2 * 2 + HALF)
         async_copy.wait_group(0)
         fence_async_shared()
         rows = tile.number * BLOCK_M + HALF * ROWS + gl.arange(0, ROWS, S)
@@ -260,40 +285,46 @@ def attend(
         unit = qk_scale * 0.0 + 1.0
         if begin < end:
             scores = issue_scores(q_tile, k_ring, count, BLOCK_N, STAGES)
-            copy_queries(q, following, q_tiles.index(turn * 2 + HALF), HALF, GQA_RATIO)
-            units = v_units
+            copy_queries(q, following, spare, HALF, GQA_RATIO)
+            # Where blocks have factors, those of the sequence's first block.
+            block = (kv_head * work.rows + tile.base) // BLOCK_N
+            k_own, v_own = k_units, v_units
+            tile_scale = scale
+            if K_IN_UNITS:
+                k_own = k_units + block
+                tile_scale *= gl.load(k_own + end - 1)
             if V_IN_UNITS:
-                units = v_units + (kv_head * work.rows + tile.base) // BLOCK_N
-                unit = gl.load(units + end - 1)
+                v_own = v_units + block
+                unit = gl.load(v_own + end - 1)
             s = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(k_ring.emptied.index(count % STAGES))
             p, correction, m, l = weights(
-                s, m, l, scale, end - 1, query_pos, tile.kv_len, True, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N,
-                HEAD_DIM,
+                s, m, l, tile_scale, end - 1, query_pos, tile.first, tile.kv_len, True, K_IN_UNITS,
+                WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, HEAD_DIM,
             )  # fmt: skip
             masked = gl.maximum(end - item.full_end, 1)
             plain = gl.maximum(end - item.full, masked)
             p, acc, m, l, unit = attend_tiles(
-                p, acc, m, l, unit, q_tile, k_ring, v_ring, scale, units, query_pos, tile.kv_len,
-                count, end - 1, 1, masked,
-                True, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
+                p, acc, m, l, unit, q_tile, k_ring, v_ring, scale, k_own, v_own, query_pos,
+                tile.first, tile.kv_len, count, end - 1, 1, masked,
+                True, K_IN_UNITS, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
             )  # fmt: skip
             p, acc, m, l, unit = attend_tiles(
-                p, acc, m, l, unit, q_tile, k_ring, v_ring, scale, units, query_pos, tile.kv_len,
-                count, end - 1, masked, plain,
-                False, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
+                p, acc, m, l, unit, q_tile, k_ring, v_ring, scale, k_own, v_own, query_pos,
+                tile.first, tile.kv_len, count, end - 1, masked, plain,
+                False, K_IN_UNITS, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
             )  # fmt: skip
-            if WINDOW_LEFT >= 0:
+            if WINDOW_LEFT >= 0 or K_IN_UNITS:
                 p, acc, m, l, unit = attend_tiles(
-                    p, acc, m, l, unit, q_tile, k_ring, v_ring, scale, units, query_pos, tile.kv_len,
-                    count, end - 1, plain, end - begin,
-                    True, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
+                    p, acc, m, l, unit, q_tile, k_ring, v_ring, scale, k_own, v_own, query_pos,
+                    tile.first, tile.kv_len, count, end - 1, plain, end - begin,
+                    True, K_IN_UNITS, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
                 )  # fmt: skip
             count += end - begin
             acc = warpgroup_mma_wait(0, deps=(issue_values(p, acc, v_ring, count - 1, STAGES),))
             mbarrier.arrive(v_ring.emptied.index((count - 1) % STAGES))
         else:
-            copy_queries(q, following, q_tiles.index(turn * 2 + HALF), HALF, GQA_RATIO)
+            copy_queries(q, following, spare, HALF, GQA_RATIO)
         if V_IN_UNITS:
             acc *= unit
         q_len = gl.where(tile.seq >= 0, tile.q_len, 0)
@@ -336,18 +367,20 @@ def key_ring(desc, STAGES: gl.constexpr):
 
 @gluon.jit
 def _pipelined_prefill_kernel(
-    q, out, v_units, k_desc, v_desc, k_descale, v_descale, schedule, workspace,
+    q, out, k_units, v_units, k_desc, v_desc, k_descale, v_descale, schedule, workspace,
     qk_scale, out_scale, items, num_tiles, num_splits, scratch_rows,
     NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, HEAD_DIM: gl.constexpr,
     K_DESCALE: gl.constexpr, V_DESCALE: gl.constexpr,
-    V_IN_UNITS: gl.constexpr, WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
+    K_IN_UNITS: gl.constexpr, V_IN_UNITS: gl.constexpr,
+    WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
     HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Tiles of BLOCK_M rows over the widened keys; see `_dense_prefill_kernel` for the arguments.
 
     An item is a (split, tile, head); program i takes items i, i + programs, and so on, which the schedule has
-    in the order of falling work. `v_units`: of blocks of BLOCK_N keys, `[heads, rows / BLOCK_N]`, or None.
+    in the order of falling work. `k_units`, `v_units`: what blocks of BLOCK_N keys are short of, `[heads, rows /
+    BLOCK_N]`, or None.
     """
     work = Work(schedule, items, num_tiles, num_splits, scratch_rows)
     KIND: gl.constexpr = q.ptr.dtype.element_ty
@@ -363,18 +396,18 @@ def _pipelined_prefill_kernel(
             (
                 attend,
                 (
-                    work, q, out, k_descale, v_descale, v_units, workspace, k_ring, v_ring, q_tiles,
+                    work, q, out, k_descale, v_descale, k_units, v_units, workspace, k_ring, v_ring, q_tiles,
                     qk_scale, out_scale, 0, NUM_KV_HEADS, GQA_RATIO, HEAD_DIM, K_DESCALE, V_DESCALE,
-                    V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, HAS_SINKS, WRITE_LSE, SPLIT,
+                    K_IN_UNITS, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, HAS_SINKS, WRITE_LSE, SPLIT,
                     BLOCK_M, BLOCK_N, STAGES,
                 ),
             ),
             (
                 attend,
                 (
-                    work, q, out, k_descale, v_descale, v_units, workspace, k_ring, v_ring, q_tiles,
+                    work, q, out, k_descale, v_descale, k_units, v_units, workspace, k_ring, v_ring, q_tiles,
                     qk_scale, out_scale, 1, NUM_KV_HEADS, GQA_RATIO, HEAD_DIM, K_DESCALE, V_DESCALE,
-                    V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, HAS_SINKS, WRITE_LSE, SPLIT,
+                    K_IN_UNITS, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, HAS_SINKS, WRITE_LSE, SPLIT,
                     BLOCK_M, BLOCK_N, STAGES,
                 ),
             ),
