@@ -253,26 +253,46 @@ def test_a_wrong_lane_map_of_one_matrix_operand_is_caught(
     assert not _survives(target)
 
 
+FOUR_WAVES = replace(WATCHED, ratio=40, kv_heads=1, descale="float")  # which share tiles through LDS
+OTHERS = r"(?:(?!\tds_|\ts_barrier).*\n)*"
+EXCHANGE = rf"\ts_barrier\n{OTHERS}\tds_write_b32 v\d+, v\d+\n{OTHERS}\ts_barrier\n{OTHERS}\tds_read_b32 "
+
+
 @both_targets
 def test_every_removed_barrier_of_a_shipped_kernel_is_a_race(
     target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = replace(
-        WATCHED, ratio=40, kv_heads=1, descale="float"
-    )  # four waves, which share tiles through LDS
-    (text,) = dict.fromkeys(_watch(case, target))
-    barriers = len(re.findall(r"\ts_barrier", text))
-    assert barriers >= 2
-    caught = 0
-    for nth in range(barriers):
-        with monkeypatch.context() as patch:
-            _edited(patch, lambda text, nth=nth: _without_barrier(text, nth))
-            try:
-                emulate(case, target)
-            except RaceError:
-                caught += 1
-    # The compiler may put a barrier where another already stands between the same accesses.
-    assert caught >= max(2, barriers - 1)
+    (text,) = dict.fromkeys(_watch(FOUR_WAVES, target))
+    barriers = [match.start() for match in re.finditer(r"\ts_barrier", text)]
+    assert len(barriers) >= 2
+    caught = {at for at in barriers if _races(target, _without_barrier(at), monkeypatch)}
+    needless = set(barriers) - caught
+    if target == "gfx950":
+        assert not needless
+        return
+    # lse is laid out anew after o is stored, by way of LDS. There a wave overwrites nothing but what it read
+    # itself, so no wave need wait for another; the compiler does not know which wave reads what.
+    (exchange,) = re.finditer(EXCHANGE, text[text.rindex("buffer_store_dwordx4") :])
+    leading = text.rindex("buffer_store_dwordx4") + exchange.start()
+    assert needless == {leading}
+    # Were it to overwrite what its neighbour read, that barrier would be needed, and its absence noticed.
+    write = text.index("\n", text.index("\tds_write_b32", leading))
+
+    def further(text: str) -> str:
+        return text[:write] + " offset:64" + text[write:]
+
+    assert not _races(target, further, monkeypatch)
+    assert _races(target, lambda text: _without_barrier(leading)(further(text)), monkeypatch)
+
+
+def _races(target: str, edit: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> bool:
+    with monkeypatch.context() as patch:
+        _edited(patch, edit)
+        try:
+            emulate(FOUR_WAVES, target)
+        except RaceError:
+            return True
+    return False
 
 
 def _watch(case: DecodeCase, target: str) -> list[str]:
@@ -282,9 +302,8 @@ def _watch(case: DecodeCase, target: str) -> list[str]:
     return [run.artifact.assembly for run in executor.runs]
 
 
-def _without_barrier(text: str, nth: int) -> str:
-    at = [match.start() for match in re.finditer(r"\ts_barrier", text)][nth]
-    return text[:at] + text[at:].replace("\ts_barrier", "\ts_nop 0", 1)
+def _without_barrier(at: int) -> Callable[[str], str]:
+    return lambda text: text[:at] + text[at:].replace("\ts_barrier", "\ts_nop 0", 1)
 
 
 # ---------------------------------------------------------------------------- append and merge_states

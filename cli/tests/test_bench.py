@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from narrowkv.attn_decode import paged_decode, paged_decode_reference
 from narrowkv.cli import environment
 from narrowkv.cli.app import app
-from narrowkv.cli.bench import decode
+from narrowkv.cli.bench import decode, reporter
 from narrowkv.cli.bench.baseline import KEYS, changes, load_baseline, regressions
 from narrowkv.cli.bench.ceilings import Ceilings
 from narrowkv.cli.bench.kernels import _read_kernel
@@ -223,9 +223,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> CpuTimer:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "stand-in")
     monkeypatch.setattr(decode, "find_place", lambda name: place)
-    monkeypatch.setattr(decode, "gpus", lambda: [{"name": "stand-in", "target": "cpu"}])
-    monkeypatch.setattr(decode, "measure_ceilings", lambda timer: CEILINGS)
-    monkeypatch.setattr(decode, "GraphTimer", lambda samples: timer)
+    monkeypatch.setattr(reporter, "find_place", lambda name: place)
+    monkeypatch.setattr(reporter, "gpus", lambda: [{"name": "stand-in", "target": "cpu"}])
+    monkeypatch.setattr(reporter, "measure_ceilings", lambda timer: CEILINGS)
+    monkeypatch.setattr(reporter, "GraphTimer", lambda samples, seconds: timer)
     monkeypatch.setattr(decode, "Storage", lambda shape: Storage(shape, device="cpu"))
     return timer
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from narrowkv.cli.app import app
+from narrowkv.cli.bench.reporter import judged
+from narrowkv.cli.bench.timing import Timing
+from narrowkv.cli.contracts import BOUND_16_BIT_QUERY
 from narrowkv.cli.prefill.bench import PrefillRow, shapes
 from narrowkv.cli.report import ExitCode
 
@@ -22,9 +27,10 @@ def test_rows_are_every_combination_with_floors_from_the_causal_triangle() -> No
 
 def test_a_row_over_its_bound_does_not_pass() -> None:
     (shape,) = shapes([16], [0], [(12, 1)], ["bf16"], 128, 16)
-    assert PrefillRow(shape, "", 0.0019).passed
-    assert not PrefillRow(shape, "", 0.0021).passed
-    assert not PrefillRow(shape, "", float("nan")).passed
+    row, timing = PrefillRow(shape, ""), Timing.of([1.0])
+    statuses = {e: judged(row, e, timing, BOUND_16_BIT_QUERY).status for e in (0.0019, 0.0021, math.nan)}
+    assert list(statuses.values()) == ["pass", "fail", "fail"]
+    assert judged(row, 0.0019, None, BOUND_16_BIT_QUERY).status == "fail", "it was not timed"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -67,6 +67,19 @@ On = Annotated[
 Jobs = Annotated[
     int | None, typer.Option("--jobs", "-j", min=1, help="Processes; default: one for each core, up to 8.")
 ]
+Cases = Annotated[
+    list[str] | None,
+    typer.Option("--case", metavar="LINE", help="Only this case, as a sweep prints it; repeatable."),
+]
+DetectRaces = Annotated[
+    bool, typer.Option("--detect-races", help="With emulated places: watch LDS for races.")
+]
+Samples = Annotated[int, typer.Option(min=1, help="The most samples of a row.")]
+Targets = Annotated[str, typer.Option("--target", metavar="NAMES", help="AMD targets to compile for.")]
+BOTH = "gfx942,gfx950"
+Context = Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")]
+Count = Annotated[int, typer.Option(min=1)]
+Query = Annotated[str, typer.Option(help="bf16 or fp16.")]
 
 
 def _end(code: ExitCode) -> NoReturn:
@@ -78,9 +91,7 @@ def probe(
     contract_set: Annotated[str, typer.Argument(metavar="[CONTRACT-SET]", help="See --list.")] = "glm-gqa12",
     list_sets: Annotated[bool, typer.Option("--list", help="List the contract sets and stop.")] = False,
     on: On = None,
-    target: Annotated[
-        str, typer.Option(metavar="NAMES", help="AMD targets to compile for.")
-    ] = "gfx942,gfx950",
+    target: Targets = BOTH,
     jobs: Jobs = None,
     as_json: Json = False,
     out: Out = None,
@@ -128,15 +139,10 @@ def validate_decode(
     full: Annotated[
         bool, typer.Option("--full/--quick", help="Many random mixtures, or each value of each axis.")
     ] = False,
-    case: Annotated[
-        list[str] | None,
-        typer.Option("--case", metavar="LINE", help="Only this case, as a sweep prints it; repeatable."),
-    ] = None,
+    case: Cases = None,
     seed: Annotated[int, typer.Option(help="Of the random mixtures.")] = 0,
     on: On = None,
-    detect_races: Annotated[
-        bool, typer.Option("--detect-races", help="With emulated places: watch LDS for races.")
-    ] = False,
+    detect_races: DetectRaces = False,
     jobs: Jobs = None,
     as_json: Json = False,
     out: Out = None,
@@ -161,14 +167,9 @@ def validate_sparse(
     full: Annotated[
         bool, typer.Option("--full/--quick", help="Also cross row lengths, heads and skipped indices.")
     ] = False,
-    case: Annotated[
-        list[str] | None,
-        typer.Option("--case", metavar="LINE", help="Only this case, as a sweep prints it; repeatable."),
-    ] = None,
+    case: Cases = None,
     on: On = None,
-    detect_races: Annotated[
-        bool, typer.Option("--detect-races", help="With emulated places: watch LDS for races.")
-    ] = False,
+    detect_races: DetectRaces = False,
     jobs: Jobs = None,
     as_json: Json = False,
     out: Out = None,
@@ -193,9 +194,7 @@ def validate_sage(
     ] = False,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
     on: On = None,
-    detect_races: Annotated[
-        bool, typer.Option("--detect-races", help="With emulated places: watch LDS for races.")
-    ] = False,
+    detect_races: DetectRaces = False,
     jobs: Jobs = None,
     as_json: Json = False,
     out: Out = None,
@@ -215,8 +214,8 @@ def validate_sage(
 @validate.command()
 def fp4(
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each input set.")] = 3,
-    batch: Annotated[int, typer.Option(min=1)] = 8,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 4096,
+    batch: Count = 8,
+    context: Context = 4096,
     on: Annotated[
         str | None, typer.Option("--on", help="cpu or gpu; default: the GPU if there is one.")
     ] = None,
@@ -247,9 +246,9 @@ def decode(
         str, typer.Option(metavar="LIST", help="Tokens of each sequence.")
     ] = "1024,8192,32768",
     page_size: Annotated[str, typer.Option(metavar="LIST")] = "1,16,64",
-    num_kv_heads: Annotated[int, typer.Option(min=1)] = 8,
+    num_kv_heads: Count = 8,
     ratio: Annotated[str, typer.Option(metavar="LIST", help="Query heads for each KV head.")] = "12",
-    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    head_dim: Count = 128,
     cache_format: Annotated[
         str,
         typer.Option(
@@ -259,8 +258,8 @@ def decode(
             help="Cache formats; K's and V's as k/v, FP4's scales per 32 as :32.",
         ),
     ] = "fp8_e4m3fn,bf16",
-    q: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
-    samples: Annotated[int, typer.Option(min=1, help="The most samples of a row.")] = 50,
+    q: Query = "bf16",
+    samples: Samples = 50,
     peers: Annotated[
         bool, typer.Option("--peers", help="Also time torch SDPA, AITER and FlashInfer.")
     ] = False,
@@ -304,12 +303,12 @@ def prefill(
     new: Annotated[str, typer.Option(metavar="LIST", help="New tokens.")] = "128,1024,4096",
     prefix: Annotated[str, typer.Option(metavar="LIST", help="Older tokens.")] = "0,4096,32768",
     heads: Annotated[str, typer.Option(metavar="LIST", help="Query heads / KV heads.")] = "96/8,32/8",
-    head_dim: Annotated[int, typer.Option(min=1)] = 128,
-    page_size: Annotated[int, typer.Option(min=1)] = 16,
+    head_dim: Count = 128,
+    page_size: Count = 16,
     cache_format: Annotated[
         str, typer.Option("--format", metavar="LIST", help="Cache formats.")
     ] = "fp8_e4m3fn,bf16",
-    samples: Annotated[int, typer.Option(min=1, help="The most samples of a row.")] = 50,
+    samples: Samples = 50,
     as_json: Json = False,
     out: Out = None,
 ) -> None:
@@ -342,7 +341,7 @@ def sparse(
     mode: Annotated[
         str, typer.Option(metavar="LIST", help="Of bf16, prepass, fused, fused-fp8q.")
     ] = "bf16,prepass,fused",
-    samples: Annotated[int, typer.Option(min=1, help="The most samples of a row.")] = 50,
+    samples: Samples = 50,
     as_json: Json = False,
     out: Out = None,
 ) -> None:
@@ -365,12 +364,12 @@ def sage(
     batch: Annotated[str, typer.Option(metavar="LIST", help="Sequences.")] = "2",
     context: Annotated[str, typer.Option(metavar="LIST", help="Tokens of Q, and of K.")] = "4096,16384",
     heads: Annotated[int, typer.Option(min=1, help="Heads of Q, K and V.")] = 32,
-    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    head_dim: Count = 128,
     qk: Annotated[str, typer.Option(metavar="LIST", help="Of int8, int4, fp8.")] = "int8",
     granularity: Annotated[
         str, typer.Option(metavar="LIST", help="Of per_tensor, per_block, per_warp, per_thread.")
     ] = "per_thread,per_warp,per_block",
-    samples: Annotated[int, typer.Option(min=1, help="The most samples of a row.")] = 20,
+    samples: Samples = 20,
     as_json: Json = False,
     out: Out = None,
 ) -> None:
@@ -408,20 +407,20 @@ def inspect(
             help="decode; sparse: all that it ships, or one --case; sage: all that it ships.",
         ),
     ] = "decode",
-    target: Annotated[str, typer.Option(metavar="NAMES", help="gfx942, gfx950 or both.")] = "gfx942,gfx950",
-    batch: Annotated[int, typer.Option(min=1)] = 4,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 1024,
+    target: Targets = BOTH,
+    batch: Count = 4,
+    context: Context = 1024,
     ratio: Annotated[int, typer.Option(min=1, help="Query heads for each KV head.")] = 12,
-    num_kv_heads: Annotated[int, typer.Option(min=1)] = 8,
-    head_dim: Annotated[int, typer.Option(min=1)] = 128,
-    page_size: Annotated[int, typer.Option(min=1)] = 16,
+    num_kv_heads: Count = 8,
+    head_dim: Count = 128,
+    page_size: Count = 16,
     cache_format: Annotated[
         str,
         typer.Option(
             "--format", "--cache", help="Cache format; K's and V's as k/v, FP4's scales per 32 as :32."
         ),
     ] = "fp8_e4m3fn",
-    q: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    q: Query = "bf16",
     kernel: Annotated[str, typer.Option(help="native or decode; default: the target's.")] = "",
     case: Annotated[
         str | None, typer.Option(metavar="LINE", help="A validate case instead of the sizes above.")

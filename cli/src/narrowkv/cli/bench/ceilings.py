@@ -36,6 +36,10 @@ class Ceilings:
         """The least time that touching these bytes once and doing these flops can take."""
         return 1e6 * max(bytes_touched / self.read_bytes_per_s, flops / self.bf16_flops_per_s)
 
+    def __str__(self) -> str:
+        copy, read = self.copy_bytes_per_s / 1e9, self.read_bytes_per_s / 1e9
+        return f"copy {copy:.0f} GB/s, read {read:.0f} GB/s, bf16 {self.bf16_flops_per_s / 1e12:.0f} TFLOP/s"
+
 
 def _rate(amount: float, timing: Timing) -> float:
     return amount / (timing.median_us * 1e-6)

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_decode
-from narrowkv.cli.backends import PEERS, Backend, NotAnsweringError
+from narrowkv.cli.backends import OURS, PEERS, Backend, NotAnsweringError
 from narrowkv.cli.bench.baseline import Change, changes, load_baseline, regressions
-from narrowkv.cli.bench.ceilings import Ceilings, measure_ceilings
-from narrowkv.cli.bench.timing import FLUSH_BYTES, GraphTimer, Timing
+from narrowkv.cli.bench.ceilings import Ceilings
+from narrowkv.cli.bench.reporter import BenchRow, BenchRun, Columns, judged, time_checked, timed
+from narrowkv.cli.bench.timing import GraphTimer, Timing
 from narrowkv.cli.bench.workload import DecodeShape, Storage
 from narrowkv.cli.cases import DecodeInputs
 from narrowkv.cli.contracts import BOUND_16_BIT_QUERY, DECODE, Contract
-from narrowkv.cli.environment import gpus, versions
 from narrowkv.cli.places import find_place
-from narrowkv.cli.report import (
-    ExitCode,
-    Report,
-    UnsupportedHereError,
-    UsageError,
-    check_writable,
-    number,
-    to_csv,
-)
+from narrowkv.cli.report import ExitCode, Report, UsageError, check_writable, to_csv
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant.accuracy import compare
 
@@ -61,43 +50,11 @@ class BenchOptions:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One measured call.
-
-    Attributes:
-        shape: what was called.
-        backend: who was called.
-        relative_l1: the worse of the checks before and after timing; None if there was none.
-        median_us, p10_us, p90_us: device time.
-        floor_us: the least possible time by the ceilings of this run.
-        ratio_to_floor: median over floor.
-        bytes_per_s: bytes touched once over the median.
-        flops_per_s: flops over the median.
-        status: "pass", "fail" or "refused".
-        detail: why.
-    """
+class Row(BenchRow):
+    """One measured call of `backend`."""
 
     shape: DecodeShape
     backend: str
-    relative_l1: float | None = None
-    median_us: float | None = None
-    p10_us: float | None = None
-    p90_us: float | None = None
-    floor_us: float | None = None
-    ratio_to_floor: float | None = None
-    bytes_per_s: float | None = None
-    flops_per_s: float | None = None
-    status: str = "pass"
-    detail: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Flat, for JSON and CSV."""
-        figures = {
-            name: getattr(self, name)
-            for name in self.__dataclass_fields__
-            if name not in ("shape", "backend")
-        }
-        return {"backend": self.backend, **self.shape.as_row(), **figures}
 
 
 @dataclass(frozen=True)
@@ -154,33 +111,15 @@ def time_call(
         timer.wait()
         return check.error(kept[0])
 
-    before = error()
-    if not before <= BOUND_16_BIT_QUERY:
-        return before, None
-    timing = timer.replay(graph)
-    return max(before, error(), key=lambda e: math.inf if math.isnan(e) else e), timing
+    return time_checked(graph, error, BOUND_16_BIT_QUERY, timer)
 
 
 def _row(shape: DecodeShape, backend: str, ceilings: Ceilings, error: float, timing: Timing | None) -> Row:
-    if timing is None or not error <= BOUND_16_BIT_QUERY:
-        when = "before" if timing is None else "after"
-        detail = f"relative L1 {error:.3g} {when} timing, bound {BOUND_16_BIT_QUERY:g}"
-        return Row(
-            shape, backend, error, status="fail" if backend == "narrowkv" else "inexact", detail=detail
-        )
-    floor = ceilings.floor_us(shape.bytes_touched, shape.flops)
-    return Row(
-        shape,
-        backend,
-        error,
-        timing.median_us,
-        timing.p10_us,
-        timing.p90_us,
-        floor,
-        timing.median_us / floor,
-        shape.bytes_touched / (timing.median_us * 1e-6),
-        shape.flops / (timing.median_us * 1e-6),
-    )
+    wrong = "fail" if backend == OURS.name else "inexact"
+    row = judged(Row(shape, backend), error, timing, BOUND_16_BIT_QUERY, wrong)
+    if timing is None or row.status != "pass":
+        return row
+    return timed(row, timing, ceilings, shape.bytes_touched, shape.flops)
 
 
 def measure(
@@ -197,7 +136,7 @@ def measure(
         assert isinstance(o, torch.Tensor)
         return o
 
-    rows = [_row(shape, "narrowkv", ceilings, *time_call(ours, check, timer))]
+    rows = [_row(shape, OURS.name, ceilings, *time_call(ours, check, timer))]
     for backend in PEERS if peers else ():
         if backend.absent(find_place("gpu" if q.is_cuda else "cpu")) is None:
             rows.append(
@@ -239,96 +178,51 @@ def bench_decode(shapes: Sequence[DecodeShape], report: Report, options: BenchOp
         from narrowkv.cli.bench.plot import require_matplotlib
 
         require_matplotlib()
-    if not torch.cuda.is_available():
-        raise UnsupportedHereError(
-            f"bench measures device time and needs a GPU; torch {torch.__version__} sees none. "
-            "`narrowkv probe` and `narrowkv inspect` work without one"
-        )
-    place = find_place("gpu")
-    timer = GraphTimer(samples=options.samples)
-    rows: list[Row] = []
-    ceilings: Ceilings | None = None
-    interrupted = False
-    with report.progress(len(shapes) + 1, "measuring") as line:
-        try:
-            ceilings = measure_ceilings(timer)
-            line.advance("ceilings")
-            storage: Storage | None = None
-            for shape in shapes:
-                if storage is None or not storage.fits(shape):
-                    storage = None  # the old one is freed before the new one is made
-                    storage = Storage(shape)
-                rows += measure(shape, storage, ceilings, timer, options.peers)
-                line.advance(str(shape))
-        except KeyboardInterrupt:
-            interrupted = True
-    if ceilings is not None:
-        report.say(f"{place.description}; {_ceilings_line(ceilings)}")
-    report.show(_table(rows))
-    records = [row.as_dict() for row in rows]
+    run: BenchRun[Row] = BenchRun(
+        "decode",
+        report,
+        samples=options.samples,
+        without_a_gpu="`narrowkv probe` and `narrowkv inspect`",
+    )
+
+    def work(ceilings: Ceilings, timer: GraphTimer) -> Iterator[tuple[str, list[Row]]]:
+        storage: Storage | None = None
+        for shape in shapes:
+            if storage is None or not storage.fits(shape):
+                storage = None  # the old one is freed before the new one is made
+                storage = Storage(shape)
+            yield str(shape), measure(shape, storage, ceilings, timer, options.peers)
+
+    run.measure(len(shapes), work)
+    run.show(_COLUMNS)
+    records = [row.as_dict() for row in run.rows]
     found = changes(baseline, records) if baseline is not None else []
     worse = regressions(found, options.threshold)
     if baseline is not None:
         _say_changes(report, baseline, found, worse, options.threshold)
     if options.csv_file is not None:
         options.csv_file.write_text(to_csv(records))
-    if options.plot_file is not None and ceilings is not None and rows:
+    if options.plot_file is not None and run.ceilings is not None and records:
         from narrowkv.cli.bench.plot import plot_roofline
 
-        plot_roofline(records, ceilings, options.plot_file, place.description)
-    failed = any(row.status == "fail" for row in rows)
-    code = ExitCode.NUMERICAL if failed else ExitCode.REGRESSION if worse else ExitCode.OK
-    body = {
-        "bench": "decode",
-        "device": gpus()[torch.cuda.current_device()],
-        "versions": versions(),
-        "method": {"flush_bytes": FLUSH_BYTES, "flush": "read", "samples": options.samples, "graph": True},
-        "ceilings": ceilings,
-        "rows": records,
-        "against": [{**c.row, "before": c.before, "now": c.now, "change": c.by} for c in found],
-    }
-    return report.finish(body, code, interrupted=interrupted)
+        plot_roofline(records, run.ceilings, options.plot_file, run.place)
+    against = [{**c.row, "before": c.before, "now": c.now, "change": c.by} for c in found]
+    return run.finish(ExitCode.REGRESSION if worse else ExitCode.OK, against=against)
 
 
-def _ceilings_line(c: Ceilings) -> str:
-    rates = (c.copy_bytes_per_s / 1e9, c.read_bytes_per_s / 1e9, c.bf16_flops_per_s / 1e12)
-    return "measured ceilings: copy {:.0f} GB/s, read {:.0f} GB/s, bf16 {:.0f} TFLOP/s".format(*rates)
-
-
-def _table(rows: Sequence[Row]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for column in ("backend", "format", "Q"):
-        table.add_column(column)
-    for column in (
-        "batch",
-        "context",
-        "page",
-        "ratio",
-        "us",
-        "p10",
-        "p90",
-        "floor us",
-        "x floor",
-        "GB/s",
-        "TFLOP/s",
-        "rel. L1",
-    ):
-        table.add_column(column, justify="right")
-    table.add_column("")
-    for row in rows:
-        s = row.shape
-        times = [number(x, 4) for x in (row.median_us, row.p10_us, row.p90_us, row.floor_us)]
-        ratio = f"{row.ratio_to_floor:.2f}" if row.ratio_to_floor is not None else "-"
-        rates = [
-            number(row.bytes_per_s / 1e9, 4) if row.bytes_per_s else "-",
-            number(row.flops_per_s / 1e12) if row.flops_per_s else "-",
-        ]
-        error = f"{row.relative_l1:.2e}" if row.relative_l1 is not None else "-"
-        sizes = [str(n) for n in (s.batch, s.context, s.page_size, s.ratio)]
-        colour = {"pass": "", "fail": "bold red"}.get(row.status, "yellow")
-        note = Text("" if row.status == "pass" else f"{row.status}: {row.detail}", style=colour)
-        table.add_row(row.backend, s.format, s.q, *sizes, *times, ratio, *rates, error, note)
-    return table
+_COLUMNS: Columns[Row] = Columns(
+    labels={
+        "backend": lambda row: row.backend,
+        "format": lambda row: row.shape.format,
+        "Q": lambda row: row.shape.q,
+    },
+    sizes={
+        "batch": lambda row: row.shape.batch,
+        "context": lambda row: row.shape.context,
+        "page": lambda row: row.shape.page_size,
+        "ratio": lambda row: row.shape.ratio,
+    },
+)
 
 
 def _say_changes(

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 import torch
-from rich import box
-from rich.table import Table
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -22,12 +19,12 @@ from narrowkv.attn_prefill import (
     plan_prefill,
     prefill_append,
 )
-from narrowkv.cli.bench.ceilings import Ceilings, measure_ceilings
-from narrowkv.cli.bench.timing import FLUSH_BYTES, GraphTimer
+from narrowkv.cli.bench.ceilings import Ceilings
+from narrowkv.cli.bench.reporter import BenchRow, BenchRun, Columns, judged, time_checked, timed
+from narrowkv.cli.bench.timing import GraphTimer
 from narrowkv.cli.bench.workload import DecodeShape, Storage
 from narrowkv.cli.contracts import BOUND_16_BIT_QUERY
-from narrowkv.cli.environment import gpus, versions
-from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, number
+from narrowkv.cli.report import ExitCode, Report, number
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.quant.accuracy import compare
 
@@ -72,14 +69,11 @@ class PrefillShape:
 
 
 @dataclass(frozen=True)
-class PrefillRow:
-    """What was measured of a shape, in microseconds; None where it was not.
+class PrefillRow(BenchRow):
+    """What was measured of a shape: `batch_prefill`, and other ways in microseconds.
 
     Attributes:
-        shape: the shape.
         plan: the configuration, in words.
-        relative_l1: of the checked tokens, before and after timing; o was NaN before each check.
-        median_us, p10_us, p90_us: `batch_prefill`; floor_us: the least possible time.
         sdpa_us: gather, dequantise and torch SDPA.
         append_us: `prefill_append`; apart_us: `append`, then `batch_prefill`.
         decode_us: `paged_decode`, for one new token, where batch_prefill is planned with max_q_len=1.
@@ -87,30 +81,10 @@ class PrefillRow:
 
     shape: PrefillShape
     plan: str
-    relative_l1: float
-    median_us: float | None = None
-    p10_us: float | None = None
-    p90_us: float | None = None
-    floor_us: float | None = None
     sdpa_us: float | None = None
     append_us: float | None = None
     apart_us: float | None = None
     decode_us: float | None = None
-
-    @property
-    def passed(self) -> bool:
-        """Whether the error is within its bound."""
-        return self.relative_l1 <= BOUND_16_BIT_QUERY
-
-    @property
-    def ratio_to_floor(self) -> float | None:
-        """Time over the floor."""
-        return None if self.median_us is None or self.floor_us is None else self.median_us / self.floor_us
-
-    def as_dict(self) -> dict[str, Any]:
-        """Flat, for JSON."""
-        measured = asdict(self)
-        return {**measured.pop("shape"), **measured, "ratio_to_floor": self.ratio_to_floor}
 
 
 def shapes(
@@ -170,22 +144,15 @@ def measure(shape: PrefillShape, storage: Storage, ceilings: Ceilings, timer: Gr
         graph.replay()
         timer.wait()
         if not bool(torch.isfinite(out).all()):
-            return math.inf
+            return math.nan
         return max(compare(out[rows], expected).relative_l1 for rows, expected in ends)
 
-    row = PrefillRow(shape, plan.explain(), error())
-    if not row.passed:
+    worse, timing = time_checked(graph, error, BOUND_16_BIT_QUERY, timer)
+    row = judged(PrefillRow(shape, plan.explain()), worse, timing, BOUND_16_BIT_QUERY)
+    if timing is None or row.status != "pass":
         return row
-    timing = timer.replay(graph)
-    row = replace(
-        row,
-        relative_l1=max(row.relative_l1, error()),
-        median_us=timing.median_us,
-        p10_us=timing.p10_us,
-        p90_us=timing.p90_us,
-        floor_us=ceilings.floor_us(shape.bytes_touched, shape.flops),
-        sdpa_us=timer.measure(_sdpa(q, cache, table, shape.new)).median_us,
-    )
+    row = timed(row, timing, ceilings, shape.bytes_touched, shape.flops)
+    row = replace(row, sdpa_us=timer.measure(_sdpa(q, cache, table, shape.new)).median_us)
     if shape.new == 1:
         decode_plan = plan_decode(q, cache, table)
         decode = timer.measure(lambda: paged_decode(q, cache, table, out=out, plan=decode_plan))
@@ -223,58 +190,34 @@ def _append_times(
 
 def bench_prefill(rows: Sequence[PrefillShape], report: Report, samples: int) -> ExitCode:
     """Measures every shape and reports; Ctrl-C keeps the rows that were finished."""
-    if not torch.cuda.is_available():
-        raise UnsupportedHereError(
-            f"bench measures device time and needs a GPU; torch {torch.__version__} sees none. "
-            "`narrowkv probe` and `narrowkv inspect` work without one"
-        )
-    timer = GraphTimer(samples=samples, seconds=0.2)
-    done: list[PrefillRow] = []
-    ceilings: Ceilings | None = None
-    interrupted = False
-    with report.progress(len(rows) + 1, "measuring") as line:
-        try:
-            ceilings = measure_ceilings(timer)
-            line.advance("ceilings")
-            for shape in rows:
-                done.append(measure(shape, Storage(shape.storage), ceilings, timer))
-                line.advance(str(shape))
-        except KeyboardInterrupt:
-            interrupted = True
-    if ceilings is not None:
-        report.say(
-            f"measured ceilings: read {ceilings.read_bytes_per_s / 1e9:.0f} GB/s, "
-            f"bf16 {ceilings.bf16_flops_per_s / 1e12:.0f} TFLOP/s"
-        )
-    report.show(_table(done))
-    body = {
-        "bench": "prefill",
-        "device": gpus()[torch.cuda.current_device()],
-        "versions": versions(),
-        "method": {"flush_bytes": FLUSH_BYTES, "flush": "read", "samples": samples, "graph": True},
-        "ceilings": ceilings,
-        "rows": [row.as_dict() for row in done],
-    }
-    code = ExitCode.OK if all(row.passed for row in done) else ExitCode.NUMERICAL
-    return report.finish(body, code, interrupted=interrupted)
+    run: BenchRun[PrefillRow] = BenchRun(
+        "prefill",
+        report,
+        samples=samples,
+        seconds=0.2,
+        without_a_gpu="`narrowkv probe` and `narrowkv inspect`",
+    )
+
+    def work(ceilings: Ceilings, timer: GraphTimer) -> Iterator[tuple[str, list[PrefillRow]]]:
+        for shape in rows:
+            yield str(shape), [measure(shape, Storage(shape.storage), ceilings, timer)]
+
+    run.measure(len(rows), work)
+    run.show(_COLUMNS)
+    return run.finish()
 
 
-def _table(rows: Sequence[PrefillRow]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    table.add_column("format")
-    for column in (
-        "heads", "new", "prefix", "us", "p10", "p90", "floor us", "x floor", "sdpa us", "append us",
-        "apart us", "decode us", "rel. L1",
-    ):  # fmt: skip
-        table.add_column(column, justify="right")
-    for row in rows:
-        s = row.shape
-        times = (row.median_us, row.p10_us, row.p90_us, row.floor_us)
-        ratio = "-" if row.ratio_to_floor is None else f"{row.ratio_to_floor:.2f}"
-        others = (row.sdpa_us, row.append_us, row.apart_us, row.decode_us)
-        table.add_row(
-            s.format, f"{s.num_kv_heads * s.ratio}/{s.num_kv_heads}", str(s.new), str(s.prefix),
-            *(number(x, 4) for x in times), ratio, *(number(x, 4) for x in others), f"{row.relative_l1:.1e}",
-            style="" if row.passed else "bold red",
-        )  # fmt: skip
-    return table
+_COLUMNS: Columns[PrefillRow] = Columns(
+    labels={"format": lambda row: row.shape.format},
+    sizes={
+        "heads": lambda row: f"{row.shape.num_kv_heads * row.shape.ratio}/{row.shape.num_kv_heads}",
+        "new": lambda row: row.shape.new,
+        "prefix": lambda row: row.shape.prefix,
+    },
+    others={
+        "sdpa us": lambda row: number(row.sdpa_us, 4),
+        "append us": lambda row: number(row.append_us, 4),
+        "apart us": lambda row: number(row.apart_us, 4),
+        "decode us": lambda row: number(row.decode_us, 4),
+    },
+)

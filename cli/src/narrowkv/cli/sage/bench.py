@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import torch
-from rich import box
-from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from narrowkv.attn_prefill import plan_sage, sage_attention, sage_attention_reference
-from narrowkv.cli.bench.ceilings import Ceilings, measure_ceilings
-from narrowkv.cli.bench.timing import FLUSH_BYTES, GraphTimer
+from narrowkv.cli.backends import OURS
+from narrowkv.cli.bench.ceilings import Ceilings
+from narrowkv.cli.bench.reporter import BenchRow, BenchRun, Columns, judged, ratio, time_checked, timed
+from narrowkv.cli.bench.timing import GraphTimer
 from narrowkv.cli.contracts import BOUND_FP8_P as BOUND
-from narrowkv.cli.environment import gpus, versions
-from narrowkv.cli.places import find_place
-from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError, number
+from narrowkv.cli.report import ExitCode, Report, UsageError, number
 from narrowkv.quant.accuracy import compare
 from narrowkv.quant.sage import SAGE_GRANULARITIES
 
-OURS = "narrowkv"
 _QK = ("int8", "int4", "fp8")
 _CHECKED_ROWS = 512
 _SDPA = {
@@ -64,52 +61,22 @@ class SageShape:
 
 
 @dataclass(frozen=True)
-class SageRow:
-    """One measured call.
+class SageRow(BenchRow):
+    """One measured call; times include quantisation, and the floor is that of a bf16 attention.
 
     Attributes:
-        shape: its sizes.
         backend: "narrowkv", or torch's SDPA by backend.
         qk, granularity: of narrowkv.
-        relative_l1: the worse kernel error of some rows before and after timing.
-        median_us, p10_us, p90_us: device time, quantisation included.
         attend_us: of which attention over K, V that are quantised already, Q's quantisation included.
-        floor_us: the least time of a bf16 attention by the ceilings of this run; ratio_to_floor: time over
-            it.
         ratio_to_sdpa: time over the best backend of SDPA's.
-        flops_per_s: flops over the median.
-        status: "pass", "fail" or "refused"; detail: why.
     """
 
     shape: SageShape
     backend: str
     qk: str = "bf16"
     granularity: str = ""
-    relative_l1: float | None = None
-    median_us: float | None = None
-    p10_us: float | None = None
-    p90_us: float | None = None
     attend_us: float | None = None
-    floor_us: float | None = None
-    ratio_to_floor: float | None = None
     ratio_to_sdpa: float | None = None
-    flops_per_s: float | None = None
-    status: str = "pass"
-    detail: str = field(default="")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Flat, for JSON."""
-        figures = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "shape"}
-        return {**{name: getattr(self.shape, name) for name in self.shape.__dataclass_fields__}, **figures}
-
-
-def _timed(row: SageRow, call: Callable[[], Any], ceilings: Ceilings, timer: GraphTimer) -> SageRow:
-    timing = timer.measure(call)
-    floor = ceilings.floor_us(row.shape.bytes_touched, row.shape.flops)
-    return replace(
-        row, median_us=timing.median_us, p10_us=timing.p10_us, p90_us=timing.p90_us, floor_us=floor,
-        ratio_to_floor=timing.median_us / floor, flops_per_s=row.shape.flops / (timing.median_us * 1e-6),
-    )  # fmt: skip
 
 
 def measure_sdpa(shape: SageShape, ceilings: Ceilings, timer: GraphTimer) -> list[SageRow]:
@@ -124,7 +91,7 @@ def measure_sdpa(shape: SageShape, ceilings: Ceilings, timer: GraphTimer) -> lis
 
         row = SageRow(shape, f"sdpa {name}")
         try:
-            rows.append(_timed(row, call, ceilings, timer))
+            rows.append(timed(row, timer.measure(call), ceilings, shape.bytes_touched, shape.flops))
         except RuntimeError as error:
             rows.append(replace(row, status="refused", detail=str(error).splitlines()[0]))
     return rows
@@ -161,17 +128,14 @@ def measure_ours(
         assert isinstance(checked, torch.Tensor)
         return compare(out[:1, -count:, :1], checked).relative_l1
 
-    row = SageRow(shape, OURS, qk, granularity, error())
     bound = BOUND if expected is not None else 4 * BOUND
-    if not row.relative_l1 <= bound:  # type: ignore[operator]
-        return replace(row, status="fail", detail=f"relative L1 {row.relative_l1:.3g}, bound {bound:g}")
-    row = _timed(row, run, ceilings, timer)
+    worse, timing = time_checked(timer.capture(run), error, bound, timer)
+    row = judged(SageRow(shape, OURS.name, qk, granularity), worse, timing, bound)
+    if timing is None or row.status != "pass":
+        return row
     kv = plan.quantize_kv(k, v)
     attend_us = timer.measure(lambda: plan.attend(q, kv, out=out)).median_us
-    again = error()
-    worse = max(row.relative_l1 or 0.0, again) if again == again else math.nan
-    status = "pass" if worse <= bound else "fail"
-    return replace(row, relative_l1=worse, attend_us=attend_us, status=status)
+    return replace(timed(row, timing, ceilings, shape.bytes_touched, shape.flops), attend_us=attend_us)
 
 
 def bench_sage(
@@ -181,64 +145,39 @@ def bench_sage(
     for option, names, known in (("--qk", qk, _QK), ("--granularity", granularities, SAGE_GRANULARITIES)):
         if unknown := [name for name in names if name not in known]:
             raise UsageError(f"{option} must be of {', '.join(known)}; got {unknown[0]!r}")
-    if not torch.cuda.is_available():
-        raise UnsupportedHereError(
-            f"bench measures device time and needs a GPU; torch {torch.__version__} sees none. "
-            "`narrowkv probe sage`, `validate sage` and `inspect sage` work without one"
-        )
-    timer = GraphTimer(samples=samples)
-    rows: list[SageRow] = []
-    ceilings: Ceilings | None = None
-    interrupted = False
-    with report.progress(len(shapes) * (1 + len(qk) * len(granularities)) + 1, "measuring") as line:
-        try:
-            ceilings = measure_ceilings(timer)
-            line.advance("ceilings")
-            for shape in shapes:
-                peers = measure_sdpa(shape, ceilings, timer)
-                rows += peers
-                line.advance(f"{shape} sdpa")
-                best = min((row.median_us for row in peers if row.median_us is not None), default=math.nan)
-                for name, granularity in product(qk, granularities):
-                    row = measure_ours(shape, name, granularity, ceilings, timer)
-                    if row.median_us is not None:
-                        row = replace(row, ratio_to_sdpa=row.median_us / best)
-                    rows.append(row)
-                    line.advance(f"{shape} {name} {granularity}")
-        except KeyboardInterrupt:
-            interrupted = True
-    if ceilings is not None:
-        report.say(f"{find_place('gpu').description}; bf16 {ceilings.bf16_flops_per_s / 1e12:.0f} TFLOP/s")
-    report.show(_table(rows))
-    body = {
-        "bench": "sage",
-        "device": gpus()[torch.cuda.current_device()],
-        "versions": versions(),
-        "method": {"flush_bytes": FLUSH_BYTES, "flush": "read", "samples": samples, "graph": True},
-        "ceilings": ceilings,
-        "rows": [row.as_dict() for row in rows],
-    }
-    failed = any(row.status == "fail" for row in rows)
-    return report.finish(body, ExitCode.NUMERICAL if failed else ExitCode.OK, interrupted=interrupted)
+    run: BenchRun[SageRow] = BenchRun(
+        "sage",
+        report,
+        samples=samples,
+        without_a_gpu="`narrowkv probe sage`, `validate sage` and `inspect sage`",
+    )
+
+    def work(ceilings: Ceilings, timer: GraphTimer) -> Iterator[tuple[str, list[SageRow]]]:
+        for shape in shapes:
+            peers = measure_sdpa(shape, ceilings, timer)
+            yield f"{shape} sdpa", peers
+            best = min((row.median_us for row in peers if row.median_us is not None), default=math.nan)
+            for name, granularity in product(qk, granularities):
+                row = measure_ours(shape, name, granularity, ceilings, timer)
+                if row.median_us is not None:
+                    row = replace(row, ratio_to_sdpa=row.median_us / best)
+                yield f"{shape} {name} {granularity}", [row]
+
+    run.measure(len(shapes) * (1 + len(qk) * len(granularities)), work)
+    run.show(_COLUMNS)
+    return run.finish()
 
 
-def _table(rows: Sequence[SageRow]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for column in ("backend", "Q and K", "granularity", "mask"):
-        table.add_column(column)
-    for column in (
-        "context", "us", "p10", "p90", "K, V ready us", "floor us", "x floor", "x sdpa", "TFLOP/s", "rel. L1",
-    ):  # fmt: skip
-        table.add_column(column, justify="right")
-    table.add_column("")
-    for row in rows:
-        times = [number(x, 5) for x in (row.median_us, row.p10_us, row.p90_us, row.attend_us, row.floor_us)]
-        ratios = [f"{x:.3f}" if x is not None else "-" for x in (row.ratio_to_floor, row.ratio_to_sdpa)]
-        table.add_row(
-            row.backend, row.qk, row.granularity, "causal" if row.shape.causal else "none",
-            str(row.shape.context), *times, *ratios,
-            number(row.flops_per_s / 1e12) if row.flops_per_s else "-",
-            f"{row.relative_l1:.2e}" if row.relative_l1 is not None else "-", row.detail,
-            style={"pass": "", "fail": "bold red"}.get(row.status, "yellow"),
-        )  # fmt: skip
-    return table
+_COLUMNS: Columns[SageRow] = Columns(
+    labels={
+        "backend": lambda row: row.backend,
+        "Q and K": lambda row: row.qk,
+        "granularity": lambda row: row.granularity,
+        "mask": lambda row: "causal" if row.shape.causal else "none",
+    },
+    sizes={"context": lambda row: row.shape.context},
+    others={
+        "K, V ready us": lambda row: number(row.attend_us, 4),
+        "x sdpa": lambda row: ratio(row.ratio_to_sdpa),
+    },
+)

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from itertools import product
-from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from narrowkv.cli.codegen import KernelCode, amd_backend_missing, compile_call
-from narrowkv.cli.environment import versions
-from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError
+from narrowkv.cli.codegen import KernelCode, compile_call
+from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.sage.cases import SageCase, build
+from narrowkv.cli.shipped_code import CallCode, inspect_calls
 from narrowkv.quant.sage import SAGE_GRANULARITIES
-
-
-@dataclass(frozen=True)
-class SageCode:
-    """One call compiled for one target."""
-
-    target: str
-    case: SageCase
-    plan: str
-    kernels: tuple[KernelCode, ...]
-
-    @property
-    def faulty(self) -> bool:
-        """Whether a kernel spills or uses scratch."""
-        return any(k.spills or k.scratch_bytes for k in self.kernels)
 
 
 def shipped_cases() -> list[SageCase]:
@@ -39,7 +22,7 @@ def shipped_cases() -> list[SageCase]:
     ]
 
 
-def inspect_case(case: SageCase, target: str) -> SageCode:
+def inspect_case(case: SageCase, target: str) -> CallCode[SageCase]:
     """Compiles every kernel of a case for a target, the pre-pass too."""
     from narrowkv.quant.launch import compile_for
 
@@ -47,42 +30,17 @@ def inspect_case(case: SageCase, target: str) -> SageCode:
     artifacts = compile_call(target, call.call)
     with compile_for(target):
         plan = call.explain()
-    return SageCode(target, case, plan, tuple(KernelCode.of(artifact) for artifact in artifacts))
+    return CallCode(target, case, tuple(KernelCode.of(artifact) for artifact in artifacts), plan)
 
 
 def inspect_sage(cases: list[SageCase], report: Report, *, targets: tuple[str, ...]) -> ExitCode:
     """Compiles calls for each target and shows what came of it; spills and scratch end with exit code 1."""
-    if (missing := amd_backend_missing()) is not None:
-        raise UnsupportedHereError(missing)
-    found: list[SageCode] = []
-    interrupted = False
-    with report.progress(len(cases) * len(targets), "inspecting") as line:
-        try:
-            for target, case in product(targets, cases):
-                found.append(inspect_case(case, target))
-                line.advance(f"{target} {case.qk} {case.granularity}")
-        except KeyboardInterrupt:
-            interrupted = True
-    report.show(_table(found))
-    for target in dict.fromkeys(code.target for code in found):
-        report.line(f"{target}: {next(code.plan for code in found if code.target == target)}")
-    body: dict[str, Any] = {
-        "versions": versions(),
-        "inspections": [
-            {
-                "target": code.target,
-                "case": code.case.as_dict(),
-                "plan": code.plan,
-                "kernels": [asdict(k) for k in code.kernels],
-            }
-            for code in found
-        ],
-    }
-    faulty = any(code.faulty for code in found)
-    return report.finish(body, ExitCode.NUMERICAL if faulty else ExitCode.OK, interrupted=interrupted)
+    return inspect_calls(
+        cases, report, targets=targets, inspect_case=inspect_case, table=_table, spell=SageCase.as_dict
+    )
 
 
-def _table(found: list[SageCode]) -> Table:
+def _table(found: list[CallCode[SageCase]]) -> Table:
     """The attention kernel of every call; of the pre-pass only what is wrong."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for column in ("target", "Q and K", "granularity"):

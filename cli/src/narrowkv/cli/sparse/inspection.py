@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from rich import box
 from rich.table import Table
 
-from narrowkv.cli.codegen import KernelCode, amd_backend_missing, compile_call
-from narrowkv.cli.environment import versions
-from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError
+from narrowkv.cli.codegen import KernelCode, compile_call
+from narrowkv.cli.report import ExitCode, Report
+from narrowkv.cli.shipped_code import CallCode, inspect_calls
 from narrowkv.cli.sparse.cases import SparseCase, build
 
 _ROWS = "16+16"  # so few rows that nothing is split
 
 
-@dataclass(frozen=True)
-class SparseCode:
+class SparseCode(CallCode[SparseCase]):
     """One call compiled for one target."""
-
-    target: str
-    case: SparseCase
-    kernels: tuple[KernelCode, ...]
 
     @property
     def faulty(self) -> bool:
-        """Whether a kernel spills or uses scratch."""
-        return any(k.spills or k.sgpr_spills or k.scratch_bytes for k in self.kernels)
+        """Whether a kernel spills, scalars too, or uses scratch."""
+        return super().faulty or any(k.sgpr_spills for k in self.kernels)
 
 
 def shipped_cases(*, two_sources: bool = True) -> list[SparseCase]:
@@ -60,31 +54,10 @@ def inspect_case(case: SparseCase, target: str) -> SparseCode:
 
 def inspect_sparse(cases: list[SparseCase], report: Report, *, targets: tuple[str, ...]) -> ExitCode:
     """Compiles calls for each target and shows what came of it; spills and scratch end with exit code 1."""
-    if (missing := amd_backend_missing()) is not None:
-        raise UnsupportedHereError(missing)
-    found: list[SparseCode] = []
-    interrupted = False
-    with report.progress(len(cases) * len(targets), "inspecting") as line:
-        try:
-            for target in targets:
-                for case in cases:
-                    found.append(inspect_case(case, target))
-                    line.advance(f"{target} {case.mode}")
-        except KeyboardInterrupt:
-            interrupted = True
-    report.show(_table(found))
-    body: dict[str, Any] = {
-        "versions": versions(),
-        "inspections": [
-            {"target": code.target, "case": str(code.case), "kernels": [asdict(k) for k in code.kernels]}
-            for code in found
-        ],
-    }
-    code = ExitCode.NUMERICAL if any(code.faulty for code in found) else ExitCode.OK
-    return report.finish(body, code, interrupted=interrupted)
+    return inspect_calls(cases, report, targets=targets, inspect_case=inspect_case, table=_table, spell=str)
 
 
-def _table(found: list[SparseCode]) -> Table:
+def _table(found: list[CallCode[SparseCase]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for column in ("target", "kernel", "Q", "rows"):
         table.add_column(column)

@@ -160,11 +160,7 @@ def prefill_append(
             rounded to q's dtype for attention; the cache gets the keys before that rounding.
         fp8_compute: multiply queries and old tokens on FP8 matrix units, queries as two FP8 terms (FP8
             caches only).
-        sm_scale: softmax scale; default `head_dim ** -0.5`.
-        logits_soft_cap: `c * tanh(logits / c)` when positive.
-        window_left: a row attends to at most this many keys before itself; -1 for all.
-        sinks: `[num_qo_heads]`, a logit per head with value 0: it enters the denominator of `o`.
-        return_lse: also return the log-sum-exp.
+        sm_scale, logits_soft_cap, window_left, sinks, return_lse: as for `batch_prefill`.
         plan: from `plan_append`; without one, a plan is made for the call. With one there is no allocation
             but the outputs, and no host synchronisation either way.
 

@@ -134,6 +134,15 @@ class ErrorReport:
         )
 
 
+def _coordinates(flat: int, shape: torch.Size) -> tuple[int, ...]:
+    """Of an element of a contiguous tensor; torch.unravel_index would import sympy for it."""
+    found: list[int] = []
+    for size in reversed(shape):
+        flat, here = divmod(flat, size)
+        found.insert(0, here)
+    return tuple(found)
+
+
 def compare(o: torch.Tensor, ref: torch.Tensor) -> ErrorReport:
     """All error figures of `o` against `ref`.
 
@@ -151,9 +160,7 @@ def compare(o: torch.Tensor, ref: torch.Tensor) -> ErrorReport:
     bad = ~(torch.isfinite(a) & torch.isfinite(b))
     not_finite = int((~torch.isfinite(a)).sum())
     measure = bad.double() if bool(bad.any()) else (a - b).abs()
-    worst: tuple[int, ...] = ()
-    if a.numel():
-        worst = tuple(int(i) for i in torch.unravel_index(measure.argmax(), a.shape))
+    worst = _coordinates(int(measure.argmax()), a.shape) if a.numel() else ()
     if bool(bad.any()):
         nan = math.nan
         return ErrorReport(nan, nan, nan, nan, worst, not_finite, a.numel())

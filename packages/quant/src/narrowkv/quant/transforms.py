@@ -40,6 +40,37 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def _sample(name: str, x: torch.Tensor) -> torch.Tensor:
+    """Sample keys or values as `[tokens, num_kv_heads, head_dim]`, at least one token."""
+    check_dtype(name, x, _FLOATS)
+    if x.dim() < 3 or math.prod(x.shape[:-2]) == 0:
+        raise ValueError(
+            f"{name} must have shape [..., tokens, num_kv_heads, head_dim] with tokens, got {list(x.shape)}"
+        )
+    return x.reshape(-1, *x.shape[-2:])
+
+
+def _like(name: str, x: torch.Tensor, whose: str, static: torch.Tensor) -> torch.Tensor:
+    """`x` widened, which must have the heads and channels of the static offset or scale."""
+    check_dtype(name, x, _FLOATS)
+    if x.dim() < 2 or x.shape[-2:] != static.shape:
+        wanted = ", ".join(str(size) for size in static.shape)
+        raise ValueError(f"{name} must have shape [..., {wanted}] like the {whose}, got {list(x.shape)}")
+    return _wide(x)
+
+
+def _heads_per_kv_head(name: str, x: torch.Tensor, static: torch.Tensor) -> int:
+    """Query heads of `x` for each KV head of the static offset or scale."""
+    num_kv_heads, head_dim = static.shape
+    check_dtype(name, x, _FLOATS)
+    check_shape(name, x, ("num_tokens", "num_qo_heads", head_dim))
+    if num_kv_heads == 0 or x.shape[1] % num_kv_heads:
+        raise ValueError(
+            f"{name} must have a multiple of {num_kv_heads} heads (num_kv_heads), got {x.shape[1]}"
+        )
+    return x.shape[1] // num_kv_heads
+
+
 @dataclass(frozen=True, eq=False)
 class KOffset:
     """A static offset of K per KV head and channel.
@@ -65,18 +96,7 @@ class KOffset:
             TypeError: `k` is not a floating-point tensor.
             ValueError: `k` has fewer than three dimensions, or no tokens.
         """
-        check_dtype("k", k, _FLOATS)
-        if k.dim() < 3 or math.prod(k.shape[:-2]) == 0:
-            raise ValueError(
-                f"k must have shape [..., tokens, num_kv_heads, head_dim] with tokens, got {list(k.shape)}"
-            )
-        return cls(k.reshape(-1, *k.shape[-2:]).mean(0, dtype=torch.float64).float())
-
-    def _check(self, k: torch.Tensor) -> None:
-        check_dtype("k", k, _FLOATS)
-        if k.dim() < 2 or k.shape[-2:] != self.offset.shape:
-            wanted = ", ".join(str(size) for size in self.offset.shape)
-            raise ValueError(f"k must have shape [..., {wanted}] like the offset, got {list(k.shape)}")
+        return cls(_sample("k", k).mean(0, dtype=torch.float64).float())
 
     def subtract(self, k: torch.Tensor) -> torch.Tensor:
         """K less the offset, ready to be quantised.
@@ -91,13 +111,11 @@ class KOffset:
             TypeError: `k` is not a floating-point tensor.
             ValueError: heads or head_dim are not the offset's.
         """
-        self._check(k)
-        return _wide(k) - self.offset
+        return _like("k", k, "offset", self.offset) - self.offset
 
     def add(self, k: torch.Tensor) -> torch.Tensor:
         """Undoes `subtract`: K with the offset put back. Shapes, dtypes and errors as there."""
-        self._check(k)
-        return _wide(k) + self.offset
+        return _like("k", k, "offset", self.offset) + self.offset
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,12 +143,7 @@ class VScale:
             TypeError: `v` is not a floating-point tensor.
             ValueError: `v` has fewer than three dimensions, or no tokens.
         """
-        check_dtype("v", v, _FLOATS)
-        if v.dim() < 3 or math.prod(v.shape[:-2]) == 0:
-            raise ValueError(
-                f"v must have shape [..., tokens, num_kv_heads, head_dim] with tokens, got {list(v.shape)}"
-            )
-        rms = v.reshape(-1, *v.shape[-2:]).double().square().mean(0).sqrt().float()
+        rms = _sample("v", v).double().square().mean(0).sqrt().float()
         return cls(torch.where(rms > 0, rms, torch.ones_like(rms)))
 
     def divide(self, v: torch.Tensor) -> torch.Tensor:
@@ -146,11 +159,7 @@ class VScale:
             TypeError: `v` is not a floating-point tensor.
             ValueError: heads or head_dim are not the scale's.
         """
-        check_dtype("v", v, _FLOATS)
-        if v.dim() < 2 or v.shape[-2:] != self.scale.shape:
-            wanted = ", ".join(str(size) for size in self.scale.shape)
-            raise ValueError(f"v must have shape [..., {wanted}] like the scale, got {list(v.shape)}")
-        return _wide(v) / self.scale
+        return _like("v", v, "scale", self.scale) / self.scale
 
     def multiply(self, o: torch.Tensor) -> torch.Tensor:
         """The output of an attention over divided values, as it would have been over V itself.
@@ -166,14 +175,8 @@ class VScale:
             TypeError: `o` is not a floating-point tensor.
             ValueError: the shapes do not fit.
         """
-        check_dtype("o", o, _FLOATS)
-        num_kv_heads, head_dim = self.scale.shape
-        check_shape("o", o, ("num_tokens", "num_qo_heads", head_dim))
-        if num_kv_heads == 0 or o.shape[1] % num_kv_heads:
-            raise ValueError(
-                f"o must have a multiple of {num_kv_heads} heads (num_kv_heads), got {o.shape[1]}"
-            )
-        return _wide(o) * self.scale.repeat_interleave(o.shape[1] // num_kv_heads, 0)
+        ratio = _heads_per_kv_head("o", o, self.scale)
+        return _wide(o) * self.scale.repeat_interleave(ratio, 0)
 
 
 def lse_correction(q: torch.Tensor, offset: KOffset | torch.Tensor, sm_scale: float) -> torch.Tensor:
@@ -192,15 +195,9 @@ def lse_correction(q: torch.Tensor, offset: KOffset | torch.Tensor, sm_scale: fl
         ValueError: the shapes do not fit, or `sm_scale` is not finite.
     """
     mu = offset.offset if isinstance(offset, KOffset) else KOffset(offset).offset
-    check_dtype("q", q, _FLOATS)
-    check_shape("q", q, ("num_tokens", "num_qo_heads", mu.shape[1]))
-    num_kv_heads = mu.shape[0]
-    if num_kv_heads == 0 or q.shape[1] % num_kv_heads:
-        raise ValueError(f"q must have a multiple of {num_kv_heads} heads (num_kv_heads), got {q.shape[1]}")
+    ratio = _heads_per_kv_head("q", q, mu)
     wide = _wide(q)
-    grouped = wide.reshape(
-        q.shape[0], num_kv_heads, q.shape[1] // num_kv_heads, q.shape[2]
-    )  # [tokens, kv heads, ratio, dim]
+    grouped = wide.reshape(q.shape[0], mu.shape[0], ratio, q.shape[2])  # [tokens, kv heads, ratio, dim]
     dots = torch.einsum("thrd,hd->thr", grouped, mu.to(wide.dtype))
     return dots.flatten(1) * check_finite_float("sm_scale", sm_scale)
 

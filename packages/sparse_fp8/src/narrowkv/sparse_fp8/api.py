@@ -59,16 +59,7 @@ def sparse_prefill(
         >>> sparse_prefill(q, source)[0, 0, 0].item()
         3.0
     """
-    call = check_call(
-        q,
-        prefix,
-        extend,
-        attn_sink=attn_sink,
-        sm_scale=sm_scale,
-        out=out,
-        return_lse=return_lse,
-        validate=validate,
-    )
+    call = check_call(q, prefix, extend, attn_sink, sm_scale, out, return_lse, validate)
     attend_wide(call, check_16_bit(call), call.prefix, call.extend, num_splits=None)
     return call.result
 
@@ -118,17 +109,7 @@ def sparse_prefill_fp8(
         >>> sparse_prefill_fp8(q, source, mode="fused")[0, 0, 0].item()
         3.0
     """
-    call = check_call(
-        q,
-        prefix,
-        extend,
-        attn_sink=attn_sink,
-        sm_scale=sm_scale,
-        out=out,
-        return_lse=return_lse,
-        validate=validate,
-        num_qo_heads=num_qo_heads,
-    )
+    call = check_call(q, prefix, extend, attn_sink, sm_scale, out, return_lse, validate, num_qo_heads)
     check_fp8(call)
     if choose_mode(q, prefix, extend, mode=mode).mode == "fused":
         attend_fused(call, num_splits=None)
@@ -176,17 +157,7 @@ def sparse_decode(
         >>> sparse_decode(torch.ones(1, 16, 512).bfloat16(), source, num_splits=2)[0, 0, 0].item()
         3.0
     """
-    call = check_call(
-        q,
-        prefix,
-        extend,
-        attn_sink=attn_sink,
-        sm_scale=sm_scale,
-        out=out,
-        return_lse=return_lse,
-        validate=validate,
-        num_qo_heads=num_qo_heads,
-    )
+    call = check_call(q, prefix, extend, attn_sink, sm_scale, out, return_lse, validate, num_qo_heads)
     if num_splits is not None:
         check_positive_int("num_splits", num_splits)
     if call.fp8_rows:

@@ -78,7 +78,6 @@ def check_call(
     q: torch.Tensor | DSV4Rows,
     prefix: KVSource | None,
     extend: KVSource | None,
-    *,
     attn_sink: torch.Tensor | None,
     sm_scale: float | None,
     out: torch.Tensor | None,

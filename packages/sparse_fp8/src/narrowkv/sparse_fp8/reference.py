@@ -18,22 +18,12 @@ def _wide(rows: torch.Tensor | DSV4Rows) -> torch.Tensor:
     return rows.dequantize() if isinstance(rows, DSV4Rows) else rows.float()
 
 
-def sparse_prefill_reference(
-    q: torch.Tensor | DSV4Rows,
-    prefix: KVSource | None,
-    extend: KVSource | None = None,
-    *,
-    attn_sink: torch.Tensor | None = None,
-    sm_scale: float | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-    validate: bool = False,
-    num_qo_heads: int | None = None,
-) -> Result:
-    """`sparse_prefill` (and `_fp8`, and `sparse_decode`) token by token; same arguments.
-
-    The result is float32 unless `out` says otherwise. Indices and indptr are read on the host.
-    """
+def _attend(
+    q: torch.Tensor | DSV4Rows, prefix: KVSource | None, extend: KVSource | None,
+    attn_sink: torch.Tensor | None, sm_scale: float | None, out: torch.Tensor | None, return_lse: bool,
+    num_qo_heads: int | None,
+) -> Result:  # fmt: skip
+    """What all three operations compute, token by token."""
     sources = [source for source in (prefix, extend) if source is not None]
     scale = HEAD_DIM**-0.5 if sm_scale is None else sm_scale
     tokens = sources[0].num_tokens
@@ -67,6 +57,25 @@ def sparse_prefill_reference(
     return (o, lse) if return_lse else o
 
 
+def sparse_prefill_reference(
+    q: torch.Tensor | DSV4Rows,
+    prefix: KVSource | None,
+    extend: KVSource | None = None,
+    *,
+    attn_sink: torch.Tensor | None = None,
+    sm_scale: float | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    validate: bool = False,
+    num_qo_heads: int | None = None,
+) -> Result:
+    """`sparse_prefill` (and `_fp8`, and `sparse_decode`) token by token; same arguments.
+
+    The result is float32 unless `out` says otherwise. Indices and indptr are read on the host.
+    """
+    return _attend(q, prefix, extend, attn_sink, sm_scale, out, return_lse, num_qo_heads)
+
+
 def sparse_prefill_fp8_reference(
     q: torch.Tensor | DSV4Rows,
     prefix: KVSource | None,
@@ -81,16 +90,7 @@ def sparse_prefill_fp8_reference(
     num_qo_heads: int | None = None,
 ) -> Result:
     """`sparse_prefill_fp8` in float32 on the dequantised rows, whatever the mode."""
-    return sparse_prefill_reference(
-        q,
-        prefix,
-        extend,
-        attn_sink=attn_sink,
-        sm_scale=sm_scale,
-        out=out,
-        return_lse=return_lse,
-        num_qo_heads=num_qo_heads,
-    )
+    return _attend(q, prefix, extend, attn_sink, sm_scale, out, return_lse, num_qo_heads)
 
 
 def sparse_decode_reference(
@@ -107,13 +107,4 @@ def sparse_decode_reference(
     num_qo_heads: int | None = None,
 ) -> Result:
     """`sparse_decode` in float32 on the dequantised rows, without splitting."""
-    return sparse_prefill_reference(
-        q,
-        prefix,
-        extend,
-        attn_sink=attn_sink,
-        sm_scale=sm_scale,
-        out=out,
-        return_lse=return_lse,
-        num_qo_heads=num_qo_heads,
-    )
+    return _attend(q, prefix, extend, attn_sink, sm_scale, out, return_lse, num_qo_heads)

@@ -1,0 +1,208 @@
+"""What every bench does around its calls: this run's ceilings, checks around the clock, table, document."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from narrowkv.cli.bench.ceilings import Ceilings, measure_ceilings
+from narrowkv.cli.bench.timing import FLUSH_BYTES, GraphTimer, Timing
+from narrowkv.cli.environment import gpus, versions
+from narrowkv.cli.places import find_place
+from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, number
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One measured call; a bench adds which call it was, and what else it measured. None is not measured.
+
+    Attributes:
+        shape: a dataclass, the sizes that were called.
+        relative_l1: the worse of the checks before and after timing.
+        median_us, p10_us, p90_us: device time.
+        floor_us: the least possible time by the ceilings of this run; ratio_to_floor: median over it.
+        bytes_per_s: bytes touched once over the median; flops_per_s: flops over it.
+        status: "pass", "fail", "inexact" (another implementation that misses the bound) or "refused".
+        detail: why.
+    """
+
+    shape: Any
+    _: KW_ONLY
+    relative_l1: float | None = None
+    median_us: float | None = None
+    p10_us: float | None = None
+    p90_us: float | None = None
+    floor_us: float | None = None
+    ratio_to_floor: float | None = None
+    bytes_per_s: float | None = None
+    flops_per_s: float | None = None
+    status: str = "pass"
+    detail: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Flat, for JSON and CSV: what was called, its sizes, what was measured."""
+        own = [f.name for f in fields(self) if not f.kw_only and f.name != "shape"]
+        measured = [f.name for f in fields(self) if f.kw_only]
+        sizes = {f.name: getattr(self.shape, f.name) for f in fields(self.shape)}
+        return {n: getattr(self, n) for n in own} | sizes | {n: getattr(self, n) for n in measured}
+
+
+Row = TypeVar("Row", bound=BenchRow)
+
+
+def timed(row: Row, timing: Timing, ceilings: Ceilings, bytes_touched: float, flops: float) -> Row:
+    """The row with its times and rates."""
+    seconds, floor = timing.median_us * 1e-6, ceilings.floor_us(bytes_touched, flops)
+    return replace(
+        row, median_us=timing.median_us, p10_us=timing.p10_us, p90_us=timing.p90_us, floor_us=floor,
+        ratio_to_floor=timing.median_us / floor, bytes_per_s=bytes_touched / seconds,
+        flops_per_s=flops / seconds,
+    )  # fmt: skip
+
+
+def time_checked(
+    graph: Any, error: Callable[[], float], bound: float, timer: GraphTimer
+) -> tuple[float, Timing | None]:
+    """Checks a captured call, times it, and checks it again: (the worse error, timing).
+
+    A call whose first error is over the bound, or NaN, is not timed.
+    """
+    before = error()
+    if not before <= bound:
+        return before, None
+    timing = timer.replay(graph)
+    return max(before, error(), key=lambda e: math.inf if math.isnan(e) else e), timing
+
+
+def judged(row: Row, error: float, timing: Timing | None, bound: float, wrong: str = "fail") -> Row:
+    """The row with its error; of status `wrong`, and why, where that is over the bound."""
+    row = replace(row, relative_l1=error)
+    if timing is not None and error <= bound:
+        return row
+    when = "before" if timing is None else "after"
+    return replace(row, status=wrong, detail=f"relative L1 {error:.3g} {when} timing, bound {bound:g}")
+
+
+@dataclass(frozen=True)
+class Columns(Generic[Row]):
+    """A bench's own columns: a header, and what a row has there.
+
+    Attributes:
+        labels: words, on the left.
+        sizes: numbers, before the times.
+        others: what else was measured, after the times.
+    """
+
+    labels: Mapping[str, Callable[[Row], str]]
+    sizes: Mapping[str, Callable[[Row], object]]
+    others: Mapping[str, Callable[[Row], str]] = field(default_factory=dict)
+
+    def table(self, rows: Sequence[Row]) -> Table:
+        """A table of rows."""
+        table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+        for column in self.labels:
+            table.add_column(column)
+        times = ("us", "p10", "p90", "floor us", "x floor")
+        for column in (*self.sizes, *times, *self.others, "GB/s", "TFLOP/s", "rel. L1"):
+            table.add_column(column, justify="right")
+        table.add_column("")
+        for row in rows:
+            table.add_row(
+                *(show(row) for show in self.labels.values()),
+                *(str(show(row)) for show in self.sizes.values()),
+                *(number(x, 4) for x in (row.median_us, row.p10_us, row.p90_us, row.floor_us)),
+                ratio(row.ratio_to_floor),
+                *(show(row) for show in self.others.values()),
+                number(row.bytes_per_s / 1e9, 4) if row.bytes_per_s else "-",
+                number(row.flops_per_s / 1e12) if row.flops_per_s else "-",
+                f"{row.relative_l1:.2e}" if row.relative_l1 is not None else "-",
+                Text("" if row.status == "pass" else f"{row.status}: {row.detail}"),
+                style={"pass": "", "fail": "bold red"}.get(row.status, "yellow"),
+            )
+        return table
+
+
+def ratio(value: float | None) -> str:
+    """A multiple, or a dash."""
+    return "-" if value is None else f"{value:.2f}"
+
+
+class BenchRun(Generic[Row]):
+    """One run of a bench.
+
+    Args:
+        name: of the bench.
+        report: where it goes.
+        samples, seconds: of a `GraphTimer`.
+        without_a_gpu: the commands that work where this one cannot.
+
+    Attributes:
+        rows: what was measured.
+        ceilings: of this run; None if it was interrupted before.
+        place: the GPU in words.
+
+    Raises:
+        UnsupportedHereError: there is no GPU.
+    """
+
+    def __init__(
+        self, name: str, report: Report, *, samples: int, seconds: float = 0.5, without_a_gpu: str
+    ) -> None:
+        if not torch.cuda.is_available():
+            raise UnsupportedHereError(
+                f"bench measures device time and needs a GPU; torch {torch.__version__} sees none. "
+                f"{without_a_gpu} work without one"
+            )
+        self.name = name
+        self.place = find_place("gpu").description
+        self.rows: list[Row] = []
+        self.ceilings: Ceilings | None = None
+        self._report = report
+        self._samples = samples
+        self._timer = GraphTimer(samples=samples, seconds=seconds)
+        self._interrupted = False
+
+    def measure(
+        self, steps: int, work: Callable[[Ceilings, GraphTimer], Iterator[tuple[str, Sequence[Row]]]]
+    ) -> None:
+        """Measures the ceilings and then what `work` yields: a step's words and its rows.
+
+        Ctrl-C keeps the rows that were finished.
+        """
+        with self._report.progress(steps + 1, "measuring") as line:
+            try:
+                self.ceilings = measure_ceilings(self._timer)
+                line.advance("ceilings")
+                for step, rows in work(self.ceilings, self._timer):
+                    self.rows += rows
+                    line.advance(step)
+            except KeyboardInterrupt:
+                self._interrupted = True
+
+    def show(self, columns: Columns[Row]) -> None:
+        """The GPU, its ceilings and the table."""
+        if self.ceilings is not None:
+            self._report.say(f"{self.place}; measured ceilings: {self.ceilings}")
+        self._report.show(columns.table(self.rows))
+
+    def finish(self, otherwise: ExitCode = ExitCode.OK, **more: Any) -> ExitCode:
+        """Writes the document, `more` with it; the code is numerical if a row failed, else `otherwise`."""
+        body = {
+            "bench": self.name,
+            "device": gpus()[torch.cuda.current_device()],
+            "versions": versions(),
+            "method": {"flush_bytes": FLUSH_BYTES, "flush": "read", "samples": self._samples, "graph": True},
+            "ceilings": self.ceilings,
+            "rows": [row.as_dict() for row in self.rows],
+            **more,
+        }
+        failed = any(row.status == "fail" for row in self.rows)
+        code = ExitCode.NUMERICAL if failed else otherwise
+        return self._report.finish(body, code, interrupted=self._interrupted)
