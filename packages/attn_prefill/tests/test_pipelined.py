@@ -25,7 +25,9 @@ def hopper() -> None:
         pytest.skip(f"needs Hopper; this GPU is {target.name}")
 
 
-def _check(workload: PrefillWorkload, num_splits: int | None = None, pipelined: bool = True, **options: Any) -> None:
+def _check(
+    workload: PrefillWorkload, num_splits: int | None = None, pipelined: bool = True, **options: Any
+) -> None:
     """Runs twice over poisoned memory and compares o and lse; the second call must give the same bits."""
     q, cache, table, starts = workload.build("cuda")
     plan = plan_prefill(q, cache, table, starts, num_splits=num_splits)
@@ -87,7 +89,9 @@ def test_splits_sinks_and_descales(splits: int, granularity: str) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("lens", [((5000,), (5000,)), ((1000,), (9000,)), ((200, 200), (3, 0)), ((64,) * 40, (700,) * 40)])
+@pytest.mark.parametrize(
+    "lens", [((5000,), (5000,)), ((1000,), (9000,)), ((200, 200), (3, 0)), ((64,) * 40, (700,) * 40)]
+)
 def test_long_and_short(lens: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     _check(PrefillWorkload(q_lens=lens[0], lens=lens[1], gqa_ratio=6, num_kv_heads=4, head_dim=128))
 
@@ -101,7 +105,9 @@ def test_what_it_does_not_serve_runs_otherwise() -> None:
 
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_nan_stays_with_the_rows_that_see_it(which: str) -> None:
-    q, cache, table, starts = PrefillWorkload(q_lens=(200,), lens=(600,), gqa_ratio=12, head_dim=128).build("cuda")
+    q, cache, table, starts = PrefillWorkload(q_lens=(200,), lens=(600,), gqa_ratio=12, head_dim=128).build(
+        "cuda"
+    )
     stored = dict(zip("kv", cache.logical(), strict=True))[which].view(torch.uint8)
     page, slot = table.page_ids[0, 500 // table.page_size], 500 % table.page_size
     stored[page.long(), slot] = 0x7F

@@ -216,8 +216,9 @@ def _splits(target: Target, programs: int, key_tiles: int, resident: int = 2) ->
     """Programs that share a tile's keys: how many finish first.
 
     In units of a key tile's time, a program's start and its partial result cost 8, and whoever merges 1.5 for
-    each. `resident` programs share a unit: two by shared memory on sm90, by registers on CDNA. H200, 96/8 heads: 16 new over 4k at 1, 5, 11 splits 59, 31, 36 us; 128 over 32k at 1, 4, 11 splits
-    540, 469, 501 us; 128 over 4k at 1 and 4 splits 82 and 85 us.
+    each. `resident` programs share a unit: two by shared memory on sm90, by registers on CDNA. H200, 96/8
+    heads: 16 new over 4k at 1, 5, 11 splits 59, 31, 36 us; 128 over 32k at 1, 4, 11 splits 540, 469, 501 us;
+    128 over 4k at 1 and 4 splits 82 and 85 us.
     """
     slots = resident * units_of(target)
 
@@ -383,9 +384,7 @@ def choose_append_config(
         staged = replace(_dense_config(target, shape, block_m, why, wide), kernel="staged")
         # H200: two launches that each suit their work beat the one that must suit both.
         if kernel == "pipelined" or (kernel is None and can_pipeline and block_m == 64):
-            return replace(
-                _pipelined_config(target, shape, staged), kernel="pipelined", otherwise=staged
-            )
+            return replace(_pipelined_config(target, shape, staged), kernel="pipelined", otherwise=staged)
         return staged
     base = _fused_config(target, shape, block_m, "old tokens are widened in the loop", wide)
     # Two loops share the registers: 32 keys spill on gfx942.

@@ -12,9 +12,10 @@ from narrowkv.attn_decode.arguments import descale_pointers, packed_route, side_
 from narrowkv.attn_decode.config import parts_of
 from narrowkv.attn_decode.kernels import Workspace
 from narrowkv.attn_prefill.config import PrefillConfig, fp8_route, triton_fp8, units_of
-from narrowkv.attn_prefill.kernels.append import _prefill_append_kernel, _produce_kernel
+from narrowkv.attn_prefill.kernels.append import _prefill_append_kernel
 from narrowkv.attn_prefill.kernels.dense import Scratch, _dense_prefill_kernel, _widen_kernel
 from narrowkv.attn_prefill.kernels.fused import _fused_prefill_kernel
+from narrowkv.attn_prefill.kernels.produce import _produce_kernel
 from narrowkv.attn_prefill.kernels.rows import Outputs, Queries
 from narrowkv.attn_prefill.plan import PrefillPlan, append_blocks, per_key
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
@@ -30,6 +31,7 @@ from narrowkv.quant.launch import LaunchOptions, launch
 
 _LOG2E = math.log2(math.e)
 _TRITON_16_BIT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_QUANTISED_TOKENS = 16  # new tokens of a head that one program of a pipelined append quantises
 # P is at most one; in FP8 it is brought near the largest number that each format has.
 _P_SCALE = {"fp8_e4m3fn": 256.0, "fp8_e4m3fnuz": 128.0}
 
@@ -107,8 +109,8 @@ class PrefillCall:
     def acc_parts(self, v_parts: int) -> int:
         """In how many parts V is multiplied.
 
-        On sm90 under Triton 3.6 a product 32 columns wide next to a wider one comes out wrong (relative L1 0.2
-        to 0.6).
+        On sm90 under Triton 3.6 a product 32 columns wide next to a wider one comes out wrong (relative L1
+        0.2 to 0.6).
         """
         narrow = self.constants["BLOCK_D"] < 64 * v_parts
         return 1 if narrow and self.plan.target.is_nvidia else v_parts
@@ -120,9 +122,7 @@ class PrefillCall:
         folded = qk_scale > 0 and self.soft_cap == 0 and not per_key(self.cache)[0]
         return qk_scale, self.v_factor * 2.0**v_power, folded
 
-    def options(
-        self, outputs: Outputs, folded: bool, config: PrefillConfig | None = None
-    ) -> dict[str, Any]:
+    def options(self, outputs: Outputs, folded: bool, config: PrefillConfig | None = None) -> dict[str, Any]:
         """Constants that all kernels share."""
         config = config or self.plan.config
         return {
@@ -333,23 +333,29 @@ class PrefillCall:
             **rope_constants(rope),
         }
         if pipelined:
-            assert plan.scratch is not None and plan.schedule is not None
+            assert plan.scratch is not None
+            assert plan.schedule is not None
             block_b = self.batch_constants["BLOCK_B"]
             block_i = max(1, min(32, 8192 // block_b))
+            num_groups = append_blocks(plan.shape, _QUANTISED_TOKENS, staged=False)
             names = ("NUM_KV_HEADS", "GQA_RATIO", "HEAD_DIM", "PAGE_SIZE", "BLOCK_M", "BLOCK_D")
             launch(
                 _produce_kernel,
-                (num_blocks * plan.shape.num_kv_heads + -(-num_tiles // block_i),),
-                (*new, *old, plan.schedule, k_scale, v_scale, plan.shape.batch, num_blocks, num_tiles),
+                ((num_groups + num_blocks) * plan.shape.num_kv_heads + -(-num_tiles // block_i),),
+                (
+                    *new, *old, plan.schedule, k_scale, v_scale, plan.shape.batch, num_groups, num_blocks,
+                    num_tiles,
+                ),
                 {
                     **{name: options[name] for name in names},
                     **storage,
                     "BLOCK_B": block_b,
                     "BLOCK_I": block_i,
                     "BLOCK_S": config.scratch_block,
+                    "BLOCK_T": _QUANTISED_TOKENS,
                 },
                 LaunchOptions(num_warps=config.scratch_block // 16, num_stages=1),
-            )
+            )  # fmt: skip
             for name in ("PAGE_SIZE", "RAGGED"):
                 del options[name]
             # The scales of old keys are among their blocks' factors.

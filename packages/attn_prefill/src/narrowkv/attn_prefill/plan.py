@@ -409,7 +409,7 @@ def allocate_scratch(
 
 
 def can_pipeline(target: Target, q: torch.Tensor, cache: PagedKVCache) -> bool:
-    """Whether `kernels/pipelined.py` serves the call: written in Gluon for Hopper, it cannot be interpreted."""
+    """Whether `kernels/pipelined.py` serves the call: in Gluon for Hopper, it cannot be interpreted."""
     return (
         target.name == "sm90"
         and q.is_cuda

@@ -81,8 +81,8 @@ def paged_keys(
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
     COMPUTE: tl.constexpr, SPLIT_Q: tl.constexpr, FP8: tl.constexpr, CLEAN: tl.constexpr,
     P_SCALE: tl.constexpr,
-    K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr, ACC_PARTS: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr,
+    K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
+    ACC_PARTS: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -168,8 +168,8 @@ def paged_step(
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
     COMPUTE: tl.constexpr, SPLIT_Q: tl.constexpr, FP8: tl.constexpr, CLEAN: tl.constexpr,
     P_SCALE: tl.constexpr,
-    K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr, ACC_PARTS: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr,
+    K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
+    ACC_PARTS: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -282,8 +282,8 @@ def _fused_prefill_kernel(
         logit_scale, soft_cap, k, v, k_descale, v_descale, table, row_base, kv_head, query_pos, kv_len,
         first, last, begin, end, full, full_end,
         HEAD_DIM, PAGE_SIZE, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT, K_ROUTE, V_ROUTE,
-        COMPUTE, SPLIT_Q, FP8, CLEAN, P_SCALE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, ACC_PARTS, HAS_SOFT_CAP, FOLDED,
-        WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, BLOCK_D,
+        COMPUTE, SPLIT_Q, FP8, CLEAN, P_SCALE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, ACC_PARTS,
+        HAS_SOFT_CAP, FOLDED, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     acc = join_parts(acc, ACC_PARTS)
     if V_DESCALE != "scalar" and V_DESCALE != "head":

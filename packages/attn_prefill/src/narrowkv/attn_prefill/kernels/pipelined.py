@@ -1,10 +1,10 @@
-"""The dense attention of Hopper: one warp copies keys, two warpgroups attend, and nobody waits for the others.
+"""The dense attention of Hopper: one warp copies keys, two warpgroups attend, each at its own pace.
 
 Each warpgroup holds half a tile's rows. It issues the scores of the next key tile, then P @ V of the current
 one, and computes the next softmax while the matrix unit works: the overlap of FlashAttention-3 (Shah et al.,
 2024). Programs stay and take tile after tile, so that copies of a tile's first keys run during the end of the
-tile before, as do those of its queries. Written in Gluon, since plain Triton schedules by itself; the functions
-around the loop are plain Triton's own.
+tile before. Written in Gluon, since plain Triton schedules by itself; the functions around the loop are plain
+Triton's own.
 """
 
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ class Work(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A tile of rows, one head, one split of its keys: key tiles [begin, end), [full, full_end) without a mask."""
+    """A tile of rows, a head, a split of its keys: key tiles [begin, end), no mask for [full, full_end)."""
 
     tile: Any
     kv_head: Any
@@ -113,7 +113,7 @@ def rounds_of(work):
 
 @gluon.jit
 def item_number(turn):
-    """The item that this program takes at a turn; every other turn the other way round, which levels the sums."""
+    """The item that this program takes at a turn; odd turns go the other way round, which levels the sums."""
     programs = gl.num_programs(0)
     place = gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
     return turn * programs + place
@@ -130,7 +130,15 @@ def copy_keys(
     count = 0
     for turn in range(rounds_of(work)):
         item = item_at(
-            work, item_number(turn), NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N
+            work,
+            item_number(turn),
+            NUM_KV_HEADS,
+            GQA_RATIO,
+            WINDOW_LEFT,
+            WINDOW_RIGHT,
+            SPLIT,
+            BLOCK_M,
+            BLOCK_N,
         )
         base = item.kv_head * work.rows + item.tile.base
         for i in range(item.end - item.begin):
@@ -158,7 +166,7 @@ def copy_queries(q, item, q_tile, HALF: gl.constexpr, GQA_RATIO: gl.constexpr):
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     tile = item.tile
     q_len = gl.where(tile.seq >= 0, tile.q_len, 0)
-    tokens, heads, row_mask, within = rows_of(
+    tokens, heads, row_mask, _within = rows_of(
         tile.q_start, q_len, tile.number * 2 + HALF, item.kv_head, GQA_RATIO, ROWS
     )
     d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES))
@@ -204,43 +212,59 @@ def weights(
 
 
 @gluon.jit
+def factors_of(k_units, v_units, tile, K_IN_UNITS: gl.constexpr, V_IN_UNITS: gl.constexpr):
+    """What a tile of K and of V is short of; tiles before the first have the first one's."""
+    k_unit = 1.0
+    v_unit = 1.0
+    if K_IN_UNITS:
+        k_unit = gl.load(k_units + gl.maximum(tile, 0))
+    if V_IN_UNITS:
+        v_unit = gl.load(v_units + gl.maximum(tile, 0))
+    return k_unit, v_unit
+
+
+@gluon.jit
 def attend_tiles(
-    p, acc, m, l, unit, q_tile, k_ring, v_ring, scale, k_units, v_units, query_pos, first, num_keys,
-    count, last, begin, stop,
-    MASKED: gl.constexpr, K_IN_UNITS: gl.constexpr, V_IN_UNITS: gl.constexpr, WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    p, acc, m, l, unit, k_unit, v_unit, q_tile, k_ring, v_ring, scale, k_units, v_units,
+    query_pos, first, num_keys, count, last, begin, stop,
+    MASKED: gl.constexpr, K_IN_UNITS: gl.constexpr, V_IN_UNITS: gl.constexpr,
+    WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Key tiles last - begin, ..., last - stop + 1 of an item; tile `last` is the ring's number `count`.
 
-    Keys lie in rows [first, num_keys) of the scratch, each tile short of its factor in `k_units`, `v_units`.
+    Keys lie in rows [first, num_keys) of the scratch. `unit` is what `acc` is short of, `k_unit` and `v_unit`
+    what the next tile is; those of the one after it are asked for a round ahead.
     """
     for i in range(begin, stop):
         scores = issue_scores(q_tile, k_ring, count + i, BLOCK_N, STAGES)
         values = issue_values(p, acc, v_ring, count + i - 1, STAGES)
-        tile_scale = scale
-        if K_IN_UNITS:
-            tile_scale *= gl.load(k_units + last - i)
-        if V_IN_UNITS:
-            next_unit = gl.load(v_units + last - i)
+        next_k_unit, next_v_unit = factors_of(k_units, v_units, last - i - 1, K_IN_UNITS, V_IN_UNITS)
         s = warpgroup_mma_wait(1, deps=(scores,))
         mbarrier.arrive(k_ring.emptied.index((count + i) % STAGES))
         p, correction, m, l = weights(
-            s, m, l, tile_scale, last - i, query_pos, first, num_keys, MASKED, K_IN_UNITS, WINDOW_LEFT,
-            WINDOW_RIGHT, BLOCK_N, acc.shape[1],
+            s, m, l, scale * k_unit if K_IN_UNITS else scale, last - i, query_pos, first, num_keys,
+            MASKED, K_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, acc.shape[1],
         )  # fmt: skip
         if V_IN_UNITS:
-            correction *= unit / next_unit
-            unit = next_unit
+            correction *= unit / v_unit
+            unit = v_unit
         # Named here, the softmax is not put off until after the wait.
         acc, p, correction, m, l = warpgroup_mma_wait(0, deps=(values, p, correction, m, l))
         mbarrier.arrive(v_ring.emptied.index((count + i - 1) % STAGES))
         acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return p, acc, m, l, unit
+        k_unit, v_unit = next_k_unit, next_v_unit
+    return p, acc, m, l, unit, k_unit, v_unit
+
+
+@gluon.jit
+def anew(x):
+    """A number that the compiler takes for another: what comes of it is computed again, not kept."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def attend(
-    work, q, out, k_descale, v_descale, k_units, v_units, workspace, k_ring, v_ring, q_tiles,
+    work, q, out, k_descale, v_descale, k_units, v_units, workspace, k_ring, v_ring, q_tile,
     qk_scale, out_scale,
     HALF: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, HEAD_DIM: gl.constexpr,
@@ -255,22 +279,20 @@ def attend(
     S: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     count = 0
-    first = item_at(
-        work, gl.program_id(0), NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N
-    )
-    copy_queries(q, first, q_tiles.index(HALF), HALF, GQA_RATIO)
     for turn in range(rounds_of(work)):
-        # Not carried over from the round before: Triton 3.6 loses fields of a tuple that a loop carries.
         item = item_at(
-            work, item_number(turn), NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N
+            work,
+            item_number(turn),
+            NUM_KV_HEADS,
+            GQA_RATIO,
+            WINDOW_LEFT,
+            WINDOW_RIGHT,
+            SPLIT,
+            BLOCK_M,
+            BLOCK_N,
         )
-        following = item_at(
-            work, item_number(turn + 1), NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT,
-            BLOCK_M, BLOCK_N,
-        )  # fmt: skip
         tile, kv_head, begin, end = item.tile, item.kv_head, item.begin, item.end
-        q_tile = q_tiles.index(turn % 2 * 2 + HALF)
-        spare = q_tiles.index((turn + 1) % 2 * 2 + HALF)
+        copy_queries(q, item, q_tile, HALF, GQA_RATIO)
         async_copy.wait_group(0)
         fence_async_shared()
         rows = tile.number * BLOCK_M + HALF * ROWS + gl.arange(0, ROWS, S)
@@ -285,56 +307,55 @@ def attend(
         unit = qk_scale * 0.0 + 1.0
         if begin < end:
             scores = issue_scores(q_tile, k_ring, count, BLOCK_N, STAGES)
-            copy_queries(q, following, spare, HALF, GQA_RATIO)
             # Where blocks have factors, those of the sequence's first block.
             block = (kv_head * work.rows + tile.base) // BLOCK_N
             k_own, v_own = k_units, v_units
-            tile_scale = scale
             if K_IN_UNITS:
                 k_own = k_units + block
-                tile_scale *= gl.load(k_own + end - 1)
             if V_IN_UNITS:
                 v_own = v_units + block
-                unit = gl.load(v_own + end - 1)
+            k_unit, unit = factors_of(k_own, v_own, end - 1, K_IN_UNITS, V_IN_UNITS)
+            next_k_unit, next_v_unit = factors_of(k_own, v_own, end - 2, K_IN_UNITS, V_IN_UNITS)
             s = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(k_ring.emptied.index(count % STAGES))
-            p, correction, m, l = weights(
-                s, m, l, tile_scale, end - 1, query_pos, tile.first, tile.kv_len, True, K_IN_UNITS,
-                WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, HEAD_DIM,
+            p, _correction, m, l = weights(
+                s, m, l, scale * k_unit if K_IN_UNITS else scale, end - 1, query_pos, tile.first,
+                tile.kv_len, True, K_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, HEAD_DIM,
             )  # fmt: skip
             masked = gl.maximum(end - item.full_end, 1)
             plain = gl.maximum(end - item.full, masked)
-            p, acc, m, l, unit = attend_tiles(
-                p, acc, m, l, unit, q_tile, k_ring, v_ring, scale, k_own, v_own, query_pos,
-                tile.first, tile.kv_len, count, end - 1, 1, masked,
+            p, acc, m, l, unit, next_k_unit, next_v_unit = attend_tiles(
+                p, acc, m, l, unit, next_k_unit, next_v_unit, q_tile, k_ring, v_ring, scale, k_own, v_own,
+                query_pos, tile.first, tile.kv_len, count, end - 1, 1, masked,
                 True, K_IN_UNITS, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
             )  # fmt: skip
-            p, acc, m, l, unit = attend_tiles(
-                p, acc, m, l, unit, q_tile, k_ring, v_ring, scale, k_own, v_own, query_pos,
-                tile.first, tile.kv_len, count, end - 1, masked, plain,
+            p, acc, m, l, unit, next_k_unit, next_v_unit = attend_tiles(
+                p, acc, m, l, unit, next_k_unit, next_v_unit, q_tile, k_ring, v_ring, scale, k_own, v_own,
+                query_pos, tile.first, tile.kv_len, count, end - 1, masked, plain,
                 False, K_IN_UNITS, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
             )  # fmt: skip
             if WINDOW_LEFT >= 0 or K_IN_UNITS:
-                p, acc, m, l, unit = attend_tiles(
-                    p, acc, m, l, unit, q_tile, k_ring, v_ring, scale, k_own, v_own, query_pos,
-                    tile.first, tile.kv_len, count, end - 1, plain, end - begin,
+                p, acc, m, l, unit, next_k_unit, next_v_unit = attend_tiles(
+                    p, acc, m, l, unit, next_k_unit, next_v_unit, q_tile, k_ring, v_ring, scale, k_own, v_own,
+                    query_pos, tile.first, tile.kv_len, count, end - 1, plain, end - begin,
                     True, K_IN_UNITS, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
                 )  # fmt: skip
             count += end - begin
             acc = warpgroup_mma_wait(0, deps=(issue_values(p, acc, v_ring, count - 1, STAGES),))
             mbarrier.arrive(v_ring.emptied.index((count - 1) % STAGES))
-        else:
-            copy_queries(q, following, spare, HALF, GQA_RATIO)
         if V_IN_UNITS:
             acc *= unit
+        # Whole rows are written at once.
+        LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+        acc = gl.convert_layout(acc, LINES)
         q_len = gl.where(tile.seq >= 0, tile.q_len, 0)
-        tokens, heads, row_mask, within = rows_of(
-            tile.q_start, q_len, tile.number * 2 + HALF, kv_head, GQA_RATIO, ROWS
+        tokens, heads, row_mask, _within = rows_of(
+            tile.q_start, q_len, anew(tile.number * 2 + HALF), kv_head, GQA_RATIO, ROWS
         )
-        tokens = gl.set_auto_layout(tokens, gl.SliceLayout(1, O))
-        m = gl.convert_layout(m, gl.SliceLayout(1, O))
-        l = gl.convert_layout(l, gl.SliceLayout(1, O))
-        o_scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, O)) * out_scale
+        tokens = gl.set_auto_layout(tokens, gl.SliceLayout(1, LINES))
+        m = gl.convert_layout(m, gl.SliceLayout(1, LINES))
+        l = gl.convert_layout(l, gl.SliceLayout(1, LINES))
+        o_scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, LINES)) * out_scale
         if V_DESCALE == "head":
             o_scale *= gl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
         write = True
@@ -346,7 +367,7 @@ def attend(
         if write:
             write_rows(
                 out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
-                gl.arange(0, HEAD_DIM, gl.SliceLayout(0, O)),
+                gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)),
                 out.token, out.head, out.lse_token, HEAD_DIM, HAS_SINKS, WRITE_LSE,
             )  # fmt: skip
 
@@ -379,13 +400,13 @@ def _pipelined_prefill_kernel(
     """Tiles of BLOCK_M rows over the widened keys; see `_dense_prefill_kernel` for the arguments.
 
     An item is a (split, tile, head); program i takes items i, i + programs, and so on, which the schedule has
-    in the order of falling work. `k_units`, `v_units`: what blocks of BLOCK_N keys are short of, `[heads, rows /
-    BLOCK_N]`, or None.
+    in the order of falling work. `k_units`, `v_units`: what blocks of BLOCK_N keys are short of,
+    `[heads, rows / BLOCK_N]`, or None.
     """
     work = Work(schedule, items, num_tiles, num_splits, scratch_rows)
     KIND: gl.constexpr = q.ptr.dtype.element_ty
     q_tiles = gl.allocate_shared_memory(
-        KIND, [4, BLOCK_M // 2, HEAD_DIM],
+        KIND, [2, BLOCK_M // 2, HEAD_DIM],
         gl.NVMMASharedLayout.get_default_for([BLOCK_M // 2, HEAD_DIM], KIND),
     )  # fmt: skip
     k_ring = key_ring(k_desc, STAGES)
@@ -396,18 +417,20 @@ def _pipelined_prefill_kernel(
             (
                 attend,
                 (
-                    work, q, out, k_descale, v_descale, k_units, v_units, workspace, k_ring, v_ring, q_tiles,
-                    qk_scale, out_scale, 0, NUM_KV_HEADS, GQA_RATIO, HEAD_DIM, K_DESCALE, V_DESCALE,
-                    K_IN_UNITS, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, HAS_SINKS, WRITE_LSE, SPLIT,
+                    work, q, out, k_descale, v_descale, k_units, v_units, workspace, k_ring, v_ring,
+                    q_tiles.index(0), qk_scale, out_scale, 0, NUM_KV_HEADS, GQA_RATIO, HEAD_DIM,
+                    K_DESCALE, V_DESCALE, K_IN_UNITS, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT,
+                    HAS_SINKS, WRITE_LSE, SPLIT,
                     BLOCK_M, BLOCK_N, STAGES,
                 ),
             ),
             (
                 attend,
                 (
-                    work, q, out, k_descale, v_descale, k_units, v_units, workspace, k_ring, v_ring, q_tiles,
-                    qk_scale, out_scale, 1, NUM_KV_HEADS, GQA_RATIO, HEAD_DIM, K_DESCALE, V_DESCALE,
-                    K_IN_UNITS, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, HAS_SINKS, WRITE_LSE, SPLIT,
+                    work, q, out, k_descale, v_descale, k_units, v_units, workspace, k_ring, v_ring,
+                    q_tiles.index(1), qk_scale, out_scale, 1, NUM_KV_HEADS, GQA_RATIO, HEAD_DIM,
+                    K_DESCALE, V_DESCALE, K_IN_UNITS, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT,
+                    HAS_SINKS, WRITE_LSE, SPLIT,
                     BLOCK_M, BLOCK_N, STAGES,
                 ),
             ),

@@ -100,8 +100,8 @@ def schedule_tiles(
 ):  # fmt: skip
     """Places BLOCK_I tiles in the order of falling work, over all sequences alike.
 
-    Keys of a sequence lie in rows [first, kv_len) of its part of the scratch, which ends after `ends` blocks of
-    BLOCK_N rows, [BLOCK_B] all three.
+    Keys of a sequence lie in rows [first, kv_len) of its part of the scratch, which ends after `ends` blocks
+    of BLOCK_N rows, [BLOCK_B] all three.
 
     A tile's work is its last row's number of keys, linear in the tile's number within a sequence, so how many
     tiles of each sequence come before it has a closed form and nothing is sorted.

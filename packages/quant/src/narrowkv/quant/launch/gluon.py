@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import triton.language as tl
@@ -27,7 +27,7 @@ def _language() -> types.ModuleType:
 _LANGUAGE = _language()
 
 
-@lru_cache(maxsize=None)
+@cache
 def in_gluon(function: Any) -> Any:
     """A `@triton.jit` function, and what it calls, compiled from the same source as Gluon functions.
 
