@@ -35,6 +35,10 @@ softmax_step = in_gluon(rows.softmax_step)
 visible_keys = in_gluon(rows.visible_keys)
 write_rows = in_gluon(tiles.write_rows)
 
+# The names of Triton 3.8 and later, and those before.
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+load_lines = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
 
 class Ring(NamedTuple):
     """Key tiles in shared memory `[stages, BLOCK_N, head_dim]`, and who may use a stage next."""
@@ -155,7 +159,7 @@ def copy_tile(desc, row, ring, count, STAGES: gl.constexpr):
     filled = ring.filled.index(stage)
     mbarrier.wait(ring.emptied.index(stage), (count // STAGES) & 1 ^ 1)
     mbarrier.expect(filled, desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [row, 0], filled, ring.tiles.index(stage))
+    load_tile(desc, [row, 0], filled, ring.tiles.index(stage))
 
 
 @gluon.jit
@@ -171,7 +175,7 @@ def copy_queries(q, item, q_tile, HALF: gl.constexpr, GQA_RATIO: gl.constexpr):
     )
     d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES))
     at = (tokens * q.token + heads * q.head)[:, None] + d[None, :]
-    async_copy.async_copy_global_to_shared(q_tile, q.ptr + at, mask=row_mask[:, None])
+    load_lines(q_tile, q.ptr + at, mask=row_mask[:, None])
     async_copy.commit_group()
 
 
