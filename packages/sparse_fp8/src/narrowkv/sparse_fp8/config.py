@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from functools import cache
 
 from narrowkv.quant.launch import LaunchOptions
 from narrowkv.quant.targets import Target
@@ -23,6 +25,7 @@ class SparseConfig:
         width: columns of a fused kernel's tile: 64, 128 or 256.
         guard: stages of a loop whose body stands in branches that are always taken (see `kernels.wide`); 0
             for a plain loop, which takes its stages from the options.
+        stages: tiles that the kernel for Hopper keeps in shared memory; 0 for the plain kernels.
         num_splits: programs that share a token's rows; 1 writes the result at once.
         fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
         options: compiler options.
@@ -33,6 +36,7 @@ class SparseConfig:
     block_k: int
     width: int
     guard: int
+    stages: int
     num_splits: int
     fp8_qk: bool
     options: LaunchOptions
@@ -41,7 +45,7 @@ class SparseConfig:
         """One line for people."""
         qk = "" if self.kernel == "wide" else ", QK in FP8" if self.fp8_qk else ", QK in 16 bits"
         return (
-            f"{self.kernel}: {self.block_h} heads x {self.block_k} rows a tile, "
+            f"{self.kernel}{' for Hopper' if self.stages else ''}: {self.block_h} heads x {self.block_k} rows a tile, "
             f"{self.options.num_warps} warps, {self.num_splits} split{'s' if self.num_splits > 1 else ''}{qk}"
         )
 
@@ -70,6 +74,11 @@ class _Tiles:
     options: LaunchOptions
     width: int = 64
     guard: int = 0
+    stages: int = 0
+
+
+# Q, four tiles and their numerators take 210 of 227 KB; the accumulators of 64 heads need two warpgroups.
+_HOPPER_TILES = _Tiles(64, 32, LaunchOptions(num_warps=8, num_stages=1), stages=4)
 
 
 def _amd_tiles(target: Target, kernel: str, block_h: int, fp8_qk: bool, native: bool) -> _Tiles:
@@ -109,6 +118,21 @@ def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
     return _Tiles(block_h, 64 if kernel == "wide" else 32, options, 64 if fp8_qk else 256)
 
 
+# Gluon came into Triton by steps; what is there decides, not a version.
+_GLUON = ("triton.experimental.gluon.language.nvidia.hopper", ("warpgroup_mma", "fence_async_shared"))
+
+
+@cache
+def has_gluon() -> bool:
+    """Whether this Triton has what the kernel for Hopper is written in."""
+    module, names = _GLUON
+    try:
+        hopper = importlib.import_module(module)
+    except ImportError:
+        return False
+    return all(hasattr(hopper, name) for name in names)
+
+
 def choose_config(
     target: Target,
     *,
@@ -118,6 +142,7 @@ def choose_config(
     mean_rows: int,
     fp8_qk: bool = False,
     native: bool = True,
+    hopper: bool = False,
     num_splits: int | None = None,
 ) -> SparseConfig:
     """The shipped configuration.
@@ -130,6 +155,7 @@ def choose_config(
         mean_rows: indices of a token on average.
         fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
         native: whether the target converts the rows' format itself.
+        hopper: whether the call suits the kernel for Hopper, on that target.
         num_splits: forces a number of splits.
     """
     block_h = max(16, min(64, num_heads))
@@ -137,11 +163,21 @@ def choose_config(
         tiles = _amd_tiles(target, kernel, block_h, fp8_qk, native)
     elif target.name == "cpu":
         tiles = _Tiles(block_h, 64, LaunchOptions())
+    elif hopper and target.name == "sm90" and has_gluon():
+        tiles = _HOPPER_TILES
     else:
         tiles = _gpu_tiles(kernel, block_h, fp8_qk)
     programs = num_tokens * -(-num_heads // tiles.block_h)
     if num_splits is None:
         num_splits = choose_splits(target, programs, -(-mean_rows // tiles.block_k))
     return SparseConfig(
-        kernel, tiles.block_h, tiles.block_k, tiles.width, tiles.guard, num_splits, fp8_qk, tiles.options
+        kernel,
+        tiles.block_h,
+        tiles.block_k,
+        tiles.width,
+        tiles.guard,
+        tiles.stages,
+        num_splits,
+        fp8_qk,
+        tiles.options,
     )
