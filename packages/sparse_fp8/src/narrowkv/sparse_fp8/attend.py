@@ -233,7 +233,7 @@ def _run_hopper(
             "BLOCK_H": config.block_h,
             "BLOCK_K": config.block_k,
             "STAGES": config.stages,
-            "AHEAD": config.stages // 2,
+            "AHEAD": config.stages - 1,
             "SLACK": _SLACK,
         },
         config.options,

@@ -34,7 +34,7 @@ def _item(
     HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """An item's token, block of heads and split, the places of its indices, tiles of the prefix and of all."""
+    """An item: token, block of heads, split, tiles, the places of its indices and the tiles of the prefix."""
     head_block = item % HEAD_BLOCKS
     token = (item // HEAD_BLOCKS) % num_tokens
     split = item // HEAD_BLOCKS // num_tokens
@@ -51,17 +51,16 @@ def _item(
         extend_begin, extend_end = extend_begin + e_lo, extend_begin + e_hi
     prefix_tiles = (prefix_end - prefix_begin + BLOCK_K - 1) // BLOCK_K
     num_tiles = prefix_tiles + (extend_end - extend_begin + BLOCK_K - 1) // BLOCK_K
-    spans = (prefix_begin, prefix_end, extend_begin, extend_end, prefix_tiles)
-    return token, head_block, split, spans, num_tiles
+    return token, head_block, split, num_tiles, prefix_begin, prefix_end, extend_begin, extend_end, prefix_tiles
 
 
 @gluon.jit
 def _tile_indices(
-    prefix_csr, extend_csr, spans, tile, r, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
+    prefix_csr, extend_csr, item, tile, r, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):  # fmt: skip
     """Row numbers of a tile of an item, prefix first; -1 past the end."""
-    prefix_begin, prefix_end, extend_begin, extend_end, prefix_tiles = spans
+    _, _, _, _, prefix_begin, prefix_end, extend_begin, extend_end, prefix_tiles = item
     if HAS_PREFIX and HAS_EXTEND:
         first = tile < prefix_tiles
         indices = gl.where(first, prefix_csr.indices, extend_csr.indices)
@@ -238,9 +237,8 @@ def _copy_query(query, q_ptr, stride_qt, stride_qh, token, head_block, NUM_HEADS
 
 
 @gluon.jit
-def _multiply(query, tile, SCORES: gl.constexpr):
+def _multiply(query, tile, zeros):
     """Q K^T of one tile, to be waited for."""
-    zeros = gl.full([query.shape[0], tile.shape[0]], 0.0, gl.float32, SCORES)
     return warpgroup_mma(query, tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
@@ -308,48 +306,61 @@ def _score_wide_warps(
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     r = gl.arange(0, BLOCK_K, gl.SliceLayout(1, COPY))
+    zeros = gl.full([BLOCK_H, BLOCK_K], 0.0, gl.float32, SCORES)
     count, turn = 0, 0
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        token, head_block, split, spans, num_tiles = _item(
-            prefix_csr, extend_csr, item, num_tokens, num_splits,
-            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
-        )  # fmt: skip
+    upcoming = _item(
+        prefix_csr, extend_csr, gl.program_id(0), num_tokens, num_splits,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        item = upcoming
+        token, head_block, split, num_tiles = item[0], item[1], item[2], item[3]
         _copy_query(query, q_ptr, stride_qt, stride_qh, token, head_block, NUM_HEADS)
         for tile in gl.static_range(AHEAD):
-            index = _tile_indices(prefix_csr, extend_csr, spans, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+            index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
             if tile < num_tiles:
                 _copy_tile(
-                    prefix, extend, tile < spans[4], index, count + tile, tiles, bias, empty,
+                    prefix, extend, tile < item[8], index, count + tile, tiles, bias, empty,
                     HAS_PREFIX, HAS_EXTEND, WIDE_ADDRESS, STAGES, COPY,
                 )  # fmt: skip
             async_copy.commit_group()
-        index = _tile_indices(prefix_csr, extend_csr, spans, AHEAD, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+        index = _tile_indices(prefix_csr, extend_csr, item, AHEAD, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+        upcoming = _item(
+            prefix_csr, extend_csr, gl.minimum(number + gl.num_programs(0), num_items - 1),
+            num_tokens, num_splits, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        )  # fmt: skip
         m = gl.full([BLOCK_H], float("-inf"), gl.float32, ROW)
         l = gl.full([BLOCK_H], 0.0, gl.float32, ROW)
+        async_copy.wait_group(AHEAD - 1)
+        _publish()
+        s = _multiply(query, tiles.index(count % STAGES), zeros)
+        scores = warpgroup_mma_wait(0, deps=[s])
         for tile in range(num_tiles):
             stage = count % STAGES
-            async_copy.wait_group(AHEAD - 1)
-            _publish()
-            s = _multiply(query, tiles.index(stage), SCORES)
             # Indices come one tile ahead of the rows that wait for them.
-            upcoming = _tile_indices(
-                prefix_csr, extend_csr, spans, tile + AHEAD + 1, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K
+            next_index = _tile_indices(
+                prefix_csr, extend_csr, item, tile + AHEAD + 1, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K
             )
+            async_copy.wait_group(AHEAD - 2)
+            fence_async_shared()
+            masked = bias.index(stage).load(gl.SliceLayout(0, SCORES))
+            _barrier()
+            # The next product is under way before this one's softmax. After the last tile it is for nothing.
+            s = _multiply(query, tiles.index((count + 1) % STAGES), zeros)
+            m, l = _softmax_tile(
+                scores, masked, m, l, qk_scale,
+                numerators.index(stage), corrections.index(stage), changes.index(stage), SLACK,
+            )  # fmt: skip
+            _barrier()
+            mbarrier.arrive(scored.index(stage), count=1)
             if tile + AHEAD < num_tiles:
                 _copy_tile(
-                    prefix, extend, tile + AHEAD < spans[4], index, count + AHEAD, tiles, bias, empty,
+                    prefix, extend, tile + AHEAD < item[8], index, count + AHEAD, tiles, bias, empty,
                     HAS_PREFIX, HAS_EXTEND, WIDE_ADDRESS, STAGES, COPY,
                 )  # fmt: skip
             async_copy.commit_group()
-            index = upcoming
-            masked = bias.index(stage).load(gl.SliceLayout(0, SCORES))
-            s = warpgroup_mma_wait(0, deps=[s])
-            m, l = _softmax_tile(
-                s, masked, m, l, qk_scale,
-                numerators.index(stage), corrections.index(stage), changes.index(stage), SLACK,
-            )
-            _publish()
-            mbarrier.arrive(scored.index(stage), count=1)
+            scores = warpgroup_mma_wait(0, deps=[s])
+            index = next_index
             count += 1
         _finish_scores(
             m, l, out, partials, token, head_block, split, num_tokens, turn, shares, finished, released,
@@ -362,9 +373,10 @@ def _score_wide_warps(
 def _load_tile(
     prefix, extend, first, index, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
     PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+    ROPE: gl.constexpr,
 ):  # fmt: skip
-    """FP8 rows as stored, but for RoPE: tuples of words and of scales of 4, 2 and 1 NoPE tiles."""
-    live, nope_at, _, scale_at = _locate_rows(
+    """FP8 rows as stored: words of 4, 2 and 1 NoPE tiles, their scales, RoPE, and which rows are named."""
+    live, nope_at, rope_at, scale_at = _locate_rows(
         prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
         PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
     )  # fmt: skip
@@ -377,35 +389,32 @@ def _load_tile(
     c, c_scale = _load_narrow(
         prefix, extend, first, nope_at, scale_at, live, HAS_PREFIX, HAS_EXTEND, LAYOUT, 6, 1
     )
-    return (a, b, c), (a_scale, b_scale, c_scale)
+    base = _choose(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND)
+    w = gl.arange(0, 32, gl.SliceLayout(0, ROPE))
+    rope = gl.load(
+        base.to(gl.pointer_type(gl.int32), bitcast=True) + ((rope_at // 2)[:, None] + w[None, :]),
+        mask=live[:, None],
+        other=0,
+    )
+    return a, a_scale, b, b_scale, c, c_scale, rope, live
 
 
 @gluon.jit
-def _store_tile(tile, words, scales):
-    """`_load_tile`'s rows, widened, into the NoPE columns of a buffer."""
-    pairs = tile._reinterpret(gl.int32, [tile.shape[0], 256], gl.NVMMASharedLayout(128, 32))
-    _store_wide(pairs.slice(0, 128, dim=1), words[0], scales[0])
-    _store_wide(pairs.slice(128, 64, dim=1), words[1], scales[1])
-    _store_wide(pairs.slice(192, 32, dim=1), words[2], scales[2])
-
-
-@gluon.jit
-def _copy_rope(
-    prefix, extend, first, index, number, tiles, bias, empty,
-    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
-    STAGES: gl.constexpr, ROPE: gl.constexpr,
-):  # fmt: skip
-    """RoPE of FP8 rows on its way into buffer `number` of the ring, once that is free."""
-    live, _, at, _ = _locate_rows(
-        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
-    )  # fmt: skip
+def _claim(rows, number, tiles, bias, empty, STAGES: gl.constexpr):
+    """Buffer `number` of the ring, once it is free, as int32 `[BLOCK_K, 256]`; which rows count is noted."""
     stage = number % STAGES
     mbarrier.wait(empty.index(stage), (number // STAGES & 1) ^ 1)
-    bias.index(stage).store(gl.where(live, 0.0, float("-inf")))
-    base = _choose(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND)
-    _copy_rows(tiles.index(stage).slice(448, 64, dim=1), base, at, live, ROPE)
+    bias.index(stage).store(gl.where(rows[7], 0.0, float("-inf")))
+    return tiles.index(stage)._reinterpret(gl.int32, [tiles.shape[1], 256], gl.NVMMASharedLayout(128, 32))
+
+
+@gluon.jit
+def _store_tile(tile, rows):
+    """`_load_tile`'s rows, widened, into a buffer."""
+    _store_wide(tile.slice(0, 128, dim=1), rows[0], rows[1])
+    _store_wide(tile.slice(128, 64, dim=1), rows[2], rows[3])
+    _store_wide(tile.slice(192, 32, dim=1), rows[4], rows[5])
+    tile.slice(224, 32, dim=1).store(rows[6])
 
 
 @gluon.jit
@@ -426,68 +435,71 @@ def _score_fp8_warps(
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
     r = gl.arange(0, BLOCK_K, gl.SliceLayout(1, ROPE))
+    zeros = gl.full([BLOCK_H, BLOCK_K], 0.0, gl.float32, SCORES)
     count, turn = 0, 0
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        token, head_block, split, spans, num_tiles = _item(
-            prefix_csr, extend_csr, item, num_tokens, num_splits,
-            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
-        )  # fmt: skip
+    upcoming = _item(
+        prefix_csr, extend_csr, gl.program_id(0), num_tokens, num_splits,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        item = upcoming
+        token, head_block, split, num_tiles = item[0], item[1], item[2], item[3]
         _copy_query(query, q_ptr, stride_qt, stride_qh, token, head_block, NUM_HEADS)
-        index = _tile_indices(prefix_csr, extend_csr, spans, 0, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
-        upcoming = _tile_indices(prefix_csr, extend_csr, spans, 1, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
-        words, scales = _load_tile(
-            prefix, extend, 0 < spans[4], index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
-        )  # fmt: skip
-        if num_tiles > 0:
-            _copy_rope(
-                prefix, extend, 0 < spans[4], index, count, tiles, bias, empty, HAS_PREFIX, HAS_EXTEND,
-                LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, STAGES, ROPE,
-            )  # fmt: skip
-            _store_tile(tiles.index(count % STAGES), words, scales)
         async_copy.commit_group()
-        words, scales = _load_tile(
-            prefix, extend, 1 < spans[4], upcoming, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+        index = _tile_indices(prefix_csr, extend_csr, item, 0, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+        index_1 = _tile_indices(prefix_csr, extend_csr, item, 1, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+        index_2 = _tile_indices(prefix_csr, extend_csr, item, 2, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+        rows = _load_tile(
+            prefix, extend, 0 < item[8], index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, ROPE,
         )  # fmt: skip
-        if num_tiles > 1:
-            _copy_rope(
-                prefix, extend, 1 < spans[4], upcoming, count + 1, tiles, bias, empty, HAS_PREFIX,
-                HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, STAGES, ROPE,
-            )  # fmt: skip
-        async_copy.commit_group()
-        index = _tile_indices(prefix_csr, extend_csr, spans, 2, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+        rows_1 = _load_tile(
+            prefix, extend, 1 < item[8], index_1, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, ROPE,
+        )  # fmt: skip
+        upcoming = _item(
+            prefix_csr, extend_csr, gl.minimum(number + gl.num_programs(0), num_items - 1),
+            num_tokens, num_splits, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        )  # fmt: skip
+        # Rows past the last tile are zeros; the buffers that they go to are free, and filled anew later.
+        _store_tile(_claim(rows, count, tiles, bias, empty, STAGES), rows)
+        rows = _load_tile(
+            prefix, extend, 2 < item[8], index_2, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, ROPE,
+        )  # fmt: skip
+        _store_tile(_claim(rows_1, count + 1, tiles, bias, empty, STAGES), rows_1)
+        index = _tile_indices(prefix_csr, extend_csr, item, 3, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
         m = gl.full([BLOCK_H], float("-inf"), gl.float32, ROW)
         l = gl.full([BLOCK_H], 0.0, gl.float32, ROW)
+        async_copy.wait_group(0)
+        _publish()
+        s = _multiply(query, tiles.index(count % STAGES), zeros)
+        scores = warpgroup_mma_wait(0, deps=[s])
         for tile in range(num_tiles):
             stage = count % STAGES
-            async_copy.wait_group(1)
-            _publish()
-            s = _multiply(query, tiles.index(stage), SCORES)
-            upcoming = _tile_indices(
-                prefix_csr, extend_csr, spans, tile + 3, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K
-            )
-            if tile + 2 < num_tiles:
-                _copy_rope(
-                    prefix, extend, tile + 2 < spans[4], index, count + 2, tiles, bias, empty, HAS_PREFIX,
-                    HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, STAGES, ROPE,
-                )  # fmt: skip
-            async_copy.commit_group()
-            if tile + 1 < num_tiles:
-                _store_tile(tiles.index((count + 1) % STAGES), words, scales)
-            words, scales = _load_tile(
-                prefix, extend, tile + 2 < spans[4], index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-                PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
-            )  # fmt: skip
-            index = upcoming
             masked = bias.index(stage).load(gl.SliceLayout(0, SCORES))
-            s = warpgroup_mma_wait(0, deps=[s])
+            # The next product is under way before this one's softmax. After the last tile it is for nothing.
+            ahead = tiles.index((count + 1) % STAGES)
+            s = _multiply(query, ahead, zeros)
             m, l = _softmax_tile(
-                s, masked, m, l, qk_scale,
+                scores, masked, m, l, qk_scale,
                 numerators.index(stage), corrections.index(stage), changes.index(stage), SLACK,
-            )
-            _publish()
+            )  # fmt: skip
+            _barrier()
             mbarrier.arrive(scored.index(stage), count=1)
+            target = _claim(rows, count + 2, tiles, bias, empty, STAGES)
+            _store_tile(target, rows)
+            fence_async_shared()
+            # After the fence, which would wait for them.
+            rows = _load_tile(
+                prefix, extend, tile + 3 < item[8], index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+                PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, ROPE,
+            )  # fmt: skip
+            index = _tile_indices(
+                prefix_csr, extend_csr, item, tile + 4, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K
+            )
+            scores = warpgroup_mma_wait(0, deps=[s])
+            _barrier()
             count += 1
         _finish_scores(
             m, l, out, partials, token, head_block, split, num_tokens, turn, shares, finished, released,
@@ -539,7 +551,7 @@ def _sum_warps(
     d = gl.arange(0, 512, gl.SliceLayout(0, SUMS))
     count, turn = 0, 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        token, head_block, split, _, num_tiles = _item(
+        token, head_block, split, num_tiles, _, _, _, _, _ = _item(
             prefix_csr, extend_csr, item, num_tokens, num_splits,
             HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
         )  # fmt: skip
@@ -549,7 +561,8 @@ def _sum_warps(
             mbarrier.wait(scored.index(stage), count // STAGES & 1)
             if gl.max(changes.index(stage).load(EVERYWHERE), 0) > 0:
                 acc = acc * corrections.index(stage).load(ROW)[:, None]
-            acc = warpgroup_mma(numerators.index(stage), tiles.index(stage), acc, is_async=True)
+            p = numerators.index(stage).load(gl.DotOperandLayout(0, SUMS, 2))
+            acc = warpgroup_mma(p, tiles.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             _barrier()
             mbarrier.arrive(empty.index(stage), count=1)
