@@ -36,6 +36,11 @@ _SPLITS_AT_ONCE = 8
 _SLACK = 8.0
 
 
+def is_compiled(q: torch.Tensor) -> bool:
+    """Whether a launch over q is compiled: the interpreter does not know Gluon."""
+    return q.is_cuda
+
+
 def attend_wide(
     call: SparseCall,
     q: torch.Tensor,
@@ -51,7 +56,7 @@ def attend_wide(
         num_tokens=call.num_tokens,
         num_heads=call.num_heads,
         mean_rows=call.mean_rows,
-        hopper=suits_hopper(q, prefix, extend),
+        hopper=is_compiled(q) and suits_hopper(q, prefix, extend),
         num_splits=num_splits,
     )
     if config.stages:
@@ -78,7 +83,10 @@ def attend_fused(call: SparseCall, *, num_splits: int | None) -> None:
         mean_rows=call.mean_rows,
         fp8_qk=fp8_qk,
         native=route != BITS,
-        hopper=isinstance(q, torch.Tensor) and route == NATIVE and suits_hopper(q, call.prefix, call.extend),
+        hopper=isinstance(q, torch.Tensor)
+        and route == NATIVE
+        and is_compiled(q)
+        and suits_hopper(q, call.prefix, call.extend),
         num_splits=num_splits,
     )
     if config.stages and isinstance(q, torch.Tensor):
@@ -233,7 +241,6 @@ def _run_hopper(
             "BLOCK_H": config.block_h,
             "BLOCK_K": config.block_k,
             "STAGES": config.stages,
-            "AHEAD": config.stages - 1,
             "SLACK": _SLACK,
         },
         config.options,

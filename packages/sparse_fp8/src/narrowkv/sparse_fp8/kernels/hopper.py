@@ -1,10 +1,13 @@
 """Sparse attention on Hopper (sm90) by warps with different tasks, in Gluon.
 
 The kernels in plain Triton gather, widen, multiply and normalise a tile in turn. Here a warpgroup gathers
-rows into a ring of tiles in shared memory (and widens FP8 on the way), multiplies them by Q and computes the
-softmax; two more multiply P by V meanwhile, a tile or two behind, with half of the 512 columns each. A
-program works through items (token, block of heads, split) of the whole call, so that one item's end overlaps
-with the next one's beginning.
+rows into two tiles in shared memory (and widens FP8 on the way), multiplies them by Q and computes the
+softmax; two more multiply P by V meanwhile, a tile behind, with half of the 512 columns each. A program works
+through items (token, block of heads, split) of the whole call, so that one item's end overlaps with the next
+one's beginning.
+
+ptxas gives every warp of such a kernel the registers of a thread at its launch: 12 warps have 168, 13 have
+152, of which 154 are needed for 64 x 256 sums. Hence three warpgroups, and no fourth that only gathers.
 
 Source of the structure: warp specialisation as in FlashAttention-3 (Shah et al., 2024).
 """
@@ -24,8 +27,12 @@ from narrowkv.quant.softmax import natural_lse, output_share
 from narrowkv.sparse_fp8.kernels.results import split_tiles
 from narrowkv.sparse_fp8.kernels.rows import locate, named, token_span
 
-# Triton 3.6 has the older name.
+# Triton 3.6 has the older names of these.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_reinterpret = (
+    getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+)
+_copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -51,7 +58,17 @@ def _item(
         extend_begin, extend_end = extend_begin + e_lo, extend_begin + e_hi
     prefix_tiles = (prefix_end - prefix_begin + BLOCK_K - 1) // BLOCK_K
     num_tiles = prefix_tiles + (extend_end - extend_begin + BLOCK_K - 1) // BLOCK_K
-    return token, head_block, split, num_tiles, prefix_begin, prefix_end, extend_begin, extend_end, prefix_tiles
+    return (
+        token,
+        head_block,
+        split,
+        num_tiles,
+        prefix_begin,
+        prefix_end,
+        extend_begin,
+        extend_end,
+        prefix_tiles,
+    )
 
 
 @gluon.jit
@@ -86,7 +103,7 @@ def _choose(first, prefix, extend, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.cons
 
 @gluon.jit
 def _locate_one(rows, index, LAYOUT: gl.constexpr, PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr):
-    """Whether each index names a row, and offsets of its NoPE, RoPE and scales; 16-bit rows have the first."""
+    """Whether each index names a row; offsets of its NoPE, RoPE and scales. 16-bit rows have the first."""
     live = named(index, rows.num_rows)
     if LAYOUT == "":
         nope_at = (index.to(gl.int64) if WIDE_ADDRESS else index) * rows.stride_n
@@ -121,7 +138,7 @@ def _locate_rows(
 def _copy_rows(target, base, offsets, mask, LAYOUT: gl.constexpr):
     """16-bit columns from memory straight to shared memory; rows that are masked become zero."""
     d = gl.arange(0, target.shape[1], gl.SliceLayout(0, LAYOUT))
-    async_copy.async_copy_global_to_shared(target, base + (offsets[:, None] + d[None, :]), mask=mask[:, None])
+    _copy_async(target, base + (offsets[:, None] + d[None, :]), mask=mask[:, None])
 
 
 @gluon.jit
@@ -131,8 +148,9 @@ def _widen_words(words, scale):
         """
         {
             .reg .b16 p, q, a, b, c, d;
-            .reg .b32 x, y, u, v;
+            .reg .b32 x, y, u, v, s;
             .reg .f32 f, g;
+            cvt.rn.bf16x2.f32 s, $3, $3;
             mov.b32 {p, q}, $2;
             cvt.rn.f16x2.e4m3x2 x, p;
             cvt.rn.f16x2.e4m3x2 y, q;
@@ -140,18 +158,16 @@ def _widen_words(words, scale):
             mov.b32 {c, d}, y;
             cvt.f32.f16 f, a;
             cvt.f32.f16 g, b;
-            mul.f32 f, f, $3;
-            mul.f32 g, g, $3;
             mov.b32 u, f;
             mov.b32 v, g;
-            prmt.b32 $0, u, v, 0x7632;
+            prmt.b32 x, u, v, 0x7632;
+            mul.bf16x2 $0, x, s;
             cvt.f32.f16 f, c;
             cvt.f32.f16 g, d;
-            mul.f32 f, f, $3;
-            mul.f32 g, g, $3;
             mov.b32 u, f;
             mov.b32 v, g;
-            prmt.b32 $1, u, v, 0x7632;
+            prmt.b32 y, u, v, 0x7632;
+            mul.bf16x2 $1, y, s;
         }
         """,
         "=&r,=r,r,r",
@@ -206,9 +222,7 @@ def _store_wide(target, words, scale):
 
 
 @gluon.jit
-def _softmax_tile(
-    s, masked, m, l, qk_scale, numerators, corrections, changes, SLACK: gl.constexpr
-):
+def _softmax_tile(s, masked, m, l, qk_scale, numerators, corrections, changes, SLACK: gl.constexpr):
     """A tile's numerators and what earlier sums shrink by, to shared memory; the new state.
 
     The maximum of a row follows only a tile that passes it by more than SLACK, in powers of two: then sums
@@ -244,7 +258,7 @@ def _multiply(query, tile, zeros):
 
 @gluon.jit
 def _publish():
-    """What these warps have written to shared memory becomes visible to the matrix unit and to all of them."""
+    """What these warps wrote to shared memory becomes visible to the matrix unit and to all of them."""
     fence_async_shared()
     _barrier()
 
@@ -299,9 +313,9 @@ def _score_wide_warps(
     query, tiles, numerators, bias, corrections, changes, shares, scored, empty, finished, released,
     NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
     WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr,
-    BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, SLACK: gl.constexpr,
+    BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLACK: gl.constexpr,
 ):  # fmt: skip
-    """16-bit rows into the tile buffers, AHEAD tiles ahead; QK; the softmax."""
+    """16-bit rows into the tile buffers; QK; the softmax."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -316,57 +330,51 @@ def _score_wide_warps(
         item = upcoming
         token, head_block, split, num_tiles = item[0], item[1], item[2], item[3]
         _copy_query(query, q_ptr, stride_qt, stride_qh, token, head_block, NUM_HEADS)
-        for tile in gl.static_range(AHEAD):
-            index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
-            if tile < num_tiles:
-                _copy_tile(
-                    prefix, extend, tile < item[8], index, count + tile, tiles, bias, empty,
-                    HAS_PREFIX, HAS_EXTEND, WIDE_ADDRESS, STAGES, COPY,
-                )  # fmt: skip
-            async_copy.commit_group()
-        index = _tile_indices(prefix_csr, extend_csr, item, AHEAD, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+        index = _tile_indices(prefix_csr, extend_csr, item, 0, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+        if num_tiles > 0:
+            _copy_tile(
+                prefix, extend, item[8] > 0, index, count, tiles, bias, empty,
+                HAS_PREFIX, HAS_EXTEND, WIDE_ADDRESS, STAGES, COPY,
+            )  # fmt: skip
+        async_copy.commit_group()
+        index = _tile_indices(prefix_csr, extend_csr, item, 1, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
         upcoming = _item(
             prefix_csr, extend_csr, gl.minimum(number + gl.num_programs(0), num_items - 1),
             num_tokens, num_splits, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
         )  # fmt: skip
         m = gl.full([BLOCK_H], float("-inf"), gl.float32, ROW)
         l = gl.full([BLOCK_H], 0.0, gl.float32, ROW)
-        async_copy.wait_group(AHEAD - 1)
-        _publish()
-        s = _multiply(query, tiles.index(count % STAGES), zeros)
-        scores = warpgroup_mma_wait(0, deps=[s])
         for tile in range(num_tiles):
             stage = count % STAGES
             # Indices come one tile ahead of the rows that wait for them.
             next_index = _tile_indices(
-                prefix_csr, extend_csr, item, tile + AHEAD + 1, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K
+                prefix_csr, extend_csr, item, tile + 2, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K
             )
-            async_copy.wait_group(AHEAD - 2)
-            fence_async_shared()
+            async_copy.wait_group(0)
+            _publish()
+            s = _multiply(query, tiles.index(stage), zeros)
+            if tile + 1 < num_tiles:
+                _copy_tile(
+                    prefix, extend, tile + 1 < item[8], index, count + 1, tiles, bias, empty,
+                    HAS_PREFIX, HAS_EXTEND, WIDE_ADDRESS, STAGES, COPY,
+                )  # fmt: skip
+            async_copy.commit_group()
             masked = bias.index(stage).load(gl.SliceLayout(0, SCORES))
-            _barrier()
-            # The next product is under way before this one's softmax. After the last tile it is for nothing.
-            s = _multiply(query, tiles.index((count + 1) % STAGES), zeros)
+            scores = warpgroup_mma_wait(0, deps=[s])
             m, l = _softmax_tile(
                 scores, masked, m, l, qk_scale,
                 numerators.index(stage), corrections.index(stage), changes.index(stage), SLACK,
             )  # fmt: skip
-            _barrier()
+            _publish()
             mbarrier.arrive(scored.index(stage), count=1)
-            if tile + AHEAD < num_tiles:
-                _copy_tile(
-                    prefix, extend, tile + AHEAD < item[8], index, count + AHEAD, tiles, bias, empty,
-                    HAS_PREFIX, HAS_EXTEND, WIDE_ADDRESS, STAGES, COPY,
-                )  # fmt: skip
-            async_copy.commit_group()
-            scores = warpgroup_mma_wait(0, deps=[s])
             index = next_index
             count += 1
+        async_copy.wait_group(0)
         _finish_scores(
             m, l, out, partials, token, head_block, split, num_tokens, turn, shares, finished, released,
             NUM_HEADS, SPLIT, HAS_SINK, WRITE_LSE, ROW,
         )  # fmt: skip
-        turn += 1
+        turn += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
 @gluon.jit
@@ -375,7 +383,7 @@ def _load_tile(
     PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
     ROPE: gl.constexpr,
 ):  # fmt: skip
-    """FP8 rows as stored: words of 4, 2 and 1 NoPE tiles, their scales, RoPE, and which rows are named."""
+    """FP8 rows as stored: words of 4, 2 and 1 NoPE tiles, scales, where RoPE is, which rows are named."""
     live, nope_at, rope_at, scale_at = _locate_rows(
         prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
         PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
@@ -389,32 +397,29 @@ def _load_tile(
     c, c_scale = _load_narrow(
         prefix, extend, first, nope_at, scale_at, live, HAS_PREFIX, HAS_EXTEND, LAYOUT, 6, 1
     )
-    base = _choose(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND)
-    w = gl.arange(0, 32, gl.SliceLayout(0, ROPE))
-    rope = gl.load(
-        base.to(gl.pointer_type(gl.int32), bitcast=True) + ((rope_at // 2)[:, None] + w[None, :]),
-        mask=live[:, None],
-        other=0,
-    )
-    return a, a_scale, b, b_scale, c, c_scale, rope, live
+    return a, a_scale, b, b_scale, c, c_scale, rope_at, live
 
 
 @gluon.jit
-def _claim(rows, number, tiles, bias, empty, STAGES: gl.constexpr):
-    """Buffer `number` of the ring, once it is free, as int32 `[BLOCK_K, 256]`; which rows count is noted."""
+def _store_tile(
+    prefix, extend, first, rows, number, tiles, bias, empty,
+    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, STAGES: gl.constexpr, ROPE: gl.constexpr,
+):  # fmt: skip
+    """`_load_tile`'s rows, widened, and their RoPE into buffer `number` of the ring, once that is free."""
+    a, a_scale, b, b_scale, c, c_scale, rope_at, live = rows
     stage = number % STAGES
     mbarrier.wait(empty.index(stage), (number // STAGES & 1) ^ 1)
-    bias.index(stage).store(gl.where(rows[7], 0.0, float("-inf")))
-    return tiles.index(stage)._reinterpret(gl.int32, [tiles.shape[1], 256], gl.NVMMASharedLayout(128, 32))
-
-
-@gluon.jit
-def _store_tile(tile, rows):
-    """`_load_tile`'s rows, widened, into a buffer."""
-    _store_wide(tile.slice(0, 128, dim=1), rows[0], rows[1])
-    _store_wide(tile.slice(128, 64, dim=1), rows[2], rows[3])
-    _store_wide(tile.slice(192, 32, dim=1), rows[4], rows[5])
-    tile.slice(224, 32, dim=1).store(rows[6])
+    bias.index(stage).store(gl.where(live, 0.0, float("-inf")))
+    tile = tiles.index(stage)
+    base = _choose(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND)
+    _copy_rows(tile.slice(448, 64, dim=1), base, rope_at, live, ROPE)
+    async_copy.commit_group()
+    pairs = _reinterpret(tile, gl.int32, [tile.shape[0], 256], gl.NVMMASharedLayout(128, 32))
+    _store_wide(pairs.slice(0, 128, dim=1), a, a_scale)
+    _store_wide(pairs.slice(128, 64, dim=1), b, b_scale)
+    _store_wide(pairs.slice(192, 32, dim=1), c, c_scale)
+    async_copy.wait_group(0)
+    fence_async_shared()
 
 
 @gluon.jit
@@ -429,7 +434,7 @@ def _score_fp8_warps(
 ):  # fmt: skip
     """FP8 rows, as bf16, into the tile buffers; QK; the softmax.
 
-    While the matrix unit multiplies a tile, the next one is widened and the one after that is loaded.
+    Rows are widened while the other warps sum the tile before, and loaded a tile before that.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -447,65 +452,54 @@ def _score_fp8_warps(
         _copy_query(query, q_ptr, stride_qt, stride_qh, token, head_block, NUM_HEADS)
         async_copy.commit_group()
         index = _tile_indices(prefix_csr, extend_csr, item, 0, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
-        index_1 = _tile_indices(prefix_csr, extend_csr, item, 1, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
-        index_2 = _tile_indices(prefix_csr, extend_csr, item, 2, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
         rows = _load_tile(
-            prefix, extend, 0 < item[8], index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+            prefix, extend, item[8] > 0, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
             PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, ROPE,
         )  # fmt: skip
-        rows_1 = _load_tile(
-            prefix, extend, 1 < item[8], index_1, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, ROPE,
-        )  # fmt: skip
+        index = _tile_indices(prefix_csr, extend_csr, item, 1, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
         upcoming = _item(
             prefix_csr, extend_csr, gl.minimum(number + gl.num_programs(0), num_items - 1),
             num_tokens, num_splits, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
         )  # fmt: skip
-        # Rows past the last tile are zeros; the buffers that they go to are free, and filled anew later.
-        _store_tile(_claim(rows, count, tiles, bias, empty, STAGES), rows)
+        # Without a tile this copies nothing and stores zeros into a buffer that is free.
+        _store_tile(
+            prefix, extend, item[8] > 0, rows, count, tiles, bias, empty, HAS_PREFIX, HAS_EXTEND, STAGES, ROPE
+        )
         rows = _load_tile(
-            prefix, extend, 2 < item[8], index_2, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+            prefix, extend, item[8] > 1, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
             PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, ROPE,
         )  # fmt: skip
-        _store_tile(_claim(rows_1, count + 1, tiles, bias, empty, STAGES), rows_1)
-        index = _tile_indices(prefix_csr, extend_csr, item, 3, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+        index = _tile_indices(prefix_csr, extend_csr, item, 2, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
         m = gl.full([BLOCK_H], float("-inf"), gl.float32, ROW)
         l = gl.full([BLOCK_H], 0.0, gl.float32, ROW)
-        async_copy.wait_group(0)
-        _publish()
-        s = _multiply(query, tiles.index(count % STAGES), zeros)
-        scores = warpgroup_mma_wait(0, deps=[s])
         for tile in range(num_tiles):
             stage = count % STAGES
+            _barrier()
+            s = _multiply(query, tiles.index(stage), zeros)
             masked = bias.index(stage).load(gl.SliceLayout(0, SCORES))
-            # The next product is under way before this one's softmax. After the last tile it is for nothing.
-            ahead = tiles.index((count + 1) % STAGES)
-            s = _multiply(query, ahead, zeros)
+            scores = warpgroup_mma_wait(0, deps=[s])
             m, l = _softmax_tile(
                 scores, masked, m, l, qk_scale,
                 numerators.index(stage), corrections.index(stage), changes.index(stage), SLACK,
             )  # fmt: skip
-            _barrier()
+            _publish()
             mbarrier.arrive(scored.index(stage), count=1)
-            target = _claim(rows, count + 2, tiles, bias, empty, STAGES)
-            _store_tile(target, rows)
-            fence_async_shared()
-            # After the fence, which would wait for them.
+            if tile + 1 < num_tiles:
+                _store_tile(
+                    prefix, extend, tile + 1 < item[8], rows, count + 1, tiles, bias, empty,
+                    HAS_PREFIX, HAS_EXTEND, STAGES, ROPE,
+                )  # fmt: skip
             rows = _load_tile(
-                prefix, extend, tile + 3 < item[8], index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+                prefix, extend, tile + 2 < item[8], index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
                 PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, ROPE,
             )  # fmt: skip
-            index = _tile_indices(
-                prefix_csr, extend_csr, item, tile + 4, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K
-            )
-            scores = warpgroup_mma_wait(0, deps=[s])
-            _barrier()
+            index = _tile_indices(prefix_csr, extend_csr, item, tile + 3, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
             count += 1
         _finish_scores(
             m, l, out, partials, token, head_block, split, num_tokens, turn, shares, finished, released,
             NUM_HEADS, SPLIT, HAS_SINK, WRITE_LSE, ROW,
         )  # fmt: skip
-        turn += 1
+        turn += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
 @gluon.jit
@@ -516,7 +510,7 @@ def _score_warps(
     NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
     LAYOUT: gl.constexpr, PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr,
     WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr,
-    BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, SLACK: gl.constexpr,
+    BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLACK: gl.constexpr,
 ):  # fmt: skip
     """The warps in front of `_sum_warps`: over 16-bit rows, or over FP8 rows."""
     if LAYOUT == "":
@@ -525,7 +519,7 @@ def _score_warps(
             num_tokens, num_splits, num_items,
             query, tiles, numerators, bias, corrections, changes, shares, scored, empty, finished, released,
             NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, WIDE_ADDRESS, SPLIT, HAS_SINK, WRITE_LSE,
-            BLOCK_H, BLOCK_K, STAGES, AHEAD, SLACK,
+            BLOCK_H, BLOCK_K, STAGES, SLACK,
         )  # fmt: skip
     else:
         _score_fp8_warps(
@@ -561,8 +555,7 @@ def _sum_warps(
             mbarrier.wait(scored.index(stage), count // STAGES & 1)
             if gl.max(changes.index(stage).load(EVERYWHERE), 0) > 0:
                 acc = acc * corrections.index(stage).load(ROW)[:, None]
-            p = numerators.index(stage).load(gl.DotOperandLayout(0, SUMS, 2))
-            acc = warpgroup_mma(p, tiles.index(stage), acc, is_async=True)
+            acc = warpgroup_mma(numerators.index(stage), tiles.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             _barrier()
             mbarrier.arrive(empty.index(stage), count=1)
@@ -573,7 +566,7 @@ def _sum_warps(
         share = shares.load(ROW)
         _barrier()
         mbarrier.arrive(released, count=1)
-        turn += 1
+        turn += 1  # noqa: SIM113 - Gluon has no enumerate
         if SPLIT:
             slot = (split.to(gl.int64) * num_tokens + token) * NUM_HEADS
             gl.store(partials.acc + (slot + heads)[:, None] * 512 + d[None, :], acc, mask=mask[:, None])
@@ -593,7 +586,7 @@ def _sparse_hopper_kernel(
     NUM_HEADS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
     PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
     HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr,
-    BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, SLACK: gl.constexpr,
+    BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLACK: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor; each works through items in steps of the grid. LAYOUT "": 16-bit rows."""
     HEAD_BLOCKS: gl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
@@ -627,7 +620,8 @@ def _sparse_hopper_kernel(
                 _sum_warps,
                 (
                     out, partials, prefix_csr, extend_csr, num_tokens, num_splits, num_items,
-                    tiles, numerators, corrections, changes, shares, scored, empty, finished, released,
+                    tiles, numerators, corrections, changes, shares, scored, empty,
+                    finished, released,
                     NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_H, BLOCK_K, STAGES,
                 ),
             ),
@@ -636,10 +630,11 @@ def _sparse_hopper_kernel(
                 (
                     q_ptr, stride_qt, stride_qh, qk_scale, out, partials,
                     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
-                    query, tiles, numerators, bias, corrections, changes, shares, scored, empty, finished, released,
+                    query, tiles, numerators, bias, corrections, changes, shares, scored, empty,
+                    finished, released,
                     NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
                     PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, HAS_SINK, WRITE_LSE,
-                    BLOCK_H, BLOCK_K, STAGES, AHEAD, SLACK,
+                    BLOCK_H, BLOCK_K, STAGES, SLACK,
                 ),
             ),
         ],
