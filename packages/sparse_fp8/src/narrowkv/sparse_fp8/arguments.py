@@ -246,3 +246,24 @@ def allocate_partials(call: SparseCall, num_splits: int) -> Partials:
         torch.empty(shape, dtype=torch.float32, device=device),
         torch.empty(shape, dtype=torch.float32, device=device),
     )
+
+
+def suits_hopper(q: torch.Tensor, prefix: KVSource | None, extend: KVSource | None) -> bool:
+    """Whether the kernel for Hopper can read the call.
+
+    It copies 16 bytes at once, from rows that begin at multiples of 16 elements, and reads both sources one
+    way. FP8 rows it widens to bf16, by a scale for 64 columns.
+    """
+    rows = [source.rows for source in (prefix, extend) if source is not None]
+    tensors, strides = [q], [q.stride(0), q.stride(1)]
+    for x in rows:
+        pointers = row_pointers(x)
+        tensors += [pointers.nope, *([] if pointers.rope is None else [pointers.rope])]
+        strides += [pointers.stride_n, pointers.stride_r]
+    if any(x.data_ptr() % 16 for x in tensors) or any(x % 16 for x in strides):
+        return False
+    fp8 = [x for x in rows if isinstance(x, DSV4Rows)]
+    if not fp8:
+        return True
+    alike = len(fp8) == len(rows) and len({x.layout for x in fp8}) == 1
+    return alike and q.dtype == torch.bfloat16 and all(x.scale_group == 64 for x in fp8)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from narrowkv.quant.device import BITS, widen_route, widening_exponent
+from narrowkv.quant.device import BITS, NATIVE, widen_route, widening_exponent
 from narrowkv.quant.launch import LaunchOptions, launch
 from narrowkv.quant.targets import Target
 from narrowkv.sparse_fp8.arguments import (
@@ -19,11 +19,12 @@ from narrowkv.sparse_fp8.arguments import (
     needs_64_bit,
     output_pointers,
     row_pointers,
+    suits_hopper,
 )
 from narrowkv.sparse_fp8.config import SparseConfig, choose_config
 from narrowkv.sparse_fp8.kernels.expand import _expand_kernel
 from narrowkv.sparse_fp8.kernels.fused import _sparse_fused_kernel
-from narrowkv.sparse_fp8.kernels.results import _merge_sparse_kernel
+from narrowkv.sparse_fp8.kernels.results import Output, Partials, _merge_sparse_kernel
 from narrowkv.sparse_fp8.kernels.rows import RowPointers
 from narrowkv.sparse_fp8.kernels.wide import _sparse_wide_kernel
 from narrowkv.sparse_fp8.rows import HEAD_DIM, DSV4Rows
@@ -31,6 +32,13 @@ from narrowkv.sparse_fp8.sources import KVSource
 
 _LOG2E = math.log2(math.e)
 _SPLITS_AT_ONCE = 8
+# Numerators stay below 2**8, well inside float16.
+_SLACK = 8.0
+
+
+def is_compiled(q: torch.Tensor) -> bool:
+    """Whether a launch over q is compiled: the interpreter does not know Gluon."""
+    return q.is_cuda
 
 
 def attend_wide(
@@ -48,8 +56,12 @@ def attend_wide(
         num_tokens=call.num_tokens,
         num_heads=call.num_heads,
         mean_rows=call.mean_rows,
+        hopper=is_compiled(q) and suits_hopper(q, prefix, extend),
         num_splits=num_splits,
     )
+    if config.stages:
+        _run_hopper(call, config, q, prefix, extend)
+        return
     _run(call, config, _sparse_wide_kernel, (q,), (q.stride(0), q.stride(1)), (prefix, extend), {})
 
 
@@ -71,8 +83,15 @@ def attend_fused(call: SparseCall, *, num_splits: int | None) -> None:
         mean_rows=call.mean_rows,
         fp8_qk=fp8_qk,
         native=route != BITS,
+        hopper=isinstance(q, torch.Tensor)
+        and route == NATIVE
+        and is_compiled(q)
+        and suits_hopper(q, call.prefix, call.extend),
         num_splits=num_splits,
     )
+    if config.stages and isinstance(q, torch.Tensor):
+        _run_hopper(call, config, q, call.prefix, call.extend)
+        return
     if isinstance(q, DSV4Rows):
         query, stride_qh = row_pointers(q), 0
     else:
@@ -122,27 +141,13 @@ def _run(
     sources: tuple[KVSource | None, KVSource | None],
     constexprs: dict[str, Any],
 ) -> None:
-    """Launches an attention kernel, and the merge when the rows were split."""
-    out, partials = output_pointers(call), allocate_partials(call, config.num_splits)
-    pointers: list[Any] = []
-    for source in sources:
-        pointers += [NO_ROWS, NO_CSR] if source is None else [row_pointers(source.rows), csr_pointers(source)]
+    """Launches an attention kernel in plain Triton, and the merge when the rows were split."""
     prefix, extend = sources
-    split = config.num_splits > 1
-    shared = {"HAS_SINK": call.sink is not None, "WRITE_LSE": call.lse is not None}
+    arguments = _arguments(call, config, query, sources, query_strides)
     launch(
         kernel,
         (call.num_tokens * -(-call.num_heads // config.block_h), config.num_splits),
-        (
-            *query,
-            out,
-            partials,
-            *pointers,
-            *query_strides,
-            call.scale * _LOG2E,
-            call.num_tokens,
-            config.num_splits,
-        ),
+        arguments,
         {
             "NUM_HEADS": call.num_heads,
             "HAS_PREFIX": prefix is not None,
@@ -150,22 +155,101 @@ def _run(
             "WIDE_PREFIX": prefix is not None and needs_64_bit(prefix.rows),
             "WIDE_EXTEND": extend is not None and needs_64_bit(extend.rows),
             **constexprs,
-            **shared,
-            "SPLIT": split,
+            **_wanted(call),
+            "SPLIT": config.num_splits > 1,
             "GUARD": config.guard,
             "BLOCK_H": config.block_h,
             "BLOCK_K": config.block_k,
         },
         config.options,
     )
-    if split:
-        launch(
-            _merge_sparse_kernel,
-            (call.num_tokens * call.num_heads,),
-            (out, partials, call.num_tokens, config.num_splits),
-            {"NUM_HEADS": call.num_heads, "BLOCK_S": _SPLITS_AT_ONCE, **shared},
-            LaunchOptions(num_warps=1, num_stages=1),
-        )
+    _merge(call, config, arguments)
+
+
+def _wanted(call: SparseCall) -> dict[str, bool]:
+    return {"HAS_SINK": call.sink is not None, "WRITE_LSE": call.lse is not None}
+
+
+def _arguments(
+    call: SparseCall,
+    config: SparseConfig,
+    query: tuple[Any, ...],
+    sources: tuple[KVSource | None, KVSource | None],
+    query_strides: tuple[int, ...],
+) -> tuple[Any, ...]:
+    """What all attention kernels take: q, results, the sources, numbers."""
+    pointers: list[Any] = []
+    for source in sources:
+        pointers += [NO_ROWS, NO_CSR] if source is None else [row_pointers(source.rows), csr_pointers(source)]
+    return (
+        *query,
+        output_pointers(call),
+        allocate_partials(call, config.num_splits),
+        *pointers,
+        *query_strides,
+        call.scale * _LOG2E,
+        call.num_tokens,
+        config.num_splits,
+    )
+
+
+def _merge(call: SparseCall, config: SparseConfig, arguments: tuple[Any, ...]) -> None:
+    """Merges the splits that an attention kernel with these arguments left, if there were any."""
+    if config.num_splits == 1:
+        return
+    out, partials = (x for x in arguments if isinstance(x, Output | Partials))
+    launch(
+        _merge_sparse_kernel,
+        (call.num_tokens * call.num_heads,),
+        (out, partials, call.num_tokens, config.num_splits),
+        {"NUM_HEADS": call.num_heads, "BLOCK_S": _SPLITS_AT_ONCE, **_wanted(call)},
+        LaunchOptions(num_warps=1, num_stages=1),
+    )
+
+
+def _run_hopper(
+    call: SparseCall,
+    config: SparseConfig,
+    q: torch.Tensor,
+    prefix: KVSource | None,
+    extend: KVSource | None,
+) -> None:
+    """Launches the kernel for Hopper over 16-bit rows or over FP8 rows, and the merge."""
+    # Not at the top: a Triton without Gluon runs everything else.
+    from narrowkv.sparse_fp8.kernels.hopper import _sparse_hopper_kernel
+
+    items = call.num_tokens * -(-call.num_heads // config.block_h) * config.num_splits
+    if items == 0:
+        return
+    arguments = _arguments(call, config, (q,), (prefix, extend), (q.stride(0), q.stride(1)))
+    rows = [source.rows for source in (prefix, extend) if source is not None]
+    units = call.target.figures.units if call.target.figures is not None else items
+    launch(
+        _sparse_hopper_kernel,
+        (min(items, units),),
+        (*arguments, items),
+        {
+            "NUM_HEADS": call.num_heads,
+            "HAS_PREFIX": prefix is not None,
+            "HAS_EXTEND": extend is not None,
+            "LAYOUT": rows[0].layout if isinstance(rows[0], DSV4Rows) else "",
+            "PREFIX_PAGE_SIZE": _page_size(prefix),
+            "EXTEND_PAGE_SIZE": _page_size(extend),
+            "WIDE_ADDRESS": any(needs_64_bit(x) for x in rows),
+            **_wanted(call),
+            "SPLIT": config.num_splits > 1,
+            "BLOCK_H": config.block_h,
+            "BLOCK_K": config.block_k,
+            "STAGES": config.stages,
+            "SLACK": _SLACK,
+        },
+        config.options,
+    )
+    _merge(call, config, arguments)
+
+
+def _page_size(source: KVSource | None) -> int:
+    return source.rows.page_size if source is not None and isinstance(source.rows, DSV4Rows) else 1
 
 
 def _expand_source(source: KVSource, dtype: torch.dtype, target: Target) -> KVSource:

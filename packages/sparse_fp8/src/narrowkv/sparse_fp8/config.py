@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from functools import cache
 
 from narrowkv.quant.launch import LaunchOptions
 from narrowkv.quant.targets import Target
@@ -23,6 +25,7 @@ class SparseConfig:
         width: columns of a fused kernel's tile: 64, 128 or 256.
         guard: stages of a loop whose body stands in branches that are always taken (see `kernels.wide`); 0
             for a plain loop, which takes its stages from the options.
+        stages: tiles that the kernel for Hopper keeps in shared memory; 0 for the plain kernels.
         num_splits: programs that share a token's rows; 1 writes the result at once.
         fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
         options: compiler options.
@@ -33,6 +36,7 @@ class SparseConfig:
     block_k: int
     width: int
     guard: int
+    stages: int
     num_splits: int
     fp8_qk: bool
     options: LaunchOptions
@@ -40,8 +44,9 @@ class SparseConfig:
     def explain(self) -> str:
         """One line for people."""
         qk = "" if self.kernel == "wide" else ", QK in FP8" if self.fp8_qk else ", QK in 16 bits"
+        where = " for Hopper" if self.stages else ""
         return (
-            f"{self.kernel}: {self.block_h} heads x {self.block_k} rows a tile, "
+            f"{self.kernel}{where}: {self.block_h} heads x {self.block_k} rows a tile, "
             f"{self.options.num_warps} warps, {self.num_splits} split{'s' if self.num_splits > 1 else ''}{qk}"
         )
 
@@ -70,6 +75,11 @@ class _Tiles:
     options: LaunchOptions
     width: int = 64
     guard: int = 0
+    stages: int = 0
+
+
+# Q, two tiles and their numerators take 210 of 227 KB; the accumulators of 64 heads need two warpgroups.
+_HOPPER_TILES = _Tiles(64, 64, LaunchOptions(num_warps=8, num_stages=1), stages=2)
 
 
 def _amd_tiles(target: Target, kernel: str, block_h: int, fp8_qk: bool, native: bool) -> _Tiles:
@@ -109,6 +119,28 @@ def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
     return _Tiles(block_h, 64 if kernel == "wide" else 32, options, 64 if fp8_qk else 256)
 
 
+@cache
+def has_gluon() -> bool:
+    """Whether this Triton has what the kernel for Hopper is written in; asked once."""
+    try:
+        hopper = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
+    except ImportError:
+        return False
+    # Gluon came into Triton by steps; what is there decides, not a version.
+    wanted = ("async_copy", "fence_async_shared", "mbarrier", "warpgroup_mma", "warpgroup_mma_wait")
+    return all(hasattr(hopper, name) for name in wanted)
+
+
+def _hopper_pays(target: Target, kernel: str, num_tokens: int, num_heads: int) -> bool:
+    # H200, 1024 tokens, top-k 2048, microseconds with this kernel and with the plain one: 16-bit rows, 64
+    # heads 570 and 841, 16 heads 529 and 457; FP8 rows 980 and 1468, 930 and 1266. It takes about as long for
+    # 16 heads as for 64, which its products are made for. Less than a chipful has not been timed.
+    if target.name != "sm90" or (kernel == "wide" and num_heads < 64):
+        return False
+    blocks = -(-num_heads // _HOPPER_TILES.block_h)
+    return target.figures is not None and num_tokens * blocks >= target.figures.units
+
+
 def choose_config(
     target: Target,
     *,
@@ -118,6 +150,7 @@ def choose_config(
     mean_rows: int,
     fp8_qk: bool = False,
     native: bool = True,
+    hopper: bool = False,
     num_splits: int | None = None,
 ) -> SparseConfig:
     """The shipped configuration.
@@ -130,6 +163,7 @@ def choose_config(
         mean_rows: indices of a token on average.
         fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
         native: whether the target converts the rows' format itself.
+        hopper: whether the call suits the kernel for Hopper, on that target.
         num_splits: forces a number of splits.
     """
     block_h = max(16, min(64, num_heads))
@@ -137,11 +171,21 @@ def choose_config(
         tiles = _amd_tiles(target, kernel, block_h, fp8_qk, native)
     elif target.name == "cpu":
         tiles = _Tiles(block_h, 64, LaunchOptions())
+    elif hopper and _hopper_pays(target, kernel, num_tokens, num_heads) and has_gluon():
+        tiles = _HOPPER_TILES
     else:
         tiles = _gpu_tiles(kernel, block_h, fp8_qk)
     programs = num_tokens * -(-num_heads // tiles.block_h)
     if num_splits is None:
         num_splits = choose_splits(target, programs, -(-mean_rows // tiles.block_k))
     return SparseConfig(
-        kernel, tiles.block_h, tiles.block_k, tiles.width, tiles.guard, num_splits, fp8_qk, tiles.options
+        kernel,
+        tiles.block_h,
+        tiles.block_k,
+        tiles.width,
+        tiles.guard,
+        tiles.stages,
+        num_splits,
+        fp8_qk,
+        tiles.options,
     )
