@@ -30,6 +30,7 @@ from narrowkv.quant.errors import (
 )
 from narrowkv.quant.formats import get_format
 from narrowkv.quant.launch import active_target
+from narrowkv.quant.launch.gluon import has_gluon, is_compiled
 from narrowkv.quant.targets import Target
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -412,7 +413,8 @@ def can_pipeline(target: Target, q: torch.Tensor, cache: PagedKVCache) -> bool:
     """Whether `kernels/pipelined.py` serves the call: in Gluon for Hopper, it cannot be interpreted."""
     return (
         target.name == "sm90"
-        and q.is_cuda
+        and is_compiled(q)
+        and has_gluon()
         and cache.head_dim in (64, 128)
         and not any(per_key(cache))
         and key_type(q.dtype, cache.format.k) == q.dtype

@@ -9,6 +9,7 @@ import torch
 
 from narrowkv.quant.device import BITS, NATIVE, widen_route, widening_exponent
 from narrowkv.quant.launch import LaunchOptions, launch
+from narrowkv.quant.launch.gluon import is_compiled
 from narrowkv.quant.targets import Target
 from narrowkv.sparse_fp8.arguments import (
     NO_CSR,
@@ -34,11 +35,6 @@ _LOG2E = math.log2(math.e)
 _SPLITS_AT_ONCE = 8
 # Numerators stay below 2**8, well inside float16.
 _SLACK = 8.0
-
-
-def is_compiled(q: torch.Tensor) -> bool:
-    """Whether a launch over q is compiled: the interpreter does not know Gluon."""
-    return q.is_cuda
 
 
 def attend_wide(

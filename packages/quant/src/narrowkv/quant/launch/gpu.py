@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 import triton
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from narrowkv.quant.launch.options import LaunchOptions
 from narrowkv.quant.targets import device_target
@@ -32,10 +30,8 @@ def _specialisation(args: tuple[Any, ...]) -> list[Any]:
         elif isinstance(arg, torch.Tensor):
             # AMD also specialises on whether offsets into the storage fit 32 bits.
             key.append((arg.dtype, arg.data_ptr() % 16 == 0, arg.untyped_storage().nbytes() <= _INT32_MAX))
-        elif isinstance(arg, TensorDescriptor):
-            key.append((arg.base.dtype, tuple(arg.block_shape)))
-        elif isinstance(arg, GluonDescriptor):
-            key.append((arg.base.dtype, tuple(arg.block_shape), arg.layout))
+        elif hasattr(arg, "block_shape"):  # a tensor descriptor, Triton's or Gluon's
+            key.append((arg.base.dtype, tuple(arg.block_shape), getattr(arg, "layout", None)))
         else:
             key.append(tuple(_specialisation(arg)))
     return key
