@@ -342,6 +342,7 @@ def launch_attention(
         "LOG2_P": math.log2(get_format(config.fp8).max_value),
         "TWO_LEVEL": config.two_level,
         "TMA": config.tma and kv.k.numel() > 0,
+        "REREAD_Q": config.reread_q,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_B": shape.block_b,
