@@ -55,7 +55,7 @@ def int4_halves(words):
 
 
 @triton.jit
-def load_rows(ptr, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr = ""):
+def load_rows(ptr, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
     """Scratch rows first..first + BLOCK, [BLOCK, WIDTH]."""
     r, c = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
     return tl.load(ptr + first * WIDTH + r[:, None] * WIDTH + c[None, :], eviction_policy=EVICTION)
@@ -63,7 +63,7 @@ def load_rows(ptr, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl
 
 @triton.jit
 def load_queries(query, head, first, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
-                 EVICTION: tl.constexpr = ""):  # fmt: skip
+                 EVICTION: tl.constexpr):  # fmt: skip
     """Rows of Q as `scores` takes them: one tile, or for int4 even and odd channels apart."""
     WIDTH: tl.constexpr = HEAD_DIM // 2 if FORMAT == "int4" else HEAD_DIM
     words = load_rows(query.ptr, head.to(tl.int64) * query.rows + first, WIDTH, BLOCK, EVICTION)
@@ -155,7 +155,7 @@ def attend(
     if TMA:
         words = k_desc.load([(kv_head * keys.rows + first).to(tl.int32), 0])
     else:
-        words = load_rows(keys.k, head_row + first, WORDS, BLOCK_N)
+        words = load_rows(keys.k, head_row + first, WORDS, BLOCK_N, "")
     s = scores(q, words, FORMAT)
     s = by_groups(s, K_SPAN, K_GROUPS, K_RUN)
     scale = load_key_scale(keys.k_descale, kv_head, first, keys.rows, BLOCK_N, K_SPAN, K_GROUPS)
@@ -205,27 +205,34 @@ def attend(
 
 @triton.jit
 def _sage_attention_kernel(
-    query, keys, k_desc, v_desc, out, q_seqs, k_seqs, qk_scale,
+    query, keys, k_desc, v_desc, out, q_seqs, k_seqs, qk_scale, num_heads, items, tiles, together,
     RAGGED: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr,
     Q_SPAN: tl.constexpr, Q_GROUPS: tl.constexpr, Q_RUN: tl.constexpr,
     K_SPAN: tl.constexpr, K_GROUPS: tl.constexpr, K_RUN: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     SMOOTH_Q: tl.constexpr, SHIFT_LSE: tl.constexpr, WRITE_LSE: tl.constexpr,
     GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
-    LOG2_P: tl.constexpr, TWO_LEVEL: tl.constexpr, TMA: tl.constexpr, REREAD_Q: tl.constexpr,
+    LOG2_P: tl.constexpr, TWO_LEVEL: tl.constexpr, TMA: tl.constexpr,
+    REREAD_Q: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """One program attends BLOCK_M query rows of one head. Grid: tiles, query heads, batch (1 when RAGGED).
+    """One program attends BLOCK_M query rows of one head. Grid: `items` times `tiles`.
 
+    An item is a query head of a sequence, of all sequences when RAGGED. `together` items go longest tile
+    first, so that the last ones leave no multiprocessor waiting; few enough to share their keys in the L2.
     BOTTOM_RIGHT: the last query stands at the last key, else the first at the first; windows of -1 are open.
     k_desc, v_desc: of K and V with their heads flattened, for TMA, or None.
     GATHER, LANES, WIDTH: the order of V's keys, see `interleave_keys`. LOG2_P: log2 of what P = 1 becomes.
     TWO_LEVEL: each tile's P @ V is summed apart and added in float32. TMA: K and V come by tensor descriptor.
     REREAD_Q: Q is not kept from the tiles without a mask for those with one.
     """
+    group = tl.program_id(0) // (together * tiles)
+    within = tl.program_id(0) % (together * tiles)
+    size = tl.minimum(together, items - group * together)
     # Programs that start last should have little left to do: under a causal mask, the first rows.
-    tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    seq = tl.program_id(2)
+    tile = tiles - 1 - within // size
+    item = group * together + within % size
+    seq, head = item // num_heads, item % num_heads
     if RAGGED:
         seq = sequence_at(q_seqs, tile * BLOCK_M, RAGGED, BLOCK_B)
     q_base, q_start, num_queries = extent_of(q_seqs, seq, RAGGED)
@@ -237,7 +244,7 @@ def _sage_attention_kernel(
     k_base, _, num_keys = extent_of(k_seqs, seq, RAGGED)
     kv_head = head // GQA_RATIO
     row = q_base + first_row + tl.arange(0, BLOCK_M)
-    q = load_queries(query, head, q_base + first_row, FORMAT, HEAD_DIM, BLOCK_M)
+    q = load_queries(query, head, q_base + first_row, FORMAT, HEAD_DIM, BLOCK_M, "")
     q_descale = query.descale
     if Q_SPAN > 0:
         q_descale += head.to(tl.int64) * (query.rows // Q_SPAN * Q_GROUPS)
@@ -277,7 +284,7 @@ def _sage_attention_kernel(
     # Not the maximum, which passes NaN over: a row that attends to anything has a sum of at least 2**LOG2_P.
     empty = l == 0.0
     d = tl.arange(0, HEAD_DIM)
-    v_descale = tl.load(keys.v_descale + (seq * (tl.num_programs(1) // GQA_RATIO) + kv_head) * HEAD_DIM + d)
+    v_descale = tl.load(keys.v_descale + (seq * (num_heads // GQA_RATIO) + kv_head) * HEAD_DIM + d)
     # P and its sum are both times 2**LOG2_P.
     o = tl.where(empty[:, None], 0.0, acc * (1.0 / l)[:, None] * v_descale[None, :])
     token = (q_start + first_row + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -291,4 +298,4 @@ def _sage_attention_kernel(
             lse += tl.load(query.shift + head.to(tl.int64) * query.rows + row)
         lse = tl.where(empty, float("-inf"), lse)
         rows_before = seq.to(tl.int64) * (0 if RAGGED else q_seqs.length)
-        tl.store(out.lse + (rows_before + token) * tl.num_programs(1) + head, lse, mask=written)
+        tl.store(out.lse + (rows_before + token) * num_heads + head, lse, mask=written)
