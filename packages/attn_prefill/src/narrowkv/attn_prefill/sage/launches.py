@@ -21,6 +21,7 @@ from narrowkv.attn_prefill.sage.kernels import (
     Statistics,
     Strided,
     _channel_statistics_kernel,
+    _finish_statistics_kernel,
     _mean_scores_kernel,
     _quantise_keys_values_kernel,
     _quantise_tokens_kernel,
@@ -184,27 +185,28 @@ def _statistics(
     heads = shape.num_kv_heads
     # Enough parts to fill a GPU, none of them so short that its program does little.
     parts = min(16, 1 << max(-(-seqs.tokens // 256) - 1, 0).bit_length())
-    arrived = torch.zeros(2, shape.batch, heads, dtype=torch.int32, device=k.device)
 
-    def statistics(dtype: torch.dtype, counters: torch.Tensor) -> Statistics:
+    def statistics(dtype: torch.dtype) -> Statistics:
         partial = torch.empty(shape.batch, heads, parts, shape.head_dim, dtype=dtype, device=k.device)
         result = torch.empty(shape.batch, heads, shape.head_dim, dtype=torch.float32, device=k.device)
-        return Statistics(partial, result, counters)
+        return Statistics(partial, result)
 
-    v_stats = statistics(torch.float32, arrived[0])
-    k_stats = statistics(torch.float64, arrived[1]) if smooth else Statistics(None, None, None)
+    v_stats = statistics(torch.float32)
+    k_stats = statistics(torch.float64) if smooth else Statistics(None, None)
+    items = shape.batch * (2 if smooth else 1)
+    constants = {"RAGGED": shape.ragged, "SMOOTH": smooth, "PARTS": parts, "HEAD_DIM": shape.head_dim}
     launch(
         _channel_statistics_kernel,
-        (parts, heads, shape.batch * (2 if smooth else 1)),
+        (parts, heads, items),
         (_strided(k), _strided(v), seqs, k_stats, v_stats),
-        {
-            "RAGGED": shape.ragged,
-            "SMOOTH": smooth,
-            "PARTS": parts,
-            "V_FORMAT_MAX": v_format_max,
-            "HEAD_DIM": shape.head_dim,
-            "BLOCK": 32,
-        },
+        {**constants, "BLOCK": 32},
+        _STATISTICS,
+    )
+    launch(
+        _finish_statistics_kernel,
+        (heads, items),
+        (seqs, k_stats, v_stats),
+        {**constants, "V_FORMAT_MAX": v_format_max},
         _STATISTICS,
     )
     return k_stats.result, v_stats.result
@@ -214,7 +216,7 @@ def quantise_keys_values(
     k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None, shape: SageShape, format_name: str,
     groups: TokenGroups | None, config: SageConfig, *, smooth: bool, keep_k: bool,
 ) -> QuantizedKV:  # fmt: skip
-    """K and V in scratch, by one launch for the channels' statistics and one for the blocks."""
+    """K and V in scratch: the channels' statistics, then the blocks, of both at once."""
     seqs = _sequences(starts, shape, shape.k_tokens)
     v_fmt = get_format(config.fp8)
     heads, head_dim, rows = shape.num_kv_heads, shape.head_dim, shape.rows(shape.k_tokens)

@@ -1,4 +1,4 @@
-"""The pre-pass: Q, K and V to narrow scratch, one fused kernel each, and the statistics they need before.
+"""The pre-pass: Q, K and V to narrow scratch, and before that the statistics of K's and V's channels.
 
 Bit for bit `narrowkv.quant.sage` and `quantize_per_channel`: every division and rounding is the host's, and
 sums over tokens are kept in float64, where their order does not show.
@@ -39,14 +39,10 @@ class Narrow(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Of each channel: parts `[batch, heads, PARTS, head_dim]`, the whole fp32 `[batch, heads, head_dim]`.
-
-    arrived: int32 `[batch, heads]`, zeros at first: how many parts are there.
-    """
+    """Of each channel: parts `[batch, heads, PARTS, head_dim]`, the whole fp32 `[batch, heads, head_dim]`."""
 
     partial: Any
     result: Any
-    arrived: Any
 
 
 @triton.jit
@@ -119,12 +115,9 @@ def scaled_by(x, descale):
 def channel_statistics(
     x, seqs, stats, seq, head, num_heads, part,
     STATISTIC: tl.constexpr, RAGGED: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    FORMAT_MAX: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One of PARTS parts of a sequence's means ("mean") or descales ("descale") of each channel.
-
-    The last part to arrive puts all of them together.
-    """
+    """One of PARTS parts of a sequence: float64 sums ("mean") or largest magnitudes ("descale")."""
     _, start, length = extent_of(seqs, seq, RAGGED)
     d = tl.arange(0, HEAD_DIM)
     size = tl.cdiv(tl.cdiv(length, PARTS), BLOCK) * BLOCK
@@ -143,16 +136,25 @@ def channel_statistics(
     result = tl.sum(result, 0) if STATISTIC == "mean" else tl.max(result, 0)
     unit = (seq * num_heads + head).to(tl.int64)
     tl.store(stats.partial + (unit * PARTS + part) * HEAD_DIM + d, result)
-    # Every thread's stores are done before the one thread that counts announces them.
-    tl.debug_barrier()
-    if tl.atomic_add(stats.arrived + unit, 1, sem="acq_rel") == PARTS - 1:
-        at = (unit * PARTS + tl.arange(0, PARTS))[:, None] * HEAD_DIM + d[None, :]
-        partial = tl.load(stats.partial + at, cache_modifier=".cg")
-        if STATISTIC == "mean":
-            whole = mean_of(tl.sum(partial, 0), length)
-        else:
-            whole = descale_from(tl.max(partial, 0), FORMAT_MAX)
-        tl.store(stats.result + unit * HEAD_DIM + d, whole)
+
+
+@triton.jit
+def finish_statistics(
+    seqs, stats, seq, head, num_heads,
+    STATISTIC: tl.constexpr, RAGGED: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+):  # fmt: skip
+    """A sequence's means or descales of each channel from their parts."""
+    d = tl.arange(0, HEAD_DIM)
+    unit = (seq * num_heads + head).to(tl.int64)
+    at = (unit * PARTS + tl.arange(0, PARTS))[:, None] * HEAD_DIM + d[None, :]
+    partial = tl.load(stats.partial + at)
+    if STATISTIC == "mean":
+        _, _, length = extent_of(seqs, seq, RAGGED)
+        result = mean_of(tl.sum(partial, 0), length)
+    else:
+        result = descale_from(tl.max(partial, 0), FORMAT_MAX)
+    tl.store(stats.result + unit * HEAD_DIM + d, result)
 
 
 @triton.jit
@@ -165,22 +167,37 @@ def mean_shift(x, k_mean_ptr, seq, kv_head, num_kv_heads, sm_scale):
 @triton.jit
 def _channel_statistics_kernel(
     k, v, seqs, k_stats, v_stats, RAGGED: tl.constexpr, SMOOTH: tl.constexpr, PARTS: tl.constexpr,
-    V_FORMAT_MAX: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """V's descales and, where K is smoothed, its means. Grid: PARTS, heads, batch of V and then of K."""
-    part, head = tl.program_id(0), tl.program_id(1)
-    num_heads = tl.num_programs(1)
+    """Parts of V's descales and, where K is smoothed, its means. Grid: PARTS, heads, batch of V then K."""
+    part, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     batch = tl.num_programs(2) // 2 if SMOOTH else tl.num_programs(2)
     seq = tl.program_id(2) % batch
     if tl.program_id(2) < batch:
         channel_statistics(
-            v, seqs, v_stats, seq, head, num_heads, part,
-            "descale", RAGGED, PARTS, HEAD_DIM, V_FORMAT_MAX, BLOCK,
-        )  # fmt: skip
+            v, seqs, v_stats, seq, head, num_heads, part, "descale", RAGGED, PARTS, HEAD_DIM, BLOCK
+        )
     elif SMOOTH:
         channel_statistics(
-            k, seqs, k_stats, seq, head, num_heads, part, "mean", RAGGED, PARTS, HEAD_DIM, 1.0, BLOCK
+            k, seqs, k_stats, seq, head, num_heads, part, "mean", RAGGED, PARTS, HEAD_DIM, BLOCK
         )
+
+
+@triton.jit
+def _finish_statistics_kernel(
+    seqs, k_stats, v_stats, RAGGED: tl.constexpr, SMOOTH: tl.constexpr, PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_FORMAT_MAX: tl.constexpr,
+):  # fmt: skip
+    """Puts the parts together. Grid: heads, batch of V, then of K."""
+    head, num_heads = tl.program_id(0), tl.num_programs(0)
+    batch = tl.num_programs(1) // 2 if SMOOTH else tl.num_programs(1)
+    seq = tl.program_id(1) % batch
+    if tl.program_id(1) < batch:
+        finish_statistics(
+            seqs, v_stats, seq, head, num_heads, "descale", RAGGED, PARTS, HEAD_DIM, V_FORMAT_MAX
+        )
+    elif SMOOTH:
+        finish_statistics(seqs, k_stats, seq, head, num_heads, "mean", RAGGED, PARTS, HEAD_DIM, 1.0)
 
 
 @triton.jit
