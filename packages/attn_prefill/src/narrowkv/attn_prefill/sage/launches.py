@@ -34,9 +34,9 @@ from narrowkv.quant.sage import TokenGroups
 _ALIGN: int = ALIGN.value
 _LOG2E = math.log2(math.e)
 # The host's roundings are repeated one by one: no multiplication may melt into an addition.
-# H200, b2 h32 d128 16k: Q at 16 warps 173 us, 8 warps 188 us, 4 warps 264 us; statistics of K and V at 2 and
-# 4 warps 138 us, 8 warps 147 us. One launch for statistics and blocks, whose programs wait for each other
-# (K and V read again from the L2), took 1240 to 1860 us where these two take 490.
+# H200, b2 h32 d128, 16k tokens: Q at 16 warps 173 us, 8 warps 188, 4 warps 264; statistics of K and V at 2
+# and 4 warps 138, 8 warps 147. At 4k K and V take 136 in all, 142 if the last part to arrive finishes the
+# statistics; with statistics and blocks both at 16 warps 378, in one launch where blocks wait 351 to 410.
 _STATISTICS = LaunchOptions(num_warps=4, num_stages=1, enable_fp_fusion=False)
 _QUANTISE = LaunchOptions(num_warps=16, num_stages=1, enable_fp_fusion=False)
 _MEAN_BLOCKS = 16  # blocks of Q whose means meet a tile of keys at once: the least rows of a dot

@@ -170,3 +170,24 @@ def _results(
     for rows, (result, log_sum) in zip(q_ranges, results, strict=True):
         o[rows], lse[rows] = result, log_sum
     return o.view(q.shape), lse.view(q.shape[:-1])
+
+
+def short_sum_error(plan: SagePlan, q: torch.Tensor, k: torch.Tensor) -> float:
+    """How far a logit may be off by the target's own sum of FP8 products; 0 where that is as good as fp32.
+
+    Hopper adds 32 channels at a time to what it has, and of that keeps 13 bits after the leading one.
+    """
+    if plan.target.name != "sm90" or get_format(plan.qk_format).kind != "fp8":
+        return 0.0
+    flat_q, flat_k = (x.float().reshape(-1, *x.shape[-2:]) for x in (q, k))
+    steps, largest = plan.shape.head_dim // 32, 0.0
+    for rows, keys in zip(ranges_of(q, plan.cu_seqlens_q), ranges_of(k, plan.cu_seqlens_k), strict=True):
+        x, y = flat_q[rows], flat_k[keys]
+        if len(x) == 0 or len(y) == 0:
+            continue
+        x = x - _spread_means(x) if plan.smooth_q else x
+        y = y - token_mean(y) if plan.smooth_k else y
+        x = x.view(len(x), y.shape[1], plan.shape.gqa_ratio, steps, 32)
+        sums = torch.einsum("qhgcd,khcd->qhgkc", x, y.view(len(y), y.shape[1], steps, 32)).cumsum(-1)
+        largest = max(largest, float(sums.abs().max()))
+    return steps * 2.0**-13 * largest * plan.sm_scale
