@@ -55,18 +55,18 @@ def int4_halves(words):
 
 
 @triton.jit
-def load_rows(ptr, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
+def load_rows(ptr, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr):
     """Scratch rows first..first + BLOCK, [BLOCK, WIDTH]."""
     r, c = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
-    return tl.load(ptr + first * WIDTH + r[:, None] * WIDTH + c[None, :], eviction_policy=EVICTION)
+    return tl.load(ptr + first * WIDTH + r[:, None] * WIDTH + c[None, :], cache_modifier=CACHE)
 
 
 @triton.jit
 def load_queries(query, head, first, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
-                 EVICTION: tl.constexpr):  # fmt: skip
+                 CACHE: tl.constexpr):  # fmt: skip
     """Rows of Q as `scores` takes them: one tile, or for int4 even and odd channels apart."""
     WIDTH: tl.constexpr = HEAD_DIM // 2 if FORMAT == "int4" else HEAD_DIM
-    words = load_rows(query.ptr, head.to(tl.int64) * query.rows + first, WIDTH, BLOCK, EVICTION)
+    words = load_rows(query.ptr, head.to(tl.int64) * query.rows + first, WIDTH, BLOCK, CACHE)
     if FORMAT == "int4":
         return int4_halves(words)
     else:
@@ -270,8 +270,8 @@ def _sage_attention_kernel(
             GATHER, LANES, WIDTH, LOG2_P, TWO_LEVEL, TMA, HEAD_DIM, BLOCK_N,
         )  # fmt: skip
     if REREAD_Q:
-        # The policy also keeps the compiler from making one load of the two.
-        q = load_queries(query, head, q_base + first_row, FORMAT, HEAD_DIM, BLOCK_M, "evict_first")
+        # The modifier also keeps compilers from making one load of the two.
+        q = load_queries(query, head, q_base + first_row, FORMAT, HEAD_DIM, BLOCK_M, ".cg")
     # What is left on both sides needs the mask: one loop of its own for both.
     for i in range(begin, end - (full_end - full)):
         acc, m, l = attend(
