@@ -87,12 +87,7 @@ def test_a_descale_for_each_thread_costs_no_more_than_one_for_a_tile(target: str
 @both_targets
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_the_heaviest_options_spill_nothing(
-    target: str, head_dim: int, ragged: bool, request: pytest.FixtureRequest
-) -> None:
-    if (target, head_dim) == ("gfx950", 128):
-        why = "smoothed queries with a window spill seven registers there: not mended yet"
-        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
+def test_the_heaviest_options_spill_nothing(target: str, head_dim: int, ragged: bool) -> None:
     for qk_dtype in ("int8", "int4", "fp8"):
         _check_registers(
             compiled(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from narrowkv.attn_prefill import plan_sage, sage_attention_reference
-from narrowkv.attn_prefill.sage.launches import launch_attention, quantise_queries
+from narrowkv.attn_prefill.sage.launches import quantise_queries
 from narrowkv.attn_prefill.sage.reference import narrow_p_reference
 from narrowkv.attn_prefill.sage.workloads import SageWorkload
 from narrowkv.cli.emulation import EmulateExecutor
@@ -54,27 +54,15 @@ def test_machine_code_agrees_with_the_reference(name: str, target: str) -> None:
     workload, options = CASES[name]
     q, k, v, starts_q, starts_k = workload.build()
     options = {**options, "cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k}
-    # What a pre-pass finds over the waves of a workgroup, every wave writes to the same place of LDS: the
-    # watch calls that a race. Attention has nothing of the kind.
     executor = EmulateExecutor(target, detect_races=True)
-    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:-1], torch.nan)
-    with executing(EmulateExecutor(target)):
-        plan = plan_sage(q, k, **options)
-        kv = plan.quantize_kv(k, v)
-        query = quantise_queries(
-            q, starts_q, plan.shape, plan.qk_format, plan.q_groups, kv,
-            smooth=plan.smooth_q, write_shift=plan.smooth_k, sm_scale=plan.sm_scale,
-        )  # fmt: skip
+    out = torch.full_like(q, torch.nan)
     with executing(executor):
-        launch_attention(
-            query, kv, out, lse, starts_q, plan.shape, plan.config,
-            q_groups=plan.q_groups, bottom_right=plan.bottom_right,
-            window=(plan.window_left, plan.window_right), sm_scale=plan.sm_scale,
-        )  # fmt: skip
+        plan = plan_sage(q, k, **options)
+        _, lse = plan.attend(q, plan.quantize_kv(k, v), out=out, return_lse=True)
     with run_as(target):
         expected, expected_lse = sage_attention_reference(q, k, v, return_lse=True, **options)
         rounded = narrow_p_reference(q, k, v, **options)
-    (attention,) = executor.runs
+    attention = executor.runs[-1]
     assert attention.artifact.name == "_sage_attention_kernel"
     assert attention.result.counts.mfma_flops > 0
     report = compare(out, expected)
@@ -93,7 +81,7 @@ def test_the_pre_pass_stores_what_the_interpreted_one_does(
     v[..., 3] = 0.0
     k[:, 5] = 2.0
     stored = []
-    for context in (run_as(target), executing(EmulateExecutor(target))):
+    for context in (run_as(target), executing(EmulateExecutor(target, detect_races=True))):
         with context:
             plan = plan_sage(q, k, qk_dtype=qk_dtype, q_granularity=granularity, k_granularity=granularity)
             kv = plan.quantize_kv(k, v)

@@ -126,6 +126,32 @@ def test_race_between_two_waves(host):
     assert caught.value.address is not None
 
 
+SHARED = "v_and_b32 v2, 0xff, v1\n{first}\nds_write_b32 v2, v4\n{second}\nglobal_store_dword v2, v3, s[2:3]"
+READ = "s_barrier\nds_read_b32 v3, v2"
+
+
+def test_waves_that_write_one_number_to_one_place_do_not_race(host):
+    text = ADDRESS + SHARED.format(first="v_mov_b32 v4, 7", second=READ)
+    launch(text, host, warps=2, detect_races=True, wave_order="lockstep")
+    np.testing.assert_array_equal(host, 7)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("v_lshrrev_b32 v4, 6, v0", READ),
+        ("v_mov_b32 v4, 5\nds_write_b32 v2, v4\nv_mov_b32 v4, 7", READ),
+        ("v_mov_b32 v4, 7\nds_read_b32 v3, v2", READ),
+    ],
+    ids=["a number each", "another number before", "a read before"],
+)
+def test_the_order_of_waves_that_write_to_one_place_matters(host, first, second):
+    text = ADDRESS + SHARED.format(first=first, second=second)
+    for order in ("turns", "lockstep"):
+        with pytest.raises(RaceError):
+            launch(text, host, warps=2, detect_races=True, wave_order=order)
+
+
 def test_no_race_with_a_barrier_and_waves_apart(host):
     far = (
         "v_lshlrev_b32 v1, 2, v0\nds_write_b32 v1, v0\ns_barrier\nv_xor_b32 v2, 0x100, v1\n"

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from narrowkv.attn_prefill import plan_sage, sage_attention, sage_attention_reference
+from narrowkv.attn_prefill.sage.reference import short_sum_error
 from narrowkv.attn_prefill.sage.workloads import SageWorkload
+from narrowkv.cli.cases import LSE_BOUND
 from narrowkv.cli.contracts import Contract, Shape
 from narrowkv.quant.launch import InterpretExecutor, active_target, executing
 from narrowkv.quant.targets import Target
@@ -94,6 +96,11 @@ class SageCall:
         o = sage_attention_reference(self.q, self.k, self.v, **{**self.options, "qk_dtype": None})
         assert isinstance(o, torch.Tensor)
         return o
+
+    def lse_bound(self) -> float:
+        """How far lse may be off where the last call ran: more where the hardware's sums are short."""
+        with nullcontext() if self.target is None else executing(InterpretExecutor(self.target)):
+            return LSE_BOUND + short_sum_error(plan_sage(self.q, self.k, **self.options), self.q, self.k)
 
     def bytes_per_token(self) -> None:
         """There is no cache."""

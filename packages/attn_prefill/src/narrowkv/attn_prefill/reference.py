@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -21,10 +22,12 @@ def attention_reference(
     window_left: int,
     window_right: int,
     sinks: torch.Tensor | None,
+    round_p: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence in float32: `q [rows, num_qo_heads, head_dim]`, `k, v [keys, num_kv_heads, head_dim]`.
 
-    `positions [rows]` are the rows' places among the keys; windows of -1 are open.
+    `positions [rows]` are the rows' places among the keys; windows of -1 are open. q and k may be wider than
+    v. `round_p` stands for what P `[..., keys]` loses on its way to V.
     """
     num_keys, num_kv_heads, head_dim = k.shape
     rows, num_qo_heads, _ = q.shape
@@ -46,11 +49,13 @@ def attention_reference(
     # Keys that a row does not attend to have no part in it, not even 0 * NaN.
     empty = log_sum == -math.inf
     p = torch.exp(s - denominator[..., None]).masked_fill(~keep[:, None, None] | empty[..., None], 0.0)
+    if round_p is not None and num_keys:
+        p = round_p(p)
     finite = v.isfinite()
     o = torch.einsum("qhgl,lhd->qhgd", p, v.masked_fill(~finite, 0.0))
     bad = torch.einsum("ql,lhd->qhd", keep.float(), (~finite).float())[:, :, None] > 0
     o = o.masked_fill(bad.any(-1, keepdim=True), math.nan).masked_fill(empty[..., None], 0.0)
-    return o.reshape(rows, num_qo_heads, head_dim), log_sum.reshape(rows, num_qo_heads)
+    return o.reshape(rows, num_qo_heads, v.shape[2]), log_sum.reshape(rows, num_qo_heads)
 
 
 def finish(

@@ -209,20 +209,25 @@ class Accesses:
         return at if active is None else np.where(active, at, 0)
 
     def _watch(
-        self, w: Waves, inst: Instruction, at: Array, size: int, active: Array | None, writes: bool
-    ) -> None:
+        self, w: Waves, inst: Instruction, at: Array, size: int, active: Array | None,
+        words: Array | None = None,
+    ) -> None:  # fmt: skip
+        """Tells the race detector of a read, or of a write of register words ``[count, n, 64]``."""
         assert self.races is not None
         lanes = np.ones(at.shape, bool) if active is None else active
         if self.copies == 2:
             lanes = lanes.copy()
             lanes[w.n // 2 :] = False
         waves = np.broadcast_to((w.ids % self.warps)[:, None], at.shape)
-        conflict = self.races.access(at[lanes], waves[lanes], size, writes=writes)
+        values = None
+        if words is not None:
+            values = np.ascontiguousarray(words[:, lanes].T).view(np.uint8)[:, :size]
+        conflict = self.races.access(at[lanes], waves[lanes], size, values)
         if conflict is not None:
             index, other = conflict
             wave, lane = (int(i) for i in np.argwhere(lanes)[index])
             whom = "several waves" if other < 0 else f"wave {other}"
-            verb = "writes" if writes else "reads"
+            verb = "reads" if words is None else "writes"
             message = f"LDS race: this wave {verb} a byte that {whom} touched since the last barrier"
             raise self._error(
                 RaceError, message, inst, w, wave, lane, int(at[wave, lane] - w.lds_base[wave, 0])
@@ -233,7 +238,7 @@ class Accesses:
         active = None if w.full else w.exec_mask
         at = self._lds_offsets(w, inst, offsets, size, active)
         if self.races is not None:
-            self._watch(w, inst, at, size, active, writes=False)
+            self._watch(w, inst, at, size, active)
         lanes = at.size if active is None else int(np.count_nonzero(active))
         self.bytes["lds_bytes_read"] += lanes * size
         if size <= 2:
@@ -245,9 +250,9 @@ class Accesses:
         """Write LDS from register words ``[max(size // 4, 1), n, 64]`` or ``[n, 64]``."""
         active = None if w.full else w.exec_mask
         at = self._lds_offsets(w, inst, offsets, size, active)
-        if self.races is not None:
-            self._watch(w, inst, at, size, active, writes=True)
         words = words.reshape(-1, w.n, LANES)
+        if self.races is not None:
+            self._watch(w, inst, at, size, active, words)
         if active is not None:
             at, words = at[active], words[:, active]
         self.bytes["lds_bytes_written"] += at.size * size

@@ -182,7 +182,8 @@ def run(
         args: pointers from `Memory.map` and numbers, in the order of the kernel's arguments.
         memory: the buffers; stores write through to the host arrays.
         workgroups: which to run, in this order. Default: all, x fastest.
-        detect_races: watch LDS for two waves that touch a byte between barriers, one of them writing.
+        detect_races: watch LDS for two waves that touch a byte between barriers, one of them writing; not
+            for two that write the same.
         check_uninitialised: run every wave twice in step, with different initial contents of registers and
             LDS, and report what depends on them when it is stored or decides a branch. Costs 1.2 to 1.8
             times the time; without it only an untouched register or LDS word that is stored is found.

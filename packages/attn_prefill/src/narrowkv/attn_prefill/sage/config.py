@@ -35,6 +35,8 @@ class SageConfig:
         key_order: of V in scratch.
         two_level: each tile's P @ V is summed apart and added in fp32.
         tma: K and V come by tensor descriptor.
+        programs_together: attention programs among which the longest go first, of as many heads as it takes.
+        reread_q: Q is read a second time for the tiles that need the mask.
         options: compiler options.
     """
 
@@ -45,6 +47,8 @@ class SageConfig:
     two_level: bool
     options: LaunchOptions
     tma: bool = False
+    programs_together: int = 800
+    reread_q: bool = False
 
 
 def choose_config(target: Target) -> SageConfig:
@@ -57,13 +61,16 @@ def choose_config(target: Target) -> SageConfig:
         # neighbours a lane.
         order = KeyOrder(gather=4 if target.has_scaled_mfma else 2, lanes=2, width=4)
         options = LaunchOptions(num_warps=4, num_stages=1, waves_per_eu=2, matrix_instr_nonkdim=32)
-        return SageConfig(128, 64, fp8, order, two_level=False, options=options)
+        # The compiler takes Q apart into bytes for the second loop's 32-byte operand and holds them through
+        # the first one: 64 registers of a lane, and spills with smoothed FP8 queries.
+        reread_q = target.has_scaled_mfma
+        return SageConfig(128, 64, fp8, order, two_level=False, options=options, reread_q=reread_q)
     # Hopper sums FP8 products with fewer bits than fp32 has: a tile of keys at a time keeps that harmless,
     # and costs nothing, as the rescaling of what was summed before is then one multiply-add.
     # H100, b2 h32 d128 16k, attention alone over the bf16 floor, no mask and causal: 64 x 128 tiles by
     # descriptor at 168 registers, which lets three programs share a multiprocessor, 0.88 and 0.91; two
     # programs and 3 stages 0.97 and 1.02; 64 x 64 tiles 1.02 and 1.04; by pointer 64 x 128 1.03 and 1.02, 128
-    # x 128 with 8 warps 1.24 and 1.26.
+    # x 128 with 8 warps 1.24 and 1.26. 4k causal on an H200: head by head 383 us, 800 programs together 362.
     options = LaunchOptions(num_warps=4, num_stages=2, maxnreg=168)
     # The interpreter pays by the tile, not by the row.
     block_m = 128 if target.name == "cpu" else 64

@@ -18,12 +18,13 @@ from narrowkv.attn_prefill.sage.kernels import (
     Outputs,
     Sequences,
     Smoothing,
+    Statistics,
     Strided,
     _channel_statistics_kernel,
     _finish_statistics_kernel,
     _mean_scores_kernel,
+    _quantise_keys_values_kernel,
     _quantise_tokens_kernel,
-    _quantise_values_kernel,
     _sage_attention_kernel,
 )
 from narrowkv.quant.formats import get_format
@@ -33,8 +34,9 @@ from narrowkv.quant.sage import TokenGroups
 _ALIGN: int = ALIGN.value
 _LOG2E = math.log2(math.e)
 # The host's roundings are repeated one by one: no multiplication may melt into an addition.
-# H100, b2 h32 d128 16k: rows at 16 warps 174 us, 8 warps 192 us, where a copy of as many bytes takes 166 us;
-# statistics at 4 warps 110 us, 8 warps 113 us, 16 warps 128 us.
+# H200, b2 h32 d128, 16k tokens: Q at 16 warps 173 us, 8 warps 188, 4 warps 264; statistics of K and V at 2
+# and 4 warps 138, 8 warps 147. At 4k K and V take 136 in all, 142 if the last part to arrive finishes the
+# statistics; with statistics and blocks both at 16 warps 378, in one launch where blocks wait 351 to 410.
 _STATISTICS = LaunchOptions(num_warps=4, num_stages=1, enable_fp_fusion=False)
 _QUANTISE = LaunchOptions(num_warps=16, num_stages=1, enable_fp_fusion=False)
 _MEAN_BLOCKS = 16  # blocks of Q whose means meet a tile of keys at once: the least rows of a dot
@@ -137,116 +139,115 @@ def _group_constants(prefix: str, groups: TokenGroups | None) -> dict[str, int]:
     return {f"{prefix}SPAN": span, f"{prefix}GROUPS": count, f"{prefix}RUN": run}
 
 
-def _statistics(
-    x: torch.Tensor, seqs: Sequences, shape: SageShape, statistic: str, format_max: float = 1.0
-) -> torch.Tensor:
-    """Means ("sum") or descales ("amax") of each channel over a sequence, fp32 `[batch, heads, head_dim]`."""
-    heads = x.shape[-2]
-    dtype = torch.float64 if statistic == "sum" else torch.float32
-    # Enough parts to fill a GPU, none of them so short that its program does little.
-    chunks = min(16, 1 << max(-(-seqs.tokens // 256) - 1, 0).bit_length())
-    parts = torch.empty(shape.batch, chunks, heads, shape.head_dim, dtype=dtype, device=x.device)
-    result = torch.empty(shape.batch, heads, shape.head_dim, dtype=torch.float32, device=x.device)
-    constants = {
-        "STATISTIC": statistic,
-        "RAGGED": shape.ragged,
-        "CHUNKS": chunks,
-        "HEAD_DIM": shape.head_dim,
-    }
-    launch(
-        _channel_statistics_kernel,
-        (chunks, heads, shape.batch),
-        (_strided(x), seqs, parts),
-        {**constants, "BLOCK": 32},
-        _STATISTICS,
-    )
-    launch(
-        _finish_statistics_kernel,
-        (heads, shape.batch),
-        (seqs, parts, result),
-        {**constants, "FORMAT_MAX": format_max},
-        _STATISTICS,
-    )
-    return result
-
-
-def _quantise_tokens(
-    x: torch.Tensor, seqs: Sequences, smoothing: Smoothing, shape: SageShape, format_name: str,
-    groups: TokenGroups | None, smooth: str, sm_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def _narrow(
+    heads: int, rows: int, head_dim: int, format_name: str, groups: TokenGroups | None, device: torch.device
+) -> tuple[Narrow, torch.Tensor]:
+    """Empty scratch of Q or K as the pre-pass writes it, and as attention reads it."""
     fmt = get_format(format_name)
-    heads, rows = x.shape[-2], shape.rows(seqs.tokens)
-    width = fmt.storage_bytes(shape.head_dim)
-    stored = torch.empty(heads, rows, width, dtype=torch.uint8, device=x.device)
+    stored = torch.empty(heads, rows, fmt.storage_bytes(head_dim), dtype=torch.uint8, device=device)
     sizes = (1,) if groups is None else (heads, rows // groups.span * groups.groups)
-    descale = torch.empty(sizes, dtype=torch.float32, device=x.device)
-    amax = torch.zeros(1, dtype=torch.int32, device=x.device) if groups is None else None
-    codes = stored if fmt.kind == "fp8" else stored.view(torch.int8)
-    for step in ("measure", "quantise") if groups is None else ("quantise",):
-        launch(
-            _quantise_tokens_kernel,
-            (rows // _ALIGN, heads),
-            (_strided(x), seqs, smoothing, Narrow(codes, descale, amax, rows), sm_scale),
-            {
-                "RAGGED": shape.ragged,
-                "SMOOTH": smooth,
-                "WRITE_SHIFT": smoothing.shift is not None,
-                "GQA_RATIO": shape.gqa_ratio,
-                "FORMAT": format_name,
-                "FORMAT_MAX": fmt.max_value,
-                "STEP": step,
-                **_group_constants("", groups),
-                "HEAD_DIM": shape.head_dim,
-                "BLOCK_B": shape.block_b,
-            },
-            _QUANTISE,
-        )
-    return stored.view(fmt.storage_dtype) if fmt.kind == "fp8" else codes, descale
+    descale = torch.empty(sizes, dtype=torch.float32, device=device)
+    amax = torch.zeros(1, dtype=torch.int32, device=device) if groups is None else None
+    if fmt.kind == "fp8":
+        return Narrow(stored, descale, amax, rows), stored.view(fmt.storage_dtype)
+    codes = stored.view(torch.int8)
+    return Narrow(codes, descale, amax, rows), codes
 
 
-def quantise_keys(
-    k: torch.Tensor, starts: torch.Tensor | None, shape: SageShape, format_name: str,
-    groups: TokenGroups | None, *, smooth: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """K in scratch, its descales, and the mean that was subtracted from it."""
-    seqs = _sequences(starts, shape, shape.k_tokens)
-    mean = _statistics(k, seqs, shape, "sum") if smooth else None
-    stored, descale = _quantise_tokens(
-        k,
-        seqs,
-        Smoothing(None, mean, None),
-        shape,
-        format_name,
-        groups,
-        "sequence" if smooth else "none",
-        0.0,
-    )
-    return stored, descale, mean
-
-
-def quantise_values(
-    v: torch.Tensor, starts: torch.Tensor | None, shape: SageShape, config: SageConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """V in scratch and its descales."""
-    seqs = _sequences(starts, shape, shape.k_tokens)
-    fmt = get_format(config.fp8)
-    heads, rows = v.shape[-2], shape.rows(shape.k_tokens)
-    stored = torch.empty(heads, shape.head_dim, rows, dtype=torch.uint8, device=v.device)
-    descale = _statistics(v, seqs, shape, "amax", fmt.max_value)
+def _launch_tokens(
+    x: torch.Tensor, seqs: Sequences, smoothing: Smoothing, shape: SageShape, out: Narrow, format_name: str,
+    groups: TokenGroups | None, smooth: str, sm_scale: float, *, measure: bool,
+) -> None:  # fmt: skip
     launch(
-        _quantise_values_kernel,
-        (rows // _ALIGN, heads),
-        (_strided(v), seqs, descale, stored, rows),
+        _quantise_tokens_kernel,
+        (out.rows // _ALIGN, x.shape[-2]),
+        (_strided(x), seqs, smoothing, out, sm_scale),
         {
             "RAGGED": shape.ragged,
-            "FORMAT": fmt.name,
-            **_order_constants(config.key_order),
+            "SMOOTH": smooth,
+            "WRITE_SHIFT": smoothing.shift is not None and not measure,
+            "GQA_RATIO": shape.gqa_ratio,
+            "FORMAT": format_name,
+            "FORMAT_MAX": get_format(format_name).max_value,
+            "MEASURE": measure,
+            **_group_constants("", groups),
             "HEAD_DIM": shape.head_dim,
             "BLOCK_B": shape.block_b,
         },
         _QUANTISE,
     )
-    return stored.view(fmt.storage_dtype), descale
+
+
+def _statistics(
+    k: torch.Tensor, v: torch.Tensor, seqs: Sequences, shape: SageShape, v_format_max: float, *, smooth: bool
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """K's means, if asked for, and V's descales of each channel, fp32 `[batch, heads, head_dim]`."""
+    heads = shape.num_kv_heads
+    # Enough parts to fill a GPU, none of them so short that its program does little.
+    parts = min(16, 1 << max(-(-seqs.tokens // 256) - 1, 0).bit_length())
+
+    def statistics(dtype: torch.dtype) -> Statistics:
+        partial = torch.empty(shape.batch, heads, parts, shape.head_dim, dtype=dtype, device=k.device)
+        result = torch.empty(shape.batch, heads, shape.head_dim, dtype=torch.float32, device=k.device)
+        return Statistics(partial, result)
+
+    v_stats = statistics(torch.float32)
+    k_stats = statistics(torch.float64) if smooth else Statistics(None, None)
+    items = shape.batch * (2 if smooth else 1)
+    constants = {"RAGGED": shape.ragged, "SMOOTH": smooth, "PARTS": parts, "HEAD_DIM": shape.head_dim}
+    launch(
+        _channel_statistics_kernel,
+        (parts, heads, items),
+        (_strided(k), _strided(v), seqs, k_stats, v_stats),
+        {**constants, "BLOCK": 32},
+        _STATISTICS,
+    )
+    launch(
+        _finish_statistics_kernel,
+        (heads, items),
+        (seqs, k_stats, v_stats),
+        {**constants, "V_FORMAT_MAX": v_format_max},
+        _STATISTICS,
+    )
+    return k_stats.result, v_stats.result
+
+
+def quantise_keys_values(
+    k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None, shape: SageShape, format_name: str,
+    groups: TokenGroups | None, config: SageConfig, *, smooth: bool, keep_k: bool,
+) -> QuantizedKV:  # fmt: skip
+    """K and V in scratch: the channels' statistics, then the blocks, of both at once."""
+    seqs = _sequences(starts, shape, shape.k_tokens)
+    v_fmt = get_format(config.fp8)
+    heads, head_dim, rows = shape.num_kv_heads, shape.head_dim, shape.rows(shape.k_tokens)
+    k_mean, v_descale = _statistics(k, v, seqs, shape, v_fmt.max_value, smooth=smooth)
+    smoothing = Smoothing(None, k_mean, None)
+    k_out, k_stored = _narrow(heads, rows, head_dim, format_name, groups, k.device)
+    v_stored = torch.empty(heads, head_dim, rows, dtype=torch.uint8, device=v.device)
+    if groups is None:
+        smoothed = "sequence" if smooth else "none"
+        _launch_tokens(k, seqs, smoothing, shape, k_out, format_name, None, smoothed, 0.0, measure=True)
+    launch(
+        _quantise_keys_values_kernel,
+        (rows // _ALIGN, heads, 2),
+        (_strided(k), _strided(v), seqs, smoothing, v_descale, k_out, v_stored),
+        {
+            "RAGGED": shape.ragged,
+            "SMOOTH": smooth,
+            "FORMAT": format_name,
+            "FORMAT_MAX": get_format(format_name).max_value,
+            **_group_constants("", groups),
+            "V_FORMAT": v_fmt.name,
+            **_order_constants(config.key_order),
+            "HEAD_DIM": head_dim,
+            "BLOCK_B": shape.block_b,
+        },
+        _QUANTISE,
+    )
+    return QuantizedKV(
+        k_stored, k_out.descale, k_mean, v_stored.view(v_fmt.storage_dtype), v_descale, shape, format_name,
+        config.fp8, groups, config.key_order, starts, k if keep_k else None,
+    )  # fmt: skip
 
 
 def quantise_queries(
@@ -260,13 +261,16 @@ def quantise_queries(
     mean = empty(heads, rows // _ALIGN, shape.head_dim) if smooth else None
     shift = empty(heads, rows) if write_shift else None
     smoothing = Smoothing(mean, kv.k_mean if write_shift else None, shift)
-    stored, descale = _quantise_tokens(
-        q, seqs, smoothing, shape, format_name, groups, "block" if smooth else "none", sm_scale
-    )
+    out, stored = _narrow(heads, rows, shape.head_dim, format_name, groups, q.device)
+    for measure in (True, False) if groups is None else (False,):
+        _launch_tokens(
+            q, seqs, smoothing, shape, out, format_name, groups, "block" if smooth else "none", sm_scale,
+            measure=measure,
+        )  # fmt: skip
     mean_scores = None
     if mean is not None and kv.k_source is not None:
         mean_scores = _mean_scores(mean, kv, seqs, shape, sm_scale)
-    return NarrowQuery(stored, descale, mean_scores, shift, rows)
+    return NarrowQuery(stored, out.descale, mean_scores, shift, rows)
 
 
 def _mean_scores(
@@ -321,7 +325,12 @@ def launch_attention(
 ) -> None:  # fmt: skip
     """Attention over what the pre-pass stored."""
     tokens = query.rows if shape.ragged else shape.q_tokens
-    grid = (-(-tokens // config.block_m), shape.num_qo_heads, 1 if shape.ragged else shape.batch)
+    tiles = -(-tokens // config.block_m)
+    items = shape.num_qo_heads * (1 if shape.ragged else shape.batch)
+    together = 1
+    # Without a limit to the right tiles are of one length; where a head has many, its last are few of all.
+    if window[1] >= 0 and 4 * tiles <= config.programs_together:
+        together = min(-(-config.programs_together // max(tiles, 1)), max(items, 1))
     # Codes of int4 are read times 16 on both sides.
     codes = 1 / 256 if kv.qk_format == "int4" else 1.0
     strided = _strided(out)
@@ -342,18 +351,19 @@ def launch_attention(
         "LOG2_P": math.log2(get_format(config.fp8).max_value),
         "TWO_LEVEL": config.two_level,
         "TMA": config.tma and kv.k.numel() > 0,
+        "REREAD_Q": config.reread_q,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_B": shape.block_b,
     }
     launch(
         _sage_attention_kernel,
-        grid,
+        (items * tiles,),
         (
             query, NarrowKeys(kv.k, kv.v, kv.k_descale, kv.v_descale, kv.k.shape[1]), *_descriptors(kv,
             config), Outputs(out, strided.batch, strided.token, strided.head, lse),
             _sequences(starts, shape, shape.q_tokens), _sequences(kv.cu_seqlens, shape, shape.k_tokens),
-            sm_scale * _LOG2E * codes,
+            sm_scale * _LOG2E * codes, shape.num_qo_heads, items, tiles, together,
         ),
         constants,
         config.options,

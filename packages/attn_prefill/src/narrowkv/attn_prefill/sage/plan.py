@@ -12,9 +12,8 @@ from narrowkv.attn_prefill.sage.launches import (
     QuantizedKV,
     SageShape,
     launch_attention,
-    quantise_keys,
+    quantise_keys_values,
     quantise_queries,
-    quantise_values,
 )
 from narrowkv.quant.errors import (
     check_choice,
@@ -88,13 +87,9 @@ class SagePlan:
         """
         for name, tensor in (("k", k), ("v", v)):
             _check_operand(name, tensor, self.shape.kv_sizes, self.device)
-        stored = quantise_keys(
-            k, self.cu_seqlens_k, self.shape, self.qk_format, self.k_groups, smooth=self.smooth_k
-        )
-        values = quantise_values(v, self.cu_seqlens_k, self.shape, self.config)
-        return QuantizedKV(
-            *stored, *values, self.shape, self.qk_format, self.config.fp8, self.k_groups,
-            self.config.key_order, self.cu_seqlens_k, k if self.smooth_q else None,
+        return quantise_keys_values(
+            k, v, self.cu_seqlens_k, self.shape, self.qk_format, self.k_groups, self.config,
+            smooth=self.smooth_k, keep_k=self.smooth_q,
         )  # fmt: skip
 
     def attend(

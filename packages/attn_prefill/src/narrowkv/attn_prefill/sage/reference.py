@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from narrowkv.attn_prefill.reference import attention_reference
 from narrowkv.attn_prefill.sage.config import KeyOrder
 from narrowkv.attn_prefill.sage.plan import SagePlan, plan_sage
 from narrowkv.quant.formats import get_format
@@ -75,28 +77,22 @@ def _spread_means(q: torch.Tensor) -> torch.Tensor:
     return block_mean(q).repeat_interleave(128, 0)[: q.shape[0]]
 
 
+def _round_rows(p: torch.Tensor, format_name: str) -> torch.Tensor:
+    """P through an FP8 format, each row's largest scaled to the format's."""
+    top = p.amax(-1, keepdim=True).clamp_min(1e-30) / get_format(format_name).max_value
+    return round_to_format(p / top, format_name) * top
+
+
 def _attend(
     plan: SagePlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p_format: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sequence in float32; q and k may be wider than v."""
     rows, keys = q.shape[0], k.shape[0]
-    grouped = q.reshape(rows, k.shape[1], q.shape[1] // k.shape[1], k.shape[2])
-    s = torch.einsum("qhgd,lhd->qhgl", grouped, k) * plan.sm_scale
-    position = torch.arange(rows, device=q.device)[:, None] + (keys - rows if plan.bottom_right else 0)
-    key = torch.arange(keys, device=q.device)[None]
-    keep = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
-    if plan.window_right >= 0:
-        keep &= key <= position + plan.window_right
-    if plan.window_left >= 0:
-        keep &= key >= position - plan.window_left
-    s = s.masked_fill(~keep[:, None, None], -math.inf)
-    lse = torch.logsumexp(s, -1)
-    p = torch.exp(s - lse[..., None]).masked_fill((lse == -math.inf)[..., None], 0.0)
-    if p_format is not None and keys:
-        top = p.amax(-1, keepdim=True).clamp_min(1e-30) / get_format(p_format).max_value
-        p = round_to_format(p / top, p_format) * top
-    o = torch.einsum("qhgl,lhd->qhgd", p, v)
-    return o.reshape(rows, q.shape[1], v.shape[-1]), lse.reshape(rows, q.shape[1])
+    return attention_reference(
+        q, k, v, torch.arange(rows, device=q.device) + (keys - rows if plan.bottom_right else 0),
+        sm_scale=plan.sm_scale, logits_soft_cap=0.0, window_left=plan.window_left,
+        window_right=plan.window_right, sinks=None,
+        round_p=None if p_format is None else partial(_round_rows, format_name=p_format),
+    )  # fmt: skip
 
 
 def sage_attention_reference(
@@ -174,3 +170,24 @@ def _results(
     for rows, (result, log_sum) in zip(q_ranges, results, strict=True):
         o[rows], lse[rows] = result, log_sum
     return o.view(q.shape), lse.view(q.shape[:-1])
+
+
+def short_sum_error(plan: SagePlan, q: torch.Tensor, k: torch.Tensor) -> float:
+    """How far a logit may be off by the target's own sum of FP8 products; 0 where that is as good as fp32.
+
+    Hopper adds 32 channels at a time to what it has, and of that keeps 13 bits after the leading one.
+    """
+    if plan.target.name != "sm90" or get_format(plan.qk_format).kind != "fp8":
+        return 0.0
+    flat_q, flat_k = (x.float().reshape(-1, *x.shape[-2:]) for x in (q, k))
+    steps, largest = plan.shape.head_dim // 32, 0.0
+    for rows, keys in zip(ranges_of(q, plan.cu_seqlens_q), ranges_of(k, plan.cu_seqlens_k), strict=True):
+        x, y = flat_q[rows], flat_k[keys]
+        if len(x) == 0 or len(y) == 0:
+            continue
+        x = x - _spread_means(x) if plan.smooth_q else x
+        y = y - token_mean(y) if plan.smooth_k else y
+        x = x.view(len(x), y.shape[1], plan.shape.gqa_ratio, steps, 32)
+        sums = torch.einsum("qhgcd,khcd->qhgkc", x, y.view(len(y), y.shape[1], steps, 32)).cumsum(-1)
+        largest = max(largest, float(sums.abs().max()))
+    return steps * 2.0**-13 * largest * plan.sm_scale

@@ -9,11 +9,12 @@ from narrowkv.attn_prefill.sage.kernels.attention import (
 from narrowkv.attn_prefill.sage.kernels.quantise import (
     Narrow,
     Smoothing,
+    Statistics,
     _channel_statistics_kernel,
     _finish_statistics_kernel,
     _mean_scores_kernel,
+    _quantise_keys_values_kernel,
     _quantise_tokens_kernel,
-    _quantise_values_kernel,
 )
 from narrowkv.attn_prefill.sage.kernels.sequences import ALIGN, Sequences, Strided
 
@@ -25,11 +26,12 @@ __all__ = [
     "Outputs",
     "Sequences",
     "Smoothing",
+    "Statistics",
     "Strided",
     "_channel_statistics_kernel",
     "_finish_statistics_kernel",
     "_mean_scores_kernel",
+    "_quantise_keys_values_kernel",
     "_quantise_tokens_kernel",
-    "_quantise_values_kernel",
     "_sage_attention_kernel",
 ]

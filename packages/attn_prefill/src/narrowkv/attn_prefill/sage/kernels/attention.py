@@ -55,10 +55,22 @@ def int4_halves(words):
 
 
 @triton.jit
-def load_rows(ptr, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def load_rows(ptr, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr):
     """Scratch rows first..first + BLOCK, [BLOCK, WIDTH]."""
     r, c = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
-    return tl.load(ptr + first * WIDTH + r[:, None] * WIDTH + c[None, :])
+    return tl.load(ptr + first * WIDTH + r[:, None] * WIDTH + c[None, :], cache_modifier=CACHE)
+
+
+@triton.jit
+def load_queries(query, head, first, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
+                 CACHE: tl.constexpr):  # fmt: skip
+    """Rows of Q as `scores` takes them: one tile, or for int4 even and odd channels apart."""
+    WIDTH: tl.constexpr = HEAD_DIM // 2 if FORMAT == "int4" else HEAD_DIM
+    words = load_rows(query.ptr, head.to(tl.int64) * query.rows + first, WIDTH, BLOCK, CACHE)
+    if FORMAT == "int4":
+        return int4_halves(words)
+    else:
+        return (words,)
 
 
 @triton.jit
@@ -143,29 +155,36 @@ def attend(
     if TMA:
         words = k_desc.load([(kv_head * keys.rows + first).to(tl.int32), 0])
     else:
-        words = load_rows(keys.k, head_row + first, WORDS, BLOCK_N)
+        words = load_rows(keys.k, head_row + first, WORDS, BLOCK_N, "")
     s = scores(q, words, FORMAT)
     s = by_groups(s, K_SPAN, K_GROUPS, K_RUN)
     scale = load_key_scale(keys.k_descale, kv_head, first, keys.rows, BLOCK_N, K_SPAN, K_GROUPS)
     scale = scale * row_scale[:, None, None, None, None]  # [BLOCK_M, spans, 1, groups, 1]
-    if MASKED or SMOOTH_Q:
-        s = tl.reshape(s * scale, [s.shape[0], BLOCK_N])
+    SCALED: tl.constexpr = MASKED or SMOOTH_Q
+    if SCALED:
+        s = s * scale
         if SMOOTH_Q:
-            s += tl.load(mean_scores + base + n)[None, :]
+            shared = tl.load(mean_scores + first + tl.arange(0, BLOCK_N))
+            s += by_groups(shared[None, :], K_SPAN, K_GROUPS, K_RUN)
         if MASKED:
             # Rows may stand past the last key here.
             keep = visible_keys(n, query_pos, 0, num_keys, False, WINDOW_LEFT, WINDOW_RIGHT)
             keep = keep & (n < num_keys)[None, :]
-            s = tl.where(keep, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - (m_safe - LOG2_P)[:, None])
+            s = tl.where(by_groups(keep, K_SPAN, K_GROUPS, K_RUN), s, float("-inf"))
+        top = over_groups(row_maximum(s))
     else:
         # The scale is not negative, so it can wait for the multiply-add that also subtracts the maximum.
-        m_new = tl.maximum(m, over_groups(row_maximum(s) * scale))
-        m_safe = m_new
-        p = tl.exp2(s * scale - (m_safe - LOG2_P)[:, None, None, None, None])
-        p = tl.reshape(p, [p.shape[0], BLOCK_N])
+        top = over_groups(row_maximum(s) * scale)
+    m_new = tl.maximum(m, top)
+    m_safe = m_new
+    if MASKED:
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    shift = (m_safe - LOG2_P)[:, None, None, None, None]
+    if SCALED:
+        p = tl.exp2(s - shift)
+    else:
+        p = tl.exp2(s * scale - shift)
+    p = tl.reshape(p, [p.shape[0], BLOCK_N])
     correction = tl.exp2(m - m_safe)
     l = l * correction + tl.sum(p, 1)
     if TMA:
@@ -186,7 +205,7 @@ def attend(
 
 @triton.jit
 def _sage_attention_kernel(
-    query, keys, k_desc, v_desc, out, q_seqs, k_seqs, qk_scale,
+    query, keys, k_desc, v_desc, out, q_seqs, k_seqs, qk_scale, num_heads, items, tiles, together,
     RAGGED: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr,
     Q_SPAN: tl.constexpr, Q_GROUPS: tl.constexpr, Q_RUN: tl.constexpr,
     K_SPAN: tl.constexpr, K_GROUPS: tl.constexpr, K_RUN: tl.constexpr,
@@ -194,18 +213,26 @@ def _sage_attention_kernel(
     SMOOTH_Q: tl.constexpr, SHIFT_LSE: tl.constexpr, WRITE_LSE: tl.constexpr,
     GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
     LOG2_P: tl.constexpr, TWO_LEVEL: tl.constexpr, TMA: tl.constexpr,
+    REREAD_Q: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """One program attends BLOCK_M query rows of one head. Grid: tiles, query heads, batch (1 when RAGGED).
+    """One program attends BLOCK_M query rows of one head. Grid: `items` times `tiles`.
 
+    An item is a query head of a sequence, of all sequences when RAGGED. `together` items go longest tile
+    first, so that the last ones leave no multiprocessor waiting; few enough to share their keys in the L2.
     BOTTOM_RIGHT: the last query stands at the last key, else the first at the first; windows of -1 are open.
     k_desc, v_desc: of K and V with their heads flattened, for TMA, or None.
     GATHER, LANES, WIDTH: the order of V's keys, see `interleave_keys`. LOG2_P: log2 of what P = 1 becomes.
     TWO_LEVEL: each tile's P @ V is summed apart and added in float32. TMA: K and V come by tensor descriptor.
+    REREAD_Q: Q is not kept from the tiles without a mask for those with one.
     """
+    group = tl.program_id(0) // (together * tiles)
+    within = tl.program_id(0) % (together * tiles)
+    size = tl.minimum(together, items - group * together)
     # Programs that start last should have little left to do: under a causal mask, the first rows.
-    tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    seq = tl.program_id(2)
+    tile = tiles - 1 - within // size
+    item = group * together + within % size
+    seq, head = item // num_heads, item % num_heads
     if RAGGED:
         seq = sequence_at(q_seqs, tile * BLOCK_M, RAGGED, BLOCK_B)
     q_base, q_start, num_queries = extent_of(q_seqs, seq, RAGGED)
@@ -216,13 +243,8 @@ def _sage_attention_kernel(
         return
     k_base, _, num_keys = extent_of(k_seqs, seq, RAGGED)
     kv_head = head // GQA_RATIO
-    WORDS: tl.constexpr = HEAD_DIM // 2 if FORMAT == "int4" else HEAD_DIM
     row = q_base + first_row + tl.arange(0, BLOCK_M)
-    words = load_rows(query.ptr, head.to(tl.int64) * query.rows + q_base + first_row, WORDS, BLOCK_M)
-    if FORMAT == "int4":
-        q = int4_halves(words)
-    else:
-        q = (words,)
+    q = load_queries(query, head, q_base + first_row, FORMAT, HEAD_DIM, BLOCK_M, "")
     q_descale = query.descale
     if Q_SPAN > 0:
         q_descale += head.to(tl.int64) * (query.rows // Q_SPAN * Q_GROUPS)
@@ -247,6 +269,9 @@ def _sage_attention_kernel(
             num_keys, FORMAT, K_SPAN, K_GROUPS, K_RUN, SMOOTH_Q, WINDOW_LEFT, WINDOW_RIGHT, False,
             GATHER, LANES, WIDTH, LOG2_P, TWO_LEVEL, TMA, HEAD_DIM, BLOCK_N,
         )  # fmt: skip
+    if REREAD_Q:
+        # The modifier also keeps compilers from making one load of the two.
+        q = load_queries(query, head, q_base + first_row, FORMAT, HEAD_DIM, BLOCK_M, ".cg")
     # What is left on both sides needs the mask: one loop of its own for both.
     for i in range(begin, end - (full_end - full)):
         acc, m, l = attend(
@@ -259,7 +284,7 @@ def _sage_attention_kernel(
     # Not the maximum, which passes NaN over: a row that attends to anything has a sum of at least 2**LOG2_P.
     empty = l == 0.0
     d = tl.arange(0, HEAD_DIM)
-    v_descale = tl.load(keys.v_descale + (seq * (tl.num_programs(1) // GQA_RATIO) + kv_head) * HEAD_DIM + d)
+    v_descale = tl.load(keys.v_descale + (seq * (num_heads // GQA_RATIO) + kv_head) * HEAD_DIM + d)
     # P and its sum are both times 2**LOG2_P.
     o = tl.where(empty[:, None], 0.0, acc * (1.0 / l)[:, None] * v_descale[None, :])
     token = (q_start + first_row + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -273,4 +298,4 @@ def _sage_attention_kernel(
             lse += tl.load(query.shift + head.to(tl.int64) * query.rows + row)
         lse = tl.where(empty, float("-inf"), lse)
         rows_before = seq.to(tl.int64) * (0 if RAGGED else q_seqs.length)
-        tl.store(out.lse + (rows_before + token) * tl.num_programs(1) + head, lse, mask=written)
+        tl.store(out.lse + (rows_before + token) * num_heads + head, lse, mask=written)

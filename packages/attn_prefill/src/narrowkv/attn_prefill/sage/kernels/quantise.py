@@ -1,4 +1,4 @@
-"""The pre-pass: Q, K and V to narrow scratch, one fused kernel each, and the statistics they need before.
+"""The pre-pass: Q, K and V to narrow scratch, and before that the statistics of K's and V's channels.
 
 Bit for bit `narrowkv.quant.sage` and `quantize_per_channel`: every division and rounding is the host's, and
 sums over tokens are kept in float64, where their order does not show.
@@ -17,8 +17,8 @@ class Smoothing(NamedTuple):
     """What is subtracted, and what of it later kernels need; each None where it is not.
 
     block_mean: of Q, fp32 `[heads, blocks, head_dim]`, written.
-    k_mean: of K, fp32 `[batch, kv heads, head_dim]`; shift: fp32 `[heads, rows]`, what it takes from a row's
-        lse.
+    k_mean: of K, fp32 `[batch, kv heads, head_dim]`.
+    shift: fp32 `[heads, rows]`, what the mean takes from a row's lse.
     """
 
     block_mean: Any
@@ -36,6 +36,13 @@ class Narrow(NamedTuple):
     descale: Any
     amax: Any
     rows: Any
+
+
+class Statistics(NamedTuple):
+    """Of each channel: parts `[batch, heads, PARTS, head_dim]`, the whole fp32 `[batch, heads, head_dim]`."""
+
+    partial: Any
+    result: Any
 
 
 @triton.jit
@@ -72,67 +79,125 @@ def round_to_int(x, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def store_codes(out, head, row, x, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Rounds scaled rows [BLOCK, HEAD_DIM] to the format and stores them, int4 two channels to a byte."""
+def codes_of(x, FORMAT: tl.constexpr):
+    """Scaled rows [BLOCK, HEAD_DIM] rounded to the format, int4 two channels to a byte."""
     if FORMAT == "int4":
-        low, high = tl.split(tl.reshape(round_to_int(x, 7.0), [x.shape[0], HEAD_DIM // 2, 2]))
-        codes = ((low & 15) | (high << 4)).to(tl.int8)
+        low, high = tl.split(tl.reshape(round_to_int(x, 7.0), [x.shape[0], x.shape[1] // 2, 2]))
+        return ((low & 15) | (high << 4)).to(tl.int8)
     elif FORMAT == "int8":
-        codes = round_to_int(x, 127.0).to(tl.int8)
+        return round_to_int(x, 127.0).to(tl.int8)
     else:
-        codes = cast_fp8(x, FORMAT)
-    WIDTH: tl.constexpr = codes.shape[1]
-    at = (head.to(tl.int64) * out.rows + row)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    tl.store(out.ptr + at, codes)
+        return cast_fp8(x, FORMAT)
 
 
 @triton.jit
-def _channel_statistics_kernel(
-    x, seqs, partial_ptr,
-    STATISTIC: tl.constexpr, RAGGED: tl.constexpr, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr,
+def group_descales(x, FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr,
+                   SPAN: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr):  # fmt: skip
+    """Descales of rows [BLOCK, HEAD_DIM], whole spans: of groups [BLOCK / SPAN, GROUPS], and of rows."""
+    HAS_NAN: tl.constexpr = FORMAT != "int8" and FORMAT != "int4"
+    SPANS: tl.constexpr = x.shape[0] // SPAN
+    REPEATS: tl.constexpr = SPAN // (GROUPS * RUN)
+    amax = tl.max(magnitudes(x, HAS_NAN), 1)  # [BLOCK]
+    # The tokens of a group are RUN neighbours, REPEATS times.
+    grouped = tl.max(tl.max(tl.reshape(amax, [SPANS, REPEATS, GROUPS, RUN]), 3), 1)
+    descale = descale_from(grouped, FORMAT_MAX)
+    spread = tl.broadcast_to(descale[:, None, :, None], [SPANS, REPEATS, GROUPS, RUN])
+    return descale, tl.reshape(spread, [x.shape[0]])
+
+
+@triton.jit
+def scaled_by(x, descale):
+    """Rows [BLOCK, HEAD_DIM] over their descales [BLOCK], as the host divides."""
+    return tl.div_rn(x, tl.broadcast_to(descale[:, None], [x.shape[0], x.shape[1]]))
+
+
+@triton.jit
+def channel_statistics(
+    x, seqs, stats, seq, head, num_heads, part,
+    STATISTIC: tl.constexpr, RAGGED: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Float64 sums ("sum") or float32 largest magnitudes ("amax") of each channel over part of a sequence.
-
-    Grid: CHUNKS parts, heads, batch; partial `[batch, CHUNKS, heads, head_dim]`.
-    """
-    chunk, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """One of PARTS parts of a sequence: float64 sums ("mean") or largest magnitudes ("descale")."""
     _, start, length = extent_of(seqs, seq, RAGGED)
-    size = tl.cdiv(tl.cdiv(length, CHUNKS), BLOCK) * BLOCK
-    end = tl.minimum((chunk + 1) * size, length)
-    if STATISTIC == "sum":
+    d = tl.arange(0, HEAD_DIM)
+    size = tl.cdiv(tl.cdiv(length, PARTS), BLOCK) * BLOCK
+    end = tl.minimum((part + 1) * size, length)
+    if STATISTIC == "mean":
         result = tl.zeros([BLOCK, HEAD_DIM], tl.float64)
     else:
         result = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
-    for first in tl.range(chunk * size, end, BLOCK, num_stages=4):
+    for first in tl.range(part * size, end, BLOCK, num_stages=4):
         token = first + tl.arange(0, BLOCK)
         tile = load_tokens(x, seq, start, token, token < end, head, HEAD_DIM)
-        if STATISTIC == "sum":
+        if STATISTIC == "mean":
             result += tile.to(tl.float64)
         else:
             result = tl.maximum(result, magnitudes(tile, True))
-    result = tl.sum(result, 0) if STATISTIC == "sum" else tl.max(result, 0)
-    at = ((seq * CHUNKS + chunk) * tl.num_programs(1) + head).to(tl.int64) * HEAD_DIM
-    tl.store(partial_ptr + at + tl.arange(0, HEAD_DIM), result)
+    result = tl.sum(result, 0) if STATISTIC == "mean" else tl.max(result, 0)
+    unit = (seq * num_heads + head).to(tl.int64)
+    tl.store(stats.partial + (unit * PARTS + part) * HEAD_DIM + d, result)
 
 
 @triton.jit
-def _finish_statistics_kernel(
-    seqs, partial_ptr, result_ptr,
-    STATISTIC: tl.constexpr, RAGGED: tl.constexpr, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr,
+def finish_statistics(
+    seqs, stats, seq, head, num_heads,
+    STATISTIC: tl.constexpr, RAGGED: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr,
     FORMAT_MAX: tl.constexpr,
 ):  # fmt: skip
-    """Means of sums, or descales of largest magnitudes, `[batch, heads, head_dim]`. Grid: heads, batch."""
-    head, seq = tl.program_id(0), tl.program_id(1)
+    """A sequence's means or descales of each channel from their parts."""
     d = tl.arange(0, HEAD_DIM)
-    rows = (seq * CHUNKS + tl.arange(0, CHUNKS)) * tl.num_programs(0) + head
-    partial = tl.load(partial_ptr + rows.to(tl.int64)[:, None] * HEAD_DIM + d[None, :])
-    if STATISTIC == "sum":
+    unit = (seq * num_heads + head).to(tl.int64)
+    at = (unit * PARTS + tl.arange(0, PARTS))[:, None] * HEAD_DIM + d[None, :]
+    partial = tl.load(stats.partial + at)
+    if STATISTIC == "mean":
         _, _, length = extent_of(seqs, seq, RAGGED)
         result = mean_of(tl.sum(partial, 0), length)
     else:
         result = descale_from(tl.max(partial, 0), FORMAT_MAX)
-    tl.store(result_ptr + (seq * tl.num_programs(0) + head).to(tl.int64) * HEAD_DIM + d, result)
+    tl.store(stats.result + unit * HEAD_DIM + d, result)
+
+
+@triton.jit
+def mean_shift(x, k_mean_ptr, seq, kv_head, num_kv_heads, sm_scale):
+    """What lse lacks by K's mean, for rows of Q [BLOCK, HEAD_DIM]: [BLOCK]."""
+    at = (seq * num_kv_heads + kv_head).to(tl.int64) * x.shape[1] + tl.arange(0, x.shape[1])
+    return tl.sum(x * tl.load(k_mean_ptr + at)[None, :], 1) * sm_scale
+
+
+@triton.jit
+def _channel_statistics_kernel(
+    k, v, seqs, k_stats, v_stats, RAGGED: tl.constexpr, SMOOTH: tl.constexpr, PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Parts of V's descales and, where K is smoothed, its means. Grid: PARTS, heads, batch of V then K."""
+    part, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    batch = tl.num_programs(2) // 2 if SMOOTH else tl.num_programs(2)
+    seq = tl.program_id(2) % batch
+    if tl.program_id(2) < batch:
+        channel_statistics(
+            v, seqs, v_stats, seq, head, num_heads, part, "descale", RAGGED, PARTS, HEAD_DIM, BLOCK
+        )
+    elif SMOOTH:
+        channel_statistics(
+            k, seqs, k_stats, seq, head, num_heads, part, "mean", RAGGED, PARTS, HEAD_DIM, BLOCK
+        )
+
+
+@triton.jit
+def _finish_statistics_kernel(
+    seqs, k_stats, v_stats, RAGGED: tl.constexpr, SMOOTH: tl.constexpr, PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_FORMAT_MAX: tl.constexpr,
+):  # fmt: skip
+    """Puts the parts together. Grid: heads, batch of V, then of K."""
+    head, num_heads = tl.program_id(0), tl.num_programs(0)
+    batch = tl.num_programs(1) // 2 if SMOOTH else tl.num_programs(1)
+    seq = tl.program_id(1) % batch
+    if tl.program_id(1) < batch:
+        finish_statistics(
+            seqs, v_stats, seq, head, num_heads, "descale", RAGGED, PARTS, HEAD_DIM, V_FORMAT_MAX
+        )
+    elif SMOOTH:
+        finish_statistics(seqs, k_stats, seq, head, num_heads, "mean", RAGGED, PARTS, HEAD_DIM, 1.0)
 
 
 @triton.jit
@@ -142,68 +207,77 @@ def mean_of(total, count):
 
 
 @triton.jit
-def _quantise_tokens_kernel(
-    x, seqs, smoothing, out, sm_scale,
+def quantise_tokens(
+    x, seqs, smoothing, out, sm_scale, block, head, num_heads,
     RAGGED: tl.constexpr, SMOOTH: tl.constexpr, WRITE_SHIFT: tl.constexpr, GQA_RATIO: tl.constexpr,
-    FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr, STEP: tl.constexpr,
+    FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr, MEASURE: tl.constexpr,
     SPAN: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """One program takes ALIGN tokens of one head of Q or K: subtracts a mean, finds descales, rounds, stores.
+    """Scratch block `block` of ALIGN tokens of Q or K: subtracts a mean, finds descales, rounds, stores.
 
-    Grid: scratch rows / ALIGN, heads. SMOOTH: "none", "sequence" (K's mean) or "block" (Q's, over
-    these tokens). STEP: "quantise", or "measure" which only finds `amax`. SPAN 0: one descale, from `amax`.
+    SMOOTH: "none", "sequence" (K's mean) or "block" (Q's, over these tokens). MEASURE: only finds `amax`.
+    SPAN 0: one descale, from `amax`.
     """
-    block, head = tl.program_id(0), tl.program_id(1)
-    num_heads = tl.num_programs(1)
     seq = sequence_at(seqs, block * ALIGN, RAGGED, BLOCK_B)
     base, start, length = extent_of(seqs, seq, RAGGED)
     row = block * ALIGN + tl.arange(0, ALIGN)
     inside = row - base < length
-    if block * ALIGN - base >= length:
-        return
-    d = tl.arange(0, HEAD_DIM)
-    raw = load_tokens(x, seq, start, row - base, inside, head, HEAD_DIM)
-    if SMOOTH == "sequence":
-        mean = tl.load(smoothing.k_mean + (seq * num_heads + head).to(tl.int64) * HEAD_DIM + d)
-    elif SMOOTH == "block":
-        count = tl.minimum(length - (block * ALIGN - base), ALIGN)
-        mean = mean_of(tl.sum(raw.to(tl.float64), 0), count)
-        blocks = out.rows // ALIGN
-        tl.store(smoothing.block_mean + (head.to(tl.int64) * blocks + block) * HEAD_DIM + d, mean)
-    if SMOOTH == "none":
-        smooth = raw
-    else:
-        smooth = tl.where(inside[:, None], raw - mean[None, :], 0.0)
-    if WRITE_SHIFT:
-        k_mean = tl.load(
-            smoothing.k_mean
-            + (seq * (num_heads // GQA_RATIO) + head // GQA_RATIO).to(tl.int64) * HEAD_DIM
-            + d
-        )
-        # With Q's own mean taken out, what is left of q . k_mean is that of the smoothed rows.
-        shift = tl.sum(smooth * k_mean[None, :], 1) * sm_scale
-        tl.store(smoothing.shift + head.to(tl.int64) * out.rows + row, shift)
-    HAS_NAN: tl.constexpr = FORMAT != "int8" and FORMAT != "int4"
-    amax = tl.max(magnitudes(smooth, HAS_NAN), 1)  # [ALIGN]
-    if STEP == "measure":
-        tl.atomic_max(out.amax, tl.max(amax, 0).to(tl.int32, bitcast=True))
-    elif SPAN == 0:
-        descale = descale_from(tl.load(out.amax).to(tl.float32, bitcast=True), FORMAT_MAX)
-        tl.store(out.descale, descale)
-        store_codes(out, head, row, tl.div_rn(smooth, tl.zeros_like(smooth) + descale), FORMAT, HEAD_DIM)
-    else:
-        SPANS: tl.constexpr = ALIGN // SPAN
-        REPEATS: tl.constexpr = SPAN // (GROUPS * RUN)
-        # The tokens of a group are RUN neighbours, REPEATS times: [SPANS, REPEATS, GROUPS, RUN].
-        grouped = tl.max(tl.max(tl.reshape(amax, [SPANS, REPEATS, GROUPS, RUN]), 3), 1)
-        descale = descale_from(grouped, FORMAT_MAX)  # [SPANS, GROUPS]
-        first = head.to(tl.int64) * (out.rows // SPAN * GROUPS) + block * (SPANS * GROUPS)
-        index = tl.arange(0, SPANS)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
-        tl.store(out.descale + first + index, descale)
-        spread = tl.broadcast_to(descale[:, None, :, None], [SPANS, REPEATS, GROUPS, RUN])
-        spread = tl.broadcast_to(tl.reshape(spread, [ALIGN])[:, None], [ALIGN, HEAD_DIM])
-        store_codes(out, head, row, tl.div_rn(smooth, spread), FORMAT, HEAD_DIM)
+    if block * ALIGN - base < length:
+        d = tl.arange(0, HEAD_DIM)
+        raw = load_tokens(x, seq, start, row - base, inside, head, HEAD_DIM)
+        if SMOOTH == "sequence":
+            mean = tl.load(smoothing.k_mean + (seq * num_heads + head).to(tl.int64) * HEAD_DIM + d)
+        elif SMOOTH == "block":
+            count = tl.minimum(length - (block * ALIGN - base), ALIGN)
+            mean = mean_of(tl.sum(raw.to(tl.float64), 0), count)
+            blocks = out.rows // ALIGN
+            tl.store(smoothing.block_mean + (head.to(tl.int64) * blocks + block) * HEAD_DIM + d, mean)
+        if SMOOTH == "none":
+            smooth = raw
+        else:
+            smooth = tl.where(inside[:, None], raw - mean[None, :], 0.0)
+        if WRITE_SHIFT:
+            # With Q's own mean taken out, what is left of q . k_mean is that of the smoothed rows.
+            shift = mean_shift(
+                smooth, smoothing.k_mean, seq, head // GQA_RATIO, num_heads // GQA_RATIO, sm_scale
+            )
+            tl.store(smoothing.shift + head.to(tl.int64) * out.rows + row, shift)
+        if MEASURE:
+            HAS_NAN: tl.constexpr = FORMAT != "int8" and FORMAT != "int4"
+            amax = tl.max(tl.max(magnitudes(smooth, HAS_NAN), 1), 0)
+            tl.atomic_max(out.amax, amax.to(tl.int32, bitcast=True))
+        else:
+            if SPAN == 0:
+                descale = descale_from(tl.load(out.amax).to(tl.float32, bitcast=True), FORMAT_MAX)
+                tl.store(out.descale, descale)
+                of_row = tl.zeros([ALIGN], tl.float32) + descale
+            else:
+                descale, of_row = group_descales(smooth, FORMAT, FORMAT_MAX, SPAN, GROUPS, RUN)
+                SPANS: tl.constexpr = ALIGN // SPAN
+                first = head.to(tl.int64) * (out.rows // SPAN * GROUPS) + block * (SPANS * GROUPS)
+                index = tl.arange(0, SPANS)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+                tl.store(out.descale + first + index, descale)
+            codes = codes_of(scaled_by(smooth, of_row), FORMAT)
+            WIDTH: tl.constexpr = codes.shape[1]
+            at = (head.to(tl.int64) * out.rows + row)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+            tl.store(out.ptr + at, codes)
+
+
+@triton.jit
+def _quantise_tokens_kernel(
+    x, seqs, smoothing, out, sm_scale,
+    RAGGED: tl.constexpr, SMOOTH: tl.constexpr, WRITE_SHIFT: tl.constexpr, GQA_RATIO: tl.constexpr,
+    FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr, MEASURE: tl.constexpr,
+    SPAN: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """`quantise_tokens` of Q, or the largest magnitude of Q or K. Grid: scratch rows / ALIGN, heads."""
+    quantise_tokens(
+        x, seqs, smoothing, out, sm_scale, tl.program_id(0), tl.program_id(1), tl.num_programs(1),
+        RAGGED, SMOOTH, WRITE_SHIFT, GQA_RATIO, FORMAT, FORMAT_MAX, MEASURE, SPAN, GROUPS, RUN,
+        HEAD_DIM, BLOCK_B,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -216,31 +290,54 @@ def key_at(position, GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.conste
 
 
 @triton.jit
-def _quantise_values_kernel(
-    v, seqs, descale_ptr, out_ptr, rows,
+def quantise_values(
+    v, seqs, descale_ptr, out_ptr, rows, block, head, num_heads,
     RAGGED: tl.constexpr, FORMAT: tl.constexpr,
     GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """One program takes ALIGN tokens of one head of V and stores them transposed, `[heads, head_dim, rows]`.
+    """Scratch block `block` of ALIGN tokens of V, stored transposed, `[heads, head_dim, rows]`.
 
-    Matrix units take FP8 operands with the summed dimension contiguous. Grid: rows / ALIGN, heads.
-    descale fp32 `[batch, heads, head_dim]`.
+    Matrix units take FP8 operands with the summed dimension contiguous.
     """
-    block, head = tl.program_id(0), tl.program_id(1)
-    num_heads = tl.num_programs(1)
     seq = sequence_at(seqs, block * ALIGN, RAGGED, BLOCK_B)
     base, start, length = extent_of(seqs, seq, RAGGED)
-    if block * ALIGN - base >= length:
-        return
-    d = tl.arange(0, HEAD_DIM)
-    descale = tl.load(descale_ptr + (seq * num_heads + head).to(tl.int64) * HEAD_DIM + d)
-    position = tl.arange(0, ALIGN)
-    token = block * ALIGN - base + key_at(position, GATHER, LANES, WIDTH)
-    tile = load_tokens(v, seq, start, token, token < length, head, HEAD_DIM)
-    codes = cast_fp8(tl.div_rn(tile, tl.broadcast_to(descale[None, :], [ALIGN, HEAD_DIM])), FORMAT)
-    at = (head * HEAD_DIM + d).to(tl.int64)[:, None] * rows + (block * ALIGN + position)[None, :]
-    tl.store(out_ptr + at, tl.trans(codes))
+    if block * ALIGN - base < length:
+        d = tl.arange(0, HEAD_DIM)
+        position = tl.arange(0, ALIGN)
+        token = block * ALIGN - base + key_at(position, GATHER, LANES, WIDTH)
+        tile = load_tokens(v, seq, start, token, token < length, head, HEAD_DIM)
+        descale = tl.load(descale_ptr + (seq * num_heads + head).to(tl.int64) * HEAD_DIM + d)
+        codes = cast_fp8(tl.div_rn(tile, tl.broadcast_to(descale[None, :], [ALIGN, HEAD_DIM])), FORMAT)
+        at = (head * HEAD_DIM + d).to(tl.int64)[:, None] * rows + (block * ALIGN + position)[None, :]
+        tl.store(out_ptr + at, tl.trans(codes))
+
+
+@triton.jit
+def _quantise_keys_values_kernel(
+    k, v, seqs, smoothing, v_descale_ptr, k_out, v_out_ptr,
+    RAGGED: tl.constexpr, SMOOTH: tl.constexpr, FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr,
+    SPAN: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr,
+    V_FORMAT: tl.constexpr, GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """A block of K or of V. Grid: scratch rows / ALIGN, heads, 2.
+
+    From the last block to the first, and K before V: what the statistics read last may still be in the L2.
+    """
+    num_heads = tl.num_programs(1)
+    block, head = tl.num_programs(0) - 1 - tl.program_id(0), num_heads - 1 - tl.program_id(1)
+    if tl.program_id(2) == 0:
+        quantise_tokens(
+            k, seqs, smoothing, k_out, 0.0, block, head, num_heads,
+            RAGGED, "sequence" if SMOOTH else "none", False, 1, FORMAT, FORMAT_MAX, False,
+            SPAN, GROUPS, RUN, HEAD_DIM, BLOCK_B,
+        )  # fmt: skip
+    else:
+        quantise_values(
+            v, seqs, v_descale_ptr, v_out_ptr, k_out.rows, block, head, num_heads,
+            RAGGED, V_FORMAT, GATHER, LANES, WIDTH, HEAD_DIM, BLOCK_B,
+        )  # fmt: skip
 
 
 @triton.jit
