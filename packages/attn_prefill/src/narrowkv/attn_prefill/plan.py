@@ -29,8 +29,8 @@ from narrowkv.quant.errors import (
     check_shape,
 )
 from narrowkv.quant.formats import get_format
-from narrowkv.quant.launch import active_target
-from narrowkv.quant.launch.gluon import has_gluon, is_compiled
+from narrowkv.quant.launch import active_target, is_compiled
+from narrowkv.quant.launch.gluon import has_gluon
 from narrowkv.quant.targets import Target
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)

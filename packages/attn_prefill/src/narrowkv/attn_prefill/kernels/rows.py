@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import sequence_length, store_partial
+from narrowkv.quant.device import settle_stores
 
 
 class Queries(NamedTuple):
@@ -243,14 +244,16 @@ def weigh_values(p, correction, factor, unit):
 
 @triton.jit
 def merge_splits(workspace, acc, m, l, unit, split, num_splits, stride, row_mask,
-                 BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+                 SETTLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Leaves a split's partial result; for the last split to arrive, returns True and all of them merged.
 
-    Slots of the splits are `unit + i * stride`; `unit` also numbers the tile's arrival counter.
+    Slots of the splits are `unit + i * stride`; `unit` also numbers the tile's arrival counter. SETTLE: see
+    `settle_stores`.
     """
     r, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     store_partial(workspace, (unit + split * stride).to(tl.int64), acc, m, l, row_mask, BLOCK_M, BLOCK_D)
     # Every thread's stores are done before the one thread that counts announces them.
+    unit = settle_stores(unit, SETTLE)
     tl.debug_barrier()
     last = tl.atomic_add(workspace.arrived + unit, 1, sem="acq_rel") == num_splits - 1
     if last:
