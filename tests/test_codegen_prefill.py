@@ -229,8 +229,8 @@ def test_the_share_of_matrix_instructions_in_the_hot_loop_is_what_the_structure_
 def test_partial_results_are_in_memory_before_they_are_announced(target: str) -> None:
     """A barrier does not wait for stores, and the wave that counts waits for its own only."""
     q, cache, table, starts = PrefillWorkload(q_lens=(30,), lens=(2000,), gqa_ratio=12, head_dim=128).build()
-    plan = plan_prefill(q, cache, table, starts, num_splits=3)
     with compile_for(target) as artifacts:
+        plan = plan_prefill(q, cache, table, starts, num_splits=3)
         batch_prefill(q, cache, table, starts, plan=plan)
     lines = [line.strip() for line in artifacts[-1].assembly.splitlines()]
     counts = next(i for i, line in enumerate(lines) if line.startswith("global_atomic_add"))
