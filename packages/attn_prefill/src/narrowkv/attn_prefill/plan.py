@@ -82,10 +82,13 @@ class PrefillPlan:
         c = self.config
         if self.decode is not None:
             return f"paged_decode, because {c.why}: {self.decode.explain()}"
+        warps = f"{c.options.num_warps} warps"
+        if c.otherwise is not None:
+            warps = "two warpgroups that attend and a warp that copies"
         splits = "" if c.num_splits == 1 else f", the keys of each shared by {c.num_splits} programs"
         return (
             f"{self.target.name}: {c.kernel}, because {c.why}; tiles of {c.block_m} rows x {c.block_n} keys, "
-            f"{c.options.num_warps} warps, {c.options.num_stages} stages{splits}"
+            f"{warps}, {c.options.num_stages} stages{splits}"
         )
 
 
