@@ -77,6 +77,19 @@ class PrefillPlan:
     exponent: str | None = None
     arrivals: Arrivals | None = field(repr=False, default=None)
 
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        target: Target,
+        shape: PrefillShape,
+        config: PrefillConfig,
+    ) -> PrefillPlan:
+        """A plan for queries and a cache like these, without its memory."""
+        formats = (cache.format.k, cache.format.v, cache.k_granularity, cache.v_granularity)
+        return cls(target, shape, q.dtype, *formats, config, q.device)
+
     def explain(self) -> str:
         """Why this configuration: one line for a person."""
         c = self.config
@@ -226,17 +239,7 @@ def plan_prefill(
     )
     if num_splits is not None:
         config = with_splits(config, num_splits)
-    plan = PrefillPlan(
-        target,
-        shape,
-        q.dtype,
-        cache.format.k,
-        cache.format.v,
-        cache.k_granularity,
-        cache.v_granularity,
-        config,
-        q.device,
-    )
+    plan = PrefillPlan.of(q, cache, target, shape, config)
     if config.kernel == "decode":
         return replace(plan, decode=plan_decode(q, cache, page_table, max_seq_len=max_seq_len))
     if config.kernel == "dense":
@@ -309,16 +312,8 @@ def plan_append(
     )
     if num_splits is not None:
         config = with_splits(config, num_splits)
-    plan = PrefillPlan(
-        target,
-        shape,
-        q.dtype,
-        cache.format.k,
-        cache.format.v,
-        cache.k_granularity,
-        cache.v_granularity,
-        config,
-        q.device,
+    plan = replace(
+        PrefillPlan.of(q, cache, target, shape, config),
         workspace=allocate_workspace(shape, config, q.device),
         exponent=exponent,
     )
