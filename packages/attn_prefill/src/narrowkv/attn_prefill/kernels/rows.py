@@ -11,6 +11,7 @@ import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import sequence_length, store_partial
 from narrowkv.quant.device import settle_stores
+from narrowkv.quant.softmax import softmax_step as unscaled_step
 
 
 class Queries(NamedTuple):
@@ -223,15 +224,13 @@ def softmax_step(s, m, l, scale, FOLDED: tl.constexpr):
     """
     if FOLDED:
         m_new = tl.maximum(m, tl.max(s, 1) * scale)
-    else:
-        m_new = tl.maximum(m, tl.max(s, 1))
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    if FOLDED:
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(s * scale[:, None] - m_safe[:, None])
+        correction = tl.exp2(m - m_safe)
+        l = l * correction + tl.sum(p, 1)
     else:
-        p = tl.exp2(s - m_safe[:, None])
-    correction = tl.exp2(m - m_safe)
-    return p, correction, m_new, l * correction + tl.sum(p, 1)
+        p, m_new, l, correction = unscaled_step(s, m, l)
+    return p, correction, m_new, l
 
 
 @triton.jit
