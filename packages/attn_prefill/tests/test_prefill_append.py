@@ -10,14 +10,19 @@ import pytest
 import torch
 
 from narrowkv.attn_prefill import plan_append, plan_prefill, prefill_append, prefill_append_reference
+from narrowkv.attn_prefill.plan import can_pipeline
 from narrowkv.attn_prefill.workloads import AppendWorkload
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.quant.errors import UnsupportedError
 from narrowkv.quant.launch import run_as
+from narrowkv.quant.targets import device_target
 
 W = AppendWorkload
 K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
-either_kernel = pytest.mark.parametrize("kernel", ["staged", "paged"])
+# "pipelined" is written for Hopper alone.
+either_kernel = pytest.mark.parametrize(
+    "kernel", ["staged", "paged", pytest.param("pipelined", marks=pytest.mark.gpu)]
+)
 
 
 def slow(*values: Any) -> list[Any]:
@@ -55,6 +60,8 @@ def _check(
 ) -> PagedKVCache:
     """Compares o and lse with the reference, and every byte of the cache, old ones and unused ones too."""
     q, k_new, v_new, cache, table, starts, rope = workload.build_append(device)
+    if kernel == "pipelined" and not can_pipeline(device_target(q.device), q, cache):
+        pytest.skip("not for this GPU, head_dim or descale")
     made = plan_append(
         q, cache, table, starts, kernel=kernel, fp8_compute=options.get("fp8_compute", False), **(plan or {})
     )
@@ -159,9 +166,11 @@ def test_the_code_paths_of_amd_targets_when_interpreted(target: str) -> None:
 
 
 def test_nan_of_a_new_token_reaches_only_the_rows_that_attend_to_it(device: str) -> None:
-    for kernel in ("staged", "paged"):
+    for kernel in ("staged", "paged", "pipelined"):
         for which in (1, 2):
             q, k_new, v_new, cache, table, starts, _ = W(lens=(20,), q_lens=(20,)).build_append(device)
+            if kernel == "pipelined" and not can_pipeline(device_target(q.device), q, cache):
+                continue
             (k_new, v_new)[which - 1][7, 1, 3] = math.nan
             plan = plan_append(q, cache, table, starts, kernel=kernel)
             o = prefill_append(q, k_new, v_new, cache, table, starts, plan=plan)
@@ -176,6 +185,8 @@ def test_nan_of_a_new_token_reaches_only_the_rows_that_attend_to_it(device: str)
 def test_tokens_without_a_page_are_not_stored(kernel: str, device: str) -> None:
     workload = W(lens=(20, 3), q_lens=(25, 5))
     q, k_new, v_new, cache, table, starts, _ = workload.build_append(device)
+    if kernel == "pipelined" and not can_pipeline(device_target(q.device), q, cache):
+        pytest.skip("not for this GPU")
     short = PageTable.from_block_table(table.page_ids[:, :2].contiguous(), table.seq_lens, page_size=16)
     short.page_ids[1, 0] = cache.num_pages
     wanted = _copy(cache)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from narrowkv.quant.accuracy import compare
+from narrowkv.quant.launch.gluon import has_gluon
 from narrowkv.quant.targets import device_target, get_target
 from narrowkv.sparse_fp8 import (
     DSV4Rows,
@@ -22,7 +23,7 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_reference,
 )
 from narrowkv.sparse_fp8.arguments import suits_hopper
-from narrowkv.sparse_fp8.config import choose_config, has_gluon
+from narrowkv.sparse_fp8.config import choose_config
 from narrowkv.sparse_fp8.workloads import SparseWorkload
 
 W = SparseWorkload

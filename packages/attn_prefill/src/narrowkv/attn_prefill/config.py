@@ -10,8 +10,8 @@ from narrowkv.quant.launch import LaunchOptions
 from narrowkv.quant.targets import Target
 
 KERNELS = ("dense", "fused", "decode")
-APPEND_KERNELS = ("staged", "paged")
-SCRATCH_BLOCK = 64  # keys that one program widens; sequences begin at multiples of it
+APPEND_KERNELS = ("pipelined", "staged", "paged")
+SCRATCH_BLOCK = 64  # of widened keys: sequences begin at multiples of it
 _TRITON_FP8 = {"fp8_e4m3fn": "float8e4nv", "fp8_e4m3fnuz": "float8e4b8"}
 
 
@@ -49,14 +49,10 @@ class PrefillShape:
         ragged = (self.num_tokens * self.gqa_ratio + self.batch * (block_m - 1)) // block_m
         return min(ragged, self.batch * -(-self.max_q_len * self.gqa_ratio // block_m))
 
-    @property
-    def scratch_rows(self) -> int:
+    def scratch_rows(self, block: int) -> int:
         """Rows of scratch for every sequence's keys in whole blocks."""
-        blocks = min(
-            self.kv_tokens // SCRATCH_BLOCK + self.batch,
-            self.batch * -(-self.max_seq_len // SCRATCH_BLOCK),
-        )
-        return max(blocks, 1) * SCRATCH_BLOCK
+        blocks = min(self.kv_tokens // block + self.batch, self.batch * -(-self.max_seq_len // block))
+        return max(blocks, 1) * block
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,7 @@ class PrefillConfig:
 
     Attributes:
         kernel: "dense" (widen once, then attend), "fused" (widen in the loop) or "decode"; of an append
-            "staged" (as dense, in one launch) or "paged" (as fused).
+            "pipelined" (as dense), "staged" (the same in one launch) or "paged" (as fused).
         why: the reason, for people.
         block_m, block_n: rows and keys of a tile.
         own_n: of an append that is not staged: keys of the chunk itself that are taken at a time.
@@ -73,6 +69,9 @@ class PrefillConfig:
         fp8: the FP8 format of the matrix unit when Q is FP8, else None.
         tma: keys of the scratch come by tensor descriptor.
         overlap: P @ V of a key tile runs during the softmax of the next one.
+        scratch_block: widened keys of a sequence begin at multiples of it.
+        otherwise: where `kernels/pipelined.py` attends, what does when the softmax is capped, the scale not
+            positive or queries to be rotated; None where a plain kernel attends anyway.
         options: compiler options of the attention kernel.
     """
 
@@ -85,6 +84,8 @@ class PrefillConfig:
     fp8: str | None = None
     tma: bool = False
     overlap: bool = False
+    scratch_block: int = SCRATCH_BLOCK
+    otherwise: PrefillConfig | None = None
     options: LaunchOptions = field(default_factory=LaunchOptions)
 
 
@@ -134,6 +135,7 @@ def choose_config(
     q_fp8: str | None,
     scratch_fits: bool,
     can_decode: bool,
+    can_pipeline: bool = False,
     kernel: str | None = None,
 ) -> PrefillConfig:
     """The shipped configuration.
@@ -145,6 +147,7 @@ def choose_config(
         q_fp8: the format of an FP8 query, or None for a 16-bit one.
         scratch_fits: whether widened keys fit the allowed memory.
         can_decode: whether every sequence is known to have one query token.
+        can_pipeline: whether `kernels/pipelined.py` takes the formats and runs here.
         kernel: forces "dense", "fused" or "decode".
 
     Raises:
@@ -177,7 +180,8 @@ def choose_config(
         return PrefillConfig("decode", why)
     wide = shape.head_dim > 128
     if chosen == "dense":
-        return _dense_config(target, shape, block_m, why, wide)
+        plain = _dense_config(target, shape, block_m, why, wide)
+        return _pipelined_config(target, shape, plain) if can_pipeline and block_m == 64 else plain
     return _fused_config(target, shape, block_m, why, wide)
 
 
@@ -203,15 +207,20 @@ def _choose_kernel(
     return "fused", f"each key tile serves {tiles} tiles of rows only, so it is widened in the loop"
 
 
-def _splits(target: Target, programs: int, key_tiles: int) -> int:
+def units_of(target: Target) -> int:
+    """Compute units of the target; two where they are not known."""
+    return target.figures.units if target.figures is not None else 2
+
+
+def _splits(target: Target, programs: int, key_tiles: int, resident: int = 2) -> int:
     """Programs that share a tile's keys: how many finish first.
 
     In units of a key tile's time, a program's start and its partial result cost 8, and whoever merges 1.5 for
-    each. H200, 96/8 heads: 16 new over 4k at 1, 5, 11 splits 59, 31, 36 us; 128 over 32k at 1, 4, 11 splits
-    540, 469, 501 us; 128 over 4k at 1 and 4 splits 82 and 85 us.
+    each. `resident` programs share a unit: two by shared memory on sm90, by registers on CDNA. H200, 96/8
+    heads: 16 new over 4k at 1, 5, 11 splits 59, 31, 36 us; 128 over 32k at 1, 4, 11 splits 540, 469, 501 us;
+    128 over 4k at 1 and 4 splits 82 and 85 us.
     """
-    units = target.figures.units if target.figures is not None else 2
-    slots = 2 * units  # by shared memory on sm90, by registers on CDNA
+    slots = resident * units_of(target)
 
     def cost(splits: int) -> float:
         waves = -(-programs * splits // slots)
@@ -245,13 +254,24 @@ def _dense_config(target: Target, shape: PrefillShape, block_m: int, why: str, w
     )  # fmt: skip
 
 
+def _pipelined_config(target: Target, shape: PrefillShape, plain: PrefillConfig) -> PrefillConfig:
+    """Two warpgroups of 64 rows, and one that copies tiles of 128 keys in two stages."""
+    block_m, block_n = 128, 128
+    programs = shape.row_tiles(block_m) * shape.num_kv_heads
+    splits = _splits(target, programs, -(-shape.max_seq_len // block_n), resident=1)
+    return replace(
+        plain,
+        block_m=block_m,
+        block_n=block_n,
+        num_splits=splits,
+        overlap=True,
+        scratch_block=block_n,
+        otherwise=replace(plain, scratch_block=block_n),
+        options=LaunchOptions(num_warps=4, num_stages=2),
+    )
+
+
 def _fused_config(target: Target, shape: PrefillShape, block_m: int, why: str, wide: bool) -> PrefillConfig:
-    if target.is_nvidia:
-        # On sm90 under Triton 3.6 some calls were wrong (relative L1 up to 0.9), for a reason not yet found.
-        raise UnsupportedError(
-            f"reading the cache in the loop of attention is not shipped for NVIDIA, got {target.name} "
-            f"({why}): plan with scratch for widened keys (kernel='dense', or 'staged' for an append)"
-        )
     if target.is_amd:
         # Smaller tiles of rows spill scalar registers, as do 32 keys a tile next to the merge of splits.
         block_m = 64
@@ -285,9 +305,16 @@ def _fp8_config(
     wide = shape.head_dim > 128
     block_m = block_m_for(shape)
     base = _fused_config(target, shape, block_m, "FP8 matrix units take the cache as it is", wide)
-    # The FP8 matrix instructions sum over 32 keys and more; 64 spill on CDNA.
     options = replace(base.options, num_warps=8) if target.is_amd else base.options  # 4 spill scalars
-    return replace(base, block_n=32, fp8=unit, options=options)
+    return replace(base, block_n=_fp8_block_n(target), fp8=unit, options=options)
+
+
+def _fp8_block_n(target: Target) -> int:
+    """Keys of a tile for FP8 matrix instructions, which sum over 32 keys and more; 64 spill on CDNA.
+
+    On sm90 under Triton 3.6 a product 32 columns wide next to a wider one comes out wrong (relative L1 0.9).
+    """
+    return 64 if target.is_nvidia else 32
 
 
 def choose_append_config(
@@ -298,15 +325,16 @@ def choose_append_config(
     *,
     fp8_compute: bool,
     scratch_fits: bool,
+    can_pipeline: bool = False,
     kernel: str | None = None,
 ) -> PrefillConfig:
     """The shipped configuration of `prefill_append`.
 
     Args:
-        target, shape, formats, scratch_fits: as for `choose_config`.
+        target, shape, formats, scratch_fits, can_pipeline: as for `choose_config`.
         q_format: of the query and of the new tokens.
         fp8_compute: old tokens go to the FP8 matrix unit as they are stored.
-        kernel: forces "staged" or "paged".
+        kernel: forces "pipelined", "staged" or "paged".
 
     Raises:
         UnsupportedError: for formats or a forced kernel that cannot serve the call, and why.
@@ -324,13 +352,13 @@ def choose_append_config(
                 "fp8_compute needs K and V in one FP8 format, "
                 f"got k={formats[0]}, v={formats[1]}; without it any cache works"
             )
-        if kernel == "staged":
-            raise UnsupportedError("fp8_compute has kernel='paged' only, got 'staged'")
+        if kernel not in (None, "paged"):
+            raise UnsupportedError(f"fp8_compute has kernel='paged' only, got {kernel!r}")
         unit = fp8_unit(target, formats[0])
         block_m = block_m_for(shape)
         base = _fused_config(target, shape, block_m, "FP8 matrix units take the old tokens as they are", wide)
         options = replace(base.options, num_warps=8) if target.is_amd else base.options  # 4 spill
-        return replace(base, kernel="paged", block_n=32, fp8=unit, options=options)
+        return replace(base, kernel="paged", block_n=_fp8_block_n(target), fp8=unit, options=options)
     block_m = block_m_for(shape)
     tiles = -(-shape.num_tokens * shape.gqa_ratio // (block_m * max(shape.batch, 1)))
     exact = formats[0] not in ("bf16", "fp16") or formats[0] == q_format
@@ -345,14 +373,19 @@ def choose_append_config(
         if target.is_amd
         else ""
     )
-    if kernel == "staged" and lacks:
-        raise UnsupportedError(f"kernel='staged' needs {lacks}; kernel='paged' works")
-    if kernel == "staged" or (
+    if kernel == "pipelined" and not can_pipeline:
+        lacks = lacks or f"Hopper, head_dim 64 or 128 and one descale for many keys, got {target.name}"
+    if kernel in ("pipelined", "staged") and lacks:
+        raise UnsupportedError(f"kernel={kernel!r} needs {lacks}; kernel='paged' works")
+    if kernel in ("pipelined", "staged") or (
         kernel is None and not lacks and (target.is_nvidia or tiles >= (2 if target.name == "cpu" else 8))
     ):
         why = f"each key tile serves {tiles} tiles of rows, so it is widened once beforehand"
-        base = _dense_config(target, shape, block_m, why, wide)
-        return replace(base, kernel="staged")
+        staged = replace(_dense_config(target, shape, block_m, why, wide), kernel="staged")
+        # H200: two launches that each suit their work beat the one that must suit both.
+        if kernel == "pipelined" or (kernel is None and can_pipeline and block_m == 64):
+            return replace(_pipelined_config(target, shape, staged), kernel="pipelined", otherwise=staged)
+        return staged
     base = _fused_config(target, shape, block_m, "old tokens are widened in the loop", wide)
     # Two loops share the registers: 32 keys spill on gfx942.
     return replace(base, kernel="paged", block_n=16 if target.is_amd else base.block_n)

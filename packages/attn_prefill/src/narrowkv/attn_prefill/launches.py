@@ -11,10 +11,11 @@ import triton.language as tl
 from narrowkv.attn_decode.arguments import descale_pointers, packed_route, side_of, table_pointers
 from narrowkv.attn_decode.config import parts_of
 from narrowkv.attn_decode.kernels import Workspace
-from narrowkv.attn_prefill.config import SCRATCH_BLOCK, fp8_route, triton_fp8
-from narrowkv.attn_prefill.kernels.append import NewCache, _prefill_append_kernel
-from narrowkv.attn_prefill.kernels.dense import _dense_prefill_kernel, _widen_kernel
+from narrowkv.attn_prefill.config import PrefillConfig, fp8_route, triton_fp8, units_of
+from narrowkv.attn_prefill.kernels.append import _prefill_append_kernel
+from narrowkv.attn_prefill.kernels.dense import Scratch, _dense_prefill_kernel, _widen_kernel
 from narrowkv.attn_prefill.kernels.fused import _fused_prefill_kernel
+from narrowkv.attn_prefill.kernels.produce import _produce_kernel
 from narrowkv.attn_prefill.kernels.rows import Outputs, Queries
 from narrowkv.attn_prefill.plan import PrefillPlan, append_blocks, per_key
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
@@ -26,10 +27,11 @@ from narrowkv.paged_cache.append import (
     storage_constants,
 )
 from narrowkv.quant.device import widen_route, widening_exponent
-from narrowkv.quant.launch import LaunchOptions, launch
+from narrowkv.quant.launch import LaunchOptions, is_compiled, launch
 
 _LOG2E = math.log2(math.e)
 _TRITON_16_BIT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_QUANTISED_TOKENS = 16  # new tokens of a head that one program of a pipelined append quantises
 # P is at most one; in FP8 it is brought near the largest number that each format has.
 _P_SCALE = {"fp8_e4m3fn": 256.0, "fp8_e4m3fnuz": 128.0}
 
@@ -104,6 +106,15 @@ class PrefillCall:
         ]
         return k.pointers, v.pointers, constants, powers[0], powers[1]
 
+    def acc_parts(self, v_parts: int) -> int:
+        """In how many parts V is multiplied.
+
+        On sm90 under Triton 3.6 a product 32 columns wide next to a wider one comes out wrong (relative L1
+        0.2 to 0.6).
+        """
+        narrow = self.constants["BLOCK_D"] < 64 * v_parts
+        return 1 if narrow and self.plan.target.is_nvidia else v_parts
+
     def scales(self, k_power: int, v_power: int) -> tuple[float, float, bool]:
         """Scale of the logits, scale of the output, and whether the first can be folded into the softmax."""
         base = 1.0 if self.soft_cap > 0 else _LOG2E
@@ -111,9 +122,9 @@ class PrefillCall:
         folded = qk_scale > 0 and self.soft_cap == 0 and not per_key(self.cache)[0]
         return qk_scale, self.v_factor * 2.0**v_power, folded
 
-    def options(self, queries: Queries, outputs: Outputs, folded: bool) -> dict[str, Any]:
-        """Constants that both kernels share."""
-        config = self.plan.config
+    def options(self, outputs: Outputs, folded: bool, config: PrefillConfig | None = None) -> dict[str, Any]:
+        """Constants that all kernels share."""
+        config = config or self.plan.config
         return {
             **self.constants,
             **self.mask,
@@ -124,12 +135,13 @@ class PrefillCall:
             "WRITE_LSE": outputs.lse is not None,
             "FOLDED": folded,
             "SPLIT": config.num_splits > 1,
+            "SETTLE": self.plan.target.is_amd and is_compiled(self.cache.k),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
         }
 
-    def _grid(self) -> tuple[int, int, int]:
-        shape, config = self.plan.shape, self.plan.config
+    def _grid(self, config: PrefillConfig | None = None) -> tuple[int, int, int]:
+        shape, config = self.plan.shape, config or self.plan.config
         return shape.row_tiles(config.block_m) * shape.num_kv_heads, 1, config.num_splits
 
     def _workspace(self) -> Workspace:
@@ -158,7 +170,7 @@ class PrefillCall:
             ),
             {
                 **cache_constants,
-                **self.options(queries, outputs, folded),
+                **self.options(outputs, folded),
                 **self.batch_constants,
                 "COMPUTE": compute,
                 "SCALE_Q": half and plan.q_dtype == torch.bfloat16,
@@ -166,6 +178,7 @@ class PrefillCall:
                 "FP8": None if config.fp8 is None else getattr(tl, triton_fp8(config.fp8)),
                 "CLEAN": self.cache.negative_zero_free,
                 "P_SCALE": p_scale,
+                "ACC_PARTS": self.acc_parts(cache_constants["V_PARTS"]),
                 "HAS_Q_DESCALE": queries.descale is not None,
             },
             config.options,
@@ -176,13 +189,16 @@ class PrefillCall:
         plan, config, scratch = self.plan, self.plan.config, self.plan.scratch
         if scratch is None or plan.schedule is None:
             raise ValueError("plan must hold scratch for kernel 'dense', got none")
-        k_dtype = scratch.k.dtype
         k, v, cache_constants, k_power, v_power = self.cache_arguments(tl.float16)
         qk_scale, out_scale, folded = self.scales(k_power, v_power)
-        num_blocks, num_tiles = scratch.rows // SCRATCH_BLOCK, self._grid()[0] // plan.shape.num_kv_heads
+        pipelined = config.otherwise is not None and folded
+        if config.otherwise is not None and not folded:
+            config = config.otherwise
+        num_blocks = scratch.rows // config.scratch_block
+        num_tiles = plan.shape.row_tiles(config.block_m)
         block_b = self.batch_constants["BLOCK_B"]
         block_i = max(1, min(32, 8192 // block_b))
-        options = self.options(queries, outputs, folded)
+        options = self.options(outputs, folded, config)
         widen_constants = {
             name: options[name] for name in ("NUM_KV_HEADS", "GQA_RATIO", "HEAD_DIM", "PAGE_SIZE", "RAGGED")
         }
@@ -196,23 +212,32 @@ class PrefillCall:
             {
                 **widen_constants,
                 **cache_constants,
-                "K_TYPE": _TRITON_16_BIT[k_dtype],
+                "K_TYPE": _TRITON_16_BIT[scratch.k.dtype],
                 "CAUSAL": self.mask["WINDOW_RIGHT"] >= 0,
                 "BLOCK_M": config.block_m,
                 "BLOCK_D": options["BLOCK_D"],
-                "BLOCK_N": SCRATCH_BLOCK,
+                "BLOCK_N": config.scratch_block,
                 "BLOCK_B": block_b,
                 "BLOCK_I": block_i,
             },
-            LaunchOptions(num_warps=4, num_stages=1),
+            LaunchOptions(num_warps=config.scratch_block // 16, num_stages=1),
         )  # fmt: skip
         for name in ("PAGE_SIZE", "RAGGED"):
             del options[name]
+        attend = self._pipelined if pipelined else self._plain
+        attend(queries, outputs, config, scratch, options, qk_scale, out_scale)
+
+    def _plain(
+        self, queries: Queries, outputs: Outputs, config: PrefillConfig, scratch: Scratch,
+        options: dict[str, Any], qk_scale: float, out_scale: float,
+    ) -> None:  # fmt: skip
+        """Attends to the scratch, in plain Triton."""
+        plan, k_dtype = self.plan, scratch.k.dtype
         launch(
             _dense_prefill_kernel,
-            self._grid(),
+            self._grid(config),
             (
-                queries, outputs, scratch, *self._descriptors(), self.k_descale, self.v_descale,
+                queries, outputs, scratch, *self._descriptors(config), self.k_descale, self.v_descale,
                 plan.schedule, self._workspace(), qk_scale, out_scale, self.soft_cap, config.num_splits,
             ),
             {
@@ -224,14 +249,44 @@ class PrefillCall:
                 "TMA": config.tma,
                 "OVERLAP": config.overlap,
                 "BRANCH": not plan.target.is_amd,
-                "BLOCK_S": SCRATCH_BLOCK,
+                "BLOCK_S": config.scratch_block,
             },
             config.options,
         )  # fmt: skip
 
-    def _descriptors(self) -> tuple[Any, Any]:
+    def _pipelined(
+        self, queries: Queries, outputs: Outputs, config: PrefillConfig, scratch: Scratch,
+        options: dict[str, Any], qk_scale: float, out_scale: float,
+    ) -> None:  # fmt: skip
+        """Attends to the scratch, in Hopper's own kernel: as many programs as the device has units."""
+        from narrowkv.attn_prefill.kernels.pipelined import _pipelined_prefill_kernel, key_descriptor
+
+        shape = self.plan.shape
+        tiles = shape.row_tiles(config.block_m)
+        items = tiles * shape.num_kv_heads * config.num_splits
+        for name in ("BLOCK_D", "HAS_SOFT_CAP", "FOLDED", "SETTLE"):
+            del options[name]
+        launch(
+            _pipelined_prefill_kernel,
+            (min(items, units_of(self.plan.target)),),
+            (
+                queries, outputs, scratch.k_unit, scratch.v_unit, key_descriptor(scratch.k, config.block_n),
+                key_descriptor(scratch.v, config.block_n), self.k_descale, self.v_descale,
+                self.plan.schedule, self._workspace(), qk_scale, out_scale, items, tiles,
+                config.num_splits, scratch.rows,
+            ),
+            {
+                **options,
+                "K_IN_UNITS": scratch.k_unit is not None,
+                "V_IN_UNITS": scratch.v_unit is not None,
+                "STAGES": config.options.num_stages,
+            },
+            config.options,
+        )  # fmt: skip
+
+    def _descriptors(self, config: PrefillConfig) -> tuple[Any, Any]:
         """Tensor descriptors of the scratch, for targets that load by them."""
-        config, scratch = self.plan.config, self.plan.scratch
+        scratch = self.plan.scratch
         if not config.tma or scratch is None:
             return None, None
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -251,40 +306,76 @@ class PrefillCall:
         rope: Rope | None,
         page_table: PageTable,
     ) -> None:
-        """One launch: some programs quantise and store the new tokens, the others attend."""
+        """One launch: some programs quantise and store the new tokens, the others attend. Pipelined, two."""
         plan, config, cache = self.plan, self.plan.config, self.cache
         assert plan.exponent is not None  # of a plan that appends
-        staged = config.kernel == "staged"
+        folded = self.soft_cap == 0 and self.scale > 0 and not per_key(cache)[0]
+        pipelined = config.otherwise is not None and folded and rope is None
+        if config.otherwise is not None and not pipelined:
+            config = config.otherwise
+        staged = config.kernel != "paged"
         half = "bf16" not in (plan.k_format, plan.v_format)
         compute = tl.float16 if half else tl.bfloat16
         k, v, cache_constants, k_power, v_power = self.cache_arguments(tl.float16 if staged else compute)
         p_scale = 1.0 if config.fp8 is None else _P_SCALE[config.fp8]
-        k_store, v_store, k_store_descale, v_store_descale = cache_pointers(cache)
-        num_blocks = append_blocks(plan.shape, staged=staged)
+        num_blocks = append_blocks(plan.shape, config.scratch_block, staged=staged)
         num_tiles = plan.shape.row_tiles(config.block_m)
-        folded = self.soft_cap == 0 and self.scale > 0 and not per_key(cache)[0]
-        options = self.options(queries, outputs, folded)
+        options = self.options(outputs, folded, config)
+        new = (
+            queries, new_tokens(k_new), new_tokens(v_new), rope_pointers(rope), *cache_pointers(cache),
+            page_table.page_ids.shape[1], cache.num_pages,
+        )  # fmt: skip
+        old = k, v, self.k_descale, self.v_descale, self.table, plan.scratch
+        logit_scale = self.scale * (1.0 if self.soft_cap > 0 else _LOG2E)
+        k_scale, v_scale = self.k_factor * 2.0**k_power, self.v_factor * 2.0**v_power / p_scale
+        storage = {
+            **cache_constants,
+            **storage_constants(cache, plan.exponent),
+            **rope_constants(rope),
+        }
+        if pipelined:
+            assert plan.scratch is not None
+            assert plan.schedule is not None
+            block_b = self.batch_constants["BLOCK_B"]
+            block_i = max(1, min(32, 8192 // block_b))
+            num_groups = append_blocks(plan.shape, _QUANTISED_TOKENS, staged=False)
+            names = ("NUM_KV_HEADS", "GQA_RATIO", "HEAD_DIM", "PAGE_SIZE", "BLOCK_M", "BLOCK_D")
+            launch(
+                _produce_kernel,
+                ((num_groups + num_blocks) * plan.shape.num_kv_heads + -(-num_tiles // block_i),),
+                (
+                    *new, *old, plan.schedule, k_scale, v_scale, plan.shape.batch, num_groups, num_blocks,
+                    num_tiles,
+                ),
+                {
+                    **{name: options[name] for name in names},
+                    **storage,
+                    "BLOCK_B": block_b,
+                    "BLOCK_I": block_i,
+                    "BLOCK_S": config.scratch_block,
+                    "BLOCK_T": _QUANTISED_TOKENS,
+                },
+                LaunchOptions(num_warps=config.scratch_block // 16, num_stages=1),
+            )  # fmt: skip
+            for name in ("PAGE_SIZE", "RAGGED"):
+                del options[name]
+            # The scales of old keys are among their blocks' factors.
+            options |= {"K_DESCALE": "scalar", "V_DESCALE": "scalar"}
+            self._pipelined(queries, outputs, config, plan.scratch, options, logit_scale, 1.0)
+            return
         for name in ("RAGGED", "WINDOW_RIGHT"):
             del options[name]
         launch(
             _prefill_append_kernel,
             ((num_blocks + num_tiles * config.num_splits) * plan.shape.num_kv_heads,),
             (
-                queries, outputs, new_tokens(k_new), new_tokens(v_new), rope_pointers(rope),
-                NewCache(
-                    k_store, v_store, k_store_descale, v_store_descale,
-                    page_table.page_ids.shape[1], cache.num_pages,
-                ),
-                k, v, self.k_descale, self.v_descale, self.table, plan.scratch, *self._descriptors(),
-                plan.arrivals, self._workspace(), self.scale * (1.0 if self.soft_cap > 0 else _LOG2E),
-                self.k_factor * 2.0**k_power, self.v_factor * 2.0**v_power / p_scale, self.soft_cap,
-                plan.shape.batch, num_blocks, num_tiles, config.num_splits,
+                new[0], outputs, *new[1:], *old, *self._descriptors(config), plan.arrivals,
+                self._workspace(), logit_scale, k_scale, v_scale, self.soft_cap, plan.shape.batch,
+                num_blocks, num_tiles, config.num_splits,
             ),
             {
-                **cache_constants,
                 **options,
-                **storage_constants(cache, plan.exponent),
-                **rope_constants(rope),
+                **storage,
                 **self.batch_constants,
                 "COMPUTE": compute,
                 "SCALE_Q": half and plan.q_dtype == torch.bfloat16,
@@ -292,10 +383,11 @@ class PrefillCall:
                 "FP8": None if config.fp8 is None else getattr(tl, triton_fp8(config.fp8)),
                 "CLEAN": cache.negative_zero_free,
                 "P_SCALE": p_scale,
+                "ACC_PARTS": self.acc_parts(cache_constants["V_PARTS"]),
                 "STAGED": staged,
                 "TMA": config.tma,
                 "OVERLAP": config.overlap,
-                "BLOCK_S": SCRATCH_BLOCK,
+                "BLOCK_S": config.scratch_block,
                 "OWN_N": config.own_n,
             },
             config.options,

@@ -29,7 +29,8 @@ from narrowkv.quant.errors import (
     check_shape,
 )
 from narrowkv.quant.formats import get_format
-from narrowkv.quant.launch import active_target
+from narrowkv.quant.launch import active_target, is_compiled
+from narrowkv.quant.launch.gluon import has_gluon
 from narrowkv.quant.targets import Target
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -52,12 +53,12 @@ class PrefillPlan:
         config: the kernel, its tiles and splits.
         device: where the memory is.
         scratch: widened keys of the dense kernel, else None.
-        schedule: the order of tiles of the dense kernel, else None.
+        schedule: the order of tiles of the dense and the pipelined kernel, else None.
         workspace: partial results of splits, else None.
         decode: the plan of `paged_decode` where that serves, else None.
         exponent: of `plan_append`: how FP4 scales of appended tokens are chosen; None for a plan that does
             not append.
-        arrivals: what a staged append counts, else None.
+        arrivals: what a staged append counts (a pipelined one may fall back to it), else None.
     """
 
     target: Target
@@ -76,15 +77,31 @@ class PrefillPlan:
     exponent: str | None = None
     arrivals: Arrivals | None = field(repr=False, default=None)
 
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        target: Target,
+        shape: PrefillShape,
+        config: PrefillConfig,
+    ) -> PrefillPlan:
+        """A plan for queries and a cache like these, without its memory."""
+        formats = (cache.format.k, cache.format.v, cache.k_granularity, cache.v_granularity)
+        return cls(target, shape, q.dtype, *formats, config, q.device)
+
     def explain(self) -> str:
         """Why this configuration: one line for a person."""
         c = self.config
         if self.decode is not None:
             return f"paged_decode, because {c.why}: {self.decode.explain()}"
+        warps = f"{c.options.num_warps} warps"
+        if c.otherwise is not None:
+            warps = "two warpgroups that attend and a warp that copies"
         splits = "" if c.num_splits == 1 else f", the keys of each shared by {c.num_splits} programs"
         return (
             f"{self.target.name}: {c.kernel}, because {c.why}; tiles of {c.block_m} rows x {c.block_n} keys, "
-            f"{c.options.num_warps} warps, {c.options.num_stages} stages{splits}"
+            f"{warps}, {c.options.num_stages} stages{splits}"
         )
 
 
@@ -208,7 +225,7 @@ def plan_prefill(
         check_starts(cu_seqlens_q, shape.num_tokens)
         page_table.check_values(cache.num_pages)
     target = active_target(q.device)
-    needed = 4 * shape.scratch_rows * shape.num_kv_heads * shape.head_dim
+    needed = 4 * shape.scratch_rows(SCRATCH_BLOCK) * shape.num_kv_heads * shape.head_dim
     q_format = get_format(q.dtype)
     config = choose_config(
         target,
@@ -217,28 +234,22 @@ def plan_prefill(
         q_fp8=q_format.name if q_format.kind == "fp8" else None,
         scratch_fits=needed <= scratch_limit_bytes,
         can_decode=q_format.kind == "float" and shape.num_tokens == shape.batch and shape.max_q_len == 1,
+        can_pipeline=can_pipeline(target, q, cache),
         kernel=kernel,
     )
     if num_splits is not None:
-        config = replace(config, num_splits=check_positive_int("num_splits", num_splits))
-    plan = PrefillPlan(
-        target,
-        shape,
-        q.dtype,
-        cache.format.k,
-        cache.format.v,
-        cache.k_granularity,
-        cache.v_granularity,
-        config,
-        q.device,
-    )
+        config = with_splits(config, num_splits)
+    plan = PrefillPlan.of(q, cache, target, shape, config)
     if config.kernel == "decode":
         return replace(plan, decode=plan_decode(q, cache, page_table, max_seq_len=max_seq_len))
     if config.kernel == "dense":
+        rows = shape.scratch_rows(config.scratch_block)
         plan = replace(
             plan,
-            scratch=allocate_scratch(shape, shape.scratch_rows, q.dtype, cache, q.device, in_units=False),
-            schedule=allocate_schedule(shape.row_tiles(config.block_m), q.device),
+            scratch=allocate_scratch(
+                shape, rows, config.scratch_block, q.dtype, cache, q.device, in_units=False
+            ),
+            schedule=allocate_schedule(shape, config, q.device),
         )
     return replace(plan, workspace=allocate_workspace(shape, config, q.device))
 
@@ -266,7 +277,7 @@ def plan_append(
         fp8_compute: multiply queries and old tokens on FP8 matrix units.
         exponent: FP4: how a group's scale is chosen; see `narrowkv.paged_cache.append`.
         max_q_len, max_seq_len, max_kv_tokens: bounds as for `plan_prefill`, new tokens included.
-        kernel: forces "staged" or "paged".
+        kernel: forces "pipelined", "staged" or "paged".
         num_splits: forces how many programs share a tile's keys.
         scratch_limit_bytes: the most scratch that the automatic choice may take.
         validate: also look at the values of cu_seqlens_q and of the table, which waits for the device.
@@ -288,7 +299,7 @@ def plan_append(
         check_starts(cu_seqlens_q, shape.num_tokens)
         check_room(page_table, cu_seqlens_q, cache.num_pages)
     target = active_target(q.device)
-    rows = SCRATCH_BLOCK * append_blocks(shape, staged=True)
+    rows = SCRATCH_BLOCK * append_blocks(shape, SCRATCH_BLOCK, staged=True)
     config = choose_append_config(
         target,
         shape,
@@ -296,31 +307,34 @@ def plan_append(
         get_format(q.dtype).name,
         fp8_compute=fp8_compute,
         scratch_fits=4 * rows * shape.num_kv_heads * shape.head_dim <= scratch_limit_bytes,
+        can_pipeline=can_pipeline(target, q, cache),
         kernel=kernel,
     )
     if num_splits is not None:
-        config = replace(config, num_splits=check_positive_int("num_splits", num_splits))
-    plan = PrefillPlan(
-        target,
-        shape,
-        q.dtype,
-        cache.format.k,
-        cache.format.v,
-        cache.k_granularity,
-        cache.v_granularity,
-        config,
-        q.device,
+        config = with_splits(config, num_splits)
+    plan = replace(
+        PrefillPlan.of(q, cache, target, shape, config),
         workspace=allocate_workspace(shape, config, q.device),
         exponent=exponent,
     )
-    if config.kernel != "staged":
+    if config.kernel == "paged":
         return plan
     # Programs leave the counters at zero, so this is done once and not per call.
     ready, left = torch.zeros(
         (2, max(shape.batch * shape.num_kv_heads, 1)), dtype=torch.int32, device=q.device
     )
-    scratch = allocate_scratch(shape, rows, q.dtype, cache, q.device, in_units=True)
-    return replace(plan, scratch=scratch, arrivals=Arrivals(ready, left))
+    rows = config.scratch_block * append_blocks(shape, config.scratch_block, staged=True)
+    scratch = allocate_scratch(shape, rows, SCRATCH_BLOCK, q.dtype, cache, q.device, in_units=True)
+    schedule = allocate_schedule(shape, config, q.device) if config.kernel == "pipelined" else None
+    return replace(plan, scratch=scratch, schedule=schedule, arrivals=Arrivals(ready, left))
+
+
+def with_splits(config: PrefillConfig, num_splits: int) -> PrefillConfig:
+    """The configuration with the caller's number of splits."""
+    config = replace(config, num_splits=check_positive_int("num_splits", num_splits))
+    if config.otherwise is not None:
+        config = replace(config, otherwise=replace(config.otherwise, num_splits=num_splits))
+    return config
 
 
 def append_shape(
@@ -346,11 +360,10 @@ def check_room(page_table: PageTable, cu_seqlens_q: torch.Tensor, num_pages: int
     replace(page_table, seq_lens=lens.to(torch.int32)).check_values(num_pages)
 
 
-def append_blocks(shape: PrefillShape, *, staged: bool) -> int:
-    """A bound of the blocks that producers of an append take in one head: new ones, old ones if staged."""
-    size = SCRATCH_BLOCK
+def append_blocks(shape: PrefillShape, size: int, *, staged: bool) -> int:
+    """A bound of the blocks of `size` keys that an append takes in one head: new ones, old ones if staged."""
     new = min(shape.num_tokens // size + shape.batch, shape.batch * -(-shape.max_q_len // size))
-    return new + shape.scratch_rows // size if staged else new
+    return new + shape.scratch_rows(size) // size if staged else new
 
 
 def per_key(cache: PagedKVCache) -> tuple[bool, bool]:
@@ -367,6 +380,7 @@ def key_type(q_dtype: torch.dtype, k_format: str) -> torch.dtype:
 def allocate_scratch(
     shape: PrefillShape,
     rows: int,
+    block: int,
     q_dtype: torch.dtype,
     cache: PagedKVCache,
     device: torch.device,
@@ -386,24 +400,39 @@ def allocate_scratch(
         v=torch.empty(sizes, dtype=torch.float16, device=device),
         k_factor=numbers(rows, k_per_key),
         v_factor=numbers(rows, v_per_key),
-        k_unit=numbers(rows // SCRATCH_BLOCK, in_units),
-        v_unit=numbers(rows // SCRATCH_BLOCK, in_units or cache.format.v == "bf16"),
+        k_unit=numbers(rows // block, in_units),
+        v_unit=numbers(rows // block, in_units or cache.format.v == "bf16"),
         starts=torch.empty(max(shape.batch, 1), dtype=torch.int32, device=device),
         rows=rows,
     )
 
 
-def allocate_schedule(num_tiles: int, device: torch.device) -> torch.Tensor:
+def can_pipeline(target: Target, q: torch.Tensor, cache: PagedKVCache) -> bool:
+    """Whether `kernels/pipelined.py` serves the call: in Gluon for Hopper, it cannot be interpreted."""
+    return (
+        target.name == "sm90"
+        and is_compiled(q)
+        and has_gluon()
+        and cache.head_dim in (64, 128)
+        and not any(per_key(cache))
+        and key_type(q.dtype, cache.format.k) == q.dtype
+    )
+
+
+def allocate_schedule(shape: PrefillShape, config: PrefillConfig, device: torch.device) -> torch.Tensor:
     """Memory for the order of tiles; see `scheduled_tile`."""
+    num_tiles = max(shape.row_tiles(c.block_m) for c in (config, config.otherwise or config))
     return torch.empty((max(num_tiles, 1), 8), dtype=torch.int32, device=device)
 
 
 def allocate_workspace(shape: PrefillShape, config: PrefillConfig, device: torch.device) -> Workspace | None:
     """Memory for the partial results of splits."""
-    if config.num_splits == 1:
+    configs = [c for c in (config, config.otherwise) if c is not None and c.num_splits > 1]
+    if not configs:
         return None
-    units = shape.row_tiles(config.block_m) * shape.num_kv_heads
-    slots = units * config.num_splits * config.block_m
+    slots = max(shape.row_tiles(c.block_m) * shape.num_kv_heads * c.num_splits * c.block_m for c in configs)
+    # The pipelined kernel counts halves of a tile.
+    units = 2 * max(shape.row_tiles(c.block_m) * shape.num_kv_heads for c in configs)
     block_d = 1 << (shape.head_dim - 1).bit_length()
     return Workspace(
         acc=torch.empty(slots * block_d, dtype=torch.float32, device=device),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from narrowkv.quant.device import BITS, NATIVE, widen_route, widening_exponent
-from narrowkv.quant.launch import LaunchOptions, launch
+from narrowkv.quant.launch import LaunchOptions, is_compiled, launch
 from narrowkv.quant.targets import Target
 from narrowkv.sparse_fp8.arguments import (
     NO_CSR,
@@ -34,11 +34,6 @@ _LOG2E = math.log2(math.e)
 _SPLITS_AT_ONCE = 8
 # Numerators stay below 2**8, well inside float16.
 _SLACK = 8.0
-
-
-def is_compiled(q: torch.Tensor) -> bool:
-    """Whether a launch over q is compiled: the interpreter does not know Gluon."""
-    return q.is_cuda
 
 
 def attend_wide(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from functools import cache
 
 from narrowkv.quant.launch import LaunchOptions
+from narrowkv.quant.launch.gluon import has_gluon
 from narrowkv.quant.targets import Target
 
 __all__ = ["NUM_HEADS", "SparseConfig", "choose_config", "choose_splits"]
@@ -117,18 +116,6 @@ def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
     # columns 14.7, of 128 16.4, of 64 20; FP8 Q 18.7.
     options = LaunchOptions(num_warps=4, num_stages=2)
     return _Tiles(block_h, 64 if kernel == "wide" else 32, options, 64 if fp8_qk else 256)
-
-
-@cache
-def has_gluon() -> bool:
-    """Whether this Triton has what the kernel for Hopper is written in; asked once."""
-    try:
-        hopper = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
-    except ImportError:
-        return False
-    # Gluon came into Triton by steps; what is there decides, not a version.
-    wanted = ("async_copy", "fence_async_shared", "mbarrier", "warpgroup_mma", "warpgroup_mma_wait")
-    return all(hasattr(hopper, name) for name in wanted)
 
 
 def _hopper_pays(target: Target, kernel: str, num_tokens: int, num_heads: int) -> bool:

@@ -22,14 +22,9 @@ from narrowkv.attn_decode.kernels.tiles import (
     write_rows,
     zeros_in_parts,
 )
-from narrowkv.attn_prefill.kernels.dense import (
-    dense_tile,
-    store_block,
-    to_fp16_in_units,
-    widen_block,
-    without_nonfinite,
-)
+from narrowkv.attn_prefill.kernels.dense import dense_tile
 from narrowkv.attn_prefill.kernels.fused import paged_keys, split_rows_fp8
+from narrowkv.attn_prefill.kernels.produce import NewCache, blocks_of, produce_block
 from narrowkv.attn_prefill.kernels.rows import (
     key_range,
     merge_splits,
@@ -40,19 +35,8 @@ from narrowkv.attn_prefill.kernels.rows import (
     tile_of,
     visible_keys,
 )
-from narrowkv.paged_cache.kernels import load_rotated, quantise_rows
+from narrowkv.paged_cache.kernels import load_rotated
 from narrowkv.quant.device import join_parts
-
-
-class NewCache(NamedTuple):
-    """Where new tokens are stored: bytes of K and V, their descales, pages a sequence, pages in all."""
-
-    k: Any
-    v: Any
-    k_descale: Any
-    v_descale: Any
-    max_pages: Any
-    num_pages: Any
 
 
 class Arrivals(NamedTuple):
@@ -60,76 +44,6 @@ class Arrivals(NamedTuple):
 
     ready: Any
     left: Any
-
-
-@triton.jit
-def blocks_of(q, table, batch, PAGE_SIZE: tl.constexpr, STAGED: tl.constexpr, BLOCK_B: tl.constexpr,
-              BLOCK_S: tl.constexpr):  # fmt: skip
-    """Blocks that producers take of each sequence, of them old ones, and the running total, [BLOCK_B]."""
-    seqs = tl.arange(0, BLOCK_B)
-    _, q_len = query_range(q, seqs, seqs < batch)
-    new = tl.cdiv(q_len, BLOCK_S)
-    old = new * 0
-    if STAGED:
-        lens = sequence_length(table, seqs, seqs < batch, PAGE_SIZE, False)
-        # Who has no new tokens attends to nothing.
-        old = tl.where(q_len > 0, tl.cdiv(tl.maximum(lens, 0), BLOCK_S), 0)
-    return old + new, old, tl.cumsum(old + new, 0)
-
-
-@triton.jit
-def produce_new(
-    q, k_new, v_new, rope, store, table, scratch, seq, block, in_new, kv_head, q_start, q_len, old_len,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_MAX: tl.constexpr, V_MAX: tl.constexpr,
-    K_SCALING: tl.constexpr, V_SCALING: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
-    RULE: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
-    STAGED: tl.constexpr, K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """A block of new tokens of one head: into the cache, and into the scratch if keys are staged."""
-    d = tl.arange(0, BLOCK_D)
-    i = in_new * BLOCK_S + tl.arange(0, BLOCK_S)
-    inside = i < q_len
-    tokens = (q_start + i).to(tl.int64)
-    at = tokens * k_new.token + kv_head * k_new.head
-    x = load_rotated(k_new.ptr, at, rope, tokens, inside, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
-    at = tokens * v_new.token + kv_head * v_new.head
-    y = tl.load(
-        v_new.ptr + at[:, None] + d[None, :], mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0
-    )
-    position = old_len + i
-    number = position // PAGE_SIZE
-    # Beyond the table, or in a page beyond the cache, nothing is written.
-    fits = inside & (number < store.max_pages)
-    page = tl.load(table.page_ids + seq * table.row + number, mask=fits, other=-1).to(tl.int64)
-    fits = fits & (page >= 0) & (page < store.num_pages)
-    slot = (position % PAGE_SIZE).to(tl.int64)
-    quantise_rows(
-        x, store.k, store.k_descale, page, slot, kv_head, fits, K_FORMAT, K_SCALING, HEAD_DIM, K_MAX,
-        K_GROUP, RULE, K_VEC, False, BLOCK_S, BLOCK_D,
-    )  # fmt: skip
-    quantise_rows(
-        y.to(tl.float32), store.v, store.v_descale, page, slot, kv_head, fits, V_FORMAT, V_SCALING,
-        HEAD_DIM, V_MAX, V_GROUP, RULE, V_VEC, True, BLOCK_S, BLOCK_D,
-    )  # fmt: skip
-    if STAGED:
-        units = kv_head.to(tl.int64) * (scratch.rows // BLOCK_S) + block
-        factors = kv_head.to(tl.int64) * scratch.rows + block * BLOCK_S + tl.arange(0, BLOCK_S)
-        y, bad = without_nonfinite(y)
-        # Rotated keys are rounded to their own type, as a separate rotation would leave them.
-        x = tl.where(bad[:, None], float("nan"), x).to(k_new.ptr.dtype.element_ty)
-        store_block(scratch.k, x, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_S)
-        unit = 1.0
-        if v_new.ptr.dtype.element_ty == tl.bfloat16:
-            y, unit = to_fp16_in_units(y)
-        store_block(scratch.v, y, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_S)
-        tl.store(scratch.k_unit + units, 1.0)
-        tl.store(scratch.v_unit + units, unit)
-        if K_PER_KEY:
-            tl.store(scratch.k_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32))
-        if V_PER_KEY:
-            tl.store(scratch.v_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32))
 
 
 @triton.jit
@@ -179,19 +93,22 @@ def own_keys(
 
 @triton.jit
 def _prefill_append_kernel(
-    q, out, k_new, v_new, rope, store, k, v, k_descale, v_descale, table, scratch, k_desc, v_desc, arrivals,
+    q, out, k_new, v_new, rope, k_store, v_store, k_store_descale, v_store_descale, max_pages, num_pages,
+    k, v, k_descale, v_descale, table, scratch, k_desc, v_desc, arrivals,
     workspace, scale, k_scale, v_scale, soft_cap, batch, num_blocks, num_tiles, num_splits,
     NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
     K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
+    ACC_PARTS: tl.constexpr,
     K_MAX: tl.constexpr, V_MAX: tl.constexpr, K_SCALING: tl.constexpr, V_SCALING: tl.constexpr,
     K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, RULE: tl.constexpr,
     COMPUTE: tl.constexpr, SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr, FP8: tl.constexpr,
     CLEAN: tl.constexpr, P_SCALE: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr,
-    FOLDED: tl.constexpr, SPLIT: tl.constexpr, STAGED: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    FOLDED: tl.constexpr, SPLIT: tl.constexpr, SETTLE: tl.constexpr, STAGED: tl.constexpr, TMA: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_S: tl.constexpr, OWN_N: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
@@ -201,6 +118,8 @@ def _prefill_append_kernel(
     and values are short of besides their descale tensors. OWN_N: keys of the chunk itself that are taken at
     a time, where they are not staged.
     """
+    # Put together here: Triton 3.6 does not take a tuple in a tuple as an argument if a number in it is one.
+    store = NewCache(k_store, v_store, k_store_descale, v_store_descale, max_pages, num_pages)
     KIND: tl.constexpr = k_new.ptr.dtype.element_ty
     K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
     V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
@@ -211,32 +130,13 @@ def _prefill_append_kernel(
         blocks, old, ends = blocks_of(q, table, batch, PAGE_SIZE, STAGED, BLOCK_B, BLOCK_S)
         if block >= tl.sum(blocks, 0):
             return
-        seqs = tl.arange(0, BLOCK_B)
-        seq = tl.sum((ends <= block).to(tl.int32), 0)
-        in_seq = block - tl.sum(tl.where(seqs < seq, blocks, 0), 0)
-        old_blocks = tl.sum(tl.where(seqs == seq, old, 0), 0)
-        old_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, False)
-        q_start, q_len = query_range(q, seq, seq < batch)
-        if in_seq >= old_blocks:
-            produce_new(
-                q, k_new, v_new, rope, store, table, scratch, seq, block, in_seq - old_blocks, kv_head,
-                q_start, q_len, old_len, HEAD_DIM, PAGE_SIZE, ROTARY_DIM, INTERLEAVED, K_FORMAT, V_FORMAT,
-                K_MAX, V_MAX, K_SCALING, V_SCALING, K_GROUP, V_GROUP, RULE, K_VEC, V_VEC,
-                STAGED, K_PER_KEY, V_PER_KEY, BLOCK_S, BLOCK_D,
-            )  # fmt: skip
-        else:
-            if STAGED:
-                if K_DESCALE == "head":
-                    k_scale *= tl.load(k_descale.ptr + seq * k_descale.major + kv_head * k_descale.head)
-                if V_DESCALE == "head":
-                    v_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
-                # Old keys end where a block ends, so that new ones begin with one.
-                widen_block(
-                    k, v, k_descale, v_descale, table, scratch, seq, block,
-                    (in_seq - old_blocks) * BLOCK_S + old_len, kv_head, old_len, k_scale, v_scale,
-                    HEAD_DIM, PAGE_SIZE, False, True, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT,
-                    K_ROUTE, V_ROUTE, KIND, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, BLOCK_D, BLOCK_S,
-                )  # fmt: skip
+        seq, in_seq = produce_block(
+            q, k_new, v_new, rope, store, k, v, k_descale, v_descale, k_scale, v_scale, table, scratch,
+            old, blocks, ends, block, kv_head, batch, HEAD_DIM, PAGE_SIZE, ROTARY_DIM, INTERLEAVED,
+            K_FORMAT, V_FORMAT, K_MAX, V_MAX, K_SCALING, V_SCALING, K_GROUP, V_GROUP, RULE, K_VEC, V_VEC,
+            WIDE_ADDRESS, K_ROUTE, V_ROUTE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, True, STAGED,
+            BLOCK_S, BLOCK_D, BLOCK_B,
+        )  # fmt: skip
         if STAGED:
             if in_seq == 0:
                 tl.store(scratch.starts + seq, (block - in_seq) * BLOCK_S)
@@ -286,7 +186,7 @@ def _prefill_append_kernel(
             begin + within, pad, begin + q_len, begin + first_row, begin + last_row,
             logit_scale, ones, soft_cap, split, num_splits, stride,
             HEAD_DIM, KIND, False, False, K_PER_KEY, V_PER_KEY, True, True, WINDOW_LEFT, 0,
-            HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, TMA, OVERLAP, True,
+            HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, SETTLE, TMA, OVERLAP, True,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
         )  # fmt: skip
     else:
@@ -326,15 +226,15 @@ def _prefill_append_kernel(
                 old_scale *= row_scale
             high, low = split_query(parts, COMPUTE, SPLIT_Q, K_PARTS)
         acc, m, l, v_unit = paged_keys(
-            high, low, zeros_in_parts(BLOCK_M, BLOCK_D, V_PARTS),
+            high, low, zeros_in_parts(BLOCK_M, BLOCK_D, ACC_PARTS),
             tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
             old_scale, soft_cap, k, v, k_descale, v_descale, table, row_base, kv_head,
             old_len + within, old_len, first, last, begin, end, full, full_end,
             HEAD_DIM, PAGE_SIZE, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT, K_ROUTE, V_ROUTE,
-            COMPUTE, SPLIT_Q, FP8, CLEAN, P_SCALE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS,
+            COMPUTE, SPLIT_Q, FP8, CLEAN, P_SCALE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, ACC_PARTS,
             HAS_SOFT_CAP, FOLDED, WINDOW_LEFT, -1, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-        joined = join_parts(acc, V_PARTS) * o_scale[:, None]
+        joined = join_parts(acc, ACC_PARTS) * o_scale[:, None]
         if V_PER_KEY:
             joined *= v_unit
         joined, m, l = own_keys(
@@ -345,7 +245,7 @@ def _prefill_append_kernel(
         write = True
         if SPLIT:
             write, joined, m, l = merge_splits(
-                workspace, joined, m, l, unit, split, num_splits, stride, row_mask, BLOCK_M, BLOCK_D
+                workspace, joined, m, l, unit, split, num_splits, stride, row_mask, SETTLE, BLOCK_M, BLOCK_D
             )
         if write:
             write_rows(

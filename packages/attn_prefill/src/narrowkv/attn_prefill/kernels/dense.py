@@ -167,11 +167,13 @@ def _widen_kernel(
 ):  # fmt: skip
     """The first programs widen a block of one head each, the last ones order the tiles that attend."""
     pid = tl.program_id(0)
+    seqs = tl.arange(0, BLOCK_B)
     if pid >= num_blocks * NUM_KV_HEADS:
-        block = pid - num_blocks * NUM_KV_HEADS
+        lens = sequence_length(table, seqs, seqs < batch, PAGE_SIZE, RAGGED)
+        _, ends = key_blocks(table, batch, PAGE_SIZE, RAGGED, BLOCK_B, BLOCK_N)
         schedule_tiles(
-            q, table, schedule, batch, num_tiles, block,
-            GQA_RATIO, PAGE_SIZE, RAGGED, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_B, BLOCK_I,
+            q, schedule, lens * 0, lens, ends, batch, num_tiles, pid - num_blocks * NUM_KV_HEADS,
+            GQA_RATIO, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_B, BLOCK_I,
         )  # fmt: skip
         return
     kv_head = pid % NUM_KV_HEADS
@@ -179,7 +181,6 @@ def _widen_kernel(
     blocks, ends = key_blocks(table, batch, PAGE_SIZE, RAGGED, BLOCK_B, BLOCK_N)
     if block >= tl.sum(blocks, 0):
         return
-    seqs = tl.arange(0, BLOCK_B)
     seq = tl.sum((ends <= block).to(tl.int32), 0)
     in_seq = block - tl.sum(tl.where(seqs < seq, blocks, 0), 0)
     kv_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, RAGGED)
@@ -306,7 +307,8 @@ def dense_tile(
     K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr, K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr,
-    SPLIT: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr, BRANCH: tl.constexpr,
+    SPLIT: tl.constexpr, SETTLE: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    BRANCH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows over a sequence's scratch from row `base` on, written out; `parts` is Q as loaded."""
@@ -331,7 +333,7 @@ def dense_tile(
     write = True
     if SPLIT:
         write, acc, m, l = merge_splits(
-            workspace, acc, m, l, unit, split, num_splits, stride, row_mask, BLOCK_M, BLOCK_D
+            workspace, acc, m, l, unit, split, num_splits, stride, row_mask, SETTLE, BLOCK_M, BLOCK_D
         )
     if write:
         write_rows(
@@ -348,7 +350,8 @@ def _dense_prefill_kernel(
     SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
     V_IN_UNITS: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr,
-    SPLIT: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr, BRANCH: tl.constexpr,
+    SPLIT: tl.constexpr, SETTLE: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    BRANCH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one KV head over the widened keys; programs run fastest over KV heads.
@@ -381,6 +384,6 @@ def _dense_prefill_kernel(
         tl.program_id(2), num_splits, tl.num_programs(0),
         HEAD_DIM, COMPUTE, SCALE_Q, SPLIT_Q,
         K_DESCALE != "scalar" and K_DESCALE != "head", V_DESCALE != "scalar" and V_DESCALE != "head",
-        False, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, TMA,
-        OVERLAP, BRANCH, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
+        False, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT,
+        SETTLE, TMA, OVERLAP, BRANCH, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
     )  # fmt: skip

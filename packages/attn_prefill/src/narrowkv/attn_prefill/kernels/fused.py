@@ -82,7 +82,7 @@ def paged_keys(
     COMPUTE: tl.constexpr, SPLIT_Q: tl.constexpr, FP8: tl.constexpr, CLEAN: tl.constexpr,
     P_SCALE: tl.constexpr,
     K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr,
+    ACC_PARTS: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +91,8 @@ def paged_keys(
     Two loops: a branch in one keeps the compiler from loading ahead (H200, 128 over 4k: 139 and 252 us).
 
     Keys outside [first, last] are not read. FP8: the matrix unit's FP8 type, or None to widen to COMPUTE.
-    P_SCALE: the power of two that P has in FP8.
+    P_SCALE: the power of two that P has in FP8. ACC_PARTS: V_PARTS, or 1 to put V together before it is
+    multiplied.
     """
     v_unit = num_keys.to(tl.float32) * 0.0
     n = begin * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -108,7 +109,7 @@ def paged_keys(
                 q, q_low, acc, m, l, v_unit, logit_scale, soft_cap, k, v, k_descale, v_descale, table,
                 row_base, kv_head, query_pos, num_keys, first, last,
                 HEAD_DIM, PAGE_SIZE, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT, K_ROUTE, V_ROUTE,
-                COMPUTE, SPLIT_Q, FP8, CLEAN, P_SCALE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS,
+                COMPUTE, SPLIT_Q, FP8, CLEAN, P_SCALE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, ACC_PARTS,
                 HAS_SOFT_CAP, FOLDED, WINDOW_LEFT, WINDOW_RIGHT, False, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         begin = full_end
@@ -119,7 +120,7 @@ def paged_keys(
             q, q_low, acc, m, l, v_unit, logit_scale, soft_cap, k, v, k_descale, v_descale, table,
             row_base, kv_head, query_pos, num_keys, first, last,
             HEAD_DIM, PAGE_SIZE, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT, K_ROUTE, V_ROUTE,
-            COMPUTE, SPLIT_Q, FP8, CLEAN, P_SCALE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS,
+            COMPUTE, SPLIT_Q, FP8, CLEAN, P_SCALE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, ACC_PARTS,
             HAS_SOFT_CAP, FOLDED, WINDOW_LEFT, WINDOW_RIGHT, True, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     return acc, m, l, v_unit
@@ -168,7 +169,7 @@ def paged_step(
     COMPUTE: tl.constexpr, SPLIT_Q: tl.constexpr, FP8: tl.constexpr, CLEAN: tl.constexpr,
     P_SCALE: tl.constexpr,
     K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr,
+    ACC_PARTS: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -201,15 +202,17 @@ def paged_step(
         values = (as_fp8(words, FP8, CLEAN),)
     else:
         values, factor = widen_tile(words, v_scale, V_FORMAT, V_ROUTE, COMPUTE, V_PARTS, V_DESCALE)
+        if ACC_PARTS == 1:
+            values = (join_parts(values, V_PARTS),)
     if PER_KEY:
         p, correction, v_unit = weigh_values(p, correction, factor, v_unit)
     if MASKED:
         p = tl.where(keep, p, 0.0)  # 0 * NaN
-        p, values = confine_nonfinite(p, values, keep, V_PARTS)
+        p, values = confine_nonfinite(p, values, keep, ACC_PARTS)
     if FP8 is not None:
         acc = (accumulate_fp8(acc[0], correction, p * P_SCALE, values[0], FP8),)
     else:
-        acc = accumulate(acc, correction, p, values, COMPUTE, V_PARTS)
+        acc = accumulate(acc, correction, p, values, COMPUTE, ACC_PARTS)
     return s_next, acc, m, l, v_unit, next_page, next_slot, after_page, after_slot
 
 
@@ -223,9 +226,11 @@ def _fused_prefill_kernel(
     COMPUTE: tl.constexpr, SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr, FP8: tl.constexpr,
     CLEAN: tl.constexpr, P_SCALE: tl.constexpr, HAS_Q_DESCALE: tl.constexpr,
     K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
+    ACC_PARTS: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
+    SETTLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_B: tl.constexpr,
     NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one KV head over the paged cache; programs run fastest over KV heads."""
@@ -273,21 +278,21 @@ def _fused_prefill_kernel(
     if V_DESCALE == "head":
         o_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
     acc, m, l, v_unit = paged_keys(
-        high, low, zeros_in_parts(BLOCK_M, BLOCK_D, V_PARTS),
+        high, low, zeros_in_parts(BLOCK_M, BLOCK_D, ACC_PARTS),
         tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
         logit_scale, soft_cap, k, v, k_descale, v_descale, table, row_base, kv_head, query_pos, kv_len,
         first, last, begin, end, full, full_end,
         HEAD_DIM, PAGE_SIZE, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT, K_ROUTE, V_ROUTE,
-        COMPUTE, SPLIT_Q, FP8, CLEAN, P_SCALE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, HAS_SOFT_CAP, FOLDED,
-        WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, BLOCK_D,
+        COMPUTE, SPLIT_Q, FP8, CLEAN, P_SCALE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, ACC_PARTS,
+        HAS_SOFT_CAP, FOLDED, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    acc = join_parts(acc, V_PARTS)
+    acc = join_parts(acc, ACC_PARTS)
     if V_DESCALE != "scalar" and V_DESCALE != "head":
         acc *= v_unit
     if SPLIT:
         last_one, acc, m, l = merge_splits(
             workspace, acc, m, l, pid, tl.program_id(2), num_splits, tl.num_programs(0), row_mask,
-            BLOCK_M, BLOCK_D,
+            SETTLE, BLOCK_M, BLOCK_D,
         )  # fmt: skip
         if not last_one:
             return

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import sequence_length, store_partial
+from narrowkv.quant.device import settle_stores
+from narrowkv.quant.softmax import softmax_step as unscaled_step
 
 
 class Queries(NamedTuple):
@@ -41,8 +43,9 @@ class Tile(NamedTuple):
     number: Any
     q_start: Any
     q_len: Any
-    kv_len: Any
+    kv_len: Any  # keys up to the last one, those before the first included
     base: Any  # the sequence's first row in the scratch
+    first: Any  # its first key's row from there
 
 
 @triton.jit
@@ -86,17 +89,21 @@ def scheduled_tile(schedule, index):
     """The tile that the schedule `[tiles, 8]` gives to program `index`; its fields come in one access."""
     at = schedule + index * 8
     return Tile(
-        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
-    )
+        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5),
+        tl.load(at + 6),
+    )  # fmt: skip
 
 
 @triton.jit
 def schedule_tiles(
-    q, table, schedule, batch, num_tiles, block,
-    GQA_RATIO: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, CAUSAL: tl.constexpr,
+    q, schedule, first, kv_len, ends, batch, num_tiles, block,
+    GQA_RATIO: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """Places BLOCK_I tiles in the order of falling work, over all sequences alike.
+
+    Keys of a sequence lie in rows [first, kv_len) of its part of the scratch, which ends after `ends` blocks
+    of BLOCK_N rows, [BLOCK_B] all three.
 
     A tile's work is its last row's number of keys, linear in the tile's number within a sequence, so how many
     tiles of each sequence come before it has a closed form and nothing is sorted.
@@ -104,12 +111,9 @@ def schedule_tiles(
     seqs = tl.arange(0, BLOCK_B)
     inside = seqs < batch
     q_start, q_len = query_range(q, seqs, inside)
-    kv_len = sequence_length(table, seqs, inside, PAGE_SIZE, RAGGED)
-    _, key_ends = key_blocks(table, batch, PAGE_SIZE, RAGGED, BLOCK_B, BLOCK_N)
     tiles = tl.cdiv(q_len * GQA_RATIO, BLOCK_M)
-    ends = tl.cumsum(tiles, 0)
     index = block * BLOCK_I + tl.arange(0, BLOCK_I)
-    seq = tl.sum((ends[None, :] <= index[:, None]).to(tl.int32), 1)  # [BLOCK_I]
+    seq = tl.sum((tl.cumsum(tiles, 0)[None, :] <= index[:, None]).to(tl.int32), 1)  # [BLOCK_I]
     own = seqs[None, :] == seq[:, None]  # [BLOCK_I, BLOCK_B]
     earlier = seqs[None, :] < seq[:, None]
     tile = index - tl.sum(tl.where(earlier, tiles[None, :], 0), 1)
@@ -136,8 +140,9 @@ def schedule_tiles(
     tl.store(at + 2, tl.sum(tl.where(own, q_start[None, :], 0), 1), mask=kept)
     tl.store(at + 3, tl.sum(tl.where(own, q_len[None, :], 0), 1), mask=kept)
     tl.store(at + 4, tl.sum(tl.where(own, kv_len[None, :], 0), 1), mask=kept)
-    first = tl.sum(tl.where(own, (key_ends - tl.cdiv(tl.maximum(kv_len, 0), BLOCK_N))[None, :], 0), 1)
-    tl.store(at + 5, first * BLOCK_N, mask=kept)
+    begin = ends - tl.cdiv(tl.maximum(kv_len, 0), BLOCK_N)
+    tl.store(at + 5, tl.sum(tl.where(own, begin[None, :], 0), 1) * BLOCK_N, mask=kept)
+    tl.store(at + 6, tl.sum(tl.where(own, first[None, :], 0), 1), mask=kept)
 
 
 @triton.jit
@@ -219,15 +224,13 @@ def softmax_step(s, m, l, scale, FOLDED: tl.constexpr):
     """
     if FOLDED:
         m_new = tl.maximum(m, tl.max(s, 1) * scale)
-    else:
-        m_new = tl.maximum(m, tl.max(s, 1))
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    if FOLDED:
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(s * scale[:, None] - m_safe[:, None])
+        correction = tl.exp2(m - m_safe)
+        l = l * correction + tl.sum(p, 1)
     else:
-        p = tl.exp2(s - m_safe[:, None])
-    correction = tl.exp2(m - m_safe)
-    return p, correction, m_new, l * correction + tl.sum(p, 1)
+        p, m_new, l, correction = unscaled_step(s, m, l)
+    return p, correction, m_new, l
 
 
 @triton.jit
@@ -240,25 +243,27 @@ def weigh_values(p, correction, factor, unit):
 
 @triton.jit
 def merge_splits(workspace, acc, m, l, unit, split, num_splits, stride, row_mask,
-                 BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+                 SETTLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Leaves a split's partial result; for the last split to arrive, returns True and all of them merged.
 
-    Slots of the splits are `unit + i * stride`; `unit` also numbers the tile's arrival counter.
+    Slots of the splits are `unit + i * stride`; `unit` also numbers the tile's arrival counter. SETTLE: see
+    `settle_stores`.
     """
     r, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     store_partial(workspace, (unit + split * stride).to(tl.int64), acc, m, l, row_mask, BLOCK_M, BLOCK_D)
     # Every thread's stores are done before the one thread that counts announces them.
+    unit = settle_stores(unit, SETTLE)
     tl.debug_barrier()
     last = tl.atomic_add(workspace.arrived + unit, 1, sem="acq_rel") == num_splits - 1
     if last:
         tl.store(workspace.arrived + unit, 0)  # the next launch finds it as this one did
-        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        m = tl.zeros_like(m) + float("-inf")
         for i in range(num_splits):
             slot = (unit + i * stride).to(tl.int64)
             m = tl.maximum(m, tl.load(workspace.ml + slot * (2 * BLOCK_M) + r, cache_modifier=".cg"))
         m_safe = tl.where(m == float("-inf"), 0.0, m)
-        l = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        l = tl.zeros_like(l)
+        acc = tl.zeros_like(acc)
         for i in range(num_splits):
             slot = (unit + i * stride).to(tl.int64)
             weight = tl.exp2(tl.load(workspace.ml + slot * (2 * BLOCK_M) + r, cache_modifier=".cg") - m_safe)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from narrowkv.quant.launch.options import LaunchOptions
 from narrowkv.quant.targets import device_target
@@ -31,8 +30,8 @@ def _specialisation(args: tuple[Any, ...]) -> list[Any]:
         elif isinstance(arg, torch.Tensor):
             # AMD also specialises on whether offsets into the storage fit 32 bits.
             key.append((arg.dtype, arg.data_ptr() % 16 == 0, arg.untyped_storage().nbytes() <= _INT32_MAX))
-        elif isinstance(arg, TensorDescriptor):
-            key.append((arg.base.dtype, tuple(arg.block_shape)))
+        elif hasattr(arg, "block_shape"):  # a tensor descriptor, Triton's or Gluon's
+            key.append((arg.base.dtype, tuple(arg.block_shape), getattr(arg, "layout", None)))
         else:
             key.append(tuple(_specialisation(arg)))
     return key

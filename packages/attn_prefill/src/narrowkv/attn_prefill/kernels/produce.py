@@ -1,0 +1,245 @@
+"""What a prefill that appends does before it attends: quantise new tokens, leave keys in scratch."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from narrowkv.attn_decode.kernels.tiles import sequence_length
+from narrowkv.attn_prefill.kernels.dense import store_block, to_fp16_in_units, widen_block, without_nonfinite
+from narrowkv.attn_prefill.kernels.rows import query_range, schedule_tiles
+from narrowkv.paged_cache.kernels import load_rotated, quantise_rows
+
+
+class NewCache(NamedTuple):
+    """Where new tokens are stored: bytes of K and V, their descales, pages a sequence, pages in all."""
+
+    k: Any
+    v: Any
+    k_descale: Any
+    v_descale: Any
+    max_pages: Any
+    num_pages: Any
+
+
+@triton.jit
+def blocks_of(q, table, batch, PAGE_SIZE: tl.constexpr, STAGED: tl.constexpr, BLOCK_B: tl.constexpr,
+              BLOCK_S: tl.constexpr):  # fmt: skip
+    """Blocks that producers take of each sequence, of them old ones, and the running total, [BLOCK_B]."""
+    seqs = tl.arange(0, BLOCK_B)
+    _, q_len = query_range(q, seqs, seqs < batch)
+    new = tl.cdiv(q_len, BLOCK_S)
+    old = new * 0
+    if STAGED:
+        lens = sequence_length(table, seqs, seqs < batch, PAGE_SIZE, False)
+        # Who has no new tokens attends to nothing.
+        old = tl.where(q_len > 0, tl.cdiv(tl.maximum(lens, 0), BLOCK_S), 0)
+    return old + new, old, tl.cumsum(old + new, 0)
+
+
+@triton.jit
+def store_new(
+    k_new, v_new, rope, store, table, seq, first, kv_head, q_start, q_len, old_len,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_MAX: tl.constexpr, V_MAX: tl.constexpr,
+    K_SCALING: tl.constexpr, V_SCALING: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
+    RULE: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Quantises BLOCK_T new tokens of a sequence and head, from `first` on, into the cache; returns them."""
+    x, y, i, inside = load_new(
+        k_new,
+        v_new,
+        rope,
+        first,
+        kv_head,
+        q_start,
+        q_len,
+        HEAD_DIM,
+        ROTARY_DIM,
+        INTERLEAVED,
+        BLOCK_T,
+        BLOCK_D,
+    )
+    position = old_len + i
+    number = position // PAGE_SIZE
+    # Beyond the table, or in a page beyond the cache, nothing is written.
+    fits = inside & (number < store.max_pages)
+    page = tl.load(table.page_ids + seq * table.row + number, mask=fits, other=-1).to(tl.int64)
+    fits = fits & (page >= 0) & (page < store.num_pages)
+    slot = (position % PAGE_SIZE).to(tl.int64)
+    quantise_rows(
+        x, store.k, store.k_descale, page, slot, kv_head, fits, K_FORMAT, K_SCALING, HEAD_DIM, K_MAX,
+        K_GROUP, RULE, K_VEC, False, BLOCK_T, BLOCK_D,
+    )  # fmt: skip
+    quantise_rows(
+        y.to(tl.float32), store.v, store.v_descale, page, slot, kv_head, fits, V_FORMAT, V_SCALING,
+        HEAD_DIM, V_MAX, V_GROUP, RULE, V_VEC, True, BLOCK_T, BLOCK_D,
+    )  # fmt: skip
+    return x, y, inside
+
+
+@triton.jit
+def load_new(
+    k_new, v_new, rope, first, kv_head, q_start, q_len,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """New tokens of a sequence from `first` on: K rotated in fp32, V, their numbers, which there are."""
+    d = tl.arange(0, BLOCK_D)
+    i = first + tl.arange(0, BLOCK_T)
+    inside = i < q_len
+    tokens = (q_start + i).to(tl.int64)
+    at = tokens * k_new.token + kv_head * k_new.head
+    x = load_rotated(k_new.ptr, at, rope, tokens, inside, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
+    at = tokens * v_new.token + kv_head * v_new.head
+    y = tl.load(
+        v_new.ptr + at[:, None] + d[None, :], mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0
+    )
+    return x, y, i, inside
+
+
+@triton.jit
+def stage_new(
+    x, y, inside, scratch, block, kv_head, KIND: tl.constexpr, HEAD_DIM: tl.constexpr,
+    K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Leaves a block of new tokens in the scratch, unquantised."""
+    units = kv_head.to(tl.int64) * (scratch.rows // BLOCK_S) + block
+    factors = kv_head.to(tl.int64) * scratch.rows + block * BLOCK_S + tl.arange(0, BLOCK_S)
+    y, bad = without_nonfinite(y)
+    # Rotated keys are rounded to their own type, as a separate rotation would leave them.
+    x = tl.where(bad[:, None], float("nan"), x).to(KIND)
+    store_block(scratch.k, x, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_S)
+    unit = 1.0
+    if tl.bfloat16 == KIND:
+        y, unit = to_fp16_in_units(y)
+    store_block(scratch.v, y, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_S)
+    tl.store(scratch.k_unit + units, 1.0)
+    tl.store(scratch.v_unit + units, unit)
+    if K_PER_KEY:
+        tl.store(scratch.k_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32))
+    if V_PER_KEY:
+        tl.store(scratch.v_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32))
+
+
+@triton.jit
+def produce_block(
+    q, k_new, v_new, rope, store, k, v, k_descale, v_descale, k_scale, v_scale, table, scratch,
+    old, blocks, ends, block, kv_head, batch,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_MAX: tl.constexpr, V_MAX: tl.constexpr,
+    K_SCALING: tl.constexpr, V_SCALING: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
+    RULE: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
+    K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
+    K_PARTS: tl.constexpr, V_PARTS: tl.constexpr, STORED: tl.constexpr, STAGED: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """One block of one head: new tokens are quantised if STORED, all are left in the scratch if STAGED.
+
+    Returns the block's sequence and its number there. `blocks`, `old`, `ends`: see `blocks_of`.
+    """
+    KIND: tl.constexpr = k_new.ptr.dtype.element_ty
+    K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
+    V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
+    seqs = tl.arange(0, BLOCK_B)
+    seq = tl.sum((ends <= block).to(tl.int32), 0)
+    in_seq = block - tl.sum(tl.where(seqs < seq, blocks, 0), 0)
+    old_blocks = tl.sum(tl.where(seqs == seq, old, 0), 0)
+    old_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, False)
+    q_start, q_len = query_range(q, seq, seq < batch)
+    if in_seq >= old_blocks:
+        first = (in_seq - old_blocks) * BLOCK_S
+        if STORED:
+            x, y, inside = store_new(
+                k_new, v_new, rope, store, table, seq, first, kv_head, q_start, q_len, old_len, HEAD_DIM,
+                PAGE_SIZE, ROTARY_DIM, INTERLEAVED, K_FORMAT, V_FORMAT, K_MAX, V_MAX, K_SCALING, V_SCALING,
+                K_GROUP, V_GROUP, RULE, K_VEC, V_VEC, BLOCK_S, BLOCK_D,
+            )  # fmt: skip
+        else:
+            x, y, _i, inside = load_new(
+                k_new, v_new, rope, first, kv_head, q_start, q_len, HEAD_DIM, ROTARY_DIM, INTERLEAVED,
+                BLOCK_S, BLOCK_D,
+            )  # fmt: skip
+        if STAGED:
+            stage_new(
+                x, y, inside, scratch, block, kv_head, KIND, HEAD_DIM, K_PER_KEY, V_PER_KEY, BLOCK_S, BLOCK_D
+            )
+    else:
+        if STAGED:
+            if K_DESCALE == "head":
+                k_scale *= tl.load(k_descale.ptr + seq * k_descale.major + kv_head * k_descale.head)
+            if V_DESCALE == "head":
+                v_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
+            # Old keys end where a block ends, so that new ones begin with one.
+            widen_block(
+                k, v, k_descale, v_descale, table, scratch, seq, block,
+                (in_seq - old_blocks) * BLOCK_S + old_len, kv_head, old_len, k_scale, v_scale,
+                HEAD_DIM, PAGE_SIZE, False, True, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT,
+                K_ROUTE, V_ROUTE, KIND, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, BLOCK_D, BLOCK_S,
+            )  # fmt: skip
+    return seq, in_seq
+
+
+@triton.jit
+def _produce_kernel(
+    q, k_new, v_new, rope, k_store, v_store, k_store_descale, v_store_descale, max_pages, num_pages,
+    k, v, k_descale, v_descale, table, scratch, schedule, k_scale, v_scale, batch,
+    num_groups, num_blocks, num_tiles,
+    NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
+    K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
+    K_MAX: tl.constexpr, V_MAX: tl.constexpr, K_SCALING: tl.constexpr, V_SCALING: tl.constexpr,
+    K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, RULE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """What comes before `_pipelined_prefill_kernel`.
+
+    The first programs quantise BLOCK_T new tokens each, the next leave a block in the scratch, the last order
+    the tiles that attend.
+    """
+    store = NewCache(k_store, v_store, k_store_descale, v_store_descale, max_pages, num_pages)
+    pid = tl.program_id(0)
+    seqs = tl.arange(0, BLOCK_B)
+    if pid < num_groups * NUM_KV_HEADS:
+        # First those that take longest: in small groups, since quantising is many instructions.
+        kv_head = pid % NUM_KV_HEADS
+        group = pid // NUM_KV_HEADS
+        groups, old, ends = blocks_of(q, table, batch, PAGE_SIZE, False, BLOCK_B, BLOCK_T)
+        if group >= tl.sum(groups, 0):
+            return
+        seq = tl.sum((ends <= group).to(tl.int32), 0)
+        first = (group - tl.sum(tl.where(seqs < seq, groups, 0), 0)) * BLOCK_T
+        q_start, q_len = query_range(q, seq, seq < batch)
+        store_new(
+            k_new, v_new, rope, store, table, seq, first, kv_head, q_start, q_len,
+            sequence_length(table, seq, seq < batch, PAGE_SIZE, False), HEAD_DIM, PAGE_SIZE, ROTARY_DIM,
+            INTERLEAVED, K_FORMAT, V_FORMAT, K_MAX, V_MAX, K_SCALING, V_SCALING, K_GROUP, V_GROUP, RULE,
+            K_VEC, V_VEC, BLOCK_T, BLOCK_D,
+        )  # fmt: skip
+        return
+    pid -= num_groups * NUM_KV_HEADS
+    blocks, old, ends = blocks_of(q, table, batch, PAGE_SIZE, True, BLOCK_B, BLOCK_S)
+    if pid >= num_blocks * NUM_KV_HEADS:
+        lens = tl.maximum(sequence_length(table, seqs, seqs < batch, PAGE_SIZE, False), 0)
+        _, q_len = query_range(q, seqs, seqs < batch)
+        # Old keys end where a block ends, so that new ones begin with one.
+        schedule_tiles(
+            q, schedule, old * BLOCK_S - lens, old * BLOCK_S + q_len, ends, batch, num_tiles,
+            pid - num_blocks * NUM_KV_HEADS, GQA_RATIO, True, BLOCK_M, BLOCK_S, BLOCK_B, BLOCK_I,
+        )  # fmt: skip
+        return
+    kv_head = pid % NUM_KV_HEADS
+    block = pid // NUM_KV_HEADS
+    if block >= tl.sum(blocks, 0):
+        return
+    produce_block(
+        q, k_new, v_new, rope, store, k, v, k_descale, v_descale, k_scale, v_scale, table, scratch,
+        old, blocks, ends, block, kv_head, batch, HEAD_DIM, PAGE_SIZE, ROTARY_DIM, INTERLEAVED,
+        K_FORMAT, V_FORMAT, K_MAX, V_MAX, K_SCALING, V_SCALING, K_GROUP, V_GROUP, RULE, K_VEC, V_VEC,
+        WIDE_ADDRESS, K_ROUTE, V_ROUTE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, False, True,
+        BLOCK_S, BLOCK_D, BLOCK_B,
+    )  # fmt: skip

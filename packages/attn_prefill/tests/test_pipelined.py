@@ -1,0 +1,117 @@
+"""Hopper's own kernel against the fp32 reference: it runs on a GPU only."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from narrowkv.attn_prefill import batch_prefill, batch_prefill_reference, plan_prefill
+from narrowkv.attn_prefill.workloads import PrefillWorkload
+from narrowkv.quant.targets import device_target
+
+pytestmark = pytest.mark.gpu
+
+RAGGED = {"q_lens": (70, 1, 300, 0, 33), "lens": (200, 64, 300, 77, 1290), "gqa_ratio": 12}
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    """The kernel is written for Hopper's matrix unit."""
+    target = device_target(torch.device("cuda"))
+    if target.name != "sm90":
+        pytest.skip(f"needs Hopper; this GPU is {target.name}")
+
+
+def _check(
+    workload: PrefillWorkload, num_splits: int | None = None, pipelined: bool = True, **options: Any
+) -> None:
+    """Runs twice over poisoned memory and compares o and lse; the second call must give the same bits."""
+    q, cache, table, starts = workload.build("cuda")
+    plan = plan_prefill(q, cache, table, starts, num_splits=num_splits)
+    assert (plan.config.otherwise is not None) == pipelined
+    for memory in (*(plan.scratch or ()), *(plan.workspace or ())[:2]):
+        if isinstance(memory, torch.Tensor) and memory.is_floating_point():
+            memory.fill_(math.nan)
+    out = torch.full(q.shape, math.nan, dtype=q.dtype, device="cuda")
+    o, lse = batch_prefill(q, cache, table, starts, out=out, return_lse=True, plan=plan, **options)
+    expected, expected_lse = batch_prefill_reference(q, cache, table, starts, return_lse=True, **options)
+    assert not bool(o.isnan().any())
+    error = (o.float() - expected).abs().sum() / expected.abs().sum().clamp_min(1e-30)
+    assert float(error) <= 0.002, plan.explain()
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+    again = batch_prefill(q, cache, table, starts, plan=plan, **options)
+    assert isinstance(again, torch.Tensor)
+    assert torch.equal(again.view(torch.int16), o.view(torch.int16))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("fmt", "q_dtype"),
+    [
+        ("fp8_e4m3fn", torch.bfloat16),
+        ("fp8_e4m3fn", torch.float16),
+        ("fp8_e5m2", torch.bfloat16),
+        ("bf16", torch.bfloat16),
+        ("fp16", torch.float16),
+    ],
+)
+def test_formats(fmt: str, q_dtype: torch.dtype, head_dim: int) -> None:
+    _check(PrefillWorkload(**RAGGED, format=fmt, q_dtype=q_dtype, head_dim=head_dim))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": False},
+        {"window_left": 20},
+        {"window_left": 300},
+        {"causal": False, "window_left": 150, "window_right": 90},
+        {"causal": False, "window_right": 5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "bf16"])
+def test_masks(options: dict[str, Any], fmt: str) -> None:
+    _check(PrefillWorkload(**RAGGED, head_dim=128, format=fmt), **options)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("granularity", ["head", "sequence_head"])
+def test_splits_sinks_and_descales(splits: int, granularity: str) -> None:
+    sinks = torch.linspace(-3, 3, 24, device="cuda")
+    _check(
+        PrefillWorkload(**RAGGED, head_dim=128, granularity=granularity, page_size=1, ragged=True),
+        num_splits=splits, sinks=sinks,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "lens", [((5000,), (5000,)), ((1000,), (9000,)), ((200, 200), (3, 0)), ((64,) * 40, (700,) * 40)]
+)
+def test_long_and_short(lens: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    _check(PrefillWorkload(q_lens=lens[0], lens=lens[1], gqa_ratio=6, num_kv_heads=4, head_dim=128))
+
+
+def test_what_it_does_not_serve_runs_otherwise() -> None:
+    workload = PrefillWorkload(**RAGGED, head_dim=128)
+    _check(workload, logits_soft_cap=5.0)
+    _check(workload, sm_scale=-0.1)
+    _check(PrefillWorkload(**RAGGED, head_dim=128, granularity="token_head"), pipelined=False)
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_nan_stays_with_the_rows_that_see_it(which: str) -> None:
+    q, cache, table, starts = PrefillWorkload(q_lens=(200,), lens=(600,), gqa_ratio=12, head_dim=128).build(
+        "cuda"
+    )
+    stored = dict(zip("kv", cache.logical(), strict=True))[which].view(torch.uint8)
+    page, slot = table.page_ids[0, 500 // table.page_size], 500 % table.page_size
+    stored[page.long(), slot] = 0x7F
+    o = batch_prefill(q, cache, table, starts)
+    assert isinstance(o, torch.Tensor)
+    bad = o.isnan().flatten(1).any(1)
+    assert bad.tolist() == [position >= 500 for position in range(400, 600)]

@@ -1,0 +1,70 @@
+"""Gluon beside plain Triton: whether it is there, and device functions that both use."""
+
+from __future__ import annotations
+
+import importlib
+import types
+from functools import cache
+from typing import Any
+
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+
+@cache
+def has_gluon() -> bool:
+    """Whether this Triton has what kernels for Hopper are written in; asked once."""
+    try:
+        hopper = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
+    except ImportError:
+        return False
+    # Gluon came into Triton by steps; what is there decides, not a version.
+    wanted = ("async_copy", "fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")
+    return all(hasattr(hopper, name) for name in wanted)
+
+
+@cache
+def _language() -> types.ModuleType:
+    """`triton.language` as Gluon has it: ranges and constants take the layout of what they meet."""
+    from triton.experimental.gluon import language as gl
+
+    # What plain Triton calls by another name.
+    renamed = {"debug_barrier": "barrier" if hasattr(gl, "barrier") else "thread_barrier"}
+    module = types.ModuleType(tl.__name__)
+    for name, value in vars(tl).items():
+        if not name.startswith("__"):
+            setattr(module, name, getattr(gl, renamed.get(name, name), value))
+    return module
+
+
+@cache
+def in_gluon(function: Any) -> Any:
+    """A `@triton.jit` function, and what it calls, compiled from the same source as Gluon functions.
+
+    Gluon infers the layouts of what the function makes itself from those of its arguments. Triton takes its
+    own standard library into Gluon in the same way. A function that makes no ranges and no constants needs
+    nothing of the kind: Gluon calls it as it is.
+
+    Args:
+        function: a device function, not a kernel, that multiplies no matrices.
+
+    Raises:
+        TypeError: it is not a `@triton.jit` function.
+    """
+    from triton.experimental import gluon
+
+    if not isinstance(function, JITFunction):
+        raise TypeError(f"function must be a @triton.jit function, got {type(function).__name__}")
+    source = function.fn
+    names = {}
+    for name, value in source.__globals__.items():
+        if value is tl:
+            value = _language()
+        elif isinstance(value, JITFunction) and name in source.__code__.co_names and value is not function:
+            value = in_gluon(value)
+        names[name] = value
+    twin = types.FunctionType(source.__code__, names, source.__name__, source.__defaults__)
+    twin.__annotations__ = source.__annotations__
+    twin.__kwdefaults__ = source.__kwdefaults__
+    twin.__module__, twin.__qualname__ = source.__module__, source.__qualname__
+    return gluon.jit(twin)

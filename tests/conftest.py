@@ -1,0 +1,101 @@
+"""Machine code for Hopper on a machine without a GPU: Triton brings NVIDIA's assembler and disassembler."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from narrowkv.quant.launch import LaunchOptions, executing
+from narrowkv.quant.targets import get_target
+
+
+class _Sm90Driver:
+    """Answers Triton's questions about the device as an H100 would."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 90
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Sm90Kernel:
+    """One compiled kernel; `place` is a folder of its own."""
+
+    compiled: Any
+    place: Path
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return str(self.compiled.metadata.name)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program, of which Hopper has 227 KB."""
+        return int(self.compiled.metadata.shared)
+
+    def machine_code(self) -> str:
+        """The disassembly."""
+        return self._dump("-sass")
+
+    def stack_bytes(self) -> int:
+        """What spilled registers take."""
+        found = re.search(r"STACK:(\d+)", self._dump("-res-usage"))
+        assert found is not None
+        return int(found[1])
+
+    def _dump(self, option: str) -> str:
+        code = self.place / f"{self.name}.cubin"
+        code.write_bytes(self.compiled.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        return subprocess.run([tool, option, code], capture_output=True, text=True, check=True).stdout
+
+
+@dataclass
+class CompileForSm90:
+    """Compiles every launch and keeps what came out."""
+
+    place: Path
+    kernels: list[Sm90Kernel] = field(default_factory=list)
+    target = get_target("sm90")
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        constexprs: dict[str, Any],
+        options: LaunchOptions,
+    ) -> None:
+        """Compiles what a launch would run."""
+        result = kernel.warmup(*args, **constexprs, grid=grid, **options.for_target(self.target))
+        compiled = result.result() if hasattr(result, "result") else result
+        self.kernels.append(Sm90Kernel(compiled, self.place))
+
+
+@pytest.fixture
+def sm90_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[CompileForSm90]:
+    """Calls on CPU tensors inside the test are compiled for Hopper and not run."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # its default; 3.9 warns where it is unset
+    executor = CompileForSm90(tmp_path)
+    previous = driver._active
+    driver.set_active(_Sm90Driver())
+    try:
+        with executing(executor):
+            yield executor
+    finally:
+        driver._active = previous

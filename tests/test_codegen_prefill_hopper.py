@@ -1,0 +1,67 @@
+"""What the prefill kernel for Hopper compiles to, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
+from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
+from narrowkv.quant.launch.gluon import has_gluon
+
+pytestmark = pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
+
+
+def _loops(code: str) -> list[list[str]]:
+    """The innermost loops of a disassembly that multiply, each as its instructions."""
+    instructions = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", code)
+    addresses = [int(address, 16) for address, _ in instructions]
+    bodies = []
+    for number, (_, text) in enumerate(instructions):
+        branch = re.search(r"BRA.*?0x([0-9a-f]+)", text)
+        if branch and int(branch[1], 16) < addresses[number]:
+            begin = addresses.index(int(branch[1], 16))
+            bodies.append((begin, number))
+    inner = [
+        (begin, end)
+        for begin, end in bodies
+        if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in bodies)
+    ]
+    loops = [[text for _, text in instructions[begin : end + 1]] for begin, end in inner]
+    return [loop for loop in loops if any("HGMMA" in text for text in loop)]
+
+
+def _check(kernel: Any, head_dim: int, loops: int) -> None:
+    """Each product of a round is computed once and beside other work, and nothing is spilled in a loop."""
+    assert kernel.name == "_pipelined_prefill_kernel"
+    assert kernel.shared_bytes <= 227 * 1024
+    found = _loops(kernel.machine_code())
+    assert len(found) == loops * 2  # of two warpgroups
+    for loop in found:
+        text = "\n".join(loop)
+        # Q @ K^T over head_dim, P @ V over 128 keys, 16 at a time.
+        assert len(re.findall("HGMMA", text)) == head_dim // 16 + 128 // 16
+        # One wait for the scores with P @ V still under way, one for P @ V: nothing was serialised.
+        assert len(re.findall(r"WARPGROUP\.DEPBAR", text)) == 2
+        assert len(re.findall(r"gsb0, 0x1\b", text)) == 1
+        assert not re.search(r"\b(STL|LDL)\b", text)
+
+
+@pytest.mark.parametrize(("fmt", "head_dim"), [("fp8_e4m3fn", 128), ("bf16", 128), ("fp8_e4m3fn", 64)])
+def test_scores_and_values_overlap(fmt: str, head_dim: int, sm90_code: Any) -> None:
+    workload = PrefillWorkload(
+        q_lens=(1024,), lens=(1024,), num_kv_heads=8, gqa_ratio=12, head_dim=head_dim, format=fmt
+    )
+    q, cache, table, starts = workload.build()
+    batch_prefill(q, cache, table, starts, plan=plan_prefill(q, cache, table, starts))
+    _check(sm90_code.kernels[-1], head_dim, loops=2)  # with a mask, and without
+
+
+def test_an_append_adds_a_loop_for_the_keys_that_pad_the_first_block(sm90_code: Any) -> None:
+    workload = AppendWorkload(q_lens=(512,), lens=(512,), num_kv_heads=8, gqa_ratio=12, head_dim=128)
+    q, k_new, v_new, cache, table, starts, _ = workload.build_append()
+    prefill_append(q, k_new, v_new, cache, table, starts, plan=plan_append(q, cache, table, starts))
+    assert sm90_code.kernels[0].name == "_produce_kernel"
+    _check(sm90_code.kernels[-1], 128, loops=3)
