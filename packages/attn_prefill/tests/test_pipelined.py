@@ -90,7 +90,7 @@ def test_splits_sinks_and_descales(splits: int, granularity: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "lens", [((5000,), (5000,)), ((1000,), (9000,)), ((200, 200), (3, 0)), ((64,) * 40, (700,) * 40)]
+    "lens", [((5000,), (5000,)), ((1000,), (9000,)), ((200, 200), (3, 600)), ((64,) * 40, (700,) * 40)]
 )
 def test_long_and_short(lens: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     _check(PrefillWorkload(q_lens=lens[0], lens=lens[1], gqa_ratio=6, num_kv_heads=4, head_dim=128))

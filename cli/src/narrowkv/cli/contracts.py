@@ -142,7 +142,14 @@ CONTRACT_SETS: dict[str, ContractSet] = {
             "glm-gqa12",
             "16-bit queries over a narrow paged cache at GQA ratio 12",
             _GLM,
-            (*_contracts(DECODE, _16_BIT, (*_same(("bf16", *_FP8)), *_FP4), _PAGES, required=True),),
+            (
+                *_contracts(DECODE, _16_BIT, (*_same(("bf16", *_FP8)), *_FP4), _PAGES, required=True),
+                # One new token of each sequence, by the metadata of a prefill.
+                *_contracts(PREFILL, _16_BIT, _same(_FP8[:1]), _PAGES, required=True),
+                *_contracts(
+                    PREFILL, _FP8[:1], _same(_FP8[:1]), _PAGES, required=True, bound=BOUND_FP8_COMPUTE
+                ),
+            ),
         ),
         ContractSet(
             "batch-prefill",
