@@ -26,7 +26,10 @@ def shipped_cases(target: str) -> list[PrefillCase]:
     ways = [replace(_CALL, kernel="dense"), replace(_CALL, kernel="fused"), _APPEND]
     cases = [replace(way, format=name) for way in ways for name in FORMATS]
     for name in ("fp8_e4m3fn", "fp8_e4m3fnuz"):
-        cases += [replace(_CALL, q=name, format=name), replace(_APPEND, fp8_compute=True, format=name)]
+        cases += [
+            replace(_CALL, kernel="fused", q=name, format=name),
+            replace(_APPEND, fp8_compute=True, format=name),
+        ]
     return [
         replace(case, head_dim=head_dim)
         for head_dim in HEAD_DIMS
@@ -63,7 +66,7 @@ def _table(found: list[CallCode[PrefillCase]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for column in ("target", "kernel", "Q", "cache"):
         table.add_column(column)
-    columns = ("head_dim", "VGPR", "spilled", "scalars", "scratch", "LDS", "waves/SIMD", "matrix clocks")
+    columns = ("dim", "VGPR", "spilled", "scalars", "scratch", "LDS", "waves", "matrix")
     for column in columns:
         table.add_column(column, justify="right")
     table.add_column("matrix instructions of the loop")
@@ -74,7 +77,7 @@ def _table(found: list[CallCode[PrefillCase]]) -> Table:
                 case.head_dim, k.vgprs, k.spills, k.sgpr_spills, k.scratch_bytes, k.lds_bytes,
                 k.waves_per_simd, f"{k.matrix_share:.0%}",
             )  # fmt: skip
-            mfma = ", ".join(f"{n} {name.removeprefix('v_mfma_')}" for name, n in k.mfma.items())
+            mfma = ", ".join(f"{n} {name.removeprefix('v_mfma_f32_')}" for name, n in k.mfma.items())
             q = f"{case.q}, fp8_compute" if case.fp8_compute else case.q
             table.add_row(
                 code.target, case.kernel or k.name, q, case.format, *(str(n) for n in numbers),
