@@ -10,6 +10,7 @@ import triton
 
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
 from narrowkv.attn_prefill.config import PrefillConfig
+from narrowkv.attn_prefill.workloads import PrefillWorkload
 from narrowkv.cli.roofline import matrix_share
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.quant.launch import compile_for
@@ -218,3 +219,17 @@ def test_the_share_of_matrix_instructions_in_the_hot_loop_is_what_the_structure_
         clocks[kernel] = matrix_share(code.loop, figures)
         print(f"{target} {kernel}: matrix instructions take {clocks[kernel]:.0%} of the loop's issue clocks")
     assert clocks["dense"] > clocks["fused"]
+
+
+@both_targets
+def test_partial_results_are_in_memory_before_they_are_announced(target: str) -> None:
+    """A barrier does not wait for stores, and the wave that counts waits for its own only."""
+    q, cache, table, starts = PrefillWorkload(q_lens=(30,), lens=(2000,), gqa_ratio=12, head_dim=128).build()
+    with compile_for(target) as artifacts:
+        plan = plan_prefill(q, cache, table, starts, num_splits=3)
+        batch_prefill(q, cache, table, starts, plan=plan)
+    lines = [line.strip() for line in artifacts[-1].assembly.splitlines()]
+    counts = next(i for i, line in enumerate(lines) if line.startswith("global_atomic_add"))
+    stored = max(i for i, line in enumerate(lines[:counts]) if "_store_dword" in line)
+    barrier = next(i for i in range(stored, counts) if lines[i].startswith("s_barrier"))
+    assert any(line.startswith("s_waitcnt vmcnt(0)") for line in lines[stored:barrier])

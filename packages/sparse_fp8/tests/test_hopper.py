@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from narrowkv.quant.accuracy import compare
-from narrowkv.quant.targets import device_target, get_target
 from narrowkv.quant.launch.gluon import has_gluon
+from narrowkv.quant.targets import device_target, get_target
 from narrowkv.sparse_fp8 import (
     DSV4Rows,
     KVSource,

@@ -142,7 +142,9 @@ def prefill_append(
     return_lse: bool = False,
     plan: PrefillPlan | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of a chunk over its cache and itself; the chunk is appended to the cache. One launch.
+    """Causal attention of a chunk over its cache and itself; the chunk is appended to the cache.
+
+    One launch; on Hopper two, where they are faster: `plan_append` chooses, or is told.
 
     Older tokens are read from the cache, the chunk's own keys and values unquantised from `k_new` and
     `v_new`. The cache gets the bytes that `narrowkv.paged_cache.append` would write, and no others change.

@@ -27,7 +27,7 @@ from narrowkv.paged_cache.append import (
     storage_constants,
 )
 from narrowkv.quant.device import widen_route, widening_exponent
-from narrowkv.quant.launch import LaunchOptions, launch
+from narrowkv.quant.launch import LaunchOptions, is_compiled, launch
 
 _LOG2E = math.log2(math.e)
 _TRITON_16_BIT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -135,6 +135,7 @@ class PrefillCall:
             "WRITE_LSE": outputs.lse is not None,
             "FOLDED": folded,
             "SPLIT": config.num_splits > 1,
+            "SETTLE": self.plan.target.is_amd and is_compiled(self.cache.k),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
         }
@@ -263,7 +264,7 @@ class PrefillCall:
         shape = self.plan.shape
         tiles = shape.row_tiles(config.block_m)
         items = tiles * shape.num_kv_heads * config.num_splits
-        for name in ("BLOCK_D", "HAS_SOFT_CAP", "FOLDED"):
+        for name in ("BLOCK_D", "HAS_SOFT_CAP", "FOLDED", "SETTLE"):
             del options[name]
         launch(
             _pipelined_prefill_kernel,

@@ -29,8 +29,8 @@ from narrowkv.quant.errors import (
     check_shape,
 )
 from narrowkv.quant.formats import get_format
-from narrowkv.quant.launch import active_target
-from narrowkv.quant.launch.gluon import has_gluon, is_compiled
+from narrowkv.quant.launch import active_target, is_compiled
+from narrowkv.quant.launch.gluon import has_gluon
 from narrowkv.quant.targets import Target
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -77,15 +77,31 @@ class PrefillPlan:
     exponent: str | None = None
     arrivals: Arrivals | None = field(repr=False, default=None)
 
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        target: Target,
+        shape: PrefillShape,
+        config: PrefillConfig,
+    ) -> PrefillPlan:
+        """A plan for queries and a cache like these, without its memory."""
+        formats = (cache.format.k, cache.format.v, cache.k_granularity, cache.v_granularity)
+        return cls(target, shape, q.dtype, *formats, config, q.device)
+
     def explain(self) -> str:
         """Why this configuration: one line for a person."""
         c = self.config
         if self.decode is not None:
             return f"paged_decode, because {c.why}: {self.decode.explain()}"
+        warps = f"{c.options.num_warps} warps"
+        if c.otherwise is not None:
+            warps = "two warpgroups that attend and a warp that copies"
         splits = "" if c.num_splits == 1 else f", the keys of each shared by {c.num_splits} programs"
         return (
             f"{self.target.name}: {c.kernel}, because {c.why}; tiles of {c.block_m} rows x {c.block_n} keys, "
-            f"{c.options.num_warps} warps, {c.options.num_stages} stages{splits}"
+            f"{warps}, {c.options.num_stages} stages{splits}"
         )
 
 
@@ -223,17 +239,7 @@ def plan_prefill(
     )
     if num_splits is not None:
         config = with_splits(config, num_splits)
-    plan = PrefillPlan(
-        target,
-        shape,
-        q.dtype,
-        cache.format.k,
-        cache.format.v,
-        cache.k_granularity,
-        cache.v_granularity,
-        config,
-        q.device,
-    )
+    plan = PrefillPlan.of(q, cache, target, shape, config)
     if config.kernel == "decode":
         return replace(plan, decode=plan_decode(q, cache, page_table, max_seq_len=max_seq_len))
     if config.kernel == "dense":
@@ -306,16 +312,8 @@ def plan_append(
     )
     if num_splits is not None:
         config = with_splits(config, num_splits)
-    plan = PrefillPlan(
-        target,
-        shape,
-        q.dtype,
-        cache.format.k,
-        cache.format.v,
-        cache.k_granularity,
-        cache.v_granularity,
-        config,
-        q.device,
+    plan = replace(
+        PrefillPlan.of(q, cache, target, shape, config),
         workspace=allocate_workspace(shape, config, q.device),
         exponent=exponent,
     )

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from narrowkv.quant.device import BITS, NATIVE, widen_route, widening_exponent
-from narrowkv.quant.launch import LaunchOptions, launch
-from narrowkv.quant.launch.gluon import is_compiled
+from narrowkv.quant.launch import LaunchOptions, is_compiled, launch
 from narrowkv.quant.targets import Target
 from narrowkv.sparse_fp8.arguments import (
     NO_CSR,

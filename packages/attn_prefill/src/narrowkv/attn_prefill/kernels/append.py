@@ -107,7 +107,8 @@ def _prefill_append_kernel(
     COMPUTE: tl.constexpr, SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr, FP8: tl.constexpr,
     CLEAN: tl.constexpr, P_SCALE: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr,
-    FOLDED: tl.constexpr, SPLIT: tl.constexpr, STAGED: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    FOLDED: tl.constexpr, SPLIT: tl.constexpr, SETTLE: tl.constexpr, STAGED: tl.constexpr, TMA: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_S: tl.constexpr, OWN_N: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
@@ -185,7 +186,7 @@ def _prefill_append_kernel(
             begin + within, pad, begin + q_len, begin + first_row, begin + last_row,
             logit_scale, ones, soft_cap, split, num_splits, stride,
             HEAD_DIM, KIND, False, False, K_PER_KEY, V_PER_KEY, True, True, WINDOW_LEFT, 0,
-            HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, TMA, OVERLAP, True,
+            HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, SETTLE, TMA, OVERLAP, True,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
         )  # fmt: skip
     else:
@@ -244,7 +245,7 @@ def _prefill_append_kernel(
         write = True
         if SPLIT:
             write, joined, m, l = merge_splits(
-                workspace, joined, m, l, unit, split, num_splits, stride, row_mask, BLOCK_M, BLOCK_D
+                workspace, joined, m, l, unit, split, num_splits, stride, row_mask, SETTLE, BLOCK_M, BLOCK_D
             )
         if write:
             write_rows(

@@ -307,7 +307,8 @@ def dense_tile(
     K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr, K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr,
-    SPLIT: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr, BRANCH: tl.constexpr,
+    SPLIT: tl.constexpr, SETTLE: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    BRANCH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows over a sequence's scratch from row `base` on, written out; `parts` is Q as loaded."""
@@ -332,7 +333,7 @@ def dense_tile(
     write = True
     if SPLIT:
         write, acc, m, l = merge_splits(
-            workspace, acc, m, l, unit, split, num_splits, stride, row_mask, BLOCK_M, BLOCK_D
+            workspace, acc, m, l, unit, split, num_splits, stride, row_mask, SETTLE, BLOCK_M, BLOCK_D
         )
     if write:
         write_rows(
@@ -349,7 +350,8 @@ def _dense_prefill_kernel(
     SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
     V_IN_UNITS: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr,
-    SPLIT: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr, BRANCH: tl.constexpr,
+    SPLIT: tl.constexpr, SETTLE: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    BRANCH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one KV head over the widened keys; programs run fastest over KV heads.
@@ -382,6 +384,6 @@ def _dense_prefill_kernel(
         tl.program_id(2), num_splits, tl.num_programs(0),
         HEAD_DIM, COMPUTE, SCALE_Q, SPLIT_Q,
         K_DESCALE != "scalar" and K_DESCALE != "head", V_DESCALE != "scalar" and V_DESCALE != "head",
-        False, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, TMA,
-        OVERLAP, BRANCH, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
+        False, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT,
+        SETTLE, TMA, OVERLAP, BRANCH, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
     )  # fmt: skip

@@ -229,7 +229,8 @@ def _fused_prefill_kernel(
     ACC_PARTS: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
+    SETTLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_B: tl.constexpr,
     NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one KV head over the paged cache; programs run fastest over KV heads."""
@@ -291,7 +292,7 @@ def _fused_prefill_kernel(
     if SPLIT:
         last_one, acc, m, l = merge_splits(
             workspace, acc, m, l, pid, tl.program_id(2), num_splits, tl.num_programs(0), row_mask,
-            BLOCK_M, BLOCK_D,
+            SETTLE, BLOCK_M, BLOCK_D,
         )  # fmt: skip
         if not last_one:
             return

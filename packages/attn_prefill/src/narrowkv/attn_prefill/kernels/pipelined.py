@@ -366,7 +366,7 @@ def attend(
         if SPLIT:
             write, acc, m, l = merge_splits(
                 workspace, acc, m, l, (item.index * NUM_KV_HEADS + kv_head) * 2 + HALF, item.split,
-                work.num_splits, work.num_tiles * NUM_KV_HEADS * 2, row_mask, ROWS, HEAD_DIM,
+                work.num_splits, work.num_tiles * NUM_KV_HEADS * 2, row_mask, False, ROWS, HEAD_DIM,
             )  # fmt: skip
         if write:
             write_rows(

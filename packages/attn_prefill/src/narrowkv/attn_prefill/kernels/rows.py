@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import sequence_length, store_partial
+from narrowkv.quant.device import settle_stores
+from narrowkv.quant.softmax import softmax_step as unscaled_step
 
 
 class Queries(NamedTuple):
@@ -222,15 +224,13 @@ def softmax_step(s, m, l, scale, FOLDED: tl.constexpr):
     """
     if FOLDED:
         m_new = tl.maximum(m, tl.max(s, 1) * scale)
-    else:
-        m_new = tl.maximum(m, tl.max(s, 1))
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    if FOLDED:
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(s * scale[:, None] - m_safe[:, None])
+        correction = tl.exp2(m - m_safe)
+        l = l * correction + tl.sum(p, 1)
     else:
-        p = tl.exp2(s - m_safe[:, None])
-    correction = tl.exp2(m - m_safe)
-    return p, correction, m_new, l * correction + tl.sum(p, 1)
+        p, m_new, l, correction = unscaled_step(s, m, l)
+    return p, correction, m_new, l
 
 
 @triton.jit
@@ -243,14 +243,16 @@ def weigh_values(p, correction, factor, unit):
 
 @triton.jit
 def merge_splits(workspace, acc, m, l, unit, split, num_splits, stride, row_mask,
-                 BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+                 SETTLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Leaves a split's partial result; for the last split to arrive, returns True and all of them merged.
 
-    Slots of the splits are `unit + i * stride`; `unit` also numbers the tile's arrival counter.
+    Slots of the splits are `unit + i * stride`; `unit` also numbers the tile's arrival counter. SETTLE: see
+    `settle_stores`.
     """
     r, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     store_partial(workspace, (unit + split * stride).to(tl.int64), acc, m, l, row_mask, BLOCK_M, BLOCK_D)
     # Every thread's stores are done before the one thread that counts announces them.
+    unit = settle_stores(unit, SETTLE)
     tl.debug_barrier()
     last = tl.atomic_add(workspace.arrived + unit, 1, sem="acq_rel") == num_splits - 1
     if last:

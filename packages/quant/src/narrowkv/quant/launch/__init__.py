@@ -8,6 +8,7 @@ from narrowkv.quant.launch.path import (
     active_target,
     compile_for,
     executing,
+    is_compiled,
     launch,
     run_as,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "active_target",
     "compile_for",
     "executing",
+    "is_compiled",
     "launch",
     "run_as",
 ]

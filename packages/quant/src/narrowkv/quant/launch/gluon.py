@@ -7,7 +7,6 @@ import types
 from functools import cache
 from typing import Any
 
-import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
@@ -22,11 +21,6 @@ def has_gluon() -> bool:
     # Gluon came into Triton by steps; what is there decides, not a version.
     wanted = ("async_copy", "fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")
     return all(hasattr(hopper, name) for name in wanted)
-
-
-def is_compiled(q: torch.Tensor) -> bool:
-    """Whether a launch over q is compiled: the interpreter does not know Gluon."""
-    return q.is_cuda
 
 
 @cache

@@ -120,6 +120,15 @@ def active_target(device: torch.device) -> Target:
     return executor.target if executor is not None else device_target(device)
 
 
+def is_compiled(tensor: torch.Tensor) -> bool:
+    """Whether a launch over the tensor is compiled here, and not interpreted.
+
+    The interpreter knows neither Gluon nor a target's assembly.
+    """
+    executor = _executor.get()
+    return tensor.is_cuda if executor is None else not isinstance(executor, InterpretExecutor)
+
+
 def _first_tensor(args: tuple[Any, ...]) -> torch.Tensor:
     for arg in args:
         if isinstance(arg, torch.Tensor):
