@@ -359,7 +359,7 @@ _MASKS: Changes = (
 _SIZES: Changes = (
     {},
     {"q_lens": "40+9", "lens": "140+70", "ratio": 12, "head_dim": 128, "page_size": 1},
-    {"q_lens": "3+17+1", "lens": "3+80+33", "ratio": 5, "head_dim": 80, "page_size": 3, "kv_heads": 2},
+    {"q_lens": "3+17+1", "lens": "3+80+33", "ratio": 5, "head_dim": 96, "page_size": 3, "kv_heads": 2},
     {"q_lens": "33", "lens": "300", "ratio": 8, "head_dim": 256, "page_size": 64},
 )
 _FORMATS = (
