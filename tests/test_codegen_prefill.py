@@ -11,6 +11,7 @@ import triton
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
 from narrowkv.attn_prefill.config import PrefillConfig
 from narrowkv.attn_prefill.workloads import PrefillWorkload
+from narrowkv.cli.roofline import matrix_share
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.quant.launch import compile_for
 from narrowkv.quant.launch.artifact import CompiledArtifact
@@ -215,12 +216,7 @@ def test_the_share_of_matrix_instructions_in_the_hot_loop_is_what_the_structure_
         code = artifacts[-1]
         figures = code.target.figures
         assert figures is not None
-        loop = code.loop
-        # Every one of these takes 16 clocks of a SIMD: depth 16 at half the rate of depth 32 on gfx950.
-        passes = 16 * loop.mfma
-        vector = (loop.valu - loop.transcendental) * figures.valu_clk
-        vector += loop.transcendental * figures.transcendental_clk
-        clocks[kernel] = passes / (passes + vector)
+        clocks[kernel] = matrix_share(code.loop, figures)
         print(f"{target} {kernel}: matrix instructions take {clocks[kernel]:.0%} of the loop's issue clocks")
     assert clocks["dense"] > clocks["fused"]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from narrowkv.attn_decode import paged_decode
 from narrowkv.attn_prefill import batch_prefill, batch_prefill_reference, plan_prefill
-from narrowkv.attn_prefill.workloads import PrefillWorkload
+from narrowkv.attn_prefill.workloads import PrefillWorkload, poison_plan
 from narrowkv.paged_cache import CacheFormat, PageTable
 from narrowkv.quant.errors import UnsupportedError
 from narrowkv.quant.launch import run_as
@@ -40,9 +40,7 @@ def _check(
     """Runs with a poisoned output and poisoned scratch and compares o and lse; returns o."""
     q, cache, table, starts = workload.build(device)
     made = plan_prefill(q, cache, table, starts, kernel=kernel, **(plan or {}))
-    for memory in (*(made.scratch or ()), *(made.workspace or ())[:2]):
-        if isinstance(memory, torch.Tensor) and memory.is_floating_point():
-            memory.fill_(math.nan)
+    poison_plan(made)
     dtype = q.dtype if q.dtype.itemsize == 2 else torch.bfloat16
     out = torch.full(q.shape, math.nan, dtype=dtype, device=device)
     o, lse = batch_prefill(q, cache, table, starts, out=out, return_lse=True, plan=made, **options)

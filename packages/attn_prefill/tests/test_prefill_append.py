@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from narrowkv.attn_prefill import plan_append, plan_prefill, prefill_append, prefill_append_reference
 from narrowkv.attn_prefill.plan import can_pipeline
-from narrowkv.attn_prefill.workloads import AppendWorkload
+from narrowkv.attn_prefill.workloads import AppendWorkload, copy_cache, differing_bytes, poison_plan
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.quant.errors import UnsupportedError
 from narrowkv.quant.launch import run_as
@@ -30,23 +29,8 @@ def slow(*values: Any) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-def _copy(cache: PagedKVCache) -> PagedKVCache:
-    def own(x: Any) -> Any:
-        return x.clone() if isinstance(x, torch.Tensor) else x
-
-    k_and_v = {name: own(getattr(cache, name)) for name in ("k", "v", "k_descale", "v_descale")}
-    if cache.layout == "concat" or cache.k.data_ptr() != k_and_v["k"].data_ptr():
-        return replace(cache, **k_and_v)
-    return cache
-
-
 def _same_bytes(a: PagedKVCache, b: PagedKVCache) -> bool:
-    pairs = [(getattr(a, n), getattr(b, n)) for n in ("k", "v", "k_descale", "v_descale")]
-    return all(
-        torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
-        for x, y in pairs
-        if isinstance(x, torch.Tensor)
-    )
+    return not differing_bytes(a, b)
 
 
 def _check(
@@ -65,10 +49,8 @@ def _check(
     made = plan_append(
         q, cache, table, starts, kernel=kernel, fp8_compute=options.get("fp8_compute", False), **(plan or {})
     )
-    for memory in (*(made.scratch or ()), *(made.workspace or ())[:2]):
-        if isinstance(memory, torch.Tensor) and memory.is_floating_point():
-            memory.fill_(math.nan)
-    before, wanted = _copy(cache), _copy(cache)
+    poison_plan(made)
+    before, wanted = copy_cache(cache), copy_cache(cache)
     o, lse = prefill_append(
         q, k_new, v_new, cache, table, starts, rope=rope, return_lse=True, plan=made, **options
     )
@@ -189,7 +171,7 @@ def test_tokens_without_a_page_are_not_stored(kernel: str, device: str) -> None:
         pytest.skip("not for this GPU")
     short = PageTable.from_block_table(table.page_ids[:, :2].contiguous(), table.seq_lens, page_size=16)
     short.page_ids[1, 0] = cache.num_pages
-    wanted = _copy(cache)
+    wanted = copy_cache(cache)
     assert table.seq_lens is not None
     table.seq_lens[1] = 0
     plan = plan_append(q, cache, short, starts, kernel=kernel)
@@ -206,7 +188,7 @@ def test_tokens_without_a_page_are_not_stored(kernel: str, device: str) -> None:
 
 def test_a_call_without_tokens_changes_nothing(device: str) -> None:
     q, k_new, v_new, cache, table, starts, _ = W(q_lens=(0, 0, 0)).build_append(device)
-    before = _copy(cache)
+    before = copy_cache(cache)
     o, lse = prefill_append(q, k_new, v_new, cache, table, starts, return_lse=True)
     assert (o.shape, lse.shape) == ((0, 6, 64), (0, 6))
     assert _same_bytes(cache, before)
@@ -228,7 +210,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_bad_input_is_refused_by_name_and_changes_nothing(fault: str) -> None:
     change, message = REFUSED[fault]
     q, k_new, v_new, cache, table, starts, _ = W().build_append()
-    before, options = _copy(cache), dict(change)
+    before, options = copy_cache(cache), dict(change)
     q, k_new, v_new = options.pop("q", q), options.pop("k_new", k_new), options.pop("v_new", v_new)
     with pytest.raises((ValueError, TypeError), match=message):
         prefill_append(q, k_new, v_new, cache, table, starts, **options)

@@ -187,6 +187,33 @@ def validate_sparse(
     _end(run(cases, report, on=on, jobs=jobs, seed=0, detect_races=detect_races, kind=SPARSE_CASES))
 
 
+@validate.command("prefill")
+def validate_prefill(
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="Also cross kernels, formats, sizes and options.")
+    ] = False,
+    case: Cases = None,
+    on: On = None,
+    detect_races: DetectRaces = False,
+    jobs: Jobs = None,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Sweep prefill, and prefill that appends, whose cache must be right to the byte."""
+    from functools import partial
+
+    from narrowkv.cli.report import Report
+
+    report = Report("validate prefill", as_json=as_json, out_file=out)
+    from narrowkv.cli.prefill.cases import PREFILL_CASES, PrefillCase, sweep
+    from narrowkv.cli.validate import validate as run
+    from narrowkv.cli.workers import default_jobs
+
+    cases = [PrefillCase.parse(line) for line in case] if case else partial(sweep, everything=full)
+    jobs = jobs or default_jobs()
+    _end(run(cases, report, on=on, jobs=jobs, seed=0, detect_races=detect_races, kind=PREFILL_CASES))
+
+
 @validate.command("sage")
 def validate_sage(
     full: Annotated[
@@ -404,7 +431,7 @@ def inspect(
         str,
         typer.Argument(
             metavar="[OPERATION]",
-            help="decode; sparse: all that it ships, or one --case; sage: all that it ships.",
+            help="decode; prefill or sparse: all that it ships, or one --case; sage: all that it ships.",
         ),
     ] = "decode",
     target: Targets = BOTH,
@@ -441,6 +468,13 @@ def inspect(
 
         cases = sparse_cases() if case is None else [SparseCase.parse(case)]
         _end(inspect_sparse(cases, report, targets=targets))
+    if operation == "prefill":
+        from narrowkv.cli.prefill.cases import PrefillCase
+        from narrowkv.cli.prefill.inspection import inspect_prefill
+        from narrowkv.cli.prefill.inspection import shipped_cases as prefill_cases
+
+        calls = prefill_cases if case is None else [PrefillCase.parse(case)]
+        _end(inspect_prefill(calls, report, targets=targets))
     if operation == "sage":
         from narrowkv.cli.sage.inspection import inspect_sage
         from narrowkv.cli.sage.inspection import shipped_cases as sage_cases
@@ -449,7 +483,7 @@ def inspect(
     if operation != "decode":
         from narrowkv.cli.report import UsageError
 
-        raise UsageError(f"OPERATION must be decode, sparse or sage, got {operation!r}")
+        raise UsageError(f"OPERATION must be decode, prefill, sparse or sage, got {operation!r}")
     from narrowkv.cli.cases import DecodeCase
     from narrowkv.cli.inspection import inspect as run
     from narrowkv.cli.inspection import inspection_case

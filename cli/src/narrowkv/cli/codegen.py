@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from narrowkv.cli.roofline import matrix_share
 from narrowkv.quant.launch import compile_for
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class KernelCode:
         mfma: matrix instructions of the hot loop by name.
         loop: other counts of the hot loop: valu, transcendental, converts, lds, vector_loads,
             loaded_bytes_per_lane.
+        matrix_share: share of matrix instructions in the loop's issue clocks, a model; 0 where there are no
+            figures of the target.
     """
 
     name: str
@@ -44,11 +47,12 @@ class KernelCode:
     waves_per_simd: int
     mfma: dict[str, int] = field(default_factory=dict)
     loop: dict[str, int] = field(default_factory=dict)
+    matrix_share: float = 0.0
 
     @classmethod
     def of(cls, artifact: CompiledArtifact) -> KernelCode:
         """Reads an artifact."""
-        registers, loop = artifact.registers, artifact.loop
+        registers, loop, figures = artifact.registers, artifact.loop, artifact.target.figures
         return cls(
             name=artifact.name,
             vgprs=registers.vgprs,
@@ -69,6 +73,7 @@ class KernelCode:
                 "vector_loads": loop.vector_loads,
                 "loaded_bytes_per_lane": loop.loaded_bytes_per_lane,
             },
+            matrix_share=0.0 if figures is None else matrix_share(loop, figures),
         )
 
 

@@ -144,6 +144,21 @@ def mfma_clocks(loop: InstructionMix, figures: Figures) -> float:
     return clocks
 
 
+def matrix_share(loop: InstructionMix, figures: Figures) -> float:
+    """Share of matrix instructions in the clocks that one wave's pass takes to issue; 0 without any.
+
+    Example:
+        >>> from collections import Counter
+        >>> from narrowkv.quant.targets import get_target
+        >>> figures = get_target("gfx942").figures
+        >>> matrix_share(InstructionMix(Counter({"v_fma_f32": 4, "v_mfma_f32_16x16x16_bf16": 1})), figures)
+        0.5
+    """
+    # A unit's rate is that of all its SIMDs together.
+    matrix = mfma_clocks(loop, figures) * figures.simds_per_unit
+    return matrix / (matrix + valu_clocks(loop, figures)) if matrix else 0.0
+
+
 def lds_bytes(loop: InstructionMix) -> float:
     """Bytes that one wave's pass moves through the LDS."""
     total = 0

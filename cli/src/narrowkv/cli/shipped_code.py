@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
 from typing import Any, Generic, TypeVar
 
 from rich.table import Table
@@ -32,7 +31,7 @@ class CallCode(Generic[Case]):
 
 
 def inspect_calls(
-    cases: Sequence[Case],
+    cases: Sequence[Case] | Callable[[str], Sequence[Case]],
     report: Report,
     *,
     targets: tuple[str, ...],
@@ -43,7 +42,7 @@ def inspect_calls(
     """Compiles calls for each target and shows what came of it; a faulty one ends with exit code 1.
 
     Args:
-        cases: what to compile.
+        cases: what to compile, or a function that says it of a target's name.
         report: where it goes.
         targets: AMD targets.
         inspect_case: compiles one.
@@ -54,9 +53,10 @@ def inspect_calls(
         raise UnsupportedHereError(missing)
     found: list[CallCode[Case]] = []
     interrupted = False
-    with report.progress(len(cases) * len(targets), "inspecting") as line:
+    work = [(name, case) for name in targets for case in (cases(name) if callable(cases) else cases)]
+    with report.progress(len(work), "inspecting") as line:
         try:
-            for target, case in product(targets, cases):
+            for target, case in work:
                 found.append(inspect_case(case, target))
                 line.advance(f"{target} {case}")
         except KeyboardInterrupt:

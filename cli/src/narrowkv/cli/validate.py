@@ -200,7 +200,7 @@ def _run_all(tasks: Sequence[Task], places: Sequence[Place], jobs: int) -> Itera
 
 
 def validate(
-    cases: Sequence[Any],
+    cases: Sequence[Any] | Callable[[Place], Sequence[Any]],
     report: Report,
     *,
     on: Sequence[str] | None,
@@ -209,12 +209,19 @@ def validate(
     detect_races: bool = False,
     kind: Kind = DECODE_CASES,
 ) -> ExitCode:
-    """Runs cases at every place and reports; Ctrl-C keeps those that were finished."""
+    """Runs cases at every place and reports; Ctrl-C keeps those that were finished.
+
+    `cases` may be a function of the place, for a sweep that not every target serves whole.
+    """
     places = tuple(find_places(on, detect_races=detect_races))
     setting = Setting(places, find_place(None).name, detect_races, kind)
     results: list[CaseResult] = []
     interrupted = False
-    tasks = [Task(case, kind, place.name, detect_races) for place in places for case in cases]
+    tasks = [
+        Task(case, kind, place.name, detect_races)
+        for place in places
+        for case in (cases(place) if callable(cases) else cases)
+    ]
     with report.progress(len(tasks), "validating") as line:
         try:
             for task, result in _run_all(tasks, places, jobs):
@@ -224,7 +231,7 @@ def validate(
             interrupted = True
     failures = [result for result in results if not result.passed]
     report.say(f"{kind.operation} against fp32 on the same numbers, {setting}")
-    if len(cases) == 1:
+    if len(tasks) == len(places):
         for result in results:
             text = f"{result.error}; lse {result.lse_error:.3g}" if result.error else result.detail
             report.line(f"{result.place}: {text}" if len(places) > 1 else text)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from narrowkv.attn_prefill import plan_append, plan_prefill, prefill_append_reference
+from narrowkv.attn_prefill.workloads import copy_cache
 from narrowkv.cli.cases import DecodeCase, DecodeInputs, build
 from narrowkv.cli.contracts import Contract, Shape
 from narrowkv.paged_cache import PagedKVCache, PageTable
@@ -88,9 +89,8 @@ class AppendInputs:
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`(o, lse)` in fp32, on a copy of the cache."""
-        cache = replace(self.cache, k=self.cache.k.clone(), v=self.cache.v.clone())
         o, lse = prefill_append_reference(
-            self.q, self.k_new, self.v_new, cache, self.table, self.starts, return_lse=True
+            self.q, self.k_new, self.v_new, copy_cache(self.cache), self.table, self.starts, return_lse=True
         )
         return o, lse
 

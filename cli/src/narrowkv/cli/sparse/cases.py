@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from narrowkv.cli.cases import CaseResult, check, parse_case, spell_case
+from narrowkv.cli.cases import CaseResult, check, parse_case, parse_lens, spell_case
 from narrowkv.cli.places import Place
 from narrowkv.cli.report import UsageError
 from narrowkv.cli.validate import Kind
@@ -91,8 +91,7 @@ class SparseCase:
             if value not in known:
                 raise UsageError(f"--case {name} must be one of {', '.join(known)}; got {value!r}")
         for name, value in (("lens", case.lens), ("extend", case.extend)):
-            if not all(part.isdecimal() for part in value.split("+") if value):
-                raise UsageError(f"--case {name} must be numbers joined by '+', got {value!r}")
+            parse_lens(name, value)
         return case
 
 
@@ -141,10 +140,6 @@ class SparseCall:
         return float(source.rows.bytes_per_row()) if isinstance(source.rows, DSV4Rows) else 1024.0
 
 
-def _lens(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split("+")) if text else ()
-
-
 def build(case: SparseCase, device: str = "cpu") -> SparseCall:
     """The tensors of a case; rows that nobody names hold NaN.
 
@@ -152,8 +147,8 @@ def build(case: SparseCase, device: str = "cpu") -> SparseCall:
         ValueError, TypeError: what the rows say to formats, layouts or sizes that they do not take.
     """
     workload = SparseWorkload(
-        prefix_lens=_lens(case.lens),
-        extend_lens=_lens(case.extend) if case.extend else None,
+        prefix_lens=parse_lens("lens", case.lens),
+        extend_lens=parse_lens("extend", case.extend) if case.extend else None,
         num_qo_heads=case.heads,
         layout=case.layout,
         page_size=case.page_size,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from narrowkv.attn_decode.workloads import DecodeWorkload
+from narrowkv.attn_prefill.plan import PrefillPlan
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, Rope
 
 _I32 = torch.int32
@@ -23,6 +26,7 @@ class PrefillWorkload:
         q_dtype: bf16 or fp16, or FP8.
         granularity: of the descales that are not FP4's: "float" or one of the cache's.
         ragged: FlashInfer-style metadata instead of a block table.
+        clean: whether the cache is declared free of negative zeros and NaN; otherwise unused slots hold NaN.
     """
 
     q_lens: tuple[int, ...] = (5, 1, 25)
@@ -37,6 +41,7 @@ class PrefillWorkload:
     q_dtype: torch.dtype = torch.bfloat16
     granularity: str = "float"
     ragged: bool = False
+    clean: bool = False
 
     def build(
         self, device: torch.device | str = "cpu", seed: int = 0
@@ -52,6 +57,7 @@ class PrefillWorkload:
             scale_group=self.scale_group,
             granularity=self.granularity,
             ragged=self.ragged,
+            clean=self.clean,
         ).build(device, seed)
         q = torch.randn(sum(self.q_lens), self.num_kv_heads * self.gqa_ratio, self.head_dim)
         starts = torch.tensor([0, *self.q_lens], dtype=_I32).cumsum(0).to(device, _I32)
@@ -74,13 +80,14 @@ class AppendWorkload(PrefillWorkload):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedKVCache, PageTable, torch.Tensor, Rope | None]:
         """q, k_new, v_new, cache, page table, cu_seqlens_q and the rotary embedding.
 
-        Pages are shuffled, every byte of the cache that is not an old token's is NaN.
+        Pages are shuffled, every byte of the cache that is not an old token's is NaN unless it is clean.
         """
         full = tuple(old + new for old, new in zip(self.lens, self.q_lens, strict=True))
         q, cache, table, starts = replace(self, lens=full).build(device, seed)
         before = torch.tensor(self.lens, dtype=_I32, device=device)
         table = PageTable.from_block_table(table.page_ids, before, page_size=self.page_size)
-        poison_from(cache, table, full)
+        if not self.clean:
+            poison_from(cache, table, full)
         random = torch.Generator().manual_seed(seed)
         shape = (q.shape[0], self.num_kv_heads, self.head_dim)
         k_new, v_new = (torch.randn(shape, generator=random).to(self.q_dtype).to(device) for _ in range(2))
@@ -110,3 +117,33 @@ def poison_from(cache: PagedKVCache, table: PageTable, full: tuple[int, ...]) ->
                 stored.view(torch.uint8)[pages.to(stored.device), slots.to(stored.device)] = code
             else:
                 stored[pages.to(stored.device), slots.to(stored.device)] = float("nan")
+
+
+_STORED = ("k", "v", "k_descale", "v_descale")
+
+
+def poison_plan(plan: PrefillPlan) -> None:
+    """Makes a plan's scratch and partial results NaN, so that reading what was not written shows."""
+    for memory in (*(plan.scratch or ()), *(plan.workspace or ())[:2]):
+        if isinstance(memory, torch.Tensor) and memory.is_floating_point():
+            memory.fill_(math.nan)
+
+
+def copy_cache(cache: PagedKVCache) -> PagedKVCache:
+    """A cache that stores the same in memory of its own."""
+
+    def own(x: Any) -> Any:
+        return x.clone() if isinstance(x, torch.Tensor) else x
+
+    return replace(cache, **{name: own(getattr(cache, name)) for name in _STORED})
+
+
+def differing_bytes(a: PagedKVCache, b: PagedKVCache) -> dict[str, int]:
+    """How many bytes two caches of the same shape differ in, by "k", "v", "k_descale" and "v_descale"."""
+    found = {}
+    for name in _STORED:
+        x, y = getattr(a, name), getattr(b, name)
+        if isinstance(x, torch.Tensor):
+            differ = x.contiguous().view(torch.uint8) != y.contiguous().view(torch.uint8)
+            found[name] = int(differ.sum())
+    return {name: count for name, count in found.items() if count}
