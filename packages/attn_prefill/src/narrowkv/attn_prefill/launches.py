@@ -144,6 +144,11 @@ class PrefillCall:
         shape, config = self.plan.shape, config or self.plan.config
         return shape.row_tiles(config.block_m) * shape.num_kv_heads, 1, config.num_splits
 
+    def _ordering(self) -> dict[str, int]:
+        """Constants of programs that order tiles: sequences, and tiles that one program places."""
+        block_b = self.batch_constants["BLOCK_B"]
+        return {"BLOCK_B": block_b, "BLOCK_I": max(1, min(32, 8192 // block_b))}
+
     def _workspace(self) -> Workspace:
         return self.plan.workspace if self.plan.workspace is not None else Workspace(None, None, None)
 
@@ -196,15 +201,14 @@ class PrefillCall:
             config = config.otherwise
         num_blocks = scratch.rows // config.scratch_block
         num_tiles = plan.shape.row_tiles(config.block_m)
-        block_b = self.batch_constants["BLOCK_B"]
-        block_i = max(1, min(32, 8192 // block_b))
+        ordering = self._ordering()
         options = self.options(outputs, folded, config)
         widen_constants = {
             name: options[name] for name in ("NUM_KV_HEADS", "GQA_RATIO", "HEAD_DIM", "PAGE_SIZE", "RAGGED")
         }
         launch(
             _widen_kernel,
-            (num_blocks * plan.shape.num_kv_heads + -(-num_tiles // block_i),),
+            (num_blocks * plan.shape.num_kv_heads + -(-num_tiles // ordering["BLOCK_I"]),),
             (
                 queries, k, v, self.k_descale, self.v_descale, self.table, scratch, plan.schedule,
                 plan.shape.batch, num_blocks, num_tiles,
@@ -217,13 +221,10 @@ class PrefillCall:
                 "BLOCK_M": config.block_m,
                 "BLOCK_D": options["BLOCK_D"],
                 "BLOCK_N": config.scratch_block,
-                "BLOCK_B": block_b,
-                "BLOCK_I": block_i,
+                **ordering,
             },
             LaunchOptions(num_warps=config.scratch_block // 16, num_stages=1),
         )  # fmt: skip
-        for name in ("PAGE_SIZE", "RAGGED"):
-            del options[name]
         attend = self._pipelined if pipelined else self._plain
         attend(queries, outputs, config, scratch, options, qk_scale, out_scale)
 
@@ -233,6 +234,8 @@ class PrefillCall:
     ) -> None:  # fmt: skip
         """Attends to the scratch, in plain Triton."""
         plan, k_dtype = self.plan, scratch.k.dtype
+        for name in ("PAGE_SIZE", "RAGGED"):
+            del options[name]
         launch(
             _dense_prefill_kernel,
             self._grid(config),
@@ -264,7 +267,7 @@ class PrefillCall:
         shape = self.plan.shape
         tiles = shape.row_tiles(config.block_m)
         items = tiles * shape.num_kv_heads * config.num_splits
-        for name in ("BLOCK_D", "HAS_SOFT_CAP", "FOLDED", "SETTLE"):
+        for name in ("PAGE_SIZE", "RAGGED", "BLOCK_D", "HAS_SOFT_CAP", "FOLDED", "SETTLE"):
             del options[name]
         launch(
             _pipelined_prefill_kernel,
@@ -336,13 +339,12 @@ class PrefillCall:
         if pipelined:
             assert plan.scratch is not None
             assert plan.schedule is not None
-            block_b = self.batch_constants["BLOCK_B"]
-            block_i = max(1, min(32, 8192 // block_b))
+            ordering = self._ordering()
             num_groups = append_blocks(plan.shape, _QUANTISED_TOKENS, staged=False)
             names = ("NUM_KV_HEADS", "GQA_RATIO", "HEAD_DIM", "PAGE_SIZE", "BLOCK_M", "BLOCK_D")
             launch(
                 _produce_kernel,
-                ((num_groups + num_blocks) * plan.shape.num_kv_heads + -(-num_tiles // block_i),),
+                ((num_groups + num_blocks) * plan.shape.num_kv_heads + -(-num_tiles // ordering["BLOCK_I"]),),
                 (
                     *new, *old, plan.schedule, k_scale, v_scale, plan.shape.batch, num_groups, num_blocks,
                     num_tiles,
@@ -350,15 +352,12 @@ class PrefillCall:
                 {
                     **{name: options[name] for name in names},
                     **storage,
-                    "BLOCK_B": block_b,
-                    "BLOCK_I": block_i,
+                    **ordering,
                     "BLOCK_S": config.scratch_block,
                     "BLOCK_T": _QUANTISED_TOKENS,
                 },
                 LaunchOptions(num_warps=config.scratch_block // 16, num_stages=1),
             )  # fmt: skip
-            for name in ("PAGE_SIZE", "RAGGED"):
-                del options[name]
             # The scales of old keys are among their blocks' factors.
             options |= {"K_DESCALE": "scalar", "V_DESCALE": "scalar"}
             self._pipelined(queries, outputs, config, plan.scratch, options, logit_scale, 1.0)

@@ -26,6 +26,7 @@ from narrowkv.attn_prefill.kernels.rows import (
     key_blocks,
     key_range,
     merge_splits,
+    place_of,
     rows_of,
     schedule_tiles,
     scheduled_tile,
@@ -181,8 +182,7 @@ def _widen_kernel(
     blocks, ends = key_blocks(table, batch, PAGE_SIZE, RAGGED, BLOCK_B, BLOCK_N)
     if block >= tl.sum(blocks, 0):
         return
-    seq = tl.sum((ends <= block).to(tl.int32), 0)
-    in_seq = block - tl.sum(tl.where(seqs < seq, blocks, 0), 0)
+    seq, in_seq = place_of(block, blocks, ends, BLOCK_B)
     kv_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, RAGGED)
     widen_block(
         k, v, k_descale, v_descale, table, scratch, seq, block, in_seq * BLOCK_N, kv_head, kv_len, 1.0, 1.0,

@@ -80,14 +80,26 @@ def key_descriptor(keys: torch.Tensor, block_n: int) -> TensorDescriptor:
     return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), block, layout)
 
 
+@gluon.constexpr_function
+def product_layout(columns):
+    """How a warpgroup holds a product of 64 rows."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def line_layout(head_dim):
+    """How a warpgroup holds rows that come from memory, or go there, as whole lines."""
+    return gl.BlockedLayout([1, 8], [256 // head_dim, head_dim // 8], [4, 1], [1, 0])
+
+
 @gluon.jit
 def item_at(
-    work, number, NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr,
+    work, turn, NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr,
     WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """The item of this number; past the last one, the last."""
-    number = gl.minimum(number, work.items - 1)
+    """The item that this program takes at a turn; there are `rounds_of` of them."""
+    number = item_number(turn)
     kv_head = number % NUM_KV_HEADS
     index = number // NUM_KV_HEADS
     split = index // work.num_tiles
@@ -134,15 +146,7 @@ def copy_keys(
     count = 0
     for turn in range(rounds_of(work)):
         item = item_at(
-            work,
-            item_number(turn),
-            NUM_KV_HEADS,
-            GQA_RATIO,
-            WINDOW_LEFT,
-            WINDOW_RIGHT,
-            SPLIT,
-            BLOCK_M,
-            BLOCK_N,
+            work, turn, NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N
         )
         base = item.kv_head * work.rows + item.tile.base
         for i in range(item.end - item.begin):
@@ -167,7 +171,7 @@ def copy_queries(q, item, q_tile, HALF: gl.constexpr, GQA_RATIO: gl.constexpr):
     """Starts the copy of an item's rows into shared memory; what lies past the last row is undefined."""
     ROWS: gl.constexpr = q_tile.shape[0]
     HEAD_DIM: gl.constexpr = q_tile.shape[1]
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    LINES: gl.constexpr = line_layout(HEAD_DIM)
     tile = item.tile
     q_len = gl.where(tile.seq >= 0, tile.q_len, 0)
     tokens, heads, row_mask, _within = rows_of(
@@ -183,7 +187,7 @@ def copy_queries(q, item, q_tile, HALF: gl.constexpr, GQA_RATIO: gl.constexpr):
 def issue_scores(q_tile, ring, count, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
     """Q @ K^T of the ring's tile number `count`, still under way."""
     stage = count % STAGES
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    S: gl.constexpr = product_layout(BLOCK_N)
     ROWS: gl.constexpr = q_tile.shape[0]
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
     mbarrier.wait(ring.filled.index(stage), (count // STAGES) & 1)
@@ -210,7 +214,7 @@ def weights(
         keep = visible_keys(n, query_pos, first, num_keys, HAS_FIRST, WINDOW_LEFT, WINDOW_RIGHT)
         s = gl.where(keep, s, float("-inf"))
     p, correction, m, l = softmax_step(s, m, l, scale, True)
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    O: gl.constexpr = product_layout(HEAD_DIM)
     # The left operand from registers lies as the accumulator does, so nothing moves.
     return gl.convert_layout(p.to(gl.float16), gl.DotOperandLayout(0, O, 2)), correction, m, l
 
@@ -280,20 +284,12 @@ def attend(
 ):  # fmt: skip
     """A warpgroup's rows of all items: half number HALF of each tile."""
     ROWS: gl.constexpr = BLOCK_M // 2
-    S: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    S: gl.constexpr = gl.SliceLayout(1, product_layout(BLOCK_N))
+    O: gl.constexpr = product_layout(HEAD_DIM)
     count = 0
     for turn in range(rounds_of(work)):
         item = item_at(
-            work,
-            item_number(turn),
-            NUM_KV_HEADS,
-            GQA_RATIO,
-            WINDOW_LEFT,
-            WINDOW_RIGHT,
-            SPLIT,
-            BLOCK_M,
-            BLOCK_N,
+            work, turn, NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N
         )
         tile, kv_head, begin, end = item.tile, item.kv_head, item.begin, item.end
         copy_queries(q, item, q_tile, HALF, GQA_RATIO)
@@ -350,7 +346,7 @@ def attend(
         if V_IN_UNITS:
             acc *= unit
         # Whole rows are written at once.
-        LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+        LINES: gl.constexpr = line_layout(HEAD_DIM)
         acc = gl.convert_layout(acc, LINES)
         q_len = gl.where(tile.seq >= 0, tile.q_len, 0)
         tokens, heads, row_mask, _within = rows_of(
@@ -403,8 +399,8 @@ def _pipelined_prefill_kernel(
 ):  # fmt: skip
     """Tiles of BLOCK_M rows over the widened keys; see `_dense_prefill_kernel` for the arguments.
 
-    An item is a (split, tile, head); program i takes items i, i + programs, and so on, which the schedule has
-    in the order of falling work. `k_units`, `v_units`: what blocks of BLOCK_N keys are short of,
+    An item is a (split, tile, head), by the schedule in the order of falling work; `item_number` says which
+    of them a program takes. `k_units`, `v_units`: what blocks of BLOCK_N keys are short of,
     `[heads, rows / BLOCK_N]`, or None.
     """
     work = Work(schedule, items, num_tiles, num_splits, scratch_rows)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import sequence_length
 from narrowkv.attn_prefill.kernels.dense import store_block, to_fp16_in_units, widen_block, without_nonfinite
-from narrowkv.attn_prefill.kernels.rows import query_range, schedule_tiles
+from narrowkv.attn_prefill.kernels.rows import place_of, query_range, schedule_tiles
 from narrowkv.paged_cache.kernels import load_rotated, quantise_rows
 
 
@@ -48,19 +48,9 @@ def store_new(
 ):  # fmt: skip
     """Quantises BLOCK_T new tokens of a sequence and head, from `first` on, into the cache; returns them."""
     x, y, i, inside = load_new(
-        k_new,
-        v_new,
-        rope,
-        first,
-        kv_head,
-        q_start,
-        q_len,
-        HEAD_DIM,
-        ROTARY_DIM,
-        INTERLEAVED,
-        BLOCK_T,
-        BLOCK_D,
-    )
+        k_new, v_new, rope, first, kv_head, q_start, q_len, HEAD_DIM, ROTARY_DIM, INTERLEAVED,
+        BLOCK_T, BLOCK_D,
+    )  # fmt: skip
     position = old_len + i
     number = position // PAGE_SIZE
     # Beyond the table, or in a page beyond the cache, nothing is written.
@@ -143,8 +133,7 @@ def produce_block(
     K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
     V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
     seqs = tl.arange(0, BLOCK_B)
-    seq = tl.sum((ends <= block).to(tl.int32), 0)
-    in_seq = block - tl.sum(tl.where(seqs < seq, blocks, 0), 0)
+    seq, in_seq = place_of(block, blocks, ends, BLOCK_B)
     old_blocks = tl.sum(tl.where(seqs == seq, old, 0), 0)
     old_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, False)
     q_start, q_len = query_range(q, seq, seq < batch)
@@ -211,11 +200,10 @@ def _produce_kernel(
         groups, old, ends = blocks_of(q, table, batch, PAGE_SIZE, False, BLOCK_B, BLOCK_T)
         if group >= tl.sum(groups, 0):
             return
-        seq = tl.sum((ends <= group).to(tl.int32), 0)
-        first = (group - tl.sum(tl.where(seqs < seq, groups, 0), 0)) * BLOCK_T
+        seq, in_seq = place_of(group, groups, ends, BLOCK_B)
         q_start, q_len = query_range(q, seq, seq < batch)
         store_new(
-            k_new, v_new, rope, store, table, seq, first, kv_head, q_start, q_len,
+            k_new, v_new, rope, store, table, seq, in_seq * BLOCK_T, kv_head, q_start, q_len,
             sequence_length(table, seq, seq < batch, PAGE_SIZE, False), HEAD_DIM, PAGE_SIZE, ROTARY_DIM,
             INTERLEAVED, K_FORMAT, V_FORMAT, K_MAX, V_MAX, K_SCALING, V_SCALING, K_GROUP, V_GROUP, RULE,
             K_VEC, V_VEC, BLOCK_T, BLOCK_D,

@@ -156,6 +156,13 @@ def key_blocks(table, batch, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOC
 
 
 @triton.jit
+def place_of(block, blocks, ends, BLOCK_B: tl.constexpr):
+    """The sequence that a block belongs to, and its number there; `blocks` of each and `ends`, [BLOCK_B]."""
+    seq = tl.sum((ends <= block).to(tl.int32), 0)
+    return seq, block - tl.sum(tl.where(tl.arange(0, BLOCK_B) < seq, blocks, 0), 0)
+
+
+@triton.jit
 def rows_of(q_start, q_len, number, kv_head, GQA_RATIO: tl.constexpr, BLOCK_M: tl.constexpr):
     """Rows of tile `number` of a sequence: token (int64), head, mask and index in the sequence [BLOCK_M]."""
     rows = number * BLOCK_M + tl.arange(0, BLOCK_M)
