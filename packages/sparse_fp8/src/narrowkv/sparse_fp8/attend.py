@@ -138,7 +138,8 @@ def _run(
 ) -> None:
     """Launches an attention kernel in plain Triton, and the merge when the rows were split."""
     prefix, extend = sources
-    arguments = _arguments(call, config, query, sources, query_strides)
+    results = output_pointers(call), allocate_partials(call, config.num_splits)
+    arguments = _arguments(call, config, query, results, sources, query_strides)
     launch(
         kernel,
         (call.num_tokens * -(-call.num_heads // config.block_h), config.num_splits),
@@ -158,7 +159,7 @@ def _run(
         },
         config.options,
     )
-    _merge(call, config, arguments)
+    _merge(call, config, results)
 
 
 def _wanted(call: SparseCall) -> dict[str, bool]:
@@ -169,6 +170,7 @@ def _arguments(
     call: SparseCall,
     config: SparseConfig,
     query: tuple[Any, ...],
+    results: tuple[Output, Partials],
     sources: tuple[KVSource | None, KVSource | None],
     query_strides: tuple[int, ...],
 ) -> tuple[Any, ...]:
@@ -178,8 +180,7 @@ def _arguments(
         pointers += [NO_ROWS, NO_CSR] if source is None else [row_pointers(source.rows), csr_pointers(source)]
     return (
         *query,
-        output_pointers(call),
-        allocate_partials(call, config.num_splits),
+        *results,
         *pointers,
         *query_strides,
         call.scale * _LOG2E,
@@ -188,15 +189,14 @@ def _arguments(
     )
 
 
-def _merge(call: SparseCall, config: SparseConfig, arguments: tuple[Any, ...]) -> None:
-    """Merges the splits that an attention kernel with these arguments left, if there were any."""
+def _merge(call: SparseCall, config: SparseConfig, results: tuple[Output, Partials]) -> None:
+    """Merges the splits that an attention kernel left, if there were any."""
     if config.num_splits == 1:
         return
-    out, partials = (x for x in arguments if isinstance(x, Output | Partials))
     launch(
         _merge_sparse_kernel,
         (call.num_tokens * call.num_heads,),
-        (out, partials, call.num_tokens, config.num_splits),
+        (*results, call.num_tokens, config.num_splits),
         {"NUM_HEADS": call.num_heads, "BLOCK_S": _SPLITS_AT_ONCE, **_wanted(call)},
         LaunchOptions(num_warps=1, num_stages=1),
     )
@@ -216,7 +216,9 @@ def _run_hopper(
     items = call.num_tokens * -(-call.num_heads // config.block_h) * config.num_splits
     if items == 0:
         return
-    arguments = _arguments(call, config, (q,), (prefix, extend), (q.stride(0), q.stride(1)))
+    results = output_pointers(call), allocate_partials(call, config.num_splits)
+    strides = q.stride(0), q.stride(1)
+    arguments = _arguments(call, config, (q,), results, (prefix, extend), strides)
     rows = [source.rows for source in (prefix, extend) if source is not None]
     units = call.target.figures.units if call.target.figures is not None else items
     launch(
@@ -240,7 +242,7 @@ def _run_hopper(
         },
         config.options,
     )
-    _merge(call, config, arguments)
+    _merge(call, config, results)
 
 
 def _page_size(source: KVSource | None) -> int:
