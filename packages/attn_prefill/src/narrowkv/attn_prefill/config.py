@@ -216,6 +216,16 @@ def units_of(target: Target) -> int:
     return target.figures.units if target.figures is not None else 2
 
 
+def widen_warps(target: Target, head_dim: int, block: int) -> int:
+    """Warps of a program that widens a block of keys: sixteen of its rows each.
+
+    CDNA keeps the masks of a wave's rows, and of columns that pad a row, in scalar registers: other head_dims
+    take twice the waves there (Triton 3.6 to 3.8 put up to 46 scalars into vector lanes otherwise).
+    """
+    masks = target.is_amd and head_dim not in (64, 128)
+    return block // (8 if masks else 16)
+
+
 def _splits(target: Target, programs: int, key_tiles: int, resident: int = 2) -> int:
     """Programs that share a tile's keys: how many finish first.
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from narrowkv.attn_decode.arguments import descale_pointers, packed_route, side_of, table_pointers
 from narrowkv.attn_decode.config import parts_of
 from narrowkv.attn_decode.kernels import Workspace
-from narrowkv.attn_prefill.config import PrefillConfig, fp8_route, triton_fp8, units_of
+from narrowkv.attn_prefill.config import PrefillConfig, fp8_route, triton_fp8, units_of, widen_warps
 from narrowkv.attn_prefill.kernels.append import _prefill_append_kernel
 from narrowkv.attn_prefill.kernels.dense import Scratch, _dense_prefill_kernel, _widen_kernel
 from narrowkv.attn_prefill.kernels.fused import _fused_prefill_kernel
@@ -223,7 +223,9 @@ class PrefillCall:
                 "BLOCK_N": config.scratch_block,
                 **ordering,
             },
-            LaunchOptions(num_warps=config.scratch_block // 16, num_stages=1),
+            LaunchOptions(
+                num_warps=widen_warps(plan.target, plan.shape.head_dim, config.scratch_block), num_stages=1
+            ),
         )  # fmt: skip
         attend = self._pipelined if pipelined else self._plain
         attend(queries, outputs, config, scratch, options, qk_scale, out_scale)
