@@ -65,3 +65,13 @@ def test_an_append_adds_a_loop_for_the_keys_that_pad_the_first_block(sm90_code: 
     prefill_append(q, k_new, v_new, cache, table, starts, plan=plan_append(q, cache, table, starts))
     assert sm90_code.kernels[0].name == "_produce_kernel"
     _check(sm90_code.kernels[-1], 128, loops=3)
+
+
+def test_an_append_to_few_keys_attends_in_plain_triton(sm90_code: Any) -> None:
+    workload = AppendWorkload(q_lens=(128,), lens=(256,), num_kv_heads=8, gqa_ratio=12, head_dim=128)
+    q, k_new, v_new, cache, table, starts, _ = workload.build_append()
+    prefill_append(q, k_new, v_new, cache, table, starts, plan=plan_append(q, cache, table, starts))
+    produce, attend = sm90_code.kernels
+    assert (produce.name, attend.name) == ("_produce_kernel", "_dense_prefill_kernel")
+    for kernel in sm90_code.kernels:
+        assert not re.search(r"\b(STL|LDL)\b", kernel.machine_code())

@@ -20,7 +20,7 @@ W = AppendWorkload
 K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
 # "pipelined" is written for Hopper alone.
 either_kernel = pytest.mark.parametrize(
-    "kernel", ["staged", "paged", pytest.param("pipelined", marks=pytest.mark.gpu)]
+    "kernel", ["staged", "apart", "paged", pytest.param("pipelined", marks=pytest.mark.gpu)]
 )
 
 
@@ -148,7 +148,7 @@ def test_the_code_paths_of_amd_targets_when_interpreted(target: str) -> None:
 
 
 def test_nan_of_a_new_token_reaches_only_the_rows_that_attend_to_it(device: str) -> None:
-    for kernel in ("staged", "paged", "pipelined"):
+    for kernel in ("staged", "apart", "paged", "pipelined"):
         for which in (1, 2):
             q, k_new, v_new, cache, table, starts, _ = W(lens=(20,), q_lens=(20,)).build_append(device)
             if kernel == "pipelined" and not can_pipeline(device_target(q.device), q, cache):

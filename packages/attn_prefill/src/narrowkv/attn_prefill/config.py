@@ -10,7 +10,7 @@ from narrowkv.quant.launch import LaunchOptions
 from narrowkv.quant.targets import Target
 
 KERNELS = ("dense", "fused", "decode")
-APPEND_KERNELS = ("pipelined", "staged", "paged")
+APPEND_KERNELS = ("pipelined", "apart", "staged", "paged")
 SCRATCH_BLOCK = 64  # of widened keys: sequences begin at multiples of it
 # Under it the pipelined kernel does not pay for its start. H200, 96/8 heads: 128 new over none 21 us, by the
 # plain kernel 14; 1024 over none 75 and 78.
@@ -64,7 +64,7 @@ class PrefillConfig:
 
     Attributes:
         kernel: "dense" (widen once, then attend), "fused" (widen in the loop) or "decode"; of an append
-            "pipelined" (as dense), "staged" (the same in one launch) or "paged" (as fused).
+            "pipelined" or "apart" (as dense), "staged" (the same in one launch) or "paged" (as fused).
         why: the reason, for people.
         block_m, block_n: rows and keys of a tile.
         own_n: of an append that is not staged: keys of the chunk itself that are taken at a time.
@@ -348,7 +348,7 @@ def choose_append_config(
         target, shape, formats, scratch_fits, can_pipeline: as for `choose_config`.
         q_format: of the query and of the new tokens.
         fp8_compute: old tokens go to the FP8 matrix unit as they are stored.
-        kernel: forces "pipelined", "staged" or "paged".
+        kernel: forces "pipelined", "apart", "staged" or "paged".
 
     Raises:
         UnsupportedError: for formats or a forced kernel that cannot serve the call, and why.
@@ -389,15 +389,18 @@ def choose_append_config(
     )
     if kernel == "pipelined" and not can_pipeline:
         lacks = lacks or f"Hopper, head_dim 64 or 128 and one descale for many keys, got {target.name}"
-    if kernel in ("pipelined", "staged") and lacks:
+    if kernel not in (None, "paged") and lacks:
         raise UnsupportedError(f"kernel={kernel!r} needs {lacks}; kernel='paged' works")
-    if kernel in ("pipelined", "staged") or (
+    if kernel not in (None, "paged") or (
         kernel is None and not lacks and (target.is_nvidia or tiles >= (2 if target.name == "cpu" else 8))
     ):
         why = f"each key tile serves {tiles} tiles of rows, so it is widened once beforehand"
         staged = replace(_dense_config(target, shape, block_m, why, wide), kernel="staged")
         # H200: two launches that each suit their work beat the one that must suit both.
-        if kernel == "pipelined" or (kernel is None and can_pipeline and block_m == 64):
+        two = kernel is None and can_pipeline and block_m == 64
+        if kernel == "apart" or (two and shape.max_seq_len < _PIPELINED_KEYS):
+            return replace(staged, kernel="apart")
+        if kernel == "pipelined" or two:
             return replace(_pipelined_config(target, shape, staged), kernel="pipelined", otherwise=staged)
         return staged
     base = _fused_config(target, shape, block_m, "old tokens are widened in the loop", wide)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -250,6 +251,7 @@ class PrefillCall:
                 "COMPUTE": _TRITON_16_BIT[k_dtype],
                 "SCALE_Q": k_dtype == torch.float16 and plan.q_dtype == torch.bfloat16,
                 "SPLIT_Q": k_dtype == torch.bfloat16 and plan.q_dtype == torch.float16,
+                "K_IN_UNITS": scratch.k_unit is not None,
                 "V_IN_UNITS": scratch.v_unit is not None,
                 "TMA": config.tma,
                 "OVERLAP": config.overlap,
@@ -311,13 +313,16 @@ class PrefillCall:
         rope: Rope | None,
         page_table: PageTable,
     ) -> None:
-        """One launch: some programs quantise and store the new tokens, the others attend. Pipelined, two."""
+        """One launch: some programs quantise and store the new tokens, the others attend; or two."""
         plan, config, cache = self.plan, self.plan.config, self.cache
         assert plan.exponent is not None  # of a plan that appends
         folded = self.soft_cap == 0 and self.scale > 0 and not per_key(cache)[0]
         pipelined = config.otherwise is not None and folded and rope is None
         if config.otherwise is not None and not pipelined:
             config = config.otherwise
+        if config.kernel == "apart" and rope is not None:
+            # Whoever attends rotates the queries.
+            config = replace(config, kernel="staged")
         staged = config.kernel != "paged"
         half = "bf16" not in (plan.k_format, plan.v_format)
         compute = tl.float16 if half else tl.bfloat16
@@ -338,7 +343,7 @@ class PrefillCall:
             **storage_constants(cache, plan.exponent),
             **rope_constants(rope),
         }
-        if pipelined:
+        if config.kernel in ("pipelined", "apart"):
             assert plan.scratch is not None
             assert plan.schedule is not None
             ordering = self._ordering()
@@ -360,9 +365,11 @@ class PrefillCall:
                 },
                 LaunchOptions(num_warps=config.scratch_block // 16, num_stages=1),
             )  # fmt: skip
-            # The scales of old keys are among their blocks' factors.
-            options |= {"K_DESCALE": "scalar", "V_DESCALE": "scalar"}
-            self._pipelined(queries, outputs, config, plan.scratch, options, logit_scale, 1.0)
+            # Scales that a head's old keys share are among their blocks' factors.
+            modes = {"K_DESCALE": self.k_mode, "V_DESCALE": self.v_mode}
+            options |= {side: "scalar" for side, mode in modes.items() if mode == "head"}
+            attend = self._pipelined if pipelined else self._plain
+            attend(queries, outputs, config, plan.scratch, options, logit_scale, 1.0)
             return
         for name in ("RAGGED", "WINDOW_RIGHT"):
             del options[name]

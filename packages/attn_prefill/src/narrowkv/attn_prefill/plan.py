@@ -53,7 +53,7 @@ class PrefillPlan:
         config: the kernel, its tiles and splits.
         device: where the memory is.
         scratch: widened keys of the dense kernel, else None.
-        schedule: the order of tiles of the dense and the pipelined kernel, else None.
+        schedule: the order of tiles where attention is a launch of its own over the scratch, else None.
         workspace: partial results of splits, else None.
         decode: the plan of `paged_decode` where that serves, else None.
         exponent: of `plan_append`: how FP4 scales of appended tokens are chosen; None for a plan that does
@@ -277,7 +277,7 @@ def plan_append(
         fp8_compute: multiply queries and old tokens on FP8 matrix units.
         exponent: FP4: how a group's scale is chosen; see `narrowkv.paged_cache.append`.
         max_q_len, max_seq_len, max_kv_tokens: bounds as for `plan_prefill`, new tokens included.
-        kernel: forces "pipelined", "staged" or "paged".
+        kernel: forces "pipelined", "apart", "staged" or "paged".
         num_splits: forces how many programs share a tile's keys.
         scratch_limit_bytes: the most scratch that the automatic choice may take.
         validate: also look at the values of cu_seqlens_q and of the table, which waits for the device.
@@ -325,7 +325,8 @@ def plan_append(
     )
     rows = config.scratch_block * append_blocks(shape, config.scratch_block, staged=True)
     scratch = allocate_scratch(shape, rows, SCRATCH_BLOCK, q.dtype, cache, q.device, in_units=True)
-    schedule = allocate_schedule(shape, config, q.device) if config.kernel == "pipelined" else None
+    ordered = config.kernel in ("pipelined", "apart")
+    schedule = allocate_schedule(shape, config, q.device) if ordered else None
     return replace(plan, scratch=scratch, schedule=schedule, arrivals=Arrivals(ready, left))
 
 

@@ -348,7 +348,8 @@ def _dense_prefill_kernel(
     qk_scale, out_scale, soft_cap, num_splits,
     NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, COMPUTE: tl.constexpr,
     SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
-    V_IN_UNITS: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
+    K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr,
     SPLIT: tl.constexpr, SETTLE: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
     BRANCH: tl.constexpr,
@@ -369,6 +370,7 @@ def _dense_prefill_kernel(
         tile.q_start, tile.q_len, tile.number, kv_head, GQA_RATIO, BLOCK_M
     )
     before = kv_len - tile.q_len
+    first = tile.first if K_IN_UNITS else kv_len * 0
     first_pos = before + tile.number * BLOCK_M // GQA_RATIO
     last_pos = before + tl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)
     parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, HEAD_DIM, BLOCK_D, 1)
@@ -380,10 +382,10 @@ def _dense_prefill_kernel(
         o_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
     dense_tile(
         q, parts, row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace, tile.base, kv_head, pid,
-        before + within, kv_len * 0, kv_len, first_pos, last_pos, logit_scale, o_scale, soft_cap,
+        before + within, first, kv_len, first_pos, last_pos, logit_scale, o_scale, soft_cap,
         tl.program_id(2), num_splits, tl.num_programs(0),
         HEAD_DIM, COMPUTE, SCALE_Q, SPLIT_Q,
         K_DESCALE != "scalar" and K_DESCALE != "head", V_DESCALE != "scalar" and V_DESCALE != "head",
-        False, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT,
+        K_IN_UNITS, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT,
         SETTLE, TMA, OVERLAP, BRANCH, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
     )  # fmt: skip
