@@ -46,7 +46,7 @@ def test_a_case_survives_its_own_line(case: PrefillCase) -> None:
     [
         ("operation=decode", "operation must be one of prefill, append"),
         ("kernel=staged", "kernel must be one of empty, dense, fused, decode"),
-        ("operation=append,kernel=dense", "kernel must be one of empty, pipelined, staged, paged"),
+        ("operation=append,kernel=dense", "kernel must be one of empty, pipelined, apart, staged, paged"),
         ("layout=NDH", "layout"),
         ("q=fp32", "q must be one of"),
         ("lens=2+x+1", "lens must be numbers"),
@@ -72,7 +72,7 @@ def test_the_sweep_meets_every_value_of_every_axis_with_each_kernel() -> None:
     assert len(set(cases)) == len(cases)
     for kernel, own in (
         *(("dense", OF_PREFILL), ("fused", OF_PREFILL)),
-        *(("staged", OF_APPEND), ("paged", OF_APPEND)),
+        *((kernel, OF_APPEND) for kernel in ("staged", "apart", "paged")),
     ):
         operation = "prefill" if own is OF_PREFILL else "append"
         of_kernel = {case for case in cases if case.kernel == kernel and case.operation == operation}
@@ -89,9 +89,9 @@ def test_a_target_is_asked_for_what_it_has(target: str, units: int) -> None:
     """An OCP cache feeds gfx942's FNUZ units; no other target multiplies both kinds."""
     served = [case for case in quick() if serves(case, get_target(target))]
     assert len({case.fp8_unit for case in served} - {""}) == units
-    staged = {case for case in served if case.kernel == "staged"}
-    assert bool(staged) != target.startswith("gfx")
-    plain = {case for case in quick() if not case.fp8_unit and case.kernel != "staged"}
+    in_scratch = {case.kernel for case in served} & {"staged", "apart"}
+    assert len(in_scratch) == (0 if target.startswith("gfx") else 2)
+    plain = {case for case in quick() if not case.fp8_unit and case.kernel not in ("staged", "apart")}
     assert plain <= set(served)
 
 
