@@ -209,9 +209,10 @@ def _run_hopper(
     prefix: KVSource | None,
     extend: KVSource | None,
 ) -> None:
-    """Launches the kernel for Hopper over 16-bit rows or over FP8 rows, and the merge."""
+    """Launches a kernel for Hopper over 16-bit rows or over FP8 rows, and the merge."""
     # Not at the top: a Triton without Gluon runs everything else.
     from narrowkv.sparse_fp8.kernels.hopper import _sparse_hopper_kernel
+    from narrowkv.sparse_fp8.kernels.hopper_few import _sparse_hopper_few_kernel
 
     items = call.num_tokens * -(-call.num_heads // config.block_h) * config.num_splits
     if items == 0:
@@ -222,7 +223,7 @@ def _run_hopper(
     rows = [source.rows for source in (prefix, extend) if source is not None]
     units = call.target.figures.units if call.target.figures is not None else items
     launch(
-        _sparse_hopper_kernel,
+        _sparse_hopper_few_kernel if config.gather_warps else _sparse_hopper_kernel,
         (min(items, units),),
         (*arguments, items),
         {
@@ -239,6 +240,7 @@ def _run_hopper(
             "BLOCK_K": config.block_k,
             "STAGES": config.stages,
             "SLACK": _SLACK,
+            **({"GATHER_WARPS": config.gather_warps} if config.gather_warps else {}),
         },
         config.options,
     )

@@ -24,7 +24,9 @@ class SparseConfig:
         width: columns of a fused kernel's tile: 64, 128 or 256.
         guard: stages of a loop whose body stands in branches that are always taken (see `kernels.wide`); 0
             for a plain loop, which takes its stages from the options.
-        stages: tiles that the kernel for Hopper keeps in shared memory; 0 for the plain kernels.
+        stages: tiles that a kernel for Hopper keeps in shared memory; 0 for the plain kernels.
+        gather_warps: warps that do nothing but gather rows, in the kernel for Hopper and few heads; 0 for the
+            others.
         num_splits: programs that share a token's rows; 1 writes the result at once.
         fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
         options: compiler options.
@@ -36,6 +38,7 @@ class SparseConfig:
     width: int
     guard: int
     stages: int
+    gather_warps: int
     num_splits: int
     fp8_qk: bool
     options: LaunchOptions
@@ -75,10 +78,19 @@ class _Tiles:
     width: int = 64
     guard: int = 0
     stages: int = 0
+    gather_warps: int = 0
 
 
 # Q, two tiles and their numerators take 210 of 227 KB; the accumulators of 64 heads need two warpgroups.
 _HOPPER_TILES = _Tiles(64, 64, LaunchOptions(num_warps=8, num_stages=1), stages=2)
+
+
+def _few_tiles(kernel: str, block_h: int) -> _Tiles:
+    # Q of 16 heads and three tiles take 213 of 227 KB. FP8 rows are widened by twice the warps; with 32 heads'
+    # sums that leaves too few registers.
+    warps = 8 if kernel == "fused" and block_h == 16 else 4
+    options = LaunchOptions(num_warps=4, num_stages=1)
+    return _Tiles(block_h, 64, options, stages=3 if block_h == 16 else 2, gather_warps=warps)
 
 
 def _amd_tiles(target: Target, kernel: str, block_h: int, fp8_qk: bool, native: bool) -> _Tiles:
@@ -122,7 +134,7 @@ def _hopper_pays(target: Target, kernel: str, num_tokens: int, num_heads: int) -
     # H200, 1024 tokens, top-k 2048, microseconds with this kernel and with the plain one: 16-bit rows, 64
     # heads 570 and 841, 16 heads 529 and 457; FP8 rows 980 and 1468, 930 and 1266. It takes about as long for
     # 16 heads as for 64, which its products are made for. Less than a chipful has not been timed.
-    if target.name != "sm90" or (kernel == "wide" and num_heads < 64):
+    if target.name != "sm90":
         return False
     blocks = -(-num_heads // _HOPPER_TILES.block_h)
     return target.figures is not None and num_tokens * blocks >= target.figures.units
@@ -159,7 +171,7 @@ def choose_config(
     elif target.name == "cpu":
         tiles = _Tiles(block_h, 64, LaunchOptions())
     elif hopper and _hopper_pays(target, kernel, num_tokens, num_heads) and has_gluon():
-        tiles = _HOPPER_TILES
+        tiles = _HOPPER_TILES if block_h == 64 else _few_tiles(kernel, block_h)
     else:
         tiles = _gpu_tiles(kernel, block_h, fp8_qk)
     programs = num_tokens * -(-num_heads // tiles.block_h)
@@ -172,6 +184,7 @@ def choose_config(
         tiles.width,
         tiles.guard,
         tiles.stages,
+        tiles.gather_warps,
         num_splits,
         fp8_qk,
         tiles.options,
