@@ -315,7 +315,9 @@ def _attend_warps(
             numerators.index(count & 1), SLACK,
         )  # fmt: skip
         _publish()
-        for _ in range(1, num_tiles):
+        # Not a range: Triton 3.6 takes what only bounds an inner range for unused, and drops it from the outer.
+        last = count + num_tiles - 1
+        while count < last:
             stage = count % STAGES
             ahead = (count + 1) % STAGES
             mbarrier.wait(full.index(ahead), (count + 1) // STAGES & 1)
