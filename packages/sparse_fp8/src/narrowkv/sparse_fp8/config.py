@@ -25,8 +25,6 @@ class SparseConfig:
         guard: stages of a loop whose body stands in branches that are always taken (see `kernels.wide`); 0
             for a plain loop, which takes its stages from the options.
         stages: tiles that a kernel for Hopper keeps in shared memory; 0 for the plain kernels.
-        gather_warps: warps that do nothing but gather rows, in the kernel for Hopper and few heads; 0 for the
-            others.
         num_splits: programs that share a token's rows; 1 writes the result at once.
         fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
         options: compiler options.
@@ -38,7 +36,6 @@ class SparseConfig:
     width: int
     guard: int
     stages: int
-    gather_warps: int
     num_splits: int
     fp8_qk: bool
     options: LaunchOptions
@@ -78,19 +75,15 @@ class _Tiles:
     width: int = 64
     guard: int = 0
     stages: int = 0
-    gather_warps: int = 0
 
 
 # Q, two tiles and their numerators take 210 of 227 KB; the accumulators of 64 heads need two warpgroups.
 _HOPPER_TILES = _Tiles(64, 64, LaunchOptions(num_warps=8, num_stages=1), stages=2)
 
 
-def _few_tiles(kernel: str, block_h: int) -> _Tiles:
-    # Q of 16 heads and three tiles take 213 of 227 KB. FP8 rows are widened by twice the warps; with 32 heads'
-    # sums that leaves too few registers.
-    warps = 8 if kernel == "fused" and block_h == 16 else 4
-    options = LaunchOptions(num_warps=4, num_stages=1)
-    return _Tiles(block_h, 64, options, stages=3 if block_h == 16 else 2, gather_warps=warps)
+def _few_tiles(block_h: int) -> _Tiles:
+    # Q of 16 heads and three tiles take 214 of 227 KB. All warps are in groups of 4.
+    return _Tiles(block_h, 64, LaunchOptions(num_warps=4, num_stages=1), stages=3 if block_h == 16 else 2)
 
 
 def _amd_tiles(target: Target, kernel: str, block_h: int, fp8_qk: bool, native: bool) -> _Tiles:
@@ -171,7 +164,7 @@ def choose_config(
     elif target.name == "cpu":
         tiles = _Tiles(block_h, 64, LaunchOptions())
     elif hopper and _hopper_pays(target, kernel, num_tokens, num_heads) and has_gluon():
-        tiles = _HOPPER_TILES if block_h == 64 else _few_tiles(kernel, block_h)
+        tiles = _HOPPER_TILES if block_h == 64 else _few_tiles(block_h)
     else:
         tiles = _gpu_tiles(kernel, block_h, fp8_qk)
     programs = num_tokens * -(-num_heads // tiles.block_h)
@@ -184,7 +177,6 @@ def choose_config(
         tiles.width,
         tiles.guard,
         tiles.stages,
-        tiles.gather_warps,
         num_splits,
         fp8_qk,
         tiles.options,

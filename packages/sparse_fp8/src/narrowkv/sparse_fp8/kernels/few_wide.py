@@ -26,11 +26,8 @@ from narrowkv.sparse_fp8.kernels.hopper import (
     _copy_query,
     _copy_rows,
     _item,
-    _load_narrow,
     _locate_rows,
     _publish,
-    _reinterpret,
-    _store_wide,
     _tile_indices,
 )
 
@@ -39,31 +36,31 @@ from narrowkv.sparse_fp8.kernels.hopper import (
 def _some_item(
     prefix_csr, extend_csr, number, num_tokens, num_splits, num_items,
     HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
-    BLOCK_K: gl.constexpr,
+    BLOCK_K: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """`_item` with one tile at least: an item without rows has a tile of rows that are not named."""
+    """`_item`, its tiles counted in groups of GROUP: one at least, the last filled up by rows that no one names."""
     item = _item(
         prefix_csr, extend_csr, gl.minimum(number, num_items - 1), num_tokens, num_splits,
         HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
     )  # fmt: skip
-    tiles = gl.maximum(item[3], 1)
-    return item[0], item[1], item[2], tiles, item[4], item[5], item[6], item[7], item[8]
+    groups = gl.maximum((item[3] + GROUP - 1) // GROUP, 1)
+    return item[0], item[1], item[2], groups, item[4], item[5], item[6], item[7], item[8]
 
 
 @gluon.jit
 def _following(
-    prefix_csr, extend_csr, number, tile, item, upcoming, num_tokens, num_splits, num_items,
+    prefix_csr, extend_csr, number, group, item, upcoming, num_tokens, num_splits, num_items,
     HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
-    BLOCK_K: gl.constexpr,
+    BLOCK_K: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """The tile after one: the item's number, the tile's number in it, the item and the one after that.
+    """The group of tiles after one: the item's number, the group's in it, the item and the one after that.
 
-    Scalars are chosen and not branched on: what gathers goes from tile to tile in a single loop, whatever
+    Scalars are chosen and not branched on: what gathers goes from group to group in a single loop, whatever
     item they belong to.
     """
-    ends = tile + 1 >= item[3]
+    ends = group + 1 >= item[3]
     number = gl.where(ends, number + gl.num_programs(0), number)
-    tile = gl.where(ends, 0, tile + 1)
+    group = gl.where(ends, 0, group + 1)
     item = (
         gl.where(ends, upcoming[0], item[0]),
         gl.where(ends, upcoming[1], item[1]),
@@ -77,9 +74,9 @@ def _following(
     )
     upcoming = _some_item(
         prefix_csr, extend_csr, number + gl.num_programs(0), num_tokens, num_splits, num_items,
-        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K, GROUP,
     )  # fmt: skip
-    return number, tile, item, upcoming
+    return number, group, item, upcoming
 
 
 @gluon.jit
@@ -93,7 +90,7 @@ def _indices(
 
 
 @gluon.jit
-def _gather_wide_warps(
+def _gather_warps(
     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
     HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
     WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
@@ -104,11 +101,11 @@ def _gather_wide_warps(
     number, tile = gl.program_id(0), 0
     item = _some_item(
         prefix_csr, extend_csr, number, num_tokens, num_splits, num_items,
-        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K, 1,
     )  # fmt: skip
     upcoming = _some_item(
         prefix_csr, extend_csr, number + gl.num_programs(0), num_tokens, num_splits, num_items,
-        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K, 1,
     )  # fmt: skip
     index, first = _indices(
         prefix_csr, extend_csr, number, tile, item, r, num_items, HAS_PREFIX, HAS_EXTEND, BLOCK_K
@@ -121,7 +118,7 @@ def _gather_wide_warps(
         base = _choose(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)
         number, tile, item, upcoming = _following(
             prefix_csr, extend_csr, number, tile, item, upcoming, num_tokens, num_splits, num_items,
-            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K, 1,
         )  # fmt: skip
         index, first = _indices(
             prefix_csr, extend_csr, number, tile, item, r, num_items, HAS_PREFIX, HAS_EXTEND, BLOCK_K
@@ -135,121 +132,6 @@ def _gather_wide_warps(
         _barrier()
         mbarrier.arrive(full.index(stage), count=1)
         count += 1
-
-
-@gluon.jit
-def _load_rows(
-    prefix, extend, first, index,
-    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
-    ROPE: gl.constexpr,
-):  # fmt: skip
-    """FP8 rows as stored: words of 4, 2 and 1 NoPE tiles with their scales, RoPE, which rows are named."""
-    live, nope_at, rope_at, scale_at = _locate_rows(
-        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
-    )  # fmt: skip
-    a, a_scale = _load_narrow(
-        prefix, extend, first, nope_at, scale_at, live, HAS_PREFIX, HAS_EXTEND, LAYOUT, 0, 4
-    )
-    b, b_scale = _load_narrow(
-        prefix, extend, first, nope_at, scale_at, live, HAS_PREFIX, HAS_EXTEND, LAYOUT, 4, 2
-    )
-    c, c_scale = _load_narrow(
-        prefix, extend, first, nope_at, scale_at, live, HAS_PREFIX, HAS_EXTEND, LAYOUT, 6, 1
-    )
-    d = gl.arange(0, 64, gl.SliceLayout(0, ROPE))
-    rope = gl.load(
-        _choose(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND)
-        + (gl.multiple_of(rope_at, 16)[:, None] + d[None, :]),
-        mask=live[:, None],
-        other=0.0,
-    )
-    return a, a_scale, b, b_scale, c, c_scale, rope, live
-
-
-@gluon.jit
-def _gather_fp8_warps(
-    prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
-    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr,
-    WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """FP8 rows, as bf16, into the ring: a tile's rows are loaded before those of the tile before are widened."""
-    # A thread's columns are 32 bytes, as its widened ones: then stores meet no bank twice.
-    ROPE: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [gl.num_warps(), 1], [1, 0])
-    r = gl.arange(0, BLOCK_K, gl.SliceLayout(1, ROPE))
-    number, tile = gl.program_id(0), 0
-    item = _some_item(
-        prefix_csr, extend_csr, number, num_tokens, num_splits, num_items,
-        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
-    )  # fmt: skip
-    upcoming = _some_item(
-        prefix_csr, extend_csr, number + gl.num_programs(0), num_tokens, num_splits, num_items,
-        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
-    )  # fmt: skip
-    index, first = _indices(
-        prefix_csr, extend_csr, number, tile, item, r, num_items, HAS_PREFIX, HAS_EXTEND, BLOCK_K
-    )
-    rows = _load_rows(
-        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, ROPE,
-    )  # fmt: skip
-    loaded = number
-    number, tile, item, upcoming = _following(
-        prefix_csr, extend_csr, number, tile, item, upcoming, num_tokens, num_splits, num_items,
-        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
-    )  # fmt: skip
-    index, first = _indices(
-        prefix_csr, extend_csr, number, tile, item, r, num_items, HAS_PREFIX, HAS_EXTEND, BLOCK_K
-    )
-    count = 0
-    while loaded < num_items:
-        a, a_scale, b, b_scale, c, c_scale, rope, live = rows
-        rows = _load_rows(
-            prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, ROPE,
-        )  # fmt: skip
-        loaded = number
-        number, tile, item, upcoming = _following(
-            prefix_csr, extend_csr, number, tile, item, upcoming, num_tokens, num_splits, num_items,
-            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
-        )  # fmt: skip
-        index, first = _indices(
-            prefix_csr, extend_csr, number, tile, item, r, num_items, HAS_PREFIX, HAS_EXTEND, BLOCK_K
-        )
-        stage = count % STAGES
-        mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
-        bias.index(stage).store(gl.where(live, 0.0, float("-inf")))
-        pairs = _reinterpret(tiles.index(stage), gl.int32, [BLOCK_K, 256], gl.NVMMASharedLayout(128, 32))
-        _store_wide(pairs.slice(0, 128, dim=1), a, a_scale)
-        _store_wide(pairs.slice(128, 64, dim=1), b, b_scale)
-        _store_wide(pairs.slice(192, 32, dim=1), c, c_scale)
-        tiles.index(stage).slice(448, 64, dim=1).store(rope)
-        _publish()
-        mbarrier.arrive(full.index(stage), count=1)
-        count += 1
-
-
-@gluon.jit
-def _gather_warps(
-    prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
-    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr,
-    WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """What fills the ring: with 16-bit rows, or with FP8 rows."""
-    if LAYOUT == "":
-        _gather_wide_warps(
-            prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
-            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
-        )  # fmt: skip
-    else:
-        _gather_fp8_warps(
-            prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
-            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE,
-            WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
-        )  # fmt: skip
 
 
 @gluon.jit
@@ -276,6 +158,37 @@ def _softmax_columns(s, masked, m, parts, qk_scale, numerators, SLACK: gl.conste
 
 
 @gluon.jit
+def _store_item(
+    acc, m, l, out, partials, token, head_block, split, num_tokens,
+    NUM_HEADS: gl.constexpr, SPLIT: gl.constexpr, HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr,
+):  # fmt: skip
+    """An item's results, or a split's share of them, from the sums `[512, heads]` and the softmax state."""
+    # A warp has the columns that it has in `acc`, a thread 8 in a row: they change hands within the warp.
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [gl.num_warps(), 1], [0, 1])
+    d = gl.arange(0, 512, gl.SliceLayout(1, OUT))
+    columns = head_block * acc.shape[1] + gl.arange(0, acc.shape[1], gl.SliceLayout(0, OUT))
+    stored = (columns < NUM_HEADS)[None, :]
+    heads = head_block * acc.shape[1] + gl.arange(0, acc.shape[1], m.type.layout)
+    mask = heads < NUM_HEADS
+    if SPLIT:
+        slot = (split.to(gl.int64) * num_tokens + token) * NUM_HEADS
+        gl.store(partials.m + slot + heads, m, mask=mask)
+        gl.store(partials.l + slot + heads, l, mask=mask)
+        places = partials.acc + ((slot + columns)[None, :] * 512 + d[:, None])
+        gl.store(places, gl.convert_layout(acc, OUT), mask=stored)
+    else:
+        if HAS_SINK:
+            sink = gl.load(out.sink + heads, mask=mask, other=float("-inf"))
+        else:
+            sink = gl.full([m.shape[0]], float("-inf"), gl.float32, m.type.layout)
+        if WRITE_LSE:
+            gl.store(out.lse + token.to(gl.int64) * out.stride_l + heads, natural_lse(m, l), mask=mask)
+        result = (acc * output_share(m, l, sink)[None, :]).to(out.o.dtype.element_ty)
+        places = out.o + token.to(gl.int64) * out.stride_t + (columns[None, :] * out.stride_h + d[:, None])
+        gl.store(places, gl.convert_layout(result, OUT), mask=stored)
+
+
+@gluon.jit
 def _attend_warps(
     q_ptr, stride_qt, stride_qh, qk_scale, out, partials, prefix_csr, extend_csr,
     num_tokens, num_splits, num_items, query, tiles, numerators, bias, full, empty,
@@ -286,21 +199,18 @@ def _attend_warps(
     """QK, the softmax and PV; the results."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_H, 16])
     HEAD: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    # A warp has the same columns as in LAYOUT, a thread 16 bytes of them.
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [4, 1], [0, 1])
-    d = gl.arange(0, 512, gl.SliceLayout(1, OUT))
     zeros = gl.full([BLOCK_K, BLOCK_H], 0.0, gl.float32, LAYOUT)
     count = 0
     upcoming = _some_item(
         prefix_csr, extend_csr, gl.program_id(0), num_tokens, num_splits, num_items,
-        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K, 1,
     )  # fmt: skip
     _copy_query(query, q_ptr, stride_qt, stride_qh, upcoming[0], upcoming[1], NUM_HEADS)
     for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
         token, head_block, split, num_tiles = upcoming[0], upcoming[1], upcoming[2], upcoming[3]
         upcoming = _some_item(
             prefix_csr, extend_csr, number + gl.num_programs(0), num_tokens, num_splits, num_items,
-            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K, 1,
         )  # fmt: skip
         async_copy.wait_group(0)
         stage = count % STAGES
@@ -344,55 +254,35 @@ def _attend_warps(
             tiles.index(stage).permute((1, 0)), numerators.index(count & 1), acc, is_async=True
         )
         l = gl.sum(parts, 0)
-        heads = head_block * BLOCK_H + gl.arange(0, BLOCK_H, HEAD)
-        mask = heads < NUM_HEADS
-        if HAS_SINK:
-            sink = gl.load(out.sink + heads, mask=mask, other=float("-inf"))
-        else:
-            sink = gl.full([BLOCK_H], float("-inf"), gl.float32, HEAD)
-        share = output_share(m, l, sink)
         acc = warpgroup_mma_wait(0, deps=[acc])
         _barrier()
         mbarrier.arrive(empty.index(stage), count=1)
         count += 1
-        columns = head_block * BLOCK_H + gl.arange(0, BLOCK_H, gl.SliceLayout(0, OUT))
-        stored = (columns < NUM_HEADS)[None, :]
-        if SPLIT:
-            slot = (split.to(gl.int64) * num_tokens + token) * NUM_HEADS
-            gl.store(partials.m + slot + heads, m, mask=mask)
-            gl.store(partials.l + slot + heads, l, mask=mask)
-            places = partials.acc + ((slot + columns)[None, :] * 512 + d[:, None])
-            gl.store(places, gl.convert_layout(acc, OUT), mask=stored)
-        else:
-            if WRITE_LSE:
-                gl.store(out.lse + token.to(gl.int64) * out.stride_l + heads, natural_lse(m, l), mask=mask)
-            result = (acc * share[None, :]).to(out.o.dtype.element_ty)
-            places = out.o + token.to(gl.int64) * out.stride_t + (columns[None, :] * out.stride_h + d[:, None])
-            gl.store(places, gl.convert_layout(result, OUT), mask=stored)
+        _store_item(
+            acc, m, l, out, partials, token, head_block, split, num_tokens,
+            NUM_HEADS, SPLIT, HAS_SINK, WRITE_LSE,
+        )  # fmt: skip
     async_copy.wait_group(0)
 
 
 @gluon.jit
-def _sparse_hopper_few_kernel(
+def _sparse_few_wide_kernel(
     q_ptr, out, partials, prefix, prefix_csr, extend, extend_csr,
     stride_qt, stride_qh, qk_scale, num_tokens, num_splits, num_items,
-    NUM_HEADS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+    NUM_HEADS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
     HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLACK: gl.constexpr,
-    GATHER_WARPS: gl.constexpr,
 ):  # fmt: skip
-    """One program a multiprocessor; each works through items in steps of the grid. LAYOUT "": 16-bit rows."""
+    """One program a multiprocessor; each works through items in steps of the grid."""
     HEAD_BLOCKS: gl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     query = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 512], WIDE)
     tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, 512], WIDE)
     numerators = gl.allocate_shared_memory(
         DTYPE, [2, BLOCK_K, BLOCK_H], gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_H], DTYPE)
     )
-    bias = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_K], LINE)
+    bias = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # For each tile of the ring: it is there; it has been summed and may be overwritten.
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -416,11 +306,10 @@ def _sparse_hopper_few_kernel(
                 (
                     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
                     tiles, bias, full, empty,
-                    HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE,
-                    WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
+                    HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
                 ),
             ),
         ],
-        [GATHER_WARPS],
+        [4],
         [168],
     )  # fmt: skip
