@@ -211,8 +211,7 @@ def _run_hopper(
 ) -> None:
     """Launches a kernel for Hopper over 16-bit rows or over FP8 rows, and the merge."""
     # Not at the top: a Triton without Gluon runs everything else.
-    from narrowkv.sparse_fp8.kernels.few_fp8 import _sparse_few_fp8_kernel
-    from narrowkv.sparse_fp8.kernels.few_wide import _sparse_few_wide_kernel
+    from narrowkv.sparse_fp8.kernels.few import _sparse_few_kernel
     from narrowkv.sparse_fp8.kernels.hopper import _sparse_hopper_kernel
 
     items = call.num_tokens * -(-call.num_heads // config.block_h) * config.num_splits
@@ -223,25 +222,17 @@ def _run_hopper(
     arguments = _arguments(call, config, (q,), results, (prefix, extend), strides)
     rows = [source.rows for source in (prefix, extend) if source is not None]
     units = call.target.figures.units if call.target.figures is not None else items
-    fp8 = isinstance(rows[0], DSV4Rows)
-    layout = {
-        "LAYOUT": rows[0].layout if isinstance(rows[0], DSV4Rows) else "",
-        "PREFIX_PAGE_SIZE": _page_size(prefix),
-        "EXTEND_PAGE_SIZE": _page_size(extend),
-    }
-    kernel = _sparse_hopper_kernel
-    if config.block_h < 64:
-        kernel = _sparse_few_fp8_kernel if fp8 else _sparse_few_wide_kernel
-        layout = layout if fp8 else {}
     launch(
-        kernel,
+        _sparse_few_kernel if config.block_h < 64 else _sparse_hopper_kernel,
         (min(items, units),),
         (*arguments, items),
         {
             "NUM_HEADS": call.num_heads,
             "HAS_PREFIX": prefix is not None,
             "HAS_EXTEND": extend is not None,
-            **layout,
+            "LAYOUT": rows[0].layout if isinstance(rows[0], DSV4Rows) else "",
+            "PREFIX_PAGE_SIZE": _page_size(prefix),
+            "EXTEND_PAGE_SIZE": _page_size(extend),
             "WIDE_ADDRESS": any(needs_64_bit(x) for x in rows),
             **_wanted(call),
             "SPLIT": config.num_splits > 1,

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from narrowkv.quant.device import e8m0_to_fp32
 from narrowkv.quant.softmax import natural_lse, output_share
 from narrowkv.sparse_fp8.kernels.results import split_tiles
-from narrowkv.sparse_fp8.kernels.rows import locate, named, token_span
+from narrowkv.sparse_fp8.kernels.rows import clamp_span, load_span, locate, named
 
 # Triton 3.6 has the older names of these.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -36,20 +36,31 @@ _copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_g
 
 
 @gluon.jit
-def _item(
-    prefix_csr, extend_csr, item, num_tokens, num_splits,
+def _load_spans(prefix_csr, extend_csr, token, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr):
+    """What both indptr say of a token."""
+    prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
+    if HAS_PREFIX:
+        prefix_begin, prefix_end = load_span(prefix_csr, token)
+    if HAS_EXTEND:
+        extend_begin, extend_end = load_span(extend_csr, token)
+    return prefix_begin, prefix_end, extend_begin, extend_end
+
+
+@gluon.jit
+def _place_item(
+    prefix_csr, extend_csr, spans, item, num_tokens, num_splits,
     HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """An item: token, block of heads, split, tiles, the places of its indices and the tiles of the prefix."""
+    """An item, from what `_load_spans` read of its token."""
     head_block = item % HEAD_BLOCKS
     token = (item // HEAD_BLOCKS) % num_tokens
     split = item // HEAD_BLOCKS // num_tokens
-    prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
+    prefix_begin, prefix_end, extend_begin, extend_end = spans
     if HAS_PREFIX:
-        prefix_begin, prefix_end = token_span(prefix_csr, token)
+        prefix_begin, prefix_end = clamp_span(prefix_csr, prefix_begin, prefix_end)
     if HAS_EXTEND:
-        extend_begin, extend_end = token_span(extend_csr, token)
+        extend_begin, extend_end = clamp_span(extend_csr, extend_begin, extend_end)
     if SPLIT:
         p_lo, p_hi, e_lo, e_hi = split_tiles(
             prefix_end - prefix_begin, extend_end - extend_begin, split, num_splits, BLOCK_K
@@ -69,6 +80,21 @@ def _item(
         extend_end,
         prefix_tiles,
     )
+
+
+@gluon.jit
+def _item(
+    prefix_csr, extend_csr, item, num_tokens, num_splits,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """An item: token, block of heads, split, tiles, the places of its indices and the tiles of the prefix."""
+    token = (item // HEAD_BLOCKS) % num_tokens
+    spans = _load_spans(prefix_csr, extend_csr, token, HAS_PREFIX, HAS_EXTEND)
+    return _place_item(
+        prefix_csr, extend_csr, spans, item, num_tokens, num_splits,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -1,0 +1,611 @@
+"""Sparse attention on Hopper (sm90) for up to 32 heads, in Gluon: both products swapped, no head padded.
+
+wgmma multiplies 64 rows of A at least. With few heads those are rows of the pool, not heads: QK is
+K Q^T, `[64 rows, heads]`, and PV is V^T P, `[512 columns, heads]`, each with a tile in shared memory as A. Such
+a product takes 20 cycles, as long as it takes to read A, and its warps wait while they issue it. So every task
+has its own warps: some do nothing but gather rows into a ring of tiles, and widen FP8 on the way; a warpgroup
+computes QK and the softmax; one sums PV. The softmax of a tile runs beside PV of the tile before.
+
+What a loop loads for its next round it must not touch in this one, be it to clamp a number or to unpack a
+byte: all loads of a round share a few scoreboards, and whoever touches one of them waits for all. Hence spans,
+indices and rows are carried as they were read.
+
+Source of the structure: warp specialisation as in FlashAttention-3 (Shah et al., 2024).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from narrowkv.quant.device import e8m0_to_fp32
+from narrowkv.quant.softmax import natural_lse, output_share
+from narrowkv.sparse_fp8.kernels.hopper import (
+    _barrier,
+    _choose,
+    _copy_query,
+    _copy_rows,
+    _load_spans,
+    _locate_rows,
+    _place_item,
+    _publish,
+    _tile_indices,
+)
+
+
+@gluon.jit
+def _spans(
+    prefix_csr, extend_csr, number, num_tokens, num_items,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
+):  # fmt: skip
+    """What indptr says of item `number`, or of the last one, as it was read."""
+    token = (gl.minimum(number, num_items - 1) // HEAD_BLOCKS) % num_tokens
+    return _load_spans(prefix_csr, extend_csr, token, HAS_PREFIX, HAS_EXTEND)
+
+
+@gluon.jit
+def _item(
+    prefix_csr, extend_csr, spans, number, num_tokens, num_splits, num_items,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """An item, from its spans. It has one tile at least, if only of rows that are not named.
+
+    Past the last item it is the last one, without rows.
+    """
+    token, head_block, split, tiles, prefix, prefix_end, extend, extend_end, prefix_tiles = _place_item(
+        prefix_csr, extend_csr, spans, gl.minimum(number, num_items - 1), num_tokens, num_splits,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    prefix_end = gl.where(number < num_items, prefix_end, prefix)
+    extend_end = gl.where(number < num_items, extend_end, extend)
+    return (
+        token,
+        head_block,
+        split,
+        gl.maximum(tiles, 1),
+        prefix,
+        prefix_end,
+        extend,
+        extend_end,
+        prefix_tiles,
+    )
+
+
+@gluon.jit
+def _following(
+    prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """The tile after one: its item's number, its number in the item, the item, the spans of the next item.
+
+    Scalars are chosen and not branched on: what gathers goes from tile to tile in a single loop, whatever
+    item they belong to.
+    """
+    ends = tile + 1 >= item[3]
+    upcoming = _item(
+        prefix_csr, extend_csr, spans, number + gl.num_programs(0), num_tokens, num_splits, num_items,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    number = gl.where(ends, number + gl.num_programs(0), number)
+    tile = gl.where(ends, 0, tile + 1)
+    item = (
+        gl.where(ends, upcoming[0], item[0]),
+        gl.where(ends, upcoming[1], item[1]),
+        gl.where(ends, upcoming[2], item[2]),
+        gl.where(ends, upcoming[3], item[3]),
+        gl.where(ends, upcoming[4], item[4]),
+        gl.where(ends, upcoming[5], item[5]),
+        gl.where(ends, upcoming[6], item[6]),
+        gl.where(ends, upcoming[7], item[7]),
+        gl.where(ends, upcoming[8], item[8]),
+    )
+    spans = _spans(
+        prefix_csr, extend_csr, number + gl.num_programs(0), num_tokens, num_items,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND,
+    )  # fmt: skip
+    return number, tile, item, spans
+
+
+@gluon.jit
+def _first(
+    prefix_csr, extend_csr, num_tokens, num_splits, num_items,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """A program's first item, and the spans of its second."""
+    number = gl.program_id(0)
+    spans = _spans(
+        prefix_csr, extend_csr, number, num_tokens, num_items, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND
+    )
+    item = _item(
+        prefix_csr, extend_csr, spans, number, num_tokens, num_splits, num_items,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    spans = _spans(
+        prefix_csr, extend_csr, number + gl.num_programs(0), num_tokens, num_items,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND,
+    )  # fmt: skip
+    return item, spans
+
+
+@gluon.jit
+def _gather_wide_warps(
+    prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
+    WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """16-bit rows into the ring, by copies that nobody waits for but who multiplies."""
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    r = gl.arange(0, BLOCK_K, gl.SliceLayout(1, COPY))
+    number, tile = gl.program_id(0), 0
+    item, spans = _first(
+        prefix_csr, extend_csr, num_tokens, num_splits, num_items,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    first = item[8] > 0
+    index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+    count = 0
+    while number < num_items:
+        live, at, _, _ = _locate_rows(
+            prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, "", 1, 1, WIDE_ADDRESS
+        )
+        base = _choose(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)
+        number, tile, item, spans = _following(
+            prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        )  # fmt: skip
+        first = tile < item[8]
+        index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+        stage = count % STAGES
+        mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
+        bias.index(stage).store(gl.where(live, 0.0, float("-inf")))
+        _copy_rows(tiles.index(stage), base, at, live, COPY)
+        # Counts the copies under way; the phase ends when they have, and this thread with the bias.
+        async_copy.mbarrier_arrive(full.index(stage))
+        _barrier()
+        mbarrier.arrive(full.index(stage), count=1)
+        count += 1
+
+
+@gluon.jit
+def _widen(words, scale):
+    """int32 words `[rows, 16]` of four E4M3, times float32 powers of two, as bf16 `[rows, 64]`: exact."""
+    a, b, c, d = gl.inline_asm_elementwise(
+        """
+        {
+            .reg .b16 p, q, h, i, j, k;
+            .reg .b32 x, y, u, v, s;
+            .reg .f32 f, g;
+            cvt.rn.bf16x2.f32 s, $5, $5;
+            mov.b32 {p, q}, $4;
+            cvt.rn.f16x2.e4m3x2 x, p;
+            cvt.rn.f16x2.e4m3x2 y, q;
+            mov.b32 {h, i}, x;
+            mov.b32 {j, k}, y;
+            cvt.f32.f16 f, h;
+            cvt.f32.f16 g, i;
+            mov.b32 u, f;
+            mov.b32 v, g;
+            prmt.b32 x, u, v, 0x7632;
+            mul.bf16x2 x, x, s;
+            mov.b32 {$0, $1}, x;
+            cvt.f32.f16 f, j;
+            cvt.f32.f16 g, k;
+            mov.b32 u, f;
+            mov.b32 v, g;
+            prmt.b32 y, u, v, 0x7632;
+            mul.bf16x2 y, y, s;
+            mov.b32 {$2, $3}, y;
+        }
+        """,
+        "=&h,=&h,=h,=h,r,r",
+        [words, scale],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+    # [rows, 16, 2 of a pair, 2 pairs]
+    wide = gl.permute(gl.join(gl.join(a, b), gl.join(c, d)), (0, 1, 3, 2))
+    return gl.reshape(wide, [words.shape[0], 64])
+
+
+@gluon.jit
+def _pairs(words):
+    """int32 words `[rows, 32]` of two bf16 as bf16 `[rows, 64]`."""
+    a, b = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;",
+        "=h,=h,r",
+        [words],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+    return gl.reshape(gl.join(a, b), [words.shape[0], 64])
+
+
+@gluon.jit
+def _side_by_side(a, b, c, d):
+    """Four `[rows, 64]` as `[rows, 256]`."""
+    columns = gl.permute(gl.join(gl.join(a, b), gl.join(c, d)), (0, 3, 2, 1))
+    return gl.reshape(columns, [a.shape[0], 256])
+
+
+@gluon.jit
+def _load_words(base, at, live, FIRST: gl.constexpr, NUM: gl.constexpr, LAYOUT: gl.constexpr):
+    """NUM int32 words of rows from word FIRST on; `at` counts elements of `base`."""
+    SIZE: gl.constexpr = base.dtype.element_ty.primitive_bitwidth
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    d = FIRST + gl.arange(0, NUM, gl.SliceLayout(0, LAYOUT))
+    at = gl.convert_layout(at // (32 // SIZE), ROW)[:, None]
+    words = base.to(gl.pointer_type(gl.int32), bitcast=True) + (at + d[None, :])
+    return gl.load(words, mask=gl.convert_layout(live, ROW)[:, None], other=0)
+
+
+@gluon.jit
+def _load_scales(base, at, live, LAYOUT: gl.constexpr):
+    """Scales of the seven NoPE tiles of rows, as words where they are bytes: a tuple, see `_scale`."""
+    scales = ()
+    if LAYOUT == "split":
+        for t in gl.static_range(7):
+            scales = scales + (gl.load(base + (at + t), mask=live, other=1.0),)
+    else:
+        # row512 has a byte for every 32 columns.
+        words = base.to(gl.pointer_type(gl.int32), bitcast=True)
+        for i in gl.static_range(4 if LAYOUT == "row512" else 2):
+            scales = scales + (gl.load(words + (at // 4 + i), mask=live, other=0x7F7F7F7F),)
+    return scales
+
+
+@gluon.jit
+def _scale(scales, TILE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The scales of a NoPE tile, float32 `[rows, 1]`."""
+    if LAYOUT == "split":
+        scale = scales[TILE]
+    elif LAYOUT == "row512":
+        scale = e8m0_to_fp32(scales[TILE // 2] >> (TILE % 2 * 16) & 0xFF)
+    else:
+        scale = e8m0_to_fp32(scales[TILE // 4] >> (TILE % 4 * 8) & 0xFF)
+    return scale[:, None]
+
+
+@gluon.jit
+def _gather_fp8_warps(
+    prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
+    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr,
+    WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """FP8 rows, as bf16, into the ring. As soon as bytes are widened, those of the next tile are asked for."""
+    # A thread has 16 columns in a row, of FP8 and of RoPE: its stores of 16 bytes meet no bank twice.
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
+    r = gl.arange(0, BLOCK_K, gl.SliceLayout(1, WORDS))
+    number, tile = gl.program_id(0), 0
+    item, spans = _first(
+        prefix_csr, extend_csr, num_tokens, num_splits, num_items,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    first = item[8] > 0
+    index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+    live, nope_at, rope_at, scale_at = _locate_rows(
+        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+    )  # fmt: skip
+    nope = _choose(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)
+    narrow = ()
+    for t in gl.static_range(7):
+        narrow = narrow + (_load_words(nope, nope_at, live, 16 * t, 16, WORDS),)
+    rope = _load_words(
+        _choose(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND), rope_at, live, 0, 32, PAIRS
+    )
+    scales = _load_scales(
+        _choose(first, prefix.scale, extend.scale, HAS_PREFIX, HAS_EXTEND), scale_at, live, LAYOUT
+    )
+    loaded = number
+    number, tile, item, spans = _following(
+        prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    first = tile < item[8]
+    index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+    count = 0
+    while loaded < num_items:
+        next_live, nope_at, rope_at, scale_at = _locate_rows(
+            prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+        )  # fmt: skip
+        nope = _choose(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)
+        rope_base = _choose(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND)
+        scale_base = _choose(first, prefix.scale, extend.scale, HAS_PREFIX, HAS_EXTEND)
+        loaded = number
+        number, tile, item, spans = _following(
+            prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        )  # fmt: skip
+        first = tile < item[8]
+        index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+        stage = count % STAGES
+        mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
+        bias.index(stage).store(gl.where(live, 0.0, float("-inf")))
+        wide, next_narrow = (), ()
+        for t in gl.static_range(4):
+            wide = wide + (_widen(narrow[t], _scale(scales, t, LAYOUT)),)
+            next_narrow = next_narrow + (_load_words(nope, nope_at, next_live, 16 * t, 16, WORDS),)
+        tiles.index(stage).slice(0, 256, dim=1).store(_side_by_side(wide[0], wide[1], wide[2], wide[3]))
+        wide = ()
+        for t in gl.static_range(4, 7):
+            wide = wide + (_widen(narrow[t], _scale(scales, t, LAYOUT)),)
+            next_narrow = next_narrow + (_load_words(nope, nope_at, next_live, 16 * t, 16, WORDS),)
+        tail = gl.convert_layout(_pairs(rope), wide[0].type.layout)
+        tiles.index(stage).slice(256, 256, dim=1).store(_side_by_side(wide[0], wide[1], wide[2], tail))
+        # After the last use of this tile's: what is loaded beside it is copied, and so waited for.
+        rope = _load_words(rope_base, rope_at, next_live, 0, 32, PAIRS)
+        scales = _load_scales(scale_base, scale_at, next_live, LAYOUT)
+        # No fence: it would wait for the loads. Who multiplies has one.
+        _barrier()
+        mbarrier.arrive(full.index(stage), count=1)
+        live, narrow = next_live, next_narrow
+        count += 1
+
+
+@gluon.jit
+def _gather_warps(
+    prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
+    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr,
+    WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """What fills the ring: with 16-bit rows, or with FP8 rows."""
+    if LAYOUT == "":
+        _gather_wide_warps(
+            prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
+        )  # fmt: skip
+    else:
+        _gather_fp8_warps(
+            prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE,
+            WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _softmax_columns(s, m, parts, numerators, corrections, SLACK: gl.constexpr):
+    """A tile's numerators and what earlier sums shrink by, to shared memory; the new state.
+
+    `parts` are the denominators before they are summed over the rows of a tile. The maximum of a head
+    follows only a tile that passes it by more than SLACK, in powers of two, as in the kernel for more heads.
+    """
+    top = gl.max(s, 0)
+    m_new = gl.where(top > m + SLACK, top, m)
+    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+    p = gl.exp2(s - m_safe[None, :])
+    correction = gl.exp2(m - m_safe)
+    numerators.store(p.to(numerators.dtype))
+    corrections.store(correction)
+    return m_new, parts * correction[None, :] + p
+
+
+@gluon.jit
+def _score_warps(
+    q_ptr, stride_qt, stride_qh, qk_scale, prefix_csr, extend_csr, num_tokens, num_splits, num_items,
+    query, tiles, bias, numerators, corrections, states, full, scored, finished, released,
+    NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
+    SPLIT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    SLACK: gl.constexpr,
+):  # fmt: skip
+    """QK and the softmax."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_H, 16])
+    zeros = gl.full([BLOCK_K, BLOCK_H], 0.0, gl.float32, SCORES)
+    count, turn = 0, 0
+    item, spans = _first(
+        prefix_csr, extend_csr, num_tokens, num_splits, num_items,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    _copy_query(query, q_ptr, stride_qt, stride_qh, item[0], item[1], NUM_HEADS)
+    for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        # Not a range: Triton 3.6 takes what only bounds an inner range for unused, and drops it from the outer.
+        last = count + item[3]
+        following = number + gl.num_programs(0)
+        item = _item(
+            prefix_csr, extend_csr, spans, following, num_tokens, num_splits, num_items,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        )  # fmt: skip
+        spans = _spans(
+            prefix_csr, extend_csr, following + gl.num_programs(0), num_tokens, num_items,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND,
+        )  # fmt: skip
+        m = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(0, SCORES))
+        parts = zeros
+        async_copy.wait_group(0)
+        while count < last:
+            stage = count % STAGES
+            mbarrier.wait(full.index(stage), count // STAGES & 1)
+            _publish()
+            s = warpgroup_mma(
+                tiles.index(stage), query.permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            masked = bias.index(stage).load(gl.SliceLayout(1, SCORES))
+            s = warpgroup_mma_wait(0, deps=[s])
+            m, parts = _softmax_columns(
+                s * qk_scale + masked[:, None], m, parts, numerators.index(stage), corrections.index(stage),
+                SLACK,
+            )  # fmt: skip
+            _publish()
+            mbarrier.arrive(scored.index(stage), count=1)
+            count += 1
+        # All of these warps have the last scores: the next item's Q may come.
+        _copy_query(query, q_ptr, stride_qt, stride_qh, item[0], item[1], NUM_HEADS)
+        l = gl.sum(parts, 0)
+        mbarrier.wait(released, (turn & 1) ^ 1)
+        states.index(0).store(m)
+        states.index(1).store(l)
+        _barrier()
+        mbarrier.arrive(finished, count=1)
+        turn += 1  # noqa: SIM113 - Gluon has no enumerate
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def _store_item(
+    acc, m, l, out, partials, token, head_block, split, num_tokens,
+    NUM_HEADS: gl.constexpr, SPLIT: gl.constexpr, HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr,
+):  # fmt: skip
+    """An item's results, or a split's share of them, from the sums `[512, heads]` and the softmax state."""
+    # A warp has the columns that it has in `acc`, a thread 8 in a row: they change hands within the warp.
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [gl.num_warps(), 1], [0, 1])
+    d = gl.arange(0, 512, gl.SliceLayout(1, OUT))
+    columns = head_block * acc.shape[1] + gl.arange(0, acc.shape[1], gl.SliceLayout(0, OUT))
+    stored = (columns < NUM_HEADS)[None, :]
+    heads = head_block * acc.shape[1] + gl.arange(0, acc.shape[1], m.type.layout)
+    mask = heads < NUM_HEADS
+    if SPLIT:
+        slot = (split.to(gl.int64) * num_tokens + token) * NUM_HEADS
+        gl.store(partials.m + slot + heads, m, mask=mask)
+        gl.store(partials.l + slot + heads, l, mask=mask)
+        places = partials.acc + ((slot + columns)[None, :] * 512 + d[:, None])
+        gl.store(places, gl.convert_layout(acc, OUT), mask=stored)
+    else:
+        if HAS_SINK:
+            sink = gl.load(out.sink + heads, mask=mask, other=float("-inf"))
+        else:
+            sink = gl.full([m.shape[0]], float("-inf"), gl.float32, m.type.layout)
+        if WRITE_LSE:
+            gl.store(out.lse + token.to(gl.int64) * out.stride_l + heads, natural_lse(m, l), mask=mask)
+        result = (acc * output_share(m, l, sink)[None, :]).to(out.o.dtype.element_ty)
+        places = out.o + token.to(gl.int64) * out.stride_t + (columns[None, :] * out.stride_h + d[:, None])
+        gl.store(places, gl.convert_layout(result, OUT), mask=stored)
+
+
+@gluon.jit
+def _sum_warps(
+    out, partials, prefix_csr, extend_csr, num_tokens, num_splits, num_items,
+    tiles, numerators, corrections, states, scored, empty, finished, released,
+    NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
+    SPLIT: gl.constexpr, HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr,
+    BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """PV: sums the tiles' rows by their numerators, and stores the results."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_H, 16])
+    HEAD: gl.constexpr = gl.SliceLayout(0, SUMS)
+    count, turn = 0, 0
+    upcoming, spans = _first(
+        prefix_csr, extend_csr, num_tokens, num_splits, num_items,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        token, head_block, split = upcoming[0], upcoming[1], upcoming[2]
+        # Not a range, as in `_score_warps`.
+        last = count + upcoming[3]
+        following = number + gl.num_programs(0)
+        upcoming = _item(
+            prefix_csr, extend_csr, spans, following, num_tokens, num_splits, num_items,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        )  # fmt: skip
+        spans = _spans(
+            prefix_csr, extend_csr, following + gl.num_programs(0), num_tokens, num_items,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND,
+        )  # fmt: skip
+        acc = gl.full([512, BLOCK_H], 0.0, gl.float32, SUMS)
+        while count < last:
+            stage = count % STAGES
+            mbarrier.wait(scored.index(stage), count // STAGES & 1)
+            acc = acc * corrections.index(stage).load(HEAD)[None, :]
+            acc = warpgroup_mma(
+                tiles.index(stage).permute((1, 0)), numerators.index(stage), acc, is_async=True
+            )
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            _barrier()
+            mbarrier.arrive(empty.index(stage), count=1)
+            count += 1
+        mbarrier.wait(finished, turn & 1)
+        m = states.index(0).load(HEAD)
+        l = states.index(1).load(HEAD)
+        _barrier()
+        mbarrier.arrive(released, count=1)
+        turn += 1  # noqa: SIM113 - Gluon has no enumerate
+        _store_item(
+            acc, m, l, out, partials, token, head_block, split, num_tokens,
+            NUM_HEADS, SPLIT, HAS_SINK, WRITE_LSE,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _sparse_few_kernel(
+    q_ptr, out, partials, prefix, prefix_csr, extend, extend_csr,
+    stride_qt, stride_qh, qk_scale, num_tokens, num_splits, num_items,
+    NUM_HEADS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
+    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+    HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLACK: gl.constexpr,
+):  # fmt: skip
+    """One program a multiprocessor; each works through items in steps of the grid. LAYOUT "": 16-bit rows."""
+    HEAD_BLOCKS: gl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    # Twice the warps widen FP8, where the sums of 32 heads leave them registers: 16 warps have 128 each.
+    GATHER_WARPS: gl.constexpr = 4 if LAYOUT == "" or BLOCK_H > 16 else 8
+    REGISTERS: gl.constexpr = 168 if LAYOUT == "" or BLOCK_H > 16 else 128
+    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    query = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 512], WIDE)
+    tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, 512], WIDE)
+    numerators = gl.allocate_shared_memory(
+        DTYPE, [STAGES, BLOCK_K, BLOCK_H], gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_H], DTYPE)
+    )
+    bias = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_K], LINE)
+    corrections = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_H], LINE)
+    states = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], LINE)
+    # For each tile of the ring: it is there; its numerators are; it has been summed and may be overwritten.
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    scored = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # For the softmax state of an item: it is there; it has been read.
+    finished = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    released = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(scored.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    mbarrier.init(finished, count=1)
+    mbarrier.init(released, count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                _sum_warps,
+                (
+                    out, partials, prefix_csr, extend_csr, num_tokens, num_splits, num_items,
+                    tiles, numerators, corrections, states, scored, empty, finished, released,
+                    NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, HAS_SINK, WRITE_LSE,
+                    BLOCK_H, BLOCK_K, STAGES,
+                ),
+            ),
+            (
+                _score_warps,
+                (
+                    q_ptr, stride_qt, stride_qh, qk_scale, prefix_csr, extend_csr,
+                    num_tokens, num_splits, num_items, query, tiles, bias, numerators, corrections, states,
+                    full, scored, finished, released,
+                    NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_H, BLOCK_K, STAGES, SLACK,
+                ),
+            ),
+            (
+                _gather_warps,
+                (
+                    prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
+                    tiles, bias, full, empty,
+                    HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE,
+                    WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
+                ),
+            ),
+        ],
+        [4, GATHER_WARPS],
+        [REGISTERS, REGISTERS],
+    )  # fmt: skip
