@@ -121,9 +121,7 @@ def _first(
 ):  # fmt: skip
     """A program's first item, and the spans of its second."""
     number = gl.program_id(0)
-    spans = _spans(
-        prefix_csr, extend_csr, number, num_tokens, num_items, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND
-    )
+    spans = _spans(prefix_csr, extend_csr, number, num_tokens, num_items, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND)
     item = _item(
         prefix_csr, extend_csr, spans, number, num_tokens, num_splits, num_items,
         HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
@@ -138,12 +136,13 @@ def _first(
 @gluon.jit
 def _gather_wide_warps(
     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
+    FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr,
     HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
     WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """16-bit rows into the ring, by copies that nobody waits for but who multiplies."""
+    """Some rows of each 16-bit tile into the ring, by copies that nobody waits for but who multiplies."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    r = gl.arange(0, BLOCK_K, gl.SliceLayout(1, COPY))
+    r = FIRST_ROW + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, COPY))
     number, tile = gl.program_id(0), 0
     item, spans = _first(
         prefix_csr, extend_csr, num_tokens, num_splits, num_items,
@@ -165,8 +164,8 @@ def _gather_wide_warps(
         index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
         stage = count % STAGES
         mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
-        bias.index(stage).store(gl.where(live, 0.0, float("-inf")))
-        _copy_rows(tiles.index(stage), base, at, live, COPY)
+        bias.index(stage).slice(FIRST_ROW, NUM_ROWS).store(gl.where(live, 0.0, float("-inf")))
+        _copy_rows(tiles.index(stage).slice(FIRST_ROW, NUM_ROWS), base, at, live, COPY)
         # Counts the copies under way; the phase ends when they have, and this thread with the bias.
         async_copy.mbarrier_arrive(full.index(stage))
         _barrier()
@@ -217,35 +216,18 @@ def _widen(words, scale):
 
 
 @gluon.jit
-def _pairs(words):
-    """int32 words `[rows, 32]` of two bf16 as bf16 `[rows, 64]`."""
-    a, b = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;",
-        "=h,=h,r",
-        [words],
-        dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=1,
-    )
-    return gl.reshape(gl.join(a, b), [words.shape[0], 64])
+def _side_by_side(a, b):
+    """Two blocks of columns as one."""
+    columns = gl.permute(gl.join(a, b), (0, 2, 1))
+    return gl.reshape(columns, [a.shape[0], 2 * a.shape[1]])
 
 
 @gluon.jit
-def _side_by_side(a, b, c, d):
-    """Four `[rows, 64]` as `[rows, 256]`."""
-    columns = gl.permute(gl.join(gl.join(a, b), gl.join(c, d)), (0, 3, 2, 1))
-    return gl.reshape(columns, [a.shape[0], 256])
-
-
-@gluon.jit
-def _load_words(base, at, live, FIRST: gl.constexpr, NUM: gl.constexpr, LAYOUT: gl.constexpr):
-    """NUM int32 words of rows from word FIRST on; `at` counts elements of `base`."""
-    SIZE: gl.constexpr = base.dtype.element_ty.primitive_bitwidth
-    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    d = FIRST + gl.arange(0, NUM, gl.SliceLayout(0, LAYOUT))
-    at = gl.convert_layout(at // (32 // SIZE), ROW)[:, None]
-    words = base.to(gl.pointer_type(gl.int32), bitcast=True) + (at + d[None, :])
-    return gl.load(words, mask=gl.convert_layout(live, ROW)[:, None], other=0)
+def _load_words(base, at, live, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
+    """16 int32 words of rows of bytes from word FIRST on."""
+    d = FIRST + gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))
+    words = base.to(gl.pointer_type(gl.int32), bitcast=True) + ((at // 4)[:, None] + d[None, :])
+    return gl.load(words, mask=live[:, None], other=0)
 
 
 @gluon.jit
@@ -276,24 +258,13 @@ def _scale(scales, TILE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _gather_fp8_warps(
-    prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
-    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr,
-    WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+def _load_rows(
+    prefix, extend, first, index,
+    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
+    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+    WORDS: gl.constexpr,
 ):  # fmt: skip
-    """FP8 rows, as bf16, into the ring. As soon as bytes are widened, those of the next tile are asked for."""
-    # A thread has 16 columns in a row, of FP8 and of RoPE: its stores of 16 bytes meet no bank twice.
-    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
-    r = gl.arange(0, BLOCK_K, gl.SliceLayout(1, WORDS))
-    number, tile = gl.program_id(0), 0
-    item, spans = _first(
-        prefix_csr, extend_csr, num_tokens, num_splits, num_items,
-        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
-    )  # fmt: skip
-    first = item[8] > 0
-    index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+    """FP8 rows as stored: NoPE tiles, scales; where RoPE is; which rows are named."""
     live, nope_at, rope_at, scale_at = _locate_rows(
         prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
         PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
@@ -301,13 +272,39 @@ def _gather_fp8_warps(
     nope = _choose(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)
     narrow = ()
     for t in gl.static_range(7):
-        narrow = narrow + (_load_words(nope, nope_at, live, 16 * t, 16, WORDS),)
-    rope = _load_words(
-        _choose(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND), rope_at, live, 0, 32, PAIRS
-    )
+        narrow = narrow + (_load_words(nope, nope_at, live, 16 * t, WORDS),)
     scales = _load_scales(
         _choose(first, prefix.scale, extend.scale, HAS_PREFIX, HAS_EXTEND), scale_at, live, LAYOUT
     )
+    return narrow, scales, rope_at, live
+
+
+@gluon.jit
+def _gather_fp8_warps(
+    prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
+    FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
+    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr,
+    WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Some rows of each tile from FP8, as bf16, into the ring; the next tile's are under way meanwhile."""
+    # A thread has 16 columns in a row: its stores of 16 bytes meet no bank twice.
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
+    ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, ROPE)
+    r = FIRST_ROW + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, WORDS))
+    number, tile = gl.program_id(0), 0
+    item, spans = _first(
+        prefix_csr, extend_csr, num_tokens, num_splits, num_items,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    first = item[8] > 0
+    index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+    narrow, scales, rope_at, live = _load_rows(
+        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, WORDS,
+    )  # fmt: skip
+    rope = _choose(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND)
     loaded = number
     number, tile, item, spans = _following(
         prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items,
@@ -317,13 +314,11 @@ def _gather_fp8_warps(
     index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
     count = 0
     while loaded < num_items:
-        next_live, nope_at, rope_at, scale_at = _locate_rows(
+        next_narrow, next_scales, next_rope_at, next_live = _load_rows(
             prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, WORDS,
         )  # fmt: skip
-        nope = _choose(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)
-        rope_base = _choose(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND)
-        scale_base = _choose(first, prefix.scale, extend.scale, HAS_PREFIX, HAS_EXTEND)
+        next_rope = _choose(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND)
         loaded = number
         number, tile, item, spans = _following(
             prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items,
@@ -333,57 +328,78 @@ def _gather_fp8_warps(
         index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
         stage = count % STAGES
         mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
-        bias.index(stage).store(gl.where(live, 0.0, float("-inf")))
-        wide, next_narrow = (), ()
-        for t in gl.static_range(4):
-            wide = wide + (_widen(narrow[t], _scale(scales, t, LAYOUT)),)
-            next_narrow = next_narrow + (_load_words(nope, nope_at, next_live, 16 * t, 16, WORDS),)
-        tiles.index(stage).slice(0, 256, dim=1).store(_side_by_side(wide[0], wide[1], wide[2], wide[3]))
-        wide = ()
-        for t in gl.static_range(4, 7):
-            wide = wide + (_widen(narrow[t], _scale(scales, t, LAYOUT)),)
-            next_narrow = next_narrow + (_load_words(nope, nope_at, next_live, 16 * t, 16, WORDS),)
-        tail = gl.convert_layout(_pairs(rope), wide[0].type.layout)
-        tiles.index(stage).slice(256, 256, dim=1).store(_side_by_side(wide[0], wide[1], wide[2], tail))
-        # After the last use of this tile's: what is loaded beside it is copied, and so waited for.
-        rope = _load_words(rope_base, rope_at, next_live, 0, 32, PAIRS)
-        scales = _load_scales(scale_base, scale_at, next_live, LAYOUT)
+        bias.index(stage).slice(FIRST_ROW, NUM_ROWS).store(gl.where(live, 0.0, float("-inf")))
+        target = tiles.index(stage).slice(FIRST_ROW, NUM_ROWS)
+        _copy_rows(
+            target.slice(448, 64, dim=1), rope,
+            gl.convert_layout(rope_at, ROW), gl.convert_layout(live, ROW), ROPE,
+        )  # fmt: skip
+        async_copy.mbarrier_arrive(full.index(stage))
+        pairs = ()
+        for t in gl.static_range(3):
+            pairs = pairs + (
+                _side_by_side(
+                    _widen(narrow[2 * t], _scale(scales, 2 * t, LAYOUT)),
+                    _widen(narrow[2 * t + 1], _scale(scales, 2 * t + 1, LAYOUT)),
+                ),
+            )
+        target.slice(0, 256, dim=1).store(_side_by_side(pairs[0], pairs[1]))
+        target.slice(256, 128, dim=1).store(pairs[2])
+        target.slice(384, 64, dim=1).store(_widen(narrow[6], _scale(scales, 6, LAYOUT)))
         # No fence: it would wait for the loads. Who multiplies has one.
         _barrier()
         mbarrier.arrive(full.index(stage), count=1)
-        live, narrow = next_live, next_narrow
+        narrow, scales, rope_at, rope, live = next_narrow, next_scales, next_rope_at, next_rope, next_live
         count += 1
 
 
 @gluon.jit
 def _gather_warps(
     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
+    FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr,
     HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
     PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr,
     WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """What fills the ring: with 16-bit rows, or with FP8 rows."""
+    """What fills some rows of each tile of the ring: with 16-bit rows, or with FP8 rows."""
     if LAYOUT == "":
         _gather_wide_warps(
             prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
-            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
+            FIRST_ROW, NUM_ROWS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
         )  # fmt: skip
     else:
         _gather_fp8_warps(
             prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
-            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE,
-            WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
+            FIRST_ROW, NUM_ROWS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
         )  # fmt: skip
 
 
 @gluon.jit
-def _softmax_columns(s, m, parts, numerators, corrections, SLACK: gl.constexpr):
+def _column_maxima(s, tops):
+    """The maxima of s `[rows, heads]` over all rows: within each of four warps, then through `tops` once.
+
+    A plain reduction would hand the result round through shared memory a second time.
+    """
+    HEADS: gl.constexpr = s.shape[1]
+    WIDTH: gl.constexpr = [[0, 1], [0, 8]] if HEADS == 16 else [[0, 1], [0, 8], [0, 16]]
+    # Every thread has the four warps' maxima of the heads that it has scores of.
+    ALL: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0], [2, 0]] + WIDTH, [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [4, HEADS]
+    )
+    tops.store(gl.max(gl.reshape(s, [4, s.shape[0] // 4, HEADS]), 1))
+    _barrier()
+    return gl.convert_layout(gl.max(tops.load(ALL), 0), gl.SliceLayout(0, s.type.layout))
+
+
+@gluon.jit
+def _softmax_columns(s, m, parts, tops, numerators, corrections, SLACK: gl.constexpr):
     """A tile's numerators and what earlier sums shrink by, to shared memory; the new state.
 
     `parts` are the denominators before they are summed over the rows of a tile. The maximum of a head
     follows only a tile that passes it by more than SLACK, in powers of two, as in the kernel for more heads.
     """
-    top = gl.max(s, 0)
+    top = _column_maxima(s, tops)
     m_new = gl.where(top > m + SLACK, top, m)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s - m_safe[None, :])
@@ -396,7 +412,7 @@ def _softmax_columns(s, m, parts, numerators, corrections, SLACK: gl.constexpr):
 @gluon.jit
 def _score_warps(
     q_ptr, stride_qt, stride_qh, qk_scale, prefix_csr, extend_csr, num_tokens, num_splits, num_items,
-    query, tiles, bias, numerators, corrections, states, full, scored, finished, released,
+    query, tiles, bias, tops, numerators, corrections, states, full, scored, finished, released,
     NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
     SPLIT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     SLACK: gl.constexpr,
@@ -410,6 +426,7 @@ def _score_warps(
         HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
     )  # fmt: skip
     _copy_query(query, q_ptr, stride_qt, stride_qh, item[0], item[1], NUM_HEADS)
+    async_copy.commit_group()
     for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
         # Not a range: Triton 3.6 takes what only bounds an inner range for unused, and drops it from the outer.
         last = count + item[3]
@@ -425,24 +442,25 @@ def _score_warps(
         m = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(0, SCORES))
         parts = zeros
         async_copy.wait_group(0)
+        _publish()
         while count < last:
             stage = count % STAGES
             mbarrier.wait(full.index(stage), count // STAGES & 1)
-            _publish()
-            s = warpgroup_mma(
-                tiles.index(stage), query.permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
+            # For those who wrote the rows, too: a fence of theirs would wait for what they load meanwhile.
+            fence_async_shared()
+            s = warpgroup_mma(tiles.index(stage), query.permute((1, 0)), zeros, use_acc=False, is_async=True)
             masked = bias.index(stage).load(gl.SliceLayout(1, SCORES))
             s = warpgroup_mma_wait(0, deps=[s])
             m, parts = _softmax_columns(
-                s * qk_scale + masked[:, None], m, parts, numerators.index(stage), corrections.index(stage),
-                SLACK,
+                s * qk_scale + masked[:, None], m, parts,
+                tops, numerators.index(stage), corrections.index(stage), SLACK,
             )  # fmt: skip
             _publish()
             mbarrier.arrive(scored.index(stage), count=1)
             count += 1
         # All of these warps have the last scores: the next item's Q may come.
         _copy_query(query, q_ptr, stride_qt, stride_qh, item[0], item[1], NUM_HEADS)
+        async_copy.commit_group()
         l = gl.sum(parts, 0)
         mbarrier.wait(released, (turn & 1) ^ 1)
         states.index(0).store(m)
@@ -549,9 +567,11 @@ def _sparse_few_kernel(
     """One program a multiprocessor; each works through items in steps of the grid. LAYOUT "": 16-bit rows."""
     HEAD_BLOCKS: gl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    # Twice the warps widen FP8, where the sums of 32 heads leave them registers: 16 warps have 128 each.
-    GATHER_WARPS: gl.constexpr = 4 if LAYOUT == "" or BLOCK_H > 16 else 8
-    REGISTERS: gl.constexpr = 168 if LAYOUT == "" or BLOCK_H > 16 else 128
+    # Two groups gather, half of each tile's rows each, and do not wait for each other. Widening FP8 takes twice
+    # the warps, where the sums leave them registers: 16 warps have 128 each.
+    MANY: gl.constexpr = LAYOUT != "" and BLOCK_H == 16
+    GATHER_WARPS: gl.constexpr = 4 if MANY else 2
+    REGISTERS: gl.constexpr = 128 if MANY else 168
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     query = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 512], WIDE)
@@ -562,6 +582,7 @@ def _sparse_few_kernel(
     bias = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_K], LINE)
     corrections = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_H], LINE)
     states = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], LINE)
+    tops = gl.allocate_shared_memory(gl.float32, [4, BLOCK_H], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     # For each tile of the ring: it is there; its numerators are; it has been summed and may be overwritten.
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     scored = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -570,7 +591,7 @@ def _sparse_few_kernel(
     finished = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     released = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=2)
         mbarrier.init(scored.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     mbarrier.init(finished, count=1)
@@ -591,8 +612,8 @@ def _sparse_few_kernel(
                 _score_warps,
                 (
                     q_ptr, stride_qt, stride_qh, qk_scale, prefix_csr, extend_csr,
-                    num_tokens, num_splits, num_items, query, tiles, bias, numerators, corrections, states,
-                    full, scored, finished, released,
+                    num_tokens, num_splits, num_items, query, tiles, bias, tops, numerators, corrections,
+                    states, full, scored, finished, released,
                     NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_H, BLOCK_K, STAGES, SLACK,
                 ),
             ),
@@ -601,11 +622,20 @@ def _sparse_few_kernel(
                 (
                     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
                     tiles, bias, full, empty,
-                    HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE,
-                    WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
+                    0, BLOCK_K // 2, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+                    PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
+                ),
+            ),
+            (
+                _gather_warps,
+                (
+                    prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
+                    tiles, bias, full, empty,
+                    BLOCK_K // 2, BLOCK_K // 2, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+                    PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
                 ),
             ),
         ],
-        [4, GATHER_WARPS],
-        [REGISTERS, REGISTERS],
+        [4, GATHER_WARPS, GATHER_WARPS],
+        [REGISTERS, REGISTERS, REGISTERS],
     )  # fmt: skip
