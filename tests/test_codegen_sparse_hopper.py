@@ -1,4 +1,4 @@
-"""What the kernel for Hopper compiles to, on a machine without a GPU: asynchronous products and no spills."""
+"""What the kernels for Hopper compile to, on a machine without a GPU: asynchronous products and no spills."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from narrowkv.sparse_fp8.workloads import SparseWorkload
 pytestmark = pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
 
 
-@pytest.mark.parametrize("layout", ["bf16", "packed584"])
-def test_products_run_beside_the_other_work(layout: str, sm90_code: Any) -> None:
-    """ptxas waits for each product by itself where it cannot follow the registers of a sum."""
-    inputs = SparseWorkload(layout=layout, num_qo_heads=64, prefix_lens=(64,) * 132).build()
+def _compile(layout: str, heads: int, sm90_code: Any) -> Any:
+    inputs = SparseWorkload(layout=layout, num_qo_heads=heads, prefix_lens=(64,) * 132).build()
     if layout == "bf16":
         sparse_prefill(inputs.q, inputs.prefix)
     else:
         sparse_prefill_fp8(inputs.q, inputs.prefix, mode="fused")
     (kernel,) = sm90_code.kernels
-    assert kernel.name == "_sparse_hopper_kernel"
     assert kernel.shared_bytes <= 227 * 1024
+    return kernel
+
+
+@pytest.mark.parametrize("layout", ["bf16", "packed584"])
+def test_products_run_beside_the_other_work(layout: str, sm90_code: Any) -> None:
+    """ptxas waits for each product by itself where it cannot follow the registers of a sum."""
+    kernel = _compile(layout, 64, sm90_code)
+    assert kernel.name == "_sparse_hopper_kernel"
     code = kernel.machine_code()
     # QK over 512 columns, and PV over 64 rows, by instructions of 16: not more than once each.
     assert len(re.findall(r"HGMMA\.64x64x16", code)) == 512 // 16
@@ -32,3 +37,15 @@ def test_products_run_beside_the_other_work(layout: str, sm90_code: Any) -> None
     assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 2
     if layout == "bf16":
         assert kernel.stack_bytes() == 0
+
+
+@pytest.mark.parametrize("layout", ["bf16", "packed584", "row512", "split"])
+def test_few_heads_are_not_padded(layout: str, sm90_code: Any) -> None:
+    kernel = _compile(layout, 16, sm90_code)
+    assert kernel.name == "_sparse_few_kernel"
+    code = kernel.machine_code()
+    # QK: 64 rows over 512 columns. PV: 8 times 64 columns over 64 rows. Both of 16 heads, and nothing else.
+    assert re.findall(r"HGMMA\.(\w+)", code) == ["64x16x16"] * (512 // 16 + 512 // 64 * 64 // 16)
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 2
+    # row512's scales are four words of a row and not two: Triton 3.6 and 3.7 spill two and four registers.
+    assert layout == "row512" or kernel.stack_bytes() == 0

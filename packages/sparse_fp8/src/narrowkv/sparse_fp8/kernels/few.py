@@ -1,14 +1,16 @@
-"""Sparse attention on Hopper (sm90) for up to 32 heads, in Gluon: both products swapped, no head padded.
+"""Sparse attention on Hopper (sm90) for few heads, in Gluon: both products swapped, so no head is padded.
 
-wgmma multiplies 64 rows of A at least. With few heads those are rows of the pool, not heads: QK is
-K Q^T, `[64 rows, heads]`, and PV is V^T P, `[512 columns, heads]`, each with a tile in shared memory as A. Such
-a product takes 20 cycles, as long as it takes to read A, and its warps wait while they issue it. So every task
-has its own warps: some do nothing but gather rows into a ring of tiles, and widen FP8 on the way; a warpgroup
-computes QK and the softmax; one sums PV. The softmax of a tile runs beside PV of the tile before.
+Up to 32 heads over 16-bit rows, up to 16 over FP8 rows.
 
-What a loop loads for its next round it must not touch in this one, be it to clamp a number or to unpack a
-byte: all loads of a round share a few scoreboards, and whoever touches one of them waits for all. Hence spans,
-indices and rows are carried as they were read.
+wgmma multiplies 64 rows of A at least. With few heads those are rows of the pool, not heads: QK is K Q^T,
+`[64 rows, heads]`, and PV is V^T P, `[512 columns, heads]`, each with a tile in shared memory as A. Such an
+instruction takes 20 cycles, of which 16 to read A, and a warp does not run ahead of what it issued. So every
+task has its own warps: some do nothing but gather rows into a ring of tiles, and widen FP8 on the way; a
+warpgroup computes QK and the softmax; one sums PV, a tile behind.
+
+What a loop loads for its next round it leaves alone in this one, and does not so much as clamp a number or
+unpack a byte: the loads share a scoreboard, and touching one waits for all. So spans, indices and rows are
+carried as they were read.
 
 Source of the structure: warp specialisation as in FlashAttention-3 (Shah et al., 2024).
 """
@@ -34,7 +36,9 @@ from narrowkv.sparse_fp8.kernels.hopper import (
     _locate_rows,
     _place_item,
     _publish,
+    _reinterpret,
     _tile_indices,
+    _widen_words,
 )
 
 
@@ -175,44 +179,9 @@ def _gather_wide_warps(
 
 @gluon.jit
 def _widen(words, scale):
-    """int32 words `[rows, 16]` of four E4M3, times float32 powers of two, as bf16 `[rows, 64]`: exact."""
-    a, b, c, d = gl.inline_asm_elementwise(
-        """
-        {
-            .reg .b16 p, q, h, i, j, k;
-            .reg .b32 x, y, u, v, s;
-            .reg .f32 f, g;
-            cvt.rn.bf16x2.f32 s, $5, $5;
-            mov.b32 {p, q}, $4;
-            cvt.rn.f16x2.e4m3x2 x, p;
-            cvt.rn.f16x2.e4m3x2 y, q;
-            mov.b32 {h, i}, x;
-            mov.b32 {j, k}, y;
-            cvt.f32.f16 f, h;
-            cvt.f32.f16 g, i;
-            mov.b32 u, f;
-            mov.b32 v, g;
-            prmt.b32 x, u, v, 0x7632;
-            mul.bf16x2 x, x, s;
-            mov.b32 {$0, $1}, x;
-            cvt.f32.f16 f, j;
-            cvt.f32.f16 g, k;
-            mov.b32 u, f;
-            mov.b32 v, g;
-            prmt.b32 y, u, v, 0x7632;
-            mul.bf16x2 y, y, s;
-            mov.b32 {$2, $3}, y;
-        }
-        """,
-        "=&h,=&h,=h,=h,r,r",
-        [words, scale],
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=1,
-    )
-    # [rows, 16, 2 of a pair, 2 pairs]
-    wide = gl.permute(gl.join(gl.join(a, b), gl.join(c, d)), (0, 1, 3, 2))
-    return gl.reshape(wide, [words.shape[0], 64])
+    """int32 words `[rows, 16]` of four E4M3, times powers of two, as words `[rows, 32]` of two bf16."""
+    low, high = _widen_words(words, scale)
+    return gl.reshape(gl.join(low, high), [words.shape[0], 32])
 
 
 @gluon.jit
@@ -329,12 +298,13 @@ def _gather_fp8_warps(
         stage = count % STAGES
         mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
         bias.index(stage).slice(FIRST_ROW, NUM_ROWS).store(gl.where(live, 0.0, float("-inf")))
-        target = tiles.index(stage).slice(FIRST_ROW, NUM_ROWS)
         _copy_rows(
-            target.slice(448, 64, dim=1), rope,
+            tiles.index(stage).slice(FIRST_ROW, NUM_ROWS).slice(448, 64, dim=1), rope,
             gl.convert_layout(rope_at, ROW), gl.convert_layout(live, ROW), ROPE,
         )  # fmt: skip
         async_copy.mbarrier_arrive(full.index(stage))
+        words = _reinterpret(tiles.index(stage), gl.int32, [BLOCK_K, 256], gl.NVMMASharedLayout(128, 32))
+        target = words.slice(FIRST_ROW, NUM_ROWS)
         pairs = ()
         for t in gl.static_range(3):
             pairs = pairs + (
@@ -343,9 +313,9 @@ def _gather_fp8_warps(
                     _widen(narrow[2 * t + 1], _scale(scales, 2 * t + 1, LAYOUT)),
                 ),
             )
-        target.slice(0, 256, dim=1).store(_side_by_side(pairs[0], pairs[1]))
-        target.slice(256, 128, dim=1).store(pairs[2])
-        target.slice(384, 64, dim=1).store(_widen(narrow[6], _scale(scales, 6, LAYOUT)))
+        target.slice(0, 128, dim=1).store(_side_by_side(pairs[0], pairs[1]))
+        target.slice(128, 64, dim=1).store(pairs[2])
+        target.slice(192, 32, dim=1).store(_widen(narrow[6], _scale(scales, 6, LAYOUT)))
         # No fence: it would wait for the loads. Who multiplies has one.
         _barrier()
         mbarrier.arrive(full.index(stage), count=1)
@@ -364,13 +334,14 @@ def _gather_warps(
     """What fills some rows of each tile of the ring: with 16-bit rows, or with FP8 rows."""
     if LAYOUT == "":
         _gather_wide_warps(
-            prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
-            FIRST_ROW, NUM_ROWS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
+            prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
+            tiles, bias, full, empty, FIRST_ROW, NUM_ROWS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND,
+            WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
         )  # fmt: skip
     else:
         _gather_fp8_warps(
-            prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
-            FIRST_ROW, NUM_ROWS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+            prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
+            tiles, bias, full, empty, FIRST_ROW, NUM_ROWS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
             PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
         )  # fmt: skip
 
@@ -428,7 +399,7 @@ def _score_warps(
     _copy_query(query, q_ptr, stride_qt, stride_qh, item[0], item[1], NUM_HEADS)
     async_copy.commit_group()
     for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        # Not a range: Triton 3.6 takes what only bounds an inner range for unused, and drops it from the outer.
+        # Not a range: Triton 3.6 drops from an outer range what only bounds an inner one, as if unused.
         last = count + item[3]
         following = number + gl.num_programs(0)
         item = _item(
@@ -535,7 +506,9 @@ def _sum_warps(
         while count < last:
             stage = count % STAGES
             mbarrier.wait(scored.index(stage), count // STAGES & 1)
-            acc = acc * corrections.index(stage).load(HEAD)[None, :]
+            correction = corrections.index(stage).load(HEAD)
+            if gl.min(correction, 0) < 1.0:
+                acc = acc * correction[None, :]
             acc = warpgroup_mma(
                 tiles.index(stage).permute((1, 0)), numerators.index(stage), acc, is_async=True
             )
@@ -567,11 +540,10 @@ def _sparse_few_kernel(
     """One program a multiprocessor; each works through items in steps of the grid. LAYOUT "": 16-bit rows."""
     HEAD_BLOCKS: gl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    # Two groups gather, half of each tile's rows each, and do not wait for each other. Widening FP8 takes twice
-    # the warps, where the sums leave them registers: 16 warps have 128 each.
-    MANY: gl.constexpr = LAYOUT != "" and BLOCK_H == 16
-    GATHER_WARPS: gl.constexpr = 4 if MANY else 2
-    REGISTERS: gl.constexpr = 128 if MANY else 168
+    # Two groups gather, half of each tile's rows each, and do not wait for each other. Widening FP8 takes
+    # twice the warps; 16 warps have 128 registers each, too few for the sums of 32 heads.
+    GATHER_WARPS: gl.constexpr = 2 if LAYOUT == "" else 4
+    REGISTERS: gl.constexpr = 168 if LAYOUT == "" else 128
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     query = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 512], WIDE)
