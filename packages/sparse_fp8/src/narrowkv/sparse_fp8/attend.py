@@ -212,6 +212,7 @@ def _run_hopper(
     """Launches the kernel for Hopper over 16-bit rows or over FP8 rows, and the merge."""
     # Not at the top: a Triton without Gluon runs everything else.
     from narrowkv.sparse_fp8.kernels.hopper import _sparse_hopper_kernel
+    from narrowkv.sparse_fp8.kernels.hopper_fp8 import _sparse_hopper_fp8_kernel
 
     items = call.num_tokens * -(-call.num_heads // config.block_h) * config.num_splits
     if items == 0:
@@ -220,24 +221,30 @@ def _run_hopper(
     strides = q.stride(0), q.stride(1)
     arguments = _arguments(call, config, (q,), results, (prefix, extend), strides)
     rows = [source.rows for source in (prefix, extend) if source is not None]
+    kernel: Any = _sparse_hopper_kernel
+    stored: dict[str, Any] = {"STAGES": config.stages}
+    if isinstance(rows[0], DSV4Rows):
+        kernel = _sparse_hopper_fp8_kernel
+        stored = {
+            "LAYOUT": rows[0].layout,
+            "PREFIX_PAGE_SIZE": _page_size(prefix),
+            "EXTEND_PAGE_SIZE": _page_size(extend),
+        }
     units = call.target.figures.units if call.target.figures is not None else items
     launch(
-        _sparse_hopper_kernel,
+        kernel,
         (min(items, units),),
         (*arguments, items),
         {
             "NUM_HEADS": call.num_heads,
             "HAS_PREFIX": prefix is not None,
             "HAS_EXTEND": extend is not None,
-            "LAYOUT": rows[0].layout if isinstance(rows[0], DSV4Rows) else "",
-            "PREFIX_PAGE_SIZE": _page_size(prefix),
-            "EXTEND_PAGE_SIZE": _page_size(extend),
+            **stored,
             "WIDE_ADDRESS": any(needs_64_bit(x) for x in rows),
             **_wanted(call),
             "SPLIT": config.num_splits > 1,
             "BLOCK_H": config.block_h,
             "BLOCK_K": config.block_k,
-            "STAGES": config.stages,
             "SLACK": _SLACK,
         },
         config.options,

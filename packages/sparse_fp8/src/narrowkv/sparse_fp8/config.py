@@ -78,7 +78,10 @@ class _Tiles:
 
 
 # Q, two tiles and their numerators take 210 of 227 KB; the accumulators of 64 heads need two warpgroups.
-_HOPPER_TILES = _Tiles(64, 64, LaunchOptions(num_warps=8, num_stages=1), stages=2)
+_HOPPER_TILES = {
+    "wide": _Tiles(64, 64, LaunchOptions(num_warps=8, num_stages=1), stages=2),
+    "fused": _Tiles(64, 64, LaunchOptions(num_warps=4, num_stages=1), stages=2),
+}
 
 
 def _amd_tiles(target: Target, kernel: str, block_h: int, fp8_qk: bool, native: bool) -> _Tiles:
@@ -120,11 +123,11 @@ def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
 
 def _hopper_pays(target: Target, kernel: str, num_tokens: int, num_heads: int) -> bool:
     # H200, 1024 tokens, top-k 2048, microseconds with this kernel and with the plain one: 16-bit rows, 64
-    # heads 570 and 841, 16 heads 529 and 457; FP8 rows 980 and 1468, 930 and 1266. It takes about as long for
+    # heads 570 and 841, 16 heads 529 and 457; FP8 rows, 64 heads 643 and 1468. It takes about as long for
     # 16 heads as for 64, which its products are made for. Less than a chipful has not been timed.
     if target.name != "sm90" or (kernel == "wide" and num_heads < 64):
         return False
-    blocks = -(-num_heads // _HOPPER_TILES.block_h)
+    blocks = -(-num_heads // _HOPPER_TILES[kernel].block_h)
     return target.figures is not None and num_tokens * blocks >= target.figures.units
 
 
@@ -159,7 +162,7 @@ def choose_config(
     elif target.name == "cpu":
         tiles = _Tiles(block_h, 64, LaunchOptions())
     elif hopper and _hopper_pays(target, kernel, num_tokens, num_heads) and has_gluon():
-        tiles = _HOPPER_TILES
+        tiles = _HOPPER_TILES[kernel]
     else:
         tiles = _gpu_tiles(kernel, block_h, fp8_qk)
     programs = num_tokens * -(-num_heads // tiles.block_h)
