@@ -25,18 +25,24 @@ def _compile(layout: str, heads: int, sm90_code: Any) -> Any:
     return kernel
 
 
-@pytest.mark.parametrize("layout", ["bf16", "packed584"])
+@pytest.mark.parametrize("layout", ["bf16", "packed584", "split", "row512"])
 def test_products_run_beside_the_other_work(layout: str, sm90_code: Any) -> None:
     """ptxas waits for each product by itself where it cannot follow the registers of a sum."""
     kernel = _compile(layout, 64, sm90_code)
-    assert kernel.name == "_sparse_hopper_kernel"
-    code = kernel.machine_code()
-    # QK over 512 columns, and PV over 64 rows, by instructions of 16: not more than once each.
-    assert len(re.findall(r"HGMMA\.64x64x16", code)) == 512 // 16
-    assert len(re.findall(r"HGMMA\.64x256x16", code)) == 64 // 16
-    assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 2
-    if layout == "bf16":
-        assert kernel.stack_bytes() == 0
+    assert kernel.name == ("_sparse_hopper_kernel" if layout == "bf16" else "_sparse_hopper_fp8_kernel")
+    loops = ["\n".join(loop) for loop in kernel.product_loops()]
+    scores = [loop for loop in loops if re.search(r"HGMMA\.64x64x16", loop)]
+    sums = [loop for loop in loops if re.search(r"HGMMA\.64x256x16", loop)]
+    # Over FP8 rows each half of the columns has a loop of its own.
+    assert (len(scores), len(sums)) == (1, 1 if layout == "bf16" else 2)
+    # QK over 512 columns, and PV over 64 rows, by instructions of 16: each once.
+    assert len(re.findall("HGMMA", scores[0])) == 512 // 16
+    for loop in sums:
+        assert len(re.findall("HGMMA", loop)) == 64 // 16
+    for loop in loops:
+        assert len(re.findall(r"WARPGROUP\.DEPBAR", loop)) == 1
+        # Triton 3.6 and 3.7 spill nothing in a loop, 3.8 and 3.9 a number or two; nobody sums or scores.
+        assert len(re.findall(r"\b(?:STL|LDL)\b", loop)) <= 2
 
 
 @pytest.mark.parametrize("layout", ["bf16", "packed584", "row512", "split"])

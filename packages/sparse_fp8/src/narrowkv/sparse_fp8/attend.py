@@ -213,6 +213,7 @@ def _run_hopper(
     # Not at the top: a Triton without Gluon runs everything else.
     from narrowkv.sparse_fp8.kernels.few import _sparse_few_kernel
     from narrowkv.sparse_fp8.kernels.hopper import _sparse_hopper_kernel
+    from narrowkv.sparse_fp8.kernels.hopper_fp8 import _sparse_hopper_fp8_kernel
 
     items = call.num_tokens * -(-call.num_heads // config.block_h) * config.num_splits
     if items == 0:
@@ -221,24 +222,35 @@ def _run_hopper(
     strides = q.stride(0), q.stride(1)
     arguments = _arguments(call, config, (q,), results, (prefix, extend), strides)
     rows = [source.rows for source in (prefix, extend) if source is not None]
+    ring = {"STAGES": config.stages}
+    layout = {
+        "LAYOUT": rows[0].layout if isinstance(rows[0], DSV4Rows) else "",
+        "PREFIX_PAGE_SIZE": _page_size(prefix),
+        "EXTEND_PAGE_SIZE": _page_size(extend),
+    }
+    kernel: Any
+    stored: dict[str, Any]
+    if config.block_h < 64:
+        kernel, stored = _sparse_few_kernel, {**ring, **layout}
+    elif isinstance(rows[0], DSV4Rows):
+        kernel, stored = _sparse_hopper_fp8_kernel, layout
+    else:
+        kernel, stored = _sparse_hopper_kernel, ring
     units = call.target.figures.units if call.target.figures is not None else items
     launch(
-        _sparse_few_kernel if config.block_h < 64 else _sparse_hopper_kernel,
+        kernel,
         (min(items, units),),
         (*arguments, items),
         {
             "NUM_HEADS": call.num_heads,
             "HAS_PREFIX": prefix is not None,
             "HAS_EXTEND": extend is not None,
-            "LAYOUT": rows[0].layout if isinstance(rows[0], DSV4Rows) else "",
-            "PREFIX_PAGE_SIZE": _page_size(prefix),
-            "EXTEND_PAGE_SIZE": _page_size(extend),
+            **stored,
             "WIDE_ADDRESS": any(needs_64_bit(x) for x in rows),
             **_wanted(call),
             "SPLIT": config.num_splits > 1,
             "BLOCK_H": config.block_h,
             "BLOCK_K": config.block_k,
-            "STAGES": config.stages,
             "SLACK": _SLACK,
         },
         config.options,

@@ -78,16 +78,19 @@ class _Tiles:
 
 
 # Q, two tiles and their numerators take 210 of 227 KB; the accumulators of 64 heads need two warpgroups.
-_HOPPER_TILES = _Tiles(64, 64, LaunchOptions(num_warps=8, num_stages=1), stages=2)
+_HOPPER_TILES = {
+    "wide": _Tiles(64, 64, LaunchOptions(num_warps=8, num_stages=1), stages=2),
+    "fused": _Tiles(64, 64, LaunchOptions(num_warps=4, num_stages=1), stages=2),
+}
 
 
 def _hopper_tiles(kernel: str, num_heads: int) -> _Tiles:
     # H200, 1024 tokens, top-k 2048, microseconds. 16-bit rows, 16 heads: the kernel for few heads 350, the
-    # plain one 457, the one for 64 heads 529; 32 heads 446. FP8 rows, 16 heads: 451, 1266, 930; for 32 heads
-    # the sums spill, 1022.
+    # plain one 457, the one for 64 heads 529; 32 heads 446. FP8 rows, 16 heads: 451 and, plain, 1266; for 32
+    # heads its sums spill, 1022, and the kernel for 64 heads takes 643.
     block_h = max(16, num_heads)
     if block_h > (32 if kernel == "wide" else 16):
-        return _HOPPER_TILES
+        return _HOPPER_TILES[kernel]
     # Q of 16 heads and three tiles take 218 of 227 KB. A task has warps in groups of 4.
     return _Tiles(block_h, 64, LaunchOptions(num_warps=4, num_stages=1), stages=3 if block_h == 16 else 2)
 
@@ -131,7 +134,7 @@ def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
 
 def _hopper_pays(target: Target, tiles: _Tiles, num_tokens: int, num_heads: int) -> bool:
     # H200, 1024 tokens, top-k 2048, 64 heads, microseconds with this kernel and with the plain one: 16-bit
-    # rows 570 and 841, FP8 rows 980 and 1468; few heads above. Less than a chipful has not been timed.
+    # rows 570 and 841, FP8 rows 643 and 1468; few heads above. Less than a chipful has not been timed.
     if target.name != "sm90":
         return False
     blocks = -(-num_heads // tiles.block_h)

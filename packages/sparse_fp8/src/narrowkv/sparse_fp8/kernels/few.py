@@ -38,8 +38,8 @@ from narrowkv.sparse_fp8.kernels.hopper import (
     _publish,
     _reinterpret,
     _tile_indices,
-    _widen_words,
 )
+from narrowkv.sparse_fp8.kernels.hopper_fp8 import _widen_words
 
 
 @gluon.jit
@@ -180,7 +180,7 @@ def _gather_wide_warps(
 @gluon.jit
 def _widen(words, scale):
     """int32 words `[rows, 16]` of four E4M3, times powers of two, as words `[rows, 32]` of two bf16."""
-    low, high = _widen_words(words, scale)
+    low, high = _widen_words(words, scale.to(gl.bfloat16).to(gl.int16, bitcast=True))
     return gl.reshape(gl.join(low, high), [words.shape[0], 32])
 
 
