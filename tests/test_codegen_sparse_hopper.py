@@ -6,9 +6,10 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from narrowkv.quant.launch.gluon import has_gluon
-from narrowkv.sparse_fp8 import sparse_prefill, sparse_prefill_fp8
+from narrowkv.sparse_fp8 import choose_mode, sparse_prefill, sparse_prefill_fp8
 from narrowkv.sparse_fp8.workloads import SparseWorkload
 
 pytestmark = pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
@@ -55,3 +56,18 @@ def test_few_heads_are_not_padded(layout: str, sm90_code: Any) -> None:
     assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 2
     # row512's scales are four words of a row and not two: Triton 3.6 and 3.7 spill two and four registers.
     assert layout == "row512" or kernel.stack_bytes() == 0
+
+
+def test_rows_that_are_read_often_are_expanded_first(sm90_code: Any) -> None:
+    def mode(tokens: int, **changes: Any) -> str:
+        inputs = SparseWorkload(prefix_lens=(64,) * tokens, pool_rows=1024, **changes).build()
+        chosen = choose_mode(inputs.q, inputs.prefix)
+        assert "measured" in chosen.why
+        return chosen.mode
+
+    assert mode(132, num_qo_heads=64) == "fused"  # 8.25 readings of a row
+    assert mode(264, num_qo_heads=64) == "prepass"  # 16.5
+    assert mode(132, num_qo_heads=16) == "fused"
+    # Not a chipful, or a query in fp16: the plain kernel would widen.
+    assert mode(4, num_qo_heads=64) == "prepass"
+    assert mode(132, num_qo_heads=64, q_dtype=torch.float16) == "prepass"

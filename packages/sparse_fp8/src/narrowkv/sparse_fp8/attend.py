@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from narrowkv.quant.device import BITS, NATIVE, widen_route, widening_exponent
+from narrowkv.quant.device import BITS, widen_route, widening_exponent
 from narrowkv.quant.launch import LaunchOptions, is_compiled, launch
 from narrowkv.quant.targets import Target
 from narrowkv.sparse_fp8.arguments import (
@@ -16,6 +16,7 @@ from narrowkv.sparse_fp8.arguments import (
     SparseCall,
     allocate_partials,
     csr_pointers,
+    fused_suits_hopper,
     needs_64_bit,
     output_pointers,
     row_pointers,
@@ -78,10 +79,7 @@ def attend_fused(call: SparseCall, *, num_splits: int | None) -> None:
         mean_rows=call.mean_rows,
         fp8_qk=fp8_qk,
         native=route != BITS,
-        hopper=isinstance(q, torch.Tensor)
-        and route == NATIVE
-        and is_compiled(q)
-        and suits_hopper(q, call.prefix, call.extend),
+        hopper=fused_suits_hopper(q, call.prefix, call.extend, call.target),
         num_splits=num_splits,
     )
     if config.stages and isinstance(q, torch.Tensor):
