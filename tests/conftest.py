@@ -58,6 +58,24 @@ class Sm90Kernel:
         assert found is not None
         return int(found[1])
 
+    def product_loops(self) -> list[list[str]]:
+        """The innermost loops of the machine code that multiply matrices, each as its instructions."""
+        instructions = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", self.machine_code())
+        addresses = [int(address, 16) for address, _ in instructions]
+        bodies = []
+        for number, (_, text) in enumerate(instructions):
+            branch = re.search(r"BRA.*?0x([0-9a-f]+)", text)
+            if branch and int(branch[1], 16) < addresses[number]:
+                begin = addresses.index(int(branch[1], 16))
+                bodies.append((begin, number))
+        inner = [
+            (begin, end)
+            for begin, end in bodies
+            if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in bodies)
+        ]
+        loops = [[text for _, text in instructions[begin : end + 1]] for begin, end in inner]
+        return [loop for loop in loops if any("HGMMA" in text for text in loop)]
+
     def _dump(self, option: str) -> str:
         code = self.place / f"{self.name}.cubin"
         code.write_bytes(self.compiled.asm["cubin"])

@@ -14,30 +14,11 @@ from narrowkv.quant.launch.gluon import has_gluon
 pytestmark = pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
 
 
-def _loops(code: str) -> list[list[str]]:
-    """The innermost loops of a disassembly that multiply, each as its instructions."""
-    instructions = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", code)
-    addresses = [int(address, 16) for address, _ in instructions]
-    bodies = []
-    for number, (_, text) in enumerate(instructions):
-        branch = re.search(r"BRA.*?0x([0-9a-f]+)", text)
-        if branch and int(branch[1], 16) < addresses[number]:
-            begin = addresses.index(int(branch[1], 16))
-            bodies.append((begin, number))
-    inner = [
-        (begin, end)
-        for begin, end in bodies
-        if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in bodies)
-    ]
-    loops = [[text for _, text in instructions[begin : end + 1]] for begin, end in inner]
-    return [loop for loop in loops if any("HGMMA" in text for text in loop)]
-
-
 def _check(kernel: Any, head_dim: int, loops: int) -> None:
     """Each product of a round is computed once and beside other work, and nothing is spilled in a loop."""
     assert kernel.name == "_pipelined_prefill_kernel"
     assert kernel.shared_bytes <= 227 * 1024
-    found = _loops(kernel.machine_code())
+    found = kernel.product_loops()
     assert len(found) == loops * 2  # of two warpgroups
     for loop in found:
         text = "\n".join(loop)

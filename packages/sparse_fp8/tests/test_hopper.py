@@ -1,4 +1,4 @@
-"""Which calls go to the kernel for Hopper, and on a GPU what it computes."""
+"""Which calls go to the kernels for Hopper, and on a GPU what they compute."""
 
 from __future__ import annotations
 
@@ -29,21 +29,36 @@ from narrowkv.sparse_fp8.workloads import SparseWorkload
 W = SparseWorkload
 
 
-def _stages(target: str = "sm90", **changes: Any) -> int:
+def _config(target: str = "sm90", **changes: Any) -> config.SparseConfig:
     call = {"kernel": "wide", "num_tokens": 132, "num_heads": 64, "mean_rows": 512, "hopper": True}
-    return choose_config(get_target(target), **{**call, **changes}).stages
+    return choose_config(get_target(target), **{**call, **changes})
+
+
+def _stages(target: str = "sm90", **changes: Any) -> int:
+    return _config(target, **changes).stages
 
 
 @pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
 def test_it_is_taken_where_it_was_measured_to_be_faster() -> None:
     assert _stages()
     assert _stages(num_heads=128, num_tokens=66)
-    assert _stages(kernel="fused", num_heads=16)
-    assert not _stages(num_heads=32)
+    assert _stages(kernel="fused")
     assert not _stages(num_tokens=131)
     assert not _stages(hopper=False)
     for target in ("gfx942", "gfx950", "cuda", "cpu"):
         assert not _stages(target)
+
+
+@pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
+@pytest.mark.parametrize(
+    ("kernel", "heads", "block"),
+    [("wide", 8, 16), ("wide", 16, 16), ("wide", 32, 32), ("fused", 16, 16), ("fused", 32, 64)],
+)
+def test_few_heads_have_a_kernel_that_pads_none(kernel: str, heads: int, block: int) -> None:
+    few = _config(kernel=kernel, num_heads=heads)
+    assert few.block_h == block
+    assert few.stages
+    assert not _stages(kernel=kernel, num_heads=heads, num_tokens=131)
 
 
 def test_a_triton_without_gluon_runs_the_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,14 +94,12 @@ def test_what_it_can_read() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
 @pytest.mark.parametrize("way", ["bf16", "fp16", "split", "packed584", "row512", "splits"])
-@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 def test_it_agrees_with_the_reference(way: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if device_target("cuda").name != "sm90":
         pytest.skip("needs a Hopper GPU")
     layout = "bf16" if way == "splits" else way
     wide = layout in ("bf16", "fp16")
-    if wide and heads == 16:
-        pytest.skip("16 heads over 16-bit rows go to the plain kernel")
     lens = (70, 0, 1, 63, 64, 65, 128, 256, 0, 129)
     inputs = W(
         layout=layout,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from narrowkv.quant.device import NATIVE, widen_route
 from narrowkv.quant.errors import (
     UnsupportedError,
     check_dtype,
@@ -16,7 +17,7 @@ from narrowkv.quant.errors import (
     check_same_device,
     check_shape,
 )
-from narrowkv.quant.launch import active_target
+from narrowkv.quant.launch import active_target, is_compiled
 from narrowkv.quant.targets import Target
 from narrowkv.sparse_fp8.config import NUM_HEADS
 from narrowkv.sparse_fp8.kernels.results import Output, Partials
@@ -245,6 +246,23 @@ def allocate_partials(call: SparseCall, num_splits: int) -> Partials:
         torch.empty(*shape, HEAD_DIM, dtype=torch.float32, device=device),
         torch.empty(shape, dtype=torch.float32, device=device),
         torch.empty(shape, dtype=torch.float32, device=device),
+    )
+
+
+def fused_suits_hopper(
+    q: torch.Tensor | DSV4Rows, prefix: KVSource | None, extend: KVSource | None, target: Target
+) -> bool:
+    """Whether a kernel for Hopper can read a fused call: a bf16 query, FP8 rows that sm90 converts itself."""
+    fp8 = [source.rows for source in (prefix, extend) if source is not None]
+    return (
+        isinstance(q, torch.Tensor)
+        and is_compiled(q)
+        and all(
+            isinstance(rows, DSV4Rows)
+            and widen_route(target, rows.format, negative_zero_free=rows.negative_zero_free) == NATIVE
+            for rows in fp8
+        )
+        and suits_hopper(q, prefix, extend)
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from narrowkv.quant.device import BITS, NATIVE, widen_route, widening_exponent
+from narrowkv.quant.device import BITS, widen_route, widening_exponent
 from narrowkv.quant.launch import LaunchOptions, is_compiled, launch
 from narrowkv.quant.targets import Target
 from narrowkv.sparse_fp8.arguments import (
@@ -16,6 +16,7 @@ from narrowkv.sparse_fp8.arguments import (
     SparseCall,
     allocate_partials,
     csr_pointers,
+    fused_suits_hopper,
     needs_64_bit,
     output_pointers,
     row_pointers,
@@ -78,10 +79,7 @@ def attend_fused(call: SparseCall, *, num_splits: int | None) -> None:
         mean_rows=call.mean_rows,
         fp8_qk=fp8_qk,
         native=route != BITS,
-        hopper=isinstance(q, torch.Tensor)
-        and route == NATIVE
-        and is_compiled(q)
-        and suits_hopper(q, call.prefix, call.extend),
+        hopper=fused_suits_hopper(q, call.prefix, call.extend, call.target),
         num_splits=num_splits,
     )
     if config.stages and isinstance(q, torch.Tensor):
@@ -209,9 +207,11 @@ def _run_hopper(
     prefix: KVSource | None,
     extend: KVSource | None,
 ) -> None:
-    """Launches the kernel for Hopper over 16-bit rows or over FP8 rows, and the merge."""
+    """Launches a kernel for Hopper over 16-bit rows or over FP8 rows, and the merge."""
     # Not at the top: a Triton without Gluon runs everything else.
+    from narrowkv.sparse_fp8.kernels.few import _sparse_few_kernel
     from narrowkv.sparse_fp8.kernels.hopper import _sparse_hopper_kernel
+    from narrowkv.sparse_fp8.kernels.hopper_fp8 import _sparse_hopper_fp8_kernel
 
     items = call.num_tokens * -(-call.num_heads // config.block_h) * config.num_splits
     if items == 0:
@@ -220,24 +220,35 @@ def _run_hopper(
     strides = q.stride(0), q.stride(1)
     arguments = _arguments(call, config, (q,), results, (prefix, extend), strides)
     rows = [source.rows for source in (prefix, extend) if source is not None]
+    ring = {"STAGES": config.stages}
+    layout = {
+        "LAYOUT": rows[0].layout if isinstance(rows[0], DSV4Rows) else "",
+        "PREFIX_PAGE_SIZE": _page_size(prefix),
+        "EXTEND_PAGE_SIZE": _page_size(extend),
+    }
+    kernel: Any
+    stored: dict[str, Any]
+    if config.block_h < 64:
+        kernel, stored = _sparse_few_kernel, {**ring, **layout}
+    elif isinstance(rows[0], DSV4Rows):
+        kernel, stored = _sparse_hopper_fp8_kernel, layout
+    else:
+        kernel, stored = _sparse_hopper_kernel, ring
     units = call.target.figures.units if call.target.figures is not None else items
     launch(
-        _sparse_hopper_kernel,
+        kernel,
         (min(items, units),),
         (*arguments, items),
         {
             "NUM_HEADS": call.num_heads,
             "HAS_PREFIX": prefix is not None,
             "HAS_EXTEND": extend is not None,
-            "LAYOUT": rows[0].layout if isinstance(rows[0], DSV4Rows) else "",
-            "PREFIX_PAGE_SIZE": _page_size(prefix),
-            "EXTEND_PAGE_SIZE": _page_size(extend),
+            **stored,
             "WIDE_ADDRESS": any(needs_64_bit(x) for x in rows),
             **_wanted(call),
             "SPLIT": config.num_splits > 1,
             "BLOCK_H": config.block_h,
             "BLOCK_K": config.block_k,
-            "STAGES": config.stages,
             "SLACK": _SLACK,
         },
         config.options,

@@ -24,7 +24,7 @@ class SparseConfig:
         width: columns of a fused kernel's tile: 64, 128 or 256.
         guard: stages of a loop whose body stands in branches that are always taken (see `kernels.wide`); 0
             for a plain loop, which takes its stages from the options.
-        stages: tiles that the kernel for Hopper keeps in shared memory; 0 for the plain kernels.
+        stages: tiles that a kernel for Hopper keeps in shared memory; 0 for the plain kernels.
         num_splits: programs that share a token's rows; 1 writes the result at once.
         fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
         options: compiler options.
@@ -78,7 +78,21 @@ class _Tiles:
 
 
 # Q, two tiles and their numerators take 210 of 227 KB; the accumulators of 64 heads need two warpgroups.
-_HOPPER_TILES = _Tiles(64, 64, LaunchOptions(num_warps=8, num_stages=1), stages=2)
+_HOPPER_TILES = {
+    "wide": _Tiles(64, 64, LaunchOptions(num_warps=8, num_stages=1), stages=2),
+    "fused": _Tiles(64, 64, LaunchOptions(num_warps=4, num_stages=1), stages=2),
+}
+
+
+def _hopper_tiles(kernel: str, num_heads: int) -> _Tiles:
+    # H200, 1024 tokens, top-k 2048, microseconds. 16-bit rows, 16 heads: the kernel for few heads 350, the
+    # plain one 457, the one for 64 heads 529; 32 heads 446. FP8 rows, 16 heads: 451 and, plain, 1266; for 32
+    # heads its sums spill, 1022, and the kernel for 64 heads takes 643.
+    block_h = max(16, num_heads)
+    if block_h > (32 if kernel == "wide" else 16):
+        return _HOPPER_TILES[kernel]
+    # Q of 16 heads and three tiles take 218 of 227 KB. A task has warps in groups of 4.
+    return _Tiles(block_h, 64, LaunchOptions(num_warps=4, num_stages=1), stages=3 if block_h == 16 else 2)
 
 
 def _amd_tiles(target: Target, kernel: str, block_h: int, fp8_qk: bool, native: bool) -> _Tiles:
@@ -118,13 +132,12 @@ def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
     return _Tiles(block_h, 64 if kernel == "wide" else 32, options, 64 if fp8_qk else 256)
 
 
-def _hopper_pays(target: Target, kernel: str, num_tokens: int, num_heads: int) -> bool:
-    # H200, 1024 tokens, top-k 2048, microseconds with this kernel and with the plain one: 16-bit rows, 64
-    # heads 570 and 841, 16 heads 529 and 457; FP8 rows 980 and 1468, 930 and 1266. It takes about as long for
-    # 16 heads as for 64, which its products are made for. Less than a chipful has not been timed.
-    if target.name != "sm90" or (kernel == "wide" and num_heads < 64):
+def _hopper_pays(target: Target, tiles: _Tiles, num_tokens: int, num_heads: int) -> bool:
+    # H200, 1024 tokens, top-k 2048, 64 heads, microseconds with this kernel and with the plain one: 16-bit
+    # rows 570 and 841, FP8 rows 643 and 1468; few heads above. Less than a chipful has not been timed.
+    if target.name != "sm90":
         return False
-    blocks = -(-num_heads // _HOPPER_TILES.block_h)
+    blocks = -(-num_heads // tiles.block_h)
     return target.figures is not None and num_tokens * blocks >= target.figures.units
 
 
@@ -150,16 +163,17 @@ def choose_config(
         mean_rows: indices of a token on average.
         fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
         native: whether the target converts the rows' format itself.
-        hopper: whether the call suits the kernel for Hopper, on that target.
+        hopper: whether the call suits the kernels for Hopper, on that target.
         num_splits: forces a number of splits.
     """
     block_h = max(16, min(64, num_heads))
+    hopper_tiles = _hopper_tiles(kernel, num_heads)
     if target.is_amd:
         tiles = _amd_tiles(target, kernel, block_h, fp8_qk, native)
     elif target.name == "cpu":
         tiles = _Tiles(block_h, 64, LaunchOptions())
-    elif hopper and _hopper_pays(target, kernel, num_tokens, num_heads) and has_gluon():
-        tiles = _HOPPER_TILES
+    elif hopper and _hopper_pays(target, hopper_tiles, num_tokens, num_heads) and has_gluon():
+        tiles = hopper_tiles
     else:
         tiles = _gpu_tiles(kernel, block_h, fp8_qk)
     programs = num_tokens * -(-num_heads // tiles.block_h)

@@ -1,10 +1,10 @@
 """Sparse attention on Hopper (sm90) by warps with different tasks, in Gluon.
 
-The kernels in plain Triton gather, widen, multiply and normalise a tile in turn. Here a warpgroup gathers
-rows into two tiles in shared memory (and widens FP8 on the way), multiplies them by Q and computes the
-softmax; two more multiply P by V meanwhile, a tile behind, with half of the 512 columns each. A program works
-through items (token, block of heads, split) of the whole call, so that one item's end overlaps with the next
-one's beginning.
+The kernels in plain Triton gather, multiply and normalise a tile in turn. Here a warpgroup gathers rows into
+two tiles in shared memory, multiplies them by Q and computes the softmax; two more multiply P by V meanwhile,
+a tile behind, with half of the 512 columns each. A program works through items (token, block of heads, split)
+of the whole call, so that one item's end overlaps with the next one's beginning. This is the kernel for
+16-bit rows; `hopper_fp8` widens FP8 rows, with what both share from here.
 
 ptxas gives every warp of such a kernel the registers of a thread at its launch: 12 warps have 168, 13 have
 152, of which 154 are needed for 64 x 256 sums. Hence three warpgroups, and no fourth that only gathers.
@@ -22,10 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from narrowkv.quant.device import e8m0_to_fp32
 from narrowkv.quant.softmax import natural_lse, output_share
 from narrowkv.sparse_fp8.kernels.results import split_tiles
-from narrowkv.sparse_fp8.kernels.rows import locate, named, token_span
+from narrowkv.sparse_fp8.kernels.rows import clamp_span, load_span, locate, named
 
 # Triton 3.6 has the older names of these.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -36,20 +35,31 @@ _copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_g
 
 
 @gluon.jit
-def _item(
-    prefix_csr, extend_csr, item, num_tokens, num_splits,
+def _load_spans(prefix_csr, extend_csr, token, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr):
+    """What both indptr say of a token."""
+    prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
+    if HAS_PREFIX:
+        prefix_begin, prefix_end = load_span(prefix_csr, token)
+    if HAS_EXTEND:
+        extend_begin, extend_end = load_span(extend_csr, token)
+    return prefix_begin, prefix_end, extend_begin, extend_end
+
+
+@gluon.jit
+def _place_item(
+    prefix_csr, extend_csr, spans, item, num_tokens, num_splits,
     HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """An item: token, block of heads, split, tiles, the places of its indices and the tiles of the prefix."""
+    """An item, from what `_load_spans` read of its token."""
     head_block = item % HEAD_BLOCKS
     token = (item // HEAD_BLOCKS) % num_tokens
     split = item // HEAD_BLOCKS // num_tokens
-    prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
+    prefix_begin, prefix_end, extend_begin, extend_end = spans
     if HAS_PREFIX:
-        prefix_begin, prefix_end = token_span(prefix_csr, token)
+        prefix_begin, prefix_end = clamp_span(prefix_csr, prefix_begin, prefix_end)
     if HAS_EXTEND:
-        extend_begin, extend_end = token_span(extend_csr, token)
+        extend_begin, extend_end = clamp_span(extend_csr, extend_begin, extend_end)
     if SPLIT:
         p_lo, p_hi, e_lo, e_hi = split_tiles(
             prefix_end - prefix_begin, extend_end - extend_begin, split, num_splits, BLOCK_K
@@ -57,7 +67,8 @@ def _item(
         prefix_begin, prefix_end = prefix_begin + p_lo, prefix_begin + p_hi
         extend_begin, extend_end = extend_begin + e_lo, extend_begin + e_hi
     prefix_tiles = (prefix_end - prefix_begin + BLOCK_K - 1) // BLOCK_K
-    num_tiles = prefix_tiles + (extend_end - extend_begin + BLOCK_K - 1) // BLOCK_K
+    # An empty list is one tile without rows.
+    num_tiles = gl.maximum(prefix_tiles + (extend_end - extend_begin + BLOCK_K - 1) // BLOCK_K, 1)
     return (
         token,
         head_block,
@@ -69,6 +80,21 @@ def _item(
         extend_end,
         prefix_tiles,
     )
+
+
+@gluon.jit
+def _item(
+    prefix_csr, extend_csr, item, num_tokens, num_splits,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """An item: token, block of heads, split, tiles, the places of its indices and the tiles of the prefix."""
+    token = (item // HEAD_BLOCKS) % num_tokens
+    spans = _load_spans(prefix_csr, extend_csr, token, HAS_PREFIX, HAS_EXTEND)
+    return _place_item(
+        prefix_csr, extend_csr, spans, item, num_tokens, num_splits,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -139,86 +165,6 @@ def _copy_rows(target, base, offsets, mask, LAYOUT: gl.constexpr):
     """16-bit columns from memory straight to shared memory; rows that are masked become zero."""
     d = gl.arange(0, target.shape[1], gl.SliceLayout(0, LAYOUT))
     _copy_async(target, base + (offsets[:, None] + d[None, :]), mask=mask[:, None])
-
-
-@gluon.jit
-def _widen_words(words, scale):
-    """int32 words of four E4M3 times float32 powers of two: int32 words of two bf16, the low and the high."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-            .reg .b16 p, q, a, b, c, d;
-            .reg .b32 x, y, u, v, s;
-            .reg .f32 f, g;
-            cvt.rn.bf16x2.f32 s, $3, $3;
-            mov.b32 {p, q}, $2;
-            cvt.rn.f16x2.e4m3x2 x, p;
-            cvt.rn.f16x2.e4m3x2 y, q;
-            mov.b32 {a, b}, x;
-            mov.b32 {c, d}, y;
-            cvt.f32.f16 f, a;
-            cvt.f32.f16 g, b;
-            mov.b32 u, f;
-            mov.b32 v, g;
-            prmt.b32 x, u, v, 0x7632;
-            mul.bf16x2 $0, x, s;
-            cvt.f32.f16 f, c;
-            cvt.f32.f16 g, d;
-            mov.b32 u, f;
-            mov.b32 v, g;
-            prmt.b32 y, u, v, 0x7632;
-            mul.bf16x2 $1, y, s;
-        }
-        """,
-        "=&r,=r,r,r",
-        [words, scale],
-        dtype=(gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _load_narrow(
-    prefix, extend, first, nope_at, scale_at, live,
-    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    FIRST: gl.constexpr, TILES: gl.constexpr,
-):  # fmt: skip
-    """TILES NoPE tiles of 64 columns as int32 words `[BLOCK_K, TILES, 16]`, and their scales as stored.
-
-    A thread has a quarter of each tile of one row.
-    """
-    WORDS: gl.constexpr = gl.BlockedLayout([1, TILES, 4], [8, 1, 4], [gl.num_warps(), 1, 1], [2, 1, 0])
-    TILE: gl.constexpr = gl.SliceLayout(2, WORDS)
-    ROW: gl.constexpr = gl.SliceLayout(1, TILE)
-    nope = _choose(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)
-    scales = _choose(first, prefix.scale, extend.scale, HAS_PREFIX, HAS_EXTEND)
-    w = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))
-    t = FIRST + gl.arange(0, TILES, gl.SliceLayout(0, TILE))
-    live = gl.convert_layout(live, ROW)[:, None]
-    words_at = gl.convert_layout(nope_at, ROW)[:, None] // 4 + (t * 16)[None, :]
-    words = gl.load(
-        nope.to(gl.pointer_type(gl.int32), bitcast=True) + (words_at[:, :, None] + w[None, None, :]),
-        mask=live[:, :, None],
-        other=0,
-    )
-    # row512 has a byte for every 32 columns.
-    STEP: gl.constexpr = 2 if LAYOUT == "row512" else 1
-    places = scales + (gl.convert_layout(scale_at, ROW)[:, None] + (t * STEP)[None, :])
-    if LAYOUT == "split":
-        scale = gl.load(places, mask=live, other=1.0)
-    else:
-        scale = gl.load(places, mask=live, other=127)
-    return words, scale
-
-
-@gluon.jit
-def _store_wide(target, words, scale):
-    """The bf16 numbers of `_load_narrow`'s words into shared memory, seen as int32."""
-    if scale.dtype == gl.uint8:
-        scale = e8m0_to_fp32(scale)
-    low, high = _widen_words(words, scale[:, :, None])
-    target.store(gl.reshape(gl.join(low, high), [words.shape[0], words.shape[1] * 32]))
 
 
 @gluon.jit
@@ -307,7 +253,7 @@ def _copy_tile(
 
 
 @gluon.jit
-def _score_wide_warps(
+def _score_warps(
     q_ptr, stride_qt, stride_qh, qk_scale, out, partials, prefix, prefix_csr, extend, extend_csr,
     num_tokens, num_splits, num_items,
     query, tiles, numerators, bias, corrections, changes, shares, scored, empty, finished, released,
@@ -331,11 +277,10 @@ def _score_wide_warps(
         token, head_block, split, num_tiles = item[0], item[1], item[2], item[3]
         _copy_query(query, q_ptr, stride_qt, stride_qh, token, head_block, NUM_HEADS)
         index = _tile_indices(prefix_csr, extend_csr, item, 0, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
-        if num_tiles > 0:
-            _copy_tile(
-                prefix, extend, item[8] > 0, index, count, tiles, bias, empty,
-                HAS_PREFIX, HAS_EXTEND, WIDE_ADDRESS, STAGES, COPY,
-            )  # fmt: skip
+        _copy_tile(
+            prefix, extend, item[8] > 0, index, count, tiles, bias, empty,
+            HAS_PREFIX, HAS_EXTEND, WIDE_ADDRESS, STAGES, COPY,
+        )  # fmt: skip
         async_copy.commit_group()
         index = _tile_indices(prefix_csr, extend_csr, item, 1, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
         upcoming = _item(
@@ -378,157 +323,38 @@ def _score_wide_warps(
 
 
 @gluon.jit
-def _load_tile(
-    prefix, extend, first, index, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
-    ROPE: gl.constexpr,
-):  # fmt: skip
-    """FP8 rows as stored: words of 4, 2 and 1 NoPE tiles, scales, where RoPE is, which rows are named."""
-    live, nope_at, rope_at, scale_at = _locate_rows(
-        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
-    )  # fmt: skip
-    a, a_scale = _load_narrow(
-        prefix, extend, first, nope_at, scale_at, live, HAS_PREFIX, HAS_EXTEND, LAYOUT, 0, 4
-    )
-    b, b_scale = _load_narrow(
-        prefix, extend, first, nope_at, scale_at, live, HAS_PREFIX, HAS_EXTEND, LAYOUT, 4, 2
-    )
-    c, c_scale = _load_narrow(
-        prefix, extend, first, nope_at, scale_at, live, HAS_PREFIX, HAS_EXTEND, LAYOUT, 6, 1
-    )
-    return a, a_scale, b, b_scale, c, c_scale, rope_at, live
-
-
-@gluon.jit
-def _store_tile(
-    prefix, extend, first, rows, number, tiles, bias, empty,
-    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, STAGES: gl.constexpr, ROPE: gl.constexpr,
-):  # fmt: skip
-    """`_load_tile`'s rows, widened, and their RoPE into buffer `number` of the ring, once that is free."""
-    a, a_scale, b, b_scale, c, c_scale, rope_at, live = rows
-    stage = number % STAGES
-    mbarrier.wait(empty.index(stage), (number // STAGES & 1) ^ 1)
-    bias.index(stage).store(gl.where(live, 0.0, float("-inf")))
-    tile = tiles.index(stage)
-    base = _choose(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND)
-    _copy_rows(tile.slice(448, 64, dim=1), base, rope_at, live, ROPE)
-    async_copy.commit_group()
-    pairs = _reinterpret(tile, gl.int32, [tile.shape[0], 256], gl.NVMMASharedLayout(128, 32))
-    _store_wide(pairs.slice(0, 128, dim=1), a, a_scale)
-    _store_wide(pairs.slice(128, 64, dim=1), b, b_scale)
-    _store_wide(pairs.slice(192, 32, dim=1), c, c_scale)
-    async_copy.wait_group(0)
-    fence_async_shared()
-
-
-@gluon.jit
-def _score_fp8_warps(
-    q_ptr, stride_qt, stride_qh, qk_scale, out, partials, prefix, prefix_csr, extend, extend_csr,
-    num_tokens, num_splits, num_items,
-    query, tiles, numerators, bias, corrections, changes, shares, scored, empty, finished, released,
-    NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
-    LAYOUT: gl.constexpr, PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr,
-    WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr,
-    BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLACK: gl.constexpr,
-):  # fmt: skip
-    """FP8 rows, as bf16, into the tile buffers; QK; the softmax.
-
-    Rows are widened while the other warps sum the tile before, and loaded a tile before that.
-    """
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16])
-    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
-    r = gl.arange(0, BLOCK_K, gl.SliceLayout(1, ROPE))
-    zeros = gl.full([BLOCK_H, BLOCK_K], 0.0, gl.float32, SCORES)
-    count, turn = 0, 0
-    upcoming = _item(
-        prefix_csr, extend_csr, gl.program_id(0), num_tokens, num_splits,
-        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
-    )  # fmt: skip
-    for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        item = upcoming
-        token, head_block, split, num_tiles = item[0], item[1], item[2], item[3]
-        _copy_query(query, q_ptr, stride_qt, stride_qh, token, head_block, NUM_HEADS)
-        async_copy.commit_group()
-        index = _tile_indices(prefix_csr, extend_csr, item, 0, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
-        rows = _load_tile(
-            prefix, extend, item[8] > 0, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, ROPE,
-        )  # fmt: skip
-        index = _tile_indices(prefix_csr, extend_csr, item, 1, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
-        upcoming = _item(
-            prefix_csr, extend_csr, gl.minimum(number + gl.num_programs(0), num_items - 1),
-            num_tokens, num_splits, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
-        )  # fmt: skip
-        # Without a tile this copies nothing and stores zeros into a buffer that is free.
-        _store_tile(
-            prefix, extend, item[8] > 0, rows, count, tiles, bias, empty, HAS_PREFIX, HAS_EXTEND, STAGES, ROPE
-        )
-        rows = _load_tile(
-            prefix, extend, item[8] > 1, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, ROPE,
-        )  # fmt: skip
-        index = _tile_indices(prefix_csr, extend_csr, item, 2, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
-        m = gl.full([BLOCK_H], float("-inf"), gl.float32, ROW)
-        l = gl.full([BLOCK_H], 0.0, gl.float32, ROW)
-        for tile in range(num_tiles):
-            stage = count % STAGES
-            _barrier()
-            s = _multiply(query, tiles.index(stage), zeros)
-            masked = bias.index(stage).load(gl.SliceLayout(0, SCORES))
-            scores = warpgroup_mma_wait(0, deps=[s])
-            m, l = _softmax_tile(
-                scores, masked, m, l, qk_scale,
-                numerators.index(stage), corrections.index(stage), changes.index(stage), SLACK,
-            )  # fmt: skip
-            _publish()
-            mbarrier.arrive(scored.index(stage), count=1)
-            if tile + 1 < num_tiles:
-                _store_tile(
-                    prefix, extend, tile + 1 < item[8], rows, count + 1, tiles, bias, empty,
-                    HAS_PREFIX, HAS_EXTEND, STAGES, ROPE,
-                )  # fmt: skip
-            rows = _load_tile(
-                prefix, extend, tile + 2 < item[8], index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-                PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, ROPE,
-            )  # fmt: skip
-            index = _tile_indices(prefix_csr, extend_csr, item, tile + 3, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
-            count += 1
-        _finish_scores(
-            m, l, out, partials, token, head_block, split, num_tokens, turn, shares, finished, released,
-            NUM_HEADS, SPLIT, HAS_SINK, WRITE_LSE, ROW,
-        )  # fmt: skip
-        turn += 1  # noqa: SIM113 - Gluon has no enumerate
-
-
-@gluon.jit
-def _score_warps(
-    q_ptr, stride_qt, stride_qh, qk_scale, out, partials, prefix, prefix_csr, extend, extend_csr,
-    num_tokens, num_splits, num_items,
-    query, tiles, numerators, bias, corrections, changes, shares, scored, empty, finished, released,
-    NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
-    LAYOUT: gl.constexpr, PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr,
-    WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr,
-    BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLACK: gl.constexpr,
-):  # fmt: skip
-    """The warps in front of `_sum_warps`: over 16-bit rows, or over FP8 rows."""
-    if LAYOUT == "":
-        _score_wide_warps(
-            q_ptr, stride_qt, stride_qh, qk_scale, out, partials, prefix, prefix_csr, extend, extend_csr,
-            num_tokens, num_splits, num_items,
-            query, tiles, numerators, bias, corrections, changes, shares, scored, empty, finished, released,
-            NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, WIDE_ADDRESS, SPLIT, HAS_SINK, WRITE_LSE,
-            BLOCK_H, BLOCK_K, STAGES, SLACK,
-        )  # fmt: skip
+def _store_results(
+    out, partials, acc, share, item, num_tokens, first_column, NUM_HEADS: gl.constexpr, SPLIT: gl.constexpr
+):
+    """An item's sums of columns from the first on: the results, or what a split leaves for the merge."""
+    token, head_block, split = item[0], item[1], item[2]
+    if SPLIT:
+        target = partials.acc + (split.to(gl.int64) * num_tokens + token) * NUM_HEADS * 512
+        _store_heads(target + first_column, 512, acc, head_block, NUM_HEADS)
     else:
-        _score_fp8_warps(
-            q_ptr, stride_qt, stride_qh, qk_scale, out, partials, prefix, prefix_csr, extend, extend_csr,
-            num_tokens, num_splits, num_items,
-            query, tiles, numerators, bias, corrections, changes, shares, scored, empty, finished, released,
-            NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE,
-            WIDE_ADDRESS, SPLIT, HAS_SINK, WRITE_LSE, BLOCK_H, BLOCK_K, STAGES, SLACK,
-        )  # fmt: skip
+        result = (acc * share[:, None]).to(out.o.dtype.element_ty)
+        if out.o.dtype.element_ty.primitive_bitwidth == 16:
+            # Four threads share a row's columns in pairs; exchanged, each has 16 bytes of them.
+            LINES: gl.constexpr = gl.DistributedLinearLayout(
+                reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
+                lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+                warp_bases=[[16, 0], [32, 0]] if gl.num_warps() == 4 else [[16, 0], [32, 0], [0, 256]],
+                block_bases=[],
+                shape=[64, 64 * gl.num_warps()],
+            )
+            gl.static_assert(result.shape[0] == 64 and result.shape[1] == 64 * gl.num_warps())
+            result = gl.convert_layout(result, LINES)
+        target = out.o + token.to(gl.int64) * out.stride_t + first_column
+        _store_heads(target, out.stride_h, result, head_block, NUM_HEADS)
+
+
+@gluon.jit
+def _store_heads(target, stride_h, x, head_block, NUM_HEADS: gl.constexpr):
+    """Columns of BLOCK_H heads of one token to where its first head lies."""
+    LAYOUT: gl.constexpr = x.type.layout
+    heads = head_block * x.shape[0] + gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    gl.store(target + (heads[:, None] * stride_h + d[None, :]), x, mask=(heads < NUM_HEADS)[:, None])
 
 
 @gluon.jit
@@ -542,15 +368,14 @@ def _sum_warps(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, gl.num_warps() // 4], [16, 256, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     EVERYWHERE: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    d = gl.arange(0, 512, gl.SliceLayout(0, SUMS))
     count, turn = 0, 0
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        token, head_block, split, num_tiles, _, _, _, _, _ = _item(
-            prefix_csr, extend_csr, item, num_tokens, num_splits,
+    for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        item = _item(
+            prefix_csr, extend_csr, number, num_tokens, num_splits,
             HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
         )  # fmt: skip
         acc = gl.full([BLOCK_H, 512], 0.0, gl.float32, SUMS)
-        for _ in range(num_tiles):
+        for _ in range(item[3]):
             stage = count % STAGES
             mbarrier.wait(scored.index(stage), count // STAGES & 1)
             if gl.max(changes.index(stage).load(EVERYWHERE), 0) > 0:
@@ -560,35 +385,23 @@ def _sum_warps(
             _barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             count += 1
-        heads = head_block * BLOCK_H + gl.arange(0, BLOCK_H, ROW)
-        mask = heads < NUM_HEADS
         mbarrier.wait(finished, turn & 1)
         share = shares.load(ROW)
         _barrier()
         mbarrier.arrive(released, count=1)
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
-        if SPLIT:
-            slot = (split.to(gl.int64) * num_tokens + token) * NUM_HEADS
-            gl.store(partials.acc + (slot + heads)[:, None] * 512 + d[None, :], acc, mask=mask[:, None])
-        else:
-            base = out.o + token.to(gl.int64) * out.stride_t
-            gl.store(
-                base + heads[:, None] * out.stride_h + d[None, :],
-                (acc * share[:, None]).to(out.o.dtype.element_ty),
-                mask=mask[:, None],
-            )
+        _store_results(out, partials, acc, share, item, num_tokens, 0, NUM_HEADS, SPLIT)
 
 
 @gluon.jit
 def _sparse_hopper_kernel(
     q_ptr, out, partials, prefix, prefix_csr, extend, extend_csr,
     stride_qt, stride_qh, qk_scale, num_tokens, num_splits, num_items,
-    NUM_HEADS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
-    HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr,
+    NUM_HEADS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
+    WIDE_ADDRESS: gl.constexpr, HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLACK: gl.constexpr,
 ):  # fmt: skip
-    """One program a multiprocessor; each works through items in steps of the grid. LAYOUT "": 16-bit rows."""
+    """One program a multiprocessor; each works through items in steps of the grid."""
     HEAD_BLOCKS: gl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -632,8 +445,7 @@ def _sparse_hopper_kernel(
                     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
                     query, tiles, numerators, bias, corrections, changes, shares, scored, empty,
                     finished, released,
-                    NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-                    PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, HAS_SINK, WRITE_LSE,
+                    NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, WIDE_ADDRESS, SPLIT, HAS_SINK, WRITE_LSE,
                     BLOCK_H, BLOCK_K, STAGES, SLACK,
                 ),
             ),

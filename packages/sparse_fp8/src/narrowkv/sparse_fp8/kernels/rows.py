@@ -32,12 +32,23 @@ class Csr(NamedTuple):
 
 
 @triton.jit
-def token_span(csr, token):
+def load_span(csr, token):
+    """What indptr says of a token's indices."""
+    return tl.load(csr.indptr + token), tl.load(csr.indptr + token + 1)
+
+
+@triton.jit
+def clamp_span(csr, begin, end):
     """First and one past the last place of a token's indices, inside the buffer whatever indptr says."""
-    begin = tl.load(csr.indptr + token)
-    end = tl.load(csr.indptr + token + 1)
     begin = tl.minimum(tl.maximum(begin, 0), csr.nnz)
     return begin, tl.minimum(tl.maximum(end, begin), csr.nnz)
+
+
+@triton.jit
+def token_span(csr, token):
+    """`clamp_span` of what `load_span` reads."""
+    begin, end = load_span(csr, token)
+    return clamp_span(csr, begin, end)
 
 
 @triton.jit

@@ -1,0 +1,613 @@
+"""Sparse attention on Hopper (sm90) for few heads, in Gluon: both products swapped, so no head is padded.
+
+Up to 32 heads over 16-bit rows, up to 16 over FP8 rows.
+
+wgmma multiplies 64 rows of A at least. With few heads those are rows of the pool, not heads: QK is K Q^T,
+`[64 rows, heads]`, and PV is V^T P, `[512 columns, heads]`, each with a tile in shared memory as A. Such an
+instruction takes 20 cycles, of which 16 to read A, and a warp does not run ahead of what it issued. So every
+task has its own warps: some do nothing but gather rows into a ring of tiles, and widen FP8 on the way; a
+warpgroup computes QK and the softmax; one sums PV, a tile behind.
+
+What a loop loads for its next round it leaves alone in this one, and does not so much as clamp a number or
+unpack a byte: the loads share a scoreboard, and touching one waits for all. So spans, indices and rows are
+carried as they were read.
+
+Source of the structure: warp specialisation as in FlashAttention-3 (Shah et al., 2024).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from narrowkv.quant.device import e8m0_to_fp32
+from narrowkv.quant.softmax import natural_lse, output_share
+from narrowkv.sparse_fp8.kernels.hopper import (
+    _barrier,
+    _choose,
+    _copy_query,
+    _copy_rows,
+    _load_spans,
+    _locate_rows,
+    _place_item,
+    _publish,
+    _reinterpret,
+    _tile_indices,
+)
+from narrowkv.sparse_fp8.kernels.hopper_fp8 import _widen_words
+
+
+@gluon.jit
+def _spans(
+    prefix_csr, extend_csr, number, num_tokens, num_items,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
+):  # fmt: skip
+    """What indptr says of item `number`, or of the last one, as it was read."""
+    token = (gl.minimum(number, num_items - 1) // HEAD_BLOCKS) % num_tokens
+    return _load_spans(prefix_csr, extend_csr, token, HAS_PREFIX, HAS_EXTEND)
+
+
+@gluon.jit
+def _item(
+    prefix_csr, extend_csr, spans, number, num_tokens, num_splits, num_items,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """An item, from its spans. It has one tile at least, if only of rows that are not named.
+
+    Past the last item it is the last one, without rows.
+    """
+    token, head_block, split, tiles, prefix, prefix_end, extend, extend_end, prefix_tiles = _place_item(
+        prefix_csr, extend_csr, spans, gl.minimum(number, num_items - 1), num_tokens, num_splits,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    prefix_end = gl.where(number < num_items, prefix_end, prefix)
+    extend_end = gl.where(number < num_items, extend_end, extend)
+    return (
+        token,
+        head_block,
+        split,
+        gl.maximum(tiles, 1),
+        prefix,
+        prefix_end,
+        extend,
+        extend_end,
+        prefix_tiles,
+    )
+
+
+@gluon.jit
+def _following(
+    prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """The tile after one: its item's number, its number in the item, the item, the spans of the next item.
+
+    Scalars are chosen and not branched on: what gathers goes from tile to tile in a single loop, whatever
+    item they belong to.
+    """
+    ends = tile + 1 >= item[3]
+    upcoming = _item(
+        prefix_csr, extend_csr, spans, number + gl.num_programs(0), num_tokens, num_splits, num_items,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    number = gl.where(ends, number + gl.num_programs(0), number)
+    tile = gl.where(ends, 0, tile + 1)
+    item = (
+        gl.where(ends, upcoming[0], item[0]),
+        gl.where(ends, upcoming[1], item[1]),
+        gl.where(ends, upcoming[2], item[2]),
+        gl.where(ends, upcoming[3], item[3]),
+        gl.where(ends, upcoming[4], item[4]),
+        gl.where(ends, upcoming[5], item[5]),
+        gl.where(ends, upcoming[6], item[6]),
+        gl.where(ends, upcoming[7], item[7]),
+        gl.where(ends, upcoming[8], item[8]),
+    )
+    spans = _spans(
+        prefix_csr, extend_csr, number + gl.num_programs(0), num_tokens, num_items,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND,
+    )  # fmt: skip
+    return number, tile, item, spans
+
+
+@gluon.jit
+def _first(
+    prefix_csr, extend_csr, num_tokens, num_splits, num_items,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """A program's first item, and the spans of its second."""
+    number = gl.program_id(0)
+    spans = _spans(prefix_csr, extend_csr, number, num_tokens, num_items, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND)
+    item = _item(
+        prefix_csr, extend_csr, spans, number, num_tokens, num_splits, num_items,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    spans = _spans(
+        prefix_csr, extend_csr, number + gl.num_programs(0), num_tokens, num_items,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND,
+    )  # fmt: skip
+    return item, spans
+
+
+@gluon.jit
+def _gather_wide_warps(
+    prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
+    FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
+    WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Some rows of each 16-bit tile into the ring, by copies that nobody waits for but who multiplies."""
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    r = FIRST_ROW + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, COPY))
+    number, tile = gl.program_id(0), 0
+    item, spans = _first(
+        prefix_csr, extend_csr, num_tokens, num_splits, num_items,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    first = item[8] > 0
+    index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+    count = 0
+    while number < num_items:
+        live, at, _, _ = _locate_rows(
+            prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, "", 1, 1, WIDE_ADDRESS
+        )
+        base = _choose(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)
+        number, tile, item, spans = _following(
+            prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        )  # fmt: skip
+        first = tile < item[8]
+        index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+        stage = count % STAGES
+        mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
+        bias.index(stage).slice(FIRST_ROW, NUM_ROWS).store(gl.where(live, 0.0, float("-inf")))
+        _copy_rows(tiles.index(stage).slice(FIRST_ROW, NUM_ROWS), base, at, live, COPY)
+        # Counts the copies under way; the phase ends when they have, and this thread with the bias.
+        async_copy.mbarrier_arrive(full.index(stage))
+        _barrier()
+        mbarrier.arrive(full.index(stage), count=1)
+        count += 1
+
+
+@gluon.jit
+def _widen(words, scale):
+    """int32 words `[rows, 16]` of four E4M3, times powers of two, as words `[rows, 32]` of two bf16."""
+    low, high = _widen_words(words, scale.to(gl.bfloat16).to(gl.int16, bitcast=True))
+    return gl.reshape(gl.join(low, high), [words.shape[0], 32])
+
+
+@gluon.jit
+def _side_by_side(a, b):
+    """Two blocks of columns as one."""
+    columns = gl.permute(gl.join(a, b), (0, 2, 1))
+    return gl.reshape(columns, [a.shape[0], 2 * a.shape[1]])
+
+
+@gluon.jit
+def _load_words(base, at, live, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
+    """16 int32 words of rows of bytes from word FIRST on."""
+    d = FIRST + gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))
+    words = base.to(gl.pointer_type(gl.int32), bitcast=True) + ((at // 4)[:, None] + d[None, :])
+    return gl.load(words, mask=live[:, None], other=0)
+
+
+@gluon.jit
+def _load_scales(base, at, live, LAYOUT: gl.constexpr):
+    """Scales of the seven NoPE tiles of rows, as words where they are bytes: a tuple, see `_scale`."""
+    scales = ()
+    if LAYOUT == "split":
+        for t in gl.static_range(7):
+            scales = scales + (gl.load(base + (at + t), mask=live, other=1.0),)
+    else:
+        # row512 has a byte for every 32 columns.
+        words = base.to(gl.pointer_type(gl.int32), bitcast=True)
+        for i in gl.static_range(4 if LAYOUT == "row512" else 2):
+            scales = scales + (gl.load(words + (at // 4 + i), mask=live, other=0x7F7F7F7F),)
+    return scales
+
+
+@gluon.jit
+def _scale(scales, TILE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The scales of a NoPE tile, float32 `[rows, 1]`."""
+    if LAYOUT == "split":
+        scale = scales[TILE]
+    elif LAYOUT == "row512":
+        scale = e8m0_to_fp32(scales[TILE // 2] >> (TILE % 2 * 16) & 0xFF)
+    else:
+        scale = e8m0_to_fp32(scales[TILE // 4] >> (TILE % 4 * 8) & 0xFF)
+    return scale[:, None]
+
+
+@gluon.jit
+def _load_rows(
+    prefix, extend, first, index,
+    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
+    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+    WORDS: gl.constexpr,
+):  # fmt: skip
+    """FP8 rows as stored: NoPE tiles, scales; where RoPE is; which rows are named."""
+    live, nope_at, rope_at, scale_at = _locate_rows(
+        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+    )  # fmt: skip
+    nope = _choose(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)
+    narrow = ()
+    for t in gl.static_range(7):
+        narrow = narrow + (_load_words(nope, nope_at, live, 16 * t, WORDS),)
+    scales = _load_scales(
+        _choose(first, prefix.scale, extend.scale, HAS_PREFIX, HAS_EXTEND), scale_at, live, LAYOUT
+    )
+    return narrow, scales, rope_at, live
+
+
+@gluon.jit
+def _gather_fp8_warps(
+    prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
+    FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
+    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr,
+    WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Some rows of each tile from FP8, as bf16, into the ring; the next tile's are under way meanwhile."""
+    # A thread has 16 columns in a row: its stores of 16 bytes meet no bank twice.
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
+    ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, ROPE)
+    r = FIRST_ROW + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, WORDS))
+    number, tile = gl.program_id(0), 0
+    item, spans = _first(
+        prefix_csr, extend_csr, num_tokens, num_splits, num_items,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    first = item[8] > 0
+    index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+    narrow, scales, rope_at, live = _load_rows(
+        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, WORDS,
+    )  # fmt: skip
+    rope = _choose(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND)
+    loaded = number
+    number, tile, item, spans = _following(
+        prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    first = tile < item[8]
+    index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+    count = 0
+    while loaded < num_items:
+        next_narrow, next_scales, next_rope_at, next_live = _load_rows(
+            prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, WORDS,
+        )  # fmt: skip
+        next_rope = _choose(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND)
+        loaded = number
+        number, tile, item, spans = _following(
+            prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        )  # fmt: skip
+        first = tile < item[8]
+        index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+        stage = count % STAGES
+        mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
+        bias.index(stage).slice(FIRST_ROW, NUM_ROWS).store(gl.where(live, 0.0, float("-inf")))
+        _copy_rows(
+            tiles.index(stage).slice(FIRST_ROW, NUM_ROWS).slice(448, 64, dim=1), rope,
+            gl.convert_layout(rope_at, ROW), gl.convert_layout(live, ROW), ROPE,
+        )  # fmt: skip
+        async_copy.mbarrier_arrive(full.index(stage))
+        words = _reinterpret(tiles.index(stage), gl.int32, [BLOCK_K, 256], gl.NVMMASharedLayout(128, 32))
+        target = words.slice(FIRST_ROW, NUM_ROWS)
+        pairs = ()
+        for t in gl.static_range(3):
+            pairs = pairs + (
+                _side_by_side(
+                    _widen(narrow[2 * t], _scale(scales, 2 * t, LAYOUT)),
+                    _widen(narrow[2 * t + 1], _scale(scales, 2 * t + 1, LAYOUT)),
+                ),
+            )
+        target.slice(0, 128, dim=1).store(_side_by_side(pairs[0], pairs[1]))
+        target.slice(128, 64, dim=1).store(pairs[2])
+        target.slice(192, 32, dim=1).store(_widen(narrow[6], _scale(scales, 6, LAYOUT)))
+        # No fence: it would wait for the loads. Who multiplies has one.
+        _barrier()
+        mbarrier.arrive(full.index(stage), count=1)
+        narrow, scales, rope_at, rope, live = next_narrow, next_scales, next_rope_at, next_rope, next_live
+        count += 1
+
+
+@gluon.jit
+def _gather_warps(
+    prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
+    FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
+    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr,
+    WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """What fills some rows of each tile of the ring: with 16-bit rows, or with FP8 rows."""
+    if LAYOUT == "":
+        _gather_wide_warps(
+            prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
+            tiles, bias, full, empty, FIRST_ROW, NUM_ROWS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND,
+            WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
+        )  # fmt: skip
+    else:
+        _gather_fp8_warps(
+            prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
+            tiles, bias, full, empty, FIRST_ROW, NUM_ROWS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _column_maxima(s, tops):
+    """The maxima of s `[rows, heads]` over all rows: within each of four warps, then through `tops` once.
+
+    A plain reduction would hand the result round through shared memory a second time.
+    """
+    HEADS: gl.constexpr = s.shape[1]
+    WIDTH: gl.constexpr = [[0, 1], [0, 8]] if HEADS == 16 else [[0, 1], [0, 8], [0, 16]]
+    # Every thread has the four warps' maxima of the heads that it has scores of.
+    ALL: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0], [2, 0]] + WIDTH, [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [4, HEADS]
+    )
+    tops.store(gl.max(gl.reshape(s, [4, s.shape[0] // 4, HEADS]), 1))
+    _barrier()
+    return gl.convert_layout(gl.max(tops.load(ALL), 0), gl.SliceLayout(0, s.type.layout))
+
+
+@gluon.jit
+def _softmax_columns(s, m, parts, tops, numerators, corrections, SLACK: gl.constexpr):
+    """A tile's numerators and what earlier sums shrink by, to shared memory; the new state.
+
+    `parts` are the denominators before they are summed over the rows of a tile. The maximum of a head
+    follows only a tile that passes it by more than SLACK, in powers of two, as in the kernel for more heads.
+    """
+    top = _column_maxima(s, tops)
+    m_new = gl.where(top > m + SLACK, top, m)
+    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+    p = gl.exp2(s - m_safe[None, :])
+    correction = gl.exp2(m - m_safe)
+    numerators.store(p.to(numerators.dtype))
+    corrections.store(correction)
+    return m_new, parts * correction[None, :] + p
+
+
+@gluon.jit
+def _score_warps(
+    q_ptr, stride_qt, stride_qh, qk_scale, prefix_csr, extend_csr, num_tokens, num_splits, num_items,
+    query, tiles, bias, tops, numerators, corrections, states, full, scored, finished, released,
+    NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
+    SPLIT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    SLACK: gl.constexpr,
+):  # fmt: skip
+    """QK and the softmax."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_H, 16])
+    zeros = gl.full([BLOCK_K, BLOCK_H], 0.0, gl.float32, SCORES)
+    count, turn = 0, 0
+    item, spans = _first(
+        prefix_csr, extend_csr, num_tokens, num_splits, num_items,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    _copy_query(query, q_ptr, stride_qt, stride_qh, item[0], item[1], NUM_HEADS)
+    async_copy.commit_group()
+    for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        # Not a range: Triton 3.6 drops from an outer range what only bounds an inner one, as if unused.
+        last = count + item[3]
+        following = number + gl.num_programs(0)
+        item = _item(
+            prefix_csr, extend_csr, spans, following, num_tokens, num_splits, num_items,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        )  # fmt: skip
+        spans = _spans(
+            prefix_csr, extend_csr, following + gl.num_programs(0), num_tokens, num_items,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND,
+        )  # fmt: skip
+        m = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(0, SCORES))
+        parts = zeros
+        async_copy.wait_group(0)
+        _publish()
+        while count < last:
+            stage = count % STAGES
+            mbarrier.wait(full.index(stage), count // STAGES & 1)
+            # For those who wrote the rows, too: a fence of theirs would wait for what they load meanwhile.
+            fence_async_shared()
+            s = warpgroup_mma(tiles.index(stage), query.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            masked = bias.index(stage).load(gl.SliceLayout(1, SCORES))
+            s = warpgroup_mma_wait(0, deps=[s])
+            m, parts = _softmax_columns(
+                s * qk_scale + masked[:, None], m, parts,
+                tops, numerators.index(stage), corrections.index(stage), SLACK,
+            )  # fmt: skip
+            _publish()
+            mbarrier.arrive(scored.index(stage), count=1)
+            count += 1
+        # All of these warps have the last scores: the next item's Q may come.
+        _copy_query(query, q_ptr, stride_qt, stride_qh, item[0], item[1], NUM_HEADS)
+        async_copy.commit_group()
+        l = gl.sum(parts, 0)
+        mbarrier.wait(released, (turn & 1) ^ 1)
+        states.index(0).store(m)
+        states.index(1).store(l)
+        _barrier()
+        mbarrier.arrive(finished, count=1)
+        turn += 1  # noqa: SIM113 - Gluon has no enumerate
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def _store_item(
+    acc, m, l, out, partials, token, head_block, split, num_tokens,
+    NUM_HEADS: gl.constexpr, SPLIT: gl.constexpr, HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr,
+):  # fmt: skip
+    """An item's results, or a split's share of them, from the sums `[512, heads]` and the softmax state."""
+    # A warp has the columns that it has in `acc`, a thread 8 in a row: they change hands within the warp.
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [gl.num_warps(), 1], [0, 1])
+    d = gl.arange(0, 512, gl.SliceLayout(1, OUT))
+    columns = head_block * acc.shape[1] + gl.arange(0, acc.shape[1], gl.SliceLayout(0, OUT))
+    stored = (columns < NUM_HEADS)[None, :]
+    heads = head_block * acc.shape[1] + gl.arange(0, acc.shape[1], m.type.layout)
+    mask = heads < NUM_HEADS
+    if SPLIT:
+        slot = (split.to(gl.int64) * num_tokens + token) * NUM_HEADS
+        gl.store(partials.m + slot + heads, m, mask=mask)
+        gl.store(partials.l + slot + heads, l, mask=mask)
+        places = partials.acc + ((slot + columns)[None, :] * 512 + d[:, None])
+        gl.store(places, gl.convert_layout(acc, OUT), mask=stored)
+    else:
+        if HAS_SINK:
+            sink = gl.load(out.sink + heads, mask=mask, other=float("-inf"))
+        else:
+            sink = gl.full([m.shape[0]], float("-inf"), gl.float32, m.type.layout)
+        if WRITE_LSE:
+            gl.store(out.lse + token.to(gl.int64) * out.stride_l + heads, natural_lse(m, l), mask=mask)
+        result = (acc * output_share(m, l, sink)[None, :]).to(out.o.dtype.element_ty)
+        places = out.o + token.to(gl.int64) * out.stride_t + (columns[None, :] * out.stride_h + d[:, None])
+        gl.store(places, gl.convert_layout(result, OUT), mask=stored)
+
+
+@gluon.jit
+def _sum_warps(
+    out, partials, prefix_csr, extend_csr, num_tokens, num_splits, num_items,
+    tiles, numerators, corrections, states, scored, empty, finished, released,
+    NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
+    SPLIT: gl.constexpr, HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr,
+    BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """PV: sums the tiles' rows by their numerators, and stores the results."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_H, 16])
+    HEAD: gl.constexpr = gl.SliceLayout(0, SUMS)
+    count, turn = 0, 0
+    upcoming, spans = _first(
+        prefix_csr, extend_csr, num_tokens, num_splits, num_items,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        token, head_block, split = upcoming[0], upcoming[1], upcoming[2]
+        # Not a range, as in `_score_warps`.
+        last = count + upcoming[3]
+        following = number + gl.num_programs(0)
+        upcoming = _item(
+            prefix_csr, extend_csr, spans, following, num_tokens, num_splits, num_items,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        )  # fmt: skip
+        spans = _spans(
+            prefix_csr, extend_csr, following + gl.num_programs(0), num_tokens, num_items,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND,
+        )  # fmt: skip
+        acc = gl.full([512, BLOCK_H], 0.0, gl.float32, SUMS)
+        while count < last:
+            stage = count % STAGES
+            mbarrier.wait(scored.index(stage), count // STAGES & 1)
+            correction = corrections.index(stage).load(HEAD)
+            if gl.min(correction, 0) < 1.0:
+                acc = acc * correction[None, :]
+            acc = warpgroup_mma(
+                tiles.index(stage).permute((1, 0)), numerators.index(stage), acc, is_async=True
+            )
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            _barrier()
+            mbarrier.arrive(empty.index(stage), count=1)
+            count += 1
+        mbarrier.wait(finished, turn & 1)
+        m = states.index(0).load(HEAD)
+        l = states.index(1).load(HEAD)
+        _barrier()
+        mbarrier.arrive(released, count=1)
+        turn += 1  # noqa: SIM113 - Gluon has no enumerate
+        _store_item(
+            acc, m, l, out, partials, token, head_block, split, num_tokens,
+            NUM_HEADS, SPLIT, HAS_SINK, WRITE_LSE,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _sparse_few_kernel(
+    q_ptr, out, partials, prefix, prefix_csr, extend, extend_csr,
+    stride_qt, stride_qh, qk_scale, num_tokens, num_splits, num_items,
+    NUM_HEADS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
+    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+    HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLACK: gl.constexpr,
+):  # fmt: skip
+    """One program a multiprocessor; each works through items in steps of the grid. LAYOUT "": 16-bit rows."""
+    HEAD_BLOCKS: gl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    # Two groups gather, half of each tile's rows each, and do not wait for each other. Widening FP8 takes
+    # twice the warps; 16 warps have 128 registers each, too few for the sums of 32 heads.
+    GATHER_WARPS: gl.constexpr = 2 if LAYOUT == "" else 4
+    REGISTERS: gl.constexpr = 168 if LAYOUT == "" else 128
+    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    query = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 512], WIDE)
+    tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, 512], WIDE)
+    numerators = gl.allocate_shared_memory(
+        DTYPE, [STAGES, BLOCK_K, BLOCK_H], gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_H], DTYPE)
+    )
+    bias = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_K], LINE)
+    corrections = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_H], LINE)
+    states = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], LINE)
+    tops = gl.allocate_shared_memory(gl.float32, [4, BLOCK_H], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    # For each tile of the ring: it is there; its numerators are; it has been summed and may be overwritten.
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    scored = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # For the softmax state of an item: it is there; it has been read.
+    finished = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    released = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=2)
+        mbarrier.init(scored.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    mbarrier.init(finished, count=1)
+    mbarrier.init(released, count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                _sum_warps,
+                (
+                    out, partials, prefix_csr, extend_csr, num_tokens, num_splits, num_items,
+                    tiles, numerators, corrections, states, scored, empty, finished, released,
+                    NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, HAS_SINK, WRITE_LSE,
+                    BLOCK_H, BLOCK_K, STAGES,
+                ),
+            ),
+            (
+                _score_warps,
+                (
+                    q_ptr, stride_qt, stride_qh, qk_scale, prefix_csr, extend_csr,
+                    num_tokens, num_splits, num_items, query, tiles, bias, tops, numerators, corrections,
+                    states, full, scored, finished, released,
+                    NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_H, BLOCK_K, STAGES, SLACK,
+                ),
+            ),
+            (
+                _gather_warps,
+                (
+                    prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
+                    tiles, bias, full, empty,
+                    0, BLOCK_K // 2, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+                    PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
+                ),
+            ),
+            (
+                _gather_warps,
+                (
+                    prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
+                    tiles, bias, full, empty,
+                    BLOCK_K // 2, BLOCK_K // 2, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+                    PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
+                ),
+            ),
+        ],
+        [4, GATHER_WARPS, GATHER_WARPS],
+        [REGISTERS, REGISTERS, REGISTERS],
+    )  # fmt: skip

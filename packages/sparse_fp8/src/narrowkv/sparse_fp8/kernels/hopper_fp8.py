@@ -1,0 +1,512 @@
+"""Sparse attention over FP8 rows on Hopper (sm90), in Gluon: bytes arrive a tile before they are widened.
+
+A program works through the tiles of its items (token, block of heads, split) as one stream. For tile n:
+
+    scoring warpgroup       indices of tile n + 4, scales of tile n + 2; QK(n); softmax(n)
+    two summing warpgroups  PV(n - 1); widen tile n + 1, where PV(n - 1) has left; copy tile n + 2
+
+A summing warpgroup has 256 of the 512 columns: it copies them as stored, widens them for itself and for QK,
+and sums them. Two wide tiles, one as stored, and Q fill the shared memory; a quarter of Q is in registers.
+
+Sources: warp specialisation as in FlashAttention-3 (Shah et al., 2024); a wide tile that QK and PV share as
+in FlashMLA's kernels for an FP8 cache (DeepSeek, 2025).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from narrowkv.quant.device import e8m0_to_fp32
+from narrowkv.sparse_fp8.kernels.hopper import (
+    _barrier,
+    _choose,
+    _copy_async,
+    _copy_rows,
+    _finish_scores,
+    _item,
+    _locate_rows,
+    _publish,
+    _reinterpret,
+    _softmax_tile,
+    _store_results,
+    _tile_indices,
+)
+
+
+@gluon.jit
+def _widen_words(words, scale):
+    """int32 words of four E4M3 times bf16 powers of two: int32 words of two bf16, the low and the high."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+            .reg .b16 p, q, a, b, c, d;
+            .reg .b32 x, y, u, v, s;
+            .reg .f32 f, g;
+            mov.b32 s, {$3, $3};
+            mov.b32 {p, q}, $2;
+            cvt.rn.f16x2.e4m3x2 x, p;
+            cvt.rn.f16x2.e4m3x2 y, q;
+            mov.b32 {a, b}, x;
+            mov.b32 {c, d}, y;
+            cvt.f32.f16 f, a;
+            cvt.f32.f16 g, b;
+            mov.b32 u, f;
+            mov.b32 v, g;
+            prmt.b32 x, u, v, 0x7632;
+            mul.bf16x2 $0, x, s;
+            cvt.f32.f16 f, c;
+            cvt.f32.f16 g, d;
+            mov.b32 u, f;
+            mov.b32 v, g;
+            prmt.b32 y, u, v, 0x7632;
+            mul.bf16x2 $1, y, s;
+        }
+        """,
+        "=&r,=r,r,h",
+        [words, scale],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _words(pointer):
+    """A pointer to 16-bit or 8-bit numbers as one to int32."""
+    return pointer.to(gl.pointer_type(gl.int32), bitcast=True)
+
+
+@gluon.jit
+def _locate_tile(
+    prefix, extend, slots, number,
+    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
+    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+    STORED: gl.constexpr,
+):  # fmt: skip
+    """Where the rows of tile `number` are: pointers to words of NoPE, and to RoPE; which rows are named."""
+    index = slots.index(number % 4).load(gl.SliceLayout(1, STORED))
+    first, index = _decode(index, HAS_PREFIX, HAS_EXTEND)
+    live, nope_at, rope_at, _ = _locate_rows(
+        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+    )  # fmt: skip
+    return (
+        _words(_choose(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)) + nope_at // 4,
+        _choose(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND) + rope_at,
+        live,
+    )
+
+
+@gluon.jit
+def _copy_part(raw, rows, t: gl.constexpr, HALF: gl.constexpr, STORED: gl.constexpr):
+    """64 NoPE columns, as stored, on their way to shared memory; zeros for rows not named."""
+    nope, _, live = rows
+    w = (HALF * 4 + t) * 16 + gl.arange(0, 16, gl.SliceLayout(0, STORED))
+    _copy_async(raw[t], nope[:, None] + w[None, :], mask=live[:, None])
+
+
+@gluon.jit
+def _widen_half(
+    number, rows, next_rows, wide, raw, scales, widened, HALF: gl.constexpr, STORED: gl.constexpr
+):
+    """Half of the columns of tile `number` to bf16; the next tile's NoPE takes the place of each part.
+
+    RoPE is copied straight from memory. A thread reads the bytes of NoPE that it copied itself.
+    """
+    ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
+    BLOCK_K: gl.constexpr = wide.shape[1]
+    PARTS: gl.constexpr = 3 if HALF else 4
+    stage = number % 2
+    async_copy.wait_group(0)
+    if HALF:
+        _, rope, live = rows
+        rope = gl.convert_layout(rope, gl.SliceLayout(1, ROPE))
+        live = gl.convert_layout(live, gl.SliceLayout(1, ROPE))
+        d = gl.arange(0, 64, gl.SliceLayout(0, ROPE))
+        target = wide.index(stage).slice(192, 64, dim=1)
+        _copy_async(target, rope[:, None] + d[None, :], mask=live[:, None])
+        async_copy.commit_group()
+    pairs = _reinterpret(wide.index(stage), gl.int32, [BLOCK_K, 128], gl.NVMMASharedLayout(128, 32))
+    for t in gl.static_range(PARTS):
+        scale = scales.index(stage).slice(HALF * 4 + t, 1, dim=1).load(STORED)
+        low, high = _widen_words(raw[t].load(STORED), scale.to(gl.int16, bitcast=True))
+        pairs.slice(t * 32, 32, dim=1).store(gl.reshape(gl.join(low, high), [BLOCK_K, 32]))
+        _copy_part(raw, next_rows, t, HALF, STORED)
+    async_copy.commit_group()
+    if HALF:
+        async_copy.wait_group(1)
+    _publish()
+    mbarrier.arrive(widened.index(stage), count=1)
+
+
+@gluon.jit
+def _sum_fp8_warps(
+    out, partials, prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
+    slots, wide, raw, scales, numerators, corrections, changes, shares,
+    indexed, widened, scored, summed, finished, released,
+    HALF: gl.constexpr, NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr,
+    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
+    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+    SPLIT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """Copies and widens half of the columns, ahead of PV; PV; stores the results."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 256, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
+    EVERYWHERE: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    STORED: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
+    mbarrier.wait(indexed, 0)
+    next_rows = _locate_tile(
+        prefix, extend, slots, 0, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, STORED,
+    )  # fmt: skip
+    for t in gl.static_range(3 if HALF else 4):
+        _copy_part(raw, next_rows, t, HALF, STORED)
+    async_copy.commit_group()
+    for number in range(2):
+        rows = _locate_tile(
+            prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, STORED,
+        )  # fmt: skip
+        next_rows = _locate_tile(
+            prefix, extend, slots, number + 1, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, STORED,
+        )  # fmt: skip
+        _widen_half(number, rows, next_rows, wide, raw, scales, widened, HALF, STORED)
+    count, turn = 0, 0
+    for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        item = _item(
+            prefix_csr, extend_csr, number, num_tokens, num_splits,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        )  # fmt: skip
+        acc = gl.full([BLOCK_H, 256], 0.0, gl.float32, SUMS)
+        for _ in range(item[3]):
+            mbarrier.wait(scored, count & 1)
+            if gl.max(changes.load(EVERYWHERE), 0) > 0:
+                acc = acc * corrections.load(ROW)[:, None]
+            acc = warpgroup_mma(numerators, wide.index(count % 2), acc, is_async=True)
+            rows = _locate_tile(
+                prefix, extend, slots, count + 2, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+                PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, STORED,
+            )  # fmt: skip
+            next_rows = _locate_tile(
+                prefix, extend, slots, count + 3, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+                PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, STORED,
+            )  # fmt: skip
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            _barrier()
+            mbarrier.arrive(summed, count=1)
+            _widen_half(count + 2, rows, next_rows, wide, raw, scales, widened, HALF, STORED)
+            count += 1
+        mbarrier.wait(finished, turn & 1)
+        share = shares.load(ROW)
+        _barrier()
+        mbarrier.arrive(released, count=1)
+        turn += 1  # noqa: SIM113 - Gluon has no enumerate
+        _store_results(out, partials, acc, share, item, num_tokens, HALF * 256, NUM_HEADS, SPLIT)
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def _next_indices(
+    prefix_csr, extend_csr, num_tokens, num_splits, num_items, place, tile, item, item_after, r,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """The stream's next indices, whether they are of the prefix and whether of an item; what comes then.
+
+    place: number of the item; the items come one ahead, so that nobody waits for where their lists lie.
+    """
+    index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+    first = tile < item[8]
+    exists = place < num_items
+    tile += 1
+    if tile == item[3]:
+        tile = 0
+        place += gl.num_programs(0)
+        item = item_after
+        item_after = _item(
+            prefix_csr, extend_csr, gl.minimum(place + gl.num_programs(0), num_items - 1),
+            num_tokens, num_splits, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        )  # fmt: skip
+    return index, first, exists, place, tile, item, item_after
+
+
+@gluon.jit
+def _row_codes(prefix, extend, index, first, exists, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr):
+    """-1 where no row is named; -2 - i for row i of the extend rows beside a prefix."""
+    rows = _choose(first, prefix.num_rows, extend.num_rows, HAS_PREFIX, HAS_EXTEND)
+    code = index
+    if HAS_PREFIX and HAS_EXTEND:
+        code = gl.where(first, index, -2 - index)
+    return gl.where((index >= 0) & (index < rows) & exists, code, -1)
+
+
+@gluon.jit
+def _load_scales(
+    prefix, extend, slots, number,
+    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
+    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+):  # fmt: skip
+    """Scales of the rows of tile `number`, as stored `[BLOCK_K, 8]`; one where there is none."""
+    SCALES: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [gl.num_warps(), 1], [1, 0])
+    index = slots.index(number % 4).load(gl.SliceLayout(1, SCALES))
+    first, index = _decode(index, HAS_PREFIX, HAS_EXTEND)
+    live, _, _, scale_at = _locate_rows(
+        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+    )  # fmt: skip
+    t = gl.arange(0, 8, gl.SliceLayout(0, SCALES))
+    # row512 has a byte for every 32 columns.
+    STEP: gl.constexpr = 2 if LAYOUT == "row512" else 1
+    rows = _choose(first, prefix.scale, extend.scale, HAS_PREFIX, HAS_EXTEND) + scale_at
+    mask = live[:, None] & (t < 7)[None, :]
+    ONE: gl.constexpr = 1.0 if LAYOUT == "split" else 127
+    return gl.load(rows[:, None] + (t * STEP)[None, :], mask=mask, other=ONE)
+
+
+@gluon.jit
+def _as_bf16(scale):
+    """Powers of two, float32 or E8M0, in bf16."""
+    if scale.dtype == gl.uint8:
+        scale = e8m0_to_fp32(scale)
+    return scale.to(gl.bfloat16)
+
+
+@gluon.jit
+def _decode(code, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr):
+    """Of `_row_codes`: whether a row is of the prefix, and its number there or among the extend rows."""
+    first = code >= 0
+    if HAS_PREFIX and HAS_EXTEND:
+        code = gl.where(first, code, -2 - code)
+    return first, code
+
+
+@gluon.jit
+def _load_query(
+    place, stride_h, head_block, NUM_HEADS: gl.constexpr, BLOCK_H: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """64 columns of an item's heads; heads past the last are zeros."""
+    heads = head_block * BLOCK_H + gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+    mask = (heads < NUM_HEADS)[:, None]
+    return gl.load(place + (heads[:, None] * stride_h + d[None, :]), mask=mask, other=0.0)
+
+
+@gluon.jit
+def _through(buffer, x, LAYOUT: gl.constexpr):
+    """The same numbers in another layout, by way of a buffer."""
+    buffer.store(x)
+    _barrier()
+    moved = buffer.load(LAYOUT)
+    _barrier()
+    return moved
+
+
+@gluon.jit
+def _score_fp8_warps(
+    q_ptr, stride_qt, stride_qh, qk_scale, out, partials, prefix, prefix_csr, extend, extend_csr,
+    num_tokens, num_splits, num_items,
+    slots, query_a, query_b, wide_a, wide_b, scales, numerators, corrections, changes, shares,
+    indexed, widened, scored, summed, finished, released,
+    NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
+    LAYOUT: gl.constexpr, PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr,
+    WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr,
+    BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, SLACK: gl.constexpr,
+):  # fmt: skip
+    """Reads the indices, three tiles ahead; QK; the softmax."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    r = gl.arange(0, BLOCK_K, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    zeros = gl.full([BLOCK_H, BLOCK_K], 0.0, gl.float32, SCORES)
+    count, turn = 0, 0
+    # The stream's next tile: its item's number, its place in the item, the item, and the one after.
+    place, tile = gl.program_id(0), 0
+    item_ahead = _item(
+        prefix_csr, extend_csr, place, num_tokens, num_splits,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    item_after = _item(
+        prefix_csr, extend_csr, gl.minimum(place + gl.num_programs(0), num_items - 1),
+        num_tokens, num_splits, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    for number in range(3):
+        index, first, exists, place, tile, item_ahead, item_after = _next_indices(
+            prefix_csr, extend_csr, num_tokens, num_splits, num_items, place, tile, item_ahead, item_after, r,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        )  # fmt: skip
+        slots.index(number).store(_row_codes(prefix, extend, index, first, exists, HAS_PREFIX, HAS_EXTEND))
+    index, first, exists, place, tile, item_ahead, item_after = _next_indices(
+        prefix_csr, extend_csr, num_tokens, num_splits, num_items, place, tile, item_ahead, item_after, r,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    for number in range(2):
+        scale = _load_scales(
+            prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+        )  # fmt: skip
+        scales.index(number).store(_as_bf16(scale))
+    _barrier()
+    mbarrier.arrive(indexed, count=1)
+    for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        # Found again, not carried on: Triton 3.6 takes a carried item that begins as `item_ahead` for it.
+        item = _item(
+            prefix_csr, extend_csr, number, num_tokens, num_splits,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        )  # fmt: skip
+        token, head_block, split, num_tiles = item[0], item[1], item[2], item[3]
+        heads = head_block * BLOCK_H + gl.arange(0, BLOCK_H, gl.SliceLayout(1, COPY))
+        rows = q_ptr + token.to(gl.int64) * stride_qt
+        _copy_rows(query_a, rows, heads * stride_qh, heads < NUM_HEADS, COPY)
+        _copy_rows(query_b, rows + 256, heads * stride_qh, heads < NUM_HEADS, COPY)
+        async_copy.commit_group()
+        part_c = _load_query(rows + 384, stride_qh, head_block, NUM_HEADS, BLOCK_H, COPY)
+        part_d = _load_query(rows + 448, stride_qh, head_block, NUM_HEADS, BLOCK_H, COPY)
+        mbarrier.wait(summed, count & 1 ^ 1)
+        query_c = _through(numerators, part_c, QUERY)
+        query_d = _through(numerators, part_d, QUERY)
+        async_copy.wait_group(0)
+        _publish()
+        m = gl.full([BLOCK_H], float("-inf"), gl.float32, ROW)
+        l = gl.full([BLOCK_H], 0.0, gl.float32, ROW)
+        for _ in range(num_tiles):
+            stage = count % 2
+            mbarrier.wait(widened.index(stage), count // 2 & 1)
+            k_a = wide_a.index(stage).permute((1, 0))
+            k_b = wide_b.index(stage).slice(0, 128, dim=1).permute((1, 0))
+            k_c = wide_b.index(stage).slice(128, 64, dim=1).permute((1, 0))
+            k_d = wide_b.index(stage).slice(192, 64, dim=1).permute((1, 0))
+            s = warpgroup_mma(query_a, k_a, zeros, use_acc=False, is_async=True)
+            s = warpgroup_mma(query_b, k_b, s, is_async=True)
+            s = warpgroup_mma(query_c, k_c, s, is_async=True)
+            s = warpgroup_mma(query_d, k_d, s, is_async=True)
+            scale = _load_scales(
+                prefix, extend, slots, count + 2, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+                PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+            )  # fmt: skip
+            slots.index((count + 3) % 4).store(
+                _row_codes(prefix, extend, index, first, exists, HAS_PREFIX, HAS_EXTEND)
+            )
+            named = slots.index(count % 4).load(gl.SliceLayout(0, SCORES)) != -1
+            scores = warpgroup_mma_wait(0, deps=[s])
+            index, first, exists, place, tile, item_ahead, item_after = _next_indices(
+                prefix_csr, extend_csr, num_tokens, num_splits, num_items,
+                place, tile, item_ahead, item_after, r, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+            )  # fmt: skip
+            mbarrier.wait(summed, count & 1 ^ 1)
+            m, l = _softmax_tile(
+                scores, gl.where(named, 0.0, float("-inf")), m, l, qk_scale,
+                numerators, corrections, changes, SLACK,
+            )  # fmt: skip
+            scales.index(stage).store(_as_bf16(scale))
+            _publish()
+            mbarrier.arrive(scored, count=1)
+            count += 1
+        _finish_scores(
+            m, l, out, partials, token, head_block, split, num_tokens, turn, shares, finished, released,
+            NUM_HEADS, SPLIT, HAS_SINK, WRITE_LSE, ROW,
+        )  # fmt: skip
+        turn += 1  # noqa: SIM113 - Gluon has no enumerate
+
+
+@gluon.jit
+def _sparse_hopper_fp8_kernel(
+    q_ptr, out, partials, prefix, prefix_csr, extend, extend_csr,
+    stride_qt, stride_qh, qk_scale, num_tokens, num_splits, num_items,
+    NUM_HEADS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
+    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+    HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, SLACK: gl.constexpr,
+):  # fmt: skip
+    """One program a multiprocessor; each works through items in steps of the grid."""
+    HEAD_BLOCKS: gl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    query_a = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 256], WIDE)
+    query_b = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 128], WIDE)
+    wide_a = gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, 256], WIDE)
+    wide_b = gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, 256], WIDE)
+    # Buffers of their own: the compiler puts a barrier between two accesses to parts of one.
+    raw_a = (
+        gl.allocate_shared_memory(gl.int32, [BLOCK_K, 16], ROWS),
+        gl.allocate_shared_memory(gl.int32, [BLOCK_K, 16], ROWS),
+        gl.allocate_shared_memory(gl.int32, [BLOCK_K, 16], ROWS),
+        gl.allocate_shared_memory(gl.int32, [BLOCK_K, 16], ROWS),
+    )
+    raw_b = (
+        gl.allocate_shared_memory(gl.int32, [BLOCK_K, 16], ROWS),
+        gl.allocate_shared_memory(gl.int32, [BLOCK_K, 16], ROWS),
+        gl.allocate_shared_memory(gl.int32, [BLOCK_K, 16], ROWS),
+    )
+    scales = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_K, 8], ROWS)
+    slots = gl.allocate_shared_memory(gl.int32, [4, BLOCK_K], LINE)
+    numerators = gl.allocate_shared_memory(
+        DTYPE, [BLOCK_H, BLOCK_K], gl.NVMMASharedLayout.get_default_for([BLOCK_H, BLOCK_K], DTYPE)
+    )
+    corrections = gl.allocate_shared_memory(gl.float32, [BLOCK_H], LINE)
+    changes = gl.allocate_shared_memory(gl.int32, [4], LINE)
+    shares = gl.allocate_shared_memory(gl.float32, [BLOCK_H], LINE)
+    # The first indices are there. A tile is there as bf16, both halves; its numerators are; it is summed.
+    indexed = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    widened = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    scored = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    summed = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    # The shares of an item are there; they have been read.
+    finished = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    released = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    mbarrier.init(indexed, count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(widened.index(i), count=2)
+    mbarrier.init(scored, count=1)
+    mbarrier.init(summed, count=2)
+    mbarrier.init(finished, count=1)
+    mbarrier.init(released, count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                _sum_fp8_warps,
+                (
+                    out, partials, prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
+                    slots, wide_a, raw_a, scales, numerators, corrections, changes, shares,
+                    indexed, widened, scored, summed, finished, released,
+                    0, NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+                    PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, BLOCK_H, BLOCK_K,
+                ),
+            ),
+            (
+                _sum_fp8_warps,
+                (
+                    out, partials, prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
+                    slots, wide_b, raw_b, scales, numerators, corrections, changes, shares,
+                    indexed, widened, scored, summed, finished, released,
+                    1, NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+                    PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, BLOCK_H, BLOCK_K,
+                ),
+            ),
+            (
+                _score_fp8_warps,
+                (
+                    q_ptr, stride_qt, stride_qh, qk_scale, out, partials,
+                    prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
+                    slots, query_a, query_b, wide_a, wide_b, scales, numerators, corrections, changes, shares,
+                    indexed, widened, scored, summed, finished, released,
+                    NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+                    PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, HAS_SINK, WRITE_LSE,
+                    BLOCK_H, BLOCK_K, SLACK,
+                ),
+            ),
+        ],
+        [4, 4],
+        [168, 168],
+    )  # fmt: skip
