@@ -6,7 +6,7 @@ a tile behind, with half of the 512 columns each. A program works through items 
 of the whole call, so that one item's end overlaps with the next one's beginning. This is the kernel for
 16-bit rows; `hopper_fp8` widens FP8 rows, with what both share from here.
 
-ptxas gives every warp of such a kernel the registers of a thread at its launch: 12 warps have 168, 13 have
+ptxas holds a product 256 columns wide to the registers of a thread at launch: 12 warps have 168, 13 have
 152, of which 154 are needed for 64 x 256 sums. Hence three warpgroups, and no fourth that only gathers.
 
 Source of the structure: warp specialisation as in FlashAttention-3 (Shah et al., 2024).
