@@ -39,7 +39,7 @@ from narrowkv.sparse_fp8.kernels.hopper import (
     _reinterpret,
     _tile_indices,
 )
-from narrowkv.sparse_fp8.kernels.hopper_fp8 import _widen_words
+from narrowkv.sparse_fp8.kernels.hopper_fp8 import _widen, _words
 
 
 @gluon.jit
@@ -58,10 +58,7 @@ def _item(
     HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """An item, from its spans. It has one tile at least, if only of rows that are not named.
-
-    Past the last item it is the last one, without rows.
-    """
+    """An item, from its spans; past the last item it is the last one, without rows."""
     token, head_block, split, tiles, prefix, prefix_end, extend, extend_end, prefix_tiles = _place_item(
         prefix_csr, extend_csr, spans, gl.minimum(number, num_items - 1), num_tokens, num_splits,
         HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
@@ -72,7 +69,7 @@ def _item(
         token,
         head_block,
         split,
-        gl.maximum(tiles, 1),
+        tiles,
         prefix,
         prefix_end,
         extend,
@@ -83,14 +80,14 @@ def _item(
 
 @gluon.jit
 def _following(
-    prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items,
+    prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items, r,
     HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """The tile after one: its item's number, its number in the item, the item, the spans of the next item.
+    """The tile after one: its item's number, its own in the item, the item, and the next item's spans.
 
-    Scalars are chosen and not branched on: what gathers goes from tile to tile in a single loop, whatever
-    item they belong to.
+    Then whether it is of the prefix, and its indices. Scalars are chosen and not branched on: what gathers
+    goes from tile to tile in a single loop, whatever item they belong to.
     """
     ends = tile + 1 >= item[3]
     upcoming = _item(
@@ -114,7 +111,9 @@ def _following(
         prefix_csr, extend_csr, number + gl.num_programs(0), num_tokens, num_items,
         HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND,
     )  # fmt: skip
-    return number, tile, item, spans
+    first = tile < item[8]
+    index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+    return number, tile, item, spans, first, index
 
 
 @gluon.jit
@@ -160,12 +159,10 @@ def _gather_wide_warps(
             prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, "", 1, 1, WIDE_ADDRESS
         )
         base = _choose(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)
-        number, tile, item, spans = _following(
-            prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items,
+        number, tile, item, spans, first, index = _following(
+            prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items, r,
             HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
         )  # fmt: skip
-        first = tile < item[8]
-        index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
         stage = count % STAGES
         mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
         bias.index(stage).slice(FIRST_ROW, NUM_ROWS).store(gl.where(live, 0.0, float("-inf")))
@@ -175,13 +172,6 @@ def _gather_wide_warps(
         _barrier()
         mbarrier.arrive(full.index(stage), count=1)
         count += 1
-
-
-@gluon.jit
-def _widen(words, scale):
-    """int32 words `[rows, 16]` of four E4M3, times powers of two, as words `[rows, 32]` of two bf16."""
-    low, high = _widen_words(words, scale.to(gl.bfloat16).to(gl.int16, bitcast=True))
-    return gl.reshape(gl.join(low, high), [words.shape[0], 32])
 
 
 @gluon.jit
@@ -195,7 +185,7 @@ def _side_by_side(a, b):
 def _load_words(base, at, live, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
     """16 int32 words of rows of bytes from word FIRST on."""
     d = FIRST + gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))
-    words = base.to(gl.pointer_type(gl.int32), bitcast=True) + ((at // 4)[:, None] + d[None, :])
+    words = _words(base) + ((at // 4)[:, None] + d[None, :])
     return gl.load(words, mask=live[:, None], other=0)
 
 
@@ -208,7 +198,7 @@ def _load_scales(base, at, live, LAYOUT: gl.constexpr):
             scales = scales + (gl.load(base + (at + t), mask=live, other=1.0),)
     else:
         # row512 has a byte for every 32 columns.
-        words = base.to(gl.pointer_type(gl.int32), bitcast=True)
+        words = _words(base)
         for i in gl.static_range(4 if LAYOUT == "row512" else 2):
             scales = scales + (gl.load(words + (at // 4 + i), mask=live, other=0x7F7F7F7F),)
     return scales
@@ -216,14 +206,14 @@ def _load_scales(base, at, live, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _scale(scales, TILE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The scales of a NoPE tile, float32 `[rows, 1]`."""
+    """The scales of a NoPE tile, bf16 `[rows, 1]`."""
     if LAYOUT == "split":
         scale = scales[TILE]
     elif LAYOUT == "row512":
         scale = e8m0_to_fp32(scales[TILE // 2] >> (TILE % 2 * 16) & 0xFF)
     else:
         scale = e8m0_to_fp32(scales[TILE // 4] >> (TILE % 4 * 8) & 0xFF)
-    return scale[:, None]
+    return scale[:, None].to(gl.bfloat16)
 
 
 @gluon.jit
@@ -275,12 +265,10 @@ def _gather_fp8_warps(
     )  # fmt: skip
     rope = _choose(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND)
     loaded = number
-    number, tile, item, spans = _following(
-        prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items,
+    number, tile, item, spans, first, index = _following(
+        prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items, r,
         HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
     )  # fmt: skip
-    first = tile < item[8]
-    index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
     count = 0
     while loaded < num_items:
         next_narrow, next_scales, next_rope_at, next_live = _load_rows(
@@ -289,12 +277,10 @@ def _gather_fp8_warps(
         )  # fmt: skip
         next_rope = _choose(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND)
         loaded = number
-        number, tile, item, spans = _following(
-            prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items,
+        number, tile, item, spans, first, index = _following(
+            prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items, r,
             HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
         )  # fmt: skip
-        first = tile < item[8]
-        index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
         stage = count % STAGES
         mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
         bias.index(stage).slice(FIRST_ROW, NUM_ROWS).store(gl.where(live, 0.0, float("-inf")))

@@ -349,6 +349,19 @@ def _store_results(
 
 
 @gluon.jit
+def _finish_sums(
+    out, partials, acc, item, num_tokens, first_column, turn, shares, finished, released,
+    NUM_HEADS: gl.constexpr, SPLIT: gl.constexpr, ROW: gl.constexpr,
+):  # fmt: skip
+    """An item's sums, with the shares that `_finish_scores` left for them, to memory."""
+    mbarrier.wait(finished, turn & 1)
+    share = shares.load(ROW)
+    _barrier()
+    mbarrier.arrive(released, count=1)
+    _store_results(out, partials, acc, share, item, num_tokens, first_column, NUM_HEADS, SPLIT)
+
+
+@gluon.jit
 def _store_heads(target, stride_h, x, head_block, NUM_HEADS: gl.constexpr):
     """Columns of BLOCK_H heads of one token to where its first head lies."""
     LAYOUT: gl.constexpr = x.type.layout
@@ -385,12 +398,11 @@ def _sum_warps(
             _barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             count += 1
-        mbarrier.wait(finished, turn & 1)
-        share = shares.load(ROW)
-        _barrier()
-        mbarrier.arrive(released, count=1)
+        _finish_sums(
+            out, partials, acc, item, num_tokens, 0, turn, shares, finished, released,
+            NUM_HEADS, SPLIT, ROW,
+        )  # fmt: skip
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
-        _store_results(out, partials, acc, share, item, num_tokens, 0, NUM_HEADS, SPLIT)
 
 
 @gluon.jit

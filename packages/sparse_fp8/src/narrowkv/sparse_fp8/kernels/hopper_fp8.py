@@ -27,14 +27,14 @@ from narrowkv.sparse_fp8.kernels.hopper import (
     _barrier,
     _choose,
     _copy_async,
-    _copy_rows,
+    _copy_query,
     _finish_scores,
+    _finish_sums,
     _item,
     _locate_rows,
     _publish,
     _reinterpret,
     _softmax_tile,
-    _store_results,
     _tile_indices,
 )
 
@@ -77,6 +77,13 @@ def _widen_words(words, scale):
 
 
 @gluon.jit
+def _widen(words, scale):
+    """int32 words `[rows, 16]` of four E4M3 times bf16 powers of two: words `[rows, 32]` of two bf16."""
+    low, high = _widen_words(words, scale.to(gl.int16, bitcast=True))
+    return gl.reshape(gl.join(low, high), [words.shape[0], 32])
+
+
+@gluon.jit
 def _words(pointer):
     """A pointer to 16-bit or 8-bit numbers as one to int32."""
     return pointer.to(gl.pointer_type(gl.int32), bitcast=True)
@@ -101,6 +108,18 @@ def _locate_tile(
         _choose(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND) + rope_at,
         live,
     )
+
+
+@gluon.jit
+def _allocate_parts(BLOCK_K: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Shared memory for 64 columns of a tile as stored, PARTS times.
+
+    Buffers of their own: the compiler puts a barrier between two accesses to parts of one.
+    """
+    parts = ()
+    for _ in gl.static_range(PARTS):
+        parts = parts + (gl.allocate_shared_memory(gl.int32, [BLOCK_K, 16], LAYOUT),)
+    return parts
 
 
 @gluon.jit
@@ -135,8 +154,7 @@ def _widen_half(
     pairs = _reinterpret(wide.index(stage), gl.int32, [BLOCK_K, 128], gl.NVMMASharedLayout(128, 32))
     for t in gl.static_range(PARTS):
         scale = scales.index(stage).slice(HALF * 4 + t, 1, dim=1).load(STORED)
-        low, high = _widen_words(raw[t].load(STORED), scale.to(gl.int16, bitcast=True))
-        pairs.slice(t * 32, 32, dim=1).store(gl.reshape(gl.join(low, high), [BLOCK_K, 32]))
+        pairs.slice(t * 32, 32, dim=1).store(_widen(raw[t].load(STORED), scale))
         _copy_part(raw, next_rows, t, HALF, STORED)
     async_copy.commit_group()
     if HALF:
@@ -203,12 +221,11 @@ def _sum_fp8_warps(
             mbarrier.arrive(summed, count=1)
             _widen_half(count + 2, rows, next_rows, wide, raw, scales, widened, HALF, STORED)
             count += 1
-        mbarrier.wait(finished, turn & 1)
-        share = shares.load(ROW)
-        _barrier()
-        mbarrier.arrive(released, count=1)
+        _finish_sums(
+            out, partials, acc, item, num_tokens, HALF * 256, turn, shares, finished, released,
+            NUM_HEADS, SPLIT, ROW,
+        )  # fmt: skip
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
-        _store_results(out, partials, acc, share, item, num_tokens, HALF * 256, NUM_HEADS, SPLIT)
     async_copy.wait_group(0)
 
 
@@ -362,11 +379,10 @@ def _score_fp8_warps(
             HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
         )  # fmt: skip
         token, head_block, split, num_tiles = item[0], item[1], item[2], item[3]
-        heads = head_block * BLOCK_H + gl.arange(0, BLOCK_H, gl.SliceLayout(1, COPY))
-        rows = q_ptr + token.to(gl.int64) * stride_qt
-        _copy_rows(query_a, rows, heads * stride_qh, heads < NUM_HEADS, COPY)
-        _copy_rows(query_b, rows + 256, heads * stride_qh, heads < NUM_HEADS, COPY)
+        _copy_query(query_a, q_ptr, stride_qt, stride_qh, token, head_block, NUM_HEADS)
+        _copy_query(query_b, q_ptr + 256, stride_qt, stride_qh, token, head_block, NUM_HEADS)
         async_copy.commit_group()
+        rows = q_ptr + token.to(gl.int64) * stride_qt
         part_c = _load_query(rows + 384, stride_qh, head_block, NUM_HEADS, BLOCK_H, COPY)
         part_d = _load_query(rows + 448, stride_qh, head_block, NUM_HEADS, BLOCK_H, COPY)
         mbarrier.wait(summed, count & 1 ^ 1)
@@ -436,18 +452,8 @@ def _sparse_hopper_fp8_kernel(
     query_b = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 128], WIDE)
     wide_a = gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, 256], WIDE)
     wide_b = gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, 256], WIDE)
-    # Buffers of their own: the compiler puts a barrier between two accesses to parts of one.
-    raw_a = (
-        gl.allocate_shared_memory(gl.int32, [BLOCK_K, 16], ROWS),
-        gl.allocate_shared_memory(gl.int32, [BLOCK_K, 16], ROWS),
-        gl.allocate_shared_memory(gl.int32, [BLOCK_K, 16], ROWS),
-        gl.allocate_shared_memory(gl.int32, [BLOCK_K, 16], ROWS),
-    )
-    raw_b = (
-        gl.allocate_shared_memory(gl.int32, [BLOCK_K, 16], ROWS),
-        gl.allocate_shared_memory(gl.int32, [BLOCK_K, 16], ROWS),
-        gl.allocate_shared_memory(gl.int32, [BLOCK_K, 16], ROWS),
-    )
+    raw_a = _allocate_parts(BLOCK_K, 4, ROWS)
+    raw_b = _allocate_parts(BLOCK_K, 3, ROWS)
     scales = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_K, 8], ROWS)
     slots = gl.allocate_shared_memory(gl.int32, [4, BLOCK_K], LINE)
     numerators = gl.allocate_shared_memory(
