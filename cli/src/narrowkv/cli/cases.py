@@ -134,7 +134,7 @@ class DecodeCase:
     @property
     def seq_lens(self) -> tuple[int, ...]:
         """Tokens of each sequence."""
-        return tuple(int(n) for n in self.lens.split("+")) if self.lens else ()
+        return parse_lens("lens", self.lens)
 
     @property
     def batch(self) -> int:
@@ -152,12 +152,7 @@ class DecodeCase:
             UsageError: naming the part that is wrong and what is known.
         """
         case = parse_case(cls, text)
-        try:
-            lens = case.seq_lens
-        except ValueError:
-            raise UsageError(f"--case lens must be numbers joined by '+', got {case.lens!r}") from None
-        if any(n < 0 for n in lens):
-            raise UsageError(f"--case lens must not be negative, got {case.lens!r}")
+        parse_lens("lens", case.lens)
         for name, value, choices in (("q", case.q, _QUERY_DTYPES), ("out", case.out or "fp32", _OUT_DTYPES)):
             if value not in choices:
                 raise UsageError(f"--case {name} must be one of {', '.join(choices)}; got {value!r}")
