@@ -33,13 +33,18 @@ def test_products_run_beside_the_other_work(layout: str, sm90_code: Any) -> None
     assert kernel.name == ("_sparse_hopper_kernel" if layout == "bf16" else "_sparse_hopper_fp8_kernel")
     loops = ["\n".join(loop) for loop in kernel.product_loops()]
     scores = [loop for loop in loops if re.search(r"HGMMA\.64x64x16", loop)]
-    sums = [loop for loop in loops if re.search(r"HGMMA\.64x256x16", loop)]
+    columns = 256 if layout == "bf16" else 128
+    sums = [loop for loop in loops if re.search(rf"HGMMA\.64x{columns}x16", loop)]
     # Over FP8 rows each half of the columns has a loop of its own.
     assert (len(scores), len(sums)) == (1, 1 if layout == "bf16" else 2)
     # QK over 512 columns, and PV over 64 rows, by instructions of 16: each once.
     assert len(re.findall("HGMMA", scores[0])) == 512 // 16
     for loop in sums:
-        assert len(re.findall("HGMMA", loop)) == 64 // 16
+        assert len(re.findall("HGMMA", loop)) == 256 // columns * 64 // 16
+        # Parts of a tile are widened without waiting for each other, but for once.
+        assert len(re.findall(r"BAR\.SYNC", loop)) <= 7
+    # Results leave a thread by 16 bytes, whatever pairs of columns a product has left it.
+    assert set(re.findall(r"\bSTG\S*", kernel.machine_code())) == {"STG.E.128"}
     for loop in loops:
         assert len(re.findall(r"WARPGROUP\.DEPBAR", loop)) == 1
         # Triton 3.6 and 3.7 spill nothing in a loop, 3.8 and 3.9 a number or two; nobody sums or scores.
@@ -59,15 +64,18 @@ def test_few_heads_are_not_padded(layout: str, sm90_code: Any) -> None:
 
 
 def test_rows_that_are_read_often_are_expanded_first(sm90_code: Any) -> None:
-    def mode(tokens: int, **changes: Any) -> str:
-        inputs = SparseWorkload(prefix_lens=(64,) * tokens, pool_rows=1024, **changes).build()
+    def mode(tokens: int, pool_rows: int = 1024, **changes: Any) -> str:
+        inputs = SparseWorkload(prefix_lens=(64,) * tokens, pool_rows=pool_rows, **changes).build()
         chosen = choose_mode(inputs.q, inputs.prefix)
         assert "measured" in chosen.why
         return chosen.mode
 
-    assert mode(132, num_qo_heads=64) == "fused"  # 8.25 readings of a row
-    assert mode(264, num_qo_heads=64) == "prepass"  # 16.5
-    assert mode(132, num_qo_heads=16) == "fused"
+    assert mode(396, num_qo_heads=64) == "fused"  # 24.75 readings of a row
+    assert mode(528, num_qo_heads=64) == "prepass"  # 33
+    # Two blocks of heads widen a row twice, and few heads wait for it.
+    for heads in (16, 128):
+        assert mode(132, 2048, num_qo_heads=heads) == "fused"  # 4.125
+        assert mode(132, 1024, num_qo_heads=heads) == "prepass"  # 8.25
     # Not a chipful, or a query in fp16: the plain kernel would widen.
     assert mode(4, num_qo_heads=64) == "prepass"
     assert mode(132, num_qo_heads=64, q_dtype=torch.float16) == "prepass"

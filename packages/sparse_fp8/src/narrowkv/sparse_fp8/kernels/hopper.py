@@ -46,15 +46,19 @@ def _load_spans(prefix_csr, extend_csr, token, HAS_PREFIX: gl.constexpr, HAS_EXT
 
 
 @gluon.jit
+def _name_item(number, num_tokens, HEAD_BLOCKS: gl.constexpr):
+    """Of an item: token, block of heads and split."""
+    return (number // HEAD_BLOCKS) % num_tokens, number % HEAD_BLOCKS, number // HEAD_BLOCKS // num_tokens
+
+
+@gluon.jit
 def _place_item(
     prefix_csr, extend_csr, spans, item, num_tokens, num_splits,
     HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):  # fmt: skip
     """An item, from what `_load_spans` read of its token."""
-    head_block = item % HEAD_BLOCKS
-    token = (item // HEAD_BLOCKS) % num_tokens
-    split = item // HEAD_BLOCKS // num_tokens
+    token, head_block, split = _name_item(item, num_tokens, HEAD_BLOCKS)
     prefix_begin, prefix_end, extend_begin, extend_end = spans
     if HAS_PREFIX:
         prefix_begin, prefix_end = clamp_span(prefix_csr, prefix_begin, prefix_end)
@@ -89,7 +93,7 @@ def _item(
     BLOCK_K: gl.constexpr,
 ):  # fmt: skip
     """An item: token, block of heads, split, tiles, the places of its indices and the tiles of the prefix."""
-    token = (item // HEAD_BLOCKS) % num_tokens
+    token, _, _ = _name_item(item, num_tokens, HEAD_BLOCKS)
     spans = _load_spans(prefix_csr, extend_csr, token, HAS_PREFIX, HAS_EXTEND)
     return _place_item(
         prefix_csr, extend_csr, spans, item, num_tokens, num_splits,
@@ -323,6 +327,56 @@ def _score_warps(
 
 
 @gluon.jit
+def _exchange(a, b, second, LANES: gl.constexpr):
+    """Of two lanes whose numbers differ by LANES: the first's b and the second's a change places."""
+    ASM: gl.constexpr = (
+        "shfl.sync.bfly.b32 $0, $1, 1, 31, -1;" if LANES == 1 else "shfl.sync.bfly.b32 $0, $1, 2, 31, -1;"
+    )
+    sent = gl.where(second, a, b)
+    taken = gl.inline_asm_elementwise(ASM, "=r,r", [sent], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.where(second, taken, a), gl.where(second, b, taken)
+
+
+@gluon.jit
+def _gather_lines(x, DTYPE: gl.constexpr):
+    """A product's float32 results as 16-bit ones, of which a thread has eight columns beside each other.
+
+    A product leaves a thread two of eight columns. The four lanes of a row, each with its pairs of four
+    times eight columns, transpose them, and store 16 bytes at once.
+    """
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    low, high = gl.split(gl.reshape(x, [ROWS, COLUMNS // 2, 2]))
+    BF16: gl.constexpr = DTYPE == gl.bfloat16  # noqa: SIM300 - no constant
+    PACK: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if BF16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    pairs = gl.inline_asm_elementwise(PACK, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+    # Two bits say which eight columns, two more the lane: the lane goes before them.
+    pairs = gl.permute(gl.reshape(pairs, [ROWS, COLUMNS // 32, 2, 2, 4]), (0, 1, 4, 2, 3))
+    even, odd = gl.split(pairs)
+    eight_0, eight_2 = gl.split(even)
+    eight_1, eight_3 = gl.split(odd)
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, eight_0.type.layout)))[None, None, :]
+    eight_0, eight_1 = _exchange(eight_0, eight_1, lane % 2 == 1, 1)
+    eight_2, eight_3 = _exchange(eight_2, eight_3, lane % 2 == 1, 1)
+    eight_0, eight_2 = _exchange(eight_0, eight_2, lane >= 2, 2)
+    eight_1, eight_3 = _exchange(eight_1, eight_3, lane >= 2, 2)
+    pairs = gl.join(gl.join(eight_0, eight_2), gl.join(eight_1, eight_3))
+    pairs = gl.reshape(pairs, [ROWS, COLUMNS // 2])
+    low, high = pairs.to(gl.int16), (pairs >> 16).to(gl.int16)
+    # The same numbers in the same threads, in the order of the columns.
+    LINES: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]]
+        + ([[0, 128]] if gl.num_warps() == 8 else []),
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]] + ([[0, 256]] if gl.num_warps() == 8 else []),
+        block_bases=[],
+        shape=x.shape,
+    )
+    lines = gl.convert_layout(gl.reshape(gl.join(low, high), [ROWS, COLUMNS]), LINES)
+    return lines.to(DTYPE, bitcast=True)
+
+
+@gluon.jit
 def _store_results(
     out, partials, acc, share, item, num_tokens, first_column, NUM_HEADS: gl.constexpr, SPLIT: gl.constexpr
 ):
@@ -332,33 +386,21 @@ def _store_results(
         target = partials.acc + (split.to(gl.int64) * num_tokens + token) * NUM_HEADS * 512
         _store_heads(target + first_column, 512, acc, head_block, NUM_HEADS)
     else:
-        result = (acc * share[:, None]).to(out.o.dtype.element_ty)
+        result = acc * share[:, None]
         if out.o.dtype.element_ty.primitive_bitwidth == 16:
-            # Four threads share a row's columns in pairs; exchanged, each has 16 bytes of them.
-            LINES: gl.constexpr = gl.DistributedLinearLayout(
-                reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
-                lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-                warp_bases=[[16, 0], [32, 0]] if gl.num_warps() == 4 else [[16, 0], [32, 0], [0, 256]],
-                block_bases=[],
-                shape=[64, 64 * gl.num_warps()],
-            )
-            gl.static_assert(result.shape[0] == 64 and result.shape[1] == 64 * gl.num_warps())
-            result = gl.convert_layout(result, LINES)
+            result = _gather_lines(result, out.o.dtype.element_ty)
         target = out.o + token.to(gl.int64) * out.stride_t + first_column
         _store_heads(target, out.stride_h, result, head_block, NUM_HEADS)
 
 
 @gluon.jit
-def _finish_sums(
-    out, partials, acc, item, num_tokens, first_column, turn, shares, finished, released,
-    NUM_HEADS: gl.constexpr, SPLIT: gl.constexpr, ROW: gl.constexpr,
-):  # fmt: skip
-    """An item's sums, with the shares that `_finish_scores` left for them, to memory."""
+def _take_shares(shares, turn, finished, released, ROW: gl.constexpr):
+    """The shares that `_finish_scores` left for an item's sums."""
     mbarrier.wait(finished, turn & 1)
     share = shares.load(ROW)
     _barrier()
     mbarrier.arrive(released, count=1)
-    _store_results(out, partials, acc, share, item, num_tokens, first_column, NUM_HEADS, SPLIT)
+    return share
 
 
 @gluon.jit
@@ -398,10 +440,8 @@ def _sum_warps(
             _barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             count += 1
-        _finish_sums(
-            out, partials, acc, item, num_tokens, 0, turn, shares, finished, released,
-            NUM_HEADS, SPLIT, ROW,
-        )  # fmt: skip
+        share = _take_shares(shares, turn, finished, released, ROW)
+        _store_results(out, partials, acc, share, item, num_tokens, 0, NUM_HEADS, SPLIT)
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
 
 

@@ -29,12 +29,14 @@ from narrowkv.sparse_fp8.kernels.hopper import (
     _copy_async,
     _copy_query,
     _finish_scores,
-    _finish_sums,
     _item,
     _locate_rows,
+    _name_item,
     _publish,
     _reinterpret,
     _softmax_tile,
+    _store_results,
+    _take_shares,
     _tile_indices,
 )
 
@@ -111,15 +113,12 @@ def _locate_tile(
 
 
 @gluon.jit
-def _allocate_parts(BLOCK_K: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Shared memory for 64 columns of a tile as stored, PARTS times.
-
-    Buffers of their own: the compiler puts a barrier between two accesses to parts of one.
-    """
-    parts = ()
-    for _ in gl.static_range(PARTS):
-        parts = parts + (gl.allocate_shared_memory(gl.int32, [BLOCK_K, 16], LAYOUT),)
-    return parts
+def _allocate_each(DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, COUNT: gl.constexpr):
+    """COUNT buffers of their own: the compiler puts a barrier between two accesses to parts of one."""
+    buffers = ()
+    for _ in gl.static_range(COUNT):
+        buffers = buffers + (gl.allocate_shared_memory(DTYPE, SHAPE, LAYOUT),)
+    return buffers
 
 
 @gluon.jit
@@ -131,15 +130,20 @@ def _copy_part(raw, rows, t: gl.constexpr, HALF: gl.constexpr, STORED: gl.conste
 
 
 @gluon.jit
+def _widen_part(stage, wide, raw, scales, t: gl.constexpr, HALF: gl.constexpr, STORED: gl.constexpr):
+    """64 NoPE columns to bf16. A thread reads the bytes that it copied itself."""
+    scale = scales.index(stage).slice(HALF * 4 + t, 1, dim=1).load(STORED)
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32)
+    pairs = _reinterpret(wide[t // 2].index(stage), gl.int32, [raw[t].shape[0], 64], PAIRS)
+    pairs.slice(t % 2 * 32, 32, dim=1).store(_widen(raw[t].load(STORED), scale))
+
+
+@gluon.jit
 def _widen_half(
     number, rows, next_rows, wide, raw, scales, widened, HALF: gl.constexpr, STORED: gl.constexpr
 ):
-    """Half of the columns of tile `number` to bf16; the next tile's NoPE takes the place of each part.
-
-    RoPE is copied straight from memory. A thread reads the bytes of NoPE that it copied itself.
-    """
+    """Half of the columns of tile `number` to bf16, RoPE as it is; copies of the next tile take off."""
     ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
-    BLOCK_K: gl.constexpr = wide.shape[1]
     PARTS: gl.constexpr = 3 if HALF else 4
     stage = number % 2
     async_copy.wait_group(0)
@@ -148,19 +152,35 @@ def _widen_half(
         rope = gl.convert_layout(rope, gl.SliceLayout(1, ROPE))
         live = gl.convert_layout(live, gl.SliceLayout(1, ROPE))
         d = gl.arange(0, 64, gl.SliceLayout(0, ROPE))
-        target = wide.index(stage).slice(192, 64, dim=1)
+        target = wide[1].index(stage).slice(64, 64, dim=1)
         _copy_async(target, rope[:, None] + d[None, :], mask=live[:, None])
         async_copy.commit_group()
-    pairs = _reinterpret(wide.index(stage), gl.int32, [BLOCK_K, 128], gl.NVMMASharedLayout(128, 32))
-    for t in gl.static_range(PARTS):
-        scale = scales.index(stage).slice(HALF * 4 + t, 1, dim=1).load(STORED)
-        pairs.slice(t * 32, 32, dim=1).store(_widen(raw[t].load(STORED), scale))
-        _copy_part(raw, next_rows, t, HALF, STORED)
-    async_copy.commit_group()
+    # The two buffers by turns: between two stores to one there is a barrier, for which all wait.
+    for t in gl.static_range(0, PARTS, 2):
+        _widen_part(stage, wide, raw, scales, t, HALF, STORED)
+    for t in gl.static_range(1, PARTS, 2):
+        _widen_part(stage, wide, raw, scales, t, HALF, STORED)
     if HALF:
-        async_copy.wait_group(1)
+        async_copy.wait_group(0)
     _publish()
     mbarrier.arrive(widened.index(stage), count=1)
+    for t in gl.static_range(PARTS):
+        _copy_part(raw, next_rows, t, HALF, STORED)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _last_tile(
+    prefix_csr, extend_csr, number, num_tokens, num_splits,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """Number of an item's last tile."""
+    item = _item(
+        prefix_csr, extend_csr, number, num_tokens, num_splits,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    return item[3] - 1
 
 
 @gluon.jit
@@ -174,7 +194,7 @@ def _sum_fp8_warps(
     SPLIT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
     """Copies and widens half of the columns, ahead of PV; PV; stores the results."""
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 256, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     EVERYWHERE: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     STORED: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
@@ -197,17 +217,28 @@ def _sum_fp8_warps(
         )  # fmt: skip
         _widen_half(number, rows, next_rows, wide, raw, scales, widened, HALF, STORED)
     count, turn = 0, 0
+    # Known an item ahead. A while loop: Triton 3.6 loses a carried number that only bounds a range.
+    last = _last_tile(
+        prefix_csr, extend_csr, gl.program_id(0), num_tokens, num_splits,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
     for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        item = _item(
-            prefix_csr, extend_csr, number, num_tokens, num_splits,
-            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        next_last = _last_tile(
+            prefix_csr, extend_csr, gl.minimum(number + gl.num_programs(0), num_items - 1),
+            num_tokens, num_splits, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
         )  # fmt: skip
-        acc = gl.full([BLOCK_H, 256], 0.0, gl.float32, SUMS)
-        for _ in range(item[3]):
+        acc_a = gl.full([BLOCK_H, 128], 0.0, gl.float32, SUMS)
+        acc_b = gl.full([BLOCK_H, 128], 0.0, gl.float32, SUMS)
+        tile = 0
+        while tile <= last:
+            stage = count % 2
             mbarrier.wait(scored, count & 1)
             if gl.max(changes.load(EVERYWHERE), 0) > 0:
-                acc = acc * corrections.load(ROW)[:, None]
-            acc = warpgroup_mma(numerators, wide.index(count % 2), acc, is_async=True)
+                correction = corrections.load(ROW)[:, None]
+                acc_a = acc_a * correction
+                acc_b = acc_b * correction
+            acc_a = warpgroup_mma(numerators, wide[0].index(stage), acc_a, is_async=True)
+            acc_b = warpgroup_mma(numerators, wide[1].index(stage), acc_b, is_async=True)
             rows = _locate_tile(
                 prefix, extend, slots, count + 2, HAS_PREFIX, HAS_EXTEND, LAYOUT,
                 PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, STORED,
@@ -216,15 +247,17 @@ def _sum_fp8_warps(
                 prefix, extend, slots, count + 3, HAS_PREFIX, HAS_EXTEND, LAYOUT,
                 PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, STORED,
             )  # fmt: skip
-            acc = warpgroup_mma_wait(0, deps=[acc])
+            acc_a, acc_b = warpgroup_mma_wait(0, deps=[acc_a, acc_b])
             _barrier()
             mbarrier.arrive(summed, count=1)
             _widen_half(count + 2, rows, next_rows, wide, raw, scales, widened, HALF, STORED)
             count += 1
-        _finish_sums(
-            out, partials, acc, item, num_tokens, HALF * 256, turn, shares, finished, released,
-            NUM_HEADS, SPLIT, ROW,
-        )  # fmt: skip
+            tile += 1
+        last = next_last
+        share = _take_shares(shares, turn, finished, released, ROW)
+        item = _name_item(number, num_tokens, HEAD_BLOCKS)
+        _store_results(out, partials, acc_a, share, item, num_tokens, HALF * 256, NUM_HEADS, SPLIT)
+        _store_results(out, partials, acc_b, share, item, num_tokens, HALF * 256 + 128, NUM_HEADS, SPLIT)
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
     async_copy.wait_group(0)
 
@@ -329,7 +362,7 @@ def _through(buffer, x, LAYOUT: gl.constexpr):
 def _score_fp8_warps(
     q_ptr, stride_qt, stride_qh, qk_scale, out, partials, prefix, prefix_csr, extend, extend_csr,
     num_tokens, num_splits, num_items,
-    slots, query_a, query_b, wide_a, wide_b, scales, numerators, corrections, changes, shares,
+    slots, query_a, query_b, wide, scales, numerators, corrections, changes, shares,
     indexed, widened, scored, summed, finished, released,
     NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
     LAYOUT: gl.constexpr, PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr,
@@ -395,14 +428,16 @@ def _score_fp8_warps(
         for _ in range(num_tiles):
             stage = count % 2
             mbarrier.wait(widened.index(stage), count // 2 & 1)
-            k_a = wide_a.index(stage).permute((1, 0))
-            k_b = wide_b.index(stage).slice(0, 128, dim=1).permute((1, 0))
-            k_c = wide_b.index(stage).slice(128, 64, dim=1).permute((1, 0))
-            k_d = wide_b.index(stage).slice(192, 64, dim=1).permute((1, 0))
-            s = warpgroup_mma(query_a, k_a, zeros, use_acc=False, is_async=True)
-            s = warpgroup_mma(query_b, k_b, s, is_async=True)
-            s = warpgroup_mma(query_c, k_c, s, is_async=True)
-            s = warpgroup_mma(query_d, k_d, s, is_async=True)
+            k_a = wide[0].index(stage).permute((1, 0))
+            k_b = wide[1].index(stage).permute((1, 0))
+            k_c = wide[2].index(stage).permute((1, 0))
+            k_d = wide[3].index(stage).slice(0, 64, dim=1).permute((1, 0))
+            k_e = wide[3].index(stage).slice(64, 64, dim=1).permute((1, 0))
+            s = warpgroup_mma(query_a.slice(0, 128, dim=1), k_a, zeros, use_acc=False, is_async=True)
+            s = warpgroup_mma(query_a.slice(128, 128, dim=1), k_b, s, is_async=True)
+            s = warpgroup_mma(query_b, k_c, s, is_async=True)
+            s = warpgroup_mma(query_c, k_d, s, is_async=True)
+            s = warpgroup_mma(query_d, k_e, s, is_async=True)
             scale = _load_scales(
                 prefix, extend, slots, count + 2, HAS_PREFIX, HAS_EXTEND, LAYOUT,
                 PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
@@ -450,10 +485,9 @@ def _sparse_hopper_fp8_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     query_a = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 256], WIDE)
     query_b = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 128], WIDE)
-    wide_a = gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, 256], WIDE)
-    wide_b = gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, 256], WIDE)
-    raw_a = _allocate_parts(BLOCK_K, 4, ROWS)
-    raw_b = _allocate_parts(BLOCK_K, 3, ROWS)
+    wide = _allocate_each(DTYPE, (2, BLOCK_K, 128), WIDE, 4)
+    raw_a = _allocate_each(gl.int32, (BLOCK_K, 16), ROWS, 4)
+    raw_b = _allocate_each(gl.int32, (BLOCK_K, 16), ROWS, 3)
     scales = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_K, 8], ROWS)
     slots = gl.allocate_shared_memory(gl.int32, [4, BLOCK_K], LINE)
     numerators = gl.allocate_shared_memory(
@@ -484,7 +518,7 @@ def _sparse_hopper_fp8_kernel(
                 _sum_fp8_warps,
                 (
                     out, partials, prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
-                    slots, wide_a, raw_a, scales, numerators, corrections, changes, shares,
+                    slots, (wide[0], wide[1]), raw_a, scales, numerators, corrections, changes, shares,
                     indexed, widened, scored, summed, finished, released,
                     0, NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
                     PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, BLOCK_H, BLOCK_K,
@@ -494,7 +528,7 @@ def _sparse_hopper_fp8_kernel(
                 _sum_fp8_warps,
                 (
                     out, partials, prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
-                    slots, wide_b, raw_b, scales, numerators, corrections, changes, shares,
+                    slots, (wide[2], wide[3]), raw_b, scales, numerators, corrections, changes, shares,
                     indexed, widened, scored, summed, finished, released,
                     1, NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
                     PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, BLOCK_H, BLOCK_K,
@@ -505,7 +539,7 @@ def _sparse_hopper_fp8_kernel(
                 (
                     q_ptr, stride_qt, stride_qh, qk_scale, out, partials,
                     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
-                    slots, query_a, query_b, wide_a, wide_b, scales, numerators, corrections, changes, shares,
+                    slots, query_a, query_b, wide, scales, numerators, corrections, changes, shares,
                     indexed, widened, scored, summed, finished, released,
                     NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
                     PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, HAS_SINK, WRITE_LSE,
