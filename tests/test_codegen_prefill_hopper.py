@@ -14,10 +14,74 @@ from narrowkv.quant.launch.gluon import has_gluon
 pytestmark = pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
 
 
+def _stale_addresses(code: str) -> list[str]:
+    """Products whose left operand's address comes, on some way, from before what it is computed of.
+
+    Follows the uniform registers of each address backwards. Where two definitions meet there must be a
+    counter, which is one of them plus one, or twice the base of shared memory.
+    """
+    listing = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", code)
+    place = {int(address, 16): number for number, (address, _) in enumerate(listing)}
+    texts = [text for _, text in listing]
+    before: list[list[int]] = [[] for _ in texts]
+    defined: list[tuple[str, ...]] = []
+    for number, text in enumerate(texts):
+        operation = re.sub(r"^@\S+\s+", "", text)
+        branch = re.match(r"BRA.*?0x([0-9a-f]+)$", operation)
+        if branch and int(branch[1], 16) in place:
+            before[place[int(branch[1], 16)]].append(number)
+        goes_on = text.startswith("@") or not re.match(r"BRA(\.\S+)? 0x|EXIT|RET", operation)
+        if goes_on and number + 1 < len(texts):
+            before[number + 1].append(number)
+        target = re.match(r"(U\S+|R2UR\S*|S2UR) UR(\d+)", operation)
+        wide = target is not None and re.search(r"\.64|\.WIDE", target[1]) is not None
+        names = [f"UR{int(target[2]) + i}" for i in range(2 if wide else 1)] if target else []
+        defined.append(tuple(names))
+
+    def reaching(number: int, name: str) -> set[int]:
+        found, seen, waiting = set(), set(), list(before[number])
+        while waiting:
+            at = waiting.pop()
+            if at in seen:
+                continue
+            seen.add(at)
+            if name in defined[at]:
+                found.add(at)
+            if name not in defined[at] or texts[at].startswith("@"):
+                waiting += before[at]
+        return found
+
+    stale = []
+    for number, text in enumerate(texts):
+        product = re.search(r"HGMMA.*gdesc\[UR(\d+)\](?!\.tnspB)", text)
+        if not product:
+            continue
+        waiting = [(number, f"UR{int(product[1]) + i}") for i in range(2)]
+        seen = set()
+        while waiting:
+            at, name = waiting.pop()
+            if (at, name) in seen:
+                continue
+            seen.add((at, name))
+            found = sorted(reaching(at, name))
+            sources = [texts[i] for i in found]
+            if len(found) != 1:
+                counts = any(re.search(rf"UIADD3 {name}, {name}, 0x1\b|UMOV {name}, UR", t) for t in sources)
+                bases = all(re.match(r"ULEA \S+ \S+ \S+ 0x18$", t) for t in sources)
+                if not (counts and any("URZ" in t for t in sources)) and not bases:
+                    stale.append(f"{text}: {name} of {sources}")
+                continue
+            if not re.match(r"R2UR|S2UR|ULDC", sources[0]):
+                operands = re.findall(r"\bUR\d+", sources[0].split(",", 1)[1])
+                waiting += [(found[0], operand) for operand in operands]
+    return stale
+
+
 def _check(kernel: Any, head_dim: int, loops: int) -> None:
     """Each product of a round is computed once and beside other work, and nothing is spilled in a loop."""
     assert kernel.name == "_pipelined_prefill_kernel"
     assert kernel.shared_bytes <= 227 * 1024
+    assert _stale_addresses(kernel.machine_code()) == []
     found = kernel.product_loops()
     assert len(found) == loops * 2  # of two warpgroups
     for loop in found:

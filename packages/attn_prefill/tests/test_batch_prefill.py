@@ -197,6 +197,22 @@ def test_mixed_lengths(q_lens: tuple[int, ...], lens: tuple[int, ...], kernel: s
 
 
 @either_kernel
+def test_values_of_any_size_in_bf16(kernel: str, device: str) -> None:
+    keys = 2000 if device == "cuda" else 300  # long enough for Hopper's own kernel, where there is one
+    q, cache, table, starts = PrefillWorkload(
+        q_lens=(keys // 10,), lens=(keys,), num_kv_heads=1, format="bf16", page_size=4
+    ).build(device)
+    values, pages = cache.logical()[1], table.page_ids[0, : keys // 4].long()
+    for tenth, power in enumerate((-30, 0, 40, 39, 9, 0, 0, -9, -60, 20)):
+        values[pages[tenth * len(pages) // 10 : (tenth + 1) * len(pages) // 10]] *= 2.0**power
+    o = batch_prefill(q, cache, table, starts, plan=plan_prefill(q, cache, table, starts, kernel=kernel))
+    expected = batch_prefill_reference(q, cache, table, starts)
+    assert isinstance(o, torch.Tensor)
+    assert isinstance(expected, torch.Tensor)
+    assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
+
+
+@either_kernel
 def test_every_split_agrees(kernel: str, device: str) -> None:
     workload = W(q_lens=(9, 0, 20), lens=(130, 70, 200), granularity="head", num_kv_heads=1)
     for splits in (2, 5):

@@ -217,13 +217,14 @@ def units_of(target: Target) -> int:
 
 
 def widen_warps(target: Target, head_dim: int, block: int) -> int:
-    """Warps of a program that widens a block of keys: sixteen of its rows each.
+    """Warps of a program that widens a block of keys: sixteen of its rows each, on NVIDIA eight.
 
-    CDNA keeps the masks of a wave's rows, and of columns that pad a row, in scalar registers: other head_dims
-    take twice the waves there (Triton 3.6 to 3.8 put up to 46 scalars into vector lanes otherwise).
+    With sixteen a thread of sm90 takes up to 235 registers, so that one program fills a unit. CDNA keeps the
+    masks of a wave's rows, and of columns that pad a row, in scalar registers: other head_dims take twice the
+    waves there (Triton 3.6 to 3.8 put up to 46 scalars into vector lanes otherwise).
     """
     masks = target.is_amd and head_dim not in (64, 128)
-    return block // (8 if masks else 16)
+    return block // (8 if masks or target.is_nvidia else 16)
 
 
 def _splits(target: Target, programs: int, key_tiles: int, resident: int = 2) -> int:

@@ -279,8 +279,8 @@ class PrefillCall:
             (
                 queries, outputs, scratch.k_unit, scratch.v_unit, key_descriptor(scratch.k, config.block_n),
                 key_descriptor(scratch.v, config.block_n), self.k_descale, self.v_descale,
-                self.plan.schedule, self._workspace(), qk_scale, out_scale, items, tiles,
-                config.num_splits, scratch.rows,
+                self.plan.schedule, self._workspace(), qk_scale, out_scale, tiles, config.num_splits,
+                scratch.rows,
             ),
             {
                 **options,
@@ -363,7 +363,10 @@ class PrefillCall:
                     "BLOCK_S": config.scratch_block,
                     "BLOCK_T": _QUANTISED_TOKENS,
                 },
-                LaunchOptions(num_warps=config.scratch_block // 16, num_stages=1),
+                LaunchOptions(
+                    num_warps=widen_warps(plan.target, plan.shape.head_dim, config.scratch_block),
+                    num_stages=1,
+                ),
             )  # fmt: skip
             # Scales that a head's old keys share are among their blocks' factors.
             modes = {"K_DESCALE": self.k_mode, "V_DESCALE": self.v_mode}

@@ -33,7 +33,8 @@ scheduled_tile = in_gluon(rows.scheduled_tile)
 share_of = in_gluon(rows.share_of)
 softmax_step = in_gluon(rows.softmax_step)
 visible_keys = in_gluon(rows.visible_keys)
-write_rows = in_gluon(tiles.write_rows)
+output_rows = in_gluon(tiles.output_rows)
+write_lse = in_gluon(tiles.write_lse)
 
 # The names of Triton 3.8 and later, and those before.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -49,22 +50,27 @@ class Ring(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What all programs share: the schedule, how many items it makes, rows of the scratch in a head."""
+    """What all programs share: the schedule, its tiles, their splits, rows of the scratch in a head."""
 
     schedule: Any
-    items: Any
     num_tiles: Any
     num_splits: Any
     rows: Any
 
 
+class Place(NamedTuple):
+    """A pair of a tile and a head, and a split of its keys."""
+
+    pair: Any
+    split: Any
+
+
 class Item(NamedTuple):
-    """A tile of rows, a head, a split of its keys: key tiles [begin, end), no mask for [full, full_end)."""
+    """A place with what is there: a tile, a head, key tiles [begin, end), no mask for [full, full_end)."""
 
     tile: Any
     kv_head: Any
-    index: Any
-    split: Any
+    place: Any
     begin: Any
     end: Any
     full: Any
@@ -99,12 +105,7 @@ def item_at(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """The item that this program takes at a turn; there are `rounds_of` of them."""
-    number = item_number(turn)
-    kv_head = number % NUM_KV_HEADS
-    index = number // NUM_KV_HEADS
-    split = index // work.num_tiles
-    index = index % work.num_tiles
-    tile = scheduled_tile(work.schedule, index)
+    place, kv_head, tile = lookup(work, turn, NUM_KV_HEADS, SPLIT)
     before = tile.kv_len - tile.q_len
     first_pos = before + tile.number * BLOCK_M // GQA_RATIO
     last_pos = before + gl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)
@@ -112,18 +113,31 @@ def item_at(
         first_pos, last_pos, tile.first, tile.kv_len, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N
     )
     if SPLIT:
-        begin, end, full, full_end = share_of(begin, end, full, full_end, split, work.num_splits)
+        begin, end, full, full_end = share_of(begin, end, full, full_end, place.split, work.num_splits)
     # Places past the last tile hold none.
     end = gl.where(tile.seq >= 0, end, begin)
-    return Item(tile, kv_head, index, split, begin, end, gl.minimum(full, end), gl.minimum(full_end, end))
+    return Item(tile, kv_head, place, begin, end, gl.minimum(full, end), gl.minimum(full_end, end))
 
 
 @gluon.jit
-def rounds_of(work):
+def lookup(work, turn, NUM_KV_HEADS: gl.constexpr, SPLIT: gl.constexpr):
+    """The place that this program takes at a turn, its head and its tile; by the schedule work falls."""
+    pair = item_number(turn)
+    split = 0
+    if SPLIT:
+        pairs = work.num_tiles * NUM_KV_HEADS
+        split = pair // pairs
+        pair = pair % pairs
+    return Place(pair, split), pair % NUM_KV_HEADS, scheduled_tile(work.schedule, pair // NUM_KV_HEADS)
+
+
+@gluon.jit
+def rounds_of(work, NUM_KV_HEADS: gl.constexpr):
     """How many items this program takes."""
     programs = gl.num_programs(0)
-    rounds = work.items // programs
-    left = work.items - rounds * programs
+    items = work.num_tiles * NUM_KV_HEADS * work.num_splits
+    rounds = items // programs
+    left = items - rounds * programs
     return rounds + (item_number(rounds) < rounds * programs + left).to(gl.int32)
 
 
@@ -144,7 +158,7 @@ def copy_keys(
 ):  # fmt: skip
     """Copies the key tiles of all items, the last tile of each first."""
     count = 0
-    for turn in range(rounds_of(work)):
+    for turn in range(rounds_of(work, NUM_KV_HEADS)):
         item = item_at(
             work, turn, NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N
         )
@@ -167,15 +181,14 @@ def copy_tile(desc, row, ring, count, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def copy_queries(q, item, q_tile, HALF: gl.constexpr, GQA_RATIO: gl.constexpr):
-    """Starts the copy of an item's rows into shared memory; what lies past the last row is undefined."""
+def copy_queries(q, tile, kv_head, there, q_tile, HALF: gl.constexpr, GQA_RATIO: gl.constexpr):
+    """Starts the copy of a tile's rows into shared memory, if it is there; past the last row is anything."""
     ROWS: gl.constexpr = q_tile.shape[0]
     HEAD_DIM: gl.constexpr = q_tile.shape[1]
     LINES: gl.constexpr = line_layout(HEAD_DIM)
-    tile = item.tile
-    q_len = gl.where(tile.seq >= 0, tile.q_len, 0)
+    q_len = gl.where(there & (tile.seq >= 0), tile.q_len, 0)
     tokens, heads, row_mask, _within = rows_of(
-        tile.q_start, q_len, tile.number * 2 + HALF, item.kv_head, GQA_RATIO, ROWS
+        tile.q_start, q_len, tile.number * 2 + HALF, kv_head, GQA_RATIO, ROWS
     )
     d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES))
     at = (tokens * q.token + heads * q.head)[:, None] + d[None, :]
@@ -214,60 +227,93 @@ def weights(
         keep = visible_keys(n, query_pos, first, num_keys, HAS_FIRST, WINDOW_LEFT, WINDOW_RIGHT)
         s = gl.where(keep, s, float("-inf"))
     p, correction, m, l = softmax_step(s, m, l, scale, True)
-    O: gl.constexpr = product_layout(HEAD_DIM)
-    # The left operand from registers lies as the accumulator does, so nothing moves.
-    return gl.convert_layout(p.to(gl.float16), gl.DotOperandLayout(0, O, 2)), correction, m, l
+    return as_operand(p, HEAD_DIM), correction, m, l
 
 
 @gluon.jit
-def factors_of(k_units, v_units, tile, K_IN_UNITS: gl.constexpr, V_IN_UNITS: gl.constexpr):
-    """What a tile of K and of V is short of; tiles before the first have the first one's."""
-    k_unit = 1.0
-    v_unit = 1.0
+def as_operand(p, HEAD_DIM: gl.constexpr):
+    """P in 16 bits; the left operand from registers lies as the accumulator does, so nothing moves."""
+    O: gl.constexpr = product_layout(HEAD_DIM)
+    return gl.convert_layout(p.to(gl.float16), gl.DotOperandLayout(0, O, 2))
+
+
+@gluon.jit
+def run_of(v_units, tile, left, old, unit, K_IN_UNITS: gl.constexpr):
+    """Of `left` key tiles from `tile` down: how many are short of the same, of what, and `unit` over that.
+
+    A load in the loop over key tiles costs it a twentieth; there are few runs.
+    """
+    LANES: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    j = gl.arange(0, 128, LANES)
+    own = gl.load(v_units + tile)
+    same = gl.load(v_units + tile - j, mask=j < left, other=0.0) == own
     if K_IN_UNITS:
-        k_unit = gl.load(k_units + gl.maximum(tile, 0))
-    if V_IN_UNITS:
-        v_unit = gl.load(v_units + gl.maximum(tile, 0))
-    return k_unit, v_unit
+        same = same & ((tile - j < old) == (tile < old))
+    run = gl.min(gl.where(same & (j < left), 128, j), 0)
+    return gl.maximum(run, 1), own, unit / own
 
 
 @gluon.jit
 def attend_tiles(
-    p, acc, m, l, unit, k_unit, v_unit, q_tile, k_ring, v_ring, scale, k_units, v_units,
-    query_pos, first, num_keys, count, last, begin, stop,
-    MASKED: gl.constexpr, K_IN_UNITS: gl.constexpr, V_IN_UNITS: gl.constexpr,
+    p, acc, m, l, ratio, q_tile, k_ring, v_ring, scale, query_pos, first, num_keys, count, last, begin, stop,
+    MASKED: gl.constexpr, HAS_RATIO: gl.constexpr, HAS_FIRST: gl.constexpr,
     WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Key tiles last - begin, ..., last - stop + 1 of an item; tile `last` is the ring's number `count`.
 
-    Keys lie in rows [first, num_keys) of the scratch. `unit` is what `acc` is short of, `k_unit` and `v_unit`
-    what the next tile is; those of the one after it are asked for a round ahead.
+    Keys lie in rows [first, num_keys) of the scratch. HAS_RATIO: what came before tile last - begin is
+    multiplied by `ratio`.
     """
     for i in range(begin, stop):
         scores = issue_scores(q_tile, k_ring, count + i, BLOCK_N, STAGES)
         values = issue_values(p, acc, v_ring, count + i - 1, STAGES)
-        next_k_unit, next_v_unit = factors_of(k_units, v_units, last - i - 1, K_IN_UNITS, V_IN_UNITS)
         s = warpgroup_mma_wait(1, deps=(scores,))
         mbarrier.arrive(k_ring.emptied.index((count + i) % STAGES))
         p, correction, m, l = weights(
-            s, m, l, scale * k_unit if K_IN_UNITS else scale, last - i, query_pos, first, num_keys,
-            MASKED, K_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, acc.shape[1],
+            s, m, l, scale, last - i, query_pos, first, num_keys,
+            MASKED, HAS_FIRST, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, acc.shape[1],
         )  # fmt: skip
-        if V_IN_UNITS:
-            correction *= unit / v_unit
-            unit = v_unit
+        if HAS_RATIO:
+            correction *= gl.where(i == begin, ratio, 1.0)
         # Named here, the softmax is not put off until after the wait.
         acc, p, correction, m, l = warpgroup_mma_wait(0, deps=(values, p, correction, m, l))
         mbarrier.arrive(v_ring.emptied.index((count + i - 1) % STAGES))
         acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None]
-        k_unit, v_unit = next_k_unit, next_v_unit
-    return p, acc, m, l, unit, k_unit, v_unit
+    return p, acc, m, l
 
 
 @gluon.jit
 def anew(x):
     """A number that the compiler takes for another: what comes of it is computed again, not kept."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def half_rows(tile, kv_head, HALF: gl.constexpr, GQA_RATIO: gl.constexpr, ROWS: gl.constexpr):
+    """Token, head and mask of a half tile's rows."""
+    q_len = gl.where(tile.seq >= 0, tile.q_len, 0)
+    return rows_of(tile.q_start, q_len, anew(tile.number * 2 + HALF), kv_head, GQA_RATIO, ROWS)
+
+
+@gluon.jit
+def write_half_tile(
+    out, acc, m, l, o_scale, tile, kv_head, HALF: gl.constexpr, GQA_RATIO: gl.constexpr,
+    HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr,
+):  # fmt: skip
+    """O and lse of a half tile's rows."""
+    ROWS: gl.constexpr = acc.shape[0]
+    HEAD_DIM: gl.constexpr = acc.shape[1]
+    tokens, heads, row_mask, _within = half_rows(tile, kv_head, HALF, GQA_RATIO, ROWS)
+    o = output_rows(out.sinks, acc, m, l, o_scale, heads, row_mask, HAS_SINKS)
+    if WRITE_LSE:
+        write_lse(out.lse, m, l, heads, tokens, row_mask, out.lse_token)
+    # Whole lines are written at once.
+    LINES: gl.constexpr = line_layout(HEAD_DIM)
+    o = gl.convert_layout(o.to(out.ptr.dtype.element_ty), LINES)
+    tokens, heads, row_mask, _within = half_rows(tile, kv_head, HALF, GQA_RATIO, ROWS)
+    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES))
+    at = (tokens * out.token + heads * out.head)[:, None] + d[None, :]
+    gl.store(out.ptr + at, o, mask=row_mask[:, None])
 
 
 @gluon.jit
@@ -287,12 +333,15 @@ def attend(
     S: gl.constexpr = gl.SliceLayout(1, product_layout(BLOCK_N))
     O: gl.constexpr = product_layout(HEAD_DIM)
     count = 0
-    for turn in range(rounds_of(work)):
+    rounds = rounds_of(work, NUM_KV_HEADS)
+    _place, kv_head, tile = lookup(work, 0, NUM_KV_HEADS, SPLIT)
+    copy_queries(q, tile, kv_head, rounds > 0, q_tile, HALF, GQA_RATIO)
+    for turn in range(rounds):
         item = item_at(
             work, turn, NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N
         )
+        _place, next_head, next_tile = lookup(work, gl.minimum(turn + 1, rounds - 1), NUM_KV_HEADS, SPLIT)
         tile, kv_head, begin, end = item.tile, item.kv_head, item.begin, item.end
-        copy_queries(q, item, q_tile, HALF, GQA_RATIO)
         async_copy.wait_group(0)
         fence_async_shared()
         rows = tile.number * BLOCK_M + HALF * ROWS + gl.arange(0, ROWS, S)
@@ -307,69 +356,100 @@ def attend(
         unit = qk_scale * 0.0 + 1.0
         if begin < end:
             scores = issue_scores(q_tile, k_ring, count, BLOCK_N, STAGES)
+            last = end - 1
+            num_tiles = end - begin
+            masked = gl.maximum(end - item.full_end, 1)
+            plain = gl.maximum(end - item.full, masked)
             # Where blocks have factors, those of the sequence's first block.
             block = (kv_head * work.rows + tile.base) // BLOCK_N
-            k_own, v_own = k_units, v_units
+            old = 0
+            old_scale = scale
+            own_scale = scale
             if K_IN_UNITS:
-                k_own = k_units + block
+                # New keys begin with a block and are short of nothing.
+                old = (tile.kv_len - tile.q_len) // BLOCK_N
+                old_scale = scale * gl.load(k_units + block)
+                own_scale = gl.where(last < old, old_scale, scale)
             if V_IN_UNITS:
                 v_own = v_units + block
-            k_unit, unit = factors_of(k_own, v_own, end - 1, K_IN_UNITS, V_IN_UNITS)
-            next_k_unit, next_v_unit = factors_of(k_own, v_own, end - 2, K_IN_UNITS, V_IN_UNITS)
+                unit = gl.load(v_own + last)
             s = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(k_ring.emptied.index(count % STAGES))
             p, _correction, m, l = weights(
-                s, m, l, scale * k_unit if K_IN_UNITS else scale, end - 1, query_pos, tile.first,
-                tile.kv_len, True, K_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, HEAD_DIM,
+                s, m, l, own_scale, last, query_pos, tile.first, tile.kv_len,
+                True, K_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, HEAD_DIM,
             )  # fmt: skip
-            masked = gl.maximum(end - item.full_end, 1)
-            plain = gl.maximum(end - item.full, masked)
-            p, acc, m, l, unit, next_k_unit, next_v_unit = attend_tiles(
-                p, acc, m, l, unit, next_k_unit, next_v_unit, q_tile, k_ring, v_ring, scale, k_own, v_own,
-                query_pos, tile.first, tile.kv_len, count, end - 1, 1, masked,
-                True, K_IN_UNITS, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
-            )  # fmt: skip
-            p, acc, m, l, unit, next_k_unit, next_v_unit = attend_tiles(
-                p, acc, m, l, unit, next_k_unit, next_v_unit, q_tile, k_ring, v_ring, scale, k_own, v_own,
-                query_pos, tile.first, tile.kv_len, count, end - 1, masked, plain,
-                False, K_IN_UNITS, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
-            )  # fmt: skip
-            if WINDOW_LEFT >= 0 or K_IN_UNITS:
-                p, acc, m, l, unit, next_k_unit, next_v_unit = attend_tiles(
-                    p, acc, m, l, unit, next_k_unit, next_v_unit, q_tile, k_ring, v_ring, scale, k_own, v_own,
-                    query_pos, tile.first, tile.kv_len, count, end - 1, plain, end - begin,
-                    True, K_IN_UNITS, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
+            if V_IN_UNITS:
+                done = num_tiles * 0 + 1
+                # What goes round this loop in 16 bits is packed and unpacked in the loops inside.
+                wide_p = p.to(gl.float32)
+                while done < num_tiles:
+                    p = as_operand(wide_p, HEAD_DIM)
+                    run, unit, ratio = run_of(v_own, last - done, num_tiles - done, old, unit, K_IN_UNITS)
+                    stop = done + run
+                    own_scale = scale
+                    if K_IN_UNITS:
+                        own_scale = gl.where(last - done < old, old_scale, scale)
+                    past = gl.minimum(gl.maximum(masked, gl.where(ratio != 1.0, done + 1, done)), stop)
+                    before = gl.minimum(gl.maximum(plain, past), stop)
+                    p, acc, m, l = attend_tiles(
+                        p, acc, m, l, ratio, q_tile, k_ring, v_ring, own_scale, query_pos, tile.first,
+                        tile.kv_len, count, last, done, past,
+                        True, True, K_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
+                    )  # fmt: skip
+                    p, acc, m, l = attend_tiles(
+                        p, acc, m, l, 1.0, q_tile, k_ring, v_ring, own_scale, query_pos, tile.first,
+                        tile.kv_len, count, last, past, before,
+                        False, False, K_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
+                    )  # fmt: skip
+                    if WINDOW_LEFT >= 0 or K_IN_UNITS:
+                        p, acc, m, l = attend_tiles(
+                            p, acc, m, l, 1.0, q_tile, k_ring, v_ring, own_scale, query_pos, tile.first,
+                            tile.kv_len, count, last, before, stop,
+                            True, False, K_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
+                        )  # fmt: skip
+                    wide_p = p.to(gl.float32)
+                    done = stop
+                p = as_operand(wide_p, HEAD_DIM)
+            else:
+                p, acc, m, l = attend_tiles(
+                    p, acc, m, l, 1.0, q_tile, k_ring, v_ring, scale, query_pos, tile.first, tile.kv_len,
+                    count, last, 1, masked,
+                    True, False, False, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
                 )  # fmt: skip
-            count += end - begin
+                p, acc, m, l = attend_tiles(
+                    p, acc, m, l, 1.0, q_tile, k_ring, v_ring, scale, query_pos, tile.first, tile.kv_len,
+                    count, last, masked, plain,
+                    False, False, False, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
+                )  # fmt: skip
+                if WINDOW_LEFT >= 0:
+                    p, acc, m, l = attend_tiles(
+                        p, acc, m, l, 1.0, q_tile, k_ring, v_ring, scale, query_pos, tile.first, tile.kv_len,
+                        count, last, plain, num_tiles,
+                        True, False, False, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
+                    )  # fmt: skip
+            count += num_tiles
             acc = warpgroup_mma_wait(0, deps=(issue_values(p, acc, v_ring, count - 1, STAGES),))
             mbarrier.arrive(v_ring.emptied.index((count - 1) % STAGES))
+        # The next rows come while these are written.
+        copy_queries(q, next_tile, next_head, turn + 1 < rounds, q_tile, HALF, GQA_RATIO)
         if V_IN_UNITS:
             acc *= unit
-        # Whole rows are written at once.
-        LINES: gl.constexpr = line_layout(HEAD_DIM)
-        acc = gl.convert_layout(acc, LINES)
-        q_len = gl.where(tile.seq >= 0, tile.q_len, 0)
-        tokens, heads, row_mask, _within = rows_of(
-            tile.q_start, q_len, anew(tile.number * 2 + HALF), kv_head, GQA_RATIO, ROWS
-        )
-        tokens = gl.set_auto_layout(tokens, gl.SliceLayout(1, LINES))
-        m = gl.convert_layout(m, gl.SliceLayout(1, LINES))
-        l = gl.convert_layout(l, gl.SliceLayout(1, LINES))
-        o_scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, LINES)) * out_scale
+        m = gl.convert_layout(m, gl.SliceLayout(1, O))
+        l = gl.convert_layout(l, gl.SliceLayout(1, O))
+        o_scale = out_scale
         if V_DESCALE == "head":
             o_scale *= gl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
-        write = True
+        write = count >= 0
         if SPLIT:
+            row_mask = half_rows(tile, kv_head, HALF, GQA_RATIO, ROWS)[2]
             write, acc, m, l = merge_splits(
-                workspace, acc, m, l, (item.index * NUM_KV_HEADS + kv_head) * 2 + HALF, item.split,
-                work.num_splits, work.num_tiles * NUM_KV_HEADS * 2, row_mask, False, ROWS, HEAD_DIM,
+                workspace, acc, m, l, item.place.pair * 2 + HALF, item.place.split, work.num_splits,
+                work.num_tiles * NUM_KV_HEADS * 2, gl.set_auto_layout(row_mask, gl.SliceLayout(1, O)), False,
+                ROWS, HEAD_DIM,
             )  # fmt: skip
         if write:
-            write_rows(
-                out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
-                gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES)),
-                out.token, out.head, out.lse_token, HEAD_DIM, HAS_SINKS, WRITE_LSE,
-            )  # fmt: skip
+            write_half_tile(out, acc, m, l, o_scale, tile, kv_head, HALF, GQA_RATIO, HAS_SINKS, WRITE_LSE)
 
 
 @gluon.jit
@@ -389,7 +469,7 @@ def key_ring(desc, STAGES: gl.constexpr):
 @gluon.jit
 def _pipelined_prefill_kernel(
     q, out, k_units, v_units, k_desc, v_desc, k_descale, v_descale, schedule, workspace,
-    qk_scale, out_scale, items, num_tiles, num_splits, scratch_rows,
+    qk_scale, out_scale, num_tiles, num_splits, scratch_rows,
     NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, HEAD_DIM: gl.constexpr,
     K_DESCALE: gl.constexpr, V_DESCALE: gl.constexpr,
     K_IN_UNITS: gl.constexpr, V_IN_UNITS: gl.constexpr,
@@ -400,10 +480,11 @@ def _pipelined_prefill_kernel(
     """Tiles of BLOCK_M rows over the widened keys; see `_dense_prefill_kernel` for the arguments.
 
     An item is a (split, tile, head), by the schedule in the order of falling work; `item_number` says which
-    of them a program takes. `k_units`, `v_units`: what blocks of BLOCK_N keys are short of,
-    `[heads, rows / BLOCK_N]`, or None.
+    of them a program takes. `v_units`: what blocks of BLOCK_N keys are short of, `[heads, rows / BLOCK_N]`,
+    or None. `k_units`: the same for K, where keys from before the chunk are all short of one factor,
+    and those of the chunk of none; not without `v_units`.
     """
-    work = Work(schedule, items, num_tiles, num_splits, scratch_rows)
+    work = Work(schedule, num_tiles, num_splits, scratch_rows)
     KIND: gl.constexpr = q.ptr.dtype.element_ty
     q_tiles = gl.allocate_shared_memory(
         KIND, [2, BLOCK_M // 2, HEAD_DIM],
