@@ -203,8 +203,8 @@ def check_fp8(call: SparseCall) -> None:
             )
 
 
-def row_pointers(rows: torch.Tensor | DSV4Rows) -> RowPointers:
-    """Rows of any kind as the kernels read them."""
+def row_pointers(rows: torch.Tensor | DSV4Rows, *, fp32_scale: bool = False) -> RowPointers:
+    """Rows of any kind as the kernels read them; layout split has its scales as int32 unless `fp32_scale`."""
     if isinstance(rows, torch.Tensor):
         return RowPointers(rows, None, None, rows.stride(0), 0, 0, rows.shape[0])
     data = rows.data.view(torch.uint8)
@@ -215,6 +215,8 @@ def row_pointers(rows: torch.Tensor | DSV4Rows) -> RowPointers:
     assert rows.rope is not None
     scale = data if rows.layout == "row512" else rows.scale
     assert scale is not None
+    if rows.layout == "split" and not fp32_scale:
+        scale = scale.view(torch.int32)
     strides = (data.stride(0), rows.rope.stride(0), scale.stride(0))
     return RowPointers(data, rows.rope, scale, *strides, rows.num_rows)
 

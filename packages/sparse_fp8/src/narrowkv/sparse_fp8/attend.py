@@ -175,7 +175,11 @@ def _arguments(
     """What all attention kernels take: q, results, the sources, numbers."""
     pointers: list[Any] = []
     for source in sources:
-        pointers += [NO_ROWS, NO_CSR] if source is None else [row_pointers(source.rows), csr_pointers(source)]
+        if source is None:
+            pointers += [NO_ROWS, NO_CSR]
+        else:
+            # The kernels for Hopper have a stage count, and read float32 scales as such.
+            pointers += [row_pointers(source.rows, fp32_scale=config.stages > 0), csr_pointers(source)]
     return (
         *query,
         *results,

@@ -114,7 +114,8 @@ def load_columns(
         places = rows.scale + scale_at[:, None] + (g * STEP)[None, :]
         scaled = mask[:, None] & (g < 448 // GROUP)[None, :]
     if LAYOUT == "split":
-        scale = tl.load(places, mask=scaled, other=1.0)
+        # As words: Triton 3.6 branches around each load of float32 in a kernel with products.
+        scale = tl.load(places, mask=scaled, other=0x3F800000).to(tl.float32, bitcast=True)
     else:
         scale = e8m0_to_fp32(tl.load(places, mask=scaled, other=127))
     return x, scale
