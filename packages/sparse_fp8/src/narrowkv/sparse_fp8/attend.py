@@ -78,7 +78,6 @@ def attend_fused(call: SparseCall, *, num_splits: int | None) -> None:
         num_heads=call.num_heads,
         mean_rows=call.mean_rows,
         fp8_qk=fp8_qk,
-        native=route != BITS,
         hopper=fused_suits_hopper(q, call.prefix, call.extend, call.target),
         num_splits=num_splits,
     )

@@ -133,9 +133,9 @@ def _attend_fused(
 ):  # fmt: skip
     """Rows at places [begin, end) of the index list into the softmax state; acc is 512 // WIDTH tiles."""
     k_range = tl.arange(0, BLOCK_K)
-    index = load_indices(csr, begin + k_range, end)
+    index = load_indices(csr, begin, k_range, end)
     for start in tl.range(begin, end, BLOCK_K, num_stages=GUARD if GUARD else None):
-        upcoming = load_indices(csr, start + BLOCK_K + k_range, end)
+        upcoming = load_indices(csr, start + BLOCK_K, k_range, end)
         live = named(index, rows.num_rows)
         stored, scales, rope = _load_rows(rows, index, live, WIDTH, LAYOUT, PAGE_SIZE, GROUP, WIDE_ADDRESS)
         if GUARD:

@@ -52,9 +52,10 @@ def token_span(csr, token):
 
 
 @triton.jit
-def load_indices(csr, place, end):
-    """Row numbers at `place`, -1 past the end."""
-    return tl.load(csr.indices + place, mask=place < end, other=-1)
+def load_indices(csr, begin, places, end):
+    """Row numbers at `places` after `begin`, -1 from the end on."""
+    # What is the same for all lanes stays scalar: places of their own would take registers of every layout.
+    return tl.load(csr.indices + begin + places, mask=places < end - begin, other=-1)
 
 
 @triton.jit
@@ -142,7 +143,7 @@ def widen_columns(
 ):  # fmt: skip
     """What `load_columns` gave as bf16 `[N, WIDTH]`, RoPE in its place; exact: four bits times one."""
     if ROUTE == "bits":
-        wide = widen(x, FORMAT, ROUTE, tl.float16).to(tl.float32)
+        wide = widen(x, FORMAT, ROUTE, tl.float16, False).to(tl.float32)
     else:
         wide = as_fp8(x, FORMAT, ROUTE).to(tl.float32)
     scale = scale * (2.0**EXPONENT)

@@ -39,11 +39,11 @@ def _attend_wide(
     """Rows at places [begin, end) of the index list into the softmax state."""
     d = tl.arange(0, 512)
     k_range = tl.arange(0, BLOCK_K)
-    index = load_indices(csr, begin + k_range, end)
+    index = load_indices(csr, begin, k_range, end)
     # Without a product at the top of its body a loop is pipelined only if it says so itself.
     for start in tl.range(begin, end, BLOCK_K, num_stages=GUARD if GUARD else None):
         # Indices come one tile ahead: the rows' loads wait for them.
-        upcoming = load_indices(csr, start + BLOCK_K + k_range, end)
+        upcoming = load_indices(csr, start + BLOCK_K, k_range, end)
         live = named(index, rows.num_rows)
         offsets = (index.to(tl.int64) if WIDE_ADDRESS else index) * rows.stride_n
         kv = tl.load(
