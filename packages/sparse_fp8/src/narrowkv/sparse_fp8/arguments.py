@@ -227,9 +227,15 @@ def csr_pointers(source: KVSource) -> Csr:
 
 
 def needs_64_bit(rows: torch.Tensor | DSV4Rows) -> bool:
-    """Whether an offset into the rows can pass 31 bits."""
-    data = rows if isinstance(rows, torch.Tensor) else rows.data
-    return data.shape[0] * data.stride(0) > _INT32_MAX
+    """Whether an offset into the rows, or into RoPE or scales that lie apart, can pass 31 bits."""
+    parts = [rows] if isinstance(rows, torch.Tensor) else [rows.data, rows.rope, rows.scale]
+    return any(part.shape[0] * part.stride(0) > _INT32_MAX for part in parts if part is not None)
+
+
+def heads_need_64_bit(q: torch.Tensor | DSV4Rows, o: torch.Tensor) -> bool:
+    """Whether an offset from a token's first head of q or of the results to its last can pass 31 bits."""
+    strides = [o.stride(1), q.stride(1) if isinstance(q, torch.Tensor) else 0]
+    return o.shape[1] * max(strides) > _INT32_MAX
 
 
 def output_pointers(call: SparseCall) -> Output:

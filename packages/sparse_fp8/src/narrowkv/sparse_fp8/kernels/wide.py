@@ -65,7 +65,7 @@ def _sparse_wide_kernel(
     q_ptr, out, partials, prefix, prefix_csr, extend, extend_csr,
     stride_qt, stride_qh, qk_scale, num_tokens, num_splits,
     NUM_HEADS: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_EXTEND: tl.constexpr,
-    WIDE_PREFIX: tl.constexpr, WIDE_EXTEND: tl.constexpr,
+    WIDE_PREFIX: tl.constexpr, WIDE_EXTEND: tl.constexpr, WIDE_HEADS: tl.constexpr,
     HAS_SINK: tl.constexpr, WRITE_LSE: tl.constexpr, SPLIT: tl.constexpr, GUARD: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -74,6 +74,8 @@ def _sparse_wide_kernel(
     token = tl.program_id(0) // HEAD_BLOCKS
     heads = (tl.program_id(0) % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = heads < NUM_HEADS
+    if WIDE_HEADS:
+        heads = heads.to(tl.int64)
     split = tl.program_id(1)
     d = tl.arange(0, 512)
     wide_token = token.to(tl.int64)
