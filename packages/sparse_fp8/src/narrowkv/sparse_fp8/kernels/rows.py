@@ -73,13 +73,12 @@ def locate(rows, index, LAYOUT: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDE: tl.
         page, slot = index // PAGE_SIZE, index % PAGE_SIZE
         nope = page * rows.stride_n + slot * 576
         rope = page * rows.stride_r + slot * 288 + 224
-        scale = page * rows.stride_s + (PAGE_SIZE * 576) + slot * 8
+        # Bytes of the same rows: one product serves both.
+        scale = page * rows.stride_n + (PAGE_SIZE * 576) + slot * 8
     else:
         nope = index * rows.stride_n
         rope = index * rows.stride_r
-        scale = index * rows.stride_s
-        if LAYOUT == "row512":
-            scale += 448
+        scale = nope + 448 if LAYOUT == "row512" else index * rows.stride_s
     return nope, rope, scale
 
 
