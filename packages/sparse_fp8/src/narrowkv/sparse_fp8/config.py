@@ -105,8 +105,9 @@ def _amd_tiles(target: Target, kernel: str, block_h: int, fp8_qk: bool) -> _Tile
     if not fp8_qk:
         # All columns in one tile: widened once, as loaded. Tiles of 64 pass through LDS as bytes, and every
         # warp widens them itself, twice: 64 heads take 3800 vector instructions of all warps on gfx942 and
-        # 5060 on gfx950, not 1760 and 1380.
-        return _Tiles(block_h, 16, options, width=512)
+        # 5060 on gfx950, not 1700 and 1350. Triton 3.6 and 3.8 spill up to 4 scalar registers unless told
+        # not to aim at more than one wave.
+        return _Tiles(block_h, 16, replace(options, waves_per_eu=1), width=512)
     if block_h > 16:
         # 64 heads spill 3 to 7 registers, according to layout and Triton. 32 at 4 warps take as many vector
         # instructions in all as 64 at 8. On gfx942 they may take up to 262 registers when not told that 256
