@@ -51,18 +51,9 @@ def test_64_heads_neither_spill_nor_use_scratch(case: SparseCase, target: str) -
 @both_targets
 @pytest.mark.parametrize("case", [case for case in shipped_cases() if case not in DEFAULT], ids=_name)
 def test_every_shipped_configuration_neither_spills_nor_uses_scratch(case: SparseCase, target: str) -> None:
-    if TRITON < (3, 9):
-        pytest.skip("register allocation is asserted for Triton 3.9, the development version")
+    if (*TRITON, target, case.heads) == (3, 7, "gfx950", 32):
+        pytest.skip("Triton 3.7 keeps two scalars in lanes of a vector register")
     _check(case, target)
-
-
-@pytest.mark.slow
-@both_targets
-@pytest.mark.parametrize("layout", ["split", "row512"])
-def test_other_layouts_neither_spill_nor_use_scratch(layout: str, target: str) -> None:
-    for case in shipped_cases(two_sources=False):
-        if case.heads == 64 and case.mode == "fused" and case.clean:
-            _check(replace(case, layout=layout), target)
 
 
 @pytest.mark.skipif(
@@ -81,7 +72,9 @@ def test_nope_scores_of_an_fp8_query_use_fp8_matrix_instructions(target: str) ->
 
 
 @both_targets
-def test_a_bf16_query_stays_in_bf16(target: str) -> None:
+def test_a_bf16_query_stays_in_bf16_and_rows_are_widened_once(target: str) -> None:
     code = _attention(replace(shipped_cases(two_sources=False)[0], mode="fused", layout="packed584"), target)
     assert code.mfma
     assert all("bf16" in name for name in code.mfma)
+    # A quarter of 16 rows of 512 columns, two a conversion, and a few of P; all of it where warps repeat it.
+    assert 16 <= code.loop["converts"] <= 24

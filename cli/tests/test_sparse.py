@@ -150,6 +150,8 @@ def test_what_is_shipped_covers_heads_formats_and_ways() -> None:
     cases = shipped_cases()
     assert {case.heads for case in cases} == {16, 32, 64}
     assert {case.mode for case in cases} == {"wide", "fused", "decode"}
+    assert {case.layout for case in cases} == {"bf16", "split", "packed584", "row512"}
+    assert {case.q for case in cases} == {"bf16", "fp16", "fp8"}
     assert {case.format for case in cases} == {"fp8_e4m3fn", "fp8_e4m3fnuz"}
     assert {case.clean for case in cases} == {True, False}
     assert all(case.extend for case in cases)

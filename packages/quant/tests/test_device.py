@@ -31,9 +31,12 @@ DTYPES = {
 
 
 @triton.jit
-def _widen_kernel(x_ptr, o_ptr, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexpr):
+def _widen_kernel(
+    x_ptr, o_ptr,
+    FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexpr, COMPARE: tl.constexpr = True,
+):  # fmt: skip
     i = tl.arange(0, 256)
-    tl.store(o_ptr + i, widen(tl.load(x_ptr + i), FORMAT, ROUTE, DTYPE).to(tl.float32))
+    tl.store(o_ptr + i, widen(tl.load(x_ptr + i), FORMAT, ROUTE, DTYPE, COMPARE).to(tl.float32))
 
 
 @triton.jit
@@ -95,13 +98,17 @@ def _native_here(fmt: str, device: str) -> bool:
 @pytest.mark.parametrize("fmt", DTYPES)
 @pytest.mark.parametrize("route", ["native", "bits"])
 @pytest.mark.parametrize("compute", [tl.float16, tl.bfloat16])
-def test_every_code_is_widened_exactly(fmt: str, route: str, compute: tl.dtype, device: str) -> None:
+@pytest.mark.parametrize("compare", [True, False])
+def test_every_code_is_widened_exactly(
+    fmt: str, route: str, compute: tl.dtype, compare: bool, device: str
+) -> None:
     if route == "native" and not _native_here(fmt, device):
         pytest.skip("CUDA has no FNUZ type; it takes the bits route")
     codes = _codes(device)
     stored = codes.view(DTYPES[fmt]) if route == "native" else codes
     out = torch.zeros(256, device=device)
-    launch(_widen_kernel, (1,), (stored, out), {"FORMAT": fmt, "ROUTE": route, "DTYPE": compute}, ONE)
+    constants = {"FORMAT": fmt, "ROUTE": route, "DTYPE": compute, "COMPARE": compare}
+    launch(_widen_kernel, (1,), (stored, out), constants, ONE)
     want = codes.view(DTYPES[fmt]).float()
     np.testing.assert_array_equal(
         (out * 2.0 ** widening_exponent(fmt, route)).cpu().numpy(), want.cpu().numpy()

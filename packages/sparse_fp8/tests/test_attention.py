@@ -22,6 +22,7 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_fp8,
     sparse_prefill_reference,
 )
+from narrowkv.sparse_fp8.arguments import needs_64_bit
 from narrowkv.sparse_fp8.config import NUM_HEADS
 from narrowkv.sparse_fp8.workloads import SparseInputs, SparseWorkload
 
@@ -503,6 +504,33 @@ def test_every_mixture(way: str, target: str, heads: int, skipped: float) -> Non
             extend_lens=(0, 2) * 4,
         )
         _agrees(workload.build(seed=heads), run)
+
+
+@pytest.mark.parametrize("part", ["nope", "rope", "scale"])
+def test_any_part_that_lies_far_apart_is_read_by_64_bits(part: str) -> None:
+    def rows(name: str, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(40, 2**26 if name == part else width, dtype=dtype, device="meta")[:, :width]
+
+    far = DSV4Rows.split(
+        rows("nope", 448, torch.float8_e4m3fn),
+        rows("rope", 64, torch.bfloat16),
+        rows("scale", 7, torch.float32),
+    )
+    assert needs_64_bit(far)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["wide", "fused"])
+@pytest.mark.parametrize("strided", ["q", "out"])
+def test_heads_beyond_31_bits(way: str, strided: str, device: str) -> None:
+    """FAULTS 22: heads lie 640 MiB apart, as in a tensor of many tokens with heads outermost."""
+    layout, run = WAYS[way]
+    inputs = W(layout=layout, num_qo_heads=8, prefix_lens=(20,)).build(device)
+    far = torch.empty(8, 5 * 2**26, dtype=torch.bfloat16, device=device)[None, :, :512]
+    if strided == "q":
+        assert torch.equal(run(replace(inputs, q=far.copy_(inputs.q))), run(inputs))
+    else:
+        assert torch.equal(run(inputs, out=far), run(inputs))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from rich.table import Table
 from narrowkv.cli.codegen import KernelCode, compile_call
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.shipped_code import CallCode, inspect_calls
-from narrowkv.cli.sparse.cases import SparseCase, build
+from narrowkv.cli.sparse.cases import QUERIES, SparseCase, build
 
 _ROWS = "16+16"  # so few rows that nothing is split
 
@@ -25,12 +25,17 @@ class SparseCode(CallCode[SparseCase]):
 
 
 def shipped_cases(*, two_sources: bool = True) -> list[SparseCase]:
-    """A call for every shipped configuration: ways to attend, formats, numbers of heads."""
+    """A call for every shipped configuration: ways to attend, layouts, formats, numbers of heads."""
     extend = _ROWS if two_sources else ""
     ways = [
         SparseCase(mode="wide", layout="bf16"),
         SparseCase(),
+        SparseCase(q="fp16"),
         SparseCase(q="fp8"),
+        SparseCase(layout="split"),
+        SparseCase(layout="split", q="fp8"),
+        SparseCase(layout="row512"),
+        SparseCase(layout="row512", q="fp8"),
         SparseCase(clean=False),
         SparseCase(format="fp8_e4m3fnuz"),
         SparseCase(format="fp8_e4m3fnuz", q="fp8"),
@@ -67,7 +72,9 @@ def _table(found: list[CallCode[SparseCase]]) -> Table:
     for code in found:
         for k in code.kernels:
             case = code.case
-            rows = case.layout if case.mode == "wide" else f"{case.format}{'' if case.clean else ', foreign'}"
+            rows = case.layout
+            if rows not in QUERIES:
+                rows += f" {case.format}{'' if case.clean else ', foreign'}"
             numbers = (case.heads, k.vgprs, k.agprs, k.spills + k.sgpr_spills, k.scratch_bytes, k.lds_bytes)
             mfma = ", ".join(f"{name.removeprefix('v_mfma_')} {n}" for name, n in k.mfma.items())
             table.add_row(

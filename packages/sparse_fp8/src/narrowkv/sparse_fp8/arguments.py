@@ -203,8 +203,8 @@ def check_fp8(call: SparseCall) -> None:
             )
 
 
-def row_pointers(rows: torch.Tensor | DSV4Rows) -> RowPointers:
-    """Rows of any kind as the kernels read them."""
+def row_pointers(rows: torch.Tensor | DSV4Rows, *, fp32_scale: bool = False) -> RowPointers:
+    """Rows of any kind as the kernels read them; layout split has its scales as int32 unless `fp32_scale`."""
     if isinstance(rows, torch.Tensor):
         return RowPointers(rows, None, None, rows.stride(0), 0, 0, rows.shape[0])
     data = rows.data.view(torch.uint8)
@@ -215,6 +215,8 @@ def row_pointers(rows: torch.Tensor | DSV4Rows) -> RowPointers:
     assert rows.rope is not None
     scale = data if rows.layout == "row512" else rows.scale
     assert scale is not None
+    if rows.layout == "split" and not fp32_scale:
+        scale = scale.view(torch.int32)
     strides = (data.stride(0), rows.rope.stride(0), scale.stride(0))
     return RowPointers(data, rows.rope, scale, *strides, rows.num_rows)
 
@@ -225,9 +227,15 @@ def csr_pointers(source: KVSource) -> Csr:
 
 
 def needs_64_bit(rows: torch.Tensor | DSV4Rows) -> bool:
-    """Whether an offset into the rows can pass 31 bits."""
-    data = rows if isinstance(rows, torch.Tensor) else rows.data
-    return data.shape[0] * data.stride(0) > _INT32_MAX
+    """Whether an offset into the rows, or into RoPE or scales that lie apart, can pass 31 bits."""
+    parts = [rows] if isinstance(rows, torch.Tensor) else [rows.data, rows.rope, rows.scale]
+    return any(part.shape[0] * part.stride(0) > _INT32_MAX for part in parts if part is not None)
+
+
+def heads_need_64_bit(q: torch.Tensor | DSV4Rows, o: torch.Tensor) -> bool:
+    """Whether an offset from a token's first head of q or of the results to its last can pass 31 bits."""
+    strides = [o.stride(1), q.stride(1) if isinstance(q, torch.Tensor) else 0]
+    return o.shape[1] * max(strides) > _INT32_MAX
 
 
 def output_pointers(call: SparseCall) -> Output:

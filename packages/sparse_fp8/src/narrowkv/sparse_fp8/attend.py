@@ -17,6 +17,7 @@ from narrowkv.sparse_fp8.arguments import (
     allocate_partials,
     csr_pointers,
     fused_suits_hopper,
+    heads_need_64_bit,
     needs_64_bit,
     output_pointers,
     row_pointers,
@@ -52,13 +53,14 @@ def attend_wide(
         num_tokens=call.num_tokens,
         num_heads=call.num_heads,
         mean_rows=call.mean_rows,
-        hopper=is_compiled(q) and suits_hopper(q, prefix, extend),
+        hopper=is_compiled(q) and suits_hopper(q, prefix, extend) and not heads_need_64_bit(q, call.o),
         num_splits=num_splits,
     )
     if config.stages:
         _run_hopper(call, config, q, prefix, extend)
         return
-    _run(call, config, _sparse_wide_kernel, (q,), (q.stride(0), q.stride(1)), (prefix, extend), {})
+    constexprs = {"WIDE_HEADS": heads_need_64_bit(q, call.o)}
+    _run(call, config, _sparse_wide_kernel, (q,), (q.stride(0), q.stride(1)), (prefix, extend), constexprs)
 
 
 def attend_fused(call: SparseCall, *, num_splits: int | None) -> None:
@@ -78,8 +80,8 @@ def attend_fused(call: SparseCall, *, num_splits: int | None) -> None:
         num_heads=call.num_heads,
         mean_rows=call.mean_rows,
         fp8_qk=fp8_qk,
-        native=route != BITS,
-        hopper=fused_suits_hopper(q, call.prefix, call.extend, call.target),
+        hopper=fused_suits_hopper(q, call.prefix, call.extend, call.target)
+        and not heads_need_64_bit(q, call.o),
         num_splits=num_splits,
     )
     if config.stages and isinstance(q, torch.Tensor):
@@ -94,6 +96,7 @@ def attend_fused(call: SparseCall, *, num_splits: int | None) -> None:
         **_layout("PREFIX", call.prefix.rows if call.prefix is not None else None),
         **_layout("EXTEND", call.extend.rows if call.extend is not None else None),
         "FP8_Q": isinstance(q, DSV4Rows),
+        "WIDE_HEADS": heads_need_64_bit(q, call.o),
         "FORMAT": format_name,
         "ROUTE": route,
         "EXPONENT": widening_exponent(format_name, route),
@@ -175,7 +178,11 @@ def _arguments(
     """What all attention kernels take: q, results, the sources, numbers."""
     pointers: list[Any] = []
     for source in sources:
-        pointers += [NO_ROWS, NO_CSR] if source is None else [row_pointers(source.rows), csr_pointers(source)]
+        if source is None:
+            pointers += [NO_ROWS, NO_CSR]
+        else:
+            # The kernels for Hopper have a stage count, and read float32 scales as such.
+            pointers += [row_pointers(source.rows, fp32_scale=config.stages > 0), csr_pointers(source)]
     return (
         *query,
         *results,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from narrowkv.quant.launch import LaunchOptions
 from narrowkv.quant.launch.gluon import has_gluon
@@ -21,7 +21,7 @@ class SparseConfig:
         kernel: "wide" reads 16-bit rows, "fused" FP8 rows.
         block_h: heads of a program.
         block_k: rows of a tile.
-        width: columns of a fused kernel's tile: 64, 128 or 256.
+        width: columns of a fused kernel's tile: 64, 128, 256 or 512.
         guard: stages of a loop whose body stands in branches that are always taken (see `kernels.wide`); 0
             for a plain loop, which takes its stages from the options.
         stages: tiles that a kernel for Hopper keeps in shared memory; 0 for the plain kernels.
@@ -95,25 +95,28 @@ def _hopper_tiles(kernel: str, num_heads: int) -> _Tiles:
     return _Tiles(block_h, 64, LaunchOptions(num_warps=4, num_stages=1), stages=3 if block_h == 16 else 2)
 
 
-def _amd_tiles(target: Target, kernel: str, block_h: int, fp8_qk: bool, native: bool) -> _Tiles:
-    # Everything here is chosen so that nothing spills, with two sources and with splits; `narrowkv inspect
-    # sparse` shows what it compiles to. 32 rows a tile are no cheaper: 16-bit rows take as many vector
-    # instructions a row, and spill with splits; gfx942, 64 heads, FP8 Q spill 88 registers at 8 warps and 235
-    # at 4. Two stages would turn the reads of V from LDS into 2-byte ones.
-    warps = 4
-    if kernel == "fused":
-        gfx942 = target.name == "gfx942"
-        if not gfx942 and not native:
-            # Widening by integer arithmetic next to 64 heads of accumulators does not fit: 65 spilled.
-            block_h = 16
-        elif not gfx942 and fp8_qk:
-            block_h = min(block_h, 32)  # 64 spill 2 to 5, according to what else is asked
-            # 16 heads at 4 warps spill 14 scalar registers; one wave repeats no scores and spills none.
-            warps = 1 if block_h == 16 else 4
-        # 16-bit Q on gfx942 spills 11 registers at 8 warps, none at 4; the others the other way round.
-        if block_h == 64 and (fp8_qk or not gfx942):
-            warps = 8
-    return _Tiles(block_h, 16, LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=16))
+def _amd_tiles(target: Target, kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
+    # Everything here is chosen so that nothing spills, with two sources and with splits, on Triton 3.6 to
+    # 3.9; `narrowkv inspect sparse` shows what it compiles to. 32 rows a tile are no cheaper and spill. Two
+    # stages would turn the reads of 16-bit V from LDS into 2-byte ones.
+    options = LaunchOptions(num_warps=4, num_stages=1, matrix_instr_nonkdim=16)
+    if kernel == "wide":
+        return _Tiles(block_h, 16, options)
+    if not fp8_qk:
+        # All columns in one tile: widened once, as loaded. Tiles of 64 pass through LDS as bytes, and every
+        # warp widens them itself, twice: 64 heads take 3800 vector instructions of all warps on gfx942 and
+        # 5060 on gfx950, not 1700 and 1350. Triton 3.6 and 3.8 spill up to 4 scalar registers unless told
+        # not to aim at more than one wave.
+        return _Tiles(block_h, 16, replace(options, waves_per_eu=1), width=512)
+    if block_h > 16:
+        # 64 heads spill 3 to 7 registers, according to layout and Triton. 32 at 4 warps take as many vector
+        # instructions in all as 64 at 8. On gfx942 they may take up to 262 registers when not told that 256
+        # leave room for two waves; on gfx950 they spill when told.
+        return _Tiles(32, 16, replace(options, waves_per_eu=2 if target.name == "gfx942" else None))
+    if target.name == "gfx942":
+        return _Tiles(block_h, 16, options)
+    # 4 warps spill 14 scalar registers; one repeats no scores, and spills none when told that it is alone.
+    return _Tiles(block_h, 16, replace(options, num_warps=1, waves_per_eu=1))
 
 
 def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
@@ -149,7 +152,6 @@ def choose_config(
     num_heads: int,
     mean_rows: int,
     fp8_qk: bool = False,
-    native: bool = True,
     hopper: bool = False,
     num_splits: int | None = None,
 ) -> SparseConfig:
@@ -162,14 +164,13 @@ def choose_config(
         num_heads: query heads.
         mean_rows: indices of a token on average.
         fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
-        native: whether the target converts the rows' format itself.
         hopper: whether the call suits the kernels for Hopper, on that target.
         num_splits: forces a number of splits.
     """
     block_h = max(16, min(64, num_heads))
     hopper_tiles = _hopper_tiles(kernel, num_heads)
     if target.is_amd:
-        tiles = _amd_tiles(target, kernel, block_h, fp8_qk, native)
+        tiles = _amd_tiles(target, kernel, block_h, fp8_qk)
     elif target.name == "cpu":
         tiles = _Tiles(block_h, 64, LaunchOptions())
     elif hopper and _hopper_pays(target, hopper_tiles, num_tokens, num_heads) and has_gluon():

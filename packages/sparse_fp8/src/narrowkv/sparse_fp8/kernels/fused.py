@@ -133,9 +133,9 @@ def _attend_fused(
 ):  # fmt: skip
     """Rows at places [begin, end) of the index list into the softmax state; acc is 512 // WIDTH tiles."""
     k_range = tl.arange(0, BLOCK_K)
-    index = load_indices(csr, begin + k_range, end)
+    index = load_indices(csr, begin, k_range, end)
     for start in tl.range(begin, end, BLOCK_K, num_stages=GUARD if GUARD else None):
-        upcoming = load_indices(csr, start + BLOCK_K + k_range, end)
+        upcoming = load_indices(csr, start + BLOCK_K, k_range, end)
         live = named(index, rows.num_rows)
         stored, scales, rope = _load_rows(rows, index, live, WIDTH, LAYOUT, PAGE_SIZE, GROUP, WIDE_ADDRESS)
         if GUARD:
@@ -162,7 +162,7 @@ def _sparse_fused_kernel(
     Q_LAYOUT: tl.constexpr, Q_PAGE_SIZE: tl.constexpr, Q_GROUP: tl.constexpr, FP8_Q: tl.constexpr,
     PREFIX_LAYOUT: tl.constexpr, PREFIX_PAGE_SIZE: tl.constexpr, PREFIX_GROUP: tl.constexpr,
     EXTEND_LAYOUT: tl.constexpr, EXTEND_PAGE_SIZE: tl.constexpr, EXTEND_GROUP: tl.constexpr,
-    WIDE_PREFIX: tl.constexpr, WIDE_EXTEND: tl.constexpr,
+    WIDE_PREFIX: tl.constexpr, WIDE_EXTEND: tl.constexpr, WIDE_HEADS: tl.constexpr,
     FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr, FP8_QK: tl.constexpr,
     HAS_SINK: tl.constexpr, WRITE_LSE: tl.constexpr, SPLIT: tl.constexpr, GUARD: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -172,6 +172,8 @@ def _sparse_fused_kernel(
     token = tl.program_id(0) // HEAD_BLOCKS
     heads = (tl.program_id(0) % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = heads < NUM_HEADS
+    if WIDE_HEADS:
+        heads = heads.to(tl.int64)
     split = tl.program_id(1)
     wide_token = token.to(tl.int64)
     # FP8 rows of Q are counted through all tokens; 16-bit Q has a stride between tokens.

@@ -52,9 +52,10 @@ def token_span(csr, token):
 
 
 @triton.jit
-def load_indices(csr, place, end):
-    """Row numbers at `place`, -1 past the end."""
-    return tl.load(csr.indices + place, mask=place < end, other=-1)
+def load_indices(csr, begin, places, end):
+    """Row numbers at `places` after `begin`, -1 from the end on."""
+    # What is the same for all lanes stays scalar: places of their own would take registers of every layout.
+    return tl.load(csr.indices + begin + places, mask=places < end - begin, other=-1)
 
 
 @triton.jit
@@ -72,13 +73,12 @@ def locate(rows, index, LAYOUT: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDE: tl.
         page, slot = index // PAGE_SIZE, index % PAGE_SIZE
         nope = page * rows.stride_n + slot * 576
         rope = page * rows.stride_r + slot * 288 + 224
-        scale = page * rows.stride_s + (PAGE_SIZE * 576) + slot * 8
+        # Bytes of the same rows: one product serves both.
+        scale = page * rows.stride_n + (PAGE_SIZE * 576) + slot * 8
     else:
         nope = index * rows.stride_n
         rope = index * rows.stride_r
-        scale = index * rows.stride_s
-        if LAYOUT == "row512":
-            scale += 448
+        scale = nope + 448 if LAYOUT == "row512" else index * rows.stride_s
     return nope, rope, scale
 
 
@@ -114,7 +114,8 @@ def load_columns(
         places = rows.scale + scale_at[:, None] + (g * STEP)[None, :]
         scaled = mask[:, None] & (g < 448 // GROUP)[None, :]
     if LAYOUT == "split":
-        scale = tl.load(places, mask=scaled, other=1.0)
+        # As words: Triton 3.6 branches around each load of float32 in a kernel with products.
+        scale = tl.load(places, mask=scaled, other=0x3F800000).to(tl.float32, bitcast=True)
     else:
         scale = e8m0_to_fp32(tl.load(places, mask=scaled, other=127))
     return x, scale
@@ -141,7 +142,7 @@ def widen_columns(
 ):  # fmt: skip
     """What `load_columns` gave as bf16 `[N, WIDTH]`, RoPE in its place; exact: four bits times one."""
     if ROUTE == "bits":
-        wide = widen(x, FORMAT, ROUTE, tl.float16).to(tl.float32)
+        wide = widen(x, FORMAT, ROUTE, tl.float16, False).to(tl.float32)
     else:
         wide = as_fp8(x, FORMAT, ROUTE).to(tl.float32)
     scale = scale * (2.0**EXPONENT)

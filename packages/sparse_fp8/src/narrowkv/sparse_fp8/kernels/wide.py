@@ -39,11 +39,11 @@ def _attend_wide(
     """Rows at places [begin, end) of the index list into the softmax state."""
     d = tl.arange(0, 512)
     k_range = tl.arange(0, BLOCK_K)
-    index = load_indices(csr, begin + k_range, end)
+    index = load_indices(csr, begin, k_range, end)
     # Without a product at the top of its body a loop is pipelined only if it says so itself.
     for start in tl.range(begin, end, BLOCK_K, num_stages=GUARD if GUARD else None):
         # Indices come one tile ahead: the rows' loads wait for them.
-        upcoming = load_indices(csr, start + BLOCK_K + k_range, end)
+        upcoming = load_indices(csr, start + BLOCK_K, k_range, end)
         live = named(index, rows.num_rows)
         offsets = (index.to(tl.int64) if WIDE_ADDRESS else index) * rows.stride_n
         kv = tl.load(
@@ -65,7 +65,7 @@ def _sparse_wide_kernel(
     q_ptr, out, partials, prefix, prefix_csr, extend, extend_csr,
     stride_qt, stride_qh, qk_scale, num_tokens, num_splits,
     NUM_HEADS: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_EXTEND: tl.constexpr,
-    WIDE_PREFIX: tl.constexpr, WIDE_EXTEND: tl.constexpr,
+    WIDE_PREFIX: tl.constexpr, WIDE_EXTEND: tl.constexpr, WIDE_HEADS: tl.constexpr,
     HAS_SINK: tl.constexpr, WRITE_LSE: tl.constexpr, SPLIT: tl.constexpr, GUARD: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -74,6 +74,8 @@ def _sparse_wide_kernel(
     token = tl.program_id(0) // HEAD_BLOCKS
     heads = (tl.program_id(0) % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = heads < NUM_HEADS
+    if WIDE_HEADS:
+        heads = heads.to(tl.int64)
     split = tl.program_id(1)
     d = tl.arange(0, 512)
     wide_token = token.to(tl.int64)
