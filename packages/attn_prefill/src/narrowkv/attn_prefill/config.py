@@ -216,15 +216,15 @@ def units_of(target: Target) -> int:
     return target.figures.units if target.figures is not None else 2
 
 
-def widen_warps(target: Target, head_dim: int, block: int) -> int:
-    """Warps of a program that widens a block of keys: sixteen of its rows each, on NVIDIA eight.
+def widen_options(target: Target, head_dim: int, block: int) -> LaunchOptions:
+    """Of programs that widen a block of keys each: a warp has sixteen of its rows, on NVIDIA eight.
 
     With sixteen a thread of sm90 takes up to 235 registers, so that one program fills a unit. CDNA keeps the
     masks of a wave's rows, and of columns that pad a row, in scalar registers: other head_dims take twice the
     waves there (Triton 3.6 to 3.8 put up to 46 scalars into vector lanes otherwise).
     """
     masks = target.is_amd and head_dim not in (64, 128)
-    return block // (8 if masks or target.is_nvidia else 16)
+    return LaunchOptions(num_warps=block // (8 if masks or target.is_nvidia else 16), num_stages=1)
 
 
 def _splits(target: Target, programs: int, key_tiles: int, resident: int = 2) -> int:

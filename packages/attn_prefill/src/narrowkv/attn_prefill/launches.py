@@ -12,7 +12,7 @@ import triton.language as tl
 from narrowkv.attn_decode.arguments import descale_pointers, packed_route, side_of, table_pointers
 from narrowkv.attn_decode.config import parts_of
 from narrowkv.attn_decode.kernels import Workspace
-from narrowkv.attn_prefill.config import PrefillConfig, fp8_route, triton_fp8, units_of, widen_warps
+from narrowkv.attn_prefill.config import PrefillConfig, fp8_route, triton_fp8, units_of, widen_options
 from narrowkv.attn_prefill.kernels.append import _prefill_append_kernel
 from narrowkv.attn_prefill.kernels.dense import Scratch, _dense_prefill_kernel, _widen_kernel
 from narrowkv.attn_prefill.kernels.fused import _fused_prefill_kernel
@@ -28,7 +28,7 @@ from narrowkv.paged_cache.append import (
     storage_constants,
 )
 from narrowkv.quant.device import widen_route, widening_exponent
-from narrowkv.quant.launch import LaunchOptions, is_compiled, launch
+from narrowkv.quant.launch import is_compiled, launch
 
 _LOG2E = math.log2(math.e)
 _TRITON_16_BIT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -224,9 +224,7 @@ class PrefillCall:
                 "BLOCK_N": config.scratch_block,
                 **ordering,
             },
-            LaunchOptions(
-                num_warps=widen_warps(plan.target, plan.shape.head_dim, config.scratch_block), num_stages=1
-            ),
+            widen_options(plan.target, plan.shape.head_dim, config.scratch_block),
         )  # fmt: skip
         attend = self._pipelined if pipelined else self._plain
         attend(queries, outputs, config, scratch, options, qk_scale, out_scale)
@@ -363,10 +361,7 @@ class PrefillCall:
                     "BLOCK_S": config.scratch_block,
                     "BLOCK_T": _QUANTISED_TOKENS,
                 },
-                LaunchOptions(
-                    num_warps=widen_warps(plan.target, plan.shape.head_dim, config.scratch_block),
-                    num_stages=1,
-                ),
+                widen_options(plan.target, plan.shape.head_dim, config.scratch_block),
             )  # fmt: skip
             # Scales that a head's old keys share are among their blocks' factors.
             modes = {"K_DESCALE": self.k_mode, "V_DESCALE": self.v_mode}

@@ -47,19 +47,20 @@ def attend_wide(
     num_splits: int | None,
 ) -> None:
     """The call with this q over these sources, all 16-bit."""
+    wide_heads = heads_need_64_bit(q, call.o)
     config = choose_config(
         call.target,
         kernel="wide",
         num_tokens=call.num_tokens,
         num_heads=call.num_heads,
         mean_rows=call.mean_rows,
-        hopper=is_compiled(q) and suits_hopper(q, prefix, extend) and not heads_need_64_bit(q, call.o),
+        hopper=is_compiled(q) and suits_hopper(q, prefix, extend) and not wide_heads,
         num_splits=num_splits,
     )
     if config.stages:
         _run_hopper(call, config, q, prefix, extend)
         return
-    constexprs = {"WIDE_HEADS": heads_need_64_bit(q, call.o)}
+    constexprs = {"WIDE_HEADS": wide_heads}
     _run(call, config, _sparse_wide_kernel, (q,), (q.stride(0), q.stride(1)), (prefix, extend), constexprs)
 
 
@@ -73,6 +74,7 @@ def attend_fused(call: SparseCall, *, num_splits: int | None) -> None:
         call.target, format_name, negative_zero_free=all(rows.negative_zero_free for rows in fp8)
     )
     fp8_qk = isinstance(q, DSV4Rows) and route != BITS and all(rows.scale_group == 64 for rows in fp8)
+    wide_heads = heads_need_64_bit(q, call.o)
     config = choose_config(
         call.target,
         kernel="fused",
@@ -80,8 +82,7 @@ def attend_fused(call: SparseCall, *, num_splits: int | None) -> None:
         num_heads=call.num_heads,
         mean_rows=call.mean_rows,
         fp8_qk=fp8_qk,
-        hopper=fused_suits_hopper(q, call.prefix, call.extend, call.target)
-        and not heads_need_64_bit(q, call.o),
+        hopper=fused_suits_hopper(q, call.prefix, call.extend, call.target) and not wide_heads,
         num_splits=num_splits,
     )
     if config.stages and isinstance(q, torch.Tensor):
@@ -96,7 +97,7 @@ def attend_fused(call: SparseCall, *, num_splits: int | None) -> None:
         **_layout("PREFIX", call.prefix.rows if call.prefix is not None else None),
         **_layout("EXTEND", call.extend.rows if call.extend is not None else None),
         "FP8_Q": isinstance(q, DSV4Rows),
-        "WIDE_HEADS": heads_need_64_bit(q, call.o),
+        "WIDE_HEADS": wide_heads,
         "FORMAT": format_name,
         "ROUTE": route,
         "EXPONENT": widening_exponent(format_name, route),

@@ -130,6 +130,14 @@ def _copy_part(raw, rows, t: gl.constexpr, HALF: gl.constexpr, STORED: gl.conste
 
 
 @gluon.jit
+def _copy_half(raw, rows, HALF: gl.constexpr, STORED: gl.constexpr):
+    """All parts of half of the columns."""
+    for t in gl.static_range(3 if HALF else 4):
+        _copy_part(raw, rows, t, HALF, STORED)
+    async_copy.commit_group()
+
+
+@gluon.jit
 def _widen_part(stage, wide, raw, scales, t: gl.constexpr, HALF: gl.constexpr, STORED: gl.constexpr):
     """64 NoPE columns to bf16. A thread reads the bytes that it copied itself."""
     scale = scales.index(stage).slice(HALF * 4 + t, 1, dim=1).load(STORED)
@@ -164,9 +172,7 @@ def _widen_half(
         async_copy.wait_group(0)
     _publish()
     mbarrier.arrive(widened.index(stage), count=1)
-    for t in gl.static_range(PARTS):
-        _copy_part(raw, next_rows, t, HALF, STORED)
-    async_copy.commit_group()
+    _copy_half(raw, next_rows, HALF, STORED)
 
 
 @gluon.jit
@@ -203,9 +209,7 @@ def _sum_fp8_warps(
         prefix, extend, slots, 0, HAS_PREFIX, HAS_EXTEND, LAYOUT,
         PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, STORED,
     )  # fmt: skip
-    for t in gl.static_range(3 if HALF else 4):
-        _copy_part(raw, next_rows, t, HALF, STORED)
-    async_copy.commit_group()
+    _copy_half(raw, next_rows, HALF, STORED)
     for number in range(2):
         rows = _locate_tile(
             prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, LAYOUT,
