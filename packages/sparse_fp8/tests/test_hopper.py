@@ -77,6 +77,8 @@ def test_what_it_can_read() -> None:
     wide = W(layout="bf16").build()
     shifted = torch.zeros(wide.q.numel() + 1, dtype=wide.q.dtype)[1:].view(wide.q.shape)
     assert not _suits(wide, q=shifted)
+    far_apart = torch.empty_strided(wide.q.shape, (512, 2**28, 1), dtype=wide.q.dtype, device="meta")
+    assert not _suits(wide, q=far_apart)
     strided = torch.zeros(8, 520, dtype=torch.bfloat16)[:, :512]
     assert not _suits(wide, prefix=KVSource(strided, wide.prefix.indptr, wide.prefix.indices))
     narrow = W().build()

@@ -203,8 +203,8 @@ def check_fp8(call: SparseCall) -> None:
             )
 
 
-def row_pointers(rows: torch.Tensor | DSV4Rows, *, fp32_scale: bool = False) -> RowPointers:
-    """Rows of any kind as the kernels read them; layout split has its scales as int32 unless `fp32_scale`."""
+def row_pointers(rows: torch.Tensor | DSV4Rows) -> RowPointers:
+    """Rows of any kind as the kernels read them; layout split has its scales as int32 words."""
     if isinstance(rows, torch.Tensor):
         return RowPointers(rows, None, None, rows.stride(0), 0, 0, rows.shape[0])
     data = rows.data.view(torch.uint8)
@@ -215,7 +215,7 @@ def row_pointers(rows: torch.Tensor | DSV4Rows, *, fp32_scale: bool = False) -> 
     assert rows.rope is not None
     scale = data if rows.layout == "row512" else rows.scale
     assert scale is not None
-    if rows.layout == "split" and not fp32_scale:
+    if rows.layout == "split":
         scale = scale.view(torch.int32)
     strides = (data.stride(0), rows.rope.stride(0), scale.stride(0))
     return RowPointers(data, rows.rope, scale, *strides, rows.num_rows)
@@ -277,8 +277,8 @@ def fused_suits_hopper(
 def suits_hopper(q: torch.Tensor, prefix: KVSource | None, extend: KVSource | None) -> bool:
     """Whether the kernel for Hopper can read the call.
 
-    It copies 16 bytes at once, from rows that begin at multiples of 16 elements, and reads both sources one
-    way. FP8 rows it widens to bf16, by a scale for 64 columns.
+    It copies 16 bytes at once, from rows that begin at multiples of 16 elements, finds heads by 31-bit
+    offsets, and reads both sources one way. FP8 rows it widens to bf16, by a scale for 64 columns.
     """
     rows = [source.rows for source in (prefix, extend) if source is not None]
     tensors, strides = [q], [q.stride(0), q.stride(1)]
@@ -286,7 +286,7 @@ def suits_hopper(q: torch.Tensor, prefix: KVSource | None, extend: KVSource | No
         pointers = row_pointers(x)
         tensors += [pointers.nope, *([] if pointers.rope is None else [pointers.rope])]
         strides += [pointers.stride_n, pointers.stride_r]
-    if any(x.data_ptr() % 16 for x in tensors) or any(x % 16 for x in strides):
+    if any(x.data_ptr() % 16 for x in tensors) or any(x % 16 for x in strides) or heads_need_64_bit(q, q):
         return False
     fp8 = [x for x in rows if isinstance(x, DSV4Rows)]
     if not fp8:

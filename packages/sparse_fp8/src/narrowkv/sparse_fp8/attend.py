@@ -34,8 +34,9 @@ from narrowkv.sparse_fp8.sources import KVSource
 
 _LOG2E = math.log2(math.e)
 _SPLITS_AT_ONCE = 8
-# Numerators stay below 2**8, well inside float16.
-_SLACK = 8.0
+# How far numerators pass one, in powers of two, before a maximum follows: well inside float16; bf16 has the
+# range of float32, and there it hardly ever does.
+_SLACK = {torch.float16: 8.0, torch.bfloat16: 32.0}
 
 
 def attend_wide(
@@ -179,11 +180,7 @@ def _arguments(
     """What all attention kernels take: q, results, the sources, numbers."""
     pointers: list[Any] = []
     for source in sources:
-        if source is None:
-            pointers += [NO_ROWS, NO_CSR]
-        else:
-            # The kernels for Hopper have a stage count, and read float32 scales as such.
-            pointers += [row_pointers(source.rows, fp32_scale=config.stages > 0), csr_pointers(source)]
+        pointers += [NO_ROWS, NO_CSR] if source is None else [row_pointers(source.rows), csr_pointers(source)]
     return (
         *query,
         *results,
@@ -257,7 +254,7 @@ def _run_hopper(
             "SPLIT": config.num_splits > 1,
             "BLOCK_H": config.block_h,
             "BLOCK_K": config.block_k,
-            "SLACK": _SLACK,
+            "SLACK": _SLACK[q.dtype],
         },
         config.options,
     )

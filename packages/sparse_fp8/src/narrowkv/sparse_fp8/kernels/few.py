@@ -191,11 +191,11 @@ def _load_words(base, at, live, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _load_scales(base, at, live, LAYOUT: gl.constexpr):
-    """Scales of the seven NoPE tiles of rows, as words where they are bytes: a tuple, see `_scale`."""
+    """Scales of the seven NoPE tiles of rows, in words: a tuple, see `_scale`."""
     scales = ()
     if LAYOUT == "split":
         for t in gl.static_range(7):
-            scales = scales + (gl.load(base + (at + t), mask=live, other=1.0),)
+            scales = scales + (gl.load(base + (at + t), mask=live, other=0x3F800000),)
     else:
         # row512 has a byte for every 32 columns.
         words = _words(base)
@@ -208,7 +208,7 @@ def _load_scales(base, at, live, LAYOUT: gl.constexpr):
 def _scale(scales, TILE: gl.constexpr, LAYOUT: gl.constexpr):
     """The scales of a NoPE tile, bf16 `[rows, 1]`."""
     if LAYOUT == "split":
-        scale = scales[TILE]
+        scale = scales[TILE].to(gl.float32, bitcast=True)
     elif LAYOUT == "row512":
         scale = e8m0_to_fp32(scales[TILE // 2] >> (TILE % 2 * 16) & 0xFF)
     else:

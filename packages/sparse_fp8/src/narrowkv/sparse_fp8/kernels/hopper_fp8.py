@@ -320,15 +320,18 @@ def _load_scales(
     STEP: gl.constexpr = 2 if LAYOUT == "row512" else 1
     rows = _choose(first, prefix.scale, extend.scale, HAS_PREFIX, HAS_EXTEND) + scale_at
     mask = live[:, None] & (t < 7)[None, :]
-    ONE: gl.constexpr = 1.0 if LAYOUT == "split" else 127
+    # The words of float32, or E8M0.
+    ONE: gl.constexpr = 0x3F800000 if LAYOUT == "split" else 127
     return gl.load(rows[:, None] + (t * STEP)[None, :], mask=mask, other=ONE)
 
 
 @gluon.jit
 def _as_bf16(scale):
-    """Powers of two, float32 or E8M0, in bf16."""
+    """Powers of two, words of float32 or E8M0, in bf16."""
     if scale.dtype == gl.uint8:
         scale = e8m0_to_fp32(scale)
+    else:
+        scale = scale.to(gl.float32, bitcast=True)
     return scale.to(gl.bfloat16)
 
 
