@@ -58,6 +58,12 @@ class Sm90Kernel:
         assert found is not None
         return int(found[1])
 
+    def registers(self) -> int:
+        """Registers of a thread."""
+        found = re.search(r"REG:(\d+)", self._dump("-res-usage"))
+        assert found is not None
+        return int(found[1])
+
     def product_loops(self) -> list[list[str]]:
         """The innermost loops of the machine code that multiply matrices, each as its instructions."""
         instructions = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", self.machine_code())

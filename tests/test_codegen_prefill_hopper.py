@@ -108,8 +108,13 @@ def test_an_append_adds_a_loop_for_the_keys_that_pad_the_first_block(sm90_code: 
     workload = AppendWorkload(q_lens=(512,), lens=(512,), num_kv_heads=8, gqa_ratio=12, head_dim=128)
     q, k_new, v_new, cache, table, starts, _ = workload.build_append()
     prefill_append(q, k_new, v_new, cache, table, starts, plan=plan_append(q, cache, table, starts))
-    assert sm90_code.kernels[0].name == "_produce_kernel"
-    _check(sm90_code.kernels[-1], 128, loops=3)
+    produce, attend = sm90_code.kernels
+    assert produce.name == "_produce_kernel"
+    # Two programs of 16 warps share a unit; what does not fit its registers is little.
+    assert produce.registers() <= 64
+    assert produce.compiled.metadata.num_warps == 16
+    assert produce.stack_bytes() <= 128
+    _check(attend, 128, loops=3)
 
 
 def test_an_append_to_few_keys_attends_in_plain_triton(sm90_code: Any) -> None:

@@ -96,6 +96,22 @@ def test_long_and_short(lens: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     _check(PrefillWorkload(q_lens=lens[0], lens=lens[1], gqa_ratio=6, num_kv_heads=4, head_dim=128))
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("tiles", [(), (148,), (145, 144), (9,), (0, 50, 147)], ids=str)
+def test_values_that_differ_by_far_from_tile_to_tile(tiles: tuple[int, ...], splits: int) -> None:
+    # More tiles of keys than factors are looked at at once.
+    workload = PrefillWorkload(q_lens=(300,), lens=(19000,), gqa_ratio=6, head_dim=128, format="bf16")
+    q, cache, table, starts = workload.build("cuda")
+    values, pages = cache.logical()[1], table.page_ids[0].long()
+    for tile in tiles:
+        values[pages[tile * 8 : tile * 8 + 8]] *= 512
+    o = batch_prefill(q, cache, table, starts, plan=plan_prefill(q, cache, table, starts, num_splits=splits))
+    expected = batch_prefill_reference(q, cache, table, starts)
+    assert isinstance(o, torch.Tensor)
+    assert isinstance(expected, torch.Tensor)
+    assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
+
+
 def test_what_it_does_not_serve_runs_otherwise() -> None:
     workload = PrefillWorkload(**RAGGED, head_dim=128)
     _check(workload, logits_soft_cap=5.0)

@@ -127,6 +127,29 @@ def test_every_head_dim(head_dim: int, kernel: str, device: str) -> None:
     _check(W(head_dim=head_dim, num_kv_heads=1), device, kernel)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("window_left", [-1, 500])
+@pytest.mark.parametrize("tiles", [(), (0,), (2,), (1, 3)], ids=str)
+@pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "bf16"])
+def test_new_values_that_differ_by_far_from_tile_to_tile(
+    fmt: str, tiles: tuple[int, ...], window_left: int
+) -> None:
+    workload = W(lens=(700,), q_lens=(500,), gqa_ratio=6, head_dim=128, format=fmt)
+    q, k_new, v_new, cache, table, starts, _ = workload.build_append("cuda")
+    if not can_pipeline(device_target(q.device), q, cache):
+        pytest.skip("not for this GPU")
+    for tile in tiles:
+        v_new[tile * 128 : tile * 128 + 128] *= 512
+    wanted = copy_cache(cache)
+    plan = plan_append(q, cache, table, starts, kernel="pipelined")
+    o = prefill_append(q, k_new, v_new, cache, table, starts, plan=plan, window_left=window_left)
+    expected = prefill_append_reference(q, k_new, v_new, wanted, table, starts, window_left=window_left)
+    assert isinstance(o, torch.Tensor)
+    assert isinstance(expected, torch.Tensor)
+    assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
+    assert _same_bytes(cache, wanted)
+
+
 @either_kernel
 def test_splits_and_sequences_without_new_tokens(kernel: str, device: str) -> None:
     workload = W(lens=(130, 40, 0), q_lens=(9, 0, 70), num_kv_heads=1)

@@ -12,7 +12,14 @@ import triton.language as tl
 from narrowkv.attn_decode.arguments import descale_pointers, packed_route, side_of, table_pointers
 from narrowkv.attn_decode.config import parts_of
 from narrowkv.attn_decode.kernels import Workspace
-from narrowkv.attn_prefill.config import PrefillConfig, fp8_route, triton_fp8, units_of, widen_options
+from narrowkv.attn_prefill.config import (
+    PrefillConfig,
+    fp8_route,
+    produce_options,
+    triton_fp8,
+    units_of,
+    widen_options,
+)
 from narrowkv.attn_prefill.kernels.append import _prefill_append_kernel
 from narrowkv.attn_prefill.kernels.dense import Scratch, _dense_prefill_kernel, _widen_kernel
 from narrowkv.attn_prefill.kernels.fused import _fused_prefill_kernel
@@ -32,7 +39,7 @@ from narrowkv.quant.launch import is_compiled, launch
 
 _LOG2E = math.log2(math.e)
 _TRITON_16_BIT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_QUANTISED_TOKENS = 16  # new tokens of a head that one program of a pipelined append quantises
+_QUANTISED_TOKENS = 32  # new tokens of a head that one program of a pipelined append quantises
 # P is at most one; in FP8 it is brought near the largest number that each format has.
 _P_SCALE = {"fp8_e4m3fn": 256.0, "fp8_e4m3fnuz": 128.0}
 
@@ -361,7 +368,7 @@ class PrefillCall:
                     "BLOCK_S": config.scratch_block,
                     "BLOCK_T": _QUANTISED_TOKENS,
                 },
-                widen_options(plan.target, plan.shape.head_dim, config.scratch_block),
+                produce_options(plan.target, plan.shape.head_dim, config.scratch_block),
             )  # fmt: skip
             # Scales that a head's old keys share are among their blocks' factors.
             modes = {"K_DESCALE": self.k_mode, "V_DESCALE": self.v_mode}

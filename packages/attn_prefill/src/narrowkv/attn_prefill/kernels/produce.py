@@ -97,14 +97,15 @@ def stage_new(
     """Leaves a block of new tokens in the scratch, unquantised."""
     units = kv_head.to(tl.int64) * (scratch.rows // BLOCK_S) + block
     factors = kv_head.to(tl.int64) * scratch.rows + block * BLOCK_S + tl.arange(0, BLOCK_S)
+    # V first: K stays in 16 bits meanwhile.
     y, bad = without_nonfinite(y)
-    # Rotated keys are rounded to their own type, as a separate rotation would leave them.
-    x = tl.where(bad[:, None], float("nan"), x).to(KIND)
-    store_block(scratch.k, x, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_S)
     unit = 1.0
     if tl.bfloat16 == KIND:
         y, unit = to_fp16_in_units(y)
     store_block(scratch.v, y, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_S)
+    # Rotated keys are rounded to their own type, as a separate rotation would leave them.
+    x = tl.where(bad[:, None], float("nan"), x.to(KIND))
+    store_block(scratch.k, x, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_S)
     tl.store(scratch.k_unit + units, 1.0)
     tl.store(scratch.v_unit + units, unit)
     if K_PER_KEY:
@@ -187,16 +188,17 @@ def _produce_kernel(
 ):  # fmt: skip
     """What comes before `_pipelined_prefill_kernel`.
 
-    The first programs quantise BLOCK_T new tokens each, the next leave a block in the scratch, the last order
-    the tiles that attend.
+    The first programs leave a block in the scratch, which takes longest, the next quantise BLOCK_T new tokens
+    each, the last order the tiles that attend.
     """
     store = NewCache(k_store, v_store, k_store_descale, v_store_descale, max_pages, num_pages)
     pid = tl.program_id(0)
     seqs = tl.arange(0, BLOCK_B)
-    if pid < num_groups * NUM_KV_HEADS:
-        # First those that take longest: in small groups, since quantising is many instructions.
-        kv_head = pid % NUM_KV_HEADS
-        group = pid // NUM_KV_HEADS
+    first_group = num_blocks * NUM_KV_HEADS
+    first_order = first_group + num_groups * NUM_KV_HEADS
+    if (pid >= first_group) & (pid < first_order):
+        kv_head = (pid - first_group) % NUM_KV_HEADS
+        group = (pid - first_group) // NUM_KV_HEADS
         groups, old, ends = blocks_of(q, table, batch, PAGE_SIZE, False, BLOCK_B, BLOCK_T)
         if group >= tl.sum(groups, 0):
             return
@@ -209,15 +211,14 @@ def _produce_kernel(
             K_VEC, V_VEC, BLOCK_T, BLOCK_D,
         )  # fmt: skip
         return
-    pid -= num_groups * NUM_KV_HEADS
     blocks, old, ends = blocks_of(q, table, batch, PAGE_SIZE, True, BLOCK_B, BLOCK_S)
-    if pid >= num_blocks * NUM_KV_HEADS:
+    if pid >= first_order:
         lens = tl.maximum(sequence_length(table, seqs, seqs < batch, PAGE_SIZE, False), 0)
         _, q_len = query_range(q, seqs, seqs < batch)
         # Old keys end where a block ends, so that new ones begin with one.
         schedule_tiles(
             q, schedule, old * BLOCK_S - lens, old * BLOCK_S + q_len, ends, batch, num_tiles,
-            pid - num_blocks * NUM_KV_HEADS, GQA_RATIO, True, BLOCK_M, BLOCK_S, BLOCK_B, BLOCK_I,
+            pid - first_order, GQA_RATIO, True, BLOCK_M, BLOCK_S, BLOCK_B, BLOCK_I,
         )  # fmt: skip
         return
     kv_head = pid % NUM_KV_HEADS
