@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from narrowkv.quant.launch.gluon import has_gluon
-from narrowkv.sparse_fp8 import choose_mode, sparse_prefill, sparse_prefill_fp8
+from narrowkv.sparse_fp8 import DSV4Rows, choose_mode, sparse_prefill, sparse_prefill_fp8
 from narrowkv.sparse_fp8.workloads import SparseWorkload
 
 pytestmark = pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
@@ -63,6 +63,14 @@ def test_few_heads_are_not_padded(layout: str, sm90_code: Any) -> None:
     assert layout == "row512" or kernel.stack_bytes() == 0
 
 
+def test_a_query_in_fp8_is_widened_first(sm90_code: Any) -> None:
+    inputs = SparseWorkload(num_qo_heads=64, prefix_lens=(64,) * 132, pool_rows=1024).build()
+    q = DSV4Rows.quantize(inputs.q, layout="split")
+    assert choose_mode(q, inputs.prefix).mode == "fused"
+    sparse_prefill_fp8(q, inputs.prefix, mode="fused")
+    assert [kernel.name for kernel in sm90_code.kernels] == ["_expand_kernel", "_sparse_hopper_fp8_kernel"]
+
+
 def test_rows_that_are_read_often_are_expanded_first(sm90_code: Any) -> None:
     def mode(tokens: int, pool_rows: int = 1024, **changes: Any) -> str:
         inputs = SparseWorkload(prefix_lens=(64,) * tokens, pool_rows=pool_rows, **changes).build()
@@ -70,8 +78,8 @@ def test_rows_that_are_read_often_are_expanded_first(sm90_code: Any) -> None:
         assert "measured" in chosen.why
         return chosen.mode
 
-    assert mode(396, num_qo_heads=64) == "fused"  # 24.75 readings of a row
-    assert mode(528, num_qo_heads=64) == "prepass"  # 33
+    assert mode(363, num_qo_heads=64) == "fused"  # 22.7 readings of a row
+    assert mode(396, num_qo_heads=64) == "prepass"  # 24.75
     # Two blocks of heads widen a row twice, and few heads wait for it.
     for heads in (16, 128):
         assert mode(132, 2048, num_qo_heads=heads) == "fused"  # 4.125

@@ -83,6 +83,7 @@ def test_what_it_can_read() -> None:
     assert not _suits(wide, prefix=KVSource(strided, wide.prefix.indptr, wide.prefix.indices))
     narrow = W().build()
     assert not _suits(narrow, q=narrow.q.half())
+    assert _suits(narrow, q=DSV4Rows.quantize(narrow.q, layout="row512"))
     assert not _suits(narrow, extend=wide.prefix)
     bytes_and_scales = torch.zeros(8, 512, dtype=torch.uint8)
     rope = torch.zeros(8, 64, dtype=torch.bfloat16)
@@ -95,12 +96,12 @@ def test_what_it_can_read() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
-@pytest.mark.parametrize("way", ["bf16", "fp16", "split", "packed584", "row512", "splits"])
+@pytest.mark.parametrize("way", ["bf16", "fp16", "split", "packed584", "row512", "fp8_q", "splits"])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 def test_it_agrees_with_the_reference(way: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if device_target("cuda").name != "sm90":
         pytest.skip("needs a Hopper GPU")
-    layout = "bf16" if way == "splits" else way
+    layout = {"splits": "bf16", "fp8_q": "packed584"}.get(way, way)
     wide = layout in ("bf16", "fp16")
     lens = (70, 0, 1, 63, 64, 65, 128, 256, 0, 129)
     inputs = W(
@@ -120,7 +121,8 @@ def test_it_agrees_with_the_reference(way: str, heads: int, monkeypatch: pytest.
 
     monkeypatch.setattr(attend, "_run_hopper", counted)
     out = torch.full(inputs.q.shape, math.nan, dtype=torch.float32, device="cuda")
-    given = (inputs.q, inputs.prefix, inputs.extend)
+    q = DSV4Rows.quantize(inputs.q, layout="split") if way == "fp8_q" else inputs.q
+    given = (q, inputs.prefix, inputs.extend)
     options: dict[str, Any] = {"attn_sink": inputs.attn_sink, "out": out, "return_lse": True}
     if way == "splits":
         o, lse = sparse_decode(*given, num_splits=3, **options)

@@ -86,9 +86,10 @@ def sparse_prefill_fp8(
             may be 16-bit.
         attn_sink, sm_scale, out, return_lse, validate: as for `sparse_prefill`.
         mode: "fused" widens rows on the chip and allocates nothing but the results; QK over NoPE multiplies
-            FP8 by FP8 when q is `DSV4Rows` and the target can, else 16-bit q by widened rows. "prepass"
-            expands FP8 rows once to 16-bit scratch (all rows of a source, or only the named ones when those
-            are fewer) and runs `sparse_prefill`. "auto" picks; `choose_mode` says what and why.
+            FP8 by FP8 when q is `DSV4Rows` and the target can, else 16-bit q by widened rows; a call that
+            fills a Hopper GPU expands such a q to bf16 first, which is exact and faster. "prepass" expands
+            FP8 rows once to 16-bit scratch (all rows of a source, or only the named ones when those are
+            fewer) and runs `sparse_prefill`. "auto" picks; `choose_mode` says what and why.
         num_qo_heads: heads of a `DSV4Rows` query. None takes its rows over the tokens; it must be given where
             the last packed584 page of the query is not full.
 
@@ -111,7 +112,7 @@ def sparse_prefill_fp8(
     """
     call = check_call(q, prefix, extend, attn_sink, sm_scale, out, return_lse, validate, num_qo_heads)
     check_fp8(call)
-    if choose_mode(q, prefix, extend, mode=mode).mode == "fused":
+    if choose_mode(q, prefix, extend, mode=mode, num_qo_heads=num_qo_heads).mode == "fused":
         attend_fused(call, num_splits=None)
     else:
         attend_prepass(call, num_splits=None)

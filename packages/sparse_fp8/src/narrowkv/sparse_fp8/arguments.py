@@ -260,11 +260,14 @@ def allocate_partials(call: SparseCall, num_splits: int) -> Partials:
 def fused_suits_hopper(
     q: torch.Tensor | DSV4Rows, prefix: KVSource | None, extend: KVSource | None, target: Target
 ) -> bool:
-    """Whether a kernel for Hopper can read a fused call: a bf16 query, FP8 rows that sm90 converts itself."""
+    """Whether a kernel for Hopper can read a fused call: FP8 rows that sm90 converts itself.
+
+    And a bf16 query, or one in FP8 of any layout, which is widened first.
+    """
     fp8 = [source.rows for source in (prefix, extend) if source is not None]
+    fp8 += [q] if isinstance(q, DSV4Rows) else []
     return (
-        isinstance(q, torch.Tensor)
-        and is_compiled(q)
+        is_compiled(q.data if isinstance(q, DSV4Rows) else q)
         and all(
             isinstance(rows, DSV4Rows)
             and widen_route(target, rows.format, negative_zero_free=rows.negative_zero_free) == NATIVE
@@ -274,22 +277,25 @@ def fused_suits_hopper(
     )
 
 
-def suits_hopper(q: torch.Tensor, prefix: KVSource | None, extend: KVSource | None) -> bool:
+def suits_hopper(q: torch.Tensor | DSV4Rows, prefix: KVSource | None, extend: KVSource | None) -> bool:
     """Whether the kernel for Hopper can read the call.
 
     It copies 16 bytes at once, from rows that begin at multiples of 16 elements, finds heads by 31-bit
     offsets, and reads both sources one way. FP8 rows it widens to bf16, by a scale for 64 columns.
     """
     rows = [source.rows for source in (prefix, extend) if source is not None]
-    tensors, strides = [q], [q.stride(0), q.stride(1)]
+    tensors, strides = ([q], [q.stride(0), q.stride(1)]) if isinstance(q, torch.Tensor) else ([], [])
     for x in rows:
         pointers = row_pointers(x)
         tensors += [pointers.nope, *([] if pointers.rope is None else [pointers.rope])]
         strides += [pointers.stride_n, pointers.stride_r]
-    if any(x.data_ptr() % 16 for x in tensors) or any(x % 16 for x in strides) or heads_need_64_bit(q, q):
+    if any(x.data_ptr() % 16 for x in tensors) or any(x % 16 for x in strides):
+        return False
+    if isinstance(q, torch.Tensor) and heads_need_64_bit(q, q):
         return False
     fp8 = [x for x in rows if isinstance(x, DSV4Rows)]
     if not fp8:
         return True
     alike = len(fp8) == len(rows) and len({x.layout for x in fp8}) == 1
-    return alike and q.dtype == torch.bfloat16 and all(x.scale_group == 64 for x in fp8)
+    bf16 = isinstance(q, DSV4Rows) or q.dtype == torch.bfloat16
+    return alike and bf16 and all(x.scale_group == 64 for x in fp8)

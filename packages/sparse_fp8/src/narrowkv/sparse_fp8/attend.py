@@ -86,8 +86,8 @@ def attend_fused(call: SparseCall, *, num_splits: int | None) -> None:
         hopper=fused_suits_hopper(q, call.prefix, call.extend, call.target) and not wide_heads,
         num_splits=num_splits,
     )
-    if config.stages and isinstance(q, torch.Tensor):
-        _run_hopper(call, config, q, call.prefix, call.extend)
+    if config.stages:
+        _run_hopper(call, config, _wide_query(call), call.prefix, call.extend)
         return
     if isinstance(q, DSV4Rows):
         query, stride_qh = row_pointers(q), 0
@@ -110,15 +110,20 @@ def attend_fused(call: SparseCall, *, num_splits: int | None) -> None:
 
 def attend_prepass(call: SparseCall, *, num_splits: int | None) -> None:
     """The call over 16-bit copies of its FP8 rows."""
-    dtype, q = call.compute_dtype, call.q
-    if isinstance(q, DSV4Rows):
-        rows = call.num_tokens * call.num_heads
-        q = _expand(q, None, rows, dtype, call.target).view(call.num_tokens, call.num_heads, HEAD_DIM)
     prefix, extend = (
-        _expand_source(source, dtype, call.target) if source is not None else None
+        _expand_source(source, call.compute_dtype, call.target) if source is not None else None
         for source in (call.prefix, call.extend)
     )
-    attend_wide(call, q, prefix, extend, num_splits=num_splits)
+    attend_wide(call, _wide_query(call), prefix, extend, num_splits=num_splits)
+
+
+def _wide_query(call: SparseCall) -> torch.Tensor:
+    """The query in 16 bits: widening FP8 is exact."""
+    if isinstance(call.q, torch.Tensor):
+        return call.q
+    rows = call.num_tokens * call.num_heads
+    q = _expand(call.q, None, rows, call.compute_dtype, call.target)
+    return q.view(call.num_tokens, call.num_heads, HEAD_DIM)
 
 
 def _layout(name: str, rows: torch.Tensor | DSV4Rows | None) -> dict[str, Any]:

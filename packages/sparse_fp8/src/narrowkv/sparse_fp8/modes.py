@@ -12,7 +12,7 @@ from narrowkv.quant.launch import active_target
 from narrowkv.quant.targets import Target
 from narrowkv.sparse_fp8.arguments import fused_suits_hopper
 from narrowkv.sparse_fp8.config import choose_config
-from narrowkv.sparse_fp8.rows import DSV4Rows
+from narrowkv.sparse_fp8.rows import DSV4Rows, query_heads
 from narrowkv.sparse_fp8.sources import KVSource
 
 __all__ = ["MODES", "ModeChoice", "check_fused", "choose_mode"]
@@ -52,10 +52,15 @@ def check_fused(prefix: KVSource | None, extend: KVSource | None) -> None:
 
 
 def _choose_on_nvidia(
-    q: torch.Tensor | DSV4Rows, prefix: KVSource | None, extend: KVSource | None, target: Target
+    q: torch.Tensor | DSV4Rows,
+    prefix: KVSource | None,
+    extend: KVSource | None,
+    target: Target,
+    num_qo_heads: int | None,
 ) -> ModeChoice:
-    num_tokens, num_heads = (q.shape[0], q.shape[1]) if isinstance(q, torch.Tensor) else (0, 0)
     sources = [source for source in (prefix, extend) if source is not None]
+    num_tokens = sources[0].num_tokens
+    num_heads = q.shape[1] if isinstance(q, torch.Tensor) else query_heads(q, num_tokens, num_qo_heads)
     config = choose_config(
         target,
         kernel="fused",
@@ -70,10 +75,10 @@ def _choose_on_nvidia(
             "no kernel for Hopper widens these rows, and the plain one takes more than twice the 16-bit "
             "kernel's time (measured on an H200)",
         )
-    # H200, 65536 rows. Each block of 64 heads widens the rows it reads: at 64 heads fused takes 0.92 of the
-    # prepass's time with 8 readings of a row, 0.99 and 1.00 with 32; at 128 heads 1.04 with 8. At 16 heads,
-    # which wait for the widening, 1.00 with 8 and 1.20 with 32.
-    readings_that_pay = 32 if 16 < num_heads <= 64 else 8
+    # H200, 65536 rows, fused over prepass. Each block of 64 heads widens the rows it reads: at 64 heads 0.90
+    # with 8 readings of a row, 0.97 with 16, 1.00 with 24, 1.01 to 1.06 with 32; at 128 heads 0.97 with 4 and
+    # 1.06 with 8. At 16 heads, which wait for the widening, 0.80 with 4, 0.98 with 8, 1.20 with 32.
+    readings_that_pay = 24 if 16 < num_heads <= 64 else 8
     named = sum(source.indices.shape[0] for source in sources)
     expanded = sum(min(source.num_rows, source.indices.shape[0]) for source in sources)
     if named < readings_that_pay * expanded:
@@ -90,13 +95,19 @@ def _choose_on_nvidia(
 
 
 def choose_mode(
-    q: torch.Tensor | DSV4Rows, prefix: KVSource | None, extend: KVSource | None = None, *, mode: str = "auto"
+    q: torch.Tensor | DSV4Rows,
+    prefix: KVSource | None,
+    extend: KVSource | None = None,
+    *,
+    mode: str = "auto",
+    num_qo_heads: int | None = None,
 ) -> ModeChoice:
     """What `sparse_prefill_fp8` does with these arguments, and why.
 
     Args:
         q, prefix, extend: as for `sparse_prefill_fp8`; only metadata is looked at.
         mode: "auto", or a mode that is forced.
+        num_qo_heads: as for `sparse_prefill_fp8`.
 
     Raises:
         TypeError, ValueError: for what `sparse_prefill_fp8` would refuse.
@@ -118,7 +129,7 @@ def choose_mode(
         return ModeChoice("prepass", "one source is 16-bit, which the fused kernel does not read")
     target = active_target(q.device)
     if target.is_nvidia:
-        return _choose_on_nvidia(q, prefix, extend, target)
+        return _choose_on_nvidia(q, prefix, extend, target, num_qo_heads)
     rows_of_all = [q, *(source.rows for source in (prefix, extend) if source is not None)]
     fp8 = [rows for rows in rows_of_all if isinstance(rows, DSV4Rows)]
     clean = all(rows.negative_zero_free for rows in fp8)
