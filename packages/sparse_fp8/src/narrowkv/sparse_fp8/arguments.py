@@ -31,6 +31,11 @@ NO_ROWS = RowPointers(None, None, None, 0, 0, 0, 0)
 NO_CSR = Csr(None, None, 0)
 
 
+def compute_dtype(q: torch.Tensor | DSV4Rows) -> torch.dtype:
+    """The 16-bit type that rows are widened to: that of q; bf16 for q in FP8."""
+    return q.dtype if isinstance(q, torch.Tensor) else torch.bfloat16
+
+
 @dataclass(frozen=True)
 class SparseCall:
     """A checked call and where its results go."""
@@ -66,8 +71,8 @@ class SparseCall:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The 16-bit type that rows are expanded to: that of q; bf16 for q in FP8."""
-        return self.q.dtype if isinstance(self.q, torch.Tensor) else torch.bfloat16
+        """`compute_dtype` of q."""
+        return compute_dtype(self.q)
 
     @property
     def result(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -113,8 +118,7 @@ def check_call(
     inputs["q"] = data
     check_no_grad(attn_sink=attn_sink, **inputs)
     if out is None:
-        dtype = q.dtype if isinstance(q, torch.Tensor) else torch.bfloat16
-        out = torch.empty(tokens, heads, HEAD_DIM, dtype=dtype, device=device)
+        out = torch.empty(tokens, heads, HEAD_DIM, dtype=compute_dtype(q), device=device)
     else:
         check_dtype("out", out, (*_16_BIT, torch.float32))
         check_shape("out", out, (tokens, heads, HEAD_DIM))
@@ -232,10 +236,9 @@ def needs_64_bit(rows: torch.Tensor | DSV4Rows) -> bool:
     return any(part.shape[0] * part.stride(0) > _INT32_MAX for part in parts if part is not None)
 
 
-def heads_need_64_bit(q: torch.Tensor | DSV4Rows, o: torch.Tensor) -> bool:
-    """Whether an offset from a token's first head of q or of the results to its last can pass 31 bits."""
-    strides = [o.stride(1), q.stride(1) if isinstance(q, torch.Tensor) else 0]
-    return o.shape[1] * max(strides) > _INT32_MAX
+def heads_need_64_bit(*tensors: torch.Tensor | DSV4Rows) -> bool:
+    """Whether an offset from a token's first head to its last, in q or the results, can pass 31 bits."""
+    return any(isinstance(x, torch.Tensor) and x.shape[1] * x.stride(1) > _INT32_MAX for x in tensors)
 
 
 def output_pointers(call: SparseCall) -> Output:
@@ -260,10 +263,7 @@ def allocate_partials(call: SparseCall, num_splits: int) -> Partials:
 def fused_suits_hopper(
     q: torch.Tensor | DSV4Rows, prefix: KVSource | None, extend: KVSource | None, target: Target
 ) -> bool:
-    """Whether a kernel for Hopper can read a fused call: FP8 rows that sm90 converts itself.
-
-    And a bf16 query, or one in FP8 of any layout, which is widened first.
-    """
+    """Whether a kernel for Hopper can read a fused call: FP8 rows, and query, that sm90 converts itself."""
     fp8 = [source.rows for source in (prefix, extend) if source is not None]
     fp8 += [q] if isinstance(q, DSV4Rows) else []
     return (
@@ -281,21 +281,21 @@ def suits_hopper(q: torch.Tensor | DSV4Rows, prefix: KVSource | None, extend: KV
     """Whether the kernel for Hopper can read the call.
 
     It copies 16 bytes at once, from rows that begin at multiples of 16 elements, finds heads by 31-bit
-    offsets, and reads both sources one way. FP8 rows it widens to bf16, by a scale for 64 columns.
+    offsets, and reads both sources one way. FP8 rows it widens to bf16, by a scale for 64 columns; a query
+    in FP8 is widened first, whatever its layout.
     """
     rows = [source.rows for source in (prefix, extend) if source is not None]
-    tensors, strides = ([q], [q.stride(0), q.stride(1)]) if isinstance(q, torch.Tensor) else ([], [])
+    tensors, strides = [], []
+    if isinstance(q, torch.Tensor):
+        tensors, strides = [q], [q.stride(0), q.stride(1)]
     for x in rows:
         pointers = row_pointers(x)
         tensors += [pointers.nope, *([] if pointers.rope is None else [pointers.rope])]
         strides += [pointers.stride_n, pointers.stride_r]
-    if any(x.data_ptr() % 16 for x in tensors) or any(x % 16 for x in strides):
-        return False
-    if isinstance(q, torch.Tensor) and heads_need_64_bit(q, q):
+    if any(x.data_ptr() % 16 for x in tensors) or any(x % 16 for x in strides) or heads_need_64_bit(q):
         return False
     fp8 = [x for x in rows if isinstance(x, DSV4Rows)]
     if not fp8:
         return True
     alike = len(fp8) == len(rows) and len({x.layout for x in fp8}) == 1
-    bf16 = isinstance(q, DSV4Rows) or q.dtype == torch.bfloat16
-    return alike and bf16 and all(x.scale_group == 64 for x in fp8)
+    return alike and compute_dtype(q) == torch.bfloat16 and all(x.scale_group == 64 for x in fp8)

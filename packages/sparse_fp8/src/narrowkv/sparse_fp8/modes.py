@@ -59,7 +59,7 @@ def _choose_on_nvidia(
     num_qo_heads: int | None,
 ) -> ModeChoice:
     sources = [source for source in (prefix, extend) if source is not None]
-    num_tokens = sources[0].num_tokens
+    num_tokens = max((source.num_tokens for source in sources), default=0)
     num_heads = q.shape[1] if isinstance(q, torch.Tensor) else query_heads(q, num_tokens, num_qo_heads)
     config = choose_config(
         target,

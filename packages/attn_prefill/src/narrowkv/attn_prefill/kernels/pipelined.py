@@ -380,7 +380,7 @@ def attend(
                 True, K_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, HEAD_DIM,
             )  # fmt: skip
             if V_IN_UNITS:
-                done = num_tiles * 0 + 1
+                done = 1
                 # What goes round this loop in 16 bits is packed and unpacked in the loops inside.
                 wide_p = p.to(gl.float32)
                 while done < num_tiles:
@@ -440,6 +440,8 @@ def attend(
         o_scale = out_scale
         if V_DESCALE == "head":
             o_scale *= gl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
+        # Always true, unknown to ptxas: with a plain True it takes 352 us, not 346 (1024 over 4096, V with
+        # factors).
         write = count >= 0
         if SPLIT:
             row_mask = half_rows(tile, kv_head, HALF, GQA_RATIO, ROWS)[2]

@@ -40,6 +40,7 @@ from narrowkv.sparse_fp8.kernels.hopper import (
     _tile_indices,
 )
 from narrowkv.sparse_fp8.kernels.hopper_fp8 import _widen, _words
+from narrowkv.sparse_fp8.kernels.rows import ONE_AS_WORD
 
 
 @gluon.jit
@@ -195,7 +196,7 @@ def _load_scales(base, at, live, LAYOUT: gl.constexpr):
     scales = ()
     if LAYOUT == "split":
         for t in gl.static_range(7):
-            scales = scales + (gl.load(base + (at + t), mask=live, other=0x3F800000),)
+            scales = scales + (gl.load(base + (at + t), mask=live, other=ONE_AS_WORD),)
     else:
         # row512 has a byte for every 32 columns.
         words = _words(base)

@@ -39,6 +39,7 @@ from narrowkv.sparse_fp8.kernels.hopper import (
     _take_shares,
     _tile_indices,
 )
+from narrowkv.sparse_fp8.kernels.rows import ONE_AS_WORD
 
 
 @gluon.jit
@@ -320,8 +321,7 @@ def _load_scales(
     STEP: gl.constexpr = 2 if LAYOUT == "row512" else 1
     rows = _choose(first, prefix.scale, extend.scale, HAS_PREFIX, HAS_EXTEND) + scale_at
     mask = live[:, None] & (t < 7)[None, :]
-    # The words of float32, or E8M0.
-    ONE: gl.constexpr = 0x3F800000 if LAYOUT == "split" else 127
+    ONE: gl.constexpr = ONE_AS_WORD if LAYOUT == "split" else 127
     return gl.load(rows[:, None] + (t * STEP)[None, :], mask=mask, other=ONE)
 
 

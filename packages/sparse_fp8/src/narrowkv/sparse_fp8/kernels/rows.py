@@ -7,6 +7,9 @@ import triton.language as tl
 
 from narrowkv.quant.device import e8m0_to_fp32, widen
 
+# 1.0 in float32, as the word that layout split's scales are read as.
+ONE_AS_WORD = tl.constexpr(0x3F800000)
+
 
 class RowPointers(NamedTuple):
     """Rows of one source. Strides are in elements of each pointer, between rows or, packed584, pages.
@@ -115,7 +118,7 @@ def load_columns(
         scaled = mask[:, None] & (g < 448 // GROUP)[None, :]
     if LAYOUT == "split":
         # As words: Triton 3.6 branches around each load of float32 in a kernel with products.
-        scale = tl.load(places, mask=scaled, other=0x3F800000).to(tl.float32, bitcast=True)
+        scale = tl.load(places, mask=scaled, other=ONE_AS_WORD).to(tl.float32, bitcast=True)
     else:
         scale = e8m0_to_fp32(tl.load(places, mask=scaled, other=127))
     return x, scale
