@@ -87,7 +87,7 @@ _HOPPER_TILES = {
 def _hopper_tiles(kernel: str, num_heads: int) -> _Tiles:
     # H200, 1024 tokens, top-k 2048, microseconds. 16-bit rows, 16 heads: the kernel for few heads 350, the
     # plain one 457, the one for 64 heads 529; 32 heads 446. FP8 rows, 16 heads: 451 and, plain, 1266; for 32
-    # heads its sums spill, 1022, and the kernel for 64 heads takes 643.
+    # heads its sums spill, 1022, and the kernel for 64 heads takes 582.
     block_h = max(16, num_heads)
     if block_h > (32 if kernel == "wide" else 16):
         return _HOPPER_TILES[kernel]
@@ -137,7 +137,7 @@ def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
 
 def _hopper_pays(target: Target, tiles: _Tiles, num_tokens: int, num_heads: int) -> bool:
     # H200, 1024 tokens, top-k 2048, 64 heads, microseconds with this kernel and with the plain one: 16-bit
-    # rows 570 and 841, FP8 rows 643 and 1468; few heads above. Less than a chipful has not been timed.
+    # rows 559 and 841, FP8 rows 582 and 1468; few heads above. Less than a chipful has not been timed.
     if target.name != "sm90":
         return False
     blocks = -(-num_heads // tiles.block_h)

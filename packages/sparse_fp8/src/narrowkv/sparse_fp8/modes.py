@@ -75,10 +75,10 @@ def _choose_on_nvidia(
             "no kernel for Hopper widens these rows, and the plain one takes more than twice the 16-bit "
             "kernel's time (measured on an H200)",
         )
-    # H200, 65536 rows, fused over prepass. Each block of 64 heads widens the rows it reads: at 64 heads 0.90
-    # with 8 readings of a row, 0.97 with 16, 1.00 with 24, 1.01 to 1.06 with 32; at 128 heads 0.97 with 4 and
-    # 1.06 with 8. At 16 heads, which wait for the widening, 0.80 with 4, 0.98 with 8, 1.20 with 32.
-    readings_that_pay = 24 if 16 < num_heads <= 64 else 8
+    # H200, 65536 rows, fused over prepass. Each block of 64 heads widens the rows it reads: at 64 heads 0.88
+    # with 8 readings of a row, 0.97 with 24, 0.99 to 1.00 with 32, 1.02 with 128; at 128 heads 0.97 with 8
+    # and 1.01 with 16. At 16 heads, which wait for the widening, 0.80 with 4, 0.99 with 8, 1.20 with 32.
+    readings_that_pay = 8 if num_heads <= 16 else 32 if num_heads <= 64 else 12
     named = sum(source.indices.shape[0] for source in sources)
     expanded = sum(min(source.num_rows, source.indices.shape[0]) for source in sources)
     if named < readings_that_pay * expanded:
@@ -110,7 +110,8 @@ def choose_mode(
         num_qo_heads: as for `sparse_prefill_fp8`.
 
     Raises:
-        TypeError, ValueError: for what `sparse_prefill_fp8` would refuse.
+        ValueError: an unknown mode.
+        UnsupportedError: mode "fused" over 16-bit rows. What else is wrong the call itself refuses.
 
     Example:
         >>> import torch

@@ -1,12 +1,18 @@
-"""Sparse attention over FP8 rows on Hopper (sm90), in Gluon: bytes arrive a tile before they are widened.
+"""Sparse attention over FP8 rows on Hopper (sm90), in Gluon: bytes wait on the chip until they are widened.
 
 A program works through the tiles of its items (token, block of heads, split) as one stream. For tile n:
 
-    scoring warpgroup       indices of tile n + 4, scales of tile n + 2; QK(n); softmax(n)
-    two summing warpgroups  PV(n - 1); widen tile n + 1, where PV(n - 1) has left; copy tile n + 2
+    scoring warpgroup         QK(n); softmax(n); copies: RoPE of tile n + 1, NoPE of n + 2 and some of n + 3
+    two summing warpgroups    PV(n); widen tile n + 2, where PV(n) has left
+    the second of them, too   scales of tile n + 4, indices of n + 5
 
-A summing warpgroup has 256 of the 512 columns: it copies them as stored, widens them for itself and for QK,
-and sums them. Two wide tiles, one as stored, and Q fill the shared memory; a quarter of Q is in registers.
+A summing warpgroup has 256 of the 512 columns: it widens them for itself and for QK, and sums them. A warp is
+held while it issues products, so that nothing comes free beside them: the tasks are shared out such that no
+warpgroup has much more to do than another. Two wide tiles, one as stored, and Q fill the shared memory; a
+quarter of Q is in registers.
+
+A part is 64 columns of NoPE, those of one scale. Parts 0 to 3 are the first summing warpgroup's, 4 to 6 and
+RoPE the second's. Those that are widened first, 0 and 4, are copied a tile ahead of the others.
 
 Sources: warp specialisation as in FlashAttention-3 (Shah et al., 2024); a wide tile that QK and PV share as
 in FlashMLA's kernels for an FP8 cache (DeepSeek, 2025).
@@ -92,15 +98,21 @@ def _words(pointer):
     return pointer.to(gl.pointer_type(gl.int32), bitcast=True)
 
 
+@gluon.constexpr_function
+def _bytes_layout():
+    """How a warpgroup holds words of four bytes, 16 a row: four lanes have a row, a thread two rows."""
+    return gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+
+
 @gluon.jit
 def _locate_tile(
     prefix, extend, slots, number,
     HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
     PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
-    STORED: gl.constexpr,
+    LANES: gl.constexpr,
 ):  # fmt: skip
     """Where the rows of tile `number` are: pointers to words of NoPE, and to RoPE; which rows are named."""
-    index = slots.index(number % 4).load(gl.SliceLayout(1, STORED))
+    index = slots.index(number % 4).load(gl.SliceLayout(1, LANES))
     first, index = _decode(index, HAS_PREFIX, HAS_EXTEND)
     live, nope_at, rope_at, _ = _locate_rows(
         prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
@@ -123,57 +135,101 @@ def _allocate_each(DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexp
 
 
 @gluon.jit
-def _copy_part(raw, rows, t: gl.constexpr, HALF: gl.constexpr, STORED: gl.constexpr):
-    """64 NoPE columns, as stored, on their way to shared memory; zeros for rows not named."""
-    nope, _, live = rows
-    w = (HALF * 4 + t) * 16 + gl.arange(0, 16, gl.SliceLayout(0, STORED))
-    _copy_async(raw[t], nope[:, None] + w[None, :], mask=live[:, None])
+def _part(stored, number, t: gl.constexpr):
+    """Where part `t` of tile `number` is as stored; two tiles' parts 0 and 4 are there."""
+    if t % 4 == 0:
+        return stored[t].index(number % 2)
+    else:
+        return stored[t]
 
 
 @gluon.jit
-def _copy_half(raw, rows, HALF: gl.constexpr, STORED: gl.constexpr):
-    """All parts of half of the columns."""
-    for t in gl.static_range(3 if HALF else 4):
-        _copy_part(raw, rows, t, HALF, STORED)
+def _copy_part(stored, rows, number, t: gl.constexpr):
+    """64 NoPE columns, as stored, on their way to shared memory; zeros for rows not named."""
+    BYTES: gl.constexpr = _bytes_layout()
+    nope, _, live = rows
+    w = t * 16 + gl.arange(0, 16, gl.SliceLayout(0, BYTES))
+    _copy_async(_part(stored, number, t), nope[:, None] + w[None, :], mask=live[:, None])
+
+
+@gluon.jit
+def _copy_first_parts(
+    prefix, extend, slots, number, stored, first_filled,
+    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
+    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+):  # fmt: skip
+    """Parts 0 and 4 of tile `number`, where those of tile `number - 2` have been widened."""
+    rows = _locate_tile(
+        prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, _bytes_layout(),
+    )  # fmt: skip
+    _copy_part(stored, rows, number, 0)
+    _copy_part(stored, rows, number, 4)
+    # An arrival of each thread, when its copies have.
+    async_copy.mbarrier_arrive(first_filled.index(number % 2), increment_count=False)
+
+
+@gluon.jit
+def _copy_other_parts(
+    prefix, extend, slots, number, stored, widened, filled,
+    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
+    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+):  # fmt: skip
+    """The other parts of tile `number`, once those of the tile before are widened."""
+    rows = _locate_tile(
+        prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, _bytes_layout(),
+    )  # fmt: skip
+    mbarrier.wait(widened.index((number + 1) % 2), (number + 1) // 2 & 1 ^ 1)
+    # In the order in which they are widened.
+    _copy_part(stored, rows, number, 2)
+    _copy_part(stored, rows, number, 6)
+    _copy_part(stored, rows, number, 1)
+    _copy_part(stored, rows, number, 5)
+    _copy_part(stored, rows, number, 3)
+    async_copy.mbarrier_arrive(filled, increment_count=False)
+
+
+@gluon.jit
+def _copy_rope(
+    prefix, extend, slots, number, wide,
+    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
+    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+):  # fmt: skip
+    """RoPE of tile `number` to where it is multiplied, once PV has left that."""
+    ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
+    _, rope, live = _locate_tile(
+        prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, ROPE,
+    )  # fmt: skip
+    d = gl.arange(0, 64, gl.SliceLayout(0, ROPE))
+    target = wide[3].index(number % 2).slice(64, 64, dim=1)
+    _copy_async(target, rope[:, None] + d[None, :], mask=live[:, None])
     async_copy.commit_group()
 
 
 @gluon.jit
-def _widen_part(stage, wide, raw, scales, t: gl.constexpr, HALF: gl.constexpr, STORED: gl.constexpr):
-    """64 NoPE columns to bf16. A thread reads the bytes that it copied itself."""
-    scale = scales.index(stage).slice(HALF * 4 + t, 1, dim=1).load(STORED)
+def _widen_part(number, wide, stored, scales, t: gl.constexpr):
+    """64 NoPE columns to bf16."""
+    BYTES: gl.constexpr = _bytes_layout()
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32)
-    pairs = _reinterpret(wide[t // 2].index(stage), gl.int32, [raw[t].shape[0], 64], PAIRS)
-    pairs.slice(t % 2 * 32, 32, dim=1).store(_widen(raw[t].load(STORED), scale))
+    scale = scales.index(number % 4).slice(t, 1, dim=1).load(BYTES)
+    words = _part(stored, number, t).load(BYTES)
+    pairs = _reinterpret(wide[t // 2].index(number % 2), gl.int32, [words.shape[0], 64], PAIRS)
+    pairs.slice(t % 2 * 32, 32, dim=1).store(_widen(words, scale))
 
 
 @gluon.jit
-def _widen_half(
-    number, rows, next_rows, wide, raw, scales, widened, HALF: gl.constexpr, STORED: gl.constexpr
-):
-    """Half of the columns of tile `number` to bf16, RoPE as it is; copies of the next tile take off."""
-    ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
-    PARTS: gl.constexpr = 3 if HALF else 4
-    stage = number % 2
-    async_copy.wait_group(0)
-    if HALF:
-        _, rope, live = rows
-        rope = gl.convert_layout(rope, gl.SliceLayout(1, ROPE))
-        live = gl.convert_layout(live, gl.SliceLayout(1, ROPE))
-        d = gl.arange(0, 64, gl.SliceLayout(0, ROPE))
-        target = wide[1].index(stage).slice(64, 64, dim=1)
-        _copy_async(target, rope[:, None] + d[None, :], mask=live[:, None])
-        async_copy.commit_group()
-    # The two buffers by turns: between two stores to one there is a barrier, for which all wait.
-    for t in gl.static_range(0, PARTS, 2):
-        _widen_part(stage, wide, raw, scales, t, HALF, STORED)
-    for t in gl.static_range(1, PARTS, 2):
-        _widen_part(stage, wide, raw, scales, t, HALF, STORED)
-    if HALF:
-        async_copy.wait_group(0)
-    _publish()
-    mbarrier.arrive(widened.index(stage), count=1)
-    _copy_half(raw, next_rows, HALF, STORED)
+def _widen_half(number, wide, stored, scales, first_filled, filled, HALF: gl.constexpr):
+    """Half of the columns of tile `number` to bf16, but for RoPE."""
+    mbarrier.wait(first_filled.index(number % 2), number // 2 & 1)
+    _widen_part(number, wide, stored, scales, 4 * HALF)
+    mbarrier.wait(filled, number & 1)
+    # The two wide buffers by turns: between two stores to one there is a barrier, for which all wait.
+    _widen_part(number, wide, stored, scales, 4 * HALF + 2)
+    _widen_part(number, wide, stored, scales, 4 * HALF + 1)
+    if HALF == 0:
+        _widen_part(number, wide, stored, scales, 3)
 
 
 @gluon.jit
@@ -191,110 +247,53 @@ def _last_tile(
 
 
 @gluon.jit
-def _sum_fp8_warps(
-    out, partials, prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
-    slots, wide, raw, scales, numerators, corrections, changes, shares,
-    indexed, widened, scored, summed, finished, released,
-    HALF: gl.constexpr, NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr,
-    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
-    SPLIT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr,
+def _begin_stream(
+    prefix_csr, extend_csr, num_tokens, num_splits, num_items,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """Copies and widens half of the columns, ahead of PV; PV; stores the results."""
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 128, 16])
-    ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
-    EVERYWHERE: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    STORED: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
-    mbarrier.wait(indexed, 0)
-    next_rows = _locate_tile(
-        prefix, extend, slots, 0, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, STORED,
-    )  # fmt: skip
-    _copy_half(raw, next_rows, HALF, STORED)
-    for number in range(2):
-        rows = _locate_tile(
-            prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, STORED,
-        )  # fmt: skip
-        next_rows = _locate_tile(
-            prefix, extend, slots, number + 1, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, STORED,
-        )  # fmt: skip
-        _widen_half(number, rows, next_rows, wide, raw, scales, widened, HALF, STORED)
-    count, turn = 0, 0
-    # Known an item ahead. A while loop: Triton 3.6 loses a carried number that only bounds a range.
-    last = _last_tile(
-        prefix_csr, extend_csr, gl.program_id(0), num_tokens, num_splits,
+    """A program's first tile: its item's number, its place in the item, the item, and the program's next one.
+
+    Items come one ahead, so that nobody waits for where their lists lie.
+    """
+    number = gl.program_id(0)
+    item = _item(
+        prefix_csr, extend_csr, number, num_tokens, num_splits,
         HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
     )  # fmt: skip
-    for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        next_last = _last_tile(
-            prefix_csr, extend_csr, gl.minimum(number + gl.num_programs(0), num_items - 1),
-            num_tokens, num_splits, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
-        )  # fmt: skip
-        acc_a = gl.full([BLOCK_H, 128], 0.0, gl.float32, SUMS)
-        acc_b = gl.full([BLOCK_H, 128], 0.0, gl.float32, SUMS)
-        tile = 0
-        while tile <= last:
-            stage = count % 2
-            mbarrier.wait(scored, count & 1)
-            if gl.max(changes.load(EVERYWHERE), 0) > 0:
-                correction = corrections.load(ROW)[:, None]
-                acc_a = acc_a * correction
-                acc_b = acc_b * correction
-            acc_a = warpgroup_mma(numerators, wide[0].index(stage), acc_a, is_async=True)
-            acc_b = warpgroup_mma(numerators, wide[1].index(stage), acc_b, is_async=True)
-            rows = _locate_tile(
-                prefix, extend, slots, count + 2, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-                PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, STORED,
-            )  # fmt: skip
-            next_rows = _locate_tile(
-                prefix, extend, slots, count + 3, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-                PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, STORED,
-            )  # fmt: skip
-            acc_a, acc_b = warpgroup_mma_wait(0, deps=[acc_a, acc_b])
-            _barrier()
-            mbarrier.arrive(summed, count=1)
-            _widen_half(count + 2, rows, next_rows, wide, raw, scales, widened, HALF, STORED)
-            count += 1
-            tile += 1
-        last = next_last
-        share = _take_shares(shares, turn, finished, released, ROW)
-        item = _name_item(number, num_tokens, HEAD_BLOCKS)
-        _store_results(out, partials, acc_a, share, item, num_tokens, HALF * 256, NUM_HEADS, SPLIT)
-        _store_results(out, partials, acc_b, share, item, num_tokens, HALF * 256 + 128, NUM_HEADS, SPLIT)
-        turn += 1  # noqa: SIM113 - Gluon has no enumerate
-    async_copy.wait_group(0)
+    item_after = _item(
+        prefix_csr, extend_csr, gl.minimum(number + gl.num_programs(0), num_items - 1),
+        num_tokens, num_splits, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    return number, 0, item, item_after
 
 
 @gluon.jit
 def _next_indices(
-    prefix_csr, extend_csr, num_tokens, num_splits, num_items, place, tile, item, item_after, r,
+    prefix_csr, extend_csr, num_tokens, num_splits, num_items, stream, r,
     HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """The stream's next indices, whether they are of the prefix and whether of an item; what comes then.
-
-    place: number of the item; the items come one ahead, so that nobody waits for where their lists lie.
-    """
+    """The stream's next indices, if they are of the prefix and if of an item; the stream after them."""
+    number, tile, item, item_after = stream
     index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
-    first = tile < item[8]
-    exists = place < num_items
+    ahead = index, tile < item[8], number < num_items
     tile += 1
     if tile == item[3]:
         tile = 0
-        place += gl.num_programs(0)
+        number += gl.num_programs(0)
         item = item_after
         item_after = _item(
-            prefix_csr, extend_csr, gl.minimum(place + gl.num_programs(0), num_items - 1),
+            prefix_csr, extend_csr, gl.minimum(number + gl.num_programs(0), num_items - 1),
             num_tokens, num_splits, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
         )  # fmt: skip
-    return index, first, exists, place, tile, item, item_after
+    return ahead, (number, tile, item, item_after)
 
 
 @gluon.jit
-def _row_codes(prefix, extend, index, first, exists, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr):
+def _row_codes(prefix, extend, ahead, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr):
     """-1 where no row is named; -2 - i for row i of the extend rows beside a prefix."""
+    index, first, exists = ahead
     rows = _choose(first, prefix.num_rows, extend.num_rows, HAS_PREFIX, HAS_EXTEND)
     code = index
     if HAS_PREFIX and HAS_EXTEND:
@@ -345,6 +344,104 @@ def _decode(code, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr):
 
 
 @gluon.jit
+def _sum_fp8_warps(
+    out, partials, prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
+    slots, wide, stored, scales, numerators, corrections, changes, shares,
+    looked_up, first_filled, filled, widened, scored, summed, finished, released,
+    HALF: gl.constexpr, NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr,
+    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
+    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+    SPLIT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """PV of half of the columns, and these widened for the tile after the next; stores the results."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 128, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
+    EVERYWHERE: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    # The second warpgroup has less to widen. What it writes to `slots` and `scales`, for four tiles ahead, is
+    # there for the others by what they wait for anyway: `widened` of two tiles ahead comes after it.
+    LOOKS_UP: gl.constexpr = HALF == 1
+    if LOOKS_UP:
+        r = gl.arange(0, BLOCK_K, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        stream = _begin_stream(
+            prefix_csr, extend_csr, num_tokens, num_splits, num_items,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        )  # fmt: skip
+        for number in range(4):
+            ahead, stream = _next_indices(
+                prefix_csr, extend_csr, num_tokens, num_splits, num_items, stream, r,
+                HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+            )  # fmt: skip
+            slots.index(number).store(_row_codes(prefix, extend, ahead, HAS_PREFIX, HAS_EXTEND))
+            scale = _load_scales(
+                prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+                PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+            )  # fmt: skip
+            scales.index(number).store(_as_bf16(scale))
+        ahead, stream = _next_indices(
+            prefix_csr, extend_csr, num_tokens, num_splits, num_items, stream, r,
+            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        )  # fmt: skip
+        _barrier()
+        mbarrier.arrive(looked_up, count=1)
+    else:
+        mbarrier.wait(looked_up, 0)
+    for number in range(2):
+        _widen_half(number, wide, stored, scales, first_filled, filled, HALF)
+        _publish()
+        mbarrier.arrive(widened.index(number), count=1)
+    count, turn = 0, 0
+    # Known an item ahead. A while loop: Triton 3.6 loses a carried number that only bounds a range.
+    last = _last_tile(
+        prefix_csr, extend_csr, gl.program_id(0), num_tokens, num_splits,
+        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    )  # fmt: skip
+    for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        next_last = _last_tile(
+            prefix_csr, extend_csr, gl.minimum(number + gl.num_programs(0), num_items - 1),
+            num_tokens, num_splits, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        )  # fmt: skip
+        acc_a = gl.full([BLOCK_H, 128], 0.0, gl.float32, SUMS)
+        acc_b = gl.full([BLOCK_H, 128], 0.0, gl.float32, SUMS)
+        done = 0
+        while done <= last:
+            stage = count % 2
+            mbarrier.wait(scored, count & 1)
+            if gl.max(changes.load(EVERYWHERE), 0) > 0:
+                correction = corrections.load(ROW)[:, None]
+                acc_a = acc_a * correction
+                acc_b = acc_b * correction
+            acc_a = warpgroup_mma(numerators, wide[2 * HALF].index(stage), acc_a, is_async=True)
+            acc_b = warpgroup_mma(numerators, wide[2 * HALF + 1].index(stage), acc_b, is_async=True)
+            if LOOKS_UP:
+                slots.index(count % 4).store(_row_codes(prefix, extend, ahead, HAS_PREFIX, HAS_EXTEND))
+                scale = _load_scales(
+                    prefix, extend, slots, count, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+                    PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+                )  # fmt: skip
+            acc_a, acc_b = warpgroup_mma_wait(0, deps=[acc_a, acc_b])
+            _barrier()
+            mbarrier.arrive(summed, count=1)
+            if LOOKS_UP:
+                ahead, stream = _next_indices(
+                    prefix_csr, extend_csr, num_tokens, num_splits, num_items, stream, r,
+                    HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+                )  # fmt: skip
+            _widen_half(count + 2, wide, stored, scales, first_filled, filled, HALF)
+            if LOOKS_UP:
+                scales.index(count % 4).store(_as_bf16(scale))
+            _publish()
+            mbarrier.arrive(widened.index(stage), count=1)
+            count += 1
+            done += 1
+        last = next_last
+        share = _take_shares(shares, turn, finished, released, ROW)
+        item = _name_item(number, num_tokens, HEAD_BLOCKS)
+        _store_results(out, partials, acc_a, share, item, num_tokens, HALF * 256, NUM_HEADS, SPLIT)
+        _store_results(out, partials, acc_b, share, item, num_tokens, HALF * 256 + 128, NUM_HEADS, SPLIT)
+        turn += 1  # noqa: SIM113 - Gluon has no enumerate
+
+
+@gluon.jit
 def _load_query(
     place, stride_h, head_block, NUM_HEADS: gl.constexpr, BLOCK_H: gl.constexpr, LAYOUT: gl.constexpr
 ):
@@ -369,51 +466,39 @@ def _through(buffer, x, LAYOUT: gl.constexpr):
 def _score_fp8_warps(
     q_ptr, stride_qt, stride_qh, qk_scale, out, partials, prefix, prefix_csr, extend, extend_csr,
     num_tokens, num_splits, num_items,
-    slots, query_a, query_b, wide, scales, numerators, corrections, changes, shares,
-    indexed, widened, scored, summed, finished, released,
+    slots, query_a, query_b, wide, stored, numerators, corrections, changes, shares,
+    looked_up, first_filled, filled, widened, scored, summed, finished, released,
     NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
     LAYOUT: gl.constexpr, PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr,
     WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr,
     BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, SLACK: gl.constexpr,
 ):  # fmt: skip
-    """Reads the indices, three tiles ahead; QK; the softmax."""
+    """Copies the rows; QK; the softmax."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    r = gl.arange(0, BLOCK_K, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     zeros = gl.full([BLOCK_H, BLOCK_K], 0.0, gl.float32, SCORES)
     count, turn = 0, 0
-    # The stream's next tile: its item's number, its place in the item, the item, and the one after.
-    place, tile = gl.program_id(0), 0
-    item_ahead = _item(
-        prefix_csr, extend_csr, place, num_tokens, num_splits,
-        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    mbarrier.wait(looked_up, 0)
+    _copy_rope(
+        prefix, extend, slots, 0, wide,
+        HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
     )  # fmt: skip
-    item_after = _item(
-        prefix_csr, extend_csr, gl.minimum(place + gl.num_programs(0), num_items - 1),
-        num_tokens, num_splits, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
-    )  # fmt: skip
-    for number in range(3):
-        index, first, exists, place, tile, item_ahead, item_after = _next_indices(
-            prefix_csr, extend_csr, num_tokens, num_splits, num_items, place, tile, item_ahead, item_after, r,
-            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
-        )  # fmt: skip
-        slots.index(number).store(_row_codes(prefix, extend, index, first, exists, HAS_PREFIX, HAS_EXTEND))
-    index, first, exists, place, tile, item_ahead, item_after = _next_indices(
-        prefix_csr, extend_csr, num_tokens, num_splits, num_items, place, tile, item_ahead, item_after, r,
-        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+    _copy_first_parts(
+        prefix, extend, slots, 0, stored, first_filled,
+        HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
     )  # fmt: skip
     for number in range(2):
-        scale = _load_scales(
-            prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+        _copy_other_parts(
+            prefix, extend, slots, number, stored, widened, filled,
+            HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
         )  # fmt: skip
-        scales.index(number).store(_as_bf16(scale))
-    _barrier()
-    mbarrier.arrive(indexed, count=1)
+        _copy_first_parts(
+            prefix, extend, slots, number + 1, stored, first_filled,
+            HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+        )  # fmt: skip
     for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        # Found again, not carried on: Triton 3.6 takes a carried item that begins as `item_ahead` for it.
         item = _item(
             prefix_csr, extend_csr, number, num_tokens, num_splits,
             HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
@@ -428,13 +513,13 @@ def _score_fp8_warps(
         mbarrier.wait(summed, count & 1 ^ 1)
         query_c = _through(numerators, part_c, QUERY)
         query_d = _through(numerators, part_d, QUERY)
-        async_copy.wait_group(0)
-        _publish()
         m = gl.full([BLOCK_H], float("-inf"), gl.float32, ROW)
         l = gl.full([BLOCK_H], 0.0, gl.float32, ROW)
         for _ in range(num_tiles):
             stage = count % 2
-            mbarrier.wait(widened.index(stage), count // 2 & 1)
+            # RoPE has come, and Q before the first tile.
+            async_copy.wait_group(0)
+            _publish()
             k_a = wide[0].index(stage).permute((1, 0))
             k_b = wide[1].index(stage).permute((1, 0))
             k_c = wide[2].index(stage).permute((1, 0))
@@ -445,33 +530,36 @@ def _score_fp8_warps(
             s = warpgroup_mma(query_b, k_c, s, is_async=True)
             s = warpgroup_mma(query_c, k_d, s, is_async=True)
             s = warpgroup_mma(query_d, k_e, s, is_async=True)
-            scale = _load_scales(
-                prefix, extend, slots, count + 2, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-                PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
-            )  # fmt: skip
-            slots.index((count + 3) % 4).store(
-                _row_codes(prefix, extend, index, first, exists, HAS_PREFIX, HAS_EXTEND)
-            )
             named = slots.index(count % 4).load(gl.SliceLayout(0, SCORES)) != -1
             scores = warpgroup_mma_wait(0, deps=[s])
-            index, first, exists, place, tile, item_ahead, item_after = _next_indices(
-                prefix_csr, extend_csr, num_tokens, num_splits, num_items,
-                place, tile, item_ahead, item_after, r, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
-            )  # fmt: skip
             mbarrier.wait(summed, count & 1 ^ 1)
+            _copy_rope(
+                prefix, extend, slots, count + 1, wide,
+                HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+            )  # fmt: skip
             m, l = _softmax_tile(
                 scores, gl.where(named, 0.0, float("-inf")), m, l, qk_scale,
                 numerators, corrections, changes, SLACK,
             )  # fmt: skip
-            scales.index(stage).store(_as_bf16(scale))
             _publish()
             mbarrier.arrive(scored, count=1)
             count += 1
+            _copy_other_parts(
+                prefix, extend, slots, count + 1, stored, widened, filled,
+                HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+            )  # fmt: skip
+            _copy_first_parts(
+                prefix, extend, slots, count + 2, stored, first_filled,
+                HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+            )  # fmt: skip
         _finish_scores(
             m, l, out, partials, token, head_block, split, num_tokens, turn, shares, finished, released,
             NUM_HEADS, SPLIT, HAS_SINK, WRITE_LSE, ROW,
         )  # fmt: skip
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
+    # Tiles past the end, too.
+    async_copy.commit_group()
+    async_copy.wait_group(0)
 
 
 @gluon.jit
@@ -493,9 +581,10 @@ def _sparse_hopper_fp8_kernel(
     query_a = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 256], WIDE)
     query_b = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 128], WIDE)
     wide = _allocate_each(DTYPE, (2, BLOCK_K, 128), WIDE, 4)
-    raw_a = _allocate_each(gl.int32, (BLOCK_K, 16), ROWS, 4)
-    raw_b = _allocate_each(gl.int32, (BLOCK_K, 16), ROWS, 3)
-    scales = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_K, 8], ROWS)
+    first_parts = _allocate_each(gl.int32, (2, BLOCK_K, 16), ROWS, 2)
+    parts = _allocate_each(gl.int32, (BLOCK_K, 16), ROWS, 5)
+    stored = first_parts[0], parts[0], parts[1], parts[2], first_parts[1], parts[3], parts[4]
+    scales = gl.allocate_shared_memory(gl.bfloat16, [4, BLOCK_K, 8], ROWS)
     slots = gl.allocate_shared_memory(gl.int32, [4, BLOCK_K], LINE)
     numerators = gl.allocate_shared_memory(
         DTYPE, [BLOCK_H, BLOCK_K], gl.NVMMASharedLayout.get_default_for([BLOCK_H, BLOCK_K], DTYPE)
@@ -503,17 +592,22 @@ def _sparse_hopper_fp8_kernel(
     corrections = gl.allocate_shared_memory(gl.float32, [BLOCK_H], LINE)
     changes = gl.allocate_shared_memory(gl.int32, [4], LINE)
     shares = gl.allocate_shared_memory(gl.float32, [BLOCK_H], LINE)
-    # The first indices are there. A tile is there as bf16, both halves; its numerators are; it is summed.
-    indexed = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    # The first four tiles are looked up. Parts 0 and 4 of a tile are there as stored; so are the others.
+    looked_up = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    first_filled = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    filled = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    # A tile is there as bf16, both halves; its numerators are; it is summed.
     widened = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     scored = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     summed = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     # The shares of an item are there; they have been read.
     finished = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     released = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    mbarrier.init(indexed, count=1)
+    mbarrier.init(looked_up, count=1)
     for i in gl.static_range(2):
+        mbarrier.init(first_filled.index(i), count=128)
         mbarrier.init(widened.index(i), count=2)
+    mbarrier.init(filled, count=128)
     mbarrier.init(scored, count=1)
     mbarrier.init(summed, count=2)
     mbarrier.init(finished, count=1)
@@ -525,8 +619,8 @@ def _sparse_hopper_fp8_kernel(
                 _sum_fp8_warps,
                 (
                     out, partials, prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
-                    slots, (wide[0], wide[1]), raw_a, scales, numerators, corrections, changes, shares,
-                    indexed, widened, scored, summed, finished, released,
+                    slots, wide, stored, scales, numerators, corrections, changes, shares,
+                    looked_up, first_filled, filled, widened, scored, summed, finished, released,
                     0, NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
                     PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, BLOCK_H, BLOCK_K,
                 ),
@@ -535,8 +629,8 @@ def _sparse_hopper_fp8_kernel(
                 _sum_fp8_warps,
                 (
                     out, partials, prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
-                    slots, (wide[2], wide[3]), raw_b, scales, numerators, corrections, changes, shares,
-                    indexed, widened, scored, summed, finished, released,
+                    slots, wide, stored, scales, numerators, corrections, changes, shares,
+                    looked_up, first_filled, filled, widened, scored, summed, finished, released,
                     1, NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
                     PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, BLOCK_H, BLOCK_K,
                 ),
@@ -546,8 +640,8 @@ def _sparse_hopper_fp8_kernel(
                 (
                     q_ptr, stride_qt, stride_qh, qk_scale, out, partials,
                     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
-                    slots, query_a, query_b, wide, scales, numerators, corrections, changes, shares,
-                    indexed, widened, scored, summed, finished, released,
+                    slots, query_a, query_b, wide, stored, numerators, corrections, changes, shares,
+                    looked_up, first_filled, filled, widened, scored, summed, finished, released,
                     NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
                     PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, HAS_SINK, WRITE_LSE,
                     BLOCK_H, BLOCK_K, SLACK,
@@ -555,5 +649,5 @@ def _sparse_hopper_fp8_kernel(
             ),
         ],
         [4, 4],
-        [168, 168],
+        [184, 160],
     )  # fmt: skip
