@@ -170,12 +170,12 @@ def _copy_first_parts(
 
 
 @gluon.jit
-def _copy_other_parts(
-    prefix, extend, slots, number, stored, widened, filled,
+def _copy_tile(
+    prefix, extend, slots, number, stored, widened, first_filled, filled,
     HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
     PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
 ):  # fmt: skip
-    """The other parts of tile `number`, once those of the tile before are widened."""
+    """The other parts of tile `number`, once the tile before is widened; then the first ones of the next."""
     rows = _locate_tile(
         prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, LAYOUT,
         PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, _bytes_layout(),
@@ -188,6 +188,10 @@ def _copy_other_parts(
     _copy_part(stored, rows, number, 5)
     _copy_part(stored, rows, number, 3)
     async_copy.mbarrier_arrive(filled, increment_count=False)
+    _copy_first_parts(
+        prefix, extend, slots, number + 1, stored, first_filled,
+        HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -302,13 +306,14 @@ def _row_codes(prefix, extend, ahead, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.c
 
 
 @gluon.jit
-def _load_scales(
-    prefix, extend, slots, number,
+def _look_up(
+    prefix, extend, ahead, slots, number,
     HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
     PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
 ):  # fmt: skip
-    """Scales of the rows of tile `number`, as stored `[BLOCK_K, 8]`; one where there is none."""
+    """Names the rows of tile `number`; their scales, as stored `[BLOCK_K, 8]`, one where there is none."""
     SCALES: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [gl.num_warps(), 1], [1, 0])
+    slots.index(number % 4).store(_row_codes(prefix, extend, ahead, HAS_PREFIX, HAS_EXTEND))
     index = slots.index(number % 4).load(gl.SliceLayout(1, SCALES))
     first, index = _decode(index, HAS_PREFIX, HAS_EXTEND)
     live, _, _, scale_at = _locate_rows(
@@ -371,9 +376,8 @@ def _sum_fp8_warps(
                 prefix_csr, extend_csr, num_tokens, num_splits, num_items, stream, r,
                 HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
             )  # fmt: skip
-            slots.index(number).store(_row_codes(prefix, extend, ahead, HAS_PREFIX, HAS_EXTEND))
-            scale = _load_scales(
-                prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+            scale = _look_up(
+                prefix, extend, ahead, slots, number, HAS_PREFIX, HAS_EXTEND, LAYOUT,
                 PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
             )  # fmt: skip
             scales.index(number).store(_as_bf16(scale))
@@ -413,9 +417,9 @@ def _sum_fp8_warps(
             acc_a = warpgroup_mma(numerators, wide[2 * HALF].index(stage), acc_a, is_async=True)
             acc_b = warpgroup_mma(numerators, wide[2 * HALF + 1].index(stage), acc_b, is_async=True)
             if LOOKS_UP:
-                slots.index(count % 4).store(_row_codes(prefix, extend, ahead, HAS_PREFIX, HAS_EXTEND))
-                scale = _load_scales(
-                    prefix, extend, slots, count, HAS_PREFIX, HAS_EXTEND, LAYOUT,
+                # Tile count + 4, in the place of tile `count`.
+                scale = _look_up(
+                    prefix, extend, ahead, slots, count, HAS_PREFIX, HAS_EXTEND, LAYOUT,
                     PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
                 )  # fmt: skip
             acc_a, acc_b = warpgroup_mma_wait(0, deps=[acc_a, acc_b])
@@ -490,12 +494,8 @@ def _score_fp8_warps(
         HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
     )  # fmt: skip
     for number in range(2):
-        _copy_other_parts(
-            prefix, extend, slots, number, stored, widened, filled,
-            HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
-        )  # fmt: skip
-        _copy_first_parts(
-            prefix, extend, slots, number + 1, stored, first_filled,
+        _copy_tile(
+            prefix, extend, slots, number, stored, widened, first_filled, filled,
             HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
         )  # fmt: skip
     for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
@@ -544,12 +544,8 @@ def _score_fp8_warps(
             _publish()
             mbarrier.arrive(scored, count=1)
             count += 1
-            _copy_other_parts(
-                prefix, extend, slots, count + 1, stored, widened, filled,
-                HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
-            )  # fmt: skip
-            _copy_first_parts(
-                prefix, extend, slots, count + 2, stored, first_filled,
+            _copy_tile(
+                prefix, extend, slots, count + 1, stored, widened, first_filled, filled,
                 HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
             )  # fmt: skip
         _finish_scores(
