@@ -224,6 +224,24 @@ def visible_keys(n, query_pos, first, num_keys,
 
 
 @triton.jit
+def visible_range(query_pos, first, num_keys, HAS_FIRST: tl.constexpr,
+                  WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr):  # fmt: skip
+    """The first and the last key that `visible_keys` shows each row, [M] both."""
+    low = tl.zeros_like(query_pos)
+    if HAS_FIRST:
+        low += first
+    if WINDOW_LEFT >= 0:
+        low = tl.maximum(low, query_pos - WINDOW_LEFT)
+    if WINDOW_RIGHT == 0:
+        high = query_pos
+    else:
+        high = tl.zeros_like(query_pos) + (num_keys - 1)
+        if WINDOW_RIGHT > 0:
+            high = tl.minimum(high, query_pos + WINDOW_RIGHT)
+    return low, high
+
+
+@triton.jit
 def softmax_step(s, m, l, scale, FOLDED: tl.constexpr):
     """One step of the online softmax: P [M, N], what is left of the sums so far, the new m and l.
 
