@@ -265,8 +265,8 @@ def dense_keys(
         if SPLIT_Q:
             s = tl.dot(q_low, tl.trans(k), s)
         if OVERLAP:
-            before = base + tl.maximum(tile - 1, begin) * BLOCK_N
-            v = load_rows(scratch.v, v_desc, before, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
+            previous = base + tl.maximum(tile - 1, begin) * BLOCK_N
+            v = load_rows(scratch.v, v_desc, previous, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
             acc = tl.dot(p.to(tl.float16), v, acc * correction[:, None])
         if not FOLDED:
             s *= scale[:, None]
@@ -274,18 +274,21 @@ def dense_keys(
                 s *= k_factor[None, :]
             if HAS_SOFT_CAP:
                 s = capped_logits(s, soft_cap)
-        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        before = tile * BLOCK_N
+        n = tl.arange(0, BLOCK_N)
         if BRANCH:
             # And no second loop, whose pipeline would have to fill anew.
             if (tile < full) | (tile >= full_end):
                 s = masked_scores(
-                    s, n, query_pos, first, tl.minimum(num_keys, end * BLOCK_N), K_IN_UNITS, OVERLAP,
+                    s, before + n, query_pos, first, tl.minimum(num_keys, end * BLOCK_N), K_IN_UNITS, OVERLAP,
                     WINDOW_LEFT, WINDOW_RIGHT,
                 )  # fmt: skip
         else:
+            # Counted from the tile's first key, the keys are the same numbers in every tile.
             s = masked_scores(
-                s, n, query_pos, first, num_keys, K_IN_UNITS, OVERLAP, WINDOW_LEFT, WINDOW_RIGHT
-            )
+                s, n, query_pos - before, first - before, num_keys - before, K_IN_UNITS, OVERLAP,
+                WINDOW_LEFT, WINDOW_RIGHT,
+            )  # fmt: skip
         p, correction, m, l = softmax_step(s, m, l, scale, FOLDED)
         if V_IN_UNITS:
             correction *= v_unit / unit
