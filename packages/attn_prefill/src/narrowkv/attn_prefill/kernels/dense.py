@@ -222,31 +222,29 @@ def masked_scores(
 
 
 @triton.jit
-def dense_keys(
-    q, q_low, acc, m, l, logit_scale, soft_cap, scratch, k_desc, v_desc, base, query_pos,
-    first, num_keys, begin, end, full, full_end,
+def dense_range(
+    q, q_low, acc, m, l, v_unit, v_largest, logit_scale, soft_cap, scratch, k_desc, v_desc, base,
+    query_pos, first, num_keys, begin, rounds, end, full, full_end,
     HEAD_DIM: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
     SPLIT_Q: tl.constexpr, K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr,
     K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
-    BRANCH: tl.constexpr,
+    MASK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Attends to the key tiles [begin, end) of a sequence's scratch, of which [full, full_end) need no mask.
+    """Rounds [begin, rounds) of `dense_keys`, each a key tile.
 
-    `base` is the row of the sequence's first key in this head. OVERLAP: a tile's P @ V is issued after the
-    scores of the next tile and runs during their softmax; one more round finishes the last. BRANCH: tiles
-    that need no mask branch past it; AMD's compiler no longer sees then that one product feeds the other.
+    `acc` is short of `v_unit`, what the last block of V was short of, and of `v_largest`, the largest factor
+    of a key so far. MASK: "none"; "branch", past it where a tile needs none; "rest", only tiles that need
+    one, of which those from round `full` on lie behind [full, full_end).
     """
     d = tl.arange(0, BLOCK_D)
-    v_unit = num_keys.to(tl.float32) * 0.0 + 1.0
-    v_largest = v_unit * 0.0
-    rounds = end
     if OVERLAP:
-        rounds = tl.where(begin < end, end + 1, end)
         p = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
         correction = l * 0.0 + 1.0
     for tile in range(begin, rounds):
+        if MASK == "rest":
+            tile += tl.where(tile < full, 0, full_end - full)
         row = base + tile * BLOCK_N
         if OVERLAP:
             row = base + tl.minimum(tile, end - 1) * BLOCK_N
@@ -276,14 +274,15 @@ def dense_keys(
                 s = capped_logits(s, soft_cap)
         before = tile * BLOCK_N
         n = tl.arange(0, BLOCK_N)
-        if BRANCH:
+        if MASK == "branch":
+            n += before
             # And no second loop, whose pipeline would have to fill anew.
             if (tile < full) | (tile >= full_end):
                 s = masked_scores(
-                    s, before + n, query_pos, first, tl.minimum(num_keys, end * BLOCK_N), K_IN_UNITS, OVERLAP,
+                    s, n, query_pos, first, tl.minimum(num_keys, end * BLOCK_N), K_IN_UNITS, OVERLAP,
                     WINDOW_LEFT, WINDOW_RIGHT,
                 )  # fmt: skip
-        else:
+        elif MASK == "rest":
             # Counted from the tile's first key, the keys are the same numbers in every tile.
             s = masked_scores(
                 s, n, query_pos - before, first - before, num_keys - before, K_IN_UNITS, OVERLAP,
@@ -298,6 +297,46 @@ def dense_keys(
         if not OVERLAP:
             v = load_rows(scratch.v, v_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
             acc = tl.dot(p.to(tl.float16), v, acc * correction[:, None])
+    return acc, m, l, v_unit, v_largest
+
+
+@triton.jit
+def dense_keys(
+    q, q_low, acc, m, l, logit_scale, soft_cap, scratch, k_desc, v_desc, base, query_pos,
+    first, num_keys, begin, end, full, full_end,
+    HEAD_DIM: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
+    SPLIT_Q: tl.constexpr, K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr,
+    K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    BRANCH: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Attends to the key tiles [begin, end) of a sequence's scratch, of which [full, full_end) need no mask.
+
+    `base` is the row of the sequence's first key in this head. OVERLAP: a tile's P @ V is issued after the
+    scores of the next tile and runs during their softmax; one more round finishes the last. BRANCH: tiles
+    that need no mask branch past it. AMD's compiler no longer sees then that one product feeds the other;
+    there they come first, in a loop of their own, which has no pipeline that would have to fill anew.
+    """
+    v_unit = num_keys.to(tl.float32) * 0.0 + 1.0
+    v_largest = v_unit * 0.0
+    rounds = end
+    if OVERLAP:
+        rounds = tl.where(begin < end, end + 1, end)
+    if not BRANCH:
+        acc, m, l, v_unit, v_largest = dense_range(
+            q, q_low, acc, m, l, v_unit, v_largest, logit_scale, soft_cap, scratch, k_desc, v_desc, base,
+            query_pos, first, num_keys, full, full_end, end, full, full_end,
+            HEAD_DIM, WINDOW_LEFT, WINDOW_RIGHT, SPLIT_Q, K_PER_KEY, V_PER_KEY, K_IN_UNITS, V_IN_UNITS,
+            HAS_SOFT_CAP, FOLDED, TMA, OVERLAP, "none", BLOCK_N, BLOCK_D, BLOCK_S,
+        )  # fmt: skip
+        rounds -= full_end - full
+    acc, m, l, v_unit, v_largest = dense_range(
+        q, q_low, acc, m, l, v_unit, v_largest, logit_scale, soft_cap, scratch, k_desc, v_desc, base,
+        query_pos, first, num_keys, begin, rounds, end, full, full_end,
+        HEAD_DIM, WINDOW_LEFT, WINDOW_RIGHT, SPLIT_Q, K_PER_KEY, V_PER_KEY, K_IN_UNITS, V_IN_UNITS,
+        HAS_SOFT_CAP, FOLDED, TMA, OVERLAP, "branch" if BRANCH else "rest", BLOCK_N, BLOCK_D, BLOCK_S,
+    )  # fmt: skip
     if V_IN_UNITS:
         acc *= v_unit
     if V_PER_KEY:
