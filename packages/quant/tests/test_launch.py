@@ -11,6 +11,9 @@ import triton.language as tl
 from narrowkv.quant.errors import UnsupportedError
 from narrowkv.quant.launch import LaunchOptions, compile_for, launch, run_as
 
+# What the interpreter needs mended differs between Tritons.
+pytestmark = pytest.mark.codegen_all
+
 ONE = LaunchOptions(num_warps=1, num_stages=1)
 
 
@@ -26,6 +29,13 @@ def _arithmetic_kernel(x_ptr, y_ptr, o_ptr, N: tl.constexpr):
     i = tl.arange(0, N)
     x, y = tl.load(x_ptr + i), tl.load(y_ptr + i)
     tl.store(o_ptr + i, x * y + x)
+
+
+@triton.jit
+def _select_kernel(x_ptr, o_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i)
+    tl.store(o_ptr + i, tl.where(i % 2 == 0, x, 1.5))
 
 
 @triton.jit
@@ -59,6 +69,14 @@ def test_bf16_arithmetic_is_bf16_arithmetic() -> None:
     o = torch.zeros(128, dtype=torch.bfloat16)
     launch(_arithmetic_kernel, (1,), (x, y, o), {"N": 128}, ONE)
     torch.testing.assert_close(o, x * y + x, rtol=2**-7, atol=1e-3)
+
+
+def test_a_constant_becomes_bf16_beside_bf16() -> None:
+    x = torch.randn(16).bfloat16()
+    o = torch.zeros(16, dtype=torch.bfloat16)
+    launch(_select_kernel, (1,), (x, o), {"N": 16}, ONE)
+    torch.testing.assert_close(o[::2], x[::2], rtol=0, atol=0)
+    assert (o[1::2] == 1.5).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2])

@@ -123,6 +123,10 @@ class RepairedBuilder(stock.InterpreterBuilder):
             return stock.TensorHandle(_encode(result.data, dtype), dtype)
         return result
 
+    def get_bf16(self, value: float) -> Any:
+        """A constant; Triton 3.6 to 3.8 have none in bfloat16."""
+        return stock.TensorHandle(_f32_to_bf16(np.array([value], dtype=np.float32)), tl.bfloat16)
+
     def create_fma(self, x: Any, y: Any, z: Any) -> Any:
         """One rounding in the wider type, one back."""
         dtype = z.dtype.scalar
@@ -199,8 +203,10 @@ def interpret(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constex
         body = _rewritten(kernel)
         bound = inspect.signature(fn).bind(*args, **constexprs)
         bound.apply_defaults()
+        # Those that keep their defaults, too.
+        constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
         converted = {
-            name: value if name in constexprs else stock._implicit_cvt(value)
+            name: value if name in constants else stock._implicit_cvt(value)
             for name, value in bound.arguments.items()
         }
         extent = (*grid, 1, 1)[:3]
