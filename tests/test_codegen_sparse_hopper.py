@@ -78,13 +78,16 @@ def test_rows_that_are_read_often_are_expanded_first(sm90_code: Any) -> None:
         assert "measured" in chosen.why
         return chosen.mode
 
-    assert mode(500, num_qo_heads=64) == "fused"  # 31.25 readings of a row
-    assert mode(528, num_qo_heads=64) == "prepass"  # 33
-    # Two blocks of heads widen a row twice, and few heads wait for it.
+    # One block of heads widens a row once, for many.
+    assert mode(132, num_qo_heads=64) == "fused"  # 8.25 readings of a row
+    assert mode(528, num_qo_heads=64) == "fused"  # 33
+    # Two blocks widen it twice; few heads wait for it, or have a kernel of their own over 16-bit rows alone.
     assert mode(132, 768, num_qo_heads=128) == "fused"  # 11
     assert mode(132, 640, num_qo_heads=128) == "prepass"  # 13.2
-    assert mode(132, 2048, num_qo_heads=16) == "fused"  # 4.125
-    assert mode(132, 1024, num_qo_heads=16) == "prepass"  # 8.25
+    assert mode(132, 3072, num_qo_heads=32) == "fused"  # 2.75
+    assert mode(132, 2048, num_qo_heads=32) == "prepass"  # 4.125
+    assert mode(132, 1024, num_qo_heads=16) == "fused"  # 8.25
+    assert mode(132, 768, num_qo_heads=16) == "prepass"  # 11
     # Not a chipful, or a query in fp16: the plain kernel would widen.
     assert mode(4, num_qo_heads=64) == "prepass"
     assert mode(132, num_qo_heads=64, q_dtype=torch.float16) == "prepass"
