@@ -42,7 +42,7 @@ probe: $(STAMP)  ## does 16-bit Q over a narrow paged cache at GQA 12 work: here
 test: $(STAMP)  ## all tests but the slow ones; those that need a GPU are skipped, with the reason, where there is none
 	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
-test-full: $(STAMP)  ## all tests, then code generation again under every supported Triton
+test-full: $(STAMP)  ## all tests, then code generation and the interpreter again under every supported Triton
 	$(PY) -m pytest --run-slow $(ARGS)
 	own=$$($(PY) -c 'import triton; print(triton.__version__)') && \
 	for version in $(TRITONS); do [ $$version = $$own ] || $(MAKE) codegen-$$version || exit 1; done
