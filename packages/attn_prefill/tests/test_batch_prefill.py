@@ -321,6 +321,18 @@ def test_a_nan_reaches_only_the_rows_that_attend_to_it(
     assert torch.equal(o.isnan().any(-1), expected)
 
 
+@either_kernel
+@pytest.mark.parametrize("factor", [2.0**-30, 2.0**40], ids=str)
+def test_values_of_any_size_in_a_bf16_cache(factor: float, kernel: str, device: str) -> None:
+    q, cache, table, starts = W(format="bf16", lens=(20, 5, 200)).build(device)
+    cache.logical()[1][table.page_ids[2, :4].long()] *= factor
+    o = batch_prefill(q, cache, table, starts, plan=plan_prefill(q, cache, table, starts, kernel=kernel))
+    expected = batch_prefill_reference(q, cache, table, starts)
+    assert isinstance(o, torch.Tensor)
+    assert isinstance(expected, torch.Tensor)
+    assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
+
+
 # FAULTS 23, 25
 @either_kernel
 def test_huge_logits_extreme_sinks_and_a_zero_scale(kernel: str, device: str) -> None:

@@ -97,19 +97,60 @@ def test_long_and_short(lens: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"window_left": 100}, {"causal": False, "window_right": 5}], ids=str)
+@pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "bf16"])
+def test_few_keys(fmt: str, options: dict[str, Any], splits: int) -> None:
+    # Tiles of 64 keys.
+    lens = {"q_lens": (70, 1, 300, 0, 33), "lens": (200, 64, 300, 77, 900), "gqa_ratio": 12}
+    _check(PrefillWorkload(**lens, head_dim=128, format=fmt), num_splits=splits, **options)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("tiles", [(), (148,), (145, 144), (9,), (0, 50, 147)], ids=str)
-def test_values_that_differ_by_far_from_tile_to_tile(tiles: tuple[int, ...], splits: int) -> None:
-    # More tiles of keys than factors are looked at at once.
+@pytest.mark.parametrize("factor", [2.0**-20, 512.0, 2.0**40], ids=str)
+def test_values_that_differ_by_far_from_tile_to_tile(
+    factor: float, tiles: tuple[int, ...], splits: int
+) -> None:
     workload = PrefillWorkload(q_lens=(300,), lens=(19000,), gqa_ratio=6, head_dim=128, format="bf16")
     q, cache, table, starts = workload.build("cuda")
     values, pages = cache.logical()[1], table.page_ids[0].long()
     for tile in tiles:
-        values[pages[tile * 8 : tile * 8 + 8]] *= 512
-    o = batch_prefill(q, cache, table, starts, plan=plan_prefill(q, cache, table, starts, num_splits=splits))
+        values[pages[tile * 8 : tile * 8 + 8]] *= factor
+    plan = plan_prefill(q, cache, table, starts, num_splits=splits)
+    o = batch_prefill(q, cache, table, starts, plan=plan)
     expected = batch_prefill_reference(q, cache, table, starts)
     assert isinstance(o, torch.Tensor)
     assert isinstance(expected, torch.Tensor)
     assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    ("head_dim", "options"),
+    [(64, {}), (128, {}), (128, {"window_left": 100}), (128, {"causal": False})],
+    ids=str,
+)
+def test_a_launch_after_one_with_values_out_of_the_ordinary(
+    head_dim: int, options: dict[str, Any], splits: int
+) -> None:
+    workload = PrefillWorkload(**RAGGED, head_dim=head_dim, format="bf16")
+    q, cache, table, starts = workload.build("cuda")
+    sinks = torch.linspace(-3, 3, q.shape[1], device="cuda")
+    plan = plan_prefill(q, cache, table, starts, num_splits=splits)
+    assert plan.scratch is not None
+    assert plan.scratch.unusual is not None
+    values = cache.logical()[1]
+    usual = values.clone()
+    for factor in (1.0, 2.0**30, 2.0**-30, 1.0):
+        values.copy_(usual * factor)
+        out = torch.full(q.shape, math.nan, dtype=q.dtype, device="cuda")
+        given = {"sinks": sinks, "return_lse": True, **options}
+        o, lse = batch_prefill(q, cache, table, starts, out=out, plan=plan, **given)
+        expected, expected_lse = batch_prefill_reference(q, cache, table, starts, **given)
+        assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
+        torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+        # As the next launch expects them.
+        assert plan.scratch.unusual.tolist() == [0, 0]
 
 
 def test_what_it_does_not_serve_runs_otherwise() -> None:

@@ -139,11 +139,61 @@ def test_new_values_that_differ_by_far_from_tile_to_tile(
     if not can_pipeline(device_target(q.device), q, cache):
         pytest.skip("not for this GPU")
     for tile in tiles:
-        v_new[tile * 128 : tile * 128 + 128] *= 512
+        v_new[tile * 128 : tile * 128 + 128] *= 512 if fmt == "fp8_e4m3fn" else 2.0**20
     wanted = copy_cache(cache)
     plan = plan_append(q, cache, table, starts, kernel="pipelined")
     o = prefill_append(q, k_new, v_new, cache, table, starts, plan=plan, window_left=window_left)
     expected = prefill_append_reference(q, k_new, v_new, wanted, table, starts, window_left=window_left)
+    assert isinstance(o, torch.Tensor)
+    assert isinstance(expected, torch.Tensor)
+    assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
+    assert _same_bytes(cache, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("window_left", [-1, 200])
+@pytest.mark.parametrize(
+    ("fmt", "granularity", "head_dim"),
+    [
+        ("fp8_e4m3fn", "float", 128),
+        ("fp8_e4m3fn", "head", 64),
+        ("fp8_e5m2", "tensor", 128),
+        ("bf16", "float", 128),
+    ],
+)
+@pytest.mark.parametrize("lens", [(700, 0, 1153, 128), (100, 0, 513, 64)], ids=str)
+def test_old_keys_that_end_anywhere_in_a_block(
+    lens: tuple[int, ...], fmt: str, granularity: str, head_dim: int, window_left: int, splits: int
+) -> None:
+    workload = W(
+        lens=lens,
+        q_lens=(130, 40, 300, 1),
+        gqa_ratio=6,
+        head_dim=head_dim,
+        format=fmt,
+        granularity=granularity,
+    )
+    _check(workload, "cuda", "pipelined", plan={"num_splits": splits}, window_left=window_left)
+
+
+# In the scratch V is float16, in units of the descale and times a power of two where that does not do.
+@pytest.mark.parametrize("kernel", ["staged", "apart", "paged"])
+@pytest.mark.parametrize("factor", [2.0**-30, 2.0**40], ids=str)
+@pytest.mark.parametrize(
+    ("fmt", "granularity"),
+    [("fp8_e4m3fn", "float"), ("fp8_e4m3fn", "head"), ("bf16", "float"), (K8V4, "float")],
+)
+def test_new_values_of_any_size(
+    fmt: str | CacheFormat, granularity: str, factor: float, kernel: str, device: str
+) -> None:
+    workload = W(lens=(20, 70), q_lens=(70, 5), num_kv_heads=1, format=fmt, granularity=granularity)
+    q, k_new, v_new, cache, table, starts, _ = workload.build_append(device)
+    v_new[:64] *= factor
+    wanted = copy_cache(cache)
+    plan = plan_append(q, cache, table, starts, kernel=kernel)
+    o = prefill_append(q, k_new, v_new, cache, table, starts, plan=plan)
+    expected = prefill_append_reference(q, k_new, v_new, wanted, table, starts)
     assert isinstance(o, torch.Tensor)
     assert isinstance(expected, torch.Tensor)
     assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002

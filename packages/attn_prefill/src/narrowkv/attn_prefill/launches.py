@@ -123,10 +123,14 @@ class PrefillCall:
         narrow = self.constants["BLOCK_D"] < 64 * v_parts
         return 1 if narrow and self.plan.target.is_nvidia else v_parts
 
+    @property
+    def logit_scale(self) -> float:
+        """Of a logit of unquantised keys, in base 2, or natural for a soft cap."""
+        return self.scale * (1.0 if self.soft_cap > 0 else _LOG2E)
+
     def scales(self, k_power: int, v_power: int) -> tuple[float, float, bool]:
         """Scale of the logits, scale of the output, and whether the first can be folded into the softmax."""
-        base = 1.0 if self.soft_cap > 0 else _LOG2E
-        qk_scale = self.scale * self.k_factor * 2.0**k_power * base
+        qk_scale = self.logit_scale * self.k_factor * 2.0**k_power
         folded = qk_scale > 0 and self.soft_cap == 0 and not per_key(self.cache)[0]
         return qk_scale, self.v_factor * 2.0**v_power, folded
 
@@ -274,6 +278,8 @@ class PrefillCall:
         from narrowkv.attn_prefill.kernels.pipelined import _pipelined_prefill_kernel, key_descriptor
 
         shape = self.plan.shape
+        appends = self.plan.exponent is not None
+        new_scale = self.logit_scale
         tiles = shape.row_tiles(config.block_m)
         items = tiles * shape.num_kv_heads * config.num_splits
         for name in ("PAGE_SIZE", "RAGGED", "BLOCK_D", "HAS_SOFT_CAP", "FOLDED", "SETTLE"):
@@ -282,14 +288,15 @@ class PrefillCall:
             _pipelined_prefill_kernel,
             (min(items, units_of(self.plan.target)),),
             (
-                queries, outputs, scratch.k_unit, scratch.v_unit, key_descriptor(scratch.k, config.block_n),
+                queries, outputs, scratch.v_unit, scratch.unusual, key_descriptor(scratch.k, config.block_n),
                 key_descriptor(scratch.v, config.block_n), self.k_descale, self.v_descale,
-                self.plan.schedule, self._workspace(), qk_scale, out_scale, tiles, config.num_splits,
-                scratch.rows,
+                self.plan.schedule, self._workspace(), qk_scale, new_scale, out_scale, tiles,
+                config.num_splits, scratch.rows,
             ),
             {
                 **options,
-                "K_IN_UNITS": scratch.k_unit is not None,
+                "HAS_FIRST": appends,
+                "TWO_SCALES": appends and (self.k_mode == "head" or qk_scale != new_scale),
                 "V_IN_UNITS": scratch.v_unit is not None,
                 "STAGES": config.options.num_stages,
             },
@@ -341,7 +348,7 @@ class PrefillCall:
             page_table.page_ids.shape[1], cache.num_pages,
         )  # fmt: skip
         old = k, v, self.k_descale, self.v_descale, self.table, plan.scratch
-        logit_scale = self.scale * (1.0 if self.soft_cap > 0 else _LOG2E)
+        logit_scale = self.logit_scale
         k_scale, v_scale = self.k_factor * 2.0**k_power, self.v_factor * 2.0**v_power / p_scale
         storage = {
             **cache_constants,
@@ -370,11 +377,14 @@ class PrefillCall:
                 },
                 produce_options(plan.target, plan.shape.head_dim, config.scratch_block),
             )  # fmt: skip
-            # Scales that a head's old keys share are among their blocks' factors.
-            modes = {"K_DESCALE": self.k_mode, "V_DESCALE": self.v_mode}
-            options |= {side: "scalar" for side, mode in modes.items() if mode == "head"}
-            attend = self._pipelined if pipelined else self._plain
-            attend(queries, outputs, config, plan.scratch, options, logit_scale, 1.0)
+            if pipelined:
+                qk_scale = logit_scale * k_scale
+                self._pipelined(queries, outputs, config, plan.scratch, options, qk_scale, v_scale)
+                return
+            if self.k_mode == "head":
+                # What a head's old keys are short of is among their blocks' factors.
+                options["K_DESCALE"] = "scalar"
+            self._plain(queries, outputs, config, plan.scratch, options, logit_scale, v_scale)
             return
         for name in ("RAGGED", "WINDOW_RIGHT"):
             del options[name]

@@ -392,6 +392,7 @@ def allocate_scratch(
     heads = shape.num_kv_heads
     sizes = (heads, rows, shape.head_dim)
     k_per_key, v_per_key = per_key(cache)
+    has_v_units = in_units or cache.format.v == "bf16"
 
     def numbers(width: int, wanted: bool) -> torch.Tensor | None:
         return torch.empty((heads, width), dtype=torch.float32, device=device) if wanted else None
@@ -402,7 +403,9 @@ def allocate_scratch(
         k_factor=numbers(rows, k_per_key),
         v_factor=numbers(rows, v_per_key),
         k_unit=numbers(rows // block, in_units),
-        v_unit=numbers(rows // block, in_units or cache.format.v == "bf16"),
+        v_unit=numbers(rows // block, has_v_units),
+        # Whoever attends again puts both back to zero, so this is done once and not per call.
+        unusual=torch.zeros(2, dtype=torch.int32, device=device) if has_v_units else None,
         starts=torch.empty(max(shape.batch, 1), dtype=torch.int32, device=device),
         rows=rows,
     )

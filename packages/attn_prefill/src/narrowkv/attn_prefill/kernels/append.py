@@ -164,7 +164,9 @@ def _prefill_append_kernel(
     at = tokens * q.token + heads * q.head
     own_q = load_rotated(q.ptr, at, rope, tokens, row_mask, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED).to(KIND)
     logit_scale = tl.full([BLOCK_M], 1.0, tl.float32) * scale
-    ones = tl.full([BLOCK_M], 1.0, tl.float32)
+    o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * v_scale
+    if V_DESCALE == "head":
+        o_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
     if STAGED:
         old_blocks = tl.cdiv(old_len, BLOCK_S)
         wanted = old_blocks + tl.cdiv(q_len, BLOCK_S)
@@ -184,7 +186,7 @@ def _prefill_append_kernel(
             q, (own_q,), row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace,
             tl.load(scratch.starts + seq), kv_head, unit,
             begin + within, pad, begin + q_len, begin + first_row, begin + last_row,
-            logit_scale, ones, soft_cap, split, num_splits, stride,
+            logit_scale, o_scale, soft_cap, split, num_splits, stride,
             HEAD_DIM, KIND, False, False, K_PER_KEY, V_PER_KEY, True, True, WINDOW_LEFT, 0,
             HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, SETTLE, TMA, OVERLAP, True,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
@@ -206,11 +208,8 @@ def _prefill_append_kernel(
             # One of them takes the chunk's own keys.
             own_end = tl.where(split == num_splits - 1, own_end, own_begin)
         old_scale = logit_scale * k_scale
-        o_scale = ones * v_scale
         if K_DESCALE == "head":
             old_scale *= tl.load(k_descale.ptr + seq * k_descale.major + kv_head * k_descale.head)
-        if V_DESCALE == "head":
-            o_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
         if FP8 is not None:
             high, low, row_scale = split_rows_fp8(own_q, FP8, P_SCALE)
             old_scale *= row_scale
@@ -249,6 +248,6 @@ def _prefill_append_kernel(
             )
         if write:
             write_rows(
-                out.ptr, out.lse, out.sinks, joined, m, l, ones, heads, tokens, row_mask, d,
-                out.token, out.head, out.lse_token, HEAD_DIM, HAS_SINKS, WRITE_LSE,
+                out.ptr, out.lse, out.sinks, joined, m, l, tl.full([BLOCK_M], 1.0, tl.float32), heads, tokens,
+                row_mask, d, out.token, out.head, out.lse_token, HEAD_DIM, HAS_SINKS, WRITE_LSE,
             )  # fmt: skip

@@ -42,7 +42,8 @@ class Scratch(NamedTuple):
     """Widened keys `[heads, rows, head_dim]`: sequences one after the other, each in whole blocks of 64 rows.
 
     k_factor, v_factor: what each key is still to be multiplied by, `[heads, rows]` fp32, or None. k_unit,
-    v_unit: the same for whole blocks, `[heads, rows / 64]`, or None. starts: first row of each sequence.
+    v_unit: the same for whole blocks, `[heads, rows / 64]`, or None. unusual: whether any of v_unit is not 1,
+    and how many programs have seen to it, or None. starts: first row of each sequence.
     """
 
     k: Any
@@ -51,21 +52,23 @@ class Scratch(NamedTuple):
     v_factor: Any
     k_unit: Any
     v_unit: Any
+    unusual: Any
     starts: Any
     rows: Any
 
 
 @triton.jit
 def to_fp16_in_units(v):
-    """A finite bfloat16 tile as float16 times a power of two, exact down to 2**-24 of its largest element.
+    """A finite tile as float16 times a power of two.
 
-    Only every eighth power, so that tiles seldom differ: all whose largest is from 1/8 to 32 have the same.
+    It is 1 where the largest element is from 2**-12 to 2**15, as it nearly always is, and an element is off
+    by 2**-13 of the largest at most. Elsewhere the largest comes to lie in [2**14, 2**15).
     """
     wide = v.to(tl.float32)
     top = tl.max(tl.max(tl.abs(wide), 1), 0)
-    exponent = (top.to(tl.int32, bitcast=True) >> 23) - 127 - 14
-    exponent = ((exponent + 17) & -8) - 10
-    exponent = tl.minimum(tl.maximum(exponent, -40), 113)
+    exponent = (top.to(tl.int32, bitcast=True) >> 23) - 127
+    usual = (top == 0) | ((exponent >= -12) & (exponent < 15))
+    exponent = tl.where(usual, 0, tl.minimum(tl.maximum(exponent - 14, -40), 113))
     down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
     return (wide * down).to(tl.float16), ((127 + exponent) << 23).to(tl.float32, bitcast=True)
 
@@ -79,6 +82,13 @@ def without_nonfinite(v):
     """
     finite = tl.abs(v.to(tl.float32)) < float("inf")
     return tl.where(finite, v, 0.0).to(v.dtype), tl.max((~finite).to(tl.int32), 1) > 0
+
+
+@triton.jit
+def store_v_unit(scratch, unit, at):
+    """Notes what a block of V is short of, and that it is unusual where it is not 1."""
+    tl.store(scratch.v_unit + at, unit)
+    tl.store(scratch.unusual, 1, mask=unit != 1.0)
 
 
 @triton.jit
@@ -96,7 +106,7 @@ def store_block(target, words, kv_head, block, rows, inside, HEAD_DIM: tl.conste
 
 @triton.jit
 def widen_block(
-    k, v, k_descale, v_descale, table, scratch, seq, block, first_row, kv_head, kv_len, k_unit, v_unit,
+    k, v, k_descale, v_descale, table, scratch, seq, block, first_row, kv_head, kv_len, k_unit,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, IN_UNITS: tl.constexpr,
     K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
@@ -105,7 +115,7 @@ def widen_block(
 ):  # fmt: skip
     """Gathers, widens and stores one block of one head: keys from `first_row` of `seq` to block `block`.
 
-    IN_UNITS: the block's numbers are still to be multiplied by `k_unit` and `v_unit`, which is noted.
+    IN_UNITS: K is still to be multiplied by `k_unit`, which is noted.
     """
     if RAGGED:
         row_base = tl.load(table.row + seq)
@@ -138,9 +148,9 @@ def widen_block(
         parts, v_factor = widen_tile(v_words, v_scale, V_FORMAT, V_ROUTE, tl.float16, V_PARTS, V_DESCALE)
         wide_v = join_parts(parts, V_PARTS)
     wide_v, bad = without_nonfinite(wide_v)
+    unit = 1.0
     if V_FORMAT == "bf16":
         wide_v, unit = to_fp16_in_units(wide_v)
-        v_unit *= unit
     if V_PER_KEY:
         finite = tl.abs(v_factor) < float("inf")
         bad = bad | ~finite
@@ -156,7 +166,7 @@ def widen_block(
     if IN_UNITS:
         tl.store(scratch.k_unit + units, k_unit)
     if IN_UNITS or V_FORMAT == "bf16":
-        tl.store(scratch.v_unit + units, v_unit)
+        store_v_unit(scratch, unit, units)
 
 
 @triton.jit
@@ -189,7 +199,7 @@ def _widen_kernel(
     seq, in_seq = place_of(block, blocks, ends, BLOCK_B)
     kv_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, RAGGED)
     widen_block(
-        k, v, k_descale, v_descale, table, scratch, seq, block, in_seq * BLOCK_N, kv_head, kv_len, 1.0, 1.0,
+        k, v, k_descale, v_descale, table, scratch, seq, block, in_seq * BLOCK_N, kv_head, kv_len, 1.0,
         HEAD_DIM, PAGE_SIZE, RAGGED, False, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT, K_ROUTE, V_ROUTE,
         K_TYPE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, BLOCK_D, BLOCK_N,
     )  # fmt: skip

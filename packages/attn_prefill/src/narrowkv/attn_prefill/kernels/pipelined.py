@@ -5,6 +5,7 @@ one, and computes the next softmax while the matrix unit works: the overlap of F
 2024). Programs stay and take tile after tile, so that copies of a tile's first keys run during the end of the
 tile before. Written in Gluon, since plain Triton schedules by itself; the functions around the loop are plain
 Triton's own.
+Values of any size are attended to by one warpgroup alone, step by step, in the launches that have any.
 """
 
 from typing import Any, NamedTuple
@@ -32,8 +33,10 @@ rows_of = in_gluon(rows.rows_of)
 scheduled_tile = in_gluon(rows.scheduled_tile)
 share_of = in_gluon(rows.share_of)
 softmax_step = in_gluon(rows.softmax_step)
+uniform_scale = in_gluon(rows.uniform_scale)
 visible_range = in_gluon(rows.visible_range)
 output_rows = in_gluon(tiles.output_rows)
+all_warps = in_gluon(rows.all_warps)
 write_lse = in_gluon(tiles.write_lse)
 
 # The names of Triton 3.8 and later, and those before.
@@ -50,12 +53,26 @@ class Ring(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What all programs share: the schedule, its tiles, their splits, rows of the scratch in a head."""
+    """What all programs share: the schedule, its tiles, their splits, rows of the scratch in a head.
+
+    unusual: whether any block of V is short of a factor, and how many programs have seen to it, or None.
+    """
 
     schedule: Any
     num_tiles: Any
     num_splits: Any
     rows: Any
+    unusual: Any
+
+
+class Scales(NamedTuple):
+    """What logits of keys in the cache and of the chunk's own keys, and the output, are short of."""
+
+    old: Any
+    new: Any
+    out: Any
+    k_descale: Any
+    v_descale: Any
 
 
 class Place(NamedTuple):
@@ -65,8 +82,20 @@ class Place(NamedTuple):
     split: Any
 
 
+class Order(NamedTuple):
+    """Key tiles one after the other: rows [start, stop), then tiles last - 1, last - 2, ..."""
+
+    start: Any
+    stop: Any
+    last: Any
+
+
 class Item(NamedTuple):
-    """A place with what is there: a tile, a head, key tiles [begin, end), no mask for [full, full_end)."""
+    """A place with what is there: a tile, a head, key tiles [begin, end), no mask for [full, full_end).
+
+    order: how these come one after the other. usual: whether they are attended to here, and not by
+    `attend_carefully`.
+    """
 
     tile: Any
     kv_head: Any
@@ -75,6 +104,8 @@ class Item(NamedTuple):
     end: Any
     full: Any
     full_end: Any
+    order: Any
+    usual: Any
 
 
 def key_descriptor(keys: torch.Tensor, block_n: int) -> TensorDescriptor:
@@ -100,23 +131,59 @@ def line_layout(head_dim):
 
 @gluon.jit
 def item_at(
-    work, turn, NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr,
+    work, turn, NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, HAS_FIRST: gl.constexpr,
     WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """The item that this program takes at a turn; there are `rounds_of` of them."""
     place, kv_head, tile = lookup(work, turn, NUM_KV_HEADS, SPLIT)
-    before = tile.kv_len - tile.q_len
-    first_pos = before + tile.number * BLOCK_M // GQA_RATIO
-    last_pos = before + gl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)
-    begin, end, full, full_end = key_range(
-        first_pos, last_pos, tile.first, tile.kv_len, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N
-    )
+    usual = turn >= 0
+    if work.unusual is not None:
+        usual = gl.load(work.unusual) == 0
+    begin, end, full, full_end = keys_of(tile, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_M, BLOCK_N)
     if SPLIT:
         begin, end, full, full_end = share_of(begin, end, full, full_end, place.split, work.num_splits)
     # Places past the last tile hold none.
-    end = gl.where(tile.seq >= 0, end, begin)
-    return Item(tile, kv_head, place, begin, end, gl.minimum(full, end), gl.minimum(full_end, end))
+    end = gl.where((tile.seq >= 0) & usual, end, begin)
+    order = order_of(tile, begin, end, HAS_FIRST, BLOCK_N)
+    full, full_end = gl.minimum(full, end), gl.minimum(full_end, end)
+    return Item(tile, kv_head, place, begin, end, full, full_end, order, usual)
+
+
+@gluon.jit
+def order_of(tile, begin, end, HAS_FIRST: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The last of key tiles [begin, end) first, which has the mask, then down.
+
+    Before it comes a sequence's first tile that its first key does not begin: read from that key on, it needs
+    no mask but that one, for what comes along of the next tile.
+    """
+    order = Order((end - 1) * BLOCK_N, tile.kv_len, end - 1)
+    if HAS_FIRST:
+        padded = (begin == 0) & (tile.first > 0)
+        order = Order(
+            gl.where(padded, tile.first, order.start),
+            gl.where(padded, BLOCK_N, order.stop),
+            gl.where(padded, end, order.last),
+        )
+    return order
+
+
+@gluon.jit
+def row_of(order, i, BLOCK_N: gl.constexpr):
+    """The first row of key tile number `i` in this order."""
+    return gl.where(i == 0, order.start, (order.last - i) * BLOCK_N)
+
+
+@gluon.jit
+def keys_of(
+    tile, GQA_RATIO: gl.constexpr, WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Key tiles [begin, end) that a tile's rows see, and [full, full_end) that need no mask."""
+    before = tile.kv_len - tile.q_len
+    first_pos = before + tile.number * BLOCK_M // GQA_RATIO
+    last_pos = before + gl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)
+    return key_range(first_pos, last_pos, tile.first, tile.kv_len, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N)
 
 
 @gluon.jit
@@ -152,19 +219,20 @@ def item_number(turn):
 @gluon.jit
 def copy_keys(
     work, k_desc, v_desc, k_ring, v_ring,
-    NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, HAS_FIRST: gl.constexpr,
     WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copies the key tiles of all items, the last tile of each first."""
+    """Copies the key tiles of all items in the order in which they are attended to."""
     count = 0
     for turn in range(rounds_of(work, NUM_KV_HEADS)):
         item = item_at(
-            work, turn, NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N
-        )
+            work, turn, NUM_KV_HEADS, GQA_RATIO, HAS_FIRST, WINDOW_LEFT, WINDOW_RIGHT, SPLIT,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
         base = item.kv_head * work.rows + item.tile.base
         for i in range(item.end - item.begin):
-            row = base + (item.end - 1 - i) * BLOCK_N
+            row = base + row_of(item.order, i, BLOCK_N)
             copy_tile(k_desc, row, k_ring, count, STAGES)
             copy_tile(v_desc, row, v_ring, count, STAGES)
             count += 1
@@ -205,9 +273,9 @@ def lines_of(x, tile, kv_head, part, GQA_RATIO: gl.constexpr, ROWS: gl.constexpr
 
 
 @gluon.jit
-def copy_queries(q, tile, kv_head, there, q_tile, HALF: gl.constexpr, GQA_RATIO: gl.constexpr):
+def copy_queries(q, tile, kv_head, there, q_tile, half, GQA_RATIO: gl.constexpr):
     """Starts the copy of a tile's rows into shared memory, if it is there; past the last row is anything."""
-    at, mask = lines_of(q, tile, kv_head, tile.number * 2 + HALF, GQA_RATIO, q_tile.shape[0], q_tile.shape[1])
+    at, mask = lines_of(q, tile, kv_head, tile.number * 2 + half, GQA_RATIO, q_tile.shape[0], q_tile.shape[1])
     load_lines(q_tile, at, mask=mask & there)
     async_copy.commit_group()
 
@@ -278,16 +346,20 @@ def mask_scores(s, low, high, HAS_LOW: gl.constexpr):
 
 @gluon.jit
 def weights(
-    s, m, l, scale, tile, query_pos, first, num_keys,
-    MASKED: gl.constexpr, HAS_FIRST: gl.constexpr, WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
-    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
+    s, m, l, scale, query_pos, before, num_keys,
+    MASKED: gl.constexpr, HAS_LAST: gl.constexpr, WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Scores of a key tile as P, what is left of the sums so far, and the new m and l."""
+    """Scores of keys from row `before` on as P, what is left of the sums so far, and the new m and l.
+
+    HAS_LAST: rows see keys from `num_keys` on that are not to be attended to.
+    """
     if MASKED:
-        low, high = visible_range(query_pos, first, num_keys, HAS_FIRST, WINDOW_LEFT, WINDOW_RIGHT)
-        before = tile * BLOCK_N
-        s = mask_scores(s, low - before, high - before, HAS_FIRST or WINDOW_LEFT >= 0)
-    p, correction, m, l = softmax_step(s, m, l, scale, True)
+        low, high = visible_range(query_pos, 0, num_keys, False, WINDOW_LEFT, WINDOW_RIGHT)
+        if HAS_LAST:
+            high = gl.minimum(high, num_keys - 1)
+        s = mask_scores(s, low - before, high - before, WINDOW_LEFT >= 0)
+    p, correction, m, l = softmax_step(s, m, l, gl.full_like(m, 1.0) * scale, True)
     return as_operand(p, HEAD_DIM), correction, m, l
 
 
@@ -299,43 +371,28 @@ def as_operand(p, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
-def run_of(v_units, tile, left, old, unit, K_IN_UNITS: gl.constexpr):
-    """Of `left` key tiles from `tile` down: how many are short of the same, of what, and `unit` over that.
-
-    A load in the loop over key tiles costs it a twentieth; there are few runs.
-    """
-    LANES: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    j = gl.arange(0, 128, LANES)
-    own = gl.load(v_units + tile)
-    same = gl.load(v_units + tile - j, mask=j < left, other=0.0) == own
-    if K_IN_UNITS:
-        same = same & ((tile - j < old) == (tile < old))
-    run = gl.min(gl.where(same & (j < left), 128, j), 0)
-    return gl.maximum(run, 1), own, unit / own
-
-
-@gluon.jit
 def attend_tiles(
-    p, acc, m, l, ratio, q_tile, k_ring, v_ring, scale, query_pos, first, num_keys, count, last, begin, stop,
-    MASKED: gl.constexpr, HAS_RATIO: gl.constexpr, HAS_FIRST: gl.constexpr,
-    WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    p, acc, m, l, q_tile, k_ring, v_ring, scale, new_scale, old, query_pos, num_keys, count, last,
+    begin, stop,
+    MASKED: gl.constexpr, TWO_SCALES: gl.constexpr, WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Key tiles last - begin, ..., last - stop + 1 of an item; tile `last` is the ring's number `count`.
+    """Key tiles last - begin, ..., last - stop + 1; tile last - i is the ring's number `count` + i.
 
-    Keys lie in rows [first, num_keys) of the scratch. HAS_RATIO: what came before tile last - begin is
-    multiplied by `ratio`.
+    TWO_SCALES: tiles from tile `old` on have `new_scale`.
     """
     for i in range(begin, stop):
         scores = issue_scores(q_tile, k_ring, count + i, BLOCK_N, STAGES)
         values = issue_values(p, acc, v_ring, count + i - 1, STAGES)
         s = warpgroup_mma_wait(1, deps=(scores,))
         mbarrier.arrive(k_ring.emptied.index((count + i) % STAGES))
+        own_scale = scale
+        if TWO_SCALES:
+            own_scale = uniform_scale(gl.where(last - i < old, scale, new_scale))
         p, correction, m, l = weights(
-            s, m, l, scale, last - i, query_pos, first, num_keys,
-            MASKED, HAS_FIRST, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, acc.shape[1],
+            s, m, l, own_scale, query_pos, (last - i) * BLOCK_N, num_keys,
+            MASKED, False, WINDOW_LEFT, WINDOW_RIGHT, acc.shape[1],
         )  # fmt: skip
-        if HAS_RATIO:
-            correction *= gl.where(i == begin, ratio, 1.0)
         # Named here, the softmax is not put off until after the wait.
         acc, p, correction, m, l = warpgroup_mma_wait(0, deps=(values, p, correction, m, l))
         mbarrier.arrive(v_ring.emptied.index((count + i - 1) % STAGES))
@@ -344,37 +401,57 @@ def attend_tiles(
 
 
 @gluon.jit
-def half_rows(tile, kv_head, HALF: gl.constexpr, GQA_RATIO: gl.constexpr, ROWS: gl.constexpr):
+def half_rows(tile, kv_head, half, GQA_RATIO: gl.constexpr, ROWS: gl.constexpr):
     """Token, head and mask of a half tile's rows."""
     q_len = gl.where(tile.seq >= 0, tile.q_len, 0)
-    return rows_of(tile.q_start, q_len, anew(tile.number * 2 + HALF), kv_head, GQA_RATIO, ROWS)
+    return rows_of(tile.q_start, q_len, anew(tile.number * 2 + half), kv_head, GQA_RATIO, ROWS)
 
 
 @gluon.jit
 def write_half_tile(
-    out, acc, m, l, o_scale, tile, kv_head, HALF: gl.constexpr, GQA_RATIO: gl.constexpr,
+    out, acc, m, l, o_scale, tile, kv_head, half, GQA_RATIO: gl.constexpr,
     HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
     """O and lse of a half tile's rows."""
     ROWS: gl.constexpr = acc.shape[0]
     HEAD_DIM: gl.constexpr = acc.shape[1]
-    tokens, heads, row_mask, _within = half_rows(tile, kv_head, HALF, GQA_RATIO, ROWS)
+    tokens, heads, row_mask, _within = half_rows(tile, kv_head, half, GQA_RATIO, ROWS)
     o = output_rows(out.sinks, acc, m, l, o_scale, heads, row_mask, HAS_SINKS)
     if WRITE_LSE:
         write_lse(out.lse, m, l, heads, tokens, row_mask, out.lse_token)
     o = gl.convert_layout(o.to(out.ptr.dtype.element_ty), line_layout(HEAD_DIM))
-    at, mask = lines_of(out, tile, kv_head, tile.number * 2 + HALF, GQA_RATIO, ROWS, HEAD_DIM)
+    at, mask = lines_of(out, tile, kv_head, tile.number * 2 + half, GQA_RATIO, ROWS, HEAD_DIM)
     gl.store(at, o, mask=mask)
 
 
 @gluon.jit
+def old_scale_of(scales, tile, kv_head, K_DESCALE: gl.constexpr):
+    """What logits of a tile with keys in the cache are short of."""
+    scale = scales.old
+    if K_DESCALE == "head":
+        descale = scales.k_descale
+        scale *= gl.load(descale.ptr + gl.maximum(tile.seq, 0) * descale.major + kv_head * descale.head)
+        scale = uniform_scale(scale)
+    return scale
+
+
+@gluon.jit
+def out_scale_of(scales, tile, kv_head, V_DESCALE: gl.constexpr):
+    """What a tile's output is short of."""
+    scale = scales.out
+    if V_DESCALE == "head":
+        descale = scales.v_descale
+        scale *= gl.load(descale.ptr + gl.maximum(tile.seq, 0) * descale.major + kv_head * descale.head)
+    return scale
+
+
+@gluon.jit
 def attend(
-    work, q, out, k_descale, v_descale, k_units, v_units, workspace, k_ring, v_ring, q_tile,
-    qk_scale, out_scale,
+    work, q, out, scales, workspace, k_ring, v_ring, q_tile,
     HALF: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, HEAD_DIM: gl.constexpr,
     K_DESCALE: gl.constexpr, V_DESCALE: gl.constexpr,
-    K_IN_UNITS: gl.constexpr, V_IN_UNITS: gl.constexpr,
+    HAS_FIRST: gl.constexpr, TWO_SCALES: gl.constexpr,
     WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr, HAS_SINKS: gl.constexpr,
     WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -389,119 +466,140 @@ def attend(
     copy_queries(q, tile, kv_head, rounds > 0, q_tile, HALF, GQA_RATIO)
     for turn in range(rounds):
         item = item_at(
-            work, turn, NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N
-        )
+            work, turn, NUM_KV_HEADS, GQA_RATIO, HAS_FIRST, WINDOW_LEFT, WINDOW_RIGHT, SPLIT,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
         _place, next_head, next_tile = lookup(work, gl.minimum(turn + 1, rounds - 1), NUM_KV_HEADS, SPLIT)
         tile, kv_head, begin, end = item.tile, item.kv_head, item.begin, item.end
         async_copy.wait_group(0)
         fence_async_shared()
         rows = tile.number * BLOCK_M + HALF * ROWS + gl.arange(0, ROWS, S)
         query_pos = tile.kv_len - tile.q_len + rows // GQA_RATIO
-        seq = gl.maximum(tile.seq, 0)
-        scale = gl.full([ROWS], 1.0, gl.float32, S) * qk_scale
-        if K_DESCALE == "head":
-            scale *= gl.load(k_descale.ptr + seq * k_descale.major + kv_head * k_descale.head)
+        scale = old_scale_of(scales, tile, kv_head, K_DESCALE)
         m = gl.full([ROWS], float("-inf"), gl.float32, S)
         l = gl.zeros([ROWS], gl.float32, S)
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)
-        unit = qk_scale * 0.0 + 1.0
         if begin < end:
             scores = issue_scores(q_tile, k_ring, count, BLOCK_N, STAGES)
-            last = end - 1
+            last = item.order.last
             num_tiles = end - begin
-            masked = gl.maximum(end - item.full_end, 1)
-            plain = gl.maximum(end - item.full, masked)
-            # Where blocks have factors, those of the sequence's first block.
-            block = (kv_head * work.rows + tile.base) // BLOCK_N
-            old = 0
-            old_scale = scale
+            masked = gl.minimum(gl.maximum(last + 1 - item.full_end, 1), num_tiles)
+            plain = gl.minimum(gl.maximum(last + 1 - item.full, masked), num_tiles)
             own_scale = scale
-            if K_IN_UNITS:
-                # New keys begin with a block and are short of nothing.
-                old = (tile.kv_len - tile.q_len) // BLOCK_N
-                old_scale = scale * gl.load(k_units + block)
-                own_scale = gl.where(last < old, old_scale, scale)
-            if V_IN_UNITS:
-                v_own = v_units + block
-                unit = gl.load(v_own + last)
+            # New keys begin with a block.
+            old = (tile.kv_len - tile.q_len) // BLOCK_N
+            if TWO_SCALES:
+                own_scale = uniform_scale(gl.where(item.order.start < old * BLOCK_N, scale, scales.new))
             s = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(k_ring.emptied.index(count % STAGES))
             p, _correction, m, l = weights(
-                s, m, l, own_scale, last, query_pos, tile.first, tile.kv_len,
-                True, K_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, HEAD_DIM,
+                s, m, l, own_scale, query_pos, item.order.start, item.order.stop,
+                True, HAS_FIRST, WINDOW_LEFT, WINDOW_RIGHT, HEAD_DIM,
             )  # fmt: skip
-            if V_IN_UNITS:
-                done = 1
-                # What goes round this loop in 16 bits is packed and unpacked in the loops inside.
-                wide_p = p.to(gl.float32)
-                while done < num_tiles:
-                    p = as_operand(wide_p, HEAD_DIM)
-                    run, unit, ratio = run_of(v_own, last - done, num_tiles - done, old, unit, K_IN_UNITS)
-                    stop = done + run
-                    own_scale = scale
-                    if K_IN_UNITS:
-                        own_scale = gl.where(last - done < old, old_scale, scale)
-                    past = gl.minimum(gl.maximum(masked, gl.where(ratio != 1.0, done + 1, done)), stop)
-                    before = gl.minimum(gl.maximum(plain, past), stop)
-                    p, acc, m, l = attend_tiles(
-                        p, acc, m, l, ratio, q_tile, k_ring, v_ring, own_scale, query_pos, tile.first,
-                        tile.kv_len, count, last, done, past,
-                        True, True, K_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
-                    )  # fmt: skip
-                    p, acc, m, l = attend_tiles(
-                        p, acc, m, l, 1.0, q_tile, k_ring, v_ring, own_scale, query_pos, tile.first,
-                        tile.kv_len, count, last, past, before,
-                        False, False, K_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
-                    )  # fmt: skip
-                    if WINDOW_LEFT >= 0 or K_IN_UNITS:
-                        p, acc, m, l = attend_tiles(
-                            p, acc, m, l, 1.0, q_tile, k_ring, v_ring, own_scale, query_pos, tile.first,
-                            tile.kv_len, count, last, before, stop,
-                            True, False, K_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
-                        )  # fmt: skip
-                    wide_p = p.to(gl.float32)
-                    done = stop
-                p = as_operand(wide_p, HEAD_DIM)
-            else:
+            p, acc, m, l = attend_tiles(
+                p, acc, m, l, q_tile, k_ring, v_ring, scale, scales.new, old, query_pos, tile.kv_len,
+                count, last, 1, masked,
+                True, TWO_SCALES, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
+            )  # fmt: skip
+            p, acc, m, l = attend_tiles(
+                p, acc, m, l, q_tile, k_ring, v_ring, scale, scales.new, old, query_pos, tile.kv_len,
+                count, last, masked, plain,
+                False, TWO_SCALES, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
+            )  # fmt: skip
+            if WINDOW_LEFT >= 0:
                 p, acc, m, l = attend_tiles(
-                    p, acc, m, l, 1.0, q_tile, k_ring, v_ring, scale, query_pos, tile.first, tile.kv_len,
-                    count, last, 1, masked,
-                    True, False, False, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
+                    p, acc, m, l, q_tile, k_ring, v_ring, scale, scales.new, old, query_pos, tile.kv_len,
+                    count, last, plain, num_tiles,
+                    True, TWO_SCALES, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
                 )  # fmt: skip
-                p, acc, m, l = attend_tiles(
-                    p, acc, m, l, 1.0, q_tile, k_ring, v_ring, scale, query_pos, tile.first, tile.kv_len,
-                    count, last, masked, plain,
-                    False, False, False, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
-                )  # fmt: skip
-                if WINDOW_LEFT >= 0:
-                    p, acc, m, l = attend_tiles(
-                        p, acc, m, l, 1.0, q_tile, k_ring, v_ring, scale, query_pos, tile.first, tile.kv_len,
-                        count, last, plain, num_tiles,
-                        True, False, False, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
-                    )  # fmt: skip
             count += num_tiles
             acc = warpgroup_mma_wait(0, deps=(issue_values(p, acc, v_ring, count - 1, STAGES),))
             mbarrier.arrive(v_ring.emptied.index((count - 1) % STAGES))
         # The next rows come while these are written.
         copy_queries(q, next_tile, next_head, turn + 1 < rounds, q_tile, HALF, GQA_RATIO)
-        if V_IN_UNITS:
-            acc *= unit
         m = gl.convert_layout(m, gl.SliceLayout(1, O))
         l = gl.convert_layout(l, gl.SliceLayout(1, O))
-        o_scale = out_scale
-        if V_DESCALE == "head":
-            o_scale *= gl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
-        # Always true, unknown to ptxas: with a plain True an append of 1024 over 4096 takes 367 us, not 358.
-        write = count >= 0
+        o_scale = out_scale_of(scales, tile, kv_head, V_DESCALE)
+        # Where nothing is unusual always true, unknown to ptxas: with a plain True an append of 1024 over
+        # 4096 took 367 us, not 358.
+        write = (count >= 0) & item.usual
         if SPLIT:
             row_mask = half_rows(tile, kv_head, HALF, GQA_RATIO, ROWS)[2]
-            write, acc, m, l = merge_splits(
+            merged, acc, m, l = merge_splits(
                 workspace, acc, m, l, item.place.pair * 2 + HALF, item.place.split, work.num_splits,
                 work.num_tiles * NUM_KV_HEADS * 2, gl.set_auto_layout(row_mask, gl.SliceLayout(1, O)), False,
                 ROWS, HEAD_DIM,
             )  # fmt: skip
+            write &= merged
         if write:
             write_half_tile(out, acc, m, l, o_scale, tile, kv_head, HALF, GQA_RATIO, HAS_SINKS, WRITE_LSE)
+
+
+@gluon.jit
+def attend_carefully(
+    work, q, out, scales, v_units, k_desc, v_desc, k_tile, v_tile, q_tile,
+    NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, HEAD_DIM: gl.constexpr,
+    K_DESCALE: gl.constexpr, V_DESCALE: gl.constexpr, HAS_FIRST: gl.constexpr, TWO_SCALES: gl.constexpr,
+    WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr, HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """All half tiles by one warpgroup, step by step: blocks of V have factors of their own, `v_units`."""
+    ROWS: gl.constexpr = BLOCK_M // 2
+    S: gl.constexpr = gl.SliceLayout(1, product_layout(BLOCK_N))
+    O: gl.constexpr = product_layout(HEAD_DIM)
+    copied = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(copied, count=1)
+    phase = 0
+    for number in range(gl.program_id(0), 2 * work.num_tiles * NUM_KV_HEADS, gl.num_programs(0)):
+        kv_head = number // 2 % NUM_KV_HEADS
+        half = number % 2
+        tile = scheduled_tile(work.schedule, number // 2 // NUM_KV_HEADS)
+        begin, end, _full, _full_end = keys_of(tile, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_M, BLOCK_N)
+        end = gl.where(tile.seq >= 0, end, begin)
+        order = order_of(tile, begin, end, HAS_FIRST, BLOCK_N)
+        copy_queries(q, tile, kv_head, True, q_tile, half, GQA_RATIO)
+        async_copy.wait_group(0)
+        rows = tile.number * BLOCK_M + half * ROWS + gl.arange(0, ROWS, S)
+        query_pos = tile.kv_len - tile.q_len + rows // GQA_RATIO
+        scale = old_scale_of(scales, tile, kv_head, K_DESCALE)
+        base = kv_head * work.rows + tile.base
+        m = gl.full([ROWS], float("-inf"), gl.float32, S)
+        l = gl.zeros([ROWS], gl.float32, S)
+        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)
+        unit = gl.to_tensor(1.0)
+        for i in range(end - begin):
+            row = row_of(order, i, BLOCK_N)
+            # All warps are done with what lies there.
+            fence_async_shared()
+            all_warps()
+            mbarrier.expect(copied, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+            load_tile(k_desc, [base + row, 0], copied, k_tile)
+            load_tile(v_desc, [base + row, 0], copied, v_tile)
+            mbarrier.wait(copied, phase)
+            phase ^= 1
+            zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
+            s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False)
+            own_scale = scale
+            if TWO_SCALES:
+                own_scale = gl.where(row < tile.kv_len - tile.q_len, scale, scales.new)
+            p, correction, m, l = weights(
+                s, m, l, own_scale, query_pos, row, gl.where(i == 0, order.stop, tile.kv_len),
+                True, HAS_FIRST, WINDOW_LEFT, WINDOW_RIGHT, HEAD_DIM,
+            )  # fmt: skip
+            own_unit = gl.load(v_units + (base + row) // BLOCK_N)
+            correction *= unit / own_unit
+            unit = own_unit
+            acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, O))[:, None]
+            acc = warpgroup_mma(p, v_tile, acc)
+        m = gl.convert_layout(m, gl.SliceLayout(1, O))
+        l = gl.convert_layout(l, gl.SliceLayout(1, O))
+        o_scale = out_scale_of(scales, tile, kv_head, V_DESCALE) * unit
+        write_half_tile(out, acc, m, l, o_scale, tile, kv_head, half, GQA_RATIO, HAS_SINKS, WRITE_LSE)
+    # Whoever is last leaves both numbers as the next launch expects them.
+    all_warps()
+    if gl.atomic_add(work.unusual + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
+        gl.store(work.unusual, 0)
+        gl.store(work.unusual + 1, 0)
 
 
 @gluon.jit
@@ -520,11 +618,11 @@ def key_ring(desc, STAGES: gl.constexpr):
 
 @gluon.jit
 def _pipelined_prefill_kernel(
-    q, out, k_units, v_units, k_desc, v_desc, k_descale, v_descale, schedule, workspace,
-    qk_scale, out_scale, num_tiles, num_splits, scratch_rows,
+    q, out, v_units, unusual, k_desc, v_desc, k_descale, v_descale, schedule, workspace,
+    qk_scale, new_scale, out_scale, num_tiles, num_splits, scratch_rows,
     NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, HEAD_DIM: gl.constexpr,
     K_DESCALE: gl.constexpr, V_DESCALE: gl.constexpr,
-    K_IN_UNITS: gl.constexpr, V_IN_UNITS: gl.constexpr,
+    HAS_FIRST: gl.constexpr, TWO_SCALES: gl.constexpr, V_IN_UNITS: gl.constexpr,
     WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
     HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -532,12 +630,15 @@ def _pipelined_prefill_kernel(
     """Tiles of BLOCK_M rows over the widened keys; see `_dense_prefill_kernel` for the arguments.
 
     An item is a (split, tile, head), by the schedule in the order of falling work; `item_number` says which
-    of them a program takes. `v_units`: what blocks of BLOCK_N keys are short of, `[heads, rows / BLOCK_N]`,
-    or None. `k_units`: the same for K, where keys from before the chunk are all short of one factor,
-    and those of the chunk of none; not without `v_units`.
+    of them a program takes. `v_units`: what V is short of, `[heads, rows / BLOCK_N]`, or None; all are 1
+    unless `unusual` tells otherwise. HAS_FIRST: the first key of a sequence may lie behind the first row of
+    its part of the scratch. TWO_SCALES: logits of the chunk's own keys are short of `new_scale`.
     """
-    work = Work(schedule, num_tiles, num_splits, scratch_rows)
+    work = Work(schedule, num_tiles, num_splits, scratch_rows, unusual)
+    scales = Scales(qk_scale, new_scale, out_scale, k_descale, v_descale)
     KIND: gl.constexpr = q.ptr.dtype.element_ty
+    if V_IN_UNITS:
+        careful = gl.load(unusual) != 0
     q_tiles = gl.allocate_shared_memory(
         KIND, [2, BLOCK_M // 2, HEAD_DIM],
         gl.NVMMASharedLayout.get_default_for([BLOCK_M // 2, HEAD_DIM], KIND),
@@ -550,9 +651,9 @@ def _pipelined_prefill_kernel(
             (
                 attend,
                 (
-                    work, q, out, k_descale, v_descale, k_units, v_units, workspace, k_ring, v_ring,
-                    q_tiles.index(0), qk_scale, out_scale, 0, NUM_KV_HEADS, GQA_RATIO, HEAD_DIM,
-                    K_DESCALE, V_DESCALE, K_IN_UNITS, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT,
+                    work, q, out, scales, workspace, k_ring, v_ring,
+                    q_tiles.index(0), 0, NUM_KV_HEADS, GQA_RATIO, HEAD_DIM,
+                    K_DESCALE, V_DESCALE, HAS_FIRST, TWO_SCALES, WINDOW_LEFT, WINDOW_RIGHT,
                     HAS_SINKS, WRITE_LSE, SPLIT,
                     BLOCK_M, BLOCK_N, STAGES,
                 ),
@@ -560,9 +661,9 @@ def _pipelined_prefill_kernel(
             (
                 attend,
                 (
-                    work, q, out, k_descale, v_descale, k_units, v_units, workspace, k_ring, v_ring,
-                    q_tiles.index(1), qk_scale, out_scale, 1, NUM_KV_HEADS, GQA_RATIO, HEAD_DIM,
-                    K_DESCALE, V_DESCALE, K_IN_UNITS, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT,
+                    work, q, out, scales, workspace, k_ring, v_ring,
+                    q_tiles.index(1), 1, NUM_KV_HEADS, GQA_RATIO, HEAD_DIM,
+                    K_DESCALE, V_DESCALE, HAS_FIRST, TWO_SCALES, WINDOW_LEFT, WINDOW_RIGHT,
                     HAS_SINKS, WRITE_LSE, SPLIT,
                     BLOCK_M, BLOCK_N, STAGES,
                 ),
@@ -570,11 +671,19 @@ def _pipelined_prefill_kernel(
             (
                 copy_keys,
                 (
-                    work, k_desc, v_desc, k_ring, v_ring, NUM_KV_HEADS, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT,
-                    SPLIT, BLOCK_M, BLOCK_N, STAGES,
+                    work, k_desc, v_desc, k_ring, v_ring, NUM_KV_HEADS, GQA_RATIO, HAS_FIRST,
+                    WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N, STAGES,
                 ),
             ),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
     )  # fmt: skip
+    if V_IN_UNITS:
+        if careful:
+            attend_carefully(
+                work, q, out, scales, v_units, k_desc, v_desc,
+                k_ring.tiles.index(0), v_ring.tiles.index(0), q_tiles.index(0),
+                NUM_KV_HEADS, GQA_RATIO, HEAD_DIM, K_DESCALE, V_DESCALE, HAS_FIRST, TWO_SCALES,
+                WINDOW_LEFT, WINDOW_RIGHT, HAS_SINKS, WRITE_LSE, BLOCK_M, BLOCK_N,
+            )  # fmt: skip

@@ -6,7 +6,13 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import sequence_length
-from narrowkv.attn_prefill.kernels.dense import store_block, to_fp16_in_units, widen_block, without_nonfinite
+from narrowkv.attn_prefill.kernels.dense import (
+    store_block,
+    store_v_unit,
+    to_fp16_in_units,
+    widen_block,
+    without_nonfinite,
+)
 from narrowkv.attn_prefill.kernels.rows import place_of, query_range, schedule_tiles
 from narrowkv.paged_cache.kernels import load_rotated, quantise_rows
 
@@ -91,23 +97,21 @@ def load_new(
 
 @triton.jit
 def stage_new(
-    x, y, inside, scratch, block, kv_head, KIND: tl.constexpr, HEAD_DIM: tl.constexpr,
+    x, y, inside, v_scale, scratch, block, kv_head, KIND: tl.constexpr, HEAD_DIM: tl.constexpr,
     K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Leaves a block of new tokens in the scratch, unquantised."""
+    """Leaves a block of new tokens in the scratch, unquantised; V in units of `v_scale`, as old ones are."""
     units = kv_head.to(tl.int64) * (scratch.rows // BLOCK_S) + block
     factors = kv_head.to(tl.int64) * scratch.rows + block * BLOCK_S + tl.arange(0, BLOCK_S)
     # V first: K stays in 16 bits meanwhile.
     y, bad = without_nonfinite(y)
-    unit = 1.0
-    if tl.bfloat16 == KIND:
-        y, unit = to_fp16_in_units(y)
+    y, unit = to_fp16_in_units(y.to(tl.float32) * (1.0 / v_scale))
     store_block(scratch.v, y, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_S)
     # Rotated keys are rounded to their own type, as a separate rotation would leave them.
     x = tl.where(bad[:, None], float("nan"), x.to(KIND))
     store_block(scratch.k, x, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_S)
     tl.store(scratch.k_unit + units, 1.0)
-    tl.store(scratch.v_unit + units, unit)
+    store_v_unit(scratch, unit, units)
     if K_PER_KEY:
         tl.store(scratch.k_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32))
     if V_PER_KEY:
@@ -138,6 +142,11 @@ def produce_block(
     old_blocks = tl.sum(tl.where(seqs == seq, old, 0), 0)
     old_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, False)
     q_start, q_len = query_range(q, seq, seq < batch)
+    if STAGED:
+        if K_DESCALE == "head":
+            k_scale *= tl.load(k_descale.ptr + seq * k_descale.major + kv_head * k_descale.head)
+        if V_DESCALE == "head":
+            v_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
     if in_seq >= old_blocks:
         first = (in_seq - old_blocks) * BLOCK_S
         if STORED:
@@ -153,18 +162,15 @@ def produce_block(
             )  # fmt: skip
         if STAGED:
             stage_new(
-                x, y, inside, scratch, block, kv_head, KIND, HEAD_DIM, K_PER_KEY, V_PER_KEY, BLOCK_S, BLOCK_D
-            )
+                x, y, inside, v_scale, scratch, block, kv_head, KIND, HEAD_DIM, K_PER_KEY, V_PER_KEY,
+                BLOCK_S, BLOCK_D,
+            )  # fmt: skip
     else:
         if STAGED:
-            if K_DESCALE == "head":
-                k_scale *= tl.load(k_descale.ptr + seq * k_descale.major + kv_head * k_descale.head)
-            if V_DESCALE == "head":
-                v_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
             # Old keys end where a block ends, so that new ones begin with one.
             widen_block(
                 k, v, k_descale, v_descale, table, scratch, seq, block,
-                (in_seq - old_blocks) * BLOCK_S + old_len, kv_head, old_len, k_scale, v_scale,
+                (in_seq - old_blocks) * BLOCK_S + old_len, kv_head, old_len, k_scale,
                 HEAD_DIM, PAGE_SIZE, False, True, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT,
                 K_ROUTE, V_ROUTE, KIND, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, BLOCK_D, BLOCK_S,
             )  # fmt: skip
