@@ -197,13 +197,18 @@ def test_mixed_lengths(q_lens: tuple[int, ...], lens: tuple[int, ...], kernel: s
 
 
 @either_kernel
-def test_values_of_any_size_in_bf16(kernel: str, device: str) -> None:
+@pytest.mark.parametrize(
+    "powers",
+    [(-30, 0, 40, 39, 9, 0, 0, -9, -60, 20), (-20, -18, -17, -16, -14, -20, -30, -25, -60, -16)],
+    ids=["large", "small"],
+)
+def test_values_of_any_size_in_bf16(powers: tuple[int, ...], kernel: str, device: str) -> None:
     keys = 2000 if device == "cuda" else 300  # long enough for Hopper's own kernel, where there is one
     q, cache, table, starts = PrefillWorkload(
         q_lens=(keys // 10,), lens=(keys,), num_kv_heads=1, format="bf16", page_size=4
     ).build(device)
     values, pages = cache.logical()[1], table.page_ids[0, : keys // 4].long()
-    for tenth, power in enumerate((-30, 0, 40, 39, 9, 0, 0, -9, -60, 20)):
+    for tenth, power in enumerate(powers):
         values[pages[tenth * len(pages) // 10 : (tenth + 1) * len(pages) // 10]] *= 2.0**power
     o = batch_prefill(q, cache, table, starts, plan=plan_prefill(q, cache, table, starts, kernel=kernel))
     expected = batch_prefill_reference(q, cache, table, starts)
@@ -319,18 +324,6 @@ def test_a_nan_reaches_only_the_rows_that_attend_to_it(
     expected = torch.zeros(o.shape[:2], dtype=torch.bool, device=device)
     expected[position:40, 2:4] = True  # sequence 0, rows from the position on, heads of KV head 1
     assert torch.equal(o.isnan().any(-1), expected)
-
-
-@either_kernel
-@pytest.mark.parametrize("factor", [2.0**-30, 2.0**40], ids=str)
-def test_values_of_any_size_in_a_bf16_cache(factor: float, kernel: str, device: str) -> None:
-    q, cache, table, starts = W(format="bf16", lens=(20, 5, 200)).build(device)
-    cache.logical()[1][table.page_ids[2, :4].long()] *= factor
-    o = batch_prefill(q, cache, table, starts, plan=plan_prefill(q, cache, table, starts, kernel=kernel))
-    expected = batch_prefill_reference(q, cache, table, starts)
-    assert isinstance(o, torch.Tensor)
-    assert isinstance(expected, torch.Tensor)
-    assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
 
 
 # FAULTS 23, 25

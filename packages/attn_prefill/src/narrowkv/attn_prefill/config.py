@@ -230,8 +230,8 @@ def widen_options(target: Target, head_dim: int, block: int) -> LaunchOptions:
 def produce_options(target: Target, head_dim: int, block: int) -> LaunchOptions:
     """Of programs that widen a block of keys, or quantise new tokens, before a pipelined append.
 
-    At 64 registers two share a unit of sm90 instead of one, which is worth a few spills. H200, FP8 cache,
-    8 KV heads, 16 tokens a program: 1k over 0 13.2 and 11.1 us, 1k over 4k 22.3 and 18.2, 128 over 32k 89
+    Of those of blocks of 128 two share a unit of sm90 at 64 registers instead of one, which is worth a few
+    spills. H200, FP8 cache, 8 KV heads, 16 tokens a program: 1k over 4k 22.3 and 18.2 us, 128 over 32k 89
     and 70.
     """
     options = widen_options(target, head_dim, block)
@@ -290,7 +290,8 @@ def _pipelined_config(target: Target, shape: PrefillShape, plain: PrefillConfig)
     block_m = 128
     block_n, stages = (64, 3) if shape.max_seq_len <= 1024 else (128, 2)
     programs = shape.row_tiles(block_m) * shape.num_kv_heads
-    splits = _splits(target, programs, -(-shape.max_seq_len // block_n), resident=1)
+    # In the tiles of 128 keys of which its costs were measured.
+    splits = _splits(target, programs, -(-shape.max_seq_len // 128), resident=1)
     return replace(
         plain,
         block_m=block_m,

@@ -21,7 +21,12 @@ from narrowkv.attn_prefill.config import (
     widen_options,
 )
 from narrowkv.attn_prefill.kernels.append import _prefill_append_kernel
-from narrowkv.attn_prefill.kernels.dense import Scratch, _dense_prefill_kernel, _widen_kernel
+from narrowkv.attn_prefill.kernels.dense import (
+    BF16_VALUE_EXPONENT,
+    Scratch,
+    _dense_prefill_kernel,
+    _widen_kernel,
+)
 from narrowkv.attn_prefill.kernels.fused import _fused_prefill_kernel
 from narrowkv.attn_prefill.kernels.produce import _produce_kernel
 from narrowkv.attn_prefill.kernels.rows import Outputs, Queries
@@ -79,8 +84,13 @@ class PrefillCall:
         }
         self.mask = {"WINDOW_LEFT": window_left, "WINDOW_RIGHT": window_right}
 
-    def cache_arguments(self, compute: Any) -> tuple[Any, Any, dict[str, Any], int, int]:
-        """K and V pointers, constants that describe them, and the powers of two that widening leaves out."""
+    def cache_arguments(
+        self, compute: Any, *, to_scratch: bool = False
+    ) -> tuple[Any, Any, dict[str, Any], int, int]:
+        """K and V pointers, constants that describe them, and the powers of two that widening leaves out.
+
+        to_scratch: they are widened by `widen_block`.
+        """
         cache, target = self.cache, self.plan.target
         formats = cache.format.k, cache.format.v
         half = compute == tl.float16
@@ -112,6 +122,8 @@ class PrefillCall:
             0 if mode == "e8m0_group" else widening_exponent(name, side.route)
             for mode, name, side in zip((self.k_mode, self.v_mode), formats, sides, strict=True)
         ]
+        if to_scratch and formats[1] == "bf16":
+            powers[1] = -BF16_VALUE_EXPONENT.value
         return k.pointers, v.pointers, constants, powers[0], powers[1]
 
     def acc_parts(self, v_parts: int) -> int:
@@ -206,7 +218,7 @@ class PrefillCall:
         plan, config, scratch = self.plan, self.plan.config, self.plan.scratch
         if scratch is None or plan.schedule is None:
             raise ValueError("plan must hold scratch for kernel 'dense', got none")
-        k, v, cache_constants, k_power, v_power = self.cache_arguments(tl.float16)
+        k, v, cache_constants, k_power, v_power = self.cache_arguments(tl.float16, to_scratch=True)
         qk_scale, out_scale, folded = self.scales(k_power, v_power)
         pipelined = config.otherwise is not None and folded
         if config.otherwise is not None and not folded:
@@ -338,7 +350,9 @@ class PrefillCall:
         staged = config.kernel != "paged"
         half = "bf16" not in (plan.k_format, plan.v_format)
         compute = tl.float16 if half else tl.bfloat16
-        k, v, cache_constants, k_power, v_power = self.cache_arguments(tl.float16 if staged else compute)
+        k, v, cache_constants, k_power, v_power = self.cache_arguments(
+            tl.float16 if staged else compute, to_scratch=staged
+        )
         p_scale = 1.0 if config.fp8 is None else _P_SCALE[config.fp8]
         num_blocks = append_blocks(plan.shape, config.scratch_block, staged=staged)
         num_tiles = plan.shape.row_tiles(config.block_m)

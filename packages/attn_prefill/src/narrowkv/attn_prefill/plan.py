@@ -404,7 +404,8 @@ def allocate_scratch(
         v_factor=numbers(rows, v_per_key),
         k_unit=numbers(rows // block, in_units),
         v_unit=numbers(rows // block, has_v_units),
-        # Whoever attends again puts both back to zero, so this is done once and not per call.
+        # The pipelined kernel puts both back to zero, so this is done once and not per call. What a call by
+        # another kernel leaves costs the next pipelined one some time.
         unusual=torch.zeros(2, dtype=torch.int32, device=device) if has_v_units else None,
         starts=torch.empty(max(shape.batch, 1), dtype=torch.int32, device=device),
         rows=rows,

@@ -115,8 +115,8 @@ def _prefill_append_kernel(
     """Programs of a launch of `prefill_append`; the table's lengths are those before it.
 
     `scale` is of real logits, in base 2 or natural for a soft cap; `k_scale` and `v_scale` are what old keys
-    and values are short of besides their descale tensors. OWN_N: keys of the chunk itself that are taken at
-    a time, where they are not staged.
+    and values, and staged new values, are short of besides their descale tensors. OWN_N: keys of the chunk
+    itself that are taken at a time, where they are not staged.
     """
     # Put together here: Triton 3.6 does not take a tuple in a tuple as an argument if a number in it is one.
     store = NewCache(k_store, v_store, k_store_descale, v_store_descale, max_pages, num_pages)

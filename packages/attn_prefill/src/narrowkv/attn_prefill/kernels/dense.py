@@ -1,7 +1,8 @@
 """Prefill in two steps: gather and widen the cache once into contiguous scratch, then attend to the scratch.
 
 Widening costs each key tile once instead of once for every tile of query rows, and what is left is a plain
-16-bit attention over contiguous keys. K becomes Q's type and V float16, both exactly.
+16-bit attention over contiguous keys. K becomes Q's type and V float16, both exactly but for small elements
+of V in bf16, see `to_fp16_in_units`.
 """
 
 from typing import Any, NamedTuple
@@ -37,12 +38,15 @@ from narrowkv.attn_prefill.kernels.rows import (
 )
 from narrowkv.quant.device import join_parts
 
+# V of a bf16 cache times 2**this is float16 without a factor of its own from 2**-17 to 2**10.
+BF16_VALUE_EXPONENT = tl.constexpr(5)
+
 
 class Scratch(NamedTuple):
-    """Widened keys `[heads, rows, head_dim]`: sequences one after the other, each in whole blocks of 64 rows.
+    """Widened keys `[heads, rows, head_dim]`: sequences one after the other, each in whole blocks of rows.
 
     k_factor, v_factor: what each key is still to be multiplied by, `[heads, rows]` fp32, or None. k_unit,
-    v_unit: the same for whole blocks, `[heads, rows / 64]`, or None. unusual: whether any of v_unit is not 1,
+    v_unit: the same for whole blocks, `[heads, blocks]`, or None. unusual: whether any of v_unit is not 1,
     and how many programs have seen to it, or None. starts: first row of each sequence.
     """
 
@@ -58,18 +62,18 @@ class Scratch(NamedTuple):
 
 
 @triton.jit
-def to_fp16_in_units(v):
-    """A finite tile as float16 times a power of two.
+def to_fp16_in_units(wide, EXPONENT: tl.constexpr):
+    """A finite float32 tile times 2**EXPONENT as float16 times a power of two, which comes with it.
 
-    It is 1 where the largest element is from 2**-12 to 2**15, as it nearly always is, and an element is off
-    by 2**-13 of the largest at most. Elsewhere the largest comes to lie in [2**14, 2**15).
+    It is 1 where the largest element is from 2**-12 to 2**15 then, and what is too small to keep all its bits
+    is off by 2**-13 of the largest at most. Elsewhere the largest comes to lie in [2**14, 2**15), or below if
+    it was below 2**-26.
     """
-    wide = v.to(tl.float32)
     top = tl.max(tl.max(tl.abs(wide), 1), 0)
-    exponent = (top.to(tl.int32, bitcast=True) >> 23) - 127
+    exponent = (top.to(tl.int32, bitcast=True) >> 23) - 127 + EXPONENT
     usual = (top == 0) | ((exponent >= -12) & (exponent < 15))
-    exponent = tl.where(usual, 0, tl.minimum(tl.maximum(exponent - 14, -40), 113))
-    down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    exponent = tl.where(usual, 0, tl.maximum(exponent - 14, -40))
+    down = ((127 - exponent + EXPONENT) << 23).to(tl.float32, bitcast=True)
     return (wide * down).to(tl.float16), ((127 + exponent) << 23).to(tl.float32, bitcast=True)
 
 
@@ -150,7 +154,7 @@ def widen_block(
     wide_v, bad = without_nonfinite(wide_v)
     unit = 1.0
     if V_FORMAT == "bf16":
-        wide_v, unit = to_fp16_in_units(wide_v)
+        wide_v, unit = to_fp16_in_units(wide_v.to(tl.float32), BF16_VALUE_EXPONENT)
     if V_PER_KEY:
         finite = tl.abs(v_factor) < float("inf")
         bad = bad | ~finite

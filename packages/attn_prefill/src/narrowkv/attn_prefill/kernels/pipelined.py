@@ -5,7 +5,7 @@ one, and computes the next softmax while the matrix unit works: the overlap of F
 2024). Programs stay and take tile after tile, so that copies of a tile's first keys run during the end of the
 tile before. Written in Gluon, since plain Triton schedules by itself; the functions around the loop are plain
 Triton's own.
-Values of any size are attended to by one warpgroup alone, step by step, in the launches that have any.
+Where V is out of float16's range, one warpgroup attends to all of the launch instead, step by step.
 """
 
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from narrowkv.attn_decode.kernels import tiles
 from narrowkv.attn_prefill.kernels import rows
 from narrowkv.quant.launch.gluon import in_gluon
 
+all_warps = in_gluon(rows.all_warps)
 key_range = in_gluon(rows.key_range)
 merge_splits = in_gluon(rows.merge_splits)
 rows_of = in_gluon(rows.rows_of)
@@ -36,7 +37,6 @@ softmax_step = in_gluon(rows.softmax_step)
 uniform_scale = in_gluon(rows.uniform_scale)
 visible_range = in_gluon(rows.visible_range)
 output_rows = in_gluon(tiles.output_rows)
-all_warps = in_gluon(rows.all_warps)
 write_lse = in_gluon(tiles.write_lse)
 
 # The names of Triton 3.8 and later, and those before.
@@ -66,7 +66,10 @@ class Work(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What logits of keys in the cache and of the chunk's own keys, and the output, are short of."""
+    """What logits of keys in the cache and of the chunk's own keys, and the output, are short of.
+
+    k_descale, v_descale: for each head of the cache besides, where there are any.
+    """
 
     old: Any
     new: Any
@@ -83,7 +86,10 @@ class Place(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Key tiles one after the other: rows [start, stop), then tiles last - 1, last - 2, ..."""
+    """Key tiles one after the other: the one at row `start`, then last - 1, last - 2, ...
+
+    stop: keys from this row on do not count in the first of them.
+    """
 
     start: Any
     stop: Any
@@ -137,7 +143,7 @@ def item_at(
 ):  # fmt: skip
     """The item that this program takes at a turn; there are `rounds_of` of them."""
     place, kv_head, tile = lookup(work, turn, NUM_KV_HEADS, SPLIT)
-    usual = turn >= 0
+    usual = turn >= 0  # true, and of the type of what is loaded
     if work.unusual is not None:
         usual = gl.load(work.unusual) == 0
     begin, end, full, full_end = keys_of(tile, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_M, BLOCK_N)
@@ -352,7 +358,7 @@ def weights(
 ):  # fmt: skip
     """Scores of keys from row `before` on as P, what is left of the sums so far, and the new m and l.
 
-    HAS_LAST: rows see keys from `num_keys` on that are not to be attended to.
+    HAS_LAST: the mask alone would show keys from `num_keys` on.
     """
     if MASKED:
         low, high = visible_range(query_pos, 0, num_keys, False, WINDOW_LEFT, WINDOW_RIGHT)
@@ -520,8 +526,8 @@ def attend(
         m = gl.convert_layout(m, gl.SliceLayout(1, O))
         l = gl.convert_layout(l, gl.SliceLayout(1, O))
         o_scale = out_scale_of(scales, tile, kv_head, V_DESCALE)
-        # Where nothing is unusual always true, unknown to ptxas: with a plain True an append of 1024 over
-        # 4096 took 367 us, not 358.
+        # Where V has no units always true, unknown to ptxas: with a plain True the code of the loops was 2 %
+        # slower once.
         write = (count >= 0) & item.usual
         if SPLIT:
             row_mask = half_rows(tile, kv_head, HALF, GQA_RATIO, ROWS)[2]
@@ -537,7 +543,7 @@ def attend(
 
 @gluon.jit
 def attend_carefully(
-    work, q, out, scales, v_units, k_desc, v_desc, k_tile, v_tile, q_tile,
+    work, q, out, scales, v_units, k_desc, v_desc, k_tile, v_tile, q_tile, copied,
     NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, HEAD_DIM: gl.constexpr,
     K_DESCALE: gl.constexpr, V_DESCALE: gl.constexpr, HAS_FIRST: gl.constexpr, TWO_SCALES: gl.constexpr,
     WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr, HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr,
@@ -547,9 +553,8 @@ def attend_carefully(
     ROWS: gl.constexpr = BLOCK_M // 2
     S: gl.constexpr = gl.SliceLayout(1, product_layout(BLOCK_N))
     O: gl.constexpr = product_layout(HEAD_DIM)
-    copied = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(copied, count=1)
     phase = 0
+    async_copy.wait_group(0)
     for number in range(gl.program_id(0), 2 * work.num_tiles * NUM_KV_HEADS, gl.num_programs(0)):
         kv_head = number // 2 % NUM_KV_HEADS
         half = number % 2
@@ -639,6 +644,8 @@ def _pipelined_prefill_kernel(
     KIND: gl.constexpr = q.ptr.dtype.element_ty
     if V_IN_UNITS:
         careful = gl.load(unusual) != 0
+        copied = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(copied, count=1)
     q_tiles = gl.allocate_shared_memory(
         KIND, [2, BLOCK_M // 2, HEAD_DIM],
         gl.NVMMASharedLayout.get_default_for([BLOCK_M // 2, HEAD_DIM], KIND),
@@ -683,7 +690,7 @@ def _pipelined_prefill_kernel(
         if careful:
             attend_carefully(
                 work, q, out, scales, v_units, k_desc, v_desc,
-                k_ring.tiles.index(0), v_ring.tiles.index(0), q_tiles.index(0),
+                k_ring.tiles.index(0), v_ring.tiles.index(0), q_tiles.index(0), copied,
                 NUM_KV_HEADS, GQA_RATIO, HEAD_DIM, K_DESCALE, V_DESCALE, HAS_FIRST, TWO_SCALES,
                 WINDOW_LEFT, WINDOW_RIGHT, HAS_SINKS, WRITE_LSE, BLOCK_M, BLOCK_N,
             )  # fmt: skip

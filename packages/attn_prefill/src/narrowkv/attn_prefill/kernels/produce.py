@@ -100,12 +100,16 @@ def stage_new(
     x, y, inside, v_scale, scratch, block, kv_head, KIND: tl.constexpr, HEAD_DIM: tl.constexpr,
     K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Leaves a block of new tokens in the scratch, unquantised; V in units of `v_scale`, as old ones are."""
+    """Leaves a block of new tokens in the scratch, unquantised; V in units of `v_scale`, as old ones are.
+
+    A value of more than 2**127 of these is as many.
+    """
     units = kv_head.to(tl.int64) * (scratch.rows // BLOCK_S) + block
     factors = kv_head.to(tl.int64) * scratch.rows + block * BLOCK_S + tl.arange(0, BLOCK_S)
     # V first: K stays in 16 bits meanwhile.
     y, bad = without_nonfinite(y)
-    y, unit = to_fp16_in_units(y.to(tl.float32) * (1.0 / v_scale))
+    y = y.to(tl.float32) * (1.0 / tl.maximum(v_scale, 1.2e-38))
+    y, unit = to_fp16_in_units(tl.minimum(tl.maximum(y, -3.4e38), 3.4e38), 0)
     store_block(scratch.v, y, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_S)
     # Rotated keys are rounded to their own type, as a separate rotation would leave them.
     x = tl.where(bad[:, None], float("nan"), x.to(KIND))
