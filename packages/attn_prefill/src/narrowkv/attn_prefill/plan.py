@@ -247,7 +247,14 @@ def plan_prefill(
         plan = replace(
             plan,
             scratch=allocate_scratch(
-                shape, rows, config.scratch_block, q.dtype, cache, q.device, in_units=False
+                shape,
+                rows,
+                config.scratch_block,
+                q.dtype,
+                cache,
+                q.device,
+                in_units=False,
+                pipelined=config.otherwise is not None,
             ),
             schedule=allocate_schedule(shape, config, q.device),
         )
@@ -324,7 +331,10 @@ def plan_append(
         (2, max(shape.batch * shape.num_kv_heads, 1)), dtype=torch.int32, device=q.device
     )
     rows = config.scratch_block * append_blocks(shape, config.scratch_block, staged=True)
-    scratch = allocate_scratch(shape, rows, SCRATCH_BLOCK, q.dtype, cache, q.device, in_units=True)
+    scratch = allocate_scratch(
+        shape, rows, SCRATCH_BLOCK, q.dtype, cache, q.device,
+        in_units=True, pipelined=config.otherwise is not None,
+    )  # fmt: skip
     ordered = config.kernel in ("pipelined", "apart")
     schedule = allocate_schedule(shape, config, q.device) if ordered else None
     return replace(plan, scratch=scratch, schedule=schedule, arrivals=Arrivals(ready, left))
@@ -387,8 +397,12 @@ def allocate_scratch(
     device: torch.device,
     *,
     in_units: bool,
+    pipelined: bool,
 ) -> Scratch:
-    """Memory for every sequence's widened keys; `in_units` where a block's keys may be short of a factor."""
+    """Memory for every sequence's widened keys; `in_units` where a block's keys may be short of a factor.
+
+    `pipelined` where the kernel for Hopper may attend, which must know of unusual blocks beforehand.
+    """
     heads = shape.num_kv_heads
     sizes = (heads, rows, shape.head_dim)
     k_per_key, v_per_key = per_key(cache)
@@ -406,7 +420,7 @@ def allocate_scratch(
         v_unit=numbers(rows // block, has_v_units),
         # The pipelined kernel puts both back to zero, so this is done once and not per call. What a call by
         # another kernel leaves costs the next pipelined one some time.
-        unusual=torch.zeros(2, dtype=torch.int32, device=device) if has_v_units else None,
+        unusual=torch.zeros(2, dtype=torch.int32, device=device) if has_v_units and pipelined else None,
         starts=torch.empty(max(shape.batch, 1), dtype=torch.int32, device=device),
         rows=rows,
     )

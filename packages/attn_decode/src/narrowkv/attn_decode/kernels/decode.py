@@ -28,6 +28,7 @@ from narrowkv.attn_decode.kernels.tiles import (
     split_to_e4m3,
     store_partial,
     tiles_of,
+    times_head_descale,
     widen_tile,
     write_rows,
     zeros_in_parts,
@@ -112,10 +113,8 @@ def _paged_decode_kernel(
         q, q_low = split_query(q, COMPUTE, SPLIT_Q, K_PARTS)
     logit_scale = q_scale * qk_scale
     o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * out_scale
-    if K_DESCALE == "head":
-        logit_scale *= tl.load(k_descale.ptr + seq * k_descale.major + kv_head * k_descale.head)
-    if V_DESCALE == "head":
-        o_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
+    logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K_DESCALE)
+    o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
     K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
     V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
 

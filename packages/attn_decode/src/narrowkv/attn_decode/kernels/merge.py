@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.kernels.tiles import split_counts, write_rows
+from narrowkv.attn_decode.kernels.tiles import split_counts, times_head_descale, write_rows
 from narrowkv.quant.softmax import merge_step
 
 
@@ -54,8 +54,7 @@ def _merge_splits_kernel(
     heads = kv_head * GQA_RATIO + row % GQA_RATIO + one
     tokens = (seq * Q_LEN + row // GQA_RATIO + one).to(tl.int64)
     scale = tl.full([1], 1.0, tl.float32) * out_scale
-    if V_DESCALE == "head":
-        scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
+    scale = times_head_descale(scale, v_descale, seq, kv_head, V_DESCALE)
     write_rows(
         o_ptr, lse_ptr, sinks_ptr, acc, m, l, scale, heads, tokens, one == 0, d,
         stride_ot, stride_oh, stride_lse, HEAD_DIM, HAS_SINKS, WRITE_LSE,

@@ -215,6 +215,14 @@ def load_words(kv, offsets, d, ZERO: tl.constexpr, PARTS: tl.constexpr,
 
 
 @triton.jit
+def times_head_descale(scale, descale, seq, kv_head, DESCALE: tl.constexpr):
+    """Scale times the descale that all keys of a sequence's head share, where `DESCALE` is "head"."""
+    if DESCALE == "head":
+        scale *= tl.load(descale.ptr + seq * descale.major + kv_head * descale.head)
+    return scale
+
+
+@triton.jit
 def load_key_scale(descale, page, slot, head, KIND: tl.constexpr, SPREAD: tl.constexpr,
                    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """What belongs to each key: a float32 factor [N], or the E8M0 bytes of its groups of 32 channels [N, G].

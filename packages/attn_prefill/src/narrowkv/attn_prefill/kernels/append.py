@@ -19,6 +19,7 @@ from narrowkv.attn_decode.kernels.tiles import (
     scale_to_fp16,
     sequence_length,
     split_query,
+    times_head_descale,
     write_rows,
     zeros_in_parts,
 )
@@ -165,8 +166,7 @@ def _prefill_append_kernel(
     own_q = load_rotated(q.ptr, at, rope, tokens, row_mask, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED).to(KIND)
     logit_scale = tl.full([BLOCK_M], 1.0, tl.float32) * scale
     o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * v_scale
-    if V_DESCALE == "head":
-        o_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
+    o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
     if STAGED:
         old_blocks = tl.cdiv(old_len, BLOCK_S)
         wanted = old_blocks + tl.cdiv(q_len, BLOCK_S)
@@ -208,8 +208,7 @@ def _prefill_append_kernel(
             # One of them takes the chunk's own keys.
             own_end = tl.where(split == num_splits - 1, own_end, own_begin)
         old_scale = logit_scale * k_scale
-        if K_DESCALE == "head":
-            old_scale *= tl.load(k_descale.ptr + seq * k_descale.major + kv_head * k_descale.head)
+        old_scale = times_head_descale(old_scale, k_descale, seq, kv_head, K_DESCALE)
         if FP8 is not None:
             high, low, row_scale = split_rows_fp8(own_q, FP8, P_SCALE)
             old_scale *= row_scale

@@ -20,6 +20,7 @@ from narrowkv.attn_decode.kernels.tiles import (
     scale_to_fp16,
     sequence_length,
     split_query,
+    times_head_descale,
     widen_tile,
     write_rows,
 )
@@ -90,9 +91,10 @@ def without_nonfinite(v):
 
 @triton.jit
 def store_v_unit(scratch, unit, at):
-    """Notes what a block of V is short of, and that it is unusual where it is not 1."""
+    """Notes what a block of V is short of, and for whom it matters that it is unusual where it is not 1."""
     tl.store(scratch.v_unit + at, unit)
-    tl.store(scratch.unusual, 1, mask=unit != 1.0)
+    if scratch.unusual is not None:
+        tl.store(scratch.unusual, 1, mask=unit != 1.0)
 
 
 @triton.jit
@@ -436,10 +438,8 @@ def _dense_prefill_kernel(
     parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, HEAD_DIM, BLOCK_D, 1)
     logit_scale = tl.full([BLOCK_M], 1.0, tl.float32) * qk_scale
     o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * out_scale
-    if K_DESCALE == "head":
-        logit_scale *= tl.load(k_descale.ptr + seq * k_descale.major + kv_head * k_descale.head)
-    if V_DESCALE == "head":
-        o_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
+    logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K_DESCALE)
+    o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
     dense_tile(
         q, parts, row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace, tile.base, kv_head, pid,
         before + within, first, kv_len, first_pos, last_pos, logit_scale, o_scale, soft_cap,

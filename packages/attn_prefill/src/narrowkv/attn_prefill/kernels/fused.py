@@ -21,6 +21,7 @@ from narrowkv.attn_decode.kernels.tiles import (
     scores,
     sequence_length,
     split_query,
+    times_head_descale,
     widen_tile,
     write_rows,
     zeros_in_parts,
@@ -273,10 +274,8 @@ def _fused_prefill_kernel(
     o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * out_scale
     if HAS_Q_DESCALE:
         logit_scale *= tl.load(q.descale)
-    if K_DESCALE == "head":
-        logit_scale *= tl.load(k_descale.ptr + seq * k_descale.major + kv_head * k_descale.head)
-    if V_DESCALE == "head":
-        o_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
+    logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K_DESCALE)
+    o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
     acc, m, l, v_unit = paged_keys(
         high, low, zeros_in_parts(BLOCK_M, BLOCK_D, ACC_PARTS),
         tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),

@@ -27,7 +27,6 @@ from narrowkv.attn_decode.kernels import tiles
 from narrowkv.attn_prefill.kernels import rows
 from narrowkv.quant.launch.gluon import in_gluon
 
-all_warps = in_gluon(rows.all_warps)
 key_range = in_gluon(rows.key_range)
 merge_splits = in_gluon(rows.merge_splits)
 rows_of = in_gluon(rows.rows_of)
@@ -37,9 +36,11 @@ softmax_step = in_gluon(rows.softmax_step)
 uniform_scale = in_gluon(rows.uniform_scale)
 visible_range = in_gluon(rows.visible_range)
 output_rows = in_gluon(tiles.output_rows)
+times_head_descale = in_gluon(tiles.times_head_descale)
 write_lse = in_gluon(tiles.write_lse)
 
 # The names of Triton 3.8 and later, and those before.
+all_warps = getattr(gl, "barrier", None) or gl.thread_barrier
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 load_lines = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
@@ -431,27 +432,6 @@ def write_half_tile(
 
 
 @gluon.jit
-def old_scale_of(scales, tile, kv_head, K_DESCALE: gl.constexpr):
-    """What logits of a tile with keys in the cache are short of."""
-    scale = scales.old
-    if K_DESCALE == "head":
-        descale = scales.k_descale
-        scale *= gl.load(descale.ptr + gl.maximum(tile.seq, 0) * descale.major + kv_head * descale.head)
-        scale = uniform_scale(scale)
-    return scale
-
-
-@gluon.jit
-def out_scale_of(scales, tile, kv_head, V_DESCALE: gl.constexpr):
-    """What a tile's output is short of."""
-    scale = scales.out
-    if V_DESCALE == "head":
-        descale = scales.v_descale
-        scale *= gl.load(descale.ptr + gl.maximum(tile.seq, 0) * descale.major + kv_head * descale.head)
-    return scale
-
-
-@gluon.jit
 def attend(
     work, q, out, scales, workspace, k_ring, v_ring, q_tile,
     HALF: gl.constexpr,
@@ -481,7 +461,10 @@ def attend(
         fence_async_shared()
         rows = tile.number * BLOCK_M + HALF * ROWS + gl.arange(0, ROWS, S)
         query_pos = tile.kv_len - tile.q_len + rows // GQA_RATIO
-        scale = old_scale_of(scales, tile, kv_head, K_DESCALE)
+        seq = gl.maximum(tile.seq, 0)
+        scale = times_head_descale(scales.old, scales.k_descale, seq, kv_head, K_DESCALE)
+        if K_DESCALE == "head":
+            scale = uniform_scale(scale)
         m = gl.full([ROWS], float("-inf"), gl.float32, S)
         l = gl.zeros([ROWS], gl.float32, S)
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)
@@ -525,7 +508,7 @@ def attend(
         copy_queries(q, next_tile, next_head, turn + 1 < rounds, q_tile, HALF, GQA_RATIO)
         m = gl.convert_layout(m, gl.SliceLayout(1, O))
         l = gl.convert_layout(l, gl.SliceLayout(1, O))
-        o_scale = out_scale_of(scales, tile, kv_head, V_DESCALE)
+        o_scale = times_head_descale(scales.out, scales.v_descale, seq, kv_head, V_DESCALE)
         # Where V has no units always true, unknown to ptxas: with a plain True the code of the loops was 2 %
         # slower once.
         write = (count >= 0) & item.usual
@@ -566,7 +549,8 @@ def attend_carefully(
         async_copy.wait_group(0)
         rows = tile.number * BLOCK_M + half * ROWS + gl.arange(0, ROWS, S)
         query_pos = tile.kv_len - tile.q_len + rows // GQA_RATIO
-        scale = old_scale_of(scales, tile, kv_head, K_DESCALE)
+        seq = gl.maximum(tile.seq, 0)
+        scale = times_head_descale(scales.old, scales.k_descale, seq, kv_head, K_DESCALE)
         base = kv_head * work.rows + tile.base
         m = gl.full([ROWS], float("-inf"), gl.float32, S)
         l = gl.zeros([ROWS], gl.float32, S)
@@ -598,7 +582,7 @@ def attend_carefully(
             acc = warpgroup_mma(p, v_tile, acc)
         m = gl.convert_layout(m, gl.SliceLayout(1, O))
         l = gl.convert_layout(l, gl.SliceLayout(1, O))
-        o_scale = out_scale_of(scales, tile, kv_head, V_DESCALE) * unit
+        o_scale = times_head_descale(scales.out, scales.v_descale, seq, kv_head, V_DESCALE) * unit
         write_half_tile(out, acc, m, l, o_scale, tile, kv_head, half, GQA_RATIO, HAS_SINKS, WRITE_LSE)
     # Whoever is last leaves both numbers as the next launch expects them.
     all_warps()

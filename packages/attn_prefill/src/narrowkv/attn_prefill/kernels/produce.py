@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.kernels.tiles import sequence_length
+from narrowkv.attn_decode.kernels.tiles import sequence_length, times_head_descale
 from narrowkv.attn_prefill.kernels.dense import (
     store_block,
     store_v_unit,
@@ -147,10 +147,8 @@ def produce_block(
     old_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, False)
     q_start, q_len = query_range(q, seq, seq < batch)
     if STAGED:
-        if K_DESCALE == "head":
-            k_scale *= tl.load(k_descale.ptr + seq * k_descale.major + kv_head * k_descale.head)
-        if V_DESCALE == "head":
-            v_scale *= tl.load(v_descale.ptr + seq * v_descale.major + kv_head * v_descale.head)
+        k_scale = times_head_descale(k_scale, k_descale, seq, kv_head, K_DESCALE)
+        v_scale = times_head_descale(v_scale, v_descale, seq, kv_head, V_DESCALE)
     if in_seq >= old_blocks:
         first = (in_seq - old_blocks) * BLOCK_S
         if STORED:

@@ -81,12 +81,6 @@ def uniform_scale(x):
 
 
 @triton.jit
-def all_warps():
-    """All warps of a program have come this far."""
-    tl.debug_barrier()
-
-
-@triton.jit
 def tile_of(q, batch, index, GQA_RATIO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr,
             NVIDIA: tl.constexpr):  # fmt: skip
     """Sequence and tile that program `index` takes, last tiles first (they are longest); seq -1: none."""
