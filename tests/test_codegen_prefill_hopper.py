@@ -101,6 +101,14 @@ def _check(kernel: Any, head_dim: int, block_n: int, *, scales: int, careful: bo
             assert len(re.findall(r"\bFFMA R\d+, R\d+, UR\d+", text)) >= block_n // 2
 
 
+def _check_early_begin(ahead: Any, attend: Any) -> None:
+    """What attends may begin before the launch ahead has ended, which says when, and then waits for it."""
+    assert not ahead.compiled.metadata.launch_pdl
+    assert attend.compiled.metadata.launch_pdl
+    assert len(re.findall(r"\bPREEXIT\b", ahead.machine_code())) == 1
+    assert len(re.findall(r"\bACQBULK\b", attend.machine_code())) == 1
+
+
 @pytest.mark.parametrize(("keys", "block_n"), [(1024, 64), (2048, 128)])
 @pytest.mark.parametrize(("fmt", "head_dim"), [("fp8_e4m3fn", 128), ("bf16", 128), ("fp8_e4m3fn", 64)])
 def test_scores_and_values_overlap(fmt: str, head_dim: int, keys: int, block_n: int, sm90_code: Any) -> None:
@@ -109,7 +117,9 @@ def test_scores_and_values_overlap(fmt: str, head_dim: int, keys: int, block_n: 
     )
     q, cache, table, starts = workload.build()
     batch_prefill(q, cache, table, starts, plan=plan_prefill(q, cache, table, starts))
-    _check(sm90_code.kernels[-1], head_dim, block_n, scales=1, careful=fmt == "bf16", in_scalar=True)
+    widen, attend = sm90_code.kernels
+    _check(attend, head_dim, block_n, scales=1, careful=fmt == "bf16", in_scalar=True)
+    _check_early_begin(widen, attend)
 
 
 @pytest.mark.parametrize("granularity", ["float", "head"])
@@ -138,6 +148,7 @@ def test_an_append_attends_by_the_same_loops(
     # By ptxas of Triton 3.9 one of two scales is in an ordinary register.
     in_scalar = scales == 1 or (granularity == "float" and TRITON < (3, 9))
     _check(attend, 128, block_n, scales=scales, careful=True, in_scalar=in_scalar)
+    _check_early_begin(produce, attend)
     # Nothing of where rows lie is kept while keys are attended to.
     assert attend.stack_bytes() <= 16
 
@@ -149,4 +160,4 @@ def test_an_append_to_few_keys_attends_in_plain_triton(sm90_code: Any) -> None:
     produce, attend = sm90_code.kernels
     assert (produce.name, attend.name) == ("_produce_kernel", "_dense_prefill_kernel")
     for kernel in sm90_code.kernels:
-        assert not re.search(r"\b(STL|LDL)\b", kernel.machine_code())
+        assert not re.search(r"\b(STL|LDL)\b|\b(PREEXIT|ACQBULK)\b", kernel.machine_code())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from narrowkv.attn_prefill import batch_prefill, batch_prefill_reference, plan_prefill
-from narrowkv.attn_prefill.workloads import PrefillWorkload
+from narrowkv.attn_prefill.workloads import PrefillWorkload, copy_cache
 from narrowkv.quant.targets import device_target
 
 pytestmark = pytest.mark.gpu
@@ -151,6 +151,32 @@ def test_a_launch_after_one_with_values_out_of_the_ordinary(
         torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
         # As the next launch expects them.
         assert plan.scratch.unusual.tolist() == [0, 0]
+
+
+# Attention begins before the launch that widens has ended, and must not read what the call before left.
+@pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "bf16"])
+@pytest.mark.parametrize("lens", [((300,), (1000,)), ((100, 40), (9000, 500))], ids=str)
+def test_calls_that_follow_each_other(lens: tuple[tuple[int, ...], tuple[int, ...]], fmt: str) -> None:
+    workload = PrefillWorkload(q_lens=lens[0], lens=lens[1], gqa_ratio=12, head_dim=128, format=fmt)
+    q, cache, table, starts = workload.build("cuda")
+    caches = [cache]
+    for shift in (1, 2):
+        caches.append(copy_cache(cache))
+        for stored in (caches[-1].k, caches[-1].v):
+            stored.view(torch.uint8).copy_(stored.view(torch.uint8).roll(shift, 0))
+    plan = plan_prefill(q, cache, table, starts)
+    assert plan.config.options.launch_pdl
+    outs = [torch.full((5, *q.shape), math.nan, dtype=q.dtype, device="cuda") for _ in caches]
+    torch.cuda.synchronize()
+    for i in range(5):
+        for own, out in zip(caches, outs, strict=True):
+            batch_prefill(q, own, table, starts, out=out[i], plan=plan)
+    for own, out in zip(caches, outs, strict=True):
+        expected = batch_prefill_reference(q, own, table, starts)
+        assert isinstance(expected, torch.Tensor)
+        assert float((out[0].float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
+        for later in out[1:]:
+            assert torch.equal(later.view(torch.int16), out[0].view(torch.int16))
 
 
 def test_what_it_does_not_serve_runs_otherwise() -> None:

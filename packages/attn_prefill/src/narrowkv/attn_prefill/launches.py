@@ -245,6 +245,7 @@ class PrefillCall:
                 "BLOCK_M": config.block_m,
                 "BLOCK_D": options["BLOCK_D"],
                 "BLOCK_N": config.scratch_block,
+                "PDL": config.options.launch_pdl,
                 **ordering,
             },
             widen_options(plan.target, plan.shape.head_dim, config.scratch_block),
@@ -388,6 +389,7 @@ class PrefillCall:
                     **ordering,
                     "BLOCK_S": config.scratch_block,
                     "BLOCK_T": _QUANTISED_TOKENS,
+                    "PDL": config.options.launch_pdl,
                 },
                 produce_options(plan.target, plan.shape.head_dim, config.scratch_block),
             )  # fmt: skip

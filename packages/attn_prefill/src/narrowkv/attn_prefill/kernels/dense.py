@@ -25,6 +25,7 @@ from narrowkv.attn_decode.kernels.tiles import (
     write_rows,
 )
 from narrowkv.attn_prefill.kernels.rows import (
+    begin_next_launch,
     key_blocks,
     key_range,
     merge_splits,
@@ -184,9 +185,14 @@ def _widen_kernel(
     K_TYPE: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
     K_PARTS: tl.constexpr, V_PARTS: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_I: tl.constexpr,
+    BLOCK_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The first programs widen a block of one head each, the last ones order the tiles that attend."""
+    """The first programs widen a block of one head each, the last ones order the tiles that attend.
+
+    PDL: the launch that attends may begin early.
+    """
+    if PDL:
+        begin_next_launch()
     pid = tl.program_id(0)
     seqs = tl.arange(0, BLOCK_B)
     if pid >= num_blocks * NUM_KV_HEADS:

@@ -27,6 +27,7 @@ from narrowkv.attn_decode.kernels import tiles
 from narrowkv.attn_prefill.kernels import rows
 from narrowkv.quant.launch.gluon import in_gluon
 
+await_launch_ahead = in_gluon(rows.await_launch_ahead)
 key_range = in_gluon(rows.key_range)
 merge_splits = in_gluon(rows.merge_splits)
 rows_of = in_gluon(rows.rows_of)
@@ -627,7 +628,6 @@ def _pipelined_prefill_kernel(
     scales = Scales(qk_scale, new_scale, out_scale, k_descale, v_descale)
     KIND: gl.constexpr = q.ptr.dtype.element_ty
     if V_IN_UNITS:
-        careful = gl.load(unusual) != 0
         copied = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(copied, count=1)
     q_tiles = gl.allocate_shared_memory(
@@ -637,6 +637,9 @@ def _pipelined_prefill_kernel(
     k_ring = key_ring(k_desc, STAGES)
     v_ring = key_ring(v_desc, STAGES)
     fence_async_shared()
+    await_launch_ahead()
+    if V_IN_UNITS:
+        careful = gl.load(unusual) != 0
     gl.warp_specialize(
         [
             (

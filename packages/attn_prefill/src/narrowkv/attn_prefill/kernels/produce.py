@@ -13,7 +13,7 @@ from narrowkv.attn_prefill.kernels.dense import (
     widen_block,
     without_nonfinite,
 )
-from narrowkv.attn_prefill.kernels.rows import place_of, query_range, schedule_tiles
+from narrowkv.attn_prefill.kernels.rows import begin_next_launch, place_of, query_range, schedule_tiles
 from narrowkv.paged_cache.kernels import load_rotated, quantise_rows
 
 
@@ -192,13 +192,15 @@ def _produce_kernel(
     K_MAX: tl.constexpr, V_MAX: tl.constexpr, K_SCALING: tl.constexpr, V_SCALING: tl.constexpr,
     K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, RULE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What comes before `_pipelined_prefill_kernel`.
 
     The first programs leave a block in the scratch, which takes longest, the next quantise BLOCK_T new tokens
-    each, the last order the tiles that attend.
+    each, the last order the tiles that attend. PDL: the launch that attends may begin early.
     """
+    if PDL:
+        begin_next_launch()
     store = NewCache(k_store, v_store, k_store_descale, v_store_descale, max_pages, num_pages)
     pid = tl.program_id(0)
     seqs = tl.arange(0, BLOCK_B)

@@ -81,6 +81,22 @@ def uniform_scale(x):
 
 
 @triton.jit
+def begin_next_launch():
+    """Lets the launch behind this one begin, as soon as all programs of this one have come here."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def await_launch_ahead():
+    """Waits until the launch ahead has ended, and all that it leaves is there to be read."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def tile_of(q, batch, index, GQA_RATIO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr,
             NVIDIA: tl.constexpr):  # fmt: skip
     """Sequence and tile that program `index` takes, last tiles first (they are longest); seq -1: none."""

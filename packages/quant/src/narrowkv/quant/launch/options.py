@@ -21,6 +21,8 @@ class LaunchOptions:
 
     # A bound on a thread's registers, so that more warps fit.
     maxnreg: int | None = None
+    # May begin before the launch ahead has ended: the kernel itself waits for what that one leaves.
+    launch_pdl: bool = False
 
     def for_target(self, target: Target) -> dict[str, int]:
         """The keyword options that Triton's backend for `target` accepts."""
@@ -31,6 +33,6 @@ class LaunchOptions:
         if target.vendor == "amd":
             vendor = {"waves_per_eu": self.waves_per_eu, "matrix_instr_nonkdim": self.matrix_instr_nonkdim}
         elif target.vendor == "nvidia":
-            vendor = {"maxnreg": self.maxnreg}
+            vendor = {"maxnreg": self.maxnreg, "launch_pdl": self.launch_pdl or None}
         options |= {name: value for name, value in vendor.items() if value is not None}
         return options
