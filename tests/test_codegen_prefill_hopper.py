@@ -101,11 +101,11 @@ def _check(kernel: Any, head_dim: int, block_n: int, *, scales: int, careful: bo
             assert len(re.findall(r"\bFFMA R\d+, R\d+, UR\d+", text)) >= block_n // 2
 
 
-def _check_early_begin(ahead: Any, attend: Any) -> None:
+def _check_early_begin(ahead: Any, attend: Any, early: bool = True) -> None:
     """What attends may begin before the launch ahead has ended, which says when, and then waits for it."""
     assert not ahead.compiled.metadata.launch_pdl
-    assert attend.compiled.metadata.launch_pdl
-    assert len(re.findall(r"\bPREEXIT\b", ahead.machine_code())) == 1
+    assert attend.compiled.metadata.launch_pdl == early
+    assert len(re.findall(r"\bPREEXIT\b", ahead.machine_code())) == early
     assert len(re.findall(r"\bACQBULK\b", attend.machine_code())) == 1
 
 
@@ -124,10 +124,11 @@ def test_scores_and_values_overlap(fmt: str, head_dim: int, keys: int, block_n: 
 
 @pytest.mark.parametrize("granularity", ["float", "head"])
 @pytest.mark.parametrize(
-    ("fmt", "gqa_ratio", "old"), [("fp8_e4m3fn", 4, 1536), ("fp8_e4m3fn", 12, 512), ("bf16", 12, 1536)]
+    ("fmt", "gqa_ratio", "old", "early"),
+    [("fp8_e4m3fn", 4, 1536, True), ("fp8_e4m3fn", 12, 512, True), ("bf16", 12, 3584, False)],
 )
 def test_an_append_attends_by_the_same_loops(
-    fmt: str, gqa_ratio: int, old: int, granularity: str, sm90_code: Any
+    fmt: str, gqa_ratio: int, old: int, early: bool, granularity: str, sm90_code: Any
 ) -> None:
     workload = AppendWorkload(
         q_lens=(512,), lens=(old,), num_kv_heads=8, gqa_ratio=gqa_ratio, head_dim=128, format=fmt,
@@ -148,9 +149,32 @@ def test_an_append_attends_by_the_same_loops(
     # By ptxas of Triton 3.9 one of two scales is in an ordinary register.
     in_scalar = scales == 1 or (granularity == "float" and TRITON < (3, 9))
     _check(attend, 128, block_n, scales=scales, careful=True, in_scalar=in_scalar)
-    _check_early_begin(produce, attend)
+    _check_early_begin(produce, attend, early)
     # Nothing of where rows lie is kept while keys are attended to.
     assert attend.stack_bytes() <= 16
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("appends", [False, True])
+def test_keys_that_stay_in_their_pages_are_copied_from_there(
+    appends: bool, page_size: int, sm90_code: Any
+) -> None:
+    shape = {"q_lens": (128,), "lens": (9000,), "num_kv_heads": 8, "gqa_ratio": 4, "head_dim": 128}
+    if appends:
+        append = AppendWorkload(**shape, format="bf16", page_size=page_size)
+        q, k_new, v_new, cache, table, starts, _ = append.build_append()
+        prefill_append(q, k_new, v_new, cache, table, starts, plan=plan_append(q, cache, table, starts))
+    else:
+        q, cache, table, starts = PrefillWorkload(**shape, format="bf16", page_size=page_size).build()
+        batch_prefill(q, cache, table, starts, plan=plan_prefill(q, cache, table, starts))
+    ahead, attend = sm90_code.kernels
+    _check(attend, 128, 128, scales=1, careful=True, in_scalar=True)
+    _check_early_begin(ahead, attend)
+    # Two programs of 16 warps share a unit.
+    assert ahead.registers() <= 64
+    # By the warp that copies and by `attend_carefully`: halves of rows in each page of a tile, besides V.
+    pieces = 2 * 128 // page_size
+    assert len(re.findall(r"\bUTMALDG\b", attend.machine_code())) > 2 * pieces
 
 
 def test_an_append_to_few_keys_attends_in_plain_triton(sm90_code: Any) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from narrowkv.attn_prefill import batch_prefill, batch_prefill_reference, plan_prefill
-from narrowkv.attn_prefill.workloads import PrefillWorkload, copy_cache
+from narrowkv.attn_prefill.plan import PrefillPlan
+from narrowkv.attn_prefill.workloads import PrefillWorkload
 from narrowkv.quant.targets import device_target
 
 pytestmark = pytest.mark.gpu
@@ -25,13 +27,24 @@ def hopper() -> None:
         pytest.skip(f"needs Hopper; this GPU is {target.name}")
 
 
+def _with_pages(plan: PrefillPlan) -> PrefillPlan:
+    """The plan with K copied out of its pages, whatever the number of keys."""
+    return replace(plan, config=replace(plan.config, k_in_pages=True))
+
+
 def _check(
-    workload: PrefillWorkload, num_splits: int | None = None, pipelined: bool = True, **options: Any
+    workload: PrefillWorkload,
+    num_splits: int | None = None,
+    pipelined: bool = True,
+    in_pages: bool = False,
+    **options: Any,
 ) -> None:
     """Runs twice over poisoned memory and compares o and lse; the second call must give the same bits."""
     q, cache, table, starts = workload.build("cuda")
     plan = plan_prefill(q, cache, table, starts, num_splits=num_splits)
     assert (plan.config.otherwise is not None) == pipelined
+    if in_pages:
+        plan = _with_pages(plan)
     for memory in (*(plan.scratch or ()), *(plan.workspace or ())[:2]):
         if isinstance(memory, torch.Tensor) and memory.is_floating_point():
             memory.fill_(math.nan)
@@ -45,6 +58,62 @@ def _check(
     again = batch_prefill(q, cache, table, starts, plan=plan, **options)
     assert isinstance(again, torch.Tensor)
     assert torch.equal(again.view(torch.int16), o.view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("layout", "page_size", "head_dim", "fmt"),
+    [
+        ("NHD", 16, 128, "bf16"),
+        ("NHD", 8, 128, "bf16"),
+        ("NHD", 64, 64, "bf16"),
+        ("NHD", 256, 128, "fp16"),
+        ("HND", 16, 64, "fp16"),
+        ("HND", 32, 128, "bf16"),
+        ("HND", 128, 128, "bf16"),
+        ("concat", 16, 128, "bf16"),
+    ],
+)
+@pytest.mark.parametrize("longest", [900, 1290])
+def test_keys_that_stay_in_their_pages(
+    layout: str, page_size: int, head_dim: int, fmt: str, longest: int
+) -> None:
+    lens = (200, 64, 300, 77, longest)
+    workload = PrefillWorkload(
+        q_lens=(70, 1, 300, 0, 33), lens=lens, gqa_ratio=12, head_dim=head_dim, format=fmt, layout=layout,
+        page_size=page_size, q_dtype=torch.float16 if fmt == "fp16" else torch.bfloat16,
+    )  # fmt: skip
+    _check(workload, in_pages=True)
+    _check(replace(workload, ragged=True), in_pages=True, num_splits=2, window_left=100)
+    _check(workload, in_pages=True, causal=False, window_right=5)
+
+
+# Pages of too few rows, or odd ones, and keys that do not lie in rows: K is widened.
+@pytest.mark.parametrize(
+    ("layout", "page_size"), [("NHD", 1), ("tokens", 1), ("NHD", 4), ("NHD", 48), ("vectorised", 16)]
+)
+def test_keys_that_cannot_stay_in_their_pages(layout: str, page_size: int) -> None:
+    workload = PrefillWorkload(**RAGGED, head_dim=128, format="bf16", layout=layout, page_size=page_size)
+    _check(workload, in_pages=True)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
+def test_only_long_caches_that_few_rows_read_stay_in_their_pages(fmt: str) -> None:
+    q_dtype = torch.float16 if fmt == "fp16" else torch.bfloat16
+    for new, keys, stays in ((100, 9000, True), (100, 4000, False), (600, 9000, False)):
+        workload = PrefillWorkload(
+            q_lens=(new,), lens=(keys,), gqa_ratio=4, head_dim=128, format=fmt, q_dtype=q_dtype
+        )
+        q, cache, table, starts = workload.build("cuda")
+        plan = plan_prefill(q, cache, table, starts)
+        assert plan.config.k_in_pages == stays
+        assert plan.scratch is not None
+        plan.scratch.k.fill_(math.nan)
+        o = batch_prefill(q, cache, table, starts, plan=plan)
+        expected = batch_prefill_reference(q, cache, table, starts)
+        assert isinstance(o, torch.Tensor)
+        assert isinstance(expected, torch.Tensor)
+        assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
+        assert bool(plan.scratch.k.isnan().all()) == stays
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -125,18 +194,21 @@ def test_values_that_differ_by_far_from_tile_to_tile(
 
 
 @pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("in_pages", [False, True])
 @pytest.mark.parametrize(
     ("head_dim", "options"),
     [(64, {}), (128, {}), (128, {"window_left": 100}), (128, {"causal": False})],
     ids=str,
 )
 def test_a_launch_after_one_with_values_out_of_the_ordinary(
-    head_dim: int, options: dict[str, Any], splits: int
+    head_dim: int, options: dict[str, Any], in_pages: bool, splits: int
 ) -> None:
     workload = PrefillWorkload(**RAGGED, head_dim=head_dim, format="bf16")
     q, cache, table, starts = workload.build("cuda")
     sinks = torch.linspace(-3, 3, q.shape[1], device="cuda")
     plan = plan_prefill(q, cache, table, starts, num_splits=splits)
+    if in_pages:
+        plan = _with_pages(plan)
     assert plan.scratch is not None
     assert plan.scratch.unusual is not None
     values = cache.logical()[1]
@@ -158,21 +230,16 @@ def test_a_launch_after_one_with_values_out_of_the_ordinary(
 @pytest.mark.parametrize("lens", [((300,), (1000,)), ((100, 40), (9000, 500))], ids=str)
 def test_calls_that_follow_each_other(lens: tuple[tuple[int, ...], tuple[int, ...]], fmt: str) -> None:
     workload = PrefillWorkload(q_lens=lens[0], lens=lens[1], gqa_ratio=12, head_dim=128, format=fmt)
-    q, cache, table, starts = workload.build("cuda")
-    caches = [cache]
-    for shift in (1, 2):
-        caches.append(copy_cache(cache))
-        for stored in (caches[-1].k, caches[-1].v):
-            stored.view(torch.uint8).copy_(stored.view(torch.uint8).roll(shift, 0))
-    plan = plan_prefill(q, cache, table, starts)
+    calls = [workload.build("cuda", seed) for seed in range(3)]
+    plan = plan_prefill(*calls[0])
     assert plan.config.options.launch_pdl
-    outs = [torch.full((5, *q.shape), math.nan, dtype=q.dtype, device="cuda") for _ in caches]
+    outs = [torch.full((5, *call[0].shape), math.nan, dtype=call[0].dtype, device="cuda") for call in calls]
     torch.cuda.synchronize()
     for i in range(5):
-        for own, out in zip(caches, outs, strict=True):
-            batch_prefill(q, own, table, starts, out=out[i], plan=plan)
-    for own, out in zip(caches, outs, strict=True):
-        expected = batch_prefill_reference(q, own, table, starts)
+        for call, out in zip(calls, outs, strict=True):
+            batch_prefill(*call, out=out[i], plan=plan)
+    for call, out in zip(calls, outs, strict=True):
+        expected = batch_prefill_reference(*call)
         assert isinstance(expected, torch.Tensor)
         assert float((out[0].float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
         for later in out[1:]:
@@ -186,15 +253,16 @@ def test_what_it_does_not_serve_runs_otherwise() -> None:
     _check(PrefillWorkload(**RAGGED, head_dim=128, granularity="token_head"), pipelined=False)
 
 
+@pytest.mark.parametrize(("fmt", "in_pages"), [("fp8_e4m3fn", False), ("bf16", False), ("bf16", True)])
 @pytest.mark.parametrize("which", ["k", "v"])
-def test_nan_stays_with_the_rows_that_see_it(which: str) -> None:
-    q, cache, table, starts = PrefillWorkload(q_lens=(200,), lens=(600,), gqa_ratio=12, head_dim=128).build(
-        "cuda"
-    )
+def test_nan_stays_with_the_rows_that_see_it(which: str, fmt: str, in_pages: bool) -> None:
+    workload = PrefillWorkload(q_lens=(200,), lens=(600,), gqa_ratio=12, head_dim=128, format=fmt)
+    q, cache, table, starts = workload.build("cuda")
     stored = dict(zip("kv", cache.logical(), strict=True))[which].view(torch.uint8)
     page, slot = table.page_ids[0, 500 // table.page_size], 500 % table.page_size
-    stored[page.long(), slot] = 0x7F
-    o = batch_prefill(q, cache, table, starts)
+    stored[page.long(), slot] = 0x7F if fmt == "fp8_e4m3fn" else 0xFF
+    plan = plan_prefill(q, cache, table, starts)
+    o = batch_prefill(q, cache, table, starts, plan=_with_pages(plan) if in_pages else plan)
     assert isinstance(o, torch.Tensor)
     bad = o.isnan().flatten(1).any(1)
     assert bad.tolist() == [position >= 500 for position in range(400, 600)]

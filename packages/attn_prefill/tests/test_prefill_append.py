@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ def _check(
     bound: float = 0.002,
     lse_bound: float = 1e-3,
     plan: dict[str, Any] | None = None,
+    in_pages: bool = False,
     **options: Any,
 ) -> PagedKVCache:
     """Compares o and lse with the reference, and every byte of the cache, old ones and unused ones too."""
@@ -49,6 +51,8 @@ def _check(
     made = plan_append(
         q, cache, table, starts, kernel=kernel, fp8_compute=options.get("fp8_compute", False), **(plan or {})
     )
+    if in_pages:
+        made = replace(made, config=replace(made.config, k_in_pages=True))
     poison_plan(made)
     before, wanted = copy_cache(cache), copy_cache(cache)
     o, lse = prefill_append(
@@ -178,6 +182,54 @@ def test_old_keys_that_end_anywhere_in_a_block(
         granularity=granularity,
     )
     _check(workload, "cuda", "pipelined", plan={"num_splits": splits}, window_left=window_left)
+
+
+# Old keys of a 16-bit cache in their pages, the chunk's own in the scratch: the former end anywhere.
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"window_left": 200}], ids=str)
+@pytest.mark.parametrize(
+    ("fmt", "granularity", "layout", "page_size"),
+    [
+        ("bf16", "float", "NHD", 16),
+        ("bf16", "head", "HND", 8),
+        ("bf16", "float", "NHD", 256),
+        ("fp16", "float", "HND", 32),
+        ("bf16", "float", "NHD", 4),
+    ],
+)
+@pytest.mark.parametrize("lens", [(700, 0, 1153, 128), (100, 0, 513, 64)], ids=str)
+def test_old_keys_that_stay_in_their_pages(
+    lens: tuple[int, ...], fmt: str, granularity: str, layout: str, page_size: int,
+    options: dict[str, Any], splits: int,
+) -> None:  # fmt: skip
+    workload = W(
+        lens=lens, q_lens=(130, 40, 300, 1), gqa_ratio=6, head_dim=128, format=fmt, granularity=granularity,
+        layout=layout, page_size=page_size, q_dtype=torch.float16 if fmt == "fp16" else torch.bfloat16,
+    )  # fmt: skip
+    _check(workload, "cuda", "pipelined", plan={"num_splits": splits}, in_pages=True, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("factor", [1.0, 2.0**30, 2.0**-30], ids=str)
+def test_values_of_any_size_whose_keys_stay_in_their_pages(factor: float, splits: int) -> None:
+    workload = W(lens=(700,), q_lens=(500,), gqa_ratio=6, head_dim=128, format="bf16")
+    q, k_new, v_new, cache, table, starts, _ = workload.build_append("cuda")
+    if not can_pipeline(device_target(q.device), q, cache):
+        pytest.skip("not for this GPU")
+    values, pages = cache.logical()[1], table.page_ids[0].long()
+    values[pages[16:24]] *= factor
+    v_new[:64] *= factor
+    wanted = copy_cache(cache)
+    plan = plan_append(q, cache, table, starts, kernel="pipelined", num_splits=splits)
+    plan = replace(plan, config=replace(plan.config, k_in_pages=True))
+    o = prefill_append(q, k_new, v_new, cache, table, starts, plan=plan)
+    expected = prefill_append_reference(q, k_new, v_new, wanted, table, starts)
+    assert isinstance(o, torch.Tensor)
+    assert isinstance(expected, torch.Tensor)
+    assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
+    assert _same_bytes(cache, wanted)
 
 
 # In the scratch V is float16, in units of the descale and times a power of two where that does not do.

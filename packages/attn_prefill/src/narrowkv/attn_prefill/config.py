@@ -15,6 +15,15 @@ SCRATCH_BLOCK = 64  # of widened keys: sequences begin at multiples of it
 # Under it the pipelined kernel does not pay for its start. H200, 96/8 heads: 128 new over none 21 us, by the
 # plain kernel 14; 1024 over none 75 and 78.
 _PIPELINED_KEYS = 512
+# Keys of a 16-bit cache stay in their pages where this many tiles of rows read them at most, and from so many
+# keys on: copies of 16 rows cost attention 5 %, and widening takes 40 % less. H100, bf16 cache, pages of 16:
+# 128 over 32k 182 us instead of 212 (32/8 heads), 1k over 4k 142 and 137, 128 over 4k 47 both.
+_TILES_OF_PAGES = 16
+_KEYS_IN_PAGES = 8192
+# Attention of an append begins early up to as many scores, which take 90 us. H100, 32/8 heads: 128 over 4k
+# (FP8) 47 us instead of 49, 1k over 0 34 and 36, but 1k over 4k (bf16) 152 and 141; perhaps since programs
+# come to lie on other units where those ahead end one by one.
+_SCORES_OF_EARLY_APPENDS = 2**27
 _TRITON_FP8 = {"fp8_e4m3fn": "float8e4nv", "fp8_e4m3fnuz": "float8e4b8"}
 
 
@@ -73,6 +82,7 @@ class PrefillConfig:
         tma: keys of the scratch come by tensor descriptor.
         overlap: P @ V of a key tile runs during the softmax of the next one.
         scratch_block: widened keys of a sequence begin at multiples of it.
+        k_in_pages: K is copied out of its pages, where that can be done, and only V is widened.
         otherwise: where `kernels/pipelined.py` attends, what does when the softmax is capped, the scale not
             positive or queries to be rotated; None where a plain kernel attends anyway.
         options: compiler options of the attention kernel.
@@ -88,6 +98,7 @@ class PrefillConfig:
     tma: bool = False
     overlap: bool = False
     scratch_block: int = SCRATCH_BLOCK
+    k_in_pages: bool = False
     otherwise: PrefillConfig | None = None
     options: LaunchOptions = field(default_factory=LaunchOptions)
 
@@ -185,7 +196,7 @@ def choose_config(
     if chosen == "dense":
         plain = _dense_config(target, shape, block_m, why, wide)
         pays = block_m == 64 and shape.max_seq_len >= _PIPELINED_KEYS
-        return _pipelined_config(target, shape, plain) if can_pipeline and pays else plain
+        return _pipelined_config(target, shape, plain, formats[0]) if can_pipeline and pays else plain
     return _fused_config(target, shape, block_m, why, wide)
 
 
@@ -280,12 +291,13 @@ def _dense_config(target: Target, shape: PrefillShape, block_m: int, why: str, w
     )  # fmt: skip
 
 
-def _pipelined_config(target: Target, shape: PrefillShape, plain: PrefillConfig) -> PrefillConfig:
+def _pipelined_config(
+    target: Target, shape: PrefillShape, plain: PrefillConfig, k_format: str
+) -> PrefillConfig:
     """Two warpgroups of 64 rows, and one that copies tiles of 128 keys in two stages, or of 64 in three.
 
-    Its programs begin where those that widen have left (`launch_pdl`). H100, 32/8 heads, FP8 cache: 1k over 0
-    29.8 us instead of 30.8, 128 over 4k 43.8 and 45.4, appends 34.2 and 35.7, 47 and 49; no less where
-    attention takes 100 us and more.
+    Its programs begin where those that widen have left (`launch_pdl`). H100, 32/8 heads: 1k over 0 29.8 us
+    instead of 30.8 (FP8 cache), 128 over 4k 43.8 and 45.4 (FP8), 1k over 4k 136 and 138 (bf16).
 
     H100, 1k over 0, tiles of 128 and 64: 96/8 heads 65.3 and 64.1 us (FP8 cache), 65.8 and 64.0 (bf16),
     32/8 heads 33.0 and 30.6 (FP8): less of a tile is masked, and less code is cold. 512 over 1536, 32/8
@@ -294,6 +306,7 @@ def _pipelined_config(target: Target, shape: PrefillShape, plain: PrefillConfig)
     block_m = 128
     block_n, stages = (64, 3) if shape.max_seq_len <= 1024 else (128, 2)
     programs = shape.row_tiles(block_m) * shape.num_kv_heads
+    seldom = shape.num_tokens * shape.gqa_ratio <= _TILES_OF_PAGES * block_m * shape.batch
     # In the tiles of 128 keys of which its costs were measured.
     splits = _splits(target, programs, -(-shape.max_seq_len // 128), resident=1)
     return replace(
@@ -303,6 +316,7 @@ def _pipelined_config(target: Target, shape: PrefillShape, plain: PrefillConfig)
         num_splits=splits,
         overlap=True,
         scratch_block=block_n,
+        k_in_pages=k_format in ("bf16", "fp16") and seldom and shape.max_seq_len >= _KEYS_IN_PAGES,
         otherwise=replace(plain, scratch_block=block_n),
         options=LaunchOptions(num_warps=4, num_stages=stages, launch_pdl=True),
     )
@@ -424,7 +438,10 @@ def choose_append_config(
         if kernel == "apart" or (two and shape.max_seq_len < _PIPELINED_KEYS):
             return replace(staged, kernel="apart")
         if kernel == "pipelined" or two:
-            return replace(_pipelined_config(target, shape, staged), kernel="pipelined", otherwise=staged)
+            pipelined = _pipelined_config(target, shape, staged, formats[0])
+            scores = shape.num_tokens * shape.num_qo_heads * shape.max_seq_len
+            options = replace(pipelined.options, launch_pdl=scores <= _SCORES_OF_EARLY_APPENDS)
+            return replace(pipelined, kernel="pipelined", otherwise=staged, options=options)
         return staged
     base = _fused_config(target, shape, block_m, "old tokens are widened in the loop", wide)
     # Two loops share the registers: 32 keys spill on gfx942.

@@ -223,6 +223,7 @@ class PrefillCall:
         pipelined = config.otherwise is not None and folded
         if config.otherwise is not None and not folded:
             config = config.otherwise
+        pages = self._pages(config) if pipelined else (None, None)
         num_blocks = scratch.rows // config.scratch_block
         num_tiles = plan.shape.row_tiles(config.block_m)
         ordering = self._ordering()
@@ -240,7 +241,7 @@ class PrefillCall:
             {
                 **widen_constants,
                 **cache_constants,
-                "K_TYPE": _TRITON_16_BIT[scratch.k.dtype],
+                "K_TYPE": _TRITON_16_BIT[scratch.k.dtype] if pages[0] is None else None,
                 "CAUSAL": self.mask["WINDOW_RIGHT"] >= 0,
                 "BLOCK_M": config.block_m,
                 "BLOCK_D": options["BLOCK_D"],
@@ -250,8 +251,18 @@ class PrefillCall:
             },
             widen_options(plan.target, plan.shape.head_dim, config.scratch_block),
         )  # fmt: skip
-        attend = self._pipelined if pipelined else self._plain
-        attend(queries, outputs, config, scratch, options, qk_scale, out_scale)
+        if pipelined:
+            self._pipelined(queries, outputs, config, scratch, pages, options, qk_scale, out_scale)
+        else:
+            self._plain(queries, outputs, config, scratch, options, qk_scale, out_scale)
+
+    def _pages(self, config: PrefillConfig) -> tuple[Any, Any]:
+        """How the pipelined kernel copies K out of its pages, or (None, None): K is widened with V."""
+        from narrowkv.attn_prefill.kernels.pipelined import page_descriptor
+
+        if not config.k_in_pages:
+            return None, None
+        return page_descriptor(self.cache, self.table, config.block_n)
 
     def _plain(
         self, queries: Queries, outputs: Outputs, config: PrefillConfig, scratch: Scratch,
@@ -285,9 +296,12 @@ class PrefillCall:
 
     def _pipelined(
         self, queries: Queries, outputs: Outputs, config: PrefillConfig, scratch: Scratch,
-        options: dict[str, Any], qk_scale: float, out_scale: float,
+        pages: tuple[Any, Any], options: dict[str, Any], qk_scale: float, out_scale: float,
     ) -> None:  # fmt: skip
-        """Attends to the scratch, in Hopper's own kernel: as many programs as the device has units."""
+        """Attends to the scratch, in Hopper's own kernel: as many programs as the device has units.
+
+        pages: from `_pages`, where the launch ahead has left K as they say.
+        """
         from narrowkv.attn_prefill.kernels.pipelined import _pipelined_prefill_kernel, key_descriptor
 
         shape = self.plan.shape
@@ -295,20 +309,20 @@ class PrefillCall:
         new_scale = self.logit_scale
         tiles = shape.row_tiles(config.block_m)
         items = tiles * shape.num_kv_heads * config.num_splits
-        for name in ("PAGE_SIZE", "RAGGED", "BLOCK_D", "HAS_SOFT_CAP", "FOLDED", "SETTLE"):
+        for name in ("BLOCK_D", "HAS_SOFT_CAP", "FOLDED", "SETTLE"):
             del options[name]
         launch(
             _pipelined_prefill_kernel,
             (min(items, units_of(self.plan.target)),),
             (
-                queries, outputs, scratch.v_unit, scratch.unusual, key_descriptor(scratch.k, config.block_n),
-                key_descriptor(scratch.v, config.block_n), self.k_descale, self.v_descale,
+                queries, outputs, scratch, key_descriptor(scratch.k, config.block_n),
+                key_descriptor(scratch.v, config.block_n), *pages, self.k_descale, self.v_descale,
                 self.plan.schedule, self._workspace(), qk_scale, new_scale, out_scale, tiles,
-                config.num_splits, scratch.rows,
+                config.num_splits,
             ),
             {
                 **options,
-                "HAS_FIRST": appends,
+                "PAD": None if not appends else "first" if pages[0] is None else "last",
                 "TWO_SCALES": appends and (self.k_mode == "head" or qk_scale != new_scale),
                 "V_IN_UNITS": scratch.v_unit is not None,
                 "STAGES": config.options.num_stages,
@@ -349,6 +363,9 @@ class PrefillCall:
             # Whoever attends rotates the queries.
             config = replace(config, kernel="staged")
         staged = config.kernel != "paged"
+        # Rows that are no keys between old and new ones would count in a window.
+        stays = pipelined and self.mask["WINDOW_LEFT"] < 0
+        pages = self._pages(config) if stays else (None, None)
         half = "bf16" not in (plan.k_format, plan.v_format)
         compute = tl.float16 if half else tl.bfloat16
         k, v, cache_constants, k_power, v_power = self.cache_arguments(
@@ -387,6 +404,7 @@ class PrefillCall:
                     **{name: options[name] for name in names},
                     **storage,
                     **ordering,
+                    "K_IN_PAGES": pages[0] is not None,
                     "BLOCK_S": config.scratch_block,
                     "BLOCK_T": _QUANTISED_TOKENS,
                     "PDL": config.options.launch_pdl,
@@ -395,7 +413,7 @@ class PrefillCall:
             )  # fmt: skip
             if pipelined:
                 qk_scale = logit_scale * k_scale
-                self._pipelined(queries, outputs, config, plan.scratch, options, qk_scale, v_scale)
+                self._pipelined(queries, outputs, config, plan.scratch, pages, options, qk_scale, v_scale)
                 return
             if self.k_mode == "head":
                 # What a head's old keys are short of is among their blocks' factors.

@@ -406,7 +406,9 @@ def allocate_scratch(
     heads = shape.num_kv_heads
     sizes = (heads, rows, shape.head_dim)
     k_per_key, v_per_key = per_key(cache)
-    has_v_units = in_units or cache.format.v == "bf16"
+    # Where they may stay in their pages, keys have a factor that tells of their V.
+    stays = pipelined and cache.format.k in ("bf16", "fp16")
+    has_v_units = in_units or stays or cache.format.v == "bf16"
 
     def numbers(width: int, wanted: bool) -> torch.Tensor | None:
         return torch.empty((heads, width), dtype=torch.float32, device=device) if wanted else None
@@ -414,7 +416,7 @@ def allocate_scratch(
     return Scratch(
         k=torch.empty(sizes, dtype=key_type(q_dtype, cache.format.k), device=device),
         v=torch.empty(sizes, dtype=torch.float16, device=device),
-        k_factor=numbers(rows, k_per_key),
+        k_factor=numbers(rows, k_per_key or stays),
         v_factor=numbers(rows, v_per_key),
         k_unit=numbers(rows // block, in_units),
         v_unit=numbers(rows // block, has_v_units),

@@ -135,7 +135,7 @@ def _prefill_append_kernel(
             q, k_new, v_new, rope, store, k, v, k_descale, v_descale, k_scale, v_scale, table, scratch,
             old, blocks, ends, block, kv_head, batch, HEAD_DIM, PAGE_SIZE, ROTARY_DIM, INTERLEAVED,
             K_FORMAT, V_FORMAT, K_MAX, V_MAX, K_SCALING, V_SCALING, K_GROUP, V_GROUP, RULE, K_VEC, V_VEC,
-            WIDE_ADDRESS, K_ROUTE, V_ROUTE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, True, STAGED,
+            WIDE_ADDRESS, K_ROUTE, V_ROUTE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, False, True, STAGED,
             BLOCK_S, BLOCK_D, BLOCK_B,
         )  # fmt: skip
         if STAGED:

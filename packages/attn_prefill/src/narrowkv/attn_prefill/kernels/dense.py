@@ -48,8 +48,9 @@ class Scratch(NamedTuple):
     """Widened keys `[heads, rows, head_dim]`: sequences one after the other, each in whole blocks of rows.
 
     k_factor, v_factor: what each key is still to be multiplied by, `[heads, rows]` fp32, or None. k_unit,
-    v_unit: the same for whole blocks, `[heads, blocks]`, or None. unusual: whether any of v_unit is not 1,
-    and how many programs have seen to it, or None. starts: first row of each sequence.
+    v_unit: the same for whole blocks, `[heads, blocks]`, or None. unusual: whether any of v_unit is not 1, or
+    a key that stays in its page has a factor, and how many programs have seen to it, or None. starts: first
+    row of each sequence.
     """
 
     k: Any
@@ -91,11 +92,11 @@ def without_nonfinite(v):
 
 
 @triton.jit
-def store_v_unit(scratch, unit, at):
-    """Notes what a block of V is short of, and for whom it matters that it is unusual where it is not 1."""
+def store_v_unit(scratch, unit, unusual, at):
+    """Notes what a block of V is short of, and, for whom it matters, whether the block is unusual."""
     tl.store(scratch.v_unit + at, unit)
     if scratch.unusual is not None:
-        tl.store(scratch.unusual, 1, mask=unit != 1.0)
+        tl.store(scratch.unusual, 1, mask=unusual)
 
 
 @triton.jit
@@ -122,7 +123,8 @@ def widen_block(
 ):  # fmt: skip
     """Gathers, widens and stores one block of one head: keys from `first_row` of `seq` to block `block`.
 
-    IN_UNITS: K is still to be multiplied by `k_unit`, which is noted.
+    IN_UNITS: K is still to be multiplied by `k_unit`, which is noted. K_TYPE: what K becomes; None leaves it
+    where it is, and notes a factor of each key, which is NaN where its V is not finite.
     """
     if RAGGED:
         row_base = tl.load(table.row + seq)
@@ -138,7 +140,8 @@ def widen_block(
     V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
     k_off = kv_offsets(page, slot, k, kv_head, dk, K_VEC, False)
     v_off = kv_offsets(page, slot, v, kv_head, dv, V_VEC, True)
-    k_words = load_words(k, k_off, dk, K_ZERO, K_PARTS, HEAD_DIM, BLOCK_D)
+    if K_TYPE is not None:
+        k_words = load_words(k, k_off, dk, K_ZERO, K_PARTS, HEAD_DIM, BLOCK_D)
     v_words = load_words(v, v_off, dv, V_ZERO, V_PARTS, HEAD_DIM, BLOCK_D)
     k_scale = 1.0
     v_scale = 1.0
@@ -155,7 +158,7 @@ def widen_block(
         parts, v_factor = widen_tile(v_words, v_scale, V_FORMAT, V_ROUTE, tl.float16, V_PARTS, V_DESCALE)
         wide_v = join_parts(parts, V_PARTS)
     wide_v, bad = without_nonfinite(wide_v)
-    unit = 1.0
+    unit = tl.full([], 1.0, tl.float32)
     if V_FORMAT == "bf16":
         wide_v, unit = to_fp16_in_units(wide_v.to(tl.float32), BF16_VALUE_EXPONENT)
     if V_PER_KEY:
@@ -163,17 +166,22 @@ def widen_block(
         bad = bad | ~finite
         tl.store(scratch.v_factor + factors, tl.where(inside & finite, v_factor, 0.0))
     store_block(scratch.v, wide_v, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_N)
-    parts, k_factor = widen_tile(k_words, k_scale, K_FORMAT, K_ROUTE, K_TYPE, K_PARTS, K_DESCALE)
-    wide_k = tl.where(bad[:, None], float("nan"), join_parts(parts, K_PARTS))
-    if HEAD_DIM != BLOCK_D:
-        wide_k = tl.where((tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], wide_k, 0.0)
-    store_block(scratch.k, wide_k, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_N)
-    if K_PER_KEY:
-        tl.store(scratch.k_factor + factors, tl.where(inside, k_factor, 0.0))
-    if IN_UNITS:
-        tl.store(scratch.k_unit + units, k_unit)
-    if IN_UNITS or V_FORMAT == "bf16":
-        store_v_unit(scratch, unit, units)
+    unusual = unit != 1.0
+    if K_TYPE is None:
+        tl.store(scratch.k_factor + factors, tl.where(bad, float("nan"), 1.0))
+        unusual = unusual | (tl.max(bad.to(tl.int32), 0) > 0)
+    else:
+        parts, k_factor = widen_tile(k_words, k_scale, K_FORMAT, K_ROUTE, K_TYPE, K_PARTS, K_DESCALE)
+        wide_k = tl.where(bad[:, None], float("nan"), join_parts(parts, K_PARTS))
+        if HEAD_DIM != BLOCK_D:
+            wide_k = tl.where((tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], wide_k, 0.0)
+        store_block(scratch.k, wide_k, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_N)
+        if K_PER_KEY:
+            tl.store(scratch.k_factor + factors, tl.where(inside, k_factor, 0.0))
+        if IN_UNITS:
+            tl.store(scratch.k_unit + units, k_unit)
+    if scratch.v_unit is not None:
+        store_v_unit(scratch, unit, unusual, units)
 
 
 @triton.jit
@@ -438,7 +446,7 @@ def _dense_prefill_kernel(
         tile.q_start, tile.q_len, tile.number, kv_head, GQA_RATIO, BLOCK_M
     )
     before = kv_len - tile.q_len
-    first = tile.first if K_IN_UNITS else kv_len * 0
+    first = tile.padding if K_IN_UNITS else kv_len * 0
     first_pos = before + tile.number * BLOCK_M // GQA_RATIO
     last_pos = before + tl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)
     parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, HEAD_DIM, BLOCK_D, 1)

@@ -25,10 +25,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from narrowkv.attn_decode.kernels import tiles
 from narrowkv.attn_prefill.kernels import rows
+from narrowkv.paged_cache import PagedKVCache
 from narrowkv.quant.launch.gluon import in_gluon
 
 await_launch_ahead = in_gluon(rows.await_launch_ahead)
 key_range = in_gluon(rows.key_range)
+locate_keys = in_gluon(tiles.locate_keys)
 merge_splits = in_gluon(rows.merge_splits)
 rows_of = in_gluon(rows.rows_of)
 scheduled_tile = in_gluon(rows.scheduled_tile)
@@ -42,16 +44,36 @@ write_lse = in_gluon(tiles.write_lse)
 
 # The names of Triton 3.8 and later, and those before.
 all_warps = getattr(gl, "barrier", None) or gl.thread_barrier
+reinterpret = (
+    getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+)
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 load_lines = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 class Ring(NamedTuple):
-    """Key tiles in shared memory `[stages, BLOCK_N, head_dim]`, and who may use a stage next."""
+    """Key tiles in shared memory `[stages, BLOCK_N, head_dim]`, and who may use a stage next.
+
+    pieces: the same memory as what one copy from a page fills, `[stages * pieces of a tile, rows, 64]`; where
+    there are no pages, the tiles.
+    """
 
     tiles: Any
+    pieces: Any
     filled: Any
     emptied: Any
+
+
+class Pages(NamedTuple):
+    """Keys where the cache has them: its pages seen as one matrix, in which a head's keys are rows.
+
+    page, head: rows from a page, or a head, to the next. columns: from a head to the next.
+    """
+
+    table: Any
+    page: Any
+    head: Any
+    columns: Any
 
 
 class Work(NamedTuple):
@@ -88,7 +110,7 @@ class Place(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Key tiles one after the other: the one at row `start`, then last - 1, last - 2, ...
+    """Key tiles one after the other: the one at row `start`, then last - 1, last - 2, ... without `skipped`.
 
     stop: keys from this row on do not count in the first of them.
     """
@@ -96,6 +118,7 @@ class Order(NamedTuple):
     start: Any
     stop: Any
     last: Any
+    skipped: Any
 
 
 class Item(NamedTuple):
@@ -119,10 +142,40 @@ class Item(NamedTuple):
 def key_descriptor(keys: torch.Tensor, block_n: int) -> TensorDescriptor:
     """How to copy `block_n` rows of `[heads, rows, head_dim]`, heads one after the other."""
     flat = keys.view(-1, keys.shape[-1])
-    block = [block_n, keys.shape[-1]]
+    return _descriptor(flat, list(flat.shape), list(flat.stride()), [block_n, keys.shape[-1]])
+
+
+def page_descriptor(
+    cache: PagedKVCache, table: Any, block_n: int
+) -> tuple[TensorDescriptor, Pages] | tuple[None, None]:
+    """How to copy a 16-bit cache's keys out of its pages, 64 columns of one page and head at a time.
+
+    None where keys do not lie so, or a page is no whole units of eight rows, as shared memory is swizzled by.
+    """
+    keys, strides, heads = cache.k, cache.k_strides, cache.num_kv_heads
+    rows, token = min(cache.page_size, block_n), strides.token
+    whole = rows % 8 == 0 and rows & (rows - 1) == 0
+    if strides.vec or not whole or token % 8 or strides.page % token or keys.data_ptr() % 16:
+        return None, None
+    if strides.head < token:  # heads lie side by side in a token's row
+        pages = Pages(table, strides.page // token, 0, strides.head)
+    elif strides.head % token == 0:  # each head has rows of its own
+        pages = Pages(table, strides.page // token, strides.head // token, 0)
+    else:
+        return None, None
+    height = (cache.num_pages - 1) * pages.page + (heads - 1) * pages.head + cache.page_size
+    width = (heads - 1) * pages.columns + cache.head_dim
+    if height >= 2**31:
+        return None, None
+    return _descriptor(keys, [height, width], [token, 1], [rows, 64]), pages
+
+
+def _descriptor(
+    keys: torch.Tensor, shape: list[int], strides: list[int], block: list[int]
+) -> TensorDescriptor:
+    """How to copy blocks of 16-bit rows into shared memory as the matrix unit reads it."""
     dtype = gl.bfloat16 if keys.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), block, layout)
+    return TensorDescriptor(keys, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
 
 
 @gluon.constexpr_function
@@ -139,7 +192,7 @@ def line_layout(head_dim):
 
 @gluon.jit
 def item_at(
-    work, turn, NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, HAS_FIRST: gl.constexpr,
+    work, turn, NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, PAD: gl.constexpr,
     WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
@@ -148,50 +201,67 @@ def item_at(
     usual = turn >= 0  # true, and of the type of what is loaded
     if work.unusual is not None:
         usual = gl.load(work.unusual) == 0
-    begin, end, full, full_end = keys_of(tile, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_M, BLOCK_N)
+    begin, end, full, full_end = keys_of(tile, GQA_RATIO, PAD, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_M, BLOCK_N)
     if SPLIT:
         begin, end, full, full_end = share_of(begin, end, full, full_end, place.split, work.num_splits)
     # Places past the last tile hold none.
     end = gl.where((tile.seq >= 0) & usual, end, begin)
-    order = order_of(tile, begin, end, HAS_FIRST, BLOCK_N)
+    order = order_of(tile, begin, end, PAD, BLOCK_N)
     full, full_end = gl.minimum(full, end), gl.minimum(full_end, end)
     return Item(tile, kv_head, place, begin, end, full, full_end, order, usual)
 
 
 @gluon.jit
-def order_of(tile, begin, end, HAS_FIRST: gl.constexpr, BLOCK_N: gl.constexpr):
+def order_of(tile, begin, end, PAD: gl.constexpr, BLOCK_N: gl.constexpr):
     """The last of key tiles [begin, end) first, which has the mask, then down.
 
-    Before it comes a sequence's first tile that its first key does not begin: read from that key on, it needs
-    no mask but that one, for what comes along of the next tile.
+    Before it comes a tile that has rows that are no keys, which is all that there needs a mask. Where they
+    are its first ones it is read from its first key on, and what comes along of the next tile is masked.
     """
-    order = Order((end - 1) * BLOCK_N, tile.kv_len, end - 1)
-    if HAS_FIRST:
-        padded = (begin == 0) & (tile.first > 0)
+    order = Order((end - 1) * BLOCK_N, tile.kv_len, end - 1, -1)
+    if PAD == "first":
+        padded = (begin == 0) & (tile.padding > 0)
         order = Order(
-            gl.where(padded, tile.first, order.start),
+            gl.where(padded, tile.padding, order.start),
             gl.where(padded, BLOCK_N, order.stop),
             gl.where(padded, end, order.last),
+            -1,
+        )
+    if PAD == "last":
+        stop = tile.kv_len - tile.q_len
+        number = stop // BLOCK_N - 1
+        padded = (begin <= number) & (number < end) & (tile.padding > 0)
+        order = Order(
+            gl.where(padded, number * BLOCK_N, order.start),
+            gl.where(padded, stop - tile.padding, order.stop),
+            gl.where(padded, end, order.last),
+            gl.where(padded, number, -1),
         )
     return order
 
 
 @gluon.jit
-def row_of(order, i, BLOCK_N: gl.constexpr):
+def row_of(order, i, PAD: gl.constexpr, BLOCK_N: gl.constexpr):
     """The first row of key tile number `i` in this order."""
-    return gl.where(i == 0, order.start, (order.last - i) * BLOCK_N)
+    number = order.last - i
+    if PAD == "last":
+        number -= (number <= order.skipped).to(gl.int32)
+    return gl.where(i == 0, order.start, number * BLOCK_N)
 
 
 @gluon.jit
 def keys_of(
-    tile, GQA_RATIO: gl.constexpr, WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
+    tile, GQA_RATIO: gl.constexpr, PAD: gl.constexpr, WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Key tiles [begin, end) that a tile's rows see, and [full, full_end) that need no mask."""
     before = tile.kv_len - tile.q_len
+    first = tile.padding
+    if PAD != "first":
+        first *= 0
     first_pos = before + tile.number * BLOCK_M // GQA_RATIO
     last_pos = before + gl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)
-    return key_range(first_pos, last_pos, tile.first, tile.kv_len, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N)
+    return key_range(first_pos, last_pos, first, tile.kv_len, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N)
 
 
 @gluon.jit
@@ -226,34 +296,104 @@ def item_number(turn):
 
 @gluon.jit
 def copy_keys(
-    work, k_desc, v_desc, k_ring, v_ring,
-    NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, HAS_FIRST: gl.constexpr,
-    WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr, SPLIT: gl.constexpr,
+    work, k_desc, v_desc, page_desc, pages, k_ring, v_ring,
+    NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, PAGE_SIZE: gl.constexpr, RAGGED: gl.constexpr,
+    PAD: gl.constexpr, WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copies the key tiles of all items in the order in which they are attended to."""
     count = 0
     for turn in range(rounds_of(work, NUM_KV_HEADS)):
         item = item_at(
-            work, turn, NUM_KV_HEADS, GQA_RATIO, HAS_FIRST, WINDOW_LEFT, WINDOW_RIGHT, SPLIT,
+            work, turn, NUM_KV_HEADS, GQA_RATIO, PAD, WINDOW_LEFT, WINDOW_RIGHT, SPLIT,
             BLOCK_M, BLOCK_N,
         )  # fmt: skip
         base = item.kv_head * work.rows + item.tile.base
+        if page_desc is not None:
+            row = row_of(item.order, 0, PAD, BLOCK_N)
+            places = places_of(
+                pages, page_desc, item.tile, item.kv_head, row, PAGE_SIZE, RAGGED, PAD, BLOCK_N
+            )
         for i in range(item.end - item.begin):
-            row = base + row_of(item.order, i, BLOCK_N)
-            copy_tile(k_desc, row, k_ring, count, STAGES)
-            copy_tile(v_desc, row, v_ring, count, STAGES)
+            row = row_of(item.order, i, PAD, BLOCK_N)
+            if page_desc is None:
+                copy_tile(k_desc, base + row, k_ring, count, STAGES)
+            else:
+                if row < rows_in_pages(item.tile, PAD):
+                    copy_pieces(page_desc, places, item.kv_head * pages.columns, k_ring, count, STAGES)
+                else:
+                    copy_tile(k_desc, base + row, k_ring, count, STAGES)
+                # Where the next tile's keys lie is asked for before the wait for room.
+                row_ahead = row_of(item.order, i + 1, PAD, BLOCK_N)
+                places = places_of(
+                    pages, page_desc, item.tile, item.kv_head, row_ahead, PAGE_SIZE, RAGGED, PAD, BLOCK_N
+                )
+            copy_tile(v_desc, base + row, v_ring, count, STAGES)
             count += 1
 
 
 @gluon.jit
 def copy_tile(desc, row, ring, count, STAGES: gl.constexpr):
     """Starts the copy of rows from `row` on into the ring, as its tile number `count`, once there is room."""
+    stage, filled = await_room(ring, count, desc.block_type.nbytes, STAGES)
+    load_tile(desc, [row, 0], filled, ring.tiles.index(stage))
+
+
+@gluon.jit
+def await_room(ring, count, NBYTES: gl.constexpr, STAGES: gl.constexpr):
+    """The stage of the ring's tile number `count`, once it is free, and the barrier that its bytes fill."""
     stage = count % STAGES
     filled = ring.filled.index(stage)
     mbarrier.wait(ring.emptied.index(stage), (count // STAGES) & 1 ^ 1)
-    mbarrier.expect(filled, desc.block_type.nbytes)
-    load_tile(desc, [row, 0], filled, ring.tiles.index(stage))
+    mbarrier.expect(filled, NBYTES)
+    return stage, filled
+
+
+@gluon.jit
+def rows_in_pages(tile, PAD: gl.constexpr):
+    """How many of a sequence's rows are not of keys that the call brings itself."""
+    rows = tile.kv_len
+    if PAD is not None:
+        rows -= tile.q_len
+    return rows
+
+
+@gluon.jit
+def places_of(
+    pages, desc, tile, kv_head, row, PAGE_SIZE: gl.constexpr, RAGGED: gl.constexpr, PAD: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Where the pages of a key tile lie in their matrix; rows that are no keys are others that exist."""
+    seq = gl.maximum(tile.seq, 0)
+    if RAGGED:
+        row_base = gl.load(pages.table.row + seq)
+    else:
+        row_base = seq * pages.table.row
+    last = rows_in_pages(tile, PAD) - 1
+    if PAD is not None:
+        last -= tile.padding
+    PIECE: gl.constexpr = desc.block_shape[0]
+    places = ()
+    for i in gl.static_range(BLOCK_N // PIECE):
+        page, slot = locate_keys(pages.table, row_base, row + i * PIECE, 0, last, PAGE_SIZE, False)
+        places += (page * pages.page + kv_head * pages.head + slot,)
+    return places
+
+
+@gluon.jit
+def copy_pieces(desc, places, column, ring, count, STAGES: gl.constexpr):
+    """`copy_tile` of keys that lie in pages."""
+    PIECES: gl.constexpr = ring.pieces.shape[0] // STAGES
+    stage, filled = await_room(ring, count, PIECES * desc.block_type.nbytes, STAGES)
+    load_pieces(desc, places, column, ring.pieces, stage, PIECES, filled)
+
+
+@gluon.jit
+def load_pieces(desc, places, column, pieces, stage, PIECES: gl.constexpr, filled):
+    """Starts the copies of a tile's pieces: 64 columns of all its pages, then the next 64."""
+    for i in gl.static_range(PIECES):
+        at = [places[i % len(places)], column + i // len(places) * desc.block_shape[1]]
+        load_tile(desc, at, filled, pieces.index(stage * PIECES + i))
 
 
 @gluon.jit
@@ -438,7 +578,7 @@ def attend(
     HALF: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, HEAD_DIM: gl.constexpr,
     K_DESCALE: gl.constexpr, V_DESCALE: gl.constexpr,
-    HAS_FIRST: gl.constexpr, TWO_SCALES: gl.constexpr,
+    PAD: gl.constexpr, TWO_SCALES: gl.constexpr,
     WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr, HAS_SINKS: gl.constexpr,
     WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -453,7 +593,7 @@ def attend(
     copy_queries(q, tile, kv_head, rounds > 0, q_tile, HALF, GQA_RATIO)
     for turn in range(rounds):
         item = item_at(
-            work, turn, NUM_KV_HEADS, GQA_RATIO, HAS_FIRST, WINDOW_LEFT, WINDOW_RIGHT, SPLIT,
+            work, turn, NUM_KV_HEADS, GQA_RATIO, PAD, WINDOW_LEFT, WINDOW_RIGHT, SPLIT,
             BLOCK_M, BLOCK_N,
         )  # fmt: skip
         _place, next_head, next_tile = lookup(work, gl.minimum(turn + 1, rounds - 1), NUM_KV_HEADS, SPLIT)
@@ -484,7 +624,7 @@ def attend(
             mbarrier.arrive(k_ring.emptied.index(count % STAGES))
             p, _correction, m, l = weights(
                 s, m, l, own_scale, query_pos, item.order.start, item.order.stop,
-                True, HAS_FIRST, WINDOW_LEFT, WINDOW_RIGHT, HEAD_DIM,
+                True, PAD is not None, WINDOW_LEFT, WINDOW_RIGHT, HEAD_DIM,
             )  # fmt: skip
             p, acc, m, l = attend_tiles(
                 p, acc, m, l, q_tile, k_ring, v_ring, scale, scales.new, old, query_pos, tile.kv_len,
@@ -527,13 +667,17 @@ def attend(
 
 @gluon.jit
 def attend_carefully(
-    work, q, out, scales, v_units, k_desc, v_desc, k_tile, v_tile, q_tile, copied,
+    work, q, out, scales, scratch, k_desc, v_desc, page_desc, pages, k_ring, v_ring, q_tile, copied,
     NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, HEAD_DIM: gl.constexpr,
-    K_DESCALE: gl.constexpr, V_DESCALE: gl.constexpr, HAS_FIRST: gl.constexpr, TWO_SCALES: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, RAGGED: gl.constexpr, K_DESCALE: gl.constexpr, V_DESCALE: gl.constexpr,
+    PAD: gl.constexpr, TWO_SCALES: gl.constexpr,
     WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr, HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """All half tiles by one warpgroup, step by step: blocks of V have factors of their own, `v_units`."""
+    """All half tiles by one warpgroup, step by step: blocks of V have factors of their own.
+
+    Keys in pages have one as well: NaN where their V is not finite.
+    """
     ROWS: gl.constexpr = BLOCK_M // 2
     S: gl.constexpr = gl.SliceLayout(1, product_layout(BLOCK_N))
     O: gl.constexpr = product_layout(HEAD_DIM)
@@ -543,9 +687,11 @@ def attend_carefully(
         kv_head = number // 2 % NUM_KV_HEADS
         half = number % 2
         tile = scheduled_tile(work.schedule, number // 2 // NUM_KV_HEADS)
-        begin, end, _full, _full_end = keys_of(tile, GQA_RATIO, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_M, BLOCK_N)
+        begin, end, _full, _full_end = keys_of(
+            tile, GQA_RATIO, PAD, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_M, BLOCK_N
+        )
         end = gl.where(tile.seq >= 0, end, begin)
-        order = order_of(tile, begin, end, HAS_FIRST, BLOCK_N)
+        order = order_of(tile, begin, end, PAD, BLOCK_N)
         copy_queries(q, tile, kv_head, True, q_tile, half, GQA_RATIO)
         async_copy.wait_group(0)
         rows = tile.number * BLOCK_M + half * ROWS + gl.arange(0, ROWS, S)
@@ -558,29 +704,39 @@ def attend_carefully(
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)
         unit = gl.to_tensor(1.0)
         for i in range(end - begin):
-            row = row_of(order, i, BLOCK_N)
+            row = row_of(order, i, PAD, BLOCK_N)
             # All warps are done with what lies there.
             fence_async_shared()
             all_warps()
             mbarrier.expect(copied, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-            load_tile(k_desc, [base + row, 0], copied, k_tile)
-            load_tile(v_desc, [base + row, 0], copied, v_tile)
+            load_tile(v_desc, [base + row, 0], copied, v_ring.tiles.index(0))
+            if page_desc is None:
+                load_tile(k_desc, [base + row, 0], copied, k_ring.tiles.index(0))
+            elif row < rows_in_pages(tile, PAD):
+                places = places_of(pages, page_desc, tile, kv_head, row, PAGE_SIZE, RAGGED, PAD, BLOCK_N)
+                PIECES: gl.constexpr = k_ring.pieces.shape[0] // k_ring.tiles.shape[0]
+                load_pieces(page_desc, places, kv_head * pages.columns, k_ring.pieces, 0, PIECES, copied)
+            else:
+                load_tile(k_desc, [base + row, 0], copied, k_ring.tiles.index(0))
             mbarrier.wait(copied, phase)
             phase ^= 1
             zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
-            s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False)
+            s = warpgroup_mma(q_tile, k_ring.tiles.index(0).permute((1, 0)), zeros, use_acc=False)
+            if page_desc is not None:
+                n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, product_layout(BLOCK_N)))
+                s *= gl.load(scratch.k_factor + base + row + n)[None, :]
             own_scale = scale
             if TWO_SCALES:
                 own_scale = gl.where(row < tile.kv_len - tile.q_len, scale, scales.new)
             p, correction, m, l = weights(
                 s, m, l, own_scale, query_pos, row, gl.where(i == 0, order.stop, tile.kv_len),
-                True, HAS_FIRST, WINDOW_LEFT, WINDOW_RIGHT, HEAD_DIM,
+                True, PAD is not None, WINDOW_LEFT, WINDOW_RIGHT, HEAD_DIM,
             )  # fmt: skip
-            own_unit = gl.load(v_units + (base + row) // BLOCK_N)
+            own_unit = gl.load(scratch.v_unit + (base + row) // BLOCK_N)
             correction *= unit / own_unit
             unit = own_unit
             acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, O))[:, None]
-            acc = warpgroup_mma(p, v_tile, acc)
+            acc = warpgroup_mma(p, v_ring.tiles.index(0), acc)
         m = gl.convert_layout(m, gl.SliceLayout(1, O))
         l = gl.convert_layout(l, gl.SliceLayout(1, O))
         o_scale = times_head_descale(scales.out, scales.v_descale, seq, kv_head, V_DESCALE) * unit
@@ -593,10 +749,17 @@ def attend_carefully(
 
 
 @gluon.jit
-def key_ring(desc, STAGES: gl.constexpr):
-    """An empty ring of STAGES tiles that two warpgroups read."""
+def key_ring(desc, page_desc, STAGES: gl.constexpr):
+    """An empty ring of STAGES tiles that two warpgroups read, filled by `desc` and pieces of `page_desc`."""
+    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_shape, desc.layout)
+    pieces = tiles
+    if page_desc is not None:
+        # A tile is rows of 64 columns one after the other, then those of the next 64.
+        COUNT: gl.constexpr = STAGES * desc.block_type.nbytes // page_desc.block_type.nbytes
+        pieces = reinterpret(tiles, desc.dtype, [COUNT] + page_desc.block_shape, page_desc.layout)
     ring = Ring(
-        gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_shape, desc.layout),
+        tiles,
+        pieces,
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
     )
@@ -608,11 +771,11 @@ def key_ring(desc, STAGES: gl.constexpr):
 
 @gluon.jit
 def _pipelined_prefill_kernel(
-    q, out, v_units, unusual, k_desc, v_desc, k_descale, v_descale, schedule, workspace,
-    qk_scale, new_scale, out_scale, num_tiles, num_splits, scratch_rows,
+    q, out, scratch, k_desc, v_desc, page_desc, pages, k_descale, v_descale, schedule, workspace,
+    qk_scale, new_scale, out_scale, num_tiles, num_splits,
     NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, HEAD_DIM: gl.constexpr,
-    K_DESCALE: gl.constexpr, V_DESCALE: gl.constexpr,
-    HAS_FIRST: gl.constexpr, TWO_SCALES: gl.constexpr, V_IN_UNITS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, RAGGED: gl.constexpr, K_DESCALE: gl.constexpr, V_DESCALE: gl.constexpr,
+    PAD: gl.constexpr, TWO_SCALES: gl.constexpr, V_IN_UNITS: gl.constexpr,
     WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
     HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -620,11 +783,13 @@ def _pipelined_prefill_kernel(
     """Tiles of BLOCK_M rows over the widened keys; see `_dense_prefill_kernel` for the arguments.
 
     An item is a (split, tile, head), by the schedule in the order of falling work; `item_number` says which
-    of them a program takes. `v_units`: what V is short of, `[heads, rows / BLOCK_N]`, or None; all are 1
-    unless `unusual` tells otherwise. HAS_FIRST: the first key of a sequence may lie behind the first row of
-    its part of the scratch. TWO_SCALES: logits of the chunk's own keys are short of `new_scale`.
+    of them a program takes. page_desc, pages: K is in the cache's pages, but for the chunk's own keys; None:
+    all is in the scratch. V_IN_UNITS: blocks of V are short of `scratch.v_unit`; all are 1 unless
+    `scratch.unusual` tells otherwise. PAD: a sequence's keys of before a chunk begin ("first") or end
+    ("last") with rows that are none, so that they take whole blocks; None: there is no chunk. TWO_SCALES:
+    logits of the chunk's own keys are short of `new_scale`.
     """
-    work = Work(schedule, num_tiles, num_splits, scratch_rows, unusual)
+    work = Work(schedule, num_tiles, num_splits, scratch.rows, scratch.unusual)
     scales = Scales(qk_scale, new_scale, out_scale, k_descale, v_descale)
     KIND: gl.constexpr = q.ptr.dtype.element_ty
     if V_IN_UNITS:
@@ -634,12 +799,12 @@ def _pipelined_prefill_kernel(
         KIND, [2, BLOCK_M // 2, HEAD_DIM],
         gl.NVMMASharedLayout.get_default_for([BLOCK_M // 2, HEAD_DIM], KIND),
     )  # fmt: skip
-    k_ring = key_ring(k_desc, STAGES)
-    v_ring = key_ring(v_desc, STAGES)
+    k_ring = key_ring(k_desc, page_desc, STAGES)
+    v_ring = key_ring(v_desc, None, STAGES)
     fence_async_shared()
     await_launch_ahead()
     if V_IN_UNITS:
-        careful = gl.load(unusual) != 0
+        careful = gl.load(scratch.unusual) != 0
     gl.warp_specialize(
         [
             (
@@ -647,7 +812,7 @@ def _pipelined_prefill_kernel(
                 (
                     work, q, out, scales, workspace, k_ring, v_ring,
                     q_tiles.index(0), 0, NUM_KV_HEADS, GQA_RATIO, HEAD_DIM,
-                    K_DESCALE, V_DESCALE, HAS_FIRST, TWO_SCALES, WINDOW_LEFT, WINDOW_RIGHT,
+                    K_DESCALE, V_DESCALE, PAD, TWO_SCALES, WINDOW_LEFT, WINDOW_RIGHT,
                     HAS_SINKS, WRITE_LSE, SPLIT,
                     BLOCK_M, BLOCK_N, STAGES,
                 ),
@@ -657,7 +822,7 @@ def _pipelined_prefill_kernel(
                 (
                     work, q, out, scales, workspace, k_ring, v_ring,
                     q_tiles.index(1), 1, NUM_KV_HEADS, GQA_RATIO, HEAD_DIM,
-                    K_DESCALE, V_DESCALE, HAS_FIRST, TWO_SCALES, WINDOW_LEFT, WINDOW_RIGHT,
+                    K_DESCALE, V_DESCALE, PAD, TWO_SCALES, WINDOW_LEFT, WINDOW_RIGHT,
                     HAS_SINKS, WRITE_LSE, SPLIT,
                     BLOCK_M, BLOCK_N, STAGES,
                 ),
@@ -665,19 +830,19 @@ def _pipelined_prefill_kernel(
             (
                 copy_keys,
                 (
-                    work, k_desc, v_desc, k_ring, v_ring, NUM_KV_HEADS, GQA_RATIO, HAS_FIRST,
-                    WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N, STAGES,
+                    work, k_desc, v_desc, page_desc, pages, k_ring, v_ring, NUM_KV_HEADS, GQA_RATIO,
+                    PAGE_SIZE, RAGGED, PAD, WINDOW_LEFT, WINDOW_RIGHT, SPLIT, BLOCK_M, BLOCK_N, STAGES,
                 ),
             ),
         ],
         worker_num_warps=[4, 1],
-        worker_num_regs=[240, 24],
+        worker_num_regs=[240, 32],
     )  # fmt: skip
     if V_IN_UNITS:
         if careful:
             attend_carefully(
-                work, q, out, scales, v_units, k_desc, v_desc,
-                k_ring.tiles.index(0), v_ring.tiles.index(0), q_tiles.index(0), copied,
-                NUM_KV_HEADS, GQA_RATIO, HEAD_DIM, K_DESCALE, V_DESCALE, HAS_FIRST, TWO_SCALES,
-                WINDOW_LEFT, WINDOW_RIGHT, HAS_SINKS, WRITE_LSE, BLOCK_M, BLOCK_N,
+                work, q, out, scales, scratch, k_desc, v_desc, page_desc, pages, k_ring, v_ring,
+                q_tiles.index(0), copied, NUM_KV_HEADS, GQA_RATIO, HEAD_DIM, PAGE_SIZE, RAGGED,
+                K_DESCALE, V_DESCALE, PAD, TWO_SCALES, WINDOW_LEFT, WINDOW_RIGHT, HAS_SINKS, WRITE_LSE,
+                BLOCK_M, BLOCK_N,
             )  # fmt: skip

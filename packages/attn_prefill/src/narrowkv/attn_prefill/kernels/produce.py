@@ -98,7 +98,7 @@ def load_new(
 @triton.jit
 def stage_new(
     x, y, inside, v_scale, scratch, block, kv_head, KIND: tl.constexpr, HEAD_DIM: tl.constexpr,
-    K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    K_HAS_FACTOR: tl.constexpr, V_PER_KEY: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Leaves a block of new tokens in the scratch, unquantised; V in units of `v_scale`, as old ones are.
 
@@ -115,8 +115,8 @@ def stage_new(
     x = tl.where(bad[:, None], float("nan"), x.to(KIND))
     store_block(scratch.k, x, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_S)
     tl.store(scratch.k_unit + units, 1.0)
-    store_v_unit(scratch, unit, units)
-    if K_PER_KEY:
+    store_v_unit(scratch, unit, unit != 1.0, units)
+    if K_HAS_FACTOR:
         tl.store(scratch.k_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32))
     if V_PER_KEY:
         tl.store(scratch.v_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32))
@@ -131,11 +131,13 @@ def produce_block(
     K_SCALING: tl.constexpr, V_SCALING: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
     RULE: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
     K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
-    K_PARTS: tl.constexpr, V_PARTS: tl.constexpr, STORED: tl.constexpr, STAGED: tl.constexpr,
+    K_PARTS: tl.constexpr, V_PARTS: tl.constexpr, K_IN_PAGES: tl.constexpr, STORED: tl.constexpr,
+    STAGED: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """One block of one head: new tokens are quantised if STORED, all are left in the scratch if STAGED.
 
+    K_IN_PAGES: old keys are not, but their values are, which begin with a block then.
     Returns the block's sequence and its number there. `blocks`, `old`, `ends`: see `blocks_of`.
     """
     KIND: tl.constexpr = k_new.ptr.dtype.element_ty
@@ -164,17 +166,21 @@ def produce_block(
             )  # fmt: skip
         if STAGED:
             stage_new(
-                x, y, inside, v_scale, scratch, block, kv_head, KIND, HEAD_DIM, K_PER_KEY, V_PER_KEY,
-                BLOCK_S, BLOCK_D,
+                x, y, inside, v_scale, scratch, block, kv_head, KIND, HEAD_DIM, K_PER_KEY or K_IN_PAGES,
+                V_PER_KEY, BLOCK_S, BLOCK_D,
             )  # fmt: skip
     else:
         if STAGED:
-            # Old keys end where a block ends, so that new ones begin with one.
+            # Old keys end where a block ends, so that new ones begin with one; or begin where one begins, as
+            # those in pages do.
+            first = in_seq * BLOCK_S
+            if not K_IN_PAGES:
+                first = (in_seq - old_blocks) * BLOCK_S + old_len
             widen_block(
-                k, v, k_descale, v_descale, table, scratch, seq, block,
-                (in_seq - old_blocks) * BLOCK_S + old_len, kv_head, old_len, k_scale,
+                k, v, k_descale, v_descale, table, scratch, seq, block, first, kv_head, old_len, k_scale,
                 HEAD_DIM, PAGE_SIZE, False, True, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT,
-                K_ROUTE, V_ROUTE, KIND, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, BLOCK_D, BLOCK_S,
+                K_ROUTE, V_ROUTE, None if K_IN_PAGES else KIND, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS,
+                BLOCK_D, BLOCK_S,
             )  # fmt: skip
     return seq, in_seq
 
@@ -192,12 +198,13 @@ def _produce_kernel(
     K_MAX: tl.constexpr, V_MAX: tl.constexpr, K_SCALING: tl.constexpr, V_SCALING: tl.constexpr,
     K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, RULE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+    K_IN_PAGES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What comes before `_pipelined_prefill_kernel`.
 
     The first programs leave a block in the scratch, which takes longest, the next quantise BLOCK_T new tokens
-    each, the last order the tiles that attend. PDL: the launch that attends may begin early.
+    each, the last order the tiles that attend. K_IN_PAGES: see `produce_block`. PDL: the launch that attends
+    may begin early.
     """
     if PDL:
         begin_next_launch()
@@ -225,7 +232,6 @@ def _produce_kernel(
     if pid >= first_order:
         lens = tl.maximum(sequence_length(table, seqs, seqs < batch, PAGE_SIZE, False), 0)
         _, q_len = query_range(q, seqs, seqs < batch)
-        # Old keys end where a block ends, so that new ones begin with one.
         schedule_tiles(
             q, schedule, old * BLOCK_S - lens, old * BLOCK_S + q_len, ends, batch, num_tiles,
             pid - first_order, GQA_RATIO, True, BLOCK_M, BLOCK_S, BLOCK_B, BLOCK_I,
@@ -239,6 +245,6 @@ def _produce_kernel(
         q, k_new, v_new, rope, store, k, v, k_descale, v_descale, k_scale, v_scale, table, scratch,
         old, blocks, ends, block, kv_head, batch, HEAD_DIM, PAGE_SIZE, ROTARY_DIM, INTERLEAVED,
         K_FORMAT, V_FORMAT, K_MAX, V_MAX, K_SCALING, V_SCALING, K_GROUP, V_GROUP, RULE, K_VEC, V_VEC,
-        WIDE_ADDRESS, K_ROUTE, V_ROUTE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, False, True,
+        WIDE_ADDRESS, K_ROUTE, V_ROUTE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, K_IN_PAGES, False, True,
         BLOCK_S, BLOCK_D, BLOCK_B,
     )  # fmt: skip

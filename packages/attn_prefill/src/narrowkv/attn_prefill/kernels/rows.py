@@ -45,7 +45,7 @@ class Tile(NamedTuple):
     q_len: Any
     kv_len: Any  # keys up to the last one, those before the first included
     base: Any  # the sequence's first row in the scratch
-    first: Any  # its first key's row from there
+    padding: Any  # rows of that part which are no keys: its first ones, or those between old and new keys
 
 
 @triton.jit
@@ -121,14 +121,14 @@ def scheduled_tile(schedule, index):
 
 @triton.jit
 def schedule_tiles(
-    q, schedule, first, kv_len, ends, batch, num_tiles, block,
+    q, schedule, padding, kv_len, ends, batch, num_tiles, block,
     GQA_RATIO: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """Places BLOCK_I tiles in the order of falling work, over all sequences alike.
 
-    Keys of a sequence lie in rows [first, kv_len) of its part of the scratch, which ends after `ends` blocks
-    of BLOCK_N rows, [BLOCK_B] all three.
+    Keys of a sequence lie in the first kv_len rows of its part of the scratch, but for `padding` of them. It
+    ends after `ends` blocks of BLOCK_N rows, [BLOCK_B] all three.
 
     A tile's work is its last row's number of keys, linear in the tile's number within a sequence, so how many
     tiles of each sequence come before it has a closed form and nothing is sorted.
@@ -167,7 +167,7 @@ def schedule_tiles(
     tl.store(at + 4, tl.sum(tl.where(own, kv_len[None, :], 0), 1), mask=kept)
     begin = ends - tl.cdiv(tl.maximum(kv_len, 0), BLOCK_N)
     tl.store(at + 5, tl.sum(tl.where(own, begin[None, :], 0), 1) * BLOCK_N, mask=kept)
-    tl.store(at + 6, tl.sum(tl.where(own, first[None, :], 0), 1), mask=kept)
+    tl.store(at + 6, tl.sum(tl.where(own, padding[None, :], 0), 1), mask=kept)
 
 
 @triton.jit
