@@ -6,8 +6,10 @@ import re
 from typing import Any
 
 import pytest
+import torch
 import triton
 
+from narrowkv.attn_decode.arguments import table_pointers
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
 from narrowkv.quant.launch.gluon import has_gluon
@@ -175,6 +177,58 @@ def test_keys_that_stay_in_their_pages_are_copied_from_there(
     # By the warp that copies and by `attend_carefully`: halves of rows in each page of a tile, besides V.
     pieces = 2 * 128 // page_size
     assert len(re.findall(r"\bUTMALDG\b", attend.machine_code())) > 2 * pieces
+
+
+@pytest.mark.parametrize(
+    ("layout", "page_size", "block"),
+    [
+        ("NHD", 16, [16, 64]),
+        ("HND", 8, [8, 64]),
+        ("concat", 32, [32, 64]),
+        ("NHD", 128, [128, 64]),
+        ("HND", 384, [128, 64]),
+        ("NHD", 1, None),
+        ("tokens", 1, None),
+        ("NHD", 4, None),
+        ("NHD", 48, None),
+        ("NHD", 192, None),
+        ("vectorised", 16, None),
+    ],
+)
+def test_pages_whose_keys_can_be_copied(layout: str, page_size: int, block: list[int] | None) -> None:
+    from narrowkv.attn_prefill.kernels.pipelined import page_descriptor
+
+    for heads in (1, 3):
+        workload = PrefillWorkload(
+            lens=(500,), q_lens=(5,), num_kv_heads=heads, head_dim=128, format="bf16", layout=layout,
+            page_size=page_size,
+        )  # fmt: skip
+        _q, cache, page_table, _starts = workload.build()
+        desc, pages = page_descriptor(cache, table_pointers(page_table, cache), 128)
+        if block is None:
+            assert desc is None
+            assert pages is None
+            continue
+        assert desc.block_shape == block
+        # The matrix that it names has each page's keys where the cache has them.
+        matrix = torch.as_strided(cache.k, desc.shape, desc.strides, cache.k.storage_offset())
+        keys = cache.logical()[0]
+        for page in (0, cache.num_pages - 1):
+            for head in range(heads):
+                row, column = page * pages.page + head * pages.head, head * pages.columns
+                found = matrix[row : row + page_size, column : column + 128]
+                assert torch.equal(found.view(torch.int16), keys[page, :, head].view(torch.int16))
+
+
+# A table of one column, and one page: Triton takes numbers that are one as constants.
+def test_a_long_page_and_a_table_of_one(sm90_code: Any) -> None:
+    shape = {"q_lens": (128,), "lens": (9000,), "num_kv_heads": 1, "gqa_ratio": 4, "head_dim": 128}
+    q, cache, table, starts = PrefillWorkload(**shape, format="bf16", page_size=16384).build()
+    assert table.page_ids.shape == (1, 1)
+    plan = plan_prefill(q, cache, table, starts)
+    assert plan.config.k_in_pages
+    batch_prefill(q, cache, table, starts, plan=plan)
+    assert re.search(r"\bUTMALDG\b", sm90_code.kernels[-1].machine_code())
 
 
 def test_an_append_to_few_keys_attends_in_plain_triton(sm90_code: Any) -> None:

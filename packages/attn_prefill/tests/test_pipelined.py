@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from narrowkv.attn_prefill import batch_prefill, batch_prefill_reference, plan_prefill
-from narrowkv.attn_prefill.plan import PrefillPlan
+from narrowkv.attn_prefill import batch_prefill, batch_prefill_reference, config, plan_prefill
 from narrowkv.attn_prefill.workloads import PrefillWorkload
 from narrowkv.quant.targets import device_target
 
@@ -27,24 +26,23 @@ def hopper() -> None:
         pytest.skip(f"needs Hopper; this GPU is {target.name}")
 
 
-def _with_pages(plan: PrefillPlan) -> PrefillPlan:
-    """The plan with K copied out of its pages, whatever the number of keys."""
-    return replace(plan, config=replace(plan.config, k_in_pages=True))
+@pytest.fixture
+def always_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of a 16-bit cache stay in their pages, whatever their number and that of rows."""
+    monkeypatch.setattr(config, "_KEYS_IN_PAGES", 0)
+    monkeypatch.setattr(config, "_TILES_OF_PAGES", 2**20)
 
 
 def _check(
     workload: PrefillWorkload,
     num_splits: int | None = None,
     pipelined: bool = True,
-    in_pages: bool = False,
     **options: Any,
 ) -> None:
     """Runs twice over poisoned memory and compares o and lse; the second call must give the same bits."""
     q, cache, table, starts = workload.build("cuda")
     plan = plan_prefill(q, cache, table, starts, num_splits=num_splits)
     assert (plan.config.otherwise is not None) == pipelined
-    if in_pages:
-        plan = _with_pages(plan)
     for memory in (*(plan.scratch or ()), *(plan.workspace or ())[:2]):
         if isinstance(memory, torch.Tensor) and memory.is_floating_point():
             memory.fill_(math.nan)
@@ -74,6 +72,7 @@ def _check(
     ],
 )
 @pytest.mark.parametrize("longest", [900, 1290])
+@pytest.mark.usefixtures("always_in_pages")
 def test_keys_that_stay_in_their_pages(
     layout: str, page_size: int, head_dim: int, fmt: str, longest: int
 ) -> None:
@@ -82,18 +81,21 @@ def test_keys_that_stay_in_their_pages(
         q_lens=(70, 1, 300, 0, 33), lens=lens, gqa_ratio=12, head_dim=head_dim, format=fmt, layout=layout,
         page_size=page_size, q_dtype=torch.float16 if fmt == "fp16" else torch.bfloat16,
     )  # fmt: skip
-    _check(workload, in_pages=True)
-    _check(replace(workload, ragged=True), in_pages=True, num_splits=2, window_left=100)
-    _check(workload, in_pages=True, causal=False, window_right=5)
+    _check(workload)
+    _check(replace(workload, ragged=True), num_splits=2, window_left=100)
+    _check(workload, causal=False, window_right=5)
+    _check(replace(workload, num_kv_heads=1))
 
 
 # Pages of too few rows, or odd ones, and keys that do not lie in rows: K is widened.
 @pytest.mark.parametrize(
-    ("layout", "page_size"), [("NHD", 1), ("tokens", 1), ("NHD", 4), ("NHD", 48), ("vectorised", 16)]
+    ("layout", "page_size"),
+    [("NHD", 1), ("tokens", 1), ("NHD", 4), ("NHD", 48), ("NHD", 192), ("vectorised", 16)],
 )
+@pytest.mark.usefixtures("always_in_pages")
 def test_keys_that_cannot_stay_in_their_pages(layout: str, page_size: int) -> None:
     workload = PrefillWorkload(**RAGGED, head_dim=128, format="bf16", layout=layout, page_size=page_size)
-    _check(workload, in_pages=True)
+    _check(workload)
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp16"])
@@ -201,14 +203,15 @@ def test_values_that_differ_by_far_from_tile_to_tile(
     ids=str,
 )
 def test_a_launch_after_one_with_values_out_of_the_ordinary(
-    head_dim: int, options: dict[str, Any], in_pages: bool, splits: int
+    head_dim: int, options: dict[str, Any], in_pages: bool, splits: int, request: pytest.FixtureRequest
 ) -> None:
+    if in_pages:
+        request.getfixturevalue("always_in_pages")
     workload = PrefillWorkload(**RAGGED, head_dim=head_dim, format="bf16")
     q, cache, table, starts = workload.build("cuda")
     sinks = torch.linspace(-3, 3, q.shape[1], device="cuda")
     plan = plan_prefill(q, cache, table, starts, num_splits=splits)
-    if in_pages:
-        plan = _with_pages(plan)
+    assert plan.config.k_in_pages == in_pages
     assert plan.scratch is not None
     assert plan.scratch.unusual is not None
     values = cache.logical()[1]
@@ -255,14 +258,19 @@ def test_what_it_does_not_serve_runs_otherwise() -> None:
 
 @pytest.mark.parametrize(("fmt", "in_pages"), [("fp8_e4m3fn", False), ("bf16", False), ("bf16", True)])
 @pytest.mark.parametrize("which", ["k", "v"])
-def test_nan_stays_with_the_rows_that_see_it(which: str, fmt: str, in_pages: bool) -> None:
+def test_nan_stays_with_the_rows_that_see_it(
+    which: str, fmt: str, in_pages: bool, request: pytest.FixtureRequest
+) -> None:
+    if in_pages:
+        request.getfixturevalue("always_in_pages")
     workload = PrefillWorkload(q_lens=(200,), lens=(600,), gqa_ratio=12, head_dim=128, format=fmt)
     q, cache, table, starts = workload.build("cuda")
     stored = dict(zip("kv", cache.logical(), strict=True))[which].view(torch.uint8)
     page, slot = table.page_ids[0, 500 // table.page_size], 500 % table.page_size
     stored[page.long(), slot] = 0x7F if fmt == "fp8_e4m3fn" else 0xFF
     plan = plan_prefill(q, cache, table, starts)
-    o = batch_prefill(q, cache, table, starts, plan=_with_pages(plan) if in_pages else plan)
+    assert plan.config.k_in_pages == in_pages
+    o = batch_prefill(q, cache, table, starts, plan=plan)
     assert isinstance(o, torch.Tensor)
     bad = o.isnan().flatten(1).any(1)
     assert bad.tolist() == [position >= 500 for position in range(400, 600)]

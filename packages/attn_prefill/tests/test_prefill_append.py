@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from narrowkv.attn_prefill import plan_append, plan_prefill, prefill_append, prefill_append_reference
+from narrowkv.attn_prefill import config, plan_append, plan_prefill, prefill_append, prefill_append_reference
 from narrowkv.attn_prefill.plan import can_pipeline
 from narrowkv.attn_prefill.workloads import AppendWorkload, copy_cache, differing_bytes, poison_plan
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
@@ -23,6 +22,13 @@ K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
 either_kernel = pytest.mark.parametrize(
     "kernel", ["staged", "apart", "paged", pytest.param("pipelined", marks=pytest.mark.gpu)]
 )
+
+
+@pytest.fixture
+def always_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of a 16-bit cache stay in their pages, whatever their number and that of rows."""
+    monkeypatch.setattr(config, "_KEYS_IN_PAGES", 0)
+    monkeypatch.setattr(config, "_TILES_OF_PAGES", 2**20)
 
 
 def slow(*values: Any) -> list[Any]:
@@ -41,7 +47,6 @@ def _check(
     bound: float = 0.002,
     lse_bound: float = 1e-3,
     plan: dict[str, Any] | None = None,
-    in_pages: bool = False,
     **options: Any,
 ) -> PagedKVCache:
     """Compares o and lse with the reference, and every byte of the cache, old ones and unused ones too."""
@@ -51,8 +56,6 @@ def _check(
     made = plan_append(
         q, cache, table, starts, kernel=kernel, fp8_compute=options.get("fp8_compute", False), **(plan or {})
     )
-    if in_pages:
-        made = replace(made, config=replace(made.config, k_in_pages=True))
     poison_plan(made)
     before, wanted = copy_cache(cache), copy_cache(cache)
     o, lse = prefill_append(
@@ -199,6 +202,7 @@ def test_old_keys_that_end_anywhere_in_a_block(
     ],
 )
 @pytest.mark.parametrize("lens", [(700, 0, 1153, 128), (100, 0, 513, 64)], ids=str)
+@pytest.mark.usefixtures("always_in_pages")
 def test_old_keys_that_stay_in_their_pages(
     lens: tuple[int, ...], fmt: str, granularity: str, layout: str, page_size: int,
     options: dict[str, Any], splits: int,
@@ -207,12 +211,13 @@ def test_old_keys_that_stay_in_their_pages(
         lens=lens, q_lens=(130, 40, 300, 1), gqa_ratio=6, head_dim=128, format=fmt, granularity=granularity,
         layout=layout, page_size=page_size, q_dtype=torch.float16 if fmt == "fp16" else torch.bfloat16,
     )  # fmt: skip
-    _check(workload, "cuda", "pipelined", plan={"num_splits": splits}, in_pages=True, **options)
+    _check(workload, "cuda", "pipelined", plan={"num_splits": splits}, **options)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("factor", [1.0, 2.0**30, 2.0**-30], ids=str)
+@pytest.mark.usefixtures("always_in_pages")
 def test_values_of_any_size_whose_keys_stay_in_their_pages(factor: float, splits: int) -> None:
     workload = W(lens=(700,), q_lens=(500,), gqa_ratio=6, head_dim=128, format="bf16")
     q, k_new, v_new, cache, table, starts, _ = workload.build_append("cuda")
@@ -223,13 +228,35 @@ def test_values_of_any_size_whose_keys_stay_in_their_pages(factor: float, splits
     v_new[:64] *= factor
     wanted = copy_cache(cache)
     plan = plan_append(q, cache, table, starts, kernel="pipelined", num_splits=splits)
-    plan = replace(plan, config=replace(plan.config, k_in_pages=True))
+    assert plan.config.k_in_pages
     o = prefill_append(q, k_new, v_new, cache, table, starts, plan=plan)
     expected = prefill_append_reference(q, k_new, v_new, wanted, table, starts)
     assert isinstance(o, torch.Tensor)
     assert isinstance(expected, torch.Tensor)
     assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
     assert _same_bytes(cache, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("position", "window_left"), [(3, -1), (1100, -1), (1100, 500)])
+@pytest.mark.usefixtures("always_in_pages")
+def test_nan_of_an_old_value_whose_key_stays_in_its_page(
+    position: int, window_left: int, splits: int
+) -> None:
+    # The other sequence has the values that are not finite: of a tile in the middle, or the last one.
+    workload = W(lens=(700, 1101), q_lens=(500, 40), gqa_ratio=6, head_dim=128, format="bf16")
+    q, k_new, v_new, cache, table, starts, _ = workload.build_append("cuda")
+    if not can_pipeline(device_target(q.device), q, cache):
+        pytest.skip("not for this GPU")
+    page, slot = table.page_ids[1, position // 16].long(), position % 16
+    cache.logical()[1][page, slot, 0, 5] = math.nan
+    plan = plan_append(q, cache, table, starts, kernel="pipelined", num_splits=splits)
+    o = prefill_append(q, k_new, v_new, cache, table, starts, plan=plan, window_left=window_left)
+    assert isinstance(o, torch.Tensor)
+    expected = torch.zeros(o.shape[:2], dtype=torch.bool, device="cuda")
+    expected[500:, :6] = True
+    assert torch.equal(o.isnan().any(-1), expected)
 
 
 # In the scratch V is float16, in units of the descale and times a power of two where that does not do.

@@ -99,9 +99,10 @@ class PrefillPlan:
         if c.otherwise is not None:
             warps = "two warpgroups that attend and a warp that copies"
         splits = "" if c.num_splits == 1 else f", the keys of each shared by {c.num_splits} programs"
+        pages = ", K from its pages where they allow it" if c.k_in_pages else ""
         return (
             f"{self.target.name}: {c.kernel}, because {c.why}; tiles of {c.block_m} rows x {c.block_n} keys, "
-            f"{warps}, {c.options.num_stages} stages{splits}"
+            f"{warps}, {c.options.num_stages} stages{splits}{pages}"
         )
 
 
@@ -255,6 +256,7 @@ def plan_prefill(
                 q.device,
                 in_units=False,
                 pipelined=config.otherwise is not None,
+                k_in_pages=config.k_in_pages,
             ),
             schedule=allocate_schedule(shape, config, q.device),
         )
@@ -333,7 +335,7 @@ def plan_append(
     rows = config.scratch_block * append_blocks(shape, config.scratch_block, staged=True)
     scratch = allocate_scratch(
         shape, rows, SCRATCH_BLOCK, q.dtype, cache, q.device,
-        in_units=True, pipelined=config.otherwise is not None,
+        in_units=True, pipelined=config.otherwise is not None, k_in_pages=config.k_in_pages,
     )  # fmt: skip
     ordered = config.kernel in ("pipelined", "apart")
     schedule = allocate_schedule(shape, config, q.device) if ordered else None
@@ -398,17 +400,18 @@ def allocate_scratch(
     *,
     in_units: bool,
     pipelined: bool,
+    k_in_pages: bool,
 ) -> Scratch:
     """Memory for every sequence's widened keys; `in_units` where a block's keys may be short of a factor.
 
-    `pipelined` where the kernel for Hopper may attend, which must know of unusual blocks beforehand.
+    `pipelined` where the kernel for Hopper may attend, which must know of unusual blocks beforehand;
+    `k_in_pages` where it may read K from its pages.
     """
     heads = shape.num_kv_heads
     sizes = (heads, rows, shape.head_dim)
     k_per_key, v_per_key = per_key(cache)
-    # Where they may stay in their pages, keys have a factor that tells of their V.
-    stays = pipelined and cache.format.k in ("bf16", "fp16")
-    has_v_units = in_units or stays or cache.format.v == "bf16"
+    # Keys that stay in their pages have a factor that tells of their V.
+    has_v_units = in_units or k_in_pages or cache.format.v == "bf16"
 
     def numbers(width: int, wanted: bool) -> torch.Tensor | None:
         return torch.empty((heads, width), dtype=torch.float32, device=device) if wanted else None
@@ -416,7 +419,7 @@ def allocate_scratch(
     return Scratch(
         k=torch.empty(sizes, dtype=key_type(q_dtype, cache.format.k), device=device),
         v=torch.empty(sizes, dtype=torch.float16, device=device),
-        k_factor=numbers(rows, k_per_key or stays),
+        k_factor=numbers(rows, k_per_key or k_in_pages),
         v_factor=numbers(rows, v_per_key),
         k_unit=numbers(rows // block, in_units),
         v_unit=numbers(rows // block, has_v_units),

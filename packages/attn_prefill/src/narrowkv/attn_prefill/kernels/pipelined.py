@@ -67,10 +67,15 @@ class Ring(NamedTuple):
 class Pages(NamedTuple):
     """Keys where the cache has them: its pages seen as one matrix, in which a head's keys are rows.
 
-    page, head: rows from a page, or a head, to the next. columns: from a head to the next.
+    page_ids, row, num_ids, num_pages: the page table's. page, head: rows from a page, or a head, to the next.
+    columns: from a head to the next. (Flat, since Triton 3.6 takes no tuple in a tuple if a number in it is
+    one.)
     """
 
-    table: Any
+    page_ids: Any
+    row: Any
+    num_ids: Any
+    num_pages: Any
     page: Any
     head: Any
     columns: Any
@@ -146,27 +151,30 @@ def key_descriptor(keys: torch.Tensor, block_n: int) -> TensorDescriptor:
 
 
 def page_descriptor(
-    cache: PagedKVCache, table: Any, block_n: int
+    cache: PagedKVCache, table: tiles.Table, block_n: int
 ) -> tuple[TensorDescriptor, Pages] | tuple[None, None]:
     """How to copy a 16-bit cache's keys out of its pages, 64 columns of one page and head at a time.
 
-    None where keys do not lie so, or a page is no whole units of eight rows, as shared memory is swizzled by.
+    None where keys do not lie so; where a page is no whole units of eight rows, as shared memory is swizzled
+    by; and where a tile of `block_n` keys is no whole pages, nor a page whole tiles.
     """
     keys, strides, heads = cache.k, cache.k_strides, cache.num_kv_heads
     rows, token = min(cache.page_size, block_n), strides.token
-    whole = rows % 8 == 0 and rows & (rows - 1) == 0
+    whole = rows % 8 == 0 and block_n % rows == 0 and cache.page_size % rows == 0
     if strides.vec or not whole or token % 8 or strides.page % token or keys.data_ptr() % 16:
         return None, None
     if strides.head < token:  # heads lie side by side in a token's row
-        pages = Pages(table, strides.page // token, 0, strides.head)
+        head, columns = 0, strides.head
     elif strides.head % token == 0:  # each head has rows of its own
-        pages = Pages(table, strides.page // token, strides.head // token, 0)
+        head, columns = strides.head // token, 0
     else:
         return None, None
-    height = (cache.num_pages - 1) * pages.page + (heads - 1) * pages.head + cache.page_size
-    width = (heads - 1) * pages.columns + cache.head_dim
-    if height >= 2**31:
+    page = strides.page // token
+    height = (cache.num_pages - 1) * page + (heads - 1) * head + cache.page_size
+    width = (heads - 1) * columns + cache.head_dim
+    if not 0 < height < 2**31:
         return None, None
+    pages = Pages(table.page_ids, table.row, table.num_ids, table.num_pages, page, head, columns)
     return _descriptor(keys, [height, width], [token, 1], [rows, 64]), pages
 
 
@@ -366,16 +374,16 @@ def places_of(
     """Where the pages of a key tile lie in their matrix; rows that are no keys are others that exist."""
     seq = gl.maximum(tile.seq, 0)
     if RAGGED:
-        row_base = gl.load(pages.table.row + seq)
+        row_base = gl.load(pages.row + seq)
     else:
-        row_base = seq * pages.table.row
+        row_base = seq * pages.row
     last = rows_in_pages(tile, PAD) - 1
     if PAD is not None:
         last -= tile.padding
     PIECE: gl.constexpr = desc.block_shape[0]
     places = ()
     for i in gl.static_range(BLOCK_N // PIECE):
-        page, slot = locate_keys(pages.table, row_base, row + i * PIECE, 0, last, PAGE_SIZE, False)
+        page, slot = locate_keys(pages, row_base, row + i * PIECE, 0, last, PAGE_SIZE, False)
         places += (page * pages.page + kv_head * pages.head + slot,)
     return places
 
