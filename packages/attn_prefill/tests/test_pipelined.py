@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from narrowkv.attn_prefill import batch_prefill, batch_prefill_reference, config, plan_prefill
+from narrowkv.attn_prefill import batch_prefill, batch_prefill_reference, plan_prefill
 from narrowkv.attn_prefill.workloads import PrefillWorkload
 from narrowkv.quant.targets import device_target
 
@@ -24,13 +24,6 @@ def hopper() -> None:
     target = device_target(torch.device("cuda"))
     if target.name != "sm90":
         pytest.skip(f"needs Hopper; this GPU is {target.name}")
-
-
-@pytest.fixture
-def always_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys of a 16-bit cache stay in their pages, whatever their number and that of rows."""
-    monkeypatch.setattr(config, "_KEYS_IN_PAGES", 0)
-    monkeypatch.setattr(config, "_TILES_OF_PAGES", 2**20)
 
 
 def _check(

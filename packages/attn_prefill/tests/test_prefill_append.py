@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from narrowkv.attn_prefill import config, plan_append, plan_prefill, prefill_append, prefill_append_reference
-from narrowkv.attn_prefill.plan import can_pipeline
+from narrowkv.attn_prefill import plan_append, plan_prefill, prefill_append, prefill_append_reference
+from narrowkv.attn_prefill.plan import PrefillPlan, can_pipeline
 from narrowkv.attn_prefill.workloads import AppendWorkload, copy_cache, differing_bytes, poison_plan
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.quant.errors import UnsupportedError
@@ -22,13 +22,6 @@ K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
 either_kernel = pytest.mark.parametrize(
     "kernel", ["staged", "apart", "paged", pytest.param("pipelined", marks=pytest.mark.gpu)]
 )
-
-
-@pytest.fixture
-def always_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys of a 16-bit cache stay in their pages, whatever their number and that of rows."""
-    monkeypatch.setattr(config, "_KEYS_IN_PAGES", 0)
-    monkeypatch.setattr(config, "_TILES_OF_PAGES", 2**20)
 
 
 def slow(*values: Any) -> list[Any]:
@@ -72,6 +65,29 @@ def _check(
     if made.arrivals is not None:
         assert int(made.arrivals.ready.abs().sum() + made.arrivals.left.abs().sum()) == 0
     return cache
+
+
+def _compare(
+    plan: PrefillPlan,
+    q: torch.Tensor,
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    cache: PagedKVCache,
+    table: PageTable,
+    starts: torch.Tensor,
+    parts: tuple[slice, ...] = (slice(None),),
+    **options: Any,
+) -> None:
+    """Compares o, each part of its rows by itself, and every byte of the cache with the reference."""
+    wanted = copy_cache(cache)
+    o = prefill_append(q, k_new, v_new, cache, table, starts, plan=plan, **options)
+    expected = prefill_append_reference(q, k_new, v_new, wanted, table, starts, **options)
+    assert isinstance(o, torch.Tensor)
+    assert isinstance(expected, torch.Tensor)
+    for rows in parts:
+        error = (o[rows].float() - expected[rows]).abs().sum() / expected[rows].abs().sum()
+        assert float(error) <= 0.002
+    assert _same_bytes(cache, wanted)
 
 
 @either_kernel
@@ -150,14 +166,8 @@ def test_new_values_that_differ_by_far_from_tile_to_tile(
         pytest.skip("not for this GPU")
     for tile in tiles:
         v_new[tile * 128 : tile * 128 + 128] *= 512 if fmt == "fp8_e4m3fn" else 2.0**20
-    wanted = copy_cache(cache)
     plan = plan_append(q, cache, table, starts, kernel="pipelined", num_splits=splits)
-    o = prefill_append(q, k_new, v_new, cache, table, starts, plan=plan, window_left=window_left)
-    expected = prefill_append_reference(q, k_new, v_new, wanted, table, starts, window_left=window_left)
-    assert isinstance(o, torch.Tensor)
-    assert isinstance(expected, torch.Tensor)
-    assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
-    assert _same_bytes(cache, wanted)
+    _compare(plan, q, k_new, v_new, cache, table, starts, window_left=window_left)
 
 
 @pytest.mark.gpu
@@ -226,15 +236,9 @@ def test_values_of_any_size_whose_keys_stay_in_their_pages(factor: float, splits
     values, pages = cache.logical()[1], table.page_ids[0].long()
     values[pages[16:24]] *= factor
     v_new[:64] *= factor
-    wanted = copy_cache(cache)
     plan = plan_append(q, cache, table, starts, kernel="pipelined", num_splits=splits)
     assert plan.config.k_in_pages
-    o = prefill_append(q, k_new, v_new, cache, table, starts, plan=plan)
-    expected = prefill_append_reference(q, k_new, v_new, wanted, table, starts)
-    assert isinstance(o, torch.Tensor)
-    assert isinstance(expected, torch.Tensor)
-    assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
-    assert _same_bytes(cache, wanted)
+    _compare(plan, q, k_new, v_new, cache, table, starts)
 
 
 @pytest.mark.gpu
@@ -244,7 +248,7 @@ def test_values_of_any_size_whose_keys_stay_in_their_pages(factor: float, splits
 def test_nan_of_an_old_value_whose_key_stays_in_its_page(
     position: int, window_left: int, splits: int
 ) -> None:
-    # The other sequence has the values that are not finite: of a tile in the middle, or the last one.
+    # In the second sequence's first tile, or its last one, which ends with rows that are no keys.
     workload = W(lens=(700, 1101), q_lens=(500, 40), gqa_ratio=6, head_dim=128, format="bf16")
     q, k_new, v_new, cache, table, starts, _ = workload.build_append("cuda")
     if not can_pipeline(device_target(q.device), q, cache):
@@ -273,16 +277,8 @@ def test_new_values_of_any_size(
     workload = W(lens=(0, 70), q_lens=(70, 5), num_kv_heads=1, format=fmt, granularity=granularity)
     q, k_new, v_new, cache, table, starts, _ = workload.build_append(device)
     v_new[:64] *= factor
-    wanted = copy_cache(cache)
     plan = plan_append(q, cache, table, starts, kernel=kernel)
-    o = prefill_append(q, k_new, v_new, cache, table, starts, plan=plan)
-    expected = prefill_append_reference(q, k_new, v_new, wanted, table, starts)
-    assert isinstance(o, torch.Tensor)
-    assert isinstance(expected, torch.Tensor)
-    for rows in (slice(64), slice(64, None)):
-        error = (o[rows].float() - expected[rows]).abs().sum() / expected[rows].abs().sum()
-        assert float(error) <= 0.002
-    assert _same_bytes(cache, wanted)
+    _compare(plan, q, k_new, v_new, cache, table, starts, parts=(slice(64), slice(64, None)))
 
 
 @either_kernel
@@ -329,16 +325,10 @@ def test_tokens_without_a_page_are_not_stored(kernel: str, device: str) -> None:
         pytest.skip("not for this GPU")
     short = PageTable.from_block_table(table.page_ids[:, :2].contiguous(), table.seq_lens, page_size=16)
     short.page_ids[1, 0] = cache.num_pages
-    wanted = copy_cache(cache)
     assert table.seq_lens is not None
     table.seq_lens[1] = 0
     plan = plan_append(q, cache, short, starts, kernel=kernel)
-    o = prefill_append(q, k_new, v_new, cache, short, starts, plan=plan)
-    expected = prefill_append_reference(q, k_new, v_new, wanted, short, starts)
-    assert isinstance(o, torch.Tensor)
-    assert isinstance(expected, torch.Tensor)
-    assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
-    assert _same_bytes(cache, wanted)
+    _compare(plan, q, k_new, v_new, cache, short, starts)
     full = PageTable.from_block_table(short.page_ids, table.seq_lens, page_size=16)
     with pytest.raises(ValueError, match="seq_lens must not exceed the table's capacity 32"):
         plan_append(q, cache, full, starts, validate=True)
