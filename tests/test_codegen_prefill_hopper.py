@@ -145,7 +145,7 @@ def test_an_append_attends_by_the_same_loops(
         # Two programs of 16 warps share a unit; what does not fit its registers is little.
         assert produce.registers() <= 64
         assert produce.compiled.metadata.num_warps == 16
-    assert produce.stack_bytes() <= 128
+    assert produce.stack_bytes() <= 64
     # A bf16 cache is read as it is, so that old and new keys have one scale.
     scales = 1 if fmt == "bf16" and granularity == "float" else 2
     # By ptxas of Triton 3.9 one of two scales is in an ordinary register.
@@ -238,4 +238,7 @@ def test_an_append_to_few_keys_attends_in_plain_triton(sm90_code: Any) -> None:
     produce, attend = sm90_code.kernels
     assert (produce.name, attend.name) == ("_produce_kernel", "_dense_prefill_kernel")
     for kernel in sm90_code.kernels:
-        assert not re.search(r"\b(STL|LDL)\b|\b(PREEXIT|ACQBULK)\b", kernel.machine_code())
+        assert not re.search(r"\b(PREEXIT|ACQBULK)\b", kernel.machine_code())
+    assert attend.stack_bytes() == 0
+    # Triton 3.8 keeps eight bytes on the stack, others nothing.
+    assert produce.stack_bytes() <= 8

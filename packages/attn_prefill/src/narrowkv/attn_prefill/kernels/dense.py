@@ -65,14 +65,13 @@ class Scratch(NamedTuple):
 
 
 @triton.jit
-def to_fp16_in_units(wide, EXPONENT: tl.constexpr):
-    """A finite float32 tile times 2**EXPONENT as float16 times a power of two, which comes with it.
+def to_fp16_in_units(wide, top, EXPONENT: tl.constexpr):
+    """A float32 tile times 2**EXPONENT as float16 times a power of two, which comes with it.
 
-    It is 1 where the largest element is from 2**-12 to 2**15 then, and what is too small to keep all its bits
-    is off by 2**-13 of the largest at most. Elsewhere the largest comes to lie in [2**14, 2**15), or below if
-    it was below 2**-26.
+    top: its largest magnitude, which is finite. The power is 1 where that is from 2**-12 to 2**15 then, and
+    what is too small to keep all its bits is off by 2**-13 of the largest at most. Elsewhere the largest
+    comes to lie in [2**14, 2**15), or below if it was below 2**-26.
     """
-    top = tl.max(tl.max(tl.abs(wide), 1), 0)
     exponent = (top.to(tl.int32, bitcast=True) >> 23) - 127 + EXPONENT
     usual = (top == 0) | ((exponent >= -12) & (exponent < 15))
     exponent = tl.where(usual, 0, tl.maximum(exponent - 14, -40))
@@ -81,14 +80,17 @@ def to_fp16_in_units(wide, EXPONENT: tl.constexpr):
 
 
 @triton.jit
-def without_nonfinite(v):
-    """A tile of V with zeros for NaN and Inf, and which rows had any.
+def finite_rows(v, inside):
+    """Which rows of a tile of V are inside and hold neither NaN nor Inf, and the largest magnitude in these.
 
-    Their keys become NaN instead: the mask keeps those from rows that do not attend, and 0 * NaN in V would
-    reach every row.
+    Others are stored as zeros, for 0 * NaN would reach every row that attends. Their keys become NaN instead:
+    the mask keeps those from rows that do not see them.
     """
-    finite = tl.abs(v.to(tl.float32)) < float("inf")
-    return tl.where(finite, v, 0.0).to(v.dtype), tl.max((~finite).to(tl.int32), 1) > 0
+    # As integers magnitudes are in the same order, Inf above what is finite, and NaN above Inf.
+    bits = v.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(bits, 1)
+    finite = inside & (largest < 0x7F800000)
+    return finite, tl.max(tl.where(finite, largest, 0), 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -100,16 +102,22 @@ def store_v_unit(scratch, unit, unusual, at):
 
 
 @triton.jit
-def store_block(target, words, kv_head, block, rows, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-                BLOCK_N: tl.constexpr):  # fmt: skip
-    """Rows of one block `[BLOCK_N, BLOCK_D]` into `[heads, rows, head_dim]`; rows outside become zeros."""
+def store_block(target, words, kv_head, block, rows, keep, rest, HEAD_DIM: tl.constexpr,
+                BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Rows of a block `[BLOCK_N, BLOCK_D]` into `[heads, rows, head_dim]`; those not to `keep` are `rest`."""
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     at = ((kv_head.to(tl.int64) * rows + block * BLOCK_N) * HEAD_DIM) + n[:, None] * HEAD_DIM + d[None, :]
-    value = tl.where(inside[:, None], words, 0.0).to(target.dtype.element_ty)
+    value = tl.where(keep[:, None], words, rest).to(target.dtype.element_ty)
     if HEAD_DIM == BLOCK_D:
         tl.store(target + at, value)
     else:
         tl.store(target + at, value, mask=(d < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def keys_without_value(inside, KIND: tl.constexpr):
+    """Keys `[N, 1]` whose values are not finite: NaN, or zero where there is none."""
+    return tl.where(inside, float("nan"), 0.0).to(KIND)[:, None]
 
 
 @triton.jit
@@ -152,30 +160,30 @@ def widen_block(
     factors = kv_head.to(tl.int64) * scratch.rows + block * BLOCK_N + tl.arange(0, BLOCK_N)
     units = kv_head.to(tl.int64) * (scratch.rows // BLOCK_N) + block
     if V_FORMAT == "bf16":
-        wide_v = tl.where(inside[:, None], v_words, 0.0)
+        wide_v = v_words
         v_factor = v_scale
     else:
         parts, v_factor = widen_tile(v_words, v_scale, V_FORMAT, V_ROUTE, tl.float16, V_PARTS, V_DESCALE)
         wide_v = join_parts(parts, V_PARTS)
-    wide_v, bad = without_nonfinite(wide_v)
+    finite, top = finite_rows(wide_v, inside)
     unit = tl.full([], 1.0, tl.float32)
     if V_FORMAT == "bf16":
-        wide_v, unit = to_fp16_in_units(wide_v.to(tl.float32), BF16_VALUE_EXPONENT)
+        wide_v, unit = to_fp16_in_units(wide_v.to(tl.float32), top, BF16_VALUE_EXPONENT)
     if V_PER_KEY:
-        finite = tl.abs(v_factor) < float("inf")
-        bad = bad | ~finite
-        tl.store(scratch.v_factor + factors, tl.where(inside & finite, v_factor, 0.0))
-    store_block(scratch.v, wide_v, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_N)
+        finite = finite & (tl.abs(v_factor) < float("inf"))
+        tl.store(scratch.v_factor + factors, tl.where(finite, v_factor, 0.0))
+    store_block(scratch.v, wide_v, kv_head, block, scratch.rows, finite, 0.0, HEAD_DIM, BLOCK_D, BLOCK_N)
     unusual = unit != 1.0
     if K_TYPE is None:
+        bad = inside & ~finite
         tl.store(scratch.k_factor + factors, tl.where(bad, float("nan"), 1.0))
         unusual = unusual | (tl.max(bad.to(tl.int32), 0) > 0)
     else:
         parts, k_factor = widen_tile(k_words, k_scale, K_FORMAT, K_ROUTE, K_TYPE, K_PARTS, K_DESCALE)
-        wide_k = tl.where(bad[:, None], float("nan"), join_parts(parts, K_PARTS))
-        if HEAD_DIM != BLOCK_D:
-            wide_k = tl.where((tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], wide_k, 0.0)
-        store_block(scratch.k, wide_k, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_N)
+        store_block(
+            scratch.k, join_parts(parts, K_PARTS), kv_head, block, scratch.rows, finite,
+            keys_without_value(inside, K_TYPE), HEAD_DIM, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
         if K_PER_KEY:
             tl.store(scratch.k_factor + factors, tl.where(inside, k_factor, 0.0))
         if IN_UNITS:

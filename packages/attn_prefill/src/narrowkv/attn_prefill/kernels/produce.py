@@ -7,11 +7,12 @@ import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import sequence_length, times_head_descale
 from narrowkv.attn_prefill.kernels.dense import (
+    finite_rows,
+    keys_without_value,
     store_block,
     store_v_unit,
     to_fp16_in_units,
     widen_block,
-    without_nonfinite,
 )
 from narrowkv.attn_prefill.kernels.rows import begin_next_launch, place_of, query_range, schedule_tiles
 from narrowkv.paged_cache.kernels import load_rotated, quantise_rows
@@ -107,13 +108,16 @@ def stage_new(
     units = kv_head.to(tl.int64) * (scratch.rows // BLOCK_S) + block
     factors = kv_head.to(tl.int64) * scratch.rows + block * BLOCK_S + tl.arange(0, BLOCK_S)
     # V first: K stays in 16 bits meanwhile.
-    y, bad = without_nonfinite(y)
-    y = y.to(tl.float32) * (1.0 / tl.maximum(v_scale, 1.2e-38))
-    y, unit = to_fp16_in_units(tl.minimum(tl.maximum(y, -3.4e38), 3.4e38), 0)
-    store_block(scratch.v, y, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_S)
+    finite, top = finite_rows(y, inside)
+    in_units = 1.0 / tl.maximum(v_scale, 1.2e-38)
+    y = tl.minimum(tl.maximum(y.to(tl.float32) * in_units, -3.4e38), 3.4e38)
+    y, unit = to_fp16_in_units(y, tl.minimum(top * in_units, 3.4e38), 0)
+    store_block(scratch.v, y, kv_head, block, scratch.rows, finite, 0.0, HEAD_DIM, BLOCK_D, BLOCK_S)
     # Rotated keys are rounded to their own type, as a separate rotation would leave them.
-    x = tl.where(bad[:, None], float("nan"), x.to(KIND))
-    store_block(scratch.k, x, kv_head, block, scratch.rows, inside, HEAD_DIM, BLOCK_D, BLOCK_S)
+    store_block(
+        scratch.k, x.to(KIND), kv_head, block, scratch.rows, finite, keys_without_value(inside, KIND),
+        HEAD_DIM, BLOCK_D, BLOCK_S,
+    )  # fmt: skip
     tl.store(scratch.k_unit + units, 1.0)
     store_v_unit(scratch, unit, unit != 1.0, units)
     if K_HAS_FACTOR:
