@@ -149,7 +149,7 @@ def test_inspect_shows_registers_and_fp8_matrix_instructions() -> None:
 def test_what_is_shipped_covers_heads_formats_and_ways() -> None:
     cases = shipped_cases()
     assert {case.heads for case in cases} == {16, 32, 64}
-    assert {case.mode for case in cases} == {"wide", "fused", "decode"}
+    assert {case.mode for case in cases} == {"wide", "fused", "prepass", "decode"}
     assert {case.layout for case in cases} == {"bf16", "split", "packed584", "row512"}
     assert {case.q for case in cases} == {"bf16", "fp16", "fp8"}
     assert {case.format for case in cases} == {"fp8_e4m3fn", "fp8_e4m3fnuz"}

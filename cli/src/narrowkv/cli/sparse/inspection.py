@@ -44,7 +44,17 @@ def shipped_cases(*, two_sources: bool = True) -> list[SparseCase]:
         SparseCase(mode="decode", q="fp8"),
     ]
     # 8 heads are padded to 16; 128 are two programs of 64.
-    return [replace(way, lens=_ROWS, extend=extend, heads=heads) for way in ways for heads in (16, 32, 64)]
+    cases = [replace(way, heads=heads) for way in ways for heads in (16, 32, 64)]
+    # What expands rows does not know of heads, and what attends to them is that of "wide".
+    expanded = [
+        SparseCase(),
+        SparseCase(layout="split"),
+        SparseCase(layout="row512"),
+        SparseCase(clean=False),
+        SparseCase(format="fp8_e4m3fnuz"),
+    ]
+    cases += [replace(way, mode="prepass", heads=64) for way in expanded]
+    return [replace(case, lens=_ROWS, extend=extend) for case in cases]
 
 
 def inspect_case(case: SparseCase, target: str) -> SparseCode:
