@@ -145,7 +145,7 @@ def test_an_append_attends_by_the_same_loops(
         # Two programs of 16 warps share a unit; what does not fit its registers is little.
         assert produce.registers() <= 64
         assert produce.compiled.metadata.num_warps == 16
-    assert produce.stack_bytes() <= 64
+    assert produce.stack_bytes() <= (64 if fmt == "bf16" else 16)
     # A bf16 cache is read as it is, so that old and new keys have one scale.
     scales = 1 if fmt == "bf16" and granularity == "float" else 2
     # By ptxas of Triton 3.9 one of two scales is in an ordinary register.

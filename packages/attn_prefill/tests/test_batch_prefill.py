@@ -326,6 +326,26 @@ def test_a_nan_reaches_only_the_rows_that_attend_to_it(
     assert torch.equal(o.isnan().any(-1), expected)
 
 
+@either_kernel
+@pytest.mark.parametrize("bad", [(math.nan,), (math.inf,), (-math.inf,), (math.nan, 3e38)], ids=str)
+@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
+def test_a_value_that_is_not_finite_leaves_other_rows_as_they_are(
+    fmt: str, bad: tuple[float, ...], kernel: str, device: str
+) -> None:
+    q, cache, table, starts = W(lens=(40, 20), q_lens=(40, 3), gqa_ratio=2, format=fmt).build(device)
+    expected = batch_prefill_reference(q, cache, table, starts)
+    assert isinstance(expected, torch.Tensor)
+    row = cache.v[table.page_ids[0, 1].long(), 5, 1]  # of key 21
+    row[: len(bad)] = torch.tensor(bad).to(row)
+    o = batch_prefill(q, cache, table, starts, plan=plan_prefill(q, cache, table, starts, kernel=kernel))
+    assert isinstance(o, torch.Tensor)
+    sees = torch.zeros(o.shape[:2], dtype=torch.bool, device=device)
+    sees[21:40, 2:4] = True
+    assert torch.equal(o.isnan().any(-1), sees)
+    error = (o[~sees].float() - expected[~sees]).abs().sum() / expected[~sees].abs().sum()
+    assert float(error) <= 0.002
+
+
 # FAULTS 23, 25
 @either_kernel
 def test_huge_logits_extreme_sinks_and_a_zero_scale(kernel: str, device: str) -> None:

@@ -68,9 +68,10 @@ class Scratch(NamedTuple):
 def to_fp16_in_units(wide, top, EXPONENT: tl.constexpr):
     """A float32 tile times 2**EXPONENT as float16 times a power of two, which comes with it.
 
-    top: its largest magnitude, which is finite. The power is 1 where that is from 2**-12 to 2**15 then, and
-    what is too small to keep all its bits is off by 2**-13 of the largest at most. Elsewhere the largest
-    comes to lie in [2**14, 2**15), or below if it was below 2**-26.
+    top: the largest magnitude of the rows that matter, finite; of other rows comes what may. The power is 1
+    where that is from 2**-12 to 2**15 then, and what is too small to keep all its bits is off by 2**-13 of
+    the largest at most. Elsewhere the largest comes to lie in [2**14, 2**15), or below if it was below
+    2**-26.
     """
     exponent = (top.to(tl.int32, bitcast=True) >> 23) - 127 + EXPONENT
     usual = (top == 0) | ((exponent >= -12) & (exponent < 15))
@@ -83,8 +84,8 @@ def to_fp16_in_units(wide, top, EXPONENT: tl.constexpr):
 def finite_rows(v, inside):
     """Which rows of a tile of V are inside and hold neither NaN nor Inf, and the largest magnitude in these.
 
-    Others are stored as zeros, for 0 * NaN would reach every row that attends. Their keys become NaN instead:
-    the mask keeps those from rows that do not see them.
+    Other rows are stored as zeros, for 0 * NaN would reach every row of the output. The keys of those inside
+    become NaN instead: the mask keeps them from rows that do not see them.
     """
     # As integers magnitudes are in the same order, Inf above what is finite, and NaN above Inf.
     bits = v.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -104,7 +105,7 @@ def store_v_unit(scratch, unit, unusual, at):
 @triton.jit
 def store_block(target, words, kv_head, block, rows, keep, rest, HEAD_DIM: tl.constexpr,
                 BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Rows of a block `[BLOCK_N, BLOCK_D]` into `[heads, rows, head_dim]`; those not to `keep` are `rest`."""
+    """Rows of a block `[BLOCK_N, BLOCK_D]` into `[heads, rows, head_dim]`, `rest` for those not to `keep`."""
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     at = ((kv_head.to(tl.int64) * rows + block * BLOCK_N) * HEAD_DIM) + n[:, None] * HEAD_DIM + d[None, :]
     value = tl.where(keep[:, None], words, rest).to(target.dtype.element_ty)
@@ -116,7 +117,7 @@ def store_block(target, words, kv_head, block, rows, keep, rest, HEAD_DIM: tl.co
 
 @triton.jit
 def keys_without_value(inside, KIND: tl.constexpr):
-    """Keys `[N, 1]` whose values are not finite: NaN, or zero where there is none."""
+    """What is stored for keys without a finite value, `[N, 1]`: NaN, or zero where there is no key."""
     return tl.where(inside, float("nan"), 0.0).to(KIND)[:, None]
 
 
