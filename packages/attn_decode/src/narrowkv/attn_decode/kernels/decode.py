@@ -13,6 +13,7 @@ from narrowkv.attn_decode.kernels.tiles import (
     attended_keys,
     capped_logits,
     confine_nonfinite,
+    first_id,
     first_key,
     kv_offsets,
     load_key_scale,
@@ -88,10 +89,7 @@ def _paged_decode_kernel(
         seq = unit // num_splits
         first_unit = seq * num_splits
     kv_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, RAGGED)
-    if RAGGED:
-        row_base = tl.load(table.row + seq)
-    else:
-        row_base = seq * table.row
+    row_base = first_id(table, seq, RAGGED)
     first_tile, num_tiles = tiles_of(kv_len, Q_LEN, WINDOW_LEFT, BLOCK_N)
     split = unit - first_unit
     begin = first_tile + (split * num_tiles) // num_splits

@@ -178,6 +178,15 @@ def split_query(q, DTYPE: tl.constexpr, SPLIT_Q: tl.constexpr, PARTS: tl.constex
 
 
 @triton.jit
+def first_id(table, seq, RAGGED: tl.constexpr):
+    """Where the page ids of a sequence begin: `row_base` of `locate_keys`."""
+    if RAGGED:
+        return tl.load(table.row + seq)
+    else:
+        return seq * table.row
+
+
+@triton.jit
 def locate_keys(table, row_base, n, first, last, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr):
     """Page and slot [N] of keys `n`; keys outside [first, last] take their places, which are used ones."""
     n = tl.maximum(tl.minimum(n, last), first)

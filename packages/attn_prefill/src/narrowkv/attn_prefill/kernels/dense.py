@@ -12,6 +12,7 @@ import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import (
     capped_logits,
+    first_id,
     kv_offsets,
     load_key_scale,
     load_query,
@@ -135,10 +136,7 @@ def widen_block(
     IN_UNITS: K is still to be multiplied by `k_unit`, which is noted. K_TYPE: what K becomes; None leaves it
     where it is, and notes a factor of each key, which is NaN where its V is not finite.
     """
-    if RAGGED:
-        row_base = tl.load(table.row + seq)
-    else:
-        row_base = seq * table.row
+    row_base = first_id(table, seq, RAGGED)
     n = first_row + tl.arange(0, BLOCK_N)
     inside = (n >= 0) & (n < kv_len)
     page, slot = locate_keys(table, row_base, n, 0, kv_len - 1, PAGE_SIZE, WIDE_ADDRESS)

@@ -12,6 +12,7 @@ from narrowkv.attn_decode.kernels.tiles import (
     accumulate,
     capped_logits,
     confine_nonfinite,
+    first_id,
     kv_offsets,
     load_key_scale,
     load_query,
@@ -243,10 +244,7 @@ def _fused_prefill_kernel(
     q_start, q_len = query_range(q, seq, seq >= 0)
     tokens, heads, row_mask, within = rows_of(q_start, q_len, tile, kv_head, GQA_RATIO, BLOCK_M)
     kv_len = sequence_length(table, seq, seq >= 0, PAGE_SIZE, RAGGED)
-    if RAGGED:
-        row_base = tl.load(table.row + seq)
-    else:
-        row_base = seq * table.row
+    row_base = first_id(table, seq, RAGGED)
     query_pos = kv_len - q_len + within
     first_pos = kv_len - q_len + tile * BLOCK_M // GQA_RATIO
     last_pos = kv_len - q_len + tl.minimum(((tile + 1) * BLOCK_M - 1) // GQA_RATIO, q_len - 1)
