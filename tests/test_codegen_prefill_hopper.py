@@ -240,5 +240,4 @@ def test_an_append_to_few_keys_attends_in_plain_triton(sm90_code: Any) -> None:
     for kernel in sm90_code.kernels:
         assert not re.search(r"\b(PREEXIT|ACQBULK)\b", kernel.machine_code())
     assert attend.stack_bytes() == 0
-    # Triton 3.8 keeps eight bytes on the stack, others nothing.
-    assert produce.stack_bytes() <= 8
+    assert produce.stack_bytes() <= (8 if TRITON == (3, 8) else 0)

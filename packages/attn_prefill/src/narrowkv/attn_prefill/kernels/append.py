@@ -16,6 +16,7 @@ from narrowkv.attn_decode.kernels.tiles import (
     accumulate,
     capped_logits,
     confine_nonfinite,
+    first_id,
     scale_to_fp16,
     sequence_length,
     split_query,
@@ -192,7 +193,7 @@ def _prefill_append_kernel(
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
         )  # fmt: skip
     else:
-        row_base = seq * table.row
+        row_base = first_id(table, seq, False)
         begin, end, full, full_end = key_range(
             old_len + first_row, old_len + last_row, old_len * 0, old_len, WINDOW_LEFT, -1, BLOCK_N
         )
