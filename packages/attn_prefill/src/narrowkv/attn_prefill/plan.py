@@ -334,7 +334,7 @@ def plan_append(
     )
     rows = config.scratch_block * append_blocks(shape, config.scratch_block, staged=True)
     scratch = allocate_scratch(
-        shape, rows, SCRATCH_BLOCK, q.dtype, cache, q.device,
+        shape, rows, config.scratch_block, q.dtype, cache, q.device,
         in_units=True, pipelined=config.otherwise is not None, k_in_pages=config.k_in_pages,
     )  # fmt: skip
     ordered = config.kernel in ("pipelined", "apart")
@@ -428,6 +428,8 @@ def allocate_scratch(
         unusual=torch.zeros(2, dtype=torch.int32, device=device) if has_v_units and pipelined else None,
         starts=torch.empty(max(shape.batch, 1), dtype=torch.int32, device=device),
         rows=rows,
+        max_keys=shape.max_seq_len,
+        key_blocks=shape.scratch_rows(block) // block,
     )
 
 
