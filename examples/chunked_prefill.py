@@ -10,7 +10,7 @@ import torch
 from narrowkv.attn_decode import paged_decode
 from narrowkv.attn_prefill import prefill_append
 from narrowkv.attn_prefill.reference import attention_reference
-from narrowkv.paged_cache import PagedKVCache, PagePool, PageTable, append
+from narrowkv.paged_cache import PagedKVCache, PagePool, append
 
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 12, 2, 64
 NUM_PAGES, PAGE_SIZE = 16, 16
@@ -35,24 +35,21 @@ def main(cache_format: str = "fp8_e4m3fn") -> tuple[float, float]:
         NUM_PAGES, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM,
         format=cache_format, k_descale=descale, v_descale=descale, device=device,
     )  # fmt: skip
-    pool = PagePool(NUM_PAGES, PAGE_SIZE)
+    pool = PagePool(NUM_PAGES, PAGE_SIZE, caches=[cache])
     seq = pool.allocate()
 
     outputs = []
     for tokens in CHUNKS:
-        before = pool.length(seq)
-        pool.extend(seq, tokens)  # pages for the new tokens
-        pages = pool.page_table([seq], device=device).to_block_table(NUM_PAGES).page_ids
-        lens = torch.tensor([before], dtype=torch.int32, device=device)
-        table = PageTable.from_block_table(pages, lens, page_size=PAGE_SIZE)
+        rows = slice(pool.length(seq), pool.length(seq) + tokens)
         starts = torch.tensor([0, tokens], dtype=torch.int32, device=device)
-        rows = slice(before, before + tokens)
+        pool.extend(seq, tokens)  # pages for the new tokens
+        table = pool.table_before([seq], tokens)  # the lengths before them
         outputs.append(prefill_append(q[rows], k[rows], v[rows], cache, table, starts))
     for _ in range(STEPS):
         at = pool.length(seq)
         pool.extend(seq, 1)
-        append(cache, k[at : at + 1], v[at : at + 1], pool.slot_mapping(seq, at, 1, device=device))
-        outputs.append(paged_decode(q[at : at + 1], cache, pool.page_table([seq], device=device)))
+        append(cache, k[at : at + 1], v[at : at + 1], pool.slot_mapping(seq, at, 1))
+        outputs.append(paged_decode(q[at : at + 1], cache, pool.page_table([seq])))
 
     o = torch.cat(outputs).float()
     expected, _ = attention_reference(

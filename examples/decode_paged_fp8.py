@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_decode
-from narrowkv.paged_cache import PagedKVCache, PagePool, append, apply_copies
+from narrowkv.paged_cache import PagedKVCache, PagePool, append
 
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 24, 2, 128  # GQA ratio 12
 NUM_PAGES, PAGE_SIZE = 32, 16
@@ -35,23 +35,21 @@ def main() -> float:
         v_descale=DESCALE,
         device=device,
     )
-    pool = PagePool(NUM_PAGES, PAGE_SIZE)
+    pool = PagePool(NUM_PAGES, PAGE_SIZE, caches=[cache])
     seqs = [pool.allocate(length) for length in PROMPTS]
     for seq, length in zip(seqs, PROMPTS, strict=True):
-        append(
-            cache, new_tokens(length), new_tokens(length), pool.slot_mapping(seq, 0, length, device=device)
-        )
+        append(cache, new_tokens(length), new_tokens(length), pool.slot_mapping(seq, 0, length))
     seqs.append(pool.fork(seqs[0]))  # a third sequence shares the first one's pages until it writes
 
     worst = 0.0
     for step in range(STEPS):
         for seq in seqs:
-            apply_copies(cache, pool.extend(seq, 1))
-        slots = torch.cat([pool.slot_mapping(s, pool.length(s) - 1, 1, device=device) for s in seqs])
+            pool.extend(seq, 1)  # a shared page that will be written is copied first
+        slots = torch.cat([pool.slot_mapping(s, pool.length(s) - 1, 1) for s in seqs])
         append(cache, new_tokens(len(seqs)), new_tokens(len(seqs)), slots)
 
         q = torch.randn(len(seqs), NUM_QO_HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16)
-        table = pool.page_table(seqs, device=device)
+        table = pool.page_table(seqs)
         plan = plan_decode(q, cache, table)  # once for all layers of a step
         o = paged_decode(q, cache, table, plan=plan)
 
