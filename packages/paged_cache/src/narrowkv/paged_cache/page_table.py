@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowkv.quant.errors import check_int32, check_positive_int, check_same_device
+from narrowkv.quant.errors import check_dtype, check_positive_int, check_same_device
+
+_INTEGERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,8 @@ class PageTable:
 
     Attributes:
         kind: "ragged" or "block_table".
-        page_ids: int32, `[nnz]` (ragged: kv_indices) or `[batch, max_pages]` (block table).
+        page_ids: `[nnz]` (ragged: kv_indices) or `[batch, max_pages]` (block table). This and the tensors
+            below are int32 or int64, and may be strided.
         page_size: tokens a page.
         kv_indptr: ragged: `[batch + 1]`, where each sequence's page ids begin.
         kv_last_page_len: ragged: `[batch]`, tokens in each sequence's last page.
@@ -45,9 +48,9 @@ class PageTable:
         """From FlashInfer-style metadata.
 
         Args:
-            kv_indptr: `[batch + 1]` int32.
-            kv_indices: `[nnz]` int32 page ids.
-            kv_last_page_len: `[batch]` int32, 1..page_size, or 0 for an empty sequence.
+            kv_indptr: `[batch + 1]` int32 or int64, any stride.
+            kv_indices: `[nnz]` page ids, int32 or int64, any stride.
+            kv_last_page_len: `[batch]` int32 or int64, any stride: 1..page_size, or 0 for an empty sequence.
             page_size: tokens a page.
             num_pages: with `validate`, the page ids' bound.
             validate: look at the values, which waits for the device.
@@ -93,8 +96,9 @@ class PageTable:
         """From vLLM-style metadata.
 
         Args:
-            block_table: `[batch, max_pages]` int32; entries past a sequence's end are never read.
-            seq_lens: `[batch]` int32 tokens.
+            block_table: `[batch, max_pages]` int32 or int64, any strides; entries past a sequence's end are
+                never read.
+            seq_lens: `[batch]` tokens, int32 or int64, any stride.
             page_size, num_pages, validate: as for `from_ragged`.
 
         Raises:
@@ -107,15 +111,10 @@ class PageTable:
             32
         """
         check_positive_int("page_size", page_size)
-        check_int32("block_table", block_table)
+        check_dtype("block_table", block_table, _INTEGERS)
         if block_table.dim() != 2:
             raise ValueError(
                 f"block_table must have shape [batch, max_pages], got {tuple(block_table.shape)}"
-            )
-        if block_table.shape[1] > 1 and block_table.stride(1) != 1:
-            raise ValueError(
-                f"block_table must have a contiguous last dimension (stride 1), "
-                f"got stride {block_table.stride(1)}"
             )
         _check_vector("seq_lens", seq_lens)
         if seq_lens.shape[0] != block_table.shape[0]:
@@ -222,8 +221,6 @@ class PageTable:
 
 
 def _check_vector(name: str, tensor: torch.Tensor) -> None:
-    check_int32(name, tensor)
+    check_dtype(name, tensor, _INTEGERS)
     if tensor.dim() != 1:
         raise ValueError(f"{name} must have one dimension, got shape {tuple(tensor.shape)}")
-    if tensor.shape[0] > 1 and tensor.stride(0) != 1:
-        raise ValueError(f"{name} must be contiguous, got stride {tensor.stride(0)}")
