@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.kernels.tiles import sequence_length, times_head_descale
+from narrowkv.attn_decode.kernels.tiles import first_id, sequence_length, strided, times_head_descale
 from narrowkv.attn_prefill.kernels.dense import (
     finite_rows,
     keys_without_value,
@@ -52,7 +52,8 @@ def store_new(
     number = position // PAGE_SIZE
     # Beyond the table, or in a page beyond the cache, nothing is written.
     fits = inside & (number < store.max_pages)
-    page = tl.load(table.page_ids + seq * table.row + number, mask=fits, other=-1).to(tl.int64)
+    where = first_id(table, seq, False) + strided(number, table.column)
+    page = tl.load(table.page_ids + where, mask=fits, other=-1).to(tl.int64)
     fits = fits & (page >= 0) & (page < store.num_pages)
     slot = (position % PAGE_SIZE).to(tl.int64)
     quantise_rows(
