@@ -3,7 +3,7 @@
 import torch
 
 from narrowkv.attn_prefill import prefill_append
-from narrowkv.paged_cache import PagedKVCache, PagePool, PageTable
+from narrowkv.paged_cache import PagedKVCache, PagePool
 from narrowkv.quant import relative_l1
 
 i32 = {"dtype": torch.int32, "device": "cuda" if torch.cuda.is_available() else "cpu"}
@@ -13,8 +13,7 @@ cache, pool = PagedKVCache.empty(16, 16, 2, 64, device=q.device, **fp8), PagePoo
 seq, outputs = pool.allocate(), []
 for begin, end in ((0, 40), (40, 65), (65, 98)):  # the second chunk begins in the middle of a page
     pool.extend(seq, end - begin)
-    pages, lens = torch.tensor([pool.pages(seq)], **i32), torch.tensor([begin], **i32)
-    table = PageTable.from_block_table(pages, lens, page_size=16)  # pages with the chunk, lengths without
+    table = pool.table_before([seq], end - begin, device=q.device)  # pages with the chunk, lengths without
     starts = torch.tensor([0, end - begin], **i32)
     outputs.append(prefill_append(q[begin:end], k[begin:end], v[begin:end], cache, table, starts))
 exact = torch.nn.functional.scaled_dot_product_attention(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.paged_cache.page_table import check_lengths
 
 I32 = torch.int32
 
@@ -214,12 +216,54 @@ def test_ragged_and_block_tables_say_the_same() -> None:
     assert ragged.seq_lens_tensor().tolist() == [36, 0, 16]
     assert ragged.batch_size == 3
     block = ragged.to_block_table(4)
-    assert block.page_ids.tolist() == [[5, 2, 7, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
+    assert block.page_ids.tolist() == [[5, 2, 7, -1], [-1, -1, -1, -1], [1, -1, -1, -1]]
     assert block.capacity == 64
     for seq in range(3):
         (a, n), (b, m) = ragged.pages_of(seq), block.pages_of(seq)
         assert n == m
         assert a.tolist() == b.tolist()
+
+
+def test_a_narrower_block_table_than_a_sequence_needs_is_found_under_validate() -> None:
+    indptr, indices = torch.tensor([0, 3], dtype=I32), torch.tensor([5, 2, 7], dtype=I32)
+    ragged = PageTable.from_ragged(indptr, indices, torch.tensor([4], dtype=I32), page_size=16)
+    with pytest.raises(ValueError, match="seq_lens must not exceed the table's capacity 32, got 36"):
+        ragged.to_block_table(2).check_values()
+
+
+def test_lengths_before_an_append_are_named_and_are_not_taken_for_the_others() -> None:
+    ids, lens = torch.tensor([[1, 2]], dtype=I32), torch.tensor([5], dtype=I32)
+    table = PageTable.from_block_table(ids, cached_lens=lens, page_size=4, num_pages=3, validate=True)
+    assert table.before_append
+    assert not PageTable.from_block_table(ids, lens, page_size=4).before_append
+    for given, what in (({}, "neither"), ({"seq_lens": lens, "cached_lens": lens}, "both")):
+        with pytest.raises(ValueError, match=f"either seq_lens .* or cached_lens .*, got {what}"):
+            PageTable.from_block_table(ids, page_size=4, **given)
+    with pytest.raises(ValueError, match="cached_lens must not exceed the table's capacity 8, got 9"):
+        PageTable.from_block_table(ids, cached_lens=lens + 4, page_size=4, validate=True)
+    check_lengths(table, before_append=True)
+    with pytest.raises(ValueError, match=r"include the tokens of this call: .*PagePool.page_table\(seqs\)"):
+        check_lengths(table)
+    with pytest.raises(ValueError, match=r"lengths before the append.*PagePool.table_before"):
+        check_lengths(PageTable.from_block_table(ids, lens, page_size=4), before_append=True)
+    with pytest.raises(TypeError, match="page_table must be a PageTable, got Tensor"):
+        check_lengths(ids)  # type: ignore[arg-type]
+
+
+def test_caches_and_tables_can_be_compared_and_copied() -> None:
+    cache = PagedKVCache.empty(3, 4, 2, 64, format="fp8_e4m3fn", layout="concat", k_descale=torch.ones(2))
+    table = PageTable.from_block_table(torch.ones(1, 2, dtype=I32), torch.ones(1, dtype=I32), page_size=4)
+    for made in (cache, table):
+        assert made == made
+        assert made != copy.copy(made)
+        assert len({made, made}) == 1
+    assert copy.copy(cache).k is cache.k
+    own = copy.deepcopy(cache)
+    own.v.view(torch.uint8).fill_(3)
+    assert not bool(cache.v.view(torch.uint8).any())
+    assert own.k_strides == cache.k_strides
+    assert not bool(own.k.view(torch.uint8).any()), "K lies beside V, and is not V"
+    assert copy.deepcopy(table).page_ids.tolist() == [[1, 1]]
 
 
 def test_a_table_follows_its_tensors() -> None:

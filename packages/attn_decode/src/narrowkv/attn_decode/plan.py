@@ -9,6 +9,7 @@ import torch
 from narrowkv.attn_decode.config import DecodeConfig, DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import Workspace
 from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.paged_cache.page_table import check_lengths
 from narrowkv.quant.errors import (
     check_dtype,
     check_last_dim_contiguous,
@@ -71,6 +72,7 @@ def decode_shape(q: torch.Tensor, cache: PagedKVCache, page_table: PageTable) ->
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
+    check_lengths(page_table)
     check_dtype("q", q, (torch.bfloat16, torch.float16))
     if q.dim() != 3:
         raise ValueError(f"q must have shape [batch * q_len, num_qo_heads, head_dim], got {tuple(q.shape)}")

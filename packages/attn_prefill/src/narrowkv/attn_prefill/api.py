@@ -118,7 +118,7 @@ def batch_prefill(
         )
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
     call = PrefillCall(plan, cache, page_table, scale, soft_cap, window_left, window_right)
-    queries = Queries(q, q.stride(0), q.stride(1), cu_seqlens_q, q.shape[0], descale)
+    queries = Queries(q, q.stride(0), q.stride(1), cu_seqlens_q, q.shape[0], plan.shape.max_q_len, descale)
     outputs = Outputs(o, o.stride(0), o.stride(1), lse, 0 if lse is None else lse.stride(0), sinks)
     if shape.num_tokens:
         (call.dense if plan.config.kernel == "dense" else call.fused)(queries, outputs)
@@ -198,7 +198,7 @@ def prefill_append(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
     if shape.num_tokens:
         call = PrefillCall(plan, cache, page_table, scale, soft_cap, window_left, 0)
-        queries = Queries(q, q.stride(0), q.stride(1), cu_seqlens_q, q.shape[0], None)
+        queries = Queries(q, q.stride(0), q.stride(1), cu_seqlens_q, q.shape[0], plan.shape.max_q_len, None)
         outputs = Outputs(o, o.stride(0), o.stride(1), lse, 0 if lse is None else lse.stride(0), sinks)
         call.append(queries, outputs, k_new, v_new, rope, page_table)
     return o if lse is None else (o, lse)

@@ -19,6 +19,7 @@ from narrowkv.attn_prefill.kernels.append import Arrivals
 from narrowkv.attn_prefill.kernels.dense import Scratch
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.append import EXPONENT_RULES
+from narrowkv.paged_cache.page_table import check_lengths
 from narrowkv.quant.errors import (
     check_choice,
     check_dtype,
@@ -107,13 +108,19 @@ class PrefillPlan:
 
 
 def prefill_shape(
-    q: torch.Tensor, cache: PagedKVCache, page_table: PageTable, cu_seqlens_q: torch.Tensor
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    page_table: PageTable,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    before_append: bool = False,
 ) -> PrefillShape:
     """Checks what a call's metadata can tell without reading the device, and returns its shape.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
+    check_lengths(page_table, before_append=before_append)
     check_dtype("q", q, _QUERY_DTYPES)
     check_shape("q", q, ("tokens", "num_qo_heads", "head_dim"))
     check_last_dim_contiguous("q", q)
@@ -334,7 +341,7 @@ def plan_append(
     )
     rows = config.scratch_block * append_blocks(shape, config.scratch_block, staged=True)
     scratch = allocate_scratch(
-        shape, rows, SCRATCH_BLOCK, q.dtype, cache, q.device,
+        shape, rows, config.scratch_block, q.dtype, cache, q.device,
         in_units=True, pipelined=config.otherwise is not None, k_in_pages=config.k_in_pages,
     )  # fmt: skip
     ordered = config.kernel in ("pipelined", "apart")
@@ -355,12 +362,7 @@ def append_shape(
 ) -> PrefillShape:
     """`prefill_shape` for an append, which needs 16-bit queries and a block table."""
     check_dtype("q", q, (torch.bfloat16, torch.float16))
-    if page_table.kind != "block_table":
-        raise ValueError(
-            "page_table must be a block table, whose seq_lens are the lengths before the append; "
-            "a ragged table has no room beyond its lengths: use to_block_table"
-        )
-    return prefill_shape(q, cache, page_table, cu_seqlens_q)
+    return prefill_shape(q, cache, page_table, cu_seqlens_q, before_append=True)
 
 
 def check_room(page_table: PageTable, cu_seqlens_q: torch.Tensor, num_pages: int) -> None:
@@ -370,7 +372,7 @@ def check_room(page_table: PageTable, cu_seqlens_q: torch.Tensor, num_pages: int
         ValueError: naming the first fault found.
     """
     lens = page_table.seq_lens_tensor() + cu_seqlens_q.diff()
-    replace(page_table, seq_lens=lens.to(torch.int32)).check_values(num_pages)
+    replace(page_table, seq_lens=lens.to(torch.int32), before_append=False).check_values(num_pages)
 
 
 def append_blocks(shape: PrefillShape, size: int, *, staged: bool) -> int:
@@ -428,6 +430,8 @@ def allocate_scratch(
         unusual=torch.zeros(2, dtype=torch.int32, device=device) if has_v_units and pipelined else None,
         starts=torch.empty(max(shape.batch, 1), dtype=torch.int32, device=device),
         rows=rows,
+        max_keys=shape.max_seq_len,
+        key_blocks=shape.scratch_rows(block) // block,
     )
 
 

@@ -32,7 +32,7 @@ EXPONENT_RULES = ("mse", "floor", "ceil")
 _NEW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rope:
     """Rotary embedding of K on its way into the cache.
 

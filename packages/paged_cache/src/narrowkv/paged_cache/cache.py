@@ -66,9 +66,11 @@ class CacheFormat:
         return self.k if self.k == self.v else f"k={self.k},v={self.v}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PagedKVCache:
     """Keys and values of all sequences, in pages. Holds references; nothing is copied.
+
+    Two caches are equal only if they are the same object; `copy.deepcopy` makes one with its own memory.
 
     The storage format is part of the type and never guessed from the device: uint8 storage needs the tag, and
     a torch FP8 dtype must agree with it.

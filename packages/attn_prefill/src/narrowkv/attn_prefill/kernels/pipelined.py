@@ -236,7 +236,7 @@ def order_of(tile, begin, end, PAD: gl.constexpr, BLOCK_N: gl.constexpr):
             -1,
         )
     if PAD == "last":
-        stop = tile.kv_len - tile.q_len
+        stop = tile.before
         number = stop // BLOCK_N - 1
         padded = (begin <= number) & (number < end) & (tile.padding > 0)
         order = Order(
@@ -263,12 +263,11 @@ def keys_of(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Key tiles [begin, end) that a tile's rows see, and [full, full_end) that need no mask."""
-    before = tile.kv_len - tile.q_len
     first = tile.padding
     if PAD != "first":
         first *= 0
-    first_pos = before + tile.number * BLOCK_M // GQA_RATIO
-    last_pos = before + gl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)
+    first_pos = tile.before + tile.number * BLOCK_M // GQA_RATIO
+    last_pos = tile.before + gl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)
     return key_range(first_pos, last_pos, first, tile.kv_len, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N)
 
 
@@ -360,10 +359,7 @@ def await_room(ring, count, NBYTES: gl.constexpr, STAGES: gl.constexpr):
 @gluon.jit
 def rows_in_pages(tile, PAD: gl.constexpr):
     """How many of a sequence's rows are not of keys that the call brings itself."""
-    rows = tile.kv_len
-    if PAD is not None:
-        rows -= tile.q_len
-    return rows
+    return tile.kv_len if PAD is None else tile.before
 
 
 @gluon.jit
@@ -609,7 +605,7 @@ def attend(
         async_copy.wait_group(0)
         fence_async_shared()
         rows = tile.number * BLOCK_M + HALF * ROWS + gl.arange(0, ROWS, S)
-        query_pos = tile.kv_len - tile.q_len + rows // GQA_RATIO
+        query_pos = tile.before + rows // GQA_RATIO
         seq = gl.maximum(tile.seq, 0)
         scale = times_head_descale(scales.old, scales.k_descale, seq, kv_head, K_DESCALE)
         if K_DESCALE == "head":
@@ -625,7 +621,7 @@ def attend(
             plain = gl.minimum(gl.maximum(last + 1 - item.full, masked), num_tiles)
             own_scale = scale
             # New keys begin with a block.
-            old = (tile.kv_len - tile.q_len) // BLOCK_N
+            old = tile.before // BLOCK_N
             if TWO_SCALES:
                 own_scale = uniform_scale(gl.where(item.order.start < old * BLOCK_N, scale, scales.new))
             s = warpgroup_mma_wait(0, deps=(scores,))
@@ -703,7 +699,7 @@ def attend_carefully(
         copy_queries(q, tile, kv_head, True, q_tile, half, GQA_RATIO)
         async_copy.wait_group(0)
         rows = tile.number * BLOCK_M + half * ROWS + gl.arange(0, ROWS, S)
-        query_pos = tile.kv_len - tile.q_len + rows // GQA_RATIO
+        query_pos = tile.before + rows // GQA_RATIO
         seq = gl.maximum(tile.seq, 0)
         scale = times_head_descale(scales.old, scales.k_descale, seq, kv_head, K_DESCALE)
         base = kv_head * work.rows + tile.base
@@ -735,7 +731,7 @@ def attend_carefully(
                 s *= gl.load(scratch.k_factor + base + row + n)[None, :]
             own_scale = scale
             if TWO_SCALES:
-                own_scale = gl.where(row < tile.kv_len - tile.q_len, scale, scales.new)
+                own_scale = gl.where(row < tile.before, scale, scales.new)
             p, correction, m, l = weights(
                 s, m, l, own_scale, query_pos, row, gl.where(i == 0, order.stop, tile.kv_len),
                 True, PAD is not None, WINDOW_LEFT, WINDOW_RIGHT, HEAD_DIM,
