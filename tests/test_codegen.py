@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ def _decode(
     head_dim: int = 128,
     scale_group: int | None = None,
     kernel: str | None = None,
+    q_dtype: torch.dtype = torch.bfloat16,
+    q_len: int = 1,
 ) -> CompiledArtifact:
     """The attention kernel of the probe's shape, compiled by an ordinary call."""
     pages = 1024 // page_size
@@ -40,7 +43,8 @@ def _decode(
         page_size=page_size,
     )
     with compile_for(target) as artifacts:
-        paged_decode(torch.zeros(4, 8 * ratio, head_dim, dtype=torch.bfloat16), cache, table, kernel=kernel)
+        q = torch.zeros(4 * q_len, 8 * ratio, head_dim, dtype=q_dtype)
+        paged_decode(q, cache, table, kernel=kernel)
     (attention,) = [a for a in artifacts if a.name == _paged_decode_kernel.__name__]
     return attention
 
@@ -132,10 +136,11 @@ def test_other_ratios_and_bf16_neither_spill_nor_use_scratch(target: str, ratio:
         {"head_dim": 64},
         {"head_dim": 256},
         {"scale_group": 32},
+        {"head_dim": 256, "q_dtype": torch.float16},
     ],
     ids=str,
 )
-def test_fp4_neither_spills_nor_uses_scratch(target: str, kernel: str, case: dict[str, int]) -> None:
+def test_fp4_neither_spills_nor_uses_scratch(target: str, kernel: str, case: dict[str, Any]) -> None:
     for fmt in ("fp4_e2m1", K8V4):
         if kernel == "native" and (fmt == K8V4 or target == "gfx942"):
             continue
@@ -143,6 +148,15 @@ def test_fp4_neither_spills_nor_uses_scratch(target: str, kernel: str, case: dic
         assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0), fmt
         if "ratio" not in case:
             assert code.registers.sgpr_spills == 0, fmt
+
+
+@pytest.mark.codegen_all
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16])
+def test_the_native_kernel_with_two_tokens_of_wide_heads_neither_spills_nor_uses_scratch(
+    q_dtype: torch.dtype,
+) -> None:
+    code = _decode("gfx950", "fp4_e2m1", head_dim=192, scale_group=32, q_len=2, q_dtype=q_dtype)
+    assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

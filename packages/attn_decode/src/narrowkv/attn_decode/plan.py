@@ -103,6 +103,7 @@ def decode_shape(q: torch.Tensor, cache: PagedKVCache, page_table: PageTable) ->
         head_dim=head_dim,
         page_size=cache.page_size,
         capacity=page_table.capacity,
+        q_dtype=q.dtype,
     )
 
 
@@ -129,7 +130,7 @@ def plan_decode(
         tokens_per_split: a fixed split size in tokens (rounded up to key tiles). Results of a sequence are
             then bitwise the same alone or in any batch.
         split: forces "none", "even" or "uniform".
-        kernel: forces "native" (scaled matrix instructions on FP4 keys, Q rounded to E4M3: gfx950) or
+        kernel: forces "native" (scaled matrix instructions on FP4 keys, Q as a sum of E4M3 terms: gfx950) or
             "decode" (the cache widened to 16 bits: everywhere). None takes native where it can.
 
     Returns:
