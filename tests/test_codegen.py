@@ -13,7 +13,7 @@ from narrowkv.attn_decode import paged_decode
 from narrowkv.attn_decode.config import DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import _paged_decode_kernel
 from narrowkv.attn_decode.workloads import K8V4
-from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, append
+from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, Rope, append
 from narrowkv.quant.launch import compile_for
 from narrowkv.quant.launch.artifact import CompiledArtifact
 from narrowkv.quant.targets import get_target
@@ -217,3 +217,37 @@ def test_append_neither_spills_nor_uses_scratch(
     (code,) = artifacts
     assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0)
     assert not bool(cache.k.view(torch.uint8).any()), "compiling writes nothing"
+
+
+@pytest.mark.parametrize("head_dim", [112, 256])
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_append_with_rope_neither_spills_nor_uses_scratch(target: str, head_dim: int) -> None:
+    cache = PagedKVCache.empty(4, 16, 8, head_dim, format="fp8_e4m3fn")
+    new, table = torch.zeros(4, 8, head_dim, dtype=torch.bfloat16), torch.zeros(9, 64, dtype=torch.bfloat16)
+    rope = Rope(table[:, :32], table[:, 32:], torch.zeros(4, dtype=torch.int64), "gptj")
+    with compile_for(target) as artifacts:
+        append(cache, new, new, torch.arange(8)[::2], rope=rope)
+    (code,) = artifacts
+    assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3fn", "fp4_e2m1"])
+def test_appends_of_any_size_take_few_kernels(fmt: str) -> None:
+    """Token counts, caches of other sizes and slices of longer vectors compile nothing new."""
+    slots, positions, table = torch.arange(600), torch.zeros(600, dtype=torch.int64), torch.zeros(9, 64)
+    with compile_for("gfx942") as artifacts:
+        for tokens, begin, pages in (
+            (1, 0, 4),
+            (2, 1, 5),
+            (15, 3, 16),
+            (16, 16, 17),
+            (64, 5, 33),
+            (512, 7, 64),
+        ):
+            cache = PagedKVCache.empty(pages, 16, 8, 128, format=fmt)
+            new = torch.zeros(tokens, 8, 128, dtype=torch.bfloat16)
+            rope = Rope(table, table.clone(), positions[begin : begin + tokens])
+            append(cache, new, new, slots[begin : begin + tokens], rope=rope)
+    assert len(artifacts) == 6
+    # Positions may be aligned or not.
+    assert len({artifact.code_object for artifact in artifacts}) <= 2
