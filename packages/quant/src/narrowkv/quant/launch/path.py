@@ -23,7 +23,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from narrowkv.quant.errors import UnsupportedError
 from narrowkv.quant.launch.gpu import GpuLaunch, gpu_launch
 from narrowkv.quant.launch.options import LaunchOptions
-from narrowkv.quant.launch.tensors import HostCopies, check_has_memory, tensors_of
+from narrowkv.quant.launch.tensors import HostCopies, check_have_memory, tensors_of
 from narrowkv.quant.targets import Target, device_target, get_target
 
 
@@ -170,11 +170,10 @@ def launch(
     """
     if 0 in grid:
         return None
-    tensors = list(tensors_of(args))
+    tensors = tensors_of(args)
     if not tensors:
         raise TypeError("a launch needs at least one tensor argument, got none")
-    for tensor in tensors:
-        check_has_memory(tensor)
+    check_have_memory(tensors)
     executor = _executor.get()
     if executor is not None:
         executor.launch(kernel, grid, args, constexprs, options)
