@@ -10,7 +10,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def tensors_of(args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Every tensor of nested tuples of arguments, outer ones first, those of tensor descriptors among them."""
+    """Every tensor of nested tuples of arguments, outer ones first, and those of tensor descriptors."""
     found: list[torch.Tensor] = []
     pending = list(args)
     for arg in pending:  # grows as it goes
