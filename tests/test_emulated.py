@@ -67,7 +67,7 @@ def emulate(case: DecodeCase, target: str, inputs: DecodeInputs | None = None) -
     `inputs`, if given, are what the kernel gets in place of the case's own.
     """
     right = build(case)
-    executor = EmulateExecutor(target, detect_races=True)
+    executor = EmulateExecutor(target, detect_hazards=True)
     with executing(executor):
         results = (inputs or right).call()
     assert sum(run.result.counts.mfma_flops for run in executor.runs) > 0
@@ -86,7 +86,7 @@ def test_decode_machine_code_agrees_with_the_reference(name: str, target: str) -
 @pytest.mark.parametrize("case", dict.fromkeys([*one_at_a_time(), *at_random(40, seed=0)]), ids=str)
 def test_every_value_of_every_axis_and_mixtures(case: DecodeCase, target: str) -> None:
     inputs = build(case)
-    with executing(EmulateExecutor(target, detect_races=True)):
+    with executing(EmulateExecutor(target, detect_hazards=True)):
         results = inputs.call()
     result = check(case, inputs, BOUND_16_BIT_QUERY, lambda: results)
     assert result.passed, result.detail
@@ -386,7 +386,7 @@ def check_append(
     slots = torch.tensor([7, -1, 2, 19], dtype=I32)
     got, want = empty(), empty()
     options: dict[str, Any] = {"rope": turn if rope else None, "k_offset": shift, "exponent": exponent}
-    with executing(EmulateExecutor(target, detect_races=True)):
+    with executing(EmulateExecutor(target, detect_hazards=True)):
         append(got, k, v, slots, **options)
     append_reference(want, k, v, slots, **options)
     for name in ("k", "v"):

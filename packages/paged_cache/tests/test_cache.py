@@ -311,7 +311,7 @@ def test_a_table_follows_its_tensors() -> None:
         ),
         (
             lambda: PageTable.from_ragged(
-                torch.zeros(2, dtype=torch.int64),
+                torch.zeros(2, dtype=torch.int16),
                 torch.zeros(2, dtype=I32),
                 torch.zeros(1, dtype=I32),
                 page_size=4,

@@ -12,6 +12,7 @@ from .counts import DynamicCounts
 from .errors import (
     DeadlockError,
     EmulatorError,
+    HazardError,
     MisalignedError,
     OutOfRangeError,
     RaceError,
@@ -27,7 +28,7 @@ from .program import Program, load_program
 __version__ = "0.1.0"
 
 __all__ = [
-    "DeadlockError", "DynamicCounts", "EmulatorError", "KernelArgument", "Loop", "Memory", "MisalignedError",
-    "OutOfRangeError", "Profile", "Program", "RaceError", "Result", "UninitialisedError",
+    "DeadlockError", "DynamicCounts", "EmulatorError", "HazardError", "KernelArgument", "Loop", "Memory",
+    "MisalignedError", "OutOfRangeError", "Profile", "Program", "RaceError", "Result", "UninitialisedError",
     "UnknownInstructionError", "load_program", "run",
 ]  # fmt: skip
