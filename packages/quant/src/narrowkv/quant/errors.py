@@ -350,7 +350,7 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def check_no_overlap(out_name: str, out: torch.Tensor, **inputs: object) -> None:
+def check_no_overlap(out_name: str, out: torch.Tensor, /, **inputs: object) -> None:
     """Checks that no byte of `out` is another element of `out`, nor within the span of an input.
 
     Two interleaved views of one storage count as overlapping: the check compares the spans, not the elements.
