@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from triton.runtime import interpreter as stock
 
 from narrowkv.attn_decode import paged_decode, plan_decode
 from narrowkv.attn_decode.workloads import DecodeWorkload
@@ -29,6 +28,7 @@ from narrowkv.attn_prefill.sage.workloads import SageWorkload
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.quant.launch import InterpretExecutor, executing
+from narrowkv.quant.launch.interpreter import stock
 from narrowkv.quant.targets import get_target
 from narrowkv.sparse_fp8 import KVSource, sparse_decode, sparse_prefill, sparse_prefill_fp8
 from narrowkv.sparse_fp8.workloads import SparseWorkload

@@ -343,7 +343,10 @@ def test_tokens_without_a_page_are_not_stored(kernel: str, device: str) -> None:
     plan = plan_append(q, cache, short, starts, kernel=kernel)
     _compare(plan, q, k_new, v_new, cache, short, starts)
     full = PageTable.from_block_table(short.page_ids, cached_lens=table.seq_lens, page_size=16)
-    with pytest.raises(ValueError, match="seq_lens must not exceed the table's capacity 32"):
+    with pytest.raises(
+        ValueError,
+        match="must have pages for the new tokens: sequence 0 comes to 45 tokens, got pages for 32",
+    ):
         plan_append(q, cache, full, starts, validate=True)
 
 
@@ -364,6 +367,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "window -2": ({"window_left": -2}, "window_left must be -1"),
     "sinks of another count": ({"sinks": torch.zeros(5)}, "sinks must have shape"),
     "NaN scale": ({"sm_scale": math.nan}, "sm_scale must be finite"),
+    "scale beyond float32": ({"sm_scale": 1e39}, "sm_scale must"),
+    "window beyond int32": ({"window_left": 2**31}, "window_left must be -1"),
 }
 
 
@@ -400,7 +405,7 @@ def test_caches_tables_and_plans_that_cannot_append_are_refused() -> None:
         prefill_append(q, k_new.clone().requires_grad_(), v_new, cache, table, starts)
     for bad in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="k_descale"):
-            PagedKVCache.from_tensors(cache.k, cache.v, format=cache.format, k_descale=bad)
+            PagedKVCache.from_tensors(cache.k, cache.v, format=cache.format, k_descale=bad, v_descale=1.0)
 
 
 # FAULTS 43: whose lengths are meant is part of the table.

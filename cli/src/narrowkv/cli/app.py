@@ -30,6 +30,10 @@ class _Commands(TyperGroup):
             # torch or triton; the packages' own words say which and how to get it.
             code = ExitCode.UNSUPPORTED
             text = str(error)
+        except OSError as error:
+            # A folder that cannot be written; the message says which, and what names another.
+            code = ExitCode.UNSUPPORTED
+            text = str(error)
         except KeyboardInterrupt:
             code = ExitCode.INTERRUPTED
             text = "interrupted before there was anything to keep"

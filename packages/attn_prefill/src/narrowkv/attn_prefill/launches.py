@@ -45,7 +45,7 @@ from narrowkv.quant.launch import is_compiled, launch
 _LOG2E = math.log2(math.e)
 _TRITON_16_BIT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _QUANTISED_TOKENS = 32  # new tokens of a head that one program of a pipelined append quantises
-_PLACED_TILES = 32  # tiles that one program puts in their order
+_PLACED_TILES = 16  # tiles that one program puts in their order
 # P is at most one; in FP8 it is brought near the largest number that each format has.
 _P_SCALE = {"fp8_e4m3fn": 256.0, "fp8_e4m3fnuz": 128.0}
 

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowkv.quant.errors import check_instance, check_int32, check_positive_int, check_same_device
+from narrowkv.paged_cache.cache import PagedKVCache, layout_hint
+from narrowkv.quant.errors import (
+    check_dtype,
+    check_index_vector,
+    check_instance,
+    check_positive_int,
+    check_same_device,
+    check_shape,
+)
 
 NO_PAGE = -1  # in a block table, past the end of a sequence
 
@@ -20,7 +28,8 @@ class PageTable:
 
     Attributes:
         kind: "ragged" or "block_table".
-        page_ids: int32, `[nnz]` (ragged: kv_indices) or `[batch, max_pages]` (block table).
+        page_ids: `[nnz]` (ragged: kv_indices) or `[batch, max_pages]` (block table). This and the tensors
+            below are int32 or int64, and may be strided.
         page_size: tokens a page.
         kv_indptr: ragged: `[batch + 1]`, where each sequence's page ids begin.
         kv_last_page_len: ragged: `[batch]`, tokens in each sequence's last page.
@@ -51,9 +60,9 @@ class PageTable:
         """From FlashInfer-style metadata.
 
         Args:
-            kv_indptr: `[batch + 1]` int32.
-            kv_indices: `[nnz]` int32 page ids.
-            kv_last_page_len: `[batch]` int32, 1..page_size, or 0 for an empty sequence.
+            kv_indptr: `[batch + 1]` int32 or int64, any stride.
+            kv_indices: `[nnz]` page ids, int32 or int64, any stride.
+            kv_last_page_len: `[batch]` int32 or int64, any stride: 1..page_size, or 0 for an empty sequence.
             page_size: tokens a page.
             num_pages: with `validate`, the page ids' bound.
             validate: look at the values, which waits for the device.
@@ -69,12 +78,9 @@ class PageTable:
             [21]
         """
         check_positive_int("page_size", page_size)
-        for name, tensor in (
-            ("kv_indptr", kv_indptr),
-            ("kv_indices", kv_indices),
-            ("kv_last_page_len", kv_last_page_len),
-        ):
-            _check_vector(name, tensor)
+        check_index_vector("kv_indptr", kv_indptr, "batch + 1")
+        check_index_vector("kv_indices", kv_indices, "page ids")
+        check_index_vector("kv_last_page_len", kv_last_page_len, "batch")
         if kv_indptr.shape[0] != kv_last_page_len.shape[0] + 1:
             raise ValueError(
                 f"kv_indptr must have batch + 1 = {kv_last_page_len.shape[0] + 1} entries, "
@@ -100,9 +106,11 @@ class PageTable:
         """From vLLM-style metadata.
 
         Args:
-            block_table: `[batch, max_pages]` int32; entries past a sequence's end are never read.
-            seq_lens: `[batch]` int32 tokens of each sequence, those of the call included.
-            cached_lens: `[batch]` int32, instead of `seq_lens`: tokens that the cache holds before the call
+            block_table: `[batch, max_pages]` int32 or int64, any strides; entries past a sequence's end are
+                never read.
+            seq_lens: `[batch]` tokens of each sequence, those of the call included; int32 or int64, any
+                stride.
+            cached_lens: `[batch]`, instead of `seq_lens`: tokens that the cache holds before the call
                 appends its own. The block table has pages for both. For `prefill_append`.
             page_size, num_pages, validate: as for `from_ragged`.
 
@@ -125,17 +133,12 @@ class PageTable:
             )
         name, lens = ("seq_lens", seq_lens) if cached_lens is None else ("cached_lens", cached_lens)
         assert lens is not None
-        check_int32("block_table", block_table)
+        check_dtype("block_table", block_table, (torch.int32, torch.int64))
         if block_table.dim() != 2:
             raise ValueError(
                 f"block_table must have shape [batch, max_pages], got {tuple(block_table.shape)}"
             )
-        if block_table.shape[1] > 1 and block_table.stride(1) != 1:
-            raise ValueError(
-                f"block_table must have a contiguous last dimension (stride 1), "
-                f"got stride {block_table.stride(1)}"
-            )
-        _check_vector(name, lens)
+        check_index_vector(name, lens, "batch")
         if lens.shape[0] != block_table.shape[0]:
             raise ValueError(f"{name} must have batch = {block_table.shape[0]} entries, got {lens.shape[0]}")
         check_same_device(block_table=block_table, **{name: lens})
@@ -241,18 +244,33 @@ class PageTable:
             raise ValueError(f"page ids must be below num_pages = {num_pages}, got {int(ids.max())}")
 
 
-def check_lengths(page_table: PageTable, *, before_append: bool = False) -> None:
-    """Checks that a page table's lengths are those that an operation computes with.
+def check_table(page_table: PageTable, cache: PagedKVCache, *, before_append: bool = False) -> None:
+    """Checks that a page table and a cache belong together, and to the operation.
 
     Args:
         page_table: the table.
+        cache: the cache; descales per sequence must be for the table's sequences.
         before_append: whether the operation appends the call's tokens itself.
 
     Raises:
-        TypeError: not a `PageTable`.
-        ValueError: the table's lengths are the other kind.
+        TypeError: not a `PageTable`, not a `PagedKVCache`.
+        ValueError: another page size, another device, another number of sequences in a descale; or the
+            table's lengths include the call's tokens and should not, or the other way round.
     """
+    check_instance("cache", cache, PagedKVCache)
     check_instance("page_table", page_table, PageTable)
+    if page_table.page_size != cache.page_size:
+        hint = layout_hint(cache, page_size=page_table.page_size)
+        raise ValueError(
+            f"page_table must have the cache's page_size {cache.page_size}, got {page_table.page_size}{hint}"
+        )
+    check_same_device(k=cache.k, page_table=page_table.page_ids)
+    for name, descale, kind in (
+        ("k_descale", cache.k_descale, cache.k_granularity),
+        ("v_descale", cache.v_descale, cache.v_granularity),
+    ):
+        if kind == "sequence_head" and isinstance(descale, torch.Tensor):
+            check_shape(name, descale, (page_table.batch_size, cache.num_kv_heads))
     if page_table.before_append == before_append:
         return
     if before_append:
@@ -266,11 +284,3 @@ def check_lengths(page_table: PageTable, *, before_append: bool = False) -> None
         "PagePool.page_table(seqs) or PageTable.from_block_table(block_table, seq_lens); got lengths before "
         "an append (cached_lens), which only prefill_append takes"
     )
-
-
-def _check_vector(name: str, tensor: torch.Tensor) -> None:
-    check_int32(name, tensor)
-    if tensor.dim() != 1:
-        raise ValueError(f"{name} must have one dimension, got shape {tuple(tensor.shape)}")
-    if tensor.shape[0] > 1 and tensor.stride(0) != 1:
-        raise ValueError(f"{name} must be contiguous, got stride {tensor.stride(0)}")

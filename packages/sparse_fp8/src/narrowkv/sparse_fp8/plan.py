@@ -631,9 +631,7 @@ def plan_sparse(
         raise ValueError(
             "workspace must be None without max_num_tokens and max_indices, which it is sized by"
         )
-    place = torch.device(device)
-    if str(place) == "cuda":
-        place = torch.device("cuda", torch.cuda.current_device())
+    place = torch.empty(0, device=device).device  # with the index of the current GPU
     mode = _resolve(mode, prefix, extend)
     _check_formats(mode, query, prefix, extend)
     target = active_target(place)

@@ -50,8 +50,8 @@ class Scratch(NamedTuple):
     k_factor, v_factor: what each key is still to be multiplied by, `[heads, rows]` fp32, or None. k_unit,
     v_unit: the same for whole blocks, `[heads, blocks]`, or None. unusual: whether any of v_unit is not 1, or
     a key that stays in its page has a factor, and how many programs have seen to it, or None. starts: first
-    row of each sequence. rows: rows of a head. max_keys, key_blocks: bounds of a sequence's keys in the cache,
-    and of the blocks that those of all sequences take; what is beyond them is left out.
+    row of each sequence. rows: rows of a head. max_keys: the most keys of a sequence that are read from the
+    cache. key_blocks: the most blocks that the keys of all sequences take. Keys beyond either are left out.
     """
 
     k: Any
@@ -375,10 +375,23 @@ def dense_keys(
         HAS_SOFT_CAP, FOLDED, TMA, OVERLAP, "branch" if BRANCH else "rest", BLOCK_N, BLOCK_D, BLOCK_S,
     )  # fmt: skip
     if V_IN_UNITS:
-        acc *= v_unit
+        acc, m, l = multiplied(acc, m, l, v_unit)
     if V_PER_KEY:
-        acc *= v_largest
+        acc, m, l = multiplied(acc, m, l, v_largest)
     return acc, m, l
+
+
+@triton.jit
+def multiplied(acc, m, l, factor):
+    """The state of rows whose accumulators are still to be multiplied by a positive number.
+
+    Where a sum of values could leave float32's range, the sums of weights are divided instead: a power of two
+    moves from `acc` to `l` and `m`, which changes neither acc / l nor the log-sum-exp.
+    """
+    exponent = (factor.to(tl.int32, bitcast=True) >> 23) - 127
+    moved = tl.maximum(exponent - 64, 0)
+    down = ((127 - moved) << 23).to(tl.float32, bitcast=True)
+    return acc * (factor * down), m + moved.to(tl.float32), l * down
 
 
 @triton.jit

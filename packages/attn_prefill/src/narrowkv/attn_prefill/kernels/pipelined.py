@@ -29,6 +29,7 @@ from narrowkv.paged_cache import PagedKVCache
 from narrowkv.quant.launch.gluon import in_gluon
 
 await_launch_ahead = in_gluon(rows.await_launch_ahead)
+first_id = in_gluon(tiles.first_id)
 key_range = in_gluon(rows.key_range)
 locate_keys = in_gluon(tiles.locate_keys)
 merge_splits = in_gluon(rows.merge_splits)
@@ -67,7 +68,7 @@ class Ring(NamedTuple):
 class Pages(NamedTuple):
     """Keys where the cache has them: its pages seen as one matrix, in which a head's keys are rows.
 
-    page_ids, row, num_ids, num_pages: the page table's. page, head: rows from a page, or a head, to the next.
+    page_ids to row_step: as in `Table`. page, head: rows from a page, or a head, to the next.
     columns: from a head to the next. (Flat, since Triton 3.6 takes no tuple in a tuple if a number in it is
     one.)
     """
@@ -76,6 +77,9 @@ class Pages(NamedTuple):
     row: Any
     num_ids: Any
     num_pages: Any
+    max_pages: Any
+    column: Any
+    row_step: Any
     page: Any
     head: Any
     columns: Any
@@ -174,7 +178,10 @@ def page_descriptor(
     width = (heads - 1) * columns + cache.head_dim
     if not 0 < height < 2**31:
         return None, None
-    pages = Pages(table.page_ids, table.row, table.num_ids, table.num_pages, page, head, columns)
+    pages = Pages(
+        table.page_ids, table.row, table.num_ids, table.num_pages, table.max_pages, table.column,
+        table.row_step, page, head, columns,
+    )  # fmt: skip
     return _descriptor(keys, [height, width], [token, 1], [rows, 64]), pages
 
 
@@ -368,11 +375,7 @@ def places_of(
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Where the pages of a key tile lie in their matrix; rows that are no keys are others that exist."""
-    seq = gl.maximum(tile.seq, 0)
-    if RAGGED:
-        row_base = gl.load(pages.row + seq)
-    else:
-        row_base = seq * pages.row
+    row_base = first_id(pages, gl.maximum(tile.seq, 0), RAGGED)
     last = rows_in_pages(tile, PAD) - 1
     if PAD is not None:
         last -= tile.padding

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.kernels.tiles import sequence_length, times_head_descale
+from narrowkv.attn_decode.kernels.tiles import first_id, sequence_length, strided, times_head_descale
 from narrowkv.attn_prefill.kernels.dense import (
     finite_rows,
     keys_without_value,
@@ -52,7 +52,8 @@ def store_new(
     number = position // PAGE_SIZE
     # Beyond the table, or in a page beyond the cache, nothing is written.
     fits = inside & (number < store.max_pages)
-    page = tl.load(table.page_ids + seq * table.row + number, mask=fits, other=-1).to(tl.int64)
+    where = first_id(table, seq, False) + strided(number, table.column)
+    page = tl.load(table.page_ids + where, mask=fits, other=-1).to(tl.int64)
     fits = fits & (page >= 0) & (page < store.num_pages)
     slot = (position % PAGE_SIZE).to(tl.int64)
     quantise_rows(
@@ -93,15 +94,16 @@ def stage_new(
 ):  # fmt: skip
     """Leaves a block of new tokens in the scratch, unquantised; V in units of `v_scale`, as old ones are.
 
-    A value of more than 2**127 of these is as many.
+    A value of more than 2**151 of these is as many.
     """
     units = kv_head.to(tl.int64) * (scratch.rows // BLOCK_S) + block
     factors = kv_head.to(tl.int64) * scratch.rows + block * BLOCK_S + tl.arange(0, BLOCK_S)
     # V first: K stays in 16 bits meanwhile.
     finite, top = finite_rows(y, inside)
-    in_units = 1.0 / tl.maximum(v_scale, 1.2e-38)
+    # The product may be beyond float32 by what a bf16 value is multiplied by in the scratch.
+    in_units = 1.0 / tl.maximum(v_scale, 1.2e-38) * (2.0**-24)
     y = tl.minimum(tl.maximum(y.to(tl.float32) * in_units, -3.4e38), 3.4e38)
-    y, unit = to_fp16_in_units(y, tl.minimum(top * in_units, 3.4e38), 0)
+    y, unit = to_fp16_in_units(y, tl.minimum(top * in_units, 3.4e38), 24)
     store_block(scratch.v, y, kv_head, block, scratch.rows, finite, 0.0, HEAD_DIM, BLOCK_D, BLOCK_S)
     # Rotated keys are rounded to their own type, as a separate rotation would leave them.
     store_block(

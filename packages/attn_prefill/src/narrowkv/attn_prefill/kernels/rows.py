@@ -13,9 +13,8 @@ from narrowkv.attn_decode.kernels.tiles import sequence_length, store_partial
 from narrowkv.quant.device import settle_stores
 from narrowkv.quant.softmax import softmax_step as unscaled_step
 
-
 # Sequences that a program looks at together.
-SEQUENCES = tl.constexpr(128)
+SEQUENCES = tl.constexpr(64)
 
 
 class Queries(NamedTuple):
@@ -169,7 +168,16 @@ def schedule_tiles(
     limit = longest_held(table, scratch, batch, PAGE_SIZE, RAGGED, BLOCK_N)
     index = block * BLOCK_I + tl.arange(0, BLOCK_I)
     zero = index * 0
-    seq, tile, q_start, served, kv_len, base, padding, position = zero - 1, zero, zero, zero, zero, zero, zero, zero
+    seq, tile, q_start, served, kv_len, base, padding, position = (
+        zero - 1,
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+    )
     tiles_before, blocks_before, claimed = batch * 0, batch * 0, batch * 0
     for first in range(0, batch, SEQUENCES):
         seqs = first + tl.arange(0, SEQUENCES)
@@ -254,7 +262,10 @@ def sequences_of(
 def held_keys(
     table, scratch, seqs, mask, limit, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """How many keys of each sequence the scratch holds, and how many there are; `limit`: see `longest_held`."""
+    """How many keys of each sequence the scratch holds, and how many there are.
+
+    `limit`: see `longest_held`.
+    """
     lens = sequence_length(table, seqs, mask, PAGE_SIZE, RAGGED)
     held = tl.minimum(tl.maximum(lens, 0), scratch.max_keys)
     return tl.where(tl.cdiv(held, BLOCK_N) <= limit, held, 0), lens

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 
+from narrowkv.quant.launch.cache_folder import explained_cache_errors
 from narrowkv.quant.launch.options import LaunchOptions
 from narrowkv.quant.targets import device_target
 
@@ -54,7 +55,8 @@ def launch_on_gpu(
     key = (kernel.fn, device.index, options, tuple(constexprs.items()), tuple(_specialisation(args)))
     known = _compiled.get(key)
     if known is None:
-        compiled = kernel[grid](*args, **constexprs, **options.for_target(device_target(device)))
+        with explained_cache_errors():
+            compiled = kernel[grid](*args, **constexprs, **options.for_target(device_target(device)))
         tail = tuple(constexprs[name] for name in kernel.arg_names[len(args) :])
         _compiled[key] = compiled, tail
         return
