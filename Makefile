@@ -5,6 +5,8 @@ VENV   ?= .venv
 # Used only where PYTHON has no torch (no triton) of its own; a pip requirement, with pip options if wanted.
 TORCH  ?= torch==2.13.0
 TRITON ?= triton==3.9.0
+# Processes of `make test-gpu`: they compile side by side into Triton's one cache, and share the GPU.
+WORKERS ?= 12
 # Extra arguments for the command behind a target: make test ARGS="-k append"
 ARGS   ?=
 
@@ -21,7 +23,7 @@ empty :=
 space := $(empty) $(empty)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup probe test test-full test-install lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
+.PHONY: help setup probe test test-full test-gpu test-install lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F '|' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -46,6 +48,9 @@ test-full: $(STAMP)  ## all tests, then code generation and the interpreter agai
 	$(PY) -m pytest --run-slow $(ARGS)
 	own=$$($(PY) -c 'import triton; print(triton.__version__)') && \
 	for version in $(TRITONS); do [ $$version = $$own ] || $(MAKE) codegen-$$version || exit 1; done
+
+test-gpu: $(STAMP)  ## the tests that need a GPU, in WORKERS processes
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m gpu $(ARGS)
 
 test-install: $(STAMP)  ## builds the wheels and installs each package alone in a clean environment
 	$(PY) -m pytest tests/test_install.py $(ARGS)

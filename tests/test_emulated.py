@@ -43,6 +43,10 @@ DECODE = {
     "fp16": SMALL + "k=fp16,v=fp16",
     "fp16 queries over bf16": SMALL + "k=bf16,v=bf16,q=fp16",
     "fp16 queries over OCP, fp32 out": SMALL + "q=fp16,out=fp32,clean=1",
+    "fp16 queries over FP4, outliers in a window of one key": (
+        "head_dim=128,kv_heads=1,q=fp16,k=fp4_e2m1,v=fp4_e2m1,group=32,split=none,"
+        "q_len=2,ratio=2,window=0,soft_cap=30.0,data=outlier"
+    ),
     "K bf16, V FNUZ": SMALL + "k=bf16,v=fp8_e4m3fnuz",
     "page size 1": SMALL + "page_size=1,layout=tokens,clean=1",
     "page size 3, head_dim 80": "head_dim=80,kv_heads=1,split=none,page_size=3,ratio=3,clean=1",

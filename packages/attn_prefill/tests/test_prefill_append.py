@@ -405,7 +405,7 @@ def test_caches_tables_and_plans_that_cannot_append_are_refused() -> None:
         prefill_append(q, k_new.clone().requires_grad_(), v_new, cache, table, starts)
     for bad in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="k_descale"):
-            PagedKVCache.from_tensors(cache.k, cache.v, format=cache.format, k_descale=bad)
+            PagedKVCache.from_tensors(cache.k, cache.v, format=cache.format, k_descale=bad, v_descale=1.0)
 
 
 # FAULTS 43: whose lengths are meant is part of the table.

@@ -20,7 +20,7 @@ from narrowkv.attn_prefill.kernels.append import Arrivals
 from narrowkv.attn_prefill.kernels.dense import Scratch
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.append import EXPONENT_RULES
-from narrowkv.paged_cache.page_table import check_lengths
+from narrowkv.paged_cache.page_table import check_table
 from narrowkv.quant.errors import (
     check_choice,
     check_dtype,
@@ -124,8 +124,7 @@ def prefill_shape(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    check_instance("cache", cache, PagedKVCache)
-    check_lengths(page_table, before_append=before_append)
+    check_table(page_table, cache, before_append=before_append)
     check_dtype("q", q, _QUERY_DTYPES)
     check_shape("q", q, ("tokens", "num_qo_heads", "head_dim"))
     check_last_dim_contiguous("q", q)
@@ -138,10 +137,6 @@ def prefill_shape(
         raise ValueError(
             f"q must have a multiple of the cache's {cache.num_kv_heads} KV heads, "
             f"got num_qo_heads={num_qo_heads}"
-        )
-    if page_table.page_size != cache.page_size:
-        raise ValueError(
-            f"page_table must have the cache's page_size {cache.page_size}, got {page_table.page_size}"
         )
     batch = page_table.batch_size
     check_int32("cu_seqlens_q", cu_seqlens_q)

@@ -22,6 +22,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 __all__ = [
     "UnsupportedError",
+    "byte_span",
     "check_choice",
     "check_descale_float",
     "check_descale_tensor",
@@ -333,10 +334,12 @@ def has_memory(tensor: torch.Tensor) -> bool:
     )
 
 
-def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    start = tensor.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
+def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of a tensor with memory and elements, and of the first byte after it."""
+    begin, last = tensor.data_ptr(), 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
+    return begin, begin + (last + 1) * tensor.element_size()
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -373,12 +376,12 @@ def check_no_overlap(out_name: str, out: torch.Tensor, /, **inputs: object) -> N
         )
     if not has_memory(out):
         return
-    low, high = _byte_range(out)
+    low, high = byte_span(out)
     for name, value in inputs.items():
         if not isinstance(value, torch.Tensor) or value.numel() == 0 or value.device != out.device:
             continue
         if not has_memory(value):
             continue
-        other_low, other_high = _byte_range(value)
+        other_low, other_high = byte_span(value)
         if low < other_high and other_low < high:
             raise ValueError(f"{out_name} must not share memory with {name}, got overlapping tensors")

@@ -179,16 +179,20 @@ def scale_to_fp16(q, PARTS: tl.constexpr):
 
 
 @triton.jit
-def split_to_e4m3(q):
-    """Q times a power of two as two E4M3 terms, high + 2**-5 * low: nine bits of Q; the inverse.
+def split_to_e4m3(q, TERMS: tl.constexpr):
+    """Q times a power of two as E4M3 terms, the sum of terms[i] * 2**(-5 * i), and the inverse of the power.
 
-    The largest element comes to lie in [2**7, 2**8).
+    Two terms hold all eight bits of bfloat16, three all eleven of float16. The largest element comes to lie
+    in [2**7, 2**8), and every remainder times 32 at or below 2**8.
     """
     down, up = _power_of_two_to(_largest((q,), 1), 7)
-    scaled = q.to(tl.float32) * down
-    high = scaled.to(tl.float8e4nv)
-    low = ((scaled - high.to(tl.float32)) * 32.0).to(tl.float8e4nv)
-    return high, low, up
+    rest = q.to(tl.float32) * down
+    terms = ()
+    for _ in tl.static_range(TERMS):
+        term = rest.to(tl.float8e4nv)
+        terms = terms + (term,)
+        rest = (rest - term.to(tl.float32)) * 32.0
+    return terms, up
 
 
 @triton.jit
@@ -309,17 +313,20 @@ def scores(q, q_low, k, SPLIT_Q: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def scores_fp4_native(q_high, q_low, k_words, k_scale):
+def scores_fp4_native(q_terms, k_words, k_scale, TERMS: tl.constexpr):
     """Q @ K^T [M, N] by the scaled matrix instruction: E4M3 rows by packed E2M1 keys, E8M0 scales per 32.
 
-    k_words: [N, D / 2]; k_scale: [N, D / 32].
+    q_terms: of `split_to_e4m3`; k_words: [N, D / 2]; k_scale: [N, D / 32].
     """
-    M: tl.constexpr = q_high.shape[0]
+    M: tl.constexpr = q_terms[0].shape[0]
     GROUPS: tl.constexpr = k_scale.shape[1]
     k_words = tl.trans(k_words)
-    # 127 is 2**0, 122 the 2**-5 of the low term.
-    s = tl.dot_scaled(q_high, tl.full([M, GROUPS], 127, tl.uint8), "e4m3", k_words, k_scale, "e2m1")
-    return tl.dot_scaled(q_low, tl.full([M, GROUPS], 122, tl.uint8), "e4m3", k_words, k_scale, "e2m1", s)
+    # 127 is 2**0.
+    s = tl.dot_scaled(q_terms[0], tl.full([M, GROUPS], 127, tl.uint8), "e4m3", k_words, k_scale, "e2m1")
+    for i in tl.static_range(1, TERMS):
+        scale = tl.full([M, GROUPS], 127 - 5 * i, tl.uint8)
+        s = tl.dot_scaled(q_terms[i], scale, "e4m3", k_words, k_scale, "e2m1", s)
+    return s
 
 
 @triton.jit
