@@ -420,6 +420,25 @@ def sage(
     _end(bench_sage(shapes, precisions, groups, report, samples))
 
 
+@bench.command()
+def host(
+    samples: Samples = 20,
+    shapes: Annotated[int, typer.Option(min=0, help="Random calls of each operation; 0 for none.")] = 50,
+    captures: Annotated[str, typer.Option(metavar="LIST", help="Batches of captured graphs.")] = "1,8,64,512",
+    context: Annotated[int, typer.Option(min=16, help="Tokens that a captured batch may hold.")] = 131072,
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Measure the Python time of each operation beside torch.add_, and the kernels of random shapes."""
+    from narrowkv.cli.report import Report
+
+    report = Report("bench host", as_json=as_json, out_file=out)
+    sizes = _numbers("--captures", captures)
+    from narrowkv.cli.bench.host import bench_host
+
+    _end(bench_host(report, samples=samples, shapes=shapes, captures=sizes, context=context))
+
+
 def _numbers(option: str, text: str, least: int = 1) -> list[int]:
     from narrowkv.cli.report import UsageError
 
