@@ -160,6 +160,8 @@ class Call:
         run: makes the call and returns the outputs.
         metadata: what is mutated, by name.
         rows: a sequence's rows of every output, as an index of dimension 0.
+        exact: whether other sequences keep their bits. Where all sequences share the work evenly, a length
+            that changes moves the others' splits, and with them the rounding.
         written: tensors that the call writes in place (a cache), restored before each call.
         kept: which bytes of the written tensors belong to others than these sequences.
     """
@@ -170,6 +172,7 @@ class Call:
     sequences: int
     written: Results = field(default_factory=dict)
     pages: Callable[[int], torch.Tensor] | None = None
+    exact: bool = True
 
 
 Scene = Callable[[Guarded], Call]
@@ -269,7 +272,10 @@ def _decode(workload: DecodeWorkload, plan: dict[str, Any], **options: Any) -> S
             return {"o": out, "lse": lse}
 
         step = workload.q_len
-        return Call(run, metadata, lambda seq: torch.arange(seq * step, (seq + 1) * step), len(workload.lens))
+        return Call(
+            run, metadata, lambda seq: torch.arange(seq * step, (seq + 1) * step), len(workload.lens),
+            exact=made.config.split != "even",
+        )  # fmt: skip
 
     return scene
 
@@ -544,7 +550,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _run(call: Call) -> Results:
-    return {name: _bits(value) for name, value in call.run().items()}
+    return {name: value.clone() for name, value in call.run().items()}
 
 
 @pytest.mark.parametrize("count", [SAMPLE, pytest.param(EVERY, marks=pytest.mark.slow)])
@@ -580,7 +586,11 @@ def test_wrong_metadata_stays_within_its_own_sequence(name: str, count: int, dev
         for seq in set(range(call.sequences)) - affected:
             rows = call.rows(seq)
             for key, value in out.items():
-                same = torch.equal(value[rows.to(value.device)], wanted[key][rows.to(value.device)])
+                got, right_rows = (x[rows.to(x.device)] for x in (value, wanted[key]))
+                if call.exact:
+                    same = torch.equal(_bits(got), _bits(right_rows))
+                else:
+                    same = torch.allclose(got, right_rows, rtol=1e-2, atol=2e-3)
                 assert same, f"{told}: {key} of sequence {seq} changed"
         if call.pages is not None:
             own = torch.cat([call.pages(seq) for seq in affected]) if affected else torch.tensor([])

@@ -308,6 +308,7 @@ def test_a_descale_of_a_page_cannot_be_appended_under() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large_memory
 def test_slots_beyond_2_31_bytes() -> None:
     pages = (2**31 // (16 * HEADS * DIM)) + 2
     cache = PagedKVCache.empty(pages, 16, HEADS, DIM, format="fp8_e4m3fn", device="cuda")
