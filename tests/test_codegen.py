@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from narrowkv.attn_decode import paged_decode
 from narrowkv.attn_decode.config import DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import _paged_decode_kernel
 from narrowkv.attn_decode.workloads import K8V4
-from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, append
+from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, Rope, append
 from narrowkv.quant.launch import compile_for
 from narrowkv.quant.launch.artifact import CompiledArtifact
 from narrowkv.quant.targets import get_target
@@ -30,6 +31,8 @@ def _decode(
     head_dim: int = 128,
     scale_group: int | None = None,
     kernel: str | None = None,
+    q_dtype: torch.dtype = torch.bfloat16,
+    q_len: int = 1,
 ) -> CompiledArtifact:
     """The attention kernel of the probe's shape, compiled by an ordinary call."""
     pages = 1024 // page_size
@@ -40,7 +43,8 @@ def _decode(
         page_size=page_size,
     )
     with compile_for(target) as artifacts:
-        paged_decode(torch.zeros(4, 8 * ratio, head_dim, dtype=torch.bfloat16), cache, table, kernel=kernel)
+        q = torch.zeros(4 * q_len, 8 * ratio, head_dim, dtype=q_dtype)
+        paged_decode(q, cache, table, kernel=kernel)
     (attention,) = [a for a in artifacts if a.name == _paged_decode_kernel.__name__]
     return attention
 
@@ -132,10 +136,11 @@ def test_other_ratios_and_bf16_neither_spill_nor_use_scratch(target: str, ratio:
         {"head_dim": 64},
         {"head_dim": 256},
         {"scale_group": 32},
+        {"head_dim": 256, "q_dtype": torch.float16},
     ],
     ids=str,
 )
-def test_fp4_neither_spills_nor_uses_scratch(target: str, kernel: str, case: dict[str, int]) -> None:
+def test_fp4_neither_spills_nor_uses_scratch(target: str, kernel: str, case: dict[str, Any]) -> None:
     for fmt in ("fp4_e2m1", K8V4):
         if kernel == "native" and (fmt == K8V4 or target == "gfx942"):
             continue
@@ -143,6 +148,15 @@ def test_fp4_neither_spills_nor_uses_scratch(target: str, kernel: str, case: dic
         assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0), fmt
         if "ratio" not in case:
             assert code.registers.sgpr_spills == 0, fmt
+
+
+@pytest.mark.codegen_all
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16])
+def test_the_native_kernel_with_two_tokens_of_wide_heads_neither_spills_nor_uses_scratch(
+    q_dtype: torch.dtype,
+) -> None:
+    code = _decode("gfx950", "fp4_e2m1", head_dim=192, scale_group=32, q_len=2, q_dtype=q_dtype)
+    assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -203,3 +217,37 @@ def test_append_neither_spills_nor_uses_scratch(
     (code,) = artifacts
     assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0)
     assert not bool(cache.k.view(torch.uint8).any()), "compiling writes nothing"
+
+
+@pytest.mark.parametrize("head_dim", [112, 256])
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_append_with_rope_neither_spills_nor_uses_scratch(target: str, head_dim: int) -> None:
+    cache = PagedKVCache.empty(4, 16, 8, head_dim, format="fp8_e4m3fn")
+    new, table = torch.zeros(4, 8, head_dim, dtype=torch.bfloat16), torch.zeros(9, 64, dtype=torch.bfloat16)
+    rope = Rope(table[:, :32], table[:, 32:], torch.zeros(4, dtype=torch.int64), "gptj")
+    with compile_for(target) as artifacts:
+        append(cache, new, new, torch.arange(8)[::2], rope=rope)
+    (code,) = artifacts
+    assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3fn", "fp4_e2m1"])
+def test_appends_of_any_size_take_few_kernels(fmt: str) -> None:
+    """Token counts, caches of other sizes and slices of longer vectors compile nothing new."""
+    slots, positions, table = torch.arange(600), torch.zeros(600, dtype=torch.int64), torch.zeros(9, 64)
+    with compile_for("gfx942") as artifacts:
+        for tokens, begin, pages in (
+            (1, 0, 4),
+            (2, 1, 5),
+            (15, 3, 16),
+            (16, 16, 17),
+            (64, 5, 33),
+            (512, 7, 64),
+        ):
+            cache = PagedKVCache.empty(pages, 16, 8, 128, format=fmt)
+            new = torch.zeros(tokens, 8, 128, dtype=torch.bfloat16)
+            rope = Rope(table, table.clone(), positions[begin : begin + tokens])
+            append(cache, new, new, slots[begin : begin + tokens], rope=rope)
+    assert len(artifacts) == 6
+    # Positions may be aligned or not.
+    assert len({artifact.code_object for artifact in artifacts}) <= 2

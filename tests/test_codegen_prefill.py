@@ -52,9 +52,10 @@ def _compile(
     pages = -(-length // page_size)
     cache = PagedKVCache.empty(pages, page_size, 8, head_dim, format=fmt)
     cache = replace(cache, negative_zero_free=clean)
+    lens = {"cached_lens": PREFIX} if appends else {"seq_lens": length}
     table = PageTable.from_block_table(
         torch.arange(pages, dtype=I32)[None],
-        torch.tensor([PREFIX if appends else length], dtype=I32),
+        **{name: torch.tensor([tokens], dtype=I32) for name, tokens in lens.items()},
         page_size=page_size,
     )
     q = torch.zeros(tokens, 8 * ratio, head_dim).to(q_dtype)

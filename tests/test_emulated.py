@@ -43,6 +43,10 @@ DECODE = {
     "fp16": SMALL + "k=fp16,v=fp16",
     "fp16 queries over bf16": SMALL + "k=bf16,v=bf16,q=fp16",
     "fp16 queries over OCP, fp32 out": SMALL + "q=fp16,out=fp32,clean=1",
+    "fp16 queries over FP4, outliers in a window of one key": (
+        "head_dim=128,kv_heads=1,q=fp16,k=fp4_e2m1,v=fp4_e2m1,group=32,split=none,"
+        "q_len=2,ratio=2,window=0,soft_cap=30.0,data=outlier"
+    ),
     "K bf16, V FNUZ": SMALL + "k=bf16,v=fp8_e4m3fnuz",
     "page size 1": SMALL + "page_size=1,layout=tokens,clean=1",
     "page size 3, head_dim 80": "head_dim=80,kv_heads=1,split=none,page_size=3,ratio=3,clean=1",
@@ -67,7 +71,7 @@ def emulate(case: DecodeCase, target: str, inputs: DecodeInputs | None = None) -
     `inputs`, if given, are what the kernel gets in place of the case's own.
     """
     right = build(case)
-    executor = EmulateExecutor(target, detect_races=True)
+    executor = EmulateExecutor(target, detect_hazards=True)
     with executing(executor):
         results = (inputs or right).call()
     assert sum(run.result.counts.mfma_flops for run in executor.runs) > 0
@@ -86,7 +90,7 @@ def test_decode_machine_code_agrees_with_the_reference(name: str, target: str) -
 @pytest.mark.parametrize("case", dict.fromkeys([*one_at_a_time(), *at_random(40, seed=0)]), ids=str)
 def test_every_value_of_every_axis_and_mixtures(case: DecodeCase, target: str) -> None:
     inputs = build(case)
-    with executing(EmulateExecutor(target, detect_races=True)):
+    with executing(EmulateExecutor(target, detect_hazards=True)):
         results = inputs.call()
     result = check(case, inputs, BOUND_16_BIT_QUERY, lambda: results)
     assert result.passed, result.detail
@@ -386,7 +390,7 @@ def check_append(
     slots = torch.tensor([7, -1, 2, 19], dtype=I32)
     got, want = empty(), empty()
     options: dict[str, Any] = {"rope": turn if rope else None, "k_offset": shift, "exponent": exponent}
-    with executing(EmulateExecutor(target, detect_races=True)):
+    with executing(EmulateExecutor(target, detect_hazards=True)):
         append(got, k, v, slots, **options)
     append_reference(want, k, v, slots, **options)
     for name in ("k", "v"):

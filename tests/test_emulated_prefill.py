@@ -54,7 +54,7 @@ def test_batch_prefill_machine_code_agrees_with_the_reference(name: str, target:
     workload, kernel, options = BATCH[name]
     q, cache, table, starts = workload.build()
     out = torch.full_like(q, torch.nan)
-    executor = EmulateExecutor(target, detect_races=True)
+    executor = EmulateExecutor(target, detect_hazards=True)
     with executing(executor):
         plan = plan_prefill(q, cache, table, starts, kernel=kernel)
         o, lse = batch_prefill(q, cache, table, starts, out=out, return_lse=True, plan=plan, **options)
@@ -100,7 +100,7 @@ def test_append_machine_code_attends_and_stores_byte_for_byte(name: str, target:
     workload, options = APPEND[name]
     q, k_new, v_new, cache, table, starts, rope = workload.build_append()
     _, _, _, wanted, _, _, _ = workload.build_append()
-    with executing(EmulateExecutor(target, detect_races=True)):
+    with executing(EmulateExecutor(target, detect_hazards=True)):
         o, lse = prefill_append(q, k_new, v_new, cache, table, starts, rope=rope, return_lse=True, **options)
     expected, expected_lse = prefill_append_reference(
         q, k_new, v_new, wanted, table, starts, rope=rope, return_lse=True, **options

@@ -54,7 +54,7 @@ def test_machine_code_agrees_with_the_reference(name: str, target: str) -> None:
     workload, options = CASES[name]
     q, k, v, starts_q, starts_k = workload.build()
     options = {**options, "cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k}
-    executor = EmulateExecutor(target, detect_races=True)
+    executor = EmulateExecutor(target, detect_hazards=True)
     out = torch.full_like(q, torch.nan)
     with executing(executor):
         plan = plan_sage(q, k, **options)
@@ -81,7 +81,7 @@ def test_the_pre_pass_stores_what_the_interpreted_one_does(
     v[..., 3] = 0.0
     k[:, 5] = 2.0
     stored = []
-    for context in (run_as(target), executing(EmulateExecutor(target, detect_races=True))):
+    for context in (run_as(target), executing(EmulateExecutor(target, detect_hazards=True))):
         with context:
             plan = plan_sage(q, k, qk_dtype=qk_dtype, q_granularity=granularity, k_granularity=granularity)
             kv = plan.quantize_kv(k, v)

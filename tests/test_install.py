@@ -1,4 +1,7 @@
-"""Any one package installs alone from the wheels, pulls only its siblings, replaces no torch or triton."""
+"""Any one package installs alone from the wheels, pulls only its siblings, replaces no torch or triton.
+
+Also from a checkout and from a git URL, as README.md says: one package or all of them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -23,13 +27,15 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from narrowkv.quant.toolchain import OLDEST_TRITON
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECTS = {
     path.parent.name: path.parent
     for path in (*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("cli/pyproject.toml"))
 }
 # What a ROCm user has: an old torch with a local version, and a triton under another distribution's name.
-ROCM_TORCH = "2.6.0+rocm6.2.4"
+ROCM_TORCH = "2.10.0+rocm7.1"
 ROCM_TRITON = ("pytorch-triton-rocm", "3.6.0")
 
 
@@ -123,19 +129,36 @@ class CleanEnvironment:
         lines = run(self.python, "-c", code).stdout.splitlines()
         return {canonicalize_name(name): version for name, version in map(str.split, lines)}
 
-    def install(self, requirement: str, links: Path) -> None:
-        run(
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            self.python,
-            "install",
-            "--no-index",
-            "--find-links",
-            links,
-            requirement,
-        )
+    def install(self, *requirements: str | Path, links: Path | None = None) -> None:
+        """Installs without an index; a source is built by the hatchling of this process."""
+        options = ["--find-links", links] if links else ["--no-build-isolation"]
+        if not links:
+            self.show_distribution("hatchling")
+        pip = [sys.executable, "-m", "pip", "--python", self.python]
+        run(*pip, "install", "--no-index", *options, *requirements)
+
+    def show_distribution(self, name: str) -> None:
+        """Links a distribution of this process, and those that it requires, into the environment."""
+        distribution = importlib.metadata.distribution(name)
+        own = {
+            file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")
+        }
+        for part in own:
+            if not (self.site / part).exists():
+                (self.site / part).symlink_to(Path(str(distribution.locate_file(part))))
+        for requirement in map(Requirement, distribution.requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                self.show_distribution(requirement.name)
+
+    def imports(self, *names: str, below: Path | None = None) -> None:
+        """Imports packages of narrowkv from this environment, with this process's torch and triton.
+
+        They must lie below a folder: by default where the environment's packages are.
+        """
+        self.show_outer_packages()
+        for name in names:
+            code = f"import narrowkv.{name} as package; print(package.__file__)"
+            assert Path(run(self.python, "-c", code).stdout.strip()).is_relative_to(below or self.site)
 
     def show_outer_packages(self) -> None:
         """Puts this process's torch, triton and the rest in place of those that only seemed installed.
@@ -242,7 +265,7 @@ def test_a_package_installs_alone_and_works(wheels, tmp_path, name):
         r.name == "torch" for w in wheels.values() for r in w.requirements()
     )
 
-    clean.install(distribution, links)
+    clean.install(distribution, links=links)
 
     pulled = {n: v for n, v in clean.distributions().items() if before.get(n) != v}
     expected = siblings_below(wheels, distribution)
@@ -250,19 +273,117 @@ def test_a_package_installs_alone_and_works(wheels, tmp_path, name):
     assert set(before) <= set(clean.distributions())
     assert ROCM_TRITON[1] in clean.triton.read_text()
 
-    clean.show_outer_packages()
-    code = f"import narrowkv.{name} as package; print(package.__file__)"
-    assert Path(run(clean.python, "-c", code).stdout.strip()).is_relative_to(clean.site)
+    clean.imports(name)
     for stranger in set(wheels) - expected:
         module = "narrowkv." + stranger.removeprefix("narrowkv-").replace("-", "_")
         assert "ModuleNotFoundError" in run(clean.python, "-c", f"import {module}", check=False).stderr
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A git repository of what a clone has and the installs need, in its first commit."""
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("packages", "cli"):
+        ignored = shutil.ignore_patterns("__pycache__", "tests")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
+    identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
+    run("git", "-C", folder, "init", "--quiet")
+    run("git", "-C", folder, "add", ".")
+    run("git", "-C", folder, *identity, "commit", "--quiet", "--message", "everything")
+    return folder
+
+
+def sources_of(name: str, wheels: dict[str, Wheel], form: str) -> list[str]:
+    """The arguments of `pip install` for one package: it and its siblings, each written in `form`."""
+    names = {distribution_of(project): project for project in PROJECTS}
+    folders = [names[sibling] for sibling in sorted(siblings_below(wheels, distribution_of(name)))]
+    return [form.format("cli" if folder == "cli" else f"packages/{folder}") for folder in folders]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [["{checkout}"], ["narrowkv @ git+file://{checkout}"], ["--editable", "{checkout}"]],
+    ids=["folder", "git", "editable"],
+)
+def test_all_packages_install_from_a_checkout_and_from_a_git_url(wheels, checkout, tmp_path, source):
+    clean = CleanEnvironment(tmp_path / "venv", wheels)
+    clean.install(*(part.format(checkout=checkout) for part in source))
+    found = clean.distributions()
+    assert found["torch"] == ROCM_TORCH
+    assert {name for name in found if name.startswith("narrowkv")} == {"narrowkv"}
+    clean.imports(*PROJECTS, below=checkout if "--editable" in source else clean.site)
+    assert "Usage" in run(clean.python.parent / "narrowkv", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    "form", ["{checkout}/{{}}", "git+file://{checkout}#subdirectory={{}}"], ids=["folder", "git"]
+)
+def test_one_package_installs_from_a_checkout_and_from_a_git_url(wheels, checkout, tmp_path, form):
+    clean = CleanEnvironment(tmp_path / "venv", wheels)
+    clean.install(*sources_of("attn_decode", wheels, form.format(checkout=checkout)))
+    found = {name for name in clean.distributions() if name.startswith("narrowkv")}
+    assert found == {"narrowkv-attn-decode", "narrowkv-paged-cache", "narrowkv-quant"}
+    clean.imports("attn_decode")
+
+
+def test_the_distribution_of_all_packages_is_their_union(wheels, checkout, tmp_path):
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", tmp_path]
+    run(sys.executable, "-m", "pip", "wheel", *options, checkout)
+    (path,) = tmp_path.glob("*.whl")
+    everything = Wheel(path)
+
+    def code(wheel: Wheel) -> set[str]:
+        return {file for file in wheel.files if not re.match(r"[^/]+\.dist-info/", file)}
+
+    def requirements(*several: Wheel, extra: str = "") -> set[str]:
+        found = [r for wheel in several for r in wheel.requirements(extra) if r.name not in wheels]
+        return {f"{r.name}{r.specifier}" for r in found}
+
+    assert code(everything) == set().union(*map(code, wheels.values()))
+    assert {wheel.metadata["Version"] for wheel in (*wheels.values(), everything)} == {
+        everything.metadata["Version"]
+    }
+    for extra in ("", "cpu", "plot"):
+        assert requirements(everything, extra=extra) == requirements(*wheels.values(), extra=extra)
+    assert any(file.endswith("dist-info/entry_points.txt") for file in everything.files)
+
+
+@each_project
+def test_the_metadata_of_a_wheel_is_complete(wheels, name):
+    metadata = wheels[distribution_of(name)].metadata
+    assert metadata["Summary"]
+    assert metadata["Author"] == "narrowkv contributors"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert "Programming Language :: Python :: 3.12" in metadata.get_all("Classifier")
+    description = metadata.get_payload()
+    assert f"# {distribution_of(name)}" in description
+    relative = [link for link in re.findall(r"\]\(([^)]+)\)", description) if "://" not in link]
+    assert not relative, f"a package index has no such pages: {relative}"
+
+
+@each_project
+def test_the_floors_of_torch_and_triton_belong_together(wheels, name):
+    """torch 2.10 is the first release that comes with Triton 3.6, the oldest that narrowkv imports."""
+    assert OLDEST_TRITON == (3, 6)
+    floors = {
+        r.name: str(r.specifier)
+        for extra in ("", "cpu")
+        for r in wheels[distribution_of(name)].requirements(extra)
+    }
+    assert floors.get("torch", ">=2.10") == ">=2.10"
+    assert floors.get("triton", ">=3.6") == ">=3.6"
 
 
 def test_the_extra_cpu_installs_triton(wheels, tmp_path):
     """Also shows that the bait is good: an installer that wants a triton from the wheel folder gets one."""
     distribution = next(d for d in sorted(wheels) if "cpu" in wheels[d].extras)
     clean = CleanEnvironment(tmp_path / "venv", wheels)
-    clean.install(f"{distribution}[cpu]", wheels[distribution].path.parent)
+    clean.install(f"{distribution}[cpu]", links=wheels[distribution].path.parent)
     assert clean.distributions()["triton"] == "99.0"
     assert clean.distributions()["torch"] == ROCM_TORCH
 

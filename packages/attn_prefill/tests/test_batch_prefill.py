@@ -171,7 +171,7 @@ def test_an_ocp_cache_feeds_the_fnuz_unit_of_gfx942_as_it_is(clean: bool) -> Non
 def test_the_output_may_have_another_dtype(out: torch.dtype, kernel: str, device: str) -> None:
     q, cache, table, starts = W().build(device)
     plan = plan_prefill(q, cache, table, starts, kernel=kernel)
-    o = batch_prefill(q, cache, table, starts, out=out, plan=plan)
+    o = batch_prefill(q, cache, table, starts, out_dtype=out, plan=plan)
     assert isinstance(o, torch.Tensor)
     assert o.dtype == out
     expected = batch_prefill_reference(q, cache, table, starts)
@@ -444,12 +444,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "NaN scale": ({"sm_scale": math.nan}, "sm_scale must be finite, got nan"),
     "negative cap": ({"logits_soft_cap": -1.0}, "logits_soft_cap must be 0"),
     "window -2": ({"window_left": -2}, "window_left must be -1"),
-    "float window": ({"causal": False, "window_right": 1.5}, "window_right must be -1"),
+    "float window": ({"causal": False, "window_right": 1.5}, "window_right must be an int"),
+    "window beyond int32": ({"window_left": 2**31}, "window_left must be -1"),
+    "scale beyond float32": ({"sm_scale": 1e39}, "sm_scale must"),
+    "cap beyond float32": ({"logits_soft_cap": 1e39}, "logits_soft_cap must"),
+    "zero query heads": ({"q": torch.zeros(40, 0, 64).bfloat16()}, "a multiple of the cache's 2 KV heads"),
+    "a keyword that is not there": ({"return_log": True}, "unexpected keyword argument 'return_log'"),
     "causal and a right window": ({"window_right": 4}, "window_right must be -1 or 0 with causal=True"),
     "sinks of another count": ({"sinks": torch.zeros(5)}, "sinks must have shape"),
     "descale of a 16-bit query": ({"q_descale": 0.5}, "q_descale must be 1.0 for a query in"),
     "out of another shape": ({"out": torch.zeros(40, 6, 128).bfloat16()}, "out must have shape"),
-    "integer out": ({"out": torch.int32}, "out_dtype must be one of"),
+    "integer out": ({"out_dtype": torch.int32}, "out_dtype must be one of"),
 }  # fmt: skip
 
 

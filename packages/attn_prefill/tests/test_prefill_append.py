@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from narrowkv.attn_prefill import plan_append, plan_prefill, prefill_append, prefill_append_reference
+from narrowkv.attn_decode import paged_decode
+from narrowkv.attn_prefill import (
+    batch_prefill,
+    plan_append,
+    plan_prefill,
+    prefill_append,
+    prefill_append_reference,
+)
 from narrowkv.attn_prefill.plan import PrefillPlan, can_pipeline
 from narrowkv.attn_prefill.workloads import AppendWorkload, copy_cache, differing_bytes, poison_plan
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
@@ -326,14 +334,19 @@ def test_tokens_without_a_page_are_not_stored(kernel: str, device: str) -> None:
     q, k_new, v_new, cache, table, starts, _ = workload.build_append(device)
     if kernel == "pipelined" and not can_pipeline(device_target(q.device), q, cache):
         pytest.skip("not for this GPU")
-    short = PageTable.from_block_table(table.page_ids[:, :2].contiguous(), table.seq_lens, page_size=16)
+    short = PageTable.from_block_table(
+        table.page_ids[:, :2].contiguous(), cached_lens=table.seq_lens, page_size=16
+    )
     short.page_ids[1, 0] = cache.num_pages
     assert table.seq_lens is not None
     table.seq_lens[1] = 0
     plan = plan_append(q, cache, short, starts, kernel=kernel)
     _compare(plan, q, k_new, v_new, cache, short, starts)
-    full = PageTable.from_block_table(short.page_ids, table.seq_lens, page_size=16)
-    with pytest.raises(ValueError, match="seq_lens must not exceed the table's capacity 32"):
+    full = PageTable.from_block_table(short.page_ids, cached_lens=table.seq_lens, page_size=16)
+    with pytest.raises(
+        ValueError,
+        match="must have pages for the new tokens: sequence 0 comes to 45 tokens, got pages for 32",
+    ):
         plan_append(q, cache, full, starts, validate=True)
 
 
@@ -354,6 +367,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "window -2": ({"window_left": -2}, "window_left must be -1"),
     "sinks of another count": ({"sinks": torch.zeros(5)}, "sinks must have shape"),
     "NaN scale": ({"sm_scale": math.nan}, "sm_scale must be finite"),
+    "scale beyond float32": ({"sm_scale": 1e39}, "sm_scale must"),
+    "window beyond int32": ({"window_left": 2**31}, "window_left must be -1"),
 }
 
 
@@ -376,11 +391,13 @@ def test_caches_tables_and_plans_that_cannot_append_are_refused() -> None:
         prefill_append(q, k_new, v_new, cache, table, starts)
     q, k_new, v_new, cache, table, starts, _ = W().build_append()
     ragged = PageTable.from_ragged(*(torch.zeros(n, dtype=torch.int32) for n in (4, 1, 3)), page_size=16)
-    with pytest.raises(ValueError, match="page_table must be a block table"):
+    with pytest.raises(ValueError, match="page_table must hold the lengths before the append"):
         prefill_append(q, k_new, v_new, cache, ragged, starts)
-    plan = plan_prefill(q, cache, table, starts)
+    plan = plan_prefill(q, cache, replace(table, before_append=False), starts)
     with pytest.raises(ValueError, match="call plan_append again"):
         prefill_append(q, k_new, v_new, cache, table, starts, plan=plan)
+    with pytest.raises(ValueError, match=r"page_table must hold the lengths before .*PagePool.table_before"):
+        plan_append(q, cache, replace(table, before_append=False), starts)
     plan = plan_append(q, cache, table, starts)
     with pytest.raises(ValueError, match="plan must be made with fp8_compute=True"):
         prefill_append(q, k_new, v_new, cache, table, starts, plan=plan, fp8_compute=True)
@@ -388,7 +405,19 @@ def test_caches_tables_and_plans_that_cannot_append_are_refused() -> None:
         prefill_append(q, k_new.clone().requires_grad_(), v_new, cache, table, starts)
     for bad in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="k_descale"):
-            PagedKVCache.from_tensors(cache.k, cache.v, format=cache.format, k_descale=bad)
+            PagedKVCache.from_tensors(cache.k, cache.v, format=cache.format, k_descale=bad, v_descale=1.0)
+
+
+# FAULTS 43: whose lengths are meant is part of the table.
+def test_a_table_before_an_append_is_refused_by_operations_that_append_nothing() -> None:
+    q, _, _, cache, table, starts, _ = W(lens=(20,), q_lens=(1,)).build_append()
+    for call in (
+        lambda: batch_prefill(q, cache, table, starts),
+        lambda: plan_prefill(q, cache, table, starts),
+        lambda: paged_decode(q, cache, table),
+    ):
+        with pytest.raises(ValueError, match="page_table must hold lengths that include the tokens of this"):
+            call()
 
 
 def test_forced_kernels_that_cannot_serve_a_call_are_refused() -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append_reference
+from narrowkv.quant.launch import LaunchOptions, executing
+from narrowkv.quant.targets import get_target
 
 I32 = torch.int32
 LAYOUTS = [("NHD", 3), ("HND", 16), ("tokens", 1), ("concat", 7), ("vectorised", 16)]
@@ -119,21 +125,51 @@ def test_k_and_v_may_differ_in_format(device: str) -> None:
     )
 
 
+def _guarded(fmt: str, layout: str, page_size: int, device: str) -> tuple[PagedKVCache, list[torch.Tensor]]:
+    """A cache in the middle of larger tensors, and these tensors: nothing around it may change."""
+    guard, around = 7, []
+    one = PagedKVCache.empty(PAGES, page_size, HEADS, DIM, format=fmt, layout=layout, scale_group=None)
+    parts = {}
+    for name in ("k", "v", "k_descale", "v_descale"):
+        stored = getattr(one, name)
+        if isinstance(stored, torch.Tensor):
+            rows = torch.zeros((PAGES + 2 * guard, *stored.shape[1:]), dtype=stored.dtype, device=device)
+            rows.view(torch.uint8).fill_(0x5A)
+            around.append(rows)
+            parts[name] = rows[guard : guard + PAGES]
+    return replace(one, **parts), around
+
+
+# No wrong slot is a right one in its low 32 bits plus some multiple: removing the guard shows.
+WRONG_SLOTS = [-1, 15, 16, -7, 2**31 - 1, -(2**31)]
+FAR_SLOTS = [2**32, 2**32 + 5, 2**33 + 14, 5 - 2**32, 2**40 + 3, -(2**63), 2**63 - 1]
+
+
 # FAULTS 17, 18
-def test_padding_and_slots_beyond_the_cache_write_nothing(device: str) -> None:
-    cache = _cache("fp8_e4m3fn", "NHD", 3, device)
-    before = _bytes(cache)
-    slots = torch.tensor([-1, 15, -7, 2**31 - 1], device=device, dtype=I32)
-    append(cache, *_tokens(4, device), slots)
-    assert all(torch.equal(a, b) for a, b in zip(before, _bytes(cache), strict=True))
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3fn", "fp4_e2m1"])
+def test_padding_and_slots_beyond_the_cache_write_nothing(fmt: str, layout: str, device: str) -> None:
+    cache, around = _guarded(fmt, layout, 3, device)
+    before = [t.clone() for t in around]
+    for wrong, dtype in ((WRONG_SLOTS, I32), (WRONG_SLOTS + FAR_SLOTS, torch.int64)):
+        slots = torch.tensor(wrong, device=device, dtype=dtype)
+        append(cache, *_tokens(len(wrong), device), slots)
+        for a, b in zip(before, around, strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    append(cache, *_tokens(1, device), torch.tensor([14], device=device))
+    assert not torch.equal(before[0].view(torch.uint8), around[0].view(torch.uint8)), "the last slot is one"
 
 
-@pytest.mark.parametrize("slots", [[0, 15], [-2, 1], [4, 4]], ids=["out of range", "negative", "twice"])
+@pytest.mark.parametrize(
+    "slots",
+    [[0, 15], [-2, 1], [4, 4], [2**32 + 5, 1]],
+    ids=["out of range", "negative", "twice", "beyond 32 bits"],
+)
 def test_bad_slots_are_found_under_validate_and_the_cache_is_unchanged(slots: list[int], device: str) -> None:
     cache = _cache("fp8_e4m3fn", "NHD", 3, device)
     before = _bytes(cache)
     with pytest.raises(ValueError, match="slot_mapping must"):
-        append(cache, *_tokens(2, device), torch.tensor(slots, device=device, dtype=I32), validate=True)
+        append(cache, *_tokens(2, device), torch.tensor(slots, device=device), validate=True)
     assert all(torch.equal(a, b) for a, b in zip(before, _bytes(cache), strict=True))
 
 
@@ -159,11 +195,16 @@ def test_nan_stays_in_its_place(device: str) -> None:
         assert cache.k.float().isnan().nonzero().tolist() == [[0, 0, 1, 5]], fmt
 
 
+def _rope(tokens: int, rotary_dim: int, **options: Any) -> Rope:
+    angle = torch.ones(4, rotary_dim // 2)
+    return Rope(angle, angle.clone(), torch.zeros(tokens, dtype=I32), **options)
+
+
 REFUSED = [
     ("dtype", {"k_new": torch.zeros(2, HEADS, DIM, dtype=torch.int8)}, TypeError, "k_new"),
     ("heads", {"k_new": torch.zeros(2, 3, DIM)}, ValueError, "k_new must have shape"),
     ("lengths", {"v_new": torch.zeros(3, HEADS, DIM)}, ValueError, "v_new must have shape"),
-    ("slots' dtype", {"slot_mapping": torch.zeros(2, dtype=torch.int64)}, TypeError, "slot_mapping"),
+    ("slots' dtype", {"slot_mapping": torch.zeros(2, dtype=torch.int16)}, TypeError, "slot_mapping"),
     (
         "slots' length",
         {"slot_mapping": torch.zeros(3, dtype=I32)},
@@ -180,42 +221,94 @@ REFUSED = [
     ("grad", {"k_new": torch.zeros(2, HEADS, DIM, requires_grad=True)}, ValueError, "must not require grad"),
     (
         "rope too wide",
-        {"rope": Rope(torch.ones(4, DIM), torch.ones(4, DIM), torch.zeros(2, dtype=I32))},
+        {"rope": _rope(2, 2 * DIM)},
         ValueError,
         "rope.cos must have at most",
     ),
     (
         "rope style",
-        {"rope": Rope(torch.ones(4, 8), torch.ones(4, 8), torch.zeros(2, dtype=I32), "llama")},
+        {"rope": _rope(2, 16, style="llama")},
         ValueError,
         "rope.style",
+    ),
+    ("rope's class", {"rope": (torch.ones(4, 8),) * 3}, TypeError, "rope must be a Rope, got tuple"),
+    ("positions' length", {"rope": _rope(3, 16)}, ValueError, r"rope.positions must have shape \[2\]"),
+    (
+        "positions' dtype",
+        {"rope": replace(_rope(2, 16), positions=torch.zeros(2))},
+        TypeError,
+        "rope.positions must have dtype",
+    ),
+    (
+        "no position",
+        {"rope": replace(_rope(2, 16), cos=torch.ones(0, 8), sin=torch.ones(0, 8))},
+        ValueError,
+        "rope.cos must have at least one position",
+    ),
+    (
+        "cos in fp64",
+        {"rope": replace(_rope(2, 16), cos=torch.ones(4, 8).double())},
+        TypeError,
+        "rope.cos must have dtype",
+    ),
+    (
+        "sin of another length",
+        {"rope": replace(_rope(2, 16), sin=torch.ones(3, 8))},
+        ValueError,
+        "rope.sin must have shape",
+    ),
+    ("exponent", {"exponent": ["mse"]}, TypeError, "exponent must be a str"),
+    ("K's class", {"k_new": [[1.0]]}, TypeError, "k_new must be a torch.Tensor, got list"),
+    ("slots' class", {"slot_mapping": [0, 1]}, TypeError, "slot_mapping must be a torch.Tensor, got list"),
+    ("cache's class", {"cache": {}}, TypeError, "cache must be a PagedKVCache, got dict"),
+    (
+        "another device",
+        {"v_new": torch.zeros(2, HEADS, DIM, device="meta")},
+        ValueError,
+        "v_new must be on cpu like k, got meta",
+    ),
+    (
+        "heads that are the page size",
+        {"k_new": torch.zeros(2, 3, DIM)},
+        ValueError,
+        r"k_new must have shape \[tokens, 2, 64\] .*page_size 3 and 2 KV heads: .* in layout 'HND'\?",
     ),
 ]
 
 
+@pytest.mark.parametrize("prepared", [False, True], ids=["first call", "later call"])
 @pytest.mark.parametrize(("change", "error", "match"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
 def test_a_refused_append_leaves_the_cache_as_it_was(
-    change: dict, error: type[Exception], match: str
-) -> None:  # type: ignore[type-arg]
+    change: dict[str, Any], error: type[Exception], match: str, prepared: bool
+) -> None:
     cache = _cache("fp8_e4m3fn", "NHD", 3, "cpu")
-    before = _bytes(cache)
-    arguments = {"k_new": torch.zeros(2, HEADS, DIM), "v_new": torch.zeros(2, HEADS, DIM)}
-    arguments |= {"slot_mapping": torch.zeros(2, dtype=I32)} | change
-    with pytest.raises(error, match=match):
+    arguments: dict[str, Any] = {"k_new": torch.zeros(2, HEADS, DIM), "v_new": torch.zeros(2, HEADS, DIM)}
+    arguments["slot_mapping"] = torch.arange(2, dtype=I32)
+    if prepared:
         append(cache, **arguments)
+        append(cache, **arguments, rope=_rope(2, 16))
+    before = _bytes(cache)
+    with pytest.raises(error, match=match):
+        append(**({"cache": cache} | arguments | change))
     assert all(torch.equal(a, b) for a, b in zip(before, _bytes(cache), strict=True))
 
 
 def test_a_descale_of_a_page_cannot_be_appended_under() -> None:
     k = torch.zeros(4, 2, HEADS, DIM, dtype=torch.float8_e4m3fn)
     cache = PagedKVCache.from_tensors(
-        k, k.clone(), format="fp8_e4m3fn", k_descale=torch.ones(4, HEADS), k_granularity="page_head"
+        k,
+        k.clone(),
+        format="fp8_e4m3fn",
+        k_descale=torch.ones(4, HEADS),
+        v_descale=1.0,
+        k_granularity="page_head",
     )
     with pytest.raises(ValueError, match="cannot change the descale of tokens that are stored already"):
         append(cache, torch.zeros(1, HEADS, DIM), torch.zeros(1, HEADS, DIM), torch.zeros(1, dtype=I32))
 
 
 @pytest.mark.gpu
+@pytest.mark.large_memory
 def test_slots_beyond_2_31_bytes() -> None:
     pages = (2**31 // (16 * HEADS * DIM)) + 2
     cache = PagedKVCache.empty(pages, 16, HEADS, DIM, format="fp8_e4m3fn", device="cuda")
@@ -224,3 +317,224 @@ def test_slots_beyond_2_31_bytes() -> None:
     append(cache, x, 2 * x, torch.tensor([pages * 16 - 1], device="cuda", dtype=I32))
     assert cache.v[-1, -1].float().unique().tolist() == [2.0]
     assert int(cache.v[:-1].view(torch.uint8).count_nonzero()) == 0
+
+
+def _variants(numbers: list[int], device: str) -> list[torch.Tensor]:
+    """The same vector, contiguous and strided, in both integer types; what lies between is far away."""
+    found = []
+    for dtype in (I32, torch.int64):
+        wide = torch.full((len(numbers), 3), 2**31 - 1, dtype=dtype, device=device)
+        wide[:, 1] = torch.tensor(numbers, device=device)
+        found += [wide[:, 1].contiguous(), wide[:, 1]]
+    return found
+
+
+# FAULTS 40
+def test_slots_and_positions_may_be_strided_and_of_either_type(device: str) -> None:
+    angle = torch.rand(11, 16, device=device) * 6
+    k, v = _tokens(4, device)
+    want = None
+    for slots, positions in zip(
+        _variants([7, 0, 3, 12], device), _variants([10, 0, 3, 7], device)[::-1], strict=True
+    ):
+        cache, twin = (_cache("fp8_e4m3fn", "NHD", 3, device) for _ in range(2))
+        _both(cache, twin, k, v, slots, rope=Rope(angle.cos(), angle.sin(), positions), validate=True)
+        want = want or _bytes(cache)
+        assert all(torch.equal(a, b) for a, b in zip(want, _bytes(cache), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rope_takes_the_halves_of_an_engines_table(dtype: torch.dtype, device: str) -> None:
+    angle = torch.rand(11, 16, device=device) * 6
+    table = torch.cat([angle.cos(), angle.sin()], 1).to(dtype)
+    rope = Rope(table[:, :16], table[:, 16:], torch.tensor([0, 10, 3, 7], device=device))
+    caches = [_cache("fp8_e4m3fn", "NHD", 3, device) for _ in range(2)]
+    _both(*caches, *_tokens(4, device), torch.arange(4, device=device), rope=rope)
+
+
+# FAULTS 40: the angles lie between NaN, which a read outside them would store.
+def test_positions_without_an_angle_take_the_nearest_and_are_found_under_validate(device: str) -> None:
+    around = torch.full((2, 3 + 4 + 40, 32), math.nan, device=device)
+    around[:, 3:7] = torch.rand(2, 4, 32, device=device)
+    near = [-1, 4, 6, 30, -3, 3]
+    far = [2**32, 2**32 + 1, 2**40, -(2**32) + 2, -(2**63), 2**63 - 1]
+    for wrong, dtype in ((near, I32), (near + far, torch.int64)):
+        positions = torch.tensor(wrong, dtype=dtype, device=device)
+        rope = Rope(around[0, 3:7], around[1, 3:7], positions)
+        right = replace(rope, positions=torch.tensor([0 if n < 0 else 3 for n in wrong], device=device))
+        caches = [_cache("bf16", "NHD", 3, device) for _ in range(3)]
+        arguments = *_tokens(len(wrong), device), torch.arange(len(wrong), device=device)
+        _both(caches[0], caches[1], *arguments, rope=rope)
+        append(caches[2], *arguments, rope=right)
+        assert torch.equal(caches[0].k, caches[2].k)
+        assert not bool(caches[0].k.float().isnan().any())
+        before = _bytes(caches[0])
+        with pytest.raises(ValueError, match=r"rope.positions must lie in \[0, 4\)"):
+            append(caches[0], *arguments, rope=rope, validate=True)
+        assert all(torch.equal(a, b) for a, b in zip(before, _bytes(caches[0]), strict=True))
+
+
+# FAULTS 51
+def test_new_tokens_within_the_cache_are_refused_in_every_call(device: str) -> None:
+    descales = {name: torch.zeros(PAGES, 4, HEADS, device=device) for name in ("k_descale", "v_descale")}
+    cache = PagedKVCache.empty(PAGES, 4, HEADS, DIM, format="bf16", device=device, **descales)
+    x, slots = torch.zeros(4, HEADS, DIM, device=device).bfloat16(), torch.arange(4, device=device)
+    inside = {
+        "cache.k": {"k_new": cache.k[1]},
+        "cache.v": {"v_new": cache.v[0]},
+        "cache.v_descale": {"rope": _rope(4, 8)},
+    }
+    for _ in range(2):
+        append(cache, x, x, slots)
+        for name, change in inside.items():
+            if name == "cache.v_descale":
+                table = descales["v_descale"][:, :, 0]
+                change = {"rope": Rope(table[:, :1], table[:, 1:2], slots)}
+            before = _bytes(cache)
+            with pytest.raises(ValueError, match=f"{name} must not share memory with"):
+                append(cache, **({"k_new": x, "v_new": x, "slot_mapping": slots} | change))
+            assert all(torch.equal(a, b) for a, b in zip(before, _bytes(cache), strict=True))
+
+
+def test_a_cache_whose_elements_share_memory_is_not_appended_to() -> None:
+    k = torch.zeros(1, 4, HEADS, DIM).bfloat16().expand(3, 4, HEADS, DIM)
+    cache = PagedKVCache.from_tensors(k, k, format="bf16")
+    with pytest.raises(ValueError, match=r"cache.k must not overlap itself"):
+        append(cache, torch.zeros(1, HEADS, DIM), torch.zeros(1, HEADS, DIM), torch.zeros(1, dtype=I32))
+
+
+# FAULTS 12
+def test_no_tokens_and_no_pages_change_nothing(device: str) -> None:
+    cache = _cache("fp8_e4m3fn", "NHD", 3, device)
+    before = _bytes(cache)
+    for slots in (torch.zeros(0, dtype=I32, device=device), torch.zeros(0, dtype=torch.int64, device=device)):
+        append(cache, *_tokens(0, device), slots)
+        append(cache, *_tokens(0, device), slots, validate=True, rope=None)
+    assert all(torch.equal(a, b) for a, b in zip(before, _bytes(cache), strict=True))
+    none = torch.zeros(0, 4, HEADS, DIM, device=device).bfloat16()
+    empty = PagedKVCache.from_tensors(none, none, format="bf16")
+    append(empty, *_tokens(2, device), torch.tensor([0, 3], device=device))
+
+
+# FAULTS 34, 41
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_bad_values_of_descale_tensors_are_found_under_validate(bad: float, device: str) -> None:
+    for side in ("k_descale", "v_descale"):
+        for shape in ((), (1,), (HEADS,)):
+            descale = torch.full(shape, 0.5, device=device)
+            descale.view(-1)[-1] = bad
+            cache = PagedKVCache.empty(
+                2, 4, HEADS, DIM, format="fp8_e4m3fn", device=device, **{side: descale}
+            )
+            before = _bytes(cache)
+            arguments = *_tokens(2, device), torch.arange(2, device=device)
+            append(cache, *arguments)
+            for t, saved in zip((cache.k, cache.v), before, strict=True):
+                t.view(torch.uint8).copy_(saved)
+            with pytest.raises(ValueError, match=f"{side} must be finite and greater than 0"):
+                append(cache, *arguments, validate=True)
+            assert all(torch.equal(a, b) for a, b in zip(before, _bytes(cache), strict=True))
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp16", "fp8_e4m3fn"])
+def test_static_descales_divide_what_is_stored_in_every_format(fmt: str, device: str) -> None:
+    x = torch.full((1, HEADS, DIM), 6.0, device=device)
+    for descale in (4.0, torch.tensor(4.0), torch.tensor([4.0]), torch.tensor([4.0, 2.0])):
+        given = descale.to(device) if isinstance(descale, torch.Tensor) else descale
+        caches = [
+            PagedKVCache.empty(1, 1, HEADS, DIM, format=fmt, device=device, k_descale=given, v_descale=given)
+            for _ in range(2)
+        ]
+        _both(*caches, x, x, torch.zeros(1, device=device, dtype=I32))
+        assert caches[0].k[0, 0, 0, 0] == 1.5
+        for back in caches[0].dequantize():
+            assert back.unique().tolist() == [6.0]
+
+
+def test_a_16_bit_cache_with_descales_per_token_gets_ones(device: str) -> None:
+    descales = {name: torch.full((1, 2, HEADS), 9.0, device=device) for name in ("k_descale", "v_descale")}
+    cache = PagedKVCache.empty(1, 2, HEADS, DIM, format="bf16", device=device, **descales)
+    k, v = _tokens(1, device)
+    append(cache, k, v, torch.ones(1, device=device, dtype=I32))
+    assert descales["k_descale"].tolist() == [[[9.0, 9.0], [1.0, 1.0]]]
+    assert torch.equal(cache.dequantize()[1][0, 1], v[0].float())
+
+
+def test_heads_far_apart_in_memory_are_found(device: str) -> None:
+    """The second head lies 2**31 elements behind the first: its offset does not fit 32 bits."""
+    memory = torch.empty(2**31 + 4 * DIM, dtype=torch.uint8, device=device)
+    far = memory.as_strided((2, 1, 2, DIM), (DIM, DIM, 2**31, 1)).view(torch.float8_e4m3fn)
+    v = torch.zeros(2, 1, 2, DIM, dtype=torch.float8_e4m3fn, device=device)
+    cache = PagedKVCache.from_tensors(far, v, format="fp8_e4m3fn", k_descale=1.0, v_descale=1.0)
+    assert cache.needs_64_bit_addresses
+    x = torch.ones(1, 2, DIM, device=device)
+    append(cache, 2 * x, x, torch.ones(1, device=device, dtype=I32))
+    assert far[1].float().unique().tolist() == [2.0]
+
+
+class _Recorder:
+    """Notes launches instead of running them."""
+
+    target = get_target("sm90")
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        constexprs: dict[str, Any],
+        options: LaunchOptions,
+    ) -> None:
+        self.launches.append((kernel, grid, args, constexprs, options))
+
+
+def _python_calls(call: Callable[[], None]) -> int:
+    """Python functions that a call enters."""
+    entered = 0
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal entered
+        entered += event == "call"
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+def test_a_later_call_of_a_kind_enters_few_python_functions() -> None:
+    caches = [_cache("fp8_e4m3fn", "NHD", 3, "cpu") for _ in range(2)]
+    rope = _rope(4, 16)
+    with executing(_Recorder()) as recorder:
+        for cache in caches:  # layers of one model
+            append(cache, *_tokens(4, "cpu"), torch.arange(4), rope=rope)
+        for tokens in (4, 1, 7):
+            k, v = _tokens(tokens, "cpu")
+            slots, turn = torch.arange(tokens), _rope(tokens, 16)
+            assert _python_calls(lambda: append(caches[1], k, v, slots, rope=turn)) <= 20  # noqa: B023
+    constants = [launch[3] for launch in recorder.launches]
+    assert all(c is constants[0] for c in constants), "every layer and count launches what was prepared once"
+
+
+@pytest.mark.gpu
+def test_a_captured_append_stores_what_its_inputs_hold_when_it_is_replayed() -> None:
+    cache = _cache("fp8_e4m3fn", "NHD", 3, "cuda")
+    k, v = _tokens(3, "cuda")
+    slots = torch.arange(3, device="cuda")
+    append(cache, k, v, slots)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        append(cache, k, v, slots)
+    for begin in (5, 11):
+        k.mul_(2)
+        slots.copy_(torch.arange(begin, begin + 3))
+        graph.replay()
+        one = PagedKVCache.empty(1, 3, HEADS, DIM, format="fp8_e4m3fn", k_descale=0.03, device="cuda")
+        append_reference(one, k, v, torch.arange(3, device="cuda"))
+        got = cache.dequantize()[0].view(-1, HEADS, DIM)[begin : begin + 3]
+        assert torch.equal(got, one.dequantize()[0][0])

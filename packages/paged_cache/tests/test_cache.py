@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.paged_cache.page_table import check_table
+from narrowkv.quant.errors import UnsupportedError
 
 I32 = torch.int32
+ONES = {"k_descale": 1.0, "v_descale": 1.0}
 
 
 def _vectorised(dense: torch.Tensor, *, is_key: bool) -> torch.Tensor:
@@ -43,37 +48,37 @@ def _stored(dense: torch.Tensor, layout: str, *, is_key: bool) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_every_layout_dequantises_to_the_same_logical_cache(layout: str, dtype: torch.dtype) -> None:
     page_size = 1 if layout == "tokens" else 16
-    dense = [torch.randn(3, page_size, 2, 32).to(dtype) for _ in range(2)]
+    dense = [torch.randn(3, page_size, 2, 64).to(dtype) for _ in range(2)]
     if layout == "concat":
         raw = [t.view(torch.uint8) if t.element_size() == 1 else t for t in dense]
         both = torch.cat(raw, -1).view(dtype)
-        k, v = both[..., :32], both[..., 32:]
+        k, v = both[..., :64], both[..., 64:]
     else:
         k, v = _stored(dense[0], layout, is_key=True), _stored(dense[1], layout, is_key=False)
     name = "bf16" if dtype == torch.bfloat16 else "fp8_e4m3fn"
     cache = PagedKVCache.from_tensors(k, v, format=name, layout=layout, k_descale=0.5, v_descale=2.0)
     got_k, got_v = cache.dequantize()
-    assert (cache.num_pages, cache.page_size, cache.num_kv_heads, cache.head_dim) == (3, page_size, 2, 32)
+    assert (cache.num_pages, cache.page_size, cache.num_kv_heads, cache.head_dim) == (3, page_size, 2, 64)
     torch.testing.assert_close(got_k, dense[0].float() * 0.5, rtol=0, atol=0)
     torch.testing.assert_close(got_v, dense[1].float() * 2.0, rtol=0, atol=0)
     assert cache.k.data_ptr() == k.data_ptr()
 
 
 def test_strided_heads_and_tokens_are_taken_as_they_are() -> None:
-    big = torch.randn(4, 8, 6, 48).to(torch.float8_e4m3fn)
-    view = big[:, ::2, 1::2, :32]
-    cache = PagedKVCache.from_tensors(view, view, format="fp8_e4m3fn")
+    big = torch.randn(4, 8, 6, 96).to(torch.float8_e4m3fn)
+    view = big[:, ::2, 1::2, :64]
+    cache = PagedKVCache.from_tensors(view, view, format="fp8_e4m3fn", **ONES)
     torch.testing.assert_close(cache.dequantize()[0], view.float())
     assert cache.k.data_ptr() == view.data_ptr()
 
 
 @pytest.mark.parametrize(
     ("shape", "kind"),
-    [((1,), "tensor"), ((3,), "head"), ((5, 3), "sequence_head"), ((4, 2, 3), "token_head")],
+    [((), "tensor"), ((1,), "tensor"), ((3,), "head"), ((5, 3), "sequence_head"), ((4, 2, 3), "token_head")],
 )
 def test_a_descale_tensor_tells_its_granularity_by_its_shape(shape: tuple[int, ...], kind: str) -> None:
     k = torch.zeros(4, 2, 3, 64, dtype=torch.float8_e4m3fn)
-    cache = PagedKVCache.from_tensors(k, k, format="fp8_e4m3fn", k_descale=torch.ones(shape))
+    cache = PagedKVCache.from_tensors(k, k, format="fp8_e4m3fn", k_descale=torch.ones(shape), v_descale=1.0)
     assert cache.k_granularity == kind
     assert cache.v_granularity == "tensor"
 
@@ -81,15 +86,15 @@ def test_a_descale_tensor_tells_its_granularity_by_its_shape(shape: tuple[int, .
 def test_a_descale_that_could_be_per_page_or_per_sequence_must_be_named() -> None:
     k = torch.zeros(4, 2, 3, 64, dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="per sequence or per page: pass k_granularity"):
-        PagedKVCache.from_tensors(k, k, format="fp8_e4m3fn", k_descale=torch.ones(4, 3))
+        PagedKVCache.from_tensors(k, k, format="fp8_e4m3fn", k_descale=torch.ones(4, 3), v_descale=1.0)
     named = PagedKVCache.from_tensors(
-        k, k, format="fp8_e4m3fn", k_descale=torch.ones(4, 3), k_granularity="page_head"
+        k, k, format="fp8_e4m3fn", k_descale=torch.ones(4, 3), v_descale=1.0, k_granularity="page_head"
     )
     assert named.k_granularity == "page_head"
 
 
 def test_dequantise_applies_each_granularity() -> None:
-    k = torch.ones(4, 2, 3, 8).to(torch.float8_e4m3fn)
+    k = torch.ones(4, 2, 3, 64).to(torch.float8_e4m3fn)
     by_head, by_token = torch.tensor([1.0, 2.0, 3.0]), torch.rand(4, 2, 3) + 0.5
     cache = PagedKVCache.from_tensors(k, k, format="fp8_e4m3fn", k_descale=by_head, v_descale=by_token)
     got_k, got_v = cache.dequantize()
@@ -136,21 +141,25 @@ REFUSALS = [
     (
         "strided last dimension",
         lambda: PagedKVCache.from_tensors(
-            _fp8(2, 4, 1, 128)[..., ::2], _fp8(2, 4, 1, 64), format="fp8_e4m3fn"
+            _fp8(2, 4, 1, 128)[..., ::2], _fp8(2, 4, 1, 64), format="fp8_e4m3fn", **ONES
         ),
         ValueError,
         "k must have a contiguous last dimension",
     ),
     (
         "V of another shape",
-        lambda: PagedKVCache.from_tensors(_fp8(2, 4, 1, 64), _fp8(2, 4, 2, 64), format="fp8_e4m3fn"),
+        lambda: PagedKVCache.from_tensors(_fp8(2, 4, 1, 64), _fp8(2, 4, 2, 64), format="fp8_e4m3fn", **ONES),
         ValueError,
         "v must hold the same",
     ),
     (
         "descale of a wrong shape",
         lambda: PagedKVCache.from_tensors(
-            _fp8(2, 4, 1, 64), _fp8(2, 4, 1, 64), format="fp8_e4m3fn", k_descale=torch.ones(2, 4, 9)
+            _fp8(2, 4, 1, 64),
+            _fp8(2, 4, 1, 64),
+            format="fp8_e4m3fn",
+            k_descale=torch.ones(2, 4, 9),
+            v_descale=1.0,
         ),
         ValueError,
         "k_descale must be a float or have shape",
@@ -162,9 +171,62 @@ REFUSALS = [
             _fp8(2, 4, 1, 64),
             format="fp8_e4m3fn",
             k_descale=torch.ones(1, dtype=torch.float64),
+            v_descale=1.0,
         ),
         TypeError,
         "k_descale",
+    ),
+    (
+        "FP8 without a descale of K",
+        lambda: PagedKVCache.from_tensors(
+            _fp8(2, 4, 1, 64), _fp8(2, 4, 1, 64), format="fp8_e4m3fn", v_descale=1.0
+        ),
+        ValueError,
+        "k_descale must be given for fp8_e4m3fn",
+    ),
+    (
+        "FP8 without a descale of V",
+        lambda: PagedKVCache.from_tensors(
+            _fp8(2, 4, 1, 64), _fp8(2, 4, 1, 64), format="fp8_e4m3fn", k_descale=torch.ones(1)
+        ),
+        ValueError,
+        "v_descale must be given for fp8_e4m3fn",
+    ),
+    (
+        "FP8 of an HND cache as NHD, with a descale a head",
+        lambda: PagedKVCache.from_tensors(
+            _fp8(2, 4, 16, 64),
+            _fp8(2, 4, 16, 64),
+            format="fp8_e4m3fn",
+            k_descale=torch.ones(4),
+            v_descale=1.0,
+        ),
+        ValueError,
+        r"k_descale must be a float or have shape.*got \[4\]; it fits 4 heads: are k and v in layout 'HND'",
+    ),
+    (
+        "a descale that requires grad",
+        lambda: PagedKVCache.empty(2, 4, 1, 64, format="bf16", k_descale=torch.ones(1, requires_grad=True)),
+        ValueError,
+        "k_descale must not require grad",
+    ),
+    (
+        "a head_dim of an own cache that nothing serves",
+        lambda: PagedKVCache.empty(2, 4, 1, 100, format="bf16"),
+        UnsupportedError,
+        "head_dim must be one of 64, .* 256, which attention kernels serve, got 100",
+    ),
+    (
+        "a head_dim of storage that nothing serves",
+        lambda: PagedKVCache.from_tensors(_fp8(2, 4, 1, 72), _fp8(2, 4, 1, 72), format="fp8_e4m3fn", **ONES),
+        UnsupportedError,
+        "got 72",
+    ),
+    (
+        "no heads",
+        lambda: PagedKVCache.from_tensors(_fp8(2, 4, 0, 64), _fp8(2, 4, 0, 64), format="fp8_e4m3fn", **ONES),
+        ValueError,
+        "num_kv_heads must be at least 1, got 0",
     ),
     (
         "unknown layout",
@@ -192,11 +254,11 @@ def test_a_cache_that_cannot_be_is_refused(make: Any, error: type[Exception], ma
 def test_a_bad_descale_number_is_refused_and_a_bad_tensor_under_validate(bad: float) -> None:
     k = _fp8(2, 4, 1, 64)
     with pytest.raises(ValueError, match="v_descale"):
-        PagedKVCache.from_tensors(k, k, format="fp8_e4m3fn", v_descale=bad)
+        PagedKVCache.from_tensors(k, k, format="fp8_e4m3fn", k_descale=1.0, v_descale=bad)
     tensor = torch.tensor([bad])
-    PagedKVCache.from_tensors(k, k, format="fp8_e4m3fn", v_descale=tensor)
+    PagedKVCache.from_tensors(k, k, format="fp8_e4m3fn", k_descale=1.0, v_descale=tensor)
     with pytest.raises(ValueError, match="v_descale"):
-        PagedKVCache.from_tensors(k, k, format="fp8_e4m3fn", v_descale=tensor, validate=True)
+        PagedKVCache.from_tensors(k, k, format="fp8_e4m3fn", k_descale=1.0, v_descale=tensor, validate=True)
 
 
 def test_capacity_is_counted_in_bytes_per_token() -> None:
@@ -214,12 +276,75 @@ def test_ragged_and_block_tables_say_the_same() -> None:
     assert ragged.seq_lens_tensor().tolist() == [36, 0, 16]
     assert ragged.batch_size == 3
     block = ragged.to_block_table(4)
-    assert block.page_ids.tolist() == [[5, 2, 7, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
+    assert block.page_ids.tolist() == [[5, 2, 7, -1], [-1, -1, -1, -1], [1, -1, -1, -1]]
     assert block.capacity == 64
     for seq in range(3):
         (a, n), (b, m) = ragged.pages_of(seq), block.pages_of(seq)
         assert n == m
         assert a.tolist() == b.tolist()
+
+
+def test_a_narrower_block_table_than_a_sequence_needs_is_found_under_validate() -> None:
+    indptr, indices = torch.tensor([0, 3], dtype=I32), torch.tensor([5, 2, 7], dtype=I32)
+    ragged = PageTable.from_ragged(indptr, indices, torch.tensor([4], dtype=I32), page_size=16)
+    with pytest.raises(ValueError, match="seq_lens must not exceed the table's capacity 32, got 36"):
+        ragged.to_block_table(2).check_values()
+
+
+def test_lengths_before_an_append_are_named_and_are_not_taken_for_the_others() -> None:
+    ids, lens = torch.tensor([[1, 2]], dtype=I32), torch.tensor([5], dtype=I32)
+    table = PageTable.from_block_table(ids, cached_lens=lens, page_size=4, num_pages=3, validate=True)
+    assert table.before_append
+    assert not PageTable.from_block_table(ids, lens, page_size=4).before_append
+    for given, what in (({}, "neither"), ({"seq_lens": lens, "cached_lens": lens}, "both")):
+        with pytest.raises(ValueError, match=f"either seq_lens .* or cached_lens .*, got {what}"):
+            PageTable.from_block_table(ids, page_size=4, **given)
+    with pytest.raises(ValueError, match="cached_lens must not exceed the table's capacity 8, got 9"):
+        PageTable.from_block_table(ids, cached_lens=lens + 4, page_size=4, validate=True)
+    cache = PagedKVCache.empty(3, 4, 2, 64, format="bf16")
+    check_table(table, cache, before_append=True)
+    with pytest.raises(ValueError, match=r"include the tokens of this call: .*PagePool.page_table\(seqs\)"):
+        check_table(table, cache)
+    with pytest.raises(ValueError, match=r"lengths before the append.*PagePool.table_before"):
+        check_table(PageTable.from_block_table(ids, lens, page_size=4), cache, before_append=True)
+
+
+def test_a_table_and_a_cache_that_do_not_belong_together_are_refused() -> None:
+    ids, lens = torch.tensor([[1, 2]], dtype=I32), torch.tensor([5], dtype=I32)
+    table = PageTable.from_block_table(ids, lens, page_size=4)
+    cache = PagedKVCache.empty(3, 4, 2, 64, format="fp8_e4m3fn")
+    check_table(table, cache)
+    with pytest.raises(TypeError, match="page_table must be a PageTable, got Tensor"):
+        check_table(ids, cache)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="cache must be a PagedKVCache, got tuple"):
+        check_table(table, (cache.k, cache.v))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"cache's page_size 8, got 4$"):
+        check_table(table, PagedKVCache.empty(3, 8, 2, 64, format="bf16"))
+    swapped = PagedKVCache.from_tensors(*(torch.zeros(3, 8, 4, 64).bfloat16() for _ in "kv"), format="bf16")
+    with pytest.raises(ValueError, match=r"page_size 8, got 4; .*are its tensors in layout 'HND'\?"):
+        check_table(table, swapped)
+    # FAULTS 41
+    for batch in (2, 3):
+        per_sequence = replace(cache, v_descale=torch.ones(batch, 2), v_granularity="sequence_head")
+        with pytest.raises(ValueError, match=rf"v_descale must have shape \[1, 2\], got \[{batch}, 2\]"):
+            check_table(table, per_sequence)
+    check_table(table, replace(cache, v_descale=torch.ones(1, 2), v_granularity="sequence_head"))
+
+
+def test_caches_and_tables_can_be_compared_and_copied() -> None:
+    cache = PagedKVCache.empty(3, 4, 2, 64, format="fp8_e4m3fn", layout="concat", k_descale=torch.ones(2))
+    table = PageTable.from_block_table(torch.ones(1, 2, dtype=I32), torch.ones(1, dtype=I32), page_size=4)
+    for made in (cache, table):
+        assert made == made
+        assert made != copy.copy(made)
+        assert len({made, made}) == 1
+    assert copy.copy(cache).k is cache.k
+    own = copy.deepcopy(cache)
+    own.v.view(torch.uint8).fill_(3)
+    assert not bool(cache.v.view(torch.uint8).any())
+    assert own.k_strides == cache.k_strides
+    assert not bool(own.k.view(torch.uint8).any()), "K lies beside V, and is not V"
+    assert copy.deepcopy(table).page_ids.tolist() == [[1, 1]]
 
 
 def test_a_table_follows_its_tensors() -> None:
@@ -267,7 +392,7 @@ def test_a_table_follows_its_tensors() -> None:
         ),
         (
             lambda: PageTable.from_ragged(
-                torch.zeros(2, dtype=torch.int64),
+                torch.zeros(2, dtype=torch.int16),
                 torch.zeros(2, dtype=I32),
                 torch.zeros(1, dtype=I32),
                 page_size=4,
@@ -311,3 +436,23 @@ def test_a_length_over_the_capacity_is_found_and_stale_ids_are_not_looked_at() -
             table, torch.tensor([9], dtype=I32), page_size=4, num_pages=4, validate=True
         )
     PageTable.from_block_table(table, torch.tensor([4], dtype=I32), page_size=4, num_pages=4, validate=True)
+
+
+def test_a_replaced_descale_is_checked_too() -> None:
+    cache = PagedKVCache.empty(2, 4, 1, 64, format="fp8_e4m3fn")
+    with pytest.raises(ValueError, match="k_descale must be greater than 0"):
+        replace(cache, k_descale=-1.0)
+    with pytest.raises(ValueError, match="v_descale does not have the shape of granularity 'head'"):
+        replace(cache, v_descale=torch.ones(2), v_granularity="head")
+    with pytest.raises(TypeError, match="k_descale must be a tensor for granularity 'head'"):
+        replace(cache, k_granularity="head")
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3fn", "fp4_e2m1"])
+@pytest.mark.parametrize("layout", ["NHD", "vectorised"])
+def test_head_dim_112_has_a_cache(fmt: str, layout: str) -> None:
+    if fmt == "fp4_e2m1" and layout == "vectorised":
+        layout = "HND"
+    cache = PagedKVCache.empty(2, 16, 1, 112, format=fmt, layout=layout)
+    assert cache.head_dim == 112
+    assert cache.dequantize()[1].shape == (2, 16, 1, 112)

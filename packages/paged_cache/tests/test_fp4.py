@@ -17,7 +17,6 @@ from narrowkv.paged_cache import (
     Rope,
     append,
     append_reference,
-    apply_copies,
 )
 from narrowkv.quant.errors import UnsupportedError
 
@@ -176,13 +175,13 @@ def test_capacity_is_twice_fp8s_and_a_pool_in_a_fixed_budget_shows_it() -> None:
 
 @pytest.mark.parametrize("group", [None, 32])
 def test_gather_and_copies_take_the_scales_along(group: int | None) -> None:
-    pool = PagePool(6, 4)
     cache = PagedKVCache.empty(6, 4, 1, 64, format=F4, scale_group=group)
+    pool = PagePool(6, 4, caches=[cache])
     parent = pool.allocate(6)
     tokens = (2.0 ** torch.arange(6.0))[:, None, None].repeat(1, 1, 64)
     append(cache, tokens, -tokens, pool.slot_mapping(parent, 0, 6))
     child = pool.fork(parent)
-    apply_copies(cache, pool.extend(child, 1))
+    pool.extend(child, 1)
     append(cache, tokens[:1] * 64, tokens[:1], pool.slot_mapping(child, 6, 1))
     table = pool.page_table([parent, child])
     assert cache.gather(table, 0)[0][:, 0, 0].tolist() == [1, 2, 4, 8, 16, 32]

@@ -7,7 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowkv.paged_cache import PagedKVCache, PagePool, PoolExhausted, append, apply_copies
+from narrowkv.paged_cache import (
+    CopiesPending,
+    PageCopy,
+    PagedKVCache,
+    PagePool,
+    PoolExhausted,
+    append,
+    apply_copies,
+)
 
 
 def _state(pool: PagePool) -> object:
@@ -15,6 +23,7 @@ def _state(pool: PagePool) -> object:
         pool.free_pages,
         list(pool._free),
         list(pool._references),
+        list(pool._copied_from),
         {s: pool.pages(s) for s in pool._sequences},
     )
 
@@ -89,12 +98,13 @@ def test_slots_follow_the_pages_and_stay_within_the_sequence() -> None:
 
 
 def test_a_page_table_of_the_pool_reads_back_what_was_appended() -> None:
-    pool, cache = PagePool(6, 4), PagedKVCache.empty(6, 4, 1, 64, format="bf16")
+    cache = PagedKVCache.empty(6, 4, 1, 64, format="bf16")
+    pool = PagePool(6, 4, caches=[cache])
     parent = pool.allocate(6)
     tokens = torch.arange(6.0)[:, None, None].expand(6, 1, 64).bfloat16()
     append(cache, tokens, tokens, pool.slot_mapping(parent, 0, 6))
     child = pool.fork(parent)
-    apply_copies(cache, pool.extend(child, 1))
+    pool.extend(child, 1)
     append(cache, tokens[:1] + 50, tokens[:1] + 50, pool.slot_mapping(child, 6, 1))
     table = pool.page_table([parent, child])
     assert cache.gather(table, 0)[0][:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
@@ -117,6 +127,7 @@ def test_no_sequence_of_calls_loses_or_shares_a_page_by_mistake(calls: list[tupl
                 seq = alive[n % len(alive)]
                 if name == "extend":
                     pool.extend(seq, n)
+                    pool.copies_done(seq)
                 elif name == "fork":
                     alive.append(pool.fork(seq))
                 else:
@@ -128,3 +139,122 @@ def test_no_sequence_of_calls_loses_or_shares_a_page_by_mistake(calls: list[tupl
         assert pool.free_pages == 8 - len(held)
         for seq in alive:
             assert len(set(pool.pages(seq))) == len(pool.pages(seq)) == -(-pool.length(seq) // 4)
+
+
+def _filled(pool: PagePool, caches: list[PagedKVCache], tokens: int) -> int:
+    """A sequence whose token i holds the number i + 1 in the first cache, i + 101 in the second, ..."""
+    seq = pool.allocate(tokens)
+    for layer, cache in enumerate(caches):
+        x = (torch.arange(1.0, tokens + 1) + 100 * layer)[:, None, None].expand(tokens, 1, 64)
+        append(cache, x.bfloat16(), x.bfloat16(), pool.slot_mapping(seq, 0, tokens))
+    return seq
+
+
+# FAULTS 45
+def test_a_pool_with_caches_copies_a_shared_page_in_every_layer() -> None:
+    caches = [PagedKVCache.empty(6, 4, 1, 64, format="bf16") for _ in range(2)]
+    pool = PagePool(6, 4, caches=caches)
+    parent = _filled(pool, caches, 6)
+    child = pool.fork(parent)
+    (copy,) = pool.extend(child, 1)
+    assert pool.pages(child)[1] == copy.destination != pool.pages(parent)[1]
+    for layer, cache in enumerate(caches):
+        k, _ = cache.gather(pool.page_table([child]), 0)
+        assert k[:6, 0, 0].tolist() == [1 + 100 * layer + i for i in range(6)]
+
+
+def test_without_caches_a_sequence_cannot_be_used_before_its_copies_are_done() -> None:
+    cache = PagedKVCache.empty(6, 4, 1, 64, format="bf16")
+    pool = PagePool(6, 4)
+    parent = _filled(pool, [cache], 6)
+    child = pool.fork(parent)
+    copies = pool.extend(child, 1)
+    before = _state(pool)
+    for use in (
+        lambda: pool.extend(child, 1),
+        lambda: pool.fork(child),
+        lambda: pool.slot_mapping(child, 6, 1),
+        lambda: pool.page_table([parent, child]),
+        lambda: pool.table_before([child], 1),
+        lambda: pool.table_after([child]),
+    ):
+        with pytest.raises(
+            CopiesPending, match=r"sequence 1 shares a page .*apply_copies.* copies_done\(1\)"
+        ):
+            use()
+        assert _state(pool) == before
+    pool.page_table([parent])
+    apply_copies(cache, copies)
+    pool.copies_done(child)
+    assert cache.gather(pool.page_table([child]), 0)[0][:6, 0, 0].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_page_that_is_still_to_be_copied_is_not_given_to_another_sequence() -> None:
+    cache = PagedKVCache.empty(3, 4, 1, 64, format="bf16")
+    pool = PagePool(3, 4)
+    parent = _filled(pool, [cache], 2)
+    child = pool.fork(parent)
+    copies = pool.extend(child, 1)
+    pool.free(parent)
+    assert pool.free_pages == 1
+    other = pool.allocate(4)
+    assert pool.pages(other)[0] != copies[0].source
+    apply_copies(cache, copies)
+    pool.copies_done(child)
+    assert pool.free_pages == 1
+    pool.free(child)
+    pool.free(other)
+    assert pool.free_pages == 3
+    child = pool.fork(parent := pool.allocate(2))
+    pool.extend(child, 1)
+    pool.free(child)
+    pool.free(parent)
+    assert pool.free_pages == 3, "a sequence that is freed needs no copy"
+
+
+def test_the_tables_before_and_after_an_extension() -> None:
+    pool = PagePool(8, 4)
+    a, b = pool.allocate(6), pool.allocate()
+    pool.extend(a, 3)
+    pool.extend(b, 2)
+    before, after = pool.table_before([a, b], [3, 2]), pool.table_after([a, b], max_pages=4)
+    assert before.before_append
+    assert not after.before_append
+    assert before.seq_lens is not None
+    assert after.seq_lens is not None
+    assert (before.seq_lens.tolist(), after.seq_lens.tolist()) == ([6, 0], [9, 2])
+    pages = [list(pool.pages(a)), [*pool.pages(b), -1, -1]]
+    assert before.page_ids.tolist() == pages
+    assert after.page_ids.tolist() == [[*row, -1] for row in pages]
+    assert pool.table_before([b], 2).capacity == 4
+    assert pool.table_before([], 2).page_ids.shape == (0, 1)
+    with pytest.raises(ValueError, match="max_pages must be at least 3, got 2"):
+        pool.table_after([a], max_pages=2)
+    for count in (10, -1):
+        with pytest.raises(ValueError, match=r"new_tokens must lie in 0..length .* call extend first"):
+            pool.table_before([a], count)
+    with pytest.raises(ValueError, match=r"one count a sequence \(2\), got 1"):
+        pool.table_before([a, b], [3])
+
+
+def test_caches_that_are_not_the_pools_are_refused() -> None:
+    cache = PagedKVCache.empty(4, 4, 1, 64, format="bf16")
+    for pages, size in ((5, 4), (4, 8)):
+        with pytest.raises(ValueError, match="caches must have pages of"):
+            PagePool(pages, size, caches=[cache])
+    with pytest.raises(TypeError, match="caches must be a PagedKVCache, got Tensor"):
+        PagePool(4, 4, caches=[cache.k])  # type: ignore[list-item]
+    for copy in (PageCopy(0, 4, 1), PageCopy(-1, 0, 1)):
+        with pytest.raises(ValueError, match=r"pages in \[0, 4\)"):
+            apply_copies(cache, [copy])
+    with pytest.raises(TypeError, match="cache must be a PagedKVCache"):
+        apply_copies([cache], [])  # type: ignore[arg-type]
+
+
+def test_slots_past_int32_are_int64() -> None:
+    pool = PagePool(3, 2**30)
+    pool.allocate(2**30)
+    seq = pool.allocate(2**30 + 8)
+    slots = pool.slot_mapping(seq, 2**30 + 4, 2)
+    assert slots.dtype == torch.int64
+    assert slots.tolist() == [2 * 2**30 + 4, 2 * 2**30 + 5]

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowkv.quant import errors
 
@@ -101,8 +102,54 @@ def test_descale_float_accepts() -> None:
 
 def test_finite_float() -> None:
     assert errors.check_finite_float("sm_scale", 0) == 0.0
-    with pytest.raises(ValueError, match="sm_scale must be finite, got nan"):
-        errors.check_finite_float("sm_scale", math.nan)
+    largest = torch.finfo(torch.float32).max
+    assert errors.check_finite_float("sm_scale", -largest) == -largest
+    # The last is the smallest double that float32 rounds to infinity.
+    for bad in (math.nan, math.inf, -math.inf, 1e39, 10**400, (2.0 - 2.0**-24) * 2.0**127):
+        with pytest.raises(ValueError, match="sm_scale must be finite"):
+            errors.check_finite_float("sm_scale", bad)
+    with pytest.raises(ValueError, match="sm_scale must be finite in float32"):
+        errors.check_finite_float("sm_scale", 1e39)
+    below = math.nextafter((2.0 - 2.0**-24) * 2.0**127, 0.0)
+    assert math.isfinite(float(torch.tensor(errors.check_finite_float("sm_scale", below))))
+
+
+def test_window() -> None:
+    for window in (-1, 0, 2**31 - 1):
+        assert errors.check_window("window_left", window) == window
+    for bad in (-2, 2**31):
+        with pytest.raises(ValueError, match=r"window_left must be -1 .* or a number of keys up to"):
+            errors.check_window("window_left", bad)
+    for not_int in (True, 1.0, None):
+        with pytest.raises(TypeError, match="window_left must be an int, got"):
+            errors.check_window("window_left", not_int)  # type: ignore[arg-type]
+
+
+def test_instance() -> None:
+    x = torch.zeros(1)
+    assert errors.check_instance("cache", x, torch.Tensor) is x
+    with pytest.raises(TypeError, match="cache must be a Tensor, got NoneType"):
+        errors.check_instance("cache", None, torch.Tensor)
+
+
+def test_index_vectors() -> None:
+    column = torch.zeros(3, 2, dtype=torch.int64)[:, 0]
+    errors.check_index_vector("slot_mapping", column, 3)
+    errors.check_index_vector("slot_mapping", column.int(), "tokens")
+    for bad in (torch.zeros(3), torch.zeros(3, dtype=torch.int16), torch.zeros(3, dtype=torch.bool)):
+        with pytest.raises(TypeError, match=r"slot_mapping must have dtype one of torch.int32, torch.int64"):
+            errors.check_index_vector("slot_mapping", bad, 3)
+    with pytest.raises(ValueError, match=r"slot_mapping must have shape \[4\], got \[3\]"):
+        errors.check_index_vector("slot_mapping", column, 4)
+    with pytest.raises(ValueError, match=r"slot_mapping must have shape \[tokens\], got \[3, 1\]"):
+        errors.check_index_vector("slot_mapping", column[:, None], "tokens")
+
+
+def test_a_strided_vector_is_copied_and_another_is_not() -> None:
+    numbers = torch.arange(6)
+    assert errors.contiguous_vector(numbers) is numbers
+    copy = errors.contiguous_vector(numbers[::2])
+    assert (copy.tolist(), copy.stride()) == ([0, 2, 4], (1,))
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
@@ -115,6 +162,10 @@ def test_descale_tensor_values_are_looked_at_only_when_asked(bad: float) -> None
         errors.check_descale_tensor("v_descale", descale, validate=True)
     errors.check_descale_tensor("v_descale", torch.ones(2), validate=True)
     errors.check_descale_tensor("v_descale", torch.ones(0), validate=True)
+    learnt = torch.ones(2, requires_grad=True)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"v_descale must not require grad.*detach"):
+        errors.check_descale_tensor("v_descale", learnt)
+    errors.check_descale_tensor("v_descale", learnt.detach())
     with pytest.raises(TypeError, match=r"v_descale must have dtype torch.float32"):
         errors.check_descale_tensor("v_descale", torch.ones(2, dtype=torch.float64))
 
@@ -137,6 +188,59 @@ def test_overlap() -> None:
         errors.check_no_overlap("out", base[:3], q=base[2:])
     with pytest.raises(ValueError, match="out must not share memory with q"):
         errors.check_no_overlap("out", base.view(torch.int32)[1], q=base)
+
+
+def test_an_output_may_not_overlap_itself_and_inputs_may_be_anything() -> None:
+    base = torch.zeros(4, 8)
+    for good in (base.t(), base[::2, ::3], torch.zeros(4, 1, 8).expand(4, 1, 8), base[:1].expand(1, 8)):
+        errors.check_no_overlap("out", good, k_descale=0.5, sinks=None, q=torch.zeros(4, 8))
+    for bad in (
+        torch.zeros(8).expand(4, 8),
+        torch.zeros(1).expand(2),
+        base.as_strided((4, 8), (4, 1)),
+        base.as_strided((2, 2), (1, 1)),
+    ):
+        with pytest.raises(ValueError, match=r"out must not overlap itself, got shape .* with strides"):
+            errors.check_no_overlap("out", bad)
+    with pytest.raises(ValueError, match="out must not share memory with sinks"):
+        errors.check_no_overlap("out", base, k_descale=0.5, sinks=base[0, :2])
+
+
+def _without_memory() -> dict[str, torch.Tensor]:
+    with FakeTensorMode():
+        fake = torch.ones(4, 8)
+    return {
+        "fake": fake,
+        "meta": torch.ones(4, 8, device="meta"),
+        "functional": torch._to_functional_tensor(torch.ones(4, 8)),
+    }
+
+
+# FAULTS 48
+@pytest.mark.parametrize("kind", ["fake", "meta", "functional", "vmapped"])
+def test_no_check_asks_a_tensor_without_memory_for_its_address(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_address(self: torch.Tensor) -> int:
+        raise AssertionError("data_ptr was called")
+
+    def check(out: torch.Tensor) -> torch.Tensor:
+        assert not errors.has_memory(out)
+        errors.check_no_overlap("out", out, q=out)
+        errors.check_no_overlap("out", torch.zeros(0), q=out)
+        errors.check_descale_tensor("k_descale", out, validate=True)
+        errors.check_last_dim_contiguous("q", out)
+        return out
+
+    real = torch.zeros(2, 4, 8)
+    assert errors.has_memory(real)
+    monkeypatch.setattr(torch.Tensor, "data_ptr", no_address)
+    with pytest.raises(AssertionError, match="data_ptr was called"):
+        errors.check_no_overlap("out", real, q=real)
+    if kind == "vmapped":
+        torch.func.vmap(check)(real)
+    else:
+        check(_without_memory()[kind])
 
 
 def test_unsupported_is_a_value_error() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.jit import JITFunction
 
 from narrowkv.quant.errors import UnsupportedError
 from narrowkv.quant.launch import LaunchOptions, compile_for, launch, run_as
@@ -127,22 +131,34 @@ def test_one_process_interprets_and_compiles_in_any_order() -> None:
         assert torch.equal(c, torch.eye(16))
 
 
-def test_a_kernel_that_fails_leaves_triton_as_it_was() -> None:
-    before = (
-        tl.load,
-        tl.core.tensor.__add__,
-        triton.runtime.jit.JITFunction.__call__,
+def _what_the_process_shares() -> list[Any]:
+    language = {name: vars(tl)[name] for name in sorted(vars(tl))}
+    tensor = {name: vars(tl.tensor)[name] for name in sorted(vars(tl.tensor))}
+    return [
+        language,
+        tensor,
+        JITFunction.__call__,
+        tl.dtype.to_ir,
         triton.knobs.runtime.interpret,
-    )
+        dict(os.environ),
+    ]
+
+
+def test_a_launch_changes_nothing_that_others_import() -> None:
+    before = _what_the_process_shares()
+    seen = []
+
+    class Watch(torch.Tensor):
+        def data_ptr(self) -> int:
+            seen.append(_what_the_process_shares())
+            return super().data_ptr()
+
+    launch(_count_kernel, (1,), (torch.zeros(1, dtype=torch.int32).as_subclass(Watch),), {}, ONE)
     with pytest.raises(Exception):  # noqa: B017, PT011  # which one is the interpreter's business
         launch(_broken_kernel, (1,), (torch.zeros(16),), {"N": 16}, ONE)
-    after = (
-        tl.load,
-        tl.core.tensor.__add__,
-        triton.runtime.jit.JITFunction.__call__,
-        triton.knobs.runtime.interpret,
-    )
-    assert before == after
+    assert len(seen) > 1, "asked before the launch, and by the interpreter"
+    assert all(during == before for during in [*seen, _what_the_process_shares()])
+    assert "interpreter_builder" not in _count_kernel.fn.__globals__
 
 
 def test_targets_that_cannot_be_compiled_for_are_refused_with_what_can() -> None:

@@ -12,17 +12,17 @@ import torch
 
 from narrowkv.quant.accuracy import compare
 from narrowkv.quant.errors import UnsupportedError
-from narrowkv.quant.launch import compile_for, run_as
+from narrowkv.quant.launch import BoundLaunch, compile_for, run_as
 from narrowkv.sparse_fp8 import (
     DSV4Rows,
     KVSource,
+    SparsePlan,
     choose_mode,
     sparse_decode,
     sparse_prefill,
     sparse_prefill_fp8,
     sparse_prefill_reference,
 )
-from narrowkv.sparse_fp8.arguments import needs_64_bit
 from narrowkv.sparse_fp8.config import NUM_HEADS
 from narrowkv.sparse_fp8.workloads import SparseInputs, SparseWorkload
 
@@ -323,16 +323,14 @@ def test_one_16_bit_and_one_fp8_source_through_the_prepass(device: str) -> None:
 def test_prepass_expands_what_is_less_the_pool_or_the_named_rows(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from narrowkv.sparse_fp8 import attend
-
     sizes: list[int] = []
-    right = attend._expand
+    right = SparsePlan._expand
 
-    def expand(rows: DSV4Rows, indices: torch.Tensor | None, num_out: int, *rest: Any) -> torch.Tensor:
-        sizes.append(num_out)
-        return right(rows, indices, num_out, *rest)
+    def expand(plan: SparsePlan, rows: DSV4Rows, named_by: KVSource | None, count: int, *rest: Any) -> None:
+        sizes.append(count)
+        right(plan, rows, named_by, count, *rest)
 
-    monkeypatch.setattr(attend, "_expand", expand)
+    monkeypatch.setattr(SparsePlan, "_expand", expand)
     few = W(prefix_lens=(9, 2), pool_rows=256).build(device)
     many = W(prefix_lens=(9, 2) * 40, pool_rows=64).build(device)
     _agrees(few, _prepass)
@@ -342,8 +340,6 @@ def test_prepass_expands_what_is_less_the_pool_or_the_named_rows(
 
 @pytest.mark.parametrize("way", ["fused", "decode fused"])
 def test_fused_allocates_nothing_that_grows_with_the_pool(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from narrowkv.sparse_fp8 import arguments
-
     _, run = WAYS[way]
     seen: dict[int, list[int]] = {}
     right = torch.empty
@@ -356,9 +352,9 @@ def test_fused_allocates_nothing_that_grows_with_the_pool(way: str, monkeypatch:
             return made
 
         inputs = W(prefix_lens=(9,), pool_rows=rows).build()
-        monkeypatch.setattr(arguments.torch, "empty", empty)
+        monkeypatch.setattr(torch, "empty", empty)
         run(inputs)
-        monkeypatch.setattr(arguments.torch, "empty", right)
+        monkeypatch.setattr(torch, "empty", right)
     assert seen[64] == seen[4096]
 
 
@@ -473,14 +469,13 @@ REFUSED: dict[str, tuple[str, type[Exception], Callable[[SparseInputs], Any]]] =
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_before_any_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from narrowkv.sparse_fp8 import attend
 
     def launch(*_: Any) -> None:
         raise AssertionError("launched")
 
     words, error, call = REFUSED[name]
     inputs = W(layout="split").build()
-    monkeypatch.setattr(attend, "launch", launch)
+    monkeypatch.setattr(BoundLaunch, "__call__", launch)
     with pytest.raises(error, match=words):
         call(inputs)
 
@@ -516,10 +511,11 @@ def test_any_part_that_lies_far_apart_is_read_by_64_bits(part: str) -> None:
         rows("rope", 64, torch.bfloat16),
         rows("scale", 7, torch.float32),
     )
-    assert needs_64_bit(far)
+    assert far.bound.format.offsets_64_bit
 
 
 @pytest.mark.slow
+@pytest.mark.large_memory
 @pytest.mark.parametrize("way", ["wide", "fused"])
 @pytest.mark.parametrize("strided", ["q", "out"])
 def test_heads_beyond_31_bits(way: str, strided: str, device: str) -> None:
@@ -534,6 +530,7 @@ def test_heads_beyond_31_bits(way: str, strided: str, device: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.large_memory
 def test_offsets_beyond_31_bits(device: str) -> None:
     """FAULTS 22: rows two gibibytes into a pool whose pages are far apart."""
     pages, stride = 40, 2**26

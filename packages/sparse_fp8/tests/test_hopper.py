@@ -10,43 +10,44 @@ import pytest
 import torch
 
 from narrowkv.quant.accuracy import compare
+from narrowkv.quant.launch import executing
 from narrowkv.quant.launch.gluon import has_gluon
 from narrowkv.quant.targets import device_target, get_target
 from narrowkv.sparse_fp8 import (
     DSV4Rows,
     KVSource,
-    attend,
+    SparsePlan,
     config,
+    plan_sparse,
     sparse_decode,
     sparse_prefill,
     sparse_prefill_fp8,
     sparse_prefill_reference,
 )
-from narrowkv.sparse_fp8.arguments import suits_hopper
-from narrowkv.sparse_fp8.config import choose_config
+from narrowkv.sparse_fp8.config import hopper_config, hopper_pays
+from narrowkv.sparse_fp8.plan import query_format, suits_hopper
 from narrowkv.sparse_fp8.workloads import SparseWorkload
 
 W = SparseWorkload
 
 
-def _config(target: str = "sm90", **changes: Any) -> config.SparseConfig:
-    call = {"kernel": "wide", "num_tokens": 132, "num_heads": 64, "mean_rows": 512, "hopper": True}
-    return choose_config(get_target(target), **{**call, **changes})
-
-
-def _stages(target: str = "sm90", **changes: Any) -> int:
-    return _config(target, **changes).stages
+def _takes_hopper(
+    target: str = "sm90", *, kernel: str = "wide", num_tokens: int = 132, num_heads: int = 64
+) -> config.SparseConfig | None:
+    """The configuration for Hopper if a call of this size takes it."""
+    found = get_target(target)
+    chosen = hopper_config(found, kernel=kernel, num_heads=num_heads)
+    return chosen if chosen is not None and hopper_pays(found, chosen, num_tokens, num_heads) else None
 
 
 @pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
 def test_it_is_taken_where_it_was_measured_to_be_faster() -> None:
-    assert _stages()
-    assert _stages(num_heads=128, num_tokens=66)
-    assert _stages(kernel="fused")
-    assert not _stages(num_tokens=131)
-    assert not _stages(hopper=False)
+    assert _takes_hopper()
+    assert _takes_hopper(num_heads=128, num_tokens=66)
+    assert _takes_hopper(kernel="fused")
+    assert not _takes_hopper(num_tokens=131)
     for target in ("gfx942", "gfx950", "cuda", "cpu"):
-        assert not _stages(target)
+        assert not _takes_hopper(target)
 
 
 @pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
@@ -55,36 +56,37 @@ def test_it_is_taken_where_it_was_measured_to_be_faster() -> None:
     [("wide", 8, 16), ("wide", 16, 16), ("wide", 32, 32), ("fused", 16, 16), ("fused", 32, 64)],
 )
 def test_few_heads_have_a_kernel_that_pads_none(kernel: str, heads: int, block: int) -> None:
-    few = _config(kernel=kernel, num_heads=heads)
+    few = _takes_hopper(kernel=kernel, num_heads=heads)
+    assert few is not None
     assert few.block_h == block
     assert few.stages
-    assert not _stages(kernel=kernel, num_heads=heads, num_tokens=131)
+    assert not _takes_hopper(kernel=kernel, num_heads=heads, num_tokens=131)
 
 
 def test_a_triton_without_gluon_runs_the_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "has_gluon", lambda: False)
-    assert not _stages()
+    assert not _takes_hopper()
+
+
+SM90 = get_target("sm90")
 
 
 def _suits(inputs: Any, **changes: Any) -> bool:
     inputs = replace(inputs, **changes)
-    return suits_hopper(inputs.q, inputs.prefix, inputs.extend)
+    formats = [None if source is None else source.bound.format for source in (inputs.prefix, inputs.extend)]
+    mode = "fused" if any(rows is not None and rows.is_fp8 for rows in formats) else "wide"
+    return suits_hopper(mode, SM90, query_format(inputs.q), *formats)
 
 
 def test_what_it_can_read() -> None:
     for layout in ("bf16", "split", "packed584", "row512"):
         assert _suits(W(layout=layout, extend_lens=(3, 1, 0, 2)).build())
     wide = W(layout="bf16").build()
-    shifted = torch.zeros(wide.q.numel() + 1, dtype=wide.q.dtype)[1:].view(wide.q.shape)
-    assert not _suits(wide, q=shifted)
-    far_apart = torch.empty_strided(wide.q.shape, (512, 2**28, 1), dtype=wide.q.dtype, device="meta")
-    assert not _suits(wide, q=far_apart)
     strided = torch.zeros(8, 520, dtype=torch.bfloat16)[:, :512]
     assert not _suits(wide, prefix=KVSource(strided, wide.prefix.indptr, wide.prefix.indices))
     narrow = W().build()
     assert not _suits(narrow, q=narrow.q.half())
     assert _suits(narrow, q=DSV4Rows.quantize(narrow.q, layout="row512"))
-    assert not _suits(narrow, extend=wide.prefix)
     bytes_and_scales = torch.zeros(8, 512, dtype=torch.uint8)
     rope = torch.zeros(8, 64, dtype=torch.bfloat16)
     for rows in (
@@ -92,6 +94,36 @@ def test_what_it_can_read() -> None:
         DSV4Rows.quantize(torch.zeros(8, 512), layout="packed584", page_size=1, padded=False),
     ):
         assert not _suits(narrow, prefix=KVSource(rows, narrow.prefix.indptr, narrow.prefix.indices))
+
+
+@pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
+def test_a_query_or_lists_that_it_cannot_read_go_to_the_plain_kernel() -> None:
+    class Sm90:
+        """Launches nothing; calls inside are planned as on a Hopper GPU."""
+
+        target = SM90
+
+        def launch(self, *_: Any) -> None:
+            raise AssertionError("launched")
+
+    wide = W(layout="bf16", num_qo_heads=64, prefix_lens=(3,) * 132).build()
+    assert wide.prefix is not None
+    with executing(Sm90()):
+        plan = plan_sparse(num_qo_heads=64, prefix=wide.prefix.bound.format, device="cpu")
+
+        def stages(
+            q: torch.Tensor = wide.q, prefix: KVSource = wide.prefix, out: torch.Tensor = wide.q
+        ) -> int:
+            return plan._choose(q, prefix, None, out, 132).stages
+
+        assert stages() == 2
+        shifted = torch.zeros(wide.q.numel() + 1, dtype=wide.q.dtype)[1:].view(wide.q.shape)
+        assert stages(q=shifted) == 0
+        far_apart = torch.empty_strided(wide.q.shape, (512, 2**28, 1), dtype=wide.q.dtype, device="meta")
+        assert stages(q=far_apart) == 0
+        assert stages(out=far_apart) == 0
+        lists = replace(wide.prefix, indices=wide.prefix.indices.long())
+        assert stages(prefix=lists) == 0
 
 
 @pytest.mark.gpu
@@ -111,15 +143,15 @@ def test_it_agrees_with_the_reference(way: str, heads: int, monkeypatch: pytest.
         extend_lens=(3, 0, 64, 1, 0) * 40,
         q_dtype=torch.float16 if way == "fp16" else torch.bfloat16,
     ).build("cuda")
-    launches = 0
-    original = attend._run_hopper
+    stages: list[int] = []
+    original = SparsePlan._choose
 
-    def counted(*arguments: Any) -> None:
-        nonlocal launches
-        launches += 1
-        original(*arguments)
+    def noted(*arguments: Any) -> Any:
+        chosen = original(*arguments)
+        stages.append(chosen.stages)
+        return chosen
 
-    monkeypatch.setattr(attend, "_run_hopper", counted)
+    monkeypatch.setattr(SparsePlan, "_choose", noted)
     out = torch.full(inputs.q.shape, math.nan, dtype=torch.float32, device="cuda")
     q = DSV4Rows.quantize(inputs.q, layout="split") if way == "fp8_q" else inputs.q
     given = (q, inputs.prefix, inputs.extend)
@@ -130,7 +162,8 @@ def test_it_agrees_with_the_reference(way: str, heads: int, monkeypatch: pytest.
         o, lse = sparse_prefill(*given, **options)
     else:
         o, lse = sparse_prefill_fp8(*given, mode="fused", **options)
-    assert launches == 1
+    assert len(stages) == 1
+    assert stages[0] > 0
     expected, expected_lse = sparse_prefill_reference(*given, attn_sink=inputs.attn_sink, return_lse=True)
     empty = expected_lse == -math.inf
     assert bool(empty.any())

@@ -236,7 +236,7 @@ def _source(**changes: object) -> KVSource:
 @pytest.mark.parametrize(
     ("field", "value", "error"),
     [
-        ("indptr", torch.tensor([0, 1]), TypeError),
+        ("indptr", torch.tensor([0.0, 1.0]), TypeError),
         ("indptr", torch.zeros(0, dtype=torch.int32), ValueError),
         ("indices", torch.zeros(1), TypeError),
         ("indices", torch.zeros(1, 1, dtype=torch.int32), ValueError),

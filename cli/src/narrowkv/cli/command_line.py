@@ -47,8 +47,10 @@ class Commands(TyperGroup):
         except UnsupportedHereError as error:
             code = ExitCode.UNSUPPORTED
             text = f"unsupported here: {error}"
-        except ImportError as error:
-            # torch or triton; the packages' own words say which and how to get it.
+        except BrokenPipeError:
+            raise  # who reads has seen enough
+        except (ImportError, OSError) as error:
+            # torch or triton is missing, or a folder cannot be written; the words say which and what to do.
             code = ExitCode.UNSUPPORTED
             text = str(error)
         except KeyboardInterrupt:

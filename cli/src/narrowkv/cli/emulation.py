@@ -44,6 +44,7 @@ class EmulateExecutor:
         target: "gfx942" or "gfx950".
         workgroups: chooses the workgroups to run of a launch; None runs all, and then outputs are complete.
         detect_races: also watch LDS for races.
+        detect_hazards: also check waits for memory and wait states; includes `detect_races`.
 
     Attributes:
         runs: what was run, launch by launch.
@@ -55,11 +56,13 @@ class EmulateExecutor:
         *,
         workgroups: Callable[[Launch], Iterable[Workgroup]] | None = None,
         detect_races: bool = False,
+        detect_hazards: bool = False,
     ) -> None:
         self.target = get_target(target)
         self.runs: list[Run] = []
         self._workgroups = workgroups
         self._detect_races = detect_races
+        self._detect_hazards = detect_hazards
         # By address; holding the storages keeps the allocator from giving an address to another tensor.
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._written: dict[int, np.ndarray[Any, np.dtype[np.bool_]]] = {}
@@ -84,6 +87,7 @@ class EmulateExecutor:
             memory=memory,
             workgroups=None if self._workgroups is None else self._workgroups(launch),
             detect_races=self._detect_races,
+            detect_hazards=self._detect_hazards,
         )
         self.runs.append(Run(artifact, launch.size, result))
 

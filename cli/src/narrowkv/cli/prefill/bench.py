@@ -171,7 +171,9 @@ def _append_times(
         for _ in range(2)
     )
     assert table.seq_lens is not None
-    before = PageTable.from_block_table(table.page_ids, table.seq_lens - shape.new, page_size=table.page_size)
+    before = PageTable.from_block_table(
+        table.page_ids, cached_lens=table.seq_lens - shape.new, page_size=table.page_size
+    )
     places = torch.arange(shape.length - shape.new, shape.length, device="cuda")
     pages = table.page_ids[0].long()[places // table.page_size]
     slots = (pages * table.page_size + places % table.page_size).int()

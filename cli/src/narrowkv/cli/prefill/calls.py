@@ -100,7 +100,9 @@ def append_inputs(contract: Contract, shape: Shape, device: str = "cpu", clean: 
     grown = replace(shape, context=shape.context + shape.q_len)
     inputs = build(contract_case(contract, grown, clean), device)
     lens = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device)
-    table = PageTable.from_block_table(inputs.table.page_ids, lens, page_size=inputs.table.page_size)
+    table = PageTable.from_block_table(
+        inputs.table.page_ids, cached_lens=lens, page_size=inputs.table.page_size
+    )
     random = torch.Generator().manual_seed(1)
     size = (inputs.q.shape[0], shape.num_kv_heads, shape.head_dim)
     k_new, v_new = (torch.randn(size, generator=random).to(device, _DTYPES[contract.q]) for _ in range(2))

@@ -50,6 +50,7 @@ def paged_decode(
     window_left: int = -1,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
+    lse: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
     kernel: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -70,6 +71,8 @@ def paged_decode(
         window_left: a row attends to at most this many keys before itself; -1 for all.
         sinks: `[num_qo_heads]`, a logit per head with value 0: it enters the denominator of `o`.
         return_lse: also return the log-sum-exp.
+        lse: where to write the log-sum-exp, `[batch * q_len, num_qo_heads]` fp32, last dimension contiguous.
+            It is returned only with `return_lse`.
         plan: from `plan_decode`; without one, a plan is made for the call. With one there is no allocation
             but the outputs, and no host synchronisation either way, so the call can be captured in a graph.
         kernel: forces "native" or "decode" when there is no plan; see `plan_decode`.
@@ -110,10 +113,20 @@ def paged_decode(
         check_same_device(q=q, sinks=sinks)
     check_no_grad(q=q, k=cache.k, v=cache.v, sinks=sinks)
     o = output_tensor(q, out, out_dtype, cache)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-    if shape.batch:
+    if lse is not None:
+        check_dtype("lse", lse, (torch.float32,))
+        check_shape("lse", lse, tuple(q.shape[:2]))
+        check_last_dim_contiguous("lse", lse)
+        check_same_device(q=q, lse=lse)
+    elif return_lse:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if cache.num_pages == 0 or page_table.page_ids.numel() == 0:  # every sequence is empty
+        o.zero_()
+        if lse is not None:
+            lse.fill_(-math.inf)
+    elif shape.batch:
         _launch_decode(q, o, lse, sinks, cache, page_table, plan, scale, soft_cap, window_left)
-    return o if lse is None else (o, lse)
+    return (o, lse) if return_lse and lse is not None else o
 
 
 def _launch_decode(

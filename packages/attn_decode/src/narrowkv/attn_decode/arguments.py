@@ -96,10 +96,23 @@ def packed_route(target: Target, format_name: str, side: Side, half: bool) -> st
 
 def table_pointers(page_table: PageTable, cache: PagedKVCache) -> Table:
     """The page table of either kind, with the bounds that keep an unvalidated one memory-safe."""
-    ids, ragged = page_table.page_ids, page_table.kind == "ragged"
+    ids, num_pages = page_table.page_ids, cache.num_pages
     if ids.numel() == 0:
         ids = ids.new_zeros(1, 1)  # every sequence is empty: something to point at, whose content is not used
-    if ragged:
-        return Table(ids, page_table.kv_indptr, page_table.kv_last_page_len, ids.numel(), cache.num_pages)
-    num_ids = (ids.shape[0] - 1) * ids.stride(0) + ids.shape[1]
-    return Table(ids, ids.stride(0), page_table.seq_lens, num_ids, cache.num_pages)
+        num_pages = 0
+    max_pages = ids.shape[-1] if num_pages else 0
+    num_ids = 1 + sum((size - 1) * stride for size, stride in zip(ids.shape, ids.stride(), strict=True))
+    if page_table.kind == "ragged":
+        row: torch.Tensor | int | None = page_table.kv_indptr
+        row_step, lens = _step(page_table.kv_indptr), page_table.kv_last_page_len
+    else:
+        row, row_step, lens = ids.stride(0), None, page_table.seq_lens
+    return Table(ids, row, lens, num_ids, num_pages, max_pages, _step(ids), row_step, _step(lens))
+
+
+def _step(tensor: torch.Tensor | None) -> int | None:
+    """The stride of the last dimension, or None for 1, as `Table` has it."""
+    if tensor is None or tensor.shape[-1] < 2:
+        return None
+    stride = tensor.stride(-1)
+    return None if stride == 1 else stride

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from narrowkv.quant.device import BITS, widen_route
 from narrowkv.quant.errors import UnsupportedError, check_choice
 from narrowkv.quant.launch import LaunchOptions
@@ -25,6 +27,7 @@ class DecodeShape:
     head_dim: int
     page_size: int
     capacity: int
+    q_dtype: torch.dtype = torch.bfloat16
 
     @property
     def gqa_ratio(self) -> int:
@@ -170,8 +173,11 @@ def choose_config(
             # The compiler lowers a scaled dot of one wave to bf16 multiplications.
             warps = max(warps, 2)
             block_n = 128 if narrow_head and block_m == 16 else 64 if block_m <= 32 else 32
-        # gfx950 holds two waves a SIMD at these registers; told so, its compiler spills no scalars.
+        # gfx950 holds two waves a SIMD at these registers; told so, its compiler spills no scalars. The
+        # native kernel needs more for heads wider than 128 with more than 16 rows, or three terms of Q.
+        large = not narrow_head and (block_m > 16 or shape.q_dtype == torch.float16)
         pressed = "fp4_e2m1" in (k_format, v_format) and (block_m == 16 or chosen == "native")
+        pressed = pressed and not (chosen == "native" and large)
         waves = 2 if pressed and target.name == "gfx950" else None
         options = LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=16, waves_per_eu=waves)
     elif latency_bound and block_m == 16:

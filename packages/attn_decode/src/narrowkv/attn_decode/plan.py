@@ -9,6 +9,7 @@ import torch
 from narrowkv.attn_decode.config import DecodeConfig, DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import Workspace
 from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.paged_cache.page_table import check_table
 from narrowkv.quant.errors import (
     check_dtype,
     check_last_dim_contiguous,
@@ -71,6 +72,7 @@ def decode_shape(q: torch.Tensor, cache: PagedKVCache, page_table: PageTable) ->
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
+    check_table(page_table, cache)
     check_dtype("q", q, (torch.bfloat16, torch.float16))
     if q.dim() != 3:
         raise ValueError(f"q must have shape [batch * q_len, num_qo_heads, head_dim], got {tuple(q.shape)}")
@@ -86,10 +88,6 @@ def decode_shape(q: torch.Tensor, cache: PagedKVCache, page_table: PageTable) ->
             f"q must have a multiple of the cache's {cache.num_kv_heads} KV heads, "
             f"got num_qo_heads={num_qo_heads}"
         )
-    if page_table.page_size != cache.page_size:
-        raise ValueError(
-            f"page_table must have the cache's page_size {cache.page_size}, got {page_table.page_size}"
-        )
     if (batch == 0 and num_tokens) or (batch and num_tokens % batch):
         raise ValueError(f"q must have batch * q_len rows for batch {batch}, got {num_tokens}")
     check_same_device(q=q, k=cache.k, v=cache.v, page_table=page_table.page_ids)
@@ -101,6 +99,7 @@ def decode_shape(q: torch.Tensor, cache: PagedKVCache, page_table: PageTable) ->
         head_dim=head_dim,
         page_size=cache.page_size,
         capacity=page_table.capacity,
+        q_dtype=q.dtype,
     )
 
 
@@ -127,7 +126,7 @@ def plan_decode(
         tokens_per_split: a fixed split size in tokens (rounded up to key tiles). Results of a sequence are
             then bitwise the same alone or in any batch.
         split: forces "none", "even" or "uniform".
-        kernel: forces "native" (scaled matrix instructions on FP4 keys, Q rounded to E4M3: gfx950) or
+        kernel: forces "native" (scaled matrix instructions on FP4 keys, Q as a sum of E4M3 terms: gfx950) or
             "decode" (the cache widened to 16 bits: everywhere). None takes native where it can.
 
     Returns:

@@ -13,7 +13,9 @@ from narrowkv.quant.quantize import cast_fp8, quantize_per_group
 
 _I32 = torch.int32
 _SPARE_PAGES = 3
-_STALE = 2**30  # what stands in a page table past a sequence's end
+# What stands in a page table past the end of a sequence. Times the stride of a page it does not wrap, in 32
+# bits, to an offset inside a cache.
+_STALE = 2**30 + 54321
 # Unused slots hold NaN, so that reading one shows.
 _NAN_BYTE = {"fp8_e4m3fn": 0x7F, "fp8_e4m3fnuz": 0x80, "fp8_e5m2": 0x7F}
 

@@ -1,22 +1,35 @@
-"""Checks of a call's options, before anything is launched."""
+"""Checks of a call's options and, where asked for, of the values of its metadata, before any launch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
 import torch
 
-from narrowkv.attn_decode.arguments import OUT_DTYPES, output_tensor
-from narrowkv.paged_cache import PagedKVCache, Rope
+from narrowkv.attn_decode.arguments import OUT_DTYPES
+from narrowkv.attn_prefill.config import PrefillShape
+from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import EXPONENT_RULES, check_new_tokens
+from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
 from narrowkv.quant.errors import (
     check_descale_float,
+    check_descale_tensor,
     check_dtype,
     check_finite_float,
+    check_instance,
     check_last_dim_contiguous,
+    check_no_grad,
     check_no_overlap,
     check_same_device,
     check_shape,
 )
+from narrowkv.quant.errors import check_window as check_window_size
 from narrowkv.quant.formats import get_format
+
+# A window of as many keys reaches every key there can be, and positions in it would pass 32 bits.
+_OPEN_WINDOW = 2**30
 
 
 def check_soft_cap(value: float) -> float:
@@ -27,10 +40,9 @@ def check_soft_cap(value: float) -> float:
     return soft_cap
 
 
-def check_window(name: str, value: int) -> None:
-    """Refuses what is no number of tokens."""
-    if not isinstance(value, int) or value < -1:
-        raise ValueError(f"{name} must be -1 (no window) or a number of tokens, got {value!r}")
+def check_window(name: str, value: int) -> int:
+    """A window's size, -1 for one that reaches all keys."""
+    return -1 if check_window_size(name, value) >= _OPEN_WINDOW else value
 
 
 def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
@@ -43,13 +55,14 @@ def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
 
 
 def fold_q_descale(
-    q: torch.Tensor, q_descale: float | torch.Tensor, scale: float
+    q: torch.Tensor, q_descale: float | torch.Tensor, scale: float, *, validate: bool
 ) -> tuple[float, torch.Tensor | None]:
     """The softmax scale with a float descale in it, and a descale that is on the device."""
     if isinstance(q_descale, torch.Tensor):
         check_dtype("q_descale", q_descale, (torch.float32,))
         check_shape("q_descale", q_descale, (1,))
         check_same_device(q=q, q_descale=q_descale)
+        check_descale_tensor("q_descale", q_descale, validate=validate)
     else:
         check_descale_float("q_descale", q_descale)
     if get_format(q.dtype).kind != "fp8":
@@ -59,22 +72,178 @@ def fold_q_descale(
     return (scale, q_descale) if isinstance(q_descale, torch.Tensor) else (scale * q_descale, None)
 
 
-def output_for(q: torch.Tensor, out: torch.Tensor | torch.dtype | None, cache: PagedKVCache) -> torch.Tensor:
-    """The output tensor: the caller's, or a new one."""
-    if isinstance(out, torch.Tensor):
-        return output_tensor(q, out, None, cache)
-    default = q.dtype if get_format(q.dtype).kind == "float" else torch.bfloat16
-    return output_tensor(q, None, default if out is None else out, cache)
+def outputs_for(
+    q: torch.Tensor,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    lse: torch.Tensor | None,
+    return_lse: bool,
+    inputs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The output and, where wanted, the log-sum-exp: the caller's tensors once they are checked, or new ones.
+
+    inputs: the call's other tensors by name, which the caller's outputs must not overlap.
+    """
+    if out_dtype is not None and out_dtype not in OUT_DTYPES:
+        if not isinstance(out_dtype, torch.dtype):
+            raise TypeError(f"out_dtype must be a torch.dtype, got {type(out_dtype).__name__}")
+        raise ValueError(f"out_dtype must be one of {OUT_DTYPES}, got {out_dtype}")
+    if out is None:
+        own = q.dtype if q.dtype.itemsize == 2 else torch.bfloat16
+        out = torch.empty(q.shape, dtype=out_dtype or own, device=q.device)
+    else:
+        check_dtype("out", out, OUT_DTYPES if out_dtype is None else (out_dtype,))
+        _check_output("out", out, q, tuple(q.shape), {"q": q, "lse": lse, **inputs})
+    if lse is not None:
+        check_dtype("lse", lse, (torch.float32,))
+        _check_output("lse", lse, q, tuple(q.shape[:2]), {"q": q, "out": out, **inputs})
+    elif return_lse:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    return out, lse
+
+
+def _check_output(
+    name: str, given: torch.Tensor, q: torch.Tensor, shape: tuple[int, ...], inputs: dict[str, Any]
+) -> None:
+    check_shape(name, given, shape)
+    check_same_device(q=q, **{name: given})
+    check_last_dim_contiguous(name, given)
+    check_no_grad(**{name: given})
+    check_no_overlap(name, given, **inputs)
+
+
+def call_inputs(
+    cache: PagedKVCache, page_table: PageTable, cu_seqlens_q: torch.Tensor, **others: Any
+) -> dict[str, Any]:
+    """The tensors of a call by name."""
+    return {
+        "cache.k": cache.k,
+        "cache.v": cache.v,
+        "cache.k_descale": cache.k_descale,
+        "cache.v_descale": cache.v_descale,
+        **_metadata(page_table, cu_seqlens_q),
+        **others,
+    }
+
+
+def _metadata(page_table: PageTable, cu_seqlens_q: torch.Tensor) -> dict[str, Any]:
+    return {
+        "page ids": page_table.page_ids,
+        "seq_lens": page_table.seq_lens,
+        "kv_indptr": page_table.kv_indptr,
+        "kv_last_page_len": page_table.kv_last_page_len,
+        "cu_seqlens_q": cu_seqlens_q,
+    }
 
 
 def check_chunk(
-    q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, cache: PagedKVCache, rope: Rope | None
+    q: torch.Tensor,
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    cache: PagedKVCache,
+    page_table: PageTable,
+    cu_seqlens_q: torch.Tensor,
+    rope: Rope | None,
+    sinks: torch.Tensor | None,
+    *,
+    validate: bool,
 ) -> None:
-    """Refuses new tokens that do not belong to the queries or cannot be stored."""
+    """Refuses new tokens that do not belong to the queries or cannot be stored, and inputs in the cache."""
+    others: dict[str, Any] = {"q": q, "k_new": k_new, "v_new": v_new, "sinks": sinks}
+    others |= _metadata(page_table, cu_seqlens_q)
     for name, new in (("k_new", k_new), ("v_new", v_new)):
         check_dtype(name, new, (q.dtype,))
         check_shape(name, new, (q.shape[0], cache.num_kv_heads, cache.head_dim))
     check_same_device(q=q, k_new=k_new)
-    check_new_tokens(cache, k_new, v_new, rope, EXPONENT_RULES[0], validate=False)
-    check_no_overlap("cache.k", cache.k, k_new=k_new, v_new=v_new, q=q)
-    check_no_overlap("cache.v", cache.v, k_new=k_new, v_new=v_new, q=q)
+    if rope is not None:
+        check_instance("rope", rope, Rope)
+        others |= {"rope.cos": rope.cos, "rope.sin": rope.sin, "rope.positions": rope.positions}
+    check_new_tokens(cache, k_new, v_new, rope, EXPONENT_RULES[0], validate=validate)
+    check_no_overlap("cache.k", cache.k, **others)
+    check_no_overlap("cache.v", cache.v, **others)
+    for name, descale, kind, _ in _descales(cache):
+        if isinstance(descale, torch.Tensor) and kind in PER_TOKEN_GRANULARITIES:
+            check_no_overlap(f"cache.{name}", descale, **others)
+
+
+def _descales(cache: PagedKVCache) -> Iterator[tuple[str, Any, str, str]]:
+    """Name, value and granularity of both descales, and the format that each belongs to."""
+    yield "k_descale", cache.k_descale, cache.k_granularity, cache.format.k
+    yield "v_descale", cache.v_descale, cache.v_granularity, cache.format.v
+
+
+def check_descales(cache: PagedKVCache, batch: int) -> None:
+    """Refuses descales that are no positive numbers, or are of another batch."""
+    for name, descale, kind, _ in _descales(cache):
+        if not isinstance(descale, torch.Tensor):
+            check_descale_float(name, descale)
+        elif kind == "sequence_head" and descale.shape[0] != batch:
+            raise ValueError(
+                f"{name} per sequence and head must have shape [{batch}, {cache.num_kv_heads}] for the page "
+                f"table's {batch} sequences, got {list(descale.shape)}"
+            )
+
+
+def check_values(
+    shape: PrefillShape, cache: PagedKVCache, page_table: PageTable, cu_seqlens_q: torch.Tensor
+) -> None:
+    """Looks at the values of a call's metadata, which waits for the device.
+
+    Args:
+        shape: the call's number of query tokens, and the bounds that its plan was made with.
+        cache: its descales of used tokens.
+        page_table: lengths and page ids; of a table before an append also its room for the new tokens.
+        cu_seqlens_q: where each sequence's query tokens begin.
+
+    Raises:
+        ValueError: naming the first fault found, what was expected and what came.
+    """
+    starts = cu_seqlens_q.cpu().long()
+    q_lens = starts.diff()
+    if int(starts[0]) != 0 or int(starts[-1]) != shape.num_tokens or bool((q_lens < 0).any()):
+        raise ValueError(
+            f"cu_seqlens_q must rise from 0 to the number of query tokens {shape.num_tokens}, "
+            f"got {starts.tolist()[:16]}"
+        )
+    page_table.check_values(cache.num_pages)
+    lens = page_table.seq_lens_tensor().cpu().long()
+    if page_table.before_append:
+        lens = lens + q_lens
+        _check_room(page_table, lens, q_lens)
+        full = torch.where(q_lens > 0, lens, 0).to(page_table.page_ids.device, torch.int32)
+        replace(page_table, seq_lens=full, before_append=False).check_values(cache.num_pages)
+    if q_lens.numel():
+        _check_bound("max_q_len", shape.max_q_len, int(q_lens.max()))
+        _check_bound("max_seq_len", shape.max_seq_len, int(lens.max()))
+        _check_bound("max_kv_tokens", shape.kv_tokens, int(lens.sum()))
+    check_descales(cache, page_table.batch_size)
+    for name, descale, kind, _ in _descales(cache):
+        if isinstance(descale, torch.Tensor) and descale.dtype == torch.float32:
+            for values in _used_descales(descale, kind, page_table):
+                check_descale_tensor(name, values, validate=True)
+
+
+def _check_room(page_table: PageTable, lens: torch.Tensor, q_lens: torch.Tensor) -> None:
+    beyond = (lens > page_table.capacity) & (q_lens > 0)
+    if bool(beyond.any()):
+        seq = int(beyond.nonzero()[0])
+        raise ValueError(
+            f"page_table must have pages for the new tokens: sequence {seq} comes to {int(lens[seq])} "
+            f"tokens, got pages for {page_table.capacity}; extend the table before the append"
+        )
+
+
+def _check_bound(name: str, bound: int, value: int) -> None:
+    if value > bound:
+        raise ValueError(f"{name} must be at least {value} for these lengths, got {bound}: make a new plan")
+
+
+def _used_descales(descale: torch.Tensor, kind: str, page_table: PageTable) -> Iterator[torch.Tensor]:
+    """The values of a descale that a call reads: those of tokens that the table names, or all."""
+    if kind not in ("page_head", *PER_TOKEN_GRANULARITIES):
+        yield descale
+        return
+    for seq in range(page_table.batch_size):
+        pages, seq_len = page_table.pages_of(seq)
+        used = descale[pages]
+        yield used if kind == "page_head" else used.flatten(0, 1)[:seq_len]

@@ -54,6 +54,10 @@ class PrefillShape:
         """Query heads that share a KV head."""
         return self.num_qo_heads // self.num_kv_heads
 
+    def of_any_sequence(self) -> PrefillShape:
+        """The same heads, with a batch and bounds that do not depend on the call."""
+        return replace(self, batch=1, num_tokens=64, max_q_len=64, max_seq_len=1, kv_tokens=1)
+
     def row_tiles(self, block_m: int) -> int:
         """A bound of the tiles of packed rows of one KV head, over all sequences."""
         if self.batch == 0:

@@ -45,6 +45,7 @@ from narrowkv.quant.launch import is_compiled, launch
 _LOG2E = math.log2(math.e)
 _TRITON_16_BIT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _QUANTISED_TOKENS = 32  # new tokens of a head that one program of a pipelined append quantises
+_PLACED_TILES = 16  # tiles that one program puts in their order
 # P is at most one; in FP8 it is brought near the largest number that each format has.
 _P_SCALE = {"fp8_e4m3fn": 256.0, "fp8_e4m3fnuz": 128.0}
 
@@ -78,10 +79,7 @@ class PrefillCall:
             "RAGGED": page_table.kind == "ragged",
             "BLOCK_D": 1 << (shape.head_dim - 1).bit_length(),
         }
-        self.batch_constants = {
-            "NVIDIA": plan.target.vendor == "nvidia",
-            "BLOCK_B": max(2, 1 << (shape.batch - 1).bit_length()),
-        }
+        self.vendor = {"NVIDIA": plan.target.vendor == "nvidia"}
         self.mask = {"WINDOW_LEFT": window_left, "WINDOW_RIGHT": window_right}
 
     def cache_arguments(
@@ -168,11 +166,6 @@ class PrefillCall:
         shape, config = self.plan.shape, config or self.plan.config
         return shape.row_tiles(config.block_m) * shape.num_kv_heads, 1, config.num_splits
 
-    def _ordering(self) -> dict[str, int]:
-        """Constants of programs that order tiles: sequences, and tiles that one program places."""
-        block_b = self.batch_constants["BLOCK_B"]
-        return {"BLOCK_B": block_b, "BLOCK_I": max(1, min(32, 8192 // block_b))}
-
     def _workspace(self) -> Workspace:
         return self.plan.workspace if self.plan.workspace is not None else Workspace(None, None, None)
 
@@ -200,7 +193,7 @@ class PrefillCall:
             {
                 **cache_constants,
                 **self.options(outputs, folded),
-                **self.batch_constants,
+                **self.vendor,
                 "COMPUTE": compute,
                 "SCALE_Q": half and plan.q_dtype == torch.bfloat16,
                 "SPLIT_Q": not half and plan.q_dtype == torch.float16,
@@ -226,14 +219,13 @@ class PrefillCall:
         pages = self._pages(config) if pipelined else (None, None)
         num_blocks = scratch.rows // config.scratch_block
         num_tiles = plan.shape.row_tiles(config.block_m)
-        ordering = self._ordering()
         options = self.options(outputs, folded, config)
         widen_constants = {
             name: options[name] for name in ("NUM_KV_HEADS", "GQA_RATIO", "HEAD_DIM", "PAGE_SIZE", "RAGGED")
         }
         launch(
             _widen_kernel,
-            (num_blocks * plan.shape.num_kv_heads + -(-num_tiles // ordering["BLOCK_I"]),),
+            (num_blocks * plan.shape.num_kv_heads + -(-num_tiles // _PLACED_TILES),),
             (
                 queries, k, v, self.k_descale, self.v_descale, self.table, scratch, plan.schedule,
                 plan.shape.batch, num_blocks, num_tiles,
@@ -247,7 +239,7 @@ class PrefillCall:
                 "BLOCK_D": options["BLOCK_D"],
                 "BLOCK_N": config.scratch_block,
                 "PDL": config.options.launch_pdl,
-                **ordering,
+                "BLOCK_I": _PLACED_TILES,
             },
             widen_options(plan.target, plan.shape.head_dim, config.scratch_block),
         )  # fmt: skip
@@ -390,12 +382,11 @@ class PrefillCall:
         if config.kernel in ("pipelined", "apart"):
             assert plan.scratch is not None
             assert plan.schedule is not None
-            ordering = self._ordering()
             num_groups = append_blocks(plan.shape, _QUANTISED_TOKENS, staged=False)
             names = ("NUM_KV_HEADS", "GQA_RATIO", "HEAD_DIM", "PAGE_SIZE", "BLOCK_M", "BLOCK_D")
             launch(
                 _produce_kernel,
-                ((num_groups + num_blocks) * plan.shape.num_kv_heads + -(-num_tiles // ordering["BLOCK_I"]),),
+                ((num_groups + num_blocks) * plan.shape.num_kv_heads + -(-num_tiles // _PLACED_TILES),),
                 (
                     *new, *old, plan.schedule, k_scale, v_scale, plan.shape.batch, num_groups, num_blocks,
                     num_tiles,
@@ -403,7 +394,7 @@ class PrefillCall:
                 {
                     **{name: options[name] for name in names},
                     **storage,
-                    **ordering,
+                    "BLOCK_I": _PLACED_TILES,
                     "K_IN_PAGES": pages[0] is not None,
                     "BLOCK_S": config.scratch_block,
                     "BLOCK_T": _QUANTISED_TOKENS,
@@ -433,7 +424,7 @@ class PrefillCall:
             {
                 **options,
                 **storage,
-                **self.batch_constants,
+                **self.vendor,
                 "COMPUTE": compute,
                 "SCALE_Q": half and plan.q_dtype == torch.bfloat16,
                 "SPLIT_Q": config.fp8 is not None or (not half and plan.q_dtype == torch.float16),

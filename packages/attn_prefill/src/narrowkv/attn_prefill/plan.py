@@ -8,6 +8,7 @@ import torch
 
 from narrowkv.attn_decode import DecodePlan, plan_decode
 from narrowkv.attn_decode.kernels import Workspace
+from narrowkv.attn_prefill.checks import check_descales, check_values
 from narrowkv.attn_prefill.config import (
     SCRATCH_BLOCK,
     PrefillConfig,
@@ -19,9 +20,11 @@ from narrowkv.attn_prefill.kernels.append import Arrivals
 from narrowkv.attn_prefill.kernels.dense import Scratch
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.append import EXPONENT_RULES
+from narrowkv.paged_cache.page_table import check_table
 from narrowkv.quant.errors import (
     check_choice,
     check_dtype,
+    check_instance,
     check_int32,
     check_last_dim_contiguous,
     check_positive_int,
@@ -58,6 +61,7 @@ class PrefillPlan:
         decode: the plan of `paged_decode` where that serves, else None.
         exponent: of `plan_append`: how FP4 scales of appended tokens are chosen; None for a plan that does
             not append.
+        batch_invariant: a sequence's result has the same bits alone and in any batch.
         arrivals: what a staged append counts (a pipelined one may fall back to it), else None.
     """
 
@@ -75,6 +79,7 @@ class PrefillPlan:
     workspace: Workspace | None = field(repr=False, default=None)
     decode: DecodePlan | None = field(repr=False, default=None)
     exponent: str | None = None
+    batch_invariant: bool = False
     arrivals: Arrivals | None = field(repr=False, default=None)
 
     @classmethod
@@ -107,13 +112,19 @@ class PrefillPlan:
 
 
 def prefill_shape(
-    q: torch.Tensor, cache: PagedKVCache, page_table: PageTable, cu_seqlens_q: torch.Tensor
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    page_table: PageTable,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    before_append: bool = False,
 ) -> PrefillShape:
     """Checks what a call's metadata can tell without reading the device, and returns its shape.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
+    check_table(page_table, cache, before_append=before_append)
     check_dtype("q", q, _QUERY_DTYPES)
     check_shape("q", q, ("tokens", "num_qo_heads", "head_dim"))
     check_last_dim_contiguous("q", q)
@@ -127,16 +138,13 @@ def prefill_shape(
             f"q must have a multiple of the cache's {cache.num_kv_heads} KV heads, "
             f"got num_qo_heads={num_qo_heads}"
         )
-    if page_table.page_size != cache.page_size:
-        raise ValueError(
-            f"page_table must have the cache's page_size {cache.page_size}, got {page_table.page_size}"
-        )
     batch = page_table.batch_size
     check_int32("cu_seqlens_q", cu_seqlens_q)
     check_shape("cu_seqlens_q", cu_seqlens_q, (batch + 1,))
     if not cu_seqlens_q.is_contiguous():
         raise ValueError(f"cu_seqlens_q must be contiguous, got stride {cu_seqlens_q.stride(0)}")
     check_same_device(q=q, k=cache.k, v=cache.v, page_table=page_table.page_ids, cu_seqlens_q=cu_seqlens_q)
+    check_descales(cache, batch)
     if batch == 0 and num_tokens:
         raise ValueError(f"q must have no tokens for an empty batch, got {num_tokens}")
     capacity = page_table.capacity
@@ -151,20 +159,6 @@ def prefill_shape(
         max_seq_len=capacity,
         kv_tokens=capacity if page_table.kind == "ragged" else batch * capacity,
     )
-
-
-def check_starts(cu_seqlens_q: torch.Tensor, num_tokens: int) -> None:
-    """Looks at the values of cu_seqlens_q, which waits for the device.
-
-    Raises:
-        ValueError: it does not begin with 0, decreases, or does not end with the number of tokens.
-    """
-    starts = cu_seqlens_q.cpu()
-    if int(starts[0]) != 0 or int(starts[-1]) != num_tokens or bool((starts.diff() < 0).any()):
-        raise ValueError(
-            f"cu_seqlens_q must rise from 0 to the number of query tokens {num_tokens}, "
-            f"got {starts.tolist()[:16]}"
-        )
 
 
 def bounded(
@@ -191,6 +185,7 @@ def plan_prefill(
     kernel: str | None = None,
     num_splits: int | None = None,
     scratch_limit_bytes: int = SCRATCH_LIMIT_BYTES,
+    batch_invariant: bool = False,
     validate: bool = False,
 ) -> PrefillPlan:
     """Plans a prefill for these shapes: checks metadata, chooses the kernel, allocates scratch.
@@ -208,7 +203,12 @@ def plan_prefill(
         kernel: forces "dense", "fused" or "decode".
         num_splits: forces how many programs share a tile's keys.
         scratch_limit_bytes: the most scratch that the automatic choice may take.
-        validate: also look at the values of cu_seqlens_q and of the table, which waits for the device.
+        batch_invariant: choose kernel, tiles and splits by the model alone, so that a sequence's result has
+            the same bits alone, in any batch and with any table width. The kernel is "fused" unless it is
+            forced to be "dense", and there is one split unless `num_splits` says otherwise: long prompts take
+            longer than by the kernel that the shapes would choose.
+        validate: also look at the values of cu_seqlens_q, of the table, of descales and at whether the bounds
+            above hold, which waits for the device.
 
     Returns:
         A `PrefillPlan` for `batch_prefill(..., plan=plan)`.
@@ -223,24 +223,30 @@ def plan_prefill(
     """
     shape = bounded(prefill_shape(q, cache, page_table, cu_seqlens_q), max_q_len, max_seq_len, max_kv_tokens)
     if validate:
-        check_starts(cu_seqlens_q, shape.num_tokens)
-        page_table.check_values(cache.num_pages)
+        check_values(shape, cache, page_table, cu_seqlens_q)
     target = active_target(q.device)
     needed = 4 * shape.scratch_rows(SCRATCH_BLOCK) * shape.num_kv_heads * shape.head_dim
     q_format = get_format(q.dtype)
+    if batch_invariant and kernel is None:
+        kernel = "fused"
     config = choose_config(
         target,
-        shape,
+        shape.of_any_sequence() if batch_invariant else shape,
         (cache.format.k, cache.format.v),
         q_fp8=q_format.name if q_format.kind == "fp8" else None,
         scratch_fits=needed <= scratch_limit_bytes,
-        can_decode=q_format.kind == "float" and shape.num_tokens == shape.batch and shape.max_q_len == 1,
-        can_pipeline=can_pipeline(target, q, cache),
+        can_decode=(
+            q_format.kind == "float"
+            and shape.num_tokens == shape.batch
+            and shape.max_q_len == 1
+            and not batch_invariant
+        ),
+        can_pipeline=can_pipeline(target, q, cache) and not batch_invariant,
         kernel=kernel,
     )
     if num_splits is not None:
         config = with_splits(config, num_splits)
-    plan = PrefillPlan.of(q, cache, target, shape, config)
+    plan = replace(PrefillPlan.of(q, cache, target, shape, config), batch_invariant=batch_invariant)
     if config.kernel == "decode":
         return replace(plan, decode=plan_decode(q, cache, page_table, max_seq_len=max_seq_len))
     if config.kernel == "dense":
@@ -289,7 +295,8 @@ def plan_append(
         kernel: forces "pipelined", "apart", "staged" or "paged".
         num_splits: forces how many programs share a tile's keys.
         scratch_limit_bytes: the most scratch that the automatic choice may take.
-        validate: also look at the values of cu_seqlens_q and of the table, which waits for the device.
+        validate: also look at the values of cu_seqlens_q, of the table and its room for the new tokens, of
+            descales and at whether the bounds above hold, which waits for the device.
 
     Returns:
         A `PrefillPlan` for `prefill_append(..., plan=plan)`.
@@ -305,8 +312,7 @@ def plan_append(
     shape = bounded(append_shape(q, cache, page_table, cu_seqlens_q), max_q_len, max_seq_len, max_kv_tokens)
     check_choice("exponent", exponent, EXPONENT_RULES)
     if validate:
-        check_starts(cu_seqlens_q, shape.num_tokens)
-        check_room(page_table, cu_seqlens_q, cache.num_pages)
+        check_values(shape, cache, page_table, cu_seqlens_q)
     target = active_target(q.device)
     rows = SCRATCH_BLOCK * append_blocks(shape, SCRATCH_BLOCK, staged=True)
     config = choose_append_config(
@@ -334,7 +340,7 @@ def plan_append(
     )
     rows = config.scratch_block * append_blocks(shape, config.scratch_block, staged=True)
     scratch = allocate_scratch(
-        shape, rows, SCRATCH_BLOCK, q.dtype, cache, q.device,
+        shape, rows, config.scratch_block, q.dtype, cache, q.device,
         in_units=True, pipelined=config.otherwise is not None, k_in_pages=config.k_in_pages,
     )  # fmt: skip
     ordered = config.kernel in ("pipelined", "apart")
@@ -355,22 +361,7 @@ def append_shape(
 ) -> PrefillShape:
     """`prefill_shape` for an append, which needs 16-bit queries and a block table."""
     check_dtype("q", q, (torch.bfloat16, torch.float16))
-    if page_table.kind != "block_table":
-        raise ValueError(
-            "page_table must be a block table, whose seq_lens are the lengths before the append; "
-            "a ragged table has no room beyond its lengths: use to_block_table"
-        )
-    return prefill_shape(q, cache, page_table, cu_seqlens_q)
-
-
-def check_room(page_table: PageTable, cu_seqlens_q: torch.Tensor, num_pages: int) -> None:
-    """Looks at whether the table has pages for the new tokens, which waits for the device.
-
-    Raises:
-        ValueError: naming the first fault found.
-    """
-    lens = page_table.seq_lens_tensor() + cu_seqlens_q.diff()
-    replace(page_table, seq_lens=lens.to(torch.int32)).check_values(num_pages)
+    return prefill_shape(q, cache, page_table, cu_seqlens_q, before_append=True)
 
 
 def append_blocks(shape: PrefillShape, size: int, *, staged: bool) -> int:
@@ -428,6 +419,8 @@ def allocate_scratch(
         unusual=torch.zeros(2, dtype=torch.int32, device=device) if has_v_units and pipelined else None,
         starts=torch.empty(max(shape.batch, 1), dtype=torch.int32, device=device),
         rows=rows,
+        max_keys=shape.max_seq_len,
+        key_blocks=shape.scratch_rows(block) // block,
     )
 
 
@@ -466,6 +459,12 @@ def allocate_workspace(shape: PrefillShape, config: PrefillConfig, device: torch
     )
 
 
+def planned_shape(plan: PrefillPlan, shape: PrefillShape) -> PrefillShape:
+    """A call's shape with the bounds that its plan was made with."""
+    bounds = {name: getattr(plan.shape, name) for name in ("max_q_len", "max_seq_len", "kv_tokens")}
+    return replace(shape, **bounds)
+
+
 def check_plan(
     plan: PrefillPlan,
     shape: PrefillShape,
@@ -476,6 +475,7 @@ def check_plan(
     maker: str,
 ) -> None:
     """Refuses a plan that was made for another call, and says what is needed."""
+    check_instance("plan", plan, PrefillPlan)
     made = (
         replace(plan.shape, max_q_len=0, max_seq_len=0, kv_tokens=0),
         plan.q_dtype,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -59,14 +60,16 @@ def attention_reference(
 
 
 def finish(
-    o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor | torch.dtype | None, return_lse: bool
+    o: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor | None, options: Mapping[str, Any]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The result where and as the caller wants it; float32 unless `out` says otherwise."""
-    if isinstance(out, torch.Tensor):
+    """The result where and as the caller wants it; float32 unless `out` or `out_dtype` says otherwise."""
+    if out is not None:
         o = out.copy_(o)
-    elif out is not None:
-        o = o.to(out)
-    return (o, lse) if return_lse else o
+    elif options.get("out_dtype") is not None:
+        o = o.to(options["out_dtype"])
+    if options.get("lse") is not None:
+        log_sum = options["lse"].copy_(log_sum)
+    return (o, log_sum) if options.get("return_lse") else o
 
 
 def batch_prefill_reference(
@@ -78,13 +81,13 @@ def batch_prefill_reference(
     causal: bool = True,
     sm_scale: float | None = None,
     q_descale: float | torch.Tensor = 1.0,
-    out: torch.Tensor | torch.dtype | None = None,
     logits_soft_cap: float = 0.0,
     window_left: int = -1,
     window_right: int = -1,
     sinks: torch.Tensor | None = None,
-    return_lse: bool = False,
+    out: torch.Tensor | None = None,
     plan: object = None,
+    **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`batch_prefill` in float32, sequence by sequence; same arguments; reads lengths on the host."""
     scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
@@ -108,7 +111,7 @@ def batch_prefill_reference(
             window_right=0 if causal else window_right,
             sinks=sinks,
         )
-    return finish(o, lse, out, return_lse)
+    return finish(o, lse, out, options)
 
 
 def prefill_append_reference(
@@ -125,8 +128,9 @@ def prefill_append_reference(
     logits_soft_cap: float = 0.0,
     window_left: int = -1,
     sinks: torch.Tensor | None = None,
-    return_lse: bool = False,
+    out: torch.Tensor | None = None,
     plan: PrefillPlan | None = None,
+    **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`prefill_append` in float32, sequence by sequence; same arguments and effect on the cache.
 
@@ -168,4 +172,4 @@ def prefill_append_reference(
         slots[rows][held] = kept.int()
     exponent = "mse" if plan is None or plan.exponent is None else plan.exponent
     append_reference(cache, k_new, v_new, slots.to(q.device), rope=rope, exponent=exponent)
-    return (o, lse) if return_lse else o
+    return finish(o, lse, out, options)

@@ -85,7 +85,7 @@ class AppendWorkload(PrefillWorkload):
         full = tuple(old + new for old, new in zip(self.lens, self.q_lens, strict=True))
         q, cache, table, starts = replace(self, lens=full).build(device, seed)
         before = torch.tensor(self.lens, dtype=_I32, device=device)
-        table = PageTable.from_block_table(table.page_ids, before, page_size=self.page_size)
+        table = PageTable.from_block_table(table.page_ids, cached_lens=before, page_size=self.page_size)
         if not self.clean:
             poison_from(cache, table, full)
         random = torch.Generator().manual_seed(seed)

@@ -12,6 +12,8 @@ from .counts import DynamicCounts
 from .errors import (
     DeadlockError,
     EmulatorError,
+    HazardError,
+    MalformedProgramError,
     MisalignedError,
     OutOfRangeError,
     RaceError,
@@ -27,7 +29,7 @@ from .program import Program, load_program
 __version__ = "0.1.0"
 
 __all__ = [
-    "DeadlockError", "DynamicCounts", "EmulatorError", "KernelArgument", "Loop", "Memory", "MisalignedError",
-    "OutOfRangeError", "Profile", "Program", "RaceError", "Result", "UninitialisedError",
-    "UnknownInstructionError", "load_program", "run",
+    "DeadlockError", "DynamicCounts", "EmulatorError", "HazardError", "KernelArgument", "Loop",
+    "MalformedProgramError", "Memory", "MisalignedError", "OutOfRangeError", "Profile", "Program",
+    "RaceError", "Result", "UninitialisedError", "UnknownInstructionError", "load_program", "run",
 ]  # fmt: skip

@@ -8,11 +8,20 @@ from typing import Any
 import numpy as np
 
 from .atomics import Atomic, apply_atomic
-from .errors import EmulatorError, MisalignedError, OutOfRangeError, RaceError, UninitialisedError
+from .errors import (
+    EmulatorError,
+    HazardError,
+    MisalignedError,
+    OutOfRangeError,
+    RaceError,
+    UninitialisedError,
+)
 from .memory import AccessError, Memory
 from .parser import Instruction
+from .pending_lds import PendingLds
 from .program import Program
 from .races import RaceDetector
+from .recorder import Recorder
 from .state import LANES, POISON, Array, Waves
 
 
@@ -28,6 +37,8 @@ class Accesses:
         lds, lds_base: LDS of all workgroups, and where each wave's begins.
         scratch: private memory of all lanes, or None.
         races: the race detector, or None.
+        pending: what waves have not waited for, or None.
+        recorder: is told of every access; then every batch has one wave to a group.
         bytes: bytes moved, by name of the count.
     """
 
@@ -41,6 +52,8 @@ class Accesses:
     lds_base: Array
     scratch: Array | None
     races: RaceDetector | None
+    pending: PendingLds | None
+    recorder: Recorder | None
     bytes: Counter[str]
     _lds_views: dict[int, Array]
     _scratch_pointer: int
@@ -73,8 +86,14 @@ class Accesses:
         lanes = w.ids.astype(np.int64)[:, None] * LANES + np.arange(LANES)
         return self._scratch_pointer + lanes * self.program.scratch_bytes
 
+    def _record(self, w: Waves, inst: Instruction, addresses: Array, active: Array | None, size: int) -> None:
+        if self.recorder is not None:
+            lanes = None if active is None else active[0]
+            self.recorder.memory(int(w.ids[0]), inst, addresses[0], lanes, size)
+
     def load(self, w: Waves, inst: Instruction, addresses: Array, active: Array | None, size: int) -> Array:
         """Load for each lane (or, with one column, each wave); see `Memory.load`."""
+        self._record(w, inst, addresses, active, size)
         try:
             words = self.memory.load(addresses, active, size)
         except AccessError as error:
@@ -119,6 +138,7 @@ class Accesses:
         self, w: Waves, inst: Instruction, addresses: Array, active: Array | None, words: Array, size: int
     ) -> None:
         """Store for each lane; see `Memory.store`."""
+        self._record(w, inst, addresses, active, size)
         if size < 4:
             words = words & np.uint32((1 << (8 * size)) - 1)
         if self.scratch is not None and inst.name.startswith("scratch"):
@@ -144,6 +164,7 @@ class Accesses:
         atomic: Atomic,
     ) -> Array:
         """Read-modify-write lane by lane; returns what was there, as register words ``[size / 4, n, 64]``."""
+        self._record(w, inst, addresses, active, atomic.size)
         lanes = self._once(w, inst, addresses, active, words)
         count = atomic.size // 4
         old = np.zeros((count, w.n, LANES), np.uint32)
@@ -189,6 +210,8 @@ class Accesses:
         self, w: Waves, inst: Instruction, offsets: Array, size: int, active: Array | None
     ) -> Array:
         """Check offsets in LDS and turn them into indices of bytes of the batch's LDS."""
+        if self.recorder is not None:
+            self.recorder.lds(int(w.ids[0]), inst, offsets[0], None if active is None else active[0], size)
         wrong = (offsets < 0) | (offsets + size > self.lds_bytes)
         unit = min(size, 4)
         if active is not None:
@@ -223,15 +246,40 @@ class Accesses:
         if words is not None:
             values = np.ascontiguousarray(words[:, lanes].T).view(np.uint8)[:, :size]
         conflict = self.races.access(at[lanes], waves[lanes], size, values)
+        since = "since the last barrier"
+        if self.pending is not None:
+            self._watch_pending(w, inst, at, lanes, size, values)
+            since += ", or before it without having waited for the access"
         if conflict is not None:
             index, other = conflict
             wave, lane = (int(i) for i in np.argwhere(lanes)[index])
             whom = "several waves" if other < 0 else f"wave {other}"
             verb = "reads" if words is None else "writes"
-            message = f"LDS race: this wave {verb} a byte that {whom} touched since the last barrier"
+            message = f"LDS race: this wave {verb} a byte that {whom} touched {since}"
             raise self._error(
                 RaceError, message, inst, w, wave, lane, int(at[wave, lane] - w.lds_base[wave, 0])
             )
+
+    def _watch_pending(
+        self, w: Waves, inst: Instruction, at: Array, lanes: Array, size: int, values: Array | None
+    ) -> None:
+        """Remember an access until it is waited for, and check that it reads nothing that is under way."""
+        pending = self.pending
+        assert pending is not None
+        ids = w.ids if self.copies == 1 else w.ids[: w.n // 2]
+        lane_ids = np.broadcast_to(w.ids[:, None], at.shape)[lanes]
+        chosen = at[lanes]
+        if values is not None and not inst.name.startswith("ds_"):
+            pending.loaded(ids, chosen, lane_ids)
+        elif values is None:
+            index = pending.first_unfinished(inst, chosen, lane_ids, size)
+            if index is not None:
+                wave, lane = (int(i) for i in np.argwhere(lanes)[index])
+                raise self._error(
+                    HazardError, "LDS is read before this wave's load to LDS has written it: wait for vmcnt",
+                    inst, w, wave, lane, int(at[wave, lane] - w.lds_base[wave, 0]),
+                )  # fmt: skip
+        pending.record(inst, ids, chosen, lane_ids, size, values)
 
     def lds_load(self, w: Waves, inst: Instruction, offsets: Array, size: int) -> Array:
         """Read LDS: uint32 ``[max(size // 4, 1), n, 64]``."""

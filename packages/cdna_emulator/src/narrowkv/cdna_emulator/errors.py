@@ -11,6 +11,7 @@ class EmulatorError(RuntimeError):
     """A kernel did something it must not do, or something this emulator cannot do.
 
     Attributes:
+        message: what went wrong, without the where.
         kernel: name of the kernel.
         line: line of the assembly text, counted from 1; 0 when the error belongs to no line.
         source: the text of that line.
@@ -32,7 +33,7 @@ class EmulatorError(RuntimeError):
         lane: int | None = None,
         address: int | None = None,
     ) -> None:
-        self.kernel, self.line, self.source = kernel, line, source
+        self.message, self.kernel, self.line, self.source = message, kernel, line, source
         self.workgroup, self.wave, self.lane, self.address = workgroup, wave, lane, address
         where = [f"kernel {kernel}" if kernel else "", f"line {line}: {source}" if line else ""]
         who = [
@@ -43,6 +44,10 @@ class EmulatorError(RuntimeError):
         ]
         context = "; ".join(filter(None, [*where, ", ".join(filter(None, who))]))
         super().__init__(f"{message} ({context})" if context else message)
+
+
+class MalformedProgramError(EmulatorError):
+    """The text or its metadata is not what LLVM prints for a kernel."""
 
 
 class UnknownInstructionError(EmulatorError):
@@ -63,6 +68,10 @@ class UninitialisedError(EmulatorError):
 
 class RaceError(EmulatorError):
     """Two waves touch one LDS byte between two barriers and at least one of them writes."""
+
+
+class HazardError(EmulatorError):
+    """A result is used before the wait that orders it, or without the wait states that it needs."""
 
 
 class DeadlockError(EmulatorError):

@@ -13,15 +13,15 @@ from collections import Counter
 import numpy as np
 
 from .accesses import Accesses
-from .errors import (
-    DeadlockError,
-    UninitialisedError,
-)
+from .errors import DeadlockError, EmulatorError, HazardError, UninitialisedError
+from .hazards import HazardModel
 from .launch import initial_registers
 from .memory import Memory
 from .parser import Instruction
+from .pending_lds import PendingLds
 from .program import Block, Program
 from .races import RaceDetector
+from .recorder import Recorder
 from .state import EXEC, LANES, POISON, POISON_COPY, SGPR_PAIRS, VCC, Waves
 
 _QUANTUM = (
@@ -30,12 +30,15 @@ _QUANTUM = (
 
 
 class Group:
-    """Waves in lockstep: their state, their block, and their wave index (0 in lockstep order)."""
+    """Waves in lockstep: their state, their block, and their wave index (0 in lockstep order).
 
-    __slots__ = ("block", "order", "waves")
+    ``hazards`` are the numbers of the states of `hazards.HazardModel` that its waves may be in.
+    """
 
-    def __init__(self, waves: Waves, block: int, order: int) -> None:
-        self.waves, self.block, self.order = waves, block, order
+    __slots__ = ("block", "hazards", "order", "waves")
+
+    def __init__(self, waves: Waves, block: int, order: int, hazards: tuple[int, ...] = (0,)) -> None:
+        self.waves, self.block, self.order, self.hazards = waves, block, order, hazards
 
 
 class Execution(Accesses):
@@ -50,6 +53,8 @@ class Execution(Accesses):
         workgroups: those of this batch.
         copies: 2 to track uninitialised values, else 1.
         detect_races: watch LDS.
+        hazards: what must be waited for, or None; it needs ``detect_races``.
+        recorder: told of blocks and accesses; it needs one workgroup, one copy and turns.
         turns: run wave 0 of all workgroups up to a barrier, then wave 1, and so on.
         limit: blocks that may run before the batch is taken to hang.
     """
@@ -57,6 +62,7 @@ class Execution(Accesses):
     def __init__(
         self, program: Program, memory: Memory, kernarg: int, dispatch: int, grid: tuple[int, int, int],
         workgroups: list[tuple[int, int, int]], *, copies: int, detect_races: bool, turns: bool, limit: int,
+        hazards: HazardModel | None = None, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         self.program, self.memory, self.copies, self.limit = program, memory, copies, limit
         self.workgroups = workgroups
@@ -78,6 +84,10 @@ class Execution(Accesses):
             self.memory = Memory.sharing(memory)  # a batch's scratch is gone with the batch
             self._scratch_pointer = self.memory.map(self.scratch, name="scratch")
         self.races = RaceDetector(len(self.lds)) if detect_races else None
+        self.pending = None
+        if hazards is not None and self.races is not None:
+            self.pending = PendingLds(hazards, self.races, self.warps, count, len(self.lds))
+        self.recorder = recorder
         self.bytes = Counter()
         self.block_counts = [0] * len(program.blocks)
         self.ready = self._start(kernarg, dispatch, grid, count, turns)
@@ -142,12 +152,20 @@ class Execution(Accesses):
     def _run_group(self, group: Group, quantum: int) -> int:
         """Run a group until it ends, waits, splits, falls in with another, or has used its quantum."""
         blocks, counts = self.program.blocks, self.block_counts
+        pending, recorder = self.pending, self.recorder
         used = 0
         while used < quantum:
             used += 1
             block = blocks[group.block]
             waves = group.waves
             counts[group.block] += waves.n
+            if recorder is not None:
+                recorder.block(group.order, group.block)
+            if pending is not None:
+                try:
+                    group.hazards = pending.enter(group.block, group.hazards)
+                except HazardError as error:
+                    raise self._with_wave(error, waves) from None
             for step in block.steps:
                 step(waves)
             end = block.end
@@ -170,6 +188,11 @@ class Execution(Accesses):
             if len(self.ready) > 1 and self._meets(group):
                 return used
         return used
+
+    def _with_wave(self, error: HazardError, waves: Waves) -> EmulatorError:
+        """The same error with the workgroup and wave that ran into it."""
+        inst = Instruction("", "", (), {}, error.line, error.source)
+        return self._error(HazardError, error.message, inst, waves, 0)
 
     def _branch(self, group: Group, block: Block) -> bool:
         """Follow a conditional branch; False if the group had to split."""
@@ -197,8 +220,9 @@ class Execution(Accesses):
                 UninitialisedError, "an uninitialised value decides a branch", block.last, waves, wave
             )
         self.ready.remove(group)
-        self.ready.append(Group(waves.select(np.flatnonzero(lanes)), block.target, group.order))
-        self.ready.append(Group(waves.select(np.flatnonzero(~lanes)), group.block + 1, group.order))
+        order, hazards = group.order, group.hazards
+        self.ready.append(Group(waves.select(np.flatnonzero(lanes)), block.target, order, hazards))
+        self.ready.append(Group(waves.select(np.flatnonzero(~lanes)), group.block + 1, order, hazards))
         return False
 
     def _meets(self, group: Group) -> bool:
@@ -207,6 +231,8 @@ class Execution(Accesses):
             if other is not group and other.order == group.order:
                 if other.block == group.block:
                     group.waves = group.waves.joined(other.waves)
+                    if group.hazards != other.hazards:
+                        group.hazards = tuple(sorted({*group.hazards, *other.hazards}))
                     self.ready.remove(other)
                     return True
                 if other.block < group.block:
@@ -219,18 +245,21 @@ class Execution(Accesses):
         for group in self.waiting:
             np.add.at(arrived, group.waves.ids // self.warps, 1)
         complete = arrived == self.alive
+        arrivals = [(group.waves.ids, group.hazards) for group in self.waiting]
         still = []
         for group in self.waiting:
             passes = complete[group.waves.ids // self.warps]
             if passes.all():
                 self.ready.append(group)
             elif passes.any():
-                self.ready.append(Group(group.waves.select(np.flatnonzero(passes)), group.block, group.order))
-                rest = Group(group.waves.select(np.flatnonzero(~passes)), group.block, group.order)
-                still.append(rest)
+                at, order, hazards = group.block, group.order, group.hazards
+                self.ready.append(Group(group.waves.select(np.flatnonzero(passes)), at, order, hazards))
+                still.append(Group(group.waves.select(np.flatnonzero(~passes)), at, order, hazards))
             else:
                 still.append(group)
         self.waiting = still
         if self.races is not None:
             for slot in np.flatnonzero(complete & (arrived > 0)):
                 self.races.barrier(int(slot) * self.stride, (int(slot) + 1) * self.stride)
+        if self.pending is not None and arrivals:
+            self.pending.barrier(arrivals, complete & (arrived > 0))

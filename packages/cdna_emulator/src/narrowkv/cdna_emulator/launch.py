@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .counts import DynamicCounts, classify
+from .errors import MalformedProgramError
 from .memory import Memory
 from .profile import Profile, profile
 from .program import Program
@@ -21,6 +22,7 @@ from .state import Array
 
 if TYPE_CHECKING:
     from .execution import Execution
+    from .recorder import Recorder
 
 # Workgroups that run together by default, by measurement: see the README.
 BATCH_WORKGROUPS = 32
@@ -169,6 +171,7 @@ def run(
     memory: Memory,
     workgroups: Iterable[tuple[int, int, int]] | None = None,
     detect_races: bool = False,
+    detect_hazards: bool = False,
     check_uninitialised: bool = True,
     wave_order: str = "turns",
     batch_workgroups: int = BATCH_WORKGROUPS,
@@ -184,14 +187,17 @@ def run(
         workgroups: which to run, in this order. Default: all, x fastest.
         detect_races: watch LDS for two waves that touch a byte between barriers, one of them writing; not
             for two that write the same.
+        detect_hazards: check that every result of memory is waited for (s_waitcnt) before it is used or its
+            register or LDS bytes are used otherwise, and that dependent instructions have the wait states
+            that the ISA asks for. Includes ``detect_races``, which then also sees accesses that pass a
+            barrier unfinished.
         check_uninitialised: run every wave twice in step, with different initial contents of registers and
             LDS, and report what depends on them when it is stored or decides a branch. Costs 1.2 to 1.8
             times the time; without it only an untouched register or LDS word that is stored is found.
         wave_order: ``turns`` runs the waves of a workgroup one after another between barriers, so that a
             missing barrier shows in the result; ``lockstep`` runs them together, which is faster.
-        batch_workgroups: workgroups that run together. Those of one batch interleave as independent ones
-        may; 1 runs
-            each to its end before the next.
+        batch_workgroups: workgroups that run together. Those of one batch interleave as independent ones may;
+            1 runs each to its end before the next.
         max_blocks: basic blocks that one batch may run before it is taken to hang.
 
     Returns:
@@ -209,6 +215,7 @@ def run(
         >>> run(program, grid=(1, 1, 1), args=[*pointers, 256], memory=memory).counts.wave_instructions
     """
     from .execution import Execution
+    from .hazards import HazardModel
 
     extent = _check_grid("grid", grid)
     if wave_order not in ("turns", "lockstep"):
@@ -227,19 +234,65 @@ def run(
     kernarg = own.map(arguments, name="kernel arguments", readonly=True)
     dispatch = own.map(dispatch_packet(program, extent), name="dispatch packet", readonly=True)
     total = DynamicCounts()
+    hazards = HazardModel(program) if detect_hazards else None
     block_counts = [0.0] * len(program.blocks)
     with np.errstate(all="ignore"):
         for first in range(0, len(chosen), batch_workgroups):
             batch = chosen[first : first + batch_workgroups]
             execution = Execution(
                 program, own, kernarg, dispatch, extent, batch, copies=2 if check_uninitialised else 1,
-                detect_races=detect_races, turns=wave_order == "turns", limit=max_blocks,
+                detect_races=detect_races or detect_hazards, turns=wave_order == "turns", limit=max_blocks,
+                hazards=hazards,
             )  # fmt: skip
-            execution.run()
+            _finish(execution)
             total = total + _counts(execution)
             runs = (times / execution.copies for times in execution.block_counts)
             block_counts = [a + b for a, b in zip(block_counts, runs, strict=True)]
     return Result(total, len(chosen), profile(program, block_counts))
+
+
+def record(
+    program: Program,
+    *,
+    grid: tuple[int, int, int],
+    args: Sequence[Any],
+    memory: Memory,
+    workgroup: tuple[int, int, int],
+    recorder: Recorder,
+    max_blocks: int = 20_000_000,
+) -> None:
+    """Run one workgroup and tell a recorder what its waves run and access.
+
+    Args:
+        program, grid, args, memory, max_blocks: as for `run`.
+        workgroup: which to run.
+        recorder: what is told.
+
+    Raises:
+        EmulatorError: if the kernel does what it must not do.
+    """
+    from .execution import Execution
+
+    extent = _check_grid("grid", grid)
+    own = Memory.sharing(memory)
+    kernarg = own.map(pack_arguments(program, args, extent), name="kernel arguments", readonly=True)
+    dispatch = own.map(dispatch_packet(program, extent), name="dispatch packet", readonly=True)
+    with np.errstate(all="ignore"):
+        Execution(
+            program, own, kernarg, dispatch, extent, [_check_grid("workgroup", workgroup)], copies=1,
+            detect_races=False, turns=True, limit=max_blocks, recorder=recorder,
+        ).run()  # fmt: skip
+
+
+def _finish(execution: Execution) -> None:
+    """Run a batch; what its instructions cannot compute is the program's fault."""
+    try:
+        execution.run()
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise MalformedProgramError(
+            f"an instruction and its operands do not go together: {type(error).__name__}: {error}",
+            kernel=execution.program.kernel_name,
+        ) from error
 
 
 def _counts(execution: Execution) -> DynamicCounts:

@@ -5,11 +5,12 @@ from narrowkv.paged_cache.append import Rope, append
 from narrowkv.paged_cache.cache import CacheFormat, PagedKVCache
 from narrowkv.paged_cache.layouts import KVStrides
 from narrowkv.paged_cache.page_table import PageTable
-from narrowkv.paged_cache.pool import PageCopy, PagePool, PoolExhausted, apply_copies
+from narrowkv.paged_cache.pool import CopiesPending, PageCopy, PagePool, PoolExhausted, apply_copies
 from narrowkv.paged_cache.reference import append_reference, apply_rope_reference
 
 __all__ = [
     "CacheFormat",
+    "CopiesPending",
     "KVStrides",
     "PageCopy",
     "PagePool",

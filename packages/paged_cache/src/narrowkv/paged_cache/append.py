@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
-from narrowkv.paged_cache.cache import PagedKVCache
+from narrowkv.paged_cache.cache import PagedKVCache, layout_hint
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, SCALE_GROUP
 from narrowkv.paged_cache.kernels import (
     CachePointers,
@@ -17,28 +18,37 @@ from narrowkv.paged_cache.kernels import (
     _append_kernel,
 )
 from narrowkv.quant.errors import (
+    byte_span,
     check_choice,
+    check_descale_tensor,
     check_dtype,
-    check_int32,
+    check_index_vector,
+    check_instance,
     check_last_dim_contiguous,
     check_no_grad,
+    check_no_overlap,
     check_same_device,
     check_shape,
+    has_memory,
 )
 from narrowkv.quant.formats import get_format
-from narrowkv.quant.launch import LaunchOptions, launch
+from narrowkv.quant.launch import BoundLaunch, LaunchOptions
 
 EXPONENT_RULES = ("mse", "floor", "ceil")
-_NEW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_OPTIONS = LaunchOptions(num_warps=1, num_stages=1, enable_fp_fusion=False)
+_MAX_BOUND = 256  # prepared launches that are kept; a server needs a few
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rope:
     """Rotary embedding of K on its way into the cache.
 
     Attributes:
-        cos, sin: `[max_position, rotary_dim / 2]` fp32.
-        positions: `[tokens]` int32, the position of each new token.
+        cos, sin: `[max_position, rotary_dim / 2]` bf16, fp16 or fp32, of equal strides, the last dimension
+            contiguous: the halves of an engine's one table will do.
+        positions: `[tokens]` int32 or int64, any stride: the position of each new token. One outside
+            `[0, max_position)` is an error under `validate`, otherwise it is taken as the nearest inside.
         style: "neox" (the halves of the rotary dims are partners) or "gptj" (neighbours are).
     """
 
@@ -53,6 +63,89 @@ class Rope:
         return 2 * int(self.cos.shape[1])
 
 
+class Store(NamedTuple):
+    """A cache as kernels write to it; made once for each cache, which is checked then.
+
+    Attributes:
+        k, v, k_descale, v_descale: kernel arguments.
+        row: shape of a token.
+        device: where the cache is.
+        num_slots: tokens that the cache holds.
+        constants: names and values of `tl.constexpr` arguments.
+        kind: a number that caches with the same constants share.
+        spans: byte addresses of what is written, each as `byte_span` gives it.
+    """
+
+    k: CachePointers
+    v: CachePointers
+    k_descale: DescalePointers
+    v_descale: DescalePointers
+    row: tuple[int, int]
+    device: torch.device
+    num_slots: int
+    constants: tuple[tuple[str, Any], ...]
+    kind: int
+    spans: tuple[tuple[int, int], ...]
+
+
+_stores: WeakKeyDictionary[PagedKVCache, Store] = WeakKeyDictionary()
+_kinds: dict[tuple[tuple[str, Any], ...], int] = {}
+_bound: dict[Any, BoundLaunch] = {}
+
+
+def store_of(cache: PagedKVCache) -> Store:
+    """The cache as kernels write to it.
+
+    Raises:
+        TypeError: not a `PagedKVCache`.
+        ValueError: a cache that cannot be appended to.
+    """
+    store = _stores.get(check_instance("cache", cache, PagedKVCache))
+    if store is None:
+        store = _stores[cache] = _make_store(cache)
+    return store
+
+
+def _make_store(cache: PagedKVCache) -> Store:
+    for name, kind in (("k_descale", cache.k_granularity), ("v_descale", cache.v_granularity)):
+        if kind in ("page_head", "sequence_head"):
+            raise ValueError(
+                f"{name} must be per tensor, per head or per token-head to append, got {kind!r}: "
+                "a new token cannot change the descale of tokens that are stored already"
+            )
+    check_no_grad(k=cache.k, v=cache.v)
+    written = {"cache.k": cache.k, "cache.v": cache.v}
+    written |= {
+        f"cache.{name}": value
+        for name, value, kind in (
+            ("k_descale", cache.k_descale, cache.k_granularity),
+            ("v_descale", cache.v_descale, cache.v_granularity),
+        )
+        if isinstance(value, torch.Tensor) and kind in PER_TOKEN_GRANULARITIES
+    }
+    for name, tensor in written.items():
+        check_no_overlap(name, tensor)
+    pointers = []
+    for stored, strides in ((cache.k, cache.k_strides), (cache.v, cache.v_strides)):
+        # The kernel writes FP8 as bytes: casts differ between targets, and FNUZ is no type of CUDA's.
+        words = stored.view(torch.uint8) if stored.element_size() == 1 else stored
+        pointers.append(CachePointers(words, strides.page, strides.token, strides.head, strides.outer))
+    constants = tuple(_side_constants(cache).items())
+    constants += (("PAGE_SIZE", cache.page_size), ("HEAD_DIM", cache.head_dim))
+    return Store(
+        pointers[0],
+        pointers[1],
+        _descale_pointers(cache.k_descale, cache.k_granularity),
+        _descale_pointers(cache.v_descale, cache.v_granularity),
+        (cache.num_kv_heads, cache.head_dim),
+        cache.k.device,
+        cache.num_pages * cache.page_size,
+        constants,
+        _kinds.setdefault(constants, len(_kinds)),
+        tuple(byte_span(tensor) for tensor in written.values() if tensor.numel() and has_memory(tensor)),
+    )
+
+
 def check_new_tokens(
     cache: PagedKVCache,
     k_new: torch.Tensor,
@@ -61,57 +154,85 @@ def check_new_tokens(
     exponent: str,
     validate: bool,
 ) -> None:
-    """Refuses new tokens that cannot be stored in the cache, before anything is written."""
+    """Refuses new tokens that cannot be stored in the cache, before anything is written.
+
+    Args:
+        cache, k_new, v_new, rope, exponent: as for `append`.
+        validate: also look at the values of descales and positions, which waits for the device.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    store_of(cache)
     for name, new in (("k_new", k_new), ("v_new", v_new)):
-        check_dtype(name, new, _NEW_DTYPES)
-        check_shape(name, new, ("tokens", cache.num_kv_heads, cache.head_dim))
+        check_dtype(name, new, _FLOATS)
+        if new.dim() != 3 or new.shape[1:] != (cache.num_kv_heads, cache.head_dim):
+            hint = layout_hint(cache, num_kv_heads=new.shape[1]) if new.dim() == 3 else ""
+            raise ValueError(
+                f"{name} must have shape [tokens, {cache.num_kv_heads}, {cache.head_dim}] for this cache, "
+                f"got {list(new.shape)}{hint}"
+            )
         check_last_dim_contiguous(name, new)
-    tokens = k_new.shape[0]
     check_choice("exponent", exponent, EXPONENT_RULES)
-    check_shape("v_new", v_new, (tokens, cache.num_kv_heads, cache.head_dim))
+    check_shape("v_new", v_new, tuple(k_new.shape))
     check_same_device(k=cache.k, k_new=k_new, v_new=v_new)
     check_no_grad(k_new=k_new, v_new=v_new)
-    for name, kind in (("k_descale", cache.k_granularity), ("v_descale", cache.v_granularity)):
-        if kind in ("page_head", "sequence_head"):
-            raise ValueError(
-                f"{name} must be per tensor, per head or per token-head to append, got {kind!r}: "
-                "a new token cannot change the "
-                "descale of tokens that are stored already"
-            )
+    inputs: dict[str, object] = {"k_new": k_new, "v_new": v_new}
     if rope is not None:
         _check_rope(rope, cache.head_dim, k_new)
+        inputs |= {"rope.cos": rope.cos, "rope.sin": rope.sin, "rope.positions": rope.positions}
+    check_apart(cache, **inputs)
     if validate:
-        for name, value in (("k_descale", cache.k_descale), ("v_descale", cache.v_descale)):
-            kind = cache.k_granularity if name == "k_descale" else cache.v_granularity
-            if (
-                isinstance(value, torch.Tensor)
-                and kind not in PER_TOKEN_GRANULARITIES
-                and not bool(((value > 0) & value.isfinite()).all())
-            ):
-                raise ValueError(f"{name} must be finite and greater than 0")
-        if rope is not None and tokens:
+        for name, value, kind in (
+            ("k_descale", cache.k_descale, cache.k_granularity),
+            ("v_descale", cache.v_descale, cache.v_granularity),
+        ):
+            # Per token they are written, not read.
+            if isinstance(value, torch.Tensor) and kind not in PER_TOKEN_GRANULARITIES:
+                check_descale_tensor(name, value, validate=True)
+        if rope is not None and k_new.shape[0] and has_memory(rope.positions):
             low, high = int(rope.positions.min()), int(rope.positions.max())
             if low < 0 or high >= rope.cos.shape[0]:
                 raise ValueError(f"rope.positions must lie in [0, {rope.cos.shape[0]}), got {low}..{high}")
 
 
+def check_apart(cache: PagedKVCache, **inputs: object) -> None:
+    """Checks that no input lies within what an append writes: K, V, descales per token.
+
+    Raises:
+        ValueError: naming both.
+    """
+    check_no_overlap("cache.k", cache.k, **inputs)
+    check_no_overlap("cache.v", cache.v, **inputs)
+    for name, value, kind in (
+        ("cache.k_descale", cache.k_descale, cache.k_granularity),
+        ("cache.v_descale", cache.v_descale, cache.v_granularity),
+    ):
+        if isinstance(value, torch.Tensor) and kind in PER_TOKEN_GRANULARITIES:
+            check_no_overlap(name, value, **inputs)
+
+
 def _check_rope(rope: Rope, head_dim: int, k_new: torch.Tensor) -> None:
+    check_instance("rope", rope, Rope)
     check_choice("rope.style", rope.style, ("neox", "gptj"))
     for name, table in (("rope.cos", rope.cos), ("rope.sin", rope.sin)):
-        check_dtype(name, table, (torch.float32,))
-        check_shape(name, table, tuple(rope.cos.shape))
+        check_dtype(name, table, _FLOATS)
+        check_shape(name, table, ("max_position", "rotary_dim / 2"))
         check_last_dim_contiguous(name, table)
+    check_shape("rope.sin", rope.sin, tuple(rope.cos.shape))
     if rope.cos.stride() != rope.sin.stride():
         raise ValueError(
             f"rope.sin must have the strides of rope.cos {rope.cos.stride()}, got {rope.sin.stride()}"
         )
-    check_int32("rope.positions", rope.positions)
-    check_shape("rope.positions", rope.positions, (k_new.shape[0],))
+    check_index_vector("rope.positions", rope.positions, k_new.shape[0])
     check_same_device(k_new=k_new, cos=rope.cos, sin=rope.sin, positions=rope.positions)
+    check_no_grad(cos=rope.cos, sin=rope.sin)
     if rope.rotary_dim > head_dim:
         raise ValueError(
             f"rope.cos must have at most head_dim / 2 = {head_dim // 2} columns, got {rope.cos.shape[1]}"
         )
+    if rope.cos.shape[0] == 0:
+        raise ValueError("rope.cos must have at least one position, got 0")
 
 
 def check_append(
@@ -126,15 +247,16 @@ def check_append(
 ) -> None:
     """Refuses what `append` cannot do, before anything is written."""
     check_new_tokens(cache, k_new, v_new, rope, exponent, validate)
-    check_int32("slot_mapping", slot_mapping)
-    check_shape("slot_mapping", slot_mapping, (k_new.shape[0],))
+    check_index_vector("slot_mapping", slot_mapping, k_new.shape[0])
     check_same_device(k=cache.k, slot_mapping=slot_mapping, k_offset=k_offset)
     if k_offset is not None:
         check_dtype("k_offset", k_offset, (torch.float32,))
         check_shape("k_offset", k_offset, (cache.num_kv_heads, cache.head_dim))
+        check_no_grad(k_offset=k_offset)
         if not k_offset.is_contiguous():
             raise ValueError(f"k_offset must be contiguous, got strides {k_offset.stride()}")
-    if validate:
+    check_apart(cache, slot_mapping=slot_mapping, k_offset=k_offset)
+    if validate and has_memory(slot_mapping):
         _check_slots(slot_mapping, cache.num_pages * cache.page_size)
 
 
@@ -144,6 +266,61 @@ def _check_slots(slot_mapping: torch.Tensor, num_slots: int) -> None:
         raise ValueError(f"slot_mapping must hold -1 or slots in [0, {num_slots}), got {used.tolist()[:16]}")
     if len(set(used.tolist())) != used.numel():
         raise ValueError(f"slot_mapping must not hold a slot twice, got {used.sort().values.tolist()[:16]}")
+
+
+def _key(
+    store: Store,
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    rope: Rope | None,
+    k_offset: torch.Tensor | None,
+    exponent: str,
+) -> Any:
+    """What a checked and prepared launch can be found by; None for arguments that must be checked one by one.
+
+    Everything that `check_append` looks at is either part of the key or tested here.
+    """
+    if not type(k_new) is type(v_new) is type(slot_mapping) is torch.Tensor or type(exponent) is not str:
+        return None
+    shape = k_new.shape
+    if (
+        shape[1:] != store.row
+        or v_new.shape != shape
+        or slot_mapping.shape != shape[:1]
+        or not k_new.stride(-1) == v_new.stride(-1) == 1
+        or not k_new.device == v_new.device == slot_mapping.device == store.device
+        or k_new.requires_grad
+        or v_new.requires_grad
+        or not (rope is None or (type(rope) is Rope and rope.positions.shape == shape[:1]))
+    ):
+        return None
+    if not shape[0]:
+        return None
+    for tensor in (k_new, v_new):
+        if not has_memory(tensor):
+            return None
+        begin, end = byte_span(tensor)
+        for low, high in store.spans:
+            if begin < high and low < end:
+                return None
+    return (
+        (store.kind, store.device, exponent, k_new.dtype, v_new.dtype, slot_mapping.dtype),
+        None if rope is None else _rope_key(rope),
+        None if k_offset is None else _tensor_key(k_offset),
+    )
+
+
+def _tensor_key(x: torch.Tensor) -> tuple[Any, ...]:
+    return type(x), x.dtype, x.shape, x.stride(), x.device, x.requires_grad
+
+
+def _rope_key(rope: Rope) -> tuple[Any, ...]:
+    positions = rope.positions
+    return (
+        (type(rope), rope.style, _tensor_key(rope.cos), _tensor_key(rope.sin)),
+        (type(positions), positions.dtype, positions.dim(), positions.device),
+    )
 
 
 def append(
@@ -159,19 +336,25 @@ def append(
 ) -> None:
     """Writes new tokens into the cache: optional RoPE on K, optional K offset, quantise, scatter. One launch.
 
+    The first call of a kind (cache, dtypes, options) checks everything and prepares the launch; later calls
+    check what can change and launch. Nothing is allocated and the device is not waited for, so a call can be
+    captured in a graph and replayed with other tokens, slots and positions.
+
     Args:
         cache: written in place; bytes of other slots do not change. Static descales (float, `[1]`,
             `[num_kv_heads]`) are applied as they are (stored = saturate(x / descale)); a per token-head
-            descale tensor gets the new
-            tokens' own, and so do the E8M0 scales of FP4.
-        k_new, v_new: `[tokens, num_kv_heads, head_dim]`, bf16, fp16 or fp32, last dimension contiguous.
-        slot_mapping: `[tokens]` int32, `page * page_size + position in the page`; -1 skips a token. Slots
-            beyond the cache are never written.
+            descale tensor gets the new tokens' own, and so do the E8M0 scales of FP4.
+        k_new, v_new: `[tokens, num_kv_heads, head_dim]`, bf16, fp16 or fp32, last dimension contiguous, not
+            within the cache's own memory.
+        slot_mapping: `[tokens]` int32 or int64, any stride, `page * page_size + position in the page`; -1
+            skips a token. Slots outside the cache are never written. Of two tokens with one slot either may
+            be stored, and K may be of one and V of the other.
         rope: rotary embedding of K.
         k_offset: `[num_kv_heads, head_dim]` fp32, subtracted from K after RoPE (`narrowkv.quant.transforms`).
         exponent: FP4: how a group's scale is chosen: "mse" (least squared error), "floor" (OCP MX) or "ceil"
             (nothing saturates); see `narrowkv.quant.e8m0`.
-        validate: also check slots, descales and positions, which waits for the device.
+        validate: also check the values of slots (in range, none twice), descales and positions, which waits
+            for the device.
 
     Raises:
         TypeError, ValueError: before anything is written.
@@ -179,33 +362,53 @@ def append(
     Example:
         >>> cache = PagedKVCache.empty(4, 16, 2, 64, format="fp8_e4m3fn")
         >>> new = torch.ones(1, 2, 64)
-        >>> append(cache, new, 2 * new, torch.tensor([17], dtype=torch.int32))
+        >>> append(cache, new, 2 * new, torch.tensor([17]))
         >>> float(cache.dequantize()[1][1, 1, 0, 0])
         2.0
     """
-    check_append(cache, k_new, v_new, slot_mapping, rope, k_offset, exponent, validate)
-    launch(
-        _append_kernel,
+    store = _stores.get(cache) if type(cache) is PagedKVCache else None
+    key = None
+    if store is not None and not validate:
+        key = _key(store, k_new, v_new, slot_mapping, rope, k_offset, exponent)
+    bound = _bound.get(key)
+    if bound is None:
+        check_append(cache, k_new, v_new, slot_mapping, rope, k_offset, exponent, validate)
+        store = store_of(cache)
+        key = _key(store, k_new, v_new, slot_mapping, rope, k_offset, exponent)
+        bound = _bound.get(key) or _bind(store, rope, k_offset, exponent)
+        if key is not None:
+            if len(_bound) >= _MAX_BOUND:
+                _bound.clear()
+            _bound[key] = bound
+    assert store is not None
+    k_strides, v_strides = k_new.stride(), v_new.stride()
+    bound(
         (k_new.shape[0], cache.num_kv_heads),
         (
-            new_tokens(k_new),
-            new_tokens(v_new),
-            *cache_pointers(cache),
+            NewTokens(k_new, k_strides[0], k_strides[1]),
+            NewTokens(v_new, v_strides[0], v_strides[1]),
+            store.k,
+            store.v,
+            store.k_descale,
+            store.v_descale,
             k_offset,
             rope_pointers(rope),
             slot_mapping,
-            cache.num_pages * cache.page_size,
+            slot_mapping.stride(0),
+            store.num_slots,
         ),
-        {
-            **storage_constants(cache, exponent),
-            **rope_constants(rope),
-            "PAGE_SIZE": cache.page_size,
-            "HEAD_DIM": cache.head_dim,
-            "HAS_OFFSET": k_offset is not None,
-            "BLOCK_D": 1 << (cache.head_dim - 1).bit_length(),
-        },
-        LaunchOptions(num_warps=1, num_stages=1, enable_fp_fusion=False),
     )
+
+
+def _bind(store: Store, rope: Rope | None, k_offset: torch.Tensor | None, exponent: str) -> BoundLaunch:
+    constants = {
+        **dict(store.constants),
+        **rope_constants(rope),
+        "RULE": exponent,
+        "HAS_OFFSET": k_offset is not None,
+        "BLOCK_D": 1 << (store.row[1] - 1).bit_length(),
+    }
+    return BoundLaunch(_append_kernel, constants, _OPTIONS)
 
 
 def new_tokens(x: torch.Tensor) -> NewTokens:
@@ -213,11 +416,15 @@ def new_tokens(x: torch.Tensor) -> NewTokens:
     return NewTokens(x, x.stride(0), x.stride(1))
 
 
+_NO_ROPE = RopePointers(None, None, None, 0, 0, 0)
+
+
 def rope_pointers(rope: Rope | None) -> RopePointers:
     """The tables of a rotary embedding as a kernel argument."""
     if rope is None:
-        return RopePointers(None, None, None, 0)
-    return RopePointers(rope.cos, rope.sin, rope.positions, rope.cos.stride(0))
+        return _NO_ROPE
+    cos, positions = rope.cos, rope.positions
+    return RopePointers(cos, rope.sin, positions, cos.stride(0), positions.stride(0), cos.shape[0])
 
 
 def rope_constants(rope: Rope | None) -> dict[str, Any]:
@@ -232,31 +439,29 @@ def cache_pointers(
     cache: PagedKVCache,
 ) -> tuple[CachePointers, CachePointers, DescalePointers, DescalePointers]:
     """K, V and their descales as kernel arguments that are written to."""
-    sides = []
-    for stored, strides in ((cache.k, cache.k_strides), (cache.v, cache.v_strides)):
-        # The kernel writes FP8 as bytes: casts differ between targets, and FNUZ is no type of CUDA's.
-        words = stored.view(torch.uint8) if stored.element_size() == 1 else stored
-        sides.append(CachePointers(words, strides.page, strides.token, strides.head, strides.outer))
-    return (
-        sides[0],
-        sides[1],
-        _descale_pointers(cache.k_descale, cache.k_granularity),
-        _descale_pointers(cache.v_descale, cache.v_granularity),
-    )
+    return store_of(cache)[:4]
 
 
 def storage_constants(cache: PagedKVCache, exponent: str) -> dict[str, Any]:
     """How a kernel quantises into this cache."""
-    constants: dict[str, Any] = {"RULE": exponent}
+    return {**_side_constants(cache), "RULE": exponent}
+
+
+def _side_constants(cache: PagedKVCache) -> dict[str, Any]:
+    constants: dict[str, Any] = {}
     for side, name, descale, kind, vec in (
         ("K", cache.format.k, cache.k_descale, cache.k_granularity, cache.k_strides.vec),
         ("V", cache.format.v, cache.v_descale, cache.v_granularity, cache.v_strides.vec),
     ):
-        stored = "token" if kind in PER_TOKEN_GRANULARITIES else "tensor"
+        fmt = get_format(name)
+        if isinstance(descale, torch.Tensor):
+            scaling = "token" if kind in PER_TOKEN_GRANULARITIES else "tensor"
+        else:
+            scaling = "one" if fmt.kind == "float" and descale == 1.0 else "number"
         constants |= {
             f"{side}_FORMAT": name,
-            f"{side}_MAX": get_format(name).max_value,
-            f"{side}_SCALING": stored if isinstance(descale, torch.Tensor) else "number",
+            f"{side}_MAX": fmt.max_value,
+            f"{side}_SCALING": scaling,
             f"{side}_GROUP": SCALE_GROUP if kind == "token_head_group" else 0,
             f"{side}_VEC": vec,
         }
@@ -265,7 +470,7 @@ def storage_constants(cache: PagedKVCache, exponent: str) -> dict[str, Any]:
 
 def _descale_pointers(value: float | torch.Tensor, kind: str) -> DescalePointers:
     if not isinstance(value, torch.Tensor):
-        return DescalePointers(value, None, 0, 0, 0)
+        return DescalePointers(float(value), None, 0, 0, 0)
     if kind in PER_TOKEN_GRANULARITIES:
         return DescalePointers(1.0, value, value.stride(0), value.stride(1), value.stride(2))
     return DescalePointers(1.0, value, 0, 0, value.stride(0) if kind == "head" else 0)

@@ -17,6 +17,7 @@ from narrowkv.paged_cache.descales import (
 from narrowkv.paged_cache.layouts import (
     LAYOUTS,
     KVStrides,
+    check_head_dim,
     logical_sizes,
     logical_view,
     span_bytes,
@@ -66,9 +67,11 @@ class CacheFormat:
         return self.k if self.k == self.v else f"k={self.k},v={self.v}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PagedKVCache:
     """Keys and values of all sequences, in pages. Holds references; nothing is copied.
+
+    Two caches are equal only if they are the same object; `copy.deepcopy` makes one with its own memory.
 
     The storage format is part of the type and never guessed from the device: uint8 storage needs the tag, and
     a torch FP8 dtype must agree with it.
@@ -105,6 +108,15 @@ class PagedKVCache:
     k_granularity: str = "tensor"
     v_granularity: str = "tensor"
     negative_zero_free: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks the descales, which `dataclasses.replace` may have changed."""
+        sizes = self.num_pages, self.page_size, self.num_kv_heads, self.head_dim
+        for name, descale, kind, fmt in (
+            ("k_descale", self.k_descale, self.k_granularity, self.format.k),
+            ("v_descale", self.v_descale, self.v_granularity, self.format.v),
+        ):
+            check_descale(name, descale, kind, fmt, sizes, self.k.device, validate=False)
 
     @classmethod
     def empty(
@@ -148,13 +160,11 @@ class PagedKVCache:
             ("num_kv_heads", num_kv_heads),
         ]:
             check_positive_int(name, value)
-        check_positive_int("head_dim", head_dim)
+        check_head_dim(check_positive_int("head_dim", head_dim))
         if layout == "tokens" and page_size != 1:
             raise ValueError(f"page_size must be 1 for layout 'tokens', got {page_size}")
         formats = get_format(parsed.k), get_format(parsed.v)
         fp4 = [fmt.kind == "fp4" for fmt in formats]
-        if any(fp4) and head_dim % 2:
-            raise ValueError(f"head_dim must be even for fp4_e2m1, got {head_dim}")
         if scale_group is not None:
             if scale_group != SCALE_GROUP or not any(fp4) or head_dim % SCALE_GROUP:
                 raise ValueError(
@@ -188,8 +198,8 @@ class PagedKVCache:
         *,
         format: str | CacheFormat,
         layout: str = "NHD",
-        k_descale: float | torch.Tensor = 1.0,
-        v_descale: float | torch.Tensor = 1.0,
+        k_descale: float | torch.Tensor | None = None,
+        v_descale: float | torch.Tensor | None = None,
         k_granularity: str | None = None,
         v_granularity: str | None = None,
         negative_zero_free: bool = False,
@@ -204,6 +214,7 @@ class PagedKVCache:
             layout: see the class.
             k_descale, v_descale: float, or fp32 tensor of a shape that tells its granularity; for FP4 uint8
                 E8M0 scales `[num_pages, page_size, H]` or `[num_pages, page_size, H, head_dim / 32]`.
+                Required but for 16-bit formats: whoever wrote the bytes knows what they were divided by.
             k_granularity, v_granularity: name it where the shape could mean two things.
             negative_zero_free: the caller vouches that no FP8 byte is 0x80 or a NaN code.
             validate: also look at descale values, which waits for the device.
@@ -232,6 +243,11 @@ class PagedKVCache:
         num_pages, page_size, heads, head_dim = sizes
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
+        if heads < 1:
+            raise ValueError(f"num_kv_heads must be at least 1, got {heads}")
+        check_head_dim(head_dim)
+        k_descale = _given("k_descale", k_descale, parsed.k)
+        v_descale = _given("v_descale", v_descale, parsed.v)
         k_kind = check_descale("k_descale", k_descale, k_granularity, parsed.k, sizes, k.device, validate)
         v_kind = check_descale("v_descale", v_descale, v_granularity, parsed.v, sizes, v.device, validate)
         return cls(
@@ -323,3 +339,39 @@ class PagedKVCache:
     def tokens_per_gib(self) -> int:
         """Tokens that one GiB holds."""
         return int(2**30 / self.bytes_per_token())
+
+
+def _given(name: str, descale: float | torch.Tensor | None, format_name: str) -> float | torch.Tensor:
+    """The descale, or 1.0 for a 16-bit side that has none."""
+    if descale is not None:
+        return descale
+    if get_format(format_name).kind != "float":
+        raise ValueError(
+            f"{name} must be given for {format_name}: what the stored numbers are to be multiplied by, as "
+            "their writer chose it (1.0 for numbers that were cast as they are)"
+        )
+    return 1.0
+
+
+def layout_hint(cache: PagedKVCache, *, page_size: int | None = None, num_kv_heads: int | None = None) -> str:
+    """The end of a message about sizes that a cache does not have: whether its layout may be mistaken.
+
+    Args:
+        cache: the cache.
+        page_size, num_kv_heads: the sizes that another argument has.
+
+    Returns:
+        "" unless the sizes would fit if the cache's page size and heads changed places.
+    """
+    swapped = cache.layout in ("NHD", "HND", "concat") and cache.page_size != cache.num_kv_heads
+    if (
+        not swapped
+        or page_size not in (None, cache.num_kv_heads)
+        or num_kv_heads not in (None, cache.page_size)
+    ):
+        return ""
+    other = "NHD" if cache.layout == "HND" else "HND"
+    return (
+        f"; the cache was made with layout {cache.layout!r}, page_size {cache.page_size} and "
+        f"{cache.num_kv_heads} KV heads: are its tensors in layout {other!r}?"
+    )

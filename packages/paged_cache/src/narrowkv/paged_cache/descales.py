@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from narrowkv.quant.e8m0 import e8m0_decode
@@ -47,8 +45,8 @@ def check_descale(
         return _check_e8m0(name, descale, granularity, sizes, device)
     if not isinstance(descale, torch.Tensor):
         check_descale_float(name, descale)
-        if math.isinf(descale):
-            raise ValueError(f"{name} must be finite, got {descale}")
+        if granularity not in (None, "tensor"):
+            raise TypeError(f"{name} must be a tensor for granularity {granularity!r}, got {descale!r}")
         return "tensor"
     check_descale_tensor(name, descale, validate=validate)
     if descale.device != device:
@@ -56,17 +54,17 @@ def check_descale(
     num_pages, page_size, heads, _ = sizes
     shape = tuple(descale.shape)
     fits = {
-        "tensor": shape == (1,),
+        "tensor": shape in ((), (1,)),
         "head": shape == (heads,),
         "sequence_head": len(shape) == 2 and shape[1] == heads,
         "page_head": shape == (num_pages, heads),
         "token_head": shape == (num_pages, page_size, heads),
     }
     if granularity is not None:
-        if not fits[granularity]:
+        if not fits.get(granularity):
             raise ValueError(
                 f"{name} does not have the shape of granularity {granularity!r}, "
-                f"got {shape} for a cache {sizes}"
+                f"got {shape} for a cache {sizes}{_swapped(shape, sizes)}"
             )
         return granularity
     # [1] for one head is the same either way; [num_pages, H] could also be [batch, H].
@@ -78,11 +76,25 @@ def check_descale(
         )
     if not kinds:
         raise ValueError(
-            f"{name} must be a float or have shape [1], [{heads}], [batch, {heads}], "
-            f"[{num_pages}, {heads}] or "
-            f"[{num_pages}, {page_size}, {heads}], got {shape}"
+            f"{name} must be a float or have shape [], [1], [{heads}], [batch, {heads}], "
+            f"[{num_pages}, {heads}] or [{num_pages}, {page_size}, {heads}], got {list(shape)}"
+            + _swapped(shape, sizes)
         )
     return kinds[0]
+
+
+def _swapped(shape: tuple[int, ...], sizes: tuple[int, int, int, int]) -> str:
+    """A hint for a descale that fits the cache if its page size and its heads change places."""
+    num_pages, page_size, heads, _ = sizes
+    if page_size == heads or shape not in (
+        (page_size,),
+        (num_pages, page_size),
+        (num_pages, heads, page_size),
+    ):
+        return ""
+    return (
+        f"; it fits {page_size} heads: are k and v in layout 'HND', passed as 'NHD', or the other way round?"
+    )
 
 
 def _check_e8m0(

@@ -43,12 +43,14 @@ class DescalePointers(NamedTuple):
 
 
 class RopePointers(NamedTuple):
-    """cos and sin `[max_position, rotary_dim / 2]` fp32, positions `[tokens]` int32."""
+    """cos and sin `[max_position, rotary_dim / 2]` of any float type, positions `[tokens]` int32 or int64."""
 
     cos: Any
     sin: Any
     positions: Any
-    row: Any
+    row: Any  # stride of cos and sin over positions
+    step: Any  # stride of `positions`
+    max_position: Any
 
 
 @triton.jit
@@ -82,10 +84,12 @@ def load_rotated(
             first = d < HALF
         rotates = mask[:, None] & (d < ROTARY_DIM)[None, :]
         y = tl.load(ptr + at[:, None] + partner[None, :], mask=rotates, other=0.0).to(tl.float32)
-        row = tl.load(rope.positions + tokens, mask=mask, other=0).to(tl.int64) * rope.row
-        where = row[:, None] + angle[None, :]
-        cos = tl.load(rope.cos + where, mask=rotates, other=1.0)
-        sin = tl.load(rope.sin + where, mask=rotates, other=0.0)
+        position = tl.load(rope.positions + tokens * rope.step, mask=mask, other=0)
+        # A position without an angle takes the nearest one that has: the tables end there.
+        position = tl.maximum(tl.minimum(position, rope.max_position - 1), 0)
+        where = (position.to(tl.int64) * rope.row)[:, None] + angle[None, :]
+        cos = tl.load(rope.cos + where, mask=rotates, other=1.0).to(tl.float32)
+        sin = tl.load(rope.sin + where, mask=rotates, other=0.0).to(tl.float32)
         turned = product(x, cos) + product(tl.where(first[None, :], -y, y), sin)
         x = tl.where(rotates, turned, x)
     return x
@@ -93,8 +97,8 @@ def load_rotated(
 
 @triton.jit
 def store_offsets(kv, page, slot, head, d, VEC: tl.constexpr, VEC_ON_TOKENS: tl.constexpr):
-    """Offsets [N, D] of storage elements `d` of one head; places and strides are 64-bit."""
-    base = page * kv.page + head * kv.head
+    """Offsets [N, D] of storage elements `d` of one head, 64-bit as `page` and `slot` are."""
+    base = page * kv.page + head.to(tl.int64) * kv.head
     if VEC > 0 and VEC_ON_TOKENS:
         rows = base + (slot // VEC) * kv.outer + slot % VEC
         cols = d * VEC
@@ -108,6 +112,16 @@ def store_offsets(kv, page, slot, head, d, VEC: tl.constexpr, VEC_ON_TOKENS: tl.
 
 
 @triton.jit
+def divided(x, descale, where, mask, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows [BLOCK_N, BLOCK_D] over a static descale: that at `where` [BLOCK_N], or a number if it is None."""
+    if where is None:
+        scale = tl.full([BLOCK_N], 1.0, tl.float32) * descale.value
+    else:
+        scale = tl.load(where, mask=mask, other=1.0)
+    return tl.div_rn(x, tl.broadcast_to(scale[:, None], [BLOCK_N, BLOCK_D]))
+
+
+@triton.jit
 def quantise_rows(
     x, kv, descale, page, slot, head, mask,
     FORMAT: tl.constexpr, SCALING: tl.constexpr, HEAD_DIM: tl.constexpr, FORMAT_MAX: tl.constexpr,
@@ -116,13 +130,19 @@ def quantise_rows(
 ):  # fmt: skip
     """Writes float32 rows [BLOCK_N, BLOCK_D] of one head into the cache, in its format.
 
-    Columns past head_dim are zeros. SCALING: "number", "tensor", or "token" for one that rows get anew.
+    Columns past head_dim are zeros. SCALING: what stored numbers are multiplied by: "one", a "number" or a
+    "tensor" that the cache has, or the "token"'s own, which is computed and stored (1 in 16-bit formats).
     """
     d = tl.arange(0, BLOCK_D)
     inside = mask[:, None] & (d < HEAD_DIM)[None, :]
-    if SCALING != "number":
-        where = descale.ptr + page * descale.page + slot * descale.slot + head * descale.head  # [BLOCK_N]
+    if SCALING == "tensor" or SCALING == "token":
+        where = descale.ptr + page * descale.page + slot * descale.slot  # [BLOCK_N]
+        where += head.to(tl.int64) * descale.head
     if FORMAT == "bf16" or FORMAT == "fp16":
+        if SCALING == "token":
+            tl.store(where, tl.full([BLOCK_N], 1.0, tl.float32), mask=mask)
+        elif SCALING != "one":
+            x = divided(x, descale, where if SCALING == "tensor" else None, mask, BLOCK_N, BLOCK_D)
         at = store_offsets(kv, page, slot, head, d, VEC, VEC_ON_TOKENS)
         tl.store(kv.ptr + at, x.to(kv.ptr.dtype.element_ty), mask=inside)
     elif FORMAT == "fp4_e2m1":
@@ -145,31 +165,36 @@ def quantise_rows(
             # A subnormal scale would lose the value it restores; zeros keep a finite one.
             scale = tl.where(scale < 1.1754943508222875e-38, 1.0, scale)
             tl.store(where, scale, mask=mask)
-        elif SCALING == "tensor":
-            scale = tl.load(where, mask=mask, other=1.0)
+            x = tl.div_rn(x, tl.broadcast_to(scale[:, None], [BLOCK_N, BLOCK_D]))
         else:
-            scale = tl.full([BLOCK_N], 1.0, tl.float32) * descale.value
-        stored = narrow_fp8(tl.div_rn(x, tl.broadcast_to(scale[:, None], [BLOCK_N, BLOCK_D])), FORMAT)
+            x = divided(x, descale, where if SCALING == "tensor" else None, mask, BLOCK_N, BLOCK_D)
         at = store_offsets(kv, page, slot, head, d, VEC, VEC_ON_TOKENS)
-        tl.store(kv.ptr + at, stored, mask=inside)
+        tl.store(kv.ptr + at, narrow_fp8(x, FORMAT), mask=inside)
 
 
-@triton.jit
+# Triton compiles no variants for these: slot mappings are slices of longer vectors, at any address.
+@triton.jit(do_not_specialize=["slot_mapping", "slot_step", "num_slots"])
 def _append_kernel(
-    k_new, v_new, k, v, k_descale, v_descale, k_offset_ptr, rope, slot_mapping, num_slots,
+    k_new, v_new, k, v, k_descale, v_descale, k_offset_ptr, rope, slot_mapping, slot_step, num_slots,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_OFFSET: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
     K_MAX: tl.constexpr, V_MAX: tl.constexpr, K_SCALING: tl.constexpr, V_SCALING: tl.constexpr,
     K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, RULE: tl.constexpr,
     K_VEC: tl.constexpr, V_VEC: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program writes one head of one token.
+    """One program writes one head of one token; nothing if the token's slot is not in the cache.
 
-    K_GROUP, V_GROUP: FP4: channels per scale, 0 for one scale; RULE: how its exponent is chosen.
+    Args:
+        k_new, v_new: `NewTokens`; k, v: `CachePointers`; k_descale, v_descale: `DescalePointers`.
+        k_offset_ptr: `[heads, HEAD_DIM]` float32, or None; rope: `RopePointers`.
+        slot_mapping: `[tokens]` int32 or int64 of stride `slot_step`; num_slots: slots of the cache.
+        K_MAX, V_MAX: the largest number of the format; K_SCALING, V_SCALING: see `quantise_rows`.
+        K_GROUP, V_GROUP: FP4: channels per scale, 0 for one scale; RULE: how its exponent is chosen.
+        K_VEC, V_VEC: x of the vectorised layout, else 0.
     """
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    slot = tl.load(slot_mapping + token).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slot_mapping + token * slot_step).to(tl.int64)
     if (slot < 0) | (slot >= num_slots):
         return
     one = tl.arange(0, 1) == 0

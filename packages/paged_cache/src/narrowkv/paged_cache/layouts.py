@@ -10,6 +10,21 @@ from narrowkv.quant.errors import UnsupportedError
 from narrowkv.quant.formats import Format, get_format
 
 LAYOUTS = ("NHD", "HND", "tokens", "concat", "vectorised")
+# Those that attention kernels serve.
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Refuses a head_dim that no operation would serve later.
+
+    Raises:
+        UnsupportedError: naming those that are.
+    """
+    if head_dim not in HEAD_DIMS:
+        raise UnsupportedError(
+            f"head_dim must be one of {', '.join(map(str, HEAD_DIMS))}, which attention kernels serve, "
+            f"got {head_dim}"
+        )
 
 
 @dataclass(frozen=True)

@@ -6,22 +6,36 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowkv.quant.errors import check_int32, check_positive_int, check_same_device
+from narrowkv.paged_cache.cache import PagedKVCache, layout_hint
+from narrowkv.quant.errors import (
+    check_dtype,
+    check_index_vector,
+    check_instance,
+    check_positive_int,
+    check_same_device,
+    check_shape,
+)
+
+NO_PAGE = -1  # in a block table, past the end of a sequence
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PageTable:
     """Page ids and lengths of a batch.
 
-    It holds the caller's tensors by reference: updating them in place updates the table.
+    It holds the caller's tensors by reference: updating them in place updates the table. Two tables are equal
+    only if they are the same object.
 
     Attributes:
         kind: "ragged" or "block_table".
-        page_ids: int32, `[nnz]` (ragged: kv_indices) or `[batch, max_pages]` (block table).
+        page_ids: `[nnz]` (ragged: kv_indices) or `[batch, max_pages]` (block table). This and the tensors
+            below are int32 or int64, and may be strided.
         page_size: tokens a page.
         kv_indptr: ragged: `[batch + 1]`, where each sequence's page ids begin.
         kv_last_page_len: ragged: `[batch]`, tokens in each sequence's last page.
         seq_lens: block table: `[batch]`.
+        before_append: whether the lengths leave out the tokens of the call. `prefill_append`, which appends
+            them, takes such tables only; every other operation refuses them.
     """
 
     kind: str
@@ -30,6 +44,7 @@ class PageTable:
     kv_indptr: torch.Tensor | None = None
     kv_last_page_len: torch.Tensor | None = None
     seq_lens: torch.Tensor | None = None
+    before_append: bool = False
 
     @classmethod
     def from_ragged(
@@ -45,9 +60,9 @@ class PageTable:
         """From FlashInfer-style metadata.
 
         Args:
-            kv_indptr: `[batch + 1]` int32.
-            kv_indices: `[nnz]` int32 page ids.
-            kv_last_page_len: `[batch]` int32, 1..page_size, or 0 for an empty sequence.
+            kv_indptr: `[batch + 1]` int32 or int64, any stride.
+            kv_indices: `[nnz]` page ids, int32 or int64, any stride.
+            kv_last_page_len: `[batch]` int32 or int64, any stride: 1..page_size, or 0 for an empty sequence.
             page_size: tokens a page.
             num_pages: with `validate`, the page ids' bound.
             validate: look at the values, which waits for the device.
@@ -63,12 +78,9 @@ class PageTable:
             [21]
         """
         check_positive_int("page_size", page_size)
-        for name, tensor in (
-            ("kv_indptr", kv_indptr),
-            ("kv_indices", kv_indices),
-            ("kv_last_page_len", kv_last_page_len),
-        ):
-            _check_vector(name, tensor)
+        check_index_vector("kv_indptr", kv_indptr, "batch + 1")
+        check_index_vector("kv_indices", kv_indices, "page ids")
+        check_index_vector("kv_last_page_len", kv_last_page_len, "batch")
         if kv_indptr.shape[0] != kv_last_page_len.shape[0] + 1:
             raise ValueError(
                 f"kv_indptr must have batch + 1 = {kv_last_page_len.shape[0] + 1} entries, "
@@ -84,8 +96,9 @@ class PageTable:
     def from_block_table(
         cls,
         block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
+        seq_lens: torch.Tensor | None = None,
         *,
+        cached_lens: torch.Tensor | None = None,
         page_size: int,
         num_pages: int | None = None,
         validate: bool = False,
@@ -93,8 +106,12 @@ class PageTable:
         """From vLLM-style metadata.
 
         Args:
-            block_table: `[batch, max_pages]` int32; entries past a sequence's end are never read.
-            seq_lens: `[batch]` int32 tokens.
+            block_table: `[batch, max_pages]` int32 or int64, any strides; entries past a sequence's end are
+                never read.
+            seq_lens: `[batch]` tokens of each sequence, those of the call included; int32 or int64, any
+                stride.
+            cached_lens: `[batch]`, instead of `seq_lens`: tokens that the cache holds before the call
+                appends its own. The block table has pages for both. For `prefill_append`.
             page_size, num_pages, validate: as for `from_ragged`.
 
         Raises:
@@ -105,25 +122,29 @@ class PageTable:
             >>> block_table, seq_lens = torch.tensor([[3, 1]], **i32), torch.tensor([21], **i32)
             >>> PageTable.from_block_table(block_table, seq_lens, page_size=16).capacity
             32
+            >>> PageTable.from_block_table(block_table, cached_lens=seq_lens, page_size=16).before_append
+            True
         """
         check_positive_int("page_size", page_size)
-        check_int32("block_table", block_table)
+        if (seq_lens is None) == (cached_lens is None):
+            raise ValueError(
+                "pass either seq_lens (lengths with the call's tokens) or cached_lens (lengths before "
+                f"prefill_append stores them), got {'neither' if seq_lens is None else 'both'}"
+            )
+        name, lens = ("seq_lens", seq_lens) if cached_lens is None else ("cached_lens", cached_lens)
+        assert lens is not None
+        check_dtype("block_table", block_table, (torch.int32, torch.int64))
         if block_table.dim() != 2:
             raise ValueError(
                 f"block_table must have shape [batch, max_pages], got {tuple(block_table.shape)}"
             )
-        if block_table.shape[1] > 1 and block_table.stride(1) != 1:
-            raise ValueError(
-                f"block_table must have a contiguous last dimension (stride 1), "
-                f"got stride {block_table.stride(1)}"
-            )
-        _check_vector("seq_lens", seq_lens)
-        if seq_lens.shape[0] != block_table.shape[0]:
-            raise ValueError(
-                f"seq_lens must have batch = {block_table.shape[0]} entries, got {seq_lens.shape[0]}"
-            )
-        check_same_device(block_table=block_table, seq_lens=seq_lens)
-        table = cls("block_table", block_table, page_size, seq_lens=seq_lens)
+        check_index_vector(name, lens, "batch")
+        if lens.shape[0] != block_table.shape[0]:
+            raise ValueError(f"{name} must have batch = {block_table.shape[0]} entries, got {lens.shape[0]}")
+        check_same_device(block_table=block_table, **{name: lens})
+        table = cls(
+            "block_table", block_table, page_size, seq_lens=lens, before_append=cached_lens is not None
+        )
         if validate:
             table.check_values(num_pages)
         return table
@@ -151,10 +172,11 @@ class PageTable:
         return torch.where(pages > 0, lens, torch.zeros_like(lens)).to(torch.int32)
 
     def to_block_table(self, max_pages: int) -> PageTable:
-        """The same table with a `[batch, max_pages]` block table, built on the device; unused entries are 0.
+        """The same table with a `[batch, max_pages]` block table, built on the device; unused entries are -1.
 
         Args:
-            max_pages: columns; the caller knows a bound, the device is not asked.
+            max_pages: columns. The caller knows a bound and the device is not asked: page ids of a sequence
+                past it are dropped, which `check_values` of the new table reports.
         """
         if self.kind == "block_table":
             return self
@@ -163,10 +185,10 @@ class PageTable:
         begin, end = self.kv_indptr[:-1, None].long(), self.kv_indptr[1:, None].long()
         index = begin + column
         inside = index < end
-        padded = torch.cat([self.page_ids, self.page_ids.new_zeros(1)])
-        ids = padded[index.clamp(max=self.page_ids.shape[0])]
+        padded = torch.cat([self.page_ids, self.page_ids.new_full((1,), NO_PAGE)])
+        ids = padded[index.clamp(0, self.page_ids.shape[0])]
         return PageTable.from_block_table(
-            torch.where(inside, ids, torch.zeros_like(ids)).contiguous(),
+            torch.where(inside, ids, NO_PAGE),
             self.seq_lens_tensor(),
             page_size=self.page_size,
         )
@@ -188,8 +210,9 @@ class PageTable:
             ValueError: naming the first fault found.
         """
         lens = self.seq_lens_tensor().cpu()
+        name = "cached_lens" if self.before_append else "seq_lens"
         if bool((lens < 0).any()):
-            raise ValueError(f"seq_lens must not be negative, got {int(lens.min())}")
+            raise ValueError(f"{name} must not be negative, got {int(lens.min())}")
         if self.kind == "ragged":
             assert self.kv_indptr is not None
             assert self.kv_last_page_len is not None
@@ -211,7 +234,7 @@ class PageTable:
         else:
             if lens.numel() and int(lens.max()) > self.capacity:
                 raise ValueError(
-                    f"seq_lens must not exceed the table's capacity {self.capacity}, got {int(lens.max())}"
+                    f"{name} must not exceed the table's capacity {self.capacity}, got {int(lens.max())}"
                 )
             column = torch.arange(self.page_ids.shape[1])
             ids = self.page_ids.cpu()[column[None] * self.page_size < lens[:, None]]
@@ -221,9 +244,43 @@ class PageTable:
             raise ValueError(f"page ids must be below num_pages = {num_pages}, got {int(ids.max())}")
 
 
-def _check_vector(name: str, tensor: torch.Tensor) -> None:
-    check_int32(name, tensor)
-    if tensor.dim() != 1:
-        raise ValueError(f"{name} must have one dimension, got shape {tuple(tensor.shape)}")
-    if tensor.shape[0] > 1 and tensor.stride(0) != 1:
-        raise ValueError(f"{name} must be contiguous, got stride {tensor.stride(0)}")
+def check_table(page_table: PageTable, cache: PagedKVCache, *, before_append: bool = False) -> None:
+    """Checks that a page table and a cache belong together, and to the operation.
+
+    Args:
+        page_table: the table.
+        cache: the cache; descales per sequence must be for the table's sequences.
+        before_append: whether the operation appends the call's tokens itself.
+
+    Raises:
+        TypeError: not a `PageTable`, not a `PagedKVCache`.
+        ValueError: another page size, another device, another number of sequences in a descale; or the
+            table's lengths include the call's tokens and should not, or the other way round.
+    """
+    check_instance("cache", cache, PagedKVCache)
+    check_instance("page_table", page_table, PageTable)
+    if page_table.page_size != cache.page_size:
+        hint = layout_hint(cache, page_size=page_table.page_size)
+        raise ValueError(
+            f"page_table must have the cache's page_size {cache.page_size}, got {page_table.page_size}{hint}"
+        )
+    check_same_device(k=cache.k, page_table=page_table.page_ids)
+    for name, descale, kind in (
+        ("k_descale", cache.k_descale, cache.k_granularity),
+        ("v_descale", cache.v_descale, cache.v_granularity),
+    ):
+        if kind == "sequence_head" and isinstance(descale, torch.Tensor):
+            check_shape(name, descale, (page_table.batch_size, cache.num_kv_heads))
+    if page_table.before_append == before_append:
+        return
+    if before_append:
+        raise ValueError(
+            "page_table must hold the lengths before the append, and pages for the new tokens too: make it "
+            "with PagePool.table_before(seqs, new_tokens) after extend, or with "
+            "PageTable.from_block_table(block_table, cached_lens=...); got lengths that include all tokens"
+        )
+    raise ValueError(
+        "page_table must hold lengths that include the tokens of this call: make it with "
+        "PagePool.page_table(seqs) or PageTable.from_block_table(block_table, seq_lens); got lengths before "
+        "an append (cached_lens), which only prefill_append takes"
+    )

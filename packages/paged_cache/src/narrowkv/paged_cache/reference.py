@@ -14,7 +14,8 @@ from narrowkv.quant.quantize import cast_fp8, quantize_per_group
 def apply_rope_reference(k: torch.Tensor, rope: Rope) -> torch.Tensor:
     """K `[tokens, heads, head_dim]` after rotary embedding, fp32."""
     half = rope.cos.shape[1]
-    cos, sin = (table[rope.positions.long()][:, None] for table in (rope.cos, rope.sin))
+    positions = rope.positions.long().clamp(0, rope.cos.shape[0] - 1)
+    cos, sin = (table[positions][:, None].float() for table in (rope.cos, rope.sin))
     rotated, rest = k[..., : 2 * half].float(), k[..., 2 * half :].float()
     if rope.style == "neox":
         a, b = rotated[..., :half], rotated[..., half:]
@@ -68,8 +69,8 @@ def _quantise(
         group = SCALE_GROUP if kind == "token_head_group" else x.shape[-1]
         stored, scales = quantize_per_group(x, group, exponent=exponent)
         return stored, scales if kind == "token_head_group" else scales[..., 0]
-    if fmt.kind != "fp8":
-        return x.to(fmt.storage_dtype), None
+    if kind == "token_head" and fmt.kind == "float":
+        return x.to(fmt.storage_dtype), torch.ones(x.shape[:2], device=x.device)
     if kind == "token_head":
         # A tensor divisor: dividing by a number multiplies by its reciprocal on a GPU, which rounds
         # differently.
@@ -77,9 +78,8 @@ def _quantise(
         scale = amax / torch.full_like(amax, fmt.max_value)
         scale = torch.where(scale < torch.finfo(torch.float32).tiny, torch.ones_like(scale), scale)
         return cast_fp8(x / scale[..., None], fmt), scale
-    if isinstance(descale, torch.Tensor):
-        return cast_fp8(x / descale.view(-1, 1), fmt), None
-    return cast_fp8(x / torch.full_like(x, descale), fmt), None
+    x = x / (descale.view(-1, 1) if isinstance(descale, torch.Tensor) else torch.full_like(x, descale))
+    return x.to(fmt.storage_dtype) if fmt.kind == "float" else cast_fp8(x, fmt), None
 
 
 def _write(

@@ -14,16 +14,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from typing import TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 __all__ = [
     "UnsupportedError",
+    "byte_span",
     "check_choice",
     "check_descale_float",
     "check_descale_tensor",
     "check_dtype",
     "check_finite_float",
+    "check_index_vector",
+    "check_instance",
     "check_int32",
     "check_last_dim_contiguous",
     "check_no_grad",
@@ -32,7 +38,15 @@ __all__ = [
     "check_same_device",
     "check_shape",
     "check_tensor",
+    "check_window",
+    "contiguous_vector",
+    "has_memory",
 ]
+
+_T = TypeVar("_T")
+_INT32_MAX = 2**31 - 1
+# The smallest number that float32 rounds to infinity: half a unit above its largest.
+_FLOAT32_OVERFLOW = (2.0 - 2.0**-24) * 2.0**127
 
 
 class UnsupportedError(ValueError):
@@ -75,12 +89,39 @@ def check_dtype(name: str, tensor: torch.Tensor, allowed: torch.dtype | Collecti
 
 
 def check_int32(name: str, tensor: torch.Tensor) -> None:
-    """Checks that `tensor` is an int32 tensor (all paging metadata is).
+    """Checks that `tensor` is an int32 tensor.
 
     Raises:
         TypeError: `tensor` is not a tensor, or not int32.
     """
     check_dtype(name, tensor, torch.int32)
+
+
+def check_index_vector(name: str, tensor: torch.Tensor, length: int | str) -> None:
+    """Checks a vector of integers (slots, positions, lengths) that a kernel reads by its stride.
+
+    Any stride is accepted, so a column of an engine's table needs no copy. A kernel that assumes stride 1
+    must be given `contiguous_vector(tensor)` instead.
+
+    Args:
+        name: the argument's name.
+        tensor: `[length]` int32 or int64.
+        length: the size, or a name for it if it is free.
+
+    Raises:
+        TypeError: `tensor` is not a tensor, or neither int32 nor int64.
+        ValueError: `tensor` does not have one dimension of that size.
+    """
+    check_dtype(name, tensor, (torch.int32, torch.int64))
+    check_shape(name, tensor, (length,))
+
+
+def contiguous_vector(tensor: torch.Tensor) -> torch.Tensor:
+    """The vector itself if its stride is 1, else a copy made on its device, without waiting for the device.
+
+    A copy does not follow later writes to the original: make it in each call, never once for many calls.
+    """
+    return tensor if tensor.shape[0] < 2 or tensor.stride(0) == 1 else tensor.contiguous()
 
 
 def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str | None]) -> None:
@@ -161,6 +202,40 @@ def check_positive_int(name: str, value: int, *, multiple_of: int = 1) -> int:
     return value
 
 
+def check_window(name: str, value: int) -> int:
+    """Checks a number of keys that a window reaches before or after a query, and returns it.
+
+    Args:
+        name: the argument's name, e.g. `window_left`.
+        value: -1 for no limit, or 0 to 2**31 - 1.
+
+    Raises:
+        TypeError: `value` is not an int (bool is not one).
+        ValueError: `value` is below -1 or beyond int32.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if not -1 <= value <= _INT32_MAX:
+        raise ValueError(f"{name} must be -1 (no limit) or a number of keys up to {_INT32_MAX}, got {value}")
+    return value
+
+
+def check_instance(name: str, value: object, kind: type[_T]) -> _T:
+    """Returns `value` if it is an object of class `kind` (a cache, a page table, a plan).
+
+    Raises:
+        TypeError: `value` is anything else.
+
+    Example:
+        >>> check_instance("cache", {}, torch.Tensor)
+        Traceback (most recent call last):
+        TypeError: cache must be a Tensor, got dict
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
 def check_choice(name: str, value: str, known: Collection[str]) -> str:
     """Checks that `value` is one of the `known` words, and returns it.
 
@@ -176,16 +251,21 @@ def check_choice(name: str, value: str, known: Collection[str]) -> str:
 
 
 def check_finite_float(name: str, value: float) -> float:
-    """Checks that `value` is a finite real number, and returns it as a float (for `sm_scale`, soft caps).
+    """Checks a real number that is finite in float32, as kernels take it (softmax scales, soft caps).
+
+    Returns:
+        The number as a float; it is not rounded.
 
     Raises:
         TypeError: `value` is not an int or a float.
-        ValueError: `value` is NaN or infinite.
+        ValueError: `value` is NaN, infinite or too large for float32.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a float, got {type(value).__name__}")
-    if not math.isfinite(value):
+    if value != value or value in (math.inf, -math.inf):
         raise ValueError(f"{name} must be finite, got {value}")
+    if not -_FLOAT32_OVERFLOW < value < _FLOAT32_OVERFLOW:  # exact for an int of any size
+        raise ValueError(f"{name} must be finite in float32 (at most 3.4e38 in magnitude), got {value}")
     return float(value)
 
 
@@ -199,8 +279,8 @@ def check_descale_float(name: str, value: float) -> float:
     number = check_finite_float(name, value)
     if number <= 0.0:
         raise ValueError(f"{name} must be greater than 0, got {number}")
-    if not 2.0**-149 <= number < 2.0**128:
-        raise ValueError(f"{name} must be representable in float32, got {number}")
+    if number < 2.0**-149:
+        raise ValueError(f"{name} must be representable in float32 (at least 1.4e-45), got {number}")
     return number
 
 
@@ -210,14 +290,17 @@ def check_descale_tensor(name: str, tensor: torch.Tensor, *, validate: bool = Fa
     Args:
         name: the argument's name.
         tensor: the descales, any shape.
-        validate: also look at the values, which waits for the device.
+        validate: also look at the values, which waits for the device; tensors without memory have none.
 
     Raises:
         TypeError: `tensor` is not an fp32 tensor.
-        ValueError: `validate`, and a value is zero, negative, NaN or infinite.
+        ValueError: `tensor` requires grad, whether grad mode is on or not (a cache that holds it outlives the
+            mode); or `validate`, and a value is zero, negative, NaN or infinite.
     """
     check_dtype(name, tensor, torch.float32)
-    if validate and tensor.numel():
+    if tensor.requires_grad:
+        raise ValueError(f"{name} must not require grad (there is no backward): pass {name}.detach()")
+    if validate and tensor.numel() and has_memory(tensor):
         bad = ~(torch.isfinite(tensor) & (tensor > 0))
         count = int(bad.sum())
         if count:
@@ -238,26 +321,67 @@ def check_no_grad(**tensors: torch.Tensor | None) -> None:
             raise ValueError(f"{name} must not require grad (there is no backward), got requires_grad=True")
 
 
-def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    start = tensor.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements lie in memory: not those of fake, meta, functional or vmapped tensors.
+
+    `data_ptr()` of such a tensor is 0, warns or raises, so nothing may ask for it.
+    """
+    return not (
+        tensor.is_meta
+        or isinstance(tensor, (FakeTensor, FunctionalTensor))
+        or torch._is_functional_tensor(tensor)
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
 
 
-def check_no_overlap(out_name: str, out: torch.Tensor, **inputs: torch.Tensor | None) -> None:
-    """Checks that the bytes spanned by `out` are not those of an input; None inputs are skipped.
+def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of a tensor with memory and elements, and of the first byte after it."""
+    begin, last = tensor.data_ptr(), 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether a stride lies within the span of the dimensions with smaller strides."""
+    span = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= span:
+                return True
+            span += (size - 1) * stride
+    return False
+
+
+def check_no_overlap(out_name: str, out: torch.Tensor, /, **inputs: object) -> None:
+    """Checks that no byte of `out` is another element of `out`, nor within the span of an input.
 
     Two interleaved views of one storage count as overlapping: the check compares the spans, not the elements.
+    Tensors without memory (fake, meta, functional) are checked against themselves only.
+
+    Args:
+        out_name: the output's name.
+        out: the output.
+        **inputs: the call's other arguments by name; whatever is not a tensor (None, a number) is skipped.
 
     Raises:
-        ValueError: `out` and an input share bytes.
+        ValueError: `out` overlaps itself (an expanded tensor, say) or an input.
     """
     if out.numel() == 0:
         return
-    low, high = _byte_range(out)
+    if _overlaps_itself(out):
+        raise ValueError(
+            f"{out_name} must not overlap itself, got shape {list(out.shape)} with strides "
+            f"{list(out.stride())}: pass a tensor whose elements each have their own memory"
+        )
+    if not has_memory(out):
+        return
+    low, high = byte_span(out)
     for name, value in inputs.items():
-        if value is None or value.numel() == 0 or value.device != out.device:
+        if not isinstance(value, torch.Tensor) or value.numel() == 0 or value.device != out.device:
             continue
-        other_low, other_high = _byte_range(value)
+        if not has_memory(value):
+            continue
+        other_low, other_high = byte_span(value)
         if low < other_high and other_low < high:
             raise ValueError(f"{out_name} must not share memory with {name}, got overlapping tensors")

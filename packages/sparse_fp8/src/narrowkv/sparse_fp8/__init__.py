@@ -12,8 +12,10 @@ Example:
 
 import narrowkv.quant.toolchain  # noqa: F401  # first: it says how to get Triton
 from narrowkv.sparse_fp8.api import sparse_decode, sparse_prefill, sparse_prefill_fp8
+from narrowkv.sparse_fp8.binding import RowsFormat
 from narrowkv.sparse_fp8.indices import compressed_topk, concat_csr, csr_from_topk, sliding_window
 from narrowkv.sparse_fp8.modes import ModeChoice, choose_mode
+from narrowkv.sparse_fp8.plan import SparsePlan, plan_sparse
 from narrowkv.sparse_fp8.reference import (
     sparse_decode_reference,
     sparse_prefill_fp8_reference,
@@ -26,11 +28,14 @@ __all__ = [
     "DSV4Rows",
     "KVSource",
     "ModeChoice",
+    "RowsFormat",
+    "SparsePlan",
     "choose_mode",
     "compressed_topk",
     "concat_csr",
     "csr_from_topk",
     "packed_page_stride",
+    "plan_sparse",
     "sliding_window",
     "sparse_decode",
     "sparse_decode_reference",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from narrowkv.quant.errors import check_positive_int
-from narrowkv.sparse_fp8.arguments import check_16_bit, check_call, check_fp8
-from narrowkv.sparse_fp8.attend import attend_fused, attend_prepass, attend_wide
-from narrowkv.sparse_fp8.modes import check_fused, choose_mode
+from narrowkv.sparse_fp8.config import MOST_SPLITS
+from narrowkv.sparse_fp8.modes import choose_mode
+from narrowkv.sparse_fp8.plan import SparsePlan, plan_for
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
 
@@ -22,8 +22,10 @@ def sparse_prefill(
     attn_sink: torch.Tensor | None = None,
     sm_scale: float | None = None,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     return_lse: bool = False,
     validate: bool = False,
+    plan: SparsePlan | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Sparse attention over 16-bit rows: each token attends to the rows that its index lists name.
 
@@ -37,9 +39,12 @@ def sparse_prefill(
         attn_sink: `[num_qo_heads]` fp32, a logit with value 0 in the denominator; -inf for none.
         sm_scale: softmax scale, default `512 ** -0.5`.
         out: where to write, `[num_tokens, num_qo_heads, 512]`, bf16, fp16 or fp32.
+        lse: where to write the log-sum-exp, fp32 `[num_tokens, num_qo_heads]`; implies `return_lse`.
         return_lse: also return the log-sum-exp.
-        validate: also read the index lists on the host and refuse values out of range; otherwise those are
-            skipped.
+        validate: also read index lists and scales on the host and refuse wrong values, which waits for the
+            device. Otherwise an index out of range is skipped, and an `indptr` that is no CSR names other
+            indices, at most all of them for each token; nothing is read or written outside the tensors.
+        plan: from `plan_sparse`, which then fixes `sm_scale` and `return_lse`.
 
     Returns:
         `o`, or `(o, lse)`; `lse` is `[num_tokens, num_qo_heads]` fp32, natural log of the scaled logits' sum
@@ -59,9 +64,14 @@ def sparse_prefill(
         >>> sparse_prefill(q, source)[0, 0, 0].item()
         3.0
     """
-    call = check_call(q, prefix, extend, attn_sink, sm_scale, out, return_lse, validate)
-    attend_wide(call, check_16_bit(call), call.prefix, call.extend, num_splits=None)
-    return call.result
+    if plan is None:
+        plan = plan_for(
+            q, prefix, extend, mode="wide", attn_sink=attn_sink, sm_scale=sm_scale,
+            return_lse=return_lse or lse is not None, num_qo_heads=None,
+        )  # fmt: skip
+    else:
+        _check_planned(plan, ("wide",), sm_scale=sm_scale)
+    return plan.run(q, prefix, extend, attn_sink=attn_sink, out=out, lse=lse, validate=validate)
 
 
 def sparse_prefill_fp8(
@@ -73,9 +83,11 @@ def sparse_prefill_fp8(
     sm_scale: float | None = None,
     mode: str = "auto",
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     return_lse: bool = False,
     validate: bool = False,
     num_qo_heads: int | None = None,
+    plan: SparsePlan | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Sparse attention over FP8 rows (`DSV4Rows`), fused or with a prepass.
 
@@ -84,7 +96,7 @@ def sparse_prefill_fp8(
             rows, tokens outermost, in the format of the sources.
         prefix, extend: as for `sparse_prefill`, with `DSV4Rows` of any layout. In mode "prepass" one of them
             may be 16-bit.
-        attn_sink, sm_scale, out, return_lse, validate: as for `sparse_prefill`.
+        attn_sink, sm_scale, out, lse, return_lse, validate: as for `sparse_prefill`.
         mode: "fused" widens rows on the chip and allocates nothing but the results; QK over NoPE multiplies
             FP8 by FP8 when q is `DSV4Rows` and the target can, else 16-bit q by widened rows; a call that
             fills a Hopper GPU expands such a q to bf16 first, which is exact and faster. "prepass" expands
@@ -110,13 +122,16 @@ def sparse_prefill_fp8(
         >>> sparse_prefill_fp8(q, source, mode="fused")[0, 0, 0].item()
         3.0
     """
-    call = check_call(q, prefix, extend, attn_sink, sm_scale, out, return_lse, validate, num_qo_heads)
-    check_fp8(call)
-    if choose_mode(q, prefix, extend, mode=mode, num_qo_heads=num_qo_heads).mode == "fused":
-        attend_fused(call, num_splits=None)
+    if plan is None:
+        if mode != "prepass":
+            mode = choose_mode(q, prefix, extend, mode=mode, num_qo_heads=num_qo_heads).mode
+        plan = plan_for(
+            q, prefix, extend, mode=mode, attn_sink=attn_sink, sm_scale=sm_scale,
+            return_lse=return_lse or lse is not None, num_qo_heads=num_qo_heads,
+        )  # fmt: skip
     else:
-        attend_prepass(call, num_splits=None)
-    return call.result
+        _check_planned(plan, ("fused", "prepass"), sm_scale=sm_scale)
+    return plan.run(q, prefix, extend, attn_sink=attn_sink, out=out, lse=lse, validate=validate)
 
 
 def sparse_decode(
@@ -127,20 +142,26 @@ def sparse_decode(
     attn_sink: torch.Tensor | None = None,
     sm_scale: float | None = None,
     num_splits: int | None = None,
+    batch_invariant: bool = False,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     return_lse: bool = False,
     validate: bool = False,
     num_qo_heads: int | None = None,
+    plan: SparsePlan | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Sparse attention of few tokens over many rows each: a token's rows are shared out over programs.
 
     Args:
         q: as for `sparse_prefill_fp8` over `DSV4Rows`, as for `sparse_prefill` over 16-bit rows.
         prefix, extend: both `DSV4Rows`, or both 16-bit in the dtype of q.
-        attn_sink, sm_scale, out, return_lse, validate: as for `sparse_prefill`.
+        attn_sink, sm_scale, out, lse, return_lse, validate: as for `sparse_prefill`.
         num_qo_heads: as for `sparse_prefill_fp8`.
-        num_splits: programs a token's rows are shared by; None fills the chip. Splits take whole tiles in
-            order, so a given number gives the same bits whatever else is in the batch.
+        num_splits: programs a token's rows are shared by, up to 65535; None fills the chip, or is 4 with
+            `batch_invariant`. Splits take whole tiles in order.
+        batch_invariant: a token's result has the same bits alone and in a batch of any size. One kernel with
+            one number of splits then serves every call: few tokens fill less of the chip, many tokens write
+            and read partial results of 2 KiB a head and split, and the kernels for Hopper are not used.
 
     Returns:
         As `sparse_prefill_fp8`.
@@ -158,13 +179,30 @@ def sparse_decode(
         >>> sparse_decode(torch.ones(1, 16, 512).bfloat16(), source, num_splits=2)[0, 0, 0].item()
         3.0
     """
-    call = check_call(q, prefix, extend, attn_sink, sm_scale, out, return_lse, validate, num_qo_heads)
-    if num_splits is not None:
-        check_positive_int("num_splits", num_splits)
-    if call.fp8_rows:
-        check_fp8(call)
-        check_fused(prefix, extend)
-        attend_fused(call, num_splits=num_splits)
+    if plan is None:
+        if num_splits is not None and check_positive_int("num_splits", num_splits) > MOST_SPLITS:
+            raise ValueError(f"num_splits must be at most {MOST_SPLITS}, got {num_splits}")
+        plan = plan_for(
+            q, prefix, extend, mode=_decode_mode(prefix, extend), attn_sink=attn_sink, sm_scale=sm_scale,
+            return_lse=return_lse or lse is not None, num_qo_heads=num_qo_heads, num_splits=num_splits,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
     else:
-        attend_wide(call, check_16_bit(call), call.prefix, call.extend, num_splits=num_splits)
-    return call.result
+        _check_planned(plan, ("wide", "fused"), sm_scale=sm_scale)
+    return plan.run(q, prefix, extend, attn_sink=attn_sink, out=out, lse=lse, validate=validate)
+
+
+def _decode_mode(*sources: KVSource | None) -> str:
+    """Decoding never widens rows to scratch first: "fused" if a source is in FP8."""
+    narrow = any(isinstance(s, KVSource) and isinstance(s.rows, DSV4Rows) for s in sources)
+    return "fused" if narrow else "wide"
+
+
+def _check_planned(plan: SparsePlan, modes: tuple[str, ...], *, sm_scale: float | None) -> None:
+    """Refuses a plan for another operation, and what the plan fixes."""
+    if not isinstance(plan, SparsePlan):
+        raise TypeError(f"plan must be a SparsePlan, got {type(plan).__name__}")
+    if plan.mode not in modes:
+        raise ValueError(f"plan must have mode {' or '.join(modes)} for this operation, got {plan.mode}")
+    if sm_scale is not None:
+        raise ValueError("sm_scale must be None with a plan: give it to plan_sparse")

@@ -8,9 +8,23 @@ from narrowkv.quant.launch import LaunchOptions
 from narrowkv.quant.launch.gluon import has_gluon
 from narrowkv.quant.targets import Target
 
-__all__ = ["NUM_HEADS", "SparseConfig", "choose_config", "choose_splits"]
+__all__ = [
+    "NUM_HEADS",
+    "SparseConfig",
+    "choose_config",
+    "choose_splits",
+    "hopper_config",
+    "hopper_pays",
+    "num_units",
+]
 
 NUM_HEADS = (8, 16, 32, 64, 128)
+# Splits go into the second extent of the grid, which has 16 bits on some targets.
+MOST_SPLITS = 65535
+MOST_CHOSEN_SPLITS = 64
+# Of every token in batch-invariant mode: with 2048 rows a token each takes 8 tiles of 64, and the partial
+# results of 64 heads (2 KiB a head and split) are half as many bytes as the token's rows.
+INVARIANT_SPLITS = 4
 
 
 @dataclass(frozen=True)
@@ -25,7 +39,6 @@ class SparseConfig:
         guard: stages of a loop whose body stands in branches that are always taken (see `kernels.wide`); 0
             for a plain loop, which takes its stages from the options.
         stages: tiles that a kernel for Hopper keeps in shared memory; 0 for the plain kernels.
-        num_splits: programs that share a token's rows; 1 writes the result at once.
         fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
         options: compiler options.
     """
@@ -36,9 +49,12 @@ class SparseConfig:
     width: int
     guard: int
     stages: int
-    num_splits: int
     fp8_qk: bool
     options: LaunchOptions
+
+    def head_blocks(self, num_heads: int) -> int:
+        """Programs that the heads of a token are shared by."""
+        return -(-num_heads // self.block_h)
 
     def explain(self) -> str:
         """One line for people."""
@@ -46,8 +62,13 @@ class SparseConfig:
         where = " for Hopper" if self.stages else ""
         return (
             f"{self.kernel}{where}: {self.block_h} heads x {self.block_k} rows a tile, "
-            f"{self.options.num_warps} warps, {self.num_splits} split{'s' if self.num_splits > 1 else ''}{qk}"
+            f"{self.options.num_warps} warps{qk}"
         )
+
+
+def num_units(target: Target) -> int:
+    """Compute units or multiprocessors to fill; the interpreter fills a few."""
+    return target.figures.units if target.figures is not None else 4
 
 
 def choose_splits(target: Target, programs: int, tiles: int) -> int:
@@ -58,11 +79,11 @@ def choose_splits(target: Target, programs: int, tiles: int) -> int:
         programs: (token, head block) pairs of the call.
         tiles: tiles that a token has on average.
     """
-    units = target.figures.units if target.figures is not None else 4
+    units = num_units(target)
     if programs * 2 > units or tiles < 2:
         return 1
     # One program a unit; two tiles at least, so that the merge stays the smaller part.
-    return max(1, min(units // programs, tiles // 2, 64))
+    return max(1, min(units // max(programs, 1), tiles // 2, MOST_CHOSEN_SPLITS))
 
 
 @dataclass(frozen=True)
@@ -136,60 +157,42 @@ def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
     return _Tiles(block_h, 64 if kernel == "wide" else 32, options, 64 if fp8_qk else 256)
 
 
-def _hopper_pays(target: Target, tiles: _Tiles, num_tokens: int, num_heads: int) -> bool:
+def hopper_pays(target: Target, config: SparseConfig, num_tokens: int, num_heads: int) -> bool:
+    """Whether a kernel for Hopper is faster than the plain one: where its programs fill the chip."""
     # H200, 1024 tokens, top-k 2048, 64 heads, microseconds with this kernel and with the plain one: 16-bit
     # rows 559 and 841, FP8 rows 582 and 1468; few heads above. Less than a chipful has not been timed.
-    if target.name != "sm90":
-        return False
-    blocks = -(-num_heads // tiles.block_h)
-    return target.figures is not None and num_tokens * blocks >= target.figures.units
+    figures = target.figures
+    return figures is not None and num_tokens * config.head_blocks(num_heads) >= figures.units
 
 
-def choose_config(
-    target: Target,
-    *,
-    kernel: str,
-    num_tokens: int,
-    num_heads: int,
-    mean_rows: int,
-    fp8_qk: bool = False,
-    hopper: bool = False,
-    num_splits: int | None = None,
-) -> SparseConfig:
-    """The shipped configuration.
+def hopper_config(target: Target, *, kernel: str, num_heads: int) -> SparseConfig | None:
+    """The configuration of the kernel for Hopper, for calls that it can read; None on any other target."""
+    if target.name != "sm90" or target.figures is None or not has_gluon():
+        return None
+    # The kernels for Hopper take a query in bf16.
+    return _config(kernel, _hopper_tiles(kernel, num_heads), fp8_qk=False)
+
+
+def choose_config(target: Target, *, kernel: str, num_heads: int, fp8_qk: bool = False) -> SparseConfig:
+    """The shipped configuration of the plain kernels.
 
     Args:
         target: what the kernel runs on.
         kernel: "wide" or "fused".
-        num_tokens: query tokens.
         num_heads: query heads.
-        mean_rows: indices of a token on average.
         fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
-        hopper: whether the call suits the kernels for Hopper, on that target.
-        num_splits: forces a number of splits.
     """
     block_h = max(16, min(64, num_heads))
-    hopper_tiles = _hopper_tiles(kernel, num_heads)
     if target.is_amd:
         tiles = _amd_tiles(target, kernel, block_h, fp8_qk)
     elif target.name == "cpu":
         tiles = _Tiles(block_h, 64, LaunchOptions())
-    elif hopper and _hopper_pays(target, hopper_tiles, num_tokens, num_heads) and has_gluon():
-        tiles = hopper_tiles
     else:
         tiles = _gpu_tiles(kernel, block_h, fp8_qk)
-    programs = num_tokens * -(-num_heads // tiles.block_h)
-    if num_splits is None:
-        num_splits = choose_splits(target, programs, -(-mean_rows // tiles.block_k))
+    return _config(kernel, tiles, fp8_qk=fp8_qk)
+
+
+def _config(kernel: str, tiles: _Tiles, *, fp8_qk: bool) -> SparseConfig:
     return SparseConfig(
-        kernel,
-        tiles.block_h,
-        tiles.block_k,
-        tiles.width,
-        tiles.guard,
-        tiles.stages,
-        num_splits,
-        # The kernels for Hopper take a query in bf16.
-        fp8_qk and not tiles.stages,
-        tiles.options,
+        kernel, tiles.block_h, tiles.block_k, tiles.width, tiles.guard, tiles.stages, fp8_qk, tiles.options
     )

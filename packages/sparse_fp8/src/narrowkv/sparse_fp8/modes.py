@@ -6,16 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowkv.quant.device import BITS, widen_route
-from narrowkv.quant.errors import UnsupportedError, check_choice
-from narrowkv.quant.launch import active_target
+from narrowkv.quant.device import BITS
+from narrowkv.quant.errors import check_choice
+from narrowkv.quant.launch import active_target, is_compiled
 from narrowkv.quant.targets import Target
-from narrowkv.sparse_fp8.arguments import fused_suits_hopper
-from narrowkv.sparse_fp8.config import choose_config
+from narrowkv.sparse_fp8.binding import RowsFormat
+from narrowkv.sparse_fp8.config import hopper_config, hopper_pays
+from narrowkv.sparse_fp8.launches import route_of
+from narrowkv.sparse_fp8.plan import check_fused, query_format, suits_hopper
 from narrowkv.sparse_fp8.rows import DSV4Rows, query_heads
 from narrowkv.sparse_fp8.sources import KVSource
 
-__all__ = ["MODES", "ModeChoice", "check_fused", "choose_mode"]
+__all__ = ["MODES", "ModeChoice", "choose_mode"]
 
 MODES = ("auto", "fused", "prepass")
 
@@ -33,43 +35,23 @@ class ModeChoice:
     why: str
 
 
-def _is_16_bit(source: KVSource | None) -> bool:
-    return source is not None and isinstance(source.rows, torch.Tensor)
-
-
-def check_fused(prefix: KVSource | None, extend: KVSource | None) -> None:
-    """Refuses 16-bit rows, which the fused kernel does not read.
-
-    Raises:
-        UnsupportedError: naming the source and what works.
-    """
-    for name, source in (("prefix", prefix), ("extend", extend)):
-        if _is_16_bit(source):
-            raise UnsupportedError(
-                f"{name}.rows must be DSV4Rows for the fused kernel, got 16-bit rows: quantise them with "
-                "DSV4Rows.quantize, or use mode='prepass' of sparse_prefill_fp8, which takes both kinds"
-            )
-
-
 def _choose_on_nvidia(
     q: torch.Tensor | DSV4Rows,
-    prefix: KVSource | None,
-    extend: KVSource | None,
+    query: RowsFormat,
+    sources: dict[str, KVSource],
     target: Target,
-    num_qo_heads: int | None,
+    num_heads: int,
 ) -> ModeChoice:
-    sources = [source for source in (prefix, extend) if source is not None]
-    num_tokens = max((source.num_tokens for source in sources), default=0)
-    num_heads = q.shape[1] if isinstance(q, torch.Tensor) else query_heads(q, num_tokens, num_qo_heads)
-    config = choose_config(
-        target,
-        kernel="fused",
-        num_tokens=num_tokens,
-        num_heads=num_heads,
-        mean_rows=0,
-        hopper=fused_suits_hopper(q, prefix, extend, target),
-    )
-    if not config.stages:
+    formats = {name: source.format for name, source in sources.items()}
+    num_tokens = max(source.num_tokens for source in sources.values())
+    config = None
+    if (
+        is_compiled(q if isinstance(q, torch.Tensor) else q.data)
+        and suits_hopper("fused", target, query, formats.get("prefix"), formats.get("extend"))
+        and all(source.int32_lists for source in sources.values())
+    ):
+        config = hopper_config(target, kernel="fused", num_heads=num_heads)
+    if config is None or not hopper_pays(target, config, num_tokens, num_heads):
         return ModeChoice(
             "prepass",
             "no kernel for Hopper widens these rows, and the plain one takes more than twice the 16-bit "
@@ -81,8 +63,8 @@ def _choose_on_nvidia(
             "fused",
             "at 64 heads it takes 0.80 to 1.02 of the prepass's time (measured on H100 and H200)",
         )
-    named = sum(source.indices.shape[0] for source in sources)
-    expanded = sum(min(source.num_rows, source.indices.shape[0]) for source in sources)
+    named = sum(source.nnz for source in sources.values())
+    expanded = sum(min(source.num_rows, source.nnz) for source in sources.values())
     if named < readings * expanded:
         return ModeChoice(
             "fused",
@@ -147,18 +129,26 @@ def choose_mode(
     check_choice("mode", mode, MODES)
     if mode == "prepass":
         return ModeChoice(mode, "asked for")
+    query = query_format(q)
+    sources = {name: x for name, x in (("prefix", prefix), ("extend", extend)) if x is not None}
+    for name, source in sources.items():
+        if not isinstance(source, KVSource):
+            raise TypeError(f"{name} must be a KVSource or None, got {type(source).__name__}")
+    if not sources:
+        raise ValueError("prefix or extend must be a KVSource, got None for both")
+    formats = [source.format for source in sources.values()]
     if mode == "fused":
-        check_fused(prefix, extend)
+        check_fused({name: source.format for name, source in sources.items()})
         return ModeChoice(mode, "asked for")
-    if _is_16_bit(prefix) or _is_16_bit(extend):
+    if not all(rows.is_fp8 for rows in formats):
         return ModeChoice("prepass", "one source is 16-bit, which the fused kernel does not read")
     target = active_target(q.device)
     if target.is_nvidia:
-        return _choose_on_nvidia(q, prefix, extend, target, num_qo_heads)
-    rows_of_all = [q, *(source.rows for source in (prefix, extend) if source is not None)]
-    fp8 = [rows for rows in rows_of_all if isinstance(rows, DSV4Rows)]
-    clean = all(rows.negative_zero_free for rows in fp8)
-    if fp8 and target.is_amd and widen_route(target, fp8[0].format, negative_zero_free=clean) == BITS:
+        tokens = next(iter(sources.values())).num_tokens
+        heads = q.shape[1] if isinstance(q, torch.Tensor) else query_heads(q, tokens, num_qo_heads)
+        return _choose_on_nvidia(q, query, sources, target, heads)
+    fp8 = [rows for rows in (query, *formats) if rows.is_fp8]
+    if target.is_amd and route_of(target, fp8) == BITS:
         return ModeChoice(
             "prepass",
             f"{target.name} converts these {fp8[0].format} bytes in software, so each row once and not each "

@@ -14,6 +14,8 @@ Example:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +27,12 @@ from narrowkv.quant.errors import (
     check_positive_int,
     check_same_device,
     check_shape,
+    check_tensor,
+    has_memory,
 )
+
+if TYPE_CHECKING:
+    from narrowkv.sparse_fp8.binding import BoundRows
 
 __all__ = [
     "HEAD_DIM",
@@ -62,11 +69,13 @@ def packed_page_stride(page_size: int) -> int:
     return -(-page_size * PACKED_BYTES // TOKEN_BYTES) * TOKEN_BYTES
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DSV4Rows:
     """Rows of 448 FP8 and 64 bf16 columns with power-of-two scales, in one of three layouts.
 
-    Make one with `split`, `packed584`, `row512`, `quantize` or `pack`: they check what the fields assume.
+    Make one with `split`, `packed584`, `row512`, `quantize` or `pack`. The tensors are checked whenever an
+    object is made, `dataclasses.replace` included, so that every object can be read safely. Two objects are
+    equal only if they are the same object.
 
     Attributes:
         layout: "split", "packed584" or "row512".
@@ -78,6 +87,9 @@ class DSV4Rows:
         format: the FP8 format of the NoPE bytes.
         negative_zero_free: whether byte 0x80 never occurs, so that OCP bytes may be read as FNUZ at half
             their value. True for rows that this class quantised; a buffer from elsewhere must not claim it.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
     """
 
     layout: str
@@ -88,6 +100,66 @@ class DSV4Rows:
     scale_group: int = TILE
     format: str = "fp8_e4m3fn"
     negative_zero_free: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks the tensors against the layout, so that no row lies outside them."""
+        check_choice("layout", self.layout, LAYOUTS)
+        check_choice("format", self.format, FORMATS)
+        check_positive_int("page_size", self.page_size)
+        if self.layout == "packed584":
+            self._check_packed()
+        else:
+            self._check_rows()
+        parts = {"data": self.data, "rope": self.rope, "scale": self.scale}
+        for name, tensor in parts.items():
+            if tensor is not None and tensor.requires_grad:
+                raise ValueError(f"{name} must not require grad (there is no backward): pass {name}.detach()")
+        check_same_device(**parts)
+
+    def _check_packed(self) -> None:
+        check_dtype("buffer", self.data, torch.uint8)
+        need = self.page_size * PACKED_BYTES
+        if self.data.dim() != 2 or self.data.shape[1] < need:
+            raise ValueError(
+                f"buffer must have shape [pages, >= {need}] for page_size {self.page_size}, "
+                f"got {list(self.data.shape)}"
+            )
+        check_last_dim_contiguous("buffer", self.data)
+        if (self.data.shape[0] > 1 and self.data.stride(0) % 2) or (
+            has_memory(self.data) and self.data.data_ptr() % 2
+        ):
+            raise ValueError(
+                "buffer must start at an even address and have an even stride between pages (it holds "
+                f"bf16), got stride {self.data.stride(0)}"
+            )
+        _check_absent("packed584", rope=self.rope, scale=self.scale)
+        if self.scale_group != TILE:
+            raise ValueError(f"scale_group must be {TILE} for layout packed584, got {self.scale_group!r}")
+
+    def _check_rows(self) -> None:
+        if self.page_size != 1:
+            raise ValueError(f"page_size must be 1 for layout {self.layout}, got {self.page_size}")
+        if self.layout == "split":
+            check_storage("nope", self.data, self.format)
+            check_shape("nope", self.data, ("rows", NOPE_DIM))
+        else:
+            check_dtype("rows", self.data, torch.uint8)
+            check_shape("rows", self.data, ("rows", ROW512_BYTES))
+        rows = self.data.shape[0]
+        rope = check_tensor("rope", self.rope)
+        check_dtype("rope", rope, torch.bfloat16)
+        check_shape("rope", rope, (rows, ROPE_DIM))
+        check_last_dim_contiguous("nope" if self.layout == "split" else "rows", self.data)
+        check_last_dim_contiguous("rope", rope)
+        if self.scale_group not in (32, TILE):
+            raise ValueError(f"scale_group must be {TILE} or 32, got {self.scale_group!r}")
+        if self.layout == "row512":
+            _check_absent("row512", scale=self.scale)
+            return
+        scale = check_tensor("scale", self.scale)
+        check_dtype("scale", scale, torch.float32)
+        check_shape("scale", scale, (rows, NOPE_DIM // self.scale_group))
+        check_last_dim_contiguous("scale", scale)
 
     @classmethod
     def split(
@@ -112,18 +184,9 @@ class DSV4Rows:
             TypeError, ValueError: naming the argument, what was expected and what came.
         """
         name = _format_of("nope", nope, format)
-        check_shape("nope", nope, ("rows", NOPE_DIM))
-        check_dtype("rope", rope, torch.bfloat16)
-        check_shape("rope", rope, (nope.shape[0], ROPE_DIM))
         check_dtype("scale", scale, torch.float32)
-        if scale.dim() != 2 or scale.shape[0] != nope.shape[0] or scale.shape[1] not in (7, 14):
-            raise ValueError(
-                f"scale must have shape [{nope.shape[0]}, 7] or [{nope.shape[0]}, 14], "
-                f"got {list(scale.shape)}"
-            )
-        for label, tensor in (("nope", nope), ("rope", rope), ("scale", scale)):
-            check_last_dim_contiguous(label, tensor)
-        check_same_device(nope=nope, rope=rope, scale=scale)
+        if scale.dim() != 2 or scale.shape[1] not in (7, 14):
+            raise ValueError(f"scale must have shape [rows, 7] or [rows, 14], got {list(scale.shape)}")
         group = NOPE_DIM // scale.shape[1]
         return cls(
             "split",
@@ -162,8 +225,6 @@ class DSV4Rows:
         """
         check_dtype("buffer", buffer, torch.uint8)
         check_positive_int("page_size", page_size)
-        check_choice("format", format, FORMATS)
-        need = page_size * PACKED_BYTES
         if buffer.dim() == 3:
             check_shape("buffer", buffer, ("pages", page_size, PACKED_BYTES))
             if buffer.stride(1) != PACKED_BYTES and page_size > 1:
@@ -172,17 +233,8 @@ class DSV4Rows:
                     f"got stride {buffer.stride(1)}"
                 )
             check_last_dim_contiguous("buffer", buffer)
-            buffer = buffer.as_strided((buffer.shape[0], need), (buffer.stride(0), 1))
-        if buffer.dim() != 2 or buffer.shape[1] < need:
-            raise ValueError(
-                f"buffer must have shape [pages, >= {need}] for page_size {page_size}, "
-                f"got {list(buffer.shape)}"
-            )
-        check_last_dim_contiguous("buffer", buffer)
-        if (buffer.shape[0] > 1 and buffer.stride(0) % 2) or buffer.data_ptr() % 2:
-            raise ValueError(
-                "buffer must start at an even address and have an even stride between pages (it holds "
-                f"bf16), got stride {buffer.stride(0)}"
+            buffer = buffer.as_strided(
+                (buffer.shape[0], page_size * PACKED_BYTES), (buffer.stride(0), 1), buffer.storage_offset()
             )
         return cls(
             "packed584", buffer, page_size=page_size, format=format, negative_zero_free=negative_zero_free
@@ -210,16 +262,6 @@ class DSV4Rows:
         Raises:
             TypeError, ValueError: naming the argument, what was expected and what came.
         """
-        check_dtype("rows", rows, torch.uint8)
-        check_shape("rows", rows, ("rows", ROW512_BYTES))
-        check_dtype("rope", rope, torch.bfloat16)
-        check_shape("rope", rope, (rows.shape[0], ROPE_DIM))
-        check_choice("format", format, FORMATS)
-        if scale_group not in (32, TILE):
-            raise ValueError(f"scale_group must be 64 or 32, got {scale_group!r}")
-        check_last_dim_contiguous("rows", rows)
-        check_last_dim_contiguous("rope", rope)
-        check_same_device(rows=rows, rope=rope)
         return cls(
             "row512",
             rows,
@@ -333,6 +375,13 @@ class DSV4Rows:
         """Where the rows lie."""
         return self.data.device
 
+    @cached_property
+    def bound(self) -> BoundRows:
+        """The rows as kernels take them; made at the first use."""
+        from narrowkv.sparse_fp8.binding import bind_rows
+
+        return bind_rows(self)
+
     def bytes_per_row(self) -> int:
         """Bytes that attention reads of a row, scales included."""
         scales = NOPE_DIM // self.scale_group * (4 if self.layout == "split" else 1)
@@ -381,6 +430,12 @@ class DSV4Rows:
             self.format,
             self.negative_zero_free,
         )
+
+
+def _check_absent(layout: str, **parts: torch.Tensor | None) -> None:
+    for name, tensor in parts.items():
+        if tensor is not None:
+            raise ValueError(f"{name} must be None for layout {layout}: it lies in data")
 
 
 def query_heads(q: DSV4Rows, num_tokens: int, num_qo_heads: int | None) -> int:

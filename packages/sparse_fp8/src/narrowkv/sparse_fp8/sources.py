@@ -9,30 +9,50 @@ Example:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from narrowkv.quant.errors import (
     check_dtype,
-    check_int32,
     check_last_dim_contiguous,
+    check_no_grad,
     check_same_device,
     check_shape,
+    check_tensor,
 )
+from narrowkv.sparse_fp8.binding import BoundRows, RowsFormat, bind_csr, bind_rows, byte_range
+from narrowkv.sparse_fp8.kernels.rows import Csr
 from narrowkv.sparse_fp8.rows import HEAD_DIM, DSV4Rows
 
 __all__ = ["KVSource"]
 
+_INTEGERS = (torch.int32, torch.int64)
+# Kernels count rows and indices in 32 bits, with room for a tile past the end.
+_MOST = 2**31 - 2**16
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class KVSource:
     """Rows, and which of them each query token attends to (a CSR).
 
+    Everything but values is checked when an object is made, and never again: keep it as long as its tensors
+    stay where they are, and write new index lists into them.
+
     Attributes:
         rows: bf16 or fp16 `[num_rows, 512]` (RoPE last), or `DSV4Rows`.
-        indptr: int32 `[num_tokens + 1]`, from 0 upwards.
-        indices: int32 `[nnz]`, row numbers in any order; -1 is skipped; a row named twice counts twice.
+        indptr: int32 or int64 `[num_tokens + 1]`, from 0 upwards; contiguous.
+        indices: int32 or int64 `[nnz]`, row numbers in any order; -1 is skipped; a row named twice counts
+            twice; contiguous.
+        num_tokens: query tokens.
+        num_rows: rows that an index may name.
+        nnz: indices of all tokens.
+        device: where the tensors lie.
+        int32_lists: whether both index lists are int32.
+        format: how the rows are stored.
+        bound: the rows as kernels take them.
+        csr: the index lists as kernels take them.
+        byte_ranges: the addresses that each tensor lies between.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came. Values are not read.
@@ -48,59 +68,106 @@ class KVSource:
     rows: torch.Tensor | DSV4Rows
     indptr: torch.Tensor
     indices: torch.Tensor
+    num_tokens: int = field(init=False, repr=False)
+    num_rows: int = field(init=False, repr=False)
+    nnz: int = field(init=False, repr=False)
+    device: torch.device = field(init=False, repr=False)
+    int32_lists: bool = field(init=False, repr=False)
+    format: RowsFormat = field(init=False, repr=False)
+    bound: BoundRows = field(init=False, repr=False)
+    csr: Csr = field(init=False, repr=False)
+    byte_ranges: tuple[tuple[int, int], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Checks the metadata once."""
-        check_int32("indptr", self.indptr)
-        check_int32("indices", self.indices)
+        check_dtype("indptr", self.indptr, _INTEGERS)
+        check_dtype("indices", self.indices, _INTEGERS)
         if self.indptr.dim() != 1 or self.indptr.shape[0] < 1:
             raise ValueError(f"indptr must have shape [num_tokens + 1], got {list(self.indptr.shape)}")
         check_shape("indices", self.indices, ("nnz",))
-        check_last_dim_contiguous("indptr", self.indptr)
-        check_last_dim_contiguous("indices", self.indices)
-        if isinstance(self.rows, torch.Tensor):
+        for name, vector in (("indptr", self.indptr), ("indices", self.indices)):
+            check_last_dim_contiguous(name, vector)
+            if vector.shape[0] > _MOST:
+                raise ValueError(f"{name} must have at most {_MOST} elements, got {vector.shape[0]}")
+        if isinstance(self.rows, DSV4Rows):
+            bound = self.rows.bound
+        elif isinstance(self.rows, torch.Tensor):
             check_dtype("rows", self.rows, (torch.bfloat16, torch.float16))
             check_shape("rows", self.rows, ("num_rows", HEAD_DIM))
             check_last_dim_contiguous("rows", self.rows)
-        elif not isinstance(self.rows, DSV4Rows):
+            bound = bind_rows(self.rows)
+        else:
             raise TypeError(f"rows must be a torch.Tensor or DSV4Rows, got {type(self.rows).__name__}")
-        check_same_device(
-            rows=self.rows if isinstance(self.rows, torch.Tensor) else self.rows.data,
-            indptr=self.indptr,
-            indices=self.indices,
-        )
+        if bound.num_rows > _MOST:
+            raise ValueError(f"rows must hold at most {_MOST} rows, got {bound.num_rows}")
+        tensors = {**bound.tensors, "indptr": self.indptr, "indices": self.indices}
+        check_same_device(**tensors)
+        derived = {
+            "num_tokens": self.indptr.shape[0] - 1,
+            "num_rows": bound.num_rows,
+            "nnz": self.indices.shape[0],
+            "device": self.indices.device,
+            "int32_lists": self.indptr.dtype == self.indices.dtype == torch.int32,
+            "format": bound.format,
+            "bound": bound,
+            "csr": bind_csr(self.indptr, self.indices),
+            "byte_ranges": tuple(byte_range(tensor) for tensor in tensors.values()),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
-    @property
-    def num_tokens(self) -> int:
-        """Query tokens."""
-        return self.indptr.shape[0] - 1
+    def check_grad(self, name: str) -> None:
+        """Refuses tensors that require grad while grad mode is on.
 
-    @property
-    def num_rows(self) -> int:
-        """Rows that an index may name."""
-        return self.rows.shape[0] if isinstance(self.rows, torch.Tensor) else self.rows.num_rows
+        Raises:
+            ValueError: naming the tensor.
+        """
+        check_no_grad(**{f"{name}.{part}": tensor for part, tensor in self.bound.tensors.items()})
 
     def check_values(self, name: str) -> None:
-        """Reads the CSR on the host and refuses what is not one; this waits for the device.
+        """Reads the CSR, and the scales of the rows that it names, on the host; this waits for the device.
 
         Raises:
             ValueError: `indptr` does not start at 0, decreases or passes the end of `indices`; an index is
-                below -1 or not a row.
+                below -1 or not a row; a scale of a row that is named is not a power of two.
         """
         indptr = self.indptr.cpu()
         if int(indptr[0]) != 0:
             raise ValueError(f"{name}.indptr must start at 0, got {int(indptr[0])}")
-        if bool((indptr.diff() < 0).any()):
-            raise ValueError(f"{name}.indptr must not decrease, got {indptr.tolist()[:8]}...")
-        if int(indptr[-1]) > self.indices.shape[0]:
+        decreasing = (indptr[1:] < indptr[:-1]).nonzero()
+        if decreasing.numel():
+            at = int(decreasing[0])
             raise ValueError(
-                f"{name}.indptr must end within the {self.indices.shape[0]} indices, got {int(indptr[-1])}"
+                f"{name}.indptr must not decrease, got {int(indptr[at])} and then {int(indptr[at + 1])} "
+                f"at elements {at} and {at + 1}"
             )
+        if int(indptr[-1]) > self.nnz:
+            raise ValueError(f"{name}.indptr must end within the {self.nnz} indices, got {int(indptr[-1])}")
         used = self.indices[: int(indptr[-1])]
-        if used.numel():
-            low, high = int(used.min()), int(used.max())
-            if low < -1 or high >= self.num_rows:
-                raise ValueError(
-                    f"{name}.indices must be -1 or rows below {self.num_rows}, "
-                    f"got {low if low < -1 else high}"
-                )
+        if not used.numel():
+            return
+        low, high = int(used.min()), int(used.max())
+        if low < -1 or high >= self.num_rows:
+            raise ValueError(
+                f"{name}.indices must be -1 or rows below {self.num_rows}, got {low if low < -1 else high}"
+            )
+        if isinstance(self.rows, DSV4Rows):
+            check_scales(name, self.rows, used[used >= 0])
+
+
+def check_scales(name: str, rows: DSV4Rows, index: torch.Tensor | None = None) -> None:
+    """Refuses scales that are no power of two in rows `index`, or in all rows; this waits for the device.
+
+    Raises:
+        ValueError: a scale is zero, negative, NaN, infinite, or between two powers of two.
+    """
+    scales = check_tensor("scale", rows.unpack()[2])
+    if index is not None:
+        scales = scales[index.long()]
+    mantissa, _ = torch.frexp(scales)
+    bad = ~(torch.isfinite(scales) & (mantissa == 0.5))
+    if bool(bad.any()):
+        raise ValueError(
+            f"{name}.rows must have scales that are powers of two, got {float(scales[bad][0])} "
+            f"({int(bad.sum())} such values)"
+        )

@@ -61,8 +61,7 @@ def _paged_decode_kernel(
 
     SPLIT: "none" (a unit is a sequence), "uniform" (num_units // batch splits each) or "even"
     (`split_counts`).
-    NATIVE_QK: FP4 keys go to the scaled matrix instruction as they are, with Q as two terms in
-    E4M3.
+    NATIVE_QK: FP4 keys go to the scaled matrix instruction as they are, with Q as terms in E4M3.
     K_PARTS, V_PARTS: elements per loaded word; see `widen_parts`. Parts are separate terms of the scores, and
     separate columns of the output. BLOCK_DK: BLOCK_D, or more where the scaled matrix instruction needs it.
     K_DESCALE, V_DESCALE: "scalar" (folded into qk_scale and out_scale), "head" (per sequence and head),
@@ -102,8 +101,9 @@ def _paged_decode_kernel(
     query_pos = kv_len - Q_LEN + rows // GQA_RATIO
     q = load_query(q_ptr, tokens, heads, row_mask, stride_qt, stride_qh, HEAD_DIM, BLOCK_DK, K_PARTS)
     q_scale = 1.0
+    Q_TERMS: tl.constexpr = 3 if q_ptr.dtype.element_ty == tl.float16 else 2
     if NATIVE_QK:
-        q_high, q_low, q_scale = split_to_e4m3(q[0])
+        q_terms, q_scale = split_to_e4m3(q[0], Q_TERMS)
     else:
         if SCALE_Q:
             q, q_scale = scale_to_fp16(q, K_PARTS)
@@ -156,7 +156,7 @@ def _paged_decode_kernel(
                 v_next = load_key_scale(v_descale, page, slot, kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D)
 
         if NATIVE_QK:
-            s = scores_fp4_native(q_high, q_low, k_words, k_scale) * logit_scale  # [BLOCK_M, BLOCK_N]
+            s = scores_fp4_native(q_terms, k_words, k_scale, Q_TERMS) * logit_scale  # [BLOCK_M, BLOCK_N]
         else:
             k_wide, k_factor = widen_tile(k_words, k_scale, K_FORMAT, K_ROUTE, COMPUTE, K_PARTS, K_DESCALE)
             s = scores(q, q_low, k_wide, SPLIT_Q, K_PARTS)

@@ -32,9 +32,18 @@ class Descale(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Page table. Ragged: `row` is indptr, `lens` last-page lengths. Block table: row stride, seq_lens.
+    """Page table, ragged or a block table, int32 or int64. The three sizes bound what is read if it is wrong.
 
-    `num_ids` and `num_pages` bound what is read when a table that was not validated is wrong.
+    Attributes:
+        page_ids: page ids of all sequences.
+        row: ragged: indptr. Block table: stride from a sequence's page ids to the next sequence's.
+        lens: ragged: tokens in each sequence's last page. Block table: tokens of each sequence.
+        num_ids: elements that `page_ids` spans.
+        num_pages: pages of the cache.
+        max_pages: ragged: page ids in all. Block table: page ids of a sequence. 0 if the cache has no pages.
+        column: stride of a sequence's page ids, or None for 1.
+        row_step: ragged: stride of indptr, or None for 1.
+        lens_step: stride of `lens`, or None for 1.
     """
 
     page_ids: Any
@@ -42,6 +51,10 @@ class Table(NamedTuple):
     lens: Any
     num_ids: Any
     num_pages: Any
+    max_pages: Any
+    column: Any = None
+    row_step: Any = None
+    lens_step: Any = None
 
 
 class Workspace(NamedTuple):
@@ -53,16 +66,30 @@ class Workspace(NamedTuple):
 
 
 @triton.jit
-def sequence_length(table, seq, mask, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr):
-    """Tokens of a sequence, by either kind of table."""
-    if RAGGED:
-        pages = tl.load(table.row + seq + 1, mask=mask, other=0) - tl.load(
-            table.row + seq, mask=mask, other=0
-        )
-        last = tl.load(table.lens + seq, mask=mask, other=0)
-        return tl.where(pages > 0, (pages - 1) * PAGE_SIZE + last, 0)
+def strided(index, step):
+    """Offset of an element; a `step` of None is 1, without a multiplication."""
+    if step is None:
+        return index
     else:
-        return tl.load(table.lens + seq, mask=mask, other=0)
+        return index * step
+
+
+@triton.jit
+def sequence_length(table, seq, mask, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr):
+    """Tokens of a sequence: what the table says, brought into [0, what the table's pages hold]."""
+    # No position, and none of the tile that follows it, overflows 32 bits.
+    MOST: tl.constexpr = (2**31 - 2**17) // PAGE_SIZE
+    lens = tl.load(table.lens + strided(seq, table.lens_step), mask=mask, other=0)
+    if RAGGED:
+        begin = tl.load(table.row + strided(seq, table.row_step), mask=mask, other=0)
+        end = tl.load(table.row + strided(seq + 1, table.row_step), mask=mask, other=0)
+        begin = tl.maximum(begin, 0)
+        pages = tl.minimum(tl.minimum(end, table.max_pages) - tl.minimum(begin, table.max_pages), MOST)
+        last = tl.minimum(tl.maximum(lens, 0), PAGE_SIZE)
+        return tl.where(pages > 0, (pages - 1) * PAGE_SIZE + last, 0).to(tl.int32)
+    else:
+        most = tl.minimum(table.max_pages, MOST) * PAGE_SIZE
+        return tl.minimum(tl.maximum(lens, 0), most).to(tl.int32)
 
 
 @triton.jit
@@ -152,16 +179,20 @@ def scale_to_fp16(q, PARTS: tl.constexpr):
 
 
 @triton.jit
-def split_to_e4m3(q):
-    """Q times a power of two as two E4M3 terms, high + 2**-5 * low: nine bits of Q; the inverse.
+def split_to_e4m3(q, TERMS: tl.constexpr):
+    """Q times a power of two as E4M3 terms, the sum of terms[i] * 2**(-5 * i), and the inverse of the power.
 
-    The largest element comes to lie in [2**7, 2**8).
+    Two terms hold all eight bits of bfloat16, three all eleven of float16. The largest element comes to lie
+    in [2**7, 2**8), and every remainder times 32 at or below 2**8.
     """
     down, up = _power_of_two_to(_largest((q,), 1), 7)
-    scaled = q.to(tl.float32) * down
-    high = scaled.to(tl.float8e4nv)
-    low = ((scaled - high.to(tl.float32)) * 32.0).to(tl.float8e4nv)
-    return high, low, up
+    rest = q.to(tl.float32) * down
+    terms = ()
+    for _ in tl.static_range(TERMS):
+        term = rest.to(tl.float8e4nv)
+        terms = terms + (term,)
+        rest = (rest - term.to(tl.float32)) * 32.0
+    return terms, up
 
 
 @triton.jit
@@ -181,7 +212,9 @@ def split_query(q, DTYPE: tl.constexpr, SPLIT_Q: tl.constexpr, PARTS: tl.constex
 def first_id(table, seq, RAGGED: tl.constexpr):
     """Where the page ids of a sequence begin: `row_base` of `locate_keys`."""
     if RAGGED:
-        return tl.load(table.row + seq)
+        begin = tl.load(table.row + strided(seq, table.row_step))
+        begin = tl.minimum(tl.maximum(begin, 0), table.max_pages).to(tl.int32)
+        return strided(begin, table.column)
     else:
         return seq * table.row
 
@@ -190,12 +223,10 @@ def first_id(table, seq, RAGGED: tl.constexpr):
 def locate_keys(table, row_base, n, first, last, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr):
     """Page and slot [N] of keys `n`; keys outside [first, last] take their places, which are used ones."""
     n = tl.maximum(tl.minimum(n, last), first)
-    where = tl.maximum(tl.minimum(row_base + n // PAGE_SIZE, table.num_ids - 1), 0)
-    page = tl.load(table.page_ids + where)
+    where = row_base + strided(n // PAGE_SIZE, table.column)
+    page = tl.load(table.page_ids + tl.maximum(tl.minimum(where, table.num_ids - 1), 0))
     page = tl.maximum(tl.minimum(page, table.num_pages - 1), 0)
-    if WIDE:
-        page = page.to(tl.int64)
-    return page, n % PAGE_SIZE
+    return page.to(tl.int64 if WIDE else tl.int32), n % PAGE_SIZE
 
 
 @triton.jit
@@ -282,17 +313,20 @@ def scores(q, q_low, k, SPLIT_Q: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def scores_fp4_native(q_high, q_low, k_words, k_scale):
+def scores_fp4_native(q_terms, k_words, k_scale, TERMS: tl.constexpr):
     """Q @ K^T [M, N] by the scaled matrix instruction: E4M3 rows by packed E2M1 keys, E8M0 scales per 32.
 
-    k_words: [N, D / 2]; k_scale: [N, D / 32].
+    q_terms: of `split_to_e4m3`; k_words: [N, D / 2]; k_scale: [N, D / 32].
     """
-    M: tl.constexpr = q_high.shape[0]
+    M: tl.constexpr = q_terms[0].shape[0]
     GROUPS: tl.constexpr = k_scale.shape[1]
     k_words = tl.trans(k_words)
-    # 127 is 2**0, 122 the 2**-5 of the low term.
-    s = tl.dot_scaled(q_high, tl.full([M, GROUPS], 127, tl.uint8), "e4m3", k_words, k_scale, "e2m1")
-    return tl.dot_scaled(q_low, tl.full([M, GROUPS], 122, tl.uint8), "e4m3", k_words, k_scale, "e2m1", s)
+    # 127 is 2**0.
+    s = tl.dot_scaled(q_terms[0], tl.full([M, GROUPS], 127, tl.uint8), "e4m3", k_words, k_scale, "e2m1")
+    for i in tl.static_range(1, TERMS):
+        scale = tl.full([M, GROUPS], 127 - 5 * i, tl.uint8)
+        s = tl.dot_scaled(q_terms[i], scale, "e4m3", k_words, k_scale, "e2m1", s)
+    return s
 
 
 @triton.jit

@@ -26,11 +26,13 @@ from narrowkv.attn_decode.kernels.tiles import (
 )
 from narrowkv.attn_prefill.kernels.dense import dense_tile
 from narrowkv.attn_prefill.kernels.fused import paged_keys, split_rows_fp8
-from narrowkv.attn_prefill.kernels.produce import NewCache, blocks_of, produce_block
+from narrowkv.attn_prefill.kernels.produce import NewCache, produce_block
 from narrowkv.attn_prefill.kernels.rows import (
+    find_block,
+    held_keys,
     key_range,
+    longest_held,
     merge_splits,
-    query_range,
     rows_of,
     share_of,
     softmax_step,
@@ -111,7 +113,7 @@ def _prefill_append_kernel(
     WINDOW_LEFT: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr,
     FOLDED: tl.constexpr, SPLIT: tl.constexpr, SETTLE: tl.constexpr, STAGED: tl.constexpr, TMA: tl.constexpr,
     OVERLAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr, OWN_N: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Programs of a launch of `prefill_append`; the table's lengths are those before it.
@@ -126,18 +128,23 @@ def _prefill_append_kernel(
     K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
     V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
     pid = tl.program_id(0)
+    limit = num_blocks * 0
+    if STAGED:
+        limit = longest_held(table, scratch, batch, PAGE_SIZE, False, BLOCK_S)
     if pid < num_blocks * NUM_KV_HEADS:
         kv_head = pid % NUM_KV_HEADS
         block = pid // NUM_KV_HEADS
-        blocks, old, ends = blocks_of(q, table, batch, PAGE_SIZE, STAGED, BLOCK_B, BLOCK_S)
-        if block >= tl.sum(blocks, 0):
+        seq, in_seq, held, q_start, q_len = find_block(
+            q, table, scratch, batch, block, limit, STAGED, True, PAGE_SIZE, False, BLOCK_S
+        )
+        if seq < 0:
             return
-        seq, in_seq = produce_block(
-            q, k_new, v_new, rope, store, k, v, k_descale, v_descale, k_scale, v_scale, table, scratch,
-            old, blocks, ends, block, kv_head, batch, HEAD_DIM, PAGE_SIZE, ROTARY_DIM, INTERLEAVED,
+        produce_block(
+            k_new, v_new, rope, store, k, v, k_descale, v_descale, k_scale, v_scale, table, scratch,
+            seq, in_seq, held, q_start, q_len, block, kv_head, HEAD_DIM, PAGE_SIZE, ROTARY_DIM, INTERLEAVED,
             K_FORMAT, V_FORMAT, K_MAX, V_MAX, K_SCALING, V_SCALING, K_GROUP, V_GROUP, RULE, K_VEC, V_VEC,
             WIDE_ADDRESS, K_ROUTE, V_ROUTE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, False, True, STAGED,
-            BLOCK_S, BLOCK_D, BLOCK_B,
+            BLOCK_S, BLOCK_D,
         )  # fmt: skip
         if STAGED:
             if in_seq == 0:
@@ -152,14 +159,17 @@ def _prefill_append_kernel(
     kv_head = pid % NUM_KV_HEADS
     index = pid // NUM_KV_HEADS // num_splits
     split = pid // NUM_KV_HEADS % num_splits
-    seq, tile = tile_of(q, batch, index, GQA_RATIO, BLOCK_M, BLOCK_B, NVIDIA)
+    seq, tile, q_start, q_len = tile_of(q, batch, index, GQA_RATIO, BLOCK_M, NVIDIA)
     if seq < 0:
         return
     unit = index * NUM_KV_HEADS + kv_head
     stride = num_tiles * NUM_KV_HEADS
-    q_start, q_len = query_range(q, seq, seq >= 0)
+    q_len = tl.minimum(q_len, q.max_len)
     tokens, heads, row_mask, within = rows_of(q_start, q_len, tile, kv_head, GQA_RATIO, BLOCK_M)
-    old_len = sequence_length(table, seq, seq >= 0, PAGE_SIZE, False)
+    if STAGED:
+        old_len, _ = held_keys(table, scratch, seq, seq >= 0, limit, PAGE_SIZE, False, BLOCK_S)
+    else:
+        old_len = sequence_length(table, seq, seq >= 0, PAGE_SIZE, False)
     first_row = tile * BLOCK_M // GQA_RATIO
     last_row = tl.minimum(((tile + 1) * BLOCK_M - 1) // GQA_RATIO, q_len - 1)
     d = tl.arange(0, BLOCK_D)

@@ -19,7 +19,6 @@ from narrowkv.attn_decode.kernels.tiles import (
     load_words,
     locate_keys,
     scale_to_fp16,
-    sequence_length,
     split_query,
     times_head_descale,
     widen_tile,
@@ -27,10 +26,10 @@ from narrowkv.attn_decode.kernels.tiles import (
 )
 from narrowkv.attn_prefill.kernels.rows import (
     begin_next_launch,
-    key_blocks,
+    find_block,
     key_range,
+    longest_held,
     merge_splits,
-    place_of,
     rows_of,
     schedule_tiles,
     scheduled_tile,
@@ -51,7 +50,8 @@ class Scratch(NamedTuple):
     k_factor, v_factor: what each key is still to be multiplied by, `[heads, rows]` fp32, or None. k_unit,
     v_unit: the same for whole blocks, `[heads, blocks]`, or None. unusual: whether any of v_unit is not 1, or
     a key that stays in its page has a factor, and how many programs have seen to it, or None. starts: first
-    row of each sequence.
+    row of each sequence. rows: rows of a head. max_keys: the most keys of a sequence that are read from the
+    cache. key_blocks: the most blocks that the keys of all sequences take. Keys beyond either are left out.
     """
 
     k: Any
@@ -63,6 +63,8 @@ class Scratch(NamedTuple):
     unusual: Any
     starts: Any
     rows: Any
+    max_keys: Any
+    key_blocks: Any
 
 
 @triton.jit
@@ -199,8 +201,8 @@ def _widen_kernel(
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
     K_TYPE: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
     K_PARTS: tl.constexpr, V_PARTS: tl.constexpr, CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_I: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The first programs widen a block of one head each, the last ones order the tiles that attend.
 
@@ -209,22 +211,20 @@ def _widen_kernel(
     if PDL:
         begin_next_launch()
     pid = tl.program_id(0)
-    seqs = tl.arange(0, BLOCK_B)
     if pid >= num_blocks * NUM_KV_HEADS:
-        lens = sequence_length(table, seqs, seqs < batch, PAGE_SIZE, RAGGED)
-        _, ends = key_blocks(table, batch, PAGE_SIZE, RAGGED, BLOCK_B, BLOCK_N)
         schedule_tiles(
-            q, schedule, lens * 0, lens, ends, batch, num_tiles, pid - num_blocks * NUM_KV_HEADS,
-            GQA_RATIO, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_B, BLOCK_I,
+            q, table, scratch, schedule, batch, num_tiles, pid - num_blocks * NUM_KV_HEADS,
+            PAGE_SIZE, RAGGED, False, GQA_RATIO, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_I,
         )  # fmt: skip
         return
     kv_head = pid % NUM_KV_HEADS
     block = pid // NUM_KV_HEADS
-    blocks, ends = key_blocks(table, batch, PAGE_SIZE, RAGGED, BLOCK_B, BLOCK_N)
-    if block >= tl.sum(blocks, 0):
+    limit = longest_held(table, scratch, batch, PAGE_SIZE, RAGGED, BLOCK_N)
+    seq, in_seq, kv_len, _, _ = find_block(
+        q, table, scratch, batch, block, limit, True, False, PAGE_SIZE, RAGGED, BLOCK_N
+    )
+    if seq < 0:
         return
-    seq, in_seq = place_of(block, blocks, ends, BLOCK_B)
-    kv_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, RAGGED)
     widen_block(
         k, v, k_descale, v_descale, table, scratch, seq, block, in_seq * BLOCK_N, kv_head, kv_len, 1.0,
         HEAD_DIM, PAGE_SIZE, RAGGED, False, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT, K_ROUTE, V_ROUTE,
@@ -375,10 +375,23 @@ def dense_keys(
         HAS_SOFT_CAP, FOLDED, TMA, OVERLAP, "branch" if BRANCH else "rest", BLOCK_N, BLOCK_D, BLOCK_S,
     )  # fmt: skip
     if V_IN_UNITS:
-        acc *= v_unit
+        acc, m, l = multiplied(acc, m, l, v_unit)
     if V_PER_KEY:
-        acc *= v_largest
+        acc, m, l = multiplied(acc, m, l, v_largest)
     return acc, m, l
+
+
+@triton.jit
+def multiplied(acc, m, l, factor):
+    """The state of rows whose accumulators are still to be multiplied by a positive number.
+
+    Where a sum of values could leave float32's range, the sums of weights are divided instead: a power of two
+    moves from `acc` to `l` and `m`, which changes neither acc / l nor the log-sum-exp.
+    """
+    exponent = (factor.to(tl.int32, bitcast=True) >> 23) - 127
+    moved = tl.maximum(exponent - 64, 0)
+    down = ((127 - moved) << 23).to(tl.float32, bitcast=True)
+    return acc * (factor * down), m + moved.to(tl.float32), l * down
 
 
 @triton.jit
@@ -446,13 +459,12 @@ def _dense_prefill_kernel(
     pid = tl.program_id(0)
     kv_head = pid % NUM_KV_HEADS
     tile = scheduled_tile(schedule, pid // NUM_KV_HEADS)
-    seq, kv_len = tile.seq, tile.kv_len
+    seq, kv_len, before = tile.seq, tile.kv_len, tile.before
     if seq < 0:
         return
     tokens, heads, row_mask, within = rows_of(
         tile.q_start, tile.q_len, tile.number, kv_head, GQA_RATIO, BLOCK_M
     )
-    before = kv_len - tile.q_len
     first = tile.padding if K_IN_UNITS else kv_len * 0
     first_pos = before + tile.number * BLOCK_M // GQA_RATIO
     last_pos = before + tl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)

@@ -30,7 +30,6 @@ from narrowkv.attn_decode.kernels.tiles import (
 from narrowkv.attn_prefill.kernels.rows import (
     key_range,
     merge_splits,
-    query_range,
     rows_of,
     share_of,
     softmax_step,
@@ -232,22 +231,21 @@ def _fused_prefill_kernel(
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr, SPLIT: tl.constexpr,
     SETTLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_B: tl.constexpr,
     NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one KV head over the paged cache; programs run fastest over KV heads."""
     pid = tl.program_id(0)
     kv_head = pid % NUM_KV_HEADS
-    seq, tile = tile_of(q, batch, pid // NUM_KV_HEADS, GQA_RATIO, BLOCK_M, BLOCK_B, NVIDIA)
+    seq, tile, q_start, q_len = tile_of(q, batch, pid // NUM_KV_HEADS, GQA_RATIO, BLOCK_M, NVIDIA)
     if seq < 0:
         return
-    q_start, q_len = query_range(q, seq, seq >= 0)
-    tokens, heads, row_mask, within = rows_of(q_start, q_len, tile, kv_head, GQA_RATIO, BLOCK_M)
+    served = tl.minimum(q_len, q.max_len)
+    tokens, heads, row_mask, within = rows_of(q_start, served, tile, kv_head, GQA_RATIO, BLOCK_M)
     kv_len = sequence_length(table, seq, seq >= 0, PAGE_SIZE, RAGGED)
     row_base = first_id(table, seq, RAGGED)
     query_pos = kv_len - q_len + within
     first_pos = kv_len - q_len + tile * BLOCK_M // GQA_RATIO
-    last_pos = kv_len - q_len + tl.minimum(((tile + 1) * BLOCK_M - 1) // GQA_RATIO, q_len - 1)
+    last_pos = kv_len - q_len + tl.minimum(((tile + 1) * BLOCK_M - 1) // GQA_RATIO, served - 1)
     begin, end, full, full_end = key_range(
         first_pos, last_pos, kv_len * 0, kv_len, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N
     )

@@ -29,6 +29,7 @@ from narrowkv.paged_cache import PagedKVCache
 from narrowkv.quant.launch.gluon import in_gluon
 
 await_launch_ahead = in_gluon(rows.await_launch_ahead)
+first_id = in_gluon(tiles.first_id)
 key_range = in_gluon(rows.key_range)
 locate_keys = in_gluon(tiles.locate_keys)
 merge_splits = in_gluon(rows.merge_splits)
@@ -67,7 +68,7 @@ class Ring(NamedTuple):
 class Pages(NamedTuple):
     """Keys where the cache has them: its pages seen as one matrix, in which a head's keys are rows.
 
-    page_ids, row, num_ids, num_pages: the page table's. page, head: rows from a page, or a head, to the next.
+    page_ids to row_step: as in `Table`. page, head: rows from a page, or a head, to the next.
     columns: from a head to the next. (Flat, since Triton 3.6 takes no tuple in a tuple if a number in it is
     one.)
     """
@@ -76,6 +77,9 @@ class Pages(NamedTuple):
     row: Any
     num_ids: Any
     num_pages: Any
+    max_pages: Any
+    column: Any
+    row_step: Any
     page: Any
     head: Any
     columns: Any
@@ -174,7 +178,10 @@ def page_descriptor(
     width = (heads - 1) * columns + cache.head_dim
     if not 0 < height < 2**31:
         return None, None
-    pages = Pages(table.page_ids, table.row, table.num_ids, table.num_pages, page, head, columns)
+    pages = Pages(
+        table.page_ids, table.row, table.num_ids, table.num_pages, table.max_pages, table.column,
+        table.row_step, page, head, columns,
+    )  # fmt: skip
     return _descriptor(keys, [height, width], [token, 1], [rows, 64]), pages
 
 
@@ -236,7 +243,7 @@ def order_of(tile, begin, end, PAD: gl.constexpr, BLOCK_N: gl.constexpr):
             -1,
         )
     if PAD == "last":
-        stop = tile.kv_len - tile.q_len
+        stop = tile.before
         number = stop // BLOCK_N - 1
         padded = (begin <= number) & (number < end) & (tile.padding > 0)
         order = Order(
@@ -263,12 +270,11 @@ def keys_of(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Key tiles [begin, end) that a tile's rows see, and [full, full_end) that need no mask."""
-    before = tile.kv_len - tile.q_len
     first = tile.padding
     if PAD != "first":
         first *= 0
-    first_pos = before + tile.number * BLOCK_M // GQA_RATIO
-    last_pos = before + gl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)
+    first_pos = tile.before + tile.number * BLOCK_M // GQA_RATIO
+    last_pos = tile.before + gl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)
     return key_range(first_pos, last_pos, first, tile.kv_len, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N)
 
 
@@ -360,10 +366,7 @@ def await_room(ring, count, NBYTES: gl.constexpr, STAGES: gl.constexpr):
 @gluon.jit
 def rows_in_pages(tile, PAD: gl.constexpr):
     """How many of a sequence's rows are not of keys that the call brings itself."""
-    rows = tile.kv_len
-    if PAD is not None:
-        rows -= tile.q_len
-    return rows
+    return tile.kv_len if PAD is None else tile.before
 
 
 @gluon.jit
@@ -372,11 +375,7 @@ def places_of(
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Where the pages of a key tile lie in their matrix; rows that are no keys are others that exist."""
-    seq = gl.maximum(tile.seq, 0)
-    if RAGGED:
-        row_base = gl.load(pages.row + seq)
-    else:
-        row_base = seq * pages.row
+    row_base = first_id(pages, gl.maximum(tile.seq, 0), RAGGED)
     last = rows_in_pages(tile, PAD) - 1
     if PAD is not None:
         last -= tile.padding
@@ -609,7 +608,7 @@ def attend(
         async_copy.wait_group(0)
         fence_async_shared()
         rows = tile.number * BLOCK_M + HALF * ROWS + gl.arange(0, ROWS, S)
-        query_pos = tile.kv_len - tile.q_len + rows // GQA_RATIO
+        query_pos = tile.before + rows // GQA_RATIO
         seq = gl.maximum(tile.seq, 0)
         scale = times_head_descale(scales.old, scales.k_descale, seq, kv_head, K_DESCALE)
         if K_DESCALE == "head":
@@ -625,7 +624,7 @@ def attend(
             plain = gl.minimum(gl.maximum(last + 1 - item.full, masked), num_tiles)
             own_scale = scale
             # New keys begin with a block.
-            old = (tile.kv_len - tile.q_len) // BLOCK_N
+            old = tile.before // BLOCK_N
             if TWO_SCALES:
                 own_scale = uniform_scale(gl.where(item.order.start < old * BLOCK_N, scale, scales.new))
             s = warpgroup_mma_wait(0, deps=(scores,))
@@ -703,7 +702,7 @@ def attend_carefully(
         copy_queries(q, tile, kv_head, True, q_tile, half, GQA_RATIO)
         async_copy.wait_group(0)
         rows = tile.number * BLOCK_M + half * ROWS + gl.arange(0, ROWS, S)
-        query_pos = tile.kv_len - tile.q_len + rows // GQA_RATIO
+        query_pos = tile.before + rows // GQA_RATIO
         seq = gl.maximum(tile.seq, 0)
         scale = times_head_descale(scales.old, scales.k_descale, seq, kv_head, K_DESCALE)
         base = kv_head * work.rows + tile.base
@@ -735,7 +734,7 @@ def attend_carefully(
                 s *= gl.load(scratch.k_factor + base + row + n)[None, :]
             own_scale = scale
             if TWO_SCALES:
-                own_scale = gl.where(row < tile.kv_len - tile.q_len, scale, scales.new)
+                own_scale = gl.where(row < tile.before, scale, scales.new)
             p, correction, m, l = weights(
                 s, m, l, own_scale, query_pos, row, gl.where(i == 0, order.stop, tile.kv_len),
                 True, PAD is not None, WINDOW_LEFT, WINDOW_RIGHT, HEAD_DIM,

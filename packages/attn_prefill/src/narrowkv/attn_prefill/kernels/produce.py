@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.kernels.tiles import sequence_length, times_head_descale
+from narrowkv.attn_decode.kernels.tiles import first_id, sequence_length, strided, times_head_descale
 from narrowkv.attn_prefill.kernels.dense import (
     finite_rows,
     keys_without_value,
@@ -14,7 +14,12 @@ from narrowkv.attn_prefill.kernels.dense import (
     to_fp16_in_units,
     widen_block,
 )
-from narrowkv.attn_prefill.kernels.rows import begin_next_launch, place_of, query_range, schedule_tiles
+from narrowkv.attn_prefill.kernels.rows import (
+    begin_next_launch,
+    find_block,
+    longest_held,
+    schedule_tiles,
+)
 from narrowkv.paged_cache.kernels import load_rotated, quantise_rows
 
 
@@ -30,23 +35,8 @@ class NewCache(NamedTuple):
 
 
 @triton.jit
-def blocks_of(q, table, batch, PAGE_SIZE: tl.constexpr, STAGED: tl.constexpr, BLOCK_B: tl.constexpr,
-              BLOCK_S: tl.constexpr):  # fmt: skip
-    """Blocks that producers take of each sequence, of them old ones, and the running total, [BLOCK_B]."""
-    seqs = tl.arange(0, BLOCK_B)
-    _, q_len = query_range(q, seqs, seqs < batch)
-    new = tl.cdiv(q_len, BLOCK_S)
-    old = new * 0
-    if STAGED:
-        lens = sequence_length(table, seqs, seqs < batch, PAGE_SIZE, False)
-        # Who has no new tokens attends to nothing.
-        old = tl.where(q_len > 0, tl.cdiv(tl.maximum(lens, 0), BLOCK_S), 0)
-    return old + new, old, tl.cumsum(old + new, 0)
-
-
-@triton.jit
 def store_new(
-    k_new, v_new, rope, store, table, seq, first, kv_head, q_start, q_len, old_len,
+    k_new, v_new, rope, store, table, seq, first, kv_head, q_start, q_len,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_MAX: tl.constexpr, V_MAX: tl.constexpr,
     K_SCALING: tl.constexpr, V_SCALING: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
@@ -58,11 +48,12 @@ def store_new(
         k_new, v_new, rope, first, kv_head, q_start, q_len, HEAD_DIM, ROTARY_DIM, INTERLEAVED,
         BLOCK_T, BLOCK_D,
     )  # fmt: skip
-    position = old_len + i
+    position = sequence_length(table, seq, seq >= 0, PAGE_SIZE, False) + i
     number = position // PAGE_SIZE
     # Beyond the table, or in a page beyond the cache, nothing is written.
     fits = inside & (number < store.max_pages)
-    page = tl.load(table.page_ids + seq * table.row + number, mask=fits, other=-1).to(tl.int64)
+    where = first_id(table, seq, False) + strided(number, table.column)
+    page = tl.load(table.page_ids + where, mask=fits, other=-1).to(tl.int64)
     fits = fits & (page >= 0) & (page < store.num_pages)
     slot = (position % PAGE_SIZE).to(tl.int64)
     quantise_rows(
@@ -103,15 +94,16 @@ def stage_new(
 ):  # fmt: skip
     """Leaves a block of new tokens in the scratch, unquantised; V in units of `v_scale`, as old ones are.
 
-    A value of more than 2**127 of these is as many.
+    A value of more than 2**151 of these is as many.
     """
     units = kv_head.to(tl.int64) * (scratch.rows // BLOCK_S) + block
     factors = kv_head.to(tl.int64) * scratch.rows + block * BLOCK_S + tl.arange(0, BLOCK_S)
     # V first: K stays in 16 bits meanwhile.
     finite, top = finite_rows(y, inside)
-    in_units = 1.0 / tl.maximum(v_scale, 1.2e-38)
+    # The product may be beyond float32 by what a bf16 value is multiplied by in the scratch.
+    in_units = 1.0 / tl.maximum(v_scale, 1.2e-38) * (2.0**-24)
     y = tl.minimum(tl.maximum(y.to(tl.float32) * in_units, -3.4e38), 3.4e38)
-    y, unit = to_fp16_in_units(y, tl.minimum(top * in_units, 3.4e38), 0)
+    y, unit = to_fp16_in_units(y, tl.minimum(top * in_units, 3.4e38), 24)
     store_block(scratch.v, y, kv_head, block, scratch.rows, finite, 0.0, HEAD_DIM, BLOCK_D, BLOCK_S)
     # Rotated keys are rounded to their own type, as a separate rotation would leave them.
     store_block(
@@ -128,8 +120,8 @@ def stage_new(
 
 @triton.jit
 def produce_block(
-    q, k_new, v_new, rope, store, k, v, k_descale, v_descale, k_scale, v_scale, table, scratch,
-    old, blocks, ends, block, kv_head, batch,
+    k_new, v_new, rope, store, k, v, k_descale, v_descale, k_scale, v_scale, table, scratch,
+    seq, in_seq, held, q_start, q_len, block, kv_head,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_MAX: tl.constexpr, V_MAX: tl.constexpr,
     K_SCALING: tl.constexpr, V_SCALING: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
@@ -137,21 +129,17 @@ def produce_block(
     K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
     K_PARTS: tl.constexpr, V_PARTS: tl.constexpr, K_IN_PAGES: tl.constexpr, STORED: tl.constexpr,
     STAGED: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One block of one head: new tokens are quantised if STORED, all are left in the scratch if STAGED.
 
-    K_IN_PAGES: old keys are not, but their values are, which begin with a block then.
-    Returns the block's sequence and its number there. `blocks`, `old`, `ends`: see `blocks_of`.
+    K_IN_PAGES: old keys are not, but their values are, which begin with a block then. `seq` to `q_len`: see
+    `find_block`.
     """
     KIND: tl.constexpr = k_new.ptr.dtype.element_ty
     K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
     V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
-    seqs = tl.arange(0, BLOCK_B)
-    seq, in_seq = place_of(block, blocks, ends, BLOCK_B)
-    old_blocks = tl.sum(tl.where(seqs == seq, old, 0), 0)
-    old_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, False)
-    q_start, q_len = query_range(q, seq, seq < batch)
+    old_blocks = tl.cdiv(held, BLOCK_S)
     if STAGED:
         k_scale = times_head_descale(k_scale, k_descale, seq, kv_head, K_DESCALE)
         v_scale = times_head_descale(v_scale, v_descale, seq, kv_head, V_DESCALE)
@@ -159,8 +147,8 @@ def produce_block(
         first = (in_seq - old_blocks) * BLOCK_S
         if STORED:
             x, y, inside = store_new(
-                k_new, v_new, rope, store, table, seq, first, kv_head, q_start, q_len, old_len, HEAD_DIM,
-                PAGE_SIZE, ROTARY_DIM, INTERLEAVED, K_FORMAT, V_FORMAT, K_MAX, V_MAX, K_SCALING, V_SCALING,
+                k_new, v_new, rope, store, table, seq, first, kv_head, q_start, q_len, HEAD_DIM, PAGE_SIZE,
+                ROTARY_DIM, INTERLEAVED, K_FORMAT, V_FORMAT, K_MAX, V_MAX, K_SCALING, V_SCALING,
                 K_GROUP, V_GROUP, RULE, K_VEC, V_VEC, BLOCK_S, BLOCK_D,
             )  # fmt: skip
         else:
@@ -179,14 +167,13 @@ def produce_block(
             # those in pages do.
             first = in_seq * BLOCK_S
             if not K_IN_PAGES:
-                first = (in_seq - old_blocks) * BLOCK_S + old_len
+                first = (in_seq - old_blocks) * BLOCK_S + held
             widen_block(
-                k, v, k_descale, v_descale, table, scratch, seq, block, first, kv_head, old_len, k_scale,
+                k, v, k_descale, v_descale, table, scratch, seq, block, first, kv_head, held, k_scale,
                 HEAD_DIM, PAGE_SIZE, False, True, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT,
                 K_ROUTE, V_ROUTE, None if K_IN_PAGES else KIND, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS,
                 BLOCK_D, BLOCK_S,
             )  # fmt: skip
-    return seq, in_seq
 
 
 @triton.jit
@@ -201,7 +188,7 @@ def _produce_kernel(
     K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
     K_MAX: tl.constexpr, V_MAX: tl.constexpr, K_SCALING: tl.constexpr, V_SCALING: tl.constexpr,
     K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, RULE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr,
     K_IN_PAGES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What comes before `_pipelined_prefill_kernel`.
@@ -214,41 +201,40 @@ def _produce_kernel(
         begin_next_launch()
     store = NewCache(k_store, v_store, k_store_descale, v_store_descale, max_pages, num_pages)
     pid = tl.program_id(0)
-    seqs = tl.arange(0, BLOCK_B)
     first_group = num_blocks * NUM_KV_HEADS
     first_order = first_group + num_groups * NUM_KV_HEADS
     if (pid >= first_group) & (pid < first_order):
         kv_head = (pid - first_group) % NUM_KV_HEADS
         group = (pid - first_group) // NUM_KV_HEADS
-        groups, old, ends = blocks_of(q, table, batch, PAGE_SIZE, False, BLOCK_B, BLOCK_T)
-        if group >= tl.sum(groups, 0):
+        seq, in_seq, _, q_start, q_len = find_block(
+            q, table, scratch, batch, group, 0, False, True, PAGE_SIZE, False, BLOCK_T
+        )
+        if seq < 0:
             return
-        seq, in_seq = place_of(group, groups, ends, BLOCK_B)
-        q_start, q_len = query_range(q, seq, seq < batch)
         store_new(
             k_new, v_new, rope, store, table, seq, in_seq * BLOCK_T, kv_head, q_start, q_len,
-            sequence_length(table, seq, seq < batch, PAGE_SIZE, False), HEAD_DIM, PAGE_SIZE, ROTARY_DIM,
-            INTERLEAVED, K_FORMAT, V_FORMAT, K_MAX, V_MAX, K_SCALING, V_SCALING, K_GROUP, V_GROUP, RULE,
-            K_VEC, V_VEC, BLOCK_T, BLOCK_D,
+            HEAD_DIM, PAGE_SIZE, ROTARY_DIM, INTERLEAVED, K_FORMAT, V_FORMAT, K_MAX, V_MAX, K_SCALING,
+            V_SCALING, K_GROUP, V_GROUP, RULE, K_VEC, V_VEC, BLOCK_T, BLOCK_D,
         )  # fmt: skip
         return
-    blocks, old, ends = blocks_of(q, table, batch, PAGE_SIZE, True, BLOCK_B, BLOCK_S)
     if pid >= first_order:
-        lens = tl.maximum(sequence_length(table, seqs, seqs < batch, PAGE_SIZE, False), 0)
-        _, q_len = query_range(q, seqs, seqs < batch)
         schedule_tiles(
-            q, schedule, old * BLOCK_S - lens, old * BLOCK_S + q_len, ends, batch, num_tiles,
-            pid - first_order, GQA_RATIO, True, BLOCK_M, BLOCK_S, BLOCK_B, BLOCK_I,
+            q, table, scratch, schedule, batch, num_tiles, pid - first_order,
+            PAGE_SIZE, False, True, GQA_RATIO, True, BLOCK_M, BLOCK_S, BLOCK_I,
         )  # fmt: skip
         return
     kv_head = pid % NUM_KV_HEADS
     block = pid // NUM_KV_HEADS
-    if block >= tl.sum(blocks, 0):
+    limit = longest_held(table, scratch, batch, PAGE_SIZE, False, BLOCK_S)
+    seq, in_seq, held, q_start, q_len = find_block(
+        q, table, scratch, batch, block, limit, True, True, PAGE_SIZE, False, BLOCK_S
+    )
+    if seq < 0:
         return
     produce_block(
-        q, k_new, v_new, rope, store, k, v, k_descale, v_descale, k_scale, v_scale, table, scratch,
-        old, blocks, ends, block, kv_head, batch, HEAD_DIM, PAGE_SIZE, ROTARY_DIM, INTERLEAVED,
+        k_new, v_new, rope, store, k, v, k_descale, v_descale, k_scale, v_scale, table, scratch,
+        seq, in_seq, held, q_start, q_len, block, kv_head, HEAD_DIM, PAGE_SIZE, ROTARY_DIM, INTERLEAVED,
         K_FORMAT, V_FORMAT, K_MAX, V_MAX, K_SCALING, V_SCALING, K_GROUP, V_GROUP, RULE, K_VEC, V_VEC,
         WIDE_ADDRESS, K_ROUTE, V_ROUTE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, K_IN_PAGES, False, True,
-        BLOCK_S, BLOCK_D, BLOCK_B,
+        BLOCK_S, BLOCK_D,
     )  # fmt: skip

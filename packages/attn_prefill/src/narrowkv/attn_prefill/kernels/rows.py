@@ -13,6 +13,9 @@ from narrowkv.attn_decode.kernels.tiles import sequence_length, store_partial
 from narrowkv.quant.device import settle_stores
 from narrowkv.quant.softmax import softmax_step as unscaled_step
 
+# Sequences that a program looks at together.
+SEQUENCES = tl.constexpr(64)
+
 
 class Queries(NamedTuple):
     """Q `[tokens, heads, head_dim]` and where each sequence's rows begin."""
@@ -22,6 +25,7 @@ class Queries(NamedTuple):
     head: Any
     starts: Any  # cu_seqlens_q
     num_tokens: Any
+    max_len: Any  # query tokens of a sequence beyond this number are left out
     descale: Any  # one float32, or None
 
 
@@ -42,19 +46,39 @@ class Tile(NamedTuple):
     seq: Any
     number: Any
     q_start: Any
-    q_len: Any
-    kv_len: Any  # keys up to the last one, those before the first included
+    q_len: Any  # query tokens that are served
+    kv_len: Any  # rows of keys up to the last one, padding included
     base: Any  # the sequence's first row in the scratch
     padding: Any  # rows of that part which are no keys: its first ones, or those between old and new keys
+    before: Any  # the position of the sequence's first query token among its keys
 
 
 @triton.jit
-def query_range(q, seq, mask):
-    """First token and number of query tokens of sequences; nothing past the tensor whatever the metadata."""
-    begin = tl.load(q.starts + seq, mask=mask, other=0)
-    end = tl.load(q.starts + seq + 1, mask=mask, other=0)
-    begin = tl.minimum(tl.maximum(begin, 0), q.num_tokens)
-    return begin, tl.maximum(tl.minimum(end, q.num_tokens) - begin, 0)
+def _larger(x, y):
+    return tl.maximum(x, y)
+
+
+@triton.jit
+def query_ranges(q, seqs, batch, claimed):
+    """First query token and number of query tokens of sequences [N], and `claimed` for those that follow.
+
+    A token belongs to the first sequence that claims it, and a sequence with an entry of cu_seqlens_q outside
+    [0, tokens] has none, so ranges lie in the tensor and do not overlap, whatever the entries are.
+
+    Args:
+        seqs: neighbours, [N]; those from `batch` on have no tokens.
+        claimed: the token behind all that earlier sequences claim.
+    """
+    inside = seqs < batch
+    begin = tl.load(q.starts + seqs, mask=inside, other=0)
+    end = tl.load(q.starts + seqs + 1, mask=inside, other=0)
+    begins = (begin >= 0) & (begin <= q.num_tokens)
+    known = begins & (end >= 0) & (end <= q.num_tokens)
+    ordered = known & (begin <= end)
+    begin = tl.maximum(tl.where(begins, begin, 0), claimed)
+    if tl.min(ordered.to(tl.int32), 0) == 0:
+        begin = tl.associative_scan(begin, 0, _larger)
+    return begin, tl.where(known, tl.maximum(end - begin, 0), 0), tl.max(begin, 0)
 
 
 @triton.jit
@@ -97,16 +121,26 @@ def await_launch_ahead():
 
 
 @triton.jit
-def tile_of(q, batch, index, GQA_RATIO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr,
-            NVIDIA: tl.constexpr):  # fmt: skip
-    """Sequence and tile that program `index` takes, last tiles first (they are longest); seq -1: none."""
-    seqs = tl.arange(0, BLOCK_B)
-    _, q_len = query_range(q, seqs, seqs < batch)
-    tiles = tl.cdiv(q_len * GQA_RATIO, BLOCK_M)
-    index = tl.sum(tiles, 0) - 1 - index
-    seq = tl.sum((tl.cumsum(tiles, 0) <= index).to(tl.int32), 0)
-    tile = index - tl.sum(tl.where(seqs < seq, tiles, 0), 0)
-    return uniform(tl.where(index >= 0, seq, -1), NVIDIA), uniform(tile, NVIDIA)
+def tile_of(q, batch, index, GQA_RATIO: tl.constexpr, BLOCK_M: tl.constexpr, NVIDIA: tl.constexpr):
+    """The tile of program `index`: its sequence (-1: none), its number there, the sequence's query range.
+
+    A sequence's last tiles come first: they see the most keys.
+    """
+    seq = index * 0 - 1
+    number, q_start, q_len = index * 0, index * 0, index * 0
+    before, claimed = index * 0, index * 0
+    for first in range(0, batch, SEQUENCES):
+        seqs = first + tl.arange(0, SEQUENCES)
+        start, length, claimed = query_ranges(q, seqs, batch, claimed)
+        tiles = tl.cdiv(tl.minimum(length, q.max_len) * GQA_RATIO, BLOCK_M)
+        ends = before + tl.cumsum(tiles, 0)
+        own = (ends > index) & (ends - tiles <= index)
+        seq = tl.maximum(seq, tl.max(tl.where(own, seqs, -1), 0))
+        number += tl.sum(tl.where(own, ends - 1 - index, 0), 0)
+        q_start += tl.sum(tl.where(own, start, 0), 0)
+        q_len += tl.sum(tl.where(own, length, 0), 0)
+        before = tl.max(ends, 0)
+    return uniform(seq, NVIDIA), uniform(number, NVIDIA), uniform(q_start, NVIDIA), uniform(q_len, NVIDIA)
 
 
 @triton.jit
@@ -115,76 +149,190 @@ def scheduled_tile(schedule, index):
     at = schedule + index * 8
     return Tile(
         tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5),
-        tl.load(at + 6),
+        tl.load(at + 6), tl.load(at + 7),
     )  # fmt: skip
 
 
 @triton.jit
 def schedule_tiles(
-    q, schedule, padding, kv_len, ends, batch, num_tiles, block,
+    q, table, scratch, schedule, batch, num_tiles, block,
+    PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, APPENDS: tl.constexpr,
     GQA_RATIO: tl.constexpr, CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """Places BLOCK_I tiles in the order of falling work, over all sequences alike.
-
-    Keys of a sequence lie in the first kv_len rows of its part of the scratch, but for `padding` of them. It
-    ends after `ends` blocks of BLOCK_N rows, [BLOCK_B] all three.
 
     A tile's work is its last row's number of keys, linear in the tile's number within a sequence, so how many
     tiles of each sequence come before it has a closed form and nothing is sorted.
     """
-    seqs = tl.arange(0, BLOCK_B)
-    inside = seqs < batch
-    q_start, q_len = query_range(q, seqs, inside)
-    tiles = tl.cdiv(q_len * GQA_RATIO, BLOCK_M)
+    limit = longest_held(table, scratch, batch, PAGE_SIZE, RAGGED, BLOCK_N)
     index = block * BLOCK_I + tl.arange(0, BLOCK_I)
-    seq = tl.sum((tl.cumsum(tiles, 0)[None, :] <= index[:, None]).to(tl.int32), 1)  # [BLOCK_I]
-    own = seqs[None, :] == seq[:, None]  # [BLOCK_I, BLOCK_B]
-    earlier = seqs[None, :] < seq[:, None]
-    tile = index - tl.sum(tl.where(earlier, tiles[None, :], 0), 1)
-    if CAUSAL:
-        base = (kv_len - q_len) * GQA_RATIO
-        work = tl.sum(tl.where(own, base[None, :], 0), 1) + (tile + 1) * BLOCK_M
-        # Tile t of a sequence has work base + (t + 1) * BLOCK_M: those with more than `work`, and ties.
-        ahead = work[:, None] - base[None, :]
-        floor = tl.where(ahead >= 0, ahead // BLOCK_M, -1)
-        before = tiles[None, :] - tl.minimum(tl.maximum(floor, 0), tiles[None, :])
-        tie = (ahead > 0) & (ahead % BLOCK_M == 0) & (floor <= tiles[None, :]) & earlier
-        before += tie.to(tl.int32)
-    else:
-        work = tl.sum(tl.where(own, kv_len[None, :], 0), 1)
-        more = (kv_len[None, :] > work[:, None]) | ((kv_len[None, :] == work[:, None]) & earlier)
-        before = tl.where(more, tiles[None, :], 0) + tl.where(own, tile[:, None], 0)
-    rank = tl.sum(tl.where(inside[None, :], before, 0), 1)
-    used = index < tl.sum(tiles, 0)
+    zero = index * 0
+    seq, tile, q_start, served, kv_len, base, padding, position = (
+        zero - 1,
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+    )
+    tiles_before, blocks_before, claimed = batch * 0, batch * 0, batch * 0
+    for first in range(0, batch, SEQUENCES):
+        seqs = first + tl.arange(0, SEQUENCES)
+        start, rows, keys, pad, before, blocks, claimed = sequences_of(
+            q, table, scratch, seqs, batch, claimed, limit, PAGE_SIZE, RAGGED, APPENDS, BLOCK_N
+        )
+        tiles = tl.cdiv(rows * GQA_RATIO, BLOCK_M)
+        ends = tiles_before + tl.cumsum(tiles, 0)
+        begin = (blocks_before + tl.cumsum(blocks, 0) - blocks) * BLOCK_N
+        number = index[:, None] - (ends - tiles)[None, :]
+        own = (number >= 0) & (number < tiles[None, :])  # [BLOCK_I, SEQUENCES]
+        seq = tl.maximum(seq, tl.max(tl.where(own, seqs[None, :], -1), 1))
+        tile += tl.sum(tl.where(own, number, 0), 1)
+        q_start += tl.sum(tl.where(own, start[None, :], 0), 1)
+        served += tl.sum(tl.where(own, rows[None, :], 0), 1)
+        kv_len += tl.sum(tl.where(own, keys[None, :], 0), 1)
+        base += tl.sum(tl.where(own, begin[None, :], 0), 1)
+        padding += tl.sum(tl.where(own, pad[None, :], 0), 1)
+        position += tl.sum(tl.where(own, before[None, :], 0), 1)
+        tiles_before = tl.max(ends, 0)
+        blocks_before += tl.sum(blocks, 0)
+    work = position * GQA_RATIO + (tile + 1) * BLOCK_M if CAUSAL else kv_len
+    rank = zero
+    claimed = batch * 0
+    for first in range(0, batch, SEQUENCES):
+        seqs = first + tl.arange(0, SEQUENCES)
+        start, rows, keys, pad, before, blocks, claimed = sequences_of(
+            q, table, scratch, seqs, batch, claimed, limit, PAGE_SIZE, RAGGED, APPENDS, BLOCK_N
+        )
+        tiles = tl.cdiv(rows * GQA_RATIO, BLOCK_M)[None, :]
+        earlier = seqs[None, :] < seq[:, None]
+        if CAUSAL:
+            # Tile t of a sequence has work before * GQA_RATIO + (t + 1) * BLOCK_M: those with more, and ties.
+            ahead = work[:, None] - (before * GQA_RATIO)[None, :]
+            floor = tl.where(ahead >= 0, ahead // BLOCK_M, -1)
+            more = tiles - tl.minimum(tl.maximum(floor, 0), tiles)
+            tie = (ahead > 0) & (ahead % BLOCK_M == 0) & (floor <= tiles) & earlier
+            rank += tl.sum(more + tie.to(tl.int32), 1)
+        else:
+            more = (keys[None, :] > work[:, None]) | ((keys[None, :] == work[:, None]) & earlier)
+            rank += tl.sum(tl.where(more, tiles, 0), 1)
+    if not CAUSAL:
+        rank += tile
     # Places past the last tile hold none.
-    at = schedule + tl.where(used, rank, index) * 8
-    kept = index < num_tiles
-    tl.store(at, tl.where(used, seq, -1), mask=kept)
+    place = tl.where(seq >= 0, rank, index)
+    at = schedule + place * 8
+    kept = place < num_tiles
+    tl.store(at, seq, mask=kept)
     tl.store(at + 1, tile, mask=kept)
-    tl.store(at + 2, tl.sum(tl.where(own, q_start[None, :], 0), 1), mask=kept)
-    tl.store(at + 3, tl.sum(tl.where(own, q_len[None, :], 0), 1), mask=kept)
-    tl.store(at + 4, tl.sum(tl.where(own, kv_len[None, :], 0), 1), mask=kept)
-    begin = ends - tl.cdiv(tl.maximum(kv_len, 0), BLOCK_N)
-    tl.store(at + 5, tl.sum(tl.where(own, begin[None, :], 0), 1) * BLOCK_N, mask=kept)
-    tl.store(at + 6, tl.sum(tl.where(own, padding[None, :], 0), 1), mask=kept)
+    tl.store(at + 2, q_start, mask=kept)
+    tl.store(at + 3, served, mask=kept)
+    tl.store(at + 4, kv_len, mask=kept)
+    tl.store(at + 5, base, mask=kept)
+    tl.store(at + 6, padding, mask=kept)
+    tl.store(at + 7, position, mask=kept)
 
 
 @triton.jit
-def key_blocks(table, batch, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_B: tl.constexpr,
-               BLOCK_N: tl.constexpr):  # fmt: skip
-    """Blocks of BLOCK_N keys of each sequence and their running total, [BLOCK_B]."""
-    seqs = tl.arange(0, BLOCK_B)
-    lens = sequence_length(table, seqs, seqs < batch, PAGE_SIZE, RAGGED)
-    blocks = tl.cdiv(tl.maximum(lens, 0), BLOCK_N)
-    return blocks, tl.cumsum(blocks, 0)
+def sequences_of(
+    q, table, scratch, seqs, batch, claimed, limit,
+    PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, APPENDS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """What a schedule says of sequences, [N] each, and `claimed` for those that follow.
+
+    The first query token, query tokens that are served, rows of keys, those of them that are no keys, the
+    position of the first query token, and blocks of scratch.
+    """
+    start, length, claimed = query_ranges(q, seqs, batch, claimed)
+    rows = tl.minimum(length, q.max_len)
+    held, lens = held_keys(table, scratch, seqs, seqs < batch, limit, PAGE_SIZE, RAGGED, BLOCK_N)
+    if APPENDS:
+        # A sequence without new tokens attends to nothing.
+        held = tl.where(rows > 0, held, 0)
+        before = tl.cdiv(held, BLOCK_N) * BLOCK_N
+        blocks = tl.cdiv(held, BLOCK_N) + tl.cdiv(rows, BLOCK_N)
+        return start, rows, before + rows, before - held, before, blocks, claimed
+    else:
+        return start, rows, held, held * 0, lens - length, tl.cdiv(held, BLOCK_N), claimed
 
 
 @triton.jit
-def place_of(block, blocks, ends, BLOCK_B: tl.constexpr):
-    """The sequence that a block belongs to, and its number there; `blocks` of each and `ends`, [BLOCK_B]."""
-    seq = tl.sum((ends <= block).to(tl.int32), 0)
-    return seq, block - tl.sum(tl.where(tl.arange(0, BLOCK_B) < seq, blocks, 0), 0)
+def held_keys(
+    table, scratch, seqs, mask, limit, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """How many keys of each sequence the scratch holds, and how many there are.
+
+    `limit`: see `longest_held`.
+    """
+    lens = sequence_length(table, seqs, mask, PAGE_SIZE, RAGGED)
+    held = tl.minimum(tl.maximum(lens, 0), scratch.max_keys)
+    return tl.where(tl.cdiv(held, BLOCK_N) <= limit, held, 0), lens
+
+
+@triton.jit
+def longest_held(
+    table, scratch, batch, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """The most blocks of keys that a sequence may have to be held in the scratch.
+
+    Where a plan's bound on all keys together is too low, the longest sequences are left out.
+    """
+    most = tl.cdiv(scratch.max_keys, BLOCK_N)
+    low = most * 0
+    if batch * most > scratch.key_blocks:
+        high, probe = most + 1, most
+        while low < high - 1:
+            total = most * 0
+            for first in range(0, batch, SEQUENCES):
+                seqs = first + tl.arange(0, SEQUENCES)
+                held, _ = held_keys(table, scratch, seqs, seqs < batch, probe, PAGE_SIZE, RAGGED, BLOCK_N)
+                total += tl.sum(tl.cdiv(held, BLOCK_N), 0)
+            fits = total <= scratch.key_blocks
+            low, high = tl.where(fits, probe, low), tl.where(fits, high, probe)
+            probe = (low + high) // 2
+    else:
+        low = most
+    return low
+
+
+@triton.jit
+def find_block(
+    q, table, scratch, batch, block, limit, OLD: tl.constexpr, NEW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Where block `block` of all sequences' keys lies: those in the cache (OLD), then new ones (NEW).
+
+    Returns its sequence (-1: none), its number there, the sequence's keys that the scratch holds, its first
+    query token and how many of these are served.
+    """
+    seq = block * 0 - 1
+    number, old_len, q_start, q_len = block * 0, block * 0, block * 0, block * 0
+    blocks_before, claimed = block * 0, block * 0
+    for first in range(0, batch, SEQUENCES):
+        seqs = first + tl.arange(0, SEQUENCES)
+        blocks = seqs * 0
+        if NEW:
+            start, length, claimed = query_ranges(q, seqs, batch, claimed)
+            length = tl.minimum(length, q.max_len)
+            blocks += tl.cdiv(length, BLOCK_N)
+        if OLD:
+            held, _ = held_keys(table, scratch, seqs, seqs < batch, limit, PAGE_SIZE, RAGGED, BLOCK_N)
+            if NEW:
+                held = tl.where(length > 0, held, 0)
+            blocks += tl.cdiv(held, BLOCK_N)
+        ends = blocks_before + tl.cumsum(blocks, 0)
+        own = (ends > block) & (ends - blocks <= block)
+        seq = tl.maximum(seq, tl.max(tl.where(own, seqs, -1), 0))
+        number += tl.sum(tl.where(own, block - (ends - blocks), 0), 0)
+        if OLD:
+            old_len += tl.sum(tl.where(own, held, 0), 0)
+        if NEW:
+            q_start += tl.sum(tl.where(own, start, 0), 0)
+            q_len += tl.sum(tl.where(own, length, 0), 0)
+        blocks_before = tl.max(ends, 0)
+    return seq, number, old_len, q_start, q_len
 
 
 @triton.jit

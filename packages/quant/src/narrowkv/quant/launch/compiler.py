@@ -10,13 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.interpreter import InterpretedFunction
 
+from narrowkv.quant.errors import UnsupportedError
 from narrowkv.quant.launch.artifact import CompiledArtifact
+from narrowkv.quant.launch.cache_folder import explained_cache_errors
 from narrowkv.quant.launch.options import LaunchOptions
 from narrowkv.quant.targets import Target
 
@@ -42,16 +46,30 @@ class _TargetDriver:
         return torch.device("cpu")
 
 
+_target_driver: ContextVar[_TargetDriver | None] = ContextVar("narrowkv_target_driver", default=None)
+
+
+class _DriverPerThread(type(driver)):  # type: ignore[misc]
+    """Triton's choice of a driver, but for a thread that compiles for a named target."""
+
+    @property
+    def active(self) -> Any:
+        """The driver that the calling thread's compilations ask."""
+        return _target_driver.get() or super().active
+
+
+driver.__class__ = _DriverPerThread
+
+
 @contextlib.contextmanager
 def _active_driver(target: Target) -> Iterator[None]:
-    previous = driver._active
     # Triton 3.9 warns once per compile when this is unset; the value is its own default.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    driver.set_active(_TargetDriver(target))
+    token = _target_driver.set(_TargetDriver(target))
     try:
         yield
     finally:
-        driver._active = previous
+        _target_driver.reset(token)
 
 
 def compile_launch(
@@ -62,8 +80,18 @@ def compile_launch(
     constexprs: dict[str, Any],
     options: LaunchOptions,
 ) -> CompiledArtifact:
-    """Compiles one launch for `target` and returns the artifact; nothing is run."""
-    with _active_driver(target):
+    """Compiles one launch for `target` and returns the artifact; nothing is run.
+
+    Raises:
+        OSError: Triton's cache folder cannot be written; the message says which variable names another.
+        UnsupportedError: the kernel was made while TRITON_INTERPRET was set.
+    """
+    if isinstance(kernel, InterpretedFunction):
+        raise UnsupportedError(
+            f"{kernel.__name__} cannot be compiled for {target}: TRITON_INTERPRET was set when it was made; "
+            "start the process without it (narrowkv interprets CPU tensors by itself)"
+        )
+    with _active_driver(target), explained_cache_errors():
         compiled = kernel.warmup(*args, **constexprs, grid=grid, **options.for_target(target))
         if hasattr(compiled, "result"):
             compiled = compiled.result()

@@ -1,9 +1,11 @@
 """Runs a Triton kernel on CPU tensors, in this process, without any environment variable.
 
-Triton ships an interpreter that is normally chosen for a whole process, before `triton` is imported. Then
-nothing can be compiled any more in that process. Here an ordinary `@triton.jit` function is interpreted on
-demand instead: the language is patched for the duration of one launch and restored afterwards, so the same
-process can interpret a kernel and cross-compile it.
+Triton ships an interpreter that is normally chosen for a whole process, before `triton` is imported, and that
+replaces functions of `triton.language` while a kernel runs. Here an ordinary `@triton.jit` function is
+interpreted on demand, and nothing that others import is touched: the interpreter lives in a private copy of
+Triton's Python modules (`private_triton`). The body of a kernel, and of each function that it calls, runs
+with globals in which what is Triton's is replaced by its counterpart in the copy. Threads may interpret and
+compile at once, and a launch can be interrupted or forked at any instant.
 
 The stock interpreter computes some things wrongly (seen in Triton 3.6 to 3.9); `RepairedBuilder` mends them:
 
@@ -14,22 +16,27 @@ The stock interpreter computes some things wrongly (seen in Triton 3.6 to 3.9); 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-import triton
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction, mangle_type
 
-# Imported before anything is patched: it copies language functions when it is first imported.
-import triton.compiler.code_generator
-import triton.language as tl
-from triton.runtime import interpreter as stock
-from triton.runtime.jit import JITFunction
+from narrowkv.quant.launch.private_triton import PrivateTriton
+
+# Triton's compiled library looks up its Python classes at the first call, by the importer of the calling
+# function: it must not be one of the copy.
+mangle_type(0)
+
+_copy = PrivateTriton()
+tl: Any = _copy.module("triton.language")
+stock: Any = _copy.module("triton.runtime.interpreter")
 
 _TORCH_FP8 = {
     tl.float8e4nv: torch.float8_e4m3fn,
@@ -37,7 +44,6 @@ _TORCH_FP8 = {
     tl.float8e5: torch.float8_e5m2,
     tl.float8e5b16: torch.float8_e5m2fnuz,
 }
-_INTERPRETER_LOCK = threading.RLock()
 
 
 def _fp8_table(dtype: torch.dtype) -> np.ndarray:
@@ -83,7 +89,27 @@ def _is_coded(dtype: Any) -> bool:
 
 
 class RepairedBuilder(stock.InterpreterBuilder):
-    """The stock builder with bfloat16 and FP8 computed as the hardware does."""
+    """The stock builder with bfloat16 and FP8 computed as the hardware does, and a grid for each thread."""
+
+    _grid = threading.local()
+
+    def set_grid_dim(self, nx: int, ny: int, nz: int) -> None:
+        """Sets the extents of this thread's launch."""
+        self._grid.dim = (nx, ny, nz)
+
+    def set_grid_idx(self, x: int, y: int, z: int) -> None:
+        """Sets which program of the launch this thread runs."""
+        self._grid.idx = (x, y, z)
+
+    @property
+    def grid_dim(self) -> tuple[int, int, int]:
+        """The extents of this thread's launch."""
+        return self._grid.dim  # type: ignore[no-any-return]
+
+    @property
+    def grid_idx(self) -> tuple[int, int, int]:
+        """Which program of the launch this thread runs."""
+        return self._grid.idx  # type: ignore[no-any-return]
 
     def _decoded(self, handle: Any) -> Any:
         dtype = handle.dtype.scalar
@@ -145,48 +171,111 @@ class RepairedBuilder(stock.InterpreterBuilder):
     # A masked store that covers nothing, or a select, keeps raw bits: nothing to mend there.
 
 
-_REWRITTEN: dict[Any, Callable[..., Any]] = {}
+_rewritten: dict[Any, Callable[..., Any]] = {}
+_functions: dict[Any, _Function] = {}
 
 
-def _rewritten(function: JITFunction[Any]) -> Callable[..., Any]:
-    """The Python body of a jit function with the interpreter's assignment and comparison rewriting."""
-    fn = function.fn
-    if fn not in _REWRITTEN:
-        _REWRITTEN[fn] = stock.FunctionRewriter(fn).rewrite_ast()
-    return _REWRITTEN[fn]
+def _body(fn: Any) -> Callable[..., Any]:
+    """A function of the copy with the interpreter's assignment and comparison rewriting."""
+    if fn not in _rewritten:
+        _rewritten[fn] = stock.FunctionRewriter(fn).rewrite_ast()
+    return _rewritten[fn]
 
 
-def _call_interpreted(self: JITFunction[Any], *args: Any, **kwargs: Any) -> Any:
+class _Function:
+    """A jit function of a caller, as interpreted functions call it."""
+
+    def __init__(self, source: Any) -> None:
+        self._fn = types.FunctionType(
+            source.__code__, {}, source.__name__, _counterpart(source.__defaults__), source.__closure__
+        )
+        self._fn.__kwdefaults__ = _counterpart(source.__kwdefaults__)
+        self._fn.__module__, self._fn.__qualname__ = source.__module__, source.__qualname__
+        self._source = source
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("_semantic", None)
+        return self.body(*args, **kwargs)
+
+    @property
+    def fn(self) -> Callable[..., Any]:
+        """The function as it was written; the interpreter's reductions and scans call this one.
+
+        Its globals are looked up at the first call, when all of them exist.
+        """
+        if not self._fn.__globals__:
+            names = {name: _counterpart(value) for name, value in _globals_of(self._source).items()}
+            self._fn.__globals__.update(names)
+        return self._fn
+
+    @property
+    def body(self) -> Callable[..., Any]:
+        """The rewritten function."""
+        return _body(self.fn)
+
+
+def _globals_of(source: Any) -> dict[str, Any]:
+    """Every global and closure variable that the function, or a function within it, may look up."""
+    names: set[str] = set()
+    codes = [source.__code__]
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    closure = inspect.getclosurevars(source).nonlocals
+    return {name: value for name, value in source.__globals__.items() if name in names} | dict(closure)
+
+
+def _function(source: Any) -> _Function:
+    return _functions.get(source) or _functions.setdefault(source, _Function(source))
+
+
+def _counterpart(value: Any) -> Any:
+    """What stands for a value of the caller in interpreted code."""
+    if isinstance(value, tuple):
+        parts = map(_counterpart, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, dict):
+        return {name: _counterpart(part) for name, part in value.items()}
+    if isinstance(value, JITFunction | InterpretedFunction):
+        if PrivateTriton.owns(value.fn.__module__):
+            return _copy.counterpart(value.fn)
+        return _function(value.fn)
+    return _copy.counterpart(value)
+
+
+def _call_standard(self: Any, *args: Any, **kwargs: Any) -> Any:
     kwargs.pop("_semantic", None)
-    return _rewritten(self)(*args, **kwargs)
+    return _body(self.fn)(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def _interpreted_language() -> Iterator[RepairedBuilder]:
-    """Patches `triton.language` and jit-to-jit calls to compute with numpy, and restores both."""
-    scope_of = type("Scope", (), {"__globals__": {"tl": tl, "core": tl.core}})
+def _interpret_language() -> None:
+    """Makes the copy's language compute with numpy, for good."""
     builder = stock.interpreter_builder
-    stock_class, interpret_before = builder.__class__, triton.knobs.runtime.interpret
-    scope = stock._patch_lang(scope_of)
-    scope.set_attr(JITFunction, "__call__", _call_interpreted)
+    scope_of = type("Scope", (), {"__globals__": {"tl": tl, "core": tl.core}})
+    stock._patch_lang(scope_of)
+    # Functions of the standard library are the one or, where TRITON_INTERPRET is set, the other.
+    for kind in (_copy.module("triton.runtime.jit").JITFunction, stock.InterpretedFunction):
+        kind.__call__ = _call_standard
     # Triton 3.6 converts only zero-dimensional scalars to loop bounds.
-    scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+    tl.tensor.__index__ = lambda self: int(self.handle.data.squeeze())
     stock_to_ir = tl.dtype.to_ir
     # Triton 3.6's interpreter does not know the FNUZ types; a type stands for itself there.
-    scope.set_attr(
-        tl.dtype, "to_ir", lambda self, builder: self if self in _TORCH_FP8 else stock_to_ir(self, builder)
-    )
+    tl.dtype.to_ir = lambda self, builder: self if self in _TORCH_FP8 else stock_to_ir(self, builder)
     # The one builder object is referred to from many places; changing its class repairs it for all of them.
     builder.__class__ = RepairedBuilder
     # Its overflow check ends in an assertion that it drops unless it debugs, and takes half of the time.
-    scope.set_attr(builder, "options", replace(builder.options, sanitize_overflow=False))
-    triton.knobs.runtime.interpret = True
-    try:
-        yield builder
-    finally:
-        triton.knobs.runtime.interpret = interpret_before
-        builder.__class__ = stock_class
-        scope.restore()
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    # Not by assignment, which would set the process's environment variable, too.
+    vars(_copy.module("triton.knobs").runtime)["interpret"] = True
+
+
+_interpret_language()
+
+
+def _constexpr_names(fn: Any) -> set[str]:
+    annotations = inspect.get_annotations(fn).items()
+    return {name for name, kind in annotations if "constexpr" in getattr(kind, "__name__", str(kind))}
 
 
 def interpret(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
@@ -198,22 +287,21 @@ def interpret(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constex
         args: the runtime arguments in order; CPU tensors, numbers, None, or (nested) tuples of those.
         constexprs: the kernel's `tl.constexpr` arguments by name.
     """
-    fn = kernel.fn
-    with _INTERPRETER_LOCK, _interpreted_language() as builder:
-        body = _rewritten(kernel)
-        bound = inspect.signature(fn).bind(*args, **constexprs)
-        bound.apply_defaults()
-        # Those that keep their defaults, too.
-        constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
-        converted = {
-            name: value if name in constants else stock._implicit_cvt(value)
-            for name, value in bound.arguments.items()
-        }
-        extent = (*grid, 1, 1)[:3]
-        builder.set_grid_dim(*extent)
-        # Innermost first, as hardware issues programs: x runs fastest.
-        for z in range(extent[2]):
-            for y in range(extent[1]):
-                for x in range(extent[0]):
-                    builder.set_grid_idx(x, y, z)
-                    body(**converted)
+    body = _function(kernel.fn).body
+    bound = inspect.signature(kernel.fn).bind(*args, **constexprs)
+    bound.apply_defaults()
+    # Those that keep their defaults, too.
+    constants = _constexpr_names(kernel.fn)
+    converted = {
+        name: _counterpart(value) if name in constants else stock._implicit_cvt(value)
+        for name, value in bound.arguments.items()
+    }
+    extent = (*grid, 1, 1)[:3]
+    builder = stock.interpreter_builder
+    builder.set_grid_dim(*extent)
+    # Innermost first, as hardware issues programs: x runs fastest.
+    for z in range(extent[2]):
+        for y in range(extent[1]):
+            for x in range(extent[0]):
+                builder.set_grid_idx(x, y, z)
+                body(**converted)

@@ -10,15 +10,20 @@ for that target, recorded and not run. Any other way to run a kernel (an emulato
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
+import triton
+from triton.runtime.interpreter import InterpretedFunction
 
 from narrowkv.quant.errors import UnsupportedError
-from narrowkv.quant.launch.gpu import launch_on_gpu
+from narrowkv.quant.launch.gpu import GpuLaunch, gpu_launch
 from narrowkv.quant.launch.options import LaunchOptions
+from narrowkv.quant.launch.tensors import HostCopies, check_has_memory, tensors_of
 from narrowkv.quant.targets import Target, device_target, get_target
 
 
@@ -38,6 +43,14 @@ class Executor(Protocol):
         """Runs (or records) one launch."""
 
 
+# A fork waits until no thread imports the interpreter: the child could never finish another thread's import.
+_import_lock = threading.Lock()
+os.register_at_fork(
+    before=_import_lock.acquire,
+    after_in_parent=_import_lock.release,
+    after_in_child=_import_lock.release,
+)
+
 _executor: ContextVar[Executor | None] = ContextVar("narrowkv_executor", default=None)
 
 
@@ -55,10 +68,12 @@ class InterpretExecutor:
         constexprs: dict[str, Any],
         options: LaunchOptions,
     ) -> None:
-        """Interprets every program of the grid."""
-        from narrowkv.quant.launch.interpreter import interpret
-
-        interpret(kernel, grid, args, constexprs)
+        """Interprets every program of the grid; tensors on a GPU are copied to the CPU and back."""
+        with _import_lock:
+            from narrowkv.quant.launch.interpreter import interpret
+        copies = HostCopies()
+        interpret(kernel, grid, copies.of(args), constexprs)
+        copies.write_back()
 
 
 @contextlib.contextmanager
@@ -126,17 +141,9 @@ def is_compiled(tensor: torch.Tensor) -> bool:
     The interpreter knows neither Gluon nor a target's assembly.
     """
     executor = _executor.get()
-    return tensor.is_cuda if executor is None else not isinstance(executor, InterpretExecutor)
-
-
-def _first_tensor(args: tuple[Any, ...]) -> torch.Tensor:
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            return arg
-        if isinstance(arg, tuple):
-            with contextlib.suppress(TypeError):
-                return _first_tensor(arg)
-    raise TypeError("a launch needs at least one tensor argument, got none")
+    if executor is None:
+        return tensor.is_cuda and not triton.knobs.runtime.interpret
+    return not isinstance(executor, InterpretExecutor)
 
 
 def launch(
@@ -145,7 +152,7 @@ def launch(
     args: tuple[Any, ...],
     constexprs: dict[str, Any],
     options: LaunchOptions,
-) -> None:
+) -> GpuLaunch | None:
     """Launches, interprets or compiles `kernel`; nothing happens for an empty grid.
 
     Args:
@@ -154,20 +161,40 @@ def launch(
         args: runtime arguments in the kernel's order: tensors, numbers, None, or tuples of those.
         constexprs: `tl.constexpr` arguments by name.
         options: compiler options.
+
+    Returns:
+        What launches the kernel on a GPU, where that is how it was launched.
+
+    Raises:
+        TypeError: there is no tensor, or one that has no memory: a fake, functional, meta or sparse tensor.
     """
     if 0 in grid:
-        return
+        return None
+    tensors = list(tensors_of(args))
+    if not tensors:
+        raise TypeError("a launch needs at least one tensor argument, got none")
+    for tensor in tensors:
+        check_has_memory(tensor)
     executor = _executor.get()
     if executor is not None:
         executor.launch(kernel, grid, args, constexprs, options)
-        return
-    device = _first_tensor(args).device
-    if device.type == "cpu":
+        return None
+    device = tensors[0].device
+    # TRITON_INTERPRET makes kernels that Triton cannot compile.
+    if device.type == "cpu" or isinstance(kernel, InterpretedFunction):
         InterpretExecutor(device_target(device)).launch(kernel, grid, args, constexprs, options)
-    elif device.index == torch.cuda.current_device():
-        launch_on_gpu(kernel, grid, args, constexprs, options, device)
+        return None
+    launcher = gpu_launch(kernel, constexprs, options)
+    if device.index == torch.cuda.current_device():
+        launcher.launch(grid, args, device)
     else:
         # Triton launches on the current device and stream; the tensors' device decides, not the caller's
         # default.
         with torch.cuda.device(device):
-            launch_on_gpu(kernel, grid, args, constexprs, options, device)
+            launcher.launch(grid, args, device)
+    return launcher
+
+
+def executor() -> Executor | None:
+    """What takes the launches of the calling context, if not their tensors' device."""
+    return _executor.get()

@@ -40,7 +40,8 @@ from narrowkv.sparse_fp8.kernels.hopper import (
     _tile_indices,
 )
 from narrowkv.sparse_fp8.kernels.hopper_fp8 import _widen, _words
-from narrowkv.sparse_fp8.kernels.rows import ONE_AS_WORD
+from narrowkv.sparse_fp8.kernels.results import SIZES
+from narrowkv.sparse_fp8.kernels.rows import ONE_AS_WORD, with_sizes
 
 
 @gluon.jit
@@ -313,23 +314,22 @@ def _gather_fp8_warps(
 @gluon.jit
 def _gather_warps(
     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
-    FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr,
-    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr,
-    WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr, CALL: gl.constexpr,
 ):  # fmt: skip
     """What fills some rows of each tile of the ring: with 16-bit rows, or with FP8 rows."""
-    if LAYOUT == "":
+    if CALL.LAYOUT == "":
         _gather_wide_warps(
             prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
-            tiles, bias, full, empty, FIRST_ROW, NUM_ROWS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND,
-            WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
+            tiles, bias, full, empty, FIRST_ROW, NUM_ROWS, CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND,
+            CALL.WIDE_ADDRESS, CALL.SPLIT, CALL.BLOCK_K, CALL.STAGES,
         )  # fmt: skip
     else:
         _gather_fp8_warps(
             prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
-            tiles, bias, full, empty, FIRST_ROW, NUM_ROWS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
+            tiles, bias, full, empty, FIRST_ROW, NUM_ROWS, CALL.HEAD_BLOCKS, CALL.HAS_PREFIX,
+            CALL.HAS_EXTEND, CALL.LAYOUT,
+            CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE, CALL.WIDE_ADDRESS, CALL.SPLIT, CALL.BLOCK_K,
+            CALL.STAGES,
         )  # fmt: skip
 
 
@@ -369,21 +369,18 @@ def _softmax_columns(s, m, parts, tops, numerators, corrections, SLACK: gl.const
 
 @gluon.jit
 def _score_warps(
-    q_ptr, stride_qt, stride_qh, qk_scale, prefix_csr, extend_csr, num_tokens, num_splits, num_items,
-    query, tiles, bias, tops, numerators, corrections, states, full, scored, finished, released,
-    NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
-    SPLIT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    SLACK: gl.constexpr,
+    q, qk_scale, prefix_csr, extend_csr, num_tokens, num_splits, num_items, query, tiles, bias, tops,
+    numerators, corrections, states, full, scored, finished, released, CALL: gl.constexpr,
 ):  # fmt: skip
     """QK and the softmax."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_H, 16])
-    zeros = gl.full([BLOCK_K, BLOCK_H], 0.0, gl.float32, SCORES)
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CALL.BLOCK_H, 16])
+    zeros = gl.full([CALL.BLOCK_K, CALL.BLOCK_H], 0.0, gl.float32, SCORES)
     count, turn = 0, 0
     item, spans = _first(
         prefix_csr, extend_csr, num_tokens, num_splits, num_items,
-        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
     )  # fmt: skip
-    _copy_query(query, q_ptr, stride_qt, stride_qh, item[0], item[1], NUM_HEADS)
+    _copy_query(query, q.nope, q.stride_n, q.stride_h, item[0], item[1], CALL.NUM_HEADS)
     async_copy.commit_group()
     for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
         # Not a range: Triton 3.6 drops from an outer range what only bounds an inner one, as if unused.
@@ -391,19 +388,19 @@ def _score_warps(
         following = number + gl.num_programs(0)
         item = _item(
             prefix_csr, extend_csr, spans, following, num_tokens, num_splits, num_items,
-            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+            CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
         )  # fmt: skip
         spans = _spans(
             prefix_csr, extend_csr, following + gl.num_programs(0), num_tokens, num_items,
-            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND,
+            CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND,
         )  # fmt: skip
-        m = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(0, SCORES))
+        m = gl.full([CALL.BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(0, SCORES))
         parts = zeros
         async_copy.wait_group(0)
         _publish()
         while count < last:
-            stage = count % STAGES
-            mbarrier.wait(full.index(stage), count // STAGES & 1)
+            stage = count % CALL.STAGES
+            mbarrier.wait(full.index(stage), count // CALL.STAGES & 1)
             # For those who wrote the rows, too: a fence of theirs would wait for what they load meanwhile.
             fence_async_shared()
             s = warpgroup_mma(tiles.index(stage), query.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -411,13 +408,13 @@ def _score_warps(
             s = warpgroup_mma_wait(0, deps=[s])
             m, parts = _softmax_columns(
                 s * qk_scale + masked[:, None], m, parts,
-                tops, numerators.index(stage), corrections.index(stage), SLACK,
+                tops, numerators.index(stage), corrections.index(stage), CALL.SLACK,
             )  # fmt: skip
             _publish()
             mbarrier.arrive(scored.index(stage), count=1)
             count += 1
         # All of these warps have the last scores: the next item's Q may come.
-        _copy_query(query, q_ptr, stride_qt, stride_qh, item[0], item[1], NUM_HEADS)
+        _copy_query(query, q.nope, q.stride_n, q.stride_h, item[0], item[1], CALL.NUM_HEADS)
         async_copy.commit_group()
         l = gl.sum(parts, 0)
         mbarrier.wait(released, (turn & 1) ^ 1)
@@ -454,7 +451,11 @@ def _store_item(
         else:
             sink = gl.full([m.shape[0]], float("-inf"), gl.float32, m.type.layout)
         if WRITE_LSE:
-            gl.store(out.lse + token.to(gl.int64) * out.stride_l + heads, natural_lse(m, l), mask=mask)
+            gl.store(
+                out.lse + token.to(gl.int64) * out.stride_lt + heads * out.stride_lh,
+                natural_lse(m, l),
+                mask=mask,
+            )
         result = (acc * output_share(m, l, sink)[None, :]).to(out.o.dtype.element_ty)
         places = out.o + token.to(gl.int64) * out.stride_t + (columns[None, :] * out.stride_h + d[:, None])
         gl.store(places, gl.convert_layout(result, OUT), mask=stored)
@@ -462,19 +463,16 @@ def _store_item(
 
 @gluon.jit
 def _sum_warps(
-    out, partials, prefix_csr, extend_csr, num_tokens, num_splits, num_items,
-    tiles, numerators, corrections, states, scored, empty, finished, released,
-    NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
-    SPLIT: gl.constexpr, HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr,
-    BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    out, partials, prefix_csr, extend_csr, num_tokens, num_splits, num_items, tiles, numerators,
+    corrections, states, scored, empty, finished, released, CALL: gl.constexpr,
 ):  # fmt: skip
     """PV: sums the tiles' rows by their numerators, and stores the results."""
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_H, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CALL.BLOCK_H, 16])
     HEAD: gl.constexpr = gl.SliceLayout(0, SUMS)
     count, turn = 0, 0
     upcoming, spans = _first(
         prefix_csr, extend_csr, num_tokens, num_splits, num_items,
-        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
     )  # fmt: skip
     for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
         token, head_block, split = upcoming[0], upcoming[1], upcoming[2]
@@ -483,16 +481,16 @@ def _sum_warps(
         following = number + gl.num_programs(0)
         upcoming = _item(
             prefix_csr, extend_csr, spans, following, num_tokens, num_splits, num_items,
-            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+            CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
         )  # fmt: skip
         spans = _spans(
             prefix_csr, extend_csr, following + gl.num_programs(0), num_tokens, num_items,
-            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND,
+            CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND,
         )  # fmt: skip
-        acc = gl.full([512, BLOCK_H], 0.0, gl.float32, SUMS)
+        acc = gl.full([512, CALL.BLOCK_H], 0.0, gl.float32, SUMS)
         while count < last:
-            stage = count % STAGES
-            mbarrier.wait(scored.index(stage), count // STAGES & 1)
+            stage = count % CALL.STAGES
+            mbarrier.wait(scored.index(stage), count // CALL.STAGES & 1)
             correction = corrections.index(stage).load(HEAD)
             if gl.min(correction, 0) < 1.0:
                 acc = acc * correction[None, :]
@@ -511,45 +509,46 @@ def _sum_warps(
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
         _store_item(
             acc, m, l, out, partials, token, head_block, split, num_tokens,
-            NUM_HEADS, SPLIT, HAS_SINK, WRITE_LSE,
+            CALL.NUM_HEADS, CALL.SPLIT, CALL.HAS_SINK, CALL.WRITE_LSE,
         )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=[*SIZES, "num_items"])
 def _sparse_few_kernel(
-    q_ptr, out, partials, prefix, prefix_csr, extend, extend_csr,
-    stride_qt, stride_qh, qk_scale, num_tokens, num_splits, num_items,
-    NUM_HEADS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
-    HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr,
-    BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLACK: gl.constexpr,
+    q, out, partials, prefix, prefix_csr, extend, extend_csr, qk_scale, num_tokens, num_splits,
+    num_items, prefix_rows, prefix_nnz, extend_rows, extend_nnz, CALL: gl.constexpr,
 ):  # fmt: skip
-    """One program a multiprocessor; each works through items in steps of the grid. LAYOUT "": 16-bit rows."""
-    HEAD_BLOCKS: gl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
-    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    """One program a multiprocessor; each works through items in steps of the grid."""
+    DTYPE: gl.constexpr = q.nope.dtype.element_ty
+    if CALL.HAS_PREFIX:
+        prefix, prefix_csr = with_sizes(prefix, prefix_csr, prefix_rows, prefix_nnz)
+    if CALL.HAS_EXTEND:
+        extend, extend_csr = with_sizes(extend, extend_csr, extend_rows, extend_nnz)
     # Two groups gather, half of each tile's rows each, and do not wait for each other. Widening FP8 takes
     # twice the warps; 16 warps have 128 registers each, too few for the sums of 32 heads.
-    GATHER_WARPS: gl.constexpr = 2 if LAYOUT == "" else 4
-    REGISTERS: gl.constexpr = 168 if LAYOUT == "" else 128
+    GATHER_WARPS: gl.constexpr = 2 if CALL.LAYOUT == "" else 4
+    REGISTERS: gl.constexpr = 168 if CALL.LAYOUT == "" else 128
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    query = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 512], WIDE)
-    tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, 512], WIDE)
+    query = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 512], WIDE)
+    tiles = gl.allocate_shared_memory(DTYPE, [CALL.STAGES, CALL.BLOCK_K, 512], WIDE)
     numerators = gl.allocate_shared_memory(
-        DTYPE, [STAGES, BLOCK_K, BLOCK_H], gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_H], DTYPE)
+        DTYPE,
+        [CALL.STAGES, CALL.BLOCK_K, CALL.BLOCK_H],
+        gl.NVMMASharedLayout.get_default_for([CALL.BLOCK_K, CALL.BLOCK_H], DTYPE),
     )
-    bias = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_K], LINE)
-    corrections = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_H], LINE)
-    states = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], LINE)
-    tops = gl.allocate_shared_memory(gl.float32, [4, BLOCK_H], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    bias = gl.allocate_shared_memory(gl.float32, [CALL.STAGES, CALL.BLOCK_K], LINE)
+    corrections = gl.allocate_shared_memory(gl.float32, [CALL.STAGES, CALL.BLOCK_H], LINE)
+    states = gl.allocate_shared_memory(gl.float32, [2, CALL.BLOCK_H], LINE)
+    tops = gl.allocate_shared_memory(gl.float32, [4, CALL.BLOCK_H], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     # For each tile of the ring: it is there; its numerators are; it has been summed and may be overwritten.
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    scored = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
+    scored = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
     # For the softmax state of an item: it is there; it has been read.
     finished = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     released = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(CALL.STAGES):
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(scored.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
@@ -563,17 +562,16 @@ def _sparse_few_kernel(
                 (
                     out, partials, prefix_csr, extend_csr, num_tokens, num_splits, num_items,
                     tiles, numerators, corrections, states, scored, empty, finished, released,
-                    NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, HAS_SINK, WRITE_LSE,
-                    BLOCK_H, BLOCK_K, STAGES,
+                    CALL,
                 ),
             ),
             (
                 _score_warps,
                 (
-                    q_ptr, stride_qt, stride_qh, qk_scale, prefix_csr, extend_csr,
+                    q, qk_scale, prefix_csr, extend_csr,
                     num_tokens, num_splits, num_items, query, tiles, bias, tops, numerators, corrections,
                     states, full, scored, finished, released,
-                    NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_H, BLOCK_K, STAGES, SLACK,
+                    CALL,
                 ),
             ),
             (
@@ -581,8 +579,7 @@ def _sparse_few_kernel(
                 (
                     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
                     tiles, bias, full, empty,
-                    0, BLOCK_K // 2, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-                    PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
+                    0, CALL.BLOCK_K // 2, CALL,
                 ),
             ),
             (
@@ -590,8 +587,7 @@ def _sparse_few_kernel(
                 (
                     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
                     tiles, bias, full, empty,
-                    BLOCK_K // 2, BLOCK_K // 2, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-                    PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, BLOCK_K, STAGES,
+                    CALL.BLOCK_K // 2, CALL.BLOCK_K // 2, CALL,
                 ),
             ),
         ],

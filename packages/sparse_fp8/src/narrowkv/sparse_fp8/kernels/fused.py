@@ -10,6 +10,7 @@ import triton.language as tl
 
 from narrowkv.quant.softmax import softmax_step
 from narrowkv.sparse_fp8.kernels.results import (
+    SIZES,
     row_share,
     split_tiles,
     store_columns,
@@ -25,6 +26,7 @@ from narrowkv.sparse_fp8.kernels.rows import (
     named,
     token_span,
     widen_columns,
+    with_sizes,
 )
 
 
@@ -60,7 +62,7 @@ def _widen_rows(
 
 @triton.jit
 def _load_query(
-    q, base, heads, mask, stride_qh, WIDTH: tl.constexpr,
+    q, base, heads, mask, WIDTH: tl.constexpr,
     FP8_Q: tl.constexpr, FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr,
     LAYOUT: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr, FP8_QK: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +77,7 @@ def _load_query(
         else:
             tiles = _widen_rows(stored, scales, rope, WIDTH, FORMAT, ROUTE, EXPONENT, GROUP)
     else:
-        rows = q.nope + base * q.stride_n + heads[:, None] * stride_qh
+        rows = q.nope + base * q.stride_n + heads[:, None] * q.stride_h
         c = tl.arange(0, WIDTH)
         for t in tl.static_range(512 // WIDTH):
             tiles = tiles + (tl.load(rows + (t * WIDTH + c)[None, :], mask=mask[:, None], other=0.0),)
@@ -154,33 +156,34 @@ def _attend_fused(
     return acc, m, l
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _sparse_fused_kernel(
-    q, out, partials, prefix, prefix_csr, extend, extend_csr,
-    stride_qh, qk_scale, num_tokens, num_splits,
-    NUM_HEADS: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_EXTEND: tl.constexpr,
-    Q_LAYOUT: tl.constexpr, Q_PAGE_SIZE: tl.constexpr, Q_GROUP: tl.constexpr, FP8_Q: tl.constexpr,
-    PREFIX_LAYOUT: tl.constexpr, PREFIX_PAGE_SIZE: tl.constexpr, PREFIX_GROUP: tl.constexpr,
-    EXTEND_LAYOUT: tl.constexpr, EXTEND_PAGE_SIZE: tl.constexpr, EXTEND_GROUP: tl.constexpr,
-    WIDE_PREFIX: tl.constexpr, WIDE_EXTEND: tl.constexpr, WIDE_HEADS: tl.constexpr,
-    FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr, FP8_QK: tl.constexpr,
-    HAS_SINK: tl.constexpr, WRITE_LSE: tl.constexpr, SPLIT: tl.constexpr, GUARD: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+    q, out, partials, prefix, prefix_csr, extend, extend_csr, qk_scale,
+    num_tokens, num_splits, prefix_rows, prefix_nnz, extend_rows, extend_nnz,
+    CALL: tl.constexpr, QUERY: tl.constexpr, PREFIX: tl.constexpr, EXTEND: tl.constexpr,
+    WIDENING: tl.constexpr, FP8_QK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """One program attends BLOCK_H heads of one token; programs run fastest over the heads of a token."""
-    HEAD_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    """One program attends BLOCK_H heads of one token; programs run fastest over the heads of a token.
+
+    Grid: tokens times blocks of heads, splits. QUERY, PREFIX, EXTEND: `Stored`, or None for no source.
+    """
+    BLOCK_H: tl.constexpr = TILES.BLOCK_H
+    BLOCK_K: tl.constexpr = TILES.BLOCK_K
+    WIDTH: tl.constexpr = TILES.WIDTH
+    FP8_Q: tl.constexpr = QUERY.LAYOUT != ""
+    HEAD_BLOCKS: tl.constexpr = (CALL.NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     token = tl.program_id(0) // HEAD_BLOCKS
     heads = (tl.program_id(0) % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
-    mask = heads < NUM_HEADS
-    if WIDE_HEADS:
+    mask = heads < CALL.NUM_HEADS
+    if CALL.WIDE_HEADS:
         heads = heads.to(tl.int64)
     split = tl.program_id(1)
     wide_token = token.to(tl.int64)
     # FP8 rows of Q are counted through all tokens; 16-bit Q has a stride between tokens.
-    base = wide_token * NUM_HEADS if FP8_Q else wide_token
+    base = wide_token * CALL.NUM_HEADS if FP8_Q else wide_token
     q_tiles, q_scales = _load_query(
-        q, base, heads, mask, stride_qh, WIDTH,
-        FP8_Q, FORMAT, ROUTE, EXPONENT, Q_LAYOUT, Q_PAGE_SIZE, Q_GROUP, FP8_QK,
+        q, base, heads, mask, WIDTH, FP8_Q, WIDENING.FORMAT, WIDENING.ROUTE, WIDENING.EXPONENT,
+        QUERY.LAYOUT, QUERY.PAGE_SIZE, QUERY.GROUP, FP8_QK,
     )  # fmt: skip
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_H], tl.float32)
@@ -188,33 +191,35 @@ def _sparse_fused_kernel(
     for _ in tl.static_range(512 // WIDTH):
         acc = acc + (tl.zeros([BLOCK_H, WIDTH], tl.float32),)
     prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
-    if HAS_PREFIX:
+    if PREFIX is not None:
+        prefix, prefix_csr = with_sizes(prefix, prefix_csr, prefix_rows, prefix_nnz)
         prefix_begin, prefix_end = token_span(prefix_csr, token)
-    if HAS_EXTEND:
+    if EXTEND is not None:
+        extend, extend_csr = with_sizes(extend, extend_csr, extend_rows, extend_nnz)
         extend_begin, extend_end = token_span(extend_csr, token)
-    if SPLIT:
+    if CALL.SPLIT:
         p_lo, p_hi, e_lo, e_hi = split_tiles(
             prefix_end - prefix_begin, extend_end - extend_begin, split, num_splits, BLOCK_K
         )
         prefix_begin, prefix_end = prefix_begin + p_lo, prefix_begin + p_hi
         extend_begin, extend_end = extend_begin + e_lo, extend_begin + e_hi
-    if HAS_PREFIX:
+    if PREFIX is not None:
         acc, m, l = _attend_fused(
             q_tiles, q_scales, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end, WIDTH,
-            PREFIX_LAYOUT, PREFIX_PAGE_SIZE, PREFIX_GROUP, WIDE_PREFIX,
-            FORMAT, ROUTE, EXPONENT, FP8_QK, GUARD, BLOCK_K,
+            PREFIX.LAYOUT, PREFIX.PAGE_SIZE, PREFIX.GROUP, PREFIX.WIDE_ADDRESS,
+            WIDENING.FORMAT, WIDENING.ROUTE, WIDENING.EXPONENT, FP8_QK, TILES.GUARD, BLOCK_K,
         )  # fmt: skip
-    if HAS_EXTEND:
+    if EXTEND is not None:
         acc, m, l = _attend_fused(
             q_tiles, q_scales, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end, WIDTH,
-            EXTEND_LAYOUT, EXTEND_PAGE_SIZE, EXTEND_GROUP, WIDE_EXTEND,
-            FORMAT, ROUTE, EXPONENT, FP8_QK, GUARD, BLOCK_K,
+            EXTEND.LAYOUT, EXTEND.PAGE_SIZE, EXTEND.GROUP, EXTEND.WIDE_ADDRESS,
+            WIDENING.FORMAT, WIDENING.ROUTE, WIDENING.EXPONENT, FP8_QK, TILES.GUARD, BLOCK_K,
         )  # fmt: skip
-    slot = (split.to(tl.int64) * num_tokens + token) * NUM_HEADS
-    share = row_share(out, m, l, heads, mask, HAS_SINK)
+    slot = (split.to(tl.int64) * num_tokens + token) * CALL.NUM_HEADS
+    share = row_share(out, m, l, heads, mask, CALL.HAS_SINK)
     for t in tl.static_range(512 // WIDTH):
-        store_columns(out, partials, acc[t], share, wide_token, slot, heads, mask, t * WIDTH, SPLIT)
-    if SPLIT:
+        store_columns(out, partials, acc[t], share, wide_token, slot, heads, mask, t * WIDTH, CALL.SPLIT)
+    if CALL.SPLIT:
         store_state(partials, m, l, slot, heads, mask)
-    elif WRITE_LSE:
+    elif CALL.WRITE_LSE:
         store_lse(out, m, l, wide_token, heads, mask)

@@ -12,6 +12,8 @@ ptxas holds a product 256 columns wide to the registers of a thread at launch: 1
 Source of the structure: warp specialisation as in FlashAttention-3 (Shah et al., 2024).
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from narrowkv.quant.softmax import natural_lse, output_share
-from narrowkv.sparse_fp8.kernels.results import split_tiles
-from narrowkv.sparse_fp8.kernels.rows import clamp_span, load_span, locate, named
+from narrowkv.sparse_fp8.kernels.results import SIZES, split_tiles
+from narrowkv.sparse_fp8.kernels.rows import clamp_span, load_span, locate, named, with_sizes
 
 # Triton 3.6 has the older names of these.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -32,6 +34,29 @@ _reinterpret = (
     getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 )
 _copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+class HopperCall(NamedTuple):
+    """What a kernel for Hopper is compiled for. LAYOUT "": 16-bit rows. Others: `Call`, `Stored`, `Tiles`.
+
+    STAGES: tiles in shared memory. SLACK: how far numerators may pass one, in powers of two.
+    """
+
+    NUM_HEADS: Any
+    HEAD_BLOCKS: Any
+    HAS_PREFIX: Any
+    HAS_EXTEND: Any
+    LAYOUT: Any
+    PREFIX_PAGE_SIZE: Any
+    EXTEND_PAGE_SIZE: Any
+    WIDE_ADDRESS: Any
+    SPLIT: Any
+    HAS_SINK: Any
+    WRITE_LSE: Any
+    BLOCK_H: Any
+    BLOCK_K: Any
+    STAGES: Any
+    SLACK: Any
 
 
 @gluon.jit
@@ -235,7 +260,9 @@ def _finish_scores(
         gl.store(partials.m + slot + heads, m, mask=mask)
         gl.store(partials.l + slot + heads, l, mask=mask)
     elif WRITE_LSE:
-        gl.store(out.lse + token.to(gl.int64) * out.stride_l + heads, natural_lse(m, l), mask=mask)
+        gl.store(
+            out.lse + token.to(gl.int64) * out.stride_lt + heads * out.stride_lh, natural_lse(m, l), mask=mask
+        )
 
 
 @gluon.jit
@@ -258,46 +285,48 @@ def _copy_tile(
 
 @gluon.jit
 def _score_warps(
-    q_ptr, stride_qt, stride_qh, qk_scale, out, partials, prefix, prefix_csr, extend, extend_csr,
-    num_tokens, num_splits, num_items,
-    query, tiles, numerators, bias, corrections, changes, shares, scored, empty, finished, released,
-    NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
-    WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr,
-    BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLACK: gl.constexpr,
+    q, qk_scale, out, partials, prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits,
+    num_items, query, tiles, numerators, bias, corrections, changes, shares, scored, empty, finished,
+    released, CALL: gl.constexpr,
 ):  # fmt: skip
     """16-bit rows into the tile buffers; QK; the softmax."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, CALL.BLOCK_K, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    r = gl.arange(0, BLOCK_K, gl.SliceLayout(1, COPY))
-    zeros = gl.full([BLOCK_H, BLOCK_K], 0.0, gl.float32, SCORES)
+    r = gl.arange(0, CALL.BLOCK_K, gl.SliceLayout(1, COPY))
+    zeros = gl.full([CALL.BLOCK_H, CALL.BLOCK_K], 0.0, gl.float32, SCORES)
     count, turn = 0, 0
     upcoming = _item(
         prefix_csr, extend_csr, gl.program_id(0), num_tokens, num_splits,
-        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
     )  # fmt: skip
     for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
         item = upcoming
         token, head_block, split, num_tiles = item[0], item[1], item[2], item[3]
-        _copy_query(query, q_ptr, stride_qt, stride_qh, token, head_block, NUM_HEADS)
-        index = _tile_indices(prefix_csr, extend_csr, item, 0, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+        _copy_query(query, q.nope, q.stride_n, q.stride_h, token, head_block, CALL.NUM_HEADS)
+        index = _tile_indices(
+            prefix_csr, extend_csr, item, 0, r, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.BLOCK_K
+        )
         _copy_tile(
             prefix, extend, item[8] > 0, index, count, tiles, bias, empty,
-            HAS_PREFIX, HAS_EXTEND, WIDE_ADDRESS, STAGES, COPY,
+            CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.WIDE_ADDRESS, CALL.STAGES, COPY,
         )  # fmt: skip
         async_copy.commit_group()
-        index = _tile_indices(prefix_csr, extend_csr, item, 1, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
+        index = _tile_indices(
+            prefix_csr, extend_csr, item, 1, r, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.BLOCK_K
+        )
         upcoming = _item(
             prefix_csr, extend_csr, gl.minimum(number + gl.num_programs(0), num_items - 1),
-            num_tokens, num_splits, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+            num_tokens, num_splits, CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT,
+            CALL.BLOCK_K,
         )  # fmt: skip
-        m = gl.full([BLOCK_H], float("-inf"), gl.float32, ROW)
-        l = gl.full([BLOCK_H], 0.0, gl.float32, ROW)
+        m = gl.full([CALL.BLOCK_H], float("-inf"), gl.float32, ROW)
+        l = gl.full([CALL.BLOCK_H], 0.0, gl.float32, ROW)
         for tile in range(num_tiles):
-            stage = count % STAGES
+            stage = count % CALL.STAGES
             # Indices come one tile ahead of the rows that wait for them.
             next_index = _tile_indices(
-                prefix_csr, extend_csr, item, tile + 2, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K
+                prefix_csr, extend_csr, item, tile + 2, r, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.BLOCK_K
             )
             async_copy.wait_group(0)
             _publish()
@@ -305,14 +334,14 @@ def _score_warps(
             if tile + 1 < num_tiles:
                 _copy_tile(
                     prefix, extend, tile + 1 < item[8], index, count + 1, tiles, bias, empty,
-                    HAS_PREFIX, HAS_EXTEND, WIDE_ADDRESS, STAGES, COPY,
+                    CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.WIDE_ADDRESS, CALL.STAGES, COPY,
                 )  # fmt: skip
             async_copy.commit_group()
             masked = bias.index(stage).load(gl.SliceLayout(0, SCORES))
             scores = warpgroup_mma_wait(0, deps=[s])
             m, l = _softmax_tile(
                 scores, masked, m, l, qk_scale,
-                numerators.index(stage), corrections.index(stage), changes.index(stage), SLACK,
+                numerators.index(stage), corrections.index(stage), changes.index(stage), CALL.SLACK,
             )  # fmt: skip
             _publish()
             mbarrier.arrive(scored.index(stage), count=1)
@@ -321,7 +350,7 @@ def _score_warps(
         async_copy.wait_group(0)
         _finish_scores(
             m, l, out, partials, token, head_block, split, num_tokens, turn, shares, finished, released,
-            NUM_HEADS, SPLIT, HAS_SINK, WRITE_LSE, ROW,
+            CALL.NUM_HEADS, CALL.SPLIT, CALL.HAS_SINK, CALL.WRITE_LSE, ROW,
         )  # fmt: skip
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
 
@@ -414,10 +443,8 @@ def _store_heads(target, stride_h, x, head_block, NUM_HEADS: gl.constexpr):
 
 @gluon.jit
 def _sum_warps(
-    out, partials, prefix_csr, extend_csr, num_tokens, num_splits, num_items,
-    tiles, numerators, corrections, changes, shares, scored, empty, finished, released,
-    NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
-    SPLIT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    out, partials, prefix_csr, extend_csr, num_tokens, num_splits, num_items, tiles, numerators,
+    corrections, changes, shares, scored, empty, finished, released, CALL: gl.constexpr,
 ):  # fmt: skip
     """PV: sums the tiles' rows by their numerators, and stores the results."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, gl.num_warps() // 4], [16, 256, 16])
@@ -427,12 +454,12 @@ def _sum_warps(
     for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
         item = _item(
             prefix_csr, extend_csr, number, num_tokens, num_splits,
-            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+            CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
         )  # fmt: skip
-        acc = gl.full([BLOCK_H, 512], 0.0, gl.float32, SUMS)
+        acc = gl.full([CALL.BLOCK_H, 512], 0.0, gl.float32, SUMS)
         for _ in range(item[3]):
-            stage = count % STAGES
-            mbarrier.wait(scored.index(stage), count // STAGES & 1)
+            stage = count % CALL.STAGES
+            mbarrier.wait(scored.index(stage), count // CALL.STAGES & 1)
             if gl.max(changes.index(stage).load(EVERYWHERE), 0) > 0:
                 acc = acc * corrections.index(stage).load(ROW)[:, None]
             acc = warpgroup_mma(numerators.index(stage), tiles.index(stage), acc, is_async=True)
@@ -441,39 +468,41 @@ def _sum_warps(
             mbarrier.arrive(empty.index(stage), count=1)
             count += 1
         share = _take_shares(shares, turn, finished, released, ROW)
-        _store_results(out, partials, acc, share, item, num_tokens, 0, NUM_HEADS, SPLIT)
+        _store_results(out, partials, acc, share, item, num_tokens, 0, CALL.NUM_HEADS, CALL.SPLIT)
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=[*SIZES, "num_items"])
 def _sparse_hopper_kernel(
-    q_ptr, out, partials, prefix, prefix_csr, extend, extend_csr,
-    stride_qt, stride_qh, qk_scale, num_tokens, num_splits, num_items,
-    NUM_HEADS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
-    WIDE_ADDRESS: gl.constexpr, HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr,
-    BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLACK: gl.constexpr,
+    q, out, partials, prefix, prefix_csr, extend, extend_csr, qk_scale, num_tokens, num_splits,
+    num_items, prefix_rows, prefix_nnz, extend_rows, extend_nnz, CALL: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor; each works through items in steps of the grid."""
-    HEAD_BLOCKS: gl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
-    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    DTYPE: gl.constexpr = q.nope.dtype.element_ty
+    if CALL.HAS_PREFIX:
+        prefix, prefix_csr = with_sizes(prefix, prefix_csr, prefix_rows, prefix_nnz)
+    if CALL.HAS_EXTEND:
+        extend, extend_csr = with_sizes(extend, extend_csr, extend_rows, extend_nnz)
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    query = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 512], WIDE)
-    tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, 512], WIDE)
+    query = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 512], WIDE)
+    tiles = gl.allocate_shared_memory(DTYPE, [CALL.STAGES, CALL.BLOCK_K, 512], WIDE)
     numerators = gl.allocate_shared_memory(
-        DTYPE, [STAGES, BLOCK_H, BLOCK_K], gl.NVMMASharedLayout.get_default_for([BLOCK_H, BLOCK_K], DTYPE)
+        DTYPE,
+        [CALL.STAGES, CALL.BLOCK_H, CALL.BLOCK_K],
+        gl.NVMMASharedLayout.get_default_for([CALL.BLOCK_H, CALL.BLOCK_K], DTYPE),
     )
-    bias = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_K], LINE)
-    corrections = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_H], LINE)
-    changes = gl.allocate_shared_memory(gl.int32, [STAGES, 4], LINE)
-    shares = gl.allocate_shared_memory(gl.float32, [BLOCK_H], LINE)
+    bias = gl.allocate_shared_memory(gl.float32, [CALL.STAGES, CALL.BLOCK_K], LINE)
+    corrections = gl.allocate_shared_memory(gl.float32, [CALL.STAGES, CALL.BLOCK_H], LINE)
+    changes = gl.allocate_shared_memory(gl.int32, [CALL.STAGES, 4], LINE)
+    shares = gl.allocate_shared_memory(gl.float32, [CALL.BLOCK_H], LINE)
     # For each tile buffer: its numerators are there; it has been summed and may be overwritten.
-    scored = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    scored = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
     # For the shares of an item, likewise.
     finished = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     released = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(CALL.STAGES):
         mbarrier.init(scored.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     mbarrier.init(finished, count=1)
@@ -487,18 +516,17 @@ def _sparse_hopper_kernel(
                     out, partials, prefix_csr, extend_csr, num_tokens, num_splits, num_items,
                     tiles, numerators, corrections, changes, shares, scored, empty,
                     finished, released,
-                    NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_H, BLOCK_K, STAGES,
+                    CALL,
                 ),
             ),
             (
                 _score_warps,
                 (
-                    q_ptr, stride_qt, stride_qh, qk_scale, out, partials,
+                    q, qk_scale, out, partials,
                     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
                     query, tiles, numerators, bias, corrections, changes, shares, scored, empty,
                     finished, released,
-                    NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, WIDE_ADDRESS, SPLIT, HAS_SINK, WRITE_LSE,
-                    BLOCK_H, BLOCK_K, STAGES, SLACK,
+                    CALL,
                 ),
             ),
         ],

@@ -45,7 +45,8 @@ from narrowkv.sparse_fp8.kernels.hopper import (
     _take_shares,
     _tile_indices,
 )
-from narrowkv.sparse_fp8.kernels.rows import ONE_AS_WORD
+from narrowkv.sparse_fp8.kernels.results import SIZES
+from narrowkv.sparse_fp8.kernels.rows import ONE_AS_WORD, with_sizes
 
 
 @gluon.jit
@@ -350,13 +351,9 @@ def _decode(code, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr):
 
 @gluon.jit
 def _sum_fp8_warps(
-    out, partials, prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
-    slots, wide, stored, scales, numerators, corrections, changes, shares,
-    looked_up, first_filled, filled, widened, scored, summed, finished, released,
-    HALF: gl.constexpr, NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr,
-    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
-    SPLIT: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr,
+    out, partials, prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, slots,
+    wide, stored, scales, numerators, corrections, changes, shares, looked_up, first_filled, filled,
+    widened, scored, summed, finished, released, HALF: gl.constexpr, CALL: gl.constexpr,
 ):  # fmt: skip
     """PV of half of the columns, and these widened for the tile after the next; stores the results."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 128, 16])
@@ -366,24 +363,24 @@ def _sum_fp8_warps(
     # there for the others by what they wait for anyway: `widened` of two tiles ahead comes after it.
     LOOKS_UP: gl.constexpr = HALF == 1
     if LOOKS_UP:
-        r = gl.arange(0, BLOCK_K, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        r = gl.arange(0, CALL.BLOCK_K, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         stream = _begin_stream(
             prefix_csr, extend_csr, num_tokens, num_splits, num_items,
-            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+            CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
         )  # fmt: skip
         for number in range(4):
             ahead, stream = _next_indices(
                 prefix_csr, extend_csr, num_tokens, num_splits, num_items, stream, r,
-                HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+                CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
             )  # fmt: skip
             scale = _look_up(
-                prefix, extend, ahead, slots, number, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-                PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+                prefix, extend, ahead, slots, number, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.LAYOUT,
+                CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE, CALL.WIDE_ADDRESS,
             )  # fmt: skip
             scales.index(number).store(_as_bf16(scale))
         ahead, stream = _next_indices(
             prefix_csr, extend_csr, num_tokens, num_splits, num_items, stream, r,
-            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+            CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
         )  # fmt: skip
         _barrier()
         mbarrier.arrive(looked_up, count=1)
@@ -397,15 +394,16 @@ def _sum_fp8_warps(
     # Known an item ahead. A while loop: Triton 3.6 loses a carried number that only bounds a range.
     last = _last_tile(
         prefix_csr, extend_csr, gl.program_id(0), num_tokens, num_splits,
-        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+        CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
     )  # fmt: skip
     for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
         next_last = _last_tile(
             prefix_csr, extend_csr, gl.minimum(number + gl.num_programs(0), num_items - 1),
-            num_tokens, num_splits, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+            num_tokens, num_splits, CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT,
+            CALL.BLOCK_K,
         )  # fmt: skip
-        acc_a = gl.full([BLOCK_H, 128], 0.0, gl.float32, SUMS)
-        acc_b = gl.full([BLOCK_H, 128], 0.0, gl.float32, SUMS)
+        acc_a = gl.full([CALL.BLOCK_H, 128], 0.0, gl.float32, SUMS)
+        acc_b = gl.full([CALL.BLOCK_H, 128], 0.0, gl.float32, SUMS)
         done = 0
         while done <= last:
             stage = count % 2
@@ -419,8 +417,8 @@ def _sum_fp8_warps(
             if LOOKS_UP:
                 # Tile count + 4, in the place of tile `count`.
                 scale = _look_up(
-                    prefix, extend, ahead, slots, count, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-                    PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+                    prefix, extend, ahead, slots, count, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.LAYOUT,
+                    CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE, CALL.WIDE_ADDRESS,
                 )  # fmt: skip
             acc_a, acc_b = warpgroup_mma_wait(0, deps=[acc_a, acc_b])
             _barrier()
@@ -428,7 +426,7 @@ def _sum_fp8_warps(
             if LOOKS_UP:
                 ahead, stream = _next_indices(
                     prefix_csr, extend_csr, num_tokens, num_splits, num_items, stream, r,
-                    HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+                    CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
                 )  # fmt: skip
             _widen_half(count + 2, wide, stored, scales, first_filled, filled, HALF)
             if LOOKS_UP:
@@ -439,9 +437,11 @@ def _sum_fp8_warps(
             done += 1
         last = next_last
         share = _take_shares(shares, turn, finished, released, ROW)
-        item = _name_item(number, num_tokens, HEAD_BLOCKS)
-        _store_results(out, partials, acc_a, share, item, num_tokens, HALF * 256, NUM_HEADS, SPLIT)
-        _store_results(out, partials, acc_b, share, item, num_tokens, HALF * 256 + 128, NUM_HEADS, SPLIT)
+        item = _name_item(number, num_tokens, CALL.HEAD_BLOCKS)
+        _store_results(out, partials, acc_a, share, item, num_tokens, HALF * 256, CALL.NUM_HEADS, CALL.SPLIT)
+        _store_results(
+            out, partials, acc_b, share, item, num_tokens, HALF * 256 + 128, CALL.NUM_HEADS, CALL.SPLIT
+        )
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
@@ -468,53 +468,51 @@ def _through(buffer, x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _score_fp8_warps(
-    q_ptr, stride_qt, stride_qh, qk_scale, out, partials, prefix, prefix_csr, extend, extend_csr,
-    num_tokens, num_splits, num_items,
-    slots, query_a, query_b, wide, stored, numerators, corrections, changes, shares,
-    looked_up, first_filled, filled, widened, scored, summed, finished, released,
-    NUM_HEADS: gl.constexpr, HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
-    LAYOUT: gl.constexpr, PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr,
-    WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr,
-    BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, SLACK: gl.constexpr,
+    q, qk_scale, out, partials, prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits,
+    num_items, slots, query_a, query_b, wide, stored, numerators, corrections, changes, shares,
+    looked_up, first_filled, filled, widened, scored, summed, finished, released, CALL: gl.constexpr,
 ):  # fmt: skip
     """Copies the rows; QK; the softmax."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, CALL.BLOCK_K, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    zeros = gl.full([BLOCK_H, BLOCK_K], 0.0, gl.float32, SCORES)
+    zeros = gl.full([CALL.BLOCK_H, CALL.BLOCK_K], 0.0, gl.float32, SCORES)
     count, turn = 0, 0
     mbarrier.wait(looked_up, 0)
     _copy_rope(
         prefix, extend, slots, 0, wide,
-        HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+        CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
+        CALL.WIDE_ADDRESS,
     )  # fmt: skip
     _copy_first_parts(
         prefix, extend, slots, 0, stored, first_filled,
-        HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+        CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
+        CALL.WIDE_ADDRESS,
     )  # fmt: skip
     for number in range(2):
         _copy_tile(
             prefix, extend, slots, number, stored, widened, first_filled, filled,
-            HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+            CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
+            CALL.WIDE_ADDRESS,
         )  # fmt: skip
     for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
         item = _item(
             prefix_csr, extend_csr, number, num_tokens, num_splits,
-            HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
+            CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
         )  # fmt: skip
         token, head_block, split, num_tiles = item[0], item[1], item[2], item[3]
-        _copy_query(query_a, q_ptr, stride_qt, stride_qh, token, head_block, NUM_HEADS)
-        _copy_query(query_b, q_ptr + 256, stride_qt, stride_qh, token, head_block, NUM_HEADS)
+        _copy_query(query_a, q.nope, q.stride_n, q.stride_h, token, head_block, CALL.NUM_HEADS)
+        _copy_query(query_b, q.nope + 256, q.stride_n, q.stride_h, token, head_block, CALL.NUM_HEADS)
         async_copy.commit_group()
-        rows = q_ptr + token.to(gl.int64) * stride_qt
-        part_c = _load_query(rows + 384, stride_qh, head_block, NUM_HEADS, BLOCK_H, COPY)
-        part_d = _load_query(rows + 448, stride_qh, head_block, NUM_HEADS, BLOCK_H, COPY)
+        rows = q.nope + token.to(gl.int64) * q.stride_n
+        part_c = _load_query(rows + 384, q.stride_h, head_block, CALL.NUM_HEADS, CALL.BLOCK_H, COPY)
+        part_d = _load_query(rows + 448, q.stride_h, head_block, CALL.NUM_HEADS, CALL.BLOCK_H, COPY)
         mbarrier.wait(summed, count & 1 ^ 1)
         query_c = _through(numerators, part_c, QUERY)
         query_d = _through(numerators, part_d, QUERY)
-        m = gl.full([BLOCK_H], float("-inf"), gl.float32, ROW)
-        l = gl.full([BLOCK_H], 0.0, gl.float32, ROW)
+        m = gl.full([CALL.BLOCK_H], float("-inf"), gl.float32, ROW)
+        l = gl.full([CALL.BLOCK_H], 0.0, gl.float32, ROW)
         for _ in range(num_tiles):
             stage = count % 2
             # RoPE has come, and Q before the first tile.
@@ -535,22 +533,24 @@ def _score_fp8_warps(
             mbarrier.wait(summed, count & 1 ^ 1)
             _copy_rope(
                 prefix, extend, slots, count + 1, wide,
-                HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+                CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
+                CALL.WIDE_ADDRESS,
             )  # fmt: skip
             m, l = _softmax_tile(
                 scores, gl.where(named, 0.0, float("-inf")), m, l, qk_scale,
-                numerators, corrections, changes, SLACK,
+                numerators, corrections, changes, CALL.SLACK,
             )  # fmt: skip
             _publish()
             mbarrier.arrive(scored, count=1)
             count += 1
             _copy_tile(
                 prefix, extend, slots, count + 1, stored, widened, first_filled, filled,
-                HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+                CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
+                CALL.WIDE_ADDRESS,
             )  # fmt: skip
         _finish_scores(
             m, l, out, partials, token, head_block, split, num_tokens, turn, shares, finished, released,
-            NUM_HEADS, SPLIT, HAS_SINK, WRITE_LSE, ROW,
+            CALL.NUM_HEADS, CALL.SPLIT, CALL.HAS_SINK, CALL.WRITE_LSE, ROW,
         )  # fmt: skip
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
     # Tiles past the end, too.
@@ -558,36 +558,37 @@ def _score_fp8_warps(
     async_copy.wait_group(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=[*SIZES, "num_items"])
 def _sparse_hopper_fp8_kernel(
-    q_ptr, out, partials, prefix, prefix_csr, extend, extend_csr,
-    stride_qt, stride_qh, qk_scale, num_tokens, num_splits, num_items,
-    NUM_HEADS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
-    HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr,
-    BLOCK_H: gl.constexpr, BLOCK_K: gl.constexpr, SLACK: gl.constexpr,
+    q, out, partials, prefix, prefix_csr, extend, extend_csr, qk_scale, num_tokens, num_splits,
+    num_items, prefix_rows, prefix_nnz, extend_rows, extend_nnz, CALL: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor; each works through items in steps of the grid."""
-    HEAD_BLOCKS: gl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
-    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    DTYPE: gl.constexpr = q.nope.dtype.element_ty
+    if CALL.HAS_PREFIX:
+        prefix, prefix_csr = with_sizes(prefix, prefix_csr, prefix_rows, prefix_nnz)
+    if CALL.HAS_EXTEND:
+        extend, extend_csr = with_sizes(extend, extend_csr, extend_rows, extend_nnz)
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    query_a = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 256], WIDE)
-    query_b = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 128], WIDE)
-    wide = _allocate_each(DTYPE, (2, BLOCK_K, 128), WIDE, 4)
-    first_parts = _allocate_each(gl.int32, (2, BLOCK_K, 16), ROWS, 2)
-    parts = _allocate_each(gl.int32, (BLOCK_K, 16), ROWS, 5)
+    query_a = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 256], WIDE)
+    query_b = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 128], WIDE)
+    wide = _allocate_each(DTYPE, (2, CALL.BLOCK_K, 128), WIDE, 4)
+    first_parts = _allocate_each(gl.int32, (2, CALL.BLOCK_K, 16), ROWS, 2)
+    parts = _allocate_each(gl.int32, (CALL.BLOCK_K, 16), ROWS, 5)
     stored = first_parts[0], parts[0], parts[1], parts[2], first_parts[1], parts[3], parts[4]
-    scales = gl.allocate_shared_memory(gl.bfloat16, [4, BLOCK_K, 8], ROWS)
-    slots = gl.allocate_shared_memory(gl.int32, [4, BLOCK_K], LINE)
+    scales = gl.allocate_shared_memory(gl.bfloat16, [4, CALL.BLOCK_K, 8], ROWS)
+    slots = gl.allocate_shared_memory(gl.int32, [4, CALL.BLOCK_K], LINE)
     numerators = gl.allocate_shared_memory(
-        DTYPE, [BLOCK_H, BLOCK_K], gl.NVMMASharedLayout.get_default_for([BLOCK_H, BLOCK_K], DTYPE)
+        DTYPE,
+        [CALL.BLOCK_H, CALL.BLOCK_K],
+        gl.NVMMASharedLayout.get_default_for([CALL.BLOCK_H, CALL.BLOCK_K], DTYPE),
     )
-    corrections = gl.allocate_shared_memory(gl.float32, [BLOCK_H], LINE)
+    corrections = gl.allocate_shared_memory(gl.float32, [CALL.BLOCK_H], LINE)
     changes = gl.allocate_shared_memory(gl.int32, [4], LINE)
-    shares = gl.allocate_shared_memory(gl.float32, [BLOCK_H], LINE)
+    shares = gl.allocate_shared_memory(gl.float32, [CALL.BLOCK_H], LINE)
     # The first four tiles are looked up. Parts 0 and 4 of a tile are there as stored; so are the others.
     looked_up = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     first_filled = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -617,8 +618,7 @@ def _sparse_hopper_fp8_kernel(
                     out, partials, prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
                     slots, wide, stored, scales, numerators, corrections, changes, shares,
                     looked_up, first_filled, filled, widened, scored, summed, finished, released,
-                    0, NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-                    PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, BLOCK_H, BLOCK_K,
+                    0, CALL,
                 ),
             ),
             (
@@ -627,20 +627,17 @@ def _sparse_hopper_fp8_kernel(
                     out, partials, prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
                     slots, wide, stored, scales, numerators, corrections, changes, shares,
                     looked_up, first_filled, filled, widened, scored, summed, finished, released,
-                    1, NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-                    PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, BLOCK_H, BLOCK_K,
+                    1, CALL,
                 ),
             ),
             (
                 _score_fp8_warps,
                 (
-                    q_ptr, stride_qt, stride_qh, qk_scale, out, partials,
+                    q, qk_scale, out, partials,
                     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
                     slots, query_a, query_b, wide, stored, numerators, corrections, changes, shares,
                     looked_up, first_filled, filled, widened, scored, summed, finished, released,
-                    NUM_HEADS, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-                    PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, SPLIT, HAS_SINK, WRITE_LSE,
-                    BLOCK_H, BLOCK_K, SLACK,
+                    CALL,
                 ),
             ),
         ],

@@ -7,16 +7,23 @@ import triton.language as tl
 
 from narrowkv.quant.softmax import merge_step, natural_lse, output_share
 
+# Arguments of the attention kernels that serving changes from call to call.
+SIZES = ["num_tokens", "num_splits", "prefix_rows", "prefix_nnz", "extend_rows", "extend_nnz"]
+
 
 class Output(NamedTuple):
-    """Results: `o` with strides per token and head; `lse` (or None) fp32 with a stride per token."""
+    """Results, and the sink that they are scaled by. `lse` and `sink` may be None.
+
+    o: `[tokens, heads, 512]` with strides per token and head. lse: fp32 `[tokens, heads]`, likewise.
+    """
 
     o: Any
     lse: Any
     sink: Any
     stride_t: Any
     stride_h: Any
-    stride_l: Any
+    stride_lt: Any
+    stride_lh: Any
 
 
 class Partials(NamedTuple):
@@ -25,6 +32,25 @@ class Partials(NamedTuple):
     acc: Any
     m: Any
     l: Any
+
+
+class Call(NamedTuple):
+    """What a kernel is compiled for, of the call. WIDE_HEADS: heads lie further apart than 31 bits count."""
+
+    NUM_HEADS: Any
+    HAS_SINK: Any
+    WRITE_LSE: Any
+    SPLIT: Any
+    WIDE_HEADS: Any
+
+
+class Tiles(NamedTuple):
+    """How a kernel is cut up; see `SparseConfig`."""
+
+    BLOCK_H: Any
+    BLOCK_K: Any
+    WIDTH: Any
+    GUARD: Any
 
 
 @triton.jit
@@ -40,7 +66,7 @@ def row_share(out, m, l, heads, mask, HAS_SINK: tl.constexpr):
 @triton.jit
 def store_lse(out, m, l, token, heads, mask):
     """The natural-log lse of one token's `heads`."""
-    tl.store(out.lse + token * out.stride_l + heads, natural_lse(m, l), mask=mask)
+    tl.store(out.lse + token * out.stride_lt + heads * out.stride_lh, natural_lse(m, l), mask=mask)
 
 
 @triton.jit
@@ -81,14 +107,11 @@ def split_tiles(first_count, second_count, split, num_splits, BLOCK_K: tl.conste
     )
 
 
-@triton.jit
-def _merge_sparse_kernel(
-    out, partials, num_tokens, num_splits,
-    NUM_HEADS: tl.constexpr, BLOCK_S: tl.constexpr, HAS_SINK: tl.constexpr, WRITE_LSE: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
+def _merge_sparse_kernel(out, partials, num_tokens, num_splits, CALL: tl.constexpr, BLOCK_S: tl.constexpr):
     """One (token, head) a program, over all splits; a split that had no keys has m = -inf."""
     row = tl.program_id(0).to(tl.int64)
-    token, head = row // NUM_HEADS, row % NUM_HEADS
+    token, head = row // CALL.NUM_HEADS, row % CALL.NUM_HEADS
     d = tl.arange(0, 512)
     m = tl.full([1], float("-inf"), tl.float32)
     l = tl.zeros([1], tl.float32)
@@ -96,7 +119,7 @@ def _merge_sparse_kernel(
     for start in range(0, num_splits, BLOCK_S):
         i = start + tl.arange(0, BLOCK_S)
         inside = i < num_splits
-        slot = i.to(tl.int64) * num_tokens * NUM_HEADS + row
+        slot = i.to(tl.int64) * num_tokens * CALL.NUM_HEADS + row
         m_i = tl.load(partials.m + slot, mask=inside, other=float("-inf"))
         l_i = tl.load(partials.l + slot, mask=inside, other=0.0)
         live = inside & (m_i > float("-inf"))
@@ -104,7 +127,7 @@ def _merge_sparse_kernel(
         acc, m, l = merge_step(acc, m, l, acc_i, m_i, l_i)
     heads = head + tl.arange(0, 1)
     everywhere = heads >= 0
-    share = row_share(out, m, l, heads, everywhere, HAS_SINK)
+    share = row_share(out, m, l, heads, everywhere, CALL.HAS_SINK)
     store_columns(out, partials, acc, share, token, row, heads, everywhere, 0, False)
-    if WRITE_LSE:
+    if CALL.WRITE_LSE:
         store_lse(out, m, l, token, heads, everywhere)

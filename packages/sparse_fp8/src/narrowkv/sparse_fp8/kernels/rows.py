@@ -12,9 +12,12 @@ ONE_AS_WORD = tl.constexpr(0x3F800000)
 
 
 class RowPointers(NamedTuple):
-    """Rows of one source. Strides are in elements of each pointer, between rows or, packed584, pages.
+    """Rows of one source, or of a query. Strides are in elements of each pointer.
 
-    16-bit rows: only `nope` (all 512 columns), `stride_n` and `num_rows` are meant.
+    nope: FP8 NoPE columns, or all 512 columns of 16-bit rows, which have neither `rope` nor `scale`.
+    stride_n, stride_r, stride_s: between rows or, packed584, pages; between tokens of a 16-bit query.
+    stride_h: between heads of a 16-bit query.
+    num_rows: rows that an index may name; 0 at the launch, see `with_sizes`.
     """
 
     nope: Any
@@ -23,20 +26,50 @@ class RowPointers(NamedTuple):
     stride_n: Any
     stride_r: Any
     stride_s: Any
+    stride_h: Any
     num_rows: Any
 
 
 class Csr(NamedTuple):
-    """Which rows each token attends to; `nnz` bounds what `indptr` may claim."""
+    """Which rows each token attends to; `nnz` bounds what `indptr` may claim; 0 at the launch."""
 
     indptr: Any
     indices: Any
     nnz: Any
 
 
+class Stored(NamedTuple):
+    """How rows are stored: what a kernel is compiled for. LAYOUT "": 16-bit rows.
+
+    GROUP: columns that a scale is for. WIDE_ADDRESS: offsets take 64 bits.
+    """
+
+    LAYOUT: Any
+    PAGE_SIZE: Any
+    GROUP: Any
+    WIDE_ADDRESS: Any
+
+
+class Widening(NamedTuple):
+    """How FP8 becomes bf16: the format, the target's route, and the power of two that it leaves out."""
+
+    FORMAT: Any
+    ROUTE: Any
+    EXPONENT: Any
+
+
+@triton.jit
+def with_sizes(rows, csr, num_rows, nnz):
+    """The source with its sizes, which are arguments of their own so that no kernel is compiled for them."""
+    rows = RowPointers(
+        rows.nope, rows.rope, rows.scale, rows.stride_n, rows.stride_r, rows.stride_s, rows.stride_h, num_rows
+    )
+    return rows, Csr(csr.indptr, csr.indices, nnz)
+
+
 @triton.jit
 def load_span(csr, token):
-    """What indptr says of a token's indices."""
+    """What indptr says of a token's indices, int32 or int64."""
     return tl.load(csr.indptr + token), tl.load(csr.indptr + token + 1)
 
 
@@ -44,7 +77,16 @@ def load_span(csr, token):
 def clamp_span(csr, begin, end):
     """First and one past the last place of a token's indices, inside the buffer whatever indptr says."""
     begin = tl.minimum(tl.maximum(begin, 0), csr.nnz)
-    return begin, tl.minimum(tl.maximum(end, begin), csr.nnz)
+    end = tl.minimum(tl.maximum(end, begin), csr.nnz)
+    return begin.to(tl.int32), end.to(tl.int32)
+
+
+@triton.jit
+def as_row_number(index):
+    """Indices as int32; an int64 one that is no int32 becomes -1 instead of wrapping to another row."""
+    if index.dtype == tl.int64:
+        index = tl.where((index >= 0) & (index < 2147483647), index, -1).to(tl.int32)
+    return index
 
 
 @triton.jit
@@ -58,7 +100,7 @@ def token_span(csr, token):
 def load_indices(csr, begin, places, end):
     """Row numbers at `places` after `begin`, -1 from the end on."""
     # What is the same for all lanes stays scalar: places of their own would take registers of every layout.
-    return tl.load(csr.indices + begin + places, mask=places < end - begin, other=-1)
+    return as_row_number(tl.load(csr.indices + begin + places, mask=places < end - begin, other=-1))
 
 
 @triton.jit

@@ -5,13 +5,14 @@ import triton.language as tl
 
 from narrowkv.quant.softmax import softmax_step
 from narrowkv.sparse_fp8.kernels.results import (
+    SIZES,
     row_share,
     split_tiles,
     store_columns,
     store_lse,
     store_state,
 )
-from narrowkv.sparse_fp8.kernels.rows import load_indices, named, token_span
+from narrowkv.sparse_fp8.kernels.rows import load_indices, named, token_span, with_sizes
 
 
 @triton.jit
@@ -60,27 +61,29 @@ def _attend_wide(
     return acc, m, l
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _sparse_wide_kernel(
-    q_ptr, out, partials, prefix, prefix_csr, extend, extend_csr,
-    stride_qt, stride_qh, qk_scale, num_tokens, num_splits,
-    NUM_HEADS: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_EXTEND: tl.constexpr,
-    WIDE_PREFIX: tl.constexpr, WIDE_EXTEND: tl.constexpr, WIDE_HEADS: tl.constexpr,
-    HAS_SINK: tl.constexpr, WRITE_LSE: tl.constexpr, SPLIT: tl.constexpr, GUARD: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+    q, out, partials, prefix, prefix_csr, extend, extend_csr, qk_scale,
+    num_tokens, num_splits, prefix_rows, prefix_nnz, extend_rows, extend_nnz,
+    CALL: tl.constexpr, PREFIX: tl.constexpr, EXTEND: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """One program attends BLOCK_H heads of one token; programs run fastest over the heads of a token."""
-    HEAD_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    """One program attends BLOCK_H heads of one token; programs run fastest over the heads of a token.
+
+    Grid: tokens times blocks of heads, splits. PREFIX, EXTEND: `Stored`, or None for no source.
+    """
+    BLOCK_H: tl.constexpr = TILES.BLOCK_H
+    BLOCK_K: tl.constexpr = TILES.BLOCK_K
+    HEAD_BLOCKS: tl.constexpr = (CALL.NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     token = tl.program_id(0) // HEAD_BLOCKS
     heads = (tl.program_id(0) % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
-    mask = heads < NUM_HEADS
-    if WIDE_HEADS:
+    mask = heads < CALL.NUM_HEADS
+    if CALL.WIDE_HEADS:
         heads = heads.to(tl.int64)
     split = tl.program_id(1)
     d = tl.arange(0, 512)
     wide_token = token.to(tl.int64)
-    q = tl.load(
-        q_ptr + wide_token * stride_qt + heads[:, None] * stride_qh + d[None, :],
+    q_tile = tl.load(
+        q.nope + wide_token * q.stride_n + heads[:, None] * q.stride_h + d[None, :],
         mask=mask[:, None],
         other=0.0,
     )  # [BLOCK_H, 512]
@@ -88,28 +91,32 @@ def _sparse_wide_kernel(
     l = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, 512], tl.float32)
     prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
-    if HAS_PREFIX:
+    if PREFIX is not None:
+        prefix, prefix_csr = with_sizes(prefix, prefix_csr, prefix_rows, prefix_nnz)
         prefix_begin, prefix_end = token_span(prefix_csr, token)
-    if HAS_EXTEND:
+    if EXTEND is not None:
+        extend, extend_csr = with_sizes(extend, extend_csr, extend_rows, extend_nnz)
         extend_begin, extend_end = token_span(extend_csr, token)
-    if SPLIT:
+    if CALL.SPLIT:
         p_lo, p_hi, e_lo, e_hi = split_tiles(
             prefix_end - prefix_begin, extend_end - extend_begin, split, num_splits, BLOCK_K
         )
         prefix_begin, prefix_end = prefix_begin + p_lo, prefix_begin + p_hi
         extend_begin, extend_end = extend_begin + e_lo, extend_begin + e_hi
-    if HAS_PREFIX:
+    if PREFIX is not None:
         acc, m, l = _attend_wide(
-            q, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end, WIDE_PREFIX, GUARD, BLOCK_K
-        )
-    if HAS_EXTEND:
+            q_tile, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end,
+            PREFIX.WIDE_ADDRESS, TILES.GUARD, BLOCK_K,
+        )  # fmt: skip
+    if EXTEND is not None:
         acc, m, l = _attend_wide(
-            q, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end, WIDE_EXTEND, GUARD, BLOCK_K
-        )
-    slot = (split.to(tl.int64) * num_tokens + token) * NUM_HEADS
-    share = row_share(out, m, l, heads, mask, HAS_SINK)
-    store_columns(out, partials, acc, share, wide_token, slot, heads, mask, 0, SPLIT)
-    if SPLIT:
+            q_tile, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end,
+            EXTEND.WIDE_ADDRESS, TILES.GUARD, BLOCK_K,
+        )  # fmt: skip
+    slot = (split.to(tl.int64) * num_tokens + token) * CALL.NUM_HEADS
+    share = row_share(out, m, l, heads, mask, CALL.HAS_SINK)
+    store_columns(out, partials, acc, share, wide_token, slot, heads, mask, 0, CALL.SPLIT)
+    if CALL.SPLIT:
         store_state(partials, m, l, slot, heads, mask)
-    elif WRITE_LSE:
+    elif CALL.WRITE_LSE:
         store_lse(out, m, l, wide_token, heads, mask)

@@ -1,0 +1,233 @@
+"""Wrong metadata: nothing outside a tensor is read or written, and other sequences keep their results.
+
+On a CPU every address that a kernel reads or writes is compared with the tensors of the call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from triton._C.libtriton import interpreter
+
+from narrowkv.attn_decode import DecodePlan, paged_decode, paged_decode_reference, plan_decode
+from narrowkv.attn_decode.workloads import DecodeWorkload
+from narrowkv.paged_cache import PagedKVCache, PageTable
+
+I32, I64 = torch.int32, torch.int64
+LENS = (70, 5, 33)
+SMALL = DecodeWorkload(lens=LENS, num_kv_heads=1, gqa_ratio=2)
+PLANS: list[dict[str, Any]] = [{"split": "none"}, {"split": "uniform"}, {"split": "even"}]
+
+
+class Watch:
+    """Refuses every read and write of a kernel outside of the tensors that it was given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._ranges: list[tuple[int, int]] = []
+        for name in ("load", "store", "atomic_rmw"):
+            monkeypatch.setattr(interpreter, name, self._watching(getattr(interpreter, name), name))
+
+    def allow(self, *objects: Any) -> None:
+        """Adds what these tensors, caches, tables and plans span."""
+        for value in objects:
+            if isinstance(value, torch.Tensor):
+                span = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) + 1
+                begin = value.data_ptr()
+                if value.numel():
+                    self._ranges.append((begin, begin + span * value.element_size()))
+            elif isinstance(value, (PagedKVCache, PageTable, DecodePlan)):
+                self.allow(*vars(value).values())
+            elif isinstance(value, tuple):
+                self.allow(*value)
+
+    def _watching(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def watched(*arguments: Any) -> Any:
+            arguments_of = arguments[1:] if name == "atomic_rmw" else arguments
+            pointers, mask = arguments_of[0], arguments_of[1 if name == "load" else 2]
+            used = np.asarray(pointers).astype(np.int64)[np.asarray(mask, dtype=bool)]
+            inside = np.zeros(used.shape, dtype=bool)
+            for begin, end in self._ranges:
+                inside |= (used >= begin) & (used < end)
+            if not inside.all():
+                raise AssertionError(f"{name} of {int((~inside).sum())} addresses outside of the tensors")
+            return call(*arguments)
+
+        return watched
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    return Watch(monkeypatch)
+
+
+def _call(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    table: PageTable,
+    watch: Watch,
+    plan: dict[str, Any],
+    in_launch: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    made = plan_decode(q, cache, table, **plan)
+    made = replace(made, config=replace(made.config, merge_in_launch=in_launch))
+    out = torch.full(q.shape, math.nan, dtype=q.dtype)
+    lse = torch.full(q.shape[:2], math.nan)
+    watch.allow(q, cache, table, made, out, lse)
+    paged_decode(q, cache, table, out=out, lse=lse, return_lse=True, plan=made)
+    return out, lse
+
+
+# A length that is read as another one, which is what the table's pages hold.
+LENGTHS = {
+    "negative": (-1, 0),
+    "most negative": (-(2**31), 0),
+    "one over the capacity": (81, 80),
+    "far over the capacity": (10_000, 80),
+    "largest": (2**31 - 1, 80),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("in_launch", [False, True])
+@pytest.mark.parametrize("fault", LENGTHS)
+def test_a_wrong_length_is_clamped_and_the_other_sequences_keep_their_results(
+    fault: str, plan: dict[str, Any], in_launch: bool, watch: Watch
+) -> None:
+    if in_launch and plan["split"] == "none":
+        pytest.skip("nothing to merge")
+    wrong, meant = LENGTHS[fault]
+    q, cache, table = replace(SMALL, clean=True).build()
+    ids = table.page_ids.clamp(0, cache.num_pages - 1)
+    expected = paged_decode_reference(
+        q, cache, PageTable.from_block_table(ids, torch.tensor([70, meant, 33], dtype=I32), page_size=16)
+    )
+    bad = PageTable.from_block_table(ids, torch.tensor([70, wrong, 33], dtype=I32), page_size=16)
+    o, _ = _call(q, cache, bad, watch, plan, in_launch)
+    torch.testing.assert_close(o.float(), expected, rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("page", [-1, -(2**31), -12345, 7, 54321, 2**30 + 54321, 2**31 - 1])
+def test_a_page_id_out_of_range_is_never_followed(page: int, plan: dict[str, Any], watch: Watch) -> None:
+    q, cache, table = replace(SMALL, granularity="token_head", lens=(64, 5, 2)).build()
+    page = max(page, cache.num_pages) if page == 7 else page
+    expected, _ = _call(q, cache, table, watch, plan)
+    table.page_ids[1, 0] = page
+    o, _ = _call(q, cache, table, watch, plan)
+    assert torch.equal(o[[0, 2]], expected[[0, 2]])
+
+
+INDPTRS = {
+    "far beyond the page ids": [0, 5, 2**30, 9],
+    "largest": [0, 5, 2**31 - 1, 2**31 - 1],
+    "decreasing": [0, 5, 2, 9],
+    "negative": [0, -(2**31), 6, 9],
+    "all beyond": [2**30, 2**30 + 5, 2**30 + 6, 2**30 + 9],
+}
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("fault", INDPTRS)
+def test_an_indptr_beyond_the_page_ids_is_clamped(fault: str, plan: dict[str, Any], watch: Watch) -> None:
+    q, cache, table = replace(SMALL, ragged=True, clean=True).build()
+    table.page_ids.clamp_(0, cache.num_pages - 1)
+    right = [0, 5, 6, 9]
+    assert table.kv_indptr is not None
+    assert table.kv_indptr.tolist() == right
+    expected = paged_decode_reference(q, cache, table)
+    indptr = INDPTRS[fault]
+    bad = replace(table, kv_indptr=torch.tensor(indptr, dtype=I32))
+    o, _ = _call(q, cache, bad, watch, plan)
+    for seq in range(3):
+        if indptr[seq : seq + 2] == right[seq : seq + 2]:
+            torch.testing.assert_close(o[seq].float(), expected[seq], rtol=0.02, atol=0.01)
+    assert not bool(o.isnan().any())
+
+
+@pytest.mark.parametrize("last", [-(2**31), -1, 0, 17, 2**31 - 1])
+def test_a_wrong_length_of_a_last_page_is_clamped(last: int, watch: Watch) -> None:
+    q, cache, table = replace(SMALL, ragged=True, clean=True).build()
+    assert table.kv_last_page_len is not None
+    lens = table.kv_last_page_len.clone()
+    lens[0] = min(max(last, 0), 16)
+    expected = paged_decode_reference(q, cache, replace(table, kv_last_page_len=lens))
+    lens = lens.clone()
+    lens[0] = last
+    o, _ = _call(q, cache, replace(table, kv_last_page_len=lens), watch, {"split": "even"})
+    torch.testing.assert_close(o.float(), expected, rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("granularity", ["float", "page_head", "token_head"])
+def test_a_cache_without_pages_is_not_read(ragged: bool, granularity: str, watch: Watch) -> None:
+    q, cache, table = replace(SMALL, ragged=ragged, granularity=granularity).build()
+    none = replace(cache, k=cache.k[:0], v=cache.v[:0], num_pages=0)
+    if granularity != "float":
+        none = replace(none, k_descale=cache.k_descale[:0], v_descale=cache.v_descale[:0])  # type: ignore[index]
+    o, lse = _call(q, none, table, watch, {"split": "even"})
+    assert bool((o == 0).all())
+    assert bool((lse == -math.inf).all())
+
+
+def test_a_table_without_page_ids_is_of_empty_sequences(watch: Watch) -> None:
+    q, cache, table = SMALL.build()
+    narrow = replace(table, page_ids=table.page_ids[:, :0])
+    o, lse = _call(q, cache, narrow, watch, {"split": "none"})
+    assert bool((o == 0).all())
+    assert bool((lse == -math.inf).all())
+
+
+def _spread(tensor: torch.Tensor, dtype: torch.dtype, *steps: int) -> torch.Tensor:
+    """The same numbers in `dtype`, with strides, between numbers that are no page and no length."""
+    sizes = [size * step for size, step in zip(tensor.shape, steps, strict=True)]
+    room = torch.full(sizes, 2**31 - 2, dtype=dtype)
+    view = room[tuple(slice(None, None, step) for step in steps)]
+    view.copy_(tensor)
+    return view
+
+
+@pytest.mark.parametrize("dtype", [I32, I64])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_strided_tables_and_lengths_of_either_integer_are_read_as_they_are(
+    ragged: bool, dtype: torch.dtype, watch: Watch
+) -> None:
+    q, cache, table = replace(SMALL, ragged=ragged, page_size=1, layout="tokens").build()
+    expected, _ = _call(q, cache, table, watch, {"split": "even"})
+    if ragged:
+        assert table.kv_indptr is not None
+        assert table.kv_last_page_len is not None
+        strided = PageTable.from_ragged(
+            _spread(table.kv_indptr, dtype, 3),
+            _spread(table.page_ids, dtype, 2),
+            _spread(table.kv_last_page_len, dtype, 2),
+            page_size=1,
+        )
+    else:
+        assert table.seq_lens is not None
+        strided = PageTable.from_block_table(
+            _spread(table.page_ids, dtype, 2, 3), _spread(table.seq_lens, dtype, 2), page_size=1
+        )
+    o, _ = _call(q, cache, strided, watch, {"split": "even"})
+    assert torch.equal(o, expected)
+
+
+@pytest.mark.parametrize("wrong", [-(2**40), 2**32 + 5, 2**62])
+def test_64_bit_lengths_and_page_ids_are_clamped_before_they_are_cut_to_32_bits(
+    wrong: int, watch: Watch
+) -> None:
+    q, cache, table = replace(SMALL, clean=True).build()
+    assert table.seq_lens is not None
+    ids, lens = table.page_ids.long(), table.seq_lens.long()
+    ids.clamp_(0, cache.num_pages - 1)
+    lens[1], ids[0, 0] = wrong, wrong
+    meant = PageTable.from_block_table(
+        ids.clamp(0, cache.num_pages - 1), lens.clamp(0, table.capacity), page_size=16
+    )
+    o, _ = _call(q, cache, PageTable.from_block_table(ids, lens, page_size=16), watch, PLANS[2])
+    torch.testing.assert_close(o.float(), paged_decode_reference(q, cache, meant), rtol=0.02, atol=0.01)

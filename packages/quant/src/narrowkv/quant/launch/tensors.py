@@ -1,0 +1,66 @@
+"""The tensors among a launch's arguments: which there are, whether they have memory, copies on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def tensors_of(args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    """Every tensor of nested tuples of arguments, in order, those of tensor descriptors among them."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, tuple):
+            yield from tensors_of(arg)
+        elif hasattr(arg, "block_shape"):
+            yield arg.base
+
+
+def check_has_memory(tensor: torch.Tensor) -> None:
+    """Checks that a kernel can read the tensor's memory.
+
+    Raises:
+        TypeError: a fake, functional, meta or sparse tensor, or one that `torch.func` transforms.
+    """
+    dispatch = type(tensor).__torch_dispatch__
+    if type(tensor) in _PLAIN or dispatch is torch._C._disabled_torch_dispatch_impl:
+        try:
+            if tensor.data_ptr() or not tensor.numel():
+                return
+        except RuntimeError:
+            pass  # no storage, or none that may be looked at
+    kind = "FunctionalTensor" if torch._is_functional_tensor(tensor) else type(tensor).__name__
+    raise TypeError(
+        f"a kernel needs tensors that have memory, got a {kind} on device {tensor.device}: call the "
+        "operation with real tensors, and outside of what torch traces (torch.compiler.disable)"
+    )
+
+
+class HostCopies:
+    """Copies of GPU tensors on the CPU, for kernels that run there; CPU tensors stand for themselves."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def of(self, value: Any) -> Any:
+        """The value with every GPU tensor replaced; tensors that share a storage share its copy."""
+        if isinstance(value, tuple):
+            parts = map(self.of, value)
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+            return value
+        storage = value.untyped_storage()
+        _, copy = self._storages.setdefault(storage.data_ptr(), (storage, storage.cpu()))  # type: ignore[no-untyped-call]
+        return torch.empty(0, dtype=value.dtype).set_(
+            copy, value.storage_offset(), value.size(), value.stride()
+        )
+
+    def write_back(self) -> None:
+        """Copies to the GPU what kernels stored."""
+        for storage, copy in self._storages.values():
+            storage.copy_(copy)

@@ -1,0 +1,136 @@
+"""Rows and index lists as kernels take them: pointers and strides, and what a kernel is compiled for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from narrowkv.quant.errors import has_memory
+from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
+from narrowkv.sparse_fp8.rows import TOKEN_BYTES, DSV4Rows
+
+__all__ = ["NO_CSR", "NO_ROWS", "BoundRows", "RowsFormat", "bind_csr", "bind_rows", "byte_range"]
+
+INT32_MAX = 2**31 - 1
+NO_ROWS = RowPointers(None, None, None, 0, 0, 0, 0, 0)
+NO_CSR = Csr(None, None, 0)
+_LAYOUT_OF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class RowsFormat(NamedTuple):
+    """How rows are stored, as far as a kernel is compiled for it; what a plan is made from.
+
+    Attributes:
+        layout: "bf16" or "fp16" for 16-bit rows; "split", "packed584" or "row512" for `DSV4Rows`.
+        page_size: rows of a packed584 page; 1 otherwise.
+        scale_group: columns that a scale is for: 64 or 32.
+        format: the FP8 format of the NoPE bytes; "" for 16-bit rows.
+        negative_zero_free: as in `DSV4Rows`.
+        offsets_64_bit: whether an offset into the rows can pass 31 bits.
+        aligned: whether every row begins at a multiple of 16 elements and of 16 bytes, which the kernels for
+            Hopper copy at once.
+
+    Example:
+        >>> RowsFormat("packed584", page_size=64, format="fp8_e4m3fn").is_fp8
+        True
+    """
+
+    layout: str
+    page_size: int = 1
+    scale_group: int = 64
+    format: str = ""
+    negative_zero_free: bool = False
+    offsets_64_bit: bool = False
+    aligned: bool = True
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the rows are `DSV4Rows`."""
+        return self.format != ""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of 16-bit rows; bf16 for FP8 ones, which widen to it exactly."""
+        return torch.float16 if self.layout == "fp16" else torch.bfloat16
+
+
+class BoundRows(NamedTuple):
+    """Rows as kernels take them.
+
+    Attributes:
+        format: what kernels are compiled for.
+        pointers: pointers and strides.
+        num_rows: rows that an index may name.
+        tensors: the tensors that hold the rows, by name.
+    """
+
+    format: RowsFormat
+    pointers: RowPointers
+    num_rows: int
+    tensors: dict[str, torch.Tensor]
+
+
+def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses that a tensor's elements lie between; (0, 0) where there are none."""
+    if tensor.numel() == 0 or not has_memory(tensor):
+        return 0, 0
+    start = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _begins_aligned(tensor: torch.Tensor) -> bool:
+    return not has_memory(tensor) or tensor.data_ptr() % 16 == 0
+
+
+def _passes_31_bits(*parts: torch.Tensor | None) -> bool:
+    """Whether an element of a part can lie further from its beginning than 31 bits count."""
+    return any(
+        sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)) > INT32_MAX
+        for part in parts
+        if part is not None and part.numel()
+    )
+
+
+def bind_rows(rows: torch.Tensor | DSV4Rows) -> BoundRows:
+    """Rows of any kind; layout split has its scales as int32 words."""
+    if isinstance(rows, torch.Tensor):
+        stride = rows.stride(0)
+        aligned = _begins_aligned(rows) and stride % 16 == 0
+        row_format = RowsFormat(_LAYOUT_OF[rows.dtype], offsets_64_bit=_passes_31_bits(rows), aligned=aligned)
+        pointers = RowPointers(rows, None, None, stride, 0, 0, 0, 0)
+        return BoundRows(row_format, pointers, rows.shape[0], {"rows": rows})
+    named = {"data": rows.data, "rope": rows.rope, "scale": rows.scale}
+    tensors = {f"rows.{name}": part for name, part in named.items() if part is not None}
+    if rows.layout == "packed584":
+        pages, width = rows.data.shape
+        # The stride of a single page says nothing and may be odd.
+        stride = rows.data.stride(0) if pages > 1 else width + width % 2
+        data = rows.data.as_strided((pages, rows.page_size * TOKEN_BYTES), (stride, 1))
+        pointers = RowPointers(
+            rows.data, data.view(torch.bfloat16), rows.data, stride, stride // 2, stride, 0, 0
+        )
+    else:
+        assert rows.rope is not None
+        data = rows.data.view(torch.uint8)
+        scale = data if rows.scale is None else rows.scale.view(torch.int32)
+        pointers = RowPointers(
+            data, rows.rope, scale, data.stride(0), rows.rope.stride(0), scale.stride(0), 0, 0
+        )
+    begins = all(_begins_aligned(tensor) for tensor in (pointers.nope, pointers.rope))
+    row_format = RowsFormat(
+        rows.layout,
+        rows.page_size,
+        rows.scale_group,
+        rows.format,
+        rows.negative_zero_free,
+        _passes_31_bits(rows.data, rows.rope, rows.scale),
+        begins and not (pointers.stride_n % 16 or pointers.stride_r % 16),
+    )
+    return BoundRows(row_format, pointers, rows.num_rows, tensors)
+
+
+def bind_csr(indptr: torch.Tensor, indices: torch.Tensor) -> Csr:
+    """Index lists; their length is given at the launch."""
+    return Csr(indptr, indices, 0)

@@ -1,0 +1,31 @@
+"""Operations of every package where Triton's own switch, TRITON_INTERPRET, is set from the start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+# What each example prints when its result is right.
+PRINTED = {
+    "decode_paged_fp8": "relative L1 error 1.4e-03",
+    "chunked_prefill": "bf16: relative L1 against one-shot attention: prompt 1.4e-03",
+    "sage_attention_int8": "int8, one descale a tensor     error 0.012",
+    "sparse_prefill_fp8": "relative L1 error 2.0e-03",
+}
+
+
+@pytest.mark.parametrize("example", PRINTED)
+def test_operations_run(example: str) -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / f"{example}.py"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert PRINTED[example] in done.stdout

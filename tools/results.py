@@ -1,0 +1,518 @@
+"""Draws the plots and writes the tables of the documentation from the JSON files in benchmarks/results/.
+
+Called by `make results`. Standard library and narrowkv only. Plots go to docs/images/*.svg; a table goes
+between the comments `<!-- table NAME -->` and `<!-- end -->` of docs/*.md. With --check nothing is written,
+and the exit code is 1 if anything would change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DOCS = ROOT / "docs"
+
+Row = dict[str, Any]
+# Okabe and Ito's colours, which colour-blind readers can tell apart; every bar also has its name beside it.
+BLUE, ORANGE, GREEN, GREY, RED = "#0072b2", "#e69f00", "#009e73", "#8c8c8c", "#d55e00"
+WIDTH, NAMES, VALUES, BAR, GAP = 480, 182, 104, 20, 5  # pixels of the view box
+FONT = "font-family='-apple-system, Segoe UI, Helvetica, Arial, DejaVu Sans, sans-serif'"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: what it is, how long it is, what is written behind it."""
+
+    name: str
+    value: float
+    text: str
+    color: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """Bars under one heading."""
+
+    heading: str
+    bars: list[Bar]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Horizontal bars on one scale that begins at zero; `mark` draws a line at a value."""
+
+    title: str
+    subtitle: list[str]
+    groups: list[Group]
+    mark: tuple[float, str] | None = None
+
+
+def load(name: str) -> Row:
+    """One results file."""
+    found: Row = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def rows(name: str, **wanted: object) -> Iterator[Row]:
+    """The rows of a results file that have the given values."""
+    for row in load(name)["rows"]:
+        if all(row.get(key) == value for key, value in wanted.items()):
+            yield row
+
+
+def one(name: str, **wanted: object) -> Row:
+    """The one row of a results file that has the given values."""
+    (row,) = rows(name, **wanted)
+    return row
+
+
+def text(
+    x: float, y: float, content: str, *, size: int = 14, weight: str = "normal", anchor: str = "start"
+) -> str:
+    """An SVG text element."""
+    return (
+        f"<text x='{x:g}' y='{y:g}' font-size='{size}' font-weight='{weight}' text-anchor='{anchor}' "
+        f"fill='#1a1a1a' stroke='#ffffff' stroke-width='3' paint-order='stroke'>"
+        f"{escape(content, quote=False)}</text>"
+    )
+
+
+def draw_chart(chart: Chart, top: float) -> tuple[list[str], float]:
+    """The SVG elements of a chart that begins at `top`, and where it ends."""
+    y = top + 22
+    parts = [text(6, y, chart.title, size=17, weight="bold")]
+    for line in chart.subtitle:
+        y += 18
+        parts.append(text(6, y, line, size=13))
+    y += 8
+    longest = max(bar.value for group in chart.groups for bar in group.bars)
+    scale = (WIDTH - NAMES - VALUES) / longest
+    begin = y + (18 if chart.mark else 0)
+    y = begin
+    bars: list[str] = []
+    for group in chart.groups:
+        if group.heading:
+            y += 20
+            bars.append(text(6, y, group.heading, size=14, weight="bold"))
+            y += 4
+        for bar in group.bars:
+            y += GAP
+            length = max(bar.value * scale, 1)
+            bars.append(
+                f"<rect x='{NAMES}' y='{y:g}' width='{length:.1f}' height='{BAR}' fill='{bar.color}'/>"
+            )
+            bars.append(text(NAMES - 8, y + 15, bar.name, anchor="end"))
+            bars.append(text(NAMES + length + 6, y + 15, bar.text))
+            y += BAR
+        y += 4
+    if chart.mark:
+        x = NAMES + chart.mark[0] * scale
+        parts.append(text(x, begin - 2, chart.mark[1], size=13, anchor="middle"))
+        parts.append(
+            f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{begin + 2:g}' y2='{y:g}' "
+            "stroke='#555' stroke-dasharray='4 3'/>"
+        )
+    return [*parts, *bars], y + 10
+
+
+def draw(*charts: Chart) -> str:
+    """An SVG document of charts, one under the other, on a white ground."""
+    parts: list[str] = []
+    y = 4.0
+    for chart in charts:
+        drawn, y = draw_chart(chart, y)
+        parts += drawn
+    title = escape("; ".join(chart.title for chart in charts), quote=False)
+    return "\n".join(
+        [
+            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {y:g}' width='{WIDTH}' "
+            f"{FONT} role='img'>",
+            f"<title>{title}</title>",
+            f"<rect width='{WIDTH}' height='{y:g}' fill='#ffffff'/>",
+            *parts,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+PEERS = {
+    "flashinfer fa2": "FlashInfer fa2",
+    "aiter triton": "AITER (Triton)",
+    "vllm triton": "vLLM (Triton)",
+    "flashinfer xqa": "XQA, FP8 maths",
+}
+
+
+def times(value: float) -> str:
+    """A ratio as it is written behind a bar."""
+    return f"{value:.2f} x"
+
+
+def against_peers() -> Chart:
+    """Decode over one shape: narrowkv's caches and other libraries."""
+    shape = {"batch": 128, "context": 32768, "page_size": 16}
+    fp8 = one("decode-h100", format="fp8_e4m3fn", **shape)
+    bf16 = one("decode-h100", format="bf16", **shape)["median_us"] / fp8["floor_us"]
+    fp4 = one("decode-fp4-h100", format="fp4_e2m1", **shape)["ratio_to_fp8"] * fp8["ratio_to_floor"]
+    bars = [
+        Bar("narrowkv, FP4 cache *", fp4, times(fp4), GREEN),
+        Bar("narrowkv, FP8 cache", fp8["ratio_to_floor"], times(fp8["ratio_to_floor"]), BLUE),
+        *(
+            Bar(PEERS[row["backend"]] + ", FP8", row["ratio_to_floor"], times(row["ratio_to_floor"]), GREY)
+            for row in rows("decode-peers-h100", exact=True, **shape)
+        ),
+        Bar("narrowkv, bf16 cache", bf16, times(bf16), ORANGE),
+    ]
+    return Chart(
+        "Decode time on an H100",
+        [
+            "96 query heads over 8 KV heads, bf16 queries, batch 128, context 32768,",
+            "page 16. 1.0: reading the FP8 cache once at the measured bandwidth.",
+            "* its ratio to the FP8 cache is of another run",
+        ],
+        [Group("", bars)],
+        mark=(1.0, "floor of an FP8 cache"),
+    )
+
+
+CAPACITIES = {
+    "bf16": ("bf16", None, ORANGE),
+    "FP8": ("fp8_e4m3fn", None, BLUE),
+    "FP8 keys, FP4 values": ("fp8_e4m3fn/fp4_e2m1", None, GREEN),
+    "FP4, a scale per 32": ("fp4_e2m1", 32, GREEN),
+    "FP4, a scale per head": ("fp4_e2m1", None, GREEN),
+}
+
+
+def capacity_rows() -> list[Row]:
+    """Bytes a token and tokens per GiB of each format, as the cache class says."""
+    from narrowkv.paged_cache import CacheFormat, PagedKVCache
+
+    found = []
+    for name, (format, group, color) in CAPACITIES.items():
+        parsed = CacheFormat(*format.split("/")) if "/" in format else format
+        cache = PagedKVCache.empty(1, 16, 8, 128, format=parsed, scale_group=group)
+        found.append(
+            {"name": name, "bytes": cache.bytes_per_token(), "tokens": cache.tokens_per_gib(), "color": color}
+        )
+    return found
+
+
+def capacity() -> Chart:
+    """Tokens per GiB of each format."""
+    found = capacity_rows()
+    base = found[0]["tokens"]
+    bars = [
+        Bar(
+            row["name"],
+            row["tokens"],
+            f"{row['tokens'] // 1000}k, {row['tokens'] / base:.1f} x",
+            row["color"],
+        )
+        for row in found
+    ]
+    return Chart(
+        "Tokens per GiB of cache, one layer",
+        ["8 KV heads, head_dim 128 (GLM-4.5-Air); scales included."],
+        [Group("", bars)],
+    )
+
+
+def decode_by_shape() -> Chart:
+    """Decode over an FP8 cache against other libraries, by shape."""
+    groups = []
+    for shape in ((64, 8192), (128, 32768)):
+        where = {"batch": shape[0], "context": shape[1], "page_size": 16}
+        own = one("decode-h100", format="fp8_e4m3fn", ratio=12, **where)["ratio_to_floor"]
+        bars = [Bar("narrowkv", own, times(own), BLUE)]
+        for row in rows("decode-peers-h100", **where):
+            color = GREY if row["exact"] else RED
+            bars.append(
+                Bar(PEERS[row["backend"]], row["ratio_to_floor"], times(row["ratio_to_floor"]), color)
+            )
+        groups.append(Group(f"batch {shape[0]}, context {shape[1]}", bars))
+    return Chart(
+        "FP8 decode, H100: time over the floor",
+        [
+            "Page 16, 96 query heads over 8 KV heads, bf16 queries.",
+            "Red: FlashInfer XQA; casts queries and probabilities to FP8.",
+        ],
+        groups,
+        mark=(1.0, "floor"),
+    )
+
+
+def fp4_against_fp8() -> Chart:
+    """FP4 and mixed caches against FP8, by shape."""
+    groups = []
+    for batch, context in ((64, 8192), (64, 32768), (128, 8192), (128, 32768)):
+        bars = []
+        for format, name, color in (
+            ("fp8_e4m3fn", "FP8", BLUE),
+            ("fp8_e4m3fn/fp4_e2m1", "FP8 keys, FP4 values", ORANGE),
+            ("fp4_e2m1", "FP4", GREEN),
+        ):
+            row = one("decode-fp4-h100", batch=batch, context=context, page_size=16, format=format)
+            bars.append(
+                Bar(name, row["ratio_to_fp8"], f"{row['ratio_to_fp8']:.2f}, {row['median_us']:.0f} us", color)
+            )
+        groups.append(Group(f"batch {batch}, context {context}", bars))
+    return Chart(
+        "Decode time over that of an FP8 cache, H100", ["Page 16, one FP4 scale a position and head."], groups
+    )
+
+
+def prefill() -> Chart:
+    """Prefill over an FP8 cache against gathering, dequantising and SDPA."""
+    groups = []
+    for new, prefix in ((1024, 0), (1024, 4096), (1024, 32768), (4096, 0), (4096, 4096), (4096, 32768)):
+        row = one("prefill-h100", format="fp8_e4m3fn", heads="96/8", new_tokens=new, prefix=prefix)
+        sdpa = row["sdpa_us"] / row["median_us"] * row["ratio_to_floor"]
+        bars = [
+            Bar("narrowkv", row["ratio_to_floor"], times(row["ratio_to_floor"]), BLUE),
+            Bar("dequantise + SDPA", sdpa, times(sdpa), GREY),
+        ]
+        groups.append(Group(f"{new} new tokens over {prefix}", bars))
+    return Chart(
+        "FP8 prefill, H100: time over the floor",
+        ["96 query heads over 8 KV heads, causal, bf16 queries."],
+        groups,
+        mark=(1.0, "floor"),
+    )
+
+
+def sparse() -> Chart:
+    """DeepSeek-V4 sparse prefill by mode."""
+    groups = []
+    for heads, topk in ((16, 512), (16, 2048), (64, 512), (64, 2048), (128, 512), (128, 2048)):
+        bars = []
+        for mode, color in (("bf16", ORANGE), ("prepass", GREY), ("fused", BLUE)):
+            row = one("sparse-h100", tokens=4096, heads=heads, topk=topk, mode=mode)
+            bars.append(Bar(mode, row["ratio_to_floor"], f"{row['ratio_to_floor']:.2f} x", color))
+        groups.append(Group(f"{heads} heads, top-k {topk}", bars))
+    return Chart(
+        "Sparse prefill, H100: time over the floor",
+        ["4096 tokens. bf16: 16-bit rows; prepass, fused: FP8 rows."],
+        groups,
+        mark=(1.0, "floor"),
+    )
+
+
+def sage() -> Chart:
+    """Sage attention against torch SDPA."""
+    groups = []
+    names = {"per_thread": BLUE, "per_thread, K and V quantised before": GREEN, "torch SDPA bf16": GREY}
+    for tokens, mask in ((16384, "full"), (16384, "causal"), (4096, "full"), (4096, "causal")):
+        base = one("sage-h200", tokens=tokens, mask=mask, kernel="torch SDPA bf16")["median_ms"]
+        bars = []
+        for kernel, color in names.items():
+            value = one("sage-h200", tokens=tokens, mask=mask, kernel=kernel)["median_ms"]
+            label = {"per_thread": "int8", "torch SDPA bf16": "torch SDPA, bf16"}.get(
+                kernel, "int8, K and V ready"
+            )
+            bars.append(Bar(label, value / base, f"{value / base:.2f}, {value:.2f} ms", color))
+        groups.append(Group(f"{tokens} tokens, {mask}", bars))
+    return Chart("Sage attention over torch SDPA, H200", ["Batch 2, 32 heads, head_dim 128."], groups)
+
+
+IMAGES: dict[str, Callable[[], list[Chart]]] = {
+    "summary": lambda: [against_peers(), capacity()],
+    "decode": lambda: [decode_by_shape()],
+    "fp4": lambda: [fp4_against_fp8()],
+    "prefill": lambda: [prefill()],
+    "sparse": lambda: [sparse()],
+    "sage": lambda: [sage()],
+}
+
+
+def table(heads: list[str], body: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [heads, ["---"] * len(heads), *body]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def decode_table() -> str:
+    """Decode: time and ratio to the floor of each shape."""
+    body = []
+    for first in rows("decode-h100", page_size=1, ratio=12):
+        shape = {"batch": first["batch"], "context": first["context"], "ratio": 12}
+        cells = [str(first["batch"]), str(first["context"]), f"{first['floor_us']:g}"]
+        for format, page in (("fp8_e4m3fn", 1), ("fp8_e4m3fn", 16), ("fp8_e4m3fn", 64), ("bf16", 16)):
+            row = one("decode-h100", format=format, page_size=page, **shape)
+            cells.append(f"{row['median_us']:g} ({row['ratio_to_floor']:.2f})")
+        body.append(cells)
+    return table(
+        ["batch", "context", "floor", "FP8 page 1", "FP8 page 16", "FP8 page 64", "bf16 page 16"], body
+    )
+
+
+def fp4_table() -> str:
+    """FP4 and mixed caches: time and ratio to FP8."""
+    body = []
+    for first in rows("decode-fp4-h100", page_size=1, format="fp8_e4m3fn"):
+        shape = {"batch": first["batch"], "context": first["context"]}
+        cells = [str(first["batch"]), str(first["context"])]
+        for format in ("fp4_e2m1", "fp8_e4m3fn/fp4_e2m1"):
+            for page in (1, 16, 64):
+                row = one("decode-fp4-h100", format=format, page_size=page, **shape)
+                cells.append(f"{row['median_us']:g} ({row['ratio_to_fp8']:.2f})")
+        body.append(cells)
+    heads = [f"{name}, page {page}" for name in ("FP4", "K8V4") for page in (1, 16, 64)]
+    return table(["batch", "context", *heads], body)
+
+
+def peers_table() -> str:
+    """Other libraries' decode."""
+    found: dict[tuple[int, int], dict[str, list[str]]] = {}
+    for row in rows("decode-peers-h100"):
+        value = f"{row['median_us']:g} us" if "median_us" in row else f"{row['ratio_to_floor']:g} x"
+        cell = f"p{row['page_size']} {value}"
+        found.setdefault((row["batch"], row["context"]), {}).setdefault(row["backend"], []).append(cell)
+    body = [
+        [str(batch), str(context), *(", ".join(cells.get(name, [])) for name in PEERS)]
+        for (batch, context), cells in found.items()
+    ]
+    return table(["batch", "context", *PEERS.values()], body)
+
+
+def prefill_table() -> str:
+    """Prefill: time, ratio to the floor and the alternatives."""
+    body = []
+    for row in rows("prefill-h100"):
+        ratio = f"{row['ratio_to_floor']:.2f}" if "ratio_to_floor" in row else "-"
+        both = row["append_then_prefill_us"]
+        cells = [
+            row["format"],
+            row["heads"],
+            f"{row['new_tokens']} / {row['prefix']}",
+            f"{row['median_us']:g}",
+            ratio,
+        ]
+        body.append(
+            [
+                *cells,
+                f"{row['sdpa_us']:g}",
+                f"{row['append_us']:g}",
+                "disturbed" if both is None else f"{both:g}",
+            ]
+        )
+    heads = ["cache", "heads", "new / prefix", "batch_prefill us", "x floor", "dequantise + SDPA us"]
+    return table([*heads, "prefill_append us", "append, then prefill us"], body)
+
+
+def sparse_table(name: str) -> str:
+    """Sparse prefill: time and ratio to the floor."""
+    body = []
+    for first in rows(name, mode="bf16"):
+        shape = {key: first[key] for key in ("tokens", "heads", "topk")}
+        cells = [str(value) for value in shape.values()]
+        for mode in ("bf16", "prepass", "fused"):
+            row = one(name, mode=mode, **shape)
+            cells.append(f"{row['median_us']:g} ({row['ratio_to_floor']:.2f})")
+        body.append(cells)
+    return table(["tokens", "heads", "top-k", "bf16 rows", "prepass", "fused"], body)
+
+
+def sage_table() -> str:
+    """Sage attention: milliseconds."""
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows("sage-h200")))
+    body = []
+    for first in rows("sage-h200", kernel="per_thread"):
+        shape = {"tokens": first["tokens"], "mask": first["mask"]}
+        values = [one("sage-h200", kernel=kernel, **shape)["median_ms"] for kernel in kernels]
+        body.append(
+            [*map(str, shape.values()), *(f"{value:g}" for value in values), f"{first['ratio_to_floor']:g}"]
+        )
+    return table(["tokens", "mask", *kernels, "per_thread x floor"], body)
+
+
+def capacity_table() -> str:
+    """Bytes a token and tokens per GiB."""
+    found = capacity_rows()
+    return table(
+        ["format", "bytes a token", "tokens per GiB", "over bf16"],
+        [
+            [
+                row["name"],
+                f"{row['bytes']:g}",
+                f"{row['tokens']:,}",
+                f"{row['tokens'] / found[0]['tokens']:.2f}",
+            ]
+            for row in found
+        ],
+    )
+
+
+def source_table(name: str) -> str:
+    """Where a results file comes from: device, versions, commands, ceilings."""
+    found = load(name)
+    versions = ", ".join(f"{key} {value or 'not recorded'}" for key, value in found["versions"].items())
+    ceilings = ", ".join(
+        f"{value} {key.split('_')[0]} {'TFLOP/s' if 'tflop' in key else 'GB/s'}"
+        for key, value in found.get("ceilings", {}).items()
+    )
+    lines = [f"- Device: {found['device']}; {versions}."]
+    lines += [f"- Command: `{command}`" for command in found["commands"]]
+    if note := found.get("commands_note"):
+        lines.append(f"- Command: {note}")
+    lines.append(f"- Shape: {found['shape']}.")
+    if ceilings:
+        lines.append(f"- Ceilings of the same run: {ceilings}.")
+    return "\n".join([*lines, f"- Data: `benchmarks/results/{name}.json`"])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "capacity": capacity_table,
+    "decode": decode_table,
+    "fp4": fp4_table,
+    "peers": peers_table,
+    "prefill": prefill_table,
+    "sparse-h100": lambda: sparse_table("sparse-h100"),
+    "sparse-h200": lambda: sparse_table("sparse-h200"),
+    "sage": sage_table,
+    **{f"source {path.stem}": partial(source_table, path.stem) for path in RESULTS.glob("*.json")},
+}
+
+
+def fill(page: str) -> str:
+    """A page with its tables written anew."""
+
+    def replace(match: re.Match[str]) -> str:
+        return f"<!-- table {match[1]} -->\n\n{TABLES[match[1]]()}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- table ([\w -]+?) -->.*?<!-- end -->", replace, page, flags=re.DOTALL)
+
+
+def main() -> None:
+    """Writes what is not up to date, or says what it is."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 if anything is not up to date"
+    )
+    check = parser.parse_args().check
+    wanted = {DOCS / "images" / f"{name}.svg": draw(*charts()) for name, charts in IMAGES.items()}
+    pages = [ROOT / "README.md", *DOCS.glob("*.md")]
+    wanted |= {page: fill(page.read_text()) for page in pages}
+    stale = [path for path, content in wanted.items() if not path.exists() or path.read_text() != content]
+    for path in stale:
+        print(f"{'not up to date' if check else 'written'}: {path.relative_to(ROOT)}")
+        if not check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(wanted[path])
+    if check and stale:
+        sys.exit("run: make results")
+
+
+if __name__ == "__main__":
+    main()
