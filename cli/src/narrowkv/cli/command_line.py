@@ -65,7 +65,10 @@ class DecodeByDefault(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Names decode where the first argument is an option, or there is none."""
-        named = args and (not args[0].startswith("-") or args[0] in ctx.help_option_names)
+        # A shell that completes has no argument yet where an operation's name may follow.
+        named = (
+            not args[0].startswith("-") or args[0] in ctx.help_option_names if args else ctx.resilient_parsing
+        )
         ctx.meta["narrowkv.decode_is_meant"] = not named
         return super().parse_args(ctx, args if named else ["decode", *args])
 
