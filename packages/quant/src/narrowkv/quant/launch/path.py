@@ -21,7 +21,7 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from narrowkv.quant.errors import UnsupportedError
-from narrowkv.quant.launch.gpu import launch_on_gpu
+from narrowkv.quant.launch.gpu import GpuLaunch, gpu_launch
 from narrowkv.quant.launch.options import LaunchOptions
 from narrowkv.quant.launch.tensors import HostCopies, check_has_memory, tensors_of
 from narrowkv.quant.targets import Target, device_target, get_target
@@ -152,7 +152,7 @@ def launch(
     args: tuple[Any, ...],
     constexprs: dict[str, Any],
     options: LaunchOptions,
-) -> None:
+) -> GpuLaunch | None:
     """Launches, interprets or compiles `kernel`; nothing happens for an empty grid.
 
     Args:
@@ -162,11 +162,14 @@ def launch(
         constexprs: `tl.constexpr` arguments by name.
         options: compiler options.
 
+    Returns:
+        What launches the kernel on a GPU, where that is how it was launched.
+
     Raises:
         TypeError: there is no tensor, or one that has no memory: a fake, functional, meta or sparse tensor.
     """
     if 0 in grid:
-        return
+        return None
     tensors = list(tensors_of(args))
     if not tensors:
         raise TypeError("a launch needs at least one tensor argument, got none")
@@ -175,15 +178,23 @@ def launch(
     executor = _executor.get()
     if executor is not None:
         executor.launch(kernel, grid, args, constexprs, options)
-        return
+        return None
     device = tensors[0].device
     # TRITON_INTERPRET makes kernels that Triton cannot compile.
     if device.type == "cpu" or isinstance(kernel, InterpretedFunction):
         InterpretExecutor(device_target(device)).launch(kernel, grid, args, constexprs, options)
-    elif device.index == torch.cuda.current_device():
-        launch_on_gpu(kernel, grid, args, constexprs, options, device)
+        return None
+    launcher = gpu_launch(kernel, constexprs, options)
+    if device.index == torch.cuda.current_device():
+        launcher.launch(grid, args, device)
     else:
         # Triton launches on the current device and stream; the tensors' device decides, not the caller's
         # default.
         with torch.cuda.device(device):
-            launch_on_gpu(kernel, grid, args, constexprs, options, device)
+            launcher.launch(grid, args, device)
+    return launcher
+
+
+def executor() -> Executor | None:
+    """What takes the launches of the calling context, if not their tensors' device."""
+    return _executor.get()
