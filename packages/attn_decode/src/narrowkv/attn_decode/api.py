@@ -34,10 +34,12 @@ from narrowkv.quant.errors import (
     check_shape,
 )
 from narrowkv.quant.launch import LaunchOptions, active_target, launch
+from narrowkv.quant.launch.tracing import traceable
 
 _LOG2E = math.log2(math.e)
 
 
+@traceable
 def paged_decode(
     q: torch.Tensor,
     cache: PagedKVCache,
