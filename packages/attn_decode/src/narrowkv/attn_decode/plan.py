@@ -53,6 +53,7 @@ from narrowkv.quant.targets import Target
 _HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LOG2E = math.log2(math.e)
+_OPTIONAL = (torch.Tensor, type(None))
 _MAX_GRID = 2**31 - 1
 _MAX_PREPARED = 4096
 FLOAT32_MAX = 3.4028234663852886e38
@@ -227,8 +228,9 @@ class DecodePlan:
         """
         if not (
             isinstance(q, torch.Tensor) and type(cache) is PagedKVCache and type(page_table) is PageTable
-        ):
-            _check_classes(q, cache, page_table)
+            and isinstance(out, _OPTIONAL) and isinstance(lse, _OPTIONAL) and isinstance(sinks, _OPTIONAL)
+        ):  # fmt: skip
+            _check_classes(q, cache, page_table, out=out, lse=lse, sinks=sinks)
         found = BOUND_CACHES.get(cache)
         bound = None if found is None else found.get(self._binding)
         if bound is None:
@@ -517,8 +519,11 @@ def _allocate(blocks: list[Any], counters: int, device: torch.device) -> Workspa
     return Workspace(acc, ml, torch.zeros(counters, dtype=torch.int32, device=device) if counters else None)
 
 
-def _check_classes(q: object, cache: object, page_table: object) -> None:
+def _check_classes(q: object, cache: object, page_table: object, **optional: object) -> None:
     check_tensor("q", q)
+    for name, value in optional.items():
+        if value is not None:
+            check_tensor(name, value)
     check_instance("cache", cache, PagedKVCache)
     check_instance("page_table", page_table, PageTable)
 
