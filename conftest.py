@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from functools import lru_cache
 
 import pytest
@@ -10,6 +11,11 @@ from hypothesis import HealthCheck, settings
 
 # pytest-xdist gives its workers a terminal of 80 columns; tables are tested at their own width.
 os.environ.pop("COLUMNS", None)
+# Worker processes share the cores; torch must hear of it before it is imported.
+os.environ.setdefault(
+    "OMP_NUM_THREADS",
+    str(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))),
+)
 
 # A first example compiles or interprets kernels, so its time says nothing; failures must repeat anywhere.
 settings.register_profile(
@@ -44,8 +50,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and (reason := gpu_missing()):
             item.add_marker(pytest.mark.skip(reason=reason))
+        if item.get_closest_marker("large_memory"):
+            item.add_marker(pytest.mark.xdist_group("large memory"))
         if item.get_closest_marker("slow") and not run_slow:
             item.add_marker(pytest.mark.skip(reason="slow; runs with --run-slow (make test-full)"))
+
+
+@pytest.fixture(autouse=True)
+def _give_back_gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Worker processes share one GPU: none keeps what a test is done with."""
+    yield
+    if request.node.get_closest_marker("gpu") or request.node.get_closest_marker("large_memory"):
+        import torch
+
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

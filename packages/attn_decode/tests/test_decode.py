@@ -479,6 +479,7 @@ def test_another_stream() -> None:
 
 # FAULTS 22
 @pytest.mark.gpu
+@pytest.mark.large_memory
 def test_byte_offsets_beyond_2_31_and_page_ids_beyond_65535() -> None:
     pages = 2**31 // (16 * 2 * 64) + 64
     stored = torch.zeros(pages, 16, 2, 64, dtype=torch.uint8, device="cuda")
@@ -491,7 +492,9 @@ def test_byte_offsets_beyond_2_31_and_page_ids_beyond_65535() -> None:
     v = torch.zeros_like(stored)
     for seq in range(2):
         v[far[seq]] = small.v.view(torch.uint8)[ids[seq][used[seq]]]
-    cache = PagedKVCache.from_tensors(stored, v, format="fp8_e4m3fn", k_descale=0.5, v_descale=0.5)
+    cache = PagedKVCache.from_tensors(
+        stored, v, format="fp8_e4m3fn", k_descale=small.k_descale, v_descale=small.v_descale
+    )
     assert cache.needs_64_bit_addresses
     table = PageTable.from_block_table(far.int(), small_table.seq_lens, page_size=16)
     assert torch.equal(paged_decode(q, cache, table), paged_decode(q, small, small_table))

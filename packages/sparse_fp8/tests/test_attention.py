@@ -515,6 +515,7 @@ def test_any_part_that_lies_far_apart_is_read_by_64_bits(part: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.large_memory
 @pytest.mark.parametrize("way", ["wide", "fused"])
 @pytest.mark.parametrize("strided", ["q", "out"])
 def test_heads_beyond_31_bits(way: str, strided: str, device: str) -> None:
@@ -529,6 +530,7 @@ def test_heads_beyond_31_bits(way: str, strided: str, device: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.large_memory
 def test_offsets_beyond_31_bits(device: str) -> None:
     """FAULTS 22: rows two gibibytes into a pool whose pages are far apart."""
     pages, stride = 40, 2**26

@@ -13,6 +13,7 @@ from .errors import (
     DeadlockError,
     EmulatorError,
     HazardError,
+    MalformedProgramError,
     MisalignedError,
     OutOfRangeError,
     RaceError,
@@ -28,7 +29,7 @@ from .program import Program, load_program
 __version__ = "0.1.0"
 
 __all__ = [
-    "DeadlockError", "DynamicCounts", "EmulatorError", "HazardError", "KernelArgument", "Loop", "Memory",
-    "MisalignedError", "OutOfRangeError", "Profile", "Program", "RaceError", "Result", "UninitialisedError",
-    "UnknownInstructionError", "load_program", "run",
+    "DeadlockError", "DynamicCounts", "EmulatorError", "HazardError", "KernelArgument", "Loop",
+    "MalformedProgramError", "Memory", "MisalignedError", "OutOfRangeError", "Profile", "Program",
+    "RaceError", "Result", "UninitialisedError", "UnknownInstructionError", "load_program", "run",
 ]  # fmt: skip

@@ -46,6 +46,10 @@ class EmulatorError(RuntimeError):
         super().__init__(f"{message} ({context})" if context else message)
 
 
+class MalformedProgramError(EmulatorError):
+    """The text or its metadata is not what LLVM prints for a kernel."""
+
+
 class UnknownInstructionError(EmulatorError):
     """The instruction, or one of its modifiers or operands, is not implemented for this target."""
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .counts import DynamicCounts, classify
+from .errors import MalformedProgramError
 from .memory import Memory
 from .profile import Profile, profile
 from .program import Program
@@ -243,7 +244,7 @@ def run(
                 detect_races=detect_races or detect_hazards, turns=wave_order == "turns", limit=max_blocks,
                 hazards=hazards,
             )  # fmt: skip
-            execution.run()
+            _finish(execution)
             total = total + _counts(execution)
             runs = (times / execution.copies for times in execution.block_counts)
             block_counts = [a + b for a, b in zip(block_counts, runs, strict=True)]
@@ -281,6 +282,17 @@ def record(
             program, own, kernarg, dispatch, extent, [_check_grid("workgroup", workgroup)], copies=1,
             detect_races=False, turns=True, limit=max_blocks, recorder=recorder,
         ).run()  # fmt: skip
+
+
+def _finish(execution: Execution) -> None:
+    """Run a batch; what its instructions cannot compute is the program's fault."""
+    try:
+        execution.run()
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise MalformedProgramError(
+            f"an instruction and its operands do not go together: {type(error).__name__}: {error}",
+            kernel=execution.program.kernel_name,
+        ) from error
 
 
 def _counts(execution: Execution) -> DynamicCounts:

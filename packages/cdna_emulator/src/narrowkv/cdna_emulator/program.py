@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .convert import bind_convert
-from .errors import EmulatorError, UnknownInstructionError
+from .errors import EmulatorError, MalformedProgramError, UnknownInstructionError
 from .lanes import CROSS_LANE
 from .lds import bind_lds
 from .matrix import bind_matrix
@@ -148,6 +148,7 @@ def load_program(asm_text: str, *, lds_bytes: int | None = None) -> Program:
     Raises:
         TypeError: if ``asm_text`` is not a string.
         ValueError: if ``lds_bytes`` is negative or more than the target has.
+        MalformedProgramError: if the text is not that of a kernel.
         EmulatorError: if the text is no kernel for a known target.
         UnknownInstructionError: if it has an instruction that is not implemented.
 
@@ -156,6 +157,17 @@ def load_program(asm_text: str, *, lds_bytes: int | None = None) -> Program:
     """
     if not isinstance(asm_text, str):
         raise TypeError(f"asm_text must be a str, got {type(asm_text).__name__}")
+    if lds_bytes is not None and not 0 <= lds_bytes <= max(TARGETS.values()):
+        raise ValueError(f"lds_bytes must be within 0..{max(TARGETS.values())}, got {lds_bytes}")
+    try:
+        return _load(asm_text, lds_bytes)
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise MalformedProgramError(
+            f"the text is not one that LLVM prints for a kernel: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _load(asm_text: str, lds_bytes: int | None) -> Program:
     assembly = parse_assembly(asm_text)
     if assembly.target not in TARGETS:
         raise EmulatorError(f"target {assembly.target} is not known: expected one of {', '.join(TARGETS)}")
@@ -163,7 +175,10 @@ def load_program(asm_text: str, *, lds_bytes: int | None = None) -> Program:
     if lds_bytes is None:
         lds_bytes = assembly.descriptor.get("group_segment_fixed_size", 0) or limit
     if not 0 <= lds_bytes <= limit:
-        raise ValueError(f"lds_bytes must be within 0..{limit} for {assembly.target}, got {lds_bytes}")
+        raise MalformedProgramError(
+            f"LDS must be within 0..{limit} bytes for {assembly.target}, got {lds_bytes}",
+            kernel=assembly.kernel_name,
+        )
     descriptor, metadata = assembly.descriptor, assembly.metadata
     wave = int(metadata.get(".wavefront_size", 64))
     if wave != 64:
@@ -176,8 +191,47 @@ def load_program(asm_text: str, *, lds_bytes: int | None = None) -> Program:
         accum_offset=descriptor.get("accum_offset", vgprs),
         scratch_bytes=descriptor.get("private_segment_fixed_size", 0), descriptor=descriptor,
     )  # fmt: skip
+    _check_sizes(program)
     _build_blocks(assembly, program)
     return program
+
+
+# What the hardware has: registers of a lane and waves of a workgroup. And, beyond any use, bytes of private
+# memory of a lane and of the argument block.
+_LIMITS = {
+    "vgprs": 512,
+    "accum_offset": 512,
+    "num_warps": 16,
+    "scratch_bytes": 1 << 20,
+    "kernarg_bytes": 1 << 16,
+}
+
+
+def _check_sizes(program: Program) -> None:
+    """Checks what the descriptor and the metadata ask for."""
+    wrong = [
+        f"{name} must be within 0..{limit}, got {getattr(program, name)}"
+        for name, limit in _LIMITS.items()
+        if not 0 <= getattr(program, name) <= limit
+    ]
+    if program.num_warps == 0:
+        wrong.append("num_warps must be at least 1, got 0")
+    for k, argument in enumerate(program.kernarg):
+        hidden = argument.kind.startswith("hidden_")
+        end = argument.offset + argument.size
+        sizes = (8,) if argument.kind == "global_buffer" else (1, 2, 4, 8)
+        inside = argument.offset >= 0 and (hidden or end <= program.kernarg_bytes)
+        if argument.size not in sizes or not inside:
+            wrong.append(
+                f"argument {k} must have {' or '.join(map(str, sizes))} bytes within the "
+                f"{program.kernarg_bytes} of the argument block, got {argument.size} at {argument.offset}"
+            )
+    for name, number in program.descriptor.items():
+        limit = 64 if name.startswith(("user_sgpr_", "system_sgpr_")) else 1 << 31
+        if not 0 <= number <= limit:
+            wrong.append(f".amdhsa_{name} must be within 0..{limit}, got {number}")
+    if wrong:
+        raise MalformedProgramError("; ".join(wrong), kernel=program.kernel_name)
 
 
 def _build_blocks(assembly: Assembly, program: Program) -> None:

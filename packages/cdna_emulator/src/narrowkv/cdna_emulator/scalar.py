@@ -370,7 +370,7 @@ def _bind_setreg(inst: Instruction, program: Program) -> Step:
 
 def _bind_load(inst: Instruction, program: Program) -> Step:
     """s_load_dwordN: the address is the base plus an immediate or a scalar offset."""
-    count = int(inst.name.removeprefix("s_load_dword").removeprefix("x") or 1)
+    count = {"": 1, "x2": 2, "x4": 4, "x8": 8, "x16": 16}[inst.name.removeprefix("s_load_dword")]
     target = parse_operand(inst.operands[0], inst, program).index
     (base,) = _readers(inst, ("u64",), program)
     offset = read_raw(parse_operand(inst.operands[2], inst, program), "i32")

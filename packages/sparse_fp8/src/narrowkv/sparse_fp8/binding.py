@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from narrowkv.quant.errors import has_memory
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
 from narrowkv.sparse_fp8.rows import TOKEN_BYTES, DSV4Rows
 
@@ -71,12 +72,16 @@ class BoundRows(NamedTuple):
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses that a tensor's elements lie between; (0, 0) for an empty one."""
-    if tensor.numel() == 0:
+    """The addresses that a tensor's elements lie between; (0, 0) where there are none."""
+    if tensor.numel() == 0 or not has_memory(tensor):
         return 0, 0
     start = tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.element_size()
+
+
+def _begins_aligned(tensor: torch.Tensor) -> bool:
+    return not has_memory(tensor) or tensor.data_ptr() % 16 == 0
 
 
 def _passes_31_bits(*parts: torch.Tensor | None) -> bool:
@@ -92,7 +97,7 @@ def bind_rows(rows: torch.Tensor | DSV4Rows) -> BoundRows:
     """Rows of any kind; layout split has its scales as int32 words."""
     if isinstance(rows, torch.Tensor):
         stride = rows.stride(0)
-        aligned = rows.data_ptr() % 16 == 0 and stride % 16 == 0
+        aligned = _begins_aligned(rows) and stride % 16 == 0
         row_format = RowsFormat(_LAYOUT_OF[rows.dtype], offsets_64_bit=_passes_31_bits(rows), aligned=aligned)
         pointers = RowPointers(rows, None, None, stride, 0, 0, 0, 0)
         return BoundRows(row_format, pointers, rows.shape[0], {"rows": rows})
@@ -113,7 +118,7 @@ def bind_rows(rows: torch.Tensor | DSV4Rows) -> BoundRows:
         pointers = RowPointers(
             data, rows.rope, scale, data.stride(0), rows.rope.stride(0), scale.stride(0), 0, 0
         )
-    starts = (pointers.nope, pointers.rope)
+    begins = all(_begins_aligned(tensor) for tensor in (pointers.nope, pointers.rope))
     row_format = RowsFormat(
         rows.layout,
         rows.page_size,
@@ -121,8 +126,7 @@ def bind_rows(rows: torch.Tensor | DSV4Rows) -> BoundRows:
         rows.format,
         rows.negative_zero_free,
         _passes_31_bits(rows.data, rows.rope, rows.scale),
-        all(x.data_ptr() % 16 == 0 for x in starts)
-        and not (pointers.stride_n % 16 or pointers.stride_r % 16),
+        begins and not (pointers.stride_n % 16 or pointers.stride_r % 16),
     )
     return BoundRows(row_format, pointers, rows.num_rows, tensors)
 

@@ -42,7 +42,7 @@ def _choose_on_nvidia(
     target: Target,
     num_heads: int,
 ) -> ModeChoice:
-    formats = {name: source.bound.format for name, source in sources.items()}
+    formats = {name: source.format for name, source in sources.items()}
     num_tokens = max(source.num_tokens for source in sources.values())
     config = None
     if (
@@ -136,9 +136,9 @@ def choose_mode(
             raise TypeError(f"{name} must be a KVSource or None, got {type(source).__name__}")
     if not sources:
         raise ValueError("prefix or extend must be a KVSource, got None for both")
-    formats = [source.bound.format for source in sources.values()]
+    formats = [source.format for source in sources.values()]
     if mode == "fused":
-        check_fused({name: source.bound.format for name, source in sources.items()})
+        check_fused({name: source.format for name, source in sources.items()})
         return ModeChoice(mode, "asked for")
     if not all(rows.is_fp8 for rows in formats):
         return ModeChoice("prepass", "one source is 16-bit, which the fused kernel does not read")

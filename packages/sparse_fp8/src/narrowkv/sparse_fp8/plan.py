@@ -15,6 +15,7 @@ from narrowkv.quant.errors import (
     check_choice,
     check_dtype,
     check_finite_float,
+    check_instance,
     check_last_dim_contiguous,
     check_no_grad,
     check_no_overlap,
@@ -117,7 +118,7 @@ class SparsePlan:
     hopper: SparseConfig | None
     workspace: Workspace | None = None
     _scratch: tuple[torch.Tensor, ...] = field(default=(), repr=False)
-    _launches: dict[Any, BoundLaunch] = field(default_factory=dict, repr=False)
+    _launches: dict[Any, BoundLaunch] = field(default_factory=dict, init=False, repr=False)
 
     def explain(self) -> str:
         """One line for people: which kernels run, how the work is cut up, and what memory it takes."""
@@ -182,14 +183,15 @@ class SparsePlan:
         tokens = self._check(q, prefix, extend, attn_sink)
         if validate:
             _check_values(q, prefix, extend, attn_sink)
-        heads = self.num_qo_heads
         if out is None:
-            out = torch.empty((tokens, heads, HEAD_DIM), dtype=self.query.dtype, device=self.device)
+            out = torch.empty(
+                (tokens, self.num_qo_heads, HEAD_DIM), dtype=self.query.dtype, device=self.device
+            )
         else:
-            self._check_out(out, q, prefix, extend, attn_sink)
+            self._check_out(out, q, prefix, extend, attn_sink, tokens)
         if self.writes_lse:
             if lse is None:
-                lse = torch.empty((tokens, heads), dtype=torch.float32, device=self.device)
+                lse = torch.empty((tokens, self.num_qo_heads), dtype=torch.float32, device=self.device)
             else:
                 self._check_lse(lse, out, q, prefix, extend, attn_sink)
         elif lse is not None:
@@ -217,7 +219,7 @@ class SparsePlan:
                 continue
             if planned is None or given is None or type(given) is not KVSource:
                 _refuse_source(name, planned, given)
-            elif given.bound.format != planned or given.num_tokens != tokens or given.device != self.device:
+            elif given.format != planned or given.num_tokens != tokens or given.device != self.device:
                 self._refuse_format(name, planned, given, tokens)
             elif self.max_indices is not None and given.nnz > self.max_indices:
                 raise ValueError(
@@ -250,7 +252,7 @@ class SparsePlan:
         if torch.is_grad_enabled():
             check_no_grad(q=q if isinstance(q, torch.Tensor) else None, attn_sink=attn_sink)
             for name, given in (("prefix", prefix), ("extend", extend)):
-                if given is not None and not given.bound.format.is_fp8:
+                if given is not None and not given.format.is_fp8:
                     given.check_grad(name)
         return tokens
 
@@ -286,7 +288,7 @@ class SparsePlan:
                 f"{name}.indptr must have {tokens + 1} elements like prefix.indptr, "
                 f"got {given.indptr.shape[0]}"
             )
-        raise ValueError(f"{name}.rows must be stored as planned, {planned}, got {given.bound.format}")
+        raise ValueError(f"{name}.rows must be stored as planned, {planned}, got {given.format}")
 
     def _refuse_sink(self, attn_sink: torch.Tensor | None) -> None:
         if attn_sink is None or not self.has_sink:
@@ -304,14 +306,14 @@ class SparsePlan:
         prefix: KVSource | None,
         extend: KVSource | None,
         attn_sink: torch.Tensor | None,
+        tokens: int,
     ) -> None:
         check_dtype("out", out, _OUT_DTYPES)
-        tokens, heads = (prefix or extend).num_tokens, self.num_qo_heads  # type: ignore[union-attr]
-        check_shape("out", out, (tokens, heads, HEAD_DIM))
+        check_shape("out", out, (tokens, self.num_qo_heads, HEAD_DIM))
         check_last_dim_contiguous("out", out)
         check_same_device(plan=torch.empty(0, device=self.device), out=out)
         check_no_grad(out=out)
-        self._check_overlap("out", out, q, prefix, extend, attn_sink)
+        check_no_overlap("out", out, **_inputs(q, prefix, extend, attn_sink))
 
     def _check_lse(
         self,
@@ -326,28 +328,7 @@ class SparsePlan:
         check_shape("lse", lse, tuple(out.shape[:2]))
         check_same_device(out=out, lse=lse)
         check_no_grad(lse=lse)
-        check_no_overlap("lse", lse, o=out)
-        self._check_overlap("lse", lse, q, prefix, extend, attn_sink)
-
-    def _check_overlap(
-        self,
-        name: str,
-        out: torch.Tensor,
-        q: torch.Tensor | DSV4Rows,
-        prefix: KVSource | None,
-        extend: KVSource | None,
-        attn_sink: torch.Tensor | None,
-    ) -> None:
-        inputs: dict[str, torch.Tensor | None] = {"attn_sink": attn_sink}
-        for label, given in (("q", q), ("prefix", prefix), ("extend", extend)):
-            if isinstance(given, torch.Tensor):
-                inputs[label] = given
-            elif isinstance(given, DSV4Rows):
-                inputs |= {part.replace("rows", label): x for part, x in given.bound.tensors.items()}
-            elif given is not None:
-                inputs |= {f"{label}.{part}": x for part, x in given.bound.tensors.items()}
-                inputs |= {f"{label}.indptr": given.indptr, f"{label}.indices": given.indices}
-        check_no_overlap(name, out, **inputs)
+        check_no_overlap("lse", lse, o=out, **_inputs(q, prefix, extend, attn_sink))
 
     # ---------------------------------------------------------------------------------------- launches
 
@@ -474,7 +455,7 @@ class SparsePlan:
         if self.mode != "prepass" or not isinstance(rows, DSV4Rows):
             bound = source.bound
             return _Source(
-                bound.pointers, source.csr, source.num_rows, source.nnz, far=bound.format.offsets_64_bit
+                bound.pointers, source.csr, source.num_rows, source.nnz, far=source.format.offsets_64_bit
             )
         gather = source.nnz < source.num_rows
         count = source.nnz if gather else source.num_rows
@@ -533,6 +514,25 @@ class SparsePlan:
             call = Call(self.num_qo_heads, self.has_sink, self.writes_lse, False, False)
             self._launches["merge"] = bind_merge(call)
         return self._launches["merge"]
+
+
+def _inputs(
+    q: torch.Tensor | DSV4Rows,
+    prefix: KVSource | None,
+    extend: KVSource | None,
+    attn_sink: torch.Tensor | None,
+) -> dict[str, torch.Tensor | None]:
+    """All tensors that a call reads, by name."""
+    inputs: dict[str, torch.Tensor | None] = {"attn_sink": attn_sink}
+    if isinstance(q, DSV4Rows):
+        inputs |= {part.replace("rows", "q"): x for part, x in q.bound.tensors.items()}
+    else:
+        inputs["q"] = q
+    for name, source in (("prefix", prefix), ("extend", extend)):
+        if source is not None:
+            inputs |= {f"{name}.{part}": x for part, x in source.bound.tensors.items()}
+            inputs |= {f"{name}.indptr": source.indptr, f"{name}.indices": source.indices}
+    return inputs
 
 
 def _passes_31_bits(x: torch.Tensor) -> bool:
@@ -627,9 +627,7 @@ def plan_sparse(
         raise ValueError(f"num_splits must be at most {MOST_SPLITS}, got {num_splits}")
     if (max_num_tokens is None) != (max_indices is None):
         raise ValueError("max_num_tokens and max_indices must both be given or both be None, got one")
-    if not isinstance(workspace, (Workspace, type(None))):
-        raise TypeError(f"workspace must be a Workspace, got {type(workspace).__name__}")
-    if workspace is not None and max_num_tokens is None:
+    if workspace is not None and check_instance("workspace", workspace, Workspace) and max_num_tokens is None:
         raise ValueError(
             "workspace must be None without max_num_tokens and max_indices, which it is sized by"
         )
@@ -745,7 +743,7 @@ def plan_for(
     for name, source in (("prefix", prefix), ("extend", extend)):
         if source is not None and not isinstance(source, KVSource):
             raise TypeError(f"{name} must be a KVSource or None, got {type(source).__name__}")
-        formats.append(None if source is None else source.bound.format)
+        formats.append(None if source is None else source.format)
     first = prefix if prefix is not None else extend
     if first is None:
         raise ValueError("prefix or extend must be a KVSource, got None for both")

@@ -28,6 +28,7 @@ from narrowkv.quant.errors import (
     check_same_device,
     check_shape,
     check_tensor,
+    has_memory,
 )
 
 if TYPE_CHECKING:
@@ -124,7 +125,9 @@ class DSV4Rows:
                 f"got {list(self.data.shape)}"
             )
         check_last_dim_contiguous("buffer", self.data)
-        if (self.data.shape[0] > 1 and self.data.stride(0) % 2) or self.data.data_ptr() % 2:
+        if (self.data.shape[0] > 1 and self.data.stride(0) % 2) or (
+            has_memory(self.data) and self.data.data_ptr() % 2
+        ):
             raise ValueError(
                 "buffer must start at an even address and have an even stride between pages (it holds "
                 f"bf16), got stride {self.data.stride(0)}"

@@ -21,7 +21,7 @@ from narrowkv.quant.errors import (
     check_shape,
     check_tensor,
 )
-from narrowkv.sparse_fp8.binding import BoundRows, bind_csr, bind_rows, byte_range
+from narrowkv.sparse_fp8.binding import BoundRows, RowsFormat, bind_csr, bind_rows, byte_range
 from narrowkv.sparse_fp8.kernels.rows import Csr
 from narrowkv.sparse_fp8.rows import HEAD_DIM, DSV4Rows
 
@@ -47,9 +47,12 @@ class KVSource:
         num_tokens: query tokens.
         num_rows: rows that an index may name.
         nnz: indices of all tokens.
+        device: where the tensors lie.
+        int32_lists: whether both index lists are int32.
+        format: how the rows are stored.
         bound: the rows as kernels take them.
         csr: the index lists as kernels take them.
-        byte_ranges: the addresses that each tensor lies between, by name.
+        byte_ranges: the addresses that each tensor lies between.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came. Values are not read.
@@ -68,9 +71,12 @@ class KVSource:
     num_tokens: int = field(init=False, repr=False)
     num_rows: int = field(init=False, repr=False)
     nnz: int = field(init=False, repr=False)
+    device: torch.device = field(init=False, repr=False)
+    int32_lists: bool = field(init=False, repr=False)
+    format: RowsFormat = field(init=False, repr=False)
     bound: BoundRows = field(init=False, repr=False)
     csr: Csr = field(init=False, repr=False)
-    byte_ranges: dict[str, tuple[int, int]] = field(init=False, repr=False)
+    byte_ranges: tuple[tuple[int, int], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Checks the metadata once."""
@@ -100,22 +106,15 @@ class KVSource:
             "num_tokens": self.indptr.shape[0] - 1,
             "num_rows": bound.num_rows,
             "nnz": self.indices.shape[0],
+            "device": self.indices.device,
+            "int32_lists": self.indptr.dtype == self.indices.dtype == torch.int32,
+            "format": bound.format,
             "bound": bound,
             "csr": bind_csr(self.indptr, self.indices),
-            "byte_ranges": {name: byte_range(tensor) for name, tensor in tensors.items()},
+            "byte_ranges": tuple(byte_range(tensor) for tensor in tensors.values()),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors lie."""
-        return self.indices.device
-
-    @property
-    def int32_lists(self) -> bool:
-        """Whether both index lists are int32."""
-        return self.indptr.dtype == self.indices.dtype == torch.int32
 
     def check_grad(self, name: str) -> None:
         """Refuses tensors that require grad while grad mode is on.

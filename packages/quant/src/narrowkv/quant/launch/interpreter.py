@@ -186,12 +186,11 @@ class _Function:
     """A jit function of a caller, as interpreted functions call it."""
 
     def __init__(self, source: Any) -> None:
-        # The reductions of the interpreter call `fn`, everything else the object.
-        self.fn = types.FunctionType(
+        self._fn = types.FunctionType(
             source.__code__, {}, source.__name__, _counterpart(source.__defaults__), source.__closure__
         )
-        self.fn.__kwdefaults__ = _counterpart(source.__kwdefaults__)
-        self.fn.__module__, self.fn.__qualname__ = source.__module__, source.__qualname__
+        self._fn.__kwdefaults__ = _counterpart(source.__kwdefaults__)
+        self._fn.__module__, self._fn.__qualname__ = source.__module__, source.__qualname__
         self._source = source
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -199,11 +198,19 @@ class _Function:
         return self.body(*args, **kwargs)
 
     @property
-    def body(self) -> Callable[..., Any]:
-        """The rewritten function; its globals are looked up at the first call, when all of them exist."""
-        if not self.fn.__globals__:
+    def fn(self) -> Callable[..., Any]:
+        """The function as it was written; the interpreter's reductions and scans call this one.
+
+        Its globals are looked up at the first call, when all of them exist.
+        """
+        if not self._fn.__globals__:
             names = {name: _counterpart(value) for name, value in _globals_of(self._source).items()}
-            self.fn.__globals__.update(names)
+            self._fn.__globals__.update(names)
+        return self._fn
+
+    @property
+    def body(self) -> Callable[..., Any]:
+        """The rewritten function."""
         return _body(self.fn)
 
 
