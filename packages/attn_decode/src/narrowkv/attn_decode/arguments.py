@@ -151,10 +151,9 @@ BOUND_CACHES: WeakKeyDictionary[PagedKVCache, dict[Any, BoundCache]] = WeakKeyDi
 _numbers: dict[Any, int] = {}
 
 
-def bind_cache(
-    cache: PagedKVCache, target: Target, kernel: str, k_parts: int, v_parts: int, key: Any
-) -> BoundCache:
+def bind_cache(cache: PagedKVCache, target: Target, kernel: str, k_parts: int, v_parts: int) -> BoundCache:
     """The cache as kernel arguments; `BOUND_CACHES` has it from then on."""
+    key = (target.name, kernel, k_parts, v_parts)
     k_format, v_format = cache.format.k, cache.format.v
     k_strides, v_strides = cache.k_strides, cache.v_strides
     k_side = side_of(cache.k, k_strides, k_format, widen_route(target, k_format), k_parts)

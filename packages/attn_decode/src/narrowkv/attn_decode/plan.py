@@ -232,7 +232,9 @@ class DecodePlan:
         ):  # fmt: skip
             _check_classes(q, cache, page_table, out=out, lse=lse, sinks=sinks)
         found = BOUND_CACHES.get(cache)
-        bound = None if found is None else found.get(self._binding)
+        config = self.config
+        key = (self.target.name, config.kernel, config.k_parts, config.v_parts)
+        bound = None if found is None else found.get(key)
         if bound is None:
             bound = self._bind(cache)
         ids, indptr, seq_lens = page_table.page_ids, page_table.kv_indptr, page_table.seq_lens
@@ -306,12 +308,6 @@ class DecodePlan:
                 )
         return (o, lse) if return_lse and lse is not None else o
 
-    @property
-    def _binding(self) -> tuple[str, str, int, int]:
-        """What the pointers to a cache depend on."""
-        c = self.config
-        return self.target.name, c.kernel, c.k_parts, c.v_parts
-
     def _bind(self, cache: PagedKVCache) -> BoundCache:
         """The cache as kernel arguments, once it is known to be of this plan's kind."""
         c = self.config
@@ -323,7 +319,7 @@ class DecodePlan:
                 f"plan must be made for a cache of (num_kv_heads, head_dim, page_size, K, V) {made} on "
                 f"{cache.k.device}, got a plan for {wanted} on {self.device}: call plan_decode again"
             )
-        return bind_cache(cache, self.target, c.kernel, c.k_parts, c.v_parts, self._binding)
+        return bind_cache(cache, self.target, c.kernel, c.k_parts, c.v_parts)
 
     def _blocks(self, batch: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Memory of partial results at this batch: `acc` and `ml` of `Workspace`."""
