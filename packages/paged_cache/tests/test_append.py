@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append_reference
-from narrowkv.quant.launch import LaunchOptions, executing
+from narrowkv.paged_cache.kernels import CachePointers, store_offsets
+from narrowkv.quant.launch import LaunchOptions, executing, launch
 from narrowkv.quant.targets import get_target
 
 I32 = torch.int32
@@ -140,9 +143,9 @@ def _guarded(fmt: str, layout: str, page_size: int, device: str) -> tuple[PagedK
     return replace(one, **parts), around
 
 
-# No wrong slot is a right one in its low 32 bits plus some multiple: removing the guard shows.
-WRONG_SLOTS = [-1, 15, 16, -7, 2**31 - 1, -(2**31)]
-FAR_SLOTS = [2**32, 2**32 + 5, 2**33 + 14, 5 - 2**32, 2**40 + 3, -(2**63), 2**63 - 1]
+# Near ones lie in the guard zones, the low 32 bits of far ones are slots of the cache.
+NEAR_SLOTS = [-1, 15, 16, -7]
+FAR_SLOTS = [2**32, 2**32 + 5, 2**33 + 14, 5 - 2**32, 2**40 + 3, -(2**63)]
 
 
 # FAULTS 17, 18
@@ -151,7 +154,7 @@ FAR_SLOTS = [2**32, 2**32 + 5, 2**33 + 14, 5 - 2**32, 2**40 + 3, -(2**63), 2**63
 def test_padding_and_slots_beyond_the_cache_write_nothing(fmt: str, layout: str, device: str) -> None:
     cache, around = _guarded(fmt, layout, 3, device)
     before = [t.clone() for t in around]
-    for wrong, dtype in ((WRONG_SLOTS, I32), (WRONG_SLOTS + FAR_SLOTS, torch.int64)):
+    for wrong, dtype in ((NEAR_SLOTS, I32), (FAR_SLOTS, torch.int64), ([*NEAR_SLOTS, 2**31 - 1], I32)):
         slots = torch.tensor(wrong, device=device, dtype=dtype)
         append(cache, *_tokens(len(wrong), device), slots)
         for a, b in zip(before, around, strict=True):
@@ -470,6 +473,21 @@ def test_heads_far_apart_in_memory_are_found(device: str) -> None:
     x = torch.ones(1, 2, DIM, device=device)
     append(cache, 2 * x, x, torch.ones(1, device=device, dtype=I32))
     assert far[1].float().unique().tolist() == [2.0]
+
+
+@triton.jit
+def _offsets_kernel(out, kv, head, VEC: tl.constexpr):
+    one = tl.arange(0, 1).to(tl.int64)
+    at = store_offsets(kv, one, one, head, tl.arange(0, 2), VEC, True)
+    tl.store(out + tl.arange(0, 1)[:, None] + tl.arange(0, 2)[None, :], at)
+
+
+@pytest.mark.parametrize("vec", [0, 16])
+def test_a_heads_offset_has_64_bits_whatever_its_number_has(vec: int, device: str) -> None:
+    out = torch.zeros(2, dtype=torch.int64, device=device)
+    kv = CachePointers(out, 1, 1, 2**30, 1)
+    launch(_offsets_kernel, (1,), (out, kv, 6), {"VEC": vec}, LaunchOptions(num_warps=1))
+    assert out.tolist() == [6 * 2**30, 6 * 2**30 + max(vec, 1)]
 
 
 class _Recorder:
