@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append_reference
 from narrowkv.paged_cache.kernels import CachePointers, store_offsets
@@ -488,6 +489,36 @@ def test_a_heads_offset_has_64_bits_whatever_its_number_has(vec: int, device: st
     kv = CachePointers(out, 1, 1, 2**30, 1)
     launch(_offsets_kernel, (1,), (out, kv, 6), {"VEC": vec}, LaunchOptions(num_warps=1))
     assert out.tolist() == [6 * 2**30, 6 * 2**30 + max(vec, 1)]
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3fn", "fp4_e2m1"])
+def test_head_dim_112(fmt: str, device: str) -> None:
+    angle = torch.rand(5, 56, device=device) * 6
+    rope = Rope(angle.cos(), angle.sin(), torch.tensor([4, 0], device=device))
+    k, v = torch.randn(2, 2, HEADS, 112, device=device)
+    caches = [PagedKVCache.empty(2, 3, HEADS, 112, format=fmt, device=device) for _ in range(2)]
+    _both(*caches, k, v, torch.tensor([5, 1], device=device), rope=rope)
+    for got, want in zip(caches[0].dequantize(), caches[1].dequantize(), strict=True):
+        assert torch.equal(got, want)
+
+
+# FAULTS 48
+def test_tensors_without_memory_never_reach_the_kernel() -> None:
+    cache, real = _cache("fp8_e4m3fn", "NHD", 3, "cpu"), _tokens(2, "cpu")
+    slots = torch.arange(2)
+    append(cache, *real, slots)
+    before = _bytes(cache)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (*real, slots)]
+        fake_cache = PagedKVCache.empty(2, 3, HEADS, DIM, format="fp8_e4m3fn")
+        with pytest.raises(TypeError, match="needs tensors that have memory, got a FakeTensor"):
+            append(fake_cache, *fakes)
+    with pytest.raises(TypeError, match="needs tensors that have memory, got a FakeTensor"):
+        append(cache, *fakes)
+    functional = [torch._to_functional_tensor(x) for x in (*real, slots)]
+    with pytest.raises(TypeError, match="needs tensors that have memory, got a FunctionalTensor"):
+        append(cache, *functional)
+    assert all(torch.equal(a, b) for a, b in zip(before, _bytes(cache), strict=True))
 
 
 class _Recorder:
