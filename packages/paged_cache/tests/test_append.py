@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -519,6 +521,15 @@ def test_tensors_without_memory_never_reach_the_kernel() -> None:
     with pytest.raises(TypeError, match="needs tensors that have memory, got a FunctionalTensor"):
         append(cache, *functional)
     assert all(torch.equal(a, b) for a, b in zip(before, _bytes(cache), strict=True))
+
+
+def test_what_append_remembers_of_a_cache_does_not_keep_its_memory() -> None:
+    cache = _cache("bf16", "NHD", 3, "cpu")
+    append(cache, *_tokens(2, "cpu"), torch.arange(2))
+    memory = weakref.ref(cache.k)
+    del cache
+    gc.collect()
+    assert memory() is None
 
 
 class _Recorder:
