@@ -374,10 +374,13 @@ def test_positions_without_an_angle_take_the_nearest_and_are_found_under_validat
         append(caches[2], *arguments, rope=right)
         assert torch.equal(caches[0].k, caches[2].k)
         assert not bool(caches[0].k.float().isnan().any())
-        before = _bytes(caches[0])
-        with pytest.raises(ValueError, match=r"rope.positions must lie in \[0, 4\)"):
-            append(caches[0], *arguments, rope=rope, validate=True)
-        assert all(torch.equal(a, b) for a, b in zip(before, _bytes(caches[0]), strict=True))
+    before = _bytes(caches[0])
+    k, v = _tokens(1, device)
+    for bad in (4, -1, 2**32 + 1, -(2**32) + 1):
+        wrong_one = replace(rope, positions=torch.tensor([bad], device=device))
+        with pytest.raises(ValueError, match=rf"rope.positions must lie in \[0, 4\), got {bad}..{bad}"):
+            append(caches[0], k, v, torch.tensor([0], device=device), rope=wrong_one, validate=True)
+    assert all(torch.equal(a, b) for a, b in zip(before, _bytes(caches[0]), strict=True))
 
 
 # FAULTS 51
