@@ -120,6 +120,10 @@ class SparsePlan:
     _scratch: tuple[torch.Tensor, ...] = field(default=(), repr=False)
     _launches: dict[Any, BoundLaunch] = field(default_factory=dict, init=False, repr=False)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> SparsePlan:
+        """A plan of its own over the same memory, which is what captured graphs know."""
+        return replace(self)
+
     def explain(self) -> str:
         """One line for people: which kernels run, how the work is cut up, and what memory it takes."""
         other = "" if self.hopper is None else f"; {self.hopper.explain()} where it fills the chip"
