@@ -15,7 +15,7 @@ PY       := $(VENV)/bin/python
 STAMP    := $(VENV)/.stamp
 PROJECTS := $(patsubst %/pyproject.toml,%,$(wildcard packages/*/pyproject.toml cli/pyproject.toml))
 SOURCES  := $(wildcard packages/*/src cli/src)
-CHECKED  := $(wildcard packages cli tests benchmarks examples tools conftest.py)
+CHECKED  := $(wildcard packages cli tests benchmarks examples tools docs/conf.py conftest.py)
 # Every Triton the code must generate good code under; each lives in a folder of its own beside the environment.
 TRITONS  := 3.6.0 3.7.1 3.8.0 3.9.0
 
@@ -23,7 +23,7 @@ empty :=
 space := $(empty) $(empty)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup probe test test-full test-gpu test-install lint format typecheck bench wheels clean $(addprefix codegen-,$(TRITONS))
+.PHONY: help setup probe test test-full test-gpu test-install lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F '|' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -76,10 +76,18 @@ typecheck: $(STAMP)  ## mypy --strict on the packages
 bench: $(STAMP)  ## device-time regressions against the stored baseline of this device
 	$(PY) -m pytest benchmarks --benchmark-enable --benchmark-only $(ARGS)
 
-wheels: $(STAMP)  ## builds every package's wheel into dist/
+results: $(STAMP)  ## draws the plots and writes the tables of the documentation from benchmarks/results/
+	$(PY) tools/results.py $(ARGS)
+
+docs: $(STAMP)  ## the documentation as a site, in docs/_build/html; a warning is an error
+	$(PY) tools/results.py --check
+	$(PY) -m sphinx -q -E -W --keep-going -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+wheels: $(STAMP)  ## builds every package's wheel, and the one of all packages, into dist/
 	rm -rf dist
-	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir dist $(addprefix ./,$(PROJECTS))
+	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir dist $(addprefix ./,$(PROJECTS)) .
 	@ls -1 dist
 
 clean:  ## removes the environment and what was built
-	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis
+	rm -rf $(VENV) dist docs/_build .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis

@@ -150,12 +150,15 @@ class CleanEnvironment:
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
                 self.show_distribution(requirement.name)
 
-    def imports(self, *names: str) -> None:
-        """Imports packages of narrowkv from this environment, with this process's torch and triton."""
+    def imports(self, *names: str, below: Path | None = None) -> None:
+        """Imports packages of narrowkv from this environment, with this process's torch and triton.
+
+        They must lie below a folder: by default where the environment's packages are.
+        """
         self.show_outer_packages()
         for name in names:
             code = f"import narrowkv.{name} as package; print(package.__file__)"
-            assert Path(run(self.python, "-c", code).stdout.strip()).is_relative_to(self.site)
+            assert Path(run(self.python, "-c", code).stdout.strip()).is_relative_to(below or self.site)
 
     def show_outer_packages(self) -> None:
         """Puts this process's torch, triton and the rest in place of those that only seemed installed.
@@ -301,14 +304,18 @@ def sources_of(name: str, wheels: dict[str, Wheel], form: str) -> list[str]:
     return [form.format("cli" if folder == "cli" else f"packages/{folder}") for folder in folders]
 
 
-@pytest.mark.parametrize("source", ["{checkout}", "narrowkv @ git+file://{checkout}"], ids=["folder", "git"])
+@pytest.mark.parametrize(
+    "source",
+    [["{checkout}"], ["git+file://{checkout}"], ["--editable", "{checkout}"]],
+    ids=["folder", "git", "editable"],
+)
 def test_all_packages_install_from_a_checkout_and_from_a_git_url(wheels, checkout, tmp_path, source):
     clean = CleanEnvironment(tmp_path / "venv", wheels)
-    clean.install(source.format(checkout=checkout))
+    clean.install(*(part.format(checkout=checkout) for part in source))
     found = clean.distributions()
     assert found["torch"] == ROCM_TORCH
     assert {name for name in found if name.startswith("narrowkv")} == {"narrowkv"}
-    clean.imports(*PROJECTS)
+    clean.imports(*PROJECTS, below=checkout if "--editable" in source else clean.site)
     assert "Usage" in run(clean.python.parent / "narrowkv", "--help").stdout
 
 

@@ -25,7 +25,7 @@ DOCS = ROOT / "docs"
 Row = dict[str, Any]
 # Okabe and Ito's colours, which colour-blind readers can tell apart; every bar also has its name beside it.
 BLUE, ORANGE, GREEN, GREY, RED = "#0072b2", "#e69f00", "#009e73", "#8c8c8c", "#d55e00"
-WIDTH, NAMES, VALUES, BAR, GAP = 560, 190, 92, 18, 4  # pixels of the view box
+WIDTH, NAMES, VALUES, BAR, GAP = 480, 182, 104, 20, 5  # pixels of the view box
 FONT = "font-family='-apple-system, Segoe UI, Helvetica, Arial, DejaVu Sans, sans-serif'"
 
 
@@ -77,7 +77,7 @@ def one(name: str, **wanted: object) -> Row:
 
 
 def text(
-    x: float, y: float, content: str, *, size: int = 13, weight: str = "normal", anchor: str = "start"
+    x: float, y: float, content: str, *, size: int = 14, weight: str = "normal", anchor: str = "start"
 ) -> str:
     """An SVG text element."""
     return (
@@ -90,10 +90,10 @@ def text(
 def draw_chart(chart: Chart, top: float) -> tuple[list[str], float]:
     """The SVG elements of a chart that begins at `top`, and where it ends."""
     y = top + 22
-    parts = [text(12, y, chart.title, size=16, weight="bold")]
+    parts = [text(6, y, chart.title, size=17, weight="bold")]
     for line in chart.subtitle:
-        y += 17
-        parts.append(text(12, y, line, size=12))
+        y += 18
+        parts.append(text(6, y, line, size=13))
     y += 8
     longest = max(bar.value for group in chart.groups for bar in group.bars)
     scale = (WIDTH - NAMES - VALUES) / longest
@@ -103,7 +103,7 @@ def draw_chart(chart: Chart, top: float) -> tuple[list[str], float]:
     for group in chart.groups:
         if group.heading:
             y += 20
-            bars.append(text(12, y, group.heading, size=13, weight="bold"))
+            bars.append(text(6, y, group.heading, size=14, weight="bold"))
             y += 4
         for bar in group.bars:
             y += GAP
@@ -111,13 +111,13 @@ def draw_chart(chart: Chart, top: float) -> tuple[list[str], float]:
             bars.append(
                 f"<rect x='{NAMES}' y='{y:g}' width='{length:.1f}' height='{BAR}' fill='{bar.color}'/>"
             )
-            bars.append(text(NAMES - 8, y + 14, bar.name, anchor="end"))
-            bars.append(text(NAMES + length + 6, y + 14, bar.text))
+            bars.append(text(NAMES - 8, y + 15, bar.name, anchor="end"))
+            bars.append(text(NAMES + length + 6, y + 15, bar.text))
             y += BAR
         y += 4
     if chart.mark:
         x = NAMES + chart.mark[0] * scale
-        parts.append(text(x, begin - 2, chart.mark[1], size=12, anchor="middle"))
+        parts.append(text(x, begin - 2, chart.mark[1], size=13, anchor="middle"))
         parts.append(
             f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{begin + 2:g}' y2='{y:g}' "
             "stroke='#555' stroke-dasharray='4 3'/>"
@@ -150,7 +150,7 @@ PEERS = {
     "flashinfer fa2": "FlashInfer fa2",
     "aiter triton": "AITER (Triton)",
     "vllm triton": "vLLM (Triton)",
-    "flashinfer xqa": "FlashInfer XQA, FP8 maths",
+    "flashinfer xqa": "XQA, FP8 maths",
 }
 
 
@@ -177,8 +177,8 @@ def against_peers() -> Chart:
     return Chart(
         "Decode time on an H100",
         [
-            "96 query heads over 8 KV heads, batch 128, context 32768, page 16, bf16 queries.",
-            "1.0: the time that reading the FP8 cache once takes at the measured bandwidth.",
+            "96 query heads over 8 KV heads, bf16 queries, batch 128, context 32768,",
+            "page 16. 1.0: reading the FP8 cache once at the measured bandwidth.",
             "* its ratio to the FP8 cache is of another run",
         ],
         [Group("", bars)],
@@ -243,10 +243,10 @@ def decode_by_shape() -> Chart:
             )
         groups.append(Group(f"batch {shape[0]}, context {shape[1]}", bars))
     return Chart(
-        "Decode over an FP8 cache, H100: time over the floor",
+        "FP8 decode, H100: time over the floor",
         [
             "Page 16, 96 query heads over 8 KV heads, bf16 queries.",
-            "Red: casts queries and probabilities to FP8, 3.8e-2 off.",
+            "FlashInfer XQA casts queries and probabilities to FP8.",
         ],
         groups,
         mark=(1.0, "floor"),
@@ -285,8 +285,8 @@ def prefill() -> Chart:
         ]
         groups.append(Group(f"{new} new tokens over {prefix}", bars))
     return Chart(
-        "Prefill over an FP8 cache, H100: time over the floor",
-        ["96 query heads over 8 KV heads, causal, bf16 queries, page 16."],
+        "FP8 prefill, H100: time over the floor",
+        ["96 query heads over 8 KV heads, causal, bf16 queries."],
         groups,
         mark=(1.0, "floor"),
     )
@@ -302,8 +302,8 @@ def sparse() -> Chart:
             bars.append(Bar(mode, row["ratio_to_floor"], f"{row['ratio_to_floor']:.2f} x", color))
         groups.append(Group(f"{heads} heads, top-k {topk}", bars))
     return Chart(
-        "DeepSeek-V4 sparse prefill, H100: time over the floor",
-        ["4096 query tokens, 65536 rows. bf16: 16-bit rows; prepass, fused: FP8 rows."],
+        "Sparse prefill, H100: time over the floor",
+        ["4096 tokens. bf16: 16-bit rows; prepass, fused: FP8 rows."],
         groups,
         mark=(1.0, "floor"),
     )

@@ -58,19 +58,20 @@ class Passage:
     to_lds: dict[int, int] = field(default_factory=dict)
 
 
+_NO_WAIT = {"vmcnt": 63, "expcnt": 7, "lgkmcnt": 15}  # the largest count of each field waits for nothing
+
+
 def wait_counts(inst: Instruction) -> dict[str, int]:
-    """Counters of an s_waitcnt: ``{"vmcnt": 0}`` for ``s_waitcnt vmcnt(0)``."""
-    named = {name: int(value, 0) for name, value in re.findall(r"(vmcnt|lgkmcnt|expcnt)\((\w+)\)", inst.text)}
-    if named:
-        return named
-    code = int(inst.operands[0], 0)  # S_WAITCNT's immediate: vmcnt in bits 15:14 and 3:0, lgkmcnt in 11:8
-    counts = {
-        "vmcnt": code & 15 | (code >> 10) & 0x30,
-        "expcnt": (code >> 4) & 7,
-        "lgkmcnt": (code >> 8) & 15,
-    }
-    most = {"vmcnt": 63, "expcnt": 7, "lgkmcnt": 15}
-    return {name: count for name, count in counts.items() if count < most[name]}
+    """Counters that an s_waitcnt waits for: ``{"vmcnt": 0}`` for ``s_waitcnt vmcnt(0)``."""
+    counts = {name: int(n, 0) for name, n in re.findall(r"(vmcnt|lgkmcnt|expcnt)\((\w+)\)", inst.text)}
+    if not counts:  # S_WAITCNT's immediate: vmcnt in bits 15:14 and 3:0, expcnt in 6:4, lgkmcnt in 11:8
+        code = int(inst.operands[0], 0)
+        counts = {
+            "vmcnt": code & 15 | (code >> 10) & 0x30,
+            "expcnt": (code >> 4) & 7,
+            "lgkmcnt": code >> 8 & 15,
+        }
+    return {name: count for name, count in counts.items() if count < _NO_WAIT[name]}
 
 
 class HazardModel:
@@ -131,6 +132,35 @@ class HazardModel:
         if known is None:
             known = self._passages[block, number] = self._examine(block, self._states[number])
         return known
+
+    def explore(self, limit: int = 20_000) -> bool:
+        """Examine every block in every state that a path from the entry brings, whether data takes it or not.
+
+        Args:
+            limit: pairs of block and state to examine at most; conditional loads in a row double the states.
+
+        Returns:
+            Whether all pairs were examined.
+
+        Raises:
+            HazardError: some path has a hazard.
+        """
+        blocks = self.program.blocks
+        todo = [(self.program.entry, 0)]
+        seen = set(todo)
+        while todo:
+            block, number = todo.pop()
+            after = self.passage(block, number).state
+            following = [blocks[block].target] if blocks[block].target >= 0 else []
+            if blocks[block].end not in ("always", "exit") and block + 1 < len(blocks):
+                following.append(block + 1)
+            for pair in ((other, after) for other in following):
+                if pair not in seen:
+                    if len(seen) >= limit:
+                        return False
+                    seen.add(pair)
+                    todo.append(pair)
+        return True
 
     def _examine(self, block: int, state: State) -> Passage:
         vector, local = list(state.vector), list(state.local)

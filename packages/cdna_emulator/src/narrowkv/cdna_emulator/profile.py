@@ -107,6 +107,12 @@ def _loops(
         yield from _loops(part - {head}, after, counts)
 
 
+def loop_bodies(program: Program, block_counts: Sequence[float]) -> list[tuple[int, set[int]]]:
+    """Head and blocks of each loop of a program, outer loops before those inside them."""
+    after = _successors(program)
+    return list(_loops(set(after), after, block_counts))
+
+
 def profile(program: Program, block_counts: Sequence[float]) -> Profile:
     """The profile of a run from how often waves executed each block of the program."""
 
@@ -118,7 +124,6 @@ def profile(program: Program, block_counts: Sequence[float]) -> Profile:
                     total[inst.name] = total.get(inst.name, 0.0) + block_counts[index]
         return total
 
-    after = _successors(program)
     loops = tuple(
         Loop(
             min(program.blocks[index].instructions[0].line for index in body),
@@ -126,7 +131,7 @@ def profile(program: Program, block_counts: Sequence[float]) -> Profile:
             block_counts[head],
             executed(body),
         )
-        for head, body in sorted(_loops(set(after), after, block_counts), key=lambda item: min(item[1]))
+        for head, body in sorted(loop_bodies(program, block_counts), key=lambda item: min(item[1]))
         if block_counts[head]
     )
     return Profile(executed(range(len(program.blocks))), loops)

@@ -451,13 +451,10 @@ def quantize_per_group(
         x: fp32, bf16 or fp16 `[..., dim]`.
         group: channels per scale; must divide dim.
         scale: how a scale is stored: "e8m0" (uint8 bytes), "e4m3" (float8_e4m3fn) or "fp32".
-        exponent: how it is chosen; None is the first of these.
-            e8m0: "mse" (the power of two with the least squared error in the group), "floor" (OCP MX: the
-                largest
-            element may saturate), "ceil" (nothing saturates).
-            e4m3: "mse" (the better of two scales in FP4: the largest element becomes 6, or 4), "amax" (always
-                6).
-            fp32: "amax".
+        exponent: how it is chosen; None is the first of these. For "e8m0": "mse" (the power of two with the
+            least squared error in the group), "floor" (OCP MX: the largest element may saturate) or "ceil"
+            (nothing saturates). For "e4m3": "mse" (in FP4 the better of two scales: the largest element
+            becomes 6, or 4) or "amax" (always 6). For "fp32": "amax".
         format: the element format: FP4, FP8, INT8 or INT4.
         global_descale: a second descale for the whole tensor, for "e4m3" only (`nvfp4_global_descale` finds
             it): a number, or fp32 with one element.

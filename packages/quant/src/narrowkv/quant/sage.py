@@ -3,14 +3,16 @@
 SageAttention (Zhang et al., arXiv 2410.02367 and 2411.10958) quantises Q and K at one of four granularities.
 Tokens count from the first one of a sequence; "groups" says which descale token t has, within its span.
 
-| granularity | of | span | descales a span | group of token t within its span |
-|---|---|---|---|---|
-| per_tensor | Q, K | everything | 1 | 0 |
-| per_block | Q, K | 128 | 1 | 0 |
-| per_warp | Q | 32 | 1 | 0 |
-| per_warp | K | 64 | 1 | 0 |
-| per_thread | Q | 32 | 8 | t % 8 |
-| per_thread | K | 64 | 4 | t % 8 // 2 |
+===========  ====  ==========  ===============  =================================
+granularity  of    span        descales a span  group of token t within its span
+===========  ====  ==========  ===============  =================================
+per_tensor   Q, K  everything  1                0
+per_block    Q, K  128         1                0
+per_warp     Q     32          1                0
+per_warp     K     64          1                0
+per_thread   Q     32          8                t % 8
+per_thread   K     64          4                t % 8 // 2
+===========  ====  ==========  ===============  =================================
 
 The groups of per_thread are the published ones: 4 tokens of Q and 16 of K, interleaved so that they are the
 rows and columns that one thread holds of the result of a 16x8 matrix instruction.

@@ -20,11 +20,10 @@ import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
-from narrowkv.quant.errors import UnsupportedError
-from narrowkv.quant.launch.gpu import launch_on_gpu
+from narrowkv.quant.launch.gpu import GpuLaunch, gpu_launch
 from narrowkv.quant.launch.options import LaunchOptions
-from narrowkv.quant.launch.tensors import HostCopies, check_has_memory, tensors_of
-from narrowkv.quant.targets import Target, device_target, get_target
+from narrowkv.quant.launch.tensors import HostCopies, check_have_memory, tensors_of
+from narrowkv.quant.targets import Target, compile_target, device_target, get_target
 
 
 class Executor(Protocol):
@@ -105,7 +104,7 @@ def compile_for(target: str) -> Iterator[list[Any]]:
     Outputs of operations called inside the block are not computed and must not be read.
 
     Args:
-        target: "gfx942" or "gfx950".
+        target: "gfx942" or "gfx950"; or "gfx90a" or "gfx1250", with the configurations of other targets.
 
     Yields:
         The list that receives one `CompiledArtifact` per launch.
@@ -121,10 +120,7 @@ def compile_for(target: str) -> Iterator[list[Any]]:
     """
     from narrowkv.quant.launch.compiler import CompileExecutor
 
-    resolved = get_target(target)
-    if resolved.vendor != "amd":
-        raise UnsupportedError(f"compile_for needs an AMD target (gfx942, gfx950), got {target!r}")
-    executor = CompileExecutor(resolved)
+    executor = CompileExecutor(compile_target(target))
     with executing(executor):
         yield executor.artifacts
 
@@ -152,7 +148,7 @@ def launch(
     args: tuple[Any, ...],
     constexprs: dict[str, Any],
     options: LaunchOptions,
-) -> None:
+) -> GpuLaunch | None:
     """Launches, interprets or compiles `kernel`; nothing happens for an empty grid.
 
     Args:
@@ -162,28 +158,38 @@ def launch(
         constexprs: `tl.constexpr` arguments by name.
         options: compiler options.
 
+    Returns:
+        What launches the kernel on a GPU, where that is how it was launched.
+
     Raises:
         TypeError: there is no tensor, or one that has no memory: a fake, functional, meta or sparse tensor.
     """
     if 0 in grid:
-        return
-    tensors = list(tensors_of(args))
+        return None
+    tensors = tensors_of(args)
     if not tensors:
         raise TypeError("a launch needs at least one tensor argument, got none")
-    for tensor in tensors:
-        check_has_memory(tensor)
+    check_have_memory(tensors)
     executor = _executor.get()
     if executor is not None:
         executor.launch(kernel, grid, args, constexprs, options)
-        return
+        return None
     device = tensors[0].device
     # TRITON_INTERPRET makes kernels that Triton cannot compile.
     if device.type == "cpu" or isinstance(kernel, InterpretedFunction):
         InterpretExecutor(device_target(device)).launch(kernel, grid, args, constexprs, options)
-    elif device.index == torch.cuda.current_device():
-        launch_on_gpu(kernel, grid, args, constexprs, options, device)
+        return None
+    launcher = gpu_launch(kernel, constexprs, options)
+    if device.index == torch.cuda.current_device():
+        launcher.launch(grid, args, device)
     else:
         # Triton launches on the current device and stream; the tensors' device decides, not the caller's
         # default.
         with torch.cuda.device(device):
-            launch_on_gpu(kernel, grid, args, constexprs, options, device)
+            launcher.launch(grid, args, device)
+    return launcher
+
+
+def executor() -> Executor | None:
+    """What takes the launches of the calling context, if not their tensors' device."""
+    return _executor.get()

@@ -1,0 +1,135 @@
+"""From a trace to times: what a launch would take, and what bounds it. Always a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .machine import MACHINES, Machine
+from .pipeline import Loop, simulate
+from .trace import Trace
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the timing model says of a kernel. Nothing here was measured.
+
+    Attributes:
+        target: where.
+        kernel: what.
+        workgroups_per_unit: workgroups that a compute unit holds at a time, by registers and LDS.
+        clocks: clocks of the launch from its first to its last workgroup.
+        clock_hz: the clock under this load.
+        seconds: the two divided.
+        flops: matrix flops of the launch.
+        loop: the hot loop in its steady state, or None.
+        matrix_share: share of the loop's clocks (of the whole, without a loop) in which a matrix unit is
+        busy. bound: the unit or wait that bounds it. has_addresses: whether bank conflicts and caches
+        follow from addresses, or ideal ones were assumed.
+    """
+
+    target: str
+    kernel: str
+    workgroups_per_unit: int
+    clocks: float
+    clock_hz: float
+    seconds: float
+    flops: float
+    loop: Loop | None
+    matrix_share: float
+    bound: str
+    has_addresses: bool
+
+    @property
+    def flops_per_second(self) -> float:
+        """Matrix flops a second."""
+        return self.flops / self.seconds
+
+    def bandwidth(self, num_bytes: float) -> float:
+        """Bytes a second of a launch that moves ``num_bytes``."""
+        return num_bytes / self.seconds
+
+    @property
+    def summary(self) -> str:
+        """One line for a person, which says that it is a model."""
+        parts = [f"model: {1e6 * self.seconds:.1f} us at {self.clock_hz / 1e9:.2f} GHz"]
+        if self.flops:
+            parts.append(f"{self.flops_per_second / 1e12:.0f} TFLOP/s")
+        if self.loop is not None:
+            parts.append(
+                f"{self.loop.clocks:.0f} clocks a pass, matrix unit busy {100 * self.matrix_share:.0f}%"
+            )
+            waits = [f"{why} {100 * share:.0f}%" for why, share in self.loop.stalls.items() if why != "issue"]
+            parts.append("waves wait for " + ", ".join(waits[:3]) if waits else "waves never wait")
+        return "; ".join([*parts, f"bound by {self.bound}"])
+
+
+def _bound(busy: dict[str, float], stalls: dict[str, float]) -> str:
+    """The unit that is busy nearly always; without one, what the waves wait for most."""
+    unit, share = max(busy.items(), key=lambda item: item[1])
+    if share >= 0.8:
+        return unit
+    waits = {reason: lost for reason, lost in stalls.items() if reason != "issue"}
+    if not waits:
+        return "instruction issue"
+    return f"waits for {max(waits, key=lambda reason: waits[reason])} ({unit} busy {100 * share:.0f}%)"
+
+
+def predict(
+    trace: Trace,
+    *,
+    registers: int | None = None,
+    lds_bytes: int | None = None,
+    workgroups: int = 1,
+    passes: float | None = None,
+    hbm_share: float = 1.0,
+    workgroups_per_unit: int | None = None,
+    machine: Machine | None = None,
+) -> Prediction:
+    """Predict a launch from what one of its workgroups executes.
+
+    Args:
+        trace: from `trace_workgroup` or `trace_text`.
+        registers: vector registers of a wave. Default: the program's.
+        lds_bytes: LDS of a workgroup. Default: the program's.
+        workgroups: workgroups of the launch, all taken to be alike.
+        passes: passes of the hot loop of each wave in the launch that is asked about. Default: as many as the
+            trace has.
+        hbm_share: share of the bytes that miss the vector cache that come from HBM, not from L2: 1 where
+            every workgroup reads its own, near 0 where many read the same at the same time.
+        workgroups_per_unit: overrides what registers and LDS allow.
+        machine: overrides the figures of the program's target.
+
+    Returns:
+        The prediction, which is a model's.
+
+    Example:
+        >>> trace = trace_workgroup(program, grid=(1, 1, 1), args=args, memory=memory)
+        >>> print(predict(trace, workgroups=1024, passes=256).summary)
+    """
+    program = trace.program
+    machine = machine or MACHINES[program.target]
+    warps = len(trace.waves)
+    resident = workgroups_per_unit or machine.workgroups_per_unit(
+        warps, program.vgprs if registers is None else registers,
+        program.lds_bytes if lds_bytes is None else lds_bytes,
+    )  # fmt: skip
+    each = -(-workgroups // machine.compute_units)
+    resident = max(min(resident, each), 1)
+    result = simulate(trace, machine, workgroups=resident, hbm_share=hbm_share,
+                      units=min(workgroups, machine.compute_units))  # fmt: skip
+    clocks, flops, loop = result.clocks, result.flops / resident, result.loop
+    if loop is not None and passes is not None:
+        clocks += (passes - loop.passes) * loop.clocks
+        flops += (passes - loop.passes) * loop.flops
+    busy = {unit: used / result.clocks for unit, used in result.busy.items()}
+    for unit in ("matrix", "vector ALU"):
+        busy[unit] /= machine.simds
+    share = busy["matrix"]
+    if loop is not None:
+        busy, share = loop.busy, loop.busy["matrix"]
+    total = clocks * -(-each // resident)
+    hz = machine.clock(min(share, 1.0))
+    return Prediction(
+        program.target, program.kernel_name, resident, total, hz, total / hz, flops * workgroups, loop, share,
+        _bound(busy, loop.stalls if loop is not None else {}), trace.has_addresses,
+    )  # fmt: skip
