@@ -429,6 +429,21 @@ def bench_sage(
     return run(shapes, precisions, groups, report, samples)
 
 
+@command(bench, "host", title="bench host")
+def bench_host(
+    report: Report,
+    samples: Samples = 20,
+    shapes: Annotated[int, typer.Option(min=0, help="Random calls of each operation; 0 for none.")] = 50,
+    captures: Annotated[str, typer.Option(metavar="LIST", help="Batches of captured graphs.")] = "1,8,64,512",
+    context: Annotated[int, typer.Option(min=16, help="Tokens that a captured batch may hold.")] = 131072,
+) -> ExitCode:
+    """Measure the Python time of each operation beside torch.add_, and the kernels of random shapes."""
+    sizes = _numbers("--captures", captures)
+    from narrowkv.cli.bench.host import bench_host as run
+
+    return run(report, samples=samples, shapes=shapes, captures=sizes, context=context)
+
+
 @command(inspect, "decode", title="inspect")
 def inspect_decode(
     report: Report,
