@@ -72,9 +72,8 @@ def gpus() -> list[dict[str, Any]]:
 
 def describe() -> dict[str, Any]:
     """Everything that `narrowkv env` reports."""
-    own = {
-        f"narrowkv-{name.replace('_', '-')}": _version(f"narrowkv-{name.replace('_', '-')}") for name in _OWN
-    }
+    names = ["narrowkv", *(f"narrowkv-{name.replace('_', '-')}" for name in _OWN)]
+    own = {name: _version(name) for name in names}  # all packages in one distribution, or in several
     variables = {k: v for k, v in dict(os.environ).items() if k.startswith(_TELLING_PREFIXES)}
     return {
         "system": {
