@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from typing import Any
@@ -216,6 +217,100 @@ def test_values_of_any_size_in_bf16(powers: tuple[int, ...], kernel: str, device
     assert isinstance(o, torch.Tensor)
     assert isinstance(expected, torch.Tensor)
     assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
+
+
+# Sums of such values, and V times what its scratch is scaled by, are beyond float32.
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("top", [1e37, 3e38])
+def test_values_near_the_largest_of_float32_in_dense_prefill(top: float, splits: int, device: str) -> None:
+    workload = W(q_lens=(30, 5), lens=(200, 40), num_kv_heads=1, format="bf16")
+    q, cache, table, starts = workload.build(device)
+    values = cache.logical()[1]
+    values.copy_(torch.where(values.isfinite(), values.clamp(-1, 1) * top, values))
+    plan = plan_prefill(q, cache, table, starts, kernel="dense", num_splits=splits)
+    poison_plan(plan)
+    sinks = torch.linspace(-3, 3, 3, device=device)
+    o, lse = batch_prefill(
+        q, cache, table, starts, plan=plan, return_lse=True, sinks=sinks, out_dtype=torch.float32
+    )
+    expected, expected_lse = batch_prefill_reference(q, cache, table, starts, return_lse=True, sinks=sinks)
+    assert bool(o.isfinite().all())
+    error = (o / top - expected / top).abs().sum() / (expected / top).abs().sum()
+    assert float(error) <= 0.002
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+
+
+# FAULTS 30, 46: a sequence's bits do not depend on the batch, on the table's width or on other lengths.
+@pytest.mark.parametrize("kernel", [None, "dense"])
+@pytest.mark.parametrize("target", ["cpu", "gfx942"])
+def test_batch_invariant_results(target: str, kernel: str | None) -> None:
+    workload = W(q_lens=(9, 1, 20), lens=(70, 5, 33), num_kv_heads=1, format="bf16")
+    q, cache, table, starts = workload.build()
+    context = run_as(target) if target != "cpu" else contextlib.nullcontext()
+
+    def run(sequences: list[int], width: int) -> tuple[torch.Tensor, ...]:
+        ids = torch.full((len(sequences), width), -1, dtype=torch.int32)
+        ids[:, : table.page_ids.shape[1]] = table.page_ids[sequences]
+        assert table.seq_lens is not None
+        batch = PageTable.from_block_table(ids, table.seq_lens[sequences], page_size=16)
+        rows = [torch.arange(int(starts[i]), int(starts[i + 1])) for i in sequences]
+        begins = torch.tensor([0, *(len(r) for r in rows)]).cumsum(0).int()
+        given = q[torch.cat(rows)]
+        plan = plan_prefill(given, cache, batch, begins, kernel=kernel, batch_invariant=True)
+        o, lse = batch_prefill(
+            given,
+            cache,
+            batch,
+            begins,
+            plan=plan,
+            batch_invariant=True,
+            return_lse=True,
+            sinks=torch.zeros(3),
+        )
+        last = len(rows[-1])
+        return o[-last:], lse[-last:]
+
+    with context:
+        for seq in range(3):
+            alone = run([seq], 5)
+            for others, width in (([0, 1, 2], 5), ([1] * 8, 300)):
+                for a, b in zip(run([*others, seq], width), alone, strict=True):
+                    assert torch.equal(a, b)
+
+
+@pytest.mark.slow
+def test_batch_invariant_results_in_batches_up_to_300(device: str) -> None:
+    q, cache, table, _ = W(q_lens=(3,), lens=(20,), num_kv_heads=1).build(device)
+    assert table.seq_lens is not None
+    alone = None
+    for batch in (1, 2, 63, 64, 65, 300):
+        many = PageTable.from_block_table(
+            table.page_ids.expand(batch, -1).contiguous(), table.seq_lens.expand(batch).contiguous(),
+            page_size=16,
+        )  # fmt: skip
+        starts = (torch.arange(batch + 1, device=device) * 3).int()
+        o = batch_prefill(q.repeat(batch, 1, 1), cache, many, starts, batch_invariant=True)
+        assert isinstance(o, torch.Tensor)
+        alone = o if alone is None else alone
+        assert torch.equal(o, alone.repeat(batch, 1, 1))
+
+
+def test_a_plan_that_is_not_batch_invariant_is_refused_where_that_is_asked_for() -> None:
+    q, cache, table, starts = W().build()
+    plan = plan_prefill(q, cache, table, starts)
+    with pytest.raises(ValueError, match="plan must be made with batch_invariant=True"):
+        batch_prefill(q, cache, table, starts, plan=plan, batch_invariant=True)
+    with pytest.raises(UnsupportedError, match="kernel='decode' needs one query token"):
+        plan_prefill(q, cache, table, starts, kernel="decode", batch_invariant=True)
+    for target in ("gfx942", "sm90", "gfx950"):
+        with run_as(target):
+            plans = [
+                plan_prefill(
+                    *W(q_lens=(n,) * batch, lens=(n + 500,) * batch, clean=True).build(), batch_invariant=True
+                )
+                for n, batch in ((1, 1), (1, 8), (100, 2), (300, 1))
+            ]
+        assert len({plan.config for plan in plans}) == 1
 
 
 @either_kernel
@@ -513,7 +608,9 @@ def test_wrong_values_are_found_when_asked_for_and_harmless_otherwise() -> None:
         with pytest.raises(ValueError, match="cu_seqlens_q must rise from 0"):
             plan_prefill(q, cache, table, bad, validate=True)
         batch_prefill(q, cache, table, bad)
-    wild = PageTable.from_block_table(torch.full_like(table.page_ids, 2**30), table.seq_lens, page_size=16)
+    wild = PageTable.from_block_table(
+        torch.full_like(table.page_ids, 2**27 + 12345), table.seq_lens, page_size=16
+    )
     with pytest.raises(ValueError, match="page ids must be below"):
         plan_prefill(q, cache, wild, starts, validate=True)
     batch_prefill(q, cache, wild, starts)

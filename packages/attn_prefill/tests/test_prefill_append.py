@@ -289,6 +289,22 @@ def test_new_values_of_any_size(
     _compare(plan, q, k_new, v_new, cache, table, starts, parts=(slice(64), slice(64, None)))
 
 
+@pytest.mark.parametrize("kernel", ["staged", "apart"])
+@pytest.mark.parametrize("top", [1e37, 3e38])
+def test_new_values_near_the_largest_of_float32(top: float, kernel: str, device: str) -> None:
+    workload = W(lens=(0, 20), q_lens=(70, 9), num_kv_heads=1, format="bf16")
+    q, k_new, v_new, cache, table, starts, _ = workload.build_append(device)
+    v_new.copy_(v_new.clamp(-1, 1) * top)
+    wanted = copy_cache(cache)
+    plan = plan_append(q, cache, table, starts, kernel=kernel)
+    o = prefill_append(q, k_new, v_new, cache, table, starts, plan=plan, out_dtype=torch.float32)
+    expected = prefill_append_reference(q, k_new, v_new, wanted, table, starts)
+    assert isinstance(o, torch.Tensor)
+    assert isinstance(expected, torch.Tensor)
+    assert float((o / top - expected / top).abs().sum() / (expected / top).abs().sum()) <= 0.002
+    assert _same_bytes(cache, wanted)
+
+
 @either_kernel
 def test_splits_and_sequences_without_new_tokens(kernel: str, device: str) -> None:
     workload = W(lens=(130, 40, 0), q_lens=(9, 0, 70), num_kv_heads=1)

@@ -412,9 +412,8 @@ def test_validate_finds_every_wrong_value_of_an_append_and_changes_nothing(devic
 
     refused("cu_seqlens_q must rise from 0", starts=starts + 1)
     refused("must not be negative", table=replace(table, seq_lens=table.seq_lens * 0 - 1))
-    refused(
-        "page_table must have pages for the new tokens", table=replace(table, seq_lens=table.seq_lens + 20)
-    )
+    longer = torch.tensor([20, 5, 75], dtype=torch.int32, device=device)
+    refused("page_table must have pages for the new tokens", table=replace(table, seq_lens=longer))
     wild = table.page_ids.clone()
     wild[2, 5] = -1  # of new tokens only
     refused("page ids must not be negative", table=replace(table, page_ids=wild))
@@ -438,26 +437,11 @@ def test_validate_finds_every_wrong_value_of_an_append_and_changes_nothing(devic
     prefill_append(q, k_new, v_new, cache, table, starts, rope=rope, validate=True)
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
-def test_a_descale_that_is_a_number_is_always_looked_at(bad: float) -> None:
-    q, k_new, v_new, cache, table, starts, _ = A().build_append()
-    for name in ("k_descale", "v_descale"):
-        wrong = replace(cache, **{name: bad})
-        before = copy_cache(wrong)
-        with pytest.raises(ValueError, match=name):
-            prefill_append(q, k_new, v_new, wrong, table, starts)
-        with pytest.raises(ValueError, match=name):
-            plan_append(q, wrong, table, starts)
-        with pytest.raises(ValueError, match=name):
-            batch_prefill(q, wrong, replace(table, before_append=False), starts)
-        assert not differing_bytes(wrong, before)
-
-
 def test_descales_of_another_batch_are_refused() -> None:
     q, cache, table, starts = P(granularity="sequence_head").build()
     assert isinstance(cache.k_descale, torch.Tensor)
     short = replace(cache, k_descale=cache.k_descale[:1])
-    with pytest.raises(ValueError, match=r"k_descale per sequence and head must have shape \[3, 2\]"):
+    with pytest.raises(ValueError, match=r"k_descale must have shape \[3, 2\], got \[1, 2\]"):
         batch_prefill(q, short, table, starts)
 
 

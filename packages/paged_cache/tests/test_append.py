@@ -492,12 +492,13 @@ class _Recorder:
 
 
 def _python_calls(call: Callable[[], None]) -> int:
-    """Python functions that a call enters."""
+    """Python functions that a call enters, those of the launch path apart."""
     entered = 0
 
     def count(frame: Any, event: str, arg: Any) -> None:
         nonlocal entered
-        entered += event == "call"
+        module = frame.f_globals.get("__name__", "")
+        entered += event == "call" and not module.startswith("narrowkv.quant.launch")
 
     sys.setprofile(count)
     try:
@@ -516,7 +517,7 @@ def test_a_later_call_of_a_kind_enters_few_python_functions() -> None:
         for tokens in (4, 1, 7):
             k, v = _tokens(tokens, "cpu")
             slots, turn = torch.arange(tokens), _rope(tokens, 16)
-            assert _python_calls(lambda: append(caches[1], k, v, slots, rope=turn)) <= 20  # noqa: B023
+            assert _python_calls(lambda: append(caches[1], k, v, slots, rope=turn)) <= 16  # noqa: B023
     constants = [launch[3] for launch in recorder.launches]
     assert all(c is constants[0] for c in constants), "every layer and count launches what was prepared once"
 

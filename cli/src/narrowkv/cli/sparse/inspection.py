@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rich import box
-from rich.table import Table
-
 from narrowkv.cli.codegen import KernelCode, compile_call
 from narrowkv.cli.report import ExitCode, Report
+from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.shipped_code import CallCode, inspect_calls
 from narrowkv.cli.sparse.cases import QUERIES, SparseCase, build
 
@@ -62,26 +60,28 @@ def inspect_case(case: SparseCase, target: str) -> SparseCode:
 
 def inspect_sparse(cases: list[SparseCase], report: Report, *, targets: tuple[str, ...]) -> ExitCode:
     """Compiles calls for each target and shows what came of it; spills and scratch end with exit code 1."""
-    return inspect_calls(cases, report, targets=targets, inspect_case=inspect_case, table=_table, spell=str)
+    return inspect_calls(
+        cases, report, targets=targets, inspect_case=inspect_case, kind=SparseCode, table=_table
+    )
 
 
-def _table(found: list[CallCode[SparseCase]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for column in ("target", "kernel", "Q", "rows"):
-        table.add_column(column)
-    for column in ("heads", "VGPR", "AGPR", "spilled", "scratch", "LDS", "warps"):
-        table.add_column(column, justify="right")
-    table.add_column("matrix instructions of the loop")
+def _table(found: list[CallCode[SparseCase]]) -> Sheet:
+    sheet = Sheet(
+        [
+            *keys("target", "kernel", "Q", "rows", "heads"),
+            *numbers("VGPR", "AGPR", "spilled", "scratch", "LDS", "warps"),
+            Column("matrix instructions of the loop"),
+        ]
+    )
     for code in found:
         for k in code.kernels:
             case = code.case
             rows = case.layout
             if rows not in QUERIES:
                 rows += f" {case.format}{'' if case.clean else ', foreign'}"
-            numbers = (case.heads, k.vgprs, k.agprs, k.spills + k.sgpr_spills, k.scratch_bytes, k.lds_bytes)
             mfma = ", ".join(f"{name.removeprefix('v_mfma_')} {n}" for name, n in k.mfma.items())
-            table.add_row(
-                code.target, k.name, case.q, rows, *(str(n) for n in numbers), str(k.num_warps), mfma,
-                style="bold red" if code.faulty else "",
+            sheet.add(
+                code.target, k.name, case.q, rows, case.heads, k.vgprs, k.agprs, k.spills + k.sgpr_spills,
+                k.scratch_bytes, k.lds_bytes, k.num_warps, mfma, style="bold red" if code.faulty else "",
             )  # fmt: skip
-    return table
+    return sheet

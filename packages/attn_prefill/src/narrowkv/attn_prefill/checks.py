@@ -161,27 +161,15 @@ def check_chunk(
     check_new_tokens(cache, k_new, v_new, rope, EXPONENT_RULES[0], validate=validate)
     check_no_overlap("cache.k", cache.k, **others)
     check_no_overlap("cache.v", cache.v, **others)
-    for name, descale, kind, _ in _descales(cache):
+    for name, descale, kind in _descales(cache):
         if isinstance(descale, torch.Tensor) and kind in PER_TOKEN_GRANULARITIES:
             check_no_overlap(f"cache.{name}", descale, **others)
 
 
-def _descales(cache: PagedKVCache) -> Iterator[tuple[str, Any, str, str]]:
-    """Name, value and granularity of both descales, and the format that each belongs to."""
-    yield "k_descale", cache.k_descale, cache.k_granularity, cache.format.k
-    yield "v_descale", cache.v_descale, cache.v_granularity, cache.format.v
-
-
-def check_descales(cache: PagedKVCache, batch: int) -> None:
-    """Refuses descales that are no positive numbers, or are of another batch."""
-    for name, descale, kind, _ in _descales(cache):
-        if not isinstance(descale, torch.Tensor):
-            check_descale_float(name, descale)
-        elif kind == "sequence_head" and descale.shape[0] != batch:
-            raise ValueError(
-                f"{name} per sequence and head must have shape [{batch}, {cache.num_kv_heads}] for the page "
-                f"table's {batch} sequences, got {list(descale.shape)}"
-            )
+def _descales(cache: PagedKVCache) -> Iterator[tuple[str, Any, str]]:
+    """Name, value and granularity of both descales."""
+    yield "k_descale", cache.k_descale, cache.k_granularity
+    yield "v_descale", cache.v_descale, cache.v_granularity
 
 
 def check_values(
@@ -216,8 +204,7 @@ def check_values(
         _check_bound("max_q_len", shape.max_q_len, int(q_lens.max()))
         _check_bound("max_seq_len", shape.max_seq_len, int(lens.max()))
         _check_bound("max_kv_tokens", shape.kv_tokens, int(lens.sum()))
-    check_descales(cache, page_table.batch_size)
-    for name, descale, kind, _ in _descales(cache):
+    for name, descale, kind in _descales(cache):
         if isinstance(descale, torch.Tensor) and descale.dtype == torch.float32:
             for values in _used_descales(descale, kind, page_table):
                 check_descale_tensor(name, values, validate=True)

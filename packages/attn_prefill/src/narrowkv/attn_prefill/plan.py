@@ -8,7 +8,7 @@ import torch
 
 from narrowkv.attn_decode import DecodePlan, plan_decode
 from narrowkv.attn_decode.kernels import Workspace
-from narrowkv.attn_prefill.checks import check_descales, check_values
+from narrowkv.attn_prefill.checks import check_values
 from narrowkv.attn_prefill.config import (
     SCRATCH_BLOCK,
     PrefillConfig,
@@ -144,7 +144,6 @@ def prefill_shape(
     if not cu_seqlens_q.is_contiguous():
         raise ValueError(f"cu_seqlens_q must be contiguous, got stride {cu_seqlens_q.stride(0)}")
     check_same_device(q=q, k=cache.k, v=cache.v, page_table=page_table.page_ids, cu_seqlens_q=cu_seqlens_q)
-    check_descales(cache, batch)
     if batch == 0 and num_tokens:
         raise ValueError(f"q must have no tokens for an empty batch, got {num_tokens}")
     capacity = page_table.capacity

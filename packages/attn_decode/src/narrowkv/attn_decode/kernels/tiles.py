@@ -83,8 +83,10 @@ def sequence_length(table, seq, mask, PAGE_SIZE: tl.constexpr, RAGGED: tl.conste
     if RAGGED:
         begin = tl.load(table.row + strided(seq, table.row_step), mask=mask, other=0)
         end = tl.load(table.row + strided(seq + 1, table.row_step), mask=mask, other=0)
-        begin = tl.maximum(begin, 0)
-        pages = tl.minimum(tl.minimum(end, table.max_pages) - tl.minimum(begin, table.max_pages), MOST)
+        # Both are brought into the page list before one is subtracted: the difference of others may wrap.
+        begin = tl.minimum(tl.maximum(begin, 0), table.max_pages)
+        end = tl.minimum(tl.maximum(end, 0), table.max_pages)
+        pages = tl.minimum(end - begin, MOST)
         last = tl.minimum(tl.maximum(lens, 0), PAGE_SIZE)
         return tl.where(pages > 0, (pages - 1) * PAGE_SIZE + last, 0).to(tl.int32)
     else:
