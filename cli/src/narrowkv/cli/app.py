@@ -530,6 +530,29 @@ def inspect_sage(report: Report, target: Targets = BOTH) -> ExitCode:
     return run(shipped_cases(), report, targets=targets)
 
 
+@command(inspect, "model", title="inspect")
+def inspect_model(
+    report: Report,
+    target: Targets = BOTH,
+    family: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this family of kernels; repeatable.")
+    ] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OPERATION:LINE", help="A case of decode, prefill or sparse; repeatable."),
+    ] = None,
+    peer: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="AMD assembly of another kernel, to model its loop; repeatable."),
+    ] = None,
+) -> ExitCode:
+    """Show modelled times, bounds and stalls: a call of every family, cases, or other assembly."""
+    targets = _amd_targets(target)
+    from narrowkv.cli.modelled import inspect_model as run
+
+    return run(report, targets=targets, names=family or (), cases=case or (), peers=peer or ())
+
+
 app.add_typer(
     validate,
     name="validate",
