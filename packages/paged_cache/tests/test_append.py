@@ -586,6 +586,17 @@ def test_a_later_call_of_a_kind_enters_few_python_functions() -> None:
 
 
 @pytest.mark.gpu
+def test_tensors_of_another_device_are_refused_in_every_call() -> None:
+    cache, slots = _cache("fp8_e4m3fn", "NHD", 3, "cuda"), torch.arange(2, device="cuda")
+    k, v = _tokens(2, "cuda")
+    for _ in range(2):
+        append(cache, k, v, slots)
+        for change in ({"k_new": k.cpu()}, {"v_new": v.cpu()}, {"slot_mapping": slots.cpu()}):
+            with pytest.raises(ValueError, match="must be on cuda:0 like k, got cpu"):
+                append(cache, **({"k_new": k, "v_new": v, "slot_mapping": slots} | change))
+
+
+@pytest.mark.gpu
 def test_a_captured_append_stores_what_its_inputs_hold_when_it_is_replayed() -> None:
     cache = _cache("fp8_e4m3fn", "NHD", 3, "cuda")
     k, v = _tokens(3, "cuda")
