@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from narrowkv.attn_decode import paged_decode
+from narrowkv.attn_decode import paged_decode, plan_decode
 from narrowkv.attn_decode.config import DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import _paged_decode_kernel
 from narrowkv.attn_decode.workloads import K8V4
@@ -44,7 +44,7 @@ def _decode(
     )
     with compile_for(target) as artifacts:
         q = torch.zeros(4 * q_len, 8 * ratio, head_dim, dtype=q_dtype)
-        paged_decode(q, cache, table, kernel=kernel)
+        paged_decode(q, cache, table, plan=plan_decode(q, cache, table, kernel=kernel))
     (attention,) = [a for a in artifacts if a.name == _paged_decode_kernel.__name__]
     return attention
 
