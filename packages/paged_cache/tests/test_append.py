@@ -209,6 +209,12 @@ def _rope(tokens: int, rotary_dim: int, **options: Any) -> Rope:
 REFUSED = [
     ("dtype", {"k_new": torch.zeros(2, HEADS, DIM, dtype=torch.int8)}, TypeError, "k_new"),
     ("heads", {"k_new": torch.zeros(2, 3, DIM)}, ValueError, "k_new must have shape"),
+    (
+        "heads of both",
+        {name: torch.zeros(2, 5, DIM) for name in ("k_new", "v_new")},
+        ValueError,
+        "k_new must have shape",
+    ),
     ("lengths", {"v_new": torch.zeros(3, HEADS, DIM)}, ValueError, "v_new must have shape"),
     ("slots' dtype", {"slot_mapping": torch.zeros(2, dtype=torch.int16)}, TypeError, "slot_mapping"),
     (
@@ -479,6 +485,17 @@ def test_heads_far_apart_in_memory_are_found(device: str) -> None:
     x = torch.ones(1, 2, DIM, device=device)
     append(cache, 2 * x, x, torch.ones(1, device=device, dtype=I32))
     assert far[1].float().unique().tolist() == [2.0]
+
+
+def test_new_tokens_far_apart_in_memory_are_found(device: str) -> None:
+    """The third head lies 2**31 elements behind the first: its offset does not fit 32 bits."""
+    memory = torch.empty(2**31 + DIM, dtype=torch.bfloat16, device=device)
+    far = memory.as_strided((1, 3, DIM), (DIM, 2**30, 1))
+    far.copy_(torch.arange(1.0, 4.0, device=device)[None, :, None].expand(1, 3, DIM))
+    cache = PagedKVCache.empty(1, 1, 3, DIM, format="bf16", device=device)
+    append(cache, far, far, torch.zeros(1, device=device, dtype=I32))
+    for stored in (cache.k, cache.v):
+        assert stored[0, 0, :, 0].tolist() == [1.0, 2.0, 3.0]
 
 
 @triton.jit
