@@ -213,6 +213,7 @@ MISSPELLED = [
     (["bench", "sge"], "'sage'"),
     (["inspect", "--format", "bf61"], "bf16"),
     (["inspect", "decode", "--q", "fp61"], "fp16"),
+    (["inspect", "--kernel", "nativ"], "native"),
     (["inspect", "prefil"], "'prefill'"),
     (["inspect", "sparse", "--case", "format=fp8_e4m3"], "fp8_e4m3fn"),
 ]

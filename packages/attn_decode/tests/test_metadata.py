@@ -167,9 +167,10 @@ def test_a_wrong_length_of_a_last_page_is_clamped(last: int, watch: Watch) -> No
 @pytest.mark.parametrize("granularity", ["float", "page_head", "token_head"])
 def test_a_cache_without_pages_is_not_read(ragged: bool, granularity: str, watch: Watch) -> None:
     q, cache, table = replace(SMALL, ragged=ragged, granularity=granularity).build()
-    none = replace(cache, k=cache.k[:0], v=cache.v[:0], num_pages=0)
+    descales = {name: getattr(cache, name) for name in ("k_descale", "v_descale")}
     if granularity != "float":
-        none = replace(none, k_descale=cache.k_descale[:0], v_descale=cache.v_descale[:0])  # type: ignore[index]
+        descales = {name: value[:0] for name, value in descales.items()}
+    none = replace(cache, k=cache.k[:0], v=cache.v[:0], num_pages=0, **descales)
     o, lse = _call(q, none, table, watch, {"split": "even"})
     assert bool((o == 0).all())
     assert bool((lse == -math.inf).all())
