@@ -10,8 +10,10 @@ from narrowkv.attn_decode.plan import DecodePlan, plan_for_call
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant.errors import check_dtype, check_instance, check_no_grad, check_same_device, check_shape
 from narrowkv.quant.launch import LaunchOptions, launch
+from narrowkv.quant.launch.tracing import traceable
 
 
+@traceable
 def paged_decode(
     q: torch.Tensor,
     cache: PagedKVCache,

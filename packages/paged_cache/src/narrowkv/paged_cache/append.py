@@ -33,6 +33,7 @@ from narrowkv.quant.errors import (
 )
 from narrowkv.quant.formats import get_format
 from narrowkv.quant.launch import BoundLaunch, LaunchOptions
+from narrowkv.quant.launch.tracing import traceable
 
 EXPONENT_RULES = ("mse", "floor", "ceil")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -318,6 +319,7 @@ def _rope_key(rope: Rope) -> tuple[Any, ...]:
     )
 
 
+@traceable
 def append(
     cache: PagedKVCache,
     k_new: torch.Tensor,
