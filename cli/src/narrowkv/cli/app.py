@@ -549,7 +549,7 @@ def inspect_sage(report: Report, target: Targets = BOTH) -> ExitCode:
     return run(shipped_cases(), report, targets=targets)
 
 
-@command(inspect, "model", title="inspect")
+@command(inspect, "model", title="inspect", files=("out",))
 def inspect_model(
     report: Report,
     target: Targets = BOTH,
