@@ -103,7 +103,7 @@ OPERATIONS = {"validate": {"decode", "prefill", "sparse", "sage", "fp4"},
               "bench": {"decode", "prefill", "sparse", "sage", "host"},
               "inspect": {"decode", "prefill", "sparse", "sage", "model"}}  # fmt: skip
 # What they show is not a table of results.
-WITHOUT_A_TABLE = [("env",), ("bench", "host")]
+WITHOUT_A_TABLE = [("env",), ("bench", "host"), ("inspect", "model")]
 EVERY = [
     ("probe",),
     ("env",),

@@ -208,3 +208,12 @@ def test_tl_dot_scaled(formats, m, n, k, warps):
     result = emulate(kernels.dot_scaled, "gfx950", (1,), arguments, constants, num_warps=warps)
     torch.testing.assert_close(c.double(), want, rtol=1e-6, atol=1e-4)
     assert any("_scale_" in name for name in result.counts.mfma) == (warps > 1)
+
+
+def test_xf32_cuts_off_the_mantissa():
+    """A factor's bits below the tenth of its mantissa are cut off, not rounded."""
+    above = np.full(64, 1 + 2**-11 + 2**-12, np.float32)  # would be rounded up
+    one = np.ones(64, np.float32)
+    lines = "v_mfma_f32_16x16x8_xf32 v[8:11], v[4:5], v[6:7], 0"
+    w = execute("gfx942", lines, v={4: above, 5: -above, 6: one, 7: 3 * one})
+    assert (w.f[8] == 4 * (1 - 3)).all()

@@ -141,7 +141,7 @@ def test_a_barrier_waits_for_the_slowest_wave(target: str) -> None:
 @BOTH
 def test_bytes_in_flight_bound_a_stream(target: str) -> None:
     """Loads that nothing waits for: as many bytes a latency as can be under way."""
-    machine = dataclasses.replace(MACHINES[target], hbm_bytes_per_s=1e15, memory_latency=4000, l2=999, l1=999)
+    machine = dataclasses.replace(MACHINES[target], hbm_bytes_per_s=1e15, hbm_latency=4000, l2=999, l1=999)
     text = assembly(target, """
         s_load_dwordx2 s[4:5], s[0:1], 0x0
         v_lshlrev_b32_e32 v1, 4, v0

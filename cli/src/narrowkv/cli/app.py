@@ -81,6 +81,12 @@ Case = Annotated[
 DetectRaces = Annotated[
     bool, typer.Option("--detect-races", help="With emulated places: watch LDS for races.")
 ]
+DetectHazards = Annotated[
+    bool,
+    typer.Option(
+        "--detect-hazards", help="With emulated places: check waits for memory and wait states, and races."
+    ),
+]
 Samples = Annotated[int, typer.Option(min=1, help="The most samples of a row.")]
 Targets = Annotated[
     str,
@@ -196,6 +202,7 @@ def validate_decode(
     seed: Annotated[int, typer.Option(help="Of the random mixtures.")] = 0,
     on: On = None,
     detect_races: DetectRaces = False,
+    detect_hazards: DetectHazards = False,
     jobs: Jobs = None,
 ) -> ExitCode:
     """Sweep decode's axes against the reference: error table, worst cases, commands that repeat them."""
@@ -205,7 +212,15 @@ def validate_decode(
     from narrowkv.cli.validate import validate as run
 
     cases = [DecodeCase.parse(line) for line in case] if case else sweep(full=full, seed=seed)
-    return run(cases, report, on=on, jobs=_jobs(jobs), seed=seed, detect_races=detect_races)
+    return run(
+        cases,
+        report,
+        on=on,
+        jobs=_jobs(jobs),
+        seed=seed,
+        detect_races=detect_races,
+        detect_hazards=detect_hazards,
+    )
 
 
 @command(validate, "prefill", title="validate prefill")
@@ -217,6 +232,7 @@ def validate_prefill(
     case: Cases = None,
     on: On = None,
     detect_races: DetectRaces = False,
+    detect_hazards: DetectHazards = False,
     jobs: Jobs = None,
 ) -> ExitCode:
     """Sweep prefill, and prefill that appends, whose cache must be right to the byte."""
@@ -227,7 +243,16 @@ def validate_prefill(
     from narrowkv.cli.validate import validate as run
 
     cases = [PrefillCase.parse(line) for line in case] if case else partial(sweep, everything=full)
-    return run(cases, report, on=on, jobs=_jobs(jobs), seed=0, detect_races=detect_races, kind=PREFILL_CASES)
+    return run(
+        cases,
+        report,
+        on=on,
+        jobs=_jobs(jobs),
+        seed=0,
+        detect_races=detect_races,
+        detect_hazards=detect_hazards,
+        kind=PREFILL_CASES,
+    )
 
 
 @command(validate, "sparse", title="validate sparse")
@@ -239,6 +264,7 @@ def validate_sparse(
     case: Cases = None,
     on: On = None,
     detect_races: DetectRaces = False,
+    detect_hazards: DetectHazards = False,
     jobs: Jobs = None,
 ) -> ExitCode:
     """Sweep DeepSeek-V4 sparse attention: ways to attend, layouts, row lengths, heads, options."""
@@ -247,7 +273,16 @@ def validate_sparse(
     from narrowkv.cli.validate import validate as run
 
     cases = [SparseCase.parse(line) for line in case] if case else sweep(everything=full)
-    return run(cases, report, on=on, jobs=_jobs(jobs), seed=0, detect_races=detect_races, kind=SPARSE_CASES)
+    return run(
+        cases,
+        report,
+        on=on,
+        jobs=_jobs(jobs),
+        seed=0,
+        detect_races=detect_races,
+        detect_hazards=detect_hazards,
+        kind=SPARSE_CASES,
+    )
 
 
 @command(validate, "sage", title="validate sage")
@@ -259,6 +294,7 @@ def validate_sage(
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
     on: On = None,
     detect_races: DetectRaces = False,
+    detect_hazards: DetectHazards = False,
     jobs: Jobs = None,
 ) -> ExitCode:
     """Show what Sage attention's granularities cost in accuracy, beside the published figures."""
@@ -267,7 +303,13 @@ def validate_sage(
 
     cases = accuracy.sweep(full=full, seed=seed)
     return accuracy.validate_sage(
-        cases, report, on=on, jobs=_jobs(jobs), seed=seed, detect_races=detect_races
+        cases,
+        report,
+        on=on,
+        jobs=_jobs(jobs),
+        seed=seed,
+        detect_races=detect_races,
+        detect_hazards=detect_hazards,
     )
 
 
@@ -530,7 +572,7 @@ def inspect_sage(report: Report, target: Targets = BOTH) -> ExitCode:
     return run(shipped_cases(), report, targets=targets)
 
 
-@command(inspect, "model", title="inspect")
+@command(inspect, "model", title="inspect", files=("out",))
 def inspect_model(
     report: Report,
     target: Targets = BOTH,

@@ -131,6 +131,8 @@ class EmulateExecutor:
         return elements.all(-1)
 
 
-def emulating(target: str, *, detect_races: bool = False) -> AbstractContextManager[object]:
+def emulating(
+    target: str, *, detect_races: bool = False, detect_hazards: bool = False
+) -> AbstractContextManager[object]:
     """Every launch inside the block runs as `target`'s machine code."""
-    return executing(EmulateExecutor(target, detect_races=detect_races))
+    return executing(EmulateExecutor(target, detect_races=detect_races, detect_hazards=detect_hazards))

@@ -52,10 +52,10 @@ def _cpu() -> Place:
     return Place("cpu", "cpu", "interpreter on the CPU")
 
 
-def _emulated(name: str, detect_races: bool = False) -> Place:
+def _emulated(name: str, detect_races: bool = False, detect_hazards: bool = False) -> Place:
     from narrowkv.cli.emulation import emulating
 
-    context = partial(emulating, name, detect_races=detect_races)
+    context = partial(emulating, name, detect_races=detect_races, detect_hazards=detect_hazards)
     return Place(name, "cpu", f"{name} machine code, emulated on the CPU", context, is_emulated=True)
 
 
@@ -67,34 +67,38 @@ PLACES: dict[str, Callable[[], Place]] = {
 """How each place is found."""
 
 
-def find_place(name: str | None, *, detect_races: bool = False) -> Place:
+def find_place(name: str | None, *, detect_races: bool = False, detect_hazards: bool = False) -> Place:
     """The place of that name; without one, the GPU if it can be used and the CPU otherwise.
 
     Args:
         name: one of `PLACES`.
         detect_races: watch LDS for races, which only an emulated target can.
+        detect_hazards: watch waits for memory and wait states, too, likewise.
 
     Raises:
-        UsageError: the name is unknown, or `detect_races` is asked of a place that cannot.
+        UsageError: the name is unknown, or what only an emulated target can is asked of another place.
         UnsupportedHereError: this machine does not have it.
     """
     if name is None:
         name = "gpu" if torch.cuda.is_available() else "cpu"
     one_of("--on", name, tuple(PLACES))
-    if not detect_races:
+    if not (detect_races or detect_hazards):
         return PLACES[name]()
     if name not in AMD_TARGETS:
-        raise UsageError(f"--detect-races must be with --on {' or '.join(AMD_TARGETS)}; got {name}")
-    return _emulated(name, detect_races=True)
+        option = "--detect-hazards" if detect_hazards else "--detect-races"
+        raise UsageError(f"{option} must be with --on {' or '.join(AMD_TARGETS)}; got {name}")
+    return _emulated(name, detect_races, detect_hazards)
 
 
-def find_places(names: Sequence[str] | None, *, detect_races: bool = False) -> list[Place]:
+def find_places(
+    names: Sequence[str] | None, *, detect_races: bool = False, detect_hazards: bool = False
+) -> list[Place]:
     """The places named, each once, in the order given; names may also be joined by commas.
 
     Without names it is the one that `find_place(None)` gives. Raises what `find_place` raises.
     """
     if not names:
-        return [find_place(None, detect_races=detect_races)]
+        return [find_place(None, detect_races=detect_races, detect_hazards=detect_hazards)]
     # All names are checked before any is looked for: a wrong name is a wrong name on every machine.
     found = choices("--on", names, tuple(PLACES))
-    return [find_place(name, detect_races=detect_races) for name in found]
+    return [find_place(name, detect_races=detect_races, detect_hazards=detect_hazards) for name in found]

@@ -152,12 +152,16 @@ class Task:
     kind: Kind
     place: str
     detect_races: bool = False
+    detect_hazards: bool = False
 
 
 def run_task(task: Task) -> CaseResult:
     """Runs one case; what goes wrong, a race too, is its result."""
     try:
-        return task.kind.run(task.case, find_place(task.place, detect_races=task.detect_races))
+        return task.kind.run(
+            task.case,
+            find_place(task.place, detect_races=task.detect_races, detect_hazards=task.detect_hazards),
+        )
     except Exception as error:
         lines = str(error).strip().splitlines()
         text = f"{type(error).__name__}: {lines[0] if lines else ''}"
@@ -172,33 +176,39 @@ class Setting:
         places: where they ran.
         default: the place that a command without --on takes.
         detect_races: whether LDS was watched.
+        detect_hazards: whether waits and wait states were, too.
         kind: the operation.
     """
 
     places: tuple[Place, ...]
     default: str
     detect_races: bool = False
+    detect_hazards: bool = False
     kind: Kind = DECODE_CASES
 
     def repro(self, result: CaseResult) -> str:
         """The command that repeats a case where it ran."""
         where = "" if result.place in ("", self.default) else f" --on {result.place}"
         races = " --detect-races" if self.detect_races else ""
+        races += " --detect-hazards" if self.detect_hazards else ""
         operation = f" {self.kind.argument}" if self.kind.argument else ""
         return f"narrowkv validate{operation}{where}{races} --case {result.case}"
 
     def __str__(self) -> str:
-        watched = "; LDS watched for races" if self.detect_races else ""
+        watched = "; LDS watched for races" if self.detect_races or self.detect_hazards else ""
+        watched += ", waits for hazards" if self.detect_hazards else ""
         return "; ".join(place.description for place in self.places) + watched
 
 
-def places_of(report: Report, on: Sequence[str] | None, *, detect_races: bool = False) -> tuple[Place, ...]:
+def places_of(
+    report: Report, on: Sequence[str] | None, *, detect_races: bool = False, detect_hazards: bool = False
+) -> tuple[Place, ...]:
     """Where to run; refuses --jobs where it would do nothing.
 
     Raises:
         UsageError, UnsupportedHereError: as `find_places`.
     """
-    places = tuple(find_places(on, detect_races=detect_races))
+    places = tuple(find_places(on, detect_races=detect_races, detect_hazards=detect_hazards))
     if all(place.is_gpu for place in places):
         report.refuse("on a GPU, where cases run one by one", "jobs")
     return places
@@ -212,17 +222,18 @@ def validate(
     jobs: int,
     seed: int,
     detect_races: bool = False,
+    detect_hazards: bool = False,
     kind: Kind = DECODE_CASES,
 ) -> ExitCode:
     """Runs cases at every place and reports; Ctrl-C keeps those that were finished.
 
     `cases` may be a function of the place, for a sweep that not every target serves whole.
     """
-    places = places_of(report, on, detect_races=detect_races)
-    setting = Setting(places, find_place(None).name, detect_races, kind)
+    places = places_of(report, on, detect_races=detect_races, detect_hazards=detect_hazards)
+    setting = Setting(places, find_place(None).name, detect_races, detect_hazards, kind)
     on_gpu = {place.name for place in places if place.is_gpu}
     tasks = [
-        Task(case, kind, place.name, detect_races)
+        Task(case, kind, place.name, detect_races, detect_hazards)
         for place in places
         for case in (cases(place) if callable(cases) else cases)
     ]
@@ -260,6 +271,7 @@ def validate(
         "ran_on": "; ".join(place.description for place in places),
         "places": [place.name for place in places],
         "detect_races": detect_races,
+        "detect_hazards": detect_hazards,
         "seed": seed,
         "versions": versions(),
         "bounds": {**kind.bounds, "lse": LSE_BOUND},

@@ -72,6 +72,7 @@ class Task:
     case: SageCase
     place: str
     detect_races: bool = False
+    detect_hazards: bool = False
 
 
 def published(case: SageCase) -> tuple[float, float, float] | None:
@@ -84,7 +85,7 @@ def run_task(task: Task) -> SageResult:
     """Runs one case; what goes wrong is its result."""
     result = SageResult(task.case, task.place)
     try:
-        place = find_place(task.place, detect_races=task.detect_races)
+        place = find_place(task.place, detect_races=task.detect_races, detect_hazards=task.detect_hazards)
         call = build(task.case, place.device)
         with place.context():
             o, lse = call.call()
@@ -115,11 +116,12 @@ def validate_sage(
     jobs: int,
     seed: int,
     detect_races: bool = False,
+    detect_hazards: bool = False,
 ) -> ExitCode:
     """Runs cases at every place and shows cosine, relative L1 and RMSE; Ctrl-C keeps what was finished."""
-    places = places_of(report, on, detect_races=detect_races)
+    places = places_of(report, on, detect_races=detect_races, detect_hazards=detect_hazards)
     on_gpu = {place.name for place in places if place.is_gpu}
-    tasks = [Task(case, place.name, detect_races) for place in places for case in cases]
+    tasks = [Task(case, place.name, detect_races, detect_hazards) for place in places for case in cases]
     found: dict[Task, SageResult] = {}
 
     def take(task: Task, result: SageResult) -> str:
@@ -152,6 +154,7 @@ def validate_sage(
         "ran_on": "; ".join(place.description for place in places),
         "places": [place.name for place in places],
         "detect_races": detect_races,
+        "detect_hazards": detect_hazards,
         "seed": seed,
         "versions": versions(),
         "bounds": {"kernel_relative_l1": BOUND, "lse": LSE_BOUND},

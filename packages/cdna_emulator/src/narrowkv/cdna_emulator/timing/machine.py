@@ -24,27 +24,32 @@ class Machine:
         waves_per_simd: waves that a SIMD holds at most.
         registers: vector registers of a SIMD lane, shared by its waves.
         register_granule: registers are handed out to waves in multiples of this.
-        lds_bytes, lds_granule: LDS of a compute unit, and what it is handed out in multiples of.
+        lds_bytes: LDS of a compute unit.
+        lds_granule: LDS is handed out to workgroups in multiples of this.
         issue: clocks between two issues of one wave, and between two of one kind on a SIMD.
         valu: clocks of a vector ALU instruction.
-        transcendental, multiply: the same for exp, log, rcp, rsq, sqrt, and for 32-bit integer products.
-        matrix_shadow: clocks after a matrix instruction in which its SIMD issues no vector ALU instruction.
+        transcendental: the same for exp, log, rcp, rsq, sqrt, sin and cos.
+        multiply: the same for 32-bit integer multiplications.
+        matrix_shadow: clocks after a matrix instruction without another vector instruction on its SIMD.
         packed_waits: whether packed fp32 arithmetic waits for the matrix unit to be idle.
         branch: clocks of a branch that is taken.
         barrier: clocks from the last wave's arrival to the next instruction.
-        scalar_load: clocks until a scalar load that hits the scalar cache is back.
-        lds_read, lds_write: bytes a clock that LDS serves without bank conflicts.
+        scalar_load: clocks until a scalar load is back.
+        lds_read: bytes a clock that LDS reads without bank conflicts.
+        lds_write: the same for writes.
         lds_return: bytes a clock that come back to a pair of SIMDs.
         lds_latency: clocks from service to result.
         lds_queue: LDS instructions of a pair of SIMDs that wait for service before issue stops.
         l1: bytes a clock of the vector cache.
-        l1_bytes, l1_line: its size, and the bytes of its lines.
+        l1_bytes: its size.
+        l1_line: bytes of its lines.
         in_flight: bytes that a compute unit can have on their way from beyond the vector cache.
-        memory_latency: clocks of a load that misses the vector cache, under load.
+        memory_latency: clocks of a load that misses the vector cache and that L2 serves, under load.
+        hbm_latency: the same where HBM serves it.
         l2: bytes a clock from L2 to one compute unit.
         hbm_bytes_per_s: what streams reach of the bandwidth of HBM.
-        clock_idle, clock_slope: the clock in GHz is `clock_idle - clock_slope * u`, u being the share of
-            clocks in which a matrix unit is busy.
+        clock_idle: GHz with idle matrix units.
+        clock_slope: GHz that the clock loses when all matrix units are busy; it falls in proportion.
     """
 
     name: str
@@ -75,6 +80,7 @@ class Machine:
     l1_line: int
     in_flight: int
     memory_latency: int
+    hbm_latency: int
     l2: int
     hbm_bytes_per_s: float
     clock_idle: float
@@ -97,7 +103,9 @@ class Machine:
 _COMMON = {
     "simds": 4, "waves_per_simd": 8, "registers": 512, "register_granule": 8, "issue": 4, "valu": 4,
     "multiply": 16, "branch": 16, "barrier": 16, "scalar_load": 200, "lds_latency": 64, "lds_queue": 8,
-    "l1": 64, "l1_bytes": 32 * 1024, "l1_line": 128, "in_flight": 44 * 1024, "memory_latency": 1000, "l2": 64,
+    "l1": 64, "l1_bytes": 32 * 1024, "l1_line": 128, "in_flight": 44 * 1024,
+    "memory_latency": 1000, "hbm_latency": 1500,
+    "l2": 64,
 }  # fmt: skip
 
 MACHINES: Mapping[str, Machine] = MappingProxyType({
@@ -133,6 +141,7 @@ SOURCES = {
     "barrier": "F (rows 10 and 19)", "scalar_load": "A", "lds_read": "S, G",
     "lds_write": "S, G", "lds_return": "G (one wave alone: 8 clocks for 1024 bytes)", "lds_latency": "P, G",
     "lds_queue": "G", "l1": "G", "l1_bytes": "I", "l1_line": "I", "in_flight": "G", "memory_latency": "G",
+    "hbm_latency": "F (row 14)",
     "l2": "I", "hbm_bytes_per_s": "G (best streams)", "clock_idle": "F", "clock_slope": "F",
 }  # fmt: skip
 """Source of each figure, by the letters of `SOURCE_NAMES`."""

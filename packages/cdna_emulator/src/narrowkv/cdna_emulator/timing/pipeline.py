@@ -91,6 +91,7 @@ class _Unit:
         self.lds = self.cache = self.l2 = self.hbm = 0.0
         self.hbm_rate = m.hbm_bytes_per_s / units / m.clock(0.2)
         self.hbm_share = hbm_share
+        self.latency = m.memory_latency + hbm_share * (m.hbm_latency - m.memory_latency)
         self.lines: OrderedDict[int, float] = OrderedDict()
         self.flight: list[tuple[float, int]] = []
         self.flying = 0
@@ -142,14 +143,14 @@ class _Unit:
         if op.kind == "store":
             self.hbm = max(self.hbm, start) + op.bytes * self.hbm_share / self.hbm_rate
             self.use(now, "memory", op.bytes * self.hbm_share / self.hbm_rate)
-            return max(self.cache, self.hbm) + m.memory_latency / 2
+            return max(self.cache, self.hbm) + self.latency / 2
         done = self.cache + m.lds_latency * 2
         if size:
             self.l2 = max(self.l2, start) + size / m.l2
             fetched = size * self.hbm_share / self.hbm_rate
             self.hbm = max(self.hbm, start) + fetched
             self.use(now, "memory", fetched)
-            done = max(self.cache, self.l2, self.hbm) + m.memory_latency
+            done = max(self.cache, self.l2, self.hbm) + self.latency
             heapq.heappush(self.flight, (done, size))
             self.flying += size
         for line in op.lines:
