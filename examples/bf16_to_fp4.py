@@ -3,16 +3,14 @@
 import torch
 
 from narrowkv.attn_decode import paged_decode
-from narrowkv.paged_cache import PagedKVCache, PageTable, append
+from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant import relative_l1
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
 k, v = torch.randn(2, 8, 16, 2, 128, device=device, dtype=torch.bfloat16)
 bf16 = PagedKVCache.from_tensors(k, v, format="bf16")
-fp4 = PagedKVCache.empty(8, 16, 2, 128, format="fp4_e2m1", layout="HND", device=device)
-slots = torch.arange(8 * 16, dtype=torch.int32, device=device)  # every slot of every page
-append(fp4, k.flatten(0, 1), v.flatten(0, 1), slots)  # chooses the scales, quantises and stores in one launch
+fp4 = bf16.convert("fp4_e2m1", layout="HND")  # the same tokens in the same pages, as append would store them
 
 pages = torch.tensor([[3, 1, 6]], dtype=torch.int32, device=device)
 table = PageTable.from_block_table(pages, torch.tensor([41], dtype=torch.int32, device=device), page_size=16)

@@ -115,7 +115,7 @@ def test_quoted_messages_are_those_of_the_code():
     code = re.sub(r"\"\s*\n\s*f?\"", "", sources)  # literals over several lines
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     tables = page.split("## Wrong numbers")[0]
-    messages = re.findall(r"^\| `([^`]+)`", tables, re.MULTILINE)
+    messages = re.findall(r"^### `([^`]+)`", tables, re.MULTILINE)
     assert len(messages) > 20
     foreign = {"No matching distribution found for narrowkv-quant"}  # pip's
     unknown = [message for message in messages if message not in code and message not in foreign]

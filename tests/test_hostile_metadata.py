@@ -26,7 +26,7 @@ from narrowkv.attn_decode.workloads import DecodeWorkload
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append, sage_attention
 from narrowkv.attn_prefill.sage.workloads import SageWorkload
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
-from narrowkv.paged_cache import PagedKVCache, PageTable, append
+from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append
 from narrowkv.quant.launch import InterpretExecutor, executing
 from narrowkv.quant.launch.interpreter import stock
 from narrowkv.quant.targets import get_target
@@ -356,7 +356,11 @@ def _prefill_append(workload: AppendWorkload, plan: dict[str, Any], **options: A
 
 
 def _append(
-    format: str, granularity: str | None, layout: str = "NHD", dtype: torch.dtype = torch.int32
+    format: str,
+    granularity: str | None,
+    layout: str = "NHD",
+    dtype: torch.dtype = torch.int32,
+    rope: bool = False,
 ) -> Scene:
     """`append`: a token is a sequence of its own, and so is its page (page size 1 apart)."""
 
@@ -373,20 +377,28 @@ def _append(
         k_new, v_new = guarded.place("k_new", new[0]), guarded.place("v_new", new[1])
         slots = guarded.place("slot_mapping", (own * page_size + 1).to(guarded.device, dtype))
 
+        angles, turn = torch.rand(5, 16, device=guarded.device), None
+        far = (2**32 + 3, 2**33 + 5, -(2**40)) if dtype == torch.int64 else ()
+        metadata = {
+            "slot_mapping": Metadata(slots, (-2, *_beyond(cache.num_pages * page_size)[1:], *far), _at)
+        }
+        if rope:
+            # A column of a table, as an engine may keep it: what lies between the positions is wrong.
+            wide = torch.full((tokens, 2), 2**31 - 1, dtype=dtype, device=guarded.device)
+            positions = guarded.place("positions", wide)[:, 0]
+            positions.copy_(torch.arange(tokens) % 5)
+            turn = Rope(guarded.place("cos", angles.cos()), guarded.place("sin", angles.sin()), positions)
+            metadata["positions"] = Metadata(positions, (*_beyond(5), *far), _at)
+
         def run() -> Results:
-            append(cache, k_new, v_new, slots)
+            append(cache, k_new, v_new, slots, rope=turn)
             return {}
 
-        slots_of_cache = cache.num_pages * page_size
-        values = (-2, *_beyond(slots_of_cache)[1:])
-        if dtype == torch.int64:
-            values += (2**32 + 3, 2**33 + 5, -(2**40))
         written = {
             name: value
             for name in ("k", "v", "k_descale", "v_descale")
             if isinstance(value := getattr(cache, name), torch.Tensor) and value.shape[0] == cache.num_pages
         }
-        metadata = {"slot_mapping": Metadata(slots, values, _at)}
         return Call(
             run, metadata, lambda seq: torch.tensor([]), tokens, written, lambda seq: own[seq : seq + 1]
         )
@@ -495,6 +507,8 @@ for format, granularity in (
     for dtype in (torch.int32, torch.int64):
         _register(f"append, {format}, {granularity}, {dtype}", _append(format, granularity, dtype=dtype))
 _register("append, HND", _append("bf16", None, layout="HND"))
+for dtype in (torch.int32, torch.int64):
+    _register(f"append, rope, {dtype}", _append("fp8_e4m3fn", None, dtype=dtype, rope=True))
 s = SparseWorkload(
     prefix_lens=(40, 0, 33, 17), extend_lens=(3, 2, 0, 1), num_qo_heads=8, pool_rows=64, extend_rows=16
 )

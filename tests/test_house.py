@@ -206,6 +206,15 @@ def test_versions_move_together():
     assert re.search(rf"^## \[{re.escape(version)}\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
+def test_the_workspace_root_names_every_package():
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    folders = {str((project / "src").relative_to(ROOT)) for project in PROJECTS.values()}
+    assert set(tool["hatch"]["build"]["dev-mode-dirs"]) == folders
+    assert set(tool["hatch"]["build"]["targets"]["wheel"]["packages"]) == {f"{f}/narrowkv" for f in folders}
+    siblings = {project_table(name)["name"] for name in PROJECTS} - {"narrowkv-cli"}
+    assert set(tool["uv"]["sources"]) == siblings
+
+
 def test_kernels_import_neither_a_reference_nor_a_launcher():
     wrong = [
         f"{source.at(imported.line)}: {'.'.join(imported.path)}"

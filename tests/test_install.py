@@ -306,7 +306,7 @@ def sources_of(name: str, wheels: dict[str, Wheel], form: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "source",
-    [["{checkout}"], ["narrowkv @ git+file://{checkout}"], ["--editable", "{checkout}"]],
+    [["{checkout}"], ["git+file://{checkout}"], ["--editable", "{checkout}"]],
     ids=["folder", "git", "editable"],
 )
 def test_all_packages_install_from_a_checkout_and_from_a_git_url(wheels, checkout, tmp_path, source):

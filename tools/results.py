@@ -246,7 +246,7 @@ def decode_by_shape() -> Chart:
         "FP8 decode, H100: time over the floor",
         [
             "Page 16, 96 query heads over 8 KV heads, bf16 queries.",
-            "Red: FlashInfer XQA; casts queries and probabilities to FP8.",
+            "FlashInfer XQA casts queries and probabilities to FP8.",
         ],
         groups,
         mark=(1.0, "floor"),

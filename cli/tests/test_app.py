@@ -11,13 +11,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
+import typer.main
 from typer.testing import CliRunner
 
 from narrowkv.cli.app import app
 from narrowkv.cli.contracts import CONTRACT_SETS
+from narrowkv.cli.report import version
 
 run = CliRunner().invoke
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU says")
@@ -93,6 +97,194 @@ def test_wrong_usage_ends_with_2_and_says_what_is_known(arguments: list[str], wo
     assert result.stdout == ""
     missing = [word for word in words if word not in result.stderr]
     assert not missing, result.stderr
+
+
+OPERATIONS = {"validate": {"decode", "prefill", "sparse", "sage", "fp4"},
+              "bench": {"decode", "prefill", "sparse", "sage", "host"},
+              "inspect": {"decode", "prefill", "sparse", "sage", "model"}}  # fmt: skip
+# What they show is not a table of results.
+WITHOUT_A_TABLE = [("env",), ("bench", "host")]
+EVERY = [
+    ("probe",),
+    ("env",),
+    *((group, name) for group, names in OPERATIONS.items() for name in sorted(names)),
+]
+
+
+def options_of(*command: str) -> set[str]:
+    found: Any = typer.main.get_command(app)
+    for name in command:
+        found = found.commands[name]
+    return {option for parameter in found.params for option in parameter.opts if option.startswith("--")}
+
+
+def test_every_operation_has_its_command_and_every_command_the_options_of_its_results() -> None:
+    main: Any = typer.main.get_command(app)
+    assert {name: set(main.commands[name].commands) for name in OPERATIONS} == OPERATIONS
+    for command in EVERY:
+        assert {"--json", "--out"} <= options_of(*command)
+        assert command in WITHOUT_A_TABLE or {"--csv", "--plot", "--resume"} <= options_of(*command)
+
+
+@pytest.mark.parametrize("command", EVERY, ids=" ".join)
+def test_an_option_of_another_command_is_an_error_that_names_it(command: tuple[str, ...]) -> None:
+    """Every option that any command has, given to a command that lacks it."""
+    foreign = set().union(*(options_of(*other) for other in EVERY)) - options_of(*command)
+    assert foreign
+    for option in sorted(foreign):
+        result = run(app, [*command, option])
+        assert (result.exit_code, result.stdout) == (2, ""), option
+        assert option in result.stderr
+
+
+@pytest.mark.parametrize("command", [(), *EVERY, ("validate",), ("bench",), ("inspect",)], ids=" ".join)
+def test_h_is_help(command: tuple[str, ...]) -> None:
+    short, long = (run(app, [*command, option]) for option in ("-h", "--help"))
+    assert short.exit_code == 0
+    assert short.output == long.output
+    assert "Usage" in short.output
+
+
+def test_version() -> None:
+    result = run(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"narrowkv {version()}\n")
+
+
+@pytest.mark.parametrize("group", ["validate", "inspect"])
+def test_decode_is_meant_where_no_operation_is_named(group: str) -> None:
+    bare, named = (
+        run(app, [*arguments, "--target", "x", "--on", "x"]) for arguments in ([group], [group, "decode"])
+    )
+    assert bare.exit_code == named.exit_code == 2
+    assert bare.stderr == named.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["validate", "--on", "gfx942", "fp4"],
+        ["inspect", "--target", "gfx942", "sage"],
+        ["validate", "--full", "sparse"],
+    ],
+)
+def test_options_before_the_operation_are_an_error_that_says_where_they_go(arguments: list[str]) -> None:
+    result = run(app, arguments)
+    assert result.exit_code == 2
+    words = " ".join(result.stderr.replace("│", " ").split())
+    assert f"({arguments[-1]}); options follow the operation: " in words
+
+
+def completed(line: str) -> list[str]:
+    current = str(len(line.split(" ")) - 1)
+    environment = {"_NARROWKV_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": current}
+    result = run(app, [], env=environment, prog_name="narrowkv")
+    return result.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("narrowkv pro", ["probe"]),
+        ("narrowkv validate f", ["fp4"]),
+        ("narrowkv probe glm", ["glm-gqa12", "glm-gqa12-long"]),
+        ("narrowkv validate decode --on gfx942,gfx9", ["gfx942,gfx942", "gfx942,gfx950"]),
+        ("narrowkv bench decode --format fp8_e4", ["fp8_e4m3fn", "fp8_e4m3fnuz"]),
+        ("narrowkv bench sparse --mode f", ["fused", "fused-fp8q"]),
+        ("narrowkv validate fp4 --res", ["--resume"]),
+    ],
+)
+def test_a_shell_completes_commands_options_and_names(line: str, words: list[str]) -> None:
+    assert completed(line) == words
+
+
+MISSPELLED = [
+    (["probe", "glm-gqa"], "glm-gqa12"),
+    (["probe", "--on", "gfx94"], "gfx942"),
+    (["probe", "--target", "gfx90a"], "gfx950"),
+    (["validate", "--on", "gfx941"], "gfx942"),
+    (["validate", "decode", "--case", "lens=3,k=fp8_e4m3"], "fp8_e4m3fn"),
+    (["validate", "prefill", "--case", "format=fp4"], "fp4_e2m1"),
+    (["validate", "fp4", "--on", "gfx942"], "cpu, gpu"),
+    (["validate", "spars"], "'sparse'"),
+    (["bench", "decode", "--format", "fp8"], "fp8_e5m2"),
+    (["bench", "decode", "--q", "fp8"], "bf16"),
+    (["bench", "prefill", "--format", "bf16,fp8_e4m3fnu"], "fp8_e4m3fnuz"),
+    (["bench", "sparse", "--mode", "fusd"], "fused"),
+    (["bench", "sage", "--qk", "int2"], "int8"),
+    (["bench", "sage", "--granularity", "per_warps"], "per_warp"),
+    (["bench", "sge"], "'sage'"),
+    (["inspect", "--format", "bf61"], "bf16"),
+    (["inspect", "decode", "--q", "fp61"], "fp16"),
+    (["inspect", "--kernel", "nativ"], "native"),
+    (["inspect", "prefil"], "'prefill'"),
+    (["inspect", "sparse", "--case", "format=fp8_e4m3"], "fp8_e4m3fn"),
+]
+
+
+def test_a_misspelled_name_is_refused_with_the_nearest_before_torch_is_imported() -> None:
+    """All in one process, whose imports of torch and triton fail."""
+    code = f"""
+import sys
+sys.modules["torch"] = sys.modules["triton"] = None
+from typer.testing import CliRunner
+from narrowkv.cli.app import app
+for arguments, nearest in {MISSPELLED!r}:
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.stdout) == (2, ""), (arguments, result.output)
+    words = " ".join(result.stderr.replace("│", " ").split())
+    assert nearest in words, words
+    assert any(phrase in words for phrase in ("nearest", "Did you mean", "must be one of")), words
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_misspelled_name_costs_less_than_a_second() -> None:
+    def seconds() -> float:
+        begin = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+        assert command("validate", "--case", "k=fp8_e4m3").returncode == 2
+        return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - begin
+
+    assert min(seconds() for _ in range(3)) < 1
+
+
+def test_the_names_are_those_of_the_library() -> None:
+    from narrowkv.cli import names, places
+    from narrowkv.paged_cache import CacheFormat
+    from narrowkv.paged_cache.descales import SCALE_GROUP
+    from narrowkv.quant.formats import FORMATS
+    from narrowkv.quant.sage import SAGE_GRANULARITIES
+
+    def can_be(name: str) -> bool:
+        try:
+            CacheFormat.parse(name)
+        except ValueError:
+            return False
+        return True
+
+    assert {name for name in FORMATS if can_be(name)} == set(names.CACHE_FORMATS)
+    assert set(names.SAGE_GRANULARITIES) == set(SAGE_GRANULARITIES)
+    assert names.SCALE_GROUP == SCALE_GROUP
+    assert set(names.PLACES) == set(places.PLACES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["probe", "--list", "glm-gqa12", "--jobs", "2"], "CONTRACT-SET, --jobs do not apply with --list"),
+        (["probe", "--list", "--plot", "x.png"], "--plot does not apply with --list"),
+        (["validate", "--case", "lens=3", "--full"], "--full does not apply with --case"),
+        (["validate", "--case", "lens=3", "--seed", "1"], "--seed does not apply with --case"),
+        (["validate", "sparse", "--case", "lens=3", "--quick"], "--full does not apply with --case"),
+        (["inspect", "--case", "lens=3", "--ratio", "4"], "--ratio does not apply with --case"),
+        (["inspect", "--case", "lens=3", "--format", "bf16"], "--format does not apply with --case"),
+        (["validate", "--on", "cpu", "--detect-races"], "--detect-races must be with --on gfx942 or gfx950"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(arguments: list[str], words: str) -> None:
+    result = run(app, arguments)
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
 
 
 @pytest.mark.parametrize("arguments", [["env"], ["probe"], ["validate"], ["inspect"], ["bench", "decode"]])

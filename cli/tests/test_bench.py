@@ -20,10 +20,10 @@ from narrowkv.cli.bench import decode, reporter
 from narrowkv.cli.bench.baseline import KEYS, changes, load_baseline, regressions
 from narrowkv.cli.bench.ceilings import Ceilings
 from narrowkv.cli.bench.kernels import _read_kernel
-from narrowkv.cli.bench.plot import plot_roofline
 from narrowkv.cli.bench.timing import Timing
 from narrowkv.cli.bench.workload import DecodeShape, Storage, shapes
 from narrowkv.cli.places import Place
+from narrowkv.cli.plot import plot_roofline
 from narrowkv.cli.report import UsageError
 from narrowkv.quant.accuracy import relative_l1
 from narrowkv.quant.launch import LaunchOptions, launch
@@ -351,11 +351,11 @@ def test_an_unwritable_csv_or_plot_ends_with_2(tmp_path: Path) -> None:
 def test_a_plot_without_matplotlib_ends_with_3_and_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from narrowkv.cli.bench import plot
+    from narrowkv.cli import report
 
-    find = plot.importlib.util.find_spec
+    find = report.importlib.util.find_spec
     monkeypatch.setattr(
-        plot.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
+        report.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
     )
     result = run(app, ["bench", "decode", "--plot", str(tmp_path / "x.png")])
     assert result.exit_code == 3
@@ -367,7 +367,7 @@ def test_the_plot_leaves_out_rows_without_a_time(tmp_path: Path) -> None:
     measured = decode._row(SHAPE, "narrowkv", CEILINGS, 0.001, Timing(50.0, 40.0, 60.0, 9)).as_dict()
     refused = decode.Row(SHAPE, "peer", status="refused", detail="no").as_dict()
     path = tmp_path / "plot.png"
-    plot_roofline([measured, refused], CEILINGS, path, "a GPU")
+    plot_roofline([measured, refused], CEILINGS, path, title="a GPU", series=("backend", "format"))
     assert path.stat().st_size > 1000
 
 

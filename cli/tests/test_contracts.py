@@ -62,4 +62,4 @@ def test_no_contract_is_asked_twice(name: str) -> None:
 def test_a_contract_names_its_cache_and_function() -> None:
     contract = Contract("a.b:c", "bf16", "fp8_e4m3fn", "fp4_e2m1", 16, False, 0.002)
     assert contract.function == "c"
-    assert contract.cache == "k fp8_e4m3fn, v fp4_e2m1"
+    assert contract.cache == "fp8_e4m3fn/fp4_e2m1"

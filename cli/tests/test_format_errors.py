@@ -100,17 +100,63 @@ def test_the_command_holds_the_table_against_its_goals(tmp_path: Path) -> None:
     result, document = run("--seeds", "1", "--on", "cpu", "--out", str(out))
     assert [r["recipe"] for r in document["recipes"]] == [r.name for r in RECIPES]
     assert [g["recipe"] for g in document["goals"]] == [g.recipe for g in GOALS]
-    assert result.exit_code == (0 if all(g["pass"] for g in document["goals"]) else 1)
+    assert result.exit_code == 0
     assert json.loads(out.read_text()) == document
     assert "OCP MX" in result.stderr
 
 
-def test_a_goal_that_is_missed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def missed_goal(monkeypatch: pytest.MonkeyPatch) -> None:
     goal = format_errors.Goal("FP4, a scale per head, ceil", FP4_BEST, "rmse", 0.5)
     monkeypatch.setattr(format_errors, "GOALS", (goal,))
-    result, document = run("--seeds", "1", "--on", "cpu")
-    assert result.exit_code == 1
-    assert document["goals"][0]["pass"] is False
+
+
+@pytest.mark.usefixtures("missed_goal")
+def test_a_goal_that_is_missed_at_its_own_sizes_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = format_errors.make_inputs
+    monkeypatch.setattr(format_errors, "make_inputs", lambda name, _, *rest: right(name, SMALL, *rest))
+    result = CliRunner().invoke(app, ["validate", "fp4", "--on", "cpu", "--jobs", "1", "--json"])
+    goal = json.loads(result.stdout)["goals"][0]
+    assert (goal["judged"], goal["pass"], result.exit_code) == (True, False, 1)
+
+
+@pytest.mark.usefixtures("missed_goal")
+@pytest.mark.parametrize("other", [("--seeds", "3"), ("--seeds", "1")])
+def test_other_sizes_than_the_goals_do_not_fail(other: tuple[str, ...]) -> None:
+    result, document = run("--on", "cpu", "--jobs", "1", *other)
+    goal = document["goals"][0]
+    assert (goal["judged"], goal["pass"], result.exit_code) == (False, False, 0)
+    assert "goals do not decide here" in result.stderr
+
+
+def test_ctrl_c_keeps_the_seeds_that_were_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    right, kept, table = format_errors.run_task, tmp_path / "kept", tmp_path / "errors.csv"
+
+    def until_second_seed(task: format_errors.Task) -> format_errors.Errors:
+        if task.seed == 1:
+            raise KeyboardInterrupt
+        return right(task)
+
+    monkeypatch.setattr(format_errors, "run_task", until_second_seed)
+    options = ["--seeds", "2", "--on", "cpu", "--jobs", "1", "--resume", str(kept)]
+    result, document = run(*options)
+    assert result.exit_code == 130
+    assert document["interrupted"] is True
+    assert document["goals"] == []
+    first = {error.recipe: error for error in measure((0,), SMALL, "cpu")}
+    assert {r["recipe"]: r["rmse"] for r in document["recipes"]} == {n: e.rmse for n, e in first.items()}
+    monkeypatch.undo()
+    measured: list[int] = []
+    monkeypatch.setattr(
+        format_errors, "make_inputs",
+        lambda name, sizes, seed, device: measured.append(seed) or make_inputs(name, sizes, seed, device),
+    )  # fmt: skip
+    result, document = run(*options, "--csv", str(table))
+    assert result.exit_code == 0
+    assert measured == [1, 1], "the first seed is not measured again"
+    both = {error.recipe: error for error in measure((0, 1), SMALL, "cpu")}
+    assert {r["recipe"]: r["rmse"] for r in document["recipes"]} == {n: e.rmse for n, e in both.items()}
+    assert len(table.read_text().splitlines()) == 1 + len(RECIPES)
 
 
 NAMED = {recipe.name: recipe for recipe in RECIPES}

@@ -58,7 +58,8 @@ def test_a_case_survives_its_own_line(case: PrefillCase) -> None:
         ("fp8_compute=1", "fp8_compute=True is not of operation prefill"),
         ("format=int8", "format"),
         ("format=bf16:32", "only FP4 has scales"),
-        ("page=3", "name=value pairs"),
+        ("page=3", "nearest: page_size"),
+        ("page_size", "name=value pairs"),
     ],
 )
 def test_a_line_that_is_no_case_is_refused(line: str, words: str) -> None:

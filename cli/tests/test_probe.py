@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,9 +195,22 @@ def test_torch_sdpa_answers_beside_us() -> None:
 def test_the_table_goes_to_stdout_when_stdout_is_for_people() -> None:
     result = run(app, ["probe", "only-fp8", "--on", "cpu", "--jobs", "1"])
     assert result.exit_code == 0
-    for word in ("gfx942", "gfx950", "VGPR", "paged_decode", "narrowkv: 1 pass"):
+    for word in ("gfx942 code", "gfx950 code", "ok compiled", "paged_decode", "1 contracts: 1 pass, 0 fail"):
         assert word in result.stdout
+    assert "VGPR" not in result.stdout
     assert "probing" in result.stderr
+
+
+def test_full_adds_every_answer_and_the_code(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    result = run(app, ["probe", "t", "--on", "cpu", "--jobs", "1", "--full", "--csv", str(rows)])
+    assert result.exit_code == 0
+    for word in ("VGPR", "tokens/GiB", "no_such_operation", "3 contracts: 2 pass"):
+        assert word in result.stdout
+    with rows.open() as lines:
+        found = list(csv.DictReader(lines))
+    assert {row["contract.k"] for row in found} == {"fp8_e4m3fn", "fp4_e2m1"}
+    assert all(float(row["relative_l1"]) > 0 for row in found if row["status"] == "pass")
 
 
 def test_two_processes_give_what_one_gives() -> None:
@@ -295,9 +310,12 @@ def test_by_default_a_sample_of_both_targets_machine_code_runs() -> None:
         assert taken["rows"] * 2 == taken["all_rows"] == SHAPE.batch * SHAPE.num_qo_heads
         assert taken["workgroups"] * 2 == taken["launched"]
         assert taken["wave_instructions"] > 0
-        assert f"{target} emulated" in result.stderr
+        model = rows_at(document, "cpu")[0]["compiled"][target]["model"]
+        assert model["bound_by"] in ("memory", "issue")
+        assert f"issue {model['issue_over_memory']:.2f}" in result.stderr
+        assert f"{target} code" in result.stderr
     assert document["emulation"]["samples"] == 2
-    assert "emulated rows: 2 samples" in result.stderr
+    assert "48 of 96 output rows" in result.stderr
 
 
 @pytest.mark.usefixtures("without_gpu")
@@ -322,7 +340,8 @@ def test_machine_code_that_is_wrong_fails_the_emulated_row_alone(monkeypatch: py
     assert result.exit_code == 1
     assert rows_at(document, "cpu")[0]["status"] == "pass"
     assert rows_at(document, "gfx942")[0]["status"] == "fail"
-    assert "gfx942 emulated" in result.stderr
+    assert "FAIL" in result.stderr
+    assert "ok" in result.stderr
 
 
 @pytest.mark.usefixtures("without_gpu")
@@ -385,7 +404,7 @@ def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("stand_in_gpu")
 def test_on_a_gpu_the_table_has_times() -> None:
-    result, document = ask("only-fp8", "--target", "gfx950")
+    result, document = ask("only-fp8", "--target", "gfx950", "--full")
     assert result.exit_code == 0
     (row,) = own(document).values()
     assert row["time_us"] == {"median": 12.5, "p10": 12.0, "p90": 13.0}

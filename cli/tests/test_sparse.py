@@ -93,7 +93,7 @@ def test_an_operation_that_is_none_ends_with_2() -> None:
     assert run(app, ["validate", "parse"]).exit_code == 2
     result = run(app, ["inspect", "parse"])
     assert result.exit_code == 2
-    assert "decode, prefill, sparse or sage" in result.stderr
+    assert "Did you mean 'sparse'?" in result.stderr
 
 
 def test_the_set_asks_for_every_mode_and_both_queries() -> None:

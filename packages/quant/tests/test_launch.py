@@ -14,6 +14,8 @@ from triton.runtime.jit import JITFunction
 
 from narrowkv.quant.errors import UnsupportedError
 from narrowkv.quant.launch import LaunchOptions, compile_for, launch, run_as
+from narrowkv.quant.launch.artifact import CompiledArtifact
+from narrowkv.quant.targets import get_target
 
 # What the interpreter needs mended differs between Tritons.
 pytestmark = pytest.mark.codegen_all
@@ -162,10 +164,50 @@ def test_a_launch_changes_nothing_that_others_import() -> None:
 
 
 def test_targets_that_cannot_be_compiled_for_are_refused_with_what_can() -> None:
-    with pytest.raises(UnsupportedError, match=r"gfx942, gfx950"), compile_for("sm90"):
+    for name, words in (("sm90", "AMD"), ("gfx1100", "RDNA"), ("gfx1201", "RDNA"), ("gfx906", "not known")):
+        with pytest.raises(UnsupportedError, match=f"{words}.*gfx942, gfx950"), compile_for(name):
+            pass
+    with pytest.raises(ValueError, match="gfx950"), compile_for("no target"):
         pass
-    with pytest.raises(ValueError, match="gfx950"), compile_for("gfx90a"):
-        pass
+
+
+@pytest.mark.parametrize(("target", "instruction"), [("gfx90a", "v_mfma"), ("gfx1250", "v_wmma")])
+def test_targets_that_kernels_are_only_compiled_for(target: str, instruction: str) -> None:
+    if target == "gfx1250" and triton.__version__ < "3.8":
+        pytest.skip(f"Triton {triton.__version__} has no {target}")
+    a = torch.eye(16).bfloat16()
+    with compile_for(target) as artifacts:
+        launch(_dot_kernel, (1,), (a, a, torch.zeros(16, 16)), {"N": 16}, ONE)
+    assert artifacts[0].whole.total(instruction) == artifacts[0].whole.mfma > 0
+    with pytest.raises(UnsupportedError, match="no hardware figures"):
+        _ = artifacts[0].waves_per_simd
+
+
+def test_options_go_where_the_backend_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompiledArtifact, "from_triton", lambda compiled, **_: compiled)
+    options = LaunchOptions(
+        kpack=2, llvm_fn_attrs="amdgpu-sched-strategy=iterative-ilp", launch_pdl=True, maxnreg=64
+    )
+    gfx942, gfx950, sm90 = (options.for_target(get_target(name)) for name in ("gfx942", "gfx950", "sm90"))
+    assert gfx942["kpack"] == 2
+    assert "kpack" not in gfx950
+    assert sm90.keys() == {"num_warps", "num_stages", "launch_pdl", "maxnreg"}
+    assert not {"launch_pdl", "maxnreg"} & gfx942.keys()
+    assert LaunchOptions().for_target(get_target("gfx942")).keys() == {"num_warps", "num_stages"}
+    a = torch.eye(16).bfloat16()
+    for attributes, set_there in ((options, True), (ONE, False)):
+        with compile_for("gfx942") as artifacts:
+            launch(_dot_kernel, (1,), (a, a, torch.zeros(16, 16)), {"N": 16}, attributes)
+        assert ("iterative-ilp" in artifacts[0].asm["llir"]) == set_there
+
+
+def test_a_hint_that_only_older_tritons_act_on() -> None:
+    given = LaunchOptions(schedule_hint="attention", llvm_fn_attrs="amdgpu-sched-strategy=iterative-ilp")
+    passed = given.for_target(get_target("gfx942"))
+    if "llvm_fn_attrs" in passed:
+        assert "schedule_hint" not in passed
+    else:
+        assert passed["schedule_hint"] == "attention,memory-bound-attention"
 
 
 def test_run_as_interprets() -> None:

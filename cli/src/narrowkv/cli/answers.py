@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from narrowkv.cli.codegen import KernelCode
 from narrowkv.cli.contracts import Contract
@@ -12,12 +13,21 @@ PASS, FAIL, NOT_YET, REFUSED, SKIPPED, INEXACT = "pass", "fail", "not yet", "ref
 
 @dataclass(frozen=True)
 class Compiled:
-    """One contract compiled for one target."""
+    """One contract compiled for one target.
+
+    Attributes:
+        target: the target.
+        status: pass, fail, not yet or skipped.
+        detail: the reason where it is not a pass.
+        kernels: every kernel of the call.
+        model: fields of the roofline of a pass through decode's hot loop; None where it was not emulated.
+    """
 
     target: str
     status: str
     detail: str = ""
     kernels: tuple[KernelCode, ...] = ()
+    model: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -2,63 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-if TYPE_CHECKING:
-    from narrowkv.cli.report import ExitCode
-
-
-class _Commands(TyperGroup):
-    """Turns what a command cannot do into its exit code."""
-
-    def invoke(self, ctx: Any) -> Any:
-        from narrowkv.cli.report import ExitCode, UnsupportedHereError, UsageError
-
-        try:
-            return super().invoke(ctx)
-        except UsageError as error:
-            code = ExitCode.USAGE
-            text = str(error)
-        except UnsupportedHereError as error:
-            code = ExitCode.UNSUPPORTED
-            text = f"unsupported here: {error}"
-        except ImportError as error:
-            # torch or triton; the packages' own words say which and how to get it.
-            code = ExitCode.UNSUPPORTED
-            text = str(error)
-        except OSError as error:
-            # A folder that cannot be written; the message says which, and what names another.
-            code = ExitCode.UNSUPPORTED
-            text = str(error)
-        except KeyboardInterrupt:
-            code = ExitCode.INTERRUPTED
-            text = "interrupted before there was anything to keep"
-        typer.echo(f"narrowkv: {text}", err=True)
-        raise typer.Exit(int(code))
-
+from narrowkv.cli.command_line import Commands, DecodeByDefault, command
+from narrowkv.cli.names import (
+    AMD_TARGETS,
+    CACHE_FORMATS,
+    DECODE_KERNELS,
+    PLACES,
+    QUERY_DTYPES,
+    SAGE_GRANULARITIES,
+    SAGE_PRECISIONS,
+    SPARSE_MODES,
+    cache_formats,
+    check_case_formats,
+    choices,
+    one_of,
+    unknown,
+)
+from narrowkv.cli.report import ExitCode, Report, UsageError, version
 
 app = typer.Typer(
     name="narrowkv",
-    cls=_Commands,
+    cls=Commands,
     help="Attention over narrow-precision paged KV caches: does it work here, how exact is it, how fast, "
     "and what does it compile to.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 all pass, 1 a numerical failure, 2 usage, 3 unsupported here, "
     "4 performance regression, 130 interrupted.",
 )
+validate = typer.Typer(cls=DecodeByDefault)
+bench = typer.Typer(no_args_is_help=True)
+inspect = typer.Typer(cls=DecodeByDefault)
 
-Json = Annotated[
-    bool, typer.Option("--json", help="One JSON document on stdout; tables and progress go to stderr.")
-]
-Out = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="Also write the JSON document to FILE.")
-]
+
+def _starting_with(*known: str) -> Callable[[str], list[str]]:
+    """Completes the last of names joined by commas."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in known if name.startswith(last)]
+
+    return complete
+
+
+def _set_names(incomplete: str) -> list[str]:
+    from narrowkv.cli.contracts import CONTRACT_SETS
+
+    return [name for name in CONTRACT_SETS if name.startswith(incomplete)]
+
+
 On = Annotated[
     list[str] | None,
     typer.Option(
@@ -66,6 +65,7 @@ On = Annotated[
         metavar="PLACES",
         help="cpu, gpu, or gfx942 or gfx950 emulated; several joined by commas or repeated. "
         "Default: the GPU if there is one, else the CPU.",
+        autocompletion=_starting_with(*PLACES),
     ),
 ]
 Jobs = Annotated[
@@ -75,71 +75,120 @@ Cases = Annotated[
     list[str] | None,
     typer.Option("--case", metavar="LINE", help="Only this case, as a sweep prints it; repeatable."),
 ]
+Case = Annotated[
+    str | None, typer.Option("--case", metavar="LINE", help="Only this case, as validate prints it.")
+]
 DetectRaces = Annotated[
     bool, typer.Option("--detect-races", help="With emulated places: watch LDS for races.")
 ]
 Samples = Annotated[int, typer.Option(min=1, help="The most samples of a row.")]
-Targets = Annotated[str, typer.Option("--target", metavar="NAMES", help="AMD targets to compile for.")]
-BOTH = "gfx942,gfx950"
+Targets = Annotated[
+    str,
+    typer.Option(
+        "--target",
+        metavar="NAMES",
+        help="AMD targets to compile for.",
+        autocompletion=_starting_with(*AMD_TARGETS),
+    ),
+]
+BOTH = ",".join(AMD_TARGETS)
 Context = Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")]
 Count = Annotated[int, typer.Option(min=1)]
-Query = Annotated[str, typer.Option(help="bf16 or fp16.")]
+Query = Annotated[
+    str, typer.Option(help="Of the query: bf16 or fp16.", autocompletion=_starting_with(*QUERY_DTYPES))
+]
+Formats = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        "--cache",
+        metavar="LIST",
+        help="Cache formats; K's and V's as k/v, FP4's scales per 32 as :32.",
+        autocompletion=_starting_with(*CACHE_FORMATS),
+    ),
+]
 
 
-def _end(code: ExitCode) -> NoReturn:
-    raise typer.Exit(int(code))
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"narrowkv {version()}")
+        raise typer.Exit
 
 
-@app.command()
-def probe(
-    contract_set: Annotated[str, typer.Argument(metavar="[CONTRACT-SET]", help="See --list.")] = "glm-gqa12",
-    list_sets: Annotated[bool, typer.Option("--list", help="List the contract sets and stop.")] = False,
-    on: On = None,
-    target: Targets = BOTH,
-    jobs: Jobs = None,
-    as_json: Json = False,
-    out: Out = None,
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
-    """Try each contract of a set on each backend, and compile it for gfx942 and gfx950.
+    """Options of the whole program."""
 
-    Without --on, a sample of what was compiled for each target also runs in the emulator.
-    """
-    from narrowkv.cli import contracts
-    from narrowkv.cli.report import Report, UsageError
 
-    report = Report("probe", as_json=as_json, out_file=out)
-    if list_sets:
-        _end(contracts.list_sets(report))
-    chosen = contracts.find_set(contract_set)
-    if chosen is None:
-        known = ", ".join(contracts.CONTRACT_SETS)
-        raise UsageError(f"CONTRACT-SET must be one of {known}; got {contract_set!r}")
-    from narrowkv.cli.probe import probe as run
+def _jobs(given: int | None) -> int:
     from narrowkv.cli.workers import default_jobs
 
-    _end(run(chosen, report, on=on, jobs=jobs or default_jobs(), targets=_amd_targets(target)))
+    return given or default_jobs()
 
 
 def _amd_targets(text: str) -> tuple[str, ...]:
-    from narrowkv.cli.report import UsageError
-
-    names = tuple(filter(None, text.split(",")))
-    for name in names:
-        if name not in ("gfx942", "gfx950"):
-            raise UsageError(f"--target must be of gfx942, gfx950; got {name!r}")
-    return names
+    return tuple(choices("--target", text, AMD_TARGETS))
 
 
-validate = typer.Typer(
-    help="Compare operations with their references, and cache formats with the tensors they store.",
-    invoke_without_command=True,
-)
-app.add_typer(validate, name="validate")
+def _numbers(option: str, text: str, least: int = 1) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) >= least for part in parts):
+        raise UsageError(f"{option} must be numbers of at least {least} joined by commas, got {text!r}")
+    return [int(part) for part in parts]
 
 
-@validate.callback()
+@command(app, "probe")
+def probe(
+    report: Report,
+    contract_set: Annotated[
+        str,
+        typer.Argument(metavar="[CONTRACT-SET]", help="What to ask; see --list.", autocompletion=_set_names),
+    ] = "glm-gqa12",
+    list_sets: Annotated[bool, typer.Option("--list", help="List the contract sets and stop.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Show every contract at every place, and the code of each.")
+    ] = False,
+    on: On = None,
+    target: Targets = BOTH,
+    jobs: Jobs = None,
+) -> ExitCode:
+    """Try each contract of a set here, and as gfx942 and gfx950 machine code; show one screen.
+
+    Without --on, a sample of what is compiled for each target also runs in the emulator.
+    """
+    from narrowkv.cli import contracts
+
+    if list_sets:
+        report.refuse("with --list", "contract_set", "full", "on", "target", "jobs")
+        report.refuse_files("with --list", "plot", "resume")
+        return contracts.list_sets(report)
+    chosen = contracts.find_set(contract_set)
+    if chosen is None:
+        raise unknown("CONTRACT-SET", contract_set, contracts.CONTRACT_SETS)
+    targets = _amd_targets(target)
+    if on:
+        choices("--on", on, PLACES)
+    from narrowkv.cli.probe import probe as run
+
+    return run(chosen, report, on=on, jobs=_jobs(jobs), targets=targets, full=full)
+
+
+def _checked_cases(report: Report, on: list[str] | None, case: list[str] | None) -> None:
+    """Refuses, before torch is imported, misspelled names and options that a case makes idle."""
+    if on:
+        choices("--on", on, PLACES)
+    if case:
+        check_case_formats(case)
+        report.refuse("with --case, which says all of a case", "full", "seed")
+
+
+@command(validate, "decode", title="validate")
 def validate_decode(
-    context: typer.Context,
+    report: Report,
     full: Annotated[
         bool, typer.Option("--full/--quick", help="Many random mixtures, or each value of each axis.")
     ] = False,
@@ -148,51 +197,20 @@ def validate_decode(
     on: On = None,
     detect_races: DetectRaces = False,
     jobs: Jobs = None,
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Sweep the decode contract's axes against the reference: error table, worst cases, repro commands."""
-    if context.invoked_subcommand is not None:
-        return
-    from narrowkv.cli.report import Report
-
-    report = Report("validate", as_json=as_json, out_file=out)
+) -> ExitCode:
+    """Sweep decode's axes against the reference: error table, worst cases, commands that repeat them."""
+    _checked_cases(report, on, case)
     from narrowkv.cli.cases import DecodeCase
     from narrowkv.cli.validate import sweep
     from narrowkv.cli.validate import validate as run
-    from narrowkv.cli.workers import default_jobs
 
     cases = [DecodeCase.parse(line) for line in case] if case else sweep(full=full, seed=seed)
-    _end(run(cases, report, on=on, jobs=jobs or default_jobs(), seed=seed, detect_races=detect_races))
+    return run(cases, report, on=on, jobs=_jobs(jobs), seed=seed, detect_races=detect_races)
 
 
-@validate.command("sparse")
-def validate_sparse(
-    full: Annotated[
-        bool, typer.Option("--full/--quick", help="Also cross row lengths, heads and skipped indices.")
-    ] = False,
-    case: Cases = None,
-    on: On = None,
-    detect_races: DetectRaces = False,
-    jobs: Jobs = None,
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Sweep DeepSeek-V4 sparse attention: ways to attend, layouts, row lengths, heads, options."""
-    from narrowkv.cli.report import Report
-
-    report = Report("validate sparse", as_json=as_json, out_file=out)
-    from narrowkv.cli.sparse.cases import SPARSE_CASES, SparseCase, sweep
-    from narrowkv.cli.validate import validate as run
-    from narrowkv.cli.workers import default_jobs
-
-    cases = [SparseCase.parse(line) for line in case] if case else sweep(everything=full)
-    jobs = jobs or default_jobs()
-    _end(run(cases, report, on=on, jobs=jobs, seed=0, detect_races=detect_races, kind=SPARSE_CASES))
-
-
-@validate.command("prefill")
+@command(validate, "prefill", title="validate prefill")
 def validate_prefill(
+    report: Report,
     full: Annotated[
         bool, typer.Option("--full/--quick", help="Also cross kernels, formats, sizes and options.")
     ] = False,
@@ -200,26 +218,41 @@ def validate_prefill(
     on: On = None,
     detect_races: DetectRaces = False,
     jobs: Jobs = None,
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
+) -> ExitCode:
     """Sweep prefill, and prefill that appends, whose cache must be right to the byte."""
+    _checked_cases(report, on, case)
     from functools import partial
 
-    from narrowkv.cli.report import Report
-
-    report = Report("validate prefill", as_json=as_json, out_file=out)
     from narrowkv.cli.prefill.cases import PREFILL_CASES, PrefillCase, sweep
     from narrowkv.cli.validate import validate as run
-    from narrowkv.cli.workers import default_jobs
 
     cases = [PrefillCase.parse(line) for line in case] if case else partial(sweep, everything=full)
-    jobs = jobs or default_jobs()
-    _end(run(cases, report, on=on, jobs=jobs, seed=0, detect_races=detect_races, kind=PREFILL_CASES))
+    return run(cases, report, on=on, jobs=_jobs(jobs), seed=0, detect_races=detect_races, kind=PREFILL_CASES)
 
 
-@validate.command("sage")
+@command(validate, "sparse", title="validate sparse")
+def validate_sparse(
+    report: Report,
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="Also cross row lengths, heads and skipped indices.")
+    ] = False,
+    case: Cases = None,
+    on: On = None,
+    detect_races: DetectRaces = False,
+    jobs: Jobs = None,
+) -> ExitCode:
+    """Sweep DeepSeek-V4 sparse attention: ways to attend, layouts, row lengths, heads, options."""
+    _checked_cases(report, on, case)
+    from narrowkv.cli.sparse.cases import SPARSE_CASES, SparseCase, sweep
+    from narrowkv.cli.validate import validate as run
+
+    cases = [SparseCase.parse(line) for line in case] if case else sweep(everything=full)
+    return run(cases, report, on=on, jobs=_jobs(jobs), seed=0, detect_races=detect_races, kind=SPARSE_CASES)
+
+
+@command(validate, "sage", title="validate sage")
 def validate_sage(
+    report: Report,
     full: Annotated[
         bool, typer.Option("--full/--quick", help="Also every precision, granularity and mask together.")
     ] = False,
@@ -227,51 +260,45 @@ def validate_sage(
     on: On = None,
     detect_races: DetectRaces = False,
     jobs: Jobs = None,
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
+) -> ExitCode:
     """Show what Sage attention's granularities cost in accuracy, beside the published figures."""
-    from narrowkv.cli.report import Report
-
-    report = Report("validate sage", as_json=as_json, out_file=out)
+    _checked_cases(report, on, None)
     from narrowkv.cli.sage import accuracy
-    from narrowkv.cli.workers import default_jobs
 
     cases = accuracy.sweep(full=full, seed=seed)
-    jobs = jobs or default_jobs()
-    _end(accuracy.validate_sage(cases, report, on=on, jobs=jobs, seed=seed, detect_races=detect_races))
+    return accuracy.validate_sage(
+        cases, report, on=on, jobs=_jobs(jobs), seed=seed, detect_races=detect_races
+    )
 
 
-@validate.command()
-def fp4(
+@command(validate, "fp4", title="validate fp4")
+def validate_fp4(
+    report: Report,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each input set.")] = 3,
     batch: Count = 8,
     context: Context = 4096,
     on: Annotated[
-        str | None, typer.Option("--on", help="cpu or gpu; default: the GPU if there is one.")
+        str | None,
+        typer.Option(
+            "--on",
+            help="cpu or gpu; default: the GPU if there is one.",
+            autocompletion=_starting_with(*PLACES[:2]),
+        ),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Error over size (extra: plot).")
-    ] = None,
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
+    jobs: Jobs = None,
+) -> ExitCode:
     """Show what each FP4, FP8 and mixed cache recipe costs in accuracy, on two input sets."""
-    from narrowkv.cli.report import Report
+    if on is not None:
+        one_of("--on", on, PLACES[:2])
+    from narrowkv.cli import format_errors
 
-    report = Report("validate fp4", as_json=as_json, out_file=out)
-    from narrowkv.cli.format_errors import Sizes, validate_fp4
-
-    sizes = Sizes(batch=batch, context=context)
-    _end(validate_fp4(report, seeds=seeds, sizes=sizes, on=on, plot_file=plot))
-
-
-bench = typer.Typer(help="Measure device time against ceilings of the same run.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
+    sizes = format_errors.Sizes(batch=batch, context=context)
+    return format_errors.validate_fp4(report, seeds=seeds, sizes=sizes, on=on, jobs=_jobs(jobs))
 
 
-@bench.command()
-def decode(
+@command(bench, "decode", title="bench")
+def bench_decode(
+    report: Report,
     batch: Annotated[str, typer.Option(metavar="LIST", help="Sequences.")] = "1,4,16,64,128",
     context: Annotated[
         str, typer.Option(metavar="LIST", help="Tokens of each sequence.")
@@ -280,15 +307,7 @@ def decode(
     num_kv_heads: Count = 8,
     ratio: Annotated[str, typer.Option(metavar="LIST", help="Query heads for each KV head.")] = "12",
     head_dim: Count = 128,
-    cache_format: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            "--cache",
-            metavar="LIST",
-            help="Cache formats; K's and V's as k/v, FP4's scales per 32 as :32.",
-        ),
-    ] = "fp8_e4m3fn,bf16",
+    cache_format: Formats = "fp8_e4m3fn,bf16",
     q: Query = "bf16",
     samples: Samples = 50,
     peers: Annotated[
@@ -298,22 +317,13 @@ def decode(
         Path | None, typer.Option(metavar="BASELINE.json", help="Compare; slower rows end with 4.")
     ] = None,
     threshold: Annotated[float, typer.Option(help="How much slower a row may become.")] = 0.05,
-    csv: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", help="Also write the rows as CSV.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="A roofline plot (extra: plot).")
-    ] = None,
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
+) -> ExitCode:
     """Measure paged decode over batches, contexts, page sizes, ratios and formats."""
-    from narrowkv.cli.report import Report
-
-    report = Report("bench", as_json=as_json, out_file=out)
     lists = {"batch": batch, "context": context, "page-size": page_size, "ratio": ratio}
     numbers = {name: _numbers(f"--{name}", text) for name, text in lists.items()}
-    from narrowkv.cli.bench.decode import BenchOptions, bench_decode
+    formats, q = cache_formats("--format", cache_format), one_of("--q", q, QUERY_DTYPES)
+    from narrowkv.cli.bench.decode import BenchOptions
+    from narrowkv.cli.bench.decode import bench_decode as run
     from narrowkv.cli.bench.workload import shapes
 
     rows = shapes(
@@ -324,120 +334,120 @@ def decode(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         q=q,
-        formats=[name for name in cache_format.split(",") if name],
+        formats=formats,
     )
-    _end(bench_decode(rows, report, BenchOptions(samples, against, threshold, csv, plot, peers)))
+    return run(rows, report, BenchOptions(samples, against, threshold, peers))
 
 
-@bench.command()
-def prefill(
+@command(bench, "prefill", title="bench")
+def bench_prefill(
+    report: Report,
     new: Annotated[str, typer.Option(metavar="LIST", help="New tokens.")] = "128,1024,4096",
     prefix: Annotated[str, typer.Option(metavar="LIST", help="Older tokens.")] = "0,4096,32768",
     heads: Annotated[str, typer.Option(metavar="LIST", help="Query heads / KV heads.")] = "96/8,32/8",
     head_dim: Count = 128,
     page_size: Count = 16,
-    cache_format: Annotated[
-        str, typer.Option("--format", metavar="LIST", help="Cache formats.")
-    ] = "fp8_e4m3fn,bf16",
+    cache_format: Formats = "fp8_e4m3fn,bf16",
     samples: Samples = 50,
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
+) -> ExitCode:
     """Measure prefill of one sequence over prefixes, beside torch SDPA, and prefill that appends."""
-    from narrowkv.cli.report import Report, UsageError
-
-    report = Report("bench", as_json=as_json, out_file=out)
-    pairs = [tuple(part.split("/")) for part in heads.split(",") if part]
-    if not pairs or any(len(p) != 2 or not all(n.isdecimal() and int(n) for n in p) for p in pairs):
+    pairs = [tuple(part.split("/")) for part in heads.split(",")]
+    if any(len(p) != 2 or not all(n.isdecimal() and int(n) for n in p) for p in pairs):
         raise UsageError(f"--heads must be query heads / KV heads, joined by commas, got {heads!r}")
-    from narrowkv.cli.prefill.bench import bench_prefill, shapes
+    lengths = _numbers("--new", new), _numbers("--prefix", prefix, least=0)
+    formats = cache_formats("--format", cache_format)
+    from narrowkv.cli.prefill.bench import bench_prefill as run
+    from narrowkv.cli.prefill.bench import shapes
 
-    rows = shapes(
-        _numbers("--new", new),
-        _numbers("--prefix", prefix, least=0),
-        [(int(queries), int(kv)) for queries, kv in pairs],
-        [name for name in cache_format.split(",") if name],
-        head_dim,
-        page_size,
-    )
-    _end(bench_prefill(list(rows), report, samples))
+    rows = shapes(*lengths, [(int(q), int(kv)) for q, kv in pairs], formats, head_dim, page_size)
+    return run(list(rows), report, samples)
 
 
-@bench.command()
-def sparse(
+@command(bench, "sparse", title="bench")
+def bench_sparse(
+    report: Report,
     tokens: Annotated[str, typer.Option(metavar="LIST", help="Query tokens.")] = "1024,4096",
     heads: Annotated[str, typer.Option(metavar="LIST", help="Query heads.")] = "16,64,128",
     topk: Annotated[str, typer.Option(metavar="LIST", help="Rows that each token attends to.")] = "512,2048",
     pool: Annotated[int, typer.Option(min=1, help="Rows of the pool.")] = 65536,
     mode: Annotated[
-        str, typer.Option(metavar="LIST", help="Of bf16, prepass, fused, fused-fp8q.")
+        str,
+        typer.Option(
+            metavar="LIST",
+            help=f"Of {', '.join(SPARSE_MODES)}.",
+            autocompletion=_starting_with(*SPARSE_MODES),
+        ),
     ] = "bf16,prepass,fused",
     samples: Samples = 50,
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
+) -> ExitCode:
     """Measure DeepSeek-V4 sparse prefill over tokens, heads and top-k, in each mode."""
     from itertools import product
 
-    from narrowkv.cli.report import Report
-
-    report = Report("bench", as_json=as_json, out_file=out)
     lists = {"tokens": tokens, "heads": heads, "topk": topk}
     numbers = [_numbers(f"--{name}", text) for name, text in lists.items()]
-    from narrowkv.cli.sparse.bench import SparseShape, bench_sparse
+    modes = choices("--mode", mode, SPARSE_MODES)
+    from narrowkv.cli.sparse.bench import SparseShape
+    from narrowkv.cli.sparse.bench import bench_sparse as run
 
-    shapes = [SparseShape(t, h, k, pool) for t, h, k in product(*numbers)]
-    _end(bench_sparse(shapes, [name for name in mode.split(",") if name], report, samples))
+    return run([SparseShape(t, h, k, pool) for t, h, k in product(*numbers)], modes, report, samples)
 
 
-@bench.command()
-def sage(
+@command(bench, "sage", title="bench")
+def bench_sage(
+    report: Report,
     batch: Annotated[str, typer.Option(metavar="LIST", help="Sequences.")] = "2",
     context: Annotated[str, typer.Option(metavar="LIST", help="Tokens of Q, and of K.")] = "4096,16384",
     heads: Annotated[int, typer.Option(min=1, help="Heads of Q, K and V.")] = 32,
     head_dim: Count = 128,
-    qk: Annotated[str, typer.Option(metavar="LIST", help="Of int8, int4, fp8.")] = "int8",
+    qk: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help=f"Of {', '.join(SAGE_PRECISIONS)}.",
+            autocompletion=_starting_with(*SAGE_PRECISIONS),
+        ),
+    ] = "int8",
     granularity: Annotated[
-        str, typer.Option(metavar="LIST", help="Of per_tensor, per_block, per_warp, per_thread.")
+        str,
+        typer.Option(
+            metavar="LIST",
+            help=f"Of {', '.join(SAGE_GRANULARITIES)}.",
+            autocompletion=_starting_with(*SAGE_GRANULARITIES),
+        ),
     ] = "per_thread,per_warp,per_block",
     samples: Samples = 20,
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
+) -> ExitCode:
     """Measure Sage attention, quantisation included, beside torch's SDPA in bf16, unmasked and causal."""
     from itertools import product
 
-    from narrowkv.cli.report import Report
+    sizes = product(_numbers("--batch", batch), _numbers("--context", context), (False, True))
+    precisions = choices("--qk", qk, SAGE_PRECISIONS)
+    groups = choices("--granularity", granularity, SAGE_GRANULARITIES)
+    from narrowkv.cli.sage.bench import SageShape
+    from narrowkv.cli.sage.bench import bench_sage as run
 
-    report = Report("bench", as_json=as_json, out_file=out)
-    batches, contexts = _numbers("--batch", batch), _numbers("--context", context)
-    from narrowkv.cli.sage.bench import SageShape, bench_sage
-
-    shapes = [
-        SageShape(b, c, heads, head_dim, causal) for b, c, causal in product(batches, contexts, (False, True))
-    ]
-    precisions, groups = ([name for name in text.split(",") if name] for text in (qk, granularity))
-    _end(bench_sage(shapes, precisions, groups, report, samples))
+    shapes = [SageShape(b, c, heads, head_dim, causal) for b, c, causal in sizes]
+    return run(shapes, precisions, groups, report, samples)
 
 
-def _numbers(option: str, text: str, least: int = 1) -> list[int]:
-    from narrowkv.cli.report import UsageError
+@command(bench, "host", files=("out",), title="bench host")
+def bench_host(
+    report: Report,
+    samples: Samples = 20,
+    shapes: Annotated[int, typer.Option(min=0, help="Random calls of each operation; 0 for none.")] = 50,
+    captures: Annotated[str, typer.Option(metavar="LIST", help="Batches of captured graphs.")] = "1,8,64,512",
+    context: Annotated[int, typer.Option(min=16, help="Tokens that a captured batch may hold.")] = 131072,
+) -> ExitCode:
+    """Measure the Python time of each operation beside torch.add_, and the kernels of random shapes."""
+    sizes = _numbers("--captures", captures)
+    from narrowkv.cli.bench.host import bench_host as run
 
-    parts = [part for part in text.split(",") if part]
-    if not parts or not all(part.isdecimal() and int(part) >= least for part in parts):
-        raise UsageError(f"{option} must be positive numbers joined by commas, got {text!r}")
-    return [int(part) for part in parts]
+    return run(report, samples=samples, shapes=shapes, captures=sizes, context=context)
 
 
-@app.command()
-def inspect(
-    operation: Annotated[
-        str,
-        typer.Argument(
-            metavar="[OPERATION]",
-            help="decode; prefill or sparse: all that it ships, or one --case; sage: all that it ships.",
-        ),
-    ] = "decode",
+@command(inspect, "decode", title="inspect")
+def inspect_decode(
+    report: Report,
     target: Targets = BOTH,
     batch: Count = 4,
     context: Context = 1024,
@@ -448,71 +458,121 @@ def inspect(
     cache_format: Annotated[
         str,
         typer.Option(
-            "--format", "--cache", help="Cache format; K's and V's as k/v, FP4's scales per 32 as :32."
+            "--format",
+            "--cache",
+            metavar="FORMAT",
+            help="Cache format; K's and V's as k/v, FP4's scales per 32 as :32.",
+            autocompletion=_starting_with(*CACHE_FORMATS),
         ),
     ] = "fp8_e4m3fn",
     q: Query = "bf16",
-    kernel: Annotated[str, typer.Option(help="native or decode; default: the target's.")] = "",
-    case: Annotated[
-        str | None, typer.Option(metavar="LINE", help="A validate case instead of the sizes above.")
-    ] = None,
+    kernel: Annotated[
+        str,
+        typer.Option(
+            help="native or decode; default: the target's.", autocompletion=_starting_with(*DECODE_KERNELS)
+        ),
+    ] = "",
+    case: Case = None,
     asm: Annotated[bool, typer.Option("--asm", help="Show the assembly too.")] = False,
-    as_json: Json = False,
-    out: Out = None,
-) -> None:
-    """Show what an operation compiles to: registers, LDS, spills, instructions; of decode also a roofline."""
-    from narrowkv.cli.report import Report
-
-    report = Report("inspect", as_json=as_json, out_file=out)
+) -> ExitCode:
+    """Show what decode compiles to: registers, LDS, spills, instructions, and a modelled roofline."""
     targets = _amd_targets(target)
-    if operation == "sparse":
-        from narrowkv.cli.sparse.cases import SparseCase
-        from narrowkv.cli.sparse.inspection import inspect_sparse
-        from narrowkv.cli.sparse.inspection import shipped_cases as sparse_cases
-
-        cases = sparse_cases() if case is None else [SparseCase.parse(case)]
-        _end(inspect_sparse(cases, report, targets=targets))
-    if operation == "prefill":
-        from narrowkv.cli.prefill.cases import PrefillCase
-        from narrowkv.cli.prefill.inspection import inspect_prefill
-        from narrowkv.cli.prefill.inspection import shipped_cases as prefill_cases
-
-        calls = prefill_cases if case is None else [PrefillCase.parse(case)]
-        _end(inspect_prefill(calls, report, targets=targets))
-    if operation == "sage":
-        from narrowkv.cli.sage.inspection import inspect_sage
-        from narrowkv.cli.sage.inspection import shipped_cases as sage_cases
-
-        _end(inspect_sage(sage_cases(), report, targets=targets))
-    if operation != "decode":
-        from narrowkv.cli.report import UsageError
-
-        raise UsageError(f"OPERATION must be decode, prefill, sparse or sage, got {operation!r}")
+    cache_formats("--format", cache_format)
+    one_of("--q", q, QUERY_DTYPES)
+    if kernel:
+        one_of("--kernel", kernel, DECODE_KERNELS)
+    sizes: dict[str, Any] = {
+        "batch": batch, "context": context, "ratio": ratio, "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim, "page_size": page_size, "cache_format": cache_format, "q": q, "kernel": kernel,
+    }  # fmt: skip
+    if case is not None:
+        check_case_formats([case])
+        report.refuse("with --case, which says all of a case", *sizes)
     from narrowkv.cli.cases import DecodeCase
     from narrowkv.cli.inspection import inspect as run
     from narrowkv.cli.inspection import inspection_case
 
-    sizes = inspection_case(
-        batch=batch,
-        context=context,
-        ratio=ratio,
-        kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        fmt=cache_format,
-        q=q,
-        kernel=kernel,
-    )
-    _end(run(DecodeCase.parse(case if case is not None else str(sizes)), report, targets=targets, asm=asm))
+    chosen = inspection_case(**sizes) if case is None else DecodeCase.parse(case)
+    return run(chosen, report, targets=targets, asm=asm)
 
 
-@app.command()
-def env(as_json: Json = False, out: Out = None) -> None:
+@command(inspect, "prefill", title="inspect")
+def inspect_prefill(report: Report, target: Targets = BOTH, case: Case = None) -> ExitCode:
+    """Show what prefill compiles to: every shipped configuration, or one case."""
+    targets = _amd_targets(target)
+    check_case_formats(filter(None, [case]))
+    from narrowkv.cli.prefill.cases import PrefillCase
+    from narrowkv.cli.prefill.inspection import inspect_prefill as run
+    from narrowkv.cli.prefill.inspection import shipped_cases
+
+    return run(shipped_cases if case is None else [PrefillCase.parse(case)], report, targets=targets)
+
+
+@command(inspect, "sparse", title="inspect")
+def inspect_sparse(report: Report, target: Targets = BOTH, case: Case = None) -> ExitCode:
+    """Show what sparse attention compiles to: every shipped configuration, or one case."""
+    targets = _amd_targets(target)
+    check_case_formats(filter(None, [case]))
+    from narrowkv.cli.sparse.cases import SparseCase
+    from narrowkv.cli.sparse.inspection import inspect_sparse as run
+    from narrowkv.cli.sparse.inspection import shipped_cases
+
+    return run(shipped_cases() if case is None else [SparseCase.parse(case)], report, targets=targets)
+
+
+@command(inspect, "sage", title="inspect")
+def inspect_sage(report: Report, target: Targets = BOTH) -> ExitCode:
+    """Show what Sage attention compiles to: every shipped configuration."""
+    targets = _amd_targets(target)
+    from narrowkv.cli.sage.inspection import inspect_sage as run
+    from narrowkv.cli.sage.inspection import shipped_cases
+
+    return run(shipped_cases(), report, targets=targets)
+
+
+@command(inspect, "model", title="inspect")
+def inspect_model(
+    report: Report,
+    target: Targets = BOTH,
+    family: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this family of kernels; repeatable.")
+    ] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OPERATION:LINE", help="A case of decode, prefill or sparse; repeatable."),
+    ] = None,
+    peer: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="AMD assembly of another kernel, to model its loop; repeatable."),
+    ] = None,
+) -> ExitCode:
+    """Show modelled times, bounds and stalls: a call of every family, cases, or other assembly."""
+    targets = _amd_targets(target)
+    from narrowkv.cli.modelled import inspect_model as run
+
+    return run(report, targets=targets, names=family or (), cases=case or (), peers=peer or ())
+
+
+app.add_typer(
+    validate,
+    name="validate",
+    help="Compare operations with their references, and cache formats with the tensors they store. "
+    "Without a command: decode.",
+)
+app.add_typer(bench, name="bench", help="Measure device time against ceilings of the same run.")
+app.add_typer(
+    inspect,
+    name="inspect",
+    help="Show what operations compile to for gfx942 and gfx950. Without a command: decode.",
+)
+
+
+@command(app, "env", files=("out",))
+def env(report: Report) -> ExitCode:
     """Report versions, GPUs and settings, to paste into a bug report."""
     from narrowkv.cli.environment import report_environment
-    from narrowkv.cli.report import Report
 
-    _end(report_environment(Report("env", as_json=as_json, out_file=out)))
+    return report_environment(report)
 
 
 def main() -> None:

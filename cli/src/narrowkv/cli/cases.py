@@ -15,9 +15,10 @@ import torch
 
 from narrowkv.attn_decode import DecodePlan, paged_decode, paged_decode_reference, plan_decode
 from narrowkv.attn_decode.workloads import DecodeWorkload, WorkloadError
+from narrowkv.cli.names import one_of, split_format, unknown
 from narrowkv.cli.report import UsageError
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
-from narrowkv.paged_cache.descales import GRANULARITIES, SCALE_GROUP
+from narrowkv.paged_cache.descales import GRANULARITIES
 from narrowkv.quant.accuracy import ErrorReport, compare, max_abs, relative_l1
 
 LSE_BOUND = 1e-3
@@ -25,7 +26,6 @@ _QUERY_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _OUT_DTYPES = {**_QUERY_DTYPES, "fp32": torch.float32}
 _DESCALES = ("float", *GRANULARITIES[:-1])  # the last is FP4's own
 Case = TypeVar("Case")
-FP4 = "fp4_e2m1"
 
 
 def spell_case(case: Any) -> str:
@@ -44,8 +44,10 @@ def parse_case(kind: type[Case], text: str) -> Case:
     values: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, equals, value = part.partition("=")
-        if not equals or name not in known:
+        if not equals:
             raise UsageError(f"--case must be name=value pairs of {', '.join(known)}; got {part!r}")
+        if name not in known:
+            raise unknown(f"a name of --case ({part})", name, known)
         try:
             values[name] = _read(value, type(known[name]))
         except ValueError:
@@ -69,18 +71,10 @@ def parse_format(text: str) -> tuple[CacheFormat, int]:
     """A cache format and FP4's channels per scale from "K", "K/V" or "K/V:GROUP"; 0 is one scale a head.
 
     Raises:
-        ValueError: a format that a cache does not have, or a group that is not its.
+        UsageError: a format that a cache does not have, or a group that is not its.
     """
-    formats, _, group = text.partition(":")
-    k, _, v = formats.partition("/")
-    if group not in ("", str(SCALE_GROUP)):
-        raise ValueError(
-            f"FP4 has one scale a head or, after a colon, per {SCALE_GROUP} channels, got {group!r}"
-        )
-    parsed = CacheFormat.parse(CacheFormat(k, v or k))
-    if group and FP4 not in (parsed.k, parsed.v):
-        raise ValueError(f"only FP4 has scales per {group} channels, got {formats}")
-    return parsed, int(group or 0)
+    k, v, group = split_format(text)
+    return CacheFormat(k, v), group
 
 
 @dataclass(frozen=True)
@@ -154,8 +148,7 @@ class DecodeCase:
         case = parse_case(cls, text)
         parse_lens("lens", case.lens)
         for name, value, choices in (("q", case.q, _QUERY_DTYPES), ("out", case.out or "fp32", _OUT_DTYPES)):
-            if value not in choices:
-                raise UsageError(f"--case {name} must be one of {', '.join(choices)}; got {value!r}")
+            one_of(f"--case {name}", value, tuple(choices))
         return case
 
 
@@ -191,10 +184,8 @@ class DecodeInputs:
 
     def call(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`paged_decode` on these inputs: `(o, lse)`."""
-        plan = self.plan() if self.split else None
-        o, lse = paged_decode(
-            self.q, self.cache, self.table, **self.options, return_lse=True, plan=plan, kernel=self.kernel
-        )
+        plan = self.plan() if self.split or self.kernel else None
+        o, lse = paged_decode(self.q, self.cache, self.table, **self.options, return_lse=True, plan=plan)
         return o, lse
 
     def bytes_per_token(self) -> float:
@@ -219,8 +210,7 @@ def build(case: DecodeCase, device: str = "cpu") -> DecodeInputs:
         ("data", case.data, ("gaussian", "outlier")),
         ("descale", case.descale, _DESCALES),
     ):
-        if value not in known:
-            raise UsageError(f"--case {name} must be one of {', '.join(known)}; got {value!r}")
+        one_of(f"--case {name}", value, known)
     random = torch.Generator().manual_seed(case.seed)
     try:
         q, cache, table = DecodeWorkload(

@@ -12,8 +12,6 @@ from narrowkv.quant.launch import compile_for
 if TYPE_CHECKING:
     from narrowkv.quant.launch.artifact import CompiledArtifact
 
-AMD_TARGETS = ("gfx942", "gfx950")
-
 
 @dataclass(frozen=True)
 class KernelCode:

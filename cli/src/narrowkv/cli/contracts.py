@@ -81,9 +81,9 @@ class Contract:
 
     @property
     def cache(self) -> str:
-        """Cache format for a table."""
-        formats = self.k if self.k == self.v else f"k {self.k}, v {self.v}"
-        return f"{formats}, a scale per {self.scale_group}" if self.scale_group else formats
+        """Cache format as --format takes it."""
+        formats = self.k if self.k == self.v else f"{self.k}/{self.v}"
+        return f"{formats}:{self.scale_group}" if self.scale_group else formats
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON document."""
@@ -223,16 +223,16 @@ def find_set(name: str) -> ContractSet | None:
 
 def list_sets(report: Report) -> ExitCode:
     """Shows the names of the sets."""
-    from rich.table import Table
-
     from narrowkv.cli.report import ExitCode
+    from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 
-    table = Table("set", "contracts", "what it asks", "shape", header_style="bold", pad_edge=False)
+    sheet = Sheet([*keys("set"), *numbers("contracts"), Column("asks"), Column("shape")])
     for s in CONTRACT_SETS.values():
-        table.add_row(s.name, str(len(s.contracts)), s.title, str(s.shape))
-    report.show(table)
+        sheet.add(s.name, len(s.contracts), s.title, s.shape)
+    report.show(sheet)
     listed = [
         {"name": s.name, "title": s.title, "shape": s.shape, "contracts": s.contracts}
         for s in CONTRACT_SETS.values()
     ]
-    return report.finish({"sets": listed}, ExitCode.OK)
+    rows = [{"set": s.name, **c.as_dict()} for s in CONTRACT_SETS.values() for c in s.contracts]
+    return report.finish({"sets": listed}, ExitCode.OK, rows=rows)

@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.text import Text
 
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.quant.targets import device_target
@@ -72,9 +72,8 @@ def gpus() -> list[dict[str, Any]]:
 
 def describe() -> dict[str, Any]:
     """Everything that `narrowkv env` reports."""
-    own = {
-        f"narrowkv-{name.replace('_', '-')}": _version(f"narrowkv-{name.replace('_', '-')}") for name in _OWN
-    }
+    names = ["narrowkv", *(f"narrowkv-{name.replace('_', '-')}" for name in _OWN)]
+    own = {name: _version(name) for name in names}  # all packages in one distribution, or in several
     variables = {k: v for k, v in dict(os.environ).items() if k.startswith(_TELLING_PREFIXES)}
     return {
         "system": {
@@ -100,19 +99,12 @@ def describe() -> dict[str, Any]:
 def report_environment(report: Report) -> ExitCode:
     """Shows the report."""
     found = describe()
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
     for section, content in found.items():
-        if isinstance(content, dict):
-            for name, value in content.items():
-                table.add_row(
-                    f"{section}.{name}", ", ".join(value) if isinstance(value, list) else str(value)
-                )
-        for index, gpu in enumerate(content if isinstance(content, list) else ()):
-            for name, value in gpu.items():
-                table.add_row(f"{section}[{index}].{name}", str(value))
         if not content:
-            table.add_row(section, "none")
-    report.show(table)
+            report.line(f"{section}: none")
+        for index, part in enumerate(content if isinstance(content, list) else [content]):
+            name = section if part is content else f"{section}[{index}]"
+            for key, value in part.items():
+                text = ", ".join(value) if isinstance(value, list) else str(value)
+                report.line(Text.assemble((f"{name}.{key}", "cyan"), f": {text}"))
     return report.finish({"environment": found}, ExitCode.OK)

@@ -11,11 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
-
 from narrowkv.cdna_emulator import EmulatorError, Loop
 from narrowkv.cli.cases import DecodeCase, DecodeInputs, build, parse_format
 from narrowkv.cli.codegen import KernelCode, amd_backend_missing, compile_call
@@ -24,6 +19,9 @@ from narrowkv.cli.environment import versions
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError, number
 from narrowkv.cli.roofline import Roofline, roofline
 from narrowkv.cli.samples import a_few
+from narrowkv.cli.sheet import Sheet, filled, keys, numbers
+from narrowkv.cli.shipped_code import Task, finish_with_kernels
+from narrowkv.cli.workers import run_all
 from narrowkv.quant.launch import compile_for, executing
 from narrowkv.quant.launch.artifact import CompiledArtifact, InstructionMix
 from narrowkv.quant.targets import Target, get_target
@@ -94,28 +92,23 @@ def inspection_case(
     batch: int,
     context: int,
     ratio: int,
-    kv_heads: int,
+    num_kv_heads: int,
     head_dim: int,
     page_size: int,
-    fmt: str,
+    cache_format: str,
     q: str,
     kernel: str,
 ) -> DecodeCase:
-    """A decode call by its sizes; `fmt` as `bench` takes it: "K", "K/V" or "K/V:GROUP".
+    """A decode call by its sizes; `cache_format` as `bench` takes it: "K", "K/V" or "K/V:GROUP".
 
     Raises:
-        UsageError: a format that a cache does not have, or a kernel that there is not.
+        UsageError: a format that a cache does not have.
     """
-    try:
-        formats, group = parse_format(fmt)
-    except ValueError as error:
-        raise UsageError(f"--format {fmt}: {error}") from None
-    if kernel not in ("", "native", "decode"):
-        raise UsageError(f"--kernel must be native or decode, got {kernel!r}")
+    formats, group = parse_format(cache_format)
     lens = "+".join([str(context)] * batch)
     return DecodeCase(
         lens=lens,
-        kv_heads=kv_heads,
+        kv_heads=num_kv_heads,
         ratio=ratio,
         head_dim=head_dim,
         page_size=page_size,
@@ -149,7 +142,7 @@ def _run_a_few(target: str, call: Callable[[], object]) -> tuple[list[CompiledAr
     return [run.artifact for run in executor.runs], executor.runs, ""
 
 
-def _models(
+def models(
     run: Run, loop: Loop, target: Target, bytes_per_pass: float
 ) -> tuple[Roofline, Roofline, Emulated]:
     """Models of one pass and of one workgroup, from what all waves of all emulated workgroups executed."""
@@ -197,7 +190,7 @@ def inspect_case(
         loop = next((run.result.profile.hot_loop for run in runs if run.artifact is main), None)
         if loop is not None:
             (run,) = (run for run in runs if run.artifact is main)
-            model, whole, emulated = _models(run, loop, hardware, bytes_per_pass)
+            model, whole, emulated = models(run, loop, hardware, bytes_per_pass)
         else:
             static_reason = static_reason or "none of the emulated workgroups went through the loop"
             model = roofline(main.loop, hardware, num_warps=main.num_warps, hbm_bytes=bytes_per_pass)
@@ -226,102 +219,99 @@ def inspect(case: DecodeCase, report: Report, *, targets: tuple[str, ...], asm: 
     """Compiles a decode call for each target and shows registers, instruction mix and the models.
 
     Spills or scratch end with exit code 1.
+
+    Raises:
+        UnsupportedHereError: this Triton cannot compile for AMD.
+        UsageError: the operation refuses the case.
     """
     if (missing := amd_backend_missing()) is not None:
         raise UnsupportedHereError(missing)
-    found = []
-    interrupted = False
-    with report.progress(len(targets), "inspecting") as line:
+    found: list[Inspection] = []
+
+    def work(task: Task[DecodeCase]) -> Inspection:
         try:
-            for target in targets:
-                try:
-                    inspection, _ = inspect_case(case, target, with_assembly=asm)
-                except (ValueError, TypeError) as error:
-                    raise UsageError(f"{target}: {error}") from None
-                found.append(inspection)
-                line.advance(target)
-        except KeyboardInterrupt:
-            interrupted = True
+            return inspect_case(task.case, task.target, with_assembly=asm)[0]
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{task.target}: {error}") from None
+
+    def take(task: Task[DecodeCase], inspection: Inspection) -> str:
+        found.append(inspection)
+        return task.target
+
+    tasks = [Task(target, case) for target in targets]
+    interrupted = run_all(report, tasks, work, Inspection, take, what="inspecting", settings={"asm": asm})
     for inspection in found:
         _show(inspection, report)
     spilling = [k for i in found for k in i.kernels if k.spills or k.scratch_bytes]
     body = {"versions": versions(), "inspections": [_as_dict(i) for i in found]}
-    return report.finish(body, ExitCode.NUMERICAL if spilling else ExitCode.OK, interrupted=interrupted)
+    code = ExitCode.NUMERICAL if spilling else ExitCode.OK
+    return finish_with_kernels(
+        report, body, code, [(i.target, i.case, i.kernels) for i in found], interrupted
+    )
 
 
 def _as_dict(inspection: Inspection) -> dict[str, Any]:
-    models = {
+    rooflines = {
         name: model.as_dict() if model is not None else None
         for name, model in (("model", inspection.model), ("whole_model", inspection.whole_model))
     }
     body = {name: getattr(inspection, name) for name in inspection.__dataclass_fields__}
     if inspection.assembly is None:
         del body["assembly"]
-    return {**body, **models}
+    return {**body, **rooflines}
 
 
 def _show(inspection: Inspection, report: Report) -> None:
-    registers = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for column in ("kernel", "VGPR", "AGPR", "SGPR", "spilled", "scratch", "LDS", "warps", "waves/SIMD"):
-        registers.add_column(column, justify="left" if column == "kernel" else "right")
+    width = report.human.width
+    report.line(f"{inspection.target}: {inspection.case}", "bold")
+    report.line(f"  {inspection.plan}")
+    figures = ("VGPR", "AGPR", "SGPR", "spilled", "scratch", "LDS", "warps", "waves/SIMD")
+    registers = Sheet([*keys("kernel"), *numbers(*figures)])
     for k in inspection.kernels:
-        bad = "bold red" if k.spills or k.scratch_bytes else ""
-        numbers = (
-            k.vgprs,
-            k.agprs,
-            k.sgprs,
-            k.spills,
-            k.scratch_bytes,
-            k.lds_bytes,
-            k.num_warps,
-            k.waves_per_simd,
-        )
-        registers.add_row(k.name, *(str(n) for n in numbers), style=bad)
-    report.show(
-        Panel(
-            registers, title=f"{inspection.target}: {inspection.case}", subtitle=inspection.plan, expand=False
-        )
-    )
+        registers.add(
+            k.name, k.vgprs, k.agprs, k.sgprs, k.spills, k.scratch_bytes, k.lds_bytes, k.num_warps,
+            k.waves_per_simd, style="bold red" if k.spills or k.scratch_bytes else "",
+        )  # fmt: skip
+    report.show(registers)
     main = max(inspection.kernels, key=lambda kernel: sum(kernel.mfma.values()))
-    mix = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in main.loop.items())
-    report.line(f"hot loop of {main.name}: {mix}")
+    report.line(f"hot loop of {main.name}")
+    mix = [f"{n} {name.replace('_', ' ')}" for name, n in main.loop.items()]
     foremost = list(inspection.mnemonics.items())
     matrix = [item for item in foremost if item[0] in main.mfma]
     rest = [item for item in foremost if item[0] not in main.mfma][:_FOREMOST]
-    report.line("  " + ", ".join(f"{name} {n}" for name, n in matrix + rest), "dim")
+    for parts in (mix, [f"{name} {n}" for name, n in matrix + rest]):
+        for line in filled(parts, width, first="  ", then="  "):
+            report.line(line)
     if inspection.model is None:
         report.line(f"no roofline: {inspection.model_refusal}", "yellow")
     else:
         if inspection.emulated is not None:
-            report.line(_emulated_line(inspection.emulated))
+            report.line(f"emulated: means over {inspection.emulated.workgroups} workgroups")
+            for line in filled(_executed(inspection.emulated), width, first="  ", then="  "):
+                report.line(line)
         counted = "executed instructions" if inspection.counts == "dynamic" else "the text of the loop"
-        report.show(_model_line(f"a pass of the loop, {counted}", inspection.model))
+        rows = [(f"a pass of the loop, {counted}", inspection.model)]
         if inspection.whole_model is not None:
-            report.show(_model_line("a whole workgroup, executed instructions", inspection.whole_model))
+            rows.append(("a whole workgroup, executed instructions", inspection.whole_model))
+        report.line("model, not a measurement: clocks of a compute unit")
+        clocks = Sheet([*keys("of", "bound by"), *numbers("issue / memory", "HBM", "VALU", "MFMA", "LDS")])
+        for of, model in rows:
+            busy = (model.memory_clk, model.valu_clk, model.mfma_clk, model.lds_clk)
+            clocks.add(of, model.bound_by, f"{model.issue_over_memory:.2f}", *(number(clk) for clk in busy))
+        report.show(clocks)
         if inspection.static_reason:
             report.line(f"  counts are static: {inspection.static_reason}", "yellow")
     for name, assembly in (inspection.assembly or {}).items():
         report.line(f"\n; ---- {inspection.target} {name} ----\n{assembly}")
+    report.line("")
 
 
-def _emulated_line(emulated: Emulated) -> str:
+def _executed(emulated: Emulated) -> list[str]:
     share = emulated.loop_wave_instructions / emulated.wave_instructions
-    return (
-        f"emulated: {emulated.workgroups} workgroups, each {number(emulated.wave_instructions, 5)} wave "
-        f"instructions ({share:.0%} in the loop), {number(emulated.passes)} passes, "
-        f"{number(emulated.loaded_bytes, 6)} bytes asked for, {number(emulated.stored_bytes, 6)} stored, "
-        f"{number(emulated.lds_bytes, 6)} through LDS"
-    )
-
-
-def _model_line(of: str, model: Roofline) -> Text:
-    busy = (
-        ("HBM", model.memory_clk),
-        ("VALU", model.valu_clk),
-        ("MFMA", model.mfma_clk),
-        ("LDS", model.lds_clk),
-    )
-    clocks = ", ".join(f"{name} {number(clk)}" for name, clk in busy)
-    text = Text(f"model, not a measurement ({of}): ")
-    text.append(f"bound by {model.bound_by}", style="green" if model.bound_by == "memory" else "bold red")
-    return text.append(f", issue / memory {model.issue_over_memory:.2f}; clocks: {clocks}")
+    return [
+        f"wave instructions {number(emulated.wave_instructions, 5)} ({share:.0%} in the loop)",
+        f"passes {number(emulated.passes)}",
+        f"bytes asked for {number(emulated.loaded_bytes, 6)}",
+        f"stored {number(emulated.stored_bytes, 6)}",
+        f"through LDS {number(emulated.lds_bytes, 6)}",
+    ]

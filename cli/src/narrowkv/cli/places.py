@@ -9,10 +9,9 @@ from functools import partial
 
 import torch
 
+from narrowkv.cli.names import AMD_TARGETS, choices, one_of
 from narrowkv.cli.report import UnsupportedHereError, UsageError
 from narrowkv.quant.targets import device_target
-
-EMULATED = ("gfx942", "gfx950")
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def _emulated(name: str, detect_races: bool = False) -> Place:
 PLACES: dict[str, Callable[[], Place]] = {
     "cpu": _cpu,
     "gpu": _gpu,
-    **{name: partial(_emulated, name) for name in EMULATED},
+    **{name: partial(_emulated, name) for name in AMD_TARGETS},
 }
 """How each place is found."""
 
@@ -81,12 +80,11 @@ def find_place(name: str | None, *, detect_races: bool = False) -> Place:
     """
     if name is None:
         name = "gpu" if torch.cuda.is_available() else "cpu"
-    if name not in PLACES:
-        raise UsageError(f"--on must be one of {', '.join(PLACES)}; got {name!r}")
+    one_of("--on", name, tuple(PLACES))
     if not detect_races:
         return PLACES[name]()
-    if name not in EMULATED:
-        raise UsageError(f"--detect-races must be with --on {' or '.join(EMULATED)}; got {name}")
+    if name not in AMD_TARGETS:
+        raise UsageError(f"--detect-races must be with --on {' or '.join(AMD_TARGETS)}; got {name}")
     return _emulated(name, detect_races=True)
 
 
@@ -97,8 +95,6 @@ def find_places(names: Sequence[str] | None, *, detect_races: bool = False) -> l
     """
     if not names:
         return [find_place(None, detect_races=detect_races)]
-    single = dict.fromkeys(name for text in names for name in text.split(","))
-    unknown = [name for name in single if name not in PLACES]
-    if unknown:  # before any is looked for: a wrong name is a wrong name on every machine
-        raise UsageError(f"--on must be of {', '.join(PLACES)}; got {unknown[0]!r}")
-    return [find_place(name, detect_races=detect_races) for name in single]
+    # All names are checked before any is looked for: a wrong name is a wrong name on every machine.
+    found = choices("--on", names, tuple(PLACES))
+    return [find_place(name, detect_races=detect_races) for name in found]

@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from narrowkv.cli.answer_table import Notes, answer_table
+from narrowkv.cli.answer_table import plot_errors, record, show_full
 from narrowkv.cli.answers import (
     FAIL,
     INEXACT,
@@ -29,17 +29,21 @@ from narrowkv.cli.answers import (
 )
 from narrowkv.cli.backends import OURS, PEERS, Backend, NotAnsweringError, peer_version
 from narrowkv.cli.bench.timing import GraphTimer
-from narrowkv.cli.codegen import AMD_TARGETS, KernelCode, amd_backend_missing, compile_call
+from narrowkv.cli.codegen import KernelCode, amd_backend_missing, compile_call
 from narrowkv.cli.contracts import DECODE, Contract, ContractSet
-from narrowkv.cli.emulation import EmulateExecutor
+from narrowkv.cli.emulation import EmulateExecutor, Run
 from narrowkv.cli.environment import versions
+from narrowkv.cli.inspection import models, tile_bytes
+from narrowkv.cli.names import AMD_TARGETS
 from narrowkv.cli.operations import NotBuiltError, find_operation
 from narrowkv.cli.places import Place, find_place, find_places
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.samples import sample
-from narrowkv.cli.workers import in_processes
+from narrowkv.cli.screen import Seen, show_screen
+from narrowkv.cli.workers import run_all
 from narrowkv.quant.accuracy import compare
 from narrowkv.quant.launch import executing
+from narrowkv.quant.targets import get_target
 
 # How an operation says no before it launches anything; whatever else it raises is a defect.
 _REFUSALS = (NotBuiltError, ValueError, TypeError, NotImplementedError)
@@ -93,10 +97,25 @@ def _compile(contract: Contract, shape: Any, target: str, emulate: bool) -> Outc
     faults = [f"{k.name} spills {k.spills} registers" for k in kernels if k.spills]
     faults += [f"{k.name} uses {k.scratch_bytes} bytes of scratch" for k in kernels if k.scratch_bytes]
     compiled = Compiled(target, FAIL if faults else PASS, "; ".join(faults), kernels)
-    return Outcome((_emulate(contract, inputs, target),) if emulate else (), compiled)
+    if not emulate:
+        return Outcome(compiled=compiled)
+    answer, runs = _emulate(contract, inputs, target)
+    return Outcome((answer,), replace(compiled, model=_model(contract, inputs, target, runs)))
 
 
-def _emulate(contract: Contract, inputs: Any, target: str) -> Answer:
+def _model(contract: Contract, inputs: Any, target: str, runs: list[Run]) -> dict[str, Any] | None:
+    """A roofline of decode's hot loop from the instructions that its sample executed."""
+    if contract.operation != DECODE or not runs:
+        return None
+    main = max(runs, key=lambda run: run.artifact.loop.mfma)
+    if main.result.profile.hot_loop is None:
+        return None
+    bytes_per_pass, _ = tile_bytes(inputs, target)
+    model, _, _ = models(main, main.result.profile.hot_loop, get_target(target), bytes_per_pass)
+    return model.as_dict()
+
+
+def _emulate(contract: Contract, inputs: Any, target: str) -> tuple[Answer, list[Run]]:
     """Runs a sample of the call's workgroups as machine code and compares the rows of `o` that they own."""
     begun = time.perf_counter()
     executor = EmulateExecutor(target, workgroups=sample)
@@ -105,7 +124,7 @@ def _emulate(contract: Contract, inputs: Any, target: str) -> Answer:
             o = OURS.prepare(contract, inputs)()
         stored = executor.written(o)
     except Exception as error:  # it was compiled, so whatever it says now is a defect
-        return Answer(contract, OURS.name, target, FAIL, _reason(error))
+        return Answer(contract, OURS.name, target, FAIL, _reason(error)), []
     complete = stored.all(-1)
     expected, _ = inputs.reference()
     report = compare(o[complete], expected[complete])
@@ -114,7 +133,15 @@ def _emulate(contract: Contract, inputs: Any, target: str) -> Answer:
         problems = ["the sample finished no row of the output"]
     elif not torch.equal(complete, stored.any(-1)):
         problems.append("the sample left rows of the output half written")
-    return Answer(
+    sampled = Sample(
+        workgroups=sum(run.result.workgroups for run in executor.runs),
+        launched=sum(run.launched for run in executor.runs),
+        rows=int(complete.sum()),
+        all_rows=complete.numel(),
+        wave_instructions=round(sum(run.result.counts.wave_instructions for run in executor.runs)),
+        seconds=time.perf_counter() - begun,
+    )
+    answer = Answer(
         contract,
         OURS.name,
         target,
@@ -124,15 +151,9 @@ def _emulate(contract: Contract, inputs: Any, target: str) -> Answer:
         report.relative_l1,
         report.max_abs,
         inputs.bytes_per_token(),
-        sample=Sample(
-            workgroups=sum(run.result.workgroups for run in executor.runs),
-            launched=sum(run.launched for run in executor.runs),
-            rows=int(complete.sum()),
-            all_rows=complete.numel(),
-            wave_instructions=round(sum(run.result.counts.wave_instructions for run in executor.runs)),
-            seconds=time.perf_counter() - begun,
-        ),
+        sample=sampled,
     )
+    return answer, executor.runs
 
 
 def _run(contract: Contract, shape: Any, place: Place, peers: tuple[str, ...]) -> tuple[Answer, ...]:
@@ -254,8 +275,9 @@ def probe(
     on: Sequence[str] | None,
     jobs: int,
     targets: tuple[str, ...],
+    full: bool = False,
 ) -> ExitCode:
-    """Asks every contract of a set and reports; Ctrl-C keeps what was answered.
+    """Asks every contract of a set and shows one screen; Ctrl-C keeps what was answered.
 
     Args:
         contracts: the set.
@@ -263,59 +285,53 @@ def probe(
         on: where to run; without, at the one place that is here, and a sample of workgroups in the emulator.
         jobs: processes.
         targets: what to compile for.
+        full: also show every contract at every place, and the code of each.
     """
     places = tuple(find_places(on))
     # Other implementations have no machine code to emulate: they answer at the first place of another kind.
     peers_at = next((place for place in places if not place.is_emulated), None)
-    present = {b.name: "has no code to emulate" if peers_at is None else b.absent(peers_at) for b in PEERS}
-    asked = tuple(name for name, reason in present.items() if reason is None)
+    absent = {b.name: "has no code to emulate" if peers_at is None else b.absent(peers_at) for b in PEERS}
+    asked = tuple(name for name, reason in absent.items() if reason is None)
     run = ProbeRun(contracts, places)
-    where = "; ".join(place.description for place in places)
-    report.say(f"[bold]{contracts.name}[/]: {contracts.title}\n{contracts.shape}; {where}")
-    shape, indexed = contracts.shape, list(enumerate(contracts.contracts))
+    shape, gpu = contracts.shape, {place.name for place in places if place.is_gpu}
     runs = {
         Task(c, shape, place.name, asked if place is peers_at else ()): i
         for place in places
-        for i, c in indexed
+        for i, c in enumerate(contracts.contracts)
     }
-    compiles = {Task(c, shape, target=t, emulate=not on): i for i, c in indexed for t in targets}
-    interrupted = False
-    with report.progress(len(runs) + len(compiles), "probing") as line:
-        try:
-            for task, outcome in _outcomes(list(runs), list(compiles), places, jobs):
-                run.add((runs if task.place else compiles)[task], outcome)
-                line.advance(f"{task.contract.q} x {task.contract.cache}, page {task.contract.page_size}")
-        except KeyboardInterrupt:
-            interrupted = True
+    compiles = {
+        Task(c, shape, target=t, emulate=not on): i
+        for i, c in enumerate(contracts.contracts)
+        for t in targets
+    }
+
+    def take(task: Task, outcome: Outcome) -> str:
+        run.add((runs if task.place else compiles)[task], outcome)
+        return f"{task.contract.q} x {task.contract.cache}, page {task.contract.page_size}"
+
+    interrupted = run_all(
+        report, [*runs, *compiles], run_task, Outcome, take, jobs=jobs, what="probing",
+        on_gpu=lambda task: task.place in gpu,
+    )  # fmt: skip
     rows = list(run.rows())
-    notes = Notes()
-    report.show(answer_table(rows, present, places, notes))
-    for text, index in notes.texts.items():
-        report.line(f"[{index}] {text}")
+    if full:
+        show_full(report, rows)
     code = run.exit_code()
-    report.say(_verdict(rows, code))
-    report.say(
-        "kernel error (rel. L1) is against fp32 on the same cache; "
-        "code figures are of the hot loop's kernel, as compiled on this machine"
-    )
     emulation = _emulation(rows, jobs)
-    if emulation:
-        report.say(
-            "emulated rows: {samples} samples, {workgroups} of {launched} workgroups, {rows} of {all_rows} "
-            "rows of output,\n{wave_instructions} wave instructions in {seconds:.1f} s over {processes} "
-            "processes".format(**emulation)
-        )
+    seen = Seen(contracts, places, targets, absent, run.answers, run.compiled, jobs)
+    show_screen(report, seen, code, full=full)
     body = {
         "set": contracts.name,
-        "shape": contracts.shape,
-        "ran_on": where,
+        "shape": shape,
+        "ran_on": "; ".join(place.description for place in places),
         "places": [place.name for place in places],
         "versions": versions(),
-        "backends": {b.name: {"absent": present[b.name], "version": peer_version(b)} for b in PEERS},
+        "backends": {b.name: {"absent": absent[b.name], "version": peer_version(b)} for b in PEERS},
         "emulation": emulation,
         "rows": rows,
     }
-    return report.finish(body, code, interrupted=interrupted)
+    records = [record(row) for row in rows]
+    return report.finish(body, code, interrupted=interrupted, rows=records, plot=partial(plot_errors, rows))
 
 
 def _emulation(rows: list[Answer], jobs: int) -> dict[str, Any]:
@@ -326,20 +342,3 @@ def _emulation(rows: list[Answer], jobs: int) -> dict[str, Any]:
     names = ("workgroups", "launched", "rows", "all_rows", "wave_instructions", "seconds")
     total = {name: sum(getattr(s, name) for s in samples) for name in names}
     return {"samples": len(samples), "processes": jobs, **total}
-
-
-def _outcomes(
-    runs: list[Task], compiles: list[Task], places: tuple[Place, ...], jobs: int
-) -> Iterator[tuple[Task, Outcome]]:
-    gpu = {place.name for place in places if place.is_gpu}
-    # One process owns the GPU, and nothing else runs while it takes times.
-    for task in (task for task in runs if task.place in gpu):
-        yield task, run_task(task)
-    yield from in_processes(run_task, [*(task for task in runs if task.place not in gpu), *compiles], jobs)
-
-
-def _verdict(rows: list[Answer], code: ExitCode) -> str:
-    own = [row.status for row in rows if row.backend == OURS.name]
-    counts = ", ".join(f"{own.count(s)} {s}" for s in (PASS, FAIL, NOT_YET, SKIPPED) if s in own)
-    colour = {ExitCode.OK: "green", ExitCode.NUMERICAL: "bold red"}.get(code, "yellow")
-    return f"[{colour}]narrowkv: {counts or 'nothing ran'}[/]"

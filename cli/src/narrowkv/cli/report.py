@@ -8,27 +8,35 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import importlib.util
 import io
 import json
 import math
+import os
+import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from enum import IntEnum
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from narrowkv.cli.sheet import Sheet
 
 SCHEMA_VERSION = 1
-# A pipe has no width; rich would take 80 columns and break every row.
-_WIDTH_WITHOUT_TERMINAL = 160
+# A pipe has no width: every row stays one line, for grep.
+_WIDTH_WITHOUT_TERMINAL = 100_000
 _SECONDS_BETWEEN_LINES = 10.0
+_PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 
 class ExitCode(IntEnum):
@@ -51,7 +59,7 @@ class UnsupportedHereError(Exception):
 
 
 def jsonable(value: Any) -> Any:
-    """`value` with dataclasses as objects and numbers that JSON lacks (NaN, infinities) as null."""
+    """`value` with dataclasses as objects, functions by name, and numbers that JSON lacks as null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -62,6 +70,8 @@ def jsonable(value: Any) -> Any:
         return None
     if isinstance(value, Path):
         return str(value)
+    if callable(value):
+        return f"{value.__module__}:{value.__qualname__}"
     return value
 
 
@@ -103,23 +113,119 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
+def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`record` with the items of objects in it as "name.item" and of lists joined by ";", for CSV."""
+    found: dict[str, Any] = {}
+    for name, value in jsonable(record).items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = ";".join(map(str, value)) if isinstance(value, list) else value
+    return found
+
+
+_SPELLED = {"contract_set": "CONTRACT-SET", "cache_format": "--format"}
+
+
+def _refuse(names: Sequence[str], why: str) -> None:
+    if names:
+        options = ", ".join(_SPELLED.get(name, f"--{name.replace('_', '-')}") for name in names)
+        raise UsageError(f"{options} {'does' if len(names) == 1 else 'do'} not apply {why}")
+
+
+def own_command() -> str:
+    """What to type to start this program again from here."""
+    started = sys.argv[0]
+    name = Path(started).name
+    if Path(started).parts[-3:] == ("narrowkv", "cli", "__main__.py"):
+        return "python -m narrowkv.cli"
+    if name != "narrowkv" or not Path(started).is_file():  # a test or another program
+        return "narrowkv"
+    on_path = shutil.which(name)
+    if on_path and Path(on_path).resolve() == Path(started).resolve():
+        return name
+    return shlex.quote(min(started, os.path.relpath(started), key=len))
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """The files of a command, each checked before its run.
+
+    Attributes:
+        out: of the JSON document.
+        csv: of the rows.
+        plot: of the plot; its suffix is the format.
+        resume: of the finished cases, which a later run does not repeat.
+    """
+
+    out: Path | None = None
+    csv: Path | None = None
+    plot: Path | None = None
+    resume: Path | None = None
+
+    def check(self) -> None:
+        """Refuses what could not be written.
+
+        Raises:
+            UsageError: a file cannot be written, or has the suffix of no plot.
+            UnsupportedHereError: there is no matplotlib to plot with.
+        """
+        for field in dataclasses.fields(self):
+            check_writable(f"--{field.name}", getattr(self, field.name))
+        if self.plot is not None and self.plot.suffix not in _PLOT_FORMATS:
+            known = ", ".join(_PLOT_FORMATS)
+            raise UsageError(f"--plot must be a file that ends with one of {known}; got {self.plot}")
+        if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
+            raise UnsupportedHereError("--plot needs matplotlib: pip install 'narrowkv-cli[plot]'")
+
+
 class Report:
-    """Where a command's words, tables, progress and document go.
+    """Where a command's words, tables, progress, document and files go.
 
     Args:
         command: its name, for the document.
         as_json: whether stdout belongs to the document.
-        out_file: also write the document here.
+        files: what else to write.
+        typed: names of the parameters that the command line gave a value.
     """
 
-    def __init__(self, command: str, *, as_json: bool = False, out_file: Path | None = None) -> None:
+    def __init__(
+        self,
+        command: str,
+        *,
+        as_json: bool = False,
+        files: Outputs | None = None,
+        typed: frozenset[str] = frozenset(),
+    ) -> None:
         self.command = command
         self.as_json = as_json
-        self.out_file = out_file
+        self.files = files or Outputs()
+        self.typed = typed
         self.err = _console(sys.stderr)
         self.human = self.err if as_json else _console(sys.stdout)
         self._begun = time.time()
-        check_writable("--out", out_file)
+        self.files.check()
+
+    @property
+    def seconds(self) -> float:
+        """Since the command began."""
+        return time.time() - self._begun
+
+    def refuse(self, why: str, *names: str) -> None:
+        """Refuses options that were typed though they do nothing here.
+
+        Raises:
+            UsageError: saying which, and `why`.
+        """
+        _refuse([name for name in names if name in self.typed], why)
+
+    def refuse_files(self, why: str, *names: str) -> None:
+        """The same of options that name a file.
+
+        Raises:
+            UsageError: saying which, and `why`.
+        """
+        _refuse([name for name in names if getattr(self.files, name) is not None], why)
 
     def say(self, text: str) -> None:
         """One line for a person, where tables go."""
@@ -129,13 +235,14 @@ class Report:
         """One line of progress or advice: always stderr."""
         self.err.print(text, highlight=False)
 
-    def line(self, text: str, style: str = "") -> None:
+    def line(self, text: str | Text, style: str = "") -> None:
         """One line as it is, never broken: a command to copy, a path, another program's words."""
         self.human.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    def show(self, renderable: RenderableType) -> None:
-        """A table or panel for a person."""
-        self.human.print(renderable)
+    def show(self, sheet: Sheet) -> None:
+        """A table for a person, whole at every width."""
+        for line in sheet.lines(self.human.width):
+            self.human.print(line, highlight=False, soft_wrap=True)
 
     @contextmanager
     def progress(self, total: int, what: str) -> Iterator[ProgressLine]:
@@ -166,10 +273,28 @@ class Report:
 
         return show
 
-    def finish(self, body: Mapping[str, Any], exit_code: ExitCode, *, interrupted: bool = False) -> ExitCode:
-        """Writes the document and returns the exit code: 130 if the run was cut short and nothing failed."""
+    def finish(
+        self,
+        body: Mapping[str, Any],
+        exit_code: ExitCode,
+        *,
+        interrupted: bool = False,
+        rows: Sequence[Mapping[str, Any]] = (),
+        plot: Callable[[Path], None] | None = None,
+    ) -> ExitCode:
+        """Writes the files and returns the exit code: 130 if the run was cut short and nothing failed.
+
+        Args:
+            body: of the document.
+            exit_code: of a run that was not cut short.
+            interrupted: whether it was.
+            rows: of the CSV file.
+            plot: draws the plot into a file.
+        """
         if interrupted:
             self.note("[yellow]interrupted[/]: what is shown was finished before; the rest was not run")
+            if self.files.resume is not None:
+                self.note(f"to go on, give the same command again: {self.files.resume} has what was finished")
             if exit_code in (ExitCode.OK, ExitCode.UNSUPPORTED):
                 exit_code = ExitCode.INTERRUPTED
         document = {
@@ -177,7 +302,7 @@ class Report:
             "command": self.command,
             "narrowkv": version(),
             "started": datetime.fromtimestamp(self._begun, timezone.utc).isoformat(timespec="seconds"),
-            "seconds": round(time.time() - self._begun, 2),
+            "seconds": round(self.seconds, 2),
             "interrupted": interrupted,
             "exit_code": int(exit_code),
             **body,
@@ -186,8 +311,15 @@ class Report:
         if self.as_json:
             sys.stdout.write(text)
             sys.stdout.flush()
-        if self.out_file is not None:
-            self.out_file.write_text(text)
+        if self.files.out is not None:
+            self.files.out.write_text(text)
+        if self.files.csv is not None:
+            self.files.csv.write_text(to_csv([flat(row) for row in rows]))
+        if self.files.plot is not None and plot is not None:
+            if rows:
+                plot(self.files.plot)
+            else:
+                self.note(f"[yellow]{self.files.plot} was not drawn[/]: there is nothing to plot")
         return exit_code
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
-
-from rich import box
-from rich.table import Table
 
 from narrowkv.cli.cases import LSE_BOUND, CaseResult, DecodeCase, build, check
 from narrowkv.cli.contracts import BOUND_16_BIT_QUERY
 from narrowkv.cli.environment import versions
 from narrowkv.cli.places import Place, find_place, find_places
-from narrowkv.cli.report import ExitCode, Report
-from narrowkv.cli.workers import in_processes
+from narrowkv.cli.report import ExitCode, Report, jsonable
+from narrowkv.cli.sheet import Sheet, keys, numbers
+from narrowkv.cli.workers import run_all
 
 QUICK_RANDOM_CASES = 40
 FULL_RANDOM_CASES = 800
@@ -118,7 +118,7 @@ class Kind:
     argument: str
     run: Callable[[Any, Place], CaseResult]
     group: Callable[[str], tuple[str, str]]
-    bounds: dict[str, float]
+    bounds: dict[str, float] = field(hash=False)
 
     @property
     def bound(self) -> str:
@@ -192,11 +192,16 @@ class Setting:
         return "; ".join(place.description for place in self.places) + watched
 
 
-def _run_all(tasks: Sequence[Task], places: Sequence[Place], jobs: int) -> Iterator[tuple[Task, CaseResult]]:
-    gpu = {place.name for place in places if place.is_gpu}
-    # One process owns the GPU.
-    yield from in_processes(run_task, [task for task in tasks if task.place in gpu], 1)
-    yield from in_processes(run_task, [task for task in tasks if task.place not in gpu], jobs)
+def places_of(report: Report, on: Sequence[str] | None, *, detect_races: bool = False) -> tuple[Place, ...]:
+    """Where to run; refuses --jobs where it would do nothing.
+
+    Raises:
+        UsageError, UnsupportedHereError: as `find_places`.
+    """
+    places = tuple(find_places(on, detect_races=detect_races))
+    if all(place.is_gpu for place in places):
+        report.refuse("on a GPU, where cases run one by one", "jobs")
+    return places
 
 
 def validate(
@@ -213,22 +218,24 @@ def validate(
 
     `cases` may be a function of the place, for a sweep that not every target serves whole.
     """
-    places = tuple(find_places(on, detect_races=detect_races))
+    places = places_of(report, on, detect_races=detect_races)
     setting = Setting(places, find_place(None).name, detect_races, kind)
-    results: list[CaseResult] = []
-    interrupted = False
+    on_gpu = {place.name for place in places if place.is_gpu}
     tasks = [
         Task(case, kind, place.name, detect_races)
         for place in places
         for case in (cases(place) if callable(cases) else cases)
     ]
-    with report.progress(len(tasks), "validating") as line:
-        try:
-            for task, result in _run_all(tasks, places, jobs):
-                results.append(replace(result, place=task.place))
-                line.advance("" if result.passed else f"failed: {result.case}")
-        except KeyboardInterrupt:
-            interrupted = True
+    found: dict[Task, CaseResult] = {}
+
+    def take(task: Task, result: CaseResult) -> str:
+        found[task] = replace(result, place=task.place)
+        return "" if result.passed else f"failed: {result.case}"
+
+    interrupted = run_all(
+        report, tasks, run_task, CaseResult, take, jobs=jobs, on_gpu=lambda task: task.place in on_gpu
+    )
+    results = [found[task] for task in tasks if task in found]
     failures = [result for result in results if not result.passed]
     report.say(f"{kind.operation} against fp32 on the same numbers, {setting}")
     if len(tasks) == len(places):
@@ -258,35 +265,45 @@ def validate(
         "bounds": {**kind.bounds, "lse": LSE_BOUND},
         "planned": len(tasks),
         "passed": len(results) - len(failures),
-        "cases": [{**_as_dict(r), "command": setting.repro(r)} for r in results],
+        "cases": (records := [{**jsonable(r), "command": setting.repro(r)} for r in results]),
     }
     code = ExitCode.NUMERICAL if failures else ExitCode.OK
-    return report.finish(body, code, interrupted=interrupted)
+    plot = partial(_plot, results, kind)
+    return report.finish(body, code, interrupted=interrupted, rows=records, plot=plot)
 
 
-def _as_dict(result: CaseResult) -> dict[str, Any]:
-    return {field.name: getattr(result, field.name) for field in fields(result)}
-
-
-def _table(results: Sequence[CaseResult], kind: Kind) -> Table:
-    """Errors by place and formats of query and cache."""
+def _groups(results: Sequence[CaseResult], kind: Kind) -> dict[tuple[str, str, str], list[CaseResult]]:
+    """Results by place, query and cache."""
     groups: dict[tuple[str, str, str], list[CaseResult]] = {}
     for result in results:
         groups.setdefault((result.place, *kind.group(result.case)), []).append(result)
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for column in (
-        "ran on",
-        "Q",
-        "cache",
-        "cases",
-        "pass",
-        "median rel. L1",
-        "worst rel. L1",
-        "worst max",
-        "worst lse",
-    ):
-        table.add_column(column, justify="left" if column in ("ran on", "Q", "cache") else "right")
-    for (where, q, cache), group in sorted(groups.items()):
+    return dict(sorted(groups.items()))
+
+
+def _plot(results: Sequence[CaseResult], kind: Kind, path: Path) -> None:
+    """Every case's error, a row for each query and cache, a colour for each place."""
+    from narrowkv.cli.plot import plot_dots
+
+    dots = [
+        (f"{q} over {cache}", where, r.error.relative_l1)
+        for (where, q, cache), group in _groups(results, kind).items()
+        for r in group
+        if r.error is not None
+    ]
+    plot_dots(
+        dots, path, title=f"{kind.operation} against fp32", label="relative L1 error", bounds=kind.bounds
+    )
+
+
+def _table(results: Sequence[CaseResult], kind: Kind) -> Sheet:
+    """Errors by place and formats of query and cache."""
+    sheet = Sheet(
+        [
+            *keys("ran on", "Q", "cache"),
+            *numbers("cases", "pass", "median rel. L1", "worst rel. L1", "worst max", "worst lse"),
+        ]
+    )
+    for (where, q, cache), group in _groups(results, kind).items():
         errors = [r.error.relative_l1 for r in group if r.error is not None]
         largest = [r.error.max_abs for r in group if r.error is not None]
         lse = [r.lse_error for r in group if r.error is not None]
@@ -297,8 +314,8 @@ def _table(results: Sequence[CaseResult], kind: Kind) -> Table:
         )
         passed = sum(r.passed for r in group)
         style = "" if passed == len(group) else "bold red"
-        table.add_row(where, q, cache, str(len(group)), str(passed), *figures, style=style)
-    return table
+        sheet.add(where, q, cache, len(group), passed, *figures, style=style)
+    return sheet
 
 
 def _show_worst(report: Report, results: Sequence[CaseResult], setting: Setting) -> None:

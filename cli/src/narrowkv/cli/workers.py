@@ -1,4 +1,4 @@
-"""Runs independent tasks in a few processes and gives back their results as they come."""
+"""Runs independent tasks: in a few processes, one by one on a GPU, none that a file has the result of."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from narrowkv.cli.environment import versions
+from narrowkv.cli.journal import Journal
+from narrowkv.cli.report import Report
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -54,3 +58,53 @@ def in_processes(work: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Itera
                 process.terminate()
             for process in running:
                 process.join(_SECONDS_TO_END)
+
+
+def run_all(
+    report: Report,
+    tasks: Sequence[T],
+    work: Callable[[T], R],
+    kind: Any,
+    take: Callable[[T, R], str],
+    *,
+    jobs: int = 1,
+    what: str = "validating",
+    on_gpu: Callable[[T], bool] = lambda task: False,
+    settings: dict[str, Any] | None = None,
+) -> bool:
+    """Does every task that the report's --resume file does not have, and says whether Ctrl-C cut it short.
+
+    Args:
+        report: shows progress, and names the file.
+        tasks: what to do.
+        work: does one.
+        kind: type of its result.
+        take: takes each result as it comes, a kept one too, and gives words for the progress line.
+        jobs: processes.
+        what: names the work for the progress line.
+        on_gpu: tasks that run one by one in this process, before the others, which their times need.
+        settings: what results depend on besides their task.
+    """
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    depends = {"command": report.command, "versions": versions(), "gpu": gpu, "settings": settings}
+    journal = Journal(report.files.resume, depends, kind)
+    kept = [task for task in tasks if task in journal]
+    left = [task for task in tasks if task not in journal]
+    with report.progress(len(tasks), what) as line:
+        try:
+            for task in kept:
+                line.advance(take(task, journal.result(task)))
+            if kept:
+                report.note(f"{len(kept)} of {len(tasks)} finished before, by {report.files.resume}")
+            for part, count in (
+                ([task for task in left if on_gpu(task)], 1),
+                ([task for task in left if not on_gpu(task)], jobs),
+            ):
+                for task, result in in_processes(work, part, count):
+                    journal.add(task, result)
+                    line.advance(take(task, result))
+        except KeyboardInterrupt:
+            return True
+    return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from narrowkv.cli.bench.workload import DecodeShape, Storage
 from narrowkv.cli.cases import DecodeInputs
 from narrowkv.cli.contracts import BOUND_16_BIT_QUERY, DECODE, Contract
 from narrowkv.cli.places import find_place
-from narrowkv.cli.report import ExitCode, Report, UsageError, check_writable, to_csv
+from narrowkv.cli.report import ExitCode, Report, UsageError
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant.accuracy import compare
 
@@ -37,15 +37,12 @@ class BenchOptions:
         samples: the most samples of a row.
         against: an earlier document to compare with.
         threshold: by how much a row may become slower.
-        csv_file, plot_file: further outputs.
         peers: also time other backends.
     """
 
     samples: int = 50
     against: Path | None = None
     threshold: float = 0.05
-    csv_file: Path | None = None
-    plot_file: Path | None = None
     peers: bool = False
 
 
@@ -169,45 +166,36 @@ def _peer(
 
 def bench_decode(shapes: Sequence[DecodeShape], report: Report, options: BenchOptions) -> ExitCode:
     """Measures every shape and reports; Ctrl-C keeps the rows that were finished."""
-    check_writable("--csv", options.csv_file)
-    check_writable("--plot", options.plot_file)
     if options.threshold < 0:
         raise UsageError(f"--threshold must not be negative, got {options.threshold}")
+    if options.against is None:
+        report.refuse("without --against", "threshold")
     baseline = load_baseline(options.against) if options.against is not None else None
-    if options.plot_file is not None:
-        from narrowkv.cli.bench.plot import require_matplotlib
-
-        require_matplotlib()
     run: BenchRun[Row] = BenchRun(
         "decode",
+        Row,
         report,
         samples=options.samples,
         without_a_gpu="`narrowkv probe` and `narrowkv inspect`",
     )
+    storage: Storage | None = None
 
-    def work(ceilings: Ceilings, timer: GraphTimer) -> Iterator[tuple[str, list[Row]]]:
-        storage: Storage | None = None
-        for shape in shapes:
-            if storage is None or not storage.fits(shape):
-                storage = None  # the old one is freed before the new one is made
-                storage = Storage(shape)
-            yield str(shape), measure(shape, storage, ceilings, timer, options.peers)
+    def work(shape: DecodeShape, ceilings: Ceilings, timer: GraphTimer) -> list[Row]:
+        nonlocal storage
+        if storage is None or not storage.fits(shape):
+            storage = None  # the old one is freed before the new one is made
+            storage = Storage(shape)
+        return measure(shape, storage, ceilings, timer, options.peers)
 
-    run.measure(len(shapes), work)
+    run.measure(shapes, work)
     run.show(_COLUMNS)
-    records = [row.as_dict() for row in run.rows]
-    found = changes(baseline, records) if baseline is not None else []
+    found = changes(baseline, [row.as_dict() for row in run.rows]) if baseline is not None else []
     worse = regressions(found, options.threshold)
     if baseline is not None:
         _say_changes(report, baseline, found, worse, options.threshold)
-    if options.csv_file is not None:
-        options.csv_file.write_text(to_csv(records))
-    if options.plot_file is not None and run.ceilings is not None and records:
-        from narrowkv.cli.bench.plot import plot_roofline
-
-        plot_roofline(records, run.ceilings, options.plot_file, run.place)
     against = [{**c.row, "before": c.before, "now": c.now, "change": c.by} for c in found]
-    return run.finish(ExitCode.REGRESSION if worse else ExitCode.OK, against=against)
+    code = ExitCode.REGRESSION if worse else ExitCode.OK
+    return run.finish(("backend", "format"), code, against=against)
 
 
 _COLUMNS: Columns[Row] = Columns(

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from narrowkv.cli.bench.ceilings import Ceilings, measure_ceilings
 from narrowkv.cli.bench.timing import FLUSH_BYTES, GraphTimer, Timing
 from narrowkv.cli.environment import gpus, versions
 from narrowkv.cli.places import find_place
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, number
+from narrowkv.cli.sheet import Column, Sheet, keys, numbers
+from narrowkv.cli.workers import run_all
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class BenchRow:
 
 
 Row = TypeVar("Row", bound=BenchRow)
+Step = TypeVar("Step")
 
 
 def timed(row: Row, timing: Timing, ceilings: Ceilings, bytes_touched: float, flops: float) -> Row:
@@ -104,29 +105,31 @@ class Columns(Generic[Row]):
     sizes: Mapping[str, Callable[[Row], object]]
     others: Mapping[str, Callable[[Row], str]] = field(default_factory=dict)
 
-    def table(self, rows: Sequence[Row]) -> Table:
+    def sheet(self, rows: Sequence[Row]) -> Sheet:
         """A table of rows."""
-        table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-        for column in self.labels:
-            table.add_column(column)
         times = ("us", "p10", "p90", "floor us", "x floor")
-        for column in (*self.sizes, *times, *self.others, "GB/s", "TFLOP/s", "rel. L1"):
-            table.add_column(column, justify="right")
-        table.add_column("")
+        sheet = Sheet(
+            [
+                *keys(*self.labels),
+                *(Column(name, right=True, key=True) for name in self.sizes),
+                *numbers(*times, *self.others, "GB/s", "TFLOP/s", "rel. L1"),
+                Column(""),
+            ]
+        )
         for row in rows:
-            table.add_row(
+            sheet.add(
                 *(show(row) for show in self.labels.values()),
-                *(str(show(row)) for show in self.sizes.values()),
+                *(show(row) for show in self.sizes.values()),
                 *(number(x, 4) for x in (row.median_us, row.p10_us, row.p90_us, row.floor_us)),
                 ratio(row.ratio_to_floor),
                 *(show(row) for show in self.others.values()),
                 number(row.bytes_per_s / 1e9, 4) if row.bytes_per_s else "-",
                 number(row.flops_per_s / 1e12) if row.flops_per_s else "-",
                 f"{row.relative_l1:.2e}" if row.relative_l1 is not None else "-",
-                Text("" if row.status == "pass" else f"{row.status}: {row.detail}"),
+                "" if row.status == "pass" else f"{row.status}: {row.detail}",
                 style={"pass": "", "fail": "bold red"}.get(row.status, "yellow"),
             )
-        return table
+        return sheet
 
 
 def ratio(value: float | None) -> str:
@@ -139,6 +142,7 @@ class BenchRun(Generic[Row]):
 
     Args:
         name: of the bench.
+        kind: type of its rows.
         report: where it goes.
         samples, seconds: of a `GraphTimer`.
         without_a_gpu: the commands that work where this one cannot.
@@ -153,7 +157,14 @@ class BenchRun(Generic[Row]):
     """
 
     def __init__(
-        self, name: str, report: Report, *, samples: int, seconds: float = 0.5, without_a_gpu: str
+        self,
+        name: str,
+        kind: type[Row],
+        report: Report,
+        *,
+        samples: int,
+        seconds: float = 0.5,
+        without_a_gpu: str,
     ) -> None:
         if not torch.cuda.is_available():
             raise UnsupportedHereError(
@@ -161,6 +172,7 @@ class BenchRun(Generic[Row]):
                 f"{without_a_gpu} work without one"
             )
         self.name = name
+        self._kind = kind
         self.place = find_place("gpu").description
         self.rows: list[Row] = []
         self.ceilings: Ceilings | None = None
@@ -170,39 +182,70 @@ class BenchRun(Generic[Row]):
         self._interrupted = False
 
     def measure(
-        self, steps: int, work: Callable[[Ceilings, GraphTimer], Iterator[tuple[str, Sequence[Row]]]]
+        self, steps: Sequence[Step], work: Callable[[Step, Ceilings, GraphTimer], Sequence[Row]]
     ) -> None:
-        """Measures the ceilings and then what `work` yields: a step's words and its rows.
+        """Measures the ceilings, and then the rows of every step that --resume does not have.
 
         Ctrl-C keeps the rows that were finished.
         """
-        with self._report.progress(steps + 1, "measuring") as line:
-            try:
-                self.ceilings = measure_ceilings(self._timer)
-                line.advance("ceilings")
-                for step, rows in work(self.ceilings, self._timer):
-                    self.rows += rows
-                    line.advance(step)
-            except KeyboardInterrupt:
-                self._interrupted = True
+        try:
+            ceilings = self.ceilings = measure_ceilings(self._timer)
+        except KeyboardInterrupt:
+            self._interrupted = True
+            return
+        kept = self._report.files.resume is not None
+
+        def rows_of(step: Step) -> tuple[Row, ...]:
+            return tuple(work(step, ceilings, self._timer))
+
+        def take(step: Step, rows: tuple[Row, ...]) -> str:
+            self.rows += rows
+            return str(step)
+
+        self._interrupted = run_all(
+            self._report,
+            steps,
+            rows_of,
+            tuple[self._kind, ...],  # type: ignore[name-defined]
+            take,
+            what="measuring",
+            settings={"bench": self.name, "samples": self._samples},
+        )
+        if kept:
+            self._report.note("rows that --resume kept have the floor of the run that measured them")
 
     def show(self, columns: Columns[Row]) -> None:
         """The GPU, its ceilings and the table."""
         if self.ceilings is not None:
             self._report.say(f"{self.place}; measured ceilings: {self.ceilings}")
-        self._report.show(columns.table(self.rows))
+        self._report.show(columns.sheet(self.rows))
 
-    def finish(self, otherwise: ExitCode = ExitCode.OK, **more: Any) -> ExitCode:
-        """Writes the document, `more` with it; the code is numerical if a row failed, else `otherwise`."""
+    def finish(self, series: Sequence[str], otherwise: ExitCode = ExitCode.OK, **more: Any) -> ExitCode:
+        """Writes the files; the code is numerical if a row failed, else `otherwise`.
+
+        Args:
+            series: the fields of a row that tell series of the plot apart.
+            otherwise: the code.
+            more: more of the document.
+        """
+        records = [row.as_dict() for row in self.rows]
         body = {
             "bench": self.name,
             "device": gpus()[torch.cuda.current_device()],
             "versions": versions(),
             "method": {"flush_bytes": FLUSH_BYTES, "flush": "read", "samples": self._samples, "graph": True},
             "ceilings": self.ceilings,
-            "rows": [row.as_dict() for row in self.rows],
+            "rows": records,
             **more,
         }
+
+        def plot(path: Path) -> None:
+            from narrowkv.cli.plot import plot_roofline
+
+            assert self.ceilings is not None  # there are rows
+            title = f"{self.name} on {self.place}, measured"
+            plot_roofline(records, self.ceilings, path, title=title, series=series)
+
         failed = any(row.status == "fail" for row in self.rows)
         code = ExitCode.NUMERICAL if failed else otherwise
-        return self._report.finish(body, code, interrupted=self._interrupted)
+        return self._report.finish(body, code, interrupted=self._interrupted, rows=records, plot=plot)

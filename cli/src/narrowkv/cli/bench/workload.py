@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from narrowkv.cli.cases import FP4, parse_format
+from narrowkv.cli.cases import parse_format
+from narrowkv.cli.names import FP4
 from narrowkv.cli.report import UsageError
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.quant.formats import get_format
@@ -84,15 +85,8 @@ def shapes(
     """Every combination, such that rows with the same storage are neighbours.
 
     Raises:
-        UsageError: a format that a cache does not have, or a context that is no multiple of a page size.
+        UsageError: a context that is no multiple of a page size.
     """
-    if q not in ("bf16", "fp16"):
-        raise UsageError(f"--q must be bf16 or fp16, got {q!r}")
-    for name in formats:
-        try:
-            parse_format(name)
-        except ValueError as error:
-            raise UsageError(f"--format {name}: {error}") from None
     for context, page_size in product(contexts, page_sizes):
         if context % page_size:
             raise UsageError(

@@ -194,19 +194,19 @@ def bench_prefill(rows: Sequence[PrefillShape], report: Report, samples: int) ->
     """Measures every shape and reports; Ctrl-C keeps the rows that were finished."""
     run: BenchRun[PrefillRow] = BenchRun(
         "prefill",
+        PrefillRow,
         report,
         samples=samples,
         seconds=0.2,
         without_a_gpu="`narrowkv probe` and `narrowkv inspect`",
     )
 
-    def work(ceilings: Ceilings, timer: GraphTimer) -> Iterator[tuple[str, list[PrefillRow]]]:
-        for shape in rows:
-            yield str(shape), [measure(shape, Storage(shape.storage), ceilings, timer)]
+    def work(shape: PrefillShape, ceilings: Ceilings, timer: GraphTimer) -> list[PrefillRow]:
+        return [measure(shape, Storage(shape.storage), ceilings, timer)]
 
-    run.measure(len(rows), work)
+    run.measure(rows, work)
     run.show(_COLUMNS)
-    return run.finish()
+    return run.finish(("format", "ratio"))
 
 
 _COLUMNS: Columns[PrefillRow] = Columns(

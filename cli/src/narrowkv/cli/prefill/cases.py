@@ -37,6 +37,7 @@ from narrowkv.cli.cases import (
     spell_case,
 )
 from narrowkv.cli.contracts import BOUND_16_BIT_QUERY, BOUND_FP8_COMPUTE
+from narrowkv.cli.names import unknown
 from narrowkv.cli.places import Place
 from narrowkv.cli.report import UsageError
 from narrowkv.cli.validate import AXES as DECODE_AXES
@@ -150,8 +151,7 @@ class PrefillCase:
         ):
             value = getattr(case, name)
             if value not in known:
-                words = ", ".join(word or "empty" for word in known)
-                raise UsageError(f"--case {name} must be one of {words}; got {value!r}")
+                raise unknown(f"--case {name}", value, [word or "empty" for word in known])
         q_lens, lens = parse_lens("q_lens", case.q_lens), parse_lens("lens", case.lens)
         if len(q_lens) != len(lens):
             raise UsageError(f"--case q_lens and lens must have a number for each sequence, got {text!r}")
@@ -164,7 +164,7 @@ class PrefillCase:
                 raise UsageError(f"--case {name}={value} is not of operation {case.operation}")
         try:
             parse_format(case.format)
-        except ValueError as error:
+        except UsageError as error:
             raise UsageError(f"--case format: {error}") from None
         return case
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
-from typing import Any
-
-from rich import box
-from rich.table import Table
+from pathlib import Path
 
 from narrowkv.cli.cases import LSE_BOUND
 from narrowkv.cli.contracts import BOUND_FP8_P as BOUND
 from narrowkv.cli.environment import versions
-from narrowkv.cli.places import Place, find_place, find_places
-from narrowkv.cli.report import ExitCode, Report
+from narrowkv.cli.places import find_place
+from narrowkv.cli.report import ExitCode, Report, jsonable
 from narrowkv.cli.sage.cases import SageCase, build
-from narrowkv.cli.workers import in_processes
+from narrowkv.cli.sheet import Sheet, keys, numbers
+from narrowkv.cli.validate import places_of
+from narrowkv.cli.workers import run_all
 from narrowkv.quant.accuracy import ErrorReport, compare, max_abs
 from narrowkv.quant.sage import SAGE_GRANULARITIES
 
@@ -117,25 +117,28 @@ def validate_sage(
     detect_races: bool = False,
 ) -> ExitCode:
     """Runs cases at every place and shows cosine, relative L1 and RMSE; Ctrl-C keeps what was finished."""
-    places = tuple(find_places(on, detect_races=detect_races))
+    places = places_of(report, on, detect_races=detect_races)
+    on_gpu = {place.name for place in places if place.is_gpu}
     tasks = [Task(case, place.name, detect_races) for place in places for case in cases]
-    results: list[SageResult] = []
-    interrupted = False
-    with report.progress(len(tasks), "validating") as line:
-        try:
-            for part, count in _by_process(tasks, places, jobs):
-                for _, result in in_processes(run_task, part, count):
-                    results.append(result)
-                    line.advance("" if result.passed else f"failed: {result.case}")
-        except KeyboardInterrupt:
-            interrupted = True
+    found: dict[Task, SageResult] = {}
+
+    def take(task: Task, result: SageResult) -> str:
+        found[task] = result
+        return "" if result.passed else f"failed: {result.case}"
+
+    interrupted = run_all(
+        report, tasks, run_task, SageResult, take, jobs=jobs, on_gpu=lambda task: task.place in on_gpu
+    )
+    results = [found[task] for task in tasks if task in found]
     report.say(
         f"sage_attention against attention that quantises nothing, {'; '.join(p.description for p in places)}"
     )
+    report.say("figures: cosine / relative L1 / RMSE, by what was taken out of K and Q first")
     for place in places:
         for data in dict.fromkeys(case.data for case in cases):
             shown = [r for r in results if r.place == place.name and r.case.data == data]
-            report.show(_table(shown, f"{place.name}: {data}"))
+            report.say(f"\n{place.name}, data {data}")
+            report.show(_table(shown))
     failures = [result for result in results if not result.passed]
     for result in failures:
         report.line(f"FAILED {result.place} {result.case}: {result.detail}", "bold red")
@@ -155,47 +158,43 @@ def validate_sage(
         "published": PUBLISHED,
         "planned": len(tasks),
         "passed": len(results) - len(failures),
-        "cases": [_as_dict(result) for result in results],
+        "cases": (records := [jsonable(result) for result in results]),
     }
-    return report.finish(body, ExitCode.NUMERICAL if failures else ExitCode.OK, interrupted=interrupted)
+    code = ExitCode.NUMERICAL if failures else ExitCode.OK
+    return report.finish(body, code, interrupted=interrupted, rows=records, plot=partial(_plot, results))
 
 
-def _by_process(tasks: list[Task], places: Sequence[Place], jobs: int) -> list[tuple[list[Task], int]]:
-    gpu = {place.name for place in places if place.is_gpu}
-    # One process owns the GPU.
-    return [([t for t in tasks if t.place in gpu], 1), ([t for t in tasks if t.place not in gpu], jobs)]
+def _plot(results: Sequence[SageResult], path: Path) -> None:
+    """Every case's error against attention that quantises nothing."""
+    from narrowkv.cli.plot import plot_dots
+
+    dots = [
+        (f"{r.case.qk}, {r.case.granularity}, {r.case.data}", f"mean of {r.case.smoothing} out, {r.place}",
+         r.total.relative_l1)
+        for r in results
+        if r.total is not None
+    ]  # fmt: skip
+    plot_dots(dots, path, title="sage_attention against fp32, nothing quantised", label="relative L1 error")
 
 
-def _as_dict(result: SageResult) -> dict[str, Any]:
-    return {name: getattr(result, name) for name in result.__dataclass_fields__}
-
-
-def _table(results: Sequence[SageResult], title: str) -> Table:
-    """Cosine / relative L1 / RMSE by precision and granularity, a column for each smoothing."""
+def _table(results: Sequence[SageResult]) -> Sheet:
+    """Figures by precision and granularity, a column for each smoothing."""
     found = {(r.case.qk, r.case.granularity, r.case.smoothing): r for r in results}
     smoothings = list(dict.fromkeys(r.case.smoothing for r in results))
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, title=title)
-    for column in (
-        "Q and K",
-        "granularity",
-        *(f"mean of {s} out" for s in smoothings),
-        "published",
-        "kernel",
-        "lse",
-    ):
-        table.add_column(column, justify="left" if column in ("Q and K", "granularity") else "right")
+    means = [f"mean of {s} out" for s in smoothings]
+    sheet = Sheet([*keys("Q and K", "granularity"), *numbers(*means, "published", "kernel", "lse")])
     for qk, granularity in dict.fromkeys((r.case.qk, r.case.granularity) for r in results):
         row = [found.get((qk, granularity, s)) for s in smoothings]
         ran = [r for r in row if r is not None and r.total is not None]
         cells = ["-" if r is None or r.total is None else _figures(r.total) for r in row]
         goal = next((g for r in ran if (g := published(r.case)) is not None), None)
-        table.add_row(
+        sheet.add(
             qk, granularity, *cells, "" if goal is None else f"{goal[0]:.4f} / {goal[1]:.3f} / {goal[2]:.3f}",
             f"{max((r.kernel_l1 for r in ran), default=float('nan')):.4f}",
             f"{max((r.lse_error for r in ran), default=float('nan')):.1e}",
             style="" if all(r is None or r.passed for r in row) else "bold red",
         )  # fmt: skip
-    return table
+    return sheet
 
 
 def _figures(error: ErrorReport) -> str:

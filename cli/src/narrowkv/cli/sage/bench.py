@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -17,11 +17,10 @@ from narrowkv.cli.bench.ceilings import Ceilings
 from narrowkv.cli.bench.reporter import BenchRow, BenchRun, Columns, judged, ratio, time_checked, timed
 from narrowkv.cli.bench.timing import GraphTimer
 from narrowkv.cli.contracts import BOUND_FP8_P as BOUND
-from narrowkv.cli.report import ExitCode, Report, UsageError, number
+from narrowkv.cli.report import ExitCode, Report, number
 from narrowkv.quant.accuracy import compare
-from narrowkv.quant.sage import SAGE_GRANULARITIES
 
-_QK = ("int8", "int4", "fp8")
+_SDPA_STEP = "torch sdpa"
 _CHECKED_ROWS = 512
 _SDPA = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -142,30 +141,27 @@ def bench_sage(
     shapes: Sequence[SageShape], qk: Sequence[str], granularities: Sequence[str], report: Report, samples: int
 ) -> ExitCode:
     """Measures every shape in every precision and granularity; Ctrl-C keeps the rows that were finished."""
-    for option, names, known in (("--qk", qk, _QK), ("--granularity", granularities, SAGE_GRANULARITIES)):
-        if unknown := [name for name in names if name not in known]:
-            raise UsageError(f"{option} must be of {', '.join(known)}; got {unknown[0]!r}")
     run: BenchRun[SageRow] = BenchRun(
         "sage",
+        SageRow,
         report,
         samples=samples,
         without_a_gpu="`narrowkv probe sage`, `validate sage` and `inspect sage`",
     )
 
-    def work(ceilings: Ceilings, timer: GraphTimer) -> Iterator[tuple[str, list[SageRow]]]:
-        for shape in shapes:
-            peers = measure_sdpa(shape, ceilings, timer)
-            yield f"{shape} sdpa", peers
-            best = min((row.median_us for row in peers if row.median_us is not None), default=math.nan)
-            for name, granularity in product(qk, granularities):
-                row = measure_ours(shape, name, granularity, ceilings, timer)
-                if row.median_us is not None:
-                    row = replace(row, ratio_to_sdpa=row.median_us / best)
-                yield f"{shape} {name} {granularity}", [row]
+    def work(step: tuple[SageShape, str, str], ceilings: Ceilings, timer: GraphTimer) -> Sequence[SageRow]:
+        shape, name, granularity = step
+        if name == _SDPA_STEP:
+            return measure_sdpa(shape, ceilings, timer)
+        row = measure_ours(shape, name, granularity, ceilings, timer)
+        peers = (r.median_us for r in run.rows if r.shape == shape and r.backend != OURS.name)
+        best = min((us for us in peers if us is not None), default=math.nan)
+        return [row if row.median_us is None else replace(row, ratio_to_sdpa=row.median_us / best)]
 
-    run.measure(len(shapes) * (1 + len(qk) * len(granularities)), work)
+    steps = [(shape, *way) for shape in shapes for way in ((_SDPA_STEP, ""), *product(qk, granularities))]
+    run.measure(steps, work)
     run.show(_COLUMNS)
-    return run.finish()
+    return run.finish(("backend", "qk", "granularity"))
 
 
 _COLUMNS: Columns[SageRow] = Columns(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
-
-from rich import box
-from rich.table import Table
 
 from narrowkv.cli.codegen import KernelCode, compile_call
 from narrowkv.cli.report import ExitCode, Report
@@ -33,42 +31,16 @@ def inspect_case(case: SageCase, target: str) -> CallCode[SageCase]:
     return CallCode(target, case, tuple(KernelCode.of(artifact) for artifact in artifacts), plan)
 
 
+_COLUMNS: dict[str, Callable[[SageCase], object]] = {
+    "Q and K": lambda case: case.qk,
+    "granularity": lambda case: case.granularity,
+    "head_dim": lambda case: case.head_dim,
+}
+
+
 def inspect_sage(cases: list[SageCase], report: Report, *, targets: tuple[str, ...]) -> ExitCode:
     """Compiles calls for each target and shows what came of it; spills and scratch end with exit code 1."""
     return inspect_calls(
-        cases, report, targets=targets, inspect_case=inspect_case, table=_table, spell=SageCase.as_dict
-    )
-
-
-def _table(found: list[CallCode[SageCase]]) -> Table:
-    """The attention kernel of every call; of the pre-pass only what is wrong."""
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for column in ("target", "Q and K", "granularity"):
-        table.add_column(column)
-    for column in (
-        "head_dim",
-        "VGPR",
-        "AGPR",
-        "spilled",
-        "scratch",
-        "LDS",
-        "waves/SIMD",
-        "VALU",
-        "transcendental",
-    ):
-        table.add_column(column, justify="right")
-    table.add_column("matrix instructions of the loop")
-    for code in found:
-        *before, main = code.kernels
-        for kernel in (*(k for k in before if k.spills or k.scratch_bytes), main):
-            numbers = (
-                code.case.head_dim, kernel.vgprs, kernel.agprs, kernel.spills, kernel.scratch_bytes,
-                kernel.lds_bytes, kernel.waves_per_simd, kernel.loop["valu"], kernel.loop["transcendental"],
-            )  # fmt: skip
-            mfma = ", ".join(f"{n} {name.removeprefix('v_mfma_')}" for name, n in kernel.mfma.items())
-            bad = "bold red" if kernel.spills or kernel.scratch_bytes else ""
-            table.add_row(
-                code.target, code.case.qk, code.case.granularity, *(str(n) for n in numbers), mfma or
-                kernel.name, style=bad,
-            )  # fmt: skip
-    return table
+        cases, report, targets=targets, inspect_case=inspect_case, kind=CallCode[SageCase], columns=_COLUMNS,
+        spell=SageCase.as_dict,
+    )  # fmt: skip

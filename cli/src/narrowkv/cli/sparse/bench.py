@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from narrowkv.cli.bench.ceilings import Ceilings
 from narrowkv.cli.bench.reporter import BenchRow, BenchRun, Columns, judged, ratio, time_checked, timed
 from narrowkv.cli.bench.timing import GraphTimer
-from narrowkv.cli.report import ExitCode, Report, UsageError
+from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.sparse.cases import BOUND_16_BIT_QUERY, BOUND_FP8_QK
 from narrowkv.quant.accuracy import compare
 from narrowkv.sparse_fp8 import (
@@ -24,7 +25,6 @@ from narrowkv.sparse_fp8 import (
 )
 
 HEAD_DIM = 512
-MODES = ("bf16", "prepass", "fused", "fused-fp8q")
 _PAGE_SIZE = 64
 _CHECKED_TOKENS = 4
 
@@ -54,7 +54,7 @@ class SparseRow(BenchRow):
     """One measured call.
 
     Attributes:
-        mode: one of `MODES`.
+        mode: one of `SPARSE_MODES`.
         ratio_to_bf16: median over that of mode bf16 at this shape, if it was measured.
         scratch_bytes: memory that a call allocated at its peak, its results apart.
     """
@@ -137,33 +137,31 @@ def bench_sparse(
     shapes: Sequence[SparseShape], modes: Sequence[str], report: Report, samples: int
 ) -> ExitCode:
     """Measures every shape in every mode; Ctrl-C keeps the rows that were finished."""
-    unknown = [mode for mode in modes if mode not in MODES]
-    if unknown:
-        raise UsageError(f"--mode must be of {', '.join(MODES)}; got {unknown[0]!r}")
     run: BenchRun[SparseRow] = BenchRun(
         "sparse",
+        SparseRow,
         report,
         samples=samples,
         without_a_gpu="`narrowkv probe dsv4-sparse` and `narrowkv inspect sparse`",
     )
 
-    def work(ceilings: Ceilings, timer: GraphTimer) -> Iterator[tuple[str, list[SparseRow]]]:
-        pool: Pool | None = None
-        for shape in shapes:
-            if pool is None or pool.rows != shape.pool:
-                pool = None  # the old one is freed before the new one is made
-                pool = Pool(shape.pool)
-            base: float | None = None
-            for mode in modes:
-                row = measure(shape, mode, pool, ceilings, timer)
-                if base is not None and row.median_us is not None:
-                    row = replace(row, ratio_to_bf16=row.median_us / base)
-                base = row.median_us if mode == "bf16" else base
-                yield f"{shape} {mode}", [row]
+    pool: Pool | None = None
 
-    run.measure(len(shapes) * len(modes), work)
+    def work(step: tuple[SparseShape, str], ceilings: Ceilings, timer: GraphTimer) -> list[SparseRow]:
+        nonlocal pool
+        shape, mode = step
+        if pool is None or pool.rows != shape.pool:
+            pool = None  # the old one is freed before the new one is made
+            pool = Pool(shape.pool)
+        row = measure(shape, mode, pool, ceilings, timer)
+        base = next((r.median_us for r in run.rows if (r.shape, r.mode) == (shape, "bf16")), None)
+        if base is not None and row.median_us is not None:
+            row = replace(row, ratio_to_bf16=row.median_us / base)
+        return [row]
+
+    run.measure(list(product(shapes, modes)), work)
     run.show(_COLUMNS)
-    return run.finish()
+    return run.finish(("mode", "heads"))
 
 
 _COLUMNS: Columns[SparseRow] = Columns(

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from narrowkv.cli.cases import CaseResult, check, parse_case, parse_lens, spell_case
+from narrowkv.cli.names import one_of
 from narrowkv.cli.places import Place
-from narrowkv.cli.report import UsageError
 from narrowkv.cli.validate import Kind
 from narrowkv.sparse_fp8 import (
     DSV4Rows,
@@ -88,8 +88,7 @@ class SparseCase:
             ("layout", case.layout, LAYOUTS),
             ("q", case.q, tuple(QUERIES)),
         ):
-            if value not in known:
-                raise UsageError(f"--case {name} must be one of {', '.join(known)}; got {value!r}")
+            one_of(f"--case {name}", value, known)
         for name, value in (("lens", case.lens), ("extend", case.extend)):
             parse_lens(name, value)
         return case

@@ -224,7 +224,10 @@ class PagedKVCache:
 
         Example:
             >>> k = torch.zeros(4, 2, 16, 128, dtype=torch.uint8)
-            >>> PagedKVCache.from_tensors(k, k, k_descale=0.02, format="fp8_e4m3fn", layout="HND").page_size
+            >>> cache = PagedKVCache.from_tensors(
+            ...     k, k, k_descale=0.02, v_descale=0.03, format="fp8_e4m3fn", layout="HND"
+            ... )
+            >>> cache.page_size
             16
         """
         parsed = CacheFormat.parse(format)
@@ -294,18 +297,78 @@ class PagedKVCache:
         Raises:
             ValueError: for "sequence_head" descales, which belong to sequences and not to pages.
         """
-        for name, kind in (("k_descale", self.k_granularity), ("v_descale", self.v_granularity)):
+        return self.dequantized_pages(slice(None))
+
+    def dequantized_pages(self, pages: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of some pages as fp32 `[pages, page_size, num_kv_heads, head_dim]`.
+
+        Raises:
+            ValueError: for "sequence_head" descales, which belong to sequences and not to pages.
+        """
+        sides = []
+        for name, stored, fmt, descale, kind in (
+            ("k_descale", self.k, self.format.k, self.k_descale, self.k_granularity),
+            ("v_descale", self.v, self.format.v, self.v_descale, self.v_granularity),
+        ):
             if kind == "sequence_head":
                 raise ValueError(f"{name} is per sequence: pages have no descale of their own; use gather")
-        k, v = self.logical()
-        return (
-            decode(k, self.format.k) * page_factor(self.k_descale, self.k_granularity),
-            decode(v, self.format.v) * page_factor(self.v_descale, self.v_granularity),
-        )
+            if isinstance(descale, torch.Tensor) and kind in PER_PAGE_GRANULARITIES:
+                descale = descale[pages]
+            tokens = logical_view(stored[pages], self.layout, is_key=name == "k_descale")
+            sides.append(decode(tokens, fmt) * page_factor(descale, kind))
+        return sides[0], sides[1]
+
+    def convert(
+        self,
+        format: str | CacheFormat,
+        *,
+        layout: str | None = None,
+        k_descale: float | torch.Tensor | None = None,
+        v_descale: float | torch.Tensor | None = None,
+        scale_group: int | None = None,
+        exponent: str = "mse",
+    ) -> PagedKVCache:
+        """A cache of another format, with the same tokens in the same pages; this one does not change.
+
+        Its bytes are those that `append` would have written into it, had it been given this cache's numbers.
+        Pages are converted in chunks; beside the new cache some hundred MiB are allocated for the time.
+
+        Args:
+            format: of the new cache, a format name or a `CacheFormat` pair.
+            layout: of the new cache; default this one's. FP4 has no "vectorised".
+            k_descale, v_descale: of FP8 and 16-bit sides, as for `empty`. Default 1.0 for 16 bits, and for
+                FP8 one number a head: the largest finite magnitude that the head has in any page becomes the
+                format's largest number. Tokens that are appended later share it, so pass calibrated ones if
+                they may be larger, or a tensor `[num_pages, page_size, num_kv_heads]` for one per token.
+            scale_group: FP4: channels per E8M0 scale, 32 or None for one scale per position and head.
+            exponent: FP4: how a scale is chosen, as for `append`.
+
+        Raises:
+            ValueError: for "sequence_head" descales, whose pages have no number of their own; or for sizes
+                and names that a cache cannot have.
+
+        Example:
+            >>> cache = PagedKVCache.empty(4, 16, 2, 64, format="bf16")
+            >>> _ = cache.k.fill_(6.0)
+            >>> fp4 = cache.convert("fp4_e2m1")
+            >>> fp4.bytes_per_token() / cache.bytes_per_token(), float(fp4.dequantize()[0].max())
+            (0.2578125, 6.0)
+        """
+        from narrowkv.paged_cache.convert import convert
+
+        return convert(self, format, layout, k_descale, v_descale, scale_group, exponent)
 
     def gather(self, page_table: PageTable, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One sequence's dequantised K and V, `[seq_len, num_kv_heads, head_dim]` fp32; reads its length."""
+        """One sequence's dequantised K and V, `[seq_len, num_kv_heads, head_dim]` fp32; waits for the device.
+
+        Raises:
+            ValueError: a page id outside the cache.
+        """
         pages, seq_len = page_table.pages_of(seq)
+        if bool(((pages < 0) | (pages >= self.num_pages)).any()):
+            raise ValueError(
+                f"page ids of sequence {seq} must lie in [0, {self.num_pages}), got {pages.tolist()[:16]}"
+            )
         k, v = self.logical()
         out = []
         for stored, name, descale, kind in (

@@ -142,6 +142,24 @@ def logical_view(t: torch.Tensor, layout: str, *, is_key: bool) -> torch.Tensor:
     return t
 
 
+def from_logical(x: torch.Tensor, layout: str, *, is_key: bool) -> torch.Tensor:
+    """The inverse of `logical_view`: `[num_pages, page_size, num_kv_heads, stored elements]` in a layout."""
+    if layout == "tokens":
+        return x.squeeze(1)
+    if layout == "HND":
+        return x.transpose(1, 2)
+    if layout == "vectorised":
+        pages, tokens, heads, dim = x.shape
+        size = 16 // x.element_size()
+        bits = x.view(torch.uint8) if x.element_size() == 1 else x
+        if is_key:
+            moved = bits.view(pages, tokens, heads, dim // size, size).permute(0, 2, 3, 1, 4)
+        else:
+            moved = bits.view(pages, tokens // size, size, heads, dim).permute(0, 3, 1, 4, 2)
+        return moved.contiguous().view(x.dtype)
+    return x
+
+
 def span_bytes(t: torch.Tensor) -> int:
     """Bytes from the first element to the end of the last."""
     return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()

@@ -6,9 +6,7 @@ import torch
 
 from narrowkv.paged_cache.append import Rope, check_append
 from narrowkv.paged_cache.cache import PagedKVCache
-from narrowkv.paged_cache.descales import SCALE_GROUP
-from narrowkv.quant.formats import get_format
-from narrowkv.quant.quantize import cast_fp8, quantize_per_group
+from narrowkv.paged_cache.convert import quantise_tokens
 
 
 def apply_rope_reference(k: torch.Tensor, rope: Rope) -> torch.Tensor:
@@ -52,34 +50,12 @@ def append_reference(
         if 0 <= slot < cache.num_pages * cache.page_size
     ]
     for stored, new, name, descale, kind, is_key in sides:
-        rows, scales = _quantise(new, name, descale, kind, exponent)
+        rows, scales = quantise_tokens(new, name, descale, kind, exponent)
         for token, page, position in slots:
             _write(stored, rows[token], cache.layout, page, position, is_key)
             if scales is not None:
                 assert isinstance(descale, torch.Tensor)
                 descale[page, position] = scales[token]
-
-
-def _quantise(
-    x: torch.Tensor, name: str, descale: float | torch.Tensor, kind: str, exponent: str
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tokens `[tokens, heads, head_dim]` in storage, and the scales that are computed along."""
-    fmt = get_format(name)
-    if fmt.kind == "fp4":
-        group = SCALE_GROUP if kind == "token_head_group" else x.shape[-1]
-        stored, scales = quantize_per_group(x, group, exponent=exponent)
-        return stored, scales if kind == "token_head_group" else scales[..., 0]
-    if kind == "token_head" and fmt.kind == "float":
-        return x.to(fmt.storage_dtype), torch.ones(x.shape[:2], device=x.device)
-    if kind == "token_head":
-        # A tensor divisor: dividing by a number multiplies by its reciprocal on a GPU, which rounds
-        # differently.
-        amax = x.abs().amax(-1)
-        scale = amax / torch.full_like(amax, fmt.max_value)
-        scale = torch.where(scale < torch.finfo(torch.float32).tiny, torch.ones_like(scale), scale)
-        return cast_fp8(x / scale[..., None], fmt), scale
-    x = x / (descale.view(-1, 1) if isinstance(descale, torch.Tensor) else torch.full_like(x, descale))
-    return x.to(fmt.storage_dtype) if fmt.kind == "float" else cast_fp8(x, fmt), None
 
 
 def _write(

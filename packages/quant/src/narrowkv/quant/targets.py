@@ -25,7 +25,7 @@ import torch
 from .errors import UnsupportedError
 from .formats import Format, get_format
 
-__all__ = ["TARGETS", "Figures", "Target", "device_target", "get_target"]
+__all__ = ["COMPILE_ONLY", "TARGETS", "Figures", "Target", "compile_target", "device_target", "get_target"]
 
 
 @dataclass(frozen=True)
@@ -307,6 +307,66 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
     }
 )
 """Every known target by name."""
+
+
+COMPILE_ONLY: Mapping[str, Target] = MappingProxyType(
+    {
+        t.name: t
+        for t in (
+            Target(
+                name="gfx90a",
+                vendor="amd",
+                description="AMD CDNA 2 (MI210, MI250X); compiled only",
+                chip="",
+                wave_size=64,
+                native_fp8=None,
+                has_scaled_mfma=False,
+                fp8_formats=_ALL_FP8,
+                backend="hip",
+                arch="gfx90a",
+                figures=None,
+            ),
+            Target(
+                name="gfx1250",
+                vendor="amd",
+                description="AMD gfx1250; compiled only",
+                chip="",
+                wave_size=32,
+                native_fp8="fp8_e4m3fn",
+                has_scaled_mfma=True,
+                fp8_formats=_ALL_FP8,
+                backend="hip",
+                arch="gfx1250",
+                figures=None,
+            ),
+        )
+    }
+)
+"""Targets that kernels compile for, with configurations that were chosen for others; nothing runs on them."""
+
+
+def compile_target(name: str | Target) -> Target:
+    """The AMD target of that name, those that kernels are only compiled for among them.
+
+    Raises:
+        TypeError: `name` is neither a name nor a `Target`.
+        UnsupportedError: the name is unknown, or no AMD target that kernels compile for.
+    """
+    known = ", ".join([t.name for t in TARGETS.values() if t.is_amd] + list(COMPILE_ONLY))
+    if isinstance(name, str):
+        if name in COMPILE_ONLY:
+            return COMPILE_ONLY[name]
+        if name.startswith(("gfx10", "gfx11", "gfx12")):
+            raise UnsupportedError(
+                f"target {name} is an RDNA GPU: kernels are not written for its matrix instructions; they "
+                f"compile for {known}"
+            )
+        if name.startswith("gfx") and name not in TARGETS:
+            raise UnsupportedError(f"target {name} is not known; kernels compile for {known}")
+    target = get_target(name)
+    if not target.is_amd:
+        raise UnsupportedError(f"an AMD target is needed, one of {known}; got {target.name!r}")
+    return target
 
 
 def get_target(name: str | Target) -> Target:

@@ -2,6 +2,7 @@
 
 import narrowkv.quant.toolchain  # noqa: F401  # first: it says how to get Triton
 from narrowkv.quant.launch.bound import BoundLaunch
+from narrowkv.quant.launch.compiles import Compiles, count_compiles
 from narrowkv.quant.launch.options import LaunchOptions
 from narrowkv.quant.launch.path import (
     Executor,
@@ -13,19 +14,26 @@ from narrowkv.quant.launch.path import (
     launch,
     run_as,
 )
+from narrowkv.quant.launch.warmup import KernelSpec, TensorSpec, Warmup, warmup
 from narrowkv.quant.launch.workspace import Workspace, block_bytes
 
 __all__ = [
     "BoundLaunch",
+    "Compiles",
     "Executor",
     "InterpretExecutor",
+    "KernelSpec",
     "LaunchOptions",
+    "TensorSpec",
+    "Warmup",
     "Workspace",
     "active_target",
     "block_bytes",
     "compile_for",
+    "count_compiles",
     "executing",
     "is_compiled",
     "launch",
     "run_as",
+    "warmup",
 ]

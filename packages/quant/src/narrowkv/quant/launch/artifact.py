@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from narrowkv.quant.errors import UnsupportedError
 from narrowkv.quant.targets import Target
 
 _METADATA = re.compile(r"^\s*-?\s*\.(\w+):\s*(.+?)\s*$", re.MULTILINE)
@@ -44,7 +45,7 @@ class InstructionMix:
     @property
     def mfma(self) -> int:
         """Matrix instructions."""
-        return self.total("v_mfma", "v_smfmac")
+        return self.total("v_mfma", "v_smfmac", "v_wmma", "v_swmmac")
 
     @property
     def transcendental(self) -> int:
@@ -201,9 +202,14 @@ class CompiledArtifact:
 
     @property
     def waves_per_simd(self) -> int:
-        """Waves that fit on one SIMD by registers and LDS, the hardware's own limit of 8 included."""
+        """Waves that fit on one SIMD by registers and LDS, the hardware's own limit of 8 included.
+
+        Raises:
+            UnsupportedError: there are no hardware figures of the target.
+        """
         figures = self.target.figures
-        assert figures is not None  # every AMD target has them
+        if figures is None:
+            raise UnsupportedError(f"target {self.target.name} has no hardware figures")
         granule = figures.register_granule
         granted = -(-max(self.registers.vgprs, 1) // granule) * granule
         by_registers = min(figures.max_waves_per_simd, figures.registers_per_simd // granted)

@@ -20,11 +20,10 @@ import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
-from narrowkv.quant.errors import UnsupportedError
 from narrowkv.quant.launch.gpu import GpuLaunch, gpu_launch
 from narrowkv.quant.launch.options import LaunchOptions
-from narrowkv.quant.launch.tensors import HostCopies, check_has_memory, tensors_of
-from narrowkv.quant.targets import Target, device_target, get_target
+from narrowkv.quant.launch.tensors import HostCopies, tensors_of
+from narrowkv.quant.targets import Target, compile_target, device_target, get_target
 
 
 class Executor(Protocol):
@@ -105,7 +104,7 @@ def compile_for(target: str) -> Iterator[list[Any]]:
     Outputs of operations called inside the block are not computed and must not be read.
 
     Args:
-        target: "gfx942" or "gfx950".
+        target: "gfx942" or "gfx950"; or "gfx90a" or "gfx1250", with the configurations of other targets.
 
     Yields:
         The list that receives one `CompiledArtifact` per launch.
@@ -121,10 +120,7 @@ def compile_for(target: str) -> Iterator[list[Any]]:
     """
     from narrowkv.quant.launch.compiler import CompileExecutor
 
-    resolved = get_target(target)
-    if resolved.vendor != "amd":
-        raise UnsupportedError(f"compile_for needs an AMD target (gfx942, gfx950), got {target!r}")
-    executor = CompileExecutor(resolved)
+    executor = CompileExecutor(compile_target(target))
     with executing(executor):
         yield executor.artifacts
 
@@ -170,11 +166,9 @@ def launch(
     """
     if 0 in grid:
         return None
-    tensors = list(tensors_of(args))
+    tensors = tensors_of(args)
     if not tensors:
         raise TypeError("a launch needs at least one tensor argument, got none")
-    for tensor in tensors:
-        check_has_memory(tensor)
     executor = _executor.get()
     if executor is not None:
         executor.launch(kernel, grid, args, constexprs, options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,35 +9,36 @@ import torch
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def tensors_of(args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
-    """Every tensor of nested tuples of arguments, in order, those of tensor descriptors among them."""
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            yield arg
-        elif isinstance(arg, tuple):
-            yield from tensors_of(arg)
-        elif hasattr(arg, "block_shape"):
-            yield arg.base
-
-
-def check_has_memory(tensor: torch.Tensor) -> None:
-    """Checks that a kernel can read the tensor's memory.
+def tensors_of(args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Every tensor of nested tuples of arguments, outer ones first, and those of tensor descriptors.
 
     Raises:
-        TypeError: a fake, functional, meta or sparse tensor, or one that `torch.func` transforms.
+        TypeError: one has no memory that a kernel can read: a fake, functional, meta or sparse tensor, or one
+            that `torch.func` transforms.
     """
-    dispatch = type(tensor).__torch_dispatch__
-    if type(tensor) in _PLAIN or dispatch is torch._C._disabled_torch_dispatch_impl:
-        try:
-            if tensor.data_ptr() or not tensor.numel():
-                return
-        except RuntimeError:
-            pass  # no storage, or none that may be looked at
-    kind = "FunctionalTensor" if torch._is_functional_tensor(tensor) else type(tensor).__name__
-    raise TypeError(
-        f"a kernel needs tensors that have memory, got a {kind} on device {tensor.device}: call the "
-        "operation with real tensors, and outside of what torch traces (torch.compiler.disable)"
-    )
+    found: list[torch.Tensor] = []
+    pending = list(args)
+    for arg in pending:  # grows as it goes
+        if isinstance(arg, tuple):
+            pending += arg
+            continue
+        tensor = arg.base if hasattr(arg, "block_shape") else arg
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        found.append(tensor)
+        dispatch = type(tensor).__torch_dispatch__
+        if type(tensor) in _PLAIN or dispatch is torch._C._disabled_torch_dispatch_impl:
+            try:
+                if tensor.data_ptr() or not tensor.numel():
+                    continue
+            except RuntimeError:
+                pass  # no storage, or none that may be looked at
+        kind = "FunctionalTensor" if torch._is_functional_tensor(tensor) else type(tensor).__name__
+        raise TypeError(
+            f"a kernel needs tensors that have memory, got a {kind} on device {tensor.device}: call the "
+            "operation with real tensors, and outside of what torch traces (torch.compiler.disable)"
+        )
+    return found
 
 
 class HostCopies:

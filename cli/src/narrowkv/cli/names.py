@@ -1,0 +1,109 @@
+"""Names that options take, known without torch, so that a misspelled one is refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+from narrowkv.cli.report import UsageError
+
+AMD_TARGETS = ("gfx942", "gfx950")
+PLACES = ("cpu", "gpu", *AMD_TARGETS)
+QUERY_DTYPES = ("bf16", "fp16")
+FP4 = "fp4_e2m1"
+CACHE_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", FP4)
+SCALE_GROUP = 32  # channels of FP4 that can share a scale
+DECODE_KERNELS = ("native", "decode")
+SPARSE_MODES = ("bf16", "prepass", "fused", "fused-fp8q")
+SAGE_PRECISIONS = ("int8", "int4", "fp8")
+SAGE_GRANULARITIES = ("per_tensor", "per_block", "per_warp", "per_thread")
+# Parts of a --case line whose value is one format.
+_FORMAT_PARTS = {"k": CACHE_FORMATS, "v": CACHE_FORMATS, "format": None}
+
+
+def unknown(what: str, got: str, known: Iterable[str]) -> UsageError:
+    """The error for a name that is not one of `known`; it says which of them are spelled most alike."""
+    all_known = list(known)
+    close = get_close_matches(got.lower(), all_known, n=2, cutoff=0.5)
+    hint = f" (nearest: {', '.join(close)})" if close else ""
+    return UsageError(f"{what} must be one of {', '.join(all_known)}; got {got!r}{hint}")
+
+
+def one_of(what: str, got: str, known: Sequence[str]) -> str:
+    """`got`, if it is known.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if got not in known:
+        raise unknown(what, got, known)
+    return got
+
+
+def choices(option: str, text: str | Iterable[str], known: Sequence[str]) -> list[str]:
+    """Known names, each once; `text` joins them by commas, or is several such texts.
+
+    Raises:
+        UsageError: a name is not known, or there is none.
+    """
+    texts = [text] if isinstance(text, str) else text
+    found = dict.fromkeys(name for part in texts for name in part.split(","))
+    return [one_of(option, name, known) for name in found]
+
+
+def split_format(text: str) -> tuple[str, str, int]:
+    """K's format, V's format and FP4's channels per scale from "K", "K/V" or "K/V:GROUP".
+
+    The channels are 0 where FP4 has one scale a head.
+
+    Raises:
+        UsageError: a format that a cache cannot have, or a group that FP4 does not have.
+    """
+    formats, colon, group = text.partition(":")
+    k, slash, v = formats.partition("/")
+    k, v = one_of("K's format", k, CACHE_FORMATS), v if slash else k
+    one_of("V's format", v, CACHE_FORMATS)
+    if not colon:
+        return k, v, 0
+    if group != str(SCALE_GROUP):
+        raise UsageError(
+            f"FP4 has one scale a head or, after a colon, one per {SCALE_GROUP} channels; got {group!r}"
+        )
+    if FP4 not in (k, v):
+        raise UsageError(f"only FP4 has scales per {group} channels; got {formats}")
+    return k, v, SCALE_GROUP
+
+
+def cache_formats(option: str, text: str) -> list[str]:
+    """Cache formats joined by commas.
+
+    Raises:
+        UsageError: one is none, or there is none.
+    """
+    found = text.split(",")
+    for name in found:
+        _check_format(option, name)
+    return found
+
+
+def _check_format(option: str, name: str) -> None:
+    try:
+        split_format(name)
+    except UsageError as error:
+        raise UsageError(f"{option} {name}: {error}") from None
+
+
+def check_case_formats(lines: Iterable[str]) -> None:
+    """Refuses a --case line with a misspelled format; the rest of the line is read where torch is imported.
+
+    Raises:
+        UsageError: naming the part.
+    """
+    for line in lines:
+        for part in line.split(","):
+            name, _, value = part.partition("=")
+            known = _FORMAT_PARTS.get(name, ())
+            if known is None:
+                _check_format("--case format", value)
+            elif known:
+                one_of(f"--case {name}", value, known)

@@ -1,0 +1,181 @@
+"""The screen of `probe`: 40 lines of 80 columns whatever the set, the answers and the terminal."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from narrowkv.cli.answers import FAIL, INEXACT, NOT_YET, PASS, REFUSED, SKIPPED, Answer, Compiled, Sample
+from narrowkv.cli.codegen import KernelCode
+from narrowkv.cli.contracts import CONTRACT_SETS, DECODE, ContractSet
+from narrowkv.cli.places import Place
+from narrowkv.cli.report import ExitCode, Report
+from narrowkv.cli.screen import Seen, show_screen
+
+CPU, GPU = Place("cpu", "cpu", "interpreter on the CPU"), Place("gpu", "cuda", "AMD Instinct MI300X (gfx942)")
+TARGETS = ("gfx942", "gfx950")
+KERNEL = KernelCode("_kernel", 128, 0, 40, 0, 0, 0, 8192, 2, 4, {"v_mfma_f32_16x16x16_f16": 8}, {}, 0.25)
+PEERS = {"torch sdpa": None, "aiter": None, "flashinfer": None}
+ABSENT = {"torch sdpa": None, "aiter": "not installed", "flashinfer": "not installed"}
+
+
+def seen(name: str = "glm-gqa12", place: Place = CPU, absent: dict[str, Any] | None = None) -> Seen:
+    """All that a run finds where everything passes; each error tells its cell."""
+    chosen, absent = CONTRACT_SETS[name], ABSENT if absent is None else absent
+    answers, compiled = {}, {}
+    for i, contract in enumerate(chosen.contracts):
+        for j, where in enumerate((place.name, *TARGETS)):
+            took = None if j == 0 else Sample(8, 64, 4, 32, 1000, 0.5)
+            error = 1e-3 + 1e-5 * i + 1e-4 * j
+            answers[i, "narrowkv", where] = Answer(
+                contract, "narrowkv", where, PASS, "", where, error, 0.01, 2048.0, sample=took
+            )
+        for j, (peer, why) in enumerate(absent.items()):
+            if why is None and contract.operation == DECODE:
+                answers[i, peer, place.name] = Answer(
+                    contract, peer, place.name, PASS, "", place.name, 5e-4 + 1e-4 * j, 0.01, 2048.0
+                )
+        for target in TARGETS:
+            modelled = contract.operation == DECODE
+            model = {"bound_by": "memory", "issue_over_memory": 0.25 + i / 100} if modelled else None
+            compiled[i, target] = Compiled(target, PASS, "", (KERNEL,), model)
+    return Seen(chosen, (place,), TARGETS, absent, answers, compiled, 2)
+
+
+def rendered(found: Seen, width: int, code: ExitCode = ExitCode.OK) -> list[str]:
+    report = Report("probe")
+    stream = io.StringIO()
+    report.human = Console(file=stream, width=width)
+    show_screen(report, found, code, full=False)
+    return stream.getvalue().splitlines()
+
+
+def worst(found: Seen, cache: str, backend: str, where: str) -> str:
+    errors = [
+        a.relative_l1
+        for (i, b, p), a in found.answers.items()
+        if (b, p) == (backend, where) and a.contract.cache == cache and a.contract.operation == DECODE
+    ]
+    return f"{max(e for e in errors if e is not None):.2e}"
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160, 200, 100_000])
+@pytest.mark.parametrize("name", list(CONTRACT_SETS))
+@pytest.mark.parametrize("absent", [ABSENT, PEERS], ids=["alone", "all peers"])
+def test_the_screen_fits_and_has_every_cell(width: int, name: str, absent: dict[str, Any]) -> None:
+    for place in (CPU, GPU):
+        found = seen(name, place, absent)
+        lines = rendered(found, width)
+        text = "\n".join(lines)
+        assert len(lines) <= 40
+        assert max(map(len, lines)) <= (80 if width in (80, 100_000) else min(width, 120))
+        for contract in found.contracts.contracts:
+            assert contract.cache in text
+            assert f"Q {contract.q}" in text or f", {contract.q}" in text
+        for answer in found.answers.values():
+            if answer.contract.operation == DECODE:
+                cell = f"ok {worst(found, answer.contract.cache, answer.backend, answer.place)}"
+                assert cell in text
+        assert f"{len(found.contracts.contracts)} contracts: {len(found.contracts.contracts)} pass" in text
+        assert "gfx942 code no spills" in text
+        assert "next" in lines[-3]
+
+
+def test_the_main_set_says_what_was_tested_and_what_follows() -> None:
+    text = "\n".join(rendered(seen(), 80))
+    for words in (
+        "96 query heads over 8 KV heads (GQA 12)", "batch 4, context 1024", "this CPU", "interpreted",
+        "gfx942 code", "torch sdpa", "pages of 1, 16, 64 tokens", "bound 2.0e-03", "bf16 524k",
+        "decode bound by memory, issue 0.25-0.54 of it (model)", "aiter, flashinfer: not installed",
+        "39 pass, 0 fail", "probe glm-gqa12 --full", "624 of 4992 workgroups",
+    ):  # fmt: skip
+        assert words in text
+
+
+def changed(found: Seen, key: tuple[int, str, str], **values: Any) -> Seen:
+    return replace(found, answers={**found.answers, key: replace(found.answers[key], **values)})
+
+
+@pytest.mark.parametrize(
+    ("values", "cell", "end"),
+    [
+        ({"status": FAIL, "relative_l1": 0.5, "detail": "too large"}, "FAIL 5.00e-01", "38 pass, 1 fail"),
+        ({"status": FAIL, "relative_l1": math.nan}, "FAIL nan", "38 pass, 1 fail"),
+        ({"status": FAIL, "relative_l1": None, "detail": "fell over"}, "FAIL", "fell over"),
+        ({"status": NOT_YET, "detail": "no such thing"}, "not yet 1/6", "38 pass, 0 fail, 1 refused"),
+        ({"status": SKIPPED, "detail": "why"}, "skipped 1/6", "why"),
+    ],
+)
+def test_a_cell_shows_the_worst_of_its_contracts(values: dict[str, Any], cell: str, end: str) -> None:
+    found = changed(seen(), (2, "narrowkv", "cpu"), **values)
+    (row,) = [line for line in rendered(found, 80) if cell in line]
+    assert row.startswith("bf16 ")
+    assert end in "\n".join(rendered(found, 80))
+
+
+def test_peers_are_shown_and_do_not_decide() -> None:
+    found = changed(seen(), (0, "torch sdpa", "cpu"), status=REFUSED, detail="TypeError: not so")
+    found = changed(found, (3, "torch sdpa", "cpu"), status=INEXACT, relative_l1=3e-3)
+    text = "\n".join(rendered(found, 80))
+    assert "refused 1/6" in text
+    assert "torch sdpa: TypeError: not so" in text
+    assert "over 3.00e-03" in text
+    assert "39 pass, 0 fail" in text
+
+
+def test_code_that_spills_fails_its_cell_and_says_how_much() -> None:
+    found = seen()
+    bad = Compiled(
+        "gfx950", FAIL, "_kernel spills 7 registers", (replace(KERNEL, spills=7, scratch_bytes=32),)
+    )
+    found = replace(found, compiled={**found.compiled, (4, "gfx950"): bad})
+    text = "\n".join(rendered(found, 80, ExitCode.NUMERICAL))
+    assert "1 of 39 calls spill: 7 registers, 32 bytes of scratch" in text
+    assert "FAIL" in text
+    assert "_kernel spills 7 registers" in text
+    assert "38 pass, 1 fail" in text
+
+
+def test_many_reasons_do_not_push_the_verdict_off_the_screen() -> None:
+    found = seen()
+    for i in range(39):
+        found = changed(found, (i, "narrowkv", "gfx942"), status=FAIL, detail=f"reason {i} " + "of many " * 9)
+    lines = rendered(found, 80, ExitCode.NUMERICAL)
+    assert len(lines) <= 40
+    assert any("more reasons: see --full" in line for line in lines)
+    assert any("39 contracts: 0 pass, 39 fail" in line for line in lines)
+
+
+def test_a_run_that_was_cut_short_says_what_was_not_run() -> None:
+    found = seen()
+    kept = {key: a for key, a in found.answers.items() if key[0] < 2}
+    code = {key: c for key, c in found.compiled.items() if key[0] < 1}
+    text = "\n".join(rendered(replace(found, answers=kept, compiled=code), 80))
+    assert "not run 4/6" in text
+    assert "2 pass, 0 fail, 37 not run" in text or "1 pass, 0 fail, 38 not run" in text
+    nothing = "\n".join(rendered(replace(found, answers={}, compiled={}), 80))
+    assert "39 not run" in nothing
+    assert "interrupted before it was compiled" in nothing
+
+
+def test_without_targets_or_an_emulator_the_columns_say_so() -> None:
+    found = seen()
+    own = {key: a for key, a in found.answers.items() if key[2] == "cpu"}
+    lines = rendered(replace(found, answers=own), 80)
+    assert "compiled" in lines[4]
+    assert any("ok compiled" in line for line in lines)
+    assert not any("gfx942" in line for line in rendered(replace(found, answers=own, targets=()), 80)[:-3])
+
+
+def test_capacity_is_beside_bf16_even_where_it_was_not_asked() -> None:
+    chosen = CONTRACT_SETS["prefill-append"]
+    only = ContractSet("only", "one", chosen.shape, chosen.contracts[:1])
+    found = seen("prefill-append")
+    answers = {key: answer for key, answer in found.answers.items() if key[0] == 0}
+    found = replace(found, contracts=only, answers=answers, compiled={})
+    assert any("fp8_e4m3fn 524k (2.00x)  beside bf16" in line for line in rendered(found, 80))
