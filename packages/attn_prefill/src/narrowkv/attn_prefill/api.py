@@ -159,7 +159,7 @@ def batch_prefill(
     inputs = call_inputs(cache, page_table, cu_seqlens_q, sinks=sinks, q_descale=q_descale)
     o, lse = outputs_for(q, out, how["out_dtype"], how["lse"], how["return_lse"], inputs)
     if plan.decode is not None:
-        decoded = paged_decode(
+        paged_decode(
             q,
             cache,
             page_table,
@@ -168,11 +168,9 @@ def batch_prefill(
             logits_soft_cap=soft_cap,
             window_left=window_left,
             sinks=sinks,
-            return_lse=lse is not None,
+            lse=lse,
             plan=plan.decode,
         )
-        if lse is not None:
-            lse.copy_(decoded[1])
     elif shape.num_tokens:
         call = PrefillCall(plan, cache, page_table, scale, soft_cap, window_left, window_right)
         queries = Queries(
@@ -265,5 +263,5 @@ def prefill_append(
         call = PrefillCall(plan, cache, page_table, scale, soft_cap, window_left, 0)
         queries = Queries(q, q.stride(0), q.stride(1), cu_seqlens_q, q.shape[0], plan.shape.max_q_len, None)
         outputs = Outputs(o, o.stride(0), o.stride(1), lse, 0 if lse is None else lse.stride(0), sinks)
-        call.append(queries, outputs, k_new, v_new, rope, page_table)
+        call.append(queries, outputs, k_new, v_new, rope)
     return (o, lse) if how["return_lse"] and lse is not None else o

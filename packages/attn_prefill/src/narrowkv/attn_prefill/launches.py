@@ -45,7 +45,7 @@ from narrowkv.quant.launch import is_compiled, launch
 _LOG2E = math.log2(math.e)
 _TRITON_16_BIT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _QUANTISED_TOKENS = 32  # new tokens of a head that one program of a pipelined append quantises
-_PLACED_TILES = 16  # tiles that one program puts in their order
+_PLACED_TILES = 8  # tiles that one program puts in their order
 # P is at most one; in FP8 it is brought near the largest number that each format has.
 _P_SCALE = {"fp8_e4m3fn": 256.0, "fp8_e4m3fnuz": 128.0}
 
@@ -65,7 +65,10 @@ class PrefillCall:
     ) -> None:
         self.plan = plan
         self.cache = cache
-        self.table = table_pointers(page_table, cache)
+        table = table_pointers(page_table, cache)
+        ragged = page_table.kind == "ragged"
+        self.table_sizes = 0 if ragged else table.row, table.num_ids, table.max_pages
+        self.table = table._replace(row=table.row if ragged else None, num_ids=None, max_pages=None)
         self.scale = scale
         self.soft_cap = soft_cap
         self.k_mode, self.k_factor, self.k_descale = descale_pointers(cache.k_descale, cache.k_granularity)
@@ -76,7 +79,7 @@ class PrefillCall:
             "GQA_RATIO": shape.gqa_ratio,
             "HEAD_DIM": shape.head_dim,
             "PAGE_SIZE": shape.page_size,
-            "RAGGED": page_table.kind == "ragged",
+            "RAGGED": ragged,
             "BLOCK_D": 1 << (shape.head_dim - 1).bit_length(),
         }
         self.vendor = {"NVIDIA": plan.target.vendor == "nvidia"}
@@ -162,6 +165,18 @@ class PrefillCall:
             "BLOCK_N": config.block_n,
         }
 
+    def _queries(self, queries: Queries) -> tuple[Queries, tuple[int, int, int]]:
+        """Q as a kernel argument, and the numbers of sequences, tokens, and tokens of a sequence at most."""
+        sizes = self.plan.shape.batch, queries.num_tokens, queries.max_len
+        return queries._replace(num_tokens=None, max_len=None), sizes
+
+    def _scratch(self) -> tuple[Scratch | None, tuple[int, int]]:
+        """The scratch as a kernel argument, and its bounds of keys and blocks."""
+        scratch = self.plan.scratch
+        if scratch is None:
+            return None, (0, 0)
+        return scratch._replace(max_keys=None, key_blocks=None), (scratch.max_keys, scratch.key_blocks)
+
     def _grid(self, config: PrefillConfig | None = None) -> tuple[int, int, int]:
         shape, config = self.plan.shape, config or self.plan.config
         return shape.row_tiles(config.block_m) * shape.num_kv_heads, 1, config.num_splits
@@ -183,12 +198,13 @@ class PrefillCall:
             if plan.k_format != config.fp8:
                 queries = queries._replace(ptr=stored.view(torch.uint8))
         qk_scale, out_scale, folded = self.scales(k_power, v_power)
+        queries, sizes = self._queries(queries)
         launch(
             _fused_prefill_kernel,
             self._grid(),
             (
                 queries, outputs, k, v, self.k_descale, self.v_descale, self.table, self._workspace(),
-                qk_scale, out_scale / p_scale, self.soft_cap, plan.shape.batch, config.num_splits,
+                qk_scale, out_scale / p_scale, self.soft_cap, *sizes, *self.table_sizes, config.num_splits,
             ),
             {
                 **cache_constants,
@@ -223,23 +239,25 @@ class PrefillCall:
         widen_constants = {
             name: options[name] for name in ("NUM_KV_HEADS", "GQA_RATIO", "HEAD_DIM", "PAGE_SIZE", "RAGGED")
         }
+        queries, sizes = self._queries(queries)
+        bare_scratch, scratch_sizes = self._scratch()
         launch(
             _widen_kernel,
             (num_blocks * plan.shape.num_kv_heads + -(-num_tiles // _PLACED_TILES),),
             (
-                queries, k, v, self.k_descale, self.v_descale, self.table, scratch, plan.schedule,
-                plan.shape.batch, num_blocks, num_tiles,
+                queries, k, v, self.k_descale, self.v_descale, self.table, bare_scratch, plan.schedule,
+                *sizes, config.block_m, *self.table_sizes, *scratch_sizes, num_blocks, num_tiles,
             ),
             {
                 **widen_constants,
                 **cache_constants,
                 "K_TYPE": _TRITON_16_BIT[scratch.k.dtype] if pages[0] is None else None,
                 "CAUSAL": self.mask["WINDOW_RIGHT"] >= 0,
-                "BLOCK_M": config.block_m,
                 "BLOCK_D": options["BLOCK_D"],
                 "BLOCK_N": config.scratch_block,
                 "PDL": config.options.launch_pdl,
                 "BLOCK_I": _PLACED_TILES,
+                **self.vendor,
             },
             widen_options(plan.target, plan.shape.head_dim, config.scratch_block),
         )  # fmt: skip
@@ -268,8 +286,9 @@ class PrefillCall:
             _dense_prefill_kernel,
             self._grid(config),
             (
-                queries, outputs, scratch, *self._descriptors(config), self.k_descale, self.v_descale,
-                plan.schedule, self._workspace(), qk_scale, out_scale, self.soft_cap, config.num_splits,
+                queries, outputs, self._scratch()[0], *self._descriptors(config), self.k_descale,
+                self.v_descale, plan.schedule, self._workspace(), qk_scale, out_scale, self.soft_cap,
+                config.num_splits,
             ),
             {
                 **options,
@@ -307,10 +326,10 @@ class PrefillCall:
             _pipelined_prefill_kernel,
             (min(items, units_of(self.plan.target)),),
             (
-                queries, outputs, scratch, key_descriptor(scratch.k, config.block_n),
+                queries, outputs, self._scratch()[0], key_descriptor(scratch.k, config.block_n),
                 key_descriptor(scratch.v, config.block_n), *pages, self.k_descale, self.v_descale,
-                self.plan.schedule, self._workspace(), qk_scale, new_scale, out_scale, tiles,
-                config.num_splits,
+                self.plan.schedule, self._workspace(), qk_scale, new_scale, out_scale,
+                *self.table_sizes, tiles, config.num_splits,
             ),
             {
                 **options,
@@ -342,7 +361,6 @@ class PrefillCall:
         k_new: torch.Tensor,
         v_new: torch.Tensor,
         rope: Rope | None,
-        page_table: PageTable,
     ) -> None:
         """One launch: some programs quantise and store the new tokens, the others attend; or two."""
         plan, config, cache = self.plan, self.plan.config, self.cache
@@ -367,11 +385,13 @@ class PrefillCall:
         num_blocks = append_blocks(plan.shape, config.scratch_block, staged=staged)
         num_tiles = plan.shape.row_tiles(config.block_m)
         options = self.options(outputs, folded, config)
+        queries, sizes = self._queries(queries)
+        scratch, scratch_sizes = self._scratch()
         new = (
             queries, new_tokens(k_new), new_tokens(v_new), rope_pointers(rope), *cache_pointers(cache),
-            page_table.page_ids.shape[1], cache.num_pages,
+            cache.num_pages,
         )  # fmt: skip
-        old = k, v, self.k_descale, self.v_descale, self.table, plan.scratch
+        old = k, v, self.k_descale, self.v_descale, self.table, scratch
         logit_scale = self.logit_scale
         k_scale, v_scale = self.k_factor * 2.0**k_power, self.v_factor * 2.0**v_power / p_scale
         storage = {
@@ -383,18 +403,19 @@ class PrefillCall:
             assert plan.scratch is not None
             assert plan.schedule is not None
             num_groups = append_blocks(plan.shape, _QUANTISED_TOKENS, staged=False)
-            names = ("NUM_KV_HEADS", "GQA_RATIO", "HEAD_DIM", "PAGE_SIZE", "BLOCK_M", "BLOCK_D")
+            names = ("NUM_KV_HEADS", "GQA_RATIO", "HEAD_DIM", "PAGE_SIZE", "BLOCK_D")
             launch(
                 _produce_kernel,
                 ((num_groups + num_blocks) * plan.shape.num_kv_heads + -(-num_tiles // _PLACED_TILES),),
                 (
-                    *new, *old, plan.schedule, k_scale, v_scale, plan.shape.batch, num_groups, num_blocks,
-                    num_tiles,
+                    *new, *old, plan.schedule, k_scale, v_scale, *sizes, config.block_m, *self.table_sizes,
+                    *scratch_sizes, num_groups, num_blocks, num_tiles,
                 ),
                 {
                     **{name: options[name] for name in names},
                     **storage,
                     "BLOCK_I": _PLACED_TILES,
+                    **self.vendor,
                     "K_IN_PAGES": pages[0] is not None,
                     "BLOCK_S": config.scratch_block,
                     "BLOCK_T": _QUANTISED_TOKENS,
@@ -418,8 +439,8 @@ class PrefillCall:
             ((num_blocks + num_tiles * config.num_splits) * plan.shape.num_kv_heads,),
             (
                 new[0], outputs, *new[1:], *old, *self._descriptors(config), plan.arrivals,
-                self._workspace(), logit_scale, k_scale, v_scale, self.soft_cap, plan.shape.batch,
-                num_blocks, num_tiles, config.num_splits,
+                self._workspace(), logit_scale, k_scale, v_scale, self.soft_cap, *sizes, *self.table_sizes,
+                *scratch_sizes, num_blocks, num_tiles, config.num_splits,
             ),
             {
                 **options,

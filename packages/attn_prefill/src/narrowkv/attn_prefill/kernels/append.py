@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import (
+    Table,
     accumulate,
     capped_logits,
     confine_nonfinite,
@@ -24,10 +25,12 @@ from narrowkv.attn_decode.kernels.tiles import (
     write_rows,
     zeros_in_parts,
 )
-from narrowkv.attn_prefill.kernels.dense import dense_tile
+from narrowkv.attn_prefill.kernels.dense import Scratch, dense_tile
 from narrowkv.attn_prefill.kernels.fused import paged_keys, split_rows_fp8
 from narrowkv.attn_prefill.kernels.produce import NewCache, produce_block
 from narrowkv.attn_prefill.kernels.rows import (
+    SIZES,
+    Queries,
     find_block,
     held_keys,
     key_range,
@@ -95,11 +98,13 @@ def own_keys(
     return acc, m, l
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _prefill_append_kernel(
-    q, out, k_new, v_new, rope, k_store, v_store, k_store_descale, v_store_descale, max_pages, num_pages,
+    q, out, k_new, v_new, rope, k_store, v_store, k_store_descale, v_store_descale, num_pages,
     k, v, k_descale, v_descale, table, scratch, k_desc, v_desc, arrivals,
-    workspace, scale, k_scale, v_scale, soft_cap, batch, num_blocks, num_tiles, num_splits,
+    workspace, scale, k_scale, v_scale, soft_cap,
+    batch, num_tokens, max_q_len, table_row, num_ids, max_pages, max_keys, key_blocks,
+    num_blocks, num_tiles, num_splits,
     NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
@@ -122,6 +127,16 @@ def _prefill_append_kernel(
     and values, and staged new values, are short of besides their descale tensors. OWN_N: keys of the chunk
     itself that are taken at a time, where they are not staged.
     """
+    q = Queries(q.ptr, q.token, q.head, q.starts, num_tokens, max_q_len, q.descale)
+    table = Table(
+        table.page_ids, table_row, table.lens, num_ids, table.num_pages, max_pages,
+        table.column, table.row_step, table.lens_step,
+    )  # fmt: skip
+    if STAGED:
+        scratch = Scratch(
+            scratch.k, scratch.v, scratch.k_factor, scratch.v_factor, scratch.k_unit, scratch.v_unit,
+            scratch.unusual, scratch.starts, scratch.rows, max_keys, key_blocks,
+        )  # fmt: skip
     # Put together here: Triton 3.6 does not take a tuple in a tuple as an argument if a number in it is one.
     store = NewCache(k_store, v_store, k_store_descale, v_store_descale, max_pages, num_pages)
     KIND: tl.constexpr = k_new.ptr.dtype.element_ty
@@ -135,7 +150,7 @@ def _prefill_append_kernel(
         kv_head = pid % NUM_KV_HEADS
         block = pid // NUM_KV_HEADS
         seq, in_seq, held, q_start, q_len = find_block(
-            q, table, scratch, batch, block, limit, STAGED, True, PAGE_SIZE, False, BLOCK_S
+            q, table, scratch, batch, block, limit, STAGED, True, PAGE_SIZE, False, BLOCK_S, NVIDIA
         )
         if seq < 0:
             return

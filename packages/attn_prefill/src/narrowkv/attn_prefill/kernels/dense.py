@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import (
+    Table,
     capped_logits,
     first_id,
     kv_offsets,
@@ -25,6 +26,8 @@ from narrowkv.attn_decode.kernels.tiles import (
     write_rows,
 )
 from narrowkv.attn_prefill.kernels.rows import (
+    SIZES,
+    Queries,
     begin_next_launch,
     find_block,
     key_range,
@@ -193,16 +196,18 @@ def widen_block(
         store_v_unit(scratch, unit, unusual, units)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _widen_kernel(
-    q, k, v, k_descale, v_descale, table, scratch, schedule, batch, num_blocks, num_tiles,
+    q, k, v, k_descale, v_descale, table, scratch, schedule,
+    batch, num_tokens, max_q_len, block_m, table_row, num_ids, max_pages, max_keys, key_blocks,
+    num_blocks, num_tiles,
     NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     RAGGED: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
     K_TYPE: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
     K_PARTS: tl.constexpr, V_PARTS: tl.constexpr, CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
+    NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """The first programs widen a block of one head each, the last ones order the tiles that attend.
 
@@ -210,18 +215,27 @@ def _widen_kernel(
     """
     if PDL:
         begin_next_launch()
+    q = Queries(q.ptr, q.token, q.head, q.starts, num_tokens, max_q_len, q.descale)
+    table = Table(
+        table.page_ids, table.row if RAGGED else table_row, table.lens, num_ids, table.num_pages, max_pages,
+        table.column, table.row_step, table.lens_step,
+    )  # fmt: skip
+    scratch = Scratch(
+        scratch.k, scratch.v, scratch.k_factor, scratch.v_factor, scratch.k_unit, scratch.v_unit,
+        scratch.unusual, scratch.starts, scratch.rows, max_keys, key_blocks,
+    )  # fmt: skip
     pid = tl.program_id(0)
     if pid >= num_blocks * NUM_KV_HEADS:
         schedule_tiles(
-            q, table, scratch, schedule, batch, num_tiles, pid - num_blocks * NUM_KV_HEADS,
-            PAGE_SIZE, RAGGED, False, GQA_RATIO, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_I,
+            q, table, scratch, schedule, batch, num_tiles, pid - num_blocks * NUM_KV_HEADS, block_m,
+            PAGE_SIZE, RAGGED, False, GQA_RATIO, CAUSAL, BLOCK_N, BLOCK_I,
         )  # fmt: skip
         return
     kv_head = pid % NUM_KV_HEADS
     block = pid // NUM_KV_HEADS
     limit = longest_held(table, scratch, batch, PAGE_SIZE, RAGGED, BLOCK_N)
     seq, in_seq, kv_len, _, _ = find_block(
-        q, table, scratch, batch, block, limit, True, False, PAGE_SIZE, RAGGED, BLOCK_N
+        q, table, scratch, batch, block, limit, True, False, PAGE_SIZE, RAGGED, BLOCK_N, NVIDIA
     )
     if seq < 0:
         return
@@ -438,7 +452,7 @@ def dense_tile(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _dense_prefill_kernel(
     q, out, scratch, k_desc, v_desc, k_descale, v_descale, schedule, workspace,
     qk_scale, out_scale, soft_cap, num_splits,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import (
+    Table,
     accumulate,
     capped_logits,
     confine_nonfinite,
@@ -28,6 +29,8 @@ from narrowkv.attn_decode.kernels.tiles import (
     zeros_in_parts,
 )
 from narrowkv.attn_prefill.kernels.rows import (
+    SIZES,
+    Queries,
     key_range,
     merge_splits,
     rows_of,
@@ -217,10 +220,10 @@ def paged_step(
     return s_next, acc, m, l, v_unit, next_page, next_slot, after_page, after_slot
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _fused_prefill_kernel(
-    q, out, k, v, k_descale, v_descale, table, workspace,
-    qk_scale, out_scale, soft_cap, batch, num_splits,
+    q, out, k, v, k_descale, v_descale, table, workspace, qk_scale, out_scale, soft_cap,
+    batch, num_tokens, max_q_len, table_row, num_ids, max_pages, num_splits,
     NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     RAGGED: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
@@ -234,6 +237,11 @@ def _fused_prefill_kernel(
     NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one KV head over the paged cache; programs run fastest over KV heads."""
+    q = Queries(q.ptr, q.token, q.head, q.starts, num_tokens, max_q_len, q.descale)
+    table = Table(
+        table.page_ids, table.row if RAGGED else table_row, table.lens, num_ids, table.num_pages, max_pages,
+        table.column, table.row_step, table.lens_step,
+    )  # fmt: skip
     pid = tl.program_id(0)
     kv_head = pid % NUM_KV_HEADS
     seq, tile, q_start, q_len = tile_of(q, batch, pid // NUM_KV_HEADS, GQA_RATIO, BLOCK_M, NVIDIA)

@@ -776,10 +776,10 @@ def key_ring(desc, page_desc, STAGES: gl.constexpr):
     return ring
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=rows.SIZES)
 def _pipelined_prefill_kernel(
     q, out, scratch, k_desc, v_desc, page_desc, pages, k_descale, v_descale, schedule, workspace,
-    qk_scale, new_scale, out_scale, num_tiles, num_splits,
+    qk_scale, new_scale, out_scale, table_row, num_ids, max_pages, num_tiles, num_splits,
     NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, HEAD_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr, RAGGED: gl.constexpr, K_DESCALE: gl.constexpr, V_DESCALE: gl.constexpr,
     PAD: gl.constexpr, TWO_SCALES: gl.constexpr, V_IN_UNITS: gl.constexpr,
@@ -796,6 +796,11 @@ def _pipelined_prefill_kernel(
     ("last") with rows that are none, so that they take whole blocks; None: there is no chunk. TWO_SCALES:
     logits of the chunk's own keys are short of `new_scale`.
     """
+    if page_desc is not None:
+        pages = Pages(
+            pages.page_ids, pages.row if RAGGED else table_row, num_ids, pages.num_pages, max_pages,
+            pages.column, pages.row_step, pages.page, pages.head, pages.columns,
+        )  # fmt: skip
     work = Work(schedule, num_tiles, num_splits, scratch.rows, scratch.unusual)
     scales = Scales(qk_scale, new_scale, out_scale, k_descale, v_descale)
     KIND: gl.constexpr = q.ptr.dtype.element_ty

@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.kernels.tiles import first_id, sequence_length, strided, times_head_descale
+from narrowkv.attn_decode.kernels.tiles import Table, first_id, sequence_length, strided, times_head_descale
 from narrowkv.attn_prefill.kernels.dense import (
+    Scratch,
     finite_rows,
     keys_without_value,
     store_block,
@@ -15,6 +16,8 @@ from narrowkv.attn_prefill.kernels.dense import (
     widen_block,
 )
 from narrowkv.attn_prefill.kernels.rows import (
+    SIZES,
+    Queries,
     begin_next_launch,
     find_block,
     longest_held,
@@ -176,10 +179,11 @@ def produce_block(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _produce_kernel(
-    q, k_new, v_new, rope, k_store, v_store, k_store_descale, v_store_descale, max_pages, num_pages,
-    k, v, k_descale, v_descale, table, scratch, schedule, k_scale, v_scale, batch,
+    q, k_new, v_new, rope, k_store, v_store, k_store_descale, v_store_descale, num_pages,
+    k, v, k_descale, v_descale, table, scratch, schedule, k_scale, v_scale,
+    batch, num_tokens, max_q_len, block_m, table_row, num_ids, max_pages, max_keys, key_blocks,
     num_groups, num_blocks, num_tiles,
     NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -188,8 +192,9 @@ def _produce_kernel(
     K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
     K_MAX: tl.constexpr, V_MAX: tl.constexpr, K_SCALING: tl.constexpr, V_SCALING: tl.constexpr,
     K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, RULE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr,
     K_IN_PAGES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+    NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """What comes before `_pipelined_prefill_kernel`.
 
@@ -199,6 +204,15 @@ def _produce_kernel(
     """
     if PDL:
         begin_next_launch()
+    q = Queries(q.ptr, q.token, q.head, q.starts, num_tokens, max_q_len, q.descale)
+    table = Table(
+        table.page_ids, table_row, table.lens, num_ids, table.num_pages, max_pages,
+        table.column, table.row_step, table.lens_step,
+    )  # fmt: skip
+    scratch = Scratch(
+        scratch.k, scratch.v, scratch.k_factor, scratch.v_factor, scratch.k_unit, scratch.v_unit,
+        scratch.unusual, scratch.starts, scratch.rows, max_keys, key_blocks,
+    )  # fmt: skip
     store = NewCache(k_store, v_store, k_store_descale, v_store_descale, max_pages, num_pages)
     pid = tl.program_id(0)
     first_group = num_blocks * NUM_KV_HEADS
@@ -207,7 +221,7 @@ def _produce_kernel(
         kv_head = (pid - first_group) % NUM_KV_HEADS
         group = (pid - first_group) // NUM_KV_HEADS
         seq, in_seq, _, q_start, q_len = find_block(
-            q, table, scratch, batch, group, 0, False, True, PAGE_SIZE, False, BLOCK_T
+            q, table, scratch, batch, group, 0, False, True, PAGE_SIZE, False, BLOCK_T, NVIDIA
         )
         if seq < 0:
             return
@@ -219,15 +233,15 @@ def _produce_kernel(
         return
     if pid >= first_order:
         schedule_tiles(
-            q, table, scratch, schedule, batch, num_tiles, pid - first_order,
-            PAGE_SIZE, False, True, GQA_RATIO, True, BLOCK_M, BLOCK_S, BLOCK_I,
+            q, table, scratch, schedule, batch, num_tiles, pid - first_order, block_m,
+            PAGE_SIZE, False, True, GQA_RATIO, True, BLOCK_S, BLOCK_I,
         )  # fmt: skip
         return
     kv_head = pid % NUM_KV_HEADS
     block = pid // NUM_KV_HEADS
     limit = longest_held(table, scratch, batch, PAGE_SIZE, False, BLOCK_S)
     seq, in_seq, held, q_start, q_len = find_block(
-        q, table, scratch, batch, block, limit, True, True, PAGE_SIZE, False, BLOCK_S
+        q, table, scratch, batch, block, limit, True, True, PAGE_SIZE, False, BLOCK_S, NVIDIA
     )
     if seq < 0:
         return

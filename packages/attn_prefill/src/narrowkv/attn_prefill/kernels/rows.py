@@ -14,7 +14,14 @@ from narrowkv.quant.device import settle_stores
 from narrowkv.quant.softmax import softmax_step as unscaled_step
 
 # Sequences that a program looks at together.
-SEQUENCES = tl.constexpr(64)
+SEQUENCES = tl.constexpr(32)
+
+# Numbers that a server changes from call to call: kernels are not compiled anew for their values. Within a
+# tuple they would be, so kernels take them by themselves and put the tuples together.
+SIZES = [
+    "batch", "num_tokens", "max_q_len", "block_m", "table_row", "num_ids", "max_pages", "max_keys",
+    "key_blocks", "num_tiles", "num_groups", "num_blocks", "num_splits",
+]  # fmt: skip
 
 
 class Queries(NamedTuple):
@@ -54,19 +61,14 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def _larger(x, y):
-    return tl.maximum(x, y)
-
-
-@triton.jit
 def query_ranges(q, seqs, batch, claimed):
-    """First query token and number of query tokens of sequences [N], and `claimed` for those that follow.
+    """First query token and number of query tokens of sequences, and `claimed` for those that follow.
 
     A token belongs to the first sequence that claims it, and a sequence with an entry of cu_seqlens_q outside
     [0, tokens] has none, so ranges lie in the tensor and do not overlap, whatever the entries are.
 
     Args:
-        seqs: neighbours, [N]; those from `batch` on have no tokens.
+        seqs: neighbours, [SEQUENCES]; those from `batch` on have no tokens.
         claimed: the token behind all that earlier sequences claim.
     """
     inside = seqs < batch
@@ -74,10 +76,9 @@ def query_ranges(q, seqs, batch, claimed):
     end = tl.load(q.starts + seqs + 1, mask=inside, other=0)
     begins = (begin >= 0) & (begin <= q.num_tokens)
     known = begins & (end >= 0) & (end <= q.num_tokens)
-    ordered = known & (begin <= end)
     begin = tl.maximum(tl.where(begins, begin, 0), claimed)
-    if tl.min(ordered.to(tl.int32), 0) == 0:
-        begin = tl.associative_scan(begin, 0, _larger)
+    # A running maximum: the interpreter is slow at scans, and Triton 3.6 compiles none in a branch for AMD.
+    begin = tl.max(tl.where(seqs[:, None] <= seqs[None, :], begin[:, None], 0), 0)
     return begin, tl.where(known, tl.maximum(end - begin, 0), 0), tl.max(begin, 0)
 
 
@@ -155,10 +156,9 @@ def scheduled_tile(schedule, index):
 
 @triton.jit
 def schedule_tiles(
-    q, table, scratch, schedule, batch, num_tiles, block,
+    q, table, scratch, schedule, batch, num_tiles, block, block_m,
     PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, APPENDS: tl.constexpr,
-    GQA_RATIO: tl.constexpr, CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr,
+    GQA_RATIO: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """Places BLOCK_I tiles in the order of falling work, over all sequences alike.
 
@@ -168,23 +168,15 @@ def schedule_tiles(
     limit = longest_held(table, scratch, batch, PAGE_SIZE, RAGGED, BLOCK_N)
     index = block * BLOCK_I + tl.arange(0, BLOCK_I)
     zero = index * 0
-    seq, tile, q_start, served, kv_len, base, padding, position = (
-        zero - 1,
-        zero,
-        zero,
-        zero,
-        zero,
-        zero,
-        zero,
-        zero,
-    )
+    seq, tile, q_start, served = zero - 1, zero, zero, zero
+    kv_len, base, padding, position = zero, zero, zero, zero
     tiles_before, blocks_before, claimed = batch * 0, batch * 0, batch * 0
     for first in range(0, batch, SEQUENCES):
         seqs = first + tl.arange(0, SEQUENCES)
         start, rows, keys, pad, before, blocks, claimed = sequences_of(
             q, table, scratch, seqs, batch, claimed, limit, PAGE_SIZE, RAGGED, APPENDS, BLOCK_N
         )
-        tiles = tl.cdiv(rows * GQA_RATIO, BLOCK_M)
+        tiles = tl.cdiv(rows * GQA_RATIO, block_m)
         ends = tiles_before + tl.cumsum(tiles, 0)
         begin = (blocks_before + tl.cumsum(blocks, 0) - blocks) * BLOCK_N
         number = index[:, None] - (ends - tiles)[None, :]
@@ -199,7 +191,7 @@ def schedule_tiles(
         position += tl.sum(tl.where(own, before[None, :], 0), 1)
         tiles_before = tl.max(ends, 0)
         blocks_before += tl.sum(blocks, 0)
-    work = position * GQA_RATIO + (tile + 1) * BLOCK_M if CAUSAL else kv_len
+    work = position * GQA_RATIO + (tile + 1) * block_m if CAUSAL else kv_len
     rank = zero
     claimed = batch * 0
     for first in range(0, batch, SEQUENCES):
@@ -207,14 +199,14 @@ def schedule_tiles(
         start, rows, keys, pad, before, blocks, claimed = sequences_of(
             q, table, scratch, seqs, batch, claimed, limit, PAGE_SIZE, RAGGED, APPENDS, BLOCK_N
         )
-        tiles = tl.cdiv(rows * GQA_RATIO, BLOCK_M)[None, :]
+        tiles = tl.cdiv(rows * GQA_RATIO, block_m)[None, :]
         earlier = seqs[None, :] < seq[:, None]
         if CAUSAL:
-            # Tile t of a sequence has work before * GQA_RATIO + (t + 1) * BLOCK_M: those with more, and ties.
+            # Tile t of a sequence has work before * GQA_RATIO + (t + 1) * block_m: those with more, and ties.
             ahead = work[:, None] - (before * GQA_RATIO)[None, :]
-            floor = tl.where(ahead >= 0, ahead // BLOCK_M, -1)
+            floor = tl.where(ahead >= 0, ahead // block_m, -1)
             more = tiles - tl.minimum(tl.maximum(floor, 0), tiles)
-            tie = (ahead > 0) & (ahead % BLOCK_M == 0) & (floor <= tiles) & earlier
+            tie = (ahead > 0) & (ahead % block_m == 0) & (floor <= tiles) & earlier
             rank += tl.sum(more + tie.to(tl.int32), 1)
         else:
             more = (keys[None, :] > work[:, None]) | ((keys[None, :] == work[:, None]) & earlier)
@@ -300,7 +292,7 @@ def longest_held(
 @triton.jit
 def find_block(
     q, table, scratch, batch, block, limit, OLD: tl.constexpr, NEW: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_N: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Where block `block` of all sequences' keys lies: those in the cache (OLD), then new ones (NEW).
 
@@ -332,6 +324,11 @@ def find_block(
             q_start += tl.sum(tl.where(own, start, 0), 0)
             q_len += tl.sum(tl.where(own, length, 0), 0)
         blocks_before = tl.max(ends, 0)
+    seq, number = uniform(seq, NVIDIA), uniform(number, NVIDIA)
+    if OLD:
+        old_len = uniform(old_len, NVIDIA)
+    if NEW:
+        q_start, q_len = uniform(q_start, NVIDIA), uniform(q_len, NVIDIA)
     return seq, number, old_len, q_start, q_len
 
 
