@@ -300,10 +300,10 @@ def test_a_batch_invariant_configuration_does_not_depend_on_the_batch_or_the_cap
 ) -> None:
     found = set()
     for batch in (*range(1, 20), 64, 300, 4096):
-        for capacity in (131072, 2**20):
+        for capacity in (64, 1024, 131072, 2**20):
             shape = DecodeShape(batch, 1, 96, 8, 128, 16, capacity)
             config = choose_config(get_target(target), shape, fmt, fmt, batch_invariant=True)
-            found.add(replace(config, num_units=config.num_units // batch))
+            found.add(replace(config, num_units=0))  # how many programs there are is no part of a result
     assert len(found) == 1
 
 
