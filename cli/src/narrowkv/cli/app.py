@@ -430,6 +430,21 @@ def bench_sage(
     return run(shapes, precisions, groups, report, samples)
 
 
+@command(bench, "host", files=("out",), title="bench host")
+def bench_host(
+    report: Report,
+    samples: Samples = 20,
+    shapes: Annotated[int, typer.Option(min=0, help="Random calls of each operation; 0 for none.")] = 50,
+    captures: Annotated[str, typer.Option(metavar="LIST", help="Batches of captured graphs.")] = "1,8,64,512",
+    context: Annotated[int, typer.Option(min=16, help="Tokens that a captured batch may hold.")] = 131072,
+) -> ExitCode:
+    """Measure the Python time of each operation beside torch.add_, and the kernels of random shapes."""
+    sizes = _numbers("--captures", captures)
+    from narrowkv.cli.bench.host import bench_host as run
+
+    return run(report, samples=samples, shapes=shapes, captures=sizes, context=context)
+
+
 @command(inspect, "decode", title="inspect")
 def inspect_decode(
     report: Report,
@@ -513,6 +528,29 @@ def inspect_sage(report: Report, target: Targets = BOTH) -> ExitCode:
     from narrowkv.cli.sage.inspection import shipped_cases
 
     return run(shipped_cases(), report, targets=targets)
+
+
+@command(inspect, "model", title="inspect")
+def inspect_model(
+    report: Report,
+    target: Targets = BOTH,
+    family: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this family of kernels; repeatable.")
+    ] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OPERATION:LINE", help="A case of decode, prefill or sparse; repeatable."),
+    ] = None,
+    peer: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="AMD assembly of another kernel, to model its loop; repeatable."),
+    ] = None,
+) -> ExitCode:
+    """Show modelled times, bounds and stalls: a call of every family, cases, or other assembly."""
+    targets = _amd_targets(target)
+    from narrowkv.cli.modelled import inspect_model as run
+
+    return run(report, targets=targets, names=family or (), cases=case or (), peers=peer or ())
 
 
 app.add_typer(

@@ -78,9 +78,8 @@ def _bf16(raw: Array) -> Array:
 
 
 def _xf32(raw: Array) -> Array:
-    """fp32 of which the multiplier takes a 10-bit mantissa, rounded to nearest even."""
-    bits = raw + np.uint32(0xFFF) + ((raw >> np.uint32(13)) & np.uint32(1))
-    return (bits & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+    """fp32 of which the multiplier takes a 10-bit mantissa; the bits below it are cut off."""
+    return (raw & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
 
 
 def _nibbles(raw: Array) -> Array:

@@ -62,6 +62,11 @@ class Memory:
         copy._buffers, copy._bases = list(other._buffers), list(other._bases)
         return copy
 
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The mapped buffers, by address."""
+        return tuple(self._buffers)
+
     def map(
         self,
         view: NDArray[np.uint8],

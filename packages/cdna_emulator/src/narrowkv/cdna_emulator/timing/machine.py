@@ -27,19 +27,23 @@ class Machine:
         lds_bytes, lds_granule: LDS of a compute unit, and what it is handed out in multiples of.
         issue: clocks between two issues of one wave, and between two of one kind on a SIMD.
         valu: clocks of a vector ALU instruction.
-        transcendental, multiply: the same for exp, log, rcp, rsq, sqrt, and for 32-bit integer
-        multiplications. matrix_shadow: clocks after a matrix instruction in which its SIMD issues no vector
-        ALU instruction. packed_waits: whether packed fp32 arithmetic waits for the matrix unit to be idle.
-        branch: clocks of a branch that is taken. barrier: clocks from the last wave's arrival to the next
-        instruction. scalar_load: clocks until a scalar load that hits the scalar cache is back. lds_read,
-        lds_write: bytes a clock that LDS serves without bank conflicts. lds_return: bytes a clock that come
-        back to a pair of SIMDs. lds_latency: clocks from service to result. lds_queue: LDS instructions of
-        a pair of SIMDs that wait for service before issue stops. l1: bytes a clock of the vector cache.
-        l1_bytes, l1_line: its size, and the bytes of its lines. in_flight: bytes that a compute unit can
-        have on their way from beyond the vector cache. memory_latency: clocks of a load that misses the
-        vector cache, under load. l2: bytes a clock from L2 to one compute unit. hbm_bytes_per_s: what
-        streams reach of the bandwidth of HBM. clock_idle, clock_slope: the clock in GHz is ``clock_idle -
-        clock_slope * u`` with u the share of
+        transcendental, multiply: the same for exp, log, rcp, rsq, sqrt, and for 32-bit integer products.
+        matrix_shadow: clocks after a matrix instruction in which its SIMD issues no vector ALU instruction.
+        packed_waits: whether packed fp32 arithmetic waits for the matrix unit to be idle.
+        branch: clocks of a branch that is taken.
+        barrier: clocks from the last wave's arrival to the next instruction.
+        scalar_load: clocks until a scalar load that hits the scalar cache is back.
+        lds_read, lds_write: bytes a clock that LDS serves without bank conflicts.
+        lds_return: bytes a clock that come back to a pair of SIMDs.
+        lds_latency: clocks from service to result.
+        lds_queue: LDS instructions of a pair of SIMDs that wait for service before issue stops.
+        l1: bytes a clock of the vector cache.
+        l1_bytes, l1_line: its size, and the bytes of its lines.
+        in_flight: bytes that a compute unit can have on their way from beyond the vector cache.
+        memory_latency: clocks of a load that misses the vector cache, under load.
+        l2: bytes a clock from L2 to one compute unit.
+        hbm_bytes_per_s: what streams reach of the bandwidth of HBM.
+        clock_idle, clock_slope: the clock in GHz is `clock_idle - clock_slope * u`, u being the share of
             clocks in which a matrix unit is busy.
     """
 

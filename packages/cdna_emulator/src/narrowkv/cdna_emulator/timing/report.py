@@ -17,19 +17,21 @@ class Prediction:
         target: where.
         kernel: what.
         workgroups_per_unit: workgroups that a compute unit holds at a time, by registers and LDS.
+        waves_per_unit: waves of these.
         clocks: clocks of the launch from its first to its last workgroup.
         clock_hz: the clock under this load.
         seconds: the two divided.
         flops: matrix flops of the launch.
         loop: the hot loop in its steady state, or None.
-        matrix_share: share of the loop's clocks (of the whole, without a loop) in which a matrix unit is
-        busy. bound: the unit or wait that bounds it. has_addresses: whether bank conflicts and caches
-        follow from addresses, or ideal ones were assumed.
+        matrix_share: share of the loop's clocks (else of the whole) in which a matrix unit is busy.
+        bound: the unit or wait that bounds it.
+        has_addresses: whether bank conflicts and caches follow from addresses, or ideal ones were assumed.
     """
 
     target: str
     kernel: str
     workgroups_per_unit: int
+    waves_per_unit: int
     clocks: float
     clock_hz: float
     seconds: float
@@ -41,8 +43,16 @@ class Prediction:
 
     @property
     def flops_per_second(self) -> float:
-        """Matrix flops a second."""
+        """Matrix flops a second of the launch."""
         return self.flops / self.seconds
+
+    @property
+    def loop_flops_per_second(self) -> float:
+        """Matrix flops a second of a chip that runs the hot loop only; 0 without one."""
+        if self.loop is None:
+            return 0.0
+        units = MACHINES[self.target].compute_units
+        return self.loop.flops * self.workgroups_per_unit * units * self.clock_hz / self.loop.clocks
 
     def bandwidth(self, num_bytes: float) -> float:
         """Bytes a second of a launch that moves ``num_bytes``."""
@@ -79,7 +89,7 @@ def predict(
     *,
     registers: int | None = None,
     lds_bytes: int | None = None,
-    workgroups: int = 1,
+    workgroups: int | None = None,
     passes: float | None = None,
     hbm_share: float = 1.0,
     workgroups_per_unit: int | None = None,
@@ -91,7 +101,8 @@ def predict(
         trace: from `trace_workgroup` or `trace_text`.
         registers: vector registers of a wave. Default: the program's.
         lds_bytes: LDS of a workgroup. Default: the program's.
-        workgroups: workgroups of the launch, all taken to be alike.
+        workgroups: workgroups of the launch, all taken to be alike. Default: as many as the chip holds at
+            a time.
         passes: passes of the hot loop of each wave in the launch that is asked about. Default: as many as the
             trace has.
         hbm_share: share of the bytes that miss the vector cache that come from HBM, not from L2: 1 where
@@ -113,6 +124,8 @@ def predict(
         warps, program.vgprs if registers is None else registers,
         program.lds_bytes if lds_bytes is None else lds_bytes,
     )  # fmt: skip
+    if workgroups is None:
+        workgroups = resident * machine.compute_units
     each = -(-workgroups // machine.compute_units)
     resident = max(min(resident, each), 1)
     result = simulate(trace, machine, workgroups=resident, hbm_share=hbm_share,
@@ -130,6 +143,7 @@ def predict(
     total = clocks * -(-each // resident)
     hz = machine.clock(min(share, 1.0))
     return Prediction(
-        program.target, program.kernel_name, resident, total, hz, total / hz, flops * workgroups, loop, share,
-        _bound(busy, loop.stalls if loop is not None else {}), trace.has_addresses,
+        program.target, program.kernel_name, resident, resident * warps, total, hz, total / hz,
+        flops * workgroups, loop, share, _bound(busy, loop.stalls if loop is not None else {}),
+        trace.has_addresses,
     )  # fmt: skip
