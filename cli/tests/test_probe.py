@@ -195,7 +195,7 @@ def test_torch_sdpa_answers_beside_us() -> None:
 def test_the_table_goes_to_stdout_when_stdout_is_for_people() -> None:
     result = run(app, ["probe", "only-fp8", "--on", "cpu", "--jobs", "1"])
     assert result.exit_code == 0
-    for word in ("gfx942 code", "gfx950 code", "ok compiled", "paged_decode", "1 contracts: 1 pass, 0 fail"):
+    for word in ("gfx942 code", "gfx950 code", "ok compiled", "paged_decode", "1 contract: 1 pass, 0 fail"):
         assert word in result.stdout
     assert "VGPR" not in result.stdout
     assert "probing" in result.stderr

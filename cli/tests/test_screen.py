@@ -81,7 +81,8 @@ def test_the_screen_fits_and_has_every_cell(width: int, name: str, absent: dict[
             if answer.contract.operation == DECODE:
                 cell = f"ok {worst(found, answer.contract.cache, answer.backend, answer.place)}"
                 assert cell in text
-        assert f"{len(found.contracts.contracts)} contracts: {len(found.contracts.contracts)} pass" in text
+        count = len(found.contracts.contracts)
+        assert f"{count} contracts: {count} pass, 0 fail; 0 s" in text
         assert "gfx942 code no spills" in text
         assert "next" in lines[-3]
 
@@ -179,3 +180,18 @@ def test_capacity_is_beside_bf16_even_where_it_was_not_asked() -> None:
     answers = {key: answer for key, answer in found.answers.items() if key[0] == 0}
     found = replace(found, contracts=only, answers=answers, compiled={})
     assert any("fp8_e4m3fn 524k (2.00x)  beside bf16" in line for line in rendered(found, 80))
+
+
+@pytest.mark.parametrize(
+    ("by_issue", "words"), [(8, "bound by memory in 22/30"), (30, "decode bound by issue")]
+)
+def test_the_code_of_a_target_is_one_line_whatever_bounds_it(by_issue: int, words: str) -> None:
+    found = seen()
+    compiled = dict(found.compiled)
+    for i in range(by_issue):
+        model = {"bound_by": "issue", "issue_over_memory": 1.07}
+        compiled[i, "gfx950"] = replace(compiled[i, "gfx950"], model=model)
+    lines = rendered(replace(found, compiled=compiled), 80)
+    (line,) = [line for line in lines if line.startswith("gfx950 code")]
+    assert words in line
+    assert line.endswith("of it (model)")

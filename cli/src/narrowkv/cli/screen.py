@@ -267,7 +267,7 @@ def _code(seen: Seen, width: int) -> Iterator[Line]:
             by_memory = sum(model["bound_by"] == "memory" for model in models)
             bound = "decode bound by memory" if by_memory else "decode bound by issue"
             if 0 < by_memory < len(models):
-                bound = f"bound by memory in {by_memory} of {len(models)}"
+                bound = f"bound by memory in {by_memory}/{len(models)}"
             text += f"{bound}, issue {over[0]:.2f}-{over[-1]:.2f} of it (model)"
         elif shares:
             text += f"matrix instructions {shares[0]:.0%} to {shares[-1]:.0%} of issue (model)"
@@ -339,7 +339,8 @@ def _end(report: Report, seen: Seen, code: ExitCode, *, full: bool) -> Iterator[
     minutes, seconds = divmod(round(report.seconds), 60)
     took = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
     style = {ExitCode.OK: "green", ExitCode.NUMERICAL: "bold red"}.get(code, "yellow")
-    yield f"{len(verdicts)} contracts: {', '.join(counts)}; {took}, {seen.jobs} processes", style
+    things = "contract" if len(verdicts) == 1 else "contracts"
+    yield f"{len(verdicts)} {things}: {', '.join(counts)}; {took}, {seen.jobs} processes", style
     name, chosen = own_command(), seen.contracts.name
     rest = [f"{name} validate --on {target}" for target in seen.targets[:1]]
     if code == ExitCode.OK:
