@@ -209,6 +209,12 @@ def _rope(tokens: int, rotary_dim: int, **options: Any) -> Rope:
 REFUSED = [
     ("dtype", {"k_new": torch.zeros(2, HEADS, DIM, dtype=torch.int8)}, TypeError, "k_new"),
     ("heads", {"k_new": torch.zeros(2, 3, DIM)}, ValueError, "k_new must have shape"),
+    (
+        "heads of both",
+        {name: torch.zeros(2, 5, DIM) for name in ("k_new", "v_new")},
+        ValueError,
+        "k_new must have shape",
+    ),
     ("lengths", {"v_new": torch.zeros(3, HEADS, DIM)}, ValueError, "v_new must have shape"),
     ("slots' dtype", {"slot_mapping": torch.zeros(2, dtype=torch.int16)}, TypeError, "slot_mapping"),
     (
@@ -481,6 +487,17 @@ def test_heads_far_apart_in_memory_are_found(device: str) -> None:
     assert far[1].float().unique().tolist() == [2.0]
 
 
+def test_new_tokens_far_apart_in_memory_are_found(device: str) -> None:
+    """The third head lies 2**31 elements behind the first: its offset does not fit 32 bits."""
+    memory = torch.empty(2**31 + DIM, dtype=torch.bfloat16, device=device)
+    far = memory.as_strided((1, 3, DIM), (DIM, 2**30, 1))
+    far.copy_(torch.arange(1.0, 4.0, device=device)[None, :, None].expand(1, 3, DIM))
+    cache = PagedKVCache.empty(1, 1, 3, DIM, format="bf16", device=device)
+    append(cache, far, far, torch.zeros(1, device=device, dtype=I32))
+    for stored in (cache.k, cache.v):
+        assert stored[0, 0, :, 0].tolist() == [1.0, 2.0, 3.0]
+
+
 @triton.jit
 def _offsets_kernel(out, kv, head, VEC: tl.constexpr):
     one = tl.arange(0, 1).to(tl.int64)
@@ -582,6 +599,17 @@ def test_a_later_call_of_a_kind_enters_few_python_functions() -> None:
             assert _python_calls(lambda: append(caches[1], k, v, slots, rope=turn)) <= 17  # noqa: B023
     constants = [launch[3] for launch in recorder.launches]
     assert all(c is constants[0] for c in constants), "every layer and count launches what was prepared once"
+
+
+@pytest.mark.gpu
+def test_tensors_of_another_device_are_refused_in_every_call() -> None:
+    cache, slots = _cache("fp8_e4m3fn", "NHD", 3, "cuda"), torch.arange(2, device="cuda")
+    k, v = _tokens(2, "cuda")
+    for _ in range(2):
+        append(cache, k, v, slots)
+        for change in ({"k_new": k.cpu()}, {"v_new": v.cpu()}, {"slot_mapping": slots.cpu()}):
+            with pytest.raises(ValueError, match="must be on cuda:0 like k, got cpu"):
+                append(cache, **({"k_new": k, "v_new": v, "slot_mapping": slots} | change))
 
 
 @pytest.mark.gpu

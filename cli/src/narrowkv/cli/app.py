@@ -430,7 +430,7 @@ def bench_sage(
     return run(shapes, precisions, groups, report, samples)
 
 
-@command(bench, "host", title="bench host")
+@command(bench, "host", files=("out",), title="bench host")
 def bench_host(
     report: Report,
     samples: Samples = 20,

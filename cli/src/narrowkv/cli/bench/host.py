@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -61,7 +61,7 @@ class HostRow:
     Attributes:
         operation: its name.
         planned: whether a plan was given.
-        host_us: median microseconds of Python until the call returns.
+        host_us: median microseconds of the calling thread's CPU time until the call returns.
         ratio_to_add: the same in calls of `torch.add_`.
     """
 
@@ -71,26 +71,24 @@ class HostRow:
     ratio_to_add: float
 
 
-@runtime_checkable
-class _HasWorkspace(Protocol):
-    def workspace_bytes(self) -> int: ...
-
-
 def _nothing_to_wait_for() -> None:
     pass
 
 
 def host_us(call: Callable[[], object], samples: int, wait: Callable[[], None]) -> float:
-    """Median microseconds that a call takes until it returns; the device is waited for in between."""
+    """Median microseconds of the calling thread's CPU time until a call returns, on a busy machine, too.
+
+    The device is waited for in between.
+    """
     for _ in range(3):
         call()
     times = []
     for _ in range(samples):
         wait()
-        begin = time.perf_counter()
+        begin = time.thread_time()
         for _ in range(_CALLS):
             call()
-        times.append((time.perf_counter() - begin) / _CALLS * 1e6)
+        times.append((time.thread_time() - begin) / _CALLS * 1e6)
     wait()
     return statistics.median(times)
 
@@ -213,9 +211,7 @@ def workspaces(target: Target, device: str, sizes: Sequence[int], context: int) 
             ids = torch.zeros(batch, context // table.page_size, dtype=torch.int32, device=device)
             lens = torch.ones(batch, dtype=torch.int32, device=device)
             wide = type(table).from_block_table(ids, lens, page_size=table.page_size)
-            plan: object = plan_decode(q, cache, wide)
-            if isinstance(plan, _HasWorkspace):
-                found[batch] = plan.workspace_bytes()
+            found[batch] = plan_decode(q, cache, wide).workspace_bytes()
     return found
 
 

@@ -16,11 +16,6 @@ _ROWS = "16+16"  # so few rows that nothing is split
 class SparseCode(CallCode[SparseCase]):
     """One call compiled for one target."""
 
-    @property
-    def faulty(self) -> bool:
-        """Whether a kernel spills, scalars too, or uses scratch."""
-        return super().faulty or any(k.sgpr_spills for k in self.kernels)
-
 
 def shipped_cases(*, two_sources: bool = True) -> list[SparseCase]:
     """A call for every shipped configuration: ways to attend, layouts, formats, numbers of heads."""

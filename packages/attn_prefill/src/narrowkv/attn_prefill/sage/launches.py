@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,6 +44,7 @@ _LOG2E = math.log2(math.e)
 # statistics; with statistics and blocks both at 16 warps 378, in one launch where blocks wait 351 to 410.
 _STATISTICS = LaunchOptions(num_warps=4, num_stages=1, enable_fp_fusion=False)
 _QUANTISE = LaunchOptions(num_warps=16, num_stages=1, enable_fp_fusion=False)
+_SIZES_KEPT = 64  # calls of other sizes whose scratch is remembered
 _MEAN_BLOCKS = 16  # blocks of Q whose means meet a tile of keys at once: the least rows of a dot
 
 
@@ -109,6 +111,7 @@ class QuantizedKV:
         key_order: of V.
         bounds: int32 `[batch, 2]`, first token and number of tokens of each sequence, or None.
         k_source: K as it came, where Q's smoothing needs it.
+        block_n: keys of a tile, for tensor descriptors.
     """
 
     k: torch.Tensor
@@ -123,6 +126,25 @@ class QuantizedKV:
     key_order: KeyOrder
     bounds: torch.Tensor | None
     k_source: torch.Tensor | None
+    block_n: int
+
+    @cached_property
+    def keys(self) -> NarrowKeys:
+        """K and V as the kernel takes them."""
+        return NarrowKeys(self.k, self.v, self.k_descale, self.v_descale, self.k.shape[1])
+
+    @cached_property
+    def descriptors(self) -> tuple[Any, Any]:
+        """Tensor descriptors of K and V with heads and rows as one dimension."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        blocks = [self.block_n, self.k.shape[2]], [self.v.shape[1], self.block_n]
+        flat = (stored.view(-1, stored.shape[2]) for stored in (self.k, self.v))
+        k, v = (
+            TensorDescriptor(x, list(x.shape), list(x.stride()), block)
+            for x, block in zip(flat, blocks, strict=True)
+        )
+        return k, v
 
 
 def _strided(x: torch.Tensor) -> Strided:
@@ -131,6 +153,15 @@ def _strided(x: torch.Tensor) -> Strided:
 
 def _groups(groups: TokenGroups | None) -> Groups:
     return Groups(0, 1, 1) if groups is None else Groups(groups.span, groups.groups, groups.run)
+
+
+class _QueryScratch(NamedTuple):
+    """A call's query in scratch: as the pre-pass writes it and attention reads it, its means, its bounds."""
+
+    narrow: Narrow
+    query: NarrowQuery
+    mean: torch.Tensor | None
+    bounds: torch.Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +193,7 @@ class SageLaunches:
     workspace: Workspace | None
     _bound: dict[Any, BoundLaunch] = field(default_factory=dict, init=False, repr=False)
     _scratch: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+    _sized: dict[Any, _QueryScratch] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Divides the workspace up."""
@@ -388,7 +420,7 @@ class SageLaunches:
         return QuantizedKV(
             _as_stored(stored, self.qk_format), descale, k_mean, _as_stored(v_stored, self.config.fp8),
             v_descale, size, self.qk_format, self.config.fp8, self.k_groups, self.config.key_order, bounds,
-            k if self.smooth_q else None,
+            k if self.smooth_q else None, self.config.block_n,
         )  # fmt: skip
 
     def _clear_amax(self, groups: TokenGroups | None) -> torch.Tensor | None:
@@ -398,38 +430,64 @@ class SageLaunches:
         self, q: torch.Tensor, starts: torch.Tensor | None, kv: QuantizedKV, size: SageShape, *, lse: bool
     ) -> tuple[NarrowQuery, torch.Tensor | None]:
         """Q in scratch with what its smoothing took out, and where its sequences lie."""
-        heads, rows, dim = size.num_qo_heads, size.rows(size.q_tokens), size.head_dim
-        bounds = None
-        if starts is not None:
-            bounds = self._memory("q_bounds", (size.batch, 2), torch.int32)
-        self._find_bounds(starts, size.q_tokens, bounds)
-        blocks = rows // _ALIGN
-        mean = self._memory("q_mean", (heads, blocks, dim), torch.float32) if self.smooth_q else None
+        scratch = self._query_scratch(size, lse)
+        self._find_bounds(starts, size.q_tokens, scratch.bounds)
         shifts = self.smooth_k and lse
-        shift = self._memory("shift", (heads, rows), torch.float32) if shifts else None
-        smoothing = Smoothing(mean, kv.k_mean if shifts else None, shift)
+        smoothing = Smoothing(scratch.mean, kv.k_mean if shifts else None, scratch.query.shift)
+        if scratch.narrow.amax is not None:
+            scratch.narrow.amax.zero_()
+        arguments = (
+            _strided(q), scratch.bounds, smoothing, scratch.narrow, self.sm_scale, size.batch, size.q_tokens
+        )  # fmt: skip
+        grid = (scratch.query.rows // _ALIGN, size.num_qo_heads)
+        if self.q_groups is None:
+            self._measure("q")(grid, arguments)
+        self._quantise_q(shifts)(grid, arguments)
+        if scratch.mean is not None and kv.k_source is not None:
+            k_rows = kv.k.shape[1]
+            blocks_of_one = -(-size.q_tokens // _ALIGN)
+            self._mean_scores()(
+                (k_rows // _ALIGN, -(-blocks_of_one // _MEAN_BLOCKS), size.num_qo_heads),
+                (
+                    _strided(kv.k_source), scratch.bounds, kv.bounds, scratch.mean, scratch.query.mean_scores,
+                    grid[0], k_rows, self.sm_scale * _LOG2E, size.batch, size.q_tokens, kv.shape.k_tokens,
+                ),
+            )  # fmt: skip
+        return scratch.query, scratch.bounds
+
+    def _query_scratch(self, size: SageShape, lse: bool) -> _QueryScratch:
+        """Memory for a call's query; with a workspace that of the last call of this size."""
+        key = (size.batch, size.q_tokens, size.k_tokens, lse)
+        known = self._sized.get(key)
+        if known is not None:
+            return known
+        heads, rows, dim = size.num_qo_heads, size.rows(size.q_tokens), size.head_dim
+        blocks = rows // _ALIGN
+        bounds = mean = mean_scores = shift = amax = None
+        if size.ragged:
+            bounds = self._memory("q_bounds", (size.batch, 2), torch.int32)
+        if self.smooth_q:
+            mean = self._memory("q_mean", (heads, blocks, dim), torch.float32)
+            k_rows = size.rows(size.k_tokens)
+            mean_scores = self._memory("mean_scores", (heads, blocks, k_rows), torch.float32)
+        if self.smooth_k and lse:
+            shift = self._memory("shift", (heads, rows), torch.float32)
+        if self.q_groups is None:
+            amax = self._memory("amax", (1,), torch.int32)
         width = get_format(self.qk_format).storage_bytes(dim)
         stored = self._memory("q", (heads, rows, width), torch.uint8)
         descale = self._memory("q_descale", self._descales(self.q_groups, heads, rows), torch.float32)
-        narrow = Narrow(_codes(stored, self.qk_format), descale, self._clear_amax(self.q_groups), rows)
-        arguments = (_strided(q), bounds, smoothing, narrow, self.sm_scale, size.batch, size.q_tokens)
-        if self.q_groups is None:
-            self._measure("q")((blocks, heads), arguments)
-        self._quantise_q(shifts)((blocks, heads), arguments)
-        mean_scores = None
-        if mean is not None and kv.k_source is not None:
-            k_rows = kv.k.shape[1]
-            mean_scores = self._memory("mean_scores", (heads, blocks, k_rows), torch.float32)
-            blocks_of_one = -(-size.q_tokens // _ALIGN)
-            self._mean_scores()(
-                (k_rows // _ALIGN, -(-blocks_of_one // _MEAN_BLOCKS), heads),
-                (
-                    _strided(kv.k_source), bounds, kv.bounds, mean, mean_scores, blocks, k_rows,
-                    self.sm_scale * _LOG2E, size.batch, size.q_tokens, kv.shape.k_tokens,
-                ),
-            )  # fmt: skip
-        query = NarrowQuery(_as_stored(stored, self.qk_format), descale, mean_scores, shift, rows)
-        return query, bounds
+        found = _QueryScratch(
+            Narrow(_codes(stored, self.qk_format), descale, amax, rows),
+            NarrowQuery(_as_stored(stored, self.qk_format), descale, mean_scores, shift, rows),
+            mean,
+            bounds,
+        )
+        if self.workspace is not None:
+            if len(self._sized) == _SIZES_KEPT:
+                self._sized.clear()
+            self._sized[key] = found
+        return found
 
     def attend(
         self, query: NarrowQuery, bounds: torch.Tensor | None, kv: QuantizedKV, out: torch.Tensor,
@@ -450,11 +508,10 @@ class SageLaunches:
         if lse is not None:
             steps = (0 if size.ragged else lse.stride(0), lse.stride(-2), lse.stride(-1))
         tma = config.tma and kv.k.numel() > 0
-        keys = NarrowKeys(kv.k, kv.v, kv.k_descale, kv.v_descale, kv.k.shape[1])
         self._attention(lse is not None, tma=tma)(
             (items * tiles,),
             (
-                query, keys, *_descriptors(kv, config, tma=tma),
+                query, kv.keys, *(kv.descriptors if tma else (None, None)),
                 Outputs(out, strided.batch, strided.token, strided.head, lse), bounds, kv.bounds,
                 self.sm_scale * _LOG2E * codes, size.num_qo_heads, size.batch, size.q_tokens, size.k_tokens,
                 items, tiles, together, *steps,
@@ -471,18 +528,3 @@ def _as_stored(stored: torch.Tensor, format_name: str) -> torch.Tensor:
     """Bytes as attention reads them."""
     fmt = get_format(format_name)
     return stored.view(fmt.storage_dtype) if fmt.kind == "fp8" else stored.view(torch.int8)
-
-
-def _descriptors(kv: QuantizedKV, config: SageConfig, *, tma: bool) -> tuple[Any, Any]:
-    """Tensor descriptors of K and V, for targets that load by them; none where there are no keys."""
-    if not tma:
-        return None, None
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    blocks = [config.block_n, kv.k.shape[2]], [kv.v.shape[1], config.block_n]
-    flat = (stored.view(-1, stored.shape[2]) for stored in (kv.k, kv.v))
-    k, v = (
-        TensorDescriptor(x, list(x.shape), list(x.stride()), block)
-        for x, block in zip(flat, blocks, strict=True)
-    )
-    return k, v

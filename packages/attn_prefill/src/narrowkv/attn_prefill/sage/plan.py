@@ -156,9 +156,7 @@ class SagePlan:
         if validate:
             check_starts("cu_seqlens_k", starts, k.shape[0])
         size = self._size("k", k, starts, self.shape.k_tokens)
-        return self.launches.quantise_keys_values(
-            k, v, starts, replace(self.shape, batch=size[0], q_tokens=0, k_tokens=size[1])
-        )
+        return self.launches.quantise_keys_values(k, v, starts, self._sized(size[0], 0, size[1]))
 
     def attend(
         self,
@@ -212,7 +210,7 @@ class SagePlan:
         elif return_lse:
             lse = torch.empty(given.shape[:-1], dtype=torch.float32, device=q.device)
         if q.numel():
-            size = replace(self.shape, batch=batch, q_tokens=tokens, k_tokens=kv.shape.k_tokens)
+            size = self._sized(batch, tokens, kv.shape.k_tokens)
             query, bounds = self.launches.quantise_queries(q, starts, kv, size, lse=lse is not None)
             sums = lse if lse is None or self.layout == "BSHD" or lse.dim() != 3 else lse.transpose(1, 2)
             self.launches.attend(query, bounds, kv, o, sums, size)
@@ -224,15 +222,24 @@ class SagePlan:
 
     def _operand(self, name: str, x: torch.Tensor, heads: int) -> torch.Tensor:
         """The tensor as BSHD, or `[tokens, heads, head_dim]`, once it is checked."""
+        shape = self.shape
+        dims = 3 if shape.ragged else 4
+        if isinstance(x, torch.Tensor) and x.dim() == dims:
+            viewed = x if shape.ragged or self.layout == "BSHD" else x.transpose(1, 2)
+            if (
+                x.dtype in _FLOATS
+                and viewed.shape[-2:] == (heads, shape.head_dim)
+                and x.stride(-1) == 1
+                and x.device == self.device
+                and not x.requires_grad
+            ):
+                return viewed
         check_dtype(name, x, _FLOATS)
-        free = ("tokens",) if self.shape.ragged else ("batch", "tokens")
-        if x.dim() != len(free) + 2:
-            raise ValueError(
-                f"{name} must have shape {_dimensions(self.layout, self.shape.ragged)}, got {list(x.shape)}"
-            )
-        viewed = self._view(x)
-        if viewed.shape[-2:] != (heads, self.shape.head_dim):
-            check_shape(name, viewed, (*free, heads, self.shape.head_dim))
+        if x.dim() != dims:
+            wanted = _dimensions(self.layout, shape.ragged)
+            raise ValueError(f"{name} must have shape {wanted}, got {list(x.shape)}")
+        free = ("tokens",) if shape.ragged else ("batch", "tokens")
+        check_shape(name, viewed, (*free, heads, shape.head_dim))
         check_last_dim_contiguous(name, x)
         check_no_grad(**{name: x})
         if x.device != self.device:
@@ -265,6 +272,13 @@ class SagePlan:
                 f"got {batch} and {tokens}"
             )
         return batch, tokens
+
+    def _sized(self, batch: int, q_tokens: int, k_tokens: int) -> SageShape:
+        largest = self.shape
+        return SageShape(
+            batch, q_tokens, k_tokens, largest.num_qo_heads, largest.num_kv_heads, largest.head_dim,
+            largest.ragged,
+        )  # fmt: skip
 
     def _check_kv(self, kv: QuantizedKV, batch: int) -> None:
         check_instance("kv", kv, QuantizedKV)

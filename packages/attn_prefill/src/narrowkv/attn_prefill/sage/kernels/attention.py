@@ -188,7 +188,9 @@ def attend(
     """One tile of keys: the new accumulator, maximum and sum of each row."""
     HEAD_DIM: tl.constexpr = CALL.HEAD_DIM
     BLOCK_N: tl.constexpr = CALL.BLOCK_N
-    WORDS: tl.constexpr = HEAD_DIM // 2 if CALL.FORMAT == "int4" else HEAD_DIM
+    # Words of a struct get names of their own: Triton 3.6 passes only numbers of it on.
+    FORMAT: tl.constexpr = CALL.FORMAT
+    WORDS: tl.constexpr = HEAD_DIM // 2 if FORMAT == "int4" else HEAD_DIM
     first = base + tile * BLOCK_N
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     head_row = kv_head.to(tl.int64) * keys.rows
@@ -196,7 +198,7 @@ def attend(
         words = k_desc.load([(kv_head * keys.rows + first).to(tl.int32), 0])
     else:
         words = load_rows(keys.k, head_row + first, WORDS, BLOCK_N, "")
-    s = scores(q, words, CALL.FORMAT)
+    s = scores(q, words, FORMAT)
     s = by_groups(s, GROUPS.SPAN, GROUPS.GROUPS, GROUPS.RUN)
     scale = load_key_scale(keys.k_descale, kv_head, first, keys.rows, BLOCK_N, GROUPS.SPAN, GROUPS.GROUPS)
     scale = scale * row_scale[:, None, None, None, None]  # [BLOCK_M, spans, 1, groups, 1]
@@ -259,6 +261,7 @@ def _sage_attention_kernel(
     """
     RAGGED: tl.constexpr = CALL.RAGGED
     GQA_RATIO: tl.constexpr = CALL.GQA_RATIO
+    FORMAT: tl.constexpr = CALL.FORMAT
     HEAD_DIM: tl.constexpr = CALL.HEAD_DIM
     BLOCK_M: tl.constexpr = CALL.BLOCK_M
     BLOCK_N: tl.constexpr = CALL.BLOCK_N
@@ -281,7 +284,7 @@ def _sage_attention_kernel(
     k_base, _, num_keys = extent_of(k_seqs, seq, RAGGED)
     kv_head = head // GQA_RATIO
     row = q_base + first_row + tl.arange(0, BLOCK_M)
-    q = load_queries(query, head, q_base + first_row, CALL.FORMAT, HEAD_DIM, BLOCK_M, "")
+    q = load_queries(query, head, q_base + first_row, FORMAT, HEAD_DIM, BLOCK_M, "")
     q_descale = query.descale
     if Q_GROUPS.SPAN > 0:
         q_descale += head.to(tl.int64) * (query.rows // Q_GROUPS.SPAN * Q_GROUPS.GROUPS)
@@ -307,7 +310,7 @@ def _sage_attention_kernel(
         )  # fmt: skip
     if CALL.REREAD_Q:
         # The modifier also keeps compilers from making one load of the two.
-        q = load_queries(query, head, q_base + first_row, CALL.FORMAT, HEAD_DIM, BLOCK_M, ".cg")
+        q = load_queries(query, head, q_base + first_row, FORMAT, HEAD_DIM, BLOCK_M, ".cg")
     # What is left on both sides needs the mask: one loop of its own for both.
     for i in range(begin, end - (full_end - full)):
         acc, m, l = attend(
