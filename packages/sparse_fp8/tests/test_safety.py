@@ -180,6 +180,16 @@ def test_validate_says_what_is_wrong_with_an_indptr(indptr: list[int], message: 
             run(replace(inputs, prefix=wrong), validate=True)
 
 
+@pytest.mark.parametrize("index", [-2, -(2**31), 256, 2**30 + 5])
+def test_validate_refuses_each_index_that_is_no_row(index: int, device: str) -> None:
+    inputs = W(prefix_lens=(2, 2), num_qo_heads=8, pool_rows=256).build(device)
+    assert inputs.prefix is not None
+    indices = inputs.prefix.indices.clone()
+    indices[2] = index
+    with pytest.raises(ValueError, match=f"must be -1 or rows below 256, got {index}"):
+        _fused(replace(inputs, prefix=replace(inputs.prefix, indices=indices)), validate=True)
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, 3.0])
 @pytest.mark.parametrize("place", ["prefix", "extend", "q"])
 def test_validate_refuses_a_scale_that_is_no_power_of_two(place: str, scale: float, device: str) -> None:
