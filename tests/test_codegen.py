@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from narrowkv.attn_decode import paged_decode
+from narrowkv.attn_decode import paged_decode, plan_decode
 from narrowkv.attn_decode.config import DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import _paged_decode_kernel
 from narrowkv.attn_decode.workloads import K8V4
@@ -44,7 +44,7 @@ def _decode(
     )
     with compile_for(target) as artifacts:
         q = torch.zeros(4 * q_len, 8 * ratio, head_dim, dtype=q_dtype)
-        paged_decode(q, cache, table, kernel=kernel)
+        paged_decode(q, cache, table, plan=plan_decode(q, cache, table, kernel=kernel))
     (attention,) = [a for a in artifacts if a.name == _paged_decode_kernel.__name__]
     return attention
 
@@ -234,20 +234,15 @@ def test_append_with_rope_neither_spills_nor_uses_scratch(target: str, head_dim:
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3fn", "fp4_e2m1"])
 def test_appends_of_any_size_take_few_kernels(fmt: str) -> None:
     """Token counts, caches of other sizes and slices of longer vectors compile nothing new."""
-    slots, positions, table = torch.arange(600), torch.zeros(600, dtype=torch.int64), torch.zeros(9, 64)
+    slots, positions, table = torch.arange(1200), torch.zeros(600, dtype=torch.int64), torch.zeros(9, 64)
+    calls = ((1, 0, 0, 4), (2, 1, 0, 5), (15, 0, 3, 16), (16, 3, 16, 17), (64, 5, 33, 33), (512, 16, 7, 64))
     with compile_for("gfx942") as artifacts:
-        for tokens, begin, pages in (
-            (1, 0, 4),
-            (2, 1, 5),
-            (15, 3, 16),
-            (16, 16, 17),
-            (64, 5, 33),
-            (512, 7, 64),
-        ):
+        for tokens, slot, position, pages in calls:
             cache = PagedKVCache.empty(pages, 16, 8, 128, format=fmt)
             new = torch.zeros(tokens, 8, 128, dtype=torch.bfloat16)
-            rope = Rope(table, table.clone(), positions[begin : begin + tokens])
-            append(cache, new, new, slots[begin : begin + tokens], rope=rope)
+            rope = Rope(table, table.clone(), positions[position : position + tokens])
+            step = 2 if tokens == 15 else 1
+            append(cache, new, new, slots[slot::step][:tokens], rope=rope)
     assert len(artifacts) == 6
     # Positions may be aligned or not.
     assert len({artifact.code_object for artifact in artifacts}) <= 2

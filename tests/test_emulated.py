@@ -331,6 +331,11 @@ def _append_cases() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "vectorised bf16", {"layout": "vectorised", "page_size": 16, "fmt": "bf16"}
     yield "token pool, head_dim 80", {"layout": "tokens", "page_size": 1, "head_dim": 80}
     yield "HND, fp16 input", {"layout": "HND", "dtype": torch.float16}
+    yield "bf16 with a descale of each head", {"fmt": "bf16", "descale": "head"}
+    yield "bf16 with a descale of each token", {"fmt": "bf16", "descale": "token_head"}
+    yield "head_dim 112, strided columns of wrong numbers beside right ones", {
+        "rope": "gptj", "head_dim": 112, "wrong": True
+    }  # fmt: skip
 
 
 APPEND = dict(_append_cases())
@@ -361,8 +366,12 @@ def check_append(
     descale: str = "float",
     offset: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    wrong: bool = False,
 ) -> None:
-    """`append` as machine code and in torch write the same bytes, and touch no others."""
+    """`append` as machine code and in torch write the same bytes, and touch no others.
+
+    wrong: some slots and positions are out of range, all in columns of int64 tables; angles are bf16.
+    """
     random = torch.Generator().manual_seed(3)
     heads, pages = 2, 20 // page_size + 1
 
@@ -388,6 +397,10 @@ def check_append(
     k, v = (k * 3).to(dtype), v.to(dtype)
     shift = torch.randn(heads, head_dim, generator=random) if offset else None
     slots = torch.tensor([7, -1, 2, 19], dtype=I32)
+    if wrong:
+        slots = torch.tensor([[7, 0], [2**32 + 5, 0], [2, 0], [pages * page_size, 0]])[:, 0]
+        positions = torch.tensor([[2**40, 0], [3, 0], [-9, 0], [11, 0]])[:, 0]
+        turn = replace(turn, cos=turn.cos.bfloat16(), sin=turn.sin.bfloat16(), positions=positions)
     got, want = empty(), empty()
     options: dict[str, Any] = {"rope": turn if rope else None, "k_offset": shift, "exponent": exponent}
     with executing(EmulateExecutor(target, detect_hazards=True)):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from narrowkv.attn_prefill import plan_sage, sage_attention_reference
-from narrowkv.attn_prefill.sage.launches import quantise_queries
 from narrowkv.attn_prefill.sage.reference import narrow_p_reference
 from narrowkv.attn_prefill.sage.workloads import SageWorkload
 from narrowkv.cli.emulation import EmulateExecutor
@@ -85,10 +84,7 @@ def test_the_pre_pass_stores_what_the_interpreted_one_does(
         with context:
             plan = plan_sage(q, k, qk_dtype=qk_dtype, q_granularity=granularity, k_granularity=granularity)
             kv = plan.quantize_kv(k, v)
-            query = quantise_queries(
-                q, None, plan.shape, plan.qk_format, plan.q_groups, kv,
-                smooth=False, write_shift=False, sm_scale=1.0,
-            )  # fmt: skip
+            query, _ = plan.launches.quantise_queries(q, None, kv, plan.shape, lse=False)
         rows = 256
         assert kv.k.shape[1] == rows
         stored.append([kv.k, kv.k_descale, kv.k_mean, kv.v, kv.v_descale, query.ptr, query.descale])

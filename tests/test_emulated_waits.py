@@ -138,7 +138,7 @@ class Recording(EmulateExecutor):
         artifact = compile_launch(self.target, kernel, grid, args, constexprs, options)
         x, y, z = (*grid, 1, 1)[:3]
         memory, values = self._device_pointers(artifact.args)
-        before = [(buffer.data, buffer.data.copy()) for buffer in memory._buffers]
+        before = [(buffer.data, buffer.data.copy()) for buffer in memory.buffers]
         chosen = list(dict.fromkeys([(0, 0, 0), (x - 1, y - 1, z - 1)]))
         case = Recorded(artifact, (x, y, z), values, memory, chosen, before)
         program = load_program(artifact.assembly, lds_bytes=artifact.lds_bytes)

@@ -100,9 +100,10 @@ def test_wrong_usage_ends_with_2_and_says_what_is_known(arguments: list[str], wo
 
 
 OPERATIONS = {"validate": {"decode", "prefill", "sparse", "sage", "fp4"},
-              "bench": {"decode", "prefill", "sparse", "sage"},
+              "bench": {"decode", "prefill", "sparse", "sage", "host"},
               "inspect": {"decode", "prefill", "sparse", "sage", "model"}}  # fmt: skip
-NO_ROWS = (("env",), ("inspect", "model"))
+# What they show is not a table of results.
+WITHOUT_A_TABLE = [("env",), ("bench", "host"), ("inspect", "model")]
 EVERY = [
     ("probe",),
     ("env",),
@@ -122,7 +123,7 @@ def test_every_operation_has_its_command_and_every_command_the_options_of_its_re
     assert {name: set(main.commands[name].commands) for name in OPERATIONS} == OPERATIONS
     for command in EVERY:
         assert {"--json", "--out"} <= options_of(*command)
-        assert command in NO_ROWS or {"--csv", "--plot", "--resume"} <= options_of(*command)
+        assert command in WITHOUT_A_TABLE or {"--csv", "--plot", "--resume"} <= options_of(*command)
 
 
 @pytest.mark.parametrize("command", EVERY, ids=" ".join)
@@ -214,6 +215,7 @@ MISSPELLED = [
     (["bench", "sge"], "'sage'"),
     (["inspect", "--format", "bf61"], "bf16"),
     (["inspect", "decode", "--q", "fp61"], "fp16"),
+    (["inspect", "--kernel", "nativ"], "native"),
     (["inspect", "prefil"], "'prefill'"),
     (["inspect", "sparse", "--case", "format=fp8_e4m3"], "fp8_e4m3fn"),
 ]

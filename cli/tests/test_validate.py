@@ -161,7 +161,7 @@ def test_a_race_is_a_failure_that_names_it(monkeypatch: pytest.MonkeyPatch) -> N
     )
     # A ratio above 32 runs on four waves, which share K and V through LDS.
     options = ["--on", "gfx942", "--detect-races", "--jobs", "1", "--json"]
-    result = run(app, ["validate", *options, "--case", "lens=40,ratio=40,head_dim=64,kv_heads=1"])
+    result = run(app, ["validate", *options, "--case", "lens=40,ratio=40,head_dim=64,kv_heads=1,split=none"])
     assert result.exit_code == 1
     (case,) = json.loads(result.stdout)["cases"]
     assert case["detail"].startswith("RaceError: LDS race")

@@ -88,6 +88,8 @@ MASKS: dict[str, dict[str, Any]] = {
     "window of one key": {"window": (0, 0)},
     "causal window": {"causal": "bottom_right", "window": (33, 5)},
     "top-left window": {"causal": "top_left", "window": (33, -1)},
+    "beyond the top-left diagonal": {"causal": "top_left", "window": (128, 30)},
+    "beyond the bottom-right diagonal": {"causal": "bottom_right", "window": (40, 30)},
 }
 
 
@@ -325,8 +327,15 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q_granularity": "per_row"}, ValueError, "granularity must be one of per_tensor"),
     ({"causal": True}, ValueError, "causal must say how it is aligned"),
     ({"causal": "left"}, ValueError, "causal must be one of top_left, bottom_right"),
-    ({"window": (-2, 0)}, ValueError, "window must be"),
-    ({"window": (1.5, 0)}, ValueError, "window must be"),
+    ({"window": (-2, 0)}, ValueError, r"window\[0\] must be -1"),
+    ({"window": (1.5, 0)}, TypeError, r"window\[0\] must be an int"),
+    ({"window": (0, 2**31)}, ValueError, r"window\[1\] must be -1"),
+    ({"window": 3}, TypeError, "window must be"),
+    ({"window": (1, 2, 3)}, TypeError, "window must be"),
+    ({"layout": "HND"}, ValueError, "layout must be one of BSHD, BHSD"),
+    ({"sm_scale": 1e39}, ValueError, "sm_scale must be finite"),
+    ({"sm_scale": "1"}, TypeError, "sm_scale must be a float"),
+    ({"scale": 1.0}, TypeError, "unexpected keyword argument 'scale'"),
     ({"sm_scale": math.nan}, ValueError, "sm_scale must be finite"),
     ({"sm_scale": -1.0}, ValueError, "sm_scale must not be negative"),
     ({"cu_seqlens_q": torch.tensor([0, 1])}, ValueError, "both be given or both be None"),
@@ -353,7 +362,7 @@ def test_bad_tensors_are_refused() -> None:
         ("v must have shape", (q, k, v[1:]), ragged),
         ("contiguous last dimension", (q, k, v.transpose(0, 2).contiguous().transpose(0, 2)), ragged),
         ("q must have shape", (q, k, v), {}),
-        ("cu_seqlens_q must have dtype torch.int32", (q, k, v), {**ragged, "cu_seqlens_q": starts_q.long()}),
+        ("cu_seqlens_q must have dtype one of", (q, k, v), {**ragged, "cu_seqlens_q": starts_q.float()}),
         ("cu_seqlens_k must have shape", (q, k, v), {**ragged, "cu_seqlens_k": starts_q[:-1]}),
         ("k must have q's batch", (q[None], k[None].expand(2, -1, -1, -1), v[None]), {}),
     ):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from narrowkv.attn_prefill import SagePlan, plan_sage
-from narrowkv.attn_prefill.sage.launches import quantise_queries
 from narrowkv.attn_prefill.sage.reference import key_positions, ranges_of, scratch_rows
 from narrowkv.attn_prefill.sage.workloads import SageWorkload
 from narrowkv.quant.launch import run_as
@@ -64,10 +63,7 @@ def check_prepass(
     q, k, v, starts_q, starts_k = tensors or workload.build(device)
     plan = plan_sage(q, k, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **options)
     kv = plan.quantize_kv(k, v)
-    query = quantise_queries(
-        q, starts_q, plan.shape, plan.qk_format, plan.q_groups, kv,
-        smooth=plan.smooth_q, write_shift=plan.smooth_k, sm_scale=plan.sm_scale,
-    )  # fmt: skip
+    query, _ = plan.launches.quantise_queries(q, starts_q, kv, plan.shape, lse=True)
     q_ranges, k_ranges = ranges_of(q, starts_q), ranges_of(k, starts_k)
     q_rows, k_rows = (scratch_rows(r, ragged=workload.ragged) for r in (q_ranges, k_ranges))
     queries, keys, values = (

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append_reference
-from narrowkv.quant.launch import LaunchOptions, executing
+from narrowkv.paged_cache.kernels import CachePointers, store_offsets
+from narrowkv.quant.launch import LaunchOptions, executing, launch
 from narrowkv.quant.targets import get_target
 
 I32 = torch.int32
@@ -140,9 +146,9 @@ def _guarded(fmt: str, layout: str, page_size: int, device: str) -> tuple[PagedK
     return replace(one, **parts), around
 
 
-# No wrong slot is a right one in its low 32 bits plus some multiple: removing the guard shows.
-WRONG_SLOTS = [-1, 15, 16, -7, 2**31 - 1, -(2**31)]
-FAR_SLOTS = [2**32, 2**32 + 5, 2**33 + 14, 5 - 2**32, 2**40 + 3, -(2**63), 2**63 - 1]
+# Near ones lie in the guard zones, the low 32 bits of far ones are slots of the cache.
+NEAR_SLOTS = [-1, 15, 16, -7]
+FAR_SLOTS = [2**32, 2**32 + 5, 2**33 + 14, 5 - 2**32, 2**40 + 3, -(2**63)]
 
 
 # FAULTS 17, 18
@@ -151,7 +157,7 @@ FAR_SLOTS = [2**32, 2**32 + 5, 2**33 + 14, 5 - 2**32, 2**40 + 3, -(2**63), 2**63
 def test_padding_and_slots_beyond_the_cache_write_nothing(fmt: str, layout: str, device: str) -> None:
     cache, around = _guarded(fmt, layout, 3, device)
     before = [t.clone() for t in around]
-    for wrong, dtype in ((WRONG_SLOTS, I32), (WRONG_SLOTS + FAR_SLOTS, torch.int64)):
+    for wrong, dtype in ((NEAR_SLOTS, I32), (FAR_SLOTS, torch.int64), ([*NEAR_SLOTS, 2**31 - 1], I32)):
         slots = torch.tensor(wrong, device=device, dtype=dtype)
         append(cache, *_tokens(len(wrong), device), slots)
         for a, b in zip(before, around, strict=True):
@@ -203,6 +209,12 @@ def _rope(tokens: int, rotary_dim: int, **options: Any) -> Rope:
 REFUSED = [
     ("dtype", {"k_new": torch.zeros(2, HEADS, DIM, dtype=torch.int8)}, TypeError, "k_new"),
     ("heads", {"k_new": torch.zeros(2, 3, DIM)}, ValueError, "k_new must have shape"),
+    (
+        "heads of both",
+        {name: torch.zeros(2, 5, DIM) for name in ("k_new", "v_new")},
+        ValueError,
+        "k_new must have shape",
+    ),
     ("lengths", {"v_new": torch.zeros(3, HEADS, DIM)}, ValueError, "v_new must have shape"),
     ("slots' dtype", {"slot_mapping": torch.zeros(2, dtype=torch.int16)}, TypeError, "slot_mapping"),
     (
@@ -368,10 +380,13 @@ def test_positions_without_an_angle_take_the_nearest_and_are_found_under_validat
         append(caches[2], *arguments, rope=right)
         assert torch.equal(caches[0].k, caches[2].k)
         assert not bool(caches[0].k.float().isnan().any())
-        before = _bytes(caches[0])
-        with pytest.raises(ValueError, match=r"rope.positions must lie in \[0, 4\)"):
-            append(caches[0], *arguments, rope=rope, validate=True)
-        assert all(torch.equal(a, b) for a, b in zip(before, _bytes(caches[0]), strict=True))
+    before = _bytes(caches[0])
+    k, v = _tokens(1, device)
+    for bad in (4, -1, 2**32 + 1, -(2**32) + 1):
+        wrong_one = replace(rope, positions=torch.tensor([bad], device=device))
+        with pytest.raises(ValueError, match=rf"rope.positions must lie in \[0, 4\), got {bad}..{bad}"):
+            append(caches[0], k, v, torch.tensor([0], device=device), rope=wrong_one, validate=True)
+    assert all(torch.equal(a, b) for a, b in zip(before, _bytes(caches[0]), strict=True))
 
 
 # FAULTS 51
@@ -472,6 +487,70 @@ def test_heads_far_apart_in_memory_are_found(device: str) -> None:
     assert far[1].float().unique().tolist() == [2.0]
 
 
+def test_new_tokens_far_apart_in_memory_are_found(device: str) -> None:
+    """The third head lies 2**31 elements behind the first: its offset does not fit 32 bits."""
+    memory = torch.empty(2**31 + DIM, dtype=torch.bfloat16, device=device)
+    far = memory.as_strided((1, 3, DIM), (DIM, 2**30, 1))
+    far.copy_(torch.arange(1.0, 4.0, device=device)[None, :, None].expand(1, 3, DIM))
+    cache = PagedKVCache.empty(1, 1, 3, DIM, format="bf16", device=device)
+    append(cache, far, far, torch.zeros(1, device=device, dtype=I32))
+    for stored in (cache.k, cache.v):
+        assert stored[0, 0, :, 0].tolist() == [1.0, 2.0, 3.0]
+
+
+@triton.jit
+def _offsets_kernel(out, kv, head, VEC: tl.constexpr):
+    one = tl.arange(0, 1).to(tl.int64)
+    at = store_offsets(kv, one, one, head, tl.arange(0, 2), VEC, True)
+    tl.store(out + tl.arange(0, 1)[:, None] + tl.arange(0, 2)[None, :], at)
+
+
+@pytest.mark.parametrize("vec", [0, 16])
+def test_a_heads_offset_has_64_bits_whatever_its_number_has(vec: int, device: str) -> None:
+    out = torch.zeros(2, dtype=torch.int64, device=device)
+    kv = CachePointers(out, 1, 1, 2**30, 1)
+    launch(_offsets_kernel, (1,), (out, kv, 6), {"VEC": vec}, LaunchOptions(num_warps=1))
+    assert out.tolist() == [6 * 2**30, 6 * 2**30 + max(vec, 1)]
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3fn", "fp4_e2m1"])
+def test_head_dim_112(fmt: str, device: str) -> None:
+    angle = torch.rand(5, 56, device=device) * 6
+    rope = Rope(angle.cos(), angle.sin(), torch.tensor([4, 0], device=device))
+    k, v = torch.randn(2, 2, HEADS, 112, device=device)
+    caches = [PagedKVCache.empty(2, 3, HEADS, 112, format=fmt, device=device) for _ in range(2)]
+    _both(*caches, k, v, torch.tensor([5, 1], device=device), rope=rope)
+    for got, want in zip(caches[0].dequantize(), caches[1].dequantize(), strict=True):
+        assert torch.equal(got, want)
+
+
+# FAULTS 48
+def test_tensors_without_memory_never_reach_the_kernel() -> None:
+    cache, real = _cache("fp8_e4m3fn", "NHD", 3, "cpu"), _tokens(2, "cpu")
+    slots = torch.arange(2)
+    append(cache, *real, slots)
+    before = _bytes(cache)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (*real, slots)]
+        fake_cache = PagedKVCache.empty(2, 3, HEADS, DIM, format="fp8_e4m3fn")
+        append(fake_cache, *fakes)  # goes through torch.ops.narrowkv.append, which runs nothing
+    with pytest.raises(TypeError, match="needs tensors that have memory, got a FakeTensor"):
+        append(cache, *fakes)
+    functional = [torch._to_functional_tensor(x) for x in (*real, slots)]
+    with pytest.raises(TypeError, match="needs tensors that have memory, got a FunctionalTensor"):
+        append(cache, *functional)
+    assert all(torch.equal(a, b) for a, b in zip(before, _bytes(cache), strict=True))
+
+
+def test_what_append_remembers_of_a_cache_does_not_keep_its_memory() -> None:
+    cache = _cache("bf16", "NHD", 3, "cpu")
+    append(cache, *_tokens(2, "cpu"), torch.arange(2))
+    memory = weakref.ref(cache.k)
+    del cache
+    gc.collect()
+    assert memory() is None
+
+
 class _Recorder:
     """Notes launches instead of running them."""
 
@@ -517,9 +596,20 @@ def test_a_later_call_of_a_kind_enters_few_python_functions() -> None:
         for tokens in (4, 1, 7):
             k, v = _tokens(tokens, "cpu")
             slots, turn = torch.arange(tokens), _rope(tokens, 16)
-            assert _python_calls(lambda: append(caches[1], k, v, slots, rope=turn)) <= 16  # noqa: B023
+            assert _python_calls(lambda: append(caches[1], k, v, slots, rope=turn)) <= 17  # noqa: B023
     constants = [launch[3] for launch in recorder.launches]
     assert all(c is constants[0] for c in constants), "every layer and count launches what was prepared once"
+
+
+@pytest.mark.gpu
+def test_tensors_of_another_device_are_refused_in_every_call() -> None:
+    cache, slots = _cache("fp8_e4m3fn", "NHD", 3, "cuda"), torch.arange(2, device="cuda")
+    k, v = _tokens(2, "cuda")
+    for _ in range(2):
+        append(cache, k, v, slots)
+        for change in ({"k_new": k.cpu()}, {"v_new": v.cpu()}, {"slot_mapping": slots.cpu()}):
+            with pytest.raises(ValueError, match="must be on cuda:0 like k, got cpu"):
+                append(cache, **({"k_new": k, "v_new": v, "slot_mapping": slots} | change))
 
 
 @pytest.mark.gpu

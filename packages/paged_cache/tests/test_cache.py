@@ -456,3 +456,20 @@ def test_head_dim_112_has_a_cache(fmt: str, layout: str) -> None:
     cache = PagedKVCache.empty(2, 16, 1, 112, format=fmt, layout=layout)
     assert cache.head_dim == 112
     assert cache.dequantize()[1].shape == (2, 16, 1, 112)
+
+
+# FAULTS 10: on a GPU an index out of range would end the process's use of the device.
+def test_a_wrong_indptr_or_page_id_never_indexes_past_a_tensor() -> None:
+    indices, last = torch.tensor([5, 2, 7], dtype=I32), torch.tensor([4], dtype=I32)
+    for begin, end in ((-50, 2), (2, 2**31 - 1), (2**31 - 1, -(2**31)), (0, 50)):
+        indptr = torch.tensor([begin, end], dtype=I32)
+        table = PageTable.from_ragged(indptr, indices, last, page_size=16).to_block_table(60)
+        assert table.page_ids.shape == (1, 60)
+        assert set(table.page_ids.unique().tolist()) <= {-1, 2, 5, 7}
+    cache = PagedKVCache.empty(3, 4, 1, 64, format="bf16")
+    for bad in (3, -1, 2**31 - 1):
+        table = PageTable.from_block_table(torch.tensor([[1, bad]], dtype=I32), last + 1, page_size=4)
+        with pytest.raises(
+            ValueError, match=rf"page ids of sequence 0 must lie in \[0, 3\), got \[1, {bad}\]"
+        ):
+            cache.gather(table, 0)

@@ -12,6 +12,7 @@ from narrowkv.cli.command_line import Commands, DecodeByDefault, command
 from narrowkv.cli.names import (
     AMD_TARGETS,
     CACHE_FORMATS,
+    DECODE_KERNELS,
     PLACES,
     QUERY_DTYPES,
     SAGE_GRANULARITIES,
@@ -471,6 +472,21 @@ def bench_sage(
     return run(shapes, precisions, groups, report, samples)
 
 
+@command(bench, "host", files=("out",), title="bench host")
+def bench_host(
+    report: Report,
+    samples: Samples = 20,
+    shapes: Annotated[int, typer.Option(min=0, help="Random calls of each operation; 0 for none.")] = 50,
+    captures: Annotated[str, typer.Option(metavar="LIST", help="Batches of captured graphs.")] = "1,8,64,512",
+    context: Annotated[int, typer.Option(min=16, help="Tokens that a captured batch may hold.")] = 131072,
+) -> ExitCode:
+    """Measure the Python time of each operation beside torch.add_, and the kernels of random shapes."""
+    sizes = _numbers("--captures", captures)
+    from narrowkv.cli.bench.host import bench_host as run
+
+    return run(report, samples=samples, shapes=shapes, captures=sizes, context=context)
+
+
 @command(inspect, "decode", title="inspect")
 def inspect_decode(
     report: Report,
@@ -492,7 +508,12 @@ def inspect_decode(
         ),
     ] = "fp8_e4m3fn",
     q: Query = "bf16",
-    kernel: Annotated[str, typer.Option(help="native or decode; default: the target's.")] = "",
+    kernel: Annotated[
+        str,
+        typer.Option(
+            help="native or decode; default: the target's.", autocompletion=_starting_with(*DECODE_KERNELS)
+        ),
+    ] = "",
     case: Case = None,
     asm: Annotated[bool, typer.Option("--asm", help="Show the assembly too.")] = False,
 ) -> ExitCode:
@@ -500,6 +521,8 @@ def inspect_decode(
     targets = _amd_targets(target)
     cache_formats("--format", cache_format)
     one_of("--q", q, QUERY_DTYPES)
+    if kernel:
+        one_of("--kernel", kernel, DECODE_KERNELS)
     sizes: dict[str, Any] = {
         "batch": batch, "context": context, "ratio": ratio, "num_kv_heads": num_kv_heads,
         "head_dim": head_dim, "page_size": page_size, "cache_format": cache_format, "q": q, "kernel": kernel,

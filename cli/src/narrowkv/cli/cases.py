@@ -184,10 +184,8 @@ class DecodeInputs:
 
     def call(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`paged_decode` on these inputs: `(o, lse)`."""
-        plan = self.plan() if self.split else None
-        o, lse = paged_decode(
-            self.q, self.cache, self.table, **self.options, return_lse=True, plan=plan, kernel=self.kernel
-        )
+        plan = self.plan() if self.split or self.kernel else None
+        o, lse = paged_decode(self.q, self.cache, self.table, **self.options, return_lse=True, plan=plan)
         return o, lse
 
     def bytes_per_token(self) -> float:

@@ -350,19 +350,15 @@ def _table(errors: Sequence[FormatError]) -> Sheet:
     return sheet
 
 
-def _family(recipe: str) -> str:
-    """What tells recipes apart at a glance: the formats."""
-    return recipe.partition(",")[0] if not recipe.startswith("K FP8") else "K FP8, V FP4"
-
-
 def _plot(errors: Sequence[FormatError], path: Path) -> None:
-    """Error over size: a recipe that is left of and below another is better in both."""
-    from narrowkv.cli.plot import plot_labelled
+    """Every recipe's error on each input set, the smallest recipes last."""
+    from narrowkv.cli.plot import plot_dots
 
-    panels = {
-        f"{name} inputs": [
-            (e.recipe, _family(e.recipe), e.bits, e.rmse[name]) for e in errors if e.rmse.get(name)
-        ]
+    dots = [
+        (f"{e.recipe}: {e.bits:.2f} bits", f"{name} inputs", e.rmse[name])
+        for e in sorted(errors, key=lambda e: -e.bits)
         for name in SETS
-    }
-    plot_labelled(panels, path, x="bits an element, scales included", y="RMSE of attention's output")
+        if e.rmse.get(name)
+    ]
+    title = "what a cache recipe costs: bits are of an element, scales included"
+    plot_dots(dots, path, title=title, label="RMSE of attention's output", with_values=True)

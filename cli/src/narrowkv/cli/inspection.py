@@ -16,7 +16,6 @@ from narrowkv.cli.cases import DecodeCase, DecodeInputs, build, parse_format
 from narrowkv.cli.codegen import KernelCode, amd_backend_missing, compile_call
 from narrowkv.cli.emulation import EmulateExecutor, Run
 from narrowkv.cli.environment import versions
-from narrowkv.cli.names import one_of
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError, number
 from narrowkv.cli.roofline import Roofline, roofline
 from narrowkv.cli.samples import a_few
@@ -29,7 +28,6 @@ from narrowkv.quant.targets import Target, get_target
 
 _FOREMOST = 12  # mnemonics shown of a loop
 _WORKGROUPS = 8  # emulated for the counts
-DECODE_KERNELS = ("native", "decode")
 
 
 @dataclass(frozen=True)
@@ -104,11 +102,9 @@ def inspection_case(
     """A decode call by its sizes; `cache_format` as `bench` takes it: "K", "K/V" or "K/V:GROUP".
 
     Raises:
-        UsageError: a format that a cache does not have, or a kernel that there is not.
+        UsageError: a format that a cache does not have.
     """
     formats, group = parse_format(cache_format)
-    if kernel:
-        one_of("--kernel", kernel, DECODE_KERNELS)
     lens = "+".join([str(context)] * batch)
     return DecodeCase(
         lens=lens,

@@ -13,6 +13,7 @@ QUERY_DTYPES = ("bf16", "fp16")
 FP4 = "fp4_e2m1"
 CACHE_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", FP4)
 SCALE_GROUP = 32  # channels of FP4 that can share a scale
+DECODE_KERNELS = ("native", "decode")
 SPARSE_MODES = ("bf16", "prepass", "fused", "fused-fp8q")
 SAGE_PRECISIONS = ("int8", "int4", "fp8")
 SAGE_GRANULARITIES = ("per_tensor", "per_block", "per_warp", "per_thread")

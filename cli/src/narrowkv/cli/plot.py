@@ -25,24 +25,19 @@ def style_of(index: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _figure(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[Any]:
-    """Axes that are written to `path` at the end; a suffix that cannot be written is a `UsageError`."""
+def _figure(path: Path, title: str, size: tuple[float, float]) -> Iterator[Any]:
+    """Axes that are written to `path` at the end."""
     import matplotlib
-
-    from narrowkv.cli.report import UsageError
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with pyplot.rc_context({"font.size": 9, "axes.titlesize": 10, "axes.grid": True, "grid.alpha": 0.25}):
-        figure, axes = pyplot.subplots(rows, columns, layout="constrained", **options)
+    with pyplot.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.25}):
+        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+        figure.suptitle(title, fontsize=10)
         yield axes
-        try:
-            figure.savefig(path, dpi=200)
-        except ValueError as error:
-            raise UsageError(f"--plot {path}: {error}") from None
-        finally:
-            pyplot.close(figure)
+        figure.savefig(path, dpi=200)
+        pyplot.close(figure)
 
 
 def plot_dots(
@@ -53,6 +48,7 @@ def plot_dots(
     label: str,
     bounds: Mapping[str, float] | None = None,
     log: bool = True,
+    with_values: bool = False,
 ) -> None:
     """A dot for each value: a row for each name, a colour and a marker for each series.
 
@@ -63,20 +59,27 @@ def plot_dots(
         label: of the axis of values.
         bounds: vertical lines, by name.
         log: whether the axis is logarithmic.
+        with_values: also write each value beside its dot.
     """
     names = list(dict.fromkeys(row for row, _, _ in dots))
     series = list(dict.fromkeys(name for _, name, _ in dots))
-    with _figure(path, figsize=(8, 1.6 + _INCHES_PER_ROW * len(names))) as axes:
+    with _figure(path, title, (8, 1.6 + _INCHES_PER_ROW * len(names))) as axes:
         for index, name in enumerate(series):
             mine = [(value, names.index(row)) for row, owner, value in dots if owner == name]
             # Series of one row stand beside each other, not on top.
             shift = (index - (len(series) - 1) / 2) * 0.6 / len(series)
             x, y = zip(*((value, row + shift) for value, row in mine), strict=True)
-            axes.scatter(x, y, s=22, label=name, edgecolors="black", linewidths=0.3, **style_of(index))
+            axes.scatter(x, y, s=26, label=name, edgecolors="black", linewidths=0.3, **style_of(index))
+            for value, height in zip(x, y, strict=True) if with_values else ():
+                axes.annotate(
+                    f"{value:.3g}", (value, height), xytext=(6, 0), textcoords="offset points", fontsize=7,
+                    va="center",
+                )  # fmt: skip
         for (name, value), line in zip((bounds or {}).items(), ("--", ":", "-."), strict=False):
             axes.axvline(value, color="black", linestyle=line, linewidth=1, label=f"bound {value:g}, {name}")
         axes.set_yticks(range(len(names)), names)
-        axes.set(xlabel=label, title=title, xscale="log" if log else "linear")
+        axes.set(xlabel=label, xscale="log" if log else "linear")
+        axes.margins(x=0.18 if with_values else 0.05)
         axes.invert_yaxis()
         axes.figure.legend(loc="outside lower center", ncols=3, fontsize=8)
 
@@ -101,7 +104,7 @@ def plot_roofline(
     ridge = ceilings.bf16_flops_per_s / ceilings.read_bytes_per_s
     intensities = [ridge, *(x for points in found.values() for x, _ in points)]
     low, high = min(intensities) / 2, max(intensities) * 2
-    with _figure(path, figsize=(8, 5.5)) as axes:
+    with _figure(path, title, (8, 5.5)) as axes:
         axes.plot(
             [low, ridge, high],
             [low * ceilings.read_bytes_per_s / 1e12, *[ceilings.bf16_flops_per_s / 1e12] * 2],
@@ -112,55 +115,5 @@ def plot_roofline(
         )
         for index, (name, points) in enumerate(sorted(found.items())):
             axes.scatter(*zip(*points, strict=True), s=26, alpha=0.8, label=name, **style_of(index))
-        axes.set(xscale="log", yscale="log", xlabel="flops a byte", ylabel="TFLOP/s", title=title)
+        axes.set(xscale="log", yscale="log", xlabel="flops a byte", ylabel="TFLOP/s")
         axes.legend(fontsize=8)
-
-
-def plot_labelled(
-    panels: Mapping[str, Sequence[tuple[str, str, float, float]]], path: Path, *, x: str, y: str
-) -> None:
-    """A panel for each name, with labelled points; the key of the labels stands below.
-
-    Args:
-        panels: by title, points (label, series, x, y); a label names the same thing in every panel.
-        path: the file to write.
-        x, y: names of the axes; y is logarithmic.
-    """
-    points = [point for panel in panels.values() for point in panel]
-    labels = list(dict.fromkeys(label for label, *_ in points))
-    series = list(dict.fromkeys(name for _, name, *_ in points))
-    height = 5.6 + 0.16 * (len(labels) + 1) // 2
-    with _figure(path, 1, len(panels), figsize=(12, height), sharey=True, squeeze=False) as axes:
-        for axis, (title, panel) in zip(axes[0], panels.items(), strict=True):
-            for _, name, x_value, y_value in panel:
-                style = style_of(series.index(name))
-                axis.scatter([x_value], [y_value], s=34, edgecolors="black", linewidths=0.4, **style)
-            for number, (x_value, y_value), (dx, dy) in _spread(
-                [(str(labels.index(label) + 1), (x_value, y_value)) for label, _, x_value, y_value in panel]
-            ):
-                axis.annotate(
-                    number, (x_value, y_value), xytext=(dx, dy), textcoords="offset points", fontsize=8,
-                    va="center",
-                )  # fmt: skip
-            axis.set(yscale="log", xlabel=x, title=title)
-            axis.margins(x=0.08)
-        axes[0][0].set_ylabel(y)
-        named = {label: name for label, name, *_ in points}
-        handles = [
-            axes[0][0].scatter([], [], s=30, edgecolors="black", linewidths=0.4, label=f"{i}  {label}",
-                               **style_of(series.index(named[label])))
-            for i, label in enumerate(labels, 1)
-        ]  # fmt: skip
-        axes[0][0].figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=8)
-
-
-def _spread(
-    points: Sequence[tuple[str, tuple[float, float]]],
-) -> Iterator[tuple[str, tuple[float, float], tuple[float, float]]]:
-    """(text, point, offset of the text): points that share x take turns right and left of theirs."""
-    by_x: dict[float, list[tuple[str, tuple[float, float]]]] = {}
-    for text, point in points:
-        by_x.setdefault(point[0], []).append((text, point))
-    for group in by_x.values():
-        for index, (text, point) in enumerate(sorted(group, key=lambda item: item[1][1])):
-            yield text, point, ((6, 0), (-15, 0), (18, 0), (-27, 0))[index % 4]

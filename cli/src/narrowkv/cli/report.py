@@ -36,6 +36,7 @@ SCHEMA_VERSION = 1
 # A pipe has no width: every row stays one line, for grep.
 _WIDTH_WITHOUT_TERMINAL = 100_000
 _SECONDS_BETWEEN_LINES = 10.0
+_PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 
 class ExitCode(IntEnum):
@@ -166,11 +167,14 @@ class Outputs:
         """Refuses what could not be written.
 
         Raises:
-            UsageError: a file cannot be written.
+            UsageError: a file cannot be written, or has the suffix of no plot.
             UnsupportedHereError: there is no matplotlib to plot with.
         """
         for field in dataclasses.fields(self):
             check_writable(f"--{field.name}", getattr(self, field.name))
+        if self.plot is not None and self.plot.suffix not in _PLOT_FORMATS:
+            known = ", ".join(_PLOT_FORMATS)
+            raise UsageError(f"--plot must be a file that ends with one of {known}; got {self.plot}")
         if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
             raise UnsupportedHereError("--plot needs matplotlib: pip install 'narrowkv-cli[plot]'")
 

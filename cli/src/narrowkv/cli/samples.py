@@ -44,17 +44,25 @@ def corners(launch: Launch) -> Iterable[Workgroup]:
     return sorted((i, j, k) for i in x for j in y for k in z)
 
 
+def _decode_rows(launch: Launch) -> tuple[int, int, int]:
+    """KV heads, rows of each and rows of a tile, of a decode kernel."""
+    sizes, blocks = launch.constexprs["SIZES"], launch.constexprs["BLOCKS"]
+    return sizes.num_kv_heads, sizes.q_len * sizes.gqa_ratio, blocks.m
+
+
 def _last_head_program(launch: Launch) -> Iterable[Workgroup]:
     """Every split of every sequence for the last KV head's last rows, which are the ragged ones."""
-    return ((launch.grid[0] - 1, unit, 0) for unit in range(launch.grid[1]))
+    heads, rows, block = _decode_rows(launch)
+    programs = heads * -(-rows // block)
+    return ((i, 0, 0) for i in range(programs - 1, launch.grid[0], programs))
 
 
 def _rows_of_last_head_program(launch: Launch) -> Iterable[Workgroup]:
     """The rows whose partial results `_last_head_program` leaves."""
-    rows = launch.constexprs["Q_LEN"] * launch.constexprs["GQA_RATIO"]
-    block = launch.constexprs["BLOCK_M"]
-    first = launch.grid[0] - rows + (rows - 1) // block * block
-    return ((row, seq, 0) for seq in range(launch.grid[1]) for row in range(first, launch.grid[0]))
+    heads, rows, block = _decode_rows(launch)
+    left = rows - (rows - 1) // block * block
+    last = range(heads * rows - left, heads * rows)
+    return ((seq + row, 0, 0) for seq in range(0, launch.grid[0], heads * rows) for row in last)
 
 
 def _sparse_programs(launch: Launch) -> Iterable[Workgroup]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from narrowkv.cli.cases import spell_case
-from narrowkv.cli.codegen import KernelCode, amd_backend_missing
+from narrowkv.cli.codegen import KernelCode, amd_backend_missing, main_kernel
 from narrowkv.cli.environment import versions
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
-from narrowkv.cli.sheet import Sheet
+from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 
 Case = TypeVar("Case")
@@ -48,7 +48,8 @@ def inspect_calls(
     targets: tuple[str, ...],
     inspect_case: Callable[[Case, str], CallCode[Case]],
     kind: Any,
-    table: Callable[[list[CallCode[Case]]], Sheet],
+    columns: Mapping[str, Callable[[Case], object]],
+    every_kernel: bool = False,
     spell: Callable[[Case], Any] = str,
 ) -> ExitCode:
     """Compiles calls for each target and shows what came of it; a faulty one ends with exit code 1.
@@ -59,7 +60,8 @@ def inspect_calls(
         targets: AMD targets.
         inspect_case: compiles one.
         kind: the type of what it gives.
-        table: of what was compiled, for a person.
+        columns: what says in the table which case it is, by header.
+        every_kernel: show all kernels of a call; otherwise the attention kernel, and others with a fault.
         spell: a case for the document.
 
     Raises:
@@ -82,7 +84,7 @@ def inspect_calls(
 
     tasks = [Task(name, case) for name in targets for case in (cases(name) if callable(cases) else cases)]
     interrupted = run_all(report, tasks, work, kind, take, what="inspecting")
-    report.show(table(codes))
+    report.show(_table(codes, columns, every_kernel))
     plans = {code.target: code.plan for code in reversed(codes) if code.plan}
     for target in dict.fromkeys(code.target for code in codes):
         if target in plans:
@@ -99,6 +101,37 @@ def inspect_calls(
     return finish_with_kernels(
         report, body, exit_code, [(c.target, spell_case(c.case), c.kernels) for c in codes], interrupted
     )
+
+
+def _table(
+    codes: Sequence[CallCode[Case]], columns: Mapping[str, Callable[[Case], object]], every_kernel: bool
+) -> Sheet:
+    figures = ("VGPR", "AGPR", "spilled", "scalars", "scratch", "LDS", "warps", "waves/SIMD", "VALU")
+    sheet = Sheet(
+        [
+            *keys("target", *columns, "kernel"),
+            *numbers(*figures, "transcendental", "matrix"),
+            Column("matrix instructions of the loop"),
+        ]
+    )
+    for code in codes:
+        main = main_kernel(code.kernels)
+        for k in code.kernels:
+            fault = k.spills or k.scratch_bytes
+            if not (every_kernel or fault or k is main):
+                continue
+            mfma = ", ".join(f"{n} {name.removeprefix('v_mfma_')}" for name, n in k.mfma.items())
+            loop = (
+                k.loop.get("valu", 0),
+                k.loop.get("transcendental", 0),
+                f"{k.matrix_share:.0%}",
+            )
+            sheet.add(
+                code.target, *(show(code.case) for show in columns.values()), k.name, k.vgprs, k.agprs,
+                k.spills, k.sgpr_spills, k.scratch_bytes, k.lds_bytes, k.num_warps, k.waves_per_simd, *loop,
+                mfma or "none", style="bold red" if code.faulty and (fault or k.sgpr_spills) else "",
+            )  # fmt: skip
+    return sheet
 
 
 Compiled = tuple[str, str, tuple[KernelCode, ...]]

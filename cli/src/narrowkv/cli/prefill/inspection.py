@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from narrowkv.cli.codegen import KernelCode, compile_call, main_kernel
+from narrowkv.cli.codegen import KernelCode, compile_call
 from narrowkv.cli.prefill.cases import PrefillCase, build, serves
 from narrowkv.cli.report import ExitCode, Report
-from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.shipped_code import CallCode, inspect_calls
 from narrowkv.quant.targets import get_target
 
@@ -46,6 +45,14 @@ def inspect_case(case: PrefillCase, target: str) -> CallCode[PrefillCase]:
     return CallCode(target, case, tuple(KernelCode.of(artifact) for artifact in artifacts))
 
 
+_COLUMNS: dict[str, Callable[[PrefillCase], object]] = {
+    "operation": lambda case: case.operation,
+    "Q": lambda case: f"{case.q}, fp8_compute" if case.fp8_compute else case.q,
+    "cache": lambda case: case.format,
+    "head_dim": lambda case: case.head_dim,
+}
+
+
 def inspect_prefill(
     cases: Sequence[PrefillCase] | Callable[[str], Sequence[PrefillCase]],
     report: Report,
@@ -57,27 +64,10 @@ def inspect_prefill(
     `cases` may be a function of the target's name.
     """
     return inspect_calls(
-        cases, report, targets=targets, inspect_case=inspect_case, kind=CallCode[PrefillCase], table=_table
+        cases,
+        report,
+        targets=targets,
+        inspect_case=inspect_case,
+        kind=CallCode[PrefillCase],
+        columns=_COLUMNS,
     )
-
-
-def _table(found: list[CallCode[PrefillCase]]) -> Sheet:
-    """The attention kernel of every call; of the others only what is wrong."""
-    sheet = Sheet(
-        [
-            *keys("target", "kernel", "Q", "cache", "dim"),
-            *numbers("VGPR", "spilled", "scalars", "scratch", "LDS", "waves", "matrix"),
-            Column("matrix instructions of the loop"),
-        ]
-    )
-    for code in found:
-        case, main = code.case, main_kernel(code.kernels)
-        for k in (*(k for k in code.kernels if k is not main and (k.spills or k.scratch_bytes)), main):
-            mfma = ", ".join(f"{n} {name.removeprefix('v_mfma_f32_')}" for name, n in k.mfma.items())
-            sheet.add(
-                code.target, case.kernel or k.name, f"{case.q}, fp8_compute" if case.fp8_compute else case.q,
-                case.format, case.head_dim, k.vgprs, k.spills, k.sgpr_spills, k.scratch_bytes, k.lds_bytes,
-                k.waves_per_simd, f"{k.matrix_share:.0%}", mfma or k.name,
-                style="bold red" if k.spills or k.scratch_bytes else "",
-            )  # fmt: skip
-    return sheet

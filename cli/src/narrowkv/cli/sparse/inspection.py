@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from narrowkv.cli.codegen import KernelCode, compile_call
 from narrowkv.cli.report import ExitCode, Report
-from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.shipped_code import CallCode, inspect_calls
 from narrowkv.cli.sparse.cases import QUERIES, SparseCase, build
 
@@ -15,11 +15,6 @@ _ROWS = "16+16"  # so few rows that nothing is split
 
 class SparseCode(CallCode[SparseCase]):
     """One call compiled for one target."""
-
-    @property
-    def faulty(self) -> bool:
-        """Whether a kernel spills, scalars too, or uses scratch."""
-        return super().faulty or any(k.sgpr_spills for k in self.kernels)
 
 
 def shipped_cases(*, two_sources: bool = True) -> list[SparseCase]:
@@ -58,30 +53,29 @@ def inspect_case(case: SparseCase, target: str) -> SparseCode:
     return SparseCode(target, case, tuple(KernelCode.of(artifact) for artifact in artifacts))
 
 
+def _rows(case: SparseCase) -> str:
+    """Layout and format of the rows."""
+    if case.layout in QUERIES:
+        return case.layout
+    return f"{case.layout} {case.format}{'' if case.clean else ', foreign'}"
+
+
+_COLUMNS: dict[str, Callable[[SparseCase], object]] = {
+    "mode": lambda case: case.mode,
+    "Q": lambda case: case.q,
+    "rows": _rows,
+    "heads": lambda case: case.heads,
+}
+
+
 def inspect_sparse(cases: list[SparseCase], report: Report, *, targets: tuple[str, ...]) -> ExitCode:
     """Compiles calls for each target and shows what came of it; spills and scratch end with exit code 1."""
     return inspect_calls(
-        cases, report, targets=targets, inspect_case=inspect_case, kind=SparseCode, table=_table
+        cases,
+        report,
+        targets=targets,
+        inspect_case=inspect_case,
+        kind=SparseCode,
+        every_kernel=True,
+        columns=_COLUMNS,
     )
-
-
-def _table(found: list[CallCode[SparseCase]]) -> Sheet:
-    sheet = Sheet(
-        [
-            *keys("target", "kernel", "Q", "rows", "heads"),
-            *numbers("VGPR", "AGPR", "spilled", "scratch", "LDS", "warps"),
-            Column("matrix instructions of the loop"),
-        ]
-    )
-    for code in found:
-        for k in code.kernels:
-            case = code.case
-            rows = case.layout
-            if rows not in QUERIES:
-                rows += f" {case.format}{'' if case.clean else ', foreign'}"
-            mfma = ", ".join(f"{name.removeprefix('v_mfma_')} {n}" for name, n in k.mfma.items())
-            sheet.add(
-                code.target, k.name, case.q, rows, case.heads, k.vgprs, k.agprs, k.spills + k.sgpr_spills,
-                k.scratch_bytes, k.lds_bytes, k.num_warps, mfma, style="bold red" if code.faulty else "",
-            )  # fmt: skip
-    return sheet

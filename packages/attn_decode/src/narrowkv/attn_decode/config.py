@@ -18,7 +18,17 @@ _FP8_PREFIX = "fp8_"
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """What a configuration depends on, all of it known without reading the device."""
+    """The shapes of decode calls, or of all calls that a plan is to serve.
+
+    Attributes:
+        batch: sequences, at most.
+        q_len: query tokens of each sequence.
+        num_qo_heads, num_kv_heads, head_dim: of the model.
+        page_size: tokens a page.
+        capacity: tokens of a sequence, at most. For a plan only speed depends on it, and which lengths
+            `validate` accepts.
+        q_dtype: bf16 or fp16.
+    """
 
     batch: int
     q_len: int
@@ -42,9 +52,11 @@ class DecodeConfig:
     Attributes:
         block_m: rows of a tile: (query token, head of the group) pairs.
         block_n: keys of a tile.
-        split: "none", "even" or "uniform": how a sequence's keys are divided over programs.
+        split: how a sequence's keys are divided over programs: "none"; "even" (programs have equal shares
+            of the whole batch's keys); "uniform" (every sequence has as many splits as fit at once, but not
+            more than tiles); "fixed" (`tiles_per_split` tiles a split, or more if there are too many splits).
         num_units: work units for each KV head and row block.
-        tiles_per_split: a fixed split size in key tiles, or 0 for an even share.
+        tiles_per_split: key tiles of a split; 0 for an even share.
         merge_in_launch: the last split to arrive merges, instead of a second kernel.
         kernel: "decode" widens the cache to 16 bits; "native" multiplies FP4 keys as they are stored.
         k_parts, v_parts: elements per word that K and V are read in; see `narrowkv.quant.device.widen_parts`.
@@ -109,6 +121,11 @@ _RESIDENT = 8
 # FP4 is bound by the instructions that unpack it, and more warps hide their latency. H100, B64 ctx8192 page
 # 16, least time over 32 and 64 keys and 2 to 5 stages: 244 us with 8 warps, 226 us with 12 (FP8: 371 us).
 _FP4_RESIDENT, _FP4_REGISTERS = 12, 168
+# Batch-invariant splits: small enough that one long sequence occupies a device, and few enough that the
+# partial results of a large batch fit in memory.
+_INVARIANT_TOKENS, _INVARIANT_SPLITS = 512, 32
+# Arrival counters of a workspace; see `narrowkv.quant.launch.Workspace`.
+_MAX_COUNTERS = 1 << 16
 
 
 def choose_config(
@@ -121,6 +138,7 @@ def choose_config(
     kernel: str | None = None,
     split: str | None = None,
     tokens_per_split: int = 0,
+    batch_invariant: bool = False,
 ) -> DecodeConfig:
     """The shipped configuration.
 
@@ -131,8 +149,8 @@ def choose_config(
         scale_groups: FP4 has a scale per 32 channels.
         kernel: forces "native" or "decode".
         split: forces "none", "even" or "uniform".
-        tokens_per_split: a fixed split size in tokens, rounded up to key tiles (batch-invariant mode); 0
-            chooses.
+        tokens_per_split: a fixed split size in tokens, rounded up to key tiles; 0 chooses.
+        batch_invariant: nothing that the result of a sequence depends on is chosen by batch or capacity.
 
     Raises:
         UnsupportedError: for a pair of formats that this kernel does not read, or a kernel that is not there.
@@ -159,7 +177,7 @@ def choose_config(
     unpacks = v_format == "fp4_e2m1" and not scale_groups and target.vendor == "nvidia"
     unpacks = unpacks and block_m == 16 and narrow_head
     whole_waves = False
-    latency_bound = shape.batch * shape.capacity < 512 * slots
+    latency_bound = shape.batch * shape.capacity < 512 * slots and not batch_invariant
     if target.is_amd:
         # One wave a program: with more, every wave repeats the QK product and the softmax of a 16-row tile.
         # Modelled issue time over memory time at ratio 12, head_dim 128 (`narrowkv inspect`): FP8 0.44 (FNUZ)
@@ -208,15 +226,16 @@ def choose_config(
     if shape.capacity <= block_n:
         split = split or "none"
     split = split or "even"
-    tiles_per_split = -(-tokens_per_split // block_n)
-    if tiles_per_split:
-        tiles = -(-shape.capacity // block_n)
-        num_units = shape.batch * -(-tiles // tiles_per_split)
-        split = "even"
+    tiles = max(1, -(-shape.capacity // block_n))
+    tiles_per_split = 0
+    if tokens_per_split or batch_invariant:
+        split, tiles_per_split = "fixed", -(-(tokens_per_split or _INVARIANT_TOKENS) // block_n)
+        most = tiles if tokens_per_split else _INVARIANT_SPLITS
+        num_units = shape.batch * min(-(-tiles // tiles_per_split), most)
     elif split == "none":
         num_units = shape.batch
     elif split == "uniform":
-        tiles = max(1, -(-shape.capacity // block_n))
+        tiles_per_split = 1
         num_units = shape.batch * min(max(1, slots // max(shape.batch, 1)), tiles)
     else:
         # An even share needs room for each sequence's rounding up: see `split_counts`. Where that is more
@@ -228,6 +247,8 @@ def choose_config(
     # 383 us against
     # 391 us); AMD's chiplets do not share an L2, so the second kernel's boundary is the cheaper fence there.
     merge_in_launch = split != "none" and num_units <= 4 * shape.batch and not target.is_amd
+    # The two ways of merging round differently, and the number of units depends on the capacity.
+    merge_in_launch = merge_in_launch and not batch_invariant and shape.batch * head_programs <= _MAX_COUNTERS
     return DecodeConfig(
         block_m,
         block_n,

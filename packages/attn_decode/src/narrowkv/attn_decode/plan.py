@@ -1,40 +1,119 @@
-"""The host work of a decode step, done once: checks, configuration, workspace."""
+"""The host work of a decode step, done once: checks, configuration, workspace, prepared launches."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 
-from narrowkv.attn_decode.config import DecodeConfig, DecodeShape, choose_config
-from narrowkv.attn_decode.kernels import Workspace
-from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.attn_decode.arguments import (
+    BOUND_CACHES,
+    OUT_DTYPES,
+    BoundCache,
+    bind_cache,
+    shares_memory,
+    step_of,
+)
+from narrowkv.attn_decode.config import SCALED_DOT_DEPTH, DecodeConfig, DecodeShape, choose_config
+from narrowkv.attn_decode.kernels import (
+    Blocks,
+    Rows,
+    Rules,
+    Sizes,
+    TableSteps,
+    Workspace,
+    _merge_splits_kernel,
+    _paged_decode_kernel,
+)
+from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.paged_cache.layouts import span_bytes
 from narrowkv.paged_cache.page_table import check_table
+from narrowkv.quant import launch
 from narrowkv.quant.errors import (
+    check_choice,
+    check_descale_tensor,
     check_dtype,
+    check_finite_float,
+    check_instance,
     check_last_dim_contiguous,
+    check_no_grad,
+    check_no_overlap,
     check_positive_int,
     check_same_device,
+    check_shape,
+    check_tensor,
+    check_window,
 )
-from narrowkv.quant.launch import active_target
+from narrowkv.quant.launch import BoundLaunch, LaunchOptions, active_target, block_bytes
 from narrowkv.quant.targets import Target
 
 _HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+_SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LOG2E = math.log2(math.e)
+_OPTIONAL = (torch.Tensor, type(None))
+_MAX_GRID = 2**31 - 1
+_MAX_PREPARED = 4096
+FLOAT32_MAX = 3.4028234663852886e38
 
 
-@dataclass(frozen=True)
+class _Call(NamedTuple):
+    """What `DecodePlan.run` prepared for calls whose tensors have the same metadata.
+
+    Attributes:
+        grid, merge_grid: of the attention kernel, and of the kernel that merges splits.
+        attend, merge: the launches; `merge` is None where no second kernel is needed.
+        sizes: batch, number of work units, key tiles of a split.
+        merge_in_launch: whether the first kernel merges.
+        partial: the plan's memory for partial results; None if a call allocates its own.
+        blocks, counters: that memory, and how many arrival counters it has.
+        logit_scale, soft_cap: scale of the logits without the cache's descale, and their cap.
+        steps: constants of the page table.
+        strides: of q, o and lse, as `Rows` has them.
+        out_dtype: of a new output.
+        q_bytes, o_bytes, lse_bytes, read_bytes: bytes that the tensors span; the last ones are those of page
+            ids (of one element), lengths, indptr and sinks.
+    """
+
+    grid: tuple[int]
+    merge_grid: tuple[int]
+    attend: BoundLaunch
+    merge: BoundLaunch | None
+    sizes: tuple[int, int, int]
+    merge_in_launch: int
+    partial: Workspace | None
+    blocks: list[Any]
+    counters: int
+    logit_scale: float
+    soft_cap: float
+    steps: TableSteps
+    strides: tuple[int, int, int, int, int]
+    out_dtype: torch.dtype
+    q_bytes: int
+    o_bytes: int
+    lse_bytes: int
+    read_bytes: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, eq=False)
 class DecodePlan:
-    """Everything about a decode step that does not depend on the sequences' lengths.
+    """Everything about decode steps that does not depend on the values of lengths and page ids.
 
-    A plan serves every layer and every step with the same shapes: `paged_decode` then only launches. It owns
-    a workspace, so one plan must not serve two streams at once.
+    A plan serves every layer and every step of a model, for all batches up to `shape.batch`. Its calls write
+    to one workspace, so they must not run at the same time as each other or as those of another plan with
+    that workspace. Two plans are equal only if they are the same object.
 
     Attributes:
         target: what the configuration was chosen for.
-        shape: the shapes that it serves.
+        shape: the shapes that it serves; `batch` and `capacity` are maxima.
         k_format: storage format of K; v_format: of V.
-        config: tile sizes and the split of the keys.
-        workspace: partial results and arrival counters; None without splits.
+        config: tile sizes and the split of the keys at the largest batch.
+        device: where the tensors are.
+        workspace: memory of partial results and arrival counters; None if none is needed.
+        scale_groups: the cache has FP4 scales per 32 channels.
+        tokens_per_split, split, kernel, batch_invariant: see `plan_decode`.
     """
 
     target: Target
@@ -43,15 +122,30 @@ class DecodePlan:
     v_format: str
     config: DecodeConfig
     device: torch.device
-    workspace: Workspace | None = field(repr=False)
+    workspace: launch.Workspace | None = field(repr=False, default=None)
+    scale_groups: bool = False
+    tokens_per_split: int = 0
+    split: str | None = None
+    kernel: str | None = None
+    batch_invariant: bool = False
+    _configs: dict[int, DecodeConfig] = field(init=False, repr=False, default_factory=dict)
+    _launches: dict[Any, BoundLaunch] = field(init=False, repr=False, default_factory=dict)
+    _calls: dict[Any, _Call] = field(init=False, repr=False, default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DecodePlan:
+        """A plan for the same calls, with a workspace of its own."""
+        own = None if self.workspace is None else launch.Workspace(self.workspace.num_bytes, self.device)
+        return replace(self, workspace=own)
 
     def explain(self) -> str:
         """Why this configuration: one line for a person."""
         c = self.config
+        each = c.num_units // max(self.shape.batch, 1)
         how = {
             "none": "one program per sequence and head block",
-            "uniform": f"{c.num_units // max(self.shape.batch, 1)} equal splits of every sequence",
+            "uniform": f"up to {each} equal splits of every sequence",
             "even": f"an even share of all keys over {c.num_units} work units",
+            "fixed": f"splits of {c.tiles_per_split * c.block_n} keys, at most {each} a sequence",
         }[c.split]
         merge = (
             ""
@@ -65,6 +159,400 @@ class DecodePlan:
             f"{c.options.num_warps} warps, {c.options.num_stages} stages; {how}{merge}"
         )
 
+    def config_for(self, batch: int) -> DecodeConfig:
+        """The configuration of a call with this many sequences."""
+        if batch == self.shape.batch:
+            return self.config
+        if batch not in self._configs:
+            self._configs[batch] = choose_config(
+                self.target, replace(self.shape, batch=batch), self.k_format, self.v_format,
+                scale_groups=self.scale_groups, kernel=self.kernel, split=self.split,
+                tokens_per_split=self.tokens_per_split, batch_invariant=self.batch_invariant,
+            )  # fmt: skip
+        return self._configs[batch]
+
+    def workspace_bytes(self) -> int:
+        """Bytes that a `narrowkv.quant.launch.Workspace` needs for every call of this plan."""
+        return max((block_bytes(self._blocks(batch)) for batch in range(1, self.shape.batch + 1)), default=0)
+
+    def kernels(
+        self,
+        cache: PagedKVCache,
+        *,
+        ragged: bool = False,
+        logits_soft_cap: float = 0.0,
+        window_left: int = -1,
+        sinks: bool = False,
+        return_lse: bool = False,
+    ) -> tuple[BoundLaunch, ...]:
+        """Every kernel, with its constants and compiler options, that calls of this plan can launch.
+
+        Args:
+            cache: a cache like those of the calls; one page is enough.
+            ragged: whether their page tables are ragged.
+            logits_soft_cap, window_left, return_lse: as in the calls; sinks: whether they have sinks.
+
+        Example:
+            >>> for bound in plan.kernels(cache):          # doctest: +SKIP
+            ...     print(bound.kernel, bound.constexprs, bound.options)
+        """
+        bound = self._bind(cache)
+        options = (ragged, window_left, logits_soft_cap > 0, sinks, return_lse)
+        found: dict[int, BoundLaunch] = {}
+        for batch in range(1, self.shape.batch + 1):
+            for prepared in self._bound_launches(bound, batch, *options):
+                if prepared is not None:
+                    found[id(prepared)] = prepared
+        return tuple(found.values())
+
+    def run(
+        self,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        page_table: PageTable,
+        *,
+        sm_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        logits_soft_cap: float = 0.0,
+        window_left: int = -1,
+        sinks: torch.Tensor | None = None,
+        return_lse: bool = False,
+        lse: torch.Tensor | None = None,
+        validate: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """`paged_decode` by this plan: the same arguments and results.
+
+        The first call with some shapes, dtypes, strides and options checks them and prepares its launches;
+        later calls with the same ones only launch.
+        """
+        if not (
+            isinstance(q, torch.Tensor) and type(cache) is PagedKVCache and type(page_table) is PageTable
+            and isinstance(out, _OPTIONAL) and isinstance(lse, _OPTIONAL) and isinstance(sinks, _OPTIONAL)
+        ):  # fmt: skip
+            _check_classes(q, cache, page_table, out=out, lse=lse, sinks=sinks)
+        found = BOUND_CACHES.get(cache)
+        config = self.config
+        key = (self.target.name, config.kernel, config.k_parts, config.v_parts)
+        bound = None if found is None else found.get(key)
+        if bound is None:
+            bound = self._bind(cache)
+        ids, indptr, seq_lens = page_table.page_ids, page_table.kv_indptr, page_table.seq_lens
+        lens = page_table.kv_last_page_len if seq_lens is None else seq_lens
+        assert lens is not None
+        size, stride = ids.shape, ids.stride()
+        signature = (
+            bound.number, type(q), q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
+            torch.is_grad_enabled(), lens.shape, lens.stride(), ids.dtype, stride[-1] if size[-1] > 1 else 1,
+            ids.device, page_table.page_size, page_table.before_append,
+            None if indptr is None else indptr.stride(),
+            sm_scale, logits_soft_cap, window_left, return_lse, out_dtype,
+            None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.requires_grad),
+            None if lse is None else (lse.shape, lse.stride(), lse.dtype, lse.device),
+            None if sinks is None else (sinks.shape, sinks.stride(), sinks.dtype, sinks.requires_grad),
+            active_target(self.device).name,
+        )  # fmt: skip
+        call = self._calls.get(signature)
+        if call is None:
+            call = self._prepare(
+                bound, q, cache, page_table, sm_scale, out, out_dtype, logits_soft_cap, window_left, sinks,
+                return_lse, lse,
+            )  # fmt: skip
+            if len(self._calls) >= _MAX_PREPARED:
+                self._calls.clear()
+            self._calls[signature] = call
+        if validate:
+            self._check_values(cache, page_table)
+        num_ids = 1 + (size[-1] - 1) * stride[-1]
+        row: Any = indptr
+        if row is None:
+            num_ids += (size[0] - 1) * stride[0]
+            row = stride[0]
+        if out is not None or lse is not None:
+            read = [(q, call.q_bytes), (ids, num_ids * call.read_bytes[0]), (lens, call.read_bytes[1])]
+            if indptr is not None:
+                read.append((indptr, call.read_bytes[2]))
+            if sinks is not None:
+                read.append((sinks, call.read_bytes[3]))
+            if shares_memory([(out, call.o_bytes), (lse, call.lse_bytes)], read, bound.spans):
+                _refuse_overlap(out, lse, q, cache, page_table, sinks)
+        o = torch.empty(q.shape, dtype=call.out_dtype, device=q.device) if out is None else out
+        if lse is None and return_lse:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        if cache.num_pages == 0 or size[-1] == 0:  # every sequence is empty
+            o.zero_()
+            if lse is not None:
+                lse.fill_(-math.inf)
+        elif call.sizes[0] and q.shape[1]:
+            io = Rows(q, o, lse, sinks, *call.strides)
+            table = (ids, row, lens, num_ids, size[-1], call.steps)
+            partial = call.partial
+            if partial is None:
+                partial = _allocate(call.blocks, call.counters, q.device)
+            qk_scale = call.logit_scale * bound.k_factor
+            if not -FLOAT32_MAX <= qk_scale <= FLOAT32_MAX:
+                raise ValueError(
+                    f"sm_scale times the descale of K must be finite in float32, got {qk_scale}: "
+                    "pass a smaller sm_scale"
+                )
+            call.attend(
+                call.grid,
+                (
+                    io, bound.k, bound.v, bound.k_descale, bound.v_descale, partial, *table,
+                    qk_scale, bound.v_factor, call.soft_cap, *call.sizes, call.merge_in_launch,
+                ),
+            )  # fmt: skip
+            if call.merge is not None:
+                call.merge(
+                    call.merge_grid, (io, bound.v_descale, partial, *table, bound.v_factor, *call.sizes)
+                )
+        return (o, lse) if return_lse and lse is not None else o
+
+    def _bind(self, cache: PagedKVCache) -> BoundCache:
+        """The cache as kernel arguments, once it is known to be of this plan's kind."""
+        c = self.config
+        made = (cache.num_kv_heads, cache.head_dim, cache.page_size, cache.format.k, cache.format.v)
+        shape = self.shape
+        wanted = (shape.num_kv_heads, shape.head_dim, shape.page_size, self.k_format, self.v_format)
+        if made != wanted or cache.k.device != self.device:
+            raise ValueError(
+                f"plan must be made for a cache of (num_kv_heads, head_dim, page_size, K, V) {made} on "
+                f"{cache.k.device}, got a plan for {wanted} on {self.device}: call plan_decode again"
+            )
+        return bind_cache(cache, self.target, c.kernel, c.k_parts, c.v_parts)
+
+    def _blocks(self, batch: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Memory of partial results at this batch: `acc` and `ml` of `Workspace`."""
+        config, shape = self.config_for(batch), self.shape
+        if config.split == "none" or batch == 0:
+            return []
+        slots = config.num_units * shape.num_kv_heads * self._row_blocks(config)
+        return [
+            ((slots, config.block_m, _power_of_two(shape.head_dim)), torch.float32),
+            ((slots, 2, config.block_m), torch.float32),
+        ]
+
+    def _row_blocks(self, config: DecodeConfig) -> int:
+        return -(-self.shape.q_len * self.shape.gqa_ratio // config.block_m)
+
+    def _bound_launches(
+        self, bound: BoundCache, batch: int, ragged: bool, window_left: int, soft_cap: bool, sinks: bool,
+        lse: bool,
+    ) -> tuple[BoundLaunch, BoundLaunch | None]:  # fmt: skip
+        """The attention kernel of a call, and the one that merges if there is one."""
+        shape, config = self.shape, self.config_for(batch)
+        native = config.kernel == "native"
+        half = "bf16" not in (self.k_format, self.v_format)
+        block_d = _power_of_two(shape.head_dim)
+        constexprs = {
+            "SIZES": Sizes(
+                shape.num_kv_heads, shape.gqa_ratio, shape.q_len, shape.head_dim, shape.page_size, ragged
+            ),
+            "K": bound.k_stored,
+            "V": bound.v_stored,
+            "RULES": Rules(
+                compute=tl.float16 if half else tl.bfloat16,
+                scale_q=half and shape.q_dtype == torch.bfloat16 and not native,
+                split_q=not half and shape.q_dtype == torch.float16,
+                native=native,
+                soft_cap=soft_cap,
+                sinks=sinks,
+                lse=lse,
+                window_left=window_left,
+                wide_address=bound.wide_address,
+                even=config.split == "even",
+                partial=config.split != "none",
+                can_merge=config.merge_in_launch or not (config.split == "none" or self.target.is_amd),
+            ),
+            "BLOCKS": Blocks(
+                config.block_m, config.block_n, block_d, max(block_d, SCALED_DOT_DEPTH) if native else block_d
+            ),
+        }
+        attend = self._bound_launch(_paged_decode_kernel, constexprs, config.options)
+        if config.split == "none" or config.merge_in_launch or config.num_units == batch:
+            return attend, None
+        merging = {name: value for name, value in constexprs.items() if name != "K"}
+        options = LaunchOptions(num_warps=1, num_stages=1)
+        return attend, self._bound_launch(_merge_splits_kernel, merging, options)
+
+    def _bound_launch(self, kernel: Any, constexprs: dict[str, Any], options: LaunchOptions) -> BoundLaunch:
+        """One object for each kernel with its constants, whatever the batch."""
+        key = (kernel, tuple(constexprs.values()), options)
+        return self._launches.setdefault(key, BoundLaunch(kernel, constexprs, options))
+
+    def _prepare(
+        self, bound: BoundCache, q: torch.Tensor, cache: PagedKVCache, page_table: PageTable,
+        sm_scale: float | None, out: torch.Tensor | None, out_dtype: torch.dtype | None,
+        logits_soft_cap: float, window_left: int, sinks: torch.Tensor | None, return_lse: bool,
+        lse: torch.Tensor | None,
+    ) -> _Call:  # fmt: skip
+        """Checks all that does not change from call to call, and prepares the launches."""
+        shape = decode_shape(q, cache, page_table)
+        self._check(shape, q.device, active_target(self.device))
+        scale = q.shape[2] ** -0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
+        soft_cap = check_finite_float("logits_soft_cap", logits_soft_cap)
+        if soft_cap < 0:
+            raise ValueError(f"logits_soft_cap must be 0 (off) or positive, got {logits_soft_cap}")
+        check_window("window_left", window_left)
+        if sinks is not None:
+            check_dtype("sinks", sinks, _SINK_DTYPES)
+            check_shape("sinks", sinks, (shape.num_qo_heads,))
+            check_last_dim_contiguous("sinks", sinks)
+            check_same_device(q=q, sinks=sinks)
+        check_no_grad(q=q, k=cache.k, v=cache.v, sinks=sinks)
+        out_dtype = _check_out(q, out, out_dtype)
+        if lse is not None:
+            check_dtype("lse", lse, (torch.float32,))
+            check_shape("lse", lse, tuple(q.shape[:2]))
+            check_last_dim_contiguous("lse", lse)
+            check_same_device(q=q, lse=lse)
+            check_no_grad(lse=lse)
+        _refuse_overlap(out, lse, q, cache, page_table, sinks)
+        batch, config = shape.batch, self.config_for(shape.batch)
+        attend, merge = self._bound_launches(
+            bound, batch, page_table.kind == "ragged", window_left, soft_cap > 0, sinks is not None,
+            return_lse or lse is not None,
+        )  # fmt: skip
+        row_blocks = self._row_blocks(config)
+        programs = config.num_units * shape.num_kv_heads * row_blocks
+        if programs > _MAX_GRID:
+            raise ValueError(
+                f"batch, max_seq_len and tokens_per_split make {programs} programs, and a launch has at most "
+                f"{_MAX_GRID}: plan for a smaller batch or larger splits"
+            )
+        counters = batch * shape.num_kv_heads * row_blocks if config.split != "none" else 0
+        if not attend.constexprs["RULES"].can_merge:
+            counters = 0
+        elif not config.merge_in_launch:
+            counters = 1  # something to point at
+        blocks = self._blocks(batch)
+        partial = None
+        if not blocks:
+            partial = Workspace(None, None, None)
+        elif self.workspace is not None:
+            arrived = self.workspace.counters(counters) if counters else None
+            acc, ml = self.workspace.carve(blocks)
+            partial = Workspace(acc, ml, arrived)
+        ids, lens, indptr = page_table.page_ids, page_table.seq_lens, page_table.kv_indptr
+        if lens is None:
+            lens = page_table.kv_last_page_len
+        assert lens is not None
+        if span_bytes(ids) // ids.element_size() > _MAX_GRID:
+            raise ValueError(
+                f"page_table must span fewer than 2**31 page ids, got shape {tuple(ids.shape)} with strides "
+                f"{ids.stride()}"
+            )
+        steps = TableSteps(
+            cache.num_pages, step_of(ids), None if indptr is None else step_of(indptr), step_of(lens)
+        )
+        token, head, _ = _contiguous(q) if out is None else out.stride()
+        return _Call(
+            grid=(programs,),
+            merge_grid=(batch * shape.num_kv_heads * shape.q_len * shape.gqa_ratio,),
+            attend=attend,
+            merge=merge,
+            sizes=(batch, config.num_units, max(config.tiles_per_split, 1)),
+            merge_in_launch=int(config.merge_in_launch),
+            partial=partial,
+            blocks=blocks,
+            counters=counters,
+            logit_scale=scale * (1.0 if soft_cap > 0 else _LOG2E),
+            soft_cap=soft_cap,
+            steps=steps,
+            strides=(q.stride(0), q.stride(1), token, head, q.shape[1] if lse is None else lse.stride(0)),
+            out_dtype=out_dtype,
+            q_bytes=span_bytes(q),
+            o_bytes=0 if out is None else span_bytes(out),
+            lse_bytes=0 if lse is None else span_bytes(lse),
+            read_bytes=(
+                ids.element_size(), span_bytes(lens), 0 if indptr is None else span_bytes(indptr),
+                0 if sinks is None else span_bytes(sinks),
+            ),
+        )  # fmt: skip
+
+    def _check(self, shape: DecodeShape, device: torch.device, target: Target) -> None:
+        """Refuses a call that the plan was not made for, and says what is needed."""
+        planned = self.shape
+        fits = replace(shape, batch=0, capacity=0) == replace(planned, batch=0, capacity=0)
+        if (
+            not fits
+            or shape.batch > planned.batch
+            or device != self.device
+            or target.name != self.target.name
+        ):
+            raise ValueError(
+                f"plan must be made for {shape} or a larger batch on {device} ({target.name}), got a plan "
+                f"for {planned} on {self.device} ({self.target.name}): call plan_decode again"
+            )
+
+    def _check_values(self, cache: PagedKVCache, page_table: PageTable) -> None:
+        """Looks at lengths, page ids and descales, which waits for the device."""
+        page_table.check_values(cache.num_pages)
+        lens = page_table.seq_lens_tensor()
+        longest = int(lens.max()) if lens.numel() else 0
+        if longest > self.shape.capacity:
+            raise ValueError(
+                f"plan must cover the longest sequence of {longest} tokens, got one for "
+                f"{self.shape.capacity}: call plan_decode with a larger max_seq_len"
+            )
+        for name, value in (("k_descale", cache.k_descale), ("v_descale", cache.v_descale)):
+            if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
+                check_descale_tensor(name, value, validate=True)
+
+
+def _contiguous(q: torch.Tensor) -> tuple[int, int, int]:
+    """Strides of a new tensor with q's shape."""
+    return q.shape[1] * q.shape[2], q.shape[2], 1
+
+
+def _power_of_two(head_dim: int) -> int:
+    return 1 << (head_dim - 1).bit_length()
+
+
+def _allocate(blocks: list[Any], counters: int, device: torch.device) -> Workspace:
+    """Memory of a call whose plan has none."""
+    acc, ml = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype in blocks)
+    return Workspace(acc, ml, torch.zeros(counters, dtype=torch.int32, device=device) if counters else None)
+
+
+def _check_classes(q: object, cache: object, page_table: object, **optional: object) -> None:
+    check_tensor("q", q)
+    for name, value in optional.items():
+        if value is not None:
+            check_tensor(name, value)
+    check_instance("cache", cache, PagedKVCache)
+    check_instance("page_table", page_table, PageTable)
+
+
+def _check_out(q: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
+    """The output's dtype, once the caller's output is checked."""
+    if out_dtype is not None and out_dtype not in OUT_DTYPES:
+        raise ValueError(f"out_dtype must be one of {OUT_DTYPES}, got {out_dtype}")
+    if out is None:
+        return q.dtype if out_dtype is None else out_dtype
+    check_dtype("out", out, OUT_DTYPES if out_dtype is None else (out_dtype,))
+    check_shape("out", out, tuple(q.shape))
+    check_same_device(q=q, out=out)
+    check_last_dim_contiguous("out", out)
+    check_no_grad(out=out)
+    return out.dtype
+
+
+def _refuse_overlap(
+    out: torch.Tensor | None, lse: torch.Tensor | None, q: torch.Tensor, cache: PagedKVCache,
+    page_table: PageTable, sinks: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Refuses results that overlap themselves, each other or an input."""
+    inputs = {
+        "q": q, "k": cache.k, "v": cache.v, "sinks": sinks, "k_descale": cache.k_descale,
+        "v_descale": cache.v_descale, "page_ids": page_table.page_ids, "seq_lens": page_table.seq_lens,
+        "kv_indptr": page_table.kv_indptr, "kv_last_page_len": page_table.kv_last_page_len,
+    }  # fmt: skip
+    if out is not None:
+        check_no_overlap("out", out, **inputs, lse=lse)
+    if lse is not None:
+        check_no_overlap("lse", lse, **inputs)
+
 
 def decode_shape(q: torch.Tensor, cache: PagedKVCache, page_table: PageTable) -> DecodeShape:
     """Checks what a decode call's metadata can tell without reading the device, and returns its shape.
@@ -72,6 +560,7 @@ def decode_shape(q: torch.Tensor, cache: PagedKVCache, page_table: PageTable) ->
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
+    _check_classes(q, cache, page_table)
     check_table(page_table, cache)
     check_dtype("q", q, (torch.bfloat16, torch.float16))
     if q.dim() != 3:
@@ -79,19 +568,12 @@ def decode_shape(q: torch.Tensor, cache: PagedKVCache, page_table: PageTable) ->
     check_last_dim_contiguous("q", q)
     num_tokens, num_qo_heads, head_dim = q.shape
     batch = page_table.batch_size
-    if head_dim not in _HEAD_DIMS:
-        raise ValueError(f"q must have head_dim in {_HEAD_DIMS}, got {head_dim}")
     if head_dim != cache.head_dim:
         raise ValueError(f"q must have the cache's head_dim {cache.head_dim}, got {head_dim}")
-    if num_qo_heads % cache.num_kv_heads:
-        raise ValueError(
-            f"q must have a multiple of the cache's {cache.num_kv_heads} KV heads, "
-            f"got num_qo_heads={num_qo_heads}"
-        )
-    if (batch == 0 and num_tokens) or (batch and num_tokens % batch):
+    if (batch == 0 and num_tokens) or (batch and (num_tokens % batch or num_tokens == 0)):
         raise ValueError(f"q must have batch * q_len rows for batch {batch}, got {num_tokens}")
     check_same_device(q=q, k=cache.k, v=cache.v, page_table=page_table.page_ids)
-    return DecodeShape(
+    shape = DecodeShape(
         batch=batch,
         q_len=num_tokens // batch if batch else 1,
         num_qo_heads=num_qo_heads,
@@ -101,107 +583,172 @@ def decode_shape(q: torch.Tensor, cache: PagedKVCache, page_table: PageTable) ->
         capacity=page_table.capacity,
         q_dtype=q.dtype,
     )
+    _check_shape(shape)
+    return shape
+
+
+def _check_shape(shape: DecodeShape) -> None:
+    if shape.head_dim not in _HEAD_DIMS:
+        raise ValueError(f"q must have head_dim in {_HEAD_DIMS}, got {shape.head_dim}")
+    if shape.num_qo_heads < 1 or shape.num_qo_heads % shape.num_kv_heads:
+        raise ValueError(
+            f"q must have a positive multiple of the cache's {shape.num_kv_heads} KV heads, "
+            f"got num_qo_heads={shape.num_qo_heads}"
+        )
 
 
 def plan_decode(
-    q: torch.Tensor,
-    cache: PagedKVCache,
-    page_table: PageTable,
+    q: torch.Tensor | DecodeShape,
+    cache: PagedKVCache | CacheFormat | str,
+    page_table: PageTable | None = None,
     *,
+    device: torch.device | str | None = None,
+    scale_group: int | None = None,
+    max_batch: int | None = None,
     max_seq_len: int | None = None,
     tokens_per_split: int | None = None,
     split: str | None = None,
     kernel: str | None = None,
+    batch_invariant: bool = False,
+    workspace: launch.Workspace | None = None,
+    validate: bool = False,
 ) -> DecodePlan:
-    """Plans decode for these shapes: checks the metadata, chooses the configuration, allocates the workspace.
+    """Plans decode steps: checks the metadata, chooses the configuration, allocates the workspace.
 
-    Nothing is read from the device. The plan holds for any lengths within the page table's capacity, so a
-    captured graph can be replayed with other `seq_lens`.
+    Nothing is read from the device. One plan serves every layer of a model, every batch up to its maximum
+    and any lengths, so that a captured graph can be replayed with other lengths and page tables.
 
     Args:
-        q: `[batch * q_len, num_qo_heads, head_dim]`, bf16 or fp16; only its metadata is used.
-        cache: the paged cache.
-        page_table: the page table; its capacity bounds the lengths.
-        max_seq_len: a tighter bound in tokens, if one is known; only speed depends on it.
-        tokens_per_split: a fixed split size in tokens (rounded up to key tiles). Results of a sequence are
-            then bitwise the same alone or in any batch.
+        q: `[batch * q_len, num_qo_heads, head_dim]`, bf16 or fp16, of which only the metadata is used; or,
+            before there are tensors, a `DecodeShape` whose `batch` and `capacity` are the maxima.
+        cache: the paged cache; with a `DecodeShape` its format.
+        page_table: the page table; None with a `DecodeShape`.
+        device: with a `DecodeShape`: where the tensors will be.
+        scale_group: with a `DecodeShape`: 32 for FP4 with a scale per 32 channels.
+        max_batch: sequences of a call, at most; default q's.
+        max_seq_len: tokens of a sequence, at most; default what a row of the page table holds. Only speed
+            depends on it: longer sequences are served, too.
+        tokens_per_split: a fixed split size in tokens, rounded up to key tiles.
         split: forces "none", "even" or "uniform".
         kernel: forces "native" (scaled matrix instructions on FP4 keys, Q as a sum of E4M3 terms: gfx950) or
             "decode" (the cache widened to 16 bits: everywhere). None takes native where it can.
+        batch_invariant: the result of a sequence has the same bits alone and in any batch, with any width of
+            the page table. Tiles and splits then depend on the sequence alone, which costs speed where the
+            batch would have asked for others: short contexts, and few long sequences.
+        workspace: memory that plans share whose calls do not run at the same time, with at least
+            `workspace_bytes()`; None allocates what this plan needs.
+        validate: look at lengths, page ids and descales, which waits for the device.
 
     Returns:
-        A `DecodePlan` for `paged_decode(..., plan=plan)`.
+        A `DecodePlan` for `paged_decode(..., plan=plan)` or `plan.run(...)`.
 
     Raises:
-        TypeError, ValueError: for metadata that `paged_decode` would refuse.
+        TypeError, ValueError: for metadata that `paged_decode` would refuse; a workspace that is too small.
+        UnsupportedError: for formats that the kernel does not read, or a forced kernel that the target lacks.
 
     Example:
         >>> plan = plan_decode(q, cache, table)                 # doctest: +SKIP
         >>> o = paged_decode(q, cache, table, plan=plan)        # doctest: +SKIP
+        >>> shape = DecodeShape(batch=4, q_len=1, num_qo_heads=8, num_kv_heads=2, head_dim=64, page_size=16,
+        ...                     capacity=1024)
+        >>> plan_decode(shape, "fp8_e4m3fn", device="cpu").config.kernel
+        'decode'
     """
-    shape = decode_shape(q, cache, page_table)
-    if max_seq_len is not None:
-        check_positive_int("max_seq_len", max_seq_len)
-    if split not in (None, "none", "even", "uniform"):
-        raise ValueError(f"split must be 'none', 'even' or 'uniform', got {split!r}")
-    target = active_target(q.device)
-    k_format, v_format = cache.format.k, cache.format.v
-    if tokens_per_split is None:
-        bound = shape.capacity if max_seq_len is None else min(max_seq_len, shape.capacity)
-        shape = replace(shape, capacity=bound)
-    else:
-        # Splits of a fixed size must be enough for any length that the table can hold.
-        check_positive_int("tokens_per_split", tokens_per_split)
-    config = choose_config(
-        target, shape, k_format, v_format,
-        scale_groups="token_head_group" in (cache.k_granularity, cache.v_granularity),
-        kernel=kernel, split=split,
-        tokens_per_split=tokens_per_split or 0,
+    plan = _plan(
+        q, cache, page_table, device=device, scale_group=scale_group, max_batch=max_batch,
+        max_seq_len=max_seq_len, tokens_per_split=tokens_per_split, split=split, kernel=kernel,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
-    return DecodePlan(target, shape, k_format, v_format, config, q.device, _allocate(config, shape, q.device))
-
-
-def _allocate(config: DecodeConfig, shape: DecodeShape, device: torch.device) -> Workspace | None:
-    if config.split == "none" or shape.batch == 0:
-        return None
-    row_blocks = -(-shape.q_len * shape.gqa_ratio // config.block_m)
-    slots = config.num_units * shape.num_kv_heads * row_blocks
-    block_d = 1 << (shape.head_dim - 1).bit_length()
-    return Workspace(
-        acc=torch.empty(slots * config.block_m * block_d, dtype=torch.float32, device=device),
-        ml=torch.empty(slots * 2 * config.block_m, dtype=torch.float32, device=device),
-        # The merging program puts its counter back to zero, so this is done once and not per call.
-        arrived=torch.zeros(shape.batch * shape.num_kv_heads * row_blocks, dtype=torch.int32, device=device),
-    )
-
-
-def check_plan(
-    plan: DecodePlan, shape: DecodeShape, cache: PagedKVCache, device: torch.device, target: Target
-) -> None:
-    """Refuses a plan that was made for another call, and says what is needed."""
-    planned = plan.shape
-    same = (
-        (shape.batch, shape.q_len, shape.num_qo_heads, shape.num_kv_heads, shape.head_dim, shape.page_size)
-        == (
-            planned.batch,
-            planned.q_len,
-            planned.num_qo_heads,
-            planned.num_kv_heads,
-            planned.head_dim,
-            planned.page_size,
-        )
-        and (cache.format.k, cache.format.v) == (plan.k_format, plan.v_format)
-        and device == plan.device
-        and target.name == plan.target.name
-    )
-    if not same:
+    if validate and isinstance(cache, PagedKVCache) and page_table is not None:
+        plan._check_values(cache, page_table)
+    needed = plan.workspace_bytes()
+    if workspace is None:
+        return replace(plan, workspace=launch.Workspace(needed, plan.device)) if needed else plan
+    check_instance("workspace", workspace, launch.Workspace)
+    if workspace.num_bytes < needed or workspace.device != plan.device:
         raise ValueError(
-            f"plan must be made for {shape} on {device} ({target.name}) with a {cache.format} "
-            "cache, got a plan for "
-            f"{planned} on {plan.device} ({plan.target.name}) with {plan.k_format}/{plan.v_format}: "
-            "call plan_decode again"
+            f"workspace must have at least {needed} bytes on {plan.device}, "
+            f"got {workspace.num_bytes} on {workspace.device}"
         )
-    if plan.config.tiles_per_split and shape.capacity > planned.capacity:
-        raise ValueError(
-            f"plan must cover {shape.capacity} tokens a sequence, got one for {planned.capacity}"
-        )
+    return replace(plan, workspace=workspace)
+
+
+def _plan(
+    q: torch.Tensor | DecodeShape, cache: PagedKVCache | CacheFormat | str, page_table: PageTable | None,
+    *, device: torch.device | str | None = None, scale_group: int | None = None, max_batch: int | None = None,
+    max_seq_len: int | None = None, tokens_per_split: int | None = None, split: str | None = None,
+    kernel: str | None = None, batch_invariant: bool = False,
+) -> DecodePlan:  # fmt: skip
+    """A plan without its workspace."""
+    if isinstance(q, DecodeShape):
+        if page_table is not None or isinstance(cache, PagedKVCache) or device is None:
+            raise TypeError(
+                "plan_decode with a DecodeShape needs a cache format and device=..., and neither cache nor "
+                "page_table"
+            )
+        shape, formats, device = q, CacheFormat.parse(cache), torch.device(device)
+        _check_shape(shape)
+        scale_groups = scale_group is not None
+    else:
+        if page_table is None or not isinstance(cache, PagedKVCache):
+            _check_classes(q, cache, page_table)
+            raise TypeError("page_table must be a PageTable, got None")
+        if device is not None or scale_group is not None:
+            raise ValueError(
+                "device and scale_group are those of the tensors: pass them with a DecodeShape only"
+            )
+        shape, formats, device = decode_shape(q, cache, page_table), cache.format, q.device
+        scale_groups = "token_head_group" in (cache.k_granularity, cache.v_granularity)
+    for name, value in (
+        ("max_batch", max_batch), ("max_seq_len", max_seq_len), ("tokens_per_split", tokens_per_split)
+    ):  # fmt: skip
+        if value is not None:
+            check_positive_int(name, value)
+    if split is not None:
+        check_choice("split", split, ("none", "even", "uniform"))
+        if batch_invariant or tokens_per_split:
+            raise ValueError(f"split must be None with batch_invariant or tokens_per_split, got {split!r}")
+    if max_batch is not None and max_batch < shape.batch:
+        raise ValueError(f"max_batch must be at least q's batch {shape.batch}, got {max_batch}")
+    shape = replace(shape, batch=max_batch or shape.batch, capacity=max_seq_len or shape.capacity)
+    target = active_target(device)
+    options: dict[str, Any] = {
+        "scale_groups": scale_groups,
+        "kernel": kernel,
+        "split": split,
+        "tokens_per_split": tokens_per_split or 0,
+        "batch_invariant": batch_invariant,
+    }
+    config = choose_config(target, shape, formats.k, formats.v, **options)
+    return DecodePlan(target, shape, formats.k, formats.v, config, device, **options)
+
+
+_plans: dict[Any, DecodePlan] = {}
+_MAX_PLANS = 256
+
+
+def plan_for_call(
+    q: torch.Tensor, cache: PagedKVCache, page_table: PageTable, batch_invariant: bool
+) -> DecodePlan:
+    """A plan of this call's shapes, made once; its calls allocate their partial results.
+
+    Contexts are rounded up to a power of two, so that a growing page table does not ask for a plan each step.
+    """
+    if not (isinstance(q, torch.Tensor) and type(cache) is PagedKVCache and type(page_table) is PageTable):
+        _check_classes(q, cache, page_table)
+    lens = page_table.kv_last_page_len if page_table.seq_lens is None else page_table.seq_lens
+    assert lens is not None
+    capacity = 1 << max(page_table.page_ids.shape[-1] * cache.page_size - 1, 0).bit_length()
+    key = (
+        q.shape, q.dtype, q.device, lens.shape[0], capacity, page_table.page_size, cache.format,
+        cache.head_dim, cache.num_kv_heads, cache.page_size, cache.k_granularity, cache.v_granularity,
+        batch_invariant,
+        active_target(q.device).name,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plan(q, cache, page_table, max_seq_len=capacity, batch_invariant=batch_invariant)
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan

@@ -7,6 +7,7 @@ from narrowkv.paged_cache.layouts import KVStrides
 from narrowkv.paged_cache.page_table import PageTable
 from narrowkv.paged_cache.pool import CopiesPending, PageCopy, PagePool, PoolExhausted, apply_copies
 from narrowkv.paged_cache.reference import append_reference, apply_rope_reference
+from narrowkv.paged_cache.torch_ops import traced_append  # noqa: F401  # torch.ops.narrowkv.append
 
 __all__ = [
     "CacheFormat",

@@ -33,6 +33,7 @@ from narrowkv.quant.errors import (
 )
 from narrowkv.quant.formats import get_format
 from narrowkv.quant.launch import BoundLaunch, LaunchOptions
+from narrowkv.quant.launch.tracing import traceable
 
 EXPONENT_RULES = ("mse", "floor", "ceil")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -114,17 +115,6 @@ def _make_store(cache: PagedKVCache) -> Store:
                 "a new token cannot change the descale of tokens that are stored already"
             )
     check_no_grad(k=cache.k, v=cache.v)
-    written = {"cache.k": cache.k, "cache.v": cache.v}
-    written |= {
-        f"cache.{name}": value
-        for name, value, kind in (
-            ("k_descale", cache.k_descale, cache.k_granularity),
-            ("v_descale", cache.v_descale, cache.v_granularity),
-        )
-        if isinstance(value, torch.Tensor) and kind in PER_TOKEN_GRANULARITIES
-    }
-    for name, tensor in written.items():
-        check_no_overlap(name, tensor)
     pointers = []
     for stored, strides in ((cache.k, cache.k_strides), (cache.v, cache.v_strides)):
         # The kernel writes FP8 as bytes: casts differ between targets, and FNUZ is no type of CUDA's.
@@ -142,7 +132,7 @@ def _make_store(cache: PagedKVCache) -> Store:
         cache.num_pages * cache.page_size,
         constants,
         _kinds.setdefault(constants, len(_kinds)),
-        tuple(byte_span(tensor) for tensor in written.values() if tensor.numel() and has_memory(tensor)),
+        tuple(byte_span(x) for x in _written(cache).values() if x.numel() and has_memory(x)),
     )
 
 
@@ -197,19 +187,25 @@ def check_new_tokens(
 
 
 def check_apart(cache: PagedKVCache, **inputs: object) -> None:
-    """Checks that no input lies within what an append writes: K, V, descales per token.
+    """Checks that what an append writes overlaps neither itself nor an input.
 
     Raises:
         ValueError: naming both.
     """
-    check_no_overlap("cache.k", cache.k, **inputs)
-    check_no_overlap("cache.v", cache.v, **inputs)
+    for name, tensor in _written(cache).items():
+        check_no_overlap(name, tensor, **inputs)
+
+
+def _written(cache: PagedKVCache) -> dict[str, torch.Tensor]:
+    """The tensors that an append writes: K, V and descales per token."""
+    written = {"cache.k": cache.k, "cache.v": cache.v}
     for name, value, kind in (
         ("cache.k_descale", cache.k_descale, cache.k_granularity),
         ("cache.v_descale", cache.v_descale, cache.v_granularity),
     ):
         if isinstance(value, torch.Tensor) and kind in PER_TOKEN_GRANULARITIES:
-            check_no_overlap(name, value, **inputs)
+            written[name] = value
+    return written
 
 
 def _check_rope(rope: Rope, head_dim: int, k_new: torch.Tensor) -> None:
@@ -323,6 +319,7 @@ def _rope_key(rope: Rope) -> tuple[Any, ...]:
     )
 
 
+@traceable
 def append(
     cache: PagedKVCache,
     k_new: torch.Tensor,

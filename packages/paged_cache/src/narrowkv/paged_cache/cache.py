@@ -359,8 +359,16 @@ class PagedKVCache:
         return convert(self, format, layout, k_descale, v_descale, scale_group, exponent)
 
     def gather(self, page_table: PageTable, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One sequence's dequantised K and V, `[seq_len, num_kv_heads, head_dim]` fp32; reads its length."""
+        """One sequence's dequantised K and V, `[seq_len, num_kv_heads, head_dim]` fp32; waits for the device.
+
+        Raises:
+            ValueError: a page id outside the cache.
+        """
         pages, seq_len = page_table.pages_of(seq)
+        if bool(((pages < 0) | (pages >= self.num_pages)).any()):
+            raise ValueError(
+                f"page ids of sequence {seq} must lie in [0, {self.num_pages}), got {pages.tolist()[:16]}"
+            )
         k, v = self.logical()
         out = []
         for stored, name, descale, kind in (

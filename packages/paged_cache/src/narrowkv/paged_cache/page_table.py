@@ -162,7 +162,7 @@ class PageTable:
         return int(self.page_ids.shape[-1]) * self.page_size
 
     def seq_lens_tensor(self) -> torch.Tensor:
-        """`[batch]` int32 lengths, computed on the device."""
+        """`[batch]` lengths: as given, or int32 and computed on the device for a ragged table."""
         if self.seq_lens is not None:
             return self.seq_lens
         assert self.kv_indptr is not None
@@ -211,8 +211,6 @@ class PageTable:
         """
         lens = self.seq_lens_tensor().cpu()
         name = "cached_lens" if self.before_append else "seq_lens"
-        if bool((lens < 0).any()):
-            raise ValueError(f"{name} must not be negative, got {int(lens.min())}")
         if self.kind == "ragged":
             assert self.kv_indptr is not None
             assert self.kv_last_page_len is not None
@@ -232,6 +230,8 @@ class PageTable:
                 )
             ids = self.page_ids[: int(indptr[-1])].cpu()
         else:
+            if bool((lens < 0).any()):
+                raise ValueError(f"{name} must not be negative, got {int(lens.min())}")
             if lens.numel() and int(lens.max()) > self.capacity:
                 raise ValueError(
                     f"{name} must not exceed the table's capacity {self.capacity}, got {int(lens.max())}"

@@ -176,6 +176,9 @@ class PagePool:
     def free(self, seq: int) -> None:
         """Gives a sequence's pages back; shared ones stay with the others.
 
+        Copies that its last extension asked for are no longer needed: drop them, or have them queued ahead of
+        all later work.
+
         Raises:
             KeyError: no such sequence, or freed before.
         """

@@ -39,12 +39,13 @@ def sparse_prefill(
         attn_sink: `[num_qo_heads]` fp32, a logit with value 0 in the denominator; -inf for none.
         sm_scale: softmax scale, default `512 ** -0.5`.
         out: where to write, `[num_tokens, num_qo_heads, 512]`, bf16, fp16 or fp32.
-        lse: where to write the log-sum-exp, fp32 `[num_tokens, num_qo_heads]`; implies `return_lse`.
+        lse: where to write the log-sum-exp, fp32 `[num_tokens, num_qo_heads]`; returned only with
+            `return_lse`.
         return_lse: also return the log-sum-exp.
         validate: also read index lists and scales on the host and refuse wrong values, which waits for the
             device. Otherwise an index out of range is skipped, and an `indptr` that is no CSR names other
             indices, at most all of them for each token; nothing is read or written outside the tensors.
-        plan: from `plan_sparse`, which then fixes `sm_scale` and `return_lse`.
+        plan: from `plan_sparse`, which then fixes `sm_scale` and whether there is a log-sum-exp.
 
     Returns:
         `o`, or `(o, lse)`; `lse` is `[num_tokens, num_qo_heads]` fp32, natural log of the scaled logits' sum
@@ -71,7 +72,8 @@ def sparse_prefill(
         )  # fmt: skip
     else:
         _check_planned(plan, ("wide",), sm_scale=sm_scale)
-    return plan.run(q, prefix, extend, attn_sink=attn_sink, out=out, lse=lse, validate=validate)
+    result = plan.run(q, prefix, extend, attn_sink=attn_sink, out=out, lse=lse, validate=validate)
+    return result[0] if lse is not None and not return_lse else result
 
 
 def sparse_prefill_fp8(
@@ -131,7 +133,8 @@ def sparse_prefill_fp8(
         )  # fmt: skip
     else:
         _check_planned(plan, ("fused", "prepass"), sm_scale=sm_scale)
-    return plan.run(q, prefix, extend, attn_sink=attn_sink, out=out, lse=lse, validate=validate)
+    result = plan.run(q, prefix, extend, attn_sink=attn_sink, out=out, lse=lse, validate=validate)
+    return result[0] if lse is not None and not return_lse else result
 
 
 def sparse_decode(
@@ -189,7 +192,8 @@ def sparse_decode(
         )  # fmt: skip
     else:
         _check_planned(plan, ("wide", "fused"), sm_scale=sm_scale)
-    return plan.run(q, prefix, extend, attn_sink=attn_sink, out=out, lse=lse, validate=validate)
+    result = plan.run(q, prefix, extend, attn_sink=attn_sink, out=out, lse=lse, validate=validate)
+    return result[0] if lse is not None and not return_lse else result
 
 
 def _decode_mode(*sources: KVSource | None) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import triton
+
+from narrowkv.quant.device import BITS
 from narrowkv.quant.launch import LaunchOptions
 from narrowkv.quant.launch.gluon import has_gluon
 from narrowkv.quant.targets import Target
@@ -16,9 +19,11 @@ __all__ = [
     "hopper_config",
     "hopper_pays",
     "num_units",
+    "spares_registers",
 ]
 
 NUM_HEADS = (8, 16, 32, 64, 128)
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # Splits go into the second extent of the grid, which has 16 bits on some targets.
 MOST_SPLITS = 65535
 MOST_CHOSEN_SPLITS = 64
@@ -117,18 +122,23 @@ def _hopper_tiles(kernel: str, num_heads: int) -> _Tiles:
     return _Tiles(block_h, 64, LaunchOptions(num_warps=4, num_stages=1), stages=3 if block_h == 16 else 2)
 
 
-def _amd_tiles(target: Target, kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
-    # Everything here is chosen so that nothing spills, with two sources and with splits, on Triton 3.6 to
-    # 3.9; `narrowkv inspect sparse` shows what it compiles to. 32 rows a tile are no cheaper and spill. Two
-    # stages would turn the reads of 16-bit V from LDS into 2-byte ones.
+def _amd_tiles(target: Target, kernel: str, block_h: int, fp8_qk: bool, spare: bool) -> _Tiles:
+    # Everything here is chosen so that no vector register spills, with two sources and with splits;
+    # `narrowkv inspect sparse` shows what it compiles to. Two stages would turn the reads of 16-bit V from
+    # LDS into 2-byte ones.
     options = LaunchOptions(num_warps=4, num_stages=1, matrix_instr_nonkdim=16)
     if kernel == "wide":
         return _Tiles(block_h, 16, options)
     if not fp8_qk:
         # All columns in one tile: widened once, as loaded. Tiles of 64 pass through LDS as bytes, and every
         # warp widens them itself, twice: 64 heads take 3800 vector instructions of all warps on gfx942 and
-        # 5060 on gfx950, not 1700 and 1350. Triton 3.6 and 3.8 spill up to 4 scalar registers unless told
-        # not to aim at more than one wave.
+        # 5060 on gfx950, not 1700 and 1350.
+        if spare and block_h == 64:
+            # Two waves on each SIMD instead of one, which hide what each waits for: by a model of the compute
+            # unit 312 instead of 157 TFLOP/s on gfx950, 215 instead of 136 on gfx942. All 256 vector
+            # registers; up to 11 scalars wait in lanes of a vector register, none of them within a loop.
+            return _Tiles(block_h, 32, replace(options, num_warps=8), width=512)
+        # Triton 3.6 and 3.8 spill up to 4 scalar registers unless told not to aim at more than one wave.
         return _Tiles(block_h, 16, replace(options, waves_per_eu=1), width=512)
     if block_h > 16:
         # 64 heads spill 3 to 7 registers, according to layout and Triton. 32 at 4 warps take as many vector
@@ -173,7 +183,29 @@ def hopper_config(target: Target, *, kernel: str, num_heads: int) -> SparseConfi
     return _config(kernel, _hopper_tiles(kernel, num_heads), fp8_qk=False)
 
 
-def choose_config(target: Target, *, kernel: str, num_heads: int, fp8_qk: bool = False) -> SparseConfig:
+def spares_registers(target: Target, query: str, layouts: set[str], groups: set[int], route: str) -> bool:
+    """Whether a fused kernel over these rows leaves AMD's compiler registers for larger tiles.
+
+    Args:
+        target: what the kernel runs on.
+        query: layout of the query, "bf16" or "fp16" for a tensor.
+        layouts: of the sources.
+        groups: columns that a scale of a source is for.
+        route: how rows are widened.
+    """
+    # Compiled, 64 heads, 32 rows and 8 waves. Software conversion takes 4 registers too many on gfx950, an
+    # fp16 query 4 or 6; on gfx942 layouts with RoPE apart 1, and any layout 5 under Triton 3.8; on gfx950
+    # 3 and 17 under Triton 3.6 and 3.7.
+    if not target.is_amd or query != "bf16" or route == BITS or groups != {64} or len(layouts) != 1:
+        return False
+    if target.name == "gfx950":
+        return TRITON >= (3, 8)
+    return layouts == {"packed584"} and TRITON >= (3, 9)
+
+
+def choose_config(
+    target: Target, *, kernel: str, num_heads: int, fp8_qk: bool = False, spare: bool = False
+) -> SparseConfig:
     """The shipped configuration of the plain kernels.
 
     Args:
@@ -181,10 +213,11 @@ def choose_config(target: Target, *, kernel: str, num_heads: int, fp8_qk: bool =
         kernel: "wide" or "fused".
         num_heads: query heads.
         fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
+        spare: `spares_registers` of the call.
     """
     block_h = max(16, min(64, num_heads))
     if target.is_amd:
-        tiles = _amd_tiles(target, kernel, block_h, fp8_qk)
+        tiles = _amd_tiles(target, kernel, block_h, fp8_qk, spare)
     elif target.name == "cpu":
         tiles = _Tiles(block_h, 64, LaunchOptions())
     else:

@@ -22,6 +22,7 @@ from narrowkv.quant.errors import (
     check_positive_int,
     check_same_device,
     check_shape,
+    has_memory,
 )
 from narrowkv.quant.launch import BoundLaunch, Workspace, active_target, block_bytes, is_compiled
 from narrowkv.quant.targets import Target
@@ -37,6 +38,7 @@ from narrowkv.sparse_fp8.config import (
     hopper_config,
     hopper_pays,
     num_units,
+    spares_registers,
 )
 from narrowkv.sparse_fp8.kernels.results import Call, Output, Partials
 from narrowkv.sparse_fp8.kernels.rows import RowPointers
@@ -63,7 +65,7 @@ Blocks = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 class _Source:
-    """A source as an attention kernel reads it: its own rows, or its rows widened to scratch."""
+    """What an attention kernel reads of a `KVSource`, of rows that were widened to scratch."""
 
     __slots__ = ("csr", "far", "nnz", "num_rows", "pointers")
 
@@ -119,6 +121,24 @@ class SparsePlan:
     workspace: Workspace | None = None
     _scratch: tuple[torch.Tensor, ...] = field(default=(), repr=False)
     _launches: dict[Any, BoundLaunch] = field(default_factory=dict, init=False, repr=False)
+
+    # What a call looks up, found once: the 16-bit dtype, a fixed number of splits, partial results.
+    _dtype: torch.dtype = field(init=False, repr=False)
+    _fixed_splits: int | None = field(init=False, repr=False)
+    _partials: Partials = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Finds what every call looks up."""
+        splits = self.num_splits
+        if splits is None and self.batch_invariant:
+            splits = INVARIANT_SPLITS
+        object.__setattr__(self, "_dtype", self.query.dtype)
+        object.__setattr__(self, "_fixed_splits", splits)
+        object.__setattr__(self, "_partials", Partials(*self._scratch[5:]) if self._scratch else NO_PARTIALS)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SparsePlan:
+        """A plan of its own over the same memory, which is what captured graphs know."""
+        return replace(self)
 
     def explain(self) -> str:
         """One line for people: which kernels run, how the work is cut up, and what memory it takes."""
@@ -184,9 +204,7 @@ class SparsePlan:
         if validate:
             _check_values(q, prefix, extend, attn_sink)
         if out is None:
-            out = torch.empty(
-                (tokens, self.num_qo_heads, HEAD_DIM), dtype=self.query.dtype, device=self.device
-            )
+            out = torch.empty((tokens, self.num_qo_heads, HEAD_DIM), dtype=self._dtype, device=self.device)
         else:
             self._check_out(out, q, prefix, extend, attn_sink, tokens)
         if self.writes_lse:
@@ -229,8 +247,8 @@ class SparsePlan:
             raise ValueError(f"q must have at most {self.max_num_tokens} tokens as planned, got {tokens}")
         if isinstance(q, torch.Tensor):
             if (
-                q.dtype is not self.query.dtype
-                or self.query.is_fp8
+                q.dtype is not self._dtype
+                or self.query.format
                 or q.shape != (tokens, self.num_qo_heads, HEAD_DIM)
                 or q.stride(2) != 1
                 or q.device != self.device
@@ -250,10 +268,15 @@ class SparsePlan:
         ):
             self._refuse_sink(attn_sink)
         if torch.is_grad_enabled():
-            check_no_grad(q=q if isinstance(q, torch.Tensor) else None, attn_sink=attn_sink)
-            for name, given in (("prefix", prefix), ("extend", extend)):
-                if given is not None and not given.format.is_fp8:
-                    given.check_grad(name)
+            for name, x in (
+                ("q", q),
+                ("attn_sink", attn_sink),
+                ("prefix.rows", prefix and prefix.rows),
+                ("extend.rows", extend and extend.rows),
+            ):
+                # Rows and queries in FP8 never do.
+                if isinstance(x, torch.Tensor) and x.requires_grad:
+                    check_no_grad(**{name: x})
         return tokens
 
     def _check_fp8_query(self, q: DSV4Rows, tokens: int) -> None:
@@ -308,12 +331,40 @@ class SparsePlan:
         attn_sink: torch.Tensor | None,
         tokens: int,
     ) -> None:
-        check_dtype("out", out, _OUT_DTYPES)
-        check_shape("out", out, (tokens, self.num_qo_heads, HEAD_DIM))
-        check_last_dim_contiguous("out", out)
-        check_same_device(plan=torch.empty(0, device=self.device), out=out)
-        check_no_grad(out=out)
-        check_no_overlap("out", out, **_inputs(q, prefix, extend, attn_sink))
+        heads = self.num_qo_heads
+        if (
+            not isinstance(out, torch.Tensor)
+            or out.dtype not in _OUT_DTYPES
+            or out.shape != (tokens, heads, HEAD_DIM)
+            or out.stride(2) != 1
+            or out.device != self.device
+            or out.requires_grad
+        ):
+            check_dtype("out", out, _OUT_DTYPES)
+            check_shape("out", out, (tokens, heads, HEAD_DIM))
+            check_last_dim_contiguous("out", out)
+            check_same_device(plan=torch.empty(0, device=self.device), out=out)
+            check_no_grad(out=out)
+        if not tokens:
+            return
+        # The usual output, whose rows lie one after the other, beside inputs elsewhere; else the full check.
+        step, row = out.stride(0), out.stride(1)
+        low = out.data_ptr() if has_memory(out) else 0
+        high = low + ((tokens - 1) * step + (heads - 1) * row + HEAD_DIM) * out.element_size()
+        clear = low > 0 and row >= HEAD_DIM and step >= heads * row and isinstance(q, torch.Tensor)
+        for source in (prefix, extend):
+            if source is not None:
+                for begin, end in source.byte_ranges:
+                    clear = clear and (high <= begin or end <= low)
+        for x in (q, attn_sink):
+            if clear and isinstance(x, torch.Tensor):
+                begin = x.data_ptr()
+                end = begin + x.element_size() * (
+                    (tokens - 1) * x.stride(0) + (heads - 1) * x.stride(1) + HEAD_DIM if x is q else heads
+                )
+                clear = high <= begin or end <= low
+        if not clear:
+            check_no_overlap("out", out, **_inputs(q, prefix, extend, attn_sink))
 
     def _check_lse(
         self,
@@ -331,12 +382,6 @@ class SparsePlan:
         check_no_overlap("lse", lse, o=out, **_inputs(q, prefix, extend, attn_sink))
 
     # ---------------------------------------------------------------------------------------- launches
-
-    @property
-    def _fixed_splits(self) -> int | None:
-        if self.num_splits is not None:
-            return self.num_splits
-        return INVARIANT_SPLITS if self.batch_invariant else None
 
     def _blocks(self) -> Blocks:
         """Scratch of the largest call: the query, both sources' rows and places, partial results."""
@@ -383,11 +428,11 @@ class SparsePlan:
         tokens: int,
     ) -> None:
         heads = self.num_qo_heads
-        config = self._choose(q, prefix, extend, out, tokens)
-        sources = [
-            _NO_SOURCE if given is None else self._source(given, 1 + 2 * i)
-            for i, given in enumerate((prefix, extend))
-        ]
+        config = self.plain if self.hopper is None else self._choose(q, prefix, extend, out, tokens)
+        first: KVSource | _Source = _NO_SOURCE if prefix is None else prefix
+        second: KVSource | _Source = _NO_SOURCE if extend is None else extend
+        if self.mode == "prepass":
+            first, second = self._widened(first, 1), self._widened(second, 3)
         if isinstance(q, torch.Tensor):
             query = RowPointers(q, None, None, q.stride(0), 0, 0, q.stride(1), 0)
         elif config.stages or self.mode == "prepass":
@@ -396,27 +441,27 @@ class SparsePlan:
             query = RowPointers(wide, None, None, heads * HEAD_DIM, 0, 0, HEAD_DIM, 0)
         else:
             query = q.bound.pointers
-        nnz = sources[0].nnz + sources[1].nnz
         splits = self._fixed_splits
-        programs = tokens * config.head_blocks(heads)
+        programs = tokens * -(-heads // config.block_h)
         if splits is None:
-            splits = choose_splits(self.target, programs, -(-(nnz // tokens) // config.block_k))
-        partials = NO_PARTIALS
-        if splits > 1:
+            mean_rows = (first.nnz + second.nnz) // tokens
+            splits = choose_splits(self.target, programs, -(-mean_rows // config.block_k))
+        partials = self._partials
+        if splits == 1:
+            partials = NO_PARTIALS
+        elif not self._scratch:
             count = splits * tokens * heads
             partials = Partials(
-                self._memory(5, (count, HEAD_DIM), torch.float32),
-                self._memory(6, (count,), torch.float32),
-                self._memory(7, (count,), torch.float32),
+                torch.empty((count, HEAD_DIM), dtype=torch.float32, device=self.device),
+                torch.empty(count, dtype=torch.float32, device=self.device),
+                torch.empty(count, dtype=torch.float32, device=self.device),
             )
         stride_lt, stride_lh = (0, 0) if lse is None else lse.stride()
         results = Output(out, lse, attn_sink, out.stride(0), out.stride(1), stride_lt, stride_lh)
-        far = (
-            sources[0].far,
-            sources[1].far,
-            _passes_31_bits(out) or (isinstance(q, torch.Tensor) and _passes_31_bits(q)),
-        )
-        first, second = sources
+        wide_heads = heads * out.stride(1) > INT32_MAX
+        if isinstance(q, torch.Tensor):
+            wide_heads = wide_heads or heads * q.stride(1) > INT32_MAX
+        far = (first.far, second.far, wide_heads)
         arguments: tuple[Any, ...] = (
             query, results, partials, first.pointers, first.csr, second.pointers, second.csr,
             self.sm_scale * _LOG2E, tokens, splits,
@@ -449,14 +494,11 @@ class SparsePlan:
                 return self.plain
         return self.plain if _passes_31_bits(out) else self.hopper
 
-    def _source(self, source: KVSource, block: int) -> _Source:
-        """The source itself, or its FP8 rows in scratch: all, or one row an index where those are fewer."""
+    def _widened(self, source: KVSource | _Source, block: int) -> KVSource | _Source:
+        """The source with its FP8 rows in 16-bit scratch: all, or one row an index where those are fewer."""
+        if not isinstance(source, KVSource) or not isinstance(source.rows, DSV4Rows):
+            return source
         rows = source.rows
-        if self.mode != "prepass" or not isinstance(rows, DSV4Rows):
-            bound = source.bound
-            return _Source(
-                bound.pointers, source.csr, source.num_rows, source.nnz, far=source.format.offsets_64_bit
-            )
         gather = source.nnz < source.num_rows
         count = source.nnz if gather else source.num_rows
         wide = self._memory(block, (count, HEAD_DIM), self.query.dtype)
@@ -791,21 +833,20 @@ def _make_plan(
     """A plan without maxima; calls that are not planned find theirs here."""
     kernel = "fused" if mode == "fused" else "wide"
     rows = [each for each in (prefix, extend) if each is not None]
-    fp8_qk = False
+    fp8_qk = spare = False
     if kernel == "fused":
         narrow = [*rows, query] if query.is_fp8 else rows
-        fp8_qk = (
-            query.is_fp8
-            and route_of(target, narrow) != BITS
-            and all(each.scale_group == 64 for each in narrow)
-        )
+        route = route_of(target, narrow)
+        groups = {each.scale_group for each in narrow}
+        fp8_qk = query.is_fp8 and route != BITS and groups == {64}
+        spare = spares_registers(target, query.layout, {each.layout for each in rows}, groups, route)
     hopper = None
     if compiled and not batch_invariant and suits_hopper(mode, target, query, prefix, extend):
         hopper = hopper_config(target, kernel=kernel, num_heads=num_heads)
     return SparsePlan(
         mode, target, device, num_heads, query, prefix, extend, sm_scale, has_sink, writes_lse, num_splits,
         batch_invariant, None, None,
-        choose_config(target, kernel=kernel, num_heads=num_heads, fp8_qk=fp8_qk), hopper,
+        choose_config(target, kernel=kernel, num_heads=num_heads, fp8_qk=fp8_qk, spare=spare), hopper,
     )  # fmt: skip
 
 

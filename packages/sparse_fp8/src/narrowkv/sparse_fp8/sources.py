@@ -22,7 +22,7 @@ from narrowkv.quant.errors import (
     check_tensor,
 )
 from narrowkv.sparse_fp8.binding import BoundRows, RowsFormat, bind_csr, bind_rows, byte_range
-from narrowkv.sparse_fp8.kernels.rows import Csr
+from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
 from narrowkv.sparse_fp8.rows import HEAD_DIM, DSV4Rows
 
 __all__ = ["KVSource"]
@@ -50,7 +50,8 @@ class KVSource:
         device: where the tensors lie.
         int32_lists: whether both index lists are int32.
         format: how the rows are stored.
-        bound: the rows as kernels take them.
+        far: whether an offset into the rows can pass 31 bits.
+        bound, pointers: the rows as kernels take them.
         csr: the index lists as kernels take them.
         byte_ranges: the addresses that each tensor lies between.
 
@@ -74,7 +75,9 @@ class KVSource:
     device: torch.device = field(init=False, repr=False)
     int32_lists: bool = field(init=False, repr=False)
     format: RowsFormat = field(init=False, repr=False)
+    far: bool = field(init=False, repr=False)
     bound: BoundRows = field(init=False, repr=False)
+    pointers: RowPointers = field(init=False, repr=False)
     csr: Csr = field(init=False, repr=False)
     byte_ranges: tuple[tuple[int, int], ...] = field(init=False, repr=False)
 
@@ -109,7 +112,9 @@ class KVSource:
             "device": self.indices.device,
             "int32_lists": self.indptr.dtype == self.indices.dtype == torch.int32,
             "format": bound.format,
+            "far": bound.format.offsets_64_bit,
             "bound": bound,
+            "pointers": bound.pointers,
             "csr": bind_csr(self.indptr, self.indices),
             "byte_ranges": tuple(byte_range(tensor) for tensor in tensors.values()),
         }

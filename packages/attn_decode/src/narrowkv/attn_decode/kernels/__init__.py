@@ -2,12 +2,29 @@
 
 from narrowkv.attn_decode.kernels.decode import _paged_decode_kernel
 from narrowkv.attn_decode.kernels.merge import _merge_splits_kernel, _merge_states_kernel
-from narrowkv.attn_decode.kernels.tiles import Descale, KVPointers, Table, Workspace
+from narrowkv.attn_decode.kernels.tiles import (
+    Blocks,
+    Descale,
+    KVPointers,
+    Rows,
+    Rules,
+    Sizes,
+    Stored,
+    Table,
+    TableSteps,
+    Workspace,
+)
 
 __all__ = [
+    "Blocks",
     "Descale",
     "KVPointers",
+    "Rows",
+    "Rules",
+    "Sizes",
+    "Stored",
     "Table",
+    "TableSteps",
     "Workspace",
     "_merge_splits_kernel",
     "_merge_states_kernel",

@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import (
+    Table,
     accumulate,
     attended_keys,
     capped_logits,
     confine_nonfinite,
+    even_split,
     first_id,
     first_key,
     kv_offsets,
@@ -24,9 +26,9 @@ from narrowkv.attn_decode.kernels.tiles import (
     scores,
     scores_fp4_native,
     sequence_length,
-    split_counts,
     split_query,
     split_to_e4m3,
+    splits_of_sequence,
     store_partial,
     tiles_of,
     times_head_descale,
@@ -38,59 +40,89 @@ from narrowkv.quant.device import join_parts
 from narrowkv.quant.softmax import softmax_step
 
 
-@triton.jit
+# Of what serving changes from step to step the compiler knows nothing, so that nothing is compiled anew.
+@triton.jit(
+    do_not_specialize=["row", "num_ids", "max_pages", "batch", "num_units", "tiles_per_split", "merge"],
+    do_not_specialize_on_alignment=["page_ids", "lens"],
+)
 def _paged_decode_kernel(
-    q_ptr, o_ptr, lse_ptr, sinks_ptr,
-    k, v, k_descale, v_descale, table, workspace,
-    stride_qt, stride_qh, stride_ot, stride_oh, stride_lse,
-    qk_scale, out_scale, soft_cap,
-    batch, num_units, tiles_per_split,
-    NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, Q_LEN: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
-    WIDE_ADDRESS: tl.constexpr,
-    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
-    COMPUTE: tl.constexpr, SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr,
-    K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
-    WINDOW_LEFT: tl.constexpr, HAS_SINKS: tl.constexpr,
-    WRITE_LSE: tl.constexpr, SPLIT: tl.constexpr, MERGE_IN_LAUNCH: tl.constexpr,
-    NATIVE_QK: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DK: tl.constexpr,
-    BLOCK_B: tl.constexpr,
+    io, k, v, k_descale, v_descale, workspace,
+    page_ids, row, lens, num_ids, max_pages, steps,
+    qk_scale, out_scale, soft_cap, batch, num_units, tiles_per_split, merge,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a tile are (query token, head of the group); programs run fastest over KV heads.
+    """Attends the rows of one tile, (query token, head of the group) pairs, to one split of one sequence.
 
-    SPLIT: "none" (a unit is a sequence), "uniform" (num_units // batch splits each) or "even"
-    (`split_counts`).
-    NATIVE_QK: FP4 keys go to the scaled matrix instruction as they are, with Q as terms in E4M3.
-    K_PARTS, V_PARTS: elements per loaded word; see `widen_parts`. Parts are separate terms of the scores, and
-    separate columns of the output. BLOCK_DK: BLOCK_D, or more where the scaled matrix instruction needs it.
-    K_DESCALE, V_DESCALE: "scalar" (folded into qk_scale and out_scale), "head" (per sequence and head),
-    "token" (float32 per page, slot and head), "e8m0" (bytes of those) or "e8m0_group" (also per 32 channels).
+    Args:
+        io: `Rows`. k, v: `KVPointers`. k_descale, v_descale: `Descale`. workspace: `Workspace`.
+        page_ids, row, lens, num_ids, max_pages, steps: of a `Table`; steps: `TableSteps`.
+        qk_scale, out_scale: of the logits (in base 2 unless there is a soft cap) and of the output.
+        num_units: work units for each KV head and row block. Programs run fastest over those heads.
+        tiles_per_split: key tiles of a split where the sequence alone decides on its splits.
+        merge: whether the last split to arrive merges, instead of a second kernel.
+        SIZES, K, V, RULES, BLOCKS: `Sizes`, `Stored`, `Stored`, `Rules`, `Blocks`.
     """
+    NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
+    GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
+    Q_LEN: tl.constexpr = SIZES.q_len
+    HEAD_DIM: tl.constexpr = SIZES.head_dim
+    PAGE_SIZE: tl.constexpr = SIZES.page_size
+    RAGGED: tl.constexpr = SIZES.ragged
+    K_FORMAT: tl.constexpr = K.format
+    V_FORMAT: tl.constexpr = V.format
+    K_ROUTE: tl.constexpr = K.route
+    V_ROUTE: tl.constexpr = V.route
+    K_PARTS: tl.constexpr = K.parts
+    V_PARTS: tl.constexpr = V.parts
+    K_DESCALE: tl.constexpr = K.descale
+    V_DESCALE: tl.constexpr = V.descale
+    K_VEC: tl.constexpr = K.vec
+    V_VEC: tl.constexpr = V.vec
+    COMPUTE: tl.constexpr = RULES.compute
+    SPLIT_Q: tl.constexpr = RULES.split_q
+    NATIVE_QK: tl.constexpr = RULES.native
+    WINDOW_LEFT: tl.constexpr = RULES.window_left
+    WIDE_ADDRESS: tl.constexpr = RULES.wide_address
+    BLOCK_M: tl.constexpr = BLOCKS.m
+    BLOCK_N: tl.constexpr = BLOCKS.n
+    BLOCK_D: tl.constexpr = BLOCKS.d
+    BLOCK_DK: tl.constexpr = BLOCKS.dk
     ROWS: tl.constexpr = Q_LEN * GQA_RATIO
     ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
-    head_program = tl.program_id(0)
+    HEAD_PROGRAMS: tl.constexpr = NUM_KV_HEADS * ROW_BLOCKS
+    table = Table(
+        page_ids,
+        row,
+        lens,
+        num_ids,
+        steps.num_pages,
+        max_pages,
+        steps.column,
+        steps.row_step,
+        steps.lens_step,
+    )
+    head_program = tl.program_id(0) % HEAD_PROGRAMS
     kv_head = head_program % NUM_KV_HEADS
     row_block = head_program // NUM_KV_HEADS
-    unit = tl.program_id(1)
-    if SPLIT == "even":
-        splits = split_counts(
-            table, batch, num_units, tiles_per_split, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N, BLOCK_B
+    unit = tl.program_id(0) // HEAD_PROGRAMS
+    if RULES.even:
+        seq, first_unit, num_splits = even_split(
+            table, batch, num_units, unit, True, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N
         )
-        seqs = tl.arange(0, BLOCK_B)
-        seq = tl.sum((tl.cumsum(splits, 0) <= unit).to(tl.int32), 0)
-        if seq >= batch:
+        if num_splits == 0:
             return
-        first_unit = tl.sum(tl.where(seqs < seq, splits, 0), 0)
-        num_splits = tl.sum(tl.where(seqs == seq, splits, 0), 0)
     else:
-        num_splits = num_units // batch
-        seq = unit // num_splits
-        first_unit = seq * num_splits
+        max_splits = num_units // batch
+        seq = unit // max_splits
+        first_unit = seq * max_splits
     kv_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, RAGGED)
     row_base = first_id(table, seq, RAGGED)
     first_tile, num_tiles = tiles_of(kv_len, Q_LEN, WINDOW_LEFT, BLOCK_N)
     split = unit - first_unit
+    if not RULES.even:
+        num_splits = splits_of_sequence(num_tiles, tiles_per_split, max_splits)
+        if split >= num_splits:
+            return
     begin = first_tile + (split * num_tiles) // num_splits
     end = first_tile + ((split + 1) * num_tiles) // num_splits
 
@@ -99,13 +131,13 @@ def _paged_decode_kernel(
     heads = kv_head * GQA_RATIO + rows % GQA_RATIO
     tokens = (seq * Q_LEN + rows // GQA_RATIO).to(tl.int64)
     query_pos = kv_len - Q_LEN + rows // GQA_RATIO
-    q = load_query(q_ptr, tokens, heads, row_mask, stride_qt, stride_qh, HEAD_DIM, BLOCK_DK, K_PARTS)
+    q = load_query(io.q, tokens, heads, row_mask, io.q_token, io.q_head, HEAD_DIM, BLOCK_DK, K_PARTS)
     q_scale = 1.0
-    Q_TERMS: tl.constexpr = 3 if q_ptr.dtype.element_ty == tl.float16 else 2
+    Q_TERMS: tl.constexpr = 3 if io.q.dtype.element_ty == tl.float16 else 2
     if NATIVE_QK:
         q_terms, q_scale = split_to_e4m3(q[0], Q_TERMS)
     else:
-        if SCALE_Q:
+        if RULES.scale_q:
             q, q_scale = scale_to_fp16(q, K_PARTS)
         # Float16 queries over a bfloat16 cache: two bfloat16 terms hold all eleven bits.
         q, q_low = split_query(q, COMPUTE, SPLIT_Q, K_PARTS)
@@ -164,7 +196,7 @@ def _paged_decode_kernel(
                 s *= (k_factor * logit_scale)[None, :]
             else:
                 s *= logit_scale
-        if HAS_SOFT_CAP:
+        if RULES.soft_cap:
             s = capped_logits(s, soft_cap)
         if Q_LEN == 1:
             # All rows attend alike, so one sum with a bias per key masks them.
@@ -195,37 +227,42 @@ def _paged_decode_kernel(
     if V_PER_KEY:
         acc *= v_unit
 
-    if SPLIT != "none":
+    if RULES.partial:
         if num_splits > 1:
-            slot0 = unit.to(tl.int64) * (NUM_KV_HEADS * ROW_BLOCKS) + head_program
+            slot0 = unit.to(tl.int64) * HEAD_PROGRAMS + head_program
             r = tl.arange(0, BLOCK_M)
             store_partial(workspace, slot0, acc, m, l, row_mask, BLOCK_M, BLOCK_D)
-            if not MERGE_IN_LAUNCH:
+            if not RULES.can_merge:
                 return
-            # Every thread's stores are done before the one thread that counts announces them.
-            tl.debug_barrier()
-            counter = workspace.arrived + seq * (NUM_KV_HEADS * ROW_BLOCKS) + head_program
-            if tl.atomic_add(counter, 1, sem="acq_rel") != num_splits - 1:
-                return
-            tl.store(counter, 0)  # the next launch finds it as this one did
-            m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            for i in range(num_splits):
-                slot0 = (first_unit + i).to(tl.int64) * (NUM_KV_HEADS * ROW_BLOCKS) + head_program
-                m = tl.maximum(m, tl.load(workspace.ml + slot0 * (2 * BLOCK_M) + r, cache_modifier=".cg"))
-            m_safe = tl.where(m == float("-inf"), 0.0, m)
-            l = tl.zeros([BLOCK_M], tl.float32)
-            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            # With the maximum known, the terms are independent and their loads overlap.
-            for i in tl.range(0, num_splits, loop_unroll_factor=4):
-                slot0 = (first_unit + i).to(tl.int64) * (NUM_KV_HEADS * ROW_BLOCKS) + head_program
-                m_i = tl.load(workspace.ml + slot0 * (2 * BLOCK_M) + r, cache_modifier=".cg")
-                l_i = tl.load(workspace.ml + slot0 * (2 * BLOCK_M) + BLOCK_M + r, cache_modifier=".cg")
-                part = slot0 * (BLOCK_M * BLOCK_D) + r[:, None] * BLOCK_D + d[None, :]
-                acc_i = tl.load(workspace.acc + part, mask=row_mask[:, None], other=0.0, cache_modifier=".cg")
-                weight = tl.exp2(m_i - m_safe)
-                l += l_i * weight
-                acc += acc_i * weight[:, None]
+            else:
+                if merge == 0:
+                    return
+                # Every thread's stores are done before the one thread that counts announces them.
+                tl.debug_barrier()
+                counter = workspace.arrived + seq * HEAD_PROGRAMS + head_program
+                if tl.atomic_add(counter, 1, sem="acq_rel") != num_splits - 1:
+                    return
+                tl.store(counter, 0)  # the next launch finds it as this one did
+                m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                for i in range(num_splits):
+                    slot0 = (first_unit + i).to(tl.int64) * HEAD_PROGRAMS + head_program
+                    m = tl.maximum(m, tl.load(workspace.ml + slot0 * (2 * BLOCK_M) + r, cache_modifier=".cg"))
+                m_safe = tl.where(m == float("-inf"), 0.0, m)
+                l = tl.zeros([BLOCK_M], tl.float32)
+                acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                # With the maximum known, the terms are independent and their loads overlap.
+                for i in tl.range(0, num_splits, loop_unroll_factor=4):
+                    slot0 = (first_unit + i).to(tl.int64) * HEAD_PROGRAMS + head_program
+                    m_i = tl.load(workspace.ml + slot0 * (2 * BLOCK_M) + r, cache_modifier=".cg")
+                    l_i = tl.load(workspace.ml + slot0 * (2 * BLOCK_M) + BLOCK_M + r, cache_modifier=".cg")
+                    part = slot0 * (BLOCK_M * BLOCK_D) + r[:, None] * BLOCK_D + d[None, :]
+                    acc_i = tl.load(
+                        workspace.acc + part, mask=row_mask[:, None], other=0.0, cache_modifier=".cg"
+                    )
+                    weight = tl.exp2(m_i - m_safe)
+                    l += l_i * weight
+                    acc += acc_i * weight[:, None]
     write_rows(
-        o_ptr, lse_ptr, sinks_ptr, acc, m, l, o_scale, heads, tokens, row_mask, d,
-        stride_ot, stride_oh, stride_lse, HEAD_DIM, HAS_SINKS, WRITE_LSE,
+        io.o, io.lse, io.sinks, acc, m, l, o_scale, heads, tokens, row_mask, d,
+        io.o_token, io.o_head, io.lse_token, HEAD_DIM, RULES.sinks, RULES.lse,
     )  # fmt: skip

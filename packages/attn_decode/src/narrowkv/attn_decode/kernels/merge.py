@@ -3,61 +3,95 @@
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.kernels.tiles import split_counts, times_head_descale, write_rows
+from narrowkv.attn_decode.kernels.tiles import (
+    Table,
+    even_split,
+    sequence_length,
+    splits_of_sequence,
+    tiles_of,
+    times_head_descale,
+    write_rows,
+)
 from narrowkv.quant.softmax import merge_step
 
+_BLOCK_S = tl.constexpr(16)  # partial results that are merged at once
 
-@triton.jit
+
+@triton.jit(
+    do_not_specialize=["row", "num_ids", "max_pages", "batch", "num_units", "tiles_per_split"],
+    do_not_specialize_on_alignment=["page_ids", "lens"],
+)
 def _merge_splits_kernel(
-    o_ptr, lse_ptr, sinks_ptr, v_descale, table, workspace,
-    stride_ot, stride_oh, stride_lse, out_scale, batch, num_units, tiles_per_split,
-    NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, Q_LEN: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, V_DESCALE: tl.constexpr, WINDOW_LEFT: tl.constexpr,
-    HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    io, v_descale, workspace, page_ids, row, lens, num_ids, max_pages, steps,
+    out_scale, batch, num_units, tiles_per_split,
+    SIZES: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One output row per program, merged from all its splits; a row of one split is there already."""
+    """One output row per program, merged from all its splits; a row of one split is there already.
+
+    The arguments are those of `_paged_decode_kernel`.
+    """
+    NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
+    GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
+    Q_LEN: tl.constexpr = SIZES.q_len
+    HEAD_DIM: tl.constexpr = SIZES.head_dim
+    PAGE_SIZE: tl.constexpr = SIZES.page_size
+    RAGGED: tl.constexpr = SIZES.ragged
+    WINDOW_LEFT: tl.constexpr = RULES.window_left
+    V_DESCALE: tl.constexpr = V.descale
+    BLOCK_M: tl.constexpr = BLOCKS.m
+    BLOCK_N: tl.constexpr = BLOCKS.n
+    BLOCK_D: tl.constexpr = BLOCKS.d
     ROWS: tl.constexpr = Q_LEN * GQA_RATIO
-    ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
-    kv_head = tl.program_id(0) // ROWS
-    row = tl.program_id(0) % ROWS
-    seq = tl.program_id(1)
-    if SPLIT == "even":
-        splits = split_counts(
-            table, batch, num_units, tiles_per_split, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N, BLOCK_B
+    HEAD_PROGRAMS: tl.constexpr = NUM_KV_HEADS * ((ROWS + BLOCK_M - 1) // BLOCK_M)
+    table = Table(
+        page_ids,
+        row,
+        lens,
+        num_ids,
+        steps.num_pages,
+        max_pages,
+        steps.column,
+        steps.row_step,
+        steps.lens_step,
+    )
+    seq = tl.program_id(0) // (NUM_KV_HEADS * ROWS)
+    kv_head = tl.program_id(0) // ROWS % NUM_KV_HEADS
+    row_of_head = tl.program_id(0) % ROWS
+    if RULES.even:
+        _, first_unit, num_splits = even_split(
+            table, batch, num_units, seq, False, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N
         )
-        seqs = tl.arange(0, BLOCK_B)
-        first_unit = tl.sum(tl.where(seqs < seq, splits, 0), 0)
-        num_splits = tl.sum(tl.where(seqs == seq, splits, 0), 0)
     else:
-        num_splits = num_units // batch
-        first_unit = seq * num_splits
+        max_splits = num_units // batch
+        kv_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, RAGGED)
+        _, num_tiles = tiles_of(kv_len, Q_LEN, WINDOW_LEFT, BLOCK_N)
+        num_splits = splits_of_sequence(num_tiles, tiles_per_split, max_splits)
+        first_unit = seq * max_splits
     if num_splits == 1:
         return
-    head_program = (row // BLOCK_M) * NUM_KV_HEADS + kv_head
-    r = row % BLOCK_M
+    head_program = (row_of_head // BLOCK_M) * NUM_KV_HEADS + kv_head
+    r = row_of_head % BLOCK_M
     d = tl.arange(0, BLOCK_D)
     m = tl.full([1], float("-inf"), tl.float32)
     l = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, BLOCK_D], tl.float32)
-    for start in range(0, num_splits, BLOCK_S):
-        i = start + tl.arange(0, BLOCK_S)
+    for start in range(0, num_splits, _BLOCK_S):
+        i = start + tl.arange(0, _BLOCK_S)
         inside = i < num_splits
-        slot = (first_unit + i).to(tl.int64) * (NUM_KV_HEADS * ROW_BLOCKS) + head_program
+        slot = (first_unit + i).to(tl.int64) * HEAD_PROGRAMS + head_program
         m_i = tl.load(workspace.ml + slot * (2 * BLOCK_M) + r, mask=inside, other=float("-inf"))
         l_i = tl.load(workspace.ml + slot * (2 * BLOCK_M) + BLOCK_M + r, mask=inside, other=0.0)
         part = (slot * (BLOCK_M * BLOCK_D) + r * BLOCK_D)[:, None] + d[None, :]
-        acc_i = tl.load(workspace.acc + part, mask=inside[:, None], other=0.0)  # [BLOCK_S, BLOCK_D]
+        acc_i = tl.load(workspace.acc + part, mask=inside[:, None], other=0.0)  # [_BLOCK_S, BLOCK_D]
         acc, m, l = merge_step(acc, m, l, acc_i, m_i, l_i)
     one = tl.arange(0, 1)
-    heads = kv_head * GQA_RATIO + row % GQA_RATIO + one
-    tokens = (seq * Q_LEN + row // GQA_RATIO + one).to(tl.int64)
+    heads = kv_head * GQA_RATIO + row_of_head % GQA_RATIO + one
+    tokens = (seq * Q_LEN + row_of_head // GQA_RATIO + one).to(tl.int64)
     scale = tl.full([1], 1.0, tl.float32) * out_scale
     scale = times_head_descale(scale, v_descale, seq, kv_head, V_DESCALE)
     write_rows(
-        o_ptr, lse_ptr, sinks_ptr, acc, m, l, scale, heads, tokens, one == 0, d,
-        stride_ot, stride_oh, stride_lse, HEAD_DIM, HAS_SINKS, WRITE_LSE,
+        io.o, io.lse, io.sinks, acc, m, l, scale, heads, tokens, one == 0, d,
+        io.o_token, io.o_head, io.lse_token, HEAD_DIM, RULES.sinks, RULES.lse,
     )  # fmt: skip
 
 

@@ -57,12 +57,113 @@ class Table(NamedTuple):
     lens_step: Any = None
 
 
+class TableSteps(NamedTuple):
+    """What stays the same from one page table of an engine to the next; see `Table`."""
+
+    num_pages: Any
+    column: Any
+    row_step: Any
+    lens_step: Any
+
+
+class Rows(NamedTuple):
+    """Queries and results: `q` and `o` `[tokens, heads, head_dim]`, `lse` `[tokens, heads]` or None.
+
+    `sinks` is a logit per query head, or None. The last dimension of each is contiguous.
+    """
+
+    q: Any
+    o: Any
+    lse: Any
+    sinks: Any
+    q_token: Any
+    q_head: Any
+    o_token: Any
+    o_head: Any
+    lse_token: Any
+
+
 class Workspace(NamedTuple):
     """Partial results of splits, and how many of them have arrived."""
 
     acc: Any
     ml: Any
     arrived: Any
+
+
+class Sizes(NamedTuple):
+    """Constants: the model's heads and the table's pages.
+
+    Attributes:
+        num_kv_heads, gqa_ratio, q_len, head_dim, page_size: sizes; `gqa_ratio` query heads share a KV head.
+        ragged: whether the table is ragged.
+    """
+
+    num_kv_heads: int
+    gqa_ratio: int
+    q_len: int
+    head_dim: int
+    page_size: int
+    ragged: bool
+
+
+class Stored(NamedTuple):
+    """Constants of K or of V as the cache holds it.
+
+    Attributes:
+        format, route: the format, and how it is converted to the compute type.
+        parts: elements per loaded word; see `widen_parts`. Parts are separate terms of the scores, and
+            separate columns of the output.
+        vec: of the vectorised layout; see `KVStrides`.
+        descale: "scalar" (folded into the scales of logits and output), "head" (per sequence and head),
+            "token" (float32 per page, slot and head), "e8m0" (bytes of those) or "e8m0_group" (also per 32
+            channels).
+    """
+
+    format: str
+    route: str
+    parts: int
+    vec: int
+    descale: str
+
+
+class Rules(NamedTuple):
+    """Constants of the mathematics and of how keys are divided over programs.
+
+    Attributes:
+        compute: the 16-bit type of the matrix products.
+        scale_q: Q is brought into float16's range by a power of two.
+        split_q: Q is two terms in the compute type.
+        native: FP4 keys go to the scaled matrix instruction as they are, with Q as terms in E4M3.
+        soft_cap, sinks, lse: whether there are any.
+        window_left: keys before itself that a row attends to, or -1.
+        wide_address: element offsets in the cache need 64 bits.
+        even: an even share of all keys a program, else a number of splits that the sequence alone decides.
+        partial: whether a sequence can have several splits.
+        can_merge: whether the last split to arrive can merge them in this launch.
+    """
+
+    compute: Any
+    scale_q: bool
+    split_q: bool
+    native: bool
+    soft_cap: bool
+    sinks: bool
+    lse: bool
+    window_left: int
+    wide_address: bool
+    even: bool
+    partial: bool
+    can_merge: bool
+
+
+class Blocks(NamedTuple):
+    """Constants: rows and keys of a tile, `head_dim` rounded up for V, and for Q and K."""
+
+    m: int
+    n: int
+    d: int
+    dk: int
 
 
 @triton.jit
@@ -110,26 +211,60 @@ def tiles_of(kv_len, Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr, BLOCK_N: tl
     return first, tl.cdiv(kv_len, BLOCK_N) - first
 
 
-@triton.jit
-def split_counts(
-    table, batch, num_units, tiles_per_split,
-    Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
-):  # fmt: skip
-    """Splits of every sequence, [BLOCK_B]: an even share of all key tiles, computed by every program alike.
+# Sequences whose lengths a program reads at once.
+_SEQUENCES = tl.constexpr(128)
 
-    Sequences are cut in splits of at most `size` tiles, and sum(ceil(t / size)) <= total / size + batch, so
-    size = total / (num_units - batch) never needs more units than there are.
-    """
-    seqs = tl.arange(0, BLOCK_B)
+
+@triton.jit
+def tiles_of_some(
+    table, first, batch, Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    RAGGED: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Sequences from `first` on, and the key tiles of each; none past the batch."""
+    seqs = first + tl.arange(0, _SEQUENCES)
     lens = sequence_length(table, seqs, seqs < batch, PAGE_SIZE, RAGGED)
     _, tiles = tiles_of(lens, Q_LEN, WINDOW_LEFT, BLOCK_N)
-    # A select, not an if: the compiler's alignment analysis gives up on what follows a branch here, and loads
-    # turn bytewise.
-    even_share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), tl.maximum(num_units - batch, 1)), 1)
-    size = tl.where(tiles_per_split > 0, tiles_per_split, even_share)
-    # A sequence with no keys still gets one unit, which writes its zeros.
-    return tl.where(seqs < batch, tl.maximum(tl.cdiv(tiles, size), 1), 0)
+    return seqs, tiles
+
+
+@triton.jit
+def even_split(
+    table, batch, num_units, wanted, BY_UNIT: tl.constexpr,
+    Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The sequence of a unit, or the `wanted` sequence itself: its first unit and its number of splits.
+
+    Sequences are cut in splits of at most `size` tiles, and sum(ceil(t / size)) <= total / size + batch, so
+    size = total / (num_units - batch) never needs more units than there are. Every program computes this
+    alike. A unit past the last one has no splits.
+    """
+    total = batch * 0
+    for first in range(0, batch, _SEQUENCES):
+        _, tiles = tiles_of_some(table, first, batch, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N)
+        total += tl.sum(tiles, 0)
+    size = tl.maximum(tl.cdiv(total, tl.maximum(num_units - batch, 1)), 1)
+    seq, first_unit, num_splits, units_before = batch * 0, batch * 0, batch * 0, batch * 0
+    for first in range(0, batch, _SEQUENCES):
+        seqs, tiles = tiles_of_some(table, first, batch, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N)
+        # A sequence with no keys still gets one unit, which writes its zeros.
+        splits = tl.where(seqs < batch, tl.maximum(tl.cdiv(tiles, size), 1), 0)
+        ends = units_before + tl.cumsum(splits, 0)
+        if BY_UNIT:
+            own = (ends > wanted) & (ends - splits <= wanted)
+        else:
+            own = seqs == wanted
+        seq += tl.sum(tl.where(own, seqs, 0), 0)
+        first_unit += tl.sum(tl.where(own, ends - splits, 0), 0)
+        num_splits += tl.sum(tl.where(own, splits, 0), 0)
+        units_before += tl.sum(splits, 0)
+    return seq, first_unit, num_splits
+
+
+@triton.jit
+def splits_of_sequence(num_tiles, tiles_per_split, max_splits):
+    """Splits of a sequence where nothing but its own key tiles decides."""
+    return tl.maximum(tl.minimum(tl.cdiv(num_tiles, tiles_per_split), max_splits), 1)
 
 
 @triton.jit

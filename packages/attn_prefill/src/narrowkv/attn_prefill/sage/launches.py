@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
 from narrowkv.attn_prefill.sage.config import KeyOrder, SageConfig
 from narrowkv.attn_prefill.sage.kernels import (
     ALIGN,
+    Call,
+    Groups,
+    Mask,
     Narrow,
     NarrowKeys,
     NarrowQuery,
+    Order,
     Outputs,
-    Sequences,
     Smoothing,
     Statistics,
     Strided,
@@ -26,9 +29,11 @@ from narrowkv.attn_prefill.sage.kernels import (
     _quantise_keys_values_kernel,
     _quantise_tokens_kernel,
     _sage_attention_kernel,
+    _sequence_bounds_kernel,
 )
+from narrowkv.quant.errors import contiguous_vector
 from narrowkv.quant.formats import get_format
-from narrowkv.quant.launch import LaunchOptions, launch
+from narrowkv.quant.launch import BoundLaunch, LaunchOptions, Workspace
 from narrowkv.quant.sage import TokenGroups
 
 _ALIGN: int = ALIGN.value
@@ -39,6 +44,7 @@ _LOG2E = math.log2(math.e)
 # statistics; with statistics and blocks both at 16 warps 378, in one launch where blocks wait 351 to 410.
 _STATISTICS = LaunchOptions(num_warps=4, num_stages=1, enable_fp_fusion=False)
 _QUANTISE = LaunchOptions(num_warps=16, num_stages=1, enable_fp_fusion=False)
+_SIZES_KEPT = 64  # calls of other sizes whose scratch is remembered
 _MEAN_BLOCKS = 16  # blocks of Q whose means meet a tile of keys at once: the least rows of a dot
 
 
@@ -86,11 +92,6 @@ class SageShape:
             return (tokens // _ALIGN + self.batch) * _ALIGN
         return self.batch * -(-tokens // _ALIGN) * _ALIGN
 
-    @property
-    def block_b(self) -> int:
-        """A power of two that holds the batch."""
-        return max(2, 1 << (self.batch - 1).bit_length())
-
 
 @dataclass(frozen=True, eq=False)
 class QuantizedKV:
@@ -108,8 +109,9 @@ class QuantizedKV:
         qk_format, fp8: stored formats of K and of V.
         k_groups: which tokens share a descale.
         key_order: of V.
-        cu_seqlens: where sequences begin, or None.
+        bounds: int32 `[batch, 2]`, first token and number of tokens of each sequence, or None.
         k_source: K as it came, where Q's smoothing needs it.
+        block_n: keys of a tile, for tensor descriptors.
     """
 
     k: torch.Tensor
@@ -122,249 +124,407 @@ class QuantizedKV:
     fp8: str
     k_groups: TokenGroups | None
     key_order: KeyOrder
-    cu_seqlens: torch.Tensor | None
+    bounds: torch.Tensor | None
     k_source: torch.Tensor | None
+    block_n: int
 
+    @cached_property
+    def keys(self) -> NarrowKeys:
+        """K and V as the kernel takes them."""
+        return NarrowKeys(self.k, self.v, self.k_descale, self.v_descale, self.k.shape[1])
 
-def _sequences(starts: torch.Tensor | None, shape: SageShape, tokens: int) -> Sequences:
-    return Sequences(starts, shape.batch, 0 if shape.ragged else tokens, tokens)
+    @cached_property
+    def descriptors(self) -> tuple[Any, Any]:
+        """Tensor descriptors of K and V with heads and rows as one dimension."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        blocks = [self.block_n, self.k.shape[2]], [self.v.shape[1], self.block_n]
+        flat = (stored.view(-1, stored.shape[2]) for stored in (self.k, self.v))
+        k, v = (
+            TensorDescriptor(x, list(x.shape), list(x.stride()), block)
+            for x, block in zip(flat, blocks, strict=True)
+        )
+        return k, v
 
 
 def _strided(x: torch.Tensor) -> Strided:
     return Strided(x, x.stride(0) if x.dim() == 4 else 0, x.stride(-3), x.stride(-2))
 
 
-def _group_constants(prefix: str, groups: TokenGroups | None) -> dict[str, int]:
-    span, count, run = (0, 1, 1) if groups is None else (groups.span, groups.groups, groups.run)
-    return {f"{prefix}SPAN": span, f"{prefix}GROUPS": count, f"{prefix}RUN": run}
+def _groups(groups: TokenGroups | None) -> Groups:
+    return Groups(0, 1, 1) if groups is None else Groups(groups.span, groups.groups, groups.run)
 
 
-def _narrow(
-    heads: int, rows: int, head_dim: int, format_name: str, groups: TokenGroups | None, device: torch.device
-) -> tuple[Narrow, torch.Tensor]:
-    """Empty scratch of Q or K as the pre-pass writes it, and as attention reads it."""
-    fmt = get_format(format_name)
-    stored = torch.empty(heads, rows, fmt.storage_bytes(head_dim), dtype=torch.uint8, device=device)
-    sizes = (1,) if groups is None else (heads, rows // groups.span * groups.groups)
-    descale = torch.empty(sizes, dtype=torch.float32, device=device)
-    amax = torch.zeros(1, dtype=torch.int32, device=device) if groups is None else None
-    if fmt.kind == "fp8":
-        return Narrow(stored, descale, amax, rows), stored.view(fmt.storage_dtype)
-    codes = stored.view(torch.int8)
-    return Narrow(codes, descale, amax, rows), codes
+class _QueryScratch(NamedTuple):
+    """A call's query in scratch: as the pre-pass writes it and attention reads it, its means, its bounds."""
+
+    narrow: Narrow
+    query: NarrowQuery
+    mean: torch.Tensor | None
+    bounds: torch.Tensor | None
 
 
-def _launch_tokens(
-    x: torch.Tensor, seqs: Sequences, smoothing: Smoothing, shape: SageShape, out: Narrow, format_name: str,
-    groups: TokenGroups | None, smooth: str, sm_scale: float, *, measure: bool,
-) -> None:  # fmt: skip
-    launch(
-        _quantise_tokens_kernel,
-        (out.rows // _ALIGN, x.shape[-2]),
-        (_strided(x), seqs, smoothing, out, sm_scale),
-        {
-            "RAGGED": shape.ragged,
-            "SMOOTH": smooth,
-            "WRITE_SHIFT": smoothing.shift is not None and not measure,
-            "GQA_RATIO": shape.gqa_ratio,
-            "FORMAT": format_name,
-            "FORMAT_MAX": get_format(format_name).max_value,
-            "MEASURE": measure,
-            **_group_constants("", groups),
-            "HEAD_DIM": shape.head_dim,
-            "BLOCK_B": shape.block_b,
-        },
-        _QUANTISE,
-    )
+@dataclass(frozen=True, eq=False)
+class SageLaunches:
+    """The kernels of a plan, bound to what it fixes, and the memory that they work in.
 
+    Attributes:
+        shape: the largest call.
+        qk_format: of Q and K in scratch.
+        q_groups, k_groups: which tokens share a descale.
+        mask: which keys a row attends to.
+        smooth_k, smooth_q: which means are taken out.
+        sm_scale: the softmax scale.
+        config: the launch configuration.
+        device: where it runs.
+        workspace: scratch of the queries; None allocates it in each call.
+    """
 
-def _statistics(
-    k: torch.Tensor, v: torch.Tensor, seqs: Sequences, shape: SageShape, v_format_max: float, *, smooth: bool
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """K's means, if asked for, and V's descales of each channel, fp32 `[batch, heads, head_dim]`."""
-    heads = shape.num_kv_heads
-    # Enough parts to fill a GPU, none of them so short that its program does little.
-    parts = min(16, 1 << max(-(-seqs.tokens // 256) - 1, 0).bit_length())
+    shape: SageShape
+    qk_format: str
+    q_groups: TokenGroups | None
+    k_groups: TokenGroups | None
+    mask: Mask
+    smooth_k: bool
+    smooth_q: bool
+    sm_scale: float
+    config: SageConfig
+    device: torch.device
+    workspace: Workspace | None
+    _bound: dict[Any, BoundLaunch] = field(default_factory=dict, init=False, repr=False)
+    _scratch: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+    _sized: dict[Any, _QueryScratch] = field(default_factory=dict, init=False, repr=False)
 
-    def statistics(dtype: torch.dtype) -> Statistics:
-        partial = torch.empty(shape.batch, heads, parts, shape.head_dim, dtype=dtype, device=k.device)
-        result = torch.empty(shape.batch, heads, shape.head_dim, dtype=torch.float32, device=k.device)
-        return Statistics(partial, result)
+    def __post_init__(self) -> None:
+        """Divides the workspace up."""
+        if self.workspace is not None:
+            blocks = self.blocks()
+            self._scratch.update(zip(blocks, self.workspace.carve(list(blocks.values())), strict=True))
 
-    v_stats = statistics(torch.float32)
-    k_stats = statistics(torch.float64) if smooth else Statistics(None, None)
-    items = shape.batch * (2 if smooth else 1)
-    constants = {"RAGGED": shape.ragged, "SMOOTH": smooth, "PARTS": parts, "HEAD_DIM": shape.head_dim}
-    launch(
-        _channel_statistics_kernel,
-        (parts, heads, items),
-        (_strided(k), _strided(v), seqs, k_stats, v_stats),
-        {**constants, "BLOCK": 32},
-        _STATISTICS,
-    )
-    launch(
-        _finish_statistics_kernel,
-        (heads, items),
-        (seqs, k_stats, v_stats),
-        {**constants, "V_FORMAT_MAX": v_format_max},
-        _STATISTICS,
-    )
-    return k_stats.result, v_stats.result
+    # ------------------------------------------------------------------------------------------ memory
 
+    def blocks(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Scratch of the largest call, by name."""
+        shape = self.shape
+        heads, dim, kv_heads = shape.num_qo_heads, shape.head_dim, shape.num_kv_heads
+        rows, k_rows = shape.rows(shape.q_tokens), shape.rows(shape.k_tokens)
+        partial = (shape.batch, kv_heads, self.parts, dim)
+        q_mean = (heads, rows // _ALIGN, dim)
+        return {
+            "q": ((heads, rows, get_format(self.qk_format).storage_bytes(dim)), torch.uint8),
+            "q_descale": (self._descales(self.q_groups, heads, rows), torch.float32),
+            "amax": ((1,), torch.int32),
+            "q_bounds": ((shape.batch if shape.ragged else 0, 2), torch.int32),
+            "q_mean": (q_mean if self.smooth_q else (0,), torch.float32),
+            "mean_scores": ((heads, rows // _ALIGN, k_rows) if self.smooth_q else (0,), torch.float32),
+            "shift": ((heads, rows) if self.smooth_k else (0,), torch.float32),
+            "v_parts": (partial, torch.float32),
+            "k_parts": (partial if self.smooth_k else (0,), torch.float64),
+        }
 
-def quantise_keys_values(
-    k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None, shape: SageShape, format_name: str,
-    groups: TokenGroups | None, config: SageConfig, *, smooth: bool, keep_k: bool,
-) -> QuantizedKV:  # fmt: skip
-    """K and V in scratch: the channels' statistics, then the blocks, of both at once."""
-    seqs = _sequences(starts, shape, shape.k_tokens)
-    v_fmt = get_format(config.fp8)
-    heads, head_dim, rows = shape.num_kv_heads, shape.head_dim, shape.rows(shape.k_tokens)
-    k_mean, v_descale = _statistics(k, v, seqs, shape, v_fmt.max_value, smooth=smooth)
-    smoothing = Smoothing(None, k_mean, None)
-    k_out, k_stored = _narrow(heads, rows, head_dim, format_name, groups, k.device)
-    v_stored = torch.empty(heads, head_dim, rows, dtype=torch.uint8, device=v.device)
-    if groups is None:
-        smoothed = "sequence" if smooth else "none"
-        _launch_tokens(k, seqs, smoothing, shape, k_out, format_name, None, smoothed, 0.0, measure=True)
-    launch(
-        _quantise_keys_values_kernel,
-        (rows // _ALIGN, heads, 2),
-        (_strided(k), _strided(v), seqs, smoothing, v_descale, k_out, v_stored),
-        {
-            "RAGGED": shape.ragged,
-            "SMOOTH": smooth,
-            "FORMAT": format_name,
-            "FORMAT_MAX": get_format(format_name).max_value,
-            **_group_constants("", groups),
-            "V_FORMAT": v_fmt.name,
-            **_order_constants(config.key_order),
-            "HEAD_DIM": head_dim,
-            "BLOCK_B": shape.block_b,
-        },
-        _QUANTISE,
-    )
-    return QuantizedKV(
-        k_stored, k_out.descale, k_mean, v_stored.view(v_fmt.storage_dtype), v_descale, shape, format_name,
-        config.fp8, groups, config.key_order, starts, k if keep_k else None,
-    )  # fmt: skip
+    @property
+    def parts(self) -> int:
+        """Programs that share a head's statistics: enough to fill a GPU, none that does little."""
+        return min(16, 1 << max(-(-self.shape.k_tokens // 256) - 1, 0).bit_length())
 
+    @staticmethod
+    def _descales(groups: TokenGroups | None, heads: int, rows: int) -> tuple[int, ...]:
+        return (1,) if groups is None else (heads, rows // groups.span * groups.groups)
 
-def quantise_queries(
-    q: torch.Tensor, starts: torch.Tensor | None, shape: SageShape, format_name: str,
-    groups: TokenGroups | None, kv: QuantizedKV, *, smooth: bool, write_shift: bool, sm_scale: float,
-) -> NarrowQuery:  # fmt: skip
-    """Q in scratch, its descales, the scores of its means, and what smoothing took from lse."""
-    seqs = _sequences(starts, shape, shape.q_tokens)
-    heads, rows = shape.num_qo_heads, shape.rows(shape.q_tokens)
-    empty = partial(torch.empty, dtype=torch.float32, device=q.device)
-    mean = empty(heads, rows // _ALIGN, shape.head_dim) if smooth else None
-    shift = empty(heads, rows) if write_shift else None
-    smoothing = Smoothing(mean, kv.k_mean if write_shift else None, shift)
-    out, stored = _narrow(heads, rows, shape.head_dim, format_name, groups, q.device)
-    for measure in (True, False) if groups is None else (False,):
-        _launch_tokens(
-            q, seqs, smoothing, shape, out, format_name, groups, "block" if smooth else "none", sm_scale,
-            measure=measure,
+    def _memory(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Undefined memory of a shape: the beginning of the workspace's block, or a new tensor."""
+        if self.workspace is None:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        return self._scratch[name].view(-1)[: math.prod(shape)].view(shape)
+
+    # ---------------------------------------------------------------------------------------- launches
+
+    def kernels(self) -> list[BoundLaunch]:
+        """Every kernel that calls can launch, the log-sum-exp written or not."""
+        found = [self._bounds()] if self.shape.ragged else []
+        found += [*self._statistics(), self._quantise_kv()]
+        found += [self._measure(key) for key in ("k", "q") if self._group_of(key) is None]
+        found += [self._mean_scores()] if self.smooth_q else []
+        for lse in (False, True):
+            found += [self._quantise_q(self.smooth_k and lse), self._attention(lse)]
+        return list({id(launch): launch for launch in found}.values())
+
+    def _bind(self, key: Any, kernel: Any, constexprs: dict[str, Any], options: LaunchOptions) -> BoundLaunch:
+        self._bound[key] = BoundLaunch(kernel, constexprs, options)
+        return self._bound[key]
+
+    def _bounds(self) -> BoundLaunch:
+        known = self._bound.get("bounds")
+        return known or self._bind(
+            "bounds", _sequence_bounds_kernel, {}, LaunchOptions(num_warps=1, num_stages=1)
+        )
+
+    def _statistics(self) -> tuple[BoundLaunch, BoundLaunch]:
+        if "statistics" not in self._bound:
+            constants = {
+                "RAGGED": self.shape.ragged,
+                "SMOOTH": self.smooth_k,
+                "PARTS": self.parts,
+                "HEAD_DIM": self.shape.head_dim,
+            }
+            v_max = get_format(self.config.fp8).max_value
+            self._bind("statistics", _channel_statistics_kernel, {**constants, "BLOCK": 32}, _STATISTICS)
+            self._bind("finish", _finish_statistics_kernel, {**constants, "V_FORMAT_MAX": v_max}, _STATISTICS)
+        return self._bound["statistics"], self._bound["finish"]
+
+    def _group_of(self, which: str) -> TokenGroups | None:
+        return self.q_groups if which == "q" else self.k_groups
+
+    def _tokens(self, which: str, smooth: str, *, shift: bool, measure: bool) -> BoundLaunch:
+        key = ("tokens", which, shift, measure)
+        return self._bound.get(key) or self._bind(
+            key,
+            _quantise_tokens_kernel,
+            {
+                "RAGGED": self.shape.ragged,
+                "SMOOTH": smooth,
+                "WRITE_SHIFT": shift,
+                "GQA_RATIO": self.shape.gqa_ratio if which == "q" else 1,
+                "FORMAT": self.qk_format,
+                "FORMAT_MAX": get_format(self.qk_format).max_value,
+                "MEASURE": measure,
+                "GROUPS": _groups(self._group_of(which)),
+                "HEAD_DIM": self.shape.head_dim,
+            },
+            _QUANTISE,
+        )
+
+    def _measure(self, which: str) -> BoundLaunch:
+        smooth = self._smooth_q if which == "q" else self._smooth_k
+        return self._tokens(which, smooth, shift=False, measure=True)
+
+    def _quantise_q(self, shift: bool) -> BoundLaunch:
+        return self._tokens("q", self._smooth_q, shift=shift, measure=False)
+
+    @property
+    def _smooth_q(self) -> str:
+        return "block" if self.smooth_q else "none"
+
+    @property
+    def _smooth_k(self) -> str:
+        return "sequence" if self.smooth_k else "none"
+
+    def _quantise_kv(self) -> BoundLaunch:
+        return self._bound.get("kv") or self._bind(
+            "kv",
+            _quantise_keys_values_kernel,
+            {
+                "RAGGED": self.shape.ragged,
+                "SMOOTH": self.smooth_k,
+                "FORMAT": self.qk_format,
+                "FORMAT_MAX": get_format(self.qk_format).max_value,
+                "GROUPS": _groups(self.k_groups),
+                "V_FORMAT": self.config.fp8,
+                "ORDER": self._order,
+                "HEAD_DIM": self.shape.head_dim,
+            },
+            _QUANTISE,
+        )
+
+    @property
+    def _order(self) -> Order:
+        order = self.config.key_order
+        return Order(order.gather, order.lanes, order.width)
+
+    def _mean_scores(self) -> BoundLaunch:
+        return self._bound.get("mean_scores") or self._bind(
+            "mean_scores",
+            _mean_scores_kernel,
+            {
+                "RAGGED": self.shape.ragged,
+                "GQA_RATIO": self.shape.gqa_ratio,
+                "HEAD_DIM": self.shape.head_dim,
+                "BLOCK_Q": _MEAN_BLOCKS,
+            },
+            LaunchOptions(num_warps=4, num_stages=1),
+        )
+
+    def _attention(self, lse: bool, *, tma: bool | None = None) -> BoundLaunch:
+        config = self.config
+        tma = config.tma if tma is None else tma
+        key = ("attention", lse, tma)
+        known = self._bound.get(key)
+        if known is not None:
+            return known
+        call = Call(
+            self.shape.ragged, self.shape.gqa_ratio, self.shape.head_dim, self.qk_format, self.smooth_q,
+            self.smooth_k and lse, lse, math.log2(get_format(config.fp8).max_value), config.two_level, tma,
+            config.reread_q, config.block_m, config.block_n,
         )  # fmt: skip
-    mean_scores = None
-    if mean is not None and kv.k_source is not None:
-        mean_scores = _mean_scores(mean, kv, seqs, shape, sm_scale)
-    return NarrowQuery(stored, out.descale, mean_scores, shift, rows)
+        return self._bind(
+            key,
+            _sage_attention_kernel,
+            {
+                "CALL": call,
+                "Q_GROUPS": _groups(self.q_groups),
+                "K_GROUPS": _groups(self.k_groups),
+                "MASK": self.mask,
+                "ORDER": self._order,
+            },
+            config.options,
+        )
+
+    # ------------------------------------------------------------------------------------------- calls
+
+    def _find_bounds(
+        self, starts: torch.Tensor | None, tokens: int, bounds: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Where sequences lie, whatever `starts` holds; None for a dense batch."""
+        if starts is None or bounds is None:
+            return None
+        batch = starts.shape[0] - 1
+        if batch:
+            self._bounds()((1,), (contiguous_vector(starts), bounds, tokens, batch))
+        return bounds
+
+    def quantise_keys_values(
+        self, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None, size: SageShape
+    ) -> QuantizedKV:
+        """K and V in memory of their own: the channels' statistics, then the blocks, of both at once."""
+        heads, dim, rows = size.num_kv_heads, size.head_dim, size.rows(size.k_tokens)
+        empty = torch.empty
+        bounds = None
+        if starts is not None:
+            bounds = empty((size.batch, 2), dtype=torch.int32, device=self.device)
+        self._find_bounds(starts, size.k_tokens, bounds)
+        sizes = (size.batch, size.k_tokens)
+        strided_k, strided_v = _strided(k), _strided(v)
+        v_descale = empty((size.batch, heads, dim), dtype=torch.float32, device=self.device)
+        k_mean = torch.empty_like(v_descale) if self.smooth_k else None
+        partial = (size.batch, heads, self.parts, dim)
+        v_stats = Statistics(self._memory("v_parts", partial, torch.float32), v_descale)
+        k_stats = Statistics(None, None)
+        if self.smooth_k:
+            k_stats = Statistics(self._memory("k_parts", partial, torch.float64), k_mean)
+        items = size.batch * (2 if self.smooth_k else 1)
+        statistics, finish = self._statistics()
+        statistics((self.parts * items, heads), (strided_k, strided_v, bounds, k_stats, v_stats, *sizes))
+        finish((items, heads), (bounds, k_stats, v_stats, *sizes))
+        fmt = get_format(self.qk_format)
+        stored = empty((heads, rows, fmt.storage_bytes(dim)), dtype=torch.uint8, device=self.device)
+        descale = empty(self._descales(self.k_groups, heads, rows), dtype=torch.float32, device=self.device)
+        smoothing = Smoothing(None, k_mean, None)
+        narrow = Narrow(_codes(stored, self.qk_format), descale, self._clear_amax(self.k_groups), rows)
+        if self.k_groups is None:
+            self._measure("k")((rows // _ALIGN, heads), (strided_k, bounds, smoothing, narrow, 0.0, *sizes))
+        v_stored = empty((heads, dim, rows), dtype=torch.uint8, device=self.device)
+        self._quantise_kv()(
+            (rows // _ALIGN, heads, 2),
+            (strided_k, strided_v, bounds, smoothing, v_descale, narrow, v_stored, *sizes),
+        )
+        return QuantizedKV(
+            _as_stored(stored, self.qk_format), descale, k_mean, _as_stored(v_stored, self.config.fp8),
+            v_descale, size, self.qk_format, self.config.fp8, self.k_groups, self.config.key_order, bounds,
+            k if self.smooth_q else None, self.config.block_n,
+        )  # fmt: skip
+
+    def _clear_amax(self, groups: TokenGroups | None) -> torch.Tensor | None:
+        return None if groups is not None else self._memory("amax", (1,), torch.int32).zero_()
+
+    def quantise_queries(
+        self, q: torch.Tensor, starts: torch.Tensor | None, kv: QuantizedKV, size: SageShape, *, lse: bool
+    ) -> tuple[NarrowQuery, torch.Tensor | None]:
+        """Q in scratch with what its smoothing took out, and where its sequences lie."""
+        scratch = self._query_scratch(size, lse)
+        self._find_bounds(starts, size.q_tokens, scratch.bounds)
+        shifts = self.smooth_k and lse
+        smoothing = Smoothing(scratch.mean, kv.k_mean if shifts else None, scratch.query.shift)
+        if scratch.narrow.amax is not None:
+            scratch.narrow.amax.zero_()
+        arguments = (
+            _strided(q), scratch.bounds, smoothing, scratch.narrow, self.sm_scale, size.batch, size.q_tokens
+        )  # fmt: skip
+        grid = (scratch.query.rows // _ALIGN, size.num_qo_heads)
+        if self.q_groups is None:
+            self._measure("q")(grid, arguments)
+        self._quantise_q(shifts)(grid, arguments)
+        if scratch.mean is not None and kv.k_source is not None:
+            k_rows = kv.k.shape[1]
+            blocks_of_one = -(-size.q_tokens // _ALIGN)
+            self._mean_scores()(
+                (k_rows // _ALIGN, -(-blocks_of_one // _MEAN_BLOCKS), size.num_qo_heads),
+                (
+                    _strided(kv.k_source), scratch.bounds, kv.bounds, scratch.mean, scratch.query.mean_scores,
+                    grid[0], k_rows, self.sm_scale * _LOG2E, size.batch, size.q_tokens, kv.shape.k_tokens,
+                ),
+            )  # fmt: skip
+        return scratch.query, scratch.bounds
+
+    def _query_scratch(self, size: SageShape, lse: bool) -> _QueryScratch:
+        """Memory for a call's query; with a workspace that of the last call of this size."""
+        key = (size.batch, size.q_tokens, size.k_tokens, lse)
+        known = self._sized.get(key)
+        if known is not None:
+            return known
+        heads, rows, dim = size.num_qo_heads, size.rows(size.q_tokens), size.head_dim
+        blocks = rows // _ALIGN
+        bounds = mean = mean_scores = shift = amax = None
+        if size.ragged:
+            bounds = self._memory("q_bounds", (size.batch, 2), torch.int32)
+        if self.smooth_q:
+            mean = self._memory("q_mean", (heads, blocks, dim), torch.float32)
+            k_rows = size.rows(size.k_tokens)
+            mean_scores = self._memory("mean_scores", (heads, blocks, k_rows), torch.float32)
+        if self.smooth_k and lse:
+            shift = self._memory("shift", (heads, rows), torch.float32)
+        if self.q_groups is None:
+            amax = self._memory("amax", (1,), torch.int32)
+        width = get_format(self.qk_format).storage_bytes(dim)
+        stored = self._memory("q", (heads, rows, width), torch.uint8)
+        descale = self._memory("q_descale", self._descales(self.q_groups, heads, rows), torch.float32)
+        found = _QueryScratch(
+            Narrow(_codes(stored, self.qk_format), descale, amax, rows),
+            NarrowQuery(_as_stored(stored, self.qk_format), descale, mean_scores, shift, rows),
+            mean,
+            bounds,
+        )
+        if self.workspace is not None:
+            if len(self._sized) == _SIZES_KEPT:
+                self._sized.clear()
+            self._sized[key] = found
+        return found
+
+    def attend(
+        self, query: NarrowQuery, bounds: torch.Tensor | None, kv: QuantizedKV, out: torch.Tensor,
+        lse: torch.Tensor | None, size: SageShape,
+    ) -> None:  # fmt: skip
+        """Attention over what the pre-pass stored."""
+        config = self.config
+        tiles = -(-(query.rows if size.ragged else size.q_tokens) // config.block_m)
+        items = size.num_qo_heads * (1 if size.ragged else size.batch)
+        together = 1
+        # Without a limit to the right all tiles are as long; where a head has many, its last are few of all.
+        if self.mask.RIGHT >= 0 and 4 * tiles <= config.programs_together:
+            together = min(-(-config.programs_together // max(tiles, 1)), max(items, 1))
+        # Codes of int4 are read times 16 on both sides.
+        codes = 1 / 256 if self.qk_format == "int4" else 1.0
+        strided = _strided(out)
+        steps = (0, 0, 0)
+        if lse is not None:
+            steps = (0 if size.ragged else lse.stride(0), lse.stride(-2), lse.stride(-1))
+        tma = config.tma and kv.k.numel() > 0
+        self._attention(lse is not None, tma=tma)(
+            (items * tiles,),
+            (
+                query, kv.keys, *(kv.descriptors if tma else (None, None)),
+                Outputs(out, strided.batch, strided.token, strided.head, lse), bounds, kv.bounds,
+                self.sm_scale * _LOG2E * codes, size.num_qo_heads, size.batch, size.q_tokens, size.k_tokens,
+                items, tiles, together, *steps,
+            ),
+        )  # fmt: skip
 
 
-def _mean_scores(
-    mean: torch.Tensor, kv: QuantizedKV, q_seqs: Sequences, shape: SageShape, sm_scale: float
-) -> torch.Tensor:
-    assert kv.k_source is not None
-    q_blocks, k_rows = mean.shape[1], kv.k.shape[1]
-    out = torch.empty(shape.num_qo_heads, q_blocks, k_rows, dtype=torch.float32, device=mean.device)
-    blocks_of_one = -(-shape.q_tokens // _ALIGN)
-    launch(
-        _mean_scores_kernel,
-        (k_rows // _ALIGN, -(-blocks_of_one // _MEAN_BLOCKS), shape.num_qo_heads),
-        (
-            _strided(kv.k_source), q_seqs, _sequences(kv.cu_seqlens, shape, shape.k_tokens),
-            mean, out, q_blocks, k_rows, sm_scale * _LOG2E,
-        ),
-        {
-            "RAGGED": shape.ragged,
-            "GQA_RATIO": shape.gqa_ratio,
-            "HEAD_DIM": shape.head_dim,
-            "BLOCK_Q": _MEAN_BLOCKS,
-            "BLOCK_B": shape.block_b,
-        },
-        LaunchOptions(num_warps=4, num_stages=1),
-    )  # fmt: skip
-    return out
+def _codes(stored: torch.Tensor, format_name: str) -> torch.Tensor:
+    """Bytes as the pre-pass writes them."""
+    return stored if get_format(format_name).kind == "fp8" else stored.view(torch.int8)
 
 
-def _order_constants(order: KeyOrder) -> dict[str, int]:
-    return {"GATHER": order.gather, "LANES": order.lanes, "WIDTH": order.width}
-
-
-def _descriptors(kv: QuantizedKV, config: SageConfig) -> tuple[Any, Any]:
-    """Tensor descriptors of K and V, for targets that load by them; none where there are no keys."""
-    if not config.tma or not kv.k.numel():
-        return None, None
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    blocks = [config.block_n, kv.k.shape[2]], [kv.v.shape[1], config.block_n]
-    flat = (stored.view(-1, stored.shape[2]) for stored in (kv.k, kv.v))
-    k, v = (
-        TensorDescriptor(x, list(x.shape), list(x.stride()), block)
-        for x, block in zip(flat, blocks, strict=True)
-    )
-    return k, v
-
-
-def launch_attention(
-    query: NarrowQuery, kv: QuantizedKV, out: torch.Tensor, lse: torch.Tensor | None,
-    starts: torch.Tensor | None, shape: SageShape, config: SageConfig,
-    *, q_groups: TokenGroups | None, bottom_right: bool, window: tuple[int, int], sm_scale: float,
-) -> None:  # fmt: skip
-    """Attention over what the pre-pass stored."""
-    tokens = query.rows if shape.ragged else shape.q_tokens
-    tiles = -(-tokens // config.block_m)
-    items = shape.num_qo_heads * (1 if shape.ragged else shape.batch)
-    together = 1
-    # Without a limit to the right tiles are of one length; where a head has many, its last are few of all.
-    if window[1] >= 0 and 4 * tiles <= config.programs_together:
-        together = min(-(-config.programs_together // max(tiles, 1)), max(items, 1))
-    # Codes of int4 are read times 16 on both sides.
-    codes = 1 / 256 if kv.qk_format == "int4" else 1.0
-    strided = _strided(out)
-    constants: dict[str, Any] = {
-        "RAGGED": shape.ragged,
-        "GQA_RATIO": shape.gqa_ratio,
-        "HEAD_DIM": shape.head_dim,
-        "FORMAT": kv.qk_format,
-        **_group_constants("Q_", q_groups),
-        **_group_constants("K_", kv.k_groups),
-        "BOTTOM_RIGHT": bottom_right,
-        "WINDOW_LEFT": window[0],
-        "WINDOW_RIGHT": window[1],
-        "SMOOTH_Q": query.mean_scores is not None,
-        "SHIFT_LSE": query.shift is not None,
-        "WRITE_LSE": lse is not None,
-        **_order_constants(config.key_order),
-        "LOG2_P": math.log2(get_format(config.fp8).max_value),
-        "TWO_LEVEL": config.two_level,
-        "TMA": config.tma and kv.k.numel() > 0,
-        "REREAD_Q": config.reread_q,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_B": shape.block_b,
-    }
-    launch(
-        _sage_attention_kernel,
-        (items * tiles,),
-        (
-            query, NarrowKeys(kv.k, kv.v, kv.k_descale, kv.v_descale, kv.k.shape[1]), *_descriptors(kv,
-            config), Outputs(out, strided.batch, strided.token, strided.head, lse),
-            _sequences(starts, shape, shape.q_tokens), _sequences(kv.cu_seqlens, shape, shape.k_tokens),
-            sm_scale * _LOG2E * codes, shape.num_qo_heads, items, tiles, together,
-        ),
-        constants,
-        config.options,
-    )  # fmt: skip
+def _as_stored(stored: torch.Tensor, format_name: str) -> torch.Tensor:
+    """Bytes as attention reads them."""
+    fmt = get_format(format_name)
+    return stored.view(fmt.storage_dtype) if fmt.kind == "fp8" else stored.view(torch.int8)

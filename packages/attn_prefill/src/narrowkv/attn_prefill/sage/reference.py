@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from narrowkv.attn_prefill.reference import attention_reference
+from narrowkv.attn_prefill.reference import attention_reference, finish
 from narrowkv.attn_prefill.sage.config import KeyOrder
 from narrowkv.attn_prefill.sage.plan import SagePlan, plan_sage
 from narrowkv.quant.formats import get_format
@@ -110,19 +110,25 @@ def sage_attention_reference(
     smooth_k: bool = True,
     smooth_q: bool = False,
     sm_scale: float | None = None,
-    return_lse: bool = False,
+    **how: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`sage_attention` with the host's quantisers and fp32 attention; reads lengths on the host.
 
-    `qk_dtype=None` quantises nothing at all: then it is plain attention in fp32.
+    `qk_dtype=None` quantises nothing at all: then it is plain attention in fp32. `how` are the options of
+    `sage_attention`; the result is float32 unless `out` says otherwise.
     """
     plan = plan_sage(
         q, k, qk_dtype=qk_dtype or "int8", q_granularity=q_granularity, k_granularity=k_granularity,
-        causal=causal, window=window, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        causal=causal, window=window, layout=how.get("layout", "BSHD"),
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         smooth_k=smooth_k, smooth_q=smooth_q, sm_scale=sm_scale,
     )  # fmt: skip
+    if how.get("layout") == "BHSD":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o, lse = _results(plan, q, k, v, exact=qk_dtype is None, p_format=None)
-    return (o, lse) if return_lse else o
+    if how.get("layout") == "BHSD":
+        o, lse = o.transpose(1, 2), lse.transpose(1, 2)
+    return finish(o, lse, how.get("out"), how)
 
 
 def narrow_p_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:

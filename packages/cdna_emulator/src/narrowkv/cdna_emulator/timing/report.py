@@ -23,9 +23,9 @@ class Prediction:
         seconds: the two divided.
         flops: matrix flops of the launch.
         loop: the hot loop in its steady state, or None.
-        matrix_share: share of the loop's clocks (of the whole, without a loop) in which a matrix unit is
-        busy. bound: the unit or wait that bounds it. has_addresses: whether bank conflicts and caches
-        follow from addresses, or ideal ones were assumed.
+        matrix_share: share of the loop's clocks (else of the whole) in which a matrix unit is busy.
+        bound: the unit or wait that bounds it.
+        has_addresses: whether bank conflicts and caches follow from addresses, or ideal ones were assumed.
     """
 
     target: str

@@ -22,7 +22,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from narrowkv.quant.launch.gpu import GpuLaunch, gpu_launch
 from narrowkv.quant.launch.options import LaunchOptions
-from narrowkv.quant.launch.tensors import HostCopies, check_have_memory, tensors_of
+from narrowkv.quant.launch.tensors import HostCopies, tensors_of
 from narrowkv.quant.targets import Target, compile_target, device_target, get_target
 
 
@@ -169,7 +169,6 @@ def launch(
     tensors = tensors_of(args)
     if not tensors:
         raise TypeError("a launch needs at least one tensor argument, got none")
-    check_have_memory(tensors)
     executor = _executor.get()
     if executor is not None:
         executor.launch(kernel, grid, args, constexprs, options)

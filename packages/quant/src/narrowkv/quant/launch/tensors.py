@@ -10,26 +10,22 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def tensors_of(args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Every tensor of nested tuples of arguments, outer ones first, and those of tensor descriptors."""
+    """Every tensor of nested tuples of arguments, outer ones first, and those of tensor descriptors.
+
+    Raises:
+        TypeError: one has no memory that a kernel can read: a fake, functional, meta or sparse tensor, or one
+            that `torch.func` transforms.
+    """
     found: list[torch.Tensor] = []
     pending = list(args)
     for arg in pending:  # grows as it goes
-        if isinstance(arg, torch.Tensor):
-            found.append(arg)
-        elif isinstance(arg, tuple):
+        if isinstance(arg, tuple):
             pending += arg
-        elif hasattr(arg, "block_shape"):
-            found.append(arg.base)
-    return found
-
-
-def check_have_memory(tensors: list[torch.Tensor]) -> None:
-    """Checks that a kernel can read the tensors' memory.
-
-    Raises:
-        TypeError: a fake, functional, meta or sparse tensor, or one that `torch.func` transforms.
-    """
-    for tensor in tensors:
+            continue
+        tensor = arg.base if hasattr(arg, "block_shape") else arg
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        found.append(tensor)
         dispatch = type(tensor).__torch_dispatch__
         if type(tensor) in _PLAIN or dispatch is torch._C._disabled_torch_dispatch_impl:
             try:
@@ -42,6 +38,7 @@ def check_have_memory(tensors: list[torch.Tensor]) -> None:
             f"a kernel needs tensors that have memory, got a {kind} on device {tensor.device}: call the "
             "operation with real tensors, and outside of what torch traces (torch.compiler.disable)"
         )
+    return found
 
 
 class HostCopies:

@@ -53,7 +53,7 @@ class TensorSpec:
 
     def example(self) -> torch.Tensor:
         """A CPU tensor of this description, whose memory is never touched."""
-        storage = torch.UntypedStorage(_TWO_GIB if self.large else 64)
+        storage = torch.UntypedStorage(_TWO_GIB if self.large else 64)  # type: ignore[no-untyped-call]
         offset = 0 if self.aligned else 1
         return torch.empty(0, dtype=self.dtype).set_(storage, offset, (1,), (1,))
 

@@ -41,7 +41,7 @@ from narrowkv.sparse_fp8.kernels.hopper import (
 )
 from narrowkv.sparse_fp8.kernels.hopper_fp8 import _widen, _words
 from narrowkv.sparse_fp8.kernels.results import SIZES
-from narrowkv.sparse_fp8.kernels.rows import ONE_AS_WORD, with_sizes
+from narrowkv.sparse_fp8.kernels.rows import ONE_AS_WORD, Csr, RowPointers
 
 
 @gluon.jit
@@ -317,6 +317,8 @@ def _gather_warps(
     FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr, CALL: gl.constexpr,
 ):  # fmt: skip
     """What fills some rows of each tile of the ring: with 16-bit rows, or with FP8 rows."""
+    # Triton 3.6 passes only numbers of a struct on.
+    LAYOUT: gl.constexpr = CALL.LAYOUT
     if CALL.LAYOUT == "":
         _gather_wide_warps(
             prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
@@ -327,7 +329,7 @@ def _gather_warps(
         _gather_fp8_warps(
             prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
             tiles, bias, full, empty, FIRST_ROW, NUM_ROWS, CALL.HEAD_BLOCKS, CALL.HAS_PREFIX,
-            CALL.HAS_EXTEND, CALL.LAYOUT,
+            CALL.HAS_EXTEND, LAYOUT,
             CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE, CALL.WIDE_ADDRESS, CALL.SPLIT, CALL.BLOCK_K,
             CALL.STAGES,
         )  # fmt: skip
@@ -519,36 +521,48 @@ def _sparse_few_kernel(
     num_items, prefix_rows, prefix_nnz, extend_rows, extend_nnz, CALL: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor; each works through items in steps of the grid."""
+    # Triton 3.6 takes only some numbers straight from a struct.
+    BLOCK_H: gl.constexpr = CALL.BLOCK_H
+    BLOCK_K: gl.constexpr = CALL.BLOCK_K
+    STAGES: gl.constexpr = CALL.STAGES
     DTYPE: gl.constexpr = q.nope.dtype.element_ty
     if CALL.HAS_PREFIX:
-        prefix, prefix_csr = with_sizes(prefix, prefix_csr, prefix_rows, prefix_nnz)
+        prefix = RowPointers(
+            prefix.nope, prefix.rope, prefix.scale, prefix.stride_n, prefix.stride_r, prefix.stride_s,
+            prefix.stride_h, prefix_rows,
+        )  # fmt: skip
+        prefix_csr = Csr(prefix_csr.indptr, prefix_csr.indices, prefix_nnz)
     if CALL.HAS_EXTEND:
-        extend, extend_csr = with_sizes(extend, extend_csr, extend_rows, extend_nnz)
+        extend = RowPointers(
+            extend.nope, extend.rope, extend.scale, extend.stride_n, extend.stride_r, extend.stride_s,
+            extend.stride_h, extend_rows,
+        )  # fmt: skip
+        extend_csr = Csr(extend_csr.indptr, extend_csr.indices, extend_nnz)
     # Two groups gather, half of each tile's rows each, and do not wait for each other. Widening FP8 takes
     # twice the warps; 16 warps have 128 registers each, too few for the sums of 32 heads.
     GATHER_WARPS: gl.constexpr = 2 if CALL.LAYOUT == "" else 4
     REGISTERS: gl.constexpr = 168 if CALL.LAYOUT == "" else 128
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    query = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 512], WIDE)
-    tiles = gl.allocate_shared_memory(DTYPE, [CALL.STAGES, CALL.BLOCK_K, 512], WIDE)
+    query = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 512], WIDE)
+    tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, 512], WIDE)
     numerators = gl.allocate_shared_memory(
         DTYPE,
-        [CALL.STAGES, CALL.BLOCK_K, CALL.BLOCK_H],
-        gl.NVMMASharedLayout.get_default_for([CALL.BLOCK_K, CALL.BLOCK_H], DTYPE),
+        [STAGES, BLOCK_K, BLOCK_H],
+        gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_H], DTYPE),
     )
-    bias = gl.allocate_shared_memory(gl.float32, [CALL.STAGES, CALL.BLOCK_K], LINE)
-    corrections = gl.allocate_shared_memory(gl.float32, [CALL.STAGES, CALL.BLOCK_H], LINE)
-    states = gl.allocate_shared_memory(gl.float32, [2, CALL.BLOCK_H], LINE)
-    tops = gl.allocate_shared_memory(gl.float32, [4, CALL.BLOCK_H], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    bias = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_K], LINE)
+    corrections = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_H], LINE)
+    states = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], LINE)
+    tops = gl.allocate_shared_memory(gl.float32, [4, BLOCK_H], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     # For each tile of the ring: it is there; its numerators are; it has been summed and may be overwritten.
-    full = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
-    scored = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    scored = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # For the softmax state of an item: it is there; it has been read.
     finished = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     released = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(CALL.STAGES):
+    for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(scored.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
@@ -579,7 +593,7 @@ def _sparse_few_kernel(
                 (
                     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
                     tiles, bias, full, empty,
-                    0, CALL.BLOCK_K // 2, CALL,
+                    0, BLOCK_K // 2, CALL,
                 ),
             ),
             (
@@ -587,7 +601,7 @@ def _sparse_few_kernel(
                 (
                     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
                     tiles, bias, full, empty,
-                    CALL.BLOCK_K // 2, CALL.BLOCK_K // 2, CALL,
+                    BLOCK_K // 2, BLOCK_K // 2, CALL,
                 ),
             ),
         ],

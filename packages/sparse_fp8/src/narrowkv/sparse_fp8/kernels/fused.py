@@ -18,6 +18,8 @@ from narrowkv.sparse_fp8.kernels.results import (
     store_state,
 )
 from narrowkv.sparse_fp8.kernels.rows import (
+    Csr,
+    RowPointers,
     as_fp8,
     load_columns,
     load_indices,
@@ -26,7 +28,6 @@ from narrowkv.sparse_fp8.kernels.rows import (
     named,
     token_span,
     widen_columns,
-    with_sizes,
 )
 
 
@@ -170,6 +171,10 @@ def _sparse_fused_kernel(
     BLOCK_H: tl.constexpr = TILES.BLOCK_H
     BLOCK_K: tl.constexpr = TILES.BLOCK_K
     WIDTH: tl.constexpr = TILES.WIDTH
+    # Words of a struct get names of their own: Triton 3.6 passes only numbers of it on.
+    Q_LAYOUT: tl.constexpr = QUERY.LAYOUT
+    FORMAT: tl.constexpr = WIDENING.FORMAT
+    ROUTE: tl.constexpr = WIDENING.ROUTE
     FP8_Q: tl.constexpr = QUERY.LAYOUT != ""
     HEAD_BLOCKS: tl.constexpr = (CALL.NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     token = tl.program_id(0) // HEAD_BLOCKS
@@ -182,8 +187,8 @@ def _sparse_fused_kernel(
     # FP8 rows of Q are counted through all tokens; 16-bit Q has a stride between tokens.
     base = wide_token * CALL.NUM_HEADS if FP8_Q else wide_token
     q_tiles, q_scales = _load_query(
-        q, base, heads, mask, WIDTH, FP8_Q, WIDENING.FORMAT, WIDENING.ROUTE, WIDENING.EXPONENT,
-        QUERY.LAYOUT, QUERY.PAGE_SIZE, QUERY.GROUP, FP8_QK,
+        q, base, heads, mask, WIDTH, FP8_Q, FORMAT, ROUTE, WIDENING.EXPONENT,
+        Q_LAYOUT, QUERY.PAGE_SIZE, QUERY.GROUP, FP8_QK,
     )  # fmt: skip
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_H], tl.float32)
@@ -192,10 +197,18 @@ def _sparse_fused_kernel(
         acc = acc + (tl.zeros([BLOCK_H, WIDTH], tl.float32),)
     prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
     if PREFIX is not None:
-        prefix, prefix_csr = with_sizes(prefix, prefix_csr, prefix_rows, prefix_nnz)
+        prefix = RowPointers(
+            prefix.nope, prefix.rope, prefix.scale, prefix.stride_n, prefix.stride_r, prefix.stride_s,
+            prefix.stride_h, prefix_rows,
+        )  # fmt: skip
+        prefix_csr = Csr(prefix_csr.indptr, prefix_csr.indices, prefix_nnz)
         prefix_begin, prefix_end = token_span(prefix_csr, token)
     if EXTEND is not None:
-        extend, extend_csr = with_sizes(extend, extend_csr, extend_rows, extend_nnz)
+        extend = RowPointers(
+            extend.nope, extend.rope, extend.scale, extend.stride_n, extend.stride_r, extend.stride_s,
+            extend.stride_h, extend_rows,
+        )  # fmt: skip
+        extend_csr = Csr(extend_csr.indptr, extend_csr.indices, extend_nnz)
         extend_begin, extend_end = token_span(extend_csr, token)
     if CALL.SPLIT:
         p_lo, p_hi, e_lo, e_hi = split_tiles(
@@ -204,16 +217,18 @@ def _sparse_fused_kernel(
         prefix_begin, prefix_end = prefix_begin + p_lo, prefix_begin + p_hi
         extend_begin, extend_end = extend_begin + e_lo, extend_begin + e_hi
     if PREFIX is not None:
+        PREFIX_LAYOUT: tl.constexpr = PREFIX.LAYOUT
         acc, m, l = _attend_fused(
             q_tiles, q_scales, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end, WIDTH,
-            PREFIX.LAYOUT, PREFIX.PAGE_SIZE, PREFIX.GROUP, PREFIX.WIDE_ADDRESS,
-            WIDENING.FORMAT, WIDENING.ROUTE, WIDENING.EXPONENT, FP8_QK, TILES.GUARD, BLOCK_K,
+            PREFIX_LAYOUT, PREFIX.PAGE_SIZE, PREFIX.GROUP, PREFIX.WIDE_ADDRESS,
+            FORMAT, ROUTE, WIDENING.EXPONENT, FP8_QK, TILES.GUARD, BLOCK_K,
         )  # fmt: skip
     if EXTEND is not None:
+        EXTEND_LAYOUT: tl.constexpr = EXTEND.LAYOUT
         acc, m, l = _attend_fused(
             q_tiles, q_scales, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end, WIDTH,
-            EXTEND.LAYOUT, EXTEND.PAGE_SIZE, EXTEND.GROUP, EXTEND.WIDE_ADDRESS,
-            WIDENING.FORMAT, WIDENING.ROUTE, WIDENING.EXPONENT, FP8_QK, TILES.GUARD, BLOCK_K,
+            EXTEND_LAYOUT, EXTEND.PAGE_SIZE, EXTEND.GROUP, EXTEND.WIDE_ADDRESS,
+            FORMAT, ROUTE, WIDENING.EXPONENT, FP8_QK, TILES.GUARD, BLOCK_K,
         )  # fmt: skip
     slot = (split.to(tl.int64) * num_tokens + token) * CALL.NUM_HEADS
     share = row_share(out, m, l, heads, mask, CALL.HAS_SINK)

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from narrowkv.quant.softmax import natural_lse, output_share
 from narrowkv.sparse_fp8.kernels.results import SIZES, split_tiles
-from narrowkv.sparse_fp8.kernels.rows import clamp_span, load_span, locate, named, with_sizes
+from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers, clamp_span, load_span, locate, named
 
 # Triton 3.6 has the older names of these.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -478,31 +478,43 @@ def _sparse_hopper_kernel(
     num_items, prefix_rows, prefix_nnz, extend_rows, extend_nnz, CALL: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor; each works through items in steps of the grid."""
+    # Triton 3.6 takes only some numbers straight from a struct.
+    BLOCK_H: gl.constexpr = CALL.BLOCK_H
+    BLOCK_K: gl.constexpr = CALL.BLOCK_K
+    STAGES: gl.constexpr = CALL.STAGES
     DTYPE: gl.constexpr = q.nope.dtype.element_ty
     if CALL.HAS_PREFIX:
-        prefix, prefix_csr = with_sizes(prefix, prefix_csr, prefix_rows, prefix_nnz)
+        prefix = RowPointers(
+            prefix.nope, prefix.rope, prefix.scale, prefix.stride_n, prefix.stride_r, prefix.stride_s,
+            prefix.stride_h, prefix_rows,
+        )  # fmt: skip
+        prefix_csr = Csr(prefix_csr.indptr, prefix_csr.indices, prefix_nnz)
     if CALL.HAS_EXTEND:
-        extend, extend_csr = with_sizes(extend, extend_csr, extend_rows, extend_nnz)
+        extend = RowPointers(
+            extend.nope, extend.rope, extend.scale, extend.stride_n, extend.stride_r, extend.stride_s,
+            extend.stride_h, extend_rows,
+        )  # fmt: skip
+        extend_csr = Csr(extend_csr.indptr, extend_csr.indices, extend_nnz)
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    query = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 512], WIDE)
-    tiles = gl.allocate_shared_memory(DTYPE, [CALL.STAGES, CALL.BLOCK_K, 512], WIDE)
+    query = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 512], WIDE)
+    tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, 512], WIDE)
     numerators = gl.allocate_shared_memory(
         DTYPE,
-        [CALL.STAGES, CALL.BLOCK_H, CALL.BLOCK_K],
-        gl.NVMMASharedLayout.get_default_for([CALL.BLOCK_H, CALL.BLOCK_K], DTYPE),
+        [STAGES, BLOCK_H, BLOCK_K],
+        gl.NVMMASharedLayout.get_default_for([BLOCK_H, BLOCK_K], DTYPE),
     )
-    bias = gl.allocate_shared_memory(gl.float32, [CALL.STAGES, CALL.BLOCK_K], LINE)
-    corrections = gl.allocate_shared_memory(gl.float32, [CALL.STAGES, CALL.BLOCK_H], LINE)
-    changes = gl.allocate_shared_memory(gl.int32, [CALL.STAGES, 4], LINE)
-    shares = gl.allocate_shared_memory(gl.float32, [CALL.BLOCK_H], LINE)
+    bias = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_K], LINE)
+    corrections = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_H], LINE)
+    changes = gl.allocate_shared_memory(gl.int32, [STAGES, 4], LINE)
+    shares = gl.allocate_shared_memory(gl.float32, [BLOCK_H], LINE)
     # For each tile buffer: its numerators are there; it has been summed and may be overwritten.
-    scored = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
+    scored = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # For the shares of an item, likewise.
     finished = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     released = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(CALL.STAGES):
+    for i in gl.static_range(STAGES):
         mbarrier.init(scored.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     mbarrier.init(finished, count=1)

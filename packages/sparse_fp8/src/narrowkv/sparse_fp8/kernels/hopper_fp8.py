@@ -46,7 +46,7 @@ from narrowkv.sparse_fp8.kernels.hopper import (
     _tile_indices,
 )
 from narrowkv.sparse_fp8.kernels.results import SIZES
-from narrowkv.sparse_fp8.kernels.rows import ONE_AS_WORD, with_sizes
+from narrowkv.sparse_fp8.kernels.rows import ONE_AS_WORD, Csr, RowPointers
 
 
 @gluon.jit
@@ -356,6 +356,8 @@ def _sum_fp8_warps(
     widened, scored, summed, finished, released, HALF: gl.constexpr, CALL: gl.constexpr,
 ):  # fmt: skip
     """PV of half of the columns, and these widened for the tile after the next; stores the results."""
+    # Triton 3.6 passes only numbers of a struct on.
+    LAYOUT: gl.constexpr = CALL.LAYOUT
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     EVERYWHERE: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
@@ -374,7 +376,7 @@ def _sum_fp8_warps(
                 CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
             )  # fmt: skip
             scale = _look_up(
-                prefix, extend, ahead, slots, number, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.LAYOUT,
+                prefix, extend, ahead, slots, number, CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT,
                 CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE, CALL.WIDE_ADDRESS,
             )  # fmt: skip
             scales.index(number).store(_as_bf16(scale))
@@ -417,7 +419,7 @@ def _sum_fp8_warps(
             if LOOKS_UP:
                 # Tile count + 4, in the place of tile `count`.
                 scale = _look_up(
-                    prefix, extend, ahead, slots, count, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.LAYOUT,
+                    prefix, extend, ahead, slots, count, CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT,
                     CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE, CALL.WIDE_ADDRESS,
                 )  # fmt: skip
             acc_a, acc_b = warpgroup_mma_wait(0, deps=[acc_a, acc_b])
@@ -473,6 +475,8 @@ def _score_fp8_warps(
     looked_up, first_filled, filled, widened, scored, summed, finished, released, CALL: gl.constexpr,
 ):  # fmt: skip
     """Copies the rows; QK; the softmax."""
+    # Triton 3.6 passes only numbers of a struct on.
+    LAYOUT: gl.constexpr = CALL.LAYOUT
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, CALL.BLOCK_K, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
@@ -482,18 +486,18 @@ def _score_fp8_warps(
     mbarrier.wait(looked_up, 0)
     _copy_rope(
         prefix, extend, slots, 0, wide,
-        CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
+        CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
         CALL.WIDE_ADDRESS,
     )  # fmt: skip
     _copy_first_parts(
         prefix, extend, slots, 0, stored, first_filled,
-        CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
+        CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
         CALL.WIDE_ADDRESS,
     )  # fmt: skip
     for number in range(2):
         _copy_tile(
             prefix, extend, slots, number, stored, widened, first_filled, filled,
-            CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
+            CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
             CALL.WIDE_ADDRESS,
         )  # fmt: skip
     for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
@@ -533,7 +537,7 @@ def _score_fp8_warps(
             mbarrier.wait(summed, count & 1 ^ 1)
             _copy_rope(
                 prefix, extend, slots, count + 1, wide,
-                CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
+                CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
                 CALL.WIDE_ADDRESS,
             )  # fmt: skip
             m, l = _softmax_tile(
@@ -545,7 +549,7 @@ def _score_fp8_warps(
             count += 1
             _copy_tile(
                 prefix, extend, slots, count + 1, stored, widened, first_filled, filled,
-                CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
+                CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
                 CALL.WIDE_ADDRESS,
             )  # fmt: skip
         _finish_scores(
@@ -564,31 +568,42 @@ def _sparse_hopper_fp8_kernel(
     num_items, prefix_rows, prefix_nnz, extend_rows, extend_nnz, CALL: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor; each works through items in steps of the grid."""
+    # Triton 3.6 takes only some numbers straight from a struct.
+    BLOCK_H: gl.constexpr = CALL.BLOCK_H
+    BLOCK_K: gl.constexpr = CALL.BLOCK_K
     DTYPE: gl.constexpr = q.nope.dtype.element_ty
     if CALL.HAS_PREFIX:
-        prefix, prefix_csr = with_sizes(prefix, prefix_csr, prefix_rows, prefix_nnz)
+        prefix = RowPointers(
+            prefix.nope, prefix.rope, prefix.scale, prefix.stride_n, prefix.stride_r, prefix.stride_s,
+            prefix.stride_h, prefix_rows,
+        )  # fmt: skip
+        prefix_csr = Csr(prefix_csr.indptr, prefix_csr.indices, prefix_nnz)
     if CALL.HAS_EXTEND:
-        extend, extend_csr = with_sizes(extend, extend_csr, extend_rows, extend_nnz)
+        extend = RowPointers(
+            extend.nope, extend.rope, extend.scale, extend.stride_n, extend.stride_r, extend.stride_s,
+            extend.stride_h, extend_rows,
+        )  # fmt: skip
+        extend_csr = Csr(extend_csr.indptr, extend_csr.indices, extend_nnz)
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    query_a = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 256], WIDE)
-    query_b = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 128], WIDE)
-    wide = _allocate_each(DTYPE, (2, CALL.BLOCK_K, 128), WIDE, 4)
-    first_parts = _allocate_each(gl.int32, (2, CALL.BLOCK_K, 16), ROWS, 2)
-    parts = _allocate_each(gl.int32, (CALL.BLOCK_K, 16), ROWS, 5)
+    query_a = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 256], WIDE)
+    query_b = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 128], WIDE)
+    wide = _allocate_each(DTYPE, (2, BLOCK_K, 128), WIDE, 4)
+    first_parts = _allocate_each(gl.int32, (2, BLOCK_K, 16), ROWS, 2)
+    parts = _allocate_each(gl.int32, (BLOCK_K, 16), ROWS, 5)
     stored = first_parts[0], parts[0], parts[1], parts[2], first_parts[1], parts[3], parts[4]
-    scales = gl.allocate_shared_memory(gl.bfloat16, [4, CALL.BLOCK_K, 8], ROWS)
-    slots = gl.allocate_shared_memory(gl.int32, [4, CALL.BLOCK_K], LINE)
+    scales = gl.allocate_shared_memory(gl.bfloat16, [4, BLOCK_K, 8], ROWS)
+    slots = gl.allocate_shared_memory(gl.int32, [4, BLOCK_K], LINE)
     numerators = gl.allocate_shared_memory(
         DTYPE,
-        [CALL.BLOCK_H, CALL.BLOCK_K],
-        gl.NVMMASharedLayout.get_default_for([CALL.BLOCK_H, CALL.BLOCK_K], DTYPE),
+        [BLOCK_H, BLOCK_K],
+        gl.NVMMASharedLayout.get_default_for([BLOCK_H, BLOCK_K], DTYPE),
     )
-    corrections = gl.allocate_shared_memory(gl.float32, [CALL.BLOCK_H], LINE)
+    corrections = gl.allocate_shared_memory(gl.float32, [BLOCK_H], LINE)
     changes = gl.allocate_shared_memory(gl.int32, [4], LINE)
-    shares = gl.allocate_shared_memory(gl.float32, [CALL.BLOCK_H], LINE)
+    shares = gl.allocate_shared_memory(gl.float32, [BLOCK_H], LINE)
     # The first four tiles are looked up. Parts 0 and 4 of a tile are there as stored; so are the others.
     looked_up = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     first_filled = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)

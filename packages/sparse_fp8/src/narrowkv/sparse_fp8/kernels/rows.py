@@ -17,7 +17,7 @@ class RowPointers(NamedTuple):
     nope: FP8 NoPE columns, or all 512 columns of 16-bit rows, which have neither `rope` nor `scale`.
     stride_n, stride_r, stride_s: between rows or, packed584, pages; between tokens of a 16-bit query.
     stride_h: between heads of a 16-bit query.
-    num_rows: rows that an index may name; 0 at the launch, see `with_sizes`.
+    num_rows: rows that an index may name; 0 at the launch, set by the kernel.
     """
 
     nope: Any
@@ -31,7 +31,7 @@ class RowPointers(NamedTuple):
 
 
 class Csr(NamedTuple):
-    """Which rows each token attends to; `nnz` bounds what `indptr` may claim; 0 at the launch."""
+    """Which rows each token attends to; `nnz` bounds what `indptr` may claim, set by the kernel."""
 
     indptr: Any
     indices: Any
@@ -58,13 +58,8 @@ class Widening(NamedTuple):
     EXPONENT: Any
 
 
-@triton.jit
-def with_sizes(rows, csr, num_rows, nnz):
-    """The source with its sizes, which are arguments of their own so that no kernel is compiled for them."""
-    rows = RowPointers(
-        rows.nope, rows.rope, rows.scale, rows.stride_n, rows.stride_r, rows.stride_s, rows.stride_h, num_rows
-    )
-    return rows, Csr(csr.indptr, csr.indices, nnz)
+# Sizes are arguments of their own, so that no kernel is compiled for them; kernels put them into the structs.
+# Not by a function: Triton 3.6 cannot return a struct that holds None.
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from narrowkv.sparse_fp8.kernels.results import (
     store_lse,
     store_state,
 )
-from narrowkv.sparse_fp8.kernels.rows import load_indices, named, token_span, with_sizes
+from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers, load_indices, named, token_span
 
 
 @triton.jit
@@ -92,10 +92,18 @@ def _sparse_wide_kernel(
     acc = tl.zeros([BLOCK_H, 512], tl.float32)
     prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
     if PREFIX is not None:
-        prefix, prefix_csr = with_sizes(prefix, prefix_csr, prefix_rows, prefix_nnz)
+        prefix = RowPointers(
+            prefix.nope, prefix.rope, prefix.scale, prefix.stride_n, prefix.stride_r, prefix.stride_s,
+            prefix.stride_h, prefix_rows,
+        )  # fmt: skip
+        prefix_csr = Csr(prefix_csr.indptr, prefix_csr.indices, prefix_nnz)
         prefix_begin, prefix_end = token_span(prefix_csr, token)
     if EXTEND is not None:
-        extend, extend_csr = with_sizes(extend, extend_csr, extend_rows, extend_nnz)
+        extend = RowPointers(
+            extend.nope, extend.rope, extend.scale, extend.stride_n, extend.stride_r, extend.stride_s,
+            extend.stride_h, extend_rows,
+        )  # fmt: skip
+        extend_csr = Csr(extend_csr.indptr, extend_csr.indices, extend_nnz)
         extend_begin, extend_end = token_span(extend_csr, token)
     if CALL.SPLIT:
         p_lo, p_hi, e_lo, e_hi = split_tiles(

@@ -1,13 +1,17 @@
 """Kernels of Sage attention: the quantising pre-pass, and attention over what it stored."""
 
 from narrowkv.attn_prefill.sage.kernels.attention import (
+    Call,
+    Mask,
     NarrowKeys,
     NarrowQuery,
     Outputs,
     _sage_attention_kernel,
 )
 from narrowkv.attn_prefill.sage.kernels.quantise import (
+    Groups,
     Narrow,
+    Order,
     Smoothing,
     Statistics,
     _channel_statistics_kernel,
@@ -16,15 +20,18 @@ from narrowkv.attn_prefill.sage.kernels.quantise import (
     _quantise_keys_values_kernel,
     _quantise_tokens_kernel,
 )
-from narrowkv.attn_prefill.sage.kernels.sequences import ALIGN, Sequences, Strided
+from narrowkv.attn_prefill.sage.kernels.sequences import ALIGN, Strided, _sequence_bounds_kernel
 
 __all__ = [
     "ALIGN",
+    "Call",
+    "Groups",
+    "Mask",
     "Narrow",
     "NarrowKeys",
     "NarrowQuery",
+    "Order",
     "Outputs",
-    "Sequences",
     "Smoothing",
     "Statistics",
     "Strided",
@@ -34,4 +41,5 @@ __all__ = [
     "_quantise_keys_values_kernel",
     "_quantise_tokens_kernel",
     "_sage_attention_kernel",
+    "_sequence_bounds_kernel",
 ]

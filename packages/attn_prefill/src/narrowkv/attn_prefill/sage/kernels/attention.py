@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_prefill.kernels.rows import key_range, visible_keys
-from narrowkv.attn_prefill.sage.kernels.sequences import ALIGN, descale_of, extent_of, sequence_at
+from narrowkv.attn_prefill.sage.kernels.quantise import SIZES
+from narrowkv.attn_prefill.sage.kernels.sequences import (
+    ALIGN,
+    Sequences,
+    descale_of,
+    extent_of,
+    sequence_at,
+)
 
 
 class NarrowQuery(NamedTuple):
@@ -46,6 +53,41 @@ class Outputs(NamedTuple):
     token: Any
     head: Any
     lse: Any
+
+
+class Mask(NamedTuple):
+    """Which keys a row attends to: LEFT before and RIGHT after its position, -1 for all.
+
+    BOTTOM_RIGHT: the last query stands at the last key; else the first at the first.
+    """
+
+    BOTTOM_RIGHT: Any
+    LEFT: Any
+    RIGHT: Any
+
+
+class Call(NamedTuple):
+    """What a kernel is compiled for.
+
+    SMOOTH_Q, SHIFT_LSE: what the means took out is added back, to scores and to lse.
+    LOG2_P: log2 of what P = 1 becomes. TWO_LEVEL: each tile's P @ V is summed apart and added in float32.
+    TMA: K and V come by tensor descriptor. REREAD_Q: Q is not kept from the tiles without a mask for those
+    with one.
+    """
+
+    RAGGED: Any
+    GQA_RATIO: Any
+    HEAD_DIM: Any
+    FORMAT: Any
+    SMOOTH_Q: Any
+    SHIFT_LSE: Any
+    WRITE_LSE: Any
+    LOG2_P: Any
+    TWO_LEVEL: Any
+    TMA: Any
+    REREAD_Q: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
 
 
 @triton.jit
@@ -141,36 +183,36 @@ def interleave_keys(p, GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.cons
 @triton.jit
 def attend(
     tile, q, acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, base, mean_scores, query_pos, num_keys,
-    FORMAT: tl.constexpr, K_SPAN: tl.constexpr, K_GROUPS: tl.constexpr, K_RUN: tl.constexpr,
-    SMOOTH_Q: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, MASKED: tl.constexpr,
-    GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
-    LOG2_P: tl.constexpr, TWO_LEVEL: tl.constexpr, TMA: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    CALL: tl.constexpr, GROUPS: tl.constexpr, MASK: tl.constexpr, ORDER: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: the new accumulator, maximum and sum of each row."""
+    HEAD_DIM: tl.constexpr = CALL.HEAD_DIM
+    BLOCK_N: tl.constexpr = CALL.BLOCK_N
+    # Words of a struct get names of their own: Triton 3.6 passes only numbers of it on.
+    FORMAT: tl.constexpr = CALL.FORMAT
     WORDS: tl.constexpr = HEAD_DIM // 2 if FORMAT == "int4" else HEAD_DIM
     first = base + tile * BLOCK_N
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     head_row = kv_head.to(tl.int64) * keys.rows
-    if TMA:
+    if CALL.TMA:
         words = k_desc.load([(kv_head * keys.rows + first).to(tl.int32), 0])
     else:
         words = load_rows(keys.k, head_row + first, WORDS, BLOCK_N, "")
     s = scores(q, words, FORMAT)
-    s = by_groups(s, K_SPAN, K_GROUPS, K_RUN)
-    scale = load_key_scale(keys.k_descale, kv_head, first, keys.rows, BLOCK_N, K_SPAN, K_GROUPS)
+    s = by_groups(s, GROUPS.SPAN, GROUPS.GROUPS, GROUPS.RUN)
+    scale = load_key_scale(keys.k_descale, kv_head, first, keys.rows, BLOCK_N, GROUPS.SPAN, GROUPS.GROUPS)
     scale = scale * row_scale[:, None, None, None, None]  # [BLOCK_M, spans, 1, groups, 1]
-    SCALED: tl.constexpr = MASKED or SMOOTH_Q
+    SCALED: tl.constexpr = MASKED or CALL.SMOOTH_Q
     if SCALED:
         s = s * scale
-        if SMOOTH_Q:
+        if CALL.SMOOTH_Q:
             shared = tl.load(mean_scores + first + tl.arange(0, BLOCK_N))
-            s += by_groups(shared[None, :], K_SPAN, K_GROUPS, K_RUN)
+            s += by_groups(shared[None, :], GROUPS.SPAN, GROUPS.GROUPS, GROUPS.RUN)
         if MASKED:
             # Rows may stand past the last key here.
-            keep = visible_keys(n, query_pos, 0, num_keys, False, WINDOW_LEFT, WINDOW_RIGHT)
+            keep = visible_keys(n, query_pos, 0, num_keys, False, MASK.LEFT, MASK.RIGHT)
             keep = keep & (n < num_keys)[None, :]
-            s = tl.where(by_groups(keep, K_SPAN, K_GROUPS, K_RUN), s, float("-inf"))
+            s = tl.where(by_groups(keep, GROUPS.SPAN, GROUPS.GROUPS, GROUPS.RUN), s, float("-inf"))
         top = over_groups(row_maximum(s))
     else:
         # The scale is not negative, so it can wait for the multiply-add that also subtracts the maximum.
@@ -179,7 +221,7 @@ def attend(
     m_safe = m_new
     if MASKED:
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    shift = (m_safe - LOG2_P)[:, None, None, None, None]
+    shift = (m_safe - CALL.LOG2_P)[:, None, None, None, None]
     if SCALED:
         p = tl.exp2(s - shift)
     else:
@@ -187,7 +229,7 @@ def attend(
     p = tl.reshape(p, [p.shape[0], BLOCK_N])
     correction = tl.exp2(m - m_safe)
     l = l * correction + tl.sum(p, 1)
-    if TMA:
+    if CALL.TMA:
         v = v_desc.load([(kv_head * HEAD_DIM).to(tl.int32), first.to(tl.int32)])
     else:
         d, columns = tl.arange(0, HEAD_DIM), tl.arange(0, BLOCK_N)
@@ -195,37 +237,35 @@ def attend(
             keys.v + (head_row * HEAD_DIM + first) + d.to(tl.int64)[:, None] * keys.rows + columns[None, :]
         )
     v = tl.trans(v)  # [BLOCK_N, HEAD_DIM]
-    p = interleave_keys(p.to(v.dtype), GATHER, LANES, WIDTH)
-    if TWO_LEVEL:
+    p = interleave_keys(p.to(v.dtype), ORDER.GATHER, ORDER.LANES, ORDER.WIDTH)
+    if CALL.TWO_LEVEL:
         acc = acc * correction[:, None] + tl.dot(p, v)
     else:
         acc = tl.dot(p, v, acc * correction[:, None])
     return acc, m_new, l
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*SIZES, "lse_batch", "lse_token", "lse_head"])
 def _sage_attention_kernel(
-    query, keys, k_desc, v_desc, out, q_seqs, k_seqs, qk_scale, num_heads, items, tiles, together,
-    RAGGED: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr,
-    Q_SPAN: tl.constexpr, Q_GROUPS: tl.constexpr, Q_RUN: tl.constexpr,
-    K_SPAN: tl.constexpr, K_GROUPS: tl.constexpr, K_RUN: tl.constexpr,
-    BOTTOM_RIGHT: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
-    SMOOTH_Q: tl.constexpr, SHIFT_LSE: tl.constexpr, WRITE_LSE: tl.constexpr,
-    GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
-    LOG2_P: tl.constexpr, TWO_LEVEL: tl.constexpr, TMA: tl.constexpr,
-    REREAD_Q: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+    query, keys, k_desc, v_desc, out, q_bounds_ptr, k_bounds_ptr, qk_scale, num_heads,
+    batch, q_length, k_length, items, tiles, together, lse_batch, lse_token, lse_head,
+    CALL: tl.constexpr, Q_GROUPS: tl.constexpr, K_GROUPS: tl.constexpr, MASK: tl.constexpr,
+    ORDER: tl.constexpr,
 ):  # fmt: skip
     """One program attends BLOCK_M query rows of one head. Grid: `items` times `tiles`.
 
     An item is a query head of a sequence, of all sequences when RAGGED. `together` items go longest tile
     first, so that the last ones leave no multiprocessor waiting; few enough to share their keys in the L2.
-    BOTTOM_RIGHT: the last query stands at the last key, else the first at the first; windows of -1 are open.
-    k_desc, v_desc: of K and V with their heads flattened, for TMA, or None.
-    GATHER, LANES, WIDTH: the order of V's keys, see `interleave_keys`. LOG2_P: log2 of what P = 1 becomes.
-    TWO_LEVEL: each tile's P @ V is summed apart and added in float32. TMA: K and V come by tensor descriptor.
-    REREAD_Q: Q is not kept from the tiles without a mask for those with one.
+    k_desc, v_desc: of K and V with their heads flattened, for TMA, or None. lse_batch, lse_token, lse_head:
+    strides of lse, the first 0 when RAGGED.
     """
+    RAGGED: tl.constexpr = CALL.RAGGED
+    GQA_RATIO: tl.constexpr = CALL.GQA_RATIO
+    FORMAT: tl.constexpr = CALL.FORMAT
+    HEAD_DIM: tl.constexpr = CALL.HEAD_DIM
+    BLOCK_M: tl.constexpr = CALL.BLOCK_M
+    BLOCK_N: tl.constexpr = CALL.BLOCK_N
+    q_seqs, k_seqs = Sequences(q_bounds_ptr, batch, q_length), Sequences(k_bounds_ptr, batch, k_length)
     group = tl.program_id(0) // (together * tiles)
     within = tl.program_id(0) % (together * tiles)
     size = tl.minimum(together, items - group * together)
@@ -234,7 +274,7 @@ def _sage_attention_kernel(
     item = group * together + within % size
     seq, head = item // num_heads, item % num_heads
     if RAGGED:
-        seq = sequence_at(q_seqs, tile * BLOCK_M, RAGGED, BLOCK_B)
+        seq = sequence_at(q_seqs, tile * BLOCK_M, RAGGED)
     q_base, q_start, num_queries = extent_of(q_seqs, seq, RAGGED)
     first_row = tile * BLOCK_M
     if RAGGED:
@@ -246,19 +286,19 @@ def _sage_attention_kernel(
     row = q_base + first_row + tl.arange(0, BLOCK_M)
     q = load_queries(query, head, q_base + first_row, FORMAT, HEAD_DIM, BLOCK_M, "")
     q_descale = query.descale
-    if Q_SPAN > 0:
-        q_descale += head.to(tl.int64) * (query.rows // Q_SPAN * Q_GROUPS)
-    row_scale = tl.load(q_descale + descale_of(row, Q_SPAN, Q_GROUPS, Q_RUN)) * qk_scale
+    if Q_GROUPS.SPAN > 0:
+        q_descale += head.to(tl.int64) * (query.rows // Q_GROUPS.SPAN * Q_GROUPS.GROUPS)
+    row_scale = tl.load(q_descale + descale_of(row, Q_GROUPS.SPAN, Q_GROUPS.GROUPS, Q_GROUPS.RUN)) * qk_scale
     mean_scores = query.mean_scores
-    if SMOOTH_Q:
+    if CALL.SMOOTH_Q:
         q_block = head.to(tl.int64) * (query.rows // ALIGN) + (q_base + first_row) // ALIGN
         mean_scores += q_block * keys.rows
 
-    offset = num_keys - num_queries if BOTTOM_RIGHT else num_keys * 0
+    offset = num_keys - num_queries if MASK.BOTTOM_RIGHT else num_keys * 0
     query_pos = offset + first_row + tl.arange(0, BLOCK_M)
     last_row = tl.minimum(first_row + BLOCK_M, num_queries) - 1
     begin, end, full, full_end = key_range(
-        offset + first_row, offset + last_row, num_keys * 0, num_keys, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N
+        offset + first_row, offset + last_row, num_keys * 0, num_keys, MASK.LEFT, MASK.RIGHT, BLOCK_N
     )
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -266,10 +306,9 @@ def _sage_attention_kernel(
     for i in range(full, full_end):
         acc, m, l = attend(
             i, q, acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, k_base, mean_scores, query_pos,
-            num_keys, FORMAT, K_SPAN, K_GROUPS, K_RUN, SMOOTH_Q, WINDOW_LEFT, WINDOW_RIGHT, False,
-            GATHER, LANES, WIDTH, LOG2_P, TWO_LEVEL, TMA, HEAD_DIM, BLOCK_N,
+            num_keys, CALL, K_GROUPS, MASK, ORDER, False,
         )  # fmt: skip
-    if REREAD_Q:
+    if CALL.REREAD_Q:
         # The modifier also keeps compilers from making one load of the two.
         q = load_queries(query, head, q_base + first_row, FORMAT, HEAD_DIM, BLOCK_M, ".cg")
     # What is left on both sides needs the mask: one loop of its own for both.
@@ -277,8 +316,7 @@ def _sage_attention_kernel(
         acc, m, l = attend(
             tl.where(i < full, i, i + (full_end - full)), q, acc, m, l, row_scale, keys, k_desc, v_desc,
             kv_head, k_base, mean_scores, query_pos, num_keys,
-            FORMAT, K_SPAN, K_GROUPS, K_RUN, SMOOTH_Q, WINDOW_LEFT, WINDOW_RIGHT, True,
-            GATHER, LANES, WIDTH, LOG2_P, TWO_LEVEL, TMA, HEAD_DIM, BLOCK_N,
+            CALL, K_GROUPS, MASK, ORDER, True,
         )  # fmt: skip
 
     # Not the maximum, which passes NaN over: a row that attends to anything has a sum of at least 2**LOG2_P.
@@ -291,11 +329,11 @@ def _sage_attention_kernel(
     written = first_row + tl.arange(0, BLOCK_M) < num_queries
     at = seq.to(tl.int64) * out.batch + token * out.token + head.to(tl.int64) * out.head
     tl.store(out.ptr + at[:, None] + d[None, :], o.to(out.ptr.dtype.element_ty), mask=written[:, None])
-    if WRITE_LSE:
+    if CALL.WRITE_LSE:
         LN2: tl.constexpr = 0.6931471805599453
-        lse = (m - LOG2_P) * LN2 + tl.log(l)
-        if SHIFT_LSE:
+        lse = (m - CALL.LOG2_P) * LN2 + tl.log(l)
+        if CALL.SHIFT_LSE:
             lse += tl.load(query.shift + head.to(tl.int64) * query.rows + row)
         lse = tl.where(empty, float("-inf"), lse)
-        rows_before = seq.to(tl.int64) * (0 if RAGGED else q_seqs.length)
-        tl.store(out.lse + (rows_before + token) * num_heads + head, lse, mask=written)
+        at = seq.to(tl.int64) * lse_batch + token * lse_token + head.to(tl.int64) * lse_head
+        tl.store(out.lse + at, lse, mask=written)

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.attn_prefill.sage.kernels.sequences import ALIGN, extent_of, sequence_at
+from narrowkv.attn_prefill.sage.kernels.sequences import ALIGN, Sequences, extent_of, sequence_at
 from narrowkv.quant.device import cast_fp8
+
+# Arguments that serving changes from call to call.
+SIZES = ["batch", "length", "q_length", "k_length", "items", "tiles", "together", "q_blocks"]
 
 
 class Smoothing(NamedTuple):
@@ -36,6 +39,22 @@ class Narrow(NamedTuple):
     descale: Any
     amax: Any
     rows: Any
+
+
+class Groups(NamedTuple):
+    """Which tokens share a descale; see `narrowkv.quant.sage.TokenGroups`. SPAN 0: one for everything."""
+
+    SPAN: Any
+    GROUPS: Any
+    RUN: Any
+
+
+class Order(NamedTuple):
+    """The order of V's keys in scratch; see `interleave_keys`."""
+
+    GATHER: Any
+    LANES: Any
+    WIDTH: Any
 
 
 class Statistics(NamedTuple):
@@ -164,16 +183,21 @@ def mean_shift(x, k_mean_ptr, seq, kv_head, num_kv_heads, sm_scale):
     return tl.sum(x * tl.load(k_mean_ptr + at)[None, :], 1) * sm_scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _channel_statistics_kernel(
-    k, v, seqs, k_stats, v_stats, RAGGED: tl.constexpr, SMOOTH: tl.constexpr, PARTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
+    k, v, bounds_ptr, k_stats, v_stats, batch, length,
+    RAGGED: tl.constexpr, SMOOTH: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Parts of V's descales and, where K is smoothed, its means. Grid: PARTS, heads, batch of V then K."""
-    part, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    batch = tl.num_programs(2) // 2 if SMOOTH else tl.num_programs(2)
-    seq = tl.program_id(2) % batch
-    if tl.program_id(2) < batch:
+    """Parts of V's descales and, where K is smoothed, its means.
+
+    Grid: PARTS times the batch of V, then of K; heads.
+    """
+    part, item = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
+    head, num_heads = tl.program_id(1), tl.num_programs(1)
+    seqs = Sequences(bounds_ptr, batch, length)
+    seq = item % batch
+    if item < batch:
         channel_statistics(
             v, seqs, v_stats, seq, head, num_heads, part, "descale", RAGGED, PARTS, HEAD_DIM, BLOCK
         )
@@ -183,16 +207,17 @@ def _channel_statistics_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _finish_statistics_kernel(
-    seqs, k_stats, v_stats, RAGGED: tl.constexpr, SMOOTH: tl.constexpr, PARTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, V_FORMAT_MAX: tl.constexpr,
+    bounds_ptr, k_stats, v_stats, batch, length,
+    RAGGED: tl.constexpr, SMOOTH: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    V_FORMAT_MAX: tl.constexpr,
 ):  # fmt: skip
-    """Puts the parts together. Grid: heads, batch of V, then of K."""
-    head, num_heads = tl.program_id(0), tl.num_programs(0)
-    batch = tl.num_programs(1) // 2 if SMOOTH else tl.num_programs(1)
-    seq = tl.program_id(1) % batch
-    if tl.program_id(1) < batch:
+    """Puts the parts together. Grid: batch of V, then of K; heads."""
+    head, num_heads = tl.program_id(1), tl.num_programs(1)
+    seqs = Sequences(bounds_ptr, batch, length)
+    seq = tl.program_id(0) % batch
+    if tl.program_id(0) < batch:
         finish_statistics(
             seqs, v_stats, seq, head, num_heads, "descale", RAGGED, PARTS, HEAD_DIM, V_FORMAT_MAX
         )
@@ -210,16 +235,16 @@ def mean_of(total, count):
 def quantise_tokens(
     x, seqs, smoothing, out, sm_scale, block, head, num_heads,
     RAGGED: tl.constexpr, SMOOTH: tl.constexpr, WRITE_SHIFT: tl.constexpr, GQA_RATIO: tl.constexpr,
-    FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr, MEASURE: tl.constexpr,
-    SPAN: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_B: tl.constexpr,
+    FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr, MEASURE: tl.constexpr, GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Scratch block `block` of ALIGN tokens of Q or K: subtracts a mean, finds descales, rounds, stores.
 
     SMOOTH: "none", "sequence" (K's mean) or "block" (Q's, over these tokens). MEASURE: only finds `amax`.
-    SPAN 0: one descale, from `amax`.
+    GROUPS.SPAN 0: one descale, from `amax`.
     """
-    seq = sequence_at(seqs, block * ALIGN, RAGGED, BLOCK_B)
+    SPAN: tl.constexpr = GROUPS.SPAN
+    seq = sequence_at(seqs, block * ALIGN, RAGGED)
     base, start, length = extent_of(seqs, seq, RAGGED)
     row = block * ALIGN + tl.arange(0, ALIGN)
     inside = row - base < length
@@ -253,10 +278,12 @@ def quantise_tokens(
                 tl.store(out.descale, descale)
                 of_row = tl.zeros([ALIGN], tl.float32) + descale
             else:
-                descale, of_row = group_descales(smooth, FORMAT, FORMAT_MAX, SPAN, GROUPS, RUN)
+                descale, of_row = group_descales(smooth, FORMAT, FORMAT_MAX, SPAN, GROUPS.GROUPS, GROUPS.RUN)
                 SPANS: tl.constexpr = ALIGN // SPAN
-                first = head.to(tl.int64) * (out.rows // SPAN * GROUPS) + block * (SPANS * GROUPS)
-                index = tl.arange(0, SPANS)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+                first = head.to(tl.int64) * (out.rows // SPAN * GROUPS.GROUPS) + block * (
+                    SPANS * GROUPS.GROUPS
+                )
+                index = tl.arange(0, SPANS)[:, None] * GROUPS.GROUPS + tl.arange(0, GROUPS.GROUPS)[None, :]
                 tl.store(out.descale + first + index, descale)
             codes = codes_of(scaled_by(smooth, of_row), FORMAT)
             WIDTH: tl.constexpr = codes.shape[1]
@@ -264,19 +291,18 @@ def quantise_tokens(
             tl.store(out.ptr + at, codes)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _quantise_tokens_kernel(
-    x, seqs, smoothing, out, sm_scale,
+    x, bounds_ptr, smoothing, out, sm_scale, batch, length,
     RAGGED: tl.constexpr, SMOOTH: tl.constexpr, WRITE_SHIFT: tl.constexpr, GQA_RATIO: tl.constexpr,
-    FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr, MEASURE: tl.constexpr,
-    SPAN: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_B: tl.constexpr,
+    FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr, MEASURE: tl.constexpr, GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """`quantise_tokens` of Q, or the largest magnitude of Q or K. Grid: scratch rows / ALIGN, heads."""
     quantise_tokens(
-        x, seqs, smoothing, out, sm_scale, tl.program_id(0), tl.program_id(1), tl.num_programs(1),
-        RAGGED, SMOOTH, WRITE_SHIFT, GQA_RATIO, FORMAT, FORMAT_MAX, MEASURE, SPAN, GROUPS, RUN,
-        HEAD_DIM, BLOCK_B,
+        x, Sequences(bounds_ptr, batch, length), smoothing, out, sm_scale,
+        tl.program_id(0), tl.program_id(1), tl.num_programs(1),
+        RAGGED, SMOOTH, WRITE_SHIFT, GQA_RATIO, FORMAT, FORMAT_MAX, MEASURE, GROUPS, HEAD_DIM,
     )  # fmt: skip
 
 
@@ -292,20 +318,18 @@ def key_at(position, GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.conste
 @triton.jit
 def quantise_values(
     v, seqs, descale_ptr, out_ptr, rows, block, head, num_heads,
-    RAGGED: tl.constexpr, FORMAT: tl.constexpr,
-    GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_B: tl.constexpr,
+    RAGGED: tl.constexpr, FORMAT: tl.constexpr, ORDER: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Scratch block `block` of ALIGN tokens of V, stored transposed, `[heads, head_dim, rows]`.
 
     Matrix units take FP8 operands with the summed dimension contiguous.
     """
-    seq = sequence_at(seqs, block * ALIGN, RAGGED, BLOCK_B)
+    seq = sequence_at(seqs, block * ALIGN, RAGGED)
     base, start, length = extent_of(seqs, seq, RAGGED)
     if block * ALIGN - base < length:
         d = tl.arange(0, HEAD_DIM)
         position = tl.arange(0, ALIGN)
-        token = block * ALIGN - base + key_at(position, GATHER, LANES, WIDTH)
+        token = block * ALIGN - base + key_at(position, ORDER.GATHER, ORDER.LANES, ORDER.WIDTH)
         tile = load_tokens(v, seq, start, token, token < length, head, HEAD_DIM)
         descale = tl.load(descale_ptr + (seq * num_heads + head).to(tl.int64) * HEAD_DIM + d)
         codes = cast_fp8(tl.div_rn(tile, tl.broadcast_to(descale[None, :], [ALIGN, HEAD_DIM])), FORMAT)
@@ -313,45 +337,43 @@ def quantise_values(
         tl.store(out_ptr + at, tl.trans(codes))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _quantise_keys_values_kernel(
-    k, v, seqs, smoothing, v_descale_ptr, k_out, v_out_ptr,
+    k, v, bounds_ptr, smoothing, v_descale_ptr, k_out, v_out_ptr, batch, length,
     RAGGED: tl.constexpr, SMOOTH: tl.constexpr, FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr,
-    SPAN: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr,
-    V_FORMAT: tl.constexpr, GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_B: tl.constexpr,
+    GROUPS: tl.constexpr, V_FORMAT: tl.constexpr, ORDER: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """A block of K or of V. Grid: scratch rows / ALIGN, heads, 2.
 
     From the last block to the first, and K before V: what the statistics read last may still be in the L2.
     """
+    seqs = Sequences(bounds_ptr, batch, length)
     num_heads = tl.num_programs(1)
     block, head = tl.num_programs(0) - 1 - tl.program_id(0), num_heads - 1 - tl.program_id(1)
     if tl.program_id(2) == 0:
         quantise_tokens(
             k, seqs, smoothing, k_out, 0.0, block, head, num_heads,
-            RAGGED, "sequence" if SMOOTH else "none", False, 1, FORMAT, FORMAT_MAX, False,
-            SPAN, GROUPS, RUN, HEAD_DIM, BLOCK_B,
+            RAGGED, "sequence" if SMOOTH else "none", False, 1, FORMAT, FORMAT_MAX, False, GROUPS, HEAD_DIM,
         )  # fmt: skip
     else:
         quantise_values(
             v, seqs, v_descale_ptr, v_out_ptr, k_out.rows, block, head, num_heads,
-            RAGGED, V_FORMAT, GATHER, LANES, WIDTH, HEAD_DIM, BLOCK_B,
+            RAGGED, V_FORMAT, ORDER, HEAD_DIM,
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _mean_scores_kernel(
-    k, q_seqs, k_seqs, q_mean_ptr, out_ptr, q_blocks, k_rows, qk_scale,
-    RAGGED: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_B: tl.constexpr,
+    k, q_bounds_ptr, k_bounds_ptr, q_mean_ptr, out_ptr, q_blocks, k_rows, qk_scale, batch, q_length, k_length,
+    RAGGED: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """Q's block means against the keys as they came: `[heads, q_blocks, k_rows]` fp32, in base-2 logits.
 
     Grid: k_rows / ALIGN, blocks of Q / BLOCK_Q of a sequence, query heads. A mean is two 16-bit terms.
     """
+    q_seqs, k_seqs = Sequences(q_bounds_ptr, batch, q_length), Sequences(k_bounds_ptr, batch, k_length)
     block, part, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    seq = sequence_at(k_seqs, block * ALIGN, RAGGED, BLOCK_B)
+    seq = sequence_at(k_seqs, block * ALIGN, RAGGED)
     k_base, k_start, k_length = extent_of(k_seqs, seq, RAGGED)
     q_base, _, q_length = extent_of(q_seqs, seq, RAGGED)
     if (part * BLOCK_Q * ALIGN >= q_length) | (block * ALIGN - k_base >= k_length):

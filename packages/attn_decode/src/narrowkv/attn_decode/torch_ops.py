@@ -1,0 +1,107 @@
+"""`torch.ops.narrowkv.paged_decode`: the decode that torch.compile, export and fake tensors see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from narrowkv.attn_decode.api import paged_decode
+from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.paged_cache.torch_ops import CACHE_SCHEMA, cache_from, cache_options, cache_tensors
+from narrowkv.quant.launch.tracing import OPTIONS_SCHEMA, spell, spelled, traces
+
+_INPUTS = (
+    "Tensor q, "
+    + CACHE_SCHEMA.format(a="", b="", c="", d="")
+    + ", Tensor page_ids, Tensor? kv_indptr, Tensor? kv_last_page_len, Tensor? seq_lens, Tensor? sinks, "
+    + OPTIONS_SCHEMA
+)
+
+
+def _decode(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_descale: torch.Tensor | None,
+    v_descale: torch.Tensor | None, page_ids: torch.Tensor, kv_indptr: torch.Tensor | None,
+    kv_last_page_len: torch.Tensor | None, seq_lens: torch.Tensor | None, sinks: torch.Tensor | None,
+    *options: Any, **outputs: Any,
+) -> Any:  # fmt: skip
+    given = spelled(*options)
+    cache = cache_from((k, v, k_descale, v_descale), given)
+    table = PageTable(
+        given.pop("kind"), page_ids, given.pop("page_size"), kv_indptr, kv_last_page_len, seq_lens,
+        given.pop("before_append"),
+    )  # fmt: skip
+    return paged_decode(q, cache, table, sinks=sinks, **given, **outputs)
+
+
+@torch.library.custom_op("narrowkv::paged_decode", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")
+def _decode_op(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    o, lse = _decode(*args, return_lse=True)
+    return o, lse
+
+
+@_decode_op.register_fake
+def _decode_fake(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = spelled(*rest[-3:])["out_dtype"] or q.dtype
+    return torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format), q.new_empty(
+        q.shape[:2], dtype=torch.float32
+    )
+
+
+@torch.library.custom_op(
+    "narrowkv::paged_decode_out",
+    mutates_args=("out", "lse"),
+    schema=f"({_INPUTS}, Tensor(a!) out, Tensor(b!)? lse) -> ()",
+)
+def _decode_out_op(*args: Any) -> None:
+    *inputs, out, lse = args
+    _decode(*inputs, out=out, lse=lse, return_lse=lse is not None)
+
+
+@_decode_out_op.register_fake
+def _decode_out_fake(*args: object) -> None:
+    """Writes into its outputs, and returns nothing."""
+
+
+@traces("paged_decode")
+def traced_decode(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    page_table: PageTable,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    plan: object = None,
+    **options: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`paged_decode` through its operators, which check the arguments when they run.
+
+    Raises:
+        ValueError: a plan is given: plans own memory, which a trace cannot hold.
+    """
+    if plan is not None:
+        raise ValueError("plan must be None where torch traces: the operator keeps the plans of its shapes")
+    spec = spell(
+        kind=page_table.kind,
+        page_size=page_table.page_size,
+        before_append=page_table.before_append,
+        out_dtype=out_dtype,
+        **cache_options(cache),
+        **options,
+    )
+    inputs = (
+        q, *cache_tensors(cache), page_table.page_ids, page_table.kv_indptr, page_table.kv_last_page_len,
+        page_table.seq_lens, sinks, *spec,
+    )  # fmt: skip
+    if out is None and lse is None:
+        o, sums = torch.ops.narrowkv.paged_decode(*inputs)
+    else:
+        o = torch.empty_like(q, dtype=out_dtype or q.dtype) if out is None else out
+        if lse is None and return_lse:
+            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        sums = lse
+        torch.ops.narrowkv.paged_decode_out(*inputs, o, lse)
+    return (o, sums) if return_lse else o

@@ -1,0 +1,98 @@
+"""`torch.ops.narrowkv.append`: the append that torch.compile, export and fake tensors see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from narrowkv.paged_cache.append import Rope, append
+from narrowkv.paged_cache.cache import CacheFormat, PagedKVCache
+from narrowkv.quant.launch.tracing import OPTIONS_SCHEMA, as_bytes, spell, spelled, traces
+
+CACHE_SCHEMA = "Tensor{a} k, Tensor{b} v, Tensor{c}? k_descale, Tensor{d}? v_descale"
+CacheTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def cache_tensors(cache: PagedKVCache) -> CacheTensors:
+    """The tensors of a cache as operators take them: keys, values, and descales that are tensors."""
+    k_descale = cache.k_descale if isinstance(cache.k_descale, torch.Tensor) else None
+    v_descale = cache.v_descale if isinstance(cache.v_descale, torch.Tensor) else None
+    return as_bytes(cache.k), as_bytes(cache.v), k_descale, v_descale
+
+
+def cache_options(cache: PagedKVCache) -> dict[str, object]:
+    """Everything else that a cache is, for `spell`."""
+    return {
+        "k_dtype": cache.k.dtype,
+        "v_dtype": cache.v.dtype,
+        "k_format": cache.format.k,
+        "v_format": cache.format.v,
+        "layout": cache.layout,
+        "k_descale": None if isinstance(cache.k_descale, torch.Tensor) else cache.k_descale,
+        "v_descale": None if isinstance(cache.v_descale, torch.Tensor) else cache.v_descale,
+        "k_granularity": cache.k_granularity,
+        "v_granularity": cache.v_granularity,
+        "negative_zero_free": cache.negative_zero_free,
+    }
+
+
+def cache_from(tensors: CacheTensors, options: dict[str, Any]) -> PagedKVCache:
+    """The cache of `cache_tensors` and `cache_options`; takes its own options out of `options`."""
+    k, v, k_descale, v_descale = tensors
+    static = options.pop("k_descale"), options.pop("v_descale")
+    names = ("layout", "k_granularity", "v_granularity", "negative_zero_free")
+    return PagedKVCache.from_tensors(
+        k.view(options.pop("k_dtype")),
+        v.view(options.pop("v_dtype")),
+        format=CacheFormat(options.pop("k_format"), options.pop("v_format")),
+        k_descale=static[0] if k_descale is None else k_descale,
+        v_descale=static[1] if v_descale is None else v_descale,
+        **{name: options.pop(name) for name in names},
+    )
+
+
+@torch.library.custom_op(
+    "narrowkv::append",
+    mutates_args=("k", "v", "k_descale", "v_descale"),
+    schema="("
+    + CACHE_SCHEMA.format(a="(a!)", b="(b!)", c="(c!)", d="(d!)")
+    + ", Tensor k_new, Tensor v_new, Tensor slot_mapping, Tensor? cos, Tensor? sin, Tensor? positions, "
+    f"Tensor? k_offset, {OPTIONS_SCHEMA}) -> ()",
+)
+def _append_op(
+    k: torch.Tensor, v: torch.Tensor, k_descale: torch.Tensor | None, v_descale: torch.Tensor | None,
+    k_new: torch.Tensor, v_new: torch.Tensor, slot_mapping: torch.Tensor, cos: torch.Tensor | None,
+    sin: torch.Tensor | None, positions: torch.Tensor | None, k_offset: torch.Tensor | None, *options: Any,
+) -> None:  # fmt: skip
+    given = spelled(*options)
+    cache = cache_from((k, v, k_descale, v_descale), given)
+    style, rope = given.pop("rope"), None
+    if cos is not None and sin is not None and positions is not None:
+        rope = Rope(cos, sin, positions, style=style)
+    append(cache, k_new, v_new, slot_mapping, rope=rope, k_offset=k_offset, **given)
+
+
+@_append_op.register_fake
+def _append_fake(*args: object) -> None:
+    """Writes into its arguments, and returns nothing."""
+
+
+@traces("append")
+def traced_append(
+    cache: PagedKVCache,
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    rope: Rope | None = None,
+    k_offset: torch.Tensor | None = None,
+    **options: object,
+) -> None:
+    """`append` through its operator, which checks the arguments when it runs."""
+    cos, sin, positions = (None, None, None) if rope is None else (rope.cos, rope.sin, rope.positions)
+    style = None if rope is None else rope.style
+    spec = spell(**cache_options(cache), rope=style, **options)
+    torch.ops.narrowkv.append(
+        *cache_tensors(cache), k_new, v_new, slot_mapping, cos, sin, positions, k_offset, *spec
+    )
