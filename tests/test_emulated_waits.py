@@ -1,4 +1,4 @@
-"""Every s_waitcnt of the shipped kernels, removed or weakened: the emulator must notice.
+"""Every s_waitcnt of decode, fused prefill and sparse kernels, removed or weakened: the emulator must notice.
 
 What one workgroup's waves execute is recorded once. A changed text is then judged by its hazards along the
 recorded blocks, and where those do not tell, by a run that watches LDS. Waits that are removed unnoticed must
@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from narrowkv.attn_prefill import batch_prefill, plan_prefill, plan_sage, prefill_append
-from narrowkv.attn_prefill.sage.workloads import SageWorkload
-from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
+from narrowkv.attn_prefill import batch_prefill, plan_prefill
+from narrowkv.attn_prefill.workloads import PrefillWorkload
 from narrowkv.cdna_emulator import EmulatorError, HazardError, Memory, Program, load_program
 from narrowkv.cdna_emulator import program as programs
 from narrowkv.cdna_emulator import run as run_program
@@ -54,34 +53,14 @@ def _prefill(kernel: str, **axes: Any) -> Callable[[], object]:
     return call
 
 
-def _append() -> object:
-    q, k_new, v_new, cache, table, starts, rope = AppendWorkload(**SMALL).build_append()
-    return prefill_append(q, k_new, v_new, cache, table, starts, rope=rope)
-
-
-def _sage(qk_dtype: str) -> Callable[[], object]:
-    def call() -> object:
-        q, k, v, starts_q, starts_k = SageWorkload(q_lens=(70,), k_lens=(150,)).build()
-        plan = plan_sage(q, k, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, qk_dtype=qk_dtype)
-        return plan.attend(q, plan.quantize_kv(k, v))
-
-    return call
-
-
 CALLS: dict[str, Callable[[], object]] = {
     "decode, four waves, bf16": _decode("split=none,ratio=40,k=bf16,v=bf16"),
     "decode, one wave, OCP": _decode("split=none,ratio=12,lens=70+5,clean=1"),
     "decode, four waves, OCP": _decode("split=none,ratio=71,clean=1"),
     "decode, splits": _decode("split=uniform,lens=64+37+1,sinks=1"),
-    "dense prefill": _prefill("dense"),
     "fused prefill": _prefill("fused", page_size=3, ragged=True),
-    "append": _append,
-    "sage, int8": _sage("int8"),
-    "sage, FP8": _sage("fp8"),
     "sparse, fused": _sparse("lens=37+0,sink=1"),
-    "sparse, FP8 query": _sparse("lens=37,q=fp8"),
     "sparse, 16-bit rows": _sparse("mode=wide,layout=bf16,lens=37,sink=1"),
-    "sparse decode": _sparse("mode=decode,lens=70,splits=2"),
 }
 QUICK = ("decode, four waves, bf16",)
 
@@ -138,7 +117,7 @@ class Recording(EmulateExecutor):
         artifact = compile_launch(self.target, kernel, grid, args, constexprs, options)
         x, y, z = (*grid, 1, 1)[:3]
         memory, values = self._device_pointers(artifact.args)
-        before = [(buffer.data, buffer.data.copy()) for buffer in memory._buffers]
+        before = [(buffer.data, buffer.data.copy()) for buffer in memory.buffers]
         chosen = list(dict.fromkeys([(0, 0, 0), (x - 1, y - 1, z - 1)]))
         case = Recorded(artifact, (x, y, z), values, memory, chosen, before)
         program = load_program(artifact.assembly, lds_bytes=artifact.lds_bytes)
