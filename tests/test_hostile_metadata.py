@@ -34,8 +34,7 @@ from narrowkv.sparse_fp8 import KVSource, sparse_decode, sparse_prefill, sparse_
 from narrowkv.sparse_fp8.workloads import SparseWorkload
 
 Results = dict[str, torch.Tensor]
-SAMPLE, EVERY = 6, 90
-pytestmark = pytest.mark.slow
+SAMPLE, EVERY = 3, 90
 
 
 class Guarded:
