@@ -1,7 +1,7 @@
 """Every bounds guard is needed: with the guard taken out, a test fails.
 
-Each row of `guard_mutations.toml` names a file, a piece of it, what replaces that piece, and the tests of which
-one must then fail. The mutation is made in a copy of the packages, and the tests run against the copy.
+Each row of `guard_mutations.toml` names a file, a piece of it, what replaces it, and tests of which one must
+then fail. The mutation is made in a copy of the packages, and the tests run against the copy.
 """
 
 from __future__ import annotations
