@@ -92,7 +92,10 @@ def _prefill(
     guards = Guards()
     plan = plan_prefill(q, cache, table, starts, kernel=kernel, num_splits=splits, **(bounds or {}))
     plan = guards.plan(plan)
-    out, lse = guards.like(torch.full_like(q, math.nan)), guards.like(torch.full(q.shape[:2], math.nan))
+    out, lse = (
+        guards.like(torch.full_like(q, math.nan)),
+        guards.like(q.new_full(q.shape[:2], math.nan, dtype=torch.float32)),
+    )
     change(table, starts)
     batch_prefill(q, cache, table, starts, out=out, lse=lse, plan=plan, **options)
     guards.check()
@@ -237,7 +240,10 @@ def _append(
     guards = Guards()
     plan = plan_append(q, cache, table, starts, kernel=kernel, num_splits=splits, **(bounds or {}))
     plan, cache = guards.plan(plan), guards.cache(cache)
-    out, lse = guards.like(torch.full_like(q, math.nan)), guards.like(torch.full(q.shape[:2], math.nan))
+    out, lse = (
+        guards.like(torch.full_like(q, math.nan)),
+        guards.like(q.new_full(q.shape[:2], math.nan, dtype=torch.float32)),
+    )
     before = replace(table, page_ids=table.page_ids.clone())
     change(table, starts)
     prefill_append(q, k_new, v_new, cache, table, starts, out=out, lse=lse, plan=plan, **options)

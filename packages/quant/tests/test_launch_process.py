@@ -201,6 +201,7 @@ except OSError as error:
 def test_kernels_made_to_be_interpreted_are_interpreted_and_not_compiled() -> None:
     done = _run("""
 from test_launch_process import *
+from narrowkv.quant.errors import UnsupportedError
 check_interpreting()
 try:
     check_compiling()

@@ -311,19 +311,28 @@ def test_an_output_that_overlaps_itself_or_an_input_is_refused(device: str) -> N
     assert rows.rope is not None
     assert rows.scale is not None
 
-    def at(tensor: torch.Tensor) -> torch.Tensor:
-        """An output that ends within a tensor, whatever that is."""
-        raw = torch.empty(0, dtype=torch.float32, device=device)
-        storage = tensor.untyped_storage()
-        storage.resize_(max(storage.nbytes(), 4 * 2 * 8 * 512 + 4096))
-        return raw.set_(storage, 0, (2, 8, 512))
+    def roomy(tensor: torch.Tensor) -> torch.Tensor:
+        """The same numbers at the beginning of a storage that has room for an output, too."""
+        own = torch.empty(tensor.nbytes + 4 * 2 * 8 * 512, dtype=torch.uint8, device=device)
+        placed = own[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        placed.view(torch.uint8).copy_(tensor.contiguous().view(torch.uint8))
+        return placed
 
+    def at(tensor: torch.Tensor) -> torch.Tensor:
+        """An output that begins where a tensor does."""
+        return torch.empty(0, device=device).set_(tensor.untyped_storage(), 0, (2, 8, 512))
+
+    rows = replace(rows, data=roomy(rows.data), rope=roomy(rows.rope), scale=roomy(rows.scale))
+    indptr, indices = roomy(inputs.prefix.indptr), roomy(inputs.prefix.indices)
+    inputs = replace(
+        inputs, q=roomy(inputs.q), attn_sink=roomy(inputs.attn_sink), prefix=KVSource(rows, indptr, indices)
+    )
     parts = {
         "prefix.rows.data": rows.data,
         "prefix.rows.rope": rows.rope,
         "prefix.rows.scale": rows.scale,
-        "prefix.indptr": inputs.prefix.indptr,
-        "prefix.indices": inputs.prefix.indices,
+        "prefix.indptr": indptr,
+        "prefix.indices": indices,
         "attn_sink": inputs.attn_sink,
         "q": inputs.q,
     }
