@@ -355,6 +355,9 @@ def bench_decode(
     peers: Annotated[
         bool, typer.Option("--peers", help="Also time torch SDPA, AITER and FlashInfer.")
     ] = False,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="Plans whose bits do not depend on the batch.")
+    ] = False,
     against: Annotated[
         Path | None, typer.Option(metavar="BASELINE.json", help="Compare; slower rows end with 4.")
     ] = None,
@@ -378,7 +381,7 @@ def bench_decode(
         q=q,
         formats=formats,
     )
-    return run(rows, report, BenchOptions(samples, against, threshold, peers))
+    return run(rows, report, BenchOptions(samples, against, threshold, peers, batch_invariant))
 
 
 @command(bench, "prefill", title="bench")

@@ -38,12 +38,14 @@ class BenchOptions:
         against: an earlier document to compare with.
         threshold: by how much a row may become slower.
         peers: also time other backends.
+        batch_invariant: measure plans whose results do not depend on the batch.
     """
 
     samples: int = 50
     against: Path | None = None
     threshold: float = 0.05
     peers: bool = False
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,12 +122,12 @@ def _row(shape: DecodeShape, backend: str, ceilings: Ceilings, error: float, tim
 
 
 def measure(
-    shape: DecodeShape, storage: Storage, ceilings: Ceilings, timer: GraphTimer, peers: bool
+    shape: DecodeShape, storage: Storage, ceilings: Ceilings, timer: GraphTimer, options: BenchOptions
 ) -> list[Row]:
     """The rows of one shape: narrowkv's, then every peer's that is here."""
     q, cache, table = storage.inputs(shape)
     check = Checked.of(q, cache, table, shape)
-    plan = plan_decode(q, cache, table)
+    plan = plan_decode(q, cache, table, batch_invariant=options.batch_invariant)
     out = torch.empty_like(q)
 
     def ours() -> torch.Tensor:
@@ -134,7 +136,7 @@ def measure(
         return o
 
     rows = [_row(shape, OURS.name, ceilings, *time_call(ours, check, timer))]
-    for backend in PEERS if peers else ():
+    for backend in PEERS if options.peers else ():
         if backend.absent(find_place("gpu" if q.is_cuda else "cpu")) is None:
             rows.append(
                 _peer(backend, shape, DecodeInputs(q, cache, table, {}, None), check, ceilings, timer)
@@ -185,7 +187,7 @@ def bench_decode(shapes: Sequence[DecodeShape], report: Report, options: BenchOp
         if storage is None or not storage.fits(shape):
             storage = None  # the old one is freed before the new one is made
             storage = Storage(shape)
-        return measure(shape, storage, ceilings, timer, options.peers)
+        return measure(shape, storage, ceilings, timer, options)
 
     run.measure(shapes, work)
     run.show(_COLUMNS)
