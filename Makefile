@@ -46,6 +46,7 @@ test: $(STAMP)  ## all tests but the slow ones; those that need a GPU are skippe
 
 test-full: $(STAMP)  ## all tests, then code generation and the interpreter again under every supported Triton
 	$(PY) -m pytest --run-slow $(ARGS)
+	$(VENV)/bin/narrowkv validate --on gfx942,gfx950
 	own=$$($(PY) -c 'import triton; print(triton.__version__)') && \
 	for version in $(TRITONS); do [ $$version = $$own ] || $(MAKE) codegen-$$version || exit 1; done
 
