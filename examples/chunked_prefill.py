@@ -6,6 +6,7 @@ from narrowkv.attn_prefill import prefill_append
 from narrowkv.paged_cache import PagedKVCache, PagePool
 from narrowkv.quant import relative_l1
 
+torch.manual_seed(0)
 i32 = {"dtype": torch.int32, "device": "cuda" if torch.cuda.is_available() else "cpu"}
 q, k, v = (torch.randn(98, heads, 64, device=i32["device"]).bfloat16() for heads in (12, 2, 2))
 fp8 = {"format": "fp8_e4m3fn", "k_descale": 0.02, "v_descale": 0.02}

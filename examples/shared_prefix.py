@@ -6,6 +6,7 @@ from narrowkv.attn_decode import paged_decode, paged_decode_reference
 from narrowkv.paged_cache import PagedKVCache, PagePool, append
 from narrowkv.quant import relative_l1
 
+torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 cache = PagedKVCache.empty(8, 16, 2, 128, format="fp8_e4m3fn", k_descale=0.02, v_descale=0.02, device=device)
 pool = PagePool(num_pages=8, page_size=16, caches=[cache])  # every layer's cache
