@@ -122,7 +122,7 @@ STARTS: dict[str, tuple[list[int], tuple[int, ...]]] = {
     "twice all": ([0, 47, 0, 47, 47], ()),
     "all and all": ([0, 47, 0, 47, 0], ()),
     "beyond the tokens": ([0, 9, 14, 44, 48], (0, 1, 2)),
-    "short of the tokens": ([0, 9, 14, 44, 45], (0, 1, 2)),
+    "fewer than the tokens": ([0, 9, 14, 44, 45], (0, 1, 2)),
     "all beyond": ([100, 200, 300, 400, 500], ()),
 }
 

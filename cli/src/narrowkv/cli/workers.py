@@ -79,7 +79,8 @@ def run_all(
         tasks: what to do.
         work: does one.
         kind: type of its result.
-        take: takes each result as it comes, a kept one too, and gives words for the progress line.
+        take: is called with each result, also with one kept from an earlier run; returns the text of the
+            progress line.
         jobs: processes.
         what: names the work for the progress line.
         on_gpu: tasks that run one by one in this process, before the others, which their times need.

@@ -119,7 +119,7 @@ def check_index_vector(name: str, tensor: torch.Tensor, length: int | str) -> No
 def contiguous_vector(tensor: torch.Tensor) -> torch.Tensor:
     """The vector itself if its stride is 1, else a copy made on its device, without waiting for the device.
 
-    A copy does not follow later writes to the original: make it in each call, never once for many calls.
+    A copy does not see later writes to the original, so it must be made in each call.
     """
     return tensor if tensor.shape[0] < 2 or tensor.stride(0) == 1 else tensor.contiguous()
 

@@ -97,7 +97,7 @@ def stage_new(
 ):  # fmt: skip
     """Leaves a block of new tokens in the scratch, unquantised; V in units of `v_scale`, as old ones are.
 
-    A value of more than 2**151 of these is as many.
+    Values beyond 2**151 times `v_scale` saturate there.
     """
     units = kv_head.to(tl.int64) * (scratch.rows // BLOCK_S) + block
     factors = kv_head.to(tl.int64) * scratch.rows + block * BLOCK_S + tl.arange(0, BLOCK_S)
