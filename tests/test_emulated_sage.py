@@ -12,7 +12,7 @@ from narrowkv.attn_prefill.sage.reference import narrow_p_reference
 from narrowkv.attn_prefill.sage.workloads import SageWorkload
 from narrowkv.cli.emulation import EmulateExecutor
 from narrowkv.quant import compare, max_abs, relative_l1
-from narrowkv.quant.launch import executing, run_as
+from narrowkv.runtime.launch import executing, run_as
 
 W = SageWorkload
 both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])

@@ -27,9 +27,9 @@ from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, pref
 from narrowkv.attn_prefill.sage.workloads import SageWorkload
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append
-from narrowkv.quant.launch import InterpretExecutor, executing
-from narrowkv.quant.launch.interpreter import stock
-from narrowkv.quant.targets import get_target
+from narrowkv.runtime.launch import InterpretExecutor, executing
+from narrowkv.runtime.launch.interpreter import stock
+from narrowkv.runtime.targets import get_target
 from narrowkv.sparse_fp8 import KVSource, sparse_decode, sparse_prefill, sparse_prefill_fp8
 from narrowkv.sparse_fp8.workloads import SparseWorkload
 

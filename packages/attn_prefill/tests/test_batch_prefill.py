@@ -17,8 +17,8 @@ from narrowkv.attn_prefill import batch_prefill, batch_prefill_reference, plan_p
 from narrowkv.attn_prefill.workloads import PrefillWorkload, poison_plan
 from narrowkv.paged_cache import CacheFormat, PageTable
 from narrowkv.quant.accuracy import compare
-from narrowkv.quant.errors import UnsupportedError
-from narrowkv.quant.launch import run_as
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.launch import run_as
 
 W = PrefillWorkload
 K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")

@@ -17,7 +17,7 @@ from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, pref
 from narrowkv.attn_prefill.plan import PrefillPlan, can_pipeline
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload, copy_cache, differing_bytes
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.quant.targets import device_target
+from narrowkv.runtime.targets import device_target
 
 P, A = PrefillWorkload, AppendWorkload
 INT32_MAX = 2**31 - 1

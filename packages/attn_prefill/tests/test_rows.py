@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_prefill.kernels.rows import visible_keys, visible_range
-from narrowkv.quant.launch import LaunchOptions, launch
+from narrowkv.runtime.launch import LaunchOptions, launch
 
 ROWS, KEYS = 64, 128
 

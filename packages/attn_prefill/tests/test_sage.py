@@ -17,8 +17,8 @@ from narrowkv.attn_prefill.sage.config import KeyOrder
 from narrowkv.attn_prefill.sage.reference import narrow_p_reference, short_sum_error
 from narrowkv.attn_prefill.sage.workloads import SageWorkload
 from narrowkv.quant import compare, max_abs, relative_l1
-from narrowkv.quant.launch import run_as
 from narrowkv.quant.sage import SAGE_GRANULARITIES
+from narrowkv.runtime.launch import run_as
 
 W = SageWorkload
 LSE_BOUND = 1e-3

@@ -13,8 +13,8 @@ import torch
 from narrowkv.attn_prefill import plan_sage, sage_attention
 from narrowkv.attn_prefill.sage import SageShape
 from narrowkv.attn_prefill.sage.workloads import SageWorkload
-from narrowkv.quant.launch import Workspace, compile_for, executing
-from narrowkv.quant.targets import get_target
+from narrowkv.runtime.launch import Workspace, compile_for, executing
+from narrowkv.runtime.targets import get_target
 
 W = SageWorkload
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -13,8 +13,8 @@ import torch
 
 from narrowkv.attn_prefill import plan_sage, sage_attention, sage_attention_reference
 from narrowkv.attn_prefill.sage.workloads import SageWorkload
-from narrowkv.quant.launch import executing
-from narrowkv.quant.targets import get_target
+from narrowkv.runtime.launch import executing
+from narrowkv.runtime.targets import get_target
 
 W = SageWorkload
 I32, I64 = torch.int32, torch.int64

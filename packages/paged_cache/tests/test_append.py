@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append_reference
 from narrowkv.paged_cache.kernels import CachePointers, store_offsets
-from narrowkv.quant.launch import LaunchOptions, executing, launch
-from narrowkv.quant.targets import get_target
+from narrowkv.runtime.launch import LaunchOptions, executing, launch
+from narrowkv.runtime.targets import get_target
 
 I32 = torch.int32
 LAYOUTS = [("NHD", 3), ("HND", 16), ("tokens", 1), ("concat", 7), ("vectorised", 16)]
@@ -577,7 +577,7 @@ def _python_calls(call: Callable[[], None]) -> int:
     def count(frame: Any, event: str, arg: Any) -> None:
         nonlocal entered
         module = frame.f_globals.get("__name__", "")
-        entered += event == "call" and not module.startswith("narrowkv.quant.launch")
+        entered += event == "call" and not module.startswith("narrowkv.runtime.launch")
 
     sys.setprofile(count)
     try:

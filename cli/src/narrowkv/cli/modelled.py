@@ -21,9 +21,9 @@ from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageErr
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.sparse.cases import SparseCase
 from narrowkv.cli.sparse.cases import build as build_sparse
-from narrowkv.quant.launch import LaunchOptions, executing
-from narrowkv.quant.launch.artifact import CompiledArtifact
-from narrowkv.quant.launch.compiler import compile_launch
+from narrowkv.runtime.launch import LaunchOptions, executing
+from narrowkv.runtime.launch.artifact import CompiledArtifact
+from narrowkv.runtime.launch.compiler import compile_launch
 
 _READ_LATER = ("_widen_kernel",)  # kernels that write what a later launch finds its way by
 

@@ -22,9 +22,9 @@ from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, plan
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
 from narrowkv.cli.report import ExitCode, Report, number
 from narrowkv.paged_cache import append
-from narrowkv.quant.launch import LaunchOptions, executing
-from narrowkv.quant.launch.gpu import key_function
-from narrowkv.quant.targets import Target, device_target, get_target
+from narrowkv.runtime.launch import LaunchOptions, executing
+from narrowkv.runtime.launch.gpu import key_function
+from narrowkv.runtime.targets import Target, device_target, get_target
 from narrowkv.sparse_fp8 import sparse_decode, sparse_prefill_fp8
 from narrowkv.sparse_fp8.workloads import SparseWorkload
 

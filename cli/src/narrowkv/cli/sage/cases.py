@@ -13,8 +13,8 @@ from narrowkv.attn_prefill.sage.reference import short_sum_error
 from narrowkv.attn_prefill.sage.workloads import SageWorkload
 from narrowkv.cli.cases import LSE_BOUND
 from narrowkv.cli.contracts import Contract, Shape
-from narrowkv.quant.launch import InterpretExecutor, active_target, executing
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.launch import InterpretExecutor, active_target, executing
+from narrowkv.runtime.targets import Target
 
 
 @dataclass(frozen=True)

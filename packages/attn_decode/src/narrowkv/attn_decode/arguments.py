@@ -12,7 +12,8 @@ from narrowkv.attn_decode.kernels import Descale, KVPointers, Stored, Table
 from narrowkv.paged_cache import KVStrides, PagedKVCache, PageTable
 from narrowkv.paged_cache.layouts import span_bytes
 from narrowkv.quant.device import NATIVE, widen_route, widening_exponent
-from narrowkv.quant.errors import (
+from narrowkv.quant.formats import get_format
+from narrowkv.runtime.errors import (
     check_dtype,
     check_last_dim_contiguous,
     check_no_grad,
@@ -20,8 +21,7 @@ from narrowkv.quant.errors import (
     check_same_device,
     check_shape,
 )
-from narrowkv.quant.formats import get_format
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.targets import Target
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ABSENT = Descale(None, 0, 0, 0)

@@ -31,8 +31,8 @@ from narrowkv.attn_decode.kernels import (
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.paged_cache.layouts import span_bytes
 from narrowkv.paged_cache.page_table import check_table
-from narrowkv.quant import launch
-from narrowkv.quant.errors import (
+from narrowkv.runtime import launch
+from narrowkv.runtime.errors import (
     check_choice,
     check_descale_tensor,
     check_dtype,
@@ -47,8 +47,8 @@ from narrowkv.quant.errors import (
     check_tensor,
     check_window,
 )
-from narrowkv.quant.launch import BoundLaunch, LaunchOptions, active_target, block_bytes
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.launch import BoundLaunch, LaunchOptions, active_target, block_bytes
+from narrowkv.runtime.targets import Target
 
 _HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -172,7 +172,7 @@ class DecodePlan:
         return self._configs[batch]
 
     def workspace_bytes(self) -> int:
-        """Bytes that a `narrowkv.quant.launch.Workspace` needs for every call of this plan."""
+        """Bytes that a `narrowkv.runtime.launch.Workspace` needs for every call of this plan."""
         return max((block_bytes(self._blocks(batch)) for batch in range(1, self.shape.batch + 1)), default=0)
 
     def kernels(

@@ -1,6 +1,6 @@
 """Prefill over a paged cache in a narrow format: 16-bit queries at any GQA ratio, or FP8 throughout."""
 
-import narrowkv.quant.toolchain  # noqa: F401  # first: it says how to get Triton
+import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
 from narrowkv.attn_prefill.api import batch_prefill, prefill_append
 from narrowkv.attn_prefill.plan import PrefillPlan, plan_append, plan_prefill
 from narrowkv.attn_prefill.reference import batch_prefill_reference, prefill_append_reference

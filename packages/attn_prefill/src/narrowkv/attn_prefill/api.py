@@ -30,8 +30,8 @@ from narrowkv.attn_prefill.plan import (
     prefill_shape,
 )
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
-from narrowkv.quant.errors import check_finite_float, check_no_grad
-from narrowkv.quant.launch import active_target
+from narrowkv.runtime.errors import check_finite_float, check_no_grad
+from narrowkv.runtime.launch import active_target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

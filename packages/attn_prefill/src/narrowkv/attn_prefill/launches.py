@@ -40,7 +40,7 @@ from narrowkv.paged_cache.append import (
     storage_constants,
 )
 from narrowkv.quant.device import widen_route, widening_exponent
-from narrowkv.quant.launch import is_compiled, launch
+from narrowkv.runtime.launch import is_compiled, launch
 
 _LOG2E = math.log2(math.e)
 _TRITON_16_BIT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -21,7 +21,8 @@ from narrowkv.attn_prefill.kernels.dense import Scratch
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.append import EXPONENT_RULES
 from narrowkv.paged_cache.page_table import check_table
-from narrowkv.quant.errors import (
+from narrowkv.quant.formats import get_format
+from narrowkv.runtime.errors import (
     check_choice,
     check_dtype,
     check_instance,
@@ -31,10 +32,9 @@ from narrowkv.quant.errors import (
     check_same_device,
     check_shape,
 )
-from narrowkv.quant.formats import get_format
-from narrowkv.quant.launch import active_target, is_compiled
-from narrowkv.quant.launch.gluon import has_gluon
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.launch import active_target, is_compiled
+from narrowkv.runtime.launch.gluon import has_gluon
+from narrowkv.runtime.targets import Target
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 SCRATCH_LIMIT_BYTES = 4 * 2**30

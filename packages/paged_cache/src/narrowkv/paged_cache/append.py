@@ -17,7 +17,8 @@ from narrowkv.paged_cache.kernels import (
     RopePointers,
     _append_kernel,
 )
-from narrowkv.quant.errors import (
+from narrowkv.quant.formats import get_format
+from narrowkv.runtime.errors import (
     byte_span,
     check_choice,
     check_descale_tensor,
@@ -31,9 +32,8 @@ from narrowkv.quant.errors import (
     check_shape,
     has_memory,
 )
-from narrowkv.quant.formats import get_format
-from narrowkv.quant.launch import BoundLaunch, LaunchOptions
-from narrowkv.quant.launch.tracing import traceable
+from narrowkv.runtime.launch import BoundLaunch, LaunchOptions
+from narrowkv.runtime.launch.tracing import traceable
 
 EXPONENT_RULES = ("mse", "floor", "ceil")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -37,7 +37,7 @@ from narrowkv.attn_decode.kernels.tiles import (
     zeros_in_parts,
 )
 from narrowkv.quant.device import join_parts
-from narrowkv.quant.softmax import softmax_step
+from narrowkv.runtime.attention.softmax import softmax_step
 
 
 # Of what serving changes from step to step the compiler knows nothing, so that nothing is compiled anew.

@@ -12,7 +12,7 @@ from narrowkv.attn_decode.kernels.tiles import (
     times_head_descale,
     write_rows,
 )
-from narrowkv.quant.softmax import merge_step
+from narrowkv.runtime.attention.softmax import merge_step
 
 _BLOCK_S = tl.constexpr(16)  # partial results that are merged at once
 

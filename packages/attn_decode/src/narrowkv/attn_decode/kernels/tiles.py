@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from narrowkv.quant.device import e8m0_to_fp32, share_exponent, widen_parts
-from narrowkv.quant.softmax import natural_lse, output_share
+from narrowkv.runtime.attention.softmax import natural_lse, output_share
 
 
 class KVPointers(NamedTuple):

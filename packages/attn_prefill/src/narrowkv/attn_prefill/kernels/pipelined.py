@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from narrowkv.attn_decode.kernels import tiles
 from narrowkv.attn_prefill.kernels import rows
 from narrowkv.paged_cache import PagedKVCache
-from narrowkv.quant.launch.gluon import in_gluon
+from narrowkv.runtime.launch.gluon import in_gluon
 
 await_launch_ahead = in_gluon(rows.await_launch_ahead)
 first_id = in_gluon(tiles.first_id)

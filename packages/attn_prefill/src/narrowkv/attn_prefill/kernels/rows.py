@@ -11,7 +11,7 @@ import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import sequence_length, store_partial
 from narrowkv.quant.device import settle_stores
-from narrowkv.quant.softmax import softmax_step as unscaled_step
+from narrowkv.runtime.attention.softmax import softmax_step as unscaled_step
 
 # Sequences that a program looks at together.
 SEQUENCES = tl.constexpr(32)

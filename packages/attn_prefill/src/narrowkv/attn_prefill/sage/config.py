@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from narrowkv.quant.launch import LaunchOptions
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.launch import LaunchOptions
+from narrowkv.runtime.targets import Target
 
 _OCP = "fp8_e4m3fn"
 

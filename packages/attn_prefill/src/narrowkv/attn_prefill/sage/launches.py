@@ -31,10 +31,10 @@ from narrowkv.attn_prefill.sage.kernels import (
     _sage_attention_kernel,
     _sequence_bounds_kernel,
 )
-from narrowkv.quant.errors import contiguous_vector
 from narrowkv.quant.formats import get_format
-from narrowkv.quant.launch import BoundLaunch, LaunchOptions, Workspace
 from narrowkv.quant.sage import TokenGroups
+from narrowkv.runtime.errors import contiguous_vector
+from narrowkv.runtime.launch import BoundLaunch, LaunchOptions, Workspace
 
 _ALIGN: int = ALIGN.value
 _LOG2E = math.log2(math.e)

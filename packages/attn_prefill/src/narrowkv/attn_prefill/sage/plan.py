@@ -11,7 +11,8 @@ from narrowkv.attn_prefill.checks import check_window
 from narrowkv.attn_prefill.sage.config import SageConfig, choose_config
 from narrowkv.attn_prefill.sage.kernels import Mask
 from narrowkv.attn_prefill.sage.launches import QuantizedKV, SageLaunches, SageShape
-from narrowkv.quant.errors import (
+from narrowkv.quant.sage import TokenGroups, token_groups
+from narrowkv.runtime.errors import (
     check_choice,
     check_dtype,
     check_finite_float,
@@ -24,9 +25,8 @@ from narrowkv.quant.errors import (
     check_shape,
     check_tensor,
 )
-from narrowkv.quant.launch import BoundLaunch, Workspace, active_target, block_bytes
-from narrowkv.quant.sage import TokenGroups, token_groups
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.launch import BoundLaunch, Workspace, active_target, block_bytes
+from narrowkv.runtime.targets import Target
 
 QK_DTYPES = ("int8", "int4", "fp8")
 LAYOUTS = ("BSHD", "BHSD")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from narrowkv.quant.launch import path
-from narrowkv.quant.launch.gpu import GpuLaunch
-from narrowkv.quant.launch.options import LaunchOptions
+from narrowkv.runtime.launch import path
+from narrowkv.runtime.launch.gpu import GpuLaunch
+from narrowkv.runtime.launch.options import LaunchOptions
 
 
 class BoundLaunch:

@@ -28,7 +28,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, mangle_type
 
-from narrowkv.quant.launch.private_triton import PrivateTriton
+from narrowkv.runtime.launch.private_triton import PrivateTriton
 
 # Triton's compiled library looks up its Python classes at the first call, by the importer of the calling
 # function: it must not be one of the copy.

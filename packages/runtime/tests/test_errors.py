@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from narrowkv.quant import errors
+from narrowkv.runtime import errors
 
 
 def test_check_tensor_and_dtype() -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import triton
 
-from narrowkv.quant.launch.cache_folder import explained_cache_errors
-from narrowkv.quant.launch.options import LaunchOptions
-from narrowkv.quant.targets import device_target
+from narrowkv.runtime.launch.cache_folder import explained_cache_errors
+from narrowkv.runtime.launch.options import LaunchOptions
+from narrowkv.runtime.targets import device_target
 
 _INT32_MAX = 2**31 - 1
 _knobs = triton.knobs.runtime

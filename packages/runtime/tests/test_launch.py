@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from narrowkv.quant.errors import UnsupportedError
-from narrowkv.quant.launch import LaunchOptions, compile_for, launch, run_as
-from narrowkv.quant.launch.artifact import CompiledArtifact
-from narrowkv.quant.targets import get_target
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.launch import LaunchOptions, compile_for, launch, run_as
+from narrowkv.runtime.launch.artifact import CompiledArtifact
+from narrowkv.runtime.targets import get_target
 
 # What the interpreter needs mended differs between Tritons.
 pytestmark = pytest.mark.codegen_all

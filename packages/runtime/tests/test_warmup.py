@@ -13,8 +13,8 @@ import pytest
 import torch
 import triton
 
-from narrowkv.quant.errors import UnsupportedError
-from narrowkv.quant.launch import (
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.launch import (
     BoundLaunch,
     KernelSpec,
     LaunchOptions,

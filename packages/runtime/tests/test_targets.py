@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from narrowkv.quant import TARGETS, UnsupportedError, device_target, get_target, targets
+from narrowkv.runtime import TARGETS, UnsupportedError, device_target, get_target, targets
 
 
 @pytest.fixture
@@ -60,20 +60,6 @@ def test_what_each_target_has() -> None:
     assert [t.name for t in TARGETS.values() if t.is_amd] == ["gfx942", "gfx950"]
     assert [t.name for t in TARGETS.values() if t.is_nvidia] == ["sm90", "cuda"]
     assert "fp8_e4m3fnuz" not in get_target("sm90").fp8_formats
-
-
-def test_matrix_rates_and_their_absence() -> None:
-    assert get_target("gfx950").matrix_flops_per_clk("fp4_e2m1") == 16384
-    assert get_target("gfx950").matrix_flops_per_clk("fp8_e5m2") == 8192
-    assert get_target("gfx942").matrix_flops_per_clk("bf16") == 2048
-    with pytest.raises(
-        UnsupportedError, match="gfx942 has no known matrix instruction for format fp8_e4m3fn"
-    ):
-        get_target("gfx942").matrix_flops_per_clk("fp8_e4m3fn")
-    with pytest.raises(
-        UnsupportedError, match="cpu has no hardware figures; known for: gfx942, gfx950, sm90"
-    ):
-        get_target("cpu").matrix_flops_per_clk("bf16")
 
 
 def test_get_target_lists_the_known() -> None:

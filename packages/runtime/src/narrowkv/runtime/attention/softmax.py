@@ -3,7 +3,7 @@
 Online softmax after Milakov and Gimelshein (2018). Logits are in base 2 (natural ones times log2 e).
 """
 
-import narrowkv.quant.toolchain  # noqa: F401, I001  # first: it says how to get Triton
+import narrowkv.runtime.toolchain  # noqa: F401, I001  # first: it says how to get Triton
 import triton
 import triton.language as tl
 

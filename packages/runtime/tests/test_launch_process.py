@@ -17,7 +17,7 @@ import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
-from narrowkv.quant.launch import LaunchOptions, compile_for, launch
+from narrowkv.runtime.launch import LaunchOptions, compile_for, launch
 
 pytestmark = pytest.mark.codegen_all
 
@@ -206,7 +206,7 @@ except OSError as error:
 def test_kernels_made_to_be_interpreted_are_interpreted_and_not_compiled() -> None:
     done = _run("""
 from test_launch_process import *
-from narrowkv.quant.errors import UnsupportedError
+from narrowkv.runtime.errors import UnsupportedError
 check_interpreting()
 try:
     check_compiling()
@@ -218,7 +218,7 @@ except UnsupportedError as error:
 
 
 def test_an_error_of_another_kind_of_file_is_left_as_it_is() -> None:
-    from narrowkv.quant.launch.cache_folder import explained_cache_errors
+    from narrowkv.runtime.launch.cache_folder import explained_cache_errors
 
     with pytest.raises(FileNotFoundError, match="No such file") as caught, explained_cache_errors():
         Path("/nowhere/at all").read_text()

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from narrowkv.quant.launch import BoundLaunch, LaunchOptions, gpu
-from narrowkv.quant.launch.gpu import GpuLaunch, key_function
-from narrowkv.quant.targets import get_target
+from narrowkv.runtime.launch import BoundLaunch, LaunchOptions, gpu
+from narrowkv.runtime.launch.gpu import GpuLaunch, key_function
+from narrowkv.runtime.targets import get_target
 
 DEVICE = torch.device("cuda", 3)
 

@@ -7,7 +7,7 @@ import importlib
 from dataclasses import dataclass
 from functools import cache
 
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.targets import Target
 
 # What Triton before 3.8 calls the one attribute that it could set.
 _ITERATIVE_ILP = "amdgpu-sched-strategy=iterative-ilp"

@@ -18,11 +18,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.interpreter import InterpretedFunction
 
-from narrowkv.quant.errors import UnsupportedError
-from narrowkv.quant.launch.artifact import CompiledArtifact
-from narrowkv.quant.launch.cache_folder import explained_cache_errors
-from narrowkv.quant.launch.options import LaunchOptions
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.launch.artifact import CompiledArtifact
+from narrowkv.runtime.launch.cache_folder import explained_cache_errors
+from narrowkv.runtime.launch.options import LaunchOptions
+from narrowkv.runtime.targets import Target
 
 
 class _TargetDriver:

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowkv.quant.errors import UnsupportedError
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.targets import Target
 
 _METADATA = re.compile(r"^\s*-?\s*\.(\w+):\s*(.+?)\s*$", re.MULTILINE)
 _LABEL = re.compile(r"^([.\w$]+):")

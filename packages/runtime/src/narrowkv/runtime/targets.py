@@ -7,8 +7,6 @@ This is the only file with hardware figures. They describe one chip of each targ
 Example:
     >>> get_target("gfx950").native_fp8
     'fp8_e4m3fn'
-    >>> get_target("gfx942").matrix_flops_per_clk("fp8_e4m3fnuz")
-    4096
     >>> device_target("cpu").name
     'cpu'
 """
@@ -22,8 +20,7 @@ from types import MappingProxyType
 
 import torch
 
-from .errors import UnsupportedError
-from .formats import Format, get_format
+from narrowkv.runtime.errors import UnsupportedError
 
 __all__ = ["COMPILE_ONLY", "TARGETS", "Figures", "Target", "compile_target", "device_target", "get_target"]
 
@@ -126,29 +123,6 @@ class Target:
     def is_nvidia(self) -> bool:
         """Whether kernels for it are CUDA binaries."""
         return self.vendor == "nvidia"
-
-    def matrix_flops_per_clk(self, format: str | torch.dtype | Format) -> int:
-        """Dense matrix flops per clock of one unit for operands in `format`, by the model's figures.
-
-        Raises:
-            UnsupportedError: there is no model for this target, or no matrix instruction for the format.
-        """
-        fmt = get_format(format)
-        if self.figures is None:
-            modelled = ", ".join(t.name for t in TARGETS.values() if t.figures is not None)
-            raise UnsupportedError(f"target {self.name} has no hardware figures; known for: {modelled}")
-        rate = 0
-        if fmt.kind == "float":
-            rate = self.figures.bf16_flops_per_clk
-        elif fmt.name == self.native_fp8 or (fmt.name == "fp8_e5m2" and self.native_fp8 is not None):
-            rate = self.figures.fp8_flops_per_clk
-        elif fmt.kind == "fp4":
-            rate = self.figures.fp4_flops_per_clk
-        if rate == 0:
-            raise UnsupportedError(
-                f"target {self.name} has no known matrix instruction for format {fmt.name}"
-            )
-        return rate
 
     def __str__(self) -> str:
         return self.name

@@ -23,11 +23,11 @@ from typing import Any, BinaryIO
 import torch
 from triton.runtime.jit import JITFunction
 
-from narrowkv.quant.errors import UnsupportedError, check_positive_int
-from narrowkv.quant.launch.bound import BoundLaunch
-from narrowkv.quant.launch.compiles import count_compiles
-from narrowkv.quant.launch.options import LaunchOptions
-from narrowkv.quant.targets import compile_target, device_target
+from narrowkv.runtime.errors import UnsupportedError, check_positive_int
+from narrowkv.runtime.launch.bound import BoundLaunch
+from narrowkv.runtime.launch.compiles import count_compiles
+from narrowkv.runtime.launch.options import LaunchOptions
+from narrowkv.runtime.targets import compile_target, device_target
 
 _TWO_GIB = 2**31
 
@@ -151,7 +151,7 @@ class KernelSpec:
         kernel, args = self.kernel.load(), _map(self.args, _restore)
         constexprs = {name: _map(value, _restore) for name, value in self.constexprs}
         if target is not None:
-            from narrowkv.quant.launch.compiler import compile_launch
+            from narrowkv.runtime.launch.compiler import compile_launch
 
             compile_launch(compile_target(target), kernel, (1,), args, constexprs, self.options)
             return

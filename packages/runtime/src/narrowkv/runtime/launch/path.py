@@ -20,10 +20,10 @@ import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
-from narrowkv.quant.launch.gpu import GpuLaunch, gpu_launch
-from narrowkv.quant.launch.options import LaunchOptions
-from narrowkv.quant.launch.tensors import HostCopies, tensors_of
-from narrowkv.quant.targets import Target, compile_target, device_target, get_target
+from narrowkv.runtime.launch.gpu import GpuLaunch, gpu_launch
+from narrowkv.runtime.launch.options import LaunchOptions
+from narrowkv.runtime.launch.tensors import HostCopies, tensors_of
+from narrowkv.runtime.targets import Target, compile_target, device_target, get_target
 
 
 class Executor(Protocol):
@@ -69,7 +69,7 @@ class InterpretExecutor:
     ) -> None:
         """Interprets every program of the grid; tensors on a GPU are copied to the CPU and back."""
         with _import_lock:
-            from narrowkv.quant.launch.interpreter import interpret
+            from narrowkv.runtime.launch.interpreter import interpret
         copies = HostCopies()
         interpret(kernel, grid, copies.of(args), constexprs)
         copies.write_back()
@@ -118,7 +118,7 @@ def compile_for(target: str) -> Iterator[list[Any]]:
         >>> artifacts[0].registers.vgpr_spills                # doctest: +SKIP
         0
     """
-    from narrowkv.quant.launch.compiler import CompileExecutor
+    from narrowkv.runtime.launch.compiler import CompileExecutor
 
     executor = CompileExecutor(compile_target(target))
     with executing(executor):

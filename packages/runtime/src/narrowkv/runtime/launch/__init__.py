@@ -1,10 +1,10 @@
 """One launch path for every kernel: a GPU, the interpreter on a CPU, or compile-only for a named target."""
 
-import narrowkv.quant.toolchain  # noqa: F401  # first: it says how to get Triton
-from narrowkv.quant.launch.bound import BoundLaunch
-from narrowkv.quant.launch.compiles import Compiles, count_compiles
-from narrowkv.quant.launch.options import LaunchOptions
-from narrowkv.quant.launch.path import (
+import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
+from narrowkv.runtime.launch.bound import BoundLaunch
+from narrowkv.runtime.launch.compiles import Compiles, count_compiles
+from narrowkv.runtime.launch.options import LaunchOptions
+from narrowkv.runtime.launch.path import (
     Executor,
     InterpretExecutor,
     active_target,
@@ -14,8 +14,8 @@ from narrowkv.quant.launch.path import (
     launch,
     run_as,
 )
-from narrowkv.quant.launch.warmup import KernelSpec, TensorSpec, Warmup, warmup
-from narrowkv.quant.launch.workspace import Workspace, block_bytes
+from narrowkv.runtime.launch.warmup import KernelSpec, TensorSpec, Warmup, warmup
+from narrowkv.runtime.launch.workspace import Workspace, block_bytes
 
 __all__ = [
     "BoundLaunch",

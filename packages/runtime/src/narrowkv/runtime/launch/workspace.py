@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from narrowkv.quant.errors import check_positive_int
+from narrowkv.runtime.errors import check_positive_int
 
 _ALIGNMENT = 256
 # Arrival counters of launches that merge partial results; every kernel leaves them zero.
