@@ -33,6 +33,7 @@ ARROWS = {
     "paged_cache": {"runtime", "quant"},
     "attn_decode": {"runtime", "quant", "paged_cache"},
     "attn_prefill": {"runtime", "quant", "paged_cache", "attn_decode"},
+    "sage": {"runtime", "quant"},
     "sparse_fp8": {"runtime", "quant"},
 }
 ARROWS["cli"] = set(ARROWS)

@@ -11,7 +11,6 @@ from narrowkv.runtime.errors import UnsupportedError, check_choice
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.targets import Target
 
-PTX = "ptx"
 SCALED_DOT_DEPTH = 128  # v_mfma_scale_f32_16x16x128_f8f6f4; a shorter dot is lowered to bf16
 _FP8_PREFIX = "fp8_"
 

@@ -9,28 +9,22 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from narrowkv.attn_decode.arguments import (
-    BOUND_CACHES,
-    OUT_DTYPES,
-    BoundCache,
-    bind_cache,
-    shares_memory,
-    step_of,
-)
+from narrowkv.attn_decode.arguments import BOUND_CACHES, OUT_DTYPES, BoundCache, bind_cache, shares_memory
 from narrowkv.attn_decode.config import SCALED_DOT_DEPTH, DecodeConfig, DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import (
     Blocks,
     Rows,
     Rules,
     Sizes,
-    TableSteps,
     Workspace,
     _merge_splits_kernel,
     _paged_decode_kernel,
 )
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.paged_cache.kernels.pages import TableSteps
 from narrowkv.paged_cache.layouts import span_bytes
 from narrowkv.paged_cache.page_table import check_table
+from narrowkv.paged_cache.pointers import step_of
 from narrowkv.runtime import launch
 from narrowkv.runtime.errors import (
     check_choice,

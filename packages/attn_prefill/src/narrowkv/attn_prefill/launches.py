@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from narrowkv.attn_decode.arguments import descale_pointers, packed_route, side_of, table_pointers
 from narrowkv.attn_decode.config import parts_of
 from narrowkv.attn_decode.kernels import Workspace
 from narrowkv.attn_prefill.config import (
@@ -39,6 +38,7 @@ from narrowkv.paged_cache.append import (
     rope_pointers,
     storage_constants,
 )
+from narrowkv.paged_cache.pointers import descale_pointers, packed_route, side_of, table_pointers
 from narrowkv.quant.device import widen_route, widening_exponent
 from narrowkv.runtime.launch import is_compiled, launch
 

@@ -13,8 +13,8 @@ Example:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -41,6 +41,7 @@ __all__ = [
     "check_window",
     "contiguous_vector",
     "has_memory",
+    "with_defaults",
 ]
 
 _T = TypeVar("_T")
@@ -203,11 +204,14 @@ def check_positive_int(name: str, value: int, *, multiple_of: int = 1) -> int:
 
 
 def check_window(name: str, value: int) -> int:
-    """Checks a number of keys that a window reaches before or after a query, and returns it.
+    """Checks a number of keys that a window reaches before or after a query.
 
     Args:
         name: the argument's name, e.g. `window_left`.
         value: -1 for no limit, or 0 to 2**31 - 1.
+
+    Returns:
+        `value`, or -1 from 2**30 on: such a window reaches all keys, and positions in it would pass 32 bits.
 
     Raises:
         TypeError: `value` is not an int (bool is not one).
@@ -217,7 +221,7 @@ def check_window(name: str, value: int) -> int:
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if not -1 <= value <= _INT32_MAX:
         raise ValueError(f"{name} must be -1 (no limit) or a number of keys up to {_INT32_MAX}, got {value}")
-    return value
+    return -1 if value >= 2**30 else value
 
 
 def check_instance(name: str, value: object, kind: type[_T]) -> _T:
@@ -385,3 +389,11 @@ def check_no_overlap(out_name: str, out: torch.Tensor, /, **inputs: object) -> N
         other_low, other_high = byte_span(value)
         if low < other_high and other_low < high:
             raise ValueError(f"{out_name} must not share memory with {name}, got overlapping tensors")
+
+
+def with_defaults(function: str, given: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a call to `function`, with `defaults` for those not given; refuses unknown ones."""
+    for name in given:
+        if name not in defaults:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    return {**defaults, **given}

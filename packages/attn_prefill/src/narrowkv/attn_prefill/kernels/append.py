@@ -13,16 +13,10 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import (
-    Table,
     accumulate,
-    capped_logits,
     confine_nonfinite,
-    first_id,
     scale_to_fp16,
-    sequence_length,
     split_query,
-    times_head_descale,
-    write_rows,
     zeros_in_parts,
 )
 from narrowkv.attn_prefill.kernels.dense import Scratch, dense_tile
@@ -33,17 +27,18 @@ from narrowkv.attn_prefill.kernels.rows import (
     Queries,
     find_block,
     held_keys,
-    key_range,
     longest_held,
     merge_splits,
     rows_of,
-    share_of,
     softmax_step,
     tile_of,
-    visible_keys,
 )
-from narrowkv.paged_cache.kernels import load_rotated
+from narrowkv.paged_cache.kernels.append import load_rotated
+from narrowkv.paged_cache.kernels.pages import Table, first_id, sequence_length, times_head_descale
 from narrowkv.quant.device import join_parts
+from narrowkv.runtime.attention.masks import key_range, share_of, visible_keys
+from narrowkv.runtime.attention.results import write_rows
+from narrowkv.runtime.attention.softmax import capped_logits
 
 
 class Arrivals(NamedTuple):

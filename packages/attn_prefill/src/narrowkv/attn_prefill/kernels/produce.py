@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.kernels.tiles import Table, first_id, sequence_length, strided, times_head_descale
 from narrowkv.attn_prefill.kernels.dense import (
     Scratch,
     finite_rows,
@@ -23,7 +22,8 @@ from narrowkv.attn_prefill.kernels.rows import (
     longest_held,
     schedule_tiles,
 )
-from narrowkv.paged_cache.kernels import load_rotated, quantise_rows
+from narrowkv.paged_cache.kernels.append import load_rotated, quantise_rows
+from narrowkv.paged_cache.kernels.pages import Table, first_id, sequence_length, strided, times_head_descale
 
 
 class NewCache(NamedTuple):

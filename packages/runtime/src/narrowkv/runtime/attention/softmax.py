@@ -61,3 +61,16 @@ def merge_step(acc, m, l, parts, part_m, part_l):
     l = l * ours + tl.sum(part_l * weight, 0)
     acc = acc * ours[:, None] + tl.sum(parts * weight[:, None], 0)[None, :]
     return acc, m_new, l
+
+
+@triton.jit
+def capped_logits(s, cap):
+    """Cap * tanh(s / cap), natural logits in and base-2 logits out."""
+    # tanh by exp2, saturating: exp2 of a large negative number is 0 and of a large positive one never occurs.
+    x = s / cap
+    e = tl.exp2(-2.885390081777927 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    t = tl.where(x < 0, -t, t)
+    # Near zero the difference 1 - e cancels; there the series is exact to float32.
+    t = tl.where(tl.abs(x) < 0.02, x - x * x * x * 0.3333333333333333, t)
+    return t * (cap * 1.4426950408889634)

@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from narrowkv.attn_prefill import SagePlan, plan_sage
-from narrowkv.attn_prefill.sage.reference import key_positions, ranges_of, scratch_rows
-from narrowkv.attn_prefill.sage.workloads import SageWorkload
 from narrowkv.quant.quantize import quantize_per_channel
 from narrowkv.quant.sage import (
     SAGE_GRANULARITIES,
@@ -20,6 +17,9 @@ from narrowkv.quant.sage import (
     token_mean,
 )
 from narrowkv.runtime.launch import run_as
+from narrowkv.sage import SagePlan, plan_sage
+from narrowkv.sage.reference import key_positions, ranges_of, scratch_rows
+from narrowkv.sage.workloads import SageWorkload
 
 W = SageWorkload
 DENSE = W(q_lens=(150, 150), k_lens=(200, 200), num_kv_heads=2)

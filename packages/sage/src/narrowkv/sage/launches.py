@@ -9,8 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowkv.attn_prefill.sage.config import KeyOrder, SageConfig
-from narrowkv.attn_prefill.sage.kernels import (
+from narrowkv.quant.formats import get_format
+from narrowkv.quant.sage import TokenGroups
+from narrowkv.runtime.errors import contiguous_vector
+from narrowkv.runtime.launch import BoundLaunch, LaunchOptions, Workspace
+from narrowkv.sage.config import KeyOrder, SageConfig
+from narrowkv.sage.kernels import (
     ALIGN,
     Call,
     Groups,
@@ -31,10 +35,6 @@ from narrowkv.attn_prefill.sage.kernels import (
     _sage_attention_kernel,
     _sequence_bounds_kernel,
 )
-from narrowkv.quant.formats import get_format
-from narrowkv.quant.sage import TokenGroups
-from narrowkv.runtime.errors import contiguous_vector
-from narrowkv.runtime.launch import BoundLaunch, LaunchOptions, Workspace
 
 _ALIGN: int = ALIGN.value
 _LOG2E = math.log2(math.e)

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowkv.attn_prefill import plan_sage, sage_attention, sage_attention_reference
-from narrowkv.attn_prefill.sage.config import KeyOrder
-from narrowkv.attn_prefill.sage.reference import narrow_p_reference, short_sum_error
-from narrowkv.attn_prefill.sage.workloads import SageWorkload
 from narrowkv.quant import compare, max_abs, relative_l1
 from narrowkv.quant.sage import SAGE_GRANULARITIES
 from narrowkv.runtime.launch import run_as
+from narrowkv.sage import plan_sage, sage_attention, sage_attention_reference
+from narrowkv.sage.config import KeyOrder
+from narrowkv.sage.reference import narrow_p_reference, short_sum_error
+from narrowkv.sage.workloads import SageWorkload
 
 W = SageWorkload
 LSE_BOUND = 1e-3

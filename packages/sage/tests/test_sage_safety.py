@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from narrowkv.attn_prefill import plan_sage, sage_attention, sage_attention_reference
-from narrowkv.attn_prefill.sage.workloads import SageWorkload
 from narrowkv.runtime.launch import executing
 from narrowkv.runtime.targets import get_target
+from narrowkv.sage import plan_sage, sage_attention, sage_attention_reference
+from narrowkv.sage.workloads import SageWorkload
 
 W = SageWorkload
 I32, I64 = torch.int32, torch.int64

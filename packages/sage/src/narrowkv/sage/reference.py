@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 
-from narrowkv.attn_prefill.reference import attention_reference, finish
-from narrowkv.attn_prefill.sage.config import KeyOrder
-from narrowkv.attn_prefill.sage.plan import SagePlan, plan_sage
 from narrowkv.quant.formats import get_format
 from narrowkv.quant.quantize import dequantize_per_channel, quantize_per_channel
 from narrowkv.quant.rounding import round_to_format
@@ -22,6 +19,9 @@ from narrowkv.quant.sage import (
     quantize_per_token_group,
     token_mean,
 )
+from narrowkv.runtime.attention.reference import attention_reference, finish
+from narrowkv.sage.config import KeyOrder
+from narrowkv.sage.plan import SagePlan, plan_sage
 
 Ranges = list[slice]
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
-from narrowkv.attn_prefill.api import _with_defaults
-from narrowkv.attn_prefill.sage.plan import check_starts, plan_sage
+from narrowkv.runtime.errors import with_defaults
+from narrowkv.sage.plan import check_starts, plan_sage
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -97,7 +97,7 @@ def sage_attention(
         >>> o.shape, lse.shape
         (torch.Size([1, 130, 2, 64]), torch.Size([1, 130, 2]))
     """
-    how = _with_defaults("sage_attention", options, _DEFAULTS)
+    how = with_defaults("sage_attention", options, _DEFAULTS)
     plan = plan_sage(
         q, k, qk_dtype=qk_dtype, q_granularity=q_granularity, k_granularity=k_granularity, causal=causal,
         window=window, layout=how["layout"], cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,

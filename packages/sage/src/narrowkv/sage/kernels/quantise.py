@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.attn_prefill.sage.kernels.sequences import ALIGN, Sequences, extent_of, sequence_at
 from narrowkv.quant.device import cast_fp8
+from narrowkv.sage.kernels.sequences import ALIGN, Sequences, extent_of, sequence_at
 
 # Arguments that serving changes from call to call.
 SIZES = ["batch", "length", "q_length", "k_length", "items", "tiles", "together", "q_blocks"]

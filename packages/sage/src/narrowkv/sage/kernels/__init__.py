@@ -1,6 +1,6 @@
 """Kernels of Sage attention: the quantising pre-pass, and attention over what it stored."""
 
-from narrowkv.attn_prefill.sage.kernels.attention import (
+from narrowkv.sage.kernels.attention import (
     Call,
     Mask,
     NarrowKeys,
@@ -8,7 +8,7 @@ from narrowkv.attn_prefill.sage.kernels.attention import (
     Outputs,
     _sage_attention_kernel,
 )
-from narrowkv.attn_prefill.sage.kernels.quantise import (
+from narrowkv.sage.kernels.quantise import (
     Groups,
     Narrow,
     Order,
@@ -20,7 +20,7 @@ from narrowkv.attn_prefill.sage.kernels.quantise import (
     _quantise_keys_values_kernel,
     _quantise_tokens_kernel,
 )
-from narrowkv.attn_prefill.sage.kernels.sequences import ALIGN, Strided, _sequence_bounds_kernel
+from narrowkv.sage.kernels.sequences import ALIGN, Strided, _sequence_bounds_kernel
 
 __all__ = [
     "ALIGN",

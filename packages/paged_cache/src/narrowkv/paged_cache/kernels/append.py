@@ -11,16 +11,6 @@ import triton.language as tl
 from narrowkv.quant.device import narrow_fp4, narrow_fp8
 
 
-class CachePointers(NamedTuple):
-    """K or V storage and its strides in elements; see `KVStrides`."""
-
-    ptr: Any
-    page: Any
-    token: Any
-    head: Any
-    outer: Any
-
-
 class NewTokens(NamedTuple):
     """K or V of the new tokens, `[tokens, heads, head_dim]`."""
 
@@ -185,7 +175,7 @@ def _append_kernel(
     """One program writes one head of one token; nothing if the token's slot is not in the cache.
 
     Args:
-        k_new, v_new: `NewTokens`; k, v: `CachePointers`; k_descale, v_descale: `DescalePointers`.
+        k_new, v_new: `NewTokens`; k, v: `KVPointers`; k_descale, v_descale: `DescalePointers`.
         k_offset_ptr: `[heads, HEAD_DIM]` float32, or None; rope: `RopePointers`.
         slot_mapping: `[tokens]` int32 or int64 of stride `slot_step`; num_slots: slots of the cache.
         K_MAX, V_MAX: the largest number of the format; K_SCALING, V_SCALING: see `quantise_rows`.

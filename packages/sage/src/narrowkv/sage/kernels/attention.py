@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.attn_prefill.kernels.rows import key_range, visible_keys
-from narrowkv.attn_prefill.sage.kernels.quantise import SIZES
-from narrowkv.attn_prefill.sage.kernels.sequences import (
+from narrowkv.runtime.attention.masks import key_range, visible_keys
+from narrowkv.sage.kernels.quantise import SIZES
+from narrowkv.sage.kernels.sequences import (
     ALIGN,
     Sequences,
     descale_of,

@@ -7,10 +7,6 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from narrowkv.attn_prefill.checks import check_window
-from narrowkv.attn_prefill.sage.config import SageConfig, choose_config
-from narrowkv.attn_prefill.sage.kernels import Mask
-from narrowkv.attn_prefill.sage.launches import QuantizedKV, SageLaunches, SageShape
 from narrowkv.quant.sage import TokenGroups, token_groups
 from narrowkv.runtime.errors import (
     check_choice,
@@ -24,9 +20,13 @@ from narrowkv.runtime.errors import (
     check_same_device,
     check_shape,
     check_tensor,
+    check_window,
 )
 from narrowkv.runtime.launch import BoundLaunch, Workspace, active_target, block_bytes
 from narrowkv.runtime.targets import Target
+from narrowkv.sage.config import SageConfig, choose_config
+from narrowkv.sage.kernels import Mask
+from narrowkv.sage.launches import QuantizedKV, SageLaunches, SageShape
 
 QK_DTYPES = ("int8", "int4", "fp8")
 LAYOUTS = ("BSHD", "BHSD")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.attn_prefill.kernels.rows import SEQUENCES, query_ranges
+from narrowkv.runtime.attention.masks import SEQUENCES, query_ranges
 
 ALIGN: tl.constexpr = tl.constexpr(128)
 

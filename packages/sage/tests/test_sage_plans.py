@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from narrowkv.attn_prefill import plan_sage, sage_attention
-from narrowkv.attn_prefill.sage import SageShape
-from narrowkv.attn_prefill.sage.workloads import SageWorkload
 from narrowkv.runtime.launch import Workspace, compile_for, executing
 from narrowkv.runtime.targets import get_target
+from narrowkv.sage import SageShape, plan_sage, sage_attention
+from narrowkv.sage.workloads import SageWorkload
 
 W = SageWorkload
 OPTIONS: dict[str, dict[str, Any]] = {
