@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import (
+    Descale,
+    KVPointers,
     Table,
     accumulate,
     capped_logits,
@@ -23,7 +25,7 @@ from narrowkv.attn_decode.kernels.tiles import (
     write_rows,
     zeros_in_parts,
 )
-from narrowkv.attn_prefill.kernels.arguments import Read, Scratch, cache_structs, destination_structs
+from narrowkv.attn_prefill.kernels.arguments import Read, Scratch
 from narrowkv.attn_prefill.kernels.dense import dense_tile
 from narrowkv.attn_prefill.kernels.fused import paged_keys, split_rows_fp8
 from narrowkv.attn_prefill.kernels.produce import NewCache, produce_block
@@ -41,7 +43,7 @@ from narrowkv.attn_prefill.kernels.rows import (
     tile_of,
     visible_keys,
 )
-from narrowkv.paged_cache.kernels import load_rotated
+from narrowkv.paged_cache.kernels import CachePointers, DescalePointers, load_rotated
 from narrowkv.quant.device import join_parts
 
 
@@ -97,7 +99,7 @@ def own_keys(
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _prefill_append_kernel(
-    q, out, chunk, rope, destination, cache, table, scratch, k_desc, v_desc, workspace, scales,
+    q, out, chunk, rope, to, cache, table, scratch, k_desc, v_desc, workspace, scales,
     batch, num_tokens, max_q_len, table_row, num_ids, max_pages, max_keys, key_blocks,
     num_blocks, num_tiles, num_splits,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STORING: tl.constexpr, RULES: tl.constexpr,
@@ -106,7 +108,7 @@ def _prefill_append_kernel(
     """Programs of a launch of `prefill_append`; the table's lengths are those before it.
 
     Args:
-        q, out, chunk, rope: `Queries`, `Outputs`, `Chunk`, `RopePointers`. destination: `Destination`.
+        q, out, chunk, rope: `Queries`, `Outputs`, `Chunk`, `RopePointers`. to: `Destination`.
         cache: `Cache`. table, scratch: `Table`, `Scratch`: without the sizes that follow.
         k_desc, v_desc: tensor descriptors of the scratch, or None.
         workspace, scales: `AppendWorkspace`, `AppendScales`.
@@ -143,8 +145,18 @@ def _prefill_append_kernel(
     BLOCK_D: tl.constexpr = BLOCKS.d
     BLOCK_S: tl.constexpr = BLOCKS.s
     OWN_N: tl.constexpr = BLOCKS.t
-    k, v, k_descale, v_descale = cache_structs(cache)
-    k_store, v_store, k_store_descale, v_store_descale = destination_structs(destination)
+    k = KVPointers(cache.k, cache.k_page, cache.k_token, cache.k_head, cache.k_outer)
+    v = KVPointers(cache.v, cache.v_page, cache.v_token, cache.v_head, cache.v_outer)
+    k_descale = Descale(cache.k_descale, cache.k_descale_major, cache.k_descale_token, cache.k_descale_head)
+    v_descale = Descale(cache.v_descale, cache.v_descale_major, cache.v_descale_token, cache.v_descale_head)
+    k_store = CachePointers(to.k, to.k_page, to.k_token, to.k_head, to.k_outer)
+    v_store = CachePointers(to.v, to.v_page, to.v_token, to.v_head, to.v_outer)
+    k_store_descale = DescalePointers(
+        to.k_number, to.k_descale, to.k_descale_page, to.k_descale_slot, to.k_descale_head
+    )
+    v_store_descale = DescalePointers(
+        to.v_number, to.v_descale, to.v_descale_page, to.v_descale_slot, to.v_descale_head
+    )
     q = Queries(q.ptr, q.token, q.head, q.starts, num_tokens, max_q_len, q.descale)
     table = Table(
         table.page_ids, table_row, table.lens, num_ids, table.num_pages, max_pages,

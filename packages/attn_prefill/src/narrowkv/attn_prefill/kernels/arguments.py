@@ -7,11 +7,6 @@ struct, from which kernels make those of `narrowkv.attn_decode.kernels` and `nar
 
 from typing import Any, NamedTuple
 
-import triton
-
-from narrowkv.attn_decode.kernels.tiles import Descale, KVPointers
-from narrowkv.paged_cache.kernels import CachePointers, DescalePointers
-
 
 class Cache(NamedTuple):
     """K and V as they are read: `KVPointers` of each, then `Descale` of each."""
@@ -277,25 +272,3 @@ class Blocks(NamedTuple):
     s: int = 0
     t: int = 0
     i: int = 0
-
-
-@triton.jit
-def cache_structs(cache):
-    """K, V and their descales as the tile mathematics takes them."""
-    return (
-        KVPointers(cache.k, cache.k_page, cache.k_token, cache.k_head, cache.k_outer),
-        KVPointers(cache.v, cache.v_page, cache.v_token, cache.v_head, cache.v_outer),
-        Descale(cache.k_descale, cache.k_descale_major, cache.k_descale_token, cache.k_descale_head),
-        Descale(cache.v_descale, cache.v_descale_major, cache.v_descale_token, cache.v_descale_head),
-    )
-
-
-@triton.jit
-def destination_structs(to):
-    """The same as new tokens are written."""
-    return (
-        CachePointers(to.k, to.k_page, to.k_token, to.k_head, to.k_outer),
-        CachePointers(to.v, to.v_page, to.v_token, to.v_head, to.v_outer),
-        DescalePointers(to.k_number, to.k_descale, to.k_descale_page, to.k_descale_slot, to.k_descale_head),
-        DescalePointers(to.v_number, to.v_descale, to.v_descale_page, to.v_descale_slot, to.v_descale_head),
-    )

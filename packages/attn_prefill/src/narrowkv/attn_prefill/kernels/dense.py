@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import (
+    Descale,
+    KVPointers,
     Table,
     capped_logits,
     first_id,
@@ -23,7 +25,7 @@ from narrowkv.attn_decode.kernels.tiles import (
     widen_tile,
     write_rows,
 )
-from narrowkv.attn_prefill.kernels.arguments import Scratch, cache_structs
+from narrowkv.attn_prefill.kernels.arguments import Scratch
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
     Queries,
@@ -209,7 +211,10 @@ def _widen_kernel(
     BLOCK_I: tl.constexpr = BLOCKS.i
     if FILLING.early:
         begin_next_launch()
-    k, v, k_descale, v_descale = cache_structs(cache)
+    k = KVPointers(cache.k, cache.k_page, cache.k_token, cache.k_head, cache.k_outer)
+    v = KVPointers(cache.v, cache.v_page, cache.v_token, cache.v_head, cache.v_outer)
+    k_descale = Descale(cache.k_descale, cache.k_descale_major, cache.k_descale_token, cache.k_descale_head)
+    v_descale = Descale(cache.v_descale, cache.v_descale_major, cache.v_descale_token, cache.v_descale_head)
     q = Queries(q.ptr, q.token, q.head, q.starts, num_tokens, max_q_len, q.descale)
     table = Table(
         table.page_ids, table.row if RAGGED else table_row, table.lens, num_ids, table.num_pages, max_pages,

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import (
+    Descale,
+    KVPointers,
     Table,
     accumulate,
     capped_logits,
@@ -28,7 +30,7 @@ from narrowkv.attn_decode.kernels.tiles import (
     write_rows,
     zeros_in_parts,
 )
-from narrowkv.attn_prefill.kernels.arguments import Read, cache_structs
+from narrowkv.attn_prefill.kernels.arguments import Read
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
     Queries,
@@ -265,7 +267,10 @@ def _fused_prefill_kernel(
     BLOCK_M: tl.constexpr = BLOCKS.m
     BLOCK_N: tl.constexpr = BLOCKS.n
     BLOCK_D: tl.constexpr = BLOCKS.d
-    k, v, k_descale, v_descale = cache_structs(cache)
+    k = KVPointers(cache.k, cache.k_page, cache.k_token, cache.k_head, cache.k_outer)
+    v = KVPointers(cache.v, cache.v_page, cache.v_token, cache.v_head, cache.v_outer)
+    k_descale = Descale(cache.k_descale, cache.k_descale_major, cache.k_descale_token, cache.k_descale_head)
+    v_descale = Descale(cache.v_descale, cache.v_descale_major, cache.v_descale_token, cache.v_descale_head)
     q = Queries(q.ptr, q.token, q.head, q.starts, num_tokens, max_q_len, q.descale)
     table = Table(
         table.page_ids, table.row if RAGGED else table_row, table.lens, num_ids, table.num_pages, max_pages,

@@ -5,8 +5,16 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.kernels.tiles import Table, first_id, sequence_length, strided, times_head_descale
-from narrowkv.attn_prefill.kernels.arguments import Scratch, cache_structs, destination_structs
+from narrowkv.attn_decode.kernels.tiles import (
+    Descale,
+    KVPointers,
+    Table,
+    first_id,
+    sequence_length,
+    strided,
+    times_head_descale,
+)
+from narrowkv.attn_prefill.kernels.arguments import Scratch
 from narrowkv.attn_prefill.kernels.dense import (
     finite_rows,
     keys_without_value,
@@ -23,7 +31,7 @@ from narrowkv.attn_prefill.kernels.rows import (
     longest_held,
     schedule_tiles,
 )
-from narrowkv.paged_cache.kernels import load_rotated, quantise_rows
+from narrowkv.paged_cache.kernels import CachePointers, DescalePointers, load_rotated, quantise_rows
 
 
 class NewCache(NamedTuple):
@@ -183,7 +191,7 @@ def produce_block(
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _produce_kernel(
-    q, chunk, rope, destination, cache, table, scratch, scales,
+    q, chunk, rope, to, cache, table, scratch, scales,
     batch, num_tokens, max_q_len, block_m, table_row, num_ids, max_pages, max_keys, key_blocks,
     num_groups, num_blocks, num_tiles,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STORING: tl.constexpr, FILLING: tl.constexpr,
@@ -195,7 +203,7 @@ def _produce_kernel(
     last order the tiles that attend.
 
     Args:
-        q, chunk, rope: `Queries`, `Chunk`, `RopePointers`. destination: `Destination`. cache: `Cache`.
+        q, chunk, rope: `Queries`, `Chunk`, `RopePointers`. to: `Destination`. cache: `Cache`.
         table, scratch: `Table`, `Scratch`: without the sizes that follow. scales: `AppendScales`.
         num_blocks, num_groups, num_tiles: programs of each kind for a head, and tiles, at most.
         SIZES, K, V, STORING, FILLING, BLOCKS: `Sizes`, `Stored`, `Stored`, `Storing`, `Filling`, `Blocks`.
@@ -212,8 +220,18 @@ def _produce_kernel(
     BLOCK_I: tl.constexpr = BLOCKS.i
     if FILLING.early:
         begin_next_launch()
-    k, v, k_descale, v_descale = cache_structs(cache)
-    k_store, v_store, k_store_descale, v_store_descale = destination_structs(destination)
+    k = KVPointers(cache.k, cache.k_page, cache.k_token, cache.k_head, cache.k_outer)
+    v = KVPointers(cache.v, cache.v_page, cache.v_token, cache.v_head, cache.v_outer)
+    k_descale = Descale(cache.k_descale, cache.k_descale_major, cache.k_descale_token, cache.k_descale_head)
+    v_descale = Descale(cache.v_descale, cache.v_descale_major, cache.v_descale_token, cache.v_descale_head)
+    k_store = CachePointers(to.k, to.k_page, to.k_token, to.k_head, to.k_outer)
+    v_store = CachePointers(to.v, to.v_page, to.v_token, to.v_head, to.v_outer)
+    k_store_descale = DescalePointers(
+        to.k_number, to.k_descale, to.k_descale_page, to.k_descale_slot, to.k_descale_head
+    )
+    v_store_descale = DescalePointers(
+        to.v_number, to.v_descale, to.v_descale_page, to.v_descale_slot, to.v_descale_head
+    )
     q = Queries(q.ptr, q.token, q.head, q.starts, num_tokens, max_q_len, q.descale)
     table = Table(
         table.page_ids, table_row, table.lens, num_ids, table.num_pages, max_pages,
