@@ -341,8 +341,8 @@ def test_tiles_run_longest_first(device: str) -> None:
     )
     plan = plan_prefill(q, cache, table, starts, kernel="dense")
     batch_prefill(q, cache, table, starts, plan=plan)
-    assert plan.schedule is not None
-    tiles = [row[:6] for row in plan.schedule.tolist() if row[0] >= 0]
+    assert plan.scratch is not None
+    tiles = [row[:6] for row in plan.scratch.schedule.tolist() if row[0] >= 0]
     rows = plan.config.block_m
     work = [(kv_len - q_len) * 3 + (number + 1) * rows for _, number, _, q_len, kv_len, _ in tiles]
     assert work == sorted(work, reverse=True)

@@ -47,13 +47,12 @@ class Guards:
         def move(memory: Any) -> Any:
             if isinstance(memory, torch.Tensor):
                 return self.like(memory)
-            return (
-                None
-                if memory is None
-                else type(memory)(*(move(x) if isinstance(x, torch.Tensor) else x for x in memory))
-            )
+            if memory is None:
+                return None
+            moved = [move(x) if isinstance(x, torch.Tensor) else x for x in memory]
+            return type(memory)(*moved) if hasattr(memory, "_fields") else tuple(moved)
 
-        names = ("scratch", "schedule", "workspace", "arrivals")
+        names = ("scratch", "workspace", "arrivals")
         return replace(plan, **{name: move(getattr(plan, name)) for name in names})
 
     def cache(self, cache: PagedKVCache) -> PagedKVCache:
@@ -249,7 +248,7 @@ def _append(
     prefill_append(q, k_new, v_new, cache, table, starts, out=out, lse=lse, plan=plan, **options)
     guards.check()
     if plan.arrivals is not None:
-        assert int(plan.arrivals.ready.abs().sum() + plan.arrivals.left.abs().sum()) == 0
+        assert not any(int(counters.abs().sum()) for counters in plan.arrivals)
     return out, lse, cache, before
 
 

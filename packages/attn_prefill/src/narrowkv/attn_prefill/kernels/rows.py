@@ -17,7 +17,7 @@ from narrowkv.runtime.attention.softmax import softmax_step as unscaled_step
 
 # Numbers that a server changes from call to call: kernels are not compiled anew for their values. Within a
 # tuple they would be, so kernels take them by themselves and put the tuples together.
-SIZES = [
+RUNTIME_SIZES = [
     "batch", "num_tokens", "max_q_len", "block_m", "table_row", "num_ids", "max_pages", "max_keys",
     "key_blocks", "num_tiles", "num_groups", "num_blocks", "num_splits",
 ]  # fmt: skip
@@ -133,7 +133,7 @@ def scheduled_tile(schedule, index):
 
 @triton.jit
 def schedule_tiles(
-    q, table, scratch, schedule, batch, num_tiles, block, block_m,
+    q, table, scratch, batch, num_tiles, block, block_m,
     PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, APPENDS: tl.constexpr,
     GQA_RATIO: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
@@ -192,7 +192,7 @@ def schedule_tiles(
         rank += tile
     # Places past the last tile hold none.
     place = tl.where(seq >= 0, rank, index)
-    at = schedule + place * 8
+    at = scratch.schedule + place * 8
     kept = place < num_tiles
     tl.store(at, seq, mask=kept)
     tl.store(at + 1, tile, mask=kept)
