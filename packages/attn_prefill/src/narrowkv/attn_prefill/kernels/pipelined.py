@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from narrowkv.attn_prefill.kernels import rows
 from narrowkv.paged_cache import PagedKVCache
-from narrowkv.paged_cache.kernels.append import pages
+from narrowkv.paged_cache.kernels import pages
 from narrowkv.runtime.attention import masks, results
 from narrowkv.runtime.launch.gluon import in_gluon
 
