@@ -13,6 +13,7 @@ from narrowkv.attn_decode.config import parts_of
 from narrowkv.attn_decode.kernels import Workspace
 from narrowkv.attn_prefill.config import (
     PrefillConfig,
+    for_rules,
     fp8_route,
     produce_options,
     triton_fp8,
@@ -306,6 +307,7 @@ class PrefillCall:
     ) -> None:  # fmt: skip
         """Attends to the scratch, in plain Triton."""
         plan, k_dtype = self.plan, scratch.k.dtype
+        config = for_rules(plan.target, config, soft_cap=self.soft_cap > 0)
         # The old keys' descale of a head is among their blocks' factors, where these have any.
         in_units = scratch.k_unit is not None
         k_descale = "scalar" if in_units and self.k_mode == "head" else self.k_mode

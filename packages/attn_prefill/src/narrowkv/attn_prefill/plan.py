@@ -238,6 +238,7 @@ def plan_prefill(
             and not batch_invariant
         ),
         can_pipeline=can_pipeline(target, q, cache) and not batch_invariant,
+        plain_keys=plain_keys(q.dtype, cache),
         kernel=kernel,
     )
     if num_splits is not None:
@@ -370,6 +371,11 @@ def per_key(cache: PagedKVCache) -> tuple[bool, bool]:
     """Whether K and V have descales that differ from key to key."""
     shared = ("tensor", "head", "sequence_head")
     return cache.k_granularity not in shared, cache.v_granularity not in shared
+
+
+def plain_keys(q_dtype: torch.dtype, cache: PagedKVCache) -> bool:
+    """Whether widened keys have no factors of their own, and Q is one term beside them."""
+    return not any(per_key(cache)) and (cache.format.k != "bf16" or q_dtype != torch.float16)
 
 
 def key_type(q_dtype: torch.dtype, k_format: str) -> torch.dtype:
