@@ -2,7 +2,8 @@
 
 import narrowkv.quant.toolchain  # noqa: F401  # first: it says how to get Triton
 from narrowkv.attn_prefill.api import batch_prefill, prefill_append
-from narrowkv.attn_prefill.plan import PrefillPlan, plan_append, plan_prefill
+from narrowkv.attn_prefill.config import PrefillShape
+from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan, plan_append, plan_prefill
 from narrowkv.attn_prefill.reference import batch_prefill_reference, prefill_append_reference
 from narrowkv.attn_prefill.sage import (
     QuantizedKV,
@@ -13,7 +14,9 @@ from narrowkv.attn_prefill.sage import (
 )
 
 __all__ = [
+    "AppendPlan",
     "PrefillPlan",
+    "PrefillShape",
     "QuantizedKV",
     "SagePlan",
     "batch_prefill",
