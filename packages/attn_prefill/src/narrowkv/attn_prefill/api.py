@@ -8,7 +8,7 @@ import torch
 
 from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan, check_plan, plan_for_call
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
-from narrowkv.quant.launch.tracing import traceable
+from narrowkv.runtime.launch.tracing import traceable
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

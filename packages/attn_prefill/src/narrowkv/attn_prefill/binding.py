@@ -8,17 +8,17 @@ from weakref import WeakKeyDictionary
 import torch
 import triton.language as tl
 
-from narrowkv.attn_decode.arguments import descale_pointers, packed_route, side_of
 from narrowkv.attn_decode.config import parts_of
-from narrowkv.attn_decode.kernels import Descale, Stored
 from narrowkv.attn_prefill.config import fp8_route
 from narrowkv.attn_prefill.kernels.arguments import Cache, Destination, Storing
 from narrowkv.attn_prefill.kernels.dense import BF16_VALUE_EXPONENT
 from narrowkv.paged_cache import PagedKVCache, Rope
 from narrowkv.paged_cache.append import cache_pointers, rope_constants, storage_constants, store_of
+from narrowkv.paged_cache.kernels.pages import Descale, Stored
 from narrowkv.paged_cache.layouts import span_bytes
+from narrowkv.paged_cache.pointers import descale_pointers, packed_route, side_of
 from narrowkv.quant.device import widen_route, widening_exponent
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.targets import Target
 
 # What caches and queries of 16 bits are called.
 TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

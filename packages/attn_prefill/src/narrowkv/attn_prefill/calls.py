@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 
-from narrowkv.attn_decode.arguments import step_of
-from narrowkv.attn_decode.kernels import Table
 from narrowkv.attn_decode.plan import plan_for_call as decode_plan_for_call
 from narrowkv.attn_prefill.binding import BOUND_CACHES, BoundCache, matrix_of, storing_constants
 from narrowkv.attn_prefill.checks import (
@@ -22,7 +20,6 @@ from narrowkv.attn_prefill.checks import (
     check_sinks,
     check_soft_cap,
     check_values,
-    check_window,
     fold_q_descale,
     prefill_shape,
 )
@@ -32,10 +29,12 @@ from narrowkv.attn_prefill.kernels.rows import Outputs, Queries
 from narrowkv.attn_prefill.launches import Kind, Route, make_route
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import rope_pointers
+from narrowkv.paged_cache.kernels.pages import Table
 from narrowkv.paged_cache.layouts import span_bytes
-from narrowkv.quant.errors import check_finite_float, check_no_grad
-from narrowkv.quant.launch import active_target, is_compiled
-from narrowkv.quant.launch.path import executor
+from narrowkv.paged_cache.pointers import step_of
+from narrowkv.runtime.errors import check_finite_float, check_no_grad, check_window
+from narrowkv.runtime.launch import active_target, is_compiled
+from narrowkv.runtime.launch.path import executor
 
 if TYPE_CHECKING:
     from narrowkv.attn_prefill.plan import PrefillPlan

@@ -14,7 +14,8 @@ from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import EXPONENT_RULES, check_new_tokens
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
 from narrowkv.paged_cache.page_table import check_table
-from narrowkv.quant.errors import (
+from narrowkv.quant.formats import get_format
+from narrowkv.runtime.errors import (
     check_descale_float,
     check_descale_tensor,
     check_dtype,
@@ -29,13 +30,9 @@ from narrowkv.quant.errors import (
     check_shape,
     check_tensor,
 )
-from narrowkv.quant.errors import check_window as check_window_size
-from narrowkv.quant.formats import get_format
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
-# A window of as many keys reaches every key there can be, and positions in it would pass 32 bits.
-_OPEN_WINDOW = 2**30
 
 
 def check_soft_cap(value: float) -> float:
@@ -44,11 +41,6 @@ def check_soft_cap(value: float) -> float:
     if soft_cap < 0:
         raise ValueError(f"logits_soft_cap must be 0 (off) or positive, got {value}")
     return soft_cap
-
-
-def check_window(name: str, value: int) -> int:
-    """A window's size, -1 for one that reaches all keys."""
-    return -1 if check_window_size(name, value) >= _OPEN_WINDOW else value
 
 
 def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:

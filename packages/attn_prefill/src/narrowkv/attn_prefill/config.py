@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from narrowkv.quant.device import BITS, FNUZ_ALIAS, NATIVE, widen_route
-from narrowkv.quant.errors import UnsupportedError, check_choice
-from narrowkv.quant.launch import LaunchOptions
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.errors import UnsupportedError, check_choice
+from narrowkv.runtime.launch import LaunchOptions
+from narrowkv.runtime.targets import Target
 
 KERNELS = ("dense", "fused", "decode")
 APPEND_KERNELS = ("pipelined", "apart", "staged", "paged")

@@ -24,7 +24,7 @@ from narrowkv.attn_prefill.kernels.fused import _fused_prefill_kernel
 from narrowkv.attn_prefill.kernels.produce import _produce_kernel
 from narrowkv.attn_prefill.memory import Memory, append_blocks, has_v_units, key_type, power_of_two
 from narrowkv.paged_cache import PagedKVCache
-from narrowkv.quant.launch import BoundLaunch
+from narrowkv.runtime.launch import BoundLaunch
 
 if TYPE_CHECKING:
     from narrowkv.attn_prefill.plan import PrefillPlan

@@ -10,8 +10,8 @@ import torch
 from narrowkv.attn_decode.kernels import Workspace as Partials
 from narrowkv.attn_prefill.config import PrefillConfig, PrefillShape, partial_programs
 from narrowkv.attn_prefill.kernels.arguments import AppendWorkspace, Scratch
-from narrowkv.quant.launch import Workspace
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.launch import Workspace
+from narrowkv.runtime.targets import Target
 
 Blocks = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _KERNELS_WITHOUT_SCRATCH = ("fused", "paged")

@@ -29,9 +29,9 @@ from narrowkv.attn_prefill.launches import Kind, Route, make_route
 from narrowkv.attn_prefill.memory import Memory, Needs, key_type, make_memory, scratch_bytes
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import EXPONENT_RULES, store_of
-from narrowkv.quant.errors import check_choice, check_instance, check_positive_int
 from narrowkv.quant.formats import get_format
-from narrowkv.quant.launch import (
+from narrowkv.runtime.errors import check_choice, check_instance, check_positive_int
+from narrowkv.runtime.launch import (
     BoundLaunch,
     LaunchOptions,
     Workspace,
@@ -39,9 +39,9 @@ from narrowkv.quant.launch import (
     block_bytes,
     is_compiled,
 )
-from narrowkv.quant.launch.gluon import has_gluon
-from narrowkv.quant.launch.path import executor
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.launch.gluon import has_gluon
+from narrowkv.runtime.launch.path import executor
+from narrowkv.runtime.targets import Target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -154,7 +154,7 @@ class PrefillPlan:
         return config
 
     def workspace_bytes(self) -> int:
-        """Bytes that a `narrowkv.quant.launch.Workspace` needs for every call of this plan.
+        """Bytes that a `narrowkv.runtime.launch.Workspace` needs for every call of this plan.
 
         Widened keys take 4 bytes for each channel of each KV head and token of `shape.kv_tokens` and
         `shape.num_tokens`, with sequences rounded up to blocks of 64 or 128 keys, besides factors of keys and

@@ -11,18 +11,10 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import (
-    Descale,
-    KVPointers,
-    Table,
     accumulate,
-    capped_logits,
     confine_nonfinite,
-    first_id,
     scale_to_fp16,
-    sequence_length,
     split_query,
-    times_head_descale,
-    write_rows,
     zeros_in_parts,
 )
 from narrowkv.attn_prefill.kernels.arguments import Read, Scratch
@@ -34,17 +26,25 @@ from narrowkv.attn_prefill.kernels.rows import (
     Queries,
     find_block,
     held_keys,
-    key_range,
     longest_held,
     merge_splits,
     rows_of,
-    share_of,
     softmax_step,
     tile_of,
-    visible_keys,
 )
-from narrowkv.paged_cache.kernels import CachePointers, DescalePointers, load_rotated
+from narrowkv.paged_cache.kernels.append import DescalePointers, load_rotated
+from narrowkv.paged_cache.kernels.pages import (
+    Descale,
+    KVPointers,
+    Table,
+    first_id,
+    sequence_length,
+    times_head_descale,
+)
 from narrowkv.quant.device import join_parts
+from narrowkv.runtime.attention.masks import key_range, share_of, visible_keys
+from narrowkv.runtime.attention.results import write_rows
+from narrowkv.runtime.attention.softmax import capped_logits
 
 
 @triton.jit
@@ -149,8 +149,8 @@ def _prefill_append_kernel(
     v = KVPointers(cache.v, cache.v_page, cache.v_token, cache.v_head, cache.v_outer)
     k_descale = Descale(cache.k_descale, cache.k_descale_major, cache.k_descale_token, cache.k_descale_head)
     v_descale = Descale(cache.v_descale, cache.v_descale_major, cache.v_descale_token, cache.v_descale_head)
-    k_store = CachePointers(to.k, to.k_page, to.k_token, to.k_head, to.k_outer)
-    v_store = CachePointers(to.v, to.v_page, to.v_token, to.v_head, to.v_outer)
+    k_store = KVPointers(to.k, to.k_page, to.k_token, to.k_head, to.k_outer)
+    v_store = KVPointers(to.v, to.v_page, to.v_token, to.v_head, to.v_outer)
     k_store_descale = DescalePointers(
         to.k_number, to.k_descale, to.k_descale_page, to.k_descale_slot, to.k_descale_head
     )

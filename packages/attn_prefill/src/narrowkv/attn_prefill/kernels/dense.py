@@ -8,41 +8,36 @@ of V in bf16, see `to_fp16_in_units`.
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.kernels.tiles import (
-    Descale,
-    KVPointers,
-    Table,
-    capped_logits,
-    first_id,
-    kv_offsets,
-    load_key_scale,
-    load_query,
-    load_words,
-    locate_keys,
-    scale_to_fp16,
-    split_query,
-    times_head_descale,
-    widen_tile,
-    write_rows,
-)
+from narrowkv.attn_decode.kernels.tiles import load_query, scale_to_fp16, split_query, widen_tile
 from narrowkv.attn_prefill.kernels.arguments import Scratch
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
     Queries,
     begin_next_launch,
     find_block,
-    key_range,
     longest_held,
     merge_splits,
     rows_of,
     schedule_tiles,
     scheduled_tile,
-    share_of,
     softmax_step,
-    visible_keys,
     weigh_values,
 )
+from narrowkv.paged_cache.kernels.pages import (
+    Descale,
+    KVPointers,
+    Table,
+    first_id,
+    kv_offsets,
+    load_key_scale,
+    load_words,
+    locate_keys,
+    times_head_descale,
+)
 from narrowkv.quant.device import join_parts
+from narrowkv.runtime.attention.masks import key_range, share_of, visible_keys
+from narrowkv.runtime.attention.results import write_rows
+from narrowkv.runtime.attention.softmax import capped_logits
 
 # V of a bf16 cache times 2**this is float16 without a factor of its own from 2**-17 to 2**10.
 BF16_VALUE_EXPONENT = tl.constexpr(5)

@@ -9,41 +9,41 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import (
-    Descale,
-    KVPointers,
-    Table,
     accumulate,
-    capped_logits,
     confine_nonfinite,
-    first_id,
-    kv_offsets,
-    load_key_scale,
     load_query,
-    load_words,
-    locate_keys,
     scale_to_fp16,
     scores,
-    sequence_length,
     split_query,
-    times_head_descale,
     widen_tile,
-    write_rows,
     zeros_in_parts,
 )
 from narrowkv.attn_prefill.kernels.arguments import Read
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
     Queries,
-    key_range,
     merge_splits,
     rows_of,
-    share_of,
     softmax_step,
     tile_of,
-    visible_keys,
     weigh_values,
 )
+from narrowkv.paged_cache.kernels.pages import (
+    Descale,
+    KVPointers,
+    Table,
+    first_id,
+    kv_offsets,
+    load_key_scale,
+    load_words,
+    locate_keys,
+    sequence_length,
+    times_head_descale,
+)
 from narrowkv.quant.device import join_parts
+from narrowkv.runtime.attention.masks import key_range, share_of, visible_keys
+from narrowkv.runtime.attention.results import write_rows
+from narrowkv.runtime.attention.softmax import capped_logits
 
 
 @triton.jit

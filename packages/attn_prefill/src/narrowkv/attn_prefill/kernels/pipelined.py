@@ -23,25 +23,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from narrowkv.attn_decode.kernels import tiles
 from narrowkv.attn_prefill.kernels import rows
 from narrowkv.paged_cache import PagedKVCache
-from narrowkv.quant.launch.gluon import in_gluon
+from narrowkv.paged_cache.kernels import pages
+from narrowkv.runtime.attention import masks, results
+from narrowkv.runtime.launch.gluon import in_gluon
 
 await_launch_ahead = in_gluon(rows.await_launch_ahead)
-first_id = in_gluon(tiles.first_id)
-key_range = in_gluon(rows.key_range)
-locate_keys = in_gluon(tiles.locate_keys)
+first_id = in_gluon(pages.first_id)
+key_range = in_gluon(masks.key_range)
+locate_keys = in_gluon(pages.locate_keys)
 merge_splits = in_gluon(rows.merge_splits)
 rows_of = in_gluon(rows.rows_of)
 scheduled_tile = in_gluon(rows.scheduled_tile)
-share_of = in_gluon(rows.share_of)
+share_of = in_gluon(masks.share_of)
 softmax_step = in_gluon(rows.softmax_step)
 uniform_scale = in_gluon(rows.uniform_scale)
-visible_range = in_gluon(rows.visible_range)
-output_rows = in_gluon(tiles.output_rows)
-times_head_descale = in_gluon(tiles.times_head_descale)
-write_lse = in_gluon(tiles.write_lse)
+visible_range = in_gluon(masks.visible_range)
+output_rows = in_gluon(results.output_rows)
+times_head_descale = in_gluon(pages.times_head_descale)
+write_lse = in_gluon(results.write_lse)
 
 # The names of Triton 3.8 and later, and those before.
 all_warps = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -196,7 +197,7 @@ class PageMatrix(NamedTuple):
     head: int
     columns: int
 
-    def pages(self, table: tiles.Table) -> Pages:
+    def pages(self, table: Any) -> Pages:
         """The pages that a table names; sizes that serving changes are arguments of their own."""
         return Pages(
             table.page_ids, table.row, None, table.num_pages, None, table.column, table.row_step, self.page,

@@ -5,15 +5,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.kernels.tiles import (
-    Descale,
-    KVPointers,
-    Table,
-    first_id,
-    sequence_length,
-    strided,
-    times_head_descale,
-)
 from narrowkv.attn_prefill.kernels.arguments import Scratch
 from narrowkv.attn_prefill.kernels.dense import (
     finite_rows,
@@ -31,7 +22,16 @@ from narrowkv.attn_prefill.kernels.rows import (
     longest_held,
     schedule_tiles,
 )
-from narrowkv.paged_cache.kernels import CachePointers, DescalePointers, load_rotated, quantise_rows
+from narrowkv.paged_cache.kernels.append import DescalePointers, load_rotated, quantise_rows
+from narrowkv.paged_cache.kernels.pages import (
+    Descale,
+    KVPointers,
+    Table,
+    first_id,
+    sequence_length,
+    strided,
+    times_head_descale,
+)
 
 
 class NewCache(NamedTuple):
@@ -224,8 +224,8 @@ def _produce_kernel(
     v = KVPointers(cache.v, cache.v_page, cache.v_token, cache.v_head, cache.v_outer)
     k_descale = Descale(cache.k_descale, cache.k_descale_major, cache.k_descale_token, cache.k_descale_head)
     v_descale = Descale(cache.v_descale, cache.v_descale_major, cache.v_descale_token, cache.v_descale_head)
-    k_store = CachePointers(to.k, to.k_page, to.k_token, to.k_head, to.k_outer)
-    v_store = CachePointers(to.v, to.v_page, to.v_token, to.v_head, to.v_outer)
+    k_store = KVPointers(to.k, to.k_page, to.k_token, to.k_head, to.k_outer)
+    v_store = KVPointers(to.v, to.v_page, to.v_token, to.v_head, to.v_outer)
     k_store_descale = DescalePointers(
         to.k_number, to.k_descale, to.k_descale_page, to.k_descale_slot, to.k_descale_head
     )
