@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
+from narrowkv.attn_prefill import AppendPlan, batch_prefill, plan_append, plan_prefill, prefill_append
 from narrowkv.attn_prefill.plan import can_pipeline
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload, copy_cache, differing_bytes
 from narrowkv.paged_cache import PagedKVCache, PageTable
@@ -257,9 +257,8 @@ def _append(
     guards.check()
     memory = plan.memory(plan.config)
     assert memory is not None
-    assert not any(
-        int(memory.tensors[name].abs().sum()) for name in ("ready", "left") if name in memory.tensors
-    )
+    for name in {"ready", "left"} & memory.tensors.keys():
+        assert int(memory.tensors[name].abs().sum()) == 0
     return out, lse, cache, before
 
 
@@ -413,7 +412,7 @@ def test_validate_finds_every_wrong_value_of_an_append_and_changes_nothing(devic
     assert rope is not None
     before = copy_cache(cache)
 
-    def refused(message: str, plan: PrefillPlan | None = None, **changed: Any) -> None:
+    def refused(message: str, plan: AppendPlan | None = None, **changed: Any) -> None:
         call = {"cache": cache, "table": table, "starts": starts, "rope": rope, **changed}
         held = copy_cache(call["cache"])
         with pytest.raises(ValueError, match=message):
