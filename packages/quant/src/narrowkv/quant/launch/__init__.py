@@ -3,6 +3,7 @@
 import narrowkv.quant.toolchain  # noqa: F401  # first: it says how to get Triton
 from narrowkv.quant.launch.bound import BoundLaunch
 from narrowkv.quant.launch.compiles import Compiles, count_compiles
+from narrowkv.quant.launch.fixed import FixedLaunch, Varying
 from narrowkv.quant.launch.options import LaunchOptions
 from narrowkv.quant.launch.path import (
     Executor,
@@ -10,6 +11,7 @@ from narrowkv.quant.launch.path import (
     active_target,
     compile_for,
     executing,
+    executor,
     is_compiled,
     launch,
     run_as,
@@ -21,10 +23,12 @@ __all__ = [
     "BoundLaunch",
     "Compiles",
     "Executor",
+    "FixedLaunch",
     "InterpretExecutor",
     "KernelSpec",
     "LaunchOptions",
     "TensorSpec",
+    "Varying",
     "Warmup",
     "Workspace",
     "active_target",
@@ -32,6 +36,7 @@ __all__ = [
     "compile_for",
     "count_compiles",
     "executing",
+    "executor",
     "is_compiled",
     "launch",
     "run_as",
