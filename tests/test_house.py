@@ -27,12 +27,14 @@ PROJECTS = {
 
 # What each package may import of its siblings. cli, on top, may import all of them.
 ARROWS = {
-    "quant": set(),
+    "runtime": set(),
     "cdna_emulator": set(),
-    "paged_cache": {"quant"},
-    "attn_decode": {"quant", "paged_cache"},
-    "attn_prefill": {"quant", "paged_cache", "attn_decode"},
-    "sparse_fp8": {"quant"},
+    "quant": {"runtime"},
+    "paged_cache": {"runtime", "quant"},
+    "attn_decode": {"runtime", "quant", "paged_cache"},
+    "attn_prefill": {"runtime", "quant", "paged_cache", "attn_decode"},
+    "sage": {"runtime", "quant"},
+    "sparse_fp8": {"runtime", "quant"},
 }
 ARROWS["cli"] = set(ARROWS)
 MAX_ARGUMENTS = 14

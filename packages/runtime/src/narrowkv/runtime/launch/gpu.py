@@ -1,0 +1,252 @@
+"""Launches on a GPU, with less host work than Triton's own launcher when the same call comes again.
+
+Triton binds and specialises every argument anew at each launch, which takes longer than a decode kernel runs.
+A `GpuLaunch` writes, from the first call's arguments, a Python function that reads of later ones only what a
+specialisation depends on: device, dtypes, alignment, ones. Arguments that specialise alike go to the compiled
+kernel that Triton returned for the first of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+from narrowkv.runtime.launch.cache_folder import explained_cache_errors
+from narrowkv.runtime.launch.options import LaunchOptions
+from narrowkv.runtime.targets import device_target
+
+_INT32_MAX = 2**31 - 1
+_knobs = triton.knobs.runtime
+# Absent from a torch without GPUs.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+
+
+class _Changed(Exception):
+    """The arguments are not of the kinds that a key function was written for."""
+
+
+OTHER_KINDS = (AttributeError, TypeError, ValueError, RuntimeError, _Changed)
+
+
+def somebody_listens() -> bool:
+    """Whether a profiler waits for launches; Triton has one hook or, later, a chain of them."""
+    enter, leave = _knobs.launch_enter_hook, _knobs.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def _describe(descriptor: Any) -> tuple[Any, ...]:
+    """What Triton's compiler knows of a tensor descriptor, Triton's or Gluon's."""
+    if not descriptor.base.data_ptr():
+        raise _Changed
+    return descriptor.base.dtype, tuple(descriptor.block_shape), getattr(descriptor, "layout", None)
+
+
+def _write_reader(params: list[Any], args: tuple[Any, ...], storage_sizes: bool, packs: bool) -> Any:
+    """Writes a function of arguments of the same kinds as these; see `key_function`.
+
+    It returns their key, or with `packs` the key and the arguments with addresses in place of tensors, which
+    Triton's launcher takes without asking the driver about each of them.
+    """
+    names: list[str] = []
+    none: list[str] = []
+    pointers: list[str] = []
+    aligned: list[str] = []
+    tensors: list[str] = []
+    parts: list[str] = []
+
+    def pattern(value: Any, specialised: bool, by_alignment: bool) -> tuple[str, str]:
+        """The value's name where arguments are unpacked, and what stands for it where they are packed."""
+        if isinstance(value, tuple):
+            # Triton specialises on what tuples hold, whatever the parameter says.
+            inner = [pattern(part, True, True) for part in value]
+            both = ["(" + "".join(f"{side}, " for side in sides) + ")" for sides in zip(*inner, strict=True)]
+            return (both[0], both[1]) if both else ("()", "()")
+        name = packed = f"v{len(names)}"
+        names.append(name)
+        if value is None:
+            none.append(f"{name} is not None")
+        elif isinstance(value, torch.Tensor):
+            packed = f"p_{name}"
+            tensors.append(name)
+            pointers.append(packed)
+            parts.append(f"{name}.dtype")
+            if specialised and by_alignment:
+                aligned.append(packed)
+            if specialised and storage_sizes:
+                parts.append(f"{name}.untyped_storage().nbytes() <= {_INT32_MAX}")
+        elif type(value) is int:
+            # 32 bits, signed 64 or unsigned 64.
+            parts.append(f"{name} >> 31 in (0, -1) or ({name} >> 63 in (0, -1),)")
+            if specialised:
+                parts.append(f"{name} == 1")
+                if by_alignment:
+                    parts.append(f"{name} & 15 == 0")
+        elif hasattr(value, "block_shape"):
+            tensors.append(f"{name}.base")
+            parts.append(f"describe({name})")
+        elif type(value) is not float:
+            raise TypeError(f"a kernel's argument must be a tensor, an int, a float or None, got {value!r}")
+        return name, packed
+
+    unpacking = packing = ""
+    for value, param in zip(args, params, strict=False):
+        by_alignment = not param.do_not_specialize_on_alignment
+        name, packed = pattern(value, not param.do_not_specialize, by_alignment)
+        unpacking, packing = f"{unpacking}{name}, ", f"{packing}{packed}, "
+    body = [f"{unpacking} = args"]
+    body += [f"{pointer} = {pointer.removeprefix('p_')}.data_ptr()" for pointer in pointers]
+    wrong = [*none, *(f"not {pointer}" for pointer in pointers)]
+    if wrong:
+        body.append(f"if {' or '.join(wrong)}: raise Changed")
+    if aligned:
+        each = "".join(f"{pointer} & 15 == 0, " for pointer in aligned)
+        parts.insert(0, f"not ({' | '.join(aligned)}) & 15 or ({each})")
+    key = f"({tensors[0]}.get_device(), {', '.join(parts)})"
+    body.append(f"return {key}, ({packing})" if packs else f"return {key}")
+    scope: dict[str, Any] = {"Changed": _Changed, "describe": _describe}
+    exec("def read(args):\n" + "".join(f"    {line}\n" for line in body), scope)
+    return scope["read"]
+
+
+def key_function(
+    params: list[Any], args: tuple[Any, ...], *, storage_sizes: bool
+) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Writes the function that gives the specialisation of arguments of the same kinds as these.
+
+    Args:
+        params: the kernel's parameters, `JITFunction.params`.
+        args: runtime arguments: tensors, ints, floats, None, tensor descriptors, or nested tuples of those.
+        storage_sizes: whether the compiler is told if a tensor's storage is within 2 GiB, as on AMD.
+
+    Returns:
+        A function of the arguments. It raises `AttributeError`, `TypeError`, `ValueError`, `RuntimeError` or
+        `_Changed` for arguments of other kinds, among them tensors without memory.
+    """
+    return _write_reader(params, args, storage_sizes, False)  # type: ignore[no-any-return]
+
+
+_Reader = Callable[[tuple[Any, ...]], tuple[tuple[Any, ...], tuple[Any, ...]]]
+# Launches a compiled kernel: three extents of the grid, stream, arguments.
+Launcher = Callable[[int, int, int, int, tuple[Any, ...]], None]
+
+
+def launcher_of(compiled: Any, tail: tuple[Any, ...]) -> Launcher:
+    """What launches a compiled kernel, past the Python function that Triton wraps around its launcher.
+
+    That function looks after scratch memory and profilers on every call. For a kernel without scratch memory
+    its call of the launcher itself is recorded once, and repeated with other arguments.
+
+    Args:
+        compiled: what Triton's compiler returned; it stays loaded as long as the result lives.
+        tail: the constants that follow the arguments.
+    """
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def whole(x: int, y: int, z: int, stream: int, args: tuple[Any, ...]) -> None:
+        run(x, y, z, stream, function, metadata, None, None, None, *args, *tail)
+
+    scratch = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+    if scratch != [0, 0] or getattr(run, "gsan_enabled", False) or not hasattr(run, "launch"):
+        return whole
+    calls: list[tuple[Any, ...]] = []
+    twin = copy.copy(run)
+    twin.launch = lambda *given: calls.append(given)
+    x, y, z, stream, argument = marks = tuple(object() for _ in range(5))
+    twin(x, y, z, stream, function, metadata, None, None, None, argument, *tail)
+    scope: dict[str, Any] = {"launch": run.launch, "compiled": compiled, "tail": tail}
+    words: list[str] = []
+    for index, value in enumerate(calls[0]):
+        if isinstance(value, tuple) and value and value[0] is argument:
+            words.append("(*args, *tail)")
+        elif any(value is mark for mark in marks):
+            words.append(("x", "y", "z", "stream", "*args")[[value is mark for mark in marks].index(True)])
+        else:
+            scope[f"c{index}"] = value
+            words.append(f"c{index}")
+    exec(f"def call(x, y, z, stream, args):\n    launch({', '.join(words)})\n", scope)
+    return scope["call"]  # type: ignore[no-any-return]
+
+
+class GpuLaunch:
+    """A kernel with constants and options, and what Triton has compiled of it so far."""
+
+    def __init__(self, kernel: Any, constexprs: dict[str, Any], options: LaunchOptions) -> None:
+        self._kernel, self._constexprs, self._options = kernel, constexprs, options
+        # One for each combination of kinds of arguments; the one that served last is the last.
+        self._variants: list[tuple[_Reader, dict[tuple[Any, ...], tuple[int, Launcher]]]] = []
+
+    def again(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> bool:
+        """Launches if the arguments are of the kinds of the last call, and what they need is compiled.
+
+        Returns:
+            Whether it did.
+        """
+        if not self._variants:
+            return False
+        read, entries = self._variants[-1]
+        try:
+            key, packed = read(args)
+        except OTHER_KINDS:
+            return False
+        entry = entries.get(key)
+        if entry is None or current_device() != entry[0] or somebody_listens():
+            return False
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        entry[1](x, y, z, current_stream(entry[0]), packed)
+        return True
+
+    def launcher(self, args: tuple[Any, ...]) -> Launcher | None:
+        """What launches the kernel that arguments like these need, if they were launched before."""
+        if not self._variants:
+            return None
+        read, entries = self._variants[-1]
+        entry = entries.get(read(args)[0]) if self._serves(read, args) else None
+        return None if entry is None else entry[1]
+
+    def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], device: torch.device) -> None:
+        """Launches on `device`, which is the current one; tensors must have memory, or no elements."""
+        for variant in self._variants:
+            if self._serves(variant[0], args):
+                self._variants = [other for other in self._variants if other is not variant] + [variant]
+                break
+        if self.again(grid, args):
+            return
+        with explained_cache_errors():
+            compiled = self._kernel[grid](
+                *args, **self._constexprs, **self._options.for_target(device_target(device))
+            )
+        if somebody_listens():
+            return
+        if not self._variants or not self._serves(self._variants[-1][0], args):
+            read = _write_reader(self._kernel.params, args, torch.version.hip is not None, True)
+            if not self._serves(read, args):
+                return  # an empty tensor, which has no memory: Triton's own launcher takes it each time
+            self._variants.append((read, {}))
+        read, entries = self._variants[-1]
+        tail = tuple(
+            self._constexprs.get(param.name, param.default) for param in self._kernel.params[len(args) :]
+        )
+        entries[read(args)[0]] = (device.index, launcher_of(compiled, tail))
+
+    @staticmethod
+    def _serves(read: _Reader, args: tuple[Any, ...]) -> bool:
+        """Whether the arguments are of the kinds that the function was written for."""
+        try:
+            read(args)
+        except OTHER_KINDS:
+            return False
+        return True
+
+
+_launches: dict[Any, GpuLaunch] = {}
+
+
+def gpu_launch(kernel: Any, constexprs: dict[str, Any], options: LaunchOptions) -> GpuLaunch:
+    """The one launch of this kernel with these constants and options."""
+    key = (kernel.fn, options, tuple(constexprs.items()))
+    return _launches.get(key) or _launches.setdefault(key, GpuLaunch(kernel, constexprs, options))
