@@ -19,7 +19,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime.jit import native_specialize_impl
 
-from narrowkv.runtime.launch import BoundLaunch, FixedLaunch, LaunchOptions, Varying, executing, gpu, path
+from narrowkv.runtime.launch import VARIES, BoundLaunch, FixedLaunch, LaunchOptions, executing, gpu, path
 from narrowkv.runtime.launch.gpu import GpuLaunch, key_function
 from narrowkv.runtime.targets import get_target
 
@@ -294,7 +294,7 @@ def fixed(kernel: Kernel, world: World, monkeypatch: pytest.MonkeyPatch) -> Fixe
     # CPU tensors have device -1.
     world.device = -1
     rows = Rows(torch.zeros(64), 32)
-    return FixedLaunch(bound, (Varying(torch.zeros(64)), rows, 5, Varying(3), 9, Varying(0.5)))
+    return FixedLaunch(bound, (VARIES, rows, 5, VARIES, 9, VARIES))
 
 
 def test_a_fixed_launch_takes_what_varies(kernel: Kernel, fixed: FixedLaunch) -> None:

@@ -3,7 +3,7 @@
 import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
 from narrowkv.runtime.launch.bound import BoundLaunch
 from narrowkv.runtime.launch.compiles import Compiles, count_compiles
-from narrowkv.runtime.launch.fixed import FixedLaunch, Varying
+from narrowkv.runtime.launch.fixed import VARIES, FixedLaunch
 from narrowkv.runtime.launch.options import LaunchOptions
 from narrowkv.runtime.launch.path import (
     Executor,
@@ -20,6 +20,7 @@ from narrowkv.runtime.launch.warmup import KernelSpec, TensorSpec, Warmup, warmu
 from narrowkv.runtime.launch.workspace import Workspace, block_bytes
 
 __all__ = [
+    "VARIES",
     "BoundLaunch",
     "Compiles",
     "Executor",
@@ -28,7 +29,6 @@ __all__ = [
     "KernelSpec",
     "LaunchOptions",
     "TensorSpec",
-    "Varying",
     "Warmup",
     "Workspace",
     "active_target",

@@ -17,38 +17,44 @@ from narrowkv.runtime.launch import gpu, path
 from narrowkv.runtime.launch.bound import BoundLaunch
 
 
-class Varying:
-    """Marks an argument that differs from call to call, with an example: a tensor, an int or a float."""
+class _Varies:
+    """The kind of `VARIES`."""
 
-    __slots__ = ("value",)
+    def __repr__(self) -> str:
+        return "VARIES"
 
-    def __init__(self, value: torch.Tensor | int | float) -> None:
-        self.value = value
+
+# Stands for an argument that each call gives anew: a tensor, a tensor descriptor, an int or a float.
+VARIES = _Varies()
 
 
 class FixedLaunch:
     """A bound launch with most of its arguments.
 
-    Tensors that vary must have the dtype and the device of the example: the caller has compared that. Only
-    their alignment is looked at here, and on AMD the size of their storage. A tensor that does not vary must
-    stay where it is.
+    Tensors that vary must have the dtypes and the device of those in the first call: the caller has compared
+    that. Only their alignment is looked at here, and on AMD the size of their storage. A tensor that does not
+    vary must stay where it is.
 
     Args:
         bound: the launch.
-        args: runtime arguments in the kernel's order, as for a `BoundLaunch`, in which `Varying` marks what
-            each call gives anew. An int that varies must be an argument that the kernel is not specialised
-            on.
+        args: runtime arguments in the kernel's order, as for a `BoundLaunch`, with `VARIES` for what each
+            call gives anew. An int that varies must be an argument that the kernel is not specialised on.
+
+    Attributes:
+        bound: the launch.
+        args: a function that gives the kernel's arguments with the values of a call.
 
     Example:
-        >>> attend = FixedLaunch(bound, (Rows(Varying(q), 128), Varying(length)))   # doctest: +SKIP
+        >>> attend = FixedLaunch(bound, (Rows(VARIES, 128), VARIES))   # doctest: +SKIP
         >>> attend((batch, heads, 1), (q, length))                                  # doctest: +SKIP
     """
 
-    __slots__ = ("_args", "_fast", "bound")
+    __slots__ = ("_fast", "_template", "args", "bound")
 
     def __init__(self, bound: BoundLaunch, args: tuple[Any, ...]) -> None:
         self.bound = bound
-        self._args = args
+        self.args = _write_filler(args)
+        self._template = args
         self._fast: Callable[[tuple[int, int, int], tuple[Any, ...]], bool] | None = None
 
     def __call__(self, grid: tuple[int, int, int], values: tuple[Any, ...]) -> None:
@@ -62,32 +68,42 @@ class FixedLaunch:
         if fast is None or not fast(grid, values):
             self._launch(grid, values)
 
-    def args(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The kernel's arguments with these values."""
-        left = iter(values)
-
-        def fill(value: Any) -> Any:
-            if isinstance(value, tuple):
-                parts = [fill(part) for part in value]
-                return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-            return next(left) if isinstance(value, Varying) else value
-
-        return tuple(fill(value) for value in self._args)
-
     def _launch(self, grid: tuple[int, int, int], values: tuple[Any, ...]) -> None:
         bound, args = self.bound, self.args(values)
         launch = path.launch(bound.kernel, grid, args, bound.constexprs, bound.options)
         launcher = None if launch is None else launch.launcher(args)
         if launcher is not None:
-            self._fast = _write(bound.kernel.params, self._args, values, launcher)
+            self._fast = _write_launch(bound.kernel.params, self._template, values, launcher)
 
 
 @lru_cache(maxsize=1024)
 def _code(source: str) -> CodeType:
-    return compile(source, "<fixed launch>", "exec")
+    return compile(source, f"{__file__} (written)", "exec")
 
 
-def _write(
+def _write_filler(template: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Writes the function that puts values into the template."""
+    scope: dict[str, Any] = {"new": tuple.__new__}
+    names: list[str] = []
+
+    def spelled(value: Any) -> str:
+        if value is VARIES:
+            names.append(f"v{len(names)}")
+            return names[-1]
+        name = f"c{len(scope)}"
+        if isinstance(value, tuple):
+            scope[name] = type(value)
+            return f"new({name}, ({''.join(f'{spelled(part)}, ' for part in value)}))"
+        scope[name] = value
+        return name
+
+    filled = "".join(f"{spelled(value)}, " for value in template)
+    unpacking = f"    {', '.join(names)}, = values\n" if names else ""
+    exec(_code(f"def args(values):\n{unpacking}    return ({filled})\n"), scope)
+    return scope["args"]  # type: ignore[no-any-return]
+
+
+def _write_launch(
     params: list[Any], template: tuple[Any, ...], values: tuple[Any, ...], launcher: gpu.Launcher
 ) -> Callable[[tuple[int, int, int], tuple[Any, ...]], bool]:
     """Writes the function that launches with values that specialise like these, and says whether it did."""
@@ -111,7 +127,7 @@ def _write(
         nonlocal device
         if isinstance(value, tuple):
             return "(" + "".join(f"{packed(part, True, True)}, " for part in value) + ")"
-        if not isinstance(value, Varying):
+        if value is not VARIES:
             name = f"c{len(scope)}"
             if isinstance(value, torch.Tensor):
                 scope[f"{name}_memory"], value = value, value.data_ptr()
