@@ -33,6 +33,7 @@ ARROWS = {
     "attn_decode": {"quant", "paged_cache"},
     "attn_prefill": {"quant", "paged_cache", "attn_decode"},
     "sparse_fp8": {"quant"},
+    "engines": {"quant", "paged_cache", "attn_decode", "attn_prefill", "sparse_fp8"},
 }
 ARROWS["cli"] = set(ARROWS)
 MAX_ARGUMENTS = 14
