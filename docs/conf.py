@@ -5,7 +5,7 @@ from importlib import metadata
 project = "narrowkv"
 author = "narrowkv contributors"
 copyright = "narrowkv contributors, Apache-2.0"
-release = version = metadata.version("narrowkv-quant")
+release = version = metadata.version("narrowkv-runtime")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from narrowkv.attn_prefill import plan_sage, sage_attention_reference
 from narrowkv.quant import relative_l1
+from narrowkv.sage import plan_sage, sage_attention_reference
 
 BATCH, TOKENS, NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 1, 200, 2, 1, 64
 

@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from narrowkv.quant.launch import LaunchOptions, executing
-from narrowkv.quant.targets import get_target
+from narrowkv.runtime.launch import LaunchOptions, executing
+from narrowkv.runtime.targets import get_target
 
 
 class _Sm90Driver:

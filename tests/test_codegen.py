@@ -14,9 +14,9 @@ from narrowkv.attn_decode.config import DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import _paged_decode_kernel
 from narrowkv.attn_decode.workloads import K8V4
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, Rope, append
-from narrowkv.quant.launch import compile_for
-from narrowkv.quant.launch.artifact import CompiledArtifact
-from narrowkv.quant.targets import get_target
+from narrowkv.runtime.launch import compile_for
+from narrowkv.runtime.launch.artifact import CompiledArtifact
+from narrowkv.runtime.targets import get_target
 
 I32 = torch.int32
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])

@@ -13,8 +13,8 @@ from narrowkv.attn_prefill.config import PrefillConfig
 from narrowkv.attn_prefill.workloads import PrefillWorkload
 from narrowkv.cli.roofline import matrix_share
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
-from narrowkv.quant.launch import compile_for
-from narrowkv.quant.launch.artifact import CompiledArtifact
+from narrowkv.runtime.launch import compile_for
+from narrowkv.runtime.launch.artifact import CompiledArtifact
 
 I32 = torch.int32
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])

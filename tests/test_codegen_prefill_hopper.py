@@ -9,10 +9,10 @@ import pytest
 import torch
 import triton
 
-from narrowkv.attn_decode.arguments import table_pointers
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
-from narrowkv.quant.launch.gluon import has_gluon
+from narrowkv.paged_cache.pointers import table_pointers
+from narrowkv.runtime.launch.gluon import has_gluon
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 pytestmark = pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")

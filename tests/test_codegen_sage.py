@@ -9,10 +9,10 @@ import pytest
 import torch
 import triton
 
-from narrowkv.attn_prefill import plan_sage
-from narrowkv.quant.launch import compile_for
-from narrowkv.quant.launch.artifact import CompiledArtifact
 from narrowkv.quant.sage import SAGE_GRANULARITIES
+from narrowkv.runtime.launch import compile_for
+from narrowkv.runtime.launch.artifact import CompiledArtifact
+from narrowkv.sage import plan_sage
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 TARGETS = ["gfx942", "gfx950"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from narrowkv.quant.launch.gluon import has_gluon
+from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.sparse_fp8 import DSV4Rows, choose_mode, sparse_prefill, sparse_prefill_fp8
 from narrowkv.sparse_fp8.workloads import SparseWorkload
 

@@ -117,7 +117,7 @@ def test_quoted_messages_are_those_of_the_code():
     tables = page.split("## Wrong numbers")[0]
     messages = re.findall(r"^### `([^`]+)`", tables, re.MULTILINE)
     assert len(messages) > 20
-    foreign = {"No matching distribution found for narrowkv-quant"}  # pip's
+    foreign = {"No matching distribution found for narrowkv-runtime"}  # pip's
     unknown = [message for message in messages if message not in code and message not in foreign]
     assert not unknown, unknown
 

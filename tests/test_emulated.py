@@ -25,7 +25,7 @@ from narrowkv.cli.contracts import BOUND_16_BIT_QUERY, CONTRACT_SETS
 from narrowkv.cli.emulation import EmulateExecutor
 from narrowkv.cli.validate import at_random, one_at_a_time
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append_reference
-from narrowkv.quant.launch import executing
+from narrowkv.runtime.launch import executing
 
 TARGETS = ["gfx942", "gfx950"]
 I32 = torch.int32

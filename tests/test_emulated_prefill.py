@@ -19,7 +19,7 @@ from narrowkv.attn_prefill import (
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload, differing_bytes
 from narrowkv.cli.emulation import EmulateExecutor
 from narrowkv.paged_cache import CacheFormat
-from narrowkv.quant.launch import executing
+from narrowkv.runtime.launch import executing
 
 pytestmark = pytest.mark.slow  # about two minutes together
 

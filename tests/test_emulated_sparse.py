@@ -12,7 +12,7 @@ from narrowkv.cli.places import find_place
 from narrowkv.cli.samples import sample
 from narrowkv.cli.sparse.cases import SparseCase, build, full, quick, run
 from narrowkv.quant.accuracy import compare
-from narrowkv.quant.launch import executing
+from narrowkv.runtime.launch import executing
 
 both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 

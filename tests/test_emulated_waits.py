@@ -28,9 +28,9 @@ from narrowkv.cli.emulation import EmulateExecutor
 from narrowkv.cli.samples import Workgroup
 from narrowkv.cli.sparse.cases import SparseCase
 from narrowkv.cli.sparse.cases import build as build_sparse
-from narrowkv.quant.launch import LaunchOptions, executing
-from narrowkv.quant.launch.artifact import CompiledArtifact
-from narrowkv.quant.launch.compiler import compile_launch
+from narrowkv.runtime.launch import LaunchOptions, executing
+from narrowkv.runtime.launch.artifact import CompiledArtifact
+from narrowkv.runtime.launch.compiler import compile_launch
 
 both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 SMALL: dict[str, Any] = {"q_lens": (3, 25), "lens": (20, 40), "num_kv_heads": 1}

@@ -23,13 +23,14 @@ import torch
 
 from narrowkv.attn_decode import paged_decode, plan_decode
 from narrowkv.attn_decode.workloads import DecodeWorkload
-from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append, sage_attention
-from narrowkv.attn_prefill.sage.workloads import SageWorkload
+from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append
-from narrowkv.quant.launch import InterpretExecutor, executing
-from narrowkv.quant.launch.interpreter import stock
-from narrowkv.quant.targets import get_target
+from narrowkv.runtime.launch import InterpretExecutor, executing
+from narrowkv.runtime.launch.interpreter import stock
+from narrowkv.runtime.targets import get_target
+from narrowkv.sage import sage_attention
+from narrowkv.sage.workloads import SageWorkload
 from narrowkv.sparse_fp8 import KVSource, sparse_decode, sparse_prefill, sparse_prefill_fp8
 from narrowkv.sparse_fp8.workloads import SparseWorkload
 

@@ -27,13 +27,15 @@ PROJECTS = {
 
 # What each package may import of its siblings. cli, on top, may import all of them.
 ARROWS = {
-    "quant": set(),
+    "runtime": set(),
     "cdna_emulator": set(),
-    "paged_cache": {"quant"},
-    "attn_decode": {"quant", "paged_cache"},
-    "attn_prefill": {"quant", "paged_cache", "attn_decode"},
-    "sparse_fp8": {"quant"},
-    "engines": {"quant", "paged_cache", "attn_decode", "attn_prefill", "sparse_fp8"},
+    "quant": {"runtime"},
+    "paged_cache": {"runtime", "quant"},
+    "attn_decode": {"runtime", "quant", "paged_cache"},
+    "attn_prefill": {"runtime", "quant", "paged_cache", "attn_decode"},
+    "sage": {"runtime", "quant"},
+    "sparse_fp8": {"runtime", "quant"},
+    "engines": {"runtime", "quant", "paged_cache", "attn_decode", "attn_prefill", "sparse_fp8"},
 }
 ARROWS["cli"] = set(ARROWS)
 MAX_ARGUMENTS = 14

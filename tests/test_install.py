@@ -27,7 +27,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from narrowkv.quant.toolchain import OLDEST_TRITON
+from narrowkv.runtime.toolchain import OLDEST_TRITON
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECTS = {
@@ -326,7 +326,7 @@ def test_one_package_installs_from_a_checkout_and_from_a_git_url(wheels, checkou
     clean = CleanEnvironment(tmp_path / "venv", wheels)
     clean.install(*sources_of("attn_decode", wheels, form.format(checkout=checkout)))
     found = {name for name in clean.distributions() if name.startswith("narrowkv")}
-    assert found == {"narrowkv-attn-decode", "narrowkv-paged-cache", "narrowkv-quant"}
+    assert found == {"narrowkv-attn-decode", "narrowkv-paged-cache", "narrowkv-quant", "narrowkv-runtime"}
     clean.imports("attn_decode")
 
 

@@ -26,7 +26,7 @@ from narrowkv.cli.places import Place
 from narrowkv.cli.plot import plot_roofline
 from narrowkv.cli.report import UsageError
 from narrowkv.quant.accuracy import relative_l1
-from narrowkv.quant.launch import LaunchOptions, launch
+from narrowkv.runtime.launch import LaunchOptions, launch
 
 run = CliRunner().invoke
 CEILINGS = Ceilings(copy_bytes_per_s=3e12, read_bytes_per_s=3e12, bf16_flops_per_s=8e14)

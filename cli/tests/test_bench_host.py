@@ -12,8 +12,8 @@ from narrowkv.attn_decode import paged_decode
 from narrowkv.attn_decode.workloads import DecodeWorkload
 from narrowkv.cli.app import app
 from narrowkv.cli.bench.host import NullExecutor, kernels_of_random_calls, measure_calls
-from narrowkv.quant.launch import executing
-from narrowkv.quant.targets import get_target
+from narrowkv.runtime.launch import executing
+from narrowkv.runtime.targets import get_target
 
 # Coarse: about three times what was measured, so that only a call that became much slower fails.
 MOST_TIMES_ADD = {

@@ -28,7 +28,7 @@ from narrowkv.cli.prefill.cases import (
 )
 from narrowkv.cli.prefill.inspection import FORMATS, HEAD_DIMS, shipped_cases
 from narrowkv.cli.report import UsageError
-from narrowkv.quant.targets import get_target
+from narrowkv.runtime.targets import get_target
 
 run = CliRunner().invoke
 APPEND = "operation=append,q_lens=3+9,lens=20+30"

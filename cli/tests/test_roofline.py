@@ -14,9 +14,9 @@ from narrowkv.cli.app import app
 from narrowkv.cli.cases import DecodeCase
 from narrowkv.cli.inspection import inspect_case, inspection_case
 from narrowkv.cli.roofline import lds_bytes, mfma_clocks, mfma_flops, roofline, valu_clocks
-from narrowkv.quant.errors import UnsupportedError
-from narrowkv.quant.launch.artifact import InstructionMix
-from narrowkv.quant.targets import get_target
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.launch.artifact import InstructionMix
+from narrowkv.runtime.targets import get_target
 
 GFX942, GFX950 = get_target("gfx942"), get_target("gfx950")
 

@@ -13,7 +13,7 @@ from narrowkv.cli.cases import DecodeCase, build
 from narrowkv.cli.emulation import EmulateExecutor
 from narrowkv.cli.samples import Launch, a_few, corners, sample
 from narrowkv.paged_cache import PagedKVCache, append, append_reference
-from narrowkv.quant.launch import executing
+from narrowkv.runtime.launch import executing
 
 
 def test_a_kernel_that_is_not_listed_runs_whole() -> None:

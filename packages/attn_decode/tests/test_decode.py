@@ -21,9 +21,9 @@ from narrowkv.attn_decode import (
 from narrowkv.attn_decode.config import DecodeShape, choose_config
 from narrowkv.attn_decode.workloads import DecodeWorkload
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.quant.errors import UnsupportedError
-from narrowkv.quant.launch import run_as
-from narrowkv.quant.targets import get_target
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.launch import run_as
+from narrowkv.runtime.targets import get_target
 
 W = DecodeWorkload
 

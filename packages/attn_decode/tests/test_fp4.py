@@ -15,9 +15,9 @@ from narrowkv.attn_decode.config import DecodeShape, choose_config
 from narrowkv.attn_decode.workloads import K8V4, DecodeWorkload
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.quant.accuracy import relative_l1
-from narrowkv.quant.errors import UnsupportedError
-from narrowkv.quant.launch import run_as
-from narrowkv.quant.targets import get_target
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.launch import run_as
+from narrowkv.runtime.targets import get_target
 
 W = DecodeWorkload
 F4 = "fp4_e2m1"

@@ -18,7 +18,7 @@ from triton._C.libtriton import interpreter
 from narrowkv.attn_decode import DecodePlan, paged_decode, paged_decode_reference, plan_decode
 from narrowkv.attn_decode.workloads import DecodeWorkload
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.quant.launch import Workspace
+from narrowkv.runtime.launch import Workspace
 
 I32, I64 = torch.int32, torch.int64
 LENS = (70, 5, 33)

@@ -17,8 +17,8 @@ from narrowkv.attn_decode import DecodePlan, DecodeShape, paged_decode, paged_de
 from narrowkv.attn_decode.kernels import _merge_splits_kernel, _paged_decode_kernel
 from narrowkv.attn_decode.workloads import DecodeWorkload
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.quant.launch import LaunchOptions, Workspace, compile_for, executing, run_as
-from narrowkv.quant.targets import Target, get_target
+from narrowkv.runtime.launch import LaunchOptions, Workspace, compile_for, executing, run_as
+from narrowkv.runtime.targets import Target, get_target
 
 I32 = torch.int32
 W = DecodeWorkload

@@ -14,7 +14,7 @@ from narrowkv.attn_decode.torch_ops import traced_decode
 from narrowkv.attn_decode.workloads import DecodeWorkload
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append
 from narrowkv.paged_cache.torch_ops import cache_options, cache_tensors, traced_append
-from narrowkv.quant.launch.tracing import spell, spelled
+from narrowkv.runtime.launch.tracing import spell, spelled
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "gqa_ratio": 2, "head_dim": 64}
 FORMATS = {

@@ -17,8 +17,8 @@ from narrowkv.attn_prefill import batch_prefill, batch_prefill_reference, plan_p
 from narrowkv.attn_prefill.workloads import PrefillWorkload, poison_plan
 from narrowkv.paged_cache import CacheFormat, PageTable
 from narrowkv.quant.accuracy import compare
-from narrowkv.quant.errors import UnsupportedError
-from narrowkv.quant.launch import run_as
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.launch import run_as
 
 W = PrefillWorkload
 K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
@@ -341,8 +341,8 @@ def test_tiles_run_longest_first(device: str) -> None:
     )
     plan = plan_prefill(q, cache, table, starts, kernel="dense")
     batch_prefill(q, cache, table, starts, plan=plan)
-    assert plan.schedule is not None
-    tiles = [row[:6] for row in plan.schedule.tolist() if row[0] >= 0]
+    assert plan.scratch is not None
+    tiles = [row[:6] for row in plan.scratch.schedule.tolist() if row[0] >= 0]
     rows = plan.config.block_m
     work = [(kv_len - q_len) * 3 + (number + 1) * rows for _, number, _, q_len, kv_len, _ in tiles]
     assert work == sorted(work, reverse=True)

@@ -11,9 +11,9 @@ import torch
 
 from narrowkv.attn_prefill import batch_prefill, prefill_append
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.quant.launch import LaunchOptions, executing
-from narrowkv.quant.launch.gpu import key_function
-from narrowkv.quant.targets import Target, get_target
+from narrowkv.runtime.launch import LaunchOptions, executing
+from narrowkv.runtime.launch.gpu import key_function
+from narrowkv.runtime.targets import Target, get_target
 
 I32 = torch.int32
 PAGE = 16

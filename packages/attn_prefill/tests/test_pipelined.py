@@ -11,7 +11,7 @@ import torch
 
 from narrowkv.attn_prefill import batch_prefill, batch_prefill_reference, plan_prefill
 from narrowkv.attn_prefill.workloads import PrefillWorkload
-from narrowkv.quant.targets import device_target
+from narrowkv.runtime.targets import device_target
 
 pytestmark = pytest.mark.gpu
 

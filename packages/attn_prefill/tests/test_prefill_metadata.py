@@ -17,7 +17,7 @@ from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, pref
 from narrowkv.attn_prefill.plan import PrefillPlan, can_pipeline
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload, copy_cache, differing_bytes
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.quant.targets import device_target
+from narrowkv.runtime.targets import device_target
 
 P, A = PrefillWorkload, AppendWorkload
 INT32_MAX = 2**31 - 1
@@ -47,13 +47,12 @@ class Guards:
         def move(memory: Any) -> Any:
             if isinstance(memory, torch.Tensor):
                 return self.like(memory)
-            return (
-                None
-                if memory is None
-                else type(memory)(*(move(x) if isinstance(x, torch.Tensor) else x for x in memory))
-            )
+            if memory is None:
+                return None
+            moved = [move(x) if isinstance(x, torch.Tensor) else x for x in memory]
+            return type(memory)(*moved) if hasattr(memory, "_fields") else tuple(moved)
 
-        names = ("scratch", "schedule", "workspace", "arrivals")
+        names = ("scratch", "workspace", "arrivals")
         return replace(plan, **{name: move(getattr(plan, name)) for name in names})
 
     def cache(self, cache: PagedKVCache) -> PagedKVCache:
@@ -83,11 +82,12 @@ def _prefill(
     bounds: dict[str, int] | None = None,
     fmt: str = "fp8_e4m3fn",
     splits: int = 1,
+    lens: tuple[int, ...] = LENS,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """O and lse with metadata that was changed, over guarded memory; rows that are not written are NaN."""
     q, cache, table, starts = P(
-        q_lens=Q_LENS, lens=LENS, num_kv_heads=1, gqa_ratio=7, ragged=ragged, format=fmt
+        q_lens=Q_LENS, lens=lens, num_kv_heads=1, gqa_ratio=7, ragged=ragged, format=fmt
     ).build(device)
     guards = Guards()
     plan = plan_prefill(q, cache, table, starts, kernel=kernel, num_splits=splits, **(bounds or {}))
@@ -196,16 +196,19 @@ def test_rows_inside_a_bound_on_query_tokens_that_is_too_low(
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_rows_inside_a_bound_on_keys_that_is_too_low(kernel: str, splits: int, device: str) -> None:
     expected = _prefill(kernel, device, splits=splits)
-    found = _prefill(kernel, device, bounds={"max_seq_len": 40}, splits=splits)
-    # Not the rows of sequence 2, which stand at positions 40 to 69.
+    found = _prefill(kernel, device, bounds={"max_seq_len": 50}, splits=splits)
+    # The rows of sequence 2 stand at positions 40 to 69: the first ten see no key beyond the bound.
+    inside = torch.cat([_rows(0, 1, 3), _rows(2)[:10]])
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a[_rows(0, 1, 3)], b[_rows(0, 1, 3)], rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(a[inside], b[inside], rtol=1e-2, atol=1e-3)
 
 
-def test_the_longest_sequences_are_left_out_of_scratch_that_is_too_small(device: str) -> None:
-    expected = _prefill("dense", device)
-    # Blocks of 64 keys: one for each sequence but the longest, which needs two.
-    found = _prefill("dense", device, bounds={"max_kv_tokens": 64})
+@pytest.mark.parametrize("longest", [70, 260])
+def test_the_longest_sequences_are_left_out_of_scratch_that_is_too_small(longest: int, device: str) -> None:
+    lens = (40, 5, longest, 33)
+    expected = _prefill("dense", device, lens=lens)
+    # Blocks of 64 keys: one for each sequence, and one more.
+    found = _prefill("dense", device, bounds={"max_kv_tokens": 64, "max_seq_len": longest}, lens=lens)
     _same(found, expected, _rows(0, 1, 3))
 
 
@@ -249,7 +252,7 @@ def _append(
     prefill_append(q, k_new, v_new, cache, table, starts, out=out, lse=lse, plan=plan, **options)
     guards.check()
     if plan.arrivals is not None:
-        assert int(plan.arrivals.ready.abs().sum() + plan.arrivals.left.abs().sum()) == 0
+        assert not any(int(counters.abs().sum()) for counters in plan.arrivals)
     return out, lse, cache, before
 
 

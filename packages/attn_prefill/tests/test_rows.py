@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowkv.attn_prefill.kernels.rows import visible_keys, visible_range
-from narrowkv.quant.launch import LaunchOptions, launch
+from narrowkv.runtime.attention.masks import visible_keys, visible_range
+from narrowkv.runtime.launch import LaunchOptions, launch
 
 ROWS, KEYS = 64, 128
 

@@ -17,9 +17,10 @@ import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append_reference
-from narrowkv.paged_cache.kernels import CachePointers, store_offsets
-from narrowkv.quant.launch import LaunchOptions, executing, launch
-from narrowkv.quant.targets import get_target
+from narrowkv.paged_cache.kernels.append import store_offsets
+from narrowkv.paged_cache.kernels.pages import KVPointers
+from narrowkv.runtime.launch import LaunchOptions, executing, launch
+from narrowkv.runtime.targets import get_target
 
 I32 = torch.int32
 LAYOUTS = [("NHD", 3), ("HND", 16), ("tokens", 1), ("concat", 7), ("vectorised", 16)]
@@ -508,7 +509,7 @@ def _offsets_kernel(out, kv, head, VEC: tl.constexpr):
 @pytest.mark.parametrize("vec", [0, 16])
 def test_a_heads_offset_has_64_bits_whatever_its_number_has(vec: int, device: str) -> None:
     out = torch.zeros(2, dtype=torch.int64, device=device)
-    kv = CachePointers(out, 1, 1, 2**30, 1)
+    kv = KVPointers(out, 1, 1, 2**30, 1)
     launch(_offsets_kernel, (1,), (out, kv, 6), {"VEC": vec}, LaunchOptions(num_warps=1))
     assert out.tolist() == [6 * 2**30, 6 * 2**30 + max(vec, 1)]
 
@@ -577,7 +578,7 @@ def _python_calls(call: Callable[[], None]) -> int:
     def count(frame: Any, event: str, arg: Any) -> None:
         nonlocal entered
         module = frame.f_globals.get("__name__", "")
-        entered += event == "call" and not module.startswith("narrowkv.quant.launch")
+        entered += event == "call" and not module.startswith("narrowkv.runtime.launch")
 
     sys.setprofile(count)
     try:

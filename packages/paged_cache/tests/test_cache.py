@@ -12,7 +12,7 @@ import torch
 
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.paged_cache.page_table import check_table
-from narrowkv.quant.errors import UnsupportedError
+from narrowkv.runtime.errors import UnsupportedError
 
 I32 = torch.int32
 ONES = {"k_descale": 1.0, "v_descale": 1.0}

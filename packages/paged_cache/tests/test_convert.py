@@ -9,7 +9,7 @@ import torch
 
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, append, append_reference
 from narrowkv.paged_cache import convert as module
-from narrowkv.quant.errors import UnsupportedError
+from narrowkv.runtime.errors import UnsupportedError
 
 PAGES, HEADS, DIM = 2, 2, 64
 K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")

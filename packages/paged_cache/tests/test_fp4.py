@@ -18,7 +18,7 @@ from narrowkv.paged_cache import (
     append,
     append_reference,
 )
-from narrowkv.quant.errors import UnsupportedError
+from narrowkv.runtime.errors import UnsupportedError
 
 I32 = torch.int32
 F4 = "fp4_e2m1"

@@ -19,8 +19,8 @@ from narrowkv.quant.device import (
     widening_exponent,
 )
 from narrowkv.quant.fp4 import pack_fp4
-from narrowkv.quant.launch import LaunchOptions, launch
 from narrowkv.quant.quantize import cast_fp8, quantize_per_group
+from narrowkv.runtime.launch import LaunchOptions, launch
 
 ONE = LaunchOptions(num_warps=1, num_stages=1)
 DTYPES = {

@@ -10,7 +10,6 @@ import torch
 from narrowkv.quant import (
     FORMATS,
     FP8_FORMATS,
-    UnsupportedError,
     dequantize_per_block,
     dequantize_per_channel,
     dequantize_per_group,
@@ -31,6 +30,7 @@ from narrowkv.quant import (
     quantize_with_descale,
 )
 from narrowkv.quant.rounding import round_to_format
+from narrowkv.runtime import UnsupportedError
 
 NARROW = [name for name, f in FORMATS.items() if f.kind != "float"]
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from narrowkv.quant.accuracy import compare
-from narrowkv.quant.errors import UnsupportedError
-from narrowkv.quant.launch import BoundLaunch, compile_for, run_as
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.launch import BoundLaunch, compile_for, run_as
 from narrowkv.sparse_fp8 import (
     DSV4Rows,
     KVSource,

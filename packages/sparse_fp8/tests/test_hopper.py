@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from narrowkv.quant.accuracy import compare
-from narrowkv.quant.launch import executing
-from narrowkv.quant.launch.gluon import has_gluon
-from narrowkv.quant.targets import device_target, get_target
+from narrowkv.runtime.launch import executing
+from narrowkv.runtime.launch.gluon import has_gluon
+from narrowkv.runtime.targets import device_target, get_target
 from narrowkv.sparse_fp8 import (
     DSV4Rows,
     KVSource,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from narrowkv.quant.launch import Workspace, compile_for, executing
-from narrowkv.quant.targets import get_target
+from narrowkv.runtime.launch import Workspace, compile_for, executing
+from narrowkv.runtime.targets import get_target
 from narrowkv.sparse_fp8 import (
     DSV4Rows,
     KVSource,

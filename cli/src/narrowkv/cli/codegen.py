@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from narrowkv.cli.roofline import matrix_share
-from narrowkv.quant.launch import compile_for
+from narrowkv.runtime.launch import compile_for
 
 if TYPE_CHECKING:
-    from narrowkv.quant.launch.artifact import CompiledArtifact
+    from narrowkv.runtime.launch.artifact import CompiledArtifact
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class ContractSet:
 DECODE = "narrowkv.attn_decode:paged_decode"
 PREFILL = "narrowkv.attn_prefill:batch_prefill"
 APPEND = "narrowkv.attn_prefill:prefill_append"
-SAGE = "narrowkv.attn_prefill:sage_attention"
+SAGE = "narrowkv.sage:sage_attention"
 SPARSE = "narrowkv.sparse_fp8:sparse_prefill"
 SPARSE_FP8 = "narrowkv.sparse_fp8:sparse_prefill_fp8"
 SPARSE_DECODE = "narrowkv.sparse_fp8:sparse_decode"

@@ -14,10 +14,10 @@ import torch
 from narrowkv.cdna_emulator import Memory, Result, load_program
 from narrowkv.cdna_emulator import run as run_program
 from narrowkv.cli.samples import Launch, Workgroup
-from narrowkv.quant.launch import LaunchOptions, executing
-from narrowkv.quant.launch.artifact import CompiledArtifact
-from narrowkv.quant.launch.compiler import compile_launch
-from narrowkv.quant.targets import get_target
+from narrowkv.runtime.launch import LaunchOptions, executing
+from narrowkv.runtime.launch.artifact import CompiledArtifact
+from narrowkv.runtime.launch.compiler import compile_launch
+from narrowkv.runtime.targets import get_target
 
 
 @dataclass(frozen=True)

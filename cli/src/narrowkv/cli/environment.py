@@ -13,7 +13,7 @@ import torch
 from rich.text import Text
 
 from narrowkv.cli.report import ExitCode, Report
-from narrowkv.quant.targets import device_target
+from narrowkv.runtime.targets import device_target
 
 _OWN = ("quant", "paged_cache", "attn_decode", "attn_prefill", "sparse_fp8", "cdna_emulator", "cli")
 _TRITON_NAMES = ("triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton")

@@ -22,9 +22,9 @@ from narrowkv.cli.samples import a_few
 from narrowkv.cli.sheet import Sheet, filled, keys, numbers
 from narrowkv.cli.shipped_code import Task, finish_with_kernels
 from narrowkv.cli.workers import run_all
-from narrowkv.quant.launch import compile_for, executing
-from narrowkv.quant.launch.artifact import CompiledArtifact, InstructionMix
-from narrowkv.quant.targets import Target, get_target
+from narrowkv.runtime.launch import compile_for, executing
+from narrowkv.runtime.launch.artifact import CompiledArtifact, InstructionMix
+from narrowkv.runtime.targets import Target, get_target
 
 _FOREMOST = 12  # mnemonics shown of a loop
 _WORKGROUPS = 8  # emulated for the counts

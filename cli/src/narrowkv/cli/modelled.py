@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowkv.attn_prefill.sage.workloads import SageWorkload
 from narrowkv.cdna_emulator import EmulatorError, load_program
 from narrowkv.cdna_emulator.timing import Prediction, Trace, predict, trace_text, trace_workgroup
 from narrowkv.cli.cases import DecodeCase
@@ -21,9 +20,10 @@ from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageErr
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.sparse.cases import SparseCase
 from narrowkv.cli.sparse.cases import build as build_sparse
-from narrowkv.quant.launch import LaunchOptions, executing
-from narrowkv.quant.launch.artifact import CompiledArtifact
-from narrowkv.quant.launch.compiler import compile_launch
+from narrowkv.runtime.launch import LaunchOptions, executing
+from narrowkv.runtime.launch.artifact import CompiledArtifact
+from narrowkv.runtime.launch.compiler import compile_launch
+from narrowkv.sage.workloads import SageWorkload
 
 _READ_LATER = ("_widen_kernel",)  # kernels that write what a later launch finds its way by
 
@@ -151,7 +151,7 @@ def _sparse(line: str) -> Callable[[], object]:
 
 
 def _sage(qk_dtype: str) -> Callable[[], object]:
-    from narrowkv.attn_prefill import plan_sage
+    from narrowkv.sage import plan_sage
 
     def call() -> object:
         workload = SageWorkload(q_lens=(256,), k_lens=(1024,), head_dim=128, gqa_ratio=1)

@@ -11,7 +11,7 @@ import torch
 
 from narrowkv.cli.names import AMD_TARGETS, choices, one_of
 from narrowkv.cli.report import UnsupportedHereError, UsageError
-from narrowkv.quant.targets import device_target
+from narrowkv.runtime.targets import device_target
 
 
 @dataclass(frozen=True)

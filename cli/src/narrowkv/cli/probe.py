@@ -42,8 +42,8 @@ from narrowkv.cli.samples import sample
 from narrowkv.cli.screen import Seen, show_screen
 from narrowkv.cli.workers import run_all
 from narrowkv.quant.accuracy import compare
-from narrowkv.quant.launch import executing
-from narrowkv.quant.targets import get_target
+from narrowkv.runtime.launch import executing
+from narrowkv.runtime.targets import get_target
 
 # How an operation says no before it launches anything; whatever else it raises is a defect.
 _REFUSALS = (NotBuiltError, ValueError, TypeError, NotImplementedError)

@@ -7,7 +7,7 @@ resource it leans on.
 
 The counts are of a run in the emulator where there is one, else of the compiled text.
 
-The figures are those of `narrowkv.quant.targets`, with their sources.
+The figures are those of `narrowkv.runtime.targets`, with their sources.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from narrowkv.quant.errors import UnsupportedError
-from narrowkv.quant.launch.artifact import InstructionMix
-from narrowkv.quant.targets import Figures, Target
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.launch.artifact import InstructionMix
+from narrowkv.runtime.targets import Figures, Target
 
 _LANES = 64
 _TRANSCENDENTAL = ("v_exp_", "v_log_", "v_rcp_", "v_rsq_", "v_sqrt_", "v_sin_", "v_cos_")
@@ -149,7 +149,7 @@ def matrix_share(loop: InstructionMix, figures: Figures) -> float:
 
     Example:
         >>> from collections import Counter
-        >>> from narrowkv.quant.targets import get_target
+        >>> from narrowkv.runtime.targets import get_target
         >>> figures = get_target("gfx942").figures
         >>> matrix_share(InstructionMix(Counter({"v_fma_f32": 4, "v_mfma_f32_16x16x16_bf16": 1})), figures)
         0.5
@@ -187,7 +187,7 @@ def roofline(loop: InstructionMix, target: Target, *, num_warps: int, hbm_bytes:
 
     Example:
         >>> from collections import Counter
-        >>> from narrowkv.quant.targets import get_target
+        >>> from narrowkv.runtime.targets import get_target
         >>> loop = InstructionMix(Counter({"v_fma_f32": 64, "v_exp_f32": 8, "v_mfma_f32_16x16x16_bf16": 8}))
         >>> model = roofline(loop, get_target("gfx942"), num_warps=1, hbm_bytes=8192)
         >>> model.valu_clk, model.bound_by

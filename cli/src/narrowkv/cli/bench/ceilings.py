@@ -9,7 +9,7 @@ import torch
 
 from narrowkv.cli.bench.kernels import _read_kernel
 from narrowkv.cli.bench.timing import GraphTimer, Timing
-from narrowkv.quant.launch import LaunchOptions, launch
+from narrowkv.runtime.launch import LaunchOptions, launch
 
 _COPY_BYTES = 2**30
 _READ_BYTES = 2**31

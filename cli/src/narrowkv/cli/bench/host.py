@@ -18,13 +18,14 @@ import torch
 
 from narrowkv.attn_decode import paged_decode, plan_decode
 from narrowkv.attn_decode.workloads import DecodeWorkload
-from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, plan_sage, prefill_append
+from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
 from narrowkv.cli.report import ExitCode, Report, number
 from narrowkv.paged_cache import append
-from narrowkv.quant.launch import LaunchOptions, executing
-from narrowkv.quant.launch.gpu import key_function
-from narrowkv.quant.targets import Target, device_target, get_target
+from narrowkv.runtime.launch import LaunchOptions, executing
+from narrowkv.runtime.launch.gpu import key_function
+from narrowkv.runtime.targets import Target, device_target, get_target
+from narrowkv.sage import plan_sage
 from narrowkv.sparse_fp8 import sparse_decode, sparse_prefill_fp8
 from narrowkv.sparse_fp8.workloads import SparseWorkload
 

@@ -1,6 +1,6 @@
 """The kernel that reads as fast as memory allows: the ceiling that decode is held against."""
 
-import narrowkv.quant.toolchain  # noqa: F401, I001  # first: it says how to get Triton
+import narrowkv.runtime.toolchain  # noqa: F401, I001  # first: it says how to get Triton
 import triton
 import triton.language as tl
 

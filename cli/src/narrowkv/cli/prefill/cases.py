@@ -43,8 +43,8 @@ from narrowkv.cli.report import UsageError
 from narrowkv.cli.validate import AXES as DECODE_AXES
 from narrowkv.cli.validate import Kind
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
-from narrowkv.quant.launch import active_target
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.launch import active_target
+from narrowkv.runtime.targets import Target
 
 # Queries and P are held in two FP8 terms, eight bits; lse is off by what the queries lose.
 BOUND_TWO_FP8_TERMS = 0.004

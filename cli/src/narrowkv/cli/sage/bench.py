@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from narrowkv.attn_prefill import plan_sage, sage_attention, sage_attention_reference
 from narrowkv.cli.backends import OURS
 from narrowkv.cli.bench.ceilings import Ceilings
 from narrowkv.cli.bench.reporter import BenchRow, BenchRun, Columns, judged, ratio, time_checked, timed
@@ -19,6 +18,7 @@ from narrowkv.cli.bench.timing import GraphTimer
 from narrowkv.cli.contracts import BOUND_FP8_P as BOUND
 from narrowkv.cli.report import ExitCode, Report, number
 from narrowkv.quant.accuracy import compare
+from narrowkv.sage import plan_sage, sage_attention, sage_attention_reference
 
 _SDPA_STEP = "torch sdpa"
 _CHECKED_ROWS = 512

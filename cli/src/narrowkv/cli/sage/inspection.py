@@ -22,7 +22,7 @@ def shipped_cases() -> list[SageCase]:
 
 def inspect_case(case: SageCase, target: str) -> CallCode[SageCase]:
     """Compiles every kernel of a case for a target, the pre-pass too."""
-    from narrowkv.quant.launch import compile_for
+    from narrowkv.runtime.launch import compile_for
 
     call = build(case)
     artifacts = compile_call(target, call.call)

@@ -1,6 +1,6 @@
 """Split-KV decode over a paged cache in a narrow format, with 16-bit queries at any GQA ratio."""
 
-import narrowkv.quant.toolchain  # noqa: F401  # first: it says how to get Triton
+import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
 from narrowkv.attn_decode.api import merge_states, paged_decode
 from narrowkv.attn_decode.config import DecodeShape
 from narrowkv.attn_decode.plan import DecodePlan, plan_decode

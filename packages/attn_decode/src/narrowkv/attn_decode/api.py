@@ -8,9 +8,9 @@ from narrowkv.attn_decode.arguments import OUT_DTYPES
 from narrowkv.attn_decode.kernels import _merge_states_kernel
 from narrowkv.attn_decode.plan import DecodePlan, plan_for_call
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.quant.errors import check_dtype, check_instance, check_no_grad, check_same_device, check_shape
-from narrowkv.quant.launch import LaunchOptions, launch
-from narrowkv.quant.launch.tracing import traceable
+from narrowkv.runtime.errors import check_dtype, check_instance, check_no_grad, check_same_device, check_shape
+from narrowkv.runtime.launch import LaunchOptions, launch
+from narrowkv.runtime.launch.tracing import traceable
 
 
 @traceable

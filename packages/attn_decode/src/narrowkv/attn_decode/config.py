@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from narrowkv.quant.device import BITS, widen_route
-from narrowkv.quant.errors import UnsupportedError, check_choice
-from narrowkv.quant.launch import LaunchOptions
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.errors import UnsupportedError, check_choice
+from narrowkv.runtime.launch import LaunchOptions
+from narrowkv.runtime.targets import Target
 
-PTX = "ptx"
 SCALED_DOT_DEPTH = 128  # v_mfma_scale_f32_16x16x128_f8f6f4; a shorter dot is lowered to bf16
 _FP8_PREFIX = "fp8_"
 
@@ -124,7 +123,7 @@ _FP4_RESIDENT, _FP4_REGISTERS = 12, 168
 # Batch-invariant splits: small enough that one long sequence occupies a device, and few enough that the
 # partial results of a large batch fit in memory.
 _INVARIANT_TOKENS, _INVARIANT_SPLITS = 512, 32
-# Arrival counters of a workspace; see `narrowkv.quant.launch.Workspace`.
+# Arrival counters of a workspace; see `narrowkv.runtime.launch.Workspace`.
 _MAX_COUNTERS = 1 << 16
 
 

@@ -9,30 +9,24 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from narrowkv.attn_decode.arguments import (
-    BOUND_CACHES,
-    OUT_DTYPES,
-    BoundCache,
-    bind_cache,
-    shares_memory,
-    step_of,
-)
+from narrowkv.attn_decode.arguments import BOUND_CACHES, OUT_DTYPES, BoundCache, bind_cache, shares_memory
 from narrowkv.attn_decode.config import SCALED_DOT_DEPTH, DecodeConfig, DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import (
     Blocks,
     Rows,
     Rules,
     Sizes,
-    TableSteps,
     Workspace,
     _merge_splits_kernel,
     _paged_decode_kernel,
 )
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.paged_cache.kernels.pages import TableSteps
 from narrowkv.paged_cache.layouts import span_bytes
 from narrowkv.paged_cache.page_table import check_table
-from narrowkv.quant import launch
-from narrowkv.quant.errors import (
+from narrowkv.paged_cache.pointers import step_of
+from narrowkv.runtime import launch
+from narrowkv.runtime.errors import (
     check_choice,
     check_descale_tensor,
     check_dtype,
@@ -47,8 +41,8 @@ from narrowkv.quant.errors import (
     check_tensor,
     check_window,
 )
-from narrowkv.quant.launch import BoundLaunch, LaunchOptions, active_target, block_bytes
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.launch import BoundLaunch, LaunchOptions, active_target, block_bytes
+from narrowkv.runtime.targets import Target
 
 _HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -172,7 +166,7 @@ class DecodePlan:
         return self._configs[batch]
 
     def workspace_bytes(self) -> int:
-        """Bytes that a `narrowkv.quant.launch.Workspace` needs for every call of this plan."""
+        """Bytes that a `narrowkv.runtime.launch.Workspace` needs for every call of this plan."""
         return max((block_bytes(self._blocks(batch)) for batch in range(1, self.shape.batch + 1)), default=0)
 
     def kernels(

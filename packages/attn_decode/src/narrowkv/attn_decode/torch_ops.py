@@ -9,7 +9,7 @@ import torch
 from narrowkv.attn_decode.api import paged_decode
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.torch_ops import CACHE_SCHEMA, cache_from, cache_options, cache_tensors
-from narrowkv.quant.launch.tracing import OPTIONS_SCHEMA, spell, spelled, traces
+from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, spell, spelled, traces
 
 _INPUTS = (
     "Tensor q, "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
@@ -14,7 +13,6 @@ from narrowkv.attn_prefill.checks import (
     check_sinks,
     check_soft_cap,
     check_values,
-    check_window,
     fold_q_descale,
     outputs_for,
 )
@@ -30,8 +28,8 @@ from narrowkv.attn_prefill.plan import (
     prefill_shape,
 )
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
-from narrowkv.quant.errors import check_finite_float, check_no_grad
-from narrowkv.quant.launch import active_target
+from narrowkv.runtime.errors import check_finite_float, check_no_grad, check_window, with_defaults
+from narrowkv.runtime.launch import active_target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -67,13 +65,6 @@ class PrefillOptions(AppendOptions, total=False):
 
 _APPEND_DEFAULTS = {"out_dtype": None, "return_lse": False, "lse": None, "validate": False}
 _PREFILL_DEFAULTS = {**_APPEND_DEFAULTS, "batch_invariant": False}
-
-
-def _with_defaults(function: str, given: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    for name in given:
-        if name not in defaults:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-    return {**defaults, **given}
 
 
 def batch_prefill(
@@ -136,7 +127,7 @@ def batch_prefill(
         >>> o = batch_prefill(q, cache, table, cu_seqlens_q, causal=True)                 # doctest: +SKIP
         >>> o, lse = batch_prefill(q, cache, table, cu_seqlens_q, return_lse=True)        # doctest: +SKIP
     """
-    how = _with_defaults("batch_prefill", options, _PREFILL_DEFAULTS)
+    how = with_defaults("batch_prefill", options, _PREFILL_DEFAULTS)
     shape = prefill_shape(q, cache, page_table, cu_seqlens_q)
     target = active_target(q.device)
     if plan is None:
@@ -238,7 +229,7 @@ def prefill_append(
     Example:
         >>> o = prefill_append(q, k_new, v_new, cache, table, cu_seqlens_q)      # doctest: +SKIP
     """
-    how = _with_defaults("prefill_append", options, _APPEND_DEFAULTS)
+    how = with_defaults("prefill_append", options, _APPEND_DEFAULTS)
     shape = append_shape(q, cache, page_table, cu_seqlens_q)
     inputs = call_inputs(cache, page_table, cu_seqlens_q, sinks=sinks, k_new=k_new, v_new=v_new)
     check_chunk(q, k_new, v_new, cache, page_table, cu_seqlens_q, rope, sinks, validate=how["validate"])

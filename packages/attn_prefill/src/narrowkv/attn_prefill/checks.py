@@ -13,7 +13,8 @@ from narrowkv.attn_prefill.config import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import EXPONENT_RULES, check_new_tokens
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
-from narrowkv.quant.errors import (
+from narrowkv.quant.formats import get_format
+from narrowkv.runtime.errors import (
     check_descale_float,
     check_descale_tensor,
     check_dtype,
@@ -25,11 +26,6 @@ from narrowkv.quant.errors import (
     check_same_device,
     check_shape,
 )
-from narrowkv.quant.errors import check_window as check_window_size
-from narrowkv.quant.formats import get_format
-
-# A window of as many keys reaches every key there can be, and positions in it would pass 32 bits.
-_OPEN_WINDOW = 2**30
 
 
 def check_soft_cap(value: float) -> float:
@@ -38,11 +34,6 @@ def check_soft_cap(value: float) -> float:
     if soft_cap < 0:
         raise ValueError(f"logits_soft_cap must be 0 (off) or positive, got {value}")
     return soft_cap
-
-
-def check_window(name: str, value: int) -> int:
-    """A window's size, -1 for one that reaches all keys."""
-    return -1 if check_window_size(name, value) >= _OPEN_WINDOW else value
 
 
 def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:

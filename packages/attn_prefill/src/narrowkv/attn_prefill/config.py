@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from narrowkv.quant.device import BITS, FNUZ_ALIAS, NATIVE, widen_route
-from narrowkv.quant.errors import UnsupportedError, check_choice
-from narrowkv.quant.launch import LaunchOptions
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.errors import UnsupportedError, check_choice
+from narrowkv.runtime.launch import LaunchOptions
+from narrowkv.runtime.targets import Target
 
 KERNELS = ("dense", "fused", "decode")
 APPEND_KERNELS = ("pipelined", "apart", "staged", "paged")

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from narrowkv.attn_decode.arguments import descale_pointers, packed_route, side_of, table_pointers
 from narrowkv.attn_decode.config import parts_of
 from narrowkv.attn_decode.kernels import Workspace
 from narrowkv.attn_prefill.config import (
@@ -21,12 +20,21 @@ from narrowkv.attn_prefill.config import (
     widen_options,
 )
 from narrowkv.attn_prefill.kernels.append import _prefill_append_kernel
-from narrowkv.attn_prefill.kernels.dense import (
-    BF16_VALUE_EXPONENT,
+from narrowkv.attn_prefill.kernels.arguments import (
+    AppendScales,
+    AppendWorkspace,
+    Blocks,
+    Cache,
+    Chunk,
+    Destination,
+    Filling,
+    Rules,
     Scratch,
-    _dense_prefill_kernel,
-    _widen_kernel,
+    Sizes,
+    Storing,
+    Widened,
 )
+from narrowkv.attn_prefill.kernels.dense import BF16_VALUE_EXPONENT, _dense_prefill_kernel, _widen_kernel
 from narrowkv.attn_prefill.kernels.fused import _fused_prefill_kernel
 from narrowkv.attn_prefill.kernels.produce import _produce_kernel
 from narrowkv.attn_prefill.kernels.rows import Outputs, Queries
@@ -34,13 +42,14 @@ from narrowkv.attn_prefill.plan import PrefillPlan, append_blocks, per_key
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import (
     cache_pointers,
-    new_tokens,
     rope_constants,
     rope_pointers,
     storage_constants,
 )
+from narrowkv.paged_cache.kernels.pages import Stored
+from narrowkv.paged_cache.pointers import descale_pointers, packed_route, side_of, table_pointers
 from narrowkv.quant.device import widen_route, widening_exponent
-from narrowkv.quant.launch import is_compiled, launch
+from narrowkv.runtime.launch import is_compiled, launch
 
 _LOG2E = math.log2(math.e)
 _TRITON_16_BIT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -74,21 +83,15 @@ class PrefillCall:
         self.k_mode, self.k_factor, self.k_descale = descale_pointers(cache.k_descale, cache.k_granularity)
         self.v_mode, self.v_factor, self.v_descale = descale_pointers(cache.v_descale, cache.v_granularity)
         shape = plan.shape
-        self.constants: dict[str, Any] = {
-            "NUM_KV_HEADS": shape.num_kv_heads,
-            "GQA_RATIO": shape.gqa_ratio,
-            "HEAD_DIM": shape.head_dim,
-            "PAGE_SIZE": shape.page_size,
-            "RAGGED": ragged,
-            "BLOCK_D": 1 << (shape.head_dim - 1).bit_length(),
-        }
-        self.vendor = {"NVIDIA": plan.target.vendor == "nvidia"}
-        self.mask = {"WINDOW_LEFT": window_left, "WINDOW_RIGHT": window_right}
+        self.sizes = Sizes(shape.num_kv_heads, shape.gqa_ratio, shape.head_dim, shape.page_size, ragged)
+        self.block_d = 1 << (shape.head_dim - 1).bit_length()
+        self.nvidia = plan.target.vendor == "nvidia"
+        self.window_left, self.window_right = window_left, window_right
 
     def cache_arguments(
         self, compute: Any, *, to_scratch: bool = False
-    ) -> tuple[Any, Any, dict[str, Any], int, int]:
-        """K and V pointers, constants that describe them, and the powers of two that widening leaves out.
+    ) -> tuple[Cache, Stored, Stored, int, int]:
+        """K and V, constants that describe them, and the powers of two that widening leaves out.
 
         to_scratch: they are widened by `widen_block`.
         """
@@ -105,19 +108,13 @@ class PrefillCall:
             parts = 1 if fp8 is not None else parts_of(target, name, is_key=is_key)
             sides.append(side_of(stored, strides, name, route, parts))
         k, v = sides
-        constants = {
-            "K_VEC": cache.k_strides.vec,
-            "V_VEC": cache.v_strides.vec,
-            "WIDE_ADDRESS": cache.needs_64_bit_addresses,
-            "K_FORMAT": formats[0],
-            "V_FORMAT": formats[1],
-            "K_ROUTE": packed_route(target, formats[0], k, half),
-            "V_ROUTE": packed_route(target, formats[1], v, half),
-            "K_PARTS": k.parts,
-            "V_PARTS": v.parts,
-            "K_DESCALE": self.k_mode,
-            "V_DESCALE": self.v_mode,
-        }
+        stored_k, stored_v = (
+            Stored(name, packed_route(target, name, side, half), side.parts, strides.vec, mode)
+            for name, side, strides, mode in (
+                (formats[0], k, cache.k_strides, self.k_mode),
+                (formats[1], v, cache.v_strides, self.v_mode),
+            )
+        )
         # The scales of groups are applied while widening, and take the power of two along.
         powers = [
             0 if mode == "e8m0_group" else widening_exponent(name, side.route)
@@ -125,7 +122,8 @@ class PrefillCall:
         ]
         if to_scratch and formats[1] == "bf16":
             powers[1] = -BF16_VALUE_EXPONENT.value
-        return k.pointers, v.pointers, constants, powers[0], powers[1]
+        pointers = Cache(*k.pointers, *v.pointers, *self.k_descale, *self.v_descale)
+        return pointers, stored_k, stored_v, powers[0], powers[1]
 
     def acc_parts(self, v_parts: int) -> int:
         """In how many parts V is multiplied.
@@ -133,7 +131,7 @@ class PrefillCall:
         On sm90 under Triton 3.6 a product 32 columns wide next to a wider one comes out wrong (relative L1
         0.2 to 0.6).
         """
-        narrow = self.constants["BLOCK_D"] < 64 * v_parts
+        narrow = self.block_d < 64 * v_parts
         return 1 if narrow and self.plan.target.is_nvidia else v_parts
 
     @property
@@ -147,23 +145,69 @@ class PrefillCall:
         folded = qk_scale > 0 and self.soft_cap == 0 and not per_key(self.cache)[0]
         return qk_scale, self.v_factor * 2.0**v_power, folded
 
-    def options(self, outputs: Outputs, folded: bool, config: PrefillConfig | None = None) -> dict[str, Any]:
-        """Constants that all kernels share."""
-        config = config or self.plan.config
-        return {
-            **self.constants,
-            **self.mask,
-            "K_DESCALE": self.k_mode,
-            "V_DESCALE": self.v_mode,
-            "HAS_SOFT_CAP": self.soft_cap > 0,
-            "HAS_SINKS": outputs.sinks is not None,
-            "WRITE_LSE": outputs.lse is not None,
-            "FOLDED": folded,
-            "SPLIT": config.num_splits > 1,
-            "SETTLE": self.plan.target.is_amd and is_compiled(self.cache.k),
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
+    def rules(self, outputs: Outputs, folded: bool, config: PrefillConfig, **values: Any) -> Rules:
+        """Constants of the mathematics; those that attention over the scratch does not use have one value."""
+        constants: dict[str, Any] = {
+            "fp8": None,
+            "clean": False,
+            "p_scale": 1.0,
+            "acc_parts": 1,
+            "q_descale": False,
+            "soft_cap": self.soft_cap > 0,
+            "sinks": outputs.sinks is not None,
+            "lse": outputs.lse is not None,
+            "window_left": self.window_left,
+            "window_right": self.window_right,
+            "folded": folded,
+            "split": config.num_splits > 1,
+            "settle": self.plan.target.is_amd and is_compiled(self.cache.k),
+            "wide_address": False,
+            "nvidia": self.nvidia,
         }
+        return Rules(**constants | values)
+
+    def paged_rules(self, outputs: Outputs, folded: bool, v_parts: int, **values: Any) -> Rules:
+        """Constants of kernels that widen the cache in their loop, or give it to FP8 matrix units."""
+        plan, fp8 = self.plan, self.plan.config.fp8
+        half = "bf16" not in (plan.k_format, plan.v_format)
+        constants: dict[str, Any] = {
+            "compute": tl.float16 if half else tl.bfloat16,
+            "scale_q": half and plan.q_dtype == torch.bfloat16,
+            "split_q": not half and plan.q_dtype == torch.float16,
+            "fp8": None if fp8 is None else getattr(tl, triton_fp8(fp8)),
+            "clean": self.cache.negative_zero_free,
+            "p_scale": 1.0 if fp8 is None else _P_SCALE[fp8],
+            "acc_parts": self.acc_parts(v_parts),
+            "wide_address": self.cache.needs_64_bit_addresses,
+        }
+        return self.rules(outputs, folded, plan.config, **constants | values)
+
+    def widened(self, config: PrefillConfig, *, in_units: bool, staged: bool) -> Widened:
+        """Constants of attention over the scratch."""
+        k_per_key, v_per_key = per_key(self.cache)
+        scratch = self.plan.scratch
+        return Widened(
+            k_per_key=k_per_key,
+            v_per_key=v_per_key,
+            k_in_units=in_units,
+            v_in_units=scratch is not None and scratch.v_unit is not None,
+            tma=config.tma,
+            overlap=config.overlap,
+            branch=not self.plan.target.is_amd,
+            staged=staged,
+        )
+
+    def blocks(self, config: PrefillConfig) -> Blocks:
+        """Block sizes of a kernel that attends."""
+        return Blocks(config.block_m, config.block_n, self.block_d, config.scratch_block, config.own_n)
+
+    def filling(self, config: PrefillConfig, k_type: Any, causal: bool) -> tuple[Filling, Blocks]:
+        """Constants of a launch that fills the scratch."""
+        wide_address = self.cache.needs_64_bit_addresses
+        return (
+            Filling(k_type, causal, config.options.launch_pdl, wide_address, self.nvidia),
+            Blocks(0, 0, self.block_d, config.scratch_block, _QUANTISED_TOKENS, _PLACED_TILES),
+        )
 
     def _queries(self, queries: Queries) -> tuple[Queries, tuple[int, int, int]]:
         """Q as a kernel argument, and the numbers of sequences, tokens, and tokens of a sequence at most."""
@@ -189,7 +233,7 @@ class PrefillCall:
         plan, config = self.plan, self.plan.config
         half = "bf16" not in (plan.k_format, plan.v_format)
         compute = tl.float16 if half else tl.bfloat16
-        k, v, cache_constants, k_power, v_power = self.cache_arguments(compute)
+        cache, k, v, k_power, v_power = self.cache_arguments(compute)
         p_scale = 1.0
         if config.fp8 is not None:
             # Q's bytes are read as K's are, and lose the same power of two.
@@ -203,21 +247,15 @@ class PrefillCall:
             _fused_prefill_kernel,
             self._grid(),
             (
-                queries, outputs, k, v, self.k_descale, self.v_descale, self.table, self._workspace(),
+                queries, outputs, cache, self.table, self._workspace(),
                 qk_scale, out_scale / p_scale, self.soft_cap, *sizes, *self.table_sizes, config.num_splits,
             ),
             {
-                **cache_constants,
-                **self.options(outputs, folded),
-                **self.vendor,
-                "COMPUTE": compute,
-                "SCALE_Q": half and plan.q_dtype == torch.bfloat16,
-                "SPLIT_Q": not half and plan.q_dtype == torch.float16,
-                "FP8": None if config.fp8 is None else getattr(tl, triton_fp8(config.fp8)),
-                "CLEAN": self.cache.negative_zero_free,
-                "P_SCALE": p_scale,
-                "ACC_PARTS": self.acc_parts(cache_constants["V_PARTS"]),
-                "HAS_Q_DESCALE": queries.descale is not None,
+                "SIZES": self.sizes,
+                "K": k,
+                "V": v,
+                "RULES": self.paged_rules(outputs, folded, v.parts, q_descale=queries.descale is not None),
+                "BLOCKS": self.blocks(config),
             },
             config.options,
         )  # fmt: skip
@@ -225,9 +263,9 @@ class PrefillCall:
     def dense(self, queries: Queries, outputs: Outputs) -> None:
         """Two launches: widen the cache into scratch, attend to the scratch."""
         plan, config, scratch = self.plan, self.plan.config, self.plan.scratch
-        if scratch is None or plan.schedule is None:
+        if scratch is None:
             raise ValueError("plan must hold scratch for kernel 'dense', got none")
-        k, v, cache_constants, k_power, v_power = self.cache_arguments(tl.float16, to_scratch=True)
+        cache, k, v, k_power, v_power = self.cache_arguments(tl.float16, to_scratch=True)
         qk_scale, out_scale, folded = self.scales(k_power, v_power)
         pipelined = config.otherwise is not None and folded
         if config.otherwise is not None and not folded:
@@ -235,36 +273,24 @@ class PrefillCall:
         pages = self._pages(config) if pipelined else (None, None)
         num_blocks = scratch.rows // config.scratch_block
         num_tiles = plan.shape.row_tiles(config.block_m)
-        options = self.options(outputs, folded, config)
-        widen_constants = {
-            name: options[name] for name in ("NUM_KV_HEADS", "GQA_RATIO", "HEAD_DIM", "PAGE_SIZE", "RAGGED")
-        }
         queries, sizes = self._queries(queries)
         bare_scratch, scratch_sizes = self._scratch()
+        k_type = _TRITON_16_BIT[scratch.k.dtype] if pages[0] is None else None
+        filling, blocks = self.filling(config, k_type, self.window_right >= 0)
         launch(
             _widen_kernel,
             (num_blocks * plan.shape.num_kv_heads + -(-num_tiles // _PLACED_TILES),),
             (
-                queries, k, v, self.k_descale, self.v_descale, self.table, bare_scratch, plan.schedule,
+                queries, cache, self.table, bare_scratch,
                 *sizes, config.block_m, *self.table_sizes, *scratch_sizes, num_blocks, num_tiles,
             ),
-            {
-                **widen_constants,
-                **cache_constants,
-                "K_TYPE": _TRITON_16_BIT[scratch.k.dtype] if pages[0] is None else None,
-                "CAUSAL": self.mask["WINDOW_RIGHT"] >= 0,
-                "BLOCK_D": options["BLOCK_D"],
-                "BLOCK_N": config.scratch_block,
-                "PDL": config.options.launch_pdl,
-                "BLOCK_I": _PLACED_TILES,
-                **self.vendor,
-            },
+            {"SIZES": self.sizes, "K": k, "V": v, "FILLING": filling, "BLOCKS": blocks},
             widen_options(plan.target, plan.shape.head_dim, config.scratch_block),
         )  # fmt: skip
         if pipelined:
-            self._pipelined(queries, outputs, config, scratch, pages, options, qk_scale, out_scale)
+            self._pipelined(queries, outputs, config, scratch, pages, qk_scale, out_scale)
         else:
-            self._plain(queries, outputs, config, scratch, options, qk_scale, out_scale)
+            self._plain(queries, outputs, config, scratch, folded, qk_scale, out_scale)
 
     def _pages(self, config: PrefillConfig) -> tuple[Any, Any]:
         """How the pipelined kernel copies K out of its pages, or (None, None): K is widened with V."""
@@ -276,67 +302,84 @@ class PrefillCall:
 
     def _plain(
         self, queries: Queries, outputs: Outputs, config: PrefillConfig, scratch: Scratch,
-        options: dict[str, Any], qk_scale: float, out_scale: float,
+        folded: bool, qk_scale: float, out_scale: float,
     ) -> None:  # fmt: skip
         """Attends to the scratch, in plain Triton."""
         plan, k_dtype = self.plan, scratch.k.dtype
-        for name in ("PAGE_SIZE", "RAGGED"):
-            del options[name]
+        # The old keys' descale of a head is among their blocks' factors, where these have any.
+        in_units = scratch.k_unit is not None
+        k_descale = "scalar" if in_units and self.k_mode == "head" else self.k_mode
         launch(
             _dense_prefill_kernel,
             self._grid(config),
             (
                 queries, outputs, self._scratch()[0], *self._descriptors(config), self.k_descale,
-                self.v_descale, plan.schedule, self._workspace(), qk_scale, out_scale, self.soft_cap,
-                config.num_splits,
+                self.v_descale, self._workspace(), qk_scale, out_scale, self.soft_cap, config.num_splits,
             ),
             {
-                **options,
-                "COMPUTE": _TRITON_16_BIT[k_dtype],
-                "SCALE_Q": k_dtype == torch.float16 and plan.q_dtype == torch.bfloat16,
-                "SPLIT_Q": k_dtype == torch.bfloat16 and plan.q_dtype == torch.float16,
-                "K_IN_UNITS": scratch.k_unit is not None,
-                "V_IN_UNITS": scratch.v_unit is not None,
-                "TMA": config.tma,
-                "OVERLAP": config.overlap,
-                "BRANCH": not plan.target.is_amd,
-                "BLOCK_S": config.scratch_block,
+                # Pages are behind it.
+                "SIZES": self.sizes._replace(page_size=0, ragged=False),
+                "K_DESCALE": k_descale,
+                "V_DESCALE": self.v_mode,
+                "RULES": self.rules(
+                    outputs,
+                    folded,
+                    config,
+                    compute=_TRITON_16_BIT[k_dtype],
+                    scale_q=k_dtype == torch.float16 and plan.q_dtype == torch.bfloat16,
+                    split_q=k_dtype == torch.bfloat16 and plan.q_dtype == torch.float16,
+                ),
+                "WIDENED": self.widened(config, in_units=in_units, staged=False),
+                "BLOCKS": self.blocks(config),
             },
             config.options,
         )  # fmt: skip
 
     def _pipelined(
         self, queries: Queries, outputs: Outputs, config: PrefillConfig, scratch: Scratch,
-        pages: tuple[Any, Any], options: dict[str, Any], qk_scale: float, out_scale: float,
+        pages: tuple[Any, Any], qk_scale: float, out_scale: float,
     ) -> None:  # fmt: skip
         """Attends to the scratch, in Hopper's own kernel: as many programs as the device has units.
 
         pages: from `_pages`, where the launch ahead has left K as they say.
         """
-        from narrowkv.attn_prefill.kernels.pipelined import _pipelined_prefill_kernel, key_descriptor
+        from narrowkv.attn_prefill.kernels.pipelined import (
+            PipelinedRules,
+            _pipelined_prefill_kernel,
+            key_descriptor,
+        )
 
         shape = self.plan.shape
         appends = self.plan.exponent is not None
         new_scale = self.logit_scale
         tiles = shape.row_tiles(config.block_m)
         items = tiles * shape.num_kv_heads * config.num_splits
-        for name in ("BLOCK_D", "HAS_SOFT_CAP", "FOLDED", "SETTLE"):
-            del options[name]
         launch(
             _pipelined_prefill_kernel,
             (min(items, units_of(self.plan.target)),),
             (
                 queries, outputs, self._scratch()[0], key_descriptor(scratch.k, config.block_n),
                 key_descriptor(scratch.v, config.block_n), *pages, self.k_descale, self.v_descale,
-                self.plan.schedule, self._workspace(), qk_scale, new_scale, out_scale,
+                self._workspace(), qk_scale, new_scale, out_scale,
                 *self.table_sizes, tiles, config.num_splits,
             ),
             {
-                **options,
-                "PAD": None if not appends else "first" if pages[0] is None else "last",
-                "TWO_SCALES": appends and (self.k_mode == "head" or qk_scale != new_scale),
-                "V_IN_UNITS": scratch.v_unit is not None,
-                "STAGES": config.options.num_stages,
+                "SIZES": self.sizes,
+                "RULES": PipelinedRules(
+                    k_descale=self.k_mode,
+                    v_descale=self.v_mode,
+                    pad=None if not appends else "first" if pages[0] is None else "last",
+                    two_scales=appends and (self.k_mode == "head" or qk_scale != new_scale),
+                    v_in_units=scratch.v_unit is not None,
+                    window_left=self.window_left,
+                    window_right=self.window_right,
+                    sinks=outputs.sinks is not None,
+                    lse=outputs.lse is not None,
+                    split=config.num_splits > 1,
+                    block_m=config.block_m,
+                    block_n=config.block_n,
+                    stages=config.options.num_stages,
+                ),
             },
             config.options,
         )  # fmt: skip
@@ -349,7 +392,7 @@ class PrefillCall:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         head_dim = self.plan.shape.head_dim
-        block = [config.block_n, self.constants["BLOCK_D"]]
+        block = [config.block_n, self.block_d]
         flat = (stored.view(-1, head_dim) for stored in (scratch.k, scratch.v))
         k, v = (TensorDescriptor(t, list(t.shape), list(t.stride()), block) for t in flat)
         return k, v
@@ -374,90 +417,78 @@ class PrefillCall:
             config = replace(config, kernel="staged")
         staged = config.kernel != "paged"
         # Rows that are no keys between old and new ones would count in a window.
-        stays = pipelined and self.mask["WINDOW_LEFT"] < 0
+        stays = pipelined and self.window_left < 0
         pages = self._pages(config) if stays else (None, None)
         half = "bf16" not in (plan.k_format, plan.v_format)
         compute = tl.float16 if half else tl.bfloat16
-        k, v, cache_constants, k_power, v_power = self.cache_arguments(
+        pointers, k, v, k_power, v_power = self.cache_arguments(
             tl.float16 if staged else compute, to_scratch=staged
         )
         p_scale = 1.0 if config.fp8 is None else _P_SCALE[config.fp8]
         num_blocks = append_blocks(plan.shape, config.scratch_block, staged=staged)
         num_tiles = plan.shape.row_tiles(config.block_m)
-        options = self.options(outputs, folded, config)
         queries, sizes = self._queries(queries)
         scratch, scratch_sizes = self._scratch()
-        new = (
-            queries, new_tokens(k_new), new_tokens(v_new), rope_pointers(rope), *cache_pointers(cache),
-            cache.num_pages,
-        )  # fmt: skip
-        old = k, v, self.k_descale, self.v_descale, self.table, scratch
-        logit_scale = self.logit_scale
+        k_strides, v_strides = k_new.stride(), v_new.stride()
+        chunk = Chunk(k_new, k_strides[0], k_strides[1], v_new, v_strides[0], v_strides[1])
+        rows = chunk, rope_pointers(rope)
+        k_to, v_to, k_descale_to, v_descale_to = cache_pointers(cache)
+        destination = Destination(*k_to, *v_to, *k_descale_to, *v_descale_to)
         k_scale, v_scale = self.k_factor * 2.0**k_power, self.v_factor * 2.0**v_power / p_scale
-        storage = {
-            **cache_constants,
-            **storage_constants(cache, plan.exponent),
-            **rope_constants(rope),
-        }
+        scales = AppendScales(self.logit_scale, k_scale, v_scale, self.soft_cap)
+        constants = {"SIZES": self.sizes, "K": k, "V": v, "STORING": self.storing(rope)}
+        kind = _TRITON_16_BIT[plan.q_dtype]
         if config.kernel in ("pipelined", "apart"):
             assert plan.scratch is not None
-            assert plan.schedule is not None
             num_groups = append_blocks(plan.shape, _QUANTISED_TOKENS, staged=False)
-            names = ("NUM_KV_HEADS", "GQA_RATIO", "HEAD_DIM", "PAGE_SIZE", "BLOCK_D")
+            filling, blocks = self.filling(config, kind if pages[0] is None else None, True)
             launch(
                 _produce_kernel,
                 ((num_groups + num_blocks) * plan.shape.num_kv_heads + -(-num_tiles // _PLACED_TILES),),
                 (
-                    *new, *old, plan.schedule, k_scale, v_scale, *sizes, config.block_m, *self.table_sizes,
-                    *scratch_sizes, num_groups, num_blocks, num_tiles,
+                    queries, *rows, destination, pointers, self.table, scratch, scales, *sizes,
+                    config.block_m, *self.table_sizes, *scratch_sizes, num_groups, num_blocks, num_tiles,
                 ),
-                {
-                    **{name: options[name] for name in names},
-                    **storage,
-                    "BLOCK_I": _PLACED_TILES,
-                    **self.vendor,
-                    "K_IN_PAGES": pages[0] is not None,
-                    "BLOCK_S": config.scratch_block,
-                    "BLOCK_T": _QUANTISED_TOKENS,
-                    "PDL": config.options.launch_pdl,
-                },
+                {**constants, "FILLING": filling, "BLOCKS": blocks},
                 produce_options(plan.target, plan.shape.head_dim, config.scratch_block),
             )  # fmt: skip
             if pipelined:
-                qk_scale = logit_scale * k_scale
-                self._pipelined(queries, outputs, config, plan.scratch, pages, options, qk_scale, v_scale)
+                self._pipelined(
+                    queries, outputs, config, plan.scratch, pages, self.logit_scale * k_scale, v_scale
+                )
                 return
-            if self.k_mode == "head":
-                # What a head's old keys are short of is among their blocks' factors.
-                options["K_DESCALE"] = "scalar"
-            self._plain(queries, outputs, config, plan.scratch, options, logit_scale, v_scale)
+            self._plain(queries, outputs, config, plan.scratch, folded, self.logit_scale, v_scale)
             return
-        for name in ("RAGGED", "WINDOW_RIGHT"):
-            del options[name]
+        if staged:
+            # Q is multiplied as it is; the scratch ends with the newest key.
+            rules = self.rules(
+                outputs, folded, config, compute=kind, scale_q=False, split_q=False, window_right=0,
+                wide_address=cache.needs_64_bit_addresses,
+            )  # fmt: skip
+        else:
+            rules = self.paged_rules(outputs, folded, v.parts, window_right=-1)
+            if config.fp8 is not None:
+                rules = rules._replace(split_q=True)
+        arrivals = (None, None) if plan.arrivals is None else plan.arrivals
         launch(
             _prefill_append_kernel,
             ((num_blocks + num_tiles * config.num_splits) * plan.shape.num_kv_heads,),
             (
-                new[0], outputs, *new[1:], *old, *self._descriptors(config), plan.arrivals,
-                self._workspace(), logit_scale, k_scale, v_scale, self.soft_cap, *sizes, *self.table_sizes,
-                *scratch_sizes, num_blocks, num_tiles, config.num_splits,
+                queries, outputs, *rows, destination, pointers, self.table, scratch,
+                *self._descriptors(config), AppendWorkspace(*self._workspace(), *arrivals), scales, *sizes,
+                *self.table_sizes, *scratch_sizes, num_blocks, num_tiles, config.num_splits,
             ),
             {
-                **options,
-                **storage,
-                **self.vendor,
-                "COMPUTE": compute,
-                "SCALE_Q": half and plan.q_dtype == torch.bfloat16,
-                "SPLIT_Q": config.fp8 is not None or (not half and plan.q_dtype == torch.float16),
-                "FP8": None if config.fp8 is None else getattr(tl, triton_fp8(config.fp8)),
-                "CLEAN": cache.negative_zero_free,
-                "P_SCALE": p_scale,
-                "ACC_PARTS": self.acc_parts(cache_constants["V_PARTS"]),
-                "STAGED": staged,
-                "TMA": config.tma,
-                "OVERLAP": config.overlap,
-                "BLOCK_S": config.scratch_block,
-                "OWN_N": config.own_n,
+                **constants,
+                "RULES": rules,
+                "WIDENED": self.widened(config, in_units=staged, staged=staged),
+                "BLOCKS": self.blocks(config),
             },
             config.options,
         )  # fmt: skip
+
+    def storing(self, rope: Rope | None) -> Storing:
+        """Constants of how new tokens are rotated and stored."""
+        assert self.plan.exponent is not None
+        found = {**storage_constants(self.cache, self.plan.exponent), **rope_constants(rope)}
+        return Storing(**{name: found[name.upper()] for name in Storing._fields})

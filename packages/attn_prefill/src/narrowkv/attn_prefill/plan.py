@@ -16,12 +16,12 @@ from narrowkv.attn_prefill.config import (
     choose_append_config,
     choose_config,
 )
-from narrowkv.attn_prefill.kernels.append import Arrivals
-from narrowkv.attn_prefill.kernels.dense import Scratch
+from narrowkv.attn_prefill.kernels.arguments import Scratch
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.append import EXPONENT_RULES
 from narrowkv.paged_cache.page_table import check_table
-from narrowkv.quant.errors import (
+from narrowkv.quant.formats import get_format
+from narrowkv.runtime.errors import (
     check_choice,
     check_dtype,
     check_instance,
@@ -31,10 +31,9 @@ from narrowkv.quant.errors import (
     check_same_device,
     check_shape,
 )
-from narrowkv.quant.formats import get_format
-from narrowkv.quant.launch import active_target, is_compiled
-from narrowkv.quant.launch.gluon import has_gluon
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.launch import active_target, is_compiled
+from narrowkv.runtime.launch.gluon import has_gluon
+from narrowkv.runtime.targets import Target
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 SCRATCH_LIMIT_BYTES = 4 * 2**30
@@ -56,7 +55,6 @@ class PrefillPlan:
         config: the kernel, its tiles and splits.
         device: where the memory is.
         scratch: widened keys of the dense kernel, else None.
-        schedule: the order of tiles where attention is a launch of its own over the scratch, else None.
         workspace: partial results of splits, else None.
         decode: the plan of `paged_decode` where that serves, else None.
         exponent: of `plan_append`: how FP4 scales of appended tokens are chosen; None for a plan that does
@@ -75,12 +73,11 @@ class PrefillPlan:
     config: PrefillConfig
     device: torch.device
     scratch: Scratch | None = field(repr=False, default=None)
-    schedule: torch.Tensor | None = field(repr=False, default=None)
     workspace: Workspace | None = field(repr=False, default=None)
     decode: DecodePlan | None = field(repr=False, default=None)
     exponent: str | None = None
     batch_invariant: bool = False
-    arrivals: Arrivals | None = field(repr=False, default=None)
+    arrivals: tuple[torch.Tensor, torch.Tensor] | None = field(repr=False, default=None)
 
     @classmethod
     def of(
@@ -262,8 +259,8 @@ def plan_prefill(
                 in_units=False,
                 pipelined=config.otherwise is not None,
                 k_in_pages=config.k_in_pages,
+                schedule=allocate_schedule(shape, config, q.device),
             ),
-            schedule=allocate_schedule(shape, config, q.device),
         )
     return replace(plan, workspace=allocate_workspace(shape, config, q.device))
 
@@ -338,13 +335,13 @@ def plan_append(
         (2, max(shape.batch * shape.num_kv_heads, 1)), dtype=torch.int32, device=q.device
     )
     rows = config.scratch_block * append_blocks(shape, config.scratch_block, staged=True)
+    ordered = config.kernel in ("pipelined", "apart")
     scratch = allocate_scratch(
         shape, rows, config.scratch_block, q.dtype, cache, q.device,
         in_units=True, pipelined=config.otherwise is not None, k_in_pages=config.k_in_pages,
+        schedule=allocate_schedule(shape, config, q.device) if ordered else None,
     )  # fmt: skip
-    ordered = config.kernel in ("pipelined", "apart")
-    schedule = allocate_schedule(shape, config, q.device) if ordered else None
-    return replace(plan, scratch=scratch, schedule=schedule, arrivals=Arrivals(ready, left))
+    return replace(plan, scratch=scratch, arrivals=(ready, left))
 
 
 def with_splits(config: PrefillConfig, num_splits: int) -> PrefillConfig:
@@ -391,6 +388,7 @@ def allocate_scratch(
     in_units: bool,
     pipelined: bool,
     k_in_pages: bool,
+    schedule: torch.Tensor | None,
 ) -> Scratch:
     """Memory for every sequence's widened keys; `in_units` where a block's keys may be short of a factor.
 
@@ -417,6 +415,7 @@ def allocate_scratch(
         # another kernel leaves costs the next pipelined one some time.
         unusual=torch.zeros(2, dtype=torch.int32, device=device) if has_v_units and pipelined else None,
         starts=torch.empty(max(shape.batch, 1), dtype=torch.int32, device=device),
+        schedule=schedule,
         rows=rows,
         max_keys=shape.max_seq_len,
         key_blocks=shape.scratch_rows(block) // block,

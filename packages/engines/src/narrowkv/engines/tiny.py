@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowkv.quant.errors import check_choice
+from narrowkv.runtime.errors import check_choice
 
 
 @dataclass(frozen=True)

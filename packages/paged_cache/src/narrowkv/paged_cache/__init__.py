@@ -1,6 +1,6 @@
 """Paged KV caches in any layout and format, page tables, a page pool, and the fused append."""
 
-import narrowkv.quant.toolchain  # noqa: F401  # first: it says how to get Triton
+import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
 from narrowkv.paged_cache.append import Rope, append
 from narrowkv.paged_cache.cache import CacheFormat, PagedKVCache
 from narrowkv.paged_cache.layouts import KVStrides

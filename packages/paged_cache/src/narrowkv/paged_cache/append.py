@@ -10,14 +10,10 @@ import torch
 
 from narrowkv.paged_cache.cache import PagedKVCache, layout_hint
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, SCALE_GROUP
-from narrowkv.paged_cache.kernels import (
-    CachePointers,
-    DescalePointers,
-    NewTokens,
-    RopePointers,
-    _append_kernel,
-)
-from narrowkv.quant.errors import (
+from narrowkv.paged_cache.kernels.append import DescalePointers, NewTokens, RopePointers, _append_kernel
+from narrowkv.paged_cache.kernels.pages import KVPointers
+from narrowkv.quant.formats import get_format
+from narrowkv.runtime.errors import (
     byte_span,
     check_choice,
     check_descale_tensor,
@@ -31,9 +27,8 @@ from narrowkv.quant.errors import (
     check_shape,
     has_memory,
 )
-from narrowkv.quant.formats import get_format
-from narrowkv.quant.launch import BoundLaunch, LaunchOptions
-from narrowkv.quant.launch.tracing import traceable
+from narrowkv.runtime.launch import BoundLaunch, LaunchOptions
+from narrowkv.runtime.launch.tracing import traceable
 
 EXPONENT_RULES = ("mse", "floor", "ceil")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -77,8 +72,8 @@ class Store(NamedTuple):
         spans: byte addresses of what is written, each as `byte_span` gives it.
     """
 
-    k: CachePointers
-    v: CachePointers
+    k: KVPointers
+    v: KVPointers
     k_descale: DescalePointers
     v_descale: DescalePointers
     row: tuple[int, int]
@@ -119,7 +114,7 @@ def _make_store(cache: PagedKVCache) -> Store:
     for stored, strides in ((cache.k, cache.k_strides), (cache.v, cache.v_strides)):
         # The kernel writes FP8 as bytes: casts differ between targets, and FNUZ is no type of CUDA's.
         words = stored.view(torch.uint8) if stored.element_size() == 1 else stored
-        pointers.append(CachePointers(words, strides.page, strides.token, strides.head, strides.outer))
+        pointers.append(KVPointers(words, strides.page, strides.token, strides.head, strides.outer))
     constants = tuple(_side_constants(cache).items())
     constants += (("PAGE_SIZE", cache.page_size), ("HEAD_DIM", cache.head_dim))
     return Store(
@@ -434,7 +429,7 @@ def rope_constants(rope: Rope | None) -> dict[str, Any]:
 
 def cache_pointers(
     cache: PagedKVCache,
-) -> tuple[CachePointers, CachePointers, DescalePointers, DescalePointers]:
+) -> tuple[KVPointers, KVPointers, DescalePointers, DescalePointers]:
     """K, V and their descales as kernel arguments that are written to."""
     return store_of(cache)[:4]
 

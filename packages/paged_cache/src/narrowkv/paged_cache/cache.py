@@ -26,9 +26,9 @@ from narrowkv.paged_cache.layouts import (
     zeros,
 )
 from narrowkv.quant.e8m0 import E8M0_BIAS
-from narrowkv.quant.errors import check_choice, check_positive_int, check_same_device, check_tensor
 from narrowkv.quant.formats import check_storage, get_format
 from narrowkv.quant.rounding import decode
+from narrowkv.runtime.errors import check_choice, check_positive_int, check_same_device, check_tensor
 
 if TYPE_CHECKING:
     from narrowkv.paged_cache.page_table import PageTable

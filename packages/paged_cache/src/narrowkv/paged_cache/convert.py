@@ -10,9 +10,9 @@ from narrowkv.paged_cache.append import EXPONENT_RULES
 from narrowkv.paged_cache.cache import CacheFormat, PagedKVCache
 from narrowkv.paged_cache.descales import SCALE_GROUP
 from narrowkv.paged_cache.layouts import from_logical
-from narrowkv.quant.errors import check_choice
 from narrowkv.quant.formats import get_format
 from narrowkv.quant.quantize import cast_fp8, quantize_per_group
+from narrowkv.runtime.errors import check_choice
 
 _CHUNK_ELEMENTS = 1 << 24  # of K and of V that are in fp32 at a time: 64 MiB each
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from narrowkv.quant.e8m0 import e8m0_decode
-from narrowkv.quant.errors import check_choice, check_descale_float, check_descale_tensor, check_dtype
 from narrowkv.quant.formats import get_format
+from narrowkv.runtime.errors import check_choice, check_descale_float, check_descale_tensor, check_dtype
 
 GRANULARITIES = ("tensor", "head", "sequence_head", "page_head", "token_head", "token_head_group")
 PER_TOKEN_GRANULARITIES = ("token_head", "token_head_group")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowkv.quant.errors import UnsupportedError
 from narrowkv.quant.formats import Format, get_format
+from narrowkv.runtime.errors import UnsupportedError
 
 LAYOUTS = ("NHD", "HND", "tokens", "concat", "vectorised")
 # Those that attention kernels serve.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from narrowkv.paged_cache.cache import PagedKVCache, layout_hint
-from narrowkv.quant.errors import (
+from narrowkv.runtime.errors import (
     check_dtype,
     check_index_vector,
     check_instance,

@@ -10,7 +10,7 @@ import torch
 from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.paged_cache.descales import PER_PAGE_GRANULARITIES
 from narrowkv.paged_cache.page_table import NO_PAGE, PageTable
-from narrowkv.quant.errors import check_instance, check_positive_int
+from narrowkv.runtime.errors import check_instance, check_positive_int
 
 _INT32_MAX = 2**31 - 1
 

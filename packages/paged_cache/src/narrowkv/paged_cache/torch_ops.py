@@ -8,7 +8,7 @@ import torch
 
 from narrowkv.paged_cache.append import Rope, append
 from narrowkv.paged_cache.cache import CacheFormat, PagedKVCache
-from narrowkv.quant.launch.tracing import OPTIONS_SCHEMA, as_bytes, spell, spelled, traces
+from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, as_bytes, spell, spelled, traces
 
 CACHE_SCHEMA = "Tensor{a} k, Tensor{b} v, Tensor{c}? k_descale, Tensor{d}? v_descale"
 CacheTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]

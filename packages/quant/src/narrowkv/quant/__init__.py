@@ -1,7 +1,7 @@
-"""narrowkv.quant: number formats, targets, and quantisation for narrow-precision KV caches.
+"""narrowkv.quant: number formats and quantisation for narrow-precision KV caches.
 
-What is exported here runs on any torch device and needs no Triton. Kernels and launching are in
-`narrowkv.quant.device` and `narrowkv.quant.launch`.
+What is exported here runs on any torch device and needs no Triton. The device code that kernels call is in
+`narrowkv.quant.device`.
 
 Example:
     >>> import torch
@@ -13,7 +13,6 @@ Example:
 
 from .accuracy import ErrorReport, compare, cosine, max_abs, relative_l1, rmse
 from .e8m0 import dsv4_tile_scale, e8m0_decode, e8m0_encode
-from .errors import UnsupportedError
 from .formats import FORMATS, FP8_FORMATS, Format, check_storage, get_format
 from .fp4 import FP4_VALUES, pack_fp4, round_fp4, unpack_fp4
 from .int_formats import pack_int4, round_int4, round_int8, unpack_int4
@@ -37,7 +36,6 @@ from .quantize import (
     quantize_with_descale,
 )
 from .rounding import cast_fp8, decode, encode
-from .targets import TARGETS, Figures, Target, device_target, get_target
 from .transforms import KOffset, VScale, hadamard, lse_correction
 
 __version__ = "0.1.0"
@@ -46,13 +44,9 @@ __all__ = [
     "FORMATS",
     "FP4_VALUES",
     "FP8_FORMATS",
-    "TARGETS",
     "ErrorReport",
-    "Figures",
     "Format",
     "KOffset",
-    "Target",
-    "UnsupportedError",
     "VScale",
     "cast_fp8",
     "check_storage",
@@ -67,13 +61,11 @@ __all__ = [
     "dequantize_per_tensor",
     "dequantize_per_token_head",
     "dequantize_with_descale",
-    "device_target",
     "dsv4_tile_scale",
     "e8m0_decode",
     "e8m0_encode",
     "encode",
     "get_format",
-    "get_target",
     "hadamard",
     "lse_correction",
     "max_abs",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import check_shape, check_tensor
+from narrowkv.runtime.errors import check_shape, check_tensor
 
 __all__ = ["ErrorReport", "compare", "cosine", "max_abs", "relative_l1", "rmse"]
 

@@ -9,11 +9,11 @@ of two that
 the caller folds into a scale (`widening_exponent`). It reads every code rightly, -0 and NaN among them.
 """
 
-import narrowkv.quant.toolchain  # noqa: F401, I001  # first: it says how to get Triton
+import narrowkv.runtime.toolchain  # noqa: F401, I001  # first: it says how to get Triton
 import triton
 import triton.language as tl
 
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.targets import Target
 
 NATIVE = "native"
 BITS = "bits"

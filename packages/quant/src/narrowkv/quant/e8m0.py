@@ -17,7 +17,8 @@ import math
 
 import torch
 
-from .errors import check_dtype
+from narrowkv.runtime.errors import check_dtype
+
 from .formats import Format, get_format
 from .rounding import round_to_format
 

@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 import torch
 
-from .errors import check_dtype, check_tensor
+from narrowkv.runtime.errors import check_dtype, check_tensor
 
 __all__ = ["FORMATS", "FP8_FORMATS", "Format", "check_storage", "get_format"]
 

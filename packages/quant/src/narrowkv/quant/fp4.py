@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from .errors import check_dtype
+from narrowkv.runtime.errors import check_dtype
 
 __all__ = [
     "FP4_VALUES",

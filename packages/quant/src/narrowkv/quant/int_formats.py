@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import torch
 
-from .errors import check_dtype
+from narrowkv.runtime.errors import check_dtype
+
 from .fp4 import pack_nibbles, unpack_nibbles
 
 __all__ = ["pack_int4", "round_int4", "round_int8", "unpack_int4"]

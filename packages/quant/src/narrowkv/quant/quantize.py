@@ -34,8 +34,15 @@ from __future__ import annotations
 
 import torch
 
+from narrowkv.runtime.errors import (
+    check_choice,
+    check_descale_float,
+    check_dtype,
+    check_positive_int,
+    check_shape,
+)
+
 from .e8m0 import E8M0_NAN, ceil_exponent, e8m0_decode, e8m0_from_exponent, floor_exponent, mse_exponent
-from .errors import check_choice, check_descale_float, check_dtype, check_positive_int, check_shape
 from .formats import Format
 from .rounding import cast_fp8, decode, encode, get_narrow_format, round_to_format, to_fp32
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from .errors import UnsupportedError, check_dtype, check_no_grad
+from narrowkv.runtime.errors import UnsupportedError, check_dtype, check_no_grad
+
 from .formats import FP8_FORMATS, Format, check_storage, get_format
 from .fp4 import decode_fp4, pack_fp4, round_fp4, unpack_fp4
 from .int_formats import pack_int4, round_int4, round_int8, unpack_int4

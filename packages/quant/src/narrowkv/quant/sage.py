@@ -33,7 +33,8 @@ from types import MappingProxyType
 
 import torch
 
-from .errors import check_choice, check_positive_int
+from narrowkv.runtime.errors import check_choice, check_positive_int
+
 from .formats import Format
 from .quantize import (
     Quantized,

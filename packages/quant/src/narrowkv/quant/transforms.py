@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import check_dtype, check_finite_float, check_positive_int, check_shape
+from narrowkv.runtime.errors import check_dtype, check_finite_float, check_positive_int, check_shape
 
 __all__ = ["KOffset", "VScale", "hadamard", "lse_correction"]
 

@@ -10,7 +10,7 @@ Example:
     torch.Size([2, 16, 512])
 """
 
-import narrowkv.quant.toolchain  # noqa: F401  # first: it says how to get Triton
+import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
 from narrowkv.sparse_fp8.api import sparse_decode, sparse_prefill, sparse_prefill_fp8
 from narrowkv.sparse_fp8.binding import RowsFormat
 from narrowkv.sparse_fp8.indices import compressed_topk, concat_csr, csr_from_topk, sliding_window

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from narrowkv.quant.errors import check_positive_int
+from narrowkv.runtime.errors import check_positive_int
 from narrowkv.sparse_fp8.config import MOST_SPLITS
 from narrowkv.sparse_fp8.modes import choose_mode
 from narrowkv.sparse_fp8.plan import SparsePlan, plan_for

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from narrowkv.quant.errors import has_memory
+from narrowkv.runtime.errors import has_memory
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
 from narrowkv.sparse_fp8.rows import TOKEN_BYTES, DSV4Rows
 

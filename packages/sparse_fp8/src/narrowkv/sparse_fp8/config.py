@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import triton
 
 from narrowkv.quant.device import BITS
-from narrowkv.quant.launch import LaunchOptions
-from narrowkv.quant.launch.gluon import has_gluon
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.launch import LaunchOptions
+from narrowkv.runtime.launch.gluon import has_gluon
+from narrowkv.runtime.targets import Target
 
 __all__ = [
     "NUM_HEADS",

@@ -13,7 +13,13 @@ from __future__ import annotations
 
 import torch
 
-from narrowkv.quant.errors import check_dtype, check_int32, check_positive_int, check_same_device, check_shape
+from narrowkv.runtime.errors import (
+    check_dtype,
+    check_int32,
+    check_positive_int,
+    check_same_device,
+    check_shape,
+)
 
 __all__ = ["compressed_topk", "concat_csr", "csr_from_topk", "sliding_window"]
 

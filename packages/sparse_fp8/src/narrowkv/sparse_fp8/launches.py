@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from narrowkv.quant.device import widen_route, widening_exponent
-from narrowkv.quant.launch import BoundLaunch, LaunchOptions
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.launch import BoundLaunch, LaunchOptions
+from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import RowsFormat
 from narrowkv.sparse_fp8.config import SparseConfig
 from narrowkv.sparse_fp8.kernels.expand import _expand_kernel

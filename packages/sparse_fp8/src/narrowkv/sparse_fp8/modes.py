@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from narrowkv.quant.device import BITS
-from narrowkv.quant.errors import check_choice
-from narrowkv.quant.launch import active_target, is_compiled
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.errors import check_choice
+from narrowkv.runtime.launch import active_target, is_compiled
+from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import RowsFormat
 from narrowkv.sparse_fp8.config import hopper_config, hopper_pays
 from narrowkv.sparse_fp8.launches import route_of

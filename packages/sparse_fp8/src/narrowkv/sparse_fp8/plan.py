@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from narrowkv.quant.device import BITS, NATIVE
-from narrowkv.quant.errors import (
+from narrowkv.runtime.errors import (
     UnsupportedError,
     check_choice,
     check_dtype,
@@ -24,8 +24,8 @@ from narrowkv.quant.errors import (
     check_shape,
     has_memory,
 )
-from narrowkv.quant.launch import BoundLaunch, Workspace, active_target, block_bytes, is_compiled
-from narrowkv.quant.targets import Target
+from narrowkv.runtime.launch import BoundLaunch, Workspace, active_target, block_bytes, is_compiled
+from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import INT32_MAX, NO_CSR, NO_ROWS, RowsFormat
 from narrowkv.sparse_fp8.config import (
     INVARIANT_SPLITS,

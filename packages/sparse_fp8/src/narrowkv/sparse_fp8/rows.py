@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from narrowkv.quant import cast_fp8, check_storage, dsv4_tile_scale, e8m0_decode, e8m0_encode, get_format
-from narrowkv.quant.errors import (
+from narrowkv.runtime.errors import (
     check_choice,
     check_dtype,
     check_last_dim_contiguous,

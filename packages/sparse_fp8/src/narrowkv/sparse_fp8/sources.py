@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from narrowkv.quant.errors import (
+from narrowkv.runtime.errors import (
     check_dtype,
     check_last_dim_contiguous,
     check_no_grad,

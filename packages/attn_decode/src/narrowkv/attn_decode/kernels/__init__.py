@@ -1,30 +1,14 @@
-"""Kernels of attn_decode; the tile mathematics in `tiles` is shared with other attention packages."""
+"""Kernels of attn_decode; the tile mathematics in `tiles` is shared with prefill."""
 
 from narrowkv.attn_decode.kernels.decode import _paged_decode_kernel
 from narrowkv.attn_decode.kernels.merge import _merge_splits_kernel, _merge_states_kernel
-from narrowkv.attn_decode.kernels.tiles import (
-    Blocks,
-    Descale,
-    KVPointers,
-    Rows,
-    Rules,
-    Sizes,
-    Stored,
-    Table,
-    TableSteps,
-    Workspace,
-)
+from narrowkv.attn_decode.kernels.tiles import Blocks, Rows, Rules, Sizes, Workspace
 
 __all__ = [
     "Blocks",
-    "Descale",
-    "KVPointers",
     "Rows",
     "Rules",
     "Sizes",
-    "Stored",
-    "Table",
-    "TableSteps",
     "Workspace",
     "_merge_splits_kernel",
     "_merge_states_kernel",

@@ -9,35 +9,35 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import (
-    Table,
     accumulate,
     attended_keys,
-    capped_logits,
     confine_nonfinite,
     even_split,
-    first_id,
     first_key,
-    kv_offsets,
-    load_key_scale,
     load_query,
-    load_words,
-    locate_keys,
     scale_to_fp16,
     scores,
     scores_fp4_native,
-    sequence_length,
     split_query,
     split_to_e4m3,
     splits_of_sequence,
-    store_partial,
     tiles_of,
-    times_head_descale,
     widen_tile,
-    write_rows,
     zeros_in_parts,
 )
+from narrowkv.paged_cache.kernels.pages import (
+    Table,
+    first_id,
+    kv_offsets,
+    load_key_scale,
+    load_words,
+    locate_keys,
+    sequence_length,
+    times_head_descale,
+)
 from narrowkv.quant.device import join_parts
-from narrowkv.quant.softmax import softmax_step
+from narrowkv.runtime.attention.results import store_partial, write_rows
+from narrowkv.runtime.attention.softmax import capped_logits, softmax_step
 
 
 # Of what serving changes from step to step the compiler knows nothing, so that nothing is compiled anew.

@@ -3,16 +3,10 @@
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.kernels.tiles import (
-    Table,
-    even_split,
-    sequence_length,
-    splits_of_sequence,
-    tiles_of,
-    times_head_descale,
-    write_rows,
-)
-from narrowkv.quant.softmax import merge_step
+from narrowkv.attn_decode.kernels.tiles import even_split, splits_of_sequence, tiles_of
+from narrowkv.paged_cache.kernels.pages import Table, sequence_length, times_head_descale
+from narrowkv.runtime.attention.results import write_rows
+from narrowkv.runtime.attention.softmax import merge_step
 
 _BLOCK_S = tl.constexpr(16)  # partial results that are merged at once
 

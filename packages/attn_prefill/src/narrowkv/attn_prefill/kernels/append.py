@@ -7,50 +7,44 @@ are issued in order, so what they wait for is running or done. Otherwise they re
 which no producer writes, and new ones from the chunk.
 """
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import (
-    Table,
     accumulate,
-    capped_logits,
     confine_nonfinite,
-    first_id,
     scale_to_fp16,
-    sequence_length,
     split_query,
-    times_head_descale,
-    write_rows,
     zeros_in_parts,
 )
-from narrowkv.attn_prefill.kernels.dense import Scratch, dense_tile
+from narrowkv.attn_prefill.kernels.arguments import Read, Scratch
+from narrowkv.attn_prefill.kernels.dense import dense_tile
 from narrowkv.attn_prefill.kernels.fused import paged_keys, split_rows_fp8
 from narrowkv.attn_prefill.kernels.produce import NewCache, produce_block
 from narrowkv.attn_prefill.kernels.rows import (
-    SIZES,
+    RUNTIME_SIZES,
     Queries,
     find_block,
     held_keys,
-    key_range,
     longest_held,
     merge_splits,
     rows_of,
-    share_of,
     softmax_step,
     tile_of,
-    visible_keys,
 )
-from narrowkv.paged_cache.kernels import load_rotated
+from narrowkv.paged_cache.kernels.append import DescalePointers, load_rotated
+from narrowkv.paged_cache.kernels.pages import (
+    Descale,
+    KVPointers,
+    Table,
+    first_id,
+    sequence_length,
+    times_head_descale,
+)
 from narrowkv.quant.device import join_parts
-
-
-class Arrivals(NamedTuple):
-    """Per (sequence, head): blocks in scratch, programs that have done waiting; zero between launches."""
-
-    ready: Any
-    left: Any
+from narrowkv.runtime.attention.masks import key_range, share_of, visible_keys
+from narrowkv.runtime.attention.results import write_rows
+from narrowkv.runtime.attention.softmax import capped_logits
 
 
 @triton.jit
@@ -70,25 +64,30 @@ def order_proxies(value, NVIDIA: tl.constexpr):
 
 @triton.jit
 def own_keys(
-    q, acc, m, l, scale, soft_cap, k_new, v_new, rope, kv_head, q_start, q_len, within, begin, end,
-    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    WINDOW_LEFT: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    q, acc, m, l, scale, soft_cap, chunk, rope, kv_head, q_start, q_len, within, begin, end,
+    SIZES: tl.constexpr, STORING: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Attends to key tiles [begin, end) of the chunk itself, unquantised."""
+    HEAD_DIM: tl.constexpr = SIZES.head_dim
+    ROTARY_DIM: tl.constexpr = STORING.rotary_dim
+    INTERLEAVED: tl.constexpr = STORING.interleaved
+    WINDOW_LEFT: tl.constexpr = RULES.window_left
+    BLOCK_N: tl.constexpr = BLOCKS.t
+    BLOCK_D: tl.constexpr = BLOCKS.d
     d = tl.arange(0, BLOCK_D)
-    KIND: tl.constexpr = k_new.ptr.dtype.element_ty
+    KIND: tl.constexpr = chunk.k.dtype.element_ty
     for tile in range(begin, end):
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = n < q_len
         tokens = (q_start + n).to(tl.int64)
-        at = tokens * k_new.token + kv_head * k_new.head
-        k = load_rotated(k_new.ptr, at, rope, tokens, inside, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED).to(KIND)
-        at = tokens * v_new.token + kv_head * v_new.head
+        at = tokens * chunk.k_token + kv_head * chunk.k_head
+        k = load_rotated(chunk.k, at, rope, tokens, inside, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED).to(KIND)
+        at = tokens * chunk.v_token + kv_head * chunk.v_head
         v = tl.load(
-            v_new.ptr + at[:, None] + d[None, :], mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0
+            chunk.v + at[:, None] + d[None, :], mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0
         )
         s = tl.dot(q, tl.trans(k)) * scale
-        if HAS_SOFT_CAP:
+        if RULES.soft_cap:
             s = capped_logits(s, soft_cap)
         keep = visible_keys(n, within, 0, q_len, False, WINDOW_LEFT, 0)
         s = tl.where(keep, s, float("-inf"))
@@ -98,35 +97,66 @@ def own_keys(
     return acc, m, l
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _prefill_append_kernel(
-    q, out, k_new, v_new, rope, k_store, v_store, k_store_descale, v_store_descale, num_pages,
-    k, v, k_descale, v_descale, table, scratch, k_desc, v_desc, arrivals,
-    workspace, scale, k_scale, v_scale, soft_cap,
+    q, out, chunk, rope, to, cache, table, scratch, k_desc, v_desc, workspace, scales,
     batch, num_tokens, max_q_len, table_row, num_ids, max_pages, max_keys, key_blocks,
     num_blocks, num_tiles, num_splits,
-    NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
-    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
-    K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
-    ACC_PARTS: tl.constexpr,
-    K_MAX: tl.constexpr, V_MAX: tl.constexpr, K_SCALING: tl.constexpr, V_SCALING: tl.constexpr,
-    K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, RULE: tl.constexpr,
-    COMPUTE: tl.constexpr, SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr, FP8: tl.constexpr,
-    CLEAN: tl.constexpr, P_SCALE: tl.constexpr,
-    WINDOW_LEFT: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr,
-    FOLDED: tl.constexpr, SPLIT: tl.constexpr, SETTLE: tl.constexpr, STAGED: tl.constexpr, TMA: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr, OWN_N: tl.constexpr, NVIDIA: tl.constexpr,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STORING: tl.constexpr, RULES: tl.constexpr,
+    WIDENED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Programs of a launch of `prefill_append`; the table's lengths are those before it.
 
-    `scale` is of real logits, in base 2 or natural for a soft cap; `k_scale` and `v_scale` are what old keys
-    and values, and staged new values, are short of besides their descale tensors. OWN_N: keys of the chunk
-    itself that are taken at a time, where they are not staged.
+    Args:
+        q, out, chunk, rope: `Queries`, `Outputs`, `Chunk`, `RopePointers`. to: `Destination`.
+        cache: `Cache`. table, scratch: `Table`, `Scratch`: without the sizes that follow.
+        k_desc, v_desc: tensor descriptors of the scratch, or None.
+        workspace, scales: `AppendWorkspace`, `AppendScales`.
+        num_blocks, num_tiles: blocks of keys and tiles of rows of a head, at most.
+        SIZES, K, V, STORING, RULES, WIDENED, BLOCKS: `Sizes`, `Stored`, `Stored`, `Storing`, `Rules`,
+            `Widened`, `Blocks`. Where keys are staged, the rules are those of the scratch.
     """
+    NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
+    GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
+    HEAD_DIM: tl.constexpr = SIZES.head_dim
+    PAGE_SIZE: tl.constexpr = SIZES.page_size
+    ROTARY_DIM: tl.constexpr = STORING.rotary_dim
+    INTERLEAVED: tl.constexpr = STORING.interleaved
+    K_PARTS: tl.constexpr = K.parts
+    K_DESCALE: tl.constexpr = K.descale
+    V_DESCALE: tl.constexpr = V.descale
+    V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
+    COMPUTE: tl.constexpr = RULES.compute
+    SPLIT_Q: tl.constexpr = RULES.split_q
+    FP8: tl.constexpr = RULES.fp8
+    P_SCALE: tl.constexpr = RULES.p_scale
+    ACC_PARTS: tl.constexpr = RULES.acc_parts
+    WINDOW_LEFT: tl.constexpr = RULES.window_left
+    HAS_SINKS: tl.constexpr = RULES.sinks
+    WRITE_LSE: tl.constexpr = RULES.lse
+    SETTLE: tl.constexpr = RULES.settle
+    SPLIT: tl.constexpr = RULES.split
+    WIDE_ADDRESS: tl.constexpr = RULES.wide_address
+    NVIDIA: tl.constexpr = RULES.nvidia
+    STAGED: tl.constexpr = WIDENED.staged
+    TMA: tl.constexpr = WIDENED.tma
+    BLOCK_M: tl.constexpr = BLOCKS.m
+    BLOCK_N: tl.constexpr = BLOCKS.n
+    BLOCK_D: tl.constexpr = BLOCKS.d
+    BLOCK_S: tl.constexpr = BLOCKS.s
+    OWN_N: tl.constexpr = BLOCKS.t
+    k = KVPointers(cache.k, cache.k_page, cache.k_token, cache.k_head, cache.k_outer)
+    v = KVPointers(cache.v, cache.v_page, cache.v_token, cache.v_head, cache.v_outer)
+    k_descale = Descale(cache.k_descale, cache.k_descale_major, cache.k_descale_token, cache.k_descale_head)
+    v_descale = Descale(cache.v_descale, cache.v_descale_major, cache.v_descale_token, cache.v_descale_head)
+    k_store = KVPointers(to.k, to.k_page, to.k_token, to.k_head, to.k_outer)
+    v_store = KVPointers(to.v, to.v_page, to.v_token, to.v_head, to.v_outer)
+    k_store_descale = DescalePointers(
+        to.k_number, to.k_descale, to.k_descale_page, to.k_descale_slot, to.k_descale_head
+    )
+    v_store_descale = DescalePointers(
+        to.v_number, to.v_descale, to.v_descale_page, to.v_descale_slot, to.v_descale_head
+    )
     q = Queries(q.ptr, q.token, q.head, q.starts, num_tokens, max_q_len, q.descale)
     table = Table(
         table.page_ids, table_row, table.lens, num_ids, table.num_pages, max_pages,
@@ -135,13 +165,10 @@ def _prefill_append_kernel(
     if STAGED:
         scratch = Scratch(
             scratch.k, scratch.v, scratch.k_factor, scratch.v_factor, scratch.k_unit, scratch.v_unit,
-            scratch.unusual, scratch.starts, scratch.rows, max_keys, key_blocks,
+            scratch.unusual, scratch.starts, scratch.schedule, scratch.rows, max_keys, key_blocks,
         )  # fmt: skip
-    # Put together here: Triton 3.6 does not take a tuple in a tuple as an argument if a number in it is one.
-    store = NewCache(k_store, v_store, k_store_descale, v_store_descale, max_pages, num_pages)
-    KIND: tl.constexpr = k_new.ptr.dtype.element_ty
-    K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
-    V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
+    store = NewCache(k_store, v_store, k_store_descale, v_store_descale, max_pages, table.num_pages)
+    KIND: tl.constexpr = chunk.k.dtype.element_ty
     pid = tl.program_id(0)
     limit = num_blocks * 0
     if STAGED:
@@ -155,11 +182,9 @@ def _prefill_append_kernel(
         if seq < 0:
             return
         produce_block(
-            k_new, v_new, rope, store, k, v, k_descale, v_descale, k_scale, v_scale, table, scratch,
-            seq, in_seq, held, q_start, q_len, block, kv_head, HEAD_DIM, PAGE_SIZE, ROTARY_DIM, INTERLEAVED,
-            K_FORMAT, V_FORMAT, K_MAX, V_MAX, K_SCALING, V_SCALING, K_GROUP, V_GROUP, RULE, K_VEC, V_VEC,
-            WIDE_ADDRESS, K_ROUTE, V_ROUTE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, False, True, STAGED,
-            BLOCK_S, BLOCK_D,
+            chunk, rope, store, k, v, k_descale, v_descale, scales.k, scales.v, table, scratch,
+            seq, in_seq, held, q_start, q_len, block, kv_head, SIZES, K, V, STORING,
+            WIDE_ADDRESS, False, True, STAGED, BLOCK_S, BLOCK_D,
         )  # fmt: skip
         if STAGED:
             if in_seq == 0:
@@ -167,7 +192,7 @@ def _prefill_append_kernel(
             order_proxies(pid, TMA)
             # Every thread's stores are done before the one thread that counts announces them.
             tl.debug_barrier()
-            tl.atomic_add(arrivals.ready + seq * NUM_KV_HEADS + kv_head, 1, sem="release")
+            tl.atomic_add(workspace.ready + seq * NUM_KV_HEADS + kv_head, 1, sem="release")
         return
 
     pid -= num_blocks * NUM_KV_HEADS
@@ -190,32 +215,30 @@ def _prefill_append_kernel(
     d = tl.arange(0, BLOCK_D)
     at = tokens * q.token + heads * q.head
     own_q = load_rotated(q.ptr, at, rope, tokens, row_mask, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED).to(KIND)
-    logit_scale = tl.full([BLOCK_M], 1.0, tl.float32) * scale
-    o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * v_scale
+    logit_scale = tl.full([BLOCK_M], 1.0, tl.float32) * scales.logit
+    o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * scales.v
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
     if STAGED:
         old_blocks = tl.cdiv(old_len, BLOCK_S)
         wanted = old_blocks + tl.cdiv(q_len, BLOCK_S)
         place = seq * NUM_KV_HEADS + kv_head
-        while tl.atomic_add(arrivals.ready + place, 0, sem="acquire") < wanted:
+        while tl.atomic_add(workspace.ready + place, 0, sem="acquire") < wanted:
             pass
         tl.debug_barrier()
         waiting = tl.cdiv(q_len * GQA_RATIO, BLOCK_M) * num_splits
-        if tl.atomic_add(arrivals.left + place, 1, sem="acq_rel") == waiting - 1:
-            tl.store(arrivals.ready + place, 0)  # the next launch finds both as this one did
-            tl.store(arrivals.left + place, 0)
+        if tl.atomic_add(workspace.left + place, 1, sem="acq_rel") == waiting - 1:
+            tl.store(workspace.ready + place, 0)  # the next launch finds both as this one did
+            tl.store(workspace.left + place, 0)
         order_proxies(pid, TMA)
         # In the scratch, old keys begin `pad` rows late.
         pad = old_blocks * BLOCK_S - old_len
         begin = old_len + pad
         dense_tile(
-            q, (own_q,), row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace,
+            (own_q,), row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace,
             tl.load(scratch.starts + seq), kv_head, unit,
             begin + within, pad, begin + q_len, begin + first_row, begin + last_row,
-            logit_scale, o_scale, soft_cap, split, num_splits, stride,
-            HEAD_DIM, KIND, False, False, K_PER_KEY, V_PER_KEY, True, True, WINDOW_LEFT, 0,
-            HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT, SETTLE, TMA, OVERLAP, True,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
+            logit_scale, o_scale, scales.soft_cap, split, num_splits, stride,
+            SIZES, RULES, WIDENED, BLOCKS,
         )  # fmt: skip
     else:
         row_base = first_id(table, seq, False)
@@ -233,7 +256,7 @@ def _prefill_append_kernel(
             begin, end, full, full_end = share_of(begin, end, full, full_end, split, num_splits)
             # One of them takes the chunk's own keys.
             own_end = tl.where(split == num_splits - 1, own_end, own_begin)
-        old_scale = logit_scale * k_scale
+        old_scale = logit_scale * scales.k
         old_scale = times_head_descale(old_scale, k_descale, seq, kv_head, K_DESCALE)
         if FP8 is not None:
             high, low, row_scale = split_rows_fp8(own_q, FP8, P_SCALE)
@@ -245,26 +268,23 @@ def _prefill_append_kernel(
                 c = tl.arange(0, BLOCK_D // K_PARTS) * K_PARTS + i
                 part = load_rotated(q.ptr, at, rope, tokens, row_mask, c, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
                 parts = parts + (part.to(KIND),)
-            if SCALE_Q:
+            if RULES.scale_q:
                 parts, row_scale = scale_to_fp16(parts, K_PARTS)
                 old_scale *= row_scale
             high, low = split_query(parts, COMPUTE, SPLIT_Q, K_PARTS)
+        read = Read(row_base, kv_head, old_len, first, last)
         acc, m, l, v_unit = paged_keys(
             high, low, zeros_in_parts(BLOCK_M, BLOCK_D, ACC_PARTS),
             tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
-            old_scale, soft_cap, k, v, k_descale, v_descale, table, row_base, kv_head,
-            old_len + within, old_len, first, last, begin, end, full, full_end,
-            HEAD_DIM, PAGE_SIZE, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT, K_ROUTE, V_ROUTE,
-            COMPUTE, SPLIT_Q, FP8, CLEAN, P_SCALE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, ACC_PARTS,
-            HAS_SOFT_CAP, FOLDED, WINDOW_LEFT, -1, BLOCK_N, BLOCK_D,
+            old_scale, scales.soft_cap, k, v, k_descale, v_descale, table, read, old_len + within,
+            begin, end, full_end, SIZES, K, V, RULES, BLOCKS,
         )  # fmt: skip
         joined = join_parts(acc, ACC_PARTS) * o_scale[:, None]
         if V_PER_KEY:
             joined *= v_unit
         joined, m, l = own_keys(
-            own_q, joined, m, l, scale, soft_cap, k_new, v_new, rope, kv_head, q_start, q_len, within,
-            own_begin, own_end, HEAD_DIM, ROTARY_DIM, INTERLEAVED, WINDOW_LEFT, HAS_SOFT_CAP,
-            OWN_N, BLOCK_D,
+            own_q, joined, m, l, scales.logit, scales.soft_cap, chunk, rope, kv_head, q_start, q_len, within,
+            own_begin, own_end, SIZES, STORING, RULES, BLOCKS,
         )  # fmt: skip
         write = True
         if SPLIT:

@@ -5,69 +5,42 @@ Widening costs each key tile once instead of once for every tile of query rows, 
 of V in bf16, see `to_fp16_in_units`.
 """
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.kernels.tiles import (
-    Table,
-    capped_logits,
-    first_id,
-    kv_offsets,
-    load_key_scale,
-    load_query,
-    load_words,
-    locate_keys,
-    scale_to_fp16,
-    split_query,
-    times_head_descale,
-    widen_tile,
-    write_rows,
-)
+from narrowkv.attn_decode.kernels.tiles import load_query, scale_to_fp16, split_query, widen_tile
+from narrowkv.attn_prefill.kernels.arguments import Scratch
 from narrowkv.attn_prefill.kernels.rows import (
-    SIZES,
+    RUNTIME_SIZES,
     Queries,
     begin_next_launch,
     find_block,
-    key_range,
     longest_held,
     merge_splits,
     rows_of,
     schedule_tiles,
     scheduled_tile,
-    share_of,
     softmax_step,
-    visible_keys,
     weigh_values,
 )
+from narrowkv.paged_cache.kernels.pages import (
+    Descale,
+    KVPointers,
+    Table,
+    first_id,
+    kv_offsets,
+    load_key_scale,
+    load_words,
+    locate_keys,
+    times_head_descale,
+)
 from narrowkv.quant.device import join_parts
+from narrowkv.runtime.attention.masks import key_range, share_of, visible_keys
+from narrowkv.runtime.attention.results import write_rows
+from narrowkv.runtime.attention.softmax import capped_logits
 
 # V of a bf16 cache times 2**this is float16 without a factor of its own from 2**-17 to 2**10.
 BF16_VALUE_EXPONENT = tl.constexpr(5)
-
-
-class Scratch(NamedTuple):
-    """Widened keys `[heads, rows, head_dim]`: sequences one after the other, each in whole blocks of rows.
-
-    k_factor, v_factor: what each key is still to be multiplied by, `[heads, rows]` fp32, or None. k_unit,
-    v_unit: the same for whole blocks, `[heads, blocks]`, or None. unusual: whether any of v_unit is not 1, or
-    a key that stays in its page has a factor, and how many programs have seen to it, or None. starts: first
-    row of each sequence. rows: rows of a head. max_keys: the most keys of a sequence that are read from the
-    cache. key_blocks: the most blocks that the keys of all sequences take. Keys beyond either are left out.
-    """
-
-    k: Any
-    v: Any
-    k_factor: Any
-    v_factor: Any
-    k_unit: Any
-    v_unit: Any
-    unusual: Any
-    starts: Any
-    rows: Any
-    max_keys: Any
-    key_blocks: Any
 
 
 @triton.jit
@@ -130,17 +103,27 @@ def keys_without_value(inside, KIND: tl.constexpr):
 @triton.jit
 def widen_block(
     k, v, k_descale, v_descale, table, scratch, seq, block, first_row, kv_head, kv_len, k_unit,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, IN_UNITS: tl.constexpr,
-    K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
-    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
-    K_TYPE: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
-    K_PARTS: tl.constexpr, V_PARTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_TYPE: tl.constexpr, IN_UNITS: tl.constexpr,
+    WIDE_ADDRESS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Gathers, widens and stores one block of one head: keys from `first_row` of `seq` to block `block`.
 
     IN_UNITS: K is still to be multiplied by `k_unit`, which is noted. K_TYPE: what K becomes; None leaves it
     where it is, and notes a factor of each key, which is NaN where its V is not finite.
     """
+    HEAD_DIM: tl.constexpr = SIZES.head_dim
+    PAGE_SIZE: tl.constexpr = SIZES.page_size
+    RAGGED: tl.constexpr = SIZES.ragged
+    K_VEC: tl.constexpr = K.vec
+    K_FORMAT: tl.constexpr = K.format
+    K_ROUTE: tl.constexpr = K.route
+    K_DESCALE: tl.constexpr = K.descale
+    K_PARTS: tl.constexpr = K.parts
+    V_VEC: tl.constexpr = V.vec
+    V_FORMAT: tl.constexpr = V.format
+    V_ROUTE: tl.constexpr = V.route
+    V_DESCALE: tl.constexpr = V.descale
+    V_PARTS: tl.constexpr = V.parts
     row_base = first_id(table, seq, RAGGED)
     n = first_row + tl.arange(0, BLOCK_N)
     inside = (n >= 0) & (n < kv_len)
@@ -196,25 +179,37 @@ def widen_block(
         store_v_unit(scratch, unit, unusual, units)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _widen_kernel(
-    q, k, v, k_descale, v_descale, table, scratch, schedule,
+    q, cache, table, scratch,
     batch, num_tokens, max_q_len, block_m, table_row, num_ids, max_pages, max_keys, key_blocks,
     num_blocks, num_tiles,
-    NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    RAGGED: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
-    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
-    K_TYPE: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
-    K_PARTS: tl.constexpr, V_PARTS: tl.constexpr, CAUSAL: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
-    NVIDIA: tl.constexpr,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, FILLING: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The first programs widen a block of one head each, the last ones order the tiles that attend.
 
-    PDL: the launch that attends may begin early.
+    Args:
+        q: `Queries`; cache: `Cache`; table: `Table`; scratch: `Scratch`: without the sizes that follow.
+        block_m: rows of a tile of the launch that attends. num_blocks, num_tiles: how many there are at most.
+        SIZES, K, V, FILLING, BLOCKS: `Sizes`, `Stored`, `Stored`, `Filling`, `Blocks`.
     """
-    if PDL:
+    NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
+    GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
+    PAGE_SIZE: tl.constexpr = SIZES.page_size
+    RAGGED: tl.constexpr = SIZES.ragged
+    K_TYPE: tl.constexpr = FILLING.k_type
+    CAUSAL: tl.constexpr = FILLING.causal
+    WIDE_ADDRESS: tl.constexpr = FILLING.wide_address
+    NVIDIA: tl.constexpr = FILLING.nvidia
+    BLOCK_D: tl.constexpr = BLOCKS.d
+    BLOCK_N: tl.constexpr = BLOCKS.s
+    BLOCK_I: tl.constexpr = BLOCKS.i
+    if FILLING.early:
         begin_next_launch()
+    k = KVPointers(cache.k, cache.k_page, cache.k_token, cache.k_head, cache.k_outer)
+    v = KVPointers(cache.v, cache.v_page, cache.v_token, cache.v_head, cache.v_outer)
+    k_descale = Descale(cache.k_descale, cache.k_descale_major, cache.k_descale_token, cache.k_descale_head)
+    v_descale = Descale(cache.v_descale, cache.v_descale_major, cache.v_descale_token, cache.v_descale_head)
     q = Queries(q.ptr, q.token, q.head, q.starts, num_tokens, max_q_len, q.descale)
     table = Table(
         table.page_ids, table.row if RAGGED else table_row, table.lens, num_ids, table.num_pages, max_pages,
@@ -222,12 +217,12 @@ def _widen_kernel(
     )  # fmt: skip
     scratch = Scratch(
         scratch.k, scratch.v, scratch.k_factor, scratch.v_factor, scratch.k_unit, scratch.v_unit,
-        scratch.unusual, scratch.starts, scratch.rows, max_keys, key_blocks,
+        scratch.unusual, scratch.starts, scratch.schedule, scratch.rows, max_keys, key_blocks,
     )  # fmt: skip
     pid = tl.program_id(0)
     if pid >= num_blocks * NUM_KV_HEADS:
         schedule_tiles(
-            q, table, scratch, schedule, batch, num_tiles, pid - num_blocks * NUM_KV_HEADS, block_m,
+            q, table, scratch, batch, num_tiles, pid - num_blocks * NUM_KV_HEADS, block_m,
             PAGE_SIZE, RAGGED, False, GQA_RATIO, CAUSAL, BLOCK_N, BLOCK_I,
         )  # fmt: skip
         return
@@ -241,8 +236,7 @@ def _widen_kernel(
         return
     widen_block(
         k, v, k_descale, v_descale, table, scratch, seq, block, in_seq * BLOCK_N, kv_head, kv_len, 1.0,
-        HEAD_DIM, PAGE_SIZE, RAGGED, False, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT, K_ROUTE, V_ROUTE,
-        K_TYPE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, BLOCK_D, BLOCK_N,
+        SIZES, K, V, K_TYPE, False, WIDE_ADDRESS, BLOCK_D, BLOCK_N,
     )  # fmt: skip
 
 
@@ -276,12 +270,8 @@ def masked_scores(
 def dense_range(
     q, q_low, acc, m, l, v_unit, v_largest, logit_scale, soft_cap, scratch, k_desc, v_desc, base,
     query_pos, first, num_keys, begin, rounds, end, full, full_end,
-    HEAD_DIM: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
-    SPLIT_Q: tl.constexpr, K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr,
-    K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    SIZES: tl.constexpr, RULES: tl.constexpr, WIDENED: tl.constexpr, BLOCKS: tl.constexpr,
     MASK: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Rounds [begin, rounds) of `dense_keys`, each a key tile.
 
@@ -289,6 +279,19 @@ def dense_range(
     of a key so far. MASK: "none"; "branch", past it where a tile needs none; "rest", only tiles that need
     one, of which those from round `full` on lie behind [full, full_end).
     """
+    HEAD_DIM: tl.constexpr = SIZES.head_dim
+    WINDOW_LEFT: tl.constexpr = RULES.window_left
+    WINDOW_RIGHT: tl.constexpr = RULES.window_right
+    FOLDED: tl.constexpr = RULES.folded
+    K_PER_KEY: tl.constexpr = WIDENED.k_per_key
+    V_PER_KEY: tl.constexpr = WIDENED.v_per_key
+    K_IN_UNITS: tl.constexpr = WIDENED.k_in_units
+    V_IN_UNITS: tl.constexpr = WIDENED.v_in_units
+    TMA: tl.constexpr = WIDENED.tma
+    OVERLAP: tl.constexpr = WIDENED.overlap
+    BLOCK_N: tl.constexpr = BLOCKS.n
+    BLOCK_D: tl.constexpr = BLOCKS.d
+    BLOCK_S: tl.constexpr = BLOCKS.s
     d = tl.arange(0, BLOCK_D)
     if OVERLAP:
         p = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
@@ -311,7 +314,7 @@ def dense_range(
             v_factor = tl.load(scratch.v_factor + row + tl.arange(0, BLOCK_N))
         k = load_rows(scratch.k, k_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)  # [BLOCK_N, BLOCK_D]
         s = tl.dot(q, tl.trans(k))
-        if SPLIT_Q:
+        if RULES.split_q:
             s = tl.dot(q_low, tl.trans(k), s)
         if OVERLAP:
             previous = base + tl.maximum(tile - 1, begin) * BLOCK_N
@@ -321,7 +324,7 @@ def dense_range(
             s *= scale[:, None]
             if K_PER_KEY:
                 s *= k_factor[None, :]
-            if HAS_SOFT_CAP:
+            if RULES.soft_cap:
                 s = capped_logits(s, soft_cap)
         before = tile * BLOCK_N
         n = tl.arange(0, BLOCK_N)
@@ -355,42 +358,36 @@ def dense_range(
 def dense_keys(
     q, q_low, acc, m, l, logit_scale, soft_cap, scratch, k_desc, v_desc, base, query_pos,
     first, num_keys, begin, end, full, full_end,
-    HEAD_DIM: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
-    SPLIT_Q: tl.constexpr, K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr,
-    K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, FOLDED: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
-    BRANCH: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    SIZES: tl.constexpr, RULES: tl.constexpr, WIDENED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Attends to the key tiles [begin, end) of a sequence's scratch, of which [full, full_end) need no mask.
 
-    `base` is the row of the sequence's first key in this head. OVERLAP: a tile's P @ V is issued after the
-    scores of the next tile and runs during their softmax; one more round finishes the last. BRANCH: tiles
-    that need no mask branch past it. AMD's compiler no longer sees then that one product feeds the other;
-    there they come first, in a loop of their own, which has no pipeline that would have to fill anew.
+    `base` is the row of the sequence's first key in this head. With `overlap` a tile's P @ V is issued after
+    the scores of the next tile and runs during their softmax; one more round finishes the last. With `branch`
+    tiles that need no mask branch past it. AMD's compiler no longer sees then that one product feeds the
+    other; there they come first, in a loop of their own, which has no pipeline that would have to fill anew.
     """
     v_unit = num_keys.to(tl.float32) * 0.0 + 1.0
     v_largest = v_unit * 0.0
     rounds = end
-    if OVERLAP:
+    if WIDENED.overlap:
         rounds = tl.where(begin < end, end + 1, end)
-    if not BRANCH:
+    MASK: tl.constexpr = "branch" if WIDENED.branch else "rest"
+    if not WIDENED.branch:
         acc, m, l, v_unit, v_largest = dense_range(
             q, q_low, acc, m, l, v_unit, v_largest, logit_scale, soft_cap, scratch, k_desc, v_desc, base,
             query_pos, first, num_keys, full, full_end, end, full, full_end,
-            HEAD_DIM, WINDOW_LEFT, WINDOW_RIGHT, SPLIT_Q, K_PER_KEY, V_PER_KEY, K_IN_UNITS, V_IN_UNITS,
-            HAS_SOFT_CAP, FOLDED, TMA, OVERLAP, "none", BLOCK_N, BLOCK_D, BLOCK_S,
+            SIZES, RULES, WIDENED, BLOCKS, "none",
         )  # fmt: skip
         rounds -= full_end - full
     acc, m, l, v_unit, v_largest = dense_range(
         q, q_low, acc, m, l, v_unit, v_largest, logit_scale, soft_cap, scratch, k_desc, v_desc, base,
         query_pos, first, num_keys, begin, rounds, end, full, full_end,
-        HEAD_DIM, WINDOW_LEFT, WINDOW_RIGHT, SPLIT_Q, K_PER_KEY, V_PER_KEY, K_IN_UNITS, V_IN_UNITS,
-        HAS_SOFT_CAP, FOLDED, TMA, OVERLAP, "branch" if BRANCH else "rest", BLOCK_N, BLOCK_D, BLOCK_S,
+        SIZES, RULES, WIDENED, BLOCKS, MASK,
     )  # fmt: skip
-    if V_IN_UNITS:
+    if WIDENED.v_in_units:
         acc, m, l = multiplied(acc, m, l, v_unit)
-    if V_PER_KEY:
+    if WIDENED.v_per_key:
         acc, m, l = multiplied(acc, m, l, v_largest)
     return acc, m, l
 
@@ -410,24 +407,29 @@ def multiplied(acc, m, l, factor):
 
 @triton.jit
 def dense_tile(
-    q, parts, row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace, base, kv_head, unit,
+    parts, row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace, base, kv_head, unit,
     query_pos, first, num_keys, first_pos, last_pos, logit_scale, o_scale, soft_cap, split, num_splits,
     stride,
-    HEAD_DIM: tl.constexpr, COMPUTE: tl.constexpr, SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr,
-    K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr, K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
-    WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr,
-    SPLIT: tl.constexpr, SETTLE: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
-    BRANCH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    SIZES: tl.constexpr, RULES: tl.constexpr, WIDENED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows over a sequence's scratch from row `base` on, written out; `parts` is Q as loaded."""
+    HEAD_DIM: tl.constexpr = SIZES.head_dim
+    COMPUTE: tl.constexpr = RULES.compute
+    SPLIT_Q: tl.constexpr = RULES.split_q
+    WINDOW_LEFT: tl.constexpr = RULES.window_left
+    WINDOW_RIGHT: tl.constexpr = RULES.window_right
+    HAS_SINKS: tl.constexpr = RULES.sinks
+    WRITE_LSE: tl.constexpr = RULES.lse
+    SETTLE: tl.constexpr = RULES.settle
+    BLOCK_M: tl.constexpr = BLOCKS.m
+    BLOCK_N: tl.constexpr = BLOCKS.n
+    BLOCK_D: tl.constexpr = BLOCKS.d
     begin, end, full, full_end = key_range(
         first_pos, last_pos, first, num_keys, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N
     )
-    if SPLIT:
+    if RULES.split:
         begin, end, full, full_end = share_of(begin, end, full, full_end, split, num_splits)
-    if SCALE_Q:
+    if RULES.scale_q:
         parts, row_scale = scale_to_fp16(parts, 1)
         logit_scale *= row_scale
     high, low = split_query(parts, COMPUTE, SPLIT_Q, 1)
@@ -436,12 +438,10 @@ def dense_tile(
         high[0], low[0], tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
         tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
         logit_scale, soft_cap, scratch, k_desc, v_desc, base, query_pos, first, num_keys,
-        begin, end, full, full_end,
-        HEAD_DIM, WINDOW_LEFT, WINDOW_RIGHT, SPLIT_Q, K_PER_KEY, V_PER_KEY, K_IN_UNITS, V_IN_UNITS,
-        HAS_SOFT_CAP, FOLDED, TMA, OVERLAP, BRANCH, BLOCK_N, BLOCK_D, BLOCK_S,
+        begin, end, full, full_end, SIZES, RULES, WIDENED, BLOCKS,
     )  # fmt: skip
     write = True
-    if SPLIT:
+    if RULES.split:
         write, acc, m, l = merge_splits(
             workspace, acc, m, l, unit, split, num_splits, stride, row_mask, SETTLE, BLOCK_M, BLOCK_D
         )
@@ -452,34 +452,36 @@ def dense_tile(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _dense_prefill_kernel(
-    q, out, scratch, k_desc, v_desc, k_descale, v_descale, schedule, workspace,
+    q, out, scratch, k_desc, v_desc, k_descale, v_descale, workspace,
     qk_scale, out_scale, soft_cap, num_splits,
-    NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, COMPUTE: tl.constexpr,
-    SCALE_Q: tl.constexpr, SPLIT_Q: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
-    K_IN_UNITS: tl.constexpr, V_IN_UNITS: tl.constexpr,
-    WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, FOLDED: tl.constexpr,
-    SPLIT: tl.constexpr, SETTLE: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
-    BRANCH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    SIZES: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
+    RULES: tl.constexpr, WIDENED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one KV head over the widened keys; programs run fastest over KV heads.
 
-    BLOCK_S: rows of a scratch block. FOLDED: the scale is positive, and nothing comes between it and the
-    softmax. TMA: keys come by tensor descriptor; else by pointer.
+    Args:
+        q, out, scratch: `Queries`, `Outputs`, `Scratch`. workspace: `Workspace`.
+        k_desc, v_desc: tensor descriptors of the scratch, or None.
+        k_descale, v_descale: `Descale`, used where K_DESCALE or V_DESCALE is "head"; see `Stored`.
+        qk_scale, out_scale: of the logits (in base 2 unless there is a soft cap) and of the output.
+        SIZES, RULES, WIDENED, BLOCKS: `Sizes`, `Rules`, `Widened`, `Blocks`.
     """
+    GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
+    HEAD_DIM: tl.constexpr = SIZES.head_dim
+    BLOCK_M: tl.constexpr = BLOCKS.m
+    BLOCK_D: tl.constexpr = BLOCKS.d
     pid = tl.program_id(0)
-    kv_head = pid % NUM_KV_HEADS
-    tile = scheduled_tile(schedule, pid // NUM_KV_HEADS)
+    kv_head = pid % SIZES.num_kv_heads
+    tile = scheduled_tile(scratch.schedule, pid // SIZES.num_kv_heads)
     seq, kv_len, before = tile.seq, tile.kv_len, tile.before
     if seq < 0:
         return
     tokens, heads, row_mask, within = rows_of(
         tile.q_start, tile.q_len, tile.number, kv_head, GQA_RATIO, BLOCK_M
     )
-    first = tile.padding if K_IN_UNITS else kv_len * 0
+    first = tile.padding if WIDENED.k_in_units else kv_len * 0
     first_pos = before + tile.number * BLOCK_M // GQA_RATIO
     last_pos = before + tl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)
     parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, HEAD_DIM, BLOCK_D, 1)
@@ -488,11 +490,7 @@ def _dense_prefill_kernel(
     logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K_DESCALE)
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
     dense_tile(
-        q, parts, row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace, tile.base, kv_head, pid,
+        parts, row_mask, tokens, heads, out, scratch, k_desc, v_desc, workspace, tile.base, kv_head, pid,
         before + within, first, kv_len, first_pos, last_pos, logit_scale, o_scale, soft_cap,
-        tl.program_id(2), num_splits, tl.num_programs(0),
-        HEAD_DIM, COMPUTE, SCALE_Q, SPLIT_Q,
-        K_DESCALE != "scalar" and K_DESCALE != "head", V_DESCALE != "scalar" and V_DESCALE != "head",
-        K_IN_UNITS, V_IN_UNITS, WINDOW_LEFT, WINDOW_RIGHT, HAS_SOFT_CAP, HAS_SINKS, WRITE_LSE, FOLDED, SPLIT,
-        SETTLE, TMA, OVERLAP, BRANCH, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
+        tl.program_id(2), num_splits, tl.num_programs(0), SIZES, RULES, WIDENED, BLOCKS,
     )  # fmt: skip

@@ -23,25 +23,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from narrowkv.attn_decode.kernels import tiles
 from narrowkv.attn_prefill.kernels import rows
 from narrowkv.paged_cache import PagedKVCache
-from narrowkv.quant.launch.gluon import in_gluon
+from narrowkv.paged_cache.kernels.append import pages
+from narrowkv.runtime.attention import masks, results
+from narrowkv.runtime.launch.gluon import in_gluon
 
 await_launch_ahead = in_gluon(rows.await_launch_ahead)
-first_id = in_gluon(tiles.first_id)
-key_range = in_gluon(rows.key_range)
-locate_keys = in_gluon(tiles.locate_keys)
+first_id = in_gluon(pages.first_id)
+key_range = in_gluon(masks.key_range)
+locate_keys = in_gluon(pages.locate_keys)
 merge_splits = in_gluon(rows.merge_splits)
 rows_of = in_gluon(rows.rows_of)
 scheduled_tile = in_gluon(rows.scheduled_tile)
-share_of = in_gluon(rows.share_of)
+share_of = in_gluon(masks.share_of)
 softmax_step = in_gluon(rows.softmax_step)
 uniform_scale = in_gluon(rows.uniform_scale)
-visible_range = in_gluon(rows.visible_range)
-output_rows = in_gluon(tiles.output_rows)
-times_head_descale = in_gluon(tiles.times_head_descale)
-write_lse = in_gluon(tiles.write_lse)
+visible_range = in_gluon(masks.visible_range)
+output_rows = in_gluon(results.output_rows)
+times_head_descale = in_gluon(pages.times_head_descale)
+write_lse = in_gluon(results.write_lse)
 
 # The names of Triton 3.8 and later, and those before.
 all_warps = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -148,6 +149,35 @@ class Item(NamedTuple):
     usual: Any
 
 
+class PipelinedRules(NamedTuple):
+    """Constants of `_pipelined_prefill_kernel`.
+
+    Attributes:
+        k_descale, v_descale: see `Stored`.
+        pad: a sequence's keys of before a chunk begin ("first") or end ("last") with rows that are no keys,
+            so that they take whole blocks; None: there is no chunk.
+        two_scales: logits of the chunk's own keys are multiplied by `new_scale`.
+        v_in_units: blocks of V are still to be multiplied by `scratch.v_unit`; all are 1 unless
+            `scratch.unusual` tells otherwise.
+        window_left, window_right, sinks, lse, split: as in `Rules`.
+        block_m, block_n, stages: rows and keys of a tile, and key tiles that are copied ahead.
+    """
+
+    k_descale: str
+    v_descale: str
+    pad: str | None
+    two_scales: bool
+    v_in_units: bool
+    window_left: int
+    window_right: int
+    sinks: bool
+    lse: bool
+    split: bool
+    block_m: int
+    block_n: int
+    stages: int
+
+
 def key_descriptor(keys: torch.Tensor, block_n: int) -> TensorDescriptor:
     """How to copy `block_n` rows of `[heads, rows, head_dim]`, heads one after the other."""
     flat = keys.view(-1, keys.shape[-1])
@@ -155,7 +185,7 @@ def key_descriptor(keys: torch.Tensor, block_n: int) -> TensorDescriptor:
 
 
 def page_descriptor(
-    cache: PagedKVCache, table: tiles.Table, block_n: int
+    cache: PagedKVCache, table: pages.Table, block_n: int
 ) -> tuple[TensorDescriptor, Pages] | tuple[None, None]:
     """How to copy a 16-bit cache's keys out of its pages, 64 columns of one page and head at a time.
 
@@ -776,32 +806,43 @@ def key_ring(desc, page_desc, STAGES: gl.constexpr):
     return ring
 
 
-@gluon.jit(do_not_specialize=rows.SIZES)
+@gluon.jit(do_not_specialize=rows.RUNTIME_SIZES)
 def _pipelined_prefill_kernel(
-    q, out, scratch, k_desc, v_desc, page_desc, pages, k_descale, v_descale, schedule, workspace,
+    q, out, scratch, k_desc, v_desc, page_desc, pages, k_descale, v_descale, workspace,
     qk_scale, new_scale, out_scale, table_row, num_ids, max_pages, num_tiles, num_splits,
-    NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, HEAD_DIM: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, RAGGED: gl.constexpr, K_DESCALE: gl.constexpr, V_DESCALE: gl.constexpr,
-    PAD: gl.constexpr, TWO_SCALES: gl.constexpr, V_IN_UNITS: gl.constexpr,
-    WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
-    HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    SIZES: gl.constexpr, RULES: gl.constexpr,
 ):  # fmt: skip
     """Tiles of BLOCK_M rows over the widened keys; see `_dense_prefill_kernel` for the arguments.
 
     An item is a (split, tile, head), by the schedule in the order of falling work; `item_number` says which
     of them a program takes. page_desc, pages: K is in the cache's pages, but for the chunk's own keys; None:
-    all is in the scratch. V_IN_UNITS: blocks of V are short of `scratch.v_unit`; all are 1 unless
-    `scratch.unusual` tells otherwise. PAD: a sequence's keys of before a chunk begin ("first") or end
-    ("last") with rows that are none, so that they take whole blocks; None: there is no chunk. TWO_SCALES:
-    logits of the chunk's own keys are short of `new_scale`.
+    all is in the scratch. new_scale: of logits of the chunk's own keys. SIZES, RULES: `Sizes`,
+    `PipelinedRules`.
     """
+    NUM_KV_HEADS: gl.constexpr = SIZES.num_kv_heads
+    GQA_RATIO: gl.constexpr = SIZES.gqa_ratio
+    HEAD_DIM: gl.constexpr = SIZES.head_dim
+    PAGE_SIZE: gl.constexpr = SIZES.page_size
+    RAGGED: gl.constexpr = SIZES.ragged
+    K_DESCALE: gl.constexpr = RULES.k_descale
+    V_DESCALE: gl.constexpr = RULES.v_descale
+    PAD: gl.constexpr = RULES.pad
+    TWO_SCALES: gl.constexpr = RULES.two_scales
+    V_IN_UNITS: gl.constexpr = RULES.v_in_units
+    WINDOW_LEFT: gl.constexpr = RULES.window_left
+    WINDOW_RIGHT: gl.constexpr = RULES.window_right
+    HAS_SINKS: gl.constexpr = RULES.sinks
+    WRITE_LSE: gl.constexpr = RULES.lse
+    SPLIT: gl.constexpr = RULES.split
+    BLOCK_M: gl.constexpr = RULES.block_m
+    BLOCK_N: gl.constexpr = RULES.block_n
+    STAGES: gl.constexpr = RULES.stages
     if page_desc is not None:
         pages = Pages(
             pages.page_ids, pages.row if RAGGED else table_row, num_ids, pages.num_pages, max_pages,
             pages.column, pages.row_step, pages.page, pages.head, pages.columns,
         )  # fmt: skip
-    work = Work(schedule, num_tiles, num_splits, scratch.rows, scratch.unusual)
+    work = Work(scratch.schedule, num_tiles, num_splits, scratch.rows, scratch.unusual)
     scales = Scales(qk_scale, new_scale, out_scale, k_descale, v_descale)
     KIND: gl.constexpr = q.ptr.dtype.element_ty
     if V_IN_UNITS:

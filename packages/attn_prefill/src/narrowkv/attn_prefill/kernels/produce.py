@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.kernels.tiles import Table, first_id, sequence_length, strided, times_head_descale
+from narrowkv.attn_prefill.kernels.arguments import Scratch
 from narrowkv.attn_prefill.kernels.dense import (
-    Scratch,
     finite_rows,
     keys_without_value,
     store_block,
@@ -16,14 +15,23 @@ from narrowkv.attn_prefill.kernels.dense import (
     widen_block,
 )
 from narrowkv.attn_prefill.kernels.rows import (
-    SIZES,
+    RUNTIME_SIZES,
     Queries,
     begin_next_launch,
     find_block,
     longest_held,
     schedule_tiles,
 )
-from narrowkv.paged_cache.kernels import load_rotated, quantise_rows
+from narrowkv.paged_cache.kernels.append import DescalePointers, load_rotated, quantise_rows
+from narrowkv.paged_cache.kernels.pages import (
+    Descale,
+    KVPointers,
+    Table,
+    first_id,
+    sequence_length,
+    strided,
+    times_head_descale,
+)
 
 
 class NewCache(NamedTuple):
@@ -39,18 +47,25 @@ class NewCache(NamedTuple):
 
 @triton.jit
 def store_new(
-    k_new, v_new, rope, store, table, seq, first, kv_head, q_start, q_len,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_MAX: tl.constexpr, V_MAX: tl.constexpr,
-    K_SCALING: tl.constexpr, V_SCALING: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
-    RULE: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
+    chunk, rope, store, table, seq, first, kv_head, q_start, q_len,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STORING: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Quantises BLOCK_T new tokens of a sequence and head, from `first` on, into the cache; returns them."""
-    x, y, i, inside = load_new(
-        k_new, v_new, rope, first, kv_head, q_start, q_len, HEAD_DIM, ROTARY_DIM, INTERLEAVED,
-        BLOCK_T, BLOCK_D,
-    )  # fmt: skip
+    HEAD_DIM: tl.constexpr = SIZES.head_dim
+    PAGE_SIZE: tl.constexpr = SIZES.page_size
+    RULE: tl.constexpr = STORING.rule
+    K_FORMAT: tl.constexpr = K.format
+    K_VEC: tl.constexpr = K.vec
+    K_MAX: tl.constexpr = STORING.k_max
+    K_SCALING: tl.constexpr = STORING.k_scaling
+    K_GROUP: tl.constexpr = STORING.k_group
+    V_FORMAT: tl.constexpr = V.format
+    V_VEC: tl.constexpr = V.vec
+    V_MAX: tl.constexpr = STORING.v_max
+    V_SCALING: tl.constexpr = STORING.v_scaling
+    V_GROUP: tl.constexpr = STORING.v_group
+    x, y, i, inside = load_new(chunk, rope, first, kv_head, q_start, q_len, SIZES, STORING, BLOCK_T, BLOCK_D)
     position = sequence_length(table, seq, seq >= 0, PAGE_SIZE, False) + i
     number = position // PAGE_SIZE
     # Beyond the table, or in a page beyond the cache, nothing is written.
@@ -72,21 +87,21 @@ def store_new(
 
 @triton.jit
 def load_new(
-    k_new, v_new, rope, first, kv_head, q_start, q_len,
-    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    chunk, rope, first, kv_head, q_start, q_len,
+    SIZES: tl.constexpr, STORING: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """New tokens of a sequence from `first` on: K rotated in fp32, V, their numbers, which there are."""
+    """New tokens of a sequence from `first` on: K rotated in fp32, V, their numbers, and which there are."""
+    HEAD_DIM: tl.constexpr = SIZES.head_dim
+    ROTARY_DIM: tl.constexpr = STORING.rotary_dim
+    INTERLEAVED: tl.constexpr = STORING.interleaved
     d = tl.arange(0, BLOCK_D)
     i = first + tl.arange(0, BLOCK_T)
     inside = i < q_len
     tokens = (q_start + i).to(tl.int64)
-    at = tokens * k_new.token + kv_head * k_new.head
-    x = load_rotated(k_new.ptr, at, rope, tokens, inside, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
-    at = tokens * v_new.token + kv_head * v_new.head
-    y = tl.load(
-        v_new.ptr + at[:, None] + d[None, :], mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0
-    )
+    at = tokens * chunk.k_token + kv_head * chunk.k_head
+    x = load_rotated(chunk.k, at, rope, tokens, inside, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
+    at = tokens * chunk.v_token + kv_head * chunk.v_head
+    y = tl.load(chunk.v + at[:, None] + d[None, :], mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
     return x, y, i, inside
 
 
@@ -123,15 +138,10 @@ def stage_new(
 
 @triton.jit
 def produce_block(
-    k_new, v_new, rope, store, k, v, k_descale, v_descale, k_scale, v_scale, table, scratch,
+    chunk, rope, store, k, v, k_descale, v_descale, k_scale, v_scale, table, scratch,
     seq, in_seq, held, q_start, q_len, block, kv_head,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_MAX: tl.constexpr, V_MAX: tl.constexpr,
-    K_SCALING: tl.constexpr, V_SCALING: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
-    RULE: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
-    K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
-    K_PARTS: tl.constexpr, V_PARTS: tl.constexpr, K_IN_PAGES: tl.constexpr, STORED: tl.constexpr,
-    STAGED: tl.constexpr,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STORING: tl.constexpr,
+    WIDE_ADDRESS: tl.constexpr, K_IN_PAGES: tl.constexpr, STORED: tl.constexpr, STAGED: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One block of one head: new tokens are quantised if STORED, all are left in the scratch if STAGED.
@@ -139,8 +149,12 @@ def produce_block(
     K_IN_PAGES: old keys are not, but their values are, which begin with a block then. `seq` to `q_len`: see
     `find_block`.
     """
-    KIND: tl.constexpr = k_new.ptr.dtype.element_ty
-    K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
+    HEAD_DIM: tl.constexpr = SIZES.head_dim
+    K_DESCALE: tl.constexpr = K.descale
+    V_DESCALE: tl.constexpr = V.descale
+    KIND: tl.constexpr = chunk.k.dtype.element_ty
+    K_TYPE: tl.constexpr = None if K_IN_PAGES else KIND
+    K_HAS_FACTOR: tl.constexpr = (K_DESCALE != "scalar" and K_DESCALE != "head") or K_IN_PAGES
     V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
     old_blocks = tl.cdiv(held, BLOCK_S)
     if STAGED:
@@ -150,19 +164,17 @@ def produce_block(
         first = (in_seq - old_blocks) * BLOCK_S
         if STORED:
             x, y, inside = store_new(
-                k_new, v_new, rope, store, table, seq, first, kv_head, q_start, q_len, HEAD_DIM, PAGE_SIZE,
-                ROTARY_DIM, INTERLEAVED, K_FORMAT, V_FORMAT, K_MAX, V_MAX, K_SCALING, V_SCALING,
-                K_GROUP, V_GROUP, RULE, K_VEC, V_VEC, BLOCK_S, BLOCK_D,
+                chunk, rope, store, table, seq, first, kv_head, q_start, q_len, SIZES, K, V, STORING,
+                BLOCK_S, BLOCK_D,
             )  # fmt: skip
         else:
             x, y, _i, inside = load_new(
-                k_new, v_new, rope, first, kv_head, q_start, q_len, HEAD_DIM, ROTARY_DIM, INTERLEAVED,
-                BLOCK_S, BLOCK_D,
-            )  # fmt: skip
+                chunk, rope, first, kv_head, q_start, q_len, SIZES, STORING, BLOCK_S, BLOCK_D
+            )
         if STAGED:
             stage_new(
-                x, y, inside, v_scale, scratch, block, kv_head, KIND, HEAD_DIM, K_PER_KEY or K_IN_PAGES,
-                V_PER_KEY, BLOCK_S, BLOCK_D,
+                x, y, inside, v_scale, scratch, block, kv_head, KIND, HEAD_DIM, K_HAS_FACTOR, V_PER_KEY,
+                BLOCK_S, BLOCK_D,
             )  # fmt: skip
     else:
         if STAGED:
@@ -173,37 +185,53 @@ def produce_block(
                 first = (in_seq - old_blocks) * BLOCK_S + held
             widen_block(
                 k, v, k_descale, v_descale, table, scratch, seq, block, first, kv_head, held, k_scale,
-                HEAD_DIM, PAGE_SIZE, False, True, K_VEC, V_VEC, WIDE_ADDRESS, K_FORMAT, V_FORMAT,
-                K_ROUTE, V_ROUTE, None if K_IN_PAGES else KIND, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS,
-                BLOCK_D, BLOCK_S,
+                SIZES, K, V, K_TYPE, True, WIDE_ADDRESS, BLOCK_D, BLOCK_S,
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _produce_kernel(
-    q, k_new, v_new, rope, k_store, v_store, k_store_descale, v_store_descale, num_pages,
-    k, v, k_descale, v_descale, table, scratch, schedule, k_scale, v_scale,
+    q, chunk, rope, to, cache, table, scratch, scales,
     batch, num_tokens, max_q_len, block_m, table_row, num_ids, max_pages, max_keys, key_blocks,
     num_groups, num_blocks, num_tiles,
-    NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    K_VEC: tl.constexpr, V_VEC: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
-    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_ROUTE: tl.constexpr, V_ROUTE: tl.constexpr,
-    K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr, K_PARTS: tl.constexpr, V_PARTS: tl.constexpr,
-    K_MAX: tl.constexpr, V_MAX: tl.constexpr, K_SCALING: tl.constexpr, V_SCALING: tl.constexpr,
-    K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, RULE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr,
-    K_IN_PAGES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
-    NVIDIA: tl.constexpr,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STORING: tl.constexpr, FILLING: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """What comes before `_pipelined_prefill_kernel`.
+    """The launch before the one that attends, of an append in two launches.
 
-    The first programs leave a block in the scratch, which takes longest, the next quantise BLOCK_T new tokens
-    each, the last order the tiles that attend. K_IN_PAGES: see `produce_block`. PDL: the launch that attends
-    may begin early.
+    The first programs leave a block in the scratch, which takes longest, the next quantise new tokens, the
+    last order the tiles that attend.
+
+    Args:
+        q, chunk, rope: `Queries`, `Chunk`, `RopePointers`. to: `Destination`. cache: `Cache`.
+        table, scratch: `Table`, `Scratch`: without the sizes that follow. scales: `AppendScales`.
+        num_blocks, num_groups, num_tiles: programs of each kind for a head, and tiles, at most.
+        SIZES, K, V, STORING, FILLING, BLOCKS: `Sizes`, `Stored`, `Stored`, `Storing`, `Filling`, `Blocks`.
     """
-    if PDL:
+    NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
+    GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
+    PAGE_SIZE: tl.constexpr = SIZES.page_size
+    K_IN_PAGES: tl.constexpr = FILLING.k_type is None
+    WIDE_ADDRESS: tl.constexpr = FILLING.wide_address
+    NVIDIA: tl.constexpr = FILLING.nvidia
+    BLOCK_D: tl.constexpr = BLOCKS.d
+    BLOCK_S: tl.constexpr = BLOCKS.s
+    BLOCK_T: tl.constexpr = BLOCKS.t
+    BLOCK_I: tl.constexpr = BLOCKS.i
+    if FILLING.early:
         begin_next_launch()
+    k = KVPointers(cache.k, cache.k_page, cache.k_token, cache.k_head, cache.k_outer)
+    v = KVPointers(cache.v, cache.v_page, cache.v_token, cache.v_head, cache.v_outer)
+    k_descale = Descale(cache.k_descale, cache.k_descale_major, cache.k_descale_token, cache.k_descale_head)
+    v_descale = Descale(cache.v_descale, cache.v_descale_major, cache.v_descale_token, cache.v_descale_head)
+    k_store = KVPointers(to.k, to.k_page, to.k_token, to.k_head, to.k_outer)
+    v_store = KVPointers(to.v, to.v_page, to.v_token, to.v_head, to.v_outer)
+    k_store_descale = DescalePointers(
+        to.k_number, to.k_descale, to.k_descale_page, to.k_descale_slot, to.k_descale_head
+    )
+    v_store_descale = DescalePointers(
+        to.v_number, to.v_descale, to.v_descale_page, to.v_descale_slot, to.v_descale_head
+    )
     q = Queries(q.ptr, q.token, q.head, q.starts, num_tokens, max_q_len, q.descale)
     table = Table(
         table.page_ids, table_row, table.lens, num_ids, table.num_pages, max_pages,
@@ -211,9 +239,9 @@ def _produce_kernel(
     )  # fmt: skip
     scratch = Scratch(
         scratch.k, scratch.v, scratch.k_factor, scratch.v_factor, scratch.k_unit, scratch.v_unit,
-        scratch.unusual, scratch.starts, scratch.rows, max_keys, key_blocks,
+        scratch.unusual, scratch.starts, scratch.schedule, scratch.rows, max_keys, key_blocks,
     )  # fmt: skip
-    store = NewCache(k_store, v_store, k_store_descale, v_store_descale, max_pages, num_pages)
+    store = NewCache(k_store, v_store, k_store_descale, v_store_descale, max_pages, table.num_pages)
     pid = tl.program_id(0)
     first_group = num_blocks * NUM_KV_HEADS
     first_order = first_group + num_groups * NUM_KV_HEADS
@@ -226,14 +254,13 @@ def _produce_kernel(
         if seq < 0:
             return
         store_new(
-            k_new, v_new, rope, store, table, seq, in_seq * BLOCK_T, kv_head, q_start, q_len,
-            HEAD_DIM, PAGE_SIZE, ROTARY_DIM, INTERLEAVED, K_FORMAT, V_FORMAT, K_MAX, V_MAX, K_SCALING,
-            V_SCALING, K_GROUP, V_GROUP, RULE, K_VEC, V_VEC, BLOCK_T, BLOCK_D,
+            chunk, rope, store, table, seq, in_seq * BLOCK_T, kv_head, q_start, q_len, SIZES, K, V, STORING,
+            BLOCK_T, BLOCK_D,
         )  # fmt: skip
         return
     if pid >= first_order:
         schedule_tiles(
-            q, table, scratch, schedule, batch, num_tiles, pid - first_order, block_m,
+            q, table, scratch, batch, num_tiles, pid - first_order, block_m,
             PAGE_SIZE, False, True, GQA_RATIO, True, BLOCK_S, BLOCK_I,
         )  # fmt: skip
         return
@@ -246,9 +273,7 @@ def _produce_kernel(
     if seq < 0:
         return
     produce_block(
-        k_new, v_new, rope, store, k, v, k_descale, v_descale, k_scale, v_scale, table, scratch,
-        seq, in_seq, held, q_start, q_len, block, kv_head, HEAD_DIM, PAGE_SIZE, ROTARY_DIM, INTERLEAVED,
-        K_FORMAT, V_FORMAT, K_MAX, V_MAX, K_SCALING, V_SCALING, K_GROUP, V_GROUP, RULE, K_VEC, V_VEC,
-        WIDE_ADDRESS, K_ROUTE, V_ROUTE, K_DESCALE, V_DESCALE, K_PARTS, V_PARTS, K_IN_PAGES, False, True,
-        BLOCK_S, BLOCK_D,
+        chunk, rope, store, k, v, k_descale, v_descale, scales.k, scales.v, table, scratch,
+        seq, in_seq, held, q_start, q_len, block, kv_head, SIZES, K, V, STORING,
+        WIDE_ADDRESS, K_IN_PAGES, False, True, BLOCK_S, BLOCK_D,
     )  # fmt: skip

@@ -9,16 +9,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.kernels.tiles import sequence_length, store_partial
+from narrowkv.paged_cache.kernels.pages import sequence_length
 from narrowkv.quant.device import settle_stores
-from narrowkv.quant.softmax import softmax_step as unscaled_step
-
-# Sequences that a program looks at together.
-SEQUENCES = tl.constexpr(32)
+from narrowkv.runtime.attention.masks import SEQUENCES, query_ranges
+from narrowkv.runtime.attention.results import store_partial
+from narrowkv.runtime.attention.softmax import softmax_step as unscaled_step
 
 # Numbers that a server changes from call to call: kernels are not compiled anew for their values. Within a
 # tuple they would be, so kernels take them by themselves and put the tuples together.
-SIZES = [
+RUNTIME_SIZES = [
     "batch", "num_tokens", "max_q_len", "block_m", "table_row", "num_ids", "max_pages", "max_keys",
     "key_blocks", "num_tiles", "num_groups", "num_blocks", "num_splits",
 ]  # fmt: skip
@@ -58,28 +57,6 @@ class Tile(NamedTuple):
     base: Any  # the sequence's first row in the scratch
     padding: Any  # rows of that part which are no keys: its first ones, or those between old and new keys
     before: Any  # the position of the sequence's first query token among its keys
-
-
-@triton.jit
-def query_ranges(q, seqs, batch, claimed):
-    """First query token and number of query tokens of sequences, and `claimed` for those that follow.
-
-    A token belongs to the first sequence that claims it, and a sequence with an entry of cu_seqlens_q outside
-    [0, tokens] has none, so ranges lie in the tensor and do not overlap, whatever the entries are.
-
-    Args:
-        seqs: neighbours, [SEQUENCES]; those from `batch` on have no tokens.
-        claimed: the token behind all that earlier sequences claim.
-    """
-    inside = seqs < batch
-    begin = tl.load(q.starts + seqs, mask=inside, other=0)
-    end = tl.load(q.starts + seqs + 1, mask=inside, other=0)
-    begins = (begin >= 0) & (begin <= q.num_tokens)
-    known = begins & (end >= 0) & (end <= q.num_tokens)
-    begin = tl.maximum(tl.where(begins, begin, 0), claimed)
-    # A running maximum: the interpreter is slow at scans, and Triton 3.6 compiles none in a branch for AMD.
-    begin = tl.max(tl.where(seqs[:, None] <= seqs[None, :], begin[:, None], 0), 0)
-    return begin, tl.where(known, tl.maximum(end - begin, 0), 0), tl.max(begin, 0)
 
 
 @triton.jit
@@ -156,7 +133,7 @@ def scheduled_tile(schedule, index):
 
 @triton.jit
 def schedule_tiles(
-    q, table, scratch, schedule, batch, num_tiles, block, block_m,
+    q, table, scratch, batch, num_tiles, block, block_m,
     PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, APPENDS: tl.constexpr,
     GQA_RATIO: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
@@ -215,7 +192,7 @@ def schedule_tiles(
         rank += tile
     # Places past the last tile hold none.
     place = tl.where(seq >= 0, rank, index)
-    at = schedule + place * 8
+    at = scratch.schedule + place * 8
     kept = place < num_tiles
     tl.store(at, seq, mask=kept)
     tl.store(at + 1, tile, mask=kept)
@@ -259,7 +236,7 @@ def held_keys(
     `limit`: see `longest_held`.
     """
     lens = sequence_length(table, seqs, mask, PAGE_SIZE, RAGGED)
-    held = tl.minimum(tl.maximum(lens, 0), scratch.max_keys)
+    held = tl.minimum(lens, scratch.max_keys)
     return tl.where(tl.cdiv(held, BLOCK_N) <= limit, held, 0), lens
 
 
@@ -339,76 +316,6 @@ def rows_of(q_start, q_len, number, kv_head, GQA_RATIO: tl.constexpr, BLOCK_M: t
     within = rows // GQA_RATIO
     heads = kv_head * GQA_RATIO + rows % GQA_RATIO
     return (q_start + within).to(tl.int64), heads, rows < q_len * GQA_RATIO, within
-
-
-@triton.jit
-def key_range(first_pos, last_pos, first, num_keys,
-              WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Key tiles [begin, end) that rows at positions first_pos..last_pos see, and [full, full_end) unmasked.
-
-    Keys lie in [first, num_keys).
-    """
-    low = first
-    low_full = first
-    if WINDOW_LEFT >= 0:
-        low = tl.maximum(first_pos - WINDOW_LEFT, first)
-        low_full = tl.maximum(last_pos - WINDOW_LEFT, first)
-    high = num_keys
-    high_full = num_keys
-    if WINDOW_RIGHT >= 0:
-        high = tl.minimum(last_pos + WINDOW_RIGHT + 1, num_keys)
-        high_full = tl.minimum(first_pos + WINDOW_RIGHT + 1, num_keys)
-    begin = low // BLOCK_N
-    end = tl.maximum(tl.cdiv(tl.maximum(high, 0), BLOCK_N), begin)
-    full = tl.minimum(tl.cdiv(low_full, BLOCK_N), end)
-    full_end = tl.minimum(tl.maximum(tl.maximum(high_full, 0) // BLOCK_N, full), end)
-    return begin, end, full, full_end
-
-
-@triton.jit
-def share_of(begin, end, full, full_end, split, num_splits):
-    """The part of a key range that one split takes."""
-    count = end - begin
-    first = begin + (split * count) // num_splits
-    last = begin + ((split + 1) * count) // num_splits
-    full = tl.minimum(tl.maximum(full, first), last)
-    return first, last, full, tl.maximum(tl.minimum(full_end, last), full)
-
-
-@triton.jit
-def visible_keys(n, query_pos, first, num_keys,
-                 HAS_FIRST: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr):  # fmt: skip
-    """[M, N]: keys of [first, num_keys) in the row's window; without HAS_FIRST there is none before 0."""
-    if WINDOW_RIGHT == 0:
-        # A row is itself a key, and none lies beyond the last row.
-        keep = n[None, :] <= query_pos[:, None]
-    else:
-        keep = tl.broadcast_to((n < num_keys)[None, :], [query_pos.shape[0], n.shape[0]])
-        if WINDOW_RIGHT > 0:
-            keep = keep & (n[None, :] <= query_pos[:, None] + WINDOW_RIGHT)
-    if HAS_FIRST:
-        keep = keep & (n >= first)[None, :]
-    if WINDOW_LEFT >= 0:
-        keep = keep & (n[None, :] >= query_pos[:, None] - WINDOW_LEFT)
-    return keep
-
-
-@triton.jit
-def visible_range(query_pos, first, num_keys, HAS_FIRST: tl.constexpr,
-                  WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr):  # fmt: skip
-    """The first and the last key that `visible_keys` shows each row, [M] both."""
-    low = tl.zeros_like(query_pos)
-    if HAS_FIRST:
-        low += first
-    if WINDOW_LEFT >= 0:
-        low = tl.maximum(low, query_pos - WINDOW_LEFT)
-    if WINDOW_RIGHT == 0:
-        high = query_pos
-    else:
-        high = tl.zeros_like(query_pos) + (num_keys - 1)
-        if WINDOW_RIGHT > 0:
-            high = tl.minimum(high, query_pos + WINDOW_RIGHT)
-    return low, high
 
 
 @triton.jit

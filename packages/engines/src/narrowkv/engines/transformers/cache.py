@@ -17,8 +17,8 @@ from transformers.cache_utils import (
 
 from narrowkv.engines.transformers.rows import Rows
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, append
-from narrowkv.quant.errors import check_positive_int
 from narrowkv.quant.formats import get_format
+from narrowkv.runtime.errors import check_positive_int
 
 # The attribute of a key tensor that tells the attention function where its keys are stored.
 LAYER_TAG = "narrowkv_layer"

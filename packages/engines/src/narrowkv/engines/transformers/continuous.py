@@ -17,7 +17,7 @@ from narrowkv.attn_decode import paged_decode
 from narrowkv.attn_prefill import PrefillPlan, batch_prefill, plan_prefill
 from narrowkv.engines.transformers.attention import refuse_unknown
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
-from narrowkv.quant.errors import check_choice
+from narrowkv.runtime.errors import check_choice
 
 NAME = "paged|eager"
 _DTYPES = {

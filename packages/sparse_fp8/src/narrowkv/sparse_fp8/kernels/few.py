@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from narrowkv.quant.device import e8m0_to_fp32
-from narrowkv.quant.softmax import natural_lse, output_share
+from narrowkv.runtime.attention.softmax import natural_lse, output_share
 from narrowkv.sparse_fp8.kernels.hopper import (
     _barrier,
     _choose,

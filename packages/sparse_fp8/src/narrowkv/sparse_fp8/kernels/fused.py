@@ -8,7 +8,7 @@ more where wide ones are faster: then RoPE is the end of the last.
 import triton
 import triton.language as tl
 
-from narrowkv.quant.softmax import softmax_step
+from narrowkv.runtime.attention.softmax import softmax_step
 from narrowkv.sparse_fp8.kernels.results import (
     SIZES,
     row_share,

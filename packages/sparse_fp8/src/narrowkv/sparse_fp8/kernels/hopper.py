@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from narrowkv.quant.softmax import natural_lse, output_share
+from narrowkv.runtime.attention.softmax import natural_lse, output_share
 from narrowkv.sparse_fp8.kernels.results import SIZES, split_tiles
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers, clamp_span, load_span, locate, named
 

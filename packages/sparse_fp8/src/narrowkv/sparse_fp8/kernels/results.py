@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.quant.softmax import merge_step, natural_lse, output_share
+from narrowkv.runtime.attention.softmax import merge_step, natural_lse, output_share
 
 # Arguments of the attention kernels that serving changes from call to call.
 SIZES = ["num_tokens", "num_splits", "prefix_rows", "prefix_nnz", "extend_rows", "extend_nnz"]

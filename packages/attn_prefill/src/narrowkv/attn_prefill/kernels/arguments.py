@@ -1,0 +1,274 @@
+"""What kernels of attn_prefill take: structs of pointers and strides, and of constants.
+
+A struct of pointers is passed at run time; one of constants is a `tl.constexpr`. A tuple that is passed at
+run time must not hold a tuple (Triton 3.6 mistakes a number 1 in the inner one), so the cache is one flat
+struct, from which kernels make those of `narrowkv.attn_decode.kernels` and `narrowkv.paged_cache.kernels`.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Cache(NamedTuple):
+    """K and V as they are read: `KVPointers` of each, then `Descale` of each."""
+
+    k: Any
+    k_page: Any
+    k_token: Any
+    k_head: Any
+    k_outer: Any
+    v: Any
+    v_page: Any
+    v_token: Any
+    v_head: Any
+    v_outer: Any
+    k_descale: Any
+    k_descale_major: Any
+    k_descale_token: Any
+    k_descale_head: Any
+    v_descale: Any
+    v_descale_major: Any
+    v_descale_token: Any
+    v_descale_head: Any
+
+
+class Destination(NamedTuple):
+    """K and V as new tokens are written: `KVPointers` of each, then `DescalePointers` of each."""
+
+    k: Any
+    k_page: Any
+    k_token: Any
+    k_head: Any
+    k_outer: Any
+    v: Any
+    v_page: Any
+    v_token: Any
+    v_head: Any
+    v_outer: Any
+    k_number: Any
+    k_descale: Any
+    k_descale_page: Any
+    k_descale_slot: Any
+    k_descale_head: Any
+    v_number: Any
+    v_descale: Any
+    v_descale_page: Any
+    v_descale_slot: Any
+    v_descale_head: Any
+
+
+class Chunk(NamedTuple):
+    """Keys and values of new tokens `[tokens, heads, head_dim]`, and their strides."""
+
+    k: Any
+    k_token: Any
+    k_head: Any
+    v: Any
+    v_token: Any
+    v_head: Any
+
+
+class Scratch(NamedTuple):
+    """Widened keys `[heads, rows, head_dim]`: sequences one after the other, each in whole blocks of rows.
+
+    Attributes:
+        k, v: the keys and values.
+        k_factor, v_factor: what each key is still to be multiplied by, `[heads, rows]` fp32, or None.
+        k_unit, v_unit: the same for whole blocks, `[heads, blocks]`, or None.
+        unusual: whether any of v_unit is not 1, or a key that stays in its page has a factor, and how many
+            programs have seen to it, or None.
+        starts: first row of each sequence; None where the schedule says it.
+        schedule: the order of tiles `[tiles, 8]`, see `scheduled_tile`; None where no launch makes one.
+        rows: rows of a head.
+        max_keys: the most keys of a sequence that are read from the cache.
+        key_blocks: the most blocks that the keys of all sequences take. Keys beyond either are left out.
+    """
+
+    k: Any
+    v: Any
+    k_factor: Any
+    v_factor: Any
+    k_unit: Any
+    v_unit: Any
+    unusual: Any
+    starts: Any
+    schedule: Any
+    rows: Any
+    max_keys: Any
+    key_blocks: Any
+
+
+class AppendWorkspace(NamedTuple):
+    """`Workspace`, and what the programs of a staged append count.
+
+    Attributes:
+        acc, ml, arrived: partial results of splits; see `Workspace`.
+        ready, left: per (sequence, head) blocks in the scratch, and programs that have done waiting; zero
+            between launches. None where nothing waits.
+    """
+
+    acc: Any
+    ml: Any
+    arrived: Any
+    ready: Any
+    left: Any
+
+
+class AppendScales(NamedTuple):
+    """Numbers that an append multiplies by.
+
+    Attributes:
+        logit: of real logits, in base 2, or natural for a soft cap.
+        k, v: what old keys and values, and staged new values, are still to be multiplied by besides their
+            descale tensors.
+        soft_cap: the cap of logits, or 0.
+    """
+
+    logit: Any
+    k: Any
+    v: Any
+    soft_cap: Any
+
+
+class Read(NamedTuple):
+    """Which keys a tile reads in their pages.
+
+    Attributes:
+        row_base, kv_head: the sequence's first page id, see `first_id`, and the head.
+        num_keys: tokens of the sequence.
+        first, last: keys outside are not read.
+    """
+
+    row_base: Any
+    kv_head: Any
+    num_keys: Any
+    first: Any
+    last: Any
+
+
+class Sizes(NamedTuple):
+    """Constants: the model's heads and the table's pages; `ragged`: whether the table is ragged."""
+
+    num_kv_heads: int
+    gqa_ratio: int
+    head_dim: int
+    page_size: int
+    ragged: bool
+
+
+class Rules(NamedTuple):
+    """Constants of the mathematics.
+
+    Attributes:
+        compute: the 16-bit type of Q @ K^T, and of P @ V where the cache is widened in the loop.
+        scale_q: Q is brought into float16's range by a power of two.
+        split_q: Q is two terms in the compute type.
+        fp8: the FP8 type of the matrix unit, or None to widen the cache.
+        clean: no stored FP8 byte is OCP's negative zero or NaN.
+        p_scale: what P is multiplied by in FP8.
+        acc_parts: parts that V is multiplied in; see `Stored.parts`.
+        q_descale, soft_cap, sinks, lse: whether there are any.
+        window_left, window_right: keys before and after itself that a row sees, or -1.
+        folded: the scale of the logits is positive and applied within the softmax.
+        split: whether several programs share a tile's keys.
+        settle: see `settle_stores`.
+        wide_address: element offsets in the cache need 64 bits.
+        nvidia: whether the target is one of NVIDIA's.
+    """
+
+    compute: Any
+    scale_q: bool
+    split_q: bool
+    fp8: Any
+    clean: bool
+    p_scale: float
+    acc_parts: int
+    q_descale: bool
+    soft_cap: bool
+    sinks: bool
+    lse: bool
+    window_left: int
+    window_right: int
+    folded: bool
+    split: bool
+    settle: bool
+    wide_address: bool
+    nvidia: bool
+
+
+class Widened(NamedTuple):
+    """Constants of attention over the scratch.
+
+    Attributes:
+        k_per_key, v_per_key, k_in_units, v_in_units: which factors the scratch has; see `Scratch`.
+        tma: keys are loaded by tensor descriptor, else by pointer.
+        overlap: P @ V of a key tile runs during the softmax of the next one.
+        branch: see `dense_keys`.
+        staged: of an append: keys are in the scratch, and not in their pages.
+    """
+
+    k_per_key: bool
+    v_per_key: bool
+    k_in_units: bool
+    v_in_units: bool
+    tma: bool
+    overlap: bool
+    branch: bool
+    staged: bool
+
+
+class Filling(NamedTuple):
+    """Constants of a launch that fills the scratch for the one that attends.
+
+    Attributes:
+        k_type: what K is widened to; None leaves it in its pages.
+        causal: which rows see the most keys, for the order of tiles.
+        early: the launch that attends may begin before this one has ended.
+        wide_address, nvidia: as in `Rules`.
+    """
+
+    k_type: Any
+    causal: bool
+    early: bool
+    wide_address: bool
+    nvidia: bool
+
+
+class Storing(NamedTuple):
+    """Constants of how new tokens are rotated and stored.
+
+    Attributes:
+        rotary_dim, interleaved: the columns that are rotated, and whether neighbours are partners.
+        rule: how an FP4 scale's exponent is chosen.
+        k_max, v_max: the largest number of the format.
+        k_scaling, v_scaling: see `quantise_rows`.
+        k_group, v_group: FP4: channels of a scale, 0 for one scale.
+    """
+
+    rotary_dim: int
+    interleaved: bool
+    rule: str
+    k_max: float
+    v_max: float
+    k_scaling: str
+    v_scaling: str
+    k_group: int
+    v_group: int
+
+
+class Blocks(NamedTuple):
+    """Constants: rows and keys of a tile, `head_dim` rounded up to a power of two, and other block sizes.
+
+    Attributes:
+        m, n, d: rows, keys and columns of a tile.
+        s: keys of a block of the scratch.
+        t: new tokens that a program quantises at once; of an append that is not staged: keys of the chunk
+            itself that are taken at a time.
+        i: tiles that a program puts in their order.
+    """
+
+    m: int
+    n: int
+    d: int
+    s: int = 0
+    t: int = 0
+    i: int = 0

@@ -1,8 +1,0 @@
-"""Sage attention: dense attention on narrow matrix units, Q, K and V quantised on the way in."""
-
-from narrowkv.attn_prefill.sage.api import sage_attention
-from narrowkv.attn_prefill.sage.launches import QuantizedKV, SageShape
-from narrowkv.attn_prefill.sage.plan import SagePlan, plan_sage
-from narrowkv.attn_prefill.sage.reference import sage_attention_reference
-
-__all__ = ["QuantizedKV", "SagePlan", "SageShape", "plan_sage", "sage_attention", "sage_attention_reference"]

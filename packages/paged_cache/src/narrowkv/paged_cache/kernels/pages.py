@@ -1,0 +1,186 @@
+"""Where a paged cache holds keys and values: page tables, addresses, loads and descales of stored tiles."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from narrowkv.quant.device import e8m0_to_fp32
+
+
+class KVPointers(NamedTuple):
+    """One of K or V: where element [page, token, head, dim] lies. Strides are in words as they are loaded."""
+
+    ptr: Any
+    page: Any
+    token: Any
+    head: Any
+    outer: Any  # vectorised layout: stride of the outer part of the split axis (dim for K, token for V)
+
+
+class Descale(NamedTuple):
+    """What stored numbers are multiplied by: one per (sequence, head), or one per (page, token, head).
+
+    Float32, or E8M0 bytes; those of a (page, token, head)'s groups are adjacent.
+    """
+
+    ptr: Any
+    major: Any  # stride over sequences, or over pages
+    token: Any
+    head: Any
+
+
+class Table(NamedTuple):
+    """Page table, ragged or a block table, int32 or int64. The three sizes bound what is read if it is wrong.
+
+    Attributes:
+        page_ids: page ids of all sequences.
+        row: ragged: indptr. Block table: stride from a sequence's page ids to the next sequence's.
+        lens: ragged: tokens in each sequence's last page. Block table: tokens of each sequence.
+        num_ids: elements that `page_ids` spans.
+        num_pages: pages of the cache.
+        max_pages: ragged: page ids in all. Block table: page ids of a sequence. 0 if the cache has no pages.
+        column: stride of a sequence's page ids, or None for 1.
+        row_step: ragged: stride of indptr, or None for 1.
+        lens_step: stride of `lens`, or None for 1.
+    """
+
+    page_ids: Any
+    row: Any
+    lens: Any
+    num_ids: Any
+    num_pages: Any
+    max_pages: Any
+    column: Any = None
+    row_step: Any = None
+    lens_step: Any = None
+
+
+class TableSteps(NamedTuple):
+    """What stays the same from one page table of an engine to the next; see `Table`."""
+
+    num_pages: Any
+    column: Any
+    row_step: Any
+    lens_step: Any
+
+
+class Stored(NamedTuple):
+    """Constants of K or of V as the cache holds it.
+
+    Attributes:
+        format, route: the format, and how it is converted to the compute type.
+        parts: elements per loaded word; see `widen_parts`. Parts are separate terms of the scores, and
+            separate columns of the output.
+        vec: of the vectorised layout; see `KVStrides`.
+        descale: "scalar" (folded into the scales of logits and output), "head" (per sequence and head),
+            "token" (float32 per page, slot and head), "e8m0" (bytes of those) or "e8m0_group" (also per 32
+            channels).
+    """
+
+    format: str
+    route: str
+    parts: int
+    vec: int
+    descale: str
+
+
+@triton.jit
+def strided(index, step):
+    """Offset of an element; a `step` of None is 1, without a multiplication."""
+    if step is None:
+        return index
+    else:
+        return index * step
+
+
+@triton.jit
+def sequence_length(table, seq, mask, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr):
+    """Tokens of a sequence: what the table says, brought into [0, what the table's pages hold]."""
+    # No position, and none of the tile that follows it, overflows 32 bits.
+    MOST: tl.constexpr = (2**31 - 2**17) // PAGE_SIZE
+    lens = tl.load(table.lens + strided(seq, table.lens_step), mask=mask, other=0)
+    if RAGGED:
+        begin = tl.load(table.row + strided(seq, table.row_step), mask=mask, other=0)
+        end = tl.load(table.row + strided(seq + 1, table.row_step), mask=mask, other=0)
+        # Both are brought into the page list before one is subtracted: the difference of others may wrap.
+        begin = tl.minimum(tl.maximum(begin, 0), table.max_pages)
+        end = tl.minimum(tl.maximum(end, 0), table.max_pages)
+        pages = tl.minimum(end - begin, MOST)
+        last = tl.minimum(tl.maximum(lens, 0), PAGE_SIZE)
+        return tl.where(pages > 0, (pages - 1) * PAGE_SIZE + last, 0).to(tl.int32)
+    else:
+        most = tl.minimum(table.max_pages, MOST) * PAGE_SIZE
+        return tl.minimum(tl.maximum(lens, 0), most).to(tl.int32)
+
+
+@triton.jit
+def first_id(table, seq, RAGGED: tl.constexpr):
+    """Where the page ids of a sequence begin: `row_base` of `locate_keys`."""
+    if RAGGED:
+        begin = tl.load(table.row + strided(seq, table.row_step))
+        begin = tl.minimum(tl.maximum(begin, 0), table.max_pages).to(tl.int32)
+        return strided(begin, table.column)
+    else:
+        return seq * table.row
+
+
+@triton.jit
+def locate_keys(table, row_base, n, first, last, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr):
+    """Page and slot [N] of keys `n`; keys outside [first, last] take their places, which are used ones."""
+    n = tl.maximum(tl.minimum(n, last), first)
+    where = row_base + strided(n // PAGE_SIZE, table.column)
+    page = tl.load(table.page_ids + tl.maximum(tl.minimum(where, table.num_ids - 1), 0))
+    page = tl.maximum(tl.minimum(page, table.num_pages - 1), 0)
+    return page.to(tl.int64 if WIDE else tl.int32), n % PAGE_SIZE
+
+
+@triton.jit
+def kv_offsets(page, slot, kv, head, d, VEC: tl.constexpr, VEC_ON_TOKENS: tl.constexpr):
+    """Offsets [N, D] of words `d` of one head at these places."""
+    if VEC > 0 and VEC_ON_TOKENS:
+        rows = page * kv.page + (slot // VEC) * kv.outer + slot % VEC
+        cols = head * kv.head + d * VEC
+    elif VEC > 0:
+        rows = page * kv.page + slot * VEC
+        cols = head * kv.head + (d // VEC) * kv.outer + d % VEC
+    else:
+        rows = page * kv.page + slot * kv.token
+        cols = head * kv.head + d
+    return rows[:, None] + cols[None, :]
+
+
+@triton.jit
+def load_words(kv, offsets, d, ZERO: tl.constexpr, PARTS: tl.constexpr,
+               HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """A tile of K or V as stored, [N, BLOCK_D / PARTS]; columns past head_dim are zeros."""
+    if HEAD_DIM == BLOCK_D:
+        return tl.load(kv.ptr + offsets)
+    else:
+        return tl.load(kv.ptr + offsets, mask=(d * PARTS < HEAD_DIM)[None, :], other=ZERO)
+
+
+@triton.jit
+def times_head_descale(scale, descale, seq, kv_head, DESCALE: tl.constexpr):
+    """Scale times the descale that all keys of a sequence's head share, where `DESCALE` is "head"."""
+    if DESCALE == "head":
+        scale *= tl.load(descale.ptr + seq * descale.major + kv_head * descale.head)
+    return scale
+
+
+@triton.jit
+def load_key_scale(descale, page, slot, head, KIND: tl.constexpr, SPREAD: tl.constexpr,
+                   HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """What belongs to each key: a float32 factor [N], or the E8M0 bytes of its groups of 32 channels [N, G].
+
+    SPREAD reads a key's one byte for every group: the compiler cannot broadcast a matrix instruction's scale.
+    """
+    at = descale.ptr + page * descale.major + slot * descale.token + head * descale.head
+    if KIND == "e8m0_group" or SPREAD:
+        g = tl.arange(0, BLOCK_D // 32)
+        step = g if KIND == "e8m0_group" else g * 0
+        return tl.load(at[:, None] + step[None, :], mask=(g * 32 < HEAD_DIM)[None, :], other=0)
+    elif KIND == "e8m0":
+        return e8m0_to_fp32(tl.load(at))
+    else:
+        return tl.load(at)

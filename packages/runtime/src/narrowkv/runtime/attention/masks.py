@@ -1,0 +1,100 @@
+"""Device helpers (`@triton.jit`): the query tokens of a sequence, and the keys that a row attends to."""
+
+import narrowkv.runtime.toolchain  # noqa: F401, I001  # first: it says how to get Triton
+import triton
+import triton.language as tl
+
+# Sequences that a program looks at together.
+SEQUENCES = tl.constexpr(32)
+
+
+@triton.jit
+def query_ranges(q, seqs, batch, claimed):
+    """First query token and number of query tokens of sequences, and `claimed` for those that follow.
+
+    A token belongs to the first sequence that claims it, and a sequence with an entry of cu_seqlens_q outside
+    [0, tokens] has none, so ranges lie in the tensor and do not overlap, whatever the entries are.
+
+    Args:
+        seqs: neighbours, [SEQUENCES]; those from `batch` on have no tokens.
+        claimed: the token behind all that earlier sequences claim.
+    """
+    inside = seqs < batch
+    begin = tl.load(q.starts + seqs, mask=inside, other=0)
+    end = tl.load(q.starts + seqs + 1, mask=inside, other=0)
+    begins = (begin >= 0) & (begin <= q.num_tokens)
+    known = begins & (end >= 0) & (end <= q.num_tokens)
+    begin = tl.maximum(tl.where(begins, begin, 0), claimed)
+    # A running maximum: the interpreter is slow at scans, and Triton 3.6 compiles none in a branch for AMD.
+    begin = tl.max(tl.where(seqs[:, None] <= seqs[None, :], begin[:, None], 0), 0)
+    return begin, tl.where(known, tl.maximum(end - begin, 0), 0), tl.max(begin, 0)
+
+
+@triton.jit
+def key_range(first_pos, last_pos, first, num_keys,
+              WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Key tiles [begin, end) that rows at positions first_pos..last_pos see, and [full, full_end) unmasked.
+
+    Keys lie in [first, num_keys).
+    """
+    low = first
+    low_full = first
+    if WINDOW_LEFT >= 0:
+        low = tl.maximum(first_pos - WINDOW_LEFT, first)
+        low_full = tl.maximum(last_pos - WINDOW_LEFT, first)
+    high = num_keys
+    high_full = num_keys
+    if WINDOW_RIGHT >= 0:
+        high = tl.minimum(last_pos + WINDOW_RIGHT + 1, num_keys)
+        high_full = tl.minimum(first_pos + WINDOW_RIGHT + 1, num_keys)
+    begin = low // BLOCK_N
+    end = tl.maximum(tl.cdiv(tl.maximum(high, 0), BLOCK_N), begin)
+    full = tl.minimum(tl.cdiv(low_full, BLOCK_N), end)
+    full_end = tl.minimum(tl.maximum(tl.maximum(high_full, 0) // BLOCK_N, full), end)
+    return begin, end, full, full_end
+
+
+@triton.jit
+def share_of(begin, end, full, full_end, split, num_splits):
+    """The part of a key range that one split takes."""
+    count = end - begin
+    first = begin + (split * count) // num_splits
+    last = begin + ((split + 1) * count) // num_splits
+    full = tl.minimum(tl.maximum(full, first), last)
+    return first, last, full, tl.maximum(tl.minimum(full_end, last), full)
+
+
+@triton.jit
+def visible_keys(n, query_pos, first, num_keys,
+                 HAS_FIRST: tl.constexpr, WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr):  # fmt: skip
+    """[M, N]: keys of [first, num_keys) in the row's window; without HAS_FIRST there is none before 0."""
+    if WINDOW_RIGHT == 0:
+        # A row is itself a key, and none lies beyond the last row.
+        keep = n[None, :] <= query_pos[:, None]
+    else:
+        keep = tl.broadcast_to((n < num_keys)[None, :], [query_pos.shape[0], n.shape[0]])
+        if WINDOW_RIGHT > 0:
+            keep = keep & (n[None, :] <= query_pos[:, None] + WINDOW_RIGHT)
+    if HAS_FIRST:
+        keep = keep & (n >= first)[None, :]
+    if WINDOW_LEFT >= 0:
+        keep = keep & (n[None, :] >= query_pos[:, None] - WINDOW_LEFT)
+    return keep
+
+
+@triton.jit
+def visible_range(query_pos, first, num_keys, HAS_FIRST: tl.constexpr,
+                  WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr):  # fmt: skip
+    """The first and the last key that `visible_keys` shows each row, [M] both."""
+    low = tl.zeros_like(query_pos)
+    if HAS_FIRST:
+        low += first
+    if WINDOW_LEFT >= 0:
+        low = tl.maximum(low, query_pos - WINDOW_LEFT)
+    if WINDOW_RIGHT == 0:
+        high = query_pos
+    else:
+        high = tl.zeros_like(query_pos) + (num_keys - 1)
+        if WINDOW_RIGHT > 0:
+            high = tl.minimum(high, query_pos + WINDOW_RIGHT)
+    return low, high

@@ -1,0 +1,76 @@
+"""Device helpers (`@triton.jit`) of a base-2 online softmax: one step, and what the rows end with.
+
+Online softmax after Milakov and Gimelshein (2018). Logits are in base 2 (natural ones times log2 e).
+"""
+
+import narrowkv.runtime.toolchain  # noqa: F401, I001  # first: it says how to get Triton
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def softmax_step(s, m, l):
+    """One tile of logits `[M, N]` into the running maximum and denominator `[M]`.
+
+    Returns:
+        `(p, m, l, correction)`: the tile's numerators, the new state, and what earlier sums are to be
+        multiplied by. A row with nothing but -inf so far has p = 0, l = 0, m = -inf.
+    """
+    m_new = tl.maximum(m, tl.max(s, 1))
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - m_safe[:, None])
+    correction = tl.exp2(m - m_safe)
+    return p, m_new, l * correction + tl.sum(p, 1), correction
+
+
+@triton.jit
+def output_share(m, l, sink):
+    """What the accumulators of rows `[M]` are multiplied by: 1 / (l + sink), 0 for a row without keys.
+
+    Args:
+        m, l: the state after the last tile; l is 0 where there were no keys, whatever m is.
+        sink: a natural logit with value 0, in the denominator only; -inf for none.
+    """
+    sink = sink * 1.4426950408889634
+    # The larger of the two is taken out of both, so that neither overflows.
+    top = tl.maximum(m, sink)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    empty = l == 0.0
+    kept = tl.where(empty, 0.0, tl.exp2(m - top))
+    total = l * kept + tl.where(sink == float("-inf"), 0.0, tl.exp2(sink - top))
+    return tl.where(empty | (sink == float("inf")), 0.0, kept / tl.where(empty, 1.0, total))
+
+
+@triton.jit
+def natural_lse(m, l):
+    """The natural-log lse of rows `[M]`, sinks left out; -inf for a row without keys."""
+    empty = l == 0.0
+    return tl.where(empty, float("-inf"), m * 0.6931471805599453 + tl.log(tl.where(empty, 1.0, l)))
+
+
+@triton.jit
+def merge_step(acc, m, l, parts, part_m, part_l):
+    """Partial results of N splits into one row: acc `[1, D]`, m and l `[1]`; parts `[N, D]`, the rest `[N]`.
+
+    A split without keys has m = -inf and finite parts.
+    """
+    m_new = tl.maximum(m, tl.max(part_m, 0))
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    weight = tl.exp2(part_m - m_safe)
+    ours = tl.exp2(m - m_safe)
+    l = l * ours + tl.sum(part_l * weight, 0)
+    acc = acc * ours[:, None] + tl.sum(parts * weight[:, None], 0)[None, :]
+    return acc, m_new, l
+
+
+@triton.jit
+def capped_logits(s, cap):
+    """Cap * tanh(s / cap), natural logits in and base-2 logits out."""
+    # tanh by exp2, saturating: exp2 of a large negative number is 0 and of a large positive one never occurs.
+    x = s / cap
+    e = tl.exp2(-2.885390081777927 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    t = tl.where(x < 0, -t, t)
+    # Near zero the difference 1 - e cancels; there the series is exact to float32.
+    t = tl.where(tl.abs(x) < 0.02, x - x * x * x * 0.3333333333333333, t)
+    return t * (cap * 1.4426950408889634)

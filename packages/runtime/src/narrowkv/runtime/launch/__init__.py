@@ -1,0 +1,39 @@
+"""One launch path for every kernel: a GPU, the interpreter on a CPU, or compile-only for a named target."""
+
+import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
+from narrowkv.runtime.launch.bound import BoundLaunch
+from narrowkv.runtime.launch.compiles import Compiles, count_compiles
+from narrowkv.runtime.launch.options import LaunchOptions
+from narrowkv.runtime.launch.path import (
+    Executor,
+    InterpretExecutor,
+    active_target,
+    compile_for,
+    executing,
+    is_compiled,
+    launch,
+    run_as,
+)
+from narrowkv.runtime.launch.warmup import KernelSpec, TensorSpec, Warmup, warmup
+from narrowkv.runtime.launch.workspace import Workspace, block_bytes
+
+__all__ = [
+    "BoundLaunch",
+    "Compiles",
+    "Executor",
+    "InterpretExecutor",
+    "KernelSpec",
+    "LaunchOptions",
+    "TensorSpec",
+    "Warmup",
+    "Workspace",
+    "active_target",
+    "block_bytes",
+    "compile_for",
+    "count_compiles",
+    "executing",
+    "is_compiled",
+    "launch",
+    "run_as",
+    "warmup",
+]

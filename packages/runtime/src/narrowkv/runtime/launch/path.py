@@ -1,0 +1,194 @@
+"""The one launch path: a kernel is launched, interpreted or compiled by the same call.
+
+`launch` looks at the tensors it is given. GPU tensors are launched; CPU tensors are interpreted in this
+process. Inside `with compile_for("gfx942") as artifacts:` the very specialisation that a launch would use is
+compiled
+for that target, recorded and not run. Any other way to run a kernel (an emulator, say) is one more
+`Executor`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+
+from narrowkv.runtime.launch.gpu import GpuLaunch, gpu_launch
+from narrowkv.runtime.launch.options import LaunchOptions
+from narrowkv.runtime.launch.tensors import HostCopies, tensors_of
+from narrowkv.runtime.targets import Target, compile_target, device_target, get_target
+
+
+class Executor(Protocol):
+    """One way to run a kernel; `target` is what configurations are chosen for."""
+
+    target: Target
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        constexprs: dict[str, Any],
+        options: LaunchOptions,
+    ) -> None:
+        """Runs (or records) one launch."""
+
+
+# A fork waits until no thread imports the interpreter: the child could never finish another thread's import.
+_import_lock = threading.Lock()
+os.register_at_fork(
+    before=_import_lock.acquire,
+    after_in_parent=_import_lock.release,
+    after_in_child=_import_lock.release,
+)
+
+_executor: ContextVar[Executor | None] = ContextVar("narrowkv_executor", default=None)
+
+
+class InterpretExecutor:
+    """Interprets on the CPU, with the code paths and configuration that `target` would take."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        constexprs: dict[str, Any],
+        options: LaunchOptions,
+    ) -> None:
+        """Interprets every program of the grid; tensors on a GPU are copied to the CPU and back."""
+        with _import_lock:
+            from narrowkv.runtime.launch.interpreter import interpret
+        copies = HostCopies()
+        interpret(kernel, grid, copies.of(args), constexprs)
+        copies.write_back()
+
+
+@contextlib.contextmanager
+def executing(executor: Executor) -> Iterator[Executor]:
+    """Sends every launch inside the block to `executor`."""
+    token = _executor.set(executor)
+    try:
+        yield executor
+    finally:
+        _executor.reset(token)
+
+
+@contextlib.contextmanager
+def run_as(target: str) -> Iterator[None]:
+    """Interprets CPU launches with the configuration and code paths of a named target.
+
+    Example:
+        >>> with run_as("gfx942"):          # doctest: +SKIP
+        ...     o = paged_decode(q, cache, table)
+    """
+    with executing(InterpretExecutor(get_target(target))):
+        yield
+
+
+@contextlib.contextmanager
+def compile_for(target: str) -> Iterator[list[Any]]:
+    """Compiles every launch inside the block for a named AMD target instead of running it.
+
+    Outputs of operations called inside the block are not computed and must not be read.
+
+    Args:
+        target: "gfx942" or "gfx950"; or "gfx90a" or "gfx1250", with the configurations of other targets.
+
+    Yields:
+        The list that receives one `CompiledArtifact` per launch.
+
+    Raises:
+        UnsupportedError: for a target that Triton's AMD backend does not serve.
+
+    Example:
+        >>> with compile_for("gfx950") as artifacts:          # doctest: +SKIP
+        ...     paged_decode(q, cache, table)
+        >>> artifacts[0].registers.vgpr_spills                # doctest: +SKIP
+        0
+    """
+    from narrowkv.runtime.launch.compiler import CompileExecutor
+
+    executor = CompileExecutor(compile_target(target))
+    with executing(executor):
+        yield executor.artifacts
+
+
+def active_target(device: torch.device) -> Target:
+    """The target that configurations are chosen for: a named one inside a context, else the device's own."""
+    executor = _executor.get()
+    return executor.target if executor is not None else device_target(device)
+
+
+def is_compiled(tensor: torch.Tensor) -> bool:
+    """Whether a launch over the tensor is compiled here, and not interpreted.
+
+    The interpreter knows neither Gluon nor a target's assembly.
+    """
+    executor = _executor.get()
+    if executor is None:
+        return tensor.is_cuda and not triton.knobs.runtime.interpret
+    return not isinstance(executor, InterpretExecutor)
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple[Any, ...],
+    constexprs: dict[str, Any],
+    options: LaunchOptions,
+) -> GpuLaunch | None:
+    """Launches, interprets or compiles `kernel`; nothing happens for an empty grid.
+
+    Args:
+        kernel: a `@triton.jit` function.
+        grid: one to three extents.
+        args: runtime arguments in the kernel's order: tensors, numbers, None, or tuples of those.
+        constexprs: `tl.constexpr` arguments by name.
+        options: compiler options.
+
+    Returns:
+        What launches the kernel on a GPU, where that is how it was launched.
+
+    Raises:
+        TypeError: there is no tensor, or one that has no memory: a fake, functional, meta or sparse tensor.
+    """
+    if 0 in grid:
+        return None
+    tensors = tensors_of(args)
+    if not tensors:
+        raise TypeError("a launch needs at least one tensor argument, got none")
+    executor = _executor.get()
+    if executor is not None:
+        executor.launch(kernel, grid, args, constexprs, options)
+        return None
+    device = tensors[0].device
+    # TRITON_INTERPRET makes kernels that Triton cannot compile.
+    if device.type == "cpu" or isinstance(kernel, InterpretedFunction):
+        InterpretExecutor(device_target(device)).launch(kernel, grid, args, constexprs, options)
+        return None
+    launcher = gpu_launch(kernel, constexprs, options)
+    if device.index == torch.cuda.current_device():
+        launcher.launch(grid, args, device)
+    else:
+        # Triton launches on the current device and stream; the tensors' device decides, not the caller's
+        # default.
+        with torch.cuda.device(device):
+            launcher.launch(grid, args, device)
+    return launcher
+
+
+def executor() -> Executor | None:
+    """What takes the launches of the calling context, if not their tensors' device."""
+    return _executor.get()

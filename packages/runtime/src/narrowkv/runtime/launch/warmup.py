@@ -1,0 +1,296 @@
+"""Compiles prepared launches in parallel processes, before a server takes requests.
+
+A plan's launch is described by a `KernelSpec`, which can be pickled: where the kernel is imported from, its
+constants and options, and what a specialisation depends on of its arguments. Every process compiles into the
+cache folder of Triton (TRITON_CACHE_DIR), from which the calling process then loads in milliseconds.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from narrowkv.runtime.errors import UnsupportedError, check_positive_int
+from narrowkv.runtime.launch.bound import BoundLaunch
+from narrowkv.runtime.launch.compiles import count_compiles
+from narrowkv.runtime.launch.options import LaunchOptions
+from narrowkv.runtime.targets import compile_target, device_target
+
+_TWO_GIB = 2**31
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What Triton's compiler may know of a tensor.
+
+    Attributes:
+        dtype: of its elements.
+        aligned: whether its first element is at a multiple of 16 bytes.
+        large: whether its storage has 2 GiB or more.
+    """
+
+    dtype: torch.dtype
+    aligned: bool
+    large: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """The description of a tensor."""
+        return cls(tensor.dtype, tensor.data_ptr() % 16 == 0, tensor.untyped_storage().nbytes() >= _TWO_GIB)
+
+    def example(self) -> torch.Tensor:
+        """A CPU tensor of this description, whose memory is never touched."""
+        storage = torch.UntypedStorage(_TWO_GIB if self.large else 64)  # type: ignore[no-untyped-call]
+        offset = 0 if self.aligned else 1
+        return torch.empty(0, dtype=self.dtype).set_(storage, offset, (1,), (1,))
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A `@triton.jit` function, by where it is imported from."""
+
+    module: str
+    name: str
+
+    @classmethod
+    def of(cls, function: Any) -> _Function:
+        found = cls(function.fn.__module__, function.fn.__qualname__)
+        try:
+            there = found.load()
+        except (ImportError, AttributeError):
+            there = None
+        if there is not function:
+            raise ValueError(
+                f"kernel must be what its module has under its name, to be imported in another process; "
+                f"{found.module}.{found.name} is not"
+            )
+        return found
+
+    def load(self) -> Any:
+        value: Any = importlib.import_module(self.module)
+        for part in self.name.split("."):
+            value = getattr(value, part)
+        return value
+
+
+def _map(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The value with `leaf` applied to what nested tuples and tensor descriptors hold."""
+    if isinstance(value, tuple):
+        parts = [_map(part, leaf) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if hasattr(value, "block_shape"):
+        twin = copy.copy(value)
+        object.__setattr__(twin, "base", leaf(value.base))
+        return twin
+    return leaf(value)
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return TensorSpec.of(value)
+    return _Function.of(value) if isinstance(value, JITFunction) else value
+
+
+def _restore(value: Any) -> Any:
+    if isinstance(value, TensorSpec):
+        return value.example()
+    return value.load() if isinstance(value, _Function) else value
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One specialisation of a kernel, as another process can compile it.
+
+    Attributes:
+        kernel: where the kernel is imported from.
+        args: runtime arguments, with a `TensorSpec` for each tensor. Of an int that the kernel is specialised
+            on, only whether it is 1, a multiple of 16 and within 32 bits matters.
+        constexprs: `tl.constexpr` arguments by name.
+        options: compiler options.
+    """
+
+    kernel: _Function
+    args: tuple[Any, ...]
+    constexprs: tuple[tuple[str, Any], ...]
+    options: LaunchOptions
+
+    @classmethod
+    def of(cls, launch: BoundLaunch, args: tuple[Any, ...]) -> KernelSpec:
+        """The description of a prepared launch that is called with such arguments.
+
+        Args:
+            launch: a plan's launch. Its kernel must be importable: a global variable of its module.
+            args: runtime arguments; of tensors only dtype, alignment and size of the storage are read.
+
+        Raises:
+            ValueError: the kernel, or a function among the constants, is not found in its module.
+        """
+        constexprs = tuple((name, _map(value, _describe)) for name, value in launch.constexprs.items())
+        return cls(_Function.of(launch.kernel), _map(args, _describe), constexprs, launch.options)
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return self.kernel.name
+
+    def compile(self, target: str | None = None) -> None:
+        """Compiles it in this process, for the current GPU or a named AMD target."""
+        kernel, args = self.kernel.load(), _map(self.args, _restore)
+        constexprs = {name: _map(value, _restore) for name, value in self.constexprs}
+        if target is not None:
+            from narrowkv.runtime.launch.compiler import compile_launch
+
+            compile_launch(compile_target(target), kernel, (1,), args, constexprs, self.options)
+            return
+        options = self.options.for_target(device_target("cuda"))
+        compiled = kernel.warmup(*args, grid=(1,), **constexprs, **options)
+        if hasattr(compiled, "result"):
+            compiled.result()
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """What `warmup` did.
+
+    Attributes:
+        compiled: names of the kernels that were compiled.
+        cached: names of those that Triton's cache held already.
+    """
+
+    compiled: tuple[str, ...]
+    cached: tuple[str, ...]
+
+
+def warmup(
+    launches: Iterable[KernelSpec],
+    target: str | None = None,
+    *,
+    processes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Warmup:
+    """Compiles kernels into Triton's cache folder, in parallel processes.
+
+    A kernel that is launched later loads from the folder, which takes milliseconds once a process.
+
+    Args:
+        launches: what to compile, as `plan.kernels()` lists it; what is listed twice is compiled once.
+        target: an AMD target to compile for without a GPU; None is the current GPU.
+        processes: how many; None is one a core, and no more than there are kernels.
+        progress: called in the calling thread with how many are done and how many there are, first with 0.
+
+    Raises:
+        UnsupportedError: there is no GPU, and no target is named.
+        RuntimeError: a kernel did not compile; the message has its name and what the compiler said. The
+            others are compiled all the same.
+
+    Example:
+        >>> warmup([])
+        Warmup(compiled=(), cached=())
+    """
+    specs = list({pickle.dumps(spec): spec for spec in launches}.values())
+    if processes is not None:
+        check_positive_int("processes", processes)
+    if target is not None:
+        compile_target(target)
+    elif specs and not torch.cuda.is_available():
+        raise UnsupportedError("there is no GPU to compile for: name a target, for example target='gfx942'")
+    todo: queue.SimpleQueue[KernelSpec] = queue.SimpleQueue()
+    for spec in specs:
+        todo.put(spec)
+    done: queue.SimpleQueue[tuple[str, str, bool]] = queue.SimpleQueue()
+    workers = [_Worker(target, todo, done) for _ in range(min(len(specs), processes or os.cpu_count() or 1))]
+    results: list[tuple[str, str, bool]] = []
+    try:
+        for worker in workers:
+            worker.start()
+        for count in range(len(specs) + 1):
+            if count:
+                results.append(done.get())
+            if progress is not None:
+                progress(count, len(specs))
+    finally:
+        for worker in workers:
+            worker.stop()
+    failed = [f"{name} did not compile:\n{error}" for name, error, _ in results if error]
+    if failed:
+        raise RuntimeError("\n".join(failed))
+    return Warmup(
+        compiled=tuple(name for name, _, cached in results if not cached),
+        cached=tuple(name for name, _, cached in results if cached),
+    )
+
+
+class _Worker(threading.Thread):
+    """A process that compiles what it is sent, and the thread that sends it."""
+
+    def __init__(
+        self,
+        target: str | None,
+        todo: queue.SimpleQueue[KernelSpec],
+        done: queue.SimpleQueue[tuple[str, str, bool]],
+    ) -> None:
+        super().__init__(daemon=True)
+        self._todo, self._done = todo, done
+        # Not multiprocessing: its processes import the caller's main module, or are forks, which a GPU
+        # forbids.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import _work; _work({target!r})"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)},
+        )
+
+    def run(self) -> None:
+        """Sends one kernel after another."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        while True:
+            try:
+                spec = self._todo.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                pickle.dump(spec, self._process.stdin)
+                self._process.stdin.flush()
+                error, cached = pickle.load(self._process.stdout)
+            except (EOFError, OSError, pickle.PickleError) as lost:
+                error, cached = f"its process ended: {lost!r}", False
+            self._done.put((spec.name, error, cached))
+
+    def stop(self) -> None:
+        """Ends the process, whatever it does."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def _work(target: str | None) -> None:
+    """Compiles what standard input names, and answers on standard output: an error, whether it was cached."""
+    # What a compiler prints must not get between the answers.
+    answers: BinaryIO = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    while True:
+        try:
+            spec = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        error = ""
+        with count_compiles() as compiles:
+            try:
+                spec.compile(target)
+            except Exception:
+                error = traceback.format_exc()
+        pickle.dump((error, not compiles.compiled), answers)
+        answers.flush()

@@ -1,0 +1,74 @@
+"""Device memory that a caller allocates once and that plans share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from narrowkv.runtime.errors import check_positive_int
+
+_ALIGNMENT = 256
+# Arrival counters of launches that merge partial results; every kernel leaves them zero.
+_COUNTERS = 1 << 16
+
+Block = tuple[Sequence[int], torch.dtype]
+
+
+def block_bytes(blocks: Sequence[Block]) -> int:
+    """Bytes that blocks of these shapes and dtypes take, each aligned to 256 bytes."""
+    return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in blocks)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class Workspace:
+    """One buffer for the partial results of every plan that uses it.
+
+    Plans may share a workspace if their calls never run at the same time: calls on one stream do not.
+
+    Args:
+        num_bytes: at least the largest `plan.workspace_bytes()` of the plans that use it; may be 0.
+        device: where the plans' tensors are.
+
+    Example:
+        >>> workspace = Workspace(1024, "cpu")
+        >>> acc, ml = workspace.carve([((4, 8), torch.float32), ((4, 2), torch.float32)])
+        >>> acc.shape, ml.shape
+        (torch.Size([4, 8]), torch.Size([4, 2]))
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device | str) -> None:
+        self.num_bytes = check_positive_int("num_bytes", num_bytes) if num_bytes else 0
+        self._buffer = torch.empty(_aligned(self.num_bytes), dtype=torch.uint8, device=device)
+        self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+        self.device = self._buffer.device
+
+    def carve(self, blocks: Sequence[Block]) -> tuple[torch.Tensor, ...]:
+        """Views of the buffer's beginning, one a block; their contents are undefined.
+
+        Raises:
+            ValueError: the workspace is too small; the message says what is needed.
+        """
+        needed = block_bytes(blocks)
+        if needed > self.num_bytes:
+            raise ValueError(f"workspace must have at least {needed} bytes, got {self.num_bytes}")
+        views, begin = [], 0
+        for shape, dtype in blocks:
+            size = math.prod(shape) * dtype.itemsize
+            views.append(self._buffer[begin : begin + size].view(dtype).view(*shape))
+            begin += _aligned(size)
+        return tuple(views)
+
+    def counters(self, count: int) -> torch.Tensor:
+        """`[count]` int32 arrival counters, zero before and after every launch that uses them.
+
+        Raises:
+            ValueError: more than the workspace has.
+        """
+        if count > _COUNTERS:
+            raise ValueError(f"count must be at most {_COUNTERS}, got {count}")
+        return self._counters[:count]

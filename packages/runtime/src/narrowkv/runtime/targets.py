@@ -1,0 +1,407 @@
+"""The targets narrowkv knows, with the hardware figures that its models use and where each figure comes from.
+
+This is the only file with hardware figures. They describe one chip of each target (its name is in
+`Target.chip`) and feed a static model: they are never measurements. Nothing here asks a device at import;
+`device_target` asks once per device and remembers.
+
+Example:
+    >>> get_target("gfx950").native_fp8
+    'fp8_e4m3fn'
+    >>> device_target("cpu").name
+    'cpu'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+
+import torch
+
+from narrowkv.runtime.errors import UnsupportedError
+
+__all__ = ["COMPILE_ONLY", "TARGETS", "Figures", "Target", "compile_target", "device_target", "get_target"]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Hardware figures of one chip, for static models.
+
+    A "unit" is a CU (AMD) or an SM (NVIDIA), with four SIMDs.
+
+    Attributes:
+        units: compute units of the chip.
+        clock_hz: the clock that the peak rates are quoted at.
+        hbm_bytes_per_s: peak HBM bandwidth.
+        lds_bytes: LDS or shared memory of one unit.
+        lds_bytes_per_clk: LDS bandwidth of one unit.
+        lds_granule_bytes: LDS is handed out to workgroups in multiples of this.
+        bf16_flops_per_clk: dense bf16 and fp16 matrix flops per clock of one unit.
+        fp8_flops_per_clk: dense FP8 matrix flops per clock of one unit.
+        fp4_flops_per_clk: dense FP4 matrix flops per clock of one unit; 0 if there is no such instruction.
+        valu_clk: clocks that one SIMD spends on an ordinary vector instruction of one wave.
+        transcendental_clk: the same for exp2, log2, rcp, rsq.
+        int_mul_clk: the same for a 32-bit integer multiply.
+        simds_per_unit: SIMDs of one unit.
+        registers_per_simd: 32-bit vector registers per lane that the waves of one SIMD share (AGPRs
+            included).
+        register_granule: registers are handed out to waves in multiples of this.
+        max_registers_per_wave: the most that one wave can have.
+        max_waves_per_simd: the most waves that one SIMD holds.
+        sources: where the figures come from.
+    """
+
+    units: int
+    clock_hz: float
+    hbm_bytes_per_s: float
+    lds_bytes: int
+    lds_bytes_per_clk: int
+    lds_granule_bytes: int
+    bf16_flops_per_clk: int
+    fp8_flops_per_clk: int
+    fp4_flops_per_clk: int
+    valu_clk: int
+    transcendental_clk: int
+    int_mul_clk: int
+    simds_per_unit: int
+    registers_per_simd: int
+    register_granule: int
+    max_registers_per_wave: int
+    max_waves_per_simd: int
+    sources: tuple[str, ...]
+
+    @property
+    def peak_bf16_flops_per_s(self) -> float:
+        """Dense bf16 matrix flops per second of the chip."""
+        return self.units * self.clock_hz * self.bf16_flops_per_clk
+
+    @property
+    def peak_fp8_flops_per_s(self) -> float:
+        """Dense FP8 matrix flops per second of the chip."""
+        return self.units * self.clock_hz * self.fp8_flops_per_clk
+
+
+@dataclass(frozen=True)
+class Target:
+    """One thing that kernels are made for.
+
+    Attributes:
+        name: "gfx942", "gfx950", "sm90", "cuda" or "cpu".
+        vendor: "amd", "nvidia" or "none".
+        description: one line for tables.
+        chip: the chip that `figures` describe; empty if there are none.
+        wave_size: lanes of a wave (warp).
+        native_fp8: the FP8 E4M3 format that the hardware converts and multiplies; None if there is none.
+        has_scaled_mfma: whether block-scaled FP8/FP4 matrix instructions exist (`tl.dot_scaled` is native).
+        fp8_formats: the FP8 formats that the compiler for this target accepts as tensor element types.
+        backend: Triton's backend name, "hip" or "cuda"; empty for the interpreter.
+        arch: Triton's architecture: a gfx name, or a compute capability as an int; None where it is not
+            fixed.
+        figures: hardware figures, or None where no model is offered.
+    """
+
+    name: str
+    vendor: str
+    description: str
+    chip: str
+    wave_size: int
+    native_fp8: str | None
+    has_scaled_mfma: bool
+    fp8_formats: tuple[str, ...]
+    backend: str
+    arch: str | int | None
+    figures: Figures | None
+
+    @property
+    def is_amd(self) -> bool:
+        """Whether kernels for it are AMD code objects."""
+        return self.vendor == "amd"
+
+    @property
+    def is_nvidia(self) -> bool:
+        """Whether kernels for it are CUDA binaries."""
+        return self.vendor == "nvidia"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_MI300X = Figures(
+    units=304,
+    clock_hz=2.1e9,
+    hbm_bytes_per_s=5.3e12,
+    lds_bytes=64 * 1024,
+    lds_bytes_per_clk=128,
+    lds_granule_bytes=512,
+    bf16_flops_per_clk=2048,
+    fp8_flops_per_clk=4096,
+    fp4_flops_per_clk=0,
+    valu_clk=4,
+    transcendental_clk=16,
+    int_mul_clk=16,
+    simds_per_unit=4,
+    registers_per_simd=512,
+    register_granule=8,
+    max_registers_per_wave=512,
+    max_waves_per_simd=8,
+    sources=(
+        "AMD Instinct MI300X data sheet: CUs, peak clock, HBM bandwidth, peak matrix rates",
+        "AMD CDNA 3 architecture white paper: matrix flops per clock per CU, LDS size and bandwidth",
+        "AMD CDNA 3 instruction set architecture guide: registers, waves per SIMD, instruction issue",
+        "LLVM AMDGPU usage guide: LDS and VGPR allocation granules",
+    ),
+)
+
+_MI355X = Figures(
+    units=256,
+    clock_hz=2.4e9,
+    hbm_bytes_per_s=8.0e12,
+    lds_bytes=160 * 1024,
+    lds_bytes_per_clk=256,
+    lds_granule_bytes=1280,
+    bf16_flops_per_clk=4096,
+    fp8_flops_per_clk=8192,
+    fp4_flops_per_clk=16384,
+    valu_clk=4,
+    transcendental_clk=8,
+    int_mul_clk=16,
+    simds_per_unit=4,
+    registers_per_simd=512,
+    register_granule=8,
+    max_registers_per_wave=512,
+    max_waves_per_simd=8,
+    sources=(
+        "AMD Instinct MI355X data sheet: CUs, peak clock, HBM bandwidth, peak matrix rates",
+        "AMD CDNA 4 architecture white paper: matrix and transcendental rates per CU, LDS size and bandwidth",
+        "AMD CDNA 4 instruction set architecture guide: registers, waves per SIMD, instruction issue",
+        "LLVM AMDGPU usage guide: LDS and VGPR allocation granules",
+    ),
+)
+
+_H100 = Figures(
+    units=132,
+    clock_hz=1.83e9,  # boost clock for bf16 and FP8 tensor work, which the 989 TFLOP/s are quoted at
+    hbm_bytes_per_s=3.35e12,  # H200: 4.8e12, all else alike
+    lds_bytes=228 * 1024,
+    lds_bytes_per_clk=128,
+    lds_granule_bytes=128,
+    bf16_flops_per_clk=4096,
+    fp8_flops_per_clk=8192,
+    fp4_flops_per_clk=0,
+    valu_clk=1,
+    transcendental_clk=8,
+    int_mul_clk=2,
+    simds_per_unit=4,
+    registers_per_simd=512,
+    register_granule=8,
+    max_registers_per_wave=255,
+    max_waves_per_simd=16,
+    sources=(
+        "NVIDIA H100 architecture white paper: SMs, clocks, HBM bandwidth, tensor rates, shared memory",
+        "CUDA C++ Programming Guide, arithmetic throughput of compute capability 9.0: issue rates",
+        "CUDA C++ Programming Guide, technical specifications of compute capability 9.0: registers, warps",
+    ),
+)
+
+_ALL_FP8 = ("fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
+_OCP_FP8 = ("fp8_e4m3fn", "fp8_e5m2")
+
+TARGETS: Mapping[str, Target] = MappingProxyType(
+    {
+        t.name: t
+        for t in (
+            Target(
+                name="gfx942",
+                vendor="amd",
+                description="AMD CDNA 3 (MI300X, MI325X)",
+                chip="MI300X",
+                wave_size=64,
+                native_fp8="fp8_e4m3fnuz",
+                has_scaled_mfma=False,
+                fp8_formats=_ALL_FP8,
+                backend="hip",
+                arch="gfx942",
+                figures=_MI300X,
+            ),
+            Target(
+                name="gfx950",
+                vendor="amd",
+                description="AMD CDNA 4 (MI350X, MI355X)",
+                chip="MI355X",
+                wave_size=64,
+                native_fp8="fp8_e4m3fn",
+                has_scaled_mfma=True,
+                fp8_formats=_ALL_FP8,
+                backend="hip",
+                arch="gfx950",
+                figures=_MI355X,
+            ),
+            Target(
+                name="sm90",
+                vendor="nvidia",
+                description="NVIDIA Hopper (H100, H200)",
+                chip="H100 SXM",
+                wave_size=32,
+                native_fp8="fp8_e4m3fn",
+                has_scaled_mfma=False,
+                fp8_formats=_OCP_FP8,
+                backend="cuda",
+                arch=90,
+                figures=_H100,
+            ),
+            Target(
+                name="cuda",
+                vendor="nvidia",
+                description="another NVIDIA GPU with FP8 (compute capability 8.9 or from 10.0); untuned",
+                chip="",
+                wave_size=32,
+                native_fp8="fp8_e4m3fn",
+                has_scaled_mfma=False,
+                fp8_formats=_OCP_FP8,
+                backend="cuda",
+                arch=None,
+                figures=None,
+            ),
+            Target(
+                name="cpu",
+                vendor="none",
+                description="any CPU, by Triton's interpreter",
+                chip="",
+                wave_size=1,
+                native_fp8=None,
+                has_scaled_mfma=False,
+                fp8_formats=_ALL_FP8,
+                backend="",
+                arch=None,
+                figures=None,
+            ),
+        )
+    }
+)
+"""Every known target by name."""
+
+
+COMPILE_ONLY: Mapping[str, Target] = MappingProxyType(
+    {
+        t.name: t
+        for t in (
+            Target(
+                name="gfx90a",
+                vendor="amd",
+                description="AMD CDNA 2 (MI210, MI250X); compiled only",
+                chip="",
+                wave_size=64,
+                native_fp8=None,
+                has_scaled_mfma=False,
+                fp8_formats=_ALL_FP8,
+                backend="hip",
+                arch="gfx90a",
+                figures=None,
+            ),
+            Target(
+                name="gfx1250",
+                vendor="amd",
+                description="AMD gfx1250; compiled only",
+                chip="",
+                wave_size=32,
+                native_fp8="fp8_e4m3fn",
+                has_scaled_mfma=True,
+                fp8_formats=_ALL_FP8,
+                backend="hip",
+                arch="gfx1250",
+                figures=None,
+            ),
+        )
+    }
+)
+"""Targets that kernels compile for, with configurations that were chosen for others; nothing runs on them."""
+
+
+def compile_target(name: str | Target) -> Target:
+    """The AMD target of that name, those that kernels are only compiled for among them.
+
+    Raises:
+        TypeError: `name` is neither a name nor a `Target`.
+        UnsupportedError: the name is unknown, or no AMD target that kernels compile for.
+    """
+    known = ", ".join([t.name for t in TARGETS.values() if t.is_amd] + list(COMPILE_ONLY))
+    if isinstance(name, str):
+        if name in COMPILE_ONLY:
+            return COMPILE_ONLY[name]
+        if name.startswith(("gfx10", "gfx11", "gfx12")):
+            raise UnsupportedError(
+                f"target {name} is an RDNA GPU: kernels are not written for its matrix instructions; they "
+                f"compile for {known}"
+            )
+        if name.startswith("gfx") and name not in TARGETS:
+            raise UnsupportedError(f"target {name} is not known; kernels compile for {known}")
+    target = get_target(name)
+    if not target.is_amd:
+        raise UnsupportedError(f"an AMD target is needed, one of {known}; got {target.name!r}")
+    return target
+
+
+def get_target(name: str | Target) -> Target:
+    """The target of that name; a `Target` is passed through.
+
+    Raises:
+        TypeError: `name` is neither.
+        UnsupportedError: the name is unknown; the message lists the known ones (it is a `ValueError`).
+    """
+    if isinstance(name, Target):
+        return name
+    if not isinstance(name, str):
+        raise TypeError(f"target must be a name or a Target, got {type(name).__name__}")
+    if name not in TARGETS:
+        raise UnsupportedError(f"target must be one of {', '.join(TARGETS)}; got {name!r}")
+    return TARGETS[name]
+
+
+def _amd_target(gcn_arch_name: str) -> Target:
+    arch = gcn_arch_name.split(":", 1)[0]  # "gfx942:sramecc+:xnack-" carries feature flags
+    target = TARGETS.get(arch)
+    if target is None or not target.is_amd:
+        known = ", ".join(t.name for t in TARGETS.values() if t.is_amd)
+        raise UnsupportedError(f"AMD architecture {arch!r} is not known; known: {known}")
+    return target
+
+
+def _nvidia_target(capability: tuple[int, int]) -> Target:
+    if capability[0] == 9:
+        return TARGETS["sm90"]
+    if capability >= (8, 9):
+        return TARGETS["cuda"]
+    major, minor = capability
+    raise UnsupportedError(
+        f"an NVIDIA GPU must have compute capability 8.9 or higher (FP8), got {major}.{minor}"
+    )
+
+
+@cache
+def _gpu_target(index: int) -> Target:
+    if torch.version.hip is not None:
+        return _amd_target(str(torch.cuda.get_device_properties(index).gcnArchName))
+    return _nvidia_target(torch.cuda.get_device_capability(index))
+
+
+def device_target(device: str | int | torch.device) -> Target:
+    """The target that `device` is, found once per device and remembered.
+
+    Args:
+        device: a torch device, its name, or a GPU index. "cuda" without an index is the current device.
+
+    Raises:
+        UnsupportedError: the device is of a kind, an architecture or a compute capability that is not known.
+    """
+    if isinstance(device, int):
+        return _gpu_target(device)
+    where = torch.device(device)
+    if where.type == "cpu":
+        return TARGETS["cpu"]
+    if where.type == "cuda":
+        return _gpu_target(torch.cuda.current_device() if where.index is None else where.index)
+    raise UnsupportedError(
+        f"device must be a CPU, a ROCm GPU or a CUDA GPU, got {where}; known targets: {', '.join(TARGETS)}"
+    )

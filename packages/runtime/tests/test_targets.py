@@ -1,0 +1,121 @@
+"""Targets: the figures' consistency with the published peaks, look-up, and the device mapping."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from narrowkv.runtime import TARGETS, UnsupportedError, device_target, get_target, targets
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A GPU whose vendor, architecture and capability a test sets; counts how often it is asked."""
+    gpu = SimpleNamespace(arch="", capability=(9, 0), asked=0)
+
+    def properties(index: int) -> SimpleNamespace:
+        gpu.asked += 1
+        return SimpleNamespace(gcnArchName=gpu.arch)
+
+    def capability(index: int) -> tuple[int, int]:
+        gpu.asked += 1
+        return tuple(gpu.capability)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    gpu.use_amd = lambda arch: (setattr(gpu, "arch", arch), monkeypatch.setattr(torch.version, "hip", "7.0"))
+    gpu.use_nvidia = lambda cap: (
+        setattr(gpu, "capability", cap),
+        monkeypatch.setattr(torch.version, "hip", None),
+    )
+    targets._gpu_target.cache_clear()
+    yield gpu
+    targets._gpu_target.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16_tflops", "fp8_tflops"),
+    [("gfx942", 1307.4, 2614.9), ("gfx950", 2516.6, 5033.2), ("sm90", 989.4, 1978.9)],
+)
+def test_peaks_are_the_published_ones(name: str, bf16_tflops: float, fp8_tflops: float) -> None:
+    figures = get_target(name).figures
+    assert figures is not None
+    assert figures.peak_bf16_flops_per_s / 1e12 == pytest.approx(bf16_tflops, rel=1e-3)
+    assert figures.peak_fp8_flops_per_s / 1e12 == pytest.approx(fp8_tflops, rel=1e-3)
+    assert figures.sources
+
+
+def test_what_each_target_has() -> None:
+    assert [t.native_fp8 for t in TARGETS.values()] == [
+        "fp8_e4m3fnuz",
+        "fp8_e4m3fn",
+        "fp8_e4m3fn",
+        "fp8_e4m3fn",
+        None,
+    ]
+    assert [t.name for t in TARGETS.values() if t.has_scaled_mfma] == ["gfx950"]
+    assert [t.wave_size for t in TARGETS.values()] == [64, 64, 32, 32, 1]
+    assert [t.name for t in TARGETS.values() if t.is_amd] == ["gfx942", "gfx950"]
+    assert [t.name for t in TARGETS.values() if t.is_nvidia] == ["sm90", "cuda"]
+    assert "fp8_e4m3fnuz" not in get_target("sm90").fp8_formats
+
+
+def test_get_target_lists_the_known() -> None:
+    assert get_target(get_target("gfx950")) is TARGETS["gfx950"]
+    with pytest.raises(
+        ValueError, match="target must be one of gfx942, gfx950, sm90, cuda, cpu; got 'gfx90a'"
+    ):
+        get_target("gfx90a")
+    with pytest.raises(TypeError, match="target must be a name or a Target, got int"):
+        get_target(90)  # type: ignore[arg-type]
+
+
+def test_cpu_device() -> None:
+    assert device_target("cpu") is device_target(torch.device("cpu")) is TARGETS["cpu"]
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_amd_device_with_and_without_feature_flags(fake_gpu: SimpleNamespace, arch: str) -> None:
+    fake_gpu.use_amd(arch)
+    assert device_target("cuda:0").name == arch
+    fake_gpu.use_amd(f"{arch}:sramecc+:xnack-")
+    assert device_target("cuda:1").name == arch
+
+
+def test_unknown_amd_architecture_lists_the_known(fake_gpu: SimpleNamespace) -> None:
+    fake_gpu.use_amd("gfx1100")
+    with pytest.raises(
+        UnsupportedError, match="AMD architecture 'gfx1100' is not known; known: gfx942, gfx950"
+    ):
+        device_target("cuda:0")
+    fake_gpu.use_amd("sm90")
+    with pytest.raises(UnsupportedError, match="AMD architecture 'sm90'"):
+        device_target("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"), [((9, 0), "sm90"), ((8, 9), "cuda"), ((10, 0), "cuda"), ((12, 0), "cuda")]
+)
+def test_nvidia_device(fake_gpu: SimpleNamespace, capability: tuple[int, int], name: str) -> None:
+    fake_gpu.use_nvidia(capability)
+    assert device_target(0).name == name
+
+
+def test_nvidia_device_without_fp8_is_refused(fake_gpu: SimpleNamespace) -> None:
+    fake_gpu.use_nvidia((8, 0))
+    with pytest.raises(UnsupportedError, match=r"compute capability 8\.9 or higher \(FP8\), got 8\.0"):
+        device_target("cuda:0")
+
+
+def test_a_device_is_asked_once(fake_gpu: SimpleNamespace) -> None:
+    fake_gpu.use_nvidia((9, 0))
+    for device in ("cuda:3", 3, torch.device("cuda", 3), "cuda"):
+        assert device_target(device).name == "sm90"
+    assert fake_gpu.asked == 1
+
+
+def test_other_device_kinds_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="device must be a CPU, a ROCm GPU or a CUDA GPU, got meta"):
+        device_target("meta")

@@ -1,0 +1,137 @@
+"""Compiling ahead, in other processes, and counting what is compiled."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.launch import (
+    BoundLaunch,
+    KernelSpec,
+    LaunchOptions,
+    TensorSpec,
+    compile_for,
+    count_compiles,
+    launch,
+    warmup,
+)
+
+SOURCE = """
+from typing import Any, NamedTuple
+import triton
+import triton.language as tl
+
+class Rows(NamedTuple):
+    ptr: Any
+    stride: int
+
+@triton.jit
+def twice(x):
+    return 2 * x
+
+@triton.jit
+def copy_kernel(rows, out_ptr, count, N: tl.constexpr, APPLY: tl.constexpr, DTYPE: tl.constexpr):
+    i = tl.arange(0, N)
+    x = APPLY(tl.load(rows.ptr + i * rows.stride, mask=i < count, other=0))
+    tl.store(out_ptr + i, x.to(DTYPE), mask=i < count)
+
+@triton.jit
+def broken_kernel(out_ptr, N: tl.constexpr):
+    tl.store(out_ptr + tl.arange(0, N), tl.arange(0, 2 * N))
+"""
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module of kernels that other processes can import, and an empty cache."""
+    name = "kernels_to_warm"
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    yield importlib.import_module(name)
+    del sys.modules[name]
+
+
+def _calls(kernels: Any) -> list[tuple[BoundLaunch, tuple[Any, ...]]]:
+    import triton.language as tl
+
+    constexprs = {"N": 16, "APPLY": kernels.twice, "DTYPE": tl.bfloat16}
+    bound = BoundLaunch(kernels.copy_kernel, constexprs, LaunchOptions(num_warps=2))
+    x, out = torch.zeros(64), torch.zeros(65, dtype=torch.bfloat16)
+    return [
+        (bound, (kernels.Rows(x, 2), out[:16], 16)),
+        (bound, (kernels.Rows(x, 2), out[1:], 16)),
+        (bound, (kernels.Rows(x, 1), out[:16], 5)),
+    ]
+
+
+def test_what_is_warm_is_not_compiled(kernels: Any) -> None:
+    calls = _calls(kernels)
+    specs = [KernelSpec.of(*call) for call in calls]
+    seen: list[tuple[int, int]] = []
+    first = warmup([*specs, specs[0]], "gfx942", processes=2, progress=lambda *at: seen.append(at))
+    assert (first.compiled, first.cached) == (("copy_kernel",) * 3, ())
+    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert warmup(specs, "gfx942", processes=1).compiled == ()
+
+    with compile_for("gfx942"), count_compiles() as compiles:
+        for bound, args in calls:
+            bound((1,), args)
+    assert (compiles.compiled, compiles.loaded) == ([], ["copy_kernel"] * 3)
+    with compile_for("gfx950"), count_compiles() as compiles:
+        for bound, args in [calls[0], calls[0]]:
+            bound((1,), args)
+    assert (compiles.compiled, len(compiles)) == (["copy_kernel"], 1)
+
+
+def test_a_spec_survives_pickling_and_keeps_what_matters(kernels: Any) -> None:
+    x = torch.zeros(64)
+    (bound, args), *_ = _calls(kernels)
+    spec = KernelSpec.of(bound, args)
+    again = pickle.loads(pickle.dumps(spec))
+    assert again == spec
+    assert spec.args[0] == kernels.Rows(TensorSpec(torch.float32, aligned=True, large=False), 2)
+    for tensor in (x, x[1:], x.to(torch.float8_e4m3fn), x.bfloat16()[1:]):
+        described = TensorSpec.of(tensor)
+        assert TensorSpec.of(described.example()) == described
+    large = TensorSpec(torch.uint8, aligned=False, large=True)
+    assert TensorSpec.of(large.example()) == large
+
+
+def test_a_kernel_that_does_not_compile_is_named_and_the_others_compile(kernels: Any) -> None:
+    broken = BoundLaunch(kernels.broken_kernel, {"N": 16}, LaunchOptions())
+    specs = [KernelSpec.of(broken, (torch.zeros(16),)), KernelSpec.of(*_calls(kernels)[0])]
+    with pytest.raises(RuntimeError, match=r"broken_kernel did not compile:\n(.|\n)*CompilationError"):
+        warmup(specs, "gfx950", processes=1)
+    assert warmup(specs[1:], "gfx950").cached == ("copy_kernel",)
+
+
+def test_what_cannot_be_warmed_is_refused(kernels: Any) -> None:
+    (bound, args), *_ = _calls(kernels)
+    spec = KernelSpec.of(bound, args)
+    with pytest.raises(UnsupportedError, match="gfx942"):
+        warmup([spec], "sm90")
+    with pytest.raises(ValueError, match="processes must be at least 1"):
+        warmup([spec], "gfx942", processes=0)
+    if not torch.cuda.is_available():
+        with pytest.raises(UnsupportedError, match="no GPU"):
+            warmup([spec])
+    hidden = BoundLaunch(triton.jit(kernels.twice.fn), {}, LaunchOptions())
+    with pytest.raises(ValueError, match="imported in another process"):
+        KernelSpec.of(hidden, args)
+
+
+def test_interpreting_compiles_nothing(kernels: Any) -> None:
+    with count_compiles() as compiles:
+        for bound, args in _calls(kernels):
+            launch(bound.kernel, (1,), args, bound.constexprs, bound.options)
+    assert len(compiles) == 0

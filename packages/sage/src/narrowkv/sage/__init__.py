@@ -1,0 +1,8 @@
+"""Sage attention: dense attention on narrow matrix units, Q, K and V quantised on the way in."""
+
+from narrowkv.sage.api import sage_attention
+from narrowkv.sage.launches import QuantizedKV, SageShape
+from narrowkv.sage.plan import SagePlan, plan_sage
+from narrowkv.sage.reference import sage_attention_reference
+
+__all__ = ["QuantizedKV", "SagePlan", "SageShape", "plan_sage", "sage_attention", "sage_attention_reference"]

@@ -1,0 +1,109 @@
+"""`sage_attention`: dense attention that quantises Q, K and V on the way in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypedDict
+
+import torch
+
+from narrowkv.runtime.errors import with_defaults
+from narrowkv.sage.plan import check_starts, plan_sage
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class SageOptions(TypedDict, total=False):
+    """Keywords that say how tensors lie, where results go and what is checked.
+
+    Attributes:
+        layout: of dense q, k, v and the output: "BSHD" `[batch, seq, heads, head_dim]`, as FlashAttention and
+            AITER have it (the default), or "BHSD" `[batch, heads, seq, head_dim]`, as PyTorch's SDPA has it.
+        out: where to write, like q; bf16 or fp16.
+        lse: where to write the log-sum-exp, fp32, shaped like q without head_dim. It is returned only with
+            `return_lse`.
+        return_lse: also return the log-sum-exp.
+        validate: also read cu_seqlens and refuse wrong values, which waits for the device. Otherwise a token
+            belongs to the first sequence that claims it, and a sequence with an entry outside the tensor has
+            no tokens: nothing is read or written outside the tensors. Tokens of no sequence have no result.
+    """
+
+    layout: str
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+    return_lse: bool
+    validate: bool
+
+
+_DEFAULTS = {"layout": "BSHD", "out": None, "lse": None, "return_lse": False, "validate": False}
+
+
+def sage_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    qk_dtype: str = "int8",
+    q_granularity: str = "per_thread",
+    k_granularity: str = "per_thread",
+    causal: str | bool | None = None,
+    window: tuple[int, int] | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    smooth_k: bool = True,
+    smooth_q: bool = False,
+    sm_scale: float | None = None,
+    **options: Unpack[SageOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Dense attention with Q and K in int8, int4 or FP8 and V in FP8, for long prefill and diffusion.
+
+    Args:
+        q: `[batch, q_len, num_qo_heads, head_dim]`, or `[q_tokens, num_qo_heads, head_dim]` with cu_seqlens;
+            bf16 or fp16, head_dim 64 or 128, at most 256 heads, last dimension contiguous.
+        k, v: `[batch, k_len, num_kv_heads, head_dim]`, or `[k_tokens, num_kv_heads, head_dim]`; num_qo_heads
+            is a multiple of num_kv_heads. Lengths of q and k may differ, and be zero.
+        qk_dtype: what Q and K are multiplied in: "int8", "int4" or "fp8" (E4M3 of the target's kind).
+        q_granularity, k_granularity: tokens that share a descale: "per_tensor", "per_block" (128), "per_warp"
+            (Q 32, K 64) or "per_thread" (Q 4, K 16; interleaved, see `narrowkv.quant.sage`).
+        causal: None, "top_left" (query i stands at key i) or "bottom_right" (the last query stands at the
+            last key): a query attends to keys up to where it stands, or as far as `window` says.
+        window: `(left, right)`: keys before and after where a query stands that it attends to, -1 for all;
+            with `causal` a right of -1 is 0. Without `causal`, queries stand bottom-right. The masks
+            `t:128,30` and `b:128,30` of composable-kernel's example are
+            `causal="top_left", window=(128, 30)` and `causal="bottom_right", window=(128, 30)`; its `xt:n`
+            and `xb:n` are those with `window=(n // 2, n - 1 - n // 2)`.
+        cu_seqlens_q, cu_seqlens_k: where sequences begin, int32 or int64 `[batch + 1]`, for sequences of
+            different lengths.
+        smooth_k: subtract K's mean over each sequence before quantising. Changes nothing but the error; lse
+            is corrected.
+        smooth_q: also subtract Q's mean over each 128 tokens and add its scores back; for int4, at the price
+            of fp32 scratch `[num_qo_heads, q_len / 128, k_len]` a sequence.
+        sm_scale: softmax scale, not negative; default `head_dim ** -0.5`.
+        **options: `layout`, `out`, `lse`, `return_lse`, `validate`; see `SageOptions`.
+
+    Returns:
+        `o` like q, or `(o, lse)`; lse is fp32, natural log, shaped like q without head_dim. A row that
+        attends to nothing has o = 0 and lse = -inf. A NaN in K makes its group of tokens NaN, with smoothing
+        the whole head of the sequence; one in V reaches rows whose tiles of keys hold it.
+
+    Raises:
+        TypeError, ValueError: before any launch, naming the argument, what was expected and what came.
+
+    Source: SageAttention and SageAttention2 (Zhang et al., arXiv 2410.02367, 2411.10958).
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 130, 2, 64, dtype=torch.bfloat16) for _ in range(3))
+        >>> o, lse = sage_attention(q, k, v, causal="bottom_right", return_lse=True)
+        >>> o.shape, lse.shape
+        (torch.Size([1, 130, 2, 64]), torch.Size([1, 130, 2]))
+    """
+    how = with_defaults("sage_attention", options, _DEFAULTS)
+    plan = plan_sage(
+        q, k, qk_dtype=qk_dtype, q_granularity=q_granularity, k_granularity=k_granularity, causal=causal,
+        window=window, layout=how["layout"], cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        smooth_k=smooth_k, smooth_q=smooth_q, sm_scale=sm_scale,
+    )  # fmt: skip
+    if how["validate"]:
+        check_starts("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    kv = plan.quantize_kv(k, v, validate=how["validate"])
+    return plan.attend(q, kv, out=how["out"], lse=how["lse"], return_lse=how["return_lse"])

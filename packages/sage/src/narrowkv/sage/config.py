@@ -1,0 +1,78 @@
+"""Launch configuration of Sage attention: a typed function of target and shape, never searched for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from narrowkv.runtime.launch import LaunchOptions
+from narrowkv.runtime.targets import Target
+
+_OCP = "fp8_e4m3fn"
+
+
+@dataclass(frozen=True)
+class KeyOrder:
+    """The order of V's keys in scratch, by the matrix unit's lanes; see `interleave_keys`.
+
+    Attributes:
+        gather: runs that a lane's share of an FP8 operand is made of.
+        lanes: lanes that share a row of a matrix result.
+        width: neighbouring columns of a result that a lane holds.
+    """
+
+    gather: int = 1
+    lanes: int = 1
+    width: int = 1
+
+
+@dataclass(frozen=True)
+class SageConfig:
+    """How the attention kernel runs.
+
+    Attributes:
+        block_m, block_n: rows and keys of a tile, at most 128: what scratch is aligned to.
+        fp8: the FP8 format of V, of P, and of Q and K where they are FP8.
+        key_order: of V in scratch.
+        two_level: each tile's P @ V is summed apart and added in fp32.
+        tma: K and V come by tensor descriptor.
+        programs_together: attention programs among which the longest go first, of as many heads as it takes.
+        reread_q: Q is read a second time for the tiles that need the mask.
+        options: compiler options.
+    """
+
+    block_m: int
+    block_n: int
+    fp8: str
+    key_order: KeyOrder
+    two_level: bool
+    options: LaunchOptions
+    tma: bool = False
+    programs_together: int = 800
+    reread_q: bool = False
+
+
+def choose_config(target: Target) -> SageConfig:
+    """The shipped configuration of a target, which serves every precision and granularity."""
+    fp8 = target.native_fp8 or _OCP
+    if target.is_amd:
+        # One wave has 32 rows of a tile. Compiled (`narrowkv inspect sage`): 128 keys a tile spill at two
+        # waves a SIMD; 64 rows a tile read four times as much LDS for each row. The keys' order saves 14 of
+        # 207 vector instructions of a tile on gfx942, 4 of 203 on gfx950, whose f8f6f4 operand has 16
+        # neighbours a lane.
+        order = KeyOrder(gather=4 if target.has_scaled_mfma else 2, lanes=2, width=4)
+        options = LaunchOptions(num_warps=4, num_stages=1, waves_per_eu=2, matrix_instr_nonkdim=32)
+        # The compiler takes Q apart into bytes for the second loop's 32-byte operand and holds them through
+        # the first one: 64 registers of a lane, and spills with smoothed FP8 queries.
+        reread_q = target.has_scaled_mfma
+        return SageConfig(128, 64, fp8, order, two_level=False, options=options, reread_q=reread_q)
+    # Hopper sums FP8 products with fewer bits than fp32 has: a tile of keys at a time keeps that harmless,
+    # and costs nothing, as the rescaling of what was summed before is then one multiply-add.
+    # H100, b2 h32 d128 16k, attention alone over the bf16 floor, no mask and causal: 64 x 128 tiles by
+    # descriptor at 168 registers, which lets three programs share a multiprocessor, 0.88 and 0.91; two
+    # programs and 3 stages 0.97 and 1.02; 64 x 64 tiles 1.02 and 1.04; by pointer 64 x 128 1.03 and 1.02, 128
+    # x 128 with 8 warps 1.24 and 1.26. 4k causal on an H200: head by head 383 us, 800 programs together 362.
+    options = LaunchOptions(num_warps=4, num_stages=2, maxnreg=168)
+    # The interpreter pays by the tile, not by the row.
+    block_m = 128 if target.name == "cpu" else 64
+    order = KeyOrder(gather=2, lanes=4, width=2)
+    return SageConfig(block_m, 128, fp8, order, two_level=True, options=options, tma=target.name == "sm90")

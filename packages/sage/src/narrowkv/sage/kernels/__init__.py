@@ -1,0 +1,45 @@
+"""Kernels of Sage attention: the quantising pre-pass, and attention over what it stored."""
+
+from narrowkv.sage.kernels.attention import (
+    Call,
+    Mask,
+    NarrowKeys,
+    NarrowQuery,
+    Outputs,
+    _sage_attention_kernel,
+)
+from narrowkv.sage.kernels.quantise import (
+    Groups,
+    Narrow,
+    Order,
+    Smoothing,
+    Statistics,
+    _channel_statistics_kernel,
+    _finish_statistics_kernel,
+    _mean_scores_kernel,
+    _quantise_keys_values_kernel,
+    _quantise_tokens_kernel,
+)
+from narrowkv.sage.kernels.sequences import ALIGN, Strided, _sequence_bounds_kernel
+
+__all__ = [
+    "ALIGN",
+    "Call",
+    "Groups",
+    "Mask",
+    "Narrow",
+    "NarrowKeys",
+    "NarrowQuery",
+    "Order",
+    "Outputs",
+    "Smoothing",
+    "Statistics",
+    "Strided",
+    "_channel_statistics_kernel",
+    "_finish_statistics_kernel",
+    "_mean_scores_kernel",
+    "_quantise_keys_values_kernel",
+    "_quantise_tokens_kernel",
+    "_sage_attention_kernel",
+    "_sequence_bounds_kernel",
+]

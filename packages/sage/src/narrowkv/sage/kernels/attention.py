@@ -1,0 +1,339 @@
+"""Attention over quantised Q, K and V: narrow matrix products, the softmax between them in float32.
+
+Online softmax in base 2 (FlashAttention, Dao et al. 2022) on integer or FP8 scores; P in E4M3, scaled to its
+range, against FP8 V, accumulated at two levels where the matrix unit's own sum is short (SageAttention2,
+Zhang et al., arXiv 2411.10958).
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from narrowkv.runtime.attention.masks import key_range, visible_keys
+from narrowkv.sage.kernels.quantise import SIZES
+from narrowkv.sage.kernels.sequences import (
+    ALIGN,
+    Sequences,
+    descale_of,
+    extent_of,
+    sequence_at,
+)
+
+
+class NarrowQuery(NamedTuple):
+    """Q `[heads, rows, head_dim]`, its descales, and what was taken out of it; None where nothing was.
+
+    mean_scores: fp32 `[heads, rows / ALIGN, key rows]`, the scores of each block's mean in base-2 logits.
+    shift: fp32 `[heads, rows]`, to be added to lse.
+    """
+
+    ptr: Any
+    descale: Any
+    mean_scores: Any
+    shift: Any
+    rows: Any
+
+
+class NarrowKeys(NamedTuple):
+    """K `[heads, rows, head_dim]`, V `[heads, head_dim, rows]` with its keys interleaved, and descales."""
+
+    k: Any
+    v: Any
+    k_descale: Any
+    v_descale: Any
+    rows: Any
+
+
+class Outputs(NamedTuple):
+    """O `[batch, tokens, heads, head_dim]` and lse of its first three dimensions or None; batch may be 0."""
+
+    ptr: Any
+    batch: Any
+    token: Any
+    head: Any
+    lse: Any
+
+
+class Mask(NamedTuple):
+    """Which keys a row attends to: LEFT before and RIGHT after its position, -1 for all.
+
+    BOTTOM_RIGHT: the last query stands at the last key; else the first at the first.
+    """
+
+    BOTTOM_RIGHT: Any
+    LEFT: Any
+    RIGHT: Any
+
+
+class Call(NamedTuple):
+    """What a kernel is compiled for.
+
+    SMOOTH_Q, SHIFT_LSE: what the means took out is added back, to scores and to lse.
+    LOG2_P: log2 of what P = 1 becomes. TWO_LEVEL: each tile's P @ V is summed apart and added in float32.
+    TMA: K and V come by tensor descriptor. REREAD_Q: Q is not kept from the tiles without a mask for those
+    with one.
+    """
+
+    RAGGED: Any
+    GQA_RATIO: Any
+    HEAD_DIM: Any
+    FORMAT: Any
+    SMOOTH_Q: Any
+    SHIFT_LSE: Any
+    WRITE_LSE: Any
+    LOG2_P: Any
+    TWO_LEVEL: Any
+    TMA: Any
+    REREAD_Q: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+
+
+@triton.jit
+def int4_halves(words):
+    """Even and odd channels of packed int4 as int8, each times 16: one operation a word, and no shuffle."""
+    return words << 4, words & -16
+
+
+@triton.jit
+def load_rows(ptr, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr):
+    """Scratch rows first..first + BLOCK, [BLOCK, WIDTH]."""
+    r, c = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
+    return tl.load(ptr + first * WIDTH + r[:, None] * WIDTH + c[None, :], cache_modifier=CACHE)
+
+
+@triton.jit
+def load_queries(query, head, first, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
+                 CACHE: tl.constexpr):  # fmt: skip
+    """Rows of Q as `scores` takes them: one tile, or for int4 even and odd channels apart."""
+    WIDTH: tl.constexpr = HEAD_DIM // 2 if FORMAT == "int4" else HEAD_DIM
+    words = load_rows(query.ptr, head.to(tl.int64) * query.rows + first, WIDTH, BLOCK, CACHE)
+    if FORMAT == "int4":
+        return int4_halves(words)
+    else:
+        return (words,)
+
+
+@triton.jit
+def scores(q, words, FORMAT: tl.constexpr):
+    """Q @ K^T [M, N] in float32; for int4 both operands are times 16."""
+    if FORMAT == "int4":
+        even, odd = int4_halves(words)
+        s = tl.dot(q[0], tl.trans(even), out_dtype=tl.int32)
+        s = tl.dot(q[1], tl.trans(odd), s, out_dtype=tl.int32)
+    elif FORMAT == "int8":
+        s = tl.dot(q[0], tl.trans(words), out_dtype=tl.int32)
+    else:
+        s = tl.dot(q[0], tl.trans(words))
+    return s.to(tl.float32)
+
+
+@triton.jit
+def by_groups(s, SPAN: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr):
+    """S [M, N] as [M, spans, repeats, groups, run]: a group's keys lie along the third and fifth axis."""
+    M: tl.constexpr = s.shape[0]
+    N: tl.constexpr = s.shape[1]
+    if GROUPS == 1 and (SPAN == 0 or SPAN >= N):
+        return tl.reshape(s, [M, 1, 1, 1, N])
+    else:
+        return tl.reshape(s, [M, N // SPAN, SPAN // (GROUPS * RUN), GROUPS, RUN])
+
+
+@triton.jit
+def load_key_scale(descale_ptr, head, first, rows, N: tl.constexpr, SPAN: tl.constexpr, GROUPS: tl.constexpr):
+    """Descales of the groups of N keys from scratch row `first` on, in the shape of `by_groups`."""
+    if SPAN == 0:
+        scale = tl.load(descale_ptr + tl.zeros([1, 1], tl.int32))
+    else:
+        SPANS: tl.constexpr = N // SPAN if N >= SPAN else 1
+        at = first // SPAN * GROUPS + tl.arange(0, SPANS)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+        scale = tl.load(descale_ptr + head.to(tl.int64) * (rows // SPAN * GROUPS) + at)
+    return scale[None, :, None, :, None]
+
+
+@triton.jit
+def row_maximum(s):
+    """Largest of each group and row of `by_groups`, in that shape."""
+    return tl.max(tl.max(s, 4, keep_dims=True), 2, keep_dims=True)
+
+
+@triton.jit
+def over_groups(top):
+    """Largest of all groups of a row, [M]."""
+    return tl.max(tl.reshape(top, [top.shape[0], top.shape[1] * top.shape[3]]), 1)
+
+
+@triton.jit
+def interleave_keys(p, GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns of P [M, N] in the order in which V's keys are stored.
+
+    A lane holds WIDTH neighbouring columns of every LANES * WIDTH of a matrix result, and as an FP8 operand
+    GATHER * WIDTH neighbours: with the keys reordered so, the numbers are in their lanes already.
+    """
+    M: tl.constexpr = p.shape[0]
+    N: tl.constexpr = p.shape[1]
+    if GATHER == 1:
+        return p
+    else:
+        p = tl.reshape(p, [M, N // (GATHER * LANES * WIDTH), GATHER, LANES, WIDTH])
+        return tl.reshape(tl.permute(p, (0, 1, 3, 2, 4)), [M, N])
+
+
+@triton.jit
+def attend(
+    tile, q, acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, base, mean_scores, query_pos, num_keys,
+    CALL: tl.constexpr, GROUPS: tl.constexpr, MASK: tl.constexpr, ORDER: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: the new accumulator, maximum and sum of each row."""
+    HEAD_DIM: tl.constexpr = CALL.HEAD_DIM
+    BLOCK_N: tl.constexpr = CALL.BLOCK_N
+    # Words of a struct get names of their own: Triton 3.6 passes only numbers of it on.
+    FORMAT: tl.constexpr = CALL.FORMAT
+    WORDS: tl.constexpr = HEAD_DIM // 2 if FORMAT == "int4" else HEAD_DIM
+    first = base + tile * BLOCK_N
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    head_row = kv_head.to(tl.int64) * keys.rows
+    if CALL.TMA:
+        words = k_desc.load([(kv_head * keys.rows + first).to(tl.int32), 0])
+    else:
+        words = load_rows(keys.k, head_row + first, WORDS, BLOCK_N, "")
+    s = scores(q, words, FORMAT)
+    s = by_groups(s, GROUPS.SPAN, GROUPS.GROUPS, GROUPS.RUN)
+    scale = load_key_scale(keys.k_descale, kv_head, first, keys.rows, BLOCK_N, GROUPS.SPAN, GROUPS.GROUPS)
+    scale = scale * row_scale[:, None, None, None, None]  # [BLOCK_M, spans, 1, groups, 1]
+    SCALED: tl.constexpr = MASKED or CALL.SMOOTH_Q
+    if SCALED:
+        s = s * scale
+        if CALL.SMOOTH_Q:
+            shared = tl.load(mean_scores + first + tl.arange(0, BLOCK_N))
+            s += by_groups(shared[None, :], GROUPS.SPAN, GROUPS.GROUPS, GROUPS.RUN)
+        if MASKED:
+            # Rows may stand past the last key here.
+            keep = visible_keys(n, query_pos, 0, num_keys, False, MASK.LEFT, MASK.RIGHT)
+            keep = keep & (n < num_keys)[None, :]
+            s = tl.where(by_groups(keep, GROUPS.SPAN, GROUPS.GROUPS, GROUPS.RUN), s, float("-inf"))
+        top = over_groups(row_maximum(s))
+    else:
+        # The scale is not negative, so it can wait for the multiply-add that also subtracts the maximum.
+        top = over_groups(row_maximum(s) * scale)
+    m_new = tl.maximum(m, top)
+    m_safe = m_new
+    if MASKED:
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    shift = (m_safe - CALL.LOG2_P)[:, None, None, None, None]
+    if SCALED:
+        p = tl.exp2(s - shift)
+    else:
+        p = tl.exp2(s * scale - shift)
+    p = tl.reshape(p, [p.shape[0], BLOCK_N])
+    correction = tl.exp2(m - m_safe)
+    l = l * correction + tl.sum(p, 1)
+    if CALL.TMA:
+        v = v_desc.load([(kv_head * HEAD_DIM).to(tl.int32), first.to(tl.int32)])
+    else:
+        d, columns = tl.arange(0, HEAD_DIM), tl.arange(0, BLOCK_N)
+        v = tl.load(
+            keys.v + (head_row * HEAD_DIM + first) + d.to(tl.int64)[:, None] * keys.rows + columns[None, :]
+        )
+    v = tl.trans(v)  # [BLOCK_N, HEAD_DIM]
+    p = interleave_keys(p.to(v.dtype), ORDER.GATHER, ORDER.LANES, ORDER.WIDTH)
+    if CALL.TWO_LEVEL:
+        acc = acc * correction[:, None] + tl.dot(p, v)
+    else:
+        acc = tl.dot(p, v, acc * correction[:, None])
+    return acc, m_new, l
+
+
+@triton.jit(do_not_specialize=[*SIZES, "lse_batch", "lse_token", "lse_head"])
+def _sage_attention_kernel(
+    query, keys, k_desc, v_desc, out, q_bounds_ptr, k_bounds_ptr, qk_scale, num_heads,
+    batch, q_length, k_length, items, tiles, together, lse_batch, lse_token, lse_head,
+    CALL: tl.constexpr, Q_GROUPS: tl.constexpr, K_GROUPS: tl.constexpr, MASK: tl.constexpr,
+    ORDER: tl.constexpr,
+):  # fmt: skip
+    """One program attends BLOCK_M query rows of one head. Grid: `items` times `tiles`.
+
+    An item is a query head of a sequence, of all sequences when RAGGED. `together` items go longest tile
+    first, so that the last ones leave no multiprocessor waiting; few enough to share their keys in the L2.
+    k_desc, v_desc: of K and V with their heads flattened, for TMA, or None. lse_batch, lse_token, lse_head:
+    strides of lse, the first 0 when RAGGED.
+    """
+    RAGGED: tl.constexpr = CALL.RAGGED
+    GQA_RATIO: tl.constexpr = CALL.GQA_RATIO
+    FORMAT: tl.constexpr = CALL.FORMAT
+    HEAD_DIM: tl.constexpr = CALL.HEAD_DIM
+    BLOCK_M: tl.constexpr = CALL.BLOCK_M
+    BLOCK_N: tl.constexpr = CALL.BLOCK_N
+    q_seqs, k_seqs = Sequences(q_bounds_ptr, batch, q_length), Sequences(k_bounds_ptr, batch, k_length)
+    group = tl.program_id(0) // (together * tiles)
+    within = tl.program_id(0) % (together * tiles)
+    size = tl.minimum(together, items - group * together)
+    # Programs that start last should have little left to do: under a causal mask, the first rows.
+    tile = tiles - 1 - within // size
+    item = group * together + within % size
+    seq, head = item // num_heads, item % num_heads
+    if RAGGED:
+        seq = sequence_at(q_seqs, tile * BLOCK_M, RAGGED)
+    q_base, q_start, num_queries = extent_of(q_seqs, seq, RAGGED)
+    first_row = tile * BLOCK_M
+    if RAGGED:
+        first_row -= q_base
+    if first_row >= num_queries:
+        return
+    k_base, _, num_keys = extent_of(k_seqs, seq, RAGGED)
+    kv_head = head // GQA_RATIO
+    row = q_base + first_row + tl.arange(0, BLOCK_M)
+    q = load_queries(query, head, q_base + first_row, FORMAT, HEAD_DIM, BLOCK_M, "")
+    q_descale = query.descale
+    if Q_GROUPS.SPAN > 0:
+        q_descale += head.to(tl.int64) * (query.rows // Q_GROUPS.SPAN * Q_GROUPS.GROUPS)
+    row_scale = tl.load(q_descale + descale_of(row, Q_GROUPS.SPAN, Q_GROUPS.GROUPS, Q_GROUPS.RUN)) * qk_scale
+    mean_scores = query.mean_scores
+    if CALL.SMOOTH_Q:
+        q_block = head.to(tl.int64) * (query.rows // ALIGN) + (q_base + first_row) // ALIGN
+        mean_scores += q_block * keys.rows
+
+    offset = num_keys - num_queries if MASK.BOTTOM_RIGHT else num_keys * 0
+    query_pos = offset + first_row + tl.arange(0, BLOCK_M)
+    last_row = tl.minimum(first_row + BLOCK_M, num_queries) - 1
+    begin, end, full, full_end = key_range(
+        offset + first_row, offset + last_row, num_keys * 0, num_keys, MASK.LEFT, MASK.RIGHT, BLOCK_N
+    )
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for i in range(full, full_end):
+        acc, m, l = attend(
+            i, q, acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, k_base, mean_scores, query_pos,
+            num_keys, CALL, K_GROUPS, MASK, ORDER, False,
+        )  # fmt: skip
+    if CALL.REREAD_Q:
+        # The modifier also keeps compilers from making one load of the two.
+        q = load_queries(query, head, q_base + first_row, FORMAT, HEAD_DIM, BLOCK_M, ".cg")
+    # What is left on both sides needs the mask: one loop of its own for both.
+    for i in range(begin, end - (full_end - full)):
+        acc, m, l = attend(
+            tl.where(i < full, i, i + (full_end - full)), q, acc, m, l, row_scale, keys, k_desc, v_desc,
+            kv_head, k_base, mean_scores, query_pos, num_keys,
+            CALL, K_GROUPS, MASK, ORDER, True,
+        )  # fmt: skip
+
+    # Not the maximum, which passes NaN over: a row that attends to anything has a sum of at least 2**LOG2_P.
+    empty = l == 0.0
+    d = tl.arange(0, HEAD_DIM)
+    v_descale = tl.load(keys.v_descale + (seq * (num_heads // GQA_RATIO) + kv_head) * HEAD_DIM + d)
+    # P and its sum are both times 2**LOG2_P.
+    o = tl.where(empty[:, None], 0.0, acc * (1.0 / l)[:, None] * v_descale[None, :])
+    token = (q_start + first_row + tl.arange(0, BLOCK_M)).to(tl.int64)
+    written = first_row + tl.arange(0, BLOCK_M) < num_queries
+    at = seq.to(tl.int64) * out.batch + token * out.token + head.to(tl.int64) * out.head
+    tl.store(out.ptr + at[:, None] + d[None, :], o.to(out.ptr.dtype.element_ty), mask=written[:, None])
+    if CALL.WRITE_LSE:
+        LN2: tl.constexpr = 0.6931471805599453
+        lse = (m - CALL.LOG2_P) * LN2 + tl.log(l)
+        if CALL.SHIFT_LSE:
+            lse += tl.load(query.shift + head.to(tl.int64) * query.rows + row)
+        lse = tl.where(empty, float("-inf"), lse)
+        at = seq.to(tl.int64) * lse_batch + token * lse_token + head.to(tl.int64) * lse_head
+        tl.store(out.lse + at, lse, mask=written)

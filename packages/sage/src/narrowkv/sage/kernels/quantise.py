@@ -1,0 +1,393 @@
+"""The pre-pass: Q, K and V to narrow scratch, and before that the statistics of K's and V's channels.
+
+Bit for bit `narrowkv.quant.sage` and `quantize_per_channel`: every division and rounding is the host's, and
+sums over tokens are kept in float64, where their order does not show.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from narrowkv.quant.device import cast_fp8
+from narrowkv.sage.kernels.sequences import ALIGN, Sequences, extent_of, sequence_at
+
+# Arguments that serving changes from call to call.
+SIZES = ["batch", "length", "q_length", "k_length", "items", "tiles", "together", "q_blocks"]
+
+
+class Smoothing(NamedTuple):
+    """What is subtracted, and what of it later kernels need; each None where it is not.
+
+    block_mean: of Q, fp32 `[heads, blocks, head_dim]`, written.
+    k_mean: of K, fp32 `[batch, kv heads, head_dim]`.
+    shift: fp32 `[heads, rows]`, what the mean takes from a row's lse.
+    """
+
+    block_mean: Any
+    k_mean: Any
+    shift: Any
+
+
+class Narrow(NamedTuple):
+    """Quantised rows `[heads, rows, head_dim]`, fp32 descales `[heads, rows / SPAN * GROUPS]`.
+
+    amax: fp32 bits as int32 `[1]`, the largest magnitude of the whole tensor where one descale serves it all.
+    """
+
+    ptr: Any
+    descale: Any
+    amax: Any
+    rows: Any
+
+
+class Groups(NamedTuple):
+    """Which tokens share a descale; see `narrowkv.quant.sage.TokenGroups`. SPAN 0: one for everything."""
+
+    SPAN: Any
+    GROUPS: Any
+    RUN: Any
+
+
+class Order(NamedTuple):
+    """The order of V's keys in scratch; see `interleave_keys`."""
+
+    GATHER: Any
+    LANES: Any
+    WIDTH: Any
+
+
+class Statistics(NamedTuple):
+    """Of each channel: parts `[batch, heads, PARTS, head_dim]`, the whole fp32 `[batch, heads, head_dim]`."""
+
+    partial: Any
+    result: Any
+
+
+@triton.jit
+def load_tokens(x, seq, start, token, inside, head, HEAD_DIM: tl.constexpr):
+    """Rows of one head as float32, [BLOCK, HEAD_DIM]; zeros where not `inside`."""
+    d = tl.arange(0, HEAD_DIM)
+    at = seq.to(tl.int64) * x.batch + (start + token).to(tl.int64) * x.token + head.to(tl.int64) * x.head
+    return tl.load(x.ptr + at[:, None] + d[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def magnitudes(x, HAS_NAN: tl.constexpr):
+    """|x| with Inf as the largest finite number; NaN is left out where the format can hold it, else kept."""
+    y = tl.minimum(tl.abs(x), 3.4028234663852886e38)
+    if HAS_NAN:
+        return tl.where(x == x, y, 0.0)
+    else:
+        return tl.where(x == x, y, float("inf"))  # a mark: maxima need not propagate NaN
+
+
+@triton.jit
+def descale_from(amax, FORMAT_MAX: tl.constexpr):
+    """The host's descale: 1 for zeros, never subnormal, NaN for a marked NaN."""
+    scale = tl.maximum(tl.div_rn(amax, tl.zeros_like(amax) + FORMAT_MAX), 1.1754943508222875e-38)
+    return tl.where(amax == float("inf"), float("nan"), tl.where(amax == 0.0, 1.0, scale))
+
+
+@triton.jit
+def round_to_int(x, LIMIT: tl.constexpr):
+    """Nearest integer, ties to even, saturating; NaN gives 0."""
+    x = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -LIMIT), LIMIT)
+    # Adding 1.5 * 2**23 leaves the rounded integer in the low mantissa bits.
+    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+
+
+@triton.jit
+def codes_of(x, FORMAT: tl.constexpr):
+    """Scaled rows [BLOCK, HEAD_DIM] rounded to the format, int4 two channels to a byte."""
+    if FORMAT == "int4":
+        low, high = tl.split(tl.reshape(round_to_int(x, 7.0), [x.shape[0], x.shape[1] // 2, 2]))
+        return ((low & 15) | (high << 4)).to(tl.int8)
+    elif FORMAT == "int8":
+        return round_to_int(x, 127.0).to(tl.int8)
+    else:
+        return cast_fp8(x, FORMAT)
+
+
+@triton.jit
+def group_descales(x, FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr,
+                   SPAN: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr):  # fmt: skip
+    """Descales of rows [BLOCK, HEAD_DIM], whole spans: of groups [BLOCK / SPAN, GROUPS], and of rows."""
+    HAS_NAN: tl.constexpr = FORMAT != "int8" and FORMAT != "int4"
+    SPANS: tl.constexpr = x.shape[0] // SPAN
+    REPEATS: tl.constexpr = SPAN // (GROUPS * RUN)
+    amax = tl.max(magnitudes(x, HAS_NAN), 1)  # [BLOCK]
+    # The tokens of a group are RUN neighbours, REPEATS times.
+    grouped = tl.max(tl.max(tl.reshape(amax, [SPANS, REPEATS, GROUPS, RUN]), 3), 1)
+    descale = descale_from(grouped, FORMAT_MAX)
+    spread = tl.broadcast_to(descale[:, None, :, None], [SPANS, REPEATS, GROUPS, RUN])
+    return descale, tl.reshape(spread, [x.shape[0]])
+
+
+@triton.jit
+def scaled_by(x, descale):
+    """Rows [BLOCK, HEAD_DIM] over their descales [BLOCK], as the host divides."""
+    return tl.div_rn(x, tl.broadcast_to(descale[:, None], [x.shape[0], x.shape[1]]))
+
+
+@triton.jit
+def channel_statistics(
+    x, seqs, stats, seq, head, num_heads, part,
+    STATISTIC: tl.constexpr, RAGGED: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One of PARTS parts of a sequence: float64 sums ("mean") or largest magnitudes ("descale")."""
+    _, start, length = extent_of(seqs, seq, RAGGED)
+    d = tl.arange(0, HEAD_DIM)
+    size = tl.cdiv(tl.cdiv(length, PARTS), BLOCK) * BLOCK
+    end = tl.minimum((part + 1) * size, length)
+    if STATISTIC == "mean":
+        result = tl.zeros([BLOCK, HEAD_DIM], tl.float64)
+    else:
+        result = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    for first in tl.range(part * size, end, BLOCK, num_stages=4):
+        token = first + tl.arange(0, BLOCK)
+        tile = load_tokens(x, seq, start, token, token < end, head, HEAD_DIM)
+        if STATISTIC == "mean":
+            result += tile.to(tl.float64)
+        else:
+            result = tl.maximum(result, magnitudes(tile, True))
+    result = tl.sum(result, 0) if STATISTIC == "mean" else tl.max(result, 0)
+    unit = (seq * num_heads + head).to(tl.int64)
+    tl.store(stats.partial + (unit * PARTS + part) * HEAD_DIM + d, result)
+
+
+@triton.jit
+def finish_statistics(
+    seqs, stats, seq, head, num_heads,
+    STATISTIC: tl.constexpr, RAGGED: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+):  # fmt: skip
+    """A sequence's means or descales of each channel from their parts."""
+    d = tl.arange(0, HEAD_DIM)
+    unit = (seq * num_heads + head).to(tl.int64)
+    at = (unit * PARTS + tl.arange(0, PARTS))[:, None] * HEAD_DIM + d[None, :]
+    partial = tl.load(stats.partial + at)
+    if STATISTIC == "mean":
+        _, _, length = extent_of(seqs, seq, RAGGED)
+        result = mean_of(tl.sum(partial, 0), length)
+    else:
+        result = descale_from(tl.max(partial, 0), FORMAT_MAX)
+    tl.store(stats.result + unit * HEAD_DIM + d, result)
+
+
+@triton.jit
+def mean_shift(x, k_mean_ptr, seq, kv_head, num_kv_heads, sm_scale):
+    """What lse lacks by K's mean, for rows of Q [BLOCK, HEAD_DIM]: [BLOCK]."""
+    at = (seq * num_kv_heads + kv_head).to(tl.int64) * x.shape[1] + tl.arange(0, x.shape[1])
+    return tl.sum(x * tl.load(k_mean_ptr + at)[None, :], 1) * sm_scale
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _channel_statistics_kernel(
+    k, v, bounds_ptr, k_stats, v_stats, batch, length,
+    RAGGED: tl.constexpr, SMOOTH: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Parts of V's descales and, where K is smoothed, its means.
+
+    Grid: PARTS times the batch of V, then of K; heads.
+    """
+    part, item = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
+    head, num_heads = tl.program_id(1), tl.num_programs(1)
+    seqs = Sequences(bounds_ptr, batch, length)
+    seq = item % batch
+    if item < batch:
+        channel_statistics(
+            v, seqs, v_stats, seq, head, num_heads, part, "descale", RAGGED, PARTS, HEAD_DIM, BLOCK
+        )
+    elif SMOOTH:
+        channel_statistics(
+            k, seqs, k_stats, seq, head, num_heads, part, "mean", RAGGED, PARTS, HEAD_DIM, BLOCK
+        )
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _finish_statistics_kernel(
+    bounds_ptr, k_stats, v_stats, batch, length,
+    RAGGED: tl.constexpr, SMOOTH: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    V_FORMAT_MAX: tl.constexpr,
+):  # fmt: skip
+    """Puts the parts together. Grid: batch of V, then of K; heads."""
+    head, num_heads = tl.program_id(1), tl.num_programs(1)
+    seqs = Sequences(bounds_ptr, batch, length)
+    seq = tl.program_id(0) % batch
+    if tl.program_id(0) < batch:
+        finish_statistics(
+            seqs, v_stats, seq, head, num_heads, "descale", RAGGED, PARTS, HEAD_DIM, V_FORMAT_MAX
+        )
+    elif SMOOTH:
+        finish_statistics(seqs, k_stats, seq, head, num_heads, "mean", RAGGED, PARTS, HEAD_DIM, 1.0)
+
+
+@triton.jit
+def mean_of(total, count):
+    """A float64 sum over a number of tokens as the host divides it."""
+    return tl.div_rn(total.to(tl.float32), tl.zeros_like(total).to(tl.float32) + tl.maximum(count, 1))
+
+
+@triton.jit
+def quantise_tokens(
+    x, seqs, smoothing, out, sm_scale, block, head, num_heads,
+    RAGGED: tl.constexpr, SMOOTH: tl.constexpr, WRITE_SHIFT: tl.constexpr, GQA_RATIO: tl.constexpr,
+    FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr, MEASURE: tl.constexpr, GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Scratch block `block` of ALIGN tokens of Q or K: subtracts a mean, finds descales, rounds, stores.
+
+    SMOOTH: "none", "sequence" (K's mean) or "block" (Q's, over these tokens). MEASURE: only finds `amax`.
+    GROUPS.SPAN 0: one descale, from `amax`.
+    """
+    SPAN: tl.constexpr = GROUPS.SPAN
+    seq = sequence_at(seqs, block * ALIGN, RAGGED)
+    base, start, length = extent_of(seqs, seq, RAGGED)
+    row = block * ALIGN + tl.arange(0, ALIGN)
+    inside = row - base < length
+    if block * ALIGN - base < length:
+        d = tl.arange(0, HEAD_DIM)
+        raw = load_tokens(x, seq, start, row - base, inside, head, HEAD_DIM)
+        if SMOOTH == "sequence":
+            mean = tl.load(smoothing.k_mean + (seq * num_heads + head).to(tl.int64) * HEAD_DIM + d)
+        elif SMOOTH == "block":
+            count = tl.minimum(length - (block * ALIGN - base), ALIGN)
+            mean = mean_of(tl.sum(raw.to(tl.float64), 0), count)
+            blocks = out.rows // ALIGN
+            tl.store(smoothing.block_mean + (head.to(tl.int64) * blocks + block) * HEAD_DIM + d, mean)
+        if SMOOTH == "none":
+            smooth = raw
+        else:
+            smooth = tl.where(inside[:, None], raw - mean[None, :], 0.0)
+        if WRITE_SHIFT:
+            # With Q's own mean taken out, what is left of q . k_mean is that of the smoothed rows.
+            shift = mean_shift(
+                smooth, smoothing.k_mean, seq, head // GQA_RATIO, num_heads // GQA_RATIO, sm_scale
+            )
+            tl.store(smoothing.shift + head.to(tl.int64) * out.rows + row, shift)
+        if MEASURE:
+            HAS_NAN: tl.constexpr = FORMAT != "int8" and FORMAT != "int4"
+            amax = tl.max(tl.max(magnitudes(smooth, HAS_NAN), 1), 0)
+            tl.atomic_max(out.amax, amax.to(tl.int32, bitcast=True))
+        else:
+            if SPAN == 0:
+                descale = descale_from(tl.load(out.amax).to(tl.float32, bitcast=True), FORMAT_MAX)
+                tl.store(out.descale, descale)
+                of_row = tl.zeros([ALIGN], tl.float32) + descale
+            else:
+                descale, of_row = group_descales(smooth, FORMAT, FORMAT_MAX, SPAN, GROUPS.GROUPS, GROUPS.RUN)
+                SPANS: tl.constexpr = ALIGN // SPAN
+                first = head.to(tl.int64) * (out.rows // SPAN * GROUPS.GROUPS) + block * (
+                    SPANS * GROUPS.GROUPS
+                )
+                index = tl.arange(0, SPANS)[:, None] * GROUPS.GROUPS + tl.arange(0, GROUPS.GROUPS)[None, :]
+                tl.store(out.descale + first + index, descale)
+            codes = codes_of(scaled_by(smooth, of_row), FORMAT)
+            WIDTH: tl.constexpr = codes.shape[1]
+            at = (head.to(tl.int64) * out.rows + row)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+            tl.store(out.ptr + at, codes)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _quantise_tokens_kernel(
+    x, bounds_ptr, smoothing, out, sm_scale, batch, length,
+    RAGGED: tl.constexpr, SMOOTH: tl.constexpr, WRITE_SHIFT: tl.constexpr, GQA_RATIO: tl.constexpr,
+    FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr, MEASURE: tl.constexpr, GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """`quantise_tokens` of Q, or the largest magnitude of Q or K. Grid: scratch rows / ALIGN, heads."""
+    quantise_tokens(
+        x, Sequences(bounds_ptr, batch, length), smoothing, out, sm_scale,
+        tl.program_id(0), tl.program_id(1), tl.num_programs(1),
+        RAGGED, SMOOTH, WRITE_SHIFT, GQA_RATIO, FORMAT, FORMAT_MAX, MEASURE, GROUPS, HEAD_DIM,
+    )  # fmt: skip
+
+
+@triton.jit
+def key_at(position, GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
+    """The key that scratch position `position` of V holds; see `interleave_keys`."""
+    PERIOD: tl.constexpr = GATHER * LANES * WIDTH
+    lane = position // (GATHER * WIDTH) % LANES
+    part = position // WIDTH % GATHER
+    return position // PERIOD * PERIOD + part * (LANES * WIDTH) + lane * WIDTH + position % WIDTH
+
+
+@triton.jit
+def quantise_values(
+    v, seqs, descale_ptr, out_ptr, rows, block, head, num_heads,
+    RAGGED: tl.constexpr, FORMAT: tl.constexpr, ORDER: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Scratch block `block` of ALIGN tokens of V, stored transposed, `[heads, head_dim, rows]`.
+
+    Matrix units take FP8 operands with the summed dimension contiguous.
+    """
+    seq = sequence_at(seqs, block * ALIGN, RAGGED)
+    base, start, length = extent_of(seqs, seq, RAGGED)
+    if block * ALIGN - base < length:
+        d = tl.arange(0, HEAD_DIM)
+        position = tl.arange(0, ALIGN)
+        token = block * ALIGN - base + key_at(position, ORDER.GATHER, ORDER.LANES, ORDER.WIDTH)
+        tile = load_tokens(v, seq, start, token, token < length, head, HEAD_DIM)
+        descale = tl.load(descale_ptr + (seq * num_heads + head).to(tl.int64) * HEAD_DIM + d)
+        codes = cast_fp8(tl.div_rn(tile, tl.broadcast_to(descale[None, :], [ALIGN, HEAD_DIM])), FORMAT)
+        at = (head * HEAD_DIM + d).to(tl.int64)[:, None] * rows + (block * ALIGN + position)[None, :]
+        tl.store(out_ptr + at, tl.trans(codes))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _quantise_keys_values_kernel(
+    k, v, bounds_ptr, smoothing, v_descale_ptr, k_out, v_out_ptr, batch, length,
+    RAGGED: tl.constexpr, SMOOTH: tl.constexpr, FORMAT: tl.constexpr, FORMAT_MAX: tl.constexpr,
+    GROUPS: tl.constexpr, V_FORMAT: tl.constexpr, ORDER: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """A block of K or of V. Grid: scratch rows / ALIGN, heads, 2.
+
+    From the last block to the first, and K before V: what the statistics read last may still be in the L2.
+    """
+    seqs = Sequences(bounds_ptr, batch, length)
+    num_heads = tl.num_programs(1)
+    block, head = tl.num_programs(0) - 1 - tl.program_id(0), num_heads - 1 - tl.program_id(1)
+    if tl.program_id(2) == 0:
+        quantise_tokens(
+            k, seqs, smoothing, k_out, 0.0, block, head, num_heads,
+            RAGGED, "sequence" if SMOOTH else "none", False, 1, FORMAT, FORMAT_MAX, False, GROUPS, HEAD_DIM,
+        )  # fmt: skip
+    else:
+        quantise_values(
+            v, seqs, v_descale_ptr, v_out_ptr, k_out.rows, block, head, num_heads,
+            RAGGED, V_FORMAT, ORDER, HEAD_DIM,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _mean_scores_kernel(
+    k, q_bounds_ptr, k_bounds_ptr, q_mean_ptr, out_ptr, q_blocks, k_rows, qk_scale, batch, q_length, k_length,
+    RAGGED: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Q's block means against the keys as they came: `[heads, q_blocks, k_rows]` fp32, in base-2 logits.
+
+    Grid: k_rows / ALIGN, blocks of Q / BLOCK_Q of a sequence, query heads. A mean is two 16-bit terms.
+    """
+    q_seqs, k_seqs = Sequences(q_bounds_ptr, batch, q_length), Sequences(k_bounds_ptr, batch, k_length)
+    block, part, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq = sequence_at(k_seqs, block * ALIGN, RAGGED)
+    k_base, k_start, k_length = extent_of(k_seqs, seq, RAGGED)
+    q_base, _, q_length = extent_of(q_seqs, seq, RAGGED)
+    if (part * BLOCK_Q * ALIGN >= q_length) | (block * ALIGN - k_base >= k_length):
+        return
+    d = tl.arange(0, HEAD_DIM)
+    n = block * ALIGN + tl.arange(0, ALIGN)
+    in_seq = part * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    exists = in_seq * ALIGN < q_length
+    q_block = (head.to(tl.int64) * q_blocks + q_base // ALIGN + in_seq)[:, None]
+    mean = tl.load(q_mean_ptr + q_block * HEAD_DIM + d[None, :], mask=exists[:, None], other=0.0)
+    tile = load_tokens(k, seq, k_start, n - k_base, n - k_base < k_length, head // GQA_RATIO, HEAD_DIM)
+    keys = tl.trans(tile.to(k.ptr.dtype.element_ty))
+    high = mean.to(k.ptr.dtype.element_ty)
+    low = (mean - high.to(tl.float32)).to(k.ptr.dtype.element_ty)
+    scores = tl.dot(low, keys)
+    scores = tl.dot(high, keys, scores) * qk_scale
+    tl.store(out_ptr + q_block * k_rows + n[None, :], scores, mask=exists[:, None])
