@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from narrowkv.engines.geometry import geometry_reasons
+from narrowkv.engines.geometry import config_reasons
 
 # What attention functions are passed that `attend` takes, or that does not change the result.
 _TAKEN = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "attention_mask"}
@@ -50,7 +49,7 @@ def supports(config: Any) -> list[str]:
     if not isinstance(getattr(text, "num_hidden_layers", None), int):
         return ["its configuration names no number of layers"]
     layers = list(getattr(text, "per_layer_config", ())) or [text]
-    shapes = dict.fromkeys(reason for layer in layers for reason in _config_reasons(layer))
+    shapes = dict.fromkeys(reason for layer in layers for reason in config_reasons(layer))
     return [*_code_reasons(source), *shapes, *_layer_reasons(text, source)]
 
 
@@ -169,28 +168,6 @@ def _attention_calls(function: ast.FunctionDef) -> Iterator[ast.Call]:
             yield node
 
 
-def _config_reasons(text: Any) -> Iterator[str]:
-    heads = _first(text, "num_attention_heads", "n_head", "num_heads")
-    if heads is None:
-        yield "its configuration names no number of attention heads"
-        return
-    kv_heads = _first(text, "num_key_value_heads", "num_kv_heads") or heads
-    if getattr(text, "multi_query", False):
-        kv_heads = 1
-    if _first(text, "kv_lora_rank") is not None:
-        yield "its keys and values are compressed together (MLA); the cache holds keys and values of heads"
-        return
-    hidden = _first(text, "hidden_size", "n_embd", "d_model")
-    head_dim = _first(text, "head_dim") or (hidden // heads if hidden else 0)
-    yield from geometry_reasons(heads, kv_heads, head_dim, _first(text, "v_head_dim"))
-    if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi":
-        yield "it adds ALiBi biases to its logits"
-    if getattr(text, "dtype", None) == torch.float32:
-        yield "it is loaded in float32: load it with dtype=torch.bfloat16"
-    if getattr(text, "is_causal", True) is False:
-        yield "its attention is not causal"
-
-
 def _layer_reasons(text: Any, source: Path) -> Iterator[str]:
     kinds = set(getattr(text, "layer_types", None) or ())
     if any("chunk" in kind for kind in kinds) or (not kinds and getattr(text, "attention_chunk_size", None)):
@@ -216,12 +193,3 @@ def _layer_reasons(text: Any, source: Path) -> Iterator[str]:
         ):
             yield f"it caches in {type(layer).__name__}, which is not keys and values of heads alone"
             return
-
-
-def _first(config: Any, *names: str) -> Any:
-    """The first of some attributes that a configuration has."""
-    for name in names:
-        value = getattr(config, name, None)
-        if value is not None:
-            return value
-    return None
