@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 from narrowkv.attn_decode import DecodePlan, DecodeShape, plan_decode
 from narrowkv.attn_prefill.binding import BOUND_CACHES, BoundCache, bind_cache, per_key, storing_constants
-from narrowkv.attn_prefill.calls import APPEND_OPTIONS, PREFILL_OPTIONS, refuse_keywords, run
+from narrowkv.attn_prefill.calls import APPEND_OPTIONS, PREFILL_OPTIONS, Arguments, refuse_keywords, run
 from narrowkv.attn_prefill.checks import (
     append_shape,
     bounded,
@@ -370,10 +370,11 @@ class PrefillPlan:
         """
         if options and not options.keys() <= PREFILL_OPTIONS:
             refuse_keywords("batch_prefill", options, PREFILL_OPTIONS)
-        return run(
-            self, q, None, None, cache, page_table, cu_seqlens_q, None, causal, sm_scale, q_descale,
+        given = Arguments(
+            q, None, None, cache, page_table, cu_seqlens_q, None, causal, sm_scale, q_descale,
             logits_soft_cap, window_left, window_right, sinks, out, **options,
         )  # fmt: skip
+        return run(self, given)
 
 
 class AppendPlan(PrefillPlan):
@@ -399,10 +400,11 @@ class AppendPlan(PrefillPlan):
         """`prefill_append` by this plan: the same arguments and results; see `PrefillPlan.run`."""
         if options and not options.keys() <= APPEND_OPTIONS:
             refuse_keywords("prefill_append", options, APPEND_OPTIONS)
-        return run(
-            self, q, k_new, v_new, cache, page_table, cu_seqlens_q, rope, True, sm_scale, 1.0,
+        given = Arguments(
+            q, k_new, v_new, cache, page_table, cu_seqlens_q, rope, True, sm_scale, 1.0,
             logits_soft_cap, window_left, -1, sinks, out, **options,
         )  # fmt: skip
+        return run(self, given)
 
 
 def _kind_of(config: PrefillConfig) -> PrefillConfig:
@@ -617,30 +619,28 @@ _MAX_PLANS = 64
 
 
 def plan_for_call(
-    q: torch.Tensor, cache: PagedKVCache, page_table: PageTable, cu_seqlens_q: torch.Tensor,
-    options: tuple[str | None, bool],
-) -> PrefillPlan:  # fmt: skip
+    kind: type[_P], q: torch.Tensor, cache: PagedKVCache, page_table: PageTable, cu_seqlens_q: torch.Tensor,
+    flag: bool,
+) -> _P:  # fmt: skip
     """The plan of unplanned calls of a model, of any size; each call allocates its own memory.
 
-    options: of an append the rule of exponents, else None; `fp8_compute` of an append, else
-        `batch_invariant`.
+    kind: `PrefillPlan` or `AppendPlan`; flag: `batch_invariant` of the first, `fp8_compute` of the second.
     """
     if not (isinstance(q, torch.Tensor) and type(cache) is PagedKVCache):
         check_classes(q, cache, page_table, cu_seqlens_q)
     key = (
         q.shape[1:], q.dtype, q.device, cache.format, cache.head_dim, cache.num_kv_heads, cache.page_size,
-        cache.k_granularity, cache.v_granularity, options, active_target(q.device).name, type(executor()),
+        cache.k_granularity, cache.v_granularity, kind, flag, active_target(q.device).name, type(executor()),
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        exponent, flag = options
-        if exponent is None:
+        if kind is PrefillPlan:
             shape = prefill_shape(q, cache, page_table, cu_seqlens_q)
             plan = _plan(PrefillPlan, shape, cache, batch_invariant=flag)
         else:
             shape = append_shape(q, cache, page_table, cu_seqlens_q)
-            plan = _plan(AppendPlan, shape, cache, exponent=exponent, fp8_compute=flag)
+            plan = _plan(AppendPlan, shape, cache, exponent=EXPONENT_RULES[0], fp8_compute=flag)
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
         _plans[key] = plan
-    return plan
+    return cast(_P, plan)
