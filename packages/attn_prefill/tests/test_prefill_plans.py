@@ -358,13 +358,13 @@ def test_the_memory_of_a_plan_holds_that_of_every_call(appends: bool, granularit
             for part in (config, config.otherwise):
                 if part is None or part.kernel == "decode":
                     continue
-                exact = plan._needs(of_call, part, exact=True)
-                held = plan._needs(plan.shape, part, exact=False)
-                blocks, counters = held.blocks(), held.counters()
-                for name, (sizes, dtype) in exact.blocks().items():
+                exact = plan.needs(of_call, part, exact=True)
+                held = plan.needs(plan.shape, part, exact=False)
+                blocks, counters = held.blocks, held.counters
+                for name, (sizes, dtype) in exact.blocks.items():
                     assert dtype == blocks[name][1]
                     assert math.prod(sizes) <= math.prod(blocks[name][0]), name
-                for name, count in exact.counters().items():
+                for name, count in exact.counters.items():
                     assert count <= counters[name]
 
 

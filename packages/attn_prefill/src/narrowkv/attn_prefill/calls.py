@@ -27,6 +27,7 @@ from narrowkv.attn_prefill.config import PrefillShape
 from narrowkv.attn_prefill.kernels.arguments import AppendScales, Chunk
 from narrowkv.attn_prefill.kernels.rows import Outputs, Queries
 from narrowkv.attn_prefill.launches import Kind, Route, make_route
+from narrowkv.attn_prefill.memory import Needs, make_memory
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import rope_pointers
 from narrowkv.paged_cache.kernels.pages import Table
@@ -277,7 +278,9 @@ def _launch(
     v_new: torch.Tensor | None, rope: Rope | None,
 ) -> None:  # fmt: skip
     """Launches what a route says."""
-    memory = route.memory or plan.own_memory(route)
+    memory = route.memory
+    if isinstance(memory, Needs):
+        memory = make_memory(memory, None, plan.device)
     config, sizes = route.config, route.sizes
     staged = config.kernel != "paged" and config.kernel != "fused"
     reading = bound.to_scratch if staged else bound.in_loop

@@ -25,7 +25,7 @@ from narrowkv.attn_prefill.config import (
     choose_append_config,
     choose_config,
 )
-from narrowkv.attn_prefill.launches import Kind, Route, make_route
+from narrowkv.attn_prefill.launches import Kind, make_route
 from narrowkv.attn_prefill.memory import Memory, Needs, key_type, make_memory, scratch_bytes
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import EXPONENT_RULES, store_of
@@ -160,7 +160,7 @@ class PrefillPlan:
         `shape.num_tokens`, with sequences rounded up to blocks of 64 or 128 keys, besides factors of keys and
         blocks; partial results take at most 8 tiles of rows for each tile that the device runs at once.
         """
-        needed = [block_bytes(list(needs.blocks().values())) for needs in self._needs_of_kernels()]
+        needed = [block_bytes(list(needs.blocks.values())) for needs in self._needs_of_kernels()]
         return max([*needed, self.decode.workspace_bytes() if self.decode is not None else 0])
 
     def with_workspace(self: _P, workspace: Workspace | None) -> _P:
@@ -188,13 +188,9 @@ class PrefillPlan:
         kind = _kind_of(config)
         found = self._memories.get(kind)
         if found is None:
-            needs = self._needs(self.shape, config, exact=False)
+            needs = self.needs(self.shape, config, exact=False)
             found = self._memories[kind] = make_memory(needs, self.workspace, self.device)
         return found
-
-    def own_memory(self, route: Route) -> Memory:
-        """New memory for one call."""
-        return make_memory(self._needs(route.shape, route.config, exact=True), None, self.device)
 
     def bound_launch(self, kernel: Any, constexprs: dict[str, Any], options: LaunchOptions) -> BoundLaunch:
         """One object for each kernel with its constants, whatever the sizes of calls."""
@@ -312,7 +308,8 @@ class PrefillPlan:
         shared = not any(map(_per_key_granularity, (self.k_granularity, self.v_granularity)))
         return shared and (self.k_format != "bf16" or self.q_dtype != torch.float16)
 
-    def _needs(self, shape: PrefillShape, config: PrefillConfig, *, exact: bool) -> Needs:
+    def needs(self, shape: PrefillShape, config: PrefillConfig, *, exact: bool) -> Needs:
+        """What a configuration needs for calls of this shape, or (not exact) of any shape up to it."""
         granularities = _per_key_granularity(self.k_granularity), _per_key_granularity(self.v_granularity)
         return Needs(
             shape, config, self.target, self.q_dtype, self.k_format, self.v_format, granularities,
@@ -333,7 +330,7 @@ class PrefillPlan:
                 replace(config, kernel=kernel, scratch_block=block, k_in_pages=self.pipelines)
                 for block in blocks
             ]
-        return [self._needs(self.shape, config, exact=False) for config in configs]
+        return [self.needs(self.shape, config, exact=False) for config in configs]
 
     def _configs_of_calls(self) -> list[tuple[PrefillConfig, PrefillShape]]:
         """Configurations that calls have, each with the shape of one: over powers of two and between them."""
