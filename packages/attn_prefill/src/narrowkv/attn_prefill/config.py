@@ -297,7 +297,8 @@ def _dense_config(
     splits = _splits(target, shape.row_tiles(block_m) * shape.num_kv_heads, -(-shape.max_seq_len // block_n))
     # The extra round costs a tile. H200, base and overlapped: 1k over 0 78 and 86 us, 1k over 4k 444 and 443,
     # 128 over 32k in 4 splits 469 and 439.
-    overlap = target.is_nvidia and not wide and shape.max_seq_len >= 4096
+    # Tiles of few rows always have it, so that tables of any width compile the same kernels.
+    overlap = target.is_nvidia and not wide and (shape.max_seq_len >= 4096 or block_m < 64)
     return PrefillConfig(
         "dense", why, block_m, block_n, num_splits=splits, tma=target.name == "sm90", overlap=overlap,
         options=options,

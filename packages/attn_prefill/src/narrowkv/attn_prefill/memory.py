@@ -105,21 +105,16 @@ class Needs:
             found["arrived"] = tiles if self.exact or self.num_splits else min(tiles, most)
         return found
 
-    def _configs(self) -> list[PrefillConfig]:
-        return [config for config in (self.config, self.config.otherwise) if config is not None]
-
     def _least_rows(self) -> int:
         """The fewest rows that a tile of rows can have."""
-        return min(config.block_m for config in self._configs()) if self.exact else 16
+        return self.config.block_m if self.exact else 16
 
     def _partial_rows(self) -> int:
         """Rows of partial results."""
         shape = self.shape
         if self.exact:
-            return max(
-                shape.row_tiles(c.block_m) * shape.num_kv_heads * c.num_splits * c.block_m
-                for c in self._configs()
-            ) * any(c.num_splits > 1 for c in self._configs())
+            splits, block_m = self.config.num_splits, self.config.block_m
+            return shape.row_tiles(block_m) * shape.num_kv_heads * splits * block_m if splits > 1 else 0
         rows = max(shape.row_tiles(m) * m for m in (16, 32, 64, 128)) * shape.num_kv_heads
         if self.num_splits is not None:
             return rows * self.num_splits if self.num_splits > 1 else 0
@@ -151,7 +146,9 @@ def make_memory(needs: Needs, workspace: Workspace | None, device: torch.device)
             tensors["k"], tensors["v"], part("k_factor"), part("v_factor"), part("k_unit"), part("v_unit"),
             part("unusual"), part("starts"), tensors["schedule"], tensors["k"].shape[1], None, None,
         )  # fmt: skip
-    partials = Partials(part("acc"), part("ml"), part("arrived"))
+    # Kernels that do not split are compiled without.
+    splits = needs.config.num_splits > 1
+    partials = Partials(*(part(name) if splits else None for name in ("acc", "ml", "arrived")))
     workspace_of_append = AppendWorkspace(*partials, part("ready"), part("left"))
     return Memory(scratch, partials, workspace_of_append, _descriptors(needs.config, tensors), tensors)
 
