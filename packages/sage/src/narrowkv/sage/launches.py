@@ -12,7 +12,7 @@ import torch
 from narrowkv.quant.formats import get_format
 from narrowkv.quant.sage import TokenGroups
 from narrowkv.runtime.errors import contiguous_vector
-from narrowkv.runtime.launch import BoundLaunch, LaunchOptions, Workspace
+from narrowkv.runtime.launch import VARIES, BoundLaunch, FixedLaunch, LaunchOptions, Workspace
 from narrowkv.sage.config import KeyOrder, SageConfig
 from narrowkv.sage.kernels import (
     ALIGN,
@@ -44,6 +44,7 @@ _LOG2E = math.log2(math.e)
 # statistics; with statistics and blocks both at 16 warps 378, in one launch where blocks wait 351 to 410.
 _STATISTICS = LaunchOptions(num_warps=4, num_stages=1, enable_fp_fusion=False)
 _QUANTISE = LaunchOptions(num_warps=16, num_stages=1, enable_fp_fusion=False)
+_MAX_FIXED = 256
 _SIZES_KEPT = 64  # calls of other sizes whose scratch is remembered
 _MEAN_BLOCKS = 16  # blocks of Q whose means meet a tile of keys at once: the least rows of a dot
 
@@ -192,6 +193,7 @@ class SageLaunches:
     device: torch.device
     workspace: Workspace | None
     _bound: dict[Any, BoundLaunch] = field(default_factory=dict, init=False, repr=False)
+    _fixed: dict[Any, FixedLaunch] = field(default_factory=dict, init=False, repr=False)
     _scratch: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
     _sized: dict[Any, _QueryScratch] = field(default_factory=dict, init=False, repr=False)
 
@@ -436,13 +438,36 @@ class SageLaunches:
         smoothing = Smoothing(scratch.mean, kv.k_mean if shifts else None, scratch.query.shift)
         if scratch.narrow.amax is not None:
             scratch.narrow.amax.zero_()
-        arguments = (
-            _strided(q), scratch.bounds, smoothing, scratch.narrow, self.sm_scale, size.batch, size.q_tokens
-        )  # fmt: skip
-        grid = (scratch.query.rows // _ALIGN, size.num_qo_heads)
+        strided, rows = _strided(q), scratch.query.rows
+        grid = (rows // _ALIGN, size.num_qo_heads)
         if self.q_groups is None:
-            self._measure("q")(grid, arguments)
-        self._quantise_q(shifts)(grid, arguments)
+            self._measure("q")(
+                grid,
+                (
+                    strided,
+                    scratch.bounds,
+                    smoothing,
+                    scratch.narrow,
+                    self.sm_scale,
+                    size.batch,
+                    size.q_tokens,
+                ),
+            )
+        structs = (smoothing, scratch.narrow[:3])
+        key = ("q", q.dtype, strided[1:], tuple(x is None for each in structs for x in each))
+        launch = self._fixed.get(key)
+        if launch is None:
+            launch = self._keep(
+                key,
+                self._quantise_q(shifts),
+                (
+                    _varying(strided), None if scratch.bounds is None else VARIES, _varying(smoothing),
+                    _varying(scratch.narrow)._replace(rows=VARIES), self.sm_scale, VARIES, VARIES,
+                ),
+            )  # fmt: skip
+        values = (q, scratch.bounds, *smoothing, *scratch.narrow[:3])
+        tensors = tuple(x for x in values if x is not None)
+        launch((*grid, 1), (*tensors, rows, size.batch, size.q_tokens))
         if scratch.mean is not None and kv.k_source is not None:
             k_rows = kv.k.shape[1]
             blocks_of_one = -(-size.q_tokens // _ALIGN)
@@ -508,15 +533,41 @@ class SageLaunches:
         if lse is not None:
             steps = (0 if size.ragged else lse.stride(0), lse.stride(-2), lse.stride(-1))
         tma = config.tma and kv.k.numel() > 0
-        self._attention(lse is not None, tma=tma)(
-            (items * tiles,),
-            (
-                query, kv.keys, *(kv.descriptors if tma else (None, None)),
-                Outputs(out, strided.batch, strided.token, strided.head, lse), bounds, kv.bounds,
-                self.sm_scale * _LOG2E * codes, size.num_qo_heads, size.batch, size.q_tokens, size.k_tokens,
-                items, tiles, together, *steps,
-            ),
+        keys = kv.keys
+        launch_key = (
+            "attend", tma, out.dtype, strided[1:], lse is None, tuple(x is None for x in query[:4]),
+            tuple(x is None for x in keys[:4]), bounds is None, size.num_qo_heads,
         )  # fmt: skip
+        launch = self._fixed.get(launch_key)
+        if launch is None:
+            launch = self._keep(
+                launch_key,
+                self._attention(lse is not None, tma=tma),
+                (
+                    _varying(query)._replace(rows=VARIES), _varying(keys)._replace(rows=VARIES),
+                    *((VARIES, VARIES) if tma else (None, None)),
+                    Outputs(VARIES, *strided[1:], None if lse is None else VARIES),
+                    *((None, None) if bounds is None else (VARIES, VARIES)),
+                    self.sm_scale * _LOG2E * codes, size.num_qo_heads, *(VARIES,) * 9,
+                ),
+            )  # fmt: skip
+        values = (
+            *query, *keys, *(kv.descriptors if tma else ()), out, lse, bounds, kv.bounds, size.batch,
+            size.q_tokens, size.k_tokens, items, tiles, together, *steps,
+        )  # fmt: skip
+        launch((items * tiles, 1, 1), tuple(x for x in values if x is not None))
+
+    def _keep(self, key: Any, bound: BoundLaunch, arguments: tuple[Any, ...]) -> FixedLaunch:
+        """Remembers a launch with fixed arguments."""
+        if len(self._fixed) >= _MAX_FIXED:
+            self._fixed.clear()
+        self._fixed[key] = FixedLaunch(bound, arguments)
+        return self._fixed[key]
+
+
+def _varying(struct: Any) -> Any:
+    """The struct with `VARIES` for its tensors."""
+    return type(struct)(*(VARIES if isinstance(value, torch.Tensor) else value for value in struct))
 
 
 def _codes(stored: torch.Tensor, format_name: str) -> torch.Tensor:
