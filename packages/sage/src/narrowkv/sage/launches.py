@@ -156,6 +156,20 @@ def _groups(groups: TokenGroups | None) -> Groups:
     return Groups(0, 1, 1) if groups is None else Groups(groups.span, groups.groups, groups.run)
 
 
+class Launched(NamedTuple):
+    """A launch that was made, to be made again with other tensors.
+
+    Attributes:
+        launch, grid: what was launched.
+        before, after: what varies, before and after the query or the results.
+    """
+
+    launch: FixedLaunch
+    grid: tuple[int, int, int]
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+
+
 class _QueryScratch(NamedTuple):
     """A call's query in scratch: as the pre-pass writes it and attention reads it, its means, its bounds."""
 
@@ -430,8 +444,8 @@ class SageLaunches:
 
     def quantise_queries(
         self, q: torch.Tensor, starts: torch.Tensor | None, kv: QuantizedKV, size: SageShape, *, lse: bool
-    ) -> tuple[NarrowQuery, torch.Tensor | None]:
-        """Q in scratch with what its smoothing took out, and where its sequences lie."""
+    ) -> tuple[NarrowQuery, torch.Tensor | None, Launched]:
+        """Q in scratch with what its smoothing took out, where its sequences lie, and the last launch."""
         scratch = self._query_scratch(size, lse)
         self._find_bounds(starts, size.q_tokens, scratch.bounds)
         shifts = self.smooth_k and lse
@@ -465,9 +479,10 @@ class SageLaunches:
                     _varying(scratch.narrow)._replace(rows=VARIES), self.sm_scale, VARIES, VARIES,
                 ),
             )  # fmt: skip
-        values = (q, scratch.bounds, *smoothing, *scratch.narrow[:3])
+        values = (scratch.bounds, *smoothing, *scratch.narrow[:3])
         tensors = tuple(x for x in values if x is not None)
-        launch((*grid, 1), (*tensors, rows, size.batch, size.q_tokens))
+        launched = Launched(launch, (*grid, 1), (), (*tensors, rows, size.batch, size.q_tokens))
+        launch(launched.grid, (q, *launched.after))
         if scratch.mean is not None and kv.k_source is not None:
             k_rows = kv.k.shape[1]
             blocks_of_one = -(-size.q_tokens // _ALIGN)
@@ -478,7 +493,7 @@ class SageLaunches:
                     grid[0], k_rows, self.sm_scale * _LOG2E, size.batch, size.q_tokens, kv.shape.k_tokens,
                 ),
             )  # fmt: skip
-        return scratch.query, scratch.bounds
+        return scratch.query, scratch.bounds, launched
 
     def _query_scratch(self, size: SageShape, lse: bool) -> _QueryScratch:
         """Memory for a call's query; with a workspace that of the last call of this size."""
@@ -517,8 +532,8 @@ class SageLaunches:
     def attend(
         self, query: NarrowQuery, bounds: torch.Tensor | None, kv: QuantizedKV, out: torch.Tensor,
         lse: torch.Tensor | None, size: SageShape,
-    ) -> None:  # fmt: skip
-        """Attention over what the pre-pass stored."""
+    ) -> Launched:  # fmt: skip
+        """Attention over what the pre-pass stored; what was launched."""
         config = self.config
         tiles = -(-(query.rows if size.ragged else size.q_tokens) // config.block_m)
         items = size.num_qo_heads * (1 if size.ragged else size.batch)
@@ -551,11 +566,12 @@ class SageLaunches:
                     self.sm_scale * _LOG2E * codes, size.num_qo_heads, *(VARIES,) * 9,
                 ),
             )  # fmt: skip
-        values = (
-            *query, *keys, *(kv.descriptors if tma else ()), out, lse, bounds, kv.bounds, size.batch,
-            size.q_tokens, size.k_tokens, items, tiles, together, *steps,
-        )  # fmt: skip
-        launch((items * tiles, 1, 1), tuple(x for x in values if x is not None))
+        before = (*query, *keys, *(kv.descriptors if tma else ()))
+        after = () if bounds is None else (bounds, kv.bounds)
+        after = (*after, size.batch, size.q_tokens, size.k_tokens, items, tiles, together, *steps)
+        launched = Launched(launch, (items * tiles, 1, 1), tuple(x for x in before if x is not None), after)
+        launch(launched.grid, (*launched.before, *((out,) if lse is None else (out, lse)), *after))
+        return launched
 
     def _keep(self, key: Any, bound: BoundLaunch, arguments: tuple[Any, ...]) -> FixedLaunch:
         """Remembers a launch with fixed arguments."""

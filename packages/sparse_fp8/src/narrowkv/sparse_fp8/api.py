@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from narrowkv.runtime.errors import check_positive_int
+from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.sparse_fp8.config import MOST_SPLITS
 from narrowkv.sparse_fp8.modes import choose_mode
 from narrowkv.sparse_fp8.plan import SparsePlan, known_plan, plan_for, remember
@@ -14,6 +15,7 @@ from narrowkv.sparse_fp8.sources import KVSource
 __all__ = ["sparse_decode", "sparse_prefill", "sparse_prefill_fp8"]
 
 
+@traceable
 def sparse_prefill(
     q: torch.Tensor,
     prefix: KVSource | None,
@@ -80,6 +82,7 @@ def sparse_prefill(
     return result[0] if lse is not None and not return_lse else result
 
 
+@traceable
 def sparse_prefill_fp8(
     q: torch.Tensor | DSV4Rows,
     prefix: KVSource | None,
@@ -147,6 +150,7 @@ def sparse_prefill_fp8(
     return result[0] if lse is not None and not return_lse else result
 
 
+@traceable
 def sparse_decode(
     q: torch.Tensor | DSV4Rows,
     prefix: KVSource | None,

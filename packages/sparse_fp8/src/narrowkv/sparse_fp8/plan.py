@@ -34,6 +34,7 @@ from narrowkv.runtime.launch import (
     executor,
     is_compiled,
 )
+from narrowkv.runtime.launch.tracing import handle_of
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import (
     INT32_MAX,
@@ -121,6 +122,7 @@ class SparsePlan:
         plain: the configuration of the plain kernel.
         hopper: that of a kernel for Hopper, which takes over where it fills the chip; None elsewhere.
         workspace: memory for scratch and partial results.
+        handle: what operators of `torch.ops.narrowkv` find the plan by, in this process.
     """
 
     mode: str
@@ -144,6 +146,7 @@ class SparsePlan:
     _launches: dict[Any, BoundLaunch] = field(default_factory=dict, init=False, repr=False)
     _fixed: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
+    handle: str = field(init=False, repr=False)
     # What a call looks up, found once: the 16-bit dtype, a fixed number of splits, partial results.
     _dtype: torch.dtype = field(init=False, repr=False)
     _fixed_splits: int | None = field(init=False, repr=False)
@@ -154,6 +157,7 @@ class SparsePlan:
         splits = self.num_splits
         if splits is None and self.batch_invariant:
             splits = INVARIANT_SPLITS
+        object.__setattr__(self, "handle", handle_of(self))
         object.__setattr__(self, "_dtype", self.query.dtype)
         object.__setattr__(self, "_fixed_splits", splits)
         object.__setattr__(self, "_partials", self._scratch[5:])
