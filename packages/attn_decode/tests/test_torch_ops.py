@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -143,7 +144,7 @@ def test_functionalisation_and_fx() -> None:
 def test_opcheck(fmt: str) -> None:
     q, cache, table = FORMATS[fmt].build()
     spec = spell(
-        kind=table.kind, page_size=table.page_size, before_append=False, out_dtype=None,
+        plan=None, kind=table.kind, page_size=table.page_size, before_append=False, out_dtype=None,
         **cache_options(cache),
     )  # fmt: skip
     inputs = (
@@ -172,11 +173,31 @@ def test_eager_calls_do_not_meet_the_dispatcher() -> None:
     assert "narrowkv::paged_decode" in {event.name for event in seen.events()}
 
 
-def test_a_plan_is_refused_where_torch_traces() -> None:
+def test_a_plan_that_is_traced_is_the_one_that_runs() -> None:
     q, cache, table = FORMATS["bf16"].build()
-    plan = plan_decode(q, cache, table)
-    with pytest.raises(ValueError, match="plan must be None where torch traces"):
-        traced_decode(q, cache, table, plan=plan)
+    plan = plan_decode(q, cache, table, split="even")
+
+    def step(q: torch.Tensor) -> Any:
+        return paged_decode(q, cache, table, plan=plan, return_lse=True)
+
+    expected = step(q)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(q)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    graph = make_fx(step, tracing_mode="real")(q)
+    assert plan.handle in graph.code
+    assert all(torch.equal(a, b) for a, b in zip(graph(q), expected, strict=True))
+    with pytest.raises(ValueError, match=r"must have a positive multiple|plan must be made for"):
+        traced_decode(q[:, :1], cache, table, plan=plan)
+
+
+def test_a_plan_that_is_gone_is_missed_by_name() -> None:
+    q, cache, table = FORMATS["bf16"].build()
+    plans = [plan_decode(q, cache, table)]
+    graph = make_fx(lambda x: paged_decode(x, cache, table, plan=plans[0]), tracing_mode="real")(q)
+    plans.clear()
+    gc.collect()
+    with pytest.raises(ValueError, match="must be alive in the process"):
+        graph(q)
 
 
 def test_wrong_arguments_are_refused_when_the_operator_runs() -> None:

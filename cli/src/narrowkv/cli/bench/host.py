@@ -131,7 +131,7 @@ def calls(device: str) -> Iterator[tuple[str, bool, Callable[[], object]]]:
 
     x = torch.randn(1, 256, 4, 128, dtype=torch.bfloat16, device=device)
     sage_out = torch.empty_like(x)
-    sage_plan = plan_sage(x, x)
+    sage_plan = plan_sage(x, x).with_workspace()
     kv = sage_plan.quantize_kv(x, x)
     yield "sage attend", True, lambda: sage_plan.attend(x, kv, out=sage_out)
 
