@@ -2,11 +2,14 @@
 
 import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
 from narrowkv.attn_prefill.api import batch_prefill, prefill_append
-from narrowkv.attn_prefill.plan import PrefillPlan, plan_append, plan_prefill
+from narrowkv.attn_prefill.config import PrefillShape
+from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan, plan_append, plan_prefill
 from narrowkv.attn_prefill.reference import batch_prefill_reference, prefill_append_reference
 
 __all__ = [
+    "AppendPlan",
     "PrefillPlan",
+    "PrefillShape",
     "batch_prefill",
     "batch_prefill_reference",
     "plan_append",

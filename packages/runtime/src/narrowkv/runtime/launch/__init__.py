@@ -3,6 +3,7 @@
 import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
 from narrowkv.runtime.launch.bound import BoundLaunch
 from narrowkv.runtime.launch.compiles import Compiles, count_compiles
+from narrowkv.runtime.launch.fixed import VARIES, FixedLaunch
 from narrowkv.runtime.launch.options import LaunchOptions
 from narrowkv.runtime.launch.path import (
     Executor,
@@ -10,6 +11,7 @@ from narrowkv.runtime.launch.path import (
     active_target,
     compile_for,
     executing,
+    executor,
     is_compiled,
     launch,
     run_as,
@@ -18,9 +20,11 @@ from narrowkv.runtime.launch.warmup import KernelSpec, TensorSpec, Warmup, warmu
 from narrowkv.runtime.launch.workspace import Workspace, block_bytes
 
 __all__ = [
+    "VARIES",
     "BoundLaunch",
     "Compiles",
     "Executor",
+    "FixedLaunch",
     "InterpretExecutor",
     "KernelSpec",
     "LaunchOptions",
@@ -32,6 +36,7 @@ __all__ = [
     "compile_for",
     "count_compiles",
     "executing",
+    "executor",
     "is_compiled",
     "launch",
     "run_as",
