@@ -71,7 +71,8 @@ def run(
         detect_hazards: check that every result of memory is waited for (s_waitcnt) before it is used or its
             register or LDS bytes are used otherwise, and that dependent instructions have the wait states
             that the ISA asks for. Includes ``detect_races``, which then also sees accesses that pass a
-            barrier unfinished.
+            barrier unfinished. Registers and wait states are checked on every path of the program, also on
+            those that this input does not take.
         check_uninitialised: run every wave twice in step, with different initial contents of registers and
             LDS, and report what depends on them when it is stored or decides a branch. Costs 1.2 to 1.8
             times the time; without it only an untouched register or LDS word that is stored is found.
@@ -126,6 +127,8 @@ def run(
             total = total + _counts(execution)
             runs = (times / execution.copies for times in execution.block_counts)
             block_counts = [a + b for a, b in zip(block_counts, runs, strict=True)]
+    if hazards is not None:
+        hazards.explore()
     return Result(total, len(chosen), profile(program, block_counts))
 
 
