@@ -105,8 +105,9 @@ class PrefillCall:
             (cache.k, cache.k_strides, formats[0], True),
             (cache.v, cache.v_strides, formats[1], False),
         ):
-            route = widen_route(target, name) if fp8 is None else fp8_route(fp8, name)
-            parts = 1 if fp8 is not None else parts_of(target, name, is_key=is_key)
+            kept = fp8 if is_key or not to_scratch else None
+            route = widen_route(target, name) if kept is None else fp8_route(kept, name)
+            parts = parts_of(target, name, is_key=is_key) if kept is None else 1
             sides.append(side_of(stored, strides, name, route, parts))
         k, v = sides
         stored_k, stored_v = (
@@ -229,6 +230,15 @@ class PrefillCall:
     def _workspace(self) -> Workspace:
         return self.plan.workspace if self.plan.workspace is not None else Workspace(None, None, None)
 
+    def _as_fp8(self, queries: Queries, k_power: int) -> tuple[Queries, int]:
+        """FP8 queries for the matrix unit, and the power of two of the logits.
+
+        Q's bytes are read as K's are, and lose the same power of two.
+        """
+        if self.plan.k_format != self.plan.config.fp8:
+            queries = queries._replace(ptr=queries.ptr.view(torch.uint8))
+        return queries, 2 * k_power
+
     def fused(self, queries: Queries, outputs: Outputs) -> None:
         """One launch: gather, widen and attend."""
         plan, config = self.plan, self.plan.config
@@ -237,11 +247,8 @@ class PrefillCall:
         cache, k, v, k_power, v_power = self.cache_arguments(compute)
         p_scale = 1.0
         if config.fp8 is not None:
-            # Q's bytes are read as K's are, and lose the same power of two.
-            k_power, p_scale = 2 * k_power, _P_SCALE[config.fp8]
-            stored = queries.ptr
-            if plan.k_format != config.fp8:
-                queries = queries._replace(ptr=stored.view(torch.uint8))
+            p_scale = _P_SCALE[config.fp8]
+            queries, k_power = self._as_fp8(queries, k_power)
         qk_scale, out_scale, folded = self.scales(k_power, v_power)
         queries, sizes = self._queries(queries)
         launch(
@@ -267,6 +274,8 @@ class PrefillCall:
         if scratch is None:
             raise ValueError("plan must hold scratch for kernel 'dense', got none")
         cache, k, v, k_power, v_power = self.cache_arguments(tl.float16, to_scratch=True)
+        if config.fp8 is not None:
+            queries, k_power = self._as_fp8(queries, k_power)
         qk_scale, out_scale, folded = self.scales(k_power, v_power)
         pipelined = config.otherwise is not None and folded
         if config.otherwise is not None and not folded:
@@ -276,7 +285,7 @@ class PrefillCall:
         num_tiles = plan.shape.row_tiles(config.block_m)
         queries, sizes = self._queries(queries)
         bare_scratch, scratch_sizes = self._scratch()
-        k_type = _TRITON_16_BIT[scratch.k.dtype] if pages[0] is None else None
+        k_type = self._key_type(scratch) if pages[0] is None else None
         filling, blocks = self.filling(config, k_type, self.window_right >= 0)
         launch(
             _widen_kernel,
@@ -292,6 +301,11 @@ class PrefillCall:
             self._pipelined(queries, outputs, config, scratch, pages, qk_scale, out_scale)
         else:
             self._plain(queries, outputs, config, scratch, folded, qk_scale, out_scale)
+
+    def _key_type(self, scratch: Scratch) -> Any:
+        """What K is in the scratch: a 16-bit type, or the matrix unit's FP8 type."""
+        fp8 = self.plan.config.fp8
+        return _TRITON_16_BIT[scratch.k.dtype] if fp8 is None else getattr(tl, triton_fp8(fp8))
 
     def _pages(self, config: PrefillConfig) -> tuple[Any, Any]:
         """How the pipelined kernel copies K out of its pages, or (None, None): K is widened with V."""
@@ -327,7 +341,9 @@ class PrefillCall:
                     outputs,
                     folded,
                     config,
-                    compute=_TRITON_16_BIT[k_dtype],
+                    compute=self._key_type(scratch),
+                    fp8=None if config.fp8 is None else self._key_type(scratch),
+                    q_descale=queries.descale is not None,
                     scale_q=k_dtype == torch.float16 and plan.q_dtype == torch.bfloat16,
                     split_q=k_dtype == torch.bfloat16 and plan.q_dtype == torch.float16,
                 ),
