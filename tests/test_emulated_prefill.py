@@ -64,6 +64,35 @@ def test_batch_prefill_machine_code_agrees_with_the_reference(name: str, target:
     assert sum(run.result.counts.mfma_flops for run in executor.runs) > 0
 
 
+LARGE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}, {}),
+    "head_dim 64, splits": ({"head_dim": 64}, {}, {"num_splits": 2}),
+    "bf16, a window": ({"format": "bf16"}, {"window_left": 90}, {}),
+    "bf16, fp16 queries": ({"format": "bf16", "q_dtype": torch.float16}, {}, {}),
+    "descale of each key, soft cap": ({"granularity": "token_head"}, {"logits_soft_cap": 3.0}, {}),
+}  # fmt: skip
+
+
+@both_targets
+@pytest.mark.parametrize("name", LARGE)
+def test_tiles_of_128_rows_agree_with_the_reference(
+    name: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are for calls with a tile for every compute unit, which would take the emulator long."""
+    monkeypatch.setattr("narrowkv.attn_prefill.config.units_of", lambda target: 1)
+    axes, options, forced = LARGE[name]
+    sizes: dict[str, Any] = {"q_lens": (40, 3), "lens": (260, 40), "num_kv_heads": 1, "gqa_ratio": 8}
+    q, cache, table, starts = P(**{**sizes, "head_dim": 128, **axes}).build()
+    out = torch.full_like(q, torch.nan)
+    with executing(EmulateExecutor(target, detect_hazards=True)):
+        plan = plan_prefill(q, cache, table, starts, kernel="dense", **forced)
+        o, lse = batch_prefill(q, cache, table, starts, out=out, return_lse=True, plan=plan, **options)
+    assert plan.config.block_m == 128
+    expected, expected_lse = batch_prefill_reference(q, cache, table, starts, return_lse=True, **options)
+    assert _error(o, expected) <= 0.002
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+
+
 @both_targets
 @pytest.mark.parametrize("splits", [1, 3])
 def test_fp8_throughout_in_machine_code(target: str, splits: int) -> None:

@@ -68,6 +68,15 @@ On = Annotated[
         autocompletion=_starting_with(*PLACES),
     ),
 ]
+BenchOn = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--on",
+        metavar="PLACES",
+        help="gpu, which measures, or gfx942 and gfx950, whose times are a model's. Default: gpu.",
+        autocompletion=_starting_with(*PLACES[1:]),
+    ),
+]
 Jobs = Annotated[
     int | None, typer.Option("--jobs", "-j", min=1, help="Processes; default: one for each core, up to 8.")
 ]
@@ -88,6 +97,9 @@ DetectHazards = Annotated[
     ),
 ]
 Samples = Annotated[int, typer.Option(min=1, help="The most samples of a row.")]
+Model = Annotated[
+    bool, typer.Option("--model/--no-model", help="Also show times, bounds and stalls by the timing model.")
+]
 Targets = Annotated[
     str,
     typer.Option(
@@ -138,6 +150,17 @@ def _jobs(given: int | None) -> int:
 
 def _amd_targets(text: str) -> tuple[str, ...]:
     return tuple(choices("--target", text, AMD_TARGETS))
+
+
+def _modelled(report: Report, on: list[str] | None, *idle: str) -> list[str]:
+    """The targets of a bench that is modelled; none for one that is measured."""
+    chosen = choices("--on", on, PLACES[1:]) if on else ["gpu"]
+    if chosen == ["gpu"]:
+        return []
+    if "gpu" in chosen:
+        raise UsageError("--on must be gpu, or AMD targets whose times are a model's: measure in another run")
+    report.refuse("to modelled times", "samples", *idle)
+    return chosen
 
 
 def _numbers(option: str, text: str, least: int = 1) -> list[int]:
@@ -362,8 +385,10 @@ def bench_decode(
         Path | None, typer.Option(metavar="BASELINE.json", help="Compare; slower rows end with 4.")
     ] = None,
     threshold: Annotated[float, typer.Option(help="How much slower a row may become.")] = 0.05,
+    on: BenchOn = None,
 ) -> ExitCode:
     """Measure paged decode over batches, contexts, page sizes, ratios and formats."""
+    targets = _modelled(report, on, "peers", "batch_invariant", "against", "threshold")
     lists = {"batch": batch, "context": context, "page-size": page_size, "ratio": ratio}
     numbers = {name: _numbers(f"--{name}", text) for name, text in lists.items()}
     formats, q = cache_formats("--format", cache_format), one_of("--q", q, QUERY_DTYPES)
@@ -381,6 +406,10 @@ def bench_decode(
         q=q,
         formats=formats,
     )
+    if targets:
+        from narrowkv.cli.bench.modelled import bench_modelled, decode_calls
+
+        return bench_modelled("decode", [c for row in rows for c in decode_calls(row)], targets, report)
     return run(rows, report, BenchOptions(samples, against, threshold, peers, batch_invariant))
 
 
@@ -394,6 +423,7 @@ def bench_prefill(
     page_size: Count = 16,
     cache_format: Formats = "fp8_e4m3fn,bf16",
     samples: Samples = 50,
+    on: BenchOn = None,
 ) -> ExitCode:
     """Measure prefill of one sequence over prefixes, beside torch SDPA, and prefill that appends."""
     pairs = [tuple(part.split("/")) for part in heads.split(",")]
@@ -405,6 +435,10 @@ def bench_prefill(
     from narrowkv.cli.prefill.bench import shapes
 
     rows = shapes(*lengths, [(int(q), int(kv)) for q, kv in pairs], formats, head_dim, page_size)
+    if targets := _modelled(report, on):
+        from narrowkv.cli.bench.modelled import bench_modelled, prefill_calls
+
+        return bench_modelled("prefill", [c for row in rows for c in prefill_calls(row)], targets, report)
     return run(list(rows), report, samples)
 
 
@@ -424,6 +458,7 @@ def bench_sparse(
         ),
     ] = "bf16,prepass,fused",
     samples: Samples = 50,
+    on: BenchOn = None,
 ) -> ExitCode:
     """Measure DeepSeek-V4 sparse prefill over tokens, heads and top-k, in each mode."""
     from itertools import product
@@ -434,7 +469,13 @@ def bench_sparse(
     from narrowkv.cli.sparse.bench import SparseShape
     from narrowkv.cli.sparse.bench import bench_sparse as run
 
-    return run([SparseShape(t, h, k, pool) for t, h, k in product(*numbers)], modes, report, samples)
+    rows = [SparseShape(t, h, k, pool) for t, h, k in product(*numbers)]
+    if targets := _modelled(report, on):
+        from narrowkv.cli.bench.modelled import bench_modelled, sparse_calls
+
+        calls = [call for row in rows for name in modes for call in sparse_calls(row, name)]
+        return bench_modelled("sparse", calls, targets, report)
+    return run(rows, modes, report, samples)
 
 
 @command(bench, "sage", title="bench")
@@ -461,6 +502,7 @@ def bench_sage(
         ),
     ] = "per_thread,per_warp,per_block",
     samples: Samples = 20,
+    on: BenchOn = None,
 ) -> ExitCode:
     """Measure Sage attention, quantisation included, beside torch's SDPA in bf16, unmasked and causal."""
     from itertools import product
@@ -472,6 +514,11 @@ def bench_sage(
     from narrowkv.cli.sage.bench import bench_sage as run
 
     shapes = [SageShape(b, c, heads, head_dim, causal) for b, c, causal in sizes]
+    if targets := _modelled(report, on):
+        from narrowkv.cli.bench.modelled import bench_modelled, sage_calls
+
+        ways = list(product(shapes, precisions, groups))
+        return bench_modelled("sage", [c for way in ways for c in sage_calls(*way)], targets, report)
     return run(shapes, precisions, groups, report, samples)
 
 
@@ -519,6 +566,7 @@ def inspect_decode(
     ] = "",
     case: Case = None,
     asm: Annotated[bool, typer.Option("--asm", help="Show the assembly too.")] = False,
+    model: Model = True,
 ) -> ExitCode:
     """Show what decode compiles to: registers, LDS, spills, instructions, and a modelled roofline."""
     targets = _amd_targets(target)
@@ -538,11 +586,24 @@ def inspect_decode(
     from narrowkv.cli.inspection import inspection_case
 
     chosen = inspection_case(**sizes) if case is None else DecodeCase.parse(case)
-    return run(chosen, report, targets=targets, asm=asm)
+    return run(chosen, report, targets=targets, asm=asm, modelled=model)
+
+
+def _families(wanted: bool, operation: str, case: str | None = None) -> Any:
+    """Says which calls to model on a target: the case, or those that stand for the operation's kernels."""
+    if not wanted:
+        return None
+    from narrowkv.cli.modelled import families, parse_case
+
+    if case is not None:
+        return lambda target: {case: parse_case(f"{operation}:{case}")}
+    return lambda target: {n: f for n, f in families(target).items() if f.operation == operation}
 
 
 @command(inspect, "prefill", title="inspect")
-def inspect_prefill(report: Report, target: Targets = BOTH, case: Case = None) -> ExitCode:
+def inspect_prefill(
+    report: Report, target: Targets = BOTH, case: Case = None, model: Model = True
+) -> ExitCode:
     """Show what prefill compiles to: every shipped configuration, or one case."""
     targets = _amd_targets(target)
     check_case_formats(filter(None, [case]))
@@ -550,11 +611,14 @@ def inspect_prefill(report: Report, target: Targets = BOTH, case: Case = None) -
     from narrowkv.cli.prefill.inspection import inspect_prefill as run
     from narrowkv.cli.prefill.inspection import shipped_cases
 
-    return run(shipped_cases if case is None else [PrefillCase.parse(case)], report, targets=targets)
+    cases = shipped_cases if case is None else [PrefillCase.parse(case)]
+    return run(cases, report, targets=targets, modelled=_families(model, "prefill", case))
 
 
 @command(inspect, "sparse", title="inspect")
-def inspect_sparse(report: Report, target: Targets = BOTH, case: Case = None) -> ExitCode:
+def inspect_sparse(
+    report: Report, target: Targets = BOTH, case: Case = None, model: Model = True
+) -> ExitCode:
     """Show what sparse attention compiles to: every shipped configuration, or one case."""
     targets = _amd_targets(target)
     check_case_formats(filter(None, [case]))
@@ -562,17 +626,18 @@ def inspect_sparse(report: Report, target: Targets = BOTH, case: Case = None) ->
     from narrowkv.cli.sparse.inspection import inspect_sparse as run
     from narrowkv.cli.sparse.inspection import shipped_cases
 
-    return run(shipped_cases() if case is None else [SparseCase.parse(case)], report, targets=targets)
+    cases = shipped_cases() if case is None else [SparseCase.parse(case)]
+    return run(cases, report, targets=targets, modelled=_families(model, "sparse", case))
 
 
 @command(inspect, "sage", title="inspect")
-def inspect_sage(report: Report, target: Targets = BOTH) -> ExitCode:
+def inspect_sage(report: Report, target: Targets = BOTH, model: Model = True) -> ExitCode:
     """Show what Sage attention compiles to: every shipped configuration."""
     targets = _amd_targets(target)
     from narrowkv.cli.sage.inspection import inspect_sage as run
     from narrowkv.cli.sage.inspection import shipped_cases
 
-    return run(shipped_cases(), report, targets=targets)
+    return run(shipped_cases(), report, targets=targets, modelled=_families(model, "sage"))
 
 
 @command(inspect, "model", title="inspect", files=("out",))

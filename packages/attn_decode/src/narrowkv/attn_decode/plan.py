@@ -30,9 +30,9 @@ from narrowkv.attn_decode.kernels import (
     _paged_decode_kernel,
 )
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.paged_cache.checks import check_table
 from narrowkv.paged_cache.kernels.pages import TableSteps
 from narrowkv.paged_cache.layouts import span_bytes
-from narrowkv.paged_cache.page_table import check_table
 from narrowkv.runtime import launch
 from narrowkv.runtime.errors import (
     check_choice,
