@@ -1,4 +1,4 @@
-"""Compiles all kernels that a model's decode, append and prefill can reach, before a server takes requests."""
+"""Compiles all kernels that a model's decode, append and prefill can reach, before a server starts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from narrowkv.attn_decode import DecodeShape, paged_decode, plan_decode
 from narrowkv.attn_prefill.api import batch_prefill, prefill_append
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.runtime.errors import check_instance, check_positive_int
-from narrowkv.runtime.launch import KernelSpec, Warmup, recording, warmup
+from narrowkv.runtime.launch import KernelSpec, RecordExecutor, Warmup, recording, warmup
 
 _MOST_TOKENS = 16384
 
 
-def model_kernels(
+def record_model(
     cache: PagedKVCache,
     *,
     num_qo_heads: int,
@@ -28,7 +28,41 @@ def model_kernels(
     slot_dtype: torch.dtype = torch.int64,
     target: str | None = None,
     **options: Any,
-) -> list[KernelSpec]:
+) -> RecordExecutor:
+    """Makes the calls of `model_kernels`, whose arguments these are; what notes their launches."""
+    check_instance("cache", cache, PagedKVCache)
+    for name, value in (("max_batch", max_batch), ("max_seq_len", max_seq_len)):
+        check_positive_int(name, value)
+    device, heads, dim = cache.k.device, cache.num_kv_heads, cache.head_dim
+    pages = -(-max_seq_len // cache.page_size)
+    row = torch.zeros(1, pages, dtype=index_dtype, device=device)
+
+    def table(batch: int, name: str = "seq_lens", width: int = pages) -> PageTable:
+        lens = torch.zeros(batch, dtype=index_dtype, device=device)
+        return PageTable.from_block_table(
+            row[:, :width].expand(batch, -1), page_size=cache.page_size, **{name: lens}
+        )  # type: ignore[arg-type]
+
+    def tensor(tokens: int, num_heads: int) -> torch.Tensor:
+        return torch.empty(tokens, num_heads, dim, dtype=q_dtype, device=device)
+
+    with recording(target) as recorder:
+        shape = DecodeShape(max_batch, 1, num_qo_heads, heads, dim, cache.page_size, max_seq_len, q_dtype)
+        groups = "token_head_group" in (cache.k_granularity, cache.v_granularity)
+        plan = plan_decode(shape, cache.format, device=device, scale_group=32 if groups else None)
+        for batch in range(1, max_batch + 1):
+            paged_decode(tensor(batch, num_qo_heads), cache, table(batch), plan=plan, **options)
+        slots = torch.zeros(2, dtype=slot_dtype, device=device)
+        append(cache, tensor(2, heads), tensor(2, heads), slots)
+        for batch, tokens, width in _prefill_sizes(min(max_num_tokens, _MOST_TOKENS), max_batch, pages):
+            starts = torch.zeros(batch + 1, dtype=index_dtype, device=device)
+            q, k, v = tensor(tokens, num_qo_heads), tensor(tokens, heads), tensor(tokens, heads)
+            batch_prefill(q, cache, table(batch, width=width), starts)
+            prefill_append(q, k, v, cache, table(batch, "cached_lens", width), starts)
+    return recorder
+
+
+def model_kernels(cache: PagedKVCache, **model: Any) -> list[KernelSpec]:
     """Every kernel that one layer's calls can reach, as `warmup` compiles them; nothing is run.
 
     The calls themselves are made, with tensors whose contents do not matter, and their launches noted: decode
@@ -36,6 +70,7 @@ def model_kernels(
 
     Args:
         cache: a cache like the server's, with as many pages: the compiler knows whether offsets fit 32 bits.
+        **model: keyword arguments, as follows.
         num_qo_heads: query heads of the model.
         max_batch: sequences of a decode call, at most.
         max_seq_len: tokens of a sequence, at most.
@@ -55,45 +90,21 @@ def model_kernels(
         >>> sorted({kernel.name for kernel in kernels})
         ['_append_kernel', '_merge_splits_kernel', '_paged_decode_kernel']
     """
-    check_instance("cache", cache, PagedKVCache)
-    for name, value in (("max_batch", max_batch), ("max_seq_len", max_seq_len)):
-        check_positive_int(name, value)
-    device, heads, dim = cache.k.device, cache.num_kv_heads, cache.head_dim
-    pages = -(-max_seq_len // cache.page_size)
-    row = torch.zeros(1, pages, dtype=index_dtype, device=device)
-
-    def table(batch: int, name: str = "seq_lens") -> PageTable:
-        lens = torch.zeros(batch, dtype=index_dtype, device=device)
-        return PageTable.from_block_table(row.expand(batch, -1), page_size=cache.page_size, **{name: lens})  # type: ignore[arg-type]
-
-    def tensor(tokens: int, num_heads: int) -> torch.Tensor:
-        return torch.empty(tokens, num_heads, dim, dtype=q_dtype, device=device)
-
-    with recording(target) as recorder:
-        shape = DecodeShape(max_batch, 1, num_qo_heads, heads, dim, cache.page_size, max_seq_len, q_dtype)
-        groups = "token_head_group" in (cache.k_granularity, cache.v_granularity)
-        plan = plan_decode(shape, cache.format, device=device, scale_group=32 if groups else None)
-        for batch in range(1, max_batch + 1):
-            paged_decode(tensor(batch, num_qo_heads), cache, table(batch), plan=plan, **options)
-        slots = torch.zeros(2, dtype=slot_dtype, device=device)
-        append(cache, tensor(2, heads), tensor(2, heads), slots)
-        for batch, tokens in _prefill_sizes(min(max_num_tokens, _MOST_TOKENS), max_batch):
-            starts = torch.zeros(batch + 1, dtype=index_dtype, device=device)
-            q, k, v = tensor(tokens, num_qo_heads), tensor(tokens, heads), tensor(tokens, heads)
-            batch_prefill(q, cache, table(batch), starts)
-            prefill_append(q, k, v, cache, table(batch, "cached_lens"), starts)
-    return recorder.specs()
+    return record_model(cache, **model).specs()
 
 
-def _prefill_sizes(max_num_tokens: int, max_batch: int) -> Iterator[tuple[int, int]]:
-    """Batches and tokens by powers of two, between which configurations do not change back and forth."""
-    tokens = 1
-    while max_num_tokens and tokens < 2 * max_num_tokens:
-        batch = 1
-        while batch <= min(tokens, max_batch):
-            yield batch, min(tokens, max_num_tokens)
-            batch *= 2
-        tokens *= 2
+def _prefill_sizes(max_num_tokens: int, max_batch: int, max_pages: int) -> Iterator[tuple[int, int, int]]:
+    """Batches, tokens and widths of the page table, by powers of two: configurations follow thresholds."""
+
+    def powers(most: int) -> list[int]:
+        return sorted({min(2**i, most) for i in range(most.bit_length() + 1)}) if most else []
+
+    return (
+        (batch, tokens, width)
+        for tokens in powers(max_num_tokens)
+        for batch in powers(min(tokens, max_batch))
+        for width in powers(max_pages)
+    )
 
 
 def warmup_model(
