@@ -110,6 +110,8 @@ Targets = Annotated[
     ),
 ]
 BOTH = ",".join(AMD_TARGETS)
+# The batches that engines capture graphs of, up to 512.
+CAPTURES = ",".join(map(str, [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]))
 Context = Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")]
 Count = Annotated[int, typer.Option(min=1)]
 Query = Annotated[
@@ -527,7 +529,7 @@ def bench_host(
     report: Report,
     samples: Samples = 20,
     shapes: Annotated[int, typer.Option(min=0, help="Random calls of each operation; 0 for none.")] = 50,
-    captures: Annotated[str, typer.Option(metavar="LIST", help="Batches of captured graphs.")] = "1,8,64,512",
+    captures: Annotated[str, typer.Option(metavar="LIST", help="Batches of captured graphs.")] = CAPTURES,
     context: Annotated[int, typer.Option(min=16, help="Tokens that a captured batch may hold.")] = 131072,
 ) -> ExitCode:
     """Measure the Python time of each operation beside torch.add_, and the kernels of random shapes."""
@@ -675,6 +677,52 @@ app.add_typer(
     name="inspect",
     help="Show what operations compile to for gfx942 and gfx950. Without a command: decode.",
 )
+
+
+@command(app, "warmup", files=("out",))
+def warmup(
+    report: Report,
+    heads: Annotated[str, typer.Option(metavar="Q/KV", help="Query heads and KV heads.")] = "96/8",
+    head_dim: Count = 128,
+    page_size: Count = 16,
+    num_pages: Annotated[int, typer.Option(min=1, help="Pages of the server's cache.")] = 65536,
+    cache_format: Annotated[str, typer.Option("--format", metavar="FORMAT", help="Cache format.")] = (
+        "fp8_e4m3fn"
+    ),
+    q: Query = "bf16",
+    max_batch: Annotated[int, typer.Option(min=1, help="Sequences of a decode call.")] = 512,
+    max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 131072,
+    max_num_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a prefill call; 0: no prefill.")] = 0,
+    target: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="AMD targets to compile for without a GPU. Default: the GPU.",
+            autocompletion=_starting_with(*AMD_TARGETS),
+        ),
+    ] = "",
+    jobs: Jobs = None,
+) -> ExitCode:
+    """Compile into Triton's cache what a model's decode, append and prefill can reach."""
+    pairs = heads.split("/")
+    if len(pairs) != 2 or not all(part.isdigit() and int(part) for part in pairs):
+        raise UsageError(f"--heads must be query heads and KV heads, for example 96/8, got {heads!r}")
+    one_of("--format", cache_format, CACHE_FORMATS)
+    one_of("--q", q, QUERY_DTYPES)
+    targets = _amd_targets(target) if target else ()
+    import torch
+
+    from narrowkv.cli.warmup import model_cache, run_warmup
+
+    device = "cpu" if targets else "cuda"
+    if not targets and not torch.cuda.is_available():
+        raise UsageError("there is no GPU to compile for: name targets, for example --target gfx942")
+    cache = model_cache(cache_format, num_pages, page_size, int(pairs[1]), head_dim, device)
+    return run_warmup(
+        report, cache, num_qo_heads=int(pairs[0]), max_batch=max_batch, max_seq_len=max_seq_len,
+        max_num_tokens=max_num_tokens, q_dtype=torch.bfloat16 if q == "bf16" else torch.float16,
+        targets=targets, jobs=jobs,
+    )  # fmt: skip
 
 
 @command(app, "env", files=("out",))

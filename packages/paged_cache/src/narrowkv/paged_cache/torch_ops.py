@@ -8,7 +8,7 @@ import torch
 
 from narrowkv.paged_cache.append import Rope, append
 from narrowkv.paged_cache.cache import CacheFormat, PagedKVCache
-from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, as_bytes, spell, spelled, traces
+from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, spell, spelled, traces
 
 CACHE_SCHEMA = "Tensor{a} k, Tensor{b} v, Tensor{c}? k_descale, Tensor{d}? v_descale"
 CacheTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -18,7 +18,7 @@ def cache_tensors(cache: PagedKVCache) -> CacheTensors:
     """The tensors of a cache as operators take them: keys, values, and descales that are tensors."""
     k_descale = cache.k_descale if isinstance(cache.k_descale, torch.Tensor) else None
     v_descale = cache.v_descale if isinstance(cache.v_descale, torch.Tensor) else None
-    return as_bytes(cache.k), as_bytes(cache.v), k_descale, v_descale
+    return cache.k, cache.v, k_descale, v_descale
 
 
 def cache_options(cache: PagedKVCache) -> dict[str, object]:
