@@ -25,7 +25,7 @@ from narrowkv.cli.report import version
 
 run = CliRunner().invoke
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU says")
-COMMANDS = ("probe", "validate", "bench", "inspect", "env")
+COMMANDS = ("probe", "validate", "bench", "inspect", "env", "report")
 
 
 def command(*arguments: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
@@ -103,7 +103,7 @@ OPERATIONS = {"validate": {"decode", "prefill", "sparse", "sage", "fp4"},
               "bench": {"decode", "prefill", "sparse", "sage", "host"},
               "inspect": {"decode", "prefill", "sparse", "sage", "model"}}  # fmt: skip
 # What they show is not a table of results.
-WITHOUT_A_TABLE = [("env",), ("bench", "host"), ("inspect", "model")]
+WITHOUT_A_TABLE = [("env",), ("report",), ("bench", "host"), ("inspect", "model")]
 EVERY = [
     ("probe",),
     ("env",),

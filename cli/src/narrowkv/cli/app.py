@@ -733,6 +733,21 @@ def env(report: Report) -> ExitCode:
     return report_environment(report)
 
 
+@command(app, "report", files=())
+def report_machine(
+    report: Report,
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where the two files go.")] = Path(),
+    minutes: Annotated[float, typer.Option(min=0, help="After which nothing more is run.")] = 10.0,
+) -> ExitCode:
+    """Probe, validate and measure what matters in minutes; write one JSON and one Markdown file to share.
+
+    On an Instinct GPU with the timing model's prediction of each row; without a GPU as a rehearsal.
+    """
+    from narrowkv.cli.kit import write_report
+
+    return write_report(report, folder=folder, minutes=minutes)
+
+
 def main() -> None:
     """The console script."""
     app()
