@@ -16,6 +16,13 @@ from typing import Any
 from narrowkv.engines.tiny import tiny_model
 from narrowkv.runtime.errors import check_choice
 
+__all__ = [
+    "CACHES",
+    "ENGINES",
+    "Trial",
+    "try_engine",
+]
+
 ENGINES = ("transformers", "vllm")
 # What each engine calls the caches that are tried, the 16-bit one first.
 CACHES = {
