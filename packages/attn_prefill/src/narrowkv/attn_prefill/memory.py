@@ -187,7 +187,9 @@ def power_of_two(size: int) -> int:
 
 
 def key_type(q_dtype: torch.dtype, k_format: str) -> torch.dtype:
-    """The 16-bit type that keys are widened to: exact, and Q's own where it can be."""
+    """The 16-bit type that keys are widened to: exact, and Q's own where it can be; bytes for FP8 queries."""
+    if q_dtype.itemsize == 1:
+        return torch.uint8
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(k_format, q_dtype)
 
 
