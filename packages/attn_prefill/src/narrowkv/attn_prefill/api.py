@@ -79,7 +79,7 @@ def batch_prefill(
     """
     if plan is None:
         invariant = bool(options.get("batch_invariant", False))
-        plan = plan_for_call(q, cache, page_table, cu_seqlens_q, (None, invariant))
+        plan = plan_for_call(PrefillPlan, q, cache, page_table, cu_seqlens_q, invariant)
     elif type(plan) is not PrefillPlan:
         check_plan(plan, PrefillPlan, "plan_prefill")
     return plan.run(
@@ -148,9 +148,7 @@ def prefill_append(
         >>> o = prefill_append(q, k_new, v_new, cache, table, cu_seqlens_q)      # doctest: +SKIP
     """
     if plan is None:
-        found = plan_for_call(q, cache, page_table, cu_seqlens_q, ("mse", fp8_compute))
-        assert isinstance(found, AppendPlan)
-        plan = found
+        plan = plan_for_call(AppendPlan, q, cache, page_table, cu_seqlens_q, fp8_compute)
     elif type(plan) is not AppendPlan:
         check_plan(plan, AppendPlan, "plan_append")
     if fp8_compute != plan.fp8_compute:

@@ -27,6 +27,7 @@ from narrowkv.attn_prefill.config import PrefillShape
 from narrowkv.attn_prefill.kernels.arguments import AppendScales, Chunk
 from narrowkv.attn_prefill.kernels.rows import Outputs, Queries
 from narrowkv.attn_prefill.launches import Kind, Route, make_route
+from narrowkv.attn_prefill.memory import Needs, make_memory
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import rope_pointers
 from narrowkv.paged_cache.kernels.pages import Table
@@ -136,8 +137,8 @@ class _Call:
     sized: dict[tuple[int, int, int], _Sized] = field(default_factory=dict)
 
 
-class _Given(NamedTuple):
-    """The arguments of a call."""
+class Arguments(NamedTuple):
+    """The arguments of a call of `batch_prefill` or `prefill_append`; some have one value in each of them."""
 
     q: torch.Tensor
     k_new: torch.Tensor | None
@@ -154,21 +155,19 @@ class _Given(NamedTuple):
     window_right: int
     sinks: torch.Tensor | None
     out: torch.Tensor | None
-    out_dtype: torch.dtype | None
-    return_lse: bool
-    lse: torch.Tensor | None
-    validate: bool
+    out_dtype: torch.dtype | None = None
+    return_lse: bool = False
+    lse: torch.Tensor | None = None
+    validate: bool = False
+    batch_invariant: bool = False
 
 
-def run(
-    plan: PrefillPlan, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
-    cache: PagedKVCache, page_table: PageTable, starts: torch.Tensor, rope: Rope | None, causal: bool,
-    sm_scale: float | None, q_descale: float | torch.Tensor, soft_cap: float, window_left: int,
-    window_right: int, sinks: torch.Tensor | None, out: torch.Tensor | None, *,
-    out_dtype: torch.dtype | None = None, return_lse: bool = False, lse: torch.Tensor | None = None,
-    validate: bool = False, batch_invariant: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def run(plan: PrefillPlan, given: Arguments) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """A call of `batch_prefill` or, by a plan that appends, of `prefill_append`."""
+    (
+        q, k_new, v_new, cache, page_table, starts, rope, causal, sm_scale, q_descale, soft_cap, window_left,
+        window_right, sinks, out, out_dtype, return_lse, lse, validate, batch_invariant,
+    ) = given  # fmt: skip
     if batch_invariant and not plan.batch_invariant:
         raise ValueError("plan must be made with batch_invariant=True: call plan_prefill again")
     if not (
@@ -223,13 +222,7 @@ def run(
     key = (batch, tokens, 0 if plan.scratch_fits is not None else size[-1])
     sized = None if call is None else call.sized.get(key)
     if call is None or sized is None or validate:
-        call, sized = _prepare(
-            plan, bound, signature, key,
-            _Given(
-                q, k_new, v_new, cache, page_table, starts, rope, causal, sm_scale, q_descale, soft_cap,
-                window_left, window_right, sinks, out, out_dtype, return_lse, lse, validate,
-            ),
-        )  # fmt: skip
+        call, sized = _prepare(plan, bound, signature, key, given)
     num_ids = 1 + (size[-1] - 1) * stride[-1]
     if indptr is None:
         num_ids += (size[0] - 1) * stride[0]
@@ -248,9 +241,7 @@ def run(
         if isinstance(q_descale, torch.Tensor):
             read.append((q_descale, 4))
         if _overlap([(out, sized.o), (lse, sized.lse)], read, bound.spans, bound.written):
-            _refuse_overlap(
-                plan, q, k_new, v_new, cache, page_table, starts, rope, sinks, out, lse, q_descale
-            )
+            _refuse_overlap(given)
     o = torch.empty(shape, dtype=call.out_dtype, device=q.device) if out is None else out
     if lse is None and return_lse:
         lse = torch.empty(shape[:2], dtype=torch.float32, device=q.device)
@@ -287,7 +278,9 @@ def _launch(
     v_new: torch.Tensor | None, rope: Rope | None,
 ) -> None:  # fmt: skip
     """Launches what a route says."""
-    memory = route.memory or plan.own_memory(route)
+    memory = route.memory
+    if isinstance(memory, Needs):
+        memory = make_memory(memory, None, plan.device)
     config, sizes = route.config, route.sizes
     staged = config.kernel != "paged" and config.kernel != "fused"
     reading = bound.to_scratch if staged else bound.in_loop
@@ -398,32 +391,27 @@ def _overlap(
     return False
 
 
-def _refuse_overlap(
-    plan: PrefillPlan, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
-    cache: PagedKVCache, page_table: PageTable, starts: torch.Tensor, rope: Rope | None,
-    sinks: torch.Tensor | None, out: torch.Tensor | None, lse: torch.Tensor | None, q_descale: object,
-) -> None:  # fmt: skip
+def _refuse_overlap(given: Arguments) -> None:
     """Names what overlaps, if anything does."""
-    if k_new is not None and v_new is not None:
-        check_chunk(q, k_new, v_new, cache, page_table, starts, rope, sinks, validate=False)
-    inputs = _inputs(q, k_new, v_new, cache, page_table, starts, rope, sinks, q_descale)
-    check_outputs(q, out, None, lse, inputs)
+    g = given
+    if g.k_new is not None and g.v_new is not None:
+        check_chunk(g.q, g.k_new, g.v_new, g.cache, g.page_table, g.starts, g.rope, g.sinks, validate=False)
+    check_outputs(g.q, g.out, None, g.lse, _inputs(g))
 
 
-def _inputs(
-    q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None, cache: PagedKVCache,
-    page_table: PageTable, starts: torch.Tensor, rope: Rope | None, sinks: torch.Tensor | None,
-    q_descale: object,
-) -> dict[str, Any]:  # fmt: skip
-    """The tensors of a call by name, those of results apart."""
-    others: dict[str, Any] = {"sinks": sinks, "q_descale": q_descale, "k_new": k_new, "v_new": v_new}
-    if rope is not None:
-        others |= {"rope.cos": rope.cos, "rope.sin": rope.sin, "rope.positions": rope.positions}
-    return call_inputs(cache, page_table, starts, **others)
+def _inputs(given: Arguments) -> dict[str, Any]:
+    """The tensors of a call by name, but for q and results."""
+    g = given
+    others: dict[str, Any] = {
+        "sinks": g.sinks, "q_descale": g.q_descale, "k_new": g.k_new, "v_new": g.v_new
+    }  # fmt: skip
+    if g.rope is not None:
+        others |= {"rope.cos": g.rope.cos, "rope.sin": g.rope.sin, "rope.positions": g.rope.positions}
+    return call_inputs(g.cache, g.page_table, g.starts, **others)
 
 
 def _prepare(
-    plan: PrefillPlan, bound: BoundCache, signature: Any, key: tuple[int, int, int], given: _Given
+    plan: PrefillPlan, bound: BoundCache, signature: Any, key: tuple[int, int, int], given: Arguments
 ) -> tuple[_Call, _Sized]:
     """Checks a call that differs from all before it, or whose values are to be looked at."""
     g = given
@@ -444,7 +432,7 @@ def _prepare(
     return call, sized
 
 
-def _check(plan: PrefillPlan, bound: BoundCache, g: _Given) -> _Call:
+def _check(plan: PrefillPlan, bound: BoundCache, g: Arguments) -> _Call:
     """Checks everything but sizes against the plan's maxima."""
     q, cache, table = g.q, g.cache, g.page_table
     shape = (append_shape if plan.appends else prefill_shape)(q, cache, table, g.starts)
@@ -465,8 +453,7 @@ def _check(plan: PrefillPlan, bound: BoundCache, g: _Given) -> _Call:
     if g.validate:
         bounds = {name: getattr(plan.shape, name) for name in ("max_q_len", "max_seq_len", "kv_tokens")}
         check_values(shape if plan.scratch_fits is None else replace(shape, **bounds), cache, table, g.starts)
-    inputs = _inputs(q, g.k_new, g.v_new, cache, table, g.starts, g.rope, g.sinks, g.q_descale)
-    out_dtype = check_outputs(q, g.out, g.out_dtype, g.lse, inputs)
+    out_dtype = check_outputs(q, g.out, g.out_dtype, g.lse, _inputs(g))
     storing = None
     if plan.exponent is not None:
         storing = storing_constants(cache, plan.exponent, g.rope)
@@ -511,7 +498,7 @@ def _check_plan(plan: PrefillPlan, shape: PrefillShape, target: str) -> None:
         )
 
 
-def _size(plan: PrefillPlan, bound: BoundCache, call: _Call, g: _Given) -> _Sized:
+def _size(plan: PrefillPlan, bound: BoundCache, call: _Call, g: Arguments) -> _Sized:
     """The launches of a call of this size, and the bytes of its tensors."""
     q, table = g.q, g.page_table
     shape = (append_shape if plan.appends else prefill_shape)(q, g.cache, table, g.starts)

@@ -23,7 +23,7 @@ from narrowkv.attn_prefill.kernels.arguments import Blocks, Filling, Rules, Size
 from narrowkv.attn_prefill.kernels.dense import _dense_prefill_kernel, _widen_kernel
 from narrowkv.attn_prefill.kernels.fused import _fused_prefill_kernel
 from narrowkv.attn_prefill.kernels.produce import _produce_kernel
-from narrowkv.attn_prefill.memory import Memory, append_blocks, has_v_units, key_type, power_of_two
+from narrowkv.attn_prefill.memory import Memory, Needs, append_blocks, has_v_units, key_type, power_of_two
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.runtime.launch import BoundLaunch
 
@@ -77,8 +77,7 @@ class Route:
         counts: numbers of programs and tiles, as the first launch takes them.
         num_tiles: tiles of rows of a head at most.
         p_scale: what the output is still to be divided by.
-        shape: the call's shape.
-        memory: the plan's, or None if each call allocates its own.
+        memory: the plan's, or what each call allocates.
     """
 
     config: PrefillConfig
@@ -93,8 +92,7 @@ class Route:
     counts: tuple[int, ...]
     num_tiles: int
     p_scale: float
-    shape: PrefillShape
-    memory: Memory | None
+    memory: Memory | Needs
 
 
 def make_route(
@@ -201,7 +199,8 @@ class _Maker:
         return Route(
             self.config, fill, fill_grid, attend, grid, pipelined, in_pages,
             (shape.batch, shape.num_tokens, shape.max_q_len), (shape.max_seq_len, self.key_blocks), counts,
-            self.num_tiles, p_scale, shape, self.plan.memory(self.config),
+            self.num_tiles, p_scale,
+            self.plan.memory(self.config) or self.plan.needs(shape, self.config, exact=True),
         )  # fmt: skip
 
     def _dense(self) -> tuple[BoundLaunch, tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +63,7 @@ class Needs:
     num_splits: int | None
     exact: bool
 
+    @cached_property
     def blocks(self) -> Blocks:
         """Shapes and dtypes of everything but counters."""
         shape, config, block = self.shape, self.config, self.config.scratch_block
@@ -88,6 +90,7 @@ class Needs:
             found["ml"] = (rows * 2,), torch.float32
         return found
 
+    @cached_property
     def counters(self) -> dict[str, int]:
         """How many counters of each kind; all are zero between launches."""
         shape, config = self.shape, self.config
@@ -126,7 +129,7 @@ class Needs:
 
 def make_memory(needs: Needs, workspace: Workspace | None, device: torch.device) -> Memory:
     """Memory in a workspace, or of its own."""
-    blocks, counts = needs.blocks(), needs.counters()
+    blocks, counts = needs.blocks, needs.counters
     total = sum(_apart(count) for count in counts.values())
     if workspace is None:
         tensors = {

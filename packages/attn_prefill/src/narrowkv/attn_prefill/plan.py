@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 from narrowkv.attn_decode import DecodePlan, DecodeShape, plan_decode
 from narrowkv.attn_prefill.binding import BOUND_CACHES, BoundCache, bind_cache, per_key, storing_constants
-from narrowkv.attn_prefill.calls import APPEND_OPTIONS, PREFILL_OPTIONS, refuse_keywords, run
+from narrowkv.attn_prefill.calls import APPEND_OPTIONS, PREFILL_OPTIONS, Arguments, refuse_keywords, run
 from narrowkv.attn_prefill.checks import (
     append_shape,
     bounded,
@@ -25,7 +25,7 @@ from narrowkv.attn_prefill.config import (
     choose_append_config,
     choose_config,
 )
-from narrowkv.attn_prefill.launches import Kind, Route, make_route
+from narrowkv.attn_prefill.launches import Kind, make_route
 from narrowkv.attn_prefill.memory import Memory, Needs, key_type, make_memory, scratch_bytes
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import EXPONENT_RULES, store_of
@@ -160,7 +160,7 @@ class PrefillPlan:
         `shape.num_tokens`, with sequences rounded up to blocks of 64 or 128 keys, besides factors of keys and
         blocks; partial results take at most 8 tiles of rows for each tile that the device runs at once.
         """
-        needed = [block_bytes(list(needs.blocks().values())) for needs in self._needs_of_kernels()]
+        needed = [block_bytes(list(needs.blocks.values())) for needs in self._needs_of_kernels()]
         return max([*needed, self.decode.workspace_bytes() if self.decode is not None else 0])
 
     def with_workspace(self: _P, workspace: Workspace | None) -> _P:
@@ -188,13 +188,9 @@ class PrefillPlan:
         kind = _kind_of(config)
         found = self._memories.get(kind)
         if found is None:
-            needs = self._needs(self.shape, config, exact=False)
+            needs = self.needs(self.shape, config, exact=False)
             found = self._memories[kind] = make_memory(needs, self.workspace, self.device)
         return found
-
-    def own_memory(self, route: Route) -> Memory:
-        """New memory for one call."""
-        return make_memory(self._needs(route.shape, route.config, exact=True), None, self.device)
 
     def bound_launch(self, kernel: Any, constexprs: dict[str, Any], options: LaunchOptions) -> BoundLaunch:
         """One object for each kernel with its constants, whatever the sizes of calls."""
@@ -312,7 +308,8 @@ class PrefillPlan:
         shared = not any(map(_per_key_granularity, (self.k_granularity, self.v_granularity)))
         return shared and (self.k_format != "bf16" or self.q_dtype != torch.float16)
 
-    def _needs(self, shape: PrefillShape, config: PrefillConfig, *, exact: bool) -> Needs:
+    def needs(self, shape: PrefillShape, config: PrefillConfig, *, exact: bool) -> Needs:
+        """What a configuration needs for calls of this shape, or (not exact) of any shape up to it."""
         granularities = _per_key_granularity(self.k_granularity), _per_key_granularity(self.v_granularity)
         return Needs(
             shape, config, self.target, self.q_dtype, self.k_format, self.v_format, granularities,
@@ -334,7 +331,7 @@ class PrefillPlan:
                 replace(config, kernel=kernel, scratch_block=block, k_in_pages=self.pipelines)
                 for block in blocks
             ]
-        return [self._needs(self.shape, config, exact=False) for config in configs]
+        return [self.needs(self.shape, config, exact=False) for config in configs]
 
     def _configs_of_calls(self) -> list[tuple[PrefillConfig, PrefillShape]]:
         """Configurations that calls have, each with the shape of one: over powers of two and between them."""
@@ -371,10 +368,11 @@ class PrefillPlan:
         """
         if options and not options.keys() <= PREFILL_OPTIONS:
             refuse_keywords("batch_prefill", options, PREFILL_OPTIONS)
-        return run(
-            self, q, None, None, cache, page_table, cu_seqlens_q, None, causal, sm_scale, q_descale,
+        given = Arguments(
+            q, None, None, cache, page_table, cu_seqlens_q, None, causal, sm_scale, q_descale,
             logits_soft_cap, window_left, window_right, sinks, out, **options,
         )  # fmt: skip
+        return run(self, given)
 
 
 class AppendPlan(PrefillPlan):
@@ -400,10 +398,11 @@ class AppendPlan(PrefillPlan):
         """`prefill_append` by this plan: the same arguments and results; see `PrefillPlan.run`."""
         if options and not options.keys() <= APPEND_OPTIONS:
             refuse_keywords("prefill_append", options, APPEND_OPTIONS)
-        return run(
-            self, q, k_new, v_new, cache, page_table, cu_seqlens_q, rope, True, sm_scale, 1.0,
+        given = Arguments(
+            q, k_new, v_new, cache, page_table, cu_seqlens_q, rope, True, sm_scale, 1.0,
             logits_soft_cap, window_left, -1, sinks, out, **options,
         )  # fmt: skip
+        return run(self, given)
 
 
 def _kind_of(config: PrefillConfig) -> PrefillConfig:
@@ -618,30 +617,28 @@ _MAX_PLANS = 64
 
 
 def plan_for_call(
-    q: torch.Tensor, cache: PagedKVCache, page_table: PageTable, cu_seqlens_q: torch.Tensor,
-    options: tuple[str | None, bool],
-) -> PrefillPlan:  # fmt: skip
+    kind: type[_P], q: torch.Tensor, cache: PagedKVCache, page_table: PageTable, cu_seqlens_q: torch.Tensor,
+    flag: bool,
+) -> _P:  # fmt: skip
     """The plan of unplanned calls of a model, of any size; each call allocates its own memory.
 
-    options: of an append the rule of exponents, else None; `fp8_compute` of an append, else
-        `batch_invariant`.
+    kind: `PrefillPlan` or `AppendPlan`; flag: `batch_invariant` of the first, `fp8_compute` of the second.
     """
     if not (isinstance(q, torch.Tensor) and type(cache) is PagedKVCache):
         check_classes(q, cache, page_table, cu_seqlens_q)
     key = (
         q.shape[1:], q.dtype, q.device, cache.format, cache.head_dim, cache.num_kv_heads, cache.page_size,
-        cache.k_granularity, cache.v_granularity, options, active_target(q.device).name, type(executor()),
+        cache.k_granularity, cache.v_granularity, kind, flag, active_target(q.device).name, type(executor()),
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        exponent, flag = options
-        if exponent is None:
+        if kind is PrefillPlan:
             shape = prefill_shape(q, cache, page_table, cu_seqlens_q)
             plan = _plan(PrefillPlan, shape, cache, batch_invariant=flag)
         else:
             shape = append_shape(q, cache, page_table, cu_seqlens_q)
-            plan = _plan(AppendPlan, shape, cache, exponent=exponent, fp8_compute=flag)
+            plan = _plan(AppendPlan, shape, cache, exponent=EXPONENT_RULES[0], fp8_compute=flag)
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
         _plans[key] = plan
-    return plan
+    return cast(_P, plan)
