@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -138,7 +139,7 @@ def test_the_workspace_has_the_bound_that_is_stated(target: str) -> None:
         plan = plan_prefill(shape, _cache("fp8_e4m3fn", heads=8, head_dim=128))
     units = plan.target.figures.units if plan.target.figures else 2
     keys = 4 * (shape.kv_tokens + shape.batch * 128) * 8 * 128
-    partials = 8 * 2 * units * 64 * (128 + 2) * 4
+    partials = 8 * 2 * units * (64 if target == "sm90" else 128) * (128 + 2) * 4
     tiles = 32 * (8192 * 12 // 16 + shape.batch)
     factors = 2 * 8 * (shape.kv_tokens + shape.batch * 128) * 4
     assert keys // 2 < plan.workspace_bytes() <= keys + partials + tiles + factors + 4096
@@ -316,6 +317,35 @@ def test_every_launch_is_one_that_the_plan_lists(appends: bool, capacity: int, t
                 plan.run(q, cache, table, starts)
     assert set(recorder.seen) <= listed
     assert 1 <= len(set(recorder.seen)) <= len(listed) <= 12
+
+
+@pytest.mark.parametrize("target", ["sm90", "gfx942", "gfx950"])
+@pytest.mark.parametrize("granularity", ["float", "token_head"])
+@pytest.mark.parametrize("appends", [False, True])
+def test_the_memory_of_a_plan_holds_that_of_every_call(appends: bool, granularity: str, target: str) -> None:
+    cache = PrefillWorkload(
+        num_kv_heads=8, head_dim=128, granularity=granularity, format="bf16", clean=True
+    ).build()[1]
+    shape = PrefillShape(
+        batch=64, num_tokens=8192, max_q_len=8192, num_qo_heads=96, num_kv_heads=8, head_dim=128,
+        page_size=16, max_seq_len=131072, kv_tokens=2**20,
+    )  # fmt: skip
+    with executing(_Recorder(target)):
+        plan = plan_append(shape, cache) if appends else plan_prefill(shape, cache)
+        for batch, tokens in [*_random_calls(100), (64, 8192), (1, 8192), (1, 300), (7, 2000)]:
+            of_call = plan.shape_of_call(batch, tokens)
+            config = plan.config_for(of_call)
+            for part in (config, config.otherwise):
+                if part is None or part.kernel == "decode":
+                    continue
+                exact = plan._needs(of_call, part, exact=True)
+                held = plan._needs(plan.shape, part, exact=False)
+                blocks, counters = held.blocks(), held.counters()
+                for name, (sizes, dtype) in exact.blocks().items():
+                    assert dtype == blocks[name][1]
+                    assert math.prod(sizes) <= math.prod(blocks[name][0]), name
+                for name, count in exact.counters().items():
+                    assert count <= counters[name]
 
 
 def test_unplanned_calls_of_any_size_share_a_plan() -> None:

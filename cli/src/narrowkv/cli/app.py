@@ -13,11 +13,13 @@ from narrowkv.cli.names import (
     AMD_TARGETS,
     CACHE_FORMATS,
     DECODE_KERNELS,
+    ENGINE_CACHES,
     PLACES,
     QUERY_DTYPES,
     SAGE_GRANULARITIES,
     SAGE_PRECISIONS,
     SPARSE_MODES,
+    TINY_MODELS,
     cache_formats,
     check_case_formats,
     choices,
@@ -40,6 +42,7 @@ app = typer.Typer(
 validate = typer.Typer(cls=DecodeByDefault)
 bench = typer.Typer(no_args_is_help=True)
 inspect = typer.Typer(cls=DecodeByDefault)
+engines = typer.Typer(no_args_is_help=True)
 
 
 def _starting_with(*known: str) -> Callable[[str], list[str]]:
@@ -665,6 +668,30 @@ def inspect_model(
     return run(report, targets=targets, names=family or (), cases=case or (), peers=peer or ())
 
 
+@command(engines, "try", title="engines", files=("out", "csv"))
+def engines_try(
+    report: Report,
+    engine: Annotated[
+        str,
+        typer.Argument(help="transformers or vllm.", autocompletion=_starting_with("transformers", "vllm")),
+    ],
+    model: Annotated[
+        str, typer.Option(help="A small model of real shape.", autocompletion=_starting_with(*TINY_MODELS))
+    ] = "glm-4.5-air-tiny",
+    cache: Annotated[
+        str, typer.Option(metavar="LIST", help="Cache dtypes by the engine's names; default all.")
+    ] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens.")] = 4,
+) -> ExitCode:
+    """Generate with a tiny random model by narrowkv and by the engine's own attention, and compare."""
+    (name,) = choices("ENGINE", engine, tuple(ENGINE_CACHES))
+    choices("--model", model, TINY_MODELS)
+    caches = choices("--cache", cache, ENGINE_CACHES[name]) if cache else []
+    from narrowkv.cli.engines import try_inside
+
+    return try_inside(report, name, model, caches, tokens)
+
+
 app.add_typer(
     validate,
     name="validate",
@@ -677,6 +704,7 @@ app.add_typer(
     name="inspect",
     help="Show what operations compile to for gfx942 and gfx950. Without a command: decode.",
 )
+app.add_typer(engines, name="engines", help="Run narrowkv inside inference engines.")
 
 
 @command(app, "warmup", files=("out",))
@@ -731,6 +759,21 @@ def env(report: Report) -> ExitCode:
     from narrowkv.cli.environment import report_environment
 
     return report_environment(report)
+
+
+@command(app, "report", files=())
+def report_machine(
+    report: Report,
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where the two files go.")] = Path(),
+    minutes: Annotated[float, typer.Option(min=0, help="After which nothing more is run.")] = 10.0,
+) -> ExitCode:
+    """Probe, validate and measure what matters in minutes; write one JSON and one Markdown file to share.
+
+    On an Instinct GPU with the timing model's prediction of each row; without a GPU as a rehearsal.
+    """
+    from narrowkv.cli.kit import write_report
+
+    return write_report(report, folder=folder, minutes=minutes)
 
 
 def main() -> None:

@@ -119,7 +119,9 @@ class Needs:
         if self.num_splits is not None:
             return rows * self.num_splits if self.num_splits > 1 else 0
         splits = min(-(-shape.max_seq_len // 16) // 4, _MOST_SPLITS)
-        return min(rows * splits, partial_programs(self.target, 2) * 64) if splits > 1 else 0
+        # Tiles of 128 rows fill a unit of NVIDIA's alone; two share one of AMD's.
+        largest = 128 if self.target.is_amd else 64
+        return min(rows * splits, partial_programs(self.target, 2) * largest) if splits > 1 else 0
 
 
 def make_memory(needs: Needs, workspace: Workspace | None, device: torch.device) -> Memory:
@@ -182,7 +184,9 @@ def power_of_two(size: int) -> int:
 
 
 def key_type(q_dtype: torch.dtype, k_format: str) -> torch.dtype:
-    """The 16-bit type that keys are widened to: exact, and Q's own where it can be."""
+    """The 16-bit type that keys are widened to: exact, and Q's own where it can be; bytes for FP8 queries."""
+    if q_dtype.itemsize == 1:
+        return torch.uint8
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(k_format, q_dtype)
 
 

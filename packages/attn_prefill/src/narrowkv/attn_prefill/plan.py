@@ -326,7 +326,8 @@ class PrefillPlan:
             config = replace(config, kernel="fused")  # for calls of other sizes
         configs = [config]
         may_widen = self.kernel not in ("fused", "paged", "decode") and not self.batch_invariant
-        if config.kernel not in ("fused", "paged") or (may_widen and self.scratch_fits and not config.fp8):
+        may_widen = may_widen and (config.fp8 is None or not (self.appends or self.target.is_nvidia))
+        if config.kernel not in ("fused", "paged") or (may_widen and self.scratch_fits):
             blocks = (SCRATCH_BLOCK, _LARGEST_BLOCK) if self.pipelines else (SCRATCH_BLOCK,)
             kernel = "staged" if self.appends else "dense"
             configs += [

@@ -38,10 +38,10 @@ def record_model(
     row = torch.zeros(1, pages, dtype=index_dtype, device=device)
 
     def table(batch: int, name: str = "seq_lens", width: int = pages) -> PageTable:
-        lens = torch.zeros(batch, dtype=index_dtype, device=device)
+        lengths: dict[str, Any] = {name: torch.zeros(batch, dtype=index_dtype, device=device)}
         return PageTable.from_block_table(
-            row[:, :width].expand(batch, -1), page_size=cache.page_size, **{name: lens}
-        )  # type: ignore[arg-type]
+            row[:, :width].expand(batch, -1), page_size=cache.page_size, **lengths
+        )
 
     def tensor(tokens: int, num_heads: int) -> torch.Tensor:
         return torch.empty(tokens, num_heads, dim, dtype=q_dtype, device=device)

@@ -76,13 +76,16 @@ def _entry(assembly: Assembly) -> int:
     return start
 
 
-def load_program(asm_text: str, *, lds_bytes: int | None = None) -> Program:
+def load_program(asm_text: str, *, lds_bytes: int | None = None, hardware_sums: bool = False) -> Program:
     """Parse a kernel's assembly and bind each instruction once.
 
     Args:
         asm_text: what ``compiled.asm["amdgcn"]`` holds.
         lds_bytes: LDS of a workgroup, which Triton keeps in ``compiled.metadata.shared`` and not in the text.
             Default: what the text says, or all of the target's LDS where it says 0.
+        hardware_sums: form the sums of matrix instructions as CDNA3 does (see `matrix_sums`), which is slow;
+            otherwise in fp64, rounded once. gfx950's instructions of the same formats are taken to add in the
+            same way; f8f6f4, integer and fp64 instructions are not changed.
 
     Returns:
         The program. It holds no state and can be run many times.
@@ -102,14 +105,14 @@ def load_program(asm_text: str, *, lds_bytes: int | None = None) -> Program:
     if lds_bytes is not None and not 0 <= lds_bytes <= max(TARGETS.values()):
         raise ValueError(f"lds_bytes must be within 0..{max(TARGETS.values())}, got {lds_bytes}")
     try:
-        return _load(asm_text, lds_bytes)
+        return _load(asm_text, lds_bytes, hardware_sums)
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise MalformedProgramError(
             f"the text is not one that LLVM prints for a kernel: {type(error).__name__}: {error}"
         ) from error
 
 
-def _load(asm_text: str, lds_bytes: int | None) -> Program:
+def _load(asm_text: str, lds_bytes: int | None, hardware_sums: bool) -> Program:
     assembly = parse_assembly(asm_text)
     if assembly.target not in TARGETS:
         raise EmulatorError(f"target {assembly.target} is not known: expected one of {', '.join(TARGETS)}")
@@ -132,6 +135,7 @@ def _load(asm_text: str, lds_bytes: int | None) -> Program:
         num_warps=int(metadata.get(".max_flat_workgroup_size", 64)) // 64, lds_bytes=lds_bytes, vgprs=vgprs,
         accum_offset=descriptor.get("accum_offset", vgprs),
         scratch_bytes=descriptor.get("private_segment_fixed_size", 0), descriptor=descriptor,
+        hardware_sums=hardware_sums,
     )  # fmt: skip
     _check_sizes(program)
     _build_blocks(assembly, program)

@@ -52,6 +52,7 @@ class Program:
         descriptor: the ``.amdhsa_`` directives.
         blocks: the code.
         entry: index of the block where a wave starts.
+        hardware_sums: see `load_program`.
     """
 
     target: str
@@ -66,3 +67,4 @@ class Program:
     descriptor: dict[str, int]
     blocks: list[Block] = field(default_factory=list)
     entry: int = 0
+    hardware_sums: bool = False

@@ -7,3 +7,5 @@
 A module of an engine has `register()`, which makes narrowkv known to it, and `supports(config)`, which
 returns the reasons why a model cannot be served: an empty list is a yes.
 """
+
+__all__: list[str] = []

@@ -17,6 +17,13 @@ from narrowkv.paged_cache import PagedKVCache
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.launch import active_target
 
+__all__ = [
+    "CACHE_DTYPES",
+    "format_of",
+    "layer_cache",
+    "slot_bytes",
+]
+
 PER_TOKEN_HEAD, ULTRAQUANT = "fp8_per_token_head", "ultraquant_4bit"
 _GROUP = 32
 _SCALE_BYTES = 4
