@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from narrowkv.attn_decode import paged_decode
 from narrowkv.attn_decode.workloads import DecodeWorkload
 from narrowkv.cli.app import app
 from narrowkv.cli.bench.host import NullExecutor, kernels_of_random_calls, measure_calls
+from narrowkv.cli.warmup import model_cache
 from narrowkv.runtime.launch import RecordExecutor, executing
 from narrowkv.runtime.targets import get_target
 
@@ -72,3 +74,26 @@ def test_the_command_says_that_nothing_is_launched() -> None:
     assert document["launches"] == "none"
     assert "launches do nothing" in result.stderr
     assert {row["operation"] for row in document["rows"]} >= {"torch.add_", "torch sdpa", "paged_decode"}
+
+
+def test_warmup_compiles_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    command = ["warmup", "--target", "gfx950", "--heads", "2/1", "--head-dim", "64", "--num-pages", "32"]
+    command += ["--max-batch", "2", "--max-seq-len", "64", "--format", "bf16", "--jobs", "1", "--json"]
+    found = []
+    for _ in range(2):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+        found.append(json.loads(result.stdout)["kernels"]["gfx950"])
+    assert "_paged_decode_kernel" in found[0]["compiled"]
+    assert found[1] == {"compiled": [], "cached": found[1]["cached"]}
+    assert sorted(found[1]["cached"]) == sorted(found[0]["compiled"])
+
+
+def test_a_warm_cache_stands_for_a_larger_one() -> None:
+    for num_pages in (2**24, 2**24 + 3):
+        cache = model_cache("fp8_e4m3fn", num_pages, 16, 1, 64, "cpu")
+        assert cache.needs_64_bit_addresses
+        assert cache.num_pages < 2**22
+        assert cache.num_pages % 16 == num_pages % 16
+    assert model_cache("bf16", 40, 16, 1, 64, "cpu").num_pages == 40

@@ -14,6 +14,7 @@ from narrowkv.quant.device import widen_route, widening_exponent
 from narrowkv.runtime.errors import byte_span
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import Workspace
+from narrowkv.runtime.launch.gpu import current_stream
 from narrowkv.runtime.targets import Target
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -176,7 +177,7 @@ def zeroed_counters(count: int, device: torch.device) -> torch.Tensor:
     """
     if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    key = (device, current_stream(device.index))
     if key not in _counters:
         _counters[key] = Workspace(0, device)
     return _counters[key].counters(count)

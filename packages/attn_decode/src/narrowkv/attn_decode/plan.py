@@ -62,7 +62,7 @@ from narrowkv.runtime.launch import (
 from narrowkv.runtime.launch.tracing import handle_of
 from narrowkv.runtime.targets import Target
 
-_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+_HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 _SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LOG2E = math.log2(math.e)
 _MAX_GRID = 2**31 - 1
