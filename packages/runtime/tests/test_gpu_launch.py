@@ -297,6 +297,18 @@ def fixed(kernel: Kernel, world: World, monkeypatch: pytest.MonkeyPatch) -> Fixe
     return FixedLaunch(bound, (VARIES, rows, 5, VARIES, 9, VARIES))
 
 
+@pytest.mark.parametrize(("first", "others"), [(32, (1, 33)), (1, (2, 16)), (5, (1, 48))])
+def test_ints_of_structs_that_vary_are_specialised_on(
+    kernel: Kernel, fixed: FixedLaunch, first: int, others: tuple[int, ...]
+) -> None:
+    x = torch.zeros(64)
+    launch = FixedLaunch(fixed.bound, (x, Rows(x, VARIES), 5, 3, 9, 0.5))
+    for number, stride in enumerate((first, *others), start=1):
+        launch((1, 1, 1), (stride,))
+        launch((1, 1, 1), (stride,))
+        assert len(kernel.compiled) == number
+
+
 def test_a_fixed_launch_takes_what_varies(kernel: Kernel, fixed: FixedLaunch) -> None:
     x, y = torch.zeros(64), torch.zeros(64)
     fixed((5, 1, 1), (x, 3, 0.5))

@@ -13,11 +13,13 @@ from narrowkv.cli.names import (
     AMD_TARGETS,
     CACHE_FORMATS,
     DECODE_KERNELS,
+    ENGINE_CACHES,
     PLACES,
     QUERY_DTYPES,
     SAGE_GRANULARITIES,
     SAGE_PRECISIONS,
     SPARSE_MODES,
+    TINY_MODELS,
     cache_formats,
     check_case_formats,
     choices,
@@ -40,6 +42,7 @@ app = typer.Typer(
 validate = typer.Typer(cls=DecodeByDefault)
 bench = typer.Typer(no_args_is_help=True)
 inspect = typer.Typer(cls=DecodeByDefault)
+engines = typer.Typer(no_args_is_help=True)
 
 
 def _starting_with(*known: str) -> Callable[[str], list[str]]:
@@ -110,6 +113,8 @@ Targets = Annotated[
     ),
 ]
 BOTH = ",".join(AMD_TARGETS)
+# The batches that engines capture graphs of, up to 512.
+CAPTURES = ",".join(map(str, [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]))
 Context = Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")]
 Count = Annotated[int, typer.Option(min=1)]
 Query = Annotated[
@@ -527,7 +532,7 @@ def bench_host(
     report: Report,
     samples: Samples = 20,
     shapes: Annotated[int, typer.Option(min=0, help="Random calls of each operation; 0 for none.")] = 50,
-    captures: Annotated[str, typer.Option(metavar="LIST", help="Batches of captured graphs.")] = "1,8,64,512",
+    captures: Annotated[str, typer.Option(metavar="LIST", help="Batches of captured graphs.")] = CAPTURES,
     context: Annotated[int, typer.Option(min=16, help="Tokens that a captured batch may hold.")] = 131072,
 ) -> ExitCode:
     """Measure the Python time of each operation beside torch.add_, and the kernels of random shapes."""
@@ -663,6 +668,30 @@ def inspect_model(
     return run(report, targets=targets, names=family or (), cases=case or (), peers=peer or ())
 
 
+@command(engines, "try", title="engines", files=("out", "csv"))
+def engines_try(
+    report: Report,
+    engine: Annotated[
+        str,
+        typer.Argument(help="transformers or vllm.", autocompletion=_starting_with("transformers", "vllm")),
+    ],
+    model: Annotated[
+        str, typer.Option(help="A small model of real shape.", autocompletion=_starting_with(*TINY_MODELS))
+    ] = "glm-4.5-air-tiny",
+    cache: Annotated[
+        str, typer.Option(metavar="LIST", help="Cache dtypes by the engine's names; default all.")
+    ] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens.")] = 4,
+) -> ExitCode:
+    """Generate with a tiny random model by narrowkv and by the engine's own attention, and compare."""
+    (name,) = choices("ENGINE", engine, tuple(ENGINE_CACHES))
+    choices("--model", model, TINY_MODELS)
+    caches = choices("--cache", cache, ENGINE_CACHES[name]) if cache else []
+    from narrowkv.cli.engines import try_inside
+
+    return try_inside(report, name, model, caches, tokens)
+
+
 app.add_typer(
     validate,
     name="validate",
@@ -675,6 +704,53 @@ app.add_typer(
     name="inspect",
     help="Show what operations compile to for gfx942 and gfx950. Without a command: decode.",
 )
+app.add_typer(engines, name="engines", help="Run narrowkv inside inference engines.")
+
+
+@command(app, "warmup", files=("out",))
+def warmup(
+    report: Report,
+    heads: Annotated[str, typer.Option(metavar="Q/KV", help="Query heads and KV heads.")] = "96/8",
+    head_dim: Count = 128,
+    page_size: Count = 16,
+    num_pages: Annotated[int, typer.Option(min=1, help="Pages of the server's cache.")] = 65536,
+    cache_format: Annotated[str, typer.Option("--format", metavar="FORMAT", help="Cache format.")] = (
+        "fp8_e4m3fn"
+    ),
+    q: Query = "bf16",
+    max_batch: Annotated[int, typer.Option(min=1, help="Sequences of a decode call.")] = 512,
+    max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 131072,
+    max_num_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a prefill call; 0: no prefill.")] = 0,
+    target: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="AMD targets to compile for without a GPU. Default: the GPU.",
+            autocompletion=_starting_with(*AMD_TARGETS),
+        ),
+    ] = "",
+    jobs: Jobs = None,
+) -> ExitCode:
+    """Compile into Triton's cache what a model's decode, append and prefill can reach."""
+    pairs = heads.split("/")
+    if len(pairs) != 2 or not all(part.isdigit() and int(part) for part in pairs):
+        raise UsageError(f"--heads must be query heads and KV heads, for example 96/8, got {heads!r}")
+    one_of("--format", cache_format, CACHE_FORMATS)
+    one_of("--q", q, QUERY_DTYPES)
+    targets = _amd_targets(target) if target else ()
+    import torch
+
+    from narrowkv.cli.warmup import model_cache, run_warmup
+
+    device = "cpu" if targets else "cuda"
+    if not targets and not torch.cuda.is_available():
+        raise UsageError("there is no GPU to compile for: name targets, for example --target gfx942")
+    cache = model_cache(cache_format, num_pages, page_size, int(pairs[1]), head_dim, device)
+    return run_warmup(
+        report, cache, num_qo_heads=int(pairs[0]), max_batch=max_batch, max_seq_len=max_seq_len,
+        max_num_tokens=max_num_tokens, q_dtype=torch.bfloat16 if q == "bf16" else torch.float16,
+        targets=targets, jobs=jobs,
+    )  # fmt: skip
 
 
 @command(app, "env", files=("out",))

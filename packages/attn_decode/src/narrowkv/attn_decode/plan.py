@@ -30,9 +30,9 @@ from narrowkv.attn_decode.kernels import (
     _paged_decode_kernel,
 )
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.paged_cache.checks import check_table
 from narrowkv.paged_cache.kernels.pages import TableSteps
 from narrowkv.paged_cache.layouts import span_bytes
-from narrowkv.paged_cache.page_table import check_table
 from narrowkv.runtime import launch
 from narrowkv.runtime.errors import (
     check_choice,
@@ -59,6 +59,7 @@ from narrowkv.runtime.launch import (
     block_bytes,
     executor,
 )
+from narrowkv.runtime.launch.tracing import handle_of
 from narrowkv.runtime.targets import Target
 
 _HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -115,6 +116,7 @@ class DecodePlan:
         workspace: memory of partial results and arrival counters; None if none is needed.
         scale_groups: the cache has FP4 scales per 32 channels.
         tokens_per_split, split, kernel, batch_invariant: see `plan_decode`.
+        handle: what the operators of `torch.ops.narrowkv` find the plan by, in this process.
     """
 
     target: Target
@@ -129,10 +131,15 @@ class DecodePlan:
     split: str | None = None
     kernel: str | None = None
     batch_invariant: bool = False
+    handle: str = field(init=False, repr=False)
     _configs: dict[int, DecodeConfig] = field(init=False, repr=False, default_factory=dict)
     _launches: dict[Any, BoundLaunch] = field(init=False, repr=False, default_factory=dict)
     _caches: ByIdentity[BoundCache] = field(init=False, repr=False, default_factory=ByIdentity)
     _calls: dict[Any, _Call] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Makes the plan known to operators."""
+        object.__setattr__(self, "handle", handle_of(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecodePlan:
         """A plan for the same calls, with a workspace of its own."""

@@ -93,11 +93,12 @@ def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: s
     key = (target.name, fp8, exponent)
     half = "bf16" not in (cache.format.k, cache.format.v)
     in_loop = _reading(cache, target, fp8, half, to_scratch=False)
+    to_scratch = _reading(cache, target, fp8, True, to_scratch=True)
     if fp8 is not None and exponent is None:
         # Q's bytes are read as K's are, and lose the same power of two.
-        power = widening_exponent(cache.format.k, in_loop.k.route)
-        in_loop = in_loop._replace(k_scale=in_loop.k_scale * 2.0**power)
-    to_scratch = in_loop if fp8 is not None else _reading(cache, target, None, True, to_scratch=True)
+        power = 2.0 ** widening_exponent(cache.format.k, in_loop.k.route)
+        in_loop = in_loop._replace(k_scale=in_loop.k_scale * power)
+        to_scratch = to_scratch._replace(k_scale=to_scratch.k_scale * power)
     written: tuple[tuple[int, int], ...] = ()
     destination = None
     if exponent is not None:
@@ -139,7 +140,10 @@ def matrix_of(bound: BoundCache, cache: PagedKVCache, block_n: int) -> Any:
 def _reading(
     cache: PagedKVCache, target: Target, fp8: str | None, half: bool, *, to_scratch: bool
 ) -> Reading:
-    """How kernels read a cache that compute in float16 (`half`) or bfloat16, or in FP8."""
+    """How kernels read a cache that compute in float16 (`half`) or bfloat16, or in FP8.
+
+    The scratch keeps the bytes of K for FP8 matrix units; V is widened to float16 there.
+    """
     pointers: list[Any] = []
     descales: list[Any] = []
     stored: list[Stored] = []
@@ -149,10 +153,10 @@ def _reading(
         (cache.v, cache.v_strides, cache.format.v, cache.v_descale, cache.v_granularity, False),
     ):
         mode, factor, descale = descale_pointers(value, granularity)
-        route = widen_route(target, name) if fp8 is None else fp8_route(fp8, name)
-        side = side_of(
-            x, strides, name, route, 1 if fp8 is not None else parts_of(target, name, is_key=is_key)
-        )
+        kept = fp8 if is_key or not to_scratch else None
+        route = widen_route(target, name) if kept is None else fp8_route(kept, name)
+        parts = parts_of(target, name, is_key=is_key) if kept is None else 1
+        side = side_of(x, strides, name, route, parts)
         # The scales of groups are applied while widening, and take the power of two along.
         power = 0 if mode == "e8m0_group" else widening_exponent(name, side.route)
         if to_scratch and name == "bf16" and not is_key:

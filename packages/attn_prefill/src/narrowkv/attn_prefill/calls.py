@@ -180,7 +180,7 @@ def run(
         new: dict[str, object] = {} if plan.exponent is None else {"k_new": k_new, "v_new": v_new}
         check_classes(q, cache, page_table, starts, rope, new, out=out, lse=lse, sinks=sinks)
     caches = BOUND_CACHES.get(cache)
-    bound = None if caches is None else caches.get(plan.cache_key)
+    bound = None if caches is None else caches.get((plan.target.name, plan.config.fp8, plan.exponent))
     if bound is None:
         bound = plan.bind(cache)
     ids, indptr, lens = page_table.page_ids, page_table.kv_indptr, page_table.seq_lens
@@ -210,7 +210,14 @@ def run(
         signature += (
             k_new.shape[:1] == v_new.shape[:1] == shape[:1], k_new.shape[1:], v_new.shape[1:],
             k_new.stride(), v_new.stride(), k_new.dtype, v_new.dtype, k_new.device, v_new.device,
-            k_new.requires_grad, v_new.requires_grad, None if rope is None else _rope_key(rope, tokens),
+            k_new.requires_grad, v_new.requires_grad,
+        )  # fmt: skip
+    if rope is not None:
+        cos, sin, positions = rope.cos, rope.sin, rope.positions
+        signature += (
+            rope.style, type(cos), cos.dtype, cos.shape, cos.stride(), cos.device, cos.requires_grad,
+            type(sin), sin.dtype, sin.shape, sin.stride(), sin.device, sin.requires_grad, type(positions),
+            positions.dtype, positions.device, positions.shape == (tokens,), positions.stride(),
         )  # fmt: skip
     call: _Call | None = plan._calls.get(signature)
     key = (batch, tokens, 0 if plan.scratch_fits is not None else size[-1])
@@ -358,15 +365,6 @@ def _key(x: Any) -> tuple[Any, ...]:
     if isinstance(x, torch.Tensor):
         return type(x), x.dtype, x.shape, x.stride(), x.device, x.requires_grad
     return type(x), x
-
-
-def _rope_key(rope: Rope, tokens: int) -> tuple[Any, ...]:
-    """What is checked of a rotary embedding."""
-    positions = rope.positions
-    return (
-        rope.style, _key(rope.cos), _key(rope.sin), type(positions), positions.dtype, positions.device,
-        positions.shape == (tokens,), positions.stride(),
-    )  # fmt: skip
 
 
 def _overlap(

@@ -12,8 +12,8 @@ from narrowkv.attn_decode.arguments import OUT_DTYPES
 from narrowkv.attn_prefill.config import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import EXPONENT_RULES, check_new_tokens
+from narrowkv.paged_cache.checks import check_table
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
-from narrowkv.paged_cache.page_table import check_table
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import (
     check_descale_float,

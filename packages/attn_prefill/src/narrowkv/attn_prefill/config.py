@@ -186,7 +186,7 @@ def choose_config(
             f"got k={formats[0]}, v={formats[1]}; each with itself or with FP8 or FP4 works"
         )
     if q_fp8 is not None:
-        return _fp8_config(target, shape, formats, q_fp8, kernel)
+        return _fp8_config(target, shape, formats, q_fp8, kernel, scratch_fits, plain_keys)
     block_m = block_m_for(shape)
     tiles = -(-shape.num_tokens * shape.gqa_ratio // (block_m * max(shape.batch, 1)))
     chosen, why = _choose_kernel(target, formats, tiles, scratch_fits, can_decode)
@@ -195,11 +195,8 @@ def choose_config(
             raise UnsupportedError(
                 "kernel='decode' needs one query token in every sequence: plan with max_q_len=1"
             )
-        if kernel == "dense" and not scratch_fits:
-            raise UnsupportedError(
-                f"kernel='dense' needs scratch for {shape.kv_tokens} keys, more than is allowed: "
-                "plan with max_kv_tokens or a larger scratch_limit_bytes"
-            )
+        if kernel == "dense":
+            check_scratch(shape, scratch_fits)
         chosen, why = kernel, "as asked"
     if chosen == "decode":
         return PrefillConfig("decode", why)
@@ -209,6 +206,15 @@ def choose_config(
         pays = block_m == 64 and shape.max_seq_len >= _PIPELINED_KEYS
         return _pipelined_config(target, shape, plain, formats[0]) if can_pipeline and pays else plain
     return _fused_config(target, shape, block_m, why, wide)
+
+
+def check_scratch(shape: PrefillShape, fits: bool) -> None:
+    """Refuses `kernel="dense"` for more widened keys than the allowed memory holds."""
+    if not fits:
+        raise UnsupportedError(
+            f"kernel='dense' needs scratch for {shape.kv_tokens} keys, more than is allowed: "
+            "plan with max_kv_tokens or a larger scratch_limit_bytes"
+        )
 
 
 def _choose_kernel(
@@ -297,7 +303,8 @@ def _dense_config(
     splits = _splits(target, shape.row_tiles(block_m) * shape.num_kv_heads, -(-shape.max_seq_len // block_n))
     # The extra round costs a tile. H200, base and overlapped: 1k over 0 78 and 86 us, 1k over 4k 444 and 443,
     # 128 over 32k in 4 splits 469 and 439.
-    overlap = target.is_nvidia and not wide and shape.max_seq_len >= 4096
+    # Tiles of few rows always have it, so that tables of any width compile the same kernels.
+    overlap = target.is_nvidia and not wide and (shape.max_seq_len >= 4096 or block_m < 64)
     return PrefillConfig(
         "dense", why, block_m, block_n, num_splits=splits, tma=target.name == "sm90", overlap=overlap,
         options=options,
@@ -413,18 +420,41 @@ def _fused_config(target: Target, shape: PrefillShape, block_m: int, why: str, w
 
 
 def _fp8_config(
-    target: Target, shape: PrefillShape, formats: tuple[str, str], q_fp8: str, kernel: str | None
+    target: Target,
+    shape: PrefillShape,
+    formats: tuple[str, str],
+    q_fp8: str,
+    kernel: str | None,
+    scratch_fits: bool,
+    plain_keys: bool,
 ) -> PrefillConfig:
+    """Dense where a key tile serves enough tiles of rows, but not on NVIDIA.
+
+    K's bytes are multiplied as they are stored, and P by V in float16: P as one E4M3 number would be off by
+    2%, as two it takes the matrix unit as long and the vector ALU longer. Model TFLOP/s of the loop, 96/8
+    heads, in brackets from pages with P as two terms: gfx942 652 (210) in tiles of 128 x 64; gfx950 1161
+    (293) in tiles of 128 x 32, 1010 in tiles of 128 x 64, whose registers leave room for one wave a SIMD.
+    """
     if set(formats) != {q_fp8}:
         raise UnsupportedError(
             f"an FP8 query needs K and V in its own format {q_fp8}, got k={formats[0]}, v={formats[1]}; "
             "a 16-bit query reads any cache"
         )
-    if kernel not in (None, "fused"):
-        raise UnsupportedError(f"an FP8 query has kernel='fused' only, got {kernel!r}")
+    if kernel == "decode" or (kernel == "dense" and target.is_nvidia):
+        raise UnsupportedError(
+            f"an FP8 query has kernel='fused'{'' if target.is_nvidia else ' and kernel=' + repr('dense')} "
+            f"on {target.name}, got {kernel!r}"
+        )
+    if kernel == "dense":
+        check_scratch(shape, scratch_fits)
     unit = fp8_unit(target, q_fp8)
     wide = shape.head_dim > 128
     block_m = block_m_for(shape)
+    tiles = -(-shape.num_tokens * shape.gqa_ratio // (block_m * max(shape.batch, 1)))
+    if kernel == "dense" or (kernel is None and not target.is_nvidia and scratch_fits and tiles >= 2):
+        why = f"each key tile serves {tiles} tiles of rows, so it is gathered once beforehand"
+        plain = plain_keys and target.name != "gfx950"
+        return replace(_dense_config(target, shape, block_m, why, wide, plain), fp8=unit)
     base = _fused_config(target, shape, block_m, "FP8 matrix units take the cache as it is", wide)
     options = replace(base.options, num_warps=8) if target.is_amd else base.options  # 4 spill scalars
     return replace(base, block_n=_fp8_block_n(target), fp8=unit, options=options)

@@ -165,7 +165,7 @@ class _Maker:
         shape, config, kind, target = self.shape, self.config, self.kind, self.plan.target
         reading = self.bound.to_scratch
         filling = Filling(
-            k_type=None if in_pages else TRITON_TYPES[self.key_type],
+            k_type=None if in_pages else self._matrix_type(),
             causal=kind.window_right >= 0,
             early=config.options.launch_pdl,
             wide_address=self.bound.wide_address,
@@ -206,7 +206,7 @@ class _Maker:
 
     def _dense(self) -> tuple[BoundLaunch, tuple[int, ...]]:
         """Attention over the scratch in plain Triton."""
-        config, plan, reading = self.config, self.plan, self.bound.to_scratch
+        config, plan, kind, reading = self.config, self.plan, self.kind, self.bound.to_scratch
         # The old keys' descale of a head is among their blocks' factors, where these have any.
         own = self.appends and reading.k.descale == "head"
         constants = {
@@ -215,7 +215,9 @@ class _Maker:
             "K_DESCALE": "scalar" if own else reading.k.descale,
             "V_DESCALE": reading.v.descale,
             "RULES": self._rules(
-                compute=TRITON_TYPES[self.key_type],
+                compute=self._matrix_type(),
+                fp8=None if config.fp8 is None else self._matrix_type(),
+                q_descale=kind.q_descale,
                 scale_q=self.key_type == torch.float16 and plan.q_dtype == torch.bfloat16,
                 split_q=self.key_type == torch.bfloat16 and plan.q_dtype == torch.float16,
             ),
@@ -224,6 +226,11 @@ class _Maker:
         }
         attend = plan.bound_launch(_dense_prefill_kernel, constants, config.options)
         return attend, (self.num_tiles * self.shape.num_kv_heads, 1, config.num_splits)
+
+    def _matrix_type(self) -> Any:
+        """What K is in the scratch: a 16-bit type, or the FP8 type of the matrix unit."""
+        fp8 = self.config.fp8
+        return TRITON_TYPES[self.key_type] if fp8 is None else getattr(tl, triton_fp8(fp8))
 
     def _pipelined(self, in_pages: bool) -> tuple[BoundLaunch, tuple[int, ...]]:
         """Attention over the scratch in Hopper's own kernel: as many programs as the device has units."""

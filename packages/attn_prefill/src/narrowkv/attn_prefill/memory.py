@@ -105,26 +105,23 @@ class Needs:
             found["arrived"] = tiles if self.exact or self.num_splits else min(tiles, most)
         return found
 
-    def _configs(self) -> list[PrefillConfig]:
-        return [config for config in (self.config, self.config.otherwise) if config is not None]
-
     def _least_rows(self) -> int:
         """The fewest rows that a tile of rows can have."""
-        return min(config.block_m for config in self._configs()) if self.exact else 16
+        return self.config.block_m if self.exact else 16
 
     def _partial_rows(self) -> int:
         """Rows of partial results."""
         shape = self.shape
         if self.exact:
-            return max(
-                shape.row_tiles(c.block_m) * shape.num_kv_heads * c.num_splits * c.block_m
-                for c in self._configs()
-            ) * any(c.num_splits > 1 for c in self._configs())
+            splits, block_m = self.config.num_splits, self.config.block_m
+            return shape.row_tiles(block_m) * shape.num_kv_heads * splits * block_m if splits > 1 else 0
         rows = max(shape.row_tiles(m) * m for m in (16, 32, 64, 128)) * shape.num_kv_heads
         if self.num_splits is not None:
             return rows * self.num_splits if self.num_splits > 1 else 0
         splits = min(-(-shape.max_seq_len // 16) // 4, _MOST_SPLITS)
-        return min(rows * splits, partial_programs(self.target, 2) * 64) if splits > 1 else 0
+        # Tiles of 128 rows fill a unit of NVIDIA's alone; two share one of AMD's.
+        largest = 128 if self.target.is_amd else 64
+        return min(rows * splits, partial_programs(self.target, 2) * largest) if splits > 1 else 0
 
 
 def make_memory(needs: Needs, workspace: Workspace | None, device: torch.device) -> Memory:
@@ -151,7 +148,9 @@ def make_memory(needs: Needs, workspace: Workspace | None, device: torch.device)
             tensors["k"], tensors["v"], part("k_factor"), part("v_factor"), part("k_unit"), part("v_unit"),
             part("unusual"), part("starts"), tensors["schedule"], tensors["k"].shape[1], None, None,
         )  # fmt: skip
-    partials = Partials(part("acc"), part("ml"), part("arrived"))
+    # Kernels that do not split are compiled without.
+    splits = needs.config.num_splits > 1
+    partials = Partials(*(part(name) if splits else None for name in ("acc", "ml", "arrived")))
     workspace_of_append = AppendWorkspace(*partials, part("ready"), part("left"))
     return Memory(scratch, partials, workspace_of_append, _descriptors(needs.config, tensors), tensors)
 
@@ -185,7 +184,9 @@ def power_of_two(size: int) -> int:
 
 
 def key_type(q_dtype: torch.dtype, k_format: str) -> torch.dtype:
-    """The 16-bit type that keys are widened to: exact, and Q's own where it can be."""
+    """The 16-bit type that keys are widened to: exact, and Q's own where it can be; bytes for FP8 queries."""
+    if q_dtype.itemsize == 1:
+        return torch.uint8
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(k_format, q_dtype)
 
 

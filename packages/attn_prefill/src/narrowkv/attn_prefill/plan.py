@@ -185,10 +185,11 @@ class PrefillPlan:
         """The memory of calls with this configuration; None where each call allocates its own."""
         if self.workspace is None:
             return None
-        found = self._memories.get(config)
+        kind = _kind_of(config)
+        found = self._memories.get(kind)
         if found is None:
             needs = self._needs(self.shape, config, exact=False)
-            found = self._memories[config] = make_memory(needs, self.workspace, self.device)
+            found = self._memories[kind] = make_memory(needs, self.workspace, self.device)
         return found
 
     def own_memory(self, route: Route) -> Memory:
@@ -234,7 +235,7 @@ class PrefillPlan:
             self.target.is_amd and is_compiled(cache.k), cache.negative_zero_free,
         )  # fmt: skip
         found: dict[int, BoundLaunch] = {}
-        for config, shape in self._configs_of_calls().items():
+        for config, shape in self._configs_of_calls():
             if config.kernel != "decode":
                 route = make_route(self, shape, config, cache, bound, kind)
                 for launch in (route.fill, route.attend):
@@ -258,18 +259,18 @@ class PrefillPlan:
                 f"plan must be made for a cache of (num_kv_heads, head_dim, page_size, K, V, their descales, "
                 f"device) {made}, got a plan for {wanted}: call {self.maker} again"
             )
-        found = BOUND_CACHES.get(cache, {}).get(self.cache_key)
+        found = BOUND_CACHES.get(cache, {}).get((self.target.name, self.config.fp8, self.exponent))
         return found or bind_cache(cache, self.target, self.config.fp8, self.exponent)
-
-    @property
-    def cache_key(self) -> tuple[str, str | None, str | None]:
-        """What `BOUND_CACHES` has a cache under."""
-        return self.target.name, self.config.fp8, self.exponent
 
     @property
     def maker(self) -> str:
         """The function that makes such plans."""
         return "plan_append" if self.appends else "plan_prefill"
+
+    @property
+    def _decodes(self) -> bool:
+        """Whether the plan has one for `paged_decode`, or will have one."""
+        return self.shape.max_q_len == 1 and self.shape.num_tokens == self.shape.batch
 
     def _choose(self, shape: PrefillShape) -> PrefillConfig:
         fits = self.scratch_fits
@@ -293,6 +294,7 @@ class PrefillPlan:
                     and shape.num_tokens == shape.batch
                     and shape.max_q_len == 1
                     and not self.batch_invariant
+                    and (self.scratch_fits is None or self._decodes)
                 ),
                 can_pipeline=self.pipelines and not self.batch_invariant,
                 plain_keys=self._plain_keys(),
@@ -324,7 +326,8 @@ class PrefillPlan:
             config = replace(config, kernel="fused")  # for calls of other sizes
         configs = [config]
         may_widen = self.kernel not in ("fused", "paged", "decode") and not self.batch_invariant
-        if config.kernel not in ("fused", "paged") or (may_widen and self.scratch_fits and not config.fp8):
+        may_widen = may_widen and (config.fp8 is None or not (self.appends or self.target.is_nvidia))
+        if config.kernel not in ("fused", "paged") or (may_widen and self.scratch_fits):
             blocks = (SCRATCH_BLOCK, _LARGEST_BLOCK) if self.pipelines else (SCRATCH_BLOCK,)
             kernel = "staged" if self.appends else "dense"
             configs += [
@@ -333,15 +336,16 @@ class PrefillPlan:
             ]
         return [self._needs(self.shape, config, exact=False) for config in configs]
 
-    def _configs_of_calls(self) -> dict[PrefillConfig, PrefillShape]:
+    def _configs_of_calls(self) -> list[tuple[PrefillConfig, PrefillShape]]:
         """Configurations that calls have, each with the shape of one: over powers of two and between them."""
         batches, tokens = (_steps(most) for most in (self.shape.batch, self.shape.num_tokens))
-        found: dict[PrefillConfig, PrefillShape] = {}
+        found: dict[PrefillConfig, tuple[PrefillConfig, PrefillShape]] = {}
         for batch in batches:
             for num_tokens in tokens:
                 shape = self.shape_of_call(batch, num_tokens)
-                found.setdefault(self.config_for(shape), shape)
-        return found
+                config = self.config_for(shape)
+                found.setdefault(_kind_of(config), (config, shape))
+        return list(found.values())
 
     def run(
         self,
@@ -400,6 +404,12 @@ class AppendPlan(PrefillPlan):
             self, q, k_new, v_new, cache, page_table, cu_seqlens_q, rope, True, sm_scale, 1.0,
             logits_soft_cap, window_left, -1, sinks, out, **options,
         )  # fmt: skip
+
+
+def _kind_of(config: PrefillConfig) -> PrefillConfig:
+    """What kernels and memory depend on: whether there are splits, not how many, and for no reason."""
+    otherwise = None if config.otherwise is None else _kind_of(config.otherwise)
+    return replace(config, why="", num_splits=min(config.num_splits, 2), otherwise=otherwise)
 
 
 def _steps(most: int) -> list[int]:

@@ -17,18 +17,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from . import formats
 from .matrix_sums import GROUPS, hardware_sum
-from .operands import Operand, Step, parse_operand, read_raw, unknown
+from .operands import Operand, parse_operand, read_raw, unknown
 from .parser import Instruction
+from .program import Program, Step
 from .state import LANES, Array, Waves
-
-if TYPE_CHECKING:
-    from .program import Program
 
 _NAME = re.compile(
     r"^v_mfma_(?:scale_)?(f32|i32|f64)_(\d+)x(\d+)x(\d+)_?(?:(\d+)b_)?(xf32|f32|f64|f16|bf16|i8|f8f6f4|fp8|bf8)"

@@ -33,6 +33,17 @@ from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import active_target
 from narrowkv.sparse_fp8 import KVSource, sparse_prefill
 
+__all__ = [
+    "AITER_GQA_RATIOS",
+    "mha_batch_prefill_func",
+    "pa_sparse_prefill_opus",
+    "paged_attention_ragged",
+    "paged_attention_v1",
+    "patch",
+    "supports",
+    "unified_attention",
+]
+
 # GQA ratios that AITER's paged attention is tuned and tested for; others fail there, some of them silently.
 AITER_GQA_RATIOS = (1, 2, 4, 8, 16)
 _MAX_PLANS = 4  # prefill plans that are kept, each with its scratch

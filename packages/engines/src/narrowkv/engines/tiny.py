@@ -7,6 +7,13 @@ from typing import Any
 
 from narrowkv.runtime.errors import check_choice
 
+__all__ = [
+    "TINY_MODELS",
+    "TinyModel",
+    "tiny_config",
+    "tiny_model",
+]
+
 
 @dataclass(frozen=True)
 class TinyModel:

@@ -220,7 +220,7 @@ class Filling(NamedTuple):
     """Constants of a launch that fills the scratch for the one that attends.
 
     Attributes:
-        k_type: what K is widened to; None leaves it in its pages.
+        k_type: what K is widened to, or the FP8 type that its bytes are kept as; None leaves it in its pages.
         causal: which rows see the most keys, for the order of tiles.
         early: the launch that attends may begin before this one has ended.
         wide_address, nvidia: as in `Rules`.

@@ -19,6 +19,11 @@ from narrowkv.engines.transformers.attention import refuse_unknown
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.runtime.errors import check_choice
 
+__all__ = [
+    "attend_paged",
+    "register_continuous_batching",
+]
+
 NAME = "paged|eager"
 _DTYPES = {
     "bf16": torch.bfloat16,

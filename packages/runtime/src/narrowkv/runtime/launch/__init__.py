@@ -16,6 +16,7 @@ from narrowkv.runtime.launch.path import (
     launch,
     run_as,
 )
+from narrowkv.runtime.launch.recording import RecordExecutor, recording
 from narrowkv.runtime.launch.warmup import KernelSpec, TensorSpec, Warmup, warmup
 from narrowkv.runtime.launch.workspace import Workspace, block_bytes
 
@@ -28,6 +29,7 @@ __all__ = [
     "InterpretExecutor",
     "KernelSpec",
     "LaunchOptions",
+    "RecordExecutor",
     "TensorSpec",
     "Warmup",
     "Workspace",
@@ -39,6 +41,7 @@ __all__ = [
     "executor",
     "is_compiled",
     "launch",
+    "recording",
     "run_as",
     "warmup",
 ]

@@ -32,13 +32,13 @@ class FixedLaunch:
     """A bound launch with most of its arguments.
 
     Tensors that vary must have the dtypes and the device of those in the first call: the caller has compared
-    that. Only their alignment is looked at here, and on AMD the size of their storage. A tensor that does not
-    vary must stay where it is.
+    that. Only their alignment is looked at here, on AMD the size of their storage, and of an int what the
+    kernel is specialised on. A tensor that does not vary must stay where it is.
 
     Args:
         bound: the launch.
         args: runtime arguments in the kernel's order, as for a `BoundLaunch`, with `VARIES` for what each
-            call gives anew. An int that varies must be an argument that the kernel is not specialised on.
+            call gives anew.
 
     Attributes:
         bound: the launch.
@@ -138,6 +138,10 @@ def _write_launch(
         if not isinstance(now, torch.Tensor):
             if isinstance(now, int):
                 changed.append(f"not -0x80000000 <= {name} <= 0x7fffffff")
+                if specialised:
+                    changed.append(f"({name} == 1) is not {now == 1}")
+                    if by_alignment:
+                        changed.append(f"({name} & 15 == 0) is not {now & 15 == 0}")
             return name
         device = now.get_device()
         pointer = f"p_{name}"
