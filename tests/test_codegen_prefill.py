@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -77,12 +78,14 @@ def _assert_clean(artifacts: list[CompiledArtifact]) -> None:
     for code in artifacts:
         registers = code.registers
         assert (registers.vgpr_spills, registers.scratch_bytes) == (0, 0), (code.name, registers)
-        if code.name == "_prefill_append_kernel":
-            # Two kinds of programs share its scalar registers; some wait in vector lanes, outside loops.
-            assert code.loop.total("v_readlane", "v_writelane") == 0
+        if code.name in ("_prefill_append_kernel", "_dense_prefill_kernel"):
+            # Scalar registers may be kept in lanes of vector registers, but hardly within the hot loop: what
+            # one kind of program or one of the two loops needs while another runs.
+            assert code.loop.total("v_readlane", "v_writelane") <= code.loop.valu // 200
         else:
             assert registers.sgpr_spills == 0, (code.name, registers)
-        assert code.lds_bytes <= 64 * 1024
+        assert code.target.figures is not None
+        assert code.lds_bytes <= code.target.figures.lds_bytes
         assert code.waves_per_simd >= 1
 
 
@@ -132,6 +135,37 @@ def test_the_fused_loop_widens_each_key_tile_once_with_native_instructions(
         assert converted > 0
 
 
+# What holds more numbers for a row or a key than the plain case.
+DENSE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "fp16 queries over bf16": ({"format": "bf16", "q_dtype": torch.float16}, {}, {}),
+    "soft cap": ({}, {"logits_soft_cap": 3.0}, {}),
+    "window": ({"format": "bf16"}, {"window_left": 600}, {}),
+    "descale of each key": ({"granularity": "token_head"}, {}, {}),
+    "descale of each key, cap, window, splits": (
+        {"granularity": "token_head"}, {"logits_soft_cap": 3.0, "window_left": 600}, {"num_splits": 3},
+    ),
+    "splits": ({}, {}, {"num_splits": 3}),
+    "no mask": ({}, {"causal": False}, {}),
+    "head_dim 64": ({"head_dim": 64}, {}, {}),
+    "few rows": ({"q_lens": (8,)}, {}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.codegen_all
+@both_targets
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_prefill_neither_spills_nor_uses_scratch(name: str, target: str) -> None:
+    axes, options, forced = DENSE[name]
+    sizes: dict[str, Any] = {"q_lens": (512,), "lens": (1024,), "num_kv_heads": 8, "gqa_ratio": 12}
+    workload = PrefillWorkload(**{**sizes, "head_dim": 128, **axes})
+    q, cache, table, starts = workload.build()
+    with compile_for(target) as artifacts:
+        plan = plan_prefill(q, cache, table, starts, kernel="dense", **forced)
+        batch_prefill(q, cache, table, starts, plan=plan, **options)
+    assert plan.config.block_m == (64 if name == "few rows" else 128)
+    _assert_clean(artifacts)
+
+
 @pytest.mark.skipif(
     TRITON < (3, 9), reason="instruction choice is asserted for Triton 3.9, the development version"
 )
@@ -139,11 +173,11 @@ def test_the_fused_loop_widens_each_key_tile_once_with_native_instructions(
 @pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "fp8_e4m3fnuz", "bf16", "fp4_e2m1"])
 def test_the_dense_loop_multiplies_16_bit_numbers_and_converts_only_p(target: str, fmt: str) -> None:
     config, (widen, dense) = _compile(target, fmt, "dense")
-    depth = 16 if target == "gfx942" else 32
+    depth = 8 if target == "gfx942" else 16
     loop = dense.loop
-    one = config.block_m * config.block_n * 128 // (16 * 16 * depth * dense.num_warps)
-    assert loop.mnemonics[f"v_mfma_f32_16x16x{depth}_bf16"] == one, "Q @ K in Q's type"
-    assert loop.mnemonics[f"v_mfma_f32_16x16x{depth}_f16"] == one, "P @ V in float16"
+    one = config.block_m * config.block_n * 128 // (32 * 32 * depth * dense.num_warps)
+    assert loop.mnemonics[f"v_mfma_f32_32x32x{depth}_bf16"] == one, "Q @ K in Q's type"
+    assert loop.mnemonics[f"v_mfma_f32_32x32x{depth}_f16"] == one, "P @ V in float16"
     assert loop.mfma == 2 * one
     p_elements = config.block_m * config.block_n // (64 * dense.num_warps)
     assert loop.converts <= p_elements
@@ -157,14 +191,23 @@ def test_the_dense_loop_multiplies_16_bit_numbers_and_converts_only_p(target: st
 
 @pytest.mark.codegen_all
 @both_targets
-def test_fp8_throughout_runs_on_fp8_matrix_units(target: str) -> None:
+@pytest.mark.parametrize("kernel", ["fused", None])
+def test_fp8_queries_are_multiplied_by_fp8_matrix_units(target: str, kernel: str | None) -> None:
     caches = ["fp8_e4m3fn", "fp8_e4m3fnuz"] if target == "gfx942" else ["fp8_e4m3fn"]
     for fmt in caches:
         dtype = torch.float8_e4m3fn if fmt == "fp8_e4m3fn" else torch.float8_e4m3fnuz
-        _, artifacts = _compile(target, fmt, q_dtype=dtype)
+        config, artifacts = _compile(target, fmt, kernel, q_dtype=dtype)
         _assert_clean(artifacts)
-        (code,) = artifacts
-        assert code.loop.mfma == code.loop.total("v_mfma_f32_16x16x32_fp8_fp8", "v_mfma_f32_16x16x128_f8f6f4")
+        loop = artifacts[-1].loop
+        fp8 = {name: n for name, n in loop.mnemonics.items() if name.endswith(("_fp8_fp8", "_f8f6f4"))}
+        if kernel == "fused":
+            assert loop.mfma == sum(fp8.values())
+            continue
+        assert config.kernel == "dense"
+        # Q @ K alone; P @ V is in float16.
+        rows, depth = (32, 16) if target == "gfx942" else (32, 64)
+        one = config.block_m * config.block_n * 128 // (rows * rows * depth * artifacts[-1].num_warps)
+        assert sum(fp8.values()) == one or TRITON < (3, 9)
 
 
 @pytest.mark.codegen_all

@@ -25,7 +25,7 @@ from narrowkv.cli.report import version
 
 run = CliRunner().invoke
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU says")
-COMMANDS = ("probe", "validate", "bench", "inspect", "engines", "env")
+COMMANDS = ("probe", "validate", "bench", "inspect", "engines", "warmup", "env", "report")
 
 
 def command(*arguments: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
@@ -106,7 +106,7 @@ OPERATIONS = {"validate": {"decode", "prefill", "sparse", "sage", "fp4"},
               "inspect": {"decode", "prefill", "sparse", "sage", "model"},
               "engines": {"try"}}  # fmt: skip
 # What they show is not a table of results.
-WITHOUT_A_TABLE = [("env",), ("bench", "host"), ("inspect", "model"), ("engines", "try")]
+WITHOUT_A_TABLE = [("env",), ("report",), ("bench", "host"), ("inspect", "model"), ("engines", "try")]
 EVERY = [
     ("probe",),
     ("env",),

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
-from narrowkv.attn_prefill.plan import PrefillPlan, can_pipeline
+from narrowkv.attn_prefill import AppendPlan, batch_prefill, plan_append, plan_prefill, prefill_append
+from narrowkv.attn_prefill.plan import can_pipeline
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload, copy_cache, differing_bytes
 from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.runtime.launch import Workspace, block_bytes
 from narrowkv.runtime.targets import device_target
 
 P, A = PrefillWorkload, AppendWorkload
@@ -41,19 +42,22 @@ class Guards:
         copy = held[GUARD : GUARD + size].view(tensor.dtype).view(tensor.shape)
         return copy.copy_(tensor)
 
-    def plan(self, plan: PrefillPlan) -> PrefillPlan:
+    def plan(self, plan: Any) -> Any:
         """The plan with all its memory between guard zones."""
+        guards, size = self, plan.workspace_bytes()
 
-        def move(memory: Any) -> Any:
-            if isinstance(memory, torch.Tensor):
-                return self.like(memory)
-            if memory is None:
-                return None
-            moved = [move(x) if isinstance(x, torch.Tensor) else x for x in memory]
-            return type(memory)(*moved) if hasattr(memory, "_fields") else tuple(moved)
+        class Guarded(Workspace):
+            def carve(self, blocks: Any) -> tuple[torch.Tensor, ...]:
+                assert block_bytes(blocks) <= size
+                return tuple(
+                    guards.like(torch.empty(shape, dtype=dtype, device=self.device))
+                    for shape, dtype in blocks
+                )
 
-        names = ("scratch", "workspace", "arrivals")
-        return replace(plan, **{name: move(getattr(plan, name)) for name in names})
+            def counters(self, count: int) -> torch.Tensor:
+                return guards.like(super().counters(count))
+
+        return plan.with_workspace(Guarded(size, plan.device))
 
     def cache(self, cache: PagedKVCache) -> PagedKVCache:
         """The cache with all its memory between guard zones."""
@@ -238,7 +242,7 @@ def _append(
     q, k_new, v_new, cache, table, starts, _ = A(
         q_lens=NEW, lens=OLD, num_kv_heads=1, gqa_ratio=7, granularity=granularity
     ).build_append(device)
-    if kernel == "pipelined" and not can_pipeline(device_target(q.device), q, cache):
+    if kernel == "pipelined" and not can_pipeline(device_target(q.device), q.dtype, cache):
         pytest.skip("not for this GPU")
     guards = Guards()
     plan = plan_append(q, cache, table, starts, kernel=kernel, num_splits=splits, **(bounds or {}))
@@ -251,8 +255,10 @@ def _append(
     change(table, starts)
     prefill_append(q, k_new, v_new, cache, table, starts, out=out, lse=lse, plan=plan, **options)
     guards.check()
-    if plan.arrivals is not None:
-        assert not any(int(counters.abs().sum()) for counters in plan.arrivals)
+    memory = plan.memory(plan.config)
+    assert memory is not None
+    for name in {"ready", "left"} & memory.tensors.keys():
+        assert int(memory.tensors[name].abs().sum()) == 0
     return out, lse, cache, before
 
 
@@ -406,7 +412,7 @@ def test_validate_finds_every_wrong_value_of_an_append_and_changes_nothing(devic
     assert rope is not None
     before = copy_cache(cache)
 
-    def refused(message: str, plan: PrefillPlan | None = None, **changed: Any) -> None:
+    def refused(message: str, plan: AppendPlan | None = None, **changed: Any) -> None:
         call = {"cache": cache, "table": table, "starts": starts, "rope": rope, **changed}
         held = copy_cache(call["cache"])
         with pytest.raises(ValueError, match=message):

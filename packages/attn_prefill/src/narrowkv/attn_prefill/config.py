@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from narrowkv.quant.device import BITS, FNUZ_ALIAS, NATIVE, widen_route
 from narrowkv.runtime.errors import UnsupportedError, check_choice
 from narrowkv.runtime.launch import LaunchOptions
@@ -24,6 +26,7 @@ _KEYS_IN_PAGES = 8192
 # (FP8) 47 us instead of 49, 1k over 0 34 and 36, but 1k over 4k (bf16) 152 and 141; perhaps since programs
 # come to lie on other units where those ahead end one by one.
 _SCORES_OF_EARLY_APPENDS = 2**27
+_ITERATIVE_ILP = "amdgpu-sched-strategy=iterative-ilp"
 _TRITON_FP8 = {"fp8_e4m3fn": "float8e4nv", "fp8_e4m3fnuz": "float8e4b8"}
 
 
@@ -37,6 +40,7 @@ class PrefillShape:
         num_qo_heads, num_kv_heads, head_dim, page_size: sizes.
         max_seq_len: a bound of a sequence's keys.
         kv_tokens: a bound of all sequences' keys together.
+        q_dtype: of the query.
     """
 
     batch: int
@@ -48,6 +52,7 @@ class PrefillShape:
     page_size: int
     max_seq_len: int
     kv_tokens: int
+    q_dtype: torch.dtype = torch.bfloat16
 
     @property
     def gqa_ratio(self) -> int:
@@ -154,6 +159,7 @@ def choose_config(
     scratch_fits: bool,
     can_decode: bool,
     can_pipeline: bool = False,
+    plain_keys: bool = True,
     kernel: str | None = None,
 ) -> PrefillConfig:
     """The shipped configuration.
@@ -166,6 +172,7 @@ def choose_config(
         scratch_fits: whether widened keys fit the allowed memory.
         can_decode: whether every sequence is known to have one query token.
         can_pipeline: whether `kernels/pipelined.py` takes the formats and runs here.
+        plain_keys: no descale of single keys, and Q has K's type or one that is widened to it exactly.
         kernel: forces "dense", "fused" or "decode".
 
     Raises:
@@ -179,7 +186,7 @@ def choose_config(
             f"got k={formats[0]}, v={formats[1]}; each with itself or with FP8 or FP4 works"
         )
     if q_fp8 is not None:
-        return _fp8_config(target, shape, formats, q_fp8, kernel)
+        return _fp8_config(target, shape, formats, q_fp8, kernel, scratch_fits, plain_keys)
     block_m = block_m_for(shape)
     tiles = -(-shape.num_tokens * shape.gqa_ratio // (block_m * max(shape.batch, 1)))
     chosen, why = _choose_kernel(target, formats, tiles, scratch_fits, can_decode)
@@ -188,20 +195,26 @@ def choose_config(
             raise UnsupportedError(
                 "kernel='decode' needs one query token in every sequence: plan with max_q_len=1"
             )
-        if kernel == "dense" and not scratch_fits:
-            raise UnsupportedError(
-                f"kernel='dense' needs scratch for {shape.kv_tokens} keys, more than is allowed: "
-                "plan with max_kv_tokens or a larger scratch_limit_bytes"
-            )
+        if kernel == "dense":
+            check_scratch(shape, scratch_fits)
         chosen, why = kernel, "as asked"
     if chosen == "decode":
         return PrefillConfig("decode", why)
     wide = shape.head_dim > 128
     if chosen == "dense":
-        plain = _dense_config(target, shape, block_m, why, wide)
+        plain = _dense_config(target, shape, block_m, why, wide, plain_keys)
         pays = block_m == 64 and shape.max_seq_len >= _PIPELINED_KEYS
         return _pipelined_config(target, shape, plain, formats[0]) if can_pipeline and pays else plain
     return _fused_config(target, shape, block_m, why, wide)
+
+
+def check_scratch(shape: PrefillShape, fits: bool) -> None:
+    """Refuses `kernel="dense"` for more widened keys than the allowed memory holds."""
+    if not fits:
+        raise UnsupportedError(
+            f"kernel='dense' needs scratch for {shape.kv_tokens} keys, more than is allowed: "
+            "plan with max_kv_tokens or a larger scratch_limit_bytes"
+        )
 
 
 def _choose_kernel(
@@ -253,6 +266,11 @@ def produce_options(target: Target, head_dim: int, block: int) -> LaunchOptions:
     return replace(options, maxnreg=64) if block == 128 and head_dim <= 128 else options
 
 
+def partial_programs(target: Target, resident: int) -> int:
+    """Programs with partial results that a launch has at most, which bounds their memory."""
+    return 8 * resident * units_of(target)
+
+
 def _splits(target: Target, programs: int, key_tiles: int, resident: int = 2) -> int:
     """Programs that share a tile's keys: how many finish first.
 
@@ -262,6 +280,7 @@ def _splits(target: Target, programs: int, key_tiles: int, resident: int = 2) ->
     128 over 4k at 1 and 4 splits 82 and 85 us.
     """
     slots = resident * units_of(target)
+    most = min(key_tiles // 4, 32, partial_programs(target, resident) // max(programs, 1))
 
     def cost(splits: int) -> float:
         waves = -(-programs * splits // slots)
@@ -269,30 +288,83 @@ def _splits(target: Target, programs: int, key_tiles: int, resident: int = 2) ->
             return waves * (key_tiles + 2.0)
         return waves * (key_tiles / splits + 8) + 1.5 * splits
 
-    return min(range(1, max(1, min(key_tiles // 4, 32)) + 1), key=cost)
+    return min(range(1, max(1, most) + 1), key=cost)
 
 
-def _dense_config(target: Target, shape: PrefillShape, block_m: int, why: str, wide: bool) -> PrefillConfig:
+def _dense_config(
+    target: Target, shape: PrefillShape, block_m: int, why: str, wide: bool, plain: bool = True
+) -> PrefillConfig:
     if target.is_amd:
-        # 64 keys a tile spill at two waves a SIMD.
-        block_n = 16 if wide else 32
-        options = LaunchOptions(
-            num_warps=4, num_stages=1, waves_per_eu=None if wide else 2, matrix_instr_nonkdim=16
-        )
-    else:
-        # H200, 1k new over 4k, 96/8 heads: 64 x 64 at 4 warps and 3 stages 462 us, 2 stages 510, 64 x 32 509,
-        # 128 x 64 at 8 warps 529, 64 x 128 632; by pointers and not descriptors 481.
-        block_n = 32 if wide else 64
-        options = LaunchOptions(num_warps=8 if wide else 4, num_stages=3)
-    programs = shape.row_tiles(block_m) * shape.num_kv_heads
-    splits = _splits(target, programs, -(-shape.max_seq_len // block_n))
+        return _amd_dense_config(target, shape, block_m, why, plain)
+    # H200, 1k new over 4k, 96/8 heads: 64 x 64 at 4 warps and 3 stages 462 us, 2 stages 510, 64 x 32 509,
+    # 128 x 64 at 8 warps 529, 64 x 128 632; by pointers and not descriptors 481.
+    block_n = 32 if wide else 64
+    options = LaunchOptions(num_warps=8 if wide else 4, num_stages=3)
+    splits = _splits(target, shape.row_tiles(block_m) * shape.num_kv_heads, -(-shape.max_seq_len // block_n))
     # The extra round costs a tile. H200, base and overlapped: 1k over 0 78 and 86 us, 1k over 4k 444 and 443,
     # 128 over 32k in 4 splits 469 and 439.
-    overlap = target.is_nvidia and not wide and shape.max_seq_len >= 4096
+    # Tiles of few rows always have it, so that tables of any width compile the same kernels.
+    overlap = target.is_nvidia and not wide and (shape.max_seq_len >= 4096 or block_m < 64)
     return PrefillConfig(
         "dense", why, block_m, block_n, num_splits=splits, tma=target.name == "sm90", overlap=overlap,
         options=options,
     )  # fmt: skip
+
+
+def _amd_dense_config(
+    target: Target, shape: PrefillShape, block_m: int, why: str, plain: bool
+) -> PrefillConfig:
+    """Tiles and options on CDNA, by `narrowkv inspect model --case`, hot loop, model TFLOP/s at 96/8 heads.
+
+    128 rows, 32 x 32 matrix instructions, 64 keys a tile; in brackets 64 x 32 with 16 x 16 instructions, one
+    stage and registers for two waves a SIMD. gfx942: plain 521 (375), head_dim 64 422 (289), soft cap 220
+    (254), window 529 (363). gfx950: plain 1087 (482), head_dim 64 932 (482), soft cap 307 (300).
+    32 keys a tile where more numbers are held for each row or key: gfx942, descale of each key 293 (with 64
+    keys 319, but spills beside a cap and a window; before 246), three splits 458 (371, 366), fp16 queries
+    over bf16 501 (437, 475); gfx950, descale of each key 453 (346, 328), three splits 905 (827, 492).
+
+    On gfx942 a second stage adds LDS bank conflicts: 128 x 32 with one stage 460, with two 355. Storing V
+    transposed changes nothing there (521). On gfx950 the second stage is worth 706 -> 1087, a third stage and
+    256 rows nothing. LLVM's strategy iterative-ilp: gfx942 334 -> 521, gfx950 1087 -> 1043, at head_dim 64
+    867 -> 932; under Triton 3.8 it crashes the compiler beside factors of keys, where it gains 2%. Tiles of
+    64 rows: gfx942 375 -> 396 by `kpack` and the strategy, gfx950 482 -> 786 by the second stage.
+
+    plain: no factors of single keys, and Q is one term.
+    """
+    gfx950 = target.name == "gfx950"
+    head_dim = shape.head_dim
+    rows = -(-shape.num_tokens * shape.gqa_ratio // max(shape.batch, 1))
+    large = head_dim in (64, 128) and rows >= 128
+    # Fewer tiles than compute units would leave some idle.
+    large = large and shape.row_tiles(128) * shape.num_kv_heads >= units_of(target)
+    block_m = 128 if large else block_m
+    programs = shape.row_tiles(block_m) * shape.num_kv_heads
+    block_n = 16 if head_dim > 128 else 32
+    splits = _splits(target, programs, -(-shape.max_seq_len // block_n))
+    if large and plain and (splits == 1 or programs >= 2 * units_of(target)):
+        # Splits would fill the last round of programs better, but cost as much as that saves.
+        block_n, splits = 64, 1
+    scheduled = plain and head_dim <= 128 and (not gfx950 or (large and head_dim == 64))
+    options = LaunchOptions(
+        num_warps=4,
+        num_stages=2 if gfx950 and head_dim <= 128 else 1,
+        waves_per_eu=2 if head_dim <= 128 and not large and not gfx950 else None,
+        matrix_instr_nonkdim=32 if large else 16,
+        kpack=2 if head_dim <= 128 else None,
+        llvm_fn_attrs=_ITERATIVE_ILP if scheduled else None,
+    )
+    return PrefillConfig("dense", why, block_m, block_n, num_splits=splits, options=options)
+
+
+def for_rules(target: Target, config: PrefillConfig, *, soft_cap: bool) -> PrefillConfig:
+    """The configuration of attention over widened keys for what is known at the call only.
+
+    CDNA lacks registers for tiles of 128 x 64 beside a soft cap (model TFLOP/s with 64 and 32 keys: gfx942
+    220 and 263, gfx950 307 and 348) and beside splits that the caller asks for, see `_amd_dense_config`.
+    """
+    if target.is_amd and (soft_cap or config.num_splits > 1):
+        return replace(config, block_n=min(config.block_n, 32))
+    return config
 
 
 def _pipelined_config(
@@ -348,18 +420,41 @@ def _fused_config(target: Target, shape: PrefillShape, block_m: int, why: str, w
 
 
 def _fp8_config(
-    target: Target, shape: PrefillShape, formats: tuple[str, str], q_fp8: str, kernel: str | None
+    target: Target,
+    shape: PrefillShape,
+    formats: tuple[str, str],
+    q_fp8: str,
+    kernel: str | None,
+    scratch_fits: bool,
+    plain_keys: bool,
 ) -> PrefillConfig:
+    """Dense where a key tile serves enough tiles of rows, but not on NVIDIA.
+
+    K's bytes are multiplied as they are stored, and P by V in float16: P as one E4M3 number would be off by
+    2%, as two it takes the matrix unit as long and the vector ALU longer. Model TFLOP/s of the loop, 96/8
+    heads, in brackets from pages with P as two terms: gfx942 652 (210) in tiles of 128 x 64; gfx950 1161
+    (293) in tiles of 128 x 32, 1010 in tiles of 128 x 64, whose registers leave room for one wave a SIMD.
+    """
     if set(formats) != {q_fp8}:
         raise UnsupportedError(
             f"an FP8 query needs K and V in its own format {q_fp8}, got k={formats[0]}, v={formats[1]}; "
             "a 16-bit query reads any cache"
         )
-    if kernel not in (None, "fused"):
-        raise UnsupportedError(f"an FP8 query has kernel='fused' only, got {kernel!r}")
+    if kernel == "decode" or (kernel == "dense" and target.is_nvidia):
+        raise UnsupportedError(
+            f"an FP8 query has kernel='fused'{'' if target.is_nvidia else ' and kernel=' + repr('dense')} "
+            f"on {target.name}, got {kernel!r}"
+        )
+    if kernel == "dense":
+        check_scratch(shape, scratch_fits)
     unit = fp8_unit(target, q_fp8)
     wide = shape.head_dim > 128
     block_m = block_m_for(shape)
+    tiles = -(-shape.num_tokens * shape.gqa_ratio // (block_m * max(shape.batch, 1)))
+    if kernel == "dense" or (kernel is None and not target.is_nvidia and scratch_fits and tiles >= 2):
+        why = f"each key tile serves {tiles} tiles of rows, so it is gathered once beforehand"
+        plain = plain_keys and target.name != "gfx950"
+        return replace(_dense_config(target, shape, block_m, why, wide, plain), fp8=unit)
     base = _fused_config(target, shape, block_m, "FP8 matrix units take the cache as it is", wide)
     options = replace(base.options, num_warps=8) if target.is_amd else base.options  # 4 spill scalars
     return replace(base, block_n=_fp8_block_n(target), fp8=unit, options=options)

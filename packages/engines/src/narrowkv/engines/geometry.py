@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from narrowkv.attn_prefill.plan import HEAD_DIMS
+from narrowkv.attn_prefill.checks import HEAD_DIMS
 
 
 def geometry_reasons(

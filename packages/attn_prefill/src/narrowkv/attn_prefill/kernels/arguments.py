@@ -2,7 +2,7 @@
 
 A struct of pointers is passed at run time; one of constants is a `tl.constexpr`. A tuple that is passed at
 run time must not hold a tuple (Triton 3.6 mistakes a number 1 in the inner one), so the cache is one flat
-struct, from which kernels make those of `narrowkv.attn_decode.kernels` and `narrowkv.paged_cache.kernels`.
+struct, from which kernels make those of `narrowkv.paged_cache.kernels`.
 """
 
 from typing import Any, NamedTuple
@@ -220,7 +220,7 @@ class Filling(NamedTuple):
     """Constants of a launch that fills the scratch for the one that attends.
 
     Attributes:
-        k_type: what K is widened to; None leaves it in its pages.
+        k_type: what K is widened to, or the FP8 type that its bytes are kept as; None leaves it in its pages.
         causal: which rows see the most keys, for the order of tiles.
         early: the launch that attends may begin before this one has ended.
         wide_address, nvidia: as in `Rules`.

@@ -2,7 +2,7 @@
 
 Widening costs each key tile once instead of once for every tile of query rows, and what is left is a plain
 16-bit attention over contiguous keys. K becomes Q's type and V float16, both exactly but for small elements
-of V in bf16, see `to_fp16_in_units`.
+of V in bf16, see `to_fp16_in_units`. Beside FP8 queries K keeps its stored bytes, for the FP8 matrix unit.
 """
 
 import triton
@@ -10,6 +10,7 @@ import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import load_query, scale_to_fp16, split_query, widen_tile
 from narrowkv.attn_prefill.kernels.arguments import Scratch
+from narrowkv.attn_prefill.kernels.fused import as_fp8
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
     Queries,
@@ -97,7 +98,11 @@ def store_block(target, words, kv_head, block, rows, keep, rest, HEAD_DIM: tl.co
 @triton.jit
 def keys_without_value(inside, KIND: tl.constexpr):
     """What is stored for keys without a finite value, `[N, 1]`: NaN, or zero where there is no key."""
-    return tl.where(inside, float("nan"), 0.0).to(KIND)[:, None]
+    if KIND.is_fp8():
+        NAN: tl.constexpr = 0x80 if tl.float8e4b8 == KIND else 0x7F
+        return tl.where(inside, NAN, 0).to(tl.uint8)[:, None]
+    else:
+        return tl.where(inside, float("nan"), 0.0).to(KIND)[:, None]
 
 
 @triton.jit
@@ -108,8 +113,9 @@ def widen_block(
 ):  # fmt: skip
     """Gathers, widens and stores one block of one head: keys from `first_row` of `seq` to block `block`.
 
-    IN_UNITS: K is still to be multiplied by `k_unit`, which is noted. K_TYPE: what K becomes; None leaves it
-    where it is, and notes a factor of each key, which is NaN where its V is not finite.
+    IN_UNITS: K is still to be multiplied by `k_unit`, which is noted. K_TYPE: what K becomes; the matrix
+    unit's FP8 type for the bytes as stored; None leaves K where it is, and notes a factor of each key, which
+    is NaN where its V is not finite.
     """
     HEAD_DIM: tl.constexpr = SIZES.head_dim
     PAGE_SIZE: tl.constexpr = SIZES.page_size
@@ -166,10 +172,15 @@ def widen_block(
         tl.store(scratch.k_factor + factors, tl.where(bad, float("nan"), 1.0))
         unusual = unusual | (tl.max(bad.to(tl.int32), 0) > 0)
     else:
-        parts, k_factor = widen_tile(k_words, k_scale, K_FORMAT, K_ROUTE, K_TYPE, K_PARTS, K_DESCALE)
+        if K_TYPE.is_fp8():
+            wide_k = as_fp8(k_words, K_TYPE, False).to(tl.uint8, bitcast=True)
+            k_factor = k_scale
+        else:
+            parts, k_factor = widen_tile(k_words, k_scale, K_FORMAT, K_ROUTE, K_TYPE, K_PARTS, K_DESCALE)
+            wide_k = join_parts(parts, K_PARTS)
         store_block(
-            scratch.k, join_parts(parts, K_PARTS), kv_head, block, scratch.rows, finite,
-            keys_without_value(inside, K_TYPE), HEAD_DIM, BLOCK_D, BLOCK_N,
+            scratch.k, wide_k, kv_head, block, scratch.rows, finite, keys_without_value(inside, K_TYPE),
+            HEAD_DIM, BLOCK_D, BLOCK_N,
         )  # fmt: skip
         if K_PER_KEY:
             tl.store(scratch.k_factor + factors, tl.where(inside, k_factor, 0.0))
@@ -251,7 +262,8 @@ def load_rows(target, desc, base, d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constex
         if HEAD_DIM == BLOCK_D:
             return tl.load(target + at)
         else:
-            return tl.load(target + at, mask=(d < HEAD_DIM)[None, :], other=0.0)
+            ZERO: tl.constexpr = 0 if target.dtype.element_ty == tl.uint8 else 0.0
+            return tl.load(target + at, mask=(d < HEAD_DIM)[None, :], other=ZERO)
 
 
 @triton.jit
@@ -313,6 +325,8 @@ def dense_range(
         if V_PER_KEY:
             v_factor = tl.load(scratch.v_factor + row + tl.arange(0, BLOCK_N))
         k = load_rows(scratch.k, k_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)  # [BLOCK_N, BLOCK_D]
+        if RULES.fp8 is not None:
+            k = k.to(RULES.fp8, bitcast=True)
         s = tl.dot(q, tl.trans(k))
         if RULES.split_q:
             s = tl.dot(q_low, tl.trans(k), s)
@@ -429,10 +443,15 @@ def dense_tile(
     )
     if RULES.split:
         begin, end, full, full_end = share_of(begin, end, full, full_end, split, num_splits)
-    if RULES.scale_q:
-        parts, row_scale = scale_to_fp16(parts, 1)
-        logit_scale *= row_scale
-    high, low = split_query(parts, COMPUTE, SPLIT_Q, 1)
+    if RULES.fp8 is not None:
+        # Queries come from anywhere, so their bytes are never taken to be clean.
+        high = (as_fp8(parts[0], RULES.fp8, False),)
+        low = high
+    else:
+        if RULES.scale_q:
+            parts, row_scale = scale_to_fp16(parts, 1)
+            logit_scale *= row_scale
+        high, low = split_query(parts, COMPUTE, SPLIT_Q, 1)
     base += kv_head.to(tl.int64) * scratch.rows
     acc, m, l = dense_keys(
         high[0], low[0], tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
@@ -487,6 +506,8 @@ def _dense_prefill_kernel(
     parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, HEAD_DIM, BLOCK_D, 1)
     logit_scale = tl.full([BLOCK_M], 1.0, tl.float32) * qk_scale
     o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * out_scale
+    if RULES.q_descale:
+        logit_scale *= tl.load(q.descale)
     logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K_DESCALE)
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
     dense_tile(

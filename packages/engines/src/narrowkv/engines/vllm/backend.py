@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import (
 
 from narrowkv.attn_decode import DecodePlan, DecodeShape, paged_decode, plan_decode
 from narrowkv.attn_prefill import PrefillPlan, batch_prefill, plan_prefill
-from narrowkv.attn_prefill.plan import HEAD_DIMS
+from narrowkv.attn_prefill.checks import HEAD_DIMS
 from narrowkv.engines.vllm.slots import CACHE_DTYPES, ULTRAQUANT, format_of, layer_cache, slot_bytes
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.runtime.errors import UnsupportedError
