@@ -125,11 +125,12 @@ def attend_paged(
     table = PageTable.from_ragged(ends, slots, torch.ones_like(starts[1:]), page_size=1)
     q = query[0].transpose(0, 1)
     options: dict[str, Any] = {"sm_scale": scaling, "logits_soft_cap": softcap or 0.0, "sinks": s_aux}
-    if kwargs["max_length_q"] == 1 and q.shape[0] == table.batch_size:
+    bound = "max_length" if "max_length_q" in kwargs else "max_seqlen"  # the second up to transformers 5.17
+    longest_q, longest_k = (_named(kwargs[f"{bound}_{side}"], layer.kind) for side in "qk")
+    if longest_q == 1 and q.shape[0] == table.batch_size:
         o: Any = paged_decode(q, cache, table, **options)
         return o[None], None
-    bounds = kwargs["max_length_q"], _named(kwargs["max_length_k"], layer.kind)
-    plan = _plan(engine, q, cache, table, starts, bounds)
+    plan = _plan(engine, q, cache, table, starts, (longest_q, longest_k))
     o = batch_prefill(q, cache, table, starts, plan=plan, **options)
     return o[None], None
 
