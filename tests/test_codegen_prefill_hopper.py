@@ -11,7 +11,6 @@ import triton
 
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
-from narrowkv.paged_cache.pointers import table_pointers
 from narrowkv.runtime.launch.gluon import has_gluon
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -196,19 +195,20 @@ def test_keys_that_stay_in_their_pages_are_copied_from_there(
     ],
 )
 def test_pages_whose_keys_can_be_copied(layout: str, page_size: int, block: list[int] | None) -> None:
-    from narrowkv.attn_prefill.kernels.pipelined import page_descriptor
+    from narrowkv.attn_prefill.kernels.pipelined import page_matrix
 
     for heads in (1, 3):
         workload = PrefillWorkload(
             lens=(500,), q_lens=(5,), num_kv_heads=heads, head_dim=128, format="bf16", layout=layout,
             page_size=page_size,
         )  # fmt: skip
-        _q, cache, page_table, _starts = workload.build()
-        desc, pages = page_descriptor(cache, table_pointers(page_table, cache), 128)
+        cache = workload.build()[1]
+        pages = page_matrix(cache, 128)
         if block is None:
-            assert desc is None
             assert pages is None
             continue
+        assert pages is not None
+        desc = pages.descriptor
         assert desc.block_shape == block
         # The matrix that it names has each page's keys where the cache has them.
         matrix = torch.as_strided(cache.k, desc.shape, desc.strides, cache.k.storage_offset())

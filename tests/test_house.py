@@ -35,6 +35,7 @@ ARROWS = {
     "attn_prefill": {"runtime", "quant", "paged_cache", "attn_decode"},
     "sage": {"runtime", "quant"},
     "sparse_fp8": {"runtime", "quant"},
+    "engines": {"runtime", "quant", "paged_cache", "attn_decode", "attn_prefill", "sparse_fp8"},
 }
 ARROWS["cli"] = set(ARROWS)
 MAX_ARGUMENTS = 14

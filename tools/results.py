@@ -472,6 +472,16 @@ def source_table(name: str) -> str:
     return "\n".join([*lines, f"- Data: `benchmarks/results/{name}.json`"])
 
 
+def report_table(name: str) -> str:
+    """Rows of a document of `narrowkv report`: measured beside modelled times."""
+    heads = ["bench", "call", "measured us", "model us", "measured / model"]
+    keys = ("measured_us", "model_us", "measured_over_model")
+    return table(heads, [
+        [row["bench"], row["call"], *("-" if row.get(k) is None else f"{row[k]:.4g}" for k in keys)]
+        for row in load(name)["rows"]
+    ])  # fmt: skip
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "capacity": capacity_table,
     "decode": decode_table,
@@ -481,6 +491,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sparse-h100": lambda: sparse_table("sparse-h100"),
     "sparse-h200": lambda: sparse_table("sparse-h200"),
     "sage": sage_table,
+    **{f"report {path.stem}": partial(report_table, path.stem) for path in RESULTS.glob("*.json")},
     **{f"source {path.stem}": partial(source_table, path.stem) for path in RESULTS.glob("*.json")},
 }
 

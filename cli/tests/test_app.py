@@ -25,7 +25,7 @@ from narrowkv.cli.report import version
 
 run = CliRunner().invoke
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU says")
-COMMANDS = ("probe", "validate", "bench", "inspect", "env")
+COMMANDS = ("probe", "validate", "bench", "inspect", "engines", "warmup", "env", "report")
 
 
 def command(*arguments: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
@@ -87,6 +87,8 @@ def test_a_command_is_named_in_its_own_help() -> None:
         (["bench", "decode", "--format", "fp3"], ["--format", "fp8_e4m3fn", "fp3"]),
         (["bench", "decode", "--context", "1000", "--page-size", "64"], ["--context", "1000", "64"]),
         (["inspect", "--format", "fp3"], ["fp3", "fp8_e4m3fn"]),
+        (["engines", "try", "triton"], ["ENGINE", "transformers", "triton"]),
+        (["engines", "try", "vllm", "--cache", "fp4"], ["--cache", "ultraquant_4bit"]),
         (["no-such-command"], ["no-such-command"]),
         (["probe", "--no-such-option"], ["--no-such-option"]),
     ],
@@ -101,9 +103,10 @@ def test_wrong_usage_ends_with_2_and_says_what_is_known(arguments: list[str], wo
 
 OPERATIONS = {"validate": {"decode", "prefill", "sparse", "sage", "fp4"},
               "bench": {"decode", "prefill", "sparse", "sage", "host"},
-              "inspect": {"decode", "prefill", "sparse", "sage", "model"}}  # fmt: skip
+              "inspect": {"decode", "prefill", "sparse", "sage", "model"},
+              "engines": {"try"}}  # fmt: skip
 # What they show is not a table of results.
-WITHOUT_A_TABLE = [("env",), ("bench", "host"), ("inspect", "model")]
+WITHOUT_A_TABLE = [("env",), ("report",), ("bench", "host"), ("inspect", "model"), ("engines", "try")]
 EVERY = [
     ("probe",),
     ("env",),

@@ -40,8 +40,12 @@ def test_series_differ_in_colour_and_in_marker() -> None:
         (["validate", "sparse", "--on", "cpu", "--case", "lens=9"], 1, "error.max_abs"),
         (["validate", "sage", "--on", "cpu", "--jobs", "1"], 1, "total.relative_l1"),
         (["validate", "fp4", "--on", "cpu", "--seeds", "1", "--batch", "1", "--context", "48"], 19, "bits"),
-        (["inspect", "--target", "gfx950", "--context", "64", "--num-kv-heads", "1"], 2, "vgprs"),
-        (["inspect", "sparse", "--target", "gfx942", "--case", "lens=16"], 1, "lds_bytes"),
+        (
+            ["inspect", "--no-model", "--target", "gfx950", "--context", "64", "--num-kv-heads", "1"],
+            2,
+            "vgprs",
+        ),
+        (["inspect", "sparse", "--no-model", "--target", "gfx942", "--case", "lens=16"], 1, "lds_bytes"),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
 )

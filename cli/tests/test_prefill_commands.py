@@ -173,7 +173,7 @@ def test_what_is_shipped_covers_kernels_formats_and_fp8_units() -> None:
 
 def test_inspect_shows_registers_and_the_share_of_matrix_instructions() -> None:
     line = "q=fp8_e4m3fn,q_lens=64,lens=256,clean=1"
-    result = run(app, ["inspect", "prefill", "--target", "gfx950", "--case", line, "--json"])
+    result = run(app, ["inspect", "prefill", "--target", "gfx950", "--case", line, "--no-model", "--json"])
     assert result.exit_code == 0, result.stderr
     (inspection,) = json.loads(result.stdout)["inspections"]
     (kernel,) = inspection["kernels"]

@@ -91,7 +91,7 @@ def test_the_sweep_covers_the_contract() -> None:
 def test_inspect_shows_every_shipped_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(inspection.shipped_cases()) == 2 * 3 * 4
     monkeypatch.setattr(inspection, "shipped_cases", lambda: [SageCase(tokens=256)])
-    code, document = ask("inspect", "sage", "--target", "gfx950")
+    code, document = ask("inspect", "sage", "--target", "gfx950", "--no-model")
     assert code == 0
     (found,) = document["inspections"]
     assert "fp8_e4m3fn" in found["plan"]

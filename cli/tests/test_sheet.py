@@ -129,7 +129,7 @@ def test_validate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, operation: st
 )
 def test_inspect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], least: int) -> None:
     options = ["--target", "gfx942", "--resume", str(tmp_path / "kept")]
-    assert_whole_at_every_width(monkeypatch, ["inspect", *arguments, *options], least)
+    assert_whole_at_every_width(monkeypatch, ["inspect", *arguments, "--no-model", *options], least)
 
 
 def test_probe_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_samples_of_a_split_call_fit_together() -> None:
 
 def test_inspect_shows_registers_and_fp8_matrix_instructions() -> None:
     line = "lens=16+16,q=fp8"
-    result = run(app, ["inspect", "sparse", "--target", "gfx942", "--case", line, "--json"])
+    result = run(app, ["inspect", "sparse", "--target", "gfx942", "--case", line, "--no-model", "--json"])
     assert result.exit_code == 0, result.stderr
     (inspection,) = json.loads(result.stdout)["inspections"]
     (kernel,) = inspection["kernels"]

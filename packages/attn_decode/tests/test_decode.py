@@ -50,7 +50,7 @@ def test_every_gqa_ratio(ratio: int, device: str) -> None:
     _check(W(gqa_ratio=ratio), device)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
 def test_every_head_dim(head_dim: int, device: str) -> None:
     _check(W(head_dim=head_dim, gqa_ratio=3), device)
 

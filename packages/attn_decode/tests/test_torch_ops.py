@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import shutil
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -14,7 +17,7 @@ from narrowkv.attn_decode.torch_ops import traced_decode
 from narrowkv.attn_decode.workloads import DecodeWorkload
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append
 from narrowkv.paged_cache.torch_ops import cache_options, cache_tensors, traced_append
-from narrowkv.runtime.launch.tracing import spell, spelled
+from narrowkv.runtime.launch.tracing import as_bytes, spell, spelled
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "gqa_ratio": 2, "head_dim": 64}
 FORMATS = {
@@ -113,6 +116,29 @@ class _Layer(torch.nn.Module):
         return o
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with a C++ compiler on a CPU")
+@pytest.mark.parametrize("fmt", ["bf16", "fp8 token_head"])
+def test_inductor_does_not_copy_the_cache(fmt: str) -> None:
+    q, cache, table = FORMATS[fmt].build()
+    _, eager_cache, eager_table = FORMATS[fmt].build()
+    expected = _step(q, *_new(), eager_cache, eager_table)
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> Any:
+        return _step(q, k, v, slots, cache, table)
+
+    got, codes = run_and_get_code(torch.compile(step, fullgraph=True), q, *_new())
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert _same(_bytes(cache), _bytes(eager_cache))
+    lines = "".join(codes).splitlines()
+    (call,) = (line for line in lines if "narrowkv.append.default(" in line)
+    stored = [name.strip() for name in call.split("default(")[1].split(",")[:2]]
+    assert all(name.startswith("arg") for name in stored), "the caller's own tensors"
+    for line in lines:
+        if "cpp_fused" in line or "clone" in line or "copy_" in line:
+            assert not any(f"{name}," in line or f"{name})" in line for name in stored), line
+
+
 def test_export() -> None:
     q, cache, table = DecodeWorkload(lens=(20, 5), format="bf16", **HEADS).build()
     layer = _Layer(cache, table)
@@ -142,12 +168,14 @@ def test_functionalisation_and_fx() -> None:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_opcheck(fmt: str) -> None:
     q, cache, table = FORMATS[fmt].build()
+    # opcheck compares what an operator left of its arguments, which torch cannot do with FP8.
+    tensors = tuple(x if x is None else as_bytes(x) for x in cache_tensors(cache))
     spec = spell(
-        kind=table.kind, page_size=table.page_size, before_append=False, out_dtype=None,
+        plan=None, kind=table.kind, page_size=table.page_size, before_append=False, out_dtype=None,
         **cache_options(cache),
     )  # fmt: skip
     inputs = (
-        q, *cache_tensors(cache), table.page_ids, table.kv_indptr, table.kv_last_page_len, table.seq_lens,
+        q, *tensors, table.page_ids, table.kv_indptr, table.kv_last_page_len, table.seq_lens,
         None, *spec,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.narrowkv.paged_decode, inputs)
@@ -155,9 +183,7 @@ def test_opcheck(fmt: str) -> None:
         torch.ops.narrowkv.paged_decode_out, (*inputs, torch.empty_like(q), torch.empty(q.shape[:2]))
     )
     spec = spell(**cache_options(cache), rope=None)
-    torch.library.opcheck(
-        torch.ops.narrowkv.append, (*cache_tensors(cache), *_new(), None, None, None, None, *spec)
-    )
+    torch.library.opcheck(torch.ops.narrowkv.append, (*tensors, *_new(), None, None, None, None, *spec))
 
 
 def test_eager_calls_do_not_meet_the_dispatcher() -> None:
@@ -172,11 +198,31 @@ def test_eager_calls_do_not_meet_the_dispatcher() -> None:
     assert "narrowkv::paged_decode" in {event.name for event in seen.events()}
 
 
-def test_a_plan_is_refused_where_torch_traces() -> None:
+def test_a_plan_that_is_traced_is_the_one_that_runs() -> None:
     q, cache, table = FORMATS["bf16"].build()
-    plan = plan_decode(q, cache, table)
-    with pytest.raises(ValueError, match="plan must be None where torch traces"):
-        traced_decode(q, cache, table, plan=plan)
+    plan = plan_decode(q, cache, table, split="even")
+
+    def step(q: torch.Tensor) -> Any:
+        return paged_decode(q, cache, table, plan=plan, return_lse=True)
+
+    expected = step(q)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(q)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    graph = make_fx(step, tracing_mode="real")(q)
+    assert plan.handle in graph.code
+    assert all(torch.equal(a, b) for a, b in zip(graph(q), expected, strict=True))
+    with pytest.raises(ValueError, match=r"must have a positive multiple|plan must be made for"):
+        traced_decode(q[:, :1], cache, table, plan=plan)
+
+
+def test_a_plan_that_is_gone_is_missed_by_name() -> None:
+    q, cache, table = FORMATS["bf16"].build()
+    plans = [plan_decode(q, cache, table)]
+    graph = make_fx(lambda x: paged_decode(x, cache, table, plan=plans[0]), tracing_mode="real")(q)
+    plans.clear()
+    gc.collect()
+    with pytest.raises(ValueError, match="must be alive in the process"):
+        graph(q)
 
 
 def test_wrong_arguments_are_refused_when_the_operator_runs() -> None:

@@ -361,9 +361,11 @@ def test_tiles_run_longest_first(device: str) -> None:
     )
     plan = plan_prefill(q, cache, table, starts, kernel="dense")
     batch_prefill(q, cache, table, starts, plan=plan)
-    assert plan.scratch is not None
-    tiles = [row[:6] for row in plan.scratch.schedule.tolist() if row[0] >= 0]
+    memory = plan.memory(plan.config)
+    assert memory is not None
     rows = plan.config.block_m
+    schedule = memory.tensors["schedule"][: plan.shape.row_tiles(rows)].tolist()
+    tiles = [row[:6] for row in schedule if row[0] >= 0]
     work = [(kv_len - q_len) * 3 + (number + 1) * rows for _, number, _, q_len, kv_len, _ in tiles]
     assert work == sorted(work, reverse=True)
     every = {(seq, n) for seq, q_len in enumerate((70, 1, 130, 40)) for n in range(-(-q_len * 3 // rows))}
@@ -512,11 +514,11 @@ def test_a_plan_is_held_to_its_call_and_may_be_dirty(device: str) -> None:
     plan = plan_prefill(q, cache, table, starts, num_splits=4)
     first = batch_prefill(q, cache, table, starts, plan=plan)
     assert isinstance(first, torch.Tensor)
-    assert plan.workspace is not None
-    plan.workspace.acc.fill_(math.nan)
-    plan.workspace.ml.fill_(math.nan)
+    poison_plan(plan)
     assert torch.equal(first, batch_prefill(q, cache, table, starts, plan=plan))
-    assert int(plan.workspace.arrived.abs().sum()) == 0
+    memory = plan.memory(plan.config)
+    assert memory is not None
+    assert int(memory.tensors["arrived"].abs().sum()) == 0
     with pytest.raises(ValueError, match="call plan_prefill again"):
         batch_prefill(q[:, :4].contiguous(), cache, table, starts, plan=plan)
 

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
-from narrowkv.attn_prefill.plan import PrefillPlan, can_pipeline
+from narrowkv.attn_prefill import AppendPlan, batch_prefill, plan_append, plan_prefill, prefill_append
+from narrowkv.attn_prefill.plan import can_pipeline
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload, copy_cache, differing_bytes
 from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.runtime.launch import Workspace, block_bytes
 from narrowkv.runtime.targets import device_target
 
 P, A = PrefillWorkload, AppendWorkload
@@ -41,19 +42,22 @@ class Guards:
         copy = held[GUARD : GUARD + size].view(tensor.dtype).view(tensor.shape)
         return copy.copy_(tensor)
 
-    def plan(self, plan: PrefillPlan) -> PrefillPlan:
+    def plan(self, plan: Any) -> Any:
         """The plan with all its memory between guard zones."""
+        guards, size = self, plan.workspace_bytes()
 
-        def move(memory: Any) -> Any:
-            if isinstance(memory, torch.Tensor):
-                return self.like(memory)
-            if memory is None:
-                return None
-            moved = [move(x) if isinstance(x, torch.Tensor) else x for x in memory]
-            return type(memory)(*moved) if hasattr(memory, "_fields") else tuple(moved)
+        class Guarded(Workspace):
+            def carve(self, blocks: Any) -> tuple[torch.Tensor, ...]:
+                assert block_bytes(blocks) <= size
+                return tuple(
+                    guards.like(torch.empty(shape, dtype=dtype, device=self.device))
+                    for shape, dtype in blocks
+                )
 
-        names = ("scratch", "workspace", "arrivals")
-        return replace(plan, **{name: move(getattr(plan, name)) for name in names})
+            def counters(self, count: int) -> torch.Tensor:
+                return guards.like(super().counters(count))
+
+        return plan.with_workspace(Guarded(size, plan.device))
 
     def cache(self, cache: PagedKVCache) -> PagedKVCache:
         """The cache with all its memory between guard zones."""
@@ -82,11 +86,12 @@ def _prefill(
     bounds: dict[str, int] | None = None,
     fmt: str = "fp8_e4m3fn",
     splits: int = 1,
+    lens: tuple[int, ...] = LENS,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """O and lse with metadata that was changed, over guarded memory; rows that are not written are NaN."""
     q, cache, table, starts = P(
-        q_lens=Q_LENS, lens=LENS, num_kv_heads=1, gqa_ratio=7, ragged=ragged, format=fmt
+        q_lens=Q_LENS, lens=lens, num_kv_heads=1, gqa_ratio=7, ragged=ragged, format=fmt
     ).build(device)
     guards = Guards()
     plan = plan_prefill(q, cache, table, starts, kernel=kernel, num_splits=splits, **(bounds or {}))
@@ -195,16 +200,19 @@ def test_rows_inside_a_bound_on_query_tokens_that_is_too_low(
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_rows_inside_a_bound_on_keys_that_is_too_low(kernel: str, splits: int, device: str) -> None:
     expected = _prefill(kernel, device, splits=splits)
-    found = _prefill(kernel, device, bounds={"max_seq_len": 40}, splits=splits)
-    # Not the rows of sequence 2, which stand at positions 40 to 69.
+    found = _prefill(kernel, device, bounds={"max_seq_len": 50}, splits=splits)
+    # The rows of sequence 2 stand at positions 40 to 69: the first ten see no key beyond the bound.
+    inside = torch.cat([_rows(0, 1, 3), _rows(2)[:10]])
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a[_rows(0, 1, 3)], b[_rows(0, 1, 3)], rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(a[inside], b[inside], rtol=1e-2, atol=1e-3)
 
 
-def test_the_longest_sequences_are_left_out_of_scratch_that_is_too_small(device: str) -> None:
-    expected = _prefill("dense", device)
-    # Blocks of 64 keys: one for each sequence but the longest, which needs two.
-    found = _prefill("dense", device, bounds={"max_kv_tokens": 64})
+@pytest.mark.parametrize("longest", [70, 260])
+def test_the_longest_sequences_are_left_out_of_scratch_that_is_too_small(longest: int, device: str) -> None:
+    lens = (40, 5, longest, 33)
+    expected = _prefill("dense", device, lens=lens)
+    # Blocks of 64 keys: one for each sequence, and one more.
+    found = _prefill("dense", device, bounds={"max_kv_tokens": 64, "max_seq_len": longest}, lens=lens)
     _same(found, expected, _rows(0, 1, 3))
 
 
@@ -234,7 +242,7 @@ def _append(
     q, k_new, v_new, cache, table, starts, _ = A(
         q_lens=NEW, lens=OLD, num_kv_heads=1, gqa_ratio=7, granularity=granularity
     ).build_append(device)
-    if kernel == "pipelined" and not can_pipeline(device_target(q.device), q, cache):
+    if kernel == "pipelined" and not can_pipeline(device_target(q.device), q.dtype, cache):
         pytest.skip("not for this GPU")
     guards = Guards()
     plan = plan_append(q, cache, table, starts, kernel=kernel, num_splits=splits, **(bounds or {}))
@@ -247,8 +255,10 @@ def _append(
     change(table, starts)
     prefill_append(q, k_new, v_new, cache, table, starts, out=out, lse=lse, plan=plan, **options)
     guards.check()
-    if plan.arrivals is not None:
-        assert not any(int(counters.abs().sum()) for counters in plan.arrivals)
+    memory = plan.memory(plan.config)
+    assert memory is not None
+    for name in {"ready", "left"} & memory.tensors.keys():
+        assert int(memory.tensors[name].abs().sum()) == 0
     return out, lse, cache, before
 
 
@@ -402,7 +412,7 @@ def test_validate_finds_every_wrong_value_of_an_append_and_changes_nothing(devic
     assert rope is not None
     before = copy_cache(cache)
 
-    def refused(message: str, plan: PrefillPlan | None = None, **changed: Any) -> None:
+    def refused(message: str, plan: AppendPlan | None = None, **changed: Any) -> None:
         call = {"cache": cache, "table": table, "starts": starts, "rope": rope, **changed}
         held = copy_cache(call["cache"])
         with pytest.raises(ValueError, match=message):

@@ -43,9 +43,10 @@ def assembly(target: str, lines: str, *, warps: int = 1, vgprs: int = 128, accum
 
 
 def execute(target: str, lines: str, v: dict[int, Any] | None = None, s: dict[int, int] | None = None, *,
-            exec_mask: int | None = None, memory: Memory | None = None, waves: int = 1) -> Waves:  # fmt: skip
+            exec_mask: int | None = None, memory: Memory | None = None, waves: int = 1,
+            hardware_sums: bool = False) -> Waves:  # fmt: skip
     """Run straight-line instructions; ``v`` and ``s`` give initial registers, any 32-bit dtype."""
-    program = load_program(assembly(target, lines), lds_bytes=4096)
+    program = load_program(assembly(target, lines), lds_bytes=4096, hardware_sums=hardware_sums)
     execution = Execution(
         program, memory or Memory(), 0, 0, (waves, 1, 1), [(k, 0, 0) for k in range(waves)], copies=1,
         detect_races=False, turns=False, limit=1000,

@@ -184,6 +184,25 @@ def test_wait_states(name: str, target: str) -> None:
                 HazardModel(program).passage(0, 0)
 
 
+@BOTH
+def test_a_path_that_the_input_does_not_take_is_checked_too(target: str) -> None:
+    """The load must be waited for on the path of which the branch that is always taken keeps clear."""
+    lines = (
+        LOAD
+        + """
+        s_cmp_eq_u32 s6, s6
+        s_cbranch_scc1 END
+        {wait}
+        v_mov_b32_e32 v3, v2
+    END:
+        s_nop 0
+    """
+    )
+    emulate(target, lines.format(wait="s_waitcnt vmcnt(0)"))
+    with pytest.raises(HazardError, match=r"reads v2 before line \d+ .*vmcnt\(0\)"):
+        emulate(target, lines.format(wait="s_nop 0"))
+
+
 def test_a_later_write_hides_an_earlier_one() -> None:
     """Only the latest matrix instruction that wrote a register matters to its readers."""
     lines = """

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
-from narrowkv.paged_cache.page_table import check_table
+from narrowkv.paged_cache.checks import check_table
 from narrowkv.runtime.errors import UnsupportedError
 
 I32 = torch.int32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import timeit
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -13,8 +14,12 @@ import torch
 import triton
 import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.amd.compiler import HIPBackend
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.backends.nvidia.driver import CudaLauncher
+from triton.runtime.jit import native_specialize_impl
 
-from narrowkv.runtime.launch import BoundLaunch, LaunchOptions, gpu
+from narrowkv.runtime.launch import VARIES, BoundLaunch, FixedLaunch, LaunchOptions, executing, gpu, path
 from narrowkv.runtime.launch.gpu import GpuLaunch, key_function
 from narrowkv.runtime.targets import get_target
 
@@ -28,6 +33,11 @@ class Rows(NamedTuple):
 
 @triton.jit(do_not_specialize=["batch", "bias"])
 def _real_kernel(x_ptr, rows, count, batch, bias, scale, BLOCK: tl.constexpr, FLAG: tl.constexpr = 7):
+    pass
+
+
+@triton.jit(do_not_specialize=["plain"], do_not_specialize_on_alignment=["loose"])
+def _params_kernel(usual, plain, loose):
     pass
 
 
@@ -64,8 +74,8 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     here = World()
-    monkeypatch.setattr(gpu, "_current_device", lambda: here.device)
-    monkeypatch.setattr(gpu, "_current_stream", lambda device: 100 + device)
+    monkeypatch.setattr(gpu, "current_device", lambda: here.device)
+    monkeypatch.setattr(gpu, "current_stream", lambda device: 100 + device)
     monkeypatch.setattr(gpu, "device_target", lambda device: get_target("sm90"))
     return here
 
@@ -105,7 +115,9 @@ def test_the_second_call_goes_to_the_compiled_kernel(kernel: Kernel, launch: Cal
     assert kernel.compiled == [((5,), args, {"BLOCK": 64, "num_warps": 8, "num_stages": 2})]
     for (_, call), grid in zip(kernel.calls, [(1, 2, 1), (1, 2, 4)], strict=True):
         assert call[:9] == (*grid, 103, 1, "metadata 1", None, None, None)
-        assert all(a is b for a, b in zip(call[9:15], args, strict=True))
+        x, rows, *numbers = args
+        # Addresses in place of tensors: the launcher asks the driver about each tensor that it is given.
+        assert call[9:15] == (x.data_ptr(), (rows.ptr.data_ptr(), 32), *numbers)
         assert call[15:] == (64, 7), "the constants follow, defaults among them"
 
 
@@ -152,6 +164,44 @@ def test_kinds_that_trade_places_are_kept_apart(launch: Callable[..., int]) -> N
     some = torch.zeros(64)
     pairs = [arguments(x=some, bias=None), arguments(x=None, bias=some)]
     assert [launch(*pairs[k]) for k in (0, 1, 0, 1)] == [1, 2, 1, 2]
+
+
+VALUES = (1, 16, 48, 5, 0, -7, 2**31, -(2**31) - 1, 2**40, 2**63 + 5)
+
+
+@pytest.mark.codegen_all
+@pytest.mark.parametrize("hip", [False, True])
+def test_keys_differ_where_triton_specialises(hip: bool) -> None:
+    """For every parameter: two values have one key if and only if Triton gives them one specialisation."""
+    backend = HIPBackend if hip else CUDABackend
+    big = torch.empty(1).set_(torch.UntypedStorage(2**31), 0, (16,), (1,))  # never touched
+    tensors = (torch.zeros(64), torch.zeros(65)[1:], torch.zeros(64).half(), big)
+
+    def of_triton(args: tuple[Any, ...]) -> str:
+        return str(
+            [
+                native_specialize_impl(
+                    backend, value, False, not param.do_not_specialize,
+                    not param.do_not_specialize_on_alignment,
+                )
+                for value, param in zip(args, _params_kernel.params, strict=True)
+            ]
+        )  # fmt: skip
+
+    for at in range(len(_params_kernel.params)):
+        for nested in (False, True):
+            for group in (VALUES, tensors):
+                calls = []
+                for value in group:
+                    args: list[Any] = [torch.zeros(64)] + [3.0] * (len(_params_kernel.params) - 1)
+                    args[at] = (2.0, (value,)) if nested else value
+                    if at == 0:
+                        args[1] = torch.zeros(64)
+                    calls.append(tuple(args))
+                key = key_function(_params_kernel.params, calls[0], storage_sizes=hip)
+                for one, other in itertools.product(calls, calls):
+                    same = of_triton(one) == of_triton(other)
+                    assert (key(one) == key(other)) == same, (at, nested, one[at], other[at])
 
 
 def test_storages_over_two_gibibytes_where_the_compiler_asks() -> None:
@@ -225,3 +275,100 @@ def test_a_call_costs_little_python(world: World, kernel: Kernel) -> None:
     ratio = best(lambda: launcher.again((1, 2, 3), args)) / best(lambda: x.add_(1))
     print(f"{ratio:.1f} x add_")
     assert ratio < 12
+
+
+# ------------------------------------------------------------------------------------------ fixed launches
+
+
+@pytest.fixture
+def fixed(kernel: Kernel, world: World, monkeypatch: pytest.MonkeyPatch) -> FixedLaunch:
+    """A launch with x, the stride of rows and the batch varying; CPU tensors count as a GPU's."""
+    bound = BoundLaunch(kernel, {"BLOCK": 64}, LaunchOptions())
+    launcher = GpuLaunch(kernel, {"BLOCK": 64}, LaunchOptions())
+
+    def launch(kernel: Any, grid: Any, args: Any, constexprs: Any, options: Any) -> GpuLaunch:
+        launcher.launch(grid, args, DEVICE)
+        return launcher
+
+    monkeypatch.setattr(path, "launch", launch)
+    # CPU tensors have device -1.
+    world.device = -1
+    rows = Rows(torch.zeros(64), 32)
+    return FixedLaunch(bound, (VARIES, rows, 5, VARIES, 9, VARIES))
+
+
+@pytest.mark.parametrize(("first", "others"), [(32, (1, 33)), (1, (2, 16)), (5, (1, 48))])
+def test_ints_of_structs_that_vary_are_specialised_on(
+    kernel: Kernel, fixed: FixedLaunch, first: int, others: tuple[int, ...]
+) -> None:
+    x = torch.zeros(64)
+    launch = FixedLaunch(fixed.bound, (x, Rows(x, VARIES), 5, 3, 9, 0.5))
+    for number, stride in enumerate((first, *others), start=1):
+        launch((1, 1, 1), (stride,))
+        launch((1, 1, 1), (stride,))
+        assert len(kernel.compiled) == number
+
+
+def test_a_fixed_launch_takes_what_varies(kernel: Kernel, fixed: FixedLaunch) -> None:
+    x, y = torch.zeros(64), torch.zeros(64)
+    fixed((5, 1, 1), (x, 3, 0.5))
+    assert len(kernel.compiled) == 1
+    fixed((7, 2, 1), (y, 16, 2.5))
+    assert len(kernel.compiled) == 1
+    (_, call) = kernel.calls[-1]
+    assert call[:4] == (7, 2, 1, 99)
+    rows = fixed.args((y, 16, 2.5))[1]
+    assert isinstance(rows, Rows)
+    assert call[9:] == (y.data_ptr(), (rows.ptr.data_ptr(), 32), 5, 16, 9, 2.5, 64, 7)
+
+
+def test_a_fixed_launch_leaves_other_specialisations_to_the_bound_one(
+    kernel: Kernel, fixed: FixedLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, odd = torch.zeros(64), torch.zeros(65)[1:]
+
+    def compiled_after(*values: Any) -> int:
+        fixed((5, 1, 1), values)
+        return len(kernel.compiled)
+
+    assert compiled_after(x, 3, 0.5) == 1
+    assert compiled_after(odd, 3, 0.5) == 2
+    assert compiled_after(odd, 4, 0.5) == 2
+    assert compiled_after(x, 2**40, 0.5) == 3, "64 bits"
+    assert compiled_after(x, 4, 0.5) == 3
+    with FakeTensorMode():
+        fake = torch.zeros(64)
+    before = len(kernel.calls)
+    for bad in (fake, torch.zeros(64, device="meta")):
+        assert not fixed._fast((5, 1, 1), (bad, 3, 0.5))  # type: ignore[misc]
+    with executing(path.InterpretExecutor(get_target("cpu"))):
+        assert not fixed._fast((5, 1, 1), (x, 3, 0.5))  # type: ignore[misc]
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
+    assert not fixed._fast((5, 1, 1), (x, 3, 0.5))  # type: ignore[misc]
+    assert len(kernel.calls) == before
+
+
+@pytest.mark.codegen_all
+def test_tritons_own_launcher_gets_what_its_wrapper_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a kernel without scratch memory the wrapper is left out, and nothing that it does is lost."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(), raising=False)
+    calls: list[tuple[Any, ...]] = []
+    run = object.__new__(CudaLauncher)
+    run.__dict__ |= {
+        "launch": lambda *given: calls.append(given), "num_ctas": 1, "global_scratch_size": 0,
+        "global_scratch_align": 1, "profile_scratch_size": 0, "profile_scratch_align": 1,
+        "launch_cooperative_grid": False, "launch_pdl": True, "gsan_enabled": False,
+        "arg_annotations": ["annotation"], "kernel_signature": b"signature",
+    }  # fmt: skip
+    compiled = SimpleNamespace(run=run, function=17, packed_metadata=(4, 1, 0))
+    call = gpu.launcher_of(compiled, (64, "constant"))
+    assert not calls, "nothing was launched"
+    args = (0x1000, (0x2000, 32), 5)
+    call(1, 2, 3, 99, args)
+    run(1, 2, 3, 99, 17, (4, 1, 0), None, None, None, *args, 64, "constant")
+    assert len(calls) == 2
+    assert calls[0] == calls[1]
+    assert call.__name__ == "call"
+    # With scratch memory the wrapper stays.
+    run.__dict__["global_scratch_size"] = 8
+    assert gpu.launcher_of(compiled, ()).__name__ == "whole"

@@ -110,7 +110,7 @@ def _functions_entered(call: Callable[[], Any]) -> int:
 
     def count(frame: Any, event: str, _: Any) -> None:
         nonlocal entered
-        entered += event == "call" and "attn_prefill" in frame.f_code.co_filename
+        entered += event == "call" and "narrowkv/sage/" in frame.f_code.co_filename
 
     call()
     sys.setprofile(count)

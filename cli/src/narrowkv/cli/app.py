@@ -13,11 +13,13 @@ from narrowkv.cli.names import (
     AMD_TARGETS,
     CACHE_FORMATS,
     DECODE_KERNELS,
+    ENGINE_CACHES,
     PLACES,
     QUERY_DTYPES,
     SAGE_GRANULARITIES,
     SAGE_PRECISIONS,
     SPARSE_MODES,
+    TINY_MODELS,
     cache_formats,
     check_case_formats,
     choices,
@@ -40,6 +42,7 @@ app = typer.Typer(
 validate = typer.Typer(cls=DecodeByDefault)
 bench = typer.Typer(no_args_is_help=True)
 inspect = typer.Typer(cls=DecodeByDefault)
+engines = typer.Typer(no_args_is_help=True)
 
 
 def _starting_with(*known: str) -> Callable[[str], list[str]]:
@@ -68,6 +71,15 @@ On = Annotated[
         autocompletion=_starting_with(*PLACES),
     ),
 ]
+BenchOn = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--on",
+        metavar="PLACES",
+        help="gpu, which measures, or gfx942 and gfx950, whose times are a model's. Default: gpu.",
+        autocompletion=_starting_with(*PLACES[1:]),
+    ),
+]
 Jobs = Annotated[
     int | None, typer.Option("--jobs", "-j", min=1, help="Processes; default: one for each core, up to 8.")
 ]
@@ -88,6 +100,9 @@ DetectHazards = Annotated[
     ),
 ]
 Samples = Annotated[int, typer.Option(min=1, help="The most samples of a row.")]
+Model = Annotated[
+    bool, typer.Option("--model/--no-model", help="Also show times, bounds and stalls by the timing model.")
+]
 Targets = Annotated[
     str,
     typer.Option(
@@ -98,6 +113,8 @@ Targets = Annotated[
     ),
 ]
 BOTH = ",".join(AMD_TARGETS)
+# The batches that engines capture graphs of, up to 512.
+CAPTURES = ",".join(map(str, [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]))
 Context = Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")]
 Count = Annotated[int, typer.Option(min=1)]
 Query = Annotated[
@@ -138,6 +155,17 @@ def _jobs(given: int | None) -> int:
 
 def _amd_targets(text: str) -> tuple[str, ...]:
     return tuple(choices("--target", text, AMD_TARGETS))
+
+
+def _modelled(report: Report, on: list[str] | None, *idle: str) -> list[str]:
+    """The targets of a bench that is modelled; none for one that is measured."""
+    chosen = choices("--on", on, PLACES[1:]) if on else ["gpu"]
+    if chosen == ["gpu"]:
+        return []
+    if "gpu" in chosen:
+        raise UsageError("--on must be gpu, or AMD targets whose times are a model's: measure in another run")
+    report.refuse("to modelled times", "samples", *idle)
+    return chosen
 
 
 def _numbers(option: str, text: str, least: int = 1) -> list[int]:
@@ -362,8 +390,10 @@ def bench_decode(
         Path | None, typer.Option(metavar="BASELINE.json", help="Compare; slower rows end with 4.")
     ] = None,
     threshold: Annotated[float, typer.Option(help="How much slower a row may become.")] = 0.05,
+    on: BenchOn = None,
 ) -> ExitCode:
     """Measure paged decode over batches, contexts, page sizes, ratios and formats."""
+    targets = _modelled(report, on, "peers", "batch_invariant", "against", "threshold")
     lists = {"batch": batch, "context": context, "page-size": page_size, "ratio": ratio}
     numbers = {name: _numbers(f"--{name}", text) for name, text in lists.items()}
     formats, q = cache_formats("--format", cache_format), one_of("--q", q, QUERY_DTYPES)
@@ -381,6 +411,10 @@ def bench_decode(
         q=q,
         formats=formats,
     )
+    if targets:
+        from narrowkv.cli.bench.modelled import bench_modelled, decode_calls
+
+        return bench_modelled("decode", [c for row in rows for c in decode_calls(row)], targets, report)
     return run(rows, report, BenchOptions(samples, against, threshold, peers, batch_invariant))
 
 
@@ -394,6 +428,7 @@ def bench_prefill(
     page_size: Count = 16,
     cache_format: Formats = "fp8_e4m3fn,bf16",
     samples: Samples = 50,
+    on: BenchOn = None,
 ) -> ExitCode:
     """Measure prefill of one sequence over prefixes, beside torch SDPA, and prefill that appends."""
     pairs = [tuple(part.split("/")) for part in heads.split(",")]
@@ -405,6 +440,10 @@ def bench_prefill(
     from narrowkv.cli.prefill.bench import shapes
 
     rows = shapes(*lengths, [(int(q), int(kv)) for q, kv in pairs], formats, head_dim, page_size)
+    if targets := _modelled(report, on):
+        from narrowkv.cli.bench.modelled import bench_modelled, prefill_calls
+
+        return bench_modelled("prefill", [c for row in rows for c in prefill_calls(row)], targets, report)
     return run(list(rows), report, samples)
 
 
@@ -424,6 +463,7 @@ def bench_sparse(
         ),
     ] = "bf16,prepass,fused",
     samples: Samples = 50,
+    on: BenchOn = None,
 ) -> ExitCode:
     """Measure DeepSeek-V4 sparse prefill over tokens, heads and top-k, in each mode."""
     from itertools import product
@@ -434,7 +474,13 @@ def bench_sparse(
     from narrowkv.cli.sparse.bench import SparseShape
     from narrowkv.cli.sparse.bench import bench_sparse as run
 
-    return run([SparseShape(t, h, k, pool) for t, h, k in product(*numbers)], modes, report, samples)
+    rows = [SparseShape(t, h, k, pool) for t, h, k in product(*numbers)]
+    if targets := _modelled(report, on):
+        from narrowkv.cli.bench.modelled import bench_modelled, sparse_calls
+
+        calls = [call for row in rows for name in modes for call in sparse_calls(row, name)]
+        return bench_modelled("sparse", calls, targets, report)
+    return run(rows, modes, report, samples)
 
 
 @command(bench, "sage", title="bench")
@@ -461,6 +507,7 @@ def bench_sage(
         ),
     ] = "per_thread,per_warp,per_block",
     samples: Samples = 20,
+    on: BenchOn = None,
 ) -> ExitCode:
     """Measure Sage attention, quantisation included, beside torch's SDPA in bf16, unmasked and causal."""
     from itertools import product
@@ -472,6 +519,11 @@ def bench_sage(
     from narrowkv.cli.sage.bench import bench_sage as run
 
     shapes = [SageShape(b, c, heads, head_dim, causal) for b, c, causal in sizes]
+    if targets := _modelled(report, on):
+        from narrowkv.cli.bench.modelled import bench_modelled, sage_calls
+
+        ways = list(product(shapes, precisions, groups))
+        return bench_modelled("sage", [c for way in ways for c in sage_calls(*way)], targets, report)
     return run(shapes, precisions, groups, report, samples)
 
 
@@ -480,7 +532,7 @@ def bench_host(
     report: Report,
     samples: Samples = 20,
     shapes: Annotated[int, typer.Option(min=0, help="Random calls of each operation; 0 for none.")] = 50,
-    captures: Annotated[str, typer.Option(metavar="LIST", help="Batches of captured graphs.")] = "1,8,64,512",
+    captures: Annotated[str, typer.Option(metavar="LIST", help="Batches of captured graphs.")] = CAPTURES,
     context: Annotated[int, typer.Option(min=16, help="Tokens that a captured batch may hold.")] = 131072,
 ) -> ExitCode:
     """Measure the Python time of each operation beside torch.add_, and the kernels of random shapes."""
@@ -519,6 +571,7 @@ def inspect_decode(
     ] = "",
     case: Case = None,
     asm: Annotated[bool, typer.Option("--asm", help="Show the assembly too.")] = False,
+    model: Model = True,
 ) -> ExitCode:
     """Show what decode compiles to: registers, LDS, spills, instructions, and a modelled roofline."""
     targets = _amd_targets(target)
@@ -538,11 +591,24 @@ def inspect_decode(
     from narrowkv.cli.inspection import inspection_case
 
     chosen = inspection_case(**sizes) if case is None else DecodeCase.parse(case)
-    return run(chosen, report, targets=targets, asm=asm)
+    return run(chosen, report, targets=targets, asm=asm, modelled=model)
+
+
+def _families(wanted: bool, operation: str, case: str | None = None) -> Any:
+    """Says which calls to model on a target: the case, or those that stand for the operation's kernels."""
+    if not wanted:
+        return None
+    from narrowkv.cli.modelled import families, parse_case
+
+    if case is not None:
+        return lambda target: {case: parse_case(f"{operation}:{case}")}
+    return lambda target: {n: f for n, f in families(target).items() if f.operation == operation}
 
 
 @command(inspect, "prefill", title="inspect")
-def inspect_prefill(report: Report, target: Targets = BOTH, case: Case = None) -> ExitCode:
+def inspect_prefill(
+    report: Report, target: Targets = BOTH, case: Case = None, model: Model = True
+) -> ExitCode:
     """Show what prefill compiles to: every shipped configuration, or one case."""
     targets = _amd_targets(target)
     check_case_formats(filter(None, [case]))
@@ -550,11 +616,14 @@ def inspect_prefill(report: Report, target: Targets = BOTH, case: Case = None) -
     from narrowkv.cli.prefill.inspection import inspect_prefill as run
     from narrowkv.cli.prefill.inspection import shipped_cases
 
-    return run(shipped_cases if case is None else [PrefillCase.parse(case)], report, targets=targets)
+    cases = shipped_cases if case is None else [PrefillCase.parse(case)]
+    return run(cases, report, targets=targets, modelled=_families(model, "prefill", case))
 
 
 @command(inspect, "sparse", title="inspect")
-def inspect_sparse(report: Report, target: Targets = BOTH, case: Case = None) -> ExitCode:
+def inspect_sparse(
+    report: Report, target: Targets = BOTH, case: Case = None, model: Model = True
+) -> ExitCode:
     """Show what sparse attention compiles to: every shipped configuration, or one case."""
     targets = _amd_targets(target)
     check_case_formats(filter(None, [case]))
@@ -562,17 +631,18 @@ def inspect_sparse(report: Report, target: Targets = BOTH, case: Case = None) ->
     from narrowkv.cli.sparse.inspection import inspect_sparse as run
     from narrowkv.cli.sparse.inspection import shipped_cases
 
-    return run(shipped_cases() if case is None else [SparseCase.parse(case)], report, targets=targets)
+    cases = shipped_cases() if case is None else [SparseCase.parse(case)]
+    return run(cases, report, targets=targets, modelled=_families(model, "sparse", case))
 
 
 @command(inspect, "sage", title="inspect")
-def inspect_sage(report: Report, target: Targets = BOTH) -> ExitCode:
+def inspect_sage(report: Report, target: Targets = BOTH, model: Model = True) -> ExitCode:
     """Show what Sage attention compiles to: every shipped configuration."""
     targets = _amd_targets(target)
     from narrowkv.cli.sage.inspection import inspect_sage as run
     from narrowkv.cli.sage.inspection import shipped_cases
 
-    return run(shipped_cases(), report, targets=targets)
+    return run(shipped_cases(), report, targets=targets, modelled=_families(model, "sage"))
 
 
 @command(inspect, "model", title="inspect", files=("out",))
@@ -598,6 +668,30 @@ def inspect_model(
     return run(report, targets=targets, names=family or (), cases=case or (), peers=peer or ())
 
 
+@command(engines, "try", title="engines", files=("out", "csv"))
+def engines_try(
+    report: Report,
+    engine: Annotated[
+        str,
+        typer.Argument(help="transformers or vllm.", autocompletion=_starting_with("transformers", "vllm")),
+    ],
+    model: Annotated[
+        str, typer.Option(help="A small model of real shape.", autocompletion=_starting_with(*TINY_MODELS))
+    ] = "glm-4.5-air-tiny",
+    cache: Annotated[
+        str, typer.Option(metavar="LIST", help="Cache dtypes by the engine's names; default all.")
+    ] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens.")] = 4,
+) -> ExitCode:
+    """Generate with a tiny random model by narrowkv and by the engine's own attention, and compare."""
+    (name,) = choices("ENGINE", engine, tuple(ENGINE_CACHES))
+    choices("--model", model, TINY_MODELS)
+    caches = choices("--cache", cache, ENGINE_CACHES[name]) if cache else []
+    from narrowkv.cli.engines import try_inside
+
+    return try_inside(report, name, model, caches, tokens)
+
+
 app.add_typer(
     validate,
     name="validate",
@@ -610,6 +704,53 @@ app.add_typer(
     name="inspect",
     help="Show what operations compile to for gfx942 and gfx950. Without a command: decode.",
 )
+app.add_typer(engines, name="engines", help="Run narrowkv inside inference engines.")
+
+
+@command(app, "warmup", files=("out",))
+def warmup(
+    report: Report,
+    heads: Annotated[str, typer.Option(metavar="Q/KV", help="Query heads and KV heads.")] = "96/8",
+    head_dim: Count = 128,
+    page_size: Count = 16,
+    num_pages: Annotated[int, typer.Option(min=1, help="Pages of the server's cache.")] = 65536,
+    cache_format: Annotated[str, typer.Option("--format", metavar="FORMAT", help="Cache format.")] = (
+        "fp8_e4m3fn"
+    ),
+    q: Query = "bf16",
+    max_batch: Annotated[int, typer.Option(min=1, help="Sequences of a decode call.")] = 512,
+    max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 131072,
+    max_num_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a prefill call; 0: no prefill.")] = 0,
+    target: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="AMD targets to compile for without a GPU. Default: the GPU.",
+            autocompletion=_starting_with(*AMD_TARGETS),
+        ),
+    ] = "",
+    jobs: Jobs = None,
+) -> ExitCode:
+    """Compile into Triton's cache what a model's decode, append and prefill can reach."""
+    pairs = heads.split("/")
+    if len(pairs) != 2 or not all(part.isdigit() and int(part) for part in pairs):
+        raise UsageError(f"--heads must be query heads and KV heads, for example 96/8, got {heads!r}")
+    one_of("--format", cache_format, CACHE_FORMATS)
+    one_of("--q", q, QUERY_DTYPES)
+    targets = _amd_targets(target) if target else ()
+    import torch
+
+    from narrowkv.cli.warmup import model_cache, run_warmup
+
+    device = "cpu" if targets else "cuda"
+    if not targets and not torch.cuda.is_available():
+        raise UsageError("there is no GPU to compile for: name targets, for example --target gfx942")
+    cache = model_cache(cache_format, num_pages, page_size, int(pairs[1]), head_dim, device)
+    return run_warmup(
+        report, cache, num_qo_heads=int(pairs[0]), max_batch=max_batch, max_seq_len=max_seq_len,
+        max_num_tokens=max_num_tokens, q_dtype=torch.bfloat16 if q == "bf16" else torch.float16,
+        targets=targets, jobs=jobs,
+    )  # fmt: skip
 
 
 @command(app, "env", files=("out",))
@@ -618,6 +759,21 @@ def env(report: Report) -> ExitCode:
     from narrowkv.cli.environment import report_environment
 
     return report_environment(report)
+
+
+@command(app, "report", files=())
+def report_machine(
+    report: Report,
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where the two files go.")] = Path(),
+    minutes: Annotated[float, typer.Option(min=0, help="After which nothing more is run.")] = 10.0,
+) -> ExitCode:
+    """Probe, validate and measure what matters in minutes; write one JSON and one Markdown file to share.
+
+    On an Instinct GPU with the timing model's prediction of each row; without a GPU as a rehearsal.
+    """
+    from narrowkv.cli.kit import write_report
+
+    return write_report(report, folder=folder, minutes=minutes)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from narrowkv.cli.cases import DecodeCase, DecodeInputs, build, parse_format
 from narrowkv.cli.codegen import KernelCode, amd_backend_missing, compile_call
 from narrowkv.cli.emulation import EmulateExecutor, Run
 from narrowkv.cli.environment import versions
+from narrowkv.cli.modelled import Family, model_families, show_model
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError, number
 from narrowkv.cli.roofline import Roofline, roofline
 from narrowkv.cli.samples import a_few
@@ -215,7 +216,9 @@ def inspect_case(
     )
 
 
-def inspect(case: DecodeCase, report: Report, *, targets: tuple[str, ...], asm: bool) -> ExitCode:
+def inspect(
+    case: DecodeCase, report: Report, *, targets: tuple[str, ...], asm: bool, modelled: bool = False
+) -> ExitCode:
     """Compiles a decode call for each target and shows registers, instruction mix and the models.
 
     Spills or scratch end with exit code 1.
@@ -243,7 +246,10 @@ def inspect(case: DecodeCase, report: Report, *, targets: tuple[str, ...], asm: 
     for inspection in found:
         _show(inspection, report)
     spilling = [k for i in found for k in i.kernels if k.spills or k.scratch_bytes]
-    body = {"versions": versions(), "inspections": [_as_dict(i) for i in found]}
+    body: dict[str, Any] = {"versions": versions(), "inspections": [_as_dict(i) for i in found]}
+    if modelled and not interrupted:
+        family = {str(case): Family(lambda: build(case).call(), None, "decode")}
+        body["model"] = show_model(report, [r for name in targets for r in model_families(name, family)])
     code = ExitCode.NUMERICAL if spilling else ExitCode.OK
     return finish_with_kernels(
         report, body, code, [(i.target, i.case, i.kernels) for i in found], interrupted

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from narrowkv.cdna_emulator import EmulatorError, load_program
 from narrowkv.cdna_emulator.timing import Prediction, Trace, predict, trace_text, trace_workgroup
@@ -20,12 +23,28 @@ from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageErr
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.sparse.cases import SparseCase
 from narrowkv.cli.sparse.cases import build as build_sparse
+from narrowkv.paged_cache import append
 from narrowkv.runtime.launch import LaunchOptions, executing
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.launch.compiler import compile_launch
 from narrowkv.sage.workloads import SageWorkload
 
 _READ_LATER = ("_widen_kernel",)  # kernels that write what a later launch finds its way by
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much larger the launches of the call that is asked about are than those of the call that is traced.
+
+    Attributes:
+        workgroups: factor of the workgroups.
+        passes: factor of the passes of the loop with the matrix instructions.
+        keys: factor of the workgroups of kernels that go through the keys once, such as those that widen.
+    """
+
+    workgroups: float = 1.0
+    passes: float = 1.0
+    keys: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -64,11 +83,13 @@ class ModelExecutor(EmulateExecutor):
 
     Attributes:
         modelled: the predictions, launch by launch.
+        scale: of what is launched from now on. With one, `Modelled.full` is the launch itself.
     """
 
     def __init__(self, target: str, hbm_share: float | None = None) -> None:
         super().__init__(target)
         self._hbm_share = hbm_share
+        self.scale: Scale | None = None
         self.modelled: list[Modelled] = []
 
     def launch(
@@ -88,21 +109,28 @@ class ModelExecutor(EmulateExecutor):
             program, grid=(x, y, z), args=values, memory=memory, workgroup=(x // 2, y // 2, z // 2)
         )
         held = float(sum(buffer.data.size for buffer in memory.buffers))
-        self.modelled.append(_modelled(artifact, trace, x * y * z, held, self._hbm_share))
+        self.modelled.append(_modelled(artifact, trace, x * y * z, held, self._hbm_share, self.scale))
         if artifact.name in _READ_LATER:
             super().launch(kernel, grid, args, constexprs, options)
 
 
 def _modelled(
-    artifact: CompiledArtifact, trace: Trace, workgroups: int, held_bytes: float, hbm_share: float | None
-) -> Modelled:
+    artifact: CompiledArtifact, trace: Trace, workgroups: int, held_bytes: float, hbm_share: float | None,
+    scale: Scale | None,
+) -> Modelled:  # fmt: skip
     loaded = sum(op.bytes for wave in trace.waves for op in wave if op.kind == "load")
     share = min(1.0, held_bytes / max(loaded * workgroups, 1)) if hbm_share is None else hbm_share
-    registers = artifact.registers.vgprs + artifact.registers.agprs
-    launch, full = (
-        predict(trace, registers=registers, lds_bytes=artifact.lds_bytes, hbm_share=share, workgroups=count)
-        for count in (workgroups, None)
-    )
+    figures: dict[str, Any] = {
+        "registers": artifact.registers.vgprs + artifact.registers.agprs,
+        "lds_bytes": artifact.lds_bytes, "hbm_share": share,
+    }  # fmt: skip
+    passes = 1.0
+    if scale is not None:
+        multiplies = any(op.kind == "mfma" for wave in trace.waves for op in wave)
+        workgroups = round(workgroups * (scale.workgroups if multiplies else scale.keys))
+        passes = scale.passes if multiplies else 1.0
+    launch = predict(trace, workgroups=workgroups, pass_factor=passes, **figures)
+    full = predict(trace, **figures) if scale is None else launch
     return Modelled(artifact.name, launch, full, float(loaded * workgroups))
 
 
@@ -146,6 +174,13 @@ def _prefill(**axes: Any) -> Callable[[], object]:
     return lambda: build_prefill(PrefillCase(**axes)).call()
 
 
+def _cache_append() -> None:
+    made = build_prefill(PrefillCase(operation="append", **_PREFILL))
+    slots = torch.arange(made.new[0].shape[0], dtype=torch.int32)
+    k_new, v_new = made.new
+    append(made.cache, k_new, v_new, slots)
+
+
 def _sparse(line: str) -> Callable[[], object]:
     return lambda: build_sparse(SparseCase.parse(line)).call()
 
@@ -173,16 +208,23 @@ _OWN, _SHARED, _SOME = 1.0, 0.1, 0.5
 
 @dataclass(frozen=True)
 class Family:
-    """A call that stands for a family of kernels, and the share of its bytes that HBM serves."""
+    """A call that stands for a family of kernels, and the share of its bytes that HBM serves.
+
+    Attributes:
+        call: it.
+        hbm_share: see `narrowkv.cdna_emulator.timing.predict`; None: as the buffers' sizes say.
+        operation: the command of `narrowkv inspect` that it belongs to.
+    """
 
     call: Callable[[], object]
     hbm_share: float | None
+    operation: str = ""
 
 
 def families(target: str) -> dict[str, Family]:
     """One call for every family of kernels, small enough to trace, whose loop has many passes."""
     fp8 = "fp8_e4m3fnuz" if target == "gfx942" else "fp8_e4m3fn"
-    return {
+    found = {
         "decode, E4M3FN": Family(_decode(_DECODE), _OWN),
         "decode, E4M3FNUZ": Family(_decode(_DECODE.replace("clean=1", f"k={_FNUZ},v={_FNUZ}")), _OWN),
         "decode, bf16": Family(_decode(_DECODE.replace("clean=1", "k=bf16,v=bf16")), _OWN),
@@ -190,6 +232,7 @@ def families(target: str) -> dict[str, Family]:
         "fused prefill": Family(_prefill(kernel="fused", **_PREFILL), _SHARED),
         "prefill, FP8 queries": Family(_prefill(kernel="fused", q=fp8, format=fp8, **_PREFILL), _SHARED),
         "append": Family(_prefill(operation="append", kernel="paged", **_PREFILL), _SHARED),
+        "append to the cache": Family(_cache_append, _OWN),
         "sparse, fused": Family(_sparse(f"heads=64,lens={_TOKENS}"), _SOME),
         "sparse, 16-bit rows": Family(_sparse(f"mode=wide,layout=bf16,heads=64,lens={_TOKENS}"), _SOME),
         "sparse, FP8 query": Family(_sparse(f"heads=64,q=fp8,lens={_TOKENS}"), _SOME),
@@ -197,11 +240,22 @@ def families(target: str) -> dict[str, Family]:
         "Sage, int8": Family(_sage("int8"), _SHARED),
         "Sage, FP8": Family(_sage("fp8"), _SHARED),
     }
+    operations = {"decode": "decode", "sparse": "sparse", "Sage": "sage"}
+    return {
+        name: replace(family, operation=operations.get(re.split("[ ,]", name)[0], "prefill"))
+        for name, family in found.items()
+    }
 
 
 def main_kernel(modelled: Sequence[Modelled]) -> Modelled:
     """The kernel with the most matrix flops."""
     return max(modelled, key=lambda m: m.full.flops)
+
+
+def waits(prediction: Prediction) -> str:
+    """What the waves of the loop wait for, most first."""
+    stalls = prediction.loop.stalls if prediction.loop is not None else {}
+    return ", ".join([f"{why} {share:.0%}" for why, share in stalls.items() if why != "issue"][:3])
 
 
 def sheet(rows: Sequence[tuple[str, Sequence[Modelled]]]) -> Sheet:
@@ -220,9 +274,8 @@ def sheet(rows: Sequence[tuple[str, Sequence[Modelled]]]) -> Sheet:
             table.add(*cells, *[""] * 6, p.bound, "no loop of four passes")
             continue
         shares = [f"{loop.busy[unit]:.0%}" for unit in ("matrix", "vector ALU", "LDS", "memory")]
-        waits = [f"{why} {share:.0%}" for why, share in loop.stalls.items() if why != "issue"][:3]
         rate = f"{p.loop_flops_per_second / 1e12:.0f}"
-        cells += [f"{loop.clocks:.0f}", *shares, rate, p.bound.split(" (")[0], ", ".join(waits)]
+        cells += [f"{loop.clocks:.0f}", *shares, rate, p.bound.split(" (")[0], waits(p)]
         table.add(*cells)
     return table
 
@@ -243,6 +296,28 @@ def parse_case(text: str) -> Family:
     if operation == "sparse":
         return Family(_sparse(line), None)
     raise UsageError(f"--case must begin with decode:, prefill: or sparse:, got {text!r}")
+
+
+def model_families(target: str, chosen: Mapping[str, Family]) -> list[tuple[str, list[Modelled]]]:
+    """Models calls on a target.
+
+    Raises:
+        UsageError: an operation refuses its call, or the emulator cannot run it.
+    """
+    rows = []
+    for name, family in chosen.items():
+        try:
+            rows.append((name, model_call(target, family.call, hbm_share=family.hbm_share)))
+        except (ValueError, TypeError, EmulatorError) as error:
+            raise UsageError(f"{target}, {name}: {error}") from None
+    return rows
+
+
+def show_model(report: Report, rows: Sequence[tuple[str, Sequence[Modelled]]]) -> list[dict[str, Any]]:
+    """Shows calls under the model, and gives them for the document."""
+    report.line("timing model, not a measurement; loop figures are of a full chip")
+    report.show(sheet(rows))
+    return [{"call": name, "launches": [m.as_dict() for m in launches]} for name, launches in rows]
 
 
 def inspect_model(
@@ -274,15 +349,6 @@ def inspect_model(
         if wrong := [name for name in names if name not in known]:
             raise UsageError(f"--family must be one of {'; '.join(known)}; got {wrong[0]!r}")
         chosen = {name: known[name] for name in (names or ([] if cases or peers else known))}
-        for name, family in (chosen | {case: parse_case(case) for case in cases}).items():
-            try:
-                rows.append((name, model_call(target, family.call, hbm_share=family.hbm_share)))
-            except (ValueError, TypeError, EmulatorError) as error:
-                raise UsageError(f"{target}, {name}: {error}") from None
-    report.line("timing model, not a measurement; loop figures are of a full chip")
-    report.show(sheet(rows))
-    body = {
-        "versions": versions(),
-        "model": [{"call": name, "launches": [m.as_dict() for m in launches]} for name, launches in rows],
-    }
+        rows += model_families(target, chosen | {case: parse_case(case) for case in cases})
+    body = {"versions": versions(), "model": show_model(report, rows)}
     return report.finish(body, ExitCode.OK)

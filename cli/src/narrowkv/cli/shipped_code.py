@@ -11,11 +11,14 @@ from typing import Any, Generic, TypeVar
 from narrowkv.cli.cases import spell_case
 from narrowkv.cli.codegen import KernelCode, amd_backend_missing, main_kernel
 from narrowkv.cli.environment import versions
+from narrowkv.cli.modelled import Family, model_families, show_model
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 
 Case = TypeVar("Case")
+Modelled = Callable[[str], Mapping[str, Family]] | None
+"""Calls to show under the timing model, for a target's name."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ def inspect_calls(
     columns: Mapping[str, Callable[[Case], object]],
     every_kernel: bool = False,
     spell: Callable[[Case], Any] = str,
+    modelled: Modelled = None,
 ) -> ExitCode:
     """Compiles calls for each target and shows what came of it; a faulty one ends with exit code 1.
 
@@ -63,6 +67,7 @@ def inspect_calls(
         columns: what says in the table which case it is, by header.
         every_kernel: show all kernels of a call; otherwise the attention kernel, and others with a fault.
         spell: a case for the document.
+        modelled: calls to show under the timing model too, for a target's name.
 
     Raises:
         UnsupportedHereError: this Triton cannot compile for AMD.
@@ -96,7 +101,10 @@ def inspect_calls(
         plan = {"plan": code.plan} if code.plan else {}
         kernels = [asdict(kernel) for kernel in code.kernels]
         inspections.append({"target": code.target, "case": spell(code.case), **plan, "kernels": kernels})
-    body = {"versions": versions(), "inspections": inspections}
+    body: dict[str, Any] = {"versions": versions(), "inspections": inspections}
+    if modelled is not None and not interrupted:
+        rows = [row for name in targets for row in model_families(name, modelled(name))]
+        body["model"] = show_model(report, rows)
     exit_code = ExitCode.NUMERICAL if faulty else ExitCode.OK
     return finish_with_kernels(
         report, body, exit_code, [(c.target, spell_case(c.case), c.kernels) for c in codes], interrupted

@@ -200,20 +200,6 @@ class Setting:
         return "; ".join(place.description for place in self.places) + watched
 
 
-def places_of(
-    report: Report, on: Sequence[str] | None, *, detect_races: bool = False, detect_hazards: bool = False
-) -> tuple[Place, ...]:
-    """Where to run; refuses --jobs where it would do nothing.
-
-    Raises:
-        UsageError, UnsupportedHereError: as `find_places`.
-    """
-    places = tuple(find_places(on, detect_races=detect_races, detect_hazards=detect_hazards))
-    if all(place.is_gpu for place in places):
-        report.refuse("on a GPU, where cases run one by one", "jobs")
-    return places
-
-
 def validate(
     cases: Sequence[Any] | Callable[[Place], Sequence[Any]],
     report: Report,
@@ -229,9 +215,8 @@ def validate(
 
     `cases` may be a function of the place, for a sweep that not every target serves whole.
     """
-    places = places_of(report, on, detect_races=detect_races, detect_hazards=detect_hazards)
+    places = tuple(find_places(on, detect_races=detect_races, detect_hazards=detect_hazards))
     setting = Setting(places, find_place(None).name, detect_races, detect_hazards, kind)
-    on_gpu = {place.name for place in places if place.is_gpu}
     tasks = [
         Task(case, kind, place.name, detect_races, detect_hazards)
         for place in places
@@ -243,9 +228,7 @@ def validate(
         found[task] = replace(result, place=task.place)
         return "" if result.passed else f"failed: {result.case}"
 
-    interrupted = run_all(
-        report, tasks, run_task, CaseResult, take, jobs=jobs, on_gpu=lambda task: task.place in on_gpu
-    )
+    interrupted = run_all(report, tasks, run_task, CaseResult, take, jobs=jobs)
     results = [found[task] for task in tasks if task in found]
     failures = [result for result in results if not result.passed]
     report.say(f"{kind.operation} against fp32 on the same numbers, {setting}")

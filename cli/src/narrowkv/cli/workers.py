@@ -1,4 +1,4 @@
-"""Runs independent tasks: in a few processes, one by one on a GPU, none that a file has the result of."""
+"""Runs independent tasks in a few processes; skips those whose result a file holds."""
 
 from __future__ import annotations
 

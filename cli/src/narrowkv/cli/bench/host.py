@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +23,10 @@ from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, pref
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
 from narrowkv.cli.report import ExitCode, Report, number
 from narrowkv.paged_cache import append
-from narrowkv.runtime.launch import LaunchOptions, executing
-from narrowkv.runtime.launch.gpu import key_function
+from narrowkv.runtime.launch import LaunchOptions, RecordExecutor, executing
 from narrowkv.runtime.targets import Target, device_target, get_target
-from narrowkv.sage import plan_sage
-from narrowkv.sparse_fp8 import sparse_decode, sparse_prefill_fp8
+from narrowkv.sage import plan_sage, sage_attention
+from narrowkv.sparse_fp8 import plan_sparse, sparse_decode, sparse_prefill_fp8
 from narrowkv.sparse_fp8.workloads import SparseWorkload
 
 _CALLS = 50  # between two waits for the device: fewer than a stream's queue holds
@@ -34,12 +34,10 @@ _WITHOUT_A_GPU = "gfx942"
 
 
 class NullExecutor:
-    """Launches nothing, and remembers which specialisations would have been compiled."""
+    """Launches nothing."""
 
-    def __init__(self, target: Target, *, remember: bool = False) -> None:
+    def __init__(self, target: Target) -> None:
         self.target = target
-        self.kernels: set[Any] = set()
-        self._remember = remember
 
     def launch(
         self,
@@ -50,9 +48,6 @@ class NullExecutor:
         options: LaunchOptions,
     ) -> None:
         """Does nothing on the device."""
-        if self._remember:
-            key = key_function(kernel.params, args, storage_sizes=self.target.is_amd)(args)
-            self.kernels.add((kernel.fn, options, tuple(constexprs.items()), key))
 
 
 @dataclass(frozen=True)
@@ -126,14 +121,24 @@ def calls(device: str) -> Iterator[tuple[str, bool, Callable[[], object]]]:
 
     rows = SparseWorkload().build(device)
     sout = torch.empty_like(rows.q)
-    yield "sparse_prefill_fp8", False, lambda: sparse_prefill_fp8(rows.q, rows.prefix, out=sout)
-    yield "sparse_decode", False, lambda: sparse_decode(rows.q, rows.prefix, out=sout)
+    assert rows.prefix is not None
+    most: dict[str, Any] = {"max_num_tokens": rows.q.shape[0], "max_indices": rows.prefix.nnz}
+    most |= {"num_qo_heads": rows.q.shape[1], "prefix": rows.prefix.format, "device": rows.q.device}
+    for mode in ("fused", "prepass"):
+        plan = plan_sparse(mode=mode, **most)
+        name = f"sparse_prefill_fp8 {mode}"
+        yield name, True, partial(sparse_prefill_fp8, rows.q, rows.prefix, out=sout, plan=plan)
+        yield name, False, partial(sparse_prefill_fp8, rows.q, rows.prefix, out=sout, mode=mode)
+    decode_rows = plan_sparse(mode="fused", **most)
+    yield "sparse_decode", True, partial(sparse_decode, rows.q, rows.prefix, out=sout, plan=decode_rows)
+    yield "sparse_decode", False, partial(sparse_decode, rows.q, rows.prefix, out=sout)
 
     x = torch.randn(1, 256, 4, 128, dtype=torch.bfloat16, device=device)
     sage_out = torch.empty_like(x)
-    sage_plan = plan_sage(x, x)
+    sage_plan = plan_sage(x, x).with_workspace()
     kv = sage_plan.quantize_kv(x, x)
     yield "sage attend", True, lambda: sage_plan.attend(x, kv, out=sage_out)
+    yield "sage_attention", False, lambda: sage_attention(x, x, x, out=sage_out)
 
 
 def torch_calls(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -185,19 +190,19 @@ def kernels_of_random_calls(target: Target, device: str, count: int, seed: int =
         "prefill_append": fill,
     }
     for name, operation in operations.items():
-        executor = NullExecutor(target, remember=True)
+        executor = RecordExecutor(target)
         with executing(executor):
             for _ in range(count):
                 operation(lengths(16))
-        found[name] = len(executor.kernels)
-    executor = NullExecutor(target, remember=True)
+        found[name] = len(executor.found)
+    executor = RecordExecutor(target)
     _, cache, _ = DecodeWorkload(lens=(2000,), **heads).build(device)
     with executing(executor):
         for _ in range(count):
             tokens = min(int(choose.lognormvariate(3.0, 1.5)) + 1, 2000)
             k = torch.zeros(tokens, 1, 64, dtype=torch.bfloat16, device=device)
             append(cache, k, k.clone(), torch.arange(tokens, dtype=torch.int32, device=device))
-    found["append"] = len(executor.kernels)
+    found["append"] = len(executor.found)
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from narrowkv.cli.codegen import KernelCode, compile_call
 from narrowkv.cli.prefill.cases import PrefillCase, build, serves
 from narrowkv.cli.report import ExitCode, Report
-from narrowkv.cli.shipped_code import CallCode, inspect_calls
+from narrowkv.cli.shipped_code import CallCode, Modelled, inspect_calls
 from narrowkv.runtime.targets import get_target
 
 FORMATS = ("bf16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp4_e2m1", "fp8_e4m3fn/fp4_e2m1")
@@ -58,6 +58,7 @@ def inspect_prefill(
     report: Report,
     *,
     targets: tuple[str, ...],
+    modelled: Modelled = None,
 ) -> ExitCode:
     """Compiles calls for each target and shows what came of it; spills and scratch end with exit code 1.
 
@@ -70,4 +71,5 @@ def inspect_prefill(
         inspect_case=inspect_case,
         kind=CallCode[PrefillCase],
         columns=_COLUMNS,
+        modelled=modelled,
     )

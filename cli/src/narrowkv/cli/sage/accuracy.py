@@ -11,11 +11,10 @@ from pathlib import Path
 from narrowkv.cli.cases import LSE_BOUND
 from narrowkv.cli.contracts import BOUND_FP8_P as BOUND
 from narrowkv.cli.environment import versions
-from narrowkv.cli.places import find_place
+from narrowkv.cli.places import find_place, find_places
 from narrowkv.cli.report import ExitCode, Report, jsonable
 from narrowkv.cli.sage.cases import SageCase, build
 from narrowkv.cli.sheet import Sheet, keys, numbers
-from narrowkv.cli.validate import places_of
 from narrowkv.cli.workers import run_all
 from narrowkv.quant.accuracy import ErrorReport, compare, max_abs
 from narrowkv.quant.sage import SAGE_GRANULARITIES
@@ -119,8 +118,7 @@ def validate_sage(
     detect_hazards: bool = False,
 ) -> ExitCode:
     """Runs cases at every place and shows cosine, relative L1 and RMSE; Ctrl-C keeps what was finished."""
-    places = places_of(report, on, detect_races=detect_races, detect_hazards=detect_hazards)
-    on_gpu = {place.name for place in places if place.is_gpu}
+    places = tuple(find_places(on, detect_races=detect_races, detect_hazards=detect_hazards))
     tasks = [Task(case, place.name, detect_races, detect_hazards) for place in places for case in cases]
     found: dict[Task, SageResult] = {}
 
@@ -128,9 +126,7 @@ def validate_sage(
         found[task] = result
         return "" if result.passed else f"failed: {result.case}"
 
-    interrupted = run_all(
-        report, tasks, run_task, SageResult, take, jobs=jobs, on_gpu=lambda task: task.place in on_gpu
-    )
+    interrupted = run_all(report, tasks, run_task, SageResult, take, jobs=jobs)
     results = [found[task] for task in tasks if task in found]
     report.say(
         f"sage_attention against attention that quantises nothing, {'; '.join(p.description for p in places)}"

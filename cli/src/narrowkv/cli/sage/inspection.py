@@ -8,7 +8,7 @@ from itertools import product
 from narrowkv.cli.codegen import KernelCode, compile_call
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.sage.cases import SageCase, build
-from narrowkv.cli.shipped_code import CallCode, inspect_calls
+from narrowkv.cli.shipped_code import CallCode, Modelled, inspect_calls
 from narrowkv.quant.sage import SAGE_GRANULARITIES
 
 
@@ -38,9 +38,11 @@ _COLUMNS: dict[str, Callable[[SageCase], object]] = {
 }
 
 
-def inspect_sage(cases: list[SageCase], report: Report, *, targets: tuple[str, ...]) -> ExitCode:
+def inspect_sage(
+    cases: list[SageCase], report: Report, *, targets: tuple[str, ...], modelled: Modelled = None
+) -> ExitCode:
     """Compiles calls for each target and shows what came of it; spills and scratch end with exit code 1."""
     return inspect_calls(
         cases, report, targets=targets, inspect_case=inspect_case, kind=CallCode[SageCase], columns=_COLUMNS,
-        spell=SageCase.as_dict,
+        spell=SageCase.as_dict, modelled=modelled,
     )  # fmt: skip

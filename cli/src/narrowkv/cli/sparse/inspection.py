@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from narrowkv.cli.codegen import KernelCode, compile_call
 from narrowkv.cli.report import ExitCode, Report
-from narrowkv.cli.shipped_code import CallCode, inspect_calls
+from narrowkv.cli.shipped_code import CallCode, Modelled, inspect_calls
 from narrowkv.cli.sparse.cases import QUERIES, SparseCase, build
 
 _ROWS = "16+16"  # so few rows that nothing is split
@@ -68,7 +68,9 @@ _COLUMNS: dict[str, Callable[[SparseCase], object]] = {
 }
 
 
-def inspect_sparse(cases: list[SparseCase], report: Report, *, targets: tuple[str, ...]) -> ExitCode:
+def inspect_sparse(
+    cases: list[SparseCase], report: Report, *, targets: tuple[str, ...], modelled: Modelled = None
+) -> ExitCode:
     """Compiles calls for each target and shows what came of it; spills and scratch end with exit code 1."""
     return inspect_calls(
         cases,
@@ -78,4 +80,5 @@ def inspect_sparse(cases: list[SparseCase], report: Report, *, targets: tuple[st
         kind=SparseCode,
         every_kernel=True,
         columns=_COLUMNS,
+        modelled=modelled,
     )

@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from narrowkv.attn_decode.arguments import BOUND_CACHES, OUT_DTYPES, BoundCache, bind_cache, shares_memory
+from narrowkv.attn_decode.arguments import (
+    BOUND_TABLES,
+    OUT_DTYPES,
+    BoundCache,
+    BoundTable,
+    bind_cache,
+    bind_table,
+    meets,
+    zeroed_counters,
+)
 from narrowkv.attn_decode.config import SCALED_DOT_DEPTH, DecodeConfig, DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import (
     Blocks,
@@ -21,10 +30,9 @@ from narrowkv.attn_decode.kernels import (
     _paged_decode_kernel,
 )
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.paged_cache.checks import check_table
 from narrowkv.paged_cache.kernels.pages import TableSteps
 from narrowkv.paged_cache.layouts import span_bytes
-from narrowkv.paged_cache.page_table import check_table
-from narrowkv.paged_cache.pointers import step_of
 from narrowkv.runtime import launch
 from narrowkv.runtime.errors import (
     check_choice,
@@ -41,13 +49,22 @@ from narrowkv.runtime.errors import (
     check_tensor,
     check_window,
 )
-from narrowkv.runtime.launch import BoundLaunch, LaunchOptions, active_target, block_bytes
+from narrowkv.runtime.identity import ByIdentity
+from narrowkv.runtime.launch import (
+    VARIES,
+    BoundLaunch,
+    FixedLaunch,
+    LaunchOptions,
+    active_target,
+    block_bytes,
+    executor,
+)
+from narrowkv.runtime.launch.tracing import handle_of
 from narrowkv.runtime.targets import Target
 
-_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+_HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 _SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LOG2E = math.log2(math.e)
-_OPTIONAL = (torch.Tensor, type(None))
 _MAX_GRID = 2**31 - 1
 _MAX_PREPARED = 4096
 FLOAT32_MAX = 3.4028234663852886e38
@@ -57,38 +74,29 @@ class _Call(NamedTuple):
     """What `DecodePlan.run` prepared for calls whose tensors have the same metadata.
 
     Attributes:
-        grid, merge_grid: of the attention kernel, and of the kernel that merges splits.
         attend, merge: the launches; `merge` is None where no second kernel is needed.
-        sizes: batch, number of work units, key tiles of a split.
-        merge_in_launch: whether the first kernel merges.
-        partial: the plan's memory for partial results; None if a call allocates its own.
-        blocks, counters: that memory, and how many arrival counters it has.
-        logit_scale, soft_cap: scale of the logits without the cache's descale, and their cap.
-        steps: constants of the page table.
-        strides: of q, o and lse, as `Rows` has them.
+        grid, merge_grid: their grids.
+        empty: no sequence has keys, because the cache or the page table has no pages.
+        blocks, counters: partial results that a call allocates, and how many arrival counters it needs; no
+            blocks where there are none or the plan has memory for them.
+        logit_scale: scale of the logits without the cache's descale.
         out_dtype: of a new output.
-        q_bytes, o_bytes, lse_bytes, read_bytes: bytes that the tensors span; the last ones are those of page
-            ids (of one element), lengths, indptr and sinks.
+        q_bytes, o_bytes, lse_bytes, sinks_bytes: bytes that the tensors span.
     """
 
-    grid: tuple[int]
-    merge_grid: tuple[int]
-    attend: BoundLaunch
-    merge: BoundLaunch | None
-    sizes: tuple[int, int, int]
-    merge_in_launch: int
-    partial: Workspace | None
+    attend: FixedLaunch
+    merge: FixedLaunch | None
+    grid: tuple[int, int, int]
+    merge_grid: tuple[int, int, int]
+    empty: bool
     blocks: list[Any]
     counters: int
     logit_scale: float
-    soft_cap: float
-    steps: TableSteps
-    strides: tuple[int, int, int, int, int]
     out_dtype: torch.dtype
     q_bytes: int
     o_bytes: int
     lse_bytes: int
-    read_bytes: tuple[int, int, int, int]
+    sinks_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +116,7 @@ class DecodePlan:
         workspace: memory of partial results and arrival counters; None if none is needed.
         scale_groups: the cache has FP4 scales per 32 channels.
         tokens_per_split, split, kernel, batch_invariant: see `plan_decode`.
+        handle: what the operators of `torch.ops.narrowkv` find the plan by, in this process.
     """
 
     target: Target
@@ -122,9 +131,15 @@ class DecodePlan:
     split: str | None = None
     kernel: str | None = None
     batch_invariant: bool = False
+    handle: str = field(init=False, repr=False)
     _configs: dict[int, DecodeConfig] = field(init=False, repr=False, default_factory=dict)
     _launches: dict[Any, BoundLaunch] = field(init=False, repr=False, default_factory=dict)
+    _caches: ByIdentity[BoundCache] = field(init=False, repr=False, default_factory=ByIdentity)
     _calls: dict[Any, _Call] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Makes the plan known to operators."""
+        object.__setattr__(self, "handle", handle_of(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecodePlan:
         """A plan for the same calls, with a workspace of its own."""
@@ -220,68 +235,66 @@ class DecodePlan:
         The first call with some shapes, dtypes, strides and options checks them and prepares its launches;
         later calls with the same ones only launch.
         """
-        if not (
-            isinstance(q, torch.Tensor) and type(cache) is PagedKVCache and type(page_table) is PageTable
-            and isinstance(out, _OPTIONAL) and isinstance(lse, _OPTIONAL) and isinstance(sinks, _OPTIONAL)
-        ):  # fmt: skip
+        bound = self._caches.get(id(cache))
+        table = BOUND_TABLES.get(id(page_table))
+        if bound is None or table is None:
+            _check_classes(q, cache, page_table)
+            if bound is None:
+                bound = self._caches.keep(cache, self._bind(cache))
+            if table is None:
+                table = bind_table(page_table)
+        running = executor()
+        try:
+            signature = (
+                bound.number, table.number, None if running is None else running.target.name,
+                type(q), q.shape, q.stride(), q.dtype, q.device, q.requires_grad and torch.is_grad_enabled(),
+                sm_scale, logits_soft_cap, window_left, return_lse, out_dtype,
+                None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.requires_grad),
+                None if lse is None else (lse.shape, lse.stride(), lse.dtype, lse.device, lse.requires_grad),
+                None
+                if sinks is None
+                else (sinks.shape, sinks.stride(), sinks.dtype, sinks.device, sinks.requires_grad),
+            )  # fmt: skip
+        except AttributeError:
             _check_classes(q, cache, page_table, out=out, lse=lse, sinks=sinks)
-        found = BOUND_CACHES.get(cache)
-        config = self.config
-        key = (self.target.name, config.kernel, config.k_parts, config.v_parts)
-        bound = None if found is None else found.get(key)
-        if bound is None:
-            bound = self._bind(cache)
-        ids, indptr, seq_lens = page_table.page_ids, page_table.kv_indptr, page_table.seq_lens
-        lens = page_table.kv_last_page_len if seq_lens is None else seq_lens
-        assert lens is not None
-        size, stride = ids.shape, ids.stride()
-        signature = (
-            bound.number, type(q), q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
-            torch.is_grad_enabled(), lens.shape, lens.stride(), ids.dtype, stride[-1] if size[-1] > 1 else 1,
-            ids.device, page_table.page_size, page_table.before_append,
-            None if indptr is None else indptr.stride(),
-            sm_scale, logits_soft_cap, window_left, return_lse, out_dtype,
-            None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.requires_grad),
-            None if lse is None else (lse.shape, lse.stride(), lse.dtype, lse.device),
-            None if sinks is None else (sinks.shape, sinks.stride(), sinks.dtype, sinks.requires_grad),
-            active_target(self.device).name,
-        )  # fmt: skip
+            raise
         call = self._calls.get(signature)
         if call is None:
             call = self._prepare(
-                bound, q, cache, page_table, sm_scale, out, out_dtype, logits_soft_cap, window_left, sinks,
-                return_lse, lse,
+                bound, table, q, cache, page_table, sm_scale, out, out_dtype, logits_soft_cap, window_left,
+                sinks, return_lse, lse,
             )  # fmt: skip
             if len(self._calls) >= _MAX_PREPARED:
                 self._calls.clear()
             self._calls[signature] = call
         if validate:
             self._check_values(cache, page_table)
-        num_ids = 1 + (size[-1] - 1) * stride[-1]
-        row: Any = indptr
-        if row is None:
-            num_ids += (size[0] - 1) * stride[0]
-            row = stride[0]
         if out is not None or lse is not None:
-            read = [(q, call.q_bytes), (ids, num_ids * call.read_bytes[0]), (lens, call.read_bytes[1])]
-            if indptr is not None:
-                read.append((indptr, call.read_bytes[2]))
+            begin = q.data_ptr()
+            spans = [*bound.spans, *table.spans, (begin, begin + call.q_bytes)]
             if sinks is not None:
-                read.append((sinks, call.read_bytes[3]))
-            if shares_memory([(out, call.o_bytes), (lse, call.lse_bytes)], read, bound.spans):
+                begin = sinks.data_ptr()
+                spans.append((begin, begin + call.sinks_bytes))
+            begin = 0 if out is None else out.data_ptr()
+            met = meets(begin, call.o_bytes, spans)
+            if lse is not None:
+                spans.append((begin, begin + call.o_bytes))
+                met = met or meets(lse.data_ptr(), call.lse_bytes, spans)
+            if met:
                 _refuse_overlap(out, lse, q, cache, page_table, sinks)
         o = torch.empty(q.shape, dtype=call.out_dtype, device=q.device) if out is None else out
         if lse is None and return_lse:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        if cache.num_pages == 0 or size[-1] == 0:  # every sequence is empty
+        if call.empty:
             o.zero_()
             if lse is not None:
                 lse.fill_(-math.inf)
-        elif call.sizes[0] and q.shape[1]:
-            io = Rows(q, o, lse, sinks, *call.strides)
-            table = (ids, row, lens, num_ids, size[-1], call.steps)
-            partial = call.partial
-            if partial is None:
+        elif call.grid[0]:
+            lead: tuple[torch.Tensor, ...] = (q, o) if lse is None else (q, o, lse)
+            if sinks is not None:
+                lead = (*lead, sinks)
+            partial: tuple[torch.Tensor, ...] = ()
+            if call.blocks:
                 partial = _allocate(call.blocks, call.counters, q.device)
             qk_scale = call.logit_scale * bound.k_factor
             if not -FLOAT32_MAX <= qk_scale <= FLOAT32_MAX:
@@ -289,17 +302,11 @@ class DecodePlan:
                     f"sm_scale times the descale of K must be finite in float32, got {qk_scale}: "
                     "pass a smaller sm_scale"
                 )
-            call.attend(
-                call.grid,
-                (
-                    io, bound.k, bound.v, bound.k_descale, bound.v_descale, partial, *table,
-                    qk_scale, bound.v_factor, call.soft_cap, *call.sizes, call.merge_in_launch,
-                ),
-            )  # fmt: skip
+            pages = (*partial, *table[:5])
+            call.attend(call.grid, (*lead, *bound.tensors, *pages, qk_scale, bound.v_factor))
             if call.merge is not None:
-                call.merge(
-                    call.merge_grid, (io, bound.v_descale, partial, *table, bound.v_factor, *call.sizes)
-                )
+                descale = () if bound.v_descale.ptr is None else (bound.v_descale.ptr,)
+                call.merge(call.merge_grid, (*lead, *descale, *pages, bound.v_factor))
         return (o, lse) if return_lse and lse is not None else o
 
     def _bind(self, cache: PagedKVCache) -> BoundCache:
@@ -375,10 +382,10 @@ class DecodePlan:
         return self._launches.setdefault(key, BoundLaunch(kernel, constexprs, options))
 
     def _prepare(
-        self, bound: BoundCache, q: torch.Tensor, cache: PagedKVCache, page_table: PageTable,
-        sm_scale: float | None, out: torch.Tensor | None, out_dtype: torch.dtype | None,
-        logits_soft_cap: float, window_left: int, sinks: torch.Tensor | None, return_lse: bool,
-        lse: torch.Tensor | None,
+        self, bound: BoundCache, table: BoundTable, q: torch.Tensor, cache: PagedKVCache,
+        page_table: PageTable, sm_scale: float | None, out: torch.Tensor | None,
+        out_dtype: torch.dtype | None, logits_soft_cap: float, window_left: int,
+        sinks: torch.Tensor | None, return_lse: bool, lse: torch.Tensor | None,
     ) -> _Call:  # fmt: skip
         """Checks all that does not change from call to call, and prepares the launches."""
         shape = decode_shape(q, cache, page_table)
@@ -420,49 +427,46 @@ class DecodePlan:
         elif not config.merge_in_launch:
             counters = 1  # something to point at
         blocks = self._blocks(batch)
-        partial = None
-        if not blocks:
-            partial = Workspace(None, None, None)
-        elif self.workspace is not None:
+        partial = Workspace(None, None, None)
+        if self.workspace is not None and blocks:
             arrived = self.workspace.counters(counters) if counters else None
             acc, ml = self.workspace.carve(blocks)
             partial = Workspace(acc, ml, arrived)
-        ids, lens, indptr = page_table.page_ids, page_table.seq_lens, page_table.kv_indptr
-        if lens is None:
-            lens = page_table.kv_last_page_len
-        assert lens is not None
-        if span_bytes(ids) // ids.element_size() > _MAX_GRID:
-            raise ValueError(
-                f"page_table must span fewer than 2**31 page ids, got shape {tuple(ids.shape)} with strides "
-                f"{ids.stride()}"
-            )
-        steps = TableSteps(
-            cache.num_pages, step_of(ids), None if indptr is None else step_of(indptr), step_of(lens)
-        )
+            blocks = []
+        elif blocks:
+            partial = Workspace(VARIES, VARIES, VARIES if counters else None)
         token, head, _ = _contiguous(q) if out is None else out.stride()
+        rows = Rows(
+            VARIES, VARIES, VARIES if return_lse or lse is not None else None,
+            None if sinks is None else VARIES, q.stride(0), q.stride(1), token, head,
+            q.shape[1] if lse is None else lse.stride(0),
+        )  # fmt: skip
+        k, v, k_descale, v_descale = (
+            each if each.ptr is None else each._replace(ptr=VARIES) for each in bound[:4]
+        )
+        pages = (VARIES, VARIES, VARIES, VARIES, VARIES, TableSteps(cache.num_pages, *table.steps))
+        sizes = (batch, config.num_units, max(config.tiles_per_split, 1))
+        scale_by = scale * (1.0 if soft_cap > 0 else _LOG2E)
+        attending = (
+            rows, k, v, k_descale, v_descale, partial, *pages, VARIES, VARIES, soft_cap, *sizes,
+            int(config.merge_in_launch),
+        )  # fmt: skip
+        merging = (rows, v_descale, partial, *pages, VARIES, *sizes)
         return _Call(
-            grid=(programs,),
-            merge_grid=(batch * shape.num_kv_heads * shape.q_len * shape.gqa_ratio,),
-            attend=attend,
-            merge=merge,
-            sizes=(batch, config.num_units, max(config.tiles_per_split, 1)),
-            merge_in_launch=int(config.merge_in_launch),
-            partial=partial,
+            attend=FixedLaunch(attend, attending),
+            merge=None if merge is None else FixedLaunch(merge, merging),
+            grid=(programs if batch else 0, 1, 1),
+            merge_grid=(batch * shape.num_kv_heads * shape.q_len * shape.gqa_ratio, 1, 1),
+            empty=cache.num_pages == 0 or table.max_pages == 0,
             blocks=blocks,
             counters=counters,
-            logit_scale=scale * (1.0 if soft_cap > 0 else _LOG2E),
-            soft_cap=soft_cap,
-            steps=steps,
-            strides=(q.stride(0), q.stride(1), token, head, q.shape[1] if lse is None else lse.stride(0)),
+            logit_scale=scale_by,
             out_dtype=out_dtype,
             q_bytes=span_bytes(q),
             o_bytes=0 if out is None else span_bytes(out),
             lse_bytes=0 if lse is None else span_bytes(lse),
-            read_bytes=(
-                ids.element_size(), span_bytes(lens), 0 if indptr is None else span_bytes(indptr),
-                0 if sinks is None else span_bytes(sinks),
-            ),
-        )  # fmt: skip
+            sinks_bytes=0 if sinks is None else span_bytes(sinks),
+        )
 
     def _check(self, shape: DecodeShape, device: torch.device, target: Target) -> None:
         """Refuses a call that the plan was not made for, and says what is needed."""
@@ -503,10 +507,10 @@ def _power_of_two(head_dim: int) -> int:
     return 1 << (head_dim - 1).bit_length()
 
 
-def _allocate(blocks: list[Any], counters: int, device: torch.device) -> Workspace:
-    """Memory of a call whose plan has none."""
+def _allocate(blocks: list[Any], counters: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Memory of a call whose plan has none: acc and ml of `Workspace`, and counters if it needs any."""
     acc, ml = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype in blocks)
-    return Workspace(acc, ml, torch.zeros(counters, dtype=torch.int32, device=device) if counters else None)
+    return (acc, ml, zeroed_counters(counters, device)) if counters else (acc, ml)
 
 
 def _check_classes(q: object, cache: object, page_table: object, **optional: object) -> None:
@@ -718,6 +722,8 @@ def _plan(
 
 
 _plans: dict[Any, DecodePlan] = {}
+# What a plan depends on of a cache.
+_kinds: ByIdentity[tuple[Any, ...]] = ByIdentity()
 _MAX_PLANS = 256
 
 
@@ -728,16 +734,20 @@ def plan_for_call(
 
     Contexts are rounded up to a power of two, so that a growing page table does not ask for a plan each step.
     """
-    if not (isinstance(q, torch.Tensor) and type(cache) is PagedKVCache and type(page_table) is PageTable):
+    table, kind = BOUND_TABLES.get(id(page_table)), _kinds.get(id(cache))
+    if table is None or kind is None or type(q) is not torch.Tensor:
         _check_classes(q, cache, page_table)
-    lens = page_table.kv_last_page_len if page_table.seq_lens is None else page_table.seq_lens
-    assert lens is not None
-    capacity = 1 << max(page_table.page_ids.shape[-1] * cache.page_size - 1, 0).bit_length()
+        table = table or bind_table(page_table)
+        kind = (
+            cache.format, cache.head_dim, cache.num_kv_heads, cache.page_size, cache.k_granularity,
+            cache.v_granularity,
+        )  # fmt: skip
+        kind = _kinds.keep(cache, kind)
+    capacity = 1 << max(table.max_pages * page_table.page_size - 1, 0).bit_length()
+    running = executor()
     key = (
-        q.shape, q.dtype, q.device, lens.shape[0], capacity, page_table.page_size, cache.format,
-        cache.head_dim, cache.num_kv_heads, cache.page_size, cache.k_granularity, cache.v_granularity,
-        batch_invariant,
-        active_target(q.device).name,
+        q.shape, q.dtype, q.device, table.number, capacity, kind, batch_invariant,
+        None if running is None else running.target.name,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:

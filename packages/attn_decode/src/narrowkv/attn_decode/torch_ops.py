@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from narrowkv.attn_decode.api import paged_decode
+from narrowkv.attn_decode.plan import DecodePlan
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.torch_ops import CACHE_SCHEMA, cache_from, cache_options, cache_tensors
-from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, spell, spelled, traces
+from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, plan_of, spell, spelled, traces
 
 _INPUTS = (
     "Tensor q, "
@@ -31,6 +32,7 @@ def _decode(
         given.pop("kind"), page_ids, given.pop("page_size"), kv_indptr, kv_last_page_len, seq_lens,
         given.pop("before_append"),
     )  # fmt: skip
+    given["plan"] = plan_of(given.pop("plan"))
     return paged_decode(q, cache, table, sinks=sinks, **given, **outputs)
 
 
@@ -74,17 +76,15 @@ def traced_decode(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
-    plan: object = None,
+    plan: DecodePlan | None = None,
     **options: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`paged_decode` through its operators, which check the arguments when they run.
 
-    Raises:
-        ValueError: a plan is given: plans own memory, which a trace cannot hold.
+    A plan goes as its handle: it must live where the traced call runs.
     """
-    if plan is not None:
-        raise ValueError("plan must be None where torch traces: the operator keeps the plans of its shapes")
     spec = spell(
+        plan=None if plan is None else plan.handle,
         kind=page_table.kind,
         page_size=page_table.page_size,
         before_append=page_table.before_append,

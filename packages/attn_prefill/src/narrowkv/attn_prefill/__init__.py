@@ -2,11 +2,15 @@
 
 import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
 from narrowkv.attn_prefill.api import batch_prefill, prefill_append
-from narrowkv.attn_prefill.plan import PrefillPlan, plan_append, plan_prefill
+from narrowkv.attn_prefill.config import PrefillShape
+from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan, plan_append, plan_prefill
 from narrowkv.attn_prefill.reference import batch_prefill_reference, prefill_append_reference
+from narrowkv.attn_prefill.torch_ops import traced_prefill  # noqa: F401  # torch.ops.narrowkv.batch_prefill
 
 __all__ = [
+    "AppendPlan",
     "PrefillPlan",
+    "PrefillShape",
     "batch_prefill",
     "batch_prefill_reference",
     "plan_append",

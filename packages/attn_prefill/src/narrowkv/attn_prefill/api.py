@@ -2,71 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 import torch
 
-from narrowkv.attn_decode import paged_decode
-from narrowkv.attn_prefill.checks import (
-    call_inputs,
-    check_chunk,
-    check_sinks,
-    check_soft_cap,
-    check_values,
-    fold_q_descale,
-    outputs_for,
-)
-from narrowkv.attn_prefill.kernels.rows import Outputs, Queries
-from narrowkv.attn_prefill.launches import PrefillCall
-from narrowkv.attn_prefill.plan import (
-    PrefillPlan,
-    append_shape,
-    check_plan,
-    plan_append,
-    plan_prefill,
-    planned_shape,
-    prefill_shape,
-)
+from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan, check_plan, plan_for_call
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
-from narrowkv.runtime.errors import check_finite_float, check_no_grad, check_window, with_defaults
-from narrowkv.runtime.launch import active_target
+from narrowkv.runtime.launch.tracing import traceable
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-
-class AppendOptions(TypedDict, total=False):
-    """Keywords that say where results go and what is checked.
-
-    Attributes:
-        out_dtype: bf16, fp16 or fp32, of a new output; default q's dtype, and bf16 for FP8 queries.
-        return_lse: also return the log-sum-exp.
-        lse: where to write the log-sum-exp, `[tokens, num_qo_heads]` fp32, last dimension contiguous. It is
-            returned only with `return_lse`.
-        validate: look at the values of all metadata first (cu_seqlens_q, lengths, page ids, descales,
-            positions, bounds of the plan), which waits for the device.
-    """
-
-    out_dtype: torch.dtype | None
-    return_lse: bool
-    lse: torch.Tensor | None
-    validate: bool
+    from narrowkv.attn_prefill.calls import AppendOptions, PrefillOptions
 
 
-class PrefillOptions(AppendOptions, total=False):
-    """`AppendOptions`, and whether the bits of a result may depend on the batch.
-
-    Attributes:
-        batch_invariant: a sequence's result has the same bits alone and in any batch; see `plan_prefill`.
-    """
-
-    batch_invariant: bool
-
-
-_APPEND_DEFAULTS = {"out_dtype": None, "return_lse": False, "lse": None, "validate": False}
-_PREFILL_DEFAULTS = {**_APPEND_DEFAULTS, "batch_invariant": False}
-
-
+@traceable
 def batch_prefill(
     q: torch.Tensor,
     cache: PagedKVCache,
@@ -127,51 +77,19 @@ def batch_prefill(
         >>> o = batch_prefill(q, cache, table, cu_seqlens_q, causal=True)                 # doctest: +SKIP
         >>> o, lse = batch_prefill(q, cache, table, cu_seqlens_q, return_lse=True)        # doctest: +SKIP
     """
-    how = with_defaults("batch_prefill", options, _PREFILL_DEFAULTS)
-    shape = prefill_shape(q, cache, page_table, cu_seqlens_q)
-    target = active_target(q.device)
     if plan is None:
-        plan = plan_prefill(q, cache, page_table, cu_seqlens_q, batch_invariant=how["batch_invariant"])
-    else:
-        check_plan(plan, shape, q, cache, target, maker="plan_prefill")
-        if how["batch_invariant"] and not plan.batch_invariant:
-            raise ValueError("plan must be made with batch_invariant=True: call plan_prefill again")
-    scale = q.shape[2] ** -0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
-    soft_cap = check_soft_cap(logits_soft_cap)
-    window_left = check_window("window_left", window_left)
-    if causal and window_right > 0:
-        raise ValueError(f"window_right must be -1 or 0 with causal=True, got {window_right}")
-    window_right = 0 if causal else check_window("window_right", window_right)
-    check_sinks(q, sinks)
-    scale, descale = fold_q_descale(q, q_descale, scale, validate=how["validate"])
-    check_no_grad(q=q, k=cache.k, v=cache.v, sinks=sinks)
-    if how["validate"]:
-        check_values(planned_shape(plan, shape), cache, page_table, cu_seqlens_q)
-    inputs = call_inputs(cache, page_table, cu_seqlens_q, sinks=sinks, q_descale=q_descale)
-    o, lse = outputs_for(q, out, how["out_dtype"], how["lse"], how["return_lse"], inputs)
-    if plan.decode is not None:
-        paged_decode(
-            q,
-            cache,
-            page_table,
-            sm_scale=scale,
-            out=o,
-            logits_soft_cap=soft_cap,
-            window_left=window_left,
-            sinks=sinks,
-            lse=lse,
-            plan=plan.decode,
-        )
-    elif shape.num_tokens:
-        call = PrefillCall(plan, cache, page_table, scale, soft_cap, window_left, window_right)
-        queries = Queries(
-            q, q.stride(0), q.stride(1), cu_seqlens_q, q.shape[0], plan.shape.max_q_len, descale
-        )
-        outputs = Outputs(o, o.stride(0), o.stride(1), lse, 0 if lse is None else lse.stride(0), sinks)
-        (call.dense if plan.config.kernel == "dense" else call.fused)(queries, outputs)
-    return (o, lse) if how["return_lse"] and lse is not None else o
+        invariant = bool(options.get("batch_invariant", False))
+        plan = plan_for_call(PrefillPlan, q, cache, page_table, cu_seqlens_q, invariant)
+    elif type(plan) is not PrefillPlan:
+        check_plan(plan, PrefillPlan, "plan_prefill")
+    return plan.run(
+        q, cache, page_table, cu_seqlens_q, causal=causal, sm_scale=sm_scale, q_descale=q_descale,
+        logits_soft_cap=logits_soft_cap, window_left=window_left, window_right=window_right, sinks=sinks,
+        out=out, **options,
+    )  # fmt: skip
 
 
+@traceable
 def prefill_append(
     q: torch.Tensor,
     k_new: torch.Tensor,
@@ -187,7 +105,7 @@ def prefill_append(
     window_left: int = -1,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    plan: PrefillPlan | None = None,
+    plan: AppendPlan | None = None,
     **options: Unpack[AppendOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of a chunk over its cache and itself; the chunk is appended to the cache.
@@ -229,30 +147,13 @@ def prefill_append(
     Example:
         >>> o = prefill_append(q, k_new, v_new, cache, table, cu_seqlens_q)      # doctest: +SKIP
     """
-    how = with_defaults("prefill_append", options, _APPEND_DEFAULTS)
-    shape = append_shape(q, cache, page_table, cu_seqlens_q)
-    inputs = call_inputs(cache, page_table, cu_seqlens_q, sinks=sinks, k_new=k_new, v_new=v_new)
-    check_chunk(q, k_new, v_new, cache, page_table, cu_seqlens_q, rope, sinks, validate=how["validate"])
-    target = active_target(q.device)
     if plan is None:
-        plan = plan_append(q, cache, page_table, cu_seqlens_q, fp8_compute=fp8_compute)
-    else:
-        check_plan(plan, shape, q, cache, target, maker="plan_append")
-        if fp8_compute != (plan.config.fp8 is not None):
-            raise ValueError(f"plan must be made with fp8_compute={fp8_compute}: call plan_append again")
-    scale = q.shape[2] ** -0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
-    soft_cap = check_soft_cap(logits_soft_cap)
-    window_left = check_window("window_left", window_left)
-    check_sinks(q, sinks)
-    check_no_grad(q=q, k=cache.k, v=cache.v, sinks=sinks)
-    if how["validate"]:
-        check_values(planned_shape(plan, shape), cache, page_table, cu_seqlens_q)
-    if rope is not None:
-        inputs |= {"rope.cos": rope.cos, "rope.sin": rope.sin, "rope.positions": rope.positions}
-    o, lse = outputs_for(q, out, how["out_dtype"], how["lse"], how["return_lse"], inputs)
-    if shape.num_tokens:
-        call = PrefillCall(plan, cache, page_table, scale, soft_cap, window_left, 0)
-        queries = Queries(q, q.stride(0), q.stride(1), cu_seqlens_q, q.shape[0], plan.shape.max_q_len, None)
-        outputs = Outputs(o, o.stride(0), o.stride(1), lse, 0 if lse is None else lse.stride(0), sinks)
-        call.append(queries, outputs, k_new, v_new, rope)
-    return (o, lse) if how["return_lse"] and lse is not None else o
+        plan = plan_for_call(AppendPlan, q, cache, page_table, cu_seqlens_q, fp8_compute)
+    elif type(plan) is not AppendPlan:
+        check_plan(plan, AppendPlan, "plan_append")
+    if fp8_compute != plan.fp8_compute:
+        raise ValueError(f"plan must be made with fp8_compute={fp8_compute}: call plan_append again")
+    return plan.run(
+        q, k_new, v_new, cache, page_table, cu_seqlens_q, rope=rope, sm_scale=sm_scale,
+        logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks, out=out, **options,
+    )  # fmt: skip

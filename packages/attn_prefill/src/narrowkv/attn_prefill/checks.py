@@ -12,6 +12,7 @@ from narrowkv.attn_decode.arguments import OUT_DTYPES
 from narrowkv.attn_prefill.config import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import EXPONENT_RULES, check_new_tokens
+from narrowkv.paged_cache.checks import check_table
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import (
@@ -20,12 +21,18 @@ from narrowkv.runtime.errors import (
     check_dtype,
     check_finite_float,
     check_instance,
+    check_int32,
     check_last_dim_contiguous,
     check_no_grad,
     check_no_overlap,
+    check_positive_int,
     check_same_device,
     check_shape,
+    check_tensor,
 )
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+_QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 
 def check_soft_cap(value: float) -> float:
@@ -47,8 +54,8 @@ def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
 
 def fold_q_descale(
     q: torch.Tensor, q_descale: float | torch.Tensor, scale: float, *, validate: bool
-) -> tuple[float, torch.Tensor | None]:
-    """The softmax scale with a float descale in it, and a descale that is on the device."""
+) -> float:
+    """The softmax scale with a descale of the query in it that is a number."""
     if isinstance(q_descale, torch.Tensor):
         check_dtype("q_descale", q_descale, (torch.float32,))
         check_shape("q_descale", q_descale, (1,))
@@ -59,38 +66,32 @@ def fold_q_descale(
     if get_format(q.dtype).kind != "fp8":
         if isinstance(q_descale, torch.Tensor) or q_descale != 1.0:
             raise ValueError(f"q_descale must be 1.0 for a query in {q.dtype}, got {q_descale}")
-        return scale, None
-    return (scale, q_descale) if isinstance(q_descale, torch.Tensor) else (scale * q_descale, None)
+        return scale
+    return scale if isinstance(q_descale, torch.Tensor) else scale * q_descale
 
 
-def outputs_for(
+def check_outputs(
     q: torch.Tensor,
     out: torch.Tensor | None,
     out_dtype: torch.dtype | None,
     lse: torch.Tensor | None,
-    return_lse: bool,
     inputs: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The output and, where wanted, the log-sum-exp: the caller's tensors once they are checked, or new ones.
+) -> torch.dtype:
+    """Checks the caller's outputs, and returns the dtype of a new one.
 
-    inputs: the call's other tensors by name, which the caller's outputs must not overlap.
+    inputs: the call's other tensors by name, which the outputs must not overlap.
     """
     if out_dtype is not None and out_dtype not in OUT_DTYPES:
         if not isinstance(out_dtype, torch.dtype):
             raise TypeError(f"out_dtype must be a torch.dtype, got {type(out_dtype).__name__}")
         raise ValueError(f"out_dtype must be one of {OUT_DTYPES}, got {out_dtype}")
-    if out is None:
-        own = q.dtype if q.dtype.itemsize == 2 else torch.bfloat16
-        out = torch.empty(q.shape, dtype=out_dtype or own, device=q.device)
-    else:
+    if out is not None:
         check_dtype("out", out, OUT_DTYPES if out_dtype is None else (out_dtype,))
         _check_output("out", out, q, tuple(q.shape), {"q": q, "lse": lse, **inputs})
     if lse is not None:
         check_dtype("lse", lse, (torch.float32,))
         _check_output("lse", lse, q, tuple(q.shape[:2]), {"q": q, "out": out, **inputs})
-    elif return_lse:
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    return out, lse
+    return out_dtype or (q.dtype if q.dtype.itemsize == 2 else torch.bfloat16)
 
 
 def _check_output(
@@ -225,3 +226,114 @@ def _used_descales(descale: torch.Tensor, kind: str, page_table: PageTable) -> I
         pages, seq_len = page_table.pages_of(seq)
         used = descale[pages]
         yield used if kind == "page_head" else used.flatten(0, 1)[:seq_len]
+
+
+def prefill_shape(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    page_table: PageTable,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    before_append: bool = False,
+) -> PrefillShape:
+    """Checks what a call's metadata can tell without reading the device, and returns its shape.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    check_table(page_table, cache, before_append=before_append)
+    check_dtype("q", q, _QUERY_DTYPES)
+    check_shape("q", q, ("tokens", "num_qo_heads", "head_dim"))
+    check_last_dim_contiguous("q", q)
+    num_tokens, num_qo_heads, head_dim = q.shape
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"q must have head_dim in {HEAD_DIMS}, got {head_dim}")
+    if head_dim != cache.head_dim:
+        raise ValueError(f"q must have the cache's head_dim {cache.head_dim}, got {head_dim}")
+    if num_qo_heads % cache.num_kv_heads or num_qo_heads == 0:
+        raise ValueError(
+            f"q must have a multiple of the cache's {cache.num_kv_heads} KV heads, "
+            f"got num_qo_heads={num_qo_heads}"
+        )
+    batch = page_table.batch_size
+    check_int32("cu_seqlens_q", cu_seqlens_q)
+    check_shape("cu_seqlens_q", cu_seqlens_q, (batch + 1,))
+    if not cu_seqlens_q.is_contiguous():
+        raise ValueError(f"cu_seqlens_q must be contiguous, got stride {cu_seqlens_q.stride(0)}")
+    check_same_device(q=q, k=cache.k, v=cache.v, page_table=page_table.page_ids, cu_seqlens_q=cu_seqlens_q)
+    if batch == 0 and num_tokens:
+        raise ValueError(f"q must have no tokens for an empty batch, got {num_tokens}")
+    capacity = page_table.capacity
+    return PrefillShape(
+        batch=batch,
+        num_tokens=num_tokens,
+        max_q_len=num_tokens,
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=cache.num_kv_heads,
+        head_dim=head_dim,
+        page_size=cache.page_size,
+        max_seq_len=capacity,
+        kv_tokens=capacity if page_table.kind == "ragged" else batch * capacity,
+        q_dtype=q.dtype,
+    )
+
+
+def bounded(
+    shape: PrefillShape, max_q_len: int | None, max_seq_len: int | None, max_kv_tokens: int | None
+) -> PrefillShape:
+    """The shape with the caller's tighter bounds."""
+    bounds = {"max_q_len": max_q_len, "max_seq_len": max_seq_len, "kv_tokens": max_kv_tokens}
+    for name, value in bounds.items():
+        if value is not None:
+            check_positive_int("max_kv_tokens" if name == "kv_tokens" else name, value)
+            shape = replace(shape, **{name: min(getattr(shape, name), value)})
+    return replace(shape, kv_tokens=min(shape.kv_tokens, shape.batch * shape.max_seq_len))
+
+
+def append_shape(
+    q: torch.Tensor, cache: PagedKVCache, page_table: PageTable, cu_seqlens_q: torch.Tensor
+) -> PrefillShape:
+    """`prefill_shape` for an append, which needs 16-bit queries and a block table."""
+    check_dtype("q", q, (torch.bfloat16, torch.float16))
+    return prefill_shape(q, cache, page_table, cu_seqlens_q, before_append=True)
+
+
+def check_classes(
+    q: object, cache: object, page_table: object, cu_seqlens_q: object, rope: object = None,
+    new: dict[str, object] | None = None, **optional: object,
+) -> None:  # fmt: skip
+    """Refuses arguments of wrong classes; `optional` ones and `rope` may be None, `new` ones may not."""
+    check_instance("cache", cache, PagedKVCache)
+    check_instance("page_table", page_table, PageTable)
+    tensors = {"q": q, "cu_seqlens_q": cu_seqlens_q, **(new or {})}
+    tensors |= {name: value for name, value in optional.items() if value is not None}
+    for name, value in tensors.items():
+        check_tensor(name, value)
+    if rope is not None:
+        check_instance("rope", rope, Rope)
+
+
+def check_shape_of_plan(shape: PrefillShape, cache: PagedKVCache, *, appends: bool) -> None:
+    """Checks the maxima of a plan that is made without tensors, and that the cache goes with them.
+
+    Raises:
+        TypeError, ValueError: naming the field, what was expected and what came.
+    """
+    for name in ("batch", "num_tokens", "max_q_len", "num_qo_heads", "max_seq_len", "kv_tokens"):
+        check_positive_int(name, getattr(shape, name))
+    known = (torch.bfloat16, torch.float16) if appends else _QUERY_DTYPES
+    if shape.q_dtype not in known:
+        raise ValueError(f"q_dtype must be one of {known}, got {shape.q_dtype}")
+    wanted = (cache.num_kv_heads, cache.head_dim, cache.page_size)
+    if (shape.num_kv_heads, shape.head_dim, shape.page_size) != wanted:
+        raise ValueError(
+            f"shape must have the cache's (num_kv_heads, head_dim, page_size) {wanted}, "
+            f"got {(shape.num_kv_heads, shape.head_dim, shape.page_size)}"
+        )
+    if shape.head_dim not in HEAD_DIMS:
+        raise ValueError(f"shape must have head_dim in {HEAD_DIMS}, got {shape.head_dim}")
+    if shape.num_qo_heads % shape.num_kv_heads:
+        raise ValueError(
+            f"shape must have a multiple of {shape.num_kv_heads} KV heads, "
+            f"got num_qo_heads={shape.num_qo_heads}"
+        )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from narrowkv.quant.device import BITS, FNUZ_ALIAS, NATIVE, widen_route
 from narrowkv.runtime.errors import UnsupportedError, check_choice
 from narrowkv.runtime.launch import LaunchOptions
@@ -38,6 +40,7 @@ class PrefillShape:
         num_qo_heads, num_kv_heads, head_dim, page_size: sizes.
         max_seq_len: a bound of a sequence's keys.
         kv_tokens: a bound of all sequences' keys together.
+        q_dtype: of the query.
     """
 
     batch: int
@@ -49,6 +52,7 @@ class PrefillShape:
     page_size: int
     max_seq_len: int
     kv_tokens: int
+    q_dtype: torch.dtype = torch.bfloat16
 
     @property
     def gqa_ratio(self) -> int:
@@ -262,6 +266,11 @@ def produce_options(target: Target, head_dim: int, block: int) -> LaunchOptions:
     return replace(options, maxnreg=64) if block == 128 and head_dim <= 128 else options
 
 
+def partial_programs(target: Target, resident: int) -> int:
+    """Programs with partial results that a launch has at most, which bounds their memory."""
+    return 8 * resident * units_of(target)
+
+
 def _splits(target: Target, programs: int, key_tiles: int, resident: int = 2) -> int:
     """Programs that share a tile's keys: how many finish first.
 
@@ -271,6 +280,7 @@ def _splits(target: Target, programs: int, key_tiles: int, resident: int = 2) ->
     128 over 4k at 1 and 4 splits 82 and 85 us.
     """
     slots = resident * units_of(target)
+    most = min(key_tiles // 4, 32, partial_programs(target, resident) // max(programs, 1))
 
     def cost(splits: int) -> float:
         waves = -(-programs * splits // slots)
@@ -278,7 +288,7 @@ def _splits(target: Target, programs: int, key_tiles: int, resident: int = 2) ->
             return waves * (key_tiles + 2.0)
         return waves * (key_tiles / splits + 8) + 1.5 * splits
 
-    return min(range(1, max(1, min(key_tiles // 4, 32)) + 1), key=cost)
+    return min(range(1, max(1, most) + 1), key=cost)
 
 
 def _dense_config(
@@ -293,7 +303,8 @@ def _dense_config(
     splits = _splits(target, shape.row_tiles(block_m) * shape.num_kv_heads, -(-shape.max_seq_len // block_n))
     # The extra round costs a tile. H200, base and overlapped: 1k over 0 78 and 86 us, 1k over 4k 444 and 443,
     # 128 over 32k in 4 splits 469 and 439.
-    overlap = target.is_nvidia and not wide and shape.max_seq_len >= 4096
+    # Tiles of few rows always have it, so that tables of any width compile the same kernels.
+    overlap = target.is_nvidia and not wide and (shape.max_seq_len >= 4096 or block_m < 64)
     return PrefillConfig(
         "dense", why, block_m, block_n, num_splits=splits, tma=target.name == "sm90", overlap=overlap,
         options=options,

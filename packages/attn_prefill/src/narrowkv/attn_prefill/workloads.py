@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,9 +123,9 @@ _STORED = ("k", "v", "k_descale", "v_descale")
 
 def poison_plan(plan: PrefillPlan) -> None:
     """Makes a plan's scratch and partial results NaN, so that reading what was not written shows."""
-    for memory in (*(plan.scratch or ()), *(plan.workspace or ())[:2]):
-        if isinstance(memory, torch.Tensor) and memory.is_floating_point():
-            memory.fill_(math.nan)
+    if plan.workspace is not None:
+        (memory,) = plan.workspace.carve([((plan.workspace.num_bytes,), torch.uint8)])
+        memory.fill_(0xFF)
 
 
 def copy_cache(cache: PagedKVCache) -> PagedKVCache:

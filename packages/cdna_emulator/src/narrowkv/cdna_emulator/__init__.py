@@ -21,10 +21,11 @@ from .errors import (
     UnknownInstructionError,
 )
 from .launch import Result, run
+from .loading import load_program
 from .memory import Memory
 from .parser import KernelArgument
 from .profile import Loop, Profile
-from .program import Program, load_program
+from .program import Program
 
 __version__ = "0.1.0"
 

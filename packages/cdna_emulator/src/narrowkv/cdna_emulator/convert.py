@@ -8,7 +8,6 @@ divides by it.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,7 +16,6 @@ from .arithmetic import to_integer
 from .lanes import read_sdwa, write_sdwa
 from .operands import (
     Reader,
-    Step,
     Writer,
     parse_operand,
     read_raw,
@@ -27,10 +25,8 @@ from .operands import (
     write_vector,
 )
 from .parser import Instruction
+from .program import Program, Step
 from .state import Array, Waves
-
-if TYPE_CHECKING:
-    from .program import Program
 
 U32 = np.uint32
 

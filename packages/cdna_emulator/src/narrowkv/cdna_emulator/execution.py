@@ -13,9 +13,9 @@ from collections import Counter
 import numpy as np
 
 from .accesses import Accesses
+from .dispatch import initial_registers
 from .errors import DeadlockError, EmulatorError, HazardError, UninitialisedError
 from .hazards import HazardModel
-from .launch import initial_registers
 from .memory import Memory
 from .parser import Instruction
 from .pending_lds import PendingLds

@@ -15,7 +15,6 @@ from .operands import (
     DTYPES,
     Operand,
     Reader,
-    Step,
     Writer,
     float_output,
     output_modifier,
@@ -26,10 +25,10 @@ from .operands import (
     write_vector,
 )
 from .parser import Instruction
+from .program import Program, Step
 from .state import LANES, Array, Waves
 
 if TYPE_CHECKING:
-    from .program import Program
     from .valu_ops import Op
 
 _SELECT = {

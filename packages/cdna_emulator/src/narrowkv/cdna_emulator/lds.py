@@ -6,18 +6,15 @@ Source: "Data Share Operations" of the CDNA3 and CDNA4 ISA documents (DS_READ_B6
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .atomics import LDS_ATOMICS
-from .operands import Step, parse_operand, unknown
+from .operands import parse_operand, unknown
 from .parser import Instruction
+from .program import Program, Step
 from .state import LANES, Array, Waves
 from .vmem import Width, extend
-
-if TYPE_CHECKING:
-    from .program import Program
 
 _READS = {
     "u8": Width(1), "i8": Width(1, "sign"), "u16": Width(2), "i16": Width(2, "sign"), "b32": Width(4),

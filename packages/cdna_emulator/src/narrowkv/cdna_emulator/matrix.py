@@ -9,8 +9,7 @@ calculator. For one block of M x N x K on 64 lanes, with g = 64 / M groups of la
              32 x 32: i = 8 * (register // 4) + 4 * (lane // 32) + register % 4
     8-bit types with 32 k to a lane hold two runs of 16: k = 16 * group + e and K / 2 + 16 * group + e
 
-Products and sums are formed in fp64 and rounded once to fp32; the hardware's order of accumulation is not
-modelled.
+Products and sums are formed in fp64 and rounded once to fp32, or as the hardware does: see `matrix_sums`.
 """
 
 from __future__ import annotations
@@ -18,17 +17,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from . import formats
-from .operands import Operand, Step, parse_operand, read_raw, unknown
+from .matrix_sums import GROUPS, hardware_sum
+from .operands import Operand, parse_operand, read_raw, unknown
 from .parser import Instruction
+from .program import Program, Step
 from .state import LANES, Array, Waves
-
-if TYPE_CHECKING:
-    from .program import Program
 
 _NAME = re.compile(
     r"^v_mfma_(?:scale_)?(f32|i32|f64)_(\d+)x(\d+)x(\d+)_?(?:(\d+)b_)?(xf32|f32|f64|f16|bf16|i8|f8f6f4|fp8|bf8)"
@@ -218,6 +215,8 @@ def bind_matrix(inst: Instruction, program: Program) -> Step | None:
     kind = "i32" if integer else "f32"
     constant = read_raw(c_operand, kind) if c_operand.is_constant else None
     start, dtype = c_operand.index, np.dtype(np.int32 if integer else np.float32)
+    if program.hardware_sums and shape.a in GROUPS and "f8f6f4" not in name:
+        return _bind_hardware_sums(c_operand, target, read_a, read_b, shape, program)
 
     def step(w: Waves) -> None:
         a, b = read_a(w), read_b(w)
@@ -231,6 +230,28 @@ def bind_matrix(inst: Instruction, program: Program) -> Step | None:
             total = total + constant(w)
         out = w.v[target : target + count].view(dtype)
         out[...] = total.astype(np.int64) if integer else total
+
+    return step
+
+
+def _bind_hardware_sums(
+    c_operand: Operand, target: int, read_a: Callable[[Waves], Array], read_b: Callable[[Waves], Array],
+    shape: Shape, program: Program,
+) -> Step:  # fmt: skip
+    size = shape.blocks * shape.m * shape.n
+    order = _result_registers(np.arange(size).reshape(1, shape.blocks, shape.m, shape.n), shape)[:, 0]
+    read_constant = read_raw(c_operand, "f32") if c_operand.is_constant else None
+    start, count = c_operand.index, size // LANES
+
+    def step(w: Waves) -> None:
+        addend = np.empty((w.n, size), np.float32)
+        if read_constant is None:
+            addend[:, order] = w.v[start : start + count].view(np.float32).swapaxes(0, 1)
+        else:
+            addend[:, order] = np.broadcast_to(read_constant(w), (w.n, LANES))[:, None]
+        c = addend.reshape(w.n, shape.blocks, shape.m, shape.n)
+        total = hardware_sum(read_a(w), read_b(w), c, (shape.a, shape.b), program.target)
+        w.v[target : target + count].view(np.float32)[...] = _result_registers(total, shape)
 
     return step
 

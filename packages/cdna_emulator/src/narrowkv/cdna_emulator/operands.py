@@ -9,21 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from . import formats
 from .errors import UnknownInstructionError
 from .parser import Instruction
+from .program import Program
 from .state import Array, Waves
-
-if TYPE_CHECKING:
-    from .program import Program
 
 Reader = Callable[[Waves], Array]
 Writer = Callable[[Waves, Array], None]
-Step = Callable[[Waves], None]
 
 DTYPES: dict[str, type[np.generic]] = {
     "u32": np.uint32, "i32": np.int32, "f32": np.float32, "u16": np.uint16, "i16": np.int16,

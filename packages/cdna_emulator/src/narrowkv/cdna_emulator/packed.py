@@ -7,7 +7,7 @@ negate.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from . import arithmetic as a
 from .operands import (
     DTYPES,
     Reader,
-    Step,
     float_output,
     parse_operand,
     read_raw,
@@ -24,11 +23,9 @@ from .operands import (
     write_vector,
 )
 from .parser import Instruction
+from .program import Program, Step
 from .state import Array, Waves
 from .valu_ops import SATURATING, VALU, Op
-
-if TYPE_CHECKING:
-    from .program import Program
 
 # 16-bit packed operations are the plain ones, twice.
 _HALF = {

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import arithmetic as a
-from .operands import DTYPES, Operand, Reader, Step, parse_operand, read_raw, unknown
+from .operands import DTYPES, Operand, Reader, parse_operand, read_raw, unknown
 from .parser import Instruction
+from .program import Program, Step
 from .state import EXEC, Array, Waves
-
-if TYPE_CHECKING:
-    from .program import Program
 
 U32, U64 = np.uint32, np.uint64
 

@@ -8,13 +8,12 @@ same memory, because making a view costs as much as a small numpy call.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from .execution import Execution
+from .parser import Instruction
 
 Array = NDArray[Any]
 
@@ -39,6 +38,41 @@ def unpack_mask(mask: Array) -> Array:
     return np.unpackbits(octets, axis=1, bitorder="little").view(np.bool_)
 
 
+class Machine(Protocol):
+    """What instructions reach beyond a wave's registers: memory, LDS and private memory.
+
+    Attributes:
+        lds_base: where the LDS of each wave's workgroup begins.
+    """
+
+    lds_base: Array
+
+    def scratch_base(self, w: Waves) -> Array:
+        """Address of each lane's private segment, ``[n, 64]``."""
+
+    def load(self, w: Waves, inst: Instruction, addresses: Array, active: Array | None, size: int) -> Array:
+        """Loads for each lane, or, with one column, for each wave."""
+
+    def store(
+        self, w: Waves, inst: Instruction, addresses: Array, active: Array | None, words: Array, size: int
+    ) -> None:
+        """Stores for each lane."""
+
+    def atomic(
+        self, w: Waves, inst: Instruction, addresses: Array, active: Array | None, words: Array, atomic: Any
+    ) -> Array:
+        """Reads, modifies and writes memory; returns what was there."""
+
+    def lds_load(self, w: Waves, inst: Instruction, offsets: Array, size: int) -> Array:
+        """Reads LDS: uint32 ``[max(size // 4, 1), n, 64]``."""
+
+    def lds_store(self, w: Waves, inst: Instruction, offsets: Array, words: Array, size: int) -> None:
+        """Writes LDS from register words."""
+
+    def lds_atomic(self, w: Waves, inst: Instruction, offsets: Array, words: Array, atomic: Any) -> Array:
+        """Reads, modifies and writes LDS; returns what was there."""
+
+
 class Waves:
     """State of ``n`` waves in lockstep.
 
@@ -61,7 +95,7 @@ class Waves:
         "n", "s", "scc", "sf", "si", "sq", "sqi", "su", "u", "v",
     )  # fmt: skip
 
-    def __init__(self, execution: Execution, ids: Array, copies: int, v: Array, s: Array, scc: Array) -> None:
+    def __init__(self, execution: Machine, ids: Array, copies: int, v: Array, s: Array, scc: Array) -> None:
         self.execution, self.ids, self.copies = execution, ids, copies
         self.v, self.s, self.scc = v, s, scc
         self.n = n = len(ids)

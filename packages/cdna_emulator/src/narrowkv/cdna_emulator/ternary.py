@@ -6,16 +6,13 @@ Source: CDNA4 ISA document. Bit ``4 a + 2 b + c`` of the table is the result for
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .operands import Step, source, write_vector
+from .operands import source, write_vector
 from .parser import Instruction
+from .program import Program, Step
 from .state import Array
-
-if TYPE_CHECKING:
-    from .program import Program
 
 # Functions of two bits by their truth table: bit 2 b + c is the result for b, c.
 _TWO: tuple[Callable[[Array, Array], Array] | None, ...] = (

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from .operands import parse_operand
 from .parser import Instruction
+from .program import Program
 from .state import EXEC, M0, VCC
 from .valu import CARRY
 from .valu_ops import ACCUMULATING
-
-if TYPE_CHECKING:
-    from .program import Program
 
 SCALAR_BASE = 512
 """Bit of s0; v0 is bit 0."""

@@ -6,8 +6,6 @@ computes stands in `valu_ops`; here are operands, modifiers, destinations and th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from . import arithmetic
@@ -16,7 +14,6 @@ from .operands import (
     DTYPES,
     Operand,
     Reader,
-    Step,
     Writer,
     float_output,
     output_modifier,
@@ -27,11 +24,9 @@ from .operands import (
     write_vector,
 )
 from .parser import Instruction
+from .program import Program, Step
 from .state import VCC, Array, Waves
 from .valu_ops import ACCUMULATING, COMPARES, LITERAL_FMA, SATURATING, VALU, Op
-
-if TYPE_CHECKING:
-    from .program import Program
 
 
 def bind_valu(inst: Instruction, program: Program) -> Step | None:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from .atomics import ATOMICS, apply_atomic
-from .operands import Operand, Reader, Step, parse_operand, read_raw, unknown
+from .operands import Operand, Reader, parse_operand, read_raw, unknown
 from .parser import Instruction
+from .program import Program, Step
 from .state import LANES, M0, Array, Waves
-
-if TYPE_CHECKING:
-    from .program import Program
 
 _NAME = re.compile(r"^(buffer|global|flat|scratch)_(load|store|atomic)_(.+)$")
 

@@ -13,10 +13,11 @@ Not in the table: fp64 matrix instructions and s_getreg, which no kernel of Trit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from .matrix import Shape, mfma_shape
 from .parser import Instruction
+from .program import Program
 from .usage import (
     EXEC_BITS,
     M0_BITS,
@@ -27,9 +28,6 @@ from .usage import (
     operand_bits,
     writes_high_half,
 )
-
-if TYPE_CHECKING:
-    from .program import Program
 
 TRANS = "transcendental result read by another vector ALU instruction"
 MOVED = "result moved by SDWA or op_sel read by a vector ALU instruction"

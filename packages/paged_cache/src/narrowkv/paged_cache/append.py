@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -27,13 +26,14 @@ from narrowkv.runtime.errors import (
     check_shape,
     has_memory,
 )
-from narrowkv.runtime.launch import BoundLaunch, LaunchOptions
+from narrowkv.runtime.identity import ByIdentity
+from narrowkv.runtime.launch import VARIES, BoundLaunch, FixedLaunch, LaunchOptions
 from narrowkv.runtime.launch.tracing import traceable
 
 EXPONENT_RULES = ("mse", "floor", "ceil")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _OPTIONS = LaunchOptions(num_warps=1, num_stages=1, enable_fp_fusion=False)
-_MAX_BOUND = 256  # prepared launches that are kept; a server needs a few
+_MAX_PREPARED = 256  # launches that are kept; a server needs a few
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,8 @@ class Store(NamedTuple):
         device: where the cache is.
         num_slots: tokens that the cache holds.
         constants: names and values of `tl.constexpr` arguments.
-        kind: a number that caches with the same constants share.
+        kind: a number that caches with the same constants, strides and device share.
+        varying: tensors and descales of a `FixedLaunch` over such caches.
         spans: byte addresses of what is written, each as `byte_span` gives it.
     """
 
@@ -81,12 +82,37 @@ class Store(NamedTuple):
     num_slots: int
     constants: tuple[tuple[str, Any], ...]
     kind: int
+    varying: tuple[Any, ...]
     spans: tuple[tuple[int, int], ...]
 
 
-_stores: WeakKeyDictionary[PagedKVCache, Store] = WeakKeyDictionary()
-_kinds: dict[tuple[tuple[str, Any], ...], int] = {}
-_bound: dict[Any, BoundLaunch] = {}
+class _Prepared(NamedTuple):
+    """A launch for calls with the same metadata, but for the number of tokens.
+
+    Attributes:
+        launch: what varies is what `Store.varying` has, the new tokens, slots and rotary tables.
+        k_step, v_step: bytes from a token to the next; k_row, v_row: bytes that a token spans.
+    """
+
+    launch: FixedLaunch
+    k_step: int
+    k_row: int
+    v_step: int
+    v_row: int
+
+
+class _BoundRope(NamedTuple):
+    """A rotary embedding as a kernel argument: `kind` is the same for all with the same metadata."""
+
+    kind: int
+    tokens: int
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+_stores: ByIdentity[Store] = ByIdentity()
+_ropes: ByIdentity[_BoundRope] = ByIdentity()
+_kinds: dict[Any, int] = {}
+_prepared: dict[Any, _Prepared] = {}
 
 
 def store_of(cache: PagedKVCache) -> Store:
@@ -96,10 +122,8 @@ def store_of(cache: PagedKVCache) -> Store:
         TypeError: not a `PagedKVCache`.
         ValueError: a cache that cannot be appended to.
     """
-    store = _stores.get(check_instance("cache", cache, PagedKVCache))
-    if store is None:
-        store = _stores[cache] = _make_store(cache)
-    return store
+    store = _stores.get(id(check_instance("cache", cache, PagedKVCache)))
+    return _stores.keep(cache, _make_store(cache)) if store is None else store
 
 
 def _make_store(cache: PagedKVCache) -> Store:
@@ -110,23 +134,41 @@ def _make_store(cache: PagedKVCache) -> Store:
                 "a new token cannot change the descale of tokens that are stored already"
             )
     check_no_grad(k=cache.k, v=cache.v)
-    pointers = []
+    pointers: list[Any] = []
     for stored, strides in ((cache.k, cache.k_strides), (cache.v, cache.v_strides)):
         # The kernel writes FP8 as bytes: casts differ between targets, and FNUZ is no type of CUDA's.
         words = stored.view(torch.uint8) if stored.element_size() == 1 else stored
         pointers.append(KVPointers(words, strides.page, strides.token, strides.head, strides.outer))
     constants = tuple(_side_constants(cache).items())
     constants += (("PAGE_SIZE", cache.page_size), ("HEAD_DIM", cache.head_dim))
+    pointers.append(_descale_pointers(cache.k_descale, cache.k_granularity))
+    pointers.append(_descale_pointers(cache.v_descale, cache.v_granularity))
+    # Strides and dtypes are fixed by kind; addresses and descales that are numbers vary.
+    fixed = _template(*pointers)
+    metadata = tuple(
+        value if not isinstance(value, torch.Tensor) else (value.dtype, value.dim())
+        for each in pointers
+        for value in each
+        if not isinstance(value, float)
+    )
+    number = _kinds.setdefault((constants, metadata, cache.k.device), len(_kinds))
+    k, v, k_descale, v_descale = pointers
     return Store(
-        pointers[0],
-        pointers[1],
-        _descale_pointers(cache.k_descale, cache.k_granularity),
-        _descale_pointers(cache.v_descale, cache.v_granularity),
+        k,
+        v,
+        k_descale,
+        v_descale,
         (cache.num_kv_heads, cache.head_dim),
         cache.k.device,
         cache.num_pages * cache.page_size,
         constants,
-        _kinds.setdefault(constants, len(_kinds)),
+        number,
+        tuple(
+            value
+            for each, like in zip(pointers, fixed, strict=True)
+            for value, mark in zip(each, like, strict=True)
+            if mark is VARIES
+        ),
         tuple(byte_span(x) for x in _written(cache).values() if x.numel() and has_memory(x)),
     )
 
@@ -259,59 +301,56 @@ def _check_slots(slot_mapping: torch.Tensor, num_slots: int) -> None:
         raise ValueError(f"slot_mapping must not hold a slot twice, got {used.sort().values.tolist()[:16]}")
 
 
+def _template(*pointers: Any) -> list[Any]:
+    """Structs of pointers with `VARIES` for tensors and numbers of type float."""
+    return [
+        type(each)(*(VARIES if isinstance(value, torch.Tensor | float) else value for value in each))
+        for each in pointers
+    ]
+
+
 def _key(
     store: Store,
     k_new: torch.Tensor,
     v_new: torch.Tensor,
     slot_mapping: torch.Tensor,
-    rope: Rope | None,
+    rope: _BoundRope | None,
     k_offset: torch.Tensor | None,
     exponent: str,
 ) -> Any:
-    """What a checked and prepared launch can be found by; None for arguments that must be checked one by one.
+    """What a prepared launch can be found by; None for arguments that must be checked one by one.
 
-    Everything that `check_append` looks at is either part of the key or tested here.
+    Everything that `check_append` looks at is part of the key or tested here or in `append`, but for memory
+    that tokens share with the cache.
     """
-    if not type(k_new) is type(v_new) is type(slot_mapping) is torch.Tensor or type(exponent) is not str:
-        return None
     shape = k_new.shape
-    if (
-        shape[1:] != store.row
-        or v_new.shape != shape
-        or slot_mapping.shape != shape[:1]
-        or not k_new.stride(-1) == v_new.stride(-1) == 1
-        or not k_new.device == v_new.device == slot_mapping.device == store.device
-        or k_new.requires_grad
-        or v_new.requires_grad
-        or not (rope is None or (type(rope) is Rope and rope.positions.shape == shape[:1]))
-    ):
+    if shape[1:] != store.row or v_new.shape != shape or slot_mapping.shape != shape[:1]:
         return None
-    if not shape[0]:
+    if rope is not None and rope.tokens != shape[0]:
         return None
-    for tensor in (k_new, v_new):
-        if not has_memory(tensor):
-            return None
-        begin, end = byte_span(tensor)
-        for low, high in store.spans:
-            if begin < high and low < end:
-                return None
     return (
-        (store.kind, store.device, exponent, k_new.dtype, v_new.dtype, slot_mapping.dtype),
-        None if rope is None else _rope_key(rope),
-        None if k_offset is None else _tensor_key(k_offset),
-    )
+        store.kind, exponent, type(k_new), k_new.dtype, k_new.stride(), k_new.device, k_new.requires_grad,
+        type(v_new), v_new.dtype, v_new.stride(), v_new.device, v_new.requires_grad,
+        type(slot_mapping), slot_mapping.dtype, slot_mapping.device,
+        None if rope is None else rope.kind,
+        None if k_offset is None else _metadata(k_offset),
+    )  # fmt: skip
 
 
-def _tensor_key(x: torch.Tensor) -> tuple[Any, ...]:
+def _metadata(x: torch.Tensor) -> tuple[Any, ...]:
     return type(x), x.dtype, x.shape, x.stride(), x.device, x.requires_grad
 
 
-def _rope_key(rope: Rope) -> tuple[Any, ...]:
+def _bind_rope(rope: Rope) -> _BoundRope:
     positions = rope.positions
-    return (
-        (type(rope), rope.style, _tensor_key(rope.cos), _tensor_key(rope.sin)),
-        (type(positions), positions.dtype, positions.dim(), positions.device),
+    kind = (
+        rope.style, _metadata(rope.cos), _metadata(rope.sin), type(positions), positions.dtype,
+        positions.stride(), positions.device,
+    )  # fmt: skip
+    bound = _BoundRope(
+        _kinds.setdefault(kind, len(_kinds)), positions.shape[0], (rope.cos, rope.sin, positions)
     )
+    return _ropes.keep(rope, bound)
 
 
 @traceable
@@ -358,41 +397,57 @@ def append(
         >>> float(cache.dequantize()[1][1, 1, 0, 0])
         2.0
     """
-    store = _stores.get(cache) if type(cache) is PagedKVCache else None
-    key = None
-    if store is not None and not validate:
-        key = _key(store, k_new, v_new, slot_mapping, rope, k_offset, exponent)
-    bound = _bound.get(key)
-    if bound is None:
+    store, key, prepared, met = _stores.get(id(cache)), None, None, True
+    bound_rope = None if rope is None else _ropes.get(id(rope))
+    tokens = 0
+    if store is not None:
+        try:
+            if rope is not None and bound_rope is None:
+                bound_rope = _bind_rope(check_instance("rope", rope, Rope))
+            key = _key(store, k_new, v_new, slot_mapping, bound_rope, k_offset, exponent)
+            prepared = _prepared.get(key)
+            if prepared is not None:
+                tokens = k_new.shape[0]
+                k_begin, v_begin = k_new.data_ptr(), v_new.data_ptr()
+                k_end = k_begin + (tokens - 1) * prepared.k_step + prepared.k_row
+                v_end = v_begin + (tokens - 1) * prepared.v_step + prepared.v_row
+                met = not k_begin or not v_begin
+                for low, high in store.spans:
+                    met = met or (k_begin < high and low < k_end) or (v_begin < high and low < v_end)
+        except (AttributeError, RuntimeError, TypeError):
+            pass  # not tensors, or tensors without memory: the checks say which
+    if prepared is None or met or validate:
         check_append(cache, k_new, v_new, slot_mapping, rope, k_offset, exponent, validate)
         store = store_of(cache)
-        key = _key(store, k_new, v_new, slot_mapping, rope, k_offset, exponent)
-        bound = _bound.get(key) or _bind(store, rope, k_offset, exponent)
-        if key is not None:
-            if len(_bound) >= _MAX_BOUND:
-                _bound.clear()
-            _bound[key] = bound
+        if rope is not None and bound_rope is None:
+            bound_rope = _bind_rope(rope)
+        key = _key(store, k_new, v_new, slot_mapping, bound_rope, k_offset, exponent)
+        prepared = _prepared.get(key)
+        if prepared is None:
+            prepared = _prepare(store, k_new, v_new, rope, k_offset, exponent)
+            if len(_prepared) >= _MAX_PREPARED:
+                _prepared.clear()
+            _prepared[key] = prepared
+        tokens = k_new.shape[0]
     assert store is not None
-    k_strides, v_strides = k_new.stride(), v_new.stride()
-    bound(
-        (k_new.shape[0], cache.num_kv_heads),
-        (
-            NewTokens(k_new, k_strides[0], k_strides[1]),
-            NewTokens(v_new, v_strides[0], v_strides[1]),
-            store.k,
-            store.v,
-            store.k_descale,
-            store.v_descale,
-            k_offset,
-            rope_pointers(rope),
-            slot_mapping,
-            slot_mapping.stride(0),
-            store.num_slots,
-        ),
+    values = (k_new, v_new, *store.varying)
+    if k_offset is not None:
+        values = (*values, k_offset)
+    if bound_rope is not None:
+        values = (*values, *bound_rope.tensors)
+    prepared.launch(
+        (tokens, store.row[0], 1), (*values, slot_mapping, slot_mapping.stride(0), store.num_slots)
     )
 
 
-def _bind(store: Store, rope: Rope | None, k_offset: torch.Tensor | None, exponent: str) -> BoundLaunch:
+def _prepare(
+    store: Store,
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    rope: Rope | None,
+    k_offset: torch.Tensor | None,
+    exponent: str,
+) -> _Prepared:
     constants = {
         **dict(store.constants),
         **rope_constants(rope),
@@ -400,7 +455,21 @@ def _bind(store: Store, rope: Rope | None, k_offset: torch.Tensor | None, expone
         "HAS_OFFSET": k_offset is not None,
         "BLOCK_D": 1 << (store.row[1] - 1).bit_length(),
     }
-    return BoundLaunch(_append_kernel, constants, _OPTIONS)
+    arguments = (
+        *_template(new_tokens(k_new), new_tokens(v_new), *store[:4]),
+        None if k_offset is None else VARIES,
+        *_template(rope_pointers(rope)),
+        VARIES,
+        VARIES,
+        VARIES,
+    )
+    heads, head_dim = store.row
+    steps = []
+    for x in (k_new, v_new):
+        size = x.element_size()
+        steps += [x.stride(0) * size, ((heads - 1) * x.stride(1) + head_dim) * size]
+    launch = FixedLaunch(BoundLaunch(_append_kernel, constants, _OPTIONS), arguments)
+    return _Prepared(launch, *steps)
 
 
 def new_tokens(x: torch.Tensor) -> NewTokens:

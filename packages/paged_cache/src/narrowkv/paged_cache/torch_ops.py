@@ -8,7 +8,7 @@ import torch
 
 from narrowkv.paged_cache.append import Rope, append
 from narrowkv.paged_cache.cache import CacheFormat, PagedKVCache
-from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, as_bytes, spell, spelled, traces
+from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, spell, spelled, traces
 
 CACHE_SCHEMA = "Tensor{a} k, Tensor{b} v, Tensor{c}? k_descale, Tensor{d}? v_descale"
 CacheTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -18,7 +18,7 @@ def cache_tensors(cache: PagedKVCache) -> CacheTensors:
     """The tensors of a cache as operators take them: keys, values, and descales that are tensors."""
     k_descale = cache.k_descale if isinstance(cache.k_descale, torch.Tensor) else None
     v_descale = cache.v_descale if isinstance(cache.v_descale, torch.Tensor) else None
-    return as_bytes(cache.k), as_bytes(cache.v), k_descale, v_descale
+    return cache.k, cache.v, k_descale, v_descale
 
 
 def cache_options(cache: PagedKVCache) -> dict[str, object]:
@@ -37,19 +37,47 @@ def cache_options(cache: PagedKVCache) -> dict[str, object]:
     }
 
 
+_CACHE_OPTIONS = (
+    "k_dtype", "v_dtype", "k_format", "v_format", "layout", "k_descale", "v_descale", "k_granularity",
+    "v_granularity", "negative_zero_free",
+)  # fmt: skip
+# What the checks of a cache found, by all that they look at: tensors' metadata and options.
+_checked: dict[Any, dict[str, Any]] = {}
+_MOST_CHECKED = 1024
+
+
 def cache_from(tensors: CacheTensors, options: dict[str, Any]) -> PagedKVCache:
-    """The cache of `cache_tensors` and `cache_options`; takes its own options out of `options`."""
+    """The cache of `cache_tensors` and `cache_options`; takes its own options out of `options`.
+
+    Tensors and options like those of an earlier call are not checked again.
+    """
+    own = tuple(options.pop(name) for name in _CACHE_OPTIONS)
+    k_dtype, v_dtype, k_format, v_format, layout, k_static, v_static, k_kind, v_kind, clean = own
     k, v, k_descale, v_descale = tensors
-    static = options.pop("k_descale"), options.pop("v_descale")
-    names = ("layout", "k_granularity", "v_granularity", "negative_zero_free")
-    return PagedKVCache.from_tensors(
-        k.view(options.pop("k_dtype")),
-        v.view(options.pop("v_dtype")),
-        format=CacheFormat(options.pop("k_format"), options.pop("v_format")),
-        k_descale=static[0] if k_descale is None else k_descale,
-        v_descale=static[1] if v_descale is None else v_descale,
-        **{name: options.pop(name) for name in names},
+    parts = {
+        "k": k.view(k_dtype),
+        "v": v.view(v_dtype),
+        "k_descale": k_static if k_descale is None else k_descale,
+        "v_descale": v_static if v_descale is None else v_descale,
+    }
+    key = (
+        own,
+        tuple(None if x is None else (type(x), x.dtype, x.shape, x.stride(), x.device) for x in tensors),
     )
+    known = _checked.get(key)
+    if known is None:
+        cache = PagedKVCache.from_tensors(
+            parts["k"], parts["v"], format=CacheFormat(k_format, v_format), layout=layout,
+            k_descale=parts["k_descale"], v_descale=parts["v_descale"], k_granularity=k_kind,
+            v_granularity=v_kind, negative_zero_free=clean,
+        )  # fmt: skip
+        if len(_checked) >= _MOST_CHECKED:
+            _checked.clear()
+        _checked[key] = {name: value for name, value in vars(cache).items() if name not in parts}
+        return cache
+    cache = object.__new__(PagedKVCache)
+    vars(cache).update(known, **parts)
+    return cache
 
 
 @torch.library.custom_op(

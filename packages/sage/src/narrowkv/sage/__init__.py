@@ -4,5 +4,6 @@ from narrowkv.sage.api import sage_attention
 from narrowkv.sage.launches import QuantizedKV, SageShape
 from narrowkv.sage.plan import SagePlan, plan_sage
 from narrowkv.sage.reference import sage_attention_reference
+from narrowkv.sage.torch_ops import traced_sage  # noqa: F401  # torch.ops.narrowkv.sage_attention
 
 __all__ = ["QuantizedKV", "SagePlan", "SageShape", "plan_sage", "sage_attention", "sage_attention_reference"]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 
 from narrowkv.runtime.errors import with_defaults
+from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.sage.plan import check_starts, plan_sage
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class SageOptions(TypedDict, total=False):
 _DEFAULTS = {"layout": "BSHD", "out": None, "lse": None, "return_lse": False, "validate": False}
 
 
+@traceable
 def sage_attention(
     q: torch.Tensor,
     k: torch.Tensor,

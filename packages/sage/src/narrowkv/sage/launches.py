@@ -12,7 +12,7 @@ import torch
 from narrowkv.quant.formats import get_format
 from narrowkv.quant.sage import TokenGroups
 from narrowkv.runtime.errors import contiguous_vector
-from narrowkv.runtime.launch import BoundLaunch, LaunchOptions, Workspace
+from narrowkv.runtime.launch import VARIES, BoundLaunch, FixedLaunch, LaunchOptions, Workspace
 from narrowkv.sage.config import KeyOrder, SageConfig
 from narrowkv.sage.kernels import (
     ALIGN,
@@ -44,6 +44,7 @@ _LOG2E = math.log2(math.e)
 # statistics; with statistics and blocks both at 16 warps 378, in one launch where blocks wait 351 to 410.
 _STATISTICS = LaunchOptions(num_warps=4, num_stages=1, enable_fp_fusion=False)
 _QUANTISE = LaunchOptions(num_warps=16, num_stages=1, enable_fp_fusion=False)
+_MAX_FIXED = 256
 _SIZES_KEPT = 64  # calls of other sizes whose scratch is remembered
 _MEAN_BLOCKS = 16  # blocks of Q whose means meet a tile of keys at once: the least rows of a dot
 
@@ -155,6 +156,20 @@ def _groups(groups: TokenGroups | None) -> Groups:
     return Groups(0, 1, 1) if groups is None else Groups(groups.span, groups.groups, groups.run)
 
 
+class Launched(NamedTuple):
+    """A launch that was made, to be made again with other tensors.
+
+    Attributes:
+        launch, grid: what was launched.
+        before, after: what varies, before and after the query or the results.
+    """
+
+    launch: FixedLaunch
+    grid: tuple[int, int, int]
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+
+
 class _QueryScratch(NamedTuple):
     """A call's query in scratch: as the pre-pass writes it and attention reads it, its means, its bounds."""
 
@@ -192,6 +207,7 @@ class SageLaunches:
     device: torch.device
     workspace: Workspace | None
     _bound: dict[Any, BoundLaunch] = field(default_factory=dict, init=False, repr=False)
+    _fixed: dict[Any, FixedLaunch] = field(default_factory=dict, init=False, repr=False)
     _scratch: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
     _sized: dict[Any, _QueryScratch] = field(default_factory=dict, init=False, repr=False)
 
@@ -428,21 +444,45 @@ class SageLaunches:
 
     def quantise_queries(
         self, q: torch.Tensor, starts: torch.Tensor | None, kv: QuantizedKV, size: SageShape, *, lse: bool
-    ) -> tuple[NarrowQuery, torch.Tensor | None]:
-        """Q in scratch with what its smoothing took out, and where its sequences lie."""
+    ) -> tuple[NarrowQuery, torch.Tensor | None, Launched]:
+        """Q in scratch with what its smoothing took out, where its sequences lie, and the last launch."""
         scratch = self._query_scratch(size, lse)
         self._find_bounds(starts, size.q_tokens, scratch.bounds)
         shifts = self.smooth_k and lse
         smoothing = Smoothing(scratch.mean, kv.k_mean if shifts else None, scratch.query.shift)
         if scratch.narrow.amax is not None:
             scratch.narrow.amax.zero_()
-        arguments = (
-            _strided(q), scratch.bounds, smoothing, scratch.narrow, self.sm_scale, size.batch, size.q_tokens
-        )  # fmt: skip
-        grid = (scratch.query.rows // _ALIGN, size.num_qo_heads)
+        strided, rows = _strided(q), scratch.query.rows
+        grid = (rows // _ALIGN, size.num_qo_heads)
         if self.q_groups is None:
-            self._measure("q")(grid, arguments)
-        self._quantise_q(shifts)(grid, arguments)
+            self._measure("q")(
+                grid,
+                (
+                    strided,
+                    scratch.bounds,
+                    smoothing,
+                    scratch.narrow,
+                    self.sm_scale,
+                    size.batch,
+                    size.q_tokens,
+                ),
+            )
+        structs = (smoothing, scratch.narrow[:3])
+        key = ("q", q.dtype, strided[1:], tuple(x is None for each in structs for x in each))
+        launch = self._fixed.get(key)
+        if launch is None:
+            launch = self._keep(
+                key,
+                self._quantise_q(shifts),
+                (
+                    _varying(strided), None if scratch.bounds is None else VARIES, _varying(smoothing),
+                    _varying(scratch.narrow)._replace(rows=VARIES), self.sm_scale, VARIES, VARIES,
+                ),
+            )  # fmt: skip
+        values = (scratch.bounds, *smoothing, *scratch.narrow[:3])
+        tensors = tuple(x for x in values if x is not None)
+        launched = Launched(launch, (*grid, 1), (), (*tensors, rows, size.batch, size.q_tokens))
+        launch(launched.grid, (q, *launched.after))
         if scratch.mean is not None and kv.k_source is not None:
             k_rows = kv.k.shape[1]
             blocks_of_one = -(-size.q_tokens // _ALIGN)
@@ -453,7 +493,7 @@ class SageLaunches:
                     grid[0], k_rows, self.sm_scale * _LOG2E, size.batch, size.q_tokens, kv.shape.k_tokens,
                 ),
             )  # fmt: skip
-        return scratch.query, scratch.bounds
+        return scratch.query, scratch.bounds, launched
 
     def _query_scratch(self, size: SageShape, lse: bool) -> _QueryScratch:
         """Memory for a call's query; with a workspace that of the last call of this size."""
@@ -492,8 +532,8 @@ class SageLaunches:
     def attend(
         self, query: NarrowQuery, bounds: torch.Tensor | None, kv: QuantizedKV, out: torch.Tensor,
         lse: torch.Tensor | None, size: SageShape,
-    ) -> None:  # fmt: skip
-        """Attention over what the pre-pass stored."""
+    ) -> Launched:  # fmt: skip
+        """Attention over what the pre-pass stored; what was launched."""
         config = self.config
         tiles = -(-(query.rows if size.ragged else size.q_tokens) // config.block_m)
         items = size.num_qo_heads * (1 if size.ragged else size.batch)
@@ -508,15 +548,42 @@ class SageLaunches:
         if lse is not None:
             steps = (0 if size.ragged else lse.stride(0), lse.stride(-2), lse.stride(-1))
         tma = config.tma and kv.k.numel() > 0
-        self._attention(lse is not None, tma=tma)(
-            (items * tiles,),
-            (
-                query, kv.keys, *(kv.descriptors if tma else (None, None)),
-                Outputs(out, strided.batch, strided.token, strided.head, lse), bounds, kv.bounds,
-                self.sm_scale * _LOG2E * codes, size.num_qo_heads, size.batch, size.q_tokens, size.k_tokens,
-                items, tiles, together, *steps,
-            ),
+        keys = kv.keys
+        launch_key = (
+            "attend", tma, out.dtype, strided[1:], lse is None, tuple(x is None for x in query[:4]),
+            tuple(x is None for x in keys[:4]), bounds is None, size.num_qo_heads,
         )  # fmt: skip
+        launch = self._fixed.get(launch_key)
+        if launch is None:
+            launch = self._keep(
+                launch_key,
+                self._attention(lse is not None, tma=tma),
+                (
+                    _varying(query)._replace(rows=VARIES), _varying(keys)._replace(rows=VARIES),
+                    *((VARIES, VARIES) if tma else (None, None)),
+                    Outputs(VARIES, *strided[1:], None if lse is None else VARIES),
+                    *((None, None) if bounds is None else (VARIES, VARIES)),
+                    self.sm_scale * _LOG2E * codes, size.num_qo_heads, *(VARIES,) * 9,
+                ),
+            )  # fmt: skip
+        before = (*query, *keys, *(kv.descriptors if tma else ()))
+        after = () if bounds is None else (bounds, kv.bounds)
+        after = (*after, size.batch, size.q_tokens, size.k_tokens, items, tiles, together, *steps)
+        launched = Launched(launch, (items * tiles, 1, 1), tuple(x for x in before if x is not None), after)
+        launch(launched.grid, (*launched.before, *((out,) if lse is None else (out, lse)), *after))
+        return launched
+
+    def _keep(self, key: Any, bound: BoundLaunch, arguments: tuple[Any, ...]) -> FixedLaunch:
+        """Remembers a launch with fixed arguments."""
+        if len(self._fixed) >= _MAX_FIXED:
+            self._fixed.clear()
+        self._fixed[key] = FixedLaunch(bound, arguments)
+        return self._fixed[key]
+
+
+def _varying(struct: Any) -> Any:
+    """The struct with `VARIES` for its tensors."""
+    return type(struct)(*(VARIES if isinstance(value, torch.Tensor) else value for value in struct))
 
 
 def _codes(stored: torch.Tensor, format_name: str) -> torch.Tensor:

@@ -10,7 +10,8 @@ Example:
     torch.Size([2, 16, 512])
 """
 
-import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
+import narrowkv.runtime.toolchain  # first: it says how to get Triton
+import narrowkv.sparse_fp8.torch_ops  # noqa: F401  # torch.ops.narrowkv.sparse_*
 from narrowkv.sparse_fp8.api import sparse_decode, sparse_prefill, sparse_prefill_fp8
 from narrowkv.sparse_fp8.binding import RowsFormat
 from narrowkv.sparse_fp8.indices import compressed_topk, concat_csr, csr_from_topk, sliding_window

@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 
 from narrowkv.runtime.errors import check_positive_int
+from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.sparse_fp8.config import MOST_SPLITS
 from narrowkv.sparse_fp8.modes import choose_mode
-from narrowkv.sparse_fp8.plan import SparsePlan, plan_for
+from narrowkv.sparse_fp8.plan import SparsePlan, known_plan, plan_for, remember
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
 
 __all__ = ["sparse_decode", "sparse_prefill", "sparse_prefill_fp8"]
 
 
+@traceable
 def sparse_prefill(
     q: torch.Tensor,
     prefix: KVSource | None,
@@ -66,16 +68,21 @@ def sparse_prefill(
         3.0
     """
     if plan is None:
-        plan = plan_for(
-            q, prefix, extend, mode="wide", attn_sink=attn_sink, sm_scale=sm_scale,
-            return_lse=return_lse or lse is not None, num_qo_heads=None,
-        )  # fmt: skip
+        writes = return_lse or lse is not None
+        key, plan = known_plan(q, prefix, extend, "wide", attn_sink is None, sm_scale, writes)
+        if plan is None:
+            plan = plan_for(
+                q, prefix, extend, mode="wide", attn_sink=attn_sink, sm_scale=sm_scale, return_lse=writes,
+                num_qo_heads=None,
+            )  # fmt: skip
+            remember(key, plan)
     else:
         _check_planned(plan, ("wide",), sm_scale=sm_scale)
     result = plan.run(q, prefix, extend, attn_sink=attn_sink, out=out, lse=lse, validate=validate)
     return result[0] if lse is not None and not return_lse else result
 
 
+@traceable
 def sparse_prefill_fp8(
     q: torch.Tensor | DSV4Rows,
     prefix: KVSource | None,
@@ -125,18 +132,25 @@ def sparse_prefill_fp8(
         3.0
     """
     if plan is None:
-        if mode != "prepass":
-            mode = choose_mode(q, prefix, extend, mode=mode, num_qo_heads=num_qo_heads).mode
-        plan = plan_for(
-            q, prefix, extend, mode=mode, attn_sink=attn_sink, sm_scale=sm_scale,
-            return_lse=return_lse or lse is not None, num_qo_heads=num_qo_heads,
-        )  # fmt: skip
+        writes = return_lse or lse is not None
+        key, plan = known_plan(
+            q, prefix, extend, "fp8", mode, attn_sink is None, sm_scale, writes, num_qo_heads
+        )
+        if plan is None:
+            if mode != "prepass":
+                mode = choose_mode(q, prefix, extend, mode=mode, num_qo_heads=num_qo_heads).mode
+            plan = plan_for(
+                q, prefix, extend, mode=mode, attn_sink=attn_sink, sm_scale=sm_scale, return_lse=writes,
+                num_qo_heads=num_qo_heads,
+            )  # fmt: skip
+            remember(key, plan)
     else:
         _check_planned(plan, ("fused", "prepass"), sm_scale=sm_scale)
     result = plan.run(q, prefix, extend, attn_sink=attn_sink, out=out, lse=lse, validate=validate)
     return result[0] if lse is not None and not return_lse else result
 
 
+@traceable
 def sparse_decode(
     q: torch.Tensor | DSV4Rows,
     prefix: KVSource | None,
@@ -183,13 +197,20 @@ def sparse_decode(
         3.0
     """
     if plan is None:
-        if num_splits is not None and check_positive_int("num_splits", num_splits) > MOST_SPLITS:
-            raise ValueError(f"num_splits must be at most {MOST_SPLITS}, got {num_splits}")
-        plan = plan_for(
-            q, prefix, extend, mode=_decode_mode(prefix, extend), attn_sink=attn_sink, sm_scale=sm_scale,
-            return_lse=return_lse or lse is not None, num_qo_heads=num_qo_heads, num_splits=num_splits,
-            batch_invariant=batch_invariant,
+        writes = return_lse or lse is not None
+        key, plan = known_plan(
+            q, prefix, extend, "decode", attn_sink is None, sm_scale, writes, num_qo_heads, type(num_splits),
+            num_splits, batch_invariant,
         )  # fmt: skip
+        if plan is None:
+            if num_splits is not None and check_positive_int("num_splits", num_splits) > MOST_SPLITS:
+                raise ValueError(f"num_splits must be at most {MOST_SPLITS}, got {num_splits}")
+            plan = plan_for(
+                q, prefix, extend, mode=_decode_mode(prefix, extend), attn_sink=attn_sink, sm_scale=sm_scale,
+                return_lse=writes, num_qo_heads=num_qo_heads, num_splits=num_splits,
+                batch_invariant=batch_invariant,
+            )  # fmt: skip
+            remember(key, plan)
     else:
         _check_planned(plan, ("wide", "fused"), sm_scale=sm_scale)
     result = plan.run(q, prefix, extend, attn_sink=attn_sink, out=out, lse=lse, validate=validate)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from narrowkv.runtime.errors import has_memory
+from narrowkv.runtime.launch import VARIES
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
 from narrowkv.sparse_fp8.rows import TOKEN_BYTES, DSV4Rows
 
-__all__ = ["NO_CSR", "NO_ROWS", "BoundRows", "RowsFormat", "bind_csr", "bind_rows", "byte_range"]
+__all__ = [
+    "NO_CSR",
+    "NO_ROWS",
+    "BoundRows",
+    "RowsFormat",
+    "bind_csr",
+    "bind_rows",
+    "byte_range",
+    "number_of",
+    "tensors_in",
+    "varying",
+]
 
 INT32_MAX = 2**31 - 1
 NO_ROWS = RowPointers(None, None, None, 0, 0, 0, 0, 0)
@@ -63,12 +75,16 @@ class BoundRows(NamedTuple):
         pointers: pointers and strides.
         num_rows: rows that an index may name.
         tensors: the tensors that hold the rows, by name.
+        template: `pointers` with `VARIES` for tensors.
+        stored: the tensors of `pointers`, in order.
     """
 
     format: RowsFormat
     pointers: RowPointers
     num_rows: int
     tensors: dict[str, torch.Tensor]
+    template: RowPointers
+    stored: tuple[torch.Tensor, ...]
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -100,9 +116,10 @@ def bind_rows(rows: torch.Tensor | DSV4Rows) -> BoundRows:
         aligned = _begins_aligned(rows) and stride % 16 == 0
         row_format = RowsFormat(_LAYOUT_OF[rows.dtype], offsets_64_bit=_passes_31_bits(rows), aligned=aligned)
         pointers = RowPointers(rows, None, None, stride, 0, 0, 0, 0)
-        return BoundRows(row_format, pointers, rows.shape[0], {"rows": rows})
-    named = {"data": rows.data, "rope": rows.rope, "scale": rows.scale}
-    tensors = {f"rows.{name}": part for name, part in named.items() if part is not None}
+        named = {"rows": rows}
+        return BoundRows(row_format, pointers, rows.shape[0], named, varying(pointers), (rows,))
+    parts = {"data": rows.data, "rope": rows.rope, "scale": rows.scale}
+    tensors = {f"rows.{name}": part for name, part in parts.items() if part is not None}
     if rows.layout == "packed584":
         pages, width = rows.data.shape
         # The stride of a single page says nothing and may be odd.
@@ -128,9 +145,30 @@ def bind_rows(rows: torch.Tensor | DSV4Rows) -> BoundRows:
         _passes_31_bits(rows.data, rows.rope, rows.scale),
         begins and not (pointers.stride_n % 16 or pointers.stride_r % 16),
     )
-    return BoundRows(row_format, pointers, rows.num_rows, tensors)
+    return BoundRows(row_format, pointers, rows.num_rows, tensors, varying(pointers), tensors_in(pointers))
 
 
 def bind_csr(indptr: torch.Tensor, indices: torch.Tensor) -> Csr:
     """Index lists; their length is given at the launch."""
     return Csr(indptr, indices, 0)
+
+
+_numbers: dict[tuple[Any, ...], int] = {}
+
+
+def number_of(*structs: tuple[Any, ...]) -> int:
+    """The same for all structs with the same dtypes and numbers."""
+    signature = tuple(
+        value.dtype if isinstance(value, torch.Tensor) else value for each in structs for value in each
+    )
+    return _numbers.setdefault(signature, len(_numbers))
+
+
+def tensors_in(*structs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """The tensors of structs, in order."""
+    return tuple(value for each in structs for value in each if isinstance(value, torch.Tensor))
+
+
+def varying(struct: Any) -> Any:
+    """The struct with `VARIES` for its tensors."""
+    return type(struct)(*(VARIES if isinstance(value, torch.Tensor) else value for value in struct))

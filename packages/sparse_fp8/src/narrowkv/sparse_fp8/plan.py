@@ -24,9 +24,25 @@ from narrowkv.runtime.errors import (
     check_shape,
     has_memory,
 )
-from narrowkv.runtime.launch import BoundLaunch, Workspace, active_target, block_bytes, is_compiled
+from narrowkv.runtime.launch import (
+    VARIES,
+    BoundLaunch,
+    FixedLaunch,
+    Workspace,
+    active_target,
+    block_bytes,
+    executor,
+    is_compiled,
+)
+from narrowkv.runtime.launch.tracing import handle_of
 from narrowkv.runtime.targets import Target
-from narrowkv.sparse_fp8.binding import INT32_MAX, NO_CSR, NO_ROWS, RowsFormat
+from narrowkv.sparse_fp8.binding import (
+    INT32_MAX,
+    NO_CSR,
+    NO_ROWS,
+    RowsFormat,
+    varying,
+)
 from narrowkv.sparse_fp8.config import (
     INVARIANT_SPLITS,
     MOST_CHOSEN_SPLITS,
@@ -58,6 +74,7 @@ _LOG2E = math.log2(math.e)
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _QUERIES = {"bf16": RowsFormat("bf16"), "fp16": RowsFormat("fp16")}
 _CACHED_PLANS = 256
+_MAX_FIXED = 1024
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Blocks = list[tuple[tuple[int, ...], torch.dtype]]
@@ -66,13 +83,18 @@ Blocks = list[tuple[tuple[int, ...], torch.dtype]]
 class _Source:
     """What an attention kernel reads of a `KVSource`, of rows that were widened to scratch."""
 
-    __slots__ = ("csr", "far", "nnz", "num_rows", "pointers")
+    __slots__ = ("csr", "far", "nnz", "num_rows", "number", "pointers", "tensors")
 
-    def __init__(self, pointers: RowPointers, csr: Any, num_rows: int, nnz: int, *, far: bool) -> None:
+    def __init__(
+        self, pointers: RowPointers, csr: Any, num_rows: int, nnz: int, number: Any, far: bool
+    ) -> None:
         self.pointers, self.csr, self.num_rows, self.nnz, self.far = pointers, csr, num_rows, nnz, far
+        # Of scratch rows, dtype and strides are the plan's; only the lists differ.
+        self.number = number
+        self.tensors = () if pointers.nope is None else (pointers.nope, csr.indptr, csr.indices)
 
 
-_NO_SOURCE = _Source(NO_ROWS, NO_CSR, 0, 0, far=False)
+_NO_SOURCE = _Source(NO_ROWS, NO_CSR, 0, 0, None, False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +121,7 @@ class SparsePlan:
         plain: the configuration of the plain kernel.
         hopper: that of a kernel for Hopper, which takes over where it fills the chip; None elsewhere.
         workspace: memory for scratch and partial results.
+        handle: what operators of `torch.ops.narrowkv` find the plan by, in this process.
     """
 
     mode: str
@@ -120,20 +143,23 @@ class SparsePlan:
     workspace: Workspace | None = None
     _scratch: tuple[torch.Tensor, ...] = field(default=(), repr=False)
     _launches: dict[Any, BoundLaunch] = field(default_factory=dict, init=False, repr=False)
+    _fixed: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
+    handle: str = field(init=False, repr=False)
     # What a call looks up, found once: the 16-bit dtype, a fixed number of splits, partial results.
     _dtype: torch.dtype = field(init=False, repr=False)
     _fixed_splits: int | None = field(init=False, repr=False)
-    _partials: Partials = field(init=False, repr=False)
+    _partials: tuple[torch.Tensor, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Finds what every call looks up."""
         splits = self.num_splits
         if splits is None and self.batch_invariant:
             splits = INVARIANT_SPLITS
+        object.__setattr__(self, "handle", handle_of(self))
         object.__setattr__(self, "_dtype", self.query.dtype)
         object.__setattr__(self, "_fixed_splits", splits)
-        object.__setattr__(self, "_partials", Partials(*self._scratch[5:]) if self._scratch else NO_PARTIALS)
+        object.__setattr__(self, "_partials", self._scratch[5:])
 
     def __deepcopy__(self, memo: dict[int, object]) -> SparsePlan:
         """A plan of its own over the same memory, which is what captured graphs know."""
@@ -266,7 +292,12 @@ class SparsePlan:
             )
         ):
             self._refuse_sink(attn_sink)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (
+            (isinstance(q, torch.Tensor) and q.requires_grad)
+            or (attn_sink is not None and attn_sink.requires_grad)
+            or (prefix is not None and prefix.requires_grad)
+            or (extend is not None and extend.requires_grad)
+        ):
             for name, x in (
                 ("q", q),
                 ("attn_sink", attn_sink),
@@ -432,47 +463,82 @@ class SparsePlan:
         second: KVSource | _Source = _NO_SOURCE if extend is None else extend
         if self.mode == "prepass":
             first, second = self._widened(first, 1), self._widened(second, 3)
+        query: tuple[Any, ...]
+        q_tensors: tuple[torch.Tensor, ...]
         if isinstance(q, torch.Tensor):
-            query = RowPointers(q, None, None, q.stride(0), 0, 0, q.stride(1), 0)
+            token, head, _ = q.stride()
+            query, q_tensors, wide_heads = (token, head), (q,), heads * head > INT32_MAX
         elif config.stages or self.mode == "prepass":
             wide = self._memory(0, (tokens * heads, HEAD_DIM), self.query.dtype)
             self._expand(q, None, tokens * heads, wide, None)
-            query = RowPointers(wide, None, None, heads * HEAD_DIM, 0, 0, HEAD_DIM, 0)
+            query, q_tensors, wide_heads = (heads * HEAD_DIM, HEAD_DIM), (wide,), False
         else:
-            query = q.bound.pointers
+            query, q_tensors, wide_heads = q.bound.template, q.bound.stored, False
         splits = self._fixed_splits
         programs = tokens * -(-heads // config.block_h)
         if splits is None:
             mean_rows = (first.nnz + second.nnz) // tokens
             splits = choose_splits(self.target, programs, -(-mean_rows // config.block_k))
-        partials = self._partials
-        if splits == 1:
-            partials = NO_PARTIALS
-        elif not self._scratch:
-            count = splits * tokens * heads
-            partials = Partials(
-                torch.empty((count, HEAD_DIM), dtype=torch.float32, device=self.device),
-                torch.empty(count, dtype=torch.float32, device=self.device),
-                torch.empty(count, dtype=torch.float32, device=self.device),
-            )
-        stride_lt, stride_lh = (0, 0) if lse is None else lse.stride()
-        results = Output(out, lse, attn_sink, out.stride(0), out.stride(1), stride_lt, stride_lh)
-        wide_heads = heads * out.stride(1) > INT32_MAX
-        if isinstance(q, torch.Tensor):
-            wide_heads = wide_heads or heads * q.stride(1) > INT32_MAX
-        far = (first.far, second.far, wide_heads)
-        arguments: tuple[Any, ...] = (
-            query, results, partials, first.pointers, first.csr, second.pointers, second.csr,
-            self.sm_scale * _LOG2E, tokens, splits,
+        partials: tuple[torch.Tensor, ...] = ()
+        if splits > 1:
+            partials = self._partials
+            if not partials:
+                count = splits * tokens * heads
+                partials = (
+                    torch.empty((count, HEAD_DIM), dtype=torch.float32, device=self.device),
+                    torch.empty(count, dtype=torch.float32, device=self.device),
+                    torch.empty(count, dtype=torch.float32, device=self.device),
+                )
+        stride_t, stride_h, _ = out.stride()
+        results: tuple[torch.Tensor, ...] = (out,)
+        stride_lt = stride_lh = 0
+        if lse is not None:
+            stride_lt, stride_lh = lse.stride()
+            results = (out, lse)
+        if attn_sink is not None:
+            results = (*results, attn_sink)
+        wide_heads = wide_heads or heads * stride_h > INT32_MAX
+        key = (
+            config.stages, splits > 1, first.far, second.far, wide_heads, query, out.dtype, stride_t,
+            stride_h, stride_lt, stride_lh, first.number, second.number,
         )  # fmt: skip
-        sizes = (first.num_rows, first.nnz, second.num_rows, second.nnz)
-        grid: tuple[int, ...] = (programs, splits)
+        known = self._fixed.get(key)
+        if known is None:
+            known = self._fix(config, key, first, second)
+        attend, merge = known
+        grid = (programs, splits, 1)
+        numbers: tuple[int, ...] = (tokens, splits)
         if config.stages:
             items = programs * splits
-            arguments, grid = (*arguments, items), (min(items, num_units(self.target)),)
-        self._attention(config, splits > 1, far)(grid, (*arguments, *sizes))
-        if splits > 1:
-            self._merge()((tokens * heads,), (results, partials, tokens, splits))
+            numbers, grid = (tokens, splits, items), (min(items, num_units(self.target)), 1, 1)
+        sizes = (first.num_rows, first.nnz, second.num_rows, second.nnz)
+        attend(grid, (*q_tensors, *results, *partials, *first.tensors, *second.tensors, *numbers, *sizes))
+        if merge is not None:
+            merge((tokens * heads, 1, 1), (*results, *partials, tokens, splits))
+
+    def _fix(
+        self,
+        config: SparseConfig,
+        key: tuple[Any, ...],
+        first: KVSource | _Source,
+        second: KVSource | _Source,
+    ) -> tuple[FixedLaunch, FixedLaunch | None]:
+        """The launches of calls whose tensors have the dtypes and strides that `key` has."""
+        _, split, *far, query, _, stride_t, stride_h, stride_lt, stride_lh, _, _ = key
+        if not isinstance(query, RowPointers):
+            query = RowPointers(VARIES, None, None, query[0], 0, 0, query[1], 0)
+        lse, sink = VARIES if self.writes_lse else None, VARIES if self.has_sink else None
+        results = Output(VARIES, lse, sink, stride_t, stride_h, stride_lt, stride_lh)
+        partials = Partials(VARIES, VARIES, VARIES) if split else NO_PARTIALS
+        sizes = (VARIES,) * (7 if config.stages else 6)
+        arguments = (
+            query, results, partials, varying(first.pointers), varying(first.csr),
+            varying(second.pointers), varying(second.csr), self.sm_scale * _LOG2E, *sizes,
+        )  # fmt: skip
+        attend = FixedLaunch(self._attention(config, split, tuple(far)), arguments)
+        merge = FixedLaunch(self._merge(), (results, partials, VARIES, VARIES)) if split else None
+        kept: tuple[FixedLaunch, FixedLaunch | None] = self._keep(key, (attend, merge))
+        return kept
 
     def _choose(
         self,
@@ -509,7 +575,8 @@ class SparsePlan:
         else:
             self._expand(rows, None, count, wide, None)
         pointers = RowPointers(wide, None, None, HEAD_DIM, 0, 0, 0, 0)
-        return _Source(pointers, csr, count, source.nnz, far=count * HEAD_DIM > INT32_MAX)
+        number = (csr.indptr.dtype, csr.indices.dtype)
+        return _Source(pointers, csr, count, source.nnz, number, count * HEAD_DIM > INT32_MAX)
 
     def _expand(
         self,
@@ -520,10 +587,30 @@ class SparsePlan:
         places: torch.Tensor | None,
     ) -> None:
         """FP8 rows as 16-bit `[count, 512]`: the first ones, or those that index lists name."""
-        csr = NO_CSR if named_by is None else named_by.csr
-        launch = self._expansion(rows.bound.format, gather=named_by is not None)
-        grid = (-(-count // expand_block(self.target)),)
-        launch(grid, (wide, places, rows.bound.pointers, csr, rows.num_rows, count))
+        gather = named_by is not None
+        key = ("expand", rows.bound.template, rows.bound.format, named_by and named_by.number)
+        launch = self._fixed.get(key)
+        if launch is None:
+            csr = NO_CSR if named_by is None else varying(named_by.csr)
+            arguments = (VARIES, VARIES if gather else None, rows.bound.template, csr, VARIES, VARIES)
+            launch = self._keep(
+                key, FixedLaunch(self._expansion(rows.bound.format, gather=gather), arguments)
+            )
+        grid = (-(-count // expand_block(self.target)), 1, 1)
+        if named_by is None:
+            launch(grid, (wide, *rows.bound.stored, rows.num_rows, count))
+        else:
+            lists = named_by.csr
+            launch(
+                grid, (wide, places, *rows.bound.stored, lists.indptr, lists.indices, rows.num_rows, count)
+            )
+
+    def _keep(self, key: Any, launch: Any) -> Any:
+        """Remembers a launch with fixed arguments."""
+        if len(self._fixed) >= _MAX_FIXED:
+            self._fixed.clear()
+        self._fixed[key] = launch
+        return launch
 
     def _expansion(self, rows: RowsFormat, *, gather: bool) -> BoundLaunch:
         key = (rows, gather)
@@ -799,6 +886,41 @@ def plan_for(
         mode, active_target(device), compiled, device, heads, query, formats[0], formats[1], scale,
         attn_sink is not None, return_lse, num_splits, batch_invariant,
     )  # fmt: skip
+
+
+_known: dict[Any, SparsePlan] = {}
+
+
+def known_plan(
+    q: torch.Tensor | DSV4Rows, prefix: KVSource | None, extend: KVSource | None, *options: Any
+) -> tuple[Any, SparsePlan | None]:
+    """What calls like this one are remembered by, and the plan that `remember` kept for it.
+
+    Everything that a mode and a plan depend on is part of the key, which is None for wrong classes.
+    """
+    try:
+        running = executor()
+        query = (
+            (q.shape[1:], q.dtype, q.requires_grad) if isinstance(q, torch.Tensor)
+            else (q.bound.format, q.num_rows)
+        )  # fmt: skip
+        sources = tuple(
+            None if source is None else (source.number, source.num_tokens, source.nnz, source.num_rows)
+            for source in (prefix, extend)
+        )
+        key = (query, q.device, sources, options, None if running is None else running.target.name)
+        return key, _known.get(key)
+    except (AttributeError, TypeError):
+        return None, None
+
+
+def remember(key: Any, plan: SparsePlan) -> SparsePlan:
+    """Keeps the plan for calls with this key."""
+    if len(_known) >= _MAX_FIXED:
+        _known.clear()
+    if key is not None:
+        _known[key] = plan
+    return plan
 
 
 def _num_heads(q: torch.Tensor | DSV4Rows, tokens: int, num_qo_heads: int | None) -> int:

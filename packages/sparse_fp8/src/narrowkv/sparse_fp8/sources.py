@@ -21,7 +21,15 @@ from narrowkv.runtime.errors import (
     check_shape,
     check_tensor,
 )
-from narrowkv.sparse_fp8.binding import BoundRows, RowsFormat, bind_csr, bind_rows, byte_range
+from narrowkv.sparse_fp8.binding import (
+    BoundRows,
+    RowsFormat,
+    bind_csr,
+    bind_rows,
+    byte_range,
+    number_of,
+    tensors_in,
+)
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
 from narrowkv.sparse_fp8.rows import HEAD_DIM, DSV4Rows
 
@@ -53,6 +61,8 @@ class KVSource:
         far: whether an offset into the rows can pass 31 bits.
         bound, pointers: the rows as kernels take them.
         csr: the index lists as kernels take them.
+        number: the same for all sources with the same formats, dtypes and strides.
+        tensors: those of `pointers` and `csr`, in order.
         byte_ranges: the addresses that each tensor lies between.
 
     Raises:
@@ -79,10 +89,14 @@ class KVSource:
     bound: BoundRows = field(init=False, repr=False)
     pointers: RowPointers = field(init=False, repr=False)
     csr: Csr = field(init=False, repr=False)
+    number: int = field(init=False, repr=False)
+    tensors: tuple[torch.Tensor, ...] = field(init=False, repr=False)
     byte_ranges: tuple[tuple[int, int], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Checks the metadata once."""
+        if torch.compiler.is_compiling():
+            return  # traced calls read the tensors alone, and their operators make sources that check them
         check_dtype("indptr", self.indptr, _INTEGERS)
         check_dtype("indices", self.indices, _INTEGERS)
         if self.indptr.dim() != 1 or self.indptr.shape[0] < 1:
@@ -105,6 +119,7 @@ class KVSource:
             raise ValueError(f"rows must hold at most {_MOST} rows, got {bound.num_rows}")
         tensors = {**bound.tensors, "indptr": self.indptr, "indices": self.indices}
         check_same_device(**tensors)
+        csr = bind_csr(self.indptr, self.indices)
         derived = {
             "num_tokens": self.indptr.shape[0] - 1,
             "num_rows": bound.num_rows,
@@ -115,11 +130,18 @@ class KVSource:
             "far": bound.format.offsets_64_bit,
             "bound": bound,
             "pointers": bound.pointers,
-            "csr": bind_csr(self.indptr, self.indices),
+            "csr": csr,
+            "number": number_of(bound.pointers, csr, bound.format),
+            "tensors": tensors_in(bound.pointers, csr),
             "byte_ranges": tuple(byte_range(tensor) for tensor in tensors.values()),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the rows do: those in FP8 never do."""
+        return isinstance(self.rows, torch.Tensor) and self.rows.requires_grad
 
     def check_grad(self, name: str) -> None:
         """Refuses tensors that require grad while grad mode is on.

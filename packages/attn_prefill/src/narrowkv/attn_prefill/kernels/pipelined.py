@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from narrowkv.attn_prefill.kernels import rows
 from narrowkv.paged_cache import PagedKVCache
-from narrowkv.paged_cache.kernels.append import pages
+from narrowkv.paged_cache.kernels import pages
 from narrowkv.runtime.attention import masks, results
 from narrowkv.runtime.launch.gluon import in_gluon
 
@@ -184,10 +184,29 @@ def key_descriptor(keys: torch.Tensor, block_n: int) -> TensorDescriptor:
     return _descriptor(flat, list(flat.shape), list(flat.stride()), [block_n, keys.shape[-1]])
 
 
-def page_descriptor(
-    cache: PagedKVCache, table: pages.Table, block_n: int
-) -> tuple[TensorDescriptor, Pages] | tuple[None, None]:
-    """How to copy a 16-bit cache's keys out of its pages, 64 columns of one page and head at a time.
+class PageMatrix(NamedTuple):
+    """A 16-bit cache's keys as one matrix, of which 64 columns of a page and head are copied at a time.
+
+    Attributes:
+        descriptor: how to copy them.
+        page, head, columns: as in `Pages`.
+    """
+
+    descriptor: TensorDescriptor
+    page: int
+    head: int
+    columns: int
+
+    def pages(self, table: Any) -> Pages:
+        """The pages that a table names; sizes that serving changes are arguments of their own."""
+        return Pages(
+            table.page_ids, table.row, None, table.num_pages, None, table.column, table.row_step, self.page,
+            self.head, self.columns,
+        )  # fmt: skip
+
+
+def page_matrix(cache: PagedKVCache, block_n: int) -> PageMatrix | None:
+    """How to copy a 16-bit cache's keys out of its pages.
 
     None where keys do not lie so; where a page is no whole units of eight rows, as shared memory is swizzled
     by; and where a tile of `block_n` keys is no whole pages, nor a page whole tiles.
@@ -196,23 +215,19 @@ def page_descriptor(
     rows, token = min(cache.page_size, block_n), strides.token
     whole = rows % 8 == 0 and block_n % rows == 0 and cache.page_size % rows == 0
     if strides.vec or not whole or token % 8 or strides.page % token or keys.data_ptr() % 16:
-        return None, None
+        return None
     if strides.head < token:  # heads lie side by side in a token's row
         head, columns = 0, strides.head
     elif strides.head % token == 0:  # each head has rows of its own
         head, columns = strides.head // token, 0
     else:
-        return None, None
+        return None
     page = strides.page // token
     height = (cache.num_pages - 1) * page + (heads - 1) * head + cache.page_size
     width = (heads - 1) * columns + cache.head_dim
     if not 0 < height < 2**31:
-        return None, None
-    pages = Pages(
-        table.page_ids, table.row, table.num_ids, table.num_pages, table.max_pages, table.column,
-        table.row_step, page, head, columns,
-    )  # fmt: skip
-    return _descriptor(keys, [height, width], [token, 1], [rows, 64]), pages
+        return None
+    return PageMatrix(_descriptor(keys, [height, width], [token, 1], [rows, 64]), page, head, columns)
 
 
 def _descriptor(

@@ -236,7 +236,7 @@ def held_keys(
     `limit`: see `longest_held`.
     """
     lens = sequence_length(table, seqs, mask, PAGE_SIZE, RAGGED)
-    held = tl.minimum(tl.maximum(lens, 0), scratch.max_keys)
+    held = tl.minimum(lens, scratch.max_keys)
     return tl.where(tl.cdiv(held, BLOCK_N) <= limit, held, 0), lens
 
 

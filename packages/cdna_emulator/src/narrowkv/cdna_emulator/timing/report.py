@@ -91,6 +91,7 @@ def predict(
     lds_bytes: int | None = None,
     workgroups: int | None = None,
     passes: float | None = None,
+    pass_factor: float = 1.0,
     hbm_share: float = 1.0,
     workgroups_per_unit: int | None = None,
     machine: Machine | None = None,
@@ -104,7 +105,8 @@ def predict(
         workgroups: workgroups of the launch, all taken to be alike. Default: as many as the chip holds at
             a time.
         passes: passes of the hot loop of each wave in the launch that is asked about. Default: as many as the
-            trace has.
+            trace has, times ``pass_factor``.
+        pass_factor: see ``passes``; for a trace of a call with fewer keys than the one asked about.
         hbm_share: share of the bytes that miss the vector cache that come from HBM, not from L2: 1 where
             every workgroup reads its own, near 0 where many read the same at the same time.
         workgroups_per_unit: overrides what registers and LDS allow.
@@ -131,7 +133,8 @@ def predict(
     result = simulate(trace, machine, workgroups=resident, hbm_share=hbm_share,
                       units=min(workgroups, machine.compute_units))  # fmt: skip
     clocks, flops, loop = result.clocks, result.flops / resident, result.loop
-    if loop is not None and passes is not None:
+    if loop is not None:
+        passes = loop.passes * pass_factor if passes is None else passes
         clocks += (passes - loop.passes) * loop.clocks
         flops += (passes - loop.passes) * loop.flops
     busy = {unit: used / result.clocks for unit, used in result.busy.items()}

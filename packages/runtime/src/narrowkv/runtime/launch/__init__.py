@@ -3,6 +3,7 @@
 import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
 from narrowkv.runtime.launch.bound import BoundLaunch
 from narrowkv.runtime.launch.compiles import Compiles, count_compiles
+from narrowkv.runtime.launch.fixed import VARIES, FixedLaunch
 from narrowkv.runtime.launch.options import LaunchOptions
 from narrowkv.runtime.launch.path import (
     Executor,
@@ -10,20 +11,25 @@ from narrowkv.runtime.launch.path import (
     active_target,
     compile_for,
     executing,
+    executor,
     is_compiled,
     launch,
     run_as,
 )
+from narrowkv.runtime.launch.recording import RecordExecutor, recording
 from narrowkv.runtime.launch.warmup import KernelSpec, TensorSpec, Warmup, warmup
 from narrowkv.runtime.launch.workspace import Workspace, block_bytes
 
 __all__ = [
+    "VARIES",
     "BoundLaunch",
     "Compiles",
     "Executor",
+    "FixedLaunch",
     "InterpretExecutor",
     "KernelSpec",
     "LaunchOptions",
+    "RecordExecutor",
     "TensorSpec",
     "Warmup",
     "Workspace",
@@ -32,8 +38,10 @@ __all__ = [
     "compile_for",
     "count_compiles",
     "executing",
+    "executor",
     "is_compiled",
     "launch",
+    "recording",
     "run_as",
     "warmup",
 ]

@@ -8,6 +8,7 @@ kernel that Triton returned for the first of them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -21,20 +22,18 @@ from narrowkv.runtime.targets import device_target
 _INT32_MAX = 2**31 - 1
 _knobs = triton.knobs.runtime
 # Absent from a torch without GPUs.
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
-_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
-
-_Key = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
 
 class _Changed(Exception):
     """The arguments are not of the kinds that a key function was written for."""
 
 
-_OTHER_KINDS = (AttributeError, TypeError, ValueError, RuntimeError, _Changed)
+OTHER_KINDS = (AttributeError, TypeError, ValueError, RuntimeError, _Changed)
 
 
-def _somebody_listens() -> bool:
+def somebody_listens() -> bool:
     """Whether a profiler waits for launches; Triton has one hook or, later, a chain of them."""
     enter, leave = _knobs.launch_enter_hook, _knobs.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
@@ -47,7 +46,76 @@ def _describe(descriptor: Any) -> tuple[Any, ...]:
     return descriptor.base.dtype, tuple(descriptor.block_shape), getattr(descriptor, "layout", None)
 
 
-def key_function(params: list[Any], args: tuple[Any, ...], *, storage_sizes: bool) -> _Key:
+def _write_reader(params: list[Any], args: tuple[Any, ...], storage_sizes: bool, packs: bool) -> Any:
+    """Writes a function of arguments of the same kinds as these; see `key_function`.
+
+    It returns their key, or with `packs` the key and the arguments with addresses in place of tensors, which
+    Triton's launcher takes without asking the driver about each of them.
+    """
+    names: list[str] = []
+    none: list[str] = []
+    pointers: list[str] = []
+    aligned: list[str] = []
+    tensors: list[str] = []
+    parts: list[str] = []
+
+    def pattern(value: Any, specialised: bool, by_alignment: bool) -> tuple[str, str]:
+        """The value's name where arguments are unpacked, and what stands for it where they are packed."""
+        if isinstance(value, tuple):
+            # Triton specialises on what tuples hold, whatever the parameter says.
+            inner = [pattern(part, True, True) for part in value]
+            both = ["(" + "".join(f"{side}, " for side in sides) + ")" for sides in zip(*inner, strict=True)]
+            return (both[0], both[1]) if both else ("()", "()")
+        name = packed = f"v{len(names)}"
+        names.append(name)
+        if value is None:
+            none.append(f"{name} is not None")
+        elif isinstance(value, torch.Tensor):
+            packed = f"p_{name}"
+            tensors.append(name)
+            pointers.append(packed)
+            parts.append(f"{name}.dtype")
+            if specialised and by_alignment:
+                aligned.append(packed)
+            if specialised and storage_sizes:
+                parts.append(f"{name}.untyped_storage().nbytes() <= {_INT32_MAX}")
+        elif type(value) is int:
+            # 32 bits, signed 64 or unsigned 64.
+            parts.append(f"{name} >> 31 in (0, -1) or ({name} >> 63 in (0, -1),)")
+            if specialised:
+                parts.append(f"{name} == 1")
+                if by_alignment:
+                    parts.append(f"{name} & 15 == 0")
+        elif hasattr(value, "block_shape"):
+            tensors.append(f"{name}.base")
+            parts.append(f"describe({name})")
+        elif type(value) is not float:
+            raise TypeError(f"a kernel's argument must be a tensor, an int, a float or None, got {value!r}")
+        return name, packed
+
+    unpacking = packing = ""
+    for value, param in zip(args, params, strict=False):
+        by_alignment = not param.do_not_specialize_on_alignment
+        name, packed = pattern(value, not param.do_not_specialize, by_alignment)
+        unpacking, packing = f"{unpacking}{name}, ", f"{packing}{packed}, "
+    body = [f"{unpacking} = args"]
+    body += [f"{pointer} = {pointer.removeprefix('p_')}.data_ptr()" for pointer in pointers]
+    wrong = [*none, *(f"not {pointer}" for pointer in pointers)]
+    if wrong:
+        body.append(f"if {' or '.join(wrong)}: raise Changed")
+    if aligned:
+        each = "".join(f"{pointer} & 15 == 0, " for pointer in aligned)
+        parts.insert(0, f"not ({' | '.join(aligned)}) & 15 or ({each})")
+    key = f"({tensors[0]}.get_device(), {', '.join(parts)})"
+    body.append(f"return {key}, ({packing})" if packs else f"return {key}")
+    scope: dict[str, Any] = {"Changed": _Changed, "describe": _describe}
+    exec("def read(args):\n" + "".join(f"    {line}\n" for line in body), scope)
+    return scope["read"]
+
+
+def key_function(
+    params: list[Any], args: tuple[Any, ...], *, storage_sizes: bool
+) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     """Writes the function that gives the specialisation of arguments of the same kinds as these.
 
     Args:
@@ -59,60 +127,49 @@ def key_function(params: list[Any], args: tuple[Any, ...], *, storage_sizes: boo
         A function of the arguments. It raises `AttributeError`, `TypeError`, `ValueError`, `RuntimeError` or
         `_Changed` for arguments of other kinds, among them tensors without memory.
     """
-    names: list[str] = []
-    none: list[str] = []
-    pointers: list[str] = []
-    aligned: list[str] = []
-    tensors: list[str] = []
-    parts: list[str] = []
-
-    def pattern(value: Any, param: Any) -> str:
-        if isinstance(value, tuple):
-            return "(" + "".join(pattern(inner, param) + ", " for inner in value) + ")"
-        name = f"v{len(names)}"
-        names.append(name)
-        specialised = not param.do_not_specialize
-        if value is None:
-            none.append(f"{name} is not None")
-        elif isinstance(value, torch.Tensor):
-            tensors.append(name)
-            pointers.append(f"p_{name}")
-            parts.append(f"{name}.dtype")
-            if specialised:
-                aligned.append(f"p_{name}")
-                if storage_sizes:
-                    parts.append(f"{name}.untyped_storage().nbytes() <= {_INT32_MAX}")
-        elif type(value) is int:
-            # 32 bits, or else the sign and whether 64 bits hold it.
-            parts.append(f"{name} >> 31 in (0, -1) or ({name} >> 63,)")
-            if specialised:
-                parts.append(f"{name} == 1")
-                parts.append(f"{name} & 15 == 0")
-        elif hasattr(value, "block_shape"):
-            tensors.append(f"{name}.base")
-            parts.append(f"describe({name})")
-        elif type(value) is not float:
-            raise TypeError(f"a kernel's argument must be a tensor, an int, a float or None, got {value!r}")
-        return name
-
-    unpacking = "".join(pattern(value, param) + ", " for value, param in zip(args, params, strict=False))
-    body = [f"{unpacking} = args"]
-    body += [f"{pointer} = {pointer.removeprefix('p_')}.data_ptr()" for pointer in pointers]
-    wrong = [*none, *(f"not {pointer}" for pointer in pointers)]
-    if wrong:
-        body.append(f"if {' or '.join(wrong)}: raise Changed")
-    if aligned:
-        each = "".join(f"{pointer} & 15 == 0, " for pointer in aligned)
-        parts.insert(0, f"not ({' | '.join(aligned)}) & 15 or ({each})")
-    body.append(f"return {tensors[0]}.get_device(), {', '.join(parts)}")
-    scope: dict[str, Any] = {"Changed": _Changed, "describe": _describe}
-    exec("def key(args):\n" + "".join(f"    {line}\n" for line in body), scope)
-    return scope["key"]  # type: ignore[no-any-return]
+    return _write_reader(params, args, storage_sizes, False)  # type: ignore[no-any-return]
 
 
-# What a call needs of a compiled kernel: device, launcher, function, metadata, the constants that follow the
-# arguments, and the kernel itself, which Triton unloads when nobody holds it.
-_Entry = tuple[int, Callable[..., None], int, Any, tuple[Any, ...], Any]
+_Reader = Callable[[tuple[Any, ...]], tuple[tuple[Any, ...], tuple[Any, ...]]]
+# Launches a compiled kernel: three extents of the grid, stream, arguments.
+Launcher = Callable[[int, int, int, int, tuple[Any, ...]], None]
+
+
+def launcher_of(compiled: Any, tail: tuple[Any, ...]) -> Launcher:
+    """What launches a compiled kernel, past the Python function that Triton wraps around its launcher.
+
+    That function looks after scratch memory and profilers on every call. For a kernel without scratch memory
+    its call of the launcher itself is recorded once, and repeated with other arguments.
+
+    Args:
+        compiled: what Triton's compiler returned; it stays loaded as long as the result lives.
+        tail: the constants that follow the arguments.
+    """
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def whole(x: int, y: int, z: int, stream: int, args: tuple[Any, ...]) -> None:
+        run(x, y, z, stream, function, metadata, None, None, None, *args, *tail)
+
+    scratch = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+    if scratch != [0, 0] or getattr(run, "gsan_enabled", False) or not hasattr(run, "launch"):
+        return whole
+    calls: list[tuple[Any, ...]] = []
+    twin = copy.copy(run)
+    twin.launch = lambda *given: calls.append(given)
+    x, y, z, stream, argument = marks = tuple(object() for _ in range(5))
+    twin(x, y, z, stream, function, metadata, None, None, None, argument, *tail)
+    scope: dict[str, Any] = {"launch": run.launch, "compiled": compiled, "tail": tail}
+    words: list[str] = []
+    for index, value in enumerate(calls[0]):
+        if isinstance(value, tuple) and value and value[0] is argument:
+            words.append("(*args, *tail)")
+        elif any(value is mark for mark in marks):
+            words.append(("x", "y", "z", "stream", "*args")[[value is mark for mark in marks].index(True)])
+        else:
+            scope[f"c{index}"] = value
+            words.append(f"c{index}")
+    exec(f"def call(x, y, z, stream, args):\n    launch({', '.join(words)})\n", scope)
+    return scope["call"]  # type: ignore[no-any-return]
 
 
 class GpuLaunch:
@@ -121,7 +178,7 @@ class GpuLaunch:
     def __init__(self, kernel: Any, constexprs: dict[str, Any], options: LaunchOptions) -> None:
         self._kernel, self._constexprs, self._options = kernel, constexprs, options
         # One for each combination of kinds of arguments; the one that served last is the last.
-        self._variants: list[tuple[_Key, dict[tuple[Any, ...], _Entry]]] = []
+        self._variants: list[tuple[_Reader, dict[tuple[Any, ...], tuple[int, Launcher]]]] = []
 
     def again(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> bool:
         """Launches if the arguments are of the kinds of the last call, and what they need is compiled.
@@ -131,17 +188,25 @@ class GpuLaunch:
         """
         if not self._variants:
             return False
-        key_of, entries = self._variants[-1]
+        read, entries = self._variants[-1]
         try:
-            entry = entries.get(key_of(args))
-        except _OTHER_KINDS:
+            key, packed = read(args)
+        except OTHER_KINDS:
             return False
-        if entry is None or _current_device() != entry[0] or _somebody_listens():
+        entry = entries.get(key)
+        if entry is None or current_device() != entry[0] or somebody_listens():
             return False
-        device, run, function, metadata, tail, _ = entry
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-        run(x, y, z, _current_stream(device), function, metadata, None, None, None, *args, *tail)
+        entry[1](x, y, z, current_stream(entry[0]), packed)
         return True
+
+    def launcher(self, args: tuple[Any, ...]) -> Launcher | None:
+        """What launches the kernel that arguments like these need, if they were launched before."""
+        if not self._variants:
+            return None
+        read, entries = self._variants[-1]
+        entry = entries.get(read(args)[0]) if self._serves(read, args) else None
+        return None if entry is None else entry[1]
 
     def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], device: torch.device) -> None:
         """Launches on `device`, which is the current one; tensors must have memory, or no elements."""
@@ -155,27 +220,25 @@ class GpuLaunch:
             compiled = self._kernel[grid](
                 *args, **self._constexprs, **self._options.for_target(device_target(device))
             )
-        if _somebody_listens():
+        if somebody_listens():
             return
         if not self._variants or not self._serves(self._variants[-1][0], args):
-            key_of = key_function(self._kernel.params, args, storage_sizes=torch.version.hip is not None)
-            if not self._serves(key_of, args):
+            read = _write_reader(self._kernel.params, args, torch.version.hip is not None, True)
+            if not self._serves(read, args):
                 return  # an empty tensor, which has no memory: Triton's own launcher takes it each time
-            self._variants.append((key_of, {}))
-        key_of, entries = self._variants[-1]
+            self._variants.append((read, {}))
+        read, entries = self._variants[-1]
         tail = tuple(
             self._constexprs.get(param.name, param.default) for param in self._kernel.params[len(args) :]
         )
-        entries[key_of(args)] = (
-            device.index, compiled.run, compiled.function, compiled.packed_metadata, tail, compiled,
-        )  # fmt: skip
+        entries[read(args)[0]] = (device.index, launcher_of(compiled, tail))
 
     @staticmethod
-    def _serves(key_of: _Key, args: tuple[Any, ...]) -> bool:
+    def _serves(read: _Reader, args: tuple[Any, ...]) -> bool:
         """Whether the arguments are of the kinds that the function was written for."""
         try:
-            key_of(args)
-        except _OTHER_KINDS:
+            read(args)
+        except OTHER_KINDS:
             return False
         return True
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -51,6 +51,9 @@ os.register_at_fork(
 )
 
 _executor: ContextVar[Executor | None] = ContextVar("narrowkv_executor", default=None)
+# What takes the launches of the calling context, if not their tensors' device. Every call asks: no function
+# stands in between.
+executor: Callable[[], Executor | None] = _executor.get
 
 
 class InterpretExecutor:
@@ -187,8 +190,3 @@ def launch(
         with torch.cuda.device(device):
             launcher.launch(grid, args, device)
     return launcher
-
-
-def executor() -> Executor | None:
-    """What takes the launches of the calling context, if not their tensors' device."""
-    return _executor.get()

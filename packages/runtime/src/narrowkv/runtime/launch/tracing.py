@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -25,14 +27,15 @@ _traced: dict[str, Callable[..., Any]] = {}
 def traceable(operation: Callable[_P, _R]) -> Callable[_P, _R]:
     """Sends an operation's traced calls to the function that `traces` registers under its name.
 
-    The operation's first argument tells whether a call is traced: a tensor, or a cache whose `k` is one.
+    The operation's first argument tells whether a call is traced: a tensor, a cache whose `k` is one, or rows
+    whose `data` is one.
     """
     name = operation.__name__
 
     @functools.wraps(operation)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         first: object = args[0] if args else next(iter(kwargs.values()), None)
-        tensor = first if isinstance(first, torch.Tensor) else getattr(first, "k", None)
+        tensor = first if isinstance(first, torch.Tensor) else _tensor_of(first)
         # Written out here, because every call pays for it.
         if (
             torch.compiler.is_dynamo_compiling()
@@ -45,6 +48,10 @@ def traceable(operation: Callable[_P, _R]) -> Callable[_P, _R]:
         return operation(*args, **kwargs)
 
     return call
+
+
+def _tensor_of(value: object) -> object:
+    return getattr(value, "k", None) if hasattr(value, "k") else getattr(value, "data", None)
 
 
 def _intercepts(tensor: object) -> bool:
@@ -69,6 +76,34 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.element_size() == 1 and tensor.is_floating_point():
         return tensor.view(torch.uint8)
     return tensor
+
+
+_plans: WeakValueDictionary[str, Any] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def handle_of(plan: object) -> str:
+    """A name that operators find a new plan by as long as it lives: a trace holds strings, not plans."""
+    handle = f"{type(plan).__name__} {next(_numbers)}"
+    _plans[handle] = plan
+    return handle
+
+
+def plan_of(handle: str | None) -> Any:
+    """The plan that a handle was made for, None for None.
+
+    Raises:
+        ValueError: it lives no more, or lived in another process.
+    """
+    if handle is None:
+        return None
+    plan = _plans.get(handle)
+    if plan is None:
+        raise ValueError(
+            f"plan {handle!r} must be alive in the process that runs the traced call, and it is not: keep a "
+            "reference to it, and for a program that is exported leave plan out"
+        )
+    return plan
 
 
 OPTIONS_SCHEMA = "str options, SymInt[] ints, float[] floats"
@@ -101,14 +136,23 @@ def spell(**options: object) -> tuple[str, list[int], list[float]]:
 
 def spelled(options: str, ints: list[int], floats: list[float]) -> dict[str, Any]:
     """The options that `spell` wrote; dtypes are dtypes again."""
-    found: dict[str, Any] = {}
     next_int, next_float = iter(ints), iter(floats)
+    return {
+        name: next(next_int) if kind == "int" else next(next_float) if kind == "float" else value
+        for name, kind, value in _parsed(options)
+    }
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(options: str) -> list[tuple[str, str, Any]]:
+    """Name, kind and value of each option; "int" and "float" have theirs elsewhere."""
+    found: list[tuple[str, str, Any]] = []
     for part in options.split(";"):
         name, _, text = part.partition("=")
         if text in ("int", "float"):
-            found[name] = next(next_int) if text == "int" else next(next_float)
+            found.append((name, text, None))
         elif text.startswith("'torch."):
-            found[name] = getattr(torch, text.strip("'").removeprefix("torch."))
+            found.append((name, "", getattr(torch, text.strip("'").removeprefix("torch."))))
         else:
-            found[name] = ast.literal_eval(text)
+            found.append((name, "", ast.literal_eval(text)))
     return found

@@ -1,0 +1,174 @@
+"""A cache as kernels of attn_prefill take it, prepared once for each cache and kind of plan."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import triton.language as tl
+
+from narrowkv.attn_decode.config import parts_of
+from narrowkv.attn_prefill.config import fp8_route
+from narrowkv.attn_prefill.kernels.arguments import Cache, Destination, Storing
+from narrowkv.attn_prefill.kernels.dense import BF16_VALUE_EXPONENT
+from narrowkv.paged_cache import PagedKVCache, Rope
+from narrowkv.paged_cache.append import cache_pointers, rope_constants, storage_constants, store_of
+from narrowkv.paged_cache.kernels.pages import Descale, Stored
+from narrowkv.paged_cache.layouts import span_bytes
+from narrowkv.paged_cache.pointers import descale_pointers, packed_route, side_of
+from narrowkv.quant.device import widen_route, widening_exponent
+from narrowkv.runtime.targets import Target
+
+# What caches and queries of 16 bits are called.
+TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class Reading(NamedTuple):
+    """How one kind of kernel reads a cache.
+
+    Attributes:
+        cache: pointers and strides.
+        k, v: constants.
+        k_scale, v_scale: what logits and output are multiplied by: descales that are numbers, and the powers
+            of two that the conversion leaves out.
+    """
+
+    cache: Cache
+    k: Stored
+    v: Stored
+    k_scale: float
+    v_scale: float
+
+
+class BoundCache(NamedTuple):
+    """A cache as the arguments of kernels.
+
+    Attributes:
+        in_loop: for kernels that read it while they attend; to_scratch: for those that widen it beforehand.
+        k_descale, v_descale: of descales per head, for kernels that attend to the scratch.
+        destination: where new tokens are stored; None for a plan that does not append.
+        per_key: whether K and V have descales that differ from key to key.
+        wide_address: offsets need 64 bits.
+        spans: addresses that the cache and its descales take; written: those that an append writes.
+        batch: sequences that its descales are for, or None.
+        number: the same for all caches that ask for the same kernels and pass the same checks.
+        matrices: how keys are copied out of their pages, by the keys of a tile; see `matrix_of`.
+    """
+
+    in_loop: Reading
+    to_scratch: Reading
+    k_descale: Descale
+    v_descale: Descale
+    destination: Destination | None
+    per_key: tuple[bool, bool]
+    wide_address: bool
+    spans: list[tuple[int, int]]
+    written: tuple[tuple[int, int], ...]
+    batch: int | None
+    number: int
+    matrices: dict[int, Any]
+
+
+# By cache, and by what a plan's kernels read it as. An entry goes with its cache.
+BOUND_CACHES: WeakKeyDictionary[PagedKVCache, dict[Any, BoundCache]] = WeakKeyDictionary()
+_numbers: dict[Any, int] = {}
+
+
+def per_key(cache: PagedKVCache) -> tuple[bool, bool]:
+    """Whether K and V have descales that differ from key to key."""
+    shared = ("tensor", "head", "sequence_head")
+    return cache.k_granularity not in shared, cache.v_granularity not in shared
+
+
+def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: str | None) -> BoundCache:
+    """The cache as kernel arguments; `BOUND_CACHES` has it from then on under `(target.name, fp8, exponent)`.
+
+    Args:
+        cache: any cache; one that can be appended to if `exponent` is given.
+        target: what the kernels run on.
+        fp8: the FP8 format of the matrix unit that takes the cache as it is, or None.
+        exponent: of a plan that appends: how FP4 scales are chosen.
+    """
+    key = (target.name, fp8, exponent)
+    half = "bf16" not in (cache.format.k, cache.format.v)
+    in_loop = _reading(cache, target, fp8, half, to_scratch=False)
+    to_scratch = _reading(cache, target, fp8, True, to_scratch=True)
+    if fp8 is not None and exponent is None:
+        # Q's bytes are read as K's are, and lose the same power of two.
+        power = 2.0 ** widening_exponent(cache.format.k, in_loop.k.route)
+        in_loop = in_loop._replace(k_scale=in_loop.k_scale * power)
+        to_scratch = to_scratch._replace(k_scale=to_scratch.k_scale * power)
+    written: tuple[tuple[int, int], ...] = ()
+    destination = None
+    if exponent is not None:
+        k, v, k_descale, v_descale = cache_pointers(cache)
+        destination = Destination(*k, *v, *k_descale, *v_descale)
+        written = store_of(cache).spans
+    batch = None
+    for value, kind in ((cache.k_descale, cache.k_granularity), (cache.v_descale, cache.v_granularity)):
+        if kind == "sequence_head" and isinstance(value, torch.Tensor):
+            batch = value.shape[0]
+    tensors = [t for t in (cache.k, cache.v, cache.k_descale, cache.v_descale) if isinstance(t, torch.Tensor)]
+    spans = [(t.data_ptr(), t.data_ptr() + span_bytes(t)) for t in tensors if t.numel()]
+    signature = (
+        in_loop.k, in_loop.v, to_scratch.k, to_scratch.v, cache.k_granularity, cache.v_granularity,
+        cache.negative_zero_free, cache.needs_64_bit_addresses, batch, cache.k_strides,
+        cache.k.data_ptr() % 16, to_scratch.k_scale == 1.0, cache.k.requires_grad or cache.v.requires_grad,
+        cache.k.device, key, storing_constants(cache, exponent, None) if exponent else None,
+        (cache.num_pages + 1) * max(cache.k_strides.page, 1) < 2**31,
+    )  # fmt: skip
+    bound = BoundCache(
+        in_loop, to_scratch, descale_pointers(cache.k_descale, cache.k_granularity)[2],
+        descale_pointers(cache.v_descale, cache.v_granularity)[2], destination, per_key(cache),
+        cache.needs_64_bit_addresses, spans, written, batch,
+        _numbers.setdefault(signature, len(_numbers)), {},
+    )  # fmt: skip
+    BOUND_CACHES.setdefault(cache, {})[key] = bound
+    return bound
+
+
+def matrix_of(bound: BoundCache, cache: PagedKVCache, block_n: int) -> Any:
+    """How tiles of `block_n` keys are copied out of the cache's pages, a `PageMatrix`, or None."""
+    if block_n not in bound.matrices:
+        from narrowkv.attn_prefill.kernels.pipelined import page_matrix
+
+        bound.matrices[block_n] = page_matrix(cache, block_n)
+    return bound.matrices[block_n]
+
+
+def _reading(
+    cache: PagedKVCache, target: Target, fp8: str | None, half: bool, *, to_scratch: bool
+) -> Reading:
+    """How kernels read a cache that compute in float16 (`half`) or bfloat16, or in FP8.
+
+    The scratch keeps the bytes of K for FP8 matrix units; V is widened to float16 there.
+    """
+    pointers: list[Any] = []
+    descales: list[Any] = []
+    stored: list[Stored] = []
+    scales = []
+    for x, strides, name, value, granularity, is_key in (
+        (cache.k, cache.k_strides, cache.format.k, cache.k_descale, cache.k_granularity, True),
+        (cache.v, cache.v_strides, cache.format.v, cache.v_descale, cache.v_granularity, False),
+    ):
+        mode, factor, descale = descale_pointers(value, granularity)
+        kept = fp8 if is_key or not to_scratch else None
+        route = widen_route(target, name) if kept is None else fp8_route(kept, name)
+        parts = parts_of(target, name, is_key=is_key) if kept is None else 1
+        side = side_of(x, strides, name, route, parts)
+        # The scales of groups are applied while widening, and take the power of two along.
+        power = 0 if mode == "e8m0_group" else widening_exponent(name, side.route)
+        if to_scratch and name == "bf16" and not is_key:
+            power = -BF16_VALUE_EXPONENT.value
+        pointers += side.pointers
+        descales += descale
+        stored.append(Stored(name, packed_route(target, name, side, half), side.parts, strides.vec, mode))
+        scales.append(factor * 2.0**power)
+    return Reading(Cache(*pointers, *descales), stored[0], stored[1], scales[0], scales[1])
+
+
+def storing_constants(cache: PagedKVCache, exponent: str, rope: Rope | None) -> Storing:
+    """Constants of how new tokens are rotated and stored in this cache."""
+    found = {**storage_constants(cache, exponent), **rope_constants(rope)}
+    return Storing(**{name: found[name.upper()] for name in Storing._fields})

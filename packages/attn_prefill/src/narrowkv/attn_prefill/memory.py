@@ -1,0 +1,214 @@
+"""The device memory of a prefill: widened keys, the order of tiles, partial results, counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from narrowkv.attn_decode.kernels import Workspace as Partials
+from narrowkv.attn_prefill.config import PrefillConfig, PrefillShape, partial_programs
+from narrowkv.attn_prefill.kernels.arguments import AppendWorkspace, Scratch
+from narrowkv.runtime.launch import Workspace
+from narrowkv.runtime.targets import Target
+
+Blocks = dict[str, tuple[tuple[int, ...], torch.dtype]]
+_KERNELS_WITHOUT_SCRATCH = ("fused", "paged")
+_COUNTERS_APART = 64  # int32: counters of different kinds begin so many apart
+_MOST_SPLITS = 32
+
+
+class Memory(NamedTuple):
+    """What launches are told of their memory.
+
+    Attributes:
+        scratch: widened keys, without their bounds; None where the cache is read in its pages.
+        partials: partial results of splits, and their counters.
+        workspace: the same, and the counters of a staged append.
+        descriptors: tensor descriptors of K and V of the scratch, or (None, None).
+        tensors: every tensor by name.
+    """
+
+    scratch: Scratch | None
+    partials: Partials
+    workspace: AppendWorkspace
+    descriptors: tuple[Any, Any]
+    tensors: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What decides on the memory of a configuration.
+
+    Attributes:
+        shape: the shape, or the largest that is served.
+        config: the configuration.
+        target: what it was chosen for.
+        q_dtype: of the query; k_format, v_format: of the cache; per_key: see `binding.per_key`.
+        appends: whether the call appends.
+        num_splits: a number of splits that the caller forced, or None.
+        exact: memory for this shape and configuration alone, not for any up to it.
+    """
+
+    shape: PrefillShape
+    config: PrefillConfig
+    target: Target
+    q_dtype: torch.dtype
+    k_format: str
+    v_format: str
+    per_key: tuple[bool, bool]
+    appends: bool
+    num_splits: int | None
+    exact: bool
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Shapes and dtypes of everything but counters."""
+        shape, config, block = self.shape, self.config, self.config.scratch_block
+        heads, found = shape.num_kv_heads, Blocks()
+        if config.kernel not in _KERNELS_WITHOUT_SCRATCH:
+            rows = scratch_rows(shape, block, appends=self.appends)
+            units = (heads, rows // block)
+            sizes = (heads, rows, shape.head_dim)
+            found["k"] = sizes, key_type(self.q_dtype, self.k_format)
+            found["v"] = sizes, torch.float16
+            if self.per_key[0] or config.k_in_pages:
+                found["k_factor"] = (heads, rows), torch.float32
+            if self.per_key[1]:
+                found["v_factor"] = (heads, rows), torch.float32
+            if self.appends:
+                found["k_unit"] = units, torch.float32
+                found["starts"] = (max(shape.batch, 1),), torch.int32
+            if has_v_units(self.v_format, appends=self.appends, k_in_pages=config.k_in_pages):
+                found["v_unit"] = units, torch.float32
+            found["schedule"] = (max(shape.row_tiles(self._least_rows()), 1), 8), torch.int32
+        rows = self._partial_rows()
+        if rows:
+            found["acc"] = (rows * power_of_two(shape.head_dim),), torch.float32
+            found["ml"] = (rows * 2,), torch.float32
+        return found
+
+    @cached_property
+    def counters(self) -> dict[str, int]:
+        """How many counters of each kind; all are zero between launches."""
+        shape, config = self.shape, self.config
+        found = {}
+        units = has_v_units(self.v_format, appends=self.appends, k_in_pages=config.k_in_pages)
+        # Only the pipelined kernel looks at it, and puts it back to zero.
+        if config.otherwise is not None and units:
+            found["unusual"] = 2
+        if self.appends and config.kernel not in _KERNELS_WITHOUT_SCRATCH:
+            found["ready"] = found["left"] = max(shape.batch * shape.num_kv_heads, 1)
+        if self._partial_rows():
+            # The pipelined kernel counts halves of a tile.
+            tiles = 2 * shape.row_tiles(self._least_rows()) * shape.num_kv_heads
+            most = 2 * partial_programs(self.target, 2)
+            found["arrived"] = tiles if self.exact or self.num_splits else min(tiles, most)
+        return found
+
+    def _least_rows(self) -> int:
+        """The fewest rows that a tile of rows can have."""
+        return self.config.block_m if self.exact else 16
+
+    def _partial_rows(self) -> int:
+        """Rows of partial results."""
+        shape = self.shape
+        if self.exact:
+            splits, block_m = self.config.num_splits, self.config.block_m
+            return shape.row_tiles(block_m) * shape.num_kv_heads * splits * block_m if splits > 1 else 0
+        rows = max(shape.row_tiles(m) * m for m in (16, 32, 64, 128)) * shape.num_kv_heads
+        if self.num_splits is not None:
+            return rows * self.num_splits if self.num_splits > 1 else 0
+        splits = min(-(-shape.max_seq_len // 16) // 4, _MOST_SPLITS)
+        # Tiles of 128 rows fill a unit of NVIDIA's alone; two share one of AMD's.
+        largest = 128 if self.target.is_amd else 64
+        return min(rows * splits, partial_programs(self.target, 2) * largest) if splits > 1 else 0
+
+
+def make_memory(needs: Needs, workspace: Workspace | None, device: torch.device) -> Memory:
+    """Memory in a workspace, or of its own."""
+    blocks, counts = needs.blocks, needs.counters
+    total = sum(_apart(count) for count in counts.values())
+    if workspace is None:
+        tensors = {
+            name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in blocks.items()
+        }
+        counters = torch.zeros(total, dtype=torch.int32, device=device) if total else None
+    else:
+        tensors = dict(zip(blocks, workspace.carve(list(blocks.values())), strict=True))
+        counters = workspace.counters(total) if total else None
+    begin = 0
+    for name, count in counts.items():
+        assert counters is not None
+        tensors[name] = counters[begin : begin + count]
+        begin += _apart(count)
+    part = tensors.get
+    scratch = None
+    if "k" in tensors:
+        scratch = Scratch(
+            tensors["k"], tensors["v"], part("k_factor"), part("v_factor"), part("k_unit"), part("v_unit"),
+            part("unusual"), part("starts"), tensors["schedule"], tensors["k"].shape[1], None, None,
+        )  # fmt: skip
+    # Kernels that do not split are compiled without.
+    splits = needs.config.num_splits > 1
+    partials = Partials(*(part(name) if splits else None for name in ("acc", "ml", "arrived")))
+    workspace_of_append = AppendWorkspace(*partials, part("ready"), part("left"))
+    return Memory(scratch, partials, workspace_of_append, _descriptors(needs.config, tensors), tensors)
+
+
+def _descriptors(config: PrefillConfig, tensors: dict[str, torch.Tensor]) -> tuple[Any, Any]:
+    """Tensor descriptors of K and V of the scratch, for kernels that load by them."""
+    if "k" not in tensors or not config.tma:
+        return None, None
+    k, v = tensors["k"], tensors["v"]
+    if config.otherwise is not None:
+        from narrowkv.attn_prefill.kernels.pipelined import key_descriptor
+
+        return key_descriptor(k, config.block_n), key_descriptor(v, config.block_n)
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    block = [config.block_n, power_of_two(k.shape[2])]
+    flat = (stored.view(-1, k.shape[2]) for stored in (k, v))
+    k_descriptor, v_descriptor = (
+        TensorDescriptor(rows, list(rows.shape), list(rows.stride()), block) for rows in flat
+    )
+    return k_descriptor, v_descriptor
+
+
+def _apart(count: int) -> int:
+    return -(-count // _COUNTERS_APART) * _COUNTERS_APART
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two that is at least `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+def key_type(q_dtype: torch.dtype, k_format: str) -> torch.dtype:
+    """The 16-bit type that keys are widened to: exact, and Q's own where it can be; bytes for FP8 queries."""
+    if q_dtype.itemsize == 1:
+        return torch.uint8
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(k_format, q_dtype)
+
+
+def has_v_units(v_format: str, *, appends: bool, k_in_pages: bool) -> bool:
+    """Whether blocks of V in the scratch have a factor; keys that stay in their pages need it."""
+    return appends or k_in_pages or v_format == "bf16"
+
+
+def append_blocks(shape: PrefillShape, size: int, *, staged: bool) -> int:
+    """A bound of the blocks of `size` keys that an append takes in one head: new ones, old ones if staged."""
+    new = min(shape.num_tokens // size + shape.batch, shape.batch * -(-shape.max_q_len // size))
+    return new + shape.scratch_rows(size) // size if staged else new
+
+
+def scratch_rows(shape: PrefillShape, block: int, *, appends: bool) -> int:
+    """A bound of the rows of scratch that a head needs."""
+    return block * append_blocks(shape, block, staged=True) if appends else shape.scratch_rows(block)
+
+
+def scratch_bytes(shape: PrefillShape, block: int, *, appends: bool) -> int:
+    """Bytes of widened keys and values: 4 for each of a bound of their elements."""
+    return 4 * scratch_rows(shape, block, appends=appends) * shape.num_kv_heads * shape.head_dim

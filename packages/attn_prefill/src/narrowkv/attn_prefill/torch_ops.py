@@ -1,0 +1,213 @@
+"""`torch.ops.narrowkv.batch_prefill` and `.prefill_append`: what torch's compilers and fake tensors see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from narrowkv.attn_prefill.api import batch_prefill, prefill_append
+from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
+from narrowkv.paged_cache.torch_ops import CACHE_SCHEMA, cache_from, cache_options, cache_tensors
+from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, as_bytes, spell, spelled, traces
+
+_TABLE = "Tensor page_ids, Tensor? kv_indptr, Tensor? kv_last_page_len, Tensor? seq_lens"
+_READ = CACHE_SCHEMA.format(a="", b="", c="", d="")
+_WRITTEN = CACHE_SCHEMA.format(a="(a!)", b="(b!)", c="(c!)", d="(d!)")
+_PREFILL = (
+    f"Tensor q, {_READ}, {_TABLE}, Tensor cu_seqlens_q, Tensor? q_descale, Tensor? sinks, {OPTIONS_SCHEMA}"
+)
+_APPEND = (
+    f"Tensor q, Tensor k_new, Tensor v_new, {_WRITTEN}, Tensor page_ids, Tensor seq_lens, "
+    "Tensor cu_seqlens_q, Tensor? cos, Tensor? sin, Tensor? positions, Tensor? sinks, " + OPTIONS_SCHEMA
+)
+_MUTATED = ("k", "v", "k_descale", "v_descale")
+
+
+def _prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_descale: torch.Tensor | None,
+    v_descale: torch.Tensor | None, page_ids: torch.Tensor, kv_indptr: torch.Tensor | None,
+    kv_last_page_len: torch.Tensor | None, seq_lens: torch.Tensor | None, cu_seqlens_q: torch.Tensor,
+    q_descale: torch.Tensor | None, sinks: torch.Tensor | None, *options: Any, **outputs: Any,
+) -> Any:  # fmt: skip
+    given = spelled(*options)
+    cache = cache_from((k, v, k_descale, v_descale), given)
+    table = PageTable(
+        given.pop("kind"), page_ids, given.pop("page_size"), kv_indptr, kv_last_page_len, seq_lens,
+        given.pop("before_append"),
+    )  # fmt: skip
+    number = given.pop("q_number")
+    return batch_prefill(
+        q.view(given.pop("q_dtype")), cache, table, cu_seqlens_q, sinks=sinks,
+        q_descale=number if q_descale is None else q_descale, **given, **outputs,
+    )  # fmt: skip
+
+
+def _append(
+    q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    k_descale: torch.Tensor | None, v_descale: torch.Tensor | None, page_ids: torch.Tensor,
+    seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
+    positions: torch.Tensor | None, sinks: torch.Tensor | None, *options: Any, **outputs: Any,
+) -> Any:  # fmt: skip
+    given = spelled(*options)
+    cache = cache_from((k, v, k_descale, v_descale), given)
+    table = PageTable(
+        given.pop("kind"), page_ids, given.pop("page_size"), None, None, seq_lens, given.pop("before_append")
+    )
+    style, rope = given.pop("rope"), None
+    if cos is not None and sin is not None and positions is not None:
+        rope = Rope(cos, sin, positions, style=style)
+    return prefill_append(
+        q, k_new, v_new, cache, table, cu_seqlens_q, rope=rope, sinks=sinks, **given, **outputs
+    )
+
+
+def _results(q: torch.Tensor, options: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """New tensors of the results' shapes."""
+    given = spelled(*options)
+    # An FP8 query is given as bytes.
+    dtype = given["out_dtype"] or (q.dtype if q.dtype.itemsize == 2 else torch.bfloat16)
+    return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "narrowkv::batch_prefill", mutates_args=(), schema=f"({_PREFILL}) -> (Tensor, Tensor)"
+)
+def _prefill_op(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    o, lse = _prefill(*args, return_lse=True)
+    return o, lse
+
+
+@_prefill_op.register_fake
+def _prefill_fake(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _results(q, rest[-3:])
+
+
+@torch.library.custom_op(
+    "narrowkv::batch_prefill_out",
+    mutates_args=("out", "lse"),
+    schema=f"({_PREFILL}, Tensor(a!) out, Tensor(b!)? lse) -> ()",
+)
+def _prefill_out_op(*args: Any) -> None:
+    *inputs, out, lse = args
+    _prefill(*inputs, out=out, lse=lse)
+
+
+@torch.library.custom_op(
+    "narrowkv::prefill_append", mutates_args=_MUTATED, schema=f"({_APPEND}) -> (Tensor, Tensor)"
+)
+def _append_op(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    o, lse = _append(*args, return_lse=True)
+    return o, lse
+
+
+@_append_op.register_fake
+def _append_fake(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _results(q, rest[-3:])
+
+
+@torch.library.custom_op(
+    "narrowkv::prefill_append_out",
+    mutates_args=(*_MUTATED, "out", "lse"),
+    schema=f"({_APPEND}, Tensor(e!) out, Tensor(f!)? lse) -> ()",
+)
+def _append_out_op(*args: Any) -> None:
+    *inputs, out, lse = args
+    _append(*inputs, out=out, lse=lse)
+
+
+@_prefill_out_op.register_fake
+@_append_out_op.register_fake
+def _out_fake(*args: object) -> None:
+    """Writes into its arguments, and returns nothing."""
+
+
+def _call(
+    functional: Any, with_outputs: Any, q: torch.Tensor, inputs: tuple[Any, ...], out: torch.Tensor | None,
+    lse: torch.Tensor | None, return_lse: bool, out_dtype: torch.dtype | None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Calls the operator that makes its results, or the one that writes where the caller says."""
+    if out is None and lse is None:
+        o, sums = functional(*inputs)
+    else:
+        dtype = out_dtype or (q.dtype if q.dtype.itemsize == 2 else torch.bfloat16)
+        o = q.new_empty(q.shape, dtype=dtype) if out is None else out
+        if lse is None and return_lse:
+            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        sums = lse
+        with_outputs(*inputs, o, lse)
+    return (o, sums) if return_lse else o
+
+
+def _refuse_plan(plan: object) -> None:
+    if plan is not None:
+        raise ValueError("plan must be None where torch traces: the operator keeps the plans of its shapes")
+
+
+@traces("batch_prefill")
+def traced_prefill(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    page_table: PageTable,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    q_descale: float | torch.Tensor = 1.0,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    plan: object = None,
+    **options: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`batch_prefill` through its operators, which check the arguments when they run.
+
+    Raises:
+        ValueError: a plan is given: plans own memory, which a trace cannot hold.
+    """
+    _refuse_plan(plan)
+    on_device = q_descale if isinstance(q_descale, torch.Tensor) else None
+    spec = spell(
+        kind=page_table.kind, page_size=page_table.page_size, before_append=page_table.before_append,
+        out_dtype=out_dtype, q_dtype=q.dtype, q_number=1.0 if on_device is not None else q_descale,
+        **cache_options(cache), **options,
+    )  # fmt: skip
+    inputs = (
+        as_bytes(q), *cache_tensors(cache), page_table.page_ids, page_table.kv_indptr,
+        page_table.kv_last_page_len, page_table.seq_lens, cu_seqlens_q, on_device, sinks, *spec,
+    )  # fmt: skip
+    ops = torch.ops.narrowkv
+    return _call(ops.batch_prefill, ops.batch_prefill_out, q, inputs, out, lse, return_lse, out_dtype)
+
+
+@traces("prefill_append")
+def traced_append(
+    q: torch.Tensor,
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    cache: PagedKVCache,
+    page_table: PageTable,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    rope: Rope | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    plan: object = None,
+    **options: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`prefill_append` through its operators; see `traced_prefill`."""
+    _refuse_plan(plan)
+    cos, sin, positions = (None, None, None) if rope is None else (rope.cos, rope.sin, rope.positions)
+    spec = spell(
+        kind=page_table.kind, page_size=page_table.page_size, before_append=page_table.before_append,
+        out_dtype=out_dtype, rope=None if rope is None else rope.style, **cache_options(cache), **options,
+    )  # fmt: skip
+    inputs = (
+        q, k_new, v_new, *cache_tensors(cache), page_table.page_ids, page_table.seq_lens, cu_seqlens_q, cos,
+        sin, positions, sinks, *spec,
+    )  # fmt: skip
+    ops = torch.ops.narrowkv
+    return _call(ops.prefill_append, ops.prefill_append_out, q, inputs, out, lse, return_lse, out_dtype)

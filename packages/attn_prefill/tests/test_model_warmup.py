@@ -1,0 +1,93 @@
+"""After a model was warmed up, random batches compile nothing."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from narrowkv.attn_decode import DecodeShape, paged_decode, plan_decode
+from narrowkv.attn_prefill import batch_prefill, prefill_append
+from narrowkv.attn_prefill.warmup import record_model, warmup_model
+from narrowkv.paged_cache import PagedKVCache, PageTable, append
+from narrowkv.runtime.launch import count_compiles, recording
+
+I32 = torch.int32
+HEADS, KV_HEADS, DIM, PAGE = 12, 1, 64, 16
+MODEL: dict[str, Any] = {"num_qo_heads": HEADS, "max_batch": 64, "max_seq_len": 2048, "max_num_tokens": 512}
+
+
+def _cache(device: str, num_pages: int = 64) -> PagedKVCache:
+    return PagedKVCache.empty(num_pages, PAGE, KV_HEADS, DIM, format="fp8_e4m3fn", device=device)
+
+
+def _random_calls(cache: PagedKVCache, count: int, *, seed: int = 0, decode_only: bool = False) -> None:
+    """Decode, append and prefill of lognormal batches and lengths, tables as wide as the longest needs."""
+    choose, device = random.Random(seed), cache.k.device
+    shape = DecodeShape(MODEL["max_batch"], 1, HEADS, KV_HEADS, DIM, PAGE, MODEL["max_seq_len"])
+    plan = plan_decode(shape, cache.format, device=device)
+
+    def tensor(tokens: int, heads: int) -> torch.Tensor:
+        return torch.zeros(tokens, heads, DIM, dtype=torch.bfloat16, device=device)
+
+    for _ in range(count):
+        batch = min(int(choose.lognormvariate(2.0, 1.2)) + 1, MODEL["max_batch"])
+        lens = [min(int(choose.lognormvariate(5.0, 1.2)) + 1, MODEL["max_seq_len"]) for _ in range(batch)]
+        ids = torch.zeros(batch, -(-max(lens) // PAGE), dtype=I32, device=device)
+        lengths = torch.tensor(lens, dtype=I32, device=device)
+        table = PageTable.from_block_table(ids, lengths, page_size=PAGE)
+        paged_decode(tensor(batch, HEADS), cache, table, plan=plan)
+        tokens = choose.randint(1, MODEL["max_num_tokens"])
+        slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+        append(cache, tensor(tokens, KV_HEADS), tensor(tokens, KV_HEADS), slots)
+        if decode_only:
+            continue
+        tokens = max(tokens, batch)
+        cuts = [0, *sorted(choose.randint(0, tokens) for _ in range(batch - 1)), tokens]
+        starts = torch.tensor(cuts, dtype=I32, device=device)
+        q, k, v = tensor(tokens, HEADS), tensor(tokens, KV_HEADS), tensor(tokens, KV_HEADS)
+        batch_prefill(q, cache, table, starts)
+        before = PageTable.from_block_table(ids, cached_lens=torch.zeros_like(lengths), page_size=PAGE)
+        prefill_append(q, k, v, cache, before, starts)
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_random_batches_reach_no_kernel_that_was_not_listed(target: str) -> None:
+    cache = _cache("cpu")
+    listed = record_model(cache, target=target, **MODEL).found
+    with recording(target) as recorder:
+        _random_calls(cache, 200)
+    assert recorder.found
+    assert not recorder.found.keys() - listed.keys()
+    names = [bound.kernel.__name__ for bound, _ in listed.values()]
+    decode = [name for name in names if name in ("_paged_decode_kernel", "_merge_splits_kernel")]
+    assert len(decode) <= 8
+    assert len(names) - len(decode) <= 12
+
+
+def test_a_model_without_prefill_lists_its_decode_and_append() -> None:
+    cache = _cache("cpu", num_pages=5)
+    listed = record_model(cache, target="gfx942", num_qo_heads=HEADS, max_batch=64, max_seq_len=2048).found
+    with recording("gfx942") as recorder:
+        _random_calls(cache, 20, decode_only=True)
+    assert recorder.found.keys() <= listed.keys()
+    other = record_model(
+        _cache("cpu"), target="gfx942", num_qo_heads=HEADS, max_batch=64, max_seq_len=2048
+    ).found
+    assert other.keys() != listed.keys(), "64 pages are a multiple of 16, which the compiler is told"
+
+
+@pytest.mark.gpu
+def test_a_thousand_random_batches_compile_nothing(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    cache = _cache("cuda", num_pages=1024)
+    found = warmup_model(cache, **MODEL)
+    assert found.compiled
+    with count_compiles() as compiles:
+        _random_calls(cache, 1000)
+    torch.cuda.synchronize()
+    assert compiles.compiled == []

@@ -1,0 +1,101 @@
+"""Small models of real shapes: the attention of a named architecture, with few layers and random weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from narrowkv.runtime.errors import check_choice
+
+__all__ = [
+    "TINY_MODELS",
+    "TinyModel",
+    "tiny_config",
+    "tiny_model",
+]
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """What to make a small model of.
+
+    Attributes:
+        model_type: transformers' name of the architecture.
+        num_qo_heads, num_kv_heads, head_dim: of its attention, with the ratio and head_dim of a model
+            of the family.
+        options: what else its configuration says.
+    """
+
+    model_type: str
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+_EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+TINY_MODELS = {
+    "glm-4.5-air-tiny": TinyModel(
+        "glm4_moe", 12, 1, 128, {**_EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}
+    ),
+    "llama-3-tiny": TinyModel("llama", 8, 2, 64),
+    "qwen3-tiny": TinyModel("qwen3", 4, 2, 128),
+    "gpt-oss-tiny": TinyModel(
+        "gpt_oss", 16, 2, 64, {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "gemma-2-tiny": TinyModel(
+        "gemma2", 4, 2, 128, {**_WINDOWS, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 128}
+    ),
+    "gemma-3-tiny": TinyModel("gemma3_text", 4, 2, 256, {**_WINDOWS, "query_pre_attn_scalar": 256}),
+}
+
+
+def tiny_config(name: str, *, vocab_size: int = 96, num_layers: int = 2) -> Any:
+    """The configuration, of transformers, of a small model.
+
+    Args:
+        name: one of `TINY_MODELS`.
+        vocab_size: tokens that it knows.
+        num_layers: layers; a model with sliding windows has two.
+
+    Raises:
+        ValueError: for another name.
+
+    Example:
+        >>> tiny_config("glm-4.5-air-tiny").num_attention_heads
+        12
+    """
+    from transformers import AutoConfig
+
+    tiny = TINY_MODELS[check_choice("name", name, tuple(TINY_MODELS))]
+    return AutoConfig.for_model(
+        tiny.model_type, num_hidden_layers=num_layers, num_attention_heads=tiny.num_qo_heads,
+        num_key_value_heads=tiny.num_kv_heads, head_dim=tiny.head_dim, hidden_size=128,
+        intermediate_size=128, vocab_size=vocab_size, max_position_embeddings=512, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, dtype="bfloat16", **tiny.options,
+    )  # fmt: skip
+
+
+def tiny_model(name: str, *, seed: int = 0, attn_implementation: str = "eager", **sizes: int) -> Any:
+    """A small model with random weights in bf16, on the CPU.
+
+    Args:
+        name: one of `TINY_MODELS`.
+        seed: of the weights.
+        attn_implementation: as for `from_pretrained`.
+        **sizes: `vocab_size` and `num_layers`, as for `tiny_config`.
+
+    Example:
+        >>> model = tiny_model("llama-3-tiny")  # doctest: +SKIP
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = tiny_config(name, **sizes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:  # weights as large as trained ones, so that attention is not uniform
+            torch.nn.init.normal_(parameter, std=0.15)
+    return model.to(torch.bfloat16).eval()

@@ -1,0 +1,297 @@
+"""`NarrowCache`: transformers' cache of keys and values, in pages of a narrow format."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from narrowkv.engines.transformers.rows import Rows
+from narrowkv.paged_cache import CacheFormat, PagedKVCache, append
+from narrowkv.quant.formats import get_format
+from narrowkv.runtime.errors import check_positive_int
+
+# The attribute of a key tensor that tells the attention function where its keys are stored.
+LAYER_TAG = "narrowkv_layer"
+
+
+class NarrowLayer(CacheLayerMixin):
+    """One layer's keys and values. `update` hands new tokens on; the attention function stores them.
+
+    Attributes:
+        cache: the layer's pages; None before the first tokens.
+        pending: keys and values that the attention function has not stored yet.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, owner: NarrowCache) -> None:
+        super().__init__()
+        self.owner = owner
+        self.cache: PagedKVCache | None = None
+        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.length = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocates the pages for as many rows as the keys `[batch, num_kv_heads, tokens, head_dim]` have."""
+        self.batch_size, heads, _, head_dim = key_states.shape
+        rows = self.owner.rows_for(self.batch_size, key_states.device)
+        self.cache = self.owner.allocate(rows, heads, head_dim)
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes the new tokens `[batch, num_kv_heads, tokens, head_dim]` and returns them, not the old ones.
+
+        Raises:
+            RuntimeError: the model's attention did not store the tokens before these.
+        """
+        if self.pending is not None:
+            raise RuntimeError(
+                "NarrowCache serves models with attn_implementation='narrowkv' only: the tokens of the last "
+                "call were never stored; call narrowkv.engines.transformers.register() and load the model "
+                "with attn_implementation='narrowkv'"
+            )
+        if not self.is_initialized or key_states.shape[0] != self.batch_size:
+            self.lazy_initialization(key_states, value_states)
+        self.pending = key_states, value_states
+        self.length += key_states.shape[2]
+        setattr(key_states, LAYER_TAG, self)
+        return key_states, value_states
+
+    def store(self, padding: torch.Tensor | None) -> None:
+        """Appends the pending tokens to the pages; the first layer of a step makes room for all of them."""
+        if self.pending is None:
+            return
+        assert self.cache is not None
+        (k, v), self.pending = self.pending, None
+        batch, heads, tokens, head_dim = k.shape
+        step = self.owner.step_at(self.length, tokens, padding)
+        rows = (batch * tokens, heads, head_dim)
+        append(self.cache, k.transpose(1, 2).reshape(rows), v.transpose(1, 2).reshape(rows), step.slots)
+
+    def select(self, index: torch.Tensor) -> None:
+        """Keeps these rows, which may repeat, in this order."""
+        if self.cache is None:
+            return
+        cache, pages = self.cache, self.owner.pages
+        taken: dict[str, Any] = {
+            name: _select_rows(value, index, pages)
+            for name in ("k", "v", "k_descale", "v_descale")
+            if isinstance(value := getattr(cache, name), torch.Tensor)
+            and value.shape[:1] == (cache.num_pages,)
+        }
+        self.batch_size = int(index.shape[0])
+        self.cache = replace(cache, num_pages=self.batch_size * pages, **taken)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that a mask covers, and the first of them."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens of each row, padding included."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Tokens that a row can hold."""
+        return self.owner.max_length
+
+    get_max_cache_shape = get_max_length
+
+    def offload(self) -> None:
+        """Refused: pages stay where the kernels read them.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("NarrowCache cannot be offloaded: leave cache offloading off")
+
+
+def _select_rows(pages: torch.Tensor, index: torch.Tensor, per_row: int) -> torch.Tensor:
+    stored = pages.view(torch.uint8) if pages.element_size() == 1 else pages
+    rows = stored.view(-1, per_row, *stored.shape[1:])
+    return rows.index_select(0, index.to(rows.device)).flatten(0, 1).view(pages.dtype)
+
+
+class NarrowCache(Cache):
+    """A cache for `model.generate(past_key_values=...)` that stores keys and values in a narrow format.
+
+    Needs a model with `attn_implementation="narrowkv"`. Pages are allocated at the first tokens, for
+    `max_length` tokens of every row; padding takes none. Layers without keys and values (linear attention)
+    keep the state that transformers' own `DynamicCache` gives them.
+
+    Args:
+        config: the model's configuration.
+        max_length: tokens that a row can hold: prompt and new tokens.
+        format: "bf16", "fp16", an FP8 format, "fp4_e2m1", or a `CacheFormat` pair for K and V.
+        page_size: tokens a page.
+        k_descale, v_descale: of an FP8 side: what stored numbers are multiplied by, a float or an fp32 tensor
+            `[]`, `[1]` or `[num_kv_heads]`. None computes one for each token and head, which needs no
+            calibration and takes 4 bytes.
+        scale_group: of an FP4 side: 32 for a scale per 32 channels, None for one per token and head.
+
+    Raises:
+        TypeError, ValueError: for sizes and formats that a cache cannot have, and for layers that it cannot
+            hold.
+
+    Example:
+        >>> cache = NarrowCache(model.config, max_length=4096, format="fp8_e4m3fn")      # doctest: +SKIP
+        >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=64)           # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        max_length: int,
+        format: str | CacheFormat = "fp8_e4m3fn",
+        page_size: int = 64,
+        k_descale: float | torch.Tensor | None = None,
+        v_descale: float | torch.Tensor | None = None,
+        scale_group: int | None = None,
+    ) -> None:
+        self.max_length = check_positive_int("max_length", max_length)
+        self.page_size = check_positive_int("page_size", page_size)
+        self.pages = -(-max_length // page_size)
+        self.format = CacheFormat.parse(format)
+        self.scale_group = scale_group
+        self._descales = k_descale, v_descale
+        self._rows: Rows | None = None
+        text = config.get_text_config(decoder=True)
+        layers = DynamicCache(config=text).layers or [DynamicLayer() for _ in range(text.num_hidden_layers)]
+        super().__init__(layers=[self._narrow(layer, index) for index, layer in enumerate(layers)])
+
+    def _narrow(self, layer: Any, index: int) -> Any:
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+            return NarrowLayer(self)
+        if isinstance(layer, CacheLayerMixin):
+            raise ValueError(
+                f"NarrowCache holds layers with keys and values of one shape, got {type(layer).__name__} for "
+                f"layer {index}: use transformers' own cache for this model"
+            )
+        return layer
+
+    @property
+    def narrow_layers(self) -> list[NarrowLayer]:
+        """The layers that hold keys and values."""
+        return [layer for layer in self.layers if isinstance(layer, NarrowLayer)]
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of the batch.
+
+        Raises:
+            RuntimeError: before the first tokens.
+        """
+        if self._rows is None:
+            raise RuntimeError("NarrowCache has no rows before its first tokens")
+        return self._rows
+
+    def bytes(self) -> int:
+        """Bytes of all pages and their descales; 0 before the first tokens."""
+        caches = [layer.cache for layer in self.narrow_layers if layer.cache is not None]
+        return math.ceil(sum(c.bytes_per_token() * c.num_pages * c.page_size for c in caches))
+
+    def rows_for(self, batch: int, device: torch.device) -> Rows:
+        """The rows of a batch of this size, new ones if the cache was empty or had another."""
+        if self._rows is None or self._rows.batch != batch:
+            if self._rows is not None and self._rows.length:
+                raise ValueError(
+                    f"NarrowCache holds {self._rows.batch} rows, got keys of {batch}: call reset() or make a "
+                    "new cache"
+                )
+            self._rows = Rows(batch, self.max_length, self.page_size, device)
+        return self._rows
+
+    def allocate(self, rows: Rows, num_kv_heads: int, head_dim: int) -> PagedKVCache:
+        """Pages of one layer."""
+        num_pages = rows.batch * rows.pages
+        descales: list[float | torch.Tensor] = []
+        for given, name in zip(self._descales, (self.format.k, self.format.v), strict=True):
+            if get_format(name).kind != "fp8":
+                descales.append(1.0)
+            elif given is None:
+                shape = (num_pages, rows.page_size, num_kv_heads)
+                descales.append(torch.ones(shape, dtype=torch.float32, device=rows.device))
+            else:
+                descales.append(given)
+        return PagedKVCache.empty(
+            num_pages, rows.page_size, num_kv_heads, head_dim, format=self.format, k_descale=descales[0],
+            v_descale=descales[1], scale_group=self.scale_group, device=rows.device,
+        )  # fmt: skip
+
+    def step_at(self, length: int, tokens: int, padding: torch.Tensor | None) -> Any:
+        """The step that brings every row to `length` tokens; the first layer that asks makes it.
+
+        Raises:
+            RuntimeError: a layer has not seen the tokens that others have.
+        """
+        rows = self.rows
+        if rows.length == length - tokens:
+            return rows.advance(tokens, padding)
+        if rows.length != length or rows.step is None or rows.step.tokens != tokens:
+            raise RuntimeError(
+                f"every layer of a NarrowCache must see the same tokens, got {tokens} that end at {length} "
+                f"where another layer ends at {rows.length}"
+            )
+        return rows.step
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets tokens of every row: the last `-tokens_to_remove`, or those beyond it if it is positive."""
+        length = self.get_seq_length()
+        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(length - tokens_to_remove, 0)
+        for layer in self.layers:
+            if isinstance(layer, NarrowLayer):
+                layer.length -= removed
+            else:
+                layer.crop(-removed)
+        if self._rows is not None:
+            self._rows.crop(removed)
+
+    def reset(self) -> None:
+        """Forgets all tokens and keeps the memory."""
+        for layer in self.layers:
+            if isinstance(layer, NarrowLayer):
+                layer.length, layer.pending = 0, None
+            else:
+                layer.reset()
+        if self._rows is not None:
+            self._rows.clear()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Puts row `beam_idx[b]` in the place of row b; beam search does so, and it copies the pages."""
+        self._select(beam_idx, "reorder_cache", beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every row; copies the pages."""
+        if self._rows is not None:
+            index = torch.arange(self._rows.batch, device=self._rows.device).repeat_interleave(repeats)
+            self._select(index, "batch_repeat_interleave", repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps some rows; copies the pages."""
+        self._select(indices, "batch_select_indices", indices)
+
+    def _select(self, index: torch.Tensor, method: str, argument: object) -> None:
+        for layer in self.layers:
+            if isinstance(layer, NarrowLayer):
+                layer.select(index)
+            else:
+                getattr(layer, method)(argument)
+        if self._rows is not None:
+            old = self._rows
+            self._rows = Rows(int(index.shape[0]), old.max_length, old.page_size, old.device)
+            self._rows.seq_lens.copy_(old.seq_lens.index_select(0, index.to(old.device)))
+            self._rows.length = old.length

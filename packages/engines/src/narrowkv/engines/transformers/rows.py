@@ -1,0 +1,168 @@
+"""Where the tokens of each row of a batch lie in the pages, and how a step of the model moves that on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from narrowkv.attn_decode import DecodePlan, plan_decode
+from narrowkv.attn_prefill import PrefillPlan, plan_prefill
+from narrowkv.paged_cache import PagedKVCache, PageTable
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the layers share in one forward pass.
+
+    Attributes:
+        tokens: new tokens of each row, padding included.
+        slots: `[batch * tokens]` where each new token is stored; -1 for padding.
+        table: the pages of each sequence, with the new tokens in the lengths.
+        starts: `[sequences + 1]` int32, where each sequence's queries begin; None if every row has one query.
+    """
+
+    tokens: int
+    slots: torch.Tensor
+    table: PageTable
+    starts: torch.Tensor | None
+
+
+class Rows:
+    """The rows of a batch. Row b has the pages `b * pages .. (b + 1) * pages`; its padding is not stored.
+
+    Nothing is read from the device: lengths, slots and starts are computed there.
+
+    Args:
+        batch: rows.
+        max_length: tokens that a row can hold.
+        page_size: tokens a page.
+        device: where the cache is.
+    """
+
+    def __init__(self, batch: int, max_length: int, page_size: int, device: torch.device) -> None:
+        self.batch, self.max_length, self.page_size, self.device = batch, max_length, page_size, device
+        self.pages = -(-max_length // page_size)
+        ids = torch.arange(batch * self.pages, dtype=torch.int32, device=device)
+        self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.table = PageTable.from_block_table(
+            ids.view(batch, self.pages), self.seq_lens, page_size=page_size
+        )
+        self._first_slot = torch.arange(batch, device=device) * (self.pages * page_size)
+        self.length = 0
+        self.step: Step | None = None
+        self._decode_plans: dict[Any, DecodePlan] = {}
+        self._prefill_plans: dict[Any, PrefillPlan] = {}
+
+    def advance(self, tokens: int, padding: torch.Tensor | None) -> Step:
+        """Makes room for the next tokens of every row.
+
+        Args:
+            tokens: new tokens of each row, padding included.
+            padding: `[batch, at least tokens]`, 0 for padding, which is at the ends of a row; its last
+                columns are the new tokens. None if there is none.
+
+        Raises:
+            ValueError: the rows cannot hold that many.
+        """
+        if self.length + tokens > self.max_length:
+            raise ValueError(
+                f"NarrowCache must have max_length of at least {self.length + tokens} for these tokens, got "
+                f"{self.max_length}: make it with the length of the prompt and of all new tokens"
+            )
+        self.length += tokens
+        if tokens != 1:
+            self._prefill_plans.clear()  # their scratch is sized for one chunk
+        if padding is None:
+            self.step = self._advance_all(tokens)
+        elif tokens == 1:
+            kept = padding[:, -1].bool()
+            slots = torch.where(kept, self._first_slot + self.seq_lens, -1)
+            self.seq_lens.add_(kept)
+            self.step = Step(1, slots, self.table, None)
+        else:
+            self.step = self._advance_padded(tokens, padding[:, -tokens:])
+        return self.step
+
+    def _advance_all(self, tokens: int) -> Step:
+        before = self._first_slot + self.seq_lens
+        self.seq_lens.add_(tokens)
+        if tokens == 1:
+            return Step(1, before, self.table, None)
+        index = torch.arange(tokens, device=self.device)
+        starts = torch.arange(self.batch + 1, dtype=torch.int32, device=self.device) * tokens
+        return Step(tokens, (before[:, None] + index).flatten(), self.table, starts)
+
+    def _advance_padded(self, tokens: int, padding: torch.Tensor) -> Step:
+        """Sequences of padding, which attend to nothing, stand between the rows' sequences."""
+        starts, counts = interleaved_starts(padding)
+        kept = padding.bool()
+        index = self._first_slot[:, None] + self.seq_lens[:, None] + kept.cumsum(1) - 1
+        self.seq_lens.add_(counts)
+        table = self.table.page_ids.new_zeros(2 * self.batch + 1, self.pages)
+        table[1::2] = self.table.page_ids
+        lens = self.seq_lens.new_zeros(2 * self.batch + 1)
+        lens[1::2] = self.seq_lens
+        return Step(
+            tokens,
+            torch.where(kept, index, -1).flatten(),
+            PageTable.from_block_table(table, lens, page_size=self.page_size),
+            starts,
+        )
+
+    def crop(self, tokens: int) -> None:
+        """Forgets the last tokens of every row."""
+        self.length -= tokens
+        self.seq_lens.sub_(tokens).clamp_(min=0)
+
+    def clear(self) -> None:
+        """Forgets all tokens."""
+        self.length, self.step = 0, None
+        self.seq_lens.zero_()
+
+    def decode_plan(self, q: torch.Tensor, cache: PagedKVCache) -> DecodePlan:
+        """The plan of a decode step, made once for all layers of a shape."""
+        key = (q.shape, q.dtype, cache.num_kv_heads, cache.format)
+        plan = self._decode_plans.get(key)
+        if plan is None:
+            plan = self._decode_plans[key] = plan_decode(q, cache, self.table)
+        return plan
+
+    def prefill_plan(self, q: torch.Tensor, cache: PagedKVCache, step: Step) -> PrefillPlan:
+        """The plan of this chunk, made once for all layers of a shape."""
+        key = (q.shape, q.dtype, cache.num_kv_heads, cache.format)
+        plan = self._prefill_plans.get(key)
+        if plan is None:
+            assert step.starts is not None
+            plan = self._prefill_plans[key] = plan_prefill(
+                q, cache, step.table, step.starts, max_q_len=step.tokens, max_seq_len=self.length,
+                max_kv_tokens=self.batch * self.length,
+            )  # fmt: skip
+        return plan
+
+
+def interleaved_starts(padding: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where sequences begin if every row's tokens are a sequence, and the padding between them, too.
+
+    Args:
+        padding: `[batch, tokens]`, 0 for padding, which is at the ends of a row.
+
+    Returns:
+        `[2 * batch + 2]` int32 starts, of sequences 0, 2, 4... of padding and 1, 3, 5... of the rows; and
+        `[batch]` int32, the tokens of each row.
+
+    Example:
+        >>> starts, counts = interleaved_starts(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]]))
+        >>> starts.tolist(), counts.tolist()
+        ([0, 2, 4, 4, 7, 8], [2, 3])
+    """
+    batch, tokens = padding.shape
+    seen = padding.bool().cumsum(1)
+    counts = seen[:, -1].to(torch.int32)
+    begin = (seen == 0).sum(1) + torch.arange(batch, device=padding.device) * tokens
+    starts = torch.zeros(2 * batch + 2, dtype=torch.int32, device=padding.device)
+    starts[1:-1:2] = begin
+    starts[2:-1:2] = begin + counts
+    starts[-1:].fill_(batch * tokens)
+    return starts, counts

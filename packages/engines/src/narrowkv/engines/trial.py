@@ -1,0 +1,224 @@
+"""Tries narrowkv inside an engine: a tiny random model, by narrowkv and by the engine's own attention.
+
+The model runs on a GPU if the engine finds one, else on the CPU through Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from narrowkv.engines.tiny import tiny_model
+from narrowkv.runtime.errors import check_choice
+
+__all__ = [
+    "CACHES",
+    "ENGINES",
+    "Trial",
+    "try_engine",
+]
+
+ENGINES = ("transformers", "vllm")
+# What each engine calls the caches that are tried, the 16-bit one first.
+CACHES = {
+    "transformers": ("bf16", "fp8_e4m3fn", "fp4_e2m1"),
+    "vllm": ("auto", "fp8", "fp8_per_token_head", "ultraquant_4bit"),
+}
+_OWN = "engine's own"
+_PROMPT = (5, 6, 7, 8, 9, 10, 11, 12, 13)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One generation.
+
+    Attributes:
+        cache: the cache's dtype, or "engine's own".
+        tokens: the greedy tokens.
+        same: how many of them the engine's own attention gives too, from the first on.
+        difference: the largest difference of a log-probability of the first new token, among those that the
+            engine reports for both; 0 for the engine's own.
+        seconds: of the whole generation.
+        spent: seconds in each of narrowkv's operations.
+        calls: how often each of them ran.
+    """
+
+    cache: str
+    tokens: list[int]
+    same: int
+    difference: float
+    seconds: float
+    spent: dict[str, float] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+
+
+def try_engine(
+    engine: str, model: str = "glm-4.5-air-tiny", caches: Sequence[str] = (), *, tokens: int = 4
+) -> list[Trial]:
+    """Generates with the engine's own attention, then with narrowkv over each cache.
+
+    Args:
+        engine: one of `ENGINES`.
+        model: one of `narrowkv.engines.tiny.TINY_MODELS`.
+        caches: dtypes of caches, by the engine's names; default all of `CACHES[engine]`.
+        tokens: new tokens.
+
+    Returns:
+        The engine's own generation, and one for each cache.
+
+    Raises:
+        ValueError: for other names.
+        ImportError: the engine is not installed.
+
+    Example:
+        >>> own, narrow = try_engine("transformers", "llama-3-tiny", ["fp8_e4m3fn"], tokens=2)
+        >>> narrow.calls["paged_decode"] > 0
+        True
+    """
+    check_choice("engine", engine, ENGINES)
+    for cache in caches:
+        check_choice("caches", cache, CACHES[engine])
+    run = _with_transformers if engine == "transformers" else _with_vllm
+    return list(run(model, list(caches) or list(CACHES[engine]), tokens))
+
+
+class _Watch:
+    """Counts and times narrowkv's operations where an adapter looks them up."""
+
+    def __init__(self, *modules: Any) -> None:
+        self.modules = modules
+        self.calls: dict[str, int] = {}
+        self.spent: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        found = [
+            (module, name, getattr(module, name))
+            for module in self.modules
+            for name in ("append", "paged_decode", "batch_prefill")
+            if hasattr(module, name)
+        ]
+        for module, name, operation in found:
+            setattr(module, name, self._timed(name, operation))
+        try:
+            yield
+        finally:
+            for module, name, operation in found:
+                setattr(module, name, operation)
+
+    def _timed(self, name: str, operation: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter()
+            result = operation(*args, **kwargs)
+            _wait()
+            self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - begun
+            self.calls[name] = self.calls.get(name, 0) + 1
+            return result
+
+        return call
+
+
+def _wait() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _trial(
+    cache: str, own: tuple[list[int], dict[int, float]] | None, tokens: list[int], chances: dict[int, float],
+    seconds: float, watch: _Watch | None,
+) -> Trial:  # fmt: skip
+    expected, own_chances = (tokens, chances) if own is None else own
+    same = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b), len(tokens))
+    shared = chances.keys() & own_chances.keys()
+    difference = max((abs(chances[t] - own_chances[t]) for t in shared), default=float("nan"))
+    if watch is None:
+        return Trial(cache, tokens, same, difference, seconds)
+    return Trial(cache, tokens, same, difference, seconds, watch.spent, watch.calls)
+
+
+def _with_transformers(name: str, caches: list[str], count: int) -> Iterator[Trial]:
+    import torch
+
+    import narrowkv.engines.transformers as narrow
+    from narrowkv.engines.transformers import attention, cache
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = tiny_model(name).to(device)
+    prompt = torch.tensor([_PROMPT], device=device)
+
+    def generate(narrow_cache: Any) -> tuple[list[int], dict[int, float], float]:
+        begun = time.perf_counter()
+        out = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, min_new_tokens=count,
+            do_sample=False, past_key_values=narrow_cache, return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+        _wait()
+        seconds = time.perf_counter() - begun
+        chances = dict(enumerate(out.logits[0][0].float().log_softmax(-1).tolist()))
+        return out.sequences[0, len(_PROMPT) :].tolist(), chances, seconds
+
+    tokens, chances, seconds = generate(None)
+    own = tokens, chances
+    yield _trial(_OWN, None, tokens, chances, seconds, None)
+    narrow.register()
+    model.set_attn_implementation(narrow.NAME)
+    for kind in caches:
+        watch = _Watch(attention, cache)
+        with watch.watching():
+            tokens, chances, seconds = generate(
+                narrow.NarrowCache(model.config, max_length=len(_PROMPT) + count, format=kind)
+            )
+        yield _trial(kind, own, tokens, chances, seconds, watch)
+
+
+def _with_vllm(name: str, caches: list[str], count: int) -> Iterator[Trial]:
+    # One process, so that what is registered and timed here is what runs. vLLM reads it when imported.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
+    from vllm.v1.attention import selector
+
+    import narrowkv.engines.vllm as narrow
+    from narrowkv.engines.vllm import backend
+
+    on_cpu = current_platform.is_cpu()
+
+    def generate(folder: str, cache: str, **chosen: Any) -> tuple[list[int], dict[int, float], float]:
+        selector._cached_get_attn_backend.cache_clear()
+        llm = LLM(
+            model=folder, skip_tokenizer_init=True, dtype="bfloat16", kv_cache_dtype=cache,
+            enforce_eager=True,
+            max_model_len=64, block_size=32, max_num_seqs=2, max_num_batched_tokens=64,
+            num_gpu_blocks_override=8, **chosen,
+        )  # fmt: skip
+        settings = SamplingParams(
+            max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, logprobs=5
+        )
+        begun = time.perf_counter()
+        (output,) = llm.generate([{"prompt_token_ids": list(_PROMPT)}], settings, use_tqdm=False)
+        seconds = time.perf_counter() - begun
+        first = output.outputs[0]
+        del llm
+        cleanup_dist_env_and_memory()
+        return list(first.token_ids), {t: e.logprob for t, e in first.logprobs[0].items()}, seconds
+
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_model(name, num_layers=6).save_pretrained(folder)
+        tokens, chances, seconds = generate(folder, "auto")
+        own = tokens, chances
+        yield _trial(_OWN, None, tokens, chances, seconds, None)
+        narrow.register(cpu=on_cpu)
+        chosen = {} if on_cpu else {"attention_backend": "CUSTOM"}
+        for kind in caches:
+            watch = _Watch(backend)
+            with watch.watching():
+                tokens, chances, seconds = generate(folder, kind, **chosen)
+            yield _trial(kind, own, tokens, chances, seconds, watch)

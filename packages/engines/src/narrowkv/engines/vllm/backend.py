@@ -1,0 +1,297 @@
+"""narrowkv as an attention backend of vLLM's V1 engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
+
+from narrowkv.attn_decode import DecodePlan, DecodeShape, paged_decode, plan_decode
+from narrowkv.attn_prefill import PrefillPlan, batch_prefill, plan_prefill
+from narrowkv.attn_prefill.checks import HEAD_DIMS
+from narrowkv.engines.vllm.slots import CACHE_DTYPES, ULTRAQUANT, format_of, layer_cache, slot_bytes
+from narrowkv.paged_cache import PagedKVCache, PageTable, append
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.launch import Workspace
+
+# Query tokens of a sequence up to which a batch of equal ones is a decode step (speculative tokens).
+_MAX_DECODE_TOKENS = 16
+# Scratch of widened keys that a prefill may take; it is allocated once while vLLM measures its memory.
+_SCRATCH_BYTES = 512 * 2**20
+
+_workspaces: dict[torch.device, Workspace] = {}
+
+
+def reserve(num_bytes: int, device: torch.device) -> Workspace:
+    """The one workspace of a device, at least this large: layers run one after the other."""
+    found = _workspaces.get(device)
+    if found is None or found.num_bytes < num_bytes:
+        found = _workspaces[device] = Workspace(num_bytes, device)
+    return found
+
+
+@dataclass
+class NarrowMetadata:
+    """What a step's layers share.
+
+    Attributes:
+        num_actual_tokens: query tokens without padding.
+        max_query_len, max_seq_len: bounds, on the host.
+        query_start_loc: `[requests + 1]` int32.
+        table: block table and lengths, by reference.
+        prefill_plans: plans of this step, by shape.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor
+    table: PageTable
+    prefill_plans: dict[Any, PrefillPlan] = field(default_factory=dict)
+
+
+class NarrowMetadataBuilder(AttentionMetadataBuilder):
+    """Turns vLLM's batch into `NarrowMetadata`; nothing is read from the device."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.block_size = kv_cache_spec.block_size
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """The metadata of a step."""
+        batch = common_attn_metadata
+        if batch.causal is not True:
+            raise UnsupportedError("narrowkv's backend serves causal attention, got causal=False from vLLM")
+        requests = batch.num_reqs
+        return NarrowMetadata(
+            batch.num_actual_tokens,
+            batch.max_query_len,
+            batch.max_seq_len,
+            batch.query_start_loc[: requests + 1],
+            PageTable.from_block_table(
+                batch.block_table_tensor[:requests], batch.seq_lens[:requests], page_size=self.block_size
+            ),
+        )
+
+
+class NarrowAttentionBackend(AttentionBackend):
+    """What vLLM asks of a backend before it makes layers."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_name() -> str:
+        """The name in vLLM's log."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[NarrowAttention]:
+        """The class of layers."""
+        return NarrowAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[NarrowMetadataBuilder]:
+        """The class that prepares steps."""
+        return NarrowMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """Any multiple of 16."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Channels of a head."""
+        return list(HEAD_DIMS)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Attention sinks are served."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Sliding windows are served."""
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """FP8 scales may be per head."""
+        return True
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Tells vLLM how many bytes a slot has where it holds scales."""
+        mode = spec.kv_quant_mode
+        name = ULTRAQUANT if mode.is_ultraquant else "fp8_per_token_head" if mode.is_per_token_head else "fp8"
+        content = slot_bytes(name, spec.head_size)
+        if content is None or spec.state_content_bytes is not None:
+            return spec
+        return replace(spec, state_content_bytes=content)
+
+
+class NarrowAttention(AttentionImpl):
+    """Attention of one layer: writes new tokens to vLLM's cache and attends to its pages.
+
+    Raises:
+        UnsupportedError: for ALiBi and for attention that is not a decoder's own.
+    """
+
+    can_return_lse_for_decode = False
+    supports_quant_query_input = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if alibi_slopes is not None or attn_type != AttentionType.DECODER:
+            what = "ALiBi" if alibi_slopes is not None else f"{attn_type} attention"
+            raise UnsupportedError(
+                f"narrowkv's backend has no {what}: choose another --attention-backend for this model"
+            )
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+        self.options: dict[str, Any] = {
+            "sm_scale": self.scale,
+            "logits_soft_cap": logits_soft_cap or 0.0,
+            "window_left": -1 if sliding_window is None else sliding_window - 1,
+        }
+        self._cache: tuple[int, PagedKVCache] | None = None
+        self._max_batch = 1
+        self._reserve()
+
+    def _reserve(self) -> None:
+        """Allocates the decode workspace while the model is loaded, before vLLM measures its memory."""
+        config = get_current_vllm_config_or_none()
+        if config is None:
+            return
+        self._max_batch = config.scheduler_config.max_num_seqs
+        device = torch.empty(0).device
+        dtype = config.model_config.dtype
+        shape = DecodeShape(
+            batch=self._max_batch, q_len=1, num_qo_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_size, page_size=config.cache_config.block_size or 16,
+            capacity=config.model_config.max_model_len, q_dtype=dtype,
+        )  # fmt: skip
+        name = format_of(self.kv_cache_dtype, dtype, device)
+        groups = 32 if self.kv_cache_dtype == ULTRAQUANT else None
+        reserve(plan_decode(shape, name, device=device, scale_group=groups).workspace_bytes(), device)
+
+    def cache_of(self, layer: Any, kv_cache: torch.Tensor) -> PagedKVCache:
+        """The layer's pages as views, made again only if vLLM has moved them."""
+        address = kv_cache.data_ptr()
+        if self._cache is None or self._cache[0] != address:
+            made = layer_cache(kv_cache, self.kv_cache_dtype, self.head_size, layer._k_scale, layer._v_scale)
+            self._cache = (address, made)
+        return self._cache[1]
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Stores new tokens `[tokens, num_kv_heads, head_dim]`; slot -1 is padding."""
+        count = slot_mapping.shape[0]
+        append(self.cache_of(layer, kv_cache), key[:count], value[:count], slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: NarrowMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of a step's tokens `[tokens, num_heads, head_dim]` into `output`."""
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError("narrowkv's backend has no quantised output: turn fuse_attn_quant off")
+        if attn_metadata is None:  # vLLM measures its memory
+            if query.device.type != "cpu":
+                torch.empty(_SCRATCH_BYTES, dtype=torch.uint8, device=query.device)
+            return output
+        step, cache = attn_metadata, self.cache_of(layer, kv_cache)
+        tokens = step.num_actual_tokens
+        q, out = (x[:tokens].view(tokens, self.num_heads, self.head_size) for x in (query, output))
+        requests = step.table.batch_size
+        # The longest of the requests has max_query_len tokens: then all of them have.
+        if step.max_query_len <= _MAX_DECODE_TOKENS and tokens == requests * step.max_query_len:
+            plan = decode_plan(q, cache, step, self._max_batch)
+            paged_decode(q, cache, step.table, out=out, sinks=self.sinks, plan=plan, **self.options)
+        else:
+            prefill = prefill_plan(q, cache, step)
+            batch_prefill(
+                q,
+                cache,
+                step.table,
+                step.query_start_loc,
+                out=out,
+                sinks=self.sinks,
+                plan=prefill,
+                **self.options,
+            )
+        return output
+
+
+_decode_plans: dict[Any, DecodePlan] = {}
+
+
+def decode_plan(q: torch.Tensor, cache: PagedKVCache, step: NarrowMetadata, max_batch: int) -> DecodePlan:
+    """The plan of decode steps with this many query tokens, made once for all layers of a shape."""
+    requests = step.table.batch_size
+    q_len = step.max_query_len
+    key = (
+        q_len, q.shape[1:], q.dtype, q.device, cache.num_kv_heads, cache.page_size, cache.format,
+        cache.k_granularity, step.table.page_ids.shape[1], max(max_batch, requests),
+    )  # fmt: skip
+    if key not in _decode_plans:
+        most = max(max_batch, requests)
+        needed = plan_decode(q, cache, step.table, max_batch=most).workspace_bytes()
+        shared = reserve(needed, q.device)
+        _decode_plans[key] = plan_decode(q, cache, step.table, max_batch=most, workspace=shared)
+    return _decode_plans[key]
+
+
+def prefill_plan(q: torch.Tensor, cache: PagedKVCache, step: NarrowMetadata) -> PrefillPlan:
+    """The plan of this step, made once for all layers of a shape; its scratch goes with the step."""
+    key = (q.shape, q.dtype, cache.num_kv_heads, cache.format, cache.k_granularity)
+    if key not in step.prefill_plans:
+        step.prefill_plans[key] = plan_prefill(
+            q, cache, step.table, step.query_start_loc, max_q_len=max(step.max_query_len, 1),
+            max_seq_len=max(step.max_seq_len, 1), scratch_limit_bytes=_SCRATCH_BYTES,
+        )  # fmt: skip
+    return step.prefill_plans[key]

@@ -1,0 +1,75 @@
+"""vLLM's slots as narrowkv caches: what is appended through the views is what the bytes say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from narrowkv.engines import vllm
+from narrowkv.engines.vllm.slots import CACHE_DTYPES, format_of, layer_cache, slot_bytes
+from narrowkv.paged_cache import append
+from narrowkv.quant.fp4 import decode_fp4, unpack_fp4
+
+BLOCKS, HEADS, BLOCK, DIM = 3, 2, 16, 64
+
+
+def memory(cache_dtype, order):
+    """vLLM's logical cache `[blocks, heads, block, slot]` with a physical order of its axes."""
+    content = slot_bytes(cache_dtype, DIM) or 2 * DIM
+    sixteen = cache_dtype in ("auto", "bfloat16", "float16")
+    dtype = {"float16": torch.float16}.get(cache_dtype, torch.bfloat16) if sixteen else torch.uint8
+    sizes = [BLOCKS, HEADS, BLOCK]
+    physical = torch.zeros([*(sizes[axis] for axis in order), content], dtype=dtype)
+    inverse = [order.index(axis) for axis in range(3)]
+    return physical.permute(*inverse, 3)
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2)], ids=["BHN", "BNH", "HBN"])
+def test_appended_tokens_come_back_through_the_views_and_nothing_else_changes(cache_dtype, order):
+    kv_cache = memory(cache_dtype, order)
+    scale = torch.tensor(0.02)
+    cache = layer_cache(kv_cache, cache_dtype, DIM, scale, scale)
+    k, v = torch.randn(2, 3, HEADS, DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
+    slots = torch.tensor([BLOCK + 1, -1, 2 * BLOCK + 5])
+    append(cache, k, v, slots)
+    assert cache.k.untyped_storage().data_ptr() == kv_cache.untyped_storage().data_ptr()
+    stored = cache.dequantize()
+    bound = 0.3 if cache_dtype == "ultraquant_4bit" else 0.15 if cache_dtype == "fp8_e5m2" else 0.07
+    for new, side in ((k, stored[0]), (v, stored[1])):
+        for token, slot in ((0, BLOCK + 1), (2, 2 * BLOCK + 5)):
+            found = side[slot // BLOCK, slot % BLOCK]
+            error = (found - new[token].float()).norm() / new[token].float().norm()
+            assert error < bound  # the format's own relative error
+    touched = kv_cache.transpose(1, 2).flatten(0, 1).float().abs().sum((1, 2)) > 0
+    assert touched.nonzero().flatten().tolist() == [BLOCK + 1, 2 * BLOCK + 5]
+
+
+def test_scales_lie_beside_their_numbers():
+    kv_cache = memory("fp8_per_token_head", (0, 1, 2))
+    cache = layer_cache(kv_cache, "fp8_per_token_head", DIM, torch.ones(()), torch.ones(()))
+    k, v = torch.randn(2, 1, HEADS, DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
+    append(cache, k, v, torch.tensor([3]))
+    slot = kv_cache[0, 1, 3]
+    codes, scale = slot[:DIM].view(cache.k.dtype).float(), slot[DIM : DIM + 4].view(torch.float32)
+    assert torch.allclose(codes * scale, k[0, 1].float(), rtol=0.07, atol=scale.item() / 100)
+
+    kv_cache = memory("ultraquant_4bit", (0, 1, 2))
+    cache = layer_cache(kv_cache, "ultraquant_4bit", DIM, torch.ones(()), torch.ones(()))
+    append(cache, k, v, torch.tensor([3]))
+    slot = kv_cache[0, 1, 3]
+    assert slot.shape[0] == 2 * (DIM // 2 + DIM // 32)
+    values = slot[DIM // 2 + 2 : DIM + 2]
+    groups = torch.exp2(slot[DIM + 2 :].float() - 127).repeat_interleave(32)
+    assert torch.equal(decode_fp4(unpack_fp4(values)) * groups, cache.dequantize()[1][0, 3, 1])
+
+
+def test_formats_and_refusals():
+    cpu = torch.device("cpu")
+    assert format_of("auto", torch.float16, cpu) == "fp16"
+    assert format_of("fp8_e5m2", torch.float16, cpu) == "fp8_e5m2"
+    with pytest.raises(ValueError, match="kv_cache_dtype must be one of"):
+        format_of("nvfp4", torch.float16, cpu)
+    assert vllm.supports(LlamaConfig(head_dim=128)) == []
+    assert "head_dim is 72" in vllm.supports(LlamaConfig(head_dim=72))[0]

@@ -1,0 +1,51 @@
+"""Whether a cache and a page table belong together."""
+
+from __future__ import annotations
+
+import torch
+
+from narrowkv.paged_cache.cache import PagedKVCache, layout_hint
+from narrowkv.paged_cache.page_table import PageTable
+from narrowkv.runtime.errors import check_instance, check_same_device, check_shape
+
+
+def check_table(page_table: PageTable, cache: PagedKVCache, *, before_append: bool = False) -> None:
+    """Checks that a page table and a cache belong together, and to the operation.
+
+    Args:
+        page_table: the table.
+        cache: the cache; descales per sequence must be for the table's sequences.
+        before_append: whether the operation appends the call's tokens itself.
+
+    Raises:
+        TypeError: not a `PageTable`, not a `PagedKVCache`.
+        ValueError: another page size, another device, another number of sequences in a descale; or the
+            table's lengths include the call's tokens and should not, or the other way round.
+    """
+    check_instance("cache", cache, PagedKVCache)
+    check_instance("page_table", page_table, PageTable)
+    if page_table.page_size != cache.page_size:
+        hint = layout_hint(cache, page_size=page_table.page_size)
+        raise ValueError(
+            f"page_table must have the cache's page_size {cache.page_size}, got {page_table.page_size}{hint}"
+        )
+    check_same_device(k=cache.k, page_table=page_table.page_ids)
+    for name, descale, kind in (
+        ("k_descale", cache.k_descale, cache.k_granularity),
+        ("v_descale", cache.v_descale, cache.v_granularity),
+    ):
+        if kind == "sequence_head" and isinstance(descale, torch.Tensor):
+            check_shape(name, descale, (page_table.batch_size, cache.num_kv_heads))
+    if page_table.before_append == before_append:
+        return
+    if before_append:
+        raise ValueError(
+            "page_table must hold the lengths before the append, and pages for the new tokens too: make it "
+            "with PagePool.table_before(seqs, new_tokens) after extend, or with "
+            "PageTable.from_block_table(block_table, cached_lens=...); got lengths that include all tokens"
+        )
+    raise ValueError(
+        "page_table must hold lengths that include the tokens of this call: make it with "
+        "PagePool.page_table(seqs) or PageTable.from_block_table(block_table, seq_lens); got lengths before "
+        "an append (cached_lens), which only prefill_append takes"
+    )
