@@ -174,7 +174,7 @@ def test_the_native_kernel_multiplies_stored_fp4_keys(head_dim: int, scale_group
 @pytest.mark.skipif(TRITON < (3, 9), reason="instruction choice is asserted for Triton 3.9")
 def test_the_native_kernel_does_not_widen_keys() -> None:
     """Every FP4 element that is widened takes one and-or; V alone is, and each of two warps widens half."""
-    code = _decode("gfx950", "fp4_e2m1")
+    code = _decode("gfx950", "fp4_e2m1", kernel="native")
     plain = {n: c for n, c in code.loop.mnemonics.items() if n.startswith("v_mfma") and "scale" not in n}
     # PV: [16, 128 keys] by [128 keys, 128].
     assert sum(plain.values()) * 16 * 16 * 32 * code.num_warps == 16 * 128 * 128

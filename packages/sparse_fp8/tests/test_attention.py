@@ -380,6 +380,17 @@ def test_the_mode_that_is_chosen_and_why(target: str, fmt: str, clean: bool, mod
     assert "measured" in chosen.why or "model" in chosen.why
 
 
+@pytest.mark.parametrize(("target", "often"), [("gfx942", 6), ("gfx950", 3)])
+def test_rows_that_are_read_often_are_expanded_first_on_amd(target: str, often: int) -> None:
+    rows = DSV4Rows.quantize(torch.zeros(16, 512))
+    for readings, mode in ((often - 1, "fused"), (often, "prepass")):
+        starts = torch.arange(readings + 1, dtype=torch.int32) * 16
+        source = KVSource(rows, starts, torch.arange(16, dtype=torch.int32).repeat(readings))
+        with run_as(target):
+            chosen = choose_mode(torch.zeros(readings, 16, 512).bfloat16(), source)
+        assert chosen.mode == mode, readings
+
+
 def test_a_mode_that_is_asked_for() -> None:
     inputs = W().build()
     assert choose_mode(inputs.q, inputs.prefix, mode="prepass").why == "asked for"

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import triton
 
-from narrowkv.quant.device import BITS
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.runtime.targets import Target
@@ -19,7 +18,6 @@ __all__ = [
     "hopper_config",
     "hopper_pays",
     "num_units",
-    "spares_registers",
 ]
 
 NUM_HEADS = (8, 16, 32, 64, 128)
@@ -122,33 +120,35 @@ def _hopper_tiles(kernel: str, num_heads: int) -> _Tiles:
     return _Tiles(block_h, 64, LaunchOptions(num_warps=4, num_stages=1), stages=3 if block_h == 16 else 2)
 
 
-def _amd_tiles(target: Target, kernel: str, block_h: int, fp8_qk: bool, spare: bool) -> _Tiles:
-    # Everything here is chosen so that no vector register spills, with two sources and with splits;
-    # `narrowkv inspect sparse` shows what it compiles to. Two stages would turn the reads of 16-bit V from
-    # LDS into 2-byte ones.
+def _amd_tiles(target: Target, kernel: str, block_h: int, fp16_query: bool) -> _Tiles:
+    """Tiles and options on CDNA: no vector register spills, with two sources and with splits.
+
+    By `narrowkv inspect model --case sparse:...`, the loop's useful TFLOP/s (products that several waves
+    repeat count once), 4 waves and 16 rows unless stated:
+
+    - 16-bit rows, 64 heads. gfx942: one stage 185, two 195, three 210; 32 rows and 8 waves 187. gfx950: one
+      stage 209, two 265 (under Triton 3.6 they spill), three 259; 32 rows and 8 waves spill.
+    - The same, 16 heads. gfx942: one stage 234, three 179. gfx950: one stage 306, two 415.
+    - FP8 rows, 64 heads. gfx942: one stage 138, two 171, three 173; 32 rows and 8 waves 155. gfx950: one
+      stage 160, two 152; 32 rows 264, which spill with an fp16 query and under Triton 3.6; 32 rows and 8
+      waves 228.
+    - The same, 16 heads. gfx942 199; two stages 215, but four scalars spill. gfx950 277; 32 rows 215.
+    - An FP8 query that is multiplied in FP8: 122 and 100 at 64 heads, 110 and 57 at 16: every wave scales the
+      scores of seven tiles. Widened once per program, it takes what a bf16 query takes.
+    """
+    gfx950 = target.name == "gfx950"
     options = LaunchOptions(num_warps=4, num_stages=1, matrix_instr_nonkdim=16)
     if kernel == "wide":
-        return _Tiles(block_h, 16, options)
-    if not fp8_qk:
-        # All columns in one tile: widened once, as loaded. Tiles of 64 pass through LDS as bytes, and every
-        # warp widens them itself, twice: 64 heads take 3800 vector instructions of all warps on gfx942 and
-        # 5060 on gfx950, not 1700 and 1350.
-        if spare and block_h == 64:
-            # Two waves on each SIMD instead of one, which hide what each waits for: by a model of the compute
-            # unit 312 instead of 157 TFLOP/s on gfx950, 215 instead of 136 on gfx942. All 256 vector
-            # registers; up to 11 scalars wait in lanes of a vector register, none of them within a loop.
-            return _Tiles(block_h, 32, replace(options, num_warps=8), width=512)
-        # Triton 3.6 and 3.8 spill up to 4 scalar registers unless told not to aim at more than one wave.
-        return _Tiles(block_h, 16, replace(options, waves_per_eu=1), width=512)
-    if block_h > 16:
-        # 64 heads spill 3 to 7 registers, according to layout and Triton. 32 at 4 warps take as many vector
-        # instructions in all as 64 at 8. On gfx942 they may take up to 262 registers when not told that 256
-        # leave room for two waves; on gfx950 they spill when told.
-        return _Tiles(32, 16, replace(options, waves_per_eu=2 if target.name == "gfx942" else None))
-    if target.name == "gfx942":
-        return _Tiles(block_h, 16, options)
-    # 4 warps spill 14 scalar registers; one repeats no scores, and spills none when told that it is alone.
-    return _Tiles(block_h, 16, replace(options, num_warps=1, waves_per_eu=1))
+        stages = 2 if gfx950 and TRITON >= (3, 8) else 3 if block_h == 64 and not gfx950 else 1
+        return _Tiles(block_h, 16, replace(options, num_stages=stages))
+    # All columns in one tile: widened once, as loaded. Tiles of 64 pass through LDS as bytes, and every warp
+    # widens them itself, twice: 64 heads take 3800 vector instructions of all warps on gfx942 and 5060 on
+    # gfx950, not 1700 and 1350.
+    if block_h == 64 and gfx950 and not fp16_query and TRITON >= (3, 8):
+        return _Tiles(block_h, 32, options, width=512)
+    # Triton 3.6 and 3.8 spill up to 4 scalar registers unless told not to aim at more than one wave.
+    stages = 2 if block_h == 64 and not gfx950 else 1
+    return _Tiles(block_h, 16, replace(options, num_stages=stages, waves_per_eu=1), width=512)
 
 
 def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
@@ -183,28 +183,8 @@ def hopper_config(target: Target, *, kernel: str, num_heads: int) -> SparseConfi
     return _config(kernel, _hopper_tiles(kernel, num_heads), fp8_qk=False)
 
 
-def spares_registers(target: Target, query: str, layouts: set[str], groups: set[int], route: str) -> bool:
-    """Whether a fused kernel over these rows leaves AMD's compiler registers for larger tiles.
-
-    Args:
-        target: what the kernel runs on.
-        query: layout of the query, "bf16" or "fp16" for a tensor.
-        layouts: of the sources.
-        groups: columns that a scale of a source is for.
-        route: how rows are widened.
-    """
-    # Compiled, 64 heads, 32 rows and 8 waves. Software conversion takes 4 registers too many on gfx950, an
-    # fp16 query 4 or 6; on gfx942 layouts with RoPE apart 1, and any layout 5 under Triton 3.8; on gfx950
-    # 3 and 17 under Triton 3.6 and 3.7.
-    if not target.is_amd or query != "bf16" or route == BITS or groups != {64} or len(layouts) != 1:
-        return False
-    if target.name == "gfx950":
-        return TRITON >= (3, 8)
-    return layouts == {"packed584"} and TRITON >= (3, 9)
-
-
 def choose_config(
-    target: Target, *, kernel: str, num_heads: int, fp8_qk: bool = False, spare: bool = False
+    target: Target, *, kernel: str, num_heads: int, fp8_qk: bool = False, fp16_query: bool = False
 ) -> SparseConfig:
     """The shipped configuration of the plain kernels.
 
@@ -212,12 +192,12 @@ def choose_config(
         target: what the kernel runs on.
         kernel: "wide" or "fused".
         num_heads: query heads.
-        fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
-        spare: `spares_registers` of the call.
+        fp8_qk: whether QK over NoPE may multiply FP8 by FP8; it does where that is faster.
+        fp16_query: whether the query is in fp16.
     """
     block_h = max(16, min(64, num_heads))
     if target.is_amd:
-        tiles = _amd_tiles(target, kernel, block_h, fp8_qk, spare)
+        tiles, fp8_qk = _amd_tiles(target, kernel, block_h, fp16_query), False
     elif target.name == "cpu":
         tiles = _Tiles(block_h, 64, LaunchOptions())
     else:

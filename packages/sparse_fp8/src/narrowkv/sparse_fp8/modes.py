@@ -63,9 +63,7 @@ def _choose_on_nvidia(
             "fused",
             "at 64 heads it takes 0.80 to 1.02 of the prepass's time (measured on H100 and H200)",
         )
-    named = sum(source.nnz for source in sources.values())
-    expanded = sum(min(source.num_rows, source.nnz) for source in sources.values())
-    if named < readings * expanded:
+    if not _read_as_often(sources, readings):
         return ModeChoice(
             "fused",
             f"rows are read less than {readings} times each on average, too seldom to expand them first "
@@ -75,6 +73,31 @@ def _choose_on_nvidia(
         "prepass",
         f"rows are read {readings} times each or more on average, which pays for expanding them "
         "(measured at 16, 64 and 128 heads)",
+    )
+
+
+def _read_as_often(sources: dict[str, KVSource], readings: int) -> bool:
+    """Whether rows are read so many times each on average."""
+    named = sum(source.nnz for source in sources.values())
+    return named >= readings * sum(min(source.num_rows, source.nnz) for source in sources.values())
+
+
+def _choose_on_amd(sources: dict[str, KVSource], target: Target, num_heads: int) -> ModeChoice:
+    """By how often a row is read, where attention over 16-bit rows is faster.
+
+    Model (`narrowkv inspect model --case sparse:...`), clocks of a compute unit for a row of the loop, fused
+    and over 16-bit rows: gfx942, 64 heads 424 and 339, 16 heads 224 and 188; gfx950, 64 heads 273 and 265,
+    16 heads 161 and 103. Expanding a row moves 1.6 KB, for which a unit's share of HBM takes 200 clocks on
+    gfx942 and 127 on gfx950.
+    """
+    few = num_heads <= 32
+    readings = (3 if few else 16) if target.name == "gfx950" else (6 if few else 3)
+    if _read_as_often(sources, readings):
+        return ModeChoice(
+            "prepass", f"rows are read {readings} times each or more, which pays for expanding them (a model)"
+        )
+    return ModeChoice(
+        "fused", f"rows are read less than {readings} times each, too seldom to expand them first (a model)"
     )
 
 
@@ -143,9 +166,9 @@ def choose_mode(
     if not all(rows.is_fp8 for rows in formats):
         return ModeChoice("prepass", "one source is 16-bit, which the fused kernel does not read")
     target = active_target(q.device)
+    tokens = next(iter(sources.values())).num_tokens
+    heads = q.shape[1] if isinstance(q, torch.Tensor) else query_heads(q, tokens, num_qo_heads)
     if target.is_nvidia:
-        tokens = next(iter(sources.values())).num_tokens
-        heads = q.shape[1] if isinstance(q, torch.Tensor) else query_heads(q, tokens, num_qo_heads)
         return _choose_on_nvidia(q, query, sources, target, heads)
     fp8 = [rows for rows in (query, *formats) if rows.is_fp8]
     if target.is_amd and route_of(target, fp8) == BITS:
@@ -154,6 +177,8 @@ def choose_mode(
             f"{target.name} converts these {fp8[0].format} bytes in software, so each row once and not each "
             "time it is read (a model: counted instructions)",
         )
+    if target.is_amd:
+        return _choose_on_amd(sources, target, heads)
     return ModeChoice(
         "fused", "it needs no scratch, gathers half the bytes and converts in hardware (a model: not timed)"
     )

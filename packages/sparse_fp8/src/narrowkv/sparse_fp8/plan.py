@@ -54,7 +54,6 @@ from narrowkv.sparse_fp8.config import (
     hopper_config,
     hopper_pays,
     num_units,
-    spares_registers,
 )
 from narrowkv.sparse_fp8.kernels.results import Call, Output, Partials
 from narrowkv.sparse_fp8.kernels.rows import RowPointers
@@ -955,20 +954,22 @@ def _make_plan(
     """A plan without maxima; calls that are not planned find theirs here."""
     kernel = "fused" if mode == "fused" else "wide"
     rows = [each for each in (prefix, extend) if each is not None]
-    fp8_qk = spare = False
+    fp8_qk = False
     if kernel == "fused":
         narrow = [*rows, query] if query.is_fp8 else rows
         route = route_of(target, narrow)
         groups = {each.scale_group for each in narrow}
         fp8_qk = query.is_fp8 and route != BITS and groups == {64}
-        spare = spares_registers(target, query.layout, {each.layout for each in rows}, groups, route)
     hopper = None
     if compiled and not batch_invariant and suits_hopper(mode, target, query, prefix, extend):
         hopper = hopper_config(target, kernel=kernel, num_heads=num_heads)
     return SparsePlan(
         mode, target, device, num_heads, query, prefix, extend, sm_scale, has_sink, writes_lse, num_splits,
         batch_invariant, None, None,
-        choose_config(target, kernel=kernel, num_heads=num_heads, fp8_qk=fp8_qk, spare=spare), hopper,
+        choose_config(
+            target, kernel=kernel, num_heads=num_heads, fp8_qk=fp8_qk, fp16_query=query.layout == "fp16"
+        ),
+        hopper,
     )  # fmt: skip
 
 
