@@ -288,14 +288,14 @@ def _token_rows(starts: torch.Tensor) -> Callable[[int], torch.Tensor]:
     return lambda seq: torch.arange(right[seq], right[seq + 1])
 
 
-def _prefill(workload: PrefillWorkload, plan: dict[str, Any], **options: Any) -> Scene:
+def _prefill(workload: PrefillWorkload, plan: dict[str, Any] | None, **options: Any) -> Scene:
     def scene(guarded: Guarded) -> Call:
         q, cache, table, starts = workload.build(guarded.device)
         q, cache = guarded.place("q", q), _place_cache(guarded, cache)
         table, metadata = _place_table(guarded, table, cache.num_pages)
         rows = _token_rows(starts)
         starts = guarded.place("cu_seqlens_q", starts)
-        made = plan_prefill(q, cache, table, starts, **plan)
+        made = None if plan is None else plan_prefill(q, cache, table, starts, **plan)
         dtype = q.dtype if q.element_size() == 2 else torch.bfloat16
         out = _nans(guarded, "out", q.shape, dtype)
         lse = _nans(guarded, "lse", q.shape[:2], torch.float32)
@@ -489,6 +489,10 @@ for format in ("fp4_e2m1", "bf16"):
     _register(f"prefill, {format}", _prefill(replace(p, format=format, ragged=False), {}))
 _register("decode, scales by token", _decode(replace(w, granularity="token_head", ragged=False), {}))
 _register("decode, page size 1", _decode(replace(w, page_size=1, layout="tokens", ragged=False), {}))
+_register(
+    "prefill, without a plan",
+    _prefill(replace(p, q_lens=(60, 20, 40), lens=(60, 40, 90), ragged=False), None),
+)
 for bounds in ({"max_q_len": 4}, {"max_seq_len": 16}, {"max_kv_tokens": 24}):
     _register(
         f"prefill, dense, bounds too small {bounds}",

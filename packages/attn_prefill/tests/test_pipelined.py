@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from narrowkv.attn_prefill import batch_prefill, batch_prefill_reference, plan_prefill
+from narrowkv.attn_prefill.memory import Memory
+from narrowkv.attn_prefill.plan import PrefillPlan
 from narrowkv.attn_prefill.workloads import PrefillWorkload
 from narrowkv.runtime.targets import device_target
 
@@ -26,6 +28,13 @@ def hopper() -> None:
         pytest.skip(f"needs Hopper; this GPU is {target.name}")
 
 
+def _memory(plan: PrefillPlan) -> Memory:
+    """The scratch and the partial results of the plan's calls."""
+    memory = plan.memory(plan.config)
+    assert memory is not None
+    return memory
+
+
 def _check(
     workload: PrefillWorkload,
     num_splits: int | None = None,
@@ -36,9 +45,9 @@ def _check(
     q, cache, table, starts = workload.build("cuda")
     plan = plan_prefill(q, cache, table, starts, num_splits=num_splits)
     assert (plan.config.otherwise is not None) == pipelined
-    for memory in (*(plan.scratch or ()), *(plan.workspace or ())[:2]):
-        if isinstance(memory, torch.Tensor) and memory.is_floating_point():
-            memory.fill_(math.nan)
+    for tensor in _memory(plan).tensors.values():
+        if tensor.is_floating_point():
+            tensor.fill_(math.nan)
     out = torch.full(q.shape, math.nan, dtype=q.dtype, device="cuda")
     o, lse = batch_prefill(q, cache, table, starts, out=out, return_lse=True, plan=plan, **options)
     expected, expected_lse = batch_prefill_reference(q, cache, table, starts, return_lse=True, **options)
@@ -101,14 +110,14 @@ def test_only_long_caches_that_few_rows_read_stay_in_their_pages(fmt: str) -> No
         q, cache, table, starts = workload.build("cuda")
         plan = plan_prefill(q, cache, table, starts)
         assert plan.config.k_in_pages == stays
-        assert plan.scratch is not None
-        plan.scratch.k.fill_(math.nan)
+        keys = _memory(plan).tensors["k"]
+        keys.fill_(math.nan)
         o = batch_prefill(q, cache, table, starts, plan=plan)
         expected = batch_prefill_reference(q, cache, table, starts)
         assert isinstance(o, torch.Tensor)
         assert isinstance(expected, torch.Tensor)
         assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
-        assert bool(plan.scratch.k.isnan().all()) == stays
+        assert bool(keys.isnan().all()) == stays
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -205,8 +214,6 @@ def test_a_launch_after_one_with_values_out_of_the_ordinary(
     sinks = torch.linspace(-3, 3, q.shape[1], device="cuda")
     plan = plan_prefill(q, cache, table, starts, num_splits=splits)
     assert plan.config.k_in_pages == in_pages
-    assert plan.scratch is not None
-    assert plan.scratch.unusual is not None
     values = cache.logical()[1]
     usual = values.clone()
     for factor in (1.0, 2.0**30, 2.0**-30, 1.0):
@@ -218,7 +225,7 @@ def test_a_launch_after_one_with_values_out_of_the_ordinary(
         assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
         torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
         # As the next launch expects them.
-        assert plan.scratch.unusual.tolist() == [0, 0]
+        assert _memory(plan).tensors["unusual"].tolist() == [0, 0]
 
 
 # Attention begins before the launch that widens has ended, and must not read what the call before left.

@@ -306,6 +306,19 @@ def test_a_refused_append_leaves_the_cache_as_it_was(
     assert all(torch.equal(a, b) for a, b in zip(before, _bytes(cache), strict=True))
 
 
+def test_a_refused_append_is_told_by_one_tensor_alone() -> None:
+    cache = _cache("fp8_e4m3fn", "NHD", 3, "cpu")
+    wide, slots = torch.zeros(2, HEADS + 1, DIM), torch.arange(2)
+    good = wide[:, :HEADS]
+    append(cache, good, good, slots)
+    with pytest.raises(ValueError, match="k_new must have shape"):
+        append(cache, wide, wide, slots)  # of the same strides
+    gaps = torch.zeros(2, HEADS, DIM, 2)[..., 0]
+    for k_new, v_new, name in ((gaps, good, "k_new"), (good, gaps, "v_new")):
+        with pytest.raises(ValueError, match=f"{name} must have a contiguous last dimension"):
+            append(cache, k_new, v_new, slots)
+
+
 def test_a_descale_of_a_page_cannot_be_appended_under() -> None:
     k = torch.zeros(4, 2, HEADS, DIM, dtype=torch.float8_e4m3fn)
     cache = PagedKVCache.from_tensors(

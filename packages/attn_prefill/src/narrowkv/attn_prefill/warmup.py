@@ -13,6 +13,8 @@ from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.runtime.errors import check_instance, check_positive_int
 from narrowkv.runtime.launch import KernelSpec, RecordExecutor, Warmup, recording, warmup
 
+__all__ = ["model_kernels", "record_model", "warmup_model"]
+
 _MOST_TOKENS = 16384
 
 
