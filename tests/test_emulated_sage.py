@@ -84,7 +84,7 @@ def test_the_pre_pass_stores_what_the_interpreted_one_does(
         with context:
             plan = plan_sage(q, k, qk_dtype=qk_dtype, q_granularity=granularity, k_granularity=granularity)
             kv = plan.quantize_kv(k, v)
-            query, _ = plan.launches.quantise_queries(q, None, kv, plan.shape, lse=False)
+            query, *_ = plan.launches.quantise_queries(q, None, kv, plan.shape, lse=False)
         rows = 256
         assert kv.k.shape[1] == rows
         stored.append([kv.k, kv.k_descale, kv.k_mean, kv.v, kv.v_descale, query.ptr, query.descale])

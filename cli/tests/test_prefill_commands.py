@@ -176,7 +176,8 @@ def test_inspect_shows_registers_and_the_share_of_matrix_instructions() -> None:
     result = run(app, ["inspect", "prefill", "--target", "gfx950", "--case", line, "--no-model", "--json"])
     assert result.exit_code == 0, result.stderr
     (inspection,) = json.loads(result.stdout)["inspections"]
-    (kernel,) = inspection["kernels"]
+    widens, kernel = inspection["kernels"]
+    assert widens["spills"] == widens["scratch_bytes"] == 0
     assert kernel["spills"] == kernel["scratch_bytes"] == 0
     assert any("fp8" in name or "f8f6f4" in name for name in kernel["mfma"])
     assert 0 < kernel["matrix_share"] < 1

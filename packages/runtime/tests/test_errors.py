@@ -115,8 +115,11 @@ def test_finite_float() -> None:
 
 
 def test_window() -> None:
-    for window in (-1, 0, 2**31 - 1):
+    for window in (-1, 0, 2**30 - 1):
         assert errors.check_window("window_left", window) == window
+    # Windows that reach every key there can be.
+    for window in (2**30, 2**31 - 1):
+        assert errors.check_window("window_left", window) == -1
     for bad in (-2, 2**31):
         with pytest.raises(ValueError, match=r"window_left must be -1 .* or a number of keys up to"):
             errors.check_window("window_left", bad)

@@ -63,7 +63,7 @@ def check_prepass(
     q, k, v, starts_q, starts_k = tensors or workload.build(device)
     plan = plan_sage(q, k, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **options)
     kv = plan.quantize_kv(k, v)
-    query, _ = plan.launches.quantise_queries(q, starts_q, kv, plan.shape, lse=True)
+    query, *_ = plan.launches.quantise_queries(q, starts_q, kv, plan.shape, lse=True)
     q_ranges, k_ranges = ranges_of(q, starts_q), ranges_of(k, starts_k)
     q_rows, k_rows = (scratch_rows(r, ragged=workload.ragged) for r in (q_ranges, k_ranges))
     queries, keys, values = (

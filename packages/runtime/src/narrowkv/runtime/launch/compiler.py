@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -72,6 +73,11 @@ def _active_driver(target: Target) -> Iterator[None]:
         _target_driver.reset(token)
 
 
+# Python's parser, which Triton reads kernels with, fails now and then in several threads at once (Python 3.11:
+# "AST constructor recursion depth mismatch").
+_one_at_a_time = threading.RLock()
+
+
 def compile_launch(
     target: Target,
     kernel: Any,
@@ -91,7 +97,7 @@ def compile_launch(
             f"{kernel.__name__} cannot be compiled for {target}: TRITON_INTERPRET was set when it was made; "
             "start the process without it (narrowkv interprets CPU tensors by itself)"
         )
-    with _active_driver(target), explained_cache_errors():
+    with _one_at_a_time, _active_driver(target), explained_cache_errors():
         compiled = kernel.warmup(*args, **constexprs, grid=grid, **options.for_target(target))
         if hasattr(compiled, "result"):
             compiled = compiled.result()
