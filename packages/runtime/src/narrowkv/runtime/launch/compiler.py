@@ -73,8 +73,8 @@ def _active_driver(target: Target) -> Iterator[None]:
         _target_driver.reset(token)
 
 
-# Python's parser, which Triton reads kernels with, fails now and then in several threads at once (Python 3.11:
-# "AST constructor recursion depth mismatch").
+# Triton parses kernels with Python's parser, which in Python 3.11 fails now and then in several threads
+# ("AST constructor recursion depth mismatch").
 _one_at_a_time = threading.RLock()
 
 
