@@ -67,7 +67,7 @@ def inspect_calls(
         columns: what says in the table which case it is, by header.
         every_kernel: show all kernels of a call; otherwise the attention kernel, and others with a fault.
         spell: a case for the document.
-        modelled: calls to show under the timing model too, for a target's name.
+        modelled: given a target's name, returns the calls whose modelled times are shown too.
 
     Raises:
         UnsupportedHereError: this Triton cannot compile for AMD.

@@ -45,7 +45,8 @@ class BoundCache(NamedTuple):
     """A cache as the arguments of kernels.
 
     Attributes:
-        in_loop: for kernels that read it while they attend; to_scratch: for those that widen it beforehand.
+        in_loop: the cache for kernels that attend to its pages.
+        to_scratch: the cache for kernels that widen its keys into the scratch, ahead of attention.
         k_descale, v_descale: of descales per head, for kernels that attend to the scratch.
         destination: where new tokens are stored; None for a plan that does not append.
         per_key: whether K and V have descales that differ from key to key.
@@ -75,10 +76,10 @@ BOUND_CACHES: WeakKeyDictionary[PagedKVCache, dict[Any, BoundCache]] = WeakKeyDi
 _numbers: dict[Any, int] = {}
 
 
-def per_key(cache: PagedKVCache) -> tuple[bool, bool]:
+def per_key(k_granularity: str, v_granularity: str) -> tuple[bool, bool]:
     """Whether K and V have descales that differ from key to key."""
     shared = ("tensor", "head", "sequence_head")
-    return cache.k_granularity not in shared, cache.v_granularity not in shared
+    return k_granularity not in shared, v_granularity not in shared
 
 
 def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: str | None) -> BoundCache:
@@ -120,7 +121,8 @@ def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: s
     )  # fmt: skip
     bound = BoundCache(
         in_loop, to_scratch, descale_pointers(cache.k_descale, cache.k_granularity)[2],
-        descale_pointers(cache.v_descale, cache.v_granularity)[2], destination, per_key(cache),
+        descale_pointers(cache.v_descale, cache.v_granularity)[2], destination,
+        per_key(cache.k_granularity, cache.v_granularity),
         cache.needs_64_bit_addresses, spans, written, batch,
         _numbers.setdefault(signature, len(_numbers)), {},
     )  # fmt: skip

@@ -172,7 +172,7 @@ def choose_config(
         scratch_fits: whether widened keys fit the allowed memory.
         can_decode: whether every sequence is known to have one query token.
         can_pipeline: whether `kernels/pipelined.py` takes the formats and runs here.
-        plain_keys: no descale of single keys, and Q has K's type or one that is widened to it exactly.
+        plain_keys: whether no key has a descale of its own, and Q is one matrix operand, not a sum of two.
         kernel: forces "dense", "fused" or "decode".
 
     Raises:

@@ -56,7 +56,7 @@ _MAX_KEPT = 4096  # configurations and routes
 
 @dataclass(frozen=True, eq=False)
 class PrefillPlan:
-    """Everything about prefills that does not depend on the values of lengths and page ids.
+    """A prepared prefill: what does not depend on the values of lengths and page ids.
 
     A plan serves every layer of a model, and all calls up to its maxima. Its calls write to one workspace, so
     they must not run at the same time as each other or as those of another plan with that workspace. Two
@@ -305,14 +305,14 @@ class PrefillPlan:
 
     def _plain_keys(self) -> bool:
         """Whether widened keys have no factors of their own, and Q is one term beside them."""
-        shared = not any(map(_per_key_granularity, (self.k_granularity, self.v_granularity)))
+        shared = not any(per_key(self.k_granularity, self.v_granularity))
         return shared and (self.k_format != "bf16" or self.q_dtype != torch.float16)
 
     def needs(self, shape: PrefillShape, config: PrefillConfig, *, exact: bool) -> Needs:
         """What a configuration needs for calls of this shape, or (not exact) of any shape up to it."""
-        granularities = _per_key_granularity(self.k_granularity), _per_key_granularity(self.v_granularity)
+        own = per_key(self.k_granularity, self.v_granularity)
         return Needs(
-            shape, config, self.target, self.q_dtype, self.k_format, self.v_format, granularities,
+            shape, config, self.target, self.q_dtype, self.k_format, self.v_format, own,
             self.appends, self.num_splits, exact,
         )  # fmt: skip
 
@@ -417,10 +417,6 @@ def _steps(most: int) -> list[int]:
     return sorted({min(step, most) for step in steps} | {most})
 
 
-def _per_key_granularity(granularity: str) -> bool:
-    return granularity not in ("tensor", "head", "sequence_head")
-
-
 def check_plan(plan: object, kind: type[PrefillPlan], maker: str) -> None:
     """Refuses what is no plan, or one for the other operation."""
     check_instance("plan", plan, PrefillPlan)
@@ -435,7 +431,7 @@ def can_pipeline(target: Target, q_dtype: torch.dtype, cache: PagedKVCache) -> b
         and is_compiled(cache.k)
         and has_gluon()
         and cache.head_dim in (64, 128)
-        and not any(per_key(cache))
+        and not any(per_key(cache.k_granularity, cache.v_granularity))
         and key_type(q_dtype, cache.format.k) == q_dtype
     )
 

@@ -6,10 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowkv.paged_cache.cache import PagedKVCache
-from narrowkv.paged_cache.kernels.pages import Descale, KVPointers, Table
+from narrowkv.paged_cache.kernels.pages import Descale, KVPointers
 from narrowkv.paged_cache.layouts import KVStrides
-from narrowkv.paged_cache.page_table import PageTable
 from narrowkv.quant.device import NATIVE
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.targets import Target
@@ -70,26 +68,6 @@ def packed_route(target: Target, format_name: str, side: Side, half: bool) -> st
     return PTX if packed and half and target.vendor == "nvidia" else side.route
 
 
-def table_pointers(page_table: PageTable, cache: PagedKVCache) -> Table:
-    """The page table of either kind, with the bounds that keep an unvalidated one memory-safe."""
-    ids, num_pages = page_table.page_ids, cache.num_pages
-    if ids.numel() == 0:
-        ids = ids.new_zeros(1, 1)  # every sequence is empty: something to point at, whose content is not used
-        num_pages = 0
-    max_pages = ids.shape[-1] if num_pages else 0
-    num_ids = 1 + sum((size - 1) * stride for size, stride in zip(ids.shape, ids.stride(), strict=True))
-    if page_table.kind == "ragged":
-        row: torch.Tensor | int | None = page_table.kv_indptr
-        row_step, lens = _optional_step(page_table.kv_indptr), page_table.kv_last_page_len
-    else:
-        row, row_step, lens = ids.stride(0), None, page_table.seq_lens
-    return Table(ids, row, lens, num_ids, num_pages, max_pages, step_of(ids), row_step, _optional_step(lens))
-
-
 def step_of(tensor: torch.Tensor) -> int | None:
     """The stride of the last dimension, or None for 1, as `Table` has it."""
     return None if tensor.shape[-1] < 2 or tensor.stride(-1) == 1 else tensor.stride(-1)
-
-
-def _optional_step(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else step_of(tensor)

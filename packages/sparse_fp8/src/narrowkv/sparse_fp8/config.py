@@ -146,7 +146,7 @@ def _amd_tiles(target: Target, kernel: str, block_h: int, fp16_query: bool) -> _
     # gfx950, not 1700 and 1350.
     if block_h == 64 and gfx950 and not fp16_query and TRITON >= (3, 8):
         return _Tiles(block_h, 32, options, width=512)
-    # Triton 3.6 and 3.8 spill up to 4 scalar registers unless told not to aim at more than one wave.
+    # Without waves_per_eu=1 Triton 3.6 and 3.8 spill up to 4 scalar registers.
     stages = 2 if block_h == 64 and not gfx950 else 1
     return _Tiles(block_h, 16, replace(options, num_stages=stages, waves_per_eu=1), width=512)
 
