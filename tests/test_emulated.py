@@ -22,10 +22,10 @@ from narrowkv.cli import emulation, probe
 from narrowkv.cli.answers import NOT_YET, PASS
 from narrowkv.cli.cases import CaseResult, DecodeCase, DecodeInputs, build, check
 from narrowkv.cli.contracts import BOUND_16_BIT_QUERY, CONTRACT_SETS
-from narrowkv.cli.emulation import EmulateExecutor
 from narrowkv.cli.validate import at_random, one_at_a_time
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append_reference
 from narrowkv.runtime.launch import executing
+from narrowkv.testing.emulation import EmulateExecutor
 
 TARGETS = ["gfx942", "gfx950"]
 I32 = torch.int32

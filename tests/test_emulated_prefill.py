@@ -17,9 +17,9 @@ from narrowkv.attn_prefill import (
     prefill_append_reference,
 )
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload, differing_bytes
-from narrowkv.cli.emulation import EmulateExecutor
 from narrowkv.paged_cache import CacheFormat
 from narrowkv.runtime.launch import executing
+from narrowkv.testing.emulation import EmulateExecutor
 
 pytestmark = pytest.mark.slow  # about two minutes together
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowkv.cli.emulation import EmulateExecutor
 from narrowkv.cli.places import find_place
-from narrowkv.cli.samples import sample
 from narrowkv.cli.sparse.cases import SparseCase, build, full, quick, run
 from narrowkv.quant.accuracy import compare
 from narrowkv.runtime.launch import executing
+from narrowkv.testing.emulation import EmulateExecutor
+from narrowkv.testing.samples import sample
 
 both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 

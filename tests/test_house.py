@@ -37,6 +37,7 @@ ARROWS = {
     "sparse_fp8": {"runtime", "quant"},
     "engines": {"runtime", "quant", "paged_cache", "attn_decode", "attn_prefill", "sparse_fp8"},
 }
+ARROWS["testing"] = set(ARROWS) - {"engines"}
 ARROWS["cli"] = set(ARROWS)
 MAX_ARGUMENTS = 14
 MAX_OWN_VARIABLES = 2

@@ -17,7 +17,6 @@ from narrowkv.cli.app import app
 from narrowkv.cli.bench.decode import Row
 from narrowkv.cli.bench.workload import DecodeShape
 from narrowkv.cli.cases import CaseResult
-from narrowkv.cli.codegen import KernelCode
 from narrowkv.cli.contracts import CONTRACT_SETS
 from narrowkv.cli.journal import Journal, revive
 from narrowkv.cli.report import UsageError, jsonable
@@ -27,6 +26,7 @@ from narrowkv.cli.shipped_code import CallCode
 from narrowkv.cli.sparse.cases import SparseCase
 from narrowkv.cli.sparse.inspection import SparseCode
 from narrowkv.quant.accuracy import ErrorReport
+from narrowkv.testing.codegen import KernelCode
 
 run = CliRunner().invoke
 KERNEL = KernelCode("_kernel", 128, 0, 40, 0, 0, 0, 8192, 2, 4, {"v_mfma": 8}, {"valu": 3}, 0.25)

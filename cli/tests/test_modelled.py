@@ -30,7 +30,7 @@ def test_a_case_and_the_assembly_of_another_kernel(tmp_path: Path) -> None:
     assert loop is not None
     assert loop.passes >= 8
     assert launch.full.seconds > launch.prediction.seconds  # this call leaves most of the chip idle
-    from narrowkv.cli.codegen import compile_call
+    from narrowkv.testing.codegen import compile_call
 
     (artifact,) = compile_call("gfx942", inputs.call)
     peer = tmp_path / "peer.amdgcn"

@@ -12,10 +12,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from narrowkv.cli import backends, codegen, contracts, emulation, operations, probe, samples
+from narrowkv.cli import backends, contracts, operations, probe
 from narrowkv.cli.app import app
 from narrowkv.cli.contracts import DECODE, PREFILL, Contract, ContractSet, Shape
 from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.testing import codegen, emulation, samples
 
 run = CliRunner().invoke
 SHAPE = Shape(batch=2, q_len=1, context=48, num_qo_heads=24, num_kv_heads=2, head_dim=64)

@@ -10,16 +10,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from narrowkv.cli import operations, probe, samples
+from narrowkv.cli import operations, probe
 from narrowkv.cli.answers import PASS
 from narrowkv.cli.app import app
 from narrowkv.cli.bench.ceilings import Ceilings
 from narrowkv.cli.contracts import CONTRACT_SETS, SPARSE_DECODE, SPARSE_FP8
 from narrowkv.cli.report import UsageError
-from narrowkv.cli.samples import Launch, sample
 from narrowkv.cli.sparse.bench import SparseShape
 from narrowkv.cli.sparse.cases import AXES, SparseCall, SparseCase, build, full, quick, sweep
 from narrowkv.cli.sparse.inspection import shipped_cases
+from narrowkv.testing import samples
+from narrowkv.testing.samples import Launch, sample
 
 run = CliRunner().invoke
 FEW = ["--case", "lens=20+3", "--case", "mode=wide,layout=bf16,lens=9"]

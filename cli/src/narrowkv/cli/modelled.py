@@ -14,8 +14,6 @@ from narrowkv.cdna_emulator import EmulatorError, load_program
 from narrowkv.cdna_emulator.timing import Prediction, Trace, predict, trace_text, trace_workgroup
 from narrowkv.cli.cases import DecodeCase
 from narrowkv.cli.cases import build as build_decode
-from narrowkv.cli.codegen import amd_backend_missing
-from narrowkv.cli.emulation import EmulateExecutor
 from narrowkv.cli.environment import versions
 from narrowkv.cli.prefill.cases import PrefillCase
 from narrowkv.cli.prefill.cases import build as build_prefill
@@ -28,6 +26,8 @@ from narrowkv.runtime.launch import LaunchOptions, executing
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.launch.compiler import compile_launch
 from narrowkv.sage.workloads import SageWorkload
+from narrowkv.testing.codegen import amd_backend_missing
+from narrowkv.testing.emulation import EmulateExecutor
 
 _READ_LATER = ("_widen_kernel",)  # kernels that write what a later launch finds its way by
 

@@ -17,7 +17,6 @@ from narrowkv.attn_decode import paged_decode, plan_decode
 from narrowkv.attn_prefill import plan_append, plan_prefill
 from narrowkv.cdna_emulator import EmulatorError
 from narrowkv.cli.bench.workload import DecodeShape, Storage
-from narrowkv.cli.codegen import amd_backend_missing
 from narrowkv.cli.environment import versions
 from narrowkv.cli.modelled import ModelExecutor, Scale, main_kernel, waits
 from narrowkv.cli.prefill.bench import PrefillShape
@@ -34,6 +33,7 @@ from narrowkv.cli.sparse.cases import build as build_sparse
 from narrowkv.cli.workers import run_all
 from narrowkv.paged_cache import PageTable
 from narrowkv.runtime.launch import executing
+from narrowkv.testing.codegen import amd_backend_missing
 
 Trace = Callable[[ModelExecutor], object]
 _KEYS = 512  # traced of each split

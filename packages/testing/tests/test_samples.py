@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import merge_states
-from narrowkv.cli import samples
 from narrowkv.cli.cases import DecodeCase, build
-from narrowkv.cli.emulation import EmulateExecutor
-from narrowkv.cli.samples import Launch, a_few, corners, sample
 from narrowkv.paged_cache import PagedKVCache, append, append_reference
 from narrowkv.runtime.launch import executing
+from narrowkv.testing import samples
+from narrowkv.testing.emulation import EmulateExecutor
+from narrowkv.testing.samples import Launch, a_few, corners, sample
 
 
 def test_a_kernel_that_is_not_listed_runs_whole() -> None:

@@ -13,11 +13,11 @@ import torch
 
 from narrowkv.cdna_emulator import Memory, Result, load_program
 from narrowkv.cdna_emulator import run as run_program
-from narrowkv.cli.samples import Launch, Workgroup
 from narrowkv.runtime.launch import LaunchOptions, executing
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.launch.compiler import compile_launch
 from narrowkv.runtime.targets import get_target
+from narrowkv.testing.samples import Launch, Workgroup
 
 
 @dataclass(frozen=True)

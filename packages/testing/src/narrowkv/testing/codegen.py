@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from narrowkv.cli.roofline import matrix_share
 from narrowkv.runtime.launch import compile_for
+from narrowkv.testing.roofline import matrix_share
 
 if TYPE_CHECKING:
     from narrowkv.runtime.launch.artifact import CompiledArtifact
