@@ -117,7 +117,7 @@ def test_a_query_or_lists_that_it_cannot_read_go_to_the_plain_kernel() -> None:
         def stages(
             q: torch.Tensor = wide.q, prefix: KVSource = wide.prefix, out: torch.Tensor = wide.q
         ) -> int:
-            return plan._choose(q, prefix, None, out, 132).stages
+            return plan._config_for(q, prefix, None, out, 132).stages
 
         assert stages() == 2
         shifted = torch.zeros(wide.q.numel() + 1, dtype=wide.q.dtype)[1:].view(wide.q.shape)
@@ -147,14 +147,14 @@ def test_it_agrees_with_the_reference(way: str, heads: int, monkeypatch: pytest.
         q_dtype=torch.float16 if way == "fp16" else torch.bfloat16,
     ).build("cuda")
     stages: list[int] = []
-    original = SparsePlan._choose
+    original = SparsePlan._config_for
 
     def noted(*arguments: Any) -> Any:
         chosen = original(*arguments)
         stages.append(chosen.stages)
         return chosen
 
-    monkeypatch.setattr(SparsePlan, "_choose", noted)
+    monkeypatch.setattr(SparsePlan, "_config_for", noted)
     out = torch.full(inputs.q.shape, math.nan, dtype=torch.float32, device="cuda")
     q = DSV4Rows.quantize(inputs.q, layout="split") if way == "fp8_q" else inputs.q
     given = (q, inputs.prefix, inputs.extend)
