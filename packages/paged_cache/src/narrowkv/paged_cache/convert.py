@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from narrowkv.paged_cache.append import EXPONENT_RULES
+from narrowkv.paged_cache.append import check_exponent
 from narrowkv.paged_cache.cache import CacheFormat, PagedKVCache
 from narrowkv.paged_cache.descales import SCALE_GROUP
 from narrowkv.paged_cache.layouts import from_logical
 from narrowkv.quant.formats import get_format
 from narrowkv.quant.quantize import cast_fp8, quantize_per_group
-from narrowkv.runtime.errors import check_choice
 
 _CHUNK_ELEMENTS = 1 << 24  # of K and of V that are in fp32 at a time: 64 MiB each
 
@@ -25,10 +24,10 @@ def convert(
     v_descale: float | torch.Tensor | None,
     scale_group: int | None,
     exponent: str,
+    scale_format: str,
 ) -> PagedKVCache:
     """See `PagedKVCache.convert`."""
     parsed = CacheFormat.parse(format)
-    check_choice("exponent", exponent, EXPONENT_RULES)
     step = max(1, _CHUNK_ELEMENTS // (cache.page_size * cache.num_kv_heads * cache.head_dim))
     chunks = [slice(at, min(at + step, cache.num_pages)) for at in range(0, cache.num_pages, step)]
     if None in (k_descale, v_descale) and "fp8" in {get_format(parsed.k).kind, get_format(parsed.v).kind}:
@@ -45,8 +44,10 @@ def convert(
         k_descale=1.0 if k_descale is None else k_descale,
         v_descale=1.0 if v_descale is None else v_descale,
         scale_group=scale_group,
+        scale_format=scale_format,
         device=cache.k.device,
     )
+    check_exponent(exponent, made.k_descale, made.v_descale)
     for pages in chunks:
         k, v = cache.dequantized_pages(pages)
         for x, stored, name, descale, kind in (
@@ -100,6 +101,9 @@ def quantise_tokens(
     """
     fmt = get_format(name)
     if fmt.kind == "fp4":
+        if isinstance(descale, torch.Tensor) and descale.dtype == torch.float8_e4m3fn:
+            stored, scales = quantize_per_group(x, x.shape[-1], scale="e4m3", exponent="search")
+            return stored, scales[..., 0]
         group = SCALE_GROUP if kind == "token_head_group" else x.shape[-1]
         stored, scales = quantize_per_group(x, group, exponent=exponent)
         return stored, scales if kind == "token_head_group" else scales[..., 0]

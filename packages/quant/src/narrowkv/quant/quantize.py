@@ -42,6 +42,7 @@ from narrowkv.runtime.errors import (
     check_shape,
 )
 
+from .e4m3 import search_e4m3
 from .e8m0 import E8M0_NAN, ceil_exponent, e8m0_decode, e8m0_from_exponent, floor_exponent, mse_exponent
 from .formats import Format
 from .rounding import cast_fp8, decode, encode, get_narrow_format, round_to_format, to_fp32
@@ -438,7 +439,7 @@ def _e4m3_scale(groups: torch.Tensor, amax: torch.Tensor, fmt: Format, exponent:
     return scale
 
 
-_RULES = {"e8m0": ("mse", "floor", "ceil"), "e4m3": ("mse", "amax"), "fp32": ("amax",)}
+_RULES = {"e8m0": ("mse", "floor", "ceil"), "e4m3": ("mse", "amax", "search"), "fp32": ("amax",)}
 
 
 def quantize_per_group(
@@ -461,7 +462,8 @@ def quantize_per_group(
         exponent: how it is chosen; None is the first of these. For "e8m0": "mse" (the power of two with the
             least squared error in the group), "floor" (OCP MX: the largest element may saturate) or "ceil"
             (nothing saturates). For "e4m3": "mse" (in FP4 the better of two scales: the largest element
-            becomes 6, or 4) or "amax" (always 6). For "fp32": "amax".
+            becomes 6, or 4), "amax" (always 6) or "search" (the least squared error of nine codes, for groups
+            of 64 and more; see `narrowkv.quant.e4m3`). For "fp32": "amax".
         format: the element format: FP4, FP8, INT8 or INT4.
         global_descale: a second descale for the whole tensor, for "e4m3" only (`nvfp4_global_descale` finds
             it): a number, or fp32 with one element.
@@ -498,6 +500,8 @@ def quantize_per_group(
     amax = _amax(groups, fmt, (-1,))
     if scale == "e8m0":
         descale = _e8m0_scale(groups, amax, fmt, rule)
+    elif rule == "search":
+        descale = search_e4m3(groups, fmt)
     elif scale == "e4m3":
         descale = _e4m3_scale(groups, amax, fmt, rule)
     else:
