@@ -24,8 +24,9 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_fp8,
     sparse_prefill_reference,
 )
+from narrowkv.sparse_fp8.checks import query_format
 from narrowkv.sparse_fp8.config import hopper_config, hopper_pays
-from narrowkv.sparse_fp8.plan import query_format, suits_hopper
+from narrowkv.sparse_fp8.planner import suits_hopper
 from narrowkv.sparse_fp8.workloads import SparseWorkload
 
 W = SparseWorkload

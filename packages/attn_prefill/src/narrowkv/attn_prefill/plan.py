@@ -28,9 +28,10 @@ from narrowkv.attn_prefill.config import (
 from narrowkv.attn_prefill.launches import Kind, make_route
 from narrowkv.attn_prefill.memory import Memory, Needs, key_type, make_memory, scratch_bytes
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
-from narrowkv.paged_cache.append import EXPONENT_RULES, store_of
+from narrowkv.paged_cache.append import store_of
+from narrowkv.paged_cache.descales import check_exponent
 from narrowkv.quant.formats import get_format
-from narrowkv.runtime.errors import check_choice, check_instance, check_positive_int
+from narrowkv.runtime.errors import check_instance, check_positive_int
 from narrowkv.runtime.launch import (
     BoundLaunch,
     LaunchOptions,
@@ -551,7 +552,7 @@ def plan_append(
     """
     shape = _shape_of(q, cache, page_table, cu_seqlens_q, appends=True)
     shape = bounded(shape, max_q_len, max_seq_len, max_kv_tokens)
-    check_choice("exponent", exponent, EXPONENT_RULES)
+    check_exponent(exponent, cache.k_descale, cache.v_descale)
     if validate and page_table is not None and cu_seqlens_q is not None:
         check_values(shape, cache, page_table, cu_seqlens_q)
     plan = _plan(
@@ -633,7 +634,7 @@ def plan_for_call(
             plan = _plan(PrefillPlan, shape, cache, batch_invariant=flag)
         else:
             shape = append_shape(q, cache, page_table, cu_seqlens_q)
-            plan = _plan(AppendPlan, shape, cache, exponent=EXPONENT_RULES[0], fp8_compute=flag)
+            plan = _plan(AppendPlan, shape, cache, exponent="mse", fp8_compute=flag)
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
         _plans[key] = plan

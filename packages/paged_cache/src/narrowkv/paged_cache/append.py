@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowkv.paged_cache.cache import PagedKVCache, layout_hint
-from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, SCALE_GROUP
+from narrowkv.paged_cache.cache import PagedKVCache
+from narrowkv.paged_cache.checks import layout_hint
+from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, SCALE_GROUP, check_exponent
 from narrowkv.paged_cache.kernels.append import DescalePointers, NewTokens, RopePointers, _append_kernel
 from narrowkv.paged_cache.kernels.pages import KVPointers
 from narrowkv.quant.formats import get_format
@@ -30,7 +31,6 @@ from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import VARIES, BoundLaunch, FixedLaunch, LaunchOptions
 from narrowkv.runtime.launch.tracing import traceable
 
-EXPONENT_RULES = ("mse", "floor", "ceil")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _OPTIONS = LaunchOptions(num_warps=1, num_stages=1, enable_fp_fusion=False)
 _MAX_PREPARED = 256  # launches that are kept; a server needs a few
@@ -221,18 +221,6 @@ def check_new_tokens(
             low, high = int(rope.positions.min()), int(rope.positions.max())
             if low < 0 or high >= rope.cos.shape[0]:
                 raise ValueError(f"rope.positions must lie in [0, {rope.cos.shape[0]}), got {low}..{high}")
-
-
-def check_exponent(exponent: str, *descales: object) -> None:
-    """Checks the rule by which the scales of FP4 are chosen.
-
-    Raises:
-        ValueError: an unknown rule, or one that is for powers of two with E4M3 scales.
-    """
-    check_choice("exponent", exponent, EXPONENT_RULES)
-    e4m3 = any(isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn for x in descales)
-    if e4m3 and exponent != "mse":
-        raise ValueError(f"exponent must be 'mse' for a cache with E4M3 scales, got {exponent!r}")
 
 
 def check_apart(cache: PagedKVCache, **inputs: object) -> None:

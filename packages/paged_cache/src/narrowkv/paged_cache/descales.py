@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from narrowkv.quant.e8m0 import e8m0_decode
 from narrowkv.quant.formats import get_format
+from narrowkv.quant.groups import EXPONENT_RULES
 from narrowkv.runtime.errors import check_choice, check_descale_float, check_descale_tensor, check_dtype
 
 GRANULARITIES = ("tensor", "head", "sequence_head", "page_head", "token_head", "token_head_group")
@@ -13,6 +16,35 @@ PER_TOKEN_GRANULARITIES = ("token_head", "token_head_group")
 PER_PAGE_GRANULARITIES = ("page_head", *PER_TOKEN_GRANULARITIES)
 SCALE_FORMATS = ("e8m0", "e4m3")  # of FP4's scales
 SCALE_GROUP = 32  # channels per E8M0 scale of the finer FP4 recipe, which is OCP MX's group
+
+
+class CacheSide(NamedTuple):
+    """K or V of a cache.
+
+    Attributes:
+        name: "k" or "v".
+        stored: the storage tensor, in the cache's layout.
+        format: its storage format.
+        descale: what stored numbers are multiplied by.
+        granularity: what the axes of a descale tensor are.
+    """
+
+    name: str
+    stored: torch.Tensor
+    format: str
+    descale: float | torch.Tensor
+    granularity: str
+
+    @property
+    def is_key(self) -> bool:
+        """Whether this is K."""
+        return self.name == "k"
+
+    def descale_of(self, pages: slice | torch.Tensor) -> float | torch.Tensor:
+        """The descale of some pages; all pages share it unless its granularity has an axis of pages."""
+        if isinstance(self.descale, torch.Tensor) and self.granularity in PER_PAGE_GRANULARITIES:
+            return self.descale[pages]
+        return self.descale
 
 
 def page_factor(descale: float | torch.Tensor, kind: str) -> float | torch.Tensor:
@@ -29,6 +61,22 @@ def page_factor(descale: float | torch.Tensor, kind: str) -> float | torch.Tenso
         return e8m0_decode(descale)[..., None]
     descale = descale.float()  # E4M3 or float32
     return descale[:, None, :, None] if kind == "page_head" else descale[..., None]
+
+
+def descale_or_one(name: str, descale: float | torch.Tensor | None, format_name: str) -> float | torch.Tensor:
+    """The descale, or 1.0 for a 16-bit side that has none.
+
+    Raises:
+        ValueError: a narrow format without a descale.
+    """
+    if descale is not None:
+        return descale
+    if get_format(format_name).kind != "float":
+        raise ValueError(
+            f"{name} must be given for {format_name}: what the stored numbers are to be multiplied by, as "
+            "their writer chose it (1.0 for numbers that were cast as they are)"
+        )
+    return 1.0
 
 
 def check_descale(
@@ -135,3 +183,15 @@ def _check_fp4_scales(
         f"with head_dim {head_dim}, got {tuple(descale.shape)}"
         + (f" for granularity {granularity!r}" if granularity else "")
     )
+
+
+def check_exponent(exponent: str, *descales: object) -> None:
+    """Checks the rule by which the scales of FP4 are chosen.
+
+    Raises:
+        ValueError: an unknown rule, or one that is for powers of two with E4M3 scales.
+    """
+    check_choice("exponent", exponent, EXPONENT_RULES)
+    e4m3 = any(isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn for x in descales)
+    if e4m3 and exponent != "mse":
+        raise ValueError(f"exponent must be 'mse' for a cache with E4M3 scales, got {exponent!r}")

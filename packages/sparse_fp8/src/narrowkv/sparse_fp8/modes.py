@@ -11,9 +11,10 @@ from narrowkv.runtime.errors import check_choice
 from narrowkv.runtime.launch import active_target, is_compiled
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import RowsFormat
+from narrowkv.sparse_fp8.checks import check_fused, query_format
 from narrowkv.sparse_fp8.config import hopper_config, hopper_pays
-from narrowkv.sparse_fp8.launches import route_of
-from narrowkv.sparse_fp8.plan import check_fused, query_format, suits_hopper
+from narrowkv.sparse_fp8.launch import route_of
+from narrowkv.sparse_fp8.planner import suits_hopper
 from narrowkv.sparse_fp8.rows import DSV4Rows, query_heads
 from narrowkv.sparse_fp8.sources import KVSource
 
