@@ -170,7 +170,7 @@ def _launches(
     memory = route.memory
     key = (
         metadata, layout.empty, id(route.fill), id(route.attend), route.in_pages, route.p_scale,
-        (memory.names, memory.has_descriptors) if isinstance(memory, Needs) else id(memory),
+        memory.names if isinstance(memory, Needs) else id(memory),
         route.config.block_m, route.config.block_n,
     )  # fmt: skip
     found = plan._fixed.get(key)
