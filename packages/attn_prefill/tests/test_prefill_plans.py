@@ -83,7 +83,7 @@ def test_one_plan_from_shapes_serves_every_call_up_to_its_maxima(kernel: str | N
             plan.run(*larger)
 
 
-@pytest.mark.parametrize("kernel", [None, "apart", "paged"])
+@pytest.mark.parametrize("kernel", [None, "append_then_attend", "fused"])
 def test_one_plan_of_appends_serves_every_call_up_to_its_maxima(kernel: str | None, device: str) -> None:
     plan = plan_append(SHAPE, _cache("bf16", device), kernel=kernel)
     for q_lens, lens in (*CALLS, CALLS[0]):

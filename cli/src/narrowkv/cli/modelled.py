@@ -29,7 +29,7 @@ from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.launch.compiler import compile_launch
 from narrowkv.sage.workloads import SageWorkload
 
-_READ_LATER = ("_widen_kernel",)  # kernels that write what a later launch finds its way by
+_READ_LATER = ("_widen_kernel", "_produce_kernel")  # kernels that write what a later launch finds its way by
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,10 @@ def families(target: str) -> dict[str, Family]:
         "dense prefill": Family(_prefill(kernel="dense", **_PREFILL), _SHARED),
         "fused prefill": Family(_prefill(kernel="fused", **_PREFILL), _SHARED),
         "prefill, FP8 queries": Family(_prefill(kernel="fused", q=fp8, format=fp8, **_PREFILL), _SHARED),
-        "append": Family(_prefill(operation="append", kernel="paged", **_PREFILL), _SHARED),
+        "append, then attend": Family(
+            _prefill(operation="append", kernel="append_then_attend", **_PREFILL), _SHARED
+        ),
+        "append, fused": Family(_prefill(operation="append", kernel="fused", **_PREFILL), _SHARED),
         "append to the cache": Family(_cache_append, _OWN),
         "sparse, fused": Family(_sparse(f"heads=64,lens={_TOKENS}"), _SOME),
         "sparse, 16-bit rows": Family(_sparse(f"mode=wide,layout=bf16,heads=64,lens={_TOKENS}"), _SOME),

@@ -23,11 +23,10 @@ from narrowkv.attn_prefill.checks import (
     fold_q_descale,
     prefill_shape,
 )
-from narrowkv.attn_prefill.config import PrefillShape
-from narrowkv.attn_prefill.kernels.arguments import AppendScales, Chunk
-from narrowkv.attn_prefill.kernels.rows import Outputs, Queries
+from narrowkv.attn_prefill.kernels.arguments import AppendScales, Chunk, Outputs, Queries
 from narrowkv.attn_prefill.launches import Kind, Route, make_route
 from narrowkv.attn_prefill.memory import Needs, make_memory
+from narrowkv.attn_prefill.shapes import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import rope_pointers
 from narrowkv.paged_cache.kernels.pages import Table
@@ -282,15 +281,15 @@ def _launch(
     if isinstance(memory, Needs):
         memory = make_memory(memory, None, plan.device)
     config, sizes = route.config, route.sizes
-    staged = config.kernel != "paged" and config.kernel != "fused"
-    reading = bound.to_scratch if staged else bound.in_loop
+    reading = bound.in_loop if config.kernel == "fused" else bound.to_scratch
     logit_scale, soft_cap = call.logit_scale, call.soft_cap
     qk_scale, out_scale = logit_scale * reading.k_scale, reading.v_scale / route.p_scale
     appended: tuple[Any, ...] = ()
+    rotation = rope_pointers(rope)
     if k_new is not None and v_new is not None:
         k_stride, v_stride = k_new.stride(), v_new.stride()
         chunk = Chunk(k_new, k_stride[0], k_stride[1], v_new, v_stride[0], v_stride[1])
-        appended = chunk, rope_pointers(rope), bound.destination
+        appended = chunk, rotation, bound.destination
         scales = AppendScales(logit_scale, reading.k_scale, out_scale, soft_cap)
     if route.fill is None:
         if not appended:
@@ -302,12 +301,11 @@ def _launch(
                 ),
             )  # fmt: skip
             return
-        bounds = route.bounds if staged else (0, 0)
         route.attend(
             route.grid,
             (
-                queries, outputs, *appended, reading.cache, table, memory.scratch, *memory.descriptors,
-                memory.workspace, scales, *sizes, *table_sizes, *bounds, *route.counts,
+                queries, outputs, *appended, reading.cache, table, memory.partials, scales, *sizes,
+                *table_sizes, *route.counts,
             ),
         )  # fmt: skip
         return
@@ -347,7 +345,7 @@ def _launch(
     route.attend(
         route.grid,
         (
-            queries, outputs, scratch, *memory.descriptors, bound.k_descale, bound.v_descale,
+            queries, outputs, rotation, scratch, *memory.descriptors, bound.k_descale, bound.v_descale,
             memory.partials, scale, out_scale, soft_cap, config.num_splits,
         ),
     )  # fmt: skip

@@ -18,15 +18,10 @@ from narrowkv.attn_prefill.checks import (
     check_values,
     prefill_shape,
 )
-from narrowkv.attn_prefill.config import (
-    SCRATCH_BLOCK,
-    PrefillConfig,
-    PrefillShape,
-    choose_append_config,
-    choose_config,
-)
+from narrowkv.attn_prefill.config import choose_append_config, choose_config
 from narrowkv.attn_prefill.launches import Kind, make_route
 from narrowkv.attn_prefill.memory import Memory, Needs, key_type, make_memory, scratch_bytes
+from narrowkv.attn_prefill.shapes import SCRATCH_BLOCK, PrefillConfig, PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import EXPONENT_RULES, store_of
 from narrowkv.quant.formats import get_format
@@ -276,7 +271,7 @@ class PrefillPlan:
         if self.appends:
             config = choose_append_config(
                 self.target, shape, formats, q_format.name, fp8_compute=self.fp8_compute, scratch_fits=fits,
-                can_pipeline=self.pipelines, kernel=self.kernel,
+                can_pipeline=self.pipelines, plain_keys=self._plain_keys(), kernel=self.kernel,
             )  # fmt: skip
         else:
             config = choose_config(
@@ -322,11 +317,11 @@ class PrefillPlan:
         if config.kernel == "decode":
             config = replace(config, kernel="fused")  # for calls of other sizes
         configs = [config]
-        may_widen = self.kernel not in ("fused", "paged", "decode") and not self.batch_invariant
+        may_widen = self.kernel not in ("fused", "decode") and not self.batch_invariant
         may_widen = may_widen and (config.fp8 is None or not (self.appends or self.target.is_nvidia))
-        if config.kernel not in ("fused", "paged") or (may_widen and self.scratch_fits):
+        if config.kernel != "fused" or (may_widen and self.scratch_fits):
             blocks = (SCRATCH_BLOCK, _LARGEST_BLOCK) if self.pipelines else (SCRATCH_BLOCK,)
-            kernel = "staged" if self.appends else "dense"
+            kernel = "append_then_attend" if self.appends else "dense"
             configs += [
                 replace(config, kernel=kernel, scratch_block=block, k_in_pages=self.pipelines)
                 for block in blocks
@@ -531,7 +526,8 @@ def plan_append(
         fp8_compute: multiply queries and old tokens on FP8 matrix units.
         exponent: FP4: how a group's scale is chosen; see `narrowkv.paged_cache.append`.
         max_q_len, max_seq_len, max_kv_tokens: bounds as for `plan_prefill`, new tokens included.
-        kernel: forces "pipelined", "apart", "staged" or "paged".
+        kernel: forces "append_then_attend" (one launch stores and widens, one attends), "pipelined" (the same
+            with Hopper's kernel) or "fused" (one launch that widens old tokens in its loop).
         num_splits: forces how many programs share a tile's keys.
         scratch_limit_bytes: the most scratch that the automatic choice may take.
         workspace: as for `plan_prefill`.
