@@ -28,7 +28,7 @@ from narrowkv.attn_prefill import (
     prefill_append_reference,
 )
 from narrowkv.attn_prefill import plan as plans
-from narrowkv.attn_prefill.kernels import append, dense, fused, produce, rows
+from narrowkv.attn_prefill.kernels import append, append_store, dense, fused, rows, widen
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload, copy_cache, differing_bytes
 from narrowkv.attn_prefill.workloads import poison_plan as poison
 from narrowkv.paged_cache import PagedKVCache, PageTable
@@ -199,7 +199,7 @@ def test_overlap_is_refused_in_calls_like_one_that_was_served() -> None:
 
 
 def _functions() -> Iterator[JITFunction[Any]]:
-    for module in (append, dense, fused, produce, rows):
+    for module in (append, append_store, dense, fused, rows, widen):
         for function in vars(module).values():
             if isinstance(function, JITFunction):
                 yield function

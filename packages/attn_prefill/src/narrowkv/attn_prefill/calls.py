@@ -285,10 +285,11 @@ def _launch(
     logit_scale, soft_cap = call.logit_scale, call.soft_cap
     qk_scale, out_scale = logit_scale * reading.k_scale, reading.v_scale / route.p_scale
     appended: tuple[Any, ...] = ()
-    rotation = rope_pointers(rope)
+    rotation = None
     if k_new is not None and v_new is not None:
         k_stride, v_stride = k_new.stride(), v_new.stride()
         chunk = Chunk(k_new, k_stride[0], k_stride[1], v_new, v_stride[0], v_stride[1])
+        rotation = rope_pointers(rope)
         appended = chunk, rotation, bound.destination
         scales = AppendScales(logit_scale, reading.k_scale, out_scale, soft_cap)
     if route.fill is None:

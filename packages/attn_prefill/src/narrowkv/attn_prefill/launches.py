@@ -221,7 +221,8 @@ class _Maker:
                 v_in_units=self._v_in_units(),
                 tma=config.tma,
                 overlap=config.overlap,
-                branch=not tuned_as(plan.target).is_amd,
+                # Overlapping rounds need one loop over all tiles.
+                branch=config.overlap or not tuned_as(plan.target).is_amd,
             ),
             "BLOCKS": self.blocks,
         }
