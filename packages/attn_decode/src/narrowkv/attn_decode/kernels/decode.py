@@ -10,8 +10,9 @@ import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import (
     attended_keys,
+    attended_span,
     even_split,
-    first_key,
+    row_limits,
     splits_of_sequence,
     tiles_of,
 )
@@ -87,6 +88,7 @@ def _paged_decode_kernel(
     ROWS: tl.constexpr = Q_LEN * GQA_RATIO
     ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     HEAD_PROGRAMS: tl.constexpr = NUM_KV_HEADS * ROW_BLOCKS
+    HAS_LOW: tl.constexpr = WINDOW_LEFT >= 0 or io.ranges is not None
     table = Table(
         page_ids,
         row,
@@ -104,7 +106,7 @@ def _paged_decode_kernel(
     unit = tl.program_id(0) // HEAD_PROGRAMS
     if RULES.even:
         seq, first_unit, num_splits = even_split(
-            table, batch, num_units, unit, True, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N
+            table, io.ranges, batch, num_units, unit, True, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N
         )
         if num_splits == 0:
             return
@@ -114,7 +116,8 @@ def _paged_decode_kernel(
         first_unit = seq * max_splits
     kv_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, RAGGED)
     row_base = first_id(table, seq, RAGGED)
-    first_tile, num_tiles = tiles_of(kv_len, Q_LEN, WINDOW_LEFT, BLOCK_N)
+    first, end_key = attended_span(io.ranges, seq, seq < batch, kv_len, Q_LEN, WINDOW_LEFT)
+    first_tile, num_tiles = tiles_of(first, end_key, BLOCK_N)
     split = unit - first_unit
     if not RULES.even:
         num_splits = splits_of_sequence(num_tiles, tiles_per_split, max_splits)
@@ -127,7 +130,10 @@ def _paged_decode_kernel(
     row_mask = rows < ROWS
     heads = kv_head * GQA_RATIO + rows % GQA_RATIO
     tokens = (seq * Q_LEN + rows // GQA_RATIO).to(tl.int64)
-    query_pos = kv_len - Q_LEN + rows // GQA_RATIO
+    if Q_LEN > 1:
+        low, high, full_first, full_end = row_limits(
+            io.ranges, seq, rows // GQA_RATIO, row_mask, kv_len, first, end_key, Q_LEN, WINDOW_LEFT
+        )
     q = load_query(io.q, tokens, heads, row_mask, io.q_token, io.q_head, HEAD_DIM, BLOCK_DK, K_PARTS)
     q_scale = 1.0
     Q_TERMS: tl.constexpr = 3 if io.q.dtype.element_ty == tl.float16 else 2
@@ -145,6 +151,8 @@ def _paged_decode_kernel(
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
     K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
     V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
+    # The scaled matrix instruction applies E8M0 scales itself.
+    KEY_FACTORS: tl.constexpr = K_PER_KEY and (K_DESCALE == "e4m3" or not NATIVE_QK)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -152,7 +160,7 @@ def _paged_decode_kernel(
     v_largest = out_scale * 0.0 + LEAST_FACTOR
     # Words of a native K tile hold two elements each, whatever the parts of Q.
     K_WORD: tl.constexpr = 2 if NATIVE_QK else K_PARTS
-    first, last = first_key(kv_len, Q_LEN, WINDOW_LEFT), tl.maximum(kv_len - 1, 0)
+    last = tl.maximum(end_key - 1, 0)
     # What belongs to single keys is read one tile ahead: nothing else hides the time such small loads take.
     k_next = 1.0
     v_next = 1.0
@@ -179,7 +187,7 @@ def _paged_decode_kernel(
             if V_PER_KEY:
                 v_next = load_key_scale(v_descale, page, slot, kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D)
         s, k_factor = tile_scores(q, q_low, k_words, k_scale, K, RULES)  # [BLOCK_M, BLOCK_N]
-        if K_PER_KEY and not NATIVE_QK:
+        if KEY_FACTORS:
             s *= (k_factor * logit_scale)[None, :]
         else:
             s *= logit_scale
@@ -191,9 +199,9 @@ def _paged_decode_kernel(
             attended = None
             rows_differ = None
         else:
-            attended = attended_keys(n, query_pos, WINDOW_LEFT)
+            attended = attended_keys(n, low, high, HAS_LOW)
             s = tl.where(attended, s, float("-inf"))
-            rows_differ = ((tile + 1) * BLOCK_N > kv_len - Q_LEN) | (tile * BLOCK_N < first + Q_LEN)
+            rows_differ = ((tile + 1) * BLOCK_N > full_end) | (tile * BLOCK_N < full_first)
         acc, m, l, v_largest = attend_to_tile(
             s, attended, rows_differ, v_words, v_scale, None, acc, m, l, v_largest, V, RULES, V_PARTS
         )

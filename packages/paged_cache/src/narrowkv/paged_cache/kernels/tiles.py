@@ -48,7 +48,12 @@ def tile_scores(q, q_low, words, key_scale, K: tl.constexpr, RULES: tl.constexpr
     K_ROUTE: tl.constexpr = K.route
     K_PARTS: tl.constexpr = K.parts
     K_DESCALE: tl.constexpr = K.descale
-    if RULES.native:
+    if RULES.native and K_DESCALE == "e4m3":
+        # A scale with a mantissa is a factor of the key; the instruction's own scales are 2**0.
+        GROUPS: tl.constexpr = words.shape[1] // 16
+        s = scores_fp4_native(q, words, tl.full([words.shape[0], GROUPS], 127, tl.uint8))
+        factor = key_scale
+    elif RULES.native:
         s = scores_fp4_native(q, words, key_scale)
         factor = 1.0
     elif FP8 is not None:
