@@ -190,8 +190,7 @@ class ShardLayout:
                 "key_ranges"
             )
         lens = page_table.seq_lens_tensor()
-        own = page_table.page_size == page_size and (self.world > 1 or self.interleave % page_size == 0)
-        if own:
+        if self.owns_pages(page_table, page_size):
             self._check_own_pages(page_size)
             table = self._of_own_pages(page_table, lens)
         elif page_table.page_size == page_size * self.world:
@@ -206,6 +205,12 @@ class ShardLayout:
         if q_len > 1 or window_left >= 0:
             table = table.with_key_ranges(self.key_ranges(lens, q_len, window_left))
         return ShardedTable(table, self, q_len, window_left)
+
+    def owns_pages(self, page_table: PageTable, page_size: int) -> bool:
+        """Whether a table of the whole sequences has pages of single ranks; see `shard_table`."""
+        # In a world of one both kinds have pages of this size.
+        only_one = self.world == 1 and self.interleave % page_size != 0
+        return page_table.page_size == page_size and not only_one
 
     def _of_shared_pages(self, whole: PageTable, lens: torch.Tensor, page_size: int) -> PageTable:
         if whole.kind == "block_table":
