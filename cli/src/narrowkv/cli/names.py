@@ -21,6 +21,7 @@ COMMS = ("a2a", "ag_rs", "symm_mem")  # exchanges of partial results between ran
 ENGINE_CACHES = {
     "transformers": ("bf16", "fp8_e4m3fn", "fp4_e2m1"),
     "vllm": ("auto", "fp8", "fp8_per_token_head", "ultraquant_4bit"),
+    "sglang": ("auto", "fp8_e4m3"),
 }
 TINY_MODELS = (
     "glm-4.5-air-tiny", "llama-3-tiny", "qwen3-tiny", "gpt-oss-tiny", "gemma-2-tiny", "gemma-3-tiny"

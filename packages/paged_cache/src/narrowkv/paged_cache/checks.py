@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from narrowkv.paged_cache.cache import PagedKVCache, layout_hint
+from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.paged_cache.page_table import PageTable
 from narrowkv.runtime.errors import check_instance, check_same_device, check_shape
 
@@ -56,4 +56,28 @@ def check_table(
         "page_table must hold lengths that include the tokens of this call: make it with "
         "PagePool.page_table(seqs) or PageTable.from_block_table(block_table, seq_lens); got lengths before "
         "an append (cached_lens), which only prefill_append takes"
+    )
+
+
+def layout_hint(cache: PagedKVCache, *, page_size: int | None = None, num_kv_heads: int | None = None) -> str:
+    """The end of a message about sizes that a cache does not have: whether its layout may be mistaken.
+
+    Args:
+        cache: the cache.
+        page_size, num_kv_heads: the sizes that another argument has.
+
+    Returns:
+        "" unless the sizes would fit if the cache's page size and heads changed places.
+    """
+    swapped = cache.layout in ("NHD", "HND", "concat") and cache.page_size != cache.num_kv_heads
+    if (
+        not swapped
+        or page_size not in (None, cache.num_kv_heads)
+        or num_kv_heads not in (None, cache.page_size)
+    ):
+        return ""
+    other = "NHD" if cache.layout == "HND" else "HND"
+    return (
+        f"; the cache was made with layout {cache.layout!r}, page_size {cache.page_size} and "
+        f"{cache.num_kv_heads} KV heads: are its tensors in layout {other!r}?"
     )

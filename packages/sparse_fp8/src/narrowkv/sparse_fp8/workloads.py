@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowkv.sparse_fp8.rows import HEAD_DIM, DSV4Rows
+from narrowkv.sparse_fp8.layouts import HEAD_DIM
+from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
 
 __all__ = ["SparseInputs", "SparseWorkload"]
