@@ -39,6 +39,15 @@ ARROWS = {
     "attn_prefill": {"runtime", "quant", "paged_cache", "attn_decode"},
     "sage": {"runtime", "quant"},
     "sparse_fp8": {"runtime", "quant"},
+    "context_parallel": {
+        "runtime",
+        "quant",
+        "paged_cache",
+        "attn_decode",
+        "attn_prefill",
+        "sage",
+        "sparse_fp8",
+    },
     "engines": {"runtime", "quant", "paged_cache", "attn_decode", "attn_prefill", "sparse_fp8"},
 }
 ARROWS["testing"] = set(ARROWS) - {"engines"}
