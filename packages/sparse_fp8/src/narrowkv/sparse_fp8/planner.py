@@ -14,14 +14,14 @@ from narrowkv.runtime.launch import Workspace, active_target, executor, is_compi
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import RowsFormat
 from narrowkv.sparse_fp8.checks import QUERY_FORMATS, check_formats, num_heads_of, query_format
-from narrowkv.sparse_fp8.config import MOST_SPLITS, NUM_HEADS, choose_config, hopper_config
+from narrowkv.sparse_fp8.config import MOST_SPLITS, NUM_HEADS, choose_config, specialised_config
 from narrowkv.sparse_fp8.launch import route_of
 from narrowkv.sparse_fp8.layouts import HEAD_DIM
 from narrowkv.sparse_fp8.plan import SparsePlan
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
 
-__all__ = ["known_plan", "plan_for", "plan_sparse", "remember", "suits_hopper"]
+__all__ = ["known_plan", "plan_for", "plan_sparse", "remember", "suits_specialised"]
 
 _CACHED_PLANS = 256
 _MAX_REMEMBERED = 1024
@@ -219,9 +219,9 @@ def _make_plan(
         route = route_of(target, narrow)
         groups = {each.scale_group for each in narrow}
         fp8_qk = query.is_fp8 and route != BITS and groups == {64}
-    hopper = None
-    if compiled and not batch_invariant and suits_hopper(mode, target, query, prefix, extend):
-        hopper = hopper_config(target, kernel=kernel, num_heads=num_heads)
+    specialised = None
+    if compiled and not batch_invariant and suits_specialised(mode, target, query, prefix, extend):
+        specialised = specialised_config(target, kernel=kernel, num_heads=num_heads)
     return SparsePlan(
         mode=mode,
         target=target,
@@ -238,11 +238,11 @@ def _make_plan(
         portable=choose_config(
             target, kernel=kernel, num_heads=num_heads, fp8_qk=fp8_qk, fp16_query=query.layout == "fp16"
         ),
-        hopper=hopper,
+        specialised=specialised,
     )
 
 
-def suits_hopper(
+def suits_specialised(
     mode: str, target: Target, query: RowsFormat, prefix: RowsFormat | None, extend: RowsFormat | None
 ) -> bool:
     """Whether a kernel for Hopper can read rows and a query that are stored in these ways.
