@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from narrowkv.attn_decode.plan import plan_for_call as decode_plan_for_call
+from narrowkv.attn_decode.planning import plan_for_call as decode_plan_for_call
 from narrowkv.attn_prefill.binding import matrix_of
 from narrowkv.attn_prefill.checks import check_classes
 from narrowkv.attn_prefill.memory import allocate
