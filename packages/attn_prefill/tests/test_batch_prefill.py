@@ -93,7 +93,7 @@ def test_every_gqa_ratio(ratio: int, kernel: str, device: str) -> None:
 
 
 @either_kernel
-@pytest.mark.parametrize("head_dim", [80, 256, *slow(96, 128, 192)])
+@pytest.mark.parametrize("head_dim", [80, 112, 256, *slow(96, 128, 192)])
 def test_every_head_dim(head_dim: int, kernel: str, device: str) -> None:
     _check(W(head_dim=head_dim, num_kv_heads=1), device, kernel)
 

@@ -154,7 +154,7 @@ def test_a_window_a_soft_cap_and_sinks(kernel: str, device: str) -> None:
 
 
 @either_kernel
-@pytest.mark.parametrize("head_dim", [80, *slow(96, 128, 192, 256)])
+@pytest.mark.parametrize("head_dim", [80, 112, *slow(96, 128, 192, 256)])
 def test_every_head_dim(head_dim: int, kernel: str, device: str) -> None:
     _check(W(head_dim=head_dim, num_kv_heads=1), device, kernel)
 
