@@ -16,16 +16,13 @@ from narrowkv.cli.answers import PASS, Answer, Compiled, Outcome, Sample
 from narrowkv.cli.app import app
 from narrowkv.cli.bench.decode import Row
 from narrowkv.cli.bench.workload import DecodeShape
-from narrowkv.cli.cases import CaseResult
 from narrowkv.cli.contracts import CONTRACT_SETS
 from narrowkv.cli.journal import Journal, revive
 from narrowkv.cli.report import UsageError, jsonable
 from narrowkv.cli.sage.accuracy import SageResult
-from narrowkv.cli.sage.cases import SageCase
 from narrowkv.cli.shipped_code import CallCode
-from narrowkv.cli.sparse.cases import SparseCase
-from narrowkv.cli.sparse.inspection import SparseCode
 from narrowkv.quant.accuracy import ErrorReport
+from narrowkv.testing.checking import CaseResult
 from narrowkv.testing.codegen import KernelCode
 
 run = CliRunner().invoke
@@ -45,13 +42,12 @@ OUTCOME = Outcome(
     [
         (Outcome, OUTCOME),
         (CaseResult, CaseResult("lens=1", ERROR, 0.5, True, bound=0.25)),
-        (SageResult, SageResult(SageCase(qk="int4"), "cpu", ERROR, 0.5, 0.25, True)),
+        (SageResult, SageResult("cpu", ERROR, 0.5, 0.25, True)),
         (
             tuple[Row, ...],
             (Row(DecodeShape(1, 2, 3, 4, 5, 6, "bf16", "fp4_e2m1"), "narrowkv", median_us=1.5),),
         ),
-        (CallCode[SparseCase], CallCode("gfx942", SparseCase(lens="1+2"), (KERNEL,), "plan")),
-        (SparseCode, SparseCode("gfx942", SparseCase(lens="1+2"), (KERNEL,))),
+        (CallCode, CallCode("gfx942", (KERNEL,), "plan")),
         (dict[str, tuple[float, float]], {"a": (1.0, 2.0)}),
         (list[int], [1, 2]),
     ],

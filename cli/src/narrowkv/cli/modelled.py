@@ -10,22 +10,21 @@ from typing import Any
 
 import torch
 
+from narrowkv.attn_decode.cases import DecodeCase
+from narrowkv.attn_prefill.cases import QUERIES, PrefillCase
 from narrowkv.cdna_emulator import EmulatorError, load_program
 from narrowkv.cdna_emulator.timing import Prediction, Trace, predict, trace_text, trace_workgroup
-from narrowkv.cli.cases import DecodeCase
-from narrowkv.cli.cases import build as build_decode
+from narrowkv.cli.cases import KINDS
 from narrowkv.cli.environment import versions
-from narrowkv.cli.prefill.cases import PrefillCase
-from narrowkv.cli.prefill.cases import build as build_prefill
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
-from narrowkv.cli.sparse.cases import SparseCase
-from narrowkv.cli.sparse.cases import build as build_sparse
 from narrowkv.paged_cache import append
+from narrowkv.runtime.cases import Case
 from narrowkv.runtime.launch import LaunchOptions, executing
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.launch.compiler import compile_launch
-from narrowkv.sage.workloads import SageWorkload
+from narrowkv.sage.cases import SageCase
+from narrowkv.sparse_fp8.cases import SparseCase
 from narrowkv.testing.codegen import amd_backend_missing
 from narrowkv.testing.emulation import EmulateExecutor
 
@@ -166,30 +165,22 @@ def model_peer(path: Path) -> Modelled:
 # ---------------------------------------------------------------------------- one call of every family
 
 
-def _decode(line: str) -> Callable[[], object]:
-    return lambda: build_decode(DecodeCase.parse(line)).call()
-
-
-def _prefill(**axes: Any) -> Callable[[], object]:
-    return lambda: build_prefill(PrefillCase(**axes)).call()
+def _call(case: Case) -> Callable[[], object]:
+    return lambda: case.inputs().call()
 
 
 def _cache_append() -> None:
-    made = build_prefill(PrefillCase(operation="append", **_PREFILL))
+    made = PrefillCase(operation="append", **_PREFILL).inputs()
     slots = torch.arange(made.new[0].shape[0], dtype=torch.int32)
     k_new, v_new = made.new
     append(made.cache, k_new, v_new, slots)
-
-
-def _sparse(line: str) -> Callable[[], object]:
-    return lambda: build_sparse(SparseCase.parse(line)).call()
 
 
 def _sage(qk_dtype: str) -> Callable[[], object]:
     from narrowkv.sage import plan_sage
 
     def call() -> object:
-        workload = SageWorkload(q_lens=(256,), k_lens=(1024,), head_dim=128, gqa_ratio=1)
+        workload = SageCase.small(q_lens=(256,), k_lens=(1024,), head_dim=128, gqa_ratio=1)
         q, k, v, starts_q, starts_k = workload.build()
         plan = plan_sage(q, k, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, qk_dtype=qk_dtype)
         return plan.attend(q, plan.quantize_kv(k, v))
@@ -198,9 +189,11 @@ def _sage(qk_dtype: str) -> Callable[[], object]:
 
 
 _FNUZ = "fp8_e4m3fnuz"
-_DECODE = "lens=1024,kv_heads=1,ratio=12,head_dim=128,split=none,clean=1"
-_PREFILL: dict[str, Any] = {"q_lens": "256", "lens": "1024", "kv_heads": 1, "ratio": 4, "clean": True}
-_TOKENS = "+".join(["512"] * 320)  # so many that none is split
+_DECODE: dict[str, Any] = {"lens": (1024,), "num_kv_heads": 1, "split": "none"}
+_PREFILL: dict[str, Any] = {
+    "q_lens": (256,), "lens": (1024,), "num_kv_heads": 1, "gqa_ratio": 4, "clean": True,
+}  # fmt: skip
+_SPARSE: dict[str, Any] = {"num_qo_heads": 64, "prefix_lens": (512,) * 320}  # so many that none is split
 # Share of the loaded bytes that come from HBM: every sequence has its own keys, which the query tiles of a
 # prefill read one after another from L2; the tokens of a sparse call read many of the same rows.
 _OWN, _SHARED, _SOME = 1.0, 0.1, 0.5
@@ -225,18 +218,22 @@ def families(target: str) -> dict[str, Family]:
     """One call for every family of kernels, small enough to trace, whose loop has many passes."""
     fp8 = "fp8_e4m3fnuz" if target == "gfx942" else "fp8_e4m3fn"
     found = {
-        "decode, E4M3FN": Family(_decode(_DECODE), _OWN),
-        "decode, E4M3FNUZ": Family(_decode(_DECODE.replace("clean=1", f"k={_FNUZ},v={_FNUZ}")), _OWN),
-        "decode, bf16": Family(_decode(_DECODE.replace("clean=1", "k=bf16,v=bf16")), _OWN),
-        "dense prefill": Family(_prefill(kernel="dense", **_PREFILL), _SHARED),
-        "fused prefill": Family(_prefill(kernel="fused", **_PREFILL), _SHARED),
-        "prefill, FP8 queries": Family(_prefill(kernel="fused", q=fp8, format=fp8, **_PREFILL), _SHARED),
-        "append": Family(_prefill(operation="append", kernel="paged", **_PREFILL), _SHARED),
+        "decode, E4M3FN": Family(_call(DecodeCase(clean=True, **_DECODE)), _OWN),
+        "decode, E4M3FNUZ": Family(_call(DecodeCase(format=_FNUZ, **_DECODE)), _OWN),
+        "decode, bf16": Family(_call(DecodeCase(format="bf16", **_DECODE)), _OWN),
+        "dense prefill": Family(_call(PrefillCase(kernel="dense", **_PREFILL)), _SHARED),
+        "fused prefill": Family(_call(PrefillCase(kernel="fused", **_PREFILL)), _SHARED),
+        "prefill, FP8 queries": Family(
+            _call(PrefillCase(kernel="fused", q_dtype=QUERIES[fp8], format=fp8, **_PREFILL)), _SHARED
+        ),
+        "append": Family(_call(PrefillCase(operation="append", kernel="paged", **_PREFILL)), _SHARED),
         "append to the cache": Family(_cache_append, _OWN),
-        "sparse, fused": Family(_sparse(f"heads=64,lens={_TOKENS}"), _SOME),
-        "sparse, 16-bit rows": Family(_sparse(f"mode=wide,layout=bf16,heads=64,lens={_TOKENS}"), _SOME),
-        "sparse, FP8 query": Family(_sparse(f"heads=64,q=fp8,lens={_TOKENS}"), _SOME),
-        "sparse decode": Family(_sparse("mode=decode,heads=64,lens=512+512"), _SOME),
+        "sparse, fused": Family(_call(SparseCase(**_SPARSE)), _SOME),
+        "sparse, 16-bit rows": Family(_call(SparseCase(mode="wide", layout="bf16", **_SPARSE)), _SOME),
+        "sparse, FP8 query": Family(_call(SparseCase(q="fp8", **_SPARSE)), _SOME),
+        "sparse decode": Family(
+            _call(SparseCase(mode="decode", num_qo_heads=64, prefix_lens=(512, 512))), _SOME
+        ),
         "Sage, int8": Family(_sage("int8"), _SHARED),
         "Sage, FP8": Family(_sage("fp8"), _SHARED),
     }
@@ -284,18 +281,12 @@ def parse_case(text: str) -> Family:
     """A call by its operation and case: ``decode:lens=4096,ratio=12``.
 
     Raises:
-        UsageError: the operation is none of decode, prefill and sparse.
-        ValueError: the case is not of the form that `validate` prints.
+        UsageError: the operation is none of decode, prefill and sparse, or the case is none of its.
     """
     operation, _, line = text.partition(":")
-    if operation == "decode":
-        return Family(_decode(line), None)
-    if operation == "prefill":
-        case = PrefillCase.parse(line)
-        return Family(lambda: build_prefill(case).call(), None)
-    if operation == "sparse":
-        return Family(_sparse(line), None)
-    raise UsageError(f"--case must begin with decode:, prefill: or sparse:, got {text!r}")
+    if operation not in KINDS:
+        raise UsageError(f"--case must begin with decode:, prefill: or sparse:, got {text!r}")
+    return Family(_call(KINDS[operation].parse(line)), None)
 
 
 def model_families(target: str, chosen: Mapping[str, Family]) -> list[tuple[str, list[Modelled]]]:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_decode
+from narrowkv.attn_decode.cases import DecodeInputs
 from narrowkv.cli.backends import OURS, PEERS, Backend, NotAnsweringError
 from narrowkv.cli.bench.baseline import Change, changes, load_baseline, regressions
 from narrowkv.cli.bench.ceilings import Ceilings
 from narrowkv.cli.bench.reporter import BenchRow, BenchRun, Columns, judged, time_checked, timed
 from narrowkv.cli.bench.timing import GraphTimer, Timing
 from narrowkv.cli.bench.workload import DecodeShape, Storage
-from narrowkv.cli.cases import DecodeInputs
 from narrowkv.cli.contracts import BOUND_16_BIT_QUERY, DECODE, Contract
 from narrowkv.cli.places import find_place
 from narrowkv.cli.report import ExitCode, Report, UsageError
@@ -153,7 +153,7 @@ def _peer(
     timer: GraphTimer,
 ) -> Row:
     formats = shape.cache_format
-    contract = Contract(DECODE, shape.q, formats.k, formats.v, shape.page_size, False, BOUND_16_BIT_QUERY)
+    contract = Contract(DECODE, shape.q, formats.k, formats.v, shape.page_size, BOUND_16_BIT_QUERY)
     try:
         prepared = backend.prepare(contract, inputs)
         return _row(shape, backend.name, ceilings, *time_call(prepared, check, timer))

@@ -15,24 +15,21 @@ import torch
 
 from narrowkv.attn_decode import paged_decode, plan_decode
 from narrowkv.attn_prefill import plan_append, plan_prefill
+from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.cdna_emulator import EmulatorError
 from narrowkv.cli.bench.workload import DecodeShape, Storage
 from narrowkv.cli.environment import versions
 from narrowkv.cli.modelled import ModelExecutor, Scale, main_kernel, waits
 from narrowkv.cli.prefill.bench import PrefillShape
-from narrowkv.cli.prefill.cases import PrefillCase
-from narrowkv.cli.prefill.cases import build as build_prefill
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, number
 from narrowkv.cli.sage.bench import SageShape
-from narrowkv.cli.sage.cases import SageCase
-from narrowkv.cli.sage.cases import build as build_sage
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.sparse.bench import SparseShape
-from narrowkv.cli.sparse.cases import SparseCase
-from narrowkv.cli.sparse.cases import build as build_sparse
 from narrowkv.cli.workers import run_all
 from narrowkv.paged_cache import PageTable
 from narrowkv.runtime.launch import executing
+from narrowkv.sage.cases import SageCase
+from narrowkv.sparse_fp8.cases import SparseCase
 from narrowkv.testing.codegen import amd_backend_missing
 
 Trace = Callable[[ModelExecutor], object]
@@ -125,15 +122,15 @@ def prefill_calls(shape: PrefillShape) -> list[Call]:
         middle = shape.length - shape.new / 2
         prefix = max(int(min(middle, _KEYS * splits)) - new // 2, 0)
         case = PrefillCase(
-            operation=operation, q_lens=str(new), lens=str(prefix + new), kv_heads=1, ratio=shape.ratio,
-            head_dim=shape.head_dim, page_size=shape.page_size, format=shape.format, splits=splits,
-            clean=True,
+            operation=operation, q_lens=(new,), lens=(prefix + new,), num_kv_heads=1, gqa_ratio=shape.ratio,
+            head_dim=shape.head_dim, page_size=shape.page_size, format=size.cache_format,
+            scale_group=size.scale_group or None, num_splits=splits, clean=True,
         )  # fmt: skip
         executor.scale = Scale(
             workgroups=shape.num_kv_heads * shape.new / new, passes=middle / (prefix + new / 2),
             keys=shape.num_kv_heads * shape.length / (prefix + new),
         )  # fmt: skip
-        return build_prefill(case).call()
+        return case.inputs().call()
 
     names = {"prefill": "batch_prefill", "append": "prefill_append"}
     return [
@@ -145,19 +142,17 @@ def prefill_calls(shape: PrefillShape) -> list[Call]:
 
 def sparse_calls(shape: SparseShape, mode: str) -> list[Call]:
     """Sparse prefill over some tokens and rows."""
-    ways = {
+    ways: dict[str, dict[str, Any]] = {
         "bf16": {"mode": "wide", "layout": "bf16"}, "prepass": {"mode": "prepass"}, "fused": {},
         "fused-fp8q": {"q": "fp8"},
     }  # fmt: skip
     tokens, rows = min(shape.tokens, _SPARSE_TOKENS), min(shape.topk, _KEYS)
 
     def trace(executor: ModelExecutor) -> object:
-        lens = "+".join([str(rows)] * tokens)
-        case = SparseCase(**{"heads": shape.heads, "lens": lens, **ways[mode]})  # type: ignore[arg-type]
-        call = build_sparse(case)
+        case = SparseCase(num_qo_heads=shape.heads, prefix_lens=(rows,) * tokens, **ways[mode])
         more = shape.tokens / tokens
         executor.scale = Scale(workgroups=more, passes=shape.topk / rows, keys=more * shape.topk / rows)
-        return call.call()
+        return case.inputs().call()
 
     return [Call(mode, shape, 0.5, trace)]
 
@@ -171,9 +166,11 @@ def sage_calls(shape: SageShape, qk: str, granularity: str) -> list[Call]:
         heads = shape.batch * shape.heads
         executor.scale = Scale(workgroups=heads * more, passes=more, keys=heads * more)
         causal = "bottom_right" if shape.causal else ""
-        return build_sage(
-            SageCase(qk, granularity, causal=causal, tokens=tokens, head_dim=shape.head_dim)
-        ).call()
+        case = SageCase(
+            qk_dtype=qk, granularity=granularity, causal=causal, q_lens=(tokens,), k_lens=(tokens,),
+            head_dim=shape.head_dim,
+        )  # fmt: skip
+        return case.inputs().call()
 
     return [Call(f"{qk}, {granularity}", shape, 0.1, trace)]
 

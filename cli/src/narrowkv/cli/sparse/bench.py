@@ -14,7 +14,6 @@ from narrowkv.cli.bench.ceilings import Ceilings
 from narrowkv.cli.bench.reporter import BenchRow, BenchRun, Columns, judged, ratio, time_checked, timed
 from narrowkv.cli.bench.timing import GraphTimer
 from narrowkv.cli.report import ExitCode, Report
-from narrowkv.cli.sparse.cases import BOUND_16_BIT_QUERY, BOUND_FP8_QK
 from narrowkv.quant.accuracy import compare
 from narrowkv.sparse_fp8 import (
     DSV4Rows,
@@ -23,6 +22,7 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_fp8,
     sparse_prefill_reference,
 )
+from narrowkv.sparse_fp8.cases import BOUND_16_BIT_QUERY, BOUND_FP8_QK
 
 HEAD_DIM = 512
 _PAGE_SIZE = 64
