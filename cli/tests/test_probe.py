@@ -190,7 +190,7 @@ def test_two_processes_give_what_one_gives() -> None:
         probe.Task(FP8, contract_set.shape, "cpu"),
         probe.Task(FP8, contract_set.shape, target="gfx950"),
     ]
-    from narrowkv.cli.workers import in_processes
+    from narrowkv.testing.processes import in_processes
 
     found = dict(in_processes(probe.run_task, tasks, jobs=2))
     (row,) = own(one).values()
@@ -339,8 +339,8 @@ def test_several_places_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU under the name of a GPU, with a timer that makes up its times."""
-    from narrowkv.cli.bench.timing import Timing
     from narrowkv.cli.places import Place
+    from narrowkv.testing.bench.timing import Timing
 
     class Timer:
         def measure(self, call: Any) -> Timing:

@@ -15,7 +15,7 @@ from narrowkv.attn_decode.cases import QUERIES, DecodeCase, DecodeInputs
 from narrowkv.cdna_emulator import EmulatorError, Loop
 from narrowkv.cli.cases import parse_format
 from narrowkv.cli.environment import versions
-from narrowkv.cli.modelled import Family, model_families, show_model
+from narrowkv.cli.modelled import model_families, show_model
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError, number
 from narrowkv.cli.sheet import Sheet, filled, keys, numbers
 from narrowkv.cli.shipped_code import Task, finish_with_kernels
@@ -25,6 +25,7 @@ from narrowkv.runtime.launch.artifact import CompiledArtifact, InstructionMix
 from narrowkv.runtime.targets import Target, get_target
 from narrowkv.testing.codegen import KernelCode, amd_backend_missing, compile_call
 from narrowkv.testing.emulation import EmulateExecutor, Run
+from narrowkv.testing.families import Family
 from narrowkv.testing.roofline import Roofline, roofline
 from narrowkv.testing.samples import a_few
 

@@ -27,7 +27,6 @@ from narrowkv.cli.answers import (
     Sample,
 )
 from narrowkv.cli.backends import OURS, PEERS, Backend, NotAnsweringError, peer_version
-from narrowkv.cli.bench.timing import GraphTimer
 from narrowkv.cli.contracts import DECODE, Contract, ContractSet
 from narrowkv.cli.environment import versions
 from narrowkv.cli.inspection import models, tile_bytes
@@ -40,6 +39,7 @@ from narrowkv.cli.workers import run_all
 from narrowkv.quant.accuracy import compare
 from narrowkv.runtime.launch import executing
 from narrowkv.runtime.targets import get_target
+from narrowkv.testing.bench.timing import GraphTimer
 from narrowkv.testing.codegen import KernelCode, amd_backend_missing, compile_call
 from narrowkv.testing.emulation import EmulateExecutor, Run
 from narrowkv.testing.samples import sample

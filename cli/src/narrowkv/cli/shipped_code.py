@@ -10,7 +10,7 @@ from typing import Any
 
 from narrowkv.attn_prefill import cases as prefill
 from narrowkv.cli.environment import versions
-from narrowkv.cli.modelled import Family, model_families, show_model
+from narrowkv.cli.modelled import model_families, show_model
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
@@ -19,6 +19,7 @@ from narrowkv.runtime.launch import compile_for
 from narrowkv.sage import cases as sage
 from narrowkv.sparse_fp8 import cases as sparse
 from narrowkv.testing.codegen import KernelCode, amd_backend_missing, compile_call, main_kernel
+from narrowkv.testing.families import Family
 
 Modelled = Callable[[str], Mapping[str, Family]] | None
 """Calls to show under the timing model, for a target's name."""

@@ -12,11 +12,12 @@ from narrowkv.attn_decode.cases import LSE_BOUND
 from narrowkv.cli.cases import DECODE, Kind
 from narrowkv.cli.environment import versions
 from narrowkv.cli.places import Place, find_place, find_places
-from narrowkv.cli.report import ExitCode, Report, jsonable
+from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.sheet import Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 from narrowkv.runtime.cases import Case
 from narrowkv.testing.checking import CaseResult, run_case
+from narrowkv.testing.records import jsonable
 
 _WORST_SHOWN = 5
 _FAILURES_SHOWN = 20

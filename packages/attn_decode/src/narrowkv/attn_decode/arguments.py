@@ -107,6 +107,7 @@ class BoundTable(NamedTuple):
         steps: strides of ids, row and lens, as `TableSteps` has them.
         batch: sequences.
         spans: addresses that the tensors take.
+        ranges: keys that each query token attends to, or None.
         number: the same for all tables that ask for the same kernels and pass the same checks.
     """
 
@@ -118,6 +119,7 @@ class BoundTable(NamedTuple):
     steps: tuple[int | None, int | None, int | None]
     batch: int
     spans: list[tuple[int, int]]
+    ranges: torch.Tensor | None
     number: int
 
 
@@ -144,10 +146,12 @@ def bind_table(table: PageTable) -> BoundTable:
         table.kind, table.page_size, table.before_append, steps, ids.device, ids.dtype, lens.dtype,
         lens.shape, lens.device, ids.shape[-1] == 0,
         None if indptr is None else (indptr.dtype, indptr.device),
+        None if table.key_ranges is None else table.key_ranges.shape,
     )  # fmt: skip
     bound = BoundTable(
         ids, ids.stride(0) if indptr is None else indptr, lens, num_ids, ids.shape[-1], steps, lens.shape[0],
-        spans_of(ids, lens, indptr), _numbers.setdefault(signature, len(_numbers)),
+        spans_of(ids, lens, indptr, table.key_ranges), table.key_ranges,
+        _numbers.setdefault(signature, len(_numbers)),
     )  # fmt: skip
     return BOUND_TABLES.keep(table, bound)
 

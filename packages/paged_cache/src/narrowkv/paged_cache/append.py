@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowkv.paged_cache.cache import PagedKVCache, layout_hint
+from narrowkv.paged_cache.cache import PagedKVCache
+from narrowkv.paged_cache.checks import layout_hint
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, SCALE_GROUP
 from narrowkv.paged_cache.kernels.append import DescalePointers, NewTokens, RopePointers, _append_kernel
 from narrowkv.paged_cache.kernels.pages import KVPointers

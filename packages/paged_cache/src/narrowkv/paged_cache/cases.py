@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from narrowkv.paged_cache.append import Rope
-from narrowkv.paged_cache.cache import CacheFormat, PagedKVCache
+from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.paged_cache.descales import GRANULARITIES
+from narrowkv.paged_cache.formats import CacheFormat
 from narrowkv.paged_cache.page_table import PageTable
 from narrowkv.quant.e8m0 import E8M0_NAN
 from narrowkv.quant.formats import Format, get_format

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from narrowkv.quant.e8m0 import e8m0_decode
@@ -12,6 +14,35 @@ GRANULARITIES = ("tensor", "head", "sequence_head", "page_head", "token_head", "
 PER_TOKEN_GRANULARITIES = ("token_head", "token_head_group")
 PER_PAGE_GRANULARITIES = ("page_head", *PER_TOKEN_GRANULARITIES)
 SCALE_GROUP = 32  # channels per E8M0 scale of the finer FP4 recipe, which is OCP MX's group
+
+
+class CacheSide(NamedTuple):
+    """K or V of a cache.
+
+    Attributes:
+        name: "k" or "v".
+        stored: the storage tensor, in the cache's layout.
+        format: its storage format.
+        descale: what stored numbers are multiplied by.
+        granularity: what the axes of a descale tensor are.
+    """
+
+    name: str
+    stored: torch.Tensor
+    format: str
+    descale: float | torch.Tensor
+    granularity: str
+
+    @property
+    def is_key(self) -> bool:
+        """Whether this is K."""
+        return self.name == "k"
+
+    def descale_of(self, pages: slice | torch.Tensor) -> float | torch.Tensor:
+        """The descale of some pages; all pages share it unless its granularity has an axis of pages."""
+        if isinstance(self.descale, torch.Tensor) and self.granularity in PER_PAGE_GRANULARITIES:
+            return self.descale[pages]
+        return self.descale
 
 
 def page_factor(descale: float | torch.Tensor, kind: str) -> float | torch.Tensor:
@@ -27,6 +58,22 @@ def page_factor(descale: float | torch.Tensor, kind: str) -> float | torch.Tenso
     if descale.dtype == torch.uint8:
         return e8m0_decode(descale)[..., None]
     return descale[:, None, :, None] if kind == "page_head" else descale[..., None]
+
+
+def descale_or_one(name: str, descale: float | torch.Tensor | None, format_name: str) -> float | torch.Tensor:
+    """The descale, or 1.0 for a 16-bit side that has none.
+
+    Raises:
+        ValueError: a narrow format without a descale.
+    """
+    if descale is not None:
+        return descale
+    if get_format(format_name).kind != "float":
+        raise ValueError(
+            f"{name} must be given for {format_name}: what the stored numbers are to be multiplied by, as "
+            "their writer chose it (1.0 for numbers that were cast as they are)"
+        )
+    return 1.0
 
 
 def check_descale(

@@ -1,8 +1,8 @@
 """Device time of a call: a captured graph, replayed with a cold L2 between two events.
 
-Each sample first reads a buffer larger than any L2, so that neither the call's data nor dirty lines of an
-earlier write are left there: write-backs of a flush that writes would be charged to the call. Events then
-bracket one replay of a graph that holds exactly one call; host time is no part of it.
+Each sample first reads a buffer larger than any L2. Afterwards L2 holds neither the call's data nor modified
+lines, whose write-back would be counted as time of the call; a flush that writes would leave such lines. Two
+events then enclose one replay of a graph that holds exactly one call, so host time does not count.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+
+__all__ = ["FLUSH_BYTES", "GraphTimer", "Timing"]
 
 FLUSH_BYTES = 256 * 2**20
 _WARM_UP_SECONDS = 0.02
@@ -22,9 +25,9 @@ class Timing:
     """Device times of one call, in microseconds.
 
     Attributes:
-        median_us: the middle sample.
-        p10_us, p90_us: a tenth of the samples are below, above.
-        samples: how many there are.
+        median_us: the median of the samples.
+        p10_us, p90_us: the 10th and 90th percentile.
+        samples: number of samples.
     """
 
     median_us: float
@@ -34,23 +37,15 @@ class Timing:
 
     @classmethod
     def of(cls, samples_us: Sequence[float]) -> Timing:
-        """Summarises samples, interpolating between neighbours.
+        """Summarises samples; percentiles are interpolated linearly.
 
         Raises:
-            ValueError: there are none.
+            ValueError: `samples_us` is empty.
         """
         if not samples_us:
             raise ValueError("samples_us must hold at least one sample, got none")
-        ordered = sorted(samples_us)
-        median, p10, p90 = (_quantile(ordered, share) for share in (0.5, 0.1, 0.9))
-        return cls(median, p10, p90, len(ordered))
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+        median, p10, p90 = np.quantile(samples_us, (0.5, 0.1, 0.9)).tolist()
+        return cls(median, p10, p90, len(samples_us))
 
 
 def _event() -> torch.cuda.Event:
@@ -61,8 +56,8 @@ class GraphTimer:
     """Times calls on the current GPU.
 
     Args:
-        samples: the most samples of a call.
-        seconds: stop sampling a call after this much device time, but not before ten samples.
+        samples: largest number of samples of a call.
+        seconds: device time after which no further sample of a call is taken; at least ten are.
     """
 
     def __init__(self, samples: int = 50, seconds: float = 0.5) -> None:
@@ -72,11 +67,11 @@ class GraphTimer:
         self._sink = torch.zeros((), dtype=torch.float32, device="cuda")
 
     def flush(self) -> None:
-        """Fills the L2 with clean lines that nobody wants."""
+        """Fills L2 with unmodified lines of a buffer that no call uses."""
         torch.sum(self._flush, dim=0, out=self._sink)
 
     def wait(self) -> None:
-        """Until the GPU has done all that was asked."""
+        """Waits until the GPU has finished."""
         torch.cuda.synchronize()
 
     def capture(self, call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -104,7 +99,7 @@ class GraphTimer:
         return float(begin.elapsed_time(end)) * 1e3
 
     def warm_up(self, graph: torch.cuda.CUDAGraph) -> None:
-        """A few replays that do not count; one where it is long."""
+        """Replays the graph three times without counting, or once if one replay is long."""
         for _ in range(3):
             if self.sample(graph) * 1e-6 > _WARM_UP_SECONDS:
                 break

@@ -1,4 +1,4 @@
-"""Comparing a run with an earlier one. Ratios to the floor travel between runs; absolute times do not."""
+"""Compares a run with an earlier one by ratios to the floor, which depend less on the run than times do."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowkv.cli.report import SCHEMA_VERSION, UsageError
+from narrowkv.testing.records import SCHEMA_VERSION
 
 KEYS = ("backend", "batch", "context", "page_size", "num_kv_heads", "ratio", "head_dim", "q", "format")
 _FIGURE = "ratio_to_floor"
 
 
 def baseline_file(folder: Path, device: str) -> Path:
-    """Where a device's baseline is kept: its name in lower case, joined by dashes."""
+    """The file of a device's baseline: its name in lower case, joined by dashes."""
     return folder / ("-".join(re.findall(r"[a-z0-9]+", device.lower())) + ".json")
 
 
@@ -25,7 +25,7 @@ class Change:
     """One row that both runs have.
 
     Attributes:
-        row: what it is, by `KEYS`.
+        row: the row's values of `KEYS`.
         before, now: time over the floor.
     """
 
@@ -35,46 +35,38 @@ class Change:
 
     @property
     def by(self) -> float:
-        """How much slower it became; 0.05 is five per cent."""
+        """By which share the row became slower; 0.05 is five per cent."""
         return self.now / self.before - 1.0
 
 
 def load_baseline(path: Path) -> dict[str, Any]:
-    """An earlier run's document.
+    """The document of an earlier run of `narrowkv bench decode`.
 
     Raises:
-        UsageError: the file cannot be read, is no JSON, or is no document of a bench.
+        OSError: the file cannot be read.
+        ValueError: it is not such a document; the message says what is wrong.
     """
     try:
-        document = json.loads(path.read_text())
-    except OSError as error:
-        raise UsageError(
-            f"--against must be a readable file, got {path}: {error.strerror or error}"
-        ) from None
+        document: Any = json.loads(path.read_text())
     except ValueError as error:
-        raise UsageError(
-            f"--against must be a JSON document of `narrowkv bench`, got {path}: {error}"
-        ) from None
-    if (
-        not isinstance(document, dict)
-        or document.get("command") != "bench"
-        or not isinstance(document.get("rows"), list)
-    ):
-        raise UsageError(f"--against must be a document of `narrowkv bench` with rows, got {path}")
+        raise ValueError(f"{path} must be a JSON document of `narrowkv bench`: {error}") from None
+    rows = document.get("rows") if isinstance(document, dict) else None
+    if rows is None or document.get("command") != "bench" or not isinstance(rows, list):
+        raise ValueError(f"{path} must be a document of `narrowkv bench` with rows")
     if document.get("schema_version") != SCHEMA_VERSION:
         version = document.get("schema_version")
-        raise UsageError(f"--against must have schema_version {SCHEMA_VERSION}, got {version!r} in {path}")
-    for row in document["rows"]:
+        raise ValueError(f"{path} must have schema_version {SCHEMA_VERSION}, got {version!r}")
+    for row in rows:
         figure = row.get(_FIGURE) if isinstance(row, dict) else None
         if not isinstance(row, dict) or any(key not in row for key in KEYS):
-            raise UsageError(f"--against has a row without {', '.join(KEYS)}: {path}")
+            raise ValueError(f"{path} must have rows with {', '.join(KEYS)}")
         if figure is not None and not (isinstance(figure, int | float) and figure > 0):
-            raise UsageError(f"--against has a row whose {_FIGURE} is {figure!r}: {path}")
-    return document
+            raise ValueError(f"{path} must have rows whose {_FIGURE} is positive, got {figure!r}")
+    return dict(document)
 
 
 def changes(baseline: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Change]:
-    """Every row that both runs measured."""
+    """Compares every row that both runs measured."""
 
     def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(row[name] for name in KEYS)
@@ -88,5 +80,5 @@ def changes(baseline: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> l
 
 
 def regressions(found: Sequence[Change], threshold: float) -> list[Change]:
-    """Those that became slower by more than `threshold`, worst first."""
+    """The changes that are slower by more than `threshold`, worst first."""
     return sorted((c for c in found if c.by > threshold), key=lambda c: c.by, reverse=True)

@@ -1,4 +1,4 @@
-"""What this GPU can do, measured in the run that uses it: copy, read, bf16 matrix product."""
+"""The rates of this GPU, measured in the run that uses them: copy, read, bf16 matrix product."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from functools import partial
 
 import torch
 
-from narrowkv.cli.bench.kernels import _read_kernel
-from narrowkv.cli.bench.timing import GraphTimer, Timing
 from narrowkv.runtime.launch import LaunchOptions, launch
+from narrowkv.testing.bench.kernels import _read_kernel
+from narrowkv.testing.bench.timing import GraphTimer, Timing
+
+__all__ = ["Ceilings", "measure_ceilings", "read_ceiling"]
 
 _COPY_BYTES = 2**30
 _READ_BYTES = 2**31
@@ -33,7 +35,7 @@ class Ceilings:
     bf16_flops_per_s: float
 
     def floor_us(self, bytes_touched: float, flops: float) -> float:
-        """The least time that touching these bytes once and doing these flops can take."""
+        """Lower bound, in microseconds, of a call that touches these bytes once and does these flops."""
         return 1e6 * max(bytes_touched / self.read_bytes_per_s, flops / self.bf16_flops_per_s)
 
     def __str__(self) -> str:
@@ -46,7 +48,7 @@ def _rate(amount: float, timing: Timing) -> float:
 
 
 def read_ceiling(timer: GraphTimer) -> float:
-    """Bytes a second of the fastest large read."""
+    """Bytes per second of the fastest large read."""
     x = torch.ones(_READ_BYTES // 4, dtype=torch.int32, device="cuda")
     sink = torch.zeros((), device="cuda")
     floats = x.view(torch.float32)
@@ -66,14 +68,14 @@ def read_ceiling(timer: GraphTimer) -> float:
         )
 
     by_kernel = timer.measure(read)
-    # Ones summed in int32: every element was read.
+    # The sum of ones in int32 shows that every element was read.
     if int(out.sum()) != x.numel():
         raise RuntimeError(f"the reading kernel saw {int(out.sum())} of {x.numel()} elements")
     return max(_rate(_READ_BYTES, by_torch), _rate(_READ_BYTES, by_kernel))
 
 
 def measure_ceilings(timer: GraphTimer) -> Ceilings:
-    """All three; takes about a second of device time and 2 GiB of memory at a time."""
+    """Measures all three; takes about a second of device time and at most 2 GiB of memory at a time."""
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device="cuda")
     copied = torch.empty_like(source)
     copy = _rate(2 * _COPY_BYTES, timer.measure(partial(copied.copy_, source)))

@@ -1,7 +1,7 @@
-"""`narrowkv bench host`: Python time of a call, beside torch's own, and the kernels that random shapes reach.
+"""Host time of each operation's call beside torch's own calls, and how many kernels random shapes need.
 
-On a GPU calls are launched and only the time until they return counts. Without one, launches do nothing:
-what is left is the Python that a call costs before the launch.
+On a GPU the launches happen, and the time until a call returns counts. Without one, launches do nothing, and
+what is measured is the Python code before the launch.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,16 +21,14 @@ from narrowkv.attn_decode import paged_decode, plan_decode
 from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
 from narrowkv.attn_prefill.cases import PrefillCase
-from narrowkv.cli.report import ExitCode, Report, number
 from narrowkv.paged_cache import append
 from narrowkv.runtime.launch import LaunchOptions, RecordExecutor, executing
-from narrowkv.runtime.targets import Target, device_target, get_target
+from narrowkv.runtime.targets import Target
 from narrowkv.sage import plan_sage, sage_attention
 from narrowkv.sparse_fp8 import plan_sparse, sparse_decode, sparse_prefill_fp8
 from narrowkv.sparse_fp8.cases import SparseCase
 
-_CALLS = 50  # between two waits for the device: fewer than a stream's queue holds
-_WITHOUT_A_GPU = "gfx942"
+_CALLS = 50  # between two waits for the device; a stream's queue holds more
 
 
 class NullExecutor:
@@ -58,7 +56,7 @@ class HostRow:
         operation: its name.
         planned: whether a plan was given.
         host_us: median microseconds of the calling thread's CPU time until the call returns.
-        ratio_to_add: the same in calls of `torch.add_`.
+        ratio_to_add: `host_us` over that of `torch.add_`.
     """
 
     operation: str
@@ -72,9 +70,9 @@ def _nothing_to_wait_for() -> None:
 
 
 def host_us(call: Callable[[], object], samples: int, wait: Callable[[], None]) -> float:
-    """Median microseconds of the calling thread's CPU time until a call returns, on a busy machine, too.
+    """Median microseconds of the calling thread's CPU time until a call returns.
 
-    The device is waited for in between.
+    CPU time is the same on a busy machine. `wait` waits for the device between samples.
     """
     for _ in range(3):
         call()
@@ -90,7 +88,7 @@ def host_us(call: Callable[[], object], samples: int, wait: Callable[[], None]) 
 
 
 def calls(device: str) -> Iterator[tuple[str, bool, Callable[[], object]]]:
-    """Every operation on small tensors, planned and not: name, whether planned, the call."""
+    """Every operation on small tensors: name, whether a plan is given, the call."""
     sizes: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 128, "clean": True}
     q, cache, table = DecodeCase.small(lens=(70, 5, 130), gqa_ratio=12, **sizes).build(device)
     out = torch.empty_like(q)
@@ -142,7 +140,7 @@ def calls(device: str) -> Iterator[tuple[str, bool, Callable[[], object]]]:
 
 
 def torch_calls(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What the others are compared with."""
+    """Calls of torch to compare with."""
     x = torch.zeros(1024, device=device)
     yield "torch.add_", lambda: x.add_(1.0)
     q = torch.zeros(1, 8, 1, 64, device=device, dtype=torch.bfloat16)
@@ -163,7 +161,7 @@ def measure_calls(
 
 
 def kernels_of_random_calls(target: Target, device: str, count: int, seed: int = 0) -> dict[str, int]:
-    """How many specialisations random calls of one model reach, with lognormal lengths; none is compiled."""
+    """How many kernels calls of one model with lognormal lengths need, by operation; none is compiled."""
     choose = random.Random(seed)
     heads: dict[str, Any] = {"num_kv_heads": 1, "gqa_ratio": 12, "head_dim": 64, "clean": True}
     found: dict[str, int] = {}
@@ -216,44 +214,6 @@ def workspaces(target: Target, device: str, sizes: Sequence[int], context: int) 
             q = torch.empty(batch, 96, 128, dtype=torch.bfloat16, device=device)
             ids = torch.zeros(batch, context // table.page_size, dtype=torch.int32, device=device)
             lens = torch.ones(batch, dtype=torch.int32, device=device)
-            wide = type(table).from_block_table(ids, lens, page_size=table.page_size)
-            found[batch] = plan_decode(q, cache, wide).workspace_bytes()
+            long = type(table).from_block_table(ids, lens, page_size=table.page_size)
+            found[batch] = plan_decode(q, cache, long).workspace_bytes()
     return found
-
-
-def bench_host(
-    report: Report, *, samples: int, shapes: int, captures: Sequence[int], context: int
-) -> ExitCode:
-    """Measures everything, and shows it."""
-    has_gpu = torch.cuda.is_available()
-    device = "cuda" if has_gpu else "cpu"
-    target = device_target(device) if has_gpu else get_target(_WITHOUT_A_GPU)
-    if not has_gpu:
-        report.say(
-            f"There is no GPU: launches do nothing, and calls take the code path of {target}. "
-            "Times are those of Python before the launch."
-        )
-    rows = measure_calls(device, samples, nullcontext if has_gpu else lambda: executing(NullExecutor(target)))
-    for row in rows:
-        planned = "planned  " if row.planned else "         "
-        report.line(
-            f"{row.operation:20} {planned} {number(row.host_us):>8} us   {number(row.ratio_to_add)} x add_"
-        )
-    kernels = kernels_of_random_calls(target, device, shapes) if shapes else {}
-    for name, count in kernels.items():
-        report.line(f"{name:20} {count} kernels over {shapes} random shapes")
-    sizes = workspaces(target, device, captures, context)
-    if sizes:
-        total, largest = sum(sizes.values()), max(sizes.values())
-        report.line(
-            f"workspace of {len(sizes)} capture sizes at {context} tokens: {largest} bytes shared, "
-            f"{total} apart"
-        )
-    body = {
-        "launches": "on the GPU" if has_gpu else "none",
-        "target": target.name,
-        "rows": [asdict(row) for row in rows],
-        "kernels": {"random_shapes": shapes, **kernels},
-        "workspace_bytes": {str(batch): size for batch, size in sizes.items()},
-    }
-    return report.finish(body, ExitCode.OK)
