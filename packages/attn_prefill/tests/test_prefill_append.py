@@ -18,7 +18,8 @@ from narrowkv.attn_prefill import (
     prefill_append_reference,
 )
 from narrowkv.attn_prefill.cases import PrefillCase, poison_plan
-from narrowkv.attn_prefill.plan import PrefillPlan, can_pipeline
+from narrowkv.attn_prefill.plan import PrefillPlan
+from narrowkv.attn_prefill.planning import can_pipeline
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.paged_cache.cases import copy_cache, differing_bytes
 from narrowkv.runtime.errors import UnsupportedError

@@ -662,7 +662,7 @@ def engines_try(
     report: Report,
     engine: Annotated[
         str,
-        typer.Argument(help="transformers or vllm.", autocompletion=_starting_with("transformers", "vllm")),
+        typer.Argument(help="transformers, vllm or sglang.", autocompletion=_starting_with(*ENGINE_CACHES)),
     ],
     model: Annotated[
         str, typer.Option(help="A small model of real shape.", autocompletion=_starting_with(*TINY_MODELS))

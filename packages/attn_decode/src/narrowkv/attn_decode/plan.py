@@ -10,13 +10,9 @@ import torch
 import triton.language as tl
 
 from narrowkv.attn_decode.arguments import (
-    BOUND_TABLES,
     OUT_DTYPES,
     BoundCache,
-    BoundTable,
     bind_cache,
-    bind_table,
-    meets,
     zeroed_counters,
 )
 from narrowkv.attn_decode.config import SCALED_DOT_DEPTH, DecodeConfig, DecodeShape, choose_config
@@ -30,6 +26,7 @@ from narrowkv.attn_decode.kernels import (
     _paged_decode_kernel,
 )
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_table
 from narrowkv.paged_cache.checks import check_table
 from narrowkv.paged_cache.kernels.pages import TableSteps
 from narrowkv.paged_cache.layouts import span_bytes
@@ -60,6 +57,7 @@ from narrowkv.runtime.launch import (
     executor,
 )
 from narrowkv.runtime.launch.tracing import handle_of
+from narrowkv.runtime.spans import meets
 from narrowkv.runtime.targets import Target
 
 _HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
@@ -246,7 +244,7 @@ class DecodePlan:
         running = executor()
         try:
             signature = (
-                bound.number, table.number, None if running is None else running.target.name,
+                bound.number, table.number, table.batch, None if running is None else running.target.name,
                 type(q), q.shape, q.stride(), q.dtype, q.device, q.requires_grad and torch.is_grad_enabled(),
                 sm_scale, logits_soft_cap, window_left, return_lse, out_dtype,
                 None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.requires_grad),
@@ -396,7 +394,7 @@ class DecodePlan:
         soft_cap = check_finite_float("logits_soft_cap", logits_soft_cap)
         if soft_cap < 0:
             raise ValueError(f"logits_soft_cap must be 0 (off) or positive, got {logits_soft_cap}")
-        check_window("window_left", window_left)
+        window_left = check_window("window_left", window_left)
         if table.ranges is not None and window_left >= 0:
             raise ValueError(
                 f"window_left must be -1 for a page table with key_ranges, got {window_left}: the ranges say "
@@ -760,7 +758,7 @@ def plan_for_call(
     capacity = 1 << max(table.max_pages * page_table.page_size - 1, 0).bit_length()
     running = executor()
     key = (
-        q.shape, q.dtype, q.device, table.number, capacity, kind, batch_invariant,
+        q.shape, q.dtype, q.device, table.number, table.batch, capacity, kind, batch_invariant,
         None if running is None else running.target.name,
     )  # fmt: skip
     plan = _plans.get(key)

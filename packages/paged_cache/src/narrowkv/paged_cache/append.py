@@ -30,6 +30,7 @@ from narrowkv.runtime.errors import (
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import VARIES, BoundLaunch, FixedLaunch, LaunchOptions
 from narrowkv.runtime.launch.tracing import traceable
+from narrowkv.runtime.spans import spans_of
 
 EXPONENT_RULES = ("mse", "floor", "ceil")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -102,16 +103,23 @@ class _Prepared(NamedTuple):
     v_row: int
 
 
-class _BoundRope(NamedTuple):
-    """A rotary embedding as a kernel argument: `kind` is the same for all with the same metadata."""
+class BoundRope(NamedTuple):
+    """A rotary embedding as a kernel argument.
+
+    Attributes:
+        kind: the same for all whose tensors have the same metadata, but for the number of tokens.
+        tokens: how many there are.
+        tensors: cos, sin and positions; spans: addresses that they take.
+    """
 
     kind: int
     tokens: int
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    spans: list[tuple[int, int]]
 
 
 _stores: ByIdentity[Store] = ByIdentity()
-_ropes: ByIdentity[_BoundRope] = ByIdentity()
+BOUND_ROPES: ByIdentity[BoundRope] = ByIdentity()
 _kinds: dict[Any, int] = {}
 _prepared: dict[Any, _Prepared] = {}
 
@@ -315,7 +323,7 @@ def _key(
     k_new: torch.Tensor,
     v_new: torch.Tensor,
     slot_mapping: torch.Tensor,
-    rope: _BoundRope | None,
+    rope: BoundRope | None,
     k_offset: torch.Tensor | None,
     exponent: str,
 ) -> Any:
@@ -342,16 +350,18 @@ def _metadata(x: torch.Tensor) -> tuple[Any, ...]:
     return type(x), x.dtype, x.shape, x.stride(), x.device, x.requires_grad
 
 
-def _bind_rope(rope: Rope) -> _BoundRope:
+def bind_rope(rope: Rope) -> BoundRope:
+    """The rotary embedding as a kernel argument; `BOUND_ROPES` has it from then on."""
     positions = rope.positions
     kind = (
         rope.style, _metadata(rope.cos), _metadata(rope.sin), type(positions), positions.dtype,
         positions.stride(), positions.device,
     )  # fmt: skip
-    bound = _BoundRope(
-        _kinds.setdefault(kind, len(_kinds)), positions.shape[0], (rope.cos, rope.sin, positions)
-    )
-    return _ropes.keep(rope, bound)
+    bound = BoundRope(
+        _kinds.setdefault(kind, len(_kinds)), positions.shape[0], (rope.cos, rope.sin, positions),
+        spans_of(rope.cos, rope.sin, positions),
+    )  # fmt: skip
+    return BOUND_ROPES.keep(rope, bound)
 
 
 @traceable
@@ -399,12 +409,12 @@ def append(
         2.0
     """
     store, key, prepared, met = _stores.get(id(cache)), None, None, True
-    bound_rope = None if rope is None else _ropes.get(id(rope))
+    bound_rope = None if rope is None else BOUND_ROPES.get(id(rope))
     tokens = 0
     if store is not None:
         try:
             if rope is not None and bound_rope is None:
-                bound_rope = _bind_rope(check_instance("rope", rope, Rope))
+                bound_rope = bind_rope(check_instance("rope", rope, Rope))
             key = _key(store, k_new, v_new, slot_mapping, bound_rope, k_offset, exponent)
             prepared = _prepared.get(key)
             if prepared is not None:
@@ -421,7 +431,7 @@ def append(
         check_append(cache, k_new, v_new, slot_mapping, rope, k_offset, exponent, validate)
         store = store_of(cache)
         if rope is not None and bound_rope is None:
-            bound_rope = _bind_rope(rope)
+            bound_rope = bind_rope(rope)
         key = _key(store, k_new, v_new, slot_mapping, bound_rope, k_offset, exponent)
         prepared = _prepared.get(key)
         if prepared is None:
