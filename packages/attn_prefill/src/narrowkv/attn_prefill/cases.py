@@ -13,7 +13,8 @@ import torch
 from narrowkv.attn_decode import cases as decode
 from narrowkv.attn_prefill.api import batch_prefill, prefill_append
 from narrowkv.attn_prefill.config import APPEND_KERNELS, KERNELS
-from narrowkv.attn_prefill.plan import PrefillPlan, plan_append, plan_prefill
+from narrowkv.attn_prefill.plan import PrefillPlan
+from narrowkv.attn_prefill.planning import plan_append, plan_prefill
 from narrowkv.attn_prefill.reference import batch_prefill_reference, prefill_append_reference
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, cases
 from narrowkv.runtime.cases import CaseError, each_alone, named, unknown, word_of
@@ -48,8 +49,7 @@ class PrefillCase(cases.CacheCase):
         gqa_ratio: query heads for each KV head.
         q_dtype: bf16 or fp16, or FP8 for a prefill.
         fp8_compute: option of an append.
-        causal, window_left, window_right, logits_soft_cap, sinks: options; windows of -1 and a cap of 0 are
-            off.
+        causal, window_left, window_right, logits_soft_cap, sinks: options; -1 and 0 are off.
         num_splits: forces how many programs share a tile's keys; 0 leaves it to the plan.
         rope: of an append: "neox", "gptj" or None; rotary_dim: the columns that it rotates.
 
