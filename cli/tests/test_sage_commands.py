@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from narrowkv.cli import contracts
+from narrowkv.cli import validate_sage as accuracy
 from narrowkv.cli.app import app
 from narrowkv.cli.contracts import CONTRACT_SETS, Shape
-from narrowkv.cli.sage import accuracy
 from narrowkv.sage import cases
 from narrowkv.sage.cases import SageCase, shipped, sweep
 

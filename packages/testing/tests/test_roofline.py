@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
-from narrowkv.attn_decode.cases import DecodeCase
+from narrowkv.attn_decode.cases import GLM_GQA12, DecodeCase
 from narrowkv.cdna_emulator import UnknownInstructionError
-from narrowkv.cli.app import app
-from narrowkv.cli.inspection import inspect_case, inspection_case
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch.artifact import InstructionMix
 from narrowkv.runtime.targets import get_target
 from narrowkv.testing import emulation
+from narrowkv.testing.inspection import inspect_case
 from narrowkv.testing.roofline import lds_bytes, mfma_clocks, mfma_flops, roofline, valu_clocks
 
 GFX942, GFX950 = get_target("gfx942"), get_target("gfx950")
@@ -106,17 +104,7 @@ def test_no_loop_and_no_figures_are_refused() -> None:
 
 
 def glm(fmt: str) -> DecodeCase:
-    return inspection_case(
-        batch=4,
-        context=1024,
-        ratio=12,
-        num_kv_heads=8,
-        head_dim=128,
-        page_size=16,
-        cache_format=fmt,
-        q="bf16",
-        kernel="",
-    )
+    return replace(GLM_GQA12, format=fmt)
 
 
 @pytest.mark.parametrize(
@@ -210,22 +198,6 @@ def test_workgroups_without_keys_leave_the_counts_static() -> None:
     assert inspection.counts == "static"
     assert "went through the loop" in inspection.static_reason
     assert inspection.model is not None
-
-
-def test_inspect_says_that_it_is_a_model_and_what_was_counted() -> None:
-    line = ["inspect", "--no-model", "--target", "gfx950", "--context", "64", "--head-dim", "64"]
-    line += ["--num-kv-heads", "1"]
-    result = CliRunner().invoke(app, line)
-    assert result.exit_code == 0, result.output
-    assert "model, not a measurement" in result.stdout
-    assert "a pass of the loop, executed instructions" in result.stdout
-    assert "a whole workgroup, executed instructions" in result.stdout
-    assert "emulated: " in result.stdout
-    document = json.loads(CliRunner().invoke(app, [*line, "--json"]).stdout)
-    (inspection,) = document["inspections"]
-    assert inspection["counts"] == "dynamic"
-    assert inspection["model"]["label"] == inspection["whole_model"]["label"] == "model"
-    assert inspection["emulated"]["workgroups"] > 0
 
 
 def test_inspection_keeps_the_assembly_only_when_asked() -> None:
