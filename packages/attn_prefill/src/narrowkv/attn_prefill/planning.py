@@ -22,8 +22,9 @@ from narrowkv.attn_prefill.memory import key_type, scratch_bytes
 from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan
 from narrowkv.attn_prefill.plan_base import SCRATCH_LIMIT_BYTES
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.paged_cache.append import EXPONENT_RULES, store_of
-from narrowkv.runtime.errors import check_choice, check_instance, check_positive_int
+from narrowkv.paged_cache.append import store_of
+from narrowkv.paged_cache.descales import check_exponent
+from narrowkv.runtime.errors import check_instance, check_positive_int
 from narrowkv.runtime.launch import Workspace, active_target, is_compiled
 from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.runtime.launch.path import executor
@@ -159,7 +160,7 @@ def plan_append(
     """
     shape = _shape_of(q, cache, page_table, cu_seqlens_q, appends=True)
     shape = bounded(shape, max_q_len, max_seq_len, max_kv_tokens)
-    check_choice("exponent", exponent, EXPONENT_RULES)
+    check_exponent(exponent, cache.k_descale, cache.v_descale)
     if validate and page_table is not None and cu_seqlens_q is not None:
         check_values(shape, cache, page_table, cu_seqlens_q)
     plan = _plan(
@@ -241,7 +242,7 @@ def plan_for_call(
             plan = _plan(PrefillPlan, shape, cache, batch_invariant=flag)
         else:
             shape = append_shape(q, cache, page_table, cu_seqlens_q)
-            plan = _plan(AppendPlan, shape, cache, exponent=EXPONENT_RULES[0], fp8_compute=flag)
+            plan = _plan(AppendPlan, shape, cache, exponent="mse", fp8_compute=flag)
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
         _plans[key] = plan

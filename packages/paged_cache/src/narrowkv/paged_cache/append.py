@@ -9,7 +9,7 @@ import torch
 
 from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.paged_cache.checks import layout_hint
-from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, SCALE_GROUP
+from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, SCALE_GROUP, check_exponent
 from narrowkv.paged_cache.kernels.append import DescalePointers, NewTokens, RopePointers, _append_kernel
 from narrowkv.paged_cache.kernels.pages import KVPointers
 from narrowkv.quant.formats import get_format
@@ -32,7 +32,6 @@ from narrowkv.runtime.launch import VARIES, BoundLaunch, FixedLaunch, LaunchOpti
 from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.runtime.spans import spans_of
 
-EXPONENT_RULES = ("mse", "floor", "ceil")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _OPTIONS = LaunchOptions(num_warps=1, num_stages=1, enable_fp_fusion=False)
 _MAX_PREPARED = 256  # launches that are kept; a server needs a few
@@ -209,7 +208,7 @@ def check_new_tokens(
                 f"got {list(new.shape)}{hint}"
             )
         check_last_dim_contiguous(name, new)
-    check_choice("exponent", exponent, EXPONENT_RULES)
+    check_exponent(exponent, cache.k_descale, cache.v_descale)
     check_shape("v_new", v_new, tuple(k_new.shape))
     check_same_device(k=cache.k, k_new=k_new, v_new=v_new)
     check_no_grad(k_new=k_new, v_new=v_new)
@@ -385,7 +384,7 @@ def append(
     Args:
         cache: written in place; bytes of other slots do not change. Static descales (float, `[1]`,
             `[num_kv_heads]`) are applied as they are (stored = saturate(x / descale)); a per token-head
-            descale tensor gets the new tokens' own, and so do the E8M0 scales of FP4.
+            descale tensor gets the new tokens' own, and so do the E8M0 or E4M3 scales of FP4.
         k_new, v_new: `[tokens, num_kv_heads, head_dim]`, bf16, fp16 or fp32, last dimension contiguous, not
             within the cache's own memory.
         slot_mapping: `[tokens]` int32 or int64, any stride, `page * page_size + position in the page`; -1
@@ -394,7 +393,7 @@ def append(
         rope: rotary embedding of K.
         k_offset: `[num_kv_heads, head_dim]` fp32, subtracted from K after RoPE (`narrowkv.quant.transforms`).
         exponent: FP4: how a group's scale is chosen: "mse" (least squared error), "floor" (OCP MX) or "ceil"
-            (nothing saturates); see `narrowkv.quant.e8m0`.
+            (nothing saturates); see `narrowkv.quant.e8m0`. E4M3 scales have "mse" only.
         validate: also check the values of slots (in range, none twice), descales and positions, which waits
             for the device.
 
@@ -528,6 +527,8 @@ def _side_constants(cache: PagedKVCache) -> dict[str, Any]:
         fmt = get_format(name)
         if isinstance(descale, torch.Tensor):
             scaling = "token" if kind in PER_TOKEN_GRANULARITIES else "tensor"
+            if descale.dtype == torch.float8_e4m3fn:
+                scaling = "token_e4m3"
         else:
             scaling = "one" if fmt.kind == "float" and descale == 1.0 else "number"
         constants |= {
@@ -544,5 +545,6 @@ def _descale_pointers(value: float | torch.Tensor, kind: str) -> DescalePointers
     if not isinstance(value, torch.Tensor):
         return DescalePointers(float(value), None, 0, 0, 0)
     if kind in PER_TOKEN_GRANULARITIES:
+        value = value.view(torch.uint8) if value.dtype == torch.float8_e4m3fn else value
         return DescalePointers(1.0, value, value.stride(0), value.stride(1), value.stride(2))
     return DescalePointers(1.0, value, 0, 0, value.stride(0) if kind == "head" else 0)

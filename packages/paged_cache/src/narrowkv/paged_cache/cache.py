@@ -11,9 +11,11 @@ import torch
 from narrowkv.paged_cache.convert import descale_for, largest_per_head, page_chunks, store_pages
 from narrowkv.paged_cache.descales import (
     PER_PAGE_GRANULARITIES,
+    SCALE_FORMATS,
     SCALE_GROUP,
     CacheSide,
     check_descale,
+    check_exponent,
     descale_or_one,
     page_factor,
 )
@@ -31,7 +33,6 @@ from narrowkv.paged_cache.layouts import (
 )
 from narrowkv.quant.e8m0 import E8M0_BIAS
 from narrowkv.quant.formats import check_storage, get_format
-from narrowkv.quant.groups import EXPONENT_RULES
 from narrowkv.quant.rounding import decode
 from narrowkv.runtime.errors import check_choice, check_positive_int, check_same_device, check_tensor
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from narrowkv.paged_cache.page_table import PageTable
 
 _INT32_MAX = 2**31 - 1
+_E4M3_ONE = 0x38
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,10 +63,11 @@ class PagedKVCache:
             x]`, x = 16 / itemsize (AITER). FP4 halves the last axis: uint8, element 2i in the low nibble.
         num_pages, page_size, num_kv_heads, head_dim: sizes of the logical cache.
         k_descale, v_descale: what stored numbers are multiplied by: a float, or an fp32 tensor; for FP4 a
-            uint8 tensor of E8M0 scales.
+            tensor of E8M0 scales (uint8) or E4M3 scales (float8_e4m3fn).
         k_granularity, v_granularity: what a descale tensor's axes are: "tensor" `[1]`, "head" `[H]`,
             "sequence_head" `[batch, H]`, "page_head" `[num_pages, H]`, "token_head" `[num_pages, page_size,
-            H]`, "token_head_group" `[num_pages, page_size, H, head_dim / 32]`. FP4 has one of the last two.
+            H]`, "token_head_group" `[num_pages, page_size, H, head_dim / 32]`. FP4 has one of the last two,
+            with E4M3 scales "token_head".
         negative_zero_free: no FP8 byte is 0x80, nor a NaN code: narrowkv's own finite writes. It allows a
             faster read of OCP bytes on gfx942.
     """
@@ -112,6 +115,7 @@ class PagedKVCache:
         k_descale: float | torch.Tensor = 1.0,
         v_descale: float | torch.Tensor = 1.0,
         scale_group: int | None = None,
+        scale_format: str = "e8m0",
         device: torch.device | str = "cpu",
     ) -> PagedKVCache:
         """A zeroed cache of one's own.
@@ -120,8 +124,10 @@ class PagedKVCache:
             num_pages, page_size, num_kv_heads, head_dim: sizes; any page size >= 1.
             format: a format name or a `CacheFormat` pair.
             layout: one of the layouts above; "concat" allocates one tensor with K|V on the last axis.
-            k_descale, v_descale: static descales for `append`; FP4 sides get E8M0 scales of 1.0 instead.
+            k_descale, v_descale: static descales for `append`; FP4 sides get scales of 1.0 instead.
             scale_group: FP4: channels per E8M0 scale, 32 or None for one scale per position and head.
+            scale_format: FP4: "e8m0" (powers of two), or "e4m3" for one E4M3 scale per position and head,
+                which is the same byte and half the error; see `narrowkv.quant.e4m3`.
             device: where.
 
         Raises:
@@ -152,11 +158,19 @@ class PagedKVCache:
                     f"scale_group must be None, or {SCALE_GROUP} for an fp4_e2m1 cache with head_dim a "
                     f"multiple of it, got {scale_group!r} for {parsed} with head_dim {head_dim}"
                 )
+        check_choice("scale_format", scale_format, SCALE_FORMATS)
+        if scale_format != "e8m0" and (scale_group is not None or not any(fp4)):
+            raise ValueError(
+                f"scale_format {scale_format!r} is for an fp4_e2m1 cache without scale_group, got {parsed} "
+                f"with scale_group {scale_group!r}"
+            )
         scales: tuple[int, ...] = (num_pages, page_size, num_kv_heads)
         if scale_group is not None:
             scales = (*scales, head_dim // scale_group)
+        ones = {"e8m0": E8M0_BIAS, "e4m3": _E4M3_ONE}[scale_format]
+        dtype = torch.uint8 if scale_format == "e8m0" else torch.float8_e4m3fn
         k_descale, v_descale = (
-            torch.full(scales, E8M0_BIAS, dtype=torch.uint8, device=device) if packed else given
+            torch.full(scales, ones, dtype=torch.uint8, device=device).view(dtype) if packed else given
             for packed, given in zip(fp4, (k_descale, v_descale), strict=True)
         )
         if layout == "concat":
@@ -194,7 +208,8 @@ class PagedKVCache:
             format: what the bytes are. Required: it is never guessed.
             layout: see the class.
             k_descale, v_descale: float, or fp32 tensor of a shape that tells its granularity; for FP4 uint8
-                E8M0 scales `[num_pages, page_size, H]` or `[num_pages, page_size, H, head_dim / 32]`.
+                E8M0 scales `[num_pages, page_size, H]` or `[num_pages, page_size, H, head_dim / 32]`, or
+                float8_e4m3fn scales `[num_pages, page_size, H]`, above zero.
                 Required but for 16-bit formats: whoever wrote the bytes knows what they were divided by.
             k_granularity, v_granularity: name it where the shape could mean two things.
             negative_zero_free: the caller vouches that no FP8 byte is 0x80 or a NaN code.
@@ -304,6 +319,7 @@ class PagedKVCache:
         k_descale: float | torch.Tensor | None = None,
         v_descale: float | torch.Tensor | None = None,
         scale_group: int | None = None,
+        scale_format: str = "e8m0",
         exponent: str = "mse",
     ) -> PagedKVCache:
         """A cache of another format, with the same tokens in the same pages; this one does not change.
@@ -319,6 +335,7 @@ class PagedKVCache:
                 format's largest number. Tokens that are appended later share it, so pass calibrated ones if
                 they may be larger, or a tensor `[num_pages, page_size, num_kv_heads]` for one per token.
             scale_group: FP4: channels per E8M0 scale, 32 or None for one scale per position and head.
+            scale_format: FP4: as for `empty`.
             exponent: FP4: how a scale is chosen, as for `append`.
 
         Raises:
@@ -333,7 +350,6 @@ class PagedKVCache:
             (0.2578125, 6.0)
         """
         parsed = CacheFormat.parse(format)
-        check_choice("exponent", exponent, EXPONENT_RULES)
         pages_of_chunks = page_chunks(self.num_pages, self.page_size * self.num_kv_heads * self.head_dim)
         if None in (k_descale, v_descale) and "fp8" in (get_format(parsed.k).kind, get_format(parsed.v).kind):
             largest_k, largest_v = largest_per_head(map(self.dequantized_pages, pages_of_chunks))
@@ -349,8 +365,10 @@ class PagedKVCache:
             k_descale=1.0 if k_descale is None else k_descale,
             v_descale=1.0 if v_descale is None else v_descale,
             scale_group=scale_group,
+            scale_format=scale_format,
             device=self.k.device,
         )
+        check_exponent(exponent, new.k_descale, new.v_descale)
         for pages in pages_of_chunks:
             for x, side in zip(self.dequantized_pages(pages), new.sides(), strict=True):
                 store_pages(x, side, pages, new.layout, exponent)

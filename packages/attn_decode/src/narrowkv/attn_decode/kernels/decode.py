@@ -194,7 +194,12 @@ def _paged_decode_kernel(
                 v_next = load_key_scale(v_descale, page, slot, kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D)
 
         if NATIVE_QK:
-            s = scores_fp4_native(q_terms, k_words, k_scale, Q_TERMS) * logit_scale  # [BLOCK_M, BLOCK_N]
+            if K_DESCALE == "e4m3":
+                # A scale with a mantissa multiplies the scores; the instruction's own is 2**0.
+                ones = tl.full([BLOCK_N, BLOCK_DK // 32], 127, tl.uint8)
+                s = scores_fp4_native(q_terms, k_words, ones, Q_TERMS) * (k_scale * logit_scale)[None, :]
+            else:
+                s = scores_fp4_native(q_terms, k_words, k_scale, Q_TERMS) * logit_scale  # [BLOCK_M, BLOCK_N]
         else:
             k_wide, k_factor = widen_tile(k_words, k_scale, K_FORMAT, K_ROUTE, COMPUTE, K_PARTS, K_DESCALE)
             s = scores(q, q_low, k_wide, SPLIT_Q, K_PARTS)
