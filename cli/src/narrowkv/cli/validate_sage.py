@@ -12,39 +12,10 @@ from narrowkv.cli.places import find_place, find_places
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.sheet import Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
-from narrowkv.quant.accuracy import ErrorReport, compare, max_abs
-from narrowkv.sage.cases import BOUND, LSE_BOUND, SageCase
+from narrowkv.quant.accuracy import ErrorReport
+from narrowkv.sage.cases import BOUND, LSE_BOUND, PUBLISHED, SageCase
+from narrowkv.testing.checking import SageResult, check_sage
 from narrowkv.testing.records import jsonable
-
-PUBLISHED: dict[str, tuple[float, float, float]] = {
-    "per_thread": (0.9945, 0.062, 0.031),
-    "per_block": (0.980, 0.149, 0.074),
-    "per_tensor": (0.972, 0.180, 0.087),
-}
-"""Cosine, relative L1 and RMSE of the published method: INT4 Q and K with both means taken out, on a model's
-own activations. RMSE is in units of that model's output, so it is shown and not compared."""
-
-
-@dataclass(frozen=True)
-class SageResult:
-    """How a case went.
-
-    Attributes:
-        place: where it ran.
-        total: of `o` against attention that quantises nothing; None if the call broke.
-        kernel_l1: relative L1 of `o` against fp32 over the stored numbers.
-        lse_error: largest difference of `lse` from that.
-        passed: kernel error and lse within their bounds and, where there are published figures, no worse.
-        detail: why not.
-    """
-
-    place: str
-    total: ErrorReport | None = None
-    kernel_l1: float = float("nan")
-    lse_error: float = float("nan")
-    passed: bool = False
-    detail: str = ""
-
 
 Found = tuple[SageCase, SageResult]
 
@@ -59,37 +30,14 @@ class Task:
     detect_hazards: bool = False
 
 
-def published(case: SageCase) -> tuple[float, float, float] | None:
-    """The figures that a case answers to, if any."""
-    method = case.qk_dtype == "int4" and case.smooth_k and case.smooth_q and case.data == "offset"
-    return PUBLISHED.get(case.granularity) if method else None
-
-
 def run_task(task: Task) -> SageResult:
     """Runs one case; what goes wrong is its result."""
-    result = SageResult(task.place)
     try:
         place = find_place(task.place, detect_races=task.detect_races, detect_hazards=task.detect_hazards)
-        call = task.case.inputs(place.device)
-        with place.context():
-            o, lse = call.call()
-            expected, expected_lse = call.reference()
-        kernel, total, lse_error = compare(o, expected), compare(o, call.exact()), max_abs(lse, expected_lse)
+        return replace(check_sage(task.case, place.device, place.context), place=task.place)
     except Exception as error:
         lines = str(error).strip().splitlines()
-        return replace(result, detail=f"{type(error).__name__}: {lines[0] if lines else ''}")
-    problems = []
-    if not kernel.passes(relative_l1=BOUND):
-        problems.append(f"kernel error {kernel} (bound {BOUND:g})")
-    if not lse_error <= (bound := call.lse_bound()):
-        problems.append(f"lse differs by {lse_error:.3g} (bound {bound:.3g})")
-    goal = published(task.case)
-    if goal is not None and not total.passes(cosine=goal[0], relative_l1=goal[1]):
-        problems.append(f"{total} is worse than published (cosine {goal[0]}, relative L1 {goal[1]})")
-    return replace(
-        result, total=total, kernel_l1=kernel.relative_l1, lse_error=lse_error, passed=not problems,
-        detail="; ".join(problems),
-    )  # fmt: skip
+        return SageResult(task.place, detail=f"{type(error).__name__}: {lines[0] if lines else ''}")
 
 
 def validate_sage(
@@ -171,7 +119,7 @@ def _table(results: Sequence[Found]) -> Sheet:
         row = [found.get((qk, granularity, s)) for s in smoothings]
         ran = [r for _, r in filter(None, row) if r.total is not None]
         cells = ["-" if one is None or one[1].total is None else _figures(one[1].total) for one in row]
-        goal = next((g for c, _ in filter(None, row) if (g := published(c)) is not None), None)
+        goal = next((g for c, _ in filter(None, row) if (g := c.published) is not None), None)
         sheet.add(
             qk, granularity, *cells, "" if goal is None else f"{goal[0]:.4f} / {goal[1]:.3f} / {goal[2]:.3f}",
             f"{max((r.kernel_l1 for r in ran), default=float('nan')):.4f}",

@@ -13,6 +13,7 @@ import torch
 from narrowkv.quant.accuracy import ErrorReport, compare, max_abs, relative_l1
 from narrowkv.runtime.cases import Case, Inputs, Results
 from narrowkv.runtime.launch import executing
+from narrowkv.sage.cases import SageCase
 from narrowkv.testing.emulation import EmulateExecutor, Run
 from narrowkv.testing.samples import sample
 
@@ -148,3 +149,44 @@ def check_sample(target: str, inputs: Inputs, call: Callable[[], torch.Tensor], 
         seconds=time.perf_counter() - begun,
     )
     return SampleResult(error, taken, "; ".join(problems), tuple(executor.runs))
+
+
+@dataclass(frozen=True)
+class SageResult:
+    """How a case went.
+
+    Attributes:
+        place: where it ran.
+        total: of `o` against attention that quantises nothing; None if the call broke.
+        kernel_l1: relative L1 of `o` against fp32 over the stored numbers.
+        lse_error: largest difference of `lse` from that.
+        passed: kernel error and lse within their bounds and, where there are published figures, no worse.
+        detail: why not.
+    """
+
+    place: str = ""
+    total: ErrorReport | None = None
+    kernel_l1: float = float("nan")
+    lse_error: float = float("nan")
+    passed: bool = False
+    detail: str = ""
+
+
+def check_sage(
+    case: SageCase, device: str = "cpu", context: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> SageResult:
+    """Runs a case of Sage attention, and compares it with both references and with the published figures."""
+    call = case.inputs(device)
+    with context():
+        o, lse = call.call()
+        expected, expected_lse = call.reference()
+    kernel, total, lse_error = compare(o, expected), compare(o, call.exact()), max_abs(lse, expected_lse)
+    problems = []
+    if not kernel.passes(relative_l1=case.bound):
+        problems.append(f"kernel error {kernel} (bound {case.bound:g})")
+    if not lse_error <= (bound := call.lse_bound()):
+        problems.append(f"lse differs by {lse_error:.3g} (bound {bound:.3g})")
+    goal = case.published
+    if goal is not None and not total.passes(cosine=goal[0], relative_l1=goal[1]):
+        problems.append(f"{total} is worse than published (cosine {goal[0]}, relative L1 {goal[1]})")
+    return SageResult("", total, kernel.relative_l1, lse_error, not problems, "; ".join(problems))
