@@ -17,6 +17,17 @@ from narrowkv.sage.cases import SageCase
 from narrowkv.testing.emulation import EmulateExecutor, Run
 from narrowkv.testing.samples import sample
 
+__all__ = [
+    "CaseResult",
+    "SageResult",
+    "Sample",
+    "SampleResult",
+    "check",
+    "check_sage",
+    "check_sample",
+    "run_case",
+]
+
 
 @dataclass(frozen=True)
 class CaseResult:
