@@ -75,11 +75,21 @@ def probe(
     on: On = None,
     target: Targets = BOTH,
     jobs: Jobs = None,
+    ranks: Annotated[int, typer.Option(min=1, max=8, help="With cp: processes that are ranks.")] = 2,
 ) -> ExitCode:
     """Try each contract of a set here, and as gfx942 and gfx950 machine code; show one screen.
 
+    The set cp is decode over ranks, with gloo between processes.
+
     Without --on, a sample of what is compiled for each target also runs in the emulator.
     """
+    if contract_set == "cp":
+        report.refuse("to cp", "full", "on", "target", "jobs")
+        report.refuse_files("to cp", "plot", "resume")
+        from narrowkv.cli.cp import probe_cp
+
+        return probe_cp(report, ranks=ranks)
+    report.refuse("to contract sets: it is cp's", "ranks")
     from narrowkv.cli import contracts
 
     if list_sets:

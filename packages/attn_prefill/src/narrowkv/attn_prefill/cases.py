@@ -265,8 +265,7 @@ def poison_plan(plan: PrefillPlan) -> None:
 
 FORMATS = ("bf16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp4_e2m1", decode.K8V4)
 _PREFILLS = tuple(PrefillCase(kernel=kernel) for kernel in ("dense", "fused"))
-_APPENDS = tuple(PrefillCase(operation="append", kernel=kernel) for kernel in ("staged", "apart", "paged"))
-_SCRATCH_KERNELS = ("staged", "apart")
+_APPENDS = tuple(PrefillCase(operation="append", kernel=kernel) for kernel in ("append_then_attend", "fused"))
 # Queries in FP8, or old tokens on FP8 matrix units.
 _FP8_UNITS = (
     PrefillCase(q_dtype=torch.float8_e4m3fn),
@@ -357,15 +356,13 @@ def full() -> Iterator[PrefillCase]:
 
 
 def can_be(case: PrefillCase) -> bool:
-    """Whether the operation has such calls: one scratch holds old and new keys unless an append is paged."""
+    """Whether the operation has such calls: one scratch holds old and new keys unless an append is fused."""
     k = case.formats.k
-    return case.kernel not in _SCRATCH_KERNELS or k not in ("bf16", "fp16") or k == word_of(case, "q_dtype")
+    return case.kernel != "append_then_attend" or k not in ("bf16", "fp16") or k == word_of(case, "q_dtype")
 
 
 def serves(case: PrefillCase, target: Target) -> bool:
     """Whether a target has the case's kernel and FP8 matrix units of its format."""
-    if case.kernel in _SCRATCH_KERNELS and target.is_amd:
-        return False  # what one chiplet publishes another sees only through memory
     if case.native_fp8 in ("", target.native_fp8) or target.native_fp8 is None:
         return True
     return target.name == "gfx942" and case.native_fp8 == "fp8_e4m3fn"  # read as FNUZ, half of it
@@ -380,12 +377,13 @@ def sweep(target: Target, *, everything: bool = False) -> list[PrefillCase]:
 HEAD_DIMS = (128, 64)
 # A chunk over a prefix, with so many programs that no tile's keys are split.
 _CALL = PrefillCase(q_lens=(1024,), lens=(4096,), num_kv_heads=8, gqa_ratio=12, clean=True)
-_APPEND = replace(_CALL, operation="append", kernel="paged")
+_APPEND = replace(_CALL, operation="append", kernel="fused")
 
 
 def shipped(target: str) -> list[PrefillCase]:
     """A call for every shipped configuration of a target: kernels, formats, head_dims."""
     ways = [replace(_CALL, kernel="dense"), replace(_CALL, kernel="fused"), _APPEND]
+    ways.append(replace(_APPEND, kernel="append_then_attend"))
     calls = [replace(way, format=name) for way in ways for name in FORMATS]
     for name in ("fp8_e4m3fn", "fp8_e4m3fnuz"):
         calls += [
