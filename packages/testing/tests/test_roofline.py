@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
+from narrowkv.attn_decode.cases import GLM_GQA12, DecodeCase
 from narrowkv.cdna_emulator import UnknownInstructionError
-from narrowkv.cli.app import app
-from narrowkv.cli.cases import DecodeCase
-from narrowkv.cli.inspection import inspect_case, inspection_case
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch.artifact import InstructionMix
 from narrowkv.runtime.targets import get_target
 from narrowkv.testing import emulation
+from narrowkv.testing.inspection import inspect_case
 from narrowkv.testing.roofline import lds_bytes, mfma_clocks, mfma_flops, roofline, valu_clocks
 
 GFX942, GFX950 = get_target("gfx942"), get_target("gfx950")
@@ -106,17 +104,7 @@ def test_no_loop_and_no_figures_are_refused() -> None:
 
 
 def glm(fmt: str) -> DecodeCase:
-    return inspection_case(
-        batch=4,
-        context=1024,
-        ratio=12,
-        num_kv_heads=8,
-        head_dim=128,
-        page_size=16,
-        cache_format=fmt,
-        q="bf16",
-        kernel="",
-    )
+    return replace(GLM_GQA12, format=fmt)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +125,7 @@ def test_decode_at_ratio_12_is_bound_by_memory_and_spills_nothing(target: str, f
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 def test_the_models_count_what_emulated_workgroups_execute(target: str) -> None:
     # Unsplit, so that a workgroup passes once for each tile of its sequence, here of two lengths.
-    case = DecodeCase(lens="300+20", split="none", clean=True, kv_heads=1, head_dim=64)
+    case = DecodeCase(lens=(300, 20), split="none", clean=True, num_kv_heads=1, head_dim=64)
     inspection, artifacts = inspect_case(case, target)
     (main,) = artifacts
     assert (inspection.counts, inspection.static_reason) == ("dynamic", "")
@@ -167,7 +155,7 @@ def test_the_models_count_what_emulated_workgroups_execute(target: str) -> None:
 def test_a_branch_in_the_loop_counts_as_often_as_it_is_taken() -> None:
     """With several query tokens the last tile, which they do not all see, has more to do than the others."""
     inspection, artifacts = inspect_case(
-        DecodeCase(lens="700", q_len=2, split="none", clean=True, kv_heads=1, head_dim=64), "gfx942"
+        DecodeCase(lens=(700,), q_len=2, split="none", clean=True, num_kv_heads=1, head_dim=64), "gfx942"
     )
     assert inspection.counts == "dynamic"
     assert inspection.emulated is not None
@@ -180,7 +168,7 @@ def test_a_branch_in_the_loop_counts_as_often_as_it_is_taken() -> None:
 
 
 def test_four_waves_count_as_four() -> None:
-    case = DecodeCase(lens="100", ratio=40, split="none", clean=True, kv_heads=1, head_dim=64)
+    case = DecodeCase(lens=(100,), gqa_ratio=40, split="none", clean=True, num_kv_heads=1, head_dim=64)
     inspection, artifacts = inspect_case(case, "gfx942")
     (main,) = artifacts
     assert main.num_warps == 4
@@ -206,26 +194,10 @@ def test_without_emulation_the_counts_are_static_and_say_why(monkeypatch: pytest
 
 
 def test_workgroups_without_keys_leave_the_counts_static() -> None:
-    inspection, _ = inspect_case(DecodeCase(lens="0+0", split="none", clean=True, head_dim=64), "gfx942")
+    inspection, _ = inspect_case(DecodeCase(lens=(0, 0), split="none", clean=True, head_dim=64), "gfx942")
     assert inspection.counts == "static"
     assert "went through the loop" in inspection.static_reason
     assert inspection.model is not None
-
-
-def test_inspect_says_that_it_is_a_model_and_what_was_counted() -> None:
-    line = ["inspect", "--no-model", "--target", "gfx950", "--context", "64", "--head-dim", "64"]
-    line += ["--num-kv-heads", "1"]
-    result = CliRunner().invoke(app, line)
-    assert result.exit_code == 0, result.output
-    assert "model, not a measurement" in result.stdout
-    assert "a pass of the loop, executed instructions" in result.stdout
-    assert "a whole workgroup, executed instructions" in result.stdout
-    assert "emulated: " in result.stdout
-    document = json.loads(CliRunner().invoke(app, [*line, "--json"]).stdout)
-    (inspection,) = document["inspections"]
-    assert inspection["counts"] == "dynamic"
-    assert inspection["model"]["label"] == inspection["whole_model"]["label"] == "model"
-    assert inspection["emulated"]["workgroups"] > 0
 
 
 def test_inspection_keeps_the_assembly_only_when_asked() -> None:

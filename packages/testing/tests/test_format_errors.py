@@ -1,21 +1,19 @@
-"""`validate fp4`: inputs, recipes, goals, and what the command prints."""
+"""What cache recipes cost: inputs, recipes and goals."""
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from narrowkv.attn_decode import paged_decode
-from narrowkv.cli import format_errors
-from narrowkv.cli.app import app
-from narrowkv.cli.format_errors import (
+from narrowkv.paged_cache import PagedKVCache, PageTable, append
+from narrowkv.quant.accuracy import compare, relative_l1
+from narrowkv.quant.transforms import KOffset, VScale
+from narrowkv.testing import format_errors
+from narrowkv.testing.format_errors import (
     FP4_BEST,
     FP8_BEST,
     FP8_PLAIN,
@@ -28,9 +26,6 @@ from narrowkv.cli.format_errors import (
     make_inputs,
     measure,
 )
-from narrowkv.paged_cache import PagedKVCache, PageTable, append
-from narrowkv.quant.accuracy import compare, relative_l1
-from narrowkv.quant.transforms import KOffset, VScale
 
 SMALL = Sizes(batch=1, context=48)
 I32 = torch.int32
@@ -88,77 +83,6 @@ def test_the_best_recipe_is_what_the_kernels_do_with_its_cache() -> None:
     assert relative_l1(scale.multiply(o), recipe.attend(x, {})) < 0.002
 
 
-def run(*arguments: str) -> tuple[Any, dict[str, Any]]:
-    result = CliRunner().invoke(
-        app, ["validate", "fp4", "--batch", "1", "--context", "48", "--json", *arguments]
-    )
-    return result, json.loads(result.stdout)
-
-
-def test_the_command_holds_the_table_against_its_goals(tmp_path: Path) -> None:
-    out = tmp_path / "table.json"
-    result, document = run("--seeds", "1", "--on", "cpu", "--out", str(out))
-    assert [r["recipe"] for r in document["recipes"]] == [r.name for r in RECIPES]
-    assert [g["recipe"] for g in document["goals"]] == [g.recipe for g in GOALS]
-    assert result.exit_code == 0
-    assert json.loads(out.read_text()) == document
-    assert "OCP MX" in result.stderr
-
-
-@pytest.fixture
-def missed_goal(monkeypatch: pytest.MonkeyPatch) -> None:
-    goal = format_errors.Goal("FP4, a scale per head, ceil", FP4_BEST, "rmse", 0.5)
-    monkeypatch.setattr(format_errors, "GOALS", (goal,))
-
-
-@pytest.mark.usefixtures("missed_goal")
-def test_a_goal_that_is_missed_at_its_own_sizes_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = format_errors.make_inputs
-    monkeypatch.setattr(format_errors, "make_inputs", lambda name, _, *rest: right(name, SMALL, *rest))
-    result = CliRunner().invoke(app, ["validate", "fp4", "--on", "cpu", "--jobs", "1", "--json"])
-    goal = json.loads(result.stdout)["goals"][0]
-    assert (goal["judged"], goal["pass"], result.exit_code) == (True, False, 1)
-
-
-@pytest.mark.usefixtures("missed_goal")
-@pytest.mark.parametrize("other", [("--seeds", "3"), ("--seeds", "1")])
-def test_other_sizes_than_the_goals_do_not_fail(other: tuple[str, ...]) -> None:
-    result, document = run("--on", "cpu", "--jobs", "1", *other)
-    goal = document["goals"][0]
-    assert (goal["judged"], goal["pass"], result.exit_code) == (False, False, 0)
-    assert "goals do not decide here" in result.stderr
-
-
-def test_ctrl_c_keeps_the_seeds_that_were_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    right, kept, table = format_errors.run_task, tmp_path / "kept", tmp_path / "errors.csv"
-
-    def until_second_seed(task: format_errors.Task) -> format_errors.Errors:
-        if task.seed == 1:
-            raise KeyboardInterrupt
-        return right(task)
-
-    monkeypatch.setattr(format_errors, "run_task", until_second_seed)
-    options = ["--seeds", "2", "--on", "cpu", "--jobs", "1", "--resume", str(kept)]
-    result, document = run(*options)
-    assert result.exit_code == 130
-    assert document["interrupted"] is True
-    assert document["goals"] == []
-    first = {error.recipe: error for error in measure((0,), SMALL, "cpu")}
-    assert {r["recipe"]: r["rmse"] for r in document["recipes"]} == {n: e.rmse for n, e in first.items()}
-    monkeypatch.undo()
-    measured: list[int] = []
-    monkeypatch.setattr(
-        format_errors, "make_inputs",
-        lambda name, sizes, seed, device: measured.append(seed) or make_inputs(name, sizes, seed, device),
-    )  # fmt: skip
-    result, document = run(*options, "--csv", str(table))
-    assert result.exit_code == 0
-    assert measured == [1, 1], "the first seed is not measured again"
-    both = {error.recipe: error for error in measure((0, 1), SMALL, "cpu")}
-    assert {r["recipe"]: r["rmse"] for r in document["recipes"]} == {n: e.rmse for n, e in both.items()}
-    assert len(table.read_text().splitlines()) == 1 + len(RECIPES)
-
-
 NAMED = {recipe.name: recipe for recipe in RECIPES}
 FP4_OFFSET = "FP4, a scale per 32, least squares, K offset"
 K8V4_GROUP = replace(NAMED["FP8"], name="k8v4", v=NAMED[FP4_OFFSET].v)
@@ -204,10 +128,3 @@ def test_the_goals_are_reached_at_full_size() -> None:
     errors = {e.recipe: e for e in measure(range(3), Sizes(), "cpu")}
     for goal in GOALS:
         assert goal.reached(errors) >= goal.less_by, goal
-
-
-def test_the_plot_is_drawn_where_matplotlib_is(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "errors.png"
-    run("--seeds", "1", "--on", "cpu", "--plot", str(file))
-    assert file.read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""Who answers a contract: narrowkv, torch's SDPA on the dequantised cache, AITER and FlashInfer if installed.
+"""Who can answer a call: narrowkv, torch's SDPA on the dequantised cache, AITER and FlashInfer if installed.
 
 Others are called through their public functions with the very tensors that narrowkv gets, and what they
 refuse is shown in their own words.
@@ -7,22 +7,22 @@ refuse is shown in their own words.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from functools import partial
 from importlib import metadata
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from narrowkv.cli.cases import DecodeInputs
-from narrowkv.cli.contracts import PREFILL, Contract
-from narrowkv.cli.operations import Call, cu_seqlens_q, find_function, find_operation, tensor
-from narrowkv.cli.places import Place
+from narrowkv.attn_decode.cases import DecodeInputs
 
+Call = Callable[[], torch.Tensor]
 _AITER_PARTITION = 256
 _FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
 
 
 class NotAnsweringError(Exception):
-    """The contract is none of a backend's operations, or its tensors have no form that the backend takes."""
+    """The tensors of a call have no form that the backend takes."""
 
 
 class Backend(Protocol):
@@ -30,11 +30,11 @@ class Backend(Protocol):
 
     name: str
 
-    def absent(self, place: Place) -> str | None:
-        """Why it cannot run at `place` at all, or None."""
+    def absent(self, on_gpu: bool) -> str | None:
+        """Why it cannot run at all, or None; `on_gpu`: whether tensors are on a GPU."""
 
-    def prepare(self, contract: Contract, inputs: DecodeInputs) -> Call:
-        """Does the host's work of the contract's operation once.
+    def prepare(self, inputs: Any) -> Call:
+        """Does the host's work of the call's operation once; peers are asked about decode alone.
 
         The call that comes back gives `o` and can be captured in a graph. Raises whatever the backend raises.
         """
@@ -45,13 +45,14 @@ class Narrowkv:
 
     name = "narrowkv"
 
-    def absent(self, place: Place) -> str | None:
+    def absent(self, on_gpu: bool) -> str | None:
         """Never."""
         return None
 
-    def prepare(self, contract: Contract, inputs: DecodeInputs) -> Call:
-        """The operation that the contract names."""
-        return find_operation(contract).prepare(find_function(contract.operation), inputs)
+    def prepare(self, inputs: Any) -> Call:
+        """The case's operation."""
+        prepared: Call = inputs.prepare()
+        return prepared
 
 
 class TorchSdpa:
@@ -59,11 +60,11 @@ class TorchSdpa:
 
     name = "torch sdpa"
 
-    def absent(self, place: Place) -> str | None:
+    def absent(self, on_gpu: bool) -> str | None:
         """Never."""
         return None
 
-    def prepare(self, contract: Contract, inputs: DecodeInputs) -> Call:
+    def prepare(self, inputs: DecodeInputs) -> Call:
         """Gathers and widens every sequence; the call only attends, over a dense cache in q's dtype."""
         q, table = inputs.q, inputs.table
         if q.dtype not in (torch.bfloat16, torch.float16):
@@ -100,61 +101,38 @@ def _float_descales(inputs: DecodeInputs) -> tuple[float, float]:
     return float(cache.k_descale), float(cache.v_descale)
 
 
-def _missing(package: str, place: Place) -> str | None:
+def _missing(package: str, on_gpu: bool) -> str | None:
     if importlib.util.find_spec(package) is None:
         return "not installed"
-    if not place.is_gpu:
+    if not on_gpu:
         return "installed, but needs a GPU"
     return None
 
 
 class Aiter:
-    """AITER: `paged_attention_ragged` for decode, `mha_batch_prefill_func` for batch prefill, NHD pages."""
+    """AITER's `paged_attention_ragged`, NHD pages."""
 
     name = "aiter"
 
-    def absent(self, place: Place) -> str | None:
+    def absent(self, on_gpu: bool) -> str | None:
         """Not installed, or no GPU to run on."""
-        return _missing("aiter", place)
+        return _missing("aiter", on_gpu)
 
-    def prepare(self, contract: Contract, inputs: DecodeInputs) -> Call:
-        """The entry that stands for the contract's."""
-        import aiter
-
-        if contract.k != contract.v:
-            raise NotAnsweringError("takes one format for K and V")
+    def prepare(self, inputs: DecodeInputs) -> Call:
+        """The entry that stands for decode."""
         cache, q = inputs.cache, inputs.q
+        if cache.format.k != cache.format.v:
+            raise NotAnsweringError("takes one format for K and V")
         k_descale, v_descale = (torch.tensor([d], device=q.device) for d in _float_descales(inputs))
         indptr, indices, last, longest = _ragged(inputs)
         scale = cache.head_dim**-0.5
-        if contract.operation == PREFILL:
-            fp8 = cache.k.element_size() == 1
-            descales = {"k_descale": k_descale, "v_descale": v_descale} if fp8 else {}
-            arguments = (
-                q,
-                cache.k,
-                cache.v,
-                cu_seqlens_q(inputs),
-                indptr,
-                indices,
-                q.shape[0] // len(last),
-                longest,
-            )
-
-            def prefill() -> torch.Tensor:
-                o = aiter.mha_batch_prefill_func(
-                    *arguments, softmax_scale=scale, causal=True, kv_last_page_lens=last, **descales
-                )
-                return tensor(o if isinstance(o, torch.Tensor) else o[0])
-
-            return prefill
         out = torch.empty_like(q)
         partitions = -(-longest // _AITER_PARTITION)
         slots = q.shape[0] * q.shape[1] * partitions
         workspace = torch.empty(
             slots * (q.shape[2] * q.element_size() + 8), dtype=torch.uint8, device=q.device
         )
-        kind = {"fp8_e4m3fn": "fp8_e4m3", "fp8_e4m3fnuz": "fp8_e4m3"}.get(contract.k, "auto")
+        kind = {"fp8_e4m3fn": "fp8_e4m3", "fp8_e4m3fnuz": "fp8_e4m3"}.get(cache.format.k, "auto")
 
         def decode() -> torch.Tensor:
             torch.ops.aiter.paged_attention_ragged(
@@ -171,29 +149,25 @@ class FlashInfer:
 
     name = "flashinfer"
 
-    def absent(self, place: Place) -> str | None:
+    def absent(self, on_gpu: bool) -> str | None:
         """Not installed, or no GPU to run on."""
-        return _missing("flashinfer", place)
+        return _missing("flashinfer", on_gpu)
 
-    def prepare(self, contract: Contract, inputs: DecodeInputs) -> Call:
+    def prepare(self, inputs: DecodeInputs) -> Call:
         """Plans; the call runs the plan."""
         import flashinfer
 
-        if contract.k != contract.v:
-            raise NotAnsweringError("takes one format for K and V")
         cache, q = inputs.cache, inputs.q
+        if cache.format.k != cache.format.v:
+            raise NotAnsweringError("takes one format for K and V")
         k_descale, v_descale = _float_descales(inputs)
         indptr, indices, last, _ = _ragged(inputs)
         workspace = torch.zeros(_FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
         heads = (q.shape[1], cache.num_kv_heads, cache.head_dim, cache.page_size)
         kinds = {"q_data_type": q.dtype, "kv_data_type": cache.k.dtype}
-        if contract.operation == PREFILL:
-            prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-            prefill.plan(cu_seqlens_q(inputs), indptr, indices, last, *heads, causal=True, **kinds)
-            return lambda: tensor(prefill.run(q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale))
         decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
         decode.plan(indptr, indices, last, *heads, **kinds)
-        return lambda: tensor(decode.run(q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale))
+        return partial(decode.run, q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale)
 
 
 OURS = Narrowkv()
