@@ -7,8 +7,8 @@ import torch
 
 from narrowkv.attn_decode import merge_states, merge_states_reference, paged_decode, paged_decode_reference
 from narrowkv.attn_decode.workloads import DecodeWorkload
-from narrowkv.cli.emulation import EmulateExecutor
 from narrowkv.runtime.launch import executing
+from narrowkv.testing.emulation import EmulateExecutor
 
 both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 WORST = (-(2**31), 2**31 - 1)

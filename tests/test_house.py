@@ -68,7 +68,7 @@ MAX_LINES = 400
 LONG_FILES = {
     "cli/src/narrowkv/cli/app.py": 781,
     "cli/src/narrowkv/cli/prefill/cases.py": 433,
-    "packages/attn_decode/src/narrowkv/attn_decode/plan.py": 758,
+    "packages/attn_decode/src/narrowkv/attn_decode/plan.py": 770,
     "packages/attn_prefill/src/narrowkv/attn_prefill/calls.py": 524,
     "packages/attn_prefill/src/narrowkv/attn_prefill/config.py": 548,
     "packages/attn_prefill/src/narrowkv/attn_prefill/kernels/dense.py": 517,
@@ -100,11 +100,17 @@ SOFTMAX_UPDATES = {
 }
 # Docstrings whose examples cannot run here (`# doctest: +SKIP`): lines, by module.
 SKIPPED_EXAMPLES = {
-    "narrowkv.attn_decode.api": 4,
+    "narrowkv.attn_decode.api": 2,
+    "narrowkv.attn_decode.merging": 2,
     "narrowkv.attn_decode.plan": 3,
     "narrowkv.attn_prefill.api": 3,
     "narrowkv.attn_prefill.plan": 5,
     "narrowkv.attn_prefill.warmup": 1,
+    "narrowkv.context_parallel.merging": 1,
+    "narrowkv.context_parallel.prefill": 2,
+    "narrowkv.context_parallel.ranks": 1,
+    "narrowkv.context_parallel.ring": 1,
+    "narrowkv.context_parallel.sparse": 1,
     "narrowkv.engines.aiter": 1,
     "narrowkv.engines.tiny": 1,
     "narrowkv.engines.transformers": 3,

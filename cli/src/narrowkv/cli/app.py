@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from narrowkv.cli.command_line import Commands, DecodeByDefault, command
+from narrowkv.cli.cp_options import bench_context_parallel
 from narrowkv.cli.names import (
     AMD_TARGETS,
     CACHE_FORMATS,
-    COMMS,
     DECODE_KERNELS,
     ENGINE_CACHES,
     PLACES,
@@ -24,6 +24,7 @@ from narrowkv.cli.names import (
     cache_formats,
     check_case_formats,
     choices,
+    numbers_of,
     one_of,
     unknown,
 )
@@ -169,13 +170,6 @@ def _modelled(report: Report, on: list[str] | None, *idle: str) -> list[str]:
     return chosen
 
 
-def _numbers(option: str, text: str, least: int = 1) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) >= least for part in parts):
-        raise UsageError(f"{option} must be numbers of at least {least} joined by commas, got {text!r}")
-    return [int(part) for part in parts]
-
-
 @command(app, "probe")
 def probe(
     report: Report,
@@ -193,8 +187,6 @@ def probe(
     ranks: Annotated[int, typer.Option(min=1, max=8, help="With cp: processes that are ranks.")] = 2,
 ) -> ExitCode:
     """Try each contract of a set here, and as gfx942 and gfx950 machine code; show one screen.
-
-    The set cp is decode over ranks, with gloo between processes.
 
     Without --on, a sample of what is compiled for each target also runs in the emulator.
     """
@@ -406,7 +398,7 @@ def bench_decode(
     """Measure paged decode over batches, contexts, page sizes, ratios and formats."""
     targets = _modelled(report, on, "peers", "batch_invariant", "against", "threshold")
     lists = {"batch": batch, "context": context, "page-size": page_size, "ratio": ratio}
-    numbers = {name: _numbers(f"--{name}", text) for name, text in lists.items()}
+    numbers = {name: numbers_of(f"--{name}", text) for name, text in lists.items()}
     formats, q = cache_formats("--format", cache_format), one_of("--q", q, QUERY_DTYPES)
     from narrowkv.cli import bench as tables
     from narrowkv.testing.bench.decode import DecodeBench, decode_sizes
@@ -443,7 +435,7 @@ def bench_prefill(
     pairs = [tuple(part.split("/")) for part in heads.split(",")]
     if any(len(p) != 2 or not all(n.isdecimal() and int(n) for n in p) for p in pairs):
         raise UsageError(f"--heads must be query heads / KV heads, joined by commas, got {heads!r}")
-    lengths = _numbers("--new", new), _numbers("--prefix", prefix, least=0)
+    lengths = numbers_of("--new", new), numbers_of("--prefix", prefix, least=0)
     formats = cache_formats("--format", cache_format)
     from narrowkv.cli import bench as tables
     from narrowkv.testing.bench.prefill import PrefillBench, prefill_sizes
@@ -476,7 +468,7 @@ def bench_sparse(
     from itertools import product
 
     lists = {"tokens": tokens, "heads": heads, "topk": topk}
-    numbers = [_numbers(f"--{name}", text) for name, text in lists.items()]
+    numbers = [numbers_of(f"--{name}", text) for name, text in lists.items()]
     modes = choices("--mode", mode, SPARSE_MODES)
     from narrowkv.cli import bench as tables
     from narrowkv.testing.bench.sparse import SparseBench, SparseSizes
@@ -516,7 +508,7 @@ def bench_sage(
     """Measure Sage attention, quantisation included, beside torch's SDPA in bf16, unmasked and causal."""
     from itertools import product
 
-    sizes = product(_numbers("--batch", batch), _numbers("--context", context), (False, True))
+    sizes = product(numbers_of("--batch", batch), numbers_of("--context", context), (False, True))
     precisions = choices("--qk", qk, SAGE_PRECISIONS)
     groups = choices("--granularity", granularity, SAGE_GRANULARITIES)
     from narrowkv.cli import bench as tables
@@ -539,49 +531,13 @@ def bench_host(
     context: Annotated[int, typer.Option(min=16, help="Tokens that a captured batch may hold.")] = 131072,
 ) -> ExitCode:
     """Measure the Python time of each operation beside torch.add_, and the kernels of random shapes."""
-    sizes = _numbers("--captures", captures)
+    sizes = numbers_of("--captures", captures)
     from narrowkv.cli.bench import bench_host as run
 
     return run(report, samples=samples, shapes=shapes, captures=sizes, context=context)
 
 
-@command(bench, "cp", files=("out", "csv"), title="bench cp")
-def bench_context_parallel(
-    report: Report,
-    ranks: Annotated[int, typer.Option(min=2, max=8, help="GPUs of this host; without any, processes.")] = 2,
-    context: Annotated[str, typer.Option(metavar="LIST", help="Tokens of each sequence.")] = "131072,1048576",
-    batch: Annotated[str, typer.Option(metavar="LIST", help="Sequences.")] = "1,8",
-    heads: Annotated[str, typer.Option(metavar="Q/KV", help="Query heads and KV heads.")] = "96/8",
-    cache_format: Annotated[str, typer.Option("--format", metavar="FORMAT", help="Cache format.")] = (
-        "fp8_e4m3fn"
-    ),
-    comm: Annotated[str, typer.Option(metavar="LIST", help="Exchanges of partial results.")] = (
-        "a2a,ag_rs,symm_mem"
-    ),
-    model: Annotated[bool, typer.Option("--model", help="Modelled times of many GPUs instead.")] = False,
-    gpus: Annotated[str, typer.Option(metavar="LIST", help="With --model: GPUs.")] = "2,4,8,16,32,72",
-    target: Annotated[str, typer.Option(help="With --model: gfx942, gfx950 or sm90.")] = "gfx942",
-    link: Annotated[str, typer.Option(help="With --model: what connects them; default the target's.")] = "",
-) -> ExitCode:
-    """Time of decode over GPUs: attention, communication, share hidden, rate over one GPU's."""
-    pairs = heads.split("/")
-    if len(pairs) != 2 or not all(part.isdigit() and int(part) for part in pairs):
-        raise UsageError(f"--heads must be query heads and KV heads, for example 96/8, got {heads!r}")
-    one_of("--format", cache_format, CACHE_FORMATS)
-    from narrowkv.cli.cp import LINK_OF_TARGET, LINKS, Setting, bench_cp, model_cp
-
-    setting = Setting(
-        tuple(_numbers("--context", context)), tuple(_numbers("--batch", batch)), int(pairs[0]),
-        int(pairs[1]), format=cache_format, comms=tuple(choices("--comm", comm, COMMS)),
-    )  # fmt: skip
-    if not model:
-        report.refuse("without --model", "gpus", "target", "link")
-        return bench_cp(report, setting, ranks=ranks)
-    report.refuse("with --model", "ranks", "comm")
-    one_of("--target", target, tuple(LINK_OF_TARGET))
-    link = link or LINK_OF_TARGET[target]
-    one_of("--link", link, tuple(LINKS))
-    return model_cp(report, setting, gpus=_numbers("--gpus", gpus), target=target, link=link)
+command(bench, "cp", files=("out", "csv"), title="bench cp")(bench_context_parallel)
 
 
 @command(inspect, "decode", title="inspect")
