@@ -70,8 +70,6 @@ LONG_FILES = {
     "cli/src/narrowkv/cli/prefill/cases.py": 433,
     "packages/attn_decode/src/narrowkv/attn_decode/plan.py": 770,
     "packages/attn_prefill/src/narrowkv/attn_prefill/calls.py": 524,
-    "packages/attn_prefill/src/narrowkv/attn_prefill/config.py": 548,
-    "packages/attn_prefill/src/narrowkv/attn_prefill/kernels/dense.py": 517,
     "packages/attn_prefill/src/narrowkv/attn_prefill/kernels/pipelined.py": 916,
     "packages/attn_prefill/src/narrowkv/attn_prefill/plan.py": 640,
     "packages/engines/src/narrowkv/engines/aiter.py": 419,
@@ -89,9 +87,10 @@ CYCLES_LEFT = {
 # Where a step of the online softmax, or a merge of partial results, is computed.
 SOFTMAX_UPDATES = {
     "packages/runtime/src/narrowkv/runtime/attention/softmax.py",
-    "packages/attn_decode/src/narrowkv/attn_decode/kernels/decode.py",
+    # In launches: the last program of a tile merges all of its rows.
+    "packages/runtime/src/narrowkv/runtime/attention/results.py",
+    # States that callers bring, each with an lse and no running sum.
     "packages/attn_decode/src/narrowkv/attn_decode/kernels/merge.py",
-    "packages/attn_prefill/src/narrowkv/attn_prefill/kernels/rows.py",
     # P is rounded to 8 bits and the scale of S may differ from key to key.
     "packages/sage/src/narrowkv/sage/kernels/attention.py",
     # Gluon, whose layouts the shared functions do not take; S is transposed in the first.
