@@ -48,7 +48,15 @@ ARROWS = {
         "sage",
         "sparse_fp8",
     },
-    "engines": {"runtime", "quant", "paged_cache", "attn_decode", "attn_prefill", "sparse_fp8"},
+    "engines": {
+        "runtime",
+        "quant",
+        "paged_cache",
+        "attn_decode",
+        "attn_prefill",
+        "sparse_fp8",
+        "context_parallel",
+    },
 }
 ARROWS["testing"] = set(ARROWS) - {"engines"}
 ARROWS["cli"] = set(ARROWS)
@@ -105,6 +113,7 @@ SKIPPED_EXAMPLES = {
     "narrowkv.attn_prefill.api": 3,
     "narrowkv.attn_prefill.plan": 5,
     "narrowkv.attn_prefill.warmup": 1,
+    "narrowkv.context_parallel.chunk": 1,
     "narrowkv.context_parallel.merging": 1,
     "narrowkv.context_parallel.prefill": 2,
     "narrowkv.context_parallel.ranks": 1,
