@@ -26,6 +26,7 @@ def bench_context_parallel(
     gpus: Annotated[str, typer.Option(metavar="LIST", help="With --model: GPUs.")] = "2,4,8,16,32,72",
     target: Annotated[str, typer.Option(help="With --model: gfx942, gfx950 or sm90.")] = "gfx942",
     link: Annotated[str, typer.Option(help="With --model: what connects them; default the target's.")] = "",
+    hbm: Annotated[float, typer.Option(min=0, help="With --model: TB/s of memory; 0: the target's.")] = 0.0,
 ) -> ExitCode:
     """Time of decode over GPUs: attention, communication, share hidden, rate over one GPU's."""
     pairs = heads.split("/")
@@ -39,10 +40,10 @@ def bench_context_parallel(
         int(pairs[1]), format=cache_format, comms=tuple(choices("--comm", comm, COMMS)),
     )  # fmt: skip
     if not model:
-        report.refuse("without --model", "gpus", "target", "link")
+        report.refuse("without --model", "gpus", "target", "link", "hbm")
         return bench_cp(report, setting, ranks=ranks)
     report.refuse("with --model", "ranks", "comm")
     one_of("--target", target, tuple(LINK_OF_TARGET))
     link = link or LINK_OF_TARGET[target]
     one_of("--link", link, tuple(LINKS))
-    return model_cp(report, setting, gpus=numbers_of("--gpus", gpus), target=target, link=link)
+    return model_cp(report, setting, gpus=numbers_of("--gpus", gpus), target=target, link=link, hbm=hbm)
