@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.eager_paged import eager_paged_attention_forward
 
@@ -244,6 +245,29 @@ def test_a_step_copies_no_cache_and_never_waits_for_the_device(monkeypatch, runs
         (layer.cache, layer.cache.k.data_ptr(), layer.cache.v.data_ptr(), layer.cache.k_descale.data_ptr())
         for layer in narrow.narrow_layers
     ]
+
+
+def test_a_decode_step_adds_one_operation_and_the_views_of_each_layer(monkeypatch):
+    model = tiny_model("llama-3-tiny", attn_implementation="narrowkv", num_layers=3)
+    narrow = narrow_cache(model)
+    generate(model, narrow, pad=0)
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            seen.append(operator.overloadpacket.__name__)
+            return operator(*args, **(kwargs or {}))
+
+    q = torch.zeros(2, 8, 1, 64).bfloat16()
+    monkeypatch.setattr(cache, "append", lambda *args: None)
+    monkeypatch.setattr(attention, "paged_decode", lambda q, *args, **kwargs: q)
+    module = torch.nn.Module()
+    for index in range(3):
+        k, v = narrow.update(torch.zeros(2, 2, 1, 64).bfloat16(), torch.zeros(2, 2, 1, 64).bfloat16(), index)
+        with Seen():
+            attention.attend(module, q, k, v, None)
+        assert seen == ["add_"] * (index == 0) + ["squeeze"] * 3 + ["unsqueeze"]
+        seen.clear()
 
 
 def test_the_layers_share_one_plan_and_its_workspace():
