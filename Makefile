@@ -30,7 +30,7 @@ space := $(empty) $(empty)
 .PHONY: help setup probe test test-full test-gpu test-install test-engines test-engines-newest lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F '|' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F '|' '{printf "  make %-20s %s\n", $$1, $$2}'
 	@echo
 	@echo "  PYTHON=$(PYTHON)  the Python to start from (>= 3.10); its torch and triton are used where it has them"
 	@echo "  TORCH='$(TORCH)'  what pip installs where there is no torch, e.g. TORCH='torch==2.13.0 --index-url URL'"

@@ -18,6 +18,7 @@ from narrowkv.attn_prefill import batch_prefill_reference
 from narrowkv.engines.tiny import TINY_MODELS, tiny_config, tiny_model
 from narrowkv.engines.transformers import NarrowCache, attention, cache, continuous, rows
 from narrowkv.engines.transformers.cache import LAYER_TAG
+from narrowkv.engines.trial import try_engine
 from narrowkv.paged_cache import CacheFormat
 
 OWN = str(Path(engine.__file__).parent)
@@ -190,6 +191,15 @@ def test_a_16_bit_cache_gives_what_the_models_own_attention_gives(name):
     own_tokens, own = generate(model)  # without a cache of narrowkv's: transformers' DynamicCache
     assert tokens == own_tokens
     assert relative_l1(logits, own) < 0.02
+
+
+@pytest.mark.gpu
+def test_a_gpu_generates_what_transformers_own_attention_does():
+    own, sixteen, eight, four = try_engine("transformers", "glm-4.5-air-tiny")
+    assert own.calls == {}
+    for found, bound in ((sixteen, 0.1), (eight, 0.5), (four, 2.0)):
+        assert found.difference < bound
+        assert found.calls["paged_decode"] > 0
 
 
 def test_narrow_formats_take_their_share_of_the_memory():
