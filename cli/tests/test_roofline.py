@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 from typer.testing import CliRunner
 
+from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.cdna_emulator import UnknownInstructionError
 from narrowkv.cli.app import app
-from narrowkv.cli.cases import DecodeCase
 from narrowkv.cli.inspection import inspect_case, inspection_case
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch.artifact import InstructionMix
@@ -137,7 +137,7 @@ def test_decode_at_ratio_12_is_bound_by_memory_and_spills_nothing(target: str, f
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 def test_the_models_count_what_emulated_workgroups_execute(target: str) -> None:
     # Unsplit, so that a workgroup passes once for each tile of its sequence, here of two lengths.
-    case = DecodeCase(lens="300+20", split="none", clean=True, kv_heads=1, head_dim=64)
+    case = DecodeCase(lens=(300, 20), split="none", clean=True, num_kv_heads=1, head_dim=64)
     inspection, artifacts = inspect_case(case, target)
     (main,) = artifacts
     assert (inspection.counts, inspection.static_reason) == ("dynamic", "")
@@ -167,7 +167,7 @@ def test_the_models_count_what_emulated_workgroups_execute(target: str) -> None:
 def test_a_branch_in_the_loop_counts_as_often_as_it_is_taken() -> None:
     """With several query tokens the last tile, which they do not all see, has more to do than the others."""
     inspection, artifacts = inspect_case(
-        DecodeCase(lens="700", q_len=2, split="none", clean=True, kv_heads=1, head_dim=64), "gfx942"
+        DecodeCase(lens=(700,), q_len=2, split="none", clean=True, num_kv_heads=1, head_dim=64), "gfx942"
     )
     assert inspection.counts == "dynamic"
     assert inspection.emulated is not None
@@ -180,7 +180,7 @@ def test_a_branch_in_the_loop_counts_as_often_as_it_is_taken() -> None:
 
 
 def test_four_waves_count_as_four() -> None:
-    case = DecodeCase(lens="100", ratio=40, split="none", clean=True, kv_heads=1, head_dim=64)
+    case = DecodeCase(lens=(100,), gqa_ratio=40, split="none", clean=True, num_kv_heads=1, head_dim=64)
     inspection, artifacts = inspect_case(case, "gfx942")
     (main,) = artifacts
     assert main.num_warps == 4
@@ -206,7 +206,7 @@ def test_without_emulation_the_counts_are_static_and_say_why(monkeypatch: pytest
 
 
 def test_workgroups_without_keys_leave_the_counts_static() -> None:
-    inspection, _ = inspect_case(DecodeCase(lens="0+0", split="none", clean=True, head_dim=64), "gfx942")
+    inspection, _ = inspect_case(DecodeCase(lens=(0, 0), split="none", clean=True, head_dim=64), "gfx942")
     assert inspection.counts == "static"
     assert "went through the loop" in inspection.static_reason
     assert inspection.model is not None

@@ -18,18 +18,18 @@ from narrowkv.attn_decode import (
     paged_decode_reference,
     plan_decode,
 )
+from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.attn_decode.config import DecodeShape, choose_config
-from narrowkv.attn_decode.workloads import DecodeWorkload
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import run_as
 from narrowkv.runtime.targets import get_target
 
-W = DecodeWorkload
+W = DecodeCase.small
 
 
 def _check(
-    workload: DecodeWorkload, device: str, plan: dict[str, Any] | None = None, **options: Any
+    workload: DecodeCase, device: str, plan: dict[str, Any] | None = None, **options: Any
 ) -> torch.Tensor:
     """Runs with a poisoned output and compares o and lse; returns o."""
     q, cache, table = workload.build(device)

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from narrowkv.attn_decode import paged_decode
 from narrowkv.attn_prefill import batch_prefill, batch_prefill_reference, plan_prefill
-from narrowkv.attn_prefill.workloads import PrefillWorkload, poison_plan
+from narrowkv.attn_prefill.cases import PrefillCase, poison_plan
 from narrowkv.paged_cache import CacheFormat, PageTable
 from narrowkv.quant.accuracy import compare
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import run_as
 
-W = PrefillWorkload
+W = PrefillCase.small
 K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
 KERNELS = ["dense", "fused"]
 either_kernel = pytest.mark.parametrize("kernel", KERNELS)
@@ -32,7 +32,7 @@ def slow(*values: Any) -> list[Any]:
 
 
 def _check(
-    workload: PrefillWorkload,
+    workload: PrefillCase,
     device: str,
     kernel: str | None = None,
     bound: float = 0.002,
@@ -226,7 +226,7 @@ def test_mixed_lengths(q_lens: tuple[int, ...], lens: tuple[int, ...], kernel: s
 )
 def test_values_of_any_size_in_bf16(powers: tuple[int, ...], kernel: str, device: str) -> None:
     keys = 2000 if device == "cuda" else 300  # long enough for Hopper's own kernel, where there is one
-    q, cache, table, starts = PrefillWorkload(
+    q, cache, table, starts = PrefillCase.small(
         q_lens=(keys // 10,), lens=(keys,), num_kv_heads=1, format="bf16", page_size=4
     ).build(device)
     values, pages = cache.logical()[1], table.page_ids[0, : keys // 4].long()

@@ -17,14 +17,15 @@ from narrowkv.attn_prefill import (
     prefill_append,
     prefill_append_reference,
 )
+from narrowkv.attn_prefill.cases import PrefillCase, poison_plan
 from narrowkv.attn_prefill.plan import PrefillPlan, can_pipeline
-from narrowkv.attn_prefill.workloads import AppendWorkload, copy_cache, differing_bytes, poison_plan
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.paged_cache.cases import copy_cache, differing_bytes
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import run_as
 from narrowkv.runtime.targets import device_target
 
-W = AppendWorkload
+W = PrefillCase.append
 K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
 # "pipelined" is written for Hopper alone.
 either_kernel = pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def _same_bytes(a: PagedKVCache, b: PagedKVCache) -> bool:
 
 
 def _check(
-    workload: AppendWorkload,
+    workload: PrefillCase,
     device: str,
     kernel: str | None = None,
     bound: float = 0.002,

@@ -8,7 +8,7 @@ from typing import Any
 from narrowkv.cli.contracts import Contract
 from narrowkv.testing.codegen import KernelCode
 
-PASS, FAIL, NOT_YET, REFUSED, SKIPPED, INEXACT = "pass", "fail", "not yet", "refused", "skipped", "inexact"
+PASS, FAIL, REFUSED, SKIPPED, INEXACT = "pass", "fail", "refused", "skipped", "inexact"
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Compiled:
 
     Attributes:
         target: the target.
-        status: pass, fail, not yet or skipped.
+        status: pass, fail or skipped.
         detail: the reason where it is not a pass.
         kernels: every kernel of the call.
         model: fields of the roofline of a pass through decode's hot loop; None where it was not emulated.
@@ -57,7 +57,7 @@ class Answer:
         contract: the question.
         backend: who was asked.
         place: where: "cpu", "gpu" or an emulated target.
-        status: pass, fail, not yet, refused, skipped, or inexact (another backend, over the bound).
+        status: pass, fail or skipped; of another backend also refused, or inexact, which is over the bound.
         detail: the reason where it is not a pass.
         ran_on: where it ran; empty if it did not.
         relative_l1: kernel error against the fp32 reference on the same cache.

@@ -235,11 +235,11 @@ def validate_decode(
 ) -> ExitCode:
     """Sweep decode's axes against the reference: error table, worst cases, commands that repeat them."""
     _checked_cases(report, on, case)
-    from narrowkv.cli.cases import DecodeCase
-    from narrowkv.cli.validate import sweep
+    from narrowkv.attn_decode.cases import sweep
+    from narrowkv.cli.cases import DECODE
     from narrowkv.cli.validate import validate as run
 
-    cases = [DecodeCase.parse(line) for line in case] if case else sweep(full=full, seed=seed)
+    cases = [DECODE.parse(line) for line in case] if case else sweep(full=full, seed=seed)
     return run(
         cases,
         report,
@@ -265,21 +265,20 @@ def validate_prefill(
 ) -> ExitCode:
     """Sweep prefill, and prefill that appends, whose cache must be right to the byte."""
     _checked_cases(report, on, case)
-    from functools import partial
-
-    from narrowkv.cli.prefill.cases import PREFILL_CASES, PrefillCase, sweep
+    from narrowkv.attn_prefill.cases import sweep
+    from narrowkv.cli.cases import PREFILL
     from narrowkv.cli.validate import validate as run
 
-    cases = [PrefillCase.parse(line) for line in case] if case else partial(sweep, everything=full)
+    lines = [PREFILL.parse(line) for line in case or ()]
     return run(
-        cases,
+        lines or (lambda place: sweep(place.target, everything=full)),
         report,
         on=on,
         jobs=_jobs(jobs),
         seed=0,
         detect_races=detect_races,
         detect_hazards=detect_hazards,
-        kind=PREFILL_CASES,
+        kind=PREFILL,
     )
 
 
@@ -297,10 +296,11 @@ def validate_sparse(
 ) -> ExitCode:
     """Sweep DeepSeek-V4 sparse attention: ways to attend, layouts, row lengths, heads, options."""
     _checked_cases(report, on, case)
-    from narrowkv.cli.sparse.cases import SPARSE_CASES, SparseCase, sweep
+    from narrowkv.cli.cases import SPARSE
     from narrowkv.cli.validate import validate as run
+    from narrowkv.sparse_fp8.cases import sweep
 
-    cases = [SparseCase.parse(line) for line in case] if case else sweep(everything=full)
+    cases = [SPARSE.parse(line) for line in case] if case else sweep(everything=full)
     return run(
         cases,
         report,
@@ -309,7 +309,7 @@ def validate_sparse(
         seed=0,
         detect_races=detect_races,
         detect_hazards=detect_hazards,
-        kind=SPARSE_CASES,
+        kind=SPARSE,
     )
 
 
@@ -328,10 +328,10 @@ def validate_sage(
     """Show what Sage attention's granularities cost in accuracy, beside the published figures."""
     _checked_cases(report, on, None)
     from narrowkv.cli.sage import accuracy
+    from narrowkv.sage import cases
 
-    cases = accuracy.sweep(full=full, seed=seed)
     return accuracy.validate_sage(
-        cases,
+        cases.sweep(full=full, seed=seed),
         report,
         on=on,
         jobs=_jobs(jobs),
@@ -578,11 +578,11 @@ def inspect_decode(
     if case is not None:
         check_case_formats([case])
         report.refuse("with --case, which says all of a case", *sizes)
-    from narrowkv.cli.cases import DecodeCase
+    from narrowkv.cli.cases import DECODE
     from narrowkv.cli.inspection import inspect as run
     from narrowkv.cli.inspection import inspection_case
 
-    chosen = inspection_case(**sizes) if case is None else DecodeCase.parse(case)
+    chosen = inspection_case(**sizes) if case is None else DECODE.parse(case)
     return run(chosen, report, targets=targets, asm=asm, modelled=model)
 
 
@@ -598,19 +598,26 @@ def _families(wanted: bool, operation: str, case: str | None = None) -> Any:
     return lambda target: {n: f for n, f in families(target).items() if f.operation == operation}
 
 
+def _inspect_shipped(
+    operation: str, report: Report, target: str, model: bool, case: str | None = None
+) -> ExitCode:
+    targets = _amd_targets(target)
+    check_case_formats(filter(None, [case]))
+    from narrowkv.cli.cases import KINDS
+    from narrowkv.cli.shipped_code import inspect_calls
+
+    one = None if case is None else KINDS[operation].parse(case)
+    return inspect_calls(
+        operation, report, targets=targets, case=one, modelled=_families(model, operation, case)
+    )
+
+
 @command(inspect, "prefill", title="inspect")
 def inspect_prefill(
     report: Report, target: Targets = BOTH, case: Case = None, model: Model = True
 ) -> ExitCode:
     """Show what prefill compiles to: every shipped configuration, or one case."""
-    targets = _amd_targets(target)
-    check_case_formats(filter(None, [case]))
-    from narrowkv.cli.prefill.cases import PrefillCase
-    from narrowkv.cli.prefill.inspection import inspect_prefill as run
-    from narrowkv.cli.prefill.inspection import shipped_cases
-
-    cases = shipped_cases if case is None else [PrefillCase.parse(case)]
-    return run(cases, report, targets=targets, modelled=_families(model, "prefill", case))
+    return _inspect_shipped("prefill", report, target, model, case)
 
 
 @command(inspect, "sparse", title="inspect")
@@ -618,24 +625,13 @@ def inspect_sparse(
     report: Report, target: Targets = BOTH, case: Case = None, model: Model = True
 ) -> ExitCode:
     """Show what sparse attention compiles to: every shipped configuration, or one case."""
-    targets = _amd_targets(target)
-    check_case_formats(filter(None, [case]))
-    from narrowkv.cli.sparse.cases import SparseCase
-    from narrowkv.cli.sparse.inspection import inspect_sparse as run
-    from narrowkv.cli.sparse.inspection import shipped_cases
-
-    cases = shipped_cases() if case is None else [SparseCase.parse(case)]
-    return run(cases, report, targets=targets, modelled=_families(model, "sparse", case))
+    return _inspect_shipped("sparse", report, target, model, case)
 
 
 @command(inspect, "sage", title="inspect")
 def inspect_sage(report: Report, target: Targets = BOTH, model: Model = True) -> ExitCode:
     """Show what Sage attention compiles to: every shipped configuration."""
-    targets = _amd_targets(target)
-    from narrowkv.cli.sage.inspection import inspect_sage as run
-    from narrowkv.cli.sage.inspection import shipped_cases
-
-    return run(shipped_cases(), report, targets=targets, modelled=_families(model, "sage"))
+    return _inspect_shipped("sage", report, target, model)
 
 
 @command(inspect, "model", title="inspect", files=("out",))

@@ -7,16 +7,18 @@ refuse is shown in their own words.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from functools import partial
 from importlib import metadata
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from narrowkv.cli.cases import DecodeInputs
-from narrowkv.cli.contracts import PREFILL, Contract
-from narrowkv.cli.operations import Call, cu_seqlens_q, find_function, find_operation, tensor
+from narrowkv.attn_decode.cases import DecodeInputs
+from narrowkv.cli.contracts import Contract
 from narrowkv.cli.places import Place
 
+Call = Callable[[], torch.Tensor]
 _AITER_PARTITION = 256
 _FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
 
@@ -33,8 +35,8 @@ class Backend(Protocol):
     def absent(self, place: Place) -> str | None:
         """Why it cannot run at `place` at all, or None."""
 
-    def prepare(self, contract: Contract, inputs: DecodeInputs) -> Call:
-        """Does the host's work of the contract's operation once.
+    def prepare(self, contract: Contract, inputs: Any) -> Call:
+        """Does the host's work of the contract's operation once; peers are asked about decode alone.
 
         The call that comes back gives `o` and can be captured in a graph. Raises whatever the backend raises.
         """
@@ -49,9 +51,10 @@ class Narrowkv:
         """Never."""
         return None
 
-    def prepare(self, contract: Contract, inputs: DecodeInputs) -> Call:
+    def prepare(self, contract: Contract, inputs: Any) -> Call:
         """The operation that the contract names."""
-        return find_operation(contract).prepare(find_function(contract.operation), inputs)
+        prepared: Call = inputs.prepare()
+        return prepared
 
 
 class TorchSdpa:
@@ -109,7 +112,7 @@ def _missing(package: str, place: Place) -> str | None:
 
 
 class Aiter:
-    """AITER: `paged_attention_ragged` for decode, `mha_batch_prefill_func` for batch prefill, NHD pages."""
+    """AITER's `paged_attention_ragged`, NHD pages."""
 
     name = "aiter"
 
@@ -119,35 +122,12 @@ class Aiter:
 
     def prepare(self, contract: Contract, inputs: DecodeInputs) -> Call:
         """The entry that stands for the contract's."""
-        import aiter
-
         if contract.k != contract.v:
             raise NotAnsweringError("takes one format for K and V")
         cache, q = inputs.cache, inputs.q
         k_descale, v_descale = (torch.tensor([d], device=q.device) for d in _float_descales(inputs))
         indptr, indices, last, longest = _ragged(inputs)
         scale = cache.head_dim**-0.5
-        if contract.operation == PREFILL:
-            fp8 = cache.k.element_size() == 1
-            descales = {"k_descale": k_descale, "v_descale": v_descale} if fp8 else {}
-            arguments = (
-                q,
-                cache.k,
-                cache.v,
-                cu_seqlens_q(inputs),
-                indptr,
-                indices,
-                q.shape[0] // len(last),
-                longest,
-            )
-
-            def prefill() -> torch.Tensor:
-                o = aiter.mha_batch_prefill_func(
-                    *arguments, softmax_scale=scale, causal=True, kv_last_page_lens=last, **descales
-                )
-                return tensor(o if isinstance(o, torch.Tensor) else o[0])
-
-            return prefill
         out = torch.empty_like(q)
         partitions = -(-longest // _AITER_PARTITION)
         slots = q.shape[0] * q.shape[1] * partitions
@@ -187,13 +167,9 @@ class FlashInfer:
         workspace = torch.zeros(_FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
         heads = (q.shape[1], cache.num_kv_heads, cache.head_dim, cache.page_size)
         kinds = {"q_data_type": q.dtype, "kv_data_type": cache.k.dtype}
-        if contract.operation == PREFILL:
-            prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-            prefill.plan(cu_seqlens_q(inputs), indptr, indices, last, *heads, causal=True, **kinds)
-            return lambda: tensor(prefill.run(q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale))
         decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
         decode.plan(indptr, indices, last, *heads, **kinds)
-        return lambda: tensor(decode.run(q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale))
+        return partial(decode.run, q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale)
 
 
 OURS = Narrowkv()

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from narrowkv.attn_decode.cases import BOUND, DecodeInputs
 from narrowkv.cli.backends import PEERS, Backend, NotAnsweringError
-from narrowkv.cli.cases import DecodeInputs
 from narrowkv.cli.contracts import DECODE, Contract
 from narrowkv.cli.environment import gpus, versions
 from narrowkv.cli.places import find_place
@@ -22,7 +22,7 @@ from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.testing.bench.baseline import changes, load_baseline, regressions
 from narrowkv.testing.bench.ceilings import Ceilings, measure_ceilings
-from narrowkv.testing.bench.decode import BOUND, Peer
+from narrowkv.testing.bench.decode import Peer
 from narrowkv.testing.bench.measure import Bench, Row
 from narrowkv.testing.bench.modelled import ModelCall, ModelRow, model_row
 from narrowkv.testing.bench.timing import FLUSH_BYTES, GraphTimer
@@ -194,9 +194,9 @@ def _prepare(
     backend: Backend, q: torch.Tensor, cache: PagedKVCache, table: PageTable
 ) -> Callable[[], torch.Tensor]:
     name = "bf16" if q.dtype == torch.bfloat16 else "fp16"
-    contract = Contract(DECODE, name, cache.format.k, cache.format.v, cache.page_size, False, BOUND)
+    contract = Contract(DECODE, name, cache.format.k, cache.format.v, cache.page_size, BOUND)
     try:
-        return backend.prepare(contract, DecodeInputs(q, cache, table, {}, None))
+        return backend.prepare(contract, DecodeInputs(q, cache, table))
     except NotAnsweringError as error:
         raise UnsupportedError(str(error)) from None
 

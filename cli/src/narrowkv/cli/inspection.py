@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from narrowkv.attn_decode.cases import QUERIES, DecodeCase, DecodeInputs
 from narrowkv.cdna_emulator import EmulatorError, Loop
-from narrowkv.cli.cases import DecodeCase, DecodeInputs, build, parse_format
+from narrowkv.cli.cases import parse_format
 from narrowkv.cli.environment import versions
 from narrowkv.cli.modelled import model_families, show_model
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError, number
@@ -107,17 +108,15 @@ def inspection_case(
         UsageError: a format that a cache does not have.
     """
     formats, group = parse_format(cache_format)
-    lens = "+".join([str(context)] * batch)
     return DecodeCase(
-        lens=lens,
-        kv_heads=num_kv_heads,
-        ratio=ratio,
+        lens=(context,) * batch,
+        num_kv_heads=num_kv_heads,
+        gqa_ratio=ratio,
         head_dim=head_dim,
         page_size=page_size,
-        q=q,
-        k=formats.k,
-        v=formats.v,
-        group=group,
+        q_dtype=QUERIES[q],
+        format=formats.k if formats.k == formats.v else formats,
+        scale_group=group or None,
         kernel=kernel,
     )
 
@@ -181,7 +180,7 @@ def inspect_case(
     Raises:
         ValueError, TypeError: what the operation says to a call that it does not take.
     """
-    inputs = build(case)
+    inputs = case.inputs()
     artifacts, runs, static_reason = _run_a_few(target, inputs.call)
     main = max(artifacts, key=lambda a: a.loop.mfma)
     bytes_per_pass, words = tile_bytes(inputs, target)
@@ -232,13 +231,13 @@ def inspect(
         raise UnsupportedHereError(missing)
     found: list[Inspection] = []
 
-    def work(task: Task[DecodeCase]) -> Inspection:
+    def work(task: Task) -> Inspection:
         try:
-            return inspect_case(task.case, task.target, with_assembly=asm)[0]
+            return inspect_case(case, task.target, with_assembly=asm)[0]
         except (ValueError, TypeError) as error:
             raise UsageError(f"{task.target}: {error}") from None
 
-    def take(task: Task[DecodeCase], inspection: Inspection) -> str:
+    def take(task: Task, inspection: Inspection) -> str:
         found.append(inspection)
         return task.target
 
@@ -249,7 +248,7 @@ def inspect(
     spilling = [k for i in found for k in i.kernels if k.spills or k.scratch_bytes]
     body: dict[str, Any] = {"versions": versions(), "inspections": [_as_dict(i) for i in found]}
     if modelled and not interrupted:
-        family = {str(case): Family(lambda: build(case).call(), None, "decode")}
+        family = {str(case): Family(lambda: case.inputs().call(), None, "decode")}
         body["model"] = show_model(report, [r for name in targets for r in model_families(name, family)])
     code = ExitCode.NUMERICAL if spilling else ExitCode.OK
     return finish_with_kernels(

@@ -24,8 +24,6 @@ ENGINE_CACHES = {
 TINY_MODELS = (
     "glm-4.5-air-tiny", "llama-3-tiny", "qwen3-tiny", "gpt-oss-tiny", "gemma-2-tiny", "gemma-3-tiny"
 )  # fmt: skip
-# Parts of a --case line whose value is one format.
-_FORMAT_PARTS = {"k": CACHE_FORMATS, "v": CACHE_FORMATS, "format": None}
 
 
 def unknown(what: str, got: str, known: Iterable[str]) -> UsageError:
@@ -109,8 +107,5 @@ def check_case_formats(lines: Iterable[str]) -> None:
     for line in lines:
         for part in line.split(","):
             name, _, value = part.partition("=")
-            known = _FORMAT_PARTS.get(name, ())
-            if known is None:
+            if name == "format":
                 _check_format("--case format", value)
-            elif known:
-                one_of(f"--case {name}", value, known)

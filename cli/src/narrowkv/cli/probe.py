@@ -18,7 +18,6 @@ from narrowkv.cli.answer_table import plot_errors, record, show_full
 from narrowkv.cli.answers import (
     FAIL,
     INEXACT,
-    NOT_YET,
     PASS,
     REFUSED,
     SKIPPED,
@@ -32,7 +31,7 @@ from narrowkv.cli.contracts import DECODE, Contract, ContractSet
 from narrowkv.cli.environment import versions
 from narrowkv.cli.inspection import models, tile_bytes
 from narrowkv.cli.names import AMD_TARGETS
-from narrowkv.cli.operations import NotBuiltError, find_operation
+from narrowkv.cli.operations import contract_case
 from narrowkv.cli.places import Place, find_place, find_places
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.screen import Seen, show_screen
@@ -44,9 +43,6 @@ from narrowkv.testing.bench.timing import GraphTimer
 from narrowkv.testing.codegen import KernelCode, amd_backend_missing, compile_call
 from narrowkv.testing.emulation import EmulateExecutor, Run
 from narrowkv.testing.samples import sample
-
-# How an operation says no before it launches anything; whatever else it raises is a defect.
-_REFUSALS = (NotBuiltError, ValueError, TypeError, NotImplementedError)
 
 
 @dataclass(frozen=True)
@@ -85,10 +81,8 @@ def _compile(contract: Contract, shape: Any, target: str, emulate: bool) -> Outc
         return Outcome(compiled=Compiled(target, SKIPPED, missing))
     try:
         # Compiled for a cache that narrowkv wrote itself, so known to hold no negative zero.
-        inputs = find_operation(contract).inputs(contract, shape, "cpu", True)
+        inputs = contract_case(contract, shape, clean=True).inputs()
         artifacts = compile_call(target, lambda: OURS.prepare(contract, inputs)())
-    except _REFUSALS as error:
-        return Outcome(compiled=Compiled(target, FAIL if contract.required else NOT_YET, _reason(error)))
     except Exception as error:
         return Outcome(compiled=Compiled(target, FAIL, _reason(error)))
     kernels = tuple(KernelCode.of(artifact) for artifact in artifacts)
@@ -158,10 +152,9 @@ def _emulate(contract: Contract, inputs: Any, target: str) -> tuple[Answer, list
 
 def _run(contract: Contract, shape: Any, place: Place, peers: tuple[str, ...]) -> tuple[Answer, ...]:
     try:
-        inputs = find_operation(contract).inputs(contract, shape, place.device, False)
-    except _REFUSALS as error:
-        status = FAIL if contract.required else NOT_YET
-        return (Answer(contract, OURS.name, place.name, status, _reason(error)),)
+        inputs = contract_case(contract, shape).inputs(place.device)
+    except Exception as error:
+        return (Answer(contract, OURS.name, place.name, FAIL, _reason(error)),)
     expected, _ = inputs.reference()
     return tuple(
         _ask(backend, contract, inputs, expected, place)
@@ -185,9 +178,6 @@ def _ask(backend: Backend, contract: Contract, inputs: Any, expected: torch.Tens
             o = call()
     except NotAnsweringError as error:
         return Answer(*asked, SKIPPED, str(error))
-    except _REFUSALS as error:
-        refusal = (FAIL if contract.required else NOT_YET) if ours else REFUSED
-        return Answer(*asked, refusal, _reason(error), kv_bytes_per_token=kv_bytes)
     except Exception as error:
         return Answer(*asked, FAIL if ours else REFUSED, _reason(error), kv_bytes_per_token=kv_bytes)
     report = compare(o, expected)
@@ -255,7 +245,7 @@ class ProbeRun:
         if not found:
             return found
         first, *rest = found
-        bad = next((c for c in compiled.values() if c.status in (FAIL, NOT_YET)), None)
+        bad = next((c for c in compiled.values() if c.status == FAIL), None)
         if first.status == PASS and bad is not None:
             first = replace(first, status=bad.status, detail=f"{bad.target}: {bad.detail}")
         return [replace(first, compiled=compiled), *rest]

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 
-from narrowkv.cli.cases import LSE_BOUND
-from narrowkv.cli.contracts import BOUND_FP8_P as BOUND
 from narrowkv.cli.environment import versions
 from narrowkv.cli.places import find_place, find_places
 from narrowkv.cli.report import ExitCode, Report
-from narrowkv.cli.sage.cases import SageCase, build
 from narrowkv.cli.sheet import Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 from narrowkv.quant.accuracy import ErrorReport, compare, max_abs
-from narrowkv.quant.sage import SAGE_GRANULARITIES
+from narrowkv.sage.cases import BOUND, LSE_BOUND, SageCase
 from narrowkv.testing.records import jsonable
 
 PUBLISHED: dict[str, tuple[float, float, float]] = {
@@ -28,26 +24,12 @@ PUBLISHED: dict[str, tuple[float, float, float]] = {
 """Cosine, relative L1 and RMSE of the published method: INT4 Q and K with both means taken out, on a model's
 own activations. RMSE is in units of that model's output, so it is shown and not compared."""
 
-_SMOOTHINGS = ((False, False), (True, False), (True, True))
-
-
-def sweep(*, full: bool, seed: int) -> list[SageCase]:
-    """Every precision, granularity and smoothing where channels have offsets; all data when `full`."""
-    data = ("offset", "outlier", "gaussian") if full else ("offset",)
-    return [
-        SageCase(qk, granularity, smooth_k, smooth_q, data=kind, seed=seed)
-        for kind, qk, granularity, (smooth_k, smooth_q) in product(
-            data, ("int8", "int4", "fp8"), SAGE_GRANULARITIES, _SMOOTHINGS
-        )
-    ]
-
 
 @dataclass(frozen=True)
 class SageResult:
     """How a case went.
 
     Attributes:
-        case: what was asked.
         place: where it ran.
         total: of `o` against attention that quantises nothing; None if the call broke.
         kernel_l1: relative L1 of `o` against fp32 over the stored numbers.
@@ -56,13 +38,15 @@ class SageResult:
         detail: why not.
     """
 
-    case: SageCase
     place: str
     total: ErrorReport | None = None
     kernel_l1: float = float("nan")
     lse_error: float = float("nan")
     passed: bool = False
     detail: str = ""
+
+
+Found = tuple[SageCase, SageResult]
 
 
 @dataclass(frozen=True)
@@ -77,16 +61,16 @@ class Task:
 
 def published(case: SageCase) -> tuple[float, float, float] | None:
     """The figures that a case answers to, if any."""
-    method = case.qk == "int4" and case.smooth_k and case.smooth_q and case.data == "offset"
+    method = case.qk_dtype == "int4" and case.smooth_k and case.smooth_q and case.data == "offset"
     return PUBLISHED.get(case.granularity) if method else None
 
 
 def run_task(task: Task) -> SageResult:
     """Runs one case; what goes wrong is its result."""
-    result = SageResult(task.case, task.place)
+    result = SageResult(task.place)
     try:
         place = find_place(task.place, detect_races=task.detect_races, detect_hazards=task.detect_hazards)
-        call = build(task.case, place.device)
+        call = task.case.inputs(place.device)
         with place.context():
             o, lse = call.call()
             expected, expected_lse = call.reference()
@@ -125,22 +109,22 @@ def validate_sage(
 
     def take(task: Task, result: SageResult) -> str:
         found[task] = result
-        return "" if result.passed else f"failed: {result.case}"
+        return "" if result.passed else f"failed: {task.case}"
 
     interrupted = run_all(report, tasks, run_task, SageResult, take, jobs=jobs)
-    results = [found[task] for task in tasks if task in found]
+    results = [(task.case, found[task]) for task in tasks if task in found]
     report.say(
         f"sage_attention against attention that quantises nothing, {'; '.join(p.description for p in places)}"
     )
     report.say("figures: cosine / relative L1 / RMSE, by what was taken out of K and Q first")
     for place in places:
         for data in dict.fromkeys(case.data for case in cases):
-            shown = [r for r in results if r.place == place.name and r.case.data == data]
+            shown = [(c, r) for c, r in results if r.place == place.name and c.data == data]
             report.say(f"\n{place.name}, data {data}")
             report.show(_table(shown))
-    failures = [result for result in results if not result.passed]
-    for result in failures:
-        report.line(f"FAILED {result.place} {result.case}: {result.detail}", "bold red")
+    failures = [(case, result) for case, result in results if not result.passed]
+    for case, result in failures:
+        report.line(f"FAILED {result.place} {case}: {result.detail}", "bold red")
     colour = "bold red" if failures else "green"
     report.say(
         f"[{colour}]{len(results) - len(failures)} of {len(results)} cases pass[/] "
@@ -158,41 +142,41 @@ def validate_sage(
         "published": PUBLISHED,
         "planned": len(tasks),
         "passed": len(results) - len(failures),
-        "cases": (records := [jsonable(result) for result in results]),
+        "cases": (records := [{"case": str(case), **jsonable(result)} for case, result in results]),
     }
     code = ExitCode.NUMERICAL if failures else ExitCode.OK
     return report.finish(body, code, interrupted=interrupted, rows=records, plot=partial(_plot, results))
 
 
-def _plot(results: Sequence[SageResult], path: Path) -> None:
+def _plot(results: Sequence[Found], path: Path) -> None:
     """Every case's error against attention that quantises nothing."""
     from narrowkv.cli.plot import plot_dots
 
     dots = [
-        (f"{r.case.qk}, {r.case.granularity}, {r.case.data}", f"mean of {r.case.smoothing} out, {r.place}",
+        (f"{c.qk_dtype}, {c.granularity}, {c.data}", f"mean of {c.smoothing} out, {r.place}",
          r.total.relative_l1)
-        for r in results
+        for c, r in results
         if r.total is not None
     ]  # fmt: skip
     plot_dots(dots, path, title="sage_attention against fp32, nothing quantised", label="relative L1 error")
 
 
-def _table(results: Sequence[SageResult]) -> Sheet:
+def _table(results: Sequence[Found]) -> Sheet:
     """Figures by precision and granularity, a column for each smoothing."""
-    found = {(r.case.qk, r.case.granularity, r.case.smoothing): r for r in results}
-    smoothings = list(dict.fromkeys(r.case.smoothing for r in results))
+    found = {(c.qk_dtype, c.granularity, c.smoothing): (c, r) for c, r in results}
+    smoothings = list(dict.fromkeys(c.smoothing for c, _ in results))
     means = [f"mean of {s} out" for s in smoothings]
     sheet = Sheet([*keys("Q and K", "granularity"), *numbers(*means, "published", "kernel", "lse")])
-    for qk, granularity in dict.fromkeys((r.case.qk, r.case.granularity) for r in results):
+    for qk, granularity in dict.fromkeys((c.qk_dtype, c.granularity) for c, _ in results):
         row = [found.get((qk, granularity, s)) for s in smoothings]
-        ran = [r for r in row if r is not None and r.total is not None]
-        cells = ["-" if r is None or r.total is None else _figures(r.total) for r in row]
-        goal = next((g for r in ran if (g := published(r.case)) is not None), None)
+        ran = [r for _, r in filter(None, row) if r.total is not None]
+        cells = ["-" if one is None or one[1].total is None else _figures(one[1].total) for one in row]
+        goal = next((g for c, _ in filter(None, row) if (g := published(c)) is not None), None)
         sheet.add(
             qk, granularity, *cells, "" if goal is None else f"{goal[0]:.4f} / {goal[1]:.3f} / {goal[2]:.3f}",
             f"{max((r.kernel_l1 for r in ran), default=float('nan')):.4f}",
             f"{max((r.lse_error for r in ran), default=float('nan')):.1e}",
-            style="" if all(r is None or r.passed for r in row) else "bold red",
+            style="" if all(one is None or one[1].passed for one in row) else "bold red",
         )  # fmt: skip
     return sheet
 

@@ -1,79 +1,110 @@
-"""Named decode shapes and seeded inputs; tests, examples, `validate` and `probe` draw from here."""
+"""Seeded paged caches: the part that the cases of decode and of prefill share.
+
+Pages are shuffled, page ids past the end of a sequence are far out of range, and unless the cache is clean
+every unused slot holds NaN, so that a kernel that reads one shows it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.paged_cache.append import Rope
+from narrowkv.paged_cache.cache import CacheFormat, PagedKVCache
+from narrowkv.paged_cache.descales import GRANULARITIES
+from narrowkv.paged_cache.page_table import PageTable
 from narrowkv.quant.e8m0 import E8M0_NAN
 from narrowkv.quant.formats import Format, get_format
 from narrowkv.quant.quantize import cast_fp8, quantize_per_group
+from narrowkv.runtime.cases import CaseError, named, spell_case, unknown
 
+__all__ = ["DESCALES", "LAYOUTS", "CacheCase", "copy_cache", "differing_bytes", "poison_from", "random_rope"]
+
+DESCALES = ("float", *GRANULARITIES[:-1])
+"""Of FP8 and 16-bit caches; FP4 has its scales."""
+LAYOUTS = ("NHD", "HND", "tokens", "concat", "vectorised", "padded")
+"""Of a case: those of a cache, and "padded", which is NHD with strided heads and a storage offset."""
+
+_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1")
 _I32 = torch.int32
+_STORED = ("k", "v", "k_descale", "v_descale")
 _SPARE_PAGES = 3
 # What stands in a page table past the end of a sequence. Times the stride of a page it does not wrap, in 32
 # bits, to an offset inside a cache.
 _STALE = 2**30 + 54321
-# Unused slots hold NaN, so that reading one shows.
 _NAN_BYTE = {"fp8_e4m3fn": 0x7F, "fp8_e4m3fnuz": 0x80, "fp8_e5m2": 0x7F}
 
 
-class WorkloadError(ValueError):
-    """These fields do not go together."""
+def _read_format(text: str) -> str | CacheFormat:
+    k, slash, v = text.partition("/")
+    for name in (k, v) if slash else (k,):
+        if name not in _FORMATS:
+            raise unknown("format", name, _FORMATS)
+    return CacheFormat(k, v) if slash and k != v else k
 
 
-@dataclass(frozen=True)
-class DecodeWorkload:
-    """A decode step to build.
+def _spell_format(value: str | CacheFormat) -> str:
+    return f"{value.k}/{value.v}" if isinstance(value, CacheFormat) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheCase:
+    """A paged cache with sequences in it.
 
     Attributes:
-        lens: tokens of each sequence.
-        q_len: query tokens a sequence.
-        num_kv_heads, gqa_ratio, head_dim: heads.
-        page_size, format: the cache; scale_group: channels per scale of FP4, None for one a head.
-        layout: of the cache, or "padded": NHD with strided heads and a storage offset.
-        q_dtype: bf16 or fp16.
-        granularity: of the descales that are not FP4's: "float" or one of the cache's.
+        lens: tokens of each sequence; their number is the batch.
+        num_kv_heads, head_dim: sizes.
+        page_size: tokens a page.
+        layout: one of `LAYOUTS`.
+        format: of K and V; scale_group: channels that share a scale of FP4, None for one scale a head.
+        granularity: one of `DESCALES`.
         ragged: FlashInfer-style metadata instead of a block table.
-        stale_columns: how much wider the block table is than the longest sequence.
+        stale_columns: how many columns more than the longest sequence needs a block table has.
         clean: whether the cache is declared free of negative zeros and NaN; otherwise unused slots hold NaN.
         spread: standard deviation of K and V.
-        outliers: K has a channel offset, which makes softmax peaky.
+        outliers: whether channels of K have an offset, which makes softmax peaky.
+        seed: of all numbers.
     """
 
     lens: tuple[int, ...] = (70, 5, 130)
-    q_len: int = 1
-    num_kv_heads: int = 2
-    gqa_ratio: int = 12
-    head_dim: int = 64
+    num_kv_heads: int = named(2, "kv_heads")
+    head_dim: int = 128
     page_size: int = 16
-    layout: str = "NHD"
-    format: str | CacheFormat = "fp8_e4m3fn"
-    scale_group: int | None = None
-    q_dtype: torch.dtype = torch.bfloat16
-    granularity: str = "float"
-    ragged: bool = False
+    layout: str = named("NHD", words=LAYOUTS)
+    format: str | CacheFormat = named("fp8_e4m3fn", read=_read_format, spell=_spell_format)
+    scale_group: int | None = named(None, "group", kind=int)
+    granularity: str = named("float", "descale", DESCALES)
+    ragged: bool = named(False, "table", {"block_table": False, "ragged": True})
     stale_columns: int = 0
     clean: bool = False
     spread: float = 0.5
-    outliers: bool = False
+    outliers: bool = named(False, "data", {"gaussian": False, "outlier": True})
+    seed: int = 0
 
-    def build(
-        self, device: torch.device | str = "cpu", seed: int = 0
-    ) -> tuple[torch.Tensor, PagedKVCache, PageTable]:
-        """q, cache, page table: pages shuffled, stale ids far out of range, every unused byte NaN."""
-        return self.draw(torch.manual_seed(seed), device)
+    def __str__(self) -> str:
+        return spell_case(self)
 
-    def draw(
+    @property
+    def formats(self) -> CacheFormat:
+        """Storage formats of K and V."""
+        return CacheFormat.parse(self.format)
+
+    @property
+    def format_name(self) -> str:
+        """The formats of K and V, and the channels that share a scale of FP4 after a colon."""
+        group = f":{self.scale_group}" if self.scale_group else ""
+        return _spell_format(self.format) + group
+
+    def cache(
         self, random: torch.Generator, device: torch.device | str = "cpu"
-    ) -> tuple[torch.Tensor, PagedKVCache, PageTable]:
-        """The same from a generator; made on the CPU, so that every device gets the same numbers.
+    ) -> tuple[PagedKVCache, PageTable]:
+        """The cache and its page table; made on the CPU, so that every device gets the same numbers.
 
         Raises:
-            WorkloadError: the layout does not go with the page size, the sizes or the formats.
-            ValueError, TypeError: what the cache says to what it does not take.
+            CaseError: the layout does not go with the page size, the sizes or the formats.
+            ValueError, TypeError: the cache refuses a format, layout or size.
         """
         pages, table = self._page_table(random, device)
         num_pages = sum(len(ids) for ids in pages) + _SPARE_PAGES
@@ -81,9 +112,8 @@ class DecodeWorkload:
         used = torch.zeros(shape[:2], dtype=torch.bool)
         for ids, seq_len in zip(pages, self.lens, strict=True):
             used[ids] = torch.arange(len(ids) * self.page_size).view(-1, self.page_size) < seq_len
-        formats = CacheFormat.parse(self.format)
         stored, descales, kinds = [], [], []
-        for name, outliers in ((formats.k, self.outliers), (formats.v, False)):
+        for name, outliers in ((self.formats.k, self.outliers), (self.formats.v, False)):
             fmt = get_format(name)
             x = torch.randn(shape, generator=random) * self.spread
             if outliers:
@@ -103,7 +133,7 @@ class DecodeWorkload:
         cache = PagedKVCache.from_tensors(
             _to(k, device),
             _to(v, device),
-            format=formats,
+            format=self.formats,
             layout=layout,
             k_descale=descales[0],
             v_descale=descales[1],
@@ -111,8 +141,7 @@ class DecodeWorkload:
             v_granularity=kinds[1],
             negative_zero_free=self.clean,
         )
-        size = (len(self.lens) * self.q_len, self.num_kv_heads * self.gqa_ratio, self.head_dim)
-        return torch.randn(size, generator=random).to(self.q_dtype).to(device), cache, table
+        return cache, table
 
     def _page_table(
         self, random: torch.Generator, device: torch.device | str
@@ -197,18 +226,18 @@ def _lay_out(k: torch.Tensor, v: torch.Tensor, layout: str) -> tuple[torch.Tenso
         return k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous(), layout
     if layout == "tokens":
         if k.shape[1] != 1:
-            raise WorkloadError(f"layout=tokens needs page_size=1, got {k.shape[1]}")
+            raise CaseError(f"layout=tokens needs page_size=1, got {k.shape[1]}")
         return k[:, 0].contiguous(), v[:, 0].contiguous(), layout
     if layout == "concat":
         if k.dtype != v.dtype:
-            raise WorkloadError("layout=concat needs k and v of one format")
+            raise CaseError("layout=concat needs k and v of one format")
         both = torch.cat([k, v], -1)
         return both[..., : k.shape[-1]], both[..., k.shape[-1] :], layout
     if layout == "vectorised":
         x, y = 16 // k.element_size(), 16 // v.element_size()
         pages, tokens, heads, dim = k.shape
         if dim % x or tokens % y:
-            raise WorkloadError(f"layout=vectorised needs head_dim % {x} == 0 and page_size % {y} == 0")
+            raise CaseError(f"layout=vectorised needs head_dim % {x} == 0 and page_size % {y} == 0")
         vector_k = k.view(pages, tokens, heads, dim // x, x).permute(0, 2, 3, 1, 4).contiguous()
         vector_v = v.view(pages, tokens // y, y, heads, dim).permute(0, 3, 1, 4, 2).contiguous()
         return vector_k, vector_v, layout
@@ -239,7 +268,45 @@ def _to(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return flat.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-GLM_GQA12 = DecodeWorkload(lens=(1024,) * 4, num_kv_heads=8, head_dim=128)
-"""The probe: GLM-4.5-Air's attention, batch 4, context 1024."""
-K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
-"""Keys in FP8, values in FP4: most of FP4's capacity at a third of its error."""
+def poison_from(cache: PagedKVCache, table: PageTable, full: tuple[int, ...]) -> None:
+    """Makes the tokens between the table's lengths and `full` NaN again."""
+    k, v = cache.logical()
+    assert table.seq_lens is not None
+    for seq, old in enumerate(table.seq_lens.tolist()):
+        positions = torch.arange(old, full[seq])
+        pages = table.page_ids[seq].cpu()[positions // table.page_size].long()
+        slots = positions % table.page_size
+        for stored, name in ((k, cache.format.k), (v, cache.format.v)):
+            if stored.element_size() == 1:
+                code = {**_NAN_BYTE, "fp4_e2m1": 0x77}[name]
+                stored.view(torch.uint8)[pages.to(stored.device), slots.to(stored.device)] = code
+            else:
+                stored[pages.to(stored.device), slots.to(stored.device)] = float("nan")
+
+
+def copy_cache(cache: PagedKVCache) -> PagedKVCache:
+    """A cache that stores the same in memory of its own."""
+
+    def own(x: Any) -> Any:
+        return x.clone() if isinstance(x, torch.Tensor) else x
+
+    return replace(cache, **{name: own(getattr(cache, name)) for name in _STORED})
+
+
+def differing_bytes(a: PagedKVCache, b: PagedKVCache) -> dict[str, int]:
+    """How many bytes two caches of the same shape differ in, by "k", "v", "k_descale" and "v_descale"."""
+    found = {}
+    for name in _STORED:
+        x, y = getattr(a, name), getattr(b, name)
+        if isinstance(x, torch.Tensor):
+            differ = x.contiguous().view(torch.uint8) != y.contiguous().view(torch.uint8)
+            found[name] = int(differ.sum())
+    return {name: count for name, count in found.items() if count}
+
+
+def random_rope(
+    style: str, rotary_dim: int, positions: torch.Tensor, random: torch.Generator, device: torch.device | str
+) -> Rope:
+    """A rotary embedding of random angles, "neox" or "gptj", that rotates `rotary_dim` columns."""
+    angle = torch.rand(int(positions.max()) + 2, rotary_dim // 2, generator=random) * 6
+    return Rope(angle.cos().to(device), angle.sin().to(device), positions.to(device, _I32), style=style)
