@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import shlex
@@ -107,6 +108,33 @@ def test_the_links_of_a_page_lead_to_files(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if "://" not in link and not link.startswith("#"):
             assert (page.parent / link.split("#")[0]).exists(), f"{name_of(page)}: {link}"
+
+
+def defined_in(path: Path) -> set[str]:
+    """Names of the functions, classes, methods (`Class.method`) and constants that a file defines."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+        if isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def test_the_stations_of_reading_the_code_exist_and_are_at_most_ten_each():
+    page = ROOT / "docs" / "reading-the-code.md"
+    links = re.findall(r"\[`([\w.]+)`\]\(([^)\s]+\.py)\)", page.read_text())
+    assert len(links) > 30
+    for name, link in links:
+        path = page.parent / link
+        assert path.is_file(), f"{name}: {link}"
+        assert name in defined_in(path), f"{link} does not define {name}"
+    routes = page.read_text().split("\n## ")[1:]
+    assert len(routes) == 3
+    for route in routes:
+        assert len(re.findall(r"^\d+\. ", route, re.MULTILINE)) <= 10
 
 
 def test_quoted_messages_are_those_of_the_code():

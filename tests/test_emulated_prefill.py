@@ -39,6 +39,7 @@ BATCH: dict[str, tuple[PrefillCase, str | None, dict[str, Any]]] = {
     ),
     "fused, bf16, soft cap": (P(format="bf16", **SMALL), "fused", {"logits_soft_cap": 3.0}),
     "fused, FP4, page 1": (P(format="fp4_e2m1", page_size=1, layout="tokens", **SMALL), "fused", {}),
+    "fused, FP4, E4M3 scales": (P(format="fp4_e2m1", scale_format="e4m3", **SMALL), "fused", {}),
     "head_dim 80": (P(head_dim=80, **SMALL), "fused", {}),
     "more queries than keys": (P(q_lens=(9, 1), lens=(4, 0), num_kv_heads=1), "dense", {}),
 }  # fmt: skip
@@ -80,7 +81,7 @@ def test_tiles_of_128_rows_agree_with_the_reference(
     name: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are for calls with a tile for every compute unit, which would take the emulator long."""
-    monkeypatch.setattr("narrowkv.attn_prefill.config.units_of", lambda target: 1)
+    monkeypatch.setattr("narrowkv.attn_prefill.tiles.units_of", lambda target: 1)
     axes, options, forced = LARGE[name]
     sizes: dict[str, Any] = {"q_lens": (40, 3), "lens": (260, 40), "num_kv_heads": 1, "gqa_ratio": 8}
     q, cache, table, starts = P(**{**sizes, "head_dim": 128, **axes}).build()
@@ -99,7 +100,7 @@ def test_tiles_of_128_rows_agree_with_the_reference(
 def test_fp8_queries_in_machine_code(
     target: str, kernel: str, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("narrowkv.attn_prefill.config.units_of", lambda target: 1)
+    monkeypatch.setattr("narrowkv.attn_prefill.tiles.units_of", lambda target: 1)
     large = {"gqa_ratio": 8, "head_dim": 128} if splits == 1 else {}
     kinds = ["fp8_e4m3fn", "fp8_e4m3fnuz"] if target == "gfx942" else ["fp8_e4m3fn"]
     for fmt in kinds:
@@ -124,6 +125,7 @@ APPEND: dict[str, tuple[PrefillCase, dict[str, Any]]] = {
         A(granularity="token_head", page_size=1, layout="tokens", **SMALL), {},
     ),
     "FP4": (A(format="fp4_e2m1", **SMALL), {}),
+    "FP4, E4M3 scales": (A(format="fp4_e2m1", scale_format="e4m3", **SMALL), {}),
     "vectorised, a window": (A(layout="vectorised", **SMALL), {"window_left": 8}),
 }  # fmt: skip
 

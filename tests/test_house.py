@@ -1,17 +1,21 @@
-"""The house rules that no single file shows: who imports whom, who reads what, what moves together."""
+"""The rules of the repository that no single file shows: imports, file names, sizes, versions, examples."""
 
 from __future__ import annotations
 
 import ast
+import doctest
+import importlib
 import re
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 if sys.version_info >= (3, 11):
@@ -35,11 +39,79 @@ ARROWS = {
     "attn_prefill": {"runtime", "quant", "paged_cache", "attn_decode"},
     "sage": {"runtime", "quant"},
     "sparse_fp8": {"runtime", "quant"},
+    "context_parallel": {
+        "runtime",
+        "quant",
+        "paged_cache",
+        "attn_decode",
+        "attn_prefill",
+        "sage",
+        "sparse_fp8",
+    },
     "engines": {"runtime", "quant", "paged_cache", "attn_decode", "attn_prefill", "sparse_fp8"},
 }
 ARROWS["testing"] = set(ARROWS) - {"engines"}
 ARROWS["cli"] = set(ARROWS)
+# Packages with kernels, and the files that each of them has.
+OPERATIONS = ("attn_decode", "attn_prefill", "sage", "sparse_fp8")
+OPERATION_FILES = ("api", "plan", "config", "launch", "kernels", "reference", "cases")
+FILES_MISSING = {
+    "attn_decode": {"launch"},
+    "attn_prefill": {"launch"},
+    "sage": {"launch"},
+}
 MAX_ARGUMENTS = 14
+MAX_JIT_PARAMETERS = 30
+MAX_LINES = 400
+# Files that are longer. None may grow past its number; one that got shorter than MAX_LINES leaves the list.
+LONG_FILES = {
+    "packages/attn_decode/src/narrowkv/attn_decode/plan.py": 758,
+    "packages/attn_prefill/src/narrowkv/attn_prefill/calls.py": 524,
+    "packages/attn_prefill/src/narrowkv/attn_prefill/kernels/pipelined.py": 916,
+    "packages/attn_prefill/src/narrowkv/attn_prefill/plan.py": 640,
+    "packages/engines/src/narrowkv/engines/aiter.py": 419,
+    "packages/paged_cache/src/narrowkv/paged_cache/append.py": 538,
+    "packages/sage/src/narrowkv/sage/launches.py": 597,
+    "packages/sage/src/narrowkv/sage/plan.py": 579,
+    "packages/sparse_fp8/src/narrowkv/sparse_fp8/kernels/few.py": 610,
+    "packages/sparse_fp8/src/narrowkv/sparse_fp8/kernels/hopper.py": 547,
+    "packages/sparse_fp8/src/narrowkv/sparse_fp8/kernels/hopper_fp8.py": 661,
+}
+# Modules of a package that import each other.
+CYCLES_LEFT = {
+    "attn_prefill": [["calls", "launches", "plan"]],
+}
+# Where a step of the online softmax, or a merge of partial results, is computed.
+SOFTMAX_UPDATES = {
+    "packages/runtime/src/narrowkv/runtime/attention/softmax.py",
+    # In launches: the last program of a tile merges all of its rows.
+    "packages/runtime/src/narrowkv/runtime/attention/results.py",
+    # States that callers bring, each with an lse and no running sum.
+    "packages/attn_decode/src/narrowkv/attn_decode/kernels/merge.py",
+    # P is rounded to 8 bits and the scale of S may differ from key to key.
+    "packages/sage/src/narrowkv/sage/kernels/attention.py",
+    # Gluon, whose layouts the shared functions do not take; S is transposed in the first.
+    "packages/sparse_fp8/src/narrowkv/sparse_fp8/kernels/few.py",
+    "packages/sparse_fp8/src/narrowkv/sparse_fp8/kernels/hopper.py",
+}
+# Docstrings whose examples cannot run here (`# doctest: +SKIP`): lines, by module.
+SKIPPED_EXAMPLES = {
+    "narrowkv.attn_decode.api": 4,
+    "narrowkv.attn_decode.plan": 3,
+    "narrowkv.attn_prefill.api": 3,
+    "narrowkv.attn_prefill.plan": 5,
+    "narrowkv.attn_prefill.warmup": 1,
+    "narrowkv.engines.aiter": 1,
+    "narrowkv.engines.tiny": 1,
+    "narrowkv.engines.transformers": 3,
+    "narrowkv.engines.transformers.cache": 2,
+    "narrowkv.engines.vllm": 2,
+    "narrowkv.runtime.launch.bound": 2,
+    "narrowkv.runtime.launch.fixed": 2,
+    "narrowkv.runtime.launch.path": 3,
+    "narrowkv.runtime.launch.recording": 2,
+    "narrowkv.sage.plan": 3,
+}
 MAX_OWN_VARIABLES = 2
 
 
@@ -94,6 +166,7 @@ class Source:
         return self.parts if self.path.name == "__init__.py" else self.parts[:-1]
 
 
+@cache
 def sources(*folders: str) -> list[Source]:
     return [
         Source(name, path, ast.parse(path.read_text(), filename=str(path)))
@@ -363,3 +436,147 @@ def test_nobody_reads_the_device_at_import():
     command = [sys.executable, "-c", textwrap.dedent(code), *sorted(PROJECTS)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def modules() -> dict[tuple[str, ...], Source]:
+    """Every module under src, by its dotted name in parts."""
+    return {source.parts: source for source in sources("src")}
+
+
+def imported_modules(source: Source, known: dict[tuple[str, ...], Source]) -> set[tuple[str, ...]]:
+    """The modules of its own package that a module imports: at its top, in functions, and for types only."""
+    found = set()
+    for entry in source.imports():
+        target = entry.path if entry.path in known else entry.module
+        if target in known and known[target].project == source.project and target != source.parts:
+            found.add(target)
+    return found
+
+
+def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of two or more nodes of which each reaches every other one."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            new = edges[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    reach = {node: reached(node) for node in edges}
+    groups = {
+        frozenset(other for other in reach[node] if node in reach[other])
+        for node in edges
+        if node in reach[node]
+    }
+    return sorted(sorted(group) for group in groups)
+
+
+def test_the_search_for_cycles_finds_them():
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+
+
+@pytest.mark.parametrize("name", sorted(PROJECTS))
+def test_no_module_imports_itself_through_others(name):
+    known = modules()
+    edges = {
+        ".".join(parts[2:]) or "__init__": {
+            ".".join(target[2:]) or "__init__" for target in imported_modules(source, known)
+        }
+        for parts, source in known.items()
+        if source.project == name
+    }
+    found = cycles(edges)
+    assert found == CYCLES_LEFT.get(name, []), f"{name}: modules that import each other: {found}"
+
+
+def code_lines(source: Source) -> int:
+    return len(source.path.read_text().splitlines())
+
+
+def test_a_file_has_at_most_400_lines():
+    long = {
+        str(source.path.relative_to(ROOT)): code_lines(source)
+        for source in sources("src")
+        if code_lines(source) > MAX_LINES
+    }
+    for path, lines in long.items():
+        ceiling = LONG_FILES.get(path, MAX_LINES)
+        assert lines <= ceiling, f"{path} has {lines} lines, of which {ceiling} are allowed: divide it"
+    gone = sorted(set(LONG_FILES) - set(long))
+    assert not gone, f"these files have at most {MAX_LINES} lines now: take them out of LONG_FILES: {gone}"
+
+
+def jit_functions() -> Iterator[tuple[Source, ast.FunctionDef]]:
+    for source in sources("src"):
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.FunctionDef) and any(
+                "jit" in ast.unparse(decorator) for decorator in node.decorator_list
+            ):
+                yield source, node
+
+
+def test_jit_functions_take_at_most_thirty_parameters():
+    functions = list(jit_functions())
+    assert len(functions) > 50
+    wrong = []
+    for source, node in functions:
+        count = len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
+        if count > MAX_JIT_PARAMETERS:
+            wrong.append(f"{source.at(node.lineno)}: {node.name} takes {count}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_online_softmax_is_updated_in_the_named_files_only():
+    """A weight of the online softmax is `exp2` of a difference from a maximum."""
+    found = {
+        str(source.path.relative_to(ROOT))
+        for source, function in jit_functions()
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("exp", "exp2")
+        and isinstance(node.args[0], ast.BinOp)
+        and isinstance(node.args[0].op, ast.Sub)
+    }
+    assert found == set(SOFTMAX_UPDATES), (
+        "a kernel takes its softmax step from narrowkv.runtime.attention.softmax; "
+        f"SOFTMAX_UPDATES names those that cannot: {sorted(found ^ set(SOFTMAX_UPDATES))}"
+    )
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_an_operation_package_has_the_files_that_all_have(name):
+    own = own_folder(name)
+    missing = {
+        file for file in OPERATION_FILES if not ((own / file).exists() or (own / f"{file}.py").is_file())
+    }
+    assert missing == FILES_MISSING.get(name, set()), f"{name} lacks {sorted(missing)}"
+
+
+def with_examples() -> list[str]:
+    return [".".join(source.parts) for source in sources("src") if ">>> " in source.path.read_text()]
+
+
+@pytest.mark.parametrize("name", with_examples())
+def test_docstring_examples_run(name):
+    module = importlib.import_module(name)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    report: list[str] = []
+    for example in doctest.DocTestFinder(exclude_empty=True).find(module, extraglobs={"torch": torch}):
+        runner.run(example, out=report.append)
+    assert not runner.failures, "".join(report)
+
+
+def test_docstring_examples_are_skipped_only_where_they_cannot_run():
+    """An example that needs a model, a GPU or minutes is skipped; the list of those does not grow."""
+    skipped = {
+        ".".join(source.parts): count
+        for source in sources("src")
+        if (count := source.path.read_text().count("doctest: +SKIP"))
+    }
+    more = {name: count for name, count in skipped.items() if count > SKIPPED_EXAMPLES.get(name, 0)}
+    assert not more, f"write examples that run instead of skipped ones: {more}"

@@ -11,15 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from narrowkv.cli import validate
-from narrowkv.cli.answers import PASS, Answer, Compiled, Outcome, Sample
+from narrowkv.cli.answers import PASS, Answer, Compiled, Outcome
 from narrowkv.cli.app import app
 from narrowkv.cli.contracts import CONTRACT_SETS
-from narrowkv.cli.sage.accuracy import SageResult
-from narrowkv.cli.shipped_code import CallCode
 from narrowkv.quant.accuracy import ErrorReport
 from narrowkv.testing.bench.measure import Row
-from narrowkv.testing.checking import CaseResult
-from narrowkv.testing.codegen import KernelCode
+from narrowkv.testing.checking import CaseResult, SageResult, Sample
+from narrowkv.testing.codegen import CallCode, KernelCode
 from narrowkv.testing.records import jsonable, revive
 
 run = CliRunner().invoke

@@ -76,13 +76,13 @@ def test_one_wrongly_stored_byte_fails_an_append(
 
 
 def test_a_sweep_asks_each_place_for_its_own_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = (PrefillCase(q_lens=(3,), lens=(9,)), PREFILL.parse(f"{APPEND},kernel=staged"))
+    few = (PrefillCase(q_lens=(3,), lens=(9,)), PREFILL.parse("q=fp8_e4m3fnuz,format=fp8_e4m3fnuz"))
     monkeypatch.setattr(prefill_cases, "quick", lambda: iter(few))
-    result = run(app, ["validate", "prefill", "--on", "cpu,gfx942", "--jobs", "1", "--json"])
+    result = run(app, ["validate", "prefill", "--on", "cpu,gfx950", "--jobs", "1", "--json"])
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     ran = [(case["place"], case["case"]) for case in document["cases"]]
-    assert ran == [("cpu", str(few[0])), ("cpu", str(few[1])), ("gfx942", str(few[0]))]
+    assert ran == [("cpu", str(few[0])), ("cpu", str(few[1])), ("gfx950", str(few[0]))]
 
 
 def test_inspect_shows_registers_and_the_share_of_matrix_instructions() -> None:

@@ -12,12 +12,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from narrowkv.cli import backends, contracts, operations, probe
+from narrowkv.cli import contracts, operations, probe
 from narrowkv.cli.app import app
 from narrowkv.cli.contracts import DECODE, PREFILL, Contract, ContractSet, Shape
 from narrowkv.cli.operations import contract_case
 from narrowkv.runtime.errors import UnsupportedError
-from narrowkv.testing import codegen, emulation, samples
+from narrowkv.testing import backends, codegen, emulation, samples
 
 run = CliRunner().invoke
 SHAPE = Shape(batch=2, q_len=1, context=48, num_qo_heads=24, num_kv_heads=2, head_dim=64)
@@ -61,7 +61,7 @@ def test_what_works_passes_here_and_compiles() -> None:
 
 
 def test_a_refusal_fails_in_the_operations_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(self: object, contract: Contract, inputs: object) -> Any:
+    def refuses(self: object, inputs: object) -> Any:
         raise UnsupportedError("this target has no scaled MFMA")
 
     monkeypatch.setattr(backends.Narrowkv, "prepare", refuses)
@@ -75,8 +75,8 @@ def test_a_refusal_fails_in_the_operations_words(monkeypatch: pytest.MonkeyPatch
 def test_an_inexact_answer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     right = backends.Narrowkv.prepare
 
-    def inexact(self: backends.Narrowkv, contract: Contract, inputs: Any) -> Any:
-        call = right(self, contract, inputs)
+    def inexact(self: backends.Narrowkv, inputs: Any) -> Any:
+        call = right(self, inputs)
         return lambda: call() * 1.01
 
     monkeypatch.setattr(backends.Narrowkv, "prepare", inexact)
@@ -91,8 +91,8 @@ def test_an_inexact_answer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_nan_anywhere_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     right = backends.Narrowkv.prepare
 
-    def poisoned(self: backends.Narrowkv, contract: Contract, inputs: Any) -> Any:
-        call = right(self, contract, inputs)
+    def poisoned(self: backends.Narrowkv, inputs: Any) -> Any:
+        call = right(self, inputs)
         return lambda: call().index_fill(0, torch.tensor([1]), float("nan"))
 
     monkeypatch.setattr(backends.Narrowkv, "prepare", poisoned)
@@ -127,17 +127,17 @@ class Refuser:
 
     name = "refuser"
 
-    def absent(self, place: Any) -> str | None:
+    def absent(self, on_gpu: bool) -> str | None:
         return None
 
-    def prepare(self, contract: Contract, inputs: Any) -> Any:
+    def prepare(self, inputs: Any) -> Any:
         raise RuntimeError("Unsupported group_size: 12\nsomewhere in C++")
 
 
 class Absent(Refuser):
     name = "absent one"
 
-    def absent(self, place: Any) -> str | None:
+    def absent(self, on_gpu: bool) -> str | None:
         return "not installed"
 
 

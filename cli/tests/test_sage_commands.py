@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from narrowkv.cli import contracts
+from narrowkv.cli import validate_sage as accuracy
 from narrowkv.cli.app import app
 from narrowkv.cli.contracts import CONTRACT_SETS, Shape
-from narrowkv.cli.sage import accuracy
 from narrowkv.sage import cases
 from narrowkv.sage.cases import SageCase, shipped, sweep
 
@@ -60,7 +60,7 @@ def test_validate_shows_every_granularity_beside_the_published_figures(
 
 def test_a_result_worse_than_published_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     case = SageCase.small(qk_dtype="int4", smooth_q=True, data="offset", **TOKENS)
-    monkeypatch.setitem(accuracy.PUBLISHED, "per_thread", (0.99999, 0.001, 0.001))
+    monkeypatch.setitem(cases.PUBLISHED, "per_thread", (0.99999, 0.001, 0.001))
     monkeypatch.setattr(cases, "sweep", lambda **_: [case])
     code, document = ask("validate", "sage", "--on", "cpu", "--jobs", "1")
     assert code == 1
@@ -86,7 +86,7 @@ def test_the_sweep_covers_the_contract() -> None:
     assert len(quick) == len(set(quick)) == 3 * 4 * 3
     assert {case.data for case in full} == {"offset", "outlier", "gaussian"}
     assert {case.smoothing for case in quick} == {"none", "K", "K and Q"}
-    assert {accuracy.published(case) for case in quick} == {None, *accuracy.PUBLISHED.values()}
+    assert {case.published for case in quick} == {None, *cases.PUBLISHED.values()}
 
 
 def test_inspect_shows_every_shipped_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from narrowkv.runtime.launch import BoundLaunch, compile_for, run_as
 from narrowkv.sparse_fp8 import (
     DSV4Rows,
     KVSource,
-    SparsePlan,
     choose_mode,
     sparse_decode,
     sparse_prefill,
@@ -25,6 +24,7 @@ from narrowkv.sparse_fp8 import (
 )
 from narrowkv.sparse_fp8.cases import SparseCase, SparseInputs
 from narrowkv.sparse_fp8.config import NUM_HEADS
+from narrowkv.sparse_fp8.launch import SparseLaunches
 
 W = SparseCase.small
 I32 = torch.int32
@@ -323,13 +323,15 @@ def test_prepass_expands_what_is_less_the_pool_or_the_named_rows(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    right = SparsePlan._expand
+    right = SparseLaunches.expand
 
-    def expand(plan: SparsePlan, rows: DSV4Rows, named_by: KVSource | None, count: int, *rest: Any) -> None:
+    def expand(
+        launches: SparseLaunches, rows: DSV4Rows, named_by: KVSource | None, count: int, *rest: Any
+    ) -> None:
         sizes.append(count)
-        right(plan, rows, named_by, count, *rest)
+        right(launches, rows, named_by, count, *rest)
 
-    monkeypatch.setattr(SparsePlan, "_expand", expand)
+    monkeypatch.setattr(SparseLaunches, "expand", expand)
     few = W(prefix_lens=(9, 2), pool_rows=256).build(device)
     many = W(prefix_lens=(9, 2) * 40, pool_rows=64).build(device)
     _agrees(few, _prepass)

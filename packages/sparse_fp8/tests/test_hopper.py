@@ -25,8 +25,9 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_reference,
 )
 from narrowkv.sparse_fp8.cases import SparseCase
-from narrowkv.sparse_fp8.config import hopper_config, hopper_pays
-from narrowkv.sparse_fp8.plan import query_format, suits_hopper
+from narrowkv.sparse_fp8.checks import query_format
+from narrowkv.sparse_fp8.config import specialised_config, specialised_pays
+from narrowkv.sparse_fp8.planner import suits_specialised
 
 W = SparseCase.small
 
@@ -36,8 +37,10 @@ def _takes_hopper(
 ) -> config.SparseConfig | None:
     """The configuration for Hopper if a call of this size takes it."""
     found = get_target(target)
-    chosen = hopper_config(found, kernel=kernel, num_heads=num_heads)
-    return chosen if chosen is not None and hopper_pays(found, chosen, num_tokens, num_heads) else None
+    chosen = specialised_config(found, kernel=kernel, num_heads=num_heads)
+    if chosen is None or chosen.family != "hopper":
+        return None
+    return chosen if specialised_pays(found, chosen, num_tokens, num_heads) else None
 
 
 @pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
@@ -64,7 +67,7 @@ def test_few_heads_have_a_kernel_that_pads_none(kernel: str, heads: int, block: 
 
 
 def test_a_triton_without_gluon_runs_the_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "has_gluon", lambda: False)
+    monkeypatch.setattr(config, "has_gluon", lambda *_: False)
     assert not _takes_hopper()
 
 
@@ -75,7 +78,7 @@ def _suits(inputs: Any, **changes: Any) -> bool:
     inputs = replace(inputs, **changes)
     formats = [None if source is None else source.bound.format for source in (inputs.prefix, inputs.extend)]
     mode = "fused" if any(rows is not None and rows.is_fp8 for rows in formats) else "wide"
-    return suits_hopper(mode, SM90, query_format(inputs.q), *formats)
+    return suits_specialised(mode, SM90, query_format(inputs.q), *formats)
 
 
 def test_what_it_can_read() -> None:
@@ -114,7 +117,7 @@ def test_a_query_or_lists_that_it_cannot_read_go_to_the_plain_kernel() -> None:
         def stages(
             q: torch.Tensor = wide.q, prefix: KVSource = wide.prefix, out: torch.Tensor = wide.q
         ) -> int:
-            return plan._choose(q, prefix, None, out, 132).stages
+            return plan._config_for(q, prefix, None, out, 132).stages
 
         assert stages() == 2
         shifted = torch.zeros(wide.q.numel() + 1, dtype=wide.q.dtype)[1:].view(wide.q.shape)
@@ -144,14 +147,14 @@ def test_it_agrees_with_the_reference(way: str, heads: int, monkeypatch: pytest.
         q="fp16" if way == "fp16" else "bf16",
     ).build("cuda")
     stages: list[int] = []
-    original = SparsePlan._choose
+    original = SparsePlan._config_for
 
     def noted(*arguments: Any) -> Any:
         chosen = original(*arguments)
         stages.append(chosen.stages)
         return chosen
 
-    monkeypatch.setattr(SparsePlan, "_choose", noted)
+    monkeypatch.setattr(SparsePlan, "_config_for", noted)
     out = torch.full(inputs.q.shape, math.nan, dtype=torch.float32, device="cuda")
     q = DSV4Rows.quantize(inputs.q, layout="split") if way == "fp8_q" else inputs.q
     given = (q, inputs.prefix, inputs.extend)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from narrowkv.sparse_fp8 import DSV4Rows, KVSource, packed_page_stride
-from narrowkv.sparse_fp8.rows import LAYOUTS
+from narrowkv.sparse_fp8.layouts import LAYOUTS
 
 U8 = torch.uint8
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from narrowkv.cli.contracts import Contract
+from narrowkv.testing.checking import Sample
 from narrowkv.testing.codegen import KernelCode
 
 PASS, FAIL, REFUSED, SKIPPED, INEXACT = "pass", "fail", "refused", "skipped", "inexact"
@@ -28,25 +29,6 @@ class Compiled:
     detail: str = ""
     kernels: tuple[KernelCode, ...] = ()
     model: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Sample:
-    """How much of a call was emulated.
-
-    Attributes:
-        workgroups, launched: workgroups that ran, of those that the call launches.
-        rows, all_rows: rows of the output that they finished and that were compared, of all.
-        wave_instructions: instructions that their waves executed.
-        seconds: how long it took, the reference included.
-    """
-
-    workgroups: int
-    launched: int
-    rows: int
-    all_rows: int
-    wave_instructions: int
-    seconds: float
 
 
 @dataclass(frozen=True)

@@ -15,28 +15,13 @@ from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageErr
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 from narrowkv.runtime.cases import Case
-from narrowkv.runtime.launch import compile_for
 from narrowkv.sage import cases as sage
 from narrowkv.sparse_fp8 import cases as sparse
-from narrowkv.testing.codegen import KernelCode, amd_backend_missing, compile_call, main_kernel
+from narrowkv.testing.codegen import CallCode, KernelCode, amd_backend_missing, compile_case, main_kernel
 from narrowkv.testing.families import Family
 
 Modelled = Callable[[str], Mapping[str, Family]] | None
 """Calls to show under the timing model, for a target's name."""
-
-
-@dataclass(frozen=True)
-class CallCode:
-    """One call compiled for one target; `plan` is its configuration in words, where the operation says it."""
-
-    target: str
-    kernels: tuple[KernelCode, ...]
-    plan: str = ""
-
-    @property
-    def faulty(self) -> bool:
-        """Whether a kernel spills vector registers or uses scratch."""
-        return any(k.spills or k.scratch_bytes for k in self.kernels)
 
 
 @dataclass(frozen=True)
@@ -94,22 +79,16 @@ SHIPPED = {
 }
 
 
-def compile_case(task: Task) -> CallCode:
-    """Compiles every kernel of a case for a target.
+def run_task(task: Task) -> CallCode:
+    """Compiles a case.
 
     Raises:
-        UsageError: the operation refuses the case.
+        UsageError: the operation refuses it.
     """
     try:
-        inputs = task.case.inputs()
-        artifacts = compile_call(task.target, inputs.call)
-        plan = ""
-        if isinstance(inputs, sage.SageCall):
-            with compile_for(task.target):
-                plan = inputs.explain()
+        return compile_case(task.case, task.target)
     except (ValueError, TypeError) as error:
         raise UsageError(f"{task.target}, {task.case}: {error}") from None
-    return CallCode(task.target, tuple(map(KernelCode.of, artifacts)), plan)
 
 
 def inspect_calls(
@@ -145,7 +124,7 @@ def inspect_calls(
     tasks = [
         Task(target, one) for target in targets for one in (shipped.cases(target) if case is None else [case])
     ]
-    interrupted = run_all(report, tasks, compile_case, CallCode, take, what="inspecting")
+    interrupted = run_all(report, tasks, run_task, CallCode, take, what="inspecting")
     report.show(_table(codes, shipped))
     plans = {code.target: code.plan for _, code in reversed(codes) if code.plan}
     for target in dict.fromkeys(code.target for _, code in codes):

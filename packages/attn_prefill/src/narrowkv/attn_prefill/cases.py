@@ -13,7 +13,8 @@ import torch
 from narrowkv.attn_decode import cases as decode
 from narrowkv.attn_prefill.api import batch_prefill, prefill_append
 from narrowkv.attn_prefill.config import APPEND_KERNELS, KERNELS
-from narrowkv.attn_prefill.plan import PrefillPlan, plan_append, plan_prefill
+from narrowkv.attn_prefill.plan import PrefillPlan
+from narrowkv.attn_prefill.planning import plan_append, plan_prefill
 from narrowkv.attn_prefill.reference import batch_prefill_reference, prefill_append_reference
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, cases
 from narrowkv.runtime.cases import CaseError, each_alone, named, unknown, word_of
@@ -48,8 +49,7 @@ class PrefillCase(cases.CacheCase):
         gqa_ratio: query heads for each KV head.
         q_dtype: bf16 or fp16, or FP8 for a prefill.
         fp8_compute: option of an append.
-        causal, window_left, window_right, logits_soft_cap, sinks: options; windows of -1 and a cap of 0 are
-            off.
+        causal, window_left, window_right, logits_soft_cap, sinks: options; -1 and 0 are off.
         num_splits: forces how many programs share a tile's keys; 0 leaves it to the plan.
         rope: of an append: "neox", "gptj" or None; rotary_dim: the columns that it rotates.
 
@@ -265,8 +265,7 @@ def poison_plan(plan: PrefillPlan) -> None:
 
 FORMATS = ("bf16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp4_e2m1", decode.K8V4)
 _PREFILLS = tuple(PrefillCase(kernel=kernel) for kernel in ("dense", "fused"))
-_APPENDS = tuple(PrefillCase(operation="append", kernel=kernel) for kernel in ("staged", "apart", "paged"))
-_SCRATCH_KERNELS = ("staged", "apart")
+_APPENDS = tuple(PrefillCase(operation="append", kernel=kernel) for kernel in ("append_then_attend", "fused"))
 # Queries in FP8, or old tokens on FP8 matrix units.
 _FP8_UNITS = (
     PrefillCase(q_dtype=torch.float8_e4m3fn),
@@ -357,15 +356,13 @@ def full() -> Iterator[PrefillCase]:
 
 
 def can_be(case: PrefillCase) -> bool:
-    """Whether the operation has such calls: one scratch holds old and new keys unless an append is paged."""
+    """Whether the operation has such calls: one scratch holds old and new keys unless an append is fused."""
     k = case.formats.k
-    return case.kernel not in _SCRATCH_KERNELS or k not in ("bf16", "fp16") or k == word_of(case, "q_dtype")
+    return case.kernel != "append_then_attend" or k not in ("bf16", "fp16") or k == word_of(case, "q_dtype")
 
 
 def serves(case: PrefillCase, target: Target) -> bool:
     """Whether a target has the case's kernel and FP8 matrix units of its format."""
-    if case.kernel in _SCRATCH_KERNELS and target.is_amd:
-        return False  # what one chiplet publishes another sees only through memory
     if case.native_fp8 in ("", target.native_fp8) or target.native_fp8 is None:
         return True
     return target.name == "gfx942" and case.native_fp8 == "fp8_e4m3fn"  # read as FNUZ, half of it
@@ -380,12 +377,13 @@ def sweep(target: Target, *, everything: bool = False) -> list[PrefillCase]:
 HEAD_DIMS = (128, 64)
 # A chunk over a prefix, with so many programs that no tile's keys are split.
 _CALL = PrefillCase(q_lens=(1024,), lens=(4096,), num_kv_heads=8, gqa_ratio=12, clean=True)
-_APPEND = replace(_CALL, operation="append", kernel="paged")
+_APPEND = replace(_CALL, operation="append", kernel="fused")
 
 
 def shipped(target: str) -> list[PrefillCase]:
     """A call for every shipped configuration of a target: kernels, formats, head_dims."""
     ways = [replace(_CALL, kernel="dense"), replace(_CALL, kernel="fused"), _APPEND]
+    ways.append(replace(_APPEND, kernel="append_then_attend"))
     calls = [replace(way, format=name) for way in ways for name in FORMATS]
     for name in ("fp8_e4m3fn", "fp8_e4m3fnuz"):
         calls += [

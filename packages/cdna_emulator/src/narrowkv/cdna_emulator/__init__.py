@@ -1,11 +1,15 @@
 """Runs the gfx942 and gfx950 assembly that Triton emits, on any CPU, with numpy alone.
 
 Example:
-    >>> program = load_program(compiled.asm["amdgcn"], lds_bytes=compiled.metadata.shared)
+    >>> import numpy as np
+    >>> from narrowkv.cdna_emulator.sample import DOUBLE  # the text of a kernel, as in compiled.asm["amdgcn"]
+    >>> program = load_program(DOUBLE)
     >>> memory = Memory()
-    >>> out = np.zeros(256, np.float32)
-    >>> pointer = memory.map(out.view(np.uint8), name="out")
-    >>> run(program, grid=(1, 1, 1), args=[pointer, 256], memory=memory).counts
+    >>> x, out = np.arange(64, dtype=np.float32), np.zeros(64, np.float32)
+    >>> args = [memory.map(x.view(np.uint8), name="x"), memory.map(out.view(np.uint8), name="out")]
+    >>> result = run(program, grid=(1, 1, 1), args=args, memory=memory)
+    >>> result.counts.wave_instructions, out[3].item()
+    (8.0, 6.0)
 """
 
 from .counts import DynamicCounts

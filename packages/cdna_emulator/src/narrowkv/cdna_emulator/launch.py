@@ -90,11 +90,15 @@ def run(
         TypeError, ValueError: if an argument is not of the form given.
 
     Example:
+        >>> from narrowkv.cdna_emulator.loading import load_program
+        >>> from narrowkv.cdna_emulator.sample import DOUBLE  # the text of a kernel
         >>> memory = Memory()
-        >>> x = np.arange(256, dtype=np.float32)
+        >>> x = np.arange(64, dtype=np.float32)
         >>> out = np.zeros_like(x)
         >>> pointers = [memory.map(a.view(np.uint8)) for a in (x, out)]
-        >>> run(program, grid=(1, 1, 1), args=[*pointers, 256], memory=memory).counts.wave_instructions
+        >>> result = run(load_program(DOUBLE), grid=(1, 1, 1), args=pointers, memory=memory)
+        >>> result.counts.wave_instructions
+        8.0
     """
     extent = _check_grid("grid", grid)
     if wave_order not in ("turns", "lockstep"):

@@ -98,7 +98,10 @@ def load_program(asm_text: str, *, lds_bytes: int | None = None, hardware_sums: 
         UnknownInstructionError: if it has an instruction that is not implemented.
 
     Example:
-        >>> program = load_program(compiled.asm["amdgcn"], lds_bytes=compiled.metadata.shared)
+        >>> from narrowkv.cdna_emulator.sample import DOUBLE  # the text of a kernel
+        >>> program = load_program(DOUBLE, lds_bytes=0)
+        >>> program.kernel_name, program.target
+        ('double', 'gfx942')
     """
     if not isinstance(asm_text, str):
         raise TypeError(f"asm_text must be a str, got {type(asm_text).__name__}")

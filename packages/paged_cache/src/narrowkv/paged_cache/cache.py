@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from narrowkv.paged_cache.convert import descale_for, largest_per_head, page_chunks, store_pages
 from narrowkv.paged_cache.descales import (
     PER_PAGE_GRANULARITIES,
+    SCALE_FORMATS,
     SCALE_GROUP,
+    CacheSide,
     check_descale,
+    check_exponent,
+    descale_or_one,
     page_factor,
 )
+from narrowkv.paged_cache.formats import CacheFormat
 from narrowkv.paged_cache.layouts import (
     LAYOUTS,
     KVStrides,
@@ -33,38 +39,8 @@ from narrowkv.runtime.errors import check_choice, check_positive_int, check_same
 if TYPE_CHECKING:
     from narrowkv.paged_cache.page_table import PageTable
 
-_CACHE_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1")
 _INT32_MAX = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class CacheFormat:
-    """Storage formats of K and V, which may differ.
-
-    Example:
-        >>> str(CacheFormat.parse("fp8_e4m3fn"))
-        'fp8_e4m3fn'
-        >>> str(CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1"))
-        'k=fp8_e4m3fn,v=fp4_e2m1'
-    """
-
-    k: str
-    v: str
-
-    @classmethod
-    def parse(cls, value: str | CacheFormat) -> CacheFormat:
-        """One name for both, or a pair.
-
-        Raises:
-            ValueError: for a format that a cache cannot have.
-        """
-        parsed = value if isinstance(value, CacheFormat) else cls(value, value)
-        check_choice("format.k", parsed.k, _CACHE_FORMATS)
-        check_choice("format.v", parsed.v, _CACHE_FORMATS)
-        return parsed
-
-    def __str__(self) -> str:
-        return self.k if self.k == self.v else f"k={self.k},v={self.v}"
+_E4M3_ONE = 0x38
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +63,11 @@ class PagedKVCache:
             x]`, x = 16 / itemsize (AITER). FP4 halves the last axis: uint8, element 2i in the low nibble.
         num_pages, page_size, num_kv_heads, head_dim: sizes of the logical cache.
         k_descale, v_descale: what stored numbers are multiplied by: a float, or an fp32 tensor; for FP4 a
-            uint8 tensor of E8M0 scales.
+            tensor of E8M0 scales (uint8) or E4M3 scales (float8_e4m3fn).
         k_granularity, v_granularity: what a descale tensor's axes are: "tensor" `[1]`, "head" `[H]`,
             "sequence_head" `[batch, H]`, "page_head" `[num_pages, H]`, "token_head" `[num_pages, page_size,
-            H]`, "token_head_group" `[num_pages, page_size, H, head_dim / 32]`. FP4 has one of the last two.
+            H]`, "token_head_group" `[num_pages, page_size, H, head_dim / 32]`. FP4 has one of the last two,
+            with E4M3 scales "token_head".
         negative_zero_free: no FP8 byte is 0x80, nor a NaN code: narrowkv's own finite writes. It allows a
             faster read of OCP bytes on gfx942.
     """
@@ -112,11 +89,18 @@ class PagedKVCache:
     def __post_init__(self) -> None:
         """Checks the descales, which `dataclasses.replace` may have changed."""
         sizes = self.num_pages, self.page_size, self.num_kv_heads, self.head_dim
-        for name, descale, kind, fmt in (
-            ("k_descale", self.k_descale, self.k_granularity, self.format.k),
-            ("v_descale", self.v_descale, self.v_granularity, self.format.v),
-        ):
-            check_descale(name, descale, kind, fmt, sizes, self.k.device, validate=False)
+        for side in self.sides():
+            check_descale(
+                f"{side.name}_descale", side.descale, side.granularity, side.format, sizes, self.k.device,
+                validate=False,
+            )  # fmt: skip
+
+    def sides(self) -> tuple[CacheSide, CacheSide]:
+        """K and V, each with its format and descale."""
+        return (
+            CacheSide("k", self.k, self.format.k, self.k_descale, self.k_granularity),
+            CacheSide("v", self.v, self.format.v, self.v_descale, self.v_granularity),
+        )
 
     @classmethod
     def empty(
@@ -131,6 +115,7 @@ class PagedKVCache:
         k_descale: float | torch.Tensor = 1.0,
         v_descale: float | torch.Tensor = 1.0,
         scale_group: int | None = None,
+        scale_format: str = "e8m0",
         device: torch.device | str = "cpu",
     ) -> PagedKVCache:
         """A zeroed cache of one's own.
@@ -139,8 +124,10 @@ class PagedKVCache:
             num_pages, page_size, num_kv_heads, head_dim: sizes; any page size >= 1.
             format: a format name or a `CacheFormat` pair.
             layout: one of the layouts above; "concat" allocates one tensor with K|V on the last axis.
-            k_descale, v_descale: static descales for `append`; FP4 sides get E8M0 scales of 1.0 instead.
+            k_descale, v_descale: static descales for `append`; FP4 sides get scales of 1.0 instead.
             scale_group: FP4: channels per E8M0 scale, 32 or None for one scale per position and head.
+            scale_format: FP4: "e8m0" (powers of two), or "e4m3" for one E4M3 scale per position and head,
+                which is the same byte and half the error; see `narrowkv.quant.e4m3`.
             device: where.
 
         Raises:
@@ -171,11 +158,19 @@ class PagedKVCache:
                     f"scale_group must be None, or {SCALE_GROUP} for an fp4_e2m1 cache with head_dim a "
                     f"multiple of it, got {scale_group!r} for {parsed} with head_dim {head_dim}"
                 )
+        check_choice("scale_format", scale_format, SCALE_FORMATS)
+        if scale_format != "e8m0" and (scale_group is not None or not any(fp4)):
+            raise ValueError(
+                f"scale_format {scale_format!r} is for an fp4_e2m1 cache without scale_group, got {parsed} "
+                f"with scale_group {scale_group!r}"
+            )
         scales: tuple[int, ...] = (num_pages, page_size, num_kv_heads)
         if scale_group is not None:
             scales = (*scales, head_dim // scale_group)
+        ones = {"e8m0": E8M0_BIAS, "e4m3": _E4M3_ONE}[scale_format]
+        dtype = torch.uint8 if scale_format == "e8m0" else torch.float8_e4m3fn
         k_descale, v_descale = (
-            torch.full(scales, E8M0_BIAS, dtype=torch.uint8, device=device) if packed else given
+            torch.full(scales, ones, dtype=torch.uint8, device=device).view(dtype) if packed else given
             for packed, given in zip(fp4, (k_descale, v_descale), strict=True)
         )
         if layout == "concat":
@@ -213,7 +208,8 @@ class PagedKVCache:
             format: what the bytes are. Required: it is never guessed.
             layout: see the class.
             k_descale, v_descale: float, or fp32 tensor of a shape that tells its granularity; for FP4 uint8
-                E8M0 scales `[num_pages, page_size, H]` or `[num_pages, page_size, H, head_dim / 32]`.
+                E8M0 scales `[num_pages, page_size, H]` or `[num_pages, page_size, H, head_dim / 32]`, or
+                float8_e4m3fn scales `[num_pages, page_size, H]`, above zero.
                 Required but for 16-bit formats: whoever wrote the bytes knows what they were divided by.
             k_granularity, v_granularity: name it where the shape could mean two things.
             negative_zero_free: the caller vouches that no FP8 byte is 0x80 or a NaN code.
@@ -249,8 +245,8 @@ class PagedKVCache:
         if heads < 1:
             raise ValueError(f"num_kv_heads must be at least 1, got {heads}")
         check_head_dim(head_dim)
-        k_descale = _given("k_descale", k_descale, parsed.k)
-        v_descale = _given("v_descale", v_descale, parsed.v)
+        k_descale = descale_or_one("k_descale", k_descale, parsed.k)
+        v_descale = descale_or_one("v_descale", v_descale, parsed.v)
         k_kind = check_descale("k_descale", k_descale, k_granularity, parsed.k, sizes, k.device, validate)
         v_kind = check_descale("v_descale", v_descale, v_granularity, parsed.v, sizes, v.device, validate)
         return cls(
@@ -305,18 +301,15 @@ class PagedKVCache:
         Raises:
             ValueError: for "sequence_head" descales, which belong to sequences and not to pages.
         """
-        sides = []
-        for name, stored, fmt, descale, kind in (
-            ("k_descale", self.k, self.format.k, self.k_descale, self.k_granularity),
-            ("v_descale", self.v, self.format.v, self.v_descale, self.v_granularity),
-        ):
-            if kind == "sequence_head":
-                raise ValueError(f"{name} is per sequence: pages have no descale of their own; use gather")
-            if isinstance(descale, torch.Tensor) and kind in PER_PAGE_GRANULARITIES:
-                descale = descale[pages]
-            tokens = logical_view(stored[pages], self.layout, is_key=name == "k_descale")
-            sides.append(decode(tokens, fmt) * page_factor(descale, kind))
-        return sides[0], sides[1]
+        found = []
+        for side in self.sides():
+            if side.granularity == "sequence_head":
+                raise ValueError(
+                    f"{side.name}_descale is per sequence: pages have no descale of their own; use gather"
+                )
+            tokens = logical_view(side.stored[pages], self.layout, is_key=side.is_key)
+            found.append(decode(tokens, side.format) * page_factor(side.descale_of(pages), side.granularity))
+        return found[0], found[1]
 
     def convert(
         self,
@@ -326,6 +319,7 @@ class PagedKVCache:
         k_descale: float | torch.Tensor | None = None,
         v_descale: float | torch.Tensor | None = None,
         scale_group: int | None = None,
+        scale_format: str = "e8m0",
         exponent: str = "mse",
     ) -> PagedKVCache:
         """A cache of another format, with the same tokens in the same pages; this one does not change.
@@ -341,6 +335,7 @@ class PagedKVCache:
                 format's largest number. Tokens that are appended later share it, so pass calibrated ones if
                 they may be larger, or a tensor `[num_pages, page_size, num_kv_heads]` for one per token.
             scale_group: FP4: channels per E8M0 scale, 32 or None for one scale per position and head.
+            scale_format: FP4: as for `empty`.
             exponent: FP4: how a scale is chosen, as for `append`.
 
         Raises:
@@ -354,9 +349,30 @@ class PagedKVCache:
             >>> fp4.bytes_per_token() / cache.bytes_per_token(), float(fp4.dequantize()[0].max())
             (0.2578125, 6.0)
         """
-        from narrowkv.paged_cache.convert import convert
-
-        return convert(self, format, layout, k_descale, v_descale, scale_group, exponent)
+        parsed = CacheFormat.parse(format)
+        pages_of_chunks = page_chunks(self.num_pages, self.page_size * self.num_kv_heads * self.head_dim)
+        if None in (k_descale, v_descale) and "fp8" in (get_format(parsed.k).kind, get_format(parsed.v).kind):
+            largest_k, largest_v = largest_per_head(map(self.dequantized_pages, pages_of_chunks))
+            k_descale = descale_for(largest_k, parsed.k) if k_descale is None else k_descale
+            v_descale = descale_for(largest_v, parsed.v) if v_descale is None else v_descale
+        new = PagedKVCache.empty(
+            self.num_pages,
+            self.page_size,
+            self.num_kv_heads,
+            self.head_dim,
+            format=parsed,
+            layout=self.layout if layout is None else layout,
+            k_descale=1.0 if k_descale is None else k_descale,
+            v_descale=1.0 if v_descale is None else v_descale,
+            scale_group=scale_group,
+            scale_format=scale_format,
+            device=self.k.device,
+        )
+        check_exponent(exponent, new.k_descale, new.v_descale)
+        for pages in pages_of_chunks:
+            for x, side in zip(self.dequantized_pages(pages), new.sides(), strict=True):
+                store_pages(x, side, pages, new.layout, exponent)
+        return replace(new, negative_zero_free=self.negative_zero_free)
 
     def gather(self, page_table: PageTable, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One sequence's dequantised K and V, `[seq_len, num_kv_heads, head_dim]` fp32; waits for the device.
@@ -369,23 +385,14 @@ class PagedKVCache:
             raise ValueError(
                 f"page ids of sequence {seq} must lie in [0, {self.num_pages}), got {pages.tolist()[:16]}"
             )
-        k, v = self.logical()
         out = []
-        for stored, name, descale, kind in (
-            (k, self.format.k, self.k_descale, self.k_granularity),
-            (v, self.format.v, self.v_descale, self.v_granularity),
-        ):
-            rows = decode(stored[pages], name)
-            if kind == "sequence_head":
-                assert isinstance(descale, torch.Tensor)
-                rows = rows * descale[seq][:, None]
+        for stored, side in zip(self.logical(), self.sides(), strict=True):
+            rows = decode(stored[pages], side.format)
+            if side.granularity == "sequence_head":
+                assert isinstance(side.descale, torch.Tensor)
+                rows = rows * side.descale[seq][:, None]
             else:
-                used = (
-                    descale[pages]
-                    if isinstance(descale, torch.Tensor) and kind in PER_PAGE_GRANULARITIES
-                    else descale
-                )
-                rows = rows * page_factor(used, kind)
+                rows = rows * page_factor(side.descale_of(pages), side.granularity)
             out.append(rows.reshape(-1, self.num_kv_heads, self.head_dim)[:seq_len])
         return out[0], out[1]
 
@@ -393,48 +400,12 @@ class PagedKVCache:
         """Bytes of K, V and per-token descales for one token over all heads."""
         bits = get_format(self.format.k).bits + get_format(self.format.v).bits
         total = self.num_kv_heads * self.head_dim * bits / 8
-        for descale, kind in ((self.k_descale, self.k_granularity), (self.v_descale, self.v_granularity)):
-            if isinstance(descale, torch.Tensor) and kind in PER_PAGE_GRANULARITIES:
-                per_page = math.prod(descale.shape[1:]) * descale.element_size()
+        for side in self.sides():
+            if isinstance(side.descale, torch.Tensor) and side.granularity in PER_PAGE_GRANULARITIES:
+                per_page = math.prod(side.descale.shape[1:]) * side.descale.element_size()
                 total += per_page / self.page_size
         return total
 
     def tokens_per_gib(self) -> int:
         """Tokens that one GiB holds."""
         return int(2**30 / self.bytes_per_token())
-
-
-def _given(name: str, descale: float | torch.Tensor | None, format_name: str) -> float | torch.Tensor:
-    """The descale, or 1.0 for a 16-bit side that has none."""
-    if descale is not None:
-        return descale
-    if get_format(format_name).kind != "float":
-        raise ValueError(
-            f"{name} must be given for {format_name}: what the stored numbers are to be multiplied by, as "
-            "their writer chose it (1.0 for numbers that were cast as they are)"
-        )
-    return 1.0
-
-
-def layout_hint(cache: PagedKVCache, *, page_size: int | None = None, num_kv_heads: int | None = None) -> str:
-    """The end of a message about sizes that a cache does not have: whether its layout may be mistaken.
-
-    Args:
-        cache: the cache.
-        page_size, num_kv_heads: the sizes that another argument has.
-
-    Returns:
-        "" unless the sizes would fit if the cache's page size and heads changed places.
-    """
-    swapped = cache.layout in ("NHD", "HND", "concat") and cache.page_size != cache.num_kv_heads
-    if (
-        not swapped
-        or page_size not in (None, cache.num_kv_heads)
-        or num_kv_heads not in (None, cache.page_size)
-    ):
-        return ""
-    other = "NHD" if cache.layout == "HND" else "HND"
-    return (
-        f"; the cache was made with layout {cache.layout!r}, page_size {cache.page_size} and "
-        f"{cache.num_kv_heads} KV heads: are its tensors in layout {other!r}?"
-    )

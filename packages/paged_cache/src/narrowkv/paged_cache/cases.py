@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from narrowkv.paged_cache.append import Rope
-from narrowkv.paged_cache.cache import CacheFormat, PagedKVCache
+from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.paged_cache.descales import GRANULARITIES
+from narrowkv.paged_cache.formats import CacheFormat
 from narrowkv.paged_cache.page_table import PageTable
+from narrowkv.quant.e4m3 import E4M3_NAN
 from narrowkv.quant.e8m0 import E8M0_NAN
 from narrowkv.quant.formats import Format, get_format
 from narrowkv.quant.quantize import cast_fp8, quantize_per_group
@@ -59,6 +61,7 @@ class CacheCase:
         page_size: tokens a page.
         layout: one of `LAYOUTS`.
         format: of K and V; scale_group: channels that share a scale of FP4, None for one scale a head.
+        scale_format: how a scale of FP4 is stored, "e8m0" or "e4m3".
         granularity: one of `DESCALES`.
         ragged: FlashInfer-style metadata instead of a block table.
         stale_columns: how many columns more than the longest sequence needs a block table has.
@@ -75,6 +78,7 @@ class CacheCase:
     layout: str = named("NHD", words=LAYOUTS)
     format: str | CacheFormat = named("fp8_e4m3fn", read=_read_format, spell=_spell_format)
     scale_group: int | None = named(None, "group", kind=int)
+    scale_format: str = named("e8m0", words=("e8m0", "e4m3"))
     granularity: str = named("float", "descale", DESCALES)
     ragged: bool = named(False, "table", {"block_table": False, "ragged": True})
     stale_columns: int = 0
@@ -121,7 +125,7 @@ class CacheCase:
             keep = None if self.clean else used
             descale: float | torch.Tensor
             if fmt.kind == "fp4":
-                data, descale = _store_fp4(x, self.scale_group, keep)
+                data, descale = _store_fp4(x, self.scale_group, self.scale_format, keep)
                 kind = "token_head_group" if self.scale_group else "token_head"
             else:
                 descale, factor = self._descale(x, fmt, pages, random)
@@ -211,12 +215,13 @@ def _store(x: torch.Tensor, fmt: Format, used: torch.Tensor | None) -> torch.Ten
 
 
 def _store_fp4(
-    x: torch.Tensor, group: int | None, used: torch.Tensor | None
+    x: torch.Tensor, group: int | None, scale: str, used: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed FP4 and its E8M0 scales; those of slots that are not `used` are NaN."""
-    stored, scales = quantize_per_group(x, group or x.shape[-1])
+    """Packed FP4 and its scales; those of slots that are not `used` are NaN."""
+    rule = {"e8m0": "mse", "e4m3": "search"}[scale]
+    stored, scales = quantize_per_group(x, group or x.shape[-1], scale=scale, exponent=rule)
     if used is not None:
-        scales[~used] = E8M0_NAN
+        scales.view(torch.uint8)[~used] = {"e8m0": E8M0_NAN, "e4m3": E4M3_NAN}[scale]
     return stored, scales if group else scales[..., 0].contiguous()
 
 

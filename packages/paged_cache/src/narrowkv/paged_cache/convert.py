@@ -1,86 +1,67 @@
-"""From one storage format to another, in plain torch."""
+"""Tokens and pages in another storage format, in plain torch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
 
 import torch
 
-from narrowkv.paged_cache.append import EXPONENT_RULES
-from narrowkv.paged_cache.cache import CacheFormat, PagedKVCache
-from narrowkv.paged_cache.descales import SCALE_GROUP
+from narrowkv.paged_cache.descales import SCALE_GROUP, CacheSide
 from narrowkv.paged_cache.layouts import from_logical
 from narrowkv.quant.formats import get_format
-from narrowkv.quant.quantize import cast_fp8, quantize_per_group
-from narrowkv.runtime.errors import check_choice
+from narrowkv.quant.groups import quantize_per_group
+from narrowkv.quant.rounding import cast_fp8
 
 _CHUNK_ELEMENTS = 1 << 24  # of K and of V that are in fp32 at a time: 64 MiB each
 
 
-def convert(
-    cache: PagedKVCache,
-    format: str | CacheFormat,
-    layout: str | None,
-    k_descale: float | torch.Tensor | None,
-    v_descale: float | torch.Tensor | None,
-    scale_group: int | None,
-    exponent: str,
-) -> PagedKVCache:
-    """See `PagedKVCache.convert`."""
-    parsed = CacheFormat.parse(format)
-    check_choice("exponent", exponent, EXPONENT_RULES)
-    step = max(1, _CHUNK_ELEMENTS // (cache.page_size * cache.num_kv_heads * cache.head_dim))
-    chunks = [slice(at, min(at + step, cache.num_pages)) for at in range(0, cache.num_pages, step)]
-    if None in (k_descale, v_descale) and "fp8" in {get_format(parsed.k).kind, get_format(parsed.v).kind}:
-        own_k, own_v = _largest_per_head(cache, chunks)
-        k_descale = _descale_of(own_k, parsed.k) if k_descale is None else k_descale
-        v_descale = _descale_of(own_v, parsed.v) if v_descale is None else v_descale
-    made = PagedKVCache.empty(
-        cache.num_pages,
-        cache.page_size,
-        cache.num_kv_heads,
-        cache.head_dim,
-        format=parsed,
-        layout=cache.layout if layout is None else layout,
-        k_descale=1.0 if k_descale is None else k_descale,
-        v_descale=1.0 if v_descale is None else v_descale,
-        scale_group=scale_group,
-        device=cache.k.device,
-    )
-    for pages in chunks:
-        k, v = cache.dequantized_pages(pages)
-        for x, stored, name, descale, kind in (
-            (k, made.k, parsed.k, made.k_descale, made.k_granularity),
-            (v, made.v, parsed.v, made.v_descale, made.v_granularity),
-        ):
-            rows, scales = quantise_tokens(x.flatten(0, 1), name, descale, kind, exponent)
-            rows = from_logical(rows.view(*x.shape[:2], *rows.shape[1:]), made.layout, is_key=x is k)
-            if stored.element_size() == 1:
-                stored, rows = stored.view(torch.uint8), rows.view(torch.uint8)
-            stored[pages] = rows
-            if scales is not None:
-                assert isinstance(descale, torch.Tensor)
-                descale[pages] = scales.view(*x.shape[:2], *scales.shape[1:])
-    return replace(made, negative_zero_free=cache.negative_zero_free)
+def page_chunks(num_pages: int, page_elements: int) -> list[slice]:
+    """Ranges of pages that are converted together; `page_elements` is the elements of K in a page."""
+    step = max(1, _CHUNK_ELEMENTS // page_elements)
+    return [slice(at, min(at + step, num_pages)) for at in range(0, num_pages, step)]
 
 
-def _largest_per_head(cache: PagedKVCache, chunks: list[slice]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest finite magnitudes of K and of V, each `[num_kv_heads]`."""
-    found = [
-        [torch.where(x.isfinite(), x.abs(), 0.0).amax((0, 1, 3)) for x in cache.dequantized_pages(pages)]
-        for pages in chunks
-    ]
+def largest_per_head(
+    chunks: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest finite magnitudes of K and of V, each `[num_kv_heads]`.
+
+    Args:
+        chunks: K and V of some pages each, fp32 `[pages, page_size, num_kv_heads, head_dim]`.
+    """
+    found = [[torch.where(x.isfinite(), x.abs(), 0.0).amax((0, 1, 3)) for x in chunk] for chunk in chunks]
     k, v = (torch.stack(side).amax(0) for side in zip(*found, strict=True))
     return k, v
 
 
-def _descale_of(largest: torch.Tensor, format_name: str) -> torch.Tensor | float:
+def descale_for(largest: torch.Tensor, format_name: str) -> torch.Tensor | float:
     """The descale that makes `largest` the format's largest number; 1.0 for a format that needs none."""
     fmt = get_format(format_name)
     if fmt.kind != "fp8":
         return 1.0
     descale = largest / fmt.max_value
     return torch.where(descale < torch.finfo(torch.float32).tiny, torch.ones_like(descale), descale)
+
+
+def store_pages(x: torch.Tensor, side: CacheSide, pages: slice, layout: str, exponent: str) -> None:
+    """Quantises pages and writes them, and the scales that belong to them, into one side of a cache.
+
+    Args:
+        x: fp32 `[pages, page_size, num_kv_heads, head_dim]`.
+        side: where to write.
+        pages: which pages `x` is for.
+        layout: of the cache.
+        exponent: FP4: see `append`.
+    """
+    rows, scales = quantise_tokens(x.flatten(0, 1), side.format, side.descale, side.granularity, exponent)
+    rows = from_logical(rows.view(*x.shape[:2], *rows.shape[1:]), layout, is_key=side.is_key)
+    stored = side.stored
+    if stored.element_size() == 1:
+        stored, rows = stored.view(torch.uint8), rows.view(torch.uint8)
+    stored[pages] = rows
+    if scales is not None:
+        assert isinstance(side.descale, torch.Tensor)
+        side.descale[pages] = scales.view(*x.shape[:2], *scales.shape[1:])
 
 
 def quantise_tokens(
@@ -100,6 +81,9 @@ def quantise_tokens(
     """
     fmt = get_format(name)
     if fmt.kind == "fp4":
+        if isinstance(descale, torch.Tensor) and descale.dtype == torch.float8_e4m3fn:
+            stored, scales = quantize_per_group(x, x.shape[-1], scale="e4m3", exponent="search")
+            return stored, scales[..., 0]
         group = SCALE_GROUP if kind == "token_head_group" else x.shape[-1]
         stored, scales = quantize_per_group(x, group, exponent=exponent)
         return stored, scales if kind == "token_head_group" else scales[..., 0]

@@ -12,23 +12,22 @@ Example:
 """
 
 from .accuracy import ErrorReport, compare, cosine, max_abs, relative_l1, rmse
+from .calibration import Calibration, LayerCalibration, calibrate
 from .e8m0 import dsv4_tile_scale, e8m0_decode, e8m0_encode
 from .formats import FORMATS, FP8_FORMATS, Format, check_storage, get_format
 from .fp4 import FP4_VALUES, pack_fp4, round_fp4, unpack_fp4
+from .groups import dequantize_per_group, nvfp4_global_descale, quantize_per_group
 from .int_formats import pack_int4, round_int4, round_int8, unpack_int4
 from .quantize import (
     dequantize_per_block,
     dequantize_per_channel,
-    dequantize_per_group,
     dequantize_per_head,
     dequantize_per_page_head,
     dequantize_per_tensor,
     dequantize_per_token_head,
     dequantize_with_descale,
-    nvfp4_global_descale,
     quantize_per_block,
     quantize_per_channel,
-    quantize_per_group,
     quantize_per_head,
     quantize_per_page_head,
     quantize_per_tensor,
@@ -44,10 +43,13 @@ __all__ = [
     "FORMATS",
     "FP4_VALUES",
     "FP8_FORMATS",
+    "Calibration",
     "ErrorReport",
     "Format",
     "KOffset",
+    "LayerCalibration",
     "VScale",
+    "calibrate",
     "cast_fp8",
     "check_storage",
     "compare",

@@ -24,6 +24,14 @@ BOUND = 0.03
 """Of the relative L1 error: rounding P to E4M3 alone costs 0.022 on values whose average is noise."""
 LSE_BOUND = 1e-3
 PRECISIONS = ("int8", "int4", "fp8")
+PUBLISHED: dict[str, tuple[float, float, float]] = {
+    "per_thread": (0.9945, 0.062, 0.031),
+    "per_block": (0.980, 0.149, 0.074),
+    "per_tensor": (0.972, 0.180, 0.087),
+}
+"""Cosine, relative L1 and RMSE of the published method: INT4 Q and K with both means taken out, on a model's
+own activations. RMSE is in units of that model's output, so it is shown and not compared."""
+
 SageInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
 
 
@@ -82,6 +90,12 @@ class SageCase:
     def kind(self) -> tuple[str, str]:
         """What Q and K are multiplied in, and their granularity, for tables."""
         return self.qk_dtype, self.granularity
+
+    @property
+    def published(self) -> tuple[float, float, float] | None:
+        """The published figures that the case must reach, if any."""
+        method = self.qk_dtype == "int4" and self.smooth_k and self.smooth_q and self.data == "offset"
+        return PUBLISHED.get(self.granularity) if method else None
 
     @property
     def smoothing(self) -> str:

@@ -15,14 +15,16 @@ import narrowkv.sparse_fp8.torch_ops  # noqa: F401  # torch.ops.narrowkv.sparse_
 from narrowkv.sparse_fp8.api import sparse_decode, sparse_prefill, sparse_prefill_fp8
 from narrowkv.sparse_fp8.binding import RowsFormat
 from narrowkv.sparse_fp8.indices import compressed_topk, concat_csr, csr_from_topk, sliding_window
+from narrowkv.sparse_fp8.layouts import packed_page_stride
 from narrowkv.sparse_fp8.modes import ModeChoice, choose_mode
-from narrowkv.sparse_fp8.plan import SparsePlan, plan_sparse
+from narrowkv.sparse_fp8.plan import SparsePlan
+from narrowkv.sparse_fp8.planner import plan_sparse
 from narrowkv.sparse_fp8.reference import (
     sparse_decode_reference,
     sparse_prefill_fp8_reference,
     sparse_prefill_reference,
 )
-from narrowkv.sparse_fp8.rows import DSV4Rows, packed_page_stride
+from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
 
 __all__ = [

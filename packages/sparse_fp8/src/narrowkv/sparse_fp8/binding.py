@@ -9,17 +9,18 @@ import torch
 from narrowkv.runtime.errors import has_memory
 from narrowkv.runtime.launch import VARIES
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
-from narrowkv.sparse_fp8.rows import TOKEN_BYTES, DSV4Rows
+from narrowkv.sparse_fp8.layouts import TOKEN_BYTES
 
 __all__ = [
     "NO_CSR",
     "NO_ROWS",
     "BoundRows",
     "RowsFormat",
+    "bind_16_bit_rows",
     "bind_csr",
-    "bind_rows",
+    "bind_fp8_rows",
     "byte_range",
-    "number_of",
+    "format_id_of",
     "tensors_in",
     "varying",
 ]
@@ -109,43 +110,52 @@ def _passes_31_bits(*parts: torch.Tensor | None) -> bool:
     )
 
 
-def bind_rows(rows: torch.Tensor | DSV4Rows) -> BoundRows:
-    """Rows of any kind; layout split has its scales as int32 words."""
-    if isinstance(rows, torch.Tensor):
-        stride = rows.stride(0)
-        aligned = _begins_aligned(rows) and stride % 16 == 0
-        row_format = RowsFormat(_LAYOUT_OF[rows.dtype], offsets_64_bit=_passes_31_bits(rows), aligned=aligned)
-        pointers = RowPointers(rows, None, None, stride, 0, 0, 0, 0)
-        named = {"rows": rows}
-        return BoundRows(row_format, pointers, rows.shape[0], named, varying(pointers), (rows,))
-    parts = {"data": rows.data, "rope": rows.rope, "scale": rows.scale}
+def bind_16_bit_rows(rows: torch.Tensor) -> BoundRows:
+    """Rows of bf16 or fp16 `[num_rows, 512]`."""
+    stride = rows.stride(0)
+    aligned = _begins_aligned(rows) and stride % 16 == 0
+    row_format = RowsFormat(_LAYOUT_OF[rows.dtype], offsets_64_bit=_passes_31_bits(rows), aligned=aligned)
+    pointers = RowPointers(rows, None, None, stride, 0, 0, 0, 0)
+    return BoundRows(row_format, pointers, rows.shape[0], {"rows": rows}, varying(pointers), (rows,))
+
+
+def bind_fp8_rows(
+    data: torch.Tensor,
+    rope: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    *,
+    num_rows: int,
+    layout: str,
+    page_size: int,
+    scale_group: int,
+    format: str,
+    negative_zero_free: bool,
+) -> BoundRows:
+    """The rows of a `DSV4Rows`, whose attributes the arguments are. Scales of layout split become int32."""
+    parts = {"data": data, "rope": rope, "scale": scale}
     tensors = {f"rows.{name}": part for name, part in parts.items() if part is not None}
-    if rows.layout == "packed584":
-        pages, width = rows.data.shape
+    if layout == "packed584":
+        pages, width = data.shape
         # The stride of a single page says nothing and may be odd.
-        stride = rows.data.stride(0) if pages > 1 else width + width % 2
-        data = rows.data.as_strided((pages, rows.page_size * TOKEN_BYTES), (stride, 1))
-        pointers = RowPointers(
-            rows.data, data.view(torch.bfloat16), rows.data, stride, stride // 2, stride, 0, 0
-        )
+        stride = data.stride(0) if pages > 1 else width + width % 2
+        tokens = data.as_strided((pages, page_size * TOKEN_BYTES), (stride, 1))
+        pointers = RowPointers(data, tokens.view(torch.bfloat16), data, stride, stride // 2, stride, 0, 0)
     else:
-        assert rows.rope is not None
-        data = rows.data.view(torch.uint8)
-        scale = data if rows.scale is None else rows.scale.view(torch.int32)
-        pointers = RowPointers(
-            data, rows.rope, scale, data.stride(0), rows.rope.stride(0), scale.stride(0), 0, 0
-        )
-    begins = all(_begins_aligned(tensor) for tensor in (pointers.nope, pointers.rope))
+        assert rope is not None
+        nope = data.view(torch.uint8)
+        scales = nope if scale is None else scale.view(torch.int32)
+        pointers = RowPointers(nope, rope, scales, nope.stride(0), rope.stride(0), scales.stride(0), 0, 0)
+    aligned = all(_begins_aligned(tensor) for tensor in (pointers.nope, pointers.rope))
     row_format = RowsFormat(
-        rows.layout,
-        rows.page_size,
-        rows.scale_group,
-        rows.format,
-        rows.negative_zero_free,
-        _passes_31_bits(rows.data, rows.rope, rows.scale),
-        begins and not (pointers.stride_n % 16 or pointers.stride_r % 16),
+        layout,
+        page_size,
+        scale_group,
+        format,
+        negative_zero_free,
+        _passes_31_bits(data, rope, scale),
+        aligned and not (pointers.stride_n % 16 or pointers.stride_r % 16),
     )
-    return BoundRows(row_format, pointers, rows.num_rows, tensors, varying(pointers), tensors_in(pointers))
+    return BoundRows(row_format, pointers, num_rows, tensors, varying(pointers), tensors_in(pointers))
 
 
 def bind_csr(indptr: torch.Tensor, indices: torch.Tensor) -> Csr:
@@ -153,15 +163,15 @@ def bind_csr(indptr: torch.Tensor, indices: torch.Tensor) -> Csr:
     return Csr(indptr, indices, 0)
 
 
-_numbers: dict[tuple[Any, ...], int] = {}
+_format_ids: dict[tuple[Any, ...], int] = {}
 
 
-def number_of(*structs: tuple[Any, ...]) -> int:
+def format_id_of(*structs: tuple[Any, ...]) -> int:
     """The same for all structs with the same dtypes and numbers."""
     signature = tuple(
         value.dtype if isinstance(value, torch.Tensor) else value for each in structs for value in each
     )
-    return _numbers.setdefault(signature, len(_numbers))
+    return _format_ids.setdefault(signature, len(_format_ids))
 
 
 def tensors_in(*structs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:

@@ -15,9 +15,9 @@ __all__ = [
     "SparseConfig",
     "choose_config",
     "choose_splits",
-    "hopper_config",
-    "hopper_pays",
     "num_units",
+    "specialised_config",
+    "specialised_pays",
 ]
 
 NUM_HEADS = (8, 16, 32, 64, 128)
@@ -25,6 +25,8 @@ TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # Splits go into the second extent of the grid, which has 16 bits on some targets.
 MOST_SPLITS = 65535
 MOST_CHOSEN_SPLITS = 64
+# Bytes that a buffer instruction of CDNA reaches from its base.
+MOST_BUFFER_BYTES = 2**31 - 1
 # Of every token in batch-invariant mode: with 2048 rows a token each takes 8 tiles of 64, and the partial
 # results of 64 heads (2 KiB a head and split) are half as many bytes as the token's rows.
 INVARIANT_SPLITS = 4
@@ -41,7 +43,8 @@ class SparseConfig:
         width: columns of a fused kernel's tile: 64, 128, 256 or 512.
         guard: stages of a loop whose body stands in branches that are always taken (see `kernels.wide`); 0
             for a plain loop, which takes its stages from the options.
-        stages: tiles that a kernel for Hopper keeps in shared memory; 0 for the plain kernels.
+        stages: tiles that a specialised kernel keeps in shared memory; 0 for the portable kernels.
+        family: "portable", or the family of targets that the kernel is for: "hopper" or "cdna4".
         fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
         options: compiler options.
     """
@@ -54,6 +57,7 @@ class SparseConfig:
     stages: int
     fp8_qk: bool
     options: LaunchOptions
+    family: str = "portable"
 
     def head_blocks(self, num_heads: int) -> int:
         """Programs that the heads of a token are shared by."""
@@ -62,7 +66,7 @@ class SparseConfig:
     def explain(self) -> str:
         """One line for people."""
         qk = "" if self.kernel == "wide" else ", QK in FP8" if self.fp8_qk else ", QK in 16 bits"
-        where = " for Hopper" if self.stages else ""
+        where = {"hopper": " for Hopper", "cdna4": " for CDNA4"}.get(self.family, "")
         return (
             f"{self.kernel}{where}: {self.block_h} heads x {self.block_k} rows a tile, "
             f"{self.options.num_warps} warps{qk}"
@@ -120,6 +124,17 @@ def _hopper_tiles(kernel: str, num_heads: int) -> _Tiles:
     return _Tiles(block_h, 64, LaunchOptions(num_warps=4, num_stages=1), stages=3 if block_h == 16 else 2)
 
 
+def _cdna4_tiles(num_heads: int) -> _Tiles:
+    """Tiles of the kernel for gfx950 over 16-bit rows, by the timing model: the loop's useful TFLOP/s.
+
+    64 heads, 64 rows a tile in two stages, 8 waves: 654 with the scheduling strategy iterative-ilp, 622
+    without; 32 rows a tile 530, with 4 waves 503; rows padded by 8 elements 549, by 32 582. The portable
+    kernel takes 265. 32 heads: 460. 16 heads: 293, fewer than the portable kernel's 415.
+    """
+    options = LaunchOptions(num_warps=8, num_stages=1, llvm_fn_attrs="amdgpu-sched-strategy=iterative-ilp")
+    return _Tiles(min(64, num_heads), 64, options, stages=2)
+
+
 def _amd_tiles(target: Target, kernel: str, block_h: int, fp16_query: bool) -> _Tiles:
     """Tiles and options on CDNA: no vector register spills, with two sources and with splits.
 
@@ -167,20 +182,24 @@ def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
     return _Tiles(block_h, 64 if kernel == "wide" else 32, options, 64 if fp8_qk else 256)
 
 
-def hopper_pays(target: Target, config: SparseConfig, num_tokens: int, num_heads: int) -> bool:
-    """Whether a kernel for Hopper is faster than the plain one: where its programs fill the chip."""
+def specialised_pays(target: Target, config: SparseConfig, num_tokens: int, num_heads: int) -> bool:
+    """Whether a specialised kernel is faster than the portable one: on Hopper where it fills the chip."""
+    if config.family != "hopper":
+        return True
     # H200, 1024 tokens, top-k 2048, 64 heads, microseconds with this kernel and with the plain one: 16-bit
     # rows 559 and 841, FP8 rows 582 and 1468; few heads above. Less than a chipful has not been timed.
     figures = target.figures
     return figures is not None and num_tokens * config.head_blocks(num_heads) >= figures.units
 
 
-def hopper_config(target: Target, *, kernel: str, num_heads: int) -> SparseConfig | None:
-    """The configuration of the kernel for Hopper, for calls that it can read; None on any other target."""
+def specialised_config(target: Target, *, kernel: str, num_heads: int) -> SparseConfig | None:
+    """The configuration of the kernel for the target's family, for calls that it can read; else None."""
+    if target.name == "gfx950" and kernel == "wide" and num_heads >= 32 and has_gluon("cdna4"):
+        return _config(kernel, _cdna4_tiles(num_heads), fp8_qk=False, family="cdna4")
     if target.name != "sm90" or target.figures is None or not has_gluon():
         return None
     # The kernels for Hopper take a query in bf16.
-    return _config(kernel, _hopper_tiles(kernel, num_heads), fp8_qk=False)
+    return _config(kernel, _hopper_tiles(kernel, num_heads), fp8_qk=False, family="hopper")
 
 
 def choose_config(
@@ -205,7 +224,15 @@ def choose_config(
     return _config(kernel, tiles, fp8_qk=fp8_qk)
 
 
-def _config(kernel: str, tiles: _Tiles, *, fp8_qk: bool) -> SparseConfig:
+def _config(kernel: str, tiles: _Tiles, *, fp8_qk: bool, family: str = "portable") -> SparseConfig:
     return SparseConfig(
-        kernel, tiles.block_h, tiles.block_k, tiles.width, tiles.guard, tiles.stages, fp8_qk, tiles.options
+        kernel,
+        tiles.block_h,
+        tiles.block_k,
+        tiles.width,
+        tiles.guard,
+        tiles.stages,
+        fp8_qk,
+        tiles.options,
+        family,
     )

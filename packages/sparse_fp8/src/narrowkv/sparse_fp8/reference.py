@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from narrowkv.sparse_fp8.rows import HEAD_DIM, DSV4Rows, query_heads
+from narrowkv.sparse_fp8.layouts import HEAD_DIM
+from narrowkv.sparse_fp8.rows import DSV4Rows, query_heads
 from narrowkv.sparse_fp8.sources import KVSource
 
 __all__ = ["sparse_decode_reference", "sparse_prefill_fp8_reference", "sparse_prefill_reference"]

@@ -13,9 +13,8 @@ Example:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,43 +29,23 @@ from narrowkv.runtime.errors import (
     check_tensor,
     has_memory,
 )
+from narrowkv.sparse_fp8.binding import BoundRows, bind_fp8_rows
+from narrowkv.sparse_fp8.layouts import (
+    FORMATS,
+    HEAD_DIM,
+    LAYOUTS,
+    NOPE_DIM,
+    NUM_TILES,
+    PACKED_BYTES,
+    ROPE_DIM,
+    ROW512_BYTES,
+    TILE,
+    pack_pages,
+    pack_row512,
+    unpack_pages,
+)
 
-if TYPE_CHECKING:
-    from narrowkv.sparse_fp8.binding import BoundRows
-
-__all__ = [
-    "HEAD_DIM",
-    "LAYOUTS",
-    "NOPE_DIM",
-    "NUM_TILES",
-    "ROPE_DIM",
-    "TILE",
-    "DSV4Rows",
-    "packed_page_stride",
-]
-
-HEAD_DIM = 512
-NOPE_DIM = 448
-ROPE_DIM = 64
-TILE = 64
-NUM_TILES = NOPE_DIM // TILE
-LAYOUTS = ("split", "packed584", "row512")
-FORMATS = ("fp8_e4m3fn", "fp8_e4m3fnuz")
-
-TOKEN_BYTES = NOPE_DIM + 2 * ROPE_DIM  # packed584: 448 FP8 bytes, then 64 bf16
-SCALE_BYTES = 8  # packed584: seven E8M0 bytes and a zero byte
-PACKED_BYTES = TOKEN_BYTES + SCALE_BYTES
-ROW512_BYTES = 512
-
-
-def packed_page_stride(page_size: int) -> int:
-    """Bytes of a padded `packed584` page: the next multiple of 576 from `page_size * 584` on.
-
-    Example:
-        >>> packed_page_stride(64), packed_page_stride(1)
-        (37440, 1152)
-    """
-    return -(-page_size * PACKED_BYTES // TOKEN_BYTES) * TOKEN_BYTES
+__all__ = ["DSV4Rows", "query_heads"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,15 +167,7 @@ class DSV4Rows:
         if scale.dim() != 2 or scale.shape[1] not in (7, 14):
             raise ValueError(f"scale must have shape [rows, 7] or [rows, 14], got {list(scale.shape)}")
         group = NOPE_DIM // scale.shape[1]
-        return cls(
-            "split",
-            nope,
-            rope,
-            scale,
-            scale_group=group,
-            format=name,
-            negative_zero_free=negative_zero_free,
-        )
+        return cls("split", nope, rope, scale, 1, group, name, negative_zero_free)
 
     @classmethod
     def packed584(
@@ -262,14 +233,7 @@ class DSV4Rows:
         Raises:
             TypeError, ValueError: naming the argument, what was expected and what came.
         """
-        return cls(
-            "row512",
-            rows,
-            rope,
-            scale_group=scale_group,
-            format=format,
-            negative_zero_free=negative_zero_free,
-        )
+        return cls("row512", rows, rope, None, 1, scale_group, format, negative_zero_free)
 
     @classmethod
     def quantize(
@@ -346,23 +310,12 @@ class DSV4Rows:
         if layout == "split":
             return cls.split(nope, rope, scale, negative_zero_free=clean)
         bytes_, scales = nope.view(torch.uint8), e8m0_encode(scale)
-        rows = nope.shape[0]
         if layout == "row512":
-            row = bytes_.new_zeros(rows, ROW512_BYTES)
-            row[:, :NOPE_DIM] = bytes_
-            row[:, NOPE_DIM : NOPE_DIM + 2 * NUM_TILES] = scales.repeat_interleave(2, -1)
-            return cls.row512(row, rope.contiguous(), format=name, negative_zero_free=clean)
+            return cls.row512(
+                pack_row512(bytes_, scales), rope.contiguous(), format=name, negative_zero_free=clean
+            )
         check_positive_int("page_size", page_size)
-        pages = -(-rows // page_size)
-        stride = packed_page_stride(page_size) if padded else page_size * PACKED_BYTES
-        buffer = bytes_.new_zeros(pages, stride)
-        tokens = bytes_.new_zeros(pages * page_size, TOKEN_BYTES)
-        tokens[:rows, :NOPE_DIM] = bytes_
-        tokens[:rows, NOPE_DIM:] = rope.contiguous().view(torch.uint8)
-        padded_scales = bytes_.new_zeros(pages * page_size, SCALE_BYTES)
-        padded_scales[:rows, :NUM_TILES] = scales
-        buffer[:, : page_size * TOKEN_BYTES] = tokens.view(pages, -1)
-        buffer[:, page_size * TOKEN_BYTES : page_size * PACKED_BYTES] = padded_scales.view(pages, -1)
+        buffer = pack_pages(bytes_, rope, scales, page_size, padded=padded)
         return cls.packed584(buffer, page_size=page_size, format=name, negative_zero_free=clean)
 
     @property
@@ -378,9 +331,17 @@ class DSV4Rows:
     @cached_property
     def bound(self) -> BoundRows:
         """The rows as kernels take them; made at the first use."""
-        from narrowkv.sparse_fp8.binding import bind_rows
-
-        return bind_rows(self)
+        return bind_fp8_rows(
+            self.data,
+            self.rope,
+            self.scale,
+            num_rows=self.num_rows,
+            layout=self.layout,
+            page_size=self.page_size,
+            scale_group=self.scale_group,
+            format=self.format,
+            negative_zero_free=self.negative_zero_free,
+        )
 
     def bytes_per_row(self) -> int:
         """Bytes that attention reads of a row, scales included."""
@@ -399,14 +360,8 @@ class DSV4Rows:
             nope = self.data[:, :NOPE_DIM].contiguous().view(storage)
             scales = self.data[:, NOPE_DIM : NOPE_DIM + 2 * NUM_TILES]
             return nope, self.rope, e8m0_decode(scales[:, :: self.scale_group // 32].contiguous())
-        size = self.page_size
-        tokens = self.data[:, : size * TOKEN_BYTES].reshape(-1, TOKEN_BYTES)
-        scales = self.data[:, size * TOKEN_BYTES : size * PACKED_BYTES].reshape(-1, SCALE_BYTES)
-        return (
-            tokens[:, :NOPE_DIM].contiguous().view(storage),
-            tokens[:, NOPE_DIM:].contiguous().view(torch.bfloat16),
-            e8m0_decode(scales[:, :NUM_TILES].contiguous()),
-        )
+        nope, rope, scales = unpack_pages(self.data, self.page_size)
+        return nope.view(storage), rope, e8m0_decode(scales)
 
     def dequantize(self) -> torch.Tensor:
         """The rows as fp32 `[rows, 512]`, exactly."""
@@ -416,20 +371,9 @@ class DSV4Rows:
 
     def to(self, device: torch.device | str) -> DSV4Rows:
         """The same rows on another device."""
-
-        def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor.to(device)
-
-        return DSV4Rows(
-            self.layout,
-            self.data.to(device),
-            moved(self.rope),
-            moved(self.scale),
-            self.page_size,
-            self.scale_group,
-            self.format,
-            self.negative_zero_free,
-        )
+        rope = None if self.rope is None else self.rope.to(device)
+        scale = None if self.scale is None else self.scale.to(device)
+        return replace(self, data=self.data.to(device), rope=rope, scale=scale)
 
 
 def _check_absent(layout: str, **parts: torch.Tensor | None) -> None:

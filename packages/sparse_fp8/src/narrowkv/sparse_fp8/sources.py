@@ -24,14 +24,15 @@ from narrowkv.runtime.errors import (
 from narrowkv.sparse_fp8.binding import (
     BoundRows,
     RowsFormat,
+    bind_16_bit_rows,
     bind_csr,
-    bind_rows,
     byte_range,
-    number_of,
+    format_id_of,
     tensors_in,
 )
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
-from narrowkv.sparse_fp8.rows import HEAD_DIM, DSV4Rows
+from narrowkv.sparse_fp8.layouts import HEAD_DIM
+from narrowkv.sparse_fp8.rows import DSV4Rows
 
 __all__ = ["KVSource"]
 
@@ -58,10 +59,10 @@ class KVSource:
         device: where the tensors lie.
         int32_lists: whether both index lists are int32.
         format: how the rows are stored.
-        far: whether an offset into the rows can pass 31 bits.
+        offsets_64_bit: whether an offset into the rows can pass 31 bits.
         bound, pointers: the rows as kernels take them.
         csr: the index lists as kernels take them.
-        number: the same for all sources with the same formats, dtypes and strides.
+        format_id: the same for all sources with the same formats, dtypes and strides.
         tensors: those of `pointers` and `csr`, in order.
         byte_ranges: the addresses that each tensor lies between.
 
@@ -85,11 +86,11 @@ class KVSource:
     device: torch.device = field(init=False, repr=False)
     int32_lists: bool = field(init=False, repr=False)
     format: RowsFormat = field(init=False, repr=False)
-    far: bool = field(init=False, repr=False)
+    offsets_64_bit: bool = field(init=False, repr=False)
     bound: BoundRows = field(init=False, repr=False)
     pointers: RowPointers = field(init=False, repr=False)
     csr: Csr = field(init=False, repr=False)
-    number: int = field(init=False, repr=False)
+    format_id: int = field(init=False, repr=False)
     tensors: tuple[torch.Tensor, ...] = field(init=False, repr=False)
     byte_ranges: tuple[tuple[int, int], ...] = field(init=False, repr=False)
 
@@ -112,7 +113,7 @@ class KVSource:
             check_dtype("rows", self.rows, (torch.bfloat16, torch.float16))
             check_shape("rows", self.rows, ("num_rows", HEAD_DIM))
             check_last_dim_contiguous("rows", self.rows)
-            bound = bind_rows(self.rows)
+            bound = bind_16_bit_rows(self.rows)
         else:
             raise TypeError(f"rows must be a torch.Tensor or DSV4Rows, got {type(self.rows).__name__}")
         if bound.num_rows > _MOST:
@@ -127,11 +128,11 @@ class KVSource:
             "device": self.indices.device,
             "int32_lists": self.indptr.dtype == self.indices.dtype == torch.int32,
             "format": bound.format,
-            "far": bound.format.offsets_64_bit,
+            "offsets_64_bit": bound.format.offsets_64_bit,
             "bound": bound,
             "pointers": bound.pointers,
             "csr": csr,
-            "number": number_of(bound.pointers, csr, bound.format),
+            "format_id": format_id_of(bound.pointers, csr, bound.format),
             "tensors": tensors_in(bound.pointers, csr),
             "byte_ranges": tuple(byte_range(tensor) for tensor in tensors.values()),
         }

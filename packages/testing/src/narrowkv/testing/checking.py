@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import torch
+
 from narrowkv.quant.accuracy import ErrorReport, compare, max_abs, relative_l1
 from narrowkv.runtime.cases import Case, Inputs, Results
+from narrowkv.runtime.launch import executing
+from narrowkv.sage.cases import SageCase
+from narrowkv.testing.emulation import EmulateExecutor, Run
+from narrowkv.testing.samples import sample
+
+__all__ = [
+    "CaseResult",
+    "SageResult",
+    "Sample",
+    "SampleResult",
+    "check",
+    "check_sage",
+    "check_sample",
+    "run_case",
+]
 
 
 @dataclass(frozen=True)
@@ -73,3 +91,113 @@ def run_case(
     with context():
         results = inputs.call()
     return check(case, inputs, results)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How much of a call was emulated.
+
+    Attributes:
+        workgroups, launched: workgroups that ran, of those that the call launches.
+        rows, all_rows: rows of the output that they finished and that were compared, of all.
+        wave_instructions: instructions that their waves executed.
+        seconds: how long it took, the reference included.
+    """
+
+    workgroups: int
+    launched: int
+    rows: int
+    all_rows: int
+    wave_instructions: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """How a sample of a call's workgroups went.
+
+    Attributes:
+        error: of the rows that they finished against the fp32 reference.
+        sample: how much was emulated.
+        detail: what is wrong; empty if nothing is.
+        runs: the launches.
+    """
+
+    error: ErrorReport
+    sample: Sample
+    detail: str
+    runs: tuple[Run, ...]
+
+
+def check_sample(target: str, inputs: Inputs, call: Callable[[], torch.Tensor], bound: float) -> SampleResult:
+    """Runs a sample of a call's workgroups as a target's machine code and compares the rows that they own.
+
+    Args:
+        target: "gfx942" or "gfx950".
+        inputs: of the call, on the CPU; they have the reference.
+        call: gives `o`.
+        bound: of the relative L1 error.
+    """
+    begun = time.perf_counter()
+    executor = EmulateExecutor(target, workgroups=sample)
+    with executing(executor):
+        o = call()
+    stored = executor.written(o)
+    complete = stored.all(-1)
+    expected, _ = inputs.reference()
+    error = compare(o[complete], expected[complete])
+    problems = [] if error.passes(relative_l1=bound) else [f"{error} (bound {bound:g})"]
+    if not bool(complete.any()):
+        problems = ["the sample finished no row of the output"]
+    elif not torch.equal(complete, stored.any(-1)):
+        problems.append("the sample left rows of the output half written")
+    taken = Sample(
+        workgroups=sum(run.result.workgroups for run in executor.runs),
+        launched=sum(run.launched for run in executor.runs),
+        rows=int(complete.sum()),
+        all_rows=complete.numel(),
+        wave_instructions=round(sum(run.result.counts.wave_instructions for run in executor.runs)),
+        seconds=time.perf_counter() - begun,
+    )
+    return SampleResult(error, taken, "; ".join(problems), tuple(executor.runs))
+
+
+@dataclass(frozen=True)
+class SageResult:
+    """How a case went.
+
+    Attributes:
+        place: where it ran.
+        total: of `o` against attention that quantises nothing; None if the call broke.
+        kernel_l1: relative L1 of `o` against fp32 over the stored numbers.
+        lse_error: largest difference of `lse` from that.
+        passed: kernel error and lse within their bounds and, where there are published figures, no worse.
+        detail: why not.
+    """
+
+    place: str = ""
+    total: ErrorReport | None = None
+    kernel_l1: float = float("nan")
+    lse_error: float = float("nan")
+    passed: bool = False
+    detail: str = ""
+
+
+def check_sage(
+    case: SageCase, device: str = "cpu", context: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> SageResult:
+    """Runs a case of Sage attention, and compares it with both references and with the published figures."""
+    call = case.inputs(device)
+    with context():
+        o, lse = call.call()
+        expected, expected_lse = call.reference()
+    kernel, total, lse_error = compare(o, expected), compare(o, call.exact()), max_abs(lse, expected_lse)
+    problems = []
+    if not kernel.passes(relative_l1=case.bound):
+        problems.append(f"kernel error {kernel} (bound {case.bound:g})")
+    if not lse_error <= (bound := call.lse_bound()):
+        problems.append(f"lse differs by {lse_error:.3g} (bound {bound:.3g})")
+    goal = case.published
+    if goal is not None and not total.passes(cosine=goal[0], relative_l1=goal[1]):
+        problems.append(f"{total} is worse than published (cosine {goal[0]}, relative L1 {goal[1]})")
+    return SageResult("", total, kernel.relative_l1, lse_error, not problems, "; ".join(problems))

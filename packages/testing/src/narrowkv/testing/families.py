@@ -64,7 +64,8 @@ def families(target: str) -> dict[str, Family]:
         "dense prefill": PrefillCase(kernel="dense", **_PREFILL),
         "fused prefill": PrefillCase(kernel="fused", **_PREFILL),
         "prefill, FP8 queries": PrefillCase(kernel="fused", q_dtype=QUERIES[fp8], format=fp8, **_PREFILL),
-        "append": PrefillCase(operation="append", kernel="paged", **_PREFILL),
+        "append, then attend": PrefillCase(operation="append", kernel="append_then_attend", **_PREFILL),
+        "append, fused": PrefillCase(operation="append", kernel="fused", **_PREFILL),
     }
     sparse = {
         "sparse, fused": SparseCase(**_SPARSE),

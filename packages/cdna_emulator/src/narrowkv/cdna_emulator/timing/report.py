@@ -116,8 +116,15 @@ def predict(
         The prediction, which is a model's.
 
     Example:
-        >>> trace = trace_workgroup(program, grid=(1, 1, 1), args=args, memory=memory)
-        >>> print(predict(trace, workgroups=1024, passes=256).summary)
+        >>> import numpy as np
+        >>> from narrowkv.cdna_emulator import Memory, load_program
+        >>> from narrowkv.cdna_emulator.sample import DOUBLE  # the text of a kernel
+        >>> from narrowkv.cdna_emulator.timing import trace_workgroup
+        >>> memory = Memory()
+        >>> args = [memory.map(np.zeros(256, np.uint8)) for _ in range(2)]
+        >>> trace = trace_workgroup(load_program(DOUBLE), grid=(1, 1, 1), args=args, memory=memory)
+        >>> print(predict(trace, workgroups=1024).summary)
+        model: ... us at ... GHz; bound by instruction issue
     """
     program = trace.program
     machine = machine or MACHINES[program.target]

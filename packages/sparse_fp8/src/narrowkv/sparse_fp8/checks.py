@@ -1,0 +1,388 @@
+"""What a plan fixes about its calls, and the comparison of a call with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+import torch
+
+from narrowkv.runtime.errors import (
+    UnsupportedError,
+    check_dtype,
+    check_last_dim_contiguous,
+    check_no_grad,
+    check_no_overlap,
+    check_same_device,
+    check_shape,
+    has_memory,
+)
+from narrowkv.runtime.targets import Target
+from narrowkv.sparse_fp8.binding import RowsFormat
+from narrowkv.sparse_fp8.config import NUM_HEADS
+from narrowkv.sparse_fp8.layouts import HEAD_DIM
+from narrowkv.sparse_fp8.rows import DSV4Rows, query_heads
+from narrowkv.sparse_fp8.sources import KVSource, check_scales
+
+__all__ = [
+    "QUERY_FORMATS",
+    "PlannedCall",
+    "check_formats",
+    "check_fused",
+    "check_values",
+    "num_heads_of",
+    "query_format",
+]
+
+_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+QUERY_FORMATS = {"bf16": RowsFormat("bf16"), "fp16": RowsFormat("fp16")}
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedCall:
+    """What all calls of a plan have in common.
+
+    Attributes:
+        mode: "wide" attends 16-bit rows, "fused" FP8 rows as stored, "prepass" FP8 rows that are first
+            expanded to 16 bits in scratch memory.
+        target: the target that it was planned for.
+        device: the device of all tensors.
+        num_qo_heads: query heads.
+        query, prefix, extend: how the query and the rows are stored; None for a source that is absent.
+        has_sink: whether calls have an `attn_sink`.
+        writes_lse: whether calls write and return the log-sum-exp.
+        max_num_tokens, max_indices: the largest call, indices of each source; None for a plan without a
+            workspace, whose calls allocate what they need.
+    """
+
+    mode: str
+    target: Target
+    device: torch.device
+    num_qo_heads: int
+    query: RowsFormat
+    prefix: RowsFormat | None
+    extend: RowsFormat | None
+    has_sink: bool
+    writes_lse: bool
+    max_num_tokens: int | None = None
+    max_indices: int | None = None
+    query_dtype: torch.dtype = field(init=False, repr=False)  # of a 16-bit query, and of scratch memory
+
+    def __post_init__(self) -> None:
+        """Finds what every call looks up."""
+        object.__setattr__(self, "query_dtype", self.query.dtype)
+
+    def planned_call(self) -> PlannedCall:
+        """What all calls have in common, without the plan, so that the plan's launches do not refer to it."""
+        return PlannedCall(
+            **{each.name: getattr(self, each.name) for each in fields(PlannedCall) if each.init}
+        )
+
+    def check_inputs(
+        self,
+        q: torch.Tensor | DSV4Rows,
+        prefix: KVSource | None,
+        extend: KVSource | None,
+        attn_sink: torch.Tensor | None,
+    ) -> int:
+        """Compares with the plan what a call can change; returns the number of tokens.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what was expected and what was given.
+        """
+        source = prefix if prefix is not None else extend
+        if not isinstance(source, KVSource):
+            raise TypeError(f"prefix or extend must be a KVSource, got {type(source).__name__}")
+        tokens = source.num_tokens
+        for name, planned, given in (("prefix", self.prefix, prefix), ("extend", self.extend, extend)):
+            if planned is None and given is None:
+                continue
+            if planned is None or given is None or type(given) is not KVSource:
+                _refuse_source(name, planned, given)
+            elif given.format != planned or given.num_tokens != tokens or given.device != self.device:
+                self._refuse_format(name, planned, given, tokens)
+            elif self.max_indices is not None and given.nnz > self.max_indices:
+                raise ValueError(
+                    f"{name}.indices must have at most {self.max_indices} as planned, got {given.nnz}"
+                )
+        if self.max_num_tokens is not None and tokens > self.max_num_tokens:
+            raise ValueError(f"q must have at most {self.max_num_tokens} tokens as planned, got {tokens}")
+        if isinstance(q, torch.Tensor):
+            if (
+                q.dtype is not self.query_dtype
+                or self.query.format
+                or q.shape != (tokens, self.num_qo_heads, HEAD_DIM)
+                or q.stride(2) != 1
+                or q.device != self.device
+            ):
+                self._refuse_query(q, tokens)
+        else:
+            self._check_fp8_query(q, tokens)
+        if (attn_sink is None) == self.has_sink or (
+            attn_sink is not None
+            and (
+                type(attn_sink) is not torch.Tensor
+                or attn_sink.dtype is not torch.float32
+                or attn_sink.shape != (self.num_qo_heads,)
+                or attn_sink.stride(0) != 1
+                or attn_sink.device != self.device
+            )
+        ):
+            self._refuse_sink(attn_sink)
+        if torch.is_grad_enabled() and (
+            (isinstance(q, torch.Tensor) and q.requires_grad)
+            or (attn_sink is not None and attn_sink.requires_grad)
+            or (prefix is not None and prefix.requires_grad)
+            or (extend is not None and extend.requires_grad)
+        ):
+            for name, x in (
+                ("q", q),
+                ("attn_sink", attn_sink),
+                ("prefix.rows", prefix and prefix.rows),
+                ("extend.rows", extend and extend.rows),
+            ):
+                # Rows and queries in FP8 never do.
+                if isinstance(x, torch.Tensor) and x.requires_grad:
+                    check_no_grad(**{name: x})
+        return tokens
+
+    def _check_fp8_query(self, q: DSV4Rows, tokens: int) -> None:
+        if not isinstance(q, DSV4Rows):
+            raise TypeError(f"q must be a torch.Tensor or DSV4Rows, got {type(q).__name__}")
+        if q.bound.format != self.query or q.device != self.device:
+            raise ValueError(
+                f"q must be stored as planned, {self.query} on {self.device}, "
+                f"got {q.bound.format} on {q.device}"
+            )
+        # Pages are whole: the last may hold rows that are no head's.
+        if not 0 <= q.num_rows - self.num_qo_heads * tokens < q.page_size:
+            raise ValueError(
+                f"q must hold num_tokens * num_qo_heads rows, {tokens} * {self.num_qo_heads}, "
+                f"got {q.num_rows}"
+            )
+
+    def _refuse_query(self, q: torch.Tensor, tokens: int) -> None:
+        if self.query.is_fp8:
+            raise TypeError("q must be DSV4Rows as planned, got a torch.Tensor")
+        check_dtype("q", q, self.query.dtype)
+        check_same_device(plan=torch.empty(0, device=self.device), q=q)
+        if q.dim() == 3 and q.shape[0] != tokens:
+            raise ValueError(f"q must have {tokens} tokens like the sources' indptr, got {q.shape[0]}")
+        check_shape("q", q, (tokens, self.num_qo_heads, HEAD_DIM))
+        check_last_dim_contiguous("q", q)
+
+    def _refuse_format(self, name: str, planned: RowsFormat, given: KVSource, tokens: int) -> None:
+        check_same_device(plan=torch.empty(0, device=self.device), **{f"{name}.indices": given.indices})
+        if given.num_tokens != tokens:
+            raise ValueError(
+                f"{name}.indptr must have {tokens + 1} elements like prefix.indptr, "
+                f"got {given.indptr.shape[0]}"
+            )
+        raise ValueError(f"{name}.rows must be stored as planned, {planned}, got {given.format}")
+
+    def _refuse_sink(self, attn_sink: torch.Tensor | None) -> None:
+        if attn_sink is None or not self.has_sink:
+            wanted = "a tensor: the plan has a sink" if self.has_sink else "None: the plan has no sink"
+            raise ValueError(f"attn_sink must be {wanted}")
+        check_dtype("attn_sink", attn_sink, torch.float32)
+        check_shape("attn_sink", attn_sink, (self.num_qo_heads,))
+        check_last_dim_contiguous("attn_sink", attn_sink)
+        check_same_device(plan=torch.empty(0, device=self.device), attn_sink=attn_sink)
+
+    def check_out(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor | DSV4Rows,
+        prefix: KVSource | None,
+        extend: KVSource | None,
+        attn_sink: torch.Tensor | None,
+        tokens: int,
+    ) -> None:
+        """Refuses an output of the wrong kind, or one that shares memory with an input.
+
+        Raises:
+            TypeError, ValueError: naming what was expected and what was given.
+        """
+        heads = self.num_qo_heads
+        if (
+            not isinstance(out, torch.Tensor)
+            or out.dtype not in _OUT_DTYPES
+            or out.shape != (tokens, heads, HEAD_DIM)
+            or out.stride(2) != 1
+            or out.device != self.device
+            or out.requires_grad
+        ):
+            check_dtype("out", out, _OUT_DTYPES)
+            check_shape("out", out, (tokens, heads, HEAD_DIM))
+            check_last_dim_contiguous("out", out)
+            check_same_device(plan=torch.empty(0, device=self.device), out=out)
+            check_no_grad(out=out)
+        if not tokens:
+            return
+        # The usual output, whose rows lie one after the other, beside inputs elsewhere; else the full check.
+        step, row = out.stride(0), out.stride(1)
+        low = out.data_ptr() if has_memory(out) else 0
+        high = low + ((tokens - 1) * step + (heads - 1) * row + HEAD_DIM) * out.element_size()
+        clear = low > 0 and row >= HEAD_DIM and step >= heads * row and isinstance(q, torch.Tensor)
+        for source in (prefix, extend):
+            if source is not None:
+                for begin, end in source.byte_ranges:
+                    clear = clear and (high <= begin or end <= low)
+        for x in (q, attn_sink):
+            if clear and isinstance(x, torch.Tensor):
+                begin = x.data_ptr()
+                end = begin + x.element_size() * (
+                    (tokens - 1) * x.stride(0) + (heads - 1) * x.stride(1) + HEAD_DIM if x is q else heads
+                )
+                clear = high <= begin or end <= low
+        if not clear:
+            check_no_overlap("out", out, **_inputs(q, prefix, extend, attn_sink))
+
+    def check_lse(
+        self,
+        lse: torch.Tensor,
+        out: torch.Tensor,
+        q: torch.Tensor | DSV4Rows,
+        prefix: KVSource | None,
+        extend: KVSource | None,
+        attn_sink: torch.Tensor | None,
+    ) -> None:
+        """Refuses a log-sum-exp tensor of the wrong kind, or one that shares memory with another tensor.
+
+        Raises:
+            TypeError, ValueError: naming what was expected and what was given.
+        """
+        check_dtype("lse", lse, torch.float32)
+        check_shape("lse", lse, tuple(out.shape[:2]))
+        check_same_device(out=out, lse=lse)
+        check_no_grad(lse=lse)
+        check_no_overlap("lse", lse, o=out, **_inputs(q, prefix, extend, attn_sink))
+
+
+def _inputs(
+    q: torch.Tensor | DSV4Rows,
+    prefix: KVSource | None,
+    extend: KVSource | None,
+    attn_sink: torch.Tensor | None,
+) -> dict[str, torch.Tensor | None]:
+    """All tensors that a call reads, by name."""
+    inputs: dict[str, torch.Tensor | None] = {"attn_sink": attn_sink}
+    if isinstance(q, DSV4Rows):
+        inputs |= {part.replace("rows", "q"): x for part, x in q.bound.tensors.items()}
+    else:
+        inputs["q"] = q
+    for name, source in (("prefix", prefix), ("extend", extend)):
+        if source is not None:
+            inputs |= {f"{name}.{part}": x for part, x in source.bound.tensors.items()}
+            inputs |= {f"{name}.indptr": source.indptr, f"{name}.indices": source.indices}
+    return inputs
+
+
+def _refuse_source(name: str, planned: RowsFormat | None, given: object) -> None:
+    if given is not None and not isinstance(given, KVSource):
+        raise TypeError(f"{name} must be a KVSource or None, got {type(given).__name__}")
+    wanted = "None" if planned is None else "a KVSource"
+    raise ValueError(f"{name} must be {wanted} as planned, got {type(given).__name__}")
+
+
+def check_values(
+    q: torch.Tensor | DSV4Rows,
+    prefix: KVSource | None,
+    extend: KVSource | None,
+    attn_sink: torch.Tensor | None,
+) -> None:
+    """Reads index lists, scales and the sink on the host (it waits for the device); refuses wrong values.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what was given.
+    """
+    if isinstance(q, DSV4Rows):
+        check_scales("q", q)
+    for name, source in (("prefix", prefix), ("extend", extend)):
+        if source is not None:
+            source.check_values(name)
+    if attn_sink is not None and bool(attn_sink.isnan().any()):
+        raise ValueError("attn_sink must not hold NaN: -inf is no sink")
+
+
+def check_formats(mode: str, query: RowsFormat, prefix: RowsFormat | None, extend: RowsFormat | None) -> None:
+    """Refuses sources and queries that a mode cannot attend together.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError: naming the argument, what was expected and what was given.
+    """
+    named = {name: rows for name, rows in (("prefix", prefix), ("extend", extend)) if rows is not None}
+    if not named:
+        raise ValueError("prefix or extend must be given, got None for both")
+    if mode == "wide":
+        if query.is_fp8:
+            raise TypeError("q must be a bf16 or fp16 tensor over 16-bit rows, got DSV4Rows")
+        for name, rows in named.items():
+            if rows.is_fp8:
+                raise UnsupportedError(
+                    f"{name}.rows must be a bf16 or fp16 tensor here, got DSV4Rows: use sparse_prefill_fp8"
+                )
+    elif not any(rows.is_fp8 for rows in named.values()):
+        raise UnsupportedError(
+            "prefix.rows or extend.rows must be DSV4Rows here, got 16-bit rows: use sparse_prefill"
+        )
+    formats = {rows.format for rows in (query, *named.values()) if rows.is_fp8}
+    if len(formats) > 1:
+        raise UnsupportedError(
+            f"q and all sources must have one FP8 format, got {', '.join(sorted(formats))}"
+        )
+    if mode == "fused":
+        check_fused(named)
+    for name, rows in named.items():
+        if not rows.is_fp8 and rows.dtype != query.dtype:
+            raise TypeError(f"{name}.rows must have the dtype of q, {query.dtype}, got {rows.dtype}")
+
+
+def check_fused(rows: dict[str, RowsFormat]) -> None:
+    """Refuses 16-bit rows, which the fused kernel does not read.
+
+    Raises:
+        UnsupportedError: naming the source and what works.
+    """
+    for name, stored in rows.items():
+        if not stored.is_fp8:
+            raise UnsupportedError(
+                f"{name}.rows must be DSV4Rows for the fused kernel, got 16-bit rows: quantise them with "
+                "DSV4Rows.quantize, or use mode='prepass' of sparse_prefill_fp8, which takes both kinds"
+            )
+
+
+def query_format(q: torch.Tensor | DSV4Rows) -> RowsFormat:
+    """How a query is stored; the addresses of a 16-bit one are looked at in each call.
+
+    Raises:
+        TypeError: q is neither a bf16 or fp16 tensor nor `DSV4Rows`.
+    """
+    if isinstance(q, DSV4Rows):
+        return q.bound.format
+    if not isinstance(q, torch.Tensor):
+        raise TypeError(f"q must be a torch.Tensor or DSV4Rows, got {type(q).__name__}")
+    check_dtype("q", q, (torch.bfloat16, torch.float16))
+    return QUERY_FORMATS["bf16" if q.dtype is torch.bfloat16 else "fp16"]
+
+
+def num_heads_of(q: torch.Tensor | DSV4Rows, tokens: int, num_qo_heads: int | None) -> int:
+    """The query heads of a call that was not planned.
+
+    Raises:
+        ValueError: the query cannot hold `tokens` times any supported number of heads.
+    """
+    if isinstance(q, DSV4Rows):
+        heads = query_heads(q, tokens, num_qo_heads)
+        spare = q.num_rows - heads * tokens
+        if heads not in NUM_HEADS or not 0 <= spare < (1 if num_qo_heads is None else q.page_size):
+            raise ValueError(
+                f"q must hold num_tokens * num_qo_heads rows, num_qo_heads one of {NUM_HEADS}, for {tokens} "
+                f"tokens; got {q.num_rows} rows and num_qo_heads={num_qo_heads}"
+            )
+        return heads
+    check_shape("q", q, ("num_tokens", "num_qo_heads", HEAD_DIM))
+    if q.shape[1] not in NUM_HEADS:
+        raise ValueError(f"q must have num_qo_heads in {NUM_HEADS}, got {q.shape[1]}")
+    if num_qo_heads not in (None, q.shape[1]):
+        raise ValueError(f"num_qo_heads must be {q.shape[1]} as q has it, got {num_qo_heads}")
+    return q.shape[1]

@@ -1,0 +1,266 @@
+"""Making plans of sparse attention: from formats and a device, or from the tensors of a call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from narrowkv.quant.device import BITS, NATIVE
+from narrowkv.runtime.errors import check_choice, check_finite_float, check_instance, check_positive_int
+from narrowkv.runtime.launch import Workspace, active_target, executor, is_compiled
+from narrowkv.runtime.targets import Target
+from narrowkv.sparse_fp8.binding import RowsFormat
+from narrowkv.sparse_fp8.checks import QUERY_FORMATS, check_formats, num_heads_of, query_format
+from narrowkv.sparse_fp8.config import MOST_SPLITS, NUM_HEADS, choose_config, specialised_config
+from narrowkv.sparse_fp8.launch import route_of
+from narrowkv.sparse_fp8.layouts import HEAD_DIM
+from narrowkv.sparse_fp8.plan import SparsePlan
+from narrowkv.sparse_fp8.rows import DSV4Rows
+from narrowkv.sparse_fp8.sources import KVSource
+
+__all__ = ["known_plan", "plan_for", "plan_sparse", "remember", "suits_specialised"]
+
+_CACHED_PLANS = 256
+_MAX_REMEMBERED = 1024
+
+
+def plan_sparse(
+    *,
+    num_qo_heads: int,
+    prefix: RowsFormat | None,
+    extend: RowsFormat | None = None,
+    query: str | RowsFormat = "bf16",
+    device: torch.device | str,
+    mode: str = "auto",
+    sm_scale: float | None = None,
+    has_sink: bool = False,
+    return_lse: bool = False,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+    max_num_tokens: int | None = None,
+    max_indices: int | None = None,
+    workspace: Workspace | None = None,
+) -> SparsePlan:
+    """Plans sparse attention from formats and a device, before there are tensors.
+
+    Args:
+        num_qo_heads: query heads: 8, 16, 32, 64 or 128.
+        prefix, extend: how the rows of each source are stored, `RowsFormat` (of rows that are there:
+            `KVSource.bound.format`); None for a source that is absent.
+        query: "bf16" or "fp16", or the `RowsFormat` of a query in `DSV4Rows`.
+        device: where all tensors lie.
+        mode: "wide" for 16-bit rows; "fused" or "prepass" for FP8 rows, see `sparse_prefill_fp8`; "auto" is
+            "wide" over 16-bit rows, "prepass" where one source is 16-bit, else "fused".
+        sm_scale: softmax scale, default `512 ** -0.5`.
+        has_sink: whether calls have an `attn_sink`.
+        return_lse: whether calls write the log-sum-exp.
+        num_splits, batch_invariant: as for `sparse_decode`.
+        max_num_tokens, max_indices: the largest call: tokens, and indices of each source. Both or neither;
+            without them a call allocates scratch and partial results itself.
+        workspace: memory to use, at least `workspace_bytes()`; None makes one. Plans that never run at the
+            same time may share one.
+
+    Returns:
+        A plan; `plan.run(q, prefix, extend)` attends.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+        UnsupportedError: what no kernel serves.
+
+    Example:
+        >>> rows = RowsFormat("packed584", page_size=64, format="fp8_e4m3fn")
+        >>> plan = plan_sparse(num_qo_heads=16, prefix=rows, device="cpu", max_num_tokens=8, max_indices=64)
+        >>> plan.mode, plan.workspace_bytes() <= plan.workspace.num_bytes
+        ('fused', True)
+    """
+    if num_qo_heads not in NUM_HEADS:
+        raise ValueError(f"num_qo_heads must be one of {NUM_HEADS}, got {num_qo_heads!r}")
+    check_choice("mode", mode, ("auto", "wide", "fused", "prepass"))
+    if isinstance(query, str):
+        check_choice("query", query, tuple(QUERY_FORMATS))
+        query = QUERY_FORMATS[query]
+    formats = {"query": query, "prefix": prefix, "extend": extend}
+    for name, rows in formats.items():
+        if rows is not None and not isinstance(rows, RowsFormat):
+            raise TypeError(f"{name} must be a RowsFormat, got {type(rows).__name__}")
+    scale = HEAD_DIM**-0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
+    if num_splits is not None and check_positive_int("num_splits", num_splits) > MOST_SPLITS:
+        raise ValueError(f"num_splits must be at most {MOST_SPLITS}, got {num_splits}")
+    if (max_num_tokens is None) != (max_indices is None):
+        raise ValueError("max_num_tokens and max_indices must both be given or both be None, got one")
+    if workspace is not None and check_instance("workspace", workspace, Workspace) and max_num_tokens is None:
+        raise ValueError(
+            "workspace must be None without max_num_tokens and max_indices, which it is sized by"
+        )
+    place = torch.empty(0, device=device).device  # with the index of the current GPU
+    mode = _resolve_mode(mode, prefix, extend)
+    check_formats(mode, query, prefix, extend)
+    target = active_target(place)
+    plan = _make_plan(
+        mode, target, _compiles(place), place, num_qo_heads, query, prefix, extend, scale, has_sink,
+        return_lse, num_splits, batch_invariant,
+    )  # fmt: skip
+    if max_num_tokens is None or max_indices is None:
+        return plan
+    plan = replace(
+        plan,
+        max_num_tokens=check_positive_int("max_num_tokens", max_num_tokens),
+        max_indices=check_positive_int("max_indices", max_indices),
+    )
+    if workspace is None:
+        workspace = Workspace(plan.workspace_bytes(), place)
+    if workspace.device != place:
+        raise ValueError(f"workspace must be on {place} like the plan, got {workspace.device}")
+    return replace(plan, workspace=workspace, _scratch=workspace.carve(plan.workspace_blocks()))
+
+
+def _resolve_mode(mode: str, prefix: RowsFormat | None, extend: RowsFormat | None) -> str:
+    given = [rows for rows in (prefix, extend) if rows is not None]
+    if mode != "auto" or not given:
+        return mode
+    narrow = [rows.is_fp8 for rows in given]
+    return "fused" if all(narrow) else "prepass" if any(narrow) else "wide"
+
+
+def plan_for(
+    q: torch.Tensor | DSV4Rows,
+    prefix: KVSource | None,
+    extend: KVSource | None,
+    *,
+    mode: str,
+    attn_sink: torch.Tensor | None,
+    sm_scale: float | None,
+    return_lse: bool,
+    num_qo_heads: int | None,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+) -> SparsePlan:
+    """The plan of a call that was not planned, from a small cache.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    query = query_format(q)
+    formats: list[RowsFormat | None] = []
+    for name, source in (("prefix", prefix), ("extend", extend)):
+        if source is not None and not isinstance(source, KVSource):
+            raise TypeError(f"{name} must be a KVSource or None, got {type(source).__name__}")
+        formats.append(None if source is None else source.format)
+    first = prefix if prefix is not None else extend
+    if first is None:
+        raise ValueError("prefix or extend must be a KVSource, got None for both")
+    heads = num_heads_of(q, first.num_tokens, num_qo_heads)
+    if mode == "auto":
+        mode = _resolve_mode(mode, formats[0], formats[1])
+    check_formats(mode, query, formats[0], formats[1])
+    scale = HEAD_DIM**-0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
+    device = q.device
+    compiled = is_compiled(q.data if isinstance(q, DSV4Rows) else q)
+    return _make_plan(
+        mode, active_target(device), compiled, device, heads, query, formats[0], formats[1], scale,
+        attn_sink is not None, return_lse, num_splits, batch_invariant,
+    )  # fmt: skip
+
+
+_known: dict[Any, SparsePlan] = {}
+
+
+def known_plan(
+    q: torch.Tensor | DSV4Rows, prefix: KVSource | None, extend: KVSource | None, *options: Any
+) -> tuple[Any, SparsePlan | None]:
+    """What calls like this one are remembered by, and the plan that `remember` kept for it.
+
+    Everything that a mode and a plan depend on is part of the key, which is None for wrong classes.
+    """
+    try:
+        running = executor()
+        query = (
+            (q.shape[1:], q.dtype, q.requires_grad) if isinstance(q, torch.Tensor)
+            else (q.bound.format, q.num_rows)
+        )  # fmt: skip
+        sources = tuple(
+            None if source is None else (source.format_id, source.num_tokens, source.nnz, source.num_rows)
+            for source in (prefix, extend)
+        )
+        key = (query, q.device, sources, options, None if running is None else running.target.name)
+        return key, _known.get(key)
+    except (AttributeError, TypeError):
+        return None, None
+
+
+def remember(key: Any, plan: SparsePlan) -> SparsePlan:
+    """Keeps the plan for calls with this key."""
+    if len(_known) >= _MAX_REMEMBERED:
+        _known.clear()
+    if key is not None:
+        _known[key] = plan
+    return plan
+
+
+def _compiles(device: torch.device) -> bool:
+    return is_compiled(torch.empty(0, device=device))
+
+
+@lru_cache(maxsize=_CACHED_PLANS)
+def _make_plan(
+    mode: str, target: Target, compiled: bool, device: torch.device, num_heads: int, query: RowsFormat,
+    prefix: RowsFormat | None, extend: RowsFormat | None, sm_scale: float, has_sink: bool, writes_lse: bool,
+    num_splits: int | None, batch_invariant: bool,
+) -> SparsePlan:  # fmt: skip
+    """A plan without maxima; calls that are not planned find theirs here."""
+    kernel = "fused" if mode == "fused" else "wide"
+    rows = [each for each in (prefix, extend) if each is not None]
+    fp8_qk = False
+    if kernel == "fused":
+        narrow = [*rows, query] if query.is_fp8 else rows
+        route = route_of(target, narrow)
+        groups = {each.scale_group for each in narrow}
+        fp8_qk = query.is_fp8 and route != BITS and groups == {64}
+    specialised = None
+    if compiled and not batch_invariant and suits_specialised(mode, target, query, prefix, extend):
+        specialised = specialised_config(target, kernel=kernel, num_heads=num_heads)
+    return SparsePlan(
+        mode=mode,
+        target=target,
+        device=device,
+        num_qo_heads=num_heads,
+        query=query,
+        prefix=prefix,
+        extend=extend,
+        has_sink=has_sink,
+        writes_lse=writes_lse,
+        sm_scale=sm_scale,
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+        portable=choose_config(
+            target, kernel=kernel, num_heads=num_heads, fp8_qk=fp8_qk, fp16_query=query.layout == "fp16"
+        ),
+        specialised=specialised,
+    )
+
+
+def suits_specialised(
+    mode: str, target: Target, query: RowsFormat, prefix: RowsFormat | None, extend: RowsFormat | None
+) -> bool:
+    """Whether a kernel for Hopper can read rows and a query that are stored in these ways.
+
+    It copies 16 bytes at once and reads both sources one way. FP8 rows it widens to bf16, as the hardware
+    converts them, by a scale for 64 columns; a query in FP8 is widened first, whatever its layout.
+    """
+    rows = [each for each in (prefix, extend) if each is not None]
+    if mode == "prepass":
+        # What is not widened to scratch of its own is read where it lies.
+        rows = [each for each in rows if not each.is_fp8]
+    if not all(each.aligned for each in rows) or not (query.is_fp8 or query.aligned):
+        return False
+    if mode != "fused":
+        return True
+    return (
+        query.dtype == torch.bfloat16
+        and len({each.layout for each in rows}) == 1
+        and all(each.scale_group == 64 for each in rows)
+        and all(route_of(target, [each]) == NATIVE for each in (*rows, query) if each.is_fp8)
+    )
