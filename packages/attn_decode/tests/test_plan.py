@@ -305,7 +305,7 @@ def test_a_cache_that_is_gone_is_not_kept_by_plans() -> None:
 
 
 def test_unplanned_calls_of_the_same_shapes_share_a_plan() -> None:
-    from narrowkv.attn_decode import plan as plans
+    from narrowkv.attn_decode import planning as plans
 
     q, cache, table = SMALL.build()
     paged_decode(q, cache, table)

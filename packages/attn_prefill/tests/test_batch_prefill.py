@@ -96,7 +96,7 @@ def test_every_gqa_ratio(ratio: int, kernel: str, device: str) -> None:
 
 
 @either_kernel
-@pytest.mark.parametrize("head_dim", axis("head_dim", 80, 256))
+@pytest.mark.parametrize("head_dim", axis("head_dim", 80, 112, 256))
 def test_every_head_dim(head_dim: int, kernel: str, device: str) -> None:
     _check(W(head_dim=head_dim, num_kv_heads=1), device, kernel)
 

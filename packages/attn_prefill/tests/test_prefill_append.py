@@ -153,7 +153,7 @@ def test_a_window_a_soft_cap_and_sinks(kernel: str, device: str) -> None:
 
 
 @either_kernel
-@pytest.mark.parametrize("head_dim", axis("head_dim", 80))
+@pytest.mark.parametrize("head_dim", axis("head_dim", 80, 112))
 def test_every_head_dim(head_dim: int, kernel: str, device: str) -> None:
     _check(W(head_dim=head_dim, num_kv_heads=1), device, kernel)
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from narrowkv.cli.app_accuracy import accuracy
 from narrowkv.cli.app_bench import bench
 from narrowkv.cli.app_inspect import inspect
 from narrowkv.cli.app_validate import validate
@@ -144,6 +145,11 @@ app.add_typer(
     help="Show what operations compile to for gfx942 and gfx950. Without a command: decode.",
 )
 app.add_typer(engines, name="engines", help="Run narrowkv inside inference engines.")
+app.add_typer(
+    accuracy,
+    name="accuracy",
+    help="Measure what cache recipes cost a language model. Without a command: measure.",
+)
 
 
 @command(app, "warmup", files=("out",))

@@ -64,17 +64,19 @@ class Commands(TyperGroup):
 class DecodeByDefault(TyperGroup):
     """A group whose command is `decode` where none is named, so that `validate --full` is its full sweep."""
 
+    default = "decode"
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Names decode where the first argument is an option, or there is none."""
+        """Names the default where the first argument is an option, or there is none."""
         # A shell that completes has no argument yet where an operation's name may follow.
         named = (
             not args[0].startswith("-") or args[0] in ctx.help_option_names if args else ctx.resilient_parsing
         )
         ctx.meta["narrowkv.decode_is_meant"] = not named
-        return super().parse_args(ctx, args if named else ["decode", *args])
+        return super().parse_args(ctx, args if named else [self.default, *args])
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command; options before an operation's name, which would be decode's, are explained."""
+        """Runs the command; options before a command's name, which would be the default's, are explained."""
         try:
             return super().invoke(ctx)
         except Exception as error:
@@ -83,6 +85,12 @@ class DecodeByDefault(TyperGroup):
                 hint = f"options follow the operation: {ctx.command_path} OPERATION --option"
                 error.message = f"{message}; {hint}"  # type: ignore[attr-defined]
             raise
+
+
+class MeasureByDefault(DecodeByDefault):
+    """A group whose command is `measure` where none is named."""
+
+    default = "measure"
 
 
 def command(
