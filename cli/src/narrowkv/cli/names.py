@@ -17,6 +17,7 @@ DECODE_KERNELS = ("native", "decode")
 SPARSE_MODES = ("bf16", "prepass", "fused", "fused-fp8q")
 SAGE_PRECISIONS = ("int8", "int4", "fp8")
 SAGE_GRANULARITIES = ("per_tensor", "per_block", "per_warp", "per_thread")
+COMMS = ("a2a", "ag_rs", "symm_mem")  # exchanges of partial results between ranks
 ENGINE_CACHES = {
     "transformers": ("bf16", "fp8_e4m3fn", "fp4_e2m1"),
     "vllm": ("auto", "fp8", "fp8_per_token_head", "ultraquant_4bit"),
@@ -29,8 +30,6 @@ ACCURACY_RECIPES = (
 TINY_MODELS = (
     "glm-4.5-air-tiny", "llama-3-tiny", "qwen3-tiny", "gpt-oss-tiny", "gemma-2-tiny", "gemma-3-tiny"
 )  # fmt: skip
-# Parts of a --case line whose value is one format.
-_FORMAT_PARTS = {"k": CACHE_FORMATS, "v": CACHE_FORMATS, "format": None}
 
 
 def unknown(what: str, got: str, known: Iterable[str]) -> UsageError:
@@ -114,8 +113,5 @@ def check_case_formats(lines: Iterable[str]) -> None:
     for line in lines:
         for part in line.split(","):
             name, _, value = part.partition("=")
-            known = _FORMAT_PARTS.get(name, ())
-            if known is None:
+            if name == "format":
                 _check_format("--case format", value)
-            elif known:
-                one_of(f"--case {name}", value, known)

@@ -17,13 +17,14 @@ from narrowkv.attn_prefill.checks import (
     check_values,
     prefill_shape,
 )
-from narrowkv.attn_prefill.config import SCRATCH_BLOCK, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.memory import key_type, scratch_bytes
 from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan
 from narrowkv.attn_prefill.plan_base import SCRATCH_LIMIT_BYTES
+from narrowkv.attn_prefill.shapes import SCRATCH_BLOCK, PrefillConfig, PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.append import store_of
 from narrowkv.paged_cache.descales import check_exponent
+from narrowkv.paged_cache.kinds import CACHE_KINDS, kind_of_cache
 from narrowkv.runtime.errors import check_instance, check_positive_int
 from narrowkv.runtime.launch import Workspace, active_target, is_compiled
 from narrowkv.runtime.launch.gluon import has_gluon
@@ -140,7 +141,8 @@ def plan_append(
         fp8_compute: multiply queries and old tokens on FP8 matrix units.
         exponent: FP4: how a group's scale is chosen; see `narrowkv.paged_cache.append`.
         max_q_len, max_seq_len, max_kv_tokens: bounds as for `plan_prefill`, new tokens included.
-        kernel: forces "pipelined", "apart", "staged" or "paged".
+        kernel: forces "append_then_attend" (one launch stores and widens, one attends), "pipelined" (the same
+            with Hopper's kernel) or "fused" (one launch that widens old tokens in its loop).
         num_splits: forces how many programs share a tile's keys.
         scratch_limit_bytes: the most scratch that the automatic choice may take.
         workspace: as for `plan_prefill`.
@@ -229,11 +231,14 @@ def plan_for_call(
 
     kind: `PrefillPlan` or `AppendPlan`; flag: `batch_invariant` of the first, `fp8_compute` of the second.
     """
-    if not (isinstance(q, torch.Tensor) and type(cache) is PagedKVCache):
+    cache_kind = CACHE_KINDS.get(id(cache))
+    if cache_kind is None or type(q) is not torch.Tensor:
         check_classes(q, cache, page_table, cu_seqlens_q)
+        cache_kind = kind_of_cache(cache)
+    running = executor()
     key = (
-        q.shape[1:], q.dtype, q.device, cache.format, cache.head_dim, cache.num_kv_heads, cache.page_size,
-        cache.k_granularity, cache.v_granularity, kind, flag, active_target(q.device).name, type(executor()),
+        cache_kind, kind, flag, q.shape[1:], q.dtype, q.get_device(),
+        None if running is None else (running.target.name, type(running)),
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:

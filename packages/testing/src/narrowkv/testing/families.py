@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from narrowkv.attn_decode import paged_decode, plan_decode
-from narrowkv.attn_decode.workloads import DecodeWorkload
+from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
-from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
+from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import CacheFormat, append
 from narrowkv.quant.formats import get_format
 from narrowkv.sage import plan_sage
-from narrowkv.sage.workloads import SageWorkload
+from narrowkv.sage.cases import SageCase
 from narrowkv.sparse_fp8 import DSV4Rows, sparse_decode, sparse_prefill, sparse_prefill_fp8
-from narrowkv.sparse_fp8.workloads import SparseWorkload
+from narrowkv.sparse_fp8.cases import SparseCase
 
 __all__ = ["Family", "families"]
 
@@ -60,7 +60,8 @@ def families(target: str) -> dict[str, Family]:
         "dense prefill": Family(partial(_prefill, "dense"), _FEW, "prefill"),
         "fused prefill": Family(partial(_prefill, "fused"), _FEW, "prefill"),
         "prefill, FP8 queries": Family(partial(_prefill, "fused", **fp8_queries), _FEW, "prefill"),
-        "append": Family(_prefill_append, _FEW, "prefill"),
+        "append, then attend": Family(partial(_prefill_append, "append_then_attend"), _FEW, "prefill"),
+        "append, fused": Family(partial(_prefill_append, "fused"), _FEW, "prefill"),
         "append to the cache": Family(_append, _EVERY_BYTE, "prefill"),
         "sparse, fused": Family(partial(_sparse, "packed584"), _HALF, "sparse"),
         "sparse, 16-bit rows": Family(partial(_sparse, "bf16"), _HALF, "sparse"),
@@ -72,25 +73,25 @@ def families(target: str) -> dict[str, Family]:
 
 
 def _decode(name: str, clean: bool = False) -> object:
-    paged = DecodeWorkload(
+    paged = DecodeCase.small(
         lens=(_KEYS,), num_kv_heads=1, gqa_ratio=12, head_dim=128, format=CacheFormat(name, name), clean=clean
     ).build()
     return paged_decode(*paged, plan=plan_decode(*paged, split="none"))
 
 
 def _prefill(kernel: str, **options: Any) -> object:
-    paged = PrefillWorkload(lens=(_KEYS,), **_SIZES, **options).build()
+    paged = PrefillCase.small(lens=(_KEYS,), **_SIZES, **options).build()
     return batch_prefill(*paged, plan=plan_prefill(*paged, kernel=kernel))
 
 
 def _chunk() -> tuple[Any, ...]:
     """q, k_new, v_new, cache, page table and cu_seqlens_q."""
-    return AppendWorkload(lens=(_KEYS - 256,), **_SIZES).build_append()[:6]
+    return PrefillCase.append(lens=(_KEYS - 256,), **_SIZES).build_append()[:6]
 
 
-def _prefill_append() -> object:
+def _prefill_append(kernel: str) -> object:
     chunk = _chunk()
-    return prefill_append(*chunk, plan=plan_append(chunk[0], *chunk[3:], kernel="paged"))
+    return prefill_append(*chunk, plan=plan_append(chunk[0], *chunk[3:], kernel=kernel))
 
 
 def _append() -> None:
@@ -100,7 +101,7 @@ def _append() -> None:
 
 def _sparse(layout: str, fp8_query: bool = False) -> object:
     tokens = 320  # so many that none is split
-    inputs = SparseWorkload(prefix_lens=(512,) * tokens, num_qo_heads=64, layout=layout).build()
+    inputs = SparseCase.small(prefix_lens=(512,) * tokens, num_qo_heads=64, layout=layout).build()
     if layout == "bf16":
         return sparse_prefill(inputs.q, inputs.prefix)
     q = DSV4Rows.quantize(inputs.q, layout=layout) if fp8_query else inputs.q
@@ -108,11 +109,11 @@ def _sparse(layout: str, fp8_query: bool = False) -> object:
 
 
 def _sparse_decode() -> object:
-    inputs = SparseWorkload(prefix_lens=(512, 512), num_qo_heads=64, layout="packed584").build()
+    inputs = SparseCase.small(prefix_lens=(512, 512), num_qo_heads=64, layout="packed584").build()
     return sparse_decode(inputs.q, inputs.prefix, num_splits=3, num_qo_heads=64)
 
 
 def _sage(qk_dtype: str) -> object:
-    q, k, v, *_ = SageWorkload(q_lens=(256,), k_lens=(_KEYS,), head_dim=128, gqa_ratio=1).build()
+    q, k, v, *_ = SageCase.small(q_lens=(256,), k_lens=(_KEYS,), head_dim=128, gqa_ratio=1).build()
     plan = plan_sage(q, k, qk_dtype=qk_dtype)
     return plan.attend(q, plan.quantize_kv(k, v))

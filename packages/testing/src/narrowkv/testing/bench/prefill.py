@@ -20,7 +20,7 @@ from narrowkv.attn_prefill import (
     plan_prefill,
     prefill_append,
 )
-from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
+from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.quant.accuracy import compare
 from narrowkv.testing.bench.decode import BOUND
@@ -231,8 +231,8 @@ def _trace(shape: PrefillSizes, appends: bool, executor: ModelExecutor) -> objec
         "scale_group": shape.cache.scale_group or None, "clean": True,
     }  # fmt: skip
     if appends:
-        chunk = AppendWorkload(lens=(prefix,), **sizes).build_append()[:6]
+        chunk = PrefillCase.append(lens=(prefix,), **sizes).build_append()[:6]
         plan = plan_append(chunk[0], *chunk[3:], num_splits=splits)
         return prefill_append(*chunk, plan=plan)
-    paged = PrefillWorkload(lens=(prefix + new,), **sizes).build()
+    paged = PrefillCase.small(lens=(prefix + new,), **sizes).build()
     return batch_prefill(*paged, plan=plan_prefill(*paged, num_splits=splits))

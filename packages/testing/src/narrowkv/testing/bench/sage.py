@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from narrowkv.quant.accuracy import compare
 from narrowkv.sage import plan_sage, sage_attention, sage_attention_reference
-from narrowkv.sage.workloads import SageWorkload
+from narrowkv.sage.cases import SageCase
 from narrowkv.testing.bench.measure import Bench, Call, Row
 from narrowkv.testing.bench.modelled import ModelCall
 from narrowkv.testing.bench.timing import GraphTimer
@@ -162,7 +162,7 @@ def _trace(shape: SageSizes, qk: str, granularity: str, executor: ModelExecutor)
     more = shape.context / tokens
     heads = shape.batch * shape.heads
     executor.scale = Scale(workgroups=heads * more, passes=more, keys=heads * more)
-    q, k, v, *_ = SageWorkload(
+    q, k, v, *_ = SageCase.small(
         q_lens=(tokens,), k_lens=(tokens,), num_kv_heads=1, gqa_ratio=1, head_dim=shape.head_dim,
         data="offset",
     ).build()  # fmt: skip

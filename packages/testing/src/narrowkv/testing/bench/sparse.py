@@ -17,7 +17,7 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_fp8,
     sparse_prefill_reference,
 )
-from narrowkv.sparse_fp8.workloads import SparseWorkload
+from narrowkv.sparse_fp8.cases import SparseCase
 from narrowkv.testing.bench.measure import Bench, Call, Row
 from narrowkv.testing.bench.modelled import ModelCall
 from narrowkv.testing.bench.timing import GraphTimer
@@ -151,7 +151,7 @@ def _trace(shape: SparseSizes, mode: str, executor: ModelExecutor) -> object:
     """Makes a smaller call of the mode."""
     tokens, rows = min(shape.tokens, _TRACED_TOKENS), min(shape.topk, _TRACED_ROWS)
     layout = "bf16" if mode == "bf16" else "packed584"
-    inputs = SparseWorkload(prefix_lens=(rows,) * tokens, num_qo_heads=shape.heads, layout=layout).build()
+    inputs = SparseCase.small(prefix_lens=(rows,) * tokens, num_qo_heads=shape.heads, layout=layout).build()
     more = shape.tokens / tokens
     executor.scale = Scale(workgroups=more, passes=shape.topk / rows, keys=more * shape.topk / rows)
     if mode == "bf16":

@@ -1,0 +1,224 @@
+"""The launch before an append's dense attention: it stores new tokens in the cache, all keys in the scratch.
+
+Old keys are widened from their pages; new ones are left in the scratch unquantised.
+"""
+
+import triton
+import triton.language as tl
+
+from narrowkv.attn_prefill.kernels.arguments import NewCache, Queries, Scratch
+from narrowkv.attn_prefill.kernels.rows import (
+    RUNTIME_SIZES,
+    begin_next_launch,
+    find_block,
+    longest_held,
+    schedule_tiles,
+)
+from narrowkv.attn_prefill.kernels.widen import (
+    finite_rows,
+    keys_without_value,
+    store_block,
+    store_value_power,
+    to_fp16_with_exponent,
+    widen_block,
+)
+from narrowkv.paged_cache.kernels.append import DescalePointers, load_rotated, quantise_rows
+from narrowkv.paged_cache.kernels.pages import (
+    Descale,
+    KVPointers,
+    Table,
+    first_id,
+    sequence_length,
+    strided,
+    times_head_descale,
+)
+
+
+@triton.jit
+def store_new(
+    chunk, rope, store, table, seq, first, kv_head, q_start, q_len,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STORING: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Quantises BLOCK_T new tokens of a sequence and head, from number `first` on, into the cache."""
+    HEAD_DIM: tl.constexpr = SIZES.head_dim
+    PAGE_SIZE: tl.constexpr = SIZES.page_size
+    RULE: tl.constexpr = STORING.rule
+    K_FORMAT: tl.constexpr = K.format
+    K_VEC: tl.constexpr = K.vec
+    K_MAX: tl.constexpr = STORING.k_max
+    K_SCALING: tl.constexpr = STORING.k_scaling
+    K_GROUP: tl.constexpr = STORING.k_group
+    V_FORMAT: tl.constexpr = V.format
+    V_VEC: tl.constexpr = V.vec
+    V_MAX: tl.constexpr = STORING.v_max
+    V_SCALING: tl.constexpr = STORING.v_scaling
+    V_GROUP: tl.constexpr = STORING.v_group
+    x, y, i, inside = load_new(chunk, rope, first, kv_head, q_start, q_len, SIZES, STORING, BLOCK_T, BLOCK_D)
+    position = sequence_length(table, seq, seq >= 0, PAGE_SIZE, False) + i
+    number = position // PAGE_SIZE
+    # Beyond the table, or in a page beyond the cache, nothing is written.
+    fits = inside & (number < store.max_pages)
+    where = first_id(table, seq, False) + strided(number, table.column)
+    page = tl.load(table.page_ids + where, mask=fits, other=-1).to(tl.int64)
+    fits = fits & (page >= 0) & (page < store.num_pages)
+    slot = (position % PAGE_SIZE).to(tl.int64)
+    quantise_rows(
+        x, store.k, store.k_descale, page, slot, kv_head, fits, K_FORMAT, K_SCALING, HEAD_DIM, K_MAX,
+        K_GROUP, RULE, K_VEC, False, BLOCK_T, BLOCK_D,
+    )  # fmt: skip
+    quantise_rows(
+        y.to(tl.float32), store.v, store.v_descale, page, slot, kv_head, fits, V_FORMAT, V_SCALING,
+        HEAD_DIM, V_MAX, V_GROUP, RULE, V_VEC, True, BLOCK_T, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_new(
+    chunk, rope, first, kv_head, q_start, q_len,
+    SIZES: tl.constexpr, STORING: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """New tokens of a sequence from number `first` on: K rotated in fp32, V, their numbers, their mask."""
+    HEAD_DIM: tl.constexpr = SIZES.head_dim
+    ROTARY_DIM: tl.constexpr = STORING.rotary_dim
+    INTERLEAVED: tl.constexpr = STORING.interleaved
+    d = tl.arange(0, BLOCK_D)
+    i = first + tl.arange(0, BLOCK_T)
+    inside = i < q_len
+    tokens = (q_start + i).to(tl.int64)
+    at = tokens * chunk.k_token + kv_head * chunk.k_head
+    x = load_rotated(chunk.k, at, rope, tokens, inside, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
+    at = tokens * chunk.v_token + kv_head * chunk.v_head
+    y = tl.load(chunk.v + at[:, None] + d[None, :], mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    return x, y, i, inside
+
+
+@triton.jit
+def keep_new_block(
+    chunk, rope, v_scale, scratch, first, block, kv_head, q_start, q_len,
+    SIZES: tl.constexpr, STORING: tl.constexpr, K_HAS_FACTOR: tl.constexpr, V_PER_KEY: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Leaves a block of new tokens in the scratch, unquantised; V divided by `v_scale`, as old values are.
+
+    Values beyond 2**151 times `v_scale` saturate there.
+    """
+    HEAD_DIM: tl.constexpr = SIZES.head_dim
+    KIND: tl.constexpr = chunk.k.dtype.element_ty
+    x, y, _i, inside = load_new(chunk, rope, first, kv_head, q_start, q_len, SIZES, STORING, BLOCK_S, BLOCK_D)
+    blocks = kv_head.to(tl.int64) * (scratch.rows // BLOCK_S) + block
+    factors = kv_head.to(tl.int64) * scratch.rows + block * BLOCK_S + tl.arange(0, BLOCK_S)
+    # V first: K stays in 16 bits meanwhile.
+    finite, top = finite_rows(y, inside)
+    # The product may be beyond float32 by what a bf16 value is multiplied by in the scratch.
+    inverse = 1.0 / tl.maximum(v_scale, 1.2e-38) * (2.0**-24)
+    y = tl.minimum(tl.maximum(y.to(tl.float32) * inverse, -3.4e38), 3.4e38)
+    y, power = to_fp16_with_exponent(y, tl.minimum(top * inverse, 3.4e38), 24)
+    store_block(scratch.v, y, kv_head, block, scratch.rows, finite, 0.0, HEAD_DIM, BLOCK_D, BLOCK_S)
+    # Rotated keys are rounded to their own type, as a separate rotation would leave them.
+    store_block(
+        scratch.k, x.to(KIND), kv_head, block, scratch.rows, finite, keys_without_value(inside, KIND),
+        HEAD_DIM, BLOCK_D, BLOCK_S,
+    )  # fmt: skip
+    tl.store(scratch.k_unit + blocks, 1.0)
+    store_value_power(scratch, power, power != 1.0, blocks)
+    if K_HAS_FACTOR:
+        tl.store(scratch.k_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32))
+    if V_PER_KEY:
+        tl.store(scratch.v_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32))
+
+
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
+def _produce_kernel(
+    q, chunk, rope, to, cache, table, scratch, scales,
+    batch, num_tokens, max_q_len, block_m, table_row, num_ids, max_pages, max_keys, key_blocks,
+    num_groups, num_blocks, num_tiles,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STORING: tl.constexpr, FILLING: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The first programs leave a block in the scratch, which takes longest; the next quantise new tokens.
+
+    The last ones order the tiles that attend.
+
+    Args:
+        q, chunk, rope: `Queries`, `Chunk`, `RopePointers`. to: `Destination`. cache: `Cache`.
+        table, scratch: `Table`, `Scratch`: without the sizes that follow. scales: `AppendScales`.
+        num_blocks, num_groups, num_tiles: programs of each kind for a head, and tiles, at most.
+        SIZES, K, V, STORING, FILLING, BLOCKS: `Sizes`, `Stored`, `Stored`, `Storing`, `Filling`, `Blocks`.
+    """
+    NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
+    GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
+    PAGE_SIZE: tl.constexpr = SIZES.page_size
+    K_DESCALE: tl.constexpr = K.descale
+    V_DESCALE: tl.constexpr = V.descale
+    K_IN_PAGES: tl.constexpr = FILLING.k_type is None
+    K_TYPE: tl.constexpr = None if K_IN_PAGES else chunk.k.dtype.element_ty
+    V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
+    K_HAS_FACTOR: tl.constexpr = (K_DESCALE != "scalar" and K_DESCALE != "head") or K_IN_PAGES
+    WIDE_ADDRESS: tl.constexpr = FILLING.wide_address
+    NVIDIA: tl.constexpr = FILLING.nvidia
+    BLOCK_D: tl.constexpr = BLOCKS.d
+    BLOCK_S: tl.constexpr = BLOCKS.s
+    BLOCK_T: tl.constexpr = BLOCKS.t
+    BLOCK_I: tl.constexpr = BLOCKS.i
+    if FILLING.early:
+        begin_next_launch()
+    k, v = KVPointers(*cache[0:5]), KVPointers(*cache[5:10])
+    k_descale, v_descale = Descale(*cache[10:14]), Descale(*cache[14:18])
+    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale)
+    table = Table(
+        table.page_ids, table_row, table.lens, num_ids, table.num_pages, max_pages, *table[6:9]
+    )  # fmt: skip
+    scratch = Scratch(*scratch[0:9], max_keys, key_blocks)
+    store = NewCache(
+        KVPointers(*to[0:5]), KVPointers(*to[5:10]), DescalePointers(*to[10:15]), DescalePointers(*to[15:20]),
+        max_pages, table.num_pages,
+    )  # fmt: skip
+    pid = tl.program_id(0)
+    first_group = num_blocks * NUM_KV_HEADS
+    first_order = first_group + num_groups * NUM_KV_HEADS
+    if (pid >= first_group) & (pid < first_order):
+        kv_head = (pid - first_group) % NUM_KV_HEADS
+        group = (pid - first_group) // NUM_KV_HEADS
+        seq, in_seq, _, q_start, q_len = find_block(
+            q, table, scratch, batch, group, 0, False, True, PAGE_SIZE, False, BLOCK_T, NVIDIA
+        )
+        if seq < 0:
+            return
+        store_new(
+            chunk, rope, store, table, seq, in_seq * BLOCK_T, kv_head, q_start, q_len, SIZES, K, V, STORING,
+            BLOCK_T, BLOCK_D,
+        )  # fmt: skip
+        return
+    if pid >= first_order:
+        schedule_tiles(
+            q, table, scratch, batch, num_tiles, pid - first_order, block_m,
+            PAGE_SIZE, False, True, GQA_RATIO, True, BLOCK_S, BLOCK_I,
+        )  # fmt: skip
+        return
+    kv_head = pid % NUM_KV_HEADS
+    block = pid // NUM_KV_HEADS
+    limit = longest_held(table, scratch, batch, PAGE_SIZE, False, BLOCK_S)
+    seq, in_seq, held, q_start, q_len = find_block(
+        q, table, scratch, batch, block, limit, True, True, PAGE_SIZE, False, BLOCK_S, NVIDIA
+    )
+    if seq < 0:
+        return
+    k_scale = times_head_descale(scales.k, k_descale, seq, kv_head, K_DESCALE)
+    v_scale = times_head_descale(scales.v, v_descale, seq, kv_head, V_DESCALE)
+    old_blocks = tl.cdiv(held, BLOCK_S)
+    if in_seq >= old_blocks:
+        keep_new_block(
+            chunk, rope, v_scale, scratch, (in_seq - old_blocks) * BLOCK_S, block, kv_head, q_start, q_len,
+            SIZES, STORING, K_HAS_FACTOR, V_PER_KEY, BLOCK_S, BLOCK_D,
+        )  # fmt: skip
+    else:
+        # Old keys end where a block ends, so that new ones begin with one; or begin where one begins, as
+        # those in pages do.
+        first = in_seq * BLOCK_S
+        if not K_IN_PAGES:
+            first = (in_seq - old_blocks) * BLOCK_S + held
+        widen_block(
+            k, v, k_descale, v_descale, table, scratch, seq, block, first, kv_head, held, k_scale,
+            SIZES, K, V, K_TYPE, True, WIDE_ADDRESS, BLOCK_D, BLOCK_S,
+        )  # fmt: skip
