@@ -237,7 +237,9 @@ def measure(
             raise
     best = math.exp(reference.nll / reference.tokens)
     return [
-        _score(runner, total, best, model.head_dim) for runner, total in zip(runners, totals, strict=True)
+        _score(runner, total, best, model.head_dim)
+        for runner, total in zip(runners, totals, strict=True)
+        if total.tokens == reference.tokens
     ]
 
 
