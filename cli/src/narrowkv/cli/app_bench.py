@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from narrowkv.cli.command_line import command
+from narrowkv.cli.cp_options import bench_context_parallel
 from narrowkv.cli.names import (
-    CACHE_FORMATS,
-    COMMS,
     PLACES,
     QUERY_DTYPES,
     SAGE_GRANULARITIES,
@@ -214,40 +213,4 @@ def bench_host(
     return run(report, samples=samples, shapes=shapes, captures=sizes, context=context)
 
 
-@command(bench, "cp", files=("out", "csv"), title="bench cp")
-def bench_context_parallel(
-    report: Report,
-    ranks: Annotated[int, typer.Option(min=2, max=8, help="GPUs of this host; without any, processes.")] = 2,
-    context: Annotated[str, typer.Option(metavar="LIST", help="Tokens of each sequence.")] = "131072,1048576",
-    batch: Annotated[str, typer.Option(metavar="LIST", help="Sequences.")] = "1,8",
-    heads: Annotated[str, typer.Option(metavar="Q/KV", help="Query heads and KV heads.")] = "96/8",
-    cache_format: Annotated[str, typer.Option("--format", metavar="FORMAT", help="Cache format.")] = (
-        "fp8_e4m3fn"
-    ),
-    comm: Annotated[str, typer.Option(metavar="LIST", help="Exchanges of partial results.")] = (
-        "a2a,ag_rs,symm_mem"
-    ),
-    model: Annotated[bool, typer.Option("--model", help="Modelled times of many GPUs instead.")] = False,
-    gpus: Annotated[str, typer.Option(metavar="LIST", help="With --model: GPUs.")] = "2,4,8,16,32,72",
-    target: Annotated[str, typer.Option(help="With --model: gfx942, gfx950 or sm90.")] = "gfx942",
-    link: Annotated[str, typer.Option(help="With --model: what connects them; default the target's.")] = "",
-) -> ExitCode:
-    """Time of decode over GPUs: attention, communication, share hidden, rate over one GPU's."""
-    pairs = heads.split("/")
-    if len(pairs) != 2 or not all(part.isdigit() and int(part) for part in pairs):
-        raise UsageError(f"--heads must be query heads and KV heads, for example 96/8, got {heads!r}")
-    one_of("--format", cache_format, CACHE_FORMATS)
-    from narrowkv.cli.cp import LINK_OF_TARGET, LINKS, Setting, bench_cp, model_cp
-
-    setting = Setting(
-        tuple(numbers("--context", context)), tuple(numbers("--batch", batch)), int(pairs[0]),
-        int(pairs[1]), format=cache_format, comms=tuple(choices("--comm", comm, COMMS)),
-    )  # fmt: skip
-    if not model:
-        report.refuse("without --model", "gpus", "target", "link")
-        return bench_cp(report, setting, ranks=ranks)
-    report.refuse("with --model", "ranks", "comm")
-    one_of("--target", target, tuple(LINK_OF_TARGET))
-    link = link or LINK_OF_TARGET[target]
-    one_of("--link", link, tuple(LINKS))
-    return model_cp(report, setting, gpus=numbers("--gpus", gpus), target=target, link=link)
+command(bench, "cp", files=("out", "csv"), title="bench cp")(bench_context_parallel)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from narrowkv.attn_decode.api import paged_decode
-from narrowkv.attn_decode.plan import DecodePlan, plan_decode
+from narrowkv.attn_decode.plan import DecodePlan
+from narrowkv.attn_decode.planning import plan_decode
 from narrowkv.attn_decode.reference import paged_decode_reference
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.paged_cache.cases import DESCALES, LAYOUTS, CacheCase

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from narrowkv.paged_cache.append import Rope
 from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.paged_cache.descales import GRANULARITIES
 from narrowkv.paged_cache.formats import CacheFormat
 from narrowkv.paged_cache.page_table import PageTable
+from narrowkv.paged_cache.rope import Rope
 from narrowkv.quant.e4m3 import E4M3_NAN
 from narrowkv.quant.e8m0 import E8M0_NAN
 from narrowkv.quant.formats import Format, get_format
