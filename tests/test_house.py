@@ -39,6 +39,15 @@ ARROWS = {
     "attn_prefill": {"runtime", "quant", "paged_cache", "attn_decode"},
     "sage": {"runtime", "quant"},
     "sparse_fp8": {"runtime", "quant"},
+    "context_parallel": {
+        "runtime",
+        "quant",
+        "paged_cache",
+        "attn_decode",
+        "attn_prefill",
+        "sage",
+        "sparse_fp8",
+    },
     "engines": {"runtime", "quant", "paged_cache", "attn_decode", "attn_prefill", "sparse_fp8"},
 }
 ARROWS["testing"] = set(ARROWS) - {"engines"}
@@ -59,8 +68,6 @@ MAX_LINES = 400
 LONG_FILES = {
     "cli/src/narrowkv/cli/app.py": 781,
     "cli/src/narrowkv/cli/prefill/cases.py": 433,
-    "packages/attn_prefill/src/narrowkv/attn_prefill/config.py": 548,
-    "packages/attn_prefill/src/narrowkv/attn_prefill/kernels/dense.py": 517,
     "packages/attn_prefill/src/narrowkv/attn_prefill/kernels/pipelined.py": 916,
     "packages/engines/src/narrowkv/engines/aiter.py": 419,
     "packages/paged_cache/src/narrowkv/paged_cache/append.py": 458,
@@ -73,9 +80,10 @@ CYCLES_LEFT = {}
 # Where a step of the online softmax, or a merge of partial results, is computed.
 SOFTMAX_UPDATES = {
     "packages/runtime/src/narrowkv/runtime/attention/softmax.py",
-    "packages/attn_decode/src/narrowkv/attn_decode/kernels/decode.py",
+    # In launches: the last program of a tile merges all of its rows.
+    "packages/runtime/src/narrowkv/runtime/attention/results.py",
+    # States that callers bring, each with an lse and no running sum.
     "packages/attn_decode/src/narrowkv/attn_decode/kernels/merge.py",
-    "packages/attn_prefill/src/narrowkv/attn_prefill/kernels/rows.py",
     # P is rounded to 8 bits and the scale of S may differ from key to key.
     "packages/sage/src/narrowkv/sage/kernels/attention.py",
     # Gluon, whose layouts the shared functions do not take; S is transposed in the first.

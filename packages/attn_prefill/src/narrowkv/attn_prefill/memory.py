@@ -11,13 +11,13 @@ import torch
 
 from narrowkv.attn_decode.arguments import zeroed_counters
 from narrowkv.attn_decode.kernels import Workspace as Partials
-from narrowkv.attn_prefill.config import PrefillConfig, PrefillShape, partial_programs
-from narrowkv.attn_prefill.kernels.arguments import AppendWorkspace, Scratch
+from narrowkv.attn_prefill.kernels.arguments import Scratch
+from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape
+from narrowkv.attn_prefill.tiles import partial_programs, tuned_as
 from narrowkv.runtime.launch import Described, Part, Varies, Workspace, block_bytes
 from narrowkv.runtime.targets import Target
 
 Blocks = dict[str, tuple[tuple[int, ...], torch.dtype]]
-_KERNELS_WITHOUT_SCRATCH = ("fused", "paged")
 _COUNTERS_APART = 64  # int32: counters of different kinds begin so many apart
 _MOST_SPLITS = 32
 _VALUES_BEFORE_OFFSETS = 3  # of `allocate`
@@ -29,14 +29,12 @@ class Memory(NamedTuple):
     Attributes:
         scratch: widened keys, without their bounds; None where the cache is read in its pages.
         partials: partial results of splits, and their counters.
-        workspace: the same, and the counters of a staged append.
         descriptors: tensor descriptors of K and V of the scratch, or (None, None).
         tensors: every tensor by name.
     """
 
     scratch: Scratch | None
     partials: Partials
-    workspace: AppendWorkspace
     descriptors: tuple[Any, Any]
     tensors: dict[str, torch.Tensor]
 
@@ -71,7 +69,7 @@ class Needs:
         """Shapes and dtypes of everything but counters."""
         shape, config, block = self.shape, self.config, self.config.scratch_block
         heads, found = shape.num_kv_heads, Blocks()
-        if config.kernel not in _KERNELS_WITHOUT_SCRATCH:
+        if config.kernel != "fused":
             rows = scratch_rows(shape, block, appends=self.appends)
             units = (heads, rows // block)
             sizes = (heads, rows, shape.head_dim)
@@ -83,7 +81,6 @@ class Needs:
                 found["v_factor"] = (heads, rows), torch.float32
             if self.appends:
                 found["k_unit"] = units, torch.float32
-                found["starts"] = (max(shape.batch, 1),), torch.int32
             if has_v_units(self.v_format, appends=self.appends, k_in_pages=config.k_in_pages):
                 found["v_unit"] = units, torch.float32
             found["schedule"] = (max(shape.row_tiles(self._least_rows()), 1), 8), torch.int32
@@ -102,8 +99,6 @@ class Needs:
         # Only the pipelined kernel looks at it, and puts it back to zero.
         if config.otherwise is not None and units:
             found["unusual"] = 2
-        if self.appends and config.kernel not in _KERNELS_WITHOUT_SCRATCH:
-            found["ready"] = found["left"] = max(shape.batch * shape.num_kv_heads, 1)
         if self._partial_rows():
             # The pipelined kernel counts halves of a tile.
             tiles = 2 * shape.row_tiles(self._least_rows()) * shape.num_kv_heads
@@ -159,7 +154,7 @@ class Needs:
             return rows * self.num_splits if self.num_splits > 1 else 0
         splits = min(-(-shape.max_seq_len // 16) // 4, _MOST_SPLITS)
         # Tiles of 128 rows fill a unit of NVIDIA's alone; two share one of AMD's.
-        largest = 128 if self.target.is_amd else 64
+        largest = 128 if tuned_as(self.target).is_amd else 64
         return min(rows * splits, partial_programs(self.target, 2) * largest) if splits > 1 else 0
 
 
@@ -215,13 +210,12 @@ def memory_of(needs: Needs, tensors: dict[str, Any], rows: Any, descriptors: Any
     if "k" in tensors:
         scratch = Scratch(
             tensors["k"], tensors["v"], part("k_factor"), part("v_factor"), part("k_unit"), part("v_unit"),
-            part("unusual"), part("starts"), tensors["schedule"], rows, None, None,
+            part("unusual"), tensors["schedule"], rows, None, None,
         )  # fmt: skip
     # Kernels that do not split are compiled without.
     splits = needs.config.num_splits > 1
     partials = Partials(*(part(name) if splits else None for name in ("acc", "ml", "arrived")))
-    workspace = AppendWorkspace(*partials, part("ready"), part("left"))
-    return Memory(scratch, partials, workspace, descriptors, tensors)
+    return Memory(scratch, partials, descriptors, tensors)
 
 
 def _descriptors(config: PrefillConfig, tensors: dict[str, torch.Tensor]) -> tuple[Any, Any]:
@@ -265,15 +259,15 @@ def has_v_units(v_format: str, *, appends: bool, k_in_pages: bool) -> bool:
     return appends or k_in_pages or v_format == "bf16"
 
 
-def append_blocks(shape: PrefillShape, size: int, *, staged: bool) -> int:
-    """A bound of the blocks of `size` keys that an append takes in one head: new ones, old ones if staged."""
+def append_blocks(shape: PrefillShape, size: int, *, old: bool) -> int:
+    """A bound of the blocks of `size` keys that an append has in one head: of new keys, and of `old` ones."""
     new = min(shape.num_tokens // size + shape.batch, shape.batch * -(-shape.max_q_len // size))
-    return new + shape.scratch_rows(size) // size if staged else new
+    return new + shape.scratch_rows(size) // size if old else new
 
 
 def scratch_rows(shape: PrefillShape, block: int, *, appends: bool) -> int:
     """A bound of the rows of scratch that a head needs."""
-    return block * append_blocks(shape, block, staged=True) if appends else shape.scratch_rows(block)
+    return block * append_blocks(shape, block, old=True) if appends else shape.scratch_rows(block)
 
 
 def scratch_bytes(shape: PrefillShape, block: int, *, appends: bool) -> int:

@@ -20,10 +20,10 @@ from narrowkv.attn_prefill.checks import (
     fold_q_descale,
     prefill_shape,
 )
-from narrowkv.attn_prefill.config import PrefillShape
 from narrowkv.attn_prefill.launches import Kind, Numbers, Route, make_route
 from narrowkv.attn_prefill.memory import Needs
 from narrowkv.attn_prefill.plan_base import PlanBase
+from narrowkv.attn_prefill.shapes import PrefillShape
 from narrowkv.attn_prefill.templates import Launches, Layout, fix_launches
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.bound_table import BoundTable

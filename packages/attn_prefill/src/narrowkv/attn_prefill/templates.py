@@ -10,8 +10,7 @@ from narrowkv.attn_prefill.binding import (
     BoundCache,
     matrix_of,
 )
-from narrowkv.attn_prefill.kernels.arguments import AppendScales, Chunk
-from narrowkv.attn_prefill.kernels.rows import Outputs, Queries
+from narrowkv.attn_prefill.kernels.arguments import AppendScales, Chunk, Outputs, Queries
 from narrowkv.attn_prefill.launches import Numbers, Route
 from narrowkv.attn_prefill.memory import Memory, Needs, marks_of
 from narrowkv.paged_cache import PagedKVCache
@@ -164,18 +163,19 @@ class _Arguments:
                 self.queries, self.outputs, self.read, self.table, memory.partials, _VALUE["qk_scale"],
                 _VALUE["out_scale"], layout.soft_cap, *self._numbers(*sizes, "num_splits"),
             )  # fmt: skip
-        counts = self._numbers(*sizes, "max_keys", "key_blocks", "num_blocks", "num_tiles", "num_splits")
+        counts = self._numbers(*sizes, "num_blocks", "num_tiles", "num_splits")
         return (
-            self.queries, self.outputs, *self.appended, self.read, self.table, memory.scratch,
-            *memory.descriptors, memory.workspace, self.scales, *counts,
+            self.queries, self.outputs, *self.appended, self.read, self.table, memory.partials, self.scales,
+            *counts,
         )  # fmt: skip
 
     def _of_dense(self) -> tuple[Any, ...]:
         memory, layout = self.memory, self.layout
         # Appended keys are in the scratch unquantised, and the factors of old ones beside them.
         scale = layout.logit_scale if self.appends else _VALUE["qk_scale"]
+        rope = self.appended[1] if self.appends else None
         return (
-            self.queries, self.outputs, memory.scratch, *memory.descriptors, *self._descales(),
+            self.queries, self.outputs, rope, memory.scratch, *memory.descriptors, *self._descales(),
             memory.partials, scale, _VALUE["out_scale"], layout.soft_cap, _VALUE["num_splits"],
         )  # fmt: skip
 
