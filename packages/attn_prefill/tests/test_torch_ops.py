@@ -10,22 +10,23 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
+from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.attn_prefill.torch_ops import traced_append
-from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload, copy_cache, differing_bytes
 from narrowkv.paged_cache import PagedKVCache
+from narrowkv.paged_cache.cases import copy_cache, differing_bytes
 from narrowkv.paged_cache.torch_ops import cache_options, cache_tensors
 from narrowkv.runtime.launch.tracing import as_bytes, spell
 
 SIZES: dict[str, Any] = {"q_lens": (5, 2), "lens": (20, 5), "num_kv_heads": 1, "gqa_ratio": 2, "clean": True}
 PREFILLS = {
-    "bf16": PrefillWorkload(format="bf16", **SIZES),
-    "ragged": PrefillWorkload(granularity="token_head", ragged=True, **SIZES),
-    "fp8": PrefillWorkload(q_dtype=torch.float8_e4m3fn, **SIZES),
-    "fp4": PrefillWorkload(format="fp4_e2m1", scale_group=32, **SIZES),
+    "bf16": PrefillCase.small(format="bf16", **SIZES),
+    "ragged": PrefillCase.small(granularity="token_head", ragged=True, **SIZES),
+    "fp8": PrefillCase.small(q_dtype=torch.float8_e4m3fn, **SIZES),
+    "fp4": PrefillCase.small(format="fp4_e2m1", scale_group=32, **SIZES),
 }
 APPENDS = {
-    "bf16": AppendWorkload(format="bf16", rope="neox", **SIZES),
-    "fp8": AppendWorkload(granularity="token_head", **SIZES),
+    "bf16": PrefillCase.append(format="bf16", rope="neox", **SIZES),
+    "fp8": PrefillCase.append(granularity="token_head", **SIZES),
 }
 
 
@@ -70,7 +71,7 @@ def test_dynamic_shapes() -> None:
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
     for q_lens, lens in (((5, 2), (20, 5)), ((3, 9, 1), (9, 30, 4))):
-        inputs = PrefillWorkload(q_lens, lens, num_kv_heads=1, gqa_ratio=2, format="bf16").build()
+        inputs = PrefillCase.small(q_lens, lens, num_kv_heads=1, gqa_ratio=2, format="bf16").build()
         assert torch.equal(compiled(*inputs), step(*inputs))
 
 
