@@ -12,7 +12,7 @@ from narrowkv.cli.environment import versions
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.testing.codegen import amd_backend_missing
-from narrowkv.testing.families import Family, families
+from narrowkv.testing.families import Family, call_of, families
 from narrowkv.testing.model import Modelled, main_kernel, model_call, model_peer, waits
 
 
@@ -47,8 +47,7 @@ def parse_case(text: str) -> Family:
     operation, _, line = text.partition(":")
     if operation not in KINDS:
         raise UsageError(f"--case must begin with decode:, prefill: or sparse:, got {text!r}")
-    case = KINDS[operation].parse(line)
-    return Family(lambda: case.inputs().call(), None)
+    return Family(call_of(KINDS[operation].parse(line)), None, operation)
 
 
 def _peer(path: Path) -> Modelled:
