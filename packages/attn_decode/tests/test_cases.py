@@ -36,7 +36,7 @@ def test_an_empty_line_is_the_default() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("ratio=twelve", "ratio must be a int, got 'twelve'"),
+        ("ratio=twelve", "ratio must be an integer, got 'twelve'"),
         ("colour=red", "a name .colour=red. must be one of lens, kv_heads"),
         ("head_dims=64", "nearest: head_dim"),
         ("lens=3+-1", "lens must be numbers joined by"),

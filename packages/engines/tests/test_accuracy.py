@@ -120,6 +120,26 @@ def test_texts_are_long_and_differ_and_facts_are_asked_for(sharp) -> None:
     assert [score.needles for score in scores] == [2, 2]
 
 
+def test_after_ctrl_c_recipes_that_were_finished_are_kept(sharp) -> None:
+    def interrupt(name: str) -> None:
+        if name == "fp8":
+            raise KeyboardInterrupt
+
+    scores = measure(sharp, find_recipes(["fp8", "fp4"]), tokens=64, context=64, progress=interrupt)
+    assert [score.recipe for score in scores] == ["bf16", "fp8"]
+    with pytest.raises(KeyboardInterrupt):
+        measure(sharp, [_Interrupted()], tokens=64, context=64)
+
+
+class _Interrupted:
+    """A recipe whose calibration is interrupted, before anything is measured."""
+
+    in_cache = False
+
+    def calibration(self, samples: object) -> None:
+        raise KeyboardInterrupt
+
+
 def test_statistics_name_what_makes_a_model_hard() -> None:
     k = torch.randn(200, 2, 16, generator=torch.manual_seed(0))
     k[:, 0, 3] *= 30

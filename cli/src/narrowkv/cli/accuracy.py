@@ -80,7 +80,8 @@ def measure_model(
         points = [(s.recipe, s.bits, s.kl, s.recipe in best) for s in scores if s.kl > 0]
         plot_frontier(points, path, title=f"{name}: what a cache recipe costs, {tokens} tokens")
 
-    return report.finish(body, ExitCode.NUMERICAL if failed else ExitCode.OK, rows=rows, plot=plot)
+    code = ExitCode.NUMERICAL if failed else ExitCode.OK
+    return report.finish(body, code, interrupted=len(scores) < len(chosen), rows=rows, plot=plot)
 
 
 def frontier(scores: Sequence[Score]) -> set[str]:

@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 _Case = TypeVar("_Case")
+_EXPECTED = {int: "an integer", float: "a number", bool: "0 or 1"}
 Results = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -185,4 +186,4 @@ def _read(f: Field[Any], text: str) -> Any:
     try:
         return bool(int(text)) if kind is bool else kind(text)
     except ValueError:
-        raise CaseError(f"{_name(f)} must be a {kind.__name__}, got {text!r}") from None
+        raise CaseError(f"{_name(f)} must be {_EXPECTED.get(kind, kind.__name__)}, got {text!r}") from None

@@ -206,7 +206,7 @@ def measure(
         progress: called with a recipe's name after each sequence.
 
     Returns:
-        A score for each recipe.
+        A score for each recipe; after Ctrl-C, for those that had read what the reference had read.
 
     Raises:
         ValueError: the model or the text cannot serve the sizes.
@@ -217,24 +217,29 @@ def measure(
     runners = [_Runner(model, recipe, samples, by_kernels) for recipe in recipes]
     totals = [_Totals() for _ in recipes]
     reference = _Totals()
+    needed = _needles(model, context, needles) if needles else []
     text = model.tokens(evaluation_text(), tokens)
-    for first in range(0, tokens - 1, context):
-        ids = text[first : first + context]
-        if ids.shape[0] < 2:
-            continue
-        wanted = exact.logits(ids)
-        _compare(reference, wanted, wanted, ids)
-        for runner, total in zip(runners, totals, strict=True):
-            same = runner.recipe is REFERENCE and not runner.kernels
-            _compare(total, wanted if same else runner.logits(ids), wanted, ids)
-            progress(runner.recipe.name)
-    for ids, answer in _needles(model, context, needles) if needles else ():
-        for runner, total in zip(runners, totals, strict=True):
-            total.retrieved.append(_found(runner.logits(ids), ids, answer))
-            progress(runner.recipe.name)
+    pieces = [text[first : first + context] for first in range(0, tokens - 1, context)]
+    try:
+        for ids in pieces:
+            wanted = exact.logits(ids)
+            _compare(reference, wanted, wanted, ids)
+            for runner, total in zip(runners, totals, strict=True):
+                same = runner.recipe is REFERENCE and not runner.kernels
+                _compare(total, wanted if same else runner.logits(ids), wanted, ids)
+                progress(runner.recipe.name)
+        for ids, answer in needed:
+            for runner, total in zip(runners, totals, strict=True):
+                total.retrieved.append(_found(runner.logits(ids), ids, answer))
+                progress(runner.recipe.name)
+    except KeyboardInterrupt:
+        if not reference.tokens:
+            raise
     best = math.exp(reference.nll / reference.tokens)
     return [
-        _score(runner, total, best, model.head_dim) for runner, total in zip(runners, totals, strict=True)
+        _score(runner, total, best, model.head_dim)
+        for runner, total in zip(runners, totals, strict=True)
+        if total.tokens == reference.tokens
     ]
 
 
