@@ -61,7 +61,7 @@ test-install: $(STAMP)  ## builds the wheels and installs each package alone in 
 	$(PY) -m pytest tests/test_install.py $(ARGS)
 
 test-engines: $(ENGINES)/.stamp $(ENGINES)/sglang/.stamp  ## the tests inside vLLM and SGLang on a CPU, in an environment of their own
-	$(ENGINES)/bin/python -m pytest -n0 packages/engines/tests/test_vllm.py $(ARGS)
+	$(ENGINES)/bin/python -m pytest -n0 packages/engines/tests/test_vllm.py packages/engines/tests/test_vllm_ranks.py $(ARGS)
 	PYTHONPATH=$(abspath $(ENGINES))/sglang $(ENGINES)/bin/python -m pytest -n0 packages/engines/tests/test_sglang.py $(ARGS)
 
 $(ENGINES)/.stamp: $(STAMP) tools/vllm-requirements.txt
