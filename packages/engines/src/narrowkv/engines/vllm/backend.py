@@ -18,12 +18,12 @@ from vllm.v1.attention.backend import (
 )
 
 from narrowkv.attn_decode import DecodeShape
-from narrowkv.attn_prefill.checks import HEAD_DIMS
 from narrowkv.context_parallel import ShardLayout
 from narrowkv.engines.ranks import Ranks, RanksStep, attend_over_ranks
 from narrowkv.engines.steps import SCRATCH_BYTES, Step, attend, reserve_decode
 from narrowkv.engines.vllm.slots import CACHE_DTYPES, ULTRAQUANT, format_of, layer_cache, slot_bytes
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
+from narrowkv.paged_cache.layouts import HEAD_DIMS
 from narrowkv.runtime.errors import UnsupportedError
 
 
