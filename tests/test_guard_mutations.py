@@ -1,6 +1,6 @@
 """The tests find faults: with a guard taken out, or a defect planted, a test fails.
 
-Each row of `guard_mutations.toml` (bounds guards) and of `planted_defects.toml` (wrong arithmetic, indices and
+Each row of `guard_mutations.toml` (bounds guards) and of `planted_defects.toml` (wrong arithmetic, indices or
 strides, in every package) names a file, a piece of its text, what replaces it, and tests of which one must
 then fail. The change is made in a copy of the packages, and the tests run against the copy.
 """

@@ -1,4 +1,4 @@
-"""A paged KV cache as a set of strides over tensors that an engine already has."""
+"""A paged KV cache: tensors of an engine, with their layout, formats and descales."""
 
 from __future__ import annotations
 
@@ -54,19 +54,18 @@ class PagedKVCache:
         k, v: storage tensors as given, in `layout`.
         format: storage formats.
         layout: "NHD" `[num_pages, page_size, num_kv_heads, head_dim]`; "HND" `[num_pages, num_kv_heads,
-            page_size, head_dim]`; "tokens" `[slots, num_kv_heads, head_dim]` (page size 1); "concat" NHD with
-            K|V on the last axis,
-            passed as the two halves; "vectorised" K `[num_pages, H, D/x, page_size, x]`, V `[num_pages, H,
-            page_size/x, D,
-            x]`, x = 16 / itemsize (AITER). FP4 halves the last axis: uint8, element 2i in the low nibble.
+            page_size, head_dim]`; "tokens" `[slots, num_kv_heads, head_dim]` (page size 1); "concat": NHD
+            with K and V side by side on the last axis, passed as its two halves; "vectorised" (AITER): K
+            `[num_pages, H, D/x, page_size, x]` and V `[num_pages, H, page_size/x, D, x]`, x = 16 / itemsize.
+            FP4 halves the last axis: uint8, element 2i in the low nibble.
         num_pages, page_size, num_kv_heads, head_dim: sizes of the logical cache.
         k_descale, v_descale: what stored numbers are multiplied by: a float, or an fp32 tensor; for FP4 a
             uint8 tensor of E8M0 scales.
         k_granularity, v_granularity: what a descale tensor's axes are: "tensor" `[1]`, "head" `[H]`,
             "sequence_head" `[batch, H]`, "page_head" `[num_pages, H]`, "token_head" `[num_pages, page_size,
             H]`, "token_head_group" `[num_pages, page_size, H, head_dim / 32]`. FP4 has one of the last two.
-        negative_zero_free: no FP8 byte is 0x80, nor a NaN code: narrowkv's own finite writes. It allows a
-            faster read of OCP bytes on gfx942.
+        negative_zero_free: whether no FP8 byte is 0x80 or a NaN code, which holds for finite numbers that
+            narrowkv wrote. It allows OCP bytes to be read faster on gfx942.
     """
 
     k: torch.Tensor
@@ -114,7 +113,7 @@ class PagedKVCache:
         scale_group: int | None = None,
         device: torch.device | str = "cpu",
     ) -> PagedKVCache:
-        """A zeroed cache of one's own.
+        """Allocates a cache of zeros.
 
         Args:
             num_pages, page_size, num_kv_heads, head_dim: sizes; any page size >= 1.
@@ -195,9 +194,9 @@ class PagedKVCache:
             layout: see the class.
             k_descale, v_descale: float, or fp32 tensor of a shape that tells its granularity; for FP4 uint8
                 E8M0 scales `[num_pages, page_size, H]` or `[num_pages, page_size, H, head_dim / 32]`.
-                Required but for 16-bit formats: whoever wrote the bytes knows what they were divided by.
-            k_granularity, v_granularity: name it where the shape could mean two things.
-            negative_zero_free: the caller vouches that no FP8 byte is 0x80 or a NaN code.
+                Required except for 16-bit formats.
+            k_granularity, v_granularity: the granularity, needed if the shape fits two.
+            negative_zero_free: a promise that no FP8 byte is 0x80 or a NaN code.
             validate: also look at descale values, which waits for the device.
 
         Raises:
@@ -262,7 +261,7 @@ class PagedKVCache:
 
     @property
     def needs_64_bit_addresses(self) -> bool:
-        """Whether an element offset can pass 2**31 - 1 bytes."""
+        """Whether the offset of an element can be larger than 2**31 - 1 bytes."""
         return any(span_bytes(t) > _INT32_MAX for t in (self.k, self.v))
 
     def logical(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -306,10 +305,10 @@ class PagedKVCache:
         scale_group: int | None = None,
         exponent: str = "mse",
     ) -> PagedKVCache:
-        """A cache of another format, with the same tokens in the same pages; this one does not change.
+        """A new cache of another format, with the same tokens in the same pages.
 
-        Its bytes are those that `append` would have written into it, had it been given this cache's numbers.
-        Pages are converted in chunks; beside the new cache some hundred MiB are allocated for the time.
+        Its bytes are those that `append` writes for the dequantised tokens of this cache. Pages are converted
+        in chunks; some hundred MiB of temporary memory are needed besides the new cache.
 
         Args:
             format: of the new cache, a format name or a `CacheFormat` pair.

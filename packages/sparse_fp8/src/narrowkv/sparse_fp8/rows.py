@@ -68,7 +68,7 @@ class DSV4Rows:
             their value. True for rows that this class quantised; a buffer from elsewhere must not claim it.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: naming the argument, what was expected and what was given.
     """
 
     layout: str
@@ -160,7 +160,7 @@ class DSV4Rows:
             negative_zero_free: see the attribute.
 
         Raises:
-            TypeError, ValueError: naming the argument, what was expected and what came.
+            TypeError, ValueError: naming the argument, what was expected and what was given.
         """
         name = _format_of("nope", nope, format)
         check_dtype("scale", scale, torch.float32)
@@ -192,7 +192,7 @@ class DSV4Rows:
             negative_zero_free: see the attribute.
 
         Raises:
-            TypeError, ValueError: naming the argument, what was expected and what came.
+            TypeError, ValueError: naming the argument, what was expected and what was given.
         """
         check_dtype("buffer", buffer, torch.uint8)
         check_positive_int("page_size", page_size)
@@ -231,7 +231,7 @@ class DSV4Rows:
             negative_zero_free: see the attribute.
 
         Raises:
-            TypeError, ValueError: naming the argument, what was expected and what came.
+            TypeError, ValueError: naming the argument, what was expected and what was given.
         """
         return cls("row512", rows, rope, None, 1, scale_group, format, negative_zero_free)
 
@@ -261,7 +261,7 @@ class DSV4Rows:
             Rows on the device of `x`; never byte 0x80 but for an FNUZ NaN.
 
         Raises:
-            TypeError, ValueError: naming the argument, what was expected and what came.
+            TypeError, ValueError: naming the argument, what was expected and what was given.
         """
         check_dtype("x", x, (torch.float32, torch.bfloat16, torch.float16))
         check_choice("format", format, FORMATS)
@@ -300,7 +300,7 @@ class DSV4Rows:
             padded: whether packed584 pages are padded to a multiple of 576 bytes.
 
         Raises:
-            TypeError, ValueError: naming the argument, what was expected and what came.
+            TypeError, ValueError: naming the argument, what was expected and what was given.
         """
         check_choice("layout", layout, LAYOUTS)
         plain = cls.split(nope, rope, scale)

@@ -1,4 +1,4 @@
-"""Named shapes and seeded inputs; tests, validation, benchmarks and examples draw from here."""
+"""Named shapes and seeded inputs for tests, validation, benchmarks and examples."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class SparseWorkload:
         indices = torch.randint(0, max(rows // 2, 1), (nnz,), generator=generator) * 2
         indices[torch.rand(nnz, generator=generator) < self.skipped] = -1
         x = torch.randn(rows, HEAD_DIM, generator=generator)
-        # Tiles of very different size, so that a scale that is left out or mixed up shows.
+        # Tiles of very different magnitude, so that a missing or exchanged scale changes the result.
         x[:, : HEAD_DIM - 64] *= torch.exp2(
             torch.randint(-3, 4, (rows, 7), generator=generator)
         ).repeat_interleave(64, -1)
