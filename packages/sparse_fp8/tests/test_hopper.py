@@ -33,7 +33,7 @@ W = SparseWorkload
 
 
 def _takes_hopper(
-    target: str = "sm90", *, kernel: str = "wide", num_tokens: int = 132, num_heads: int = 64
+    target: str = "sm90", *, kernel: str = "16bit", num_tokens: int = 132, num_heads: int = 64
 ) -> config.SparseConfig | None:
     """The configuration for Hopper if a call of this size takes it."""
     found = get_target(target)
@@ -54,7 +54,7 @@ def test_it_is_taken_where_it_was_measured_to_be_faster() -> None:
 @pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
 @pytest.mark.parametrize(
     ("kernel", "heads", "block"),
-    [("wide", 8, 16), ("wide", 16, 16), ("wide", 32, 32), ("fused", 16, 16), ("fused", 32, 64)],
+    [("16bit", 8, 16), ("16bit", 16, 16), ("16bit", 32, 32), ("fused", 16, 16), ("fused", 32, 64)],
 )
 def test_few_heads_have_a_kernel_that_pads_none(kernel: str, heads: int, block: int) -> None:
     few = _takes_hopper(kernel=kernel, num_heads=heads)
@@ -75,7 +75,7 @@ SM90 = get_target("sm90")
 def _suits(inputs: Any, **changes: Any) -> bool:
     inputs = replace(inputs, **changes)
     formats = [None if source is None else source.bound.format for source in (inputs.prefix, inputs.extend)]
-    mode = "fused" if any(rows is not None and rows.is_fp8 for rows in formats) else "wide"
+    mode = "fused" if any(rows is not None and rows.is_fp8 for rows in formats) else "16bit"
     return suits_hopper(mode, SM90, query_format(inputs.q), *formats)
 
 

@@ -196,9 +196,9 @@ def lse_correction(q: torch.Tensor, offset: KOffset | torch.Tensor, sm_scale: fl
     """
     mu = offset.offset if isinstance(offset, KOffset) else KOffset(offset).offset
     ratio = _heads_per_kv_head("q", q, mu)
-    wide = _wide(q)
-    grouped = wide.reshape(q.shape[0], mu.shape[0], ratio, q.shape[2])  # [tokens, kv heads, ratio, dim]
-    dots = torch.einsum("thrd,hd->thr", grouped, mu.to(wide.dtype))
+    widened = _wide(q)
+    grouped = widened.reshape(q.shape[0], mu.shape[0], ratio, q.shape[2])  # [tokens, kv heads, ratio, dim]
+    dots = torch.einsum("thrd,hd->thr", grouped, mu.to(widened.dtype))
     return dots.flatten(1) * check_finite_float("sm_scale", sm_scale)
 
 

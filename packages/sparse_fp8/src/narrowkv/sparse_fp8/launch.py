@@ -61,7 +61,7 @@ def bind_attention(
         "EXTEND": _stored(extend),
         "TILES": Tiles(config.block_h, config.block_k, config.width, config.guard),
     }
-    if config.kernel == "wide":
+    if config.kernel == "16bit":
         return BoundLaunch(_sparse_wide_kernel, constexprs, config.options)
     fp8 = [rows for rows in (query, prefix, extend) if rows is not None and rows.is_fp8]
     route = route_of(target, fp8)

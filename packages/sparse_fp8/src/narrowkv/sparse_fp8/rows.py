@@ -267,15 +267,15 @@ class DSV4Rows:
         check_choice("format", format, FORMATS)
         if x.dim() < 1 or x.shape[-1] != HEAD_DIM:
             raise ValueError(f"x must have shape [..., {HEAD_DIM}], got {list(x.shape)}")
-        wide = x.detach().float().reshape(-1, HEAD_DIM)
-        tiles = wide[:, :NOPE_DIM].reshape(-1, NUM_TILES, TILE)
+        values = x.detach().float().reshape(-1, HEAD_DIM)
+        tiles = values[:, :NOPE_DIM].reshape(-1, NUM_TILES, TILE)
         amax = tiles.abs().amax(-1)
         # dsv4_tile_scale divides by 448; scaling by a power of two first would not turn that into 240.
         ratio = 448.0 / get_format(format).max_value
         scale = dsv4_tile_scale(amax * ratio)
         nope = cast_fp8((tiles / scale[..., None]).reshape(-1, NOPE_DIM), format)
         return cls.pack(
-            nope, wide[:, NOPE_DIM:].to(torch.bfloat16), scale, layout, page_size=page_size, padded=padded
+            nope, values[:, NOPE_DIM:].to(torch.bfloat16), scale, layout, page_size=page_size, padded=padded
         )
 
     @classmethod
@@ -366,8 +366,8 @@ class DSV4Rows:
     def dequantize(self) -> torch.Tensor:
         """The rows as fp32 `[rows, 512]`, exactly."""
         nope, rope, scale = self.unpack()
-        wide = nope.float() * scale.repeat_interleave(self.scale_group, -1)
-        return torch.cat([wide, rope.float()], -1)
+        values = nope.float() * scale.repeat_interleave(self.scale_group, -1)
+        return torch.cat([values, rope.float()], -1)
 
     def to(self, device: torch.device | str) -> DSV4Rows:
         """The same rows on another device."""
