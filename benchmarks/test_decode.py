@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from narrowkv.cli.bench.decode import measure
-from narrowkv.cli.bench.workload import DecodeShape, Storage
+from narrowkv.testing.bench.decode import DecodeBench, DecodeSizes
 
 from .conftest import CLOCK, BenchmarkTimer, Session
 
@@ -16,8 +15,8 @@ pytestmark = pytest.mark.gpu
 
 def shape(
     batch: int, context: int, page_size: int, *, ratio: int = 12, fmt: str = "fp8_e4m3fn"
-) -> DecodeShape:
-    return DecodeShape(batch, context, page_size, 8, ratio, 128, "bf16", fmt)
+) -> DecodeSizes:
+    return DecodeSizes(batch, context, page_size, 8, ratio, 128, "bf16", fmt)
 
 
 SHAPES = {
@@ -39,8 +38,7 @@ SHAPES = {
 @pytest.mark.benchmark(group="paged_decode", timer=CLOCK)
 @pytest.mark.parametrize("name", SHAPES)
 def test_decode(name: str, session: Session, benchmark: Any) -> None:
-    storage = Storage(SHAPES[name])
-    (row,) = measure(SHAPES[name], storage, session.ceilings, BenchmarkTimer(benchmark), peers=False)
+    (row,) = DecodeBench().measure(SHAPES[name], session.ceilings, BenchmarkTimer(benchmark))
     benchmark.extra_info.update(
         device_time=True,
         ratio_to_floor=row.ratio_to_floor,

@@ -30,13 +30,16 @@ def _decode(
     ratio: int = 12,
     head_dim: int = 128,
     scale_group: int | None = None,
+    scale_format: str = "e8m0",
     kernel: str | None = None,
     q_dtype: torch.dtype = torch.bfloat16,
     q_len: int = 1,
 ) -> CompiledArtifact:
     """The attention kernel of the probe's shape, compiled by an ordinary call."""
     pages = 1024 // page_size
-    cache = PagedKVCache.empty(4 * pages, page_size, 8, head_dim, format=fmt, scale_group=scale_group)
+    cache = PagedKVCache.empty(
+        4 * pages, page_size, 8, head_dim, format=fmt, scale_group=scale_group, scale_format=scale_format
+    )
     table = PageTable.from_block_table(
         torch.arange(4 * pages, dtype=I32).view(4, pages),
         torch.full((4,), 1024, dtype=I32),
@@ -136,6 +139,7 @@ def test_other_ratios_and_bf16_neither_spill_nor_use_scratch(target: str, ratio:
         {"head_dim": 64},
         {"head_dim": 256},
         {"scale_group": 32},
+        {"scale_format": "e4m3"},
         {"head_dim": 256, "q_dtype": torch.float16},
     ],
     ids=str,
@@ -191,6 +195,18 @@ def test_fp4_on_gfx942_is_bound_by_memory(fmt: str | CacheFormat) -> None:
     assert _issue_over_memory(_decode("gfx942", fmt), BLOCK_N * 128 * bits // 8) < 1.0
 
 
+@pytest.mark.parametrize(
+    ("target", "kernel"), [("gfx942", "decode"), ("gfx950", "decode"), ("gfx950", "native")]
+)
+def test_an_e4m3_scale_is_work_for_each_key_and_not_for_each_element(target: str, kernel: str) -> None:
+    """A tile has 128 elements for each key: work for elements would show as hundreds of instructions."""
+    e8m0, e4m3 = (
+        _decode(target, "fp4_e2m1", kernel=kernel, scale_format=scale).loop for scale in ("e8m0", "e4m3")
+    )
+    assert e4m3.mfma == e8m0.mfma
+    assert e4m3.valu - e8m0.valu <= 40
+
+
 def test_one_warp_can_not_be_chosen_for_the_native_kernel() -> None:
     """The compiler lowers a scaled dot of one warp to bf16 multiplications without a word."""
     target = get_target("gfx950")
@@ -203,14 +219,17 @@ def test_one_warp_can_not_be_chosen_for_the_native_kernel() -> None:
 @pytest.mark.codegen_all
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 @pytest.mark.parametrize(
-    ("fmt", "scale_group"),
-    [("fp8_e4m3fn", None), ("fp4_e2m1", None), ("fp4_e2m1", 32), (K8V4, None)],
+    ("fmt", "scales"),
+    [
+        ("fp8_e4m3fn", {}), ("fp4_e2m1", {}), ("fp4_e2m1", {"scale_group": 32}), (K8V4, {}),
+        ("fp4_e2m1", {"scale_format": "e4m3"}),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_append_neither_spills_nor_uses_scratch(
-    fmt: str | CacheFormat, scale_group: int | None, target: str
+    fmt: str | CacheFormat, scales: dict[str, Any], target: str
 ) -> None:
-    cache = PagedKVCache.empty(4, 16, 8, 128, format=fmt, scale_group=scale_group)
+    cache = PagedKVCache.empty(4, 16, 8, 128, format=fmt, **scales)
     new = torch.zeros(4, 8, 128, dtype=torch.bfloat16)
     with compile_for(target) as artifacts:
         append(cache, new, new, torch.arange(4, dtype=I32))

@@ -12,10 +12,10 @@ import triton
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
 from narrowkv.attn_prefill.config import PrefillConfig
 from narrowkv.attn_prefill.workloads import PrefillWorkload
-from narrowkv.cli.roofline import matrix_share
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.artifact import CompiledArtifact
+from narrowkv.testing.roofline import matrix_share
 
 I32 = torch.int32
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])

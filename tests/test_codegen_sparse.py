@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import triton
 
-from narrowkv.cli.codegen import KernelCode, compile_call
 from narrowkv.cli.sparse.cases import SparseCase, build
 from narrowkv.cli.sparse.inspection import inspect_case, shipped_cases
+from narrowkv.testing.codegen import KernelCode, compile_call
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 LDS_OF_GFX942 = 64 * 1024

@@ -22,10 +22,10 @@ from narrowkv.cli import emulation, probe
 from narrowkv.cli.answers import NOT_YET, PASS
 from narrowkv.cli.cases import CaseResult, DecodeCase, DecodeInputs, build, check
 from narrowkv.cli.contracts import BOUND_16_BIT_QUERY, CONTRACT_SETS
-from narrowkv.cli.emulation import EmulateExecutor
 from narrowkv.cli.validate import at_random, one_at_a_time
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append_reference
 from narrowkv.runtime.launch import executing
+from narrowkv.testing.emulation import EmulateExecutor
 
 TARGETS = ["gfx942", "gfx950"]
 I32 = torch.int32
@@ -319,6 +319,7 @@ def _append_cases() -> Iterator[tuple[str, dict[str, Any]]]:
     for group in (None, 32):
         yield f"fp4, scale group {group}", {"fmt": "fp4_e2m1", "scale_group": group, "layout": "HND"}
         yield f"k8v4, scale group {group}", {"fmt": K8V4, "scale_group": group, "head_dim": 96}
+    yield "fp4, E4M3 scales", {"fmt": "fp4_e2m1", "scale_format": "e4m3", "layout": "HND"}
     yield "fp4, rope and a K offset, floor", {
         "fmt": "fp4_e2m1", "rope": "neox", "offset": True, "exponent": "floor"
     }  # fmt: skip
@@ -357,6 +358,7 @@ def check_append(
     *,
     fmt: str | CacheFormat = "fp8_e4m3fn",
     scale_group: int | None = None,
+    scale_format: str = "e8m0",
     exponent: str = "mse",
     layout: str = "NHD",
     page_size: int = 3,
@@ -384,8 +386,9 @@ def check_append(
         own = "fp4_e2m1" in (CacheFormat.parse(fmt).k, CacheFormat.parse(fmt).v)
         given = {} if own else {"k_descale": by[0], "v_descale": by[1]}
         made = PagedKVCache.empty(
-            pages, page_size, heads, head_dim, format=fmt, layout=layout, scale_group=scale_group, **given
-        )
+            pages, page_size, heads, head_dim, format=fmt, layout=layout, scale_group=scale_group,
+            scale_format=scale_format, **given,
+        )  # fmt: skip
         for stored in (made.k, made.v):
             stored.view(torch.uint8).fill_(0x5A)
         return made

@@ -17,9 +17,9 @@ from narrowkv.attn_prefill import (
     prefill_append_reference,
 )
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload, differing_bytes
-from narrowkv.cli.emulation import EmulateExecutor
 from narrowkv.paged_cache import CacheFormat
 from narrowkv.runtime.launch import executing
+from narrowkv.testing.emulation import EmulateExecutor
 
 pytestmark = pytest.mark.slow  # about two minutes together
 
@@ -38,6 +38,7 @@ BATCH: dict[str, tuple[PrefillWorkload, str | None, dict[str, Any]]] = {
     ),
     "fused, bf16, soft cap": (P(format="bf16", **SMALL), "fused", {"logits_soft_cap": 3.0}),
     "fused, FP4, page 1": (P(format="fp4_e2m1", page_size=1, layout="tokens", **SMALL), "fused", {}),
+    "fused, FP4, E4M3 scales": (P(format="fp4_e2m1", scale_format="e4m3", **SMALL), "fused", {}),
     "head_dim 80": (P(head_dim=80, **SMALL), "fused", {}),
     "more queries than keys": (P(q_lens=(9, 1), lens=(4, 0), num_kv_heads=1), "dense", {}),
 }  # fmt: skip
@@ -123,6 +124,7 @@ APPEND: dict[str, tuple[AppendWorkload, dict[str, Any]]] = {
         A(granularity="token_head", page_size=1, layout="tokens", **SMALL), {},
     ),
     "FP4": (A(format="fp4_e2m1", **SMALL), {}),
+    "FP4, E4M3 scales": (A(format="fp4_e2m1", scale_format="e4m3", **SMALL), {}),
     "vectorised, a window": (A(layout="vectorised", **SMALL), {"window_left": 8}),
 }  # fmt: skip
 

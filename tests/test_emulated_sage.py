@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from narrowkv.cli.emulation import EmulateExecutor
 from narrowkv.quant import compare, max_abs, relative_l1
 from narrowkv.runtime.launch import executing, run_as
 from narrowkv.sage import plan_sage, sage_attention_reference
 from narrowkv.sage.reference import narrow_p_reference
 from narrowkv.sage.workloads import SageWorkload
+from narrowkv.testing.emulation import EmulateExecutor
 
 W = SageWorkload
 both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])

@@ -21,17 +21,17 @@ from narrowkv.cdna_emulator import run as run_program
 from narrowkv.cdna_emulator.hazards import HazardModel
 from narrowkv.cdna_emulator.launch import record
 from narrowkv.cli.cases import DecodeCase, build
-from narrowkv.cli.emulation import EmulateExecutor
 from narrowkv.cli.prefill.cases import PrefillCase
 from narrowkv.cli.prefill.cases import build as build_prefill
 from narrowkv.cli.sage.cases import SageCase
 from narrowkv.cli.sage.cases import build as build_sage
-from narrowkv.cli.samples import Workgroup
 from narrowkv.cli.sparse.cases import SparseCase
 from narrowkv.cli.sparse.cases import build as build_sparse
 from narrowkv.runtime.launch import LaunchOptions, executing
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.launch.compiler import compile_launch
+from narrowkv.testing.emulation import EmulateExecutor
+from narrowkv.testing.samples import Workgroup
 
 Call = Callable[[str], object]
 _FNUZ = {"gfx942": "fp8_e4m3fnuz", "gfx950": "fp8_e4m3fn"}

@@ -1,8 +1,8 @@
 """The tests find faults: with a guard taken out, or a defect planted, a test fails.
 
-Each row of `guard_mutations.toml` (bounds guards) and of `planted_defects.toml` (wrong arithmetic, indices or
-strides, in every package) names a file, a piece of its text, what replaces it, and tests of which one must
-then fail. The change is made in a copy of the packages, and the tests run against the copy.
+Each row of `guard_mutations.toml` (bounds guards) and of `planted_defects.toml` (wrong arithmetic, indices
+and strides, in every package) names a file, a piece of its text, what replaces it, and tests of which one
+must then fail. The change is made in a copy of the packages, and the tests run against the copy.
 """
 
 from __future__ import annotations

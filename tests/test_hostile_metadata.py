@@ -26,7 +26,6 @@ from narrowkv.attn_decode.workloads import DecodeWorkload
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
 from narrowkv.cdna_emulator import EmulatorError
-from narrowkv.cli.emulation import EmulateExecutor
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import Executor, InterpretExecutor, executing
@@ -36,6 +35,7 @@ from narrowkv.sage import sage_attention
 from narrowkv.sage.workloads import SageWorkload
 from narrowkv.sparse_fp8 import KVSource, sparse_decode, sparse_prefill, sparse_prefill_fp8
 from narrowkv.sparse_fp8.workloads import SparseWorkload
+from narrowkv.testing.emulation import EmulateExecutor
 
 Results = dict[str, torch.Tensor]
 SAMPLE, EVERY = 3, 90

@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowkv.cli.modelled import ModelExecutor, Scale
 from narrowkv.runtime.launch import LaunchOptions
+from narrowkv.testing.model import ModelExecutor, Scale
 
 _HBM_SHARE = 0.1  # tiles of one row of tiles read the same operands
 

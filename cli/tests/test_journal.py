@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from narrowkv.cli import journal, validate
+from narrowkv.cli import validate
 from narrowkv.cli.answers import PASS, Answer, Compiled, Outcome, Sample
 from narrowkv.cli.app import app
-from narrowkv.cli.bench.decode import Row
-from narrowkv.cli.bench.workload import DecodeShape
 from narrowkv.cli.cases import CaseResult
-from narrowkv.cli.codegen import KernelCode
 from narrowkv.cli.contracts import CONTRACT_SETS
-from narrowkv.cli.journal import Journal, revive
-from narrowkv.cli.report import UsageError, jsonable
 from narrowkv.cli.sage.accuracy import SageResult
 from narrowkv.cli.sage.cases import SageCase
 from narrowkv.cli.shipped_code import CallCode
 from narrowkv.cli.sparse.cases import SparseCase
 from narrowkv.cli.sparse.inspection import SparseCode
 from narrowkv.quant.accuracy import ErrorReport
+from narrowkv.testing.bench.measure import Row
+from narrowkv.testing.codegen import KernelCode
+from narrowkv.testing.records import jsonable, revive
 
 run = CliRunner().invoke
 KERNEL = KernelCode("_kernel", 128, 0, 40, 0, 0, 0, 8192, 2, 4, {"v_mfma": 8}, {"valu": 3}, 0.25)
@@ -46,10 +43,7 @@ OUTCOME = Outcome(
         (Outcome, OUTCOME),
         (CaseResult, CaseResult("lens=1", ERROR, 0.5, True, bound=0.25)),
         (SageResult, SageResult(SageCase(qk="int4"), "cpu", ERROR, 0.5, 0.25, True)),
-        (
-            tuple[Row, ...],
-            (Row(DecodeShape(1, 2, 3, 4, 5, 6, "bf16", "fp4_e2m1"), "narrowkv", median_us=1.5),),
-        ),
+        (tuple[Row, ...], (Row({"mode": "x"}, {"batch": 1}, median_us=1.5, extra={"a_us": None}),)),
         (CallCode[SparseCase], CallCode("gfx942", SparseCase(lens="1+2"), (KERNEL,), "plan")),
         (SparseCode, SparseCode("gfx942", SparseCase(lens="1+2"), (KERNEL,))),
         (dict[str, tuple[float, float]], {"a": (1.0, 2.0)}),
@@ -66,50 +60,6 @@ def test_nan_comes_back_as_nan() -> None:
     value = revive(CaseResult, json.loads(json.dumps(jsonable(CaseResult("x", None, math.nan, False)))))
     assert math.isnan(value.lse_error)
     assert value.error is None
-
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Case(Generic[T]):
-    size: T
-
-
-def test_what_was_kept_is_not_run_again_and_a_cut_line_is(tmp_path: Path) -> None:
-    path = tmp_path / "kept"
-    first = Journal(path, {"command": "x"}, float)
-    first.add(Case(1), 0.5)
-    first.add(Case(2), math.nan)
-    with path.open("a") as file:
-        file.write('{"case": {"size": 3}, "resul')
-    second = Journal(path, {"command": "x"}, float)
-    assert [Case(n) in second for n in (1, 2, 3)] == [True, True, False]
-    assert second.result(Case(1)) == 0.5
-    assert math.isnan(second.result(Case(2)))
-    second.add(Case(3), 3.5)
-    assert Journal(path, {"command": "x"}, float).result(Case(3)) == 3.5
-
-
-def test_a_file_of_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "kept"
-    Journal(path, {"command": "x", "gpu": None}, float)
-    with pytest.raises(UsageError, match="of a run with gpu None, and this one has 'H100'; give a new file"):
-        Journal(path, {"command": "x", "gpu": "H100"}, float)
-    with pytest.raises(UsageError, match="one that --resume wrote"):
-        Journal(path, {"command": "x"}, float)
-    monkeypatch.setattr(journal, "source_digest", lambda: "other")
-    with pytest.raises(UsageError, match="narrowkv has changed since"):
-        Journal(path, {"command": "x", "gpu": None}, float)
-    path.write_text("my notes\n")
-    with pytest.raises(UsageError, match="one that --resume wrote"):
-        Journal(path, {"command": "x", "gpu": None}, float)
-    assert path.read_text() == "my notes\n"
-
-
-def test_the_digest_is_of_the_sources() -> None:
-    assert len(journal.source_digest()) == 16
-    assert journal.source_digest() == journal.source_digest.__wrapped__()
 
 
 def test_validate_goes_on_where_ctrl_c_stopped_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -135,3 +85,7 @@ def test_validate_goes_on_where_ctrl_c_stopped_it(monkeypatch: pytest.MonkeyPatc
     assert [case["case"] for case in document["cases"]] == ["lens=1", "lens=2", "lens=3"]
     assert document["cases"][0]["error"] == jsonable(ERROR)
     assert "2 of 3 finished before" in result.stderr
+    (tmp_path / "kept").write_text("my notes\n")
+    result = run(app, command)
+    assert result.exit_code == 2
+    assert "--resume: " in result.stderr

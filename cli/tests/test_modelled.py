@@ -9,10 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from narrowkv.cli.app import app
-from narrowkv.cli.bench.modelled import decode_calls, model_row
-from narrowkv.cli.bench.workload import DecodeShape
 from narrowkv.cli.cases import DecodeCase, build
-from narrowkv.cli.modelled import families, main_kernel, model_call
+from narrowkv.testing.model import model_call
 
 CASE = "decode:lens=512,head_dim=64,kv_heads=1,split=none,k=bf16,v=bf16"
 
@@ -30,7 +28,7 @@ def test_a_case_and_the_assembly_of_another_kernel(tmp_path: Path) -> None:
     assert loop is not None
     assert loop.passes >= 8
     assert launch.full.seconds > launch.prediction.seconds  # this call leaves most of the chip idle
-    from narrowkv.cli.codegen import compile_call
+    from narrowkv.testing.codegen import compile_call
 
     (artifact,) = compile_call("gfx942", inputs.call)
     peer = tmp_path / "peer.amdgcn"
@@ -59,40 +57,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert message in text
 
 
-SMALL_BENCHES = {
-    "decode": ["--batch", "2", "--context", "64", "--page-size", "16", "--format", "fp8_e4m3fn"],
-    "prefill": ["--new", "16", "--prefix", "48", "--heads", "4/1", "--format", "bf16"],
-    "sparse": ["--tokens", "2", "--heads", "16", "--topk", "32", "--mode", "fused"],
-    "sage": ["--batch", "1", "--context", "256", "--heads", "1", "--granularity", "per_block"],
-}
-
-
-@pytest.mark.parametrize(
-    "bench",
-    [name if name == "decode" else pytest.param(name, marks=pytest.mark.slow) for name in SMALL_BENCHES],
-)
-def test_a_bench_on_a_target_says_that_its_times_are_a_models(bench: str) -> None:
-    result = CliRunner().invoke(app, ["bench", bench, *SMALL_BENCHES[bench], "--on", "gfx942", "--json"])
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
-    assert "rows" not in document
-    for row in document["model_rows"]:
-        assert {name for name in row if "model" not in name} == {"target", "name", "shape", "refused"}
-        assert row["refused"] == ""
-        assert row["model_us"] == pytest.approx(sum(row["model_kernels_us"].values()))
-    assert "not a measurement" in result.stderr
-
-
-def test_a_longer_context_takes_longer_by_its_keys() -> None:
-    def seconds(context: int) -> float:
-        (call,) = decode_calls(DecodeShape(512, context, 16, 1, 8, 64, "bf16", "bf16"))
-        row = model_row(call, "gfx942")
-        assert row.model_us is not None
-        return row.model_us
-
-    assert seconds(16384) / seconds(4096) == pytest.approx(4, rel=0.2)
-
-
 def test_inspecting_a_case_shows_its_time_and_what_bounds_it() -> None:
     line = ["inspect", "prefill", "--target", "gfx950", "--case", "q_lens=16,lens=64,kernel=fused", "--json"]
     result = CliRunner().invoke(app, line)
@@ -117,11 +81,12 @@ def test_what_modelled_benches_refuse(arguments: list[str], message: str) -> Non
     assert message in result.output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-def test_every_family_has_a_loop_under_the_model(target: str) -> None:
-    for name, family in families(target).items():
-        prediction = main_kernel(model_call(target, family.call, hbm_share=family.hbm_share)).full
-        assert prediction.loop is not None, name
-        assert prediction.loop_flops_per_second > 1e12, name
-        assert prediction.summary.startswith("model: ")
+def test_a_bench_on_a_target_says_that_its_times_are_a_models() -> None:
+    sizes = ["--batch", "2", "--context", "64", "--page-size", "16", "--format", "fp8_e4m3fn"]
+    result = CliRunner().invoke(app, ["bench", "decode", *sizes, "--on", "gfx942", "--json"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert "rows" not in document
+    (row,) = document["model_rows"]
+    assert row["model_us"] > 0
+    assert "not a measurement" in result.stderr

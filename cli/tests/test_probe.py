@@ -12,10 +12,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from narrowkv.cli import backends, codegen, contracts, emulation, operations, probe, samples
+from narrowkv.cli import backends, contracts, operations, probe
 from narrowkv.cli.app import app
 from narrowkv.cli.contracts import DECODE, PREFILL, Contract, ContractSet, Shape
 from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.testing import codegen, emulation, samples
 
 run = CliRunner().invoke
 SHAPE = Shape(batch=2, q_len=1, context=48, num_qo_heads=24, num_kv_heads=2, head_dim=64)
@@ -220,7 +221,7 @@ def test_two_processes_give_what_one_gives() -> None:
         probe.Task(FP8, contract_set.shape, "cpu"),
         probe.Task(FP8, contract_set.shape, target="gfx950"),
     ]
-    from narrowkv.cli.workers import in_processes
+    from narrowkv.testing.processes import in_processes
 
     found = dict(in_processes(probe.run_task, tasks, jobs=2))
     (row,) = own(one).values()
@@ -385,8 +386,8 @@ def test_several_places_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU under the name of a GPU, with a timer that makes up its times."""
-    from narrowkv.cli.bench.timing import Timing
     from narrowkv.cli.places import Place
+    from narrowkv.testing.bench.timing import Timing
 
     class Timer:
         def measure(self, call: Any) -> Timing:

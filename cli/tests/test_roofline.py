@@ -9,14 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from narrowkv.cdna_emulator import UnknownInstructionError
-from narrowkv.cli import emulation
 from narrowkv.cli.app import app
 from narrowkv.cli.cases import DecodeCase
 from narrowkv.cli.inspection import inspect_case, inspection_case
-from narrowkv.cli.roofline import lds_bytes, mfma_clocks, mfma_flops, roofline, valu_clocks
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch.artifact import InstructionMix
 from narrowkv.runtime.targets import get_target
+from narrowkv.testing import emulation
+from narrowkv.testing.roofline import lds_bytes, mfma_clocks, mfma_flops, roofline, valu_clocks
 
 GFX942, GFX950 = get_target("gfx942"), get_target("gfx950")
 

@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from narrowkv.cli.answers import FAIL, INEXACT, NOT_YET, PASS, REFUSED, SKIPPED, Answer, Compiled, Sample
-from narrowkv.cli.codegen import KernelCode
 from narrowkv.cli.contracts import CONTRACT_SETS, DECODE, ContractSet
 from narrowkv.cli.places import Place
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.screen import Seen, show_screen
+from narrowkv.testing.codegen import KernelCode
 
 CPU, GPU = Place("cpu", "cpu", "interpreter on the CPU"), Place("gpu", "cuda", "AMD Instinct MI300X (gfx942)")
 TARGETS = ("gfx942", "gfx950")

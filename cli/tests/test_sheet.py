@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from narrowkv.cli import contracts
 from narrowkv.cli.app import app
-from narrowkv.cli.bench import decode, reporter
-from narrowkv.cli.bench.ceilings import Ceilings
-from narrowkv.cli.bench.timing import Timing
-from narrowkv.cli.bench.workload import DecodeShape, Storage
 from narrowkv.cli.contracts import DECODE, Contract, ContractSet, Shape
-from narrowkv.cli.places import Place
 from narrowkv.cli.sheet import Column, Sheet, filled, keys, numbers
 
 WIDTHS = (80, 100, 120, 160, 200)
@@ -144,34 +136,6 @@ def test_probe_list(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_whole_at_every_width(monkeypatch, ["probe", "--list"], len(contracts.CONTRACT_SETS))
 
 
-class CpuTimer:
-    """Stands in for a GPU's timer: runs calls and makes up their times."""
-
-    def capture(self, call: Any) -> Any:
-        call()
-        return type("Graph", (), {"replay": staticmethod(call)})
-
-    def replay(self, graph: Any) -> Timing:
-        return Timing(1234.5678, 1.25, 98765.4, 10)
-
-    def wait(self) -> None:
-        pass
-
-
-@pytest.fixture
-def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place("gpu", "cpu", "stand-in GPU")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "stand-in")
-    monkeypatch.setattr(decode, "find_place", lambda name: place)
-    monkeypatch.setattr(reporter, "find_place", lambda name: place)
-    monkeypatch.setattr(reporter, "gpus", lambda: [{"name": "stand-in", "target": "cpu"}])
-    monkeypatch.setattr(reporter, "measure_ceilings", lambda timer: Ceilings(3e12, 3e12, 8e14))
-    monkeypatch.setattr(reporter, "GraphTimer", lambda samples, seconds: CpuTimer())
-    monkeypatch.setattr(decode, "Storage", lambda shape: Storage(shape, device="cpu"))
-
-
 SMALL = ["--batch", "1,2", "--context", "32", "--page-size", "16", "--num-kv-heads", "1", "--head-dim", "64"]
 
 
@@ -179,28 +143,3 @@ SMALL = ["--batch", "1,2", "--context", "32", "--page-size", "16", "--num-kv-hea
 def test_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options = [*SMALL, "--resume", str(tmp_path / "kept")]
     assert_whole_at_every_width(monkeypatch, ["bench", "decode", *options], 4)
-
-
-@pytest.mark.usefixtures("stand_in_gpu")
-def test_a_bench_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    right, measured = decode.measure, []
-
-    def until_third(shape: DecodeShape, *rest: Any) -> Any:
-        if len(measured) == 2:
-            raise KeyboardInterrupt
-        measured.append(shape)
-        return right(shape, *rest)
-
-    monkeypatch.setattr(decode, "measure", until_third)
-    command = ["bench", "decode", *SMALL, "--resume", str(tmp_path / "kept"), "--json"]
-    assert run(app, command).exit_code == 130
-    measured.clear()
-    monkeypatch.setattr(decode, "measure", lambda *a: measured.append(a[0]) or right(*a))
-    result = run(app, command)
-    assert result.exit_code == 0, result.output
-    assert len(measured) == 2, "two of the four were kept"
-    rows = json.loads(result.stdout)["rows"]
-    assert [(row["format"], row["batch"]) for row in rows] == [
-        ("fp8_e4m3fn", 1), ("fp8_e4m3fn", 2), ("bf16", 1), ("bf16", 2),
-    ]  # fmt: skip
-    assert run(app, [*command, "--samples", "7"]).exit_code == 2, "of other settings"

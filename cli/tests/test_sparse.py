@@ -10,16 +10,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from narrowkv.cli import operations, probe, samples
+from narrowkv.cli import operations, probe
 from narrowkv.cli.answers import PASS
 from narrowkv.cli.app import app
-from narrowkv.cli.bench.ceilings import Ceilings
 from narrowkv.cli.contracts import CONTRACT_SETS, SPARSE_DECODE, SPARSE_FP8
 from narrowkv.cli.report import UsageError
-from narrowkv.cli.samples import Launch, sample
-from narrowkv.cli.sparse.bench import SparseShape
 from narrowkv.cli.sparse.cases import AXES, SparseCall, SparseCase, build, full, quick, sweep
 from narrowkv.cli.sparse.inspection import shipped_cases
+from narrowkv.testing import samples
+from narrowkv.testing.samples import Launch, sample
 
 run = CliRunner().invoke
 FEW = ["--case", "lens=20+3", "--case", "mode=wide,layout=bf16,lens=9"]
@@ -158,24 +157,6 @@ def test_what_is_shipped_covers_heads_formats_and_ways() -> None:
     assert all(case.extend for case in cases)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_bench_without_a_gpu_ends_with_3() -> None:
-    result = run(app, ["bench", "sparse"])
-    assert result.exit_code == 3
-    assert "needs a GPU" in result.stderr
-
-
 def test_bench_refuses_an_unknown_mode() -> None:
     assert run(app, ["bench", "sparse", "--mode", "best"]).exit_code == 2
     assert run(app, ["bench", "sparse", "--tokens", "0"]).exit_code == 2
-
-
-def test_the_floor_counts_bytes_once_and_flops() -> None:
-    shape = SparseShape(tokens=2, heads=16, topk=8, pool=100)
-    assert shape.flops == 2 * 2 * 16 * 8 * (512 + 512)
-    # 16 rows named of 100; q and o in bf16; indices and their ends.
-    assert shape.bytes_touched(583) == 16 * 583 + 2 * 2 * 16 * 512 * 2 + 2 * 9 * 4
-    many = replace(shape, pool=10)
-    assert many.bytes_touched(583) - shape.bytes_touched(583) == -6 * 583
-    ceilings = Ceilings(1.0, shape.bytes_touched(583), 2 * shape.flops)
-    assert ceilings.floor_us(shape.bytes_touched(583), shape.flops) == 1e6

@@ -14,9 +14,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from narrowkv.cli import emulation, validate
+from narrowkv.cli import validate
 from narrowkv.cli.app import app
 from narrowkv.cli.cases import CaseResult, DecodeCase, DecodeInputs
+from narrowkv.testing import emulation
 
 run = CliRunner().invoke
 FEW = ["--case", "lens=20+3,ratio=3,head_dim=64", "--case", "lens=9,k=bf16,v=bf16,q=fp16,head_dim=64,q_len=2"]

@@ -498,3 +498,118 @@ def test_byte_offsets_beyond_2_31_and_page_ids_beyond_65535() -> None:
     assert cache.needs_64_bit_addresses
     table = PageTable.from_block_table(far.int(), small_table.seq_lens, page_size=16)
     assert torch.equal(paged_decode(q, cache, table), paged_decode(q, small, small_table))
+
+
+@pytest.mark.parametrize("lse_base", ["e", "2"])
+def test_merge_states_takes_sinks_strides_and_both_bases(lse_base: str, device: str) -> None:
+    random = torch.Generator().manual_seed(1)
+    o = torch.randn(3, 4, 6, 80, generator=random).to(device).transpose(1, 2)
+    lse = (torch.randn(3, 4, 6, generator=random) * 20).to(device).transpose(1, 2)
+    lse[1, 2], lse[:, 4, 1] = -math.inf, -math.inf
+    o[1, 2] = math.nan
+    sinks = torch.tensor([0.5, 30.0, -math.inf, -3.0], device=device)
+    out = torch.full((6, 4, 80), math.nan, dtype=torch.bfloat16, device=device)
+    merged, total = merge_states(o, lse, sinks=sinks, lse_base=lse_base, out=out)
+    expected, expected_total = merge_states_reference(
+        o, lse, sinks=sinks, lse_base=lse_base, out_dtype=torch.float32
+    )
+    assert merged is out
+    torch.testing.assert_close(merged.float(), expected, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(total, expected_total, rtol=1e-6, atol=1e-5)
+    assert bool((merged[4, 1] == 0).all())
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"lse_base": "10"}, "lse_base must be one of"),
+        ({"sinks": torch.zeros(5)}, "sinks must have shape"),
+        ({"out": torch.zeros(5, 6, 63)}, "out must have shape"),
+        ({"lse_out": torch.zeros(6, 5)}, "lse_out must have shape"),
+        ({"out_dtype": torch.int8}, "out_dtype must be one of"),
+    ],
+)
+def test_merge_states_says_what_it_does_not_take(change: dict[str, object], match: str) -> None:
+    o, lse = torch.zeros(2, 5, 6, 64), torch.zeros(2, 5, 6)
+    with pytest.raises(ValueError, match=match):
+        merge_states(o, lse, **change)
+
+
+def _shard_ranges(lens: tuple[int, ...], q_len: int, window: int, world: int, rank: int) -> torch.Tensor:
+    """Key ranges of a rank that holds the tokens whose position leaves `rank` when divided by `world`."""
+
+    def held(end: int) -> int:
+        return len(range(rank, max(end, 0), world))
+
+    rows = [
+        [(held(p - window) if window >= 0 else 0, held(p + 1)) for p in range(n - q_len, n)] for n in lens
+    ]
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("split", ["none", "even", "uniform"])
+@pytest.mark.parametrize(("q_len", "window"), [(1, 9), (4, -1), (4, 9), (8, 2)])
+def test_key_ranges_of_shards_merge_to_the_whole(split: str, q_len: int, window: int, device: str) -> None:
+    lens = (70, 5, 130, 1)
+    q, cache, table = W(lens=lens, q_len=q_len, gqa_ratio=2).build(device)
+    whole, whole_lse = paged_decode_reference(q, cache, table, window_left=window, return_lse=True)
+    assert table.seq_lens is not None
+    slots = [
+        table.page_ids[seq, torch.arange(n) // 16].long() * 16 + torch.arange(n) % 16
+        for seq, n in enumerate(lens)
+    ]
+    # Each rank's table has pages of one token, every other of the sequence.
+    k, v = (x.view(-1, 1, *x.shape[2:]) for x in (cache.k, cache.v))
+    tokens = PagedKVCache.from_tensors(
+        k, v, format=cache.format, k_descale=cache.k_descale, v_descale=cache.v_descale
+    )
+    parts = []
+    for rank in range(2):
+        ids = torch.full((len(lens), 65), 2**30, dtype=torch.int32)
+        for seq, own in enumerate(slots):
+            ids[seq, : len(own[rank::2])] = own[rank::2].int()
+        held = torch.tensor([len(range(rank, n, 2)) for n in lens], dtype=torch.int32)
+        local = PageTable.from_block_table(ids.to(device), held.to(device), page_size=1).with_key_ranges(
+            _shard_ranges(lens, q_len, window, 2, rank).to(device)
+        )
+        plan = plan_decode(q, tokens, local, split=split)
+        got = paged_decode(q, tokens, local, return_lse=True, out_dtype=torch.float32, plan=plan)
+        expected = paged_decode_reference(q, tokens, local, return_lse=True)
+        torch.testing.assert_close(got[0], expected[0], rtol=2e-2, atol=2e-3)
+        torch.testing.assert_close(got[1], expected[1], rtol=1e-4, atol=1e-4)
+        parts.append(got)
+    o, lse = merge_states(torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]))
+    torch.testing.assert_close(o, whole, rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(lse, whole_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_wrong_key_ranges_stay_in_their_sequence(q_len: int, device: str) -> None:
+    # Unused slots hold NaN: reading one shows.
+    q, cache, table = W(lens=(70, 5), q_len=q_len, gqa_ratio=2).build(device)
+    worst = torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32, device=device)
+    wrong = table.with_key_ranges(worst.expand(2, q_len, 2).contiguous())
+    o = paged_decode(q, cache, wrong)
+    assert bool(o.isfinite().all())
+    expected = paged_decode_reference(q, cache, wrong)
+    torch.testing.assert_close(o.float(), expected, rtol=2e-2, atol=2e-3)
+    nothing = table.with_key_ranges(worst.flip(0).expand(2, q_len, 2).contiguous())
+    o, lse = paged_decode(q, cache, nothing, return_lse=True)
+    assert bool((o == 0).all())
+    assert bool((lse == -math.inf).all())
+
+
+@pytest.mark.parametrize(
+    ("ranges", "options", "match"),
+    [
+        (torch.zeros(3, 1, 2, dtype=torch.int32), {"window_left": 4}, "window_left must be -1"),
+        (torch.zeros(3, 2, 2, dtype=torch.int32), {}, "key_ranges must have q_len = 1"),
+        (torch.zeros(2, 1, 2, dtype=torch.int32), {}, "key_ranges must have shape"),
+        (torch.zeros(3, 1, 2, dtype=torch.int64), {}, "key_ranges must have dtype"),
+        (torch.zeros(3, 1, 4, dtype=torch.int32)[..., ::2], {}, "key_ranges must be contiguous"),
+    ],
+)
+def test_key_ranges_are_checked(ranges: torch.Tensor, options: dict[str, int], match: str) -> None:
+    q, cache, table = W().build()
+    with pytest.raises((TypeError, ValueError), match=match):
+        paged_decode(q, cache, table.with_key_ranges(ranges), **options)

@@ -165,6 +165,17 @@ def test_functionalisation_and_fx() -> None:
     assert torch.equal(graph(q), expected)
 
 
+def test_key_ranges_reach_the_operator() -> None:
+    q, cache, table = FORMATS["bf16"].build()
+    ranges = torch.zeros(table.batch_size, q.shape[0] // table.batch_size, 2, dtype=torch.int32)
+    ranges[..., 1] = 2
+    ranged = table.with_key_ranges(ranges)
+    expected = paged_decode(q, cache, ranged)
+    assert not torch.equal(expected, paged_decode(q, cache, table))
+    compiled = torch.compile(paged_decode, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, cache, ranged), expected)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_opcheck(fmt: str) -> None:
     q, cache, table = FORMATS[fmt].build()
@@ -176,7 +187,7 @@ def test_opcheck(fmt: str) -> None:
     )  # fmt: skip
     inputs = (
         q, *tensors, table.page_ids, table.kv_indptr, table.kv_last_page_len, table.seq_lens,
-        None, *spec,
+        table.key_ranges, None, *spec,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.narrowkv.paged_decode, inputs)
     torch.library.opcheck(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -91,3 +93,28 @@ def test_a_thousand_random_batches_compile_nothing(
         _random_calls(cache, 1000)
     torch.cuda.synchronize()
     assert compiles.compiled == []
+
+
+_KEYS_OF = """
+import importlib, sys
+from narrowkv.runtime.launch.cache_key import settle_cache_key
+kernels = [getattr(importlib.import_module(module), name) for module, name in map(str.split, sys.argv[1:])]
+for kernel in kernels:
+    settle_cache_key(kernel, {})
+print(*(f"{kernel.__name__}={kernel.cache_key}" for kernel in kernels))
+"""
+
+
+@pytest.mark.codegen_all
+def test_a_kernels_cache_key_does_not_depend_on_which_kernels_were_hashed_before() -> None:
+    kernels = [
+        "narrowkv.attn_decode.kernels.merge _merge_splits_kernel",
+        "narrowkv.attn_decode.kernels.decode _paged_decode_kernel",
+        "narrowkv.attn_prefill.kernels.dense _widen_kernel",
+        "narrowkv.attn_prefill.kernels.fused _fused_prefill_kernel",
+    ]
+
+    def keys(names: list[str]) -> set[str]:
+        return set(subprocess.check_output([sys.executable, "-c", _KEYS_OF, *names], text=True).split())
+
+    assert keys(kernels) == keys(kernels[::-1])

@@ -17,7 +17,8 @@ from narrowkv.attn_prefill import (
     prefill_append,
     prefill_append_reference,
 )
-from narrowkv.attn_prefill.plan import PrefillPlan, can_pipeline
+from narrowkv.attn_prefill.plan import PrefillPlan
+from narrowkv.attn_prefill.planning import can_pipeline
 from narrowkv.attn_prefill.workloads import AppendWorkload, copy_cache, differing_bytes, poison_plan
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.runtime.errors import UnsupportedError

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from narrowkv.attn_prefill import AppendPlan, batch_prefill, plan_append, plan_prefill, prefill_append
-from narrowkv.attn_prefill.plan import can_pipeline
+from narrowkv.attn_prefill.planning import can_pipeline
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload, copy_cache, differing_bytes
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.runtime.launch import Workspace, block_bytes

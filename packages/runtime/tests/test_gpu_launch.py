@@ -16,10 +16,20 @@ import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.amd.compiler import HIPBackend
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.backends.nvidia.driver import CudaLauncher
+from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
 from triton.runtime.jit import native_specialize_impl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from narrowkv.runtime.launch import VARIES, BoundLaunch, FixedLaunch, LaunchOptions, executing, gpu, path
+from narrowkv.runtime.launch import (
+    VARIES,
+    BoundLaunch,
+    FixedLaunch,
+    LaunchOptions,
+    Varies,
+    executing,
+    gpu,
+    path,
+)
 from narrowkv.runtime.launch.gpu import GpuLaunch, key_function
 from narrowkv.runtime.targets import get_target
 
@@ -33,6 +43,11 @@ class Rows(NamedTuple):
 
 @triton.jit(do_not_specialize=["batch", "bias"])
 def _real_kernel(x_ptr, rows, count, batch, bias, scale, BLOCK: tl.constexpr, FLAG: tl.constexpr = 7):
+    pass
+
+
+@triton.jit(do_not_specialize=["count"])
+def _described_kernel(x_ptr, k_desc, v_desc, count):
     pass
 
 
@@ -346,6 +361,77 @@ def test_a_fixed_launch_leaves_other_specialisations_to_the_bound_one(
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
     assert not fixed._fast((5, 1, 1), (x, 3, 0.5))  # type: ignore[misc]
     assert len(kernel.calls) == before
+
+
+def test_several_launches_share_their_values(kernel: Kernel, fixed: FixedLaunch) -> None:
+    x, y = torch.zeros(64), torch.zeros(64)
+    launch = FixedLaunch(fixed.bound, (Varies(2), Rows(Varies(0), 32), 5, Varies(4), 9, VARIES))
+    for _ in range(2):
+        launch((5, 1, 1), (x, "for another launch", y, None, 3, 0.5))
+    assert kernel.calls[-1][1][9:15] == (y.data_ptr(), (x.data_ptr(), 32), 5, 3, 9, 0.5)
+    launch((5, 1, 1), (x, None, y, None, -3, 0.5))
+    launch((5, 1, 1), (x, None, y, None, -4, 0.5))
+    assert len(kernel.compiled) == 2, "only the first negative number goes to the launch path"
+    assert kernel.calls[-1][1][12] == -4
+
+
+@pytest.mark.codegen_all
+def test_tensor_descriptors_are_encoded_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own launcher, with a driver that notes what it encodes and what it launches."""
+    encoded: list[Any] = []
+    launched: list[tuple[Any, ...]] = []
+
+    def fill(address: int, *rest: Any) -> str:
+        encoded.append(address)
+        return f"map of {address}"
+
+    utils = SimpleNamespace(
+        fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill,
+        launch=lambda *given: launched.append(given),
+    )  # fmt: skip
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils), raising=False)
+    monkeypatch.setattr(path, "executor", lambda: None)
+    world.device = -1
+    meta = {"swizzle": 3, "elem_size": 2, "elem_type": 1, "block_size": [16, 64], "fp4_padded": False}
+    signature = {0: "*fp32", 1: "tensordesc<fp16[16, 64]>", 2: "tensordesc<fp16[16, 64]>", 3: "i32"}
+    run = object.__new__(CudaLauncher)
+    run.__dict__ |= {
+        "launch": wrap_handle_tensordesc(utils.launch, signature, [meta, meta]), "num_ctas": 1,
+        "global_scratch_size": 0, "global_scratch_align": 1, "profile_scratch_size": 0,
+        "profile_scratch_align": 1, "launch_cooperative_grid": False, "launch_pdl": True,
+        "gsan_enabled": False, "arg_annotations": [], "kernel_signature": b"",
+    }  # fmt: skip
+
+    class Triton(Kernel):
+        params = _described_kernel.params
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+            return lambda *args, **kwargs: SimpleNamespace(run=run, function=17, packed_metadata=(4, 1, 0))
+
+    gpu_launch = GpuLaunch(Triton(), {}, LaunchOptions())
+
+    def launch(kernel: Any, grid: Any, args: Any, constexprs: Any, options: Any) -> GpuLaunch:
+        gpu_launch.launch(grid, args, DEVICE)
+        return gpu_launch
+
+    monkeypatch.setattr(path, "launch", launch)
+    x = torch.zeros(64)
+    k, v, other = (TensorDescriptor(torch.zeros(32, 64).half(), [32, 64], [64, 1], [16, 64]) for _ in "kvo")
+    fixed = FixedLaunch(BoundLaunch(Triton(), {}, LaunchOptions()), (VARIES, k, VARIES, VARIES))
+    wanted = []
+    for number, last in enumerate((v, v, v, other, other, v)):
+        fixed((5, 1, 1), (x, last, 3 + number))
+        wanted.append((last, 3 + number))
+    # The first one is Triton's; `other` is encoded with k once more.
+    k_at, v_at, other_at = (each.base.data_ptr() for each in (k, v, other))
+    assert encoded == [k_at, v_at] * 2 + [k_at, other_at]
+    assert len(launched) == len(wanted) - 1
+    for call, (last, number) in zip(launched, wanted[1:], strict=True):
+        flat = list(call[-1]) if isinstance(call[-1], tuple | list) else list(call[-10 - 2 :])
+        sizes = [32, 64, 64, 1]
+        own = [x.data_ptr(), f"map of {k_at}", *sizes, f"map of {last.base.data_ptr()}", *sizes, number]
+        assert flat == own
+        assert call[:5] == (5, 1, 1, 99, 17)
 
 
 @pytest.mark.codegen_all

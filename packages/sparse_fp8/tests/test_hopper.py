@@ -25,20 +25,22 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_reference,
 )
 from narrowkv.sparse_fp8.checks import query_format
-from narrowkv.sparse_fp8.config import hopper_config, hopper_pays
-from narrowkv.sparse_fp8.planner import suits_hopper
+from narrowkv.sparse_fp8.config import specialised_config, specialised_pays
+from narrowkv.sparse_fp8.planner import suits_specialised
 from narrowkv.sparse_fp8.workloads import SparseWorkload
 
 W = SparseWorkload
 
 
 def _takes_hopper(
-    target: str = "sm90", *, kernel: str = "16bit", num_tokens: int = 132, num_heads: int = 64
+    target: str = "sm90", *, kernel: str = "wide", num_tokens: int = 132, num_heads: int = 64
 ) -> config.SparseConfig | None:
     """The configuration for Hopper if a call of this size takes it."""
     found = get_target(target)
-    chosen = hopper_config(found, kernel=kernel, num_heads=num_heads)
-    return chosen if chosen is not None and hopper_pays(found, chosen, num_tokens, num_heads) else None
+    chosen = specialised_config(found, kernel=kernel, num_heads=num_heads)
+    if chosen is None or chosen.family != "hopper":
+        return None
+    return chosen if specialised_pays(found, chosen, num_tokens, num_heads) else None
 
 
 @pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
@@ -54,7 +56,7 @@ def test_it_is_taken_where_it_was_measured_to_be_faster() -> None:
 @pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
 @pytest.mark.parametrize(
     ("kernel", "heads", "block"),
-    [("16bit", 8, 16), ("16bit", 16, 16), ("16bit", 32, 32), ("fused", 16, 16), ("fused", 32, 64)],
+    [("wide", 8, 16), ("wide", 16, 16), ("wide", 32, 32), ("fused", 16, 16), ("fused", 32, 64)],
 )
 def test_few_heads_have_a_kernel_that_pads_none(kernel: str, heads: int, block: int) -> None:
     few = _takes_hopper(kernel=kernel, num_heads=heads)
@@ -65,7 +67,7 @@ def test_few_heads_have_a_kernel_that_pads_none(kernel: str, heads: int, block: 
 
 
 def test_a_triton_without_gluon_runs_the_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "has_gluon", lambda: False)
+    monkeypatch.setattr(config, "has_gluon", lambda *_: False)
     assert not _takes_hopper()
 
 
@@ -75,8 +77,8 @@ SM90 = get_target("sm90")
 def _suits(inputs: Any, **changes: Any) -> bool:
     inputs = replace(inputs, **changes)
     formats = [None if source is None else source.bound.format for source in (inputs.prefix, inputs.extend)]
-    mode = "fused" if any(rows is not None and rows.is_fp8 for rows in formats) else "16bit"
-    return suits_hopper(mode, SM90, query_format(inputs.q), *formats)
+    mode = "fused" if any(rows is not None and rows.is_fp8 for rows in formats) else "wide"
+    return suits_specialised(mode, SM90, query_format(inputs.q), *formats)
 
 
 def test_what_it_can_read() -> None:

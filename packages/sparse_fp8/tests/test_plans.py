@@ -28,11 +28,11 @@ W = SparseWorkload
 MOST_TOKENS, MOST_INDICES = 6, 300
 LARGEST: dict[str, Any] = {"max_num_tokens": MOST_TOKENS, "max_indices": MOST_INDICES}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "wide": ("bf16", {"mode": "16bit"}),
+    "wide": ("bf16", {"mode": "wide"}),
     "fused": ("packed584", {"mode": "fused"}),
     "prepass": ("split", {"mode": "prepass"}),
     "splits": ("row512", {"mode": "fused", "num_splits": 3}),
-    "batch invariant": ("bf16", {"mode": "16bit", "batch_invariant": True}),
+    "batch invariant": ("bf16", {"mode": "wide", "batch_invariant": True}),
 }
 every_way = pytest.mark.parametrize("way", WAYS)
 
@@ -57,7 +57,7 @@ def _unplanned(way: str, inputs: SparseInputs) -> Any:
     given = (inputs.q, inputs.prefix, inputs.extend)
     if options:
         return sparse_decode(*given, attn_sink=inputs.attn_sink, return_lse=True, **options)
-    if mode == "16bit":
+    if mode == "wide":
         return sparse_prefill(*given, attn_sink=inputs.attn_sink, return_lse=True)
     return sparse_prefill_fp8(*given, attn_sink=inputs.attn_sink, return_lse=True, mode=mode)
 
@@ -227,7 +227,7 @@ REFUSED: dict[str, tuple[str, Callable[[SparsePlan, SparseInputs], Any]]] = {
     "FP8 rows to the wide kernel": (
         "must be a bf16 or fp16 tensor here",
         lambda plan, i: plan_sparse(
-            num_qo_heads=8, prefix=RowsFormat("split", format="fp8_e4m3fn"), device="cpu", mode="16bit"
+            num_qo_heads=8, prefix=RowsFormat("split", format="fp8_e4m3fn"), device="cpu", mode="wide"
         ),
     ),
 }  # fmt: skip
@@ -242,7 +242,7 @@ def _of(way: str, lens: tuple[int, ...]) -> tuple[Any, ...]:
 def test_what_a_plan_is_not_for_is_refused(what: str) -> None:
     message, call = REFUSED[what]
     inputs = _inputs("wide", (9, 9))
-    plan = _plan(inputs, mode="16bit", **LARGEST)
+    plan = _plan(inputs, mode="wide", **LARGEST)
     with pytest.raises(ValueError, match=message):
         call(plan, inputs)
 

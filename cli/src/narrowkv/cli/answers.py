@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowkv.cli.codegen import KernelCode
 from narrowkv.cli.contracts import Contract
+from narrowkv.testing.codegen import KernelCode
 
 PASS, FAIL, NOT_YET, REFUSED, SKIPPED, INEXACT = "pass", "fail", "not yet", "refused", "skipped", "inexact"
 

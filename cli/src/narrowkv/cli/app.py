@@ -148,7 +148,7 @@ def _options(
 
 
 def _jobs(given: int | None) -> int:
-    from narrowkv.cli.workers import default_jobs
+    from narrowkv.testing.processes import default_jobs
 
     return given or default_jobs()
 
@@ -397,25 +397,23 @@ def bench_decode(
     lists = {"batch": batch, "context": context, "page-size": page_size, "ratio": ratio}
     numbers = {name: _numbers(f"--{name}", text) for name, text in lists.items()}
     formats, q = cache_formats("--format", cache_format), one_of("--q", q, QUERY_DTYPES)
-    from narrowkv.cli.bench.decode import BenchOptions
-    from narrowkv.cli.bench.decode import bench_decode as run
-    from narrowkv.cli.bench.workload import shapes
+    from narrowkv.cli import bench as tables
+    from narrowkv.testing.bench.decode import DecodeBench, decode_sizes
 
-    rows = shapes(
-        batches=numbers["batch"],
-        contexts=numbers["context"],
-        page_sizes=numbers["page-size"],
-        ratios=numbers["ratio"],
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        q=q,
-        formats=formats,
-    )
+    try:
+        rows = decode_sizes(
+            batches=numbers["batch"], contexts=numbers["context"], page_sizes=numbers["page-size"],
+            ratios=numbers["ratio"], num_kv_heads=num_kv_heads, head_dim=head_dim, q=q, formats=formats,
+        )  # fmt: skip
+    except ValueError as error:
+        raise UsageError(f"--context, --page-size: {error}") from None
     if targets:
-        from narrowkv.cli.bench.modelled import bench_modelled, decode_calls
-
-        return bench_modelled("decode", [c for row in rows for c in decode_calls(row)], targets, report)
-    return run(rows, report, BenchOptions(samples, against, threshold, peers, batch_invariant))
+        return tables.bench_modelled(DecodeBench(), rows, targets, report)
+    others = tables.decode_peers() if peers else {}
+    return tables.bench(
+        DecodeBench(batch_invariant=batch_invariant, peers=others), rows, report, samples=samples,
+        settings={"peers": peers, "batch_invariant": batch_invariant}, against=against, threshold=threshold,
+    )  # fmt: skip
 
 
 @command(bench, "prefill", title="bench")
@@ -436,15 +434,13 @@ def bench_prefill(
         raise UsageError(f"--heads must be query heads / KV heads, joined by commas, got {heads!r}")
     lengths = _numbers("--new", new), _numbers("--prefix", prefix, least=0)
     formats = cache_formats("--format", cache_format)
-    from narrowkv.cli.prefill.bench import bench_prefill as run
-    from narrowkv.cli.prefill.bench import shapes
+    from narrowkv.cli import bench as tables
+    from narrowkv.testing.bench.prefill import PrefillBench, prefill_sizes
 
-    rows = shapes(*lengths, [(int(q), int(kv)) for q, kv in pairs], formats, head_dim, page_size)
+    rows = list(prefill_sizes(*lengths, [(int(q), int(kv)) for q, kv in pairs], formats, head_dim, page_size))
     if targets := _modelled(report, on):
-        from narrowkv.cli.bench.modelled import bench_modelled, prefill_calls
-
-        return bench_modelled("prefill", [c for row in rows for c in prefill_calls(row)], targets, report)
-    return run(list(rows), report, samples)
+        return tables.bench_modelled(PrefillBench(), rows, targets, report)
+    return tables.bench(PrefillBench(), rows, report, samples=samples)
 
 
 @command(bench, "sparse", title="bench")
@@ -471,16 +467,13 @@ def bench_sparse(
     lists = {"tokens": tokens, "heads": heads, "topk": topk}
     numbers = [_numbers(f"--{name}", text) for name, text in lists.items()]
     modes = choices("--mode", mode, SPARSE_MODES)
-    from narrowkv.cli.sparse.bench import SparseShape
-    from narrowkv.cli.sparse.bench import bench_sparse as run
+    from narrowkv.cli import bench as tables
+    from narrowkv.testing.bench.sparse import SparseBench, SparseSizes
 
-    rows = [SparseShape(t, h, k, pool) for t, h, k in product(*numbers)]
+    rows = [SparseSizes(t, h, k, pool) for t, h, k in product(*numbers)]
     if targets := _modelled(report, on):
-        from narrowkv.cli.bench.modelled import bench_modelled, sparse_calls
-
-        calls = [call for row in rows for name in modes for call in sparse_calls(row, name)]
-        return bench_modelled("sparse", calls, targets, report)
-    return run(rows, modes, report, samples)
+        return tables.bench_modelled(SparseBench(modes), rows, targets, report)
+    return tables.bench(SparseBench(modes), rows, report, samples=samples, settings={"modes": modes})
 
 
 @command(bench, "sage", title="bench")
@@ -515,16 +508,15 @@ def bench_sage(
     sizes = product(_numbers("--batch", batch), _numbers("--context", context), (False, True))
     precisions = choices("--qk", qk, SAGE_PRECISIONS)
     groups = choices("--granularity", granularity, SAGE_GRANULARITIES)
-    from narrowkv.cli.sage.bench import SageShape
-    from narrowkv.cli.sage.bench import bench_sage as run
+    from narrowkv.cli import bench as tables
+    from narrowkv.testing.bench.sage import SageBench, SageSizes
 
-    shapes = [SageShape(b, c, heads, head_dim, causal) for b, c, causal in sizes]
+    rows = [SageSizes(b, c, heads, head_dim, causal) for b, c, causal in sizes]
+    sage = SageBench(precisions, groups)
     if targets := _modelled(report, on):
-        from narrowkv.cli.bench.modelled import bench_modelled, sage_calls
-
-        ways = list(product(shapes, precisions, groups))
-        return bench_modelled("sage", [c for way in ways for c in sage_calls(*way)], targets, report)
-    return run(shapes, precisions, groups, report, samples)
+        return tables.bench_modelled(sage, rows, targets, report)
+    settings = {"qk": precisions, "granularity": groups}
+    return tables.bench(sage, rows, report, samples=samples, settings=settings)
 
 
 @command(bench, "host", files=("out",), title="bench host")
@@ -537,7 +529,7 @@ def bench_host(
 ) -> ExitCode:
     """Measure the Python time of each operation beside torch.add_, and the kernels of random shapes."""
     sizes = _numbers("--captures", captures)
-    from narrowkv.cli.bench.host import bench_host as run
+    from narrowkv.cli.bench import bench_host as run
 
     return run(report, samples=samples, shapes=shapes, captures=sizes, context=context)
 
@@ -598,7 +590,8 @@ def _families(wanted: bool, operation: str, case: str | None = None) -> Any:
     """Says which calls to model on a target: the case, or those that stand for the operation's kernels."""
     if not wanted:
         return None
-    from narrowkv.cli.modelled import families, parse_case
+    from narrowkv.cli.modelled import parse_case
+    from narrowkv.testing.families import families
 
     if case is not None:
         return lambda target: {case: parse_case(f"{operation}:{case}")}
@@ -673,7 +666,7 @@ def engines_try(
     report: Report,
     engine: Annotated[
         str,
-        typer.Argument(help="transformers or vllm.", autocompletion=_starting_with("transformers", "vllm")),
+        typer.Argument(help="transformers, vllm or sglang.", autocompletion=_starting_with(*ENGINE_CACHES)),
     ],
     model: Annotated[
         str, typer.Option(help="A small model of real shape.", autocompletion=_starting_with(*TINY_MODELS))

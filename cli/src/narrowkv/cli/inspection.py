@@ -13,19 +13,20 @@ from typing import Any
 
 from narrowkv.cdna_emulator import EmulatorError, Loop
 from narrowkv.cli.cases import DecodeCase, DecodeInputs, build, parse_format
-from narrowkv.cli.codegen import KernelCode, amd_backend_missing, compile_call
-from narrowkv.cli.emulation import EmulateExecutor, Run
 from narrowkv.cli.environment import versions
-from narrowkv.cli.modelled import Family, model_families, show_model
+from narrowkv.cli.modelled import model_families, show_model
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError, number
-from narrowkv.cli.roofline import Roofline, roofline
-from narrowkv.cli.samples import a_few
 from narrowkv.cli.sheet import Sheet, filled, keys, numbers
 from narrowkv.cli.shipped_code import Task, finish_with_kernels
 from narrowkv.cli.workers import run_all
 from narrowkv.runtime.launch import compile_for, executing
 from narrowkv.runtime.launch.artifact import CompiledArtifact, InstructionMix
 from narrowkv.runtime.targets import Target, get_target
+from narrowkv.testing.codegen import KernelCode, amd_backend_missing, compile_call
+from narrowkv.testing.emulation import EmulateExecutor, Run
+from narrowkv.testing.families import Family
+from narrowkv.testing.roofline import Roofline, roofline
+from narrowkv.testing.samples import a_few
 
 _FOREMOST = 12  # mnemonics shown of a loop
 _WORKGROUPS = 8  # emulated for the counts

@@ -20,6 +20,7 @@ SAGE_GRANULARITIES = ("per_tensor", "per_block", "per_warp", "per_thread")
 ENGINE_CACHES = {
     "transformers": ("bf16", "fp8_e4m3fn", "fp4_e2m1"),
     "vllm": ("auto", "fp8", "fp8_per_token_head", "ultraquant_4bit"),
+    "sglang": ("auto", "fp8_e4m3"),
 }
 TINY_MODELS = (
     "glm-4.5-air-tiny", "llama-3-tiny", "qwen3-tiny", "gpt-oss-tiny", "gemma-2-tiny", "gemma-3-tiny"

@@ -53,7 +53,7 @@ def _cpu() -> Place:
 
 
 def _emulated(name: str, detect_races: bool = False, detect_hazards: bool = False) -> Place:
-    from narrowkv.cli.emulation import emulating
+    from narrowkv.testing.emulation import emulating
 
     context = partial(emulating, name, detect_races=detect_races, detect_hazards=detect_hazards)
     return Place(name, "cpu", f"{name} machine code, emulated on the CPU", context, is_emulated=True)

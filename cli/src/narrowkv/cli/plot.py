@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from narrowkv.cli.bench.ceilings import Ceilings
+    from narrowkv.testing.bench.ceilings import Ceilings
 
 # The palette of Okabe and Ito without its yellow, which is too light for dots on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -28,22 +28,22 @@ from narrowkv.cli.answers import (
     Sample,
 )
 from narrowkv.cli.backends import OURS, PEERS, Backend, NotAnsweringError, peer_version
-from narrowkv.cli.bench.timing import GraphTimer
-from narrowkv.cli.codegen import KernelCode, amd_backend_missing, compile_call
 from narrowkv.cli.contracts import DECODE, Contract, ContractSet
-from narrowkv.cli.emulation import EmulateExecutor, Run
 from narrowkv.cli.environment import versions
 from narrowkv.cli.inspection import models, tile_bytes
 from narrowkv.cli.names import AMD_TARGETS
 from narrowkv.cli.operations import NotBuiltError, find_operation
 from narrowkv.cli.places import Place, find_place, find_places
 from narrowkv.cli.report import ExitCode, Report
-from narrowkv.cli.samples import sample
 from narrowkv.cli.screen import Seen, show_screen
 from narrowkv.cli.workers import run_all
 from narrowkv.quant.accuracy import compare
 from narrowkv.runtime.launch import executing
 from narrowkv.runtime.targets import get_target
+from narrowkv.testing.bench.timing import GraphTimer
+from narrowkv.testing.codegen import KernelCode, amd_backend_missing, compile_call
+from narrowkv.testing.emulation import EmulateExecutor, Run
+from narrowkv.testing.samples import sample
 
 # How an operation says no before it launches anything; whatever else it raises is a defect.
 _REFUSALS = (NotBuiltError, ValueError, TypeError, NotImplementedError)

@@ -11,7 +11,6 @@ import dataclasses
 import importlib.util
 import io
 import json
-import math
 import os
 import shlex
 import shutil
@@ -32,7 +31,6 @@ from rich.text import Text
 if TYPE_CHECKING:
     from narrowkv.cli.sheet import Sheet
 
-SCHEMA_VERSION = 1
 # A pipe has no width: every row stays one line, for grep.
 _WIDTH_WITHOUT_TERMINAL = 100_000
 _SECONDS_BETWEEN_LINES = 10.0
@@ -56,23 +54,6 @@ class UsageError(Exception):
 
 class UnsupportedHereError(Exception):
     """This machine lacks what the command needs. Exit code 3."""
-
-
-def jsonable(value: Any) -> Any:
-    """`value` with dataclasses as objects, functions by name, and numbers that JSON lacks as null."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Path):
-        return str(value)
-    if callable(value):
-        return f"{value.__module__}:{value.__qualname__}"
-    return value
 
 
 def version() -> str:
@@ -115,6 +96,8 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """`record` with the items of objects in it as "name.item" and of lists joined by ";", for CSV."""
+    from narrowkv.testing.records import jsonable  # imports torch, which --help does without
+
     found: dict[str, Any] = {}
     for name, value in jsonable(record).items():
         if isinstance(value, dict):
@@ -291,6 +274,8 @@ class Report:
             rows: of the CSV file.
             plot: draws the plot into a file.
         """
+        from narrowkv.testing.records import SCHEMA_VERSION, jsonable
+
         if interrupted:
             self.note("[yellow]interrupted[/]: what is shown was finished before; the rest was not run")
             if self.files.resume is not None:

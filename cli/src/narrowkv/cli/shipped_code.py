@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from narrowkv.cli.cases import spell_case
-from narrowkv.cli.codegen import KernelCode, amd_backend_missing, main_kernel
 from narrowkv.cli.environment import versions
-from narrowkv.cli.modelled import Family, model_families, show_model
+from narrowkv.cli.modelled import model_families, show_model
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
+from narrowkv.testing.codegen import KernelCode, amd_backend_missing, main_kernel
+from narrowkv.testing.families import Family
 
 Case = TypeVar("Case")
 Modelled = Callable[[str], Mapping[str, Family]] | None

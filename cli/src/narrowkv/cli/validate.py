@@ -14,9 +14,10 @@ from narrowkv.cli.cases import LSE_BOUND, CaseResult, DecodeCase, build, check
 from narrowkv.cli.contracts import BOUND_16_BIT_QUERY
 from narrowkv.cli.environment import versions
 from narrowkv.cli.places import Place, find_place, find_places
-from narrowkv.cli.report import ExitCode, Report, jsonable
+from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.sheet import Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
+from narrowkv.testing.records import jsonable
 
 QUICK_RANDOM_CASES = 40
 FULL_RANDOM_CASES = 800

@@ -1,63 +1,17 @@
-"""Runs independent tasks in a few processes; skips those whose result a file holds."""
+"""Runs a command's tasks, and skips those whose result the file of `--resume` holds."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from narrowkv.cli.environment import versions
-from narrowkv.cli.journal import Journal
-from narrowkv.cli.report import Report
+from narrowkv.cli.report import Report, UsageError
+from narrowkv.testing.journal import Journal
+from narrowkv.testing.processes import in_processes
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-_SECONDS_TO_END = 5.0
-_MOST_WORKERS = 8  # each imports torch and triton: about 0.5 GB
-
-
-def default_jobs() -> int:
-    """Processes to use when nobody says: one for each core, up to eight."""
-    return max(1, min(os.cpu_count() or 1, _MOST_WORKERS))
-
-
-def _begin() -> None:
-    # Ctrl-C reaches the whole process group; only the parent decides what becomes of it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import torch
-
-    torch.set_num_threads(1)
-
-
-def in_processes(work: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[tuple[T, R]]:
-    """Yields (task, result) in the order in which they finish; one process and few tasks run right here.
-
-    Leaving the iteration early, by an exception too, ends the processes.
-    """
-    if jobs <= 1 or len(tasks) <= 1:
-        for task in tasks:
-            yield task, work(task)
-        return
-    context = multiprocessing.get_context("spawn")  # torch and triton do not survive a fork
-    pool = ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context, initializer=_begin)
-    finished = False
-    try:
-        futures: dict[Future[R], T] = {pool.submit(work, task): task for task in tasks}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-        finished = True
-    finally:
-        pool.shutdown(wait=finished, cancel_futures=True)
-        if not finished:
-            running = multiprocessing.active_children()
-            for process in running:
-                process.terminate()
-            for process in running:
-                process.join(_SECONDS_TO_END)
 
 
 def run_all(
@@ -90,7 +44,10 @@ def run_all(
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     depends = {"command": report.command, "versions": versions(), "gpu": gpu, "settings": settings}
-    journal = Journal(report.files.resume, depends, kind)
+    try:
+        journal = Journal(report.files.resume, depends, kind)
+    except ValueError as error:
+        raise UsageError(f"--resume: {error}") from None
     kept = [task for task in tasks if task in journal]
     left = [task for task in tasks if task not in journal]
     with report.progress(len(tasks), what) as line:

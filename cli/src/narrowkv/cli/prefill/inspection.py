@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from narrowkv.cli.codegen import KernelCode, compile_call
 from narrowkv.cli.prefill.cases import PrefillCase, build, serves
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.shipped_code import CallCode, Modelled, inspect_calls
 from narrowkv.runtime.targets import get_target
+from narrowkv.testing.codegen import KernelCode, compile_call
 
 FORMATS = ("bf16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp4_e2m1", "fp8_e4m3fn/fp4_e2m1")
 HEAD_DIMS = (128, 64)

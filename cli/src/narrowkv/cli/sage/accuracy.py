@@ -12,12 +12,13 @@ from narrowkv.cli.cases import LSE_BOUND
 from narrowkv.cli.contracts import BOUND_FP8_P as BOUND
 from narrowkv.cli.environment import versions
 from narrowkv.cli.places import find_place, find_places
-from narrowkv.cli.report import ExitCode, Report, jsonable
+from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.sage.cases import SageCase, build
 from narrowkv.cli.sheet import Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 from narrowkv.quant.accuracy import ErrorReport, compare, max_abs
 from narrowkv.quant.sage import SAGE_GRANULARITIES
+from narrowkv.testing.records import jsonable
 
 PUBLISHED: dict[str, tuple[float, float, float]] = {
     "per_thread": (0.9945, 0.062, 0.031),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 
-from narrowkv.cli.codegen import KernelCode, compile_call
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.sage.cases import SageCase, build
 from narrowkv.cli.shipped_code import CallCode, Modelled, inspect_calls
 from narrowkv.quant.sage import SAGE_GRANULARITIES
+from narrowkv.testing.codegen import KernelCode, compile_call
 
 
 def shipped_cases() -> list[SageCase]:

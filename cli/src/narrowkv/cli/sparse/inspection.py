@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from narrowkv.cli.codegen import KernelCode, compile_call
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.shipped_code import CallCode, Modelled, inspect_calls
 from narrowkv.cli.sparse.cases import QUERIES, SparseCase, build
+from narrowkv.testing.codegen import KernelCode, compile_call
 
 _ROWS = "16+16"  # so few rows that nothing is split
 

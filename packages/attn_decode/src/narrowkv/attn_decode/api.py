@@ -1,15 +1,12 @@
-"""Public operations of attn_decode: check, choose, allocate, launch. No mathematics."""
+"""Decode's public call: make a plan or take one, and run it."""
 
 from __future__ import annotations
 
 import torch
 
-from narrowkv.attn_decode.arguments import OUT_DTYPES
-from narrowkv.attn_decode.kernels import _merge_states_kernel
 from narrowkv.attn_decode.plan import DecodePlan, plan_for_call
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.runtime.errors import check_dtype, check_instance, check_no_grad, check_same_device, check_shape
-from narrowkv.runtime.launch import LaunchOptions, launch
+from narrowkv.runtime.errors import check_instance
 from narrowkv.runtime.launch.tracing import traceable
 
 
@@ -87,49 +84,3 @@ def paged_decode(
         logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks, return_lse=return_lse,
         lse=lse, validate=validate,
     )  # fmt: skip
-
-
-def merge_states(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Combines partial attention results over splits, prefixes or ranks.
-
-    Args:
-        o: `[num_states, num_tokens, num_qo_heads, head_dim]`, bf16, fp16 or fp32, contiguous: results that
-            are each normalised.
-        lse: `[num_states, num_tokens, num_qo_heads]` fp32, natural log. -inf marks a state that attended to
-            nothing; its `o` is not read.
-
-    Returns:
-        `(o, lse)` of the union: `[num_tokens, num_qo_heads, head_dim]` in o's dtype, and `[num_tokens,
-        num_qo_heads]` fp32.
-
-    Raises:
-        TypeError, ValueError: for wrong shapes, dtypes or devices.
-
-    Example:
-        >>> states = torch.stack([o_prefix, o_suffix])  # doctest: +SKIP
-        >>> o, lse = merge_states(states, torch.stack([lse_prefix, lse_suffix]))  # doctest: +SKIP
-    """
-    check_dtype("o", o, OUT_DTYPES)
-    check_dtype("lse", lse, (torch.float32,))
-    if o.dim() != 4:
-        raise ValueError(
-            f"o must have shape [num_states, num_tokens, num_qo_heads, head_dim], got {tuple(o.shape)}"
-        )
-    check_shape("lse", lse, tuple(o.shape[:3]))
-    check_same_device(o=o, lse=lse)
-    check_no_grad(o=o, lse=lse)
-    num_states, num_tokens, num_heads, head_dim = o.shape
-    if num_states == 0:
-        raise ValueError("o must have at least one state, got 0")
-    if not (o[0].is_contiguous() and lse[0].is_contiguous()):
-        raise ValueError("o and lse must be contiguous within a state")
-    merged = torch.empty(o.shape[1:], dtype=o.dtype, device=o.device)
-    merged_lse = torch.empty(lse.shape[1:], dtype=torch.float32, device=o.device)
-    launch(
-        _merge_states_kernel,
-        (num_tokens * num_heads,),
-        (o, lse, merged, merged_lse, num_states, o.stride(0), lse.stride(0)),
-        {"HEAD_DIM": head_dim, "BLOCK_D": 1 << (head_dim - 1).bit_length()},
-        LaunchOptions(num_warps=1, num_stages=1),
-    )
-    return merged, merged_lse

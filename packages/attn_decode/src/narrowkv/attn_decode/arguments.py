@@ -1,24 +1,22 @@
-"""A paged cache and its page table as kernel arguments."""
+"""A paged cache as kernel arguments, and arrival counters of calls whose plan has none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.kernels.pages import Descale, KVPointers, Stored
-from narrowkv.paged_cache.pointers import descale_pointers, packed_route, side_of, step_of
+from narrowkv.paged_cache.pointers import descale_pointers, packed_route, side_of
 from narrowkv.quant.device import widen_route, widening_exponent
-from narrowkv.runtime.errors import byte_span
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import Workspace
 from narrowkv.runtime.launch.gpu import current_stream
+from narrowkv.runtime.spans import spans_of
 from narrowkv.runtime.targets import Target
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_INT32_MAX = 2**31 - 1
 
 
 class BoundCache(NamedTuple):
@@ -97,73 +95,6 @@ def _sequences(cache: PagedKVCache) -> tuple[int | None, int | None]:
         value.shape[0] if kind == "sequence_head" and isinstance(value, torch.Tensor) else None
         for value, kind in ((cache.k_descale, cache.k_granularity), (cache.v_descale, cache.v_granularity))
     )  # type: ignore[return-value]
-
-
-class BoundTable(NamedTuple):
-    """A page table as the arguments of decode kernels.
-
-    Attributes:
-        ids, row, lens, num_ids, max_pages: see `Table`.
-        steps: strides of ids, row and lens, as `TableSteps` has them.
-        batch: sequences.
-        spans: addresses that the tensors take.
-        number: the same for all tables that ask for the same kernels and pass the same checks.
-    """
-
-    ids: torch.Tensor
-    row: torch.Tensor | int
-    lens: torch.Tensor
-    num_ids: int
-    max_pages: int
-    steps: tuple[int | None, int | None, int | None]
-    batch: int
-    spans: list[tuple[int, int]]
-    number: int
-
-
-BOUND_TABLES: ByIdentity[BoundTable] = ByIdentity()
-
-
-def bind_table(table: PageTable) -> BoundTable:
-    """The page table as kernel arguments; `BOUND_TABLES` has it from then on.
-
-    Raises:
-        ValueError: it spans more page ids than kernels count.
-    """
-    ids, indptr = table.page_ids, table.kv_indptr
-    lens = table.kv_last_page_len if table.seq_lens is None else table.seq_lens
-    assert lens is not None
-    num_ids = 1 + sum((size - 1) * stride for size, stride in zip(ids.shape, ids.stride(), strict=True))
-    if num_ids > _INT32_MAX:
-        raise ValueError(
-            f"page_table must span fewer than 2**31 page ids, got shape {tuple(ids.shape)} with strides "
-            f"{ids.stride()}"
-        )
-    steps = step_of(ids), None if indptr is None else step_of(indptr), step_of(lens)
-    signature = (
-        table.kind, table.page_size, table.before_append, steps, ids.device, ids.dtype, lens.dtype,
-        lens.shape, lens.device, ids.shape[-1] == 0,
-        None if indptr is None else (indptr.dtype, indptr.device),
-    )  # fmt: skip
-    bound = BoundTable(
-        ids, ids.stride(0) if indptr is None else indptr, lens, num_ids, ids.shape[-1], steps, lens.shape[0],
-        spans_of(ids, lens, indptr), _numbers.setdefault(signature, len(_numbers)),
-    )  # fmt: skip
-    return BOUND_TABLES.keep(table, bound)
-
-
-def spans_of(*values: object) -> list[tuple[int, int]]:
-    """The addresses that those of the values take that are tensors with elements."""
-    return [byte_span(value) for value in values if isinstance(value, torch.Tensor) and value.numel()]
-
-
-def meets(begin: int, num_bytes: int, spans: Iterable[tuple[int, int]]) -> bool:
-    """Whether bytes at an address lie in one of the spans."""
-    end = begin + num_bytes
-    for low, high in spans:
-        if begin < high and low < end:
-            return num_bytes > 0
-    return False
 
 
 _counters: dict[tuple[torch.device, int], Workspace] = {}

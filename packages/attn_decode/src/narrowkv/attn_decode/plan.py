@@ -10,13 +10,9 @@ import torch
 import triton.language as tl
 
 from narrowkv.attn_decode.arguments import (
-    BOUND_TABLES,
     OUT_DTYPES,
     BoundCache,
-    BoundTable,
     bind_cache,
-    bind_table,
-    meets,
     zeroed_counters,
 )
 from narrowkv.attn_decode.config import SCALED_DOT_DEPTH, DecodeConfig, DecodeShape, choose_config
@@ -30,6 +26,7 @@ from narrowkv.attn_decode.kernels import (
     _paged_decode_kernel,
 )
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_table
 from narrowkv.paged_cache.checks import check_table
 from narrowkv.paged_cache.kernels.pages import TableSteps
 from narrowkv.paged_cache.layouts import span_bytes
@@ -60,6 +57,7 @@ from narrowkv.runtime.launch import (
     executor,
 )
 from narrowkv.runtime.launch.tracing import handle_of
+from narrowkv.runtime.spans import meets
 from narrowkv.runtime.targets import Target
 
 _HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
@@ -246,7 +244,7 @@ class DecodePlan:
         running = executor()
         try:
             signature = (
-                bound.number, table.number, None if running is None else running.target.name,
+                bound.number, table.number, table.batch, None if running is None else running.target.name,
                 type(q), q.shape, q.stride(), q.dtype, q.device, q.requires_grad and torch.is_grad_enabled(),
                 sm_scale, logits_soft_cap, window_left, return_lse, out_dtype,
                 None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.requires_grad),
@@ -293,6 +291,8 @@ class DecodePlan:
             lead: tuple[torch.Tensor, ...] = (q, o) if lse is None else (q, o, lse)
             if sinks is not None:
                 lead = (*lead, sinks)
+            if table.ranges is not None:
+                lead = (*lead, table.ranges)
             partial: tuple[torch.Tensor, ...] = ()
             if call.blocks:
                 partial = _allocate(call.blocks, call.counters, q.device)
@@ -394,7 +394,12 @@ class DecodePlan:
         soft_cap = check_finite_float("logits_soft_cap", logits_soft_cap)
         if soft_cap < 0:
             raise ValueError(f"logits_soft_cap must be 0 (off) or positive, got {logits_soft_cap}")
-        check_window("window_left", window_left)
+        window_left = check_window("window_left", window_left)
+        if table.ranges is not None and window_left >= 0:
+            raise ValueError(
+                f"window_left must be -1 for a page table with key_ranges, got {window_left}: the ranges say "
+                "which keys a window leaves out"
+            )
         if sinks is not None:
             check_dtype("sinks", sinks, _SINK_DTYPES)
             check_shape("sinks", sinks, (shape.num_qo_heads,))
@@ -439,7 +444,7 @@ class DecodePlan:
         rows = Rows(
             VARIES, VARIES, VARIES if return_lse or lse is not None else None,
             None if sinks is None else VARIES, q.stride(0), q.stride(1), token, head,
-            q.shape[1] if lse is None else lse.stride(0),
+            q.shape[1] if lse is None else lse.stride(0), None if table.ranges is None else VARIES,
         )  # fmt: skip
         k, v, k_descale, v_descale = (
             each if each.ptr is None else each._replace(ptr=VARIES) for each in bound[:4]
@@ -545,6 +550,7 @@ def _refuse_overlap(
         "q": q, "k": cache.k, "v": cache.v, "sinks": sinks, "k_descale": cache.k_descale,
         "v_descale": cache.v_descale, "page_ids": page_table.page_ids, "seq_lens": page_table.seq_lens,
         "kv_indptr": page_table.kv_indptr, "kv_last_page_len": page_table.kv_last_page_len,
+        "key_ranges": page_table.key_ranges,
     }  # fmt: skip
     if out is not None:
         check_no_overlap("out", out, **inputs, lse=lse)
@@ -559,7 +565,7 @@ def decode_shape(q: torch.Tensor, cache: PagedKVCache, page_table: PageTable) ->
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     _check_classes(q, cache, page_table)
-    check_table(page_table, cache)
+    check_table(page_table, cache, key_ranges=True)
     check_dtype("q", q, (torch.bfloat16, torch.float16))
     if q.dim() != 3:
         raise ValueError(f"q must have shape [batch * q_len, num_qo_heads, head_dim], got {tuple(q.shape)}")
@@ -570,6 +576,12 @@ def decode_shape(q: torch.Tensor, cache: PagedKVCache, page_table: PageTable) ->
         raise ValueError(f"q must have the cache's head_dim {cache.head_dim}, got {head_dim}")
     if (batch == 0 and num_tokens) or (batch and (num_tokens % batch or num_tokens == 0)):
         raise ValueError(f"q must have batch * q_len rows for batch {batch}, got {num_tokens}")
+    ranges = page_table.key_ranges
+    if ranges is not None and batch and ranges.shape[1] != num_tokens // batch:
+        raise ValueError(
+            f"key_ranges must have q_len = {num_tokens // batch} query tokens a sequence, "
+            f"got {ranges.shape[1]}"
+        )
     check_same_device(q=q, k=cache.k, v=cache.v, page_table=page_table.page_ids)
     shape = DecodeShape(
         batch=batch,
@@ -746,7 +758,7 @@ def plan_for_call(
     capacity = 1 << max(table.max_pages * page_table.page_size - 1, 0).bit_length()
     running = executor()
     key = (
-        q.shape, q.dtype, q.device, table.number, capacity, kind, batch_invariant,
+        q.shape, q.dtype, q.device, table.number, table.batch, capacity, kind, batch_invariant,
         None if running is None else running.target.name,
     )  # fmt: skip
     plan = _plans.get(key)

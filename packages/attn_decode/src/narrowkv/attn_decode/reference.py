@@ -47,6 +47,9 @@ def paged_decode_reference(
         key = torch.arange(kv_len, device=q.device)[None]
         position = (kv_len - q_len + torch.arange(q_len, device=q.device))[:, None]
         keep = key <= position
+        if page_table.key_ranges is not None:
+            begin, end = page_table.key_ranges[seq, :, :1], page_table.key_ranges[seq, :, 1:]
+            keep = (key >= begin) & (key < end)
         if window_left >= 0:
             keep &= key >= position - window_left
         s = s.masked_fill(~keep[:, None, None], -math.inf)
@@ -72,10 +75,24 @@ def paged_decode_reference(
     return (o, lse) if return_lse else o
 
 
-def merge_states_reference(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge_states` in float64."""
-    total = torch.logsumexp(lse.double(), 0)
-    weight = torch.exp(lse.double() - total.clamp_min(torch.finfo(torch.float64).min))
+def merge_states_reference(
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
+    lse_base: str = "e",
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    lse_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_states` in float64; the same arguments and results."""
+    unit = math.log(2.0) if lse_base == "2" else 1.0
+    natural = lse.double() * unit
+    total = torch.logsumexp(natural, 0)
+    denominator = total if sinks is None else torch.logaddexp(total, sinks.double().expand_as(total))
+    weight = torch.exp(natural - denominator.clamp_min(torch.finfo(torch.float64).min))
     weight = weight.masked_fill((lse == -math.inf), 0.0)
     merged = (weight[..., None] * o.double().masked_fill((lse == -math.inf)[..., None], 0.0)).sum(0)
-    return merged.to(o.dtype), total.float()
+    merged = merged.to(out_dtype or o.dtype) if out is None else out.copy_(merged)
+    total = (total / unit).float()
+    return merged, total if lse_out is None else lse_out.copy_(total)

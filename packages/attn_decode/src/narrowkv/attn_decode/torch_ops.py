@@ -15,7 +15,8 @@ from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, plan_of, spell, spel
 _INPUTS = (
     "Tensor q, "
     + CACHE_SCHEMA.format(a="", b="", c="", d="")
-    + ", Tensor page_ids, Tensor? kv_indptr, Tensor? kv_last_page_len, Tensor? seq_lens, Tensor? sinks, "
+    + ", Tensor page_ids, Tensor? kv_indptr, Tensor? kv_last_page_len, Tensor? seq_lens, Tensor? key_ranges, "
+    + "Tensor? sinks, "
     + OPTIONS_SCHEMA
 )
 
@@ -23,14 +24,15 @@ _INPUTS = (
 def _decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_descale: torch.Tensor | None,
     v_descale: torch.Tensor | None, page_ids: torch.Tensor, kv_indptr: torch.Tensor | None,
-    kv_last_page_len: torch.Tensor | None, seq_lens: torch.Tensor | None, sinks: torch.Tensor | None,
+    kv_last_page_len: torch.Tensor | None, seq_lens: torch.Tensor | None, key_ranges: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     *options: Any, **outputs: Any,
 ) -> Any:  # fmt: skip
     given = spelled(*options)
     cache = cache_from((k, v, k_descale, v_descale), given)
     table = PageTable(
         given.pop("kind"), page_ids, given.pop("page_size"), kv_indptr, kv_last_page_len, seq_lens,
-        given.pop("before_append"),
+        given.pop("before_append"), key_ranges,
     )  # fmt: skip
     given["plan"] = plan_of(given.pop("plan"))
     return paged_decode(q, cache, table, sinks=sinks, **given, **outputs)
@@ -94,7 +96,7 @@ def traced_decode(
     )
     inputs = (
         q, *cache_tensors(cache), page_table.page_ids, page_table.kv_indptr, page_table.kv_last_page_len,
-        page_table.seq_lens, sinks, *spec,
+        page_table.seq_lens, page_table.key_ranges, sinks, *spec,
     )  # fmt: skip
     if out is None and lse is None:
         o, sums = torch.ops.narrowkv.paged_decode(*inputs)

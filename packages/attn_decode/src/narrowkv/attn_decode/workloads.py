@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.quant.e4m3 import E4M3_NAN
 from narrowkv.quant.e8m0 import E8M0_NAN
 from narrowkv.quant.formats import Format, get_format
 from narrowkv.quant.quantize import cast_fp8, quantize_per_group
@@ -32,7 +33,8 @@ class DecodeWorkload:
         lens: tokens of each sequence.
         q_len: query tokens a sequence.
         num_kv_heads, gqa_ratio, head_dim: heads.
-        page_size, format: the cache; scale_group: channels per scale of FP4, None for one a head.
+        page_size, format: the cache; scale_group: channels per scale of FP4, None for one a head;
+            scale_format: how that is stored, "e8m0" or "e4m3".
         layout: of the cache, or "padded": NHD with strided heads and a storage offset.
         q_dtype: bf16 or fp16.
         granularity: of the descales that are not FP4's: "float" or one of the cache's.
@@ -52,6 +54,7 @@ class DecodeWorkload:
     layout: str = "NHD"
     format: str | CacheFormat = "fp8_e4m3fn"
     scale_group: int | None = None
+    scale_format: str = "e8m0"
     q_dtype: torch.dtype = torch.bfloat16
     granularity: str = "float"
     ragged: bool = False
@@ -91,7 +94,7 @@ class DecodeWorkload:
             keep = None if self.clean else used
             descale: float | torch.Tensor
             if fmt.kind == "fp4":
-                data, descale = _store_fp4(x, self.scale_group, keep)
+                data, descale = _store_fp4(x, self.scale_group, self.scale_format, keep)
                 kind = "token_head_group" if self.scale_group else "token_head"
             else:
                 descale, factor = self._descale(x, fmt, pages, random)
@@ -182,12 +185,13 @@ def _store(x: torch.Tensor, fmt: Format, used: torch.Tensor | None) -> torch.Ten
 
 
 def _store_fp4(
-    x: torch.Tensor, group: int | None, used: torch.Tensor | None
+    x: torch.Tensor, group: int | None, scale: str, used: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed FP4 and its E8M0 scales; those of slots that are not `used` are NaN."""
-    stored, scales = quantize_per_group(x, group or x.shape[-1])
+    """Packed FP4 and its scales; those of slots that are not `used` are NaN."""
+    rule = {"e8m0": "mse", "e4m3": "search"}[scale]
+    stored, scales = quantize_per_group(x, group or x.shape[-1], scale=scale, exponent=rule)
     if used is not None:
-        scales[~used] = E8M0_NAN
+        scales.view(torch.uint8)[~used] = {"e8m0": E8M0_NAN, "e4m3": E4M3_NAN}[scale]
     return stored, scales if group else scales[..., 0].contiguous()
 
 

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan, check_plan, plan_for_call
+from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan, check_plan
+from narrowkv.attn_prefill.planning import plan_for_call
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.runtime.launch.tracing import traceable
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from narrowkv.attn_prefill.calls import AppendOptions, PrefillOptions
+    from narrowkv.attn_prefill.plan import AppendOptions, PrefillOptions
 
 
 @traceable

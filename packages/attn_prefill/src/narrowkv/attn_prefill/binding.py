@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import triton.language as tl
@@ -15,26 +14,32 @@ from narrowkv.attn_prefill.kernels.dense import BF16_VALUE_EXPONENT
 from narrowkv.paged_cache import PagedKVCache, Rope
 from narrowkv.paged_cache.append import cache_pointers, rope_constants, storage_constants, store_of
 from narrowkv.paged_cache.kernels.pages import Descale, Stored
-from narrowkv.paged_cache.layouts import span_bytes
 from narrowkv.paged_cache.pointers import descale_pointers, packed_route, side_of
 from narrowkv.quant.device import widen_route, widening_exponent
+from narrowkv.runtime.identity import ByIdentity
+from narrowkv.runtime.spans import spans_of
 from narrowkv.runtime.targets import Target
 
 # What caches and queries of 16 bits are called.
 TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+# What of these structs differs from cache to cache.
+VARYING_CACHE = ("k", "v", "k_descale", "v_descale")
+VARYING_DESTINATION = ("k", "v", "k_number", "k_descale", "v_number", "v_descale")
 
 
 class Reading(NamedTuple):
     """How one kind of kernel reads a cache.
 
     Attributes:
-        cache: pointers and strides.
+        cache: pointers and strides; values: its tensors, None for an absent one.
         k, v: constants.
         k_scale, v_scale: what logits and output are multiplied by: descales that are numbers, and the powers
             of two that the conversion leaves out.
     """
 
     cache: Cache
+    values: tuple[torch.Tensor | None, ...]
     k: Stored
     v: Stored
     k_scale: float
@@ -48,7 +53,8 @@ class BoundCache(NamedTuple):
         in_loop: the cache for kernels that attend to its pages.
         to_scratch: the cache for kernels that widen its keys into the scratch, ahead of attention.
         k_descale, v_descale: of descales per head, for kernels that attend to the scratch.
-        destination: where new tokens are stored; None for a plan that does not append.
+        destination: where new tokens are stored, None for a plan that does not append; new_values: its
+            tensors and numbers, in the order of its fields.
         per_key: whether K and V have descales that differ from key to key.
         wide_address: offsets need 64 bits.
         spans: addresses that the cache and its descales take; written: those that an append writes.
@@ -62,17 +68,20 @@ class BoundCache(NamedTuple):
     k_descale: Descale
     v_descale: Descale
     destination: Destination | None
+    new_values: tuple[Any, ...]
     per_key: tuple[bool, bool]
     wide_address: bool
     spans: list[tuple[int, int]]
     written: tuple[tuple[int, int], ...]
+    hull: tuple[int, int]
+    num_pages: int
     batch: int | None
     number: int
     matrices: dict[int, Any]
 
 
 # By cache, and by what a plan's kernels read it as. An entry goes with its cache.
-BOUND_CACHES: WeakKeyDictionary[PagedKVCache, dict[Any, BoundCache]] = WeakKeyDictionary()
+_bound_caches: ByIdentity[dict[Any, BoundCache]] = ByIdentity()
 _numbers: dict[Any, int] = {}
 
 
@@ -83,7 +92,7 @@ def per_key(k_granularity: str, v_granularity: str) -> tuple[bool, bool]:
 
 
 def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: str | None) -> BoundCache:
-    """The cache as kernel arguments; `BOUND_CACHES` has it from then on under `(target.name, fp8, exponent)`.
+    """The cache as kernel arguments, found once.
 
     Args:
         cache: any cache; one that can be appended to if `exponent` is given.
@@ -92,6 +101,11 @@ def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: s
         exponent: of a plan that appends: how FP4 scales are chosen.
     """
     key = (target.name, fp8, exponent)
+    known = _bound_caches.get(id(cache))
+    if known is None:
+        known = _bound_caches.keep(cache, {})
+    if key in known:
+        return known[key]
     half = "bf16" not in (cache.format.k, cache.format.v)
     in_loop = _reading(cache, target, fp8, half, to_scratch=False)
     to_scratch = _reading(cache, target, fp8, True, to_scratch=True)
@@ -102,31 +116,32 @@ def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: s
         to_scratch = to_scratch._replace(k_scale=to_scratch.k_scale * power)
     written: tuple[tuple[int, int], ...] = ()
     destination = None
+    new_values: tuple[Any, ...] = ()
     if exponent is not None:
         k, v, k_descale, v_descale = cache_pointers(cache)
         destination = Destination(*k, *v, *k_descale, *v_descale)
+        new_values = tuple(getattr(destination, name) for name in VARYING_DESTINATION)
         written = store_of(cache).spans
     batch = None
     for value, kind in ((cache.k_descale, cache.k_granularity), (cache.v_descale, cache.v_granularity)):
         if kind == "sequence_head" and isinstance(value, torch.Tensor):
             batch = value.shape[0]
-    tensors = [t for t in (cache.k, cache.v, cache.k_descale, cache.v_descale) if isinstance(t, torch.Tensor)]
-    spans = [(t.data_ptr(), t.data_ptr() + span_bytes(t)) for t in tensors if t.numel()]
+    hull = (min(low for low, _ in written), max(high for _, high in written)) if written else (0, 0)
     signature = (
         in_loop.k, in_loop.v, to_scratch.k, to_scratch.v, cache.k_granularity, cache.v_granularity,
         cache.negative_zero_free, cache.needs_64_bit_addresses, batch, cache.k_strides,
         cache.k.data_ptr() % 16, to_scratch.k_scale == 1.0, cache.k.requires_grad or cache.v.requires_grad,
-        cache.k.device, key, storing_constants(cache, exponent, None) if exponent else None,
+        cache.num_pages, cache.k.device, key, storing_constants(cache, exponent, None) if exponent else None,
         (cache.num_pages + 1) * max(cache.k_strides.page, 1) < 2**31,
     )  # fmt: skip
     bound = BoundCache(
         in_loop, to_scratch, descale_pointers(cache.k_descale, cache.k_granularity)[2],
-        descale_pointers(cache.v_descale, cache.v_granularity)[2], destination,
+        descale_pointers(cache.v_descale, cache.v_granularity)[2], destination, new_values,
         per_key(cache.k_granularity, cache.v_granularity),
-        cache.needs_64_bit_addresses, spans, written, batch,
-        _numbers.setdefault(signature, len(_numbers)), {},
+        cache.needs_64_bit_addresses, spans_of(cache.k, cache.v, cache.k_descale, cache.v_descale), written,
+        hull, cache.num_pages, batch, _numbers.setdefault(signature, len(_numbers)), {},
     )  # fmt: skip
-    BOUND_CACHES.setdefault(cache, {})[key] = bound
+    known[key] = bound
     return bound
 
 
@@ -167,7 +182,9 @@ def _reading(
         descales += descale
         stored.append(Stored(name, packed_route(target, name, side, half), side.parts, strides.vec, mode))
         scales.append(factor * 2.0**power)
-    return Reading(Cache(*pointers, *descales), stored[0], stored[1], scales[0], scales[1])
+    found = Cache(*pointers, *descales)
+    values = tuple(getattr(found, name) for name in VARYING_CACHE)
+    return Reading(found, values, stored[0], stored[1], scales[0], scales[1])
 
 
 def storing_constants(cache: PagedKVCache, exponent: str, rope: Rope | None) -> Storing:

@@ -11,7 +11,7 @@ import torch
 from narrowkv.attn_decode.arguments import OUT_DTYPES
 from narrowkv.attn_prefill.config import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
-from narrowkv.paged_cache.append import EXPONENT_RULES, check_new_tokens
+from narrowkv.paged_cache.append import check_new_tokens
 from narrowkv.paged_cache.checks import check_table
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
 from narrowkv.quant.formats import get_format
@@ -150,7 +150,7 @@ def check_chunk(
     if rope is not None:
         check_instance("rope", rope, Rope)
         others |= {"rope.cos": rope.cos, "rope.sin": rope.sin, "rope.positions": rope.positions}
-    check_new_tokens(cache, k_new, v_new, rope, EXPONENT_RULES[0], validate=validate)
+    check_new_tokens(cache, k_new, v_new, rope, "mse", validate=validate)
     check_no_overlap("cache.k", cache.k, **others)
     check_no_overlap("cache.v", cache.v, **others)
     for name, descale, kind in _descales(cache):

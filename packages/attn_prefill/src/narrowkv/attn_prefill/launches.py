@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -24,11 +24,9 @@ from narrowkv.attn_prefill.kernels.dense import _dense_prefill_kernel, _widen_ke
 from narrowkv.attn_prefill.kernels.fused import _fused_prefill_kernel
 from narrowkv.attn_prefill.kernels.produce import _produce_kernel
 from narrowkv.attn_prefill.memory import Memory, Needs, append_blocks, has_v_units, key_type, power_of_two
+from narrowkv.attn_prefill.plan_base import PlanBase
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.runtime.launch import BoundLaunch
-
-if TYPE_CHECKING:
-    from narrowkv.attn_prefill.plan import PrefillPlan
 
 _QUANTISED_TOKENS = 32  # new tokens of a head that one program of a pipelined append quantises
 _PLACED_TILES = 8  # tiles that one program puts in their order
@@ -62,6 +60,28 @@ class Kind(NamedTuple):
     clean: bool
 
 
+class Numbers(NamedTuple):
+    """Sizes of a call, as kernels take them.
+
+    Attributes:
+        batch, num_tokens: sequences and query tokens; max_q_len: query tokens of a sequence at most.
+        max_keys, key_blocks: keys of a sequence in the scratch, and blocks of all sequences, at most.
+        num_blocks, num_groups: programs of a head that fill the scratch, and that store new tokens.
+        num_tiles: tiles of rows of a head at most.
+        num_splits: programs that share a tile's keys.
+    """
+
+    batch: int
+    num_tokens: int
+    max_q_len: int
+    max_keys: int
+    key_blocks: int
+    num_blocks: int
+    num_groups: int
+    num_tiles: int
+    num_splits: int
+
+
 @dataclass(frozen=True, eq=False)
 class Route:
     """The launches of calls of one kind with the same sizes.
@@ -72,31 +92,30 @@ class Route:
         attend, grid: the launch that attends.
         pipelined: whether `kernels/pipelined.py` attends.
         in_pages: K is copied out of its pages.
-        sizes: batch, query tokens, query tokens of a sequence at most.
-        bounds: keys of a sequence in the scratch, and blocks of all sequences, at most.
-        counts: numbers of programs and tiles, as the first launch takes them.
-        num_tiles: tiles of rows of a head at most.
+        numbers: sizes.
         p_scale: what the output is still to be divided by.
         memory: the plan's, or what each call allocates.
     """
 
     config: PrefillConfig
     fill: BoundLaunch | None
-    fill_grid: tuple[int]
+    fill_grid: tuple[int, int, int]
     attend: BoundLaunch
-    grid: tuple[int, ...]
+    grid: tuple[int, int, int]
     pipelined: bool
     in_pages: bool
-    sizes: tuple[int, int, int]
-    bounds: tuple[int, int]
-    counts: tuple[int, ...]
-    num_tiles: int
+    numbers: Numbers
     p_scale: float
     memory: Memory | Needs
 
+    @property
+    def staged(self) -> bool:
+        """Whether attention reads the scratch."""
+        return self.config.kernel not in ("paged", "fused")
+
 
 def make_route(
-    plan: PrefillPlan, shape: PrefillShape, config: PrefillConfig, cache: PagedKVCache, bound: BoundCache,
+    plan: PlanBase, shape: PrefillShape, config: PrefillConfig, cache: PagedKVCache, bound: BoundCache,
     kind: Kind,
 ) -> Route:  # fmt: skip
     """The launches of a call of this shape, configuration and kind."""
@@ -123,7 +142,7 @@ class _Maker:
     """Makes the route of one configuration."""
 
     def __init__(
-        self, plan: PrefillPlan, shape: PrefillShape, config: PrefillConfig, bound: BoundCache, kind: Kind,
+        self, plan: PlanBase, shape: PrefillShape, config: PrefillConfig, bound: BoundCache, kind: Kind,
         folded: bool,
     ) -> None:  # fmt: skip
         self.plan, self.shape, self.config, self.bound, self.kind = plan, shape, config, bound, kind
@@ -145,18 +164,18 @@ class _Maker:
         constants: dict[str, Any] = {"SIZES": self.sizes, "K": reading.k, "V": reading.v}
         kernel: Any = _fused_prefill_kernel
         programs = self.num_tiles * shape.num_kv_heads
-        grid: tuple[int, ...] = (programs, 1, config.num_splits)
-        counts: tuple[int, ...] = (config.num_splits,)
+        grid = (programs, 1, config.num_splits)
+        num_blocks = 0
         if self.appends:
             kernel = _prefill_append_kernel
             constants |= {"STORING": self.kind.storing, "WIDENED": self._widened(staged, staged)}
             num_blocks = append_blocks(shape, config.scratch_block, staged=staged)
-            grid = (programs * config.num_splits + num_blocks * shape.num_kv_heads,)
-            counts = (num_blocks, self.num_tiles, config.num_splits)
+            grid = (programs * config.num_splits + num_blocks * shape.num_kv_heads, 1, 1)
         rules = self._staged_rules() if staged else self._paged_rules(reading.v.parts)
         constants |= {"RULES": rules, "BLOCKS": self.blocks}
         attend = self.plan.bound_launch(kernel, constants, config.options)
-        return self._route(None, (0,), attend, grid, counts, p_scale=rules.p_scale)
+        numbers = self._numbers(num_blocks, staged=staged)
+        return self._route(None, (0, 1, 1), attend, grid, numbers, p_scale=rules.p_scale)
 
     def two_launches(self, pipelined: bool, in_pages: bool) -> Route:
         """One launch widens keys into the scratch, and stores new tokens; the next attends."""
@@ -175,35 +194,41 @@ class _Maker:
         )
         kernel: Any = _widen_kernel
         options = widen_options(target, shape.head_dim, config.scratch_block)
-        counts: tuple[int, ...] = (self.key_blocks, self.num_tiles)
-        programs = self.key_blocks
+        num_blocks, num_groups = self.key_blocks, 0
         if self.appends:
             kernel = _produce_kernel
             constants["STORING"] = kind.storing
             options = produce_options(target, shape.head_dim, config.scratch_block)
             num_blocks = append_blocks(shape, config.scratch_block, staged=True)
             num_groups = append_blocks(shape, _QUANTISED_TOKENS, staged=False)
-            counts, programs = (num_groups, num_blocks, self.num_tiles), num_groups + num_blocks
         fill = self.plan.bound_launch(kernel, constants, options)
-        fill_grid = (programs * shape.num_kv_heads + -(-self.num_tiles // _PLACED_TILES),)
+        programs = (num_groups + num_blocks) * shape.num_kv_heads + -(-self.num_tiles // _PLACED_TILES)
         attend, grid = self._pipelined(in_pages) if pipelined else self._dense()
         return self._route(
-            fill, fill_grid, attend, grid, counts, pipelined=pipelined, in_pages=in_pages
+            fill, (programs, 1, 1), attend, grid, self._numbers(num_blocks, num_groups),
+            pipelined=pipelined, in_pages=in_pages,
         )  # fmt: skip
 
     def _route(
-        self, fill: BoundLaunch | None, fill_grid: tuple[int], attend: BoundLaunch, grid: tuple[int, ...],
-        counts: tuple[int, ...], *, pipelined: bool = False, in_pages: bool = False, p_scale: float = 1.0,
+        self, fill: BoundLaunch | None, fill_grid: tuple[int, int, int], attend: BoundLaunch,
+        grid: tuple[int, int, int], numbers: Numbers, *, pipelined: bool = False, in_pages: bool = False,
+        p_scale: float = 1.0,
     ) -> Route:  # fmt: skip
-        shape = self.shape
+        plan, config = self.plan, self.config
         return Route(
-            self.config, fill, fill_grid, attend, grid, pipelined, in_pages,
-            (shape.batch, shape.num_tokens, shape.max_q_len), (shape.max_seq_len, self.key_blocks), counts,
-            self.num_tiles, p_scale,
-            self.plan.memory(self.config) or self.plan.needs(shape, self.config, exact=True),
+            config, fill, fill_grid, attend, grid, pipelined, in_pages, numbers, p_scale,
+            plan.memory(config) or plan.needs(self.shape, config, exact=True),
         )  # fmt: skip
 
-    def _dense(self) -> tuple[BoundLaunch, tuple[int, ...]]:
+    def _numbers(self, num_blocks: int, num_groups: int = 0, *, staged: bool = True) -> Numbers:
+        shape = self.shape
+        bounds = (shape.max_seq_len, self.key_blocks) if staged else (0, 0)
+        return Numbers(
+            shape.batch, shape.num_tokens, shape.max_q_len, *bounds, num_blocks, num_groups, self.num_tiles,
+            self.config.num_splits,
+        )  # fmt: skip
+
+    def _dense(self) -> tuple[BoundLaunch, tuple[int, int, int]]:
         """Attention over the scratch in plain Triton."""
         config, plan, kind, reading = self.config, self.plan, self.kind, self.bound.to_scratch
         # The old keys' descale of a head is among their blocks' factors, where these have any.
@@ -231,7 +256,7 @@ class _Maker:
         fp8 = self.config.fp8
         return TRITON_TYPES[self.key_type] if fp8 is None else getattr(tl, triton_fp8(fp8))
 
-    def _pipelined(self, in_pages: bool) -> tuple[BoundLaunch, tuple[int, ...]]:
+    def _pipelined(self, in_pages: bool) -> tuple[BoundLaunch, tuple[int, int, int]]:
         """Attention over the scratch in Hopper's own kernel: as many programs as the device has units."""
         from narrowkv.attn_prefill.kernels.pipelined import PipelinedRules, _pipelined_prefill_kernel
 
@@ -254,7 +279,7 @@ class _Maker:
         constants = {"SIZES": self.sizes, "RULES": rules}
         items = self.num_tiles * self.shape.num_kv_heads * config.num_splits
         attend = self.plan.bound_launch(_pipelined_prefill_kernel, constants, config.options)
-        return attend, (min(items, units_of(self.plan.target)),)
+        return attend, (min(items, units_of(self.plan.target)), 1, 1)
 
     def _v_in_units(self) -> bool:
         return has_v_units(self.plan.v_format, appends=self.appends, k_in_pages=self.config.k_in_pages)

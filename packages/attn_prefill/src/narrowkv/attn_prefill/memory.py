@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from narrowkv.attn_decode.arguments import zeroed_counters
 from narrowkv.attn_decode.kernels import Workspace as Partials
 from narrowkv.attn_prefill.config import PrefillConfig, PrefillShape, partial_programs
 from narrowkv.attn_prefill.kernels.arguments import AppendWorkspace, Scratch
 from narrowkv.runtime.launch import Workspace
+from narrowkv.runtime.launch.workspace import MOST_COUNTERS
 from narrowkv.runtime.targets import Target
 
 Blocks = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -108,6 +110,21 @@ class Needs:
             found["arrived"] = tiles if self.exact or self.num_splits else min(tiles, most)
         return found
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors."""
+        return (*self.blocks, *self.counters)
+
+    @property
+    def rows(self) -> int:
+        """Rows of scratch that a head has, 0 without scratch."""
+        return self.blocks["k"][0][1] if "k" in self.blocks else 0
+
+    @property
+    def has_descriptors(self) -> bool:
+        """Whether kernels load the scratch by tensor descriptors."""
+        return self.config.tma and "k" in self.blocks
+
     def _least_rows(self) -> int:
         """The fewest rows that a tile of rows can have."""
         return self.config.block_m if self.exact else 16
@@ -127,35 +144,59 @@ class Needs:
         return min(rows * splits, partial_programs(self.target, 2) * largest) if splits > 1 else 0
 
 
-def make_memory(needs: Needs, workspace: Workspace | None, device: torch.device) -> Memory:
-    """Memory in a workspace, or of its own."""
+def make_memory(needs: Needs, workspace: Workspace) -> Memory:
+    """Memory in a workspace."""
     blocks, counts = needs.blocks, needs.counters
-    total = sum(_apart(count) for count in counts.values())
-    if workspace is None:
-        tensors = {
-            name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in blocks.items()
-        }
-        counters = torch.zeros(total, dtype=torch.int32, device=device) if total else None
-    else:
-        tensors = dict(zip(blocks, workspace.carve(list(blocks.values())), strict=True))
-        counters = workspace.counters(total) if total else None
-    begin = 0
-    for name, count in counts.items():
-        assert counters is not None
-        tensors[name] = counters[begin : begin + count]
-        begin += _apart(count)
+    tensors = dict(zip(blocks, workspace.carve(list(blocks.values())), strict=True))
+    if counts:
+        tensors |= _divided(workspace.counters(_together(counts)), counts)
+    return memory_of(needs, tensors, needs.rows, _descriptors(needs.config, tensors))
+
+
+def allocate(needs: Needs, device: torch.device) -> tuple[Any, ...]:
+    """Memory of one call: every tensor in the order of `names`, rows of a head, both descriptors."""
+    blocks, counts = needs.blocks, needs.counters
+    tensors = {
+        name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in blocks.items()
+    }
+    if counts:
+        total = _together(counts)
+        # What the launch that fills the scratch leaves for the one that attends is no other call's.
+        own = "unusual" in counts or total > MOST_COUNTERS
+        counters = (
+            torch.zeros(total, dtype=torch.int32, device=device) if own else zeroed_counters(total, device)
+        )
+        tensors |= _divided(counters, counts)
+    return *tensors.values(), needs.rows, *_descriptors(needs.config, tensors)
+
+
+def memory_of(needs: Needs, tensors: dict[str, Any], rows: Any, descriptors: tuple[Any, Any]) -> Memory:
+    """What launches are told of these tensors, or of what stands for them."""
     part = tensors.get
     scratch = None
     if "k" in tensors:
         scratch = Scratch(
             tensors["k"], tensors["v"], part("k_factor"), part("v_factor"), part("k_unit"), part("v_unit"),
-            part("unusual"), part("starts"), tensors["schedule"], tensors["k"].shape[1], None, None,
+            part("unusual"), part("starts"), tensors["schedule"], rows, None, None,
         )  # fmt: skip
     # Kernels that do not split are compiled without.
     splits = needs.config.num_splits > 1
     partials = Partials(*(part(name) if splits else None for name in ("acc", "ml", "arrived")))
-    workspace_of_append = AppendWorkspace(*partials, part("ready"), part("left"))
-    return Memory(scratch, partials, workspace_of_append, _descriptors(needs.config, tensors), tensors)
+    workspace = AppendWorkspace(*partials, part("ready"), part("left"))
+    return Memory(scratch, partials, workspace, descriptors, tensors)
+
+
+def _together(counts: dict[str, int]) -> int:
+    return sum(_apart(count) for count in counts.values())
+
+
+def _divided(counters: torch.Tensor, counts: dict[str, int]) -> dict[str, torch.Tensor]:
+    """The counters of each kind."""
+    found, begin = {}, 0
+    for name, count in counts.items():
+        found[name] = counters[begin : begin + count]
+        begin += _apart(count)
+    return found
 
 
 def _descriptors(config: PrefillConfig, tensors: dict[str, torch.Tensor]) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ class PrefillWorkload:
     Attributes:
         q_lens: query tokens of each sequence; lens: keys of each, the new ones included.
         num_kv_heads, gqa_ratio, head_dim: heads.
-        page_size, layout, format, scale_group: the cache.
+        page_size, layout, format, scale_group, scale_format: the cache.
         q_dtype: bf16 or fp16, or FP8.
         granularity: of the descales that are not FP4's: "float" or one of the cache's.
         ragged: FlashInfer-style metadata instead of a block table.
@@ -37,6 +37,7 @@ class PrefillWorkload:
     layout: str = "NHD"
     format: str | CacheFormat = "fp8_e4m3fn"
     scale_group: int | None = None
+    scale_format: str = "e8m0"
     q_dtype: torch.dtype = torch.bfloat16
     granularity: str = "float"
     ragged: bool = False
@@ -54,6 +55,7 @@ class PrefillWorkload:
             layout=self.layout,
             format=self.format,
             scale_group=self.scale_group,
+            scale_format=self.scale_format,
             granularity=self.granularity,
             ragged=self.ragged,
             clean=self.clean,

@@ -6,11 +6,13 @@ The model runs on a GPU if the engine finds one, else on the CPU through Triton'
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from narrowkv.engines.tiny import tiny_model
@@ -19,18 +21,23 @@ from narrowkv.runtime.errors import check_choice
 __all__ = [
     "CACHES",
     "ENGINES",
+    "OWN",
+    "PROMPT",
     "Trial",
+    "Watch",
+    "compared",
     "try_engine",
 ]
 
-ENGINES = ("transformers", "vllm")
+ENGINES = ("transformers", "vllm", "sglang")
 # What each engine calls the caches that are tried, the 16-bit one first.
 CACHES = {
     "transformers": ("bf16", "fp8_e4m3fn", "fp4_e2m1"),
     "vllm": ("auto", "fp8", "fp8_per_token_head", "ultraquant_4bit"),
+    "sglang": ("auto", "fp8_e4m3"),
 }
-_OWN = "engine's own"
-_PROMPT = (5, 6, 7, 8, 9, 10, 11, 12, 13)
+OWN = "engine's own"
+PROMPT = (5, 6, 7, 8, 9, 10, 11, 12, 13)
 
 
 @dataclass(frozen=True)
@@ -83,20 +90,30 @@ def try_engine(
     check_choice("engine", engine, ENGINES)
     for cache in caches:
         check_choice("caches", cache, CACHES[engine])
-    run = _with_transformers if engine == "transformers" else _with_vllm
+    if engine == "sglang":
+        from narrowkv.engines.trial_sglang import trials as run
+    else:
+        run = _with_transformers if engine == "transformers" else _with_vllm
     return list(run(model, list(caches) or list(CACHES[engine]), tokens))
 
 
-class _Watch:
-    """Counts and times narrowkv's operations where an adapter looks them up."""
+class Watch:
+    """Counts and times narrowkv's operations where an adapter looks them up.
 
-    def __init__(self, *modules: Any) -> None:
-        self.modules = modules
+    Args:
+        *modules: those that call the operations.
+        path: a file for the counts and seconds, as JSON, written after each call: an engine may end the
+            process at any time.
+    """
+
+    def __init__(self, *modules: Any, path: Path | None = None) -> None:
+        self.modules, self.path = modules, path
         self.calls: dict[str, int] = {}
         self.spent: dict[str, float] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
+        """Counts while the block runs."""
         found = [
             (module, name, getattr(module, name))
             for module in self.modules
@@ -118,6 +135,8 @@ class _Watch:
             _wait()
             self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - begun
             self.calls[name] = self.calls.get(name, 0) + 1
+            if self.path is not None:
+                self.path.write_text(json.dumps([self.calls, self.spent]))
             return result
 
         return call
@@ -130,17 +149,25 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def _trial(
-    cache: str, own: tuple[list[int], dict[int, float]] | None, tokens: list[int], chances: dict[int, float],
-    seconds: float, watch: _Watch | None,
+def compared(
+    cache: str, own: tuple[list[int], dict[int, float]], tokens: list[int], chances: dict[int, float],
+    seconds: float, *, calls: dict[str, int] | None = None, spent: dict[str, float] | None = None,
 ) -> Trial:  # fmt: skip
-    expected, own_chances = (tokens, chances) if own is None else own
+    """A generation beside the engine's own.
+
+    Args:
+        cache: the cache's dtype, or `OWN`.
+        own: tokens and log-probabilities by the engine's own attention.
+        tokens: the greedy tokens.
+        chances: log-probabilities of the first new token.
+        seconds: of the whole generation.
+        calls, spent: of a `Watch`.
+    """
+    expected, own_chances = own
     same = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b), len(tokens))
     shared = chances.keys() & own_chances.keys()
     difference = max((abs(chances[t] - own_chances[t]) for t in shared), default=float("nan"))
-    if watch is None:
-        return Trial(cache, tokens, same, difference, seconds)
-    return Trial(cache, tokens, same, difference, seconds, watch.spent, watch.calls)
+    return Trial(cache, tokens, same, difference, seconds, spent or {}, calls or {})
 
 
 def _with_transformers(name: str, caches: list[str], count: int) -> Iterator[Trial]:
@@ -151,7 +178,7 @@ def _with_transformers(name: str, caches: list[str], count: int) -> Iterator[Tri
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = tiny_model(name).to(device)
-    prompt = torch.tensor([_PROMPT], device=device)
+    prompt = torch.tensor([PROMPT], device=device)
 
     def generate(narrow_cache: Any) -> tuple[list[int], dict[int, float], float]:
         begun = time.perf_counter()
@@ -162,20 +189,17 @@ def _with_transformers(name: str, caches: list[str], count: int) -> Iterator[Tri
         _wait()
         seconds = time.perf_counter() - begun
         chances = dict(enumerate(out.logits[0][0].float().log_softmax(-1).tolist()))
-        return out.sequences[0, len(_PROMPT) :].tolist(), chances, seconds
+        return out.sequences[0, len(PROMPT) :].tolist(), chances, seconds
 
-    tokens, chances, seconds = generate(None)
-    own = tokens, chances
-    yield _trial(_OWN, None, tokens, chances, seconds, None)
+    own = generate(None)
+    yield compared(OWN, own[:2], *own)
     narrow.register()
     model.set_attn_implementation(narrow.NAME)
     for kind in caches:
-        watch = _Watch(attention, cache)
+        watch = Watch(attention, cache)
         with watch.watching():
-            tokens, chances, seconds = generate(
-                narrow.NarrowCache(model.config, max_length=len(_PROMPT) + count, format=kind)
-            )
-        yield _trial(kind, own, tokens, chances, seconds, watch)
+            found = generate(narrow.NarrowCache(model.config, max_length=len(PROMPT) + count, format=kind))
+        yield compared(kind, own[:2], *found, calls=watch.calls, spent=watch.spent)
 
 
 def _with_vllm(name: str, caches: list[str], count: int) -> Iterator[Trial]:
@@ -187,6 +211,7 @@ def _with_vllm(name: str, caches: list[str], count: int) -> Iterator[Trial]:
     from vllm.v1.attention import selector
 
     import narrowkv.engines.vllm as narrow
+    from narrowkv.engines import steps
     from narrowkv.engines.vllm import backend
 
     on_cpu = current_platform.is_cpu()
@@ -203,7 +228,7 @@ def _with_vllm(name: str, caches: list[str], count: int) -> Iterator[Trial]:
             max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, logprobs=5
         )
         begun = time.perf_counter()
-        (output,) = llm.generate([{"prompt_token_ids": list(_PROMPT)}], settings, use_tqdm=False)
+        (output,) = llm.generate([{"prompt_token_ids": list(PROMPT)}], settings, use_tqdm=False)
         seconds = time.perf_counter() - begun
         first = output.outputs[0]
         del llm
@@ -212,13 +237,12 @@ def _with_vllm(name: str, caches: list[str], count: int) -> Iterator[Trial]:
 
     with tempfile.TemporaryDirectory() as folder:
         tiny_model(name, num_layers=6).save_pretrained(folder)
-        tokens, chances, seconds = generate(folder, "auto")
-        own = tokens, chances
-        yield _trial(_OWN, None, tokens, chances, seconds, None)
+        own = generate(folder, "auto")
+        yield compared(OWN, own[:2], *own)
         narrow.register(cpu=on_cpu)
         chosen = {} if on_cpu else {"attention_backend": "CUSTOM"}
         for kind in caches:
-            watch = _Watch(backend)
+            watch = Watch(backend, steps)
             with watch.watching():
-                tokens, chances, seconds = generate(folder, kind, **chosen)
-            yield _trial(kind, own, tokens, chances, seconds, watch)
+                found = generate(folder, kind, **chosen)
+            yield compared(kind, own[:2], *found, calls=watch.calls, spent=watch.spent)

@@ -9,7 +9,7 @@ import torch
 
 from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.paged_cache.checks import layout_hint
-from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, SCALE_GROUP
+from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, SCALE_GROUP, check_exponent
 from narrowkv.paged_cache.kernels.append import DescalePointers, NewTokens, RopePointers, _append_kernel
 from narrowkv.paged_cache.kernels.pages import KVPointers
 from narrowkv.quant.formats import get_format
@@ -30,8 +30,8 @@ from narrowkv.runtime.errors import (
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import VARIES, BoundLaunch, FixedLaunch, LaunchOptions
 from narrowkv.runtime.launch.tracing import traceable
+from narrowkv.runtime.spans import spans_of
 
-EXPONENT_RULES = ("mse", "floor", "ceil")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _OPTIONS = LaunchOptions(num_warps=1, num_stages=1, enable_fp_fusion=False)
 _MAX_PREPARED = 256  # launches that are kept; a server needs a few
@@ -102,16 +102,23 @@ class _Prepared(NamedTuple):
     v_row: int
 
 
-class _BoundRope(NamedTuple):
-    """A rotary embedding as a kernel argument: `kind` is the same for all with the same metadata."""
+class BoundRope(NamedTuple):
+    """A rotary embedding as a kernel argument.
+
+    Attributes:
+        kind: the same for all whose tensors have the same metadata, but for the number of tokens.
+        tokens: how many there are.
+        tensors: cos, sin and positions; spans: addresses that they take.
+    """
 
     kind: int
     tokens: int
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    spans: list[tuple[int, int]]
 
 
 _stores: ByIdentity[Store] = ByIdentity()
-_ropes: ByIdentity[_BoundRope] = ByIdentity()
+BOUND_ROPES: ByIdentity[BoundRope] = ByIdentity()
 _kinds: dict[Any, int] = {}
 _prepared: dict[Any, _Prepared] = {}
 
@@ -201,7 +208,7 @@ def check_new_tokens(
                 f"got {list(new.shape)}{hint}"
             )
         check_last_dim_contiguous(name, new)
-    check_choice("exponent", exponent, EXPONENT_RULES)
+    check_exponent(exponent, cache.k_descale, cache.v_descale)
     check_shape("v_new", v_new, tuple(k_new.shape))
     check_same_device(k=cache.k, k_new=k_new, v_new=v_new)
     check_no_grad(k_new=k_new, v_new=v_new)
@@ -315,7 +322,7 @@ def _key(
     k_new: torch.Tensor,
     v_new: torch.Tensor,
     slot_mapping: torch.Tensor,
-    rope: _BoundRope | None,
+    rope: BoundRope | None,
     k_offset: torch.Tensor | None,
     exponent: str,
 ) -> Any:
@@ -342,16 +349,18 @@ def _metadata(x: torch.Tensor) -> tuple[Any, ...]:
     return type(x), x.dtype, x.shape, x.stride(), x.device, x.requires_grad
 
 
-def _bind_rope(rope: Rope) -> _BoundRope:
+def bind_rope(rope: Rope) -> BoundRope:
+    """The rotary embedding as a kernel argument; `BOUND_ROPES` has it from then on."""
     positions = rope.positions
     kind = (
         rope.style, _metadata(rope.cos), _metadata(rope.sin), type(positions), positions.dtype,
         positions.stride(), positions.device,
     )  # fmt: skip
-    bound = _BoundRope(
-        _kinds.setdefault(kind, len(_kinds)), positions.shape[0], (rope.cos, rope.sin, positions)
-    )
-    return _ropes.keep(rope, bound)
+    bound = BoundRope(
+        _kinds.setdefault(kind, len(_kinds)), positions.shape[0], (rope.cos, rope.sin, positions),
+        spans_of(rope.cos, rope.sin, positions),
+    )  # fmt: skip
+    return BOUND_ROPES.keep(rope, bound)
 
 
 @traceable
@@ -375,7 +384,7 @@ def append(
     Args:
         cache: written in place; bytes of other slots do not change. Static descales (float, `[1]`,
             `[num_kv_heads]`) are applied as they are (stored = saturate(x / descale)); a per token-head
-            descale tensor gets the new tokens' own, and so do the E8M0 scales of FP4.
+            descale tensor gets the new tokens' own, and so do the E8M0 or E4M3 scales of FP4.
         k_new, v_new: `[tokens, num_kv_heads, head_dim]`, bf16, fp16 or fp32, last dimension contiguous, not
             within the cache's own memory.
         slot_mapping: `[tokens]` int32 or int64, any stride, `page * page_size + position in the page`; -1
@@ -384,7 +393,7 @@ def append(
         rope: rotary embedding of K.
         k_offset: `[num_kv_heads, head_dim]` fp32, subtracted from K after RoPE (`narrowkv.quant.transforms`).
         exponent: FP4: how a group's scale is chosen: "mse" (least squared error), "floor" (OCP MX) or "ceil"
-            (nothing saturates); see `narrowkv.quant.e8m0`.
+            (nothing saturates); see `narrowkv.quant.e8m0`. E4M3 scales have "mse" only.
         validate: also check the values of slots (in range, none twice), descales and positions, which waits
             for the device.
 
@@ -399,12 +408,12 @@ def append(
         2.0
     """
     store, key, prepared, met = _stores.get(id(cache)), None, None, True
-    bound_rope = None if rope is None else _ropes.get(id(rope))
+    bound_rope = None if rope is None else BOUND_ROPES.get(id(rope))
     tokens = 0
     if store is not None:
         try:
             if rope is not None and bound_rope is None:
-                bound_rope = _bind_rope(check_instance("rope", rope, Rope))
+                bound_rope = bind_rope(check_instance("rope", rope, Rope))
             key = _key(store, k_new, v_new, slot_mapping, bound_rope, k_offset, exponent)
             prepared = _prepared.get(key)
             if prepared is not None:
@@ -421,7 +430,7 @@ def append(
         check_append(cache, k_new, v_new, slot_mapping, rope, k_offset, exponent, validate)
         store = store_of(cache)
         if rope is not None and bound_rope is None:
-            bound_rope = _bind_rope(rope)
+            bound_rope = bind_rope(rope)
         key = _key(store, k_new, v_new, slot_mapping, bound_rope, k_offset, exponent)
         prepared = _prepared.get(key)
         if prepared is None:
@@ -518,6 +527,8 @@ def _side_constants(cache: PagedKVCache) -> dict[str, Any]:
         fmt = get_format(name)
         if isinstance(descale, torch.Tensor):
             scaling = "token" if kind in PER_TOKEN_GRANULARITIES else "tensor"
+            if descale.dtype == torch.float8_e4m3fn:
+                scaling = "token_e4m3"
         else:
             scaling = "one" if fmt.kind == "float" and descale == 1.0 else "number"
         constants |= {
@@ -534,5 +545,6 @@ def _descale_pointers(value: float | torch.Tensor, kind: str) -> DescalePointers
     if not isinstance(value, torch.Tensor):
         return DescalePointers(float(value), None, 0, 0, 0)
     if kind in PER_TOKEN_GRANULARITIES:
+        value = value.view(torch.uint8) if value.dtype == torch.float8_e4m3fn else value
         return DescalePointers(1.0, value, value.stride(0), value.stride(1), value.stride(2))
     return DescalePointers(1.0, value, 0, 0, value.stride(0) if kind == "head" else 0)

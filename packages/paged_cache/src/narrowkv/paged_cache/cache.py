@@ -11,10 +11,12 @@ import torch
 from narrowkv.paged_cache.convert import descale_for, largest_per_head, page_chunks, store_pages
 from narrowkv.paged_cache.descales import (
     PER_PAGE_GRANULARITIES,
-    SCALE_GROUP,
     CacheSide,
     check_descale,
+    check_exponent,
+    check_fp4_scales,
     descale_or_one,
+    fp4_scales_of_one,
     page_factor,
 )
 from narrowkv.paged_cache.formats import CacheFormat
@@ -29,9 +31,7 @@ from narrowkv.paged_cache.layouts import (
     strides_of,
     zeros,
 )
-from narrowkv.quant.e8m0 import E8M0_BIAS
 from narrowkv.quant.formats import check_storage, get_format
-from narrowkv.quant.groups import EXPONENT_RULES
 from narrowkv.quant.rounding import decode
 from narrowkv.runtime.errors import check_choice, check_positive_int, check_same_device, check_tensor
 
@@ -60,10 +60,11 @@ class PagedKVCache:
             FP4 halves the last axis: uint8, element 2i in the low nibble.
         num_pages, page_size, num_kv_heads, head_dim: sizes of the logical cache.
         k_descale, v_descale: what stored numbers are multiplied by: a float, or an fp32 tensor; for FP4 a
-            uint8 tensor of E8M0 scales.
+            tensor of E8M0 scales (uint8) or E4M3 scales (float8_e4m3fn).
         k_granularity, v_granularity: what a descale tensor's axes are: "tensor" `[1]`, "head" `[H]`,
             "sequence_head" `[batch, H]`, "page_head" `[num_pages, H]`, "token_head" `[num_pages, page_size,
-            H]`, "token_head_group" `[num_pages, page_size, H, head_dim / 32]`. FP4 has one of the last two.
+            H]`, "token_head_group" `[num_pages, page_size, H, head_dim / 32]`. FP4 has one of the last two,
+            with E4M3 scales "token_head".
         negative_zero_free: whether no FP8 byte is 0x80 or a NaN code, which holds for finite numbers that
             narrowkv wrote. It allows OCP bytes to be read faster on gfx942.
     """
@@ -86,10 +87,8 @@ class PagedKVCache:
         """Checks the descales, which `dataclasses.replace` may have changed."""
         sizes = self.num_pages, self.page_size, self.num_kv_heads, self.head_dim
         for side in self.sides():
-            check_descale(
-                f"{side.name}_descale", side.descale, side.granularity, side.format, sizes, self.k.device,
-                validate=False,
-            )  # fmt: skip
+            name = f"{side.name}_descale"
+            check_descale(name, side.descale, side.granularity, side.format, sizes, self.k.device, False)
 
     def sides(self) -> tuple[CacheSide, CacheSide]:
         """K and V, each with its format and descale."""
@@ -111,6 +110,7 @@ class PagedKVCache:
         k_descale: float | torch.Tensor = 1.0,
         v_descale: float | torch.Tensor = 1.0,
         scale_group: int | None = None,
+        scale_format: str = "e8m0",
         device: torch.device | str = "cpu",
     ) -> PagedKVCache:
         """Allocates a cache of zeros.
@@ -119,8 +119,10 @@ class PagedKVCache:
             num_pages, page_size, num_kv_heads, head_dim: sizes; any page size >= 1.
             format: a format name or a `CacheFormat` pair.
             layout: one of the layouts above; "concat" allocates one tensor with K|V on the last axis.
-            k_descale, v_descale: static descales for `append`; FP4 sides get E8M0 scales of 1.0 instead.
+            k_descale, v_descale: static descales for `append`; FP4 sides get scales of 1.0 instead.
             scale_group: FP4: channels per E8M0 scale, 32 or None for one scale per position and head.
+            scale_format: FP4: "e8m0" (powers of two), or "e4m3" for one E4M3 scale per position and head,
+                which is the same byte and half the error; see `narrowkv.quant.e4m3`.
             device: where.
 
         Raises:
@@ -145,17 +147,10 @@ class PagedKVCache:
             raise ValueError(f"page_size must be 1 for layout 'tokens', got {page_size}")
         formats = get_format(parsed.k), get_format(parsed.v)
         fp4 = [fmt.kind == "fp4" for fmt in formats]
-        if scale_group is not None:
-            if scale_group != SCALE_GROUP or not any(fp4) or head_dim % SCALE_GROUP:
-                raise ValueError(
-                    f"scale_group must be None, or {SCALE_GROUP} for an fp4_e2m1 cache with head_dim a "
-                    f"multiple of it, got {scale_group!r} for {parsed} with head_dim {head_dim}"
-                )
-        scales: tuple[int, ...] = (num_pages, page_size, num_kv_heads)
-        if scale_group is not None:
-            scales = (*scales, head_dim // scale_group)
+        sizes = (num_pages, page_size, num_kv_heads, head_dim)
+        check_fp4_scales(scale_group, scale_format, parsed, head_dim)
         k_descale, v_descale = (
-            torch.full(scales, E8M0_BIAS, dtype=torch.uint8, device=device) if packed else given
+            fp4_scales_of_one(sizes, scale_group, scale_format, device) if packed else given
             for packed, given in zip(fp4, (k_descale, v_descale), strict=True)
         )
         if layout == "concat":
@@ -193,8 +188,9 @@ class PagedKVCache:
             format: what the bytes are. Required: it is never guessed.
             layout: see the class.
             k_descale, v_descale: float, or fp32 tensor of a shape that tells its granularity; for FP4 uint8
-                E8M0 scales `[num_pages, page_size, H]` or `[num_pages, page_size, H, head_dim / 32]`.
-                Required except for 16-bit formats.
+                E8M0 scales `[num_pages, page_size, H]` or `[num_pages, page_size, H, head_dim / 32]`, or
+                float8_e4m3fn scales `[num_pages, page_size, H]`, above zero. Required except for 16-bit
+                formats.
             k_granularity, v_granularity: the granularity, needed if the shape fits two.
             negative_zero_free: a promise that no FP8 byte is 0x80 or a NaN code.
             validate: also look at descale values, which waits for the device.
@@ -303,6 +299,7 @@ class PagedKVCache:
         k_descale: float | torch.Tensor | None = None,
         v_descale: float | torch.Tensor | None = None,
         scale_group: int | None = None,
+        scale_format: str = "e8m0",
         exponent: str = "mse",
     ) -> PagedKVCache:
         """A new cache of another format, with the same tokens in the same pages.
@@ -318,6 +315,7 @@ class PagedKVCache:
                 format's largest number. Tokens that are appended later share it, so pass calibrated ones if
                 they may be larger, or a tensor `[num_pages, page_size, num_kv_heads]` for one per token.
             scale_group: FP4: channels per E8M0 scale, 32 or None for one scale per position and head.
+            scale_format: FP4: as for `empty`.
             exponent: FP4: how a scale is chosen, as for `append`.
 
         Raises:
@@ -332,7 +330,6 @@ class PagedKVCache:
             (0.2578125, 6.0)
         """
         parsed = CacheFormat.parse(format)
-        check_choice("exponent", exponent, EXPONENT_RULES)
         pages_of_chunks = page_chunks(self.num_pages, self.page_size * self.num_kv_heads * self.head_dim)
         if None in (k_descale, v_descale) and "fp8" in (get_format(parsed.k).kind, get_format(parsed.v).kind):
             largest_k, largest_v = largest_per_head(map(self.dequantized_pages, pages_of_chunks))
@@ -348,8 +345,10 @@ class PagedKVCache:
             k_descale=1.0 if k_descale is None else k_descale,
             v_descale=1.0 if v_descale is None else v_descale,
             scale_group=scale_group,
+            scale_format=scale_format,
             device=self.k.device,
         )
+        check_exponent(exponent, new.k_descale, new.v_descale)
         for pages in pages_of_chunks:
             for x, side in zip(self.dequantized_pages(pages), new.sides(), strict=True):
                 store_pages(x, side, pages, new.layout, exponent)

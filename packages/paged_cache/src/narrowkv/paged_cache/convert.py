@@ -81,6 +81,9 @@ def quantise_tokens(
     """
     fmt = get_format(name)
     if fmt.kind == "fp4":
+        if isinstance(descale, torch.Tensor) and descale.dtype == torch.float8_e4m3fn:
+            stored, scales = quantize_per_group(x, x.shape[-1], scale="e4m3", exponent="search")
+            return stored, scales[..., 0]
         group = SCALE_GROUP if kind == "token_head_group" else x.shape[-1]
         stored, scales = quantize_per_group(x, group, exponent=exponent)
         return stored, scales if kind == "token_head_group" else scales[..., 0]

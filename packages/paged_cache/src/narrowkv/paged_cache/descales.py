@@ -6,14 +6,18 @@ from typing import NamedTuple
 
 import torch
 
-from narrowkv.quant.e8m0 import e8m0_decode
+from narrowkv.paged_cache.formats import CacheFormat
+from narrowkv.quant.e8m0 import E8M0_BIAS, e8m0_decode
 from narrowkv.quant.formats import get_format
+from narrowkv.quant.groups import EXPONENT_RULES
 from narrowkv.runtime.errors import check_choice, check_descale_float, check_descale_tensor, check_dtype
 
 GRANULARITIES = ("tensor", "head", "sequence_head", "page_head", "token_head", "token_head_group")
 PER_TOKEN_GRANULARITIES = ("token_head", "token_head_group")
 PER_PAGE_GRANULARITIES = ("page_head", *PER_TOKEN_GRANULARITIES)
+SCALE_FORMATS = ("e8m0", "e4m3")  # of FP4's scales
 SCALE_GROUP = 32  # channels per E8M0 scale of the finer FP4 recipe, which is OCP MX's group
+_E4M3_ONE = 0x38
 
 
 class CacheSide(NamedTuple):
@@ -57,7 +61,38 @@ def page_factor(descale: float | torch.Tensor, kind: str) -> float | torch.Tenso
         return e8m0_decode(descale).repeat_interleave(SCALE_GROUP, -1)
     if descale.dtype == torch.uint8:
         return e8m0_decode(descale)[..., None]
+    descale = descale.float()  # E4M3 or float32
     return descale[:, None, :, None] if kind == "page_head" else descale[..., None]
+
+
+def check_fp4_scales(scale_group: int | None, scale_format: str, format: CacheFormat, head_dim: int) -> None:
+    """Refuses options of FP4 scales that a cache of this format cannot have.
+
+    Raises:
+        TypeError, ValueError: naming the option and what it must be.
+    """
+    has_fp4 = any(get_format(name).kind == "fp4" for name in (format.k, format.v))
+    if scale_group is not None and (scale_group != SCALE_GROUP or not has_fp4 or head_dim % SCALE_GROUP):
+        raise ValueError(
+            f"scale_group must be None, or {SCALE_GROUP} for an fp4_e2m1 cache with head_dim a "
+            f"multiple of it, got {scale_group!r} for {format} with head_dim {head_dim}"
+        )
+    check_choice("scale_format", scale_format, SCALE_FORMATS)
+    if scale_format != "e8m0" and (scale_group is not None or not has_fp4):
+        raise ValueError(
+            f"scale_format {scale_format!r} is for an fp4_e2m1 cache without scale_group, got {format} "
+            f"with scale_group {scale_group!r}"
+        )
+
+
+def fp4_scales_of_one(
+    sizes: tuple[int, int, int, int], scale_group: int | None, scale_format: str, device: torch.device | str
+) -> torch.Tensor:
+    """Scales of 1.0 for each position and head, or for each group of channels, of an FP4 side."""
+    shape = sizes[:3] if scale_group is None else (*sizes[:3], sizes[3] // scale_group)
+    if scale_format == "e8m0":
+        return torch.full(shape, E8M0_BIAS, dtype=torch.uint8, device=device)
+    return torch.full(shape, _E4M3_ONE, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
 
 
 def descale_or_one(name: str, descale: float | torch.Tensor | None, format_name: str) -> float | torch.Tensor:
@@ -89,7 +124,7 @@ def check_descale(
     if granularity is not None:
         check_choice(name.replace("descale", "granularity"), granularity, GRANULARITIES)
     if get_format(format_name).kind == "fp4":
-        return _check_e8m0(name, descale, granularity, sizes, device)
+        return _check_fp4_scales(name, descale, granularity, sizes, device, validate)
     if not isinstance(descale, torch.Tensor):
         check_descale_float(name, descale)
         if granularity not in (None, "tensor"):
@@ -144,22 +179,29 @@ def _swapped(shape: tuple[int, ...], sizes: tuple[int, int, int, int]) -> str:
     )
 
 
-def _check_e8m0(
+def _check_fp4_scales(
     name: str,
     descale: float | torch.Tensor,
     granularity: str | None,
     sizes: tuple[int, int, int, int],
     device: torch.device,
+    validate: bool,
 ) -> str:
     """Checks the scales of an FP4 side and returns their granularity; every byte is a legal E8M0 scale."""
     if not isinstance(descale, torch.Tensor):
-        raise TypeError(f"{name} must be a uint8 tensor of E8M0 scales for fp4_e2m1, got {descale!r}")
-    check_dtype(name, descale, (torch.uint8,))
+        raise TypeError(
+            f"{name} must be a tensor of scales for fp4_e2m1, uint8 (E8M0) or float8_e4m3fn, got {descale!r}"
+        )
+    check_dtype(name, descale, (torch.uint8, torch.float8_e4m3fn))
     if descale.device != device:
         raise ValueError(f"{name} must be on {device} like the cache, got {descale.device}")
+    if validate and descale.dtype == torch.float8_e4m3fn:
+        wrong = int((descale.float() <= 0).sum())
+        if wrong:
+            raise ValueError(f"{name} must hold E4M3 scales above zero, got {wrong} that are not")
     num_pages, page_size, heads, head_dim = sizes
     shapes: dict[str, tuple[int, ...]] = {"token_head": (num_pages, page_size, heads)}
-    if head_dim % SCALE_GROUP == 0:
+    if head_dim % SCALE_GROUP == 0 and descale.dtype == torch.uint8:
         shapes["token_head_group"] = (num_pages, page_size, heads, head_dim // SCALE_GROUP)
     if descale.dim() == 4 and descale.shape[-1] > 1 and descale.stride(-1) != 1:
         raise ValueError(
@@ -173,3 +215,15 @@ def _check_e8m0(
         f"with head_dim {head_dim}, got {tuple(descale.shape)}"
         + (f" for granularity {granularity!r}" if granularity else "")
     )
+
+
+def check_exponent(exponent: str, *descales: object) -> None:
+    """Checks the rule by which the scales of FP4 are chosen.
+
+    Raises:
+        ValueError: an unknown rule, or one that is for powers of two with E4M3 scales.
+    """
+    check_choice("exponent", exponent, EXPONENT_RULES)
+    e4m3 = any(isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn for x in descales)
+    if e4m3 and exponent != "mse":
+        raise ValueError(f"exponent must be 'mse' for a cache with E4M3 scales, got {exponent!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,6 +11,7 @@ from narrowkv.runtime.errors import (
     check_index_vector,
     check_positive_int,
     check_same_device,
+    check_shape,
 )
 
 NO_PAGE = -1  # in a block table, past the end of a sequence
@@ -33,6 +34,8 @@ class PageTable:
         seq_lens: block table: `[batch]`.
         before_append: whether the lengths leave out the tokens of the call. `prefill_append`, which appends
             them, takes such tables only; every other operation refuses them.
+        key_ranges: `[batch, q_len, 2]` int32, contiguous: the keys [begin, end) that each query token attends
+            to; None where lengths and a window say it. See `with_key_ranges`.
     """
 
     kind: str
@@ -42,6 +45,7 @@ class PageTable:
     kv_last_page_len: torch.Tensor | None = None
     seq_lens: torch.Tensor | None = None
     before_append: bool = False
+    key_ranges: torch.Tensor | None = None
 
     @classmethod
     def from_ragged(
@@ -157,6 +161,36 @@ class PageTable:
     def capacity(self) -> int:
         """The most tokens that one sequence can have according to the shapes."""
         return int(self.page_ids.shape[-1]) * self.page_size
+
+    def with_key_ranges(self, key_ranges: torch.Tensor) -> PageTable:
+        """The same table with the keys that each query token attends to, for `paged_decode`.
+
+        A sequence whose keys are spread over ranks needs them where there are several query tokens or a
+        window: the keys that a rank holds up to a position are not its length minus a constant.
+
+        Args:
+            key_ranges: `[batch, q_len, 2]` int32, contiguous, held by reference: query token i of sequence b
+                attends to keys `key_ranges[b, i, 0]` to `key_ranges[b, i, 1] - 1`. Neither number may
+                decrease from a query token to the next. The kernel clamps ranges to the sequence's length, so
+                that wrong numbers make wrong results, but read nothing beyond the sequence.
+
+        Raises:
+            TypeError, ValueError: for a wrong dtype, shape, device or strides.
+
+        Example:
+            >>> i32 = dict(dtype=torch.int32)
+            >>> table = PageTable.from_block_table(
+            ...     torch.tensor([[3, 1]], **i32), torch.tensor([21], **i32), page_size=16
+            ... )
+            >>> table.with_key_ranges(torch.tensor([[[0, 19], [0, 21]]], **i32)).key_ranges.shape
+            torch.Size([1, 2, 2])
+        """
+        check_dtype("key_ranges", key_ranges, (torch.int32,))
+        check_shape("key_ranges", key_ranges, (self.batch_size, "q_len", 2))
+        if not key_ranges.is_contiguous():
+            raise ValueError(f"key_ranges must be contiguous, got strides {key_ranges.stride()}")
+        check_same_device(page_ids=self.page_ids, key_ranges=key_ranges)
+        return replace(self, key_ranges=key_ranges)
 
     def seq_lens_tensor(self) -> torch.Tensor:
         """`[batch]` lengths: as given, or int32 and computed on the device for a ragged table."""

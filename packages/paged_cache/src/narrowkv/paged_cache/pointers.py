@@ -41,9 +41,12 @@ def descale_pointers(value: Any, granularity: str) -> tuple[str, float, Descale]
         return "head", 1.0, Descale(value, value.stride(0), 0, value.stride(1))
     if granularity == "page_head":
         return "token", 1.0, Descale(value, value.stride(0), 0, value.stride(1))
-    kind = "token" if value.dtype == torch.float32 else "e8m0"
+    kinds = {torch.float32: "token", torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}
+    kind = kinds[value.dtype]
     if granularity == "token_head_group":
         kind = "e8m0_group"
+    if kind == "e4m3":
+        value = value.view(torch.uint8)  # not every target has the type
     return kind, 1.0, Descale(value, value.stride(0), value.stride(1), value.stride(2))
 
 

@@ -15,6 +15,7 @@ from .descales import (
     given_descale,
     largest_magnitude,
 )
+from .e4m3 import search_e4m3
 from .e8m0 import E8M0_NAN, ceil_exponent, e8m0_decode, e8m0_from_exponent, floor_exponent, mse_exponent
 from .formats import Format
 from .rounding import cast_fp8, decode, encode, get_narrow_format, round_to_format, to_fp32
@@ -26,7 +27,7 @@ _E4M3_MAX = 448.0
 _E4M3_SMALLEST = 2.0**-9
 _FP4_SECOND = 4.0  # the magnitude below E2M1's largest, to which NVFP4 may scale a group's largest element
 EXPONENT_RULES = ("mse", "floor", "ceil")  # how the exponent of an E8M0 scale is chosen
-_RULES = {"e8m0": EXPONENT_RULES, "e4m3": ("mse", "amax"), "fp32": ("amax",)}
+_RULES = {"e8m0": EXPONENT_RULES, "e4m3": ("mse", "amax", "search"), "fp32": ("amax",)}
 
 
 def nvfp4_global_descale(x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +90,8 @@ def quantize_per_group(
         exponent: how it is chosen; None is the first of these. For "e8m0": "mse" (the power of two with the
             least squared error in the group), "floor" (OCP MX: the largest element may saturate) or "ceil"
             (nothing saturates). For "e4m3": "mse" (in FP4 the better of two scales: the largest element
-            becomes 6, or 4) or "amax" (always 6). For "fp32": "amax".
+            becomes 6, or 4), "amax" (always 6) or "search" (the least squared error of nine codes, for groups
+            of 64 and more; see `narrowkv.quant.e4m3`). For "fp32": "amax".
         format: the element format: FP4, FP8, INT8 or INT4.
         global_descale: a second descale for the whole tensor, for "e4m3" only (`nvfp4_global_descale` finds
             it): a number, or fp32 with one element.
@@ -126,6 +128,8 @@ def quantize_per_group(
     amax = largest_magnitude(groups, fmt, (-1,))
     if scale == "e8m0":
         descale = _e8m0_scale(groups, amax, fmt, rule)
+    elif rule == "search":
+        descale = search_e4m3(groups, fmt)
     elif scale == "e4m3":
         descale = _e4m3_scale(groups, amax, fmt, rule)
     else:

@@ -42,7 +42,7 @@ class PlannedCall:
     """What all calls of a plan have in common.
 
     Attributes:
-        mode: "16bit" attends 16-bit rows, "fused" FP8 rows as stored, "prepass" FP8 rows that are first
+        mode: "wide" attends 16-bit rows, "fused" FP8 rows as stored, "prepass" FP8 rows that are first
             expanded to 16 bits in scratch memory.
         target: the target that it was planned for.
         device: the device of all tensors.
@@ -313,7 +313,7 @@ def check_formats(mode: str, query: RowsFormat, prefix: RowsFormat | None, exten
     named = {name: rows for name, rows in (("prefix", prefix), ("extend", extend)) if rows is not None}
     if not named:
         raise ValueError("prefix or extend must be given, got None for both")
-    if mode == "16bit":
+    if mode == "wide":
         if query.is_fp8:
             raise TypeError("q must be a bf16 or fp16 tensor over 16-bit rows, got DSV4Rows")
         for name, rows in named.items():

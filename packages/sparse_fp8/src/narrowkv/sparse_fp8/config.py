@@ -15,9 +15,9 @@ __all__ = [
     "SparseConfig",
     "choose_config",
     "choose_splits",
-    "hopper_config",
-    "hopper_pays",
     "num_units",
+    "specialised_config",
+    "specialised_pays",
 ]
 
 NUM_HEADS = (8, 16, 32, 64, 128)
@@ -25,6 +25,8 @@ TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # Splits are the second dimension of the grid, which is limited to 16 bits on some targets.
 MOST_SPLITS = 65535
 MOST_CHOSEN_SPLITS = 64
+# Bytes that a buffer instruction of CDNA reaches from its base.
+MOST_BUFFER_BYTES = 2**31 - 1
 # Splits of every token in batch-invariant mode. With 2048 rows a token, each split has 8 tiles of 64 rows,
 # and the partial results of 64 heads (2 KiB a head and split) take half as many bytes as the token's rows.
 INVARIANT_SPLITS = 4
@@ -35,13 +37,14 @@ class SparseConfig:
     """The launch configuration of one attention kernel.
 
     Attributes:
-        kernel: "16bit" reads 16-bit rows, "fused" FP8 rows.
+        kernel: "wide" reads 16-bit rows, "fused" FP8 rows.
         block_h: heads of a program.
         block_k: rows of a tile.
         width: columns of a fused kernel's tile: 64, 128, 256 or 512.
         guard: pipeline stages of a loop whose body is inside branches that are always taken (see
             `kernels.wide`); 0 for a loop without such branches, whose stages are in the options.
-        stages: tiles that a kernel for Hopper keeps in shared memory; 0 for the portable kernels.
+        stages: tiles that a specialised kernel keeps in shared memory; 0 for the portable kernels.
+        family: "portable", or the family of targets that the kernel is for: "hopper" or "cdna4".
         fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
         options: compiler options.
     """
@@ -54,6 +57,7 @@ class SparseConfig:
     stages: int
     fp8_qk: bool
     options: LaunchOptions
+    family: str = "portable"
 
     def head_blocks(self, num_heads: int) -> int:
         """Number of programs that share the heads of a token."""
@@ -61,8 +65,8 @@ class SparseConfig:
 
     def explain(self) -> str:
         """One line that describes the configuration."""
-        qk = "" if self.kernel == "16bit" else ", QK in FP8" if self.fp8_qk else ", QK in 16 bits"
-        where = " for Hopper" if self.stages else ""
+        qk = "" if self.kernel == "wide" else ", QK in FP8" if self.fp8_qk else ", QK in 16 bits"
+        where = {"hopper": " for Hopper", "cdna4": " for CDNA4"}.get(self.family, "")
         return (
             f"{self.kernel}{where}: {self.block_h} heads x {self.block_k} rows a tile, "
             f"{self.options.num_warps} warps{qk}"
@@ -104,7 +108,7 @@ class _Tiles:
 # Q, two tiles and their numerators take 210 of 227 KB, and 226 with FP8 rows as stored; the accumulators of
 # 64 heads need two warpgroups.
 _HOPPER_TILES = {
-    "16bit": _Tiles(64, 64, LaunchOptions(num_warps=8, num_stages=1), stages=2),
+    "wide": _Tiles(64, 64, LaunchOptions(num_warps=8, num_stages=1), stages=2),
     "fused": _Tiles(64, 64, LaunchOptions(num_warps=4, num_stages=1), stages=2),
 }
 
@@ -114,10 +118,21 @@ def _hopper_tiles(kernel: str, num_heads: int) -> _Tiles:
     # plain one 457, the one for 64 heads 529; 32 heads 446. FP8 rows, 16 heads: 451 and, plain, 1266; for 32
     # heads its sums spill, 1022, and the kernel for 64 heads serves, which takes 582 for 64.
     block_h = max(16, num_heads)
-    if block_h > (32 if kernel == "16bit" else 16):
+    if block_h > (32 if kernel == "wide" else 16):
         return _HOPPER_TILES[kernel]
     # Q of 16 heads and three tiles take 218 of 227 KB. A task has warps in groups of 4.
     return _Tiles(block_h, 64, LaunchOptions(num_warps=4, num_stages=1), stages=3 if block_h == 16 else 2)
+
+
+def _cdna4_tiles(num_heads: int) -> _Tiles:
+    """Tiles of the kernel for gfx950 over 16-bit rows, by the timing model: the loop's useful TFLOP/s.
+
+    64 heads, 64 rows a tile in two stages, 8 waves: 654 with the scheduling strategy iterative-ilp, 622
+    without; 32 rows a tile 530, with 4 waves 503; rows padded by 8 elements 549, by 32 582. The portable
+    kernel takes 265. 32 heads: 460. 16 heads: 293, fewer than the portable kernel's 415.
+    """
+    options = LaunchOptions(num_warps=8, num_stages=1, llvm_fn_attrs="amdgpu-sched-strategy=iterative-ilp")
+    return _Tiles(min(64, num_heads), 64, options, stages=2)
 
 
 def _amd_tiles(target: Target, kernel: str, block_h: int, fp16_query: bool) -> _Tiles:
@@ -138,7 +153,7 @@ def _amd_tiles(target: Target, kernel: str, block_h: int, fp16_query: bool) -> _
     """
     gfx950 = target.name == "gfx950"
     options = LaunchOptions(num_warps=4, num_stages=1, matrix_instr_nonkdim=16)
-    if kernel == "16bit":
+    if kernel == "wide":
         stages = 2 if gfx950 and TRITON >= (3, 8) else 3 if block_h == 64 and not gfx950 else 1
         return _Tiles(block_h, 16, replace(options, num_stages=stages))
     # All columns in one tile: widened once, as loaded. Tiles of 64 pass through LDS as bytes, and every warp
@@ -156,7 +171,7 @@ def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
     # product alone in a branch does not fit in shared memory. FP8 rows, 16-bit Q: tiles of 128 columns 4.2,
     # of 256 4.4, one of 512 4.9, of 64 plain 10.4. FP8 Q: 32 rows a tile, guarded and not pipelined, 5.5,
     # pipelined 6.7, 64 rows 7.4.
-    if block_h == 64 and kernel == "16bit":
+    if block_h == 64 and kernel == "wide":
         return _Tiles(block_h, 64, LaunchOptions(num_warps=8, num_stages=2), guard=2)
     if block_h == 64:
         options = LaunchOptions(num_warps=8, num_stages=2)
@@ -164,11 +179,13 @@ def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
     # 16 heads, 16-bit rows: 64 rows a tile 5.7, 32 rows at 3 stages 6.2. FP8 rows, 16-bit Q: tiles of 256
     # columns 14.7, of 128 16.4, of 64 20; FP8 Q 18.7.
     options = LaunchOptions(num_warps=4, num_stages=2)
-    return _Tiles(block_h, 64 if kernel == "16bit" else 32, options, 64 if fp8_qk else 256)
+    return _Tiles(block_h, 64 if kernel == "wide" else 32, options, 64 if fp8_qk else 256)
 
 
-def hopper_pays(target: Target, config: SparseConfig, num_tokens: int, num_heads: int) -> bool:
-    """Whether a kernel for Hopper is faster than the portable one: if its programs fill the chip."""
+def specialised_pays(target: Target, config: SparseConfig, num_tokens: int, num_heads: int) -> bool:
+    """Whether a specialised kernel is faster than the portable one: on Hopper where it fills the chip."""
+    if config.family != "hopper":
+        return True
     # H200, 1024 tokens, top-k 2048, 64 heads, microseconds with this kernel and with the plain one: 16-bit
     # rows 559 and 841, FP8 rows 582 and 1468; for few heads see `_hopper_tiles`. Calls with fewer programs
     # than SMs have not been timed.
@@ -176,12 +193,14 @@ def hopper_pays(target: Target, config: SparseConfig, num_tokens: int, num_heads
     return figures is not None and num_tokens * config.head_blocks(num_heads) >= figures.units
 
 
-def hopper_config(target: Target, *, kernel: str, num_heads: int) -> SparseConfig | None:
-    """The configuration of the kernel for Hopper, for calls that it can read; None on any other target."""
+def specialised_config(target: Target, *, kernel: str, num_heads: int) -> SparseConfig | None:
+    """The configuration of the kernel for the target's family, for calls that it can read; else None."""
+    if target.name == "gfx950" and kernel == "wide" and num_heads >= 32 and has_gluon("cdna4"):
+        return _config(kernel, _cdna4_tiles(num_heads), fp8_qk=False, family="cdna4")
     if target.name != "sm90" or target.figures is None or not has_gluon():
         return None
     # The kernels for Hopper take a query in bf16.
-    return _config(kernel, _hopper_tiles(kernel, num_heads), fp8_qk=False)
+    return _config(kernel, _hopper_tiles(kernel, num_heads), fp8_qk=False, family="hopper")
 
 
 def choose_config(
@@ -191,7 +210,7 @@ def choose_config(
 
     Args:
         target: what the kernel runs on.
-        kernel: "16bit" or "fused".
+        kernel: "wide" or "fused".
         num_heads: query heads.
         fp8_qk: whether QK over NoPE may multiply FP8 by FP8; it does where that is faster.
         fp16_query: whether the query is in fp16.
@@ -206,7 +225,15 @@ def choose_config(
     return _config(kernel, tiles, fp8_qk=fp8_qk)
 
 
-def _config(kernel: str, tiles: _Tiles, *, fp8_qk: bool) -> SparseConfig:
+def _config(kernel: str, tiles: _Tiles, *, fp8_qk: bool, family: str = "portable") -> SparseConfig:
     return SparseConfig(
-        kernel, tiles.block_h, tiles.block_k, tiles.width, tiles.guard, tiles.stages, fp8_qk, tiles.options
+        kernel,
+        tiles.block_h,
+        tiles.block_k,
+        tiles.width,
+        tiles.guard,
+        tiles.stages,
+        fp8_qk,
+        tiles.options,
+        family,
     )

@@ -53,15 +53,19 @@ def bind_attention(
     prefix: RowsFormat | None, extend: RowsFormat | None,
 ) -> BoundLaunch:  # fmt: skip
     """The attention kernel of a configuration, for sources stored in these ways."""
-    if config.stages:
+    if config.family == "hopper":
         return _bind_hopper(config, call, query, prefix, extend)
+    if config.family == "cdna4":
+        from narrowkv.sparse_fp8.kernels.cdna4 import _sparse_cdna4_kernel, cdna4_call
+
+        return BoundLaunch(_sparse_cdna4_kernel, {"CALL": cdna4_call(call, config)}, config.options)
     constexprs: dict[str, Any] = {
         "CALL": call,
         "PREFIX": _stored(prefix),
         "EXTEND": _stored(extend),
         "TILES": Tiles(config.block_h, config.block_k, config.width, config.guard),
     }
-    if config.kernel == "16bit":
+    if config.kernel == "wide":
         return BoundLaunch(_sparse_wide_kernel, constexprs, config.options)
     fp8 = [rows for rows in (query, prefix, extend) if rows is not None and rows.is_fp8]
     route = route_of(target, fp8)
@@ -129,7 +133,7 @@ class CallLayout(NamedTuple):
     """Everything that a kernel's fixed arguments depend on besides the plan; two equal ones share a launch.
 
     Attributes:
-        stages: the pipeline stages of the configuration; 0 for the portable kernels.
+        family: `SparseConfig.family` of the configuration.
         split: whether several programs share the rows of a token.
         prefix_offsets_64_bit, extend_offsets_64_bit, head_offsets_64_bit: which offsets can pass 31 bits.
         query: the strides of a 16-bit query, or the struct of an FP8 one.
@@ -137,7 +141,7 @@ class CallLayout(NamedTuple):
         prefix_format, extend_format: `format_id` of each source.
     """
 
-    stages: int
+    family: str
     split: bool
     prefix_offsets_64_bit: bool
     extend_offsets_64_bit: bool
@@ -181,7 +185,7 @@ class SparseLaunches:
             VARIES, lse, sink, layout.stride_ot, layout.stride_oh, layout.stride_lt, layout.stride_lh
         )
         partials = Partials(VARIES, VARIES, VARIES) if layout.split else NO_PARTIALS
-        sizes = (VARIES,) * (7 if config.stages else 6)
+        sizes = (VARIES,) * (7 if config.family == "hopper" else 6)
         sources = (*map(varying, prefix), *map(varying, extend))
         offsets = (
             layout.prefix_offsets_64_bit, layout.extend_offsets_64_bit, layout.head_offsets_64_bit,
@@ -231,14 +235,14 @@ class SparseLaunches:
         self, config: SparseConfig, split: bool, offsets_64_bit: tuple[bool, bool, bool]
     ) -> BoundLaunch:
         """The attention kernel; `offsets_64_bit` is for prefix, extend and the heads of query and output."""
-        key = (config.stages, split, offsets_64_bit)
+        key = (config.family, split, offsets_64_bit)
         known = self._bound.get(key)
         if known is not None:
             return known
         planned = self.planned
         call = Call(planned.num_qo_heads, planned.has_sink, planned.writes_lse, split, offsets_64_bit[2])
         query, prefix, extend = planned.query, planned.prefix, planned.extend
-        if planned.mode == "prepass" or config.stages:
+        if planned.mode == "prepass" or config.family != "portable":
             query = QUERY_FORMATS["fp16" if query.dtype == torch.float16 else "bf16"]
         if planned.mode == "prepass":
             prefix, extend = (None if rows is None else query for rows in (prefix, extend))

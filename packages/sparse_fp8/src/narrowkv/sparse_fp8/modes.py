@@ -12,9 +12,9 @@ from narrowkv.runtime.launch import active_target, is_compiled
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import RowsFormat
 from narrowkv.sparse_fp8.checks import check_fused, query_format
-from narrowkv.sparse_fp8.config import hopper_config, hopper_pays
+from narrowkv.sparse_fp8.config import specialised_config, specialised_pays
 from narrowkv.sparse_fp8.launch import route_of
-from narrowkv.sparse_fp8.planner import suits_hopper
+from narrowkv.sparse_fp8.planner import suits_specialised
 from narrowkv.sparse_fp8.rows import DSV4Rows, query_heads
 from narrowkv.sparse_fp8.sources import KVSource
 
@@ -48,11 +48,11 @@ def _choose_on_nvidia(
     config = None
     if (
         is_compiled(q if isinstance(q, torch.Tensor) else q.data)
-        and suits_hopper("fused", target, query, formats.get("prefix"), formats.get("extend"))
+        and suits_specialised("fused", target, query, formats.get("prefix"), formats.get("extend"))
         and all(source.int32_lists for source in sources.values())
     ):
-        config = hopper_config(target, kernel="fused", num_heads=num_heads)
-    if config is None or not hopper_pays(target, config, num_tokens, num_heads):
+        config = specialised_config(target, kernel="fused", num_heads=num_heads)
+    if config is None or not specialised_pays(target, config, num_tokens, num_heads):
         return ModeChoice(
             "prepass",
             "no kernel for Hopper widens these rows, and the plain one takes more than twice the 16-bit "
@@ -87,12 +87,14 @@ def _choose_on_amd(sources: dict[str, KVSource], target: Target, num_heads: int)
     """Chooses by how often a row is read, because attention over 16-bit rows is faster.
 
     Model (`narrowkv inspect model --case sparse:...`), clocks of a compute unit for a row of the loop, fused
-    and over 16-bit rows: gfx942, 64 heads 424 and 339, 16 heads 224 and 188; gfx950, 64 heads 273 and 265,
+    and over 16-bit rows: gfx942, 64 heads 424 and 339, 16 heads 224 and 188; gfx950, 64 heads 273 and 101,
     16 heads 161 and 103. Expanding a row moves 1.6 KB, which takes 200 clocks of a compute unit's share of
     HBM on gfx942 and 127 on gfx950.
     """
-    few = num_heads <= 32
-    readings = (3 if few else 16) if target.name == "gfx950" else (6 if few else 3)
+    if target.name == "gfx950":
+        readings = 2 if num_heads >= 32 else 3
+    else:
+        readings = 6 if num_heads <= 32 else 3
     if _read_as_often(sources, readings):
         return ModeChoice(
             "prepass", f"rows are read {readings} times each or more, which pays for expanding them (a model)"

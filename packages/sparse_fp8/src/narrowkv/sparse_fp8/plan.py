@@ -13,11 +13,12 @@ from narrowkv.sparse_fp8.binding import INT32_MAX, NO_CSR, NO_ROWS
 from narrowkv.sparse_fp8.checks import PlannedCall, check_values
 from narrowkv.sparse_fp8.config import (
     INVARIANT_SPLITS,
+    MOST_BUFFER_BYTES,
     MOST_CHOSEN_SPLITS,
     SparseConfig,
     choose_splits,
-    hopper_pays,
     num_units,
+    specialised_pays,
 )
 from narrowkv.sparse_fp8.kernels.rows import RowPointers
 from narrowkv.sparse_fp8.launch import CallLayout, SparseLaunches
@@ -61,8 +62,8 @@ class SparsePlan(PlannedCall):
         num_splits: programs that share a token's rows; None chooses by the number of tokens.
         batch_invariant: whether the bits of a token's result depend on nothing but the token.
         portable: the configuration of the portable kernel.
-        hopper: the configuration of a kernel for Hopper, which runs where its programs fill the chip; None
-            on other targets.
+        specialised: the configuration of a kernel for the target's family, which runs where it is faster and
+            can read the call; None on other targets.
         workspace: memory for scratch and partial results.
         handle: the name by which operators of `torch.ops.narrowkv` find the plan in this process.
 
@@ -73,7 +74,7 @@ class SparsePlan(PlannedCall):
     num_splits: int | None
     batch_invariant: bool
     portable: SparseConfig
-    hopper: SparseConfig | None
+    specialised: SparseConfig | None
     workspace: Workspace | None = None
     _scratch: tuple[torch.Tensor, ...] = field(default=(), repr=False)
     handle: str = field(init=False, repr=False)
@@ -99,7 +100,11 @@ class SparsePlan(PlannedCall):
 
     def explain(self) -> str:
         """One line: which kernels run, how the work is divided, and what memory it takes."""
-        other = "" if self.hopper is None else f"; {self.hopper.explain()} where it fills the chip"
+        other = (
+            ""
+            if self.specialised is None
+            else f"; {self.specialised.explain()} where it is faster and reads the call"
+        )
         splits = (
             "splits by the number of tokens" if self._fixed_splits is None else f"{self._fixed_splits} splits"
         )
@@ -114,14 +119,14 @@ class SparsePlan(PlannedCall):
         """Every kernel that a call can launch, for compiling them beforehand."""
         found: list[BoundLaunch] = []
         launches, fixed = self._launches, self._fixed_splits
-        for config in (self.portable, self.hopper):
+        for config in (self.portable, self.specialised):
             if config is None:
                 continue
             for split in (False, True) if fixed is None else (fixed > 1,):
                 found.append(launches.bound_attention(config, split, (False, False, False)))
                 if split:
                     found.append(launches.bound_merge())
-        if self.query.is_fp8 and (self.mode == "prepass" or self.hopper is not None):
+        if self.query.is_fp8 and (self.mode == "prepass" or self.specialised is not None):
             found.append(launches.bound_expansion(self.query, gather=False))
         if self.mode == "prepass":
             for rows in (self.prefix, self.extend):
@@ -185,7 +190,7 @@ class SparsePlan(PlannedCall):
         """
         tokens, indices = self.max_num_tokens or 0, self.max_indices or 0
         heads, dtype = self.num_qo_heads, self.query_dtype
-        expands_query = self.query.is_fp8 and (self.mode == "prepass" or self.hopper is not None)
+        expands_query = self.query.is_fp8 and (self.mode == "prepass" or self.specialised is not None)
         blocks: Blocks = [((tokens * heads if expands_query else 0, HEAD_DIM), dtype)]
         for rows in (self.prefix, self.extend):
             count = indices if self.mode == "prepass" and rows is not None and rows.is_fp8 else 0
@@ -199,7 +204,7 @@ class SparsePlan(PlannedCall):
             return fixed * tokens if fixed > 1 else 0
         blocks = min(
             config.head_blocks(self.num_qo_heads)
-            for config in (self.portable, self.hopper)
+            for config in (self.portable, self.specialised)
             if config is not None
         )
         return min(num_units(self.target) // blocks, MOST_CHOSEN_SPLITS * tokens)
@@ -222,7 +227,9 @@ class SparsePlan(PlannedCall):
     ) -> None:
         """Launches the kernels of a checked call with at least one token."""
         heads = self.num_qo_heads
-        config = self.portable if self.hopper is None else self._config_for(q, prefix, extend, out, tokens)
+        config = (
+            self.portable if self.specialised is None else self._config_for(q, prefix, extend, out, tokens)
+        )
         first: KVSource | _ExpandedSource = _NO_SOURCE if prefix is None else prefix
         second: KVSource | _ExpandedSource = _NO_SOURCE if extend is None else extend
         if self.mode == "prepass":
@@ -248,7 +255,7 @@ class SparsePlan(PlannedCall):
         if attn_sink is not None:
             results = (*results, attn_sink)
         layout = CallLayout(
-            config.stages, splits > 1, first.offsets_64_bit, second.offsets_64_bit,
+            config.family, splits > 1, first.offsets_64_bit, second.offsets_64_bit,
             head_offsets_64_bit or heads * stride_h > INT32_MAX, query, out.dtype, stride_t, stride_h,
             stride_lt, stride_lh, first.format_id, second.format_id,
         )  # fmt: skip
@@ -257,7 +264,7 @@ class SparsePlan(PlannedCall):
         )
         grid = (programs, splits, 1)
         numbers: tuple[int, ...] = (tokens, splits)
-        if config.stages:
+        if config.family == "hopper":
             items = programs * splits
             numbers, grid = (tokens, splits, items), (min(items, num_units(self.target)), 1, 1)
         sizes = (first.num_rows, first.nnz, second.num_rows, second.nnz)
@@ -277,7 +284,7 @@ class SparsePlan(PlannedCall):
         if isinstance(q, torch.Tensor):
             token, head, _ = q.stride()
             return (token, head), (q,), heads * head > INT32_MAX
-        if config.stages or self.mode == "prepass":
+        if config.family != "portable" or self.mode == "prepass":
             expanded = self._scratch_block(0, (tokens * heads, HEAD_DIM), self.query_dtype)
             self._launches.expand(q, None, tokens * heads, expanded, None)
             return (heads * HEAD_DIM, HEAD_DIM), (expanded,), False
@@ -291,16 +298,29 @@ class SparsePlan(PlannedCall):
         out: torch.Tensor,
         tokens: int,
     ) -> SparseConfig:
-        """The portable configuration, or that for Hopper where it is faster and can read the call."""
-        if self.hopper is None or not hopper_pays(self.target, self.hopper, tokens, self.num_qo_heads):
+        """The specialised configuration where it is faster and can read the call, else the portable one."""
+        config = self.specialised
+        if config is None or not specialised_pays(self.target, config, tokens, self.num_qo_heads):
             return self.portable
         if isinstance(q, torch.Tensor):
             if q.data_ptr() % 16 or q.stride(0) % 16 or q.stride(1) % 16 or _offsets_pass_31_bits(q):
                 return self.portable
         for given in (prefix, extend):
-            if given is not None and not given.int32_lists:
+            if given is not None and not (given.int32_lists and self._reaches(given)):
                 return self.portable
-        return self.portable if _offsets_pass_31_bits(out) else self.hopper
+        return self.portable if _offsets_pass_31_bits(out) else config
+
+    def _reaches(self, source: KVSource) -> bool:
+        """Whether the specialised kernel's offsets reach all rows and indices of a source."""
+        assert self.specialised is not None
+        if self.specialised.family != "cdna4":
+            return True
+        rows = source.rows
+        if isinstance(rows, torch.Tensor):
+            begin, end = source.byte_ranges[0]
+        else:
+            begin, end = 0, min(source.num_rows, source.nnz) * HEAD_DIM * 2
+        return max(end - begin, source.nnz * 4) <= MOST_BUFFER_BYTES
 
     def _expanded(self, source: KVSource | _ExpandedSource, block: int) -> KVSource | _ExpandedSource:
         """The source with its FP8 rows expanded to 16 bits in scratch memory from block `block` on.
@@ -329,5 +349,5 @@ def _partial_blocks(count: int) -> Blocks:
 
 
 def _offsets_pass_31_bits(x: torch.Tensor) -> bool:
-    """Whether an offset from a token's first head to its last can pass 31 bits."""
-    return x.shape[1] * x.stride(1) > INT32_MAX
+    """Whether an offset in bytes from a token's first head to its last can pass 31 bits."""
+    return x.shape[1] * x.stride(1) * x.element_size() > INT32_MAX

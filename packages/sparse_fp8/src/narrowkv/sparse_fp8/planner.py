@@ -14,14 +14,14 @@ from narrowkv.runtime.launch import Workspace, active_target, executor, is_compi
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import RowsFormat
 from narrowkv.sparse_fp8.checks import QUERY_FORMATS, check_formats, num_heads_of, query_format
-from narrowkv.sparse_fp8.config import MOST_SPLITS, NUM_HEADS, choose_config, hopper_config
+from narrowkv.sparse_fp8.config import MOST_SPLITS, NUM_HEADS, choose_config, specialised_config
 from narrowkv.sparse_fp8.launch import route_of
 from narrowkv.sparse_fp8.layouts import HEAD_DIM
 from narrowkv.sparse_fp8.plan import SparsePlan
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
 
-__all__ = ["known_plan", "plan_for", "plan_sparse", "remember", "suits_hopper"]
+__all__ = ["known_plan", "plan_for", "plan_sparse", "remember", "suits_specialised"]
 
 _CACHED_PLANS = 256
 _MAX_REMEMBERED = 1024
@@ -52,8 +52,8 @@ def plan_sparse(
             `KVSource.bound.format`); None for a source that is absent.
         query: "bf16" or "fp16", or the `RowsFormat` of a query in `DSV4Rows`.
         device: where all tensors lie.
-        mode: "16bit" for 16-bit rows; "fused" or "prepass" for FP8 rows, see `sparse_prefill_fp8`; "auto" is
-            "16bit" over 16-bit rows, "prepass" where one source is 16-bit, else "fused".
+        mode: "wide" for 16-bit rows; "fused" or "prepass" for FP8 rows, see `sparse_prefill_fp8`; "auto" is
+            "wide" over 16-bit rows, "prepass" where one source is 16-bit, else "fused".
         sm_scale: softmax scale, default `512 ** -0.5`.
         has_sink: whether calls have an `attn_sink`.
         return_lse: whether calls write the log-sum-exp.
@@ -78,7 +78,7 @@ def plan_sparse(
     """
     if num_qo_heads not in NUM_HEADS:
         raise ValueError(f"num_qo_heads must be one of {NUM_HEADS}, got {num_qo_heads!r}")
-    check_choice("mode", mode, ("auto", "16bit", "fused", "prepass"))
+    check_choice("mode", mode, ("auto", "wide", "fused", "prepass"))
     if isinstance(query, str):
         check_choice("query", query, tuple(QUERY_FORMATS))
         query = QUERY_FORMATS[query]
@@ -122,7 +122,7 @@ def _resolve_mode(mode: str, prefix: RowsFormat | None, extend: RowsFormat | Non
     if mode != "auto" or not given:
         return mode
     narrow = [rows.is_fp8 for rows in given]
-    return "fused" if all(narrow) else "prepass" if any(narrow) else "16bit"
+    return "fused" if all(narrow) else "prepass" if any(narrow) else "wide"
 
 
 def plan_for(
@@ -211,7 +211,7 @@ def _make_plan(
     num_splits: int | None, batch_invariant: bool,
 ) -> SparsePlan:  # fmt: skip
     """A plan without maxima; calls that are not planned find theirs here."""
-    kernel = "fused" if mode == "fused" else "16bit"
+    kernel = "fused" if mode == "fused" else "wide"
     rows = [each for each in (prefix, extend) if each is not None]
     fp8_qk = False
     if kernel == "fused":
@@ -219,9 +219,9 @@ def _make_plan(
         route = route_of(target, narrow)
         groups = {each.scale_group for each in narrow}
         fp8_qk = query.is_fp8 and route != BITS and groups == {64}
-    hopper = None
-    if compiled and not batch_invariant and suits_hopper(mode, target, query, prefix, extend):
-        hopper = hopper_config(target, kernel=kernel, num_heads=num_heads)
+    specialised = None
+    if compiled and not batch_invariant and suits_specialised(mode, target, query, prefix, extend):
+        specialised = specialised_config(target, kernel=kernel, num_heads=num_heads)
     return SparsePlan(
         mode=mode,
         target=target,
@@ -238,11 +238,11 @@ def _make_plan(
         portable=choose_config(
             target, kernel=kernel, num_heads=num_heads, fp8_qk=fp8_qk, fp16_query=query.layout == "fp16"
         ),
-        hopper=hopper,
+        specialised=specialised,
     )
 
 
-def suits_hopper(
+def suits_specialised(
     mode: str, target: Target, query: RowsFormat, prefix: RowsFormat | None, extend: RowsFormat | None
 ) -> bool:
     """Whether a kernel for Hopper can read rows and a query that are stored in these ways.

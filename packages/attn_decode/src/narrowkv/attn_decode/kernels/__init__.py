@@ -1,7 +1,7 @@
 """Kernels of attn_decode; the tile mathematics in `tiles` is shared with prefill."""
 
 from narrowkv.attn_decode.kernels.decode import _paged_decode_kernel
-from narrowkv.attn_decode.kernels.merge import _merge_splits_kernel, _merge_states_kernel
+from narrowkv.attn_decode.kernels.merge import States, _merge_splits_kernel, _merge_states_kernel
 from narrowkv.attn_decode.kernels.tiles import Blocks, Rows, Rules, Sizes, Workspace
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Rows",
     "Rules",
     "Sizes",
+    "States",
     "Workspace",
     "_merge_splits_kernel",
     "_merge_states_kernel",

@@ -11,10 +11,11 @@ import triton.language as tl
 from narrowkv.attn_decode.kernels.tiles import (
     accumulate,
     attended_keys,
+    attended_span,
     confine_nonfinite,
     even_split,
-    first_key,
     load_query,
+    row_limits,
     scale_to_fp16,
     scores,
     scores_fp4_native,
@@ -90,6 +91,7 @@ def _paged_decode_kernel(
     ROWS: tl.constexpr = Q_LEN * GQA_RATIO
     ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     HEAD_PROGRAMS: tl.constexpr = NUM_KV_HEADS * ROW_BLOCKS
+    HAS_LOW: tl.constexpr = WINDOW_LEFT >= 0 or io.ranges is not None
     table = Table(
         page_ids,
         row,
@@ -107,7 +109,7 @@ def _paged_decode_kernel(
     unit = tl.program_id(0) // HEAD_PROGRAMS
     if RULES.even:
         seq, first_unit, num_splits = even_split(
-            table, batch, num_units, unit, True, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N
+            table, io.ranges, batch, num_units, unit, True, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N
         )
         if num_splits == 0:
             return
@@ -117,7 +119,8 @@ def _paged_decode_kernel(
         first_unit = seq * max_splits
     kv_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, RAGGED)
     row_base = first_id(table, seq, RAGGED)
-    first_tile, num_tiles = tiles_of(kv_len, Q_LEN, WINDOW_LEFT, BLOCK_N)
+    first, end_key = attended_span(io.ranges, seq, seq < batch, kv_len, Q_LEN, WINDOW_LEFT)
+    first_tile, num_tiles = tiles_of(first, end_key, BLOCK_N)
     split = unit - first_unit
     if not RULES.even:
         num_splits = splits_of_sequence(num_tiles, tiles_per_split, max_splits)
@@ -130,7 +133,10 @@ def _paged_decode_kernel(
     row_mask = rows < ROWS
     heads = kv_head * GQA_RATIO + rows % GQA_RATIO
     tokens = (seq * Q_LEN + rows // GQA_RATIO).to(tl.int64)
-    query_pos = kv_len - Q_LEN + rows // GQA_RATIO
+    if Q_LEN > 1:
+        low, high, full_first, full_end = row_limits(
+            io.ranges, seq, rows // GQA_RATIO, row_mask, kv_len, first, end_key, Q_LEN, WINDOW_LEFT
+        )
     q = load_query(io.q, tokens, heads, row_mask, io.q_token, io.q_head, HEAD_DIM, BLOCK_DK, K_PARTS)
     q_scale = 1.0
     Q_TERMS: tl.constexpr = 3 if io.q.dtype.element_ty == tl.float16 else 2
@@ -158,7 +164,7 @@ def _paged_decode_kernel(
     dk, dv = tl.arange(0, BLOCK_DK // K_WORD), tl.arange(0, BLOCK_D // V_PARTS)
     K_ZERO: tl.constexpr = 0 if K_ROUTE != "native" else 0.0
     V_ZERO: tl.constexpr = 0 if V_ROUTE != "native" or V_PARTS > 1 else 0.0
-    first, last = first_key(kv_len, Q_LEN, WINDOW_LEFT), tl.maximum(kv_len - 1, 0)
+    last = tl.maximum(end_key - 1, 0)
     # What belongs to single keys is read one tile ahead: nothing else hides the time such small loads take.
     k_next = 1.0
     v_next = 1.0
@@ -188,7 +194,12 @@ def _paged_decode_kernel(
                 v_next = load_key_scale(v_descale, page, slot, kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D)
 
         if NATIVE_QK:
-            s = scores_fp4_native(q_terms, k_words, k_scale, Q_TERMS) * logit_scale  # [BLOCK_M, BLOCK_N]
+            if K_DESCALE == "e4m3":
+                # A scale with a mantissa multiplies the scores; the instruction's own is 2**0.
+                ones = tl.full([BLOCK_N, BLOCK_DK // 32], 127, tl.uint8)
+                s = scores_fp4_native(q_terms, k_words, ones, Q_TERMS) * (k_scale * logit_scale)[None, :]
+            else:
+                s = scores_fp4_native(q_terms, k_words, k_scale, Q_TERMS) * logit_scale  # [BLOCK_M, BLOCK_N]
         else:
             k_wide, k_factor = widen_tile(k_words, k_scale, K_FORMAT, K_ROUTE, COMPUTE, K_PARTS, K_DESCALE)
             s = scores(q, q_low, k_wide, SPLIT_Q, K_PARTS)
@@ -202,7 +213,7 @@ def _paged_decode_kernel(
             # All rows attend alike, so one sum with a bias per key masks them.
             s += tl.where((n >= first) & (n <= last), 0.0, float("-inf"))[None, :]
         else:
-            attended = attended_keys(n, query_pos, WINDOW_LEFT)
+            attended = attended_keys(n, low, high, HAS_LOW)
             s = tl.where(attended, s, float("-inf"))
 
         p, m, l, correction = softmax_step(s, m, l)
@@ -218,7 +229,7 @@ def _paged_decode_kernel(
                 p = tl.where(attended, p, 0.0)  # 0 * NaN
         if Q_LEN > 1:
             # Where rows attend to different keys, a NaN in V must not reach the others through 0 * NaN.
-            if ((tile + 1) * BLOCK_N > kv_len - Q_LEN) | (tile * BLOCK_N < first + Q_LEN):
+            if ((tile + 1) * BLOCK_N > full_end) | (tile * BLOCK_N < full_first):
                 p, v_wide = confine_nonfinite(p, v_wide, attended, V_PARTS)
         acc = accumulate(acc, correction, p, v_wide, COMPUTE, V_PARTS)
 

@@ -1,12 +1,14 @@
 """Merging of partial results: of a decode's splits, and of any states with their lse."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode.kernels.tiles import even_split, splits_of_sequence, tiles_of
+from narrowkv.attn_decode.kernels.tiles import attended_span, even_split, splits_of_sequence, tiles_of
 from narrowkv.paged_cache.kernels.pages import Table, sequence_length, times_head_descale
 from narrowkv.runtime.attention.results import write_rows
-from narrowkv.runtime.attention.softmax import merge_step
+from narrowkv.runtime.attention.softmax import merge_step, output_share
 
 _BLOCK_S = tl.constexpr(16)  # partial results that are merged at once
 
@@ -53,12 +55,13 @@ def _merge_splits_kernel(
     row_of_head = tl.program_id(0) % ROWS
     if RULES.even:
         _, first_unit, num_splits = even_split(
-            table, batch, num_units, seq, False, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N
+            table, io.ranges, batch, num_units, seq, False, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N
         )
     else:
         max_splits = num_units // batch
         kv_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, RAGGED)
-        _, num_tiles = tiles_of(kv_len, Q_LEN, WINDOW_LEFT, BLOCK_N)
+        first, end_key = attended_span(io.ranges, seq, seq < batch, kv_len, Q_LEN, WINDOW_LEFT)
+        _, num_tiles = tiles_of(first, end_key, BLOCK_N)
         num_splits = splits_of_sequence(num_tiles, tiles_per_split, max_splits)
         first_unit = seq * max_splits
     if num_splits == 1:
@@ -89,28 +92,55 @@ def _merge_splits_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+class States(NamedTuple):
+    """O `[states, tokens, heads, head_dim]` or lse `[states, tokens, heads]`; `ptr` None is not written."""
+
+    ptr: Any
+    state: Any
+    token: Any
+    head: Any
+
+
+@triton.jit(do_not_specialize=["num_states", "begin", "end"])
 def _merge_states_kernel(
-    o_ptr, lse_ptr, out_ptr, out_lse_ptr, num_states, stride_os, stride_ls,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+    o, lse, out, out_lse, sinks_ptr, num_states, begin, end, num_heads,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, LSE_UNIT: tl.constexpr
 ):  # fmt: skip
-    """Merges `num_states` partial results of one row, lse in natural log."""
-    row = tl.program_id(0).to(tl.int64)
+    """One row of the union of `num_states` partial results: the share of states [begin, end) of its O.
+
+    States are added in their order, so that the result has the same bits every time.
+
+    Args:
+        o, lse, out, out_lse: `States`; of the last two there is one state. sinks_ptr: `[heads]` or None.
+        LSE_UNIT: natural logits in one of lse: 1, or log 2 where its base is 2.
+    """
+    token = (tl.program_id(0) // num_heads).to(tl.int64)
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
-    m = row.to(tl.float32) * 0.0 - float("inf")
+    lse_ptr = lse.ptr + token * lse.token + head * lse.head
+    o_ptr = o.ptr + token * o.token + head * o.head
+    m = token.to(tl.float32) * 0.0 - float("inf")
     for i in range(num_states):
-        m = tl.maximum(m, tl.load(lse_ptr + i * stride_ls + row))
+        m = tl.maximum(m, tl.load(lse_ptr + i * lse.state) * LSE_UNIT)
     m_safe = tl.where(m == float("-inf"), 0.0, m)
     total = m_safe * 0.0
     acc = tl.zeros([BLOCK_D], tl.float32)
     for i in range(num_states):
-        lse = tl.load(lse_ptr + i * stride_ls + row)
-        weight = tl.exp(lse - m_safe)
-        o = tl.load(o_ptr + i * stride_os + row * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
-        # A state that attended to nothing may hold anything, NaN too.
-        acc += tl.where(weight > 0.0, weight * o.to(tl.float32), 0.0)
+        weight = tl.exp(tl.load(lse_ptr + i * lse.state) * LSE_UNIT - m_safe)
         total += weight
+        weight = tl.where((i >= begin) & (i < end), weight, 0.0)
+        values = tl.load(o_ptr + i * o.state + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
+        # A state that attended to nothing may hold anything, NaN too.
+        acc += tl.where(weight > 0.0, weight * values, 0.0)
     empty = total == 0.0
-    o = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total))
-    tl.store(out_ptr + row * HEAD_DIM + d, o.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
-    tl.store(out_lse_ptr + row, tl.where(empty, float("-inf"), m_safe + tl.log(tl.where(empty, 1.0, total))))
+    if sinks_ptr is None:
+        row = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total))
+    else:
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+        row = acc * output_share(m * 1.4426950408889634, total, sink)
+    to = out.ptr + token * out.token + head * out.head + d
+    tl.store(to, row.to(out.ptr.dtype.element_ty), mask=d < HEAD_DIM)
+    if out_lse.ptr is not None:
+        sum_of_logs = (m_safe + tl.log(tl.where(empty, 1.0, total))) / LSE_UNIT
+        to = out_lse.ptr + token * out_lse.token + head * out_lse.head
+        tl.store(to, tl.where(empty, float("-inf"), sum_of_logs))

@@ -12,7 +12,9 @@ from narrowkv.quant.device import e8m0_to_fp32, share_exponent, widen_parts
 class Rows(NamedTuple):
     """Queries and results: `q` and `o` `[tokens, heads, head_dim]`, `lse` `[tokens, heads]` or None.
 
-    `sinks` is a logit per query head, or None. The last dimension of each is contiguous.
+    `sinks` is a logit per query head, or None. `ranges` `[batch, q_len, 2]`: the keys [begin, end) that each
+    query token attends to, or None where the sequence's length and the window say it. The last dimension of
+    each is contiguous.
     """
 
     q: Any
@@ -24,6 +26,7 @@ class Rows(NamedTuple):
     o_token: Any
     o_head: Any
     lse_token: Any
+    ranges: Any = None
 
 
 class Workspace(NamedTuple):
@@ -90,19 +93,44 @@ class Blocks(NamedTuple):
 
 
 @triton.jit
-def first_key(kv_len, Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr):
-    """The first key that any query token of a sequence attends to."""
-    if WINDOW_LEFT < 0:
-        return kv_len * 0
+def attended_span(ranges, seq, mask, kv_len, Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr):
+    """The keys [first, end) that the query tokens of a sequence attend to together, within its length."""
+    if ranges is None:
+        if WINDOW_LEFT < 0:
+            return kv_len * 0, kv_len
+        else:
+            return tl.maximum(kv_len - Q_LEN - WINDOW_LEFT, 0), kv_len
     else:
-        return tl.maximum(kv_len - Q_LEN - WINDOW_LEFT, 0)
+        at = ranges + seq.to(tl.int64) * (2 * Q_LEN)
+        first = tl.maximum(tl.load(at, mask=mask, other=0), 0)
+        end = tl.minimum(tl.load(at + (2 * Q_LEN - 1), mask=mask, other=0), kv_len)
+        some = first < end
+        return tl.where(some, first, 0), tl.where(some, end, 0)
 
 
 @triton.jit
-def tiles_of(kv_len, Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Key tiles a sequence needs, and the first of them."""
-    first = first_key(kv_len, Q_LEN, WINDOW_LEFT) // BLOCK_N
-    return first, tl.cdiv(kv_len, BLOCK_N) - first
+def row_limits(ranges, seq, token, row_mask, kv_len, first, end, Q_LEN: tl.constexpr,
+               WINDOW_LEFT: tl.constexpr):  # fmt: skip
+    """The first and the last key that rows of query tokens `token` attend to, and which keys all rows do.
+
+    Returns:
+        `(low, high, full_first, full_end)`: [M] both limits; keys [full_first, full_end) are every row's.
+    """
+    if ranges is None:
+        high = kv_len - Q_LEN + token
+        return high - WINDOW_LEFT, high, first + Q_LEN, kv_len - Q_LEN
+    else:
+        at = ranges + (seq.to(tl.int64) * Q_LEN + token) * 2
+        low = tl.maximum(tl.load(at, mask=row_mask, other=0), first)
+        high = tl.minimum(tl.load(at + 1, mask=row_mask, other=2**31 - 1), end) - 1
+        return low, high, tl.max(low, 0), tl.min(high, 0) + 1
+
+
+@triton.jit
+def tiles_of(first, end, BLOCK_N: tl.constexpr):
+    """The first of the key tiles that hold keys [first, end), and their number."""
+    first = first // BLOCK_N
+    return first, tl.cdiv(end, BLOCK_N) - first
 
 
 # Sequences whose lengths a program reads at once.
@@ -111,19 +139,20 @@ _SEQUENCES = tl.constexpr(128)
 
 @triton.jit
 def tiles_of_some(
-    table, first, batch, Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    table, ranges, first, batch, Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr,
     RAGGED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Sequences from `first` on, and the key tiles of each; none past the batch."""
     seqs = first + tl.arange(0, _SEQUENCES)
     lens = sequence_length(table, seqs, seqs < batch, PAGE_SIZE, RAGGED)
-    _, tiles = tiles_of(lens, Q_LEN, WINDOW_LEFT, BLOCK_N)
+    first_key, end = attended_span(ranges, seqs, seqs < batch, lens, Q_LEN, WINDOW_LEFT)
+    _, tiles = tiles_of(first_key, end, BLOCK_N)
     return seqs, tiles
 
 
 @triton.jit
 def even_split(
-    table, batch, num_units, wanted, BY_UNIT: tl.constexpr,
+    table, ranges, batch, num_units, wanted, BY_UNIT: tl.constexpr,
     Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -135,12 +164,14 @@ def even_split(
     """
     total = batch * 0
     for first in range(0, batch, _SEQUENCES):
-        _, tiles = tiles_of_some(table, first, batch, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N)
+        _, tiles = tiles_of_some(table, ranges, first, batch, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N)
         total += tl.sum(tiles, 0)
     size = tl.maximum(tl.cdiv(total, tl.maximum(num_units - batch, 1)), 1)
     seq, first_unit, num_splits, units_before = batch * 0, batch * 0, batch * 0, batch * 0
     for first in range(0, batch, _SEQUENCES):
-        seqs, tiles = tiles_of_some(table, first, batch, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N)
+        seqs, tiles = tiles_of_some(
+            table, ranges, first, batch, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N
+        )
         # A sequence with no keys still gets one unit, which writes its zeros.
         splits = tl.where(seqs < batch, tl.maximum(tl.cdiv(tiles, size), 1), 0)
         ends = units_before + tl.cumsum(splits, 0)
@@ -289,11 +320,11 @@ def scores_fp4_native(q_terms, k_words, k_scale, TERMS: tl.constexpr):
 
 
 @triton.jit
-def attended_keys(n, query_pos, WINDOW_LEFT: tl.constexpr):
-    """[M, N]: keys at or before the query and inside its window."""
-    keep = n[None, :] <= query_pos[:, None]
-    if WINDOW_LEFT >= 0:
-        keep = keep & (n[None, :] >= query_pos[:, None] - WINDOW_LEFT)
+def attended_keys(n, low, high, HAS_LOW: tl.constexpr):
+    """[M, N]: keys of [low, high] of each row; without HAS_LOW all keys up to `high`."""
+    keep = n[None, :] <= high[:, None]
+    if HAS_LOW:
+        keep = keep & (n[None, :] >= low[:, None])
     return keep
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,52 +16,16 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from narrowkv.attn_decode import DecodePlan, DecodeShape, paged_decode, plan_decode
-from narrowkv.attn_prefill import PrefillPlan, batch_prefill, plan_prefill
+from narrowkv.attn_decode import DecodeShape
 from narrowkv.attn_prefill.checks import HEAD_DIMS
+from narrowkv.engines.steps import SCRATCH_BYTES, Step, attend, reserve_decode
 from narrowkv.engines.vllm.slots import CACHE_DTYPES, ULTRAQUANT, format_of, layer_cache, slot_bytes
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.runtime.errors import UnsupportedError
-from narrowkv.runtime.launch import Workspace
-
-# Query tokens of a sequence up to which a batch of equal ones is a decode step (speculative tokens).
-_MAX_DECODE_TOKENS = 16
-# Scratch of widened keys that a prefill may take; it is allocated once while vLLM measures its memory.
-_SCRATCH_BYTES = 512 * 2**20
-
-_workspaces: dict[torch.device, Workspace] = {}
-
-
-def reserve(num_bytes: int, device: torch.device) -> Workspace:
-    """The one workspace of a device, at least this large: layers run one after the other."""
-    found = _workspaces.get(device)
-    if found is None or found.num_bytes < num_bytes:
-        found = _workspaces[device] = Workspace(num_bytes, device)
-    return found
-
-
-@dataclass
-class NarrowMetadata:
-    """What a step's layers share.
-
-    Attributes:
-        num_actual_tokens: query tokens without padding.
-        max_query_len, max_seq_len: bounds, on the host.
-        query_start_loc: `[requests + 1]` int32.
-        table: block table and lengths, by reference.
-        prefill_plans: plans of this step, by shape.
-    """
-
-    num_actual_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    query_start_loc: torch.Tensor
-    table: PageTable
-    prefill_plans: dict[Any, PrefillPlan] = field(default_factory=dict)
 
 
 class NarrowMetadataBuilder(AttentionMetadataBuilder):
-    """Turns vLLM's batch into `NarrowMetadata`; nothing is read from the device."""
+    """Turns vLLM's batch into a `Step`; nothing is read from the device."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
@@ -76,7 +40,7 @@ class NarrowMetadataBuilder(AttentionMetadataBuilder):
         if batch.causal is not True:
             raise UnsupportedError("narrowkv's backend serves causal attention, got causal=False from vLLM")
         requests = batch.num_reqs
-        return NarrowMetadata(
+        return Step(
             batch.num_actual_tokens,
             batch.max_query_len,
             batch.max_seq_len,
@@ -203,7 +167,7 @@ class NarrowAttention(AttentionImpl):
         )  # fmt: skip
         name = format_of(self.kv_cache_dtype, dtype, device)
         groups = 32 if self.kv_cache_dtype == ULTRAQUANT else None
-        reserve(plan_decode(shape, name, device=device, scale_group=groups).workspace_bytes(), device)
+        reserve_decode(shape, name, device, groups)
 
     def cache_of(self, layer: Any, kv_cache: torch.Tensor) -> PagedKVCache:
         """The layer's pages as views, made again only if vLLM has moved them."""
@@ -232,7 +196,7 @@ class NarrowAttention(AttentionImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: NarrowMetadata | None,
+        attn_metadata: Step | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
@@ -242,56 +206,10 @@ class NarrowAttention(AttentionImpl):
             raise UnsupportedError("narrowkv's backend has no quantised output: turn fuse_attn_quant off")
         if attn_metadata is None:  # vLLM measures its memory
             if query.device.type != "cpu":
-                torch.empty(_SCRATCH_BYTES, dtype=torch.uint8, device=query.device)
+                torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=query.device)
             return output
         step, cache = attn_metadata, self.cache_of(layer, kv_cache)
-        tokens = step.num_actual_tokens
+        tokens = step.num_tokens
         q, out = (x[:tokens].view(tokens, self.num_heads, self.head_size) for x in (query, output))
-        requests = step.table.batch_size
-        # The longest of the requests has max_query_len tokens: then all of them have.
-        if step.max_query_len <= _MAX_DECODE_TOKENS and tokens == requests * step.max_query_len:
-            plan = decode_plan(q, cache, step, self._max_batch)
-            paged_decode(q, cache, step.table, out=out, sinks=self.sinks, plan=plan, **self.options)
-        else:
-            prefill = prefill_plan(q, cache, step)
-            batch_prefill(
-                q,
-                cache,
-                step.table,
-                step.query_start_loc,
-                out=out,
-                sinks=self.sinks,
-                plan=prefill,
-                **self.options,
-            )
+        attend(step, q, cache, out, max_batch=self._max_batch, sinks=self.sinks, **self.options)
         return output
-
-
-_decode_plans: dict[Any, DecodePlan] = {}
-
-
-def decode_plan(q: torch.Tensor, cache: PagedKVCache, step: NarrowMetadata, max_batch: int) -> DecodePlan:
-    """The plan of decode steps with this many query tokens, made once for all layers of a shape."""
-    requests = step.table.batch_size
-    q_len = step.max_query_len
-    key = (
-        q_len, q.shape[1:], q.dtype, q.device, cache.num_kv_heads, cache.page_size, cache.format,
-        cache.k_granularity, step.table.page_ids.shape[1], max(max_batch, requests),
-    )  # fmt: skip
-    if key not in _decode_plans:
-        most = max(max_batch, requests)
-        needed = plan_decode(q, cache, step.table, max_batch=most).workspace_bytes()
-        shared = reserve(needed, q.device)
-        _decode_plans[key] = plan_decode(q, cache, step.table, max_batch=most, workspace=shared)
-    return _decode_plans[key]
-
-
-def prefill_plan(q: torch.Tensor, cache: PagedKVCache, step: NarrowMetadata) -> PrefillPlan:
-    """The plan of this step, made once for all layers of a shape; its scratch goes with the step."""
-    key = (q.shape, q.dtype, cache.num_kv_heads, cache.format, cache.k_granularity)
-    if key not in step.prefill_plans:
-        step.prefill_plans[key] = plan_prefill(
-            q, cache, step.table, step.query_start_loc, max_q_len=max(step.max_query_len, 1),
-            max_seq_len=max(step.max_seq_len, 1), scratch_limit_bytes=_SCRATCH_BYTES,
-        )  # fmt: skip
-    return step.prefill_plans[key]

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from narrowkv.quant.device import narrow_fp4, narrow_fp8
+from narrowkv.quant.device_e4m3 import narrow_fp4_e4m3
 
 
 class NewTokens(NamedTuple):
@@ -20,7 +21,7 @@ class NewTokens(NamedTuple):
 
 
 class DescalePointers(NamedTuple):
-    """A number, or a descale tensor, float32 or E8M0 bytes; strides are 0 where it does not vary.
+    """A number, or a descale tensor, float32, E8M0 or E4M3 bytes; strides are 0 where it does not vary.
 
     The scales of a token's groups are adjacent.
     """
@@ -121,11 +122,12 @@ def quantise_rows(
     """Writes float32 rows [BLOCK_N, BLOCK_D] of one head into the cache, in its format.
 
     Columns past head_dim are zeros. SCALING: what stored numbers are multiplied by: "one", a "number" or a
-    "tensor" that the cache has, or the "token"'s own, which is computed and stored (1 in 16-bit formats).
+    "tensor" that the cache has, or the "token"'s own, which is computed and stored (1 in 16-bit formats, E8M0
+    in FP4); "token_e4m3" is FP4 with that scale in E4M3.
     """
     d = tl.arange(0, BLOCK_D)
     inside = mask[:, None] & (d < HEAD_DIM)[None, :]
-    if SCALING == "tensor" or SCALING == "token":
+    if SCALING == "tensor" or SCALING == "token" or SCALING == "token_e4m3":
         where = descale.ptr + page * descale.page + slot * descale.slot  # [BLOCK_N]
         where += head.to(tl.int64) * descale.head
     if FORMAT == "bf16" or FORMAT == "fp16":
@@ -139,7 +141,11 @@ def quantise_rows(
         # Elements past head_dim are zeros: they change neither a group's scale nor its error.
         WIDTH: tl.constexpr = GROUP if GROUP > 0 else BLOCK_D
         GROUPS: tl.constexpr = BLOCK_D // WIDTH
-        codes, scale = narrow_fp4(tl.reshape(x, [BLOCK_N * GROUPS, WIDTH]), RULE)
+        rows = tl.reshape(x, [BLOCK_N * GROUPS, WIDTH])
+        if SCALING == "token_e4m3":
+            codes, scale = narrow_fp4_e4m3(rows)
+        else:
+            codes, scale = narrow_fp4(rows, RULE)
         g = tl.arange(0, GROUPS)
         scales = tl.reshape(scale, [BLOCK_N, GROUPS])
         tl.store(where[:, None] + g[None, :], scales, mask=mask[:, None] & (g * WIDTH < HEAD_DIM)[None, :])

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from narrowkv.quant.device import e8m0_to_fp32
+from narrowkv.quant.device_e4m3 import e4m3_to_fp32
 
 
 class KVPointers(NamedTuple):
@@ -21,7 +22,7 @@ class KVPointers(NamedTuple):
 class Descale(NamedTuple):
     """What stored numbers are multiplied by: one per (sequence, head), or one per (page, token, head).
 
-    Float32, or E8M0 bytes; those of a (page, token, head)'s groups are adjacent.
+    Float32, or E8M0 or E4M3 bytes; those of a (page, token, head)'s groups are adjacent.
     """
 
     ptr: Any
@@ -74,8 +75,8 @@ class Stored(NamedTuple):
             separate columns of the output.
         vec: of the vectorised layout; see `KVStrides`.
         descale: "scalar" (folded into the scales of logits and output), "head" (per sequence and head),
-            "token" (float32 per page, slot and head), "e8m0" (bytes of those) or "e8m0_group" (also per 32
-            channels).
+            "token" (float32 per page, slot and head), "e8m0" or "e4m3" (bytes of those) or "e8m0_group" (also
+            per 32 channels).
     """
 
     format: str
@@ -173,14 +174,17 @@ def load_key_scale(descale, page, slot, head, KIND: tl.constexpr, SPREAD: tl.con
                    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """What belongs to each key: a float32 factor [N], or the E8M0 bytes of its groups of 32 channels [N, G].
 
-    SPREAD reads a key's one byte for every group: the compiler cannot broadcast a matrix instruction's scale.
+    SPREAD reads the one E8M0 byte of a key for every group: the compiler cannot broadcast the scale of a
+    matrix instruction.
     """
     at = descale.ptr + page * descale.major + slot * descale.token + head * descale.head
-    if KIND == "e8m0_group" or SPREAD:
+    if KIND == "e8m0_group" or (KIND == "e8m0" and SPREAD):
         g = tl.arange(0, BLOCK_D // 32)
         step = g if KIND == "e8m0_group" else g * 0
         return tl.load(at[:, None] + step[None, :], mask=(g * 32 < HEAD_DIM)[None, :], other=0)
     elif KIND == "e8m0":
         return e8m0_to_fp32(tl.load(at))
+    elif KIND == "e4m3":
+        return e4m3_to_fp32(tl.load(at))
     else:
         return tl.load(at)

@@ -3,7 +3,7 @@
 import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
 from narrowkv.runtime.launch.bound import BoundLaunch
 from narrowkv.runtime.launch.compiles import Compiles, count_compiles
-from narrowkv.runtime.launch.fixed import VARIES, FixedLaunch
+from narrowkv.runtime.launch.fixed import VARIES, FixedLaunch, Varies
 from narrowkv.runtime.launch.options import LaunchOptions
 from narrowkv.runtime.launch.path import (
     Executor,
@@ -31,6 +31,7 @@ __all__ = [
     "LaunchOptions",
     "RecordExecutor",
     "TensorSpec",
+    "Varies",
     "Warmup",
     "Workspace",
     "active_target",

@@ -13,19 +13,29 @@ from typing import Any
 
 import torch
 
+from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import gpu, path
 from narrowkv.runtime.launch.bound import BoundLaunch
+from narrowkv.runtime.launch.descriptors import Encode, is_descriptor
 
 
-class _Varies:
-    """The kind of `VARIES`."""
+class Varies:
+    """Stands for an argument that each call gives: a tensor, a tensor descriptor, an int or a float.
+
+    Attributes:
+        index: which value of a call it is; None for the one behind the last value that was named.
+    """
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int | None = None) -> None:
+        self.index = index
 
     def __repr__(self) -> str:
-        return "VARIES"
+        return "VARIES" if self.index is None else f"Varies({self.index})"
 
 
-# Stands for an argument that each call gives anew: a tensor, a tensor descriptor, an int or a float.
-VARIES = _Varies()
+VARIES = Varies()
 
 
 class FixedLaunch:
@@ -33,12 +43,14 @@ class FixedLaunch:
 
     Tensors that vary must have the dtypes and the device of those in the first call: the caller has compared
     that. Only their alignment is looked at here, on AMD the size of their storage, and of an int what the
-    kernel is specialised on. A tensor that does not vary must stay where it is.
+    kernel is specialised on. A tensor that does not vary must stay where it is. A tensor descriptor is
+    encoded once as long as it lives.
 
     Args:
         bound: the launch.
         args: runtime arguments in the kernel's order, as for a `BoundLaunch`, with `VARIES` for what each
-            call gives anew.
+            call gives, or `Varies(i)` for the value at index i. Values that no argument names are ignored, so
+            that several launches can share them.
 
     Attributes:
         bound: the launch.
@@ -53,8 +65,8 @@ class FixedLaunch:
 
     def __init__(self, bound: BoundLaunch, args: tuple[Any, ...]) -> None:
         self.bound = bound
-        self.args = _write_filler(args)
-        self._template = args
+        self._template = _numbered(args, [0])
+        self.args = _write_filler(self._template)
         self._fast: Callable[[tuple[int, int, int], tuple[Any, ...]], bool] | None = None
 
     def __call__(self, grid: tuple[int, int, int], values: tuple[Any, ...]) -> None:
@@ -73,7 +85,7 @@ class FixedLaunch:
         launch = path.launch(bound.kernel, grid, args, bound.constexprs, bound.options)
         launcher = None if launch is None else launch.launcher(args)
         if launcher is not None:
-            self._fast = _write_launch(bound.kernel.params, self._template, values, launcher)
+            self._fast = _write_launch(bound.kernel.params, self._template, values, *launcher)
 
 
 @lru_cache(maxsize=1024)
@@ -81,15 +93,24 @@ def _code(source: str) -> CodeType:
     return compile(source, f"{__file__} (written)", "exec")
 
 
+def _numbered(template: Any, following: list[int]) -> Any:
+    """The template with an index in each mark; `following[0]` is the index of the next `VARIES`."""
+    if isinstance(template, tuple):
+        return tuple.__new__(type(template), [_numbered(part, following) for part in template])
+    if not isinstance(template, Varies):
+        return template
+    index = following[0] if template.index is None else template.index
+    following[0] = index + 1
+    return Varies(index)
+
+
 def _write_filler(template: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     """Writes the function that puts values into the template."""
     scope: dict[str, Any] = {"new": tuple.__new__}
-    names: list[str] = []
 
     def spelled(value: Any) -> str:
-        if value is VARIES:
-            names.append(f"v{len(names)}")
-            return names[-1]
+        if isinstance(value, Varies):
+            return f"values[{value.index}]"
         name = f"c{len(scope)}"
         if isinstance(value, tuple):
             scope[name] = type(value)
@@ -98,79 +119,125 @@ def _write_filler(template: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], tupl
         return name
 
     filled = "".join(f"{spelled(value)}, " for value in template)
-    unpacking = f"    {', '.join(names)}, = values\n" if names else ""
-    exec(_code(f"def args(values):\n{unpacking}    return ({filled})\n"), scope)
+    exec(_code(f"def args(values):\n    return ({filled})\n"), scope)
     return scope["args"]  # type: ignore[no-any-return]
 
 
 def _write_launch(
-    params: list[Any], template: tuple[Any, ...], values: tuple[Any, ...], launcher: gpu.Launcher
+    params: list[Any],
+    template: tuple[Any, ...],
+    values: tuple[Any, ...],
+    launcher: gpu.Launcher,
+    encode: Encode | None,
 ) -> Callable[[tuple[int, int, int], tuple[Any, ...]], bool]:
-    """Writes the function that launches with values that specialise like these, and says whether it did."""
+    """Writes the function that launches with values that specialise like these, and says whether it did.
+
+    Args:
+        params: the kernel's parameters, `JITFunction.params`.
+        template: the arguments, with marks that have an index.
+        values: of the first call.
+        launcher: launches with addresses in place of tensors and, if `encode` is given, encoded descriptors.
+        encode: encodes all descriptors of a launch.
+    """
     storage_sizes = torch.version.hip is not None
     scope: dict[str, Any] = {
         "launch": launcher,
+        "encode": encode,
         "executor": path.executor,
         "current_device": gpu.current_device,
         "current_stream": gpu.current_stream,
         "listened": gpu.somebody_listens,
         "OTHER_KINDS": gpu.OTHER_KINDS,
     }
-    left = iter(values)
-    names: list[str] = []
     pointers: list[str] = []
     aligned: list[str] = []
+    unaligned: list[str] = []
+    numbers: list[str] = []
     changed: list[str] = []
+    descriptors: dict[str, Any] = {}
     device = -1
+
+    def constant(value: Any) -> str:
+        name = f"c{len(scope)}"
+        scope[name] = value
+        return name
+
+    def passed(name: str, value: Any) -> str:
+        if encode is None or not is_descriptor(value):
+            return name
+        descriptors[name] = value
+        return f"*e_{name}"
 
     def packed(value: Any, specialised: bool, by_alignment: bool) -> str:
         nonlocal device
         if isinstance(value, tuple):
             return "(" + "".join(f"{packed(part, True, True)}, " for part in value) + ")"
-        if value is not VARIES:
-            name = f"c{len(scope)}"
+        if not isinstance(value, Varies):
             if isinstance(value, torch.Tensor):
-                scope[f"{name}_memory"], value = value, value.data_ptr()
-            scope[name] = value
-            return name
-        name, now = f"v{len(names)}", next(left)
-        names.append(name)
-        if not isinstance(now, torch.Tensor):
-            if isinstance(now, int):
-                changed.append(f"not -0x80000000 <= {name} <= 0x7fffffff")
-                if specialised:
-                    changed.append(f"({name} == 1) is not {now == 1}")
-                    if by_alignment:
-                        changed.append(f"({name} & 15 == 0) is not {now & 15 == 0}")
-            return name
-        device = now.get_device()
-        pointer = f"p_{name}"
-        pointers.append(pointer)
-        if specialised and by_alignment:
-            if now.data_ptr() & 15:
-                changed.append(f"not {pointer} & 15")
+                device = value.get_device()
+                constant(value)  # keeps its memory
+                return constant(value.data_ptr())
+            return passed(constant(value), value)
+        assert value.index is not None
+        name, now = f"v{value.index}", values[value.index]
+        if isinstance(now, torch.Tensor):
+            device = now.get_device()
+            pointers.append(name)
+            if specialised and by_alignment:
+                (unaligned if now.data_ptr() & 15 else aligned).append(name)
+            if specialised and storage_sizes:
+                within = now.untyped_storage().nbytes() <= 0x7FFFFFFF
+                changed.append(f"({name}.untyped_storage().nbytes() <= 0x7fffffff) is not {within}")
+            return f"p_{name}"
+        if isinstance(now, int):
+            if 0 <= now <= 0x7FFFFFFF:
+                numbers.append(name)
             else:
-                aligned.append(pointer)
-        if specialised and storage_sizes:
-            within = now.untyped_storage().nbytes() <= 0x7FFFFFFF
-            changed.append(f"({name}.untyped_storage().nbytes() <= 0x7fffffff) is not {within}")
-        return pointer
+                changed.append(f"not -0x80000000 <= {name} <= 0x7fffffff")
+            if specialised:
+                changed.append(f"({name} == 1) is not {now == 1}")
+                if by_alignment:
+                    changed.append(f"({name} & 15 == 0) is not {now & 15 == 0}")
+        return passed(name, now)
 
     packing = "".join(
         f"{packed(value, not param.do_not_specialize, not param.do_not_specialize_on_alignment)}, "
         for value, param in zip(template, params, strict=False)
     )
-    changed += [f"not {pointer}" for pointer in pointers]
+    changed += [f"not p_{name}" for name in pointers]
+    changed += [f"not p_{name} & 15" for name in unaligned]
     if aligned:
-        changed.append(f"({' | '.join(aligned)}) & 15")
+        changed.append(f"({' | '.join(f'p_{name}' for name in aligned)}) & 15")
+    if numbers:
+        # Of numbers from 0 to 2**31 - 1 no other bit is set.
+        changed.append(f"({' | '.join(numbers)}) & ~0x7fffffff")
     changed += ["executor() is not None", f"current_device() != {device}", "listened()"]
     lines = [
         "def fast(grid, values):",
         "    try:",
-        f"        {', '.join(names)}, = values",
-        *(f"        {pointer} = {pointer.removeprefix('p_')}.data_ptr()" for pointer in pointers),
+        f"        {''.join(f'v{index}, ' for index in range(len(values)))} = values"
+        if values
+        else "        pass",
+        *(f"        p_{name} = {name}.data_ptr()" for name in dict.fromkeys(pointers)),
         f"        if {' or '.join(changed)}: return False",
         "    except OTHER_KINDS: return False",
+    ]
+    if encode is not None:
+        # Those that vary are encoded when they are new; the others here.
+        varying = [name for name in descriptors if name.startswith("v")]
+        for (name, first), encoded in zip(descriptors.items(), encode(*descriptors.values()), strict=True):
+            if name in varying:
+                scope[f"known_{name}"] = known = ByIdentity[Any]()
+                known.keep(first, encoded)
+                lines.append(f"    e_{name} = known_{name}.get(id({name}))")
+            else:
+                scope[f"e_{name}"] = encoded
+        if varying:
+            found = "".join(f"{f'e_{name}' if name in varying else '_'}, " for name in descriptors)
+            lines.append(f"    if {' or '.join(f'e_{name} is None' for name in varying)}:")
+            lines.append(f"        {found} = encode({', '.join(descriptors)})")
+            lines += [f"        known_{name}.keep({name}, e_{name})" for name in varying]
+    lines += [
         "    x, y, z = grid",
         f"    launch(x, y, z, current_stream({device}), ({packing}))",
         "    return True",

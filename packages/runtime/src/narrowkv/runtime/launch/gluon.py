@@ -10,17 +10,29 @@ from typing import Any
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+# What kernels are written in. Gluon came into Triton by steps: what is there decides, not a version.
+_WANTED = {
+    "hopper": (
+        "triton.experimental.gluon.language.nvidia.hopper",
+        ("async_copy", "fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait"),
+    ),
+    "cdna4": ("triton.experimental.gluon.language.amd.cdna4", ("async_copy",)),
+}
+
 
 @cache
-def has_gluon() -> bool:
-    """Whether this Triton has what kernels for Hopper are written in; asked once."""
+def has_gluon(family: str = "hopper") -> bool:
+    """Whether this Triton has what kernels for a family of targets are written in; asked once.
+
+    Args:
+        family: "hopper" or "cdna4".
+    """
+    module, names = _WANTED[family]
     try:
-        hopper = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
+        found = importlib.import_module(module)
     except ImportError:
         return False
-    # Gluon came into Triton by steps; what is there decides, not a version.
-    wanted = ("async_copy", "fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")
-    return all(hasattr(hopper, name) for name in wanted)
+    return all(hasattr(found, name) for name in names)
 
 
 @cache

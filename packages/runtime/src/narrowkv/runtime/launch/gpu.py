@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from narrowkv.runtime.launch.cache_folder import explained_cache_errors
+from narrowkv.runtime.launch.cache_key import settle_cache_key
+from narrowkv.runtime.launch.descriptors import Encode, encoder_of
 from narrowkv.runtime.launch.options import LaunchOptions
 from narrowkv.runtime.targets import device_target
 
@@ -135,7 +137,13 @@ _Reader = Callable[[tuple[Any, ...]], tuple[tuple[Any, ...], tuple[Any, ...]]]
 Launcher = Callable[[int, int, int, int, tuple[Any, ...]], None]
 
 
-def launcher_of(compiled: Any, tail: tuple[Any, ...]) -> Launcher:
+def _needs_wrapper(run: Any) -> bool:
+    """Whether Triton's wrapper does more in each call than to pass arguments on."""
+    scratch = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+    return scratch != [0, 0] or getattr(run, "gsan_enabled", False) or not hasattr(run, "launch")
+
+
+def launcher_of(compiled: Any, tail: tuple[Any, ...], launch: Any = None) -> Launcher:
     """What launches a compiled kernel, past the Python function that Triton wraps around its launcher.
 
     That function looks after scratch memory and profilers on every call. For a kernel without scratch memory
@@ -144,21 +152,21 @@ def launcher_of(compiled: Any, tail: tuple[Any, ...]) -> Launcher:
     Args:
         compiled: what Triton's compiler returned; it stays loaded as long as the result lives.
         tail: the constants that follow the arguments.
+        launch: the launcher; None takes the kernel's own.
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
     def whole(x: int, y: int, z: int, stream: int, args: tuple[Any, ...]) -> None:
         run(x, y, z, stream, function, metadata, None, None, None, *args, *tail)
 
-    scratch = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
-    if scratch != [0, 0] or getattr(run, "gsan_enabled", False) or not hasattr(run, "launch"):
+    if _needs_wrapper(run):
         return whole
     calls: list[tuple[Any, ...]] = []
     twin = copy.copy(run)
     twin.launch = lambda *given: calls.append(given)
     x, y, z, stream, argument = marks = tuple(object() for _ in range(5))
     twin(x, y, z, stream, function, metadata, None, None, None, argument, *tail)
-    scope: dict[str, Any] = {"launch": run.launch, "compiled": compiled, "tail": tail}
+    scope: dict[str, Any] = {"launch": launch or run.launch, "compiled": compiled, "tail": tail}
     words: list[str] = []
     for index, value in enumerate(calls[0]):
         if isinstance(value, tuple) and value and value[0] is argument:
@@ -172,13 +180,22 @@ def launcher_of(compiled: Any, tail: tuple[Any, ...]) -> Launcher:
     return scope["call"]  # type: ignore[no-any-return]
 
 
+class _Entry(NamedTuple):
+    """What launches one specialisation: its device and launcher, and what the launcher was made from."""
+
+    device: int
+    launcher: Launcher
+    compiled: Any
+    tail: tuple[Any, ...]
+
+
 class GpuLaunch:
     """A kernel with constants and options, and what Triton has compiled of it so far."""
 
     def __init__(self, kernel: Any, constexprs: dict[str, Any], options: LaunchOptions) -> None:
         self._kernel, self._constexprs, self._options = kernel, constexprs, options
         # One for each combination of kinds of arguments; the one that served last is the last.
-        self._variants: list[tuple[_Reader, dict[tuple[Any, ...], tuple[int, Launcher]]]] = []
+        self._variants: list[tuple[_Reader, dict[tuple[Any, ...], _Entry]]] = []
 
     def again(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> bool:
         """Launches if the arguments are of the kinds of the last call, and what they need is compiled.
@@ -194,19 +211,31 @@ class GpuLaunch:
         except OTHER_KINDS:
             return False
         entry = entries.get(key)
-        if entry is None or current_device() != entry[0] or somebody_listens():
+        if entry is None or current_device() != entry.device or somebody_listens():
             return False
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-        entry[1](x, y, z, current_stream(entry[0]), packed)
+        entry.launcher(x, y, z, current_stream(entry.device), packed)
         return True
 
-    def launcher(self, args: tuple[Any, ...]) -> Launcher | None:
-        """What launches the kernel that arguments like these need, if they were launched before."""
+    def launcher(self, args: tuple[Any, ...]) -> tuple[Launcher, Encode | None] | None:
+        """What launches the kernel that arguments like these need, if they were launched before.
+
+        Returns:
+            The launcher, and where it takes encoded tensor descriptors, the function that encodes them.
+        """
         if not self._variants:
             return None
         read, entries = self._variants[-1]
         entry = entries.get(read(args)[0]) if self._serves(read, args) else None
-        return None if entry is None else entry[1]
+        if entry is None:
+            return None
+        encoding = (
+            None if _needs_wrapper(entry.compiled.run) else encoder_of(entry.compiled, entry.tail, args)
+        )
+        if encoding is None:
+            return entry.launcher, None
+        launch, encode = encoding
+        return launcher_of(entry.compiled, entry.tail, launch), encode
 
     def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], device: torch.device) -> None:
         """Launches on `device`, which is the current one; tensors must have memory, or no elements."""
@@ -216,6 +245,7 @@ class GpuLaunch:
                 break
         if self.again(grid, args):
             return
+        settle_cache_key(self._kernel, self._constexprs)
         with explained_cache_errors():
             compiled = self._kernel[grid](
                 *args, **self._constexprs, **self._options.for_target(device_target(device))
@@ -231,7 +261,7 @@ class GpuLaunch:
         tail = tuple(
             self._constexprs.get(param.name, param.default) for param in self._kernel.params[len(args) :]
         )
-        entries[read(args)[0]] = (device.index, launcher_of(compiled, tail))
+        entries[read(args)[0]] = _Entry(device.index, launcher_of(compiled, tail), compiled, tail)
 
     @staticmethod
     def _serves(read: _Reader, args: tuple[Any, ...]) -> bool:

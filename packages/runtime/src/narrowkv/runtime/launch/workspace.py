@@ -11,7 +11,7 @@ from narrowkv.runtime.errors import check_positive_int
 
 _ALIGNMENT = 256
 # Arrival counters of launches that merge partial results; every kernel leaves them zero.
-_COUNTERS = 1 << 16
+MOST_COUNTERS = 1 << 16
 
 Block = tuple[Sequence[int], torch.dtype]
 
@@ -44,7 +44,7 @@ class Workspace:
     def __init__(self, num_bytes: int, device: torch.device | str) -> None:
         self.num_bytes = check_positive_int("num_bytes", num_bytes) if num_bytes else 0
         self._buffer = torch.empty(_aligned(self.num_bytes), dtype=torch.uint8, device=device)
-        self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(MOST_COUNTERS, dtype=torch.int32, device=device)
         self.device = self._buffer.device
 
     def carve(self, blocks: Sequence[Block]) -> tuple[torch.Tensor, ...]:
@@ -69,6 +69,6 @@ class Workspace:
         Raises:
             ValueError: more than the workspace has.
         """
-        if count > _COUNTERS:
-            raise ValueError(f"count must be at most {_COUNTERS}, got {count}")
+        if count > MOST_COUNTERS:
+            raise ValueError(f"count must be at most {MOST_COUNTERS}, got {count}")
         return self._counters[:count]

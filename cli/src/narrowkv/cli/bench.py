@@ -1,0 +1,351 @@
+"""`narrowkv bench`: tables and documents of measured and modelled rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from narrowkv.cli.backends import PEERS, Backend, NotAnsweringError
+from narrowkv.cli.cases import DecodeInputs
+from narrowkv.cli.contracts import DECODE, Contract
+from narrowkv.cli.environment import gpus, versions
+from narrowkv.cli.places import find_place
+from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError, number
+from narrowkv.cli.sheet import Column, Sheet, keys, numbers
+from narrowkv.cli.workers import run_all
+from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.testing.bench.baseline import changes, load_baseline, regressions
+from narrowkv.testing.bench.ceilings import Ceilings, measure_ceilings
+from narrowkv.testing.bench.decode import BOUND, Peer
+from narrowkv.testing.bench.measure import Bench, Row
+from narrowkv.testing.bench.modelled import ModelCall, ModelRow, model_row
+from narrowkv.testing.bench.timing import FLUSH_BYTES, GraphTimer
+from narrowkv.testing.codegen import amd_backend_missing
+
+Shape = TypeVar("Shape")
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A bench's own columns: by header, the name of a record's value or a function of the record.
+
+    Attributes:
+        labels: words, on the left; sizes: numbers, before the times; figures: after the times.
+        series: the values that tell the series of a plot apart.
+    """
+
+    labels: Mapping[str, str | Callable[[Record], str]]
+    sizes: Mapping[str, str | Callable[[Record], str]]
+    series: tuple[str, ...]
+    figures: Mapping[str, Callable[[Record], str]] = field(default_factory=dict)
+
+    def sheet(self, records: Sequence[Record]) -> Sheet:
+        """A table of records."""
+        sheet = Sheet([
+            *keys(*self.labels), *(Column(name, right=True, key=True) for name in self.sizes),
+            *numbers("us", "p10", "p90", "floor us", "x floor", *self.figures, "GB/s", "TFLOP/s", "rel. L1"),
+            Column(""),
+        ])  # fmt: skip
+        for row in records:
+            own = [
+                row[get] if isinstance(get, str) else get(row)
+                for get in (*self.labels.values(), *self.sizes.values())
+            ]
+            error = row["relative_l1"]
+            sheet.add(
+                *own,
+                *(number(row[name], 4) for name in ("median_us", "p10_us", "p90_us", "floor_us")),
+                _ratio("ratio_to_floor")(row), *(show(row) for show in self.figures.values()),
+                number(row["bytes_per_s"] / 1e9, 4) if row["bytes_per_s"] else "-",
+                number(row["flops_per_s"] / 1e12) if row["flops_per_s"] else "-",
+                "-" if error is None else f"{error:.2e}",
+                "" if row["status"] == "pass" else f"{row['status']}: {row['detail']}",
+                style={"pass": "", "fail": "bold red"}.get(row["status"], "yellow"),
+            )  # fmt: skip
+        return sheet
+
+
+def _us(name: str) -> Callable[[Record], str]:
+    return lambda row: number(row[name], 4)
+
+
+def _ratio(name: str) -> Callable[[Record], str]:
+    return lambda row: "-" if row[name] is None else f"{row[name]:.2f}"
+
+
+COLUMNS = {
+    "decode": Columns(
+        {"backend": "backend", "format": "format", "Q": "q"},
+        {"batch": "batch", "context": "context", "page": "page_size", "ratio": "ratio"},
+        ("backend", "format"),
+    ),
+    "prefill": Columns(
+        {"format": "format"},
+        {
+            "heads": lambda row: f"{row['num_kv_heads'] * row['ratio']}/{row['num_kv_heads']}",
+            "new": "new",
+            "prefix": "prefix",
+        },
+        ("format", "ratio"),
+        {f"{name} us": _us(f"{name}_us") for name in ("sdpa", "append", "apart", "decode")},
+    ),
+    "sparse": Columns(
+        {"mode": "mode"},
+        {"tokens": "tokens", "heads": "heads", "top-k": "topk"},
+        ("mode", "heads"),
+        {
+            "x bf16": _ratio("ratio_to_bf16"),
+            "scratch MB": lambda row: (
+                "-" if row["scratch_bytes"] is None else f"{row['scratch_bytes'] / 1e6:.1f}"
+            ),
+        },
+    ),
+    "sage": Columns(
+        {
+            "backend": "backend",
+            "Q and K": "qk",
+            "granularity": "granularity",
+            "mask": lambda row: "causal" if row["causal"] else "none",
+        },
+        {"context": "context"},
+        ("backend", "qk", "granularity"),
+        {"K, V ready us": _us("attend_us"), "x sdpa": _ratio("ratio_to_sdpa")},
+    ),
+}
+"""By the name of the bench."""
+
+
+def bench(
+    bench: Bench[Shape], shapes: Sequence[Shape], report: Report, *, samples: int,
+    settings: Record | None = None, against: Path | None = None, threshold: float = 0.05,
+) -> ExitCode:  # fmt: skip
+    """Measures every shape and reports; Ctrl-C keeps the shapes that were finished.
+
+    Args:
+        bench: makes the calls.
+        shapes: what to measure.
+        report: where results go.
+        samples: largest number of samples of a call.
+        settings: what the rows depend on besides their shape.
+        against: a document of an earlier run to compare with.
+        threshold: by which share a row may become slower.
+
+    Raises:
+        UsageError: `against` is no document of a bench, or the threshold is negative.
+        UnsupportedHereError: there is no GPU.
+    """
+    if threshold < 0:
+        raise UsageError(f"--threshold must not be negative, got {threshold}")
+    if against is None:
+        report.refuse("without --against", "threshold")
+    baseline = None if against is None else _baseline(against)
+    if not torch.cuda.is_available():
+        raise UnsupportedHereError(
+            f"bench measures device time and needs a GPU; torch {torch.__version__} sees none. Without one, "
+            f"`narrowkv bench {bench.name} --on gfx942,gfx950` gives modelled times"
+        )
+    timer = GraphTimer(samples=samples, seconds=bench.seconds)
+    rows: list[Row] = []
+    ceilings, interrupted = _measure(
+        bench, shapes, report, timer, {**(settings or {}), "samples": samples}, rows
+    )
+    place, columns = find_place("gpu").description, COLUMNS[bench.name]
+    records = [row.as_dict() for row in rows]
+    if ceilings is not None:
+        report.say(f"{place}; measured ceilings: {ceilings}")
+    report.show(columns.sheet(records))
+    code, compared = _compare(report, baseline, records, threshold)
+    body = {
+        "bench": bench.name,
+        "device": gpus()[torch.cuda.current_device()],
+        "versions": versions(),
+        "method": {"flush_bytes": FLUSH_BYTES, "flush": "read", "samples": samples, "graph": True},
+        "ceilings": ceilings,
+        "rows": records,
+        "against": compared,
+    }
+
+    def plot(path: Path) -> None:
+        from narrowkv.cli.plot import plot_roofline
+
+        assert ceilings is not None  # there are rows
+        title = f"{bench.name} on {place}, measured"
+        plot_roofline(records, ceilings, path, title=title, series=columns.series)
+
+    if any(row.status == "fail" for row in rows):
+        code = ExitCode.NUMERICAL
+    return report.finish(body, code, interrupted=interrupted, rows=records, plot=plot)
+
+
+def decode_peers() -> dict[str, Peer]:
+    """The other implementations of paged decode that this machine has."""
+    place = find_place("gpu")
+    return {backend.name: partial(_prepare, backend) for backend in PEERS if backend.absent(place) is None}
+
+
+def _prepare(
+    backend: Backend, q: torch.Tensor, cache: PagedKVCache, table: PageTable
+) -> Callable[[], torch.Tensor]:
+    name = "bf16" if q.dtype == torch.bfloat16 else "fp16"
+    contract = Contract(DECODE, name, cache.format.k, cache.format.v, cache.page_size, False, BOUND)
+    try:
+        return backend.prepare(contract, DecodeInputs(q, cache, table, {}, None))
+    except NotAnsweringError as error:
+        raise UnsupportedError(str(error)) from None
+
+
+def _measure(
+    bench: Bench[Shape], shapes: Sequence[Shape], report: Report, timer: GraphTimer, settings: Record,
+    rows: list[Row],
+) -> tuple[Ceilings | None, bool]:  # fmt: skip
+    """Adds the rows of every shape; returns the ceilings and whether Ctrl-C ended it."""
+    try:
+        ceilings = measure_ceilings(timer)
+    except KeyboardInterrupt:
+        return None, True
+
+    def work(shape: Shape) -> tuple[Row, ...]:
+        return bench.measure(shape, ceilings, timer)
+
+    def take(shape: Shape, found: tuple[Row, ...]) -> str:
+        rows.extend(found)
+        return str(shape)
+
+    interrupted = run_all(
+        report, shapes, work, tuple[Row, ...], take, what="measuring",
+        settings={"bench": bench.name, **settings},
+    )  # fmt: skip
+    if report.files.resume is not None:
+        report.note("rows that --resume kept have the floor of the run that measured them")
+    return ceilings, interrupted
+
+
+def _baseline(path: Path) -> dict[str, Any]:
+    try:
+        return load_baseline(path)
+    except OSError as error:
+        raise UsageError(
+            f"--against must be a readable file, got {path}: {error.strerror or error}"
+        ) from None
+    except ValueError as error:
+        raise UsageError(f"--against: {error}") from None
+
+
+def _compare(
+    report: Report, baseline: dict[str, Any] | None, records: Sequence[Record], threshold: float
+) -> tuple[ExitCode, list[dict[str, Any]]]:
+    """Shows what became slower than in the baseline; the exit code, and every comparison for the document."""
+    if baseline is None:
+        return ExitCode.OK, []
+    found = changes(baseline, records)
+    worse = regressions(found, threshold)
+    before, now = (baseline.get("device") or {}).get("name"), torch.cuda.get_device_name()
+    if before != now:
+        report.note(
+            f"[yellow]the baseline is of {before}, this is {now}; ratios to the floor are compared[/]"
+        )
+    report.say(f"{len(found)} rows compared, {len(worse)} slower by more than {threshold:.0%}")
+    for change in worse:
+        row = ", ".join(f"{name} {value}" for name, value in change.row.items())
+        report.say(f"[bold red]{change.by:+.1%}[/] x floor {change.before:.2f} -> {change.now:.2f}: {row}")
+    compared = [{**c.row, "before": c.before, "now": c.now, "change": c.by} for c in found]
+    return ExitCode.REGRESSION if worse else ExitCode.OK, compared
+
+
+def bench_modelled(
+    bench: Bench[Shape], shapes: Sequence[Shape], targets: Sequence[str], report: Report
+) -> ExitCode:
+    """Models every call of every shape on every target and shows the rows.
+
+    Raises:
+        UnsupportedHereError: this Triton cannot compile for AMD.
+    """
+    if (missing := amd_backend_missing()) is not None:
+        raise UnsupportedHereError(missing)
+    report.refuse_files("to modelled times", "plot", "resume")
+    rows: list[ModelRow] = []
+
+    def work(step: tuple[str, ModelCall]) -> ModelRow:
+        return model_row(step[1], step[0])
+
+    def take(step: tuple[str, ModelCall], row: ModelRow) -> str:
+        rows.append(row)
+        return f"{row.target} {row.name}"
+
+    steps = [(target, call) for target in targets for shape in shapes for call in bench.modelled(shape)]
+    interrupted = run_all(report, steps, work, ModelRow, take, what="modelling")
+    report.line("timing model, not a measurement")
+    report.show(_model_sheet(rows))
+    records = [asdict(row) for row in rows]
+    body = {"bench": bench.name, "versions": versions(), "model_rows": records}
+    return report.finish(body, ExitCode.OK, interrupted=interrupted, rows=records)
+
+
+def _model_sheet(rows: Sequence[ModelRow]) -> Sheet:
+    """A table of modelled rows, with all their sizes."""
+    table = Sheet([
+        *keys("target", "call", *(rows[0].shape if rows else ())),
+        *numbers("model us", "model GB/s", "model TFLOP/s"),
+        Column("model: bound by"), Column("model: waves wait for"),
+    ])  # fmt: skip
+    for row in rows:
+        rates = (
+            number(rate / scale) if rate else "-"
+            for rate, scale in ((row.model_bytes_per_s, 1e9), (row.model_flops_per_s, 1e12))
+        )
+        table.add(
+            row.target, row.name, *row.shape.values(), number(row.model_us, 4), *rates,
+            row.model_bound or row.refused, row.model_waits, style="yellow" if row.refused else "",
+        )  # fmt: skip
+    return table
+
+
+def bench_host(
+    report: Report, *, samples: int, shapes: int, captures: Sequence[int], context: int
+) -> ExitCode:
+    """Measures the host time of every operation, counts kernels of random shapes, and shows both."""
+    from contextlib import nullcontext
+
+    from narrowkv.runtime.launch import executing
+    from narrowkv.runtime.targets import device_target, get_target
+    from narrowkv.testing.bench.host import NullExecutor, kernels_of_random_calls, measure_calls, workspaces
+
+    has_gpu = torch.cuda.is_available()
+    device = "cuda" if has_gpu else "cpu"
+    target = device_target(device) if has_gpu else get_target("gfx942")
+    if not has_gpu:
+        report.say(
+            f"There is no GPU: launches do nothing, and calls take the code path of {target}. "
+            "Times are those of Python before the launch."
+        )
+    rows = measure_calls(device, samples, nullcontext if has_gpu else lambda: executing(NullExecutor(target)))
+    for row in rows:
+        planned = "planned  " if row.planned else "         "
+        report.line(
+            f"{row.operation:20} {planned} {number(row.host_us):>8} us   {number(row.ratio_to_add)} x add_"
+        )
+    kernels = kernels_of_random_calls(target, device, shapes) if shapes else {}
+    for name, count in kernels.items():
+        report.line(f"{name:20} {count} kernels over {shapes} random shapes")
+    sizes = workspaces(target, device, captures, context)
+    if sizes:
+        total, largest = sum(sizes.values()), max(sizes.values())
+        report.line(
+            f"workspace of {len(sizes)} capture sizes at {context} tokens: {largest} bytes shared, "
+            f"{total} if each has its own"
+        )
+    body = {
+        "launches": "on the GPU" if has_gpu else "none",
+        "target": target.name,
+        "rows": [asdict(row) for row in rows],
+        "kernels": {"random_shapes": shapes, **kernels},
+        "workspace_bytes": {str(batch): size for batch, size in sizes.items()},
+    }
+    return report.finish(body, ExitCode.OK)

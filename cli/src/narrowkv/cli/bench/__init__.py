@@ -1,1 +1,0 @@
-"""Device time on a GPU, against ceilings measured in the same run."""

@@ -1,0 +1,48 @@
+"""A stand-in for the GPU that benches measure on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from narrowkv.cli import bench
+from narrowkv.cli.places import Place
+from narrowkv.testing.bench import decode
+from narrowkv.testing.bench.ceilings import Ceilings
+from narrowkv.testing.bench.timing import Timing
+
+
+class CpuTimer:
+    """Stands in for the GPU's timer: runs calls for real, and makes up their times."""
+
+    median_us = 100.0
+
+    def capture(self, call: Callable[[], Any]) -> Any:
+        call()
+        return type("Graph", (), {"replay": staticmethod(call)})
+
+    def replay(self, graph: Any) -> Timing:
+        return Timing(self.median_us, 1.25, 98765.4, 10)
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.fixture
+def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> CpuTimer:
+    """A machine whose GPU is the CPU: every step of `bench decode` but the clock is real."""
+    timer = CpuTimer()
+    place = Place("gpu", "cpu", "stand-in GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "stand-in")
+    monkeypatch.setattr(bench, "find_place", lambda name: place)
+    monkeypatch.setattr(bench, "gpus", lambda: [{"name": "stand-in", "target": "cpu"}])
+    monkeypatch.setattr(bench, "measure_ceilings", lambda timer: Ceilings(3e12, 3e12, 8e14))
+    monkeypatch.setattr(bench, "GraphTimer", lambda samples, seconds: timer)
+    monkeypatch.setattr(decode, "DecodeBench", partial(decode.DecodeBench, device="cpu"))
+    return timer

@@ -1,0 +1,293 @@
+"""What a plan of prefills is made of: its shapes, configurations and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+
+from narrowkv.attn_decode import DecodePlan
+from narrowkv.attn_prefill.binding import BoundCache, bind_cache, per_key
+from narrowkv.attn_prefill.config import (
+    SCRATCH_BLOCK,
+    PrefillConfig,
+    PrefillShape,
+    choose_append_config,
+    choose_config,
+)
+from narrowkv.attn_prefill.memory import Memory, Needs, make_memory, scratch_bytes
+from narrowkv.paged_cache import PagedKVCache
+from narrowkv.quant.formats import get_format
+from narrowkv.runtime.errors import check_instance
+from narrowkv.runtime.identity import ByIdentity
+from narrowkv.runtime.launch import BoundLaunch, LaunchOptions, Workspace, block_bytes
+from narrowkv.runtime.targets import Target
+
+_P = TypeVar("_P", bound="PlanBase")
+SCRATCH_LIMIT_BYTES = 4 * 2**30
+_LARGEST_BLOCK = 128  # keys of a block of scratch
+_MAX_KEPT = 4096  # configurations
+
+
+@dataclass(frozen=True, eq=False)
+class PlanBase:
+    """What a plan of prefills knows of them before there are tensors: configurations and memory.
+
+    A plan serves every layer of a model, and all calls up to its maxima. Its calls write to one workspace, so
+    they must not run at the same time as each other or as those of another plan with that workspace. Two
+    plans are equal only if they are the same object.
+
+    Attributes:
+        target: what the configuration was chosen for.
+        shape: the shapes that it serves; `batch`, `num_tokens`, `max_q_len`, `max_seq_len` and `kv_tokens`
+            are maxima.
+        q_dtype: of the query; k_format, v_format: of the cache.
+        k_granularity, v_granularity: of the descales.
+        config: the kernel, its tiles and splits in the largest call.
+        device: where the memory is.
+        pipelines: whether `kernels/pipelined.py` takes the formats and runs here.
+        workspace: scratch, partial results and counters; None if each call allocates its own.
+        decode: the plan of `paged_decode` where every sequence has one query token, else None.
+        exponent: of `plan_append`: how FP4 scales of appended tokens are chosen; None for a plan that does
+            not append.
+        kernel, num_splits, batch_invariant, fp8_compute: see `plan_prefill` and `plan_append`.
+        scratch_fits: whether widened keys of the largest call fit the allowed memory; None for a plan that
+            unplanned calls share, which has no maxima and decides in each call.
+    """
+
+    target: Target
+    shape: PrefillShape
+    q_dtype: torch.dtype
+    k_format: str
+    v_format: str
+    k_granularity: str
+    v_granularity: str
+    config: PrefillConfig
+    device: torch.device
+    pipelines: bool
+    workspace: Workspace | None = field(repr=False, default=None)
+    decode: DecodePlan | None = field(repr=False, default=None)
+    exponent: str | None = None
+    kernel: str | None = None
+    num_splits: int | None = None
+    batch_invariant: bool = False
+    fp8_compute: bool = False
+    scratch_fits: bool | None = None
+    _configs: dict[Any, PrefillConfig] = field(init=False, repr=False, default_factory=dict)
+    _launches: dict[Any, BoundLaunch] = field(init=False, repr=False, default_factory=dict)
+    _memories: dict[PrefillConfig, Memory] = field(init=False, repr=False, default_factory=dict)
+    _calls: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)
+    _fixed: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)
+    _caches: ByIdentity[BoundCache] = field(init=False, repr=False, default_factory=ByIdentity)
+
+    def __deepcopy__(self: _P, memo: dict[int, Any]) -> _P:
+        """A plan for the same calls, with memory of its own."""
+        if self.workspace is None:
+            return replace(self)
+        return replace(self).with_workspace(Workspace(self.workspace.num_bytes, self.device))
+
+    def explain(self) -> str:
+        """Why this configuration: one line for a person."""
+        c = self.config
+        if self.decode is not None:
+            return f"paged_decode, because {c.why}: {self.decode.explain()}"
+        warps = f"{c.options.num_warps} warps"
+        if c.otherwise is not None:
+            warps = "two warpgroups that attend and a warp that copies"
+        splits = "" if c.num_splits == 1 else f", the keys of each shared by {c.num_splits} programs"
+        pages = ", K from its pages where they allow it" if c.k_in_pages else ""
+        return (
+            f"{self.target.name}: {c.kernel}, because {c.why}; tiles of {c.block_m} rows x {c.block_n} keys, "
+            f"{warps}, {c.options.num_stages} stages{splits}{pages}"
+        )
+
+    @property
+    def appends(self) -> bool:
+        """Whether it is a plan of `prefill_append`."""
+        return self.exponent is not None
+
+    def shape_of_call(self, batch: int, num_tokens: int) -> PrefillShape:
+        """The shape of a call with so many sequences and query tokens, with the plan's bounds."""
+        shape = self.shape
+        if (batch, num_tokens) == (shape.batch, shape.num_tokens):
+            return shape
+        return replace(
+            shape,
+            batch=batch,
+            num_tokens=num_tokens,
+            max_q_len=min(shape.max_q_len, num_tokens),
+            kv_tokens=min(shape.kv_tokens, batch * shape.max_seq_len),
+        )
+
+    def config_for(self, shape: PrefillShape) -> PrefillConfig:
+        """The configuration of a call of this shape."""
+        if shape is self.shape:
+            return self.config
+        config = self._configs.get(shape)
+        if config is None:
+            if len(self._configs) >= _MAX_KEPT:
+                self._configs.clear()
+            config = self._configs[shape] = self.choose(shape)
+        return config
+
+    def workspace_bytes(self) -> int:
+        """Bytes that a `narrowkv.runtime.launch.Workspace` needs for every call of this plan.
+
+        Widened keys take 4 bytes for each channel of each KV head and token of `shape.kv_tokens` and
+        `shape.num_tokens`, with sequences rounded up to blocks of 64 or 128 keys, besides factors of keys and
+        blocks; partial results take at most 8 tiles of rows for each tile that the device runs at once.
+        """
+        needed = [block_bytes(list(needs.blocks.values())) for needs in self._needs_of_kernels()]
+        return max([*needed, self.decode.workspace_bytes() if self.decode is not None else 0])
+
+    def with_workspace(self: _P, workspace: Workspace | None) -> _P:
+        """The plan with its memory in this workspace; a new one of the right size for None.
+
+        Raises:
+            TypeError, ValueError: the workspace is no `Workspace`, too small or on another device.
+        """
+        needed = self.workspace_bytes()
+        if workspace is None:
+            workspace = Workspace(needed, self.device)
+        check_instance("workspace", workspace, Workspace)
+        if workspace.num_bytes < needed or workspace.device != self.device:
+            raise ValueError(
+                f"workspace must have at least {needed} bytes on {self.device}, "
+                f"got {workspace.num_bytes} on {workspace.device}"
+            )
+        decode = None if self.decode is None else replace(self.decode, workspace=workspace)
+        return replace(self, workspace=workspace, decode=decode)
+
+    def memory(self, config: PrefillConfig) -> Memory | None:
+        """The memory of calls with this configuration; None where each call allocates its own."""
+        if self.workspace is None:
+            return None
+        kind = _kind_of(config)
+        found = self._memories.get(kind)
+        if found is None:
+            needs = self.needs(self.shape, config, exact=False)
+            found = self._memories[kind] = make_memory(needs, self.workspace)
+        return found
+
+    def bound_launch(self, kernel: Any, constexprs: dict[str, Any], options: LaunchOptions) -> BoundLaunch:
+        """One object for each kernel with its constants, whatever the sizes of calls."""
+        key = (kernel, tuple(constexprs.values()), options)
+        return self._launches.setdefault(key, BoundLaunch(kernel, constexprs, options))
+
+    def bind(self, cache: PagedKVCache) -> BoundCache:
+        """The cache as kernel arguments, once it is known to be of this plan's kind.
+
+        Raises:
+            ValueError: the plan is for another kind of cache.
+        """
+        formats = (cache.format.k, cache.format.v, cache.k_granularity, cache.v_granularity)
+        made = (cache.num_kv_heads, cache.head_dim, cache.page_size, *formats, cache.k.device)
+        shape = self.shape
+        own = (self.k_format, self.v_format, self.k_granularity, self.v_granularity)
+        wanted = (shape.num_kv_heads, shape.head_dim, shape.page_size, *own, self.device)
+        if made != wanted:
+            raise ValueError(
+                f"plan must be made for a cache of (num_kv_heads, head_dim, page_size, K, V, their descales, "
+                f"device) {made}, got a plan for {wanted}: call {self.maker} again"
+            )
+        return bind_cache(cache, self.target, self.config.fp8, self.exponent)
+
+    @property
+    def maker(self) -> str:
+        """The function that makes such plans."""
+        return "plan_append" if self.appends else "plan_prefill"
+
+    @property
+    def _decodes(self) -> bool:
+        """Whether the plan has one for `paged_decode`, or will have one."""
+        return self.shape.max_q_len == 1 and self.shape.num_tokens == self.shape.batch
+
+    def choose(self, shape: PrefillShape) -> PrefillConfig:
+        """The configuration that this plan's options give a shape."""
+        fits = self.scratch_fits
+        if fits is None:
+            fits = scratch_bytes(shape, SCRATCH_BLOCK, appends=self.appends) <= SCRATCH_LIMIT_BYTES
+        formats, q_format = (self.k_format, self.v_format), get_format(self.q_dtype)
+        if self.appends:
+            config = choose_append_config(
+                self.target, shape, formats, q_format.name, fp8_compute=self.fp8_compute, scratch_fits=fits,
+                can_pipeline=self.pipelines, kernel=self.kernel,
+            )  # fmt: skip
+        else:
+            config = choose_config(
+                self.target,
+                shape.of_any_sequence() if self.batch_invariant else shape,
+                formats,
+                q_fp8=q_format.name if q_format.kind == "fp8" else None,
+                scratch_fits=fits,
+                can_decode=(
+                    q_format.kind == "float"
+                    and shape.num_tokens == shape.batch
+                    and shape.max_q_len == 1
+                    and not self.batch_invariant
+                    and (self.scratch_fits is None or self._decodes)
+                ),
+                can_pipeline=self.pipelines and not self.batch_invariant,
+                plain_keys=self._plain_keys(),
+                kernel="fused" if self.batch_invariant and self.kernel is None else self.kernel,
+            )
+        if self.num_splits is None:
+            return config
+        config = replace(config, num_splits=self.num_splits)
+        if config.otherwise is not None:
+            config = replace(config, otherwise=replace(config.otherwise, num_splits=self.num_splits))
+        return config
+
+    def _plain_keys(self) -> bool:
+        """Whether widened keys have no factors of their own, and Q is one term beside them."""
+        shared = not any(per_key(self.k_granularity, self.v_granularity))
+        return shared and (self.k_format != "bf16" or self.q_dtype != torch.float16)
+
+    def needs(self, shape: PrefillShape, config: PrefillConfig, *, exact: bool) -> Needs:
+        """What a configuration needs for calls of this shape, or (not exact) of any shape up to it."""
+        own = per_key(self.k_granularity, self.v_granularity)
+        return Needs(
+            shape, config, self.target, self.q_dtype, self.k_format, self.v_format, own,
+            self.appends, self.num_splits, exact,
+        )  # fmt: skip
+
+    def _needs_of_kernels(self) -> list[Needs]:
+        """What the memory of every configuration that a call can have fits in."""
+        config = self.config
+        if config.kernel == "decode":
+            config = replace(config, kernel="fused")  # for calls of other sizes
+        configs = [config]
+        may_widen = self.kernel not in ("fused", "paged", "decode") and not self.batch_invariant
+        may_widen = may_widen and (config.fp8 is None or not (self.appends or self.target.is_nvidia))
+        if config.kernel not in ("fused", "paged") or (may_widen and self.scratch_fits):
+            blocks = (SCRATCH_BLOCK, _LARGEST_BLOCK) if self.pipelines else (SCRATCH_BLOCK,)
+            kernel = "staged" if self.appends else "dense"
+            configs += [
+                replace(config, kernel=kernel, scratch_block=block, k_in_pages=self.pipelines)
+                for block in blocks
+            ]
+        return [self.needs(self.shape, config, exact=False) for config in configs]
+
+    def configs_of_calls(self) -> list[tuple[PrefillConfig, PrefillShape]]:
+        """Configurations that calls have, each with the shape of one: over powers of two and between them."""
+        batches, tokens = (_steps(most) for most in (self.shape.batch, self.shape.num_tokens))
+        found: dict[PrefillConfig, tuple[PrefillConfig, PrefillShape]] = {}
+        for batch in batches:
+            for num_tokens in tokens:
+                shape = self.shape_of_call(batch, num_tokens)
+                config = self.config_for(shape)
+                found.setdefault(_kind_of(config), (config, shape))
+        return list(found.values())
+
+
+def _kind_of(config: PrefillConfig) -> PrefillConfig:
+    """What kernels and memory depend on: whether there are splits, not how many, and for no reason."""
+    otherwise = None if config.otherwise is None else _kind_of(config.otherwise)
+    return replace(config, why="", num_splits=min(config.num_splits, 2), otherwise=otherwise)
+
+
+def _steps(most: int) -> list[int]:
+    """Numbers up to `most`, four between each power of two and the next."""
+    steps = {(4 + part) << shift >> 2 for shift in range(most.bit_length()) for part in range(4)}
+    return sorted({min(step, most) for step in steps} | {most})

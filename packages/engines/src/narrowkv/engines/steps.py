@@ -1,0 +1,128 @@
+"""A step of a paged engine: what its layers share, and the call that attends to the engine's pages.
+
+The adapters of vLLM and SGLang bring their batch and their cache into this form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from narrowkv.attn_decode import DecodePlan, DecodeShape, paged_decode, plan_decode
+from narrowkv.attn_prefill import PrefillPlan, batch_prefill, plan_prefill
+from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.runtime.launch import Workspace
+
+__all__ = [
+    "SCRATCH_BYTES",
+    "Step",
+    "attend",
+    "reserve",
+    "reserve_decode",
+]
+
+# Query tokens of a sequence up to which a batch of equal ones is a decode step (speculative tokens).
+_MAX_DECODE_TOKENS = 16
+# Scratch of widened keys that a prefill may take.
+SCRATCH_BYTES = 512 * 2**20
+
+_workspaces: dict[torch.device, Workspace] = {}
+_decode_plans: dict[Any, DecodePlan] = {}
+
+
+@dataclass
+class Step:
+    """What a step's layers share.
+
+    Attributes:
+        num_tokens: query tokens without padding.
+        max_query_len, max_seq_len: bounds, on the host.
+        query_start_loc: `[requests + 1]` int32; may be None if every request has `max_query_len` tokens.
+        table: pages and lengths of the requests, by reference.
+        prefill_plans: plans of this step, by shape.
+    """
+
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor | None
+    table: PageTable
+    prefill_plans: dict[Any, PrefillPlan] = field(default_factory=dict)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all requests have the same few tokens: if the longest has as many as the average has."""
+        few = self.max_query_len <= _MAX_DECODE_TOKENS
+        return few and self.num_tokens == self.table.batch_size * self.max_query_len
+
+
+def reserve(num_bytes: int, device: torch.device) -> Workspace:
+    """The one workspace of a device, at least this large: layers run one after the other."""
+    found = _workspaces.get(device)
+    if found is None or found.num_bytes < num_bytes:
+        found = _workspaces[device] = Workspace(num_bytes, device)
+    return found
+
+
+def reserve_decode(
+    shape: DecodeShape, format: str, device: torch.device, scale_group: int | None = None
+) -> None:
+    """Allocates the workspace of decode steps while an engine is being set up.
+
+    Args:
+        shape: the largest batch and context.
+        format: of the cache.
+        device: where the tensors will be.
+        scale_group: 32 for FP4 with a scale per 32 channels.
+    """
+    reserve(plan_decode(shape, format, device=device, scale_group=scale_group).workspace_bytes(), device)
+
+
+def attend(
+    step: Step, q: torch.Tensor, cache: PagedKVCache, out: torch.Tensor, *, max_batch: int, **options: Any
+) -> None:
+    """Attention of a step's tokens to the pages of its requests, into `out`.
+
+    Args:
+        step: the step.
+        q: `[num_tokens, num_qo_heads, head_dim]`.
+        cache: the layer's pages.
+        out: like q.
+        max_batch: requests of a decode step, at most.
+        **options: of `paged_decode` and `batch_prefill`: sm_scale, logits_soft_cap, window_left, sinks.
+    """
+    if step.decodes:
+        plan = _decode_plan(q, cache, step, max_batch)
+        paged_decode(q, cache, step.table, out=out, plan=plan, **options)
+        return
+    assert step.query_start_loc is not None
+    prefill = _prefill_plan(q, cache, step)
+    batch_prefill(q, cache, step.table, step.query_start_loc, out=out, plan=prefill, **options)
+
+
+def _decode_plan(q: torch.Tensor, cache: PagedKVCache, step: Step, max_batch: int) -> DecodePlan:
+    """The plan of decode steps with this many query tokens, made once for all layers of a shape."""
+    most = max(max_batch, step.table.batch_size)
+    key = (
+        step.max_query_len, q.shape[1:], q.dtype, q.device, cache.num_kv_heads, cache.page_size, cache.format,
+        cache.k_granularity, step.table.page_ids.shape[1], most,
+    )  # fmt: skip
+    if key not in _decode_plans:
+        needed = plan_decode(q, cache, step.table, max_batch=most).workspace_bytes()
+        shared = reserve(needed, q.device)
+        _decode_plans[key] = plan_decode(q, cache, step.table, max_batch=most, workspace=shared)
+    return _decode_plans[key]
+
+
+def _prefill_plan(q: torch.Tensor, cache: PagedKVCache, step: Step) -> PrefillPlan:
+    """The plan of this step, made once for all layers of a shape; its scratch goes with the step."""
+    key = (q.shape, q.dtype, cache.num_kv_heads, cache.format, cache.k_granularity)
+    if key not in step.prefill_plans:
+        assert step.query_start_loc is not None
+        step.prefill_plans[key] = plan_prefill(
+            q, cache, step.table, step.query_start_loc, max_q_len=max(step.max_query_len, 1),
+            max_seq_len=max(step.max_seq_len, 1), scratch_limit_bytes=SCRATCH_BYTES,
+        )  # fmt: skip
+    return step.prefill_plans[key]

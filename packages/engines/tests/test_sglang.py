@@ -1,0 +1,405 @@
+"""narrowkv as SGLang's attention backend, over its own pools and in its engine; `make test-engines` runs it.
+
+The model runner of the tests over pools is a stand-in with the attributes that the backend reads; everything
+else is SGLang's. The last test runs SGLang's engine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("needs SGLang: make test-engines", allow_module_level=True)
+
+from narrowkv.engines import trial_sglang
+
+# isort: split
+from sglang.kernels.ops.kvcache.dsv4_main_kv_store import NopeFp8RopeBf16Pack
+from sglang.srt.environ import envs
+from sglang.srt.layers.attention import deepseek_v4_backend_hip_radix as hip
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache import memory_pool
+from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4SingleKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_parallel
+from sglang.test.kernels.deepseek_v4.k_cache_reference import set_k_and_s_torch
+from transformers import DeepseekV4Config, LlamaConfig
+
+from narrowkv.engines import sglang as narrow
+from narrowkv.engines import steps
+from narrowkv.engines.sglang import backend, deepseek_v4
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.sparse_fp8 import DSV4Rows
+
+HEADS, KV_HEADS, DIM, PAGE, PAGES, CONTEXT = 6, 2, 64, 16, 8, 64
+FP8 = torch.float8_e4m3fn
+WINDOW = 5  # SGLang's: keys before a token's own
+
+
+def make_pool(dtype, kind="full", page=PAGE):
+    sizes = {"dtype": dtype, "page_size": page, "head_num": KV_HEADS, "head_dim": DIM, "device": "cpu"}
+    if kind == "window":
+        pool = SWAKVPool(
+            size=PAGES * PAGE, size_swa=6 * PAGE, swa_attention_layer_ids=[1], full_attention_layer_ids=[0],
+            **sizes,
+        )  # fmt: skip
+        # The windows' slots are others than the full ones: page p is page (p % 5) + 1 there.
+        slots = torch.arange((PAGES + 1) * PAGE)
+        pool.register_mapping((slots // PAGE % 5 + 1) * PAGE + slots % PAGE)
+        return pool
+    made = {"full": memory_pool.MHATokenToKVPool, "fp4": memory_pool.MHATokenToKVPoolFP4}[kind]
+    return made(size=PAGES * PAGE, layer_num=2, enable_memory_saver=False, **sizes)
+
+
+def make_runner(pool, **args):
+    return SimpleNamespace(
+        token_to_kv_pool=pool,
+        req_to_token_pool=memory_pool.ReqToTokenPool(3, CONTEXT, "cpu", False),
+        server_args=SimpleNamespace(**{"speculative_algorithm": None, "dcp_size": 1, **args}),
+        model_config=SimpleNamespace(
+            is_encoder_decoder=False,
+            head_dim=DIM,
+            num_attention_heads=HEADS,
+            get_num_kv_heads=lambda ranks: KV_HEADS // ranks,
+        ),
+        use_mla_backend=False,
+        dtype=torch.bfloat16,
+    )
+
+
+def make_backend(pool):
+    with get_parallel().override(attn_tp_size=1):
+        return backend.NarrowAttentionBackend(make_runner(pool))
+
+
+def make_layer(index=0, *, scale=None, window=-1, cap=0.0):
+    layer = RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, index, logit_cap=cap, sliding_window_size=window)
+    layer.k_scale, layer.v_scale = scale
+    return layer
+
+
+class Batch:
+    """Requests in rows of SGLang's slot table, on shuffled pages, and their steps."""
+
+    def __init__(self, made):
+        self.backend, self.lens, self.rows = made, [0, 0], [2, 1]
+        pages = torch.tensor([[3, 6, 1, 7], [5, 2, 8, 4]])[:, : CONTEXT // PAGE]
+        slots = (pages[..., None] * PAGE + torch.arange(PAGE)).flatten(1)
+        made.token_slots[self.rows] = slots.int()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def step(self, new):
+        """A forward batch with these new tokens of each request."""
+        before, self.lens = self.lens, [n + more for n, more in zip(self.lens, new, strict=True)]
+        decodes = before[0] > 0 and set(new) == {1}
+        slots = [
+            self.backend.token_slots[row, start:end]
+            for row, start, end in zip(self.rows, before, self.lens, strict=True)
+        ]
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE if decodes else ForwardMode.EXTEND,
+            batch_size=2,
+            input_ids=torch.zeros(sum(new), dtype=torch.int64),
+            req_pool_indices=torch.tensor(self.rows),
+            seq_lens=torch.tensor(self.lens),
+            seq_lens_cpu=torch.tensor(self.lens),
+            out_cache_loc=torch.cat(slots).long(),
+            seq_lens_sum=sum(self.lens),
+            extend_seq_lens=None if decodes else torch.tensor(new, dtype=torch.int32),
+            extend_seq_lens_cpu=None if decodes else new,
+        )
+
+    def tensors(self, tokens):
+        shapes = [(tokens, HEADS * DIM), (tokens, KV_HEADS, DIM), (tokens, KV_HEADS, DIM)]
+        return [torch.randn(shape, generator=self.generator).bfloat16() for shape in shapes]
+
+
+def attention_over_the_pool(pool, layer, batch, new, q, sinks=None):
+    """Attention in fp32 over what the pool holds, slot by slot."""
+    k_all, v_all = (
+        x.float() * (scale if x.dtype == FP8 else 1)
+        for x, scale in zip(pool.get_kv_buffer(layer.layer_id), (layer.k_scale, layer.v_scale), strict=True)
+    )
+    q = q.float().view(-1, HEADS, DIM)
+    out, start = torch.empty_like(q), 0
+    for row, length, count in zip(batch.rows, batch.lens, new, strict=True):
+        slots = batch.backend.token_slots[row, :length].long()
+        if backend.has_window(pool, layer.layer_id):
+            slots = pool.translate_loc_from_full_to_swa(slots)
+        k, v = (x[slots].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k_all, v_all))
+        logits = torch.einsum("thd,shd->hts", q[start : start + count], k) * layer.scaling
+        if layer.logit_cap:
+            logits = layer.logit_cap * torch.tanh(logits / layer.logit_cap)
+        place, key = torch.arange(length - count, length)[:, None], torch.arange(length)
+        hidden = key > place
+        if layer.sliding_window_size > 0:
+            hidden = hidden | (key < place - layer.sliding_window_size)
+        logits = logits.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            logits = torch.cat([logits, sinks.float()[:, None, None].expand(-1, count, 1)], -1)
+        p = logits.softmax(-1)[..., :length]
+        out[start : start + count] = torch.einsum("hts,shd->thd", p, v)
+        start += count
+    return out.flatten(1)
+
+
+def relative_l1(x, reference):
+    return ((x.float() - reference).abs().sum() / reference.abs().sum()).item()
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """How often each of narrowkv's operations ran, and the memory of the caches that they read."""
+    counts = Counter()
+
+    def watch(module, name, place):
+        operation = getattr(module, name)
+
+        def call(*args, **kwargs):
+            counts[name] += 1
+            counts[args[place].k.data_ptr()] += 1
+            return operation(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    watch(backend, "append", 0)
+    watch(steps, "paged_decode", 1)
+    watch(steps, "batch_prefill", 1)
+    return counts
+
+
+CASES = {
+    "bf16": {},
+    "fp8": {"dtype": FP8},
+    "fp8-tensor-scales": {"dtype": FP8, "scale": (torch.tensor(0.03), torch.tensor(0.02))},
+    "bf16-page-of-one-token": {"page": 1},
+    "sinks-and-soft-cap": {"cap": 4.0, "sinks": True},
+    "window": {"kind": "window", "window": WINDOW},
+    "window-fp8": {"kind": "window", "window": WINDOW, "dtype": FP8},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_over_sglangs_pools_are_attention_over_the_stored_tokens(name, runs):
+    case = {"dtype": torch.bfloat16, "kind": "full", "page": PAGE, "scale": (0.03, 0.02), **CASES[name]}
+    pool = make_pool(case["dtype"], case["kind"], case["page"])
+    made = make_backend(pool)
+    batch = Batch(made)
+    layers = [make_layer(0, scale=case["scale"], cap=case.get("cap", 0.0))]
+    if case["kind"] == "window":
+        layers.append(make_layer(1, scale=case["scale"], window=case["window"]))
+    sinks = torch.linspace(-1, 2, HEADS).bfloat16() if case.get("sinks") else None
+    # A prompt each, more of it (a prefix is cached by then), and two tokens.
+    for new in ([9, 20], [3, 1], [1, 1], [1, 1]):
+        forward = batch.step(new)
+        made.init_forward_metadata(forward)
+        for layer in layers:
+            q, k, v = batch.tensors(sum(new))
+            found = made.forward(q, k, v, layer, forward, sinks=sinks)
+            expected = attention_over_the_pool(pool, layer, batch, new, q, sinks)
+            assert relative_l1(found, expected) <= 0.003  # bf16 outputs
+            stored, slots = pool.get_key_buffer(layer.layer_id), forward.out_cache_loc
+            if layer.layer_id == 1:
+                slots = pool.translate_loc_from_full_to_swa(slots)
+            scale = float(layer.k_scale) if stored.dtype == FP8 else 1
+            assert relative_l1(stored[slots].float() * scale, k.float()) < 0.05  # of E4M3
+    assert runs["append"] == 4 * len(layers)
+    assert (runs["batch_prefill"], runs["paged_decode"]) == (2 * len(layers), 2 * len(layers))
+    memory = {pool.get_key_buffer(layer.layer_id).data_ptr() for layer in layers}
+    assert {address for address in runs if isinstance(address, int)} == memory
+
+
+def test_pools_with_heads_outside_pages_are_read_where_they_are(runs):
+    with envs.SGLANG_USE_HND_KVCACHE.override(True):
+        pool = make_pool(torch.bfloat16)
+    made = make_backend(pool)
+    batch, layer = Batch(made), make_layer(scale=(None, None))
+    forward = batch.step([9, 20])
+    made.init_forward_metadata(forward)
+    q, k, v = batch.tensors(29)
+    found = made.forward(q, k, v, layer, forward)
+    plain = make_pool(torch.bfloat16)
+    plain.k_buffer[0][forward.out_cache_loc], plain.v_buffer[0][forward.out_cache_loc] = k, v
+    assert relative_l1(found, attention_over_the_pool(plain, layer, batch, [9, 20], q)) <= 0.003
+    assert runs[pool.k_buffer[0].data_ptr()] == 2
+
+
+@pytest.mark.parametrize("kind", ["full", "window"])
+def test_a_captured_step_is_replayed_with_other_requests_and_lengths(kind, runs):
+    pool = make_pool(torch.bfloat16, kind)
+    made = make_backend(pool)
+    batch = Batch(made)
+    layer = make_layer(int(kind == "window"), scale=(None, None), window=WINDOW)
+    forward = batch.step([9, 20])
+    made.init_forward_metadata(forward)
+    made.forward(*batch.tensors(29), layer, forward)
+
+    made.init_cuda_graph_state(max_bs=4, max_num_tokens=4)
+    # SGLang's own static tensors: a graph reads them whatever they hold.
+    static = batch.step([1, 1])
+    made.init_forward_metadata_out_graph(static, in_capture=True)
+    captured = made.forward_metadata
+    tables = {group.step.table.page_ids.data_ptr() for group in captured.values()}
+    made.forward(*batch.tensors(2), layer, static)  # what a graph would hold
+    for _ in range(2):
+        following = batch.step([1, 1])
+        for name in ("seq_lens", "out_cache_loc", "req_pool_indices", "seq_lens_cpu"):
+            getattr(static, name).copy_(getattr(following, name))
+        made.forward_metadata = None
+        made.init_forward_metadata_out_graph(static)
+        assert made.forward_metadata is captured
+        assert tables == {group.step.table.page_ids.data_ptr() for group in captured.values()}
+        q, k, v = batch.tensors(2)
+        found = made.forward(q, k, v, layer, static)
+        expected = attention_over_the_pool(pool, layer, batch, [1, 1], q)
+        assert relative_l1(found, expected) <= 0.003
+
+
+def test_no_step_reads_from_the_device(monkeypatch):
+    made = make_backend(make_pool(FP8, "window"))
+    batch = Batch(made)
+    forwards = [batch.step([9, 20]), batch.step([1, 1])]
+    waits = []
+    for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__"):
+        method = getattr(torch.Tensor, name)
+
+        def call(self, *args, name=name, method=method, **kwargs):
+            waits.append(name)
+            return method(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, call)
+    for forward in forwards:
+        made.init_forward_metadata(forward)
+    assert not waits
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "fp4"}, "an E8M0 scale for 16 channels"),
+        ({"speculative_algorithm": "EAGLE"}, "tree masks"),
+        ({"dcp_size": 2}, "--dcp-size"),
+    ],
+    ids=["fp4-pool", "speculative", "context-parallel"],
+)
+def test_what_is_not_served_is_refused_with_the_reason(change, message):
+    args = dict(change)
+    kind = args.pop("kind", "full")
+    pool = make_pool(torch.uint8 if kind == "fp4" else torch.bfloat16, kind)
+    with get_parallel().override(attn_tp_size=1), pytest.raises(UnsupportedError, match=message):
+        backend.NarrowAttentionBackend(make_runner(pool, **args))
+
+
+def test_layers_and_steps_that_are_not_served_are_refused():
+    made = make_backend(make_pool(torch.bfloat16))
+    batch = Batch(made)
+    forward = batch.step([2, 2])
+    made.init_forward_metadata(forward)
+    layer = make_layer(scale=(None, None))
+    with pytest.raises(UnsupportedError, match="k_rope"):
+        made.forward(*batch.tensors(4), layer, forward, k_rope=torch.zeros(1))
+    layer.attn_type = AttentionType.ENCODER_ONLY
+    with pytest.raises(UnsupportedError, match="not a decoder's own"):
+        made.forward(*batch.tensors(4), layer, forward)
+    forward.forward_mode = ForwardMode.TARGET_VERIFY
+    with pytest.raises(UnsupportedError, match="TARGET_VERIFY"):
+        made.init_forward_metadata(forward)
+    with pytest.raises(UnsupportedError, match="TARGET_VERIFY"):
+        made.init_forward_metadata_out_graph(forward)
+
+
+def test_models_and_caches_are_answered():
+    assert narrow.supports(LlamaConfig(head_dim=128), kv_cache_dtype="fp8_e4m3") == []
+    assert "head_dim is 72" in narrow.supports(LlamaConfig(head_dim=72))[0]
+    assert "scale for 16 channels" in narrow.supports(LlamaConfig(), kv_cache_dtype="fp4_mx_block16")[0]
+    assert "deepseek_v4.patch()" in narrow.supports(DeepseekV4Config())[0]
+
+
+def v4_pool(rows, page_size, generator):
+    """SGLang's pool of DeepSeek-V4 rows, written by SGLang, and the rows in fp32."""
+    pool = DeepSeekV4SingleKVPool(rows, page_size, FP8, 448, 64, 1, "cpu", False)
+    x = torch.randn(rows, 512, generator=generator).bfloat16()
+    split = DSV4Rows.quantize(x)
+    exponents = (torch.log2(split.scale) + 127).to(torch.uint8)
+    pack = NopeFp8RopeBf16Pack(split.data, split.rope, exponents)
+    slots = torch.randperm(rows, generator=generator)
+    set_k_and_s_torch(pool.kv_buffer[0], slots, pack, page_size)
+    exact = torch.empty(rows, 512)
+    values = split.data.float().view(rows, 7, 64) * split.scale[..., None]
+    exact[slots] = torch.cat([values.flatten(1), split.rope.float()], 1)
+    buffer = pool.kv_buffer[0]
+    cache = buffer[:, : page_size * 584].view(buffer.shape[0], page_size, 1, 584).view(FP8)
+    return cache, exact
+
+
+@pytest.mark.parametrize("tokens", [3, 256], ids=["decode", "prefill"])
+def test_deepseek_v4_pages_of_sglang_are_read_where_they_are(tokens, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    near, near_rows = v4_pool(192, 64, generator)
+    far, far_rows = v4_pool(96, 16, generator)
+    heads, width = 16, 64 if tokens == 3 else 8
+    q = torch.randn(tokens, 1, heads, 512, generator=generator).bfloat16()
+    sink = torch.linspace(-1, 1, heads)
+    lists, lengths = [], []
+    for rows in (near_rows, far_rows):
+        lists.append(torch.randint(0, len(rows), (tokens, 1, width), generator=generator, dtype=torch.int32))
+        lists[-1][:, :, 5] = -1
+        lengths.append(torch.randint(1, width + 1, (tokens,), generator=generator, dtype=torch.int32))
+    calls = Counter()
+    for name in ("sparse_decode", "sparse_prefill_fp8"):
+        operation = getattr(deepseek_v4, name)
+
+        def call(*args, name=name, operation=operation, **kwargs):
+            calls[name, args[1].rows.data.data_ptr()] += 1
+            return operation(*args, **kwargs)
+
+        monkeypatch.setattr(deepseek_v4, name, call)
+    undo = deepseek_v4.patch()
+    try:
+        found, _ = hip.flash_mla_with_kvcache_entrypoint(
+            "triton", q=q, k_cache=near, head_dim_v=512, block_table=None, cache_seqlens=None,
+            tile_scheduler_metadata=None, softmax_scale=512**-0.5, is_fp8_kvcache=True, indices=lists[0],
+            topk_length=lengths[0], attn_sink=sink, extra_k_cache=far, extra_indices_in_kvcache=lists[1],
+            extra_topk_length=lengths[1],
+        )  # fmt: skip
+    finally:
+        undo()
+    assert calls == {("sparse_decode" if tokens == 3 else "sparse_prefill_fp8", near.data_ptr()): 1}
+    expected = torch.empty(tokens, heads, 512)
+    for t in range(tokens):
+        named = [
+            rows[ids[t, 0, :n][ids[t, 0, :n] >= 0].long()]
+            for rows, ids, n in zip((near_rows, far_rows), lists, (x[t] for x in lengths), strict=True)
+        ]
+        k = torch.cat(named)
+        logits = torch.cat([q[t, 0].float() @ k.T * 512**-0.5, sink[:, None]], 1)
+        expected[t] = logits.softmax(-1)[:, :-1] @ k
+    assert relative_l1(found[:, 0], expected) <= 0.004  # bf16 outputs and probabilities
+
+
+def test_pages_of_other_layouts_stay_with_sglang(monkeypatch):
+    asked = []
+    monkeypatch.setattr(hip, "flash_mla_with_kvcache_entrypoint", lambda **kwargs: asked.append(kwargs))
+    undo = deepseek_v4.patch()
+    cache = torch.zeros(1, 64, 1, 528, dtype=torch.uint8)
+    with pytest.warns(UserWarning, match="528 bytes a token"):
+        hip.flash_mla_with_kvcache_entrypoint(backend="triton", k_cache=cache)
+    undo()
+    assert [kwargs["backend"] for kwargs in asked] == ["triton"]
+    with pytest.raises(ValueError, match="584 bytes a token"):
+        deepseek_v4.flash_mla_with_kvcache(torch.zeros(1, 1, 16, 512), cache, indices=None)
+
+
+def test_sglang_generates_through_narrowkvs_backend():
+    own, sixteen, eight = trial_sglang.trials("llama-3-tiny", ["auto", "fp8_e4m3"], 3)
+    assert own.calls == {}
+    for found, bound in ((sixteen, 0.05), (eight, 0.5)):
+        assert found.calls == {"append": 6, "batch_prefill": 2, "paged_decode": 4}  # of two layers
+        assert found.difference < bound
+    assert sixteen.tokens == own.tokens

@@ -1,0 +1,52 @@
+"""Gives every process the same key of Triton's cache for the same kernel.
+
+Triton before 3.8 hashes a kernel with the global constants of the functions that it calls, but only of those
+functions that were hashed before: the key depends on which kernel a process compiles first, and what one
+process compiled is compiled again by another. Hashing what a kernel calls before the kernel itself gives one
+key, with all constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from triton.runtime.jit import JITCallable
+
+
+def settle_cache_key(kernel: Any, constexprs: dict[str, Any]) -> None:
+    """Hashes a kernel, after all functions that it calls and those among its constants.
+
+    Args:
+        kernel: a `@triton.jit` function, or what stands for one in the interpreter, which is left alone.
+        constexprs: its constants by name.
+    """
+    seen: set[int] = set()
+    for value in (kernel, *constexprs.values()):
+        _hash_callees_first(value, seen)
+
+
+def _hash_callees_first(value: Any, seen: set[int]) -> None:
+    if isinstance(value, tuple):
+        for part in value:
+            _hash_callees_first(part, seen)
+    if not isinstance(value, JITCallable) or id(value) in seen or value.hash is not None:
+        return
+    seen.add(id(value))
+    for callee in _referenced(value.fn):
+        _hash_callees_first(callee, seen)
+    value.cache_key  # noqa: B018 (a property that computes the hash and keeps it)
+
+
+def _referenced(function: Any) -> Iterator[Any]:
+    """What a function's code names: global variables, those of modules that it names, closure cells."""
+    names = function.__code__.co_names
+    for name in names:
+        value = function.__globals__.get(name)
+        if isinstance(value, ModuleType):
+            yield from (vars(value).get(attribute) for attribute in names)
+        yield from getattr(value, "hash_attrs", ())  # functions of Triton's aggregates
+        yield value
+    for cell in function.__closure__ or ():
+        yield cell.cell_contents

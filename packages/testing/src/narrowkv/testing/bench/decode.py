@@ -1,0 +1,165 @@
+"""The bench of paged decode, over batches, contexts, page sizes, ratios and formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+import torch
+
+from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_decode
+from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.quant.accuracy import compare
+from narrowkv.testing.bench.large_cache import CacheSizes, LargeCache
+from narrowkv.testing.bench.measure import Bench, Call
+from narrowkv.testing.bench.modelled import ModelCall
+from narrowkv.testing.model import ModelExecutor, Scale
+
+BOUND = 0.002
+"""Largest relative L1 error of a 16-bit query over any cache."""
+# Of more tokens than this a sample of the sequences is compared; NaN is looked for in all outputs.
+_CHECK_ALL_TOKENS = 2**18
+_CHECKED_SEQUENCES = 4
+_TRACED_KEYS = 512  # of each split, by the model
+
+Peer = Callable[[torch.Tensor, PagedKVCache, PageTable], Callable[[], torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class DecodeSizes:
+    """Sizes and formats of one decode call; see `CacheSizes`.
+
+    Attributes:
+        ratio: query heads for each KV head.
+        q: "bf16" or "fp16".
+    """
+
+    batch: int
+    context: int
+    page_size: int
+    num_kv_heads: int
+    ratio: int
+    head_dim: int
+    q: str
+    format: str
+
+    @property
+    def cache(self) -> CacheSizes:
+        """Sizes of the cache."""
+        return CacheSizes(
+            self.batch, self.context, self.page_size, self.num_kv_heads, self.head_dim, self.format
+        )
+
+    @property
+    def q_shape(self) -> tuple[int, int, int]:
+        """`[batch, num_qo_heads, head_dim]`."""
+        return self.batch, self.num_kv_heads * self.ratio, self.head_dim
+
+    @property
+    def q_dtype(self) -> torch.dtype:
+        """Of queries and output."""
+        return torch.bfloat16 if self.q == "bf16" else torch.float16
+
+    @property
+    def bytes_touched(self) -> float:
+        """K, V, scales, page ids, q and o, each byte once."""
+        return self.cache.num_bytes + 2 * 2 * self.batch * self.num_kv_heads * self.ratio * self.head_dim
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions of QK and PV."""
+        return 4.0 * self.batch * self.context * self.num_kv_heads * self.ratio * self.head_dim
+
+
+def decode_sizes(
+    *, batches: Sequence[int], contexts: Sequence[int], page_sizes: Sequence[int], num_kv_heads: int,
+    ratios: Sequence[int], head_dim: int, q: str, formats: Sequence[str],
+) -> list[DecodeSizes]:  # fmt: skip
+    """Every combination; sizes that can share a `LargeCache` are neighbours.
+
+    Raises:
+        ValueError: a context is not a multiple of a page size.
+    """
+    for context, page_size in product(contexts, page_sizes):
+        if context % page_size:
+            raise ValueError(f"contexts must be multiples of every page size, got {context} and {page_size}")
+    return [
+        DecodeSizes(batch, context, page_size, num_kv_heads, ratio, head_dim, q, fmt)
+        for fmt, batch, context, ratio, page_size in product(formats, batches, contexts, ratios, page_sizes)
+    ]
+
+
+class DecodeBench(Bench[DecodeSizes]):
+    """Paged decode, and other implementations on the same tensors.
+
+    Args:
+        batch_invariant: measures plans whose results do not depend on the batch.
+        peers: other implementations by name: from q, cache and page table each makes a call.
+        device: of the tensors.
+    """
+
+    name = "decode"
+
+    def __init__(
+        self, *, batch_invariant: bool = False, peers: Mapping[str, Peer] | None = None, device: str = "cuda"
+    ) -> None:
+        self._batch_invariant = batch_invariant
+        self._peers = peers or {}
+        self._device = device
+        self._cache: LargeCache | None = None
+
+    def calls(self, shape: DecodeSizes) -> Iterator[Call]:
+        """Narrowkv's call, then the peers'."""
+        if self._cache is None or not self._cache.fits(shape.cache):
+            self._cache = None  # frees the old one before the new one is made
+            self._cache = LargeCache(shape.cache, device=self._device)
+        cache, table = self._cache.view(shape.cache)
+        random = torch.Generator(self._device).manual_seed(1)
+        q = torch.randn(shape.q_shape, generator=random, device=self._device).to(shape.q_dtype)
+        error = checker(q, cache, table)
+
+        def ours() -> Callable[[], torch.Tensor]:
+            plan = plan_decode(q, cache, table, batch_invariant=self._batch_invariant)
+            out = torch.empty_like(q)
+            return partial(paged_decode, q, cache, table, out=out, plan=plan)  # type: ignore[return-value]
+
+        call = Call({"backend": "narrowkv"}, ours, shape.bytes_touched, shape.flops, error, BOUND)
+        yield call
+        for name, peer in self._peers.items():
+            prepare = partial(peer, q, cache, table)
+            yield replace(call, labels={"backend": name}, prepare=prepare, is_peer=True)
+
+    def modelled(self, shape: DecodeSizes) -> list[ModelCall]:
+        """Sequences share their pages, and are as short as keeps some passes in every split."""
+
+        def trace(executor: ModelExecutor) -> object:
+            one = replace(shape.cache, batch=1)
+            cache, table = LargeCache(one, device="cpu").view(one)
+            q = torch.zeros(shape.q_shape, dtype=shape.q_dtype)
+            lens = torch.full((shape.batch,), shape.context, dtype=torch.int32)
+            ids = table.page_ids.expand(shape.batch, -1).contiguous()
+            table = PageTable.from_block_table(ids, lens, page_size=shape.page_size)
+            plan = plan_decode(q, cache, table)
+            splits = max(plan.config.num_units // shape.batch, 1) if plan.config.split != "none" else 1
+            shorter = max(shape.context // (splits * _TRACED_KEYS), 1)
+            lens.fill_(max(shape.context // shorter, 1))
+            executor.scale = Scale(passes=shape.context / int(lens[0]))
+            return paged_decode(q, cache, table, plan=plan)
+
+        return [ModelCall("decode", shape, shape.flops, 1.0, trace, shape.bytes_touched)]
+
+
+def checker(q: torch.Tensor, cache: PagedKVCache, table: PageTable) -> Callable[[torch.Tensor], float]:
+    """Relative L1 error of an output of decode; of large calls four sequences are compared."""
+    assert table.seq_lens is not None
+    batch, tokens = len(table.seq_lens), table.page_ids.numel() * table.page_size
+    count = batch if tokens <= _CHECK_ALL_TOKENS else min(batch, _CHECKED_SEQUENCES)
+    chosen = torch.linspace(0, batch - 1, count, device=q.device).round().long()
+    part = PageTable.from_block_table(
+        table.page_ids[chosen].contiguous(), table.seq_lens[chosen].contiguous(), page_size=table.page_size
+    )
+    expected = paged_decode_reference(q[chosen], cache, part)
+    assert isinstance(expected, torch.Tensor)
+    return lambda o: compare(o[chosen], expected).relative_l1

@@ -1,0 +1,219 @@
+"""Host time of each operation's call beside torch's own calls, and how many kernels random shapes need.
+
+On a GPU the launches happen, and the time until a call returns counts. Without one, launches do nothing, and
+what is measured is the Python code before the launch.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from narrowkv.attn_decode import paged_decode, plan_decode
+from narrowkv.attn_decode.workloads import DecodeWorkload
+from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
+from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
+from narrowkv.paged_cache import append
+from narrowkv.runtime.launch import LaunchOptions, RecordExecutor, executing
+from narrowkv.runtime.targets import Target
+from narrowkv.sage import plan_sage, sage_attention
+from narrowkv.sparse_fp8 import plan_sparse, sparse_decode, sparse_prefill_fp8
+from narrowkv.sparse_fp8.workloads import SparseWorkload
+
+_CALLS = 50  # between two waits for the device; a stream's queue holds more
+
+
+class NullExecutor:
+    """Launches nothing."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        constexprs: dict[str, Any],
+        options: LaunchOptions,
+    ) -> None:
+        """Does nothing on the device."""
+
+
+@dataclass(frozen=True)
+class HostRow:
+    """One measured call.
+
+    Attributes:
+        operation: its name.
+        planned: whether a plan was given.
+        host_us: median microseconds of the calling thread's CPU time until the call returns.
+        ratio_to_add: `host_us` over that of `torch.add_`.
+    """
+
+    operation: str
+    planned: bool
+    host_us: float
+    ratio_to_add: float
+
+
+def _nothing_to_wait_for() -> None:
+    pass
+
+
+def host_us(call: Callable[[], object], samples: int, wait: Callable[[], None]) -> float:
+    """Median microseconds of the calling thread's CPU time until a call returns.
+
+    CPU time is the same on a busy machine. `wait` waits for the device between samples.
+    """
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(samples):
+        wait()
+        begin = time.thread_time()
+        for _ in range(_CALLS):
+            call()
+        times.append((time.thread_time() - begin) / _CALLS * 1e6)
+    wait()
+    return statistics.median(times)
+
+
+def calls(device: str) -> Iterator[tuple[str, bool, Callable[[], object]]]:
+    """Every operation on small tensors: name, whether a plan is given, the call."""
+    sizes: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 128, "clean": True}
+    q, cache, table = DecodeWorkload(lens=(70, 5, 130), gqa_ratio=12, **sizes).build(device)
+    out = torch.empty_like(q)
+    decode_plan = plan_decode(q, cache, table)
+    yield "paged_decode", True, lambda: paged_decode(q, cache, table, out=out, plan=decode_plan)
+    yield "paged_decode", False, lambda: paged_decode(q, cache, table, out=out)
+
+    k_new, v_new = (torch.randn(3, 2, 128, dtype=torch.bfloat16, device=device) for _ in range(2))
+    slots = torch.arange(3, dtype=torch.int32, device=device)
+    yield "append", True, lambda: append(cache, k_new, v_new, slots)
+
+    pq, pcache, ptable, starts = PrefillWorkload(gqa_ratio=12, **sizes).build(device)
+    pout = torch.empty_like(pq)
+    prefill_plan = plan_prefill(pq, pcache, ptable, starts)
+    yield (
+        "batch_prefill",
+        True,
+        lambda: batch_prefill(pq, pcache, ptable, starts, out=pout, plan=prefill_plan),
+    )
+    yield "batch_prefill", False, lambda: batch_prefill(pq, pcache, ptable, starts, out=pout)
+
+    chunk = AppendWorkload(gqa_ratio=12, **sizes).build_append(device)
+    aq, acache, atable, astarts = chunk[0], chunk[3], chunk[4], chunk[5]
+    aout = torch.empty_like(aq)
+    append_plan = plan_append(aq, acache, atable, astarts)
+    yield "prefill_append", True, lambda: prefill_append(*chunk[:6], out=aout, plan=append_plan)
+    yield "prefill_append", False, lambda: prefill_append(*chunk[:6], out=aout)
+
+    rows = SparseWorkload().build(device)
+    sout = torch.empty_like(rows.q)
+    assert rows.prefix is not None
+    most: dict[str, Any] = {"max_num_tokens": rows.q.shape[0], "max_indices": rows.prefix.nnz}
+    most |= {"num_qo_heads": rows.q.shape[1], "prefix": rows.prefix.format, "device": rows.q.device}
+    for mode in ("fused", "prepass"):
+        plan = plan_sparse(mode=mode, **most)
+        name = f"sparse_prefill_fp8 {mode}"
+        yield name, True, partial(sparse_prefill_fp8, rows.q, rows.prefix, out=sout, plan=plan)
+        yield name, False, partial(sparse_prefill_fp8, rows.q, rows.prefix, out=sout, mode=mode)
+    decode_rows = plan_sparse(mode="fused", **most)
+    yield "sparse_decode", True, partial(sparse_decode, rows.q, rows.prefix, out=sout, plan=decode_rows)
+    yield "sparse_decode", False, partial(sparse_decode, rows.q, rows.prefix, out=sout)
+
+    x = torch.randn(1, 256, 4, 128, dtype=torch.bfloat16, device=device)
+    sage_out = torch.empty_like(x)
+    sage_plan = plan_sage(x, x).with_workspace()
+    kv = sage_plan.quantize_kv(x, x)
+    yield "sage attend", True, lambda: sage_plan.attend(x, kv, out=sage_out)
+    yield "sage_attention", False, lambda: sage_attention(x, x, x, out=sage_out)
+
+
+def torch_calls(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls of torch to compare with."""
+    x = torch.zeros(1024, device=device)
+    yield "torch.add_", lambda: x.add_(1.0)
+    q = torch.zeros(1, 8, 1, 64, device=device, dtype=torch.bfloat16)
+    yield "torch sdpa", lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+
+def measure_calls(
+    device: str, samples: int, context: Callable[[], AbstractContextManager[Any]]
+) -> list[HostRow]:
+    """Times every call of `torch_calls` and `calls`."""
+    wait = torch.cuda.synchronize if device == "cuda" else _nothing_to_wait_for
+    rows = [HostRow(name, False, host_us(call, samples, wait), 0.0) for name, call in torch_calls(device)]
+    with context():
+        rows += [
+            HostRow(name, planned, host_us(call, samples, wait), 0.0) for name, planned, call in calls(device)
+        ]
+    return [replace(row, ratio_to_add=row.host_us / rows[0].host_us) for row in rows]
+
+
+def kernels_of_random_calls(target: Target, device: str, count: int, seed: int = 0) -> dict[str, int]:
+    """How many kernels calls of one model with lognormal lengths need, by operation; none is compiled."""
+    choose = random.Random(seed)
+    heads: dict[str, Any] = {"num_kv_heads": 1, "gqa_ratio": 12, "head_dim": 64, "clean": True}
+    found: dict[str, int] = {}
+
+    def lengths(most: int) -> tuple[int, ...]:
+        batch = min(int(choose.lognormvariate(1.0, 1.0)) + 1, most)
+        return tuple(min(int(choose.lognormvariate(4.0, 1.0)) + 1, 2000) for _ in range(batch))
+
+    def decode(lens: tuple[int, ...]) -> None:
+        q, cache, table = DecodeWorkload(lens=lens, **heads).build(device)
+        paged_decode(q, cache, table)
+
+    def prefill(lens: tuple[int, ...]) -> None:
+        q_lens = tuple(choose.randint(1, length) for length in lens)
+        batch_prefill(*PrefillWorkload(q_lens=q_lens, lens=lens, **heads).build(device))
+
+    def fill(lens: tuple[int, ...]) -> None:
+        q_lens = tuple(choose.randint(1, 64) for _ in lens)
+        prefill_append(*AppendWorkload(q_lens=q_lens, lens=lens, **heads).build_append(device)[:6])
+
+    operations: dict[str, Callable[[tuple[int, ...]], None]] = {
+        "paged_decode": decode,
+        "batch_prefill": prefill,
+        "prefill_append": fill,
+    }
+    for name, operation in operations.items():
+        executor = RecordExecutor(target)
+        with executing(executor):
+            for _ in range(count):
+                operation(lengths(16))
+        found[name] = len(executor.found)
+    executor = RecordExecutor(target)
+    _, cache, _ = DecodeWorkload(lens=(2000,), **heads).build(device)
+    with executing(executor):
+        for _ in range(count):
+            tokens = min(int(choose.lognormvariate(3.0, 1.5)) + 1, 2000)
+            k = torch.zeros(tokens, 1, 64, dtype=torch.bfloat16, device=device)
+            append(cache, k, k.clone(), torch.arange(tokens, dtype=torch.int32, device=device))
+    found["append"] = len(executor.found)
+    return found
+
+
+def workspaces(target: Target, device: str, sizes: Sequence[int], context: int) -> dict[int, int]:
+    """Workspace bytes of a decode plan at 96/8 heads for each batch, with `context` tokens a sequence."""
+    found = {}
+    with executing(NullExecutor(target)):
+        # Tables and queries are made; the cache has one page, because a plan reads no contents.
+        _, cache, table = DecodeWorkload(lens=(1,), num_kv_heads=8, head_dim=128, clean=True).build(device)
+        for batch in sizes:
+            q = torch.empty(batch, 96, 128, dtype=torch.bfloat16, device=device)
+            ids = torch.zeros(batch, context // table.page_size, dtype=torch.int32, device=device)
+            lens = torch.ones(batch, dtype=torch.int32, device=device)
+            long = type(table).from_block_table(ids, lens, page_size=table.page_size)
+            found[batch] = plan_decode(q, cache, long).workspace_bytes()
+    return found

@@ -1,0 +1,154 @@
+"""Large caches, drawn on the device: one storage for all page sizes, page ids shuffled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.quant.formats import get_format
+from narrowkv.quant.quantize import cast_fp8, quantize_per_group
+
+__all__ = ["CacheSizes", "LargeCache"]
+
+# Gaussian numbers beyond 4.5 are rare; they are clipped, for the reference too.
+_SPREAD = 4.5
+_CHUNK_TOKENS = 65536
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """Sizes of a cache whose sequences have one length.
+
+    Attributes:
+        batch, context: sequences, and tokens of each, a multiple of `page_size`.
+        page_size, num_kv_heads, head_dim: of the cache.
+        format: "K", "K/V" or, with FP4 scales that so many channels share, "K/V:CHANNELS".
+    """
+
+    batch: int
+    context: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    format: str
+
+    @property
+    def cache_format(self) -> CacheFormat:
+        """Formats of K and V."""
+        k, slash, v = self.format.partition(":")[0].partition("/")
+        return CacheFormat(k, v if slash else k)
+
+    @property
+    def scale_group(self) -> int:
+        """Channels that share a scale of FP4; 0 for one scale per token and head."""
+        return int(self.format.partition(":")[2] or 0)
+
+    @property
+    def layout(self) -> str:
+        """HND for FP4 and NHD for other formats, as engines store them."""
+        return "HND" if any(self._is_fp4(name) for name in self._formats) else "NHD"
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of K, V and scales, and of the page ids."""
+        row = sum(self._row_bytes(name) for name in self._formats)
+        pages = self.batch * -(-self.context // self.page_size)
+        return self.batch * self.context * self.num_kv_heads * row + 4 * pages
+
+    @property
+    def _formats(self) -> tuple[str, str]:
+        return self.cache_format.k, self.cache_format.v
+
+    @staticmethod
+    def _is_fp4(name: str) -> bool:
+        return get_format(name).kind == "fp4"
+
+    def _row_bytes(self, name: str) -> float:
+        scales = self.head_dim // (self.scale_group or self.head_dim) if self._is_fp4(name) else 0
+        return self.head_dim * get_format(name).bits / 8 + scales
+
+
+class LargeCache:
+    """K and V of one format, batch and context, which `view` gives at any page size.
+
+    Args:
+        sizes: what to draw.
+        seed: of the numbers.
+        device: where they are drawn and stored.
+
+    Example:
+        >>> sizes = CacheSizes(batch=2, context=64, page_size=16, num_kv_heads=1, head_dim=64, format="bf16")
+        >>> cache, table = LargeCache(sizes, device="cpu").view(sizes)
+        >>> cache.num_pages, table.page_ids.shape
+        (8, torch.Size([2, 4]))
+    """
+
+    def __init__(self, sizes: CacheSizes, seed: int = 0, device: str = "cuda") -> None:
+        self._made_for = self._key(sizes)
+        self._device = device
+        self._random = torch.Generator(device).manual_seed(seed)
+        tokens = sizes.batch * sizes.context
+        self._k, self._k_descale = self._fill(sizes.cache_format.k, tokens, sizes)
+        self._v, self._v_descale = self._fill(sizes.cache_format.v, tokens, sizes)
+
+    @staticmethod
+    def _key(sizes: CacheSizes) -> tuple[Any, ...]:
+        return sizes.format, sizes.batch, sizes.context, sizes.num_kv_heads, sizes.head_dim
+
+    def fits(self, sizes: CacheSizes) -> bool:
+        """Whether `view` takes these sizes."""
+        return self._made_for == self._key(sizes)
+
+    def _fill(self, name: str, tokens: int, sizes: CacheSizes) -> tuple[torch.Tensor, float | torch.Tensor]:
+        fmt = get_format(name)
+        if fmt.kind == "fp4":
+            return self._fill_fp4(tokens, sizes)
+        descale = 1.0 if fmt.kind == "float" else _SPREAD / fmt.max_value
+        stored = torch.empty(
+            (tokens, sizes.num_kv_heads, sizes.head_dim), dtype=fmt.storage_dtype, device=self._device
+        )
+        for begin in range(0, tokens, _CHUNK_TOKENS):
+            part = stored[begin : begin + _CHUNK_TOKENS]
+            x = torch.randn(part.shape, generator=self._random, device=self._device) / descale
+            part.copy_(x.to(part.dtype) if fmt.kind == "float" else cast_fp8(x, name))
+        return stored, descale
+
+    def _fill_fp4(self, tokens: int, sizes: CacheSizes) -> tuple[torch.Tensor, torch.Tensor]:
+        """Packed rows and their E8M0 scales."""
+        rows, group = (tokens, sizes.num_kv_heads), sizes.scale_group or sizes.head_dim
+        stored = torch.empty((*rows, sizes.head_dim // 2), dtype=torch.uint8, device=self._device)
+        scales = torch.empty((*rows, sizes.head_dim // group), dtype=torch.uint8, device=self._device)
+        for begin in range(0, tokens, _CHUNK_TOKENS):
+            part = slice(begin, begin + _CHUNK_TOKENS)
+            size = (*stored[part].shape[:2], sizes.head_dim)
+            x = torch.randn(size, generator=self._random, device=self._device)
+            # The least-squares rule for scales takes much longer, and a bench's time does not depend on it.
+            stored[part], scales[part] = quantize_per_group(x, group, exponent="floor")
+        return stored, scales
+
+    def _side(
+        self, stored: torch.Tensor, descale: float | torch.Tensor, sizes: CacheSizes
+    ) -> tuple[torch.Tensor, float | torch.Tensor]:
+        """K or V as pages of the layout; the numbers are random, so their order does not matter."""
+        heads, page = sizes.num_kv_heads, sizes.page_size
+        order = (heads, page) if sizes.layout == "HND" else (page, heads)
+        if isinstance(descale, torch.Tensor):
+            descale = descale.view(-1, page, heads, descale.shape[-1])
+            descale = descale if sizes.scale_group else descale[..., 0]
+        return stored.view(-1, *order, stored.shape[-1]), descale
+
+    def view(self, sizes: CacheSizes) -> tuple[PagedKVCache, PageTable]:
+        """The cache, and a page table of full sequences; `sizes` may differ in its page size."""
+        k, k_descale = self._side(self._k, self._k_descale, sizes)
+        v, v_descale = self._side(self._v, self._v_descale, sizes)
+        cache = PagedKVCache.from_tensors(
+            k, v, format=sizes.cache_format, layout=sizes.layout, k_descale=k_descale, v_descale=v_descale,
+            negative_zero_free=True,
+        )  # fmt: skip
+        order = torch.randperm(cache.num_pages, generator=self._random, device=self._device)
+        lens = torch.full((sizes.batch,), sizes.context, dtype=torch.int32, device=self._device)
+        ids = order.int().view(sizes.batch, -1)
+        return cache, PageTable.from_block_table(ids, lens, page_size=sizes.page_size)

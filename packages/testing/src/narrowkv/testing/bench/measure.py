@@ -1,0 +1,180 @@
+"""Measures calls: checks each before and after it is timed, and compares it with ceilings of the same run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.testing.bench.ceilings import Ceilings
+from narrowkv.testing.bench.modelled import ModelCall
+from narrowkv.testing.bench.timing import GraphTimer, Timing
+
+__all__ = ["Bench", "Call", "Row", "measure", "time_checked"]
+
+Shape = TypeVar("Shape")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call to measure.
+
+    Attributes:
+        labels: what tells it from other calls of the same sizes, such as `{"mode": "fused"}`.
+        prepare: does the host's work once and returns the function to time, which a graph can capture and
+            which returns its output.
+        bytes_touched: bytes that the call must read or write, each counted once.
+        flops: multiplications and additions of its matrix products.
+        error: relative L1 error of an output that has no NaN; None times the call unchecked.
+        bound: largest error that passes.
+        extra: further figures of the row by name, each measured after the call has passed; a name with None
+            is not measured.
+        is_peer: whether it is another project's implementation: what it raises becomes part of its row.
+    """
+
+    labels: Mapping[str, str]
+    prepare: Callable[[], Callable[[], torch.Tensor]]
+    bytes_touched: float
+    flops: float
+    error: Callable[[torch.Tensor], float] | None = None
+    bound: float = math.inf
+    extra: Mapping[str, Callable[[GraphTimer], float] | None] = field(default_factory=dict)
+    is_peer: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured call; None stands for a figure that was not measured.
+
+    Attributes:
+        labels, sizes: which call it was.
+        relative_l1: the larger error of the checks before and after timing.
+        median_us, p10_us, p90_us: device time.
+        floor_us: lower bound of the time by the ceilings of this run; ratio_to_floor: median over it.
+        bytes_per_s, flops_per_s: `Call.bytes_touched` and `Call.flops` over the median.
+        status: "pass", "fail", "inexact" (another implementation that misses the bound) or "refused".
+        detail: the reason of a status other than "pass".
+        extra: further figures.
+    """
+
+    labels: dict[str, str]
+    sizes: dict[str, Any]
+    relative_l1: float | None = None
+    median_us: float | None = None
+    p10_us: float | None = None
+    p90_us: float | None = None
+    floor_us: float | None = None
+    ratio_to_floor: float | None = None
+    bytes_per_s: float | None = None
+    flops_per_s: float | None = None
+    status: str = "pass"
+    detail: str = ""
+    extra: dict[str, float | None] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """A flat record for JSON and CSV."""
+        figures = {
+            name: value for name, value in vars(self).items() if name not in ("labels", "sizes", "extra")
+        }
+        return {**self.labels, **self.sizes, **figures, **self.extra}
+
+
+def time_checked(call: Call, timer: GraphTimer) -> tuple[float | None, Timing | None]:
+    """Checks a call in a graph, times it, and checks it again: (the larger error, timing).
+
+    Before each check the output, which a graph always writes to the same place, is filled with NaN. A call
+    whose first error is NaN or above the bound is not timed.
+    """
+    run = call.prepare()
+    outputs: list[torch.Tensor] = []
+
+    def once() -> None:
+        outputs[:] = [run()]
+
+    graph = timer.capture(once)
+    if call.error is None:
+        return None, timer.replay(graph)
+    error_of = call.error
+
+    def error() -> float:
+        outputs[0].fill_(math.nan)
+        graph.replay()
+        timer.wait()
+        return error_of(outputs[0]) if bool(torch.isfinite(outputs[0]).all()) else math.nan
+
+    before = error()
+    if not before <= call.bound:
+        return before, None
+    timing = timer.replay(graph)
+    return max(before, error(), key=lambda e: math.inf if math.isnan(e) else e), timing
+
+
+def measure(call: Call, sizes: Mapping[str, Any], ceilings: Ceilings, timer: GraphTimer) -> Row:
+    """Checks and times one call. Only a peer's exceptions become a row of status "refused"."""
+    row = Row(dict(call.labels), dict(sizes), extra=dict.fromkeys(call.extra))
+    try:
+        error, timing = time_checked(call, timer)
+    except Exception as problem:
+        if not call.is_peer:
+            raise
+        reason = (str(problem).strip().splitlines() or [""])[0]
+        kind = "" if isinstance(problem, UnsupportedError) else f"{type(problem).__name__}: "
+        return replace(row, status="refused", detail=f"{kind}{reason}")
+    row = replace(row, relative_l1=error)
+    if timing is None or not (error is None or error <= call.bound):
+        when = "before" if timing is None else "after"
+        detail = f"relative L1 {error:.3g} {when} timing, bound {call.bound:g}"
+        return replace(row, status="inexact" if call.is_peer else "fail", detail=detail)
+    seconds, floor = timing.median_us * 1e-6, ceilings.floor_us(call.bytes_touched, call.flops)
+    return replace(
+        row, median_us=timing.median_us, p10_us=timing.p10_us, p90_us=timing.p90_us, floor_us=floor,
+        ratio_to_floor=timing.median_us / floor, bytes_per_s=call.bytes_touched / seconds,
+        flops_per_s=call.flops / seconds,
+        extra={name: None if figure is None else figure(timer) for name, figure in call.extra.items()},
+    )  # fmt: skip
+
+
+class Bench(Generic[Shape]):
+    """The calls of one operation at given sizes; a subclass describes them.
+
+    Attributes:
+        name: of the bench.
+        seconds: see `GraphTimer`.
+        ratio: name of the figure that compares a row with the fastest of the calls for which
+            `is_baseline` holds; empty for none.
+    """
+
+    name: ClassVar[str]
+    seconds: ClassVar[float] = 0.5
+    ratio: ClassVar[str] = ""
+
+    def calls(self, shape: Shape) -> Iterable[Call]:
+        """The calls of a shape; each is measured before the next is made."""
+        raise NotImplementedError
+
+    def modelled(self, shape: Shape) -> Iterable[ModelCall]:
+        """The calls of a shape for the timing model of AMD targets."""
+        raise NotImplementedError
+
+    def is_baseline(self, row: Row) -> bool:
+        """Whether other rows of the shape are compared with this one."""
+        return False
+
+    def measure(self, shape: Shape, ceilings: Ceilings, timer: GraphTimer) -> tuple[Row, ...]:
+        """The rows of a shape."""
+        sizes = asdict(shape)  # type: ignore[call-overload]  # every shape is a dataclass
+        rows = [measure(call, sizes, ceilings, timer) for call in self.calls(shape)]
+        if not self.ratio:
+            return tuple(rows)
+        base = min((row.median_us for row in rows if self.is_baseline(row) and row.median_us), default=None)
+
+        def ratio(row: Row) -> float | None:
+            if base is None or row.median_us is None or self.is_baseline(row):
+                return None
+            return row.median_us / base
+
+        return tuple(replace(row, extra={**row.extra, self.ratio: ratio(row)}) for row in rows)

@@ -1,0 +1,169 @@
+"""The bench of Sage attention: quantisation and attention timed together, with torch SDPA in bf16 beside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from narrowkv.quant.accuracy import compare
+from narrowkv.sage import plan_sage, sage_attention, sage_attention_reference
+from narrowkv.sage.workloads import SageWorkload
+from narrowkv.testing.bench.measure import Bench, Call, Row
+from narrowkv.testing.bench.modelled import ModelCall
+from narrowkv.testing.bench.timing import GraphTimer
+from narrowkv.testing.model import ModelExecutor, Scale
+
+BOUND = 0.03
+"""Largest relative L1 error; rounding P to E4M3 alone costs 0.022 on values whose average is noise."""
+_CHECKED_ROWS = 512
+_ROWS_PER_GROUP = 128  # blocks of so many queries are quantised independently of each other
+_TRACED_TOKENS = 1024  # by the model
+_SDPA = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class SageSizes:
+    """Sizes of one call; `context` is the length of Q and of K."""
+
+    batch: int
+    context: int
+    heads: int
+    head_dim: int
+    causal: bool
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions of QK and PV; under a causal mask of half the pairs."""
+        pairs = self.context * (self.context + 1) / 2 if self.causal else self.context**2
+        return 4.0 * self.batch * self.heads * self.head_dim * pairs
+
+    @property
+    def bytes_touched(self) -> float:
+        """Q, K, V and O in bf16, each byte once."""
+        return 4 * 2.0 * self.batch * self.context * self.heads * self.head_dim
+
+    def inputs(self, device: str) -> QKV:
+        """Gaussian q, k and v; k with an offset of each channel."""
+        random = torch.Generator(device).manual_seed(0)
+        size = (self.batch, self.context, self.heads, self.head_dim)
+        q, k, v = (torch.randn(size, generator=random, device=device) for _ in range(3))
+        k += 4 * torch.randn(self.heads, self.head_dim, generator=random, device=device)
+        return q.bfloat16(), k.bfloat16(), v.bfloat16()
+
+
+class SageBench(Bench[SageSizes]):
+    """Torch SDPA by backend, then Sage attention in every precision and granularity.
+
+    Times include quantisation, and the floor is that of attention in bf16. Further figures: `attend_us`, the
+    part of it once K and V are quantised, and `ratio_to_sdpa`, the time over that of the fastest SDPA.
+
+    Args:
+        qk: precisions of Q and K.
+        granularities: of their descales.
+        device: of the tensors.
+    """
+
+    name = "sage"
+    ratio = "ratio_to_sdpa"
+
+    def __init__(self, qk: Sequence[str], granularities: Sequence[str], device: str = "cuda") -> None:
+        self._ways = tuple(product(qk, granularities))
+        self._device = device
+
+    def is_baseline(self, row: Row) -> bool:
+        """Torch SDPA is."""
+        return row.labels["backend"] != "narrowkv"
+
+    def calls(self, shape: SageSizes) -> Iterator[Call]:
+        """SDPA's backends, then narrowkv's calls."""
+        qkv = shape.inputs(self._device)
+        for name, backend in _SDPA.items():
+            yield Call(
+                {"backend": f"sdpa {name}", "qk": "bf16", "granularity": ""},
+                partial(_sdpa, qkv, backend, shape.causal), shape.bytes_touched, shape.flops,
+                extra={"attend_us": None}, is_peer=True,
+            )  # fmt: skip
+        for qk, granularity in self._ways:
+            yield _call(shape, qk, granularity, qkv)
+
+    def modelled(self, shape: SageSizes) -> list[ModelCall]:
+        """One head and some tokens."""
+        return [
+            ModelCall(
+                f"{qk}, {granularity}", shape, shape.flops, 0.1, partial(_trace, shape, qk, granularity),
+                shape.bytes_touched,
+            )
+            for qk, granularity in self._ways
+        ]  # fmt: skip
+
+
+def _options(shape: SageSizes, qk: str, granularity: str) -> dict[str, Any]:
+    causal = "bottom_right" if shape.causal else None
+    return {"qk_dtype": qk, "q_granularity": granularity, "k_granularity": granularity, "causal": causal}
+
+
+def _sdpa(qkv: QKV, backend: SDPBackend, causal: bool) -> Callable[[], torch.Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in qkv)
+
+    def call() -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return call
+
+
+def _call(shape: SageSizes, qk: str, granularity: str, qkv: QKV) -> Call:
+    q, k, v = qkv
+    options = _options(shape, qk, granularity)
+    plan = plan_sage(q, k, **options)
+    out = torch.empty_like(q)
+    count = min(_CHECKED_ROWS, shape.context)
+    part = q[:1, -count:, :1], k[:1, :, :1], v[:1, :, :1]
+    # The last rows keep their descales if they are whole groups; a descale of the whole tensor is not theirs.
+    aligned = shape.context % _ROWS_PER_GROUP == 0 and granularity != "per_tensor"
+    expected = sage_attention_reference(*part, **options) if aligned else None
+
+    def error(o: torch.Tensor) -> float:
+        # Where the reference has other descales, the same call of the part stands in for it.
+        right = sage_attention(*part, **options) if expected is None else expected
+        assert isinstance(right, torch.Tensor)
+        return compare(o[:1, -count:, :1], right).relative_l1
+
+    def attend_us(timer: GraphTimer) -> float:
+        kv = plan.quantize_kv(k, v)
+        return timer.measure(lambda: plan.attend(q, kv, out=out)).median_us
+
+    def run() -> torch.Tensor:
+        plan.attend(q, plan.quantize_kv(k, v), out=out)
+        return out
+
+    return Call(
+        {"backend": "narrowkv", "qk": qk, "granularity": granularity},
+        lambda: run, shape.bytes_touched, shape.flops, error, BOUND if aligned else 4 * BOUND,
+        extra={"attend_us": attend_us},
+    )  # fmt: skip
+
+
+def _trace(shape: SageSizes, qk: str, granularity: str, executor: ModelExecutor) -> object:
+    """Makes a smaller call."""
+    tokens = min(shape.context, _TRACED_TOKENS)
+    more = shape.context / tokens
+    heads = shape.batch * shape.heads
+    executor.scale = Scale(workgroups=heads * more, passes=more, keys=heads * more)
+    q, k, v, *_ = SageWorkload(
+        q_lens=(tokens,), k_lens=(tokens,), num_kv_heads=1, gqa_ratio=1, head_dim=shape.head_dim,
+        data="offset",
+    ).build()  # fmt: skip
+    return sage_attention(q, k, v, return_lse=True, smooth_k=True, **_options(shape, qk, granularity))

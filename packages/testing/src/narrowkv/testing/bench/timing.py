@@ -1,0 +1,117 @@
+"""Device time of a call: a captured graph, replayed with a cold L2 between two events.
+
+Each sample first reads a buffer larger than any L2. Afterwards L2 holds neither the call's data nor modified
+lines, whose write-back would be counted as time of the call; a flush that writes would leave such lines. Two
+events then enclose one replay of a graph that holds exactly one call, so host time does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["FLUSH_BYTES", "GraphTimer", "Timing"]
+
+FLUSH_BYTES = 256 * 2**20
+_WARM_UP_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Device times of one call, in microseconds.
+
+    Attributes:
+        median_us: the median of the samples.
+        p10_us, p90_us: the 10th and 90th percentile.
+        samples: number of samples.
+    """
+
+    median_us: float
+    p10_us: float
+    p90_us: float
+    samples: int
+
+    @classmethod
+    def of(cls, samples_us: Sequence[float]) -> Timing:
+        """Summarises samples; percentiles are interpolated linearly.
+
+        Raises:
+            ValueError: `samples_us` is empty.
+        """
+        if not samples_us:
+            raise ValueError("samples_us must hold at least one sample, got none")
+        median, p10, p90 = np.quantile(samples_us, (0.5, 0.1, 0.9)).tolist()
+        return cls(median, p10, p90, len(samples_us))
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class GraphTimer:
+    """Times calls on the current GPU.
+
+    Args:
+        samples: largest number of samples of a call.
+        seconds: device time after which no further sample of a call is taken; at least ten are.
+    """
+
+    def __init__(self, samples: int = 50, seconds: float = 0.5) -> None:
+        self.samples = samples
+        self.seconds = seconds
+        self._flush = torch.ones(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
+        self._sink = torch.zeros((), dtype=torch.float32, device="cuda")
+
+    def flush(self) -> None:
+        """Fills L2 with unmodified lines of a buffer that no call uses."""
+        torch.sum(self._flush, dim=0, out=self._sink)
+
+    def wait(self) -> None:
+        """Waits until the GPU has finished."""
+        torch.cuda.synchronize()
+
+    def capture(self, call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+        """A graph of one call, captured on a side stream after the call has compiled and run there."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()
+            call()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return graph
+
+    def sample(self, graph: torch.cuda.CUDAGraph) -> float:
+        """Device time in microseconds of one replay with a cold L2."""
+        begin, end = _event(), _event()
+        self.flush()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3
+
+    def warm_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Replays the graph three times without counting, or once if one replay is long."""
+        for _ in range(3):
+            if self.sample(graph) * 1e-6 > _WARM_UP_SECONDS:
+                break
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> Timing:
+        """Samples a captured graph."""
+        self.warm_up(graph)
+        times: list[float] = []
+        while len(times) < self.samples and (sum(times) < self.seconds * 1e6 or len(times) < 10):
+            times.append(self.sample(graph))
+        return Timing.of(times)
+
+    def measure(self, call: Callable[[], Any]) -> Timing:
+        """Captures and samples a call."""
+        return self.replay(self.capture(call))

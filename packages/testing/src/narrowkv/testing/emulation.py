@@ -1,0 +1,138 @@
+"""One more way to run a launch: compile it for an AMD target and execute that machine code on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from narrowkv.cdna_emulator import Memory, Result, load_program
+from narrowkv.cdna_emulator import run as run_program
+from narrowkv.runtime.launch import LaunchOptions, executing
+from narrowkv.runtime.launch.artifact import CompiledArtifact
+from narrowkv.runtime.launch.compiler import compile_launch
+from narrowkv.runtime.targets import get_target
+from narrowkv.testing.samples import Launch, Workgroup
+
+
+@dataclass(frozen=True)
+class Run:
+    """One launch that was emulated.
+
+    Attributes:
+        artifact: what ran.
+        launched: workgroups of the launch.
+        result: counts and profile of those that were run, and how many that were.
+    """
+
+    artifact: CompiledArtifact
+    launched: int
+    result: Result
+
+
+class EmulateExecutor:
+    """Runs every launch as gfx942 or gfx950 machine code in the functional emulator.
+
+    Every storage that a launch is given is a buffer with bounds; an access outside all of them is an error.
+
+    Args:
+        target: "gfx942" or "gfx950".
+        workgroups: chooses the workgroups to run of a launch; None runs all, and then outputs are complete.
+        detect_races: also watch LDS for races.
+        detect_hazards: also check waits for memory and wait states; includes `detect_races`.
+
+    Attributes:
+        runs: what was run, launch by launch.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        workgroups: Callable[[Launch], Iterable[Workgroup]] | None = None,
+        detect_races: bool = False,
+        detect_hazards: bool = False,
+    ) -> None:
+        self.target = get_target(target)
+        self.runs: list[Run] = []
+        self._workgroups = workgroups
+        self._detect_races = detect_races
+        self._detect_hazards = detect_hazards
+        # By address; holding the storages keeps the allocator from giving an address to another tensor.
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._written: dict[int, np.ndarray[Any, np.dtype[np.bool_]]] = {}
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        constexprs: dict[str, Any],
+        options: LaunchOptions,
+    ) -> None:
+        """Compiles the launch for the target and executes it on the tensors given, which are CPU tensors."""
+        artifact = compile_launch(self.target, kernel, grid, args, constexprs, options)
+        x, y, z = (*grid, 1, 1)[:3]
+        launch = Launch(artifact.name, (x, y, z), constexprs)
+        memory, values = self._device_pointers(artifact.args)
+        result = run_program(
+            load_program(artifact.assembly, lds_bytes=artifact.lds_bytes),
+            grid=launch.grid,
+            args=values,
+            memory=memory,
+            workgroups=None if self._workgroups is None else self._workgroups(launch),
+            detect_races=self._detect_races,
+            detect_hazards=self._detect_hazards,
+        )
+        self.runs.append(Run(artifact, launch.size, result))
+
+    def _device_pointers(self, args: tuple[Any, ...]) -> tuple[Memory, list[Any]]:
+        """The kernel's arguments, every storage mapped once."""
+        memory = Memory()
+        bases: dict[int, int] = {}
+        values: list[Any] = []
+        for position, arg in enumerate(args):
+            if not isinstance(arg, torch.Tensor):
+                values.append(arg)
+                continue
+            storage = arg.untyped_storage()
+            at = storage.data_ptr()
+            if at not in bases:
+                raw = (ctypes.c_uint8 * storage.nbytes()).from_address(at)
+                self._storages[at] = storage
+                written = self._written.setdefault(at, np.zeros(storage.nbytes(), np.bool_))
+                bases[at] = memory.map(
+                    np.ctypeslib.as_array(raw), name=f"argument {position}", written=written
+                )
+            values.append(bases[at] + arg.storage_offset() * arg.element_size())
+        return memory, values
+
+    def written(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Which elements of a tensor the emulated launches have stored, as bools of its shape.
+
+        Raises:
+            ValueError: no launch was given the tensor's storage, so nothing is known of it.
+        """
+        storage = tensor.untyped_storage()
+        mask = self._written.get(storage.data_ptr())
+        if mask is None:
+            raise ValueError("tensor must be one that an emulated launch was given")
+        size = tensor.element_size()
+        elements = torch.from_numpy(mask).as_strided(
+            (*tensor.shape, size),
+            (*(stride * size for stride in tensor.stride()), 1),
+            tensor.storage_offset() * size,
+        )
+        return elements.all(-1)
+
+
+def emulating(
+    target: str, *, detect_races: bool = False, detect_hazards: bool = False
+) -> AbstractContextManager[object]:
+    """Every launch inside the block runs as `target`'s machine code."""
+    return executing(EmulateExecutor(target, detect_races=detect_races, detect_hazards=detect_hazards))

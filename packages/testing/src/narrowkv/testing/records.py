@@ -1,0 +1,65 @@
+"""Results as JSON and back: dataclasses become objects, and come back from the type that they had."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+"""Of the documents that the command `narrowkv` writes."""
+
+_get_type_hints = cache(typing.get_type_hints)
+
+
+def jsonable(value: Any) -> Any:
+    """`value` with dataclasses as objects, functions by name, and numbers that JSON lacks as null."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: jsonable(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Path):
+        return str(value)
+    if callable(value):
+        return f"{value.__module__}:{value.__qualname__}"
+    return value
+
+
+def revive(kind: Any, value: Any) -> Any:
+    """The value of type `kind` that `jsonable` turned into `value`; a null float is NaN."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        inner = [argument for argument in arguments if argument is not types.NoneType]
+        return None if value is None else revive(inner[0], value)
+    if origin is tuple:
+        each = arguments[:1] * len(value) if arguments[1:] == (...,) else arguments
+        return tuple(revive(item_kind, item) for item_kind, item in zip(each, value, strict=True))
+    if origin is list:
+        return [revive(arguments[0], item) for item in value]
+    if origin is dict:
+        return {name: revive(arguments[1], item) for name, item in value.items()}
+    made = origin or kind
+    if is_dataclass(made) and isinstance(made, type):
+        hints, bound = _get_type_hints(made), _type_arguments(kind)
+        items = {f.name: hints[f.name] for f in fields(made) if f.init}
+        return made(**{name: revive(bound.get(hint, hint), value[name]) for name, hint in items.items()})
+    return math.nan if kind is float and value is None else value
+
+
+def _type_arguments(kind: Any) -> dict[Any, Any]:
+    """The types of a generic class's type variables, and of those of its generic bases."""
+    made = typing.get_origin(kind) or kind
+    found: dict[Any, Any] = {}
+    for base in (kind, *getattr(made, "__orig_bases__", ())):
+        variables = getattr(typing.get_origin(base), "__parameters__", ())
+        found |= zip(variables, typing.get_args(base), strict=False)  # Generic itself has no variables
+    return found

@@ -1,0 +1,308 @@
+"""The benches without a GPU: sizes, floors, the checks around a measurement, and every call for real."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from narrowkv.attn_decode import paged_decode, paged_decode_reference
+from narrowkv.quant.accuracy import relative_l1
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.launch import LaunchOptions, launch
+from narrowkv.testing.bench.baseline import KEYS, changes, load_baseline, regressions
+from narrowkv.testing.bench.ceilings import Ceilings, measure_ceilings
+from narrowkv.testing.bench.decode import BOUND, DecodeBench, DecodeSizes, checker, decode_sizes
+from narrowkv.testing.bench.kernels import _read_kernel
+from narrowkv.testing.bench.large_cache import LargeCache
+from narrowkv.testing.bench.measure import Bench, Call, Row, measure, time_checked
+from narrowkv.testing.bench.modelled import model_row
+from narrowkv.testing.bench.prefill import PrefillBench, PrefillSizes, prefill_sizes
+from narrowkv.testing.bench.sage import SageBench, SageSizes
+from narrowkv.testing.bench.sparse import SparseBench, SparseSizes
+from narrowkv.testing.bench.timing import GraphTimer, Timing
+
+CEILINGS = Ceilings(copy_bytes_per_s=3e12, read_bytes_per_s=3e12, bf16_flops_per_s=8e14)
+SIZES = DecodeSizes(2, 32, 16, 1, 3, 64, "bf16", "fp8_e4m3fn")
+
+
+def test_timing_reports_the_median_and_the_tenths() -> None:
+    timing = Timing.of([float(n) for n in range(101, 0, -1)])
+    assert (timing.median_us, timing.p10_us, timing.p90_us, timing.samples) == (51.0, 11.0, 91.0, 101)
+    assert Timing.of([3.0]) == Timing(3.0, 3.0, 3.0, 1)
+    assert Timing.of([1.0, 2.0]).median_us == 1.5
+    with pytest.raises(ValueError, match="samples_us"):
+        Timing.of([])
+
+
+def test_the_floor_is_the_larger_of_bytes_and_flops() -> None:
+    assert CEILINGS.floor_us(3e9, 0) == pytest.approx(1000)
+    assert CEILINGS.floor_us(3e6, 8e11) == pytest.approx(1000)
+
+
+def test_bytes_and_flops_of_decode_by_hand() -> None:
+    sizes = DecodeSizes(4, 1024, 16, 8, 12, 128, "bf16", "fp8_e4m3fn")
+    kv = 4 * 1024 * 8 * 128 * 2
+    q_and_o = 2 * 4 * 96 * 128 * 2
+    assert sizes.bytes_touched == kv + q_and_o + 4 * 4 * 64
+    assert sizes.flops == 4 * 4 * 1024 * 96 * 128
+    assert replace(sizes, format="fp8_e4m3fn/bf16").bytes_touched - sizes.bytes_touched == kv / 2
+
+
+def test_fp4_rows_count_their_scales() -> None:
+    tokens, rest = 4 * 1024 * 8, 2 * 4 * 96 * 128 * 2 + 4 * 4 * 64
+    for fmt, row in (("fp4_e2m1", 130), ("fp4_e2m1:32", 136), ("fp8_e4m3fn/fp4_e2m1", 128 + 65)):
+        sizes = DecodeSizes(4, 1024, 16, 8, 12, 128, "bf16", fmt)
+        assert sizes.bytes_touched == tokens * row + rest
+        assert sizes.cache.layout == "HND"
+
+
+def test_bytes_and_flops_of_prefill_follow_the_causal_triangle() -> None:
+    rows = list(prefill_sizes([128, 1024], [0, 4096], [(96, 8)], ["fp8_e4m3fn"], 128, 16))
+    assert [(row.new, row.prefix) for row in rows] == [(128, 0), (128, 4096), (1024, 0), (1024, 4096)]
+    pairs = sum(4096 + 1 + i for i in range(1024))
+    assert rows[-1].flops == 4 * 128 * 96 * pairs
+    cache, q_and_o = 2 * 5120 * 8 * 128, 2 * 1024 * 96 * 128 * 2
+    assert rows[-1].bytes_touched == cache + q_and_o + 4 * 5120 / 16
+
+
+def test_bytes_and_flops_of_sparse_attention_by_hand() -> None:
+    sizes = SparseSizes(tokens=2, heads=16, topk=8, pool=100)
+    assert sizes.flops == 2 * 2 * 16 * 8 * (512 + 512)
+    # 16 rows named of 100; q and o in bf16; indices and their ends.
+    assert sizes.bytes_touched(583) == 16 * 583 + 2 * 2 * 16 * 512 * 2 + 2 * 9 * 4
+    assert replace(sizes, pool=10).bytes_touched(583) - sizes.bytes_touched(583) == -6 * 583
+
+
+@pytest.mark.parametrize("fmt", ["fp4_e2m1", "fp4_e2m1:32", "fp8_e4m3fn/fp4_e2m1:32"])
+def test_fp4_storage_is_what_the_sizes_say(fmt: str) -> None:
+    sizes = DecodeSizes(2, 32, 16, 2, 3, 64, "bf16", fmt)
+    cache, table = LargeCache(sizes.cache, device="cpu").view(sizes.cache)
+    q = torch.randn(sizes.q_shape).bfloat16()
+    assert cache.bytes_per_token() * 64 == sizes.bytes_touched - 2 * q.numel() * 2 - 4 * 4
+    o, expected = paged_decode(q, cache, table), paged_decode_reference(q, cache, table)
+    assert relative_l1(o, expected) < BOUND  # type: ignore[arg-type]
+
+
+def test_rows_that_share_a_cache_are_neighbours() -> None:
+    rows = decode_sizes(
+        batches=[1, 2], contexts=[64], page_sizes=[1, 16], num_kv_heads=2, ratios=[4, 12], head_dim=64,
+        q="bf16", formats=["bf16", "fp8_e4m3fn"],
+    )  # fmt: skip
+    assert len(rows) == len(set(rows)) == 16
+    caches = [(r.format, r.batch, r.context) for r in rows]
+    changed = sum(a != b for a, b in zip(caches, [None, *caches], strict=False))
+    assert len(dict.fromkeys(caches)) == changed
+
+
+def test_a_cache_is_the_same_tokens_at_every_page_size() -> None:
+    large = LargeCache(SIZES.cache, device="cpu")
+    cache, table = large.view(SIZES.cache)
+    assert sorted(table.page_ids.flatten().tolist()) == [0, 1, 2, 3]
+    other = replace(SIZES, page_size=1).cache
+    assert large.fits(other)
+    assert not large.fits(replace(SIZES, format="bf16").cache)
+    token_cache, _ = large.view(other)
+    assert token_cache.page_size == 1
+    assert token_cache.k.data_ptr() == cache.k.data_ptr()
+    assert bool(torch.isfinite(cache.dequantize()[0]).all())
+
+
+def test_the_reading_kernel_reads_every_element() -> None:
+    x = torch.arange(1024 * 37, dtype=torch.int32)
+    out = torch.zeros(8, dtype=torch.int32)
+    launch(_read_kernel, (8,), (x, out, 37), {"BLOCK": 1024, "STRIDE": 8}, LaunchOptions(num_warps=1))
+    assert int(out.sum(dtype=torch.int32)) == int(x.sum(dtype=torch.int32))
+
+
+class CpuTimer:
+    """Stands in for the GPU's timer: runs calls for real, and makes up their times."""
+
+    def __init__(self, median_us: float = 100.0) -> None:
+        self.median_us = median_us
+        self.timed = 0
+
+    def capture(self, call: Callable[[], Any]) -> Any:
+        call()
+        return type("Graph", (), {"replay": staticmethod(call)})
+
+    def replay(self, graph: Any) -> Timing:
+        self.timed += 1
+        return Timing(self.median_us, self.median_us * 0.9, self.median_us * 1.2, 10)
+
+    def measure(self, call: Callable[[], Any]) -> Timing:
+        return self.replay(self.capture(call))
+
+    def wait(self) -> None:
+        pass
+
+
+def checked(run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], **options: Any) -> tuple[Call, Any]:
+    """A call of decode whose output is made by `run` from the right one and an output tensor."""
+    cache, table = LargeCache(SIZES.cache, device="cpu").view(SIZES.cache)
+    q = torch.randn(SIZES.q_shape).bfloat16()
+    right = paged_decode_reference(q, cache, table)
+    assert isinstance(right, torch.Tensor)
+    right, out = right.bfloat16(), torch.empty_like(q)
+    error = checker(q, cache, table)
+    call = Call({"backend": "x"}, lambda: lambda: run(right, out), 1.0, 1.0, error, BOUND, **options)
+    return call, CpuTimer()
+
+
+def test_a_right_call_is_timed() -> None:
+    call, timer = checked(lambda right, out: out.copy_(right))
+    error, timing = time_checked(call, timer)
+    assert error is not None
+    assert 0 < error <= BOUND
+    assert timing is not None
+    assert timer.timed == 1
+
+
+def test_a_call_that_leaves_an_output_unwritten_is_caught_by_the_poison() -> None:
+    def lazy(right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        out[:1] = right[:1]
+        return out
+
+    call, timer = checked(lazy)
+    error, timing = time_checked(call, timer)
+    assert error is not None
+    assert math.isnan(error)
+    assert timing is None
+    assert timer.timed == 0
+    assert measure(call, {}, CEILINGS, timer).status == "fail"
+
+
+def test_a_call_that_goes_wrong_while_it_is_timed_is_caught_after() -> None:
+    calls = [0]
+
+    def tiring(right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return out.copy_(right if calls[0] < 3 else right * 1.1)
+
+    call, timer = checked(tiring, extra={"more_us": lambda timer: 1.0})
+    row = measure(call, {}, CEILINGS, timer)
+    assert (row.status, row.median_us, row.extra) == ("fail", None, {"more_us": None})
+    assert "after timing" in row.detail
+
+
+def test_a_peer_may_be_inexact_or_refuse_but_our_own_exceptions_are_raised() -> None:
+    call, timer = checked(lambda right, out: out.copy_(right * 1.1), is_peer=True)
+    assert measure(call, {}, CEILINGS, timer).status == "inexact"
+
+    def refuse(error: Exception) -> Callable[[], Any]:
+        def prepare() -> Any:
+            raise error
+
+        return prepare
+
+    row = measure(replace(call, prepare=refuse(UnsupportedError("one format only"))), {}, CEILINGS, timer)
+    assert (row.status, row.detail) == ("refused", "one format only")
+    row = measure(replace(call, prepare=refuse(RuntimeError("no kernel\nat all"))), {}, CEILINGS, timer)
+    assert (row.status, row.detail) == ("refused", "RuntimeError: no kernel")
+    own = replace(call, prepare=refuse(RuntimeError("no kernel")), is_peer=False)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        measure(own, {}, CEILINGS, timer)
+
+
+BENCHES: dict[str, tuple[Callable[..., Bench[Any]], Any, int]] = {
+    "decode": (DecodeBench, SIZES, 1),
+    "decode, FP4, fp16 query": (DecodeBench, replace(SIZES, q="fp16", format="fp4_e2m1"), 1),
+    "prefill": (PrefillBench, PrefillSizes(8, 24, 1, 2, 64, 16, "bf16"), 1),
+    "prefill of one token": (PrefillBench, PrefillSizes(1, 31, 1, 2, 64, 16, "fp8_e4m3fn"), 1),
+    "sparse": (
+        partial(SparseBench, ["bf16", "prepass", "fused", "fused-fp8q"]),
+        SparseSizes(tokens=3, heads=16, topk=20, pool=64), 4,
+    ),
+    "sage": (partial(SageBench, ["int8"], ["per_block"]), SageSizes(1, 128, 1, 64, True), 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_call_of_a_bench_passes_its_check(name: str) -> None:
+    make, sizes, count = BENCHES[name]
+    bench, timer = make(device="cpu"), CpuTimer(50.0)
+    rows = bench.measure(sizes, CEILINGS, timer)  # type: ignore[arg-type]
+    assert len(rows) == count
+    ours = [row for row in rows if row.labels.get("backend", "narrowkv") == "narrowkv"]
+    assert all(row.status == "pass" for row in ours), [row.detail for row in ours]
+    assert all(row.median_us == 50.0 and row.relative_l1 is not None for row in ours)
+    record = ours[-1].as_dict()
+    assert record["ratio_to_floor"] == pytest.approx(50.0 / record["floor_us"])
+    assert record["bytes_per_s"] > 0
+    if bench.ratio:
+        assert record[bench.ratio] == pytest.approx(1.0)
+    if name == "prefill":
+        assert record["sdpa_us"] == record["append_us"] == record["apart_us"] == 50.0
+        assert record["decode_us"] is None
+    if name == "prefill of one token":
+        assert record["decode_us"] == 50.0
+
+
+SMALL: dict[str, tuple[Bench[Any], Any]] = {
+    "decode": (DecodeBench(), DecodeSizes(2, 64, 16, 8, 12, 128, "bf16", "fp8_e4m3fn")),
+    "prefill": (PrefillBench(), PrefillSizes(16, 48, 1, 4, 128, 16, "bf16")),
+    "sparse": (SparseBench(["fused"]), SparseSizes(2, 16, 32, 65536)),
+    "sage": (SageBench(["int8"], ["per_block"]), SageSizes(1, 256, 1, 128, False)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "decode" else pytest.param(name, marks=pytest.mark.slow) for name in SMALL]
+)
+def test_a_modelled_row_says_model_at_every_figure(name: str) -> None:
+    bench, sizes = SMALL[name]
+    for call in bench.modelled(sizes):
+        row = model_row(call, "gfx942")
+        assert row.refused == ""
+        assert {key for key in vars(row) if "model" not in key} == {"target", "name", "shape", "refused"}
+        assert row.model_kernels_us is not None
+        assert row.model_us == pytest.approx(sum(row.model_kernels_us.values()))
+
+
+def test_a_longer_context_takes_longer_by_its_keys() -> None:
+    def seconds(context: int) -> float:
+        (call,) = DecodeBench().modelled(DecodeSizes(512, context, 16, 1, 8, 64, "bf16", "bf16"))
+        row = model_row(call, "gfx942")
+        assert row.model_us is not None
+        return row.model_us
+
+    assert seconds(16384) / seconds(4096) == pytest.approx(4, rel=0.2)
+
+
+def record(**changed: Any) -> dict[str, Any]:
+    return {**Row({"backend": "narrowkv"}, vars(SIZES)).as_dict(), "ratio_to_floor": 2.0, **changed}
+
+
+def test_changes_match_rows_by_what_they_are() -> None:
+    assert set(KEYS) <= set(record())
+    before = {"rows": [record(), record(batch=8, ratio_to_floor=4.0), record(batch=16, ratio_to_floor=None)]}
+    now = [
+        record(ratio_to_floor=2.2),
+        record(batch=8, ratio_to_floor=3.0),
+        record(batch=16),
+        record(batch=32),
+    ]
+    found = changes(before, now)
+    assert [(c.row["batch"], round(c.by, 6)) for c in found] == [(2, 0.1), (8, -0.25)]
+    assert [c.row["batch"] for c in regressions(found, 0.05)] == [2]
+    assert regressions(found, 0.2) == []
+
+
+def test_a_missing_baseline_is_an_os_error(tmp_path: Any) -> None:
+    with pytest.raises(FileNotFoundError):
+        load_baseline(tmp_path / "none")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_call_of_a_bench_on_a_gpu(name: str) -> None:
+    make, sizes, count = BENCHES[name]
+    timer = GraphTimer(samples=10)
+    rows = make(device="cuda").measure(sizes, measure_ceilings(timer), timer)
+    assert len(rows) == count
+    assert all(row.status in ("pass", "refused") for row in rows), [row.detail for row in rows]

@@ -1,0 +1,24 @@
+"""Modelled times of the families of kernels."""
+
+from __future__ import annotations
+
+import pytest
+
+from narrowkv.testing.families import families
+from narrowkv.testing.model import main_kernel, model_call
+
+
+def test_every_family_belongs_to_an_operation() -> None:
+    found = families("gfx950")
+    assert {family.operation for family in found.values()} == {"decode", "prefill", "sparse", "sage"}
+    assert found.keys() == families("gfx942").keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_every_family_has_a_loop_under_the_model(target: str) -> None:
+    for name, family in families(target).items():
+        prediction = main_kernel(model_call(target, family.call, hbm_share=family.hbm_share)).full
+        assert prediction.loop is not None, name
+        assert prediction.loop_flops_per_second > 1e12, name
+        assert prediction.summary.startswith("model: ")

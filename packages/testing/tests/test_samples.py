@@ -1,0 +1,94 @@
+"""Samples: which workgroups stand for a launch, and how it is known what they wrote."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from narrowkv.attn_decode import merge_states
+from narrowkv.cli.cases import DecodeCase, build
+from narrowkv.paged_cache import PagedKVCache, append, append_reference
+from narrowkv.runtime.launch import executing
+from narrowkv.testing import samples
+from narrowkv.testing.emulation import EmulateExecutor
+from narrowkv.testing.samples import Launch, a_few, corners, sample
+
+
+def test_a_kernel_that_is_not_listed_runs_whole() -> None:
+    launch = Launch("_no_such_kernel", (2, 3, 2), {})
+    assert sorted(sample(launch)) == [(x, y, z) for x in range(2) for y in range(3) for z in range(2)]
+    assert launch.size == 12
+
+
+@pytest.mark.parametrize(
+    ("grid", "chosen"),
+    [((1, 1, 1), [(0, 0, 0)]), ((2, 1, 1), [(0, 0, 0), (1, 0, 0)]),
+     ((9, 1, 5), [(x, 0, z) for x in (0, 4, 8) for z in (0, 2, 4)])],
+)  # fmt: skip
+def test_corners_are_first_middle_and_last_of_each_axis(
+    grid: tuple[int, int, int], chosen: list[tuple[int, int, int]]
+) -> None:
+    assert corners(Launch("any", grid, {})) == chosen
+
+
+def test_a_few_are_the_first_of_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(samples.SAMPLES, "listed", lambda launch: [(3, 0, 0), (1, 0, 0), (2, 0, 0)])
+    assert a_few(2)(Launch("listed", (4, 1, 1), {})) == [(3, 0, 0), (1, 0, 0)]
+    assert len(a_few(8)(Launch("listed", (4, 1, 1), {}))) == 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "split"),
+    [
+        ("ratio=3,kv_heads=2", "none"),
+        ("ratio=3,kv_heads=2", "even"),
+        ("ratio=71,kv_heads=1", "even"),
+        ("ratio=5,q_len=4,kv_heads=2", "uniform"),
+    ],
+)
+def test_a_sample_of_decode_finishes_the_rows_of_its_last_block_and_no_others(shape: str, split: str) -> None:
+    case = replace(DecodeCase.parse(f"{shape},lens=70+5,head_dim=64,clean=1"), split=split)
+    inputs = build(case)
+    executor = EmulateExecutor("gfx942", workgroups=sample)
+    with executing(executor):
+        o, lse = inputs.call()
+    expected, expected_lse = inputs.reference()
+    stored = executor.written(o)
+    rows = stored.all(-1)
+    assert torch.equal(rows, stored.any(-1)), "rows are whole"
+    assert torch.equal(rows, executor.written(lse))
+    # Rows of a KV head are (query token, head of the group); the last block of the last head is owned.
+    block = {3: 3, 71: 71 - 64, 20: 20}[case.ratio * case.q_len]
+    assert int(rows.sum()) == case.batch * block
+    assert bool(rows.view(case.batch, case.q_len, -1)[:, -1, -1].all()), "the last row is among them"
+    torch.testing.assert_close(o[rows].float(), expected[rows], rtol=0, atol=0.01)
+    torch.testing.assert_close(lse[rows], expected_lse[rows], rtol=0, atol=1e-3)
+
+
+def test_a_sample_of_append_writes_its_tokens_alone() -> None:
+    caches = [PagedKVCache.empty(4, 4, 5, 64, format="fp8_e4m3fn") for _ in range(2)]
+    new = torch.randn(7, 5, 64, generator=torch.Generator().manual_seed(0))
+    slots = torch.arange(7, dtype=torch.int32)
+    executor = EmulateExecutor("gfx950", workgroups=sample)
+    with executing(executor):
+        append(caches[0], new, new, slots)
+    append_reference(caches[1], new, new, slots)
+    stored = executor.written(caches[0].k.view(torch.uint8))
+    tokens = stored.flatten(0, 1).all(-1)  # [slots, heads]
+    want = torch.zeros(16, 5, dtype=torch.bool)
+    want[torch.tensor([0, 3, 6])[:, None], torch.tensor([0, 2, 4])] = True
+    assert torch.equal(tokens, want)
+    k, expected = (cache.k.view(torch.uint8) for cache in caches)
+    assert torch.equal(k[stored], expected[stored])
+
+
+def test_what_is_stored_is_known_for_views_and_refused_for_strangers() -> None:
+    executor = EmulateExecutor("gfx942")
+    with executing(executor):
+        merged, _ = merge_states(torch.randn(2, 3, 2, 64), torch.randn(2, 3, 2))
+    assert bool(executor.written(merged).all())
+    assert executor.written(merged[1:, ::2].transpose(0, 1)).shape == (1, 2, 64)
+    with pytest.raises(ValueError, match="tensor must be one that an emulated launch was given"):
+        executor.written(torch.zeros(4))
