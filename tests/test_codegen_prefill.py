@@ -10,8 +10,8 @@ import torch
 import triton
 
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
-from narrowkv.attn_prefill.config import PrefillConfig
-from narrowkv.attn_prefill.workloads import PrefillWorkload
+from narrowkv.attn_prefill.shapes import PrefillConfig
+from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.artifact import CompiledArtifact
@@ -48,7 +48,10 @@ def _compile(
     rope: bool = False,
 ) -> tuple[PrefillConfig, list[CompiledArtifact]]:
     """The kernels of one call, compiled by an ordinary call."""
-    appends = kernel == "paged"
+    appends = kernel is not None and kernel.startswith("append")
+    kernel = {"append": None, "append fused": "fused", "append then attend": "append_then_attend"}.get(
+        kernel or "", kernel
+    )
     length = PREFIX + TOKENS
     pages = -(-length // page_size)
     cache = PagedKVCache.empty(pages, page_size, 8, head_dim, format=fmt)
@@ -66,7 +69,7 @@ def _compile(
             new = torch.zeros(tokens, 8, head_dim, dtype=q_dtype)
             angles = torch.zeros(length, head_dim // 2)
             turn = Rope(angles, angles, torch.zeros(tokens, dtype=I32)) if rope else None
-            plan = plan_append(q, cache, table, starts, fp8_compute=fp8_compute)
+            plan = plan_append(q, cache, table, starts, fp8_compute=fp8_compute, kernel=kernel)
             prefill_append(q, new, new, cache, table, starts, rope=turn, fp8_compute=fp8_compute, plan=plan)
         else:
             plan = plan_prefill(q, cache, table, starts, kernel=kernel)
@@ -78,7 +81,7 @@ def _assert_clean(artifacts: list[CompiledArtifact]) -> None:
     for code in artifacts:
         registers = code.registers
         assert (registers.vgpr_spills, registers.scratch_bytes) == (0, 0), (code.name, registers)
-        if code.name in ("_prefill_append_kernel", "_dense_prefill_kernel"):
+        if code.name in ("_prefill_append_kernel", "_dense_prefill_kernel", "_produce_kernel"):
             # Scalar registers may be kept in lanes of vector registers, but hardly within the hot loop: what
             # one kind of program or one of the two loops needs while another runs.
             assert code.loop.total("v_readlane", "v_writelane") <= code.loop.valu // 200
@@ -106,7 +109,7 @@ FUSED_IDS = [f"{t}-{f}-{'own' if c else 'foreign'}" for t, f, c, *_ in FUSED]
 
 @pytest.mark.codegen_all
 @pytest.mark.parametrize(("target", "fmt", "clean", "mfma", "convert"), FUSED, ids=FUSED_IDS)
-@pytest.mark.parametrize("kernel", ["dense", "fused", "paged"])
+@pytest.mark.parametrize("kernel", ["dense", "fused", "append fused", "append then attend"])
 def test_a_prefill_at_ratio_12_neither_spills_nor_uses_scratch(
     target: str, fmt: str, clean: bool, mfma: str, convert: str | None, kernel: str
 ) -> None:
@@ -215,13 +218,47 @@ def test_fp8_queries_are_multiplied_by_fp8_matrix_units(target: str, kernel: str
 @pytest.mark.parametrize("rope", [False, True])
 def test_an_append_on_fp8_matrix_units_and_with_rope(target: str, rope: bool) -> None:
     fmt = "fp8_e4m3fnuz" if target == "gfx942" else "fp8_e4m3fn"
-    _, artifacts = _compile(target, fmt, "paged", fp8_compute=True, rope=rope)
+    _, artifacts = _compile(target, fmt, "append", fp8_compute=True, rope=rope)
     _assert_clean(artifacts)
     assert artifacts[0].whole.total("v_mfma_f32_16x16x32_fp8_fp8", "v_mfma_f32_16x16x128_f8f6f4") > 0
-    _, artifacts = _compile(target, "fp8_e4m3fn", "paged", rope=rope)
+    _, artifacts = _compile(target, "fp8_e4m3fn", "append fused", rope=rope)
     _assert_clean(artifacts)
     (code,) = artifacts  # one launch
     assert code.name == "_prefill_append_kernel"
+
+
+# Of an append in two launches, whose attention has a factor for each block and rotates queries.
+APPENDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}, {}),
+    "rope": ({"rope": "neox"}, {}, {}),
+    "rope, pairs of neighbours": ({"rope": "gptj", "head_dim": 64}, {}, {}),
+    "rope, soft cap": ({"rope": "neox"}, {"logits_soft_cap": 3.0}, {}),
+    "rope, window": ({"rope": "neox"}, {"window_left": 600}, {}),
+    "rope, splits": ({"rope": "neox"}, {}, {"num_splits": 3}),
+    "descale of each key, rope, cap, window, splits": (
+        {"granularity": "token_head", "rope": "neox"},
+        {"logits_soft_cap": 3.0, "window_left": 600},
+        {"num_splits": 3},
+    ),
+    "head_dim 96": ({"head_dim": 96}, {}, {}),
+    "head_dim 256, rope": ({"head_dim": 256, "rope": "neox"}, {}, {}),
+    "few rows": ({"q_lens": (8,)}, {}, {}),
+}
+
+
+@pytest.mark.codegen_all
+@both_targets
+@pytest.mark.parametrize("name", APPENDS)
+def test_an_append_in_two_launches_neither_spills_nor_uses_scratch(name: str, target: str) -> None:
+    axes, options, forced = APPENDS[name]
+    sizes: dict[str, Any] = {"q_lens": (512,), "lens": (512,), "num_kv_heads": 8, "gqa_ratio": 12}
+    workload = AppendWorkload(**{**sizes, "head_dim": 128, **axes})
+    q, k_new, v_new, cache, table, starts, rope = workload.build_append()
+    with compile_for(target) as artifacts:
+        plan = plan_append(q, cache, table, starts, kernel="append_then_attend", **forced)
+        prefill_append(q, k_new, v_new, cache, table, starts, rope=rope, plan=plan, **options)
+    assert [code.name for code in artifacts] == ["_produce_kernel", "_dense_prefill_kernel"]
+    _assert_clean(artifacts)
 
 
 @pytest.mark.codegen_all

@@ -80,7 +80,7 @@ def test_tiles_of_128_rows_agree_with_the_reference(
     name: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are for calls with a tile for every compute unit, which would take the emulator long."""
-    monkeypatch.setattr("narrowkv.attn_prefill.config.units_of", lambda target: 1)
+    monkeypatch.setattr("narrowkv.attn_prefill.tiles.units_of", lambda target: 1)
     axes, options, forced = LARGE[name]
     sizes: dict[str, Any] = {"q_lens": (40, 3), "lens": (260, 40), "num_kv_heads": 1, "gqa_ratio": 8}
     q, cache, table, starts = P(**{**sizes, "head_dim": 128, **axes}).build()
@@ -99,7 +99,7 @@ def test_tiles_of_128_rows_agree_with_the_reference(
 def test_fp8_queries_in_machine_code(
     target: str, kernel: str, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("narrowkv.attn_prefill.config.units_of", lambda target: 1)
+    monkeypatch.setattr("narrowkv.attn_prefill.tiles.units_of", lambda target: 1)
     large = {"gqa_ratio": 8, "head_dim": 128} if splits == 1 else {}
     kinds = ["fp8_e4m3fn", "fp8_e4m3fnuz"] if target == "gfx942" else ["fp8_e4m3fn"]
     for fmt in kinds:

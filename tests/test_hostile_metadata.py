@@ -27,7 +27,6 @@ from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, pref
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
 from narrowkv.cdna_emulator import EmulatorError
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append
-from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import Executor, InterpretExecutor, executing
 from narrowkv.runtime.launch.interpreter import stock
 from narrowkv.runtime.targets import get_target
@@ -499,7 +498,7 @@ for bounds in ({"max_q_len": 4}, {"max_seq_len": 16}, {"max_kv_tokens": 24}):
         _prefill(replace(p, ragged=False), {"kernel": "dense", **bounds}),
     )
 a = AppendWorkload(q_lens=(5, 1, 12), lens=(20, 5, 40), **SMALL)
-for kernel in ("paged", "apart", "staged"):
+for kernel in ("fused", "append_then_attend"):
     for rope in (None, "neox"):
         _register(
             f"prefill_append, {kernel}, rope {rope}",
@@ -616,7 +615,12 @@ def test_wrong_metadata_stays_within_its_own_sequence(name: str, count: int, dev
 
 
 # An emulated call takes a second or more: these scenes in every run, all of them in the slow ones.
-EMULATED = {"decode, ragged", "prefill, block table, dense", "prefill_append, paged, rope None"}
+EMULATED = {
+    "decode, ragged",
+    "prefill, block table, dense",
+    "prefill_append, fused, rope None",
+    "prefill_append, append_then_attend, rope neox",
+}
 
 EMULATED_SCENES = [x if x in EMULATED else pytest.param(x, marks=pytest.mark.slow) for x in SCENES]
 
@@ -624,11 +628,7 @@ EMULATED_SCENES = [x if x in EMULATED else pytest.param(x, marks=pytest.mark.slo
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("name", EMULATED_SCENES)
 def test_wrong_metadata_never_leaves_the_tensors_in_amd_machine_code(name: str, target: str) -> None:
-    try:
-        _check_mutations(name, SAMPLE, "cpu", EmulateExecutor(target))
-    except UnsupportedError:
-        assert "staged" in name or "apart" in name, "AMD refuses only these kernels"
-        pytest.skip("the kernel is refused on AMD")
+    _check_mutations(name, SAMPLE, "cpu", EmulateExecutor(target))
 
 
 def test_the_full_run_makes_at_least_two_thousand_calls() -> None:

@@ -45,8 +45,11 @@ def test_a_case_survives_its_own_line(case: PrefillCase) -> None:
     ("line", "words"),
     [
         ("operation=decode", "operation must be one of prefill, append"),
-        ("kernel=staged", "kernel must be one of empty, dense, fused, decode"),
-        ("operation=append,kernel=dense", "kernel must be one of empty, pipelined, apart, staged, paged"),
+        ("kernel=append_then_attend", "kernel must be one of empty, dense, fused, decode"),
+        (
+            "operation=append,kernel=dense",
+            "kernel must be one of empty, append_then_attend, pipelined, fused",
+        ),
         ("layout=NDH", "layout"),
         ("q=fp32", "q must be one of"),
         ("lens=2+x+1", "lens must be numbers"),
@@ -73,7 +76,7 @@ def test_the_sweep_meets_every_value_of_every_axis_with_each_kernel() -> None:
     assert len(set(cases)) == len(cases)
     for kernel, own in (
         *(("dense", OF_PREFILL), ("fused", OF_PREFILL)),
-        *((kernel, OF_APPEND) for kernel in ("staged", "apart", "paged")),
+        *((kernel, OF_APPEND) for kernel in ("append_then_attend", "fused")),
     ):
         operation = "prefill" if own is OF_PREFILL else "append"
         of_kernel = {case for case in cases if case.kernel == kernel and case.operation == operation}
@@ -90,10 +93,7 @@ def test_a_target_is_asked_for_what_it_has(target: str, units: int) -> None:
     """An OCP cache feeds gfx942's FNUZ units; no other target multiplies both kinds."""
     served = [case for case in quick() if serves(case, get_target(target))]
     assert len({case.fp8_unit for case in served} - {""}) == units
-    in_scratch = {case.kernel for case in served} & {"staged", "apart"}
-    assert len(in_scratch) == (0 if target.startswith("gfx") else 2)
-    plain = {case for case in quick() if not case.fp8_unit and case.kernel not in ("staged", "apart")}
-    assert plain <= set(served)
+    assert {case for case in quick() if not case.fp8_unit} <= set(served)
 
 
 def test_the_same_line_builds_the_same_bits() -> None:
@@ -152,20 +152,26 @@ def test_one_wrongly_stored_byte_fails_an_append(
 
 
 def test_a_sweep_asks_each_place_for_its_own_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = (PrefillCase(q_lens="3", lens="9"), PrefillCase.parse(f"{APPEND},kernel=staged"))
+    few = (PrefillCase(q_lens="3", lens="9"), PrefillCase.parse("q=fp8_e4m3fnuz,format=fp8_e4m3fnuz"))
     monkeypatch.setattr(prefill_cases, "quick", lambda: iter(few))
-    result = run(app, ["validate", "prefill", "--on", "cpu,gfx942", "--jobs", "1", "--json"])
+    result = run(app, ["validate", "prefill", "--on", "cpu,gfx950", "--jobs", "1", "--json"])
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     ran = [(case["place"], case["case"]) for case in document["cases"]]
-    assert ran == [("cpu", str(few[0])), ("cpu", str(few[1])), ("gfx942", str(few[0]))]
+    assert ran == [("cpu", str(few[0])), ("cpu", str(few[1])), ("gfx950", str(few[0]))]
 
 
 def test_what_is_shipped_covers_kernels_formats_and_fp8_units() -> None:
     for target, units in (("gfx942", {"fp8_e4m3fn", "fp8_e4m3fnuz"}), ("gfx950", {"fp8_e4m3fn"})):
         cases = shipped_cases(target)
-        for kernel in ("dense", "fused", "paged"):
-            shipped = {(case.format, case.head_dim) for case in cases if case.kernel == kernel}
+        for way in (
+            ("prefill", "dense"),
+            ("prefill", "fused"),
+            ("append", "append_then_attend"),
+            ("append", "fused"),
+        ):
+            own = [case for case in cases if (case.operation, case.kernel) == way]
+            shipped = {(case.format, case.head_dim) for case in own}
             assert shipped == {(fmt, head_dim) for fmt in FORMATS for head_dim in HEAD_DIMS}
         assert {case.format for case in cases if case.fp8_compute} == units
         assert {case.q for case in cases} == {"bf16", *units}

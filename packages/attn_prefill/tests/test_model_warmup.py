@@ -110,7 +110,7 @@ def test_a_kernels_cache_key_does_not_depend_on_which_kernels_were_hashed_before
     kernels = [
         "narrowkv.attn_decode.kernels.merge _merge_splits_kernel",
         "narrowkv.attn_decode.kernels.decode _paged_decode_kernel",
-        "narrowkv.attn_prefill.kernels.dense _widen_kernel",
+        "narrowkv.attn_prefill.kernels.widen _widen_kernel",
         "narrowkv.attn_prefill.kernels.fused _fused_prefill_kernel",
     ]
 

@@ -29,7 +29,7 @@ W = AppendWorkload
 K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
 # "pipelined" is written for Hopper alone.
 either_kernel = pytest.mark.parametrize(
-    "kernel", ["staged", "apart", "paged", pytest.param("pipelined", marks=pytest.mark.gpu)]
+    "kernel", ["append_then_attend", "fused", pytest.param("pipelined", marks=pytest.mark.gpu)]
 )
 
 
@@ -273,7 +273,7 @@ def test_nan_of_an_old_value_whose_key_stays_in_its_page(
 
 
 # In the scratch V is float16, in units of the descale and times a power of two where that does not do.
-@pytest.mark.parametrize("kernel", ["staged", "apart", "paged"])
+@pytest.mark.parametrize("kernel", ["append_then_attend", "fused"])
 @pytest.mark.parametrize("factor", [2.0**-30, 2.0**40], ids=str)
 @pytest.mark.parametrize(
     ("fmt", "granularity"),
@@ -290,14 +290,13 @@ def test_new_values_of_any_size(
     _compare(plan, q, k_new, v_new, cache, table, starts, parts=(slice(64), slice(64, None)))
 
 
-@pytest.mark.parametrize("kernel", ["staged", "apart"])
 @pytest.mark.parametrize("top", [1e37, 3e38])
-def test_new_values_near_the_largest_of_float32(top: float, kernel: str, device: str) -> None:
+def test_new_values_near_the_largest_of_float32(top: float, device: str) -> None:
     workload = W(lens=(0, 20), q_lens=(70, 9), num_kv_heads=1, format="bf16")
     q, k_new, v_new, cache, table, starts, _ = workload.build_append(device)
     v_new.copy_(v_new.clamp(-1, 1) * top)
     wanted = copy_cache(cache)
-    plan = plan_append(q, cache, table, starts, kernel=kernel)
+    plan = plan_append(q, cache, table, starts, kernel="append_then_attend")
     o = prefill_append(q, k_new, v_new, cache, table, starts, plan=plan, out_dtype=torch.float32)
     expected = prefill_append_reference(q, k_new, v_new, wanted, table, starts)
     assert isinstance(o, torch.Tensor)
@@ -327,7 +326,7 @@ def test_the_code_paths_of_amd_targets_when_interpreted(target: str) -> None:
 
 
 def test_nan_of_a_new_token_reaches_only_the_rows_that_attend_to_it(device: str) -> None:
-    for kernel in ("staged", "apart", "paged", "pipelined"):
+    for kernel in ("append_then_attend", "fused", "pipelined"):
         for which, *bad in ("k", math.nan), ("v", math.nan), ("v", -math.inf, 3e38):
             q, k_new, v_new, cache, table, starts, _ = W(lens=(20,), q_lens=(20,)).build_append(device)
             if kernel == "pipelined" and not can_pipeline(device_target(q.device), q.dtype, cache):
@@ -440,14 +439,9 @@ def test_a_table_before_an_append_is_refused_by_operations_that_append_nothing()
 def test_forced_kernels_that_cannot_serve_a_call_are_refused() -> None:
     q, _, _, cache, table, starts, _ = W(format="fp16").build_append()
     with pytest.raises(UnsupportedError, match="needs keys in fp16 and new ones in bf16 in one scratch"):
-        plan_append(q, cache, table, starts, kernel="staged")
+        plan_append(q, cache, table, starts, kernel="append_then_attend")
     with pytest.raises(UnsupportedError, match="fp8_compute needs K and V in one FP8 format"):
         plan_append(q, cache, table, starts, fp8_compute=True)
     q, _, _, cache, table, starts, _ = W().build_append()
-    with (
-        run_as("gfx942"),
-        pytest.raises(UnsupportedError, match="one L2 for all programs, which gfx942 lacks"),
-    ):
-        plan_append(q, cache, table, starts, kernel="staged")
-    with pytest.raises(UnsupportedError, match="fp8_compute has kernel='paged' only"):
-        plan_append(q, cache, table, starts, fp8_compute=True, kernel="staged")
+    with pytest.raises(UnsupportedError, match="fp8_compute has kernel='fused' only"):
+        plan_append(q, cache, table, starts, fp8_compute=True, kernel="append_then_attend")

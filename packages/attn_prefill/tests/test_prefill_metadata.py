@@ -23,7 +23,7 @@ from narrowkv.runtime.targets import device_target
 P, A = PrefillWorkload, AppendWorkload
 INT32_MAX = 2**31 - 1
 KERNELS = ["dense", "fused"]
-APPEND_KERNELS = ["staged", "apart", "paged", pytest.param("pipelined", marks=pytest.mark.gpu)]
+APPEND_KERNELS = ["append_then_attend", "fused", pytest.param("pipelined", marks=pytest.mark.gpu)]
 GUARD = 4096  # bytes on each side
 _PATTERN = 0x5A
 
@@ -255,10 +255,6 @@ def _append(
     change(table, starts)
     prefill_append(q, k_new, v_new, cache, table, starts, out=out, lse=lse, plan=plan, **options)
     guards.check()
-    memory = plan.memory(plan.config)
-    assert memory is not None
-    for name in {"ready", "left"} & memory.tensors.keys():
-        assert int(memory.tensors[name].abs().sum()) == 0
     return out, lse, cache, before
 
 

@@ -28,7 +28,7 @@ from narrowkv.attn_prefill import (
     prefill_append_reference,
 )
 from narrowkv.attn_prefill import planning as plans
-from narrowkv.attn_prefill.kernels import append, dense, fused, produce, rows
+from narrowkv.attn_prefill.kernels import append, append_store, dense, fused, rows, widen
 from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload, copy_cache, differing_bytes
 from narrowkv.attn_prefill.workloads import poison_plan as poison
 from narrowkv.paged_cache import PagedKVCache, PageTable
@@ -83,7 +83,7 @@ def test_one_plan_from_shapes_serves_every_call_up_to_its_maxima(kernel: str | N
             plan.run(*larger)
 
 
-@pytest.mark.parametrize("kernel", [None, "apart", "paged"])
+@pytest.mark.parametrize("kernel", [None, "append_then_attend", "fused"])
 def test_one_plan_of_appends_serves_every_call_up_to_its_maxima(kernel: str | None, device: str) -> None:
     plan = plan_append(SHAPE, _cache("bf16", device), kernel=kernel)
     for q_lens, lens in (*CALLS, CALLS[0]):
@@ -199,7 +199,7 @@ def test_overlap_is_refused_in_calls_like_one_that_was_served() -> None:
 
 
 def _functions() -> Iterator[JITFunction[Any]]:
-    for module in (append, dense, fused, produce, rows):
+    for module in (append, append_store, dense, fused, rows, widen):
         for function in vars(module).values():
             if isinstance(function, JITFunction):
                 yield function

@@ -12,6 +12,7 @@ from narrowkv.cli.command_line import Commands, DecodeByDefault, command
 from narrowkv.cli.names import (
     AMD_TARGETS,
     CACHE_FORMATS,
+    COMMS,
     DECODE_KERNELS,
     ENGINE_CACHES,
     PLACES,
@@ -189,11 +190,21 @@ def probe(
     on: On = None,
     target: Targets = BOTH,
     jobs: Jobs = None,
+    ranks: Annotated[int, typer.Option(min=1, max=8, help="With cp: processes that are ranks.")] = 2,
 ) -> ExitCode:
     """Try each contract of a set here, and as gfx942 and gfx950 machine code; show one screen.
 
+    The set cp is decode over ranks, with gloo between processes.
+
     Without --on, a sample of what is compiled for each target also runs in the emulator.
     """
+    if contract_set == "cp":
+        report.refuse("to cp", "full", "on", "target", "jobs")
+        report.refuse_files("to cp", "plot", "resume")
+        from narrowkv.cli.cp import probe_cp
+
+        return probe_cp(report, ranks=ranks)
+    report.refuse("to contract sets: it is cp's", "ranks")
     from narrowkv.cli import contracts
 
     if list_sets:
@@ -532,6 +543,45 @@ def bench_host(
     from narrowkv.cli.bench import bench_host as run
 
     return run(report, samples=samples, shapes=shapes, captures=sizes, context=context)
+
+
+@command(bench, "cp", files=("out", "csv"), title="bench cp")
+def bench_context_parallel(
+    report: Report,
+    ranks: Annotated[int, typer.Option(min=2, max=8, help="GPUs of this host; without any, processes.")] = 2,
+    context: Annotated[str, typer.Option(metavar="LIST", help="Tokens of each sequence.")] = "131072,1048576",
+    batch: Annotated[str, typer.Option(metavar="LIST", help="Sequences.")] = "1,8",
+    heads: Annotated[str, typer.Option(metavar="Q/KV", help="Query heads and KV heads.")] = "96/8",
+    cache_format: Annotated[str, typer.Option("--format", metavar="FORMAT", help="Cache format.")] = (
+        "fp8_e4m3fn"
+    ),
+    comm: Annotated[str, typer.Option(metavar="LIST", help="Exchanges of partial results.")] = (
+        "a2a,ag_rs,symm_mem"
+    ),
+    model: Annotated[bool, typer.Option("--model", help="Modelled times of many GPUs instead.")] = False,
+    gpus: Annotated[str, typer.Option(metavar="LIST", help="With --model: GPUs.")] = "2,4,8,16,32,72",
+    target: Annotated[str, typer.Option(help="With --model: gfx942, gfx950 or sm90.")] = "gfx942",
+    link: Annotated[str, typer.Option(help="With --model: what connects them; default the target's.")] = "",
+) -> ExitCode:
+    """Time of decode over GPUs: attention, communication, share hidden, rate over one GPU's."""
+    pairs = heads.split("/")
+    if len(pairs) != 2 or not all(part.isdigit() and int(part) for part in pairs):
+        raise UsageError(f"--heads must be query heads and KV heads, for example 96/8, got {heads!r}")
+    one_of("--format", cache_format, CACHE_FORMATS)
+    from narrowkv.cli.cp import LINK_OF_TARGET, LINKS, Setting, bench_cp, model_cp
+
+    setting = Setting(
+        tuple(_numbers("--context", context)), tuple(_numbers("--batch", batch)), int(pairs[0]),
+        int(pairs[1]), format=cache_format, comms=tuple(choices("--comm", comm, COMMS)),
+    )  # fmt: skip
+    if not model:
+        report.refuse("without --model", "gpus", "target", "link")
+        return bench_cp(report, setting, ranks=ranks)
+    report.refuse("with --model", "ranks", "comm")
+    one_of("--target", target, tuple(LINK_OF_TARGET))
+    link = link or LINK_OF_TARGET[target]
+    one_of("--link", link, tuple(LINKS))
+    return model_cp(report, setting, gpus=_numbers("--gpus", gpus), target=target, link=link)
 
 
 @command(inspect, "decode", title="inspect")

@@ -301,11 +301,9 @@ def run(case: PrefillCase, place: Place) -> CaseResult:
 
 _PREFILLS = (PrefillCase(kernel="dense"), PrefillCase(kernel="fused"))
 _APPENDS = (
-    PrefillCase(operation="append", kernel="staged"),
-    PrefillCase(operation="append", kernel="apart"),
-    PrefillCase(operation="append", kernel="paged"),
+    PrefillCase(operation="append", kernel="append_then_attend"),
+    PrefillCase(operation="append", kernel="fused"),
 )
-_SCRATCH_KERNELS = ("staged", "apart")
 # Queries in FP8, or old tokens on FP8 matrix units.
 _FP8_UNITS = (
     PrefillCase(q="fp8_e4m3fn"),
@@ -392,15 +390,13 @@ def full() -> Iterator[PrefillCase]:
 
 
 def can_be(case: PrefillCase) -> bool:
-    """Whether the operation has such calls: one scratch holds old and new keys unless an append is paged."""
+    """Whether the operation has such calls: one scratch holds old and new keys unless an append is fused."""
     k = parse_format(case.format)[0].k
-    return case.kernel not in _SCRATCH_KERNELS or k not in ("bf16", "fp16") or k == case.q
+    return case.kernel != "append_then_attend" or k not in ("bf16", "fp16") or k == case.q
 
 
 def serves(case: PrefillCase, target: Target) -> bool:
     """Whether a target has the case's kernel and FP8 matrix units of its format."""
-    if case.kernel in _SCRATCH_KERNELS and target.is_amd:
-        return False  # what one chiplet publishes another sees only through memory
     if case.fp8_unit in ("", target.native_fp8) or target.native_fp8 is None:
         return True
     return target.name == "gfx942" and case.fp8_unit == "fp8_e4m3fn"  # read as FNUZ, half of it

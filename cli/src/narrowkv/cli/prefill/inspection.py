@@ -15,12 +15,13 @@ FORMATS = ("bf16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp4_e2m1", "fp8_e4m3fn/fp4_e2m
 HEAD_DIMS = (128, 64)
 # A chunk over a prefix, with so many programs that no tile's keys are shared out.
 _CALL = PrefillCase(q_lens="1024", lens="4096", kv_heads=8, ratio=12, clean=True)
-_APPEND = replace(_CALL, operation="append", kernel="paged")
+_APPEND = replace(_CALL, operation="append", kernel="fused")
 
 
 def shipped_cases(target: str) -> list[PrefillCase]:
     """A call for every shipped configuration of a target: kernels, formats, head_dims."""
     ways = [replace(_CALL, kernel="dense"), replace(_CALL, kernel="fused"), _APPEND]
+    ways.append(replace(_APPEND, kernel="append_then_attend"))
     cases = [replace(way, format=name) for way in ways for name in FORMATS]
     for name in ("fp8_e4m3fn", "fp8_e4m3fnuz"):
         cases += [

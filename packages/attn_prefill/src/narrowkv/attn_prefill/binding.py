@@ -10,7 +10,7 @@ import triton.language as tl
 from narrowkv.attn_decode.config import parts_of
 from narrowkv.attn_prefill.config import fp8_route
 from narrowkv.attn_prefill.kernels.arguments import Cache, Destination, Storing
-from narrowkv.attn_prefill.kernels.dense import BF16_VALUE_EXPONENT
+from narrowkv.attn_prefill.kernels.widen import BF16_VALUE_EXPONENT
 from narrowkv.paged_cache import PagedKVCache, Rope
 from narrowkv.paged_cache.append import cache_pointers, rope_constants, storage_constants, store_of
 from narrowkv.paged_cache.kernels.pages import Descale, Stored

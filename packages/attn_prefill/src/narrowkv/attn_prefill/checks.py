@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from narrowkv.attn_decode.arguments import OUT_DTYPES
-from narrowkv.attn_prefill.config import PrefillShape
+from narrowkv.attn_prefill.shapes import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import check_new_tokens
 from narrowkv.paged_cache.checks import check_table

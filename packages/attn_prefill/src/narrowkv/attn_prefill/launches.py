@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 
 from narrowkv.attn_prefill.binding import TRITON_TYPES, BoundCache, matrix_of
-from narrowkv.attn_prefill.config import (
-    PrefillConfig,
-    PrefillShape,
-    for_rules,
-    produce_options,
-    triton_fp8,
-    units_of,
-    widen_options,
-)
+from narrowkv.attn_prefill.config import triton_fp8
 from narrowkv.attn_prefill.kernels.append import _prefill_append_kernel
+from narrowkv.attn_prefill.kernels.append_store import _produce_kernel
 from narrowkv.attn_prefill.kernels.arguments import Blocks, Filling, Rules, Sizes, Storing, Widened
-from narrowkv.attn_prefill.kernels.dense import _dense_prefill_kernel, _widen_kernel
+from narrowkv.attn_prefill.kernels.dense import _dense_prefill_kernel
 from narrowkv.attn_prefill.kernels.fused import _fused_prefill_kernel
-from narrowkv.attn_prefill.kernels.produce import _produce_kernel
+from narrowkv.attn_prefill.kernels.widen import _widen_kernel
 from narrowkv.attn_prefill.memory import Memory, Needs, append_blocks, has_v_units, key_type, power_of_two
 from narrowkv.attn_prefill.plan_base import PlanBase
+from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape
+from narrowkv.attn_prefill.tiles import config_of_call, produce_options, tuned_as, units_of, widen_options
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.runtime.launch import BoundLaunch
 
@@ -111,7 +106,7 @@ class Route:
     @property
     def staged(self) -> bool:
         """Whether attention reads the scratch."""
-        return self.config.kernel not in ("paged", "fused")
+        return self.config.kernel != "fused"
 
 
 def make_route(
@@ -124,13 +119,11 @@ def make_route(
     pipelined = config.otherwise is not None and folded and not rotates
     if config.otherwise is not None and not pipelined:
         config = config.otherwise
-    if config.kernel == "apart" and rotates:
-        # Whoever attends rotates the queries.
-        config = replace(config, kernel="staged")
-    if config.kernel in ("dense", "apart") and not pipelined:
-        config = for_rules(plan.target, config, soft_cap=kind.soft_cap)
+    fused = config.kernel == "fused"
+    if not fused and not pipelined:
+        config = config_of_call(plan.target, config, soft_cap=kind.soft_cap)
     maker = _Maker(plan, shape, config, bound, kind, folded)
-    if config.kernel in ("fused", "paged", "staged"):
+    if fused:
         return maker.one_launch()
     # Rows that are no keys between old and new ones would count in a window.
     stays = pipelined and config.k_in_pages and not (kind.storing is not None and kind.window_left >= 0)
@@ -157,10 +150,10 @@ class _Maker:
         self.key_type = key_type(plan.q_dtype, plan.k_format)
 
     def one_launch(self) -> Route:
-        """The cache is read in its pages, or programs of the same launch leave it in the scratch."""
+        """The cache is read in its pages."""
         shape, config = self.shape, self.config
-        staged = config.kernel == "staged"
-        reading = self.bound.to_scratch if staged else self.bound.in_loop
+        reading = self.bound.in_loop
+        rules = self._paged_rules(reading.v.parts)
         constants: dict[str, Any] = {"SIZES": self.sizes, "K": reading.k, "V": reading.v}
         kernel: Any = _fused_prefill_kernel
         programs = self.num_tiles * shape.num_kv_heads
@@ -168,14 +161,12 @@ class _Maker:
         num_blocks = 0
         if self.appends:
             kernel = _prefill_append_kernel
-            constants |= {"STORING": self.kind.storing, "WIDENED": self._widened(staged, staged)}
-            num_blocks = append_blocks(shape, config.scratch_block, staged=staged)
+            constants["STORING"] = self.kind.storing
+            num_blocks = append_blocks(shape, config.scratch_block, old=False)
             grid = (programs * config.num_splits + num_blocks * shape.num_kv_heads, 1, 1)
-        rules = self._staged_rules() if staged else self._paged_rules(reading.v.parts)
         constants |= {"RULES": rules, "BLOCKS": self.blocks}
         attend = self.plan.bound_launch(kernel, constants, config.options)
-        numbers = self._numbers(num_blocks, staged=staged)
-        return self._route(None, (0, 1, 1), attend, grid, numbers, p_scale=rules.p_scale)
+        return self._route(None, (0, 1, 1), attend, grid, self._numbers(num_blocks), p_scale=rules.p_scale)
 
     def two_launches(self, pipelined: bool, in_pages: bool) -> Route:
         """One launch widens keys into the scratch, and stores new tokens; the next attends."""
@@ -199,8 +190,8 @@ class _Maker:
             kernel = _produce_kernel
             constants["STORING"] = kind.storing
             options = produce_options(target, shape.head_dim, config.scratch_block)
-            num_blocks = append_blocks(shape, config.scratch_block, staged=True)
-            num_groups = append_blocks(shape, _QUANTISED_TOKENS, staged=False)
+            num_blocks = append_blocks(shape, config.scratch_block, old=True)
+            num_groups = append_blocks(shape, _QUANTISED_TOKENS, old=False)
         fill = self.plan.bound_launch(kernel, constants, options)
         programs = (num_groups + num_blocks) * shape.num_kv_heads + -(-self.num_tiles // _PLACED_TILES)
         attend, grid = self._pipelined(in_pages) if pipelined else self._dense()
@@ -220,12 +211,11 @@ class _Maker:
             plan.memory(config) or plan.needs(self.shape, config, exact=True),
         )  # fmt: skip
 
-    def _numbers(self, num_blocks: int, num_groups: int = 0, *, staged: bool = True) -> Numbers:
+    def _numbers(self, num_blocks: int, num_groups: int = 0) -> Numbers:
         shape = self.shape
-        bounds = (shape.max_seq_len, self.key_blocks) if staged else (0, 0)
         return Numbers(
-            shape.batch, shape.num_tokens, shape.max_q_len, *bounds, num_blocks, num_groups, self.num_tiles,
-            self.config.num_splits,
+            shape.batch, shape.num_tokens, shape.max_q_len, shape.max_seq_len, self.key_blocks, num_blocks,
+            num_groups, self.num_tiles, self.config.num_splits,
         )  # fmt: skip
 
     def _dense(self) -> tuple[BoundLaunch, tuple[int, int, int]]:
@@ -238,6 +228,8 @@ class _Maker:
             "SIZES": self.sizes._replace(page_size=0, ragged=False),
             "K_DESCALE": "scalar" if own else reading.k.descale,
             "V_DESCALE": reading.v.descale,
+            "ROTARY_DIM": 0 if kind.storing is None else kind.storing.rotary_dim,
+            "INTERLEAVED": kind.storing is not None and kind.storing.interleaved,
             "RULES": self._rules(
                 compute=self._matrix_type(),
                 fp8=None if config.fp8 is None else self._matrix_type(),
@@ -245,7 +237,16 @@ class _Maker:
                 scale_q=self.key_type == torch.float16 and plan.q_dtype == torch.bfloat16,
                 split_q=self.key_type == torch.bfloat16 and plan.q_dtype == torch.float16,
             ),
-            "WIDENED": self._widened(self.appends, False),
+            "WIDENED": Widened(
+                k_per_key=self.bound.per_key[0],
+                v_per_key=self.bound.per_key[1],
+                k_in_units=self.appends,
+                v_in_units=self._v_in_units(),
+                tma=config.tma,
+                overlap=config.overlap,
+                # Overlapping rounds need one loop over all tiles.
+                branch=config.overlap or not tuned_as(plan.target).is_amd,
+            ),
             "BLOCKS": self.blocks,
         }
         attend = plan.bound_launch(_dense_prefill_kernel, constants, config.options)
@@ -306,13 +307,6 @@ class _Maker:
         }
         return Rules(**constants | values)
 
-    def _staged_rules(self) -> Rules:
-        """Q is multiplied as it is; the scratch ends with the newest key."""
-        return self._rules(
-            compute=TRITON_TYPES[self.plan.q_dtype], scale_q=False, split_q=False, window_right=0,
-            wide_address=self.bound.wide_address,
-        )  # fmt: skip
-
     def _paged_rules(self, v_parts: int) -> Rules:
         """Constants of kernels that widen the cache in their loop, or give it to FP8 matrix units."""
         plan, fp8 = self.plan, self.config.fp8
@@ -332,18 +326,4 @@ class _Maker:
             q_descale=self.kind.q_descale,
             wide_address=self.bound.wide_address,
             **values,
-        )
-
-    def _widened(self, in_units: bool, staged: bool) -> Widened:
-        """Constants of attention over the scratch."""
-        scratch = self.config.kernel not in ("fused", "paged")
-        return Widened(
-            k_per_key=self.bound.per_key[0],
-            v_per_key=self.bound.per_key[1],
-            k_in_units=in_units,
-            v_in_units=scratch and self._v_in_units(),
-            tma=self.config.tma,
-            overlap=self.config.overlap,
-            branch=not self.plan.target.is_amd,
-            staged=staged,
         )

@@ -9,14 +9,9 @@ import torch
 
 from narrowkv.attn_decode import DecodePlan
 from narrowkv.attn_prefill.binding import BoundCache, bind_cache, per_key
-from narrowkv.attn_prefill.config import (
-    SCRATCH_BLOCK,
-    PrefillConfig,
-    PrefillShape,
-    choose_append_config,
-    choose_config,
-)
+from narrowkv.attn_prefill.config import choose_append_config, choose_config
 from narrowkv.attn_prefill.memory import Memory, Needs, make_memory, scratch_bytes
+from narrowkv.attn_prefill.shapes import SCRATCH_BLOCK, PrefillConfig, PrefillShape
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import check_instance
@@ -212,7 +207,7 @@ class PlanBase:
         if self.appends:
             config = choose_append_config(
                 self.target, shape, formats, q_format.name, fp8_compute=self.fp8_compute, scratch_fits=fits,
-                can_pipeline=self.pipelines, kernel=self.kernel,
+                can_pipeline=self.pipelines, plain_keys=self._plain_keys(), kernel=self.kernel,
             )  # fmt: skip
         else:
             config = choose_config(
@@ -258,11 +253,11 @@ class PlanBase:
         if config.kernel == "decode":
             config = replace(config, kernel="fused")  # for calls of other sizes
         configs = [config]
-        may_widen = self.kernel not in ("fused", "paged", "decode") and not self.batch_invariant
+        may_widen = self.kernel not in ("fused", "decode") and not self.batch_invariant
         may_widen = may_widen and (config.fp8 is None or not (self.appends or self.target.is_nvidia))
-        if config.kernel not in ("fused", "paged") or (may_widen and self.scratch_fits):
+        if config.kernel != "fused" or (may_widen and self.scratch_fits):
             blocks = (SCRATCH_BLOCK, _LARGEST_BLOCK) if self.pipelines else (SCRATCH_BLOCK,)
-            kernel = "staged" if self.appends else "dense"
+            kernel = "append_then_attend" if self.appends else "dense"
             configs += [
                 replace(config, kernel=kernel, scratch_block=block, k_in_pages=self.pipelines)
                 for block in blocks

@@ -17,10 +17,10 @@ from narrowkv.attn_prefill.checks import (
     check_values,
     prefill_shape,
 )
-from narrowkv.attn_prefill.config import SCRATCH_BLOCK, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.memory import key_type, scratch_bytes
 from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan
 from narrowkv.attn_prefill.plan_base import SCRATCH_LIMIT_BYTES
+from narrowkv.attn_prefill.shapes import SCRATCH_BLOCK, PrefillConfig, PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.append import store_of
 from narrowkv.paged_cache.descales import check_exponent
@@ -140,7 +140,8 @@ def plan_append(
         fp8_compute: multiply queries and old tokens on FP8 matrix units.
         exponent: FP4: how a group's scale is chosen; see `narrowkv.paged_cache.append`.
         max_q_len, max_seq_len, max_kv_tokens: bounds as for `plan_prefill`, new tokens included.
-        kernel: forces "pipelined", "apart", "staged" or "paged".
+        kernel: forces "append_then_attend" (one launch stores and widens, one attends), "pipelined" (the same
+            with Hopper's kernel) or "fused" (one launch that widens old tokens in its loop).
         num_splits: forces how many programs share a tile's keys.
         scratch_limit_bytes: the most scratch that the automatic choice may take.
         workspace: as for `plan_prefill`.

@@ -20,10 +20,10 @@ from narrowkv.attn_prefill.checks import (
     fold_q_descale,
     prefill_shape,
 )
-from narrowkv.attn_prefill.config import PrefillShape
 from narrowkv.attn_prefill.launches import Kind, Numbers, Route, make_route
 from narrowkv.attn_prefill.memory import Needs
 from narrowkv.attn_prefill.plan_base import PlanBase
+from narrowkv.attn_prefill.shapes import PrefillShape
 from narrowkv.attn_prefill.templates import Launches, Layout, fix_launches
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import rope_pointers
@@ -170,7 +170,7 @@ def _launches(
     memory = route.memory
     key = (
         metadata, layout.empty, id(route.fill), id(route.attend), route.in_pages, route.p_scale,
-        (memory.names, memory.has_descriptors) if isinstance(memory, Needs) else id(memory),
+        memory.names if isinstance(memory, Needs) else id(memory),
         route.config.block_m, route.config.block_n,
     )  # fmt: skip
     found = plan._fixed.get(key)

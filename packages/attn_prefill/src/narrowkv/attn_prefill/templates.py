@@ -10,10 +10,9 @@ from narrowkv.attn_prefill.binding import (
     BoundCache,
     matrix_of,
 )
-from narrowkv.attn_prefill.kernels.arguments import AppendScales, Chunk
-from narrowkv.attn_prefill.kernels.rows import Outputs, Queries
+from narrowkv.attn_prefill.kernels.arguments import AppendScales, Chunk, Outputs, Queries
 from narrowkv.attn_prefill.launches import Numbers, Route
-from narrowkv.attn_prefill.memory import Memory, Needs, memory_of
+from narrowkv.attn_prefill.memory import Memory, Needs, marks_of
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.kernels.append import RopePointers
 from narrowkv.paged_cache.kernels.pages import Table
@@ -134,9 +133,7 @@ class _Arguments:
         needs = self.route.memory
         if not isinstance(needs, Needs):
             return needs
-        tensors = {name: self._next() for name in needs.names}
-        rows, k, v = self._next(), self._next(), self._next()
-        return memory_of(needs, tensors, rows, (k, v) if needs.has_descriptors else (None, None))
+        return marks_of(needs, self.behind)
 
     def _numbers(self, *names: str) -> tuple[Any, ...]:
         """Marks for numbers of a call; `table_row` of a ragged table is 0."""
@@ -166,18 +163,19 @@ class _Arguments:
                 self.queries, self.outputs, self.read, self.table, memory.partials, _VALUE["qk_scale"],
                 _VALUE["out_scale"], layout.soft_cap, *self._numbers(*sizes, "num_splits"),
             )  # fmt: skip
-        counts = self._numbers(*sizes, "max_keys", "key_blocks", "num_blocks", "num_tiles", "num_splits")
+        counts = self._numbers(*sizes, "num_blocks", "num_tiles", "num_splits")
         return (
-            self.queries, self.outputs, *self.appended, self.read, self.table, memory.scratch,
-            *memory.descriptors, memory.workspace, self.scales, *counts,
+            self.queries, self.outputs, *self.appended, self.read, self.table, memory.partials, self.scales,
+            *counts,
         )  # fmt: skip
 
     def _of_dense(self) -> tuple[Any, ...]:
         memory, layout = self.memory, self.layout
         # Appended keys are in the scratch unquantised, and the factors of old ones beside them.
         scale = layout.logit_scale if self.appends else _VALUE["qk_scale"]
+        rope = self.appended[1] if self.appends else None
         return (
-            self.queries, self.outputs, memory.scratch, *memory.descriptors, *self._descales(),
+            self.queries, self.outputs, rope, memory.scratch, *memory.descriptors, *self._descales(),
             memory.partials, scale, _VALUE["out_scale"], layout.soft_cap, _VALUE["num_splits"],
         )  # fmt: skip
 

@@ -383,17 +383,3 @@ def narrow_fp4(x, RULE: tl.constexpr):
     code = _round_fp4(tl.div_rn(x, tl.broadcast_to(_exp2_int(best)[:, None], x.shape)))
     scale = tl.where(nan, 255, best + 127).to(tl.uint8)
     return tl.where(nan[:, None], 0, code), scale
-
-
-@triton.jit
-def settle_stores(number, SETTLE: tl.constexpr):
-    """Returns the int32 `number` once this wave's stores have reached memory; AMD only.
-
-    On AMD a barrier does not wait for stores, and a wave that announces them waits for its own only.
-    """
-    if SETTLE:
-        number = tl.inline_asm_elementwise(
-            "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1", "=v,v,~{memory}", [number], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
-    return number

@@ -60,7 +60,8 @@ def families(target: str) -> dict[str, Family]:
         "dense prefill": Family(partial(_prefill, "dense"), _FEW, "prefill"),
         "fused prefill": Family(partial(_prefill, "fused"), _FEW, "prefill"),
         "prefill, FP8 queries": Family(partial(_prefill, "fused", **fp8_queries), _FEW, "prefill"),
-        "append": Family(_prefill_append, _FEW, "prefill"),
+        "append, then attend": Family(partial(_prefill_append, "append_then_attend"), _FEW, "prefill"),
+        "append, fused": Family(partial(_prefill_append, "fused"), _FEW, "prefill"),
         "append to the cache": Family(_append, _EVERY_BYTE, "prefill"),
         "sparse, fused": Family(partial(_sparse, "packed584"), _HALF, "sparse"),
         "sparse, 16-bit rows": Family(partial(_sparse, "bf16"), _HALF, "sparse"),
@@ -88,9 +89,9 @@ def _chunk() -> tuple[Any, ...]:
     return AppendWorkload(lens=(_KEYS - 256,), **_SIZES).build_append()[:6]
 
 
-def _prefill_append() -> object:
+def _prefill_append(kernel: str) -> object:
     chunk = _chunk()
-    return prefill_append(*chunk, plan=plan_append(chunk[0], *chunk[3:], kernel="paged"))
+    return prefill_append(*chunk, plan=plan_append(chunk[0], *chunk[3:], kernel=kernel))
 
 
 def _append() -> None:

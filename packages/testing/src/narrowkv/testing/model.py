@@ -19,7 +19,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Kernels whose results later launches of the call use as addresses.
-_RUN_WHOLE = ("_widen_kernel",)
+_RUN_WHOLE = ("_widen_kernel", "_produce_kernel")
 
 
 @dataclass(frozen=True)

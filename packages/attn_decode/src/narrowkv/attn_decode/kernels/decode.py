@@ -9,39 +9,40 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import (
-    accumulate,
     attended_keys,
     attended_span,
-    confine_nonfinite,
     even_split,
-    load_query,
     row_limits,
-    scale_to_fp16,
-    scores,
-    scores_fp4_native,
-    split_query,
-    split_to_e4m3,
     splits_of_sequence,
     tiles_of,
-    widen_tile,
-    zeros_in_parts,
 )
 from narrowkv.paged_cache.kernels.pages import (
     Table,
     first_id,
-    kv_offsets,
     load_key_scale,
-    load_words,
     locate_keys,
     sequence_length,
     times_head_descale,
 )
+from narrowkv.paged_cache.kernels.queries import load_query, scale_to_fp16, split_query, split_to_e4m3
+from narrowkv.paged_cache.kernels.tiles import (
+    LEAST_FACTOR,
+    attend_to_tile,
+    load_tile,
+    tile_scores,
+    zeros_in_parts,
+)
 from narrowkv.quant.device import join_parts
-from narrowkv.runtime.attention.results import store_partial, write_rows
-from narrowkv.runtime.attention.softmax import capped_logits, softmax_step
+from narrowkv.runtime.attention.results import (
+    is_last_program,
+    merge_partial_results,
+    store_partial_result,
+    write_rows,
+)
+from narrowkv.runtime.attention.softmax import capped_logits
 
 
-# Of what serving changes from step to step the compiler knows nothing, so that nothing is compiled anew.
+# Values that serving changes from step to step: the kernel is not compiled again for them.
 @triton.jit(
     do_not_specialize=["row", "num_ids", "max_pages", "batch", "num_units", "tiles_per_split", "merge"],
     do_not_specialize_on_alignment=["page_ids", "lens"],
@@ -69,10 +70,6 @@ def _paged_decode_kernel(
     HEAD_DIM: tl.constexpr = SIZES.head_dim
     PAGE_SIZE: tl.constexpr = SIZES.page_size
     RAGGED: tl.constexpr = SIZES.ragged
-    K_FORMAT: tl.constexpr = K.format
-    V_FORMAT: tl.constexpr = V.format
-    K_ROUTE: tl.constexpr = K.route
-    V_ROUTE: tl.constexpr = V.route
     K_PARTS: tl.constexpr = K.parts
     V_PARTS: tl.constexpr = V.parts
     K_DESCALE: tl.constexpr = K.descale
@@ -141,7 +138,8 @@ def _paged_decode_kernel(
     q_scale = 1.0
     Q_TERMS: tl.constexpr = 3 if io.q.dtype.element_ty == tl.float16 else 2
     if NATIVE_QK:
-        q_terms, q_scale = split_to_e4m3(q[0], Q_TERMS)
+        q, q_scale = split_to_e4m3(q[0], Q_TERMS)
+        q_low = q
     else:
         if RULES.scale_q:
             q, q_scale = scale_to_fp16(q, K_PARTS)
@@ -153,17 +151,15 @@ def _paged_decode_kernel(
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
     K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
     V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
+    # The scaled matrix instruction applies E8M0 scales itself.
+    KEY_FACTORS: tl.constexpr = K_PER_KEY and (K_DESCALE == "e4m3" or not NATIVE_QK)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = zeros_in_parts(BLOCK_M, BLOCK_D, V_PARTS)
-    # The largest V descale so far: `acc` is in units of it, which keeps P times a descale in float16's range.
-    v_unit = out_scale * 0.0
+    v_largest = out_scale * 0.0 + LEAST_FACTOR
     # Words of a native K tile hold two elements each, whatever the parts of Q.
     K_WORD: tl.constexpr = 2 if NATIVE_QK else K_PARTS
-    dk, dv = tl.arange(0, BLOCK_DK // K_WORD), tl.arange(0, BLOCK_D // V_PARTS)
-    K_ZERO: tl.constexpr = 0 if K_ROUTE != "native" else 0.0
-    V_ZERO: tl.constexpr = 0 if V_ROUTE != "native" or V_PARTS > 1 else 0.0
     last = tl.maximum(end_key - 1, 0)
     # What belongs to single keys is read one tile ahead: nothing else hides the time such small loads take.
     k_next = 1.0
@@ -178,10 +174,8 @@ def _paged_decode_kernel(
     for tile in range(begin, end):
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         page, slot = locate_keys(table, row_base, n, first, last, PAGE_SIZE, WIDE_ADDRESS)
-        k_off = kv_offsets(page, slot, k, kv_head, dk, K_VEC, False)
-        v_off = kv_offsets(page, slot, v, kv_head, dv, V_VEC, True)
-        k_words = load_words(k, k_off, dk, K_ZERO, K_WORD, HEAD_DIM, BLOCK_DK)  # [BLOCK_N, BLOCK_DK / K_WORD]
-        v_words = load_words(v, v_off, dv, V_ZERO, V_PARTS, HEAD_DIM, BLOCK_D)
+        k_words = load_tile(k, page, slot, kv_head, False, K_VEC, K_WORD, HEAD_DIM, BLOCK_DK)
+        v_words = load_tile(v, page, slot, kv_head, True, V_VEC, V_PARTS, HEAD_DIM, BLOCK_D)
         k_scale = k_next
         v_scale = v_next
         if K_PER_KEY or V_PER_KEY:
@@ -192,87 +186,47 @@ def _paged_decode_kernel(
                 )
             if V_PER_KEY:
                 v_next = load_key_scale(v_descale, page, slot, kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D)
-
-        if NATIVE_QK:
-            if K_DESCALE == "e4m3":
-                # A scale with a mantissa multiplies the scores; the instruction's own is 2**0.
-                ones = tl.full([BLOCK_N, BLOCK_DK // 32], 127, tl.uint8)
-                s = scores_fp4_native(q_terms, k_words, ones, Q_TERMS) * (k_scale * logit_scale)[None, :]
-            else:
-                s = scores_fp4_native(q_terms, k_words, k_scale, Q_TERMS) * logit_scale  # [BLOCK_M, BLOCK_N]
+        s, k_factor = tile_scores(q, q_low, k_words, k_scale, K, RULES)  # [BLOCK_M, BLOCK_N]
+        if KEY_FACTORS:
+            s *= (k_factor * logit_scale)[None, :]
         else:
-            k_wide, k_factor = widen_tile(k_words, k_scale, K_FORMAT, K_ROUTE, COMPUTE, K_PARTS, K_DESCALE)
-            s = scores(q, q_low, k_wide, SPLIT_Q, K_PARTS)
-            if K_PER_KEY:
-                s *= (k_factor * logit_scale)[None, :]
-            else:
-                s *= logit_scale
+            s *= logit_scale
         if RULES.soft_cap:
             s = capped_logits(s, soft_cap)
         if Q_LEN == 1:
             # All rows attend alike, so one sum with a bias per key masks them.
             s += tl.where((n >= first) & (n <= last), 0.0, float("-inf"))[None, :]
+            attended = None
+            rows_differ = None
         else:
             attended = attended_keys(n, low, high, HAS_LOW)
             s = tl.where(attended, s, float("-inf"))
-
-        p, m, l, correction = softmax_step(s, m, l)
-
-        v_wide, v_factor = widen_tile(v_words, v_scale, V_FORMAT, V_ROUTE, COMPUTE, V_PARTS, V_DESCALE)
-        if V_PER_KEY:
-            numbers = tl.where(v_factor == v_factor, v_factor, 1.2e-38)
-            larger = tl.maximum(v_unit, tl.max(numbers, 0))
-            p *= (v_factor * (1.0 / larger))[None, :]
-            correction *= v_unit / larger
-            v_unit = larger
-            if Q_LEN > 1:
-                p = tl.where(attended, p, 0.0)  # 0 * NaN
-        if Q_LEN > 1:
-            # Where rows attend to different keys, a NaN in V must not reach the others through 0 * NaN.
-            if ((tile + 1) * BLOCK_N > full_end) | (tile * BLOCK_N < full_first):
-                p, v_wide = confine_nonfinite(p, v_wide, attended, V_PARTS)
-        acc = accumulate(acc, correction, p, v_wide, COMPUTE, V_PARTS)
+            rows_differ = ((tile + 1) * BLOCK_N > full_end) | (tile * BLOCK_N < full_first)
+        acc, m, l, v_largest = attend_to_tile(
+            s, attended, rows_differ, v_words, v_scale, None, acc, m, l, v_largest, V, RULES, V_PARTS
+        )
 
     acc = join_parts(acc, V_PARTS)
     d = tl.arange(0, BLOCK_D)
     if V_PER_KEY:
-        acc *= v_unit
+        acc *= v_largest
 
     if RULES.partial:
         if num_splits > 1:
-            slot0 = unit.to(tl.int64) * HEAD_PROGRAMS + head_program
-            r = tl.arange(0, BLOCK_M)
-            store_partial(workspace, slot0, acc, m, l, row_mask, BLOCK_M, BLOCK_D)
+            slot = unit.to(tl.int64) * HEAD_PROGRAMS + head_program
+            store_partial_result(workspace, slot, acc, m, l, row_mask, BLOCK_M, BLOCK_D)
             if not RULES.can_merge:
                 return
             else:
                 if merge == 0:
                     return
-                # Every thread's stores are done before the one thread that counts announces them.
-                tl.debug_barrier()
-                counter = workspace.arrived + seq * HEAD_PROGRAMS + head_program
-                if tl.atomic_add(counter, 1, sem="acq_rel") != num_splits - 1:
+                if not is_last_program(workspace, seq * HEAD_PROGRAMS + head_program, num_splits, False):
                     return
-                tl.store(counter, 0)  # the next launch finds it as this one did
-                m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                for i in range(num_splits):
-                    slot0 = (first_unit + i).to(tl.int64) * HEAD_PROGRAMS + head_program
-                    m = tl.maximum(m, tl.load(workspace.ml + slot0 * (2 * BLOCK_M) + r, cache_modifier=".cg"))
-                m_safe = tl.where(m == float("-inf"), 0.0, m)
-                l = tl.zeros([BLOCK_M], tl.float32)
-                acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-                # With the maximum known, the terms are independent and their loads overlap.
-                for i in tl.range(0, num_splits, loop_unroll_factor=4):
-                    slot0 = (first_unit + i).to(tl.int64) * HEAD_PROGRAMS + head_program
-                    m_i = tl.load(workspace.ml + slot0 * (2 * BLOCK_M) + r, cache_modifier=".cg")
-                    l_i = tl.load(workspace.ml + slot0 * (2 * BLOCK_M) + BLOCK_M + r, cache_modifier=".cg")
-                    part = slot0 * (BLOCK_M * BLOCK_D) + r[:, None] * BLOCK_D + d[None, :]
-                    acc_i = tl.load(
-                        workspace.acc + part, mask=row_mask[:, None], other=0.0, cache_modifier=".cg"
-                    )
-                    weight = tl.exp2(m_i - m_safe)
-                    l += l_i * weight
-                    acc += acc_i * weight[:, None]
+                first_slot = first_unit.to(tl.int64) * HEAD_PROGRAMS + head_program
+                acc, m, l = merge_partial_results(
+                    workspace, acc, m, l, first_slot, HEAD_PROGRAMS, num_splits, row_mask,
+                    BLOCK_M, BLOCK_D, 4,
+                )  # fmt: skip
     write_rows(
         io.o, io.lse, io.sinks, acc, m, l, o_scale, heads, tokens, row_mask, d,
         io.o_token, io.o_head, io.lse_token, HEAD_DIM, RULES.sinks, RULES.lse,

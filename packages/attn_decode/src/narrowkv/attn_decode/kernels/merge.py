@@ -8,7 +8,7 @@ import triton.language as tl
 from narrowkv.attn_decode.kernels.tiles import attended_span, even_split, splits_of_sequence, tiles_of
 from narrowkv.paged_cache.kernels.pages import Table, sequence_length, times_head_descale
 from narrowkv.runtime.attention.results import write_rows
-from narrowkv.runtime.attention.softmax import merge_step, output_share
+from narrowkv.runtime.attention.softmax import merge_step, output_factor
 
 _BLOCK_S = tl.constexpr(16)  # partial results that are merged at once
 
@@ -137,7 +137,7 @@ def _merge_states_kernel(
         row = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total))
     else:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
-        row = acc * output_share(m * 1.4426950408889634, total, sink)
+        row = acc * output_factor(m * 1.4426950408889634, total, sink)
     to = out.ptr + token * out.token + head * out.head + d
     tl.store(to, row.to(out.ptr.dtype.element_ty), mask=d < HEAD_DIM)
     if out_lse.ptr is not None:

@@ -1,4 +1,4 @@
-"""Tile mathematics of paged attention: addresses, scores, the softmax step, output rows."""
+"""Structs of decode's kernels, and which split of which sequence a program attends to."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from narrowkv.paged_cache.kernels.pages import sequence_length
-from narrowkv.quant.device import e8m0_to_fp32, share_exponent, widen_parts
 
 
 class Rows(NamedTuple):
@@ -67,6 +66,7 @@ class Rules(NamedTuple):
         even: an even share of all keys a program, else a number of splits that the sequence alone decides.
         partial: whether a sequence can have several splits.
         can_merge: whether the last split to arrive can merge them in this launch.
+        fp8, clean, p_scale: as in the rules of prefill; decode widens every cache.
     """
 
     compute: Any
@@ -81,6 +81,9 @@ class Rules(NamedTuple):
     even: bool
     partial: bool
     can_merge: bool
+    fp8: Any = None
+    clean: bool = False
+    p_scale: float = 1.0
 
 
 class Blocks(NamedTuple):
@@ -193,175 +196,9 @@ def splits_of_sequence(num_tiles, tiles_per_split, max_splits):
 
 
 @triton.jit
-def load_query(
-    q_ptr, tokens, heads, row_mask, stride_qt, stride_qh,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Rows of Q as a tuple: part i holds columns i, i + PARTS, ... [M, BLOCK_D / PARTS], as `widen_parts`."""
-    rows = tokens[:, None] * stride_qt + heads[:, None] * stride_qh
-    parts = ()
-    for i in tl.static_range(PARTS):
-        d = tl.arange(0, BLOCK_D // PARTS) * PARTS + i
-        parts = parts + (
-            tl.load(q_ptr + rows + d[None, :], mask=row_mask[:, None] & (d < HEAD_DIM)[None, :], other=0.0),
-        )
-    return parts
-
-
-@triton.jit
-def _largest(q, PARTS: tl.constexpr):
-    """The largest finite magnitude of a tile."""
-    top = 0.0
-    for i in tl.static_range(PARTS):
-        magnitude = tl.abs(q[i].to(tl.float32))
-        top = tl.maximum(top, tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1), 0))
-    return top
-
-
-@triton.jit
-def _power_of_two_to(top, EXPONENT: tl.constexpr):
-    """The power of two that brings `top` into [2**EXPONENT, 2**(EXPONENT + 1)), and its inverse."""
-    exponent = top.to(tl.int32, bitcast=True) >> 23
-    exponent = tl.minimum(tl.maximum(exponent, 16), 253)
-    down = ((127 + EXPONENT + 127 - exponent) << 23).to(tl.float32, bitcast=True)
-    return down, ((exponent - EXPONENT) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def scale_to_fp16(q, PARTS: tl.constexpr):
-    """Q times the power of two that puts its largest element in [2**14, 2**15), and the inverse.
-
-    One for the tile: a row 2**29 below the largest would begin to lose bits, and its logits are as small.
-    """
-    down, up = _power_of_two_to(_largest(q, PARTS), 14)
-    scaled = ()
-    for i in tl.static_range(PARTS):
-        scaled = scaled + ((q[i].to(tl.float32) * down).to(tl.float16),)
-    return scaled, up
-
-
-@triton.jit
-def split_to_e4m3(q, TERMS: tl.constexpr):
-    """Q times a power of two as E4M3 terms, the sum of terms[i] * 2**(-5 * i), and the inverse of the power.
-
-    Two terms hold all eight bits of bfloat16, three all eleven of float16. The largest element comes to lie
-    in [2**7, 2**8), and every remainder times 32 at or below 2**8.
-    """
-    down, up = _power_of_two_to(_largest((q,), 1), 7)
-    rest = q.to(tl.float32) * down
-    terms = ()
-    for _ in tl.static_range(TERMS):
-        term = rest.to(tl.float8e4nv)
-        terms = terms + (term,)
-        rest = (rest - term.to(tl.float32)) * 32.0
-    return terms, up
-
-
-@triton.jit
-def split_query(q, DTYPE: tl.constexpr, SPLIT_Q: tl.constexpr, PARTS: tl.constexpr):
-    """Q in the compute type, and what that leaves of it where SPLIT_Q asks for a second term."""
-    high, low = (), ()
-    for i in tl.static_range(PARTS):
-        high = high + (q[i].to(DTYPE),)
-        if SPLIT_Q:
-            low = low + ((q[i].to(tl.float32) - q[i].to(DTYPE).to(tl.float32)).to(DTYPE),)
-        else:
-            low = low + (high[i],)  # not used
-    return high, low
-
-
-@triton.jit
-def widen_tile(words, scale, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexpr,
-               PARTS: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
-    """A stored tile as parts in DTYPE, and the factor [N] of each key that is still to be applied."""
-    if KIND == "e8m0_group":
-        shared, rest = share_exponent(scale)  # [N], [N, G]
-        N: tl.constexpr = rest.shape[0]
-        GROUPS: tl.constexpr = rest.shape[1]
-        RUN: tl.constexpr = 32 // PARTS
-        rest = tl.reshape(tl.broadcast_to(rest[:, :, None], [N, GROUPS, RUN]), [N, GROUPS * RUN])
-        raw = widen_parts(words, FORMAT, ROUTE, tl.float16, PARTS)
-        parts = ()
-        for i in tl.static_range(PARTS):
-            parts = parts + ((raw[i] * rest).to(DTYPE),)
-        return parts, e8m0_to_fp32(shared)
-    else:
-        return widen_parts(words, FORMAT, ROUTE, DTYPE, PARTS), scale
-
-
-@triton.jit
-def scores(q, q_low, k, SPLIT_Q: tl.constexpr, PARTS: tl.constexpr):
-    """Q @ K^T [M, N], summed over the parts."""
-    s = tl.dot(q[0], tl.trans(k[0]))
-    if SPLIT_Q:
-        s = tl.dot(q_low[0], tl.trans(k[0]), s)
-    for i in tl.static_range(1, PARTS):
-        s = tl.dot(q[i], tl.trans(k[i]), s)
-        if SPLIT_Q:
-            s = tl.dot(q_low[i], tl.trans(k[i]), s)
-    return s
-
-
-@triton.jit
-def scores_fp4_native(q_terms, k_words, k_scale, TERMS: tl.constexpr):
-    """Q @ K^T [M, N] by the scaled matrix instruction: E4M3 rows by packed E2M1 keys, E8M0 scales per 32.
-
-    q_terms: of `split_to_e4m3`; k_words: [N, D / 2]; k_scale: [N, D / 32].
-    """
-    M: tl.constexpr = q_terms[0].shape[0]
-    GROUPS: tl.constexpr = k_scale.shape[1]
-    k_words = tl.trans(k_words)
-    # 127 is 2**0.
-    s = tl.dot_scaled(q_terms[0], tl.full([M, GROUPS], 127, tl.uint8), "e4m3", k_words, k_scale, "e2m1")
-    for i in tl.static_range(1, TERMS):
-        scale = tl.full([M, GROUPS], 127 - 5 * i, tl.uint8)
-        s = tl.dot_scaled(q_terms[i], scale, "e4m3", k_words, k_scale, "e2m1", s)
-    return s
-
-
-@triton.jit
 def attended_keys(n, low, high, HAS_LOW: tl.constexpr):
     """[M, N]: keys of [low, high] of each row; without HAS_LOW all keys up to `high`."""
     keep = n[None, :] <= high[:, None]
     if HAS_LOW:
         keep = keep & (n[None, :] >= low[:, None])
     return keep
-
-
-@triton.jit
-def confine_nonfinite(p, v, attended, PARTS: tl.constexpr):
-    """Moves NaN and Inf of V into P, as NaN, of the rows that attend: 0 * NaN would reach every row."""
-    # [M, N], [N, D]; one in any column makes the whole output row NaN.
-    bad = tl.zeros([p.shape[1]], tl.int32)
-    clean = ()
-    for i in tl.static_range(PARTS):
-        finite = tl.abs(v[i].to(tl.float32)) < float("inf")
-        bad += tl.max((~finite).to(tl.int32), 1)
-        clean = clean + (tl.where(finite, v[i], 0.0).to(v[i].dtype),)
-    return tl.where(attended & (bad > 0)[None, :], float("nan"), p), clean
-
-
-@triton.jit
-def accumulate(acc, correction, p, v, DTYPE: tl.constexpr, PARTS: tl.constexpr):
-    """Acc * correction + P @ V of each part.
-
-    Float16 keeps eleven bits of P, enough; bfloat16 takes two terms.
-    """
-    p_high = p.to(DTYPE)
-    p_low = (p - p_high.to(tl.float32)).to(DTYPE)
-    out = ()
-    for i in tl.static_range(PARTS):
-        kept = acc[i] * correction[:, None]
-        if tl.bfloat16 == DTYPE:
-            kept = tl.dot(p_low, v[i], kept)
-        out = out + (tl.dot(p_high, v[i], kept),)
-    return out
-
-
-@triton.jit
-def zeros_in_parts(M: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr):
-    """PARTS accumulators [M, D / PARTS]."""
-    out = ()
-    for _ in tl.static_range(PARTS):
-        out = out + (tl.zeros([M, D // PARTS], tl.float32),)
-    return out

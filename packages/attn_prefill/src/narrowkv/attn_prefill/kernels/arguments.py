@@ -8,6 +8,42 @@ struct, from which kernels make those of `narrowkv.paged_cache.kernels`.
 from typing import Any, NamedTuple
 
 
+class Queries(NamedTuple):
+    """Q `[tokens, heads, head_dim]` and where each sequence's rows begin."""
+
+    ptr: Any
+    token: Any
+    head: Any
+    starts: Any  # cu_seqlens_q
+    num_tokens: Any
+    max_len: Any  # query tokens of a sequence beyond this number are left out
+    descale: Any  # one float32, or None
+
+
+class Outputs(NamedTuple):
+    """O `[tokens, heads, head_dim]`, lse `[tokens, heads]` or None, sinks `[heads]` or None."""
+
+    ptr: Any
+    token: Any
+    head: Any
+    lse: Any
+    lse_token: Any
+    sinks: Any
+
+
+class Tile(NamedTuple):
+    """A tile of packed rows: its sequence (-1: none) and number there, and what the sequence is."""
+
+    seq: Any
+    number: Any
+    q_start: Any
+    q_len: Any  # query tokens that are served
+    kv_len: Any  # rows of keys up to the last one, padding included
+    base: Any  # the sequence's first row in the scratch
+    padding: Any  # rows of that part which are no keys: its first ones, or those between old and new keys
+    before: Any  # the position of the sequence's first query token among its keys
+
+
 class Cache(NamedTuple):
     """K and V as they are read: `KVPointers` of each, then `Descale` of each."""
 
@@ -56,6 +92,17 @@ class Destination(NamedTuple):
     v_descale_head: Any
 
 
+class NewCache(NamedTuple):
+    """Where new tokens are stored: bytes of K and V, their descales, pages a sequence, pages in all."""
+
+    k: Any
+    v: Any
+    k_descale: Any
+    v_descale: Any
+    max_pages: Any
+    num_pages: Any
+
+
 class Chunk(NamedTuple):
     """Keys and values of new tokens `[tokens, heads, head_dim]`, and their strides."""
 
@@ -76,8 +123,7 @@ class Scratch(NamedTuple):
         k_unit, v_unit: the same for whole blocks, `[heads, blocks]`, or None.
         unusual: whether any of v_unit is not 1, or a key that stays in its page has a factor, and how many
             programs have seen to it, or None.
-        starts: first row of each sequence; None where the schedule says it.
-        schedule: the order of tiles `[tiles, 8]`, see `scheduled_tile`; None where no launch makes one.
+        schedule: the order of tiles `[tiles, 8]`, see `scheduled_tile`.
         rows: rows of a head.
         max_keys: the most keys of a sequence that are read from the cache.
         key_blocks: the most blocks that the keys of all sequences take. Keys beyond either are left out.
@@ -90,27 +136,10 @@ class Scratch(NamedTuple):
     k_unit: Any
     v_unit: Any
     unusual: Any
-    starts: Any
     schedule: Any
     rows: Any
     max_keys: Any
     key_blocks: Any
-
-
-class AppendWorkspace(NamedTuple):
-    """`Workspace`, and what the programs of a staged append count.
-
-    Attributes:
-        acc, ml, arrived: partial results of splits; see `Workspace`.
-        ready, left: per (sequence, head) blocks in the scratch, and programs that have done waiting; zero
-            between launches. None where nothing waits.
-    """
-
-    acc: Any
-    ml: Any
-    arrived: Any
-    ready: Any
-    left: Any
 
 
 class AppendScales(NamedTuple):
@@ -118,8 +147,8 @@ class AppendScales(NamedTuple):
 
     Attributes:
         logit: of real logits, in base 2, or natural for a soft cap.
-        k, v: what old keys and values, and staged new values, are still to be multiplied by besides their
-            descale tensors.
+        k, v: what stored keys and values are still to be multiplied by besides their descale tensors; values
+            of new tokens in the scratch are divided by `v`.
         soft_cap: the cap of logits, or 0.
     """
 
@@ -173,6 +202,7 @@ class Rules(NamedTuple):
         settle: see `settle_stores`.
         wide_address: element offsets in the cache need 64 bits.
         nvidia: whether the target is one of NVIDIA's.
+        native: no kernel here multiplies FP4 as it is stored; see the rules of decode.
     """
 
     compute: Any
@@ -193,6 +223,7 @@ class Rules(NamedTuple):
     settle: bool
     wide_address: bool
     nvidia: bool
+    native: bool = False
 
 
 class Widened(NamedTuple):
@@ -203,7 +234,6 @@ class Widened(NamedTuple):
         tma: keys are loaded by tensor descriptor, else by pointer.
         overlap: P @ V of a key tile runs during the softmax of the next one.
         branch: see `dense_keys`.
-        staged: of an append: keys are in the scratch, and not in their pages.
     """
 
     k_per_key: bool
@@ -213,7 +243,6 @@ class Widened(NamedTuple):
     tma: bool
     overlap: bool
     branch: bool
-    staged: bool
 
 
 class Filling(NamedTuple):
@@ -261,8 +290,8 @@ class Blocks(NamedTuple):
     Attributes:
         m, n, d: rows, keys and columns of a tile.
         s: keys of a block of the scratch.
-        t: new tokens that a program quantises at once; of an append that is not staged: keys of the chunk
-            itself that are taken at a time.
+        t: new tokens that a program quantises at once; of a fused append: keys of the chunk itself that a
+            program attends to at once.
         i: tiles that a program puts in their order.
     """
 

@@ -26,19 +26,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from narrowkv.attn_prefill.kernels import rows
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.kernels import pages
-from narrowkv.runtime.attention import masks, results
+from narrowkv.runtime.attention import masks, results, softmax
 from narrowkv.runtime.launch.gluon import in_gluon
 
-await_launch_ahead = in_gluon(rows.await_launch_ahead)
+await_previous_launch = in_gluon(rows.await_previous_launch)
 first_id = in_gluon(pages.first_id)
+float_in_scalar_register = in_gluon(rows.float_in_scalar_register)
 key_range = in_gluon(masks.key_range)
+key_range_of_split = in_gluon(masks.key_range_of_split)
 locate_keys = in_gluon(pages.locate_keys)
-merge_splits = in_gluon(rows.merge_splits)
+merge_splits = in_gluon(results.merge_splits)
 rows_of = in_gluon(rows.rows_of)
 scheduled_tile = in_gluon(rows.scheduled_tile)
-share_of = in_gluon(masks.share_of)
-softmax_step = in_gluon(rows.softmax_step)
-uniform_scale = in_gluon(rows.uniform_scale)
+softmax_step = in_gluon(softmax.softmax_step)
 visible_range = in_gluon(masks.visible_range)
 output_rows = in_gluon(results.output_rows)
 times_head_descale = in_gluon(pages.times_head_descale)
@@ -263,7 +263,9 @@ def item_at(
         usual = gl.load(work.unusual) == 0
     begin, end, full, full_end = keys_of(tile, GQA_RATIO, PAD, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_M, BLOCK_N)
     if SPLIT:
-        begin, end, full, full_end = share_of(begin, end, full, full_end, place.split, work.num_splits)
+        begin, end, full, full_end = key_range_of_split(
+            begin, end, full, full_end, place.split, work.num_splits
+        )
     # Places past the last tile hold none.
     end = gl.where((tile.seq >= 0) & usual, end, begin)
     order = order_of(tile, begin, end, PAD, BLOCK_N)
@@ -559,7 +561,7 @@ def weights(
         if HAS_LAST:
             high = gl.minimum(high, num_keys - 1)
         s = mask_scores(s, low - before, high - before, WINDOW_LEFT >= 0)
-    p, correction, m, l = softmax_step(s, m, l, gl.full_like(m, 1.0) * scale, True)
+    p, m, l, correction = softmax_step(s, m, l, gl.full_like(m, 1.0) * scale)
     return as_operand(p, HEAD_DIM), correction, m, l
 
 
@@ -588,7 +590,7 @@ def attend_tiles(
         mbarrier.arrive(k_ring.emptied.index((count + i) % STAGES))
         own_scale = scale
         if TWO_SCALES:
-            own_scale = uniform_scale(gl.where(last - i < old, scale, new_scale))
+            own_scale = float_in_scalar_register(gl.where(last - i < old, scale, new_scale))
         p, correction, m, l = weights(
             s, m, l, own_scale, query_pos, (last - i) * BLOCK_N, num_keys,
             MASKED, False, WINDOW_LEFT, WINDOW_RIGHT, acc.shape[1],
@@ -657,7 +659,7 @@ def attend(
         seq = gl.maximum(tile.seq, 0)
         scale = times_head_descale(scales.old, scales.k_descale, seq, kv_head, K_DESCALE)
         if K_DESCALE == "head":
-            scale = uniform_scale(scale)
+            scale = float_in_scalar_register(scale)
         m = gl.full([ROWS], float("-inf"), gl.float32, S)
         l = gl.zeros([ROWS], gl.float32, S)
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)
@@ -671,7 +673,9 @@ def attend(
             # New keys begin with a block.
             old = tile.before // BLOCK_N
             if TWO_SCALES:
-                own_scale = uniform_scale(gl.where(item.order.start < old * BLOCK_N, scale, scales.new))
+                own_scale = float_in_scalar_register(
+                    gl.where(item.order.start < old * BLOCK_N, scale, scales.new)
+                )
             s = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(k_ring.emptied.index(count % STAGES))
             p, _correction, m, l = weights(
@@ -870,7 +874,7 @@ def _pipelined_prefill_kernel(
     k_ring = key_ring(k_desc, page_desc, STAGES)
     v_ring = key_ring(v_desc, None, STAGES)
     fence_async_shared()
-    await_launch_ahead()
+    await_previous_launch()
     if V_IN_UNITS:
         careful = gl.load(scratch.unusual) != 0
     gl.warp_specialize(

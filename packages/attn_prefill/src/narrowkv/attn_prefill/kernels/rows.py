@@ -4,67 +4,27 @@ Rows are (query token, head of the group) pairs of one sequence and one KV head,
 and widened once for all heads of a group.
 """
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
+from narrowkv.attn_prefill.kernels.arguments import Tile
 from narrowkv.paged_cache.kernels.pages import sequence_length
-from narrowkv.quant.device import settle_stores
 from narrowkv.runtime.attention.masks import SEQUENCES, query_ranges
-from narrowkv.runtime.attention.results import store_partial
-from narrowkv.runtime.attention.softmax import softmax_step as unscaled_step
 
-# Numbers that a server changes from call to call: kernels are not compiled anew for their values. Within a
-# tuple they would be, so kernels take them by themselves and put the tuples together.
+# Numbers that a server changes from call to call: kernels are not compiled again for their values. Within a
+# tuple they would be, so kernels take them as arguments of their own and put the tuples together.
 RUNTIME_SIZES = [
     "batch", "num_tokens", "max_q_len", "block_m", "table_row", "num_ids", "max_pages", "max_keys",
     "key_blocks", "num_tiles", "num_groups", "num_blocks", "num_splits",
 ]  # fmt: skip
 
 
-class Queries(NamedTuple):
-    """Q `[tokens, heads, head_dim]` and where each sequence's rows begin."""
-
-    ptr: Any
-    token: Any
-    head: Any
-    starts: Any  # cu_seqlens_q
-    num_tokens: Any
-    max_len: Any  # query tokens of a sequence beyond this number are left out
-    descale: Any  # one float32, or None
-
-
-class Outputs(NamedTuple):
-    """O `[tokens, heads, head_dim]`, lse `[tokens, heads]` or None, sinks `[heads]` or None."""
-
-    ptr: Any
-    token: Any
-    head: Any
-    lse: Any
-    lse_token: Any
-    sinks: Any
-
-
-class Tile(NamedTuple):
-    """A tile of packed rows: its sequence (-1: none) and number there, and what the sequence is."""
-
-    seq: Any
-    number: Any
-    q_start: Any
-    q_len: Any  # query tokens that are served
-    kv_len: Any  # rows of keys up to the last one, padding included
-    base: Any  # the sequence's first row in the scratch
-    padding: Any  # rows of that part which are no keys: its first ones, or those between old and new keys
-    before: Any  # the position of the sequence's first query token among its keys
-
-
 @triton.jit
-def uniform(x, NVIDIA: tl.constexpr):
-    """A number that every lane has, made known to be so: the compiler sees a reduction as lanes' own values.
+def in_scalar_register(x, NVIDIA: tl.constexpr):
+    """The int32 `x`, which all lanes of a warp hold, in a uniform register on NVIDIA.
 
-    What branches and addresses come of it stay in scalar registers then (of 587 instructions of a staged
-    append's loop 66 go).
+    The compiler takes the result of a reduction for a value of each lane. Branches and addresses that depend
+    on this one need no vector registers.
     """
     if NVIDIA:
         x = tl.inline_asm_elementwise(
@@ -74,25 +34,25 @@ def uniform(x, NVIDIA: tl.constexpr):
 
 
 @triton.jit
-def uniform_scale(x):
-    """The same for a number by which a warp multiplies: a scalar register is read beside all others.
+def float_in_scalar_register(x):
+    """`in_scalar_register` of a float32, on NVIDIA.
 
-    A scale in an ordinary one cost a pipelined append 58 clocks a tile of 64 x 128.
+    A scale in an ordinary register cost a pipelined append 58 clocks a tile of 64 x 128.
     """
-    return uniform(x.to(tl.int32, bitcast=True), True).to(tl.float32, bitcast=True)
+    return in_scalar_register(x.to(tl.int32, bitcast=True), True).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def begin_next_launch():
-    """Lets the launch behind this one begin, as soon as all programs of this one have come here."""
+    """Lets the next launch of the stream begin as soon as all programs of this launch have called this."""
     tl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
 @triton.jit
-def await_launch_ahead():
-    """Waits until the launch ahead has ended, and all that it leaves is there to be read."""
+def await_previous_launch():
+    """Waits until the launch before this one has ended and its stores are visible."""
     tl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -118,7 +78,12 @@ def tile_of(q, batch, index, GQA_RATIO: tl.constexpr, BLOCK_M: tl.constexpr, NVI
         q_start += tl.sum(tl.where(own, start, 0), 0)
         q_len += tl.sum(tl.where(own, length, 0), 0)
         before = tl.max(ends, 0)
-    return uniform(seq, NVIDIA), uniform(number, NVIDIA), uniform(q_start, NVIDIA), uniform(q_len, NVIDIA)
+    return (
+        in_scalar_register(seq, NVIDIA),
+        in_scalar_register(number, NVIDIA),
+        in_scalar_register(q_start, NVIDIA),
+        in_scalar_register(q_len, NVIDIA),
+    )
 
 
 @triton.jit
@@ -301,11 +266,11 @@ def find_block(
             q_start += tl.sum(tl.where(own, start, 0), 0)
             q_len += tl.sum(tl.where(own, length, 0), 0)
         blocks_before = tl.max(ends, 0)
-    seq, number = uniform(seq, NVIDIA), uniform(number, NVIDIA)
+    seq, number = in_scalar_register(seq, NVIDIA), in_scalar_register(number, NVIDIA)
     if OLD:
-        old_len = uniform(old_len, NVIDIA)
+        old_len = in_scalar_register(old_len, NVIDIA)
     if NEW:
-        q_start, q_len = uniform(q_start, NVIDIA), uniform(q_len, NVIDIA)
+        q_start, q_len = in_scalar_register(q_start, NVIDIA), in_scalar_register(q_len, NVIDIA)
     return seq, number, old_len, q_start, q_len
 
 
@@ -316,61 +281,3 @@ def rows_of(q_start, q_len, number, kv_head, GQA_RATIO: tl.constexpr, BLOCK_M: t
     within = rows // GQA_RATIO
     heads = kv_head * GQA_RATIO + rows % GQA_RATIO
     return (q_start + within).to(tl.int64), heads, rows < q_len * GQA_RATIO, within
-
-
-@triton.jit
-def softmax_step(s, m, l, scale, FOLDED: tl.constexpr):
-    """One step of the online softmax: P [M, N], what is left of the sums so far, the new m and l.
-
-    FOLDED: `s` is short of the positive `scale` [M], which a multiply-add applies together with the maximum.
-    """
-    if FOLDED:
-        m_new = tl.maximum(m, tl.max(s, 1) * scale)
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s * scale[:, None] - m_safe[:, None])
-        correction = tl.exp2(m - m_safe)
-        l = l * correction + tl.sum(p, 1)
-    else:
-        p, m_new, l, correction = unscaled_step(s, m, l)
-    return p, correction, m_new, l
-
-
-@triton.jit
-def weigh_values(p, correction, factor, unit):
-    """P times each key's factor, in units of the largest so far, so that it stays in float16's range."""
-    numbers = tl.where(factor == factor, factor, 1.2e-38)
-    larger = tl.maximum(tl.maximum(unit, tl.max(numbers, 0)), 1.2e-38)
-    return p * (factor / larger)[None, :], correction * (unit / larger), larger
-
-
-@triton.jit
-def merge_splits(workspace, acc, m, l, unit, split, num_splits, stride, row_mask,
-                 SETTLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Leaves a split's partial result; for the last split to arrive, returns True and all of them merged.
-
-    Slots of the splits are `unit + i * stride`; `unit` also numbers the tile's arrival counter. SETTLE: see
-    `settle_stores`.
-    """
-    r, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    store_partial(workspace, (unit + split * stride).to(tl.int64), acc, m, l, row_mask, BLOCK_M, BLOCK_D)
-    # Every thread's stores are done before the one thread that counts announces them.
-    unit = settle_stores(unit, SETTLE)
-    tl.debug_barrier()
-    last = tl.atomic_add(workspace.arrived + unit, 1, sem="acq_rel") == num_splits - 1
-    if last:
-        tl.store(workspace.arrived + unit, 0)  # the next launch finds it as this one did
-        m = tl.zeros_like(m) + float("-inf")
-        for i in range(num_splits):
-            slot = (unit + i * stride).to(tl.int64)
-            m = tl.maximum(m, tl.load(workspace.ml + slot * (2 * BLOCK_M) + r, cache_modifier=".cg"))
-        m_safe = tl.where(m == float("-inf"), 0.0, m)
-        l = tl.zeros_like(l)
-        acc = tl.zeros_like(acc)
-        for i in range(num_splits):
-            slot = (unit + i * stride).to(tl.int64)
-            weight = tl.exp2(tl.load(workspace.ml + slot * (2 * BLOCK_M) + r, cache_modifier=".cg") - m_safe)
-            l += tl.load(workspace.ml + slot * (2 * BLOCK_M) + BLOCK_M + r, cache_modifier=".cg") * weight
-            part = slot * (BLOCK_M * BLOCK_D) + r[:, None] * BLOCK_D + d[None, :]
-            acc_i = tl.load(workspace.acc + part, mask=row_mask[:, None], other=0.0, cache_modifier=".cg")
-            acc += acc_i * weight[:, None]
-    return last, acc, m, l

@@ -74,19 +74,28 @@ def attend(
     o: Any
     layer = getattr(key, LAYER_TAG, None)
     if isinstance(layer, NarrowLayer):
+        if (
+            layer.calibration is not None
+            and (softcap or s_aux is not None)
+            and layer.calibration.shifts_logits
+        ):
+            raise ValueError(
+                "a calibration with a K offset shifts logits, which a soft cap or attention sinks would see: "
+                "calibrate this model with offset=False"
+            )
         layer.store(padding)
         rows, cache = layer.owner.rows, layer.cache
         step = rows.step
         assert cache is not None
         assert step is not None
         if step.starts is None:
-            q = query[:, :, 0]
+            q = _calibrated(layer, query[:, :, 0])
             o = paged_decode(q, cache, step.table, plan=rows.decode_plan(q, cache), **options)
-            return o[:, None], None
-        q = _rows_of(query)
+            return _output(layer, o)[:, None], None
+        q = _calibrated(layer, _rows_of(query))
         plan = rows.prefill_plan(q, cache, step)
         o = batch_prefill(q, cache, step.table, step.starts, plan=plan, **options)
-        return o.view(batch, tokens, -1, head_dim), None
+        return _output(layer, o).view(batch, tokens, -1, head_dim), None
     step = _dense_step(key, padding, batch, tokens)
     cache = PagedKVCache.from_tensors(
         *(_as_slots(x) for x in (key, value)), format=_format_of(key), layout="tokens"
@@ -96,6 +105,16 @@ def attend(
         return o[:, None], None
     o = batch_prefill(_rows_of(query), cache, step.table, step.starts, **options)
     return o.view(batch, tokens, -1, head_dim), None
+
+
+def _calibrated(layer: NarrowLayer, q: torch.Tensor) -> torch.Tensor:
+    """Queries `[tokens, num_qo_heads, head_dim]` for the layer's stored keys."""
+    return q if layer.calibration is None else layer.calibration.queries(q)
+
+
+def _output(layer: NarrowLayer, o: torch.Tensor) -> torch.Tensor:
+    """The output `[tokens, num_qo_heads, head_dim]` of attention over the layer's stored values."""
+    return o if layer.calibration is None else layer.calibration.output(o)
 
 
 def refuse_unknown(options: dict[str, Any], dropout: float) -> None:

@@ -152,16 +152,6 @@ def kv_offsets(page, slot, kv, head, d, VEC: tl.constexpr, VEC_ON_TOKENS: tl.con
 
 
 @triton.jit
-def load_words(kv, offsets, d, ZERO: tl.constexpr, PARTS: tl.constexpr,
-               HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """A tile of K or V as stored, [N, BLOCK_D / PARTS]; columns past head_dim are zeros."""
-    if HEAD_DIM == BLOCK_D:
-        return tl.load(kv.ptr + offsets)
-    else:
-        return tl.load(kv.ptr + offsets, mask=(d * PARTS < HEAD_DIM)[None, :], other=ZERO)
-
-
-@triton.jit
 def times_head_descale(scale, descale, seq, kv_head, DESCALE: tl.constexpr):
     """Scale times the descale that all keys of a sequence's head share, where `DESCALE` is "head"."""
     if DESCALE == "head":

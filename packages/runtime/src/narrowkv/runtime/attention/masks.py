@@ -55,8 +55,8 @@ def key_range(first_pos, last_pos, first, num_keys,
 
 
 @triton.jit
-def share_of(begin, end, full, full_end, split, num_splits):
-    """The part of a key range that one split takes."""
+def key_range_of_split(begin, end, full, full_end, split, num_splits):
+    """The part of a key range, see `key_range`, that one split of `num_splits` attends to."""
     count = end - begin
     first = begin + (split * count) // num_splits
     last = begin + ((split + 1) * count) // num_splits

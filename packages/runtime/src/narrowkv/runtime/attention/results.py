@@ -4,12 +4,26 @@ import narrowkv.runtime.toolchain  # noqa: F401, I001  # first: it says how to g
 import triton
 import triton.language as tl
 
-from narrowkv.runtime.attention.softmax import natural_lse, output_share
+from narrowkv.runtime.attention.softmax import natural_lse, output_factor
 
 
 @triton.jit
-def store_partial(workspace, slot, acc, m, l, row_mask, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Workspace layout: acc [slot, BLOCK_M, BLOCK_D], ml [slot, 2, BLOCK_M]; slot = (unit, head program)."""
+def settle_stores(number, SETTLE: tl.constexpr):
+    """Returns the int32 `number` once this wave's stores have reached memory; SETTLE: compiled code on AMD.
+
+    A barrier does not wait for stores there, and the wave that counts the program waits only for its own.
+    """
+    if SETTLE:
+        number = tl.inline_asm_elementwise(
+            "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1", "=v,v,~{memory}", [number], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+    return number
+
+
+@triton.jit
+def store_partial_result(workspace, slot, acc, m, l, row_mask, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Stores a split's state: acc [slot, BLOCK_M, BLOCK_D] and ml [slot, 2, BLOCK_M] of a workspace."""
     r, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     part = slot * (BLOCK_M * BLOCK_D) + r[:, None] * BLOCK_D + d[None, :]
     tl.store(workspace.acc + part, acc, mask=row_mask[:, None])
@@ -18,14 +32,74 @@ def store_partial(workspace, slot, acc, m, l, row_mask, BLOCK_M: tl.constexpr, B
 
 
 @triton.jit
+def is_last_program(workspace, counter, num_splits, SETTLE: tl.constexpr):
+    """Counts this program; True for the last of `num_splits` programs, which resets the counter.
+
+    Call it after `store_partial_result`. SETTLE: see `settle_stores`.
+    """
+    counter = settle_stores(counter, SETTLE)
+    # The barrier orders the stores of all threads before the count, which one thread makes.
+    tl.debug_barrier()
+    last = tl.atomic_add(workspace.arrived + counter, 1, sem="acq_rel") == num_splits - 1
+    if last:
+        tl.store(workspace.arrived + counter, 0)  # counters are zero between launches
+    return last
+
+
+@triton.jit
+def merge_partial_results(workspace, acc, m, l, first_slot, step, num_splits, row_mask,
+                          BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+    """The state of a tile's rows, merged from the slots first_slot, first_slot + step, ... of a workspace.
+
+    Args:
+        acc, m, l: any state; only shapes and layouts are taken from it.
+        UNROLL: splits that are loaded at once.
+    """
+    r, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    m = tl.zeros_like(m) + float("-inf")
+    for i in range(num_splits):
+        slot = (first_slot + i * step).to(tl.int64)
+        m = tl.maximum(m, tl.load(workspace.ml + slot * (2 * BLOCK_M) + r, cache_modifier=".cg"))
+    m_safe = tl.where(m == float("-inf"), 0.0, m)
+    l = tl.zeros_like(l)
+    acc = tl.zeros_like(acc)
+    # The maximum is known, so that the terms are independent and their loads overlap.
+    for i in tl.range(0, num_splits, loop_unroll_factor=UNROLL):
+        slot = (first_slot + i * step).to(tl.int64)
+        weight = tl.exp2(tl.load(workspace.ml + slot * (2 * BLOCK_M) + r, cache_modifier=".cg") - m_safe)
+        l += tl.load(workspace.ml + slot * (2 * BLOCK_M) + BLOCK_M + r, cache_modifier=".cg") * weight
+        part = slot * (BLOCK_M * BLOCK_D) + r[:, None] * BLOCK_D + d[None, :]
+        acc_i = tl.load(workspace.acc + part, mask=row_mask[:, None], other=0.0, cache_modifier=".cg")
+        acc += acc_i * weight[:, None]
+    return acc, m, l
+
+
+@triton.jit
+def merge_splits(workspace, acc, m, l, counter, split, num_splits, step, row_mask,
+                 SETTLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Stores a split's partial result; for the last program of a tile, returns True and all splits merged.
+
+    The splits of a tile use the slots `counter + i * step`, and its arrival counter is number `counter`.
+    """
+    slot = (counter + split * step).to(tl.int64)
+    store_partial_result(workspace, slot, acc, m, l, row_mask, BLOCK_M, BLOCK_D)
+    last = is_last_program(workspace, counter, num_splits, SETTLE)
+    if last:
+        acc, m, l = merge_partial_results(
+            workspace, acc, m, l, counter, step, num_splits, row_mask, BLOCK_M, BLOCK_D, 1
+        )
+    return last, acc, m, l
+
+
+@triton.jit
 def output_rows(sinks_ptr, acc, m, l, out_scale, heads, row_mask, HAS_SINKS: tl.constexpr):
     """Rows of O: acc / (l + sink), times `out_scale`."""
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + heads, mask=row_mask, other=float("-inf")).to(tl.float32)
-        share = output_share(m, l, sink)
+        factor = output_factor(m, l, sink)
     else:
-        share = tl.where(l == 0.0, 0.0, 1.0 / l)
-    return acc * (share * out_scale)[:, None]
+        factor = tl.where(l == 0.0, 0.0, 1.0 / l)
+    return acc * (factor * out_scale)[:, None]
 
 
 @triton.jit

@@ -9,23 +9,35 @@ import triton.language as tl
 
 
 @triton.jit
-def softmax_step(s, m, l):
-    """One tile of logits `[M, N]` into the running maximum and denominator `[M]`.
+def softmax_step(s, m, l, scale=None):
+    """Takes one tile of logits `[M, N]` into the running maximum and the running sum `[M]`.
+
+    Args:
+        s: the logits.
+        m, l: the running maximum and the running sum.
+        scale: what the logits are still to be multiplied by, `[M]` and positive; None for 1. A multiply-add
+            applies it together with the maximum.
 
     Returns:
-        `(p, m, l, correction)`: the tile's numerators, the new state, and what earlier sums are to be
-        multiplied by. A row with nothing but -inf so far has p = 0, l = 0, m = -inf.
+        `(p, m, l, correction)`: the tile's numerators, the new state, and the correction factor of all that
+        was summed before. A row that has only seen logits of -inf has p = 0, l = 0, m = -inf.
     """
-    m_new = tl.maximum(m, tl.max(s, 1))
+    if scale is None:
+        m_new = tl.maximum(m, tl.max(s, 1))
+    else:
+        m_new = tl.maximum(m, tl.max(s, 1) * scale)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s - m_safe[:, None])
+    if scale is None:
+        p = tl.exp2(s - m_safe[:, None])
+    else:
+        p = tl.exp2(s * scale[:, None] - m_safe[:, None])
     correction = tl.exp2(m - m_safe)
     return p, m_new, l * correction + tl.sum(p, 1), correction
 
 
 @triton.jit
-def output_share(m, l, sink):
-    """What the accumulators of rows `[M]` are multiplied by: 1 / (l + sink), 0 for a row without keys.
+def output_factor(m, l, sink):
+    """The factor of the accumulators of rows `[M]`: 1 / (l + sink), and 0 for a row without keys.
 
     Args:
         m, l: the state after the last tile; l is 0 where there were no keys, whatever m is.
@@ -50,9 +62,15 @@ def natural_lse(m, l):
 
 @triton.jit
 def merge_step(acc, m, l, parts, part_m, part_l):
-    """Partial results of N splits into one row: acc `[1, D]`, m and l `[1]`; parts `[N, D]`, the rest `[N]`.
+    """Merges the partial results of N splits into one row.
 
-    A split without keys has m = -inf and finite parts.
+    Args:
+        acc, m, l: the row's state, `[1, D]`, `[1]` and `[1]`.
+        parts, part_m, part_l: the splits' states, `[N, D]`, `[N]` and `[N]`. A split without keys has
+            part_m = -inf and finite parts.
+
+    Returns:
+        The new `(acc, m, l)`.
     """
     m_new = tl.maximum(m, tl.max(part_m, 0))
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna3, cdna4
 
-from narrowkv.runtime.attention.softmax import natural_lse, output_share, softmax_step
+from narrowkv.runtime.attention.softmax import natural_lse, output_factor, softmax_step
 from narrowkv.sparse_fp8.config import SparseConfig
 from narrowkv.sparse_fp8.kernels.results import SIZES, Call, split_tiles
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers, as_row_number, clamp_span, named
@@ -191,7 +191,7 @@ def _sparse_cdna4_kernel(
             sink = gl.load(out.sink + heads, mask=mask, other=float("-inf"))
         else:
             sink = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        share = gl.convert_layout(output_share(m, l, sink), gl.SliceLayout(1, SUMS))
+        share = gl.convert_layout(output_factor(m, l, sink), gl.SliceLayout(1, SUMS))
         places = gl.expand_dims(of_sums * out.stride_h, 1) + columns
         o = (acc * gl.expand_dims(share, 1)).to(out.o.dtype.element_ty)
         cdna3.buffer_store(o, out.o + wide_token * out.stride_t, places, mask=stored)

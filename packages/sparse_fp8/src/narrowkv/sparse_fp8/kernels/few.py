@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from narrowkv.quant.device import e8m0_to_fp32
-from narrowkv.runtime.attention.softmax import natural_lse, output_share
+from narrowkv.runtime.attention.softmax import natural_lse, output_factor
 from narrowkv.sparse_fp8.kernels.hopper import (
     _barrier,
     _choose,
@@ -458,7 +458,7 @@ def _store_item(
                 natural_lse(m, l),
                 mask=mask,
             )
-        result = (acc * output_share(m, l, sink)[None, :]).to(out.o.dtype.element_ty)
+        result = (acc * output_factor(m, l, sink)[None, :]).to(out.o.dtype.element_ty)
         places = out.o + token.to(gl.int64) * out.stride_t + (columns[None, :] * out.stride_h + d[:, None])
         gl.store(places, gl.convert_layout(result, OUT), mask=stored)
 

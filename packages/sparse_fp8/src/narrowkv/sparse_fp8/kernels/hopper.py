@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from narrowkv.runtime.attention.softmax import natural_lse, output_share
+from narrowkv.runtime.attention.softmax import natural_lse, output_factor
 from narrowkv.sparse_fp8.kernels.results import SIZES, split_tiles
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers, clamp_span, load_span, locate, named
 
@@ -252,7 +252,7 @@ def _finish_scores(
     else:
         sink = gl.full([m.shape[0]], float("-inf"), gl.float32, ROW)
     mbarrier.wait(released, (turn & 1) ^ 1)
-    shares.store(output_share(m, l, sink))
+    shares.store(output_factor(m, l, sink))
     _barrier()
     mbarrier.arrive(finished, count=1)
     if SPLIT:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.runtime.attention.softmax import merge_step, natural_lse, output_share
+from narrowkv.runtime.attention.softmax import merge_step, natural_lse, output_factor
 
 # Arguments of the attention kernels that serving changes from call to call.
 SIZES = ["num_tokens", "num_splits", "prefix_rows", "prefix_nnz", "extend_rows", "extend_nnz"]
@@ -60,7 +60,7 @@ def row_share(out, m, l, heads, mask, HAS_SINK: tl.constexpr):
         sink = tl.load(out.sink + heads, mask=mask, other=float("-inf"))
     else:
         sink = tl.full(m.shape, float("-inf"), tl.float32)
-    return output_share(m, l, sink)
+    return output_factor(m, l, sink)
 
 
 @triton.jit

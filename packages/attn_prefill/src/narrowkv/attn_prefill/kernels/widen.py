@@ -1,0 +1,228 @@
+"""The launch before dense attention: it gathers and widens the cache into contiguous scratch, once.
+
+K becomes Q's type and V float16, both exactly but for small elements of V in bf16, see
+`to_fp16_with_exponent`. Beside FP8 queries K keeps its stored bytes, for the FP8 matrix unit.
+"""
+
+import triton
+import triton.language as tl
+
+from narrowkv.attn_prefill.kernels.prologue import (
+    cache_to_read,
+    queries_of_call,
+    scratch_of_call,
+    table_of_call,
+)
+from narrowkv.attn_prefill.kernels.rows import (
+    RUNTIME_SIZES,
+    begin_next_launch,
+    find_block,
+    longest_held,
+    schedule_tiles,
+)
+from narrowkv.paged_cache.kernels.pages import first_id, load_key_scale, locate_keys
+from narrowkv.paged_cache.kernels.queries import as_fp8
+from narrowkv.paged_cache.kernels.tiles import load_tile, widen_tile
+from narrowkv.quant.device import join_parts
+
+# V of a bf16 cache times 2**this is float16 without a factor of its own from 2**-17 to 2**10.
+BF16_VALUE_EXPONENT = tl.constexpr(5)
+
+
+@triton.jit
+def to_fp16_with_exponent(widened, top, EXPONENT: tl.constexpr):
+    """A float32 tile times 2**EXPONENT, as float16 and the power of two that it is still to be multiplied by.
+
+    Where `top` times 2**EXPONENT is from 2**-12 to 2**15, the power is 1, and elements too small to keep all
+    their bits are off by at most 2**-13 of the largest. Elsewhere the largest element comes to lie in
+    [2**14, 2**15), or below if it was below 2**-26.
+
+    Args:
+        top: the largest magnitude of the rows that are used, finite. Other rows become undefined values.
+    """
+    exponent = (top.to(tl.int32, bitcast=True) >> 23) - 127 + EXPONENT
+    usual = (top == 0) | ((exponent >= -12) & (exponent < 15))
+    exponent = tl.where(usual, 0, tl.maximum(exponent - 14, -40))
+    down = ((127 - exponent + EXPONENT) << 23).to(tl.float32, bitcast=True)
+    return (widened * down).to(tl.float16), ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def finite_rows(v, inside):
+    """Which rows of a tile of V are inside and hold neither NaN nor Inf, and the largest magnitude in these.
+
+    Other rows are stored as zeros, for 0 * NaN would reach every row of the output. The keys of those inside
+    become NaN instead: the mask keeps them from rows that do not see them.
+    """
+    # As integers magnitudes are in the same order, Inf above what is finite, and NaN above Inf.
+    bits = v.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(bits, 1)
+    finite = inside & (largest < 0x7F800000)
+    return finite, tl.max(tl.where(finite, largest, 0), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_value_power(scratch, power, unusual, at):
+    """Stores the power of two that a block of V is still to be multiplied by.
+
+    unusual: whether the pipelined kernel must read such powers or factors of keys; it sets a flag then.
+    """
+    tl.store(scratch.v_unit + at, power)
+    if scratch.unusual is not None:
+        tl.store(scratch.unusual, 1, mask=unusual)
+
+
+@triton.jit
+def store_block(target, words, kv_head, block, rows, keep, rest, HEAD_DIM: tl.constexpr,
+                BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Rows of a block `[BLOCK_N, BLOCK_D]` into `[heads, rows, head_dim]`, `rest` for those not to `keep`."""
+    n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    at = ((kv_head.to(tl.int64) * rows + block * BLOCK_N) * HEAD_DIM) + n[:, None] * HEAD_DIM + d[None, :]
+    value = tl.where(keep[:, None], words, rest).to(target.dtype.element_ty)
+    if HEAD_DIM == BLOCK_D:
+        tl.store(target + at, value)
+    else:
+        tl.store(target + at, value, mask=(d < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def keys_without_value(inside, KIND: tl.constexpr):
+    """What is stored for keys without a finite value, `[N, 1]`: NaN, or zero where there is no key."""
+    if KIND.is_fp8():
+        NAN: tl.constexpr = 0x80 if tl.float8e4b8 == KIND else 0x7F
+        return tl.where(inside, NAN, 0).to(tl.uint8)[:, None]
+    else:
+        return tl.where(inside, float("nan"), 0.0).to(KIND)[:, None]
+
+
+@triton.jit
+def widen_block(
+    k, v, k_descale, v_descale, table, scratch, seq, block, first_row, kv_head, kv_len, k_unit,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_TYPE: tl.constexpr, IN_UNITS: tl.constexpr,
+    WIDE_ADDRESS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Gathers, widens and stores one block of one head: keys from `first_row` of `seq` to block `block`.
+
+    Args:
+        k_unit: with IN_UNITS, what K is still to be multiplied by; it is stored beside the block.
+        K_TYPE: what K becomes; the matrix unit's FP8 type keeps the bytes as stored; None leaves K in its
+            pages and stores a factor for each key, which is NaN where its V is not finite.
+    """
+    HEAD_DIM: tl.constexpr = SIZES.head_dim
+    PAGE_SIZE: tl.constexpr = SIZES.page_size
+    RAGGED: tl.constexpr = SIZES.ragged
+    K_VEC: tl.constexpr = K.vec
+    K_FORMAT: tl.constexpr = K.format
+    K_ROUTE: tl.constexpr = K.route
+    K_DESCALE: tl.constexpr = K.descale
+    K_PARTS: tl.constexpr = K.parts
+    V_VEC: tl.constexpr = V.vec
+    V_FORMAT: tl.constexpr = V.format
+    V_ROUTE: tl.constexpr = V.route
+    V_DESCALE: tl.constexpr = V.descale
+    V_PARTS: tl.constexpr = V.parts
+    row_base = first_id(table, seq, RAGGED)
+    n = first_row + tl.arange(0, BLOCK_N)
+    inside = (n >= 0) & (n < kv_len)
+    page, slot = locate_keys(table, row_base, n, 0, kv_len - 1, PAGE_SIZE, WIDE_ADDRESS)
+    K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
+    V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
+    if K_TYPE is not None:
+        k_words = load_tile(k, page, slot, kv_head, False, K_VEC, K_PARTS, HEAD_DIM, BLOCK_D)
+    v_words = load_tile(v, page, slot, kv_head, True, V_VEC, V_PARTS, HEAD_DIM, BLOCK_D)
+    k_scale = 1.0
+    v_scale = 1.0
+    if K_PER_KEY:
+        k_scale = load_key_scale(k_descale, page, slot, kv_head, K_DESCALE, False, HEAD_DIM, BLOCK_D)
+    if V_PER_KEY:
+        v_scale = load_key_scale(v_descale, page, slot, kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D)
+    factors = kv_head.to(tl.int64) * scratch.rows + block * BLOCK_N + tl.arange(0, BLOCK_N)
+    blocks = kv_head.to(tl.int64) * (scratch.rows // BLOCK_N) + block
+    if V_FORMAT == "bf16":
+        widened_v = v_words
+        v_factor = v_scale
+    else:
+        parts, v_factor = widen_tile(v_words, v_scale, V_FORMAT, V_ROUTE, tl.float16, V_PARTS, V_DESCALE)
+        widened_v = join_parts(parts, V_PARTS)
+    finite, top = finite_rows(widened_v, inside)
+    power = tl.full([], 1.0, tl.float32)
+    if V_FORMAT == "bf16":
+        widened_v, power = to_fp16_with_exponent(widened_v.to(tl.float32), top, BF16_VALUE_EXPONENT)
+    if V_PER_KEY:
+        finite = finite & (tl.abs(v_factor) < float("inf"))
+        tl.store(scratch.v_factor + factors, tl.where(finite, v_factor, 0.0))
+    store_block(scratch.v, widened_v, kv_head, block, scratch.rows, finite, 0.0, HEAD_DIM, BLOCK_D, BLOCK_N)
+    unusual = power != 1.0
+    if K_TYPE is None:
+        bad = inside & ~finite
+        tl.store(scratch.k_factor + factors, tl.where(bad, float("nan"), 1.0))
+        unusual = unusual | (tl.max(bad.to(tl.int32), 0) > 0)
+    else:
+        if K_TYPE.is_fp8():
+            widened_k = as_fp8(k_words, K_TYPE, False).to(tl.uint8, bitcast=True)
+            k_factor = k_scale
+        else:
+            parts, k_factor = widen_tile(k_words, k_scale, K_FORMAT, K_ROUTE, K_TYPE, K_PARTS, K_DESCALE)
+            widened_k = join_parts(parts, K_PARTS)
+        store_block(
+            scratch.k, widened_k, kv_head, block, scratch.rows, finite, keys_without_value(inside, K_TYPE),
+            HEAD_DIM, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
+        if K_PER_KEY:
+            tl.store(scratch.k_factor + factors, tl.where(inside, k_factor, 0.0))
+        if IN_UNITS:
+            tl.store(scratch.k_unit + blocks, k_unit)
+    if scratch.v_unit is not None:
+        store_value_power(scratch, power, unusual, blocks)
+
+
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
+def _widen_kernel(
+    q, cache, table, scratch,
+    batch, num_tokens, max_q_len, block_m, table_row, num_ids, max_pages, max_keys, key_blocks,
+    num_blocks, num_tiles,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, FILLING: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The first programs widen a block of one head each, the last ones order the tiles that attend.
+
+    Args:
+        q: `Queries`; cache: `Cache`; table: `Table`; scratch: `Scratch`: without the sizes that follow.
+        block_m: rows of a tile of the launch that attends. num_blocks, num_tiles: how many there are at most.
+        SIZES, K, V, FILLING, BLOCKS: `Sizes`, `Stored`, `Stored`, `Filling`, `Blocks`.
+    """
+    NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
+    GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
+    PAGE_SIZE: tl.constexpr = SIZES.page_size
+    RAGGED: tl.constexpr = SIZES.ragged
+    K_TYPE: tl.constexpr = FILLING.k_type
+    CAUSAL: tl.constexpr = FILLING.causal
+    WIDE_ADDRESS: tl.constexpr = FILLING.wide_address
+    NVIDIA: tl.constexpr = FILLING.nvidia
+    BLOCK_D: tl.constexpr = BLOCKS.d
+    BLOCK_N: tl.constexpr = BLOCKS.s
+    BLOCK_I: tl.constexpr = BLOCKS.i
+    if FILLING.early:
+        begin_next_launch()
+    k, v, k_descale, v_descale = cache_to_read(cache)
+    q = queries_of_call(q, num_tokens, max_q_len)
+    table = table_of_call(table, table_row, num_ids, max_pages)
+    scratch = scratch_of_call(scratch, max_keys, key_blocks)
+    pid = tl.program_id(0)
+    if pid >= num_blocks * NUM_KV_HEADS:
+        schedule_tiles(
+            q, table, scratch, batch, num_tiles, pid - num_blocks * NUM_KV_HEADS, block_m,
+            PAGE_SIZE, RAGGED, False, GQA_RATIO, CAUSAL, BLOCK_N, BLOCK_I,
+        )  # fmt: skip
+        return
+    kv_head = pid % NUM_KV_HEADS
+    block = pid // NUM_KV_HEADS
+    limit = longest_held(table, scratch, batch, PAGE_SIZE, RAGGED, BLOCK_N)
+    seq, in_seq, kv_len, _, _ = find_block(
+        q, table, scratch, batch, block, limit, True, False, PAGE_SIZE, RAGGED, BLOCK_N, NVIDIA
+    )
+    if seq < 0:
+        return
+    widen_block(
+        k, v, k_descale, v_descale, table, scratch, seq, block, in_seq * BLOCK_N, kv_head, kv_len, 1.0,
+        SIZES, K, V, K_TYPE, False, WIDE_ADDRESS, BLOCK_D, BLOCK_N,
+    )  # fmt: skip

@@ -1,0 +1,93 @@
+"""What a prefill's configuration is chosen for, and what is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from narrowkv.runtime.launch import LaunchOptions
+
+SCRATCH_BLOCK = 64  # keys; each sequence's widened keys begin at a multiple of it
+
+
+@dataclass(frozen=True)
+class PrefillShape:
+    """What a configuration depends on, all of it known without reading the device.
+
+    Attributes:
+        batch, num_tokens: sequences, and query tokens of all of them.
+        max_q_len: a bound of a sequence's query tokens.
+        num_qo_heads, num_kv_heads, head_dim, page_size: sizes.
+        max_seq_len: a bound of a sequence's keys.
+        kv_tokens: a bound of all sequences' keys together.
+        q_dtype: of the query.
+    """
+
+    batch: int
+    num_tokens: int
+    max_q_len: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    max_seq_len: int
+    kv_tokens: int
+    q_dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def gqa_ratio(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    def of_any_sequence(self) -> PrefillShape:
+        """The same heads, with a batch and bounds that do not depend on the call."""
+        return replace(self, batch=1, num_tokens=64, max_q_len=64, max_seq_len=1, kv_tokens=1)
+
+    def row_tiles(self, block_m: int) -> int:
+        """A bound of the tiles of packed rows of one KV head, over all sequences."""
+        if self.batch == 0:
+            return 0
+        ragged = (self.num_tokens * self.gqa_ratio + self.batch * (block_m - 1)) // block_m
+        return min(ragged, self.batch * -(-self.max_q_len * self.gqa_ratio // block_m))
+
+    def scratch_rows(self, block: int) -> int:
+        """Rows of scratch for every sequence's keys in whole blocks."""
+        blocks = min(self.kv_tokens // block + self.batch, self.batch * -(-self.max_seq_len // block))
+        return max(blocks, 1) * block
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """How a prefill runs.
+
+    Attributes:
+        kernel: "dense" (widen once, then attend), "fused" (widen in the loop) or "decode"; of an append
+            "append_then_attend" (as dense), "pipelined" (the same by Hopper's kernel) or "fused".
+        why: the reason, for people.
+        block_m, block_n: rows and keys of a tile.
+        own_n: of a fused append: keys of the chunk itself that a program attends to at once.
+        num_splits: programs that share a tile's keys.
+        fp8: the FP8 format of the matrix unit when Q is FP8, else None.
+        tma: keys of the scratch come by tensor descriptor.
+        overlap: P @ V of a key tile runs during the softmax of the next one.
+        scratch_block: widened keys of a sequence begin at multiples of it.
+        k_in_pages: K is copied out of its pages, where that can be done, and only V is widened.
+        otherwise: where `kernels/pipelined.py` attends, what does when the softmax is capped, the scale not
+            positive or queries to be rotated; None where a plain kernel attends anyway.
+        options: compiler options of the attention kernel.
+    """
+
+    kernel: str
+    why: str
+    block_m: int = 16
+    block_n: int = 16
+    own_n: int = 16
+    num_splits: int = 1
+    fp8: str | None = None
+    tma: bool = False
+    overlap: bool = False
+    scratch_block: int = SCRATCH_BLOCK
+    k_in_pages: bool = False
+    otherwise: PrefillConfig | None = None
+    options: LaunchOptions = field(default_factory=LaunchOptions)

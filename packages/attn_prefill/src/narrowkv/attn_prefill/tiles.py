@@ -1,0 +1,218 @@
+"""Tiles, splits and compiler options of each kernel, by target and shape, each beside its measurement."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape
+from narrowkv.runtime.launch import LaunchOptions
+from narrowkv.runtime.targets import TARGETS, Target
+
+# Keys of a 16-bit cache stay in their pages where this many tiles of rows read them at most, and from so many
+# keys on: copies of 16 rows cost attention 5 %, and widening takes 40 % less. H100, bf16 cache, pages of 16:
+# 128 over 32k 182 us instead of 212 (32/8 heads), 1k over 4k 142 and 137, 128 over 4k 47 both.
+_TILES_OF_PAGES = 16
+_KEYS_IN_PAGES = 8192
+_ITERATIVE_ILP = "amdgpu-sched-strategy=iterative-ilp"
+
+
+def tuned_as(target: Target) -> Target:
+    """The target whose kernels and tiles are chosen; on a CPU gfx942, so that those are interpreted."""
+    return TARGETS["gfx942"] if target.name == "cpu" else target
+
+
+def block_m_for(shape: PrefillShape) -> int:
+    """Rows of a tile: 64, or fewer where an average sequence has fewer rows."""
+    rows = -(-shape.num_tokens * shape.gqa_ratio // max(shape.batch, 1))
+    return min(64, max(16, 1 << (rows - 1).bit_length()))
+
+
+def units_of(target: Target) -> int:
+    """Compute units of the target, on a CPU those of gfx942; two where they are not known."""
+    figures = tuned_as(target).figures
+    return figures.units if figures is not None else 2
+
+
+def widen_options(target: Target, head_dim: int, block: int) -> LaunchOptions:
+    """Of programs that widen a block of keys each: a warp has sixteen of its rows, on NVIDIA eight.
+
+    With sixteen a thread of sm90 takes up to 235 registers, so that one program fills a unit. CDNA keeps the
+    masks of a wave's rows, and of columns that pad a row, in scalar registers: other head_dims take twice the
+    waves there (Triton 3.6 to 3.8 put up to 46 scalars into vector lanes otherwise).
+    """
+    masks = target.is_amd and head_dim not in (64, 128)
+    return LaunchOptions(num_warps=block // (8 if masks or target.is_nvidia else 16), num_stages=1)
+
+
+def produce_options(target: Target, head_dim: int, block: int) -> LaunchOptions:
+    """Of programs that widen a block of keys, or quantise new tokens, before a pipelined append.
+
+    Of those of blocks of 128 two share a unit of sm90 at 64 registers instead of one, which is worth a few
+    spills. H200, FP8 cache, 8 KV heads, 16 tokens a program: 1k over 4k 22.3 and 18.2 us, 128 over 32k 89
+    and 70.
+    """
+    options = widen_options(target, head_dim, block)
+    return replace(options, maxnreg=64) if block == 128 and head_dim <= 128 else options
+
+
+def partial_programs(target: Target, resident: int) -> int:
+    """Programs with partial results that a launch has at most, which bounds their memory."""
+    return 8 * resident * units_of(target)
+
+
+def choose_splits(target: Target, programs: int, key_tiles: int, resident: int = 2) -> int:
+    """Programs that share a tile's keys: how many finish first.
+
+    In units of a key tile's time, a program's start and its partial result cost 8, and whoever merges 1.5 for
+    each. `resident` programs share a unit: two by shared memory on sm90, by registers on CDNA. H200, 96/8
+    heads: 16 new over 4k at 1, 5, 11 splits 59, 31, 36 us; 128 over 32k at 1, 4, 11 splits 540, 469, 501 us;
+    128 over 4k at 1 and 4 splits 82 and 85 us.
+    """
+    slots = resident * units_of(target)
+    most = min(key_tiles // 4, 32, partial_programs(target, resident) // max(programs, 1))
+
+    def cost(splits: int) -> float:
+        waves = -(-programs * splits // slots)
+        if splits == 1:
+            return waves * (key_tiles + 2.0)
+        return waves * (key_tiles / splits + 8) + 1.5 * splits
+
+    return min(range(1, max(1, most) + 1), key=cost)
+
+
+def dense_config(
+    target: Target, shape: PrefillShape, block_m: int, why: str, wide: bool, plain: bool
+) -> PrefillConfig:
+    """Tiles and options of attention over widened keys.
+
+    plain: no factors of single keys, and Q is one term.
+    """
+    if tuned_as(target).is_amd:
+        return _amd_dense_config(tuned_as(target), shape, block_m, why, plain)
+    # H200, 1k new over 4k, 96/8 heads: 64 x 64 at 4 warps and 3 stages 462 us, 2 stages 510, 64 x 32 509,
+    # 128 x 64 at 8 warps 529, 64 x 128 632; by pointers and not descriptors 481.
+    block_n = 32 if wide else 64
+    options = LaunchOptions(num_warps=8 if wide else 4, num_stages=3)
+    splits = choose_splits(
+        target, shape.row_tiles(block_m) * shape.num_kv_heads, -(-shape.max_seq_len // block_n)
+    )
+    # The extra round costs a tile. H200, base and overlapped: 1k over 0 78 and 86 us, 1k over 4k 444 and 443,
+    # 128 over 32k in 4 splits 469 and 439.
+    # Tiles of few rows always have it, so that tables of any width compile the same kernels.
+    overlap = target.is_nvidia and not wide and (shape.max_seq_len >= 4096 or block_m < 64)
+    return PrefillConfig(
+        "dense", why, block_m, block_n, num_splits=splits, tma=target.name == "sm90", overlap=overlap,
+        options=options,
+    )  # fmt: skip
+
+
+def _amd_dense_config(
+    target: Target, shape: PrefillShape, block_m: int, why: str, plain: bool
+) -> PrefillConfig:
+    """Tiles and options on CDNA, by `narrowkv inspect model --case`, hot loop, model TFLOP/s at 96/8 heads.
+
+    128 rows, 32 x 32 matrix instructions, 64 keys a tile; in brackets 64 x 32 with 16 x 16 instructions, one
+    stage and registers for two waves a SIMD. gfx942: plain 521 (375), head_dim 64 422 (289), soft cap 220
+    (254), window 529 (363). gfx950: plain 1087 (482), head_dim 64 932 (482), soft cap 307 (300).
+    32 keys a tile where more numbers are held for each row or key: gfx942, descale of each key 293 (with 64
+    keys 319, but spills beside a cap and a window; before 246), three splits 458 (371, 366), fp16 queries
+    over bf16 501 (437, 475); gfx950, descale of each key 453 (346, 328), three splits 905 (827, 492).
+
+    On gfx942 a second stage adds LDS bank conflicts: 128 x 32 with one stage 460, with two 355. Storing V
+    transposed changes nothing there (521). On gfx950 the second stage is worth 706 -> 1087, a third stage and
+    256 rows nothing. LLVM's strategy iterative-ilp: gfx942 334 -> 521, gfx950 1087 -> 1043, at head_dim 64
+    867 -> 932; under Triton 3.8 it crashes the compiler beside factors of keys, where it gains 2%. Tiles of
+    64 rows: gfx942 375 -> 396 by `kpack` and the strategy, gfx950 482 -> 786 by the second stage.
+
+    plain: no factors of single keys, and Q is one term.
+    """
+    gfx950 = target.name == "gfx950"
+    head_dim = shape.head_dim
+    rows = -(-shape.num_tokens * shape.gqa_ratio // max(shape.batch, 1))
+    large = head_dim in (64, 128) and rows >= 128
+    # Fewer tiles than compute units would leave some idle.
+    large = large and shape.row_tiles(128) * shape.num_kv_heads >= units_of(target)
+    block_m = 128 if large else block_m
+    programs = shape.row_tiles(block_m) * shape.num_kv_heads
+    block_n = 16 if head_dim > 128 else 32
+    splits = choose_splits(target, programs, -(-shape.max_seq_len // block_n))
+    if large and plain and (splits == 1 or programs >= 2 * units_of(target)):
+        # Splits would fill the last round of programs better, but cost as much as that saves.
+        block_n, splits = 64, 1
+    scheduled = plain and head_dim <= 128 and (not gfx950 or (large and head_dim == 64))
+    options = LaunchOptions(
+        num_warps=4,
+        num_stages=2 if gfx950 and head_dim <= 128 else 1,
+        waves_per_eu=2 if head_dim <= 128 and not large and not gfx950 else None,
+        matrix_instr_nonkdim=32 if large else 16,
+        kpack=2 if head_dim <= 128 else None,
+        llvm_fn_attrs=_ITERATIVE_ILP if scheduled else None,
+    )
+    return PrefillConfig("dense", why, block_m, block_n, num_splits=splits, options=options)
+
+
+def config_of_call(target: Target, config: PrefillConfig, *, soft_cap: bool) -> PrefillConfig:
+    """The configuration of attention over widened keys with what only the call knows.
+
+    CDNA lacks registers for tiles of 128 x 64 beside a soft cap (model TFLOP/s with 64 and 32 keys: gfx942
+    220 and 263, gfx950 307 and 348) and beside splits that the caller asks for, see `_amd_dense_config`.
+    """
+    if tuned_as(target).is_amd and (soft_cap or config.num_splits > 1):
+        return replace(config, block_n=min(config.block_n, 32))
+    return config
+
+
+def pipelined_config(
+    target: Target, shape: PrefillShape, plain: PrefillConfig, k_format: str
+) -> PrefillConfig:
+    """Two warpgroups of 64 rows, and one that copies tiles of 128 keys in two stages, or of 64 in three.
+
+    Its programs begin where those that widen have left (`launch_pdl`; those of long appends do not). H100,
+    32/8 heads: 1k over 0 29.8 us instead of 30.8 (FP8 cache), 128 over 4k 43.8 and 45.4 (FP8), 1k over 4k 136
+    and 138 (bf16).
+
+    H100, 1k over 0, tiles of 128 and 64: 96/8 heads 65.3 and 64.1 us (FP8 cache), 65.8 and 64.0 (bf16),
+    32/8 heads 33.0 and 30.6 (FP8): less of a tile is masked, and less code is cold. 512 over 1536, 32/8
+    heads, 39.3 and 40.9, 1k over 4k, 96/8 heads, 340 and 378.
+    """
+    block_m = 128
+    block_n, stages = (64, 3) if shape.max_seq_len <= 1024 else (128, 2)
+    programs = shape.row_tiles(block_m) * shape.num_kv_heads
+    seldom = shape.num_tokens * shape.gqa_ratio <= _TILES_OF_PAGES * block_m * shape.batch
+    # In the tiles of 128 keys of which its costs were measured.
+    splits = choose_splits(target, programs, -(-shape.max_seq_len // 128), resident=1)
+    return replace(
+        plain,
+        block_m=block_m,
+        block_n=block_n,
+        num_splits=splits,
+        overlap=True,
+        scratch_block=block_n,
+        k_in_pages=k_format in ("bf16", "fp16") and seldom and shape.max_seq_len >= _KEYS_IN_PAGES,
+        otherwise=replace(plain, scratch_block=block_n),
+        options=LaunchOptions(num_warps=4, num_stages=stages, launch_pdl=True),
+    )
+
+
+def fused_config(target: Target, shape: PrefillShape, block_m: int, why: str, wide: bool) -> PrefillConfig:
+    """Tiles and options of attention that widens keys in its loop.
+
+    A CPU takes no target's tiles: the interpreter pays by the tile, not by the key.
+    """
+    if target.is_amd:
+        # Smaller tiles of rows spill scalar registers, as do 32 keys a tile beside the merge of splits.
+        block_m = 64
+        programs = shape.row_tiles(block_m) * shape.num_kv_heads
+        block_n = 16 if wide or choose_splits(target, programs, -(-shape.max_seq_len // 16)) > 1 else 32
+        options = LaunchOptions(
+            num_warps=8 if wide else 4,
+            num_stages=1,
+            waves_per_eu=None if wide else 2,
+            matrix_instr_nonkdim=16,
+        )
+    else:
+        block_n = 32 if wide else 64
+        options = LaunchOptions(num_warps=8 if wide and block_m == 64 else 4, num_stages=2)
+    programs = shape.row_tiles(block_m) * shape.num_kv_heads
+    splits = choose_splits(target, programs, -(-shape.max_seq_len // block_n))
+    return PrefillConfig("fused", why, block_m, block_n, num_splits=splits, options=options)

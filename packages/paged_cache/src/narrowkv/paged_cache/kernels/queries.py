@@ -1,0 +1,107 @@
+"""Rows of Q as attention over a paged cache multiplies them: loaded, scaled, divided into terms."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_query(
+    q_ptr, tokens, heads, row_mask, stride_qt, stride_qh,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Rows of Q as a tuple: part i holds columns i, i + PARTS, ... [M, BLOCK_D / PARTS], as `widen_parts`."""
+    rows = tokens[:, None] * stride_qt + heads[:, None] * stride_qh
+    parts = ()
+    for i in tl.static_range(PARTS):
+        d = tl.arange(0, BLOCK_D // PARTS) * PARTS + i
+        parts = parts + (
+            tl.load(q_ptr + rows + d[None, :], mask=row_mask[:, None] & (d < HEAD_DIM)[None, :], other=0.0),
+        )
+    return parts
+
+
+@triton.jit
+def largest_magnitude(q, PARTS: tl.constexpr):
+    """The largest finite magnitude of a tile."""
+    top = 0.0
+    for i in tl.static_range(PARTS):
+        magnitude = tl.abs(q[i].to(tl.float32))
+        top = tl.maximum(top, tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1), 0))
+    return top
+
+
+@triton.jit
+def power_of_two_to(top, EXPONENT: tl.constexpr):
+    """The power of two that brings `top` into [2**EXPONENT, 2**(EXPONENT + 1)), and its inverse."""
+    exponent = top.to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 16), 253)
+    down = ((127 + EXPONENT + 127 - exponent) << 23).to(tl.float32, bitcast=True)
+    return down, ((exponent - EXPONENT) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_to_fp16(q, PARTS: tl.constexpr):
+    """Q times the power of two that puts its largest element in [2**14, 2**15), and the inverse.
+
+    One for the tile: a row 2**29 below the largest would begin to lose bits, and its logits are as small.
+    """
+    down, up = power_of_two_to(largest_magnitude(q, PARTS), 14)
+    scaled = ()
+    for i in tl.static_range(PARTS):
+        scaled = scaled + ((q[i].to(tl.float32) * down).to(tl.float16),)
+    return scaled, up
+
+
+@triton.jit
+def split_to_e4m3(q, TERMS: tl.constexpr):
+    """Q times a power of two as E4M3 terms, the sum of terms[i] * 2**(-5 * i), and the inverse of the power.
+
+    Two terms hold all eight bits of bfloat16, three all eleven of float16. The largest element comes to lie
+    in [2**7, 2**8), and every remainder times 32 at or below 2**8.
+    """
+    down, up = power_of_two_to(largest_magnitude((q,), 1), 7)
+    rest = q.to(tl.float32) * down
+    terms = ()
+    for _ in tl.static_range(TERMS):
+        term = rest.to(tl.float8e4nv)
+        terms = terms + (term,)
+        rest = (rest - term.to(tl.float32)) * 32.0
+    return terms, up
+
+
+@triton.jit
+def split_query(q, DTYPE: tl.constexpr, SPLIT_Q: tl.constexpr, PARTS: tl.constexpr):
+    """Q in the compute type, and what that leaves of it where SPLIT_Q asks for a second term."""
+    high, low = (), ()
+    for i in tl.static_range(PARTS):
+        high = high + (q[i].to(DTYPE),)
+        if SPLIT_Q:
+            low = low + ((q[i].to(tl.float32) - q[i].to(DTYPE).to(tl.float32)).to(DTYPE),)
+        else:
+            low = low + (high[i],)  # not used
+    return high, low
+
+
+@triton.jit
+def as_fp8(x, TYPE: tl.constexpr, CLEAN: tl.constexpr):
+    """Stored bytes as the FP8 type of the matrix unit; OCP bytes read as FNUZ are half their value.
+
+    CLEAN: no byte is OCP's negative zero or NaN, which FNUZ reads as NaN and as a number.
+    """
+    if x.dtype == tl.uint8:
+        if not CLEAN:
+            x = tl.where(x == 0x80, 0, x)
+            x = tl.where((x & 0x7F) == 0x7F, 0x80, x).to(tl.uint8)
+        x = x.to(TYPE, bitcast=True)
+    return x
+
+
+@triton.jit
+def split_rows_fp8(q, TYPE: tl.constexpr, TOP: tl.constexpr):
+    """Rows as two FP8 terms, the first with its largest element at TOP, and their descales."""
+    q = q.to(tl.float32)
+    descale = tl.maximum(tl.max(tl.abs(q), 1), 1.0e-30) * (1.0 / TOP)
+    # The largest may round past TOP, which some casts turn into NaN.
+    x = tl.minimum(tl.maximum(q / descale[:, None], -TOP), TOP)
+    high = x.to(TYPE)
+    return high, (x - high.to(tl.float32)).to(TYPE), descale
