@@ -61,7 +61,6 @@ LONG_FILES = {
     "cli/src/narrowkv/cli/prefill/cases.py": 433,
     "packages/attn_decode/src/narrowkv/attn_decode/plan.py": 758,
     "packages/attn_prefill/src/narrowkv/attn_prefill/calls.py": 524,
-    "packages/attn_prefill/src/narrowkv/attn_prefill/kernels/pipelined.py": 916,
     "packages/attn_prefill/src/narrowkv/attn_prefill/plan.py": 640,
     "packages/engines/src/narrowkv/engines/aiter.py": 419,
     "packages/paged_cache/src/narrowkv/paged_cache/append.py": 538,

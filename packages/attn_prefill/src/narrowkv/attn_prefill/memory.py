@@ -199,7 +199,7 @@ def _descriptors(config: PrefillConfig, tensors: dict[str, torch.Tensor]) -> tup
         return None, None
     k, v = tensors["k"], tensors["v"]
     if config.otherwise is not None:
-        from narrowkv.attn_prefill.kernels.pipelined import key_descriptor
+        from narrowkv.attn_prefill.kernels.pipelined_copies import key_descriptor
 
         return key_descriptor(k, config.block_n), key_descriptor(v, config.block_n)
     from triton.tools.tensor_descriptor import TensorDescriptor
