@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.eager_paged import eager_paged_attention_forward
 
@@ -17,6 +18,7 @@ from narrowkv.attn_prefill import batch_prefill_reference
 from narrowkv.engines.tiny import TINY_MODELS, tiny_config, tiny_model
 from narrowkv.engines.transformers import NarrowCache, attention, cache, continuous, rows
 from narrowkv.engines.transformers.cache import LAYER_TAG
+from narrowkv.engines.trial import try_engine
 from narrowkv.paged_cache import CacheFormat
 
 OWN = str(Path(engine.__file__).parent)
@@ -191,6 +193,15 @@ def test_a_16_bit_cache_gives_what_the_models_own_attention_gives(name):
     assert relative_l1(logits, own) < 0.02
 
 
+@pytest.mark.gpu
+def test_a_gpu_generates_what_transformers_own_attention_does():
+    own, sixteen, eight, four = try_engine("transformers", "glm-4.5-air-tiny")
+    assert own.calls == {}
+    for found, bound in ((sixteen, 0.1), (eight, 0.5), (four, 2.0)):
+        assert found.difference < bound
+        assert found.calls["paged_decode"] > 0
+
+
 def test_narrow_formats_take_their_share_of_the_memory():
     model = tiny_model("llama-3-tiny", attn_implementation="narrowkv")
     taken = {}
@@ -244,6 +255,29 @@ def test_a_step_copies_no_cache_and_never_waits_for_the_device(monkeypatch, runs
         (layer.cache, layer.cache.k.data_ptr(), layer.cache.v.data_ptr(), layer.cache.k_descale.data_ptr())
         for layer in narrow.narrow_layers
     ]
+
+
+def test_a_decode_step_adds_one_operation_and_the_views_of_each_layer(monkeypatch):
+    model = tiny_model("llama-3-tiny", attn_implementation="narrowkv", num_layers=3)
+    narrow = narrow_cache(model)
+    generate(model, narrow, pad=0)
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            seen.append(operator.overloadpacket.__name__)
+            return operator(*args, **(kwargs or {}))
+
+    q = torch.zeros(2, 8, 1, 64).bfloat16()
+    monkeypatch.setattr(cache, "append", lambda *args: None)
+    monkeypatch.setattr(attention, "paged_decode", lambda q, *args, **kwargs: q)
+    module = torch.nn.Module()
+    for index in range(3):
+        k, v = narrow.update(torch.zeros(2, 2, 1, 64).bfloat16(), torch.zeros(2, 2, 1, 64).bfloat16(), index)
+        with Seen():
+            attention.attend(module, q, k, v, None)
+        assert seen == ["add_"] * (index == 0) + ["squeeze"] * 3 + ["unsqueeze"]
+        seen.clear()
 
 
 def test_the_layers_share_one_plan_and_its_workspace():
@@ -357,23 +391,71 @@ TEN = (
 )
 
 
-@pytest.mark.parametrize("model_type", TEN)
-def test_an_architecture_that_is_answered_yes_generates(model_type):
+def assert_generates_as_its_own_attention_does(model_type, options, *, pad):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        model_type, num_hidden_layers=1, hidden_size=256, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, intermediate_size=64, vocab_size=96, max_position_embeddings=64, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        model_type, vocab_size=96, pad_token_id=0, bos_token_id=1, eos_token_id=2, **options
+    )
     assert engine.supports(config) == []
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.bfloat16).eval()
-    own_tokens, own = generate(model, new=2)
+    own_tokens, own = generate(model, new=2, pad=pad)
     model.set_attn_implementation("narrowkv")
-    tokens, logits = generate(model, narrow_cache(model, format="bf16"), new=2)
+    narrow = narrow_cache(model, format="bf16")
+    tokens, logits = generate(model, narrow, new=2, pad=pad)
+    assert any(layer.cache is not None for layer in narrow.narrow_layers)
     assert relative_l1(logits[0], own[0]) < 0.02  # both in bf16, with other roundings
+    return tokens, own_tokens
+
+
+SIZES = {
+    "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", TEN)
+def test_an_architecture_that_is_answered_yes_generates(model_type):
+    sizes = {**SIZES, "num_hidden_layers": 1, "head_dim": 64}
+    tokens, own_tokens = assert_generates_as_its_own_attention_does(model_type, sizes, pad=4)
     assert tokens == own_tokens
+
+
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 16, "mamba_n_groups": 1}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+# Layers of other kinds beside attention, and configurations that name their sizes in ways of their own.
+UNUSUAL = {
+    "bamba": {**SIZES, **MAMBA, "attn_layer_indices": [1]},
+    "dbrx": {
+        "d_model": 256, "n_heads": 4, "n_layers": 2, "max_seq_len": 64,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "granitemoehybrid": {
+        **SIZES, **MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 4,
+        "num_experts_per_tok": 2, "shared_intermediate_size": 64,
+    },
+    "jamba": {
+        **SIZES, **EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "mamba_d_state": 16, "use_mamba_kernels": False,
+    },
+    "lfm2_moe": {
+        **SIZES, **EXPERTS, "layer_types": ["conv", "full_attention"], "moe_intermediate_size": 64,
+        "num_dense_layers": 1,
+    },
+    "nemotron": {**SIZES, "head_dim": 64},
+    "recurrent_gemma": {
+        **SIZES, "head_dim": 64, "lru_width": 256, "attention_window_size": 6,
+        "block_types": ["recurrent", "attention"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", UNUSUAL)
+def test_an_architecture_with_a_configuration_of_its_own_generates(model_type):
+    assert_generates_as_its_own_attention_does(model_type, UNUSUAL[model_type], pad=0)
 
 
 def test_float32_models_and_encoders_are_told_what_to_change():

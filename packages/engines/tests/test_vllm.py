@@ -6,7 +6,9 @@ vLLM on a CPU takes no backend but its own, so narrowkv stands in the CPU's plac
 from __future__ import annotations
 
 import gc
+import json
 import os
+import shutil
 from collections import Counter
 
 import pytest
@@ -18,12 +20,14 @@ os.environ.update(
 )  # fmt: skip
 vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 
+from safetensors.torch import load_file, save_file  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.v1.attention import selector  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 
 from narrowkv.attn_decode import paged_decode_reference  # noqa: E402
 from narrowkv.attn_prefill import batch_prefill_reference  # noqa: E402
+from narrowkv.engines import steps  # noqa: E402
 from narrowkv.engines import vllm as narrow  # noqa: E402
 from narrowkv.engines.tiny import tiny_model  # noqa: E402
 from narrowkv.engines.vllm import backend  # noqa: E402
@@ -50,53 +54,75 @@ def cpu_slot():
 
 @pytest.fixture
 def checked(monkeypatch):
-    """Counts narrowkv's calls by stored format, each compared with its fp32 reference."""
+    """Counts narrowkv's calls by stored format and by what they ask for, each compared with its reference."""
     counts = Counter()
     references = {"paged_decode": paged_decode_reference, "batch_prefill": batch_prefill_reference}
 
-    def watch(name):
-        operation = getattr(backend, name)
+    def watch(module, name):
+        operation = getattr(module, name)
 
         def call(*args, out=None, plan=None, **kwargs):
             cache = args[0] if name == "append" else args[1]
             counts[name, cache.format.k] += 1
             counts["memory", cache.k.untyped_storage().data_ptr()] += 1
+            if cache.format.k.startswith("fp8") and cache.k_granularity == "tensor":
+                counts["scales", round(float(cache.k_descale), 4), round(float(cache.v_descale), 4)] += 1
             if name == "append":
                 return operation(*args, **kwargs)
+            counts["window", kwargs["window_left"]] += 1
+            counts["cap", kwargs["logits_soft_cap"]] += 1
+            counts["sinks", kwargs["sinks"] is not None] += 1
+            if name == "paged_decode":
+                counts["q_len", args[0].shape[0] // args[2].batch_size] += 1
             operation(*args, out=out, plan=plan, **kwargs)
             exact = references[name](*args, **kwargs, out_dtype=torch.float32)
             error = (out.float() - exact).abs().sum() / exact.abs().sum()
             assert error <= 0.003  # bf16 outputs
             return out
 
-        monkeypatch.setattr(backend, name, call)
+        monkeypatch.setattr(module, name, call)
 
-    for name in ("append", *references):
-        watch(name)
+    watch(backend, "append")
+    for name in references:
+        watch(steps, name)
     return counts
 
 
-def generate(model, cache_dtype):
-    """Tokens, the log-probabilities of the first step, and the addresses of vLLM's caches."""
+def generate(model, cache_dtype, prompts=PROMPTS, rounds=1, new=NEW, **options):
+    """Outputs of the last round, the log-probabilities of its first step, and the addresses of the caches."""
     llm = vllm.LLM(
         model=model, skip_tokenizer_init=True, dtype="bfloat16", kv_cache_dtype=cache_dtype,
         enforce_eager=True,
         max_model_len=64, block_size=32, max_num_seqs=2, max_num_batched_tokens=64, num_gpu_blocks_override=8,
+        **options,
     )  # fmt: skip
     try:
         settings = vllm.SamplingParams(
-            max_tokens=NEW, temperature=0, ignore_eos=True, detokenize=False, logprobs=5
+            max_tokens=new, temperature=0, ignore_eos=True, detokenize=False, logprobs=5
         )
-        outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], settings, use_tqdm=False)
+        for _ in range(rounds):
+            outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], settings, use_tqdm=False)
         runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
         memory = {cache.untyped_storage().data_ptr() for cache in runner.kv_caches}
         firsts = [output.outputs[0].logprobs[0] for output in outputs]
         chances = [{token: entry.logprob for token, entry in first.items()} for first in firsts]
-        return [list(output.outputs[0].token_ids) for output in outputs], chances, memory
+        return outputs, chances, memory
     finally:
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
+
+
+def tokens_of(outputs):
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def assert_chances_within(found, expected, bound):
+    """Log-probabilities that both report differ by less than a bound."""
+    for mine, theirs in zip(found, expected, strict=True):
+        shared = set(mine) & set(theirs)
+        assert len(shared) >= 2
+        assert max(abs(mine[token] - theirs[token]) for token in shared) < bound
 
 
 @pytest.fixture(scope="module")
@@ -114,21 +140,67 @@ def own(model):
     ],
 )
 def test_generate_through_narrowkvs_cache(model, own, cpu_slot, checked, cache_dtype, stored, bound):
-    tokens, chances, memory = generate(model, cache_dtype)
-    narrow_formats = {kind for name, kind in checked if name != "memory"}
-    assert stored in narrow_formats
+    outputs, chances, memory = generate(model, cache_dtype)
+    assert sum(n for (name, *kind), n in checked.items() if name == "append" and kind == [stored])
     # Each call of a step appends and attends once in every layer; every cache is vLLM's own memory.
     appends, attends = (
-        sum(n for (name, _), n in checked.items() if name in names)
+        sum(n for (name, *_), n in checked.items() if name in names)
         for names in (("append",), ("paged_decode", "batch_prefill"))
     )
     assert appends == attends == LAYERS * NEW
-    assert {address for name, address in checked if name == "memory"} <= memory
+    assert {address for name, address, *_ in checked if name == "memory"} <= memory
     # The same prompt through vLLM's own attention over a 16-bit cache.
-    _, own_chances, _ = own
-    for found, expected in zip(chances, own_chances, strict=True):
-        shared = set(found) & set(expected)
-        assert len(shared) >= 2
-        assert max(abs(found[token] - expected[token]) for token in shared) < bound
+    own_outputs, own_chances, _ = own
+    assert_chances_within(chances, own_chances, bound)
     if cache_dtype == "auto":
-        assert [t[0] for t in tokens] == [t[0] for t in own[0]]
+        assert [t[0] for t in tokens_of(outputs)] == [t[0] for t in tokens_of(own_outputs)]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("gpt-oss-tiny", {("window", 5), ("window", -1), ("sinks", True)}),
+        ("gemma-2-tiny", {("window", 5), ("window", -1), ("cap", 5.0)}),
+    ],
+)
+def test_windows_sinks_and_soft_caps_reach_the_kernels(name, asked, tmp_path, request):
+    tiny_model(name).save_pretrained(tmp_path)
+    _, own_chances, _ = generate(str(tmp_path), "auto")
+    request.getfixturevalue("cpu_slot")
+    checked = request.getfixturevalue("checked")
+    _, chances, _ = generate(str(tmp_path), "auto")
+    assert asked <= set(checked)
+    assert_chances_within(chances, own_chances, 0.1)
+
+
+def test_scales_of_the_checkpoint_are_the_caches_descales(model, cpu_slot, checked, tmp_path):
+    folder = tmp_path / "scaled"
+    shutil.copytree(model, folder)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": ["lm_head"],
+        "kv_cache_scheme": scheme, "quantization_status": "compressed",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    for index in range(LAYERS):
+        for side, scale in (("k", 0.05), ("v", 0.02)):
+            weights[f"model.layers.{index}.self_attn.{side}_scale"] = torch.tensor([scale])
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    generate(str(folder), "fp8")
+    assert {tuple(scales) for name, *scales in checked if name == "scales"} == {(0.05, 0.02)}
+
+
+def test_cached_prefixes_and_speculative_tokens(model, cpu_slot, checked):
+    # The last test: vLLM cannot be started again in a process that has loaded llvmlite, which guesses do.
+    prompt = list(range(3, 53))  # so that the model is likely to generate a token of the prompt
+    plain, _, _ = generate(model, "auto", [prompt], new=8, enable_prefix_caching=False)
+    assert {kind for name, kind, *_ in checked if name == "q_len"} == {1}
+    guess = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    found, _, _ = generate(
+        model, "auto", [prompt], rounds=2, new=8, enable_prefix_caching=True, speculative_config=guess
+    )
+    assert found[0].num_cached_tokens == 32  # one block
+    assert checked["q_len", 3] >= LAYERS  # a token and two guesses
+    assert tokens_of(found) == tokens_of(plain)

@@ -23,8 +23,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from narrowkv.runtime.launch import (
     VARIES,
     BoundLaunch,
+    Described,
     FixedLaunch,
     LaunchOptions,
+    Part,
     Varies,
     executing,
     gpu,
@@ -375,63 +377,101 @@ def test_several_launches_share_their_values(kernel: Kernel, fixed: FixedLaunch)
     assert kernel.calls[-1][1][12] == -4
 
 
-@pytest.mark.codegen_all
-def test_tensor_descriptors_are_encoded_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's own launcher, with a driver that notes what it encodes and what it launches."""
-    encoded: list[Any] = []
-    launched: list[tuple[Any, ...]] = []
+class Encoding:
+    """Triton's own launcher of `_described_kernel`, with a driver that notes what it encodes and launches."""
 
-    def fill(address: int, *rest: Any) -> str:
-        encoded.append(address)
+    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.encoded: list[int] = []
+        self.launched: list[tuple[Any, ...]] = []
+        utils = SimpleNamespace(
+            fill_tma_descriptor=self.fill, fill_tma_descriptor_tiled=self.fill,
+            launch=lambda *given: self.launched.append(given),
+        )  # fmt: skip
+        monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils), raising=False)
+        world.device = -1
+        meta = {"swizzle": 3, "elem_size": 2, "elem_type": 1, "block_size": [16, 64], "fp4_padded": False}
+        signature = {0: "*fp32", 1: "tensordesc<fp16[16, 64]>", 2: "tensordesc<fp16[16, 64]>", 3: "i32"}
+        run = object.__new__(CudaLauncher)
+        run.__dict__ |= {
+            "launch": wrap_handle_tensordesc(utils.launch, signature, [meta, meta]), "num_ctas": 1,
+            "global_scratch_size": 0, "global_scratch_align": 1, "profile_scratch_size": 0,
+            "profile_scratch_align": 1, "launch_cooperative_grid": False, "launch_pdl": True,
+            "gsan_enabled": False, "arg_annotations": [], "kernel_signature": b"",
+        }  # fmt: skip
+
+        class Triton(Kernel):
+            params = _described_kernel.params
+
+            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+                return lambda *args, **kwargs: SimpleNamespace(
+                    run=run, function=17, packed_metadata=(4, 1, 0)
+                )
+
+        launcher = GpuLaunch(Triton(), {}, LaunchOptions())
+
+        def launch(kernel: Any, grid: Any, args: Any, constexprs: Any, options: Any) -> GpuLaunch:
+            launcher.launch(grid, args, DEVICE)
+            return launcher
+
+        monkeypatch.setattr(path, "launch", launch)
+        self.bound = BoundLaunch(Triton(), {}, LaunchOptions())
+
+    def fill(self, address: int, *rest: Any) -> str:
+        self.encoded.append(address)
         return f"map of {address}"
 
-    utils = SimpleNamespace(
-        fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill,
-        launch=lambda *given: launched.append(given),
-    )  # fmt: skip
-    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils), raising=False)
-    monkeypatch.setattr(path, "executor", lambda: None)
-    world.device = -1
-    meta = {"swizzle": 3, "elem_size": 2, "elem_type": 1, "block_size": [16, 64], "fp4_padded": False}
-    signature = {0: "*fp32", 1: "tensordesc<fp16[16, 64]>", 2: "tensordesc<fp16[16, 64]>", 3: "i32"}
-    run = object.__new__(CudaLauncher)
-    run.__dict__ |= {
-        "launch": wrap_handle_tensordesc(utils.launch, signature, [meta, meta]), "num_ctas": 1,
-        "global_scratch_size": 0, "global_scratch_align": 1, "profile_scratch_size": 0,
-        "profile_scratch_align": 1, "launch_cooperative_grid": False, "launch_pdl": True,
-        "gsan_enabled": False, "arg_annotations": [], "kernel_signature": b"",
-    }  # fmt: skip
-
-    class Triton(Kernel):
-        params = _described_kernel.params
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-            return lambda *args, **kwargs: SimpleNamespace(run=run, function=17, packed_metadata=(4, 1, 0))
-
-    gpu_launch = GpuLaunch(Triton(), {}, LaunchOptions())
-
-    def launch(kernel: Any, grid: Any, args: Any, constexprs: Any, options: Any) -> GpuLaunch:
-        gpu_launch.launch(grid, args, DEVICE)
-        return gpu_launch
-
-    monkeypatch.setattr(path, "launch", launch)
-    x = torch.zeros(64)
-    k, v, other = (TensorDescriptor(torch.zeros(32, 64).half(), [32, 64], [64, 1], [16, 64]) for _ in "kvo")
-    fixed = FixedLaunch(BoundLaunch(Triton(), {}, LaunchOptions()), (VARIES, k, VARIES, VARIES))
-    wanted = []
-    for number, last in enumerate((v, v, v, other, other, v)):
-        fixed((5, 1, 1), (x, last, 3 + number))
-        wanted.append((last, 3 + number))
-    # The first one is Triton's; `other` is encoded with k once more.
-    k_at, v_at, other_at = (each.base.data_ptr() for each in (k, v, other))
-    assert encoded == [k_at, v_at] * 2 + [k_at, other_at]
-    assert len(launched) == len(wanted) - 1
-    for call, (last, number) in zip(launched, wanted[1:], strict=True):
-        flat = list(call[-1]) if isinstance(call[-1], tuple | list) else list(call[-10 - 2 :])
-        sizes = [32, 64, 64, 1]
-        own = [x.data_ptr(), f"map of {k_at}", *sizes, f"map of {last.base.data_ptr()}", *sizes, number]
-        assert flat == own
+    def last(self) -> list[Any]:
+        """What the kernel was given last."""
+        call = self.launched[-1]
         assert call[:5] == (5, 1, 1, 99, 17)
+        # Triton 3.6 passes arguments one by one.
+        return list(call[-1]) if isinstance(call[-1], tuple | list) else list(call[-12:])
+
+
+def _described(rows: torch.Tensor) -> TensorDescriptor:
+    return TensorDescriptor(rows, [32, 64], [64, 1], [16, 64])
+
+
+@pytest.mark.codegen_all
+def test_tensor_descriptors_are_encoded_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_of = Encoding(world, monkeypatch)
+    x, sizes = torch.zeros(64), [32, 64, 64, 1]
+    k, v, other = (_described(torch.zeros(32, 64).half()) for _ in "kvo")
+    k_at, v_at, other_at = (each.base.data_ptr() for each in (k, v, other))
+    fixed = FixedLaunch(triton_of.bound, (VARIES, k, VARIES, VARIES))
+    for number, last in enumerate((v, v, v, other, other, v)):
+        fixed((5, 1, 1), (x, last, number))
+        if number:
+            maps = f"map of {k_at}", f"map of {last.base.data_ptr()}"
+            assert triton_of.last() == [x.data_ptr(), maps[0], *sizes, maps[1], *sizes, number]
+    # The first launch is Triton's; `other` is encoded with k once more.
+    assert triton_of.encoded == [k_at, v_at] * 2 + [k_at, other_at]
+    assert len(triton_of.launched) == 5
+
+
+@pytest.mark.codegen_all
+def test_parts_of_a_block_are_addresses(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_of = Encoding(world, monkeypatch)
+    made: list[int] = []
+
+    def make(part: torch.Tensor, rows: int) -> TensorDescriptor:
+        made.append(part.data_ptr())
+        return _described(part[: rows * 64].view(rows, 64))
+
+    k = Described(Part(0, 2, torch.float16), 4, make)
+    v = Described(Part(0, 3, torch.float16), 4, make)
+    fixed = FixedLaunch(triton_of.bound, (Part(0, 1, torch.float32), k, v, Varies(4)))
+    sizes = [32, 64, 64, 1]
+    blocks = [torch.zeros(16384, dtype=torch.uint8) for _ in range(2)]
+    for number, (block, shift) in enumerate(((0, 0), (0, 0), (1, 0), (0, 0), (0, 256), (1, 0))):
+        offsets = (0, 256 + shift, 4352 + shift)
+        fixed((5, 1, 1), (blocks[block], *offsets, 32))
+        if number:
+            x, k_at, v_at = (blocks[block].data_ptr() + offset for offset in offsets)
+            assert triton_of.last() == [x, f"map of {k_at}", *sizes, f"map of {v_at}", *sizes, 32]
+    # For Triton, for the launch that is written, then once for each of three addresses.
+    assert len(made) == 2 * (1 + 1 + 3)
+    assert not fixed._fast((5, 1, 1), (blocks[0][8:], *offsets, 32)), "not aligned"  # type: ignore[misc]
 
 
 @pytest.mark.codegen_all

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +14,13 @@ from narrowkv.attn_decode.kernels import Workspace as Partials
 from narrowkv.attn_prefill.kernels.arguments import Scratch
 from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import partial_programs, tuned_as
-from narrowkv.runtime.launch import Workspace
-from narrowkv.runtime.launch.workspace import MOST_COUNTERS
+from narrowkv.runtime.launch import Described, Part, Varies, Workspace, block_bytes
 from narrowkv.runtime.targets import Target
 
 Blocks = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _COUNTERS_APART = 64  # int32: counters of different kinds begin so many apart
 _MOST_SPLITS = 32
+_VALUES_BEFORE_OFFSETS = 3  # of `allocate`
 
 
 class Memory(NamedTuple):
@@ -110,15 +111,33 @@ class Needs:
         """Names of all tensors."""
         return (*self.blocks, *self.counters)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of scratch that a head has, 0 without scratch."""
         return self.blocks["k"][0][1] if "k" in self.blocks else 0
 
-    @property
-    def has_descriptors(self) -> bool:
-        """Whether kernels load the scratch by tensor descriptors."""
-        return self.config.tma and "k" in self.blocks
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of everything but counters."""
+        return block_bytes(list(self.blocks.values()))
+
+    @cached_property
+    def num_counters(self) -> int:
+        """Counters of all kinds, and the space between them."""
+        return sum(_apart(count) for count in self.counters.values())
+
+    @cached_property
+    def has_flags(self) -> bool:
+        """Whether a launch leaves the next one something among the counters."""
+        return "unusual" in self.counters
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each tensor begins, in the order of `names`: bytes from the block or from the counters."""
+        blocks = [block_bytes([block]) for block in self.blocks.values()]
+        counters = [4 * _apart(count) for count in self.counters.values()]
+        ends = (*accumulate(blocks), *accumulate(counters))
+        return tuple(end - size for end, size in zip(ends, blocks + counters, strict=True))
 
     def _least_rows(self) -> int:
         """The fewest rows that a tile of rows can have."""
@@ -144,28 +163,47 @@ def make_memory(needs: Needs, workspace: Workspace) -> Memory:
     blocks, counts = needs.blocks, needs.counters
     tensors = dict(zip(blocks, workspace.carve(list(blocks.values())), strict=True))
     if counts:
-        tensors |= _divided(workspace.counters(_together(counts)), counts)
+        counters = workspace.counters(needs.num_counters)
+        begins = needs.offsets[len(blocks) :]
+        for (name, count), begin in zip(counts.items(), begins, strict=True):
+            tensors[name] = counters[begin // 4 : begin // 4 + count]
     return memory_of(needs, tensors, needs.rows, _descriptors(needs.config, tensors))
 
 
 def allocate(needs: Needs, device: torch.device) -> tuple[Any, ...]:
-    """Memory of one call: every tensor in the order of `names`, rows of a head, both descriptors."""
-    blocks, counts = needs.blocks, needs.counters
-    tensors = {
-        name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in blocks.items()
-    }
-    if counts:
-        total = _together(counts)
-        # What the launch that fills the scratch leaves for the one that attends is no other call's.
-        own = "unusual" in counts or total > MOST_COUNTERS
-        counters = (
-            torch.zeros(total, dtype=torch.int32, device=device) if own else zeroed_counters(total, device)
-        )
-        tensors |= _divided(counters, counts)
-    return *tensors.values(), needs.rows, *_descriptors(needs.config, tensors)
+    """Memory of one call: a block of bytes, counters, rows of a head, and the offsets of all tensors."""
+    block = torch.empty(needs.num_bytes, dtype=torch.uint8, device=device)
+    total = needs.num_counters
+    # What the launch that fills the scratch leaves for the one that attends is no other call's.
+    if not total:
+        counters = None
+    elif needs.has_flags:
+        counters = torch.zeros(total, dtype=torch.int32, device=device)
+    else:
+        counters = zeroed_counters(total, device)
+    return (block, counters, needs.rows, *needs.offsets)
 
 
-def memory_of(needs: Needs, tensors: dict[str, Any], rows: Any, descriptors: tuple[Any, Any]) -> Memory:
+def marks_of(needs: Needs, begin: int) -> Memory:
+    """What stands for memory that a call allocates, where `allocate` gives its values from index `begin`."""
+    first = begin + _VALUES_BEFORE_OFFSETS
+    dtypes = [dtype for _, dtype in needs.blocks.values()]
+    tensors = {name: Part(begin, first + place, dtypes[place]) for place, name in enumerate(needs.blocks)}
+    for place, name in enumerate(needs.counters, len(dtypes)):
+        tensors[name] = Part(begin + 1, first + place, torch.int32)
+    descriptors: Any = (None, None)
+    if needs.config.tma and "k" in tensors:
+        make = partial(_described_rows, needs.config, needs.shape.num_kv_heads, needs.shape.head_dim)
+        descriptors = tuple(Described(tensors[name], begin + 2, make) for name in "kv")
+    return memory_of(needs, tensors, Varies(begin + 2), descriptors)
+
+
+def _described_rows(config: PrefillConfig, heads: int, head_dim: int, part: torch.Tensor, rows: int) -> Any:
+    """The descriptor of `rows` rows of each head at the beginning of this memory."""
+    return _descriptor(config, part[: heads * rows * head_dim].view(heads, rows, head_dim))
+
+
+def memory_of(needs: Needs, tensors: dict[str, Any], rows: Any, descriptors: Any) -> Memory:
     """What launches are told of these tensors, or of what stands for them."""
     part = tensors.get
     scratch = None
@@ -180,36 +218,24 @@ def memory_of(needs: Needs, tensors: dict[str, Any], rows: Any, descriptors: tup
     return Memory(scratch, partials, descriptors, tensors)
 
 
-def _together(counts: dict[str, int]) -> int:
-    return sum(_apart(count) for count in counts.values())
-
-
-def _divided(counters: torch.Tensor, counts: dict[str, int]) -> dict[str, torch.Tensor]:
-    """The counters of each kind."""
-    found, begin = {}, 0
-    for name, count in counts.items():
-        found[name] = counters[begin : begin + count]
-        begin += _apart(count)
-    return found
-
-
 def _descriptors(config: PrefillConfig, tensors: dict[str, torch.Tensor]) -> tuple[Any, Any]:
     """Tensor descriptors of K and V of the scratch, for kernels that load by them."""
     if "k" not in tensors or not config.tma:
         return None, None
-    k, v = tensors["k"], tensors["v"]
+    return _descriptor(config, tensors["k"]), _descriptor(config, tensors["v"])
+
+
+def _descriptor(config: PrefillConfig, stored: torch.Tensor) -> Any:
+    """How to copy tiles of `[heads, rows, head_dim]`."""
     if config.otherwise is not None:
         from narrowkv.attn_prefill.kernels.pipelined_copies import key_descriptor
 
-        return key_descriptor(k, config.block_n), key_descriptor(v, config.block_n)
+        return key_descriptor(stored, config.block_n)
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    block = [config.block_n, power_of_two(k.shape[2])]
-    flat = (stored.view(-1, k.shape[2]) for stored in (k, v))
-    k_descriptor, v_descriptor = (
-        TensorDescriptor(rows, list(rows.shape), list(rows.stride()), block) for rows in flat
-    )
-    return k_descriptor, v_descriptor
+    rows = stored.view(-1, stored.shape[2])
+    block = [config.block_n, power_of_two(stored.shape[2])]
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), block)
 
 
 def _apart(count: int) -> int:

@@ -12,7 +12,7 @@ from narrowkv.attn_prefill.binding import (
 )
 from narrowkv.attn_prefill.kernels.arguments import AppendScales, Chunk, Outputs, Queries
 from narrowkv.attn_prefill.launches import Numbers, Route
-from narrowkv.attn_prefill.memory import Memory, Needs, memory_of
+from narrowkv.attn_prefill.memory import Memory, Needs, marks_of
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.kernels.append import RopePointers
 from narrowkv.paged_cache.kernels.pages import Table
@@ -133,9 +133,7 @@ class _Arguments:
         needs = self.route.memory
         if not isinstance(needs, Needs):
             return needs
-        tensors = {name: self._next() for name in needs.names}
-        rows, k, v = self._next(), self._next(), self._next()
-        return memory_of(needs, tensors, rows, (k, v) if needs.has_descriptors else (None, None))
+        return marks_of(needs, self.behind)
 
     def _numbers(self, *names: str) -> tuple[Any, ...]:
         """Marks for numbers of a call; `table_row` of a ragged table is 0."""

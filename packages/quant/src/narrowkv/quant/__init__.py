@@ -12,6 +12,7 @@ Example:
 """
 
 from .accuracy import ErrorReport, compare, cosine, max_abs, relative_l1, rmse
+from .calibration import Calibration, LayerCalibration, calibrate
 from .e8m0 import dsv4_tile_scale, e8m0_decode, e8m0_encode
 from .formats import FORMATS, FP8_FORMATS, Format, check_storage, get_format
 from .fp4 import FP4_VALUES, pack_fp4, round_fp4, unpack_fp4
@@ -42,10 +43,13 @@ __all__ = [
     "FORMATS",
     "FP4_VALUES",
     "FP8_FORMATS",
+    "Calibration",
     "ErrorReport",
     "Format",
     "KOffset",
+    "LayerCalibration",
     "VScale",
+    "calibrate",
     "cast_fp8",
     "check_storage",
     "compare",

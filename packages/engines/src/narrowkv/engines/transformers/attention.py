@@ -14,7 +14,7 @@ from narrowkv.engines.transformers.rows import Step, interleaved_starts
 from narrowkv.paged_cache import PagedKVCache, PageTable
 
 # Arguments of other attention functions that change the result and have no counterpart here.
-_REFUSED = ("position_bias", "indices", "block_indices", "sinks", "head_mask", "packed_seq_ids")
+_REFUSED = frozenset({"position_bias", "indices", "block_indices", "sinks", "head_mask", "packed_seq_ids"})
 
 
 def attend(
@@ -74,28 +74,47 @@ def attend(
     o: Any
     layer = getattr(key, LAYER_TAG, None)
     if isinstance(layer, NarrowLayer):
+        if (
+            layer.calibration is not None
+            and (softcap or s_aux is not None)
+            and layer.calibration.shifts_logits
+        ):
+            raise ValueError(
+                "a calibration with a K offset shifts logits, which a soft cap or attention sinks would see: "
+                "calibrate this model with offset=False"
+            )
         layer.store(padding)
         rows, cache = layer.owner.rows, layer.cache
         step = rows.step
         assert cache is not None
         assert step is not None
         if step.starts is None:
-            q = query[:, :, 0]
-            o = paged_decode(q, cache, step.table, plan=rows.decode_plan(q, cache), **options)
-            return o[:, None], None
-        q = _rows_of(query)
+            q = _calibrated(layer, query.squeeze(2))
+            o = paged_decode(q, cache, step.table, plan=layer.decode_plan(q), **options)
+            return _output(layer, o).unsqueeze(1), None
+        q = _calibrated(layer, _rows_of(query))
         plan = rows.prefill_plan(q, cache, step)
         o = batch_prefill(q, cache, step.table, step.starts, plan=plan, **options)
-        return o.view(batch, tokens, -1, head_dim), None
+        return _output(layer, o).view(batch, tokens, -1, head_dim), None
     step = _dense_step(key, padding, batch, tokens)
     cache = PagedKVCache.from_tensors(
         *(_as_slots(x) for x in (key, value)), format=_format_of(key), layout="tokens"
     )
     if step.starts is None:
-        o = paged_decode(query[:, :, 0], cache, step.table, **options)
-        return o[:, None], None
+        o = paged_decode(query.squeeze(2), cache, step.table, **options)
+        return o.unsqueeze(1), None
     o = batch_prefill(_rows_of(query), cache, step.table, step.starts, **options)
     return o.view(batch, tokens, -1, head_dim), None
+
+
+def _calibrated(layer: NarrowLayer, q: torch.Tensor) -> torch.Tensor:
+    """Queries `[tokens, num_qo_heads, head_dim]` for the layer's stored keys."""
+    return q if layer.calibration is None else layer.calibration.queries(q)
+
+
+def _output(layer: NarrowLayer, o: torch.Tensor) -> torch.Tensor:
+    """The output `[tokens, num_qo_heads, head_dim]` of attention over the layer's stored values."""
+    return o if layer.calibration is None else layer.calibration.output(o)
 
 
 def refuse_unknown(options: dict[str, Any], dropout: float) -> None:
@@ -104,7 +123,9 @@ def refuse_unknown(options: dict[str, Any], dropout: float) -> None:
     Raises:
         ValueError: naming them.
     """
-    refused = [name for name in _REFUSED if options.get(name) is not None]
+    if not dropout and _REFUSED.isdisjoint(options):
+        return
+    refused = sorted(name for name in _REFUSED if options.get(name) is not None)
     if refused or dropout:
         raise ValueError(
             f"narrowkv's attention has no {', '.join(refused) or 'dropout'}: use "

@@ -15,8 +15,10 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+from narrowkv.attn_decode import DecodePlan
 from narrowkv.engines.transformers.rows import Rows
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, append
+from narrowkv.quant import Calibration, LayerCalibration
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import check_positive_int
 
@@ -29,6 +31,7 @@ class NarrowLayer(CacheLayerMixin):
 
     Attributes:
         cache: the layer's pages; None before the first tokens.
+        calibration: what queries, keys, values and the output go through; None for nothing.
         pending: keys and values that the attention function has not stored yet.
     """
 
@@ -39,14 +42,18 @@ class NarrowLayer(CacheLayerMixin):
     def __init__(self, owner: NarrowCache) -> None:
         super().__init__()
         self.owner = owner
+        self.calibration: LayerCalibration | None = None
         self.cache: PagedKVCache | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.length = 0
+        self._planned: tuple[torch.Size, torch.dtype, DecodePlan] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocates the pages for as many rows as the keys `[batch, num_kv_heads, tokens, head_dim]` have."""
         self.batch_size, heads, _, head_dim = key_states.shape
         rows = self.owner.rows_for(self.batch_size, key_states.device)
+        if self.calibration is not None:
+            self.calibration = self.calibration.to(key_states.device)
         self.cache = self.owner.allocate(rows, heads, head_dim)
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
@@ -79,8 +86,20 @@ class NarrowLayer(CacheLayerMixin):
         (k, v), self.pending = self.pending, None
         batch, heads, tokens, head_dim = k.shape
         step = self.owner.step_at(self.length, tokens, padding)
-        rows = (batch * tokens, heads, head_dim)
-        append(self.cache, k.transpose(1, 2).reshape(rows), v.transpose(1, 2).reshape(rows), step.slots)
+        if tokens == 1:
+            k, v = k.squeeze(2), v.squeeze(2)
+        else:
+            k, v = (x.transpose(1, 2).reshape(batch * tokens, heads, head_dim) for x in (k, v))
+        if self.calibration is not None:
+            k, v = self.calibration.keys(k), self.calibration.values(v)
+        append(self.cache, k, v, step.slots)
+
+    def decode_plan(self, q: torch.Tensor) -> DecodePlan:
+        """The plan of a decode step, the same for all layers of a shape; found again without a look-up."""
+        if self._planned is None or self._planned[0] != q.shape or self._planned[1] != q.dtype:
+            assert self.cache is not None
+            self._planned = q.shape, q.dtype, self.owner.rows.decode_plan(q, self.cache)
+        return self._planned[2]
 
     def select(self, index: torch.Tensor) -> None:
         """Keeps these rows, which may repeat, in this order."""
@@ -141,6 +160,9 @@ class NarrowCache(Cache):
             `[]`, `[1]` or `[num_kv_heads]`. None computes one for each token and head, which needs no
             calibration and takes 4 bytes.
         scale_group: of an FP4 side: 32 for a scale per 32 channels, None for one per token and head.
+        scale_format: of an FP4 side without groups: "e8m0" (powers of two) or "e4m3".
+        calibration: offsets and balances of the model, from `narrowkv.quant.calibrate` or
+            `narrowkv.quant.Calibration.load`; one layer for each layer that has keys and values.
 
     Raises:
         TypeError, ValueError: for sizes and formats that a cache cannot have, and for layers that it cannot
@@ -161,17 +183,27 @@ class NarrowCache(Cache):
         k_descale: float | torch.Tensor | None = None,
         v_descale: float | torch.Tensor | None = None,
         scale_group: int | None = None,
+        scale_format: str = "e8m0",
+        calibration: Calibration | None = None,
     ) -> None:
         self.max_length = check_positive_int("max_length", max_length)
         self.page_size = check_positive_int("page_size", page_size)
         self.pages = -(-max_length // page_size)
         self.format = CacheFormat.parse(format)
-        self.scale_group = scale_group
+        self.scale_group, self.scale_format = scale_group, scale_format
         self._descales = k_descale, v_descale
         self._rows: Rows | None = None
         text = config.get_text_config(decoder=True)
         layers = DynamicCache(config=text).layers or [DynamicLayer() for _ in range(text.num_hidden_layers)]
         super().__init__(layers=[self._narrow(layer, index) for index, layer in enumerate(layers)])
+        if calibration is not None:
+            if len(calibration.layers) != len(self.narrow_layers):
+                raise ValueError(
+                    f"calibration must have {len(self.narrow_layers)} layers for this model, got "
+                    f"{len(calibration.layers)}: calibrate the model that is loaded"
+                )
+            for narrow, own in zip(self.narrow_layers, calibration.layers, strict=True):
+                narrow.calibration = own
 
     def _narrow(self, layer: Any, index: int) -> Any:
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
@@ -229,7 +261,8 @@ class NarrowCache(Cache):
                 descales.append(given)
         return PagedKVCache.empty(
             num_pages, rows.page_size, num_kv_heads, head_dim, format=self.format, k_descale=descales[0],
-            v_descale=descales[1], scale_group=self.scale_group, device=rows.device,
+            v_descale=descales[1], scale_group=self.scale_group, scale_format=self.scale_format,
+            device=rows.device,
         )  # fmt: skip
 
     def step_at(self, length: int, tokens: int, padding: torch.Tensor | None) -> Any:
@@ -293,5 +326,5 @@ class NarrowCache(Cache):
         if self._rows is not None:
             old = self._rows
             self._rows = Rows(int(index.shape[0]), old.max_length, old.page_size, old.device)
-            self._rows.seq_lens.copy_(old.seq_lens.index_select(0, index.to(old.device)))
+            self._rows.set_lens(old.seq_lens.index_select(0, index.to(old.device)))
             self._rows.length = old.length

@@ -3,7 +3,7 @@
 import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
 from narrowkv.runtime.launch.bound import BoundLaunch
 from narrowkv.runtime.launch.compiles import Compiles, count_compiles
-from narrowkv.runtime.launch.fixed import VARIES, FixedLaunch, Varies
+from narrowkv.runtime.launch.fixed import VARIES, Described, FixedLaunch, Part, Varies
 from narrowkv.runtime.launch.options import LaunchOptions
 from narrowkv.runtime.launch.path import (
     Executor,
@@ -24,11 +24,13 @@ __all__ = [
     "VARIES",
     "BoundLaunch",
     "Compiles",
+    "Described",
     "Executor",
     "FixedLaunch",
     "InterpretExecutor",
     "KernelSpec",
     "LaunchOptions",
+    "Part",
     "RecordExecutor",
     "TensorSpec",
     "Varies",

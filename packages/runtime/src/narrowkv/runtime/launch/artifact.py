@@ -22,7 +22,7 @@ _VECTOR_MEMORY = ("buffer_", "global_", "flat_")
 
 @dataclass(frozen=True)
 class Registers:
-    """Per-wave register use, as the code object's metadata states it."""
+    """Registers of a wave, as the code object says; `vgprs` counts accumulation registers (`agprs`), too."""
 
     vgprs: int
     agprs: int

@@ -18,6 +18,8 @@ from narrowkv.runtime.launch import gpu, path
 from narrowkv.runtime.launch.bound import BoundLaunch
 from narrowkv.runtime.launch.descriptors import Encode, is_descriptor
 
+_MAX_ENCODED = 256  # descriptors of blocks at different addresses
+
 
 class Varies:
     """Stands for an argument that each call gives: a tensor, a tensor descriptor, an int or a float.
@@ -38,6 +40,44 @@ class Varies:
 VARIES = Varies()
 
 
+class Part:
+    """Stands for a tensor within a block of bytes that each call gives.
+
+    Attributes:
+        block: index of the block, a uint8 tensor.
+        offset: index of the number of bytes before the part, a multiple of 16.
+        dtype: of the part.
+    """
+
+    __slots__ = ("block", "dtype", "offset")
+
+    def __init__(self, block: int, offset: int, dtype: torch.dtype) -> None:
+        self.block, self.offset, self.dtype = block, offset, dtype
+
+    def of(self, values: tuple[Any, ...]) -> torch.Tensor:
+        """The block from the part's beginning."""
+        block: torch.Tensor = values[self.block]
+        return block[values[self.offset] :].view(self.dtype)
+
+
+class Described:
+    """Stands for a tensor descriptor of a part.
+
+    Attributes:
+        part: the part; size: index of the number that the descriptor depends on besides.
+        make: a function of the part and the number.
+    """
+
+    __slots__ = ("make", "part", "size")
+
+    def __init__(self, part: Part, size: int, make: Callable[[torch.Tensor, int], Any]) -> None:
+        self.part, self.size, self.make = part, size, make
+
+    def of(self, values: tuple[Any, ...]) -> Any:
+        """The descriptor."""
+        return self.make(self.part.of(values), values[self.size])
+
+
 class FixedLaunch:
     """A bound launch with most of its arguments.
 
@@ -49,8 +89,8 @@ class FixedLaunch:
     Args:
         bound: the launch.
         args: runtime arguments in the kernel's order, as for a `BoundLaunch`, with `VARIES` for what each
-            call gives, or `Varies(i)` for the value at index i. Values that no argument names are ignored, so
-            that several launches can share them.
+            call gives, or `Varies(i)` for the value at index i, `Part` and `Described` for what lies in such
+            a value. Values that no argument names are ignored, so that several launches can share them.
 
     Attributes:
         bound: the launch.
@@ -112,6 +152,9 @@ def _write_filler(template: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], tupl
         if isinstance(value, Varies):
             return f"values[{value.index}]"
         name = f"c{len(scope)}"
+        if isinstance(value, Part | Described):
+            scope[name] = value.of
+            return f"{name}(values)"
         if isinstance(value, tuple):
             scope[name] = type(value)
             return f"new({name}, ({''.join(f'{spelled(part)}, ' for part in value)}))"
@@ -155,6 +198,7 @@ def _write_launch(
     numbers: list[str] = []
     changed: list[str] = []
     descriptors: dict[str, Any] = {}
+    keys: dict[str, str] = {}
     device = -1
 
     def constant(value: Any) -> str:
@@ -172,6 +216,14 @@ def _write_launch(
         nonlocal device
         if isinstance(value, tuple):
             return "(" + "".join(f"{packed(part, True, True)}, " for part in value) + ")"
+        if isinstance(value, Described):
+            part, name = value.part, f"d{len(scope)}"
+            pointers.append(f"v{part.block}")
+            scope[f"make_{name}"] = value.of
+            keys[name] = f"p_v{part.block} + v{part.offset}, v{value.size}"
+            return passed(name, value.of(values)) if encode is not None else f"make_{name}(values)"
+        if isinstance(value, Part):
+            return f"{packed(Varies(value.block), specialised, by_alignment)} + v{value.offset}"
         if not isinstance(value, Varies):
             if isinstance(value, torch.Tensor):
                 device = value.get_device()
@@ -204,10 +256,11 @@ def _write_launch(
         f"{packed(value, not param.do_not_specialize, not param.do_not_specialize_on_alignment)}, "
         for value, param in zip(template, params, strict=False)
     )
-    changed += [f"not p_{name}" for name in pointers]
-    changed += [f"not p_{name} & 15" for name in unaligned]
+    changed = list(dict.fromkeys(changed))
+    changed += [f"not p_{name}" for name in dict.fromkeys(pointers)]
+    changed += [f"not p_{name} & 15" for name in dict.fromkeys(unaligned)]
     if aligned:
-        changed.append(f"({' | '.join(f'p_{name}' for name in aligned)}) & 15")
+        changed.append(f"({' | '.join(f'p_{name}' for name in dict.fromkeys(aligned))}) & 15")
     if numbers:
         # Of numbers from 0 to 2**31 - 1 no other bit is set.
         changed.append(f"({' | '.join(numbers)}) & ~0x7fffffff")
@@ -224,19 +277,28 @@ def _write_launch(
     ]
     if encode is not None:
         # Those that vary are encoded when they are new; the others here.
-        varying = [name for name in descriptors if name.startswith("v")]
+        varying = [name for name in descriptors if not name.startswith("c")]
         for (name, first), encoded in zip(descriptors.items(), encode(*descriptors.values()), strict=True):
-            if name in varying:
+            if name in keys:
+                scope[f"known_{name}"] = {}
+                lines.append(f"    e_{name} = known_{name}.get(({keys[name]}))")
+            elif name in varying:
                 scope[f"known_{name}"] = known = ByIdentity[Any]()
                 known.keep(first, encoded)
                 lines.append(f"    e_{name} = known_{name}.get(id({name}))")
             else:
                 scope[f"e_{name}"] = encoded
         if varying:
+            given = ", ".join(f"make_{name}(values)" if name in keys else name for name in descriptors)
             found = "".join(f"{f'e_{name}' if name in varying else '_'}, " for name in descriptors)
             lines.append(f"    if {' or '.join(f'e_{name} is None' for name in varying)}:")
-            lines.append(f"        {found} = encode({', '.join(descriptors)})")
-            lines += [f"        known_{name}.keep({name}, e_{name})" for name in varying]
+            lines.append(f"        {found} = encode({given})")
+            for name in varying:
+                if name in keys:
+                    lines.append(f"        if len(known_{name}) >= {_MAX_ENCODED}: known_{name}.clear()")
+                    lines.append(f"        known_{name}[{keys[name]}] = e_{name}")
+                else:
+                    lines.append(f"        known_{name}.keep({name}, e_{name})")
     lines += [
         "    x, y, z = grid",
         f"    launch(x, y, z, current_stream({device}), ({packing}))",

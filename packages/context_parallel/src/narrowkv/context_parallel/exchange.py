@@ -1,0 +1,120 @@
+"""Partial results of all heads on every rank, brought to the ranks that own the heads and merged there.
+
+"a2a" is the exchange of Helix Parallelism (Bhatia et al., arXiv 2507.07120): one all-to-all of partial O and
+lse packed together. "ag_rs" is the lse all-gather and reduce-scatter that engines had before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from narrowkv.attn_decode.merging import launch_merge
+from narrowkv.context_parallel.groups import all_gather, padded, reduce_scatter
+from narrowkv.context_parallel.symmetric import SymmetricMemory
+
+COMMS = ("a2a", "ag_rs", "symm_mem")
+PARTIAL_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What an exchange moves: `tokens` rows of `heads` heads of `head_dim` channels over `world` ranks."""
+
+    world: int
+    rank: int
+    tokens: int
+    heads: int
+    head_dim: int
+
+    @property
+    def own_heads(self) -> int:
+        """Heads whose merged result a rank has."""
+        return self.heads // self.world
+
+
+class Partial:
+    """Memory for one rank's partial result of some heads, and for what the exchange makes of it.
+
+    A head's block is its tokens' rows of O and then their lse, so that blocks of heads are what a collective
+    sends, attention writes its rows in place, and the merge reads what arrives where it lies.
+
+    Args:
+        sizes: what it is for.
+        dtype: of partial O on its way, fp32 or bf16.
+        comm: see `COMMS`.
+        memory: to send from and to receive into, each of `block_elements` a head, in the dtype; allocated if
+            None.
+    """
+
+    def __init__(
+        self, sizes: Sizes, dtype: torch.dtype, comm: str, device: torch.device,
+        memory: tuple[torch.Tensor, ...] | None = None,
+    ) -> None:  # fmt: skip
+        s = self.sizes = sizes
+        self.comm, self.dtype = comm, dtype
+        self.lse = torch.empty(s.tokens, s.heads, dtype=torch.float32, device=device)
+        if comm == "ag_rs":
+            self.o = torch.empty(s.tokens, s.heads, s.head_dim, dtype=dtype, device=device)
+            self.everyones_lse = torch.empty(s.world, s.tokens, s.heads, dtype=torch.float32, device=device)
+            self.merged_lse = torch.empty(s.tokens, s.heads, dtype=torch.float32, device=device)
+            self.send = torch.empty(s.heads, s.tokens, s.head_dim, dtype=dtype, device=device)
+            self.recv = torch.empty(s.own_heads, s.tokens, s.head_dim, dtype=dtype, device=device)
+            return
+        width = block_elements(s, dtype)
+        if memory is None:
+            memory = torch.empty(2, s.heads * width, dtype=dtype, device=device).unbind()
+        self.send = memory[0].view(s.heads, width)
+        self.recv = memory[1].view(s.world, s.own_heads, width)
+        self.o = self.send.as_strided((s.tokens, s.heads, s.head_dim), (s.head_dim, width, 1))
+        rows = s.tokens * s.head_dim
+        begin = rows * dtype.itemsize // 4
+        sent, got = self.send.view(torch.float32), self.recv.view(torch.float32)
+        self.sent_lse = sent[:, begin : begin + s.tokens].t()  # [tokens, heads]
+        self.got_o = self.recv[..., :rows].view(s.world, s.own_heads, s.tokens, s.head_dim).transpose(1, 2)
+        self.got_lse = got[..., begin : begin + s.tokens].transpose(1, 2)  # [world, tokens, own heads]
+
+    def start(self, group: dist.ProcessGroup, overlap: bool, memory: SymmetricMemory | None) -> Any:
+        """Begins the exchange of what `o` and `lse` hold; returns what `finish` waits for, or None."""
+        if self.comm == "ag_rs":
+            all_gather(self.everyones_lse.flatten(0, 1), self.lse, group=group)
+            launch_merge(
+                self.o[None], self.everyones_lse, None, self.send.transpose(0, 1), self.merged_lse,
+                only=self.sizes.rank,
+            )  # fmt: skip
+            return reduce_scatter(self.recv, self.send, group=group, async_op=overlap)
+        self.sent_lse.copy_(self.lse)
+        if memory is not None:
+            memory.push(self.send.view(self.sizes.world, -1), self.recv.view(self.sizes.world, -1))
+            return None
+        return dist.all_to_all_single(self.recv.flatten(0, 1), self.send, group=group, async_op=overlap)
+
+    def finish(
+        self, begin: int, end: int, sinks: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        """Merges this rank's heads [begin, end) of those exchanged into `out` `[tokens, heads, D]`."""
+        own = slice(begin, end)
+        if self.comm == "ag_rs":
+            first = self.sizes.rank * self.sizes.own_heads
+            merged = self.merged_lse[None, :, first + begin : first + end]
+            launch_merge(self.recv[own].transpose(0, 1)[None], merged, sinks, out, lse)
+        else:
+            launch_merge(self.got_o[:, :, own], self.got_lse[:, :, own], sinks, out, lse)
+
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends to others in one exchange."""
+        s = self.sizes
+        others = s.world - 1
+        if self.comm == "ag_rs":
+            # As a ring sends them: lse to each other rank, and world - 1 steps of one share of O.
+            share = s.own_heads * s.tokens * s.head_dim * self.dtype.itemsize
+            return others * (s.tokens * s.heads * 4 + share)
+        return others * s.own_heads * block_elements(s, self.dtype) * self.dtype.itemsize
+
+
+def block_elements(sizes: Sizes, dtype: torch.dtype) -> int:
+    """Elements of a head's block: rows of O, then lse in fp32."""
+    return padded(sizes.tokens * sizes.head_dim + sizes.tokens * 4 // dtype.itemsize, dtype)
