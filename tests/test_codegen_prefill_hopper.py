@@ -195,7 +195,7 @@ def test_keys_that_stay_in_their_pages_are_copied_from_there(
     ],
 )
 def test_pages_whose_keys_can_be_copied(layout: str, page_size: int, block: list[int] | None) -> None:
-    from narrowkv.attn_prefill.kernels.pipelined import page_matrix
+    from narrowkv.attn_prefill.kernels.pipelined_copies import page_matrix
 
     for heads in (1, 3):
         workload = PrefillCase.small(

@@ -210,11 +210,18 @@ def test_device_functions_have_at_most_thirty_parameters() -> None:
     sizes = {function.__name__: len(function.arg_names) for function in _functions()}
     assert len(sizes) > 30
     assert {name: size for name, size in sizes.items() if size > 30} == {}
-    from narrowkv.attn_prefill.kernels import pipelined
+    from narrowkv.attn_prefill.kernels import (
+        pipelined,
+        pipelined_copies,
+        pipelined_items,
+        pipelined_loop,
+        pipelined_rows,
+    )
 
-    for name, function in vars(pipelined).items():
-        if isinstance(function, JITFunction):
-            assert len(inspect.signature(function.fn).parameters) <= 30, name
+    for module in (pipelined, pipelined_copies, pipelined_items, pipelined_loop, pipelined_rows):
+        for name, function in vars(module).items():
+            if isinstance(function, JITFunction):
+                assert len(inspect.signature(function.fn).parameters) <= 30, name
 
 
 def _planned(appends: bool, given: bool, target: str) -> tuple[_Recorder, Callable[[], Any]]:

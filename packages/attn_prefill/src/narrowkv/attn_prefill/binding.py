@@ -149,7 +149,7 @@ def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: s
 def matrix_of(bound: BoundCache, cache: PagedKVCache, block_n: int) -> Any:
     """How tiles of `block_n` keys are copied out of the cache's pages, a `PageMatrix`, or None."""
     if block_n not in bound.matrices:
-        from narrowkv.attn_prefill.kernels.pipelined import page_matrix
+        from narrowkv.attn_prefill.kernels.pipelined_copies import page_matrix
 
         bound.matrices[block_n] = page_matrix(cache, block_n)
     return bound.matrices[block_n]

@@ -259,7 +259,8 @@ class _Maker:
 
     def _pipelined(self, in_pages: bool) -> tuple[BoundLaunch, tuple[int, int, int]]:
         """Attention over the scratch in Hopper's own kernel: as many programs as the device has units."""
-        from narrowkv.attn_prefill.kernels.pipelined import PipelinedRules, _pipelined_prefill_kernel
+        from narrowkv.attn_prefill.kernels.pipelined import _pipelined_prefill_kernel
+        from narrowkv.attn_prefill.kernels.pipelined_items import PipelinedRules
 
         config, kind, reading = self.config, self.kind, self.bound.to_scratch
         rules = PipelinedRules(

@@ -228,7 +228,7 @@ def _descriptors(config: PrefillConfig, tensors: dict[str, torch.Tensor]) -> tup
 def _descriptor(config: PrefillConfig, stored: torch.Tensor) -> Any:
     """How to copy tiles of `[heads, rows, head_dim]`."""
     if config.otherwise is not None:
-        from narrowkv.attn_prefill.kernels.pipelined import key_descriptor
+        from narrowkv.attn_prefill.kernels.pipelined_copies import key_descriptor
 
         return key_descriptor(stored, config.block_n)
     from triton.tools.tensor_descriptor import TensorDescriptor
