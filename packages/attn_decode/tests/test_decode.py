@@ -130,11 +130,19 @@ def test_lengths_around_pages_tiles_and_splits(n: int, device: str) -> None:
     _check(W(lens=(n, 40), gqa_ratio=2), device, plan={"tokens_per_split": 32})
 
 
-@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-@pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "fp8_e4m3fnuz", "bf16"])
-def test_the_code_paths_of_amd_targets_when_interpreted(target: str, fmt: str) -> None:
+# A sample: tests/test_emulated.py runs the machine code of both targets for every format.
+# The even split launches as many programs as fill the chip, most of which find no work: once is enough.
+@pytest.mark.parametrize(
+    ("target", "fmt", "plan"),
+    [
+        ("gfx942", "fp8_e4m3fn", {}),
+        ("gfx950", "fp8_e4m3fnuz", {"tokens_per_split": 64}),
+        ("gfx950", "bf16", {"tokens_per_split": 64}),
+    ],
+)
+def test_the_code_paths_of_amd_targets_when_interpreted(target: str, fmt: str, plan: dict[str, Any]) -> None:
     with run_as(target):
-        _check(W(format=fmt), "cpu")
+        _check(W(format=fmt, num_kv_heads=1, gqa_ratio=5), "cpu", plan)
 
 
 @given(
@@ -264,15 +272,15 @@ def test_a_plan_for_another_call_is_refused_with_what_is_needed(device: str) -> 
 def test_batch_invariant_results_are_those_of_a_sequence_alone(
     tokens_per_split: int | None, device: str
 ) -> None:
-    """Batches of 1 to 300 sequences, each with a table of another width."""
+    """Batches of 1 to 140 sequences (lengths are read 128 at a time), each with a table of another width."""
     random = torch.Generator().manual_seed(2)
-    lens = torch.randint(0, 40, (300,), generator=random)
+    lens = torch.randint(0, 40, (140,), generator=random)
     lens[:3] = torch.tensor([1400, 64, 7])
     workload = W(lens=tuple(lens.tolist()), num_kv_heads=1, gqa_ratio=2, clean=True)
     q, cache, table = workload.build(device)
     assert table.seq_lens is not None
     alone = {}
-    for batch, width in ((1, 88), (1, 200), (2, 100), (3, 88), (17, 300), (300, 129)):
+    for batch, width in ((1, 88), (1, 200), (2, 100), (3, 88), (17, 300), (140, 129)):
         ids = torch.full((batch, width), -1, dtype=torch.int32, device=device)
         used = min(width, table.page_ids.shape[1])
         ids[:, :used] = table.page_ids[:batch, :used]

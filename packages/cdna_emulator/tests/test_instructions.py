@@ -376,6 +376,16 @@ def test_scalar(name):
         assert int(w.su[6][0, 0]) == SCALAR[name](a, b) & M
 
 
+@pytest.mark.parametrize(
+    ("name", "of_greater", "of_less"),
+    [("s_max_i32", 1, 0), ("s_min_i32", 0, 1), ("s_max_u32", 1, 0), ("s_min_u32", 0, 1)],
+)
+def test_scc_of_minima_and_maxima_says_whether_the_first_operand_won(name, of_greater, of_less):
+    for a, b, expected in ((5, 3, of_greater), (3, 5, of_less), (4, 4, 0)):
+        w = execute("gfx942", f"{name} s6, s4, s5\ns_cselect_b32 s7, 1, 0", {}, {4: a, 5: b})
+        assert int(w.su[7][0, 0]) == expected, (a, b)
+
+
 def test_scalar_condition_code_and_masks():
     w = execute("gfx942", """
         s_add_u32 s8, s4, s5

@@ -9,6 +9,7 @@ import torch
 
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, append, append_reference
 from narrowkv.paged_cache import convert as module
+from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError
 
 PAGES, HEADS, DIM = 2, 2, 64
@@ -98,6 +99,17 @@ def test_fp8_descales_are_a_heads_largest_finite_number(device: str, monkeypatch
     per_token = source.convert("fp8_e4m3fn", k_descale=torch.zeros(PAGES, 2, HEADS, device=device))
     assert isinstance(per_token.k_descale, torch.Tensor)
     assert per_token.k_descale[1, 1].tolist() == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2"])
+def test_the_largest_number_of_a_head_becomes_that_of_the_format(fmt: str) -> None:
+    source = PagedKVCache.empty(PAGES, 2, HEADS, DIM, format="bf16")
+    source.k[1, 1, :, 5] = source.v[0, 1, :, 3] = 3.0
+    got = source.convert(fmt)
+    expected = pytest.approx([3.0 / get_format(fmt).max_value] * HEADS)
+    for descale in (got.k_descale, got.v_descale):
+        assert isinstance(descale, torch.Tensor)
+        assert descale.tolist() == expected
 
 
 def test_what_cannot_be_converted_is_refused() -> None:

@@ -115,7 +115,8 @@ def mse_groups(group: int, seed: int) -> torch.Tensor:
     outlier[100:, 1:] = 0.5
     outlier[:, 0] = torch.linspace(4.0, 40.0, 100).repeat(2)
     constant = torch.linspace(0.9, 9.0, 200).unsqueeze(1) * (1 + 0.01 * torch.randn(200, group, generator=g))
-    return torch.cat((plain, outlier, constant))
+    # Each group is tried at 255 exponents: of long groups a sample, which still has every kind.
+    return torch.cat((plain, outlier, constant))[:: {128: 4, 256: 16}.get(group, 1)]
 
 
 @pytest.mark.parametrize("group", [1, 16, 32, 128, 256])

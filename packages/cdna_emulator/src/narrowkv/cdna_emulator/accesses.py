@@ -1,4 +1,4 @@
-"""Memory and LDS accesses of a batch: checks, counts, comparing copies, and errors that name who did it."""
+"""Memory and LDS accesses of a batch: checks, counts, comparison of copies, and errors with their place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .state import LANES, POISON, Array, Waves
 
 
 class Accesses:
-    """What instructions ask of a batch's memories; `Execution` sets the attributes and runs the waves.
+    """Loads, stores and atomics of a batch's waves; `Execution` sets the attributes and runs the waves.
 
     Attributes:
         program, memory: the kernel and the mapped buffers.
@@ -37,8 +37,8 @@ class Accesses:
         lds, lds_base: LDS of all workgroups, and where each wave's begins.
         scratch: private memory of all lanes, or None.
         races: the race detector, or None.
-        pending: what waves have not waited for, or None.
-        recorder: is told of every access; then every batch has one wave to a group.
+        pending: LDS accesses that their wave has not waited for, or None.
+        recorder: called for every access; then each group has one wave.
         bytes: bytes moved, by name of the count.
     """
 
@@ -106,7 +106,7 @@ class Accesses:
     def _once(
         self, w: Waves, inst: Instruction, addresses: Array, active: Array | None, words: Array
     ) -> Array:
-        """Lanes that really store: of the first copy, after comparing the copies; else the active ones."""
+        """The lanes that store: those of the first copy after comparing the copies, else the active ones."""
         if active is None:
             active = np.ones(addresses.shape, bool)
         if self.recorder is not None:  # it asks for addresses, of a workgroup whose inputs may be missing
@@ -165,7 +165,7 @@ class Accesses:
         words: Array,
         atomic: Atomic,
     ) -> Array:
-        """Read-modify-write lane by lane; returns what was there, as register words ``[size / 4, n, 64]``."""
+        """Read-modify-write lane by lane; returns the old values as register words ``[size / 4, n, 64]``."""
         self._record(w, inst, addresses, active, atomic.size)
         lanes = self._once(w, inst, addresses, active, words)
         count = atomic.size // 4
@@ -237,7 +237,7 @@ class Accesses:
         self, w: Waves, inst: Instruction, at: Array, size: int, active: Array | None,
         words: Array | None = None,
     ) -> None:  # fmt: skip
-        """Tells the race detector of a read, or of a write of register words ``[count, n, 64]``."""
+        """Reports a read, or a write of register words ``[count, n, 64]``, to the race detector."""
         assert self.races is not None
         lanes = np.ones(at.shape, bool) if active is None else active
         if self.copies == 2:
@@ -265,7 +265,7 @@ class Accesses:
     def _watch_pending(
         self, w: Waves, inst: Instruction, at: Array, lanes: Array, size: int, values: Array | None
     ) -> None:
-        """Remember an access until it is waited for, and check that it reads nothing that is under way."""
+        """Records an access until it is waited for, and checks that it reads nothing still being written."""
         pending = self.pending
         assert pending is not None
         ids = w.ids if self.copies == 1 else w.ids[: w.n // 2]
@@ -312,7 +312,7 @@ class Accesses:
             view[at + k] = words[k]
 
     def lds_atomic(self, w: Waves, inst: Instruction, offsets: Array, words: Array, atomic: Atomic) -> Array:
-        """Read-modify-write LDS; returns what was there as register words."""
+        """Read-modify-write LDS; returns the old values as register words."""
         active = None if w.full else w.exec_mask
         at = self._lds_offsets(w, inst, offsets, atomic.size, active)
         lanes = np.ones(at.shape, bool) if active is None else active

@@ -1,4 +1,4 @@
-"""Arithmetic that numpy does not have: fused multiply-add, bit fields, the division helpers and the like.
+"""Arithmetic that numpy lacks: fused multiply-add, bit fields, helpers of division, transcendentals.
 
 Source: pseudo-code of the CDNA3 and CDNA4 ISA documents. The transcendental functions of the hardware are
 accurate to about one unit in the last place; here they are rounded from numpy's, and flush denormals as
@@ -23,7 +23,7 @@ def fma(x: Array, y: Array, z: Array) -> Array:
     """fp32 x * y + z with one rounding.
 
     The product is exact in fp64. Rounding the sum to fp64 and then to fp32 differs from one rounding only if
-    the fp64 sum falls halfway between two fp32 values and was itself rounded; those lanes are nudged.
+    the fp64 sum falls halfway between two fp32 values and was itself rounded; those lanes are corrected.
     """
     product = np.multiply(x, y, dtype=np.float64)
     total = product + z
@@ -55,34 +55,34 @@ def _flush(x: Array) -> Array:
     return x
 
 
-def _through_f32(function: Any, x: Array) -> Array:
+def _computed_in_f32(function: Any, x: Array) -> Array:
     result: Array = _flush(function(_flush(x).astype(np.float32)))
     return result.astype(x.dtype)
 
 
 def exp2(x: Array) -> Array:
     """2**x."""
-    return _through_f32(np.exp2, x)
+    return _computed_in_f32(np.exp2, x)
 
 
 def log2(x: Array) -> Array:
     """Base-2 logarithm."""
-    return _through_f32(np.log2, x)
+    return _computed_in_f32(np.log2, x)
 
 
 def reciprocal(x: Array) -> Array:
     """1 / x."""
-    return _through_f32(lambda v: np.float32(1) / v, x)
+    return _computed_in_f32(lambda v: np.float32(1) / v, x)
 
 
 def reciprocal_root(x: Array) -> Array:
     """1 / sqrt(x)."""
-    return _through_f32(lambda v: (1.0 / np.sqrt(v.astype(np.float64))).astype(np.float32), x)
+    return _computed_in_f32(lambda v: (1.0 / np.sqrt(v.astype(np.float64))).astype(np.float32), x)
 
 
 def root(x: Array) -> Array:
     """Square root."""
-    return _through_f32(np.sqrt, x)
+    return _computed_in_f32(np.sqrt, x)
 
 
 def sine(x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What a kernel finds when it starts: the argument block, the dispatch packet, the first registers.
+"""The initial state of a kernel: the argument block, the dispatch packet, the initial registers.
 
 Sources: "AMDHSA kernel descriptor" and "Initial kernel execution state" of LLVM's AMDGPU user guide; the HSA
 runtime specification for the dispatch packet.
@@ -81,10 +81,10 @@ def initial_registers(
     position: Array,
     wave: Array,
 ) -> None:
-    """Set the registers that a wave finds when it starts.
+    """Set the initial registers of waves.
 
     Args:
-        program: whose descriptor says what is wanted.
+        program: its descriptor says which registers are set.
         memory: holds the argument block, for arguments preloaded into registers.
         v: ``[registers, n, 64]``; v0 gets the work-item id.
         s: ``[64, n]`` register pairs.

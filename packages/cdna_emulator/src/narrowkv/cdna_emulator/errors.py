@@ -1,4 +1,4 @@
-"""What goes wrong when emulated code is wrong, and what is said about it.
+"""Errors of emulated code.
 
 Every error that a running kernel can cause is an :class:`EmulatorError`. It knows the kernel, the line of
 the assembly, and, where there are any, the workgroup, wave, lane and address.
@@ -11,7 +11,7 @@ class EmulatorError(RuntimeError):
     """A kernel did something it must not do, or something this emulator cannot do.
 
     Attributes:
-        message: what went wrong, without the where.
+        message: what went wrong, without the place.
         kernel: name of the kernel.
         line: line of the assembly text, counted from 1; 0 when the error belongs to no line.
         source: the text of that line.
@@ -63,7 +63,7 @@ class MisalignedError(EmulatorError):
 
 
 class UninitialisedError(EmulatorError):
-    """A value that was never written decides what is stored, where it is stored, or a branch."""
+    """A stored value, a store's address or a branch depends on a value that was never written."""
 
 
 class RaceError(EmulatorError):

@@ -1,8 +1,8 @@
-"""Execution of a batch of workgroups: lockstep groups of waves, barriers, LDS, and whom to blame for errors.
+"""Execution of a batch of workgroups: lockstep groups of waves, barriers, LDS, and the place of errors.
 
 All waves of a batch start in one group (or one for each wave index, see ``wave_order``). A group runs block
-by block; where a branch divides its waves it splits, and the group that is behind runs first, so that
-groups meet again and are joined. A wave at a barrier waits until all waves of its workgroup have come to
+by block. If a branch divides its waves, the group is split, and the group that is behind runs first, so that
+groups meet again and are joined. A wave at a barrier waits until all waves of its workgroup have reached
 one.
 """
 
@@ -53,10 +53,10 @@ class Execution(Accesses):
         workgroups: those of this batch.
         copies: 2 to track uninitialised values, else 1.
         detect_races: watch LDS.
-        hazards: what must be waited for, or None; it needs ``detect_races``.
-        recorder: told of blocks and accesses; it needs one workgroup, one copy and turns.
+        hazards: the rules of waiting, or None; it needs ``detect_races``.
+        recorder: called for blocks and accesses; it needs one workgroup, one copy and turns.
         turns: run wave 0 of all workgroups up to a barrier, then wave 1, and so on.
-        limit: blocks that may run before the batch is taken to hang.
+        limit: blocks that may run before the batch is considered to hang.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Execution(Accesses):
                     self.ready.append(group)
 
     def _run_group(self, group: Group, quantum: int) -> int:
-        """Run a group until it ends, waits, splits, falls in with another, or has used its quantum."""
+        """Run a group until it ends, waits, splits, joins another, or has used its quantum."""
         blocks, counts = self.program.blocks, self.block_counts
         pending, recorder = self.pending, self.recorder
         used = 0
@@ -190,7 +190,7 @@ class Execution(Accesses):
         return used
 
     def _with_wave(self, error: HazardError, waves: Waves) -> EmulatorError:
-        """The same error with the workgroup and wave that ran into it."""
+        """The same error with the workgroup and wave that caused it."""
         inst = Instruction("", "", (), {}, error.line, error.source)
         return self._error(HazardError, error.message, inst, waves, 0)
 
@@ -240,7 +240,7 @@ class Execution(Accesses):
         return False
 
     def _release(self) -> None:
-        """Let those workgroups pass the barrier of which every live wave has come to one."""
+        """Release the workgroups whose live waves are all at a barrier."""
         arrived = np.zeros_like(self.alive)
         for group in self.waiting:
             np.add.at(arrived, group.waves.ids // self.warps, 1)

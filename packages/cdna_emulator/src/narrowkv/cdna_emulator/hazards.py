@@ -1,9 +1,9 @@
-"""What a wave must wait for: results on their way from memory, and wait states between instructions.
+"""Hazards: memory results that are used before they are waited for, and missing wait states.
 
 Memory instructions write their registers, or LDS, at some time between their issue and the s_waitcnt that
-waits for them. A wave's `State` is what is on its way; a `HazardModel` says how a basic block changes it
-and what in the block is wrong. Neither depends on values, so each block is examined once for each state
-that it is entered with, and a run looks the answer up.
+waits for them. A wave's `State` holds the accesses in flight; a `HazardModel` says how a basic block changes
+it and which instructions of the block are wrong. Neither depends on values, so each block is examined once
+for each state that it is entered with, and a run looks the result up.
 
 Sources: "Data Dependency Resolution" and S_WAITCNT of the CDNA3 and CDNA4 ISA documents:
 
@@ -31,12 +31,12 @@ _WATCHED = ("ds_read", "ds_write")
 
 
 class State(NamedTuple):
-    """What of a wave is on its way; instructions are numbers in the order of the text.
+    """The instructions of a wave that are in flight, as numbers in the order of the text.
 
     Attributes:
         vector: instructions that vmcnt counts, oldest first.
         local: instructions that lgkmcnt counts, oldest first.
-        recent: instructions that later ones must keep a distance to, with the wait states since.
+        recent: instructions that later ones need wait states after, with the wait states since then.
     """
 
     vector: tuple[int, ...] = ()
@@ -50,8 +50,8 @@ class Passage:
 
     Attributes:
         state: number of the state behind the block.
-        to_lds: for each LDS read of the block (by `id` of its instruction), how many writes to LDS by loads
-            of its own wave are under way there, where there are any.
+        to_lds: for each LDS read of the block (by `id` of its instruction), the number of loads to LDS of its
+            own wave that are in flight at that point, if there are any.
     """
 
     state: int
@@ -102,7 +102,7 @@ class HazardModel:
         return self._states[number]
 
     def pending_lds(self, numbers: Iterable[int]) -> tuple[list[Instruction], list[Instruction]]:
-        """LDS instructions and loads to LDS under way, oldest first; of several states the longer list."""
+        """LDS instructions and loads to LDS in flight, oldest first; the longest list of several states."""
         local: list[Instruction] = []
         vector: list[Instruction] = []
         for number in numbers:
@@ -114,7 +114,7 @@ class HazardModel:
 
     @staticmethod
     def lds_calls(inst: Instruction) -> int:
-        """How many accesses of LDS the emulator makes for an instruction."""
+        """Number of LDS accesses that the emulator makes for an instruction."""
         if inst.name.startswith(("ds_read2", "ds_write2")):
             return 2
         if inst.name.startswith("ds_"):
@@ -123,7 +123,7 @@ class HazardModel:
         return int(wide.group(1)) if wide else 1
 
     def passage(self, block: int, number: int) -> Passage:
-        """What becomes of a state in a block.
+        """How a block changes a state.
 
         Raises:
             HazardError: an instruction of the block uses what it does not wait for.
@@ -134,7 +134,7 @@ class HazardModel:
         return known
 
     def explore(self, limit: int = 20_000) -> bool:
-        """Examine every block in every state that a path from the entry brings, whether data takes it or not.
+        """Examine every block in every state that some path from the entry leads to, taken or not.
 
         Args:
             limit: pairs of block and state to examine at most; conditional loads in a row double the states.

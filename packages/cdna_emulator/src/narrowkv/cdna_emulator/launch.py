@@ -24,11 +24,11 @@ BATCH_WORKGROUPS = 32
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gives back.
+    """The result of a run.
 
     Attributes:
         counts: dynamic counts of the workgroups that ran.
-        workgroups: how many those were.
+        workgroups: number of workgroups that ran.
         profile: executed instructions by mnemonic and by loop.
     """
 
@@ -69,25 +69,24 @@ def run(
         detect_races: watch LDS for two waves that touch a byte between barriers, one of them writing; not
             for two that write the same.
         detect_hazards: check that every result of memory is waited for (s_waitcnt) before it is used or its
-            register or LDS bytes are used otherwise, and that dependent instructions have the wait states
+            register or LDS bytes are reused, and that dependent instructions have the wait states
             that the ISA asks for. Includes ``detect_races``, which then also sees accesses that pass a
-            barrier unfinished. Registers and wait states are checked on every path of the program, also on
-            those that this input does not take.
+            barrier before they finish. Registers and wait states are checked on every path of the program,
+            including those that this input does not take.
         check_uninitialised: run every wave twice in step, with different initial contents of registers and
-            LDS, and report what depends on them when it is stored or decides a branch. Costs 1.2 to 1.8
-            times the time; without it only an untouched register or LDS word that is stored is found.
+            LDS, and report an error if a store or a branch depends on them. It takes 1.2 to 1.8 times as
+            long. Without it an error is reported only if an uninitialised word is stored unchanged.
         wave_order: ``turns`` runs the waves of a workgroup one after another between barriers, so that a
             missing barrier shows in the result; ``lockstep`` runs them together, which is faster.
-        batch_workgroups: workgroups that run together. Those of one batch interleave as independent ones may;
-            1 runs each to its end before the next.
-        max_blocks: basic blocks that one batch may run before it is taken to hang.
+        batch_workgroups: workgroups that run together, interleaved; 1 runs each to its end before the next.
+        max_blocks: basic blocks that one batch may run before it is considered to hang.
 
     Returns:
         The dynamic counts and the profile.
 
     Raises:
-        EmulatorError: if the kernel does what it must not do.
-        TypeError, ValueError: if an argument is not of the form given.
+        EmulatorError: if the kernel makes an error; see `narrowkv.cdna_emulator.errors`.
+        TypeError, ValueError: if an argument has not the form described above.
 
     Example:
         >>> from narrowkv.cdna_emulator.loading import load_program
@@ -146,12 +145,12 @@ def record(
     recorder: Recorder,
     max_blocks: int = 20_000_000,
 ) -> None:
-    """Run one workgroup and tell a recorder what its waves run and access.
+    """Run one workgroup and pass what its waves execute and access to a recorder.
 
     Args:
         program, grid, args, memory, max_blocks: as for `run`.
         workgroup: which to run.
-        recorder: what is told.
+        recorder: receives blocks and accesses.
 
     Raises:
         EmulatorError: if the kernel does what it must not do.
@@ -168,7 +167,7 @@ def record(
 
 
 def _finish(execution: Execution) -> None:
-    """Run a batch; what its instructions cannot compute is the program's fault."""
+    """Run a batch; operands that an instruction cannot take are reported as errors of the program."""
     try:
         execution.run()
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -179,7 +178,7 @@ def _finish(execution: Execution) -> None:
 
 
 def _counts(execution: Execution) -> DynamicCounts:
-    """Counts of a batch from how often each block ran."""
+    """Counts of a batch, from the number of times each block ran."""
     totals: dict[str, Any] = {}
     mfma: dict[str, float] = {}
     for block, times in zip(execution.program.blocks, execution.block_counts, strict=True):

@@ -24,7 +24,7 @@ BRANCHES = {
 
 
 def bind(inst: Instruction, program: Program) -> Step:
-    """The step of any instruction that is no branch.
+    """The step of an instruction that is not a branch.
 
     Raises:
         UnknownInstructionError: naming the instruction and its line.
@@ -62,8 +62,8 @@ def _entry(assembly: Assembly) -> int:
     """Index of the first instruction.
 
     With arguments preloaded into scalar registers the code starts with a prologue that loads the same
-    registers for firmware that cannot preload; other firmware starts behind it, at the target of its
-    branch.
+    registers for firmware that cannot preload. Firmware that can starts after the prologue, at the target of
+    its branch.
     """
     start = assembly.labels.get(assembly.kernel_name, 0)
     if assembly.descriptor.get("user_sgpr_kernarg_preload_length", 0) == 0:
@@ -82,10 +82,10 @@ def load_program(asm_text: str, *, lds_bytes: int | None = None, hardware_sums: 
     Args:
         asm_text: what ``compiled.asm["amdgcn"]`` holds.
         lds_bytes: LDS of a workgroup, which Triton keeps in ``compiled.metadata.shared`` and not in the text.
-            Default: what the text says, or all of the target's LDS where it says 0.
+            Default: the size in the text, or all of the target's LDS if that is 0.
         hardware_sums: form the sums of matrix instructions as CDNA3 does (see `matrix_sums`), which is slow;
-            otherwise in fp64, rounded once. gfx950's instructions of the same formats are taken to add in the
-            same way; f8f6f4, integer and fp64 instructions are not changed.
+            otherwise in fp64, rounded once. Instructions of gfx950 with the same formats are assumed to add
+            in the same way; f8f6f4, integer and fp64 instructions are not changed.
 
     Returns:
         The program. It holds no state and can be run many times.
@@ -93,8 +93,8 @@ def load_program(asm_text: str, *, lds_bytes: int | None = None, hardware_sums: 
     Raises:
         TypeError: if ``asm_text`` is not a string.
         ValueError: if ``lds_bytes`` is negative or more than the target has.
-        MalformedProgramError: if the text is not that of a kernel.
-        EmulatorError: if the text is no kernel for a known target.
+        MalformedProgramError: if the text is not a kernel's.
+        EmulatorError: if the kernel is not for a known target.
         UnknownInstructionError: if it has an instruction that is not implemented.
 
     Example:
@@ -157,7 +157,7 @@ _LIMITS = {
 
 
 def _check_sizes(program: Program) -> None:
-    """Checks what the descriptor and the metadata ask for."""
+    """Checks the resources that the descriptor and the metadata ask for."""
     wrong = [
         f"{name} must be within 0..{limit}, got {getattr(program, name)}"
         for name, limit in _LIMITS.items()

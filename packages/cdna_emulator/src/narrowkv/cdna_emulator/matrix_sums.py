@@ -5,14 +5,14 @@ MI300X. Products are added in groups of consecutive k, one group after another:
 
 - A group has 8 products of 16-bit numbers, 16 of 8-bit numbers, 4 of xf32.
 - Its products are cut off (toward zero) at 24 fraction bits below the largest exponent among them, and added.
-- 8-bit numbers: those of even and of odd k are added apart; the two sums are then rounded down at 24 fraction
-  bits below the larger exponent, and added.
+- 8-bit numbers: products of even k and of odd k are added separately; the two sums are then rounded down at
+  24 fraction bits below the larger exponent, and added.
 - The sum is rounded down at 31, and the addend at 24 fraction bits below the larger of their exponents; an
   8-bit group drops an addend that is more than 25 bits smaller. Their sum is rounded to nearest even in fp32.
 - fp32 products are added one by one, each with one rounding (a chain of fused multiply-adds).
 
-The exponent of a product is the sum of its factors' exponents; that of a subnormal is its format's least, and
-that of zero is -126.
+The exponent of a product is the sum of its factors' exponents; that of a subnormal is the least of its
+format, and that of zero is -126.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def _exponents(values: Array, kind: str, target: str) -> Array:
 
 
 def _group_sum(products: Array, exponents: Array) -> tuple[Array, Array]:
-    """Sum of products that are cut off at 24 bits below the largest exponent, in units of its 24th bit."""
+    """Sum of products cut off 24 bits below the largest exponent, in multiples of the last kept bit."""
     largest = exponents.max(axis=-1)
     return np.trunc(np.ldexp(products, 24 - largest[..., None])).sum(axis=-1), largest
 
 
 def _added(sums: Array, exponent: Array, addend: Array, is_8_bit: bool) -> Array:
-    """A group's sum (in units of 24 bits below its exponent) and the fp32 addend, as fp32."""
+    """The fp32 sum of a group's sum (in multiples of 2**-24 of its exponent) and the fp32 addend."""
     own = _exponents(addend, "f32", "")
     largest = np.maximum(exponent, own)
     total = np.ldexp(np.floor(np.ldexp(sums, exponent + 7 - largest)), largest - 31)

@@ -13,7 +13,7 @@ from .state import Array
 
 
 class AccessError(Exception):
-    """An access went wrong at the lane with this flat index; the caller knows who that is."""
+    """A wrong access by the lane with this flat index; the caller adds wave and workgroup."""
 
     def __init__(self, message: str, flat: int, address: int, kind: str = "range") -> None:
         super().__init__(message)
@@ -31,7 +31,7 @@ class Buffer:
     written: NDArray[np.bool_] | None = None
 
     def mark(self, start: int, stop: int) -> None:
-        """Remember that bytes [start, stop) were stored, if anybody asked."""
+        """Marks bytes [start, stop) as stored in the array that `Memory.map` was given, if any."""
         if self.written is not None:
             self.written[start:stop] = True
 
@@ -57,7 +57,7 @@ class Memory:
 
     @classmethod
     def sharing(cls, other: Memory) -> Memory:
-        """A memory with the buffers of another, to which more can be added without changing that one."""
+        """A copy of the list of buffers: buffers added to it do not appear in the original."""
         copy = cls()
         copy._buffers, copy._bases = list(other._buffers), list(other._bases)
         return copy
@@ -79,7 +79,7 @@ class Memory:
 
         Args:
             view: one-dimensional contiguous uint8 array; stores write through to it.
-            name: what error messages call it.
+            name: its name in error messages.
             readonly: refuse stores.
             written: bool array of the same size; True is set for every byte that a kernel stores.
 
@@ -129,7 +129,7 @@ class Memory:
         return f"{side} buffer {near.name!r} of {near.data.size} bytes"
 
     def _view(self, buffer: Buffer, unit: int) -> Array:
-        """The buffer as unsigned units, when its base is aligned to them."""
+        """The buffer as unsigned integers of 1, 2 or 4 bytes, if its base is aligned to them."""
         key = buffer.base * 8 + unit
         known = self._words.get(key)
         if known is None or known.size != buffer.data.size // unit:
@@ -189,7 +189,7 @@ class Memory:
 
     @staticmethod
     def _gather_bytes(buffer: Buffer, offsets: Array, size: int) -> Array:
-        """For a buffer whose own base is not aligned to the unit."""
+        """Loads from a buffer whose base is not aligned to the access."""
         unit = min(size, 4)
         words = []
         for first in range(0, size, unit):

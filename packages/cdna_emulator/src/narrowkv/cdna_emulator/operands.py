@@ -1,4 +1,4 @@
-"""Operands: what their text names, and functions that read or write them for a batch of waves.
+"""Operands: parsing of their text, and functions that read or write them for a batch of waves.
 
 Source: "Scalar Data Sources" and "Operands" of the CDNA3 and CDNA4 ISA documents. Reading returns an array
 that broadcasts to ``[n, 64]``: rows for vector registers, columns for scalar ones, ``[1, 1]`` for constants.

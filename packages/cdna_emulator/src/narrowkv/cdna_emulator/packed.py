@@ -27,7 +27,7 @@ from .program import Program, Step
 from .state import Array, Waves
 from .valu_ops import SATURATING, VALU, Op
 
-# 16-bit packed operations are the plain ones, twice.
+# A 16-bit packed operation is the unpacked one, applied to both halves.
 _HALF = {
     "v_pk_add_f16": "v_add_f16", "v_pk_mul_f16": "v_mul_f16", "v_pk_fma_f16": "v_fma_f16",
     "v_pk_min_f16": "v_min_f16", "v_pk_max_f16": "v_max_f16", "v_pk_add_u16": "v_add_u16",

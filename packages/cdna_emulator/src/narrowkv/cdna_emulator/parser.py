@@ -59,7 +59,7 @@ class KernelArgument:
 
 @dataclass
 class Assembly:
-    """Everything that one compiled kernel's text says."""
+    """The parsed text of one compiled kernel."""
 
     target: str = ""
     kernel_name: str = ""

@@ -1,8 +1,9 @@
-"""LDS accesses that are under way: reads, writes and loads to LDS that their wave has not waited for.
+"""LDS accesses in flight: reads, writes and loads to LDS that their wave has not waited for.
 
-A barrier orders only what was waited for. An access that a wave takes past a barrier still races with what
-other waves do behind it, until the first barrier that the wave comes to after having waited. A load to LDS
-is also not visible to its own wave before it has waited, because vmcnt and lgkmcnt count apart.
+A barrier orders only accesses that were waited for. An access that is in flight when its wave passes a
+barrier still races with accesses of other waves after that barrier, until the next barrier that the wave
+reaches after waiting. A load to LDS is not visible to its own wave either before it has waited, because vmcnt
+and lgkmcnt are separate counters.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class _Access:
 
 
 class PendingLds:
-    """Accesses since the last barrier, and those older ones that were not waited for.
+    """Accesses since the last barrier, and older ones that were not waited for.
 
     Args:
         model: the program's hazards.
-        races: the race detector, which is told again of what passes a barrier.
+        races: the race detector; accesses that pass a barrier are reported to it again.
         warps: waves of a workgroup.
         waves: waves of the batch.
         lds_bytes: LDS bytes of all workgroups of the batch together.
@@ -53,7 +54,7 @@ class PendingLds:
         self._issued = np.zeros(waves, np.int64)
 
     def enter(self, block: int, states: tuple[int, ...]) -> tuple[int, ...]:
-        """The states behind a block, which is about to run.
+        """The states after a block that is about to run.
 
         Raises:
             HazardError: see `HazardModel.passage`.
@@ -72,7 +73,7 @@ class PendingLds:
     def record(
         self, inst: Instruction, ids: Array, at: Array, lane_ids: Array, size: int, values: Array | None
     ) -> None:
-        """Remember an access of waves ``ids``; ``at`` and ``lane_ids`` are ``[lanes]``."""
+        """Records an access of waves ``ids``; ``at`` and ``lane_ids`` are ``[lanes]``."""
         if self.warps > 1:
             self._log.append(_Access(inst, ids, at, lane_ids, size, values))
 

@@ -1,4 +1,4 @@
-"""Where a run spent its instructions: how often each mnemonic and each loop of the code was executed."""
+"""Profile of a run: how often each mnemonic and each loop of the code was executed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Loop:
 
     Attributes:
         first_line, last_line: lines of the assembly text within which it lies.
-        passes: how often waves went through it, over all waves that ran.
-        mnemonics: what those passes executed, each instruction counted once for each wave.
+        passes: iterations, summed over all waves that ran.
+        mnemonics: instructions executed in those iterations, counted once for each wave.
     """
 
     first_line: int
@@ -31,7 +31,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Profile:
-    """How often the waves of a run executed what.
+    """Instructions that the waves of a run executed.
 
     Attributes:
         mnemonics: executed wave instructions by mnemonic.
@@ -43,7 +43,7 @@ class Profile:
 
     @property
     def hot_loop(self) -> Loop | None:
-        """The loop that executed the most matrix instructions, the innermost of equals; None without any."""
+        """The loop that executed the most matrix instructions, the innermost if several did; or None."""
         candidates = [loop for loop in self.loops if loop.mfma]
         return max(candidates, key=lambda loop: (loop.mfma, loop.first_line - loop.last_line), default=None)
 

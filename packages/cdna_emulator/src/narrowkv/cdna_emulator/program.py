@@ -1,4 +1,4 @@
-"""A kernel that is parsed and bound: basic blocks of steps, and what the descriptor says of its start."""
+"""A kernel that is parsed and bound: basic blocks of steps, and the initial state from its descriptor."""
 
 from __future__ import annotations
 

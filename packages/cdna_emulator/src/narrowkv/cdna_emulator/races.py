@@ -10,8 +10,8 @@ from .state import Array
 class RaceDetector:
     """Remembers, for each LDS byte of each workgroup, which waves wrote and read it since the last barrier.
 
-    Waves that write one number to one place are no race: whoever comes first, the same is there. Compilers do
-    that with what every wave has, such as a maximum that was found over all of them.
+    Waves that write the same value to the same place do not race: the result is the same in any order.
+    Compilers do that with what every wave has, such as a maximum that was found over all of them.
 
     Args:
         lds_bytes: LDS bytes of all workgroups of the batch together.

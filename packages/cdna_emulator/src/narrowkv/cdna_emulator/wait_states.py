@@ -70,7 +70,7 @@ ADDEND_OVERWRITTEN = "addend of a matrix instruction overwritten"
 
 
 class Produced(NamedTuple):
-    """One way in which a later instruction may come too early.
+    """One way in which a later instruction can be issued too early.
 
     Attributes:
         what: the dependency, a key of `WAIT_STATES` or of a matrix rule.
@@ -87,10 +87,10 @@ class Produced(NamedTuple):
 
 @dataclass(frozen=True)
 class Dependencies:
-    """What an instruction produces and uses, as far as wait states are concerned.
+    """The dependencies of an instruction that matter to wait states.
 
     Attributes:
-        states: wait states that the instruction itself is.
+        states: wait states that the instruction itself counts as.
         produced: dependencies of later instructions on it.
         used: register bits by dependency.
         horizon: wait states after which nothing that it produced matters.
@@ -103,7 +103,7 @@ class Dependencies:
 
 
 def matrix_clocks(shape: Shape, target: str) -> int:
-    """Clocks that a matrix instruction occupies its unit.
+    """Clocks that a matrix instruction occupies the matrix unit.
 
     Source: dense throughput tables of the CDNA3 and CDNA4 ISA documents; AMD's matrix instruction calculator.
     """
@@ -239,7 +239,7 @@ def _matrix_uses(inst: Instruction, usage: Usage, shape: Shape, rules: _Rules, p
 
 
 def dependencies(inst: Instruction, usage: Usage, program: Program) -> Dependencies:
-    """What the tables say of an instruction."""
+    """The dependencies of an instruction according to the tables."""
     kind, rules = usage.kind, _Rules()
     vector_read, vector_written = usage.reads & VECTOR_BITS, usage.writes & VECTOR_BITS
     shape = mfma_shape(inst) if kind == "mfma" else None
@@ -269,7 +269,7 @@ def dependencies(inst: Instruction, usage: Usage, program: Program) -> Dependenc
     if kind == "salu":
         rules.produces(usage.writes & M0_BITS, M0_TO_LDS)
         if inst.name.startswith("s_setreg"):
-            rules.produces(M0_BITS, SETREG)  # MODE is no register of `usage`: any bit stands for it
+            rules.produces(M0_BITS, SETREG)  # `usage` has no MODE register: any bit represents it
             rules.uses(M0_BITS, SETREG)
     produced = tuple(rule for rule in rules.produced if rule.states or rule.exact_states)
     horizon = max((max(rule.states, rule.exact_states) for rule in produced), default=0)

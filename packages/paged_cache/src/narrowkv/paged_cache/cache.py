@@ -1,4 +1,4 @@
-"""A paged KV cache as a set of strides over tensors that an engine already has."""
+"""A paged KV cache: tensors of an engine, with their layout, formats and descales."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from narrowkv.paged_cache.convert import descale_for, largest_per_head, page_chunks, store_pages
 from narrowkv.paged_cache.descales import (
     PER_PAGE_GRANULARITIES,
-    SCALE_FORMATS,
-    SCALE_GROUP,
     CacheSide,
     check_descale,
     check_exponent,
+    check_fp4_scales,
     descale_or_one,
+    fp4_scales_of_one,
     page_factor,
 )
 from narrowkv.paged_cache.formats import CacheFormat
@@ -31,7 +31,6 @@ from narrowkv.paged_cache.layouts import (
     strides_of,
     zeros,
 )
-from narrowkv.quant.e8m0 import E8M0_BIAS
 from narrowkv.quant.formats import check_storage, get_format
 from narrowkv.quant.rounding import decode
 from narrowkv.runtime.errors import check_choice, check_positive_int, check_same_device, check_tensor
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from narrowkv.paged_cache.page_table import PageTable
 
 _INT32_MAX = 2**31 - 1
-_E4M3_ONE = 0x38
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +54,10 @@ class PagedKVCache:
         k, v: storage tensors as given, in `layout`.
         format: storage formats.
         layout: "NHD" `[num_pages, page_size, num_kv_heads, head_dim]`; "HND" `[num_pages, num_kv_heads,
-            page_size, head_dim]`; "tokens" `[slots, num_kv_heads, head_dim]` (page size 1); "concat" NHD with
-            K|V on the last axis,
-            passed as the two halves; "vectorised" K `[num_pages, H, D/x, page_size, x]`, V `[num_pages, H,
-            page_size/x, D,
-            x]`, x = 16 / itemsize (AITER). FP4 halves the last axis: uint8, element 2i in the low nibble.
+            page_size, head_dim]`; "tokens" `[slots, num_kv_heads, head_dim]` (page size 1); "concat": NHD
+            with K and V side by side on the last axis, passed as its two halves; "vectorised" (AITER): K
+            `[num_pages, H, D/x, page_size, x]` and V `[num_pages, H, page_size/x, D, x]`, x = 16 / itemsize.
+            FP4 halves the last axis: uint8, element 2i in the low nibble.
         num_pages, page_size, num_kv_heads, head_dim: sizes of the logical cache.
         k_descale, v_descale: what stored numbers are multiplied by: a float, or an fp32 tensor; for FP4 a
             tensor of E8M0 scales (uint8) or E4M3 scales (float8_e4m3fn).
@@ -68,8 +65,8 @@ class PagedKVCache:
             "sequence_head" `[batch, H]`, "page_head" `[num_pages, H]`, "token_head" `[num_pages, page_size,
             H]`, "token_head_group" `[num_pages, page_size, H, head_dim / 32]`. FP4 has one of the last two,
             with E4M3 scales "token_head".
-        negative_zero_free: no FP8 byte is 0x80, nor a NaN code: narrowkv's own finite writes. It allows a
-            faster read of OCP bytes on gfx942.
+        negative_zero_free: whether no FP8 byte is 0x80 or a NaN code, which holds for finite numbers that
+            narrowkv wrote. It allows OCP bytes to be read faster on gfx942.
     """
 
     k: torch.Tensor
@@ -90,10 +87,8 @@ class PagedKVCache:
         """Checks the descales, which `dataclasses.replace` may have changed."""
         sizes = self.num_pages, self.page_size, self.num_kv_heads, self.head_dim
         for side in self.sides():
-            check_descale(
-                f"{side.name}_descale", side.descale, side.granularity, side.format, sizes, self.k.device,
-                validate=False,
-            )  # fmt: skip
+            name = f"{side.name}_descale"
+            check_descale(name, side.descale, side.granularity, side.format, sizes, self.k.device, False)
 
     def sides(self) -> tuple[CacheSide, CacheSide]:
         """K and V, each with its format and descale."""
@@ -118,7 +113,7 @@ class PagedKVCache:
         scale_format: str = "e8m0",
         device: torch.device | str = "cpu",
     ) -> PagedKVCache:
-        """A zeroed cache of one's own.
+        """Allocates a cache of zeros.
 
         Args:
             num_pages, page_size, num_kv_heads, head_dim: sizes; any page size >= 1.
@@ -152,25 +147,10 @@ class PagedKVCache:
             raise ValueError(f"page_size must be 1 for layout 'tokens', got {page_size}")
         formats = get_format(parsed.k), get_format(parsed.v)
         fp4 = [fmt.kind == "fp4" for fmt in formats]
-        if scale_group is not None:
-            if scale_group != SCALE_GROUP or not any(fp4) or head_dim % SCALE_GROUP:
-                raise ValueError(
-                    f"scale_group must be None, or {SCALE_GROUP} for an fp4_e2m1 cache with head_dim a "
-                    f"multiple of it, got {scale_group!r} for {parsed} with head_dim {head_dim}"
-                )
-        check_choice("scale_format", scale_format, SCALE_FORMATS)
-        if scale_format != "e8m0" and (scale_group is not None or not any(fp4)):
-            raise ValueError(
-                f"scale_format {scale_format!r} is for an fp4_e2m1 cache without scale_group, got {parsed} "
-                f"with scale_group {scale_group!r}"
-            )
-        scales: tuple[int, ...] = (num_pages, page_size, num_kv_heads)
-        if scale_group is not None:
-            scales = (*scales, head_dim // scale_group)
-        ones = {"e8m0": E8M0_BIAS, "e4m3": _E4M3_ONE}[scale_format]
-        dtype = torch.uint8 if scale_format == "e8m0" else torch.float8_e4m3fn
+        sizes = (num_pages, page_size, num_kv_heads, head_dim)
+        check_fp4_scales(scale_group, scale_format, parsed, head_dim)
         k_descale, v_descale = (
-            torch.full(scales, ones, dtype=torch.uint8, device=device).view(dtype) if packed else given
+            fp4_scales_of_one(sizes, scale_group, scale_format, device) if packed else given
             for packed, given in zip(fp4, (k_descale, v_descale), strict=True)
         )
         if layout == "concat":
@@ -209,10 +189,10 @@ class PagedKVCache:
             layout: see the class.
             k_descale, v_descale: float, or fp32 tensor of a shape that tells its granularity; for FP4 uint8
                 E8M0 scales `[num_pages, page_size, H]` or `[num_pages, page_size, H, head_dim / 32]`, or
-                float8_e4m3fn scales `[num_pages, page_size, H]`, above zero.
-                Required but for 16-bit formats: whoever wrote the bytes knows what they were divided by.
-            k_granularity, v_granularity: name it where the shape could mean two things.
-            negative_zero_free: the caller vouches that no FP8 byte is 0x80 or a NaN code.
+                float8_e4m3fn scales `[num_pages, page_size, H]`, above zero. Required except for 16-bit
+                formats.
+            k_granularity, v_granularity: the granularity, needed if the shape fits two.
+            negative_zero_free: a promise that no FP8 byte is 0x80 or a NaN code.
             validate: also look at descale values, which waits for the device.
 
         Raises:
@@ -277,7 +257,7 @@ class PagedKVCache:
 
     @property
     def needs_64_bit_addresses(self) -> bool:
-        """Whether an element offset can pass 2**31 - 1 bytes."""
+        """Whether the offset of an element can be larger than 2**31 - 1 bytes."""
         return any(span_bytes(t) > _INT32_MAX for t in (self.k, self.v))
 
     def logical(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -322,10 +302,10 @@ class PagedKVCache:
         scale_format: str = "e8m0",
         exponent: str = "mse",
     ) -> PagedKVCache:
-        """A cache of another format, with the same tokens in the same pages; this one does not change.
+        """A new cache of another format, with the same tokens in the same pages.
 
-        Its bytes are those that `append` would have written into it, had it been given this cache's numbers.
-        Pages are converted in chunks; beside the new cache some hundred MiB are allocated for the time.
+        Its bytes are those that `append` writes for the dequantised tokens of this cache. Pages are converted
+        in chunks; some hundred MiB of temporary memory are needed besides the new cache.
 
         Args:
             format: of the new cache, a format name or a `CacheFormat` pair.

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from narrowkv.quant.e8m0 import e8m0_decode
+from narrowkv.paged_cache.formats import CacheFormat
+from narrowkv.quant.e8m0 import E8M0_BIAS, e8m0_decode
 from narrowkv.quant.formats import get_format
 from narrowkv.quant.groups import EXPONENT_RULES
 from narrowkv.runtime.errors import check_choice, check_descale_float, check_descale_tensor, check_dtype
@@ -16,6 +17,7 @@ PER_TOKEN_GRANULARITIES = ("token_head", "token_head_group")
 PER_PAGE_GRANULARITIES = ("page_head", *PER_TOKEN_GRANULARITIES)
 SCALE_FORMATS = ("e8m0", "e4m3")  # of FP4's scales
 SCALE_GROUP = 32  # channels per E8M0 scale of the finer FP4 recipe, which is OCP MX's group
+_E4M3_ONE = 0x38
 
 
 class CacheSide(NamedTuple):
@@ -61,6 +63,36 @@ def page_factor(descale: float | torch.Tensor, kind: str) -> float | torch.Tenso
         return e8m0_decode(descale)[..., None]
     descale = descale.float()  # E4M3 or float32
     return descale[:, None, :, None] if kind == "page_head" else descale[..., None]
+
+
+def check_fp4_scales(scale_group: int | None, scale_format: str, format: CacheFormat, head_dim: int) -> None:
+    """Refuses options of FP4 scales that a cache of this format cannot have.
+
+    Raises:
+        TypeError, ValueError: naming the option and what it must be.
+    """
+    has_fp4 = any(get_format(name).kind == "fp4" for name in (format.k, format.v))
+    if scale_group is not None and (scale_group != SCALE_GROUP or not has_fp4 or head_dim % SCALE_GROUP):
+        raise ValueError(
+            f"scale_group must be None, or {SCALE_GROUP} for an fp4_e2m1 cache with head_dim a "
+            f"multiple of it, got {scale_group!r} for {format} with head_dim {head_dim}"
+        )
+    check_choice("scale_format", scale_format, SCALE_FORMATS)
+    if scale_format != "e8m0" and (scale_group is not None or not has_fp4):
+        raise ValueError(
+            f"scale_format {scale_format!r} is for an fp4_e2m1 cache without scale_group, got {format} "
+            f"with scale_group {scale_group!r}"
+        )
+
+
+def fp4_scales_of_one(
+    sizes: tuple[int, int, int, int], scale_group: int | None, scale_format: str, device: torch.device | str
+) -> torch.Tensor:
+    """Scales of 1.0 for each position and head, or for each group of channels, of an FP4 side."""
+    shape = sizes[:3] if scale_group is None else (*sizes[:3], sizes[3] // scale_group)
+    if scale_format == "e8m0":
+        return torch.full(shape, E8M0_BIAS, dtype=torch.uint8, device=device)
+    return torch.full(shape, _E4M3_ONE, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
 
 
 def descale_or_one(name: str, descale: float | torch.Tensor | None, format_name: str) -> float | torch.Tensor:

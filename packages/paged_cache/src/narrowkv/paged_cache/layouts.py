@@ -10,15 +10,15 @@ from narrowkv.quant.formats import Format, get_format
 from narrowkv.runtime.errors import UnsupportedError
 
 LAYOUTS = ("NHD", "HND", "tokens", "concat", "vectorised")
-# Those that attention kernels serve.
+# Head dimensions that the attention kernels support.
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 
 
 def check_head_dim(head_dim: int) -> None:
-    """Refuses a head_dim that no operation would serve later.
+    """Refuses a head_dim that no attention kernel supports.
 
     Raises:
-        UnsupportedError: naming those that are.
+        UnsupportedError: the message lists those that are supported.
     """
     if head_dim not in HEAD_DIMS:
         raise UnsupportedError(
@@ -46,7 +46,7 @@ class KVStrides:
 
 
 def zeros(shape: tuple[int, ...], fmt: Format, device: torch.device | str) -> torch.Tensor:
-    """Zeroed storage of a format."""
+    """A tensor of zeros in the storage dtype of a format."""
     dtype = fmt.storage_dtype
     if fmt.kind == "fp8":
         return torch.zeros(shape, dtype=torch.uint8, device=device).view(dtype)
@@ -161,5 +161,5 @@ def from_logical(x: torch.Tensor, layout: str, *, is_key: bool) -> torch.Tensor:
 
 
 def span_bytes(t: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
+    """Bytes from the first element of a tensor to the end of its last element."""
     return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()

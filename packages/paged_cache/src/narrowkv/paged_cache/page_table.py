@@ -1,4 +1,4 @@
-"""Which pages each sequence occupies, from either form of metadata that engines keep."""
+"""Page tables: the pages of each sequence, from either form of metadata that engines keep."""
 
 from __future__ import annotations
 
@@ -152,14 +152,14 @@ class PageTable:
 
     @property
     def batch_size(self) -> int:
-        """Sequences."""
+        """Number of sequences."""
         lens = self.seq_lens if self.seq_lens is not None else self.kv_last_page_len
         assert lens is not None
         return int(lens.shape[0])
 
     @property
     def capacity(self) -> int:
-        """The most tokens that one sequence can have, as far as shapes tell."""
+        """The most tokens that one sequence can have according to the shapes."""
         return int(self.page_ids.shape[-1]) * self.page_size
 
     def with_key_ranges(self, key_ranges: torch.Tensor) -> PageTable:
@@ -206,8 +206,8 @@ class PageTable:
         """The same table with a `[batch, max_pages]` block table, built on the device; unused entries are -1.
 
         Args:
-            max_pages: columns. The caller knows a bound and the device is not asked: page ids of a sequence
-                past it are dropped, which `check_values` of the new table reports.
+            max_pages: columns of the table. Page ids beyond it are dropped without an error, because reading
+                the lengths would wait for the device; `check_values` of the new table reports them.
         """
         if self.kind == "block_table":
             return self

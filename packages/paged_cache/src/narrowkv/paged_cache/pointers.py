@@ -12,7 +12,7 @@ from narrowkv.quant.device import NATIVE
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.targets import Target
 
-# How words are widened: packed conversions in inline assembly.
+# A route of widening: packed conversions in inline PTX.
 PTX = "ptx"
 ABSENT = Descale(None, 0, 0, 0)
 
@@ -26,7 +26,11 @@ class Side(NamedTuple):
 
 
 def descale_pointers(value: Any, granularity: str) -> tuple[str, float, Descale]:
-    """(mode, factor to fold, pointers) of a K or V descale; see `_paged_decode_kernel`."""
+    """How kernels take a descale of K or V.
+
+    Returns:
+        The kind (`Stored.descale`), the factor to fold into a scale on the host, and pointers with strides.
+    """
     if not isinstance(value, torch.Tensor):
         return "scalar", float(value), ABSENT
     if granularity == "tensor":
@@ -47,7 +51,7 @@ def descale_pointers(value: Any, granularity: str) -> tuple[str, float, Descale]
 
 
 def side_of(stored: torch.Tensor, strides: KVStrides, format_name: str, route: str, parts: int) -> Side:
-    """K or V seen in the words that the kernel loads; fewer elements a word where strides are odd."""
+    """K or V as the words that the kernel loads, with fewer elements per word if a stride is odd."""
     fmt = get_format(format_name)
     if parts > 1:
         even = not any(s % 2 for s in (strides.page, strides.token, strides.head, stored.data_ptr()))
@@ -64,7 +68,7 @@ def side_of(stored: torch.Tensor, strides: KVStrides, format_name: str, route: s
 
 
 def packed_route(target: Target, format_name: str, side: Side, half: bool) -> str:
-    """Packed conversions in inline assembly, for 16-bit words on NVIDIA."""
+    """The route of a side: inline PTX for 16-bit words on NVIDIA, else the route that it has."""
     packed = (format_name == "fp8_e4m3fn" and side.parts == 2 and side.route == NATIVE) or (
         format_name == "fp4_e2m1" and side.parts == 4
     )

@@ -40,11 +40,11 @@ class PageCopy:
 
 
 class PagePool:
-    """Which pages are free, and which sequence holds which. Every method either succeeds or changes nothing.
+    """Assigns pages to sequences. Every method either succeeds or changes nothing.
 
-    A pool that knows its caches copies shared pages itself. One that does not (a scheduler whose caches are
-    in other processes) returns the copies from `extend` and refuses to give out that sequence's pages until
-    `copies_done` is called.
+    A pool that is given its caches copies shared pages itself. A pool without caches (in a scheduler whose
+    caches are in other processes) returns the copies from `extend`, and raises `CopiesPending` for that
+    sequence until `copies_done` is called.
 
     Args:
         num_pages: pages of the cache.
@@ -75,7 +75,7 @@ class PagePool:
                     f"got {cache.num_pages} of {cache.page_size} tokens"
                 )
         self.caches = tuple(caches)
-        # Taken from the end, so that pages are handed out in ascending order at first.
+        # Taken from the end, so that pages are first given out in ascending order.
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
         self._copied_from = [0] * num_pages  # pending copies that read a page
@@ -88,7 +88,7 @@ class PagePool:
         return len(self._free)
 
     def length(self, seq: int) -> int:
-        """Tokens of a sequence."""
+        """Number of tokens of a sequence."""
         return self._get(seq).length
 
     def pages(self, seq: int) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class PagePool:
         return seq
 
     def extend(self, seq: int, num_tokens: int) -> list[PageCopy]:
-        """Room for `num_tokens` more tokens.
+        """Makes room for `num_tokens` more tokens.
 
         A partly filled last page that another sequence shares is replaced by a copy. A pool with caches has
         queued these copies on the current stream when it returns. Without caches, perform them in every
@@ -174,7 +174,7 @@ class PagePool:
         return child
 
     def free(self, seq: int) -> None:
-        """Gives a sequence's pages back; shared ones stay with the others.
+        """Frees a sequence's pages; pages that other sequences share stay in use.
 
         Copies that its last extension asked for are no longer needed: drop them, or have them queued ahead of
         all later work.
@@ -248,7 +248,7 @@ class PagePool:
 
         Args:
             seqs: ids of sequences that were extended, one a row of the batch.
-            new_tokens: how many tokens the call appends, of each sequence or of all alike.
+            new_tokens: how many tokens the call appends: a number for each sequence, or one number for all.
             max_pages: columns, if the table is to be wider than its longest row (a captured graph); entries
                 past a sequence's pages are -1.
             device: where; default that of the pool's caches, else the CPU.
@@ -357,7 +357,7 @@ def apply_copies(cache: PagedKVCache, copies: list[PageCopy]) -> None:
         if not all(0 <= page < cache.num_pages for page in (copy.source, copy.destination)):
             raise ValueError(f"copies must name pages in [0, {cache.num_pages}), got {copy}")
     for copy in copies:
-        # Whole pages: the tail is written by the append that follows, and any layout copies alike.
+        # Whole pages are copied, in any layout: the append that follows overwrites the rest of the page.
         cache.k[copy.destination].copy_(cache.k[copy.source])
         cache.v[copy.destination].copy_(cache.v[copy.source])
         for descale, kind in ((cache.k_descale, cache.k_granularity), (cache.v_descale, cache.v_granularity)):

@@ -17,14 +17,14 @@ CacheTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tens
 
 
 def cache_tensors(cache: PagedKVCache) -> CacheTensors:
-    """The tensors of a cache as operators take them: keys, values, and descales that are tensors."""
+    """The tensors of a cache as operators take them: K, V, and the descales that are tensors."""
     k_descale = cache.k_descale if isinstance(cache.k_descale, torch.Tensor) else None
     v_descale = cache.v_descale if isinstance(cache.v_descale, torch.Tensor) else None
     return cache.k, cache.v, k_descale, v_descale
 
 
 def cache_options(cache: PagedKVCache) -> dict[str, object]:
-    """Everything else that a cache is, for `spell`."""
+    """The attributes of a cache that are no tensors, for `spell`."""
     return {
         "k_dtype": cache.k.dtype,
         "v_dtype": cache.v.dtype,
@@ -43,7 +43,7 @@ _CACHE_OPTIONS = (
     "k_dtype", "v_dtype", "k_format", "v_format", "layout", "k_descale", "v_descale", "k_granularity",
     "v_granularity", "negative_zero_free",
 )  # fmt: skip
-# What the checks of a cache found, by all that they look at: tensors' metadata and options.
+# Results of checking a cache, by everything that the checks look at: metadata of tensors, and options.
 _checked: dict[Any, dict[str, Any]] = {}
 _MOST_CHECKED = 1024
 

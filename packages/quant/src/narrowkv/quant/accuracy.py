@@ -135,7 +135,7 @@ class ErrorReport:
 
 
 def _coordinates(flat: int, shape: torch.Size) -> tuple[int, ...]:
-    """Of an element of a contiguous tensor; torch.unravel_index would import sympy for it."""
+    """The coordinates of an element of a contiguous tensor; torch.unravel_index would import sympy."""
     found: list[int] = []
     for size in reversed(shape):
         flat, here = divmod(flat, size)

@@ -39,7 +39,7 @@ def largest_magnitude(x: torch.Tensor, fmt: Format, dims: tuple[int, ...]) -> to
 
 def descale_of(amax: torch.Tensor, max_value: float) -> torch.Tensor:
     """The descale that maps the largest magnitude of each group to `max_value`; 1 for a group of zeros."""
-    # torch on a GPU divides by a number as it multiplies by the reciprocal, which rounds otherwise.
+    # torch on a GPU divides by a Python number by multiplying with its reciprocal, which rounds differently.
     return torch.where(amax == 0, 1.0, (amax / torch.full_like(amax, max_value)).clamp(min=_MIN_DESCALE))
 
 

@@ -1,12 +1,11 @@
 """Device helpers (`@triton.jit`): from a stored format to a compute type and back.
 
 FP4 is always widened by integer arithmetic: E2M1 moved to the right bits *is* a float16 with a smaller bias.
-Two routes widen FP8. **native** asks the compiler for the conversion and suits targets with an instruction
-for the format. **bits** takes the bytes as uint8 and builds float16 by integer arithmetic on packed pairs:
-E4M3 shifted by
-seven *is* a float16 with a smaller exponent bias, subnormals included, so the result is exact up to a power
-of two that
-the caller folds into a scale (`widening_exponent`). It reads every code rightly, -0 and NaN among them.
+Two routes widen FP8. **native** uses the compiler's conversion and is for targets with an instruction for the
+format. **bits** takes the bytes as uint8 and builds float16 by integer arithmetic on packed pairs: E4M3
+shifted by seven bits is a float16 with a smaller exponent bias, subnormals included. The result is exact up
+to a power of two that the caller folds into a scale (`widening_exponent`). It converts every code, including
+-0 and NaN.
 """
 
 import narrowkv.runtime.toolchain  # noqa: F401, I001  # first: it says how to get Triton
@@ -23,7 +22,7 @@ FNUZ_ALIAS = "fnuz_alias"
 
 
 def widening_exponent(format_name: str, route: str) -> int:
-    """The power of two that `widen` leaves out: real value = widened * 2**exponent."""
+    """The exponent of the factor that `widen` does not apply: value = widened * 2**exponent."""
     if format_name == "fp4_e2m1":
         return 14
     if route == FNUZ_ALIAS:
@@ -34,12 +33,11 @@ def widening_exponent(format_name: str, route: str) -> int:
 
 
 def widen_route(target: Target, format_name: str, *, negative_zero_free: bool = False) -> str:
-    """How a stored format is best widened on a target: "native", "bits" or "fnuz_alias".
+    """The fastest way to widen a stored format on a target: "native", "bits" or "fnuz_alias".
 
     gfx942 converts and multiplies FNUZ only. OCP bytes that hold no negative zero can be read there as FNUZ
-    of half the value, which a caller who multiplies FP8 by FP8 wants. One who only widens does not: bit
-    arithmetic on 16-bit words costs the same (issue over memory time of decode 0.44 and 0.45) and reads any
-    byte.
+    of half the value. That serves a caller who multiplies FP8 by FP8. For widening alone, bit arithmetic on
+    16-bit words costs the same (issue over memory time of decode: 0.44 and 0.45) and reads any byte.
 
     Args:
         target: what the kernel runs on.
@@ -61,7 +59,7 @@ def widen_route(target: Target, format_name: str, *, negative_zero_free: bool = 
 def _e4m3fn_bits_to_fp16(high):
     # Shifted right once with its sign: s s eeee mmm 0000000; the copy of the sign is cleared.
     bits = (high >> 1) & -16385
-    # Only the NaN code carries into bit 14 when one mantissa unit is added; that bit makes the exponent all
+    # Adding one to the mantissa carries into bit 14 for the NaN code only; that bit sets the exponent to all
     # ones.
     return (bits | ((bits + 128) & 16384)).to(tl.float16, bitcast=True)
 
@@ -73,14 +71,14 @@ def _e4m3fnuz_bits_to_fp16(high, COMPARE: tl.constexpr):
         nan = tl.full(high.shape, 0x7E00, tl.int16)
         bits = tl.where(high == -32768, nan, bits)
     else:
-        # Of the NaN code alone the lowest bit that is set is the sign; it is spread over the exponent.
+        # Only in the NaN code is the sign the lowest bit that is set; it is copied into the exponent.
         bits |= (high & -high & -32768) >> 6
     return bits.to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def _fp8_bits_to_fp16(high, FORMAT: tl.constexpr, COMPARE: tl.constexpr = True):
-    """FP8 codes in the high bytes of int16, zero below, as float16, short of 2**widening_exponent."""
+    """FP8 codes in the high bytes of int16 as float16, still to be multiplied by 2**widening_exponent."""
     if FORMAT == "fp8_e4m3fn":
         y = _e4m3fn_bits_to_fp16(high)
     elif FORMAT == "fp8_e4m3fnuz":
@@ -94,7 +92,7 @@ def _fp8_bits_to_fp16(high, FORMAT: tl.constexpr, COMPARE: tl.constexpr = True):
 def widen(
     x, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexpr, COMPARE: tl.constexpr = True
 ):  # fmt: skip
-    """A stored tile as float16 or bfloat16, short of 2**widening_exponent(FORMAT, ROUTE).
+    """A stored tile as float16 or bfloat16, still to be multiplied by 2**widening_exponent(FORMAT, ROUTE).
 
     Args:
         x: the tile as loaded: the FP8 element type for "native", uint8 for the other routes, or a 16-bit
@@ -154,7 +152,7 @@ def _fp8_pairs(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexpr
 
 @triton.jit
 def _fp4_nibble(word, INDEX: tl.constexpr):
-    """Nibble INDEX of int16 words as float16, short of 2**14.
+    """Nibble INDEX of int16 words as float16, still to be multiplied by 2**14.
 
     The sign goes to bit 15, exponent and mantissa to bits 11..9, where E2M1 is a float16 of a smaller bias.
     """
@@ -169,7 +167,7 @@ def _fp4_nibble(word, INDEX: tl.constexpr):
 
 @triton.jit
 def _fp4_quads(x, ROUTE: tl.constexpr):
-    """The four nibbles of int16 words as float16, short of 2**14."""
+    """The four nibbles of int16 words as float16, still to be multiplied by 2**14."""
     if ROUTE == "ptx":
         # Two words a register, so that a shift and a mask serve two elements; the compiler takes each apart.
         return tl.inline_asm_elementwise(
@@ -206,8 +204,8 @@ def _fp4_quads(x, ROUTE: tl.constexpr):
 def widen_parts(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexpr, PARTS: tl.constexpr):
     """A tile of packed words as a tuple of PARTS tiles: element `c * PARTS + i` lies in column c of tile i.
 
-    Every tile is short of 2**widening_exponent(FORMAT, ROUTE). Columns of a dot's sum may come in any order,
-    and columns of its result are put back by `join_parts`, so nothing is shuffled.
+    Every tile is still to be multiplied by 2**widening_exponent(FORMAT, ROUTE). No elements are shuffled: a
+    dot product may sum its columns in any order, and `join_parts` restores the order of columns of a result.
 
     Args:
         x: PARTS 1: stored elements, as `widen` takes them. PARTS 2: int16 pairs of FP8 (LDS can transpose
@@ -241,10 +239,11 @@ def join_parts(parts, PARTS: tl.constexpr):
 
 @triton.jit
 def share_exponent(scales):
-    """E8M0 bytes `[N, groups]` as one per row, uint8 `[N]`, and what is left of each, float16 <= 2**14.
+    """Splits E8M0 bytes `[N, groups]` into a byte per row, uint8 `[N]`, and float16 factors, at most 2**14.
 
-    Widened FP4 times the second, times the first, is the real value: the 2**14 that widening leaves out is
-    in. Groups more than 2**28 below a row's largest vanish; a NaN scale stays with its group.
+    The value of an element is the widened FP4 number times its group's factor times its row's scale; the
+    factor includes the 2**14 of `widening_exponent`. A group whose scale is less than 2**-28 of the row's
+    largest becomes zero. A NaN scale stays with its group.
     """
     exponent = scales.to(tl.int32)
     nan = exponent == 255
@@ -260,12 +259,12 @@ def _round_magnitude(magnitude, BIAS: tl.constexpr, MANTISSA: tl.constexpr):
     """Code of a float32 magnitude within a small format's range: nearest even, subnormals included."""
     DROPPED: tl.constexpr = 23 - MANTISSA
     bits = magnitude.to(tl.int32, bitcast=True)
-    # Adding just under half a unit, plus the kept low bit, rounds to nearest even; the carry moves the
-    # exponent.
+    # Adding just under half of the last kept place, plus the lowest kept bit, rounds to nearest even. A carry
+    # increments the exponent.
     rounded = bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)
     normal = (rounded >> DROPPED) - ((127 - BIAS) << MANTISSA)
-    # Subnormals are multiples of one unit: adding 2**23 in units leaves the rounded count in the low mantissa
-    # bits.
+    # Subnormals are multiples of the smallest one: in multiples of it, adding 2**23 leaves the rounded count
+    # in the low mantissa bits.
     UNITS: tl.constexpr = 2.0 ** (BIAS - 1 + MANTISSA)
     subnormal = (magnitude * UNITS + 8388608.0).to(tl.int32, bitcast=True) & 0xFF
     SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
@@ -370,7 +369,7 @@ def narrow_fp4(x, RULE: tl.constexpr):
         floor = best
         half = floor >> 1
         unit = finite * _exp2_int(-half)[:, None] * _exp2_int(half - floor)[:, None]
-        # In float64 the order of the sum decides nothing, so that every target chooses alike.
+        # In float64 the order of the sum does not matter, so every target chooses the same exponent.
         least = tl.full(floor.shape, float("inf"), tl.float64)
         for i in tl.static_range(4):
             tried = tl.minimum(tl.maximum(floor + (i if i < 2 else 1 - i), -127), 127)

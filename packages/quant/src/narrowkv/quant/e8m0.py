@@ -52,10 +52,10 @@ def e8m0_decode(byte: torch.Tensor) -> torch.Tensor:
         TypeError: `byte` is not a uint8 tensor.
     """
     check_dtype("byte", byte, torch.uint8)
-    wide = byte.to(torch.int32)
-    bits = torch.where(wide == 0, _SMALLEST, wide << 23)
+    exponent = byte.to(torch.int32)
+    bits = torch.where(exponent == 0, _SMALLEST, exponent << 23)
     value = bits.view(torch.float32)
-    return value.masked_fill(wide == E8M0_NAN, math.nan)
+    return value.masked_fill(exponent == E8M0_NAN, math.nan)
 
 
 def e8m0_encode(x_pow2: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,8 @@ _CANDIDATES = (0, 1, -1, -2)
 def mse_exponent(groups: torch.Tensor, format: str | torch.dtype | Format) -> torch.Tensor:
     """The exponent at which a group has the least squared error.
 
-    Of equals, the first of: the floor rule's, one above, one below, two below.
+    Among exponents with the same error it takes the first of: the floor rule's, one above, one below, two
+        below.
 
     The optimum over every E8M0 exponent for groups of up to 256 elements; over the four exponents from two
     below the floor rule's to one above it for longer ones.
@@ -176,7 +177,7 @@ def mse_exponent(groups: torch.Tensor, format: str | torch.dtype | Format) -> to
     half = floor >> 1
     unit = finite * _pow2(-half).unsqueeze(-1) * _pow2(half - floor).unsqueeze(-1)
     best = floor.clamp(-E8M0_BIAS, E8M0_BIAS)
-    # In float64 the order of the sum decides nothing, so that every device chooses alike.
+    # In float64 the order of the sum does not matter, so every device chooses the same exponent.
     least = torch.full_like(floor, math.inf, dtype=torch.float64)
     for step in _CANDIDATES:
         exponent = (floor + step).clamp(-E8M0_BIAS, E8M0_BIAS)

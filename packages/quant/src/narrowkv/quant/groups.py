@@ -59,8 +59,8 @@ def _e4m3_scale(groups: torch.Tensor, amax: torch.Tensor, fmt: Format, exponent:
         return cast_fp8(wanted, _E4M3)
 
     def squared_error(scale: torch.Tensor) -> torch.Tensor:
-        wide = scale.float().unsqueeze(-1)
-        return (round_to_format(groups / wide, fmt) * wide - groups).square().sum(-1)
+        factor = scale.float().unsqueeze(-1)
+        return (round_to_format(groups / factor, fmt) * factor - groups).square().sum(-1)
 
     scale = scale_for(fmt.max_value)
     if exponent == "mse" and fmt.kind == "fp4":
@@ -116,13 +116,13 @@ def quantize_per_group(
     check_choice("scale", scale, tuple(_RULES))
     rule = _RULES[scale][0] if exponent is None else check_choice("exponent", exponent, _RULES[scale])
     check_positive_int("group", group)
-    wide = to_fp32("x", x)
+    values = to_fp32("x", x)
     check_ndim("x", x, 1, "[..., dim]")
     if x.shape[-1] % group:
         raise ValueError(f"group must divide the last dimension of x ({x.shape[-1]}), got {group}")
-    groups = wide.reshape(*x.shape[:-1], x.shape[-1] // group, group)  # [..., dim / group, group]
+    groups = values.reshape(*x.shape[:-1], x.shape[-1] // group, group)  # [..., dim / group, group]
     if scale == "e4m3":
-        groups = groups / given_descale(global_descale, wide)
+        groups = groups / given_descale(global_descale, values)
     elif isinstance(global_descale, torch.Tensor) or global_descale != 1.0:
         raise ValueError(f'global_descale is for scale="e4m3" only, got it with scale={scale!r}')
     amax = largest_magnitude(groups, fmt, (-1,))

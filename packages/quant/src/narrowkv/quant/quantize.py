@@ -91,13 +91,13 @@ def quantize_with_descale(x: torch.Tensor, format: FormatLike, descale: torch.Te
     """
     fmt = get_narrow_format(format)
     check_dtype("descale", descale, torch.float32)
-    wide = to_fp32("x", x)
+    values = to_fp32("x", x)
     sizes = zip(reversed(descale.shape), reversed(x.shape), strict=False)
     if descale.dim() > x.dim() or any(size not in (1, full) for size, full in sizes):
         raise ValueError(
             f"descale must broadcast to the shape of x {list(x.shape)}, got {list(descale.shape)}"
         )
-    return encode(wide / descale, fmt)
+    return encode(values / descale, fmt)
 
 
 def dequantize_with_descale(
@@ -146,12 +146,12 @@ def quantize_per_tensor(
         (tensor([ 2, -8], dtype=torch.int8), tensor([0.2500]))
     """
     fmt = get_narrow_format(format)
-    wide = to_fp32("x", x)
+    values = to_fp32("x", x)
     if descale is None:
-        scale = descale_of(largest_magnitude(wide.reshape(1, -1), fmt, (-1,)), fmt.max_value)
+        scale = descale_of(largest_magnitude(values.reshape(1, -1), fmt, (-1,)), fmt.max_value)
     else:
-        scale = given_descale(descale, wide)
-    return encode(wide / (scale if x.dim() else scale[0]), fmt), scale
+        scale = given_descale(descale, values)
+    return encode(values / (scale if x.dim() else scale[0]), fmt), scale
 
 
 def dequantize_per_tensor(
@@ -182,11 +182,11 @@ def quantize_per_head(x: torch.Tensor, format: FormatLike) -> Quantized:
         UnsupportedError: `format` is a 16-bit one.
     """
     fmt = get_narrow_format(format)
-    wide = to_fp32("x", x)
+    values = to_fp32("x", x)
     check_ndim("x", x, 2, "[..., heads, dim]")
-    flat = wide.reshape(-1, *x.shape[-2:]) if x.numel() else wide.new_zeros(1, *x.shape[-2:])
+    flat = values.reshape(-1, *x.shape[-2:]) if x.numel() else values.new_zeros(1, *x.shape[-2:])
     scale = descale_of(largest_magnitude(flat, fmt, (0, -1)), fmt.max_value)
-    return encode(wide / scale[:, None], fmt), scale
+    return encode(values / scale[:, None], fmt), scale
 
 
 def dequantize_per_head(
@@ -216,10 +216,10 @@ def quantize_per_token_head(x: torch.Tensor, format: FormatLike) -> Quantized:
         UnsupportedError: `format` is a 16-bit one.
     """
     fmt = get_narrow_format(format)
-    wide = to_fp32("x", x)
+    values = to_fp32("x", x)
     check_ndim("x", x, 2, "[..., heads, dim]")
-    scale = descale_of(largest_magnitude(wide, fmt, (-1,)), fmt.max_value)
-    return encode(wide / scale[..., None], fmt), scale
+    scale = descale_of(largest_magnitude(values, fmt, (-1,)), fmt.max_value)
+    return encode(values / scale[..., None], fmt), scale
 
 
 def dequantize_per_token_head(
@@ -248,10 +248,10 @@ def quantize_per_page_head(x: torch.Tensor, format: FormatLike) -> Quantized:
         UnsupportedError: `format` is a 16-bit one.
     """
     fmt = get_narrow_format(format)
-    wide = to_fp32("x", x)
+    values = to_fp32("x", x)
     check_shape("x", x, ("pages", "page", "heads", "dim"))
-    scale = descale_of(largest_magnitude(wide, fmt, (1, 3)), fmt.max_value)
-    return encode(wide / scale[:, None, :, None], fmt), scale
+    scale = descale_of(largest_magnitude(values, fmt, (1, 3)), fmt.max_value)
+    return encode(values / scale[:, None, :, None], fmt), scale
 
 
 def dequantize_per_page_head(
@@ -296,15 +296,15 @@ def quantize_per_block(x: torch.Tensor, block: int, format: FormatLike = _E4M3) 
     """
     fmt = get_narrow_format(format)
     check_positive_int("block", block)
-    wide = to_fp32("x", x)
+    values = to_fp32("x", x)
     check_ndim("x", x, 3, "[..., tokens, heads, dim]")
     tokens = x.shape[-3]
-    padded = torch.nn.functional.pad(wide, (0, 0, 0, 0, 0, -tokens % block))
+    padded = torch.nn.functional.pad(values, (0, 0, 0, 0, 0, -tokens % block))
     blocks = padded.reshape(
         *x.shape[:-3], -(-tokens // block), block, *x.shape[-2:]
     )  # [..., blocks, block, heads, dim]
     scale = descale_of(largest_magnitude(blocks, fmt, (-3, -1)), fmt.max_value)
-    return encode(wide / _spread(scale, block, tokens), fmt), scale
+    return encode(values / _spread(scale, block, tokens), fmt), scale
 
 
 def dequantize_per_block(
@@ -343,10 +343,10 @@ def quantize_per_channel(v: torch.Tensor, format: FormatLike = _E4M3) -> Quantiz
         UnsupportedError: `format` is a 16-bit one.
     """
     fmt = get_narrow_format(format)
-    wide = to_fp32("v", v)
+    values = to_fp32("v", v)
     check_ndim("v", v, 3, "[..., tokens, heads, dim]")
-    scale = descale_of(largest_magnitude(wide, fmt, (-3,)), fmt.max_value)
-    return encode(wide / scale.unsqueeze(-3), fmt), scale
+    scale = descale_of(largest_magnitude(values, fmt, (-3,)), fmt.max_value)
+    return encode(values / scale.unsqueeze(-3), fmt), scale
 
 
 def dequantize_per_channel(

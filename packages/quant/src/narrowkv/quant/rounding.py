@@ -72,8 +72,8 @@ def cast_fp8(x: torch.Tensor, format: str | torch.dtype | Format) -> torch.Tenso
     if fmt.kind != "fp8":
         raise ValueError(f"format must be one of {', '.join(FP8_FORMATS)}; got {fmt.name}")
     # clamp keeps NaN, and some casts do not saturate
-    wide = to_fp32("x", x).clamp(-fmt.max_value, fmt.max_value)
-    stored = wide.to(fmt.storage_dtype)
+    widened = to_fp32("x", x).clamp(-fmt.max_value, fmt.max_value)
+    stored = widened.to(fmt.storage_dtype)
     if 0x80 not in fmt.nan_codes:
         byte = stored.view(torch.uint8)
         byte.masked_fill_(byte == 0x80, 0)

@@ -1,7 +1,7 @@
-"""Quantisers of Sage attention: Q and K with one descale per group of tokens, and the means they are rid of.
+"""Quantisers of Sage attention: Q and K with one descale per group of tokens, and means to subtract.
 
 SageAttention (Zhang et al., arXiv 2410.02367 and 2411.10958) quantises Q and K at one of four granularities.
-Tokens count from the first one of a sequence; "groups" says which descale token t has, within its span.
+Tokens are numbered from the beginning of a sequence; the last column is the group of token t within its span.
 
 ===========  ====  ==========  ===============  =================================
 granularity  of    span        descales a span  group of token t within its span
@@ -111,7 +111,7 @@ def token_groups(side: str, granularity: str) -> TokenGroups | None:
 
 
 def _regrouped(groups: TokenGroups, tokens: int) -> torch.Tensor:
-    """The order of tokens, whole spans of them, in which every group is a run."""
+    """The order of the tokens of whole spans in which the tokens of a group are adjacent."""
     spans = -(-tokens // groups.span)
     return torch.argsort(groups.of(spans * groups.span), stable=True)
 
@@ -174,10 +174,10 @@ def dequantize_per_token_group(
 
 
 def token_mean(x: torch.Tensor) -> torch.Tensor:
-    """The mean over the tokens, summed in fp64 so that no order of the sum shows.
+    """The mean over the tokens, summed in fp64 so that the result does not depend on the order of the sum.
 
-    Subtracted from K it leaves softmax(QK) as it was (a logit of every key moves alike), and takes away the
-    offset of channels that makes K hard to quantise.
+    Subtracting it from K does not change softmax(QK), because the logits of all keys change by the same
+    amount. It removes the offset of channels that makes K hard to quantise.
 
     Args:
         x: fp32, bf16 or fp16 `[..., tokens, heads, dim]`.
@@ -195,7 +195,8 @@ def token_mean(x: torch.Tensor) -> torch.Tensor:
 def block_mean(x: torch.Tensor, block: int = 128) -> torch.Tensor:
     """The mean of each run of `block` tokens; the last run may be short.
 
-    Subtracted from Q it takes away what a block's queries share; `mean @ K^T` has to be added to the scores.
+    Subtracting it from Q removes what the queries of a block have in common; `mean @ K^T` must then be added
+    to the scores.
 
     Args:
         x: fp32, bf16 or fp16 `[..., tokens, heads, dim]`.

@@ -1,11 +1,11 @@
-"""Changes of basis that make K and V easier to quantise and leave attention as it was, in exact arithmetic.
+"""Transformations that make K and V easier to quantise and do not change attention in exact arithmetic.
 
 - A static offset per (head, channel) is subtracted from K. Every logit of a query then moves by the same
   amount, `sm_scale * q.offset`, which softmax ignores. `lse` moves by it too: `lse_correction` is what to add
   back.
 - An orthonormal block-Hadamard rotation of Q and K along head_dim spreads outlier channels, and keeps q.k.
 - V is divided by a static scale per (head, channel), and the output multiplied by it: channels of one size
-  share a narrow scale better. In a model both fold into the projections before and after, and cost nothing.
+  share a narrow scale better. In a model both factors can be folded into the projections, at no cost.
 
 The offset is of K as it is stored, so after RoPE. It is static, so pages can still be shared between
 sequences. A soft cap is not invariant to the shift, and a sink is compared with the shifted logits: with an
@@ -99,7 +99,7 @@ class KOffset:
         return cls(_sample("k", k).mean(0, dtype=torch.float64).float())
 
     def subtract(self, k: torch.Tensor) -> torch.Tensor:
-        """K less the offset, ready to be quantised.
+        """K minus the offset, ready to be quantised.
 
         Args:
             k: floating point `[..., num_kv_heads, head_dim]`.
@@ -180,7 +180,7 @@ class VScale:
 
 
 def lse_correction(q: torch.Tensor, offset: KOffset | torch.Tensor, sm_scale: float) -> torch.Tensor:
-    """What to add to an `lse` that was computed on keys less their offset: `sm_scale * q.offset`.
+    """The number to add to an `lse` that was computed on keys minus their offset: `sm_scale * q.offset`.
 
     Args:
         q: floating point `[num_tokens, num_qo_heads, head_dim]`, as the attention saw it.
@@ -196,17 +196,17 @@ def lse_correction(q: torch.Tensor, offset: KOffset | torch.Tensor, sm_scale: fl
     """
     mu = offset.offset if isinstance(offset, KOffset) else KOffset(offset).offset
     ratio = _heads_per_kv_head("q", q, mu)
-    wide = _wide(q)
-    grouped = wide.reshape(q.shape[0], mu.shape[0], ratio, q.shape[2])  # [tokens, kv heads, ratio, dim]
-    dots = torch.einsum("thrd,hd->thr", grouped, mu.to(wide.dtype))
+    widened = _wide(q)
+    grouped = widened.reshape(q.shape[0], mu.shape[0], ratio, q.shape[2])  # [tokens, kv heads, ratio, dim]
+    dots = torch.einsum("thrd,hd->thr", grouped, mu.to(widened.dtype))
     return dots.flatten(1) * check_finite_float("sm_scale", sm_scale)
 
 
 def hadamard(x: torch.Tensor, block: int | None = None) -> torch.Tensor:
     """Rotates each run of `block` channels by the orthonormal Hadamard matrix; its own inverse.
 
-    The matrix is in Sylvester order. Applied to q and k alike it leaves q.k unchanged. Computed by the fast
-    Walsh-Hadamard transform in fp32.
+    The matrix is in Sylvester order. Applying it to both q and k leaves q.k unchanged. It is computed by the
+    fast Walsh-Hadamard transform in fp32.
 
     Args:
         x: floating point `[..., head_dim]`, any strides.

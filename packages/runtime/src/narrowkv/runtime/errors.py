@@ -1,6 +1,6 @@
 """Argument checks shared by every narrowkv package: typed errors, without a device sync.
 
-Each message names the argument, says what was expected and what came. A wrong kind of object (dtype, not a
+Each message names the argument, what was expected and what was given. A wrong kind of object (dtype, not a
 tensor) is a `TypeError`; a wrong value (shape, size, device, range) is a `ValueError`.
 
 Example:
@@ -173,7 +173,7 @@ def check_same_device(**tensors: torch.Tensor | None) -> torch.device:
 
 
 def check_last_dim_contiguous(name: str, tensor: torch.Tensor) -> None:
-    """Checks that neighbours along the last dimension are neighbours in memory; other strides are free.
+    """Checks that the last dimension has stride 1; other strides are free.
 
     Raises:
         TypeError: `tensor` is not a tensor.
@@ -204,14 +204,15 @@ def check_positive_int(name: str, value: int, *, multiple_of: int = 1) -> int:
 
 
 def check_window(name: str, value: int) -> int:
-    """Checks a number of keys that a window reaches before or after a query.
+    """Checks the number of keys before or after a query that a window includes.
 
     Args:
         name: the argument's name, e.g. `window_left`.
         value: -1 for no limit, or 0 to 2**31 - 1.
 
     Returns:
-        `value`, or -1 from 2**30 on: such a window reaches all keys, and positions in it would pass 32 bits.
+        `value`; or -1 if it is 2**30 or more, because such a window includes all keys and its positions
+        would overflow 32 bits.
 
     Raises:
         TypeError: `value` is not an int (bool is not one).
@@ -241,11 +242,11 @@ def check_instance(name: str, value: object, kind: type[_T]) -> _T:
 
 
 def check_choice(name: str, value: str, known: Collection[str]) -> str:
-    """Checks that `value` is one of the `known` words, and returns it.
+    """Checks that `value` is one of the `known` strings, and returns it.
 
     Raises:
         TypeError: `value` is not a str.
-        ValueError: `value` is not known; the message lists what is.
+        ValueError: `value` is not one of them; the message lists them.
     """
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, one of {_spell(known)}; got {type(value).__name__}")
@@ -326,7 +327,7 @@ def check_no_grad(**tensors: torch.Tensor | None) -> None:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements lie in memory: not those of fake, meta, functional or vmapped tensors.
+    """Whether the tensor has memory. Fake, meta, functional and vmapped tensors have none.
 
     `data_ptr()` of such a tensor is 0, warns or raises, so nothing may ask for it.
     """
@@ -358,7 +359,7 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def check_no_overlap(out_name: str, out: torch.Tensor, /, **inputs: object) -> None:
-    """Checks that no byte of `out` is another element of `out`, nor within the span of an input.
+    """Checks that no two elements of `out` share memory, and that `out` does not overlap an input.
 
     Two interleaved views of one storage count as overlapping: the check compares the spans, not the elements.
     Tensors without memory (fake, meta, functional) are checked against themselves only.

@@ -14,25 +14,26 @@ __all__ = ["H100", "MI300X", "MI355X", "Figures"]
 class Figures:
     """Hardware figures of one chip, for static models.
 
-    A "unit" is a CU (AMD) or an SM (NVIDIA), with four SIMDs.
+    A compute unit is a CU (AMD) or an SM (NVIDIA); each has four SIMDs.
 
     Attributes:
         units: compute units of the chip.
         clock_hz: the clock that the peak rates are quoted at.
         hbm_bytes_per_s: peak HBM bandwidth.
-        lds_bytes: LDS or shared memory of one unit.
-        lds_bytes_per_clk: LDS bandwidth of one unit.
-        lds_granule_bytes: LDS is handed out to workgroups in multiples of this.
-        bf16_flops_per_clk: dense bf16 and fp16 matrix flops per clock of one unit.
-        fp8_flops_per_clk: dense FP8 matrix flops per clock of one unit.
-        fp4_flops_per_clk: dense FP4 matrix flops per clock of one unit; 0 if there is no such instruction.
+        lds_bytes: LDS or shared memory of one compute unit.
+        lds_bytes_per_clk: LDS bandwidth of one compute unit.
+        lds_granule_bytes: LDS is allocated to workgroups in multiples of this.
+        bf16_flops_per_clk: dense bf16 and fp16 matrix flops per clock of one compute unit.
+        fp8_flops_per_clk: dense FP8 matrix flops per clock of one compute unit.
+        fp4_flops_per_clk: dense FP4 matrix flops per clock of one compute unit; 0 if there is no such
+            instruction.
         valu_clk: clocks that one SIMD spends on an ordinary vector instruction of one wave.
         transcendental_clk: the same for exp2, log2, rcp, rsq.
         int_mul_clk: the same for a 32-bit integer multiply.
-        simds_per_unit: SIMDs of one unit.
+        simds_per_unit: SIMDs of one compute unit.
         registers_per_simd: 32-bit vector registers per lane that the waves of one SIMD share (AGPRs
             included).
-        register_granule: registers are handed out to waves in multiples of this.
+        register_granule: registers are allocated to waves in multiples of this.
         max_registers_per_wave: the most that one wave can have.
         max_waves_per_simd: the most waves that one SIMD holds.
         sources: where the figures come from.

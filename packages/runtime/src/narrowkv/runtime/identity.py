@@ -1,4 +1,4 @@
-"""What has been found out about an object, kept as long as the object lives."""
+"""Results that are cached for an object as long as the object lives."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ V = TypeVar("V")
 
 
 class ByIdentity(dict[int, V]):
-    """Values by the `id` of objects that are compared by identity; an entry goes with its object.
+    """A dictionary from objects, compared by identity, to values; an entry is removed with its object.
 
-    Looking up costs a quarter of a `WeakKeyDictionary`'s time, which every call of a plan would pay.
+    A look-up takes a quarter of the time of a `WeakKeyDictionary`, and every call of a plan makes one.
 
     Example:
         >>> class Cache: ...

@@ -26,7 +26,7 @@ __all__ = ["COMPILE_ONLY", "TARGETS", "Figures", "Target", "compile_target", "de
 
 @dataclass(frozen=True)
 class Target:
-    """One thing that kernels are made for.
+    """A GPU architecture that kernels are compiled for, or the CPU interpreter.
 
     Attributes:
         name: "gfx942", "gfx950", "sm90", "cuda" or "cpu".
@@ -38,7 +38,7 @@ class Target:
         has_scaled_mfma: whether block-scaled FP8/FP4 matrix instructions exist (`tl.dot_scaled` is native).
         fp8_formats: the FP8 formats that the compiler for this target accepts as tensor element types.
         backend: Triton's backend name, "hip" or "cuda"; empty for the interpreter.
-        arch: Triton's architecture: a gfx name, or a compute capability as an int; None where it is not
+        arch: Triton's architecture: a gfx name, or a compute capability as an int; None if it is not
             fixed.
         figures: hardware figures, or None where no model is offered.
     """
@@ -180,11 +180,11 @@ COMPILE_ONLY: Mapping[str, Target] = MappingProxyType(
         )
     }
 )
-"""Targets that kernels compile for, with configurations that were chosen for others; nothing runs on them."""
+"""Targets that kernels compile for but do not run on; they use the configurations of other targets."""
 
 
 def compile_target(name: str | Target) -> Target:
-    """The AMD target of that name, those that kernels are only compiled for among them.
+    """The AMD target of that name, including those that kernels are only compiled for.
 
     Raises:
         TypeError: `name` is neither a name nor a `Target`.
@@ -251,7 +251,7 @@ def _gpu_target(index: int) -> Target:
 
 
 def device_target(device: str | int | torch.device) -> Target:
-    """The target that `device` is, found once per device and remembered.
+    """The target of `device`, found once per device and remembered.
 
     Args:
         device: a torch device, its name, or a GPU index. "cuda" without an index is the current device.

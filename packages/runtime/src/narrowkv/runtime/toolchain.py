@@ -1,4 +1,4 @@
-"""The check that a usable Triton is there; importing this module runs it, so a missing one is explained."""
+"""Checks at import that a supported Triton is installed, and explains how to get one if not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public operations of sparse_fp8: check, choose, launch. No mathematics."""
+"""Public operations of sparse_fp8."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def sparse_prefill(
         **without the sink**. A row without indices has o = 0 and lse = -inf.
 
     Raises:
-        TypeError, ValueError: before any launch, naming the argument, what was expected and what came.
+        TypeError, ValueError: before any launch, naming the argument, what was expected and what was given.
 
     Source: FlashAttention's online softmax (Dao et al., 2022) over gathered rows (DeepSeek sparse attention).
 
@@ -119,7 +119,7 @@ def sparse_prefill_fp8(
         As `sparse_prefill`; `o` is bf16 when q is `DSV4Rows`.
 
     Raises:
-        TypeError, ValueError: before any launch, naming the argument, what was expected and what came.
+        TypeError, ValueError: before any launch, naming the argument, what was expected and what was given.
         UnsupportedError: the mode is forced and cannot serve the sources.
 
     Example:
@@ -168,24 +168,24 @@ def sparse_decode(
     num_qo_heads: int | None = None,
     plan: SparsePlan | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Sparse attention of few tokens over many rows each: a token's rows are shared out over programs.
+    """Sparse attention of few tokens over many rows each: several programs share a token's rows.
 
     Args:
         q: as for `sparse_prefill_fp8` over `DSV4Rows`, as for `sparse_prefill` over 16-bit rows.
         prefix, extend: both `DSV4Rows`, or both 16-bit in the dtype of q.
         attn_sink, sm_scale, out, lse, return_lse, validate: as for `sparse_prefill`.
         num_qo_heads: as for `sparse_prefill_fp8`.
-        num_splits: programs a token's rows are shared by, up to 65535; None fills the chip, or is 4 with
-            `batch_invariant`. Splits take whole tiles in order.
-        batch_invariant: a token's result has the same bits alone and in a batch of any size. One kernel with
-            one number of splits then serves every call: few tokens fill less of the chip, many tokens write
-            and read partial results of 2 KiB a head and split, and the kernels for Hopper are not used.
+        num_splits: programs that share a token's rows, up to 65535; None chooses as many as fill the chip, or
+            4 with `batch_invariant`. Splits take whole tiles in order.
+        batch_invariant: a token's result has the same bits alone and in a batch of any size. Every call then
+            uses the portable kernel with one number of splits: few tokens fill less of the chip, and every
+            call writes and reads partial results of 2 KiB a head and split.
 
     Returns:
         As `sparse_prefill_fp8`.
 
     Raises:
-        TypeError, ValueError: before any launch, naming the argument, what was expected and what came.
+        TypeError, ValueError: before any launch, naming the argument, what was expected and what was given.
 
     Source: split-KV decode after Flash-Decoding (Dao et al., 2023).
 

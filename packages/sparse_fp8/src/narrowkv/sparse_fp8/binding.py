@@ -1,4 +1,4 @@
-"""Rows and index lists as kernels take them: pointers and strides, and what a kernel is compiled for."""
+"""Rows and index lists as kernel arguments: pointers, strides, and constants to compile for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LAYOUT_OF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class RowsFormat(NamedTuple):
-    """How rows are stored, as far as a kernel is compiled for it; what a plan is made from.
+    """The properties of stored rows that kernels are compiled for and plans are made from.
 
     Attributes:
         layout: "bf16" or "fp16" for 16-bit rows; "split", "packed584" or "row512" for `DSV4Rows`.
@@ -40,7 +40,7 @@ class RowsFormat(NamedTuple):
         scale_group: columns that a scale is for: 64 or 32.
         format: the FP8 format of the NoPE bytes; "" for 16-bit rows.
         negative_zero_free: as in `DSV4Rows`.
-        offsets_64_bit: whether an offset into the rows can pass 31 bits.
+        offsets_64_bit: whether an offset into the rows can need more than 31 bits.
         aligned: whether every row begins at a multiple of 16 elements and of 16 bytes, which the kernels for
             Hopper copy at once.
 
@@ -89,7 +89,7 @@ class BoundRows(NamedTuple):
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses that a tensor's elements lie between; (0, 0) where there are none."""
+    """Addresses of the first byte of a tensor and of the byte after its last; (0, 0) if it is empty."""
     if tensor.numel() == 0 or not has_memory(tensor):
         return 0, 0
     start = tensor.data_ptr()
@@ -102,7 +102,7 @@ def _begins_aligned(tensor: torch.Tensor) -> bool:
 
 
 def _passes_31_bits(*parts: torch.Tensor | None) -> bool:
-    """Whether an element of a part can lie further from its beginning than 31 bits count."""
+    """Whether an element's offset within its tensor can need more than 31 bits."""
     return any(
         sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)) > INT32_MAX
         for part in parts
@@ -167,7 +167,7 @@ _format_ids: dict[tuple[Any, ...], int] = {}
 
 
 def format_id_of(*structs: tuple[Any, ...]) -> int:
-    """The same for all structs with the same dtypes and numbers."""
+    """An id that structs with equal dtypes and numbers have in common."""
     signature = tuple(
         value.dtype if isinstance(value, torch.Tensor) else value for each in structs for value in each
     )
@@ -180,5 +180,5 @@ def tensors_in(*structs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
 
 
 def varying(struct: Any) -> Any:
-    """The struct with `VARIES` for its tensors."""
+    """The struct with `VARIES` in place of its tensors."""
     return type(struct)(*(VARIES if isinstance(value, torch.Tensor) else value for value in struct))

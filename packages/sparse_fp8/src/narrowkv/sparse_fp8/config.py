@@ -1,4 +1,4 @@
-"""Launch configuration: a typed function of target and shape, never searched for on the hot path."""
+"""Launch configurations of the sparse kernels, as functions of target and shape."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ __all__ = [
 
 NUM_HEADS = (8, 16, 32, 64, 128)
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
-# Splits go into the second extent of the grid, which has 16 bits on some targets.
+# Splits are the second dimension of the grid, which is limited to 16 bits on some targets.
 MOST_SPLITS = 65535
 MOST_CHOSEN_SPLITS = 64
 # Bytes that a buffer instruction of CDNA reaches from its base.
 MOST_BUFFER_BYTES = 2**31 - 1
-# Of every token in batch-invariant mode: with 2048 rows a token each takes 8 tiles of 64, and the partial
-# results of 64 heads (2 KiB a head and split) are half as many bytes as the token's rows.
+# Splits of every token in batch-invariant mode. With 2048 rows a token, each split has 8 tiles of 64 rows,
+# and the partial results of 64 heads (2 KiB a head and split) take half as many bytes as the token's rows.
 INVARIANT_SPLITS = 4
 
 
 @dataclass(frozen=True)
 class SparseConfig:
-    """How one attention launch is cut up.
+    """The launch configuration of one attention kernel.
 
     Attributes:
         kernel: "wide" reads 16-bit rows, "fused" FP8 rows.
         block_h: heads of a program.
         block_k: rows of a tile.
         width: columns of a fused kernel's tile: 64, 128, 256 or 512.
-        guard: stages of a loop whose body stands in branches that are always taken (see `kernels.wide`); 0
-            for a plain loop, which takes its stages from the options.
+        guard: pipeline stages of a loop whose body is inside branches that are always taken (see
+            `kernels.wide`); 0 for a loop without such branches, whose stages are in the options.
         stages: tiles that a specialised kernel keeps in shared memory; 0 for the portable kernels.
         family: "portable", or the family of targets that the kernel is for: "hopper" or "cdna4".
         fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
@@ -60,11 +60,11 @@ class SparseConfig:
     family: str = "portable"
 
     def head_blocks(self, num_heads: int) -> int:
-        """Programs that the heads of a token are shared by."""
+        """Number of programs that share the heads of a token."""
         return -(-num_heads // self.block_h)
 
     def explain(self) -> str:
-        """One line for people."""
+        """One line that describes the configuration."""
         qk = "" if self.kernel == "wide" else ", QK in FP8" if self.fp8_qk else ", QK in 16 bits"
         where = {"hopper": " for Hopper", "cdna4": " for CDNA4"}.get(self.family, "")
         return (
@@ -74,12 +74,12 @@ class SparseConfig:
 
 
 def num_units(target: Target) -> int:
-    """Compute units or multiprocessors to fill; the interpreter fills a few."""
+    """Number of compute units (SMs) of the target; 4 for the interpreter."""
     return target.figures.units if target.figures is not None else 4
 
 
 def choose_splits(target: Target, programs: int, tiles: int) -> int:
-    """How many programs share a token's rows.
+    """The number of programs that share a token's rows.
 
     Args:
         target: what the kernel runs on.
@@ -89,7 +89,7 @@ def choose_splits(target: Target, programs: int, tiles: int) -> int:
     units = num_units(target)
     if programs * 2 > units or tiles < 2:
         return 1
-    # One program a unit; two tiles at least, so that the merge stays the smaller part.
+    # One program a compute unit, and at least two tiles a program, so that the merge takes less time.
     return max(1, min(units // max(programs, 1), tiles // 2, MOST_CHOSEN_SPLITS))
 
 
@@ -187,7 +187,8 @@ def specialised_pays(target: Target, config: SparseConfig, num_tokens: int, num_
     if config.family != "hopper":
         return True
     # H200, 1024 tokens, top-k 2048, 64 heads, microseconds with this kernel and with the plain one: 16-bit
-    # rows 559 and 841, FP8 rows 582 and 1468; few heads above. Less than a chipful has not been timed.
+    # rows 559 and 841, FP8 rows 582 and 1468; for few heads see `_hopper_tiles`. Calls with fewer programs
+    # than SMs have not been timed.
     figures = target.figures
     return figures is not None and num_tokens * config.head_blocks(num_heads) >= figures.units
 
@@ -205,7 +206,7 @@ def specialised_config(target: Target, *, kernel: str, num_heads: int) -> Sparse
 def choose_config(
     target: Target, *, kernel: str, num_heads: int, fp8_qk: bool = False, fp16_query: bool = False
 ) -> SparseConfig:
-    """The shipped configuration of the plain kernels.
+    """The configuration of the portable kernels.
 
     Args:
         target: what the kernel runs on.

@@ -25,8 +25,9 @@ NO_PARTIALS = Partials(None, None, None)
 _SPLITS_AT_ONCE = 8
 _MAX_FIXED = 1024
 _LOG2E = math.log2(math.e)
-# How far numerators pass one, in powers of two, before a maximum follows: well inside float16; bf16 has the
-# range of float32, and there it hardly ever does. Sums over 2**11 rows stay finite up to rows of 2**84.
+# How far, in powers of two, a score may exceed the running maximum before the maximum is updated.
+# Probabilities then stay well within float16; bf16 has the range of float32, where an update is rare. Sums
+# over 2**11 rows stay finite for rows up to 2**84.
 _SLACK = {torch.float16: 8.0, torch.bfloat16: 32.0}
 
 

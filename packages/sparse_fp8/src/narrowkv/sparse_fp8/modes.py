@@ -1,4 +1,4 @@
-"""Which way FP8 rows are attended: fused, or expanded first."""
+"""The choice between attending FP8 rows in one kernel and expanding them to 16 bits first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODES = ("auto", "fused", "prepass")
 
 @dataclass(frozen=True)
 class ModeChoice:
-    """What `mode="auto"` picks, and why.
+    """The mode that `mode="auto"` picks, and why.
 
     Attributes:
         mode: "fused" or "prepass".
@@ -78,18 +78,18 @@ def _choose_on_nvidia(
 
 
 def _read_as_often(sources: dict[str, KVSource], readings: int) -> bool:
-    """Whether rows are read so many times each on average."""
+    """Whether each row is read at least `readings` times on average."""
     named = sum(source.nnz for source in sources.values())
     return named >= readings * sum(min(source.num_rows, source.nnz) for source in sources.values())
 
 
 def _choose_on_amd(sources: dict[str, KVSource], target: Target, num_heads: int) -> ModeChoice:
-    """By how often a row is read, where attention over 16-bit rows is faster.
+    """Chooses by how often a row is read, because attention over 16-bit rows is faster.
 
     Model (`narrowkv inspect model --case sparse:...`), clocks of a compute unit for a row of the loop, fused
     and over 16-bit rows: gfx942, 64 heads 424 and 339, 16 heads 224 and 188; gfx950, 64 heads 273 and 101,
-    16 heads 161 and 103. Expanding a row moves 1.6 KB, for which a unit's share of HBM takes 200 clocks on
-    gfx942 and 127 on gfx950.
+    16 heads 161 and 103. Expanding a row moves 1.6 KB, which takes 200 clocks of a compute unit's share of
+    HBM on gfx942 and 127 on gfx950.
     """
     if target.name == "gfx950":
         readings = 2 if num_heads >= 32 else 3
@@ -105,9 +105,9 @@ def _choose_on_amd(sources: dict[str, KVSource], target: Target, num_heads: int)
 
 
 def _readings_that_pay(num_heads: int) -> int | None:
-    """How often a row is read on average where expanding all of them first pays; None where it never does.
+    """How often rows must be read on average for expanding them first to be faster; None if it never is.
 
-    Fused over prepass, 65536 rows, with so many readings of a row:
+    Time of fused over that of prepass, 65536 rows, by how often each row is read:
 
     - 16 heads, which wait for the widening: H200 0.80 with 4, 0.99 with 8, 1.20 with 32; H100 0.80 with 8,
       0.95 and 1.01 with 32.
@@ -116,8 +116,9 @@ def _readings_that_pay(num_heads: int) -> int | None:
     - 128 heads, which widen a row twice: H200 0.97 with 8, 1.01 with 16; H100 0.94 with 8, 1.00 and 1.02
       with 32.
 
-    Of 17 to 32 heads both kernels were timed, but not side by side: over 16-bit rows the one for few heads
-    takes 446 us with 32 readings, and fused the one for 64 heads 582 (H200).
+    For 17 to 32 heads the two were not timed side by side: with 32 readings the kernel for few heads takes
+        446 us
+    over 16-bit rows, and the fused kernel for 64 heads 582 us (H200).
     """
     if num_heads <= 16:
         return 10
@@ -134,7 +135,7 @@ def choose_mode(
     mode: str = "auto",
     num_qo_heads: int | None = None,
 ) -> ModeChoice:
-    """What `sparse_prefill_fp8` does with these arguments, and why.
+    """The mode that `sparse_prefill_fp8` runs in with these arguments, and why.
 
     Args:
         q, prefix, extend: as for `sparse_prefill_fp8`; only metadata is looked at.

@@ -67,7 +67,7 @@ def plan_sparse(
         A plan; `plan.run(q, prefix, extend)` attends.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: naming the argument, what was expected and what was given.
         UnsupportedError: what no kernel serves.
 
     Example:
@@ -141,7 +141,7 @@ def plan_for(
     """The plan of a call that was not planned, from a small cache.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: naming the argument, what was expected and what was given.
     """
     query = query_format(q)
     formats: list[RowsFormat | None] = []

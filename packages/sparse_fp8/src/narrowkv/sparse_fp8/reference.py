@@ -15,7 +15,7 @@ __all__ = ["sparse_decode_reference", "sparse_prefill_fp8_reference", "sparse_pr
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-def _wide(rows: torch.Tensor | DSV4Rows) -> torch.Tensor:
+def _as_float32(rows: torch.Tensor | DSV4Rows) -> torch.Tensor:
     return rows.dequantize() if isinstance(rows, DSV4Rows) else rows.float()
 
 
@@ -28,14 +28,14 @@ def _attend(
     sources = [source for source in (prefix, extend) if source is not None]
     scale = HEAD_DIM**-0.5 if sm_scale is None else sm_scale
     tokens = sources[0].num_tokens
-    query = _wide(q)
+    query = _as_float32(q)
     if isinstance(q, DSV4Rows):
         heads = query_heads(q, tokens, num_qo_heads)
         query = query[: tokens * heads].view(tokens, heads, HEAD_DIM)
     device = query.device
     o = torch.zeros(query.shape, dtype=torch.float32, device=device)
     lse = torch.full(query.shape[:2], -math.inf, device=device)
-    pools = [_wide(source.rows) for source in sources]
+    pools = [_as_float32(source.rows) for source in sources]
     indptrs = [source.indptr.tolist() for source in sources]
     for token in range(tokens):
         parts = []

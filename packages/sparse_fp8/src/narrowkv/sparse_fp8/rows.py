@@ -68,7 +68,7 @@ class DSV4Rows:
             their value. True for rows that this class quantised; a buffer from elsewhere must not claim it.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: naming the argument, what was expected and what was given.
     """
 
     layout: str
@@ -160,7 +160,7 @@ class DSV4Rows:
             negative_zero_free: see the attribute.
 
         Raises:
-            TypeError, ValueError: naming the argument, what was expected and what came.
+            TypeError, ValueError: naming the argument, what was expected and what was given.
         """
         name = _format_of("nope", nope, format)
         check_dtype("scale", scale, torch.float32)
@@ -192,7 +192,7 @@ class DSV4Rows:
             negative_zero_free: see the attribute.
 
         Raises:
-            TypeError, ValueError: naming the argument, what was expected and what came.
+            TypeError, ValueError: naming the argument, what was expected and what was given.
         """
         check_dtype("buffer", buffer, torch.uint8)
         check_positive_int("page_size", page_size)
@@ -231,7 +231,7 @@ class DSV4Rows:
             negative_zero_free: see the attribute.
 
         Raises:
-            TypeError, ValueError: naming the argument, what was expected and what came.
+            TypeError, ValueError: naming the argument, what was expected and what was given.
         """
         return cls("row512", rows, rope, None, 1, scale_group, format, negative_zero_free)
 
@@ -261,21 +261,21 @@ class DSV4Rows:
             Rows on the device of `x`; never byte 0x80 but for an FNUZ NaN.
 
         Raises:
-            TypeError, ValueError: naming the argument, what was expected and what came.
+            TypeError, ValueError: naming the argument, what was expected and what was given.
         """
         check_dtype("x", x, (torch.float32, torch.bfloat16, torch.float16))
         check_choice("format", format, FORMATS)
         if x.dim() < 1 or x.shape[-1] != HEAD_DIM:
             raise ValueError(f"x must have shape [..., {HEAD_DIM}], got {list(x.shape)}")
-        wide = x.detach().float().reshape(-1, HEAD_DIM)
-        tiles = wide[:, :NOPE_DIM].reshape(-1, NUM_TILES, TILE)
+        values = x.detach().float().reshape(-1, HEAD_DIM)
+        tiles = values[:, :NOPE_DIM].reshape(-1, NUM_TILES, TILE)
         amax = tiles.abs().amax(-1)
         # dsv4_tile_scale divides by 448; scaling by a power of two first would not turn that into 240.
         ratio = 448.0 / get_format(format).max_value
         scale = dsv4_tile_scale(amax * ratio)
         nope = cast_fp8((tiles / scale[..., None]).reshape(-1, NOPE_DIM), format)
         return cls.pack(
-            nope, wide[:, NOPE_DIM:].to(torch.bfloat16), scale, layout, page_size=page_size, padded=padded
+            nope, values[:, NOPE_DIM:].to(torch.bfloat16), scale, layout, page_size=page_size, padded=padded
         )
 
     @classmethod
@@ -300,7 +300,7 @@ class DSV4Rows:
             padded: whether packed584 pages are padded to a multiple of 576 bytes.
 
         Raises:
-            TypeError, ValueError: naming the argument, what was expected and what came.
+            TypeError, ValueError: naming the argument, what was expected and what was given.
         """
         check_choice("layout", layout, LAYOUTS)
         plain = cls.split(nope, rope, scale)
@@ -366,8 +366,8 @@ class DSV4Rows:
     def dequantize(self) -> torch.Tensor:
         """The rows as fp32 `[rows, 512]`, exactly."""
         nope, rope, scale = self.unpack()
-        wide = nope.float() * scale.repeat_interleave(self.scale_group, -1)
-        return torch.cat([wide, rope.float()], -1)
+        values = nope.float() * scale.repeat_interleave(self.scale_group, -1)
+        return torch.cat([values, rope.float()], -1)
 
     def to(self, device: torch.device | str) -> DSV4Rows:
         """The same rows on another device."""

@@ -1,4 +1,4 @@
-"""Rows, and which of them each query token attends to.
+"""Sources: rows, and lists of the rows that each query token attends to.
 
 Example:
     >>> import torch
@@ -37,7 +37,7 @@ from narrowkv.sparse_fp8.rows import DSV4Rows
 __all__ = ["KVSource"]
 
 _INTEGERS = (torch.int32, torch.int64)
-# Kernels count rows and indices in 32 bits, with room for a tile past the end.
+# Kernels count rows and indices in 32 bits, including a tile past the end.
 _MOST = 2**31 - 2**16
 
 
@@ -59,15 +59,15 @@ class KVSource:
         device: where the tensors lie.
         int32_lists: whether both index lists are int32.
         format: how the rows are stored.
-        offsets_64_bit: whether an offset into the rows can pass 31 bits.
+        offsets_64_bit: whether an offset into the rows can need more than 31 bits.
         bound, pointers: the rows as kernels take them.
         csr: the index lists as kernels take them.
-        format_id: the same for all sources with the same formats, dtypes and strides.
+        format_id: an id that sources with the same formats, dtypes and strides have in common.
         tensors: those of `pointers` and `csr`, in order.
-        byte_ranges: the addresses that each tensor lies between.
+        byte_ranges: for each tensor, the addresses of its first byte and of the byte after its last.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came. Values are not read.
+        TypeError, ValueError: naming the argument, what was expected and what was given. Values are not read.
 
     Example:
         >>> import torch

@@ -33,7 +33,7 @@ def _rows_parts(rows: torch.Tensor | DSV4Rows | None) -> _Parts:
 
 
 def _rows_options(name: str, rows: torch.Tensor | DSV4Rows | None) -> dict[str, object]:
-    """Everything else that rows are, for `spell`."""
+    """The attributes of rows that are no tensors, for `spell`."""
     if not isinstance(rows, DSV4Rows):
         return {f"{name}_layout": None}
     return {

@@ -23,9 +23,9 @@ class Machine:
         simds: SIMDs of a compute unit.
         waves_per_simd: waves that a SIMD holds at most.
         registers: vector registers of a SIMD lane, shared by its waves.
-        register_granule: registers are handed out to waves in multiples of this.
+        register_granule: registers are allocated to waves in multiples of this.
         lds_bytes: LDS of a compute unit.
-        lds_granule: LDS is handed out to workgroups in multiples of this.
+        lds_granule: LDS is allocated to workgroups in multiples of this.
         issue: clocks between two issues of one wave, and between two of one kind on a SIMD.
         valu: clocks of a vector ALU instruction.
         transcendental: the same for exp, log, rcp, rsq, sqrt, sin and cos.
@@ -34,20 +34,20 @@ class Machine:
         packed_waits: whether packed fp32 arithmetic waits for the matrix unit to be idle.
         branch: clocks of a branch that is taken.
         barrier: clocks from the last wave's arrival to the next instruction.
-        scalar_load: clocks until a scalar load is back.
+        scalar_load: clocks until the result of a scalar load arrives.
         lds_read: bytes a clock that LDS reads without bank conflicts.
         lds_write: the same for writes.
-        lds_return: bytes a clock that come back to a pair of SIMDs.
+        lds_return: bytes a clock that LDS returns to a pair of SIMDs.
         lds_latency: clocks from service to result.
         lds_queue: LDS instructions of a pair of SIMDs that wait for service before issue stops.
         l1: bytes a clock of the vector cache.
         l1_bytes: its size.
         l1_line: bytes of its lines.
-        in_flight: bytes that a compute unit can have on their way from beyond the vector cache.
+        in_flight: bytes that a compute unit can have in flight beyond the vector cache.
         memory_latency: clocks of a load that misses the vector cache and that L2 serves, under load.
         hbm_latency: the same where HBM serves it.
         l2: bytes a clock from L2 to one compute unit.
-        hbm_bytes_per_s: what streams reach of the bandwidth of HBM.
+        hbm_bytes_per_s: the HBM bandwidth that streaming kernels reach.
         clock_idle: GHz with idle matrix units.
         clock_slope: GHz that the clock loses when all matrix units are busy; it falls in proportion.
     """

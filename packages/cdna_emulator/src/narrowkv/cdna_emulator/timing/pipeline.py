@@ -1,8 +1,8 @@
-"""One compute unit, slot by slot: waves on four SIMDs, their units, LDS, the vector cache, memory.
+"""One compute unit, issue slot by issue slot: waves on four SIMDs, LDS, the vector cache, memory.
 
 Every `Machine.issue` clocks each SIMD lets each of its waves issue at most one instruction, at most one of
-each kind; the wave of the highest priority goes first, then the oldest. Results are waited for where the
-code has an s_waitcnt, as in the hardware; wait states are in the code as s_nop. A launch's workgroups that
+each kind; the wave of the highest priority goes first, then the oldest. As in the hardware, a wave waits
+for results at an s_waitcnt, and wait states are s_nop instructions in the code. A launch's workgroups that
 one compute unit holds at a time run together and share its LDS and cache.
 
 Not modelled: the instruction cache, sets of the vector cache, hits in L2 and in the cache behind it, the
@@ -29,7 +29,7 @@ class Loop:
     Attributes:
         passes: passes of one wave in the trace.
         clocks: clocks of a pass.
-        first_pass, after: clocks of a workgroup before its first pass and behind its last.
+        first_pass, after: clocks of a workgroup before its first pass and after its last.
         busy: share of the clocks in which each unit is busy; ``matrix`` and ``vector ALU`` are means over
         SIMDs. stalls: share of its waves' time that they wait, by what for; ``issue`` is instructions being
         issued. flops: of matrix instructions, of one pass of all waves of one workgroup.
@@ -98,11 +98,11 @@ class _Unit:
         self.log: list[tuple[float, str, float]] = []
 
     def use(self, now: float, unit: str, clocks: float) -> None:
-        """Remember that a unit was busy."""
+        """Records that a unit was busy."""
         self.log.append((now, unit, clocks))
 
     def lds_access(self, op: Op, now: float, pair: int) -> float:
-        """When an LDS instruction that is issued now is done."""
+        """When an LDS instruction that is issued now completes."""
         m = self.machine
         start = max(now + op.issue, self.lds)
         self.lds = start + op.clocks
@@ -114,7 +114,7 @@ class _Unit:
         return max(self.lds, back) + m.lds_latency
 
     def queue_opens(self, now: float, pair: int) -> float:
-        """When the LDS queue of a pair of SIMDs takes one more."""
+        """When the LDS queue of a pair of SIMDs accepts another instruction."""
         queue = self.queues[pair]
         while queue and queue[0] <= now:
             queue.popleft()
@@ -127,7 +127,7 @@ class _Unit:
         return sum(line + key not in self.lines for line in op.lines) * self.machine.l1_line
 
     def flight_opens(self, now: float, size: int) -> float:
-        """When so many bytes more can be under way."""
+        """When that many more bytes can be in flight."""
         while self.flight and self.flight[0][0] <= now:
             self.flying -= heapq.heappop(self.flight)[1]
         if not size or not self.flight or self.flying + size <= self.machine.in_flight:
@@ -135,7 +135,7 @@ class _Unit:
         return self.flight[0][0]
 
     def memory_access(self, op: Op, now: float, key: int, size: int) -> float:
-        """When a load or store that is issued now is done; ``size`` bytes of it miss the cache."""
+        """When a load or store that is issued now completes; ``size`` bytes of it miss the cache."""
         m = self.machine
         start = max(now + op.issue, self.cache)
         self.cache = start + op.clocks

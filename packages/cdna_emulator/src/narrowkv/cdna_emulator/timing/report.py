@@ -1,4 +1,4 @@
-"""From a trace to times: what a launch would take, and what bounds it. Always a model."""
+"""Predicts the time of a launch from a trace, and what bounds it. Results are a model's."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .trace import Trace
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the timing model says of a kernel. Nothing here was measured.
+    """The timing model's prediction for a kernel. Nothing here was measured.
 
     Attributes:
-        target: where.
-        kernel: what.
+        target: the target.
+        kernel: the kernel's name.
         workgroups_per_unit: workgroups that a compute unit holds at a time, by registers and LDS.
-        waves_per_unit: waves of these.
+        waves_per_unit: waves of those workgroups.
         clocks: clocks of the launch from its first to its last workgroup.
         clock_hz: the clock under this load.
-        seconds: the two divided.
+        seconds: clocks over clock_hz.
         flops: matrix flops of the launch.
         loop: the hot loop in its steady state, or None.
         matrix_share: share of the loop's clocks (else of the whole) in which a matrix unit is busy.
-        bound: the unit or wait that bounds it.
-        has_addresses: whether bank conflicts and caches follow from addresses, or ideal ones were assumed.
+        bound: the hardware unit that bounds it, or what its waves wait for.
+        has_addresses: whether bank conflicts and cache hits were computed from addresses, not assumed ideal.
     """
 
     target: str
@@ -102,18 +102,18 @@ def predict(
         trace: from `trace_workgroup` or `trace_text`.
         registers: vector registers of a wave. Default: the program's.
         lds_bytes: LDS of a workgroup. Default: the program's.
-        workgroups: workgroups of the launch, all taken to be alike. Default: as many as the chip holds at
-            a time.
-        passes: passes of the hot loop of each wave in the launch that is asked about. Default: as many as the
-            trace has, times ``pass_factor``.
-        pass_factor: see ``passes``; for a trace of a call with fewer keys than the one asked about.
+        workgroups: workgroups of the launch, all assumed to execute the same. Default: as many as the chip
+            holds at a time.
+        passes: iterations of the hot loop of each wave in the launch to predict. Default: those of the trace,
+            times ``pass_factor``.
+        pass_factor: see ``passes``; for a trace of a call with fewer keys than the launch to predict.
         hbm_share: share of the bytes that miss the vector cache that come from HBM, not from L2: 1 where
             every workgroup reads its own, near 0 where many read the same at the same time.
         workgroups_per_unit: overrides what registers and LDS allow.
         machine: overrides the figures of the program's target.
 
     Returns:
-        The prediction, which is a model's.
+        The prediction.
 
     Example:
         >>> import numpy as np

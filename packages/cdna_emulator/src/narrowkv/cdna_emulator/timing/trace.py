@@ -1,8 +1,8 @@
-"""What the waves of a workgroup execute, as the timing model needs it.
+"""Traces of the instructions that the waves of a workgroup execute, for the timing model.
 
 `trace_workgroup` runs a workgroup in the emulator and keeps, for each wave, its instructions in order, with
 the LDS clocks and cache lines that its addresses give. `trace_text` reads the hot loop from the text alone,
-for code whose arguments are not at hand: then LDS has no bank conflicts and every load is coalesced.
+for code whose arguments are not available: then LDS has no bank conflicts and every load is coalesced.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a workgroup executes.
+    """The instructions that a workgroup executes.
 
     Attributes:
         program: its kernel.
@@ -218,7 +218,7 @@ def _lds_op(name: str, machine: Machine) -> Op:
 
 
 class _Flattener:
-    """Turns recorded blocks into ops."""
+    """Converts recorded blocks to ops."""
 
     def __init__(self, program: Program, machine: Machine, heads: dict[int, int]) -> None:
         self.program, self.machine, self.heads = program, machine, heads
