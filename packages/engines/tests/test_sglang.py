@@ -399,7 +399,8 @@ def test_pages_of_other_layouts_stay_with_sglang(monkeypatch):
 def test_sglang_generates_through_narrowkvs_backend():
     own, sixteen, eight = trial_sglang.trials("llama-3-tiny", ["auto", "fp8_e4m3"], 3)
     assert own.calls == {}
-    for found, bound in ((sixteen, 0.05), (eight, 0.5)):
-        assert found.calls == {"append": 6, "batch_prefill": 2, "paged_decode": 4}  # of two layers
+    for found, bound in ((sixteen, 0.1), (eight, 0.5)):
+        # Three steps of two layers; the prompt of one request is short enough for the decode kernel.
+        assert found.calls == {"append": 6, "paged_decode": 6}
         assert found.difference < bound
     assert sixteen.tokens == own.tokens
