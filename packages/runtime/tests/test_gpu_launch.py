@@ -498,3 +498,10 @@ def test_tritons_own_launcher_gets_what_its_wrapper_passes(monkeypatch: pytest.M
     # With scratch memory the wrapper stays.
     run.__dict__["global_scratch_size"] = 8
     assert gpu.launcher_of(compiled, ()).__name__ == "whole"
+
+
+def test_a_part_lies_bytes_from_the_beginning_of_its_block_whatever_the_blocks_dtype() -> None:
+    counters = torch.arange(128, dtype=torch.int32)
+    part = Part(0, 1, torch.int32).of((counters, 256))
+    assert part.data_ptr() == counters.data_ptr() + 256
+    assert part.tolist() == list(range(64, 128))

@@ -41,10 +41,10 @@ VARIES = Varies()
 
 
 class Part:
-    """Stands for a tensor within a block of bytes that each call gives.
+    """Stands for a tensor within a block of memory that each call gives.
 
     Attributes:
-        block: index of the block, a uint8 tensor.
+        block: index of the block, a contiguous tensor of any dtype.
         offset: index of the number of bytes before the part, a multiple of 16.
         dtype: of the part.
     """
@@ -57,7 +57,7 @@ class Part:
     def of(self, values: tuple[Any, ...]) -> torch.Tensor:
         """The block from the part's beginning."""
         block: torch.Tensor = values[self.block]
-        return block[values[self.offset] :].view(self.dtype)
+        return block.view(torch.uint8)[values[self.offset] :].view(self.dtype)
 
 
 class Described:
