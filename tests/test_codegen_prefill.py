@@ -10,8 +10,8 @@ import torch
 import triton
 
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
+from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.attn_prefill.shapes import PrefillConfig
-from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.artifact import CompiledArtifact
@@ -160,7 +160,7 @@ DENSE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 def test_dense_prefill_neither_spills_nor_uses_scratch(name: str, target: str) -> None:
     axes, options, forced = DENSE[name]
     sizes: dict[str, Any] = {"q_lens": (512,), "lens": (1024,), "num_kv_heads": 8, "gqa_ratio": 12}
-    workload = PrefillWorkload(**{**sizes, "head_dim": 128, **axes})
+    workload = PrefillCase.small(**{**sizes, "head_dim": 128, **axes})
     q, cache, table, starts = workload.build()
     with compile_for(target) as artifacts:
         plan = plan_prefill(q, cache, table, starts, kernel="dense", **forced)
@@ -252,7 +252,7 @@ APPENDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 def test_an_append_in_two_launches_neither_spills_nor_uses_scratch(name: str, target: str) -> None:
     axes, options, forced = APPENDS[name]
     sizes: dict[str, Any] = {"q_lens": (512,), "lens": (512,), "num_kv_heads": 8, "gqa_ratio": 12}
-    workload = AppendWorkload(**{**sizes, "head_dim": 128, **axes})
+    workload = PrefillCase.append(**{**sizes, "head_dim": 128, **axes})
     q, k_new, v_new, cache, table, starts, rope = workload.build_append()
     with compile_for(target) as artifacts:
         plan = plan_append(q, cache, table, starts, kernel="append_then_attend", **forced)
@@ -307,7 +307,9 @@ def test_the_share_of_matrix_instructions_in_the_hot_loop_is_what_the_structure_
 @both_targets
 def test_partial_results_are_in_memory_before_they_are_announced(target: str) -> None:
     """A barrier does not wait for stores, and the wave that counts waits for its own only."""
-    q, cache, table, starts = PrefillWorkload(q_lens=(30,), lens=(2000,), gqa_ratio=12, head_dim=128).build()
+    q, cache, table, starts = PrefillCase.small(
+        q_lens=(30,), lens=(2000,), gqa_ratio=12, head_dim=128
+    ).build()
     with compile_for(target) as artifacts:
         plan = plan_prefill(q, cache, table, starts, num_splits=3)
         batch_prefill(q, cache, table, starts, plan=plan)

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
-from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
+from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.runtime.launch.gluon import has_gluon
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -113,7 +113,7 @@ def _check_early_begin(ahead: Any, attend: Any, early: bool = True) -> None:
 @pytest.mark.parametrize(("keys", "block_n"), [(1024, 64), (2048, 128)])
 @pytest.mark.parametrize(("fmt", "head_dim"), [("fp8_e4m3fn", 128), ("bf16", 128), ("fp8_e4m3fn", 64)])
 def test_scores_and_values_overlap(fmt: str, head_dim: int, keys: int, block_n: int, sm90_code: Any) -> None:
-    workload = PrefillWorkload(
+    workload = PrefillCase.small(
         q_lens=(1024,), lens=(keys,), num_kv_heads=8, gqa_ratio=12, head_dim=head_dim, format=fmt
     )
     q, cache, table, starts = workload.build()
@@ -131,7 +131,7 @@ def test_scores_and_values_overlap(fmt: str, head_dim: int, keys: int, block_n: 
 def test_an_append_attends_by_the_same_loops(
     fmt: str, gqa_ratio: int, old: int, early: bool, granularity: str, sm90_code: Any
 ) -> None:
-    workload = AppendWorkload(
+    workload = PrefillCase.append(
         q_lens=(512,), lens=(old,), num_kv_heads=8, gqa_ratio=gqa_ratio, head_dim=128, format=fmt,
         granularity=granularity,
     )  # fmt: skip
@@ -162,11 +162,11 @@ def test_keys_that_stay_in_their_pages_are_copied_from_there(
 ) -> None:
     shape = {"q_lens": (128,), "lens": (9000,), "num_kv_heads": 8, "gqa_ratio": 4, "head_dim": 128}
     if appends:
-        append = AppendWorkload(**shape, format="bf16", page_size=page_size)
+        append = PrefillCase.append(**shape, format="bf16", page_size=page_size)
         q, k_new, v_new, cache, table, starts, _ = append.build_append()
         prefill_append(q, k_new, v_new, cache, table, starts, plan=plan_append(q, cache, table, starts))
     else:
-        q, cache, table, starts = PrefillWorkload(**shape, format="bf16", page_size=page_size).build()
+        q, cache, table, starts = PrefillCase.small(**shape, format="bf16", page_size=page_size).build()
         batch_prefill(q, cache, table, starts, plan=plan_prefill(q, cache, table, starts))
     ahead, attend = sm90_code.kernels
     _check(attend, 128, 128, scales=1, careful=True, in_scalar=True)
@@ -198,7 +198,7 @@ def test_pages_whose_keys_can_be_copied(layout: str, page_size: int, block: list
     from narrowkv.attn_prefill.kernels.pipelined import page_matrix
 
     for heads in (1, 3):
-        workload = PrefillWorkload(
+        workload = PrefillCase.small(
             lens=(500,), q_lens=(5,), num_kv_heads=heads, head_dim=128, format="bf16", layout=layout,
             page_size=page_size,
         )  # fmt: skip
@@ -223,7 +223,7 @@ def test_pages_whose_keys_can_be_copied(layout: str, page_size: int, block: list
 # A table of one column, and one page: Triton takes numbers that are one as constants.
 def test_a_long_page_and_a_table_of_one(sm90_code: Any) -> None:
     shape = {"q_lens": (128,), "lens": (9000,), "num_kv_heads": 1, "gqa_ratio": 4, "head_dim": 128}
-    q, cache, table, starts = PrefillWorkload(**shape, format="bf16", page_size=16384).build()
+    q, cache, table, starts = PrefillCase.small(**shape, format="bf16", page_size=16384).build()
     assert table.page_ids.shape == (1, 1)
     plan = plan_prefill(q, cache, table, starts)
     assert plan.config.k_in_pages
@@ -232,7 +232,7 @@ def test_a_long_page_and_a_table_of_one(sm90_code: Any) -> None:
 
 
 def test_an_append_to_few_keys_attends_in_plain_triton(sm90_code: Any) -> None:
-    workload = AppendWorkload(q_lens=(128,), lens=(256,), num_kv_heads=8, gqa_ratio=12, head_dim=128)
+    workload = PrefillCase.append(q_lens=(128,), lens=(256,), num_kv_heads=8, gqa_ratio=12, head_dim=128)
     q, k_new, v_new, cache, table, starts, _ = workload.build_append()
     prefill_append(q, k_new, v_new, cache, table, starts, plan=plan_append(q, cache, table, starts))
     produce, attend = sm90_code.kernels

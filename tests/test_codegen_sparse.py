@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import triton
 
-from narrowkv.cli.sparse.cases import SparseCase, build
-from narrowkv.cli.sparse.inspection import inspect_case, shipped_cases
+from narrowkv.sparse_fp8.cases import SparseCase, shipped
 from narrowkv.testing.codegen import KernelCode, compile_call
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -19,30 +18,29 @@ both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 # The published kernel spills at 64 heads.
 DEFAULT = [
     case
-    for case in shipped_cases()
-    if case.heads == 64 and case.mode != "decode" and case.clean and case.format == "fp8_e4m3fn"
+    for case in shipped()
+    if case.num_qo_heads == 64 and case.mode != "decode" and case.clean and case.format == "fp8_e4m3fn"
 ]
 
 
 def _name(case: SparseCase) -> str:
-    return (
-        f"{case.mode}-{case.heads}-{case.q}-{case.layout}-{case.format}-{'own' if case.clean else 'foreign'}"
-    )
+    written_by = "own" if case.clean else "foreign"
+    return f"{case.mode}-{case.num_qo_heads}-{case.q}-{case.layout}-{case.format}-{written_by}"
 
 
 def _attention(case: SparseCase, target: str) -> KernelCode:
-    (code,) = [k for k in inspect_case(case, target).kernels if k.name in ATTENTION]
+    (code,) = [k for k in map(KernelCode.of, compile_call(target, case.inputs().call)) if k.name in ATTENTION]
     return code
 
 
 def _check(case: SparseCase, target: str) -> None:
-    for artifact in compile_call(target, build(case).call):
+    for artifact in compile_call(target, case.inputs().call):
         registers = artifact.registers
         assert (registers.vgpr_spills, registers.scratch_bytes) == (0, 0), (artifact.name, registers)
         assert artifact.lds_bytes <= LDS_OF_GFX942, artifact.name
         # Scalars may wait in lanes of a vector register, but not within a loop.
         assert artifact.loop.total("v_readlane", "v_writelane") == 0, artifact.name
-        if case.heads != 64 or case.q == "fp16":
+        if case.num_qo_heads != 64 or case.q == "fp16":
             assert registers.sgpr_spills == 0, artifact.name
 
 
@@ -54,9 +52,9 @@ def test_64_heads_neither_spill_nor_use_scratch(case: SparseCase, target: str) -
 
 @pytest.mark.slow
 @both_targets
-@pytest.mark.parametrize("case", [case for case in shipped_cases() if case not in DEFAULT], ids=_name)
+@pytest.mark.parametrize("case", [case for case in shipped() if case not in DEFAULT], ids=_name)
 def test_every_shipped_configuration_neither_spills_nor_uses_scratch(case: SparseCase, target: str) -> None:
-    if (*TRITON, target, case.heads) == (3, 7, "gfx950", 32):
+    if (*TRITON, target, case.num_qo_heads) == (3, 7, "gfx950", 32):
         pytest.skip("Triton 3.7 keeps two scalars in lanes of a vector register")
     _check(case, target)
 
@@ -64,7 +62,7 @@ def test_every_shipped_configuration_neither_spills_nor_uses_scratch(case: Spars
 @both_targets
 def test_an_fp8_query_is_widened_once_and_multiplied_in_bf16(target: str) -> None:
     """In FP8 the scores of seven tiles would be scaled one by one, which takes more than it saves."""
-    case = replace(shipped_cases(two_sources=False)[0], mode="fused", layout="packed584")
+    case = replace(shipped(two_sources=False)[0], mode="fused", layout="packed584")
     code, bf16 = (_attention(replace(case, q=q), target) for q in ("fp8", "bf16"))
     assert code.mfma == bf16.mfma
     assert code.loop["converts"] == bf16.loop["converts"]
@@ -72,7 +70,7 @@ def test_an_fp8_query_is_widened_once_and_multiplied_in_bf16(target: str) -> Non
 
 @both_targets
 def test_a_bf16_query_stays_in_bf16_and_rows_are_widened_once(target: str) -> None:
-    code = _attention(replace(shipped_cases(two_sources=False)[0], mode="fused", layout="packed584"), target)
+    code = _attention(replace(shipped(two_sources=False)[0], mode="fused", layout="packed584"), target)
     assert code.mfma
     assert all("bf16" in name for name in code.mfma)
     # A quarter of 16 rows of 512 columns, two a conversion, and a few of P; all of it where warps repeat it.

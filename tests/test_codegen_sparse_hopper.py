@@ -6,17 +6,16 @@ import re
 from typing import Any
 
 import pytest
-import torch
 
 from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.sparse_fp8 import DSV4Rows, choose_mode, sparse_prefill, sparse_prefill_fp8
-from narrowkv.sparse_fp8.workloads import SparseWorkload
+from narrowkv.sparse_fp8.cases import SparseCase
 
 pytestmark = pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
 
 
 def _compile(layout: str, heads: int, sm90_code: Any) -> Any:
-    inputs = SparseWorkload(layout=layout, num_qo_heads=heads, prefix_lens=(64,) * 132).build()
+    inputs = SparseCase.small(layout=layout, num_qo_heads=heads, prefix_lens=(64,) * 132).build()
     if layout == "bf16":
         sparse_prefill(inputs.q, inputs.prefix)
     else:
@@ -64,7 +63,7 @@ def test_few_heads_are_not_padded(layout: str, sm90_code: Any) -> None:
 
 
 def test_a_query_in_fp8_is_widened_first(sm90_code: Any) -> None:
-    inputs = SparseWorkload(num_qo_heads=64, prefix_lens=(64,) * 132, pool_rows=1024).build()
+    inputs = SparseCase.small(num_qo_heads=64, prefix_lens=(64,) * 132, pool_rows=1024).build()
     q = DSV4Rows.quantize(inputs.q, layout="split")
     assert choose_mode(q, inputs.prefix).mode == "fused"
     sparse_prefill_fp8(q, inputs.prefix, mode="fused")
@@ -73,7 +72,7 @@ def test_a_query_in_fp8_is_widened_first(sm90_code: Any) -> None:
 
 def test_rows_that_are_read_often_are_expanded_first(sm90_code: Any) -> None:
     def mode(tokens: int, pool_rows: int = 1024, **changes: Any) -> str:
-        inputs = SparseWorkload(prefix_lens=(64,) * tokens, pool_rows=pool_rows, **changes).build()
+        inputs = SparseCase.small(prefix_lens=(64,) * tokens, pool_rows=pool_rows, **changes).build()
         chosen = choose_mode(inputs.q, inputs.prefix)
         assert "measured" in chosen.why
         return chosen.mode
@@ -90,4 +89,4 @@ def test_rows_that_are_read_often_are_expanded_first(sm90_code: Any) -> None:
     assert mode(132, 768, num_qo_heads=16) == "prepass"  # 11
     # Not a chipful, or a query in fp16: the plain kernel would widen.
     assert mode(4, num_qo_heads=64) == "prepass"
-    assert mode(132, num_qo_heads=64, q_dtype=torch.float16) == "prepass"
+    assert mode(132, num_qo_heads=64, q="fp16") == "prepass"

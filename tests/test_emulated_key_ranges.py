@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import merge_states, merge_states_reference, paged_decode, paged_decode_reference
-from narrowkv.attn_decode.workloads import DecodeWorkload
-from narrowkv.cli.emulation import EmulateExecutor
+from narrowkv.attn_decode.cases import DecodeCase
+from narrowkv.context_parallel import ShardLayout
+from narrowkv.context_parallel.cases import spread
 from narrowkv.runtime.launch import executing
+from narrowkv.testing.emulation import EmulateExecutor
 
 both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 WORST = (-(2**31), 2**31 - 1)
@@ -18,7 +20,7 @@ WORST = (-(2**31), 2**31 - 1)
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_key_ranges_machine_code(q_len: int, target: str) -> None:
     # The last sequence's ranges are wrong: they end with the sequence, and unused slots hold NaN.
-    workload = DecodeWorkload(lens=(70, 130, 5), q_len=q_len, num_kv_heads=1, gqa_ratio=2, clean=False)
+    workload = DecodeCase.small(lens=(70, 130, 5), q_len=q_len, num_kv_heads=1, gqa_ratio=2, clean=False)
     q, cache, table = workload.build()
     rows = [[(3, 40), (5, 41), (9, 60)][:q_len], [(20, 99), (21, 99), (21, 100)][:q_len], [WORST] * q_len]
     ranged = table.with_key_ranges(torch.tensor(rows, dtype=torch.int32))
@@ -45,4 +47,26 @@ def test_merge_states_with_sinks_machine_code(target: str) -> None:
     expected, expected_total = merge_states_reference(o, lse, sinks=sinks, lse_base="2")
     torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(total, expected_total, rtol=1e-5, atol=1e-5)
+    assert all(run.artifact.registers.vgpr_spills == 0 for run in executor.runs)
+
+
+@both_targets
+def test_every_rank_of_a_step_machine_code(target: str) -> None:
+    """Each rank's attention over its shard and the merge of all, as `cp_paged_decode` launches them."""
+    workload = DecodeCase(lens=(41, 3), q_len=2, num_kv_heads=1, gqa_ratio=2, page_size=4)
+    q, cache, table = workload.build()
+    expected, expected_lse = paged_decode_reference(q, cache, table, return_lse=True, window_left=20)
+    executor = EmulateExecutor(target, detect_hazards=True)
+    parts = []
+    with executing(executor):
+        for rank in range(3):
+            shard = spread(
+                cache, table, ShardLayout(3, rank, 2), page_size=4, own_pages=False, q_len=2, window_left=20
+            )
+            parts.append(
+                paged_decode(q, shard.cache, shard.table.table, return_lse=True, out_dtype=torch.float32)
+            )
+        o, lse = merge_states(*(torch.stack([part[i] for part in parts]) for i in range(2)))
+    torch.testing.assert_close(o, expected, rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
     assert all(run.artifact.registers.vgpr_spills == 0 for run in executor.runs)

@@ -16,19 +16,20 @@ from narrowkv.attn_prefill import (
     prefill_append,
     prefill_append_reference,
 )
-from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload, differing_bytes
+from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import CacheFormat
+from narrowkv.paged_cache.cases import differing_bytes
 from narrowkv.runtime.launch import executing
 from narrowkv.testing.emulation import EmulateExecutor
 
 pytestmark = pytest.mark.slow  # about two minutes together
 
 both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-P, A = PrefillWorkload, AppendWorkload
+P, A = PrefillCase.small, PrefillCase.append
 SMALL: dict[str, Any] = {"q_lens": (3, 25), "lens": (20, 40), "num_kv_heads": 1}
 K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
 
-BATCH: dict[str, tuple[PrefillWorkload, str | None, dict[str, Any]]] = {
+BATCH: dict[str, tuple[PrefillCase, str | None, dict[str, Any]]] = {
     "dense, OCP": (P(**SMALL), "dense", {}),
     "dense, bf16, a window": (P(format="bf16", **SMALL), "dense", {"window_left": 9}),
     "dense, K FP8 and V FP4, fp16 queries": (P(format=K8V4, q_dtype=torch.float16, **SMALL), "dense", {}),
@@ -116,7 +117,7 @@ def test_fp8_queries_in_machine_code(
             assert _error(o, expected) <= (0.02 if kernel == "fused" else 0.002)
 
 
-APPEND: dict[str, tuple[AppendWorkload, dict[str, Any]]] = {
+APPEND: dict[str, tuple[PrefillCase, dict[str, Any]]] = {
     "OCP, a chunk that begins inside a page": (A(**SMALL), {}),
     "FNUZ, rope": (A(format="fp8_e4m3fnuz", rope="neox", **SMALL), {}),
     "bf16, fp16 queries": (A(format="bf16", q_dtype=torch.float16, **SMALL), {}),

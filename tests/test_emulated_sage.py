@@ -10,16 +10,16 @@ import torch
 from narrowkv.quant import compare, max_abs, relative_l1
 from narrowkv.runtime.launch import executing, run_as
 from narrowkv.sage import plan_sage, sage_attention_reference
+from narrowkv.sage.cases import SageCase
 from narrowkv.sage.reference import narrow_p_reference
-from narrowkv.sage.workloads import SageWorkload
 from narrowkv.testing.emulation import EmulateExecutor
 
-W = SageWorkload
+W = SageCase.small
 both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 
 RAGGED = W(q_lens=(70, 0, 7), k_lens=(1, 130, 80), gqa_ratio=1, ragged=True)
 SMALL = W(q_lens=(70,), k_lens=(150,))
-CASES: dict[str, tuple[SageWorkload, dict[str, Any]]] = {
+CASES: dict[str, tuple[SageCase, dict[str, Any]]] = {
     "int8": (SMALL, {"causal": "bottom_right"}),
     "int4, a descale for each thread": (
         SMALL, {"qk_dtype": "int4", "q_granularity": "per_thread", "k_granularity": "per_thread"},

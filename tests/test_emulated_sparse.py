@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowkv.cli.places import find_place
-from narrowkv.cli.sparse.cases import SparseCase, build, full, quick, run
 from narrowkv.quant.accuracy import compare
+from narrowkv.runtime.cases import parse_case
 from narrowkv.runtime.launch import executing
-from narrowkv.testing.emulation import EmulateExecutor
+from narrowkv.sparse_fp8.cases import SparseCase, full, quick
+from narrowkv.testing.checking import CaseResult, run_case
+from narrowkv.testing.emulation import EmulateExecutor, emulating
 from narrowkv.testing.samples import sample
 
 both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
@@ -31,13 +32,17 @@ CASES = {
 }
 
 
+def run(case: SparseCase, target: str, **watch: bool) -> CaseResult:
+    return run_case(case, context=lambda: emulating(target, **watch))
+
+
 @both_targets
 @pytest.mark.parametrize("name", CASES)
 def test_machine_code_agrees_with_the_reference(name: str, target: str) -> None:
-    case = SparseCase.parse(CASES[name])
+    case = parse_case(SparseCase, CASES[name])
     # With an FP8 query several waves hold the same scores, and write the same number to one place when the
     # compiler changes its layout; the watch for races does not look at numbers.
-    result = run(case, find_place(target, detect_races=case.q != "fp8"))
+    result = run(case, target, detect_races=case.q != "fp8")
     assert result.passed, result.detail
 
 
@@ -53,7 +58,7 @@ MANY_HEADS = {
 @both_targets
 @pytest.mark.parametrize("name", MANY_HEADS)
 def test_many_heads_over_16_bit_rows(name: str, target: str) -> None:
-    result = run(SparseCase.parse(MANY_HEADS[name]), find_place(target, detect_hazards=True))
+    result = run(parse_case(SparseCase, MANY_HEADS[name]), target, detect_hazards=True)
     assert result.passed, result.detail
 
 
@@ -61,8 +66,8 @@ def test_many_heads_over_16_bit_rows(name: str, target: str) -> None:
 @pytest.mark.parametrize("q", ["bf16", "fp8"])
 def test_64_heads_on_sampled_workgroups(q: str, target: str) -> None:
     """The configuration of 64 heads a workgroup: the first, middle and last token are run of nine."""
-    case = SparseCase(lens="33+20+1+0+40+7+9+16+35", heads=64, q=q)
-    call = build(case)
+    case = SparseCase(prefix_lens=(33, 20, 1, 0, 40, 7, 9, 16, 35), num_qo_heads=64, q=q)
+    call = case.inputs()
     executor = EmulateExecutor(target, workgroups=sample)
     with executing(executor):
         o = call.call(return_lse=False)
@@ -75,10 +80,10 @@ def test_64_heads_on_sampled_workgroups(q: str, target: str) -> None:
 @both_targets
 def test_a_wrong_scale_is_caught(target: str) -> None:
     """A tile's scale off by a factor of two in the bytes that the code reads, not in the reference's."""
-    case = SparseCase(lens="20", layout="split")
-    right, wrong = build(case), build(case)
-    assert wrong.inputs.prefix is not None
-    rows = wrong.inputs.prefix.rows
+    case = SparseCase(prefix_lens=(20,), layout="split")
+    right, wrong = case.inputs(), case.inputs()
+    assert wrong.tensors.prefix is not None
+    rows = wrong.tensors.prefix.rows
     assert not isinstance(rows, torch.Tensor)
     assert rows.scale is not None
     rows.scale[:, 3] *= 2
@@ -92,7 +97,7 @@ def test_a_wrong_scale_is_caught(target: str) -> None:
 @both_targets
 @pytest.mark.parametrize("case", [case for case in quick() if case.layout != "fp16"], ids=str)
 def test_every_value_of_every_axis(case: SparseCase, target: str) -> None:
-    result = run(replace(case, heads=min(case.heads, 64)), find_place(target))
+    result = run(replace(case, num_qo_heads=min(case.num_qo_heads, 64)), target)
     assert result.passed, result.detail
 
 
@@ -100,5 +105,5 @@ def test_every_value_of_every_axis(case: SparseCase, target: str) -> None:
 @both_targets
 @pytest.mark.parametrize("case", list(full())[::17], ids=str)
 def test_mixtures(case: SparseCase, target: str) -> None:
-    result = run(replace(case, heads=min(case.heads, 64)), find_place(target))
+    result = run(replace(case, num_qo_heads=min(case.num_qo_heads, 64)), target)
     assert result.passed, result.detail

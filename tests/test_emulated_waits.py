@@ -16,20 +16,18 @@ import numpy as np
 import pytest
 import torch
 
+from narrowkv.attn_decode.cases import DecodeCase
+from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.cdna_emulator import EmulatorError, HazardError, Memory, Program, load_program
 from narrowkv.cdna_emulator import run as run_program
 from narrowkv.cdna_emulator.hazards import HazardModel
 from narrowkv.cdna_emulator.launch import record
-from narrowkv.cli.cases import DecodeCase, build
-from narrowkv.cli.prefill.cases import PrefillCase
-from narrowkv.cli.prefill.cases import build as build_prefill
-from narrowkv.cli.sage.cases import SageCase
-from narrowkv.cli.sage.cases import build as build_sage
-from narrowkv.cli.sparse.cases import SparseCase
-from narrowkv.cli.sparse.cases import build as build_sparse
+from narrowkv.runtime.cases import parse_case
 from narrowkv.runtime.launch import LaunchOptions, executing
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.launch.compiler import compile_launch
+from narrowkv.sage.cases import SageCase
+from narrowkv.sparse_fp8.cases import SparseCase
 from narrowkv.testing.emulation import EmulateExecutor
 from narrowkv.testing.samples import Workgroup
 
@@ -37,35 +35,38 @@ Call = Callable[[str], object]
 _FNUZ = {"gfx942": "fp8_e4m3fnuz", "gfx950": "fp8_e4m3fn"}
 
 
-def _decode(text: str) -> Call:
-    return lambda target: build(DecodeCase.parse("head_dim=64,kv_heads=1," + text)).call()
+def _call(kind: Any, line: str) -> Call:
+    return lambda target: parse_case(kind, line.replace("FP8", _FNUZ[target])).inputs().call()
 
 
-def _sparse(text: str) -> Call:
-    return lambda target: build_sparse(SparseCase.parse(text.replace("FP8", _FNUZ[target]))).call()
+def _decode(line: str) -> Call:
+    return _call(DecodeCase, "head_dim=64,kv_heads=1," + line)
 
 
-def _prefill(text: str) -> Call:
-    sizes = "q_lens=3+25,lens=20+150,"
-    return lambda target: build_prefill(PrefillCase.parse(sizes + text.replace("FP8", _FNUZ[target]))).call()
+def _sparse(line: str) -> Call:
+    return _call(SparseCase, line)
+
+
+def _prefill(line: str) -> Call:
+    return _call(PrefillCase, "q_lens=3+25,lens=20+150," + line)
 
 
 def _sage(qk: str) -> Call:
-    return lambda target: build_sage(SageCase(qk, tokens=256, head_dim=64, causal="bottom_right")).call()
+    return _call(SageCase, f"qk={qk},q_lens=256,k_lens=256,head_dim=64,causal=bottom_right")
 
 
 CALLS: dict[str, Call] = {
-    "decode, four waves, bf16": _decode("split=none,ratio=40,k=bf16,v=bf16"),
+    "decode, four waves, bf16": _decode("split=none,ratio=40,format=bf16"),
     "decode, one wave, OCP": _decode("split=none,ratio=12,lens=70+5,clean=1"),
     "decode, four waves, OCP": _decode("split=none,ratio=71,clean=1"),
     "decode, splits": _decode("split=uniform,lens=64+37+1,sinks=1"),
-    "decode, FP4 native": _decode("split=none,kernel=native,k=fp4_e2m1,v=fp4_e2m1,head_dim=128,layout=HND"),
+    "decode, FP4 native": _decode("split=none,kernel=native,format=fp4_e2m1,head_dim=128,layout=HND"),
     "dense prefill": _prefill("kernel=dense"),
     "dense prefill, tiles shared": _prefill("kernel=dense,splits=2"),
     "fused prefill": _prefill("kernel=fused,page_size=3,table=ragged"),
     "prefill, FP8 queries": _prefill("kernel=fused,q=FP8,format=FP8"),
-    "append, paged": _prefill("operation=append,kernel=paged"),
-    "append, FP8 compute": _prefill("operation=append,kernel=paged,fp8_compute=1,format=FP8"),
+    "append, fused": _prefill("operation=append,kernel=fused"),
+    "append, FP8 compute": _prefill("operation=append,kernel=fused,fp8_compute=1,format=FP8"),
     "sparse, fused": _sparse("lens=37+0,sink=1"),
     "sparse, 16-bit rows": _sparse("mode=wide,layout=bf16,lens=37,sink=1"),
     "sparse, expanded first": _sparse("mode=prepass,lens=37"),

@@ -22,18 +22,18 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import paged_decode, plan_decode
-from narrowkv.attn_decode.workloads import DecodeWorkload
+from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
-from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
+from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.cdna_emulator import EmulatorError
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append
 from narrowkv.runtime.launch import Executor, InterpretExecutor, executing
 from narrowkv.runtime.launch.interpreter import stock
 from narrowkv.runtime.targets import get_target
 from narrowkv.sage import sage_attention
-from narrowkv.sage.workloads import SageWorkload
+from narrowkv.sage.cases import SageCase
 from narrowkv.sparse_fp8 import KVSource, sparse_decode, sparse_prefill, sparse_prefill_fp8
-from narrowkv.sparse_fp8.workloads import SparseWorkload
+from narrowkv.sparse_fp8.cases import SparseCase
 from narrowkv.testing.emulation import EmulateExecutor
 
 Results = dict[str, torch.Tensor]
@@ -260,7 +260,7 @@ def _nans(guarded: Guarded, name: str, shape: Iterable[int], dtype: torch.dtype)
     return guarded.place(name, torch.full(tuple(shape), float("nan"), dtype=dtype, device=guarded.device))
 
 
-def _decode(workload: DecodeWorkload, plan: dict[str, Any], **options: Any) -> Scene:
+def _decode(workload: DecodeCase, plan: dict[str, Any], **options: Any) -> Scene:
     def scene(guarded: Guarded) -> Call:
         q, cache, table = workload.build(guarded.device)
         q, cache = guarded.place("q", q), _place_cache(guarded, cache)
@@ -287,7 +287,7 @@ def _token_rows(starts: torch.Tensor) -> Callable[[int], torch.Tensor]:
     return lambda seq: torch.arange(right[seq], right[seq + 1])
 
 
-def _prefill(workload: PrefillWorkload, plan: dict[str, Any] | None, **options: Any) -> Scene:
+def _prefill(workload: PrefillCase, plan: dict[str, Any] | None, **options: Any) -> Scene:
     def scene(guarded: Guarded) -> Call:
         q, cache, table, starts = workload.build(guarded.device)
         q, cache = guarded.place("q", q), _place_cache(guarded, cache)
@@ -309,7 +309,7 @@ def _prefill(workload: PrefillWorkload, plan: dict[str, Any] | None, **options: 
     return scene
 
 
-def _prefill_append(workload: AppendWorkload, plan: dict[str, Any], **options: Any) -> Scene:
+def _prefill_append(workload: PrefillCase, plan: dict[str, Any], **options: Any) -> Scene:
     def scene(guarded: Guarded) -> Call:
         q, k_new, v_new, cache, table, starts, rope = workload.build_append(guarded.device)
         q, cache = guarded.place("q", q), _place_cache(guarded, cache)
@@ -368,7 +368,7 @@ def _append(
 
     def scene(guarded: Guarded) -> Call:
         tokens, page_size = 6, 4
-        workload = DecodeWorkload(
+        workload = DecodeCase.small(
             lens=(page_size,) * tokens, num_kv_heads=2, page_size=page_size, format=format, layout=layout,
             granularity=granularity or "float",
         )  # fmt: skip
@@ -408,7 +408,7 @@ def _append(
     return scene
 
 
-def _sparse(workload: SparseWorkload, op: Callable[..., Any], **options: Any) -> Scene:
+def _sparse(workload: SparseCase, op: Callable[..., Any], **options: Any) -> Scene:
     def scene(guarded: Guarded) -> Call:
         inputs = workload.build(guarded.device)
         q = guarded.place("q", inputs.q)
@@ -446,7 +446,7 @@ def _sparse(workload: SparseWorkload, op: Callable[..., Any], **options: Any) ->
     return scene
 
 
-def _sage(workload: SageWorkload, **options: Any) -> Scene:
+def _sage(workload: SageCase, **options: Any) -> Scene:
     def scene(guarded: Guarded) -> Call:
         q, k, v, starts_q, starts_k = workload.build(guarded.device)
         assert starts_q is not None
@@ -475,12 +475,12 @@ def _sage(workload: SageWorkload, **options: Any) -> Scene:
 SMALL: dict[str, Any] = {"num_kv_heads": 1, "gqa_ratio": 2, "page_size": 8}
 for ragged in (False, True):
     kind = "ragged" if ragged else "block table"
-    w = DecodeWorkload(lens=(20, 5, 33, 9), ragged=ragged, **SMALL)
+    w = DecodeCase.small(lens=(20, 5, 33, 9), ragged=ragged, **SMALL)
     _register(f"decode, {kind}", _decode(w, {}))
     _register(f"decode, {kind}, batch invariant", _decode(w, {"batch_invariant": True}))
     _register(f"decode, {kind}, even", _decode(replace(w, lens=(150, 5, 300)), {"split": "even"}))
     _register(f"decode, {kind}, window", _decode(replace(w, q_len=2), {}, window_left=4))
-    p = PrefillWorkload(q_lens=(5, 1, 12), lens=(20, 5, 40), ragged=ragged, **SMALL)
+    p = PrefillCase.small(q_lens=(5, 1, 12), lens=(20, 5, 40), ragged=ragged, **SMALL)
     for kernel in ("dense", "fused"):
         _register(f"prefill, {kind}, {kernel}", _prefill(p, {"kernel": kernel}))
 for format in ("fp4_e2m1", "bf16"):
@@ -497,7 +497,7 @@ for bounds in ({"max_q_len": 4}, {"max_seq_len": 16}, {"max_kv_tokens": 24}):
         f"prefill, dense, bounds too small {bounds}",
         _prefill(replace(p, ragged=False), {"kernel": "dense", **bounds}),
     )
-a = AppendWorkload(q_lens=(5, 1, 12), lens=(20, 5, 40), **SMALL)
+a = PrefillCase.append(q_lens=(5, 1, 12), lens=(20, 5, 40), **SMALL)
 for kernel in ("fused", "append_then_attend"):
     for rope in (None, "neox"):
         _register(
@@ -515,7 +515,7 @@ for format, granularity in (
 _register("append, HND", _append("bf16", None, layout="HND"))
 for dtype in (torch.int32, torch.int64):
     _register(f"append, rope, {dtype}", _append("fp8_e4m3fn", None, dtype=dtype, rope=True))
-s = SparseWorkload(
+s = SparseCase.small(
     prefix_lens=(40, 0, 33, 17), extend_lens=(3, 2, 0, 1), num_qo_heads=8, pool_rows=64, extend_rows=16
 )
 _register("sparse_prefill", _sparse(replace(s, layout="bf16"), sparse_prefill))
@@ -527,7 +527,7 @@ for layout in ("split", "packed584", "row512"):
     )
 _register("sparse_prefill_fp8, prepass", _sparse(s, sparse_prefill_fp8, mode="prepass"))
 _register("sparse_decode, FP8 rows", _sparse(s, sparse_decode))
-g = SageWorkload(q_lens=(30, 5, 12), k_lens=(30, 40, 3), ragged=True)
+g = SageCase.small(q_lens=(30, 5, 12), k_lens=(30, 40, 3), ragged=True)
 for qk_dtype in ("int8", "fp8"):
     _register(f"sage, {qk_dtype}", _sage(g, qk_dtype=qk_dtype))
 _register("sage, smooth q", _sage(g, smooth_q=True, causal="bottom_right"))

@@ -1,10 +1,15 @@
-"""Published measurements of plain Triton kernels beside what the timing model says of kernels like them.
+"""Published measurements beside what the timing model says of kernels like them, for docs/amd-timing.md.
 
-The kernels below were written for this comparison; each has the tiles, warps and stages of the published one.
-None of the points was used to fit the model. Where the publisher's tuner chose among tiles, each is modelled
-and the fastest counts. Prints the table of docs/amd-timing.md:
+Two sets of kernels, both written for this comparison from published configurations:
 
-    python tools/model_validation.py
+- matrix products in Gluon (`model_kernels.py`), rows 1 to 14 and 16 to 19: share of clocks with a busy matrix
+  unit, clocks of a pass, or bytes per second;
+- attention and a matrix product in plain Triton (below), rows 22, 25 and 27. Where the publisher's tuner
+  chose among tiles, each is modelled and the fastest counts.
+
+Run one or both:
+
+    python tools/model_validation.py products attention
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -13,14 +18,21 @@ and the fastest counts. Prints the table of docs/amd-timing.md:
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import model_kernels as gluon_kernels  # type: ignore[import-not-found]
+import model_layouts as layouts  # type: ignore[import-not-found]
 import torch
 import triton
 import triton.language as tl
 
+from narrowkv.cdna_emulator.timing import Prediction
 from narrowkv.runtime.launch import LaunchOptions
+from narrowkv.runtime.launch.compiler import compile_launch
+from narrowkv.runtime.targets import get_target
 from narrowkv.testing.model import ModelExecutor, Scale
 
 _HBM_SHARE = 0.1  # tiles of one row of tiles read the same operands
@@ -149,8 +161,175 @@ def points() -> Iterator[Point]:
         yield Point(row, f"{target}, bf16 product, {size}", rate, matmul(target, size), "256 x 256 x 64")
 
 
-def main() -> None:
-    """Prints the table."""
+@dataclass(frozen=True)
+class Product:
+    """One published matrix product C = A B^T.
+
+    Attributes:
+        row, what: of the validation set, and the kernel.
+        kernel: one of `model_kernels`; constants: its compile-time arguments.
+        k: the depth that was measured; workgroups: their number.
+        share: measured share of clocks with a busy matrix unit in the loop; clocks: of a pass instead.
+        rate: measured TFLOP/s.
+        vgprs: of the published build.
+        fitted: whether a parameter of the model was fitted to its share.
+        target, warps, block_k, dtype: configuration.
+    """
+
+    row: str
+    what: str
+    kernel: Any
+    constants: dict[str, Any]
+    k: int
+    workgroups: int
+    share: float
+    rate: float | None
+    vgprs: int | None = None
+    clocks: float | None = None
+    fitted: bool = False
+    target: str = "gfx950"
+    warps: int = 4
+    dtype: torch.dtype = field(default=torch.float16)
+
+    def predict(self, hbm_share: float = _HBM_SHARE, passes: int = 8) -> tuple[int, Prediction]:
+        """VGPRs here, and the prediction from so many passes of one workgroup."""
+        sizes = self.constants
+        traced = passes * sizes["BK"]
+        a, b = (torch.zeros(sizes[name], traced).to(self.dtype) for name in ("BM", "BN"))
+        c = torch.zeros(sizes["BM"], sizes["BN"], dtype=torch.float16)
+        options = LaunchOptions(num_warps=self.warps, num_stages=1)
+        arguments = (self.kernel, (1, 1), (a, b, c, traced, sizes["BN"]), sizes, options)
+        executor = ModelExecutor(self.target, hbm_share)
+        executor.scale = Scale(workgroups=self.workgroups, passes=self.k / traced)
+        executor.launch(*arguments)
+        registers = compile_launch(get_target(self.target), *arguments).registers
+        assert registers.vgpr_spills == 0, f"{self.what} spills"
+        return registers.vgprs, executor.modelled[0].prediction
+
+
+def _gfx950(
+    warps: tuple[int, int], tile: tuple[int, int, int], halves: tuple[int, int], fp8: bool = False
+) -> dict[str, Any]:
+    """Constants of a kernel on gfx950; `halves` are the parts that A's rows and B's columns are copied in."""
+    m, n, k = tile
+    mma = layouts.mfma_layout(4, 128 if fp8 else 32, warps)
+    part = (m // halves[0], n // halves[1], k)
+    return {
+        "BM": m, "BN": n, "BK": k, "MMA": mma,
+        **layouts.padded_layouts(warps[0] * warps[1], mma, part, fp8),
+    }  # fmt: skip
+
+
+def products() -> Iterator[Product]:
+    """Rows 1 to 12 (MI355X) and 16 and 19 (MI300X)."""
+    k = gluon_kernels
+    tile, four, eight = (256, 256, 64), (2, 2), (2, 4)
+    whole = _gfx950(four, tile, (1, 1))
+    raw = {**whole, **layouts.raw_layouts(4)}
+    plain = {name: value for name, value in raw.items() if name not in ("SA", "SB")}
+    fp16: dict[str, Any] = {"WIDTH": 8, "FORMAT": "fp16"}
+    yield Product("1", "no load ahead", k.registers_kernel, plain, 8192, 256, 0.25, 541)
+    yield Product("2", "direct to LDS, bank conflicts", k.async_kernel, {**raw, "AHEAD": 0}, 8192, 256, 0.33,
+                  673, 358)  # fmt: skip
+    yield Product("3", "padded LDS", k.async_kernel, {**whole, "AHEAD": 0}, 8192, 256, 0.4166, 755, 420)
+    yield Product("4", "copied ahead", k.async_kernel, {**whole, "AHEAD": 1}, 8192, 256, 0.5187, 964, 362)
+    yield Product("5", "read ahead", k.async_kernel, {**whole, "AHEAD": 2}, 8192, 256, 0.5863, 1134, 452)
+    half_b = {**_gfx950(four, tile, (1, 2)), **fp16, "HALVES_OF_A": 1}
+    yield Product("6", "B in halves", k.sliced_kernel, half_b, 8192, 256, 0.6499, 1226, 496)
+    quarters = {**_gfx950(four, tile, (2, 2)), **fp16, "HALVES_OF_A": 2}
+    yield Product("7", "A and B in halves", k.sliced_kernel, quarters, 8192, 256, 0.6892, 1251, 496)
+    for m, n, share, rate, vgprs in _TILES:
+        constants = {**_gfx950(four, (m, n, 64), (2, 2)), **fp16, "HALVES_OF_A": 2}
+        yield Product("8", f"the same, {m} x {n}", k.sliced_kernel, constants, 8192, 256, share, rate, vgprs)
+    groups = {**_gfx950(eight, tile, (2, 2)), **fp16}
+    for depth, share, rate in ((8192, 0.998, 1437), (16384, 0.998, 1485), (32768, 0.843, 1291)):
+        yield Product("10", f"8 waves in two groups, K {depth}", k.two_groups_kernel, groups, depth, 256,
+                      share, rate, 242, fitted=depth == 8192, warps=8)  # fmt: skip
+    fp8: dict[str, Any] = {"WIDTH": 16, "FORMAT": "e5m2"}
+    deep, e5m2 = (256, 256, 128), torch.float8_e5m2
+    yield Product("11", "FP8, A and B in halves", k.sliced_kernel,
+                  {**_gfx950(four, deep, (2, 2), True), **fp8, "HALVES_OF_A": 2}, 16384, 256, 0.611, 2723,
+                  512, dtype=e5m2)  # fmt: skip
+    yield Product("12", "FP8, 8 waves in two groups", k.two_groups_kernel,
+                  {**_gfx950(eight, deep, (2, 2), True), **fp8}, 16384, 256, 0.962, 3151, 256, warps=8,
+                  dtype=e5m2)  # fmt: skip
+    sizes: dict[str, Any] = {"BM": 256, "BN": 256, "BK": 64}
+    one = {**sizes, "MMA": layouts.mfma_layout(3, 16, four), **layouts.swizzled_layouts(4)}
+    yield Product("16", "stored to LDS", k.stored_kernel, one, 8256, 304, 0.697, 561, 512, 5877,
+                  target="gfx942")  # fmt: skip
+    for rows, what, clocks, rate_or_none in ((1, "8 waves in two groups", 4180, 572),
+                                             (2, "the same, LDS conflicts", 4640, None)):  # fmt: skip
+        two = {**sizes, "MMA": layouts.mfma_layout(3, 16, eight), **layouts.swizzled_layouts(8, rows)}
+        yield Product("19", what, k.stored_two_groups_kernel, two, 8256, 304, 4096 / clocks, rate_or_none,
+                      240, clocks, fitted=rows == 1, target="gfx942", warps=8)  # fmt: skip
+
+
+# M, N, share, TFLOP/s and VGPRs of row 8.
+_TILES = (
+    (256, 128, 0.634, 1117, 264), (256, 64, 0.438, 738, 254), (128, 256, 0.660, 1116, 242),
+    (128, 128, 0.557, 954, 142), (128, 64, 0.401, 620, 100), (64, 256, 0.494, 732, 234),
+    (64, 128, 0.427, 607, 92), (64, 64, 0.275, 367, 60),
+)  # fmt: skip
+# GB/s of row 14 at 32, 64, ... 256 workgroups.
+_STREAMS = (1529, 2864, 4067, 4580, 4828, 5628, 6198, 6442)
+
+
+def show_products() -> None:
+    """Prints the tables of rows 1 to 19."""
+    print("| row | target | kernel | VGPRs published, here | busy, measured | model | error | TFLOP/s | "
+          "model | error |\n|---|---|---|---|---|---|---|---|---|---|")  # fmt: skip
+    shares: list[tuple[Product, float]] = []
+    rates: list[tuple[Product, float]] = []
+    for point in products():
+        vgprs, prediction = point.predict()
+        shares.append((point, prediction.matrix_share / point.share - 1))
+        rate = prediction.flops_per_second / 1e12
+        cells = [point.row, point.target, point.what, f"{point.vgprs or '-'}, {vgprs}"]
+        if point.clocks and prediction.loop:
+            cells += [f"{point.clocks:.0f} clocks", f"{prediction.loop.clocks:.0f}"]
+        else:
+            cells += [f"{point.share:.1%}", f"{prediction.matrix_share:.1%}"]
+        cells += [f"{shares[-1][1]:+.0%}{' (fitted)' if point.fitted else ''}"]
+        if point.rate:
+            rates.append((point, rate / point.rate - 1))
+            cells += [f"{point.rate:g}", f"{rate:.0f}", f"{rates[-1][1]:+.0%}"]
+        print(f"| {' | '.join(cells + ['-'] * (10 - len(cells)))} |", flush=True)
+    free = [(point, error) for point, error in shares if not point.fitted]
+    _summary("busy share or clocks, points not fitted", free, 0.15)
+    _summary("TFLOP/s by the clock model", rates, 0.20)
+    ours = [(point, point.share * (1 + error)) for point, error in shares if point.target == "gfx950"]
+    pairs = [(a, b) for i, a in enumerate(ours) for b in ours[i + 1 :] if abs(a[0].share - b[0].share) > 0.02]
+    right = sum((a[0].share < b[0].share) == (a[1] < b[1]) for a, b in pairs)
+    print(f"order: right in {right} of {len(pairs)} pairs on gfx950 whose shares differ by over 2 points")
+
+
+def _summary(what: str, errors: Sequence[tuple[Product, float]], bound: float) -> None:
+    sizes = [abs(error) for _, error in errors]
+    point, worst = max(errors, key=lambda item: abs(item[1]))
+    print(f"\n{what}: median error {statistics.median(sizes):.0%}, {sum(s <= bound for s in sizes)} of "
+          f"{len(sizes)} within {bound:.0%}; worst {worst:+.0%} (row {point.row}, {point.what})")  # fmt: skip
+
+
+def show_streams() -> None:
+    """Prints row 14: 32 x 256 tiles with 8192 of K, whose B comes from HBM."""
+    mma = layouts.mfma_layout(4, 32, (1, 4))
+    constants = {
+        "BM": 32, "BN": 256, "BK": 64, "MMA": mma, "AHEAD": 1,
+        **layouts.padded_layouts(4, mma, (32, 256, 64)),
+    }  # fmt: skip
+    print("\n| row 14: workgroups | GB/s measured | model | error |\n|---|---|---|---|")
+    errors = []
+    for index, measured in enumerate(_STREAMS):
+        count = 32 * (index + 1)
+        point = Product("14", "", gluon_kernels.async_kernel, constants, 8192, count, 1.0, None)
+        rate = 8192 * 2 * 256 * count / point.predict(256 / 288, passes=32)[1].seconds / 1e9
+        errors.append(abs(rate / measured - 1))
+        print(f"| {count} | {measured} | {rate:.0f} | {rate / measured - 1:+.0%} |", flush=True)
+    print(f"\nrow 14 (the latency of HBM was fitted to it): median error {statistics.median(errors):.0%}")
+
+
+def show_attention() -> None:
+    """Prints the table of rows 22, 25 and 27."""
     print("| row | kernel | tile | TFLOP/s measured | model | error |\n|---|---|---|---|---|---|")
     found = []
     for point in points():
@@ -166,5 +345,14 @@ def main() -> None:
     )
 
 
+def main(sets: Sequence[str]) -> None:
+    """Prints the tables of "products", "attention" or, without names, of both."""
+    if "products" in sets or not sets:
+        show_products()
+        show_streams()
+    if "attention" in sets or not sets:
+        show_attention()
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

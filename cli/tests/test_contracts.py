@@ -39,7 +39,6 @@ def test_the_main_set_asks_for_every_mixed_contract_at_every_page() -> None:
         for q in ("bf16", "fp16"):
             for cache in ("bf16", "fp8_e4m3fn", "fp8_e4m3fnuz"):
                 contract = asked[DECODE, q, cache, cache, page]
-                assert contract.required
                 assert contract.bound == 0.002
             for k in ("fp4_e2m1", "fp8_e4m3fn"):
                 assert (DECODE, q, k, "fp4_e2m1", page) in asked
@@ -60,6 +59,6 @@ def test_no_contract_is_asked_twice(name: str) -> None:
 
 
 def test_a_contract_names_its_cache_and_function() -> None:
-    contract = Contract("a.b:c", "bf16", "fp8_e4m3fn", "fp4_e2m1", 16, False, 0.002)
+    contract = Contract("a.b:c", "bf16", "fp8_e4m3fn", "fp4_e2m1", 16, 0.002)
     assert contract.function == "c"
     assert contract.cache == "fp8_e4m3fn/fp4_e2m1"

@@ -11,18 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from narrowkv.cli import validate
-from narrowkv.cli.answers import PASS, Answer, Compiled, Outcome, Sample
+from narrowkv.cli.answers import PASS, Answer, Compiled, Outcome
 from narrowkv.cli.app import app
-from narrowkv.cli.cases import CaseResult
 from narrowkv.cli.contracts import CONTRACT_SETS
-from narrowkv.cli.sage.accuracy import SageResult
-from narrowkv.cli.sage.cases import SageCase
-from narrowkv.cli.shipped_code import CallCode
-from narrowkv.cli.sparse.cases import SparseCase
-from narrowkv.cli.sparse.inspection import SparseCode
 from narrowkv.quant.accuracy import ErrorReport
 from narrowkv.testing.bench.measure import Row
-from narrowkv.testing.codegen import KernelCode
+from narrowkv.testing.checking import CaseResult, SageResult, Sample
+from narrowkv.testing.codegen import CallCode, KernelCode
 from narrowkv.testing.records import jsonable, revive
 
 run = CliRunner().invoke
@@ -42,10 +37,9 @@ OUTCOME = Outcome(
     [
         (Outcome, OUTCOME),
         (CaseResult, CaseResult("lens=1", ERROR, 0.5, True, bound=0.25)),
-        (SageResult, SageResult(SageCase(qk="int4"), "cpu", ERROR, 0.5, 0.25, True)),
+        (SageResult, SageResult("cpu", ERROR, 0.5, 0.25, True)),
         (tuple[Row, ...], (Row({"mode": "x"}, {"batch": 1}, median_us=1.5, extra={"a_us": None}),)),
-        (CallCode[SparseCase], CallCode("gfx942", SparseCase(lens="1+2"), (KERNEL,), "plan")),
-        (SparseCode, SparseCode("gfx942", SparseCase(lens="1+2"), (KERNEL,))),
+        (CallCode, CallCode("gfx942", (KERNEL,), "plan")),
         (dict[str, tuple[float, float]], {"a": (1.0, 2.0)}),
         (list[int], [1, 2]),
     ],

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from narrowkv.cli.app import app
-from narrowkv.cli.cases import DecodeCase, build
+from narrowkv.cli.cases import DECODE
 from narrowkv.testing.model import model_call
 
-CASE = "decode:lens=512,head_dim=64,kv_heads=1,split=none,k=bf16,v=bf16"
+CASE = "decode:lens=512,head_dim=64,kv_heads=1,split=none,format=bf16"
 
 
 def _run(*arguments: str) -> tuple[int, str]:
@@ -21,7 +21,7 @@ def _run(*arguments: str) -> tuple[int, str]:
 
 
 def test_a_case_and_the_assembly_of_another_kernel(tmp_path: Path) -> None:
-    inputs = build(DecodeCase.parse(CASE.partition(":")[2]))
+    inputs = DECODE.parse(CASE.partition(":")[2]).inputs()
     (launch,) = model_call("gfx942", inputs.call)
     assert launch.prediction.has_addresses
     loop = launch.full.loop

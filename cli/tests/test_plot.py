@@ -13,15 +13,15 @@ from narrowkv.cli import contracts
 from narrowkv.cli.app import app
 from narrowkv.cli.contracts import DECODE, Contract, ContractSet, Shape
 from narrowkv.cli.plot import style_of
-from narrowkv.cli.sage import accuracy
-from narrowkv.cli.sage.cases import SageCase
+from narrowkv.sage import cases
+from narrowkv.sage.cases import SageCase
 
 run = CliRunner().invoke
 ONE_SET = ContractSet(
     "one",
     "for tests",
     Shape(batch=2, q_len=1, context=48, num_qo_heads=24, num_kv_heads=2, head_dim=64),
-    (Contract(DECODE, "bf16", "fp8_e4m3fn", "fp8_e4m3fn", 16, True, 0.002),),
+    (Contract(DECODE, "bf16", "fp8_e4m3fn", "fp8_e4m3fn", 16, 0.002),),
 )
 
 
@@ -54,7 +54,7 @@ def test_every_table_of_numbers_can_be_csv_and_a_plot(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setitem(contracts.CONTRACT_SETS, "one", ONE_SET)
-    monkeypatch.setattr(accuracy, "sweep", lambda **_: [SageCase(tokens=70, head_dim=64)])
+    monkeypatch.setattr(cases, "sweep", lambda **_: [SageCase.small()])
     table, plot = tmp_path / "rows.csv", tmp_path / "plot.png"
     result = run(app, [*arguments, "--csv", str(table), "--plot", str(plot), "--json"])
     assert result.exit_code == 0, result.output

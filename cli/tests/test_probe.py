@@ -12,24 +12,22 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from narrowkv.cli import backends, contracts, operations, probe
+from narrowkv.cli import contracts, operations, probe
 from narrowkv.cli.app import app
 from narrowkv.cli.contracts import DECODE, PREFILL, Contract, ContractSet, Shape
+from narrowkv.cli.operations import contract_case
 from narrowkv.runtime.errors import UnsupportedError
-from narrowkv.testing import codegen, emulation, samples
+from narrowkv.testing import backends, codegen, emulation, samples
 
 run = CliRunner().invoke
 SHAPE = Shape(batch=2, q_len=1, context=48, num_qo_heads=24, num_kv_heads=2, head_dim=64)
-FP8 = Contract(DECODE, "bf16", "fp8_e4m3fn", "fp8_e4m3fn", 16, True, 0.002)
-FP4 = replace(FP8, k="fp4_e2m1", v="fp4_e2m1", required=False)
-UNBUILT = replace(FP8, operation="narrowkv.no_such_package:no_such_operation", required=False)
+FP8 = Contract(DECODE, "bf16", "fp8_e4m3fn", "fp8_e4m3fn", 16, 0.002)
+FP4 = replace(FP8, k="fp4_e2m1", v="fp4_e2m1")
 
 
 @pytest.fixture(autouse=True)
 def small_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        contracts.CONTRACT_SETS, "t", ContractSet("t", "for tests", SHAPE, (FP8, FP4, UNBUILT))
-    )
+    monkeypatch.setitem(contracts.CONTRACT_SETS, "t", ContractSet("t", "for tests", SHAPE, (FP8, FP4)))
     monkeypatch.setitem(contracts.CONTRACT_SETS, "only-fp8", ContractSet("only-fp8", "one", SHAPE, (FP8,)))
 
 
@@ -44,7 +42,7 @@ def own(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["contract"]["operation"], row["contract"]["k"]): row for row in rows}
 
 
-def test_what_is_built_passes_and_what_is_not_says_not_yet() -> None:
+def test_what_works_passes_here_and_compiles() -> None:
     result, document = ask()
     assert result.exit_code == 0, result.stderr
     rows = own(document)
@@ -60,54 +58,25 @@ def test_what_is_built_passes_and_what_is_not_says_not_yet() -> None:
         assert kernel["vgprs"] > 0
         assert kernel["spills"] == kernel["scratch_bytes"] == 0
         assert kernel["mfma"]
-    absent = rows[UNBUILT.operation, "fp8_e4m3fn"]
-    assert absent["status"] == "not yet"
-    assert "no_such_package" in absent["detail"]
-    assert absent["relative_l1"] is None
 
 
-def test_an_optional_contract_that_is_refused_is_not_yet_in_the_operations_words(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuses(self: object, contract: Contract, inputs: object) -> Any:
+def test_a_refusal_fails_in_the_operations_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(self: object, inputs: object) -> Any:
         raise UnsupportedError("this target has no scaled MFMA")
 
-    monkeypatch.setitem(
-        contracts.CONTRACT_SETS, "t", ContractSet("t", "", SHAPE, (replace(FP8, required=False),))
-    )
     monkeypatch.setattr(backends.Narrowkv, "prepare", refuses)
-    result, document = ask()
-    (row,) = own(document).values()
-    assert row["status"] == "not yet"
-    assert "this target has no scaled MFMA" in row["detail"]
-    assert result.exit_code == 3, "nothing of the set works here"
-
-
-def test_an_optional_contract_that_works_is_run_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        contracts.CONTRACT_SETS, "t", ContractSet("t", "", SHAPE, (replace(FP8, required=False),))
-    )
-    result, document = ask()
-    (row,) = own(document).values()
-    assert row["status"] == "pass"
-    assert result.exit_code == 0
-
-
-def test_a_required_contract_that_is_refused_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        contracts.CONTRACT_SETS, "t", ContractSet("t", "", SHAPE, (replace(UNBUILT, required=True),))
-    )
-    result, document = ask()
+    result, document = ask("only-fp8")
     (row,) = own(document).values()
     assert row["status"] == "fail"
+    assert "this target has no scaled MFMA" in row["detail"]
     assert result.exit_code == 1
 
 
 def test_an_inexact_answer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     right = backends.Narrowkv.prepare
 
-    def inexact(self: backends.Narrowkv, contract: Contract, inputs: Any) -> Any:
-        call = right(self, contract, inputs)
+    def inexact(self: backends.Narrowkv, inputs: Any) -> Any:
+        call = right(self, inputs)
         return lambda: call() * 1.01
 
     monkeypatch.setattr(backends.Narrowkv, "prepare", inexact)
@@ -122,8 +91,8 @@ def test_an_inexact_answer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_nan_anywhere_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     right = backends.Narrowkv.prepare
 
-    def poisoned(self: backends.Narrowkv, contract: Contract, inputs: Any) -> Any:
-        call = right(self, contract, inputs)
+    def poisoned(self: backends.Narrowkv, inputs: Any) -> Any:
+        call = right(self, inputs)
         return lambda: call().index_fill(0, torch.tensor([1]), float("nan"))
 
     monkeypatch.setattr(backends.Narrowkv, "prepare", poisoned)
@@ -158,17 +127,17 @@ class Refuser:
 
     name = "refuser"
 
-    def absent(self, place: Any) -> str | None:
+    def absent(self, on_gpu: bool) -> str | None:
         return None
 
-    def prepare(self, contract: Contract, inputs: Any) -> Any:
+    def prepare(self, inputs: Any) -> Any:
         raise RuntimeError("Unsupported group_size: 12\nsomewhere in C++")
 
 
 class Absent(Refuser):
     name = "absent one"
 
-    def absent(self, place: Any) -> str | None:
+    def absent(self, on_gpu: bool) -> str | None:
         return "not installed"
 
 
@@ -206,7 +175,7 @@ def test_full_adds_every_answer_and_the_code(tmp_path: Path) -> None:
     rows = tmp_path / "rows.csv"
     result = run(app, ["probe", "t", "--on", "cpu", "--jobs", "1", "--full", "--csv", str(rows)])
     assert result.exit_code == 0
-    for word in ("VGPR", "tokens/GiB", "no_such_operation", "3 contracts: 2 pass"):
+    for word in ("VGPR", "tokens/GiB", "2 contracts: 2 pass"):
         assert word in result.stdout
     with rows.open() as lines:
         found = list(csv.DictReader(lines))
@@ -249,33 +218,17 @@ def test_ctrl_c_keeps_the_answers_so_far(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [row["status"] for row in document["rows"] if row["backend"] == "narrowkv"] == ["pass"]
 
 
-def exists(operation: str) -> bool:
-    try:
-        operations.find_function(operation)
-    except operations.NotBuiltError:
-        return False
-    return True
-
-
-def test_every_operation_that_exists_has_inputs() -> None:
-    """A package that gets built must not leave `probe` saying "not yet" for want of a runner."""
+def test_every_operation_that_is_asked_about_has_its_case() -> None:
     asked = {c.operation for s in contracts.CONTRACT_SETS.values() for c in s.contracts}
-    assert DECODE in operations.OPERATIONS
-    assert {operation for operation in asked if exists(operation)} <= set(operations.OPERATIONS)
-    assert set(operations.OPERATIONS) <= asked
-
-
-def test_an_operation_that_nobody_has_adapted_is_not_built_for_the_probe(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(operations, "OPERATIONS", {})
-    with pytest.raises(operations.NotBuiltError, match="makes no inputs for paged_decode"):
-        operations.find_operation(FP8)
+    assert set(operations.OPERATIONS) == asked
+    for contract_set in contracts.CONTRACT_SETS.values():
+        for contract in contract_set.contracts:
+            assert contract_case(contract, contract_set.shape).bound == contract.bound
 
 
 def test_the_fp8_query_contract_gets_an_fp8_query() -> None:
-    contract = Contract(PREFILL, "fp8_e4m3fn", "fp8_e4m3fn", "fp8_e4m3fn", 16, False, 0.02)
-    inputs = operations.paged_inputs(contract, SHAPE)
+    contract = Contract(PREFILL, "fp8_e4m3fn", "fp8_e4m3fn", "fp8_e4m3fn", 16, 0.02)
+    inputs: Any = contract_case(contract, SHAPE).inputs()
     assert inputs.q.dtype is torch.float8_e4m3fn
     assert bool(torch.isfinite(inputs.q.float()).all())
 
@@ -434,7 +387,7 @@ def test_a_call_of_ours_that_cannot_be_captured_fails(monkeypatch: pytest.Monkey
 def test_the_main_set_on_a_gpu() -> None:
     result = run(app, ["probe", "glm-gqa12", "--on", "gpu", "--json"])
     document = json.loads(result.stdout)
-    required = [r for r in document["rows"] if r["backend"] == "narrowkv" and r["contract"]["required"]]
+    required = [r for r in document["rows"] if r["backend"] == "narrowkv"]
     # Only a right result is timed. Other tests compile for AMD, under Tritons whose AMD backend is known.
     bad = [(r["contract"], r["detail"]) for r in required if not r["time_us"]]
     assert not bad

@@ -9,12 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from narrowkv.cli import contracts
+from narrowkv.cli import validate_sage as accuracy
 from narrowkv.cli.app import app
 from narrowkv.cli.contracts import CONTRACT_SETS, Shape
-from narrowkv.cli.sage import accuracy, cases, inspection
-from narrowkv.cli.sage.cases import SageCase
+from narrowkv.sage import cases
+from narrowkv.sage.cases import SageCase, shipped, sweep
 
 run = CliRunner().invoke
+TOKENS: dict[str, Any] = {"q_lens": (130,), "k_lens": (130,), "gqa_ratio": 1}
 
 
 def ask(*arguments: str) -> tuple[int, dict[str, Any]]:
@@ -32,7 +34,7 @@ def test_probe_asks_every_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     own = [row for row in document["rows"] if row["backend"] == "narrowkv"]
     assert code == 0
     assert [row["contract"]["q"] for row in own] == ["int8", "int4", "fp8_e4m3fn"]
-    assert all(row["status"] == "pass" and 0 < row["relative_l1"] < contracts.BOUND_FP8_P for row in own)
+    assert all(row["status"] == "pass" and 0 < row["relative_l1"] < cases.BOUND for row in own)
     for row in own:
         for target in ("gfx942", "gfx950"):
             (main,) = (k for k in row["compiled"][target]["kernels"] if k["name"] == "_sage_attention_kernel")
@@ -44,22 +46,22 @@ def test_validate_shows_every_granularity_beside_the_published_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     small = [
-        SageCase("int4", granularity, smooth_q=True, tokens=130, head_dim=64)
+        SageCase.small(qk_dtype="int4", granularity=granularity, smooth_q=True, data="offset", **TOKENS)
         for granularity in ("per_tensor", "per_thread")
     ]
-    monkeypatch.setattr(accuracy, "sweep", lambda **_: small)
+    monkeypatch.setattr(cases, "sweep", lambda **_: small)
     _, document = ask("validate", "sage", "--on", "cpu", "--jobs", "1")
     assert document["operation"] == "sage_attention"
     assert document["published"]["per_thread"] == [0.9945, 0.062, 0.031]
     coarse, fine = document["cases"]
-    assert coarse["kernel_l1"] < contracts.BOUND_FP8_P
+    assert coarse["kernel_l1"] < cases.BOUND
     assert fine["total"]["relative_l1"] < coarse["total"]["relative_l1"]
 
 
 def test_a_result_worse_than_published_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = SageCase("int4", smooth_q=True, tokens=130, head_dim=64)
-    monkeypatch.setitem(accuracy.PUBLISHED, "per_thread", (0.99999, 0.001, 0.001))
-    monkeypatch.setattr(accuracy, "sweep", lambda **_: [case])
+    case = SageCase.small(qk_dtype="int4", smooth_q=True, data="offset", **TOKENS)
+    monkeypatch.setitem(cases.PUBLISHED, "per_thread", (0.99999, 0.001, 0.001))
+    monkeypatch.setattr(cases, "sweep", lambda **_: [case])
     code, document = ask("validate", "sage", "--on", "cpu", "--jobs", "1")
     assert code == 1
     assert "worse than published" in document["cases"][0]["detail"]
@@ -73,23 +75,23 @@ def test_a_wrong_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         return o * 1.05, lse + 0.01
 
     monkeypatch.setattr(cases, "sage_attention", wrong)
-    result = accuracy.run_task(accuracy.Task(SageCase(tokens=70, head_dim=64), "cpu"))
+    result = accuracy.run_task(accuracy.Task(SageCase.small(), "cpu"))
     assert not result.passed
     assert "kernel error" in result.detail
     assert "lse differs" in result.detail
 
 
 def test_the_sweep_covers_the_contract() -> None:
-    quick, full = accuracy.sweep(full=False, seed=0), accuracy.sweep(full=True, seed=0)
+    quick, full = sweep(), sweep(full=True)
     assert len(quick) == len(set(quick)) == 3 * 4 * 3
     assert {case.data for case in full} == {"offset", "outlier", "gaussian"}
     assert {case.smoothing for case in quick} == {"none", "K", "K and Q"}
-    assert {accuracy.published(case) for case in quick} == {None, *accuracy.PUBLISHED.values()}
+    assert {case.published for case in quick} == {None, *cases.PUBLISHED.values()}
 
 
 def test_inspect_shows_every_shipped_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(inspection.shipped_cases()) == 2 * 3 * 4
-    monkeypatch.setattr(inspection, "shipped_cases", lambda: [SageCase(tokens=256)])
+    assert len(shipped()) == 2 * 3 * 4
+    monkeypatch.setattr(cases, "shipped", lambda: [SageCase(q_lens=(256,), k_lens=(256,))])
     code, document = ask("inspect", "sage", "--target", "gfx950", "--no-model")
     assert code == 0
     (found,) = document["inspections"]

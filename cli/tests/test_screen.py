@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from narrowkv.cli.answers import FAIL, INEXACT, NOT_YET, PASS, REFUSED, SKIPPED, Answer, Compiled, Sample
+from narrowkv.cli.answers import FAIL, INEXACT, PASS, REFUSED, SKIPPED, Answer, Compiled
 from narrowkv.cli.contracts import CONTRACT_SETS, DECODE, ContractSet
 from narrowkv.cli.places import Place
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.screen import Seen, show_screen
+from narrowkv.testing.checking import Sample
 from narrowkv.testing.codegen import KernelCode
 
 CPU, GPU = Place("cpu", "cpu", "interpreter on the CPU"), Place("gpu", "cuda", "AMD Instinct MI300X (gfx942)")
@@ -108,7 +109,6 @@ def changed(found: Seen, key: tuple[int, str, str], **values: Any) -> Seen:
         ({"status": FAIL, "relative_l1": 0.5, "detail": "too large"}, "FAIL 5.00e-01", "38 pass, 1 fail"),
         ({"status": FAIL, "relative_l1": math.nan}, "FAIL nan", "38 pass, 1 fail"),
         ({"status": FAIL, "relative_l1": None, "detail": "fell over"}, "FAIL", "fell over"),
-        ({"status": NOT_YET, "detail": "no such thing"}, "not yet 1/6", "38 pass, 0 fail, 1 refused"),
         ({"status": SKIPPED, "detail": "why"}, "skipped 1/6", "why"),
     ],
 )

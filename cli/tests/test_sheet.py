@@ -101,7 +101,7 @@ def assert_whole_at_every_width(monkeypatch: pytest.MonkeyPatch, arguments: list
 @pytest.mark.parametrize("operation", ["decode", "prefill", "sparse"])
 def test_validate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, operation: str) -> None:
     cases = {
-        "decode": ["lens=9,ratio=3,head_dim=64", "lens=9,q=fp16,head_dim=64,k=bf16,v=bf16"],
+        "decode": ["lens=9,ratio=3,head_dim=64", "lens=9,q=fp16,head_dim=64,format=bf16"],
         "prefill": ["q_lens=3,lens=9", "q_lens=3,lens=9,q=fp16"],
         "sparse": ["lens=9", "lens=9,mode=prepass"],
     }[operation]
@@ -126,7 +126,7 @@ def test_inspect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: lis
 
 def test_probe_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shape = Shape(batch=2, q_len=1, context=48, num_qo_heads=24, num_kv_heads=2, head_dim=64)
-    asked = (Contract(DECODE, "bf16", "fp8_e4m3fn", "fp4_e2m1", 16, True, 0.002),)
+    asked = (Contract(DECODE, "bf16", "fp8_e4m3fn", "fp4_e2m1", 16, 0.002),)
     monkeypatch.setitem(contracts.CONTRACT_SETS, "one", ContractSet("one", "one", shape, asked))
     options = ["--on", "cpu", "--jobs", "1", "--resume", str(tmp_path / "kept")]
     assert_whole_at_every_width(monkeypatch, ["probe", "one", "--full", *options], 4)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import paged_decode, plan_decode
-from narrowkv.attn_decode.workloads import DecodeWorkload
+from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append
 
-SMALL = DecodeWorkload(lens=(20, 5), format="fp8_e4m3fn", num_kv_heads=1, gqa_ratio=2, head_dim=64)
+SMALL = DecodeCase.small(lens=(20, 5), format="fp8_e4m3fn", num_kv_heads=1, gqa_ratio=2, head_dim=64)
 
 
 def _apart(x: torch.Tensor) -> torch.Tensor:

@@ -11,15 +11,15 @@ import triton
 from triton.runtime.interpreter import InterpreterBuilder
 
 from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_decode
+from narrowkv.attn_decode.cases import K8V4, DecodeCase
 from narrowkv.attn_decode.config import DecodeShape, choose_config
-from narrowkv.attn_decode.workloads import K8V4, DecodeWorkload
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.quant.accuracy import relative_l1
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import run_as
 from narrowkv.runtime.targets import get_target
 
-W = DecodeWorkload
+W = DecodeCase.small
 F4 = "fp4_e2m1"
 BOUND = 0.002
 
@@ -41,7 +41,7 @@ def _run(
     return o, lse
 
 
-def _check(workload: DecodeWorkload, device: str, kernel: str | None = None, **options: Any) -> None:
+def _check(workload: DecodeCase, device: str, kernel: str | None = None, **options: Any) -> None:
     q, cache, table = workload.build(device)
     out = torch.full(q.shape, math.nan, dtype=torch.float32, device=device)
     o, lse = _run(q, cache, table, kernel, out=out, **options)

@@ -16,13 +16,13 @@ import torch
 from triton._C.libtriton import interpreter
 
 from narrowkv.attn_decode import DecodePlan, paged_decode, paged_decode_reference, plan_decode
-from narrowkv.attn_decode.workloads import DecodeWorkload
+from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.runtime.launch import Workspace
 
 I32, I64 = torch.int32, torch.int64
 LENS = (70, 5, 33)
-SMALL = DecodeWorkload(lens=LENS, num_kv_heads=1, gqa_ratio=2)
+SMALL = DecodeCase.small(lens=LENS, num_kv_heads=1, gqa_ratio=2)
 PLANS: list[dict[str, Any]] = [{"split": "none"}, {"split": "uniform"}, {"split": "even"}]
 
 

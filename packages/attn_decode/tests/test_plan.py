@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import DecodePlan, DecodeShape, paged_decode, paged_decode_reference, plan_decode
+from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.attn_decode.kernels import _merge_splits_kernel, _paged_decode_kernel
-from narrowkv.attn_decode.workloads import DecodeWorkload
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.runtime.launch import LaunchOptions, Workspace, compile_for, executing, run_as
 from narrowkv.runtime.targets import Target, get_target
 
 I32 = torch.int32
-W = DecodeWorkload
+W = DecodeCase.small
 SMALL = W(lens=(70, 5, 33), num_kv_heads=1, gqa_ratio=2, clean=True)
 SHAPE = DecodeShape(batch=4, q_len=1, num_qo_heads=2, num_kv_heads=1, head_dim=64, page_size=16, capacity=96)
 
@@ -305,7 +305,7 @@ def test_a_cache_that_is_gone_is_not_kept_by_plans() -> None:
 
 
 def test_unplanned_calls_of_the_same_shapes_share_a_plan() -> None:
-    from narrowkv.attn_decode import plan as plans
+    from narrowkv.attn_decode import planning as plans
 
     q, cache, table = SMALL.build()
     paged_decode(q, cache, table)

@@ -13,20 +13,20 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from narrowkv.attn_decode import paged_decode, plan_decode
+from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.attn_decode.torch_ops import traced_decode
-from narrowkv.attn_decode.workloads import DecodeWorkload
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append
 from narrowkv.paged_cache.torch_ops import cache_options, cache_tensors, traced_append
 from narrowkv.runtime.launch.tracing import as_bytes, spell, spelled
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "gqa_ratio": 2, "head_dim": 64}
 FORMATS = {
-    "bf16": DecodeWorkload(lens=(20, 5), format="bf16", **HEADS),
-    "fp8": DecodeWorkload(lens=(20, 5), format="fp8_e4m3fn", **HEADS),
-    "fp8 token_head": DecodeWorkload(
+    "bf16": DecodeCase.small(lens=(20, 5), format="bf16", **HEADS),
+    "fp8": DecodeCase.small(lens=(20, 5), format="fp8_e4m3fn", **HEADS),
+    "fp8 token_head": DecodeCase.small(
         lens=(20, 5), format="fp8_e4m3fn", granularity="token_head", ragged=True, **HEADS
     ),
-    "fp4": DecodeWorkload(lens=(20, 5), format="fp4_e2m1", scale_group=32, **HEADS),
+    "fp4": DecodeCase.small(lens=(20, 5), format="fp4_e2m1", scale_group=32, **HEADS),
 }
 
 
@@ -71,8 +71,8 @@ def test_a_step_compiles_into_one_graph(fmt: str) -> None:
 def test_dynamic_shapes_and_another_cache_are_told_apart() -> None:
     compiled = torch.compile(_step, fullgraph=True, backend="aot_eager", dynamic=True)
     for lens, fmt in (((20, 5), "bf16"), ((9, 30, 4), "bf16"), ((9, 30, 4, 1), "fp8_e5m2")):
-        q, cache, table = DecodeWorkload(lens=lens, format=fmt, **HEADS).build()
-        _, eager_cache, eager_table = DecodeWorkload(lens=lens, format=fmt, **HEADS).build()
+        q, cache, table = DecodeCase.small(lens=lens, format=fmt, **HEADS).build()
+        _, eager_cache, eager_table = DecodeCase.small(lens=lens, format=fmt, **HEADS).build()
         new = _new(len(lens))
         expected = _step(q, *new, eager_cache, eager_table)
         got = compiled(q, *new, cache, table)
@@ -140,7 +140,7 @@ def test_inductor_does_not_copy_the_cache(fmt: str) -> None:
 
 
 def test_export() -> None:
-    q, cache, table = DecodeWorkload(lens=(20, 5), format="bf16", **HEADS).build()
+    q, cache, table = DecodeCase.small(lens=(20, 5), format="bf16", **HEADS).build()
     layer = _Layer(cache, table)
     program = torch.export.export(layer, (q,), strict=True)
     assert "narrowkv.paged_decode" in program.graph_module.code

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from narrowkv.attn_prefill import batch_prefill, batch_prefill_reference, plan_prefill
+from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.attn_prefill.memory import Memory
 from narrowkv.attn_prefill.plan import PrefillPlan
-from narrowkv.attn_prefill.workloads import PrefillWorkload
 from narrowkv.runtime.targets import device_target
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +36,7 @@ def _memory(plan: PrefillPlan) -> Memory:
 
 
 def _check(
-    workload: PrefillWorkload,
+    workload: PrefillCase,
     num_splits: int | None = None,
     pipelined: bool = True,
     **options: Any,
@@ -79,7 +79,7 @@ def test_keys_that_stay_in_their_pages(
     layout: str, page_size: int, head_dim: int, fmt: str, longest: int
 ) -> None:
     lens = (200, 64, 300, 77, longest)
-    workload = PrefillWorkload(
+    workload = PrefillCase.small(
         q_lens=(70, 1, 300, 0, 33), lens=lens, gqa_ratio=12, head_dim=head_dim, format=fmt, layout=layout,
         page_size=page_size, q_dtype=torch.float16 if fmt == "fp16" else torch.bfloat16,
     )  # fmt: skip
@@ -96,7 +96,7 @@ def test_keys_that_stay_in_their_pages(
 )
 @pytest.mark.usefixtures("always_in_pages")
 def test_keys_that_cannot_stay_in_their_pages(layout: str, page_size: int) -> None:
-    workload = PrefillWorkload(**RAGGED, head_dim=128, format="bf16", layout=layout, page_size=page_size)
+    workload = PrefillCase.small(**RAGGED, head_dim=128, format="bf16", layout=layout, page_size=page_size)
     _check(workload)
 
 
@@ -104,7 +104,7 @@ def test_keys_that_cannot_stay_in_their_pages(layout: str, page_size: int) -> No
 def test_only_long_caches_that_few_rows_read_stay_in_their_pages(fmt: str) -> None:
     q_dtype = torch.float16 if fmt == "fp16" else torch.bfloat16
     for new, keys, stays in ((100, 9000, True), (100, 4000, False), (600, 9000, False)):
-        workload = PrefillWorkload(
+        workload = PrefillCase.small(
             q_lens=(new,), lens=(keys,), gqa_ratio=4, head_dim=128, format=fmt, q_dtype=q_dtype
         )
         q, cache, table, starts = workload.build("cuda")
@@ -132,7 +132,7 @@ def test_only_long_caches_that_few_rows_read_stay_in_their_pages(fmt: str) -> No
     ],
 )
 def test_formats(fmt: str, q_dtype: torch.dtype, head_dim: int) -> None:
-    _check(PrefillWorkload(**RAGGED, format=fmt, q_dtype=q_dtype, head_dim=head_dim))
+    _check(PrefillCase.small(**RAGGED, format=fmt, q_dtype=q_dtype, head_dim=head_dim))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_formats(fmt: str, q_dtype: torch.dtype, head_dim: int) -> None:
 )
 @pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "bf16"])
 def test_masks(options: dict[str, Any], fmt: str) -> None:
-    _check(PrefillWorkload(**RAGGED, head_dim=128, format=fmt), **options)
+    _check(PrefillCase.small(**RAGGED, head_dim=128, format=fmt), **options)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
@@ -157,7 +157,7 @@ def test_masks(options: dict[str, Any], fmt: str) -> None:
 def test_splits_sinks_and_descales(splits: int, granularity: str) -> None:
     sinks = torch.linspace(-3, 3, 24, device="cuda")
     _check(
-        PrefillWorkload(**RAGGED, head_dim=128, granularity=granularity, page_size=1, ragged=True),
+        PrefillCase.small(**RAGGED, head_dim=128, granularity=granularity, page_size=1, ragged=True),
         num_splits=splits, sinks=sinks,
     )  # fmt: skip
 
@@ -166,7 +166,7 @@ def test_splits_sinks_and_descales(splits: int, granularity: str) -> None:
     "lens", [((5000,), (5000,)), ((1000,), (9000,)), ((200, 200), (3, 600)), ((64,) * 40, (700,) * 40)]
 )
 def test_long_and_short(lens: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-    _check(PrefillWorkload(q_lens=lens[0], lens=lens[1], gqa_ratio=6, num_kv_heads=4, head_dim=128))
+    _check(PrefillCase.small(q_lens=lens[0], lens=lens[1], gqa_ratio=6, num_kv_heads=4, head_dim=128))
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -175,7 +175,7 @@ def test_long_and_short(lens: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
 def test_few_keys(fmt: str, options: dict[str, Any], splits: int) -> None:
     # Tiles of 64 keys.
     lens = {"q_lens": (70, 1, 300, 0, 33), "lens": (200, 64, 300, 77, 900), "gqa_ratio": 12}
-    _check(PrefillWorkload(**lens, head_dim=128, format=fmt), num_splits=splits, **options)
+    _check(PrefillCase.small(**lens, head_dim=128, format=fmt), num_splits=splits, **options)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -184,7 +184,7 @@ def test_few_keys(fmt: str, options: dict[str, Any], splits: int) -> None:
 def test_values_that_differ_by_far_from_tile_to_tile(
     factor: float, tiles: tuple[int, ...], splits: int
 ) -> None:
-    workload = PrefillWorkload(q_lens=(300,), lens=(19000,), gqa_ratio=6, head_dim=128, format="bf16")
+    workload = PrefillCase.small(q_lens=(300,), lens=(19000,), gqa_ratio=6, head_dim=128, format="bf16")
     q, cache, table, starts = workload.build("cuda")
     values, pages = cache.logical()[1], table.page_ids[0].long()
     for tile in tiles:
@@ -209,7 +209,7 @@ def test_a_launch_after_one_with_values_out_of_the_ordinary(
 ) -> None:
     if in_pages:
         request.getfixturevalue("always_in_pages")
-    workload = PrefillWorkload(**RAGGED, head_dim=head_dim, format="bf16")
+    workload = PrefillCase.small(**RAGGED, head_dim=head_dim, format="bf16")
     q, cache, table, starts = workload.build("cuda")
     sinks = torch.linspace(-3, 3, q.shape[1], device="cuda")
     plan = plan_prefill(q, cache, table, starts, num_splits=splits)
@@ -232,7 +232,7 @@ def test_a_launch_after_one_with_values_out_of_the_ordinary(
 @pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "bf16"])
 @pytest.mark.parametrize("lens", [((300,), (1000,)), ((100, 40), (9000, 500))], ids=str)
 def test_calls_that_follow_each_other(lens: tuple[tuple[int, ...], tuple[int, ...]], fmt: str) -> None:
-    workload = PrefillWorkload(q_lens=lens[0], lens=lens[1], gqa_ratio=12, head_dim=128, format=fmt)
+    workload = PrefillCase.small(q_lens=lens[0], lens=lens[1], gqa_ratio=12, head_dim=128, format=fmt)
     calls = [workload.build("cuda", seed) for seed in range(3)]
     plan = plan_prefill(*calls[0])
     assert plan.config.options.launch_pdl
@@ -250,10 +250,10 @@ def test_calls_that_follow_each_other(lens: tuple[tuple[int, ...], tuple[int, ..
 
 
 def test_what_it_does_not_serve_runs_otherwise() -> None:
-    workload = PrefillWorkload(**RAGGED, head_dim=128)
+    workload = PrefillCase.small(**RAGGED, head_dim=128)
     _check(workload, logits_soft_cap=5.0)
     _check(workload, sm_scale=-0.1)
-    _check(PrefillWorkload(**RAGGED, head_dim=128, granularity="token_head"), pipelined=False)
+    _check(PrefillCase.small(**RAGGED, head_dim=128, granularity="token_head"), pipelined=False)
 
 
 @pytest.mark.parametrize(("fmt", "in_pages"), [("fp8_e4m3fn", False), ("bf16", False), ("bf16", True)])
@@ -263,7 +263,7 @@ def test_nan_stays_with_the_rows_that_see_it(
 ) -> None:
     if in_pages:
         request.getfixturevalue("always_in_pages")
-    workload = PrefillWorkload(q_lens=(200,), lens=(600,), gqa_ratio=12, head_dim=128, format=fmt)
+    workload = PrefillCase.small(q_lens=(200,), lens=(600,), gqa_ratio=12, head_dim=128, format=fmt)
     q, cache, table, starts = workload.build("cuda")
     stored = dict(zip("kv", cache.logical(), strict=True))[which].view(torch.uint8)
     page, slot = table.page_ids[0, 500 // table.page_size], 500 % table.page_size

@@ -17,15 +17,16 @@ from narrowkv.attn_prefill import (
     prefill_append,
     prefill_append_reference,
 )
+from narrowkv.attn_prefill.cases import AXES, PrefillCase, poison_plan
 from narrowkv.attn_prefill.plan import PrefillPlan
 from narrowkv.attn_prefill.planning import can_pipeline
-from narrowkv.attn_prefill.workloads import AppendWorkload, copy_cache, differing_bytes, poison_plan
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.paged_cache.cases import copy_cache, differing_bytes
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import run_as
 from narrowkv.runtime.targets import device_target
 
-W = AppendWorkload
+W = PrefillCase.append
 K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
 # "pipelined" is written for Hopper alone.
 either_kernel = pytest.mark.parametrize(
@@ -33,9 +34,9 @@ either_kernel = pytest.mark.parametrize(
 )
 
 
-def slow(*values: Any) -> list[Any]:
-    """Values of an axis that only the full run takes."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+def axis(name: str, *fast: object) -> list[Any]:
+    """Values of an axis of the sweep, of which only the full run takes those that are not named."""
+    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in AXES[name]]
 
 
 def _same_bytes(a: PagedKVCache, b: PagedKVCache) -> bool:
@@ -43,7 +44,7 @@ def _same_bytes(a: PagedKVCache, b: PagedKVCache) -> bool:
 
 
 def _check(
-    workload: AppendWorkload,
+    workload: PrefillCase,
     device: str,
     kernel: str | None = None,
     bound: float = 0.002,
@@ -100,9 +101,7 @@ def _compare(
 
 
 @either_kernel
-@pytest.mark.parametrize(
-    "fmt", ["fp8_e4m3fn", K8V4, *slow("bf16", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1")], ids=str
-)
+@pytest.mark.parametrize("fmt", ["fp8_e4m3fn", *axis("format", K8V4)], ids=str)
 def test_every_cache_format(fmt: str | CacheFormat, kernel: str, device: str) -> None:
     _check(W(format=fmt), device, kernel)
 
@@ -122,7 +121,7 @@ def test_fp16_queries_and_caches(fmt: str, q_dtype: torch.dtype, device: str) ->
 
 # A page larger and smaller than the tile; chunks that begin in the middle of a page.
 @either_kernel
-@pytest.mark.parametrize("page_size", [1, 3, 16, *slow(32, 64), 128])
+@pytest.mark.parametrize("page_size", [*axis("page_size", 1, 3, 128), 16])
 def test_every_page_size(page_size: int, kernel: str, device: str) -> None:
     _check(W(page_size=page_size, lens=(7, 0, 66), q_lens=(20, 3, 9), num_kv_heads=1), device, kernel)
 
@@ -142,7 +141,7 @@ def test_rotary_embedding(rope: str, kernel: str, device: str) -> None:
 
 
 @either_kernel
-@pytest.mark.parametrize("granularity", ["tensor", "head", "token_head"])
+@pytest.mark.parametrize("granularity", AXES["granularity"])
 def test_every_descale_shape(granularity: str, kernel: str, device: str) -> None:
     _check(W(granularity=granularity), device, kernel)
 
@@ -154,7 +153,7 @@ def test_a_window_a_soft_cap_and_sinks(kernel: str, device: str) -> None:
 
 
 @either_kernel
-@pytest.mark.parametrize("head_dim", [80, *slow(96, 128, 192, 256)])
+@pytest.mark.parametrize("head_dim", axis("head_dim", 80, 112))
 def test_every_head_dim(head_dim: int, kernel: str, device: str) -> None:
     _check(W(head_dim=head_dim, num_kv_heads=1), device, kernel)
 

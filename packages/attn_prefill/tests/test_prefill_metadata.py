@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from narrowkv.attn_prefill import AppendPlan, batch_prefill, plan_append, plan_prefill, prefill_append
+from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.attn_prefill.planning import can_pipeline
-from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload, copy_cache, differing_bytes
 from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.paged_cache.cases import copy_cache, differing_bytes
 from narrowkv.runtime.launch import Workspace, block_bytes
 from narrowkv.runtime.targets import device_target
 
-P, A = PrefillWorkload, AppendWorkload
+P, A = PrefillCase.small, PrefillCase.append
 INT32_MAX = 2**31 - 1
 KERNELS = ["dense", "fused"]
 APPEND_KERNELS = ["append_then_attend", "fused", pytest.param("pipelined", marks=pytest.mark.gpu)]

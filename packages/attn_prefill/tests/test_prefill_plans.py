@@ -28,10 +28,11 @@ from narrowkv.attn_prefill import (
     prefill_append_reference,
 )
 from narrowkv.attn_prefill import planning as plans
+from narrowkv.attn_prefill.cases import PrefillCase
+from narrowkv.attn_prefill.cases import poison_plan as poison
 from narrowkv.attn_prefill.kernels import append, append_store, dense, fused, rows, widen
-from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload, copy_cache, differing_bytes
-from narrowkv.attn_prefill.workloads import poison_plan as poison
 from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.paged_cache.cases import copy_cache, differing_bytes
 from narrowkv.runtime.launch import LaunchOptions, Workspace, executing, run_as
 from narrowkv.runtime.targets import Target, get_target
 
@@ -71,14 +72,14 @@ class _Recorder:
 def test_one_plan_from_shapes_serves_every_call_up_to_its_maxima(kernel: str | None, device: str) -> None:
     plan = plan_prefill(SHAPE, _cache("fp8_e4m3fn", device), kernel=kernel)
     for q_lens, lens in (*CALLS, CALLS[0]):
-        q, cache, table, starts = PrefillWorkload(q_lens, lens, **HEADS).build(device)
+        q, cache, table, starts = PrefillCase.small(q_lens, lens, **HEADS).build(device)
         poison(plan)
         o = batch_prefill(q, cache, table, starts, plan=plan)
         assert torch.equal(plan.run(q, cache, table, starts), o)  # type: ignore[arg-type]
         expected = batch_prefill_reference(q, cache, table, starts)
         assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002  # type: ignore[union-attr]
     for q_lens, lens in (((65,), (65,)), ((1, 1, 1, 1), (5, 6, 7, 8))):
-        larger = PrefillWorkload(q_lens, lens, **HEADS).build(device)
+        larger = PrefillCase.small(q_lens, lens, **HEADS).build(device)
         with pytest.raises(ValueError, match=r"or more, got a plan for 64 of 3: call plan_prefill again"):
             plan.run(*larger)
 
@@ -88,7 +89,7 @@ def test_one_plan_of_appends_serves_every_call_up_to_its_maxima(kernel: str | No
     plan = plan_append(SHAPE, _cache("bf16", device), kernel=kernel)
     for q_lens, lens in (*CALLS, CALLS[0]):
         old = tuple(length - new for length, new in zip(lens, q_lens, strict=True))
-        workload = AppendWorkload(q_lens, old, format="bf16", rope="neox", **HEADS)
+        workload = PrefillCase.append(q_lens, old, format="bf16", rope="neox", **HEADS)
         q, k_new, v_new, cache, table, starts, rope = workload.build_append(device)
         poison(plan)
         for turn in (rope, None):
@@ -109,14 +110,14 @@ def test_plans_share_a_workspace(device: str) -> None:
     attends = plan_prefill(replace(SHAPE, max_seq_len=64), cache, workspace=shared)
     for _ in range(2):
         for plan in bound:
-            q, k_new, v_new, own, table, starts, _rope = AppendWorkload(
+            q, k_new, v_new, own, table, starts, _rope = PrefillCase.append(
                 (9, 5), (20, 3), **HEADS
             ).build_append(device)
             wanted = copy_cache(own)
             o = plan.run(q, k_new, v_new, own, table, starts)
             expected = prefill_append_reference(q, k_new, v_new, wanted, table, starts)
             assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002  # type: ignore[union-attr]
-        inputs = PrefillWorkload((5, 9), (30, 20), **HEADS).build(device)
+        inputs = PrefillCase.small((5, 9), (30, 20), **HEADS).build(device)
         o = attends.run(*inputs)
         expected = batch_prefill_reference(*inputs)
         assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002  # type: ignore[union-attr]
@@ -155,7 +156,7 @@ def test_shapes_of_plans_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             plan_prefill(replace(SHAPE, **change), cache)  # type: ignore[arg-type]
-    q, cache, table, starts = PrefillWorkload(**HEADS).build()
+    q, cache, table, starts = PrefillCase.small(**HEADS).build()
     with pytest.raises(TypeError, match="must be None with a PrefillShape"):
         plan_prefill(SHAPE, cache, table, starts)
     with pytest.raises(TypeError, match="page_table must be a PageTable"):
@@ -169,14 +170,14 @@ def test_one_query_token_of_every_sequence_is_decoded_by_a_plan_from_shapes() ->
     assert plan.decode is not None
     assert plan.decode.workspace is plan.workspace
     for q_lens, lens in (((1, 1, 1), (40, 5, 130)), ((1, 1), (7, 9)), ((1, 0, 1), (30, 5, 7))):
-        inputs = PrefillWorkload(q_lens, lens, **HEADS).build()
+        inputs = PrefillCase.small(q_lens, lens, **HEADS).build()
         o = plan.run(*inputs)
         expected = batch_prefill_reference(*inputs)
         assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002  # type: ignore[union-attr]
 
 
 def test_overlap_is_refused_in_calls_like_one_that_was_served() -> None:
-    q, k_new, v_new, cache, table, starts, rope = AppendWorkload(
+    q, k_new, v_new, cache, table, starts, rope = PrefillCase.append(
         format="bf16", rope="neox", **HEADS
     ).build_append()
     after = replace(table, before_append=False)
@@ -219,7 +220,7 @@ def test_device_functions_have_at_most_thirty_parameters() -> None:
 def _planned(appends: bool, given: bool, target: str) -> tuple[_Recorder, Callable[[], Any]]:
     """A planned call that launches nothing."""
     recorder = _Recorder(target)
-    q, k_new, v_new, cache, table, starts, rope = AppendWorkload(rope="neox", **HEADS).build_append()
+    q, k_new, v_new, cache, table, starts, rope = PrefillCase.append(rope="neox", **HEADS).build_append()
     results = {"out": torch.empty_like(q), "lse": torch.empty(q.shape[:2])} if given else {}
     with executing(recorder):
         if appends:
@@ -278,7 +279,7 @@ class _Operations(TorchDispatchMode):
 @pytest.mark.parametrize("appends", [False, True])
 def test_a_planned_call_allocates_nothing_but_outputs(appends: bool, target: str) -> None:
     recorder = _Recorder(target)
-    q, k_new, v_new, cache, table, starts, _ = AppendWorkload(**HEADS).build_append()
+    q, k_new, v_new, cache, table, starts, _ = PrefillCase.append(**HEADS).build_append()
     after = replace(table, before_append=False)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
     with executing(recorder):
@@ -343,7 +344,7 @@ def test_every_launch_is_one_that_the_plan_lists(appends: bool, capacity: int, t
 @pytest.mark.parametrize("granularity", ["float", "token_head"])
 @pytest.mark.parametrize("appends", [False, True])
 def test_the_memory_of_a_plan_holds_that_of_every_call(appends: bool, granularity: str, target: str) -> None:
-    cache = PrefillWorkload(
+    cache = PrefillCase.small(
         num_kv_heads=8, head_dim=128, granularity=granularity, format="bf16", clean=True
     ).build()[1]
     shape = PrefillShape(
@@ -369,12 +370,12 @@ def test_the_memory_of_a_plan_holds_that_of_every_call(appends: bool, granularit
 
 
 def test_unplanned_calls_of_any_size_share_a_plan() -> None:
-    workload = PrefillWorkload((5, 9), (30, 20), **HEADS)
+    workload = PrefillCase.small((5, 9), (30, 20), **HEADS)
     inputs = workload.build()
     batch_prefill(*inputs)
     before = len(plans._plans)
     for q_lens, lens in CALLS:
-        other = PrefillWorkload(q_lens, lens, **HEADS).build()
+        other = PrefillCase.small(q_lens, lens, **HEADS).build()
         o = batch_prefill(*other)
         expected = batch_prefill_reference(*other)
         assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002  # type: ignore[union-attr]
@@ -388,7 +389,7 @@ def test_a_cache_that_is_gone_is_not_kept_by_plans() -> None:
     import gc
     import weakref
 
-    q, cache, table, starts = PrefillWorkload(**HEADS).build()
+    q, cache, table, starts = PrefillCase.small(**HEADS).build()
     batch_prefill(q, cache, table, starts)
     gone = weakref.ref(cache), weakref.ref(cache.k)
     del cache
@@ -397,7 +398,7 @@ def test_a_cache_that_is_gone_is_not_kept_by_plans() -> None:
 
 
 def test_the_same_plan_serves_layers_and_options() -> None:
-    q, cache, table, starts = PrefillWorkload(**HEADS).build()
+    q, cache, table, starts = PrefillCase.small(**HEADS).build()
     plan = plan_prefill(q, cache, table, starts)
     other = replace(cache, k_descale=2 * float(cache.k_descale), v_descale=0.5)
     for layer in (cache, other, cache):
@@ -416,7 +417,7 @@ def test_the_same_plan_serves_layers_and_options() -> None:
 def test_a_captured_graph_replays_with_other_lengths_and_pages(appends: bool, fmt: str) -> None:
     sizes: dict[str, Any] = {"num_kv_heads": 2, "gqa_ratio": 12, "head_dim": 128, "format": CACHE[fmt]}
     tokens, lens = 300, (1500, 900, 700)
-    q, k_new, v_new, cache, table, starts, _ = AppendWorkload((200, 60, 40), lens, **sizes).build_append(
+    q, k_new, v_new, cache, table, starts, _ = PrefillCase.append((200, 60, 40), lens, **sizes).build_append(
         "cuda"
     )
     assert table.seq_lens is not None
@@ -467,7 +468,7 @@ def test_a_captured_graph_replays_with_other_lengths_and_pages(appends: bool, fm
 
 
 def test_a_table_of_other_widths_is_served() -> None:
-    q, cache, table, starts = PrefillWorkload(**HEADS).build()
+    q, cache, table, starts = PrefillCase.small(**HEADS).build()
     assert table.seq_lens is not None
     plan = plan_prefill(q, cache, table, starts)
     o = plan.run(q, cache, table, starts)

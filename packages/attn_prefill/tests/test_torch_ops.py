@@ -10,22 +10,23 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
-from narrowkv.attn_prefill.torch_ops import traced_append, traced_prefill
-from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload, copy_cache, differing_bytes
+from narrowkv.attn_prefill.cases import PrefillCase
+from narrowkv.attn_prefill.torch_ops import traced_append
 from narrowkv.paged_cache import PagedKVCache
+from narrowkv.paged_cache.cases import copy_cache, differing_bytes
 from narrowkv.paged_cache.torch_ops import cache_options, cache_tensors
 from narrowkv.runtime.launch.tracing import as_bytes, spell
 
 SIZES: dict[str, Any] = {"q_lens": (5, 2), "lens": (20, 5), "num_kv_heads": 1, "gqa_ratio": 2, "clean": True}
 PREFILLS = {
-    "bf16": PrefillWorkload(format="bf16", **SIZES),
-    "ragged": PrefillWorkload(granularity="token_head", ragged=True, **SIZES),
-    "fp8": PrefillWorkload(q_dtype=torch.float8_e4m3fn, **SIZES),
-    "fp4": PrefillWorkload(format="fp4_e2m1", scale_group=32, **SIZES),
+    "bf16": PrefillCase.small(format="bf16", **SIZES),
+    "ragged": PrefillCase.small(granularity="token_head", ragged=True, **SIZES),
+    "fp8": PrefillCase.small(q_dtype=torch.float8_e4m3fn, **SIZES),
+    "fp4": PrefillCase.small(format="fp4_e2m1", scale_group=32, **SIZES),
 }
 APPENDS = {
-    "bf16": AppendWorkload(format="bf16", rope="neox", **SIZES),
-    "fp8": AppendWorkload(granularity="token_head", **SIZES),
+    "bf16": PrefillCase.append(format="bf16", rope="neox", **SIZES),
+    "fp8": PrefillCase.append(granularity="token_head", **SIZES),
 }
 
 
@@ -70,7 +71,7 @@ def test_dynamic_shapes() -> None:
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
     for q_lens, lens in (((5, 2), (20, 5)), ((3, 9, 1), (9, 30, 4))):
-        inputs = PrefillWorkload(q_lens, lens, num_kv_heads=1, gqa_ratio=2, format="bf16").build()
+        inputs = PrefillCase.small(q_lens, lens, num_kv_heads=1, gqa_ratio=2, format="bf16").build()
         assert torch.equal(compiled(*inputs), step(*inputs))
 
 
@@ -144,8 +145,8 @@ def _as_bytes(cache: PagedKVCache) -> tuple[Any, ...]:
 def test_opcheck_of_a_prefill(fmt: str) -> None:
     q, cache, table, starts = PREFILLS[fmt].build()
     spec = spell(
-        kind=table.kind, page_size=table.page_size, before_append=False, out_dtype=None, q_dtype=q.dtype,
-        q_number=1.0, **cache_options(cache),
+        plan=None, kind=table.kind, page_size=table.page_size, before_append=False, out_dtype=None,
+        q_dtype=q.dtype, q_number=1.0, **cache_options(cache),
     )  # fmt: skip
     inputs = (
         q, *_as_bytes(cache), table.page_ids, table.kv_indptr, table.kv_last_page_len, table.seq_lens,
@@ -160,7 +161,7 @@ def test_opcheck_of_a_prefill(fmt: str) -> None:
 def test_opcheck_of_an_append(fmt: str) -> None:
     q, k_new, v_new, cache, table, starts, rope = APPENDS[fmt].build_append()
     spec = spell(
-        kind=table.kind, page_size=table.page_size, before_append=True, out_dtype=None,
+        plan=None, kind=table.kind, page_size=table.page_size, before_append=True, out_dtype=None,
         rope=None if rope is None else rope.style, **cache_options(cache),
     )  # fmt: skip
     angles = (None, None, None) if rope is None else (rope.cos, rope.sin, rope.positions)
@@ -172,12 +173,28 @@ def test_opcheck_of_an_append(fmt: str) -> None:
     torch.library.opcheck(torch.ops.narrowkv.prefill_append_out, (*inputs, out, lse))
 
 
-def test_a_plan_is_refused_where_torch_traces() -> None:
+def test_a_plan_that_is_traced_is_the_one_that_runs() -> None:
+    q, *rest = PREFILLS["bf16"].build()
+    plan = plan_prefill(q, *rest, kernel="fused")
+
+    def step(q: torch.Tensor) -> Any:
+        return batch_prefill(q, *rest, plan=plan, return_lse=True)
+
+    expected = step(q)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(q)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    graph = make_fx(step, tracing_mode="real")(q)
+    assert plan.handle in graph.code
+    assert all(torch.equal(a, b) for a, b in zip(graph(q), expected, strict=True))
+
+
+def test_a_plan_of_an_append_that_is_traced_is_the_one_that_runs() -> None:
     q, k_new, v_new, cache, table, starts, _ = APPENDS["fp8"].build_append()
-    with pytest.raises(ValueError, match="plan must be None where torch traces"):
-        traced_append(
-            q, k_new, v_new, cache, table, starts, plan=plan_append(q, cache, table, starts)
-        )  # fmt: skip
-    inputs = PREFILLS["bf16"].build()
-    with pytest.raises(ValueError, match="plan must be None where torch traces"):
-        traced_prefill(*inputs, plan=plan_prefill(*inputs))
+    plan = plan_append(q, cache, table, starts)
+    own = copy_cache(cache)
+    expected = prefill_append(q, k_new, v_new, own, table, starts, plan=plan)
+    got = traced_append(q, k_new, v_new, cache, table, starts, plan=plan)
+    assert torch.equal(got, expected)  # type: ignore[arg-type]
+    assert not differing_bytes(cache, own)
+    with pytest.raises(ValueError, match="plan must be made by plan_append"):
+        traced_append(q, k_new, v_new, cache, table, starts, plan=plan_prefill(*PREFILLS["bf16"].build()))  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import merge_states, paged_decode, paged_decode_reference
-from narrowkv.attn_decode.workloads import K8V4, DecodeWorkload
+from narrowkv.attn_decode.cases import K8V4, DecodeCase
 from narrowkv.context_parallel import ShardLayout, cp_paged_decode_reference
 from narrowkv.context_parallel.cases import spread
 from narrowkv.context_parallel.heads import every_nth_head
@@ -99,7 +99,7 @@ def test_padding_slots_stay_padding() -> None:
 
 @pytest.mark.parametrize("own_pages", [False, True])
 def test_the_reference_over_shards_is_the_reference_of_the_whole(own_pages: bool) -> None:
-    q, cache, table = DecodeWorkload(lens=(41, 3, 9), q_len=3, gqa_ratio=2, page_size=4).build()
+    q, cache, table = DecodeCase.small(lens=(41, 3, 9), q_len=3, gqa_ratio=2, page_size=4).build()
     sinks = torch.linspace(-1, 1, 4)
     shards = []
     for rank in range(3):
@@ -117,16 +117,16 @@ def test_the_reference_over_shards_is_the_reference_of_the_whole(own_pages: bool
 @pytest.mark.parametrize(
     "workload",
     [
-        DecodeWorkload(lens=(20,), num_kv_heads=4, gqa_ratio=2, layout=layout, granularity=granularity)
+        DecodeCase.small(lens=(20,), num_kv_heads=4, gqa_ratio=2, layout=layout, granularity=granularity)
         for layout, granularity in [
             ("NHD", "head"), ("HND", "token_head"), ("concat", "float"), ("vectorised", "sequence_head"),
             ("padded", "page_head"), ("NHD", "tensor"),
         ]
     ]
-    + [DecodeWorkload(lens=(20,), num_kv_heads=4, gqa_ratio=2, format=K8V4, scale_group=32)],
+    + [DecodeCase.small(lens=(20,), num_kv_heads=4, gqa_ratio=2, format=K8V4, scale_group=32)],
     ids=lambda w: f"{w.layout} {w.granularity} {w.format}",
 )  # fmt: skip
-def test_every_other_head_is_the_same_cache(workload: DecodeWorkload) -> None:
+def test_every_other_head_is_the_same_cache(workload: DecodeCase) -> None:
     q, cache, table = workload.build()
     whole = paged_decode(q, cache, table, out_dtype=torch.float32)
     for first in range(2):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.eager_paged import eager_paged_attention_forward
 
@@ -17,6 +18,7 @@ from narrowkv.attn_prefill import batch_prefill_reference
 from narrowkv.engines.tiny import TINY_MODELS, tiny_config, tiny_model
 from narrowkv.engines.transformers import NarrowCache, attention, cache, continuous, rows
 from narrowkv.engines.transformers.cache import LAYER_TAG
+from narrowkv.engines.trial import try_engine
 from narrowkv.paged_cache import CacheFormat
 
 OWN = str(Path(engine.__file__).parent)
@@ -191,6 +193,15 @@ def test_a_16_bit_cache_gives_what_the_models_own_attention_gives(name):
     assert relative_l1(logits, own) < 0.02
 
 
+@pytest.mark.gpu
+def test_a_gpu_generates_what_transformers_own_attention_does():
+    own, sixteen, eight, four = try_engine("transformers", "glm-4.5-air-tiny")
+    assert own.calls == {}
+    for found, bound in ((sixteen, 0.1), (eight, 0.5), (four, 2.0)):
+        assert found.difference < bound
+        assert found.calls["paged_decode"] > 0
+
+
 def test_narrow_formats_take_their_share_of_the_memory():
     model = tiny_model("llama-3-tiny", attn_implementation="narrowkv")
     taken = {}
@@ -244,6 +255,29 @@ def test_a_step_copies_no_cache_and_never_waits_for_the_device(monkeypatch, runs
         (layer.cache, layer.cache.k.data_ptr(), layer.cache.v.data_ptr(), layer.cache.k_descale.data_ptr())
         for layer in narrow.narrow_layers
     ]
+
+
+def test_a_decode_step_adds_one_operation_and_the_views_of_each_layer(monkeypatch):
+    model = tiny_model("llama-3-tiny", attn_implementation="narrowkv", num_layers=3)
+    narrow = narrow_cache(model)
+    generate(model, narrow, pad=0)
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            seen.append(operator.overloadpacket.__name__)
+            return operator(*args, **(kwargs or {}))
+
+    q = torch.zeros(2, 8, 1, 64).bfloat16()
+    monkeypatch.setattr(cache, "append", lambda *args: None)
+    monkeypatch.setattr(attention, "paged_decode", lambda q, *args, **kwargs: q)
+    module = torch.nn.Module()
+    for index in range(3):
+        k, v = narrow.update(torch.zeros(2, 2, 1, 64).bfloat16(), torch.zeros(2, 2, 1, 64).bfloat16(), index)
+        with Seen():
+            attention.attend(module, q, k, v, None)
+        assert seen == ["add_"] * (index == 0) + ["squeeze"] * 3 + ["unsqueeze"]
+        seen.clear()
 
 
 def test_the_layers_share_one_plan_and_its_workspace():

@@ -16,17 +16,17 @@ from narrowkv.quant import compare, max_abs, relative_l1
 from narrowkv.quant.sage import SAGE_GRANULARITIES
 from narrowkv.runtime.launch import run_as
 from narrowkv.sage import plan_sage, sage_attention, sage_attention_reference
+from narrowkv.sage.cases import SageCase
 from narrowkv.sage.config import KeyOrder
 from narrowkv.sage.reference import narrow_p_reference, short_sum_error
-from narrowkv.sage.workloads import SageWorkload
 
-W = SageWorkload
+W = SageCase.small
 LSE_BOUND = 1e-3
 RAGGED = W(q_lens=(70, 0, 7, 128), k_lens=(1, 130, 0, 150), num_kv_heads=2, ragged=True)
 
 
 def check(
-    workload: SageWorkload,
+    workload: SageCase,
     device: str = "cpu",
     tensors: tuple[torch.Tensor, ...] | None = None,
     **options: Any,
@@ -173,7 +173,7 @@ PUBLISHED = {
 }
 
 
-def _against_exact(workload: SageWorkload, device: str, **options: Any) -> Any:
+def _against_exact(workload: SageCase, device: str, **options: Any) -> Any:
     q, k, v, *_ = workload.build(device)
     return compare(sage_attention(q, k, v, **options), sage_attention_reference(q, k, v, qk_dtype=None))
 

@@ -13,9 +13,9 @@ import torch
 from narrowkv.runtime.launch import Workspace, compile_for, executing
 from narrowkv.runtime.targets import get_target
 from narrowkv.sage import SageShape, plan_sage, sage_attention
-from narrowkv.sage.workloads import SageWorkload
+from narrowkv.sage.cases import SageCase
 
-W = SageWorkload
+W = SageCase.small
 OPTIONS: dict[str, dict[str, Any]] = {
     "int8": {"causal": "bottom_right"},
     "both means": {"qk_dtype": "int4", "smooth_q": True},

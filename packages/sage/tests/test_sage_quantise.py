@@ -18,10 +18,10 @@ from narrowkv.quant.sage import (
 )
 from narrowkv.runtime.launch import run_as
 from narrowkv.sage import SagePlan, plan_sage
+from narrowkv.sage.cases import SageCase
 from narrowkv.sage.reference import key_positions, ranges_of, scratch_rows
-from narrowkv.sage.workloads import SageWorkload
 
-W = SageWorkload
+W = SageCase.small
 DENSE = W(q_lens=(150, 150), k_lens=(200, 200), num_kv_heads=2)
 RAGGED = W(q_lens=(150, 0, 7, 128), k_lens=(1, 200, 0, 129), num_kv_heads=2, ragged=True)
 
@@ -57,7 +57,7 @@ def _check_rows(
 
 
 def check_prepass(
-    workload: SageWorkload, device: str = "cpu", *, tensors: Any = None, **options: Any
+    workload: SageCase, device: str = "cpu", *, tensors: Any = None, **options: Any
 ) -> SagePlan:
     """Quantises a workload's Q, K and V and compares all that is stored."""
     q, k, v, starts_q, starts_k = tensors or workload.build(device)

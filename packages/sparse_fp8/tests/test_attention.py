@@ -22,11 +22,11 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_fp8,
     sparse_prefill_reference,
 )
+from narrowkv.sparse_fp8.cases import SparseCase, SparseInputs
 from narrowkv.sparse_fp8.config import NUM_HEADS
 from narrowkv.sparse_fp8.launch import SparseLaunches
-from narrowkv.sparse_fp8.workloads import SparseInputs, SparseWorkload
 
-W = SparseWorkload
+W = SparseCase.small
 I32 = torch.int32
 BOUND_16_BIT_QUERY = 0.004
 BOUND_FP8_QK = 0.02
@@ -36,7 +36,7 @@ TILE = 64
 BOTH = {"extend_lens": (3, 0, 64, 1)}
 
 
-def _fp8_query(inputs: SparseInputs, workload: SparseWorkload) -> DSV4Rows:
+def _fp8_query(inputs: SparseInputs, workload: SparseCase) -> DSV4Rows:
     return DSV4Rows.quantize(inputs.q, layout=workload.layout, page_size=8, format=workload.format)
 
 
@@ -301,13 +301,12 @@ def test_sm_scale(way: str, device: str) -> None:
         run(inputs, sm_scale=math.nan)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_dtypes(dtype: torch.dtype, device: str) -> None:
-    layout = "bf16" if dtype == torch.bfloat16 else "fp16"
-    _agrees(W(layout=layout, q_dtype=dtype, **BOTH).build(device), _wide)
+@pytest.mark.parametrize(("q", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_16_bit_dtypes(q: str, dtype: torch.dtype, device: str) -> None:
+    _agrees(W(layout=q, q=q, **BOTH).build(device), _wide)
     for mode in (_prepass, _fused):
-        _agrees(W(layout="split", q_dtype=dtype, **BOTH).build(device), mode)
-        assert mode(W(layout="split", q_dtype=dtype).build(device)).dtype == dtype
+        _agrees(W(layout="split", q=q, **BOTH).build(device), mode)
+        assert mode(W(layout="split", q=q).build(device)).dtype == dtype
 
 
 def test_one_16_bit_and_one_fp8_source_through_the_prepass(device: str) -> None:

@@ -24,12 +24,12 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_fp8,
     sparse_prefill_reference,
 )
+from narrowkv.sparse_fp8.cases import SparseCase
 from narrowkv.sparse_fp8.checks import query_format
 from narrowkv.sparse_fp8.config import specialised_config, specialised_pays
 from narrowkv.sparse_fp8.planner import suits_specialised
-from narrowkv.sparse_fp8.workloads import SparseWorkload
 
-W = SparseWorkload
+W = SparseCase.small
 
 
 def _takes_hopper(
@@ -144,7 +144,7 @@ def test_it_agrees_with_the_reference(way: str, heads: int, monkeypatch: pytest.
         num_qo_heads=heads,
         prefix_lens=lens * 20,
         extend_lens=(3, 0, 64, 1, 0) * 40,
-        q_dtype=torch.float16 if way == "fp16" else torch.bfloat16,
+        q="fp16" if way == "fp16" else "bf16",
     ).build("cuda")
     stages: list[int] = []
     original = SparsePlan._config_for

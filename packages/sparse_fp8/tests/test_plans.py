@@ -22,9 +22,9 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill,
     sparse_prefill_fp8,
 )
-from narrowkv.sparse_fp8.workloads import SparseInputs, SparseWorkload
+from narrowkv.sparse_fp8.cases import SparseCase, SparseInputs
 
-W = SparseWorkload
+W = SparseCase.small
 MOST_TOKENS, MOST_INDICES = 6, 300
 LARGEST: dict[str, Any] = {"max_num_tokens": MOST_TOKENS, "max_indices": MOST_INDICES}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {

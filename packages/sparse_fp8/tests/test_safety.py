@@ -22,9 +22,9 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill,
     sparse_prefill_fp8,
 )
-from narrowkv.sparse_fp8.workloads import SparseInputs, SparseWorkload
+from narrowkv.sparse_fp8.cases import SparseCase, SparseInputs
 
-W = SparseWorkload
+W = SparseCase.small
 I32, I64 = torch.int32, torch.int64
 ROWS, GUARDS = 40, 24
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import paged_decode, paged_decode_reference
+from narrowkv.attn_decode.cases import BOUND
 from narrowkv.quant.accuracy import relative_l1
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import LaunchOptions, launch
 from narrowkv.testing.bench.baseline import KEYS, changes, load_baseline, regressions
 from narrowkv.testing.bench.ceilings import Ceilings, measure_ceilings
-from narrowkv.testing.bench.decode import BOUND, DecodeBench, DecodeSizes, checker, decode_sizes
+from narrowkv.testing.bench.decode import DecodeBench, DecodeSizes, checker, decode_sizes
 from narrowkv.testing.bench.kernels import _read_kernel
 from narrowkv.testing.bench.large_cache import LargeCache
 from narrowkv.testing.bench.measure import Bench, Call, Row, measure, time_checked

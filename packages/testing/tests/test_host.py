@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import paged_decode
-from narrowkv.attn_decode.workloads import DecodeWorkload
+from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.runtime.launch import RecordExecutor, executing
 from narrowkv.runtime.targets import get_target
 from narrowkv.testing.bench.host import NullExecutor, kernels_of_random_calls, measure_calls
@@ -46,7 +46,7 @@ def test_the_same_call_is_one_kernel_and_another_format_another() -> None:
     executor = RecordExecutor(get_target("gfx942"))
     with executing(executor):
         for fmt in ("bf16", "bf16", "fp8_e4m3fn"):
-            out = paged_decode(*DecodeWorkload(lens=(5,), format=fmt).build())
+            out = paged_decode(*DecodeCase.small(lens=(5,), format=fmt).build())
             assert isinstance(out, torch.Tensor)
     assert len(executor.found) == 2, "a decode of a sequence that is not split, in two formats"
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from narrowkv.attn_decode import merge_states
-from narrowkv.cli.cases import DecodeCase, build
+from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.paged_cache import PagedKVCache, append, append_reference
+from narrowkv.runtime.cases import parse_case
 from narrowkv.runtime.launch import executing
 from narrowkv.testing import samples
 from narrowkv.testing.emulation import EmulateExecutor
@@ -49,8 +48,8 @@ def test_a_few_are_the_first_of_the_sample(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_a_sample_of_decode_finishes_the_rows_of_its_last_block_and_no_others(shape: str, split: str) -> None:
-    case = replace(DecodeCase.parse(f"{shape},lens=70+5,head_dim=64,clean=1"), split=split)
-    inputs = build(case)
+    case = parse_case(DecodeCase, f"{shape},split={split},lens=70+5,head_dim=64,clean=1")
+    inputs = case.inputs()
     executor = EmulateExecutor("gfx942", workgroups=sample)
     with executing(executor):
         o, lse = inputs.call()
@@ -60,9 +59,9 @@ def test_a_sample_of_decode_finishes_the_rows_of_its_last_block_and_no_others(sh
     assert torch.equal(rows, stored.any(-1)), "rows are whole"
     assert torch.equal(rows, executor.written(lse))
     # Rows of a KV head are (query token, head of the group); the last block of the last head is owned.
-    block = {3: 3, 71: 71 - 64, 20: 20}[case.ratio * case.q_len]
-    assert int(rows.sum()) == case.batch * block
-    assert bool(rows.view(case.batch, case.q_len, -1)[:, -1, -1].all()), "the last row is among them"
+    block = {3: 3, 71: 71 - 64, 20: 20}[case.gqa_ratio * case.q_len]
+    assert int(rows.sum()) == len(case.lens) * block
+    assert bool(rows.view(len(case.lens), case.q_len, -1)[:, -1, -1].all()), "the last row is among them"
     torch.testing.assert_close(o[rows].float(), expected[rows], rtol=0, atol=0.01)
     torch.testing.assert_close(lse[rows], expected_lse[rows], rtol=0, atol=1e-3)
 

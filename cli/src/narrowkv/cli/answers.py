@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from narrowkv.cli.contracts import Contract
+from narrowkv.testing.checking import Sample
 from narrowkv.testing.codegen import KernelCode
 
-PASS, FAIL, NOT_YET, REFUSED, SKIPPED, INEXACT = "pass", "fail", "not yet", "refused", "skipped", "inexact"
+PASS, FAIL, REFUSED, SKIPPED, INEXACT = "pass", "fail", "refused", "skipped", "inexact"
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Compiled:
 
     Attributes:
         target: the target.
-        status: pass, fail, not yet or skipped.
+        status: pass, fail or skipped.
         detail: the reason where it is not a pass.
         kernels: every kernel of the call.
         model: fields of the roofline of a pass through decode's hot loop; None where it was not emulated.
@@ -31,25 +32,6 @@ class Compiled:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """How much of a call was emulated.
-
-    Attributes:
-        workgroups, launched: workgroups that ran, of those that the call launches.
-        rows, all_rows: rows of the output that they finished and that were compared, of all.
-        wave_instructions: instructions that their waves executed.
-        seconds: how long it took, the reference included.
-    """
-
-    workgroups: int
-    launched: int
-    rows: int
-    all_rows: int
-    wave_instructions: int
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Answer:
     """What one backend said to one contract at one place.
 
@@ -57,7 +39,7 @@ class Answer:
         contract: the question.
         backend: who was asked.
         place: where: "cpu", "gpu" or an emulated target.
-        status: pass, fail, not yet, refused, skipped, or inexact (another backend, over the bound).
+        status: pass, fail or skipped; of another backend also refused, or inexact, which is over the bound.
         detail: the reason where it is not a pass.
         ran_on: where it ran; empty if it did not.
         relative_l1: kernel error against the fp32 reference on the same cache.

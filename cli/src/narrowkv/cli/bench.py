@@ -10,9 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from narrowkv.cli.backends import PEERS, Backend, NotAnsweringError
-from narrowkv.cli.cases import DecodeInputs
-from narrowkv.cli.contracts import DECODE, Contract
+from narrowkv.attn_decode.cases import DecodeInputs
 from narrowkv.cli.environment import gpus, versions
 from narrowkv.cli.places import find_place
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError, number
@@ -20,9 +18,10 @@ from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.testing.backends import PEERS, Backend, NotAnsweringError
 from narrowkv.testing.bench.baseline import changes, load_baseline, regressions
 from narrowkv.testing.bench.ceilings import Ceilings, measure_ceilings
-from narrowkv.testing.bench.decode import BOUND, Peer
+from narrowkv.testing.bench.decode import Peer
 from narrowkv.testing.bench.measure import Bench, Row
 from narrowkv.testing.bench.modelled import ModelCall, ModelRow, model_row
 from narrowkv.testing.bench.timing import FLUSH_BYTES, GraphTimer
@@ -187,16 +186,15 @@ def bench(
 def decode_peers() -> dict[str, Peer]:
     """The other implementations of paged decode that this machine has."""
     place = find_place("gpu")
-    return {backend.name: partial(_prepare, backend) for backend in PEERS if backend.absent(place) is None}
+    there = (backend for backend in PEERS if backend.absent(place.is_gpu) is None)
+    return {backend.name: partial(_prepare, backend) for backend in there}
 
 
 def _prepare(
     backend: Backend, q: torch.Tensor, cache: PagedKVCache, table: PageTable
 ) -> Callable[[], torch.Tensor]:
-    name = "bf16" if q.dtype == torch.bfloat16 else "fp16"
-    contract = Contract(DECODE, name, cache.format.k, cache.format.v, cache.page_size, False, BOUND)
     try:
-        return backend.prepare(contract, DecodeInputs(q, cache, table, {}, None))
+        return backend.prepare(DecodeInputs(q, cache, table))
     except NotAnsweringError as error:
         raise UnsupportedError(str(error)) from None
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -63,17 +64,19 @@ class Commands(TyperGroup):
 class DecodeByDefault(TyperGroup):
     """A group whose command is `decode` where none is named, so that `validate --full` is its full sweep."""
 
+    default = "decode"
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Names decode where the first argument is an option, or there is none."""
+        """Names the default where the first argument is an option, or there is none."""
         # A shell that completes has no argument yet where an operation's name may follow.
         named = (
             not args[0].startswith("-") or args[0] in ctx.help_option_names if args else ctx.resilient_parsing
         )
         ctx.meta["narrowkv.decode_is_meant"] = not named
-        return super().parse_args(ctx, args if named else ["decode", *args])
+        return super().parse_args(ctx, args if named else [self.default, *args])
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command; options before an operation's name, which would be decode's, are explained."""
+        """Runs the command; options before a command's name, which would be the default's, are explained."""
         try:
             return super().invoke(ctx)
         except Exception as error:
@@ -84,12 +87,19 @@ class DecodeByDefault(TyperGroup):
             raise
 
 
+class MeasureByDefault(DecodeByDefault):
+    """A group whose command is `measure` where none is named."""
+
+    default = "measure"
+
+
 def command(
     group: typer.Typer, name: str, *, files: Sequence[str] = tuple(_FILES), title: str = ""
 ) -> Callable[[Callable[..., ExitCode]], Callable[..., ExitCode]]:
     """Registers a function as a command with --json and the options of its files.
 
-    The function's first parameter is the `Report`; the others are the command's own options.
+    The function's first parameter is the `Report`; the others are the command's own options. A parameter
+    whose type is a dataclass stands for an option for each of its fields.
 
     Args:
         group: what to register it with.
@@ -101,15 +111,18 @@ def command(
     def register(work: Callable[..., ExitCode]) -> Callable[..., ExitCode]:
         def run(ctx: typer.Context, **values: Any) -> None:
             as_json, paths = values.pop("as_json"), {name: values.pop(name) for name in files}
-            typed = (name for name in values if _is_typed(ctx, name))
-            report = Report(title or name, as_json=as_json, files=Outputs(**paths), typed=frozenset(typed))
+            typed = frozenset(name for name in values if _is_typed(ctx, name))
+            for parameter, group in groups.items():
+                values[parameter] = group(**{f.name: values.pop(f.name) for f in fields(group)})
+            report = Report(title or name, as_json=as_json, files=Outputs(**paths), typed=typed)
             raise typer.Exit(int(work(report, **values)))
 
         own = list(inspect.signature(work, eval_str=True).parameters.values())[1:]
         keyword = inspect.Parameter.KEYWORD_ONLY
+        groups: dict[str, Any] = {p.name: p.annotation for p in own if is_dataclass(p.annotation)}
         parameters = [
             inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
-            *(parameter.replace(kind=keyword) for parameter in own),
+            *(option for parameter in own for option in _options(parameter)),
             inspect.Parameter("as_json", keyword, default=False, annotation=_JSON),
             *(inspect.Parameter(file, keyword, default=None, annotation=_FILES[file]) for file in files),
         ]
@@ -120,6 +133,17 @@ def command(
         return work
 
     return register
+
+
+def _options(parameter: inspect.Parameter) -> list[inspect.Parameter]:
+    """The options that a parameter of a command stands for."""
+    keyword, group = inspect.Parameter.KEYWORD_ONLY, parameter.annotation
+    if not is_dataclass(group):
+        return [parameter.replace(kind=keyword)]
+    types = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(f.name, keyword, default=f.default, annotation=types[f.name]) for f in fields(group)
+    ]
 
 
 def _is_typed(ctx: typer.Context, name: str) -> bool:

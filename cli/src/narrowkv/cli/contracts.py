@@ -1,7 +1,6 @@
 """Contract sets as data: which combinations of operation, formats and pages a set asks about, at which shape.
 
-Nothing here says what works. `probe` asks the operations themselves; a refusal of a contract that is
-`required` is a failure, of any other it is shown as "not yet" in the operation's own words.
+Nothing here says what works: `probe` asks the operations themselves, and a refusal is a failure.
 """
 
 from __future__ import annotations
@@ -54,11 +53,10 @@ class Contract:
     """One question: does this operation take these formats at this page size, and how exact is it.
 
     Attributes:
-        operation: "module:function" that must answer.
+        operation: "module:function" that must answer, one of `operations.OPERATIONS`.
         q: format of the query.
         k, v: storage formats of the cache; for operations without a cache, of K and V.
         page_size: tokens a page; 0 where there are no pages.
-        required: whether a refusal is a failure.
         bound: the largest relative L1 kernel error that passes.
         scale_group: channels that share a scale of FP4; 0 for one scale a token and head.
         variant: which way of the operation, where it has several.
@@ -69,7 +67,6 @@ class Contract:
     k: str
     v: str
     page_size: int
-    required: bool
     bound: float
     scale_group: int = 0
     variant: str = ""
@@ -123,12 +120,11 @@ def _contracts(
     caches: Iterable[tuple[str, str]],
     pages: Iterable[int],
     *,
-    required: bool,
     bound: float = BOUND_16_BIT_QUERY,
     scale_group: int = 0,
 ) -> tuple[Contract, ...]:
     return tuple(
-        Contract(operation, q, k, v, page, required, bound, scale_group)
+        Contract(operation, q, k, v, page, bound, scale_group)
         for q, (k, v), page in product(queries, caches, pages)
     )
 
@@ -143,12 +139,10 @@ CONTRACT_SETS: dict[str, ContractSet] = {
             "16-bit queries over a narrow paged cache at GQA ratio 12",
             _GLM,
             (
-                *_contracts(DECODE, _16_BIT, (*_same(("bf16", *_FP8)), *_FP4), _PAGES, required=True),
+                *_contracts(DECODE, _16_BIT, (*_same(("bf16", *_FP8)), *_FP4), _PAGES),
                 # One new token of each sequence, by the metadata of a prefill.
-                *_contracts(PREFILL, _16_BIT, _same(_FP8[:1]), _PAGES, required=True),
-                *_contracts(
-                    PREFILL, _FP8[:1], _same(_FP8[:1]), _PAGES, required=True, bound=BOUND_FP8_COMPUTE
-                ),
+                *_contracts(PREFILL, _16_BIT, _same(_FP8[:1]), _PAGES),
+                *_contracts(PREFILL, _FP8[:1], _same(_FP8[:1]), _PAGES, bound=BOUND_FP8_COMPUTE),
             ),
         ),
         ContractSet(
@@ -156,40 +150,38 @@ CONTRACT_SETS: dict[str, ContractSet] = {
             "16-bit queries of many tokens over a narrow paged cache at GQA ratio 12",
             Shape(batch=2, q_len=24, context=64, num_qo_heads=24, num_kv_heads=2, head_dim=128),
             (
-                *_contracts(PREFILL, _16_BIT, _same(_FP8[:1]), (1, 16), required=True),
-                *_contracts(PREFILL, ("bf16",), _FP4[1:], (16,), required=True),
-                *_contracts(
-                    PREFILL, _FP8[:1], _same(_FP8[:1]), (16,), required=True, bound=BOUND_FP8_COMPUTE
-                ),
+                *_contracts(PREFILL, _16_BIT, _same(_FP8[:1]), (1, 16)),
+                *_contracts(PREFILL, ("bf16",), _FP4[1:], (16,)),
+                *_contracts(PREFILL, _FP8[:1], _same(_FP8[:1]), (16,), bound=BOUND_FP8_COMPUTE),
             ),
         ),
         ContractSet(
             "glm-gqa12-long",
             "the same at long context, one sequence split over many programs",
             Shape(batch=1, q_len=1, context=16384, num_qo_heads=96, num_kv_heads=8, head_dim=128),
-            _contracts(DECODE, ("bf16",), _same(("bf16", *_FP8)), _PAGES, required=True),
+            _contracts(DECODE, ("bf16",), _same(("bf16", *_FP8)), _PAGES),
         ),
         ContractSet(
             "fp4-capacity",
             "how many tokens a GiB holds: FP4 and K-FP8/V-FP4 caches against FP8 and bf16",
             _GLM,
             (
-                *_contracts(DECODE, ("bf16",), (*_same(("bf16", *_FP8[:1])), *_FP4), (16,), required=True),
-                *_contracts(DECODE, ("bf16",), _FP4[:1], (16,), required=True, scale_group=32),
+                *_contracts(DECODE, ("bf16",), (*_same(("bf16", *_FP8[:1])), *_FP4), (16,)),
+                *_contracts(DECODE, ("bf16",), _FP4[:1], (16,), scale_group=32),
             ),
         ),
         ContractSet(
             "prefill-append",
             "a chunk attends to an FP8 cache and is appended to it in one launch",
             Shape(batch=2, q_len=16, context=250, num_qo_heads=96, num_kv_heads=8, head_dim=128),
-            _contracts(APPEND, _16_BIT, _same(_FP8), _PAGES, required=True),
+            _contracts(APPEND, _16_BIT, _same(_FP8), _PAGES),
         ),
         ContractSet(
             "dsv4-sparse",
             "DeepSeek-V4 sparse paged prefill and decode: 448 + 64 columns, one KV head, top-k as context",
             Shape(batch=1, q_len=8, context=512, num_qo_heads=64, num_kv_heads=1, head_dim=512),
             tuple(
-                Contract(operation, q, rows, rows, page, True, bound, variant=variant)
+                Contract(operation, q, rows, rows, page, bound, variant=variant)
                 for operation, variant, q, rows, page, bound in (
                     (SPARSE, "", "bf16", "bf16", 1, BOUND_SPARSE),
                     (SPARSE_FP8, "prepass", "bf16", "fp8_e4m3fn", 64, BOUND_SPARSE),
@@ -208,7 +200,6 @@ CONTRACT_SETS: dict[str, ContractSet] = {
                 ("int8", "int4", "fp8_e4m3fn"),
                 _same(("fp8_e4m3fn",)),
                 (0,),
-                required=True,
                 bound=BOUND_FP8_P,
             ),
         ),

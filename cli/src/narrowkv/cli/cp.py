@@ -76,7 +76,9 @@ def bench_cp(report: Report, setting: Setting, *, ranks: int) -> ExitCode:
     return report.finish({**body, "rows": rows}, ExitCode.NUMERICAL if wrong else ExitCode.OK, rows=rows)
 
 
-def model_cp(report: Report, setting: Setting, *, gpus: list[int], target: str, link: str) -> ExitCode:
+def model_cp(
+    report: Report, setting: Setting, *, gpus: list[int], target: str, link: str, hbm: float
+) -> ExitCode:
     """Shows modelled steps of many GPUs."""
     sheet = Sheet(
         [
@@ -87,7 +89,7 @@ def model_cp(report: Report, setting: Setting, *, gpus: list[int], target: str, 
         ]
     )
     rows = [
-        predict(setting, world, context, batch, target=target, link=link)
+        predict(setting, world, context, batch, target=target, link=link, hbm_bytes_per_s=hbm * 1e12)
         for world in gpus
         for context in setting.contexts
         for batch in setting.batches

@@ -7,17 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from narrowkv.cdna_emulator import EmulatorError
-from narrowkv.cli.cases import DecodeCase
-from narrowkv.cli.cases import build as build_decode
+from narrowkv.cli.cases import KINDS
 from narrowkv.cli.environment import versions
-from narrowkv.cli.prefill.cases import PrefillCase
-from narrowkv.cli.prefill.cases import build as build_prefill
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
-from narrowkv.cli.sparse.cases import SparseCase
-from narrowkv.cli.sparse.cases import build as build_sparse
 from narrowkv.testing.codegen import amd_backend_missing
-from narrowkv.testing.families import Family, families
+from narrowkv.testing.families import Family, call_of, families
 from narrowkv.testing.model import Modelled, main_kernel, model_call, model_peer, waits
 
 
@@ -47,20 +42,12 @@ def parse_case(text: str) -> Family:
     """A call by its operation and case: ``decode:lens=4096,ratio=12``.
 
     Raises:
-        UsageError: the operation is none of decode, prefill and sparse.
-        ValueError: the case is not of the form that `validate` prints.
+        UsageError: the operation is none of decode, prefill and sparse, or the case is none of its.
     """
     operation, _, line = text.partition(":")
-    if operation == "decode":
-        decode = DecodeCase.parse(line)
-        return Family(lambda: build_decode(decode).call(), None)
-    if operation == "prefill":
-        prefill = PrefillCase.parse(line)
-        return Family(lambda: build_prefill(prefill).call(), None)
-    if operation == "sparse":
-        sparse = SparseCase.parse(line)
-        return Family(lambda: build_sparse(sparse).call(), None)
-    raise UsageError(f"--case must begin with decode:, prefill: or sparse:, got {text!r}")
+    if operation not in KINDS:
+        raise UsageError(f"--case must begin with decode:, prefill: or sparse:, got {text!r}")
+    return Family(call_of(KINDS[operation].parse(line)), None, operation)
 
 
 def _peer(path: Path) -> Modelled:

@@ -23,11 +23,13 @@ ENGINE_CACHES = {
     "vllm": ("auto", "fp8", "fp8_per_token_head", "ultraquant_4bit"),
     "sglang": ("auto", "fp8_e4m3"),
 }
+ACCURACY_RECIPES = (
+    "bf16", "fp8-tensor", "fp8", "fp8-offset", "k8v4", "k8v4-e4m3", "fp4", "fp4-offset", "fp4-e4m3-plain",
+    "fp4-e4m3-offset", "fp4-e4m3", "fp4-mx", "fp4-32", "nvfp4", "nvfp4-offset",
+)  # fmt: skip
 TINY_MODELS = (
     "glm-4.5-air-tiny", "llama-3-tiny", "qwen3-tiny", "gpt-oss-tiny", "gemma-2-tiny", "gemma-3-tiny"
 )  # fmt: skip
-# Parts of a --case line whose value is one format.
-_FORMAT_PARTS = {"k": CACHE_FORMATS, "v": CACHE_FORMATS, "format": None}
 
 
 def unknown(what: str, got: str, known: Iterable[str]) -> UsageError:
@@ -47,6 +49,18 @@ def one_of(what: str, got: str, known: Sequence[str]) -> str:
     if got not in known:
         raise unknown(what, got, known)
     return got
+
+
+def numbers_of(option: str, text: str, least: int = 1) -> list[int]:
+    """Numbers that `text` joins by commas.
+
+    Raises:
+        UsageError: it holds anything else, or a number below `least`.
+    """
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) >= least for part in parts):
+        raise UsageError(f"{option} must be numbers of at least {least} joined by commas, got {text!r}")
+    return [int(part) for part in parts]
 
 
 def choices(option: str, text: str | Iterable[str], known: Sequence[str]) -> list[str]:
@@ -111,8 +125,5 @@ def check_case_formats(lines: Iterable[str]) -> None:
     for line in lines:
         for part in line.split(","):
             name, _, value = part.partition("=")
-            known = _FORMAT_PARTS.get(name, ())
-            if known is None:
+            if name == "format":
                 _check_format("--case format", value)
-            elif known:
-                one_of(f"--case {name}", value, known)

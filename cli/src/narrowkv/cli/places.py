@@ -11,7 +11,8 @@ import torch
 
 from narrowkv.cli.names import AMD_TARGETS, choices, one_of
 from narrowkv.cli.report import UnsupportedHereError, UsageError
-from narrowkv.runtime.targets import device_target
+from narrowkv.runtime.launch import active_target
+from narrowkv.runtime.targets import Target, device_target
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,12 @@ class Place:
     description: str
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     is_emulated: bool = False
+
+    @property
+    def target(self) -> Target:
+        """The target whose configuration launches take here."""
+        with self.context():
+            return active_target(torch.device(self.device))
 
     @property
     def is_gpu(self) -> bool:

@@ -84,6 +84,26 @@ def plot_dots(
         axes.figure.legend(loc="outside lower center", ncols=3, fontsize=8)
 
 
+def plot_frontier(points: Sequence[tuple[str, float, float, bool]], path: Path, *, title: str) -> None:
+    """Bits against KL, a dot for each recipe, and a line through those that no other recipe beats.
+
+    Args:
+        points: (recipe, bits, KL, whether it is on the frontier).
+        path: the file to write; its suffix decides the format.
+        title: of the plot.
+    """
+    with _figure(path, title, (8, 5)) as axes:
+        best = sorted((bits, kl) for _, bits, kl, frontier in points if frontier)
+        if best:
+            axes.plot(*zip(*best, strict=True), color="black", linewidth=1, linestyle="--", label="frontier")
+        for index, (name, bits, kl, _) in enumerate(points):
+            axes.scatter(
+                [bits], [kl], s=30, label=name, edgecolors="black", linewidths=0.3, **style_of(index)
+            )
+        axes.set(xlabel="bits of an element, scales included", ylabel="KL, nats a token", yscale="log")
+        axes.figure.legend(loc="outside right upper", fontsize=8)
+
+
 def plot_roofline(
     rows: Sequence[Mapping[str, Any]], ceilings: Ceilings, path: Path, *, title: str, series: Sequence[str]
 ) -> None:

@@ -6,7 +6,6 @@ what was compiled also runs in the emulator: a sample of its workgroups, compare
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -14,39 +13,32 @@ from typing import Any
 
 import torch
 
+from narrowkv.attn_decode.cases import DecodeInputs
 from narrowkv.cli.answer_table import plot_errors, record, show_full
 from narrowkv.cli.answers import (
     FAIL,
     INEXACT,
-    NOT_YET,
     PASS,
     REFUSED,
     SKIPPED,
     Answer,
     Compiled,
     Outcome,
-    Sample,
 )
-from narrowkv.cli.backends import OURS, PEERS, Backend, NotAnsweringError, peer_version
 from narrowkv.cli.contracts import DECODE, Contract, ContractSet
 from narrowkv.cli.environment import versions
-from narrowkv.cli.inspection import models, tile_bytes
 from narrowkv.cli.names import AMD_TARGETS
-from narrowkv.cli.operations import NotBuiltError, find_operation
+from narrowkv.cli.operations import contract_case
 from narrowkv.cli.places import Place, find_place, find_places
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.screen import Seen, show_screen
 from narrowkv.cli.workers import run_all
 from narrowkv.quant.accuracy import compare
-from narrowkv.runtime.launch import executing
-from narrowkv.runtime.targets import get_target
+from narrowkv.testing.backends import OURS, PEERS, Backend, NotAnsweringError, peer_version
 from narrowkv.testing.bench.timing import GraphTimer
+from narrowkv.testing.checking import check_sample
 from narrowkv.testing.codegen import KernelCode, amd_backend_missing, compile_call
-from narrowkv.testing.emulation import EmulateExecutor, Run
-from narrowkv.testing.samples import sample
-
-# How an operation says no before it launches anything; whatever else it raises is a defect.
-_REFUSALS = (NotBuiltError, ValueError, TypeError, NotImplementedError)
+from narrowkv.testing.inspection import loop_model
 
 
 @dataclass(frozen=True)
@@ -85,10 +77,8 @@ def _compile(contract: Contract, shape: Any, target: str, emulate: bool) -> Outc
         return Outcome(compiled=Compiled(target, SKIPPED, missing))
     try:
         # Compiled for a cache that narrowkv wrote itself, so known to hold no negative zero.
-        inputs = find_operation(contract).inputs(contract, shape, "cpu", True)
-        artifacts = compile_call(target, lambda: OURS.prepare(contract, inputs)())
-    except _REFUSALS as error:
-        return Outcome(compiled=Compiled(target, FAIL if contract.required else NOT_YET, _reason(error)))
+        inputs = contract_case(contract, shape, clean=True).inputs()
+        artifacts = compile_call(target, lambda: OURS.prepare(inputs)())
     except Exception as error:
         return Outcome(compiled=Compiled(target, FAIL, _reason(error)))
     kernels = tuple(KernelCode.of(artifact) for artifact in artifacts)
@@ -99,69 +89,31 @@ def _compile(contract: Contract, shape: Any, target: str, emulate: bool) -> Outc
     compiled = Compiled(target, FAIL if faults else PASS, "; ".join(faults), kernels)
     if not emulate:
         return Outcome(compiled=compiled)
-    answer, runs = _emulate(contract, inputs, target)
-    return Outcome((answer,), replace(compiled, model=_model(contract, inputs, target, runs)))
-
-
-def _model(contract: Contract, inputs: Any, target: str, runs: list[Run]) -> dict[str, Any] | None:
-    """A roofline of decode's hot loop from the instructions that its sample executed."""
-    if contract.operation != DECODE or not runs:
-        return None
-    main = max(runs, key=lambda run: run.artifact.loop.mfma)
-    if main.result.profile.hot_loop is None:
-        return None
-    bytes_per_pass, _ = tile_bytes(inputs, target)
-    model, _, _ = models(main, main.result.profile.hot_loop, get_target(target), bytes_per_pass)
-    return model.as_dict()
-
-
-def _emulate(contract: Contract, inputs: Any, target: str) -> tuple[Answer, list[Run]]:
-    """Runs a sample of the call's workgroups as machine code and compares the rows of `o` that they own."""
-    begun = time.perf_counter()
-    executor = EmulateExecutor(target, workgroups=sample)
+    asked = (contract, OURS.name, target)
     try:
-        with executing(executor):
-            o = OURS.prepare(contract, inputs)()
-        stored = executor.written(o)
+        found = check_sample(target, inputs, lambda: OURS.prepare(inputs)(), contract.bound)
     except Exception as error:  # it was compiled, so whatever it says now is a defect
-        return Answer(contract, OURS.name, target, FAIL, _reason(error)), []
-    complete = stored.all(-1)
-    expected, _ = inputs.reference()
-    report = compare(o[complete], expected[complete])
-    problems = [] if report.passes(relative_l1=contract.bound) else [f"{report} (bound {contract.bound:g})"]
-    if not bool(complete.any()):
-        problems = ["the sample finished no row of the output"]
-    elif not torch.equal(complete, stored.any(-1)):
-        problems.append("the sample left rows of the output half written")
-    sampled = Sample(
-        workgroups=sum(run.result.workgroups for run in executor.runs),
-        launched=sum(run.launched for run in executor.runs),
-        rows=int(complete.sum()),
-        all_rows=complete.numel(),
-        wave_instructions=round(sum(run.result.counts.wave_instructions for run in executor.runs)),
-        seconds=time.perf_counter() - begun,
-    )
+        return Outcome((Answer(*asked, FAIL, _reason(error)),), compiled)
     answer = Answer(
-        contract,
-        OURS.name,
-        target,
-        FAIL if problems else PASS,
-        "; ".join(problems),
+        *asked,
+        FAIL if found.detail else PASS,
+        found.detail,
         find_place(target).description,
-        report.relative_l1,
-        report.max_abs,
+        found.error.relative_l1,
+        found.error.max_abs,
         inputs.bytes_per_token(),
-        sample=sampled,
+        sample=found.sample,
     )
-    return answer, executor.runs
+    # A roofline of decode's hot loop from the instructions that its sample executed.
+    model = loop_model(found.runs, inputs, target) if isinstance(inputs, DecodeInputs) else None
+    return Outcome((answer,), replace(compiled, model=model))
 
 
 def _run(contract: Contract, shape: Any, place: Place, peers: tuple[str, ...]) -> tuple[Answer, ...]:
     try:
-        inputs = find_operation(contract).inputs(contract, shape, place.device, False)
-    except _REFUSALS as error:
-        status = FAIL if contract.required else NOT_YET
-        return (Answer(contract, OURS.name, place.name, status, _reason(error)),)
+        inputs = contract_case(contract, shape).inputs(place.device)
+    except Exception as error:
+        return (Answer(contract, OURS.name, place.name, FAIL, _reason(error)),)
     expected, _ = inputs.reference()
     return tuple(
         _ask(backend, contract, inputs, expected, place)
@@ -181,13 +133,10 @@ def _ask(backend: Backend, contract: Contract, inputs: Any, expected: torch.Tens
     asked = (contract, backend.name, place.name)
     try:
         with place.context():
-            call = backend.prepare(contract, inputs)
+            call = backend.prepare(inputs)
             o = call()
     except NotAnsweringError as error:
         return Answer(*asked, SKIPPED, str(error))
-    except _REFUSALS as error:
-        refusal = (FAIL if contract.required else NOT_YET) if ours else REFUSED
-        return Answer(*asked, refusal, _reason(error), kv_bytes_per_token=kv_bytes)
     except Exception as error:
         return Answer(*asked, FAIL if ours else REFUSED, _reason(error), kv_bytes_per_token=kv_bytes)
     report = compare(o, expected)
@@ -255,7 +204,7 @@ class ProbeRun:
         if not found:
             return found
         first, *rest = found
-        bad = next((c for c in compiled.values() if c.status in (FAIL, NOT_YET)), None)
+        bad = next((c for c in compiled.values() if c.status == FAIL), None)
         if first.status == PASS and bad is not None:
             first = replace(first, status=bad.status, detail=f"{bad.target}: {bad.detail}")
         return [replace(first, compiled=compiled), *rest]
@@ -290,7 +239,9 @@ def probe(
     places = tuple(find_places(on))
     # Other implementations have no machine code to emulate: they answer at the first place of another kind.
     peers_at = next((place for place in places if not place.is_emulated), None)
-    absent = {b.name: "has no code to emulate" if peers_at is None else b.absent(peers_at) for b in PEERS}
+    absent = {
+        b.name: "has no code to emulate" if peers_at is None else b.absent(peers_at.is_gpu) for b in PEERS
+    }
     asked = tuple(name for name, reason in absent.items() if reason is None)
     run = ProbeRun(contracts, places)
     shape, gpu = contracts.shape, {place.name for place in places if place.is_gpu}

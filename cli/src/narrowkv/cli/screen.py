@@ -9,13 +9,14 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from narrowkv.cli.answers import FAIL, INEXACT, NOT_YET, PASS, REFUSED, SKIPPED, Answer, Compiled, Sample
-from narrowkv.cli.backends import OURS
+from narrowkv.cli.answers import FAIL, INEXACT, PASS, REFUSED, SKIPPED, Answer, Compiled
 from narrowkv.cli.contracts import APPEND, DECODE, PREFILL, Contract, ContractSet
 from narrowkv.cli.names import QUERY_DTYPES
 from narrowkv.cli.places import Place
 from narrowkv.cli.report import ExitCode, Report, number, own_command
 from narrowkv.cli.sheet import filled
+from narrowkv.testing.backends import OURS
+from narrowkv.testing.checking import Sample
 
 LINES = 40
 WIDTH = 80
@@ -24,9 +25,9 @@ _LABEL = 12  # columns of what a line under the matrix begins with
 _CELL_GAP = 2
 _NOT_RUN = "not run"
 # A cell shows the worst status of its contracts, which is the last of these.
-_ORDER = (PASS, _NOT_RUN, SKIPPED, REFUSED, NOT_YET, INEXACT, FAIL)
+_ORDER = (PASS, _NOT_RUN, SKIPPED, REFUSED, INEXACT, FAIL)
 _MARKS = {PASS: "ok", FAIL: "FAIL", INEXACT: "over"}
-_COUNTED = (_NOT_RUN, SKIPPED, REFUSED, NOT_YET)
+_COUNTED = (_NOT_RUN, SKIPPED, REFUSED)
 _STYLES = {PASS: "green", FAIL: "bold red", INEXACT: "magenta"}
 
 
@@ -305,7 +306,7 @@ def _reasons(seen: Seen, width: int, spare: int) -> list[Line]:
             key = (answer.status, place, f"{name}: {answer.detail}")
             counts[key] = counts.get(key, 0) + 1
     for (_, target), code in seen.compiled.items():
-        if code.status in (FAIL, NOT_YET):
+        if code.status == FAIL:
             key = (code.status, target, f"{OURS.name} for {target}: {code.detail}")
             counts[key] = counts.get(key, 0) + 1
     found = sorted(
@@ -332,7 +333,7 @@ def _reasons(seen: Seen, width: int, spare: int) -> list[Line]:
 
 def _end(report: Report, seen: Seen, code: ExitCode, *, full: bool) -> Iterator[Line]:
     verdicts = [seen.verdict(index) for index in range(len(seen.contracts.contracts))]
-    shown = [(PASS, "pass"), (FAIL, "fail"), (NOT_YET, "refused"), (SKIPPED, "skipped"), (_NOT_RUN, _NOT_RUN)]
+    shown = [(PASS, "pass"), (FAIL, "fail"), (SKIPPED, "skipped"), (_NOT_RUN, _NOT_RUN)]
     counts = [
         f"{n} {word}" for status, word in shown if (n := verdicts.count(status)) or word in ("pass", "fail")
     ]

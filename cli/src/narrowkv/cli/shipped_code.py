@@ -6,128 +6,160 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from narrowkv.cli.cases import spell_case
+from narrowkv.attn_prefill import cases as prefill
 from narrowkv.cli.environment import versions
 from narrowkv.cli.modelled import model_families, show_model
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
-from narrowkv.testing.codegen import KernelCode, amd_backend_missing, main_kernel
+from narrowkv.runtime.cases import Case
+from narrowkv.sage import cases as sage
+from narrowkv.sparse_fp8 import cases as sparse
+from narrowkv.testing.codegen import CallCode, KernelCode, amd_backend_missing, compile_case, main_kernel
 from narrowkv.testing.families import Family
 
-Case = TypeVar("Case")
 Modelled = Callable[[str], Mapping[str, Family]] | None
 """Calls to show under the timing model, for a target's name."""
 
 
 @dataclass(frozen=True)
-class CallCode(Generic[Case]):
-    """One call compiled for one target; `plan` is its configuration in words, where the operation says it."""
-
-    target: str
-    case: Case
-    kernels: tuple[KernelCode, ...]
-    plan: str = ""
-
-    @property
-    def faulty(self) -> bool:
-        """Whether a kernel spills vector registers or uses scratch."""
-        return any(k.spills or k.scratch_bytes for k in self.kernels)
-
-
-@dataclass(frozen=True)
-class Task(Generic[Case]):
+class Task:
     """A case, and what to compile it for."""
 
     target: str
     case: Case
 
 
+@dataclass(frozen=True)
+class Shipped:
+    """What an operation ships.
+
+    Attributes:
+        cases: a call for every configuration that it ships for a target.
+        columns: what says in the table which case it is, by header.
+        every_kernel: whether to show all kernels of a call; otherwise the attention kernel, and others with a
+            fault.
+    """
+
+    cases: Callable[[str], Sequence[Case]]
+    columns: Mapping[str, Callable[[Any], object]]
+    every_kernel: bool = False
+
+
+SHIPPED = {
+    "prefill": Shipped(
+        prefill.shipped,
+        {
+            "operation": lambda case: case.operation,
+            "Q": lambda case: case.kind[0],
+            "cache": lambda case: case.format_name,
+            "head_dim": lambda case: case.head_dim,
+        },
+    ),
+    "sparse": Shipped(
+        lambda target: sparse.shipped(),
+        {
+            "mode": lambda case: case.mode,
+            "Q": lambda case: case.q,
+            "rows": lambda case: case.rows + ("" if case.clean else ", foreign"),
+            "heads": lambda case: case.num_qo_heads,
+        },
+        every_kernel=True,
+    ),
+    "sage": Shipped(
+        lambda target: sage.shipped(),
+        {
+            "Q and K": lambda case: case.qk_dtype,
+            "granularity": lambda case: case.granularity,
+            "head_dim": lambda case: case.head_dim,
+        },
+    ),
+}
+
+
+def run_task(task: Task) -> CallCode:
+    """Compiles a case.
+
+    Raises:
+        UsageError: the operation refuses it.
+    """
+    try:
+        return compile_case(task.case, task.target)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{task.target}, {task.case}: {error}") from None
+
+
 def inspect_calls(
-    cases: Sequence[Case] | Callable[[str], Sequence[Case]],
+    operation: str,
     report: Report,
     *,
     targets: tuple[str, ...],
-    inspect_case: Callable[[Case, str], CallCode[Case]],
-    kind: Any,
-    columns: Mapping[str, Callable[[Case], object]],
-    every_kernel: bool = False,
-    spell: Callable[[Case], Any] = str,
+    case: Case | None = None,
     modelled: Modelled = None,
 ) -> ExitCode:
     """Compiles calls for each target and shows what came of it; a faulty one ends with exit code 1.
 
     Args:
-        cases: what to compile, or a function that says it of a target's name.
+        operation: one of `SHIPPED`.
         report: where it goes.
         targets: AMD targets.
-        inspect_case: compiles one.
-        kind: the type of what it gives.
-        columns: what says in the table which case it is, by header.
-        every_kernel: show all kernels of a call; otherwise the attention kernel, and others with a fault.
-        spell: a case for the document.
+        case: compiled instead of all that the operation ships.
         modelled: given a target's name, returns the calls whose modelled times are shown too.
 
     Raises:
         UnsupportedHereError: this Triton cannot compile for AMD.
-        UsageError: an operation refuses a case.
+        UsageError: the operation refuses a case.
     """
     if (missing := amd_backend_missing()) is not None:
         raise UnsupportedHereError(missing)
-    codes: list[CallCode[Case]] = []
+    shipped = SHIPPED[operation]
+    codes: list[tuple[Case, CallCode]] = []
 
-    def work(task: Task[Case]) -> CallCode[Case]:
-        try:
-            return inspect_case(task.case, task.target)
-        except (ValueError, TypeError) as error:
-            raise UsageError(f"{task.target}, {task.case}: {error}") from None
-
-    def take(task: Task[Case], code: CallCode[Case]) -> str:
-        codes.append(code)
+    def take(task: Task, code: CallCode) -> str:
+        codes.append((task.case, code))
         return f"{task.target} {task.case}"
 
-    tasks = [Task(name, case) for name in targets for case in (cases(name) if callable(cases) else cases)]
-    interrupted = run_all(report, tasks, work, kind, take, what="inspecting")
-    report.show(_table(codes, columns, every_kernel))
-    plans = {code.target: code.plan for code in reversed(codes) if code.plan}
-    for target in dict.fromkeys(code.target for code in codes):
+    tasks = [
+        Task(target, one) for target in targets for one in (shipped.cases(target) if case is None else [case])
+    ]
+    interrupted = run_all(report, tasks, run_task, CallCode, take, what="inspecting")
+    report.show(_table(codes, shipped))
+    plans = {code.target: code.plan for _, code in reversed(codes) if code.plan}
+    for target in dict.fromkeys(code.target for _, code in codes):
         if target in plans:
             report.line(f"{target}: {plans[target]}")
-    faulty = [code for code in codes if code.faulty]
+    faulty = [code for _, code in codes if code.faulty]
     report.say(f"{len(codes)} of {len(tasks)} calls compiled, {len(faulty)} with spills or scratch")
     inspections = []
-    for code in codes:
+    for one, code in codes:
         plan = {"plan": code.plan} if code.plan else {}
         kernels = [asdict(kernel) for kernel in code.kernels]
-        inspections.append({"target": code.target, "case": spell(code.case), **plan, "kernels": kernels})
+        inspections.append({"target": code.target, "case": str(one), **plan, "kernels": kernels})
     body: dict[str, Any] = {"versions": versions(), "inspections": inspections}
     if modelled is not None and not interrupted:
         rows = [row for name in targets for row in model_families(name, modelled(name))]
         body["model"] = show_model(report, rows)
     exit_code = ExitCode.NUMERICAL if faulty else ExitCode.OK
-    return finish_with_kernels(
-        report, body, exit_code, [(c.target, spell_case(c.case), c.kernels) for c in codes], interrupted
-    )
+    compiled = [(code.target, str(one), code.kernels) for one, code in codes]
+    return finish_with_kernels(report, body, exit_code, compiled, interrupted)
 
 
-def _table(
-    codes: Sequence[CallCode[Case]], columns: Mapping[str, Callable[[Case], object]], every_kernel: bool
-) -> Sheet:
+def _table(codes: Sequence[tuple[Case, CallCode]], shipped: Shipped) -> Sheet:
     figures = ("VGPR", "AGPR", "spilled", "scalars", "scratch", "LDS", "warps", "waves/SIMD", "VALU")
     sheet = Sheet(
         [
-            *keys("target", *columns, "kernel"),
+            *keys("target", *shipped.columns, "kernel"),
             *numbers(*figures, "transcendental", "matrix"),
             Column("matrix instructions of the loop"),
         ]
     )
-    for code in codes:
+    for case, code in codes:
         main = main_kernel(code.kernels)
         for k in code.kernels:
             fault = k.spills or k.scratch_bytes
-            if not (every_kernel or fault or k is main):
+            if not (shipped.every_kernel or fault or k is main):
                 continue
             mfma = ", ".join(f"{n} {name.removeprefix('v_mfma_')}" for name, n in k.mfma.items())
             loop = (
@@ -136,7 +168,7 @@ def _table(
                 f"{k.matrix_share:.0%}",
             )
             sheet.add(
-                code.target, *(show(code.case) for show in columns.values()), k.name, k.vgprs, k.agprs,
+                code.target, *(show(case) for show in shipped.columns.values()), k.name, k.vgprs, k.agprs,
                 k.spills, k.sgpr_spills, k.scratch_bytes, k.lds_bytes, k.num_warps, k.waves_per_simd, *loop,
                 mfma or "none", style="bold red" if code.faulty and (fault or k.sgpr_spills) else "",
             )  # fmt: skip

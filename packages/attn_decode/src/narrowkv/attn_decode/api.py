@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from narrowkv.attn_decode.plan import DecodePlan, plan_for_call
+from narrowkv.attn_decode.plan import DecodePlan
+from narrowkv.attn_decode.planning import plan_for_call
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.runtime.errors import check_instance
 from narrowkv.runtime.launch.tracing import traceable

@@ -11,8 +11,8 @@ from narrowkv.paged_cache.kernels.pages import Descale, KVPointers, Stored
 from narrowkv.paged_cache.pointers import descale_pointers, packed_route, side_of
 from narrowkv.quant.device import widen_route, widening_exponent
 from narrowkv.runtime.identity import ByIdentity
-from narrowkv.runtime.launch import Workspace
 from narrowkv.runtime.launch.gpu import current_stream
+from narrowkv.runtime.launch.workspace import MOST_COUNTERS
 from narrowkv.runtime.spans import spans_of
 from narrowkv.runtime.targets import Target
 
@@ -24,7 +24,7 @@ class BoundCache(NamedTuple):
 
     Attributes:
         k, v: pointers and strides; k_descale, v_descale: of the descales that are tensors.
-        tensors: those of k, v, k_descale and v_descale that there are, in this order.
+        tensors: those of k, v, k_descale and v_descale, None for an absent one.
         k_stored, v_stored: constants.
         k_factor, v_factor: the descales that are numbers, times what the conversion leaves out.
         wide_address: offsets need 64 bits.
@@ -37,7 +37,7 @@ class BoundCache(NamedTuple):
     v: KVPointers
     k_descale: Descale
     v_descale: Descale
-    tensors: tuple[torch.Tensor, ...]
+    tensors: tuple[torch.Tensor | None, ...]
     k_stored: Stored
     v_stored: Stored
     k_factor: float
@@ -81,7 +81,7 @@ def bind_cache(cache: PagedKVCache, target: Target, kernel: str, k_parts: int, v
         tuple((each[0] is not None and (each[0].dtype, each[0].dim()), each[1:]) for each in pointers),
     )  # fmt: skip
     known[key] = BoundCache(
-        *pointers, tuple(each[0] for each in pointers if each[0] is not None), k_stored, v_stored,
+        *pointers, tuple(each[0] for each in pointers), k_stored, v_stored,
         k_factor * 2.0**k_exponent, v_factor * 2.0**v_exponent, cache.needs_64_bit_addresses,
         spans_of(cache.k, cache.v, cache.k_descale, cache.v_descale),
         _numbers.setdefault(signature, len(_numbers)),
@@ -97,18 +97,19 @@ def _sequences(cache: PagedKVCache) -> tuple[int | None, int | None]:
     )  # type: ignore[return-value]
 
 
-_counters: dict[tuple[torch.device, int], Workspace] = {}
+_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def zeroed_counters(count: int, device: torch.device) -> torch.Tensor:
-    """Arrival counters of a call whose plan has none.
+    """At least `count` arrival counters of a call whose plan has none.
 
     Calls on one stream share them, because every launch leaves them zero. A graph has its own: it may be
     replayed on another stream.
     """
-    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
+    if count > MOST_COUNTERS or device.type == "cpu" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
     key = (device, current_stream(device.index))
-    if key not in _counters:
-        _counters[key] = Workspace(0, device)
-    return _counters[key].counters(count)
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = torch.zeros(MOST_COUNTERS, dtype=torch.int32, device=device)
+    return found

@@ -12,9 +12,10 @@ from narrowkv.attn_prefill.config import fp8_route
 from narrowkv.attn_prefill.kernels.arguments import Cache, Destination, Storing
 from narrowkv.attn_prefill.kernels.widen import BF16_VALUE_EXPONENT
 from narrowkv.paged_cache import PagedKVCache, Rope
-from narrowkv.paged_cache.append import cache_pointers, rope_constants, storage_constants, store_of
+from narrowkv.paged_cache.append import cache_pointers, storage_constants, store_of
 from narrowkv.paged_cache.kernels.pages import Descale, Stored
 from narrowkv.paged_cache.pointers import descale_pointers, packed_route, side_of
+from narrowkv.paged_cache.rope import rope_constants
 from narrowkv.quant.device import widen_route, widening_exponent
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.spans import spans_of

@@ -6,33 +6,35 @@ from typing import Any
 
 import torch
 
-from narrowkv.attn_decode.plan import plan_for_call as decode_plan_for_call
+from narrowkv.attn_decode.planning import plan_for_call as decode_plan_for_call
 from narrowkv.attn_prefill.binding import matrix_of
 from narrowkv.attn_prefill.checks import check_classes
 from narrowkv.attn_prefill.memory import allocate
 from narrowkv.attn_prefill.plan_base import PlanBase
 from narrowkv.attn_prefill.preparation import Arguments, Prepared, prepare, refuse_overlap
-from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
-from narrowkv.paged_cache.append import BOUND_ROPES, bind_rope
+from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.bound_table import BOUND_TABLES, bind_table
+from narrowkv.paged_cache.rope import BOUND_ROPES, bind_rope
 from narrowkv.runtime.launch import executor
 from narrowkv.runtime.spans import meets
 
 
-def run(
-    plan: PlanBase, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
-    cache: PagedKVCache, page_table: PageTable, starts: torch.Tensor, rope: Rope | None, causal: bool,
-    sm_scale: float | None, q_descale: float | torch.Tensor, soft_cap: float, window_left: int,
-    window_right: int, sinks: torch.Tensor | None, out: torch.Tensor | None, out_dtype: torch.dtype | None,
-    return_lse: bool, lse: torch.Tensor | None, validate: bool,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """A call of `batch_prefill` or, by a plan that appends, of `prefill_append`."""
-    bound, table = plan._caches.get(id(cache)), BOUND_TABLES.get(id(page_table))
-    turn = None if rope is None else BOUND_ROPES.get(id(rope))
-    given = (
+def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """A call of `batch_prefill` or, by a plan that appends, of `prefill_append`.
+
+    given: the values of `Arguments`, which a call that is served before does not make.
+    """
+    q: torch.Tensor
+    k_new: torch.Tensor | None
+    v_new: torch.Tensor | None
+    cache: PagedKVCache
+    page_table: PageTable
+    (
         q, k_new, v_new, cache, page_table, starts, rope, causal, sm_scale, q_descale, soft_cap, window_left,
         window_right, sinks, out, out_dtype, return_lse, lse, validate,
-    )  # fmt: skip
+    ) = given  # fmt: skip
+    bound, table = plan._caches.get(id(cache)), BOUND_TABLES.get(id(page_table))
+    turn = None if rope is None else BOUND_ROPES.get(id(rope))
     if bound is None or table is None or (rope is not None and turn is None):
         _check(plan, given)
         bound = bound or plan._caches.keep(cache, plan.bind(cache))
@@ -94,7 +96,7 @@ def run(
                         if begin < last and first < end:
                             refuse_overlap(Arguments(*given))
         if call.q_descale is not None:
-            begin = q_descale.data_ptr()  # type: ignore[union-attr]
+            begin = q_descale.data_ptr()
             spans.append((begin, begin + call.q_descale))
         if out is not None or lse is not None:
             spans += bound.spans

@@ -14,6 +14,7 @@ from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import check_new_tokens
 from narrowkv.paged_cache.checks import check_table
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
+from narrowkv.paged_cache.layouts import HEAD_DIMS
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import (
     check_descale_float,
@@ -31,7 +32,6 @@ from narrowkv.runtime.errors import (
     check_tensor,
 )
 
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 

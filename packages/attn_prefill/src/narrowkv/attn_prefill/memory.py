@@ -15,7 +15,6 @@ from narrowkv.attn_prefill.kernels.arguments import Scratch
 from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import partial_programs, tuned_as
 from narrowkv.runtime.launch import Described, Part, Varies, Workspace, block_bytes
-from narrowkv.runtime.launch.workspace import MOST_COUNTERS
 from narrowkv.runtime.targets import Target
 
 Blocks = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -178,7 +177,7 @@ def allocate(needs: Needs, device: torch.device) -> tuple[Any, ...]:
     # What the launch that fills the scratch leaves for the one that attends is no other call's.
     if not total:
         counters = None
-    elif needs.has_flags or total > MOST_COUNTERS:
+    elif needs.has_flags:
         counters = torch.zeros(total, dtype=torch.int32, device=device)
     else:
         counters = zeroed_counters(total, device)

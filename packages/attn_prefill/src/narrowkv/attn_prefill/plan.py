@@ -129,16 +129,17 @@ class PrefillPlan(PlanBase):
         The first call with some dtypes, strides and options checks them, and the first one of some size
         prepares its launches; later calls with the same ones only launch.
         """
-        get: Any = options.get
+        get = options.get
         if options:
             refuse_keywords("batch_prefill", options, PREFILL_OPTIONS)
             if get("batch_invariant") and not self.batch_invariant:
                 raise ValueError("plan must be made with batch_invariant=True: call plan_prefill again")
-        return run(
-            self, q, None, None, cache, page_table, cu_seqlens_q, None, causal, sm_scale, q_descale,
+        given = (
+            q, None, None, cache, page_table, cu_seqlens_q, None, causal, sm_scale, q_descale,
             logits_soft_cap, window_left, window_right, sinks, out, get("out_dtype"),
             get("return_lse", False), get("lse"), get("validate", False),
         )  # fmt: skip
+        return run(self, given)
 
 
 class AppendPlan(PrefillPlan):
@@ -164,12 +165,13 @@ class AppendPlan(PrefillPlan):
         """`prefill_append` by this plan: the same arguments and results; see `PrefillPlan.run`."""
         if options:
             refuse_keywords("prefill_append", options, APPEND_OPTIONS)
-        get: Any = options.get
-        return run(
-            self, q, k_new, v_new, cache, page_table, cu_seqlens_q, rope, True, sm_scale, 1.0,
+        get = options.get
+        given = (
+            q, k_new, v_new, cache, page_table, cu_seqlens_q, rope, True, sm_scale, 1.0,
             logits_soft_cap, window_left, -1, sinks, out, get("out_dtype"), get("return_lse", False),
             get("lse"), get("validate", False),
         )  # fmt: skip
+        return run(self, given)
 
 
 def check_plan(plan: object, kind: type[PrefillPlan], maker: str) -> None:

@@ -17,6 +17,7 @@ from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import check_instance
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import BoundLaunch, LaunchOptions, Workspace, block_bytes
+from narrowkv.runtime.launch.tracing import handle_of
 from narrowkv.runtime.targets import Target
 
 _P = TypeVar("_P", bound="PlanBase")
@@ -49,6 +50,7 @@ class PlanBase:
         kernel, num_splits, batch_invariant, fp8_compute: see `plan_prefill` and `plan_append`.
         scratch_fits: whether widened keys of the largest call fit the allowed memory; None for a plan that
             unplanned calls share, which has no maxima and decides in each call.
+        handle: the name by which operators of `torch.ops.narrowkv` find the plan in this process.
     """
 
     target: Target
@@ -69,12 +71,17 @@ class PlanBase:
     batch_invariant: bool = False
     fp8_compute: bool = False
     scratch_fits: bool | None = None
+    handle: str = field(init=False, repr=False)
     _configs: dict[Any, PrefillConfig] = field(init=False, repr=False, default_factory=dict)
     _launches: dict[Any, BoundLaunch] = field(init=False, repr=False, default_factory=dict)
     _memories: dict[PrefillConfig, Memory] = field(init=False, repr=False, default_factory=dict)
     _calls: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)
     _fixed: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)
     _caches: ByIdentity[BoundCache] = field(init=False, repr=False, default_factory=ByIdentity)
+
+    def __post_init__(self) -> None:
+        """Makes the plan known to operators."""
+        object.__setattr__(self, "handle", handle_of(self))
 
     def __deepcopy__(self: _P, memo: dict[int, Any]) -> _P:
         """A plan for the same calls, with memory of its own."""

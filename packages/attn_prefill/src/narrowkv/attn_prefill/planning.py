@@ -24,6 +24,7 @@ from narrowkv.attn_prefill.shapes import SCRATCH_BLOCK, PrefillConfig, PrefillSh
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.append import store_of
 from narrowkv.paged_cache.descales import check_exponent
+from narrowkv.paged_cache.kinds import CACHE_KINDS, kind_of_cache
 from narrowkv.runtime.errors import check_instance, check_positive_int
 from narrowkv.runtime.launch import Workspace, active_target, is_compiled
 from narrowkv.runtime.launch.gluon import has_gluon
@@ -230,11 +231,14 @@ def plan_for_call(
 
     kind: `PrefillPlan` or `AppendPlan`; flag: `batch_invariant` of the first, `fp8_compute` of the second.
     """
-    if not (isinstance(q, torch.Tensor) and type(cache) is PagedKVCache):
+    cache_kind = CACHE_KINDS.get(id(cache))
+    if cache_kind is None or type(q) is not torch.Tensor:
         check_classes(q, cache, page_table, cu_seqlens_q)
+        cache_kind = kind_of_cache(cache)
+    running = executor()
     key = (
-        q.shape[1:], q.dtype, q.device, cache.format, cache.head_dim, cache.num_kv_heads, cache.page_size,
-        cache.k_granularity, cache.v_granularity, kind, flag, active_target(q.device).name, type(executor()),
+        cache_kind, kind, flag, q.shape[1:], q.dtype, q.get_device(),
+        None if running is None else (running.target.name, type(running)),
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from narrowkv.attn_prefill.api import batch_prefill, prefill_append
+from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.torch_ops import CACHE_SCHEMA, cache_from, cache_options, cache_tensors
-from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, as_bytes, spell, spelled, traces
+from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, as_bytes, plan_of, spell, spelled, traces
 
 _TABLE = "Tensor page_ids, Tensor? kv_indptr, Tensor? kv_last_page_len, Tensor? seq_lens"
 _READ = CACHE_SCHEMA.format(a="", b="", c="", d="")
@@ -36,7 +37,7 @@ def _prefill(
         given.pop("kind"), page_ids, given.pop("page_size"), kv_indptr, kv_last_page_len, seq_lens,
         given.pop("before_append"),
     )  # fmt: skip
-    number = given.pop("q_number")
+    number, given["plan"] = given.pop("q_number"), plan_of(given.pop("plan"))
     return batch_prefill(
         q.view(given.pop("q_dtype")), cache, table, cu_seqlens_q, sinks=sinks,
         q_descale=number if q_descale is None else q_descale, **given, **outputs,
@@ -55,6 +56,7 @@ def _append(
         given.pop("kind"), page_ids, given.pop("page_size"), None, None, seq_lens, given.pop("before_append")
     )
     style, rope = given.pop("rope"), None
+    given["plan"] = plan_of(given.pop("plan"))
     if cos is not None and sin is not None and positions is not None:
         rope = Rope(cos, sin, positions, style=style)
     return prefill_append(
@@ -139,11 +141,6 @@ def _call(
     return (o, sums) if return_lse else o
 
 
-def _refuse_plan(plan: object) -> None:
-    if plan is not None:
-        raise ValueError("plan must be None where torch traces: the operator keeps the plans of its shapes")
-
-
 @traces("batch_prefill")
 def traced_prefill(
     q: torch.Tensor,
@@ -157,19 +154,18 @@ def traced_prefill(
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
-    plan: object = None,
+    plan: PrefillPlan | None = None,
     **options: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`batch_prefill` through its operators, which check the arguments when they run.
 
-    Raises:
-        ValueError: a plan is given: plans own memory, which a trace cannot hold.
+    A plan is passed by its handle: it must be alive where the traced call runs.
     """
-    _refuse_plan(plan)
     on_device = q_descale if isinstance(q_descale, torch.Tensor) else None
     spec = spell(
         kind=page_table.kind, page_size=page_table.page_size, before_append=page_table.before_append,
-        out_dtype=out_dtype, q_dtype=q.dtype, q_number=1.0 if on_device is not None else q_descale,
+        out_dtype=out_dtype, plan=None if plan is None else plan.handle, q_dtype=q.dtype,
+        q_number=1.0 if on_device is not None else q_descale,
         **cache_options(cache), **options,
     )  # fmt: skip
     inputs = (
@@ -195,15 +191,15 @@ def traced_append(
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
-    plan: object = None,
+    plan: AppendPlan | None = None,
     **options: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`prefill_append` through its operators; see `traced_prefill`."""
-    _refuse_plan(plan)
     cos, sin, positions = (None, None, None) if rope is None else (rope.cos, rope.sin, rope.positions)
     spec = spell(
         kind=page_table.kind, page_size=page_table.page_size, before_append=page_table.before_append,
-        out_dtype=out_dtype, rope=None if rope is None else rope.style, **cache_options(cache), **options,
+        out_dtype=out_dtype, plan=None if plan is None else plan.handle,
+        rope=None if rope is None else rope.style, **cache_options(cache), **options,
     )  # fmt: skip
     inputs = (
         q, k_new, v_new, *cache_tensors(cache), page_table.page_ids, page_table.seq_lens, cu_seqlens_q, cos,

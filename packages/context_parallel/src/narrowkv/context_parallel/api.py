@@ -55,11 +55,14 @@ def cp_paged_decode(
         2023).
 
     Example:
-        >>> layout = ShardLayout(world=8, rank=dist.get_rank(), interleave=16)            # doctest: +SKIP
-        >>> append(cache, k_new, v_new, layout.local_slots(slots, cache.page_size))       # doctest: +SKIP
-        >>> table = layout.shard_table(page_table, cache.page_size)                       # doctest: +SKIP
-        >>> plan = plan_cp_decode(q, cache, table)                                        # doctest: +SKIP
-        >>> o = cp_paged_decode(q, cache, table, plan=plan)                               # doctest: +SKIP
+        >>> from narrowkv.context_parallel import ShardLayout, plan_cp_decode
+        >>> from narrowkv.paged_cache import PagedKVCache, PageTable
+        >>> layout = ShardLayout(world=1, rank=0, interleave=16)    # of dist.get_world_size() and get_rank()
+        >>> cache = PagedKVCache.empty(2, 16, 1, 64, format="bf16")
+        >>> whole = PageTable.from_block_table(torch.tensor([[1, 0]]), torch.tensor([20]), page_size=16)
+        >>> table, q = layout.shard_table(whole, cache.page_size), torch.randn(1, 4, 64).bfloat16()
+        >>> cp_paged_decode(q, cache, table, plan=plan_cp_decode(q, cache, table)).shape
+        torch.Size([1, 4, 64])
     """
     check_instance("plan", plan, CPDecodePlan)
     return plan.run(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from narrowkv.attn_decode import paged_decode, paged_decode_reference
-from narrowkv.attn_decode.workloads import K8V4, DecodeWorkload
+from narrowkv.attn_decode.cases import K8V4, DecodeCase
 from narrowkv.context_parallel.api import cp_paged_decode
 from narrowkv.context_parallel.layout import ShardedTable, ShardLayout
 from narrowkv.context_parallel.plan import CPDecodePlan, plan_cp_decode
@@ -35,7 +35,7 @@ class CPCase:
     """
 
     name: str
-    workload: DecodeWorkload
+    workload: DecodeCase
     interleave: int = 4
     page_size: int = 4
     own_pages: bool = False
@@ -49,10 +49,10 @@ class CPCase:
 
 
 # One token, and none: shards of most ranks are empty.
-_SMALL = DecodeWorkload(lens=(41, 1, 0), gqa_ratio=2, num_kv_heads=1, page_size=4)
+_SMALL = DecodeCase.small(lens=(41, 1, 0), gqa_ratio=2, num_kv_heads=1, page_size=4)
 
 
-def _small(**changes: Any) -> DecodeWorkload:
+def _small(**changes: Any) -> DecodeCase:
     return replace(_SMALL, **changes)
 
 

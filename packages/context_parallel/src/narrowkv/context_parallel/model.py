@@ -123,7 +123,7 @@ def collective_us(link: Link, world: int, bytes_per_peer: float) -> float:
 
 def predict(
     setting: Setting, world: int, context: int, batch: int, *, target: str, link: str,
-    partial_dtype: torch.dtype = torch.bfloat16,
+    partial_dtype: torch.dtype = torch.bfloat16, hbm_bytes_per_s: float | None = None,
 ) -> Predicted:  # fmt: skip
     """A step of `world` GPUs by the model.
 
@@ -133,6 +133,7 @@ def predict(
         target: "gfx942", "gfx950" or "sm90": whose memory bandwidth.
         link: one of `LINKS`.
         partial_dtype: of partial results on their way.
+        hbm_bytes_per_s: peak memory bandwidth of another chip of the target, such as 4.8e12 of an H200.
 
     Raises:
         ValueError: a target without figures.
@@ -150,7 +151,7 @@ def predict(
     figures = get_target(target).figures
     if figures is None:
         raise ValueError(f"target must be a GPU with known figures: gfx942, gfx950 or sm90, got {target!r}")
-    rate = figures.hbm_bytes_per_s * _HBM_SHARE
+    rate = (hbm_bytes_per_s or figures.hbm_bytes_per_s) * _HBM_SHARE
     sizes = Sizes(world, 0, batch, own_heads * world, setting.head_dim)
     queries = batch * own_heads * setting.head_dim * 2
     partials = own_heads * block_elements(sizes, partial_dtype) * partial_dtype.itemsize

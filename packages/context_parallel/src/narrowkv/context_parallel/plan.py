@@ -267,8 +267,13 @@ def plan_cp_decode(
             the group's timeout).
 
     Example:
-        >>> plan = plan_cp_decode(q, cache, table, group=mesh["cp"])           # doctest: +SKIP
-        >>> o = cp_paged_decode(q, cache, table, plan=plan)                    # doctest: +SKIP
+        >>> from narrowkv.context_parallel import ShardLayout
+        >>> from narrowkv.paged_cache import PageTable
+        >>> cache = PagedKVCache.empty(2, 16, 1, 64, format="bf16")
+        >>> whole = PageTable.from_block_table(torch.tensor([[1, 0]]), torch.tensor([20]), page_size=16)
+        >>> table = ShardLayout(world=1, rank=0, interleave=16).shard_table(whole, cache.page_size)
+        >>> plan_cp_decode(torch.zeros(1, 4, 64).bfloat16(), cache, table).sent_bytes()
+        {'q': 0, 'partials': 0, 'o': 0}
     """
     check_instance("table", table, ShardedTable)
     if table.layout.world == 1:

@@ -70,10 +70,9 @@ def cp_prefill(
         TypeError, ValueError: for wrong shapes or dtypes, or ranks whose arguments differ, on every rank.
 
     Example:
-        >>> shares = PrefillShares(layout, new_lens)                                     # doctest: +SKIP
-        >>> mine = shares.rows()                                                         # doctest: +SKIP
-        >>> o = cp_prefill(q[mine], k[mine], v[mine], cache, table, shares=shares,       # doctest: +SKIP
-        ...                slot_mapping=slots)
+        >>> mine = shares.rows()                                                  # doctest: +SKIP
+        >>> o = cp_prefill(q[mine], k[mine], v[mine], cache, table,               # doctest: +SKIP
+        ...                shares=shares, slot_mapping=slots)
     """
     ranks = group_of(group)
     with agreement(ranks) as equal:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from narrowkv.attn_prefill.checks import HEAD_DIMS
+from narrowkv.paged_cache.layouts import HEAD_DIMS
 
 
 def geometry_reasons(
@@ -28,7 +28,7 @@ def geometry_reasons(
         >>> geometry_reasons(96, 8, 128)
         []
         >>> geometry_reasons(8, 8, 72)
-        ['head_dim is 72, and the kernels have 64, 80, 96, 128, 192, 256']
+        ['head_dim is 72, and the kernels have 64, 80, 96, 112, 128, 192, 256']
     """
     reasons = []
     if v_head_dim is not None and v_head_dim != head_dim:

@@ -1,13 +1,14 @@
 """Paged KV caches in any layout and format, page tables, a page pool, and the fused append."""
 
 import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
-from narrowkv.paged_cache.append import Rope, append
+from narrowkv.paged_cache.append import append
 from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.paged_cache.formats import CacheFormat
 from narrowkv.paged_cache.layouts import KVStrides
 from narrowkv.paged_cache.page_table import PageTable
 from narrowkv.paged_cache.pool import CopiesPending, PageCopy, PagePool, PoolExhausted, apply_copies
 from narrowkv.paged_cache.reference import append_reference, apply_rope_reference
+from narrowkv.paged_cache.rope import Rope
 from narrowkv.paged_cache.torch_ops import traced_append  # noqa: F401  # torch.ops.narrowkv.append
 
 __all__ = [

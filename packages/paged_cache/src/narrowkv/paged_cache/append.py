@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -10,12 +9,22 @@ import torch
 from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.paged_cache.checks import layout_hint
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, SCALE_GROUP, check_exponent
-from narrowkv.paged_cache.kernels.append import DescalePointers, NewTokens, RopePointers, _append_kernel
+from narrowkv.paged_cache.kernels.append import DescalePointers, NewTokens, _append_kernel
 from narrowkv.paged_cache.kernels.pages import KVPointers
+from narrowkv.paged_cache.rope import (
+    BOUND_ROPES,
+    FLOATS,
+    BoundRope,
+    Rope,
+    bind_rope,
+    check_rope,
+    metadata_of,
+    rope_constants,
+    rope_pointers,
+)
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import (
     byte_span,
-    check_choice,
     check_descale_tensor,
     check_dtype,
     check_index_vector,
@@ -30,34 +39,9 @@ from narrowkv.runtime.errors import (
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import VARIES, BoundLaunch, FixedLaunch, LaunchOptions
 from narrowkv.runtime.launch.tracing import traceable
-from narrowkv.runtime.spans import spans_of
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _OPTIONS = LaunchOptions(num_warps=1, num_stages=1, enable_fp_fusion=False)
 _MAX_PREPARED = 256  # launches that are kept; a server needs a few
-
-
-@dataclass(frozen=True, eq=False)
-class Rope:
-    """Rotary embedding of K on its way into the cache.
-
-    Attributes:
-        cos, sin: `[max_position, rotary_dim / 2]` bf16, fp16 or fp32, of equal strides, the last dimension
-            contiguous: the halves of an engine's one table will do.
-        positions: `[tokens]` int32 or int64, any stride: the position of each new token. One outside
-            `[0, max_position)` is an error under `validate`, otherwise it is taken as the nearest inside.
-        style: "neox" (the halves of the rotary dims are partners) or "gptj" (neighbours are).
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    positions: torch.Tensor
-    style: str = "neox"
-
-    @property
-    def rotary_dim(self) -> int:
-        """Leading dims that are rotated; the rest pass through."""
-        return 2 * int(self.cos.shape[1])
 
 
 class Store(NamedTuple):
@@ -102,23 +86,7 @@ class _Prepared(NamedTuple):
     v_row: int
 
 
-class BoundRope(NamedTuple):
-    """A rotary embedding as a kernel argument.
-
-    Attributes:
-        kind: the same for all whose tensors have the same metadata, but for the number of tokens.
-        tokens: how many there are.
-        tensors: cos, sin and positions; spans: addresses that they take.
-    """
-
-    kind: int
-    tokens: int
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    spans: list[tuple[int, int]]
-
-
 _stores: ByIdentity[Store] = ByIdentity()
-BOUND_ROPES: ByIdentity[BoundRope] = ByIdentity()
 _kinds: dict[Any, int] = {}
 _prepared: dict[Any, _Prepared] = {}
 
@@ -200,7 +168,7 @@ def check_new_tokens(
     """
     store_of(cache)
     for name, new in (("k_new", k_new), ("v_new", v_new)):
-        check_dtype(name, new, _FLOATS)
+        check_dtype(name, new, FLOATS)
         if new.dim() != 3 or new.shape[1:] != (cache.num_kv_heads, cache.head_dim):
             hint = layout_hint(cache, num_kv_heads=new.shape[1]) if new.dim() == 3 else ""
             raise ValueError(
@@ -214,7 +182,7 @@ def check_new_tokens(
     check_no_grad(k_new=k_new, v_new=v_new)
     inputs: dict[str, object] = {"k_new": k_new, "v_new": v_new}
     if rope is not None:
-        _check_rope(rope, cache.head_dim, k_new)
+        check_rope(rope, cache.head_dim, k_new)
         inputs |= {"rope.cos": rope.cos, "rope.sin": rope.sin, "rope.positions": rope.positions}
     check_apart(cache, **inputs)
     if validate:
@@ -251,29 +219,6 @@ def _written(cache: PagedKVCache) -> dict[str, torch.Tensor]:
         if isinstance(value, torch.Tensor) and kind in PER_TOKEN_GRANULARITIES:
             written[name] = value
     return written
-
-
-def _check_rope(rope: Rope, head_dim: int, k_new: torch.Tensor) -> None:
-    check_instance("rope", rope, Rope)
-    check_choice("rope.style", rope.style, ("neox", "gptj"))
-    for name, table in (("rope.cos", rope.cos), ("rope.sin", rope.sin)):
-        check_dtype(name, table, _FLOATS)
-        check_shape(name, table, ("max_position", "rotary_dim / 2"))
-        check_last_dim_contiguous(name, table)
-    check_shape("rope.sin", rope.sin, tuple(rope.cos.shape))
-    if rope.cos.stride() != rope.sin.stride():
-        raise ValueError(
-            f"rope.sin must have the strides of rope.cos {rope.cos.stride()}, got {rope.sin.stride()}"
-        )
-    check_index_vector("rope.positions", rope.positions, k_new.shape[0])
-    check_same_device(k_new=k_new, cos=rope.cos, sin=rope.sin, positions=rope.positions)
-    check_no_grad(cos=rope.cos, sin=rope.sin)
-    if rope.rotary_dim > head_dim:
-        raise ValueError(
-            f"rope.cos must have at most head_dim / 2 = {head_dim // 2} columns, got {rope.cos.shape[1]}"
-        )
-    if rope.cos.shape[0] == 0:
-        raise ValueError("rope.cos must have at least one position, got 0")
 
 
 def check_append(
@@ -341,26 +286,8 @@ def _key(
         type(v_new), v_new.dtype, v_new.stride(), v_new.device, v_new.requires_grad,
         type(slot_mapping), slot_mapping.dtype, slot_mapping.device,
         None if rope is None else rope.kind,
-        None if k_offset is None else _metadata(k_offset),
+        None if k_offset is None else metadata_of(k_offset),
     )  # fmt: skip
-
-
-def _metadata(x: torch.Tensor) -> tuple[Any, ...]:
-    return type(x), x.dtype, x.shape, x.stride(), x.device, x.requires_grad
-
-
-def bind_rope(rope: Rope) -> BoundRope:
-    """The rotary embedding as a kernel argument; `BOUND_ROPES` has it from then on."""
-    positions = rope.positions
-    kind = (
-        rope.style, _metadata(rope.cos), _metadata(rope.sin), type(positions), positions.dtype,
-        positions.stride(), positions.device,
-    )  # fmt: skip
-    bound = BoundRope(
-        _kinds.setdefault(kind, len(_kinds)), positions.shape[0], (rope.cos, rope.sin, positions),
-        spans_of(rope.cos, rope.sin, positions),
-    )  # fmt: skip
-    return BOUND_ROPES.keep(rope, bound)
 
 
 @traceable
@@ -485,25 +412,6 @@ def _prepare(
 def new_tokens(x: torch.Tensor) -> NewTokens:
     """K or V of new tokens as a kernel argument."""
     return NewTokens(x, x.stride(0), x.stride(1))
-
-
-_NO_ROPE = RopePointers(None, None, None, 0, 0, 0)
-
-
-def rope_pointers(rope: Rope | None) -> RopePointers:
-    """The tables of a rotary embedding as a kernel argument."""
-    if rope is None:
-        return _NO_ROPE
-    cos, positions = rope.cos, rope.positions
-    return RopePointers(cos, rope.sin, positions, cos.stride(0), positions.stride(0), cos.shape[0])
-
-
-def rope_constants(rope: Rope | None) -> dict[str, Any]:
-    """What a kernel must know of a rotary embedding when it is compiled."""
-    return {
-        "ROTARY_DIM": 0 if rope is None else rope.rotary_dim,
-        "INTERLEAVED": rope is not None and rope.style == "gptj",
-    }
 
 
 def cache_pointers(

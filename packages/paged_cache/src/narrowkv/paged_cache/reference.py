@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from narrowkv.paged_cache.append import Rope, check_append
+from narrowkv.paged_cache.append import check_append
 from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.paged_cache.convert import quantise_tokens
+from narrowkv.paged_cache.rope import Rope
 
 
 def apply_rope_reference(k: torch.Tensor, rope: Rope) -> torch.Tensor:

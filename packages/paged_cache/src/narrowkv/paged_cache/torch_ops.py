@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from narrowkv.paged_cache.append import Rope, append
+from narrowkv.paged_cache.append import append
 from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.paged_cache.formats import CacheFormat
+from narrowkv.paged_cache.rope import Rope
 from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, spell, spelled, traces
 
 CACHE_SCHEMA = "Tensor{a} k, Tensor{b} v, Tensor{c}? k_descale, Tensor{d}? v_descale"

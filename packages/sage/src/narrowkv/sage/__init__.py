@@ -1,9 +1,10 @@
 """Sage attention: dense attention on narrow matrix units, Q, K and V quantised on the way in."""
 
 from narrowkv.sage.api import sage_attention
-from narrowkv.sage.launches import QuantizedKV, SageShape
-from narrowkv.sage.plan import SagePlan, plan_sage
+from narrowkv.sage.plan import SagePlan
+from narrowkv.sage.planning import plan_sage
 from narrowkv.sage.reference import sage_attention_reference
+from narrowkv.sage.shapes import QuantizedKV, SageShape
 from narrowkv.sage.torch_ops import traced_sage  # noqa: F401  # torch.ops.narrowkv.sage_attention
 
 __all__ = ["QuantizedKV", "SagePlan", "SageShape", "plan_sage", "sage_attention", "sage_attention_reference"]

@@ -8,7 +8,8 @@ import torch
 
 from narrowkv.runtime.errors import with_defaults
 from narrowkv.runtime.launch.tracing import traceable
-from narrowkv.sage.plan import check_starts, plan_sage
+from narrowkv.sage.checks import check_starts
+from narrowkv.sage.planning import plan_sage
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 
-from narrowkv.quant.sage import TokenGroups, token_groups
+from narrowkv.quant.sage import TokenGroups
 from narrowkv.runtime.errors import (
     byte_span,
-    check_choice,
     check_dtype,
-    check_finite_float,
     check_index_vector,
     check_instance,
     check_last_dim_contiguous,
@@ -21,24 +19,17 @@ from narrowkv.runtime.errors import (
     check_no_overlap,
     check_same_device,
     check_shape,
-    check_tensor,
-    check_window,
 )
 from narrowkv.runtime.identity import ByIdentity
-from narrowkv.runtime.launch import BoundLaunch, Workspace, active_target, block_bytes
+from narrowkv.runtime.launch import BoundLaunch, Workspace, block_bytes
 from narrowkv.runtime.targets import Target
-from narrowkv.sage.config import SageConfig, choose_config
+from narrowkv.sage.calls import Call, signature_of
+from narrowkv.sage.checks import FLOATS, check_starts, dimensions
+from narrowkv.sage.config import SageConfig
 from narrowkv.sage.kernels import Mask
-from narrowkv.sage.launches import Launched, QuantizedKV, SageLaunches, SageShape
+from narrowkv.sage.launches import SageLaunches
+from narrowkv.sage.shapes import QuantizedKV, SageShape
 
-QK_DTYPES = ("int8", "int4", "fp8")
-LAYOUTS = ("BSHD", "BHSD")
-_HEAD_DIMS = (64, 128)
-_FLOATS = (torch.bfloat16, torch.float16)
-_DIMENSIONS = {"BSHD": "[batch, seq, heads, head_dim]", "BHSD": "[batch, heads, seq, head_dim]"}
-# No model has as many heads: tokens were taken for heads.
-_MOST_HEADS = 256
-_CACHED_PLANS = 256
 _MOST_CALLS = 256
 
 
@@ -83,7 +74,7 @@ class SagePlan:
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
     workspace: Workspace | None = None
-    _calls: ByIdentity[dict[Any, _Call]] = field(default_factory=ByIdentity, init=False, repr=False)
+    _calls: ByIdentity[dict[Any, Call]] = field(default_factory=ByIdentity, init=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> SagePlan:
         """A plan of its own over the same memory, which is what captured graphs know."""
@@ -199,7 +190,7 @@ class SagePlan:
             check_instance("kv", kv, QuantizedKV)
             calls = self._calls.keep(kv, {})
         if not validate and cu_seqlens_q is None:
-            signature = _signature(q, out, lse, return_lse)
+            signature = signature_of(q, out, lse, return_lse)
             call = calls.get(signature)
             if call is not None and not call.meets(q, out, lse):
                 return call.run(q, out, lse, return_lse)
@@ -234,7 +225,7 @@ class SagePlan:
             if signature is not None and self._repeats_two_launches:
                 if len(calls) >= _MOST_CALLS:
                     calls.clear()
-                calls[signature] = _Call(
+                calls[signature] = Call(
                     quantised, attended, [byte_span(x) for x in (kv.k, kv.v) if x.numel()],
                     byte_span(q)[1] - q.data_ptr(), byte_span(o)[1] - o.data_ptr(),
                 )  # fmt: skip
@@ -256,16 +247,16 @@ class SagePlan:
         if isinstance(x, torch.Tensor) and x.dim() == dims:
             viewed = x if shape.ragged or self.layout == "BSHD" else x.transpose(1, 2)
             if (
-                x.dtype in _FLOATS
+                x.dtype in FLOATS
                 and viewed.shape[-2:] == (heads, shape.head_dim)
                 and x.stride(-1) == 1
                 and x.device == self.device
                 and not x.requires_grad
             ):
                 return viewed
-        check_dtype(name, x, _FLOATS)
+        check_dtype(name, x, FLOATS)
         if x.dim() != dims:
-            wanted = _dimensions(self.layout, shape.ragged)
+            wanted = dimensions(self.layout, shape.ragged)
             raise ValueError(f"{name} must have shape {wanted}, got {list(x.shape)}")
         free = ("tokens",) if shape.ragged else ("batch", "tokens")
         check_shape(name, viewed, (*free, heads, shape.head_dim))
@@ -327,253 +318,3 @@ class SagePlan:
             raise ValueError("kv must be quantised by a plan with the same smooth_k and smooth_q")
         if kv.k.device != self.device:
             raise ValueError(f"kv must be on {self.device} like the plan, got {kv.k.device}")
-
-
-def _signature(q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool) -> Any:
-    """What a call of `attend` is checked and prepared for, but for its keys and addresses."""
-    try:
-        return (
-            type(q), q.shape, q.stride(), q.dtype, q.device, q.requires_grad and torch.is_grad_enabled(),
-            None
-            if out is None
-            else (type(out), out.shape, out.stride(), out.dtype, out.device, out.requires_grad),
-            None
-            if lse is None
-            else (type(lse), lse.shape, lse.stride(), lse.dtype, lse.device, lse.requires_grad),
-            return_lse,
-        )  # fmt: skip
-    except AttributeError:
-        return None  # the checks say which is no tensor
-
-
-class _Call(NamedTuple):
-    """A call of `attend` over certain keys that was checked and made once.
-
-    Attributes:
-        quantise, attend: its launches.
-        spans: addresses of the keys and values.
-        q_bytes, out_bytes: bytes that the query and the output span.
-    """
-
-    quantise: Launched
-    attend: Launched
-    spans: list[tuple[int, int]]
-    q_bytes: int
-    out_bytes: int
-
-    def meets(self, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None) -> bool:
-        """Whether a result may lie in the memory of something else."""
-        begin, end = q.data_ptr(), q.data_ptr() + self.q_bytes
-        taken = [*self.spans, (begin, end)]
-        if out is not None:
-            begin = out.data_ptr()
-            end = begin + self.out_bytes
-            if any(begin < high and low < end for low, high in taken):
-                return True
-            taken.append((begin, end))
-        if lse is not None:
-            begin, end = byte_span(lse)
-            return any(begin < high and low < end for low, high in taken)
-        return False
-
-    def run(
-        self, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Launches."""
-        o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-        if lse is None and return_lse:
-            lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-        quantise, attend = self.quantise, self.attend
-        quantise.launch(quantise.grid, (q, *quantise.after))
-        results = (o,) if lse is None else (o, lse)
-        attend.launch(attend.grid, (*attend.before, *results, *attend.after))
-        return (o, lse) if return_lse and lse is not None else o
-
-
-def _dimensions(layout: str, ragged: bool) -> str:
-    return "[total_tokens, heads, head_dim]" if ragged else _DIMENSIONS[layout]
-
-
-def check_starts(name: str, starts: torch.Tensor | None, tokens: int) -> None:
-    """Reads where sequences begin and refuses what is wrong; this waits for the device.
-
-    Raises:
-        ValueError: they do not begin at 0, decrease, or pass the tokens that there are.
-    """
-    if starts is None:
-        return
-    values = starts.tolist()
-    if values[0] != 0:
-        raise ValueError(f"{name} must start at 0, got {values[0]}")
-    for i in range(len(values) - 1):
-        if values[i + 1] < values[i]:
-            raise ValueError(
-                f"{name} must not decrease, got {values[i]} and then {values[i + 1]} at elements {i}, {i + 1}"
-            )
-    if values[-1] > tokens:
-        raise ValueError(f"{name} must end within the {tokens} tokens, got {values[-1]}")
-
-
-def _windows(causal: str | bool | None, window: tuple[int, int] | None) -> tuple[bool, int, int]:
-    """Alignment, and how far a row sees to the left and right."""
-    if causal is True:
-        raise ValueError('causal must say how it is aligned: "top_left" or "bottom_right", got True')
-    if causal:
-        check_choice("causal", causal, ("top_left", "bottom_right"))
-    if window is None:
-        return causal != "top_left", -1, 0 if causal else -1
-    if not isinstance(window, tuple | list) or len(window) != 2:
-        raise TypeError(f"window must be (left, right), each -1 or a number of tokens, got {window!r}")
-    left, right = (check_window(f"window[{i}]", side) for i, side in enumerate(window))
-    if causal and window[1] == -1:
-        right = 0
-    return causal != "top_left", left, right
-
-
-def sage_shape(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    layout: str = "BSHD",
-) -> SageShape:
-    """Sizes of a call, checked without reading the device."""
-    check_choice("layout", layout, LAYOUTS)
-    ragged = cu_seqlens_q is not None
-    if ragged != (cu_seqlens_k is not None):
-        raise ValueError("cu_seqlens_q and cu_seqlens_k must both be given or both be None, got one")
-    for name, tensor in (("q", q), ("k", k)):
-        check_dtype(name, tensor, _FLOATS)
-        if tensor.dim() != (3 if ragged else 4):
-            raise ValueError(
-                f"{name} must have shape {_dimensions(layout, ragged)}, got {list(tensor.shape)}"
-            )
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        if layout != "BSHD":
-            raise ValueError(
-                f"layout must be left out with cu_seqlens, where tensors are {_dimensions(layout, True)}, "
-                f"got {layout!r}"
-            )
-        check_index_vector("cu_seqlens_q", cu_seqlens_q, "batch + 1")
-        if cu_seqlens_q.numel() == 0:
-            raise ValueError(f"cu_seqlens_q must have shape [batch + 1], got {list(cu_seqlens_q.shape)}")
-        batch = cu_seqlens_q.numel() - 1
-        check_index_vector("cu_seqlens_k", cu_seqlens_k, batch + 1)
-        check_same_device(q=q, k=k, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    else:
-        batch = q.shape[0]
-        if k.shape[0] != batch:
-            raise ValueError(f"k must have q's batch {batch}, got {k.shape[0]}")
-        check_same_device(q=q, k=k)
-    if layout == "BHSD":
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-    shape = SageShape(batch, q.shape[-3], k.shape[-3], q.shape[-2], k.shape[-2], q.shape[-1], ragged)
-    if k.shape[-1] != shape.head_dim:
-        raise ValueError(f"k must have q's head_dim {shape.head_dim}, got {k.shape[-1]}")
-    check_sage_shape(shape, layout)
-    return shape
-
-
-def check_sage_shape(shape: SageShape, layout: str) -> None:
-    """Refuses sizes that no kernel takes, and axes that were evidently swapped.
-
-    Raises:
-        ValueError: naming the size.
-    """
-    if shape.head_dim not in _HEAD_DIMS:
-        raise ValueError(f"q must have head_dim in {_HEAD_DIMS}, got {shape.head_dim}")
-    heads, kv_heads = shape.num_qo_heads, shape.num_kv_heads
-    hint = ""
-    if not shape.ragged:
-        other = LAYOUTS[1 - LAYOUTS.index(layout)]
-        hint = f"; if tensors are {_DIMENSIONS[other]}, pass layout={other!r}"
-    if max(heads, kv_heads) > _MOST_HEADS:
-        raise ValueError(
-            f"q and k must have at most {_MOST_HEADS} heads, got {heads} and {kv_heads} in layout {layout}"
-            + hint
-        )
-    if heads == 0 or kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"q must have a multiple of k's {kv_heads} heads, at least 1, got {heads}{hint}")
-
-
-def plan_sage(
-    q: torch.Tensor | SageShape,
-    k: torch.Tensor | None = None,
-    *,
-    qk_dtype: str = "int8",
-    q_granularity: str = "per_thread",
-    k_granularity: str = "per_thread",
-    causal: str | bool | None = None,
-    window: tuple[int, int] | None = None,
-    layout: str = "BSHD",
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    smooth_k: bool = True,
-    smooth_q: bool = False,
-    sm_scale: float | None = None,
-    device: torch.device | str | None = None,
-) -> SagePlan:
-    """Plans Sage attention for calls of these sizes or smaller; arguments as for `sage_attention`.
-
-    Nothing is read from the device, and of `q` and `k` only the metadata. With a `SageShape` nothing needs to
-    be there yet: `plan_sage(SageShape(batch, q_tokens, k_tokens, heads, kv_heads, head_dim, ragged),
-    device=...)`; ragged calls then give `quantize_kv` and `attend` their cu_seqlens.
-
-    Args:
-        q: a query of the largest size, or the largest sizes.
-        k: keys of the largest size; None with a `SageShape`.
-        device: where tensors will be; None takes that of q.
-        qk_dtype, q_granularity, k_granularity, causal, window, layout, cu_seqlens_q, cu_seqlens_k, smooth_k,
-            smooth_q, sm_scale: as for `sage_attention`.
-
-    Returns:
-        A plan whose `quantize_kv(k, v)` is done once and whose `attend(q, kv)` many times.
-        `plan.with_workspace()` allocates its scratch once.
-
-    Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
-
-    Example:
-        >>> plan = plan_sage(q, k, causal="bottom_right")       # doctest: +SKIP
-        >>> kv = plan.quantize_kv(k, v)                         # doctest: +SKIP
-        >>> o = plan.attend(q, kv)                              # doctest: +SKIP
-    """
-    check_choice("qk_dtype", qk_dtype, QK_DTYPES)
-    bottom_right, left, right = _windows(causal, window)
-    if isinstance(q, SageShape):
-        if k is not None or device is None:
-            raise ValueError("k must be None and device given with a SageShape")
-        check_choice("layout", layout, LAYOUTS)
-        check_sage_shape(q, layout)
-        shape, place = q, torch.empty(0, device=device).device
-    else:
-        shape = sage_shape(q, check_tensor("k", k), cu_seqlens_q, cu_seqlens_k, layout)
-        place = q.device
-    scale = shape.head_dim**-0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
-    if scale < 0:
-        raise ValueError(f"sm_scale must not be negative, got {scale}")
-    plan = _make_plan(
-        active_target(place), shape, qk_dtype, q_granularity, k_granularity, bottom_right, left, right,
-        smooth_k, smooth_q, scale, place, layout,
-    )  # fmt: skip
-    if cu_seqlens_q is None:
-        return plan
-    planned = replace(plan, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    # The kernels are bound once for all lists of lengths.
-    planned.__dict__["launches"] = plan.launches
-    return planned
-
-
-@lru_cache(maxsize=_CACHED_PLANS)
-def _make_plan(
-    target: Target, shape: SageShape, qk_dtype: str, q_granularity: str, k_granularity: str,
-    bottom_right: bool, left: int, right: int, smooth_k: bool, smooth_q: bool, sm_scale: float,
-    device: torch.device, layout: str,
-) -> SagePlan:  # fmt: skip
-    """A plan without a workspace; calls that are not planned find theirs here."""
-    config = choose_config(target)
-    return SagePlan(
-        target, shape, config.fp8 if qk_dtype == "fp8" else qk_dtype, token_groups("q", q_granularity),
-        token_groups("k", k_granularity), bottom_right, left, right, smooth_k, smooth_q, sm_scale, config,
-        device, layout,
-    )  # fmt: skip

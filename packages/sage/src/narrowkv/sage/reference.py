@@ -21,7 +21,8 @@ from narrowkv.quant.sage import (
 )
 from narrowkv.runtime.attention.reference import attention_reference, finish
 from narrowkv.sage.config import KeyOrder
-from narrowkv.sage.plan import SagePlan, plan_sage
+from narrowkv.sage.plan import SagePlan
+from narrowkv.sage.planning import plan_sage
 
 Ranges = list[slice]
 

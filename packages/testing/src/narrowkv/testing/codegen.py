@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from narrowkv.runtime.cases import Case
 from narrowkv.runtime.launch import compile_for
+from narrowkv.sage.cases import SageCall
 from narrowkv.testing.roofline import matrix_share
 
 if TYPE_CHECKING:
@@ -94,3 +96,32 @@ def compile_call(target: str, call: Callable[[], Any]) -> list[CompiledArtifact]
 def main_kernel(kernels: Sequence[KernelCode]) -> KernelCode:
     """The kernel with the matrix instructions, or the first."""
     return max(kernels, key=lambda kernel: sum(kernel.mfma.values()))
+
+
+@dataclass(frozen=True)
+class CallCode:
+    """One call compiled for one target; `plan` is its configuration in words, where the operation says it."""
+
+    target: str
+    kernels: tuple[KernelCode, ...]
+    plan: str = ""
+
+    @property
+    def faulty(self) -> bool:
+        """Whether a kernel spills vector registers or uses scratch."""
+        return any(k.spills or k.scratch_bytes for k in self.kernels)
+
+
+def compile_case(case: Case, target: str) -> CallCode:
+    """Compiles every kernel of a case for a target.
+
+    Raises:
+        ValueError, TypeError: the operation refuses the case.
+    """
+    inputs = case.inputs()
+    artifacts = compile_call(target, inputs.call)
+    plan = ""
+    if isinstance(inputs, SageCall):
+        with compile_for(target):
+            plan = inputs.explain()
+    return CallCode(target, tuple(map(KernelCode.of, artifacts)), plan)

@@ -122,7 +122,7 @@ def _modelled(
     loaded = sum(op.bytes for wave in trace.waves for op in wave if op.kind == "load")
     share = min(1.0, held_bytes / max(loaded * workgroups, 1)) if hbm_share is None else hbm_share
     figures: dict[str, Any] = {
-        "registers": artifact.registers.vgprs + artifact.registers.agprs,
+        "registers": artifact.registers.vgprs,  # AGPRs included
         "lds_bytes": artifact.lds_bytes, "hbm_share": share,
     }  # fmt: skip
     passes = 1.0

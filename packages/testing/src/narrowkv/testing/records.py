@@ -31,7 +31,7 @@ def jsonable(value: Any) -> Any:
         return str(value)
     if callable(value):
         return f"{value.__module__}:{value.__qualname__}"
-    return value
+    return value if isinstance(value, (str, int, float, type(None))) else str(value)  # a torch.dtype
 
 
 def revive(kind: Any, value: Any) -> Any:

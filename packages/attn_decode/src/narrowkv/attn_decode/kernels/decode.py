@@ -213,8 +213,8 @@ def _paged_decode_kernel(
 
     if RULES.partial:
         if num_splits > 1:
-            slot = unit.to(tl.int64) * HEAD_PROGRAMS + head_program
-            store_partial_result(workspace, slot, acc, m, l, row_mask, BLOCK_M, BLOCK_D)
+            own_slot = unit.to(tl.int64) * HEAD_PROGRAMS + head_program
+            store_partial_result(workspace, own_slot, acc, m, l, row_mask, BLOCK_M, BLOCK_D)
             if not RULES.can_merge:
                 return
             else:

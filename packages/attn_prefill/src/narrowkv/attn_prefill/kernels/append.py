@@ -9,17 +9,18 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_prefill.kernels.append_store import store_new
-from narrowkv.attn_prefill.kernels.arguments import Read
+from narrowkv.attn_prefill.kernels.arguments import NewCache, Queries, Read
 from narrowkv.attn_prefill.kernels.fused import attend_to_pages
-from narrowkv.attn_prefill.kernels.prologue import (
-    cache_to_read,
-    cache_to_write,
-    queries_of_call,
-    table_of_call,
-)
 from narrowkv.attn_prefill.kernels.rows import RUNTIME_SIZES, find_block, rows_of, tile_of
-from narrowkv.paged_cache.kernels.append import load_rotated
-from narrowkv.paged_cache.kernels.pages import first_id, sequence_length, times_head_descale
+from narrowkv.paged_cache.kernels.append import DescalePointers, load_rotated
+from narrowkv.paged_cache.kernels.pages import (
+    Descale,
+    KVPointers,
+    Table,
+    first_id,
+    sequence_length,
+    times_head_descale,
+)
 from narrowkv.paged_cache.kernels.queries import scale_to_fp16, split_query, split_rows_fp8
 from narrowkv.paged_cache.kernels.tiles import accumulate, confine_nonfinite
 from narrowkv.runtime.attention.masks import key_range, key_range_of_split, visible_keys
@@ -102,10 +103,16 @@ def _prefill_append_kernel(
     BLOCK_D: tl.constexpr = BLOCKS.d
     BLOCK_S: tl.constexpr = BLOCKS.s
     OWN_N: tl.constexpr = BLOCKS.t
-    k, v, k_descale, v_descale = cache_to_read(cache)
-    q = queries_of_call(q, num_tokens, max_q_len)
-    table = table_of_call(table, table_row, num_ids, max_pages)
-    store = cache_to_write(to, table)
+    k, v = KVPointers(*cache[0:5]), KVPointers(*cache[5:10])
+    k_descale, v_descale = Descale(*cache[10:14]), Descale(*cache[14:18])
+    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale)
+    table = Table(
+        table.page_ids, table_row, table.lens, num_ids, table.num_pages, max_pages, *table[6:9]
+    )  # fmt: skip
+    store = NewCache(
+        KVPointers(*to[0:5]), KVPointers(*to[5:10]), DescalePointers(*to[10:15]), DescalePointers(*to[15:20]),
+        max_pages, table.num_pages,
+    )  # fmt: skip
     KIND: tl.constexpr = chunk.k.dtype.element_ty
     pid = tl.program_id(0)
     if pid < num_blocks * NUM_KV_HEADS:

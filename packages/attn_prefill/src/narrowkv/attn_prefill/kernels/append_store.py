@@ -6,13 +6,7 @@ Old keys are widened from their pages; new ones are left in the scratch unquanti
 import triton
 import triton.language as tl
 
-from narrowkv.attn_prefill.kernels.prologue import (
-    cache_to_read,
-    cache_to_write,
-    queries_of_call,
-    scratch_of_call,
-    table_of_call,
-)
+from narrowkv.attn_prefill.kernels.arguments import NewCache, Queries, Scratch
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
     begin_next_launch,
@@ -28,8 +22,16 @@ from narrowkv.attn_prefill.kernels.widen import (
     to_fp16_with_exponent,
     widen_block,
 )
-from narrowkv.paged_cache.kernels.append import load_rotated, quantise_rows
-from narrowkv.paged_cache.kernels.pages import first_id, sequence_length, strided, times_head_descale
+from narrowkv.paged_cache.kernels.append import DescalePointers, load_rotated, quantise_rows
+from narrowkv.paged_cache.kernels.pages import (
+    Descale,
+    KVPointers,
+    Table,
+    first_id,
+    sequence_length,
+    strided,
+    times_head_descale,
+)
 
 
 @triton.jit
@@ -161,11 +163,17 @@ def _produce_kernel(
     BLOCK_I: tl.constexpr = BLOCKS.i
     if FILLING.early:
         begin_next_launch()
-    k, v, k_descale, v_descale = cache_to_read(cache)
-    q = queries_of_call(q, num_tokens, max_q_len)
-    table = table_of_call(table, table_row, num_ids, max_pages)
-    scratch = scratch_of_call(scratch, max_keys, key_blocks)
-    store = cache_to_write(to, table)
+    k, v = KVPointers(*cache[0:5]), KVPointers(*cache[5:10])
+    k_descale, v_descale = Descale(*cache[10:14]), Descale(*cache[14:18])
+    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale)
+    table = Table(
+        table.page_ids, table_row, table.lens, num_ids, table.num_pages, max_pages, *table[6:9]
+    )  # fmt: skip
+    scratch = Scratch(*scratch[0:9], max_keys, key_blocks)
+    store = NewCache(
+        KVPointers(*to[0:5]), KVPointers(*to[5:10]), DescalePointers(*to[10:15]), DescalePointers(*to[15:20]),
+        max_pages, table.num_pages,
+    )  # fmt: skip
     pid = tl.program_id(0)
     first_group = num_blocks * NUM_KV_HEADS
     first_order = first_group + num_groups * NUM_KV_HEADS

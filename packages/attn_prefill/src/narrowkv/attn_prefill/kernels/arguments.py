@@ -2,7 +2,8 @@
 
 A struct of pointers is passed at run time; one of constants is a `tl.constexpr`. A tuple that is passed at
 run time must not hold a tuple (Triton 3.6 mistakes a number 1 in the inner one), so the cache is one flat
-struct, from which kernels make those of `narrowkv.paged_cache.kernels`.
+struct, from which kernels make those of `narrowkv.paged_cache.kernels`; the order of fields matters. Sizes
+that serving changes are arguments of their own, see `RUNTIME_SIZES`, with which kernels complete the structs.
 """
 
 from typing import Any, NamedTuple

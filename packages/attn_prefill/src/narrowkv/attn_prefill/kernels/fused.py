@@ -8,10 +8,12 @@ to the FP8 matrix unit as they are stored.
 import triton
 import triton.language as tl
 
-from narrowkv.attn_prefill.kernels.arguments import Read
-from narrowkv.attn_prefill.kernels.prologue import cache_to_read, queries_of_call, table_of_call
+from narrowkv.attn_prefill.kernels.arguments import Queries, Read
 from narrowkv.attn_prefill.kernels.rows import RUNTIME_SIZES, rows_of, tile_of
 from narrowkv.paged_cache.kernels.pages import (
+    Descale,
+    KVPointers,
+    Table,
     first_id,
     load_key_scale,
     locate_keys,
@@ -194,9 +196,13 @@ def _fused_prefill_kernel(
     BLOCK_M: tl.constexpr = BLOCKS.m
     BLOCK_N: tl.constexpr = BLOCKS.n
     BLOCK_D: tl.constexpr = BLOCKS.d
-    k, v, k_descale, v_descale = cache_to_read(cache)
-    q = queries_of_call(q, num_tokens, max_q_len)
-    table = table_of_call(table, table_row, num_ids, max_pages)
+    k, v = KVPointers(*cache[0:5]), KVPointers(*cache[5:10])
+    k_descale, v_descale = Descale(*cache[10:14]), Descale(*cache[14:18])
+    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale)
+    table = Table(
+        table.page_ids, table.row if RAGGED else table_row, table.lens, num_ids, table.num_pages, max_pages,
+        *table[6:9],
+    )  # fmt: skip
     pid = tl.program_id(0)
     kv_head = pid % NUM_KV_HEADS
     seq, tile, q_start, q_len = tile_of(q, batch, pid // NUM_KV_HEADS, GQA_RATIO, BLOCK_M, NVIDIA)

@@ -7,12 +7,7 @@ K becomes Q's type and V float16, both exactly but for small elements of V in bf
 import triton
 import triton.language as tl
 
-from narrowkv.attn_prefill.kernels.prologue import (
-    cache_to_read,
-    queries_of_call,
-    scratch_of_call,
-    table_of_call,
-)
+from narrowkv.attn_prefill.kernels.arguments import Queries, Scratch
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
     begin_next_launch,
@@ -20,7 +15,14 @@ from narrowkv.attn_prefill.kernels.rows import (
     longest_held,
     schedule_tiles,
 )
-from narrowkv.paged_cache.kernels.pages import first_id, load_key_scale, locate_keys
+from narrowkv.paged_cache.kernels.pages import (
+    Descale,
+    KVPointers,
+    Table,
+    first_id,
+    load_key_scale,
+    locate_keys,
+)
 from narrowkv.paged_cache.kernels.queries import as_fp8
 from narrowkv.paged_cache.kernels.tiles import load_tile, widen_tile
 from narrowkv.quant.device import join_parts
@@ -203,10 +205,14 @@ def _widen_kernel(
     BLOCK_I: tl.constexpr = BLOCKS.i
     if FILLING.early:
         begin_next_launch()
-    k, v, k_descale, v_descale = cache_to_read(cache)
-    q = queries_of_call(q, num_tokens, max_q_len)
-    table = table_of_call(table, table_row, num_ids, max_pages)
-    scratch = scratch_of_call(scratch, max_keys, key_blocks)
+    k, v = KVPointers(*cache[0:5]), KVPointers(*cache[5:10])
+    k_descale, v_descale = Descale(*cache[10:14]), Descale(*cache[14:18])
+    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale)
+    table = Table(
+        table.page_ids, table.row if RAGGED else table_row, table.lens, num_ids, table.num_pages, max_pages,
+        *table[6:9],
+    )  # fmt: skip
+    scratch = Scratch(*scratch[0:9], max_keys, key_blocks)
     pid = tl.program_id(0)
     if pid >= num_blocks * NUM_KV_HEADS:
         schedule_tiles(

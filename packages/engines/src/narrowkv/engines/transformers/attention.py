@@ -14,7 +14,7 @@ from narrowkv.engines.transformers.rows import Step, interleaved_starts
 from narrowkv.paged_cache import PagedKVCache, PageTable
 
 # Arguments of other attention functions that change the result and have no counterpart here.
-_REFUSED = ("position_bias", "indices", "block_indices", "sinks", "head_mask", "packed_seq_ids")
+_REFUSED = frozenset({"position_bias", "indices", "block_indices", "sinks", "head_mask", "packed_seq_ids"})
 
 
 def attend(
@@ -89,9 +89,9 @@ def attend(
         assert cache is not None
         assert step is not None
         if step.starts is None:
-            q = _calibrated(layer, query[:, :, 0])
-            o = paged_decode(q, cache, step.table, plan=rows.decode_plan(q, cache), **options)
-            return _output(layer, o)[:, None], None
+            q = _calibrated(layer, query.squeeze(2))
+            o = paged_decode(q, cache, step.table, plan=layer.decode_plan(q), **options)
+            return _output(layer, o).unsqueeze(1), None
         q = _calibrated(layer, _rows_of(query))
         plan = rows.prefill_plan(q, cache, step)
         o = batch_prefill(q, cache, step.table, step.starts, plan=plan, **options)
@@ -101,8 +101,8 @@ def attend(
         *(_as_slots(x) for x in (key, value)), format=_format_of(key), layout="tokens"
     )
     if step.starts is None:
-        o = paged_decode(query[:, :, 0], cache, step.table, **options)
-        return o[:, None], None
+        o = paged_decode(query.squeeze(2), cache, step.table, **options)
+        return o.unsqueeze(1), None
     o = batch_prefill(_rows_of(query), cache, step.table, step.starts, **options)
     return o.view(batch, tokens, -1, head_dim), None
 
@@ -123,7 +123,9 @@ def refuse_unknown(options: dict[str, Any], dropout: float) -> None:
     Raises:
         ValueError: naming them.
     """
-    refused = [name for name in _REFUSED if options.get(name) is not None]
+    if not dropout and _REFUSED.isdisjoint(options):
+        return
+    refused = sorted(name for name in _REFUSED if options.get(name) is not None)
     if refused or dropout:
         raise ValueError(
             f"narrowkv's attention has no {', '.join(refused) or 'dropout'}: use "

@@ -15,6 +15,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+from narrowkv.attn_decode import DecodePlan
 from narrowkv.engines.transformers.rows import Rows
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, append
 from narrowkv.quant import Calibration, LayerCalibration
@@ -45,6 +46,7 @@ class NarrowLayer(CacheLayerMixin):
         self.cache: PagedKVCache | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.length = 0
+        self._planned: tuple[torch.Size, torch.dtype, DecodePlan] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocates the pages for as many rows as the keys `[batch, num_kv_heads, tokens, head_dim]` have."""
@@ -84,10 +86,20 @@ class NarrowLayer(CacheLayerMixin):
         (k, v), self.pending = self.pending, None
         batch, heads, tokens, head_dim = k.shape
         step = self.owner.step_at(self.length, tokens, padding)
-        k, v = (x.transpose(1, 2).reshape(batch * tokens, heads, head_dim) for x in (k, v))
+        if tokens == 1:
+            k, v = k.squeeze(2), v.squeeze(2)
+        else:
+            k, v = (x.transpose(1, 2).reshape(batch * tokens, heads, head_dim) for x in (k, v))
         if self.calibration is not None:
             k, v = self.calibration.keys(k), self.calibration.values(v)
         append(self.cache, k, v, step.slots)
+
+    def decode_plan(self, q: torch.Tensor) -> DecodePlan:
+        """The plan of a decode step, the same for all layers of a shape; found again without a look-up."""
+        if self._planned is None or self._planned[0] != q.shape or self._planned[1] != q.dtype:
+            assert self.cache is not None
+            self._planned = q.shape, q.dtype, self.owner.rows.decode_plan(q, self.cache)
+        return self._planned[2]
 
     def select(self, index: torch.Tensor) -> None:
         """Keeps these rows, which may repeat, in this order."""
@@ -314,5 +326,5 @@ class NarrowCache(Cache):
         if self._rows is not None:
             old = self._rows
             self._rows = Rows(int(index.shape[0]), old.max_length, old.page_size, old.device)
-            self._rows.seq_lens.copy_(old.seq_lens.index_select(0, index.to(old.device)))
+            self._rows.set_lens(old.seq_lens.index_select(0, index.to(old.device)))
             self._rows.length = old.length

@@ -18,7 +18,8 @@ class Step:
 
     Attributes:
         tokens: new tokens of each row, padding included.
-        slots: `[batch * tokens]` where each new token is stored; -1 for padding.
+        slots: `[batch * tokens]` int32, where each new token is stored; -1 for padding. That of steps of one
+            token is written again by the next step.
         table: the pages of each sequence, with the new tokens in the lengths.
         starts: `[sequences + 1]` int32, where each sequence's queries begin; None if every row has one query.
     """
@@ -45,13 +46,17 @@ class Rows:
         self.batch, self.max_length, self.page_size, self.device = batch, max_length, page_size, device
         self.pages = -(-max_length // page_size)
         ids = torch.arange(batch * self.pages, dtype=torch.int32, device=device)
-        self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
+        # Of each row: the slot of its last token, and its length; a step moves both on by one operation.
+        self._state = torch.zeros(2, batch, dtype=torch.int32, device=device)
+        self._slots, self.seq_lens = self._state.unbind()
         self.table = PageTable.from_block_table(
             ids.view(batch, self.pages), self.seq_lens, page_size=page_size
         )
-        self._first_slot = torch.arange(batch, device=device) * (self.pages * page_size)
+        self._first_slot = torch.arange(batch, dtype=torch.int32, device=device) * (self.pages * page_size)
         self.length = 0
         self.step: Step | None = None
+        self._one_token = Step(1, self._slots, self.table, None)
+        self.set_lens(self.seq_lens)
         self._decode_plans: dict[Any, DecodePlan] = {}
         self._prefill_plans: dict[Any, PrefillPlan] = {}
 
@@ -78,28 +83,26 @@ class Rows:
             self.step = self._advance_all(tokens)
         elif tokens == 1:
             kept = padding[:, -1].bool()
-            slots = torch.where(kept, self._first_slot + self.seq_lens, -1)
-            self.seq_lens.add_(kept)
-            self.step = Step(1, slots, self.table, None)
+            self._state.add_(kept)
+            self.step = Step(1, torch.where(kept, self._slots, -1), self.table, None)
         else:
             self.step = self._advance_padded(tokens, padding[:, -tokens:])
         return self.step
 
     def _advance_all(self, tokens: int) -> Step:
-        before = self._first_slot + self.seq_lens
-        self.seq_lens.add_(tokens)
+        self._state.add_(tokens)
         if tokens == 1:
-            return Step(1, before, self.table, None)
-        index = torch.arange(tokens, device=self.device)
+            return self._one_token
+        index = torch.arange(1 - tokens, 1, dtype=torch.int32, device=self.device)
         starts = torch.arange(self.batch + 1, dtype=torch.int32, device=self.device) * tokens
-        return Step(tokens, (before[:, None] + index).flatten(), self.table, starts)
+        return Step(tokens, (self._slots[:, None] + index).flatten(), self.table, starts)
 
     def _advance_padded(self, tokens: int, padding: torch.Tensor) -> Step:
         """Sequences of padding, which attend to nothing, stand between the rows' sequences."""
         starts, counts = interleaved_starts(padding)
         kept = padding.bool()
-        index = self._first_slot[:, None] + self.seq_lens[:, None] + kept.cumsum(1) - 1
-        self.seq_lens.add_(counts)
+        index = self._slots[:, None] + kept.cumsum(1, dtype=torch.int32)
+        self._state.add_(counts)
         table = self.table.page_ids.new_zeros(2 * self.batch + 1, self.pages)
         table[1::2] = self.table.page_ids
         lens = self.seq_lens.new_zeros(2 * self.batch + 1)
@@ -114,12 +117,17 @@ class Rows:
     def crop(self, tokens: int) -> None:
         """Forgets the last tokens of every row."""
         self.length -= tokens
-        self.seq_lens.sub_(tokens).clamp_(min=0)
+        self._state.sub_(self.seq_lens.clamp(max=tokens))
 
     def clear(self) -> None:
         """Forgets all tokens."""
         self.length, self.step = 0, None
-        self.seq_lens.zero_()
+        self.set_lens(torch.zeros_like(self.seq_lens))
+
+    def set_lens(self, seq_lens: torch.Tensor) -> None:
+        """Makes each row as long as the int32 `[batch]` tensor says."""
+        self.seq_lens.copy_(seq_lens)
+        torch.add(self._first_slot, self.seq_lens - 1, out=self._slots)
 
     def decode_plan(self, q: torch.Tensor, cache: PagedKVCache) -> DecodePlan:
         """The plan of a decode step, made once for all layers of a shape."""

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.parallel_state import get_dcp_group
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -17,10 +18,12 @@ from vllm.v1.attention.backend import (
 )
 
 from narrowkv.attn_decode import DecodeShape
-from narrowkv.attn_prefill.checks import HEAD_DIMS
+from narrowkv.context_parallel import ShardLayout
+from narrowkv.engines.ranks import Ranks, RanksStep, attend_over_ranks
 from narrowkv.engines.steps import SCRATCH_BYTES, Step, attend, reserve_decode
 from narrowkv.engines.vllm.slots import CACHE_DTYPES, ULTRAQUANT, format_of, layer_cache, slot_bytes
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
+from narrowkv.paged_cache.layouts import HEAD_DIMS
 from narrowkv.runtime.errors import UnsupportedError
 
 
@@ -32,6 +35,8 @@ class NarrowMetadataBuilder(AttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.block_size = kv_cache_spec.block_size
+        sharded = getattr(kv_cache_spec, "dcp_sharded", True)
+        self.ranks = vllm_config.parallel_config.decode_context_parallel_size if sharded else 1
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
@@ -40,13 +45,16 @@ class NarrowMetadataBuilder(AttentionMetadataBuilder):
         if batch.causal is not True:
             raise UnsupportedError("narrowkv's backend serves causal attention, got causal=False from vLLM")
         requests = batch.num_reqs
-        return Step(
+        # Under decode context parallelism all ranks have the same page ids, each a page of tokens of its own.
+        return (Step if self.ranks == 1 else RanksStep)(
             batch.num_actual_tokens,
             batch.max_query_len,
             batch.max_seq_len,
             batch.query_start_loc[: requests + 1],
             PageTable.from_block_table(
-                batch.block_table_tensor[:requests], batch.seq_lens[:requests], page_size=self.block_size
+                batch.block_table_tensor[:requests],
+                batch.seq_lens[:requests],
+                page_size=self.block_size * self.ranks,
             ),
         )
 
@@ -116,7 +124,12 @@ class NarrowAttention(AttentionImpl):
         UnsupportedError: for ALiBi and for attention that is not a decoder's own.
     """
 
-    can_return_lse_for_decode = False
+    # Decode context parallelism: partial results are merged by natural logarithms, without sinks, and each
+    # speculative token has the keys that it attends to, whatever the interleave.
+    can_return_lse_for_decode = True
+    lse_base_on_e = True
+    supports_dcp = True
+    supports_mtp_with_cp_non_trivial_interleave_size = True
     supports_quant_query_input = False
 
     def __init__(
@@ -150,6 +163,7 @@ class NarrowAttention(AttentionImpl):
         }
         self._cache: tuple[int, PagedKVCache] | None = None
         self._max_batch = 1
+        self._ranks: Ranks | None = None
         self._reserve()
 
     def _reserve(self) -> None:
@@ -158,11 +172,19 @@ class NarrowAttention(AttentionImpl):
         if config is None:
             return
         self._max_batch = config.scheduler_config.max_num_seqs
+        if self.dcp_world_size > 1:
+            parallel = config.parallel_config
+            layout = ShardLayout(
+                self.dcp_world_size, self.dcp_rank, interleave=parallel.cp_kv_cache_interleave_size
+            )
+            comm = getattr(parallel, "dcp_comm_backend", "ag_rs")
+            self._ranks = Ranks(layout, get_dcp_group().device_group, comm)
         device = torch.empty(0).device
         dtype = config.model_config.dtype
         shape = DecodeShape(
-            batch=self._max_batch, q_len=1, num_qo_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_size, page_size=config.cache_config.block_size or 16,
+            batch=self._max_batch, q_len=1, num_qo_heads=self.num_heads * self.dcp_world_size,
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_size,
+            page_size=config.cache_config.block_size or 16,
             capacity=config.model_config.max_model_len, q_dtype=dtype,
         )  # fmt: skip
         name = format_of(self.kv_cache_dtype, dtype, device)
@@ -211,5 +233,10 @@ class NarrowAttention(AttentionImpl):
         step, cache = attn_metadata, self.cache_of(layer, kv_cache)
         tokens = step.num_tokens
         q, out = (x[:tokens].view(tokens, self.num_heads, self.head_size) for x in (query, output))
-        attend(step, q, cache, out, max_batch=self._max_batch, sinks=self.sinks, **self.options)
+        options: dict[str, Any] = {"max_batch": self._max_batch, "sinks": self.sinks, **self.options}
+        if self._ranks is not None and isinstance(step, RanksStep):
+            k, v = (x[:tokens].view(tokens, self.num_kv_heads, self.head_size) for x in (key, value))
+            attend_over_ranks(step, q, k, v, cache, out, ranks=self._ranks, **options)
+        else:
+            attend(step, q, cache, out, **options)
         return output

@@ -10,6 +10,7 @@ from itertools import product
 import torch
 
 from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_decode
+from narrowkv.attn_decode.cases import BOUND
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant.accuracy import compare
 from narrowkv.testing.bench.large_cache import CacheSizes, LargeCache
@@ -17,8 +18,6 @@ from narrowkv.testing.bench.measure import Bench, Call
 from narrowkv.testing.bench.modelled import ModelCall
 from narrowkv.testing.model import ModelExecutor, Scale
 
-BOUND = 0.002
-"""Largest relative L1 error of a 16-bit query over any cache."""
 # Of more tokens than this a sample of the sequences is compared; NaN is looked for in all outputs.
 _CHECK_ALL_TOKENS = 2**18
 _CHECKED_SEQUENCES = 4

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from narrowkv.attn_decode import paged_decode, plan_decode
-from narrowkv.attn_decode.workloads import DecodeWorkload
+from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
-from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
+from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import append
 from narrowkv.runtime.launch import LaunchOptions, RecordExecutor, executing
 from narrowkv.runtime.targets import Target
 from narrowkv.sage import plan_sage, sage_attention
 from narrowkv.sparse_fp8 import plan_sparse, sparse_decode, sparse_prefill_fp8
-from narrowkv.sparse_fp8.workloads import SparseWorkload
+from narrowkv.sparse_fp8.cases import SparseCase
 
 _CALLS = 50  # between two waits for the device; a stream's queue holds more
 
@@ -90,7 +90,7 @@ def host_us(call: Callable[[], object], samples: int, wait: Callable[[], None]) 
 def calls(device: str) -> Iterator[tuple[str, bool, Callable[[], object]]]:
     """Every operation on small tensors: name, whether a plan is given, the call."""
     sizes: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 128, "clean": True}
-    q, cache, table = DecodeWorkload(lens=(70, 5, 130), gqa_ratio=12, **sizes).build(device)
+    q, cache, table = DecodeCase.small(lens=(70, 5, 130), gqa_ratio=12, **sizes).build(device)
     out = torch.empty_like(q)
     decode_plan = plan_decode(q, cache, table)
     yield "paged_decode", True, lambda: paged_decode(q, cache, table, out=out, plan=decode_plan)
@@ -100,7 +100,7 @@ def calls(device: str) -> Iterator[tuple[str, bool, Callable[[], object]]]:
     slots = torch.arange(3, dtype=torch.int32, device=device)
     yield "append", True, lambda: append(cache, k_new, v_new, slots)
 
-    pq, pcache, ptable, starts = PrefillWorkload(gqa_ratio=12, **sizes).build(device)
+    pq, pcache, ptable, starts = PrefillCase.small(gqa_ratio=12, **sizes).build(device)
     pout = torch.empty_like(pq)
     prefill_plan = plan_prefill(pq, pcache, ptable, starts)
     yield (
@@ -110,14 +110,14 @@ def calls(device: str) -> Iterator[tuple[str, bool, Callable[[], object]]]:
     )
     yield "batch_prefill", False, lambda: batch_prefill(pq, pcache, ptable, starts, out=pout)
 
-    chunk = AppendWorkload(gqa_ratio=12, **sizes).build_append(device)
+    chunk = PrefillCase.append(gqa_ratio=12, **sizes).build_append(device)
     aq, acache, atable, astarts = chunk[0], chunk[3], chunk[4], chunk[5]
     aout = torch.empty_like(aq)
     append_plan = plan_append(aq, acache, atable, astarts)
     yield "prefill_append", True, lambda: prefill_append(*chunk[:6], out=aout, plan=append_plan)
     yield "prefill_append", False, lambda: prefill_append(*chunk[:6], out=aout)
 
-    rows = SparseWorkload().build(device)
+    rows = SparseCase.small().build(device)
     sout = torch.empty_like(rows.q)
     assert rows.prefix is not None
     most: dict[str, Any] = {"max_num_tokens": rows.q.shape[0], "max_indices": rows.prefix.nnz}
@@ -171,16 +171,16 @@ def kernels_of_random_calls(target: Target, device: str, count: int, seed: int =
         return tuple(min(int(choose.lognormvariate(4.0, 1.0)) + 1, 2000) for _ in range(batch))
 
     def decode(lens: tuple[int, ...]) -> None:
-        q, cache, table = DecodeWorkload(lens=lens, **heads).build(device)
+        q, cache, table = DecodeCase.small(lens=lens, **heads).build(device)
         paged_decode(q, cache, table)
 
     def prefill(lens: tuple[int, ...]) -> None:
         q_lens = tuple(choose.randint(1, length) for length in lens)
-        batch_prefill(*PrefillWorkload(q_lens=q_lens, lens=lens, **heads).build(device))
+        batch_prefill(*PrefillCase.small(q_lens=q_lens, lens=lens, **heads).build(device))
 
     def fill(lens: tuple[int, ...]) -> None:
         q_lens = tuple(choose.randint(1, 64) for _ in lens)
-        prefill_append(*AppendWorkload(q_lens=q_lens, lens=lens, **heads).build_append(device)[:6])
+        prefill_append(*PrefillCase.append(q_lens=q_lens, lens=lens, **heads).build_append(device)[:6])
 
     operations: dict[str, Callable[[tuple[int, ...]], None]] = {
         "paged_decode": decode,
@@ -194,7 +194,7 @@ def kernels_of_random_calls(target: Target, device: str, count: int, seed: int =
                 operation(lengths(16))
         found[name] = len(executor.found)
     executor = RecordExecutor(target)
-    _, cache, _ = DecodeWorkload(lens=(2000,), **heads).build(device)
+    _, cache, _ = DecodeCase.small(lens=(2000,), **heads).build(device)
     with executing(executor):
         for _ in range(count):
             tokens = min(int(choose.lognormvariate(3.0, 1.5)) + 1, 2000)
@@ -209,7 +209,7 @@ def workspaces(target: Target, device: str, sizes: Sequence[int], context: int) 
     found = {}
     with executing(NullExecutor(target)):
         # Tables and queries are made; the cache has one page, because a plan reads no contents.
-        _, cache, table = DecodeWorkload(lens=(1,), num_kv_heads=8, head_dim=128, clean=True).build(device)
+        _, cache, table = DecodeCase.small(lens=(1,), num_kv_heads=8, head_dim=128, clean=True).build(device)
         for batch in sizes:
             q = torch.empty(batch, 96, 128, dtype=torch.bfloat16, device=device)
             ids = torch.zeros(batch, context // table.page_size, dtype=torch.int32, device=device)

@@ -13,6 +13,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from narrowkv.attn_decode import paged_decode, plan_decode
+from narrowkv.attn_decode.cases import BOUND
 from narrowkv.attn_prefill import (
     batch_prefill,
     batch_prefill_reference,
@@ -20,10 +21,9 @@ from narrowkv.attn_prefill import (
     plan_prefill,
     prefill_append,
 )
-from narrowkv.attn_prefill.workloads import AppendWorkload, PrefillWorkload
+from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.quant.accuracy import compare
-from narrowkv.testing.bench.decode import BOUND
 from narrowkv.testing.bench.large_cache import CacheSizes, LargeCache
 from narrowkv.testing.bench.measure import Bench, Call
 from narrowkv.testing.bench.modelled import ModelCall
@@ -225,14 +225,9 @@ def _trace(shape: PrefillSizes, appends: bool, executor: ModelExecutor) -> objec
         workgroups=shape.num_kv_heads * shape.new / new, passes=middle / (prefix + new / 2),
         keys=shape.num_kv_heads * shape.length / (prefix + new),
     )  # fmt: skip
-    sizes: dict[str, Any] = {
-        "q_lens": (new,), "num_kv_heads": 1, "gqa_ratio": shape.ratio, "head_dim": shape.head_dim,
-        "page_size": shape.page_size, "format": shape.cache.cache_format,
-        "scale_group": shape.cache.scale_group or None, "clean": True,
-    }  # fmt: skip
-    if appends:
-        chunk = AppendWorkload(lens=(prefix,), **sizes).build_append()[:6]
-        plan = plan_append(chunk[0], *chunk[3:], num_splits=splits)
-        return prefill_append(*chunk, plan=plan)
-    paged = PrefillWorkload(lens=(prefix + new,), **sizes).build()
-    return batch_prefill(*paged, plan=plan_prefill(*paged, num_splits=splits))
+    return PrefillCase(
+        operation="append" if appends else "prefill", q_lens=(new,), lens=(prefix + new,), num_kv_heads=1,
+        gqa_ratio=shape.ratio, head_dim=shape.head_dim, page_size=shape.page_size,
+        format=shape.cache.cache_format, scale_group=shape.cache.scale_group or None, num_splits=splits,
+        clean=True,
+    ).inputs().call()  # fmt: skip

@@ -17,19 +17,21 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_fp8,
     sparse_prefill_reference,
 )
-from narrowkv.sparse_fp8.workloads import SparseWorkload
+from narrowkv.sparse_fp8.cases import BOUND_16_BIT_QUERY, BOUND_FP8_QK, SparseCase
 from narrowkv.testing.bench.measure import Bench, Call, Row
 from narrowkv.testing.bench.modelled import ModelCall
 from narrowkv.testing.bench.timing import GraphTimer
 from narrowkv.testing.model import ModelExecutor, Scale
 
 HEAD_DIM = 512
-BOUND_16_BIT_QUERY = 0.004
-BOUND_FP8_QUERY = 0.02
 _PAGE_SIZE = 64
 _CHECKED_TOKENS = 4
 _TRACED_TOKENS = 320  # by the model: so many that none is split
 _TRACED_ROWS = 512
+_WAYS: dict[str, dict[str, Any]] = {
+    "bf16": {"mode": "wide", "layout": "bf16"}, "prepass": {"mode": "prepass"}, "fused": {},
+    "fused-fp8q": {"q": "fp8"},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def _call(shape: SparseSizes, mode: str, pool: Pool, device: str) -> Call:
         shape.bytes_touched(row_bytes),
         shape.flops,
         lambda o: compare(o[tokens], expected).relative_l1,
-        BOUND_16_BIT_QUERY if fp8_query is None else BOUND_FP8_QUERY,
+        BOUND_16_BIT_QUERY if fp8_query is None else BOUND_FP8_QK,
         extra={"scratch_bytes": partial(_scratch_bytes, run) if q.is_cuda else None},
     )
 
@@ -150,11 +152,7 @@ def _scratch_bytes(run: Callable[[], object], timer: GraphTimer) -> float:
 def _trace(shape: SparseSizes, mode: str, executor: ModelExecutor) -> object:
     """Makes a smaller call of the mode."""
     tokens, rows = min(shape.tokens, _TRACED_TOKENS), min(shape.topk, _TRACED_ROWS)
-    layout = "bf16" if mode == "bf16" else "packed584"
-    inputs = SparseWorkload(prefix_lens=(rows,) * tokens, num_qo_heads=shape.heads, layout=layout).build()
     more = shape.tokens / tokens
     executor.scale = Scale(workgroups=more, passes=shape.topk / rows, keys=more * shape.topk / rows)
-    if mode == "bf16":
-        return sparse_prefill(inputs.q, inputs.prefix)
-    q: Any = DSV4Rows.quantize(inputs.q, layout=layout) if mode == "fused-fp8q" else inputs.q
-    return sparse_prefill_fp8(q, inputs.prefix, mode=mode.partition("-")[0], num_qo_heads=shape.heads)
+    case = SparseCase(num_qo_heads=shape.heads, prefix_lens=(rows,) * tokens, **_WAYS[mode])
+    return case.inputs().call()

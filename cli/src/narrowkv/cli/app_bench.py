@@ -1,0 +1,216 @@
+"""The commands `narrowkv bench`; each imports its work when it is called."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from narrowkv.cli.command_line import command
+from narrowkv.cli.cp_options import bench_context_parallel
+from narrowkv.cli.names import (
+    PLACES,
+    QUERY_DTYPES,
+    SAGE_GRANULARITIES,
+    SAGE_PRECISIONS,
+    SPARSE_MODES,
+    cache_formats,
+    choices,
+    one_of,
+)
+from narrowkv.cli.options import Count, Formats, Query, numbers, starting_with
+from narrowkv.cli.report import ExitCode, Report, UsageError
+
+bench = typer.Typer(no_args_is_help=True)
+BenchOn = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--on",
+        metavar="PLACES",
+        help="gpu, which measures, or gfx942 and gfx950, whose times are a model's. Default: gpu.",
+        autocompletion=starting_with(*PLACES[1:]),
+    ),
+]
+Samples = Annotated[int, typer.Option(min=1, help="The most samples of a row.")]
+# The batches that engines capture graphs of, up to 512.
+CAPTURES = ",".join(map(str, [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]))
+
+
+def _modelled(report: Report, on: list[str] | None, *idle: str) -> list[str]:
+    """The targets of a bench that is modelled; none for one that is measured."""
+    chosen = choices("--on", on, PLACES[1:]) if on else ["gpu"]
+    if chosen == ["gpu"]:
+        return []
+    if "gpu" in chosen:
+        raise UsageError("--on must be gpu, or AMD targets whose times are a model's: measure in another run")
+    report.refuse("to modelled times", "samples", *idle)
+    return chosen
+
+
+@command(bench, "decode", title="bench")
+def bench_decode(
+    report: Report,
+    batch: Annotated[str, typer.Option(metavar="LIST", help="Sequences.")] = "1,4,16,64,128",
+    context: Annotated[
+        str, typer.Option(metavar="LIST", help="Tokens of each sequence.")
+    ] = "1024,8192,32768",
+    page_size: Annotated[str, typer.Option(metavar="LIST")] = "1,16,64",
+    num_kv_heads: Count = 8,
+    ratio: Annotated[str, typer.Option(metavar="LIST", help="Query heads for each KV head.")] = "12",
+    head_dim: Count = 128,
+    cache_format: Formats = "fp8_e4m3fn,bf16",
+    q: Query = "bf16",
+    samples: Samples = 50,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Also time torch SDPA, AITER and FlashInfer.")
+    ] = False,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="Plans whose bits do not depend on the batch.")
+    ] = False,
+    against: Annotated[
+        Path | None, typer.Option(metavar="BASELINE.json", help="Compare; slower rows end with 4.")
+    ] = None,
+    threshold: Annotated[float, typer.Option(help="How much slower a row may become.")] = 0.05,
+    on: BenchOn = None,
+) -> ExitCode:
+    """Measure paged decode over batches, contexts, page sizes, ratios and formats."""
+    targets = _modelled(report, on, "peers", "batch_invariant", "against", "threshold")
+    lists = {"batch": batch, "context": context, "page-size": page_size, "ratio": ratio}
+    sizes = {name: numbers(f"--{name}", text) for name, text in lists.items()}
+    formats, q = cache_formats("--format", cache_format), one_of("--q", q, QUERY_DTYPES)
+    from narrowkv.cli import bench as tables
+    from narrowkv.testing.bench.decode import DecodeBench, decode_sizes
+
+    try:
+        rows = decode_sizes(
+            batches=sizes["batch"], contexts=sizes["context"], page_sizes=sizes["page-size"],
+            ratios=sizes["ratio"], num_kv_heads=num_kv_heads, head_dim=head_dim, q=q, formats=formats,
+        )  # fmt: skip
+    except ValueError as error:
+        raise UsageError(f"--context, --page-size: {error}") from None
+    if targets:
+        return tables.bench_modelled(DecodeBench(), rows, targets, report)
+    others = tables.decode_peers() if peers else {}
+    return tables.bench(
+        DecodeBench(batch_invariant=batch_invariant, peers=others), rows, report, samples=samples,
+        settings={"peers": peers, "batch_invariant": batch_invariant}, against=against, threshold=threshold,
+    )  # fmt: skip
+
+
+@command(bench, "prefill", title="bench")
+def bench_prefill(
+    report: Report,
+    new: Annotated[str, typer.Option(metavar="LIST", help="New tokens.")] = "128,1024,4096",
+    prefix: Annotated[str, typer.Option(metavar="LIST", help="Older tokens.")] = "0,4096,32768",
+    heads: Annotated[str, typer.Option(metavar="LIST", help="Query heads / KV heads.")] = "96/8,32/8",
+    head_dim: Count = 128,
+    page_size: Count = 16,
+    cache_format: Formats = "fp8_e4m3fn,bf16",
+    samples: Samples = 50,
+    on: BenchOn = None,
+) -> ExitCode:
+    """Measure prefill of one sequence over prefixes, beside torch SDPA, and prefill that appends."""
+    pairs = [tuple(part.split("/")) for part in heads.split(",")]
+    if any(len(p) != 2 or not all(n.isdecimal() and int(n) for n in p) for p in pairs):
+        raise UsageError(f"--heads must be query heads / KV heads, joined by commas, got {heads!r}")
+    lengths = numbers("--new", new), numbers("--prefix", prefix, least=0)
+    formats = cache_formats("--format", cache_format)
+    from narrowkv.cli import bench as tables
+    from narrowkv.testing.bench.prefill import PrefillBench, prefill_sizes
+
+    rows = list(prefill_sizes(*lengths, [(int(q), int(kv)) for q, kv in pairs], formats, head_dim, page_size))
+    if targets := _modelled(report, on):
+        return tables.bench_modelled(PrefillBench(), rows, targets, report)
+    return tables.bench(PrefillBench(), rows, report, samples=samples)
+
+
+@command(bench, "sparse", title="bench")
+def bench_sparse(
+    report: Report,
+    tokens: Annotated[str, typer.Option(metavar="LIST", help="Query tokens.")] = "1024,4096",
+    heads: Annotated[str, typer.Option(metavar="LIST", help="Query heads.")] = "16,64,128",
+    topk: Annotated[str, typer.Option(metavar="LIST", help="Rows that each token attends to.")] = "512,2048",
+    pool: Annotated[int, typer.Option(min=1, help="Rows of the pool.")] = 65536,
+    mode: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help=f"Of {', '.join(SPARSE_MODES)}.",
+            autocompletion=starting_with(*SPARSE_MODES),
+        ),
+    ] = "bf16,prepass,fused",
+    samples: Samples = 50,
+    on: BenchOn = None,
+) -> ExitCode:
+    """Measure DeepSeek-V4 sparse prefill over tokens, heads and top-k, in each mode."""
+    lists = {"tokens": tokens, "heads": heads, "topk": topk}
+    sizes = [numbers(f"--{name}", text) for name, text in lists.items()]
+    modes = choices("--mode", mode, SPARSE_MODES)
+    from narrowkv.cli import bench as tables
+    from narrowkv.testing.bench.sparse import SparseBench, SparseSizes
+
+    rows = [SparseSizes(t, h, k, pool) for t, h, k in product(*sizes)]
+    if targets := _modelled(report, on):
+        return tables.bench_modelled(SparseBench(modes), rows, targets, report)
+    return tables.bench(SparseBench(modes), rows, report, samples=samples, settings={"modes": modes})
+
+
+@command(bench, "sage", title="bench")
+def bench_sage(
+    report: Report,
+    batch: Annotated[str, typer.Option(metavar="LIST", help="Sequences.")] = "2",
+    context: Annotated[str, typer.Option(metavar="LIST", help="Tokens of Q, and of K.")] = "4096,16384",
+    heads: Annotated[int, typer.Option(min=1, help="Heads of Q, K and V.")] = 32,
+    head_dim: Count = 128,
+    qk: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help=f"Of {', '.join(SAGE_PRECISIONS)}.",
+            autocompletion=starting_with(*SAGE_PRECISIONS),
+        ),
+    ] = "int8",
+    granularity: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help=f"Of {', '.join(SAGE_GRANULARITIES)}.",
+            autocompletion=starting_with(*SAGE_GRANULARITIES),
+        ),
+    ] = "per_thread,per_warp,per_block",
+    samples: Samples = 20,
+    on: BenchOn = None,
+) -> ExitCode:
+    """Measure Sage attention, quantisation included, beside torch's SDPA in bf16, unmasked and causal."""
+    sizes = product(numbers("--batch", batch), numbers("--context", context), (False, True))
+    precisions = choices("--qk", qk, SAGE_PRECISIONS)
+    groups = choices("--granularity", granularity, SAGE_GRANULARITIES)
+    from narrowkv.cli import bench as tables
+    from narrowkv.testing.bench.sage import SageBench, SageSizes
+
+    rows = [SageSizes(b, c, heads, head_dim, causal) for b, c, causal in sizes]
+    sage = SageBench(precisions, groups)
+    if targets := _modelled(report, on):
+        return tables.bench_modelled(sage, rows, targets, report)
+    settings = {"qk": precisions, "granularity": groups}
+    return tables.bench(sage, rows, report, samples=samples, settings=settings)
+
+
+@command(bench, "host", files=("out",), title="bench host")
+def bench_host(
+    report: Report,
+    samples: Samples = 20,
+    shapes: Annotated[int, typer.Option(min=0, help="Random calls of each operation; 0 for none.")] = 50,
+    captures: Annotated[str, typer.Option(metavar="LIST", help="Batches of captured graphs.")] = CAPTURES,
+    context: Annotated[int, typer.Option(min=16, help="Tokens that a captured batch may hold.")] = 131072,
+) -> ExitCode:
+    """Measure the Python time of each operation beside torch.add_, and the kernels of random shapes."""
+    sizes = numbers("--captures", captures)
+    from narrowkv.cli.bench import bench_host as run
+
+    return run(report, samples=samples, shapes=shapes, captures=sizes, context=context)
+
+
+command(bench, "cp", files=("out", "csv"), title="bench cp")(bench_context_parallel)

@@ -1,0 +1,137 @@
+"""The commands `narrowkv validate`; each imports its work when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from narrowkv.cli.command_line import DecodeByDefault, command
+from narrowkv.cli.names import PLACES, check_case_formats, choices, one_of
+from narrowkv.cli.options import Context, Count, Jobs, Where, starting_with
+from narrowkv.cli.options import jobs as number_of
+from narrowkv.cli.report import ExitCode, Report
+
+validate = typer.Typer(cls=DecodeByDefault)
+Cases = Annotated[
+    list[str] | None,
+    typer.Option("--case", metavar="LINE", help="Only this case, as a sweep prints it; repeatable."),
+]
+
+
+def _check(report: Report, where: Where, case: list[str] | None = None) -> None:
+    """Refuses, before torch is imported, misspelled names and options that a case makes idle."""
+    if where.on:
+        choices("--on", where.on, PLACES)
+    if case:
+        check_case_formats(case)
+        report.refuse("with --case, which says all of a case", "full", "seed")
+
+
+def _run(
+    operation: str, report: Report, where: Where, case: list[str] | None, sweep: Callable[[Any], Any],
+    *, seed: int = 0,
+) -> ExitCode:  # fmt: skip
+    """Validates cases of an operation: those that are named, or a sweep of what a place serves."""
+    from narrowkv.cli.cases import KINDS
+    from narrowkv.cli.validate import validate as run
+
+    kind = KINDS[operation]
+    lines = [kind.parse(line) for line in case or ()]
+    return run(lines or sweep, report, seed=seed, kind=kind, **where.settings())
+
+
+@command(validate, "decode", title="validate")
+def validate_decode(
+    report: Report,
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="Many random mixtures, or each value of each axis.")
+    ] = False,
+    case: Cases = None,
+    seed: Annotated[int, typer.Option(help="Of the random mixtures.")] = 0,
+    *,
+    where: Where,
+) -> ExitCode:
+    """Sweep decode's axes against the reference: error table, worst cases, commands that repeat them."""
+    _check(report, where, case)
+    from narrowkv.attn_decode.cases import sweep
+
+    return _run("decode", report, where, case, lambda place: sweep(full=full, seed=seed), seed=seed)
+
+
+@command(validate, "prefill", title="validate prefill")
+def validate_prefill(
+    report: Report,
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="Also cross kernels, formats, sizes and options.")
+    ] = False,
+    case: Cases = None,
+    *,
+    where: Where,
+) -> ExitCode:
+    """Sweep prefill, and prefill that appends, whose cache must be right to the byte."""
+    _check(report, where, case)
+    from narrowkv.attn_prefill.cases import sweep
+
+    return _run("prefill", report, where, case, lambda place: sweep(place.target, everything=full))
+
+
+@command(validate, "sparse", title="validate sparse")
+def validate_sparse(
+    report: Report,
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="Also cross row lengths, heads and skipped indices.")
+    ] = False,
+    case: Cases = None,
+    *,
+    where: Where,
+) -> ExitCode:
+    """Sweep DeepSeek-V4 sparse attention: ways to attend, layouts, row lengths, heads, options."""
+    _check(report, where, case)
+    from narrowkv.sparse_fp8.cases import sweep
+
+    return _run("sparse", report, where, case, lambda place: sweep(everything=full))
+
+
+@command(validate, "sage", title="validate sage")
+def validate_sage(
+    report: Report,
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="Also every precision, granularity and mask together.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    *,
+    where: Where,
+) -> ExitCode:
+    """Show what Sage attention's granularities cost in accuracy, beside the published figures."""
+    _check(report, where)
+    from narrowkv.cli.validate_sage import validate_sage as run
+    from narrowkv.sage import cases
+
+    return run(cases.sweep(full=full, seed=seed), report, seed=seed, **where.settings())
+
+
+@command(validate, "fp4", title="validate fp4")
+def validate_fp4(
+    report: Report,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each input set.")] = 3,
+    batch: Count = 8,
+    context: Context = 4096,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--on",
+            help="cpu or gpu; default: the GPU if there is one.",
+            autocompletion=starting_with(*PLACES[:2]),
+        ),
+    ] = None,
+    jobs: Jobs = None,
+) -> ExitCode:
+    """Show what each FP4, FP8 and mixed cache recipe costs in accuracy, on two input sets."""
+    if on is not None:
+        one_of("--on", on, PLACES[:2])
+    from narrowkv.cli.validate_fp4 import validate_fp4 as run
+    from narrowkv.testing.format_errors import Sizes
+
+    return run(report, seeds=seeds, sizes=Sizes(batch=batch, context=context), on=on, jobs=number_of(jobs))

@@ -1,0 +1,110 @@
+"""Options that several commands share, and what their texts mean; nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from narrowkv.cli.names import AMD_TARGETS, CACHE_FORMATS, PLACES, QUERY_DTYPES, choices
+from narrowkv.cli.report import UsageError
+
+
+def starting_with(*known: str) -> Callable[[str], list[str]]:
+    """Completes the last of names joined by commas."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in known if name.startswith(last)]
+
+    return complete
+
+
+On = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--on",
+        metavar="PLACES",
+        help="cpu, gpu, or gfx942 or gfx950 emulated; several joined by commas or repeated. "
+        "Default: the GPU if there is one, else the CPU.",
+        autocompletion=starting_with(*PLACES),
+    ),
+]
+Jobs = Annotated[
+    int | None, typer.Option("--jobs", "-j", min=1, help="Processes; default: one for each core, up to 8.")
+]
+DetectRaces = Annotated[
+    bool, typer.Option("--detect-races", help="With emulated places: watch LDS for races.")
+]
+DetectHazards = Annotated[
+    bool,
+    typer.Option(
+        "--detect-hazards", help="With emulated places: check waits for memory and wait states, and races."
+    ),
+]
+Targets = Annotated[
+    str,
+    typer.Option(
+        "--target",
+        metavar="NAMES",
+        help="AMD targets to compile for.",
+        autocompletion=starting_with(*AMD_TARGETS),
+    ),
+]
+BOTH = ",".join(AMD_TARGETS)
+Context = Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")]
+Count = Annotated[int, typer.Option(min=1)]
+Query = Annotated[
+    str, typer.Option(help="Of the query: bf16 or fp16.", autocompletion=starting_with(*QUERY_DTYPES))
+]
+Formats = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        "--cache",
+        metavar="LIST",
+        help="Cache formats; K's and V's as k/v, FP4's scales per 32 as :32.",
+        autocompletion=starting_with(*CACHE_FORMATS),
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where cases run, and what is watched there; a command that takes one has its fields as options."""
+
+    on: On = None
+    detect_races: DetectRaces = False
+    detect_hazards: DetectHazards = False
+    jobs: Jobs = None
+
+    def settings(self) -> dict[str, Any]:
+        """Keyword arguments of what runs the cases."""
+        return {
+            "on": self.on,
+            "detect_races": self.detect_races,
+            "detect_hazards": self.detect_hazards,
+            "jobs": jobs(self.jobs),
+        }
+
+
+def jobs(given: int | None) -> int:
+    """Processes to use."""
+    from narrowkv.testing.processes import default_jobs
+
+    return given or default_jobs()
+
+
+def amd_targets(text: str) -> tuple[str, ...]:
+    """The targets of --target."""
+    return tuple(choices("--target", text, AMD_TARGETS))
+
+
+def numbers(option: str, text: str, least: int = 1) -> list[int]:
+    """Numbers joined by commas, each at least `least`."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) >= least for part in parts):
+        raise UsageError(f"{option} must be numbers of at least {least} joined by commas, got {text!r}")
+    return [int(part) for part in parts]

@@ -1,1 +1,0 @@
-"""Prefill's part of the command line: its contracts' tensors, its bench, what it compiles to."""

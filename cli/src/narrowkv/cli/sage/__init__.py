@@ -1,1 +1,0 @@
-"""Sage attention on the command line: what `probe`, `validate`, `bench` and `inspect` need of it."""

@@ -1,0 +1,158 @@
+"""What calls of decode share whose tensors have the same metadata: launches, grids, sizes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+
+from narrowkv.attn_decode.arguments import BoundCache
+from narrowkv.attn_decode.config import SCALED_DOT_DEPTH, DecodeConfig, DecodeShape
+from narrowkv.attn_decode.kernels import Blocks, Rows, Rules, Sizes, Workspace
+from narrowkv.paged_cache.bound_table import BoundTable
+from narrowkv.paged_cache.kernels.pages import TableSteps
+from narrowkv.runtime.launch import BoundLaunch, FixedLaunch, Part, Varies
+from narrowkv.runtime.targets import Target
+
+# The values of a call, in this order: its launches take them by their index.
+_VALUES = (
+    "q", "o", "lse", "sinks", "ranges", "ids", "row", "lens", "num_ids", "max_pages", "qk_scale", "v_factor",
+    "k", "v", "k_descale", "v_descale", "block", "counters", "acc_offset", "ml_offset",
+)  # fmt: skip
+_VALUE = {name: Varies(index) for index, name in enumerate(_VALUES)}
+
+
+class Call(NamedTuple):
+    """What `DecodePlan.run` prepared for calls whose tensors have the same metadata.
+
+    Attributes:
+        attend, merge: the launches; `merge` is None where no second kernel is needed.
+        grid, merge_grid: their grids.
+        empty: no sequence has keys, because the cache or the page table has no pages.
+        num_bytes, ml_offset: of the partial results that a call allocates, and where `ml` begins in them; 0
+            where there are none or the plan has memory for them.
+        counters: how many arrival counters such a call needs.
+        logit_scale: scale of the logits without the cache's descale.
+        out_dtype: of a new output.
+        q_bytes, o_bytes, lse_bytes, sinks_bytes: bytes that the tensors span.
+    """
+
+    attend: FixedLaunch
+    merge: FixedLaunch | None
+    grid: tuple[int, int, int]
+    merge_grid: tuple[int, int, int]
+    empty: bool
+    num_bytes: int
+    ml_offset: int
+    counters: int
+    logit_scale: float
+    out_dtype: torch.dtype
+    q_bytes: int
+    o_bytes: int
+    lse_bytes: int
+    sinks_bytes: int
+
+
+def power_of_two(head_dim: int) -> int:
+    """The least power of two that is at least `head_dim`."""
+    return 1 << (head_dim - 1).bit_length()
+
+
+def constants_of(
+    target: Target,
+    shape: DecodeShape,
+    config: DecodeConfig,
+    bound: BoundCache,
+    *,
+    ragged: bool,
+    window_left: int,
+    soft_cap: bool,
+    sinks: bool,
+    lse: bool,
+) -> dict[str, Any]:
+    """Constants of the attention kernel."""
+    native = config.kernel == "native"
+    half = "bf16" not in (bound.k_stored.format, bound.v_stored.format)
+    block_d = power_of_two(shape.head_dim)
+    return {
+        "SIZES": Sizes(
+            shape.num_kv_heads, shape.gqa_ratio, shape.q_len, shape.head_dim, shape.page_size, ragged
+        ),
+        "K": bound.k_stored,
+        "V": bound.v_stored,
+        "RULES": Rules(
+            compute=tl.float16 if half else tl.bfloat16,
+            scale_q=half and shape.q_dtype == torch.bfloat16 and not native,
+            split_q=not half and shape.q_dtype == torch.float16,
+            native=native,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            lse=lse,
+            window_left=window_left,
+            wide_address=bound.wide_address,
+            even=config.split == "even",
+            partial=config.split != "none",
+            can_merge=config.merge_in_launch or not (config.split == "none" or target.is_amd),
+        ),
+        "BLOCKS": Blocks(
+            config.block_m, config.block_n, block_d, max(block_d, SCALED_DOT_DEPTH) if native else block_d
+        ),
+    }
+
+
+def allocated(counters: bool) -> Workspace:
+    """What stands for partial results that each call allocates in one block."""
+    acc, ml = (
+        Part(_VALUES.index("block"), _VALUES.index(f"{name}_offset"), torch.float32) for name in ("acc", "ml")
+    )
+    return Workspace(acc, ml, _VALUE["counters"] if counters else None)
+
+
+def fix_launches(
+    attend: BoundLaunch,
+    merge: BoundLaunch | None,
+    bound: BoundCache,
+    table: BoundTable,
+    partial: Workspace,
+    config: DecodeConfig,
+    strides: tuple[int, int, int, int, int],
+    *,
+    num_pages: int,
+    soft_cap: float,
+    lse: bool,
+    sinks: bool,
+) -> tuple[FixedLaunch, FixedLaunch | None]:
+    """The launches with all arguments but those that differ from call to call.
+
+    Args:
+        attend, merge: the kernels.
+        bound, table: the cache and the page table, of which strides are taken.
+        partial: memory of partial results, or what stands for it.
+        config: the configuration.
+        strides: of a token and a head of q and of o, and of a token of lse.
+        num_pages: pages of the cache.
+        soft_cap: the cap of logits, or 0.
+        lse, sinks: whether there are such tensors.
+    """
+    value = _VALUE
+    rows = Rows(
+        value["q"], value["o"], value["lse"] if lse else None, value["sinks"] if sinks else None, *strides,
+        None if table.ranges is None else value["ranges"],
+    )  # fmt: skip
+    k, v = bound.k._replace(ptr=value["k"]), bound.v._replace(ptr=value["v"])
+    k_descale, v_descale = (
+        each if each.ptr is None else each._replace(ptr=value[name])
+        for name, each in (("k_descale", bound.k_descale), ("v_descale", bound.v_descale))
+    )
+    pages = (
+        *(value[name] for name in ("ids", "row", "lens", "num_ids", "max_pages")),
+        TableSteps(num_pages, *table.steps),
+    )
+    sizes = (table.batch, config.num_units, max(config.tiles_per_split, 1))
+    attending = (
+        rows, k, v, k_descale, v_descale, partial, *pages, value["qk_scale"], value["v_factor"], soft_cap,
+        *sizes, int(config.merge_in_launch),
+    )  # fmt: skip
+    merging = (rows, v_descale, partial, *pages, value["v_factor"], *sizes)
+    return FixedLaunch(attend, attending), None if merge is None else FixedLaunch(merge, merging)

@@ -1,0 +1,245 @@
+"""Cases of decode: shapes, axes, seeded inputs and bounds, for tests, `validate`, `probe` and `bench`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from narrowkv.attn_decode.api import paged_decode
+from narrowkv.attn_decode.plan import DecodePlan
+from narrowkv.attn_decode.planning import plan_decode
+from narrowkv.attn_decode.reference import paged_decode_reference
+from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.paged_cache.cases import DESCALES, LAYOUTS, CacheCase
+from narrowkv.runtime.cases import each_alone, named, word_of
+
+__all__ = ["AXES", "GLM_GQA12", "K8V4", "DecodeCase", "DecodeInputs", "at_random", "sweep"]
+
+BOUND = 0.002
+"""Of the relative L1 error of 16-bit queries over any cache."""
+LSE_BOUND = 1e-3
+QUERIES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_OUTPUTS = {"": None, **QUERIES, "fp32": torch.float32}
+QUICK_RANDOM_CASES = 40
+FULL_RANDOM_CASES = 800
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeCase(CacheCase):
+    """One decode call: a cache, and sizes and options of the call.
+
+    Attributes:
+        q_len: query tokens of each sequence.
+        gqa_ratio: query heads for each KV head.
+        q_dtype, out_dtype: of query and output; None for q's.
+        window_left, logits_soft_cap, sinks: options of the call; -1 and 0 are off.
+        split: forces how the keys are split; empty leaves it to the plan.
+        kernel: forces "native" or "decode"; empty leaves it to the target.
+    """
+
+    lens: tuple[int, ...] = (64, 37)
+    stale_columns: int = 1
+    spread: float = 1.0
+    q_len: int = 1
+    gqa_ratio: int = named(12, "ratio")
+    q_dtype: torch.dtype = named(torch.bfloat16, "q", QUERIES)
+    out_dtype: torch.dtype | None = named(None, "out", _OUTPUTS)
+    window_left: int = named(-1, "window")
+    logits_soft_cap: float = named(0.0, "soft_cap")
+    sinks: bool = False
+    split: str = ""
+    kernel: str = ""
+
+    bound = BOUND
+    lse_bound = LSE_BOUND
+
+    @classmethod
+    def small(cls, **changes: Any) -> DecodeCase:
+        """A case that the interpreter runs in a moment, with some fields changed; most tests vary it."""
+        return cls(**{"lens": (70, 5, 130), "head_dim": 64, "stale_columns": 0, "spread": 0.5, **changes})
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """The query's dtype and the cache's format, for tables."""
+        same = self.formats.k == self.formats.v
+        return word_of(self, "q_dtype"), self.formats.k if same else "K and V differ"
+
+    def build(
+        self, device: torch.device | str = "cpu", seed: int | None = None
+    ) -> tuple[torch.Tensor, PagedKVCache, PageTable]:
+        """Q `[batch * q_len, num_qo_heads, head_dim]`, the cache and its page table.
+
+        Raises:
+            CaseError: the layout does not go with the page size, the sizes or the formats.
+            ValueError, TypeError: the cache refuses a format, layout or size.
+        """
+        return self._draw(torch.manual_seed(self.seed if seed is None else seed), device)
+
+    def inputs(self, device: str = "cpu") -> DecodeInputs:
+        """The same with the options of the call. Raises what `build` raises."""
+        generator = torch.Generator().manual_seed(self.seed)
+        q, cache, table = self._draw(generator, device)
+        sinks = torch.randn(q.shape[1], generator=generator).to(device) if self.sinks else None
+        options = {
+            "logits_soft_cap": self.logits_soft_cap,
+            "window_left": self.window_left,
+            "sinks": sinks,
+            "out_dtype": self.out_dtype,
+        }
+        return DecodeInputs(q, cache, table, options, self.split or None, self.kernel or None)
+
+    def _draw(
+        self, generator: torch.Generator, device: torch.device | str
+    ) -> tuple[torch.Tensor, PagedKVCache, PageTable]:
+        cache, table = self.cache(generator, device)
+        size = (len(self.lens) * self.q_len, self.num_kv_heads * self.gqa_ratio, self.head_dim)
+        return torch.randn(size, generator=generator).to(self.q_dtype).to(device), cache, table
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """The tensors of a call.
+
+    Attributes:
+        q: `[batch * q_len, num_qo_heads, head_dim]`.
+        cache, table: the paged cache and its page table.
+        options: keyword arguments of `paged_decode` other than `plan`.
+        split, kernel: what the plan is told, or None.
+    """
+
+    q: torch.Tensor
+    cache: PagedKVCache
+    table: PageTable
+    options: dict[str, Any] = field(default_factory=dict)
+    split: str | None = None
+    kernel: str | None = None
+
+    def plan(self) -> DecodePlan:
+        """The plan that the case asks for."""
+        return plan_decode(self.q, self.cache, self.table, split=self.split, kernel=self.kernel)
+
+    def call(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`paged_decode` on these inputs: `(o, lse)`."""
+        plan = self.plan() if self.split or self.kernel else None
+        o, lse = paged_decode(self.q, self.cache, self.table, **self.options, return_lse=True, plan=plan)
+        return o, lse
+
+    def prepare(self) -> Callable[[], torch.Tensor]:
+        """Plans; the call that it returns runs the plan and gives `o`."""
+        run: Any = partial(paged_decode, self.q, self.cache, self.table, **self.options, plan=self.plan())
+        prepared: Callable[[], torch.Tensor] = run
+        return prepared
+
+    def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(o, lse)` in fp32 on the dequantised cache."""
+        options = {name: value for name, value in self.options.items() if name != "out_dtype"}
+        o, lse = paged_decode_reference(self.q, self.cache, self.table, **options, return_lse=True)
+        return o, lse
+
+    def bytes_per_token(self) -> float:
+        """Bytes of K and V that a token takes, over all heads."""
+        return self.cache.bytes_per_token()
+
+    def wrong_bytes(self) -> str:
+        """Decode stores nothing in the cache."""
+        return ""
+
+
+GLM_GQA12 = DecodeCase(lens=(1024,) * 4, num_kv_heads=8)
+"""GLM-4.5-Air's attention, batch 4, context 1024."""
+K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
+"""Keys in FP8, values in FP4: most of FP4's capacity at a third of its error."""
+
+_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1")
+# Each value alone is one case of the quick sweep; the full one mixes them at random. "k" and "v" are the two
+# sides of the field `format`.
+AXES: dict[str, tuple[Any, ...]] = {
+    "gqa_ratio": (1, 2, 3, 5, 6, 7, 8, 12, 16, 17, 71),
+    "head_dim": (64, 80, 96, 128, 192, 256),
+    "page_size": (1, 3, 7, 16, 48, 64),
+    "layout": LAYOUTS,
+    "ragged": (False, True),
+    "granularity": DESCALES,
+    "k": _FORMATS,
+    "v": _FORMATS,
+    "scale_group": (None, 32),
+    "q_dtype": tuple(QUERIES.values()),
+    "out_dtype": tuple(_OUTPUTS.values()),
+    "q_len": (1, 2, 4),
+    "window_left": (-1, 0, 5, 40),
+    "logits_soft_cap": (0.0, 2.0, 30.0),
+    "sinks": (False, True),
+    "lens": (
+        (64, 37), (1,), (0,), (0, 1, 2), (16, 17, 15), (31, 32, 33), (63, 64, 65), (129, 0, 7), (300, 5),
+    ),
+    "split": ("", "none", "even", "uniform"),
+    "outliers": (False, True),
+    "clean": (False, True),
+    "num_kv_heads": (1, 2, 3),
+}  # fmt: skip
+_VECTOR_PAGES = (16, 48, 64)
+
+
+def _mixed(k: str, v: str) -> str | CacheFormat:
+    return k if k == v else CacheFormat(k, v)
+
+
+def mended(case: DecodeCase) -> DecodeCase:
+    """The nearest case that a cache can have: some layouts need certain page sizes and formats."""
+    k, v = case.formats.k, case.formats.v
+    if case.layout == "tokens" and case.page_size != 1:
+        case = replace(case, page_size=1)
+    if case.layout == "vectorised":
+        if case.page_size not in _VECTOR_PAGES:
+            case = replace(case, page_size=16)
+        if case.head_dim % 16:
+            case = replace(case, head_dim=64)
+    if case.layout == "concat" or {k, v} == {"bf16", "fp16"}:
+        case = replace(case, format=k)
+    if "fp4_e2m1" not in (case.formats.k, case.formats.v):
+        case = replace(case, scale_group=None)
+    elif case.layout == "vectorised":
+        case = replace(case, layout="HND")
+    if case.scale_group and case.head_dim % case.scale_group:
+        case = replace(case, head_dim=64)
+    return case
+
+
+def one_at_a_time() -> Iterator[DecodeCase]:
+    """The default case, and each value of each axis alone; a cache format also for K and V alike."""
+    base = DecodeCase()
+    yield base
+    sides: dict[str, list[Any]] = {
+        "k": [_mixed(k, base.formats.v) for k in AXES["k"]],
+        "v": [_mixed(base.formats.k, v) for v in AXES["v"]],
+    }
+    for name, values in AXES.items():
+        axis = {"format": sides[name]} if name in sides else {name: values}
+        yield from map(mended, each_alone(base, axis))
+    for fmt in AXES["k"]:
+        yield DecodeCase(format=fmt)
+    yield from (DecodeCase(format=fmt, scale_group=32) for fmt in ("fp4_e2m1", K8V4))
+    yield DecodeCase(format="fp4_e2m1", page_size=1, gqa_ratio=17, q_len=2)
+
+
+def at_random(count: int, seed: int) -> Iterator[DecodeCase]:
+    """Cases with every axis drawn at random; half of them with one format for K and V."""
+    draw = random.Random(seed)
+    for number in range(count):
+        values = {name: draw.choice(choices) for name, choices in AXES.items()}
+        k, v = values.pop("k"), values.pop("v")
+        if values["gqa_ratio"] > 16:
+            values["num_kv_heads"] = 1
+        values["format"] = _mixed(k, k if number % 2 else v)
+        yield mended(DecodeCase(**values, seed=draw.randrange(2**31)))
+
+
+def sweep(*, full: bool = False, seed: int = 0) -> list[DecodeCase]:
+    """The cases of a sweep, each once: each value of each axis alone, and random mixtures."""
+    cases = [*one_at_a_time(), *at_random(FULL_RANDOM_CASES if full else QUICK_RANDOM_CASES, seed)]
+    return list(dict.fromkeys(cases))

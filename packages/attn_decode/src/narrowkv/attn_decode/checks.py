@@ -1,0 +1,131 @@
+"""Checks of a decode call's metadata, before any launch."""
+
+from __future__ import annotations
+
+import torch
+
+from narrowkv.attn_decode.arguments import OUT_DTYPES
+from narrowkv.attn_decode.config import DecodeShape
+from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.paged_cache.checks import check_table
+from narrowkv.paged_cache.layouts import HEAD_DIMS
+from narrowkv.runtime.errors import (
+    check_dtype,
+    check_instance,
+    check_last_dim_contiguous,
+    check_no_grad,
+    check_no_overlap,
+    check_same_device,
+    check_shape,
+    check_tensor,
+)
+
+
+def check_classes(q: object, cache: object, page_table: object, **optional: object) -> None:
+    """Refuses arguments of wrong classes; `optional` ones may be None."""
+    check_tensor("q", q)
+    for name, value in optional.items():
+        if value is not None:
+            check_tensor(name, value)
+    check_instance("cache", cache, PagedKVCache)
+    check_instance("page_table", page_table, PageTable)
+
+
+def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
+    """Refuses sinks of another shape, dtype or device."""
+    if sinks is not None:
+        check_dtype("sinks", sinks, OUT_DTYPES)
+        check_shape("sinks", sinks, (q.shape[1],))
+        check_last_dim_contiguous("sinks", sinks)
+        check_same_device(q=q, sinks=sinks)
+
+
+def check_lse(q: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Refuses a caller's log-sum-exp of another shape, dtype or device."""
+    if lse is not None:
+        check_dtype("lse", lse, (torch.float32,))
+        check_shape("lse", lse, tuple(q.shape[:2]))
+        check_last_dim_contiguous("lse", lse)
+        check_same_device(q=q, lse=lse)
+        check_no_grad(lse=lse)
+
+
+def check_out(q: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
+    """The output's dtype, once the caller's output is checked."""
+    if out_dtype is not None and out_dtype not in OUT_DTYPES:
+        raise ValueError(f"out_dtype must be one of {OUT_DTYPES}, got {out_dtype}")
+    if out is None:
+        return q.dtype if out_dtype is None else out_dtype
+    check_dtype("out", out, OUT_DTYPES if out_dtype is None else (out_dtype,))
+    check_shape("out", out, tuple(q.shape))
+    check_same_device(q=q, out=out)
+    check_last_dim_contiguous("out", out)
+    check_no_grad(out=out)
+    return out.dtype
+
+
+def refuse_overlap(
+    out: torch.Tensor | None, lse: torch.Tensor | None, q: torch.Tensor, cache: PagedKVCache,
+    page_table: PageTable, sinks: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Refuses results that overlap themselves, each other or an input."""
+    inputs = {
+        "q": q, "k": cache.k, "v": cache.v, "sinks": sinks, "k_descale": cache.k_descale,
+        "v_descale": cache.v_descale, "page_ids": page_table.page_ids, "seq_lens": page_table.seq_lens,
+        "kv_indptr": page_table.kv_indptr, "kv_last_page_len": page_table.kv_last_page_len,
+        "key_ranges": page_table.key_ranges,
+    }  # fmt: skip
+    if out is not None:
+        check_no_overlap("out", out, **inputs, lse=lse)
+    if lse is not None:
+        check_no_overlap("lse", lse, **inputs)
+
+
+def decode_shape(q: torch.Tensor, cache: PagedKVCache, page_table: PageTable) -> DecodeShape:
+    """Checks what a decode call's metadata can tell without reading the device, and returns its shape.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    check_classes(q, cache, page_table)
+    check_table(page_table, cache, key_ranges=True)
+    check_dtype("q", q, (torch.bfloat16, torch.float16))
+    if q.dim() != 3:
+        raise ValueError(f"q must have shape [batch * q_len, num_qo_heads, head_dim], got {tuple(q.shape)}")
+    check_last_dim_contiguous("q", q)
+    num_tokens, num_qo_heads, head_dim = q.shape
+    batch = page_table.batch_size
+    if head_dim != cache.head_dim:
+        raise ValueError(f"q must have the cache's head_dim {cache.head_dim}, got {head_dim}")
+    if (batch == 0 and num_tokens) or (batch and (num_tokens % batch or num_tokens == 0)):
+        raise ValueError(f"q must have batch * q_len rows for batch {batch}, got {num_tokens}")
+    ranges = page_table.key_ranges
+    if ranges is not None and batch and ranges.shape[1] != num_tokens // batch:
+        raise ValueError(
+            f"key_ranges must have q_len = {num_tokens // batch} query tokens a sequence, "
+            f"got {ranges.shape[1]}"
+        )
+    check_same_device(q=q, k=cache.k, v=cache.v, page_table=page_table.page_ids)
+    shape = DecodeShape(
+        batch=batch,
+        q_len=num_tokens // batch if batch else 1,
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=cache.num_kv_heads,
+        head_dim=head_dim,
+        page_size=cache.page_size,
+        capacity=page_table.capacity,
+        q_dtype=q.dtype,
+    )
+    check_decode_shape(shape)
+    return shape
+
+
+def check_decode_shape(shape: DecodeShape) -> None:
+    """Refuses heads and head dimensions that no kernel takes."""
+    if shape.head_dim not in HEAD_DIMS:
+        raise ValueError(f"q must have head_dim in {HEAD_DIMS}, got {shape.head_dim}")
+    if shape.num_qo_heads < 1 or shape.num_qo_heads % shape.num_kv_heads:
+        raise ValueError(
+            f"q must have a positive multiple of the cache's {shape.num_kv_heads} KV heads, "
+            f"got num_qo_heads={shape.num_qo_heads}"
+        )

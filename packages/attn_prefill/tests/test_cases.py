@@ -1,0 +1,106 @@
+"""Prefill's cases: a case is its line, sweeps meet every axis, and what a target is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from narrowkv.attn_prefill.cases import (
+    AXES,
+    FORMATS,
+    HEAD_DIMS,
+    OF_APPEND,
+    OF_BOTH,
+    OF_PREFILL,
+    QUERIES,
+    PrefillCase,
+    can_be,
+    full,
+    quick,
+    serves,
+    shipped,
+    sweep,
+)
+from narrowkv.runtime.cases import CaseError, parse_case, spell_case
+from narrowkv.runtime.targets import get_target
+
+
+@pytest.mark.parametrize("case", [*list(quick())[::9], *list(full())[::61]], ids=str)
+def test_a_case_survives_its_own_line(case: PrefillCase) -> None:
+    assert parse_case(PrefillCase, spell_case(case)) == case
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("operation=decode", "operation must be one of prefill, append"),
+        ("kernel=append_then_attend", "kernel must be one of dense, fused, decode"),
+        ("operation=append,kernel=dense", "kernel must be one of append_then_attend, pipelined, fused"),
+        ("layout=NDH", "layout"),
+        ("q=fp32", "q must be one of"),
+        ("lens=2+x+1", "lens must be numbers"),
+        ("q_lens=2+1", "a number for each sequence"),
+        ("operation=append,q_lens=5,lens=4", "count an append's new tokens"),
+        ("operation=append,q=fp8_e4m3fn", "q must be bf16 or fp16 for operation append"),
+        ("operation=append,table=ragged", "ragged is not an option of operation append"),
+        ("rope=neox", "rope is not an option of operation prefill"),
+        ("fp8_compute=1", "fp8_compute is not an option of operation prefill"),
+        ("format=int8", "format"),
+        ("page=3", "nearest: page_size"),
+        ("page_size", "name=value pairs"),
+    ],
+)
+def test_a_line_that_is_no_case_is_refused(line: str, words: str) -> None:
+    with pytest.raises(CaseError, match=words):
+        parse_case(PrefillCase, line)
+
+
+def test_the_sweep_meets_every_value_of_every_axis_with_each_kernel() -> None:
+    cases = sweep(get_target("cpu"))
+    assert len(set(cases)) == len(cases)
+    for kernel, own in (
+        *(("dense", OF_PREFILL), ("fused", OF_PREFILL)),
+        *((kernel, OF_APPEND) for kernel in ("append_then_attend", "fused")),
+    ):
+        operation = "prefill" if own is OF_PREFILL else "append"
+        of_kernel = {case for case in cases if case.kernel == kernel and case.operation == operation}
+        alone = [{name: value} for name, values in AXES.items() for value in values]
+        for change in (*alone, *OF_BOTH, *own):
+            wanted = replace(PrefillCase(operation=operation, kernel=kernel), **change)
+            assert wanted in of_kernel or not can_be(wanted), wanted
+    assert any(case.fp8_compute for case in cases)
+    assert {case.q_dtype for case in cases} == set(QUERIES.values())
+    assert len(sweep(get_target("cpu"), everything=True)) > 2 * len(cases)
+
+
+@pytest.mark.parametrize(("target", "units"), [("gfx942", 2), ("gfx950", 1), ("sm90", 1), ("cpu", 2)])
+def test_a_target_is_asked_for_what_it_has(target: str, units: int) -> None:
+    """An OCP cache feeds gfx942's FNUZ units; no other target multiplies both kinds."""
+    served = [case for case in quick() if serves(case, get_target(target))]
+    assert len({case.native_fp8 for case in served} - {""}) == units
+    assert {case for case in quick() if not case.native_fp8} <= set(served)
+
+
+def test_the_same_line_builds_the_same_bits() -> None:
+    case = PrefillCase.append((3, 9), (17, 21), rope="gptj", sinks=True)
+    one, other = case.inputs(), case.inputs()
+    for a, b in ((one.q, other.q), *zip(one.new, other.new, strict=True), (one.cache.k, other.cache.k)):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_what_is_shipped_covers_kernels_formats_and_fp8_units() -> None:
+    for target, units in (("gfx942", {"fp8_e4m3fn", "fp8_e4m3fnuz"}), ("gfx950", {"fp8_e4m3fn"})):
+        cases = shipped(target)
+        for way in (
+            ("prefill", "dense"),
+            ("prefill", "fused"),
+            ("append", "append_then_attend"),
+            ("append", "fused"),
+        ):
+            own = [case for case in cases if (case.operation, case.kernel) == way]
+            found = {(case.format, case.head_dim) for case in own}
+            assert found == {(fmt, head_dim) for fmt in FORMATS for head_dim in HEAD_DIMS}
+        assert {case.format for case in cases if case.fp8_compute} == units
+        assert {case.q_dtype for case in cases} == {torch.bfloat16, *(QUERIES[name] for name in units)}

@@ -1,0 +1,28 @@
+"""What a cache recipe costs a language model: perplexity, KL, retrieval, measured through transformers.
+
+`narrowkv accuracy` is this on the command line. Needs the extra `transformers`, and `accuracy` for models in
+GGUF files.
+
+Example:
+    >>> from narrowkv.engines.accuracy import RECIPES, load_model, measure
+    >>> model = load_model("smollm2")                                    # doctest: +SKIP
+    >>> scores = measure(model, RECIPES, tokens=1024, context=1024)      # doctest: +SKIP
+"""
+
+from narrowkv.engines.accuracy.evaluate import Score, measure
+from narrowkv.engines.accuracy.models import LanguageModel, load_model
+from narrowkv.engines.accuracy.recipes import RECIPES, Recipe, Side, find_recipes
+from narrowkv.engines.accuracy.tiny_lm import TinySizes, train_tiny
+
+__all__ = [
+    "RECIPES",
+    "LanguageModel",
+    "Recipe",
+    "Score",
+    "Side",
+    "TinySizes",
+    "find_recipes",
+    "load_model",
+    "measure",
+    "train_tiny",
+]

@@ -1,0 +1,252 @@
+"""Measures recipes on a model: every token's prediction with each cache, against the 16-bit one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from narrowkv.engines.accuracy.attention import Samples, StoredAttention, stored_attention
+from narrowkv.engines.accuracy.models import LanguageModel
+from narrowkv.engines.accuracy.recipes import REFERENCE, Recipe
+from narrowkv.engines.accuracy.texts import calibration_text, evaluation_text, needle_text
+from narrowkv.quant import Calibration
+
+__all__ = ["Score", "Statistics", "collect", "measure", "statistics_of"]
+
+_CHUNK = 256  # tokens whose probabilities are compared at a time
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a recipe costs.
+
+    Attributes:
+        recipe, note, bits: of the recipe; bits of an element at the model's head_dim, scales included.
+        ran: "kernels" or "torch", which is the same bytes dequantised and attended in float32.
+        kl: mean KL divergence of the next token's distribution from the 16-bit cache's, in nats.
+        perplexity: of the text; perplexity_change: relative to the 16-bit cache's.
+        agreement: how often the likeliest next token is that of the 16-bit cache.
+        retrieved: facts found, of `needles`.
+        tokens: predictions that were compared.
+    """
+
+    recipe: str
+    note: str
+    bits: float
+    ran: str
+    kl: float
+    perplexity: float
+    perplexity_change: float
+    agreement: float
+    retrieved: int
+    needles: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of the K and V of all layers on the calibration text, each the median and the largest over heads.
+
+    Attributes:
+        k_outlier, v_outlier: the largest channel's root mean square over the median channel's.
+        k_bias: the largest |mean| over standard deviation of a channel of K.
+        k_first: the norm of the first token's key over the median key's.
+    """
+
+    k_outlier: tuple[float, float]
+    v_outlier: tuple[float, float]
+    k_bias: tuple[float, float]
+    k_first: tuple[float, float]
+
+
+@dataclass
+class _Totals:
+    nll: float = 0.0
+    kl: float = 0.0
+    agreed: int = 0
+    tokens: int = 0
+    retrieved: list[bool] = field(default_factory=list)
+
+
+@torch.no_grad()
+def collect(model: LanguageModel, tokens: int) -> Samples:
+    """Q, K and V of every attention layer on the calibration text, by the layer's index."""
+    samples: Samples = {}
+    with stored_attention(model.model, StoredAttention(samples=samples)):
+        model.model(model.tokens(calibration_text(), tokens)[None], use_cache=False)
+    return dict(sorted(samples.items()))
+
+
+def statistics_of(samples: Samples) -> Statistics:
+    """How K and V of a model are made."""
+
+    def spread(values: list[torch.Tensor]) -> tuple[float, float]:
+        every = torch.cat([x.flatten() for x in values]).float()
+        return float(every.median()), float(every.max())
+
+    def outlier(x: torch.Tensor) -> torch.Tensor:
+        rms = x.square().mean(0).sqrt()
+        return rms.amax(-1) / rms.median(-1).values
+
+    keys, values = [k for _, k, _ in samples.values()], [v for _, _, v in samples.values()]
+    return Statistics(
+        spread([outlier(k) for k in keys]),
+        spread([outlier(v) for v in values]),
+        spread([(k.mean(0).abs() / k.std(0)).amax(-1) for k in keys]),
+        spread([k[0].norm(dim=-1) / k.norm(dim=-1).median(0).values for k in keys]),
+    )
+
+
+class _Runner:
+    """Runs the model with a recipe's cache, by the kernels where that is fast and possible."""
+
+    def __init__(self, model: LanguageModel, recipe: Recipe, samples: Samples, kernels: bool) -> None:
+        self.model, self.recipe = model, recipe
+        self.layers = list(samples)
+        self.calibration: Calibration | None = recipe.calibration(samples.values())
+        self.kernels = kernels and recipe.in_cache
+
+    @contextmanager
+    def _attending(self) -> Iterator[None]:
+        if not self.kernels:
+            with stored_attention(
+                self.model.model, StoredAttention(self.recipe, self.calibration, self.layers)
+            ):
+                yield
+            return
+        import narrowkv.engines.transformers as narrow
+
+        before = self.model.model.config._attn_implementation
+        narrow.register()
+        self.model.model.set_attn_implementation(narrow.NAME)
+        try:
+            yield
+        finally:
+            self.model.model.set_attn_implementation(before)
+
+    @torch.no_grad()
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """Of every position, `[tokens, vocabulary]` on the model's device, in the model's dtype."""
+        with self._attending():
+            cache: Any = None
+            if self.kernels:
+                from narrowkv.engines.transformers import NarrowCache
+
+                cache = NarrowCache(
+                    self.model.model.config, max_length=ids.shape[0], calibration=self.calibration,
+                    **self.recipe.cache_options(),
+                )  # fmt: skip
+            out = self.model.model(ids[None], past_key_values=cache, use_cache=cache is not None)
+        logits: torch.Tensor = out.logits[0]
+        return logits
+
+
+def _compare(totals: _Totals, got: torch.Tensor, wanted: torch.Tensor, ids: torch.Tensor) -> None:
+    """Adds the predictions of one sequence; logits `[tokens, vocabulary]` of every position but the last."""
+    for first in range(0, ids.shape[0] - 1, _CHUNK):
+        rows = slice(first, min(first + _CHUNK, ids.shape[0] - 1))
+        p, q = (x[rows].float().log_softmax(-1) for x in (wanted, got))
+        follows = ids[rows.start + 1 : rows.stop + 1]
+        totals.nll -= float(q.gather(1, follows[:, None]).double().sum())
+        totals.kl += float((p.exp() * (p - q)).sum(-1).double().sum())
+        totals.agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
+        totals.tokens += rows.stop - rows.start
+
+
+def _needles(model: LanguageModel, context: int, count: int) -> list[tuple[torch.Tensor, int]]:
+    """Sequences with a fact and its question, and how many tokens at the end are the answer."""
+    made = []
+    # Filler of as many characters as leave room for the fact and the question.
+    text = evaluation_text()
+    ids = model.encode(text[: 4 * context])
+    filler = text[: max(int(4 * context * min(1.0, context / len(ids))) - 160, 64)]
+    for index in range(count):
+        prompt, answer = needle_text(filler, index, (index + 0.5) / count)
+        whole, before = model.encode(prompt + answer), model.encode(prompt)
+        made.append((torch.tensor(whole, device=model.device), len(whole) - len(before)))
+    return made
+
+
+def _found(logits: torch.Tensor, ids: torch.Tensor, answer: int) -> bool:
+    """Whether each token of the answer is the likeliest after those before it."""
+    return bool((logits[-answer - 1 : -1].argmax(-1) == ids[-answer:]).all())
+
+
+def measure(
+    model: LanguageModel,
+    recipes: Sequence[Recipe],
+    *,
+    tokens: int = 1024,
+    context: int = 1024,
+    needles: int = 0,
+    calibration_tokens: int = 1024,
+    kernels: bool | None = None,
+    samples: Samples | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Score]:
+    """What each recipe costs a model.
+
+    The model reads a text once with each recipe's cache; every query attends to K and V as they are stored.
+
+    Args:
+        model: from `load_model`.
+        recipes: of `RECIPES`, or others.
+        tokens: of the text, in sequences of `context`.
+        context: tokens of a sequence, at least 2.
+        needles: sequences with a fact whose retrieval is counted.
+        calibration_tokens: of the text that recipes are calibrated on.
+        kernels: whether recipes that the kernels have run through them; default: on a GPU. The others, and
+            all on a CPU, are quantised to the same bytes, dequantised, and attended in float32.
+        samples: of `collect`; default they are collected.
+        progress: called with a recipe's name after each sequence.
+
+    Returns:
+        A score for each recipe; after Ctrl-C, for those that had read what the reference had read.
+
+    Raises:
+        ValueError: the model or the text cannot serve the sizes.
+    """
+    by_kernels = model.device.type == "cuda" if kernels is None else kernels
+    samples = collect(model, calibration_tokens) if samples is None else samples
+    exact = _Runner(model, REFERENCE, samples, False)
+    runners = [_Runner(model, recipe, samples, by_kernels) for recipe in recipes]
+    totals = [_Totals() for _ in recipes]
+    reference = _Totals()
+    needed = _needles(model, context, needles) if needles else []
+    text = model.tokens(evaluation_text(), tokens)
+    pieces = [text[first : first + context] for first in range(0, tokens - 1, context)]
+    try:
+        for ids in pieces:
+            wanted = exact.logits(ids)
+            _compare(reference, wanted, wanted, ids)
+            for runner, total in zip(runners, totals, strict=True):
+                same = runner.recipe is REFERENCE and not runner.kernels
+                _compare(total, wanted if same else runner.logits(ids), wanted, ids)
+                progress(runner.recipe.name)
+        for ids, answer in needed:
+            for runner, total in zip(runners, totals, strict=True):
+                total.retrieved.append(_found(runner.logits(ids), ids, answer))
+                progress(runner.recipe.name)
+    except KeyboardInterrupt:
+        if not reference.tokens:
+            raise
+    best = math.exp(reference.nll / reference.tokens)
+    return [
+        _score(runner, total, best, model.head_dim)
+        for runner, total in zip(runners, totals, strict=True)
+        if total.tokens == reference.tokens
+    ]
+
+
+def _score(runner: _Runner, total: _Totals, best: float, head_dim: int) -> Score:
+    perplexity = math.exp(total.nll / total.tokens)
+    return Score(
+        runner.recipe.name, runner.recipe.note, runner.recipe.bits(head_dim),
+        "kernels" if runner.kernels else "torch", total.kl / total.tokens, perplexity, perplexity / best - 1,
+        total.agreed / total.tokens, sum(total.retrieved), len(total.retrieved), total.tokens,
+    )  # fmt: skip

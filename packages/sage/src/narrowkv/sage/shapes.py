@@ -1,0 +1,114 @@
+"""Sizes of a Sage attention, and keys and values that are quantised once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from narrowkv.quant.sage import TokenGroups
+from narrowkv.sage.config import KeyOrder
+from narrowkv.sage.kernels import ALIGN, NarrowKeys
+
+ROW_ALIGNMENT: int = ALIGN.value  # scratch rows that a sequence begins at a multiple of
+
+
+@dataclass(frozen=True)
+class SageShape:
+    """Sizes of a call.
+
+    Attributes:
+        batch: sequences.
+        q_tokens, k_tokens: tokens of each sequence, or of all together when `ragged`.
+        num_qo_heads, num_kv_heads, head_dim: heads.
+        ragged: sequences differ in length.
+    """
+
+    batch: int
+    q_tokens: int
+    k_tokens: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ragged: bool
+
+    @property
+    def gqa_ratio(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def q_sizes(self) -> tuple[int, ...]:
+        """Shape of Q."""
+        return self._sizes(self.q_tokens, self.num_qo_heads)
+
+    @property
+    def kv_sizes(self) -> tuple[int, ...]:
+        """Shape of K and of V."""
+        return self._sizes(self.k_tokens, self.num_kv_heads)
+
+    def _sizes(self, tokens: int, heads: int) -> tuple[int, ...]:
+        dense = () if self.ragged else (self.batch,)
+        return (*dense, tokens, heads, self.head_dim)
+
+    def rows(self, tokens: int) -> int:
+        """Scratch rows of one head: every sequence in whole blocks."""
+        if self.ragged:
+            return (tokens // ROW_ALIGNMENT + self.batch) * ROW_ALIGNMENT
+        return self.batch * -(-tokens // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedKV:
+    """K and V as attention reads them, quantised once; made by `SagePlan.quantize_kv`.
+
+    Sequences lie one after the other, each from a multiple of 128 rows on.
+
+    Attributes:
+        k: `[num_kv_heads, rows, head_dim]`, int4 `[..., head_dim / 2]`.
+        k_descale: fp32 `[num_kv_heads, groups]`, or `[1]`.
+        k_mean: fp32 `[batch, num_kv_heads, head_dim]` that was subtracted, or None.
+        v: `[num_kv_heads, head_dim, rows]`, keys in `key_order`.
+        v_descale: fp32 `[batch, num_kv_heads, head_dim]`.
+        shape: sizes it was made for.
+        qk_format, fp8: stored formats of K and of V.
+        k_groups: which tokens share a descale.
+        key_order: of V.
+        bounds: int32 `[batch, 2]`, first token and number of tokens of each sequence, or None.
+        k_source: K as it came, where Q's smoothing needs it.
+        block_n: keys of a tile, for tensor descriptors.
+    """
+
+    k: torch.Tensor
+    k_descale: torch.Tensor
+    k_mean: torch.Tensor | None
+    v: torch.Tensor
+    v_descale: torch.Tensor
+    shape: SageShape
+    qk_format: str
+    fp8: str
+    k_groups: TokenGroups | None
+    key_order: KeyOrder
+    bounds: torch.Tensor | None
+    k_source: torch.Tensor | None
+    block_n: int
+
+    @cached_property
+    def keys(self) -> NarrowKeys:
+        """K and V as the kernel takes them."""
+        return NarrowKeys(self.k, self.v, self.k_descale, self.v_descale, self.k.shape[1])
+
+    @cached_property
+    def descriptors(self) -> tuple[Any, Any]:
+        """Tensor descriptors of K and V with heads and rows as one dimension."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        blocks = [self.block_n, self.k.shape[2]], [self.v.shape[1], self.block_n]
+        flat = (stored.view(-1, stored.shape[2]) for stored in (self.k, self.v))
+        k, v = (
+            TensorDescriptor(x, list(x.shape), list(x.stride()), block)
+            for x, block in zip(flat, blocks, strict=True)
+        )
+        return k, v

@@ -1,0 +1,295 @@
+"""Cases of sparse attention: axes, seeded inputs and bounds, for tests, `validate`, `probe` and `bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from narrowkv.runtime.cases import each_alone, named, spell_case
+from narrowkv.sparse_fp8.api import sparse_decode, sparse_prefill, sparse_prefill_fp8
+from narrowkv.sparse_fp8.layouts import HEAD_DIM
+from narrowkv.sparse_fp8.reference import sparse_prefill_reference
+from narrowkv.sparse_fp8.rows import DSV4Rows
+from narrowkv.sparse_fp8.sources import KVSource
+
+__all__ = ["AXES", "SparseCall", "SparseCase", "SparseInputs", "sweep"]
+
+BOUND_16_BIT_QUERY = 0.004
+"""Of the relative L1 error: attention keeps P in bf16, which costs up to 0.002."""
+BOUND_FP8_QK = 0.02
+LSE_BOUND = 1e-3
+
+MODES = ("wide", "prepass", "fused", "decode")
+LAYOUTS = ("bf16", "fp16", "split", "packed584", "row512")
+QUERIES = ("bf16", "fp16", "fp8")
+_I32 = torch.int32
+
+
+@dataclass(frozen=True)
+class SparseInputs:
+    """What `SparseCase.build` makes.
+
+    Attributes:
+        q: bf16 or fp16 `[num_tokens, num_qo_heads, 512]`.
+        prefix, extend: sources, or None.
+        attn_sink: fp32 `[num_qo_heads]`.
+    """
+
+    q: torch.Tensor
+    prefix: KVSource | None
+    extend: KVSource | None
+    attn_sink: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseCase:
+    """One sparse attention call.
+
+    Attributes:
+        mode: "wide" (16-bit rows), "prepass" or "fused" (FP8 rows), or "decode" (either).
+        layout: "bf16" or "fp16" rows, or a layout of FP8 rows.
+        prefix_lens: indices of each token into the pool; None for no prefix source.
+        extend_lens: indices of each token into this forward's rows; None for no extend source.
+        num_qo_heads: query heads.
+        q: "bf16", "fp16", or "fp8": in the layout of the rows.
+        format: of FP8 rows.
+        page_size, padded: of packed584.
+        clean: whether rows are known to hold no negative zero.
+        skipped: share of the indices that are -1.
+        spread: standard deviation of the logits, about: above 3 the softmax is peaky.
+        sink: whether there is one.
+        splits: of decode.
+        pool_rows, extend_rows: rows of the pool and of this forward.
+        seed: of all numbers.
+    """
+
+    mode: str = named("fused", words=MODES)
+    layout: str = named("packed584", words=LAYOUTS)
+    prefix_lens: tuple[int, ...] | None = named((70, 0, 33), "lens")
+    extend_lens: tuple[int, ...] | None = named(None, "extend", kind=tuple)
+    num_qo_heads: int = named(16, "heads")
+    q: str = named("bf16", words=QUERIES)
+    format: str = "fp8_e4m3fn"
+    page_size: int = 64
+    padded: bool = True
+    clean: bool = True
+    skipped: float = 0.1
+    spread: float = 1.0
+    sink: bool = False
+    splits: int = 3
+    pool_rows: int = 256
+    extend_rows: int = 64
+    seed: int = 0
+
+    lse_bound = LSE_BOUND
+
+    @property
+    def bound(self) -> float:
+        """The largest relative L1 error that passes."""
+        return BOUND_FP8_QK if self.q == "fp8" else BOUND_16_BIT_QUERY
+
+    @property
+    def rows(self) -> str:
+        """Layout and format of the rows."""
+        return self.layout if self.layout in QUERIES else f"{self.layout} {self.format}"
+
+    @classmethod
+    def small(cls, **changes: Any) -> SparseCase:
+        """A case that the interpreter runs in a moment, with some fields changed; most tests vary it."""
+        return cls(**{"prefix_lens": (70, 0, 33, 64), "layout": "split", **changes})
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """The query's format, and mode and rows, for tables."""
+        return self.q, f"{self.mode}, {self.rows}"
+
+    def __str__(self) -> str:
+        return spell_case(self)
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens."""
+        lens = self.prefix_lens if self.prefix_lens is not None else self.extend_lens
+        return len(lens or ())
+
+    def build(self, device: torch.device | str = "cpu", seed: int | None = None) -> SparseInputs:
+        """Tensors on `device`; rows that no index names are NaN, so that reading one shows.
+
+        Raises:
+            ValueError, TypeError: the rows refuse a format, layout or size.
+        """
+        generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
+        tokens, heads = self.num_tokens, self.num_qo_heads
+        q = torch.randn(tokens, heads, HEAD_DIM, generator=generator) * self.spread
+        sink = torch.linspace(-2.0, 3.0, heads)
+        return SparseInputs(
+            q.to(device, torch.float16 if self.q == "fp16" else torch.bfloat16),
+            self._source(self.prefix_lens, self.pool_rows, generator, device),
+            self._source(self.extend_lens, self.extend_rows, generator, device),
+            sink.to(device),
+        )
+
+    def inputs(self, device: str = "cpu") -> SparseCall:
+        """The same with the options of the call. Raises what `build` raises."""
+        tensors = self.build(device)
+        q: torch.Tensor | DSV4Rows = tensors.q
+        if self.q == "fp8":
+            q = DSV4Rows.quantize(tensors.q, layout=self.layout, page_size=self.page_size, format=self.format)
+        return SparseCall(self, tensors, q)
+
+    def _source(
+        self, lens: tuple[int, ...] | None, rows: int, generator: torch.Generator, device: torch.device | str
+    ) -> KVSource | None:
+        if lens is None:
+            return None
+        indptr = torch.tensor([0, *lens]).cumsum(0).to(_I32)
+        nnz = int(indptr[-1])
+        # Odd rows are never named.
+        indices = torch.randint(0, max(rows // 2, 1), (nnz,), generator=generator) * 2
+        indices[torch.rand(nnz, generator=generator) < self.skipped] = -1
+        x = torch.randn(rows, HEAD_DIM, generator=generator)
+        # Tiles of very different size, so that a scale that is left out or mixed up shows.
+        x[:, : HEAD_DIM - 64] *= torch.exp2(
+            torch.randint(-3, 4, (rows, 7), generator=generator)
+        ).repeat_interleave(64, -1)
+        x[1::2] = float("nan")
+        x = x.to(device)
+        if self.layout in ("bf16", "fp16"):
+            pool: torch.Tensor | DSV4Rows = x.to(torch.bfloat16 if self.layout == "bf16" else torch.float16)
+        else:
+            pool = DSV4Rows.quantize(
+                x, layout=self.layout, page_size=self.page_size, padded=self.padded, format=self.format
+            )
+            if not self.clean:
+                pool = replace(pool, negative_zero_free=False)
+        return KVSource(pool, indptr.to(device), indices.to(device, _I32))
+
+
+@dataclass(frozen=True)
+class SparseCall:
+    """The tensors of a case and how the operation is called with them.
+
+    Attributes:
+        case: it.
+        tensors: what it builds.
+        q: the query as the operation gets it.
+    """
+
+    case: SparseCase
+    tensors: SparseInputs
+    q: torch.Tensor | DSV4Rows
+
+    def _options(self) -> dict[str, Any]:
+        return {"attn_sink": self.tensors.attn_sink if self.case.sink else None}
+
+    def call(self, **options: Any) -> Any:
+        """The case's operation; `(o, lse)` unless `return_lse=False` is given."""
+        arguments = (self.q, self.tensors.prefix, self.tensors.extend)
+        options = {"return_lse": True, **self._options(), **options}
+        if self.case.mode != "wide":
+            options["num_qo_heads"] = self.case.num_qo_heads
+        if self.case.mode == "decode":
+            return sparse_decode(*arguments, num_splits=self.case.splits, **options)
+        if self.case.mode == "wide":
+            if isinstance(self.q, DSV4Rows):
+                raise TypeError("q must be bf16 or fp16 in mode wide, got fp8")
+            return sparse_prefill(self.q, *arguments[1:], **options)
+        return sparse_prefill_fp8(*arguments, mode=self.case.mode, **options)
+
+    def prepare(self) -> Callable[[], torch.Tensor]:
+        """The call, which gives `o`."""
+        return partial(self.call, return_lse=False)
+
+    def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(o, lse)` in fp32 on the dequantised rows."""
+        o, lse = sparse_prefill_reference(
+            self.q, self.tensors.prefix, self.tensors.extend, return_lse=True,
+            num_qo_heads=self.case.num_qo_heads, **self._options(),
+        )  # fmt: skip
+        return o, lse
+
+    def bytes_per_token(self) -> float | None:
+        """Bytes of a row of the pool."""
+        source = self.tensors.prefix or self.tensors.extend
+        if source is None:
+            return None
+        return float(source.rows.bytes_per_row()) if isinstance(source.rows, DSV4Rows) else 1024.0
+
+    def wrong_bytes(self) -> str:
+        """The operations store nothing but their outputs."""
+        return ""
+
+
+# Each value alone is one case of the quick sweep; the full one crosses the last three.
+AXES: dict[str, tuple[Any, ...]] = {
+    "mode": ("prepass", "decode"),
+    "layout": ("split", "row512"),
+    "extend_lens": ((3, 64, 0),),
+    "q": ("fp16", "fp8"),
+    "format": ("fp8_e4m3fnuz",),
+    "page_size": (1, 3, 256),
+    "padded": (False,),
+    "clean": (False,),
+    "spread": (0.0, 20.0),
+    "sink": (True,),
+    "prefix_lens": ((0,), (1, 63), (64, 65), (127, 128, 129), (256,)),
+    "num_qo_heads": (8, 32, 64, 128),
+    "skipped": (0.0, 0.5, 1.0),
+}
+
+
+def quick() -> Iterator[SparseCase]:
+    """The default case of each mode, and each value of each axis alone."""
+    yield SparseCase()
+    yield SparseCase(mode="wide", layout="bf16")
+    yield SparseCase(mode="wide", layout="fp16", q="fp16")
+    yield from each_alone(SparseCase(), AXES)
+
+
+def full() -> Iterator[SparseCase]:
+    """Ways to attend by row lengths, heads and shares of skipped indices."""
+    ways = [
+        SparseCase(mode="wide", layout="bf16"),
+        SparseCase(mode="prepass"),
+        SparseCase(),
+        SparseCase(q="fp8"),
+        SparseCase(mode="decode"),
+    ]
+    for way, lens, heads, skipped in product(ways, AXES["prefix_lens"], (16, 32, 64, 128), AXES["skipped"]):
+        yield replace(way, prefix_lens=lens, num_qo_heads=heads, skipped=skipped, sink=True)
+
+
+def sweep(*, everything: bool = False) -> list[SparseCase]:
+    """The cases of a sweep, each once."""
+    return list(dict.fromkeys([*quick(), *(full() if everything else ())]))
+
+
+def shipped(*, two_sources: bool = True) -> list[SparseCase]:
+    """A call for every shipped configuration: ways to attend, layouts, formats, numbers of heads."""
+    rows = (16, 16)  # so few that nothing is split
+    ways = [
+        SparseCase(mode="wide", layout="bf16"),
+        SparseCase(),
+        SparseCase(q="fp16"),
+        SparseCase(q="fp8"),
+        SparseCase(layout="split"),
+        SparseCase(layout="split", q="fp8"),
+        SparseCase(layout="row512"),
+        SparseCase(layout="row512", q="fp8"),
+        SparseCase(clean=False),
+        SparseCase(format="fp8_e4m3fnuz"),
+        SparseCase(format="fp8_e4m3fnuz", q="fp8"),
+        SparseCase(mode="decode", layout="bf16"),
+        SparseCase(mode="decode"),
+        SparseCase(mode="decode", q="fp8"),
+    ]
+    # 8 heads are padded to 16; 128 are two programs of 64.
+    cases = [replace(way, num_qo_heads=heads) for way in ways for heads in (16, 32, 64)]
+    # The kernel that widens rows does not depend on the number of heads.
+    cases += [replace(way, mode="prepass", num_qo_heads=64) for way in ways if way.mode == "fused"]
+    return [replace(case, prefix_lens=rows, extend_lens=rows if two_sources else None) for case in cases]

@@ -1,0 +1,203 @@
+"""Runs a case and compares it with its reference."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from narrowkv.quant.accuracy import ErrorReport, compare, max_abs, relative_l1
+from narrowkv.runtime.cases import Case, Inputs, Results
+from narrowkv.runtime.launch import executing
+from narrowkv.sage.cases import SageCase
+from narrowkv.testing.emulation import EmulateExecutor, Run
+from narrowkv.testing.samples import sample
+
+__all__ = [
+    "CaseResult",
+    "SageResult",
+    "Sample",
+    "SampleResult",
+    "check",
+    "check_sage",
+    "check_sample",
+    "run_case",
+]
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """How a case went.
+
+    Attributes:
+        case: the line that repeats it.
+        error: of `o` against the fp32 reference; None if the call was refused or raised.
+        lse_error: largest difference of `lse`.
+        passed: within both bounds, and nothing stored wrongly.
+        detail: why not.
+        bound: of the relative L1 error.
+        place: where it ran: "cpu", "gpu" or an emulated target.
+    """
+
+    case: str
+    error: ErrorReport | None
+    lse_error: float
+    passed: bool
+    detail: str = ""
+    bound: float = math.nan
+    place: str = ""
+
+
+def check(
+    case: Case, inputs: Inputs, results: Results | None = None, *, bound: float | None = None
+) -> CaseResult:
+    """Compares the results of a call, which it makes if it is given none, with the reference.
+
+    A few outputs can be unlucky enough that rounding the exact result to the output's dtype alone exceeds
+    the bound; then the bound is that rounding and a tenth of the bound.
+
+    Args:
+        case: says the bounds.
+        inputs: its tensors.
+        results: `(o, lse)` of the call.
+        bound: of the relative L1 error, instead of the case's.
+    """
+    o, lse = results or inputs.call()
+    expected, expected_lse = inputs.reference()
+    bound = case.bound if bound is None else bound
+    bound = max(bound, relative_l1(expected.to(o.dtype), expected) + bound / 10)
+    error, lse_error = compare(o, expected), max_abs(lse, expected_lse)
+    problems = []
+    if not error.passes(relative_l1=bound):
+        problems.append(f"{error} (bound {bound:.3g})")
+    if not lse_error <= case.lse_bound:
+        problems.append(f"lse differs by {lse_error:.3g} (bound {case.lse_bound:g})")
+    if stored := inputs.wrong_bytes():
+        problems.append(stored)
+    return CaseResult(str(case), error, lse_error, not problems, "; ".join(problems), bound)
+
+
+def run_case(
+    case: Case,
+    device: str = "cpu",
+    context: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> CaseResult:
+    """Makes a case's tensors on a device, runs it inside a context, and checks it."""
+    inputs = case.inputs(device)
+    with context():
+        results = inputs.call()
+    return check(case, inputs, results)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How much of a call was emulated.
+
+    Attributes:
+        workgroups, launched: workgroups that ran, of those that the call launches.
+        rows, all_rows: rows of the output that they finished and that were compared, of all.
+        wave_instructions: instructions that their waves executed.
+        seconds: how long it took, the reference included.
+    """
+
+    workgroups: int
+    launched: int
+    rows: int
+    all_rows: int
+    wave_instructions: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """How a sample of a call's workgroups went.
+
+    Attributes:
+        error: of the rows that they finished against the fp32 reference.
+        sample: how much was emulated.
+        detail: what is wrong; empty if nothing is.
+        runs: the launches.
+    """
+
+    error: ErrorReport
+    sample: Sample
+    detail: str
+    runs: tuple[Run, ...]
+
+
+def check_sample(target: str, inputs: Inputs, call: Callable[[], torch.Tensor], bound: float) -> SampleResult:
+    """Runs a sample of a call's workgroups as a target's machine code and compares the rows that they own.
+
+    Args:
+        target: "gfx942" or "gfx950".
+        inputs: of the call, on the CPU; they have the reference.
+        call: gives `o`.
+        bound: of the relative L1 error.
+    """
+    begun = time.perf_counter()
+    executor = EmulateExecutor(target, workgroups=sample)
+    with executing(executor):
+        o = call()
+    stored = executor.written(o)
+    complete = stored.all(-1)
+    expected, _ = inputs.reference()
+    error = compare(o[complete], expected[complete])
+    problems = [] if error.passes(relative_l1=bound) else [f"{error} (bound {bound:g})"]
+    if not bool(complete.any()):
+        problems = ["the sample finished no row of the output"]
+    elif not torch.equal(complete, stored.any(-1)):
+        problems.append("the sample left rows of the output half written")
+    taken = Sample(
+        workgroups=sum(run.result.workgroups for run in executor.runs),
+        launched=sum(run.launched for run in executor.runs),
+        rows=int(complete.sum()),
+        all_rows=complete.numel(),
+        wave_instructions=round(sum(run.result.counts.wave_instructions for run in executor.runs)),
+        seconds=time.perf_counter() - begun,
+    )
+    return SampleResult(error, taken, "; ".join(problems), tuple(executor.runs))
+
+
+@dataclass(frozen=True)
+class SageResult:
+    """How a case went.
+
+    Attributes:
+        place: where it ran.
+        total: of `o` against attention that quantises nothing; None if the call broke.
+        kernel_l1: relative L1 of `o` against fp32 over the stored numbers.
+        lse_error: largest difference of `lse` from that.
+        passed: kernel error and lse within their bounds and, where there are published figures, no worse.
+        detail: why not.
+    """
+
+    place: str = ""
+    total: ErrorReport | None = None
+    kernel_l1: float = float("nan")
+    lse_error: float = float("nan")
+    passed: bool = False
+    detail: str = ""
+
+
+def check_sage(
+    case: SageCase, device: str = "cpu", context: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> SageResult:
+    """Runs a case of Sage attention, and compares it with both references and with the published figures."""
+    call = case.inputs(device)
+    with context():
+        o, lse = call.call()
+        expected, expected_lse = call.reference()
+    kernel, total, lse_error = compare(o, expected), compare(o, call.exact()), max_abs(lse, expected_lse)
+    problems = []
+    if not kernel.passes(relative_l1=case.bound):
+        problems.append(f"kernel error {kernel} (bound {case.bound:g})")
+    if not lse_error <= (bound := call.lse_bound()):
+        problems.append(f"lse differs by {lse_error:.3g} (bound {bound:.3g})")
+    goal = case.published
+    if goal is not None and not total.passes(cosine=goal[0], relative_l1=goal[1]):
+        problems.append(f"{total} is worse than published (cosine {goal[0]}, relative L1 {goal[1]})")
+    return SageResult("", total, kernel.relative_l1, lse_error, not problems, "; ".join(problems))
