@@ -102,11 +102,18 @@ def test_wrong_usage_ends_with_2_and_says_what_is_known(arguments: list[str], wo
 
 
 OPERATIONS = {"validate": {"decode", "prefill", "sparse", "sage", "fp4"},
-              "bench": {"decode", "prefill", "sparse", "sage", "host"},
+              "bench": {"decode", "prefill", "sparse", "sage", "host", "cp"},
               "inspect": {"decode", "prefill", "sparse", "sage", "model"},
               "engines": {"try"}}  # fmt: skip
-# What they show is not a table of results.
-WITHOUT_A_TABLE = [("env",), ("report",), ("bench", "host"), ("inspect", "model"), ("engines", "try")]
+# What they show is not a table of results that can be plotted and resumed.
+WITHOUT_A_TABLE = [
+    ("env",),
+    ("report",),
+    ("bench", "host"),
+    ("bench", "cp"),
+    ("inspect", "model"),
+    ("engines", "try"),
+]
 EVERY = [
     ("probe",),
     ("env",),

@@ -391,23 +391,71 @@ TEN = (
 )
 
 
-@pytest.mark.parametrize("model_type", TEN)
-def test_an_architecture_that_is_answered_yes_generates(model_type):
+def assert_generates_as_its_own_attention_does(model_type, options, *, pad):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        model_type, num_hidden_layers=1, hidden_size=256, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, intermediate_size=64, vocab_size=96, max_position_embeddings=64, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        model_type, vocab_size=96, pad_token_id=0, bos_token_id=1, eos_token_id=2, **options
+    )
     assert engine.supports(config) == []
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.bfloat16).eval()
-    own_tokens, own = generate(model, new=2)
+    own_tokens, own = generate(model, new=2, pad=pad)
     model.set_attn_implementation("narrowkv")
-    tokens, logits = generate(model, narrow_cache(model, format="bf16"), new=2)
+    narrow = narrow_cache(model, format="bf16")
+    tokens, logits = generate(model, narrow, new=2, pad=pad)
+    assert any(layer.cache is not None for layer in narrow.narrow_layers)
     assert relative_l1(logits[0], own[0]) < 0.02  # both in bf16, with other roundings
+    return tokens, own_tokens
+
+
+SIZES = {
+    "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", TEN)
+def test_an_architecture_that_is_answered_yes_generates(model_type):
+    sizes = {**SIZES, "num_hidden_layers": 1, "head_dim": 64}
+    tokens, own_tokens = assert_generates_as_its_own_attention_does(model_type, sizes, pad=4)
     assert tokens == own_tokens
+
+
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 16, "mamba_n_groups": 1}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+# Layers of other kinds beside attention, and configurations that name their sizes in ways of their own.
+UNUSUAL = {
+    "bamba": {**SIZES, **MAMBA, "attn_layer_indices": [1]},
+    "dbrx": {
+        "d_model": 256, "n_heads": 4, "n_layers": 2, "max_seq_len": 64,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "granitemoehybrid": {
+        **SIZES, **MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 4,
+        "num_experts_per_tok": 2, "shared_intermediate_size": 64,
+    },
+    "jamba": {
+        **SIZES, **EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "mamba_d_state": 16, "use_mamba_kernels": False,
+    },
+    "lfm2_moe": {
+        **SIZES, **EXPERTS, "layer_types": ["conv", "full_attention"], "moe_intermediate_size": 64,
+        "num_dense_layers": 1,
+    },
+    "nemotron": {**SIZES, "head_dim": 64},
+    "recurrent_gemma": {
+        **SIZES, "head_dim": 64, "lru_width": 256, "attention_window_size": 6,
+        "block_types": ["recurrent", "attention"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", UNUSUAL)
+def test_an_architecture_with_a_configuration_of_its_own_generates(model_type):
+    assert_generates_as_its_own_attention_does(model_type, UNUSUAL[model_type], pad=0)
 
 
 def test_float32_models_and_encoders_are_told_what_to_change():

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import triton
 
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.targets import Target
 
 _OCP = "fp8_e4m3fn"
+_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+_ITERATIVE_ILP = "amdgpu-sched-strategy=iterative-ilp"
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,14 @@ class SageConfig:
     reread_q: bool = False
 
 
-def choose_config(target: Target) -> SageConfig:
-    """The shipped configuration of a target, which serves every precision and granularity."""
+def choose_config(target: Target, qk_dtype: str = "int8", *, smooth_q: bool = False) -> SageConfig:
+    """The shipped configuration, which serves every granularity and mask.
+
+    Args:
+        target: what the kernels run on.
+        qk_dtype: "int8", "int4" or "fp8".
+        smooth_q: whether queries are smoothed.
+    """
     fp8 = target.native_fp8 or _OCP
     if target.is_amd:
         # One wave has 32 rows of a tile. Compiled (`narrowkv inspect sage`): 128 keys a tile spill at two
@@ -61,6 +71,13 @@ def choose_config(target: Target) -> SageConfig:
         # neighbours a lane.
         order = KeyOrder(gather=4 if target.has_scaled_mfma else 2, lanes=2, width=4)
         options = LaunchOptions(num_warps=4, num_stages=1, waves_per_eu=2, matrix_instr_nonkdim=32)
+        # Model (`narrowkv inspect model --family "Sage, int8"`), the loop's TOP/s. gfx950: int8 804, with two
+        # stages, registers for one wave a SIMD and the scheduling strategy iterative-ilp 1388; FP8 880 and
+        # 1018, but it spills beside windows, and smoothed queries do in any precision. gfx942: int8 683, with
+        # two stages 337 (LDS bank conflicts), with kpack=2 as well 458, 8 waves 455, iterative-ilp 678.
+        # Triton 3.6 needs 308 registers for two stages, and twice the vector instructions.
+        if target.name == "gfx950" and qk_dtype != "fp8" and not smooth_q and _TRITON >= (3, 8):
+            options = replace(options, num_stages=2, waves_per_eu=None, llvm_fn_attrs=_ITERATIVE_ILP)
         # The compiler takes Q apart into bytes for the second loop's 32-byte operand and holds them through
         # the first one: 64 registers of a lane, and spills with smoothed FP8 queries.
         reread_q = target.has_scaled_mfma

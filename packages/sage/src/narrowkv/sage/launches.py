@@ -11,7 +11,7 @@ import torch
 from narrowkv.quant.formats import get_format
 from narrowkv.quant.sage import TokenGroups
 from narrowkv.runtime.errors import contiguous_vector
-from narrowkv.runtime.launch import VARIES, BoundLaunch, FixedLaunch
+from narrowkv.runtime.launch import VARIES, FixedLaunch, Varies
 from narrowkv.sage.binding import MEAN_BLOCKS, SageKernels
 from narrowkv.sage.kernels import Narrow, NarrowQuery, Outputs, Smoothing, Statistics, Strided
 from narrowkv.sage.shapes import ROW_ALIGNMENT, QuantizedKV, SageShape
@@ -39,6 +39,23 @@ class Launched(NamedTuple):
     after: tuple[Any, ...]
 
 
+# The values that the launches over K and V take by their index.
+_VALUES = (
+    "k", "v", "bounds", "k_parts", "k_mean", "v_parts", "v_descale", "stored", "descale", "amax", "v_stored",
+    "rows", "batch", "k_tokens",
+)  # fmt: skip
+_VALUE = {name: Varies(index) for index, name in enumerate(_VALUES)}
+
+
+class _KeysValues(NamedTuple):
+    """The launches that quantise K and V, in their order; `measure` only for a descale of the whole K."""
+
+    statistics: FixedLaunch
+    finish: FixedLaunch
+    measure: FixedLaunch | None
+    quantise: FixedLaunch
+
+
 class _QueryScratch(NamedTuple):
     """A call's query in scratch: as the pre-pass writes it and attention reads it, its means, its bounds."""
 
@@ -52,8 +69,11 @@ class _QueryScratch(NamedTuple):
 class SageLaunches(SageKernels):
     """The launches of a plan's calls; see `SageKernels`."""
 
-    _fixed: dict[Any, FixedLaunch] = field(default_factory=dict, init=False, repr=False)
+    _fixed: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     _sized: dict[Any, _QueryScratch] = field(default_factory=dict, init=False, repr=False)
+    _parts_of: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def _find_bounds(
         self, starts: torch.Tensor | None, tokens: int, bounds: torch.Tensor | None
@@ -71,43 +91,81 @@ class SageLaunches(SageKernels):
     ) -> QuantizedKV:
         """K and V in memory of their own: the channels' statistics, then the blocks, of both at once."""
         heads, dim, rows = size.num_kv_heads, size.head_dim, size.rows(size.k_tokens)
-        empty = torch.empty
+        empty, device = torch.empty, self.device
         bounds = None
         if starts is not None:
-            bounds = empty((size.batch, 2), dtype=torch.int32, device=self.device)
+            bounds = empty((size.batch, 2), dtype=torch.int32, device=device)
         self._find_bounds(starts, size.k_tokens, bounds)
-        sizes = (size.batch, size.k_tokens)
-        strided_k, strided_v = _strided(k), _strided(v)
-        v_descale = empty((size.batch, heads, dim), dtype=torch.float32, device=self.device)
+        v_descale = empty((size.batch, heads, dim), dtype=torch.float32, device=device)
         k_mean = torch.empty_like(v_descale) if self.smooth_k else None
-        partial = (size.batch, heads, self.parts, dim)
-        v_stats = Statistics(self.memory("v_parts", partial, torch.float32), v_descale)
-        k_stats = Statistics(None, None)
-        if self.smooth_k:
-            k_stats = Statistics(self.memory("k_parts", partial, torch.float64), k_mean)
-        items = size.batch * (2 if self.smooth_k else 1)
-        statistics, finish = self.statistics()
-        statistics((self.parts * items, heads), (strided_k, strided_v, bounds, k_stats, v_stats, *sizes))
-        finish((items, heads), (bounds, k_stats, v_stats, *sizes))
-        fmt = get_format(self.qk_format)
-        stored = empty((heads, rows, fmt.storage_bytes(dim)), dtype=torch.uint8, device=self.device)
-        descale = empty(self.descales(self.k_groups, heads, rows), dtype=torch.float32, device=self.device)
-        smoothing = Smoothing(None, k_mean, None)
-        narrow = Narrow(_codes(stored, self.qk_format), descale, self._clear_amax(self.k_groups), rows)
-        if self.k_groups is None:
-            self.measure("k")(
-                (rows // ROW_ALIGNMENT, heads), (strided_k, bounds, smoothing, narrow, 0.0, *sizes)
-            )
-        v_stored = empty((heads, dim, rows), dtype=torch.uint8, device=self.device)
-        self.quantise_kv()(
-            (rows // ROW_ALIGNMENT, heads, 2),
-            (strided_k, strided_v, bounds, smoothing, v_descale, narrow, v_stored, *sizes),
-        )
+        k_parts, v_parts = self._statistics_scratch(size)
+        amax = self._clear_amax(self.k_groups)
+        width = get_format(self.qk_format).storage_bytes(dim)
+        stored = empty((heads, rows, width), dtype=torch.uint8, device=device)
+        descale = empty(self.descales(self.k_groups, heads, rows), dtype=torch.float32, device=device)
+        v_stored = empty((heads, dim, rows), dtype=torch.uint8, device=device)
+        launches = self._keys_values_launches(k, v, ragged=bounds is not None)
+        values = (
+            k, v, bounds, k_parts, k_mean, v_parts, v_descale, _codes(stored, self.qk_format), descale, amax,
+            v_stored, rows, size.batch, size.k_tokens,
+        )  # fmt: skip
+        items, blocks = size.batch * (2 if self.smooth_k else 1), rows // ROW_ALIGNMENT
+        launches.statistics((self.parts * items, heads, 1), values)
+        launches.finish((items, heads, 1), values)
+        if launches.measure is not None:
+            launches.measure((blocks, heads, 1), values)
+        launches.quantise((blocks, heads, 2), values)
         return QuantizedKV(
             _as_stored(stored, self.qk_format), descale, k_mean, _as_stored(v_stored, self.config.fp8),
             v_descale, size, self.qk_format, self.config.fp8, self.k_groups, self.config.key_order, bounds,
             k if self.smooth_q else None, self.config.block_n,
         )  # fmt: skip
+
+    def _statistics_scratch(self, size: SageShape) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Partial statistics of K, if it is smoothed, and of V; a workspace has them for all calls."""
+        found = self._parts_of.get(size.batch)
+        if found is None:
+            partial = (size.batch, size.num_kv_heads, self.parts, size.head_dim)
+            k_parts = self.memory("k_parts", partial, torch.float64) if self.smooth_k else None
+            found = k_parts, self.memory("v_parts", partial, torch.float32)
+            if self.workspace is not None:
+                self._parts_of[size.batch] = found
+        return found
+
+    def _keys_values_launches(self, k: torch.Tensor, v: torch.Tensor, *, ragged: bool) -> _KeysValues:
+        """The launches that quantise keys and values with these dtypes and strides."""
+        strided_k, strided_v = _strided(k), _strided(v)
+        key = ("kv", k.dtype, v.dtype, strided_k[1:], strided_v[1:])
+        known = self._fixed.get(key)
+        if known is not None:
+            return known  # type: ignore[no-any-return]
+        value = _VALUE
+        strided_k, strided_v = strided_k._replace(ptr=value["k"]), strided_v._replace(ptr=value["v"])
+        bounds = value["bounds"] if ragged else None
+        k_mean = value["k_mean"] if self.smooth_k else None
+        k_stats = Statistics(value["k_parts"] if self.smooth_k else None, k_mean)
+        v_stats = Statistics(value["v_parts"], value["v_descale"])
+        sizes = (value["batch"], value["k_tokens"])
+        whole = self.k_groups is None
+        smoothing = Smoothing(None, k_mean, None)
+        narrow = Narrow(value["stored"], value["descale"], value["amax"] if whole else None, value["rows"])
+        statistics, finish = self.statistics()
+        launches = _KeysValues(
+            FixedLaunch(statistics, (strided_k, strided_v, bounds, k_stats, v_stats, *sizes)),
+            FixedLaunch(finish, (bounds, k_stats, v_stats, *sizes)),
+            FixedLaunch(self.measure("k"), (strided_k, bounds, smoothing, narrow, 0.0, *sizes))
+            if whole
+            else None,
+            FixedLaunch(
+                self.quantise_kv(),
+                (
+                    strided_k, strided_v, bounds, smoothing, value["v_descale"], narrow, value["v_stored"],
+                    *sizes,
+                ),
+            ),
+        )  # fmt: skip
+        kept: _KeysValues = self._keep(key, launches)
+        return kept
 
     def _clear_amax(self, groups: TokenGroups | None) -> torch.Tensor | None:
         return None if groups is not None else self.memory("amax", (1,), torch.int32).zero_()
@@ -141,14 +199,11 @@ class SageLaunches(SageKernels):
         key = ("q", q.dtype, strided[1:], tuple(x is None for each in structs for x in each))
         launch = self._fixed.get(key)
         if launch is None:
-            launch = self._keep(
-                key,
-                self.quantise_q(shifts),
-                (
-                    _varying(strided), None if scratch.bounds is None else VARIES, _varying(smoothing),
-                    _varying(scratch.narrow)._replace(rows=VARIES), self.sm_scale, VARIES, VARIES,
-                ),
+            arguments: tuple[Any, ...] = (
+                _varying(strided), None if scratch.bounds is None else VARIES, _varying(smoothing),
+                _varying(scratch.narrow)._replace(rows=VARIES), self.sm_scale, VARIES, VARIES,
             )  # fmt: skip
+            launch = self._keep(key, FixedLaunch(self.quantise_q(shifts), arguments))
         values = (scratch.bounds, *smoothing, *scratch.narrow[:3])
         tensors = tuple(x for x in values if x is not None)
         launched = Launched(launch, (*grid, 1), (), (*tensors, rows, size.batch, size.q_tokens))
@@ -225,17 +280,14 @@ class SageLaunches(SageKernels):
         )  # fmt: skip
         launch = self._fixed.get(launch_key)
         if launch is None:
-            launch = self._keep(
-                launch_key,
-                self.attention(lse is not None, tma=tma),
-                (
-                    _varying(query)._replace(rows=VARIES), _varying(keys)._replace(rows=VARIES),
-                    *((VARIES, VARIES) if tma else (None, None)),
-                    Outputs(VARIES, *strided[1:], None if lse is None else VARIES),
-                    *((None, None) if bounds is None else (VARIES, VARIES)),
-                    self.sm_scale * _LOG2E * codes, size.num_qo_heads, *(VARIES,) * 9,
-                ),
+            arguments = (
+                _varying(query)._replace(rows=VARIES), _varying(keys)._replace(rows=VARIES),
+                *((VARIES, VARIES) if tma else (None, None)),
+                Outputs(VARIES, *strided[1:], None if lse is None else VARIES),
+                *((None, None) if bounds is None else (VARIES, VARIES)),
+                self.sm_scale * _LOG2E * codes, size.num_qo_heads, *(VARIES,) * 9,
             )  # fmt: skip
+            launch = self._keep(launch_key, FixedLaunch(self.attention(lse is not None, tma=tma), arguments))
         before = (*query, *keys, *(kv.descriptors if tma else ()))
         after = () if bounds is None else (bounds, kv.bounds)
         after = (*after, size.batch, size.q_tokens, size.k_tokens, items, tiles, together, *steps)
@@ -243,12 +295,12 @@ class SageLaunches(SageKernels):
         launch(launched.grid, (*launched.before, *((out,) if lse is None else (out, lse)), *after))
         return launched
 
-    def _keep(self, key: Any, bound: BoundLaunch, arguments: tuple[Any, ...]) -> FixedLaunch:
-        """Remembers a launch with fixed arguments."""
+    def _keep(self, key: Any, launches: Any) -> Any:
+        """Remembers launches with fixed arguments."""
         if len(self._fixed) >= _MAX_FIXED:
             self._fixed.clear()
-        self._fixed[key] = FixedLaunch(bound, arguments)
-        return self._fixed[key]
+        self._fixed[key] = launches
+        return launches
 
 
 def _varying(struct: Any) -> Any:

@@ -19,6 +19,7 @@ from narrowkv.attn_decode.kernels.tiles import (
 from narrowkv.paged_cache.kernels.pages import (
     Table,
     first_id,
+    kv_offsets,
     load_key_scale,
     locate_keys,
     sequence_length,
@@ -28,7 +29,7 @@ from narrowkv.paged_cache.kernels.queries import load_query, scale_to_fp16, spli
 from narrowkv.paged_cache.kernels.tiles import (
     LEAST_FACTOR,
     attend_to_tile,
-    load_tile,
+    load_words,
     tile_scores,
     zeros_in_parts,
 )
@@ -160,6 +161,7 @@ def _paged_decode_kernel(
     v_largest = out_scale * 0.0 + LEAST_FACTOR
     # Words of a native K tile hold two elements each, whatever the parts of Q.
     K_WORD: tl.constexpr = 2 if NATIVE_QK else K_PARTS
+    dk, dv = tl.arange(0, BLOCK_DK // K_WORD), tl.arange(0, BLOCK_D // V_PARTS)
     last = tl.maximum(end_key - 1, 0)
     # What belongs to single keys is read one tile ahead: nothing else hides the time such small loads take.
     k_next = 1.0
@@ -174,8 +176,11 @@ def _paged_decode_kernel(
     for tile in range(begin, end):
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         page, slot = locate_keys(table, row_base, n, first, last, PAGE_SIZE, WIDE_ADDRESS)
-        k_words = load_tile(k, page, slot, kv_head, False, K_VEC, K_WORD, HEAD_DIM, BLOCK_DK)
-        v_words = load_tile(v, page, slot, kv_head, True, V_VEC, V_PARTS, HEAD_DIM, BLOCK_D)
+        # Both offsets before both loads: Triton 3.6 spills scalars on gfx942 otherwise.
+        k_off = kv_offsets(page, slot, k, kv_head, dk, K_VEC, False)
+        v_off = kv_offsets(page, slot, v, kv_head, dv, V_VEC, True)
+        k_words = load_words(k, k_off, K_WORD, HEAD_DIM, BLOCK_DK)  # [BLOCK_N, BLOCK_DK / K_WORD]
+        v_words = load_words(v, v_off, V_PARTS, HEAD_DIM, BLOCK_D)
         k_scale = k_next
         v_scale = v_next
         if K_PER_KEY or V_PER_KEY:

@@ -177,7 +177,12 @@ class NarrowAttention(AttentionImpl):
             layout = ShardLayout(
                 self.dcp_world_size, self.dcp_rank, interleave=parallel.cp_kv_cache_interleave_size
             )
-            comm = getattr(parallel, "dcp_comm_backend", "ag_rs")
+            if getattr(parallel, "dcp_q_replicate", None):
+                raise UnsupportedError(
+                    "narrowkv's backend takes each rank's own query heads under decode context parallelism: "
+                    "leave dcp_q_replicate off"
+                )
+            comm = getattr(parallel, "dcp_comm_backend", None) or "ag_rs"
             self._ranks = Ranks(layout, get_dcp_group().device_group, comm)
         device = torch.empty(0).device
         dtype = config.model_config.dtype

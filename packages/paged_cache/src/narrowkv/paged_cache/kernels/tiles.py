@@ -23,12 +23,18 @@ def load_tile(kv, page, slot, head, IS_VALUE: tl.constexpr, VEC: tl.constexpr, P
     PARTS: elements of a word. VEC: x of the vectorised layout, else 0.
     """
     d = tl.arange(0, BLOCK_D // PARTS)
-    words = kv.ptr + kv_offsets(page, slot, kv, head, d, VEC, IS_VALUE)
+    return load_words(kv, kv_offsets(page, slot, kv, head, d, VEC, IS_VALUE), PARTS, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def load_words(kv, offsets, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`load_tile` where the offsets are known."""
     if HEAD_DIM == BLOCK_D:
-        return tl.load(words)
+        return tl.load(kv.ptr + offsets)
     else:
         ZERO: tl.constexpr = 0 if kv.ptr.dtype.element_ty.is_int() else 0.0
-        return tl.load(words, mask=(d * PARTS < HEAD_DIM)[None, :], other=ZERO)
+        d = tl.arange(0, BLOCK_D // PARTS)
+        return tl.load(kv.ptr + offsets, mask=(d * PARTS < HEAD_DIM)[None, :], other=ZERO)
 
 
 @triton.jit

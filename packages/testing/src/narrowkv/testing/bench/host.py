@@ -136,6 +136,12 @@ def calls(device: str) -> Iterator[tuple[str, bool, Callable[[], object]]]:
     sage_plan = plan_sage(x, x).with_workspace()
     kv = sage_plan.quantize_kv(x, x)
     yield "sage attend", True, lambda: sage_plan.attend(x, kv, out=sage_out)
+
+    def quantise_and_attend() -> object:
+        return sage_plan.attend(x, sage_plan.quantize_kv(x, x), out=sage_out)
+
+    # The same work, planned and not: K and V are quantised in every call.
+    yield "sage_attention", True, quantise_and_attend
     yield "sage_attention", False, lambda: sage_attention(x, x, x, out=sage_out)
 
 
