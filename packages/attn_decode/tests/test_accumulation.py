@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_decode
-from narrowkv.attn_decode.workloads import DecodeWorkload
+from narrowkv.attn_decode.cases import DecodeCase
 
 
 def _relative_l1(o: torch.Tensor, expected: torch.Tensor) -> float:
@@ -16,7 +16,7 @@ def _relative_l1(o: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def test_probabilities_over_a_bf16_cache_are_two_terms(device: str) -> None:
-    q, cache, table = DecodeWorkload(format="bf16", lens=(70, 200), gqa_ratio=4).build(device)
+    q, cache, table = DecodeCase.small(format="bf16", lens=(70, 200), gqa_ratio=4).build(device)
     plan = plan_decode(q, cache, table, split="none")
     o = paged_decode(q, cache, table, plan=plan, out_dtype=torch.float32)
     # One bf16 term is 1.5e-3 off; two keep 16 bits.
@@ -25,7 +25,7 @@ def test_probabilities_over_a_bf16_cache_are_two_terms(device: str) -> None:
 
 @pytest.mark.parametrize("grows", [True, False])
 def test_v_descales_of_tokens_that_change_from_tile_to_tile(grows: bool, device: str) -> None:
-    workload = DecodeWorkload(lens=(300,), granularity="token_head", gqa_ratio=4)
+    workload = DecodeCase.small(lens=(300,), granularity="token_head", gqa_ratio=4)
     q, cache, table = workload.build(device)
     assert isinstance(cache.v_descale, torch.Tensor)
     factor = 2.0 ** (torch.arange(320, device=device) / 40)

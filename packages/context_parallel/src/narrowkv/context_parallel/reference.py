@@ -24,7 +24,7 @@ def cp_paged_decode_reference(
     Args:
         q: `[batch * q_len, num_qo_heads, head_dim]`, all heads.
         shards: each rank's cache and table, in rank order.
-        sinks: `[num_qo_heads]`. **options: `sm_scale` and `logits_soft_cap`.
+        sinks: `[num_qo_heads]`. Further options: `sm_scale` and `logits_soft_cap`.
 
     Returns:
         `(o, lse)` in fp32, of all heads.
