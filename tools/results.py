@@ -326,7 +326,29 @@ def sage() -> Chart:
     return Chart("Sage attention over torch SDPA, H200", ["Batch 2, 32 heads, head_dim 128."], groups)
 
 
+def accuracy() -> Chart:
+    """KL of each recipe on SmolLM2, by bits."""
+    found = [row for row in load("accuracy-smollm2")["recipes"] if row["kl"] > 0]
+    groups = []
+    for bits in sorted({round(row["bits"]) for row in found}, reverse=True):
+        bars = [
+            Bar(
+                row["recipe"],
+                row["kl"],
+                f"{row['kl']:.4f}, {row['bits']:.2f} bits",
+                GREEN if row["frontier"] else GREY,
+            )
+            for row in sorted(found, key=lambda row: -row["kl"])
+            if round(row["bits"]) == bits
+        ]
+        groups.append(Group(f"about {bits} bits an element", bars))
+    return Chart(
+        "KL against a bf16 cache, SmolLM2-135M", ["Nats a token. Green: no recipe has less of both."], groups
+    )
+
+
 IMAGES: dict[str, Callable[[], list[Chart]]] = {
+    "accuracy": lambda: [accuracy()],
     "summary": lambda: [against_peers(), capacity()],
     "decode": lambda: [decode_by_shape()],
     "fp4": lambda: [fp4_against_fp8()],
@@ -482,6 +504,26 @@ def report_table(name: str) -> str:
     ])  # fmt: skip
 
 
+# Recipes of `narrowkv accuracy` that no kernel stores or reads.
+_SIMULATED = ("fp8-tensor", "fp4-mx", "nvfp4", "nvfp4-offset")
+
+
+def accuracy_table(name: str) -> str:
+    """What each recipe costs a language model: a document of `narrowkv accuracy`."""
+    body = []
+    for row in load(f"accuracy-{name}")["recipes"]:
+        note = row["note"] + ("; simulated" if row["recipe"] in _SIMULATED else "")
+        body.append(
+            [
+                f"`{row['recipe']}`", note, f"{row['bits']:.2f}", f"{row['kl']:.4f}",
+                f"{row['perplexity_change']:+.1%}", f"{row['agreement']:.1%}",
+                "yes" if row["frontier"] else "",
+            ]
+        )  # fmt: skip
+    heads = ["recipe", "K and V", "bits", "KL", "change", "same next token", "frontier"]
+    return table(heads, body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "capacity": capacity_table,
     "decode": decode_table,
@@ -491,6 +533,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "sparse-h100": lambda: sparse_table("sparse-h100"),
     "sparse-h200": lambda: sparse_table("sparse-h200"),
     "sage": sage_table,
+    **{
+        f"accuracy {path.stem[9:]}": partial(accuracy_table, path.stem[9:])
+        for path in RESULTS.glob("accuracy-*.json")
+    },
     **{f"report {path.stem}": partial(report_table, path.stem) for path in RESULTS.glob("*.json")},
     **{f"source {path.stem}": partial(source_table, path.stem) for path in RESULTS.glob("*.json")},
 }

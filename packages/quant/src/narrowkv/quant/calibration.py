@@ -120,13 +120,7 @@ class LayerCalibration:
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """The calibration of a model, a `LayerCalibration` for each layer that has keys and values, in order.
-
-    Example:
-        >>> calibration = calibrate(samples)                   # doctest: +SKIP
-        >>> calibration.save("model.calibration.npz")          # doctest: +SKIP
-        >>> same = Calibration.load("model.calibration.npz")   # doctest: +SKIP
-    """
+    """The calibration of a model, a `LayerCalibration` for each layer that has keys and values, in order."""
 
     layers: tuple[LayerCalibration, ...]
 

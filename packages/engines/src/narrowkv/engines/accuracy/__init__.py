@@ -2,11 +2,6 @@
 
 `narrowkv accuracy` is this on the command line. Needs the extra `transformers`, and `accuracy` for models in
 GGUF files.
-
-Example:
-    >>> from narrowkv.engines.accuracy import RECIPES, load_model, measure
-    >>> model = load_model("smollm2")                                    # doctest: +SKIP
-    >>> scores = measure(model, RECIPES, tokens=1024, context=1024)      # doctest: +SKIP
 """
 
 from narrowkv.engines.accuracy.evaluate import Score, measure
