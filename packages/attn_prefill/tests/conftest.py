@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from narrowkv.attn_prefill import config
+from narrowkv.attn_prefill import tiles
 
 
 @pytest.fixture
 def always_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of a 16-bit cache stay in their pages, whatever their number and that of rows."""
-    monkeypatch.setattr(config, "_KEYS_IN_PAGES", 0)
-    monkeypatch.setattr(config, "_TILES_OF_PAGES", 2**20)
+    monkeypatch.setattr(tiles, "_KEYS_IN_PAGES", 0)
+    monkeypatch.setattr(tiles, "_TILES_OF_PAGES", 2**20)

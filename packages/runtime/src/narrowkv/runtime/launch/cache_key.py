@@ -14,28 +14,33 @@ from typing import Any
 
 from triton.runtime.jit import JITCallable
 
+# Functions whose key is settled, by `id`: they are of modules, and live as long as the process.
+_settled: dict[int, JITCallable] = {}
+
 
 def settle_cache_key(kernel: Any, constexprs: dict[str, Any]) -> None:
     """Hashes a kernel, after all functions that it calls and those among its constants.
+
+    A hash that was asked for before, by a dictionary with the kernel as a key for example, is made again.
 
     Args:
         kernel: a `@triton.jit` function, or what stands for one in the interpreter, which is left alone.
         constexprs: its constants by name.
     """
-    seen: set[int] = set()
     for value in (kernel, *constexprs.values()):
-        _hash_callees_first(value, seen)
+        _settle(value)
 
 
-def _hash_callees_first(value: Any, seen: set[int]) -> None:
+def _settle(value: Any) -> None:
     if isinstance(value, tuple):
         for part in value:
-            _hash_callees_first(part, seen)
-    if not isinstance(value, JITCallable) or id(value) in seen or value.hash is not None:
+            _settle(part)
+    if not isinstance(value, JITCallable) or id(value) in _settled:
         return
-    seen.add(id(value))
+    _settled[id(value)] = value
     for callee in _referenced(value.fn):
-        _hash_callees_first(callee, seen)
+        _settle(callee)
+    value.hash = None
     value.cache_key  # noqa: B018 (a property that computes the hash and keeps it)
 
 
