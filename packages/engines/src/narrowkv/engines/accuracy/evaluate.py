@@ -54,7 +54,7 @@ class Statistics:
 
     Attributes:
         k_outlier, v_outlier: the largest channel's root mean square over the median channel's.
-        k_bias: the largest |mean| over standard deviation of a channel of K.
+        k_bias: the largest abs(mean) over standard deviation of a channel of K.
         k_first: the norm of the first token's key over the median key's.
     """
 
