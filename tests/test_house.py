@@ -77,9 +77,6 @@ MAX_LINES = 400
 LONG_FILES = {
     "packages/engines/src/narrowkv/engines/aiter.py": 419,
     "packages/paged_cache/src/narrowkv/paged_cache/append.py": 458,
-    "packages/sparse_fp8/src/narrowkv/sparse_fp8/kernels/few.py": 610,
-    "packages/sparse_fp8/src/narrowkv/sparse_fp8/kernels/hopper.py": 547,
-    "packages/sparse_fp8/src/narrowkv/sparse_fp8/kernels/hopper_fp8.py": 661,
 }
 # Modules of a package that import each other.
 CYCLES_LEFT = {

@@ -25,15 +25,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from narrowkv.runtime.attention.softmax import natural_lse, output_factor
-from narrowkv.sparse_fp8.kernels.results import SIZES, split_tiles
-from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers, clamp_span, load_span, locate, named
-
-# Triton 3.6 has the older names of these.
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_reinterpret = (
-    getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+from narrowkv.sparse_fp8.kernels.hopper_copies import (
+    _barrier,
+    _copy_query,
+    _copy_rows,
+    _item,
+    _locate_rows,
+    _make_writes_visible,
+    _of_source,
+    _tile_indices,
 )
-_copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+from narrowkv.sparse_fp8.kernels.results import SIZES
+from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
 
 
 class HopperCall(NamedTuple):
@@ -60,143 +63,6 @@ class HopperCall(NamedTuple):
 
 
 @gluon.jit
-def _load_spans(prefix_csr, extend_csr, token, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr):
-    """What both indptr say of a token."""
-    prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
-    if HAS_PREFIX:
-        prefix_begin, prefix_end = load_span(prefix_csr, token)
-    if HAS_EXTEND:
-        extend_begin, extend_end = load_span(extend_csr, token)
-    return prefix_begin, prefix_end, extend_begin, extend_end
-
-
-@gluon.jit
-def _name_item(number, num_tokens, HEAD_BLOCKS: gl.constexpr):
-    """Of an item: token, block of heads and split."""
-    return (number // HEAD_BLOCKS) % num_tokens, number % HEAD_BLOCKS, number // HEAD_BLOCKS // num_tokens
-
-
-@gluon.jit
-def _place_item(
-    prefix_csr, extend_csr, spans, item, num_tokens, num_splits,
-    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-):  # fmt: skip
-    """An item, from what `_load_spans` read of its token."""
-    token, head_block, split = _name_item(item, num_tokens, HEAD_BLOCKS)
-    prefix_begin, prefix_end, extend_begin, extend_end = spans
-    if HAS_PREFIX:
-        prefix_begin, prefix_end = clamp_span(prefix_csr, prefix_begin, prefix_end)
-    if HAS_EXTEND:
-        extend_begin, extend_end = clamp_span(extend_csr, extend_begin, extend_end)
-    if SPLIT:
-        p_lo, p_hi, e_lo, e_hi = split_tiles(
-            prefix_end - prefix_begin, extend_end - extend_begin, split, num_splits, BLOCK_K
-        )
-        prefix_begin, prefix_end = prefix_begin + p_lo, prefix_begin + p_hi
-        extend_begin, extend_end = extend_begin + e_lo, extend_begin + e_hi
-    prefix_tiles = (prefix_end - prefix_begin + BLOCK_K - 1) // BLOCK_K
-    # An empty list is one tile without rows.
-    num_tiles = gl.maximum(prefix_tiles + (extend_end - extend_begin + BLOCK_K - 1) // BLOCK_K, 1)
-    return (
-        token,
-        head_block,
-        split,
-        num_tiles,
-        prefix_begin,
-        prefix_end,
-        extend_begin,
-        extend_end,
-        prefix_tiles,
-    )
-
-
-@gluon.jit
-def _item(
-    prefix_csr, extend_csr, item, num_tokens, num_splits,
-    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-):  # fmt: skip
-    """An item: token, block of heads, split, tiles, the places of its indices and the tiles of the prefix."""
-    token, _, _ = _name_item(item, num_tokens, HEAD_BLOCKS)
-    spans = _load_spans(prefix_csr, extend_csr, token, HAS_PREFIX, HAS_EXTEND)
-    return _place_item(
-        prefix_csr, extend_csr, spans, item, num_tokens, num_splits,
-        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _tile_indices(
-    prefix_csr, extend_csr, item, tile, r, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-):  # fmt: skip
-    """Row numbers of a tile of an item, prefix first; -1 past the end."""
-    _, _, _, _, prefix_begin, prefix_end, extend_begin, extend_end, prefix_tiles = item
-    if HAS_PREFIX and HAS_EXTEND:
-        first = tile < prefix_tiles
-        indices = gl.where(first, prefix_csr.indices, extend_csr.indices)
-        begin = gl.where(first, prefix_begin + tile * BLOCK_K, extend_begin + (tile - prefix_tiles) * BLOCK_K)
-        end = gl.where(first, prefix_end, extend_end)
-    elif HAS_PREFIX:
-        indices, begin, end = prefix_csr.indices, prefix_begin + tile * BLOCK_K, prefix_end
-    else:
-        indices, begin, end = extend_csr.indices, extend_begin + tile * BLOCK_K, extend_end
-    return gl.load(indices + begin + r, mask=begin + r < end, other=-1)
-
-
-@gluon.jit
-def _choose(first, prefix, extend, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr):
-    """What belongs to the prefix or to the extend rows."""
-    if HAS_PREFIX and HAS_EXTEND:
-        return gl.where(first, prefix, extend)
-    elif HAS_PREFIX:
-        return prefix
-    else:
-        return extend
-
-
-@gluon.jit
-def _locate_one(rows, index, LAYOUT: gl.constexpr, PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr):
-    """Whether each index names a row; offsets of its NoPE, RoPE and scales. 16-bit rows have the first."""
-    live = named(index, rows.num_rows)
-    if LAYOUT == "":
-        nope_at = (index.to(gl.int64) if WIDE_ADDRESS else index) * rows.stride_n
-        return live, nope_at, nope_at, nope_at
-    else:
-        nope_at, rope_at, scale_at = locate(rows, index, LAYOUT, PAGE_SIZE, WIDE_ADDRESS)
-        return live, nope_at, rope_at, scale_at
-
-
-@gluon.jit
-def _locate_rows(
-    prefix, extend, first, index, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
-):  # fmt: skip
-    """`_locate_one` in the source that a tile belongs to."""
-    if HAS_PREFIX and HAS_EXTEND:
-        a = _locate_one(prefix, index, LAYOUT, PREFIX_PAGE_SIZE, WIDE_ADDRESS)
-        b = _locate_one(extend, index, LAYOUT, EXTEND_PAGE_SIZE, WIDE_ADDRESS)
-        return (
-            gl.where(first, a[0], b[0]),
-            gl.where(first, a[1], b[1]),
-            gl.where(first, a[2], b[2]),
-            gl.where(first, a[3], b[3]),
-        )
-    elif HAS_PREFIX:
-        return _locate_one(prefix, index, LAYOUT, PREFIX_PAGE_SIZE, WIDE_ADDRESS)
-    else:
-        return _locate_one(extend, index, LAYOUT, EXTEND_PAGE_SIZE, WIDE_ADDRESS)
-
-
-@gluon.jit
-def _copy_rows(target, base, offsets, mask, LAYOUT: gl.constexpr):
-    """16-bit columns from memory straight to shared memory; rows that are masked become zero."""
-    d = gl.arange(0, target.shape[1], gl.SliceLayout(0, LAYOUT))
-    _copy_async(target, base + (offsets[:, None] + d[None, :]), mask=mask[:, None])
-
-
-@gluon.jit
 def _softmax_tile(s, masked, m, l, qk_scale, numerators, corrections, changes, SLACK: gl.constexpr):
     """A tile's numerators and what earlier sums shrink by, to shared memory; the new state.
 
@@ -217,25 +83,9 @@ def _softmax_tile(s, masked, m, l, qk_scale, numerators, corrections, changes, S
 
 
 @gluon.jit
-def _copy_query(query, q_ptr, stride_qt, stride_qh, token, head_block, NUM_HEADS: gl.constexpr):
-    """An item's heads to shared memory; heads past the last are zeros."""
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    heads = head_block * query.shape[0] + gl.arange(0, query.shape[0], gl.SliceLayout(1, COPY))
-    rows = q_ptr + token.to(gl.int64) * stride_qt
-    _copy_rows(query, rows, heads * stride_qh, heads < NUM_HEADS, COPY)
-
-
-@gluon.jit
 def _multiply(query, tile, zeros):
     """Q K^T of one tile, to be waited for."""
     return warpgroup_mma(query, tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _publish():
-    """What these warps wrote to shared memory becomes visible to the matrix unit and to all of them."""
-    fence_async_shared()
-    _barrier()
 
 
 @gluon.jit
@@ -279,7 +129,11 @@ def _copy_tile(
     mbarrier.wait(empty.index(stage), (number // STAGES & 1) ^ 1)
     bias.index(stage).store(gl.where(live, 0.0, float("-inf")))
     _copy_rows(
-        tiles.index(stage), _choose(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND), at, live, COPY
+        tiles.index(stage),
+        _of_source(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND),
+        at,
+        live,
+        COPY,
     )
 
 
@@ -329,7 +183,7 @@ def _score_warps(
                 prefix_csr, extend_csr, item, tile + 2, r, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.BLOCK_K
             )
             async_copy.wait_group(0)
-            _publish()
+            _make_writes_visible()
             s = _multiply(query, tiles.index(stage), zeros)
             if tile + 1 < num_tiles:
                 _copy_tile(
@@ -343,7 +197,7 @@ def _score_warps(
                 scores, masked, m, l, qk_scale,
                 numerators.index(stage), corrections.index(stage), changes.index(stage), CALL.SLACK,
             )  # fmt: skip
-            _publish()
+            _make_writes_visible()
             mbarrier.arrive(scored.index(stage), count=1)
             index = next_index
             count += 1

@@ -28,325 +28,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from narrowkv.quant.device import e8m0_to_fp32
-from narrowkv.sparse_fp8.kernels.hopper import (
+from narrowkv.sparse_fp8.kernels.hopper import _finish_scores, _softmax_tile, _store_results, _take_shares
+from narrowkv.sparse_fp8.kernels.hopper_copies import (
     _barrier,
-    _choose,
-    _copy_async,
     _copy_query,
-    _finish_scores,
     _item,
-    _locate_rows,
+    _make_writes_visible,
     _name_item,
-    _publish,
-    _reinterpret,
-    _softmax_tile,
-    _store_results,
-    _take_shares,
-    _tile_indices,
+)
+from narrowkv.sparse_fp8.kernels.hopper_fp8_rows import (
+    _allocate_each,
+    _as_bf16,
+    _begin_stream,
+    _copy_first_parts,
+    _copy_rope,
+    _copy_tile,
+    _last_tile,
+    _look_up,
+    _next_indices,
+    _widen_half,
 )
 from narrowkv.sparse_fp8.kernels.results import SIZES
-from narrowkv.sparse_fp8.kernels.rows import ONE_AS_WORD, Csr, RowPointers
-
-
-@gluon.jit
-def _widen_words(words, scale):
-    """int32 words of four E4M3 times bf16 powers of two: int32 words of two bf16, the low and the high."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-            .reg .b16 p, q, a, b, c, d;
-            .reg .b32 x, y, u, v, s;
-            .reg .f32 f, g;
-            mov.b32 s, {$3, $3};
-            mov.b32 {p, q}, $2;
-            cvt.rn.f16x2.e4m3x2 x, p;
-            cvt.rn.f16x2.e4m3x2 y, q;
-            mov.b32 {a, b}, x;
-            mov.b32 {c, d}, y;
-            cvt.f32.f16 f, a;
-            cvt.f32.f16 g, b;
-            mov.b32 u, f;
-            mov.b32 v, g;
-            prmt.b32 x, u, v, 0x7632;
-            mul.bf16x2 $0, x, s;
-            cvt.f32.f16 f, c;
-            cvt.f32.f16 g, d;
-            mov.b32 u, f;
-            mov.b32 v, g;
-            prmt.b32 y, u, v, 0x7632;
-            mul.bf16x2 $1, y, s;
-        }
-        """,
-        "=&r,=r,r,h",
-        [words, scale],
-        dtype=(gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _widen(words, scale):
-    """int32 words `[rows, 16]` of four E4M3 times bf16 powers of two: words `[rows, 32]` of two bf16."""
-    low, high = _widen_words(words, scale.to(gl.int16, bitcast=True))
-    return gl.reshape(gl.join(low, high), [words.shape[0], 32])
-
-
-@gluon.jit
-def _words(pointer):
-    """A pointer to 16-bit or 8-bit numbers as one to int32."""
-    return pointer.to(gl.pointer_type(gl.int32), bitcast=True)
-
-
-@gluon.constexpr_function
-def _bytes_layout():
-    """How a warpgroup holds words of four bytes, 16 a row: four lanes have a row, a thread two rows."""
-    return gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
-
-
-@gluon.jit
-def _locate_tile(
-    prefix, extend, slots, number,
-    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
-    LANES: gl.constexpr,
-):  # fmt: skip
-    """Where the rows of tile `number` are: pointers to words of NoPE, and to RoPE; which rows are named."""
-    index = slots.index(number % 4).load(gl.SliceLayout(1, LANES))
-    first, index = _decode(index, HAS_PREFIX, HAS_EXTEND)
-    live, nope_at, rope_at, _ = _locate_rows(
-        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
-    )  # fmt: skip
-    return (
-        _words(_choose(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)) + nope_at // 4,
-        _choose(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND) + rope_at,
-        live,
-    )
-
-
-@gluon.jit
-def _allocate_each(DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, COUNT: gl.constexpr):
-    """COUNT buffers of their own: the compiler puts a barrier between two accesses to parts of one."""
-    buffers = ()
-    for _ in gl.static_range(COUNT):
-        buffers = buffers + (gl.allocate_shared_memory(DTYPE, SHAPE, LAYOUT),)
-    return buffers
-
-
-@gluon.jit
-def _part(stored, number, t: gl.constexpr):
-    """Where part `t` of tile `number` is as stored; two tiles' parts 0 and 4 are there."""
-    if t % 4 == 0:
-        return stored[t].index(number % 2)
-    else:
-        return stored[t]
-
-
-@gluon.jit
-def _copy_part(stored, rows, number, t: gl.constexpr):
-    """64 NoPE columns, as stored, on their way to shared memory; zeros for rows not named."""
-    BYTES: gl.constexpr = _bytes_layout()
-    nope, _, live = rows
-    w = t * 16 + gl.arange(0, 16, gl.SliceLayout(0, BYTES))
-    _copy_async(_part(stored, number, t), nope[:, None] + w[None, :], mask=live[:, None])
-
-
-@gluon.jit
-def _copy_first_parts(
-    prefix, extend, slots, number, stored, first_filled,
-    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
-):  # fmt: skip
-    """Parts 0 and 4 of tile `number`, where those of tile `number - 2` have been widened."""
-    rows = _locate_tile(
-        prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, _bytes_layout(),
-    )  # fmt: skip
-    _copy_part(stored, rows, number, 0)
-    _copy_part(stored, rows, number, 4)
-    # An arrival of each thread, when its copies have.
-    async_copy.mbarrier_arrive(first_filled.index(number % 2), increment_count=False)
-
-
-@gluon.jit
-def _copy_tile(
-    prefix, extend, slots, number, stored, widened, first_filled, filled,
-    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
-):  # fmt: skip
-    """The other parts of tile `number`, once the tile before is widened; then the first ones of the next."""
-    rows = _locate_tile(
-        prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, _bytes_layout(),
-    )  # fmt: skip
-    mbarrier.wait(widened.index((number + 1) % 2), (number + 1) // 2 & 1 ^ 1)
-    # In the order in which they are widened.
-    _copy_part(stored, rows, number, 2)
-    _copy_part(stored, rows, number, 6)
-    _copy_part(stored, rows, number, 1)
-    _copy_part(stored, rows, number, 5)
-    _copy_part(stored, rows, number, 3)
-    async_copy.mbarrier_arrive(filled, increment_count=False)
-    _copy_first_parts(
-        prefix, extend, slots, number + 1, stored, first_filled,
-        HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _copy_rope(
-    prefix, extend, slots, number, wide,
-    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
-):  # fmt: skip
-    """RoPE of tile `number` to where it is multiplied, once PV has left that."""
-    ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
-    _, rope, live = _locate_tile(
-        prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, ROPE,
-    )  # fmt: skip
-    d = gl.arange(0, 64, gl.SliceLayout(0, ROPE))
-    target = wide[3].index(number % 2).slice(64, 64, dim=1)
-    _copy_async(target, rope[:, None] + d[None, :], mask=live[:, None])
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _widen_part(number, wide, stored, scales, t: gl.constexpr):
-    """64 NoPE columns to bf16."""
-    BYTES: gl.constexpr = _bytes_layout()
-    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32)
-    scale = scales.index(number % 4).slice(t, 1, dim=1).load(BYTES)
-    words = _part(stored, number, t).load(BYTES)
-    pairs = _reinterpret(wide[t // 2].index(number % 2), gl.int32, [words.shape[0], 64], PAIRS)
-    pairs.slice(t % 2 * 32, 32, dim=1).store(_widen(words, scale))
-
-
-@gluon.jit
-def _widen_half(number, wide, stored, scales, first_filled, filled, HALF: gl.constexpr):
-    """Half of the columns of tile `number` to bf16, but for RoPE."""
-    mbarrier.wait(first_filled.index(number % 2), number // 2 & 1)
-    _widen_part(number, wide, stored, scales, 4 * HALF)
-    mbarrier.wait(filled, number & 1)
-    # The two wide buffers by turns: between two stores to one there is a barrier, for which all wait.
-    _widen_part(number, wide, stored, scales, 4 * HALF + 2)
-    _widen_part(number, wide, stored, scales, 4 * HALF + 1)
-    if HALF == 0:
-        _widen_part(number, wide, stored, scales, 3)
-
-
-@gluon.jit
-def _last_tile(
-    prefix_csr, extend_csr, number, num_tokens, num_splits,
-    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-):  # fmt: skip
-    """Number of an item's last tile."""
-    item = _item(
-        prefix_csr, extend_csr, number, num_tokens, num_splits,
-        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
-    )  # fmt: skip
-    return item[3] - 1
-
-
-@gluon.jit
-def _begin_stream(
-    prefix_csr, extend_csr, num_tokens, num_splits, num_items,
-    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-):  # fmt: skip
-    """A program's first tile: its item's number, its place in the item, the item, and the program's next one.
-
-    Items come one ahead, so that nobody waits for where their lists lie.
-    """
-    number = gl.program_id(0)
-    item = _item(
-        prefix_csr, extend_csr, number, num_tokens, num_splits,
-        HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
-    )  # fmt: skip
-    item_after = _item(
-        prefix_csr, extend_csr, gl.minimum(number + gl.num_programs(0), num_items - 1),
-        num_tokens, num_splits, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
-    )  # fmt: skip
-    return number, 0, item, item_after
-
-
-@gluon.jit
-def _next_indices(
-    prefix_csr, extend_csr, num_tokens, num_splits, num_items, stream, r,
-    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-):  # fmt: skip
-    """The stream's next indices, if they are of the prefix and if of an item; the stream after them."""
-    number, tile, item, item_after = stream
-    index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
-    ahead = index, tile < item[8], number < num_items
-    tile += 1
-    if tile == item[3]:
-        tile = 0
-        number += gl.num_programs(0)
-        item = item_after
-        item_after = _item(
-            prefix_csr, extend_csr, gl.minimum(number + gl.num_programs(0), num_items - 1),
-            num_tokens, num_splits, HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
-        )  # fmt: skip
-    return ahead, (number, tile, item, item_after)
-
-
-@gluon.jit
-def _row_codes(prefix, extend, ahead, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr):
-    """-1 where no row is named; -2 - i for row i of the extend rows beside a prefix."""
-    index, first, exists = ahead
-    rows = _choose(first, prefix.num_rows, extend.num_rows, HAS_PREFIX, HAS_EXTEND)
-    code = index
-    if HAS_PREFIX and HAS_EXTEND:
-        code = gl.where(first, index, -2 - index)
-    return gl.where((index >= 0) & (index < rows) & exists, code, -1)
-
-
-@gluon.jit
-def _look_up(
-    prefix, extend, ahead, slots, number,
-    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
-):  # fmt: skip
-    """Names the rows of tile `number`; their scales, as stored `[BLOCK_K, 8]`, one where there is none."""
-    SCALES: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [gl.num_warps(), 1], [1, 0])
-    slots.index(number % 4).store(_row_codes(prefix, extend, ahead, HAS_PREFIX, HAS_EXTEND))
-    index = slots.index(number % 4).load(gl.SliceLayout(1, SCALES))
-    first, index = _decode(index, HAS_PREFIX, HAS_EXTEND)
-    live, _, _, scale_at = _locate_rows(
-        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
-    )  # fmt: skip
-    t = gl.arange(0, 8, gl.SliceLayout(0, SCALES))
-    # row512 has a byte for every 32 columns.
-    STEP: gl.constexpr = 2 if LAYOUT == "row512" else 1
-    rows = _choose(first, prefix.scale, extend.scale, HAS_PREFIX, HAS_EXTEND) + scale_at
-    mask = live[:, None] & (t < 7)[None, :]
-    ONE: gl.constexpr = ONE_AS_WORD if LAYOUT == "split" else 127
-    return gl.load(rows[:, None] + (t * STEP)[None, :], mask=mask, other=ONE)
-
-
-@gluon.jit
-def _as_bf16(scale):
-    """Powers of two, words of float32 or E8M0, in bf16."""
-    if scale.dtype == gl.uint8:
-        scale = e8m0_to_fp32(scale)
-    else:
-        scale = scale.to(gl.float32, bitcast=True)
-    return scale.to(gl.bfloat16)
-
-
-@gluon.jit
-def _decode(code, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr):
-    """Of `_row_codes`: whether a row is of the prefix, and its number there or among the extend rows."""
-    first = code >= 0
-    if HAS_PREFIX and HAS_EXTEND:
-        code = gl.where(first, code, -2 - code)
-    return first, code
+from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
 
 
 @gluon.jit
@@ -390,7 +93,7 @@ def _sum_fp8_warps(
         mbarrier.wait(looked_up, 0)
     for number in range(2):
         _widen_half(number, wide, stored, scales, first_filled, filled, HALF)
-        _publish()
+        _make_writes_visible()
         mbarrier.arrive(widened.index(number), count=1)
     count, turn = 0, 0
     # Known an item ahead. A while loop: Triton 3.6 loses a carried number that only bounds a range.
@@ -433,7 +136,7 @@ def _sum_fp8_warps(
             _widen_half(count + 2, wide, stored, scales, first_filled, filled, HALF)
             if LOOKS_UP:
                 scales.index(count % 4).store(_as_bf16(scale))
-            _publish()
+            _make_writes_visible()
             mbarrier.arrive(widened.index(stage), count=1)
             count += 1
             done += 1
@@ -459,7 +162,7 @@ def _load_query(
 
 
 @gluon.jit
-def _through(buffer, x, LAYOUT: gl.constexpr):
+def _change_layout_through(buffer, x, LAYOUT: gl.constexpr):
     """The same numbers in another layout, by way of a buffer."""
     buffer.store(x)
     _barrier()
@@ -513,15 +216,15 @@ def _score_fp8_warps(
         part_c = _load_query(rows + 384, q.stride_h, head_block, CALL.NUM_HEADS, CALL.BLOCK_H, COPY)
         part_d = _load_query(rows + 448, q.stride_h, head_block, CALL.NUM_HEADS, CALL.BLOCK_H, COPY)
         mbarrier.wait(summed, count & 1 ^ 1)
-        query_c = _through(numerators, part_c, QUERY)
-        query_d = _through(numerators, part_d, QUERY)
+        query_c = _change_layout_through(numerators, part_c, QUERY)
+        query_d = _change_layout_through(numerators, part_d, QUERY)
         m = gl.full([CALL.BLOCK_H], float("-inf"), gl.float32, ROW)
         l = gl.full([CALL.BLOCK_H], 0.0, gl.float32, ROW)
         for _ in range(num_tiles):
             stage = count % 2
             # RoPE has come, and Q before the first tile.
             async_copy.wait_group(0)
-            _publish()
+            _make_writes_visible()
             k_a = wide[0].index(stage).permute((1, 0))
             k_b = wide[1].index(stage).permute((1, 0))
             k_c = wide[2].index(stage).permute((1, 0))
@@ -544,7 +247,7 @@ def _score_fp8_warps(
                 scores, gl.where(named, 0.0, float("-inf")), m, l, qk_scale,
                 numerators, corrections, changes, CALL.SLACK,
             )  # fmt: skip
-            _publish()
+            _make_writes_visible()
             mbarrier.arrive(scored, count=1)
             count += 1
             _copy_tile(
