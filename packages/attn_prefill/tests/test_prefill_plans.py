@@ -33,6 +33,7 @@ from narrowkv.attn_prefill.cases import poison_plan as poison
 from narrowkv.attn_prefill.kernels import append, append_store, dense, fused, rows, widen
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.cases import copy_cache, differing_bytes
+from narrowkv.quant.accuracy import compare
 from narrowkv.runtime.launch import LaunchOptions, Workspace, executing, run_as
 from narrowkv.runtime.targets import Target, get_target
 
@@ -483,3 +484,30 @@ def test_a_table_of_other_widths_is_served() -> None:
     wide[:, : table.page_ids.shape[1]] = table.page_ids
     wider = PageTable.from_block_table(wide, table.seq_lens, page_size=table.page_size)
     assert torch.equal(plan.run(q, cache, wider, starts), o)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kernel", ["fused", "dense"])
+def test_caches_that_differ_in_strides_alone_take_launches_of_their_own(kernel: str) -> None:
+    """One plan; V apart from K, and descales of sequences that are stored once or for each sequence."""
+    generator = torch.Generator().manual_seed(0)
+    pages = torch.randn(2, 6, 3, 16, 1, 64, generator=generator).to(torch.float8_e4m3fn)
+    table = PageTable.from_block_table(
+        torch.tensor([[4, 0], [1, 5]], dtype=torch.int32),
+        torch.tensor([20, 30], dtype=torch.int32),
+        page_size=16,
+    )
+    starts = torch.tensor([0, 3, 5], dtype=torch.int32)
+    q = torch.randn(5, 4, 64, generator=generator).bfloat16()
+    once, each = torch.tensor([[0.5]]).expand(2, 1), torch.tensor([[0.5], [1.5]])
+    kinds = [(pages[0, :, 0], pages[1, :, 0], once), (pages[0, :, 0], pages[1, :, 0], each)]
+    kinds += [(pages[0, :, 0], pages[1, :, 0].clone(), each), (pages[0, :, 1], pages[1, :, 2], each)]
+    plan = None
+    for k, v, descale in (*kinds, *kinds[::-1]):
+        cache = PagedKVCache.from_tensors(
+            k, v, format="fp8_e4m3fn", layout="NHD", k_descale=descale, v_descale=descale,
+            k_granularity="sequence_head", v_granularity="sequence_head",
+        )  # fmt: skip
+        plan = plan or plan_prefill(q, cache, table, starts, kernel=kernel)
+        o = batch_prefill(q, cache, table, starts, plan=plan)
+        expected = batch_prefill_reference(q, cache, table, starts)
+        assert compare(o, expected).relative_l1 <= 0.002

@@ -466,7 +466,7 @@ def test_group_refusals() -> None:
         quantize_per_group(x, 16, scale="e5m2")
     with pytest.raises(ValueError, match="exponent must be one of mse, floor, ceil; got 'amax'"):
         quantize_per_group(x, 16, exponent="amax")
-    with pytest.raises(ValueError, match="exponent must be one of mse, amax; got 'floor'"):
+    with pytest.raises(ValueError, match="exponent must be one of mse, amax, search; got 'floor'"):
         quantize_per_group(x, 16, scale="e4m3", exponent="floor")
     for given in (2.0, torch.ones(1)):
         with pytest.raises(ValueError, match='global_descale is for scale="e4m3" only'):

@@ -461,7 +461,7 @@ class _Recorder:
 @pytest.mark.parametrize("target", ["gfx942", "gfx950", "sm90"])
 @pytest.mark.parametrize("layout", ["bf16", "packed584"])
 def test_a_batch_invariant_launch_is_the_same_for_1_to_300_tokens(layout: str, target: str) -> None:
-    largest = W(layout=layout, prefix_lens=(200,) * 300, num_qo_heads=64, pool_rows=4).build()
+    largest = W(layout=layout, prefix_lens=(600,) * 300, num_qo_heads=64, pool_rows=4).build()
     assert largest.prefix is not None
     rows = largest.prefix.rows
     seen: list[Any] = []
@@ -469,7 +469,7 @@ def test_a_batch_invariant_launch_is_the_same_for_1_to_300_tokens(layout: str, t
     for tokens in range(1, 301):
         indptr = largest.prefix.indptr[: tokens + 1]
         # Rows of a token differ from batch to batch, and so does their mean.
-        source = KVSource(rows, indptr, largest.prefix.indices[: tokens * (tokens % 7) * 30])
+        source = KVSource(rows, indptr, largest.prefix.indices[: tokens * (tokens % 7) * 90])
         for options, found in (({"batch_invariant": True}, seen), ({}, plain)):
             recorder = _Recorder(target)
             with executing(recorder):

@@ -12,10 +12,10 @@ from narrowkv.attn_prefill.config import fp8_route
 from narrowkv.attn_prefill.kernels.arguments import Cache, Destination, Storing
 from narrowkv.attn_prefill.kernels.widen import BF16_VALUE_EXPONENT
 from narrowkv.paged_cache import PagedKVCache, Rope
-from narrowkv.paged_cache.append import cache_pointers, storage_constants, store_of
 from narrowkv.paged_cache.kernels.pages import Descale, Stored
 from narrowkv.paged_cache.pointers import descale_pointers, packed_route, side_of
 from narrowkv.paged_cache.rope import rope_constants
+from narrowkv.paged_cache.storing import cache_pointers, storage_constants, store_of
 from narrowkv.quant.device import widen_route, widening_exponent
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.spans import spans_of
@@ -134,6 +134,8 @@ def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: s
         cache.k.data_ptr() % 16, to_scratch.k_scale == 1.0, cache.k.requires_grad or cache.v.requires_grad,
         cache.num_pages, cache.k.device, key, storing_constants(cache, exponent, None) if exponent else None,
         (cache.num_pages + 1) * max(cache.k_strides.page, 1) < 2**31,
+        _fixed(in_loop.cache, VARYING_CACHE), _fixed(to_scratch.cache, VARYING_CACHE),
+        () if destination is None else _fixed(destination, VARYING_DESTINATION),
     )  # fmt: skip
     bound = BoundCache(
         in_loop, to_scratch, descale_pointers(cache.k_descale, cache.k_granularity)[2],
@@ -144,6 +146,11 @@ def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: s
     )  # fmt: skip
     known[key] = bound
     return bound
+
+
+def _fixed(struct: Any, varying: tuple[str, ...]) -> tuple[Any, ...]:
+    """What launches over caches of a kind share: strides and numbers."""
+    return tuple(value for name, value in zip(struct._fields, struct, strict=True) if name not in varying)
 
 
 def matrix_of(bound: BoundCache, cache: PagedKVCache, block_n: int) -> Any:

@@ -22,9 +22,9 @@ from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan
 from narrowkv.attn_prefill.plan_base import SCRATCH_LIMIT_BYTES
 from narrowkv.attn_prefill.shapes import SCRATCH_BLOCK, PrefillConfig, PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.paged_cache.append import store_of
 from narrowkv.paged_cache.descales import check_exponent
 from narrowkv.paged_cache.kinds import CACHE_KINDS, kind_of_cache
+from narrowkv.paged_cache.storing import store_of
 from narrowkv.runtime.errors import check_instance, check_positive_int
 from narrowkv.runtime.launch import Workspace, active_target, is_compiled
 from narrowkv.runtime.launch.gluon import has_gluon

@@ -1,0 +1,181 @@
+"""How tokens are stored in a cache: what an append kernel is compiled for, and its pointers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from narrowkv.paged_cache.cache import PagedKVCache
+from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, SCALE_GROUP
+from narrowkv.paged_cache.kernels.append import DescalePointers, NewTokens
+from narrowkv.paged_cache.kernels.pages import KVPointers
+from narrowkv.quant.formats import get_format
+from narrowkv.runtime.errors import (
+    byte_span,
+    check_instance,
+    check_no_grad,
+    has_memory,
+)
+from narrowkv.runtime.identity import ByIdentity
+from narrowkv.runtime.launch import VARIES
+
+
+class Store(NamedTuple):
+    """A cache as kernels write to it; made once for each cache, which is checked then.
+
+    Attributes:
+        k, v, k_descale, v_descale: kernel arguments.
+        row: shape of a token.
+        device: where the cache is.
+        num_slots: tokens that the cache holds.
+        constants: names and values of `tl.constexpr` arguments.
+        kind: a number that caches with the same constants, strides and device share.
+        varying: tensors and descales of a `FixedLaunch` over such caches.
+        spans: byte addresses of what is written, each as `byte_span` gives it.
+    """
+
+    k: KVPointers
+    v: KVPointers
+    k_descale: DescalePointers
+    v_descale: DescalePointers
+    row: tuple[int, int]
+    device: torch.device
+    num_slots: int
+    constants: tuple[tuple[str, Any], ...]
+    kind: int
+    varying: tuple[Any, ...]
+    spans: tuple[tuple[int, int], ...]
+
+
+STORES: ByIdentity[Store] = ByIdentity()
+
+
+_kinds: dict[Any, int] = {}
+
+
+def store_of(cache: PagedKVCache) -> Store:
+    """The cache as kernels write to it.
+
+    Raises:
+        TypeError: not a `PagedKVCache`.
+        ValueError: a cache that cannot be appended to.
+    """
+    store = STORES.get(id(check_instance("cache", cache, PagedKVCache)))
+    return STORES.keep(cache, _make_store(cache)) if store is None else store
+
+
+def _make_store(cache: PagedKVCache) -> Store:
+    for name, kind in (("k_descale", cache.k_granularity), ("v_descale", cache.v_granularity)):
+        if kind in ("page_head", "sequence_head"):
+            raise ValueError(
+                f"{name} must be per tensor, per head or per token-head to append, got {kind!r}: "
+                "a new token cannot change the descale of tokens that are stored already"
+            )
+    check_no_grad(k=cache.k, v=cache.v)
+    pointers: list[Any] = []
+    for stored, strides in ((cache.k, cache.k_strides), (cache.v, cache.v_strides)):
+        # The kernel writes FP8 as bytes: casts differ between targets, and FNUZ is no type of CUDA's.
+        words = stored.view(torch.uint8) if stored.element_size() == 1 else stored
+        pointers.append(KVPointers(words, strides.page, strides.token, strides.head, strides.outer))
+    constants = tuple(_side_constants(cache).items())
+    constants += (("PAGE_SIZE", cache.page_size), ("HEAD_DIM", cache.head_dim))
+    pointers.append(_descale_pointers(cache.k_descale, cache.k_granularity))
+    pointers.append(_descale_pointers(cache.v_descale, cache.v_granularity))
+    # Strides and dtypes are fixed by kind; addresses and descales that are numbers vary.
+    fixed = with_varying_addresses(*pointers)
+    metadata = tuple(
+        value if not isinstance(value, torch.Tensor) else (value.dtype, value.dim())
+        for each in pointers
+        for value in each
+        if not isinstance(value, float)
+    )
+    number = _kinds.setdefault((constants, metadata, cache.k.device), len(_kinds))
+    k, v, k_descale, v_descale = pointers
+    return Store(
+        k,
+        v,
+        k_descale,
+        v_descale,
+        (cache.num_kv_heads, cache.head_dim),
+        cache.k.device,
+        cache.num_pages * cache.page_size,
+        constants,
+        number,
+        tuple(
+            value
+            for each, like in zip(pointers, fixed, strict=True)
+            for value, mark in zip(each, like, strict=True)
+            if mark is VARIES
+        ),
+        tuple(byte_span(x) for x in written_tensors(cache).values() if x.numel() and has_memory(x)),
+    )
+
+
+def written_tensors(cache: PagedKVCache) -> dict[str, torch.Tensor]:
+    """The tensors that an append writes: K, V and descales per token."""
+    written = {"cache.k": cache.k, "cache.v": cache.v}
+    for name, value, kind in (
+        ("cache.k_descale", cache.k_descale, cache.k_granularity),
+        ("cache.v_descale", cache.v_descale, cache.v_granularity),
+    ):
+        if isinstance(value, torch.Tensor) and kind in PER_TOKEN_GRANULARITIES:
+            written[name] = value
+    return written
+
+
+def with_varying_addresses(*pointers: Any) -> list[Any]:
+    """Structs of pointers with `VARIES` for tensors and numbers of type float."""
+    return [
+        type(each)(*(VARIES if isinstance(value, torch.Tensor | float) else value for value in each))
+        for each in pointers
+    ]
+
+
+def new_tokens(x: torch.Tensor) -> NewTokens:
+    """K or V of new tokens as a kernel argument."""
+    return NewTokens(x, x.stride(0), x.stride(1))
+
+
+def cache_pointers(
+    cache: PagedKVCache,
+) -> tuple[KVPointers, KVPointers, DescalePointers, DescalePointers]:
+    """K, V and their descales as kernel arguments that are written to."""
+    return store_of(cache)[:4]
+
+
+def storage_constants(cache: PagedKVCache, exponent: str) -> dict[str, Any]:
+    """How a kernel quantises into this cache."""
+    return {**_side_constants(cache), "RULE": exponent}
+
+
+def _side_constants(cache: PagedKVCache) -> dict[str, Any]:
+    constants: dict[str, Any] = {}
+    for side, name, descale, kind, vec in (
+        ("K", cache.format.k, cache.k_descale, cache.k_granularity, cache.k_strides.vec),
+        ("V", cache.format.v, cache.v_descale, cache.v_granularity, cache.v_strides.vec),
+    ):
+        fmt = get_format(name)
+        if isinstance(descale, torch.Tensor):
+            scaling = "token" if kind in PER_TOKEN_GRANULARITIES else "tensor"
+            if descale.dtype == torch.float8_e4m3fn:
+                scaling = "token_e4m3"
+        else:
+            scaling = "one" if fmt.kind == "float" and descale == 1.0 else "number"
+        constants |= {
+            f"{side}_FORMAT": name,
+            f"{side}_MAX": fmt.max_value,
+            f"{side}_SCALING": scaling,
+            f"{side}_GROUP": SCALE_GROUP if kind == "token_head_group" else 0,
+            f"{side}_VEC": vec,
+        }
+    return constants
+
+
+def _descale_pointers(value: float | torch.Tensor, kind: str) -> DescalePointers:
+    if not isinstance(value, torch.Tensor):
+        return DescalePointers(float(value), None, 0, 0, 0)
+    if kind in PER_TOKEN_GRANULARITIES:
+        value = value.view(torch.uint8) if value.dtype == torch.float8_e4m3fn else value
+        return DescalePointers(1.0, value, value.stride(0), value.stride(1), value.stride(2))
+    return DescalePointers(1.0, value, 0, 0, value.stride(0) if kind == "head" else 0)
