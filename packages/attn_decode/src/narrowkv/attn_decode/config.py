@@ -191,12 +191,13 @@ def choose_config(
             # The compiler lowers a scaled dot of one wave to bf16 multiplications.
             warps = max(warps, 2)
             block_n = 128 if narrow_head and block_m == 16 else 64 if block_m <= 32 else 32
-        # gfx950 holds two waves a SIMD at these registers; told so, its compiler spills no scalars. The
+        # Two waves a SIMD fit at these registers on gfx950, and on gfx942 for heads of 64; told so, the compiler
+        # spills no scalars. The
         # native kernel needs more for heads wider than 128 with more than 16 rows, or three terms of Q.
         large = not narrow_head and (block_m > 16 or shape.q_dtype == torch.float16)
         pressed = "fp4_e2m1" in (k_format, v_format) and (block_m == 16 or chosen == "native")
         pressed = pressed and not (chosen == "native" and large)
-        waves = 2 if pressed and target.name == "gfx950" else None
+        waves = 2 if pressed and (target.name == "gfx950" or shape.head_dim <= 64) else None
         options = LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=16, waves_per_eu=waves)
     elif latency_bound and block_m == 16:
         # 128 keys and 4 warps at head_dim 128; wider heads halve the keys to stay within shared memory.
