@@ -191,9 +191,9 @@ def choose_config(
             # The compiler lowers a scaled dot of one wave to bf16 multiplications.
             warps = max(warps, 2)
             block_n = 128 if narrow_head and block_m == 16 else 64 if block_m <= 32 else 32
-        # Two waves a SIMD fit at these registers on gfx950, and on gfx942 for heads of 64; told so, the compiler
-        # spills no scalars. The
-        # native kernel needs more for heads wider than 128 with more than 16 rows, or three terms of Q.
+        # Two waves a SIMD fit at these registers on gfx950, and on gfx942 for heads of 64; told so, the
+        # compiler spills no scalars. The native kernel needs more for heads wider than 128 with more than 16
+        # rows, or three terms of Q.
         large = not narrow_head and (block_m > 16 or shape.q_dtype == torch.float16)
         pressed = "fp4_e2m1" in (k_format, v_format) and (block_m == 16 or chosen == "native")
         pressed = pressed and not (chosen == "native" and large)

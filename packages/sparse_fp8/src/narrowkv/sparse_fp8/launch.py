@@ -82,7 +82,8 @@ def _bind_hopper(
 ) -> BoundLaunch:
     # Not at the top: a Triton without Gluon runs everything else.
     from narrowkv.sparse_fp8.kernels.few import _sparse_few_kernel
-    from narrowkv.sparse_fp8.kernels.hopper import HopperCall, _sparse_hopper_kernel
+    from narrowkv.sparse_fp8.kernels.hopper import _sparse_hopper_kernel
+    from narrowkv.sparse_fp8.kernels.hopper_copies import HopperCall
     from narrowkv.sparse_fp8.kernels.hopper_fp8 import _sparse_hopper_fp8_kernel
 
     rows = [each for each in (prefix, extend) if each is not None]

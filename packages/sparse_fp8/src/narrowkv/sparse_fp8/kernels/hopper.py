@@ -12,8 +12,6 @@ ptxas holds a product 256 columns wide to the registers of a thread at launch: 1
 Source of the structure: warp specialisation as in FlashAttention-3 (Shah et al., 2024).
 """
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -37,29 +35,6 @@ from narrowkv.sparse_fp8.kernels.hopper_copies import (
 )
 from narrowkv.sparse_fp8.kernels.results import SIZES
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
-
-
-class HopperCall(NamedTuple):
-    """What a kernel for Hopper is compiled for. LAYOUT "": 16-bit rows. Others: `Call`, `Stored`, `Tiles`.
-
-    STAGES: tiles in shared memory. SLACK: how far numerators may pass one, in powers of two.
-    """
-
-    NUM_HEADS: Any
-    HEAD_BLOCKS: Any
-    HAS_PREFIX: Any
-    HAS_EXTEND: Any
-    LAYOUT: Any
-    PREFIX_PAGE_SIZE: Any
-    EXTEND_PAGE_SIZE: Any
-    WIDE_ADDRESS: Any
-    SPLIT: Any
-    HAS_SINK: Any
-    WRITE_LSE: Any
-    BLOCK_H: Any
-    BLOCK_K: Any
-    STAGES: Any
-    SLACK: Any
 
 
 @gluon.jit

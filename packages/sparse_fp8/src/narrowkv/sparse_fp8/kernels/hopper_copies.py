@@ -3,6 +3,8 @@
 An item is a token, a block of its heads and a split of its rows.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,6 +25,29 @@ _reinterpret = (
 
 
 _copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+class HopperCall(NamedTuple):
+    """What a kernel for Hopper is compiled for. LAYOUT "": 16-bit rows. Others: `Call`, `Stored`, `Tiles`.
+
+    STAGES: tiles in shared memory. SLACK: how far numerators may pass one, in powers of two.
+    """
+
+    NUM_HEADS: Any
+    HEAD_BLOCKS: Any
+    HAS_PREFIX: Any
+    HAS_EXTEND: Any
+    LAYOUT: Any
+    PREFIX_PAGE_SIZE: Any
+    EXTEND_PAGE_SIZE: Any
+    WIDE_ADDRESS: Any
+    SPLIT: Any
+    HAS_SINK: Any
+    WRITE_LSE: Any
+    BLOCK_H: Any
+    BLOCK_K: Any
+    STAGES: Any
+    SLACK: Any
 
 
 @gluon.jit
