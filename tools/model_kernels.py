@@ -337,7 +337,7 @@ def stored_two_groups_kernel(
     LA: gl.constexpr, LB: gl.constexpr,
     SA: gl.constexpr, SB: gl.constexpr,
 ):  # fmt: skip
-    """For gfx942: eight waves in two groups, one tile in LDS, the next in registers (row 19).
+    """Row 19, gfx942: eight waves in two groups; one tile is in LDS, the next one in registers.
 
     A is in halves of its rows, A and B in halves of K. Three stages read equally much of a tile from LDS; the
     fourth stores the next tile there.

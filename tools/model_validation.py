@@ -169,7 +169,7 @@ class Product:
         row, what: of the validation set, and the kernel.
         kernel: one of `model_kernels`; constants: its compile-time arguments.
         k: the depth that was measured; workgroups: their number.
-        share: measured share of clocks with a busy matrix unit in the loop; clocks: of a pass instead.
+        share: measured share of the loop's clocks with a busy matrix unit; clocks: a pass's, if measured.
         rate: measured TFLOP/s.
         vgprs: of the published build.
         fitted: whether a parameter of the model was fitted to its share.

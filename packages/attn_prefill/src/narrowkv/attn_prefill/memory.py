@@ -174,7 +174,7 @@ def allocate(needs: Needs, device: torch.device) -> tuple[Any, ...]:
     """Memory of one call: a block of bytes, counters, rows of a head, and the offsets of all tensors."""
     block = torch.empty(needs.num_bytes, dtype=torch.uint8, device=device)
     total = needs.num_counters
-    # What the launch that fills the scratch leaves for the one that attends is no other call's.
+    # The launch that fills the scratch leaves flags for the one that attends: no other call may share them.
     if not total:
         counters = None
     elif needs.has_flags:

@@ -71,7 +71,7 @@ class Prepared(NamedTuple):
         needs: the memory that each call allocates; None if the plan has it.
         scale: of the logits, with a descale of the query that is a number; logit_scale: the same in base 2,
             or natural for a soft cap.
-        soft_cap: the cap of logits, or 0; window_left: keys before itself that a row sees, or -1.
+        soft_cap: the cap of logits, or 0; window_left: how many earlier keys a row sees, or -1.
         q_as_bytes: an FP8 query goes to a matrix unit of another format.
         out_dtype: of a new output.
         q, o, lse, starts, sinks, k_new, v_new: bytes that these tensors span, or 0; q_descale: the same, or

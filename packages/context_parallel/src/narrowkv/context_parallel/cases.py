@@ -30,7 +30,7 @@ class CPCase:
         workload: the step on one GPU; its heads are multiplied by the ranks, so that any number divides them.
         interleave, page_size: of the shards.
         own_pages: each page id belongs to one rank's cache, else ids are shared; see `ShardLayout`.
-        window: keys before itself that a row attends to, or -1. sinks, soft_cap: whether there are any.
+        window: how many earlier keys a row attends to, or -1. sinks, soft_cap: whether there are any.
         comm, partial_dtype, heads, head_groups: of the plan.
     """
 

@@ -141,7 +141,7 @@ class ShardLayout:
         Args:
             seq_lens: `[batch]` tokens of the whole sequences, the newest ones included.
             q_len: query tokens of each sequence; row i stands at position `seq_len - q_len + i`.
-            window_left: keys before itself that a row attends to, counted in the whole sequence; -1 for all.
+            window_left: how many earlier keys of the whole sequence a row attends to; -1 for all.
 
         Returns:
             `[batch, q_len, 2]` int32, for `PageTable.with_key_ranges`.
@@ -166,7 +166,7 @@ class ShardLayout:
             page_table: of the whole sequences, equal on all ranks; lengths include the call's tokens.
             page_size: of this rank's cache.
             q_len: query tokens of each sequence.
-            window_left: keys before itself that a row attends to in the whole sequence; -1 for all.
+            window_left: how many earlier keys of the whole sequence a row attends to; -1 for all.
 
         Returns:
             The table for `cp_paged_decode`; make one for each window that a model's layers have.

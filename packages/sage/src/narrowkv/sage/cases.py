@@ -47,7 +47,7 @@ class SageCase:
     Attributes:
         qk_dtype: "int8", "int4" or "fp8".
         granularity: of Q's and of K's descales.
-        smooth_k, smooth_q: whether the mean of K, and of Q, is subtracted first.
+        smooth_k, smooth_q: whether K's, or Q's, mean is subtracted before quantisation.
         causal: as `sage_attention` takes it; "" for no mask.
         q_lens, k_lens: tokens of each sequence; those of a dense batch are equal.
         num_kv_heads, gqa_ratio, head_dim: sizes.

@@ -51,7 +51,7 @@ def plan_sage(
             smooth_q, sm_scale: as for `sage_attention`.
 
     Returns:
-        A plan whose `quantize_kv(k, v)` is done once and whose `attend(q, kv)` many times.
+        A plan: call its `quantize_kv(k, v)` once for K and V, and `attend(q, kv)` for each query.
         `plan.with_workspace()` allocates its scratch once.
 
     Raises:

@@ -32,7 +32,7 @@ _LAYOUT_OF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class RowsFormat(NamedTuple):
-    """The properties of stored rows that kernels are compiled for and plans are made from.
+    """How rows are stored: what a compiled kernel and a plan depend on.
 
     Attributes:
         layout: "bf16" or "fp16" for 16-bit rows; "split", "packed584" or "row512" for `DSV4Rows`.

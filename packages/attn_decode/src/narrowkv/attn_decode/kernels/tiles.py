@@ -61,7 +61,7 @@ class Rules(NamedTuple):
         split_q: Q is two terms in the compute type.
         native: FP4 keys go to the scaled matrix instruction as they are, with Q as terms in E4M3.
         soft_cap, sinks, lse: whether there are any.
-        window_left: keys before itself that a row attends to, or -1.
+        window_left: how many keys before its own position a row attends to, or -1.
         wide_address: element offsets in the cache need 64 bits.
         even: an even share of all keys a program, else a number of splits that the sequence alone decides.
         partial: whether a sequence can have several splits.

@@ -1,6 +1,6 @@
 """DeepSeek-V4's sparse attention over SGLang's pages, by narrowkv's kernels.
 
-SGLang's backend "dsv4" finds each token's rows; on ROCm it then calls a function for the attention itself.
+SGLang's backend "dsv4" selects the rows of each token; on ROCm it then calls one function for attention.
 `patch` puts `flash_mla_with_kvcache` into its place.
 """
 

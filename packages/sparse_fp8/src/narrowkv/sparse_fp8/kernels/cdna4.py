@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.amd import cdna3, cdna4
 from narrowkv.runtime.attention.softmax import natural_lse, output_factor, softmax_step
 from narrowkv.sparse_fp8.config import SparseConfig
 from narrowkv.sparse_fp8.kernels.results import SIZES, Call, split_tiles
-from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers, as_row_number, clamp_span, named
+from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers, as_row_number, named, token_span
 
 async_copy = cdna4.async_copy
 
@@ -117,12 +117,6 @@ def _attend(q, acc, m, l, qk_scale, rows, csr, begin, end, tiles, CALL: gl.const
     return acc, m, l
 
 
-@gluon.jit
-def _span(csr, token):
-    """First and one past the last place of a token's indices, inside the buffer whatever indptr says."""
-    return clamp_span(csr, gl.load(csr.indptr + token), gl.load(csr.indptr + token + 1))
-
-
 @gluon.jit(do_not_specialize=SIZES)
 def _sparse_cdna4_kernel(
     q, out, partials, prefix, prefix_csr, extend, extend_csr, qk_scale,
@@ -156,11 +150,11 @@ def _sparse_cdna4_kernel(
     if prefix.nope is not None:
         prefix = RowPointers(prefix.nope, None, None, prefix.stride_n, 0, 0, 0, prefix_rows)
         prefix_csr = Csr(prefix_csr.indptr, prefix_csr.indices, prefix_nnz)
-        prefix_begin, prefix_end = _span(prefix_csr, token)
+        prefix_begin, prefix_end = token_span(prefix_csr, token)
     if extend.nope is not None:
         extend = RowPointers(extend.nope, None, None, extend.stride_n, 0, 0, 0, extend_rows)
         extend_csr = Csr(extend_csr.indptr, extend_csr.indices, extend_nnz)
-        extend_begin, extend_end = _span(extend_csr, token)
+        extend_begin, extend_end = token_span(extend_csr, token)
     if CALL.SPLIT:
         p_lo, p_hi, e_lo, e_hi = split_tiles(
             prefix_end - prefix_begin, extend_end - extend_begin, split, num_splits, BLOCK_K

@@ -1,4 +1,4 @@
-"""How kernels for Hopper find the rows of an item, and copy them and queries to shared memory.
+"""Device functions for Hopper: which rows an item has; copies of rows and queries to shared memory.
 
 An item is a token, a block of its heads and a split of its rows.
 """
