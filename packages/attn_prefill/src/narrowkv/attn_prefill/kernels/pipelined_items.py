@@ -120,8 +120,8 @@ def item_at(
 def order_of(tile, begin, end, PAD: gl.constexpr, BLOCK_N: gl.constexpr):
     """The last of key tiles [begin, end) first, which has the mask, then down.
 
-    Before it comes a tile that has rows that are no keys, which is all that there needs a mask. Where they
-    are its first ones it is read from its first key on, and what comes along of the next tile is masked.
+    A tile with rows that are no keys comes before it, since only those rows need a mask there. If they are the
+    tile's first rows, it is read from its first key on, and keys of the next tile that are read too are masked.
     """
     order = Order((end - 1) * BLOCK_N, tile.kv_len, end - 1, -1)
     if PAD == "first":

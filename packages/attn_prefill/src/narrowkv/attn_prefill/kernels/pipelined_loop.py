@@ -75,8 +75,8 @@ def issue_values(p, acc, ring, count, STAGES: gl.constexpr):
 def mask_code(columns, has_low):
     """PTX of `mask_scores` and its constraints, for a thread's part of a product `[64, columns]`.
 
-    That part is two rows, eight apart, of two columns in every eight. A column is a constant in it but for
-    the thread's own first one, which the limits are short of instead.
+    That part is two rows, eight apart, of two columns in every eight. Columns are constants, counted from the
+    thread's own first column: the caller subtracts that column from the limits.
     """
     held = columns // 2
     # Operands: the scores as they go and as they come, then the limits.
@@ -102,7 +102,7 @@ def mask_scores(s, low, high, HAS_LOW: gl.constexpr):
     """Scores [64, N] where low <= column <= high, and -inf elsewhere.
 
     Left to the compiler it is 360 instructions for 128 columns, not 130: ptxas compares while the products
-    run, ahead of need, and packs what comes of it into bits.
+    run, ahead of need, and packs the results into bits.
     """
     CODE: gl.constexpr = mask_code(s.shape[1], HAS_LOW)
     _s, high = gl.broadcast(s, high[:, None])
