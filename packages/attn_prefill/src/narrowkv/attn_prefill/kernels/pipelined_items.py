@@ -120,8 +120,8 @@ def item_at(
 def order_of(tile, begin, end, PAD: gl.constexpr, BLOCK_N: gl.constexpr):
     """The last of key tiles [begin, end) first, which has the mask, then down.
 
-    A tile with rows that are no keys comes before it, since only those rows need a mask there. If they are the
-    tile's first rows, it is read from its first key on, and keys of the next tile that are read too are masked.
+    A tile with rows that are no keys comes before it, since only those rows need a mask there. If they are
+    its first rows, it is read from its first key on, and keys of the next tile that are read too are masked.
     """
     order = Order((end - 1) * BLOCK_N, tile.kv_len, end - 1, -1)
     if PAD == "first":
