@@ -113,13 +113,32 @@ def _check_early_begin(ahead: Any, attend: Any, early: bool = True) -> None:
 @pytest.mark.parametrize(("keys", "block_n"), [(1024, 64), (2048, 128)])
 @pytest.mark.parametrize(("fmt", "head_dim"), [("fp8_e4m3fn", 128), ("bf16", 128), ("fp8_e4m3fn", 64)])
 def test_scores_and_values_overlap(fmt: str, head_dim: int, keys: int, block_n: int, sm90_code: Any) -> None:
+    _check_prefill(fmt, head_dim, keys, block_n, sm90_code)
+
+
+# A key tile of 64 at head_dim 256 takes as much shared memory as one of 128 at head_dim 128.
+@pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "bf16"])
+def test_scores_and_values_overlap_at_head_dim_256(fmt: str, sm90_code: Any) -> None:
+    _check_prefill(fmt, 256, 4096, 64, sm90_code)
+
+
+@pytest.mark.parametrize(("head_dim", "block_n"), [(128, 128), (256, 64)])
+def test_a_soft_cap_leaves_the_overlap(head_dim: int, block_n: int, sm90_code: Any) -> None:
+    _check_prefill("fp8_e4m3fn", head_dim, 4096, block_n, sm90_code, logits_soft_cap=50.0)
+
+
+def _check_prefill(
+    fmt: str, head_dim: int, keys: int, block_n: int, sm90_code: Any, logits_soft_cap: float = 0.0
+) -> None:
     workload = PrefillCase.small(
         q_lens=(1024,), lens=(keys,), num_kv_heads=8, gqa_ratio=12, head_dim=head_dim, format=fmt
     )
     q, cache, table, starts = workload.build()
-    batch_prefill(q, cache, table, starts, plan=plan_prefill(q, cache, table, starts))
+    plan = plan_prefill(q, cache, table, starts)
+    batch_prefill(q, cache, table, starts, plan=plan, logits_soft_cap=logits_soft_cap)
     widen, attend = sm90_code.kernels
-    _check(attend, head_dim, block_n, scales=1, careful=fmt == "bf16", in_scalar=True)
+    in_scalar = not logits_soft_cap  # the capped scores are not multiplied again
+    _check(attend, head_dim, block_n, scales=1, careful=fmt == "bf16", in_scalar=in_scalar)
     _check_early_begin(widen, attend)
 
 

@@ -120,7 +120,7 @@ def test_only_long_caches_that_few_rows_read_stay_in_their_pages(fmt: str) -> No
         assert bool(keys.isnan().all()) == stays
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(
     ("fmt", "q_dtype"),
     [
@@ -144,12 +144,14 @@ def test_formats(fmt: str, q_dtype: torch.dtype, head_dim: int) -> None:
         {"window_left": 300},
         {"causal": False, "window_left": 150, "window_right": 90},
         {"causal": False, "window_right": 5},
+        {"logits_soft_cap": 5.0},
+        {"logits_soft_cap": 0.7, "window_left": 150, "sm_scale": -0.1},
     ],
     ids=str,
 )
-@pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "bf16"])
-def test_masks(options: dict[str, Any], fmt: str) -> None:
-    _check(PrefillCase.small(**RAGGED, head_dim=128, format=fmt), **options)
+@pytest.mark.parametrize(("fmt", "head_dim"), [("fp8_e4m3fn", 128), ("bf16", 128), ("bf16", 256)])
+def test_masks(options: dict[str, Any], fmt: str, head_dim: int) -> None:
+    _check(PrefillCase.small(**RAGGED, head_dim=head_dim, format=fmt), **options)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
@@ -251,7 +253,6 @@ def test_calls_that_follow_each_other(lens: tuple[tuple[int, ...], tuple[int, ..
 
 def test_what_it_does_not_serve_runs_otherwise() -> None:
     workload = PrefillCase.small(**RAGGED, head_dim=128)
-    _check(workload, logits_soft_cap=5.0)
     _check(workload, sm_scale=-0.1)
     _check(PrefillCase.small(**RAGGED, head_dim=128, granularity="token_head"), pipelined=False)
 

@@ -253,7 +253,7 @@ def choose_append_config(
         else ""
     )
     if kernel == "pipelined" and not can_pipeline:
-        lacks = lacks or f"Hopper, head_dim 64 or 128 and one descale for many keys, got {target.name}"
+        lacks = lacks or f"Hopper, head_dim 64, 128 or 256 and one descale for many keys, got {target.name}"
     if kernel not in (None, "fused") and lacks:
         raise UnsupportedError(f"kernel={kernel!r} needs {lacks}; kernel='fused' works")
     if kernel == "fused" or lacks or (kernel is None and tiles < least_tiles(target, formats)):

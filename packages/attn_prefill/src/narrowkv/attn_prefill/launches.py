@@ -116,7 +116,7 @@ def make_route(
     """The launches of a call of this shape, configuration and kind."""
     folded = kind.positive and not kind.soft_cap and not bound.per_key[0]
     rotates = kind.storing is not None and kind.storing.rotary_dim > 0
-    pipelined = config.otherwise is not None and folded and not rotates
+    pipelined = config.otherwise is not None and (folded or kind.soft_cap) and not rotates
     if config.otherwise is not None and not pipelined:
         config = config.otherwise
     fused = config.kernel == "fused"

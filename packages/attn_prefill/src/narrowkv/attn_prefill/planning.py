@@ -40,7 +40,7 @@ def can_pipeline(target: Target, q_dtype: torch.dtype, cache: PagedKVCache) -> b
         target.name == "sm90"
         and is_compiled(cache.k)
         and has_gluon()
-        and cache.head_dim in (64, 128)
+        and cache.head_dim in (64, 128, 256)
         and not any(per_key(cache.k_granularity, cache.v_granularity))
         and key_type(q_dtype, cache.format.k) == q_dtype
     )

@@ -73,8 +73,8 @@ class PrefillConfig:
         overlap: P @ V of a key tile runs during the softmax of the next one.
         scratch_block: widened keys of a sequence begin at multiples of it.
         k_in_pages: K is copied out of its pages, where that can be done, and only V is widened.
-        otherwise: where `kernels/pipelined.py` attends, what does when the softmax is capped, the scale not
-            positive or queries to be rotated; None where a plain kernel attends anyway.
+        otherwise: where `kernels/pipelined.py` attends, what does when the scale is not positive or queries
+            are to be rotated; None where a plain kernel attends anyway.
         options: compiler options of the attention kernel.
     """
 

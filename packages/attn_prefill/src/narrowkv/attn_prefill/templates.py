@@ -186,7 +186,7 @@ class _Arguments:
         return (
             self.queries, self.outputs, memory.scratch, *memory.descriptors, self.page_descriptor, pages,
             *self._descales(), memory.partials, _VALUE["qk_scale"], self.layout.logit_scale,
-            _VALUE["out_scale"],
+            _VALUE["out_scale"], self.layout.soft_cap or None,
             *self._numbers("table_row", "num_ids", "max_pages", "num_tiles", "num_splits"),
         )  # fmt: skip
 

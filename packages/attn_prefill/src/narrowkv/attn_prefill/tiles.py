@@ -177,6 +177,8 @@ def pipelined_config(
     """
     block_m = 128
     block_n, stages = (64, 3) if shape.max_seq_len <= 1024 else (128, 2)
+    if shape.head_dim > 128:  # 192 of 227 KB of shared memory
+        block_n, stages = 64, 2
     programs = shape.row_tiles(block_m) * shape.num_kv_heads
     seldom = shape.num_tokens * shape.gqa_ratio <= _TILES_OF_PAGES * block_m * shape.batch
     # In the tiles of 128 keys of which its costs were measured.

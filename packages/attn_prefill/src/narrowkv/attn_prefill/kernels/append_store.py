@@ -9,7 +9,6 @@ import triton.language as tl
 from narrowkv.attn_prefill.kernels.arguments import NewCache, Queries, Scratch
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
-    begin_next_launch,
     find_block,
     longest_held,
     schedule_tiles,
@@ -32,6 +31,7 @@ from narrowkv.paged_cache.kernels.pages import (
     strided,
     times_head_descale,
 )
+from narrowkv.runtime.attention.handover import begin_next_launch
 
 
 @triton.jit

@@ -44,9 +44,10 @@ from narrowkv.attn_prefill.kernels.pipelined_rows import (
     write_half_tile,
 )
 from narrowkv.paged_cache.kernels import pages
+from narrowkv.runtime.attention import handover
 from narrowkv.runtime.launch.gluon import in_gluon
 
-await_previous_launch = in_gluon(rows.await_previous_launch)
+await_previous_launch = in_gluon(handover.await_previous_launch)
 scheduled_tile = in_gluon(rows.scheduled_tile)
 times_head_descale = in_gluon(pages.times_head_descale)
 
@@ -120,7 +121,7 @@ def attend_carefully(
             if TWO_SCALES:
                 own_scale = gl.where(row < tile.before, scale, scales.new)
             p, correction, m, l = softmax_of_tile(
-                s, m, l, own_scale, query_pos, row, gl.where(i == 0, order.stop, tile.kv_len),
+                s, m, l, own_scale, scales.soft_cap, query_pos, row, gl.where(i == 0, order.stop, tile.kv_len),
                 True, PAD is not None, WINDOW_LEFT, WINDOW_RIGHT, HEAD_DIM,
             )  # fmt: skip
             own_unit = gl.load(scratch.v_unit + (base + row) // BLOCK_N)
@@ -142,14 +143,14 @@ def attend_carefully(
 @gluon.jit(do_not_specialize=rows.RUNTIME_SIZES)
 def _pipelined_prefill_kernel(
     q, out, scratch, k_desc, v_desc, page_desc, pages, k_descale, v_descale, workspace,
-    qk_scale, new_scale, out_scale, table_row, num_ids, max_pages, num_tiles, num_splits,
+    qk_scale, new_scale, out_scale, soft_cap, table_row, num_ids, max_pages, num_tiles, num_splits,
     SIZES: gl.constexpr, RULES: gl.constexpr,
 ):  # fmt: skip
     """Tiles of BLOCK_M rows over the widened keys; see `_dense_prefill_kernel` for the arguments.
 
     An item is a (split, tile, head), by the schedule in the order of falling work; `item_number` says which
     of them a program takes. page_desc, pages: K is in the cache's pages, but for the chunk's own keys; None:
-    all is in the scratch. new_scale: of logits of the chunk's own keys. SIZES, RULES: `Sizes`,
+    all is in the scratch. new_scale: of logits of the chunk's own keys. soft_cap: None without one. SIZES, RULES: `Sizes`,
     `PipelinedRules`.
     """
     NUM_KV_HEADS: gl.constexpr = SIZES.num_kv_heads
@@ -176,7 +177,7 @@ def _pipelined_prefill_kernel(
             pages.column, pages.row_step, pages.page, pages.head, pages.columns,
         )  # fmt: skip
     work = Work(scratch.schedule, num_tiles, num_splits, scratch.rows, scratch.unusual)
-    scales = Scales(qk_scale, new_scale, out_scale, k_descale, v_descale)
+    scales = Scales(qk_scale, new_scale, out_scale, k_descale, v_descale, soft_cap)
     KIND: gl.constexpr = q.ptr.dtype.element_ty
     if V_IN_UNITS:
         copied = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

@@ -34,6 +34,7 @@ from narrowkv.runtime.launch.gluon import in_gluon
 
 float_in_scalar_register = in_gluon(rows.float_in_scalar_register)
 merge_splits = in_gluon(results.merge_splits)
+capped_logits = in_gluon(softmax.capped_logits)
 softmax_step = in_gluon(softmax.softmax_step)
 visible_range = in_gluon(masks.visible_range)
 times_head_descale = in_gluon(pages.times_head_descale)
@@ -43,6 +44,7 @@ class Scales(NamedTuple):
     """Factors of the logits of keys in the cache, of those of the chunk's own keys, and of the output.
 
     k_descale, v_descale: further factors of each head of the cache, where there are any.
+    soft_cap: the cap of the scaled logits, or None.
     """
 
     old: Any
@@ -50,6 +52,7 @@ class Scales(NamedTuple):
     out: Any
     k_descale: Any
     v_descale: Any
+    soft_cap: Any
 
 
 @gluon.jit
@@ -118,20 +121,26 @@ def mask_scores(s, low, high, HAS_LOW: gl.constexpr):
 
 @gluon.jit
 def softmax_of_tile(
-    s, m, l, scale, query_pos, before, num_keys,
+    s, m, l, scale, soft_cap, query_pos, before, num_keys,
     MASKED: gl.constexpr, HAS_LAST: gl.constexpr, WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """P of keys from row `before` on, the correction factor of earlier sums, and the new m and l.
 
-    HAS_LAST: the mask alone would show keys from `num_keys` on.
+    scale: what the scores are still to be multiplied by, positive unless there is a soft cap, which comes
+    after it. HAS_LAST: the mask alone would show keys from `num_keys` on.
     """
+    if soft_cap is not None:
+        s = capped_logits(s * scale, soft_cap)
     if MASKED:
         low, high = visible_range(query_pos, 0, num_keys, False, WINDOW_LEFT, WINDOW_RIGHT)
         if HAS_LAST:
             high = gl.minimum(high, num_keys - 1)
         s = mask_scores(s, low - before, high - before, WINDOW_LEFT >= 0)
-    p, m, l, correction = softmax_step(s, m, l, gl.full_like(m, 1.0) * scale)
+    if soft_cap is None:
+        p, m, l, correction = softmax_step(s, m, l, gl.full_like(m, 1.0) * scale)
+    else:
+        p, m, l, correction = softmax_step(s, m, l)
     return as_operand(p, HEAD_DIM), correction, m, l
 
 
@@ -144,7 +153,7 @@ def as_operand(p, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def attend_tiles(
-    p, acc, m, l, q_tile, k_ring, v_ring, scale, new_scale, old, query_pos, num_keys, count, last,
+    p, acc, m, l, q_tile, k_ring, v_ring, scale, new_scale, soft_cap, old, query_pos, num_keys, count, last,
     begin, stop,
     MASKED: gl.constexpr, TWO_SCALES: gl.constexpr, WINDOW_LEFT: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -162,7 +171,7 @@ def attend_tiles(
         if TWO_SCALES:
             own_scale = float_in_scalar_register(gl.where(last - i < old, scale, new_scale))
         p, correction, m, l = softmax_of_tile(
-            s, m, l, own_scale, query_pos, (last - i) * BLOCK_N, num_keys,
+            s, m, l, own_scale, soft_cap, query_pos, (last - i) * BLOCK_N, num_keys,
             MASKED, False, WINDOW_LEFT, WINDOW_RIGHT, acc.shape[1],
         )  # fmt: skip
         # Named here, the softmax is not put off until after the wait.
@@ -225,23 +234,23 @@ def attend(
             s = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(k_ring.emptied.index(count % STAGES))
             p, _correction, m, l = softmax_of_tile(
-                s, m, l, own_scale, query_pos, item.order.start, item.order.stop,
+                s, m, l, own_scale, scales.soft_cap, query_pos, item.order.start, item.order.stop,
                 True, PAD is not None, WINDOW_LEFT, WINDOW_RIGHT, HEAD_DIM,
             )  # fmt: skip
             p, acc, m, l = attend_tiles(
-                p, acc, m, l, q_tile, k_ring, v_ring, scale, scales.new, old, query_pos, tile.kv_len,
-                count, last, 1, masked,
+                p, acc, m, l, q_tile, k_ring, v_ring, scale, scales.new, scales.soft_cap, old, query_pos,
+                tile.kv_len, count, last, 1, masked,
                 True, TWO_SCALES, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
             )  # fmt: skip
             p, acc, m, l = attend_tiles(
-                p, acc, m, l, q_tile, k_ring, v_ring, scale, scales.new, old, query_pos, tile.kv_len,
-                count, last, masked, plain,
+                p, acc, m, l, q_tile, k_ring, v_ring, scale, scales.new, scales.soft_cap, old, query_pos,
+                tile.kv_len, count, last, masked, plain,
                 False, TWO_SCALES, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
             )  # fmt: skip
             if WINDOW_LEFT >= 0:
                 p, acc, m, l = attend_tiles(
-                    p, acc, m, l, q_tile, k_ring, v_ring, scale, scales.new, old, query_pos, tile.kv_len,
-                    count, last, plain, num_tiles,
+                    p, acc, m, l, q_tile, k_ring, v_ring, scale, scales.new, scales.soft_cap, old, query_pos,
+                    tile.kv_len, count, last, plain, num_tiles,
                     True, TWO_SCALES, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N, STAGES,
                 )  # fmt: skip
             count += num_tiles

@@ -43,22 +43,6 @@ def float_in_scalar_register(x):
 
 
 @triton.jit
-def begin_next_launch():
-    """Lets the next launch of the stream begin as soon as all programs of this launch have called this."""
-    tl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def await_previous_launch():
-    """Waits until the launch before this one has ended and its stores are visible."""
-    tl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def tile_of(q, batch, index, GQA_RATIO: tl.constexpr, BLOCK_M: tl.constexpr, NVIDIA: tl.constexpr):
     """The tile of program `index`: its sequence (-1: none), its number there, the sequence's query range.
 

@@ -10,7 +10,6 @@ import triton.language as tl
 from narrowkv.attn_prefill.kernels.arguments import Queries, Scratch
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
-    begin_next_launch,
     find_block,
     longest_held,
     schedule_tiles,
@@ -26,6 +25,7 @@ from narrowkv.paged_cache.kernels.pages import (
 from narrowkv.paged_cache.kernels.queries import as_fp8
 from narrowkv.paged_cache.kernels.tiles import load_tile, widen_tile
 from narrowkv.quant.device import join_parts
+from narrowkv.runtime.attention.handover import begin_next_launch
 
 # V of a bf16 cache times 2**this is float16 without a factor of its own from 2**-17 to 2**10.
 BF16_VALUE_EXPONENT = tl.constexpr(5)
