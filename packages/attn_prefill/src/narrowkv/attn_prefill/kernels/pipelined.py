@@ -121,7 +121,8 @@ def attend_carefully(
             if TWO_SCALES:
                 own_scale = gl.where(row < tile.before, scale, scales.new)
             p, correction, m, l = softmax_of_tile(
-                s, m, l, own_scale, scales.soft_cap, query_pos, row, gl.where(i == 0, order.stop, tile.kv_len),
+                s, m, l, own_scale, scales.soft_cap, query_pos, row,
+                gl.where(i == 0, order.stop, tile.kv_len),
                 True, PAD is not None, WINDOW_LEFT, WINDOW_RIGHT, HEAD_DIM,
             )  # fmt: skip
             own_unit = gl.load(scratch.v_unit + (base + row) // BLOCK_N)
@@ -150,8 +151,8 @@ def _pipelined_prefill_kernel(
 
     An item is a (split, tile, head), by the schedule in the order of falling work; `item_number` says which
     of them a program takes. page_desc, pages: K is in the cache's pages, but for the chunk's own keys; None:
-    all is in the scratch. new_scale: of logits of the chunk's own keys. soft_cap: None without one. SIZES, RULES: `Sizes`,
-    `PipelinedRules`.
+    all is in the scratch. new_scale: of logits of the chunk's own keys. soft_cap: None without one.
+    SIZES, RULES: `Sizes`, `PipelinedRules`.
     """
     NUM_KV_HEADS: gl.constexpr = SIZES.num_kv_heads
     GQA_RATIO: gl.constexpr = SIZES.gqa_ratio
