@@ -285,7 +285,7 @@ class DecodePlan:
         if config.split == "none" or config.merge_in_launch or config.num_units == batch:
             return attend, None
         merging = {name: value for name, value in constexprs.items() if name != "K"}
-        options = LaunchOptions(num_warps=1, num_stages=1)
+        options = LaunchOptions(num_warps=1, num_stages=1, launch_pdl=constexprs["RULES"].early)
         return attend, self._bound_launch(_merge_splits_kernel, merging, options)
 
     def _bound_launch(self, kernel: Any, constexprs: dict[str, Any], options: LaunchOptions) -> BoundLaunch:

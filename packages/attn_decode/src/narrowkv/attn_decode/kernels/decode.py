@@ -34,6 +34,7 @@ from narrowkv.paged_cache.kernels.tiles import (
     zeros_in_parts,
 )
 from narrowkv.quant.device import join_parts
+from narrowkv.runtime.attention.handover import begin_next_launch
 from narrowkv.runtime.attention.results import (
     is_last_program,
     merge_partial_results,
@@ -101,6 +102,8 @@ def _paged_decode_kernel(
         steps.row_step,
         steps.lens_step,
     )
+    if RULES.early:
+        begin_next_launch()
     head_program = tl.program_id(0) % HEAD_PROGRAMS
     kv_head = head_program % NUM_KV_HEADS
     row_block = head_program // NUM_KV_HEADS
@@ -115,6 +118,12 @@ def _paged_decode_kernel(
         max_splits = num_units // batch
         seq = unit // max_splits
         first_unit = seq * max_splits
+    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_mask = rows < ROWS
+    heads = kv_head * GQA_RATIO + rows % GQA_RATIO
+    tokens = (seq * Q_LEN + rows // GQA_RATIO).to(tl.int64)
+    # Loaded before the length is known, so that both take one latency of memory.
+    q = load_query(io.q, tokens, heads, row_mask, io.q_token, io.q_head, HEAD_DIM, BLOCK_DK, K_PARTS)
     kv_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, RAGGED)
     row_base = first_id(table, seq, RAGGED)
     first, end_key = attended_span(io.ranges, seq, seq < batch, kv_len, Q_LEN, WINDOW_LEFT)
@@ -127,15 +136,10 @@ def _paged_decode_kernel(
     begin = first_tile + (split * num_tiles) // num_splits
     end = first_tile + ((split + 1) * num_tiles) // num_splits
 
-    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_mask = rows < ROWS
-    heads = kv_head * GQA_RATIO + rows % GQA_RATIO
-    tokens = (seq * Q_LEN + rows // GQA_RATIO).to(tl.int64)
     if Q_LEN > 1:
         low, high, full_first, full_end = row_limits(
             io.ranges, seq, rows // GQA_RATIO, row_mask, kv_len, first, end_key, Q_LEN, WINDOW_LEFT
         )
-    q = load_query(io.q, tokens, heads, row_mask, io.q_token, io.q_head, HEAD_DIM, BLOCK_DK, K_PARTS)
     q_scale = 1.0
     Q_TERMS: tl.constexpr = 3 if io.q.dtype.element_ty == tl.float16 else 2
     if NATIVE_QK:

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from narrowkv.attn_decode.kernels.tiles import attended_span, even_split, splits_of_sequence, tiles_of
 from narrowkv.paged_cache.kernels.pages import Table, sequence_length, times_head_descale
+from narrowkv.runtime.attention.handover import await_previous_launch
 from narrowkv.runtime.attention.results import write_rows
 from narrowkv.runtime.attention.softmax import merge_step, output_factor
 
@@ -64,6 +65,8 @@ def _merge_splits_kernel(
         _, num_tiles = tiles_of(first, end_key, BLOCK_N)
         num_splits = splits_of_sequence(num_tiles, tiles_per_split, max_splits)
         first_unit = seq * max_splits
+    if RULES.early:
+        await_previous_launch()
     if num_splits == 1:
         return
     head_program = (row_of_head // BLOCK_M) * NUM_KV_HEADS + kv_head

@@ -66,6 +66,7 @@ class Rules(NamedTuple):
         even: an even share of all keys a program, else a number of splits that the sequence alone decides.
         partial: whether a sequence can have several splits.
         can_merge: whether the last split to arrive can merge them in this launch.
+        early: the launch that merges begins before the one that attends has ended.
         fp8, clean, p_scale: as in the rules of prefill; decode widens every cache.
     """
 
@@ -84,6 +85,7 @@ class Rules(NamedTuple):
     fp8: Any = None
     clean: bool = False
     p_scale: float = 1.0
+    early: bool = False
 
 
 class Blocks(NamedTuple):
