@@ -29,6 +29,8 @@ from narrowkv.sage.config import SageConfig
 from narrowkv.sage.kernels import Mask
 from narrowkv.sage.launches import SageLaunches
 from narrowkv.sage.shapes import QuantizedKV, SageShape
+from narrowkv.sage.sixteen_bit import attend as attend_in_16_bits
+from narrowkv.sage.sixteen_bit import why_quantised
 
 _MOST_CALLS = 256
 
@@ -98,13 +100,25 @@ class SagePlan:
         return block_bytes(list(self.launches.blocks().values()))
 
     def explain(self) -> str:
-        """One line for people."""
-        config = self.config
+        """One line for people, of the largest call."""
+        config, why = self.config, self.why_quantised()
         return (
             f"Sage: Q and K in {self.qk_format}, P and V in {config.fp8}; {config.block_m} rows x "
             f"{config.block_n} keys a tile, {config.options.num_warps} warps; "
-            f"workspace {self.workspace_bytes()} bytes"
+            f"workspace {self.workspace_bytes()} bytes; backend='auto' "
+            + (f"quantises, because {why}" if why else "takes torch's 16-bit attention, which is faster here")
         )
+
+    def why_quantised(self, *, lse: bool = False, one_dtype: bool = True) -> str:
+        """Why `sage_attention(..., backend="auto")` quantises a call of the largest size.
+
+        Args:
+            lse: whether the log-sum-exp is wanted; one_dtype: whether Q, K and V have one dtype.
+
+        Returns:
+            The reason, or "" where it takes torch's attention in 16 bits, which is faster there.
+        """
+        return why_quantised(self.target, self.shape, self.launches.mask, lse=lse, one_dtype=one_dtype)
 
     def with_workspace(self, workspace: Workspace | None = None) -> SagePlan:
         """The same plan working in memory of its own, or in a workspace that plans share.
@@ -153,6 +167,31 @@ class SagePlan:
             check_starts("cu_seqlens_k", starts, k.shape[0])
         size = self._size("k", k, starts, self.shape.k_tokens)
         return self.launches.quantise_keys_values(k, v, starts, self._sized(size[0], 0, size[1]))
+
+    def attend_in_16_bits(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attention without quantisation, by torch; for calls whose `why_quantised` is "".
+
+        Args:
+            q, k, v: as `attend` and `quantize_kv` take them, of one dtype.
+            out: where to write, like q.
+
+        Raises:
+            TypeError, ValueError: tensors that the plan is not for.
+        """
+        given, q = q, self._operand("q", q, self.shape.num_qo_heads)
+        k, v = (self._operand(name, x, self.shape.num_kv_heads) for name, x in (("k", k), ("v", v)))
+        check_shape("v", v, tuple(k.shape))
+        if out is not None:
+            o = self._operand("out", out, self.shape.num_qo_heads)
+            check_shape("out", out, tuple(given.shape))
+            check_no_overlap("out", out, q=q, k=k, v=v)
+        found = attend_in_16_bits(q, k, v, causal=self.window_right == 0, sm_scale=self.sm_scale)
+        if out is None:
+            return self._view(found).contiguous()
+        o.copy_(found)
+        return out
 
     def attend(
         self,

@@ -73,7 +73,8 @@ def traced_sage(
     left, right = (None, None) if window is None else window
     spec = spell(window_left=left, window_right=right, **options)
     inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k, *spec)
-    if out is None and lse is None:
+    # Without an lse `backend="auto"` may take an attention that has none.
+    if out is None and lse is None and (return_lse or options.get("backend") != "auto"):
         o, sums = torch.ops.narrowkv.sage_attention(*inputs)
         return (o, sums) if return_lse else o
     if out is None:
