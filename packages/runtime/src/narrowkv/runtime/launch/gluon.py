@@ -16,7 +16,8 @@ _WANTED = {
         "triton.experimental.gluon.language.nvidia.hopper",
         ("async_copy", "fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait"),
     ),
-    "cdna4": ("triton.experimental.gluon.language.amd.cdna4", ("async_copy",)),
+    "cdna": ("triton.experimental.gluon.language.amd.cdna4", ("async_copy",)),
+    "cdna4 upcast": ("triton.experimental.gluon.language.amd.cdna4", ("async_copy", "scaled_upcast")),
 }
 
 
@@ -25,7 +26,7 @@ def has_gluon(family: str = "hopper") -> bool:
     """Whether this Triton has what kernels for a family of targets are written in; asked once.
 
     Args:
-        family: "hopper" or "cdna4".
+        family: "hopper", "cdna", or "cdna4 upcast".
     """
     module, names = _WANTED[family]
     try:
