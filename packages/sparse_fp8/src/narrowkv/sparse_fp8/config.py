@@ -203,10 +203,9 @@ def specialised_pays(target: Target, config: SparseConfig, num_tokens: int, num_
 
 def specialised_config(target: Target, *, kernel: str, num_heads: int) -> SparseConfig | None:
     """The configuration of the kernel for the target's family, for calls that it can read; else None."""
-    if target.name in ("gfx942", "gfx950") and num_heads >= 32:
-        # FP8 rows on gfx950 take an instruction that converts and scales.
-        wanted = "cdna4 upcast" if target.name == "gfx950" and kernel == "fused" else "cdna"
-        if not has_gluon(wanted):
+    if target.name in ("gfx942", "gfx950") and num_heads >= 32 and has_gluon("cdna"):
+        # Older ones spill vector registers on gfx950.
+        if target.name == "gfx950" and TRITON < ((3, 9) if kernel == "fused" else (3, 7)):
             return None
         return _config(kernel, _cdna_tiles(target, kernel, num_heads), fp8_qk=False, family="cdna")
     if target.name != "sm90" or target.figures is None or not has_gluon():

@@ -9,7 +9,6 @@ import torch
 from narrowkv.quant.device import BITS
 from narrowkv.runtime.errors import check_choice
 from narrowkv.runtime.launch import active_target, is_compiled
-from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import RowsFormat
 from narrowkv.sparse_fp8.checks import check_fused, query_format
@@ -92,7 +91,7 @@ def _choose_on_amd(sources: dict[str, KVSource], target: Target, num_heads: int)
     heads 88 and 95, 32 heads 71 and 67, 16 heads 161 and 103. Expanding a row moves 1.6 KB, which takes 200
     clocks of a compute unit's share of HBM on gfx942 and 127 on gfx950.
     """
-    if target.name == "gfx950" and num_heads >= 32 and has_gluon("cdna4 upcast"):
+    if target.name == "gfx950" and specialised_config(target, kernel="fused", num_heads=num_heads):
         return ModeChoice("fused", "it is about as fast as attention over 16-bit rows (a model)")
     readings = 3 if target.name == "gfx950" else 6
     if _read_as_often(sources, readings):

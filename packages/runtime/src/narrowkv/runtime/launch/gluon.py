@@ -17,7 +17,6 @@ _WANTED = {
         ("async_copy", "fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait"),
     ),
     "cdna": ("triton.experimental.gluon.language.amd.cdna4", ("async_copy",)),
-    "cdna4 upcast": ("triton.experimental.gluon.language.amd.cdna4", ("async_copy", "scaled_upcast")),
 }
 
 
@@ -26,7 +25,7 @@ def has_gluon(family: str = "hopper") -> bool:
     """Whether this Triton has what kernels for a family of targets are written in; asked once.
 
     Args:
-        family: "hopper", "cdna", or "cdna4 upcast".
+        family: "hopper" or "cdna".
     """
     module, names = _WANTED[family]
     try:

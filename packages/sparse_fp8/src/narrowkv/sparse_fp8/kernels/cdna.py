@@ -16,7 +16,7 @@ from narrowkv.quant.device import e8m0_to_fp32, widen
 from narrowkv.runtime.attention.softmax import natural_lse, output_factor, softmax_step
 from narrowkv.runtime.launch.gluon import in_gluon
 from narrowkv.runtime.targets import Target
-from narrowkv.sparse_fp8.config import SparseConfig
+from narrowkv.sparse_fp8.config import TRITON, SparseConfig
 from narrowkv.sparse_fp8.kernels.results import SIZES, Call, split_tiles
 from narrowkv.sparse_fp8.kernels.rows import (
     Csr,
@@ -30,7 +30,7 @@ from narrowkv.sparse_fp8.kernels.rows import (
 
 async_copy = cdna4.async_copy
 _widen = in_gluon(widen)
-# Triton before 3.9 calls the first by another name, before 3.8 it lacks the second.
+# Triton before 3.9 calls the first by another name, and before 3.8 it lacks the second.
 _view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 _scaled_upcast = getattr(cdna4, "scaled_upcast", None)
 
@@ -44,7 +44,8 @@ class CdnaCall(NamedTuple):
     or 64 columns of FP8 rows. SCORES, SUMS: matrix layouts of QK's and of PV's result. TILE: how a tile of
     rows lies in LDS. WORDS: the same bytes as words of two columns; VALUES: the same with V's columns in the
     order of `_columns`, which COLUMN_BITS describes: how many low bits of a column's number change places
-    with how many high bits.
+    with how many high bits. LATE_SUM: the sum over a tile's rows is left for the end, since it takes a
+    barrier; Triton before 3.9 spills then on gfx950.
     """
 
     NUM_HEADS: Any
@@ -64,6 +65,7 @@ class CdnaCall(NamedTuple):
     WORDS: Any
     VALUES: Any
     COLUMN_BITS: Any
+    LATE_SUM: Any
 
 
 # Rows in LDS are 16 elements further apart than they are long, against bank conflicts.
@@ -104,6 +106,7 @@ def cdna_call(call: Call, config: SparseConfig, target: Target) -> CdnaCall:
         WORDS=gl.PaddedSharedLayout.with_identity_for([[256, _PADDING // 2]], [rows, 256], [1, 0]),
         VALUES=values,
         COLUMN_BITS=column_bits,
+        LATE_SUM=TRITON >= (3, 9) or not gfx950,
     )  # fmt: skip
 
 
@@ -233,7 +236,6 @@ def _attend(
     else:
         upcoming = _tile_indices(csr, begin + BLOCK_K, end, places)
         loaded = _load_rows(tiles.index(0), rows, index, STORED, CALL)
-        gl.barrier()
         _store_rows(tiles.index(0), loaded, STORED, WIDENING, CALL)
         index = upcoming
     slot = 0
@@ -253,9 +255,11 @@ def _attend(
         s = cdna3.mfma(q, tile.permute([1, 0]).load(k_layout), zeros)
         live = named(own_index, rows.num_rows) & (start + own < end)
         s = gl.where(gl.expand_dims(live, 0), s * qk_scale, float("-inf"))
-        # The sum over a tile's rows is left for the end: here it would take a barrier.
-        p, m, _, correction = softmax_step(s, m, m)
-        l = l * gl.expand_dims(correction, 1) + p
+        if CALL.LATE_SUM:
+            p, m, _, correction = softmax_step(s, m, m)
+            l = l * gl.expand_dims(correction, 1) + p
+        else:
+            p, m, l, correction = softmax_step(s, m, l)
         correction = gl.convert_layout(correction, gl.SliceLayout(1, SUMS))
         p = gl.convert_layout(p.to(q.dtype), p_layout)
         if CALL.COLUMN_BITS[1]:
@@ -299,7 +303,10 @@ def _sparse_cdna_kernel(
     q_tile = cdna3.buffer_load(q.nope + wide_token * q.stride_n, offsets, mask=inside, other=0.0)
     q_tile = gl.convert_layout(q_tile, gl.DotOperandLayout(0, SCORES, 8))  # [BLOCK_H, 512]
     m = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    l = gl.full([BLOCK_H, BLOCK_K], 0.0, gl.float32, SCORES)
+    if CALL.LATE_SUM:
+        l = gl.full([BLOCK_H, BLOCK_K], 0.0, gl.float32, SCORES)
+    else:
+        l = gl.full([BLOCK_H], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
     acc = gl.full([BLOCK_H, 512], 0.0, gl.float32, SUMS)
     tiles = gl.allocate_shared_memory(q.nope.dtype.element_ty, [CALL.STAGES, BLOCK_K, 512], CALL.TILE)
     prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
@@ -333,7 +340,8 @@ def _sparse_cdna_kernel(
             q_tile, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end, tiles,
             EXTEND, WIDENING, CALL,
         )  # fmt: skip
-    l = gl.sum(l, 1)
+    if CALL.LATE_SUM:
+        l = gl.sum(l, 1)
     heads = first_head + gl.arange(0, BLOCK_H, gl.SliceLayout(1, SCORES))
     mask = heads < CALL.NUM_HEADS
     of_sums = first_head + gl.arange(0, BLOCK_H, gl.SliceLayout(1, SUMS))
