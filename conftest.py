@@ -1,8 +1,9 @@
-"""Pytest settings for the whole workspace: skips, the `device` fixture, hypothesis profiles."""
+"""Pytest settings for the whole workspace: skips, samples, the `device` fixture, hypothesis profiles."""
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -54,6 +55,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group("large memory"))
         if item.get_closest_marker("slow") and not run_slow:
             item.add_marker(pytest.mark.skip(reason="slow; runs with --run-slow (make test-full)"))
+    if not run_slow:
+        skip_all_but_samples(items)
+
+
+def skip_all_but_samples(items: list[pytest.Item]) -> None:
+    """Of each test marked sampled, keeps cases in which every value of every parameter appears."""
+    products: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("skip"):
+            assert isinstance(item, pytest.Function)
+            products[item.nodeid.split("[")[0]].append(item)
+    if not products:
+        return
+    from narrowkv.testing.covering import covering, values_of
+
+    for functions in products.values():
+        cases = [
+            frozenset().union(*(values_of(name, value) for name, value in function.callspec.params.items()))
+            for function in functions
+        ]
+        left_out = set(range(len(cases))) - set(covering(cases))
+        for index in left_out:
+            functions[index].add_marker(
+                pytest.mark.skip(reason="not in the sample; runs with --run-slow (make test-full)")
+            )
 
 
 @pytest.fixture(autouse=True)
