@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def skip_all_but_samples(items: list[pytest.Item]) -> None:
-    """Keeps of each test the cases in which every value of every parameter appears; a GPU runs all of them."""
+    """Keeps of each test cases in which every value of every parameter appears; a GPU runs all of them."""
     from narrowkv.testing.covering import covering, values_of
 
     products: dict[str, list[pytest.Function]] = defaultdict(list)

@@ -21,7 +21,7 @@ def test_a_world_of_one_needs_no_group() -> None:
 
 
 def names_for(world: int) -> tuple[str, ...]:
-    """Two ranks run every case. Three run every kind of layout and exchange; four and more all but long ones."""
+    """Two ranks run every case, three every kind of layout and exchange, four and more all but long ones."""
     if world == 2:
         return ()
     if world > 3:

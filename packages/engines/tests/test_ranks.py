@@ -13,7 +13,8 @@ import engine_ranks
 
 def test_steps_over_two_ranks_equal_float32() -> None:
     exchanges = (1, "a2a"), (16, "ag_rs")
-    for found in sum(run_ranks(engine_ranks.every_step, 2, exchanges, timeout_s=120), []):
+    ranks = run_ranks(engine_ranks.every_step, 2, exchanges, timeout_s=120)
+    for found in (steps for rank in ranks for steps in rank):
         assert found.pop("a chunk in a window") == 0
         assert len(found) == 5
         for name, error in found.items():

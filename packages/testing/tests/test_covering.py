@@ -30,7 +30,10 @@ def test_fields_of_a_dataclass_are_axes_of_their_own() -> None:
         mask: str
         inner: Inner
 
-    assert values_of("case", Case("causal", Inner(3))) == {("case.mask", "'causal'"), ("case.inner.size", "3")}
+    assert values_of("case", Case("causal", Inner(3))) == {
+        ("case.mask", "'causal'"),
+        ("case.inner.size", "3"),
+    }
 
 
 def test_nothing_is_covered_by_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Small sets of cases in which every value of every axis appears: what `make test` runs of a large product."""
+"""Small sets of cases in which every value of every axis appears: the samples that `make test` runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 def values_of(name: str, value: Any) -> frozenset[Hashable]:
     """The axes of a parameter, each with its value: the fields of a dataclass, else the parameter itself."""
     if is_dataclass(value) and not isinstance(value, type):
-        return frozenset().union(*(values_of(f"{name}.{f.name}", getattr(value, f.name)) for f in fields(value)))
+        return frozenset().union(
+            *(values_of(f"{name}.{f.name}", getattr(value, f.name)) for f in fields(value))
+        )
     return frozenset({(name, repr(value))})
 
 
