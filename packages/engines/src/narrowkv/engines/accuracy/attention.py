@@ -114,9 +114,8 @@ def _causal_with_near(
         far_k, far_v, near_k, near_v = (x[:end] for x in heads)
         place = key[begin:end, None]
         is_near = (key[:end] < first) | (key[:end] > place - recent)
-        logits = torch.where(
-            is_near, *(torch.einsum("thd,shd->hts", rows, k) * scale for k in (near_k, far_k))
-        )
+        logits, far_logits = (torch.einsum("thd,shd->hts", rows, k) * scale for k in (near_k, far_k))
+        logits = torch.where(is_near, logits, far_logits)
         p = logits.masked_fill(key[:end] > place, -torch.inf).softmax(-1)
         parts.append(
             torch.einsum("hts,shd->thd", p * is_near, near_v)
