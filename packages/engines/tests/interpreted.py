@@ -27,10 +27,7 @@ class Interpreted:
             given = {name: value for name, value in named.items() if name not in OPTIONS}
             bound = inspect.signature(self.kernel.fn).bind(*args, **given)
             bound.apply_defaults()
-            fixed = {p.name for p in self.kernel.params if p.is_constexpr}
-            values = [value for name, value in bound.arguments.items() if name not in fixed]
-            constants = {name: value for name, value in bound.arguments.items() if name in fixed}
-            interpret(self.kernel, grid, tuple(values), constants)
+            interpret(self.kernel, grid, (), bound.arguments)  # by name: constants may stand between others
 
         return run
 

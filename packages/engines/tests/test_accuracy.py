@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from narrowkv.engines.accuracy import (
     RECIPES,
@@ -22,6 +23,7 @@ from narrowkv.engines.accuracy.attention import StoredAttention
 from narrowkv.engines.accuracy.evaluate import _Runner, collect, statistics_of
 from narrowkv.engines.accuracy.models import encode_bytes
 from narrowkv.engines.accuracy.texts import calibration_text, evaluation_text, needle_text, training_text
+from narrowkv.engines.accuracy.tiny_lm import tiny_lm_config
 from narrowkv.engines.tiny import tiny_model
 from narrowkv.engines.transformers import NarrowCache
 from narrowkv.paged_cache import PagedKVCache, append
@@ -134,6 +136,13 @@ def test_training_is_repeated_by_its_seed_and_a_folder_gives_the_model_back(tmp_
     loaded = load_model(str(tmp_path), "cpu")
     assert torch.equal(loaded.tokens(evaluation_text(), 20), ids[0])
     torch.testing.assert_close(loaded.model(ids, use_cache=False).logits, logits[0])
+
+
+def test_the_default_sizes_are_a_model_that_transformers_makes() -> None:
+    config = tiny_lm_config(TinySizes())
+    assert config.num_attention_heads * config.head_dim == 768
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(config)
 
 
 def test_texts_are_long_and_differ_and_facts_are_asked_for(sharp) -> None:

@@ -19,9 +19,13 @@ from interpreted import Interpreted
 from narrowkv.engines import trial_sglang  # noqa: F401  # first: it declares operators of torchvision
 
 # isort: split
+from sglang.kernels.ops.attention import decode_attention
 from sglang.test.kernels.deepseek_v4 import k_cache_reference
 
+from narrowkv.attn_decode import paged_decode_reference
+from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.sparse_fp8 import DSV4Rows
+from narrowkv.testing.backends import sglang_call
 
 
 def rows(count):
@@ -49,3 +53,17 @@ def test_deepseek_v4_pages_are_sglangs_byte_for_byte(monkeypatch):
     assert torch.equal(found[:, ~nope], pages[:, ~nope])
     assert torch.equal(found[:, nope], without_negative_zero(pages[:, nope]))
     assert found.any(1).all()
+
+
+@pytest.mark.parametrize("ratio", [1, 4])
+@pytest.mark.parametrize("form", ["bf16", "fp8_e4m3fn"])
+def test_the_probes_call_of_sglangs_kernel_is_attention(form, ratio, monkeypatch):
+    for name in ("_fwd_kernel_stage1", "_fwd_grouped_kernel_stage1", "_fwd_kernel_stage2"):
+        monkeypatch.setattr(decode_attention, name, Interpreted(getattr(decode_attention, name)))
+    inputs = DecodeCase(
+        lens=(37, 20), num_kv_heads=1, gqa_ratio=ratio, head_dim=64, page_size=16, format=form
+    ).inputs("cpu")
+    found = sglang_call(decode_attention.decode_attention_fwd, inputs)()
+    exact = paged_decode_reference(inputs.q, inputs.cache, inputs.table, out_dtype=torch.float32)
+    bound = 0.005 if form == "bf16" or ratio == 1 else 0.05  # its grouped kernel rounds P to the cache's FP8
+    assert (found.float() - exact).abs().sum() / exact.abs().sum() < bound

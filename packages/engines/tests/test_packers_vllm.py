@@ -15,8 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from interpreted import Interpreted, vllm_module_with_triton
 from vllm.v1.kv_cache_interface import KVQuantMode
 
+from narrowkv.attn_decode import paged_decode_reference
+from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.engines.vllm.slots import layer_cache, slot_bytes
 from narrowkv.paged_cache import append
+from narrowkv.testing.backends import vllm_call
 
 BLOCKS, HEADS, BLOCK, DIM = 2, 2, 16, 64
 
@@ -58,3 +61,15 @@ def test_fp8_per_token_head_has_vllms_scales_and_its_codes_but_for_a_rounding(mo
         exact = (x.double() / scale[place][..., None].double())[other]
         middle = (found[other].double() + expected[other].double()) / 2
         assert torch.allclose(exact, middle, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8_e4m3fn"])
+def test_the_probes_call_of_vllms_kernel_is_attention(form, monkeypatch):
+    attention = vllm_module_with_triton("vllm.v1.attention.ops.triton_unified_attention", monkeypatch)
+    attention.kernel_unified_attention = Interpreted(attention.kernel_unified_attention)
+    inputs = DecodeCase(
+        lens=(37, 20), num_kv_heads=1, gqa_ratio=4, head_dim=64, page_size=16, format=form
+    ).inputs("cpu")
+    found = vllm_call(attention.unified_attention, inputs)()
+    exact = paged_decode_reference(inputs.q, inputs.cache, inputs.table, out_dtype=torch.float32)
+    assert (found.float() - exact).abs().sum() / exact.abs().sum() < 0.005
