@@ -94,6 +94,7 @@ def constants_of(
             even=config.split == "even",
             partial=config.split != "none",
             can_merge=config.merge_in_launch or not (config.split == "none" or target.is_amd),
+            q_in_shared=target.vendor == "nvidia" and config.block_m >= 64 and not native,
         ),
         "BLOCKS": Blocks(
             config.block_m, config.block_n, block_d, max(block_d, SCALED_DOT_DEPTH) if native else block_d

@@ -66,6 +66,7 @@ class Rules(NamedTuple):
         even: an even share of all keys a program, else a number of splits that the sequence alone decides.
         partial: whether a sequence can have several splits.
         can_merge: whether the last split to arrive can merge them in this launch.
+        q_in_shared: products take Q from shared memory, not from registers.
         fp8, clean, p_scale: as in the rules of prefill; decode widens every cache.
     """
 
@@ -81,6 +82,7 @@ class Rules(NamedTuple):
     even: bool
     partial: bool
     can_merge: bool
+    q_in_shared: bool = False
     fp8: Any = None
     clean: bool = False
     p_scale: float = 1.0
@@ -121,7 +123,7 @@ def row_limits(ranges, seq, token, row_mask, kv_len, first, end, Q_LEN: tl.const
     """
     if ranges is None:
         high = kv_len - Q_LEN + token
-        return high - WINDOW_LEFT, high, first + Q_LEN, kv_len - Q_LEN
+        return high - WINDOW_LEFT, high, first if WINDOW_LEFT < 0 else first + Q_LEN, kv_len - Q_LEN + 1
     else:
         at = ranges + (seq.to(tl.int64) * Q_LEN + token) * 2
         low = tl.maximum(tl.load(at, mask=row_mask, other=0), first)
@@ -193,12 +195,3 @@ def even_split(
 def splits_of_sequence(num_tiles, tiles_per_split, max_splits):
     """Splits of a sequence where nothing but its own key tiles decides."""
     return tl.maximum(tl.minimum(tl.cdiv(num_tiles, tiles_per_split), max_splits), 1)
-
-
-@triton.jit
-def attended_keys(n, low, high, HAS_LOW: tl.constexpr):
-    """[M, N]: keys of [low, high] of each row; without HAS_LOW all keys up to `high`."""
-    keep = n[None, :] <= high[:, None]
-    if HAS_LOW:
-        keep = keep & (n[None, :] >= low[:, None])
-    return keep
