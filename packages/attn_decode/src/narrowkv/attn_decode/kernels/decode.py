@@ -77,6 +77,8 @@ def _paged_decode_kernel(
     ROWS: tl.constexpr = Q_LEN * GQA_RATIO
     ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     HEAD_PROGRAMS: tl.constexpr = NUM_KV_HEADS * ROW_BLOCKS
+    # All rows attend to the same keys.
+    ALIKE: tl.constexpr = Q_LEN == 1 and io.tree is None
     HAS_LOW: tl.constexpr = WINDOW_LEFT >= 0 or io.ranges is not None
     table = Table(
         page_ids,
@@ -119,9 +121,9 @@ def _paged_decode_kernel(
     row_mask = rows < ROWS
     heads = kv_head * GQA_RATIO + rows % GQA_RATIO
     tokens = (seq * Q_LEN + rows // GQA_RATIO).to(tl.int64)
-    if Q_LEN > 1:
+    if not ALIKE:
         low, high, full_first, full_end = row_limits(
-            io.ranges, seq, rows // GQA_RATIO, row_mask, kv_len, first, end_key, Q_LEN, WINDOW_LEFT
+            io, seq, rows // GQA_RATIO, row_mask, kv_len, first, end_key, Q_LEN, WINDOW_LEFT
         )
     q = load_query(io.q, tokens, heads, row_mask, io.q_token, io.q_head, HEAD_DIM, BLOCK_DK, K_PARTS)
     q_scale = 1.0
@@ -138,7 +140,7 @@ def _paged_decode_kernel(
     o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * out_scale
     logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K_DESCALE)
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
-    if Q_LEN > 1 and not RULES.native:
+    if not ALIKE and not RULES.native:
         # The softmax of unmasked tiles takes the maximum before it scales, so the scale must be positive.
         q = times_sign(q, logit_scale, K_PARTS)
         q_low = times_sign(q_low, logit_scale, K_PARTS)
@@ -151,7 +153,7 @@ def _paged_decode_kernel(
         out_scale * 0.0 + LEAST_FACTOR,
     )
     keys = Keys(row_base, kv_head, first, tl.maximum(end_key - 1, 0))
-    if Q_LEN == 1:
+    if ALIKE:
         acc, m, l, v_largest = attend_to_tiles(
             begin, end, end, 0, q, q_low, logit_scale, soft_cap, state, k, v, k_descale, v_descale, table,
             keys, None, SIZES, K, V, RULES, BLOCKS, "keys",
@@ -159,9 +161,12 @@ def _paged_decode_kernel(
     else:
         full = tl.minimum(tl.maximum(tl.cdiv(full_first, BLOCK_N), begin), end)
         full_end = tl.maximum(tl.minimum(full_end // BLOCK_N, end), full)
-        seen = SeenKeys(low if HAS_LOW else None, high, None, None)
+        tree = None
+        if io.tree is not None:
+            tree = tl.load(io.tree + seq.to(tl.int64) * Q_LEN + rows // GQA_RATIO, mask=row_mask, other=0)
+        seen = SeenKeys(low if HAS_LOW else None, high, tree, kv_len - Q_LEN)
         if RULES.q_in_shared:
-            # A product takes Q from registers where Q was computed, from shared memory where a loop carries it.
+            # A product takes Q from registers where Q was computed, from shared memory where a loop has it.
             # So this loop carries it, once around: with Q in registers a second program would not fit (128
             # rows x 64 keys, 8 warps: 208 registers instead of 128).
             once = tl.minimum(num_splits, 1)
