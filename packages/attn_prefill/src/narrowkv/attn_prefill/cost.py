@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from narrowkv.attn_prefill.shapes import ANY_LEN, PrefillShape
+from narrowkv.attn_prefill.shapes import ANY_LEN, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import tuned_as
+from narrowkv.quant.device import BITS, widen_route
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.targets import Target
 
@@ -22,15 +23,16 @@ class Rates:
 
     Attributes:
         stream_bytes: bytes that kernels read or write.
-        split_flops: flops of the products of kernels "split" and "fused" by the rows of a tile. Rows that
-            fill a tile count, whether they are there or not.
+        split_flops: flops of the products of kernels "split" and "fused" in tiles of 64 rows, by how the
+            cache is widened in their loop. Rows that fill a tile count as those that are there; tiles of 16
+            rows take no longer than their bytes.
         dense_flops, pipelined_flops: the same of attention over widened keys, in tiles of 64 rows.
         launch_us: a launch; pipelined_us: besides, the start of the pipelined kernel's programs.
         pipelined_keys: with fewer keys the pipelined kernel does not pay for its start.
     """
 
     stream_bytes: float
-    split_flops: Mapping[int, float]
+    split_flops: Mapping[str, float]
     dense_flops: float
     pipelined_flops: float
     launch_us: float
@@ -86,19 +88,34 @@ class FewClass:
     block_m: int
 
 
-# Model, `narrowkv inspect model` (docs/amd-timing.md), head_dim 128: fused prefill 167 and 212 TFLOP/s, dense
-# prefill 521 and 1087 in tiles of 128 rows (`tiles._amd_dense_config`). With formats that are widened in bit
-# arithmetic the loop of a fused kernel takes as long as its vector instructions.
-_GFX942 = Rates(4.2e6, MappingProxyType({64: 167e6}), 396e6, 396e6, 4.0, 0.0)
-_GFX950 = Rates(6.4e6, MappingProxyType({64: 212e6}), 786e6, 786e6, 4.0, 0.0)
+def _by_widening(half: float, fp8: float, bits: float, fp4: float) -> Mapping[str, float]:
+    """Rates by how a cache is widened: 16 bits as they are, FP8 by instruction or bit arithmetic, FP4."""
+    return MappingProxyType({"16-bit": half, "fp8": fp8, "bits": bits, "fp4": fp4})
+
+
+# Four fifths of the HBM's peak; TFLOP/s of loops by the timing model: `narrowkv inspect model --case
+# prefill:kernel=fused,format=...,q_lens=16,lens=4096,kv_heads=8,ratio=12,head_dim=128,clean=1,splits=8`, and
+# dense in tiles of 64 rows, see `tiles._amd_dense_config`.
+_GFX942 = Rates(4.2e6, _by_widening(232e6, 159e6, 160e6, 126e6), 396e6, 396e6, 4.0, 0.0)
+_GFX950 = Rates(6.4e6, _by_widening(337e6, 248e6, 170e6, 130e6), 786e6, 786e6, 4.0, 0.0)
 # H100. H200, 96/8 heads: 128 new over none 21 us by the pipelined kernel, by the plain one 14; 1024 over
 # none 75 and 78.
-_SM90 = Rates(2.9e6, MappingProxyType({16: 85e6, 64: 260e6}), 450e6, 600e6, 2.2, 7.0, 512)
+_SM90 = Rates(2.9e6, _by_widening(260e6, 260e6, 260e6, 260e6), 450e6, 600e6, 2.2, 7.0, 512)
 # An interpreter makes every class that there can be.
 _CPU = replace(_GFX942, launch_us=0.0)
 RATES: Mapping[str, Rates] = MappingProxyType(
     {"gfx942": _GFX942, "gfx950": _GFX950, "sm90": _SM90, "cpu": _CPU}
 )
+
+
+def _widening(target: Target, format_name: str) -> str:
+    """How a format is widened in a loop: a key of `Rates.split_flops`."""
+    stored = get_format(format_name)
+    if stored.kind == "float":
+        return "16-bit"
+    if stored.kind == "fp4":
+        return "fp4"
+    return "bits" if widen_route(target, format_name) == BITS else "fp8"
 
 
 def rates_of(target: Target) -> Rates:
@@ -122,7 +139,7 @@ def estimate(
     stored = row_bytes(shape, formats)
     flops = keys * tiles * block_m * 4 * shape.head_dim
     if kernel in ("split", "fused"):
-        rate = rates.split_flops.get(block_m, rates.split_flops[64])
+        rate = min(rates.split_flops[_widening(target, name)] for name in formats)
         moved, launches, start = stored, 1, 0.0
     else:
         # Widened keys are written and read again, in 16 bits.
@@ -130,7 +147,7 @@ def estimate(
         moved, launches = stored + 2 * 4 * shape.head_dim, 2
         start = rates.pipelined_us if kernel == "pipelined" else 0.0
     bytes_us = keys * moved / rates.stream_bytes
-    products_us = flops / rate
+    products_us = flops / rate if block_m > 16 else 0.0
     launch_us = launches * rates.launch_us + start
     # A kernel that reads pages loads during its products; widening comes before them.
     working = max(bytes_us, products_us) if launches == 1 else bytes_us + products_us
@@ -196,3 +213,33 @@ def few_classes(
     if saved.us - saved.launch_us < len(classes) * rates_of(target).launch_us:
         return [], 0
     return classes, least
+
+
+def explain_class(
+    target: Target, shape: PrefillShape, formats: tuple[str, str], config: PrefillConfig, widened: str | None
+) -> str:
+    """Which sequences a configuration serves, and what each kernel would take for all of them, for people."""
+    least, most = config.q_lens
+    longest = min(shape.max_q_len, shape.num_tokens)
+    mean = -(-shape.num_tokens // max(shape.batch, 1))
+    q_len = max(least, min(mean, most, longest), 1)
+    work = Work(max(min(shape.batch, shape.num_tokens // q_len), 1), q_len, shape.max_seq_len)
+    kernels = ("split", "fused") if widened is None else ("split", widened)
+    found = sorted(
+        (
+            estimate(target, shape, formats, kernel, work, config.block_m if kernel == "split" else 64)
+            for kernel in kernels
+        ),
+        key=lambda each: each.us,
+    )
+    serves = (
+        "all sequences"
+        if (least, most) == (0, ANY_LEN) or (least == 0 and longest <= most)
+        else f"sequences of {least} query tokens or more"
+        if most >= longest
+        else f"sequences of {max(least, 1)} to {most} query tokens"
+    )
+    return (
+        f"{serves}; estimates for {work.sequences} with {q_len} query tokens over {work.keys} keys: "
+        f"{', '.join(map(str, found))}"
+    )

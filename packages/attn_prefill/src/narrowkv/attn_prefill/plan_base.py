@@ -10,13 +10,13 @@ import torch
 from narrowkv.attn_decode import DecodePlan
 from narrowkv.attn_prefill.binding import BoundCache, bind_cache, per_key
 from narrowkv.attn_prefill.config import choose_append_config, choose_config
-from narrowkv.attn_prefill.cost import few_bounds
+from narrowkv.attn_prefill.cost import explain_class, few_bounds
 from narrowkv.attn_prefill.memory import Memory, Needs, make_memory, scratch_bytes
 from narrowkv.attn_prefill.shapes import ANY_LEN, IN_PAGES, SCRATCH_BLOCK, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import split_config
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.quant.formats import get_format
-from narrowkv.runtime.errors import check_instance
+from narrowkv.runtime.errors import UnsupportedError, check_instance
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import BoundLaunch, LaunchOptions, Workspace, block_bytes
 from narrowkv.runtime.launch.tracing import handle_of
@@ -92,18 +92,16 @@ class PlanBase:
         return replace(self).with_workspace(Workspace(self.workspace.num_bytes, self.device))
 
     def explain(self) -> str:
-        """Why this configuration: one line for a person."""
-        c = self.config
+        """Why this configuration: for people, a line for each class of sequences and its alternatives."""
         if self.decode is not None:
-            return f"paged_decode, because {c.why}: {self.decode.explain()}"
-        warps = f"{c.options.num_warps} warps"
-        if c.otherwise is not None:
-            warps = "two warpgroups that attend and a warp that copies"
-        splits = "" if c.num_splits == 1 else f", the keys of each shared by {c.num_splits} programs"
-        pages = ", K from its pages where they allow it" if c.k_in_pages else ""
-        return (
-            f"{self.target.name}: {c.kernel}, because {c.why}; tiles of {c.block_m} rows x {c.block_n} keys, "
-            f"{warps}, {c.options.num_stages} stages{splits}{pages}"
+            return f"paged_decode, because {self.config.why}: {self.decode.explain()}"
+        formats = (self.k_format, self.v_format)
+        fits = self.scratch_fits is not False
+        widened = None if not fits or self.config.fp8 else "pipelined" if self.pipelines else "dense"
+        return "\n".join(
+            f"{self.target.name}: {_describe(part)}; "
+            f"{explain_class(self.target, self.shape, formats, part, widened)}"
+            for part in (*self.config.few, self.config)
         )
 
     @property
@@ -240,6 +238,11 @@ class PlanBase:
             )
         if self.num_splits is None:
             return config
+        if config.kernel == "split":
+            raise UnsupportedError(
+                "kernel='split' shares keys by the sequences' lengths: leave num_splits out, "
+                f"got {self.num_splits}"
+            )
         config = replace(config, num_splits=self.num_splits)
         if config.otherwise is not None:
             config = replace(config, otherwise=replace(config.otherwise, num_splits=self.num_splits))
@@ -297,6 +300,21 @@ class PlanBase:
                 config = self.config_for(shape)
                 found.setdefault(_kind_of(config), (config, shape))
         return list(found.values())
+
+
+def _describe(c: PrefillConfig) -> str:
+    """A configuration, for people."""
+    warps = f"{c.options.num_warps} warps"
+    if c.otherwise is not None:
+        warps = "two warpgroups that attend and a warp that copies"
+    splits = "" if c.num_splits == 1 else f", the keys of each shared by {c.num_splits} programs"
+    if c.kernel == "split":
+        splits = f", all keys of a head shared by {c.num_splits} programs"
+    pages = ", K from its pages where they allow it" if c.k_in_pages else ""
+    return (
+        f"{c.kernel}, because {c.why}; tiles of {c.block_m} rows x {c.block_n} keys, {warps}, "
+        f"{c.options.num_stages} stages{splits}{pages}"
+    )
 
 
 def _kind_of(config: PrefillConfig) -> PrefillConfig:
