@@ -110,9 +110,10 @@ def parts_of(target: Target, format_name: str, *, is_key: bool) -> int:
     return 2 if target.vendor == "nvidia" and not is_key else 1
 
 
-def block_m_for(rows: int) -> int:
-    """16 rows fill the smallest matrix instruction; beyond 64 a second program reads the keys again."""
-    return min(64, max(16, 1 << (rows - 1).bit_length()))
+def block_m_for(target: Target, rows: int) -> int:
+    """16 rows fill the smallest matrix instruction; rows past the largest tile read the keys again."""
+    most = 64 if target.is_amd else 256
+    return min(most, max(16, 1 << (rows - 1).bit_length()))
 
 
 # Programs of one warp that a compute unit or multiprocessor holds at once: sm90 at 255 registers, CDNA with
@@ -162,9 +163,10 @@ def choose_config(
         )
     chosen = choose_kernel(target, k_format, kernel)
     k_parts = 1 if chosen == "native" else parts_of(target, k_format, is_key=True)
-    v_parts = parts_of(target, v_format, is_key=False)
     rows = shape.q_len * shape.gqa_ratio
-    block_m = block_m_for(rows)
+    block_m = block_m_for(target, rows)
+    # 64 rows are the matrix instruction that takes V from shared memory as it lies there.
+    v_parts = parts_of(target, v_format, is_key=block_m >= 64)
     head_programs = shape.num_kv_heads * -(-rows // block_m)
     units = target.figures.units if target.figures is not None else 4
     slots = max(1, units * _RESIDENT // head_programs)
@@ -216,6 +218,12 @@ def choose_config(
         # H100, B64 ctx32768 page 16: 64 keys x 3 stages 1126 us, 32 x 3 1166 us, 64 x 2 1222 us (FP8: 1449).
         block_n = 64
         options = LaunchOptions(num_warps=1, num_stages=3)
+    elif target.vendor == "nvidia" and block_m >= 64:
+        block_n = 64
+        warps = 4 if block_m == 64 else 8
+        registers = 128 if narrow_head and block_m == 128 else None
+        options = LaunchOptions(num_warps=warps, num_stages=3 if narrow_head else 2, maxnreg=registers)
+        slots = max(1, slots * (2 if registers else 1) // warps)
     else:
         # H100, B128 ctx8192 page 64: 32 keys x 3 stages 1.08 x the floor, 64 x 2 1.11 x, 16 x 4 1.21 x.
         # The interpreter pays by the tile, not by the key.

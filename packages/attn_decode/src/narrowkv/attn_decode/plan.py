@@ -234,7 +234,8 @@ class DecodePlan:
                     f"sm_scale times the descale of K must be finite in float32, got {qk_scale}: "
                     "pass a smaller sm_scale"
                 )
-            values = (q, o, lse, sinks, table.ranges, *table[:5], qk_scale, bound.v_factor, *bound.tensors)
+            scales = (qk_scale, bound.v_factor)
+            values = (q, o, lse, sinks, table.ranges, table.tree, *table[:5], *scales, *bound.tensors)
             if call.num_bytes:
                 block = torch.empty(call.num_bytes, dtype=torch.uint8, device=q.device)
                 counters = zeroed_counters(call.counters, q.device) if call.counters else None
