@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from narrowkv.attn_decode import paged_decode, plan_decode
-from narrowkv.attn_decode.cases import DecodeCase
+from narrowkv.attn_decode.cases import K8V4, DecodeCase
 
 
 def _decode(sm90_code: Any, capacity: int, batch: int = 1, **changes: Any) -> None:
@@ -38,3 +38,21 @@ def test_a_launch_that_merges_itself_lets_no_other_begin(sm90_code: Any) -> None
     _decode(sm90_code, 8192, 64)
     (attend,) = sm90_code.kernels
     assert not re.search(r"\bPREEXIT\b", attend.machine_code())
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_four_programs_share_a_multiprocessor_beside_fp4_values(batch: int, sm90_code: Any) -> None:
+    _decode(sm90_code, {1: 32768, 64: 1024}[batch], batch, format=K8V4)
+    attend = sm90_code.kernels[0]
+    assert attend.compiled.metadata.num_warps == 4
+    assert attend.registers() <= 128
+    assert attend.stack_bytes() == 0
+    assert 4 * (attend.shared_bytes + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize(("group", "pairs"), [(None, 2 * 32 * 128 // 2 // 32), (32, 0)])
+def test_fp4_is_converted_two_numbers_at_once(group: int | None, pairs: int, sm90_code: Any) -> None:
+    _decode(sm90_code, 8192, 64, format="fp4_e2m1", scale_group=group)
+    (attend,) = sm90_code.kernels
+    # K and V of a tile of 32 keys by one warp, in a loop that stands there once.
+    assert len(re.findall(r"\bF2FP\.F16\.E4M3\.UNPACK_B\b", attend.machine_code())) == pairs

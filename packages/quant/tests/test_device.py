@@ -204,10 +204,11 @@ def test_every_fp4_code_in_every_place_is_widened_exactly(parts: int, compute: t
 
 
 @pytest.mark.gpu
-def test_fp4_by_ptx() -> None:
+@pytest.mark.parametrize("route", ["ptx", "ptx_e4m3"])
+def test_fp4_by_ptx(route: str) -> None:
     if torch.version.hip:
         pytest.skip("PTX is NVIDIA's")
-    _check_fp4("ptx", 4, tl.float16, "cuda")
+    _check_fp4(route, 4, tl.float16, "cuda")
 
 
 @pytest.mark.parametrize("rule", ["floor", "ceil", "mse"])
