@@ -16,7 +16,9 @@ The stock interpreter computes some things wrongly (seen in Triton 3.6 to 3.9); 
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 import threading
 import types
 from collections.abc import Callable
@@ -214,8 +216,15 @@ class _Function:
 
 
 def _globals_of(source: Any) -> dict[str, Any]:
-    """Every global and closure variable that the function, or a function within it, may look up."""
-    names: set[str] = set()
+    """Every global and closure variable that the function, or a function within it, may look up.
+
+    Those of its defaults, too: the rewritten source is executed, and evaluates them again.
+    """
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(source))).body
+    defaults = [
+        node for node in ast.walk(getattr(definition, "args", definition)) if isinstance(node, ast.Name)
+    ]
+    names = {node.id for node in defaults}
     codes = [source.__code__]
     while codes:
         code = codes.pop()
