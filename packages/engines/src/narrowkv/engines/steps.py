@@ -55,7 +55,7 @@ class Step:
     @property
     def decodes(self) -> bool:
         """Whether all requests have the same few tokens: if the longest has as many as the average has."""
-        few = self.max_query_len <= MAX_DECODE_TOKENS
+        few = self.max_query_len <= MAX_DECODE_TOKENS or self.table.tree_mask is not None
         return few and self.num_tokens == self.table.batch_size * self.max_query_len
 
 

@@ -7,21 +7,31 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from narrowkv.attn_decode import DecodeShape
 from narrowkv.engines.sglang.pools import has_window, layer_cache, pool_reasons
 from narrowkv.engines.steps import MAX_DECODE_TOKENS, Step, attend, reserve_decode
-from narrowkv.paged_cache import PagedKVCache, PageTable, append
+from narrowkv.paged_cache import (
+    PagedKVCache,
+    PageTable,
+    append,
+    pack_tree_mask,
+    tree_mask_from_custom_mask,
+)
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError
 
 _NOT_SERVED = "use another --attention-backend for this model"
-# Algorithms whose guesses are a chain if each draft step proposes one token.
-_CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+# Algorithms whose guesses are a tree, or a chain if each draft step proposes one token.
+_TREES = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+_NGRAM = "NGRAM"  # trees of any shape, whose masks have all keys
+_MOST_GUESSES = 64  # tokens of a tree
 # Steps with the new tokens of each request, all causal.
 _EXTENDS = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL)
 
@@ -57,7 +67,7 @@ class NarrowAttentionBackend(AttentionBackend):
         args = runner.server_args
         self.pool = runner.token_to_kv_pool
         reasons = ["it has an MLA cache"] if runner.use_mla_backend else pool_reasons(self.pool)
-        guesses = _verified_tokens(runner, reasons)
+        guesses = self.guesses = _verified_tokens(runner, reasons)
         if args.dcp_size > 1:
             reasons.append("--dcp-size is more than 1")
         if runner.model_config.is_encoder_decoder:
@@ -69,10 +79,19 @@ class NarrowAttentionBackend(AttentionBackend):
         self.token_slots = runner.req_to_token_pool.req_to_token
         self.page_size, self.device = self.pool.page_size, self.token_slots.device
         self.windows = isinstance(self.pool, SWAKVPool) and self.pool.swa_layer_nums > 0
+        self.max_context_len = int(self.token_slots.shape[1])
+        algorithm = args.speculative_algorithm
+        self.in_trees = algorithm == _NGRAM or (algorithm is not None and args.speculative_eagle_topk != 1)
+        if self.in_trees and self.windows:
+            raise UnsupportedError(
+                "narrowkv verifies trees of guesses in models without sliding windows: set "
+                f"--speculative-eagle-topk 1, or {_NOT_SERVED}"
+            )
         self.forward_metadata: dict[bool, _Group] | None = None
         self._caches: dict[int, tuple[int, PagedKVCache]] = {}
         self._captured: dict[tuple[int, int], dict[bool, _Group]] = {}
         self._window_slots: torch.Tensor | None = None
+        self._verify_mask: VerifyMask | None = None
         self._allocate(self.token_slots.shape[0])
         config, ranks = runner.model_config, get_parallel().attn_tp_size
         shape = DecodeShape(
@@ -92,13 +111,59 @@ class NarrowAttentionBackend(AttentionBackend):
             for window in (False, True)[: 1 + self.windows]
         }
         self._verified_lens = torch.zeros(max_batch, dtype=torch.int64, device=self.device)
+        if self.guesses > 1:
+            bits = torch.int32 if self.guesses <= 32 else torch.int64
+            self._tree_bits = torch.zeros(max_batch * self.guesses, dtype=bits, device=self.device)
+            seen = torch.ones(max_batch * self.guesses**2, dtype=torch.bool, device=self.device)
+            self._verify_mask = VerifyMask(seen, TreeMaskMode.QLEN_ONLY, max_batch, is_read=self.in_trees)
+
+    @property
+    def verify_mask(self) -> Any:
+        """Where SGLang writes which of a request's guesses see which; None without speculative decoding."""
+        return self._verify_mask
+
+    def _tree(self, size: int, guesses: int) -> torch.Tensor:
+        """Bits of what a batch's guesses see, `[size, guesses]`, in memory that graphs know."""
+        return self._tree_bits[: size * guesses].view(size, guesses)
+
+    def _read_tree(self, spec_info: Any, seen: torch.Tensor, lens: torch.Tensor) -> None:
+        """Packs the masks of a batch's guesses.
+
+        Args:
+            spec_info: of the step.
+            seen: the masks one after the other: `[guesses, guesses]` each, or `[guesses, length]` of NGRAM.
+            lens: lengths of the requests, their guesses included.
+        """
+        guesses, size = spec_info.num_tokens_per_req, lens.shape[0]
+        if spec_info.tree_topk < 1:
+            entries = lens * guesses
+            bits = tree_mask_from_custom_mask(seen, torch.cumsum(entries, 0) - entries, lens, guesses)
+        else:
+            bits = pack_tree_mask(seen[: size * guesses**2].view(size, guesses, guesses))
+        self._tree(size, guesses).copy_(bits)
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Reads the tree of a step that SGLang has prepared before the draft model made it."""
+        if self.in_trees and cuda_graph_bs is None and self.forward_metadata is not None:
+            lens = self.forward_metadata[False].step.table.seq_lens
+            assert lens is not None
+            self._read_tree(spec_info, spec_info.custom_mask, lens)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Reads the tree of the step, whose mask SGLang has written when the graph is replayed."""
+        if not (self.in_trees and forward_batch.forward_mode.is_target_verify()):
+            return
+        if forward_batch.spec_info.tree_topk > 1:
+            assert self._verify_mask is not None
+            lens = self._verified_lens[: forward_batch.batch_size]
+            self._read_tree(forward_batch.spec_info, self._verify_mask.buffer, lens)
 
     def _fill_tables(self, batch: Any, guesses: int = 0) -> int:
         """Writes the pages of a batch's requests, and returns how many tokens its longest one has at most.
 
         `guesses` are tokens of each request that SGLang's lengths leave out.
         """
-        lens, most = batch.seq_lens_cpu, int(self.token_slots.shape[1])
+        lens, most = batch.seq_lens_cpu, self.max_context_len
         longest = most if lens is None else min(int(lens.max()) + guesses, most)
         firsts = self.token_slots[:, : max(longest, 1) : self.page_size]
         slots = firsts.index_select(0, batch.req_pool_indices)
@@ -117,6 +182,7 @@ class NarrowAttentionBackend(AttentionBackend):
         tokens: int | None = None,
         starts: torch.Tensor | None = None,
         lens: torch.Tensor | None = None,
+        tree: bool = False,
     ) -> dict[bool, _Group]:
         """Steps of a batch: without `tokens` and `starts`, every request has `longest_q` query tokens."""
         groups, size = {}, batch.batch_size
@@ -124,6 +190,8 @@ class NarrowAttentionBackend(AttentionBackend):
         lens = batch.seq_lens[:size] if lens is None else lens
         for window, table in self._tables.items():
             pages = PageTable.from_block_table(table[:size], lens, page_size=self.page_size)
+            if tree:
+                pages = pages.with_tree_mask(self._tree(size, longest_q))
             slots = batch.out_cache_loc
             if window:
                 slots = self.pool.translate_loc_from_full_to_swa(slots)
@@ -144,14 +212,17 @@ class NarrowAttentionBackend(AttentionBackend):
             self.forward_metadata = self._groups(batch, 1, longest)
             return
         if mode.is_target_verify():
-            guesses = batch.spec_info.num_tokens_per_req
+            guesses, size = batch.spec_info.num_tokens_per_req, batch.batch_size
             longest = self._fill_tables(batch, guesses)
-            starts = None
-            if guesses > MAX_DECODE_TOKENS:
-                ends = (batch.batch_size + 1) * guesses
+            starts, lens = None, batch.seq_lens[:size] + guesses
+            if self.in_trees:
+                self._read_tree(batch.spec_info, batch.spec_info.custom_mask, lens)
+            elif guesses > MAX_DECODE_TOKENS:
+                ends = (size + 1) * guesses
                 starts = torch.arange(0, ends, guesses, dtype=torch.int32, device=self.device)
-            lens = batch.seq_lens[: batch.batch_size] + guesses
-            self.forward_metadata = self._groups(batch, guesses, longest, starts=starts, lens=lens)
+            self.forward_metadata = self._groups(
+                batch, guesses, longest, starts=starts, lens=lens, tree=self.in_trees
+            )
             return
         if mode not in _EXTENDS:
             raise UnsupportedError(f"narrowkv has no steps of the kind {mode.name}: {_NOT_SERVED}")
@@ -181,7 +252,7 @@ class NarrowAttentionBackend(AttentionBackend):
         guesses = 0
         if mode.is_target_verify():
             guesses = batch.spec_info.num_tokens_per_req
-        if not (mode.is_decode() or 0 < guesses <= MAX_DECODE_TOKENS):
+        if not (mode.is_decode() or 0 < guesses <= (_MOST_GUESSES if self.in_trees else MAX_DECODE_TOKENS)):
             raise UnsupportedError(
                 f"narrowkv captures steps of at most {MAX_DECODE_TOKENS} tokens a request in graphs, not "
                 f"{mode.name} steps of {guesses or 'any number'}"
@@ -192,11 +263,15 @@ class NarrowAttentionBackend(AttentionBackend):
         if guesses:
             lens = self._verified_lens[:size]
             torch.add(batch.seq_lens[:size], guesses, out=lens)
+            if self.in_trees and batch.spec_info.tree_topk < 1:
+                self._read_tree(batch.spec_info, batch.spec_info.custom_mask, lens)
         if self._window_slots is not None:
             tokens = batch.out_cache_loc.shape[0]
             self._window_slots[:tokens] = self.pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
         if in_capture:
-            groups = self._groups(batch, max(guesses, 1), self.token_slots.shape[1], lens=lens)
+            groups = self._groups(
+                batch, max(guesses, 1), self.max_context_len, lens=lens, tree=guesses > 0 and self.in_trees
+            )
             if self._window_slots is not None:
                 groups[True].slots = self._window_slots[: batch.out_cache_loc.shape[0]]
             self._captured[size, guesses] = groups
@@ -271,11 +346,10 @@ def _verified_tokens(runner: Any, reasons: list[str]) -> int:
         return 1
     if runner.is_draft_worker:
         reasons.append("its draft model takes another backend: set --speculative-draft-attention-backend")
-    elif algorithm not in _CHAINS or args.speculative_eagle_topk != 1:
-        reasons.append(
-            f"{algorithm} with --speculative-eagle-topk {args.speculative_eagle_topk} verifies trees, and "
-            f"narrowkv verifies chains ({', '.join(_CHAINS)} with 1)"
-        )
+    elif algorithm not in (*_TREES, _NGRAM):
+        reasons.append(f"{algorithm} is not among {', '.join((*_TREES, _NGRAM))}")
+    elif args.speculative_num_draft_tokens > _MOST_GUESSES:
+        reasons.append(f"--speculative-num-draft-tokens is more than {_MOST_GUESSES}")
     return int(args.speculative_num_draft_tokens or 1)
 
 
