@@ -75,6 +75,8 @@ def _paged_decode_kernel(
     V_PARTS: tl.constexpr = V.parts
     K_DESCALE: tl.constexpr = K.descale
     V_DESCALE: tl.constexpr = V.descale
+    K_ALIGNED: tl.constexpr = K.aligned
+    V_ALIGNED: tl.constexpr = V.aligned
     K_VEC: tl.constexpr = K.vec
     V_VEC: tl.constexpr = V.vec
     COMPUTE: tl.constexpr = RULES.compute
@@ -153,7 +155,7 @@ def _paged_decode_kernel(
     K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
     V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
     # The scaled matrix instruction applies E8M0 scales itself.
-    KEY_FACTORS: tl.constexpr = K_PER_KEY and (K_DESCALE == "e4m3" or not NATIVE_QK)
+    KEY_FACTORS: tl.constexpr = K.factors and (K_DESCALE == "e4m3" or not NATIVE_QK)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -170,9 +172,13 @@ def _paged_decode_kernel(
         n = begin * BLOCK_N + tl.arange(0, BLOCK_N)
         page, slot = locate_keys(table, row_base, n, first, last, PAGE_SIZE, WIDE_ADDRESS)
         if K_PER_KEY:
-            k_next = load_key_scale(k_descale, page, slot, kv_head, K_DESCALE, NATIVE_QK, HEAD_DIM, BLOCK_DK)
+            k_next = load_key_scale(
+                k_descale, page, slot, kv_head, K_DESCALE, NATIVE_QK, HEAD_DIM, BLOCK_DK, K_ALIGNED
+            )
         if V_PER_KEY:
-            v_next = load_key_scale(v_descale, page, slot, kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D)
+            v_next = load_key_scale(
+                v_descale, page, slot, kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D, V_ALIGNED
+            )
     for tile in range(begin, end):
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         page, slot = locate_keys(table, row_base, n, first, last, PAGE_SIZE, WIDE_ADDRESS)
@@ -187,10 +193,12 @@ def _paged_decode_kernel(
             page, slot = locate_keys(table, row_base, n + BLOCK_N, first, last, PAGE_SIZE, WIDE_ADDRESS)
             if K_PER_KEY:
                 k_next = load_key_scale(
-                    k_descale, page, slot, kv_head, K_DESCALE, NATIVE_QK, HEAD_DIM, BLOCK_DK
+                    k_descale, page, slot, kv_head, K_DESCALE, NATIVE_QK, HEAD_DIM, BLOCK_DK, K_ALIGNED
                 )
             if V_PER_KEY:
-                v_next = load_key_scale(v_descale, page, slot, kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D)
+                v_next = load_key_scale(
+                    v_descale, page, slot, kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D, V_ALIGNED
+                )
         s, k_factor = tile_scores(q, q_low, k_words, k_scale, K, RULES)  # [BLOCK_M, BLOCK_N]
         if KEY_FACTORS:
             s *= (k_factor * logit_scale)[None, :]
@@ -213,7 +221,7 @@ def _paged_decode_kernel(
 
     acc = join_parts(acc, V_PARTS)
     d = tl.arange(0, BLOCK_D)
-    if V_PER_KEY:
+    if V.factors:
         acc *= v_largest
 
     if RULES.partial:

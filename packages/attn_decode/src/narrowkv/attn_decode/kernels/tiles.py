@@ -67,6 +67,7 @@ class Rules(NamedTuple):
         partial: whether a sequence can have several splits.
         can_merge: whether the last split to arrive can merge them in this launch.
         fp8, clean, p_scale: as in the rules of prefill; decode widens every cache.
+        lazy: sums of values are multiplied only in steps that raise a maximum.
     """
 
     compute: Any
@@ -84,6 +85,7 @@ class Rules(NamedTuple):
     fp8: Any = None
     clean: bool = False
     p_scale: float = 1.0
+    lazy: bool = False
 
 
 class Blocks(NamedTuple):

@@ -199,6 +199,7 @@ class Rules(NamedTuple):
         q_descale, soft_cap, sinks, lse: whether there are any.
         window_left, window_right: keys before and after itself that a row sees, or -1.
         folded: the scale of the logits is positive and applied within the softmax.
+        lazy: as in the rules of decode.
         split: whether several programs share a tile's keys.
         settle: see `settle_stores`.
         wide_address: element offsets in the cache need 64 bits.
@@ -225,6 +226,7 @@ class Rules(NamedTuple):
     wide_address: bool
     nvidia: bool
     native: bool = False
+    lazy: bool = False
 
 
 class Widened(NamedTuple):
