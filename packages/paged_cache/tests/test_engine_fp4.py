@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ SLOTS = (4, 0, 11, 2)
 
 
 def _rows(dim: int) -> torch.Tensor:
-    """Tokens `[4, heads, dim]` of bf16 numbers: random, zeros, halves on which rounding is tied, far apart."""
+    """Tokens `[4, heads, dim]` in bf16: random, zeros, numbers halfway between codes, far apart."""
     x = torch.randn(4, HEADS, dim, generator=torch.manual_seed(dim))
     x[1, 0] = 0
     x[2] = torch.randint(-24, 25, (HEADS, dim), generator=torch.manual_seed(1)) * 0.25
@@ -25,7 +26,7 @@ def _rows(dim: int) -> torch.Tensor:
 
 def _nibble(x: float, away: bool, keep_sign: bool) -> int:
     """E2M1 of a scaled number: `away` moves ties from zero, otherwise they go towards minus infinity."""
-    middles = [(a + b) / 2 for a, b in zip(VALUES, VALUES[1:], strict=False)]
+    middles = [(a + b) / 2 for a, b in pairwise(VALUES)]
     up = away or x < 0
     code = sum(abs(x) > middle or (up and abs(x) == middle) for middle in middles)
     return code | (8 if x < 0 and (code or keep_sign) else 0)
@@ -53,7 +54,7 @@ def _pack(row: torch.Tensor, group: int, rule: str) -> tuple[list[int], list[int
 @pytest.mark.parametrize("write", [append, append_reference], ids=["kernel", "reference"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_an_ultraquant_slot_holds_codes_and_scales_of_k_then_of_v(write: object, dim: int) -> None:
-    """vLLM's `ultraquant_4bit` without its rotation: one slot of `dim + dim / 16` bytes per token and head."""
+    """vLLM's `ultraquant_4bit` without its rotation: a slot of `dim + dim / 16` bytes per token and head."""
     codes, groups = dim // 2, dim // 32
     slots = torch.zeros(PAGES, PAGE, HEADS, 2 * (codes + groups), dtype=torch.uint8)
     k, k_scales, v, v_scales = slots.split([codes, groups, codes, groups], -1)

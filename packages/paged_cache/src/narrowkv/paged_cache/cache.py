@@ -98,11 +98,21 @@ class PagedKVCache:
         """K and V, each with its format and descale."""
         return (
             CacheSide(
-                "k", self.k, self.format.k, self.k_descale, self.k_granularity, self.head_dim,
+                "k",
+                self.k,
+                self.format.k,
+                self.k_descale,
+                self.k_granularity,
+                self.head_dim,
                 self.k_tensor_scale,
             ),
             CacheSide(
-                "v", self.v, self.format.v, self.v_descale, self.v_granularity, self.head_dim,
+                "v",
+                self.v,
+                self.format.v,
+                self.v_descale,
+                self.v_granularity,
+                self.head_dim,
                 self.v_tensor_scale,
             ),
         )

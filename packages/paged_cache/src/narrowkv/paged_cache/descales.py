@@ -83,9 +83,7 @@ def check_fp4_scales(scale_group: int | None, scale_format: str, format: CacheFo
         TypeError, ValueError: naming the option and what it must be.
     """
     has_fp4 = any(get_format(name).kind == "fp4" for name in (format.k, format.v))
-    if scale_group is not None and (
-        scale_group not in SCALE_GROUPS or not has_fp4 or head_dim % scale_group
-    ):
+    if scale_group is not None and (scale_group not in SCALE_GROUPS or not has_fp4 or head_dim % scale_group):
         raise ValueError(
             f"scale_group must be None, or {' or '.join(map(str, SCALE_GROUPS))} for an fp4_e2m1 cache with "
             f"head_dim a multiple of it, got {scale_group!r} for {format} with head_dim {head_dim}"
