@@ -22,6 +22,8 @@ from narrowkv.engines import trial_sglang
 from sglang.kernels.ops.kvcache.dsv4_main_kv_store import NopeFp8RopeBf16Pack
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention import deepseek_v4_backend_hip_radix as hip
+from sglang.srt.layers.quantization import kvfp4_tensor
+from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import get_kv_cache_quant_method
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4SingleKVPool
@@ -55,8 +57,9 @@ def make_pool(dtype, kind="full", page=PAGE):
         slots = torch.arange((PAGES + 1) * PAGE)
         pool.register_mapping((slots // PAGE % 5 + 1) * PAGE + slots % PAGE)
         return pool
-    made = {"full": memory_pool.MHATokenToKVPool, "fp4": memory_pool.MHATokenToKVPoolFP4}[kind]
-    return made(size=PAGES * PAGE, layer_num=2, enable_memory_saver=False, **sizes)
+    made = memory_pool.MHATokenToKVPoolFP4 if kind == "fp4" else memory_pool.MHATokenToKVPool
+    given = {"quant_method": get_kv_cache_quant_method("fp4_mx_block16")} if kind == "fp4-method" else {}
+    return made(size=PAGES * PAGE, layer_num=2, enable_memory_saver=False, **given, **sizes)
 
 
 def make_runner(pool, **args):
@@ -234,6 +237,36 @@ def test_steps_over_sglangs_pools_are_attention_over_the_stored_tokens(name, run
     assert (runs["batch_prefill"], runs["paged_decode"]) == (2 * len(layers), 2 * len(layers))
     memory = {pool.get_key_buffer(layer.layer_id).data_ptr() for layer in layers}
     assert {address for address in runs if isinstance(address, int)} == memory
+
+
+@pytest.mark.parametrize("kind", ["fp4", "fp4-method"])
+def test_fp4_pools_are_written_and_read_where_they_are(kind, runs, monkeypatch):
+    pool = make_pool(torch.bfloat16, kind)
+    made = make_backend(pool)
+    batch, layer = Batch(made), make_layer(scale=(1.0, 1.0))
+    monkeypatch.setattr(pool, "get_key_buffer", None)  # it would dequantise the whole pool
+    util = kvfp4_tensor.FP4MXBlock16KVQuantizeUtil
+    plain = make_pool(torch.bfloat16)
+    for new in ([9, 20], [1, 1]):
+        forward = batch.step(new)
+        made.init_forward_metadata(forward)
+        q, k, v = batch.tensors(sum(new))
+        found = made.forward(q, k, v, layer, forward)
+        for x, codes, scales, side in (
+            (k, pool.k_buffer[0], pool.k_scale_buffer[0], plain.k_buffer[0]),
+            (v, pool.v_buffer[0], pool.v_scale_buffer[0], plain.v_buffer[0]),
+        ):
+            slots = forward.out_cache_loc
+            # SGLang's own writer, byte for byte.
+            with torch.compiler.set_stance("force_eager"):
+                own_codes, own_scales = util.batched_quantize(x)
+                side_values = util.batched_dequantize(own_codes, own_scales)
+            assert torch.equal(codes[slots].view(torch.uint8), own_codes)
+            assert torch.equal(scales[slots].view(torch.uint8), own_scales)
+            side[slots] = side_values
+        expected = attention_over_the_pool(plain, layer, batch, new, q)
+        assert relative_l1(found, expected) <= 0.003
+    assert runs[pool.k_buffer[0].data_ptr()] == 4
 
 
 def test_pools_with_heads_outside_pages_are_read_where_they_are(runs):
@@ -422,19 +455,18 @@ def test_no_step_reads_from_the_device(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "fp4"}, "an E8M0 scale for 16 channels"),
         ({**CHAIN, "speculative_eagle_topk": 2, "kind": "window"}, "without sliding windows"),
         ({**CHAIN, "speculative_algorithm": "DFLASH"}, "DFLASH is not among"),
         ({**CHAIN, "speculative_num_draft_tokens": 65}, "more than 64"),
         ({**CHAIN, "speculative_draft": True}, "--speculative-draft-attention-backend"),
         ({"dcp_size": 2}, "--dcp-size"),
     ],
-    ids=["fp4-pool", "trees-and-windows", "dflash", "many-guesses", "draft-model", "context-parallel"],
+    ids=["trees-and-windows", "dflash", "many-guesses", "draft-model", "context-parallel"],
 )
 def test_what_is_not_served_is_refused_with_the_reason(change, message):
     args = dict(change)
     kind = args.pop("kind", "full")
-    pool = make_pool(torch.uint8 if kind == "fp4" else torch.bfloat16, kind)
+    pool = make_pool(torch.bfloat16, kind)
     with get_parallel().override(attn_tp_size=1), pytest.raises(UnsupportedError, match=message):
         backend.NarrowAttentionBackend(make_runner(pool, **args))
 
@@ -461,7 +493,8 @@ def test_layers_and_steps_that_are_not_served_are_refused():
 def test_models_and_caches_are_answered():
     assert narrow.supports(LlamaConfig(head_dim=128), kv_cache_dtype="fp8_e4m3") == []
     assert "head_dim is 72" in narrow.supports(LlamaConfig(head_dim=72))[0]
-    assert "scale for 16 channels" in narrow.supports(LlamaConfig(), kv_cache_dtype="fp4_mx_block16")[0]
+    assert narrow.supports(LlamaConfig(head_dim=64), kv_cache_dtype="fp4_mx_block16") == []
+    assert "kv_cache_dtype is nvfp4" in narrow.supports(LlamaConfig(), kv_cache_dtype="nvfp4")[0]
     assert "deepseek_v4.patch()" in narrow.supports(DeepseekV4Config())[0]
 
 

@@ -15,7 +15,13 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from narrowkv.attn_decode import DecodeShape
-from narrowkv.engines.sglang.pools import has_window, layer_cache, pool_reasons
+from narrowkv.engines.sglang.pools import (
+    has_window,
+    layer_buffers,
+    layer_cache,
+    pool_reasons,
+    stored_format,
+)
 from narrowkv.engines.steps import MAX_DECODE_TOKENS, Step, attend, reserve_decode
 from narrowkv.paged_cache import (
     PagedKVCache,
@@ -24,7 +30,6 @@ from narrowkv.paged_cache import (
     pack_tree_mask,
     tree_mask_from_custom_mask,
 )
-from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError
 
 _NOT_SERVED = "use another --attention-backend for this model"
@@ -100,7 +105,9 @@ class NarrowAttentionBackend(AttentionBackend):
             num_kv_heads=config.get_num_kv_heads(ranks), q_dtype=runner.dtype,
             capacity=self._tables[False].shape[1] * self.page_size,
         )  # fmt: skip
-        reserve_decode(shape, get_format(self.pool.dtype).name, self.device)
+        name, group = stored_format(self.pool)
+        self._exponent = "mse" if group is None else "sglang"  # of FP4's scales: the pool's own rule
+        reserve_decode(shape, name, self.device, group)
 
     def _allocate(self, max_batch: int) -> None:
         """Page tables for this many requests, one for each pool."""
@@ -284,10 +291,10 @@ class NarrowAttentionBackend(AttentionBackend):
     def _cache_of(self, layer: Any) -> PagedKVCache:
         """The layer's pages as views, made again only if SGLang has moved them."""
         index = layer.layer_id
-        k, v = self.pool.get_key_buffer(index), self.pool.get_value_buffer(index)
-        found = self._caches.get(index)
-        if found is None or found[0] != k.data_ptr():
-            found = self._caches[index] = (k.data_ptr(), layer_cache(self.pool, layer, k, v))
+        buffers = layer_buffers(self.pool, index)
+        found, address = self._caches.get(index), buffers[0].data_ptr()
+        if found is None or found[0] != address:
+            found = self._caches[index] = (address, layer_cache(self.pool, layer, buffers))
         return found[1]
 
     def forward_extend(
@@ -323,7 +330,8 @@ class NarrowAttentionBackend(AttentionBackend):
         group, cache = self.forward_metadata[has_window(self.pool, layer.layer_id)], self._cache_of(layer)
         if save_kv_cache and k is not None:
             rows = (-1, layer.tp_k_head_num, layer.head_dim)
-            append(cache, k.view(rows), v.view(rows), group.slots[: k.shape[0]])
+            slots = group.slots[: k.shape[0]]
+            append(cache, k.view(rows), v.view(rows), slots, exponent=self._exponent)
         heads = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         tokens = group.step.num_tokens
         out = torch.empty_like(heads) if tokens == heads.shape[0] else torch.zeros_like(heads)
