@@ -12,8 +12,11 @@ import narrowkv.runtime.toolchain  # noqa: F401, I001  # first: it says how to g
 import triton
 import triton.language as tl
 
+from narrowkv.quant.e8m0 import ABOVE_SQRT2, ULTRAQUANT_FACTOR
 from narrowkv.runtime.targets import Target
 
+_ULTRAQUANT_FACTOR = tl.constexpr(ULTRAQUANT_FACTOR)
+_ABOVE_SQRT2 = tl.constexpr(ABOVE_SQRT2)
 NATIVE = "native"
 BITS = "bits"
 # Bytes of an OCP cache reinterpreted as FNUZ: half the value. Wrong for 0x80 and NaN, so only for caches free
@@ -24,7 +27,7 @@ FNUZ_ALIAS = "fnuz_alias"
 def widening_exponent(format_name: str, route: str) -> int:
     """The exponent of the factor that `widen` does not apply: value = widened * 2**exponent."""
     if format_name == "fp4_e2m1":
-        return 14
+        return 6 if route == "ptx8" else 14
     if route == FNUZ_ALIAS:
         return 1
     if route == BITS:
@@ -197,7 +200,37 @@ def _fp4_quads(x, ROUTE: tl.constexpr):
             is_pure=True,
             pack=2,
         )
-    return _fp4_nibble(x, 0), _fp4_nibble(x, 1), _fp4_nibble(x, 2), _fp4_nibble(x, 3)
+    elif ROUTE == "ptx8":
+        # A byte of E4M3 holds E2M1 with a smaller bias, and the target converts two at once: 2**6 is left.
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 x, s, m;
+                .reg .b16 lo, hi;
+                prmt.b32 x, $4, 0, 0x3120;
+                shl.b32 s, x, 4;
+                shl.b32 m, x, 2;
+                and.b32 m, m, 0x1C1C1C1C;
+                lop3.b32 s, s, 0x80808080, m, 0xEA;
+                mov.b32 {lo, hi}, s;
+                cvt.rn.f16x2.e4m3x2 $0, lo;
+                cvt.rn.f16x2.e4m3x2 $2, hi;
+                shr.b32 m, x, 2;
+                and.b32 m, m, 0x1C1C1C1C;
+                lop3.b32 s, x, 0x80808080, m, 0xEA;
+                mov.b32 {lo, hi}, s;
+                cvt.rn.f16x2.e4m3x2 $1, lo;
+                cvt.rn.f16x2.e4m3x2 $3, hi;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r",
+            [x],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return _fp4_nibble(x, 0), _fp4_nibble(x, 1), _fp4_nibble(x, 2), _fp4_nibble(x, 3)
 
 
 @triton.jit
@@ -323,6 +356,50 @@ def e8m0_to_fp32(byte):
 
 
 @triton.jit
+def tile_exponent(scales):
+    """The largest E8M0 byte of a tile, as uint8; NaN bytes are left out."""
+    numbers = tl.where(scales == 255, 0, scales.to(tl.int32))
+    return tl.max(tl.max(numbers, 1), 0).to(tl.uint8)
+
+
+@triton.jit
+def exponents_to_fp16(scales, top):
+    """E8M0 bytes `[N, groups]` as float16 factors 2**(15 + scale - top), for NVIDIA; NaN for 255.
+
+    What is less than 2**-29 of the tile's largest becomes zero. Two bytes at a time are the exponents of two
+    numbers, doubled: 63 is then a NaN.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 x, t, zero, most;
+            mov.b32 zero, 0;
+            mov.b32 most, 0x003F003F;
+            prmt.b32 t, $3, 0, 0x4140;
+            sub.u32 t, 0x001E001E, t;
+            prmt.b32 x, $2, 0, 0x4140;
+            add.s16x2 x, x, t;
+            max.s16x2 x, x, zero;
+            add.s16x2 x, x, x;
+            min.s16x2 x, x, most;
+            shl.b32 $0, x, 9;
+            prmt.b32 x, $2, 0, 0x4342;
+            add.s16x2 x, x, t;
+            max.s16x2 x, x, zero;
+            add.s16x2 x, x, x;
+            min.s16x2 x, x, most;
+            shl.b32 $1, x, 9;
+        }
+        """,
+        "=&r,=r,r,r",
+        [scales, top],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def _exp2_int(exponent):
     """2**exponent for integers in [-127, 127], exactly."""
     return tl.where(exponent == -127, 0x00400000, (exponent + 127) << 23).to(tl.float32, bitcast=True)
@@ -333,6 +410,24 @@ def _round_fp4(x):
     """E2M1 codes of float32 numbers, saturating at 6; what rounds to zero has code 0 whatever its sign."""
     code = _round_magnitude(tl.minimum(tl.abs(x), 6.0), 1, 1)
     return code | tl.where((x < 0) & (code != 0), 8, 0)
+
+
+@triton.jit
+def _round_fp4_as(x, RULE: tl.constexpr):
+    """E2M1 codes as an engine's rule rounds halfway numbers; see `narrowkv.quant.fp4.FP4_TIES`."""
+    magnitude = tl.abs(x)
+    negative = x < 0
+    code = tl.zeros(x.shape, tl.int32)
+    for i in tl.static_range(7):
+        MIDPOINT: tl.constexpr = 0.25 + 0.5 * i if i < 4 else (2.5 + (i - 4) if i < 6 else 5.0)
+        if RULE == "ultraquant":
+            above = (magnitude > MIDPOINT) | ((magnitude == MIDPOINT) & negative)
+        else:
+            above = magnitude >= MIDPOINT
+        code += above.to(tl.int32)
+    if RULE == "ultraquant":
+        negative = negative & (code > 0)
+    return code | tl.where(negative, 8, 0)
 
 
 @triton.jit
@@ -347,7 +442,7 @@ def narrow_fp4(x, RULE: tl.constexpr):
 
     Args:
         x: `[groups, size]`. A NaN makes its group's scale NaN; Inf saturates.
-        RULE: "floor", "ceil" or "mse"; see `narrowkv.quant.e8m0`.
+        RULE: "floor", "ceil", "mse", "ultraquant" or "sglang"; see `narrowkv.quant.e8m0`.
 
     Returns:
         int32 codes `[groups, size]` and uint8 scales `[groups]`.
@@ -363,8 +458,14 @@ def narrow_fp4(x, RULE: tl.constexpr):
     exponent = (bits >> 23) - 126 - tl.where(tiny, 32, 0)
     # 6 is 0.75 * 2**3.
     best = tl.where(amax == 0.0, 0, exponent - 3)
-    if RULE == "ceil":
+    if RULE == "ceil" or RULE == "sglang":
         best += tl.where((amax > 0.0) & ((bits & 0x7FFFFF) > 0x400000), 1, 0)
+    if RULE == "sglang":
+        best = tl.where(amax == 0.0, -33, tl.maximum(best, -33))
+    if RULE == "ultraquant":
+        product = (amax * _ULTRAQUANT_FACTOR).to(tl.int32, bitcast=True)
+        best = (product >> 23) - 127 + ((product & 0x7FFFFF) >= _ABOVE_SQRT2).to(tl.int32)
+        best = tl.where(amax == 0.0, -127, tl.maximum(best, -126))
     if RULE == "mse":
         floor = best
         half = floor >> 1
@@ -380,6 +481,10 @@ def narrow_fp4(x, RULE: tl.constexpr):
             best = tl.where(error < least, tried, best)
             least = tl.minimum(error, least)
     best = tl.minimum(tl.maximum(best, -127), 127)
-    code = _round_fp4(tl.div_rn(x, tl.broadcast_to(_exp2_int(best)[:, None], x.shape)))
+    scaled = tl.div_rn(x, tl.broadcast_to(_exp2_int(best)[:, None], x.shape))
+    if RULE == "ultraquant" or RULE == "sglang":
+        code = _round_fp4_as(scaled, RULE)
+    else:
+        code = _round_fp4(scaled)
     scale = tl.where(nan, 255, best + 127).to(tl.uint8)
     return tl.where(nan[:, None], 0, code), scale

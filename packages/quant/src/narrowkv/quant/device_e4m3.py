@@ -20,6 +20,16 @@ def e4m3_to_fp32(byte):
 
 
 @triton.jit
+def e4m3_to_fp16(byte, NATIVE: tl.constexpr):
+    """E4M3FN bytes (uint8) to float16, exactly; 0x7F and 0xFF are NaN. NATIVE: by the target's own cast."""
+    if NATIVE:
+        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        high = (byte.to(tl.uint16) << 8).to(tl.int16, bitcast=True)
+        return _e4m3fn_bits_to_fp16(high) * 256.0
+
+
+@triton.jit
 def narrow_fp4_e4m3(x):
     """Float32 groups to E2M1 codes and E4M3 scales.
 
