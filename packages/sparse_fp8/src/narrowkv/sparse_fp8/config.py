@@ -124,6 +124,13 @@ def _hopper_tiles(kernel: str, num_heads: int) -> _Tiles:
     return _Tiles(block_h, 64, LaunchOptions(num_warps=4, num_stages=1), stages=3 if block_h == 16 else 2)
 
 
+def few_registers(block_h: int, is_fp8: bool) -> tuple[int, int]:
+    """Registers of a thread that computes scores, and of one that gathers, in the kernel for few heads."""
+    if not is_fp8:
+        return 168, 168
+    return (128, 128) if block_h == 16 else (104, 112)
+
+
 def _cdna4_tiles(num_heads: int) -> _Tiles:
     """Tiles of the kernel for gfx950 over 16-bit rows, by the timing model: the loop's useful TFLOP/s.
 

@@ -12,7 +12,7 @@ from narrowkv.runtime.launch import VARIES, BoundLaunch, FixedLaunch, LaunchOpti
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import NO_CSR, RowsFormat, varying
 from narrowkv.sparse_fp8.checks import QUERY_FORMATS, PlannedCall
-from narrowkv.sparse_fp8.config import SparseConfig
+from narrowkv.sparse_fp8.config import SparseConfig, few_registers
 from narrowkv.sparse_fp8.kernels.expand import _expand_kernel
 from narrowkv.sparse_fp8.kernels.fused import _sparse_fused_kernel
 from narrowkv.sparse_fp8.kernels.results import Call, Output, Partials, Tiles, _merge_sparse_kernel
@@ -108,6 +108,7 @@ def _bind_hopper(
         config.block_k,
         config.stages,
         _SLACK[query.dtype],
+        *few_registers(config.block_h, rows[0].is_fp8),
     )
     return BoundLaunch(kernel, {"CALL": constexprs}, config.options)
 

@@ -31,6 +31,7 @@ class HopperCall(NamedTuple):
     """What a kernel for Hopper is compiled for. LAYOUT "": 16-bit rows. Others: `Call`, `Stored`, `Tiles`.
 
     STAGES: tiles in shared memory. SLACK: how far numerators may pass one, in powers of two.
+    SCORE_REGISTERS, GATHER_REGISTERS: registers of a thread, in the kernel for few heads.
     """
 
     NUM_HEADS: Any
@@ -48,6 +49,8 @@ class HopperCall(NamedTuple):
     BLOCK_K: Any
     STAGES: Any
     SLACK: Any
+    SCORE_REGISTERS: Any
+    GATHER_REGISTERS: Any
 
 
 @gluon.jit
