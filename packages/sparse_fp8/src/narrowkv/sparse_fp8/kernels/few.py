@@ -241,7 +241,7 @@ def _sparse_few_kernel(
         extend_csr = Csr(extend_csr.indptr, extend_csr.indices, extend_nnz)
     # Two groups gather, half of each tile's rows each, and do not wait for each other. Widening FP8 takes
     # twice the warps. Of 16 warps' registers the sums take what the others leave.
-    GATHER_WARPS: gl.constexpr = 2 if CALL.LAYOUT == "" else 4
+    GATHER_WARPS: gl.constexpr = 2 if CALL.PREFIX.VALUES == "" else 4
     SCORE_REGISTERS: gl.constexpr = CALL.SCORE_REGISTERS
     GATHER_REGISTERS: gl.constexpr = CALL.GATHER_REGISTERS
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)

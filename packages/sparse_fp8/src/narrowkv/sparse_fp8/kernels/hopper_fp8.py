@@ -59,8 +59,9 @@ def _sum_fp8_warps(
     widened, scored, summed, finished, released, HALF: gl.constexpr, CALL: gl.constexpr,
 ):  # fmt: skip
     """PV of half of the columns, and these widened for the tile after the next; stores the results."""
-    # Triton 3.6 passes only numbers of a struct on.
-    LAYOUT: gl.constexpr = CALL.LAYOUT
+    # Triton 3.6 passes on only what has a name of its own.
+    PREFIX: gl.constexpr = CALL.PREFIX
+    EXTEND: gl.constexpr = CALL.EXTEND
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     EVERYWHERE: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
@@ -73,16 +74,22 @@ def _sum_fp8_warps(
             prefix_csr, extend_csr, num_tokens, num_splits, num_items,
             CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
         )  # fmt: skip
-        for number in range(4):
+        # Indices of four tiles are under way at once, then their scales: two waits, not eight.
+        first_indices, first_scales = (), ()
+        for _ in gl.static_range(4):
             ahead, stream = _next_indices(
                 prefix_csr, extend_csr, num_tokens, num_splits, num_items, stream, r,
                 CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
             )  # fmt: skip
+            first_indices = first_indices + (ahead,)
+        for number in gl.static_range(4):
             scale = _look_up(
-                prefix, extend, ahead, slots, number, CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT,
-                CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE, CALL.WIDE_ADDRESS,
+                prefix, extend, first_indices[number], slots, number, CALL.HAS_PREFIX, CALL.HAS_EXTEND,
+                PREFIX, EXTEND,
             )  # fmt: skip
-            scales.index(number).store(_as_bf16(scale))
+            first_scales = first_scales + (scale,)
+        for number in gl.static_range(4):
+            scales.index(number).store(_as_bf16(first_scales[number]))
         ahead, stream = _next_indices(
             prefix_csr, extend_csr, num_tokens, num_splits, num_items, stream, r,
             CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
@@ -122,8 +129,7 @@ def _sum_fp8_warps(
             if LOOKS_UP:
                 # Tile count + 4, in the place of tile `count`.
                 scale = _look_up(
-                    prefix, extend, ahead, slots, count, CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT,
-                    CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE, CALL.WIDE_ADDRESS,
+                    prefix, extend, ahead, slots, count, CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND,
                 )  # fmt: skip
             acc_a, acc_b = warpgroup_mma_wait(0, deps=[acc_a, acc_b])
             _barrier()
@@ -178,8 +184,9 @@ def _score_fp8_warps(
     looked_up, first_filled, filled, widened, scored, summed, finished, released, CALL: gl.constexpr,
 ):  # fmt: skip
     """Copies the rows; QK; the softmax."""
-    # Triton 3.6 passes only numbers of a struct on.
-    LAYOUT: gl.constexpr = CALL.LAYOUT
+    # Triton 3.6 passes on only what has a name of its own.
+    PREFIX: gl.constexpr = CALL.PREFIX
+    EXTEND: gl.constexpr = CALL.EXTEND
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, CALL.BLOCK_K, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
@@ -189,19 +196,16 @@ def _score_fp8_warps(
     mbarrier.wait(looked_up, 0)
     _copy_rope(
         prefix, extend, slots, 0, wide,
-        CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
-        CALL.WIDE_ADDRESS,
+        CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND,
     )  # fmt: skip
     _copy_first_parts(
         prefix, extend, slots, 0, stored, first_filled,
-        CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
-        CALL.WIDE_ADDRESS,
+        CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND,
     )  # fmt: skip
     for number in range(2):
         _copy_tile(
             prefix, extend, slots, number, stored, widened, first_filled, filled,
-            CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
-            CALL.WIDE_ADDRESS,
+            CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND,
         )  # fmt: skip
     for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
         item = _item(
@@ -240,8 +244,7 @@ def _score_fp8_warps(
             mbarrier.wait(summed, count & 1 ^ 1)
             _copy_rope(
                 prefix, extend, slots, count + 1, wide,
-                CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
-                CALL.WIDE_ADDRESS,
+                CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND,
             )  # fmt: skip
             m, l = _softmax_tile(
                 scores, gl.where(named, 0.0, float("-inf")), m, l, qk_scale,
@@ -252,8 +255,7 @@ def _score_fp8_warps(
             count += 1
             _copy_tile(
                 prefix, extend, slots, count + 1, stored, widened, first_filled, filled,
-                CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
-                CALL.WIDE_ADDRESS,
+                CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND,
             )  # fmt: skip
         _finish_scores(
             m, l, out, partials, token, head_block, split, num_tokens, turn, shares, finished, released,
