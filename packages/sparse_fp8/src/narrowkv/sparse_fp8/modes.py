@@ -14,6 +14,7 @@ from narrowkv.sparse_fp8.binding import RowsFormat
 from narrowkv.sparse_fp8.config import specialised_config
 from narrowkv.sparse_fp8.formats import check_fused, query_format
 from narrowkv.sparse_fp8.launch import route_of
+from narrowkv.sparse_fp8.layouts import LAYOUTS
 from narrowkv.sparse_fp8.planner import suits_specialised
 from narrowkv.sparse_fp8.rows import DSV4Rows, query_heads
 from narrowkv.sparse_fp8.sources import KVSource
@@ -163,6 +164,8 @@ def choose_mode(
         return ModeChoice(mode, "asked for")
     if not all(rows.is_quantized for rows in formats):
         return ModeChoice("prepass", "one source is 16-bit, which the fused kernel does not read")
+    if any(LAYOUTS[rows.layout].scale == "fp32" for rows in formats):
+        return ModeChoice("fused", "a prepass would round the products with fp32 scales to bf16")
     target = active_target(q.device)
     tokens = next(iter(sources.values())).num_tokens
     heads = q.shape[1] if isinstance(q, torch.Tensor) else query_heads(q, tokens, num_qo_heads)
