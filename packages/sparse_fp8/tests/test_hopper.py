@@ -88,7 +88,7 @@ def _suits(inputs: Any, **changes: Any) -> bool:
     inputs = replace(inputs, **changes)
     formats = [None if source is None else source.bound.format for source in (inputs.prefix, inputs.extend)]
     mode = "fused" if any(rows is not None and rows.is_quantized for rows in formats) else "wide"
-    return suits_specialised(mode, SM90, 16, query_format(inputs.q), *formats)
+    return suits_specialised(mode, SM90, query_format(inputs.q), *formats)
 
 
 def test_what_it_can_read() -> None:

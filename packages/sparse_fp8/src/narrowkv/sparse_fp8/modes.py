@@ -48,7 +48,7 @@ def _choose_on_nvidia(
     config = None
     if (
         is_compiled(q if isinstance(q, torch.Tensor) else q.data)
-        and suits_specialised("fused", target, num_heads, query, formats.get("prefix"), formats.get("extend"))
+        and suits_specialised("fused", target, query, formats.get("prefix"), formats.get("extend"))
         and all(source.int32_lists for source in sources.values())
     ):
         config = specialised_config(target, kernel="fused", num_heads=num_heads)

@@ -222,7 +222,7 @@ def _make_plan(
         kinds = {(each.format, each.scale_group, route_of(target, each)) for each in (*rows, query)}
         fp8_qk = len(kinds) == 1 and query.scale_group == 64 and route_of(target, query) != BITS
     specialised = None
-    if compiled and not batch_invariant and suits_specialised(mode, target, num_heads, query, prefix, extend):
+    if compiled and not batch_invariant and suits_specialised(mode, target, query, prefix, extend):
         specialised = specialised_config(target, kernel=kernel, num_heads=num_heads)
     return SparsePlan(
         mode=mode,
@@ -250,9 +250,8 @@ def _make_plan(
 
 
 def suits_specialised(
-    mode: str, target: Target, num_heads: int, query: RowsFormat,
-    prefix: RowsFormat | None, extend: RowsFormat | None,
-) -> bool:  # fmt: skip
+    mode: str, target: Target, query: RowsFormat, prefix: RowsFormat | None, extend: RowsFormat | None
+) -> bool:
     """Whether a kernel for the target's family can read rows and a query that are stored in these ways.
 
     It copies 16 bytes at once and reads both sources one way. FP8 rows it widens to bf16, as the hardware
@@ -278,6 +277,6 @@ def suits_specialised(
         and len(kinds) == 1
         and groups_as_stored
         and layouts[0].values == "fp8"
-        and (layouts[0].group == 64 or (layouts[0].group == 32 and num_heads <= 32))
+        and layouts[0].group in (32, 64)
         and all(route_of(target, each) == NATIVE for each in rows)
     )
