@@ -91,16 +91,14 @@ def bind_attention(
     """The attention kernel of a configuration, for sources stored in these ways."""
     if config.family == "hopper":
         return _bind_hopper(config, call, target, query, prefix, extend)
-    if config.family == "cdna4":
-        from narrowkv.sparse_fp8.kernels.cdna4 import _sparse_cdna4_kernel, cdna4_call
+    constexprs: dict[str, Any] = {"PREFIX": stored(prefix, target), "EXTEND": stored(extend, target)}
+    if config.family == "cdna":
+        from narrowkv.sparse_fp8.kernels.cdna import _sparse_cdna_kernel, cdna_call
 
-        return BoundLaunch(_sparse_cdna4_kernel, {"CALL": cdna4_call(call, config)}, config.options)
-    constexprs: dict[str, Any] = {
-        "CALL": call,
-        "PREFIX": stored(prefix, target),
-        "EXTEND": stored(extend, target),
-        "TILES": Tiles(config.block_h, config.block_k, config.width, config.guard),
-    }
+        constexprs["CALL"] = cdna_call(call, config, target)
+        return BoundLaunch(_sparse_cdna_kernel, constexprs, config.options)
+    tiles = Tiles(config.block_h, config.block_k, config.width, config.guard)
+    constexprs |= {"CALL": call, "TILES": tiles}
     if config.kernel == "wide":
         return BoundLaunch(_sparse_wide_kernel, constexprs, config.options)
     constexprs |= {"QUERY": stored(query, target, wide_address=True), "FP8_QK": config.fp8_qk}

@@ -252,11 +252,12 @@ def _make_plan(
 def suits_specialised(
     mode: str, target: Target, query: RowsFormat, prefix: RowsFormat | None, extend: RowsFormat | None
 ) -> bool:
-    """Whether a kernel for the target's family can read rows and a query that are stored in these ways.
+    """Whether the kernels for families of targets can read rows and a query that are stored in these ways.
 
-    It copies 16 bytes at once and reads both sources one way. FP8 rows it widens to bf16, as the hardware
-    converts them, by power-of-two scales for 64 or 32 columns; a quantised query is widened first, whatever
-    its layout. Page sizes and page layouts may differ.
+    They copy 16 bytes at once. FP8 rows they widen to bf16, by power-of-two scales; a quantised query is
+    widened first, whatever its layout. Those for Hopper and for gfx950 take FP8 that the hardware converts.
+    Those for Hopper read both sources one way but for their pages, with the layout's own scales; those for
+    CDNA take DeepSeek-V4's rows, in layouts and formats of their own.
     """
     rows = [each for each in (prefix, extend) if each is not None]
     if mode == "prepass":
@@ -266,17 +267,12 @@ def suits_specialised(
         return False
     if mode != "fused":
         return query.is_quantized or query.aligned
+    if query.dtype != torch.bfloat16 or not (query.is_quantized or query.aligned):
+        return False
     layouts = [LAYOUTS[each.layout] for each in rows]
+    native = all(route_of(target, each) == NATIVE for each in rows)
+    if target.is_amd:
+        return all(each.quantized < HEAD_DIM for each in layouts) and (native or target.name == "gfx942")
     kinds = {(each.quantized, each.values, each.scale, each.scale_copies) for each in layouts}
-    groups_as_stored = all(
-        each.scale_group == layout.group for each, layout in zip(rows, layouts, strict=True)
-    )
-    return (
-        query.dtype == torch.bfloat16
-        and (query.is_quantized or query.aligned)
-        and len(kinds) == 1
-        and groups_as_stored
-        and layouts[0].values == "fp8"
-        and layouts[0].group in (32, 64)
-        and all(route_of(target, each) == NATIVE for each in rows)
-    )
+    own_scales = all(each.scale_group == layout.group for each, layout in zip(rows, layouts, strict=True))
+    return native and len(kinds) == 1 and own_scales and layouts[0].group in (32, 64)

@@ -12,7 +12,8 @@ warpgroup has much more to do than another. Two wide tiles, one as stored, and Q
 quarter of Q is in registers.
 
 A part is 64 columns as stored. Parts 0 to 3 are the first summing warpgroup's, 4 to 6 and RoPE the second's.
-RoPE is a part, too, in DeepSeek-V4.1's rows, whose parts have two scales each. Those that are widened first, 0 and 4, are copied a tile ahead of the others.
+RoPE is a part, too, in DeepSeek-V4.1's rows, whose parts have two scales each. Those parts that are
+widened first, 0 and 4, are copied a tile ahead of the others.
 
 Sources: warp specialisation as in FlashAttention-3 (Shah et al., 2024); a wide tile that QK and PV share as
 in FlashMLA's kernels for an FP8 cache (DeepSeek, 2025).

@@ -285,7 +285,7 @@ def _look_up(
     prefix, extend, ahead, slots, number,
     HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, PREFIX: gl.constexpr, EXTEND: gl.constexpr,
 ):  # fmt: skip
-    """Names the rows of tile `number`; their scales, as stored `[BLOCK_K, 8 or 16]`, one where there is none."""
+    """Names the rows of tile `number`; their scales `[BLOCK_K, 8]` or `[.., 16]`, one for none."""
     # Of seven scales as of eight.
     COUNT: gl.constexpr = PREFIX.COLUMNS // PREFIX.GROUP
     PLACES: gl.constexpr = 16 if COUNT == 16 else 8
