@@ -18,18 +18,18 @@ from narrowkv.paged_cache.descales import (
     check_tensor_scale,
     descale_or_one,
     fp4_scales_of_one,
+    side_of,
 )
 from narrowkv.paged_cache.formats import CacheFormat
 from narrowkv.paged_cache.layouts import (
     LAYOUTS,
     KVStrides,
+    allocate,
     check_head_dim,
     logical_sizes,
     logical_view,
     span_bytes,
-    storage_shapes,
     strides_of,
-    zeros,
 )
 from narrowkv.quant.formats import check_storage, get_format
 from narrowkv.quant.rounding import decode
@@ -96,26 +96,7 @@ class PagedKVCache:
 
     def sides(self) -> tuple[CacheSide, CacheSide]:
         """K and V, each with its format and descale."""
-        return (
-            CacheSide(
-                "k",
-                self.k,
-                self.format.k,
-                self.k_descale,
-                self.k_granularity,
-                self.head_dim,
-                self.k_tensor_scale,
-            ),
-            CacheSide(
-                "v",
-                self.v,
-                self.format.v,
-                self.v_descale,
-                self.v_granularity,
-                self.head_dim,
-                self.v_tensor_scale,
-            ),
-        )
+        return side_of(self, "k"), side_of(self, "v")
 
     @classmethod
     def empty(
@@ -180,15 +161,7 @@ class PagedKVCache:
             fp4_scales_of_one(sizes, scale_group, scale_format, device) if packed else given
             for packed, given in zip(fp4, (k_descale, v_descale), strict=True)
         )
-        if layout == "concat":
-            if parsed.k != parsed.v:
-                raise ValueError(f"layout 'concat' needs one format for K and V, got {parsed}")
-            width = head_dim * formats[0].bits // (8 * formats[0].storage_dtype.itemsize)
-            both = zeros((num_pages, page_size, num_kv_heads, 2 * width), formats[0], device)
-            k, v = both[..., :width], both[..., width:]
-        else:
-            shapes = storage_shapes(layout, num_pages, page_size, num_kv_heads, head_dim, formats)
-            k, v = (zeros(shape, fmt, device) for shape, fmt in zip(shapes, formats, strict=True))
+        k, v = allocate(layout, sizes, formats, device)
         made = cls.from_tensors(
             k, v, format=parsed, layout=layout, k_descale=k_descale, v_descale=v_descale,
             k_tensor_scale=numbers[0], v_tensor_scale=numbers[1],

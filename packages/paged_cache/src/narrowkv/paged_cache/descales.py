@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -11,6 +11,9 @@ from narrowkv.quant.e8m0 import E8M0_BIAS, e8m0_decode
 from narrowkv.quant.formats import get_format
 from narrowkv.quant.groups import EXPONENT_RULES
 from narrowkv.runtime.errors import check_choice, check_descale_float, check_descale_tensor, check_dtype
+
+if TYPE_CHECKING:
+    from narrowkv.paged_cache.cache import PagedKVCache
 
 GRANULARITIES = ("tensor", "head", "sequence_head", "page_head", "token_head", "token_head_group")
 PER_TOKEN_GRANULARITIES = ("token_head", "token_head_group")
@@ -74,6 +77,14 @@ class CacheSide(NamedTuple):
         if self.group:
             return descale.repeat_interleave(self.group, -1)
         return descale[:, None, :, None] if kind == "page_head" else descale[..., None]
+
+
+def side_of(cache: PagedKVCache, name: str) -> CacheSide:
+    """K or V of a cache."""
+    stored, descale, kind, number = (
+        getattr(cache, name + rest) for rest in ("", "_descale", "_granularity", "_tensor_scale")
+    )
+    return CacheSide(name, stored, getattr(cache.format, name), descale, kind, cache.head_dim, number)
 
 
 def check_fp4_scales(scale_group: int | None, scale_format: str, format: CacheFormat, head_dim: int) -> None:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.quant.device import narrow_fp4, narrow_fp8
+from narrowkv.quant.device import narrow_fp8
 from narrowkv.quant.device_e4m3 import narrow_fp4_e4m3
+from narrowkv.quant.device_fp4 import narrow_fp4
 
 
 class NewTokens(NamedTuple):

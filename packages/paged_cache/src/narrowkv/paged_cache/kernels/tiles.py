@@ -8,15 +8,9 @@ import triton.language as tl
 
 from narrowkv.paged_cache.kernels.pages import kv_offsets
 from narrowkv.paged_cache.kernels.queries import as_fp8
-from narrowkv.quant.device import (
-    e8m0_to_fp32,
-    exponents_to_fp16,
-    join_parts,
-    share_exponent,
-    tile_exponent,
-    widen_parts,
-)
+from narrowkv.quant.device import e8m0_to_fp32, join_parts, widen_parts
 from narrowkv.quant.device_e4m3 import e4m3_to_fp16
+from narrowkv.quant.device_fp4 import exponents_to_fp16, share_exponent, tile_exponent
 from narrowkv.runtime.attention.softmax import softmax_step
 
 # Where the largest factor of a key begins: not zero, so that it can be divided by, and below any other.
