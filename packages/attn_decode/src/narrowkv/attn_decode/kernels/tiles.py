@@ -71,6 +71,7 @@ class Rules(NamedTuple):
         early: the launch that merges begins before the one that attends has ended.
         q_in_shared: products take Q from shared memory, not from registers.
         fp8, clean, p_scale: as in the rules of prefill; decode widens every cache.
+        lazy: sums of values are multiplied only in steps that raise a maximum.
     """
 
     compute: Any
@@ -90,6 +91,7 @@ class Rules(NamedTuple):
     clean: bool = False
     p_scale: float = 1.0
     early: bool = False
+    lazy: bool = False
 
 
 class Blocks(NamedTuple):
