@@ -205,7 +205,7 @@ def specialised_config(target: Target, *, kernel: str, num_heads: int) -> Sparse
     """The configuration of the kernel for the target's family, for calls that it can read; else None."""
     if target.name in ("gfx942", "gfx950") and num_heads >= 32 and has_gluon("cdna"):
         # Older ones spill vector registers on gfx950.
-        if target.name == "gfx950" and TRITON < ((3, 9) if kernel == "fused" else (3, 7)):
+        if target.name == "gfx950" and ((3, 9) if kernel == "fused" else (3, 7)) > TRITON:
             return None
         return _config(kernel, _cdna_tiles(target, kernel, num_heads), fp8_qk=False, family="cdna")
     if target.name != "sm90" or target.figures is None or not has_gluon():
