@@ -61,7 +61,7 @@ DECODE = {
     "HND, ragged table": SMALL + "layout=HND,table=ragged,clean=1",
     "descale by head": SMALL + "descale=sequence_head,clean=1",
     "descale by token": SMALL + "descale=token_head,clean=1",
-    "ratio 71, two row blocks of four waves": SMALL + "ratio=71,clean=1",
+    "ratio 71, 128 rows of four waves": SMALL + "ratio=71,clean=1",
     "ratio 17, one wave": SMALL + "ratio=17,clean=1",
     "speculative tokens in a window": SMALL + "q_len=2,ratio=5,window=20,clean=1,lens=64+37+1",
     "soft cap and sinks": SMALL + "soft_cap=5,sinks=1,clean=1",
