@@ -209,10 +209,23 @@ def few_classes(
         least = bound + 1
         if longest <= bound:
             return classes, ANY_LEN
-    saved = estimate(target, shape, formats, widened or "dense", Work(shape.batch - 1, 1, shape.max_seq_len))
-    if saved.us - saved.launch_us < len(classes) * rates_of(target).launch_us:
+    if shape.batch <= _most_together(target, shape, formats, widened or "dense"):
         return [], 0
     return classes, least
+
+
+def _most_together(target: Target, shape: PrefillShape, formats: tuple[str, str], widened: str) -> int:
+    """The most sequences of a call that one kernel serves together, because launches would take longer."""
+    one = estimate(target, shape, formats, widened, Work(1, 1, shape.max_seq_len))
+    launches = len(few_bounds(target, shape, formats, widened)) * rates_of(target).launch_us
+    return 1 + int(launches / max(one.us - one.launch_us, 1e-9))
+
+
+def most_widened(target: Target, shape: PrefillShape, formats: tuple[str, str], widened: str) -> int:
+    """A bound of the sequences whose keys are widened in calls of up to this shape."""
+    least = few_tokens(target, shape, formats, widened) + 1
+    together = _most_together(target, shape, formats, widened)
+    return min(shape.batch, max(shape.sequences_with(least), together, 1))
 
 
 def explain_class(

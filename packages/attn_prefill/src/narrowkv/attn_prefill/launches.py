@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from narrowkv.attn_prefill.binding import TRITON_TYPES, BoundCache, matrix_of
+from narrowkv.attn_prefill.binding import TRITON_TYPES, BoundCache, Reading, matrix_of
 from narrowkv.attn_prefill.config import triton_fp8
 from narrowkv.attn_prefill.kernels.append import _prefill_append_kernel
 from narrowkv.attn_prefill.kernels.append_store import _produce_kernel
@@ -108,11 +108,6 @@ class Route:
     p_scale: float
     memory: Memory | Needs
 
-    @property
-    def staged(self) -> bool:
-        """Whether attention reads the scratch."""
-        return self.config.kernel not in IN_PAGES
-
 
 def make_routes(
     plan: PlanBase, shape: PrefillShape, config: PrefillConfig, cache: PagedKVCache, bound: BoundCache,
@@ -159,15 +154,18 @@ class _Maker:
         self.nvidia = plan.target.vendor == "nvidia"
         self.sizes = Sizes(shape.num_kv_heads, shape.gqa_ratio, shape.head_dim, shape.page_size, kind.ragged)
         self.block_d = power_of_two(shape.head_dim)
-        self.blocks = Blocks(config.block_m, config.block_n, self.block_d, config.scratch_block, config.own_n)
+        self.blocks = Blocks(
+            config.block_m, config.block_n, self.block_d, self.block_d, config.scratch_block, config.own_n
+        )
         self.num_tiles = shape.row_tiles(config.block_m)
-        self.key_blocks = shape.scratch_rows(config.scratch_block) // config.scratch_block
+        self.sequences = shape.sequences_with(config.q_lens[0])
+        self.key_blocks = shape.scratch_rows(config.scratch_block, self.sequences) // config.scratch_block
         self.key_type = key_type(plan.q_dtype, plan.k_format)
 
     def one_launch(self) -> Route:
         """The cache is read in its pages."""
         shape, config = self.shape, self.config
-        reading = self.bound.in_loop
+        reading: Reading = getattr(self.bound, config.reading)
         rules = self._paged_rules(reading.v.parts)
         constants: dict[str, Any] = {"SIZES": self.sizes, "K": reading.k, "V": reading.v}
         kernel: Any = _fused_prefill_kernel
@@ -180,7 +178,7 @@ class _Maker:
             kernel = _prefill_append_kernel
             constants["STORING"] = self.kind.storing
             if config.stores:
-                num_blocks = append_blocks(shape, config.scratch_block, old=False)
+                num_blocks = append_blocks(shape, config.scratch_block)
             grid = (grid[0] * grid[2] + num_blocks * shape.num_kv_heads, 1, 1)
         constants |= {"RULES": rules, "BLOCKS": self.blocks}
         attend = self.plan.bound_launch(kernel, constants, config.options)
@@ -199,7 +197,7 @@ class _Maker:
         )
         constants: dict[str, Any] = {"SIZES": self.sizes, "K": reading.k, "V": reading.v, "FILLING": filling}
         constants["BLOCKS"] = Blocks(
-            0, 0, self.block_d, config.scratch_block, _QUANTISED_TOKENS, _PLACED_TILES
+            0, 0, self.block_d, self.block_d, config.scratch_block, _QUANTISED_TOKENS, _PLACED_TILES
         )
         kernel: Any = _widen_kernel
         options = widen_options(target, shape.head_dim, config.scratch_block)
@@ -208,8 +206,8 @@ class _Maker:
             kernel = _produce_kernel
             constants["STORING"] = kind.storing
             options = produce_options(target, shape.head_dim, config.scratch_block)
-            num_blocks = append_blocks(shape, config.scratch_block, old=True)
-            num_groups = append_blocks(shape, _QUANTISED_TOKENS, old=False)
+            num_blocks = self.key_blocks + append_blocks(shape, config.scratch_block)
+            num_groups = append_blocks(shape, _QUANTISED_TOKENS)
         num_blocks = min(num_blocks, -(-_FILLING_PROGRAMS * units_of(target) // shape.num_kv_heads))
         fill = self.plan.bound_launch(kernel, constants, options)
         programs = (num_groups + num_blocks) * shape.num_kv_heads + -(-self.num_tiles // _PLACED_TILES)
@@ -322,6 +320,7 @@ class _Maker:
             "folded": self.folded,
             "split": self.config.num_splits > 1,
             "shares": self.config.kernel == "split",
+            "as_decode": self.config.as_decode,
             "settle": kind.settle,
             "wide_address": False,
             "nvidia": self.nvidia,

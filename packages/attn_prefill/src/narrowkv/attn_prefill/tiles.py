@@ -215,7 +215,7 @@ def split_config(
     """Tiles and options of kernel "split", for sequences of `q_lens` query tokens."""
     wide = shape.head_dim > 128
     if target.is_nvidia:
-        block_n, options = 64, LaunchOptions(num_warps=4, num_stages=2)
+        block_n, options = 64, LaunchOptions(num_warps=4, num_stages=3)
         if block_m == 16:
             block_n, options = 32, LaunchOptions(num_warps=1, num_stages=3)
         if wide:
@@ -224,7 +224,9 @@ def split_config(
         # A CPU takes no target's tiles: the interpreter pays by the tile, not by the key.
         plain = fused_config(target, shape, block_m, why, wide)
         block_m, block_n, options = plain.block_m, 16 if target.is_amd else 64, plain.options
-    config = PrefillConfig("split", why, block_m, block_n, q_lens=q_lens, options=options)
+    config = PrefillConfig(
+        "split", why, block_m, block_n, q_lens=q_lens, as_decode=target.is_nvidia, options=options
+    )
     return replace(config, num_splits=work_units(target, shape, config))
 
 

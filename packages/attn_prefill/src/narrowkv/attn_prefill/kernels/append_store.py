@@ -10,9 +10,8 @@ from narrowkv.attn_prefill.kernels.arguments import NewCache, Queries, Scratch
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
     begin_next_launch,
-    count_blocks,
     find_block,
-    longest_held,
+    held_blocks,
     schedule_tiles,
 )
 from narrowkv.attn_prefill.kernels.widen import (
@@ -201,8 +200,7 @@ def _produce_kernel(
         )  # fmt: skip
         return
     kv_head = pid % NUM_KV_HEADS
-    limit = longest_held(table, scratch, batch, PAGE_SIZE, False, BLOCK_S)
-    total = count_blocks(q, table, scratch, batch, limit, True, PAGE_SIZE, False, BLOCK_S)
+    limit, total = held_blocks(q, table, scratch, batch, True, PAGE_SIZE, False, BLOCK_S)
     for block in range(pid // NUM_KV_HEADS, total, num_blocks):
         seq, in_seq, held, q_start, q_len = find_block(
             q, table, scratch, batch, block, limit, True, True, PAGE_SIZE, False, BLOCK_S, NVIDIA

@@ -11,9 +11,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from narrowkv.attn_decode.kernels.loop import Keys, State, attend_to_rows, unless_zero
 from narrowkv.attn_prefill.kernels.rows import in_scalar_register
 from narrowkv.paged_cache.kernels.pages import sequence_length
-from narrowkv.runtime.attention.masks import SEQUENCES, query_ranges
+from narrowkv.paged_cache.kernels.queries import times_sign
+from narrowkv.paged_cache.kernels.tiles import LEAST_FACTOR, zeros_in_parts
+from narrowkv.quant.device import join_parts
+from narrowkv.runtime.attention.masks import SEQUENCES, SeenKeys, query_ranges, visible_range
 from narrowkv.runtime.attention.results import (
     is_last_program,
     merge_partial_results,
@@ -121,6 +125,59 @@ def share_of(
     number, split = within % step, within // step
     counter = in_scalar_register(counter, NVIDIA) + number
     return Share(seq, number, q_start, q_len, split, num_splits, counter, unit - within + number, step)
+
+
+@triton.jit
+def attend_to_share(
+    q, q_low, logit_scale, soft_cap, k, v, k_descale, v_descale, table, read, query_pos,
+    begin, end, full, full_end, num_splits,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """`attend_to_pages` by the loop of decode, whose loads the compiler pipelines.
+
+    Args:
+        logit_scale: of the scores, one number.
+        full, full_end: the key tiles that all rows see whole.
+    """
+    K_PARTS: tl.constexpr = K.parts
+    V_PARTS: tl.constexpr = V.parts
+    V_DESCALE: tl.constexpr = V.descale
+    WINDOW_LEFT: tl.constexpr = RULES.window_left
+    WINDOW_RIGHT: tl.constexpr = RULES.window_right
+    BLOCK_M: tl.constexpr = BLOCKS.m
+    BLOCK_D: tl.constexpr = BLOCKS.d
+    # The softmax of unmasked tiles takes the maximum before it scales, so the scale must be positive.
+    q = times_sign(q, logit_scale, K_PARTS)
+    q_low = times_sign(q_low, logit_scale, K_PARTS)
+    logit_scale = tl.abs(logit_scale)
+    state = State(
+        zeros_in_parts(BLOCK_M, BLOCK_D, V_PARTS),
+        tl.full([BLOCK_M], float("-inf"), tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+        logit_scale * 0.0 + LEAST_FACTOR,
+    )
+    keys = Keys(read.row_base, read.kv_head, read.first, read.last)
+    low, high = visible_range(query_pos, 0, read.num_keys, False, WINDOW_LEFT, WINDOW_RIGHT)
+    seen = SeenKeys(low if WINDOW_LEFT >= 0 else None, tl.minimum(high, read.num_keys - 1), None, 0)
+    if BLOCK_M >= 64:
+        # A loop once around leaves Q in shared memory, see `_paged_decode_kernel`.
+        once = tl.minimum(num_splits, 1)
+        for _ in range(once):
+            state = attend_to_rows(
+                begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale,
+                v_descale, table, keys, seen, SIZES, K, V, RULES, BLOCKS,
+            )  # fmt: skip
+            q = unless_zero(once, q, K_PARTS)
+    else:
+        state = attend_to_rows(
+            begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale,
+            v_descale, table, keys, seen, SIZES, K, V, RULES, BLOCKS,
+        )  # fmt: skip
+    acc, m, l, largest = state
+    joined = join_parts(acc, V_PARTS)
+    if V_DESCALE != "scalar" and V_DESCALE != "head":
+        joined *= largest
+    return joined, m, l
 
 
 @triton.jit

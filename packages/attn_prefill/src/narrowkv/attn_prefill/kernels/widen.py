@@ -11,9 +11,8 @@ from narrowkv.attn_prefill.kernels.arguments import Queries, Scratch
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
     begin_next_launch,
-    count_blocks,
     find_block,
-    longest_held,
+    held_blocks,
     schedule_tiles,
 )
 from narrowkv.paged_cache.kernels.pages import (
@@ -223,8 +222,7 @@ def _widen_kernel(
         )  # fmt: skip
         return
     kv_head = pid % NUM_KV_HEADS
-    limit = longest_held(table, scratch, batch, PAGE_SIZE, RAGGED, BLOCK_N)
-    total = count_blocks(q, table, scratch, batch, limit, False, PAGE_SIZE, RAGGED, BLOCK_N)
+    limit, total = held_blocks(q, table, scratch, batch, False, PAGE_SIZE, RAGGED, BLOCK_N)
     for block in range(pid // NUM_KV_HEADS, total, num_blocks):
         seq, in_seq, kv_len, _, _ = find_block(
             q, table, scratch, batch, block, limit, True, False, PAGE_SIZE, RAGGED, BLOCK_N, NVIDIA
