@@ -1,19 +1,29 @@
-"""A stand-in for the GPU that benches measure on."""
+"""A stand-in for the GPU that benches measure on; the command is built once for all tests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+import typer.main
+import typer.testing
 
 from narrowkv.cli import bench
 from narrowkv.cli.places import Place
 from narrowkv.testing.bench import decode
 from narrowkv.testing.bench.ceilings import Ceilings
 from narrowkv.testing.bench.timing import Timing
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_command() -> Iterator[None]:
+    """Typer's runner would build the whole command again for each call, which takes ten times the call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", cache(typer.main.get_command))
+        yield
 
 
 class CpuTimer:

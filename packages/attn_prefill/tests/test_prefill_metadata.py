@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from narrowkv.paged_cache.cases import copy_cache, differing_bytes
 from narrowkv.runtime.launch import Workspace, block_bytes
 from narrowkv.runtime.targets import device_target
 
+pytestmark = pytest.mark.sampled
 P, A = PrefillCase.small, PrefillCase.append
 INT32_MAX = 2**31 - 1
 # "": the automatic choice, by which sequences with few query tokens have a launch of their own.
@@ -119,6 +121,12 @@ def _prefill(
     return out, lse
 
 
+@cache
+def _right(kernel: str, device: str, bounds: tuple[tuple[str, int], ...] = (), **options: Any) -> Any:
+    """O and lse with metadata as it should be."""
+    return _prefill(kernel, device, bounds=dict(bounds), **options)
+
+
 def _rows(*sequences: int) -> torch.Tensor:
     """The rows of these sequences."""
     starts = torch.tensor([0, *Q_LENS]).cumsum(0)
@@ -152,7 +160,7 @@ def test_wrong_starts_leave_the_rows_of_other_sequences(name: str, kernel: str, 
     def change(table: PageTable, starts: torch.Tensor) -> None:
         starts.copy_(torch.tensor(wrong))
 
-    expected = _prefill(kernel, device)
+    expected = _right(kernel, device)
     found = _prefill(kernel, device, change)
     if others:
         _same(found, expected, _rows(*others))
@@ -168,9 +176,10 @@ def test_a_wrong_length_changes_its_own_sequence_only(seq: int, wrong: int, kern
         table.seq_lens[seq] = wrong
 
     others = _rows(*(i for i in range(4) if i != seq))
-    _same(_prefill(kernel, device, change), _prefill(kernel, device), others)
+    _same(_prefill(kernel, device, change), _right(kernel, device), others)
     bounds = {"max_seq_len": 70, "max_kv_tokens": sum(LENS)}
-    _same(_prefill(kernel, device, change, bounds=bounds), _prefill(kernel, device, bounds=bounds), others)
+    expected = _right(kernel, device, tuple(bounds.items()))
+    _same(_prefill(kernel, device, change, bounds=bounds), expected, others)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -192,7 +201,7 @@ def test_a_wrong_page_id_changes_its_own_sequence_only(wrong: int, kernel: str, 
     def change(table: PageTable, starts: torch.Tensor) -> None:
         table.page_ids[2] = wrong
 
-    _same(_prefill(kernel, device, change), _prefill(kernel, device), _rows(0, 1, 3))
+    _same(_prefill(kernel, device, change), _right(kernel, device), _rows(0, 1, 3))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -200,7 +209,7 @@ def test_a_wrong_page_id_changes_its_own_sequence_only(wrong: int, kernel: str, 
 def test_rows_inside_a_bound_on_query_tokens_that_is_too_low(
     options: dict[str, Any], kernel: str, device: str
 ) -> None:
-    expected = _prefill(kernel, device, **options)
+    expected = _right(kernel, device, **options)
     found = _prefill(kernel, device, bounds={"max_q_len": 8}, **options)
     inside = torch.cat([_rows(i)[:8] for i in range(4)])
     if kernel:
@@ -216,7 +225,7 @@ def test_rows_inside_a_bound_on_query_tokens_that_is_too_low(
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_rows_inside_a_bound_on_keys_that_is_too_low(kernel: str, splits: int, device: str) -> None:
-    expected = _prefill(kernel, device, splits=splits)
+    expected = _right(kernel, device, splits=splits)
     found = _prefill(kernel, device, bounds={"max_seq_len": 50}, splits=splits)
     # The rows of sequence 2 stand at positions 40 to 69: the first ten see no key beyond the bound.
     inside = torch.cat([_rows(0, 1, 3), _rows(2)[:10]])
@@ -227,7 +236,7 @@ def test_rows_inside_a_bound_on_keys_that_is_too_low(kernel: str, splits: int, d
 @pytest.mark.parametrize("longest", [70, 260])
 def test_the_longest_sequences_are_left_out_of_scratch_that_is_too_small(longest: int, device: str) -> None:
     lens = (40, 5, longest, 33)
-    expected = _prefill("dense", device, lens=lens)
+    expected = _right("dense", device, lens=lens)
     # Blocks of 64 keys: one for each sequence, and one more.
     found = _prefill("dense", device, bounds={"max_kv_tokens": 64, "max_seq_len": longest}, lens=lens)
     _same(found, expected, _rows(0, 1, 3))
@@ -238,7 +247,7 @@ def test_a_window_that_reaches_every_key_is_none(kernel: str, device: str) -> No
     every = torch.arange(TOKENS)
     for open_window in (INT32_MAX, 2**30):
         options = {"causal": False, "window_left": open_window, "window_right": open_window}
-        _same(_prefill(kernel, device, **options), _prefill(kernel, device, causal=False), every)
+        _same(_prefill(kernel, device, **options), _right(kernel, device, causal=False), every)
 
 
 # ---- prefill_append
@@ -275,6 +284,12 @@ def _append(
     return out, lse, cache, before
 
 
+@cache
+def _right_append(kernel: str, device: str, bounds: tuple[tuple[str, int], ...] = (), splits: int = 1) -> Any:
+    """O, lse, the cache and the table with metadata as it should be."""
+    return _append(kernel, device, bounds=dict(bounds), splits=splits)
+
+
 def _new_rows(*sequences: int) -> torch.Tensor:
     starts = torch.tensor([0, *NEW]).cumsum(0)
     return torch.cat([torch.arange(int(starts[i]), int(starts[i + 1])) for i in sequences])
@@ -309,7 +324,7 @@ def test_wrong_starts_of_an_append(name: str, kernel: str, device: str) -> None:
 
     found = _append(kernel, device, change)
     if others:
-        _same_sequences(found, _append(kernel, device), *others)
+        _same_sequences(found, _right_append(kernel, device), *others)
 
 
 @pytest.mark.parametrize("kernel", APPEND_KERNELS)
@@ -319,9 +334,9 @@ def test_a_wrong_length_of_an_append(wrong: int, kernel: str, device: str) -> No
         assert table.seq_lens is not None
         table.seq_lens[2] = wrong
 
-    _same_sequences(_append(kernel, device, change), _append(kernel, device), 0, 1, 3)
+    _same_sequences(_append(kernel, device, change), _right_append(kernel, device), 0, 1, 3)
     bounds = {"max_seq_len": 110, "max_kv_tokens": sum(OLD) + sum(NEW)}
-    expected = _append(kernel, device, bounds=bounds)
+    expected = _right_append(kernel, device, tuple(bounds.items()))
     _same_sequences(_append(kernel, device, change, bounds=bounds), expected, 0, 1, 3)
 
 
@@ -331,7 +346,7 @@ def test_a_wrong_page_id_of_an_append(wrong: int, kernel: str, device: str) -> N
     def change(table: PageTable, starts: torch.Tensor) -> None:
         table.page_ids[2] = wrong
 
-    found, expected = _append(kernel, device, change), _append(kernel, device)
+    found, expected = _append(kernel, device, change), _right_append(kernel, device)
     _same_sequences(found, expected, 0, 1, 3)
     # No page of the wrong id exists, so nothing of sequence 2 is stored.
     workload = A(q_lens=NEW, lens=OLD, num_kv_heads=1, gqa_ratio=7)
@@ -343,7 +358,7 @@ def test_a_wrong_page_id_of_an_append(wrong: int, kernel: str, device: str) -> N
 @pytest.mark.parametrize("kernel", APPEND_KERNELS)
 @pytest.mark.parametrize("splits", [1, 3])
 def test_bounds_of_an_append_that_are_too_low(splits: int, kernel: str, device: str) -> None:
-    expected = _append(kernel, device, splits=splits)
+    expected = _right_append(kernel, device, splits=splits)
     found = _append(kernel, device, bounds={"max_q_len": 9}, splits=splits)
     _same_sequences(found, expected, 0, 1, 3)
     rows = _new_rows(2)[:9]

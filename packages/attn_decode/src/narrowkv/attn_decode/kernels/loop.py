@@ -57,6 +57,7 @@ def attend_to_tiles(
         rows: `SeenKeys` of the rows with MASK "rows", else None.
         MASK: which keys of a tile rows attend to: "none", all; "keys", those from `keys.first` to
             `keys.last`; "rows", as `rows` says.
+        SHARE: loads and scores a tile in so many equal shares.
 
     Returns:
         The new `(acc, m, l, largest)`.
@@ -87,6 +88,8 @@ def attend_to_tiles(
     dk, dv = tl.arange(0, BLOCK_DK // K_WORD), tl.arange(0, BLOCK_D // V_PARTS)
     acc, m, l, v_largest = state
     begin, end, gap_at, gap = begin * SHARE, end * SHARE, gap_at * SHARE, gap * SHARE
+    if SHARE > 1:
+        end = tl.minimum(end, keys.last // BLOCK_N + 1 - gap)  # shares past the last key are empty
     if FOLDED:
         row_scale = tl.zeros_like(m) + logit_scale
     # What belongs to single keys is read one tile ahead: nothing else hides the time such small loads take.
