@@ -208,7 +208,8 @@ class _Maker:
             options = produce_options(target, shape.head_dim, config.scratch_block)
             num_blocks = self.key_blocks + append_blocks(shape, config.scratch_block)
             num_groups = append_blocks(shape, _QUANTISED_TOKENS)
-        num_blocks = min(num_blocks, -(-_FILLING_PROGRAMS * units_of(target) // shape.num_kv_heads))
+        if self.nvidia:
+            num_blocks = min(num_blocks, -(-_FILLING_PROGRAMS * units_of(target) // shape.num_kv_heads))
         fill = self.plan.bound_launch(kernel, constants, options)
         programs = (num_groups + num_blocks) * shape.num_kv_heads + -(-self.num_tiles // _PLACED_TILES)
         attend, grid = self._pipelined(in_pages) if pipelined else self._dense()
