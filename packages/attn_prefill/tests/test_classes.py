@@ -21,7 +21,6 @@ from narrowkv.attn_prefill import (
 from narrowkv.attn_prefill.cases import PrefillCase, poison_plan
 from narrowkv.attn_prefill.cost import RATES, few_bounds
 from narrowkv.attn_prefill.shapes import ANY_LEN, PrefillConfig
-from narrowkv.attn_prefill.tiles import work_units
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import LaunchOptions, executing
@@ -137,7 +136,6 @@ def test_equal_shares_by_the_loop_of_decode(name: str, block_m: int, operation: 
     inputs = replace(case, **LOOPS[name]).inputs()
     plan = inputs.plan()
     config = replace(plan.config, block_m=block_m, block_n=32, as_decode=True)
-    config = replace(config, num_splits=work_units(plan.target, plan.shape, config))
     plan = replace(plan, config=config).with_workspace(None)
     poison_plan(plan)
     o, lse = inputs.run(plan, return_lse=True)

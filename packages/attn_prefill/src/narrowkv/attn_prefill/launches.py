@@ -19,7 +19,14 @@ from narrowkv.attn_prefill.kernels.widen import _widen_kernel
 from narrowkv.attn_prefill.memory import Memory, Needs, append_blocks, has_v_units, key_type, power_of_two
 from narrowkv.attn_prefill.plan_base import PlanBase
 from narrowkv.attn_prefill.shapes import IN_PAGES, PrefillConfig, PrefillShape
-from narrowkv.attn_prefill.tiles import config_of_call, produce_options, tuned_as, units_of, widen_options
+from narrowkv.attn_prefill.tiles import (
+    config_of_call,
+    produce_options,
+    tuned_as,
+    units_of,
+    widen_options,
+    work_units,
+)
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.runtime.launch import BoundLaunch
 
@@ -65,7 +72,7 @@ class Numbers(NamedTuple):
         num_blocks, num_groups: programs of a head that fill the scratch, and that store new tokens; of an
             append in pages `num_blocks` store new tokens.
         num_tiles: tiles of rows of a head at most.
-        num_splits: programs that share a tile's keys; of "split" work units of a KV head.
+        num_splits: programs that share a tile's keys; of "split" those of a KV head that run at once.
         least_len, most_len: query tokens of the sequences that are served.
     """
 
@@ -172,7 +179,7 @@ class _Maker:
         programs = self.num_tiles * shape.num_kv_heads
         grid = (programs, 1, config.num_splits)
         if config.kernel == "split":
-            grid = (config.num_splits * shape.num_kv_heads, 1, 1)
+            grid = (work_units(shape, config) * shape.num_kv_heads, 1, 1)
         num_blocks = 0
         if self.appends:
             kernel = _prefill_append_kernel

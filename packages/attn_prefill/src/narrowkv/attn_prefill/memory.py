@@ -152,7 +152,7 @@ class Needs:
         """Rows of partial results."""
         shape = self.shape
         if self.config.kernel == "split":
-            units = work_units(self.target, shape, self.config)
+            units = work_units(shape, self.config)
             return units * shape.num_kv_heads * self.config.block_m
         if self.exact:
             splits, block_m = self.config.num_splits, self.config.block_m

@@ -327,7 +327,7 @@ def _describe(c: PrefillConfig) -> str:
         warps = "two warpgroups that attend and a warp that copies"
     splits = "" if c.num_splits == 1 else f", the keys of each shared by {c.num_splits} programs"
     if c.kernel == "split":
-        splits = f", all keys of a head shared by {c.num_splits} programs"
+        splits = f", all keys of a head shared by {c.num_splits} programs or more"
     pages = ", K from its pages where they allow it" if c.k_in_pages else ""
     return (
         f"{c.kernel}, because {c.why}; tiles of {c.block_m} rows x {c.block_n} keys, {warps}, "
@@ -341,7 +341,7 @@ def _kind_of(config: PrefillConfig) -> PrefillConfig:
     return replace(
         config,
         why="",
-        num_splits=min(config.num_splits, 2),
+        num_splits=config.num_splits if config.kernel == "split" else min(config.num_splits, 2),
         q_lens=config.q_lens if config.kernel == "split" else (0, ANY_LEN),
         few=tuple(_kind_of(part) for part in config.few),
         otherwise=otherwise,

@@ -76,7 +76,7 @@ class PrefillConfig:
         why: the reason, for people.
         block_m, block_n: rows and keys of a tile.
         own_n: of a fused append: keys of the chunk itself that a program attends to at once.
-        num_splits: programs that share a tile's keys; of "split" work units of a KV head.
+        num_splits: programs that share a tile's keys; of "split" those of a KV head that run at once.
         q_lens: the fewest and the most query tokens of the sequences that it serves.
         stores: whether its launches store the new tokens of an append.
         few: configurations of launches before it, for sequences with fewer query tokens.

@@ -79,7 +79,7 @@ def _prefill_append_kernel(
         cache, table: `Cache`, `Table`, without the sizes that follow. workspace, scales: `Workspace`,
             `AppendScales`.
         num_blocks, num_tiles: blocks of new tokens and tiles of rows of a head, at most.
-        num_splits: programs that share a tile's keys; with `RULES.shares` work units of a KV head.
+        num_splits: programs that share a tile's keys; with `RULES.shares` see `share_of`.
         SIZES, K, V, STORING, RULES, BLOCKS: `Sizes`, `Stored`, `Stored`, `Storing`, `Rules`, `Blocks`.
     """
     NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
@@ -208,7 +208,7 @@ def _prefill_append_kernel(
     write = True
     if RULES.shares:
         write, acc, m, l = merge_shares(
-            workspace, share, acc, m, l, kv_head, row_mask, NUM_KV_HEADS, SETTLE, BLOCK_M, BLOCK_D
+            workspace, share, acc, m, l, kv_head, row_mask, NUM_KV_HEADS, SETTLE, NVIDIA, BLOCK_M, BLOCK_D
         )
     elif SPLIT:
         write, acc, m, l = merge_splits(

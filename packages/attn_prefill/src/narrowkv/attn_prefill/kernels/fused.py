@@ -175,7 +175,7 @@ def _fused_prefill_kernel(
         q, out: `Queries` without the sizes that follow, `Outputs`. cache: `Cache`. workspace: `Workspace`.
         table, table_row, num_ids, max_pages: `Table`, and the sizes that serving changes.
         qk_scale, out_scale: of the logits (in base 2 unless there is a soft cap) and of the output.
-        num_splits: programs that share a tile's keys; with `RULES.shares` work units of a KV head.
+        num_splits: programs that share a tile's keys; with `RULES.shares` see `share_of`.
         SIZES, K, V, RULES, BLOCKS: `Sizes`, `Stored`, `Stored`, `Rules`, `Blocks`.
     """
     NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
@@ -266,7 +266,7 @@ def _fused_prefill_kernel(
         )  # fmt: skip
     if RULES.shares:
         last_one, acc, m, l = merge_shares(
-            workspace, share, acc, m, l, kv_head, row_mask, NUM_KV_HEADS, SETTLE, BLOCK_M, BLOCK_D
+            workspace, share, acc, m, l, kv_head, row_mask, NUM_KV_HEADS, SETTLE, NVIDIA, BLOCK_M, BLOCK_D
         )
         if not last_one:
             return

@@ -74,15 +74,15 @@ def work_of(
 
 @triton.jit
 def share_of(
-    q, table, batch, unit, num_units, APPENDS: tl.constexpr, GQA_RATIO: tl.constexpr,
+    q, table, batch, unit, slots, APPENDS: tl.constexpr, GQA_RATIO: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """The share of work unit `unit`, a `Share`.
 
     Splits have at most `size` key tiles. All tiles of rows together have at most total / size splits, and one
-    more each, so with size = total / (num_units - tiles of rows) the units suffice; there must be more of
-    them than tiles of rows.
+    more each, so size = total / (units - tiles of rows) gives at most that many units: as many as run at
+    once, the `slots`, or twice the tiles of rows if these are many. `tiles.work_units` bounds that number.
     """
     total, row_tiles, claimed = batch * 0, batch * 0, batch * 0
     for first in range(0, batch, SEQUENCES):
@@ -93,7 +93,8 @@ def share_of(
         )  # fmt: skip
         total += tl.sum(tiles * keys, 0)
         row_tiles += tl.sum(tiles, 0)
-    size = tl.maximum(tl.cdiv(total, tl.maximum(num_units - row_tiles, 1)), _LEAST_TILES)
+    units = tl.maximum(slots, row_tiles + tl.minimum(row_tiles, slots))
+    size = tl.maximum(tl.cdiv(total, tl.maximum(units - row_tiles, 1)), _LEAST_TILES)
     seq = batch * 0 - 1
     q_start, q_len, within, own_tiles, num_splits = batch * 0, batch * 0, batch * 0, batch * 0, batch * 0
     units_before, claimed, counter = batch * 0, batch * 0, batch * 0
@@ -183,7 +184,7 @@ def attend_to_share(
 @triton.jit
 def merge_shares(
     workspace, share, acc, m, l, kv_head, row_mask, NUM_KV_HEADS: tl.constexpr, SETTLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    NVIDIA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Stores the partial result of a share; for the last of a tile, returns True and all splits merged.
 
@@ -199,6 +200,16 @@ def merge_shares(
         write = is_last_program(workspace, share.counter * NUM_KV_HEADS + kv_head, share.num_splits, SETTLE)
         if write:
             acc, m, l = merge_partial_results(
-                workspace, acc, m, l, first_slot, step, share.num_splits, row_mask, BLOCK_M, BLOCK_D, 1
+                workspace,
+                acc,
+                m,
+                l,
+                first_slot,
+                step,
+                share.num_splits,
+                row_mask,
+                BLOCK_M,
+                BLOCK_D,
+                4 if NVIDIA and BLOCK_M < 64 else 1,
             )
     return write, acc, m, l

@@ -221,9 +221,9 @@ def _trace(shape: PrefillSizes, appends: bool, executor: ModelExecutor) -> objec
         config = plan_prefill(q, cache, table, starts, max_q_len=shape.new).config
     splits, kernel = config.num_splits, ""
     if config.kernel == "split":
-        # The loop of "fused", with as many splits as the work units of a KV head give each tile of rows.
+        # The loop of "fused", with as many splits as the programs of a KV head give each tile of rows.
         tiles = -(-shape.new * shape.ratio // config.block_m)
-        splits, kernel = max(1, min(splits // tiles, _MOST_SHARES)), "fused"
+        splits, kernel = max(2, min(splits // tiles, _MOST_SHARES)), "fused"
     new = min(shape.new, _TRACED_TOKENS)
     middle = shape.length - shape.new / 2
     prefix = max(int(min(middle, _TRACED_KEYS * splits)) - new // 2, 0)
@@ -232,8 +232,8 @@ def _trace(shape: PrefillSizes, appends: bool, executor: ModelExecutor) -> objec
         keys=shape.num_kv_heads * shape.length / (prefix + new),
     )  # fmt: skip
     return PrefillCase(
-        operation="append" if appends else "prefill", kernel=kernel, q_lens=(new,), lens=(prefix + new,), num_kv_heads=1,
-        gqa_ratio=shape.ratio, head_dim=shape.head_dim, page_size=shape.page_size,
+        operation="append" if appends else "prefill", kernel=kernel, q_lens=(new,), lens=(prefix + new,),
+        num_kv_heads=1, gqa_ratio=shape.ratio, head_dim=shape.head_dim, page_size=shape.page_size,
         format=shape.cache.cache_format, scale_group=shape.cache.scale_group or None, num_splits=splits,
         clean=True,
     ).inputs().call()  # fmt: skip
