@@ -98,8 +98,9 @@ def _by_widening(half: float, fp8: float, bits: float, fp4: float) -> Mapping[st
 # dense in tiles of 64 rows, see `tiles._amd_dense_config`.
 _GFX942 = Rates(4.2e6, _by_widening(232e6, 159e6, 160e6, 126e6), 396e6, 396e6, 4.0, 0.0)
 _GFX950 = Rates(6.4e6, _by_widening(337e6, 248e6, 170e6, 130e6), 786e6, 786e6, 4.0, 0.0)
-# H100, decode in tiles of 64 rows, 96/8 heads: q_len 4, batch 64 over 8k 472 us, q_len 16, batch 16 328 us, which
-# is 290 and 315 TFLOP/s; a tenth less where programs find their share. Dense prefill of the former 1887 us.
+# H100, decode in tiles of 64 rows, 96/8 heads: q_len 4, batch 64 over 8k 472 us, q_len 16, batch 16 328 us,
+# which is 290 and 315 TFLOP/s; a tenth less where programs find their share. Dense prefill of the former
+# 1887 us.
 # H200, 96/8 heads: 128 new over none 21 us by the pipelined kernel, by the plain one 14; 1024 over none 75
 # and 78.
 _SM90 = Rates(2.9e6, _by_widening(260e6, 260e6, 260e6, 260e6), 450e6, 600e6, 2.2, 7.0, 512)
