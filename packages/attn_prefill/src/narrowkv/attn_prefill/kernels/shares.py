@@ -142,7 +142,6 @@ def attend_to_share(
     """
     K_PARTS: tl.constexpr = K.parts
     V_PARTS: tl.constexpr = V.parts
-    V_DESCALE: tl.constexpr = V.descale
     WINDOW_LEFT: tl.constexpr = RULES.window_left
     WINDOW_RIGHT: tl.constexpr = RULES.window_right
     BLOCK_M: tl.constexpr = BLOCKS.m
@@ -176,7 +175,7 @@ def attend_to_share(
         )  # fmt: skip
     acc, m, l, largest = state
     joined = join_parts(acc, V_PARTS)
-    if V_DESCALE != "scalar" and V_DESCALE != "head":
+    if V.factors:
         joined *= largest
     return joined, m, l
 
