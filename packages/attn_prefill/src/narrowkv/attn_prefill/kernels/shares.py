@@ -93,8 +93,8 @@ def share_of(
         )  # fmt: skip
         total += tl.sum(tiles * keys, 0)
         row_tiles += tl.sum(tiles, 0)
-    units = tl.maximum(slots, row_tiles + tl.minimum(row_tiles, slots))
-    size = tl.maximum(tl.cdiv(total, tl.maximum(units - row_tiles, 1)), _LEAST_TILES)
+    most = tl.maximum(slots, row_tiles + tl.minimum(row_tiles, slots))
+    size = tl.maximum(tl.cdiv(total, tl.maximum(most - row_tiles, 1)), _LEAST_TILES)
     seq = batch * 0 - 1
     q_start, q_len, within, own_tiles, num_splits = batch * 0, batch * 0, batch * 0, batch * 0, batch * 0
     units_before, claimed, counter = batch * 0, batch * 0, batch * 0
