@@ -33,6 +33,7 @@ from narrowkv.testing.model import ModelExecutor, Scale
 _CHECKED_TOKENS = 16  # at either end of the chunk
 _TRACED_TOKENS = 512  # of the chunk, by the model
 _TRACED_KEYS = 512  # of each split, by the model
+_MOST_SHARES = 32  # splits of a tile of rows, see `narrowkv.attn_prefill.kernels.shares`
 
 Paged = tuple[torch.Tensor, PagedKVCache, PageTable, torch.Tensor]
 
@@ -215,9 +216,14 @@ def _trace(shape: PrefillSizes, appends: bool, executor: ModelExecutor) -> objec
         table = PageTable.from_block_table(
             table.page_ids, cached_lens=table.seq_lens - shape.new, page_size=table.page_size
         )
-        splits = plan_append(q, cache, table, starts).config.num_splits
+        config = plan_append(q, cache, table, starts).config
     else:
-        splits = plan_prefill(q, cache, table, starts, max_q_len=shape.new).config.num_splits
+        config = plan_prefill(q, cache, table, starts, max_q_len=shape.new).config
+    splits, kernel = config.num_splits, ""
+    if config.kernel == "split":
+        # The loop of "fused", with as many splits as the programs of a KV head give each tile of rows.
+        tiles = -(-shape.new * shape.ratio // config.block_m)
+        splits, kernel = max(2, min(splits // tiles, _MOST_SHARES)), "fused"
     new = min(shape.new, _TRACED_TOKENS)
     middle = shape.length - shape.new / 2
     prefix = max(int(min(middle, _TRACED_KEYS * splits)) - new // 2, 0)
@@ -226,8 +232,8 @@ def _trace(shape: PrefillSizes, appends: bool, executor: ModelExecutor) -> objec
         keys=shape.num_kv_heads * shape.length / (prefix + new),
     )  # fmt: skip
     return PrefillCase(
-        operation="append" if appends else "prefill", q_lens=(new,), lens=(prefix + new,), num_kv_heads=1,
-        gqa_ratio=shape.ratio, head_dim=shape.head_dim, page_size=shape.page_size,
+        operation="append" if appends else "prefill", kernel=kernel, q_lens=(new,), lens=(prefix + new,),
+        num_kv_heads=1, gqa_ratio=shape.ratio, head_dim=shape.head_dim, page_size=shape.page_size,
         format=shape.cache.cache_format, scale_group=shape.cache.scale_group or None, num_splits=splits,
         clean=True,
     ).inputs().call()  # fmt: skip
