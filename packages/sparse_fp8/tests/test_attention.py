@@ -22,15 +22,13 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_fp8,
     sparse_prefill_reference,
 )
-from narrowkv.sparse_fp8.cases import SparseCase, SparseInputs
+from narrowkv.sparse_fp8.cases import BOUND_16_BIT_QUERY, BOUND_FP8_QK, SparseCase, SparseInputs
 from narrowkv.sparse_fp8.config import NUM_HEADS
 from narrowkv.sparse_fp8.launch import SparseLaunches
+from narrowkv.sparse_fp8.layouts import LAYOUTS
 
 W = SparseCase.small
 I32 = torch.int32
-BOUND_16_BIT_QUERY = 0.004
-BOUND_FP8_QK = 0.02
-LAYOUTS = ("split", "packed584", "row512")
 # The interpreter's rows of a tile; every tile of every target divides it.
 TILE = 64
 BOTH = {"extend_lens": (3, 0, 64, 1)}
