@@ -25,7 +25,7 @@ ENGINE_CACHES = {
 }
 ACCURACY_RECIPES = (
     "bf16", "fp8-tensor", "fp8", "fp8-offset", "k8v4", "k8v4-e4m3", "fp4", "fp4-offset", "fp4-e4m3-plain",
-    "fp4-e4m3-offset", "fp4-e4m3", "fp4-mx", "fp4-32", "nvfp4", "nvfp4-offset",
+    "fp4-e4m3-offset", "fp4-e4m3", "fp4-e4m3-recent", "fp4-mx", "fp4-32", "nvfp4", "nvfp4-offset",
 )  # fmt: skip
 TINY_MODELS = (
     "glm-4.5-air-tiny", "llama-3-tiny", "qwen3-tiny", "gpt-oss-tiny", "gemma-2-tiny", "gemma-3-tiny"
