@@ -11,13 +11,12 @@ import triton.language as tl
 from narrowkv.quant.device import (
     e8m0_to_fp32,
     join_parts,
-    narrow_fp4,
     narrow_fp8,
-    share_exponent,
     widen,
     widen_parts,
     widening_exponent,
 )
+from narrowkv.quant.device_fp4 import narrow_fp4, share_exponent
 from narrowkv.quant.fp4 import pack_fp4
 from narrowkv.quant.quantize import cast_fp8, quantize_per_group
 from narrowkv.runtime.launch import LaunchOptions, launch
