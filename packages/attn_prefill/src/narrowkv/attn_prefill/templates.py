@@ -12,7 +12,7 @@ from narrowkv.attn_prefill.binding import (
     matrix_of,
 )
 from narrowkv.attn_prefill.kernels.arguments import AppendScales, Chunk, Outputs, Queries
-from narrowkv.attn_prefill.launches import Numbers, Route
+from narrowkv.attn_prefill.launch import Numbers, Route
 from narrowkv.attn_prefill.memory import Memory, Needs, marks_of
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.kernels.append import RopePointers
