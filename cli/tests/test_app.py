@@ -102,7 +102,7 @@ def test_wrong_usage_ends_with_2_and_says_what_is_known(arguments: list[str], wo
 
 
 OPERATIONS = {"validate": {"decode", "prefill", "sparse", "sage", "fp4"},
-              "bench": {"decode", "prefill", "sparse", "sage", "host", "cp"},
+              "bench": {"decode", "prefill", "sparse", "sage", "traffic", "host", "cp"},
               "inspect": {"decode", "prefill", "sparse", "sage", "model"},
               "engines": {"try"}}  # fmt: skip
 # What they show is not a table of results that can be plotted and resumed.
@@ -264,6 +264,7 @@ def test_the_names_are_those_of_the_library() -> None:
     from narrowkv.paged_cache.descales import SCALE_GROUP
     from narrowkv.quant.formats import FORMATS
     from narrowkv.quant.sage import SAGE_GRANULARITIES
+    from narrowkv.testing.traffic import MODELS, TRAFFIC
 
     def can_be(name: str) -> bool:
         try:
@@ -274,6 +275,7 @@ def test_the_names_are_those_of_the_library() -> None:
 
     assert {name for name in FORMATS if can_be(name)} == set(names.CACHE_FORMATS)
     assert set(names.SAGE_GRANULARITIES) == set(SAGE_GRANULARITIES)
+    assert (TRAFFIC, tuple(MODELS)) == (names.TRAFFIC, names.TRAFFIC_MODELS)
     assert names.SCALE_GROUP == SCALE_GROUP
     assert set(names.PLACES) == set(places.PLACES)
 

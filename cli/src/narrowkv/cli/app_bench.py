@@ -16,6 +16,8 @@ from narrowkv.cli.names import (
     SAGE_GRANULARITIES,
     SAGE_PRECISIONS,
     SPARSE_MODES,
+    TRAFFIC,
+    TRAFFIC_MODELS,
     cache_formats,
     choices,
     one_of,
@@ -196,6 +198,46 @@ def bench_sage(
         return tables.bench_modelled(sage, rows, targets, report)
     settings = {"qk": precisions, "granularity": groups}
     return tables.bench(sage, rows, report, samples=samples, settings=settings)
+
+
+@command(bench, "traffic", title="bench")
+def bench_traffic(
+    report: Report,
+    model: Annotated[
+        str, typer.Option(metavar="LIST", help="Default: all.", autocompletion=starting_with(*TRAFFIC_MODELS))
+    ] = ",".join(TRAFFIC_MODELS),
+    traffic: Annotated[
+        str, typer.Option(metavar="LIST", help="Kinds of steps.", autocompletion=starting_with(*TRAFFIC))
+    ] = ",".join(TRAFFIC),
+    batch: Annotated[str, typer.Option(metavar="LIST", help="Sequences of a step.")] = "16,64,256",
+    cache_format: Formats = "fp8_e4m3fn",
+    seed: Annotated[int, typer.Option(help="Of the lengths.")] = 0,
+    samples: Samples = 20,
+    choices_: Annotated[
+        bool,
+        typer.Option("--choices", help="Instead: automatic beside every forced kernel and split, on a grid."),
+    ] = False,
+) -> ExitCode:
+    """Measure steps of a serving engine: decode, chunked prefill, speculative and mixed, lognormal lengths.
+
+    Beside torch's SDPA over keys gathered beforehand, and AITER and FlashInfer if installed. Without a GPU a
+    rehearsal: smaller steps are checked, and nothing is timed.
+    """
+    kinds = choices("--traffic", traffic, TRAFFIC)
+    models, formats = choices("--model", model, TRAFFIC_MODELS), cache_formats("--format", cache_format)
+    batches = numbers("--batch", batch)
+    if choices_:
+        report.refuse(
+            "with --choices, which has a grid of its own", "traffic", "batch", "cache_format", "seed"
+        )
+    from narrowkv.cli import bench as tables
+    from narrowkv.testing.traffic import grid, serving_steps
+
+    if choices_:
+        steps = [step for step in grid() if step.model in models]
+    else:
+        steps = serving_steps(models, kinds, batches, formats, seed)
+    return tables.bench_traffic(steps, report, samples=samples, choices=choices_)
 
 
 @command(bench, "host", files=("out",), title="bench host")
