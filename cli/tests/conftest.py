@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from narrowkv.cli import bench
-from narrowkv.cli.places import Place
 from narrowkv.testing.bench import decode
 from narrowkv.testing.bench.ceilings import Ceilings
 from narrowkv.testing.bench.timing import Timing
+from narrowkv.testing.places import Place
 
 
 class CpuTimer:

@@ -20,8 +20,8 @@ import typer.main
 from typer.testing import CliRunner
 
 from narrowkv.cli.app import app
-from narrowkv.cli.contracts import CONTRACT_SETS
 from narrowkv.cli.report import version
+from narrowkv.testing.contracts import CONTRACT_SETS
 
 run = CliRunner().invoke
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU says")
@@ -259,11 +259,12 @@ def test_a_misspelled_name_costs_less_than_a_second() -> None:
 
 
 def test_the_names_are_those_of_the_library() -> None:
-    from narrowkv.cli import names, places
+    from narrowkv.cli import names
     from narrowkv.paged_cache import CacheFormat
     from narrowkv.paged_cache.descales import SCALE_GROUP
     from narrowkv.quant.formats import FORMATS
     from narrowkv.quant.sage import SAGE_GRANULARITIES
+    from narrowkv.testing import places
     from narrowkv.testing.traffic import MODELS, TRAFFIC
 
     def can_be(name: str) -> bool:

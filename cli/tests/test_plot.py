@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from narrowkv.cli import contracts
 from narrowkv.cli.app import app
-from narrowkv.cli.contracts import DECODE, Contract, ContractSet, Shape
 from narrowkv.cli.plot import style_of
 from narrowkv.sage import cases
 from narrowkv.sage.cases import SageCase
+from narrowkv.testing import contracts
+from narrowkv.testing.contracts import DECODE, Contract, ContractSet, Shape
 
 run = CliRunner().invoke
 ONE_SET = ContractSet(

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from narrowkv.cli import contracts
-from narrowkv.cli import validate_sage as accuracy
 from narrowkv.cli.app import app
-from narrowkv.cli.contracts import CONTRACT_SETS, Shape
 from narrowkv.sage import cases
 from narrowkv.sage.cases import SageCase, shipped, sweep
+from narrowkv.testing import contracts
+from narrowkv.testing.checking import CaseTask, run_task
+from narrowkv.testing.contracts import CONTRACT_SETS, Shape
 
 run = CliRunner().invoke
 TOKENS: dict[str, Any] = {"q_lens": (130,), "k_lens": (130,), "gqa_ratio": 1}
@@ -75,7 +75,7 @@ def test_a_wrong_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         return o * 1.05, lse + 0.01
 
     monkeypatch.setattr(cases, "sage_attention", wrong)
-    result = accuracy.run_task(accuracy.Task(SageCase.small(), "cpu"))
+    result = run_task(CaseTask(SageCase.small(), "cpu"))
     assert not result.passed
     assert "kernel error" in result.detail
     assert "lse differs" in result.detail

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from narrowkv.cli.answers import FAIL, INEXACT, PASS, REFUSED, SKIPPED, Answer, Compiled
-from narrowkv.cli.contracts import CONTRACT_SETS, DECODE, ContractSet
-from narrowkv.cli.places import Place
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.screen import Seen, show_screen
 from narrowkv.testing.checking import Sample
 from narrowkv.testing.codegen import KernelCode
+from narrowkv.testing.contracts import CONTRACT_SETS, DECODE, ContractSet
+from narrowkv.testing.places import Place
+from narrowkv.testing.probing import FAIL, INEXACT, PASS, REFUSED, SKIPPED, Answer, Compiled
 
 CPU, GPU = Place("cpu", "cpu", "interpreter on the CPU"), Place("gpu", "cuda", "AMD Instinct MI300X (gfx942)")
 TARGETS = ("gfx942", "gfx950")

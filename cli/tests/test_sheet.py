@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from narrowkv.cli import contracts
 from narrowkv.cli.app import app
-from narrowkv.cli.contracts import DECODE, Contract, ContractSet, Shape
 from narrowkv.cli.sheet import Column, Sheet, filled, keys, numbers
+from narrowkv.testing import contracts
+from narrowkv.testing.contracts import DECODE, Contract, ContractSet, Shape
 
 WIDTHS = (80, 100, 120, 160, 200)
 run = CliRunner().invoke

@@ -71,7 +71,7 @@ def test_a_case_that_raises_is_a_failure_with_its_words(monkeypatch: pytest.Monk
 def test_ctrl_c_keeps_what_was_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Case] = []
 
-    def until_third(task: validate.Task) -> CaseResult:
+    def until_third(task: validate.CaseTask) -> CaseResult:
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append(task.case)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from narrowkv.cli.answers import FAIL, INEXACT, REFUSED, SKIPPED, Answer
 from narrowkv.cli.names import AMD_TARGETS
 from narrowkv.cli.report import Report, number
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.testing.backends import OURS
 from narrowkv.testing.codegen import main_kernel
+from narrowkv.testing.probing import FAIL, INEXACT, REFUSED, SKIPPED, Answer
 
 _STYLES = {FAIL: "bold red", REFUSED: "yellow", SKIPPED: "dim", INEXACT: "magenta"}
 _CONTRACT = ("operation", "Q", "cache", "page")

@@ -15,13 +15,13 @@ from narrowkv.cli.command_line import Commands, command
 from narrowkv.cli.names import (
     AMD_TARGETS,
     CACHE_FORMATS,
+    CONTRACT_SETS,
     ENGINE_CACHES,
     PLACES,
     QUERY_DTYPES,
     TINY_MODELS,
     choices,
     one_of,
-    unknown,
 )
 from narrowkv.cli.options import BOTH, Count, Jobs, On, Query, Targets, amd_targets, starting_with
 from narrowkv.cli.options import jobs as number_of
@@ -39,12 +39,6 @@ app = typer.Typer(
     "4 performance regression, 130 interrupted.",
 )
 engines = typer.Typer(no_args_is_help=True)
-
-
-def _set_names(incomplete: str) -> list[str]:
-    from narrowkv.cli.contracts import CONTRACT_SETS
-
-    return [name for name in CONTRACT_SETS if name.startswith(incomplete)]
 
 
 def _version(wanted: bool) -> None:
@@ -67,7 +61,11 @@ def probe(
     report: Report,
     contract_set: Annotated[
         str,
-        typer.Argument(metavar="[CONTRACT-SET]", help="What to ask; see --list.", autocompletion=_set_names),
+        typer.Argument(
+            metavar="[CONTRACT-SET]",
+            help="What to ask; see --list.",
+            autocompletion=starting_with(*CONTRACT_SETS),
+        ),
     ] = "glm-gqa12",
     list_sets: Annotated[bool, typer.Option("--list", help="List the contract sets and stop.")] = False,
     full: Annotated[
@@ -91,21 +89,19 @@ def probe(
 
         return probe_cp(report, ranks=ranks)
     report.refuse("to contract sets: it is cp's", "ranks")
-    from narrowkv.cli import contracts
-
     if list_sets:
         report.refuse("with --list", "contract_set", "full", "on", "target", "jobs")
         report.refuse_files("with --list", "plot", "resume")
-        return contracts.list_sets(report)
-    chosen = contracts.find_set(contract_set)
-    if chosen is None:
-        raise unknown("CONTRACT-SET", contract_set, contracts.CONTRACT_SETS)
     targets = amd_targets(target)
     if on:
         choices("--on", on, PLACES)
-    from narrowkv.cli.probe import probe as run
+    from narrowkv.cli import probe as work
+    from narrowkv.testing import contracts
 
-    return run(chosen, report, on=on, jobs=number_of(jobs), targets=targets, full=full)
+    if list_sets:
+        return work.list_sets(report)
+    chosen = contracts.CONTRACT_SETS[one_of("CONTRACT-SET", contract_set, tuple(contracts.CONTRACT_SETS))]
+    return work.probe(chosen, report, on=on, jobs=number_of(jobs), targets=targets, full=full)
 
 
 @command(engines, "try", title="engines", files=("out", "csv"))

@@ -39,7 +39,7 @@ def _run(
 
     kind = KINDS[operation]
     lines = [kind.parse(line) for line in case or ()]
-    return run(lines or sweep, report, seed=seed, kind=kind, **where.settings())
+    return run(lines or sweep, report, where, seed=seed, kind=kind)
 
 
 @command(validate, "decode", title="validate")
@@ -109,7 +109,7 @@ def validate_sage(
     from narrowkv.cli.validate_sage import validate_sage as run
     from narrowkv.sage import cases
 
-    return run(cases.sweep(full=full, seed=seed), report, seed=seed, **where.settings())
+    return run(cases.sweep(full=full, seed=seed), report, where, seed=seed)
 
 
 @command(validate, "fp4", title="validate fp4")

@@ -13,7 +13,6 @@ import torch
 from narrowkv.attn_decode.cases import DecodeInputs
 from narrowkv.cli.bench_columns import COLUMNS, Record
 from narrowkv.cli.environment import gpus, versions
-from narrowkv.cli.places import find_place
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError, number
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
@@ -28,6 +27,7 @@ from narrowkv.testing.bench.modelled import ModelCall, ModelRow, model_row
 from narrowkv.testing.bench.timing import FLUSH_BYTES, GraphTimer
 from narrowkv.testing.bench.traffic import ChoicesBench, TrafficBench
 from narrowkv.testing.codegen import amd_backend_missing
+from narrowkv.testing.places import find_place
 from narrowkv.testing.traffic import Step
 
 Shape = TypeVar("Shape")

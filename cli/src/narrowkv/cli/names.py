@@ -17,6 +17,10 @@ DECODE_KERNELS = ("native", "decode")
 SPARSE_MODES = ("bf16", "prepass", "fused", "fused-fp8q")
 SAGE_PRECISIONS = ("int8", "int4", "fp8")
 SAGE_GRANULARITIES = ("per_tensor", "per_block", "per_warp", "per_thread")
+CONTRACT_SETS = (
+    "glm-gqa12", "batch-prefill", "glm-gqa12-long", "fp4-capacity", "prefill-append", "dsv4-sparse",
+    "sage",
+)  # fmt: skip
 TRAFFIC = ("decode", "speculative", "mixed", "speculative-mixed")
 TRAFFIC_MODELS = ("llama-70b-tp8", "llama-8b", "glm-4.5", "qwen3-moe", "gemma-3-12b", "qwen3-next")
 COMMS = ("a2a", "ag_rs", "symm_mem")  # exchanges of partial results between ranks

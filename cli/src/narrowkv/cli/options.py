@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -79,15 +79,6 @@ class Where:
     detect_races: DetectRaces = False
     detect_hazards: DetectHazards = False
     jobs: Jobs = None
-
-    def settings(self) -> dict[str, Any]:
-        """Keyword arguments of what runs the cases."""
-        return {
-            "on": self.on,
-            "detect_races": self.detect_races,
-            "detect_hazards": self.detect_hazards,
-            "jobs": jobs(self.jobs),
-        }
 
 
 def jobs(given: int | None) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from narrowkv.cli.environment import versions
-from narrowkv.cli.places import find_place
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
@@ -24,6 +23,7 @@ from narrowkv.testing.format_errors import (
     Task,
     mean_errors,
 )
+from narrowkv.testing.places import find_place
 
 
 def validate_fp4(
