@@ -11,9 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from narrowkv.cli import environment
 from narrowkv.cli.app import app
 from narrowkv.cli.plot import plot_roofline
+from narrowkv.testing import machine as environment
 from narrowkv.testing.bench import decode
 from narrowkv.testing.bench.ceilings import Ceilings
 from narrowkv.testing.bench.measure import Bench, Row

@@ -25,9 +25,9 @@ FP4 = replace(FP8, k="fp4_e2m1", v="fp4_e2m1")
 
 
 @pytest.fixture(autouse=True)
-def small_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(contracts.CONTRACT_SETS, "t", ContractSet("t", "for tests", SHAPE, (FP8, FP4)))
-    monkeypatch.setitem(contracts.CONTRACT_SETS, "only-fp8", ContractSet("only-fp8", "one", SHAPE, (FP8,)))
+def small_sets(add_set: Any) -> None:
+    add_set(ContractSet("t", "for tests", SHAPE, (FP8, FP4)))
+    add_set(ContractSet("only-fp8", "one", SHAPE, (FP8,)))
 
 
 def ask(name: str = "t", *options: str) -> tuple[Any, dict[str, Any]]:

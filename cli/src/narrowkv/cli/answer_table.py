@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from narrowkv.cli.names import AMD_TARGETS
-from narrowkv.cli.report import Report, number
+from narrowkv.cli.report import Report
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.testing.backends import OURS
 from narrowkv.testing.codegen import main_kernel
 from narrowkv.testing.probing import FAIL, INEXACT, REFUSED, SKIPPED, Answer
+from narrowkv.testing.records import number
 
 _STYLES = {FAIL: "bold red", REFUSED: "yellow", SKIPPED: "dim", INEXACT: "magenta"}
 _CONTRACT = ("operation", "Q", "cache", "page")

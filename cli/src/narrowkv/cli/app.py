@@ -23,7 +23,7 @@ from narrowkv.cli.names import (
     choices,
     one_of,
 )
-from narrowkv.cli.options import BOTH, Count, Jobs, On, Query, Targets, amd_targets, starting_with
+from narrowkv.cli.options import BOTH, Count, Jobs, On, Query, Targets, amd_targets, heads_of, starting_with
 from narrowkv.cli.options import jobs as number_of
 from narrowkv.cli.report import ExitCode, Report, UsageError, version
 
@@ -92,6 +92,7 @@ def probe(
     if list_sets:
         report.refuse("with --list", "contract_set", "full", "on", "target", "jobs")
         report.refuse_files("with --list", "plot", "resume")
+    one_of("CONTRACT-SET", contract_set, CONTRACT_SETS)
     targets = amd_targets(target)
     if on:
         choices("--on", on, PLACES)
@@ -100,7 +101,7 @@ def probe(
 
     if list_sets:
         return work.list_sets(report)
-    chosen = contracts.CONTRACT_SETS[one_of("CONTRACT-SET", contract_set, tuple(contracts.CONTRACT_SETS))]
+    chosen = contracts.CONTRACT_SETS[contract_set]
     return work.probe(chosen, report, on=on, jobs=number_of(jobs), targets=targets, full=full)
 
 
@@ -173,22 +174,21 @@ def warmup(
     jobs: Jobs = None,
 ) -> ExitCode:
     """Compile into Triton's cache what a model's decode, append and prefill can reach."""
-    pairs = heads.split("/")
-    if len(pairs) != 2 or not all(part.isdigit() and int(part) for part in pairs):
-        raise UsageError(f"--heads must be query heads and KV heads, for example 96/8, got {heads!r}")
+    ((num_qo_heads, num_kv_heads),) = heads_of(heads, most=1)
     one_of("--format", cache_format, CACHE_FORMATS)
     one_of("--q", q, QUERY_DTYPES)
     targets = amd_targets(target) if target else ()
     import torch
 
-    from narrowkv.cli.warmup import model_cache, run_warmup
+    from narrowkv.attn_prefill.warmup import model_cache
+    from narrowkv.cli.warmup import run_warmup
 
     device = "cpu" if targets else "cuda"
     if not targets and not torch.cuda.is_available():
         raise UsageError("there is no GPU to compile for: name targets, for example --target gfx942")
-    cache = model_cache(cache_format, num_pages, page_size, int(pairs[1]), head_dim, device)
+    cache = model_cache(cache_format, num_pages, page_size, num_kv_heads, head_dim, device)
     return run_warmup(
-        report, cache, num_qo_heads=int(pairs[0]), max_batch=max_batch, max_seq_len=max_seq_len,
+        report, cache, num_qo_heads=num_qo_heads, max_batch=max_batch, max_seq_len=max_seq_len,
         max_num_tokens=max_num_tokens, q_dtype=torch.bfloat16 if q == "bf16" else torch.float16,
         targets=targets, jobs=jobs,
     )  # fmt: skip

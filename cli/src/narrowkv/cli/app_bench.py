@@ -22,7 +22,7 @@ from narrowkv.cli.names import (
     choices,
     one_of,
 )
-from narrowkv.cli.options import Count, Formats, Query, numbers, starting_with
+from narrowkv.cli.options import Count, Formats, Query, heads_of, numbers, starting_with
 from narrowkv.cli.report import ExitCode, Report, UsageError
 
 bench = typer.Typer(no_args_is_help=True)
@@ -114,15 +114,13 @@ def bench_prefill(
     on: BenchOn = None,
 ) -> ExitCode:
     """Measure prefill of one sequence over prefixes, beside torch SDPA, and prefill that appends."""
-    pairs = [tuple(part.split("/")) for part in heads.split(",")]
-    if any(len(p) != 2 or not all(n.isdecimal() and int(n) for n in p) for p in pairs):
-        raise UsageError(f"--heads must be query heads / KV heads, joined by commas, got {heads!r}")
+    pairs = heads_of(heads)
     lengths = numbers("--new", new), numbers("--prefix", prefix, least=0)
     formats = cache_formats("--format", cache_format)
     from narrowkv.cli import bench as tables
     from narrowkv.testing.bench.prefill import PrefillBench, prefill_sizes
 
-    rows = list(prefill_sizes(*lengths, [(int(q), int(kv)) for q, kv in pairs], formats, head_dim, page_size))
+    rows = list(prefill_sizes(*lengths, pairs, formats, head_dim, page_size))
     if targets := _modelled(report, on):
         return tables.bench_modelled(PrefillBench(), rows, targets, report)
     return tables.bench(PrefillBench(), rows, report, samples=samples)

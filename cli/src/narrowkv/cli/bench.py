@@ -12,8 +12,7 @@ import torch
 
 from narrowkv.attn_decode.cases import DecodeInputs
 from narrowkv.cli.bench_columns import COLUMNS, Record
-from narrowkv.cli.environment import gpus, versions
-from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError, number
+from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 from narrowkv.paged_cache import PagedKVCache, PageTable
@@ -27,7 +26,9 @@ from narrowkv.testing.bench.modelled import ModelCall, ModelRow, model_row
 from narrowkv.testing.bench.timing import FLUSH_BYTES, GraphTimer
 from narrowkv.testing.bench.traffic import ChoicesBench, TrafficBench
 from narrowkv.testing.codegen import amd_backend_missing
+from narrowkv.testing.machine import gpus, versions
 from narrowkv.testing.places import find_place
+from narrowkv.testing.records import number
 from narrowkv.testing.traffic import Step
 
 Shape = TypeVar("Shape")

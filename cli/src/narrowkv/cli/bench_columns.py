@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from narrowkv.cli.report import number
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.testing.bench.traffic import AUTOMATIC
+from narrowkv.testing.records import number
 
 Record = Mapping[str, Any]
 

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from narrowkv.cli.names import CACHE_FORMATS, COMMS, choices, numbers_of, one_of
-from narrowkv.cli.report import ExitCode, Report, UsageError
+from narrowkv.cli.names import CACHE_FORMATS, COMMS, choices, one_of
+from narrowkv.cli.options import heads_of, numbers
+from narrowkv.cli.report import ExitCode, Report
 
 
 def bench_context_parallel(
@@ -29,15 +30,13 @@ def bench_context_parallel(
     hbm: Annotated[float, typer.Option(min=0, help="With --model: TB/s of memory; 0: the target's.")] = 0.0,
 ) -> ExitCode:
     """Time of decode over GPUs: attention, communication, share hidden, rate over one GPU's."""
-    pairs = heads.split("/")
-    if len(pairs) != 2 or not all(part.isdigit() and int(part) for part in pairs):
-        raise UsageError(f"--heads must be query heads and KV heads, for example 96/8, got {heads!r}")
+    (pair,) = heads_of(heads, most=1)
     one_of("--format", cache_format, CACHE_FORMATS)
     from narrowkv.cli.cp import LINK_OF_TARGET, LINKS, Setting, bench_cp, model_cp
 
     setting = Setting(
-        tuple(numbers_of("--context", context)), tuple(numbers_of("--batch", batch)), int(pairs[0]),
-        int(pairs[1]), format=cache_format, comms=tuple(choices("--comm", comm, COMMS)),
+        tuple(numbers("--context", context)), tuple(numbers("--batch", batch)), *pair,
+        format=cache_format, comms=tuple(choices("--comm", comm, COMMS)),
     )  # fmt: skip
     if not model:
         report.refuse("without --model", "gpus", "target", "link", "hbm")
@@ -46,4 +45,4 @@ def bench_context_parallel(
     one_of("--target", target, tuple(LINK_OF_TARGET))
     link = link or LINK_OF_TARGET[target]
     one_of("--link", link, tuple(LINKS))
-    return model_cp(report, setting, gpus=numbers_of("--gpus", gpus), target=target, link=link, hbm=hbm)
+    return model_cp(report, setting, gpus=numbers("--gpus", gpus), target=target, link=link, hbm=hbm)

@@ -8,11 +8,11 @@ from typing import Any
 
 from narrowkv.cdna_emulator import EmulatorError
 from narrowkv.cli.cases import KINDS
-from narrowkv.cli.environment import versions
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.testing.codegen import amd_backend_missing
 from narrowkv.testing.families import Family, call_of, families
+from narrowkv.testing.machine import versions
 from narrowkv.testing.model import Modelled, main_kernel, model_call, model_peer, waits
 
 

@@ -57,18 +57,6 @@ def one_of(what: str, got: str, known: Sequence[str]) -> str:
     return got
 
 
-def numbers_of(option: str, text: str, least: int = 1) -> list[int]:
-    """Numbers that `text` joins by commas.
-
-    Raises:
-        UsageError: it holds anything else, or a number below `least`.
-    """
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) >= least for part in parts):
-        raise UsageError(f"{option} must be numbers of at least {least} joined by commas, got {text!r}")
-    return [int(part) for part in parts]
-
-
 def choices(option: str, text: str | Iterable[str], known: Sequence[str]) -> list[str]:
     """Known names, each once; `text` joins them by commas, or is several such texts.
 

@@ -99,3 +99,13 @@ def numbers(option: str, text: str, least: int = 1) -> list[int]:
     if not all(part.isdecimal() and int(part) >= least for part in parts):
         raise UsageError(f"{option} must be numbers of at least {least} joined by commas, got {text!r}")
     return [int(part) for part in parts]
+
+
+def heads_of(text: str, most: int | None = None) -> list[tuple[int, int]]:
+    """Query heads and KV heads of --heads, at most `most` pairs."""
+    pairs = [part.split("/") for part in text.split(",")]
+    whole = all(len(pair) == 2 and all(n.isdecimal() and int(n) for n in pair) for pair in pairs)
+    if not whole or len(pairs) > (most or len(pairs)):
+        more = "" if most == 1 else ", pairs joined by commas"
+        raise UsageError(f"--heads must be query heads and KV heads, for example 96/8{more}; got {text!r}")
+    return [(int(q), int(kv)) for q, kv in pairs]

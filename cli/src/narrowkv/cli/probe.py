@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from narrowkv.cli.answer_table import plot_errors, record, show_full
-from narrowkv.cli.environment import versions
 from narrowkv.cli.names import AMD_TARGETS
 from narrowkv.cli.places import find_places
 from narrowkv.cli.report import ExitCode, Report
@@ -21,6 +20,7 @@ from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 from narrowkv.testing.backends import OURS, PEERS, peer_version
 from narrowkv.testing.contracts import CONTRACT_SETS, Contract, ContractSet
+from narrowkv.testing.machine import versions
 from narrowkv.testing.places import Place
 from narrowkv.testing.probing import FAIL, PASS, SKIPPED, Answer, Compiled, Outcome, Task, run_task
 

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from narrowkv.cli.names import QUERY_DTYPES
-from narrowkv.cli.report import ExitCode, Report, number, own_command
+from narrowkv.cli.report import ExitCode, Report, own_command
 from narrowkv.cli.sheet import filled
 from narrowkv.testing.backends import OURS
 from narrowkv.testing.checking import Sample
 from narrowkv.testing.contracts import APPEND, DECODE, PREFILL, Contract, ContractSet
 from narrowkv.testing.places import Place
 from narrowkv.testing.probing import FAIL, INEXACT, PASS, REFUSED, SKIPPED, Answer, Compiled
+from narrowkv.testing.records import number
 
 LINES = 40
 WIDTH = 80

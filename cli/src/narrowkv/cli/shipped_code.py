@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from narrowkv.attn_prefill import cases as prefill
-from narrowkv.cli.environment import versions
 from narrowkv.cli.modelled import model_families, show_model
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
@@ -19,6 +18,7 @@ from narrowkv.sage import cases as sage
 from narrowkv.sparse_fp8 import cases as sparse
 from narrowkv.testing.codegen import CallCode, KernelCode, amd_backend_missing, compile_case, main_kernel
 from narrowkv.testing.families import Family
+from narrowkv.testing.machine import versions
 
 Modelled = Callable[[str], Mapping[str, Family]] | None
 """Calls to show under the timing model, for a target's name."""

@@ -11,7 +11,6 @@ from typing import Any, Generic, TypeVar
 
 from narrowkv.attn_decode.cases import LSE_BOUND
 from narrowkv.cli.cases import Kind
-from narrowkv.cli.environment import versions
 from narrowkv.cli.options import Where, jobs
 from narrowkv.cli.places import find_places
 from narrowkv.cli.report import ExitCode, Report
@@ -19,6 +18,7 @@ from narrowkv.cli.sheet import Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 from narrowkv.runtime.cases import Case
 from narrowkv.testing.checking import CaseResult, CaseTask, SageResult, run_task
+from narrowkv.testing.machine import versions
 from narrowkv.testing.places import Place, find_place
 from narrowkv.testing.records import jsonable
 

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from narrowkv.cli.environment import versions
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
@@ -23,6 +22,7 @@ from narrowkv.testing.format_errors import (
     Task,
     mean_errors,
 )
+from narrowkv.testing.machine import versions
 from narrowkv.testing.places import find_place
 
 
