@@ -188,8 +188,9 @@ class TrafficBench(Bench[Step]):
         return StepInputs(step, q, cache, table, starts, (k_new, v_new))
 
     def _cache(self, step: Step) -> PagedKVCache:
-        """A cache for the step; a step that stores the same tokens differently shares it."""
-        sizes = step.cache
+        """A cache that the step fits in; steps of about the same size share it."""
+        tokens = max(step.cache.context, step.page_size)
+        sizes = replace(step.cache, context=step.page_size << (tokens // step.page_size - 1).bit_length())
         if self._pool is None or not self._pool.fits(sizes):
             self._pool = None  # frees the old one before the new one is made
             self._pool = LargeCache(sizes, device=self._device)
