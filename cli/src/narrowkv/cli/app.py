@@ -23,7 +23,18 @@ from narrowkv.cli.names import (
     choices,
     one_of,
 )
-from narrowkv.cli.options import BOTH, Count, Jobs, On, Query, Targets, amd_targets, heads_of, starting_with
+from narrowkv.cli.options import (
+    BOTH,
+    Count,
+    Jobs,
+    On,
+    Query,
+    Targets,
+    amd_targets,
+    heads_of,
+    listed,
+    starting_with,
+)
 from narrowkv.cli.options import jobs as number_of
 from narrowkv.cli.report import ExitCode, Report, UsageError, version
 
@@ -115,9 +126,7 @@ def engines_try(
     model: Annotated[
         str, typer.Option(help="A small model of real shape.", autocompletion=starting_with(*TINY_MODELS))
     ] = "glm-4.5-air-tiny",
-    cache: Annotated[
-        str, typer.Option(metavar="LIST", help="Cache dtypes by the engine's names; default all.")
-    ] = "",
+    cache: Annotated[str, listed("Cache dtypes by the engine's names; default all.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="New tokens.")] = 4,
 ) -> ExitCode:
     """Generate with a tiny random model by narrowkv and by the engine's own attention, and compare."""
@@ -165,11 +174,7 @@ def warmup(
     max_num_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a prefill call; 0: no prefill.")] = 0,
     target: Annotated[
         str,
-        typer.Option(
-            metavar="NAMES",
-            help="AMD targets to compile for without a GPU. Default: the GPU.",
-            autocompletion=starting_with(*AMD_TARGETS),
-        ),
+        listed("AMD targets to compile for without a GPU. Default: the GPU.", *AMD_TARGETS, metavar="NAMES"),
     ] = "",
     jobs: Jobs = None,
 ) -> ExitCode:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,6 +20,12 @@ def starting_with(*known: str) -> Callable[[str], list[str]]:
         return [f"{before}{comma}{name}" for name in known if name.startswith(last)]
 
     return complete
+
+
+def listed(help: str = "", *known: str, metavar: str = "LIST") -> Any:
+    """An option whose text joins values by commas; `known` ones are completed and, without help, named."""
+    text = help or (f"Of {', '.join(known)}." if known else None)
+    return typer.Option(metavar=metavar, help=text, autocompletion=starting_with(*known) if known else None)
 
 
 On = Annotated[
@@ -44,15 +50,7 @@ DetectHazards = Annotated[
         "--detect-hazards", help="With emulated places: check waits for memory and wait states, and races."
     ),
 ]
-Targets = Annotated[
-    str,
-    typer.Option(
-        "--target",
-        metavar="NAMES",
-        help="AMD targets to compile for.",
-        autocompletion=starting_with(*AMD_TARGETS),
-    ),
-]
+Targets = Annotated[str, listed("AMD targets to compile for.", *AMD_TARGETS, metavar="NAMES")]
 BOTH = ",".join(AMD_TARGETS)
 Context = Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")]
 Count = Annotated[int, typer.Option(min=1)]

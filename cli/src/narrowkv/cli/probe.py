@@ -6,77 +6,21 @@ what was compiled also runs in the emulator: a sample of its workgroups, compare
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from narrowkv.cli.answer_table import plot_errors, record, show_full
-from narrowkv.cli.names import AMD_TARGETS
 from narrowkv.cli.places import find_places
 from narrowkv.cli.report import ExitCode, Report
-from narrowkv.cli.screen import Seen, show_screen
+from narrowkv.cli.screen import show_screen
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 from narrowkv.testing.backends import OURS, PEERS, peer_version
-from narrowkv.testing.contracts import CONTRACT_SETS, Contract, ContractSet
+from narrowkv.testing.contracts import CONTRACT_SETS, ContractSet
 from narrowkv.testing.machine import versions
-from narrowkv.testing.places import Place
-from narrowkv.testing.probing import FAIL, PASS, SKIPPED, Answer, Compiled, Outcome, Task, run_task
-
-
-@dataclass
-class ProbeRun:
-    """Collects answers as tasks finish."""
-
-    contracts: ContractSet
-    places: tuple[Place, ...]
-    answers: dict[tuple[int, str, str], Answer] = field(default_factory=dict)
-    compiled: dict[tuple[int, str], Compiled] = field(default_factory=dict)
-
-    def add(self, index: int, outcome: Outcome) -> None:
-        """Takes what a task of the contract at `index` found."""
-        for answer in outcome.answers:
-            self.answers[index, answer.backend, answer.place] = answer
-        if outcome.compiled is not None:
-            self.compiled[index, outcome.compiled.target] = outcome.compiled
-
-    def rows(self) -> Iterator[Answer]:
-        """Answers in the set's order, backend by backend and place by place.
-
-        narrowkv's first carries what was compiled, its status the worse of both.
-        """
-        places = tuple(dict.fromkeys([*(place.name for place in self.places), *AMD_TARGETS]))
-        for index, contract in enumerate(self.contracts.contracts):
-            for backend in (OURS, *PEERS):
-                found = [
-                    self.answers[index, backend.name, place]
-                    for place in places
-                    if (index, backend.name, place) in self.answers
-                ]
-                if backend is OURS:
-                    found = self._with_code(index, contract, found)
-                yield from found
-
-    def _with_code(self, index: int, contract: Contract, found: list[Answer]) -> list[Answer]:
-        compiled = {t: self.compiled[index, t] for t in AMD_TARGETS if (index, t) in self.compiled}
-        asked = self.places[0].name
-        if compiled and not any(answer.sample is None for answer in found):
-            found = [Answer(contract, OURS.name, asked, SKIPPED, "interrupted before it ran"), *found]
-        if not found:
-            return found
-        first, *rest = found
-        bad = next((c for c in compiled.values() if c.status == FAIL), None)
-        if first.status == PASS and bad is not None:
-            first = replace(first, status=bad.status, detail=f"{bad.target}: {bad.detail}")
-        return [replace(first, compiled=compiled), *rest]
-
-    def exit_code(self) -> ExitCode:
-        """Numerical when one of narrowkv's own answers failed; unsupported when none could pass."""
-        own = [row.status for row in self.rows() if row.backend == OURS.name]
-        if FAIL in own:
-            return ExitCode.NUMERICAL
-        return ExitCode.OK if PASS in own else ExitCode.UNSUPPORTED
+from narrowkv.testing.probing import FAIL, PASS, Answer, Outcome, ProbeRun, Task, run_task
 
 
 def probe(
@@ -105,7 +49,7 @@ def probe(
         b.name: "has no code to emulate" if peers_at is None else b.absent(peers_at.is_gpu) for b in PEERS
     }
     asked = tuple(name for name, reason in absent.items() if reason is None)
-    run = ProbeRun(contracts, places)
+    run = ProbeRun(contracts, places, targets, absent, jobs)
     shape, gpu = contracts.shape, {place.name for place in places if place.is_gpu}
     runs = {
         Task(c, shape, place.name, asked if place is peers_at else ()): i
@@ -129,10 +73,13 @@ def probe(
     rows = list(run.rows())
     if full:
         show_full(report, rows)
-    code = run.exit_code()
+    own = [row.status for row in rows if row.backend == OURS.name]
+    # Unsupported where none could pass.
+    code = ExitCode.OK if PASS in own else ExitCode.UNSUPPORTED
+    if FAIL in own:
+        code = ExitCode.NUMERICAL
     emulation = _emulation(rows, jobs)
-    seen = Seen(contracts, places, targets, absent, run.answers, run.compiled, jobs)
-    show_screen(report, seen, code, full=full)
+    show_screen(report, run, code, full=full)
     body = {
         "set": contracts.name,
         "shape": shape,

@@ -162,11 +162,7 @@ def _table(codes: Sequence[tuple[Case, CallCode]], shipped: Shipped) -> Sheet:
             if not (shipped.every_kernel or fault or k is main):
                 continue
             mfma = ", ".join(f"{n} {name.removeprefix('v_mfma_')}" for name, n in k.mfma.items())
-            loop = (
-                k.loop.get("valu", 0),
-                k.loop.get("transcendental", 0),
-                f"{k.matrix_share:.0%}",
-            )
+            loop = (k.loop.get("valu", 0), k.loop.get("transcendental", 0), f"{k.matrix_share:.0%}")
             sheet.add(
                 code.target, *(show(case) for show in shipped.columns.values()), k.name, k.vgprs, k.agprs,
                 k.spills, k.sgpr_spills, k.scratch_bytes, k.lds_bytes, k.num_warps, k.waves_per_simd, *loop,

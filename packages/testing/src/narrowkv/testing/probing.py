@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -14,11 +15,14 @@ from narrowkv.testing.backends import OURS, PEERS, Backend, NotAnsweringError
 from narrowkv.testing.bench.timing import GraphTimer
 from narrowkv.testing.checking import Sample, check_sample
 from narrowkv.testing.codegen import KernelCode, amd_backend_missing, compile_call
-from narrowkv.testing.contracts import DECODE, Contract, Shape, contract_case
+from narrowkv.testing.contracts import DECODE, Contract, ContractSet, Shape, contract_case
 from narrowkv.testing.inspection import loop_model
-from narrowkv.testing.places import Place, find_place
+from narrowkv.testing.places import AMD_TARGETS, Place, find_place
 
 PASS, FAIL, REFUSED, SKIPPED, INEXACT = "pass", "fail", "refused", "skipped", "inexact"
+NOT_RUN = "not run"
+STATUSES = (PASS, NOT_RUN, SKIPPED, REFUSED, INEXACT, FAIL)
+"""From the best to the worst: several contracts together have the worst of theirs."""
 
 
 @dataclass(frozen=True)
@@ -201,3 +205,77 @@ def _ask(backend: Backend, contract: Contract, inputs: Any, expected: torch.Tens
         kv_bytes,
         time_us,
     )
+
+
+@dataclass
+class ProbeRun:
+    """Collects answers as tasks finish.
+
+    Attributes:
+        contracts: the set.
+        places: where it runs.
+        targets: what it is compiled for.
+        absent: by other backend, why it is not asked; None if it is.
+        jobs: processes.
+        answers: by index of the contract, backend and place.
+        compiled: by index of the contract and target.
+    """
+
+    contracts: ContractSet
+    places: tuple[Place, ...]
+    targets: tuple[str, ...]
+    absent: Mapping[str, str | None]
+    jobs: int
+    answers: dict[tuple[int, str, str], Answer] = field(default_factory=dict)
+    compiled: dict[tuple[int, str], Compiled] = field(default_factory=dict)
+
+    def add(self, index: int, outcome: Outcome) -> None:
+        """Takes what a task of the contract at `index` found."""
+        for answer in outcome.answers:
+            self.answers[index, answer.backend, answer.place] = answer
+        if outcome.compiled is not None:
+            self.compiled[index, outcome.compiled.target] = outcome.compiled
+
+    def rows(self) -> Iterator[Answer]:
+        """Answers in the set's order, backend by backend and place by place.
+
+        narrowkv's first carries what was compiled, its status the worse of both.
+        """
+        places = tuple(dict.fromkeys([*(place.name for place in self.places), *AMD_TARGETS]))
+        for index, contract in enumerate(self.contracts.contracts):
+            for backend in (OURS, *PEERS):
+                found = [
+                    self.answers[index, backend.name, place]
+                    for place in places
+                    if (index, backend.name, place) in self.answers
+                ]
+                if backend is OURS:
+                    found = self._with_code(index, contract, found)
+                yield from found
+
+    def _with_code(self, index: int, contract: Contract, found: list[Answer]) -> list[Answer]:
+        compiled = {t: self.compiled[index, t] for t in AMD_TARGETS if (index, t) in self.compiled}
+        asked = self.places[0].name
+        if compiled and not any(answer.sample is None for answer in found):
+            found = [Answer(contract, OURS.name, asked, SKIPPED, "interrupted before it ran"), *found]
+        if not found:
+            return found
+        first, *rest = found
+        bad = next((c for c in compiled.values() if c.status == FAIL), None)
+        if first.status == PASS and bad is not None:
+            first = replace(first, status=bad.status, detail=f"{bad.target}: {bad.detail}")
+        return [replace(first, compiled=compiled), *rest]
+
+    def statuses(self, index: int, backend: str, place: str) -> list[str]:
+        """What a backend's call and its machine code came to at a place."""
+        found = [self.answers.get((index, backend, place))]
+        code = self.compiled.get((index, place)) if backend == OURS.name else None
+        return [one.status for one in (*found, code) if one is not None]
+
+    def verdict(self, index: int) -> str:
+        """The worst status of narrowkv's own answers and code of a contract."""
+        asked = dict.fromkeys([*(place.name for place in self.places), *self.targets])
+        return max(
+            (status for name in asked for status in self.statuses(index, OURS.name, name) or [NOT_RUN]),
+            key=STATUSES.index,
+        )
