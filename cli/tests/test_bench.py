@@ -12,11 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 from narrowkv.cli.app import app
-from narrowkv.cli.plot import plot_roofline
 from narrowkv.testing import machine as environment
 from narrowkv.testing.bench import decode
 from narrowkv.testing.bench.ceilings import Ceilings
 from narrowkv.testing.bench.measure import Bench, Row
+from narrowkv.testing.plot import plot_roofline
 
 run = CliRunner().invoke
 CEILINGS = Ceilings(copy_bytes_per_s=3e12, read_bytes_per_s=3e12, bf16_flops_per_s=8e14)

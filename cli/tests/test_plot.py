@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from narrowkv.cli.app import app
-from narrowkv.cli.plot import style_of
 from narrowkv.sage import cases
 from narrowkv.sage.cases import SageCase
 from narrowkv.testing.contracts import DECODE, Contract, ContractSet, Shape
+from narrowkv.testing.plot import style_of
 
 run = CliRunner().invoke
 ONE_SET = ContractSet(

@@ -75,7 +75,7 @@ def measure_model(
     }
 
     def plot(path: Path) -> None:
-        from narrowkv.cli.plot import plot_frontier
+        from narrowkv.testing.plot import plot_frontier
 
         points = [(s.recipe, s.bits, s.kl, s.recipe in best) for s in scores if s.kl > 0]
         plot_frontier(points, path, title=f"{name}: what a cache recipe costs, {tokens} tokens")

@@ -97,7 +97,7 @@ def record(row: Answer) -> dict[str, Any]:
 
 def plot_errors(rows: Sequence[Answer], path: Path) -> None:
     """Every error: a row for each contract but its page size, a series for each backend and place."""
-    from narrowkv.cli.plot import plot_dots
+    from narrowkv.testing.plot import plot_dots
 
     dots = [
         (

@@ -72,11 +72,12 @@ def inspect_decode(
     if case is not None:
         check_case_formats([case])
         report.refuse("with --case, which says all of a case", *sizes)
-    from narrowkv.cli.cases import DECODE
+    from narrowkv.cli.cases import parse_case
     from narrowkv.cli.inspection import inspect as run
     from narrowkv.cli.inspection import inspection_case
+    from narrowkv.testing.kinds import DECODE
 
-    chosen = inspection_case(**sizes) if case is None else DECODE.parse(case)
+    chosen = inspection_case(**sizes) if case is None else parse_case(DECODE, case)
     return run(chosen, report, targets=targets, asm=asm, modelled=model)
 
 
@@ -84,11 +85,11 @@ def _families(wanted: bool, operation: str, case: str | None = None) -> Any:
     """Says which calls to model on a target: the case, or those that stand for the operation's kernels."""
     if not wanted:
         return None
-    from narrowkv.cli.modelled import parse_case
+    from narrowkv.cli.modelled import parse_call
     from narrowkv.testing.families import families
 
     if case is not None:
-        return lambda target: {case: parse_case(f"{operation}:{case}")}
+        return lambda target: {case: parse_call(f"{operation}:{case}")}
     return lambda target: {n: f for n, f in families(target).items() if f.operation == operation}
 
 
@@ -97,10 +98,11 @@ def _inspect_shipped(
 ) -> ExitCode:
     targets = amd_targets(target)
     check_case_formats(filter(None, [case]))
-    from narrowkv.cli.cases import KINDS
+    from narrowkv.cli.cases import parse_case
     from narrowkv.cli.shipped_code import inspect_calls
+    from narrowkv.testing.kinds import KINDS
 
-    one = None if case is None else KINDS[operation].parse(case)
+    one = None if case is None else parse_case(KINDS[operation], case)
     return inspect_calls(
         operation, report, targets=targets, case=one, modelled=_families(model, operation, case)
     )

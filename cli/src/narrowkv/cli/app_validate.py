@@ -34,11 +34,12 @@ def _run(
     *, seed: int = 0,
 ) -> ExitCode:  # fmt: skip
     """Validates cases of an operation: those that are named, or a sweep of what a place serves."""
-    from narrowkv.cli.cases import KINDS
+    from narrowkv.cli.cases import parse_case
     from narrowkv.cli.validate import validate as run
+    from narrowkv.testing.kinds import KINDS
 
     kind = KINDS[operation]
-    lines = [kind.parse(line) for line in case or ()]
+    lines = [parse_case(kind, line) for line in case or ()]
     return run(lines or sweep, report, where, seed=seed, kind=kind)
 
 

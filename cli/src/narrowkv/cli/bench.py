@@ -85,7 +85,7 @@ def bench(
     }
 
     def plot(path: Path) -> None:
-        from narrowkv.cli.plot import plot_roofline
+        from narrowkv.testing.plot import plot_roofline
 
         assert ceilings is not None  # there are rows
         title = f"{bench.name} on {place}, measured"

@@ -189,7 +189,7 @@ def finish_with_kernels(
 
 def _plot(compiled: Sequence[Compiled], path: Path) -> None:
     """Vector registers of every kernel with matrix instructions."""
-    from narrowkv.cli.plot import plot_dots
+    from narrowkv.testing.plot import plot_dots
 
     dots = [
         (case, f"{target} {kernel.name}", float(kernel.vgprs + kernel.agprs))

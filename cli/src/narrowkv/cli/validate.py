@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from narrowkv.attn_decode.cases import LSE_BOUND
-from narrowkv.cli.cases import Kind
 from narrowkv.cli.options import Where, jobs
 from narrowkv.cli.places import find_places
 from narrowkv.cli.report import ExitCode, Report
@@ -18,6 +17,7 @@ from narrowkv.cli.sheet import Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 from narrowkv.runtime.cases import Case
 from narrowkv.testing.checking import CaseResult, CaseTask, SageResult, run_task
+from narrowkv.testing.kinds import Kind
 from narrowkv.testing.machine import versions
 from narrowkv.testing.places import Place, find_place
 from narrowkv.testing.records import jsonable
@@ -159,7 +159,7 @@ def _groups(found: Iterable[tuple[Case, CaseResult]]) -> Groups:
 
 def _plot(groups: Groups, kind: Kind, path: Path) -> None:
     """Every case's error, a row for each query and cache, a colour for each place."""
-    from narrowkv.cli.plot import plot_dots
+    from narrowkv.testing.plot import plot_dots
 
     dots = [
         (f"{q} over {cache}", where, r.error.relative_l1)

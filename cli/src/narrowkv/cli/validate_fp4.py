@@ -92,7 +92,7 @@ def _table(errors: Sequence[FormatError]) -> Sheet:
 
 def _plot(errors: Sequence[FormatError], path: Path) -> None:
     """Every recipe's error on each input set, the smallest recipes last."""
-    from narrowkv.cli.plot import plot_dots
+    from narrowkv.testing.plot import plot_dots
 
     dots = [
         (f"{e.recipe}: {e.bits:.2f} bits", f"{name} inputs", e.rmse[name])

@@ -42,7 +42,7 @@ def validate_sage(cases: Sequence[SageCase], report: Report, where: Where, *, se
 
 def _plot(results: Sequence[Found], path: Path) -> None:
     """Every case's error against attention that quantises nothing."""
-    from narrowkv.cli.plot import plot_dots
+    from narrowkv.testing.plot import plot_dots
 
     dots = [
         (f"{c.qk_dtype}, {c.granularity}, {c.data}", f"mean of {c.smoothing} out, {r.place}",
