@@ -17,6 +17,8 @@ from narrowkv.runtime.cases import Case
 from narrowkv.sage.cases import SageCase
 from narrowkv.sparse_fp8.cases import SparseCase
 
+__all__ = ["CONTRACT_SETS", "OPERATIONS", "Contract", "ContractSet", "Shape", "contract_case"]
+
 # Kernel error of a 16-bit query over any cache; where PV runs on FP8 matrix units the bound is wider.
 BOUND_16_BIT_QUERY = 0.002
 BOUND_FP8_COMPUTE = 0.02

@@ -13,6 +13,8 @@ from narrowkv.runtime.errors import UnsupportedError, check_choice
 from narrowkv.runtime.launch import active_target
 from narrowkv.runtime.targets import Target, device_target
 
+__all__ = ["Place", "find_place"]
+
 AMD_TARGETS = ("gfx942", "gfx950")
 
 

@@ -19,6 +19,8 @@ from narrowkv.testing.contracts import DECODE, Contract, ContractSet, Shape, con
 from narrowkv.testing.inspection import loop_model
 from narrowkv.testing.places import AMD_TARGETS, Place, find_place
 
+__all__ = ["Answer", "Compiled", "Outcome", "ProbeRun", "Task", "run_task"]
+
 PASS, FAIL, REFUSED, SKIPPED, INEXACT = "pass", "fail", "refused", "skipped", "inexact"
 NOT_RUN = "not run"
 STATUSES = (PASS, NOT_RUN, SKIPPED, REFUSED, INEXACT, FAIL)

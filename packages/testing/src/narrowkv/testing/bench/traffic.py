@@ -22,6 +22,8 @@ from narrowkv.testing.bench.large_cache import LargeCache
 from narrowkv.testing.bench.measure import Bench, Call, Row
 from narrowkv.testing.traffic import Step
 
+__all__ = ["AUTOMATIC", "FORCED", "ChoicesBench", "StepInputs", "TrafficBench"]
+
 _CHECKED_TOKENS = 8  # at either end of a sequence's new tokens
 _NO_PAGE = -1  # in a block table past the end of a sequence
 _SPLITS = (1, 2, 4, 8, 16)
