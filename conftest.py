@@ -1,8 +1,9 @@
-"""Pytest settings for the whole workspace: skips, the `device` fixture, hypothesis profiles."""
+"""Pytest settings for the whole workspace: skips, samples, the `device` fixture, hypothesis profiles."""
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -54,6 +55,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group("large memory"))
         if item.get_closest_marker("slow") and not run_slow:
             item.add_marker(pytest.mark.skip(reason="slow; runs with --run-slow (make test-full)"))
+    sampled = [item for item in items if item.get_closest_marker("sampled")]
+    if sampled and not run_slow and gpu_missing():
+        skip_all_but_samples(sampled)
+
+
+def skip_all_but_samples(items: list[pytest.Item]) -> None:
+    """Keeps of each test cases in which every value of every parameter appears; a GPU runs all of them."""
+    from narrowkv.testing.covering import covering, values_of
+
+    products: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            if not item.get_closest_marker("skip"):
+                products[item.nodeid.split("[")[0]].append(item)
+    not_sampled = pytest.mark.skip(reason="not in the sample; runs with --run-slow (make test-full)")
+    for functions in products.values():
+        cases = [
+            frozenset().union(*(values_of(name, value) for name, value in function.callspec.params.items()))
+            for function in functions
+        ]
+        for index in set(range(len(cases))).difference(covering(cases)):
+            functions[index].add_marker(not_sampled)
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,21 @@ class _Sm90Driver:
         return 0
 
 
+@cache
+def _dump(cubin: bytes, option: str) -> str:
+    """What NVIDIA's disassembler says of a code object; a large one takes seconds."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as code:
+        code.write(cubin)
+        code.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        return subprocess.run([tool, option, code.name], capture_output=True, text=True, check=True).stdout
+
+
 @dataclass(frozen=True)
 class Sm90Kernel:
-    """One compiled kernel; `place` is a folder of its own."""
+    """One compiled kernel."""
 
     compiled: Any
-    place: Path
 
     @property
     def name(self) -> str:
@@ -83,17 +94,13 @@ class Sm90Kernel:
         return [loop for loop in loops if any("HGMMA" in text for text in loop)]
 
     def _dump(self, option: str) -> str:
-        code = self.place / f"{self.name}.cubin"
-        code.write_bytes(self.compiled.asm["cubin"])
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        return subprocess.run([tool, option, code], capture_output=True, text=True, check=True).stdout
+        return _dump(self.compiled.asm["cubin"], option)
 
 
 @dataclass
 class CompileForSm90:
     """Compiles every launch and keeps what came out."""
 
-    place: Path
     kernels: list[Sm90Kernel] = field(default_factory=list)
     target = get_target("sm90")
 
@@ -108,14 +115,14 @@ class CompileForSm90:
         """Compiles what a launch would run."""
         result = kernel.warmup(*args, **constexprs, grid=grid, **options.for_target(self.target))
         compiled = result.result() if hasattr(result, "result") else result
-        self.kernels.append(Sm90Kernel(compiled, self.place))
+        self.kernels.append(Sm90Kernel(compiled))
 
 
 @pytest.fixture
-def sm90_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[CompileForSm90]:
+def sm90_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileForSm90]:
     """Calls on CPU tensors inside the test are compiled for Hopper and not run."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # its default; 3.9 warns where it is unset
-    executor = CompileForSm90(tmp_path)
+    executor = CompileForSm90()
     previous = driver._active
     driver.set_active(_Sm90Driver())
     try:

@@ -10,6 +10,7 @@ import torch
 from narrowkv.quant.accuracy import compare
 from narrowkv.runtime.cases import parse_case
 from narrowkv.runtime.launch import executing
+from narrowkv.sparse_fp8 import DSV4Rows, KVSource, sparse_prefill_fp8, sparse_prefill_fp8_reference
 from narrowkv.sparse_fp8.cases import SparseCase, full, quick
 from narrowkv.testing.checking import CaseResult, run_case
 from narrowkv.testing.emulation import EmulateExecutor, emulating
@@ -46,20 +47,42 @@ def test_machine_code_agrees_with_the_reference(name: str, target: str) -> None:
     assert result.passed, result.detail
 
 
-# On gfx950 the kernel whose rows go to LDS asynchronously: more tiles than LDS has places for, and fewer.
+# The kernel for CDNA: more tiles than LDS has places for, and fewer.
 MANY_HEADS = {
     "sink": "mode=wide,layout=bf16,heads=64,lens=200+0+1,sink=1",
     "fp16, two sources": "mode=wide,layout=fp16,q=fp16,heads=32,lens=70+3,extend=0+130",
     "expanded rows, two blocks of heads": "mode=prepass,heads=128,lens=65",
     "splits": "mode=decode,heads=64,lens=300+5,splits=3,sink=1",
+    "FP8": "heads=64,lens=150+0+1,sink=1",
+    "FP8 split, two sources": "layout=split,heads=32,lens=70+3,extend=0+130",
+    "FP8 row512, two blocks of heads": "layout=row512,heads=128,lens=65,q=fp8",
+    "FP8 with negative zeros": "heads=32,lens=70,clean=0",
+    "FNUZ": "heads=64,lens=40,format=fp8_e4m3fnuz",
 }
 
 
 @both_targets
 @pytest.mark.parametrize("name", MANY_HEADS)
-def test_many_heads_over_16_bit_rows(name: str, target: str) -> None:
+def test_many_heads(name: str, target: str) -> None:
     result = run(parse_case(SparseCase, MANY_HEADS[name]), target, detect_hazards=True)
     assert result.passed, result.detail
+
+
+@both_targets
+def test_scales_for_32_columns(target: str) -> None:
+    """The second half of every 64 columns has a scale of its own."""
+    x = torch.randn(90, 512, generator=torch.Generator().manual_seed(0))
+    rows = DSV4Rows.quantize(x, layout="row512")
+    assert rows.data is not None
+    data = rows.data.clone()
+    data[:, 449:462:2] = data[:, 448:462:2] - 1
+    finer = DSV4Rows.row512(data, rows.rope, scale_group=32, negative_zero_free=True)
+    source = KVSource(finer, torch.tensor([0, 70], dtype=torch.int32), torch.arange(70, dtype=torch.int32))
+    q = torch.randn(1, 32, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with emulating(target, detect_hazards=True):
+        o = sparse_prefill_fp8(q, source, mode="fused")
+    expected = sparse_prefill_fp8_reference(q, source)
+    assert compare(o, expected).relative_l1 <= 0.004
 
 
 @both_targets

@@ -1,13 +1,15 @@
-"""A stand-in for the GPU that benches measure on."""
+"""A stand-in for the GPU that benches measure on; the command is built once for all tests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+import typer.main
+import typer.testing
 
 import narrowkv.cli.app as program
 from narrowkv.cli import bench
@@ -17,6 +19,14 @@ from narrowkv.testing.bench.ceilings import Ceilings
 from narrowkv.testing.bench.timing import Timing
 from narrowkv.testing.contracts import ContractSet
 from narrowkv.testing.places import Place
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_command() -> Iterator[None]:
+    """Typer's runner would build the whole command again for each call, which takes ten times the call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", cache(typer.main.get_command))
+        yield
 
 
 class CpuTimer:

@@ -42,6 +42,26 @@ def test_probe_asks_every_precision(monkeypatch: pytest.MonkeyPatch) -> None:
             assert main["mfma"]
 
 
+def test_one_shape_is_validated_and_misspelled_ones_are_refused() -> None:
+    asked = ["validate", "sage", "--on", "cpu", "--jobs", "1", "--precision", "fp8"]
+    code, document = ask(*asked, "--granularity", "per_thread", "--shape", "b=1,h=2,kv=1,s=70,d=64")
+    assert code == 0
+    assert document["passed"] == document["planned"] == 3
+    assert all(case["kernel_l1"] < cases.BOUND for case in document["cases"])
+    for shape, wrong in (
+        ("b=1,h=2,s=70", "must name d"),
+        ("b=1,h=3,kv=2,s=70,d=64", "2 KV heads, got 3"),
+        ("1x2x70x64", "got '1x2x70x64'"),
+        ("b=1,h=0,s=70,d=64", "got 'h=0'"),
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            cases.one_shape(shape)
+    found = run(app, [*asked, "--shape", "b=1,h=2,s=70,d=64", "--granularity", "per_page"])
+    assert found.exit_code == 2
+    assert "--granularity must be one of" in found.output
+    assert run(app, asked).exit_code == 2  # a precision of no shape
+
+
 def test_validate_shows_every_granularity_beside_the_published_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

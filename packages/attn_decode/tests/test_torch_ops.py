@@ -187,7 +187,7 @@ def test_opcheck(fmt: str) -> None:
     )  # fmt: skip
     inputs = (
         q, *tensors, table.page_ids, table.kv_indptr, table.kv_last_page_len, table.seq_lens,
-        table.key_ranges, None, *spec,
+        table.key_ranges, table.tree_mask, None, *spec,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.narrowkv.paged_decode, inputs)
     torch.library.opcheck(

@@ -39,8 +39,8 @@ def one_dies() -> str:
     return _told(lambda: cp_paged_decode(q, shard.cache, shard.table, plan=plan))
 
 
-def errors_of_agreement() -> list[str]:
-    """An error in one rank's block, then ranks that differ."""
+def every_fault() -> list[str]:
+    """Mismatches between ranks, an error in one rank's block, then ranks that differ."""
     group = group_of(None)
 
     def fails() -> None:
@@ -52,7 +52,8 @@ def errors_of_agreement() -> list[str]:
         with agreement(group) as equal:
             equal["number"] = dist.get_rank()
 
-    return [_told(fails), _told(differs)]
+    mismatches = different_interleaves(), one_refuses(), wrong_world()
+    return [*mismatches, _told(fails), _told(differs)]
 
 
 def _told(work: object) -> str:

@@ -177,10 +177,10 @@ def sage() -> dict[str, tuple[float, float]]:
     return found
 
 
-def everything() -> dict[str, Any]:
-    """All of it in one set of processes."""
+def everything(prefills: tuple[str, ...]) -> dict[str, Any]:
+    """All of it in one set of processes, with the prefills of these names."""
     return {
-        "prefill": {name: prefill(name) for name in PREFILLS},
+        "prefill": {name: prefill(name) for name in prefills},
         "one GPU": one_gpu_error(),
         "sparse": sparse(),
         "sage": sage(),

@@ -10,9 +10,17 @@ from narrowkv.context_parallel import PrefillShares, ShardLayout
 from narrowkv.context_parallel.ranks import run_ranks
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_equal_one_gpu(world: int) -> None:
-    for found in run_ranks(rank_work.everything, world, timeout_s=240):
+@pytest.mark.parametrize(
+    ("world", "prefills"),
+    [
+        (2, tuple(rank_work.PREFILLS)),
+        (3, ("a prompt", "a chunk by a ring, own pages", "fewer tokens than blocks")),
+        pytest.param(4, tuple(rank_work.PREFILLS), marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value if isinstance(value, int) else "",
+)
+def test_ranks_equal_one_gpu(world: int, prefills: tuple[str, ...]) -> None:
+    for found in run_ranks(rank_work.everything, world, prefills, timeout_s=240):
         bound = 2 * found["one GPU"]
         for name, (error, differs) in found["prefill"].items():
             assert error <= bound, name

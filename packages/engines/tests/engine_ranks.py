@@ -80,3 +80,8 @@ def steps(interleave: int, comm: str) -> dict[str, float]:
     except UnsupportedError:
         found["a chunk in a window"] = 0.0
     return found
+
+
+def every_step(exchanges: tuple[tuple[int, str], ...]) -> list[dict[str, float]]:
+    """The steps with each interleave and exchange."""
+    return [steps(interleave, comm) for interleave, comm in exchanges]

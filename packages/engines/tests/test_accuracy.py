@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from narrowkv.engines.accuracy import (
     RECIPES,
@@ -18,9 +19,11 @@ from narrowkv.engines.accuracy import (
     measure,
     train_tiny,
 )
+from narrowkv.engines.accuracy.attention import StoredAttention
 from narrowkv.engines.accuracy.evaluate import _Runner, collect, statistics_of
 from narrowkv.engines.accuracy.models import encode_bytes
 from narrowkv.engines.accuracy.texts import calibration_text, evaluation_text, needle_text, training_text
+from narrowkv.engines.accuracy.tiny_lm import tiny_lm_config
 from narrowkv.engines.tiny import tiny_model
 from narrowkv.engines.transformers import NarrowCache
 from narrowkv.paged_cache import PagedKVCache, append
@@ -50,7 +53,8 @@ def test_bits_and_places_of_recipes() -> None:
     assert bits["bf16"] == 16
     assert bits["fp4"] == bits["fp4-e4m3"] == 4.125
     assert (bits["fp8-tensor"], bits["fp8"], bits["nvfp4"], bits["fp4-mx"]) == (8, 8.5, 4.5, 4.25)
-    assert {r.name for r in RECIPES if not r.in_cache} == {"fp8-tensor", "fp4-mx", "nvfp4", "nvfp4-offset"}
+    simulated = {"fp8-tensor", "fp4-mx", "nvfp4", "nvfp4-offset", "fp4-e4m3-recent"}
+    assert {r.name for r in RECIPES if not r.in_cache} == simulated
     assert [r.name for r in find_recipes(["fp8"])] == ["bf16", "fp8"]
     with pytest.raises(ValueError, match="recipe must be one of"):
         find_recipes(["fp5"])
@@ -72,6 +76,30 @@ def test_recipes_rank_as_their_bits_and_calibration_say(sharp) -> None:
     assert all(score.ran == "torch" for score in scores.values())
     assert scores["bf16"].tokens == 190
     assert scores["bf16"].agreement == 1.0 > scores["fp8"].agreement > scores["fp4"].agreement
+
+
+def test_first_and_newest_tokens_are_seen_in_fp8() -> None:
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 9, 64, generator=random) for heads in (4, 2, 2))
+    (kept,) = (r for r in RECIPES if r.name == "fp4-e4m3-recent")
+    module = torch.nn.Module()
+
+    def attended(recipe: Recipe) -> torch.Tensor:
+        return StoredAttention(recipe).attend(module, q, k, v, None)[0][0]
+
+    plain, fp8 = attended(replace(kept, first=0, recent=0)), attended(find_recipes(["fp8"])[1])
+    found = attended(replace(kept, first=1, recent=3))
+    # The first four queries see nothing else: key 0 and the three newest.
+    torch.testing.assert_close(found[:4], fp8[:4])
+    # The last one sees keys 1 to 5 in FP4, of what was FP8.
+    (far_k, far_v), (near_k, near_v) = kept.store(*(x[0].transpose(0, 1) for x in (k, v)))
+    is_near = torch.tensor([True] + 5 * [False] + 3 * [True])[:, None, None]
+    keys, values = (
+        torch.where(is_near, *pair).repeat_interleave(2, 1) for pair in ((near_k, far_k), (near_v, far_v))
+    )
+    p = (torch.einsum("hd,shd->hs", q[0, :, 8], keys) / 8).softmax(-1)
+    torch.testing.assert_close(found[8], torch.einsum("hs,shd->hd", p, values))
+    assert (found[8] - plain[8]).abs().max() > 1e-3
 
 
 def test_the_kernels_give_the_predictions_that_are_simulated(sharp) -> None:
@@ -108,6 +136,13 @@ def test_training_is_repeated_by_its_seed_and_a_folder_gives_the_model_back(tmp_
     loaded = load_model(str(tmp_path), "cpu")
     assert torch.equal(loaded.tokens(evaluation_text(), 20), ids[0])
     torch.testing.assert_close(loaded.model(ids, use_cache=False).logits, logits[0])
+
+
+def test_the_default_sizes_are_a_model_that_transformers_makes() -> None:
+    config = tiny_lm_config(TinySizes())
+    assert config.num_attention_heads * config.head_dim == 768
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(config)
 
 
 def test_texts_are_long_and_differ_and_facts_are_asked_for(sharp) -> None:

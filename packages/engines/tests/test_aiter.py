@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from narrowkv.engines import aiter
+from narrowkv.engines.aiter import patching
 from narrowkv.paged_cache.layouts import from_logical
 from narrowkv.runtime.errors import UnsupportedError
 
@@ -235,7 +236,7 @@ def test_patch_stands_in_where_aiter_fails_and_says_so_once(fake_aiter):
     table, ids, indptr, last, starts, _ = batch()
     q = queries(sum(Q_LENS))
     arguments = (starts, indptr, ids, max(Q_LENS), max(SEQ_LENS))
-    aiter._announced.clear()
+    patching._announced.clear()
     undo = aiter.patch()
     prefill = fake_aiter["aiter.ops.mha"].mha_batch_prefill_func
     with pytest.warns(UserWarning, match="stands in for aiter's mha_batch_prefill_func: a GQA ratio of 12"):

@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4SingleKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.test.kernels.deepseek_v4.k_cache_reference import set_k_and_s_torch
 from transformers import DeepseekV4Config, LlamaConfig
 
@@ -62,6 +63,7 @@ def make_runner(pool, **args):
         token_to_kv_pool=pool,
         req_to_token_pool=memory_pool.ReqToTokenPool(3, CONTEXT, "cpu", False),
         server_args=SimpleNamespace(**{"speculative_algorithm": None, "dcp_size": 1, **args}),
+        is_draft_worker=args.get("speculative_draft", False),
         model_config=SimpleNamespace(
             is_encoder_decoder=False,
             head_dim=DIM,
@@ -73,9 +75,12 @@ def make_runner(pool, **args):
     )
 
 
-def make_backend(pool):
+def make_backend(pool, **args):
     with get_parallel().override(attn_tp_size=1):
-        return backend.NarrowAttentionBackend(make_runner(pool))
+        return backend.NarrowAttentionBackend(make_runner(pool, **args))
+
+
+CHAIN = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3}
 
 
 def make_layer(index=0, *, scale=None, window=-1, cap=0.0):
@@ -94,14 +99,27 @@ class Batch:
         made.token_slots[self.rows] = slots.int()
         self.generator = torch.Generator().manual_seed(0)
 
-    def step(self, new):
-        """A forward batch with these new tokens of each request."""
+    def step(self, new, *, verify=False):
+        """A forward batch with these new tokens of each request; of guesses, which its lengths leave out."""
         before, self.lens = self.lens, [n + more for n, more in zip(self.lens, new, strict=True)]
         decodes = before[0] > 0 and set(new) == {1}
         slots = [
             self.backend.token_slots[row, start:end]
             for row, start, end in zip(self.rows, before, self.lens, strict=True)
         ]
+        if verify:
+            guesses = EagleVerifyInput.create_idle_input(1, new[0] - 1, new[0], "cpu")
+            return ForwardBatch(
+                forward_mode=ForwardMode.TARGET_VERIFY,
+                batch_size=2,
+                input_ids=torch.zeros(sum(new), dtype=torch.int64),
+                req_pool_indices=torch.tensor(self.rows),
+                seq_lens=torch.tensor(before),
+                seq_lens_cpu=torch.tensor(before),
+                out_cache_loc=torch.cat(slots).long(),
+                seq_lens_sum=sum(before),
+                spec_info=guesses,
+            )
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE if decodes else ForwardMode.EXTEND,
             batch_size=2,
@@ -261,6 +279,49 @@ def test_a_captured_step_is_replayed_with_other_requests_and_lengths(kind, runs)
         assert relative_l1(found, expected) <= 0.003
 
 
+@pytest.mark.parametrize("guesses", [3, 17], ids=["decode-kernel", "prefill-kernel"])
+def test_a_chain_of_guesses_is_verified(guesses, runs):
+    pool = make_pool(torch.bfloat16)
+    made = make_backend(pool, **{**CHAIN, "speculative_num_draft_tokens": guesses})
+    batch, layer = Batch(made), make_layer(scale=(None, None))
+    forward = batch.step([9, 20])
+    made.init_forward_metadata(forward)
+    made.forward(*batch.tensors(29), layer, forward)
+    new = [guesses, guesses]
+    forward = batch.step(new, verify=True)
+    made.init_forward_metadata(forward)
+    q, k, v = batch.tensors(sum(new))
+    found = made.forward(q, k, v, layer, forward)
+    assert relative_l1(found, attention_over_the_pool(pool, layer, batch, new, q)) <= 0.003
+    assert (runs["batch_prefill"], runs["paged_decode"]) == ((1, 1) if guesses == 3 else (2, 0))
+
+
+def test_a_captured_chain_of_guesses_is_replayed(runs):
+    pool = make_pool(torch.bfloat16, "window")
+    made = make_backend(pool, **CHAIN)
+    batch, layer = Batch(made), make_layer(1, scale=(None, None), window=WINDOW)
+    forward = batch.step([9, 20])
+    made.init_forward_metadata(forward)
+    made.forward(*batch.tensors(29), layer, forward)
+    made.init_cuda_graph_state(max_bs=4, max_num_tokens=12)
+    static = batch.step([3, 3], verify=True)
+    made.init_forward_metadata_out_graph(static, in_capture=True)
+    captured = made.forward_metadata
+    held = [(g.slots.data_ptr(), g.step.table.seq_lens.data_ptr()) for g in captured.values()][1:]
+    made.forward(*batch.tensors(6), layer, static)
+    batch.lens = [n - 2 for n in batch.lens]  # one guess was right
+    following = batch.step([3, 3], verify=True)
+    for name in ("seq_lens", "out_cache_loc", "seq_lens_cpu"):
+        getattr(static, name).copy_(getattr(following, name))
+    made.init_forward_metadata_out_graph(static)
+    assert made.forward_metadata is captured
+    assert held == [(g.slots.data_ptr(), g.step.table.seq_lens.data_ptr()) for g in captured.values()][1:]
+    q, k, v = batch.tensors(6)
+    found = made.forward(q, k, v, layer, static)
+    assert relative_l1(found, attention_over_the_pool(pool, layer, batch, [3, 3], q)) <= 0.003
+    assert runs["paged_decode"] == 2
+
+
 def test_no_step_reads_from_the_device(monkeypatch):
     made = make_backend(make_pool(FP8, "window"))
     batch = Batch(made)
@@ -283,10 +344,12 @@ def test_no_step_reads_from_the_device(monkeypatch):
     ("change", "message"),
     [
         ({"kind": "fp4"}, "an E8M0 scale for 16 channels"),
-        ({"speculative_algorithm": "EAGLE"}, "tree masks"),
+        ({**CHAIN, "speculative_eagle_topk": 4}, "verifies trees"),
+        ({**CHAIN, "speculative_algorithm": "NGRAM"}, "NGRAM with .* verifies trees"),
+        ({**CHAIN, "speculative_draft": True}, "--speculative-draft-attention-backend"),
         ({"dcp_size": 2}, "--dcp-size"),
     ],
-    ids=["fp4-pool", "speculative", "context-parallel"],
+    ids=["fp4-pool", "trees", "ngram", "draft-model", "context-parallel"],
 )
 def test_what_is_not_served_is_refused_with_the_reason(change, message):
     args = dict(change)
@@ -307,11 +370,12 @@ def test_layers_and_steps_that_are_not_served_are_refused():
     layer.attn_type = AttentionType.ENCODER_ONLY
     with pytest.raises(UnsupportedError, match="not a decoder's own"):
         made.forward(*batch.tensors(4), layer, forward)
-    forward.forward_mode = ForwardMode.TARGET_VERIFY
-    with pytest.raises(UnsupportedError, match="TARGET_VERIFY"):
-        made.init_forward_metadata(forward)
-    with pytest.raises(UnsupportedError, match="TARGET_VERIFY"):
-        made.init_forward_metadata_out_graph(forward)
+    for mode in (ForwardMode.DRAFT_EXTEND_V2, ForwardMode.DLLM_EXTEND):
+        forward.forward_mode = mode
+        with pytest.raises(UnsupportedError, match=mode.name):
+            made.init_forward_metadata(forward)
+        with pytest.raises(UnsupportedError, match=mode.name):
+            made.init_forward_metadata_out_graph(forward)
 
 
 def test_models_and_caches_are_answered():

@@ -159,25 +159,29 @@ def narrow_cache(model, **options):
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [(name, "fp8") for name in TINY_MODELS] + [("llama-3-tiny", form) for form in FORMATS if form != "fp8"],
+    [(name, "fp8") for name in TINY_MODELS]
+    + [("llama-3-tiny", form) for form in ("fp4", "bf16")]
+    + [pytest.param("llama-3-tiny", form, marks=pytest.mark.slow) for form in ("fp8-static", "k8v4")],
 )
 def test_logits_and_greedy_tokens_are_those_of_attention_over_the_dequantised_cache(name, form, runs):
-    layers = 2 if form == "fp8" else 1
+    layers = 1 if name in ("glm-4.5-air-tiny", "qwen3-tiny") or form != "fp8" else 2
+    generates = form == "fp8" and name in ("llama-3-tiny", "gpt-oss-tiny")
     model = tiny_model(name, num_layers=layers)
     found, tokens = {}, {}
     for implementation in ("narrowkv", "over_the_cache", "over_the_cache_16"):
         model.set_attn_implementation(implementation)
         found[implementation] = steps(model, narrow_cache(model, **FORMATS[form]))
-        if implementation != "over_the_cache_16":
+        if generates and implementation != "over_the_cache_16":
             tokens[implementation] = generate(model, narrow_cache(model, **FORMATS[form]))
         if implementation == "narrowkv":
             # Two chunks and two tokens, then a prompt and the tokens after it; in every layer.
-            assert runs["batch_prefill"] == layers * 3
-            assert runs["paged_decode"] == layers * (2 + NEW - 1)
+            assert runs["batch_prefill"] == layers * (2 + generates)
+            assert runs["paged_decode"] == layers * (2 + generates * (NEW - 1))
             assert runs["append"] == runs["batch_prefill"] + runs["paged_decode"]
     exact = found["over_the_cache"]
     assert relative_l1(found["narrowkv"], exact) <= 2 * relative_l1(found["over_the_cache_16"], exact)
-    assert_same_greedy_tokens(tokens["narrowkv"], tokens["over_the_cache"])
+    if generates:
+        assert_same_greedy_tokens(tokens["narrowkv"], tokens["over_the_cache"])
 
 
 @pytest.mark.parametrize("name", ["glm-4.5-air-tiny", "gpt-oss-tiny"])
@@ -258,9 +262,9 @@ def test_a_step_copies_no_cache_and_never_waits_for_the_device(monkeypatch, runs
 
 
 def test_a_decode_step_adds_one_operation_and_the_views_of_each_layer(monkeypatch):
-    model = tiny_model("llama-3-tiny", attn_implementation="narrowkv", num_layers=3)
+    model = tiny_model("llama-3-tiny", attn_implementation="narrowkv")
     narrow = narrow_cache(model)
-    generate(model, narrow, pad=0)
+    generate(model, narrow, pad=0, new=2)
     seen = []
 
     class Seen(TorchDispatchMode):
@@ -272,7 +276,7 @@ def test_a_decode_step_adds_one_operation_and_the_views_of_each_layer(monkeypatc
     monkeypatch.setattr(cache, "append", lambda *args: None)
     monkeypatch.setattr(attention, "paged_decode", lambda q, *args, **kwargs: q)
     module = torch.nn.Module()
-    for index in range(3):
+    for index in range(2):
         k, v = narrow.update(torch.zeros(2, 2, 1, 64).bfloat16(), torch.zeros(2, 2, 1, 64).bfloat16(), index)
         with Seen():
             attention.attend(module, q, k, v, None)
@@ -281,9 +285,9 @@ def test_a_decode_step_adds_one_operation_and_the_views_of_each_layer(monkeypatc
 
 
 def test_the_layers_share_one_plan_and_its_workspace():
-    model = tiny_model("llama-3-tiny", attn_implementation="narrowkv", num_layers=3)
+    model = tiny_model("llama-3-tiny", attn_implementation="narrowkv")
     narrow = narrow_cache(model)
-    generate(model, narrow)
+    generate(model, narrow, new=2)
     assert len(narrow.rows._decode_plans) == 1
     assert len(narrow.rows._prefill_plans) == 1
 
@@ -365,6 +369,7 @@ def test_every_registered_decoder_is_answered_yes_or_with_a_reason():
     yes = {name for name, reasons in answers.items() if not reasons}
     assert {"llama", "qwen3", "qwen3_moe", "gpt_oss", "gemma2", "gemma3_text", "mistral", "mixtral"} <= yes
     no = {
+        "cohere_compass_text": "makes no model of its configuration: KeyError",
         "deepseek_v3": "MLA",
         "llama4_text": "chunks",
         "bloom": "AttentionInterface",

@@ -32,6 +32,7 @@ from narrowkv.engines import steps  # noqa: E402
 from narrowkv.engines import vllm as narrow  # noqa: E402
 from narrowkv.engines.tiny import tiny_model  # noqa: E402
 from narrowkv.engines.vllm import backend  # noqa: E402
+from narrowkv.engines.vllm.slots import OWN_SLOTS  # noqa: E402
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22]]
 LAYERS, NEW = 6, 3  # vLLM keeps the two first and the two last layers of a 4-bit cache in 16 bits
@@ -65,6 +66,7 @@ def checked(monkeypatch):
         def call(*args, out=None, plan=None, **kwargs):
             cache = args[0] if name == "append" else args[1]
             counts[name, cache.format.k] += 1
+            counts["V", cache.format.v] += 1
             counts["memory", cache.k.untyped_storage().data_ptr()] += 1
             if cache.format.k.startswith("fp8") and cache.k_granularity == "tensor":
                 counts["scales", round(float(cache.k_descale), 4), round(float(cache.v_descale), 4)] += 1
@@ -138,10 +140,17 @@ def own(model):
         ("fp8", "fp8_e4m3fn", 0.5),
         ("fp8_per_token_head", "fp8_e4m3fn", 0.5),
         ("ultraquant_4bit", "fp4_e2m1", 2.0),
+        ("narrowkv_k8v4", "fp8_e4m3fn", 1.0),
+        ("narrowkv_fp4", "fp4_e2m1", 2.0),
     ],
 )
 def test_generate_through_narrowkvs_cache(model, own, cpu_slot, checked, cache_dtype, stored, bound):
-    outputs, chances, memory = generate(model, cache_dtype)
+    if cache_dtype in OWN_SLOTS:
+        asked = {"additional_config": {"kv_cache": cache_dtype}}
+        outputs, chances, memory = generate(model, "fp8", **asked)
+        assert checked["V", "fp4_e2m1"] > 0
+    else:
+        outputs, chances, memory = generate(model, cache_dtype)
     assert sum(n for (name, *kind), n in checked.items() if name == "append" and kind == [stored])
     # Each call of a step appends and attends once in every layer; every cache is vLLM's own memory.
     appends, attends = (

@@ -7,7 +7,14 @@ import torch
 from transformers import LlamaConfig
 
 from narrowkv.engines import vllm
-from narrowkv.engines.vllm.slots import CACHE_DTYPES, format_of, layer_cache, slot_bytes
+from narrowkv.engines.vllm.slots import (
+    CACHE_DTYPES,
+    OWN_SLOTS,
+    chosen_slots,
+    format_of,
+    layer_cache,
+    slot_bytes,
+)
 from narrowkv.paged_cache import append
 from narrowkv.quant.fp4 import decode_fp4, unpack_fp4
 
@@ -25,7 +32,7 @@ def memory(cache_dtype, order):
     return physical.permute(*inverse, 3)
 
 
-@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("cache_dtype", [*CACHE_DTYPES, *OWN_SLOTS])
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2)], ids=["BHN", "BNH", "HBN"])
 def test_appended_tokens_come_back_through_the_views_and_nothing_else_changes(cache_dtype, order):
     kv_cache = memory(cache_dtype, order)
@@ -36,8 +43,9 @@ def test_appended_tokens_come_back_through_the_views_and_nothing_else_changes(ca
     append(cache, k, v, slots)
     assert cache.k.untyped_storage().data_ptr() == kv_cache.untyped_storage().data_ptr()
     stored = cache.dequantize()
-    bound = 0.3 if cache_dtype == "ultraquant_4bit" else 0.15 if cache_dtype == "fp8_e5m2" else 0.07
-    for new, side in ((k, stored[0]), (v, stored[1])):
+    bounds = {"fp8_e5m2": (0.15, 0.15), "ultraquant_4bit": (0.3, 0.3), "narrowkv_fp4": (0.3, 0.3)}
+    bounds["narrowkv_k8v4"] = (0.07, 0.3)
+    for new, side, bound in zip((k, v), stored, bounds.get(cache_dtype, (0.07, 0.07)), strict=True):
         for token, slot in ((0, BLOCK + 1), (2, 2 * BLOCK + 5)):
             found = side[slot // BLOCK, slot % BLOCK]
             error = (found - new[token].float()).norm() / new[token].float().norm()
@@ -55,6 +63,15 @@ def test_scales_lie_beside_their_numbers():
     codes, scale = slot[:DIM].view(cache.k.dtype).float(), slot[DIM : DIM + 4].view(torch.float32)
     assert torch.allclose(codes * scale, k[0, 1].float(), rtol=0.07, atol=scale.item() / 100)
 
+    kv_cache = memory("narrowkv_k8v4", (0, 1, 2))
+    cache = layer_cache(kv_cache, "narrowkv_k8v4", DIM, torch.ones(()), torch.ones(()))
+    append(cache, k, v, torch.tensor([3]))
+    slot = kv_cache[0, 1, 3]
+    values, scale = slot[DIM + 4 : DIM + 4 + DIM // 2], slot[-4:-3].view(torch.float8_e4m3fn).float()
+    assert slot.shape[0] == 104
+    assert torch.equal(decode_fp4(unpack_fp4(values)) * scale, cache.dequantize()[1][0, 3, 1])
+    assert not slot[-3:].any()
+
     kv_cache = memory("ultraquant_4bit", (0, 1, 2))
     cache = layer_cache(kv_cache, "ultraquant_4bit", DIM, torch.ones(()), torch.ones(()))
     append(cache, k, v, torch.tensor([3]))
@@ -67,8 +84,13 @@ def test_scales_lie_beside_their_numbers():
 
 def test_formats_and_refusals():
     cpu = torch.device("cpu")
-    assert format_of("auto", torch.float16, cpu) == "fp16"
-    assert format_of("fp8_e5m2", torch.float16, cpu) == "fp8_e5m2"
+    assert str(format_of("auto", torch.float16, cpu)) == "fp16"
+    assert str(format_of("fp8_e5m2", torch.float16, cpu)) == "fp8_e5m2"
+    assert chosen_slots("ultraquant_4bit", {}) == "ultraquant_4bit"
+    with pytest.raises(ValueError, match="kv_cache_dtype must be fp8 with narrowkv_fp4, got 'auto'"):
+        chosen_slots("auto", {"kv_cache": "narrowkv_fp4"})
+    with pytest.raises(ValueError, match=r"additional_config.*must be one of"):
+        chosen_slots("fp8", {"kv_cache": "k4v2"})
     with pytest.raises(ValueError, match="kv_cache_dtype must be one of"):
         format_of("nvfp4", torch.float16, cpu)
     assert vllm.supports(LlamaConfig(head_dim=128)) == []

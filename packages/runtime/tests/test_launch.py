@@ -55,6 +55,14 @@ def _count_kernel(o_ptr):
     tl.atomic_add(o_ptr, 1)
 
 
+_STEP = 3
+
+
+@triton.jit
+def _stepping_kernel(o_ptr, STEP: tl.constexpr = _STEP):
+    tl.store(o_ptr, STEP)
+
+
 @triton.jit
 def _broken_kernel(o_ptr, N: tl.constexpr):
     tl.store(o_ptr + tl.arange(0, N), tl.arange(0, 2 * N))
@@ -208,6 +216,12 @@ def test_a_hint_that_only_older_tritons_act_on() -> None:
         assert "schedule_hint" not in passed
     else:
         assert passed["schedule_hint"] == "attention,memory-bound-attention"
+
+
+def test_a_default_may_be_a_variable_of_the_module() -> None:
+    out = torch.zeros(1, dtype=torch.int32)
+    launch(_stepping_kernel, (1,), (out,), {}, ONE)
+    assert int(out) == 3
 
 
 def test_run_as_interprets() -> None:

@@ -19,7 +19,8 @@ from narrowkv.quant.sage import (
 from narrowkv.runtime.launch import run_as
 from narrowkv.sage import SagePlan, plan_sage
 from narrowkv.sage.cases import SageCase
-from narrowkv.sage.reference import key_positions, ranges_of, scratch_rows
+from narrowkv.sage.prequantized import key_positions
+from narrowkv.sage.reference import ranges_of, scratch_rows
 
 W = SageCase.small
 DENSE = W(q_lens=(150, 150), k_lens=(200, 200), num_kv_heads=2)

@@ -16,6 +16,7 @@ from narrowkv.runtime.targets import get_target
 from narrowkv.sage import plan_sage, sage_attention, sage_attention_reference
 from narrowkv.sage.cases import SageCase
 
+pytestmark = pytest.mark.sampled
 W = SageCase.small
 I32, I64 = torch.int32, torch.int64
 RAGGED = W(q_lens=(20, 0, 7, 33, 5), k_lens=(30, 4, 40, 0, 9), gqa_ratio=1, ragged=True)

@@ -24,6 +24,7 @@ from narrowkv.sparse_fp8 import (
 )
 from narrowkv.sparse_fp8.cases import SparseCase, SparseInputs
 
+pytestmark = pytest.mark.sampled
 W = SparseCase.small
 I32, I64 = torch.int32, torch.int64
 ROWS, GUARDS = 40, 24

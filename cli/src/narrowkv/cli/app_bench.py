@@ -65,7 +65,7 @@ def bench_decode(
     q: Query = "bf16",
     samples: Samples = 50,
     peers: Annotated[
-        bool, typer.Option("--peers", help="Also time torch SDPA, AITER and FlashInfer.")
+        bool, typer.Option("--peers", help="Also time torch SDPA, AITER, FlashInfer, vLLM and SGLang.")
     ] = False,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Plans whose bits do not depend on the batch.")

@@ -11,7 +11,7 @@ from narrowkv.cli.command_line import DecodeByDefault, command
 from narrowkv.cli.names import PLACES, check_case_formats, choices, one_of
 from narrowkv.cli.options import Context, Count, Jobs, Where, starting_with
 from narrowkv.cli.options import jobs as number_of
-from narrowkv.cli.report import ExitCode, Report
+from narrowkv.cli.report import ExitCode, Report, UsageError
 
 validate = typer.Typer(cls=DecodeByDefault)
 Cases = Annotated[
@@ -102,15 +102,32 @@ def validate_sage(
         bool, typer.Option("--full/--quick", help="Also every precision, granularity and mask together.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    shape: Annotated[
+        str | None, typer.Option("--shape", metavar="SIZES", help="One shape, as b=1,h=8,s=1024,d=128.")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="Of --shape: int8, int4 or fp8; default: all.")] = "",
+    granularity: Annotated[
+        str, typer.Option(help="Of --shape: per_tensor, per_block, per_warp or per_thread; default: all.")
+    ] = "",
     *,
     where: Where,
 ) -> ExitCode:
     """Show what Sage attention's granularities cost in accuracy, beside the published figures."""
     _check(report, where)
+    if shape is None:
+        report.refuse("without --shape", "precision", "granularity")
+    else:
+        report.refuse("with --shape", "full")
     from narrowkv.cli.validate_sage import validate_sage as run
     from narrowkv.sage import cases
 
-    return run(cases.sweep(full=full, seed=seed), report, where, seed=seed)
+    if shape is None:
+        return run(cases.sweep(full=full, seed=seed), report, where, seed=seed)
+    try:
+        chosen = cases.one_shape(shape, precision=precision, granularity=granularity, seed=seed)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
+    return run(chosen, report, where, seed=seed)
 
 
 @command(validate, "fp4", title="validate fp4")

@@ -17,8 +17,8 @@ from narrowkv.runtime.targets import Target
 
 # The values of a call, in this order: its launches take them by their index.
 _VALUES = (
-    "q", "o", "lse", "sinks", "ranges", "ids", "row", "lens", "num_ids", "max_pages", "qk_scale", "v_factor",
-    "k", "v", "k_descale", "v_descale", "block", "counters", "acc_offset", "ml_offset",
+    "q", "o", "lse", "sinks", "ranges", "tree", "ids", "row", "lens", "num_ids", "max_pages", "qk_scale",
+    "v_factor", "k", "v", "k_descale", "v_descale", "block", "counters", "acc_offset", "ml_offset",
 )  # fmt: skip
 _VALUE = {name: Varies(index) for index, name in enumerate(_VALUES)}
 
@@ -94,6 +94,7 @@ def constants_of(
             even=config.split == "even",
             partial=config.split != "none",
             can_merge=config.merge_in_launch or not (config.split == "none" or target.is_amd),
+            q_in_shared=target.vendor == "nvidia" and config.block_m >= 64 and not native,
         ),
         "BLOCKS": Blocks(
             config.block_m, config.block_n, block_d, max(block_d, SCALED_DOT_DEPTH) if native else block_d
@@ -138,7 +139,7 @@ def fix_launches(
     value = _VALUE
     rows = Rows(
         value["q"], value["o"], value["lse"] if lse else None, value["sinks"] if sinks else None, *strides,
-        None if table.ranges is None else value["ranges"],
+        None if table.ranges is None else value["ranges"], None if table.tree is None else value["tree"],
     )  # fmt: skip
     k, v = bound.k._replace(ptr=value["k"]), bound.v._replace(ptr=value["v"])
     k_descale, v_descale = (

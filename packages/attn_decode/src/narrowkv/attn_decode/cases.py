@@ -14,16 +14,27 @@ from narrowkv.attn_decode.api import paged_decode
 from narrowkv.attn_decode.plan import DecodePlan
 from narrowkv.attn_decode.planning import plan_decode
 from narrowkv.attn_decode.reference import paged_decode_reference
-from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, pack_tree_mask
 from narrowkv.paged_cache.cases import DESCALES, LAYOUTS, CacheCase
 from narrowkv.runtime.cases import each_alone, named, word_of
 
-__all__ = ["AXES", "GLM_GQA12", "K8V4", "DecodeCase", "DecodeInputs", "at_random", "sweep"]
+__all__ = [
+    "AXES",
+    "GLM_GQA12",
+    "K8V4",
+    "TREES",
+    "DecodeCase",
+    "DecodeInputs",
+    "at_random",
+    "draw_tree",
+    "sweep",
+]
 
 BOUND = 0.002
 """Of the relative L1 error of 16-bit queries over any cache."""
 LSE_BOUND = 1e-3
 QUERIES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TREES = ("chain", "star", "random")
 _OUTPUTS = {"": None, **QUERIES, "fp32": torch.float32}
 QUICK_RANDOM_CASES = 40
 FULL_RANDOM_CASES = 800
@@ -35,6 +46,7 @@ class DecodeCase(CacheCase):
 
     Attributes:
         q_len: query tokens of each sequence.
+        tree: one of `TREES` that the query tokens form; empty for a sequence without a tree mask.
         gqa_ratio: query heads for each KV head.
         q_dtype, out_dtype: of query and output; None for q's.
         window_left, logits_soft_cap, sinks: options of the call; -1 and 0 are off.
@@ -46,6 +58,7 @@ class DecodeCase(CacheCase):
     stale_columns: int = 1
     spread: float = 1.0
     q_len: int = 1
+    tree: str = named("", words=("", *TREES))
     gqa_ratio: int = named(12, "ratio")
     q_dtype: torch.dtype = named(torch.bfloat16, "q", QUERIES)
     out_dtype: torch.dtype | None = named(None, "out", _OUTPUTS)
@@ -97,8 +110,29 @@ class DecodeCase(CacheCase):
         self, generator: torch.Generator, device: torch.device | str
     ) -> tuple[torch.Tensor, PagedKVCache, PageTable]:
         cache, table = self.cache(generator, device)
+        if self.tree:
+            seen = draw_tree(self.tree, len(self.lens), self.q_len, generator)
+            table = table.with_tree_mask(pack_tree_mask(seen.to(device)))
         size = (len(self.lens) * self.q_len, self.num_kv_heads * self.gqa_ratio, self.head_dim)
         return torch.randn(size, generator=generator).to(self.q_dtype).to(device), cache, table
+
+
+def draw_tree(kind: str, batch: int, q_len: int, random: torch.Generator) -> torch.Tensor:
+    """Trees of new tokens, `[batch, q_len, q_len]` bool for `pack_tree_mask`.
+
+    Args:
+        kind: "chain", each token follows the one before; "star", all follow the first; "random", each follows
+            one of those before.
+    """
+    seen = torch.eye(q_len, dtype=torch.bool).repeat(batch, 1, 1)
+    for token in range(1, q_len):
+        parents = {
+            "chain": torch.full((batch,), token - 1),
+            "star": torch.zeros(batch, dtype=torch.long),
+            "random": torch.randint(token, (batch,), generator=random),
+        }[kind]
+        seen[:, token] |= seen[torch.arange(batch), parents]
+    return seen
 
 
 @dataclass(frozen=True)
@@ -170,7 +204,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "scale_group": (None, 32),
     "q_dtype": tuple(QUERIES.values()),
     "out_dtype": tuple(_OUTPUTS.values()),
-    "q_len": (1, 2, 4),
+    "q_len": (1, 2, 4, 8, 16),
+    "tree": ("", *TREES),
     "window_left": (-1, 0, 5, 40),
     "logits_soft_cap": (0.0, 2.0, 30.0),
     "sinks": (False, True),
@@ -205,6 +240,8 @@ def mended(case: DecodeCase) -> DecodeCase:
         case = replace(case, scale_group=None)
     elif case.layout == "vectorised":
         case = replace(case, layout="HND")
+    if case.q_len * case.gqa_ratio > 256:
+        case = replace(case, q_len=2)
     if case.scale_group and case.head_dim % case.scale_group:
         case = replace(case, head_dim=64)
     return case

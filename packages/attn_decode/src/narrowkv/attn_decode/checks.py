@@ -73,7 +73,7 @@ def refuse_overlap(
         "q": q, "k": cache.k, "v": cache.v, "sinks": sinks, "k_descale": cache.k_descale,
         "v_descale": cache.v_descale, "page_ids": page_table.page_ids, "seq_lens": page_table.seq_lens,
         "kv_indptr": page_table.kv_indptr, "kv_last_page_len": page_table.kv_last_page_len,
-        "key_ranges": page_table.key_ranges,
+        "key_ranges": page_table.key_ranges, "tree_mask": page_table.tree_mask,
     }  # fmt: skip
     if out is not None:
         check_no_overlap("out", out, **inputs, lse=lse)
@@ -88,7 +88,7 @@ def decode_shape(q: torch.Tensor, cache: PagedKVCache, page_table: PageTable) ->
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     check_classes(q, cache, page_table)
-    check_table(page_table, cache, key_ranges=True)
+    check_table(page_table, cache, row_masks=True)
     check_dtype("q", q, (torch.bfloat16, torch.float16))
     if q.dim() != 3:
         raise ValueError(f"q must have shape [batch * q_len, num_qo_heads, head_dim], got {tuple(q.shape)}")
@@ -99,12 +99,11 @@ def decode_shape(q: torch.Tensor, cache: PagedKVCache, page_table: PageTable) ->
         raise ValueError(f"q must have the cache's head_dim {cache.head_dim}, got {head_dim}")
     if (batch == 0 and num_tokens) or (batch and (num_tokens % batch or num_tokens == 0)):
         raise ValueError(f"q must have batch * q_len rows for batch {batch}, got {num_tokens}")
-    ranges = page_table.key_ranges
-    if ranges is not None and batch and ranges.shape[1] != num_tokens // batch:
-        raise ValueError(
-            f"key_ranges must have q_len = {num_tokens // batch} query tokens a sequence, "
-            f"got {ranges.shape[1]}"
-        )
+    for name, mask in (("key_ranges", page_table.key_ranges), ("tree_mask", page_table.tree_mask)):
+        if mask is not None and batch and mask.shape[1] != num_tokens // batch:
+            raise ValueError(
+                f"{name} must have q_len = {num_tokens // batch} query tokens a sequence, got {mask.shape[1]}"
+            )
     check_same_device(q=q, k=cache.k, v=cache.v, page_table=page_table.page_ids)
     shape = DecodeShape(
         batch=batch,

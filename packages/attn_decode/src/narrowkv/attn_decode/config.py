@@ -73,6 +73,25 @@ class DecodeConfig:
     v_parts: int
     options: LaunchOptions
 
+    def explain(self, shape: DecodeShape) -> str:
+        """The tile, how often the keys are read and how they are divided, for a person."""
+        rows = shape.q_len * shape.gqa_ratio
+        row_blocks = -(-rows // self.block_m)
+        times = "once" if row_blocks == 1 else f"{row_blocks} times"
+        each = self.num_units // max(shape.batch, 1)
+        how = {
+            "none": "one program per sequence and head block",
+            "uniform": f"up to {each} equal splits of every sequence",
+            "even": f"an even share of all keys over {self.num_units} work units",
+            "fixed": f"splits of {self.tiles_per_split * self.block_n} keys, at most {each} a sequence",
+        }[self.split]
+        merge = "merged in the launch" if self.merge_in_launch else "merged by a second kernel"
+        return (
+            f"{self.kernel}: tiles of {self.block_m} rows x {self.block_n} keys, "
+            f"{self.options.num_warps} warps, {self.options.num_stages} stages; a KV head has {rows} rows, "
+            f"so keys are read {times}; {how}{'' if self.split == 'none' else f', {merge}'}"
+        )
+
 
 def choose_kernel(target: Target, k_format: str, kernel: str | None) -> str:
     """The kernel for a target and a key format, or the one that is forced.
@@ -110,9 +129,45 @@ def parts_of(target: Target, format_name: str, *, is_key: bool) -> int:
     return 2 if target.vendor == "nvidia" and not is_key else 1
 
 
-def block_m_for(rows: int) -> int:
-    """16 rows fill the smallest matrix instruction; beyond 64 a second program reads the keys again."""
-    return min(64, max(16, 1 << (rows - 1).bit_length()))
+# Least time of a key for a tile of so many rows, of which the rest of a row's tile is added. H100, ratio 12,
+# FP8, 8k keys: 4 tokens of 64 sequences (one tile of 64) 471 us, 8 tokens (one of 128) 690 us, two of 64
+# 931 us; 16 tokens of 16 sequences: three of 64 328 us, two of 128 358 us, one of 256 364 us.
+_CLOCKS_OF_ROWS = {64: 23, 128: 36}
+
+
+def rows_of_tile(target: Target, rows: int, *, fast: bool) -> int:
+    """Rows of a tile; each tile reads all keys.
+
+    Args:
+        target: what the kernel will run on.
+        rows: query tokens times query heads of a KV head.
+        fast: the cache is FP8 and heads have at most 128 channels: more rows leave enough registers on AMD.
+    """
+    if rows <= 64:
+        return max(16, 1 << (rows - 1).bit_length())
+    if target.is_amd:
+        return 128 if fast else 64
+    return min(_CLOCKS_OF_ROWS, key=lambda most: -(-rows // most) * _CLOCKS_OF_ROWS[most])
+
+
+def _tall_tile(
+    target: Target, block_m: int, *, fast: bool, narrow_head: bool
+) -> tuple[int, LaunchOptions, int]:
+    """Keys and compiler options of a tile of 64 rows or more, and how many such programs a unit holds."""
+    if target.is_amd and fast:
+        # Model, 8 tokens at ratio 12, TFLOP/s of a full chip: gfx942 128 x 32 339, 64 x 64 284, 64 x 16 228;
+        # gfx950 128 x 64 412, 128 x 32 398, 64 x 16 284. 16 x 16 instructions: 264 and 349.
+        block_n = 32 if block_m == 128 and target.name == "gfx942" else 64
+        warps = 2 if block_m == 64 and target.name == "gfx950" else 4
+        return block_n, LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=32), 2
+    if target.is_amd:
+        return 16, LaunchOptions(num_warps=4, num_stages=1, matrix_instr_nonkdim=16), 2
+    if block_m == 64:
+        return 64, LaunchOptions(num_warps=4, num_stages=3 if narrow_head else 2), 2
+    if fast:
+        # 128 registers let two programs run, of which one multiplies while the other is in its softmax.
+        return 64, LaunchOptions(num_warps=8, num_stages=3, maxnreg=128), 2
+    return 64, LaunchOptions(num_warps=8, num_stages=3 if narrow_head else 2), 1
 
 
 # Programs of one warp that a compute unit or multiprocessor holds at once: sm90 at 255 registers, CDNA with
@@ -162,14 +217,16 @@ def choose_config(
         )
     chosen = choose_kernel(target, k_format, kernel)
     k_parts = 1 if chosen == "native" else parts_of(target, k_format, is_key=True)
-    v_parts = parts_of(target, v_format, is_key=False)
     rows = shape.q_len * shape.gqa_ratio
-    block_m = block_m_for(rows)
+    narrow_head = shape.head_dim <= 128
+    fast = narrow_head and k_format.startswith(_FP8_PREFIX) and v_format.startswith(_FP8_PREFIX)
+    block_m = rows_of_tile(target, rows, fast=fast)
+    # 64 rows are the matrix instruction that takes V from shared memory as it lies there.
+    v_parts = parts_of(target, v_format, is_key=block_m >= 64)
     head_programs = shape.num_kv_heads * -(-rows // block_m)
     units = target.figures.units if target.figures is not None else 4
     slots = max(1, units * _RESIDENT // head_programs)
 
-    narrow_head = shape.head_dim <= 128
     # Short work is bound by latency: four warps share one large tile. H100, B4 ctx1024, attention kernel
     # alone and with
     # the merge: 128 keys x 1 stage 11.1 and 13.7 us, x 2 stages 12.0 and 14.1 us; one-warp programs 16.4 us.
@@ -178,15 +235,15 @@ def choose_config(
     unpacks = unpacks and block_m == 16 and narrow_head
     whole_waves = False
     latency_bound = shape.batch * shape.capacity < 512 * slots and not batch_invariant
-    if target.is_amd:
+    if block_m >= 64 and chosen == "decode" and target.name != "cpu":
+        block_n, options, resident = _tall_tile(target, block_m, fast=fast, narrow_head=narrow_head)
+        slots = max(1, units * resident // head_programs)
+    elif target.is_amd:
         # One wave a program: with more, every wave repeats the QK product and the softmax of a 16-row tile.
         # Modelled issue time over memory time at ratio 12, head_dim 128 (`narrowkv inspect`): FP8 0.44 (FNUZ)
         # and 0.45 (OCP) on gfx942 and 0.34 on gfx950 at 64 keys, 0.59 at 32; FP4 0.89 on gfx942. None spills.
         warps = 1 if block_m <= 32 else 4
-        if shape.head_dim > 128 or block_m > 32:
-            block_n = 16
-        else:
-            block_n = 32 if k_format in ("bf16", "fp16") else 64
+        block_n = 16 if not narrow_head else 32 if k_format in ("bf16", "fp16") else 64
         if chosen == "native":
             # The compiler lowers a scaled dot of one wave to bf16 multiplications.
             warps = max(warps, 2)
@@ -218,9 +275,10 @@ def choose_config(
         options = LaunchOptions(num_warps=1, num_stages=3)
     else:
         # H100, B128 ctx8192 page 64: 32 keys x 3 stages 1.08 x the floor, 64 x 2 1.11 x, 16 x 4 1.21 x.
+        # 32 rows, B64 ctx8192 page 16: 64 keys 380 us, 32 keys 389 us.
         # The interpreter pays by the tile, not by the key.
-        block_n = 128 if target.name == "cpu" else 32
-        warps = 1 if block_m == 16 and narrow_head else 2 if block_m <= 32 else 4
+        block_n = 128 if target.name == "cpu" else 64 if block_m == 32 and fast else 32
+        warps = 1 if block_m == 16 and narrow_head else 2
         options = LaunchOptions(num_warps=warps, num_stages=3 if narrow_head else 2)
         slots = max(1, slots // warps)
 

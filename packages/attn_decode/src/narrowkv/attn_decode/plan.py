@@ -23,6 +23,7 @@ from narrowkv.attn_decode.kernels import Workspace, _merge_splits_kernel, _paged
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_table
 from narrowkv.paged_cache.layouts import span_bytes
+from narrowkv.quant import get_format
 from narrowkv.runtime import launch
 from narrowkv.runtime.errors import check_descale_tensor, check_finite_float, check_no_grad, check_window
 from narrowkv.runtime.identity import ByIdentity
@@ -85,25 +86,13 @@ class DecodePlan:
         return replace(self, workspace=own)
 
     def explain(self) -> str:
-        """Why this configuration: one line for a person."""
-        c = self.config
-        each = c.num_units // max(self.shape.batch, 1)
-        how = {
-            "none": "one program per sequence and head block",
-            "uniform": f"up to {each} equal splits of every sequence",
-            "even": f"an even share of all keys over {c.num_units} work units",
-            "fixed": f"splits of {c.tiles_per_split * c.block_n} keys, at most {each} a sequence",
-        }[c.split]
-        merge = (
-            ""
-            if c.split == "none"
-            else ", merged in the launch"
-            if c.merge_in_launch
-            else ", merged by a second kernel"
-        )
+        """What was chosen, how often keys are read and how many bytes there are: one line for a person."""
+        shape = self.shape
+        bits = get_format(self.k_format).bits + get_format(self.v_format).bits
+        stored = shape.batch * shape.capacity * shape.num_kv_heads * shape.head_dim * bits / 8
         return (
-            f"{self.target.name}, {c.kernel}: tiles of {c.block_m} rows x {c.block_n} keys, "
-            f"{c.options.num_warps} warps, {c.options.num_stages} stages; {how}{merge}"
+            f"{self.target.name}, {self.config.explain(shape)}; at most {stored / 1e6:.1f} MB of keys and "
+            f"values and {self.workspace_bytes() / 1e6:.1f} MB of partial results"
         )
 
     def config_for(self, batch: int) -> DecodeConfig:
@@ -234,7 +223,8 @@ class DecodePlan:
                     f"sm_scale times the descale of K must be finite in float32, got {qk_scale}: "
                     "pass a smaller sm_scale"
                 )
-            values = (q, o, lse, sinks, table.ranges, *table[:5], qk_scale, bound.v_factor, *bound.tensors)
+            scales = (qk_scale, bound.v_factor)
+            values = (q, o, lse, sinks, table.ranges, table.tree, *table[:5], *scales, *bound.tensors)
             if call.num_bytes:
                 block = torch.empty(call.num_bytes, dtype=torch.uint8, device=q.device)
                 counters = zeroed_counters(call.counters, q.device) if call.counters else None

@@ -50,6 +50,13 @@ def paged_decode_reference(
         if page_table.key_ranges is not None:
             begin, end = page_table.key_ranges[seq, :, :1], page_table.key_ranges[seq, :, 1:]
             keep = (key >= begin) & (key < end)
+        if page_table.tree_mask is not None:
+            mask = page_table.tree_mask
+            if page_table.key_ranges is None:
+                keep = torch.ones_like(keep)
+            new = key - (kv_len - q_len)
+            seen = (mask[seq][:, None] >> new.clamp(0, 8 * mask.element_size() - 1)) & 1
+            keep = keep & ((new < 0) | seen.bool())
         if window_left >= 0:
             keep &= key >= position - window_left
         s = s.masked_fill(~keep[:, None, None], -math.inf)

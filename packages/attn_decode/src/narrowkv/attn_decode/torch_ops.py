@@ -16,7 +16,7 @@ _INPUTS = (
     "Tensor q, "
     + CACHE_SCHEMA.format(a="", b="", c="", d="")
     + ", Tensor page_ids, Tensor? kv_indptr, Tensor? kv_last_page_len, Tensor? seq_lens, Tensor? key_ranges, "
-    + "Tensor? sinks, "
+    + "Tensor? tree_mask, Tensor? sinks, "
     + OPTIONS_SCHEMA
 )
 
@@ -25,14 +25,14 @@ def _decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_descale: torch.Tensor | None,
     v_descale: torch.Tensor | None, page_ids: torch.Tensor, kv_indptr: torch.Tensor | None,
     kv_last_page_len: torch.Tensor | None, seq_lens: torch.Tensor | None, key_ranges: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    tree_mask: torch.Tensor | None, sinks: torch.Tensor | None,
     *options: Any, **outputs: Any,
 ) -> Any:  # fmt: skip
     given = spelled(*options)
     cache = cache_from((k, v, k_descale, v_descale), given)
     table = PageTable(
         given.pop("kind"), page_ids, given.pop("page_size"), kv_indptr, kv_last_page_len, seq_lens,
-        given.pop("before_append"), key_ranges,
+        given.pop("before_append"), key_ranges, tree_mask,
     )  # fmt: skip
     given["plan"] = plan_of(given.pop("plan"))
     return paged_decode(q, cache, table, sinks=sinks, **given, **outputs)
@@ -96,7 +96,7 @@ def traced_decode(
     )
     inputs = (
         q, *cache_tensors(cache), page_table.page_ids, page_table.kv_indptr, page_table.kv_last_page_len,
-        page_table.seq_lens, page_table.key_ranges, sinks, *spec,
+        page_table.seq_lens, page_table.key_ranges, page_table.tree_mask, sinks, *spec,
     )  # fmt: skip
     if out is None and lse is None:
         o, sums = torch.ops.narrowkv.paged_decode(*inputs)

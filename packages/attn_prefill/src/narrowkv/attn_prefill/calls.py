@@ -110,14 +110,13 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
     o = torch.empty(q.shape, dtype=call.out_dtype, device=q.device) if out is None else out
     if lse is None and return_lse:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    launches = call.launches
-    if launches is not None:
+    for launches, fill_grid, grid, numbers, needs in call.classes:
         reading = bound.to_scratch if launches.staged else bound.in_loop
         values = (
             q.view(torch.uint8) if call.q_as_bytes else q, o, lse, starts, q_descale, sinks, table.ids,
             table.row, table.lens, table.num_ids, table.max_pages if bound.num_pages else 0,
             call.logit_scale * reading.k_scale, reading.v_scale / launches.p_scale, reading.k_scale,
-            *call.numbers, *reading.values,
+            *numbers, *reading.values,
         )  # fmt: skip
         if k_new is not None:
             values += (*bound.new_values, k_new, v_new)
@@ -125,12 +124,12 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
                 values += turn.tensors
         if launches.block_n:
             values += (matrix_of(bound, cache, launches.block_n).descriptor,)
-        if call.needs is not None:
-            values += allocate(call.needs, plan.device)
+        if needs is not None:
+            values += allocate(needs, plan.device)
         if launches.fill is not None:
-            launches.fill(call.fill_grid, values)
-        launches.attend(call.grid, values)
-    elif call.decodes:
+            launches.fill(fill_grid, values)
+        launches.attend(grid, values)
+    if call.decodes:
         decode = plan.decode or decode_plan_for_call(q, cache, page_table, False)
         decode.run(
             q, cache, page_table, sm_scale=call.scale, out=o, logits_soft_cap=call.soft_cap,

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape
-from narrowkv.attn_prefill.tiles import block_m_for, dense_config, fused_config, pipelined_config, tuned_as
-from narrowkv.quant.device import BITS, FNUZ_ALIAS, NATIVE, widen_route
+from narrowkv.attn_prefill.cost import few_classes, rates_of
+from narrowkv.attn_prefill.shapes import ANY_LEN, IN_PAGES, PrefillConfig, PrefillShape
+from narrowkv.attn_prefill.tiles import (
+    block_m_for,
+    dense_config,
+    fused_config,
+    pipelined_config,
+    split_config,
+)
+from narrowkv.quant.device import FNUZ_ALIAS, NATIVE
 from narrowkv.runtime.errors import UnsupportedError, check_choice
 from narrowkv.runtime.targets import Target
 
-KERNELS = ("dense", "fused", "decode")
-APPEND_KERNELS = ("append_then_attend", "pipelined", "fused")
-# With fewer keys the pipelined kernel does not pay for its start. H200, 96/8 heads: 128 new over none 21 us,
-# by the plain kernel 14; 1024 over none 75 and 78.
-_PIPELINED_KEYS = 512
+KERNELS = ("dense", "fused", "split", "decode")
+APPEND_KERNELS = ("append_then_attend", "pipelined", "fused", "split")
 # Attention of an append begins early up to as many scores, which take 90 us. H100, 32/8 heads: 128 over 4k
 # (FP8) 47 us instead of 49, 1k over 0 34 and 36, but 1k over 4k (bf16) 152 and 141; perhaps since programs
 # come to lie on other units where those ahead end one by one.
@@ -65,6 +70,7 @@ def choose_config(
     can_pipeline: bool = False,
     plain_keys: bool = True,
     kernel: str | None = None,
+    classes: bool = True,
 ) -> PrefillConfig:
     """The shipped configuration.
 
@@ -77,39 +83,81 @@ def choose_config(
         can_decode: whether every sequence is known to have one query token.
         can_pipeline: whether `kernels/pipelined.py` takes the formats and runs here.
         plain_keys: whether no key has a descale of its own, and Q is one matrix operand, not a sum of two.
-        kernel: forces "dense", "fused" or "decode".
+        kernel: forces "dense", "fused", "split" or "decode".
+        classes: whether sequences with few query tokens can have a launch of their own.
 
     Raises:
         UnsupportedError: for formats or a forced kernel that cannot serve the call, and why.
     """
     if kernel is not None:
         check_choice("kernel", kernel, KERNELS)
+    _check_formats(formats)
+    if q_fp8 is not None:
+        return _fp8_config(target, shape, formats, q_fp8, kernel, scratch_fits, plain_keys)
+    if kernel == "decode" and not can_decode:
+        raise UnsupportedError(
+            "kernel='decode' needs one query token in every sequence: plan with max_q_len=1"
+        )
+    if kernel == "dense":
+        check_scratch(shape, scratch_fits)
+    if can_decode and kernel in (None, "decode"):
+        return PrefillConfig("decode", "every sequence has one query token")
+
+    def widened(block_m: int, why: str) -> PrefillConfig:
+        plain = dense_config(target, shape, block_m, why, shape.head_dim > 128, plain_keys)
+        pays = can_pipeline and _pipeline_pays(target, shape, block_m)
+        return pipelined_config(target, shape, plain, formats[0]) if pays else plain
+
+    if kernel is not None:
+        block_m = block_m_for(shape)
+        if kernel == "dense":
+            return widened(block_m, "as asked")
+        if kernel == "split":
+            return split_config(target, shape, (0, ANY_LEN), block_m, "as asked")
+        return fused_config(target, shape, block_m, "as asked", shape.head_dim > 128)
+    if not scratch_fits:
+        why = "scratch for widened keys would exceed the limit; max_kv_tokens tightens the bound"
+        return _with_few(target, shape, formats, None, classes, lambda block_m: fused_config(
+            target, shape, block_m, why, shape.head_dim > 128
+        ))  # fmt: skip
+    name = "pipelined" if can_pipeline else "dense"
+    why = "its sequences have so many rows that keys are widened beforehand"
+    return _with_few(target, shape, formats, name, classes, lambda block_m: widened(block_m, why))
+
+
+def _with_few(
+    target: Target,
+    shape: PrefillShape,
+    formats: tuple[str, str],
+    widened: str | None,
+    classes: bool,
+    choose: Callable[[int], PrefillConfig],
+) -> PrefillConfig:
+    """The configuration of each class of sequences that a call can have, see `few_classes`.
+
+    choose: gives the configuration of sequences with many query tokens, from the rows of a tile.
+    """
+    few, least = few_classes(target, shape, formats, widened) if classes else ([], 0)
+    parts = [
+        split_config(target, shape, each.q_lens, each.block_m, "few rows share each key") for each in few
+    ]
+    if least < ANY_LEN:
+        parts.append(replace(choose(64 if few else block_m_for(shape)), q_lens=(least, ANY_LEN)))
+    *before, last = parts
+    return replace(last, few=tuple(replace(part, stores=False) for part in before))
+
+
+def _pipeline_pays(target: Target, shape: PrefillShape, block_m: int) -> bool:
+    """Whether a call has so many rows and keys that the pipelined kernel pays for its start."""
+    return block_m == 64 and shape.max_seq_len >= rates_of(target).pipelined_keys
+
+
+def _check_formats(formats: tuple[str, str]) -> None:
     if set(formats) == {"bf16", "fp16"}:
         raise UnsupportedError(
             "a cache of bf16 and fp16 is refused, as by paged_decode: "
             f"got k={formats[0]}, v={formats[1]}; each with itself or with FP8 or FP4 works"
         )
-    if q_fp8 is not None:
-        return _fp8_config(target, shape, formats, q_fp8, kernel, scratch_fits, plain_keys)
-    block_m = block_m_for(shape)
-    tiles = -(-shape.num_tokens * shape.gqa_ratio // (block_m * max(shape.batch, 1)))
-    chosen, why = _choose_kernel(target, formats, tiles, scratch_fits, can_decode)
-    if kernel is not None:
-        if kernel == "decode" and not can_decode:
-            raise UnsupportedError(
-                "kernel='decode' needs one query token in every sequence: plan with max_q_len=1"
-            )
-        if kernel == "dense":
-            check_scratch(shape, scratch_fits)
-        chosen, why = kernel, "as asked"
-    if chosen == "decode":
-        return PrefillConfig("decode", why)
-    wide = shape.head_dim > 128
-    if chosen == "dense":
-        plain = dense_config(target, shape, block_m, why, wide, plain_keys)
-        pays = block_m == 64 and shape.max_seq_len >= _PIPELINED_KEYS
-        return pipelined_config(target, shape, plain, formats[0]) if can_pipeline and pays else plain
-    return fused_config(target, shape, block_m, why, wide)
 
 
 def check_scratch(shape: PrefillShape, fits: bool) -> None:
@@ -119,35 +167,6 @@ def check_scratch(shape: PrefillShape, fits: bool) -> None:
             f"kernel='dense' needs scratch for {shape.kv_tokens} keys, more than is allowed: "
             "plan with max_kv_tokens or a larger scratch_limit_bytes"
         )
-
-
-def _choose_kernel(
-    target: Target,
-    formats: tuple[str, str],
-    tiles: int,
-    scratch_fits: bool,
-    can_decode: bool,
-) -> tuple[str, str]:
-    """The kernel and why: how often a key tile would be widened in the loop decides."""
-    if can_decode:
-        return "decode", "every sequence has one query token"
-    if target.is_nvidia and scratch_fits:
-        return "dense", "keys are widened beforehand"
-    if not scratch_fits:
-        return "fused", "scratch for widened keys would exceed the limit; max_kv_tokens tightens the bound"
-    if tiles >= least_tiles(target, formats):
-        return "dense", f"each key tile serves {tiles} tiles of rows, so it is widened once beforehand"
-    return "fused", f"each key tile serves {tiles} tiles of rows only, so it is widened in the loop"
-
-
-def least_tiles(target: Target, formats: tuple[str, str]) -> int:
-    """Tiles of rows that must share a key tile for it to be widened once beforehand; 1 on NVIDIA."""
-    target = tuned_as(target)
-    if target.is_nvidia:
-        # H200, 16 new over 4k, 3 tiles: dense 31 us, fused 37 us; over 32k 126 and 125 us.
-        return 1
-    native = target.is_amd and BITS not in [widen_route(target, name) for name in formats]
-    return 4 if native else 2
 
 
 def _fp8_config(
@@ -171,7 +190,7 @@ def _fp8_config(
             f"an FP8 query needs K and V in its own format {q_fp8}, got k={formats[0]}, v={formats[1]}; "
             "a 16-bit query reads any cache"
         )
-    if kernel == "decode" or (kernel == "dense" and target.is_nvidia):
+    if kernel in ("decode", "split") or (kernel == "dense" and target.is_nvidia):
         raise UnsupportedError(
             f"an FP8 query has kernel='fused'{'' if target.is_nvidia else ' and kernel=' + repr('dense')} "
             f"on {target.name}, got {kernel!r}"
@@ -210,24 +229,22 @@ def choose_append_config(
     can_pipeline: bool = False,
     plain_keys: bool = True,
     kernel: str | None = None,
+    classes: bool = True,
 ) -> PrefillConfig:
     """The shipped configuration of `prefill_append`.
 
     Args:
-        target, shape, formats, scratch_fits, can_pipeline, plain_keys: as for `choose_config`.
+        target, shape, formats, scratch_fits, can_pipeline, plain_keys, classes: as for `choose_config`.
         q_format: of the query and of the new tokens.
         fp8_compute: old tokens go to the FP8 matrix unit as they are stored.
-        kernel: forces "append_then_attend", "pipelined" or "fused".
+        kernel: forces "append_then_attend", "pipelined", "fused" or "split".
 
     Raises:
         UnsupportedError: for formats or a forced kernel that cannot serve the call, and why.
     """
     if kernel is not None:
         check_choice("kernel", kernel, APPEND_KERNELS)
-    if set(formats) == {"bf16", "fp16"}:
-        raise UnsupportedError(
-            f"a cache of bf16 and fp16 is refused, as by paged_decode: got k={formats[0]}, v={formats[1]}"
-        )
+    _check_formats(formats)
     wide = shape.head_dim > 128
     if fp8_compute:
         if len(set(formats)) > 1 or not formats[0].startswith("fp8_"):
@@ -242,8 +259,6 @@ def choose_append_config(
         base = fused_config(target, shape, block_m, "FP8 matrix units take the old tokens as they are", wide)
         options = replace(base.options, num_warps=8) if target.is_amd else base.options  # 4 spill
         return replace(base, block_n=_fp8_block_n(target), fp8=unit, options=options)
-    block_m = block_m_for(shape)
-    tiles = -(-shape.num_tokens * shape.gqa_ratio // (block_m * max(shape.batch, 1)))
     exact = formats[0] not in ("bf16", "fp16") or formats[0] == q_format
     lacks = (
         f"keys in {formats[0]} and new ones in {q_format} in one scratch"
@@ -254,20 +269,32 @@ def choose_append_config(
     )
     if kernel == "pipelined" and not can_pipeline:
         lacks = lacks or f"Hopper, head_dim 64 or 128 and one descale for many keys, got {target.name}"
-    if kernel not in (None, "fused") and lacks:
+    if kernel not in (None, *IN_PAGES) and lacks:
         raise UnsupportedError(f"kernel={kernel!r} needs {lacks}; kernel='fused' works")
-    if kernel == "fused" or lacks or (kernel is None and tiles < least_tiles(target, formats)):
-        why = "as asked" if kernel else lacks and f"the alternative needs {lacks}"
-        why = why or f"each key tile serves {tiles} tiles of rows only, so old tokens are widened in the loop"
+
+    def fused(block_m: int) -> PrefillConfig:
+        why = "as asked" if kernel else f"the alternative needs {lacks}"
         base = fused_config(target, shape, block_m, why, wide)
         # Two loops share the registers: 32 keys spill on gfx942.
         return replace(base, block_n=16 if target.is_amd else base.block_n)
-    why = f"each key tile serves {tiles} tiles of rows, so it is widened once beforehand"
-    plain = replace(dense_config(target, shape, block_m, why, wide, plain_keys), kernel="append_then_attend")
-    pays = can_pipeline and block_m == 64 and shape.max_seq_len >= _PIPELINED_KEYS
-    if kernel == "append_then_attend" or (kernel is None and not pays):
-        return plain
-    pipelined = pipelined_config(target, shape, plain, formats[0])
-    scores = shape.num_tokens * shape.num_qo_heads * shape.max_seq_len
-    options = replace(pipelined.options, launch_pdl=scores <= _SCORES_OF_EARLY_APPENDS)
-    return replace(pipelined, kernel="pipelined", options=options)
+
+    def widened(block_m: int) -> PrefillConfig:
+        why = "as asked" if kernel else "its sequences have so many rows that keys are widened beforehand"
+        plain = dense_config(target, shape, block_m, why, wide, plain_keys)
+        plain = replace(plain, kernel="append_then_attend")
+        pays = can_pipeline and _pipeline_pays(target, shape, block_m)
+        if kernel == "append_then_attend" or (kernel is None and not pays):
+            return plain
+        pipelined = pipelined_config(target, shape, plain, formats[0])
+        scores = shape.num_tokens * shape.num_qo_heads * shape.max_seq_len
+        options = replace(pipelined.options, launch_pdl=scores <= _SCORES_OF_EARLY_APPENDS)
+        return replace(pipelined, kernel="pipelined", options=options)
+
+    if kernel == "split":
+        return split_config(target, shape, (0, ANY_LEN), block_m_for(shape), "as asked")
+    if kernel is not None:
+        return fused(block_m_for(shape)) if kernel == "fused" else widened(block_m_for(shape))
+    if lacks:
+        return _with_few(target, shape, formats, None, classes, fused)
+    name = "pipelined" if can_pipeline else "dense"
+    return _with_few(target, shape, formats, name, classes, widened)

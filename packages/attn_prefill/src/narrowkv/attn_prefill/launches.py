@@ -18,12 +18,13 @@ from narrowkv.attn_prefill.kernels.fused import _fused_prefill_kernel
 from narrowkv.attn_prefill.kernels.widen import _widen_kernel
 from narrowkv.attn_prefill.memory import Memory, Needs, append_blocks, has_v_units, key_type, power_of_two
 from narrowkv.attn_prefill.plan_base import PlanBase
-from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape
+from narrowkv.attn_prefill.shapes import IN_PAGES, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import config_of_call, produce_options, tuned_as, units_of, widen_options
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.runtime.launch import BoundLaunch
 
 _QUANTISED_TOKENS = 32  # new tokens of a head that one program of a pipelined append quantises
+_FILLING_PROGRAMS = 16  # for each compute unit: where most sequences are decodes, few blocks are filled
 _PLACED_TILES = 8  # tiles that one program puts in their order
 # P is at most one; in FP8 it is brought near the largest number that each format has.
 _P_SCALE = {"fp8_e4m3fn": 256.0, "fp8_e4m3fnuz": 128.0}
@@ -61,9 +62,11 @@ class Numbers(NamedTuple):
     Attributes:
         batch, num_tokens: sequences and query tokens; max_q_len: query tokens of a sequence at most.
         max_keys, key_blocks: keys of a sequence in the scratch, and blocks of all sequences, at most.
-        num_blocks, num_groups: programs of a head that fill the scratch, and that store new tokens.
+        num_blocks, num_groups: programs of a head that fill the scratch, and that store new tokens; of an
+            append in pages `num_blocks` store new tokens.
         num_tiles: tiles of rows of a head at most.
-        num_splits: programs that share a tile's keys.
+        num_splits: programs that share a tile's keys; of "split" work units of a KV head.
+        least_len, most_len: query tokens of the sequences that are served.
     """
 
     batch: int
@@ -75,6 +78,8 @@ class Numbers(NamedTuple):
     num_groups: int
     num_tiles: int
     num_splits: int
+    least_len: int
+    most_len: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,20 +111,30 @@ class Route:
     @property
     def staged(self) -> bool:
         """Whether attention reads the scratch."""
-        return self.config.kernel != "fused"
+        return self.config.kernel not in IN_PAGES
 
 
-def make_route(
+def make_routes(
+    plan: PlanBase, shape: PrefillShape, config: PrefillConfig, cache: PagedKVCache, bound: BoundCache,
+    kind: Kind,
+) -> tuple[Route, ...]:  # fmt: skip
+    """The launches of a call of this shape, configuration and kind, for one class of sequences each.
+
+    The last one stores the new tokens of an append, of all sequences.
+    """
+    return tuple(_make_route(plan, shape, part, cache, bound, kind) for part in (*config.few, config))
+
+
+def _make_route(
     plan: PlanBase, shape: PrefillShape, config: PrefillConfig, cache: PagedKVCache, bound: BoundCache,
     kind: Kind,
 ) -> Route:  # fmt: skip
-    """The launches of a call of this shape, configuration and kind."""
     folded = kind.positive and not kind.soft_cap and not bound.per_key[0]
     rotates = kind.storing is not None and kind.storing.rotary_dim > 0
     pipelined = config.otherwise is not None and folded and not rotates
     if config.otherwise is not None and not pipelined:
         config = config.otherwise
-    fused = config.kernel == "fused"
+    fused = config.kernel in IN_PAGES
     if not fused and not pipelined:
         config = config_of_call(plan.target, config, soft_cap=kind.soft_cap)
     maker = _Maker(plan, shape, config, bound, kind, folded)
@@ -158,12 +173,15 @@ class _Maker:
         kernel: Any = _fused_prefill_kernel
         programs = self.num_tiles * shape.num_kv_heads
         grid = (programs, 1, config.num_splits)
+        if config.kernel == "split":
+            grid = (config.num_splits * shape.num_kv_heads, 1, 1)
         num_blocks = 0
         if self.appends:
             kernel = _prefill_append_kernel
             constants["STORING"] = self.kind.storing
-            num_blocks = append_blocks(shape, config.scratch_block, old=False)
-            grid = (programs * config.num_splits + num_blocks * shape.num_kv_heads, 1, 1)
+            if config.stores:
+                num_blocks = append_blocks(shape, config.scratch_block, old=False)
+            grid = (grid[0] * grid[2] + num_blocks * shape.num_kv_heads, 1, 1)
         constants |= {"RULES": rules, "BLOCKS": self.blocks}
         attend = self.plan.bound_launch(kernel, constants, config.options)
         return self._route(None, (0, 1, 1), attend, grid, self._numbers(num_blocks), p_scale=rules.p_scale)
@@ -192,6 +210,7 @@ class _Maker:
             options = produce_options(target, shape.head_dim, config.scratch_block)
             num_blocks = append_blocks(shape, config.scratch_block, old=True)
             num_groups = append_blocks(shape, _QUANTISED_TOKENS, old=False)
+        num_blocks = min(num_blocks, -(-_FILLING_PROGRAMS * units_of(target) // shape.num_kv_heads))
         fill = self.plan.bound_launch(kernel, constants, options)
         programs = (num_groups + num_blocks) * shape.num_kv_heads + -(-self.num_tiles // _PLACED_TILES)
         attend, grid = self._pipelined(in_pages) if pipelined else self._dense()
@@ -215,7 +234,7 @@ class _Maker:
         shape = self.shape
         return Numbers(
             shape.batch, shape.num_tokens, shape.max_q_len, shape.max_seq_len, self.key_blocks, num_blocks,
-            num_groups, self.num_tiles, self.config.num_splits,
+            num_groups, self.num_tiles, self.config.num_splits, *self.config.q_lens,
         )  # fmt: skip
 
     def _dense(self) -> tuple[BoundLaunch, tuple[int, int, int]]:
@@ -302,6 +321,7 @@ class _Maker:
             "window_right": kind.window_right,
             "folded": self.folded,
             "split": self.config.num_splits > 1,
+            "shares": self.config.kernel == "split",
             "settle": kind.settle,
             "wide_address": False,
             "nvidia": self.nvidia,

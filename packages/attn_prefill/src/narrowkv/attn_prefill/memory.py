@@ -12,8 +12,8 @@ import torch
 from narrowkv.attn_decode.arguments import zeroed_counters
 from narrowkv.attn_decode.kernels import Workspace as Partials
 from narrowkv.attn_prefill.kernels.arguments import Scratch
-from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape
-from narrowkv.attn_prefill.tiles import partial_programs, tuned_as
+from narrowkv.attn_prefill.shapes import IN_PAGES, PrefillConfig, PrefillShape
+from narrowkv.attn_prefill.tiles import partial_programs, tuned_as, work_units
 from narrowkv.runtime.launch import Described, Part, Varies, Workspace, block_bytes
 from narrowkv.runtime.targets import Target
 
@@ -69,7 +69,7 @@ class Needs:
         """Shapes and dtypes of everything but counters."""
         shape, config, block = self.shape, self.config, self.config.scratch_block
         heads, found = shape.num_kv_heads, Blocks()
-        if config.kernel != "fused":
+        if config.kernel not in IN_PAGES:
             rows = scratch_rows(shape, block, appends=self.appends)
             units = (heads, rows // block)
             sizes = (heads, rows, shape.head_dim)
@@ -101,6 +101,9 @@ class Needs:
             found["unusual"] = 2
         if self._partial_rows():
             # The pipelined kernel counts halves of a tile.
+            if config.kernel == "split":
+                tiles = shape.row_tiles(config.block_m, config.q_lens[1])
+                return {"arrived": tiles * shape.num_kv_heads}
             tiles = 2 * shape.row_tiles(self._least_rows()) * shape.num_kv_heads
             most = 2 * partial_programs(self.target, 2)
             found["arrived"] = tiles if self.exact or self.num_splits else min(tiles, most)
@@ -146,6 +149,9 @@ class Needs:
     def _partial_rows(self) -> int:
         """Rows of partial results."""
         shape = self.shape
+        if self.config.kernel == "split":
+            units = work_units(self.target, shape, self.config)
+            return units * shape.num_kv_heads * self.config.block_m
         if self.exact:
             splits, block_m = self.config.num_splits, self.config.block_m
             return shape.row_tiles(block_m) * shape.num_kv_heads * splits * block_m if splits > 1 else 0
@@ -213,7 +219,7 @@ def memory_of(needs: Needs, tensors: dict[str, Any], rows: Any, descriptors: Any
             part("unusual"), tensors["schedule"], rows, None, None,
         )  # fmt: skip
     # Kernels that do not split are compiled without.
-    splits = needs.config.num_splits > 1
+    splits = needs.config.num_splits > 1 or needs.config.kernel == "split"
     partials = Partials(*(part(name) if splits else None for name in ("acc", "ml", "arrived")))
     return Memory(scratch, partials, descriptors, tensors)
 

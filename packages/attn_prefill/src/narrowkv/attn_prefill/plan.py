@@ -9,7 +9,7 @@ import torch
 
 from narrowkv.attn_prefill.binding import storing_constants
 from narrowkv.attn_prefill.calls import run
-from narrowkv.attn_prefill.launches import Kind, make_route
+from narrowkv.attn_prefill.launches import Kind, make_routes
 from narrowkv.attn_prefill.plan_base import PlanBase
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.runtime.errors import check_instance
@@ -101,10 +101,10 @@ class PrefillPlan(PlanBase):
         found: dict[int, BoundLaunch] = {}
         for config, shape in self.configs_of_calls():
             if config.kernel != "decode":
-                route = make_route(self, shape, config, cache, bound, kind)
-                for launch in (route.fill, route.attend):
-                    if launch is not None:
-                        found[id(launch)] = launch
+                for route in make_routes(self, shape, config, cache, bound, kind):
+                    for launch in (route.fill, route.attend):
+                        if launch is not None:
+                            found[id(launch)] = launch
         return tuple(found.values())
 
     def run(

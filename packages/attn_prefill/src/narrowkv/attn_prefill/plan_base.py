@@ -10,11 +10,13 @@ import torch
 from narrowkv.attn_decode import DecodePlan
 from narrowkv.attn_prefill.binding import BoundCache, bind_cache, per_key
 from narrowkv.attn_prefill.config import choose_append_config, choose_config
+from narrowkv.attn_prefill.cost import explain_class, few_bounds
 from narrowkv.attn_prefill.memory import Memory, Needs, make_memory, scratch_bytes
-from narrowkv.attn_prefill.shapes import SCRATCH_BLOCK, PrefillConfig, PrefillShape
+from narrowkv.attn_prefill.shapes import ANY_LEN, IN_PAGES, SCRATCH_BLOCK, PrefillConfig, PrefillShape
+from narrowkv.attn_prefill.tiles import split_config
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.quant.formats import get_format
-from narrowkv.runtime.errors import check_instance
+from narrowkv.runtime.errors import UnsupportedError, check_instance
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import BoundLaunch, LaunchOptions, Workspace, block_bytes
 from narrowkv.runtime.launch.tracing import handle_of
@@ -90,18 +92,16 @@ class PlanBase:
         return replace(self).with_workspace(Workspace(self.workspace.num_bytes, self.device))
 
     def explain(self) -> str:
-        """Why this configuration: one line for a person."""
-        c = self.config
+        """Why this configuration: for people, a line for each class of sequences and its alternatives."""
         if self.decode is not None:
-            return f"paged_decode, because {c.why}: {self.decode.explain()}"
-        warps = f"{c.options.num_warps} warps"
-        if c.otherwise is not None:
-            warps = "two warpgroups that attend and a warp that copies"
-        splits = "" if c.num_splits == 1 else f", the keys of each shared by {c.num_splits} programs"
-        pages = ", K from its pages where they allow it" if c.k_in_pages else ""
-        return (
-            f"{self.target.name}: {c.kernel}, because {c.why}; tiles of {c.block_m} rows x {c.block_n} keys, "
-            f"{warps}, {c.options.num_stages} stages{splits}{pages}"
+            return f"paged_decode, because {self.config.why}: {self.decode.explain()}"
+        formats = (self.k_format, self.v_format)
+        fits = self.scratch_fits is not False
+        widened = None if not fits or self.config.fp8 else "pipelined" if self.pipelines else "dense"
+        return "\n".join(
+            f"{self.target.name}: {_describe(part)}; "
+            f"{explain_class(self.target, self.shape, formats, part, widened)}"
+            for part in (*self.config.few, self.config)
         )
 
     @property
@@ -165,7 +165,7 @@ class PlanBase:
         """The memory of calls with this configuration; None where each call allocates its own."""
         if self.workspace is None:
             return None
-        kind = _kind_of(config)
+        kind = _kind_of(replace(config, few=()))
         found = self._memories.get(kind)
         if found is None:
             needs = self.needs(self.shape, config, exact=False)
@@ -215,6 +215,7 @@ class PlanBase:
             config = choose_append_config(
                 self.target, shape, formats, q_format.name, fp8_compute=self.fp8_compute, scratch_fits=fits,
                 can_pipeline=self.pipelines, plain_keys=self._plain_keys(), kernel=self.kernel,
+                classes=self.num_splits is None,
             )  # fmt: skip
         else:
             config = choose_config(
@@ -233,9 +234,15 @@ class PlanBase:
                 can_pipeline=self.pipelines and not self.batch_invariant,
                 plain_keys=self._plain_keys(),
                 kernel="fused" if self.batch_invariant and self.kernel is None else self.kernel,
+                classes=self.num_splits is None,
             )
         if self.num_splits is None:
             return config
+        if config.kernel == "split":
+            raise UnsupportedError(
+                "kernel='split' shares keys by the sequences' lengths: leave num_splits out, "
+                f"got {self.num_splits}"
+            )
         config = replace(config, num_splits=self.num_splits)
         if config.otherwise is not None:
             config = replace(config, otherwise=replace(config.otherwise, num_splits=self.num_splits))
@@ -259,10 +266,10 @@ class PlanBase:
         config = self.config
         if config.kernel == "decode":
             config = replace(config, kernel="fused")  # for calls of other sizes
-        configs = [config]
-        may_widen = self.kernel not in ("fused", "decode") and not self.batch_invariant
+        configs = [config, *config.few, *self._split_configs()]
+        may_widen = self.kernel not in ("fused", "split", "decode") and not self.batch_invariant
         may_widen = may_widen and (config.fp8 is None or not (self.appends or self.target.is_nvidia))
-        if config.kernel != "fused" or (may_widen and self.scratch_fits):
+        if config.kernel not in IN_PAGES or (may_widen and self.scratch_fits):
             blocks = (SCRATCH_BLOCK, _LARGEST_BLOCK) if self.pipelines else (SCRATCH_BLOCK,)
             kernel = "append_then_attend" if self.appends else "dense"
             configs += [
@@ -270,6 +277,18 @@ class PlanBase:
                 for block in blocks
             ]
         return [self.needs(self.shape, config, exact=False) for config in configs]
+
+    def _split_configs(self) -> list[PrefillConfig]:
+        """Configurations of kernel "split" that the automatic choice makes for calls of any size."""
+        if self.kernel is not None or self.batch_invariant or self.num_splits is not None:
+            return []
+        formats = (self.k_format, self.v_format)
+        found = [few_bounds(self.target, self.shape, formats, name) for name in (None, "dense", "pipelined")]
+        return [
+            split_config(self.target, self.shape, (0, most), block_m, "")
+            for bounds in found
+            for most, block_m in bounds
+        ]
 
     def configs_of_calls(self) -> list[tuple[PrefillConfig, PrefillShape]]:
         """Configurations that calls have, each with the shape of one: over powers of two and between them."""
@@ -283,10 +302,32 @@ class PlanBase:
         return list(found.values())
 
 
+def _describe(c: PrefillConfig) -> str:
+    """A configuration, for people."""
+    warps = f"{c.options.num_warps} warps"
+    if c.otherwise is not None:
+        warps = "two warpgroups that attend and a warp that copies"
+    splits = "" if c.num_splits == 1 else f", the keys of each shared by {c.num_splits} programs"
+    if c.kernel == "split":
+        splits = f", all keys of a head shared by {c.num_splits} programs"
+    pages = ", K from its pages where they allow it" if c.k_in_pages else ""
+    return (
+        f"{c.kernel}, because {c.why}; tiles of {c.block_m} rows x {c.block_n} keys, {warps}, "
+        f"{c.options.num_stages} stages{splits}{pages}"
+    )
+
+
 def _kind_of(config: PrefillConfig) -> PrefillConfig:
     """What kernels and memory depend on: whether there are splits, not how many, and for no reason."""
     otherwise = None if config.otherwise is None else _kind_of(config.otherwise)
-    return replace(config, why="", num_splits=min(config.num_splits, 2), otherwise=otherwise)
+    return replace(
+        config,
+        why="",
+        num_splits=min(config.num_splits, 2),
+        q_lens=config.q_lens if config.kernel == "split" else (0, ANY_LEN),
+        few=tuple(_kind_of(part) for part in config.few),
+        otherwise=otherwise,
+    )
 
 
 def _steps(most: int) -> list[int]:

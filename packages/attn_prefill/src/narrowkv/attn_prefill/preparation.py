@@ -20,7 +20,7 @@ from narrowkv.attn_prefill.checks import (
     fold_q_descale,
     prefill_shape,
 )
-from narrowkv.attn_prefill.launches import Kind, Numbers, Route, make_route
+from narrowkv.attn_prefill.launches import Kind, Numbers, Route, make_routes
 from narrowkv.attn_prefill.memory import Needs
 from narrowkv.attn_prefill.plan_base import PlanBase
 from narrowkv.attn_prefill.shapes import PrefillShape
@@ -34,7 +34,6 @@ from narrowkv.runtime.launch import active_target, is_compiled
 
 _LOG2E = math.log2(math.e)
 _MAX_KEPT = 4096
-_NO_NUMBERS = Numbers(*(0,) * len(Numbers._fields))
 
 
 class Arguments(NamedTuple):
@@ -61,14 +60,28 @@ class Arguments(NamedTuple):
     validate: bool
 
 
+class Served(NamedTuple):
+    """How sequences of one class are served.
+
+    Attributes:
+        launches: the launches; fill_grid, grid: of these; numbers: sizes.
+        needs: the memory that each call allocates; None if the plan has it.
+    """
+
+    launches: Launches
+    fill_grid: tuple[int, int, int]
+    grid: tuple[int, int, int]
+    numbers: Numbers
+    needs: Needs | None
+
+
 class Prepared(NamedTuple):
     """What calls share whose tensors have the same metadata.
 
     Attributes:
-        launches: None where there is nothing to launch, or `paged_decode` serves the call.
+        classes: how each class of sequences is served; empty where there is nothing to launch, or
+            `paged_decode` serves the call.
         decodes: whether that is so.
-        fill_grid, grid: of the launches; numbers: sizes.
-        needs: the memory that each call allocates; None if the plan has it.
         scale: of the logits, with a descale of the query that is a number; logit_scale: the same in base 2,
             or natural for a soft cap.
         soft_cap: the cap of logits, or 0; window_left: how many earlier keys a row sees, or -1.
@@ -78,12 +91,8 @@ class Prepared(NamedTuple):
             None if it is a number.
     """
 
-    launches: Launches | None
+    classes: tuple[Served, ...]
     decodes: bool
-    fill_grid: tuple[int, int, int]
-    grid: tuple[int, int, int]
-    numbers: Numbers
-    needs: Needs | None
     scale: float
     logit_scale: float
     soft_cap: float
@@ -127,11 +136,13 @@ def prepare(plan: PlanBase, bound: BoundCache, table: BoundTable, key: Any, g: A
     config = plan.config_for(shape)
     decodes = config.kernel == "decode"
     logit_scale = scale * (1.0 if soft_cap > 0 else _LOG2E)
-    route = launches = None
+    classes = []
     if shape.num_tokens and not decodes:
-        route = make_route(plan, shape, config, g.cache, bound, kind)
         layout = _layout(g, kind, bound, table, logit_scale, soft_cap)
-        launches = _launches(plan, route, g.cache, bound, layout, key[0])
+        for route in make_routes(plan, shape, config, g.cache, bound, kind):
+            launches = _launches(plan, route, g.cache, bound, layout, key[0])
+            needs = route.memory if isinstance(route.memory, Needs) else None
+            classes.append(Served(launches, route.fill_grid, route.grid, route.numbers, needs))
     tensors = (g.q, g.out, g.lse, g.starts, g.sinks, g.k_new, g.v_new)
     q, out, lse, starts, sinks, k_new, v_new = (
         0 if x is None or not shape.num_tokens else span_bytes(x) for x in tensors
@@ -139,12 +150,8 @@ def prepare(plan: PlanBase, bound: BoundCache, table: BoundTable, key: Any, g: A
     if len(plan._calls) >= _MAX_KEPT:
         plan._calls.clear()
     prepared = plan._calls[key] = Prepared(
-        launches,
+        tuple(classes),
         decodes and shape.num_tokens > 0,
-        (0, 1, 1) if route is None else route.fill_grid,
-        (0, 1, 1) if route is None else route.grid,
-        _NO_NUMBERS if route is None else route.numbers,
-        route.memory if route is not None and isinstance(route.memory, Needs) else None,
         scale,
         logit_scale,
         soft_cap,

@@ -8,6 +8,8 @@ import torch
 
 from narrowkv.runtime.launch import LaunchOptions
 
+ANY_LEN = 2**31 - 1  # a bound of query tokens that no sequence exceeds
+IN_PAGES = ("fused", "split")  # kernels that read the cache in its pages
 SCRATCH_BLOCK = 64  # keys; each sequence's widened keys begin at a multiple of it
 
 
@@ -44,12 +46,13 @@ class PrefillShape:
         """The same heads, with a batch and bounds that do not depend on the call."""
         return replace(self, batch=1, num_tokens=64, max_q_len=64, max_seq_len=1, kv_tokens=1)
 
-    def row_tiles(self, block_m: int) -> int:
-        """A bound of the tiles of packed rows of one KV head, over all sequences."""
+    def row_tiles(self, block_m: int, most_len: int = ANY_LEN) -> int:
+        """A bound of the tiles of packed rows of one KV head, over sequences of at most `most_len` tokens."""
         if self.batch == 0:
             return 0
         ragged = (self.num_tokens * self.gqa_ratio + self.batch * (block_m - 1)) // block_m
-        return min(ragged, self.batch * -(-self.max_q_len * self.gqa_ratio // block_m))
+        longest = min(self.max_q_len, most_len)
+        return min(ragged, self.batch * -(-longest * self.gqa_ratio // block_m))
 
     def scratch_rows(self, block: int) -> int:
         """Rows of scratch for every sequence's keys in whole blocks."""
@@ -62,12 +65,16 @@ class PrefillConfig:
     """How a prefill runs.
 
     Attributes:
-        kernel: "dense" (widen once, then attend), "fused" (widen in the loop) or "decode"; of an append
-            "append_then_attend" (as dense), "pipelined" (the same by Hopper's kernel) or "fused".
+        kernel: "dense" (widen once, then attend), "fused" (widen in the loop), "split" (the same in equal
+            shares of all keys) or "decode"; of an append "append_then_attend" (as dense), "pipelined" (the
+            same by Hopper's kernel), "fused" or "split".
         why: the reason, for people.
         block_m, block_n: rows and keys of a tile.
         own_n: of a fused append: keys of the chunk itself that a program attends to at once.
-        num_splits: programs that share a tile's keys.
+        num_splits: programs that share a tile's keys; of "split" work units of a KV head.
+        q_lens: the fewest and the most query tokens of the sequences that it serves.
+        stores: whether its launches store the new tokens of an append.
+        few: configurations of launches before it, for sequences with fewer query tokens.
         fp8: the FP8 format of the matrix unit when Q is FP8, else None.
         tma: keys of the scratch come by tensor descriptor.
         overlap: P @ V of a key tile runs during the softmax of the next one.
@@ -84,6 +91,9 @@ class PrefillConfig:
     block_n: int = 16
     own_n: int = 16
     num_splits: int = 1
+    q_lens: tuple[int, int] = (0, ANY_LEN)
+    stores: bool = True
+    few: tuple[PrefillConfig, ...] = ()
     fp8: str | None = None
     tma: bool = False
     overlap: bool = False

@@ -148,7 +148,7 @@ class _Arguments:
         if self.appends:
             lead = (self.queries, *self.appended, self.read, self.table, scratch, self.scales)
             counts = ("num_groups", *counts)
-        sizes = self._numbers("batch", "num_tokens", "max_q_len")
+        sizes = self._numbers("batch", "num_tokens", "max_q_len", "least_len")
         rest = self._numbers("table_row", "num_ids", "max_pages", "max_keys", "key_blocks", *counts)
         return (*lead, *sizes, self.route.config.block_m, *rest)
 
@@ -157,7 +157,9 @@ class _Arguments:
         if self.route.fill is not None:
             return self._of_pipelined() if self.route.pipelined else self._of_dense()
         layout, memory = self.layout, self.memory
-        sizes = ("batch", "num_tokens", "max_q_len", "table_row", "num_ids", "max_pages")
+        sizes = (
+            "batch", "num_tokens", "max_q_len", "least_len", "most_len", "table_row", "num_ids", "max_pages"
+        )  # fmt: skip
         if not self.appends:
             return (
                 self.queries, self.outputs, self.read, self.table, memory.partials, _VALUE["qk_scale"],

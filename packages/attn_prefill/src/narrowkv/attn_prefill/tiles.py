@@ -13,6 +13,9 @@ from narrowkv.runtime.targets import TARGETS, Target
 # 128 over 32k 182 us instead of 212 (32/8 heads), 1k over 4k 142 and 137, 128 over 4k 47 both.
 _TILES_OF_PAGES = 16
 _KEYS_IN_PAGES = 8192
+# Warps of a kernel that reads pages which a compute unit holds at once: sm90 at 255 registers, CDNA two waves
+# on each of four SIMDs.
+_RESIDENT_WARPS = 8
 _ITERATIVE_ILP = "amdgpu-sched-strategy=iterative-ilp"
 
 
@@ -58,6 +61,18 @@ def produce_options(target: Target, head_dim: int, block: int) -> LaunchOptions:
 def partial_programs(target: Target, resident: int) -> int:
     """Programs with partial results that a launch has at most, which bounds their memory."""
     return 8 * resident * units_of(target)
+
+
+def work_units(target: Target, shape: PrefillShape, config: PrefillConfig) -> int:
+    """Programs of a KV head that share all keys of kernel "split": as many as fit at once.
+
+    Every tile of rows takes up to one more than its share of the keys says; see `kernels/shares.py`.
+    """
+    tiles = shape.row_tiles(config.block_m, config.q_lens[1])
+    # The interpreter runs programs one after the other.
+    units = 1 if target.name == "cpu" else units_of(target)
+    slots = -(-_RESIDENT_WARPS * units // (config.options.num_warps * shape.num_kv_heads))
+    return max(slots, min(2 * tiles, tiles + slots), tiles + 1)
 
 
 def choose_splits(target: Target, programs: int, key_tiles: int, resident: int = 2) -> int:
@@ -192,6 +207,25 @@ def pipelined_config(
         otherwise=replace(plain, scratch_block=block_n),
         options=LaunchOptions(num_warps=4, num_stages=stages, launch_pdl=True),
     )
+
+
+def split_config(
+    target: Target, shape: PrefillShape, q_lens: tuple[int, int], block_m: int, why: str
+) -> PrefillConfig:
+    """Tiles and options of kernel "split", for sequences of `q_lens` query tokens."""
+    wide = shape.head_dim > 128
+    if target.is_nvidia:
+        block_n, options = 64, LaunchOptions(num_warps=4, num_stages=2)
+        if block_m == 16:
+            block_n, options = 32, LaunchOptions(num_warps=1, num_stages=3)
+        if wide:
+            block_n, options = 32, LaunchOptions(num_warps=8 if block_m == 64 else 2, num_stages=2)
+    else:
+        # A CPU takes no target's tiles: the interpreter pays by the tile, not by the key.
+        plain = fused_config(target, shape, block_m, why, wide)
+        block_m, block_n, options = plain.block_m, 16 if target.is_amd else 64, plain.options
+    config = PrefillConfig("split", why, block_m, block_n, q_lens=q_lens, options=options)
+    return replace(config, num_splits=work_units(target, shape, config))
 
 
 def fused_config(target: Target, shape: PrefillShape, block_m: int, why: str, wide: bool) -> PrefillConfig:

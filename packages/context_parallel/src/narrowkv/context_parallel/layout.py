@@ -184,10 +184,11 @@ class ShardLayout:
         check_positive_int("q_len", q_len)
         check_window("window_left", window_left)
         self.check_page_size(page_size)
-        if page_table.before_append or page_table.key_ranges is not None:
+        masked = page_table.key_ranges is not None or page_table.tree_mask is not None
+        if page_table.before_append or masked:
             raise ValueError(
-                "page_table must be of the whole sequences with the call's tokens: without cached_lens and "
-                "key_ranges"
+                "page_table must be of the whole sequences with the call's tokens: without cached_lens, "
+                "key_ranges and tree_mask"
             )
         lens = page_table.seq_lens_tensor()
         if self.owns_pages(page_table, page_size):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from narrowkv.paged_cache.layouts import HEAD_DIMS
 
 
@@ -40,30 +38,45 @@ def geometry_reasons(
     return reasons
 
 
-def config_reasons(text: Any) -> Iterator[str]:
-    """Why the attention that a decoder's configuration describes cannot be served.
+def decoder_reasons(config: Any) -> list[str]:
+    """Why the attention of a model's decoder cannot be served.
 
     Args:
-        text: the configuration, or that of one layer, with the attributes that transformers gives it.
+        config: the model's configuration, with the attributes that transformers gives it.
+
+    Returns:
+        Sentences; empty if every layer is served. A model whose layers differ is asked layer by layer.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> decoder_reasons(LlamaConfig(head_dim=128))
+        []
     """
-    heads = _first(text, "num_attention_heads", "n_head", "num_heads")
-    if heads is None:
-        yield "its configuration names no number of attention heads"
+    if getattr(config, "is_encoder_decoder", False):
+        return ["it has an encoder: attention to the encoder's tokens is not served"]
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    counted = isinstance(getattr(text, "num_hidden_layers", None), int)
+    layers = (counted and list(getattr(text, "per_layer_config", ()))) or [text]
+    return list(dict.fromkeys(reason for layer in layers for reason in _layer_reasons(layer)))
+
+
+def _layer_reasons(layer: Any) -> Iterator[str]:
+    heads = _first(layer, "num_attention_heads", "n_head", "num_heads")
+    if not isinstance(heads, int):
+        yield f"its configuration names no number of attention heads, got {heads}"
         return
-    kv_heads = _first(text, "num_key_value_heads", "num_kv_heads") or heads
-    if getattr(text, "multi_query", False):
+    kv_heads = _first(layer, "num_key_value_heads", "num_kv_heads") or heads
+    if getattr(layer, "multi_query", False):
         kv_heads = 1
-    if _first(text, "kv_lora_rank") is not None:
+    if _first(layer, "kv_lora_rank") is not None:
         yield "its keys and values are compressed together (MLA); the cache holds keys and values of heads"
         return
-    hidden = _first(text, "hidden_size", "n_embd", "d_model")
-    head_dim = _first(text, "head_dim") or (hidden // heads if hidden else 0)
-    yield from geometry_reasons(heads, kv_heads, head_dim, _first(text, "v_head_dim"))
-    if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi":
+    hidden = _first(layer, "hidden_size", "n_embd", "d_model")
+    head_dim = _first(layer, "head_dim") or (hidden // heads if hidden else 0)
+    yield from geometry_reasons(heads, kv_heads, head_dim, _first(layer, "v_head_dim"))
+    if getattr(layer, "alibi", False) or getattr(layer, "position_embedding_type", None) == "alibi":
         yield "it adds ALiBi biases to its logits"
-    if getattr(text, "dtype", None) == torch.float32:
-        yield "it is loaded in float32: load it with dtype=torch.bfloat16"
-    if getattr(text, "is_causal", True) is False:
+    if getattr(layer, "is_causal", True) is False:
         yield "its attention is not causal"
 
 

@@ -12,10 +12,11 @@ import torch
 
 from narrowkv.attn_decode import DecodePlan, DecodeShape, paged_decode, plan_decode
 from narrowkv.attn_prefill import PrefillPlan, batch_prefill, plan_prefill
-from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.runtime.launch import Workspace
 
 __all__ = [
+    "MAX_DECODE_TOKENS",
     "SCRATCH_BYTES",
     "Step",
     "attend",
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 # Query tokens of a sequence up to which a batch of equal ones is a decode step (speculative tokens).
-_MAX_DECODE_TOKENS = 16
+MAX_DECODE_TOKENS = 16
 # Scratch of widened keys that a prefill may take.
 SCRATCH_BYTES = 512 * 2**20
 
@@ -54,7 +55,7 @@ class Step:
     @property
     def decodes(self) -> bool:
         """Whether all requests have the same few tokens: if the longest has as many as the average has."""
-        few = self.max_query_len <= _MAX_DECODE_TOKENS
+        few = self.max_query_len <= MAX_DECODE_TOKENS
         return few and self.num_tokens == self.table.batch_size * self.max_query_len
 
 
@@ -67,7 +68,7 @@ def reserve(num_bytes: int, device: torch.device) -> Workspace:
 
 
 def reserve_decode(
-    shape: DecodeShape, format: str, device: torch.device, scale_group: int | None = None
+    shape: DecodeShape, format: str | CacheFormat, device: torch.device, scale_group: int | None = None
 ) -> None:
     """Allocates the workspace of decode steps while an engine is being set up.
 

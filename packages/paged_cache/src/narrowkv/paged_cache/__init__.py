@@ -10,6 +10,7 @@ from narrowkv.paged_cache.pool import CopiesPending, PageCopy, PagePool, PoolExh
 from narrowkv.paged_cache.reference import append_reference, apply_rope_reference
 from narrowkv.paged_cache.rope import Rope
 from narrowkv.paged_cache.torch_ops import traced_append  # noqa: F401  # torch.ops.narrowkv.append
+from narrowkv.paged_cache.tree_mask import pack_tree_mask, tree_mask_from_custom_mask
 
 __all__ = [
     "CacheFormat",
@@ -25,4 +26,6 @@ __all__ = [
     "append_reference",
     "apply_copies",
     "apply_rope_reference",
+    "pack_tree_mask",
+    "tree_mask_from_custom_mask",
 ]

@@ -22,7 +22,7 @@ class BoundTable(NamedTuple):
         steps: strides of ids, row and lens, as `TableSteps` has them.
         batch: sequences.
         spans: addresses that the tensors take.
-        ranges: keys that each query token attends to, or None.
+        ranges, tree: `key_ranges` and `tree_mask` of the table, or None.
         number: the same for all tables that ask for the same kernels and, with the same batch, pass the same
             checks.
     """
@@ -36,6 +36,7 @@ class BoundTable(NamedTuple):
     batch: int
     spans: list[tuple[int, int]]
     ranges: torch.Tensor | None
+    tree: torch.Tensor | None
     number: int
 
 
@@ -64,11 +65,12 @@ def bind_table(table: PageTable) -> BoundTable:
         lens.dim(), lens.device, ids.shape[-1] == 0,
         None if indptr is None else (indptr.dtype, indptr.device),
         None if table.key_ranges is None else table.key_ranges.shape[1:],
+        None if table.tree_mask is None else (table.tree_mask.shape[1:], table.tree_mask.dtype),
     )  # fmt: skip
     bound = BoundTable(
         ids if ids.numel() else ids.new_zeros(1, 1),
         ids.stride(0) if indptr is None else indptr, lens, max(num_ids, 1), ids.shape[-1], steps,
-        lens.shape[0], spans_of(ids, lens, indptr, table.key_ranges), table.key_ranges,
-        _numbers.setdefault(signature, len(_numbers)),
+        lens.shape[0], spans_of(ids, lens, indptr, table.key_ranges, table.tree_mask), table.key_ranges,
+        table.tree_mask, _numbers.setdefault(signature, len(_numbers)),
     )  # fmt: skip
     return BOUND_TABLES.keep(table, bound)

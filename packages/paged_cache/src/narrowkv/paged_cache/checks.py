@@ -10,7 +10,7 @@ from narrowkv.runtime.errors import check_instance, check_same_device, check_sha
 
 
 def check_table(
-    page_table: PageTable, cache: PagedKVCache, *, before_append: bool = False, key_ranges: bool = False
+    page_table: PageTable, cache: PagedKVCache, *, before_append: bool = False, row_masks: bool = False
 ) -> None:
     """Checks that a page table and a cache belong together, and to the operation.
 
@@ -18,13 +18,13 @@ def check_table(
         page_table: the table.
         cache: the cache; descales per sequence must be for the table's sequences.
         before_append: whether the operation appends the call's tokens itself.
-        key_ranges: whether the operation takes a table with `key_ranges`.
+        row_masks: whether the operation takes a table with `key_ranges` or `tree_mask`.
 
     Raises:
         TypeError: not a `PageTable`, not a `PagedKVCache`.
         ValueError: another page size, another device, another number of sequences in a descale; or the
             table's lengths include the call's tokens and should not, or the other way round; or it has
-            `key_ranges`, which the operation does not take.
+            `key_ranges` or `tree_mask`, which the operation does not take.
     """
     check_instance("cache", cache, PagedKVCache)
     check_instance("page_table", page_table, PageTable)
@@ -40,10 +40,11 @@ def check_table(
     ):
         if kind == "sequence_head" and isinstance(descale, torch.Tensor):
             check_shape(name, descale, (page_table.batch_size, cache.num_kv_heads))
-    if page_table.key_ranges is not None and not key_ranges:
-        raise ValueError(
-            "page_table must have no key_ranges, which only paged_decode takes: pass the table without them"
-        )
+    for name, mask in (("key_ranges", page_table.key_ranges), ("tree_mask", page_table.tree_mask)):
+        if mask is not None and not row_masks:
+            raise ValueError(
+                f"page_table must have no {name}, which only paged_decode takes: pass the table without it"
+            )
     if page_table.before_append == before_append:
         return
     if before_append:

@@ -36,6 +36,8 @@ class PageTable:
             them, takes such tables only; every other operation refuses them.
         key_ranges: `[batch, q_len, 2]` int32, contiguous: the keys [begin, end) that each query token attends
             to; None where lengths and a window say it. See `with_key_ranges`.
+        tree_mask: `[batch, q_len]` int32 or int64, contiguous: which of the last q_len keys each query token
+            attends to; None for those up to itself. See `with_tree_mask`.
     """
 
     kind: str
@@ -46,6 +48,7 @@ class PageTable:
     seq_lens: torch.Tensor | None = None
     before_append: bool = False
     key_ranges: torch.Tensor | None = None
+    tree_mask: torch.Tensor | None = None
 
     @classmethod
     def from_ragged(
@@ -191,6 +194,46 @@ class PageTable:
             raise ValueError(f"key_ranges must be contiguous, got strides {key_ranges.stride()}")
         check_same_device(page_ids=self.page_ids, key_ranges=key_ranges)
         return replace(self, key_ranges=key_ranges)
+
+    def with_tree_mask(self, tree_mask: torch.Tensor) -> PageTable:
+        """The same table with a tree of speculative tokens, for `paged_decode`.
+
+        Query token i of a sequence attends to every key before the sequence's last q_len ones, and to those
+        of the last q_len whose bits are set. The order among the new tokens does not matter. A window counts
+        from the place `seq_len - q_len + i`; where it should count from a token's depth in the tree, give the
+        window as `with_key_ranges` too.
+
+        Args:
+            tree_mask: `[batch, q_len]`, contiguous, held by reference: bit j of element `[b, i]` says whether
+                query token i of sequence b attends to the j-th of the sequence's last q_len keys. int32 holds
+                up to 32 tokens, int64 up to 64; higher bits are ignored. See `pack_tree_mask` and
+                `tree_mask_from_custom_mask`.
+
+        Raises:
+            TypeError, ValueError: for a wrong dtype, shape, device or strides.
+
+        Example:
+            >>> i32 = dict(dtype=torch.int32)
+            >>> table = PageTable.from_block_table(
+            ...     torch.tensor([[3, 1]], **i32), torch.tensor([21], **i32), page_size=16
+            ... )
+            >>> star = torch.tensor([[0b001, 0b011, 0b101]], **i32)  # two continuations of one token
+            >>> table.with_tree_mask(star).tree_mask.shape
+            torch.Size([1, 3])
+        """
+        check_dtype("tree_mask", tree_mask, (torch.int32, torch.int64))
+        check_shape("tree_mask", tree_mask, (self.batch_size, "q_len"))
+        width = 8 * tree_mask.element_size()
+        if tree_mask.shape[1] > width:
+            hint = "use int64" if width == 32 else "no tree has more than 64"
+            raise ValueError(
+                f"tree_mask must have at most {width} query tokens in {tree_mask.dtype}, "
+                f"got {tree_mask.shape[1]}: {hint}"
+            )
+        if not tree_mask.is_contiguous():
+            raise ValueError(f"tree_mask must be contiguous, got strides {tree_mask.stride()}")
+        check_same_device(page_ids=self.page_ids, tree_mask=tree_mask)
+        return replace(self, tree_mask=tree_mask)
 
     def seq_lens_tensor(self) -> torch.Tensor:
         """`[batch]` lengths: as given, or int32 and computed on the device for a ragged table."""

@@ -3,8 +3,18 @@
 from narrowkv.sage.api import sage_attention
 from narrowkv.sage.plan import SagePlan
 from narrowkv.sage.planning import plan_sage
+from narrowkv.sage.prequantized import SageOperands, sage_attention_quantized
 from narrowkv.sage.reference import sage_attention_reference
 from narrowkv.sage.shapes import QuantizedKV, SageShape
 from narrowkv.sage.torch_ops import traced_sage  # noqa: F401  # torch.ops.narrowkv.sage_attention
 
-__all__ = ["QuantizedKV", "SagePlan", "SageShape", "plan_sage", "sage_attention", "sage_attention_reference"]
+__all__ = [
+    "QuantizedKV",
+    "SageOperands",
+    "SagePlan",
+    "SageShape",
+    "plan_sage",
+    "sage_attention",
+    "sage_attention_quantized",
+    "sage_attention_reference",
+]

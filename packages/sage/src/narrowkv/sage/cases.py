@@ -12,13 +12,14 @@ import torch
 
 from narrowkv.quant.sage import SAGE_GRANULARITIES
 from narrowkv.runtime.cases import named, spell_case
+from narrowkv.runtime.errors import check_choice
 from narrowkv.runtime.launch import InterpretExecutor, active_target, executing
 from narrowkv.runtime.targets import Target
 from narrowkv.sage.api import sage_attention
 from narrowkv.sage.planning import plan_sage
 from narrowkv.sage.reference import sage_attention_reference, short_sum_error
 
-__all__ = ["SageCall", "SageCase", "SageInputs", "shipped", "sweep"]
+__all__ = ["SageCall", "SageCase", "SageInputs", "one_shape", "shipped", "sweep"]
 
 BOUND = 0.03
 """Of the relative L1 error: rounding P to E4M3 alone costs 0.022 on values whose average is noise."""
@@ -226,6 +227,57 @@ def sweep(*, full: bool = False, seed: int = 0) -> list[SageCase]:
             data, PRECISIONS, SAGE_GRANULARITIES, _SMOOTHINGS
         )
     ]
+
+
+_SIZES = {"b": "sequences", "h": "query heads", "s": "tokens of a sequence", "d": "head_dim"}
+
+
+def one_shape(shape: str, *, precision: str = "", granularity: str = "", seed: int = 0) -> list[SageCase]:
+    """Cases of one shape: every smoothing, with every precision and granularity that is not given.
+
+    Args:
+        shape: `b=1,h=8,s=1024,d=128`: sequences, query heads, tokens of a sequence, head_dim; `kv=2` beside
+            them for fewer KV heads.
+        precision: "int8", "int4", "fp8", or "" for all.
+        granularity: one of `SAGE_GRANULARITIES`, or "" for all.
+        seed: of the inputs.
+
+    Raises:
+        ValueError: naming what is wrong, and how a shape is written.
+
+    Example:
+        >>> cases = one_shape("b=1,h=2,s=64,d=64", precision="fp8", granularity="per_thread")
+        >>> [case.smoothing for case in cases]
+        ['none', 'K', 'K and Q']
+    """
+    sizes: dict[str, int] = {}
+    for part in shape.split(","):
+        name, _, value = part.partition("=")
+        known = name in (*_SIZES, "kv") and name not in sizes
+        if not (known and value.isascii() and value.isdigit() and int(value) > 0):
+            raise ValueError(
+                f"shape must be written like b=1,h=8,s=1024,d=128 or b=1,h=8,kv=2,s=1024,d=128, got {part!r}"
+            )
+        sizes[name] = int(value)
+    missing = [f"{name} ({what})" for name, what in _SIZES.items() if name not in sizes]
+    if missing:
+        raise ValueError(
+            f"shape must name {', '.join(missing)} too, as in b=1,h=8,s=1024,d=128; got {shape!r}"
+        )
+    heads, lens = sizes.get("kv", sizes["h"]), (sizes["s"],) * sizes["b"]
+    if sizes["h"] % heads:
+        raise ValueError(f"shape must have a multiple of its {heads} KV heads, got {sizes['h']} query heads")
+    precisions = [check_choice("precision", precision, PRECISIONS)] if precision else PRECISIONS
+    granularities = (
+        [check_choice("granularity", granularity, SAGE_GRANULARITIES)] if granularity else SAGE_GRANULARITIES
+    )
+    return [
+        SageCase(
+            qk_dtype=qk, granularity=tokens, smooth_k=smooth_k, smooth_q=smooth_q, q_lens=lens, k_lens=lens,
+            num_kv_heads=heads, gqa_ratio=sizes["h"] // heads, head_dim=sizes["d"], seed=seed,
+        )
+        for qk, tokens, (smooth_k, smooth_q) in product(precisions, granularities, _SMOOTHINGS)
+    ]  # fmt: skip
 
 
 def shipped() -> list[SageCase]:

@@ -20,7 +20,6 @@ from narrowkv.quant.sage import (
     token_mean,
 )
 from narrowkv.runtime.attention.reference import attention_reference, finish
-from narrowkv.sage.config import KeyOrder
 from narrowkv.sage.plan import SagePlan
 from narrowkv.sage.planning import plan_sage
 
@@ -48,15 +47,6 @@ def scratch_rows(ranges: Ranges, *, ragged: bool) -> Ranges:
         rows.append(slice(first, first + length))
         at += -(-length // 128) * 128
     return rows
-
-
-def key_positions(order: KeyOrder, tokens: int) -> torch.Tensor:
-    """Where in scratch V's first `tokens` keys are, int64 `[tokens]`."""
-    key = torch.arange(tokens)
-    span = order.lanes * order.width
-    within = key % (order.gather * span)
-    part, lane, column = within // span, within % span // order.width, within % order.width
-    return key - within + (lane * order.gather + part) * order.width + column
 
 
 def through_format(

@@ -44,7 +44,7 @@ class SparseConfig:
         guard: pipeline stages of a loop whose body is inside branches that are always taken (see
             `kernels.wide`); 0 for a loop without such branches, whose stages are in the options.
         stages: tiles that a specialised kernel keeps in shared memory; 0 for the portable kernels.
-        family: "portable", or the family of targets that the kernel is for: "hopper" or "cdna4".
+        family: "portable", or the family of targets that the kernel is for: "hopper" or "cdna".
         fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
         options: compiler options.
     """
@@ -66,7 +66,7 @@ class SparseConfig:
     def explain(self) -> str:
         """One line that describes the configuration."""
         qk = "" if self.kernel == "wide" else ", QK in FP8" if self.fp8_qk else ", QK in 16 bits"
-        where = {"hopper": " for Hopper", "cdna4": " for CDNA4"}.get(self.family, "")
+        where = {"hopper": " for Hopper", "cdna": " for CDNA"}.get(self.family, "")
         return (
             f"{self.kernel}{where}: {self.block_h} heads x {self.block_k} rows a tile, "
             f"{self.options.num_warps} warps{qk}"
@@ -124,15 +124,23 @@ def _hopper_tiles(kernel: str, num_heads: int) -> _Tiles:
     return _Tiles(block_h, 64, LaunchOptions(num_warps=4, num_stages=1), stages=3 if block_h == 16 else 2)
 
 
-def _cdna4_tiles(num_heads: int) -> _Tiles:
-    """Tiles of the kernel for gfx950 over 16-bit rows, by the timing model: the loop's useful TFLOP/s.
+def _cdna_tiles(target: Target, kernel: str, num_heads: int) -> _Tiles:
+    """Tiles of `kernels/cdna.py`, by the timing model: the loop's useful TFLOP/s with 8 waves.
 
-    64 heads, 64 rows a tile in two stages, 8 waves: 654 with the scheduling strategy iterative-ilp, 622
-    without; 32 rows a tile 530, with 4 waves 503; rows padded by 8 elements 549, by 32 582. The portable
-    kernel takes 265. 32 heads: 460. 16 heads: 293, fewer than the portable kernel's 415.
+    Names are scheduling strategies of LLVM.
+
+    - gfx942, 64 heads: 16-bit rows 435 with iterative-ilp (396 without, max-ilp 419, 4 waves 367; the
+      portable kernel 210); FP8 rows 360 with max-ilp (without 362, but two sources spill; iterative-ilp 338;
+      4 waves 310; portable 173). Two tiles of 32 rows do not fit in LDS.
+    - gfx950, 64 heads: 16-bit rows 694 with iterative-ilp (max-ilp 660; portable 265); FP8 rows 735 with
+      max-ilp (without 553, iterative-ilp spills, 32 rows 595; portable 264).
+    - 32 heads: gfx942 370 and 312, gfx950 510 and 488. With 16 heads the portable kernel is as fast.
     """
-    options = LaunchOptions(num_warps=8, num_stages=1, llvm_fn_attrs="amdgpu-sched-strategy=iterative-ilp")
-    return _Tiles(min(64, num_heads), 64, options, stages=2)
+    heads = min(64, num_heads)
+    fp8, gfx950 = kernel == "fused", target.name == "gfx950"
+    attrs = f"amdgpu-sched-strategy={'max-ilp' if fp8 else 'iterative-ilp'}"
+    options = LaunchOptions(num_warps=8, num_stages=1, llvm_fn_attrs=attrs)
+    return _Tiles(heads, 64 if gfx950 else 32, options, stages=2 if gfx950 else 1)
 
 
 def _amd_tiles(target: Target, kernel: str, block_h: int, fp16_query: bool) -> _Tiles:
@@ -195,8 +203,12 @@ def specialised_pays(target: Target, config: SparseConfig, num_tokens: int, num_
 
 def specialised_config(target: Target, *, kernel: str, num_heads: int) -> SparseConfig | None:
     """The configuration of the kernel for the target's family, for calls that it can read; else None."""
-    if target.name == "gfx950" and kernel == "wide" and num_heads >= 32 and has_gluon("cdna4"):
-        return _config(kernel, _cdna4_tiles(num_heads), fp8_qk=False, family="cdna4")
+    if target.name in ("gfx942", "gfx950") and num_heads >= 32 and has_gluon("cdna"):
+        # Older ones spill vector registers on gfx950.
+        least = (3, 9) if kernel == "fused" else (3, 7)
+        if target.name == "gfx950" and least > TRITON:
+            return None
+        return _config(kernel, _cdna_tiles(target, kernel, num_heads), fp8_qk=False, family="cdna")
     if target.name != "sm90" or target.figures is None or not has_gluon():
         return None
     # The kernels for Hopper take a query in bf16.

@@ -55,25 +55,22 @@ def bind_attention(
     """The attention kernel of a configuration, for sources stored in these ways."""
     if config.family == "hopper":
         return _bind_hopper(config, call, query, prefix, extend)
-    if config.family == "cdna4":
-        from narrowkv.sparse_fp8.kernels.cdna4 import _sparse_cdna4_kernel, cdna4_call
+    constexprs: dict[str, Any] = {"PREFIX": _stored(prefix), "EXTEND": _stored(extend)}
+    fp8 = [rows for rows in (query, prefix, extend) if rows is not None and rows.is_fp8]
+    widening = None
+    if fp8:
+        route = route_of(target, fp8)
+        widening = Widening(fp8[0].format, route, widening_exponent(fp8[0].format, route))
+    if config.family == "cdna":
+        from narrowkv.sparse_fp8.kernels.cdna import _sparse_cdna_kernel, cdna_call
 
-        return BoundLaunch(_sparse_cdna4_kernel, {"CALL": cdna4_call(call, config)}, config.options)
-    constexprs: dict[str, Any] = {
-        "CALL": call,
-        "PREFIX": _stored(prefix),
-        "EXTEND": _stored(extend),
-        "TILES": Tiles(config.block_h, config.block_k, config.width, config.guard),
-    }
+        constexprs |= {"CALL": cdna_call(call, config, target), "WIDENING": widening}
+        return BoundLaunch(_sparse_cdna_kernel, constexprs, config.options)
+    tiles = Tiles(config.block_h, config.block_k, config.width, config.guard)
+    constexprs |= {"CALL": call, "TILES": tiles}
     if config.kernel == "wide":
         return BoundLaunch(_sparse_wide_kernel, constexprs, config.options)
-    fp8 = [rows for rows in (query, prefix, extend) if rows is not None and rows.is_fp8]
-    route = route_of(target, fp8)
-    constexprs |= {
-        "QUERY": _stored(query),
-        "WIDENING": Widening(fp8[0].format, route, widening_exponent(fp8[0].format, route)),
-        "FP8_QK": config.fp8_qk,
-    }
+    constexprs |= {"QUERY": _stored(query), "WIDENING": widening, "FP8_QK": config.fp8_qk}
     return BoundLaunch(_sparse_fused_kernel, constexprs, config.options)
 
 

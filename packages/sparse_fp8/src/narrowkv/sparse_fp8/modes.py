@@ -87,14 +87,13 @@ def _choose_on_amd(sources: dict[str, KVSource], target: Target, num_heads: int)
     """Chooses by how often a row is read, because attention over 16-bit rows is faster.
 
     Model (`narrowkv inspect model --case sparse:...`), clocks of a compute unit for a row of the loop, fused
-    and over 16-bit rows: gfx942, 64 heads 424 and 339, 16 heads 224 and 188; gfx950, 64 heads 273 and 101,
-    16 heads 161 and 103. Expanding a row moves 1.6 KB, which takes 200 clocks of a compute unit's share of
-    HBM on gfx942 and 127 on gfx950.
+    and over 16-bit rows: gfx942, 64 heads 182 and 143, 32 heads 162 and 132, 16 heads 224 and 188; gfx950, 64
+    heads 88 and 95, 32 heads 71 and 67, 16 heads 161 and 103. Expanding a row moves 1.6 KB, which takes 200
+    clocks of a compute unit's share of HBM on gfx942 and 127 on gfx950.
     """
-    if target.name == "gfx950":
-        readings = 2 if num_heads >= 32 else 3
-    else:
-        readings = 6 if num_heads <= 32 else 3
+    if target.name == "gfx950" and specialised_config(target, kernel="fused", num_heads=num_heads):
+        return ModeChoice("fused", "it is about as fast as attention over 16-bit rows (a model)")
+    readings = 3 if target.name == "gfx950" else 6
     if _read_as_often(sources, readings):
         return ModeChoice(
             "prepass", f"rows are read {readings} times each or more, which pays for expanding them (a model)"
@@ -175,7 +174,7 @@ def choose_mode(
     if target.is_nvidia:
         return _choose_on_nvidia(q, query, sources, target, heads)
     fp8 = [rows for rows in (query, *formats) if rows.is_fp8]
-    if target.is_amd and route_of(target, fp8) == BITS:
+    if target.is_amd and route_of(target, fp8) == BITS and (heads < 32 or target.name == "gfx950"):
         return ModeChoice(
             "prepass",
             f"{target.name} converts these {fp8[0].format} bytes in software, so each row once and not each "

@@ -313,14 +313,13 @@ class SparsePlan(PlannedCall):
     def _reaches(self, source: KVSource) -> bool:
         """Whether the specialised kernel's offsets reach all rows and indices of a source."""
         assert self.specialised is not None
-        if self.specialised.family != "cdna4":
+        if self.specialised.family != "cdna":
             return True
-        rows = source.rows
-        if isinstance(rows, torch.Tensor):
-            begin, end = source.byte_ranges[0]
+        if isinstance(source.rows, torch.Tensor) or self.mode == "fused":
+            most = max(end - begin for begin, end in source.byte_ranges)
         else:
-            begin, end = 0, min(source.num_rows, source.nnz) * HEAD_DIM * 2
-        return max(end - begin, source.nnz * 4) <= MOST_BUFFER_BYTES
+            most = min(source.num_rows, source.nnz) * HEAD_DIM * 2
+        return max(most, source.nnz * 4) <= MOST_BUFFER_BYTES
 
     def _expanded(self, source: KVSource | _ExpandedSource, block: int) -> KVSource | _ExpandedSource:
         """The source with its FP8 rows expanded to 16 bits in scratch memory from block `block` on.

@@ -245,10 +245,11 @@ def _make_plan(
 def suits_specialised(
     mode: str, target: Target, query: RowsFormat, prefix: RowsFormat | None, extend: RowsFormat | None
 ) -> bool:
-    """Whether a kernel for Hopper can read rows and a query that are stored in these ways.
+    """Whether the kernels for families of targets can read rows and a query that are stored in these ways.
 
-    It copies 16 bytes at once and reads both sources one way. FP8 rows it widens to bf16, as the hardware
-    converts them, by a scale for 64 columns; a query in FP8 is widened first, whatever its layout.
+    They copy 16 bytes at once. FP8 rows they widen to bf16; a query in FP8 is widened first, whatever its
+    layout. Those for Hopper and for gfx950 take FP8 that the hardware converts, and those for Hopper read
+    both sources one way, by a scale for 64 columns.
     """
     rows = [each for each in (prefix, extend) if each is not None]
     if mode == "prepass":
@@ -258,9 +259,10 @@ def suits_specialised(
         return False
     if mode != "fused":
         return True
-    return (
-        query.dtype == torch.bfloat16
-        and len({each.layout for each in rows}) == 1
-        and all(each.scale_group == 64 for each in rows)
-        and all(route_of(target, [each]) == NATIVE for each in (*rows, query) if each.is_fp8)
-    )
+    if query.dtype != torch.bfloat16:
+        return False
+    native = all(route_of(target, [each]) == NATIVE for each in rows)
+    if target.is_amd:
+        return native or target.name == "gfx942"
+    one_way = len({each.layout for each in rows}) == 1 and all(each.scale_group == 64 for each in rows)
+    return one_way and native and (not query.is_fp8 or route_of(target, [query]) == NATIVE)

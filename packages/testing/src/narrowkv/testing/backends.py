@@ -1,4 +1,4 @@
-"""Who can answer a call: narrowkv, torch's SDPA on the dequantised cache, AITER and FlashInfer if installed.
+"""Who can answer a call: narrowkv, torch's SDPA on the dequantised cache, and others if they are installed.
 
 Others are called through their public functions with the very tensors that narrowkv gets, and what they
 refuse is shown in their own words.
@@ -21,6 +21,7 @@ Call = Callable[[], torch.Tensor]
 PEER_BOUND = 0.004
 """Of the relative L1 error of a peer, which may round dequantised keys and values to 16 bits once more."""
 _AITER_PARTITION = 256
+_SGLANG_SPLITS = 8  # the default of --triton-attention-num-kv-splits
 _FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
 
 
@@ -38,6 +39,10 @@ class Paged(Protocol):
     @property
     def table(self) -> PageTable:
         """Its page table."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the operation."""
 
 
 class NotAnsweringError(Exception):
@@ -143,6 +148,18 @@ def _float_descales(inputs: Paged) -> tuple[float, float]:
     return float(cache.k_descale), float(cache.v_descale)
 
 
+def result_of(inputs: Paged) -> torch.Tensor:
+    """Memory for the output, in 16 bits where the query is FP8."""
+    q = inputs.q
+    return torch.empty_like(q, dtype=q.dtype if q.element_size() == 2 else torch.bfloat16)
+
+
+def q_descale_of(inputs: Paged) -> torch.Tensor:
+    """The query's descale of a call, `[1]`."""
+    descale = inputs.options.get("q_descale", 1.0)
+    return torch.as_tensor(descale, dtype=torch.float32, device=inputs.q.device).view(-1)[:1]
+
+
 def _missing(package: str, on_gpu: bool) -> str | None:
     if importlib.util.find_spec(package) is None:
         return "not installed"
@@ -170,18 +187,21 @@ class Aiter:
         k_descale, v_descale = (torch.tensor([d], device=q.device) for d in _float_descales(inputs))
         indptr, indices, last, longest = _ragged(inputs)
         scale = cache.head_dim**-0.5
-        out = torch.empty_like(q)
+        out = result_of(inputs)
         partitions = -(-longest // _AITER_PARTITION)
         slots = q.shape[0] * q.shape[1] * partitions
         workspace = torch.empty(
-            slots * (q.shape[2] * q.element_size() + 8), dtype=torch.uint8, device=q.device
+            slots * (q.shape[2] * out.element_size() + 8), dtype=torch.uint8, device=q.device
         )
         kind = {"fp8_e4m3fn": "fp8_e4m3", "fp8_e4m3fnuz": "fp8_e4m3"}.get(cache.format.k, "auto")
+        queries: tuple[Any, ...] = ()
+        if q.element_size() == 1:  # all in FP8
+            queries = (1, q_descale_of(inputs))  # query tokens of a sequence, and the query's scale
 
         def decode() -> torch.Tensor:
             torch.ops.aiter.paged_attention_ragged(
                 out, workspace, q, cache.k, cache.v, scale, indptr, indices, last, cache.page_size,
-                partitions, None, kind, "NHD", 0.0, k_descale, v_descale, None, _AITER_PARTITION,
+                partitions, None, kind, "NHD", 0.0, k_descale, v_descale, None, _AITER_PARTITION, *queries,
             )  # fmt: skip
             return out
 
@@ -221,8 +241,100 @@ class FlashInfer:
         return partial(wrapper.run, q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale)
 
 
+class VllmTriton:
+    """vLLM's `unified_attention` in Triton, NHD pages."""
+
+    name = "vllm triton"
+
+    def absent(self, on_gpu: bool) -> str | None:
+        """Not installed, or no GPU to run on."""
+        return _missing("vllm", on_gpu)
+
+    def prepare(self, inputs: Paged) -> Call:
+        """Its form for few sequences as well as many: without scratch it does not split keys."""
+        from vllm.v1.attention.ops import triton_unified_attention as vllm
+
+        return vllm_call(vllm.unified_attention, inputs)
+
+
+def vllm_call(attend: Any, inputs: Paged) -> Call:
+    """A call of vLLM's `unified_attention`."""
+    q, cache, table = inputs.q, inputs.cache, inputs.table
+    if cache.format.k != cache.format.v or cache.format.k.startswith("fp4"):
+        raise NotAnsweringError("takes one 16-bit or FP8 format for K and V")
+    if table.kind != "block_table":
+        raise NotAnsweringError("takes block tables")
+    batch, out, counts = table.batch_size, result_of(inputs), _query_counts(inputs)
+    starts = torch.tensor([0, *counts]).cumsum(0).int().to(q.device)
+    shape = (batch, cache.num_kv_heads)
+    k_descale, v_descale = (
+        torch.tensor(d, dtype=torch.float32, device=q.device).expand(shape) for d in _float_descales(inputs)
+    )
+    assert table.seq_lens is not None
+    call = partial(
+        attend, q, cache.k, cache.v, out, starts, max(counts), table.seq_lens, int(table.seq_lens.max()),
+        cache.head_dim**-0.5, True, (-1, -1), table.page_ids, 0.0,
+        q_descale_of(inputs) if q.element_size() == 1 else None, k_descale, v_descale,
+        kv_quant_mode=int(cache.k.element_size() == 1),  # 1: FP8 with a scale a tensor
+    )  # fmt: skip
+
+    def decode() -> torch.Tensor:
+        call()
+        return out
+
+    return decode
+
+
+class SglangTriton:
+    """SGLang's `decode_attention_fwd` in Triton, over token slots."""
+
+    name = "sglang triton"
+
+    def absent(self, on_gpu: bool) -> str | None:
+        """Not installed, or no GPU to run on."""
+        return _missing("sglang", on_gpu)
+
+    def prepare(self, inputs: Paged) -> Call:
+        """Token slots from the pages; the keys are split as often as its backend splits them at most."""
+        from sglang.kernels.ops.attention import decode_attention as sglang
+
+        return sglang_call(sglang.decode_attention_fwd, inputs)
+
+
+def sglang_call(attend: Any, inputs: Paged) -> Call:
+    """A call of SGLang's `decode_attention_fwd`."""
+    q, cache, table = inputs.q, inputs.cache, inputs.table
+    if q.shape[0] != table.batch_size or q.element_size() == 1:
+        raise NotAnsweringError("is asked with one 16-bit query token a sequence only")
+    if cache.format.k != cache.format.v or cache.format.k.startswith("fp4"):
+        raise NotAnsweringError("takes one 16-bit or FP8 format for K and V")
+    k_descale, v_descale = _float_descales(inputs)
+    place = torch.arange(cache.page_size, device=q.device)
+    slots = [
+        (ids.long()[:, None] * cache.page_size + place).flatten()[:length]
+        for ids, length in map(table.pages_of, range(table.batch_size))
+    ]
+    ends = torch.tensor([0, *(len(s) for s in slots)], dtype=torch.int32, device=q.device).cumsum(0).int()
+    rows, heads = q.shape[:2]
+    logits = torch.empty(rows, heads, _SGLANG_SPLITS, q.shape[2], dtype=torch.float32, device=q.device)
+    lse = torch.empty(rows, heads, _SGLANG_SPLITS, dtype=torch.float32, device=q.device)
+    splits = torch.full((rows,), _SGLANG_SPLITS, dtype=torch.int32, device=q.device)
+    out = torch.empty_like(q)
+    k, v = (x.flatten(0, 1) for x in (cache.k, cache.v))  # [slots, heads, head_dim]
+    call = partial(
+        attend, q, k, v, out, ends, torch.cat(slots), logits, lse, splits, _SGLANG_SPLITS,
+        cache.head_dim**-0.5, k_descale, v_descale,
+    )  # fmt: skip
+
+    def decode() -> torch.Tensor:
+        call()
+        return out
+
+    return decode
+
+
 OURS = Narrowkv()
-PEERS: tuple[Backend, ...] = (TorchSdpa(), Aiter(), FlashInfer())
+PEERS: tuple[Backend, ...] = (TorchSdpa(), Aiter(), FlashInfer(), VllmTriton(), SglangTriton())
 
 
 def peer_version(backend: Backend) -> str | None:
@@ -230,7 +342,9 @@ def peer_version(backend: Backend) -> str | None:
     names = {
         "aiter": ("aiter", "amd-aiter"),
         "flashinfer": ("flashinfer-python", "flashinfer"),
+        "sglang triton": ("sglang",),
         "torch sdpa": ("torch",),
+        "vllm triton": ("vllm", "vllm-rocm"),
     }
     for name in names.get(backend.name, ()):
         try:

@@ -96,6 +96,7 @@ SAMPLES: dict[str, Callable[[Launch], Iterable[Workgroup]]] = {
     "_append_kernel": corners,
     "_sparse_wide_kernel": _sparse_programs,
     "_sparse_fused_kernel": _sparse_programs,
+    "_sparse_cdna_kernel": _sparse_programs,
     "_merge_sparse_kernel": _rows_of_last_sparse_program,
     "_sage_attention_kernel": corners,
     "_fused_prefill_kernel": _splits_of_some_tiles,

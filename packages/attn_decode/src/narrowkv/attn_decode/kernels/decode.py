@@ -8,39 +8,31 @@ reductions).
 import triton
 import triton.language as tl
 
+from narrowkv.attn_decode.kernels.loop import Keys, State, attend_to_rows, attend_to_tiles, unless_zero
 from narrowkv.attn_decode.kernels.tiles import (
-    attended_keys,
     attended_span,
     even_split,
     row_limits,
     splits_of_sequence,
     tiles_of,
 )
-from narrowkv.paged_cache.kernels.pages import (
-    Table,
-    first_id,
-    kv_offsets,
-    load_key_scale,
-    locate_keys,
-    sequence_length,
-    times_head_descale,
+from narrowkv.paged_cache.kernels.pages import Table, first_id, sequence_length, times_head_descale
+from narrowkv.paged_cache.kernels.queries import (
+    load_query,
+    scale_to_fp16,
+    split_query,
+    split_to_e4m3,
+    times_sign,
 )
-from narrowkv.paged_cache.kernels.queries import load_query, scale_to_fp16, split_query, split_to_e4m3
-from narrowkv.paged_cache.kernels.tiles import (
-    LEAST_FACTOR,
-    attend_to_tile,
-    load_words,
-    tile_scores,
-    zeros_in_parts,
-)
+from narrowkv.paged_cache.kernels.tiles import LEAST_FACTOR, zeros_in_parts
 from narrowkv.quant.device import join_parts
+from narrowkv.runtime.attention.masks import SeenKeys
 from narrowkv.runtime.attention.results import (
     is_last_program,
     merge_partial_results,
     store_partial_result,
     write_rows,
 )
-from narrowkv.runtime.attention.softmax import capped_logits
 
 
 # Values that serving changes from step to step: the kernel is not compiled again for them.
@@ -75,13 +67,9 @@ def _paged_decode_kernel(
     V_PARTS: tl.constexpr = V.parts
     K_DESCALE: tl.constexpr = K.descale
     V_DESCALE: tl.constexpr = V.descale
-    K_VEC: tl.constexpr = K.vec
-    V_VEC: tl.constexpr = V.vec
     COMPUTE: tl.constexpr = RULES.compute
     SPLIT_Q: tl.constexpr = RULES.split_q
-    NATIVE_QK: tl.constexpr = RULES.native
     WINDOW_LEFT: tl.constexpr = RULES.window_left
-    WIDE_ADDRESS: tl.constexpr = RULES.wide_address
     BLOCK_M: tl.constexpr = BLOCKS.m
     BLOCK_N: tl.constexpr = BLOCKS.n
     BLOCK_D: tl.constexpr = BLOCKS.d
@@ -89,6 +77,8 @@ def _paged_decode_kernel(
     ROWS: tl.constexpr = Q_LEN * GQA_RATIO
     ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     HEAD_PROGRAMS: tl.constexpr = NUM_KV_HEADS * ROW_BLOCKS
+    # All rows attend to the same keys.
+    ALIKE: tl.constexpr = Q_LEN == 1 and io.tree is None
     HAS_LOW: tl.constexpr = WINDOW_LEFT >= 0 or io.ranges is not None
     table = Table(
         page_ids,
@@ -131,14 +121,14 @@ def _paged_decode_kernel(
     row_mask = rows < ROWS
     heads = kv_head * GQA_RATIO + rows % GQA_RATIO
     tokens = (seq * Q_LEN + rows // GQA_RATIO).to(tl.int64)
-    if Q_LEN > 1:
+    if not ALIKE:
         low, high, full_first, full_end = row_limits(
-            io.ranges, seq, rows // GQA_RATIO, row_mask, kv_len, first, end_key, Q_LEN, WINDOW_LEFT
+            io, seq, rows // GQA_RATIO, row_mask, kv_len, first, end_key, Q_LEN, WINDOW_LEFT
         )
     q = load_query(io.q, tokens, heads, row_mask, io.q_token, io.q_head, HEAD_DIM, BLOCK_DK, K_PARTS)
     q_scale = 1.0
     Q_TERMS: tl.constexpr = 3 if io.q.dtype.element_ty == tl.float16 else 2
-    if NATIVE_QK:
+    if RULES.native:
         q, q_scale = split_to_e4m3(q[0], Q_TERMS)
         q_low = q
     else:
@@ -150,70 +140,52 @@ def _paged_decode_kernel(
     o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * out_scale
     logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K_DESCALE)
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
-    K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
-    V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
-    # The scaled matrix instruction applies E8M0 scales itself.
-    KEY_FACTORS: tl.constexpr = K_PER_KEY and (K_DESCALE == "e4m3" or not NATIVE_QK)
+    if not ALIKE and not RULES.native:
+        # The softmax of unmasked tiles takes the maximum before it scales, so the scale must be positive.
+        q = times_sign(q, logit_scale, K_PARTS)
+        q_low = times_sign(q_low, logit_scale, K_PARTS)
+        logit_scale = tl.abs(logit_scale)
 
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    acc = zeros_in_parts(BLOCK_M, BLOCK_D, V_PARTS)
-    v_largest = out_scale * 0.0 + LEAST_FACTOR
-    # Words of a native K tile hold two elements each, whatever the parts of Q.
-    K_WORD: tl.constexpr = 2 if NATIVE_QK else K_PARTS
-    dk, dv = tl.arange(0, BLOCK_DK // K_WORD), tl.arange(0, BLOCK_D // V_PARTS)
-    last = tl.maximum(end_key - 1, 0)
-    # What belongs to single keys is read one tile ahead: nothing else hides the time such small loads take.
-    k_next = 1.0
-    v_next = 1.0
-    if K_PER_KEY or V_PER_KEY:
-        n = begin * BLOCK_N + tl.arange(0, BLOCK_N)
-        page, slot = locate_keys(table, row_base, n, first, last, PAGE_SIZE, WIDE_ADDRESS)
-        if K_PER_KEY:
-            k_next = load_key_scale(k_descale, page, slot, kv_head, K_DESCALE, NATIVE_QK, HEAD_DIM, BLOCK_DK)
-        if V_PER_KEY:
-            v_next = load_key_scale(v_descale, page, slot, kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D)
-    for tile in range(begin, end):
-        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        page, slot = locate_keys(table, row_base, n, first, last, PAGE_SIZE, WIDE_ADDRESS)
-        # Both offsets before both loads: Triton 3.6 spills scalars on gfx942 otherwise.
-        k_off = kv_offsets(page, slot, k, kv_head, dk, K_VEC, False)
-        v_off = kv_offsets(page, slot, v, kv_head, dv, V_VEC, True)
-        k_words = load_words(k, k_off, K_WORD, HEAD_DIM, BLOCK_DK)  # [BLOCK_N, BLOCK_DK / K_WORD]
-        v_words = load_words(v, v_off, V_PARTS, HEAD_DIM, BLOCK_D)
-        k_scale = k_next
-        v_scale = v_next
-        if K_PER_KEY or V_PER_KEY:
-            page, slot = locate_keys(table, row_base, n + BLOCK_N, first, last, PAGE_SIZE, WIDE_ADDRESS)
-            if K_PER_KEY:
-                k_next = load_key_scale(
-                    k_descale, page, slot, kv_head, K_DESCALE, NATIVE_QK, HEAD_DIM, BLOCK_DK
-                )
-            if V_PER_KEY:
-                v_next = load_key_scale(v_descale, page, slot, kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D)
-        s, k_factor = tile_scores(q, q_low, k_words, k_scale, K, RULES)  # [BLOCK_M, BLOCK_N]
-        if KEY_FACTORS:
-            s *= (k_factor * logit_scale)[None, :]
+    state = State(
+        zeros_in_parts(BLOCK_M, BLOCK_D, V_PARTS),
+        tl.full([BLOCK_M], float("-inf"), tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+        out_scale * 0.0 + LEAST_FACTOR,
+    )
+    keys = Keys(row_base, kv_head, first, tl.maximum(end_key - 1, 0))
+    if ALIKE:
+        acc, m, l, v_largest = attend_to_tiles(
+            begin, end, end, 0, q, q_low, logit_scale, soft_cap, state, k, v, k_descale, v_descale, table,
+            keys, None, SIZES, K, V, RULES, BLOCKS, "keys",
+        )  # fmt: skip
+    else:
+        full = tl.minimum(tl.maximum(tl.cdiv(full_first, BLOCK_N), begin), end)
+        full_end = tl.maximum(tl.minimum(full_end // BLOCK_N, end), full)
+        tree = None
+        if io.tree is not None:
+            tree = tl.load(io.tree + seq.to(tl.int64) * Q_LEN + rows // GQA_RATIO, mask=row_mask, other=0)
+        seen = SeenKeys(low if HAS_LOW else None, high, tree, kv_len - Q_LEN)
+        if RULES.q_in_shared:
+            # A product takes Q from registers where Q was computed, from shared memory where a loop has it.
+            # So this loop carries it, once around: with Q in registers a second program would not fit (128
+            # rows x 64 keys, 8 warps: 208 registers instead of 128).
+            once = tl.minimum(num_splits, 1)
+            for _ in range(once):
+                state = attend_to_rows(
+                    begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale,
+                    v_descale, table, keys, seen, SIZES, K, V, RULES, BLOCKS,
+                )  # fmt: skip
+                q = unless_zero(once, q, K_PARTS)
         else:
-            s *= logit_scale
-        if RULES.soft_cap:
-            s = capped_logits(s, soft_cap)
-        if Q_LEN == 1:
-            # All rows attend alike, so one sum with a bias per key masks them.
-            s += tl.where((n >= first) & (n <= last), 0.0, float("-inf"))[None, :]
-            attended = None
-            rows_differ = None
-        else:
-            attended = attended_keys(n, low, high, HAS_LOW)
-            s = tl.where(attended, s, float("-inf"))
-            rows_differ = ((tile + 1) * BLOCK_N > full_end) | (tile * BLOCK_N < full_first)
-        acc, m, l, v_largest = attend_to_tile(
-            s, attended, rows_differ, v_words, v_scale, None, acc, m, l, v_largest, V, RULES, V_PARTS
-        )
+            state = attend_to_rows(
+                begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale,
+                v_descale, table, keys, seen, SIZES, K, V, RULES, BLOCKS,
+            )  # fmt: skip
+        acc, m, l, v_largest = state
 
     acc = join_parts(acc, V_PARTS)
     d = tl.arange(0, BLOCK_D)
-    if V_PER_KEY:
+    if V_DESCALE != "scalar" and V_DESCALE != "head":
         acc *= v_largest
 
     if RULES.partial:
@@ -230,7 +202,7 @@ def _paged_decode_kernel(
                 first_slot = first_unit.to(tl.int64) * HEAD_PROGRAMS + head_program
                 acc, m, l = merge_partial_results(
                     workspace, acc, m, l, first_slot, HEAD_PROGRAMS, num_splits, row_mask,
-                    BLOCK_M, BLOCK_D, 4,
+                    BLOCK_M, BLOCK_D, 4 if BLOCK_M < 64 else 1,
                 )  # fmt: skip
     write_rows(
         io.o, io.lse, io.sinks, acc, m, l, o_scale, heads, tokens, row_mask, d,

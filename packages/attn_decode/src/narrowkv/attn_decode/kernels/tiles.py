@@ -12,8 +12,9 @@ class Rows(NamedTuple):
     """Queries and results: `q` and `o` `[tokens, heads, head_dim]`, `lse` `[tokens, heads]` or None.
 
     `sinks` is a logit per query head, or None. `ranges` `[batch, q_len, 2]`: the keys [begin, end) that each
-    query token attends to, or None where the sequence's length and the window say it. The last dimension of
-    each is contiguous.
+    query token attends to, or None where the sequence's length and the window say it. `tree`
+    `[batch, q_len]`: bits that say which of the last q_len keys a query token attends to, or None. The last
+    dimension of each is contiguous.
     """
 
     q: Any
@@ -26,6 +27,7 @@ class Rows(NamedTuple):
     o_head: Any
     lse_token: Any
     ranges: Any = None
+    tree: Any = None
 
 
 class Workspace(NamedTuple):
@@ -66,6 +68,7 @@ class Rules(NamedTuple):
         even: an even share of all keys a program, else a number of splits that the sequence alone decides.
         partial: whether a sequence can have several splits.
         can_merge: whether the last split to arrive can merge them in this launch.
+        q_in_shared: products take Q from shared memory, not from registers.
         fp8, clean, p_scale: as in the rules of prefill; decode widens every cache.
     """
 
@@ -81,6 +84,7 @@ class Rules(NamedTuple):
     even: bool
     partial: bool
     can_merge: bool
+    q_in_shared: bool = False
     fp8: Any = None
     clean: bool = False
     p_scale: float = 1.0
@@ -112,21 +116,28 @@ def attended_span(ranges, seq, mask, kv_len, Q_LEN: tl.constexpr, WINDOW_LEFT: t
 
 
 @triton.jit
-def row_limits(ranges, seq, token, row_mask, kv_len, first, end, Q_LEN: tl.constexpr,
-               WINDOW_LEFT: tl.constexpr):  # fmt: skip
-    """The first and the last key that rows of query tokens `token` attend to, and which keys all rows do.
+def row_limits(io, seq, token, row_mask, kv_len, first, end, Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr):
+    """The keys that rows of query tokens `token` attend to, and which keys all rows attend to.
 
     Returns:
-        `(low, high, full_first, full_end)`: [M] both limits; keys [full_first, full_end) are every row's.
+        `(low, high, full_first, full_end)`: [M] the first and the last key, of which a tree may leave out
+        some; keys [full_first, full_end) are every row's.
     """
-    if ranges is None:
-        high = kv_len - Q_LEN + token
-        return high - WINDOW_LEFT, high, first + Q_LEN, kv_len - Q_LEN
+    at = seq.to(tl.int64) * Q_LEN + token
+    tail = kv_len - Q_LEN
+    if io.ranges is None:
+        low = tail + token - WINDOW_LEFT
+        high = tail + token if io.tree is None else tl.zeros_like(token) + (kv_len - 1)
+        full_first = first if WINDOW_LEFT < 0 else first + Q_LEN
+        full_end = tail + 1 if io.tree is None else tail
     else:
-        at = ranges + (seq.to(tl.int64) * Q_LEN + token) * 2
-        low = tl.maximum(tl.load(at, mask=row_mask, other=0), first)
-        high = tl.minimum(tl.load(at + 1, mask=row_mask, other=2**31 - 1), end) - 1
-        return low, high, tl.max(low, 0), tl.min(high, 0) + 1
+        low = tl.maximum(tl.load(io.ranges + at * 2, mask=row_mask, other=0), first)
+        high = tl.minimum(tl.load(io.ranges + at * 2 + 1, mask=row_mask, other=2**31 - 1), end) - 1
+        full_first = tl.max(low, 0)
+        full_end = tl.min(high, 0) + 1
+        if io.tree is not None:
+            full_end = tl.minimum(full_end, tail)
+    return low, high, full_first, full_end
 
 
 @triton.jit
@@ -193,12 +204,3 @@ def even_split(
 def splits_of_sequence(num_tiles, tiles_per_split, max_splits):
     """Splits of a sequence where nothing but its own key tiles decides."""
     return tl.maximum(tl.minimum(tl.cdiv(num_tiles, tiles_per_split), max_splits), 1)
-
-
-@triton.jit
-def attended_keys(n, low, high, HAS_LOW: tl.constexpr):
-    """[M, N]: keys of [low, high] of each row; without HAS_LOW all keys up to `high`."""
-    keep = n[None, :] <= high[:, None]
-    if HAS_LOW:
-        keep = keep & (n[None, :] >= low[:, None])
-    return keep

@@ -12,6 +12,7 @@ from narrowkv.attn_prefill.kernels.append_store import store_new
 from narrowkv.attn_prefill.kernels.arguments import NewCache, Queries, Read
 from narrowkv.attn_prefill.kernels.fused import attend_to_pages
 from narrowkv.attn_prefill.kernels.rows import RUNTIME_SIZES, find_block, rows_of, tile_of
+from narrowkv.attn_prefill.kernels.shares import merge_shares, share_of
 from narrowkv.paged_cache.kernels.append import DescalePointers, load_rotated
 from narrowkv.paged_cache.kernels.pages import (
     Descale,
@@ -66,7 +67,8 @@ def attend_to_chunk(
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _prefill_append_kernel(
     q, out, chunk, rope, to, cache, table, workspace, scales,
-    batch, num_tokens, max_q_len, table_row, num_ids, max_pages, num_blocks, num_tiles, num_splits,
+    batch, num_tokens, max_q_len, least_len, most_len, table_row, num_ids, max_pages, num_blocks, num_tiles,
+    num_splits,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STORING: tl.constexpr, RULES: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -77,6 +79,7 @@ def _prefill_append_kernel(
         cache, table: `Cache`, `Table`, without the sizes that follow. workspace, scales: `Workspace`,
             `AppendScales`.
         num_blocks, num_tiles: blocks of new tokens and tiles of rows of a head, at most.
+        num_splits: programs that share a tile's keys; with `RULES.shares` work units of a KV head.
         SIZES, K, V, STORING, RULES, BLOCKS: `Sizes`, `Stored`, `Stored`, `Storing`, `Rules`, `Blocks`.
     """
     NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
@@ -105,7 +108,9 @@ def _prefill_append_kernel(
     OWN_N: tl.constexpr = BLOCKS.t
     k, v = KVPointers(*cache[0:5]), KVPointers(*cache[5:10])
     k_descale, v_descale = Descale(*cache[10:14]), Descale(*cache[14:18])
-    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale)
+    # New tokens of all sequences are stored here, whichever launch attends.
+    stored = Queries(*q[0:4], num_tokens, max_q_len, q.descale, 0, None)
+    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale, least_len, most_len)
     table = Table(
         table.page_ids, table_row, table.lens, num_ids, table.num_pages, max_pages, *table[6:9]
     )  # fmt: skip
@@ -118,7 +123,7 @@ def _prefill_append_kernel(
     if pid < num_blocks * NUM_KV_HEADS:
         kv_head = pid % NUM_KV_HEADS
         seq, block, _, q_start, q_len = find_block(
-            q, table, None, batch, pid // NUM_KV_HEADS, 0, False, True, PAGE_SIZE, False, BLOCK_S, NVIDIA
+            stored, table, None, batch, pid // NUM_KV_HEADS, 0, False, True, PAGE_SIZE, False, BLOCK_S, NVIDIA
         )
         if seq < 0:
             return
@@ -130,9 +135,18 @@ def _prefill_append_kernel(
 
     pid -= num_blocks * NUM_KV_HEADS
     kv_head = pid % NUM_KV_HEADS
-    index = pid // NUM_KV_HEADS // num_splits
-    split = pid // NUM_KV_HEADS % num_splits
-    seq, tile, q_start, q_len = tile_of(q, batch, index, GQA_RATIO, BLOCK_M, NVIDIA)
+    if RULES.shares:
+        share = share_of(
+            q, table, batch, pid // NUM_KV_HEADS, num_splits, True, GQA_RATIO, WINDOW_LEFT, PAGE_SIZE,
+            False, BLOCK_M, BLOCK_N, NVIDIA,
+        )  # fmt: skip
+        seq, tile, q_start, q_len = share.seq, share.number, share.q_start, share.q_len
+        split = share.split
+        num_splits = share.num_splits
+    else:
+        index = pid // NUM_KV_HEADS // num_splits
+        split = pid // NUM_KV_HEADS % num_splits
+        seq, tile, q_start, q_len = tile_of(q, batch, index, GQA_RATIO, BLOCK_M, NVIDIA)
     if seq < 0:
         return
     q_len = tl.minimum(q_len, q.max_len)
@@ -187,7 +201,11 @@ def _prefill_append_kernel(
         q_start, q_len, within, own_begin, own_end, SIZES, STORING, RULES, BLOCKS,
     )  # fmt: skip
     write = True
-    if SPLIT:
+    if RULES.shares:
+        write, acc, m, l = merge_shares(
+            workspace, share, acc, m, l, kv_head, row_mask, NUM_KV_HEADS, SETTLE, BLOCK_M, BLOCK_D
+        )
+    elif SPLIT:
         write, acc, m, l = merge_splits(
             workspace, acc, m, l, index * NUM_KV_HEADS + kv_head, split, num_splits,
             num_tiles * NUM_KV_HEADS, row_mask, SETTLE, BLOCK_M, BLOCK_D,

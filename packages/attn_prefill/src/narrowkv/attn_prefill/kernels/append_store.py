@@ -10,6 +10,7 @@ from narrowkv.attn_prefill.kernels.arguments import NewCache, Queries, Scratch
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
     begin_next_launch,
+    count_blocks,
     find_block,
     longest_held,
     schedule_tiles,
@@ -131,19 +132,20 @@ def keep_new_block(
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _produce_kernel(
     q, chunk, rope, to, cache, table, scratch, scales,
-    batch, num_tokens, max_q_len, block_m, table_row, num_ids, max_pages, max_keys, key_blocks,
+    batch, num_tokens, max_q_len, least_len, block_m, table_row, num_ids, max_pages, max_keys, key_blocks,
     num_groups, num_blocks, num_tiles,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STORING: tl.constexpr, FILLING: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The first programs leave a block in the scratch, which takes longest; the next quantise new tokens.
+    """The first programs leave blocks in the scratch, which takes longest; the next quantise new tokens.
 
     The last ones order the tiles that attend.
 
     Args:
         q, chunk, rope: `Queries`, `Chunk`, `RopePointers`. to: `Destination`. cache: `Cache`.
         table, scratch: `Table`, `Scratch`: without the sizes that follow. scales: `AppendScales`.
-        num_blocks, num_groups, num_tiles: programs of each kind for a head, and tiles, at most.
+        num_blocks: programs of a head that fill the scratch; each takes every `num_blocks`th block.
+        num_groups, num_tiles: programs of a head that quantise, and tiles, at most.
         SIZES, K, V, STORING, FILLING, BLOCKS: `Sizes`, `Stored`, `Stored`, `Storing`, `Filling`, `Blocks`.
     """
     NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
@@ -165,7 +167,9 @@ def _produce_kernel(
         begin_next_launch()
     k, v = KVPointers(*cache[0:5]), KVPointers(*cache[5:10])
     k_descale, v_descale = Descale(*cache[10:14]), Descale(*cache[14:18])
-    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale)
+    # New tokens of all sequences are stored here, whichever launch attends.
+    stored = Queries(*q[0:4], num_tokens, max_q_len, q.descale, 0, None)
+    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale, least_len, None)
     table = Table(
         table.page_ids, table_row, table.lens, num_ids, table.num_pages, max_pages, *table[6:9]
     )  # fmt: skip
@@ -181,7 +185,7 @@ def _produce_kernel(
         kv_head = (pid - first_group) % NUM_KV_HEADS
         group = (pid - first_group) // NUM_KV_HEADS
         seq, in_seq, _, q_start, q_len = find_block(
-            q, table, scratch, batch, group, 0, False, True, PAGE_SIZE, False, BLOCK_T, NVIDIA
+            stored, table, scratch, batch, group, 0, False, True, PAGE_SIZE, False, BLOCK_T, NVIDIA
         )
         if seq < 0:
             return
@@ -197,28 +201,27 @@ def _produce_kernel(
         )  # fmt: skip
         return
     kv_head = pid % NUM_KV_HEADS
-    block = pid // NUM_KV_HEADS
     limit = longest_held(table, scratch, batch, PAGE_SIZE, False, BLOCK_S)
-    seq, in_seq, held, q_start, q_len = find_block(
-        q, table, scratch, batch, block, limit, True, True, PAGE_SIZE, False, BLOCK_S, NVIDIA
-    )
-    if seq < 0:
-        return
-    k_scale = times_head_descale(scales.k, k_descale, seq, kv_head, K_DESCALE)
-    v_scale = times_head_descale(scales.v, v_descale, seq, kv_head, V_DESCALE)
-    old_blocks = tl.cdiv(held, BLOCK_S)
-    if in_seq >= old_blocks:
-        keep_new_block(
-            chunk, rope, v_scale, scratch, (in_seq - old_blocks) * BLOCK_S, block, kv_head, q_start, q_len,
-            SIZES, STORING, K_HAS_FACTOR, V_PER_KEY, BLOCK_S, BLOCK_D,
-        )  # fmt: skip
-    else:
-        # Old keys end where a block ends, so that new ones begin with one; or begin where one begins, as
-        # those in pages do.
-        first = in_seq * BLOCK_S
-        if not K_IN_PAGES:
-            first = (in_seq - old_blocks) * BLOCK_S + held
-        widen_block(
-            k, v, k_descale, v_descale, table, scratch, seq, block, first, kv_head, held, k_scale,
-            SIZES, K, V, K_TYPE, True, WIDE_ADDRESS, BLOCK_D, BLOCK_S,
-        )  # fmt: skip
+    total = count_blocks(q, table, scratch, batch, limit, True, PAGE_SIZE, False, BLOCK_S)
+    for block in range(pid // NUM_KV_HEADS, total, num_blocks):
+        seq, in_seq, held, q_start, q_len = find_block(
+            q, table, scratch, batch, block, limit, True, True, PAGE_SIZE, False, BLOCK_S, NVIDIA
+        )
+        k_scale = times_head_descale(scales.k, k_descale, seq, kv_head, K_DESCALE)
+        v_scale = times_head_descale(scales.v, v_descale, seq, kv_head, V_DESCALE)
+        old_blocks = tl.cdiv(held, BLOCK_S)
+        if in_seq >= old_blocks:
+            keep_new_block(
+                chunk, rope, v_scale, scratch, (in_seq - old_blocks) * BLOCK_S, block, kv_head, q_start,
+                q_len, SIZES, STORING, K_HAS_FACTOR, V_PER_KEY, BLOCK_S, BLOCK_D,
+            )  # fmt: skip
+        else:
+            # Old keys end where a block ends, so that new ones begin with one; or begin where one begins, as
+            # those in pages do.
+            first = in_seq * BLOCK_S
+            if not K_IN_PAGES:
+                first = (in_seq - old_blocks) * BLOCK_S + held
+            widen_block(
+                k, v, k_descale, v_descale, table, scratch, seq, block, first, kv_head, held, k_scale,
+                SIZES, K, V, K_TYPE, True, WIDE_ADDRESS, BLOCK_D, BLOCK_S,
+            )  # fmt: skip

@@ -19,6 +19,8 @@ class Queries(NamedTuple):
     num_tokens: Any
     max_len: Any  # query tokens of a sequence beyond this number are left out
     descale: Any  # one float32, or None
+    least_len: Any = None  # sequences with fewer query tokens are another launch's
+    most_len: Any = None  # and those with more, of `kernels/shares.py`
 
 
 class Outputs(NamedTuple):
@@ -200,6 +202,7 @@ class Rules(NamedTuple):
         window_left, window_right: keys before and after itself that a row sees, or -1.
         folded: the scale of the logits is positive and applied within the softmax.
         split: whether several programs share a tile's keys.
+        shares: whether programs have equal shares of all keys; see `kernels/shares.py`.
         settle: see `settle_stores`.
         wide_address: element offsets in the cache need 64 bits.
         nvidia: whether the target is one of NVIDIA's.
@@ -224,6 +227,7 @@ class Rules(NamedTuple):
     settle: bool
     wide_address: bool
     nvidia: bool
+    shares: bool = False
     native: bool = False
 
 

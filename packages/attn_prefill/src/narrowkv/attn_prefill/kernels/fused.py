@@ -10,6 +10,7 @@ import triton.language as tl
 
 from narrowkv.attn_prefill.kernels.arguments import Queries, Read
 from narrowkv.attn_prefill.kernels.rows import RUNTIME_SIZES, rows_of, tile_of
+from narrowkv.attn_prefill.kernels.shares import merge_shares, share_of
 from narrowkv.paged_cache.kernels.pages import (
     Descale,
     KVPointers,
@@ -165,7 +166,7 @@ def attend_with_next_scores(
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _fused_prefill_kernel(
     q, out, cache, table, workspace, qk_scale, out_scale, soft_cap,
-    batch, num_tokens, max_q_len, table_row, num_ids, max_pages, num_splits,
+    batch, num_tokens, max_q_len, least_len, most_len, table_row, num_ids, max_pages, num_splits,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one KV head over the paged cache; programs run fastest over KV heads.
@@ -174,6 +175,7 @@ def _fused_prefill_kernel(
         q, out: `Queries` without the sizes that follow, `Outputs`. cache: `Cache`. workspace: `Workspace`.
         table, table_row, num_ids, max_pages: `Table`, and the sizes that serving changes.
         qk_scale, out_scale: of the logits (in base 2 unless there is a soft cap) and of the output.
+        num_splits: programs that share a tile's keys; with `RULES.shares` work units of a KV head.
         SIZES, K, V, RULES, BLOCKS: `Sizes`, `Stored`, `Stored`, `Rules`, `Blocks`.
     """
     NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
@@ -198,14 +200,24 @@ def _fused_prefill_kernel(
     BLOCK_D: tl.constexpr = BLOCKS.d
     k, v = KVPointers(*cache[0:5]), KVPointers(*cache[5:10])
     k_descale, v_descale = Descale(*cache[10:14]), Descale(*cache[14:18])
-    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale)
+    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale, least_len, most_len)
     table = Table(
         table.page_ids, table.row if RAGGED else table_row, table.lens, num_ids, table.num_pages, max_pages,
         *table[6:9],
     )  # fmt: skip
     pid = tl.program_id(0)
     kv_head = pid % NUM_KV_HEADS
-    seq, tile, q_start, q_len = tile_of(q, batch, pid // NUM_KV_HEADS, GQA_RATIO, BLOCK_M, NVIDIA)
+    if RULES.shares:
+        share = share_of(
+            q, table, batch, pid // NUM_KV_HEADS, num_splits, False, GQA_RATIO, WINDOW_LEFT, PAGE_SIZE,
+            RAGGED, BLOCK_M, BLOCK_N, NVIDIA,
+        )  # fmt: skip
+        seq, tile, q_start, q_len = share.seq, share.number, share.q_start, share.q_len
+        split = share.split
+        num_splits = share.num_splits
+    else:
+        seq, tile, q_start, q_len = tile_of(q, batch, pid // NUM_KV_HEADS, GQA_RATIO, BLOCK_M, NVIDIA)
+        split = tl.program_id(2)
     if seq < 0:
         return
     served = tl.minimum(q_len, q.max_len)
@@ -223,9 +235,7 @@ def _fused_prefill_kernel(
         # What lies before the window may have been given back.
         first = tl.minimum(tl.maximum(first_pos - WINDOW_LEFT, 0), last)
     if RULES.split:
-        begin, end, full, full_end = key_range_of_split(
-            begin, end, full, full_end, tl.program_id(2), num_splits
-        )
+        begin, end, full, full_end = key_range_of_split(begin, end, full, full_end, split, num_splits)
 
     parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, HEAD_DIM, BLOCK_D, K_PARTS)
     logit_scale = tl.full([BLOCK_M], 1.0, tl.float32) * qk_scale
@@ -248,9 +258,15 @@ def _fused_prefill_kernel(
         high, low, logit_scale, soft_cap, k, v, k_descale, v_descale, table, read, query_pos,
         begin, end, full_end, SIZES, K, V, RULES, BLOCKS,
     )  # fmt: skip
-    if RULES.split:
+    if RULES.shares:
+        last_one, acc, m, l = merge_shares(
+            workspace, share, acc, m, l, kv_head, row_mask, NUM_KV_HEADS, SETTLE, BLOCK_M, BLOCK_D
+        )
+        if not last_one:
+            return
+    elif RULES.split:
         last_one, acc, m, l = merge_splits(
-            workspace, acc, m, l, pid, tl.program_id(2), num_splits, tl.num_programs(0), row_mask,
+            workspace, acc, m, l, pid, split, num_splits, tl.num_programs(0), row_mask,
             SETTLE, BLOCK_M, BLOCK_D,
         )  # fmt: skip
         if not last_one:

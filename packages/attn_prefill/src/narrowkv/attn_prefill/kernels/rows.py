@@ -15,7 +15,7 @@ from narrowkv.runtime.attention.masks import SEQUENCES, query_ranges
 # tuple they would be, so kernels take them as arguments of their own and put the tuples together.
 RUNTIME_SIZES = [
     "batch", "num_tokens", "max_q_len", "block_m", "table_row", "num_ids", "max_pages", "max_keys",
-    "key_blocks", "num_tiles", "num_groups", "num_blocks", "num_splits",
+    "key_blocks", "num_tiles", "num_groups", "num_blocks", "num_splits", "least_len", "most_len",
 ]  # fmt: skip
 
 
@@ -59,6 +59,13 @@ def await_previous_launch():
 
 
 @triton.jit
+def served_tokens(q, length):
+    """How many of a sequence's `length` query tokens this launch serves; none if another launch does."""
+    served = tl.minimum(length, q.max_len)
+    return tl.where(served >= q.least_len, served, 0)
+
+
+@triton.jit
 def tile_of(q, batch, index, GQA_RATIO: tl.constexpr, BLOCK_M: tl.constexpr, NVIDIA: tl.constexpr):
     """The tile of program `index`: its sequence (-1: none), its number there, the sequence's query range.
 
@@ -70,7 +77,7 @@ def tile_of(q, batch, index, GQA_RATIO: tl.constexpr, BLOCK_M: tl.constexpr, NVI
     for first in range(0, batch, SEQUENCES):
         seqs = first + tl.arange(0, SEQUENCES)
         start, length, claimed = query_ranges(q, seqs, batch, claimed)
-        tiles = tl.cdiv(tl.minimum(length, q.max_len) * GQA_RATIO, BLOCK_M)
+        tiles = tl.cdiv(served_tokens(q, length) * GQA_RATIO, BLOCK_M)
         ends = before + tl.cumsum(tiles, 0)
         own = (ends > index) & (ends - tiles <= index)
         seq = tl.maximum(seq, tl.max(tl.where(own, seqs, -1), 0))
@@ -180,11 +187,11 @@ def sequences_of(
     position of the first query token, and blocks of scratch.
     """
     start, length, claimed = query_ranges(q, seqs, batch, claimed)
-    rows = tl.minimum(length, q.max_len)
+    rows = served_tokens(q, length)
     held, lens = held_keys(table, scratch, seqs, seqs < batch, limit, PAGE_SIZE, RAGGED, BLOCK_N)
+    # A sequence of another launch, or without query tokens, has no keys here.
+    held = tl.where(rows > 0, held, 0)
     if APPENDS:
-        # A sequence without new tokens attends to nothing.
-        held = tl.where(rows > 0, held, 0)
         before = tl.cdiv(held, BLOCK_N) * BLOCK_N
         blocks = tl.cdiv(held, BLOCK_N) + tl.cdiv(rows, BLOCK_N)
         return start, rows, before + rows, before - held, before, blocks, claimed
@@ -232,6 +239,24 @@ def longest_held(
 
 
 @triton.jit
+def count_blocks(
+    q, table, scratch, batch, limit, NEW: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Blocks of keys that `find_block` finds: those in the cache, and with NEW those of new keys."""
+    total, claimed = batch * 0, batch * 0
+    for first in range(0, batch, SEQUENCES):
+        seqs = first + tl.arange(0, SEQUENCES)
+        _, length, claimed = query_ranges(q, seqs, batch, claimed)
+        length = served_tokens(q, length)
+        held, _ = held_keys(table, scratch, seqs, seqs < batch, limit, PAGE_SIZE, RAGGED, BLOCK_N)
+        total += tl.sum(tl.where(length > 0, tl.cdiv(held, BLOCK_N), 0), 0)
+        if NEW:
+            total += tl.sum(tl.cdiv(length, BLOCK_N), 0)
+    return total
+
+
+@triton.jit
 def find_block(
     q, table, scratch, batch, block, limit, OLD: tl.constexpr, NEW: tl.constexpr,
     PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_N: tl.constexpr, NVIDIA: tl.constexpr,
@@ -247,14 +272,13 @@ def find_block(
     for first in range(0, batch, SEQUENCES):
         seqs = first + tl.arange(0, SEQUENCES)
         blocks = seqs * 0
+        start, length, claimed = query_ranges(q, seqs, batch, claimed)
+        length = served_tokens(q, length)
         if NEW:
-            start, length, claimed = query_ranges(q, seqs, batch, claimed)
-            length = tl.minimum(length, q.max_len)
             blocks += tl.cdiv(length, BLOCK_N)
         if OLD:
             held, _ = held_keys(table, scratch, seqs, seqs < batch, limit, PAGE_SIZE, RAGGED, BLOCK_N)
-            if NEW:
-                held = tl.where(length > 0, held, 0)
+            held = tl.where(length > 0, held, 0)
             blocks += tl.cdiv(held, BLOCK_N)
         ends = blocks_before + tl.cumsum(blocks, 0)
         own = (ends > block) & (ends - blocks <= block)

@@ -11,6 +11,7 @@ from narrowkv.attn_prefill.kernels.arguments import Queries, Scratch
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
     begin_next_launch,
+    count_blocks,
     find_block,
     longest_held,
     schedule_tiles,
@@ -181,15 +182,16 @@ def widen_block(
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _widen_kernel(
     q, cache, table, scratch,
-    batch, num_tokens, max_q_len, block_m, table_row, num_ids, max_pages, max_keys, key_blocks,
+    batch, num_tokens, max_q_len, least_len, block_m, table_row, num_ids, max_pages, max_keys, key_blocks,
     num_blocks, num_tiles,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, FILLING: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The first programs widen a block of one head each, the last ones order the tiles that attend.
+    """The first programs widen blocks of one head each, the last ones order the tiles that attend.
 
     Args:
         q: `Queries`; cache: `Cache`; table: `Table`; scratch: `Scratch`: without the sizes that follow.
-        block_m: rows of a tile of the launch that attends. num_blocks, num_tiles: how many there are at most.
+        block_m: rows of a tile of the launch that attends. num_tiles: how many there are at most.
+        num_blocks: programs of a head that widen; each takes every `num_blocks`th block.
         SIZES, K, V, FILLING, BLOCKS: `Sizes`, `Stored`, `Stored`, `Filling`, `Blocks`.
     """
     NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
@@ -207,7 +209,7 @@ def _widen_kernel(
         begin_next_launch()
     k, v = KVPointers(*cache[0:5]), KVPointers(*cache[5:10])
     k_descale, v_descale = Descale(*cache[10:14]), Descale(*cache[14:18])
-    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale)
+    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale, least_len, None)
     table = Table(
         table.page_ids, table.row if RAGGED else table_row, table.lens, num_ids, table.num_pages, max_pages,
         *table[6:9],
@@ -221,14 +223,13 @@ def _widen_kernel(
         )  # fmt: skip
         return
     kv_head = pid % NUM_KV_HEADS
-    block = pid // NUM_KV_HEADS
     limit = longest_held(table, scratch, batch, PAGE_SIZE, RAGGED, BLOCK_N)
-    seq, in_seq, kv_len, _, _ = find_block(
-        q, table, scratch, batch, block, limit, True, False, PAGE_SIZE, RAGGED, BLOCK_N, NVIDIA
-    )
-    if seq < 0:
-        return
-    widen_block(
-        k, v, k_descale, v_descale, table, scratch, seq, block, in_seq * BLOCK_N, kv_head, kv_len, 1.0,
-        SIZES, K, V, K_TYPE, False, WIDE_ADDRESS, BLOCK_D, BLOCK_N,
-    )  # fmt: skip
+    total = count_blocks(q, table, scratch, batch, limit, False, PAGE_SIZE, RAGGED, BLOCK_N)
+    for block in range(pid // NUM_KV_HEADS, total, num_blocks):
+        seq, in_seq, kv_len, _, _ = find_block(
+            q, table, scratch, batch, block, limit, True, False, PAGE_SIZE, RAGGED, BLOCK_N, NVIDIA
+        )
+        widen_block(
+            k, v, k_descale, v_descale, table, scratch, seq, block, in_seq * BLOCK_N, kv_head, kv_len, 1.0,
+            SIZES, K, V, K_TYPE, False, WIDE_ADDRESS, BLOCK_D, BLOCK_N,
+        )  # fmt: skip

@@ -62,9 +62,16 @@ class StoredAttention:
             if layer.shifts_logits and (softcap or s_aux is not None):
                 raise ValueError("a K offset is not for models with a soft cap or attention sinks")
             q, k, v = layer.queries(q), layer.keys(k), layer.values(v)
-        k, v = self.recipe.k.store(k), self.recipe.v.store(v)
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-        o = _causal(q, k, v, scale, softcap=softcap, window=sliding_window, sinks=s_aux)
+        (k, v), *near = self.recipe.store(k, v)
+        if near:
+            if softcap or s_aux is not None or sliding_window is not None:
+                raise ValueError(f"{self.recipe.name} is for models without windows, soft caps and sinks")
+            o = _causal_with_near(
+                q, (k, v), near[0], scale, first=self.recipe.first, recent=self.recipe.recent
+            )
+        else:
+            o = _causal(q, k, v, scale, softcap=softcap, window=sliding_window, sinks=s_aux)
         if layer is not None:
             o = layer.output(o)
         return o.to(query.dtype)[None], None
@@ -90,6 +97,30 @@ def _causal(
         )[0]
         for first in range(0, q.shape[0], _ROWS)
     ]  # fmt: skip
+    return torch.cat(parts)
+
+
+def _causal_with_near(
+    q: torch.Tensor, far: tuple[torch.Tensor, torch.Tensor], near: tuple[torch.Tensor, torch.Tensor],
+    scale: float, *, first: int, recent: int,
+) -> torch.Tensor:  # fmt: skip
+    """Causal attention that sees the first and the newest tokens of each query as they are in `near`."""
+    heads = [x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (*far, *near)]
+    key = torch.arange(q.shape[0], device=q.device)
+    parts = []
+    for begin in range(0, q.shape[0], _ROWS):
+        rows = q[begin : begin + _ROWS]
+        end = begin + rows.shape[0]
+        far_k, far_v, near_k, near_v = (x[:end] for x in heads)
+        place = key[begin:end, None]
+        is_near = (key[:end] < first) | (key[:end] > place - recent)
+        logits, far_logits = (torch.einsum("thd,shd->hts", rows, k) * scale for k in (near_k, far_k))
+        logits = torch.where(is_near, logits, far_logits)
+        p = logits.masked_fill(key[:end] > place, -torch.inf).softmax(-1)
+        parts.append(
+            torch.einsum("hts,shd->thd", p * is_near, near_v)
+            + torch.einsum("hts,shd->thd", p * ~is_near, far_v)
+        )
     return torch.cat(parts)
 
 

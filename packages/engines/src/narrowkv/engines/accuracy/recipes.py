@@ -93,6 +93,8 @@ class Recipe:
         offset: K's mean per channel is removed first.
         balance_k, balance_v: K and V are divided by a scale per channel first.
         rotated: Q and K are rotated first.
+        first, recent: tokens at the beginning of the sequence, and newest tokens at each query, that are in
+            FP8 with a scale per position and head. Older ones are converted from that as `k` and `v` say.
         note: what a table says beside it.
     """
 
@@ -103,13 +105,34 @@ class Recipe:
     balance_k: bool = False
     balance_v: bool = False
     rotated: bool = False
+    first: int = 0
+    recent: int = 0
     note: str = ""
 
     @property
     def in_cache(self) -> bool:
         """Whether `NarrowCache` and the kernels have it; others are simulated in torch."""
         scales = {side.scale for side in (self.k, self.v) if side.format == "fp4_e2m1"}
-        return self.k.in_cache and self.v.in_cache and len(scales) < 2
+        return self.k.in_cache and self.v.in_cache and len(scales) < 2 and not self.keeps_some
+
+    @property
+    def keeps_some(self) -> bool:
+        """Whether some tokens are seen in FP8."""
+        return self.first > 0 or self.recent > 0
+
+    def store(self, k: torch.Tensor, v: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What the cache gives back.
+
+        Args:
+            k, v: fp32 `[tokens, num_kv_heads, head_dim]`.
+
+        Returns:
+            K and V of most tokens; if `keeps_some`, also K and V as the first and the newest are seen.
+        """
+        if not self.keeps_some:
+            return [(self.k.store(k), self.v.store(v))]
+        near_k, near_v = _FP8.store(k), _FP8.store(v)
+        return [(self.k.store(near_k), self.v.store(near_v)), (near_k, near_v)]
 
     @property
     def calibrated(self) -> bool:
@@ -117,7 +140,7 @@ class Recipe:
         return self.offset or self.balance_k or self.balance_v or self.rotated
 
     def bits(self, head_dim: int) -> float:
-        """Bits of an element, the mean of K and V."""
+        """Bits of an element in a long context, the mean of K and V."""
         return (self.k.bits(head_dim) + self.v.bits(head_dim)) / 2
 
     def calibration(self, samples: Iterable[tuple[torch.Tensor, ...]]) -> Calibration | None:
@@ -161,6 +184,10 @@ RECIPES = (
     Recipe(
         "fp4-e4m3", _E4M3, _E4M3, offset=True, balance_k=True, balance_v=True, rotated=True,
         note="the same, K balance, Q and K rotated",
+    ),
+    Recipe(
+        "fp4-e4m3-recent", _E4M3, _E4M3, offset=True, balance_k=True, balance_v=True, rotated=True, first=4,
+        recent=32, note="the same, the first 4 and the newest 32 tokens in FP8",
     ),
     Recipe("fp4-mx", _MX, _MX, note="OCP MX: FP4, E8M0 per 32, floor"),
     Recipe("fp4-32", _PER_32, _PER_32, offset=True, balance_v=True, note="E8M0 per 32, K offset, V balance"),

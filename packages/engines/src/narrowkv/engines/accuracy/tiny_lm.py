@@ -28,7 +28,7 @@ class TinySizes:
     """
 
     layers: int = 8
-    hidden: int = 512
+    hidden: int = 576  # a multiple of the heads, which transformers asks for
     num_qo_heads: int = 12
     num_kv_heads: int = 2
     head_dim: int = 64

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from narrowkv.engines.geometry import config_reasons
+from narrowkv.engines.geometry import decoder_reasons
 
 NAME = "narrowkv"
 # SGLang's names of cache dtypes that are served; "auto" is the model's dtype, or what its weights say.
@@ -49,22 +49,19 @@ def supports(config: Any, *, kv_cache_dtype: str = "auto") -> list[str]:
         >>> supports(LlamaConfig(head_dim=128), kv_cache_dtype="fp8_e4m3")
         []
     """
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    if getattr(config, "is_encoder_decoder", False):
-        return ["it has an encoder: attention to the encoder's tokens is not served"]
     reasons = []
     if kv_cache_dtype not in CACHE_DTYPES:
         reasons.append(
             f"kv_cache_dtype is {kv_cache_dtype}, and narrowkv reads {', '.join(CACHE_DTYPES)} (SGLang's FP4 "
             "pools have a scale for 16 channels, where narrowkv's kernels have one for 32 or for a head)"
         )
-    if getattr(text, "model_type", None) == "deepseek_v4":
+    if getattr(config, "model_type", None) == "deepseek_v4":
         return [
             *reasons,
             "its attention over compressed keys is the backend dsv4's: "
             "narrowkv.engines.sglang.deepseek_v4.patch() puts narrowkv's kernel into that one",
         ]
-    return [*reasons, *config_reasons(text)]
+    return [*reasons, *decoder_reasons(config)]
 
 
 __all__ = ["CACHE_DTYPES", "NAME", "register", "supports"]

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from narrowkv.engines.geometry import config_reasons
+from narrowkv.engines.geometry import decoder_reasons
 
 # What attention functions are passed that `attend` takes, or that does not change the result.
 _TAKEN = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "attention_mask"}
@@ -48,16 +49,18 @@ def supports(config: Any) -> list[str]:
         return [f"transformers has no source of {text.model_type!r}; pass the configuration of its decoder"]
     if not isinstance(getattr(text, "num_hidden_layers", None), int):
         return ["its configuration names no number of layers"]
-    layers = list(getattr(text, "per_layer_config", ())) or [text]
-    shapes = dict.fromkeys(reason for layer in layers for reason in config_reasons(layer))
-    return [*_code_reasons(source), *shapes, *_layer_reasons(text, source)]
+    reasons = [*_code_reasons(source), *decoder_reasons(text), *_layer_reasons(text, source)]
+    if getattr(text, "dtype", None) == torch.float32:
+        reasons.append("it is loaded in float32: load it with dtype=torch.bfloat16")
+    return reasons
 
 
 def supported_architectures() -> dict[str, list[str]]:
     """`supports` of every decoder architecture that transformers registers, with its default configuration.
 
     Returns:
-        For each model type of `AutoModelForCausalLM`, the reasons why not.
+        For each model type of `AutoModelForCausalLM`, the reasons why not; among them that transformers makes
+        no model of the default configuration.
     """
     answers = {}
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -66,8 +69,19 @@ def supported_architectures() -> dict[str, list[str]]:
         except Exception as error:  # configurations raise errors of many libraries
             answers[model_type] = [f"it has no default configuration: {str(error).splitlines()[0]}"]
             continue
-        answers[model_type] = supports(config)
+        answers[model_type] = supports(config) or _construction_reasons(config)
     return answers
+
+
+def _construction_reasons(config: Any) -> list[str]:
+    """Why transformers makes no model of a configuration; the model takes no memory here."""
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # as many kinds as there are models
+        text = str(error).strip().partition("\n")[0]
+        return [f"transformers makes no model of its configuration: {type(error).__name__}: {text}"]
+    return []
 
 
 def _source_of(model_type: str) -> Path | None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from narrowkv.engines.geometry import config_reasons
+from narrowkv.engines.geometry import decoder_reasons
+from narrowkv.engines.vllm.slots import CACHE_DTYPES
 
 BACKEND = "narrowkv.engines.vllm.backend.NarrowAttentionBackend"
 
@@ -30,19 +31,25 @@ def register(*, cpu: bool = False) -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
 
 
-def supports(config: Any) -> list[str]:
+def supports(config: Any, *, kv_cache_dtype: str = "auto") -> list[str]:
     """Why narrowkv's backend cannot serve a model in vLLM; an empty list is a yes.
 
     Args:
         config: the model's configuration, as transformers reads it.
+        kv_cache_dtype: vLLM's option of that name.
 
     Returns:
         Sentences, in no order.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> supports(LlamaConfig(head_dim=128), kv_cache_dtype="fp8")
+        []
     """
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    if getattr(config, "is_encoder_decoder", False):
-        return ["it has an encoder: attention to the encoder's tokens is not served"]
-    return list(config_reasons(text))
+    reasons = []
+    if kv_cache_dtype not in CACHE_DTYPES:
+        reasons.append(f"kv_cache_dtype is {kv_cache_dtype}, and narrowkv reads {', '.join(CACHE_DTYPES)}")
+    return [*reasons, *decoder_reasons(config)]
 
 
 __all__ = ["BACKEND", "register", "supports"]

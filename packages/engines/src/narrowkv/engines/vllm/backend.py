@@ -16,12 +16,20 @@ from vllm.v1.attention.backend import (
     AttentionType,
     MultipleOf,
 )
+from vllm.v1.kv_cache_interface import KVQuantMode
 
 from narrowkv.attn_decode import DecodeShape
 from narrowkv.context_parallel import ShardLayout
 from narrowkv.engines.ranks import Ranks, RanksStep, attend_over_ranks
 from narrowkv.engines.steps import SCRATCH_BYTES, Step, attend, reserve_decode
-from narrowkv.engines.vllm.slots import CACHE_DTYPES, ULTRAQUANT, format_of, layer_cache, slot_bytes
+from narrowkv.engines.vllm.slots import (
+    CACHE_DTYPES,
+    ULTRAQUANT,
+    chosen_slots,
+    format_of,
+    layer_cache,
+    slot_bytes,
+)
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.paged_cache.layouts import HEAD_DIMS
 from narrowkv.runtime.errors import UnsupportedError
@@ -110,7 +118,11 @@ class NarrowAttentionBackend(AttentionBackend):
     def customize_spec(cls, spec: Any) -> Any:
         """Tells vLLM how many bytes a slot has where it holds scales."""
         mode = spec.kv_quant_mode
-        name = ULTRAQUANT if mode.is_ultraquant else "fp8_per_token_head" if mode.is_per_token_head else "fp8"
+        name = (
+            ULTRAQUANT if mode.is_ultraquant else "fp8_per_token_head" if mode.is_per_token_head else "auto"
+        )
+        if mode == KVQuantMode.FP8_PER_TENSOR:
+            name = NarrowAttention.slots
         content = slot_bytes(name, spec.head_size)
         if content is None or spec.state_content_bytes is not None:
             return spec
@@ -131,6 +143,8 @@ class NarrowAttention(AttentionImpl):
     supports_dcp = True
     supports_mtp_with_cp_non_trivial_interleave_size = True
     supports_quant_query_input = False
+    # What slots of the model that was made last hold; vLLM asks for their size when it has made its layers.
+    slots = "fp8"
 
     def __init__(
         self,
@@ -153,7 +167,11 @@ class NarrowAttention(AttentionImpl):
             )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        config = get_current_vllm_config_or_none()
         self.kv_cache_dtype = kv_cache_dtype
+        if kv_cache_dtype.startswith("fp8"):  # layers may be left in 16 bits
+            additional = None if config is None else config.additional_config
+            self.kv_cache_dtype = NarrowAttention.slots = chosen_slots(kv_cache_dtype, additional)
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self.options: dict[str, Any] = {
@@ -164,11 +182,10 @@ class NarrowAttention(AttentionImpl):
         self._cache: tuple[int, PagedKVCache] | None = None
         self._max_batch = 1
         self._ranks: Ranks | None = None
-        self._reserve()
+        self._reserve(config)
 
-    def _reserve(self) -> None:
+    def _reserve(self, config: Any) -> None:
         """Allocates the decode workspace while the model is loaded, before vLLM measures its memory."""
-        config = get_current_vllm_config_or_none()
         if config is None:
             return
         self._max_batch = config.scheduler_config.max_num_seqs
@@ -192,9 +209,8 @@ class NarrowAttention(AttentionImpl):
             page_size=config.cache_config.block_size or 16,
             capacity=config.model_config.max_model_len, q_dtype=dtype,
         )  # fmt: skip
-        name = format_of(self.kv_cache_dtype, dtype, device)
         groups = 32 if self.kv_cache_dtype == ULTRAQUANT else None
-        reserve_decode(shape, name, device, groups)
+        reserve_decode(shape, format_of(self.kv_cache_dtype, dtype, device), device, groups)
 
     def cache_of(self, layer: Any, kv_cache: torch.Tensor) -> PagedKVCache:
         """The layer's pages as views, made again only if vLLM has moved them."""

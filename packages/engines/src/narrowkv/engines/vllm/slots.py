@@ -5,6 +5,10 @@ A slot holds everything of one token and head, in this order:
     16-bit, fp8             K | V
     fp8_per_token_head      K | fp32 scale | V | fp32 scale
     ultraquant_4bit         K codes | E8M0 per 32 | V codes | E8M0 per 32
+    narrowkv_k8v4           K in FP8 | fp32 scale | V codes | E4M3 scale | padding to a multiple of 4 bytes
+    narrowkv_fp4            K codes | E4M3 scale | V codes | E4M3 scale
+
+vLLM has no names for the last two: `chosen_slots` says how they are asked for.
 """
 
 from __future__ import annotations
@@ -13,22 +17,50 @@ from typing import Any
 
 import torch
 
-from narrowkv.paged_cache import PagedKVCache
+from narrowkv.paged_cache import CacheFormat, PagedKVCache
 from narrowkv.quant.formats import get_format
+from narrowkv.runtime.errors import check_choice
 from narrowkv.runtime.launch import active_target
 
 __all__ = [
     "CACHE_DTYPES",
+    "OWN_SLOTS",
+    "chosen_slots",
     "format_of",
     "layer_cache",
     "slot_bytes",
 ]
 
+K8V4, FP4 = "narrowkv_k8v4", "narrowkv_fp4"
+OWN_SLOTS = (K8V4, FP4)
 PER_TOKEN_HEAD, ULTRAQUANT = "fp8_per_token_head", "ultraquant_4bit"
 _GROUP = 32
 _SCALE_BYTES = 4
 # vLLM's names of cache dtypes that are served. "auto" and 16-bit names are the model's dtype.
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", PER_TOKEN_HEAD, ULTRAQUANT)
+
+
+def chosen_slots(cache_dtype: str, additional_config: Any) -> str:
+    """What slots hold: vLLM's cache dtype, or one of `OWN_SLOTS` that is asked for beside "fp8".
+
+    Args:
+        cache_dtype: vLLM's `kv_cache_dtype`.
+        additional_config: vLLM's option of that name; its entry "kv_cache" names one of `OWN_SLOTS`.
+
+    Raises:
+        ValueError: for another name, or beside another cache dtype, whose bytes vLLM would allocate.
+
+    Example:
+        >>> chosen_slots("fp8", {"kv_cache": "narrowkv_k8v4"}), chosen_slots("fp8", {})
+        ('narrowkv_k8v4', 'fp8')
+    """
+    own = additional_config.get("kv_cache") if isinstance(additional_config, dict) else None
+    if own is None:
+        return cache_dtype
+    check_choice('additional_config["kv_cache"]', own, OWN_SLOTS)
+    if cache_dtype not in ("fp8", "fp8_e4m3"):
+        raise ValueError(f"kv_cache_dtype must be fp8 with {own}, got {cache_dtype!r}")
+    return str(own)
 
 
 def slot_bytes(cache_dtype: str, head_dim: int) -> int | None:
@@ -37,30 +69,38 @@ def slot_bytes(cache_dtype: str, head_dim: int) -> int | None:
     Example:
         >>> slot_bytes("fp8_per_token_head", 128), slot_bytes("ultraquant_4bit", 128), slot_bytes("fp8", 128)
         (264, 136, None)
+        >>> slot_bytes("narrowkv_k8v4", 128), slot_bytes("narrowkv_fp4", 128)
+        (200, 130)
     """
     if cache_dtype == PER_TOKEN_HEAD:
         return 2 * (head_dim + _SCALE_BYTES)
     if cache_dtype == ULTRAQUANT:
         return 2 * (head_dim // 2 + head_dim // _GROUP)
+    if cache_dtype == K8V4:
+        used = head_dim + _SCALE_BYTES + head_dim // 2 + 1
+        return -(-used // _SCALE_BYTES) * _SCALE_BYTES
+    if cache_dtype == FP4:
+        return 2 * (head_dim // 2 + 1)
     return None
 
 
-def format_of(cache_dtype: str, model_dtype: torch.dtype, device: torch.device) -> str:
-    """Narrowkv's name of what vLLM stores; plain "fp8" is the E4M3 format of the device.
+def format_of(cache_dtype: str, model_dtype: torch.dtype, device: torch.device) -> CacheFormat:
+    """The formats of K and V in slots; plain "fp8" is the E4M3 format of the device.
 
     Raises:
         ValueError: for a cache dtype that is not served.
     """
-    if cache_dtype not in CACHE_DTYPES:
+    if cache_dtype not in (*CACHE_DTYPES, *OWN_SLOTS):
         raise ValueError(f"kv_cache_dtype must be one of {', '.join(CACHE_DTYPES)}, got {cache_dtype!r}")
-    if cache_dtype == ULTRAQUANT:
-        return "fp4_e2m1"
-    if cache_dtype == "fp8_e5m2":
-        return "fp8_e5m2"
+    fp8 = active_target(device).native_fp8 or "fp8_e4m3fn"
+    if cache_dtype in (ULTRAQUANT, FP4):
+        return CacheFormat.parse("fp4_e2m1")
+    if cache_dtype == K8V4:
+        return CacheFormat(fp8, "fp4_e2m1")
     if cache_dtype.startswith("fp8"):
-        return active_target(device).native_fp8 or "fp8_e4m3fn"
+        return CacheFormat.parse("fp8_e5m2" if cache_dtype == "fp8_e5m2" else fp8)
     names = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-    return get_format(names.get(cache_dtype, model_dtype)).name
+    return CacheFormat.parse(get_format(names.get(cache_dtype, model_dtype)).name)
 
 
 def layer_cache(
@@ -70,7 +110,7 @@ def layer_cache(
 
     Args:
         kv_cache: `[blocks, num_kv_heads, block_size, slot]`, any strides but the last.
-        cache_dtype: one of `CACHE_DTYPES`.
+        cache_dtype: one of `CACHE_DTYPES` or `OWN_SLOTS`.
         head_dim: channels.
         k_scale, v_scale: fp32 `[]`, `[1]` or `[num_kv_heads]`: the layer's, used for "fp8".
 
@@ -88,10 +128,20 @@ def layer_cache(
         codes, groups = head_dim // 2, head_dim // _GROUP
         k, k_groups, v, v_groups = torch.split(slots.view(torch.uint8), [codes, groups, codes, groups], -1)
         scales = [k_groups, v_groups]
+    elif cache_dtype in OWN_SLOTS:
+        k_bytes, scale_bytes = (head_dim, _SCALE_BYTES) if cache_dtype == K8V4 else (head_dim // 2, 1)
+        sizes = [k_bytes, scale_bytes, head_dim // 2, 1]
+        parts = torch.split(slots.view(torch.uint8)[..., : sum(sizes)], sizes, -1)
+        k, v = parts[0], parts[2]
+        scales = [
+            part.view(torch.float32 if part.shape[-1] > 1 else torch.float8_e4m3fn)[..., 0]
+            for part in (parts[1], parts[3])
+        ]
+        given = {"k_granularity": "token_head", "v_granularity": "token_head"}
     else:
         k, v = torch.split(slots, head_dim, -1)
         scales = [k_scale, v_scale]
-    name = format_of(cache_dtype, kv_cache.dtype, kv_cache.device)
-    if get_format(name).kind == "float":
-        return PagedKVCache.from_tensors(k, v, format=name)
-    return PagedKVCache.from_tensors(k, v, format=name, k_descale=scales[0], v_descale=scales[1], **given)
+    form = format_of(cache_dtype, kv_cache.dtype, kv_cache.device)
+    if get_format(form.k).kind == "float":
+        return PagedKVCache.from_tensors(k, v, format=form)
+    return PagedKVCache.from_tensors(k, v, format=form, k_descale=scales[0], v_descale=scales[1], **given)

@@ -83,6 +83,15 @@ def split_query(q, DTYPE: tl.constexpr, SPLIT_Q: tl.constexpr, PARTS: tl.constex
 
 
 @triton.jit
+def times_sign(q, number, PARTS: tl.constexpr):
+    """Parts of Q, negated if `number` is negative."""
+    signed = ()
+    for i in tl.static_range(PARTS):
+        signed = signed + (tl.where(number < 0, -q[i], q[i]),)
+    return signed
+
+
+@triton.jit
 def as_fp8(x, TYPE: tl.constexpr, CLEAN: tl.constexpr):
     """Stored bytes as the FP8 type of the matrix unit; OCP bytes read as FNUZ are half their value.
 

@@ -1,6 +1,8 @@
 """Device helpers (`@triton.jit`): the query tokens of a sequence, and the keys that a row attends to."""
 
-import narrowkv.runtime.toolchain  # noqa: F401, I001  # first: it says how to get Triton
+from typing import Any, NamedTuple  # noqa: I001
+
+import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
 import triton
 import triton.language as tl
 
@@ -98,3 +100,32 @@ def visible_range(query_pos, first, num_keys, HAS_FIRST: tl.constexpr,
         if WINDOW_RIGHT > 0:
             high = tl.minimum(high, query_pos + WINDOW_RIGHT)
     return low, high
+
+
+class SeenKeys(NamedTuple):
+    """The keys that rows attend to.
+
+    Attributes:
+        low, high: [M], the first and the last key of each row; `low` None for key 0.
+        tree, tail: [M] integers and the first of the keys that they are for: bit j says whether the row
+            attends to key `tail + j`. None for no such bits.
+    """
+
+    low: Any
+    high: Any
+    tree: Any
+    tail: Any
+
+
+@triton.jit
+def seen_keys(n, rows):
+    """[M, N]: the keys `n` that `rows`, which are `SeenKeys`, attend to."""
+    keep = n[None, :] <= rows.high[:, None]
+    if rows.low is not None:
+        keep = keep & (n[None, :] >= rows.low[:, None])
+    if rows.tree is not None:
+        # A shift by more than the width is undefined, so it is bounded; keys past the bits are past `high`.
+        bit = tl.minimum(tl.maximum(n - rows.tail, 0), rows.tree.dtype.primitive_bitwidth - 1)
+        allowed = (rows.tree[:, None] >> bit[None, :].to(rows.tree.dtype)) & 1
+        keep = keep & ((n < rows.tail)[None, :] | (allowed != 0))
+    return keep

@@ -16,7 +16,7 @@ _WANTED = {
         "triton.experimental.gluon.language.nvidia.hopper",
         ("async_copy", "fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait"),
     ),
-    "cdna4": ("triton.experimental.gluon.language.amd.cdna4", ("async_copy",)),
+    "cdna": ("triton.experimental.gluon.language.amd.cdna4", ("async_copy",)),
 }
 
 
@@ -25,7 +25,7 @@ def has_gluon(family: str = "hopper") -> bool:
     """Whether this Triton has what kernels for a family of targets are written in; asked once.
 
     Args:
-        family: "hopper" or "cdna4".
+        family: "hopper" or "cdna".
     """
     module, names = _WANTED[family]
     try:

@@ -16,7 +16,9 @@ The stock interpreter computes some things wrongly (seen in Triton 3.6 to 3.9); 
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 import threading
 import types
 from collections.abc import Callable
@@ -28,6 +30,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, mangle_type
 
+from narrowkv.runtime.launch.interpreter_types import share_types
 from narrowkv.runtime.launch.private_triton import PrivateTriton
 
 # Triton's compiled library looks up its Python classes at the first call, by the importer of the calling
@@ -84,8 +87,11 @@ def _encode(data: np.ndarray, dtype: Any) -> np.ndarray:
     return data.astype(stock._get_np_dtype(dtype))
 
 
+_CODED = {dtype.name for dtype in (tl.bfloat16, *_FP8_TABLES)}
+
+
 def _is_coded(dtype: Any) -> bool:
-    return dtype == tl.bfloat16 or dtype in _FP8_TABLES
+    return dtype.name in _CODED
 
 
 class RepairedBuilder(stock.InterpreterBuilder):
@@ -121,10 +127,8 @@ class RepairedBuilder(stock.InterpreterBuilder):
         """Any conversion to or from bfloat16 or FP8, rounded to nearest even; FP8 saturates."""
         src_dtype, dst_dtype = src.dtype.scalar, dst_type.scalar
         if _is_coded(src_dtype) or _is_coded(dst_dtype):
-            with np.errstate(all="ignore"):
-                return stock.TensorHandle(_encode(_decode(src.data, src_dtype), dst_dtype), dst_dtype)
-        with np.errstate(all="ignore"):
-            return super().cast_impl(src, dst_type)
+            return stock.TensorHandle(_encode(_decode(src.data, src_dtype), dst_dtype), dst_dtype)
+        return super().cast_impl(src, dst_type)
 
     def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any = None) -> Any:
         """Float to float; every target rounds to nearest even unless asked otherwise."""
@@ -133,9 +137,8 @@ class RepairedBuilder(stock.InterpreterBuilder):
     def binary_op(self, lhs: Any, rhs: Any, op: Callable[..., Any]) -> Any:
         """Arithmetic and comparisons on decoded values."""
         dtype = lhs.dtype.scalar
-        with np.errstate(all="ignore"):
-            # Only arithmetic sees decoded values: bitwise operations never arrive with a floating dtype.
-            result = super().binary_op(self._decoded(lhs), self._decoded(rhs), op)
+        # Only arithmetic sees decoded values: bitwise operations never arrive with a floating dtype.
+        result = super().binary_op(self._decoded(lhs), self._decoded(rhs), op)
         if _is_coded(dtype) and result.data.dtype != np.bool_:
             return stock.TensorHandle(_encode(result.data, dtype), dtype)
         return result
@@ -143,8 +146,7 @@ class RepairedBuilder(stock.InterpreterBuilder):
     def unary_op(self, arg: Any, op: Callable[..., Any]) -> Any:
         """Unary mathematics on decoded values."""
         dtype = arg.dtype.scalar
-        with np.errstate(all="ignore"):
-            result = super().unary_op(self._decoded(arg), op)
+        result = super().unary_op(self._decoded(arg), op)
         if _is_coded(dtype):
             return stock.TensorHandle(_encode(result.data, dtype), dtype)
         return result
@@ -165,8 +167,7 @@ class RepairedBuilder(stock.InterpreterBuilder):
         out = d.data.dtype
         lhs = _decode(a.data, a.dtype.scalar).astype(out)
         rhs = _decode(b.data, b.dtype.scalar).astype(out)
-        with np.errstate(all="ignore"):
-            return stock.TensorHandle(np.matmul(lhs, rhs, dtype=out) + d.data, d.dtype.scalar)
+        return stock.TensorHandle(np.matmul(lhs, rhs, dtype=out) + d.data, d.dtype.scalar)
 
     # A masked store that covers nothing, or a select, keeps raw bits: nothing to mend there.
 
@@ -215,8 +216,15 @@ class _Function:
 
 
 def _globals_of(source: Any) -> dict[str, Any]:
-    """Every global and closure variable that the function, or a function within it, may look up."""
-    names: set[str] = set()
+    """Every global and closure variable that the function, or a function within it, may look up.
+
+    Those of its defaults, too: the rewritten source is executed, and evaluates them again.
+    """
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(source))).body
+    defaults = [
+        node for node in ast.walk(getattr(definition, "args", definition)) if isinstance(node, ast.Name)
+    ]
+    names = {node.id for node in defaults}
     codes = [source.__code__]
     while codes:
         code = codes.pop()
@@ -264,6 +272,7 @@ def _interpret_language() -> None:
     tl.dtype.to_ir = lambda self, builder: self if self in _TORCH_FP8 else stock_to_ir(self, builder)
     # The one builder object is referred to from many places; changing its class repairs it for all of them.
     builder.__class__ = RepairedBuilder
+    share_types(tl, stock)
     # Its overflow check ends in an assertion that it drops unless it debugs, and takes half of the time.
     builder.options = replace(builder.options, sanitize_overflow=False)
     # Not by assignment, which would set the process's environment variable, too.
@@ -299,9 +308,10 @@ def interpret(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constex
     extent = (*grid, 1, 1)[:3]
     builder = stock.interpreter_builder
     builder.set_grid_dim(*extent)
-    # Innermost first, as hardware issues programs: x runs fastest.
-    for z in range(extent[2]):
-        for y in range(extent[1]):
-            for x in range(extent[0]):
-                builder.set_grid_idx(x, y, z)
-                body(**converted)
+    with np.errstate(all="ignore"):  # as on a GPU, inf and NaN are values like any other
+        # Innermost first, as hardware issues programs: x runs fastest.
+        for z in range(extent[2]):
+            for y in range(extent[1]):
+                for x in range(extent[0]):
+                    builder.set_grid_idx(x, y, z)
+                    body(**converted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,7 @@ class StepInputs:
         step: it.
         q, cache, table, starts: as `batch_prefill` takes them; an append's lengths are those before it.
         new: k_new and v_new of an append.
+        options: of the calls; there are none.
     """
 
     step: Step
@@ -48,6 +49,7 @@ class StepInputs:
     table: PageTable
     starts: torch.Tensor
     new: tuple[torch.Tensor, ...]
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def bounds(self) -> dict[str, Any]:

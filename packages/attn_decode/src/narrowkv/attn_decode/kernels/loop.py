@@ -1,0 +1,183 @@
+"""The loop of decode over key tiles."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from narrowkv.paged_cache.kernels.pages import kv_offsets, load_key_scale, locate_keys
+from narrowkv.paged_cache.kernels.tiles import attend_to_tile, load_words, tile_scores
+from narrowkv.runtime.attention.masks import seen_keys
+from narrowkv.runtime.attention.softmax import capped_logits
+
+
+class Keys(NamedTuple):
+    """Where a program's keys lie.
+
+    Attributes:
+        row_base, kv_head: the sequence's first page id, see `first_id`, and the head.
+        first, last: keys outside are not read.
+    """
+
+    row_base: Any
+    kv_head: Any
+    first: Any
+    last: Any
+
+
+class State(NamedTuple):
+    """Sums of values in parts, running maximum, running sum, and the largest factor of a value."""
+
+    acc: Any
+    m: Any
+    l: Any
+    largest: Any
+
+
+@triton.jit
+def tile_after_gap(i, gap_at, gap):
+    """The number of the i-th tile where `gap` tiles from `gap_at` on are left out."""
+    return tl.where(i < gap_at, i, i + gap)
+
+
+@triton.jit
+def attend_to_tiles(
+    begin, end, gap_at, gap, q, q_low, logit_scale, soft_cap, state, k, v, k_descale, v_descale, table, keys,
+    rows,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
+    MASK: tl.constexpr, SHARE: tl.constexpr = 1,
+):  # fmt: skip
+    """Attends to the key tiles [begin, end), counted without the `gap` tiles from `gap_at` on.
+
+    Args:
+        q, q_low: Q as one term or two, in parts.
+        logit_scale: of the scores; positive with MASK "none".
+        state: `State` before the first tile.
+        k, v, k_descale, v_descale, table, keys: pointers and `Table` and `Keys`.
+        rows: `SeenKeys` of the rows with MASK "rows", else None.
+        MASK: which keys of a tile rows attend to: "none", all; "keys", those from `keys.first` to
+            `keys.last`; "rows", as `rows` says.
+        SHARE: loads and scores a tile in so many equal shares.
+
+    Returns:
+        The new `(acc, m, l, largest)`.
+    """
+    HEAD_DIM: tl.constexpr = SIZES.head_dim
+    PAGE_SIZE: tl.constexpr = SIZES.page_size
+    K_PARTS: tl.constexpr = K.parts
+    V_PARTS: tl.constexpr = V.parts
+    K_DESCALE: tl.constexpr = K.descale
+    V_DESCALE: tl.constexpr = V.descale
+    K_VEC: tl.constexpr = K.vec
+    V_VEC: tl.constexpr = V.vec
+    NATIVE_QK: tl.constexpr = RULES.native
+    WIDE_ADDRESS: tl.constexpr = RULES.wide_address
+    BLOCK_N: tl.constexpr = BLOCKS.n // SHARE
+    BLOCK_D: tl.constexpr = BLOCKS.d
+    BLOCK_DK: tl.constexpr = BLOCKS.dk
+    K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
+    V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
+    # The scaled matrix instruction applies E8M0 scales itself.
+    KEY_FACTORS: tl.constexpr = K_PER_KEY and (K_DESCALE == "e4m3" or not NATIVE_QK)
+    # The softmax applies the scale with its own multiply-add.
+    FOLDED: tl.constexpr = MASK == "none" and not (KEY_FACTORS or RULES.soft_cap or NATIVE_QK)
+    # Page ids are located one tile ahead, so that the loads of keys do not wait for them.
+    AHEAD: tl.constexpr = MASK != "keys"
+    # Words of a native K tile hold two elements each, whatever the parts of Q.
+    K_WORD: tl.constexpr = 2 if NATIVE_QK else K_PARTS
+    dk, dv = tl.arange(0, BLOCK_DK // K_WORD), tl.arange(0, BLOCK_D // V_PARTS)
+    acc, m, l, v_largest = state
+    begin, end, gap_at, gap = begin * SHARE, end * SHARE, gap_at * SHARE, gap * SHARE
+    if SHARE > 1:
+        end = tl.minimum(end, keys.last // BLOCK_N + 1 - gap)  # shares past the last key are empty
+    if FOLDED:
+        row_scale = tl.zeros_like(m) + logit_scale
+    # What belongs to single keys is read one tile ahead: nothing else hides the time such small loads take.
+    k_next = 1.0
+    v_next = 1.0
+    if K_PER_KEY or V_PER_KEY or AHEAD:
+        n = tile_after_gap(begin, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
+        page, slot = locate_keys(table, keys.row_base, n, keys.first, keys.last, PAGE_SIZE, WIDE_ADDRESS)
+        if K_PER_KEY:
+            k_next = load_key_scale(
+                k_descale, page, slot, keys.kv_head, K_DESCALE, NATIVE_QK, HEAD_DIM, BLOCK_DK
+            )
+        if V_PER_KEY:
+            v_next = load_key_scale(v_descale, page, slot, keys.kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D)
+    for i in range(begin, end):
+        n = tile_after_gap(i, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
+        if not AHEAD:
+            page, slot = locate_keys(table, keys.row_base, n, keys.first, keys.last, PAGE_SIZE, WIDE_ADDRESS)
+        # Both offsets before both loads: Triton 3.6 spills scalars on gfx942 otherwise.
+        k_off = kv_offsets(page, slot, k, keys.kv_head, dk, K_VEC, False)
+        v_off = kv_offsets(page, slot, v, keys.kv_head, dv, V_VEC, True)
+        k_words = load_words(k, k_off, K_WORD, HEAD_DIM, BLOCK_DK)  # [BLOCK_N, BLOCK_DK / K_WORD]
+        v_words = load_words(v, v_off, V_PARTS, HEAD_DIM, BLOCK_D)
+        k_scale = k_next
+        v_scale = v_next
+        if K_PER_KEY or V_PER_KEY or AHEAD:
+            following = tile_after_gap(i + 1, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
+            page, slot = locate_keys(
+                table, keys.row_base, following, keys.first, keys.last, PAGE_SIZE, WIDE_ADDRESS
+            )
+            if K_PER_KEY:
+                k_next = load_key_scale(
+                    k_descale, page, slot, keys.kv_head, K_DESCALE, NATIVE_QK, HEAD_DIM, BLOCK_DK
+                )
+            if V_PER_KEY:
+                v_next = load_key_scale(
+                    v_descale, page, slot, keys.kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D
+                )
+        s, k_factor = tile_scores(q, q_low, k_words, k_scale, K, RULES)  # [BLOCK_M, BLOCK_N]
+        if KEY_FACTORS:
+            s *= (k_factor * logit_scale)[None, :]
+        elif not FOLDED:
+            s *= logit_scale
+        if RULES.soft_cap:
+            s = capped_logits(s, soft_cap)
+        attended = None
+        if MASK == "keys":
+            # All rows attend alike, so one sum with a bias per key masks them.
+            s += tl.where((n >= keys.first) & (n <= keys.last), 0.0, float("-inf"))[None, :]
+        elif MASK == "rows":
+            attended = seen_keys(n, rows)
+            s = tl.where(attended, s, float("-inf"))
+        acc, m, l, v_largest = attend_to_tile(
+            s, attended, None, v_words, v_scale, row_scale if FOLDED else None, acc, m, l, v_largest,
+            V, RULES, V_PARTS,
+        )  # fmt: skip
+    return acc, m, l, v_largest
+
+
+@triton.jit
+def attend_to_rows(
+    begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale, v_descale, table,
+    keys, rows,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Attends to the key tiles [begin, end), of which all rows see [full, full_end) whole.
+
+    There are two loops, because a branch in one keeps the compiler from loading ahead. The arguments and the
+    result are those of `attend_to_tiles`.
+    """
+    # Masks take registers that tiles of many rows do not leave, so those have fewer keys.
+    MASKED_N: tl.constexpr = 16 if BLOCKS.m >= 128 else 32 if BLOCKS.m == 64 else BLOCKS.n
+    SHARE: tl.constexpr = BLOCKS.n // MASKED_N if BLOCKS.n > MASKED_N else 1
+    acc, m, l, largest = attend_to_tiles(
+        full, full_end, full_end, 0, q, q_low, logit_scale, soft_cap, state, k, v, k_descale, v_descale,
+        table, keys, None, SIZES, K, V, RULES, BLOCKS, "none",
+    )  # fmt: skip
+    return attend_to_tiles(
+        begin, end - (full_end - full), full, full_end - full, q, q_low, logit_scale, soft_cap,
+        (acc, m, l, largest), k, v, k_descale, v_descale, table, keys, rows, SIZES, K, V, RULES, BLOCKS,
+        "rows", SHARE,
+    )  # fmt: skip
+
+
+@triton.jit
+def unless_zero(number, q, PARTS: tl.constexpr):
+    """Parts of Q, and zeros if `number` is zero."""
+    kept = ()
+    for i in tl.static_range(PARTS):
+        kept = kept + (tl.where(number == 0, 0.0, q[i]).to(q[i].dtype),)
+    return kept

@@ -1,0 +1,245 @@
+"""The cost rule: which kernel serves each class of sequences of a prefill, estimated from shapes.
+
+A class is the sequences with so many query tokens. What a kernel takes for it is estimated from bytes that it
+streams, matrix products, and launches; the constants of each target are in `RATES`, beside their source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from narrowkv.attn_prefill.shapes import ANY_LEN, PrefillConfig, PrefillShape
+from narrowkv.attn_prefill.tiles import tuned_as
+from narrowkv.quant.device import BITS, widen_route
+from narrowkv.quant.formats import get_format
+from narrowkv.runtime.targets import Target
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a target does in a microsecond.
+
+    Attributes:
+        stream_bytes: bytes that kernels read or write.
+        split_flops: flops of the products of kernels "split" and "fused" in tiles of 64 rows, by how the
+            cache is widened in their loop. Rows that fill a tile count as those that are there; tiles of 16
+            rows take no longer than their bytes.
+        dense_flops, pipelined_flops: the same of attention over widened keys, in tiles of 64 rows.
+        launch_us: a launch; pipelined_us: besides, the start of the pipelined kernel's programs.
+        pipelined_keys: with fewer keys the pipelined kernel does not pay for its start.
+    """
+
+    stream_bytes: float
+    split_flops: Mapping[str, float]
+    dense_flops: float
+    pipelined_flops: float
+    launch_us: float
+    pipelined_us: float
+    pipelined_keys: int = 0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a kernel takes for the sequences of a class.
+
+    Attributes:
+        kernel: its name.
+        us: estimated microseconds; bytes_us, products_us: of them for bytes and for products, launch_us for
+            launches.
+    """
+
+    kernel: str
+    us: float
+    bytes_us: float
+    products_us: float
+    launch_us: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kernel} {self.us:.0f} us (bytes {self.bytes_us:.0f}, products {self.products_us:.0f}, "
+            f"launches {self.launch_us:.0f})"
+        )
+
+
+@dataclass(frozen=True)
+class Work:
+    """Sequences of a class.
+
+    Attributes:
+        sequences: how many; q_len: query tokens of each; keys: of each.
+    """
+
+    sequences: int
+    q_len: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class FewClass:
+    """Sequences with few query tokens, which kernel "split" serves.
+
+    Attributes:
+        q_lens: their fewest and most query tokens; block_m: rows of a tile.
+    """
+
+    q_lens: tuple[int, int]
+    block_m: int
+
+
+def _by_widening(half: float, fp8: float, bits: float, fp4: float) -> Mapping[str, float]:
+    """Rates by how a cache is widened: 16 bits as they are, FP8 by instruction or bit arithmetic, FP4."""
+    return MappingProxyType({"16-bit": half, "fp8": fp8, "bits": bits, "fp4": fp4})
+
+
+# Four fifths of the HBM's peak; TFLOP/s of loops by the timing model: `narrowkv inspect model --case
+# prefill:kernel=fused,format=...,q_lens=16,lens=4096,kv_heads=8,ratio=12,head_dim=128,clean=1,splits=8`, and
+# dense in tiles of 64 rows, see `tiles._amd_dense_config`.
+_GFX942 = Rates(4.2e6, _by_widening(232e6, 159e6, 160e6, 126e6), 396e6, 396e6, 4.0, 0.0)
+_GFX950 = Rates(6.4e6, _by_widening(337e6, 248e6, 170e6, 130e6), 786e6, 786e6, 4.0, 0.0)
+# H100. H200, 96/8 heads: 128 new over none 21 us by the pipelined kernel, by the plain one 14; 1024 over
+# none 75 and 78.
+_SM90 = Rates(2.9e6, _by_widening(260e6, 260e6, 260e6, 260e6), 450e6, 600e6, 2.2, 7.0, 512)
+# An interpreter makes every class that there can be.
+_CPU = replace(_GFX942, launch_us=0.0)
+RATES: Mapping[str, Rates] = MappingProxyType(
+    {"gfx942": _GFX942, "gfx950": _GFX950, "sm90": _SM90, "cpu": _CPU}
+)
+
+
+def _widening(target: Target, format_name: str) -> str:
+    """How a format is widened in a loop: a key of `Rates.split_flops`."""
+    stored = get_format(format_name)
+    if stored.kind == "float":
+        return "16-bit"
+    if stored.kind == "fp4":
+        return "fp4"
+    return "bits" if widen_route(target, format_name) == BITS else "fp8"
+
+
+def rates_of(target: Target) -> Rates:
+    """The rates of a target; of NVIDIA's untuned ones those of sm90."""
+    return RATES.get(target.name, _SM90)
+
+
+def row_bytes(shape: PrefillShape, formats: tuple[str, str]) -> float:
+    """Bytes of K and V of a key and head, without scales."""
+    return sum(get_format(name).bits for name in formats) / 8 * shape.head_dim
+
+
+def estimate(
+    target: Target, shape: PrefillShape, formats: tuple[str, str], kernel: str, work: Work, block_m: int = 64
+) -> Estimate:
+    """What `kernel` takes for `work`; shape: heads and head_dim."""
+    rates = rates_of(target)
+    heads = shape.num_kv_heads
+    tiles = -(-work.q_len * shape.gqa_ratio // block_m)
+    keys = float(work.sequences * heads * work.keys)
+    stored = row_bytes(shape, formats)
+    flops = keys * tiles * block_m * 4 * shape.head_dim
+    if kernel in ("split", "fused"):
+        rate = min(rates.split_flops[_widening(target, name)] for name in formats)
+        moved, launches, start = stored, 1, 0.0
+    else:
+        # Widened keys are written and read again, in 16 bits.
+        rate = rates.pipelined_flops if kernel == "pipelined" else rates.dense_flops
+        moved, launches = stored + 2 * 4 * shape.head_dim, 2
+        start = rates.pipelined_us if kernel == "pipelined" else 0.0
+    bytes_us = keys * moved / rates.stream_bytes
+    products_us = flops / rate if block_m > 16 else 0.0
+    launch_us = launches * rates.launch_us + start
+    # A kernel that reads pages loads during its products; widening comes before them.
+    working = max(bytes_us, products_us) if launches == 1 else bytes_us + products_us
+    return Estimate(kernel, working + launch_us, bytes_us, products_us, launch_us)
+
+
+def few_tokens(target: Target, shape: PrefillShape, formats: tuple[str, str], widened: str | None) -> int:
+    """The most query tokens of a sequence for which reading its pages is not slower than widening them.
+
+    Launches do not count, since the call has those of other sequences anyway.
+
+    Args:
+        widened: the kernel over widened keys, or None where there is none.
+    """
+    if widened is None:
+        return 64 // shape.gqa_ratio or 1
+    most = 0
+    for tiles in range(1, 17):
+        q_len = tiles * 64 // shape.gqa_ratio
+        work = Work(1, q_len, 1 << 16)
+        split = estimate(target, shape, formats, "split", work)
+        other = estimate(target, shape, formats, widened, work)
+        if split.us - split.launch_us > other.us - other.launch_us:
+            break
+        most = q_len
+    return max(most, 1)
+
+
+def few_bounds(
+    target: Target, shape: PrefillShape, formats: tuple[str, str], widened: str | None
+) -> list[tuple[int, int]]:
+    """The most query tokens of each class of few, and the rows of its tiles; by the model alone."""
+    most = few_tokens(target, shape, formats, widened)
+    small = 0 if tuned_as(target).is_amd else min(16 // shape.gqa_ratio, most)
+    return [(bound, rows) for bound, rows in ((small, 16), (most, 64)) if bound > (small if rows > 16 else 0)]
+
+
+def few_classes(
+    target: Target, shape: PrefillShape, formats: tuple[str, str], widened: str | None
+) -> tuple[list[FewClass], int]:
+    """The classes of few query tokens that a call of this shape can have, and the fewest of all others.
+
+    A class has a launch only if its sequences could take longer than that launch without it. Of one sequence
+    the number of query tokens is known.
+
+    Returns:
+        The classes, in the order of query tokens; and the fewest query tokens of sequences that are in none
+        of them, or `ANY_LEN` where there can be no such sequences.
+    """
+    bounds = few_bounds(target, shape, formats, widened)
+    longest = min(shape.max_q_len, shape.num_tokens)
+    if shape.batch == 1:
+        fitting = [FewClass((0, bound), rows) for bound, rows in bounds if longest <= bound]
+        return (fitting[:1], ANY_LEN) if fitting else ([], 0)
+    classes: list[FewClass] = []
+    least = 0
+    for bound, rows in bounds:
+        classes.append(FewClass((least, bound), rows))
+        least = bound + 1
+        if longest <= bound:
+            return classes, ANY_LEN
+    saved = estimate(target, shape, formats, widened or "dense", Work(shape.batch - 1, 1, shape.max_seq_len))
+    if saved.us - saved.launch_us < len(classes) * rates_of(target).launch_us:
+        return [], 0
+    return classes, least
+
+
+def explain_class(
+    target: Target, shape: PrefillShape, formats: tuple[str, str], config: PrefillConfig, widened: str | None
+) -> str:
+    """Which sequences a configuration serves, and what each kernel would take for all of them, for people."""
+    least, most = config.q_lens
+    longest = min(shape.max_q_len, shape.num_tokens)
+    mean = -(-shape.num_tokens // max(shape.batch, 1))
+    q_len = max(least, min(mean, most, longest), 1)
+    work = Work(max(min(shape.batch, shape.num_tokens // q_len), 1), q_len, shape.max_seq_len)
+    kernels = ("split", "fused") if widened is None else ("split", widened)
+    found = sorted(
+        (
+            estimate(target, shape, formats, kernel, work, config.block_m if kernel == "split" else 64)
+            for kernel in kernels
+        ),
+        key=lambda each: each.us,
+    )
+    serves = (
+        "all sequences"
+        if (least, most) == (0, ANY_LEN) or (least == 0 and longest <= most)
+        else f"sequences of {least} query tokens or more"
+        if most >= longest
+        else f"sequences of {max(least, 1)} to {most} query tokens"
+    )
+    return (
+        f"{serves}; estimates for {work.sequences} with {q_len} query tokens over {work.keys} keys: "
+        f"{', '.join(map(str, found))}"
+    )

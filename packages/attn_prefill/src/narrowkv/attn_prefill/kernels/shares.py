@@ -1,0 +1,147 @@
+"""Even shares of keys: sequences with few rows each, over caches of any lengths, by one launch.
+
+A program attends one tile of rows to one split of its keys. A sequence has as many splits as its share of all
+keys of the launch asks for, so a long sequence takes no longer than a short one. Every program finds its own
+share from the lengths, which stay on the device. Splits are merged by the last program to arrive
+(Flash-Decoding, Dao et al. 2023; arrival counting as in stream-K reductions).
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from narrowkv.attn_prefill.kernels.rows import in_scalar_register
+from narrowkv.paged_cache.kernels.pages import sequence_length
+from narrowkv.runtime.attention.masks import SEQUENCES, query_ranges
+from narrowkv.runtime.attention.results import (
+    is_last_program,
+    merge_partial_results,
+    store_partial_result,
+)
+
+# Splits of a tile at most: the last program to arrive reads the partial results of all of them.
+_MOST_SPLITS = tl.constexpr(32)
+# Key tiles of a split at least: with fewer a program spends most of its time on its start.
+_LEAST_TILES = tl.constexpr(4)
+
+
+class Share(NamedTuple):
+    """What a program attends to.
+
+    Attributes:
+        seq, number, q_start, q_len: as in `Tile`; seq is -1 for a program without a share.
+        split, num_splits: which of the tile's splits, and how many there are.
+        counter: the tile's number among all tiles of the launch.
+        first_unit, step: the tile's first split is work unit `first_unit`, the next one `step` units later.
+    """
+
+    seq: Any
+    number: Any
+    q_start: Any
+    q_len: Any
+    split: Any
+    num_splits: Any
+    counter: Any
+    first_unit: Any
+    step: Any
+
+
+@triton.jit
+def work_of(
+    q, table, seqs, batch, claimed, APPENDS: tl.constexpr, GQA_RATIO: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """First query token, query tokens, tiles of rows and key tiles of sequences; none of another launch's.
+
+    Key tiles are those that the first row's window and the last row's own key span.
+    """
+    start, length, claimed = query_ranges(q, seqs, batch, claimed)
+    served = tl.minimum(length, q.max_len)
+    served = tl.where((served >= q.least_len) & (served <= q.most_len), served, 0)
+    keys = sequence_length(table, seqs, seqs < batch, PAGE_SIZE, RAGGED)
+    low = keys * 0
+    if WINDOW_LEFT >= 0:
+        before = keys if APPENDS else keys - length
+        low = tl.minimum(tl.maximum(before - WINDOW_LEFT, 0), keys) // BLOCK_N
+    return start, length, tl.cdiv(served * GQA_RATIO, BLOCK_M), tl.cdiv(keys, BLOCK_N) - low, claimed
+
+
+@triton.jit
+def share_of(
+    q, table, batch, unit, num_units, APPENDS: tl.constexpr, GQA_RATIO: tl.constexpr,
+    WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """The share of work unit `unit`, a `Share`.
+
+    Splits have at most `size` key tiles. All tiles of rows together have at most total / size splits, and one
+    more each, so with size = total / (num_units - tiles of rows) the units suffice; there must be more of
+    them than tiles of rows.
+    """
+    total, row_tiles, claimed = batch * 0, batch * 0, batch * 0
+    for first in range(0, batch, SEQUENCES):
+        seqs = first + tl.arange(0, SEQUENCES)
+        _, _, tiles, keys, claimed = work_of(
+            q, table, seqs, batch, claimed, APPENDS, GQA_RATIO, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_M,
+            BLOCK_N,
+        )  # fmt: skip
+        total += tl.sum(tiles * keys, 0)
+        row_tiles += tl.sum(tiles, 0)
+    size = tl.maximum(tl.cdiv(total, tl.maximum(num_units - row_tiles, 1)), _LEAST_TILES)
+    seq = batch * 0 - 1
+    q_start, q_len, within, own_tiles, num_splits = batch * 0, batch * 0, batch * 0, batch * 0, batch * 0
+    units_before, claimed, counter = batch * 0, batch * 0, batch * 0
+    # Without tiles of rows nothing is left to find: the launch may have no sequence at all.
+    for first in range(0, tl.where(row_tiles > 0, batch, 0), SEQUENCES):
+        seqs = first + tl.arange(0, SEQUENCES)
+        start, length, tiles, keys, claimed = work_of(
+            q, table, seqs, batch, claimed, APPENDS, GQA_RATIO, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_M,
+            BLOCK_N,
+        )  # fmt: skip
+        splits = tl.minimum(tl.maximum(tl.cdiv(keys, size), 1), _MOST_SPLITS)
+        units = tiles * splits
+        ends = units_before + tl.cumsum(units, 0)
+        own = (ends > unit) & (ends - units <= unit)
+        seq = tl.maximum(seq, tl.max(tl.where(own, seqs, -1), 0))
+        q_start += tl.sum(tl.where(own, start, 0), 0)
+        q_len += tl.sum(tl.where(own, length, 0), 0)
+        within += tl.sum(tl.where(own, unit - (ends - units), 0), 0)
+        own_tiles += tl.sum(tl.where(own, tiles, 0), 0)
+        num_splits += tl.sum(tl.where(own, splits, 0), 0)
+        # Tiles of rows of the sequences before this one.
+        counter += tl.sum(tl.where(ends - units <= unit, tl.where(own, 0, tiles), 0), 0)
+        units_before = tl.max(ends, 0)
+    seq, within = in_scalar_register(seq, NVIDIA), in_scalar_register(within, NVIDIA)
+    q_start, q_len = in_scalar_register(q_start, NVIDIA), in_scalar_register(q_len, NVIDIA)
+    step = tl.maximum(in_scalar_register(own_tiles, NVIDIA), 1)
+    num_splits = in_scalar_register(num_splits, NVIDIA)
+    # Tiles of rows of one split are neighbours, since they read the same keys.
+    number, split = within % step, within // step
+    counter = in_scalar_register(counter, NVIDIA) + number
+    return Share(seq, number, q_start, q_len, split, num_splits, counter, unit - within + number, step)
+
+
+@triton.jit
+def merge_shares(
+    workspace, share, acc, m, l, kv_head, row_mask, NUM_KV_HEADS: tl.constexpr, SETTLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Stores the partial result of a share; for the last of a tile, returns True and all splits merged.
+
+    A tile with one split has nothing to merge.
+    """
+    write = share.num_splits == 1
+    if share.num_splits > 1:
+        first_slot = (share.first_unit * NUM_KV_HEADS + kv_head).to(tl.int64)
+        step = share.step * NUM_KV_HEADS
+        store_partial_result(
+            workspace, first_slot + share.split * step, acc, m, l, row_mask, BLOCK_M, BLOCK_D
+        )
+        write = is_last_program(workspace, share.counter * NUM_KV_HEADS + kv_head, share.num_splits, SETTLE)
+        if write:
+            acc, m, l = merge_partial_results(
+                workspace, acc, m, l, first_slot, step, share.num_splits, row_mask, BLOCK_M, BLOCK_D, 1
+            )
+    return write, acc, m, l

@@ -1,0 +1,43 @@
+"""Runs the Triton kernels of engines on a CPU, through narrowkv's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from narrowkv.runtime.launch.interpreter import interpret
+
+OPTIONS = ("num_warps", "num_stages")
+
+
+class Interpreted:
+    """Stands in for a kernel: `kernel[grid](...)` is interpreted."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*args: Any, **named: Any) -> None:
+            given = {name: value for name, value in named.items() if name not in OPTIONS}
+            bound = inspect.signature(self.kernel.fn).bind(*args, **given)
+            bound.apply_defaults()
+            interpret(self.kernel, grid, (), bound.arguments)  # by name: constants may stand between others
+
+        return run
+
+
+def vllm_module_with_triton(name: str, monkeypatch: Any) -> ModuleType:
+    """A module of vLLM's, loaded again with the Triton that vLLM turns off on a CPU."""
+    monkeypatch.setitem(sys.modules, "vllm.triton_utils", SimpleNamespace(triton=triton, tl=tl))
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,75 @@
+"""The bytes that narrowkv stores for vLLM beside those of vLLM's own writers (`make test-engines`)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from interpreted import Interpreted, vllm_module_with_triton
+from vllm.v1.kv_cache_interface import KVQuantMode
+
+from narrowkv.attn_decode import paged_decode_reference
+from narrowkv.attn_decode.cases import DecodeCase
+from narrowkv.engines.vllm.slots import layer_cache, slot_bytes
+from narrowkv.paged_cache import append
+from narrowkv.testing.backends import vllm_call
+
+BLOCKS, HEADS, BLOCK, DIM = 2, 2, 16, 64
+
+
+def inputs(tokens=24):
+    random = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, tokens, HEADS, DIM, generator=random) * torch.logspace(-2, 2, tokens)[:, None, None]
+    k[3, 1], v[5] = 0.0, 0.0
+    return k.bfloat16(), v.bfloat16(), torch.randperm(BLOCKS * BLOCK, generator=random)[:tokens]
+
+
+def test_fp8_per_token_head_has_vllms_scales_and_its_codes_but_for_a_rounding(monkeypatch):
+    name = "vllm.v1.attention.ops.triton_reshape_and_cache_flash"
+    writer = vllm_module_with_triton(name, monkeypatch)
+    writer._reshape_cache_per_token_head = Interpreted(writer._reshape_cache_per_token_head)
+    k, v, slots = inputs()
+    kv_cache = torch.zeros(BLOCKS, HEADS, BLOCK, slot_bytes("fp8_per_token_head", DIM), dtype=torch.uint8)
+    one = torch.ones(())
+    theirs = layer_cache(kv_cache, "fp8_per_token_head", DIM, one, one)
+    writer.triton_reshape_and_cache_flash_per_token_head_quant(
+        k, v, theirs.k.view(torch.float8_e4m3fn), theirs.v.view(torch.float8_e4m3fn), theirs.k_descale,
+        theirs.v_descale, slots, KVQuantMode.FP8_PER_TOKEN_HEAD,
+    )  # fmt: skip
+    mine = layer_cache(torch.zeros_like(kv_cache), "fp8_per_token_head", DIM, one, one)
+    append(mine, k, v, slots)
+    place = slots // BLOCK, slots % BLOCK
+    for x, found, expected, scale, their_scale in (
+        (k, mine.k, theirs.k, mine.k_descale, theirs.k_descale),
+        (v, mine.v, theirs.v, mine.v_descale, theirs.v_descale),
+    ):
+        zero = (x == 0).all(-1)
+        assert torch.equal(scale[place][~zero], their_scale[place][~zero])
+        found, expected = (stored[place].view(torch.float8_e4m3fn).float() for stored in (found, expected))
+        assert not found[zero].any()
+        assert not expected[zero].any()
+        # vLLM multiplies by the reciprocal of the scale: numbers that round otherwise lie between two codes.
+        other = found != expected
+        assert other.float().mean() < 0.01
+        exact = (x.double() / scale[place][..., None].double())[other]
+        middle = (found[other].double() + expected[other].double()) / 2
+        assert torch.allclose(exact, middle, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8_e4m3fn"])
+def test_the_probes_call_of_vllms_kernel_is_attention(form, monkeypatch):
+    attention = vllm_module_with_triton("vllm.v1.attention.ops.triton_unified_attention", monkeypatch)
+    attention.kernel_unified_attention = Interpreted(attention.kernel_unified_attention)
+    inputs = DecodeCase(
+        lens=(37, 20), num_kv_heads=1, gqa_ratio=4, head_dim=64, page_size=16, format=form
+    ).inputs("cpu")
+    found = vllm_call(attention.unified_attention, inputs)()
+    exact = paged_decode_reference(inputs.q, inputs.cache, inputs.table, out_dtype=torch.float32)
+    assert (found.float() - exact).abs().sum() / exact.abs().sum() < 0.005
