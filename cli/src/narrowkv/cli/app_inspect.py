@@ -8,16 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from narrowkv.cli.command_line import DecodeByDefault, command
-from narrowkv.cli.names import (
-    CACHE_FORMATS,
-    DECODE_KERNELS,
-    QUERY_DTYPES,
-    cache_formats,
-    check_case_formats,
-    one_of,
-)
-from narrowkv.cli.options import BOTH, Context, Count, Query, Targets, amd_targets, starting_with
-from narrowkv.cli.report import ExitCode, Report
+from narrowkv.cli.names import DECODE_KERNELS, QUERY_DTYPES, cache_formats, check_case_formats, one_of
+from narrowkv.cli.options import BOTH, Context, Count, Formats, Query, Targets, amd_targets, starting_with
+from narrowkv.cli.report import ExitCode, Report, UsageError
 
 inspect = typer.Typer(cls=DecodeByDefault)
 Case = Annotated[
@@ -38,16 +31,7 @@ def inspect_decode(
     num_kv_heads: Count = 8,
     head_dim: Count = 128,
     page_size: Count = 16,
-    cache_format: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            "--cache",
-            metavar="FORMAT",
-            help="Cache format; K's and V's as k/v, FP4's scales per 32 as :32.",
-            autocompletion=starting_with(*CACHE_FORMATS),
-        ),
-    ] = "fp8_e4m3fn",
+    cache_format: Formats = "fp8_e4m3fn",
     q: Query = "bf16",
     kernel: Annotated[
         str,
@@ -61,7 +45,8 @@ def inspect_decode(
 ) -> ExitCode:
     """Show what decode compiles to: registers, LDS, spills, instructions, and a modelled roofline."""
     targets = amd_targets(target)
-    cache_formats("--format", cache_format)
+    if len(cache_formats("--format", cache_format)) > 1:
+        raise UsageError(f"--format must be one format here, got {cache_format}")
     one_of("--q", q, QUERY_DTYPES)
     if kernel:
         one_of("--kernel", kernel, DECODE_KERNELS)
