@@ -53,8 +53,10 @@ class StepInputs:
 
     @property
     def bounds(self) -> dict[str, Any]:
-        """What an engine knows of a step without asking the device."""
-        return {"max_q_len": max(self.step.q_lens), "max_seq_len": max(self.step.lens)}
+        """What an engine's scheduler knows of a step without asking the device."""
+        step = self.step
+        tokens = sum(step.pages) * step.page_size
+        return {"max_q_len": max(step.q_lens), "max_seq_len": max(step.lens), "max_kv_tokens": tokens}
 
     @property
     def _paged(self) -> tuple[PagedKVCache, PageTable, torch.Tensor]:
