@@ -47,6 +47,10 @@ DECODE = {
         "head_dim=128,kv_heads=1,q=fp16,format=fp4_e2m1,group=32,split=none,"
         "q_len=2,ratio=2,window=0,soft_cap=30.0,data=outlier"
     ),
+    "FP4 with a scale for each 16 channels": SMALL + "format=fp4_e2m1,group=16,clean=1",
+    "NVFP4 values, off 16-byte boundaries": (
+        SMALL + "format=fp8_e4m3fn/fp4_e2m1,group=16,scale_format=e4m3,layout=padded,data=outlier"
+    ),
     "K bf16, V FNUZ": SMALL + "format=bf16/fp8_e4m3fnuz",
     "page size 1": SMALL + "page_size=1,layout=tokens,clean=1",
     "page size 3, head_dim 80": "head_dim=80,kv_heads=1,split=none,page_size=3,ratio=3,clean=1",
@@ -318,6 +322,9 @@ def _append_cases() -> Iterator[tuple[str, dict[str, Any]]]:
     for group in (None, 32):
         yield f"fp4, scale group {group}", {"fmt": "fp4_e2m1", "scale_group": group, "layout": "HND"}
         yield f"k8v4, scale group {group}", {"fmt": K8V4, "scale_group": group, "head_dim": 96}
+    yield "fp4, UltraQuant's scales", {"fmt": "fp4_e2m1", "scale_group": 32, "exponent": "ultraquant"}
+    yield "fp4, SGLang's scales", {"fmt": "fp4_e2m1", "scale_group": 16, "exponent": "sglang"}
+    yield "fp4, NVFP4", {"fmt": "fp4_e2m1", "scale_group": 16, "scale_format": "e4m3", "descale": "number"}
     yield "fp4, E4M3 scales", {"fmt": "fp4_e2m1", "scale_format": "e4m3", "layout": "HND"}
     yield "fp4, rope and a K offset, floor", {
         "fmt": "fp4_e2m1", "rope": "neox", "offset": True, "exponent": "floor"
@@ -379,11 +386,12 @@ def check_append(
     def empty() -> PagedKVCache:
         by = {
             "float": (0.03, 0.7),
+            "number": (0.03, 0.02),
             "head": (torch.tensor([0.03, 0.05]), torch.tensor([0.7, 0.4])),
             "token_head": tuple(torch.ones(pages, page_size, heads) for _ in range(2)),
         }[descale]
         own = "fp4_e2m1" in (CacheFormat.parse(fmt).k, CacheFormat.parse(fmt).v)
-        given = {} if own else {"k_descale": by[0], "v_descale": by[1]}
+        given = {} if own and descale != "number" else {"k_descale": by[0], "v_descale": by[1]}
         made = PagedKVCache.empty(
             pages, page_size, heads, head_dim, format=fmt, layout=layout, scale_group=scale_group,
             scale_format=scale_format, **given,

@@ -261,7 +261,7 @@ def test_a_misspelled_name_costs_less_than_a_second() -> None:
 def test_the_names_are_those_of_the_library() -> None:
     from narrowkv.cli import names
     from narrowkv.paged_cache import CacheFormat
-    from narrowkv.paged_cache.descales import SCALE_GROUP
+    from narrowkv.paged_cache.descales import SCALE_GROUPS
     from narrowkv.quant.formats import FORMATS
     from narrowkv.quant.sage import SAGE_GRANULARITIES
     from narrowkv.testing import places
@@ -276,8 +276,9 @@ def test_the_names_are_those_of_the_library() -> None:
 
     assert {name for name in FORMATS if can_be(name)} == set(names.CACHE_FORMATS)
     assert set(names.SAGE_GRANULARITIES) == set(SAGE_GRANULARITIES)
+    assert set(names.CONTRACT_SETS) == set(CONTRACT_SETS)
     assert (TRAFFIC, tuple(MODELS)) == (names.TRAFFIC, names.TRAFFIC_MODELS)
-    assert names.SCALE_GROUP == SCALE_GROUP
+    assert names.SCALE_GROUPS == SCALE_GROUPS
     assert set(names.PLACES) == set(places.PLACES)
 
 

@@ -70,9 +70,10 @@ def test_every_cache_format_with_either_query(
 
 
 @either_kernel
-def test_fp4_with_a_scale_for_every_32_channels(kernel: str, device: str) -> None:
-    _check(W(format="fp4_e2m1", scale_group=32), device, kernel)
-    _check(W(format=K8V4, scale_group=32), device, kernel)
+@pytest.mark.parametrize(("group", "scale"), [(32, "e8m0"), (16, "e8m0"), (16, "e4m3")])
+def test_fp4_with_scales_of_groups(group: int, scale: str, kernel: str, device: str) -> None:
+    _check(W(format="fp4_e2m1", scale_group=group, scale_format=scale), device, kernel)
+    _check(W(format=K8V4, scale_group=group, scale_format=scale), device, kernel)
 
 
 @either_kernel

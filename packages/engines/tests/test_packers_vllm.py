@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from interpreted import Interpreted, vllm_module_with_triton
+from vllm.v1.attention.ops.ultraquant.reference import ultraquant_dequant, ultraquant_encode
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from narrowkv.attn_decode import paged_decode_reference
 from narrowkv.attn_decode.cases import DecodeCase
-from narrowkv.engines.vllm.slots import layer_cache, slot_bytes
+from narrowkv.engines.vllm.backend import NarrowAttention
+from narrowkv.engines.vllm.slots import layer_cache, rotated, slot_bytes
 from narrowkv.paged_cache import append
 from narrowkv.testing.backends import vllm_call
 
@@ -61,6 +64,23 @@ def test_fp8_per_token_head_has_vllms_scales_and_its_codes_but_for_a_rounding(mo
         exact = (x.double() / scale[place][..., None].double())[other]
         middle = (found[other].double() + expected[other].double()) / 2
         assert torch.allclose(exact, middle, rtol=1e-6, atol=0)
+
+
+def test_ultraquant_slots_are_vllms_byte_for_byte():
+    k, v, slots = inputs()
+    kv_cache = torch.zeros(BLOCKS, HEADS, BLOCK, slot_bytes("ultraquant_4bit", DIM), dtype=torch.uint8)
+    one = torch.ones(())
+    impl = NarrowAttention(HEADS, DIM, 1.0, kv_cache_dtype="ultraquant_4bit")
+    impl.do_kv_cache_update(SimpleNamespace(_k_scale=one, _v_scale=one), k, v, kv_cache, slots)
+    stored = kv_cache.transpose(1, 2)[slots // BLOCK, slots % BLOCK]
+    sides = [ultraquant_encode(x, rotate=rotate) for x, rotate in ((k, True), (v, False))]
+    expected = torch.cat([part for side in sides for part in (side.codes_packed, side.scale_bytes)], -1)
+    assert torch.equal(stored, expected)
+    # vLLM's own query, rotated, against the keys that it reads back.
+    q = torch.randn(3, HEADS, DIM).bfloat16()
+    logits = torch.einsum("thd,shd->hts", rotated(q), ultraquant_dequant(sides[0], DIM))
+    exact = torch.einsum("thd,shd->hts", q.float(), k.float())
+    assert (logits - exact).norm() / exact.norm() < 0.2
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8_e4m3fn"])

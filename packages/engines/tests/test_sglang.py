@@ -22,6 +22,8 @@ from narrowkv.engines import trial_sglang
 from sglang.kernels.ops.kvcache.dsv4_main_kv_store import NopeFp8RopeBf16Pack
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention import deepseek_v4_backend_hip_radix as hip
+from sglang.srt.layers.quantization import kvfp4_tensor
+from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import get_kv_cache_quant_method
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4SingleKVPool
@@ -29,6 +31,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
+from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.test.kernels.deepseek_v4.k_cache_reference import set_k_and_s_torch
 from transformers import DeepseekV4Config, LlamaConfig
 
@@ -54,8 +57,9 @@ def make_pool(dtype, kind="full", page=PAGE):
         slots = torch.arange((PAGES + 1) * PAGE)
         pool.register_mapping((slots // PAGE % 5 + 1) * PAGE + slots % PAGE)
         return pool
-    made = {"full": memory_pool.MHATokenToKVPool, "fp4": memory_pool.MHATokenToKVPoolFP4}[kind]
-    return made(size=PAGES * PAGE, layer_num=2, enable_memory_saver=False, **sizes)
+    made = memory_pool.MHATokenToKVPoolFP4 if kind == "fp4" else memory_pool.MHATokenToKVPool
+    given = {"quant_method": get_kv_cache_quant_method("fp4_mx_block16")} if kind == "fp4-method" else {}
+    return made(size=PAGES * PAGE, layer_num=2, enable_memory_saver=False, **given, **sizes)
 
 
 def make_runner(pool, **args):
@@ -93,7 +97,7 @@ class Batch:
     """Requests in rows of SGLang's slot table, on shuffled pages, and their steps."""
 
     def __init__(self, made):
-        self.backend, self.lens, self.rows = made, [0, 0], [2, 1]
+        self.backend, self.lens, self.rows, self.topk = made, [0, 0], [2, 1], 1
         pages = torch.tensor([[3, 6, 1, 7], [5, 2, 8, 4]])[:, : CONTEXT // PAGE]
         slots = (pages[..., None] * PAGE + torch.arange(PAGE)).flatten(1)
         made.token_slots[self.rows] = slots.int()
@@ -108,7 +112,7 @@ class Batch:
             for row, start, end in zip(self.rows, before, self.lens, strict=True)
         ]
         if verify:
-            guesses = EagleVerifyInput.create_idle_input(1, new[0] - 1, new[0], "cpu")
+            guesses = EagleVerifyInput.create_idle_input(self.topk, new[0] - 1, new[0], "cpu")
             return ForwardBatch(
                 forward_mode=ForwardMode.TARGET_VERIFY,
                 batch_size=2,
@@ -138,8 +142,8 @@ class Batch:
         return [torch.randn(shape, generator=self.generator).bfloat16() for shape in shapes]
 
 
-def attention_over_the_pool(pool, layer, batch, new, q, sinks=None):
-    """Attention in fp32 over what the pool holds, slot by slot."""
+def attention_over_the_pool(pool, layer, batch, new, q, sinks=None, trees=None):
+    """Attention in fp32 over what the pool holds, slot by slot; `trees` masks each request's new tokens."""
     k_all, v_all = (
         x.float() * (scale if x.dtype == FP8 else 1)
         for x, scale in zip(pool.get_kv_buffer(layer.layer_id), (layer.k_scale, layer.v_scale), strict=True)
@@ -156,6 +160,8 @@ def attention_over_the_pool(pool, layer, batch, new, q, sinks=None):
             logits = layer.logit_cap * torch.tanh(logits / layer.logit_cap)
         place, key = torch.arange(length - count, length)[:, None], torch.arange(length)
         hidden = key > place
+        if trees is not None:
+            hidden = torch.cat([torch.zeros(count, length - count).bool(), ~trees[batch.rows.index(row)]], 1)
         if layer.sliding_window_size > 0:
             hidden = hidden | (key < place - layer.sliding_window_size)
         logits = logits.masked_fill(hidden, -torch.inf)
@@ -233,6 +239,36 @@ def test_steps_over_sglangs_pools_are_attention_over_the_stored_tokens(name, run
     assert {address for address in runs if isinstance(address, int)} == memory
 
 
+@pytest.mark.parametrize("kind", ["fp4", "fp4-method"])
+def test_fp4_pools_are_written_and_read_where_they_are(kind, runs, monkeypatch):
+    pool = make_pool(torch.bfloat16, kind)
+    made = make_backend(pool)
+    batch, layer = Batch(made), make_layer(scale=(1.0, 1.0))
+    monkeypatch.setattr(pool, "get_key_buffer", None)  # it would dequantise the whole pool
+    util = kvfp4_tensor.FP4MXBlock16KVQuantizeUtil
+    plain = make_pool(torch.bfloat16)
+    for new in ([9, 20], [1, 1]):
+        forward = batch.step(new)
+        made.init_forward_metadata(forward)
+        q, k, v = batch.tensors(sum(new))
+        found = made.forward(q, k, v, layer, forward)
+        for x, codes, scales, side in (
+            (k, pool.k_buffer[0], pool.k_scale_buffer[0], plain.k_buffer[0]),
+            (v, pool.v_buffer[0], pool.v_scale_buffer[0], plain.v_buffer[0]),
+        ):
+            slots = forward.out_cache_loc
+            # SGLang's own writer, byte for byte.
+            with torch.compiler.set_stance("force_eager"):
+                own_codes, own_scales = util.batched_quantize(x)
+                side_values = util.batched_dequantize(own_codes, own_scales)
+            assert torch.equal(codes[slots].view(torch.uint8), own_codes)
+            assert torch.equal(scales[slots].view(torch.uint8), own_scales)
+            side[slots] = side_values
+        expected = attention_over_the_pool(plain, layer, batch, new, q)
+        assert relative_l1(found, expected) <= 0.003
+    assert runs[pool.k_buffer[0].data_ptr()] == 4
+
+
 def test_pools_with_heads_outside_pages_are_read_where_they_are(runs):
     with envs.SGLANG_USE_HND_KVCACHE.override(True):
         pool = make_pool(torch.bfloat16)
@@ -296,6 +332,82 @@ def test_a_chain_of_guesses_is_verified(guesses, runs):
     assert (runs["batch_prefill"], runs["paged_decode"]) == ((1, 1) if guesses == 3 else (2, 0))
 
 
+# What each of four guesses sees: two continuations of a token, one of which goes on; and three of a token.
+TREES = torch.tensor(
+    [
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]],
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]],
+    ]
+).bool()
+TREE = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 4}
+
+
+def full_masks(trees, lens):
+    """NGRAM's masks: every key of a request, of each guess."""
+    seen = [torch.cat([torch.ones(4, n - 4).bool(), tree], 1) for tree, n in zip(trees, lens, strict=True)]
+    return torch.cat([mask.flatten() for mask in seen])
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "NGRAM"])
+def test_a_tree_of_guesses_is_verified_and_replayed(algorithm, runs):
+    pool = make_pool(torch.bfloat16)
+    made = make_backend(pool, **{**CHAIN, **TREE, "speculative_algorithm": algorithm})
+    batch, layer = Batch(made), make_layer(scale=(None, None))
+    forward = batch.step([9, 20])
+    made.init_forward_metadata(forward)
+    made.forward(*batch.tensors(29), layer, forward)
+
+    def tree(forward, trees):
+        """Gives a step its masks, as SGLang's workers do."""
+        if algorithm == "NGRAM":
+            mask = full_masks(trees, batch.lens)
+            forward.spec_info = NgramVerifyInput(custom_mask=mask, draft_token_num=4)
+        else:
+            assert made.verify_mask.fits(2)
+            made.verify_mask.buffer[: trees.numel()] = trees.flatten()
+            forward.spec_info.custom_mask = made.verify_mask.buffer
+
+    def check(forward, trees):
+        q, k, v = batch.tensors(8)
+        found = made.forward(q, k, v, layer, forward)
+        expected = attention_over_the_pool(pool, layer, batch, [4, 4], q, trees=trees)
+        assert relative_l1(found, expected) <= 0.003
+
+    batch.topk = 2
+    forward = batch.step([4, 4], verify=True)
+    if algorithm == "EAGLE3":  # a step may be prepared before the draft model has made its tree
+        tree(forward, torch.ones_like(TREES))
+        made.init_forward_metadata(forward)
+        tree(forward, TREES)
+        made.update_verify_buffers_to_fill_after_draft(forward.spec_info, None)
+    else:
+        tree(forward, TREES)
+        made.init_forward_metadata(forward)
+    check(forward, TREES)
+
+    made.init_cuda_graph_state(max_bs=4, max_num_tokens=16)
+    batch.lens = [n - 2 for n in batch.lens]
+    static = batch.step([4, 4], verify=True)
+    tree(static, TREES)
+    made.init_forward_metadata_out_graph(static, in_capture=True)
+    made.init_forward_metadata_in_graph(static)
+    held = made.forward_metadata[False].step.table.tree_mask.data_ptr()
+    check(static, TREES)
+    batch.lens = [n - 3 for n in batch.lens]
+    following = batch.step([4, 4], verify=True)
+    for name in ("seq_lens", "out_cache_loc", "seq_lens_cpu"):
+        getattr(static, name).copy_(getattr(following, name))
+    turned = TREES.flip(0)
+    if algorithm == "NGRAM":
+        tree(static, turned)
+    made.init_forward_metadata_out_graph(static)
+    tree(static, turned)  # EAGLE's is written when the step has been prepared
+    made.init_forward_metadata_in_graph(static)  # the graph
+    assert held == made.forward_metadata[False].step.table.tree_mask.data_ptr()
+    check(static, turned)
+    assert runs["paged_decode"] == 3
+
+
 def test_a_captured_chain_of_guesses_is_replayed(runs):
     pool = make_pool(torch.bfloat16, "window")
     made = make_backend(pool, **CHAIN)
@@ -343,18 +455,18 @@ def test_no_step_reads_from_the_device(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "fp4"}, "an E8M0 scale for 16 channels"),
-        ({**CHAIN, "speculative_eagle_topk": 4}, "verifies trees"),
-        ({**CHAIN, "speculative_algorithm": "NGRAM"}, "NGRAM with .* verifies trees"),
+        ({**CHAIN, "speculative_eagle_topk": 2, "kind": "window"}, "without sliding windows"),
+        ({**CHAIN, "speculative_algorithm": "DFLASH"}, "DFLASH is not among"),
+        ({**CHAIN, "speculative_num_draft_tokens": 65}, "more than 64"),
         ({**CHAIN, "speculative_draft": True}, "--speculative-draft-attention-backend"),
         ({"dcp_size": 2}, "--dcp-size"),
     ],
-    ids=["fp4-pool", "trees", "ngram", "draft-model", "context-parallel"],
+    ids=["trees-and-windows", "dflash", "many-guesses", "draft-model", "context-parallel"],
 )
 def test_what_is_not_served_is_refused_with_the_reason(change, message):
     args = dict(change)
     kind = args.pop("kind", "full")
-    pool = make_pool(torch.uint8 if kind == "fp4" else torch.bfloat16, kind)
+    pool = make_pool(torch.bfloat16, kind)
     with get_parallel().override(attn_tp_size=1), pytest.raises(UnsupportedError, match=message):
         backend.NarrowAttentionBackend(make_runner(pool, **args))
 
@@ -381,7 +493,8 @@ def test_layers_and_steps_that_are_not_served_are_refused():
 def test_models_and_caches_are_answered():
     assert narrow.supports(LlamaConfig(head_dim=128), kv_cache_dtype="fp8_e4m3") == []
     assert "head_dim is 72" in narrow.supports(LlamaConfig(head_dim=72))[0]
-    assert "scale for 16 channels" in narrow.supports(LlamaConfig(), kv_cache_dtype="fp4_mx_block16")[0]
+    assert narrow.supports(LlamaConfig(head_dim=64), kv_cache_dtype="fp4_mx_block16") == []
+    assert "kv_cache_dtype is nvfp4" in narrow.supports(LlamaConfig(), kv_cache_dtype="nvfp4")[0]
     assert "deepseek_v4.patch()" in narrow.supports(DeepseekV4Config())[0]
 
 

@@ -1,8 +1,9 @@
-"""FP4 caches with an E4M3 scale for each position and head: append, gather, convert, and what is refused."""
+"""FP4 caches with E4M3 scales, of heads or groups: append, gather, convert, and what is refused."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,13 @@ K8V4 = CacheFormat(k="fp8_e4m3fn", v=F4)
 HEADS, PAGES = 2, 3
 
 
-def _empty(fmt: str | CacheFormat, layout: str, dim: int, device: str) -> PagedKVCache:
+def _empty(
+    fmt: str | CacheFormat, layout: str, dim: int, device: str, group: int | None = None, number: float = 1.0
+) -> PagedKVCache:
     return PagedKVCache.empty(
-        PAGES, 4, HEADS, dim, format=fmt, layout=layout, scale_format="e4m3", device=device
-    )
+        PAGES, 4, HEADS, dim, format=fmt, layout=layout, scale_group=group, scale_format="e4m3",
+        k_descale=number, v_descale=number, device=device,
+    )  # fmt: skip
 
 
 def _bytes(cache: PagedKVCache) -> list[torch.Tensor]:
@@ -39,13 +43,14 @@ def _tokens(dim: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("fmt", [F4, K8V4], ids=["fp4", "k8v4"])
+@pytest.mark.parametrize(("group", "number"), [(None, 1.0), (None, 0.3), (16, 0.01), (32, 1.0)])
 @pytest.mark.parametrize(("layout", "dim"), [("NHD", 64), ("HND", 96), ("NHD", 128)])
 def test_bytes_and_scales_equal_the_host_quantiser(
-    fmt: str | CacheFormat, layout: str, dim: int, device: str
+    fmt: str | CacheFormat, layout: str, dim: int, group: int | None, number: float, device: str
 ) -> None:
     k, v = _tokens(dim, device)
     slots = torch.tensor([4, 0, 1, -1, 3, 2], dtype=torch.int32, device=device)
-    got, want = (_empty(fmt, layout, dim, device) for _ in range(2))
+    got, want = (_empty(fmt, layout, dim, device, group, number) for _ in range(2))
     append(got, k, v, slots)
     append_reference(want, k, v, slots)
     for mine, theirs in zip(_bytes(got), _bytes(want), strict=True):
@@ -87,12 +92,15 @@ def _wrap(scale: torch.Tensor, **options: Any) -> PagedKVCache:
 
 _ONES = torch.ones(2, 4, HEADS).to(torch.float8_e4m3fn)
 REFUSED = [
-    ("a group", lambda: PagedKVCache.empty(2, 4, 1, 64, format=F4, scale_group=32, scale_format="e4m3"),
-     "scale_format 'e4m3' is for .* without scale_group"),
+    ("a group of 8", lambda: PagedKVCache.empty(2, 4, 1, 64, format=F4, scale_group=8, scale_format="e4m3"),
+     "scale_group must be None, or 16 or 32"),
+    ("a number for E8M0", lambda: replace(PagedKVCache.empty(2, 4, 1, 64, format=F4), k_tensor_scale=0.5),
+     "k_tensor_scale must be 1.0 without E4M3 scales, got 0.5"),
+    ("a negative number", lambda: replace(_wrap(_ONES), v_tensor_scale=-1.0), "v_tensor_scale"),
     ("no FP4", lambda: PagedKVCache.empty(2, 4, 1, 64, format="fp8_e4m3fn", scale_format="e4m3"),
      "scale_format 'e4m3' is for an fp4_e2m1 cache"),
     ("unknown", lambda: PagedKVCache.empty(2, 4, 1, 64, format=F4, scale_format="e5m2"), "scale_format"),
-    ("groups of 32", lambda: _wrap(torch.ones(2, 4, HEADS, 2).to(torch.float8_e4m3fn)), "must have shape"),
+    ("groups of 8", lambda: _wrap(torch.ones(2, 4, HEADS, 8).to(torch.float8_e4m3fn)), "must have shape"),
     ("a scale of zero", lambda: _wrap(torch.zeros(2, 4, HEADS).to(torch.float8_e4m3fn), validate=True),
      "k_descale must hold E4M3 scales above zero, got 16"),
 ]  # fmt: skip

@@ -212,7 +212,7 @@ REFUSED = [
     ("data in int8", lambda: _from(_E8M0, k=_SIGNED), (TypeError, ValueError), "k .*uint8"),
     ("odd head", lambda: _empty(65), ValueError, "head_dim"),
     ("head no multiple of the group", lambda: _empty(80, scale_group=32), ValueError, "80.*32|32.*80"),
-    ("another group", lambda: _empty(64, scale_group=16), ValueError, "scale_group"),
+    ("another group", lambda: _empty(64, scale_group=8), ValueError, "scale_group"),
     ("group without FP4", lambda: _empty(64, format="fp8_e4m3fn", scale_group=32), ValueError, "scale_group"),
     ("vectorised", lambda: _empty(64, layout="vectorised"), (ValueError, UnsupportedError), "vectorised"),
 ]

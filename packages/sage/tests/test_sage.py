@@ -16,12 +16,11 @@ from narrowkv.quant import compare, max_abs, relative_l1
 from narrowkv.quant.sage import SAGE_GRANULARITIES
 from narrowkv.runtime.launch import run_as
 from narrowkv.sage import plan_sage, sage_attention, sage_attention_reference
-from narrowkv.sage.cases import SageCase
+from narrowkv.sage.cases import LSE_BOUND, PRECISIONS, PUBLISHED, SageCase
 from narrowkv.sage.config import KeyOrder
 from narrowkv.sage.reference import narrow_p_reference, short_sum_error
 
 W = SageCase.small
-LSE_BOUND = 1e-3
 RAGGED = W(q_lens=(70, 0, 7, 128), k_lens=(1, 130, 0, 150), num_kv_heads=2, ragged=True)
 
 
@@ -54,7 +53,7 @@ def check(
 
 
 @pytest.mark.parametrize("granularity", SAGE_GRANULARITIES)
-@pytest.mark.parametrize("qk_dtype", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("qk_dtype", PRECISIONS)
 def test_every_precision_and_granularity(qk_dtype: str, granularity: str, device: str) -> None:
     check(W(), device, qk_dtype=qk_dtype, q_granularity=granularity, k_granularity=granularity)
 
@@ -65,7 +64,7 @@ PAIRS = [(q, k) for q, k in itertools.product(SAGE_GRANULARITIES, repeat=2) if q
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("q_granularity", "k_granularity"), PAIRS)
-@pytest.mark.parametrize("qk_dtype", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("qk_dtype", PRECISIONS)
 @pytest.mark.parametrize("smooth_q", [False, True])
 @pytest.mark.parametrize("causal", [None, "bottom_right"])
 def test_every_precision_with_every_pair_of_granularities(
@@ -126,7 +125,7 @@ def test_lengths_around_the_tiles(n: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-@pytest.mark.parametrize("qk_dtype", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("qk_dtype", PRECISIONS)
 def test_the_code_paths_of_amd_targets_when_interpreted(target: str, qk_dtype: str) -> None:
     with run_as(target):
         check(W(), qk_dtype=qk_dtype, k_granularity="per_thread", causal="bottom_right")
@@ -164,13 +163,6 @@ def test_any_ragged_batch(
 
 
 # ---------------------------------------------------------------------------- smoothing and accuracy
-
-# Cosine, relative L1, RMSE of the published method: INT4 Q and K, smoothed.
-PUBLISHED = {
-    "per_thread": (0.9945, 0.062, 0.031),
-    "per_block": (0.980, 0.149, 0.074),
-    "per_tensor": (0.972, 0.180, 0.087),
-}
 
 
 def _against_exact(workload: SageCase, device: str, **options: Any) -> Any:

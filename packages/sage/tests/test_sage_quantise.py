@@ -18,7 +18,7 @@ from narrowkv.quant.sage import (
 )
 from narrowkv.runtime.launch import run_as
 from narrowkv.sage import SagePlan, plan_sage
-from narrowkv.sage.cases import SageCase
+from narrowkv.sage.cases import PRECISIONS, SageCase
 from narrowkv.sage.prequantized import key_positions
 from narrowkv.sage.reference import ranges_of, scratch_rows
 
@@ -95,7 +95,7 @@ def check_prepass(
 
 
 @pytest.mark.parametrize("granularity", SAGE_GRANULARITIES)
-@pytest.mark.parametrize("qk_dtype", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("qk_dtype", PRECISIONS)
 def test_every_precision_and_granularity(qk_dtype: str, granularity: str, device: str) -> None:
     check_prepass(DENSE, device, qk_dtype=qk_dtype, q_granularity=granularity, k_granularity=granularity)
 
@@ -137,7 +137,7 @@ def test_strided_heads_and_tokens(device: str) -> None:
     check_prepass(W(num_kv_heads=2, gqa_ratio=1), device, tensors=(*views, None, None))
 
 
-@pytest.mark.parametrize("qk_dtype", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("qk_dtype", PRECISIONS)
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_block", "per_thread"])
 def test_degenerate_numbers(qk_dtype: str, granularity: str, device: str) -> None:
     """Zeros, a constant row, subnormals, the largest numbers, Inf, NaN: stored as the host stores them."""

@@ -22,15 +22,13 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_fp8,
     sparse_prefill_reference,
 )
-from narrowkv.sparse_fp8.cases import SparseCase, SparseInputs
+from narrowkv.sparse_fp8.cases import BOUND_16_BIT_QUERY, BOUND_FP8_QK, SparseCase, SparseInputs
 from narrowkv.sparse_fp8.config import NUM_HEADS
 from narrowkv.sparse_fp8.launch import SparseLaunches
+from narrowkv.sparse_fp8.layouts import LAYOUTS
 
 W = SparseCase.small
 I32 = torch.int32
-BOUND_16_BIT_QUERY = 0.004
-BOUND_FP8_QK = 0.02
-LAYOUTS = ("split", "packed584", "row512")
 # The interpreter's rows of a tile; every tile of every target divides it.
 TILE = 64
 BOTH = {"extend_lens": (3, 0, 64, 1)}
@@ -66,6 +64,15 @@ WAYS: dict[str, tuple[str, Callable[..., Any]]] = {
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
+def _as_attended(source: KVSource | None, run: Callable[..., Any]) -> KVSource | None:
+    """The source as a prepass leaves it: products with fp32 scales are rounded to bf16."""
+    rows = None if source is None else source.rows
+    if run is not _prepass or not isinstance(rows, DSV4Rows) or rows.places.scale != "fp32":
+        return source
+    assert source is not None
+    return replace(source, rows=rows.dequantize().bfloat16())
+
+
 def _agrees(
     inputs: SparseInputs,
     run: Callable[..., Any],
@@ -74,11 +81,14 @@ def _agrees(
     **options: Any,
 ) -> torch.Tensor:
     """Runs with a poisoned output, with sink and lse, and compares both; gives o."""
-    out = torch.full(inputs.q.shape, math.nan, dtype=torch.float32, device=inputs.q.device)
+    out = torch.full((*inputs.q.shape[:2], 512), math.nan, dtype=torch.float32, device=inputs.q.device)
     options = {"attn_sink": inputs.attn_sink, **options}
     o, lse = run(inputs if q is None else replace(inputs, q=q), out=out, return_lse=True, **options)
     expected, expected_lse = sparse_prefill_reference(
-        inputs.q if q is None else q, inputs.prefix, inputs.extend, return_lse=True, **options
+        inputs.q if q is None else q,
+        *(_as_attended(source, run) for source in (inputs.prefix, inputs.extend)),
+        return_lse=True,
+        **options,
     )
     assert o is out
     assert not bool(o.isnan().any())
@@ -132,11 +142,86 @@ def test_the_code_paths_of_every_target(way: str, target: str) -> None:
         _agrees(W(layout=layout, num_qo_heads=64, prefix_lens=(70,), extend_lens=(3,)).build(), run)
 
 
+NEWER = (
+    "packed528",
+    "packed288",
+    "packed272",
+    "record528",
+    "record288",
+    "record272",
+    "record656",
+    "record352",
+)
+
+
 @pytest.mark.parametrize("mode", [_prepass, _fused])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "fp8_e4m3fnuz"])
+@pytest.mark.parametrize(
+    ("layout", "fmt"),
+    [
+        *((layout, fmt) for layout in LAYOUTS for fmt in ("fp8_e4m3fn", "fp8_e4m3fnuz")),
+        *((layout, "fp8_e4m3fn") for layout in NEWER),
+    ],
+)
 def test_every_layout_and_format(layout: str, fmt: str, mode: Callable[..., Any], device: str) -> None:
     _agrees(W(layout=layout, format=fmt, **BOTH).build(device), mode)
+
+
+# Prefix and extend, each in a layout and a format of its own, as in vLLM's cache on gfx942.
+MIXED = {
+    "FNUZ beside OCP": ("packed584", "fp8_e4m3fn", "packed584", "fp8_e4m3fnuz"),
+    "OCP beside FNUZ": ("split", "fp8_e4m3fnuz", "row512", "fp8_e4m3fn"),
+    "FP8 beside NVFP4": ("packed528", "fp8_e4m3fn", "packed288", ""),
+    "FNUZ beside MXFP4": ("record528", "fp8_e4m3fnuz", "packed272", ""),
+    "FP4 beside FP8": ("record352", "", "record656", "fp8_e4m3fn"),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("way", ["prepass", "fused", "decode fused"])
+def test_each_source_has_a_layout_and_a_format_of_its_own(way: str, name: str, device: str) -> None:
+    layout, fmt, extend_layout, extend_format = MIXED[name]
+    case = W(
+        layout=layout, format=fmt or "fp8_e4m3fn", extend_layout=extend_layout, extend_format=extend_format,
+        num_qo_heads=8, clean=False, prefix_lens=(70, 0, 3), extend_lens=(3, 64, 0), page_size=4,
+    )  # fmt: skip
+    inputs = case.build(device)
+    both = _agrees(inputs, WAYS[way][1])
+    assert not torch.allclose(both, _agrees(replace(inputs, extend=None), WAYS[way][1]))
+
+
+@pytest.mark.parametrize("layout", ["packed528", "packed288", "record272", "record656", "record352"])
+def test_a_quantised_query_in_any_layout(layout: str, device: str) -> None:
+    inputs = W(layout=layout, num_qo_heads=8, **BOTH).build(device)
+    heads = inputs.q.shape[1]
+    q = DSV4Rows.quantize(inputs.q, layout=layout, page_size=heads)
+    o = sparse_prefill_fp8(q, inputs.prefix, inputs.extend, mode="fused", num_qo_heads=heads)
+    expected = sparse_prefill_reference(q, inputs.prefix, inputs.extend, num_qo_heads=heads)
+    assert isinstance(o, torch.Tensor)
+    assert compare(o, expected).relative_l1 <= BOUND_16_BIT_QUERY  # type: ignore[arg-type]
+
+
+def test_a_query_in_another_format_than_the_rows(device: str) -> None:
+    inputs = W(layout="packed584", num_qo_heads=8, **BOTH).build(device)
+    q = DSV4Rows.quantize(inputs.q, format="fp8_e4m3fnuz")
+    o = sparse_prefill_fp8(q, inputs.prefix, inputs.extend, mode="fused")
+    expected = sparse_prefill_reference(q, inputs.prefix, inputs.extend)
+    assert isinstance(o, torch.Tensor)
+    assert compare(o, expected).relative_l1 <= BOUND_16_BIT_QUERY  # type: ignore[arg-type]
+
+
+def test_16_bit_rows_of_576_columns(device: str) -> None:
+    x = torch.randn(40, 576, generator=torch.Generator().manual_seed(3)).bfloat16().to(device)
+    inputs = W(layout="bf16", num_qo_heads=8, pool_rows=40).build(device)
+    assert inputs.prefix is not None
+    q = torch.randn(4, 8, 576, generator=torch.Generator().manual_seed(4)).bfloat16().to(device)
+    source = replace(inputs.prefix, rows=x)
+    o = sparse_prefill(q, source)
+    expected = sparse_prefill_reference(q, source)
+    assert isinstance(o, torch.Tensor)
+    assert o.shape == (4, 8, 512)
+    assert compare(o, expected).relative_l1 <= BOUND_16_BIT_QUERY  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="as many columns as q"):
+        sparse_prefill(q, inputs.prefix)
 
 
 @pytest.mark.parametrize(("page_size", "padded"), [(1, True), (3, False), (64, False), (256, True)])
@@ -443,10 +528,6 @@ def test_strided_tensors(device: str) -> None:
 # ------------------------------------------------------------------------------------------- refusals
 
 
-def _with_fnuz_query(inputs: SparseInputs) -> Any:
-    return _fused(replace(inputs, q=DSV4Rows.quantize(inputs.q, format="fp8_e4m3fnuz")))
-
-
 def _fp8_query_to_the_16_bit_operation(inputs: SparseInputs) -> Any:
     return _wide(replace(BF16, q=DSV4Rows.quantize(inputs.q)))
 
@@ -463,7 +544,6 @@ REFUSED: dict[str, tuple[str, type[Exception], Callable[[SparseInputs], Any]]] =
     "24 heads": ("num_qo_heads", ValueError, lambda i: _fused(replace(i, q=i.q.repeat(1, 2, 1)[:, :24]))),
     "q transposed": ("q", ValueError, lambda i: _fused(replace(i, q=i.q.mT.contiguous().mT))),
     "FP8 q of other rows": ("q", ValueError, lambda i: _fused(replace(i, q=DSV4Rows.quantize(i.q[:, :15])))),
-    "FP8 q of another format": ("q", ValueError, _with_fnuz_query),
     "FP8 q over 16-bit rows": ("q", TypeError, _fp8_query_to_the_16_bit_operation),
     "sink of other heads": ("attn_sink", ValueError, lambda i: _fused(i, attn_sink=i.attn_sink[:8])),
     "sink in bf16": ("attn_sink", TypeError, lambda i: _fused(i, attn_sink=i.attn_sink.bfloat16())),

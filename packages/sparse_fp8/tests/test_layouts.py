@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from narrowkv.sparse_fp8 import DSV4Rows, KVSource, packed_page_stride
-from narrowkv.sparse_fp8.layouts import LAYOUTS
 
 U8 = torch.uint8
 
@@ -180,7 +179,7 @@ def test_nan_stays_in_its_tile() -> None:
 
 
 @pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "fp8_e4m3fnuz"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["split", "packed584", "row512"])
 def test_every_layout_holds_the_same_numbers(layout: str, fmt: str) -> None:
     x = torch.randn(5, 3, 512, generator=torch.Generator().manual_seed(1))
     want = DSV4Rows.quantize(x, format=fmt)

@@ -236,7 +236,7 @@ BAD_ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
     "an odd stride between pages": (
         "packed584",
         {"data": torch.zeros(2 * 2337, dtype=torch.uint8).as_strided((2, 2336), (2337, 1))},
-        "even stride between pages",
+        "must start at a multiple of 2 bytes and have a stride between pages",
     ),
     "pages of split rows": ("split", {"page_size": 4}, "page_size must be 1"),
     "fewer rows of RoPE": (

@@ -12,7 +12,7 @@ PLACES = ("cpu", "gpu", *AMD_TARGETS)
 QUERY_DTYPES = ("bf16", "fp16")
 FP4 = "fp4_e2m1"
 CACHE_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", FP4)
-SCALE_GROUP = 32  # channels of FP4 that can share a scale
+SCALE_GROUPS = (16, 32)  # channels of FP4 that can share a scale
 DECODE_KERNELS = ("native", "decode")
 SPARSE_MODES = ("bf16", "prepass", "fused", "fused-fp8q")
 SAGE_PRECISIONS = ("int8", "int4", "fp8")
@@ -31,7 +31,7 @@ ENGINE_CACHES = {
 }
 ACCURACY_RECIPES = (
     "bf16", "fp8-tensor", "fp8", "fp8-offset", "k8v4", "k8v4-e4m3", "fp4", "fp4-offset", "fp4-e4m3-plain",
-    "fp4-e4m3-offset", "fp4-e4m3", "fp4-mx", "fp4-32", "nvfp4", "nvfp4-offset",
+    "fp4-e4m3-offset", "fp4-e4m3", "fp4-e4m3-recent", "fp4-mx", "fp4-32", "nvfp4", "nvfp4-offset",
 )  # fmt: skip
 TINY_MODELS = (
     "glm-4.5-air-tiny", "llama-3-tiny", "qwen3-tiny", "gpt-oss-tiny", "gemma-2-tiny", "gemma-3-tiny"
@@ -82,13 +82,14 @@ def split_format(text: str) -> tuple[str, str, int]:
     one_of("V's format", v, CACHE_FORMATS)
     if not colon:
         return k, v, 0
-    if group != str(SCALE_GROUP):
+    if group not in map(str, SCALE_GROUPS):
         raise UsageError(
-            f"FP4 has one scale a head or, after a colon, one per {SCALE_GROUP} channels; got {group!r}"
+            "FP4 has one scale a head or, after a colon, one per "
+            f"{' or '.join(map(str, SCALE_GROUPS))} channels; got {group!r}"
         )
     if FP4 not in (k, v):
         raise UsageError(f"only FP4 has scales per {group} channels; got {formats}")
-    return k, v, SCALE_GROUP
+    return k, v, int(group)
 
 
 def cache_formats(option: str, text: str) -> list[str]:

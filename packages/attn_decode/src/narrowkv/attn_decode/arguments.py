@@ -8,8 +8,9 @@ import torch
 
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.kernels.pages import Descale, KVPointers, Stored
-from narrowkv.paged_cache.pointers import descale_pointers, packed_route, side_of
-from narrowkv.quant.device import widen_route, widening_exponent
+from narrowkv.paged_cache.pointers import descale_pointers, packed_route, side_of, stored_as, widening_power
+from narrowkv.quant.device import widen_route
+from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch.gpu import current_stream
 from narrowkv.runtime.launch.workspace import MOST_COUNTERS
@@ -65,15 +66,20 @@ def bind_cache(cache: PagedKVCache, target: Target, kernel: str, k_parts: int, v
     k_side = side_of(cache.k, k_strides, k_format, widen_route(target, k_format), k_parts)
     v_side = side_of(cache.v, v_strides, v_format, widen_route(target, v_format), v_parts)
     native, half = kernel == "native", "bf16" not in (k_format, v_format)
-    k_mode, k_factor, k_descale = descale_pointers(cache.k_descale, cache.k_granularity)
-    v_mode, v_factor, v_descale = descale_pointers(cache.v_descale, cache.v_granularity)
-    # The scales of groups are applied while widening, and take the power of two along.
-    k_exponent = 0 if native or k_mode == "e8m0_group" else widening_exponent(k_format, k_side.route)
-    v_exponent = 0 if v_mode == "e8m0_group" else widening_exponent(v_format, v_side.route)
-    k_route = packed_route(target, k_format, k_side, half)
-    v_route = packed_route(target, v_format, v_side, half)
-    k_stored = Stored(k_format, k_route, 1 if native else k_side.parts, k_strides.vec, k_mode)
-    v_stored = Stored(v_format, v_route, v_side.parts, v_strides.vec, v_mode)
+    (k_mode, k_factor, k_descale), (v_mode, v_factor, v_descale) = map(descale_pointers, cache.sides())
+    k_route = packed_route(target, k_format, k_side, half, "_" in k_mode)
+    v_route = packed_route(target, v_format, v_side, half, "_" in v_mode)
+    k_exponent = 0 if native else widening_power(k_format, k_route, k_mode)
+    v_exponent = widening_power(v_format, v_route, v_mode)
+    k_stored = stored_as(k_side, k_format, k_route, k_mode, k_descale)
+    if native:
+        k_stored = k_stored._replace(parts=1)
+        if k_mode in ("e8m0_16", "e4m3_16", "e4m3_32"):
+            raise UnsupportedError(
+                "kernel='native' needs keys with one scale a head or an E8M0 scale per 32 channels, got "
+                f"{k_mode}; kernel='decode' works here"
+            )
+    v_stored = stored_as(v_side, v_format, v_route, v_mode, v_descale)
     pointers = (k_side.pointers, v_side.pointers, k_descale, v_descale)
     signature = (
         k_stored, v_stored, cache.needs_64_bit_addresses, _sequences(cache), cache.num_pages,

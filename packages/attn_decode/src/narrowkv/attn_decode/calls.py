@@ -12,6 +12,7 @@ from narrowkv.attn_decode.config import SCALED_DOT_DEPTH, DecodeConfig, DecodeSh
 from narrowkv.attn_decode.kernels import Blocks, Rows, Rules, Sizes, Workspace
 from narrowkv.paged_cache.bound_table import BoundTable
 from narrowkv.paged_cache.kernels.pages import TableSteps
+from narrowkv.paged_cache.pointers import PTX8
 from narrowkv.runtime.launch import BoundLaunch, FixedLaunch, Part, Varies
 from narrowkv.runtime.targets import Target
 
@@ -91,6 +92,7 @@ def constants_of(
             lse=lse,
             window_left=window_left,
             wide_address=bound.wide_address,
+            lazy=PTX8 in (bound.k_stored.route, bound.v_stored.route),
             even=config.split == "even",
             partial=config.split != "none",
             can_merge=config.merge_in_launch or not (config.split == "none" or target.is_amd),

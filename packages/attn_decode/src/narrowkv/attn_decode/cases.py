@@ -201,7 +201,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "granularity": DESCALES,
     "k": _FORMATS,
     "v": _FORMATS,
-    "scale_group": (None, 32),
+    "scale_group": (None, 16, 32),
+    "scale_format": ("e8m0", "e4m3"),
     "q_dtype": tuple(QUERIES.values()),
     "out_dtype": tuple(_OUTPUTS.values()),
     "q_len": (1, 2, 4, 8, 16),
@@ -237,7 +238,7 @@ def mended(case: DecodeCase) -> DecodeCase:
     if case.layout == "concat" or {k, v} == {"bf16", "fp16"}:
         case = replace(case, format=k)
     if "fp4_e2m1" not in (case.formats.k, case.formats.v):
-        case = replace(case, scale_group=None)
+        case = replace(case, scale_group=None, scale_format="e8m0")
     elif case.layout == "vectorised":
         case = replace(case, layout="HND")
     if case.q_len * case.gqa_ratio > 256:
@@ -260,7 +261,11 @@ def one_at_a_time() -> Iterator[DecodeCase]:
         yield from map(mended, each_alone(base, axis))
     for fmt in AXES["k"]:
         yield DecodeCase(format=fmt)
-    yield from (DecodeCase(format=fmt, scale_group=32) for fmt in ("fp4_e2m1", K8V4))
+    for fmt in ("fp4_e2m1", K8V4):
+        yield from (
+            DecodeCase(format=fmt, scale_group=group, scale_format=scale)
+            for group, scale in ((32, "e8m0"), (16, "e8m0"), (16, "e4m3"), (32, "e4m3"), (None, "e4m3"))
+        )
     yield DecodeCase(format="fp4_e2m1", page_size=1, gqa_ratio=17, q_len=2)
 
 

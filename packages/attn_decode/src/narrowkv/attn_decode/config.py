@@ -189,7 +189,7 @@ def choose_config(
     k_format: str,
     v_format: str,
     *,
-    scale_groups: bool = False,
+    scale_group: int = 0,
     kernel: str | None = None,
     split: str | None = None,
     tokens_per_split: int = 0,
@@ -201,7 +201,7 @@ def choose_config(
         target: what the kernel will run on.
         shape: the call's shape.
         k_format: storage format of K; v_format: of V.
-        scale_groups: FP4 has a scale per 32 channels.
+        scale_group: FP4's channels per scale, 0 for one scale per position and head.
         kernel: forces "native" or "decode".
         split: forces "none", "even" or "uniform".
         tokens_per_split: a fixed split size in tokens, rounded up to key tiles; 0 chooses.
@@ -231,7 +231,7 @@ def choose_config(
     # alone and with
     # the merge: 128 keys x 1 stage 11.1 and 13.7 us, x 2 stages 12.0 and 14.1 us; one-warp programs 16.4 us.
     # A scale per 32 channels takes registers that FP4's configurations do not leave: 598 us against 378 us.
-    unpacks = v_format == "fp4_e2m1" and not scale_groups and target.vendor == "nvidia"
+    unpacks = v_format == "fp4_e2m1" and not scale_group and target.vendor == "nvidia"
     unpacks = unpacks and block_m == 16 and narrow_head
     whole_waves = False
     latency_bound = shape.batch * shape.capacity < 512 * slots and not batch_invariant

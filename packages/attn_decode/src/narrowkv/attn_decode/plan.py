@@ -53,7 +53,7 @@ class DecodePlan:
         config: tile sizes and the split of the keys at the largest batch.
         device: where the tensors are.
         workspace: memory of partial results and arrival counters; None if none is needed.
-        scale_groups: the cache has FP4 scales per 32 channels.
+        scale_group: channels per scale of FP4, 0 for one scale per position and head.
         tokens_per_split, split, kernel, batch_invariant: see `plan_decode`.
         handle: what the operators of `torch.ops.narrowkv` find the plan by, in this process.
     """
@@ -65,7 +65,7 @@ class DecodePlan:
     config: DecodeConfig
     device: torch.device
     workspace: launch.Workspace | None = field(repr=False, default=None)
-    scale_groups: bool = False
+    scale_group: int = 0
     tokens_per_split: int = 0
     split: str | None = None
     kernel: str | None = None
@@ -102,7 +102,7 @@ class DecodePlan:
         if batch not in self._configs:
             self._configs[batch] = choose_config(
                 self.target, replace(self.shape, batch=batch), self.k_format, self.v_format,
-                scale_groups=self.scale_groups, kernel=self.kernel, split=self.split,
+                scale_group=self.scale_group, kernel=self.kernel, split=self.split,
                 tokens_per_split=self.tokens_per_split, batch_invariant=self.batch_invariant,
             )  # fmt: skip
         return self._configs[batch]

@@ -12,6 +12,7 @@ from narrowkv.attn_decode.config import DecodeShape, choose_config
 from narrowkv.attn_decode.plan import DecodePlan
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.paged_cache.bound_table import BOUND_TABLES, bind_table
+from narrowkv.paged_cache.descales import check_fp4_scales
 from narrowkv.paged_cache.kinds import CACHE_KINDS, kind_of_cache
 from narrowkv.runtime import launch
 from narrowkv.runtime.errors import check_choice, check_instance, check_positive_int
@@ -25,6 +26,7 @@ def plan_decode(
     *,
     device: torch.device | str | None = None,
     scale_group: int | None = None,
+    scale_format: str | None = None,
     max_batch: int | None = None,
     max_seq_len: int | None = None,
     tokens_per_split: int | None = None,
@@ -45,7 +47,9 @@ def plan_decode(
         cache: the paged cache; with a `DecodeShape` its format.
         page_table: the page table; None with a `DecodeShape`.
         device: with a `DecodeShape`: where the tensors will be.
-        scale_group: with a `DecodeShape`: 32 for FP4 with a scale per 32 channels.
+        scale_group: with a `DecodeShape`: FP4's channels per scale, 16 or 32, None for one scale per position
+            and head.
+        scale_format: with a `DecodeShape`: how FP4's scales are stored, "e8m0" (also None) or "e4m3".
         max_batch: sequences of a call, at most; default q's.
         max_seq_len: tokens of a sequence, at most; default what a row of the page table holds. Only speed
             depends on it: longer sequences are served, too.
@@ -76,9 +80,9 @@ def plan_decode(
         'decode'
     """
     plan = _plan(
-        q, cache, page_table, device=device, scale_group=scale_group, max_batch=max_batch,
-        max_seq_len=max_seq_len, tokens_per_split=tokens_per_split, split=split, kernel=kernel,
-        batch_invariant=batch_invariant,
+        q, cache, page_table, device=device, scale_group=scale_group, scale_format=scale_format,
+        max_batch=max_batch, max_seq_len=max_seq_len, tokens_per_split=tokens_per_split, split=split,
+        kernel=kernel, batch_invariant=batch_invariant,
     )  # fmt: skip
     if validate and isinstance(cache, PagedKVCache) and page_table is not None:
         plan.check_values(cache, page_table)
@@ -96,7 +100,8 @@ def plan_decode(
 
 def _plan(
     q: torch.Tensor | DecodeShape, cache: PagedKVCache | CacheFormat | str, page_table: PageTable | None,
-    *, device: torch.device | str | None = None, scale_group: int | None = None, max_batch: int | None = None,
+    *, device: torch.device | str | None = None, scale_group: int | None = None,
+    scale_format: str | None = None, max_batch: int | None = None,
     max_seq_len: int | None = None, tokens_per_split: int | None = None, split: str | None = None,
     kernel: str | None = None, batch_invariant: bool = False,
 ) -> DecodePlan:  # fmt: skip
@@ -109,17 +114,18 @@ def _plan(
             )
         shape, formats, device = q, CacheFormat.parse(cache), torch.device(device)
         check_decode_shape(shape)
-        scale_groups = scale_group is not None
+        check_fp4_scales(scale_group, scale_format or "e8m0", formats, shape.head_dim)
     else:
         if page_table is None or not isinstance(cache, PagedKVCache):
             check_classes(q, cache, page_table)
             raise TypeError("page_table must be a PageTable, got None")
-        if device is not None or scale_group is not None:
+        if (device, scale_group, scale_format) != (None, None, None):
             raise ValueError(
-                "device and scale_group are those of the tensors: pass them with a DecodeShape only"
+                "device, scale_group and scale_format are those of the tensors: pass them with a DecodeShape "
+                "only"
             )
         shape, formats, device = decode_shape(q, cache, page_table), cache.format, q.device
-        scale_groups = "token_head_group" in (cache.k_granularity, cache.v_granularity)
+        scale_group = max(side.group for side in cache.sides())
     for name, value in (
         ("max_batch", max_batch), ("max_seq_len", max_seq_len), ("tokens_per_split", tokens_per_split)
     ):  # fmt: skip
@@ -134,7 +140,7 @@ def _plan(
     shape = replace(shape, batch=max_batch or shape.batch, capacity=max_seq_len or shape.capacity)
     target = active_target(device)
     options: dict[str, Any] = {
-        "scale_groups": scale_groups,
+        "scale_group": scale_group or 0,
         "kernel": kernel,
         "split": split,
         "tokens_per_split": tokens_per_split or 0,

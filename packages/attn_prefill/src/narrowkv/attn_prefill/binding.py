@@ -13,7 +13,7 @@ from narrowkv.attn_prefill.kernels.arguments import Cache, Destination, Storing
 from narrowkv.attn_prefill.kernels.widen import BF16_VALUE_EXPONENT
 from narrowkv.paged_cache import PagedKVCache, Rope
 from narrowkv.paged_cache.kernels.pages import Descale, Stored
-from narrowkv.paged_cache.pointers import descale_pointers, packed_route, side_of
+from narrowkv.paged_cache.pointers import descale_pointers, packed_route, side_of, stored_as, widening_power
 from narrowkv.paged_cache.rope import rope_constants
 from narrowkv.paged_cache.storing import cache_pointers, storage_constants, store_of
 from narrowkv.quant.device import widen_route, widening_exponent
@@ -119,8 +119,7 @@ def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: s
     destination = None
     new_values: tuple[Any, ...] = ()
     if exponent is not None:
-        k, v, k_descale, v_descale = cache_pointers(cache)
-        destination = Destination(*k, *v, *k_descale, *v_descale)
+        destination = Destination(*(value for struct in cache_pointers(cache) for value in struct))
         new_values = tuple(getattr(destination, name) for name in VARYING_DESTINATION)
         written = store_of(cache).spans
     batch = None
@@ -137,9 +136,9 @@ def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: s
         _fixed(in_loop.cache, VARYING_CACHE), _fixed(to_scratch.cache, VARYING_CACHE),
         () if destination is None else _fixed(destination, VARYING_DESTINATION),
     )  # fmt: skip
+    k_descale, v_descale = (descale_pointers(side)[2] for side in cache.sides())
     bound = BoundCache(
-        in_loop, to_scratch, descale_pointers(cache.k_descale, cache.k_granularity)[2],
-        descale_pointers(cache.v_descale, cache.v_granularity)[2], destination, new_values,
+        in_loop, to_scratch, k_descale, v_descale, destination, new_values,
         per_key(cache.k_granularity, cache.v_granularity),
         cache.needs_64_bit_addresses, spans_of(cache.k, cache.v, cache.k_descale, cache.v_descale), written,
         hull, cache.num_pages, batch, _numbers.setdefault(signature, len(_numbers)), {},
@@ -173,22 +172,19 @@ def _reading(
     descales: list[Any] = []
     stored: list[Stored] = []
     scales = []
-    for x, strides, name, value, granularity, is_key in (
-        (cache.k, cache.k_strides, cache.format.k, cache.k_descale, cache.k_granularity, True),
-        (cache.v, cache.v_strides, cache.format.v, cache.v_descale, cache.v_granularity, False),
-    ):
-        mode, factor, descale = descale_pointers(value, granularity)
+    for cached, strides in zip(cache.sides(), (cache.k_strides, cache.v_strides), strict=True):
+        x, name, is_key = cached.stored, cached.format, cached.is_key
+        mode, factor, descale = descale_pointers(cached)
         kept = fp8 if is_key or not to_scratch else None
         route = widen_route(target, name) if kept is None else fp8_route(kept, name)
         parts = parts_of(target, name, is_key=is_key) if kept is None else 1
         side = side_of(x, strides, name, route, parts)
-        # The scales of groups are applied while widening, and take the power of two along.
-        power = 0 if mode == "e8m0_group" else widening_exponent(name, side.route)
+        power = widening_power(name, side.route, mode)
         if to_scratch and name == "bf16" and not is_key:
             power = -BF16_VALUE_EXPONENT.value
         pointers += side.pointers
         descales += descale
-        stored.append(Stored(name, packed_route(target, name, side, half), side.parts, strides.vec, mode))
+        stored.append(stored_as(side, name, packed_route(target, name, side, half), mode, descale))
         scales.append(factor * 2.0**power)
     found = Cache(*pointers, *descales)
     values = tuple(getattr(found, name) for name in VARYING_CACHE)

@@ -292,6 +292,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 Changes = tuple[dict[str, Any], ...]
 OF_BOTH: Changes = (
     {"format": "fp4_e2m1", "scale_group": 32},
+    {"format": "fp4_e2m1", "scale_group": 16, "scale_format": "e4m3"},
     {"q_dtype": torch.float16, "format": "fp16"},
     {"layout": "tokens", "page_size": 1},
     {"num_splits": 3, "lens": (20, 5, 200)},

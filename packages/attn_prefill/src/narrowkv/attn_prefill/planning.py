@@ -23,7 +23,7 @@ from narrowkv.attn_prefill.plan_base import SCRATCH_LIMIT_BYTES
 from narrowkv.attn_prefill.shapes import SCRATCH_BLOCK, PrefillConfig, PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.descales import check_exponent
-from narrowkv.paged_cache.kinds import CACHE_KINDS, kind_of_cache
+from narrowkv.paged_cache.kinds import CACHE_KINDS, fp4_scales, kind_of_cache
 from narrowkv.paged_cache.storing import store_of
 from narrowkv.runtime.errors import check_instance, check_positive_int
 from narrowkv.runtime.launch import Workspace, active_target, is_compiled
@@ -215,8 +215,7 @@ def _decode_plan(shape: PrefillShape, cache: PagedKVCache) -> DecodePlan:
         batch=shape.batch, q_len=1, num_qo_heads=shape.num_qo_heads, num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim, page_size=shape.page_size, capacity=shape.max_seq_len, q_dtype=shape.q_dtype,
     )  # fmt: skip
-    groups = "token_head_group" in (cache.k_granularity, cache.v_granularity)
-    return plan_decode(decode, cache.format, device=cache.k.device, scale_group=32 if groups else None)
+    return plan_decode(decode, cache.format, device=cache.k.device, **fp4_scales(cache))
 
 
 _plans: dict[Any, PrefillPlan] = {}

@@ -11,6 +11,7 @@ import torch
 from narrowkv.attn_decode import DecodeShape, paged_decode, plan_decode
 from narrowkv.attn_prefill.api import batch_prefill, prefill_append
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
+from narrowkv.paged_cache.kinds import fp4_scales
 from narrowkv.runtime.errors import check_instance, check_positive_int
 from narrowkv.runtime.launch import KernelSpec, RecordExecutor, Warmup, recording, warmup
 
@@ -70,8 +71,7 @@ def record_model(
 
     with recording(target) as recorder:
         shape = DecodeShape(max_batch, 1, num_qo_heads, heads, dim, cache.page_size, max_seq_len, q_dtype)
-        groups = "token_head_group" in (cache.k_granularity, cache.v_granularity)
-        plan = plan_decode(shape, cache.format, device=device, scale_group=32 if groups else None)
+        plan = plan_decode(shape, cache.format, device=device, **fp4_scales(cache))
         for batch in range(1, max_batch + 1):
             paged_decode(tensor(batch, num_qo_heads), cache, table(batch), plan=plan, **options)
         slots = torch.zeros(2, dtype=slot_dtype, device=device)

@@ -150,6 +150,7 @@ def spread(
         k, v, format=cache.format, k_descale=k_descale, v_descale=v_descale,
         k_granularity=k_kind if isinstance(k_descale, torch.Tensor) else None,
         v_granularity=v_kind if isinstance(v_descale, torch.Tensor) else None,
+        k_tensor_scale=cache.k_tensor_scale, v_tensor_scale=cache.v_tensor_scale,
     )  # fmt: skip
     return Shard(shard, whole, layout.shard_table(whole, page_size, q_len=q_len, window_left=window_left))
 

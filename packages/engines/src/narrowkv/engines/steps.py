@@ -55,7 +55,7 @@ class Step:
     @property
     def decodes(self) -> bool:
         """Whether all requests have the same few tokens: if the longest has as many as the average has."""
-        few = self.max_query_len <= MAX_DECODE_TOKENS
+        few = self.max_query_len <= MAX_DECODE_TOKENS or self.table.tree_mask is not None
         return few and self.num_tokens == self.table.batch_size * self.max_query_len
 
 
@@ -103,12 +103,18 @@ def attend(
     batch_prefill(q, cache, step.table, step.query_start_loc, out=out, plan=prefill, **options)
 
 
+def _groups(cache: PagedKVCache) -> tuple[int, ...]:
+    """Scales of a head of K and of V where they have several."""
+    scales = (cache.k_descale, cache.v_descale)
+    return tuple(x.shape[-1] for x in scales if isinstance(x, torch.Tensor) and x.dim() == 4)
+
+
 def _decode_plan(q: torch.Tensor, cache: PagedKVCache, step: Step, max_batch: int) -> DecodePlan:
     """The plan of decode steps with this many query tokens, made once for all layers of a shape."""
     most = max(max_batch, step.table.batch_size)
     key = (
         step.max_query_len, q.shape[1:], q.dtype, q.device, cache.num_kv_heads, cache.page_size, cache.format,
-        cache.k_granularity, step.table.page_ids.shape[1], most,
+        cache.k_granularity, _groups(cache), step.table.page_ids.shape[1], most,
     )  # fmt: skip
     if key not in _decode_plans:
         needed = plan_decode(q, cache, step.table, max_batch=most).workspace_bytes()
@@ -119,7 +125,7 @@ def _decode_plan(q: torch.Tensor, cache: PagedKVCache, step: Step, max_batch: in
 
 def _prefill_plan(q: torch.Tensor, cache: PagedKVCache, step: Step) -> PrefillPlan:
     """The plan of this step, made once for all layers of a shape; its scratch goes with the step."""
-    key = (q.shape, q.dtype, cache.num_kv_heads, cache.format, cache.k_granularity)
+    key = (q.shape, q.dtype, cache.num_kv_heads, cache.format, cache.k_granularity, _groups(cache))
     if key not in step.prefill_plans:
         assert step.query_start_loc is not None
         step.prefill_plans[key] = plan_prefill(

@@ -15,21 +15,21 @@ from narrowkv.paged_cache.descales import (
     check_descale,
     check_exponent,
     check_fp4_scales,
+    check_tensor_scale,
     descale_or_one,
     fp4_scales_of_one,
-    page_factor,
+    side_of,
 )
 from narrowkv.paged_cache.formats import CacheFormat
 from narrowkv.paged_cache.layouts import (
     LAYOUTS,
     KVStrides,
+    allocate,
     check_head_dim,
     logical_sizes,
     logical_view,
     span_bytes,
-    storage_shapes,
     strides_of,
-    zeros,
 )
 from narrowkv.quant.formats import check_storage, get_format
 from narrowkv.quant.rounding import decode
@@ -63,10 +63,11 @@ class PagedKVCache:
             tensor of E8M0 scales (uint8) or E4M3 scales (float8_e4m3fn).
         k_granularity, v_granularity: what a descale tensor's axes are: "tensor" `[1]`, "head" `[H]`,
             "sequence_head" `[batch, H]`, "page_head" `[num_pages, H]`, "token_head" `[num_pages, page_size,
-            H]`, "token_head_group" `[num_pages, page_size, H, head_dim / 32]`. FP4 has one of the last two,
-            with E4M3 scales "token_head".
+            H]`, "token_head_group" `[num_pages, page_size, H, head_dim / 16]` or `head_dim / 32`. FP4 has one
+            of the last two.
         negative_zero_free: whether no FP8 byte is 0x80 or a NaN code, which holds for finite numbers that
             narrowkv wrote. It allows OCP bytes to be read faster on gfx942.
+        k_tensor_scale, v_tensor_scale: what E4M3 scales are multiplied by, 1.0 for other formats.
     """
 
     k: torch.Tensor
@@ -82,6 +83,8 @@ class PagedKVCache:
     k_granularity: str = "tensor"
     v_granularity: str = "tensor"
     negative_zero_free: bool = False
+    k_tensor_scale: float = 1.0
+    v_tensor_scale: float = 1.0
 
     def __post_init__(self) -> None:
         """Checks the descales, which `dataclasses.replace` may have changed."""
@@ -89,13 +92,11 @@ class PagedKVCache:
         for side in self.sides():
             name = f"{side.name}_descale"
             check_descale(name, side.descale, side.granularity, side.format, sizes, self.k.device, False)
+            check_tensor_scale(side)
 
     def sides(self) -> tuple[CacheSide, CacheSide]:
         """K and V, each with its format and descale."""
-        return (
-            CacheSide("k", self.k, self.format.k, self.k_descale, self.k_granularity),
-            CacheSide("v", self.v, self.format.v, self.v_descale, self.v_granularity),
-        )
+        return side_of(self, "k"), side_of(self, "v")
 
     @classmethod
     def empty(
@@ -119,10 +120,12 @@ class PagedKVCache:
             num_pages, page_size, num_kv_heads, head_dim: sizes; any page size >= 1.
             format: a format name or a `CacheFormat` pair.
             layout: one of the layouts above; "concat" allocates one tensor with K|V on the last axis.
-            k_descale, v_descale: static descales for `append`; FP4 sides get scales of 1.0 instead.
-            scale_group: FP4: channels per E8M0 scale, 32 or None for one scale per position and head.
-            scale_format: FP4: "e8m0" (powers of two), or "e4m3" for one E4M3 scale per position and head,
-                which is the same byte and half the error; see `narrowkv.quant.e4m3`.
+            k_descale, v_descale: static descales for `append`; FP4 sides get scales of 1.0 instead, and with
+                E4M3 scales a number given here multiplies the whole tensor besides.
+            scale_group: FP4: channels per scale, 16 or 32, or None for one scale per position and head.
+            scale_format: FP4: "e8m0" (powers of two; with `scale_group=32` OCP MX), or "e4m3", the same byte
+                with a mantissa and half the error; see `narrowkv.quant.e4m3`. With `scale_group=16` that is
+                NVFP4.
             device: where.
 
         Raises:
@@ -149,20 +152,20 @@ class PagedKVCache:
         fp4 = [fmt.kind == "fp4" for fmt in formats]
         sizes = (num_pages, page_size, num_kv_heads, head_dim)
         check_fp4_scales(scale_group, scale_format, parsed, head_dim)
+        with_number = [packed and scale_format == "e4m3" for packed in fp4]
+        numbers = [
+            float(given) if has else 1.0
+            for has, given in zip(with_number, (k_descale, v_descale), strict=True)
+        ]
         k_descale, v_descale = (
             fp4_scales_of_one(sizes, scale_group, scale_format, device) if packed else given
             for packed, given in zip(fp4, (k_descale, v_descale), strict=True)
         )
-        if layout == "concat":
-            if parsed.k != parsed.v:
-                raise ValueError(f"layout 'concat' needs one format for K and V, got {parsed}")
-            width = head_dim * formats[0].bits // (8 * formats[0].storage_dtype.itemsize)
-            both = zeros((num_pages, page_size, num_kv_heads, 2 * width), formats[0], device)
-            k, v = both[..., :width], both[..., width:]
-        else:
-            shapes = storage_shapes(layout, num_pages, page_size, num_kv_heads, head_dim, formats)
-            k, v = (zeros(shape, fmt, device) for shape, fmt in zip(shapes, formats, strict=True))
-        made = cls.from_tensors(k, v, format=parsed, layout=layout, k_descale=k_descale, v_descale=v_descale)
+        k, v = allocate(layout, sizes, formats, device)
+        made = cls.from_tensors(
+            k, v, format=parsed, layout=layout, k_descale=k_descale, v_descale=v_descale,
+            k_tensor_scale=numbers[0], v_tensor_scale=numbers[1],
+        )  # fmt: skip
         return replace(made, negative_zero_free=True)
 
     @classmethod
@@ -177,6 +180,8 @@ class PagedKVCache:
         v_descale: float | torch.Tensor | None = None,
         k_granularity: str | None = None,
         v_granularity: str | None = None,
+        k_tensor_scale: float = 1.0,
+        v_tensor_scale: float = 1.0,
         negative_zero_free: bool = False,
         validate: bool = False,
     ) -> PagedKVCache:
@@ -188,10 +193,11 @@ class PagedKVCache:
             format: what the bytes are. Required: it is never guessed.
             layout: see the class.
             k_descale, v_descale: float, or fp32 tensor of a shape that tells its granularity; for FP4 uint8
-                E8M0 scales `[num_pages, page_size, H]` or `[num_pages, page_size, H, head_dim / 32]`, or
-                float8_e4m3fn scales `[num_pages, page_size, H]`, above zero. Required except for 16-bit
-                formats.
+                E8M0 scales or float8_e4m3fn scales, above zero, `[num_pages, page_size, H]` or `[num_pages,
+                page_size, H, head_dim / group]` with groups of 16 or 32 channels; any strides but the last.
+                Required except for 16-bit formats.
             k_granularity, v_granularity: the granularity, needed if the shape fits two.
+            k_tensor_scale, v_tensor_scale: what E4M3 scales are multiplied by, NVFP4's second scale.
             negative_zero_free: a promise that no FP8 byte is 0x80 or a NaN code.
             validate: also look at descale values, which waits for the device.
 
@@ -243,6 +249,8 @@ class PagedKVCache:
             k_kind,
             v_kind,
             negative_zero_free,
+            k_tensor_scale,
+            v_tensor_scale,
         )
 
     @property
@@ -288,7 +296,7 @@ class PagedKVCache:
                     f"{side.name}_descale is per sequence: pages have no descale of their own; use gather"
                 )
             tokens = logical_view(side.stored[pages], self.layout, is_key=side.is_key)
-            found.append(decode(tokens, side.format) * page_factor(side.descale_of(pages), side.granularity))
+            found.append(decode(tokens, side.format) * side.factor_of(pages))
         return found[0], found[1]
 
     def convert(
@@ -314,8 +322,7 @@ class PagedKVCache:
                 FP8 one number a head: the largest finite magnitude that the head has in any page becomes the
                 format's largest number. Tokens that are appended later share it, so pass calibrated ones if
                 they may be larger, or a tensor `[num_pages, page_size, num_kv_heads]` for one per token.
-            scale_group: FP4: channels per E8M0 scale, 32 or None for one scale per position and head.
-            scale_format: FP4: as for `empty`.
+            scale_group, scale_format: FP4: as for `empty`.
             exponent: FP4: how a scale is chosen, as for `append`.
 
         Raises:
@@ -372,7 +379,7 @@ class PagedKVCache:
                 assert isinstance(side.descale, torch.Tensor)
                 rows = rows * side.descale[seq][:, None]
             else:
-                rows = rows * page_factor(side.descale_of(pages), side.granularity)
+                rows = rows * side.factor_of(pages)
             out.append(rows.reshape(-1, self.num_kv_heads, self.head_dim)[:seq_len])
         return out[0], out[1]
 

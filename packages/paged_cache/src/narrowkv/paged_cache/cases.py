@@ -19,6 +19,7 @@ from narrowkv.paged_cache.rope import Rope
 from narrowkv.quant.e4m3 import E4M3_NAN
 from narrowkv.quant.e8m0 import E8M0_NAN
 from narrowkv.quant.formats import Format, get_format
+from narrowkv.quant.groups import nvfp4_global_descale
 from narrowkv.quant.quantize import cast_fp8, quantize_per_group
 from narrowkv.runtime.cases import CaseError, named, spell_case, unknown
 
@@ -97,9 +98,10 @@ class CacheCase:
 
     @property
     def format_name(self) -> str:
-        """The formats of K and V, and the channels that share a scale of FP4 after a colon."""
-        group = f":{self.scale_group}" if self.scale_group else ""
-        return _spell_format(self.format) + group
+        """The formats of K and V, and after a colon FP4's channels per scale and E4M3 for its scales."""
+        said = [str(self.scale_group)] if self.scale_group else []
+        said += ["e4m3"] if self.scale_format != "e8m0" else []
+        return ":".join((_spell_format(self.format), *said))
 
     def cache(
         self, random: torch.Generator, device: torch.device | str = "cpu"
@@ -116,7 +118,7 @@ class CacheCase:
         used = torch.zeros(shape[:2], dtype=torch.bool)
         for ids, seq_len in zip(pages, self.lens, strict=True):
             used[ids] = torch.arange(len(ids) * self.page_size).view(-1, self.page_size) < seq_len
-        stored, descales, kinds = [], [], []
+        stored, descales, kinds, numbers = [], [], [], []
         for name, outliers in ((self.formats.k, self.outliers), (self.formats.v, False)):
             fmt = get_format(name)
             x = torch.randn(shape, generator=random) * self.spread
@@ -124,8 +126,11 @@ class CacheCase:
                 x[..., ::21] += 8.0
             keep = None if self.clean else used
             descale: float | torch.Tensor
+            numbers.append(1.0)
             if fmt.kind == "fp4":
-                data, descale = _store_fp4(x, self.scale_group, self.scale_format, keep)
+                if self.scale_group and self.scale_format == "e4m3":
+                    numbers[-1] = float(nvfp4_global_descale(x))
+                data, descale = _store_fp4(x, self.scale_group, self.scale_format, numbers[-1], keep)
                 kind = "token_head_group" if self.scale_group else "token_head"
             else:
                 descale, factor = self._descale(x, fmt, pages, random)
@@ -144,6 +149,8 @@ class CacheCase:
             k_granularity=kinds[0],
             v_granularity=kinds[1],
             negative_zero_free=self.clean,
+            k_tensor_scale=numbers[0],
+            v_tensor_scale=numbers[1],
         )
         return cache, table
 
@@ -215,11 +222,13 @@ def _store(x: torch.Tensor, fmt: Format, used: torch.Tensor | None) -> torch.Ten
 
 
 def _store_fp4(
-    x: torch.Tensor, group: int | None, scale: str, used: torch.Tensor | None
+    x: torch.Tensor, group: int | None, scale: str, number: float, used: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed FP4 and its scales; those of slots that are not `used` are NaN."""
+    """Packed FP4 of `x / number` and its scales; those of slots that are not `used` are NaN."""
     rule = {"e8m0": "mse", "e4m3": "search"}[scale]
-    stored, scales = quantize_per_group(x, group or x.shape[-1], scale=scale, exponent=rule)
+    stored, scales = quantize_per_group(
+        x, group or x.shape[-1], scale=scale, exponent=rule, global_descale=number
+    )
     if used is not None:
         scales.view(torch.uint8)[~used] = {"e8m0": E8M0_NAN, "e4m3": E4M3_NAN}[scale]
     return stored, scales if group else scales[..., 0].contiguous()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from narrowkv.paged_cache.descales import SCALE_GROUP, CacheSide
+from narrowkv.paged_cache.descales import CacheSide
 from narrowkv.paged_cache.layouts import from_logical
 from narrowkv.quant.formats import get_format
 from narrowkv.quant.groups import quantize_per_group
@@ -53,7 +53,7 @@ def store_pages(x: torch.Tensor, side: CacheSide, pages: slice, layout: str, exp
         layout: of the cache.
         exponent: FP4: see `append`.
     """
-    rows, scales = quantise_tokens(x.flatten(0, 1), side.format, side.descale, side.granularity, exponent)
+    rows, scales = quantise_tokens(x.flatten(0, 1), side, exponent)
     rows = from_logical(rows.view(*x.shape[:2], *rows.shape[1:]), layout, is_key=side.is_key)
     stored = side.stored
     if stored.element_size() == 1:
@@ -65,28 +65,29 @@ def store_pages(x: torch.Tensor, side: CacheSide, pages: slice, layout: str, exp
 
 
 def quantise_tokens(
-    x: torch.Tensor, name: str, descale: float | torch.Tensor, kind: str, exponent: str
+    x: torch.Tensor, side: CacheSide, exponent: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Tokens in storage, with the bytes that `append` writes, and the scales that it computes.
 
     Args:
         x: `[tokens, heads, head_dim]` fp32.
-        name: a storage format.
-        descale, kind: the cache's descale and its granularity.
+        side: K or V of the cache; of its tensors only the descale's values are read, if they are static.
         exponent: FP4: see `append`.
 
     Returns:
         Stored elements `[tokens, heads, stored elements]`; and scales `[tokens, heads]` or, for FP4's groups,
         `[tokens, heads, groups]`, None where the descale is static.
     """
-    fmt = get_format(name)
+    fmt, descale, kind = get_format(side.format), side.descale, side.granularity
     if fmt.kind == "fp4":
+        group = side.group or x.shape[-1]
         if isinstance(descale, torch.Tensor) and descale.dtype == torch.float8_e4m3fn:
-            stored, scales = quantize_per_group(x, x.shape[-1], scale="e4m3", exponent="search")
-            return stored, scales[..., 0]
-        group = SCALE_GROUP if kind == "token_head_group" else x.shape[-1]
-        stored, scales = quantize_per_group(x, group, exponent=exponent)
-        return stored, scales if kind == "token_head_group" else scales[..., 0]
+            stored, scales = quantize_per_group(
+                x, group, scale="e4m3", exponent="search", global_descale=side.tensor_scale
+            )
+        else:
+            stored, scales = quantize_per_group(x, group, exponent=exponent)
+        return stored, scales if side.group else scales[..., 0]
     if kind == "token_head" and fmt.kind == "float":
         return x.to(fmt.storage_dtype), torch.ones(x.shape[:2], device=x.device)
     if kind == "token_head":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -12,11 +12,14 @@ from narrowkv.quant.formats import get_format
 from narrowkv.quant.groups import EXPONENT_RULES
 from narrowkv.runtime.errors import check_choice, check_descale_float, check_descale_tensor, check_dtype
 
+if TYPE_CHECKING:
+    from narrowkv.paged_cache.cache import PagedKVCache
+
 GRANULARITIES = ("tensor", "head", "sequence_head", "page_head", "token_head", "token_head_group")
 PER_TOKEN_GRANULARITIES = ("token_head", "token_head_group")
 PER_PAGE_GRANULARITIES = ("page_head", *PER_TOKEN_GRANULARITIES)
 SCALE_FORMATS = ("e8m0", "e4m3")  # of FP4's scales
-SCALE_GROUP = 32  # channels per E8M0 scale of the finer FP4 recipe, which is OCP MX's group
+SCALE_GROUPS = (16, 32)  # channels that can share a scale of FP4; OCP MX has 32, NVFP4 16
 _E4M3_ONE = 0x38
 
 
@@ -29,6 +32,8 @@ class CacheSide(NamedTuple):
         format: its storage format.
         descale: what stored numbers are multiplied by.
         granularity: what the axes of a descale tensor are.
+        head_dim: channels of a head.
+        tensor_scale: what stored numbers are multiplied by besides their scales.
     """
 
     name: str
@@ -36,6 +41,16 @@ class CacheSide(NamedTuple):
     format: str
     descale: float | torch.Tensor
     granularity: str
+    head_dim: int
+    tensor_scale: float = 1.0
+
+    @property
+    def group(self) -> int:
+        """Channels that share a scale; 0 where a head has one or none of its own."""
+        if self.granularity != "token_head_group":
+            return 0
+        assert isinstance(self.descale, torch.Tensor)
+        return self.head_dim // self.descale.shape[-1]
 
     @property
     def is_key(self) -> bool:
@@ -48,21 +63,28 @@ class CacheSide(NamedTuple):
             return self.descale[pages]
         return self.descale
 
+    def factor_of(self, pages: slice | torch.Tensor) -> float | torch.Tensor:
+        """What multiplies some pages `[pages, page_size, num_kv_heads, head_dim]`."""
+        descale, kind = self.descale_of(pages), self.granularity
+        if not isinstance(descale, torch.Tensor):
+            return descale
+        if kind == "tensor":
+            return descale.view(1, 1, 1, 1)
+        if kind == "head":
+            return descale.view(1, 1, -1, 1)
+        descale = e8m0_decode(descale) if descale.dtype == torch.uint8 else descale.float()
+        descale = descale * self.tensor_scale
+        if self.group:
+            return descale.repeat_interleave(self.group, -1)
+        return descale[:, None, :, None] if kind == "page_head" else descale[..., None]
 
-def page_factor(descale: float | torch.Tensor, kind: str) -> float | torch.Tensor:
-    """The descale shaped to multiply `[num_pages, page_size, num_kv_heads, head_dim]`."""
-    if not isinstance(descale, torch.Tensor):
-        return descale
-    if kind == "tensor":
-        return descale.view(1, 1, 1, 1)
-    if kind == "head":
-        return descale.view(1, 1, -1, 1)
-    if kind == "token_head_group":
-        return e8m0_decode(descale).repeat_interleave(SCALE_GROUP, -1)
-    if descale.dtype == torch.uint8:
-        return e8m0_decode(descale)[..., None]
-    descale = descale.float()  # E4M3 or float32
-    return descale[:, None, :, None] if kind == "page_head" else descale[..., None]
+
+def side_of(cache: PagedKVCache, name: str) -> CacheSide:
+    """K or V of a cache."""
+    stored, descale, kind, number = (
+        getattr(cache, name + rest) for rest in ("", "_descale", "_granularity", "_tensor_scale")
+    )
+    return CacheSide(name, stored, getattr(cache.format, name), descale, kind, cache.head_dim, number)
 
 
 def check_fp4_scales(scale_group: int | None, scale_format: str, format: CacheFormat, head_dim: int) -> None:
@@ -72,17 +94,27 @@ def check_fp4_scales(scale_group: int | None, scale_format: str, format: CacheFo
         TypeError, ValueError: naming the option and what it must be.
     """
     has_fp4 = any(get_format(name).kind == "fp4" for name in (format.k, format.v))
-    if scale_group is not None and (scale_group != SCALE_GROUP or not has_fp4 or head_dim % SCALE_GROUP):
+    if scale_group is not None and (scale_group not in SCALE_GROUPS or not has_fp4 or head_dim % scale_group):
         raise ValueError(
-            f"scale_group must be None, or {SCALE_GROUP} for an fp4_e2m1 cache with head_dim a "
-            f"multiple of it, got {scale_group!r} for {format} with head_dim {head_dim}"
+            f"scale_group must be None, or {' or '.join(map(str, SCALE_GROUPS))} for an fp4_e2m1 cache with "
+            f"head_dim a multiple of it, got {scale_group!r} for {format} with head_dim {head_dim}"
         )
     check_choice("scale_format", scale_format, SCALE_FORMATS)
-    if scale_format != "e8m0" and (scale_group is not None or not has_fp4):
-        raise ValueError(
-            f"scale_format {scale_format!r} is for an fp4_e2m1 cache without scale_group, got {format} "
-            f"with scale_group {scale_group!r}"
-        )
+    if scale_format != "e8m0" and not has_fp4:
+        raise ValueError(f"scale_format {scale_format!r} is for an fp4_e2m1 cache, got {format}")
+
+
+def check_tensor_scale(side: CacheSide) -> None:
+    """Refuses a number for the whole tensor where there are no E4M3 scales that it could multiply.
+
+    Raises:
+        TypeError, ValueError: naming it and what it must be.
+    """
+    name = f"{side.name}_tensor_scale"
+    check_descale_float(name, side.tensor_scale)
+    has_e4m3 = isinstance(side.descale, torch.Tensor) and side.descale.dtype == torch.float8_e4m3fn
+    if side.tensor_scale != 1.0 and not has_e4m3:
+        raise ValueError(f"{name} must be 1.0 without E4M3 scales, got {side.tensor_scale}")
 
 
 def fp4_scales_of_one(
@@ -200,18 +232,19 @@ def _check_fp4_scales(
         if wrong:
             raise ValueError(f"{name} must hold E4M3 scales above zero, got {wrong} that are not")
     num_pages, page_size, heads, head_dim = sizes
-    shapes: dict[str, tuple[int, ...]] = {"token_head": (num_pages, page_size, heads)}
-    if head_dim % SCALE_GROUP == 0 and descale.dtype == torch.uint8:
-        shapes["token_head_group"] = (num_pages, page_size, heads, head_dim // SCALE_GROUP)
+    groups = [
+        (num_pages, page_size, heads, head_dim // group) for group in SCALE_GROUPS if head_dim % group == 0
+    ]
     if descale.dim() == 4 and descale.shape[-1] > 1 and descale.stride(-1) != 1:
         raise ValueError(
             f"{name} must have contiguous groups (last stride 1), got strides {descale.stride()}"
         )
-    for kind, shape in shapes.items():
-        if tuple(descale.shape) == shape and granularity in (None, kind):
-            return kind
+    if tuple(descale.shape) == sizes[:3] and granularity in (None, "token_head"):
+        return "token_head"
+    if tuple(descale.shape) in groups and granularity in (None, "token_head_group"):
+        return "token_head_group"
     raise ValueError(
-        f"{name} must have shape {' or '.join(str(list(s)) for s in shapes.values())} for fp4_e2m1 "
+        f"{name} must have shape {' or '.join(str(list(s)) for s in (sizes[:3], *groups))} for fp4_e2m1 "
         f"with head_dim {head_dim}, got {tuple(descale.shape)}"
         + (f" for granularity {granularity!r}" if granularity else "")
     )

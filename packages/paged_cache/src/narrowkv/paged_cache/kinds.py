@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.runtime.identity import ByIdentity
 
@@ -18,6 +20,18 @@ def kind_of_cache(cache: PagedKVCache) -> int:
     """
     kind = (
         cache.format, cache.head_dim, cache.num_kv_heads, cache.page_size, cache.k_granularity,
-        cache.v_granularity, cache.k.device,
+        cache.v_granularity, *(side.group for side in cache.sides()), cache.k.device,
     )  # fmt: skip
     return CACHE_KINDS.keep(cache, _numbers.setdefault(kind, len(_numbers)))
+
+
+def fp4_scales(cache: PagedKVCache) -> dict[str, Any]:
+    """`scale_group` and `scale_format` of a cache, as `plan_decode` takes them with a shape."""
+    fp4 = [side for side in cache.sides() if side.format == "fp4_e2m1"]
+    if not fp4:
+        return {}
+    e4m3 = any(isinstance(side.descale, torch.Tensor) and side.descale.dtype != torch.uint8 for side in fp4)
+    return {
+        "scale_group": max(side.group for side in fp4) or None,
+        "scale_format": "e4m3" if e4m3 else "e8m0",
+    }

@@ -53,6 +53,31 @@ def zeros(shape: tuple[int, ...], fmt: Format, device: torch.device | str) -> to
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
+def allocate(
+    layout: str,
+    sizes: tuple[int, int, int, int],
+    formats: tuple[Format, Format],
+    device: torch.device | str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of zeros; sizes: num_pages, page_size, num_kv_heads, head_dim.
+
+    Raises:
+        ValueError: two formats in one tensor.
+    """
+    if layout == "concat":
+        fmt = formats[0]
+        if fmt != formats[1]:
+            raise ValueError(
+                f"layout 'concat' needs one format for K and V, got k={fmt.name},v={formats[1].name}"
+            )
+        width = sizes[3] * fmt.bits // (8 * fmt.storage_dtype.itemsize)
+        both = zeros((*sizes[:3], 2 * width), fmt, device)
+        return both[..., :width], both[..., width:]
+    shapes = storage_shapes(layout, *sizes, formats)
+    k, v = (zeros(shape, fmt, device) for shape, fmt in zip(shapes, formats, strict=True))
+    return k, v
+
+
 def storage_shapes(
     layout: str, pages: int, page_size: int, heads: int, dim: int, formats: tuple[Format, Format]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

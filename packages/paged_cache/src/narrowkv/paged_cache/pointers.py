@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from narrowkv.paged_cache.kernels.pages import Descale, KVPointers
+from narrowkv.paged_cache.descales import CacheSide
+from narrowkv.paged_cache.kernels.pages import Descale, KVPointers, Stored
 from narrowkv.paged_cache.layouts import KVStrides
-from narrowkv.quant.device import NATIVE
+from narrowkv.quant.device import NATIVE, widening_exponent
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.targets import Target
 
-# A route of widening: packed conversions in inline PTX.
+# Routes of widening: packed conversions in inline PTX; FP4 by way of bytes of FP8.
 PTX = "ptx"
+PTX8 = "ptx8"
 ABSENT = Descale(None, 0, 0, 0)
 
 
 class Side(NamedTuple):
-    """K or V as a kernel reads it: words, how they are widened, elements per word."""
+    """K or V as a kernel reads it: words, how they are widened, elements per word, x if vectorised."""
 
     pointers: KVPointers
     route: str
     parts: int
+    vec: int
 
 
-def descale_pointers(value: Any, granularity: str) -> tuple[str, float, Descale]:
-    """How kernels take a descale of K or V.
+def descale_pointers(side: CacheSide) -> tuple[str, float, Descale]:
+    """How kernels take the descale of K or V.
 
     Returns:
         The kind (`Stored.descale`), the factor to fold into a scale on the host, and pointers with strides.
     """
+    value, granularity = side.descale, side.granularity
     if not isinstance(value, torch.Tensor):
         return "scalar", float(value), ABSENT
     if granularity == "tensor":
@@ -43,11 +47,30 @@ def descale_pointers(value: Any, granularity: str) -> tuple[str, float, Descale]
         return "token", 1.0, Descale(value, value.stride(0), 0, value.stride(1))
     kinds = {torch.float32: "token", torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}
     kind = kinds[value.dtype]
-    if granularity == "token_head_group":
-        kind = "e8m0_group"
     if kind == "e4m3":
         value = value.view(torch.uint8)  # not every target has the type
-    return kind, 1.0, Descale(value, value.stride(0), value.stride(1), value.stride(2))
+    if side.group:
+        kind = f"{kind}_{side.group}"
+    return kind, side.tensor_scale, Descale(value, value.stride(0), value.stride(1), value.stride(2))
+
+
+def widening_power(format_name: str, route: str, descale_kind: str) -> int:
+    """The power of two that a widened tile is still to be multiplied by; see `widen_tile`."""
+    if descale_kind.startswith("e8m0_"):
+        # Taken along by the groups' factors, of which those for bytes are at most 2**15.
+        return widening_exponent(format_name, route) - 15 if route == PTX8 else 0
+    return widening_exponent(format_name, route)
+
+
+def stored_as(side: Side, format_name: str, route: str, kind: str, descale: Descale) -> Stored:
+    """Constants of K or V: of the words of `side`, widened by `route`, with this kind of descale."""
+    _, _, group = kind.partition("_")
+    aligned = False
+    if group.isdigit():
+        strides = (descale.ptr.data_ptr(), descale.major, descale.token, descale.head)
+        aligned = not any(stride % descale.ptr.shape[-1] for stride in strides)
+    factors = kind not in ("scalar", "head") and not kind.startswith("e4m3_")
+    return Stored(format_name, route, side.parts, side.vec, kind, factors, aligned)
 
 
 def side_of(stored: torch.Tensor, strides: KVStrides, format_name: str, route: str, parts: int) -> Side:
@@ -57,22 +80,27 @@ def side_of(stored: torch.Tensor, strides: KVStrides, format_name: str, route: s
         even = not any(s % 2 for s in (strides.page, strides.token, strides.head, stored.data_ptr()))
         if strides.vec == 0 and even:
             words = stored.view(torch.int16)
-            return Side(
-                KVPointers(words, strides.page // 2, strides.token // 2, strides.head // 2, 0), route, parts
-            )
+            pointers = KVPointers(words, strides.page // 2, strides.token // 2, strides.head // 2, 0)
+            return Side(pointers, route, parts, 0)
         parts = 2 if fmt.kind == "fp4" else 1
     if fmt.kind == "fp8":
         dtype = fmt.storage_dtype if route == NATIVE else torch.uint8
         stored = stored if stored.dtype == dtype else stored.view(dtype)
-    return Side(KVPointers(stored, strides.page, strides.token, strides.head, strides.outer), route, parts)
+    pointers = KVPointers(stored, strides.page, strides.token, strides.head, strides.outer)
+    return Side(pointers, route, parts, strides.vec)
 
 
-def packed_route(target: Target, format_name: str, side: Side, half: bool) -> str:
-    """The route of a side: inline PTX for 16-bit words on NVIDIA, else the route that it has."""
+def packed_route(target: Target, format_name: str, side: Side, half: bool, grouped: bool = False) -> str:
+    """The route of a side: inline PTX for 16-bit words on NVIDIA, else the route that it has.
+
+    grouped: FP4's scales are those of groups, and the kernel takes them in relation to the tile's largest.
+    """
     packed = (format_name == "fp8_e4m3fn" and side.parts == 2 and side.route == NATIVE) or (
         format_name == "fp4_e2m1" and side.parts == 4
     )
-    return PTX if packed and half and target.vendor == "nvidia" else side.route
+    if not packed or not half or target.vendor != "nvidia":
+        return side.route
+    return PTX8 if grouped else PTX
 
 
 def step_of(tensor: torch.Tensor) -> int | None:

@@ -41,22 +41,18 @@ def append_reference(
     k = k_new.float() if rope is None else apply_rope_reference(k_new, rope)
     if k_offset is not None:
         k = k - k_offset
-    sides = (
-        (cache.k, k, cache.format.k, cache.k_descale, cache.k_granularity, True),
-        (cache.v, v_new.float(), cache.format.v, cache.v_descale, cache.v_granularity, False),
-    )
     slots = [
         (token, *divmod(slot, cache.page_size))
         for token, slot in enumerate(slot_mapping.tolist())
         if 0 <= slot < cache.num_pages * cache.page_size
     ]
-    for stored, new, name, descale, kind, is_key in sides:
-        rows, scales = quantise_tokens(new, name, descale, kind, exponent)
+    for side, new in zip(cache.sides(), (k, v_new.float()), strict=True):
+        rows, scales = quantise_tokens(new, side, exponent)
         for token, page, position in slots:
-            _write(stored, rows[token], cache.layout, page, position, is_key)
+            _write(side.stored, rows[token], cache.layout, page, position, side.is_key)
             if scales is not None:
-                assert isinstance(descale, torch.Tensor)
-                descale[page, position] = scales[token]
+                assert isinstance(side.descale, torch.Tensor)
+                side.descale[page, position] = scales[token]
 
 
 def _write(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowkv.paged_cache.cache import PagedKVCache
-from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, SCALE_GROUP
+from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, CacheSide
 from narrowkv.paged_cache.kernels.append import DescalePointers, NewTokens
 from narrowkv.paged_cache.kernels.pages import KVPointers
 from narrowkv.quant.formats import get_format
@@ -80,8 +80,7 @@ def _make_store(cache: PagedKVCache) -> Store:
         pointers.append(KVPointers(words, strides.page, strides.token, strides.head, strides.outer))
     constants = tuple(_side_constants(cache).items())
     constants += (("PAGE_SIZE", cache.page_size), ("HEAD_DIM", cache.head_dim))
-    pointers.append(_descale_pointers(cache.k_descale, cache.k_granularity))
-    pointers.append(_descale_pointers(cache.v_descale, cache.v_granularity))
+    pointers += map(_descale_pointers, cache.sides())
     # Strides and dtypes are fixed by kind; addresses and descales that are numbers vary.
     fixed = with_varying_addresses(*pointers)
     metadata = tuple(
@@ -151,31 +150,30 @@ def storage_constants(cache: PagedKVCache, exponent: str) -> dict[str, Any]:
 
 def _side_constants(cache: PagedKVCache) -> dict[str, Any]:
     constants: dict[str, Any] = {}
-    for side, name, descale, kind, vec in (
-        ("K", cache.format.k, cache.k_descale, cache.k_granularity, cache.k_strides.vec),
-        ("V", cache.format.v, cache.v_descale, cache.v_granularity, cache.v_strides.vec),
-    ):
-        fmt = get_format(name)
-        if isinstance(descale, torch.Tensor):
-            scaling = "token" if kind in PER_TOKEN_GRANULARITIES else "tensor"
-            if descale.dtype == torch.float8_e4m3fn:
-                scaling = "token_e4m3"
+    for side, strides in zip(cache.sides(), (cache.k_strides, cache.v_strides), strict=True):
+        fmt = get_format(side.format)
+        if isinstance(side.descale, torch.Tensor):
+            scaling = "token" if side.granularity in PER_TOKEN_GRANULARITIES else "tensor"
+            if side.descale.dtype == torch.float8_e4m3fn:
+                scaling = "token_e4m3" if side.tensor_scale == 1.0 else "tensor_e4m3"
         else:
-            scaling = "one" if fmt.kind == "float" and descale == 1.0 else "number"
+            scaling = "one" if fmt.kind == "float" and side.descale == 1.0 else "number"
+        prefix = side.name.upper()
         constants |= {
-            f"{side}_FORMAT": name,
-            f"{side}_MAX": fmt.max_value,
-            f"{side}_SCALING": scaling,
-            f"{side}_GROUP": SCALE_GROUP if kind == "token_head_group" else 0,
-            f"{side}_VEC": vec,
+            f"{prefix}_FORMAT": fmt.name,
+            f"{prefix}_MAX": fmt.max_value,
+            f"{prefix}_SCALING": scaling,
+            f"{prefix}_GROUP": side.group,
+            f"{prefix}_VEC": strides.vec,
         }
     return constants
 
 
-def _descale_pointers(value: float | torch.Tensor, kind: str) -> DescalePointers:
+def _descale_pointers(side: CacheSide) -> DescalePointers:
+    value = side.descale
     if not isinstance(value, torch.Tensor):
         return DescalePointers(float(value), None, 0, 0, 0)
-    if kind in PER_TOKEN_GRANULARITIES:
+    if side.granularity in PER_TOKEN_GRANULARITIES:
         value = value.view(torch.uint8) if value.dtype == torch.float8_e4m3fn else value
-        return DescalePointers(1.0, value, value.stride(0), value.stride(1), value.stride(2))
-    return DescalePointers(1.0, value, 0, 0, value.stride(0) if kind == "head" else 0)
+        return DescalePointers(side.tensor_scale, value, value.stride(0), value.stride(1), value.stride(2))
+    return DescalePointers(1.0, value, 0, 0, value.stride(0) if side.granularity == "head" else 0)

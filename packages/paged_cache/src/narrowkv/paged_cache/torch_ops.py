@@ -35,13 +35,15 @@ def cache_options(cache: PagedKVCache) -> dict[str, object]:
         "v_descale": None if isinstance(cache.v_descale, torch.Tensor) else cache.v_descale,
         "k_granularity": cache.k_granularity,
         "v_granularity": cache.v_granularity,
+        "k_tensor_scale": cache.k_tensor_scale,
+        "v_tensor_scale": cache.v_tensor_scale,
         "negative_zero_free": cache.negative_zero_free,
     }
 
 
 _CACHE_OPTIONS = (
     "k_dtype", "v_dtype", "k_format", "v_format", "layout", "k_descale", "v_descale", "k_granularity",
-    "v_granularity", "negative_zero_free",
+    "v_granularity", "k_tensor_scale", "v_tensor_scale", "negative_zero_free",
 )  # fmt: skip
 # Results of checking a cache, by everything that the checks look at: metadata of tensors, and options.
 _checked: dict[Any, dict[str, Any]] = {}
@@ -54,7 +56,7 @@ def cache_from(tensors: CacheTensors, options: dict[str, Any]) -> PagedKVCache:
     Tensors and options like those of an earlier call are not checked again.
     """
     own = tuple(options.pop(name) for name in _CACHE_OPTIONS)
-    k_dtype, v_dtype, k_format, v_format, layout, k_static, v_static, k_kind, v_kind, clean = own
+    k_dtype, v_dtype, k_format, v_format, layout, k_static, v_static, k_kind, v_kind, *numbers, clean = own
     k, v, k_descale, v_descale = tensors
     parts = {
         "k": k.view(k_dtype),
@@ -71,7 +73,8 @@ def cache_from(tensors: CacheTensors, options: dict[str, Any]) -> PagedKVCache:
         cache = PagedKVCache.from_tensors(
             parts["k"], parts["v"], format=CacheFormat(k_format, v_format), layout=layout,
             k_descale=parts["k_descale"], v_descale=parts["v_descale"], k_granularity=k_kind,
-            v_granularity=v_kind, negative_zero_free=clean,
+            v_granularity=v_kind, k_tensor_scale=numbers[0], v_tensor_scale=numbers[1],
+            negative_zero_free=clean,
         )  # fmt: skip
         if len(_checked) >= _MOST_CHECKED:
             _checked.clear()

@@ -24,7 +24,7 @@ FNUZ_ALIAS = "fnuz_alias"
 def widening_exponent(format_name: str, route: str) -> int:
     """The exponent of the factor that `widen` does not apply: value = widened * 2**exponent."""
     if format_name == "fp4_e2m1":
-        return 14
+        return 6 if route == "ptx8" else 14
     if route == FNUZ_ALIAS:
         return 1
     if route == BITS:
@@ -56,7 +56,8 @@ def widen_route(target: Target, format_name: str, *, negative_zero_free: bool = 
 
 
 @triton.jit
-def _e4m3fn_bits_to_fp16(high):
+def e4m3fn_bits_to_fp16(high):
+    """E4M3FN codes in the high bytes of int16 as float16, still to be multiplied by 2**8."""
     # Shifted right once with its sign: s s eeee mmm 0000000; the copy of the sign is cleared.
     bits = (high >> 1) & -16385
     # Adding one to the mantissa carries into bit 14 for the NaN code only; that bit sets the exponent to all
@@ -80,7 +81,7 @@ def _e4m3fnuz_bits_to_fp16(high, COMPARE: tl.constexpr):
 def _fp8_bits_to_fp16(high, FORMAT: tl.constexpr, COMPARE: tl.constexpr = True):
     """FP8 codes in the high bytes of int16 as float16, still to be multiplied by 2**widening_exponent."""
     if FORMAT == "fp8_e4m3fn":
-        y = _e4m3fn_bits_to_fp16(high)
+        y = e4m3fn_bits_to_fp16(high)
     elif FORMAT == "fp8_e4m3fnuz":
         y = _e4m3fnuz_bits_to_fp16(high, COMPARE)
     else:
@@ -197,7 +198,37 @@ def _fp4_quads(x, ROUTE: tl.constexpr):
             is_pure=True,
             pack=2,
         )
-    return _fp4_nibble(x, 0), _fp4_nibble(x, 1), _fp4_nibble(x, 2), _fp4_nibble(x, 3)
+    elif ROUTE == "ptx8":
+        # A byte of E4M3 holds E2M1 with a smaller bias, and the target converts two at once: 2**6 is left.
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 x, s, m;
+                .reg .b16 lo, hi;
+                prmt.b32 x, $4, 0, 0x3120;
+                shl.b32 s, x, 4;
+                shl.b32 m, x, 2;
+                and.b32 m, m, 0x1C1C1C1C;
+                lop3.b32 s, s, 0x80808080, m, 0xEA;
+                mov.b32 {lo, hi}, s;
+                cvt.rn.f16x2.e4m3x2 $0, lo;
+                cvt.rn.f16x2.e4m3x2 $2, hi;
+                shr.b32 m, x, 2;
+                and.b32 m, m, 0x1C1C1C1C;
+                lop3.b32 s, x, 0x80808080, m, 0xEA;
+                mov.b32 {lo, hi}, s;
+                cvt.rn.f16x2.e4m3x2 $1, lo;
+                cvt.rn.f16x2.e4m3x2 $3, hi;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r",
+            [x],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return _fp4_nibble(x, 0), _fp4_nibble(x, 1), _fp4_nibble(x, 2), _fp4_nibble(x, 3)
 
 
 @triton.jit
@@ -238,24 +269,7 @@ def join_parts(parts, PARTS: tl.constexpr):
 
 
 @triton.jit
-def share_exponent(scales):
-    """Splits E8M0 bytes `[N, groups]` into a byte per row, uint8 `[N]`, and float16 factors, at most 2**14.
-
-    The value of an element is the widened FP4 number times its group's factor times its row's scale; the
-    factor includes the 2**14 of `widening_exponent`. A group whose scale is less than 2**-28 of the row's
-    largest becomes zero. A NaN scale stays with its group.
-    """
-    exponent = scales.to(tl.int32)
-    nan = exponent == 255
-    top = tl.max(tl.where(nan, 0, exponent), 1)
-    field = 15 + 14 + exponent - top[:, None]
-    bits = tl.where(field > 0, field << 10, 0)
-    rest = tl.where(nan, 0x7E00, bits).to(tl.int16).to(tl.float16, bitcast=True)
-    return top.to(tl.uint8), rest
-
-
-@triton.jit
-def _round_magnitude(magnitude, BIAS: tl.constexpr, MANTISSA: tl.constexpr):
+def round_magnitude(magnitude, BIAS: tl.constexpr, MANTISSA: tl.constexpr):
     """Code of a float32 magnitude within a small format's range: nearest even, subnormals included."""
     DROPPED: tl.constexpr = 23 - MANTISSA
     bits = magnitude.to(tl.int32, bitcast=True)
@@ -293,7 +307,7 @@ def narrow_fp8(x, FORMAT: tl.constexpr):
         BIAS: tl.constexpr = 15
         MANTISSA: tl.constexpr = 2
         NAN: tl.constexpr = 0x7F
-    code = _round_magnitude(tl.minimum(tl.abs(x), MAX), BIAS, MANTISSA)
+    code = round_magnitude(tl.minimum(tl.abs(x), MAX), BIAS, MANTISSA)
     sign = tl.where((x < 0) & (code != 0), 0x80, 0)
     return tl.where(x != x, NAN, code | sign).to(tl.uint8)
 
@@ -320,66 +334,3 @@ def e8m0_to_fp32(byte):
     exponent = byte.to(tl.int32)
     bits = tl.maximum(exponent << 23, 0x00400000)
     return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _exp2_int(exponent):
-    """2**exponent for integers in [-127, 127], exactly."""
-    return tl.where(exponent == -127, 0x00400000, (exponent + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _round_fp4(x):
-    """E2M1 codes of float32 numbers, saturating at 6; what rounds to zero has code 0 whatever its sign."""
-    code = _round_magnitude(tl.minimum(tl.abs(x), 6.0), 1, 1)
-    return code | tl.where((x < 0) & (code != 0), 8, 0)
-
-
-@triton.jit
-def _fp4_magnitude(code):
-    # Exponent and mantissa in float16's place, where the exponent bias is 14 larger.
-    return ((code & 7) << 9).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
-
-
-@triton.jit
-def narrow_fp4(x, RULE: tl.constexpr):
-    """Float32 groups to E2M1 codes and E8M0 scales; bit for bit `quantize_per_group(..., exponent=RULE)`.
-
-    Args:
-        x: `[groups, size]`. A NaN makes its group's scale NaN; Inf saturates.
-        RULE: "floor", "ceil" or "mse"; see `narrowkv.quant.e8m0`.
-
-    Returns:
-        int32 codes `[groups, size]` and uint8 scales `[groups]`.
-    """
-    LARGEST: tl.constexpr = 3.4028234663852886e38
-    nan = tl.max((x != x).to(tl.int32), 1) > 0
-    x = tl.where(x == x, x, 0.0)
-    finite = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
-    amax = tl.max(tl.abs(finite), 1)
-    # frexp, subnormals included: the mantissa field, and the exponent for a mantissa in [0.5, 1).
-    tiny = amax < 1.1754943508222875e-38
-    bits = tl.where(tiny, amax * 4294967296.0, amax).to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) - 126 - tl.where(tiny, 32, 0)
-    # 6 is 0.75 * 2**3.
-    best = tl.where(amax == 0.0, 0, exponent - 3)
-    if RULE == "ceil":
-        best += tl.where((amax > 0.0) & ((bits & 0x7FFFFF) > 0x400000), 1, 0)
-    if RULE == "mse":
-        floor = best
-        half = floor >> 1
-        unit = finite * _exp2_int(-half)[:, None] * _exp2_int(half - floor)[:, None]
-        # In float64 the order of the sum does not matter, so every target chooses the same exponent.
-        least = tl.full(floor.shape, float("inf"), tl.float64)
-        for i in tl.static_range(4):
-            tried = tl.minimum(tl.maximum(floor + (i if i < 2 else 1 - i), -127), 127)
-            scaled = unit * _exp2_int(floor - tried)[:, None]
-            rounded = _fp4_magnitude(_round_fp4(scaled)) * _exp2_int(tried - floor)[:, None]
-            error = (rounded - tl.abs(unit)).to(tl.float64)
-            error = tl.sum(error * error, 1)
-            best = tl.where(error < least, tried, best)
-            least = tl.minimum(error, least)
-    best = tl.minimum(tl.maximum(best, -127), 127)
-    code = _round_fp4(tl.div_rn(x, tl.broadcast_to(_exp2_int(best)[:, None], x.shape)))
-    scale = tl.where(nan, 255, best + 127).to(tl.uint8)
-    return tl.where(nan[:, None], 0, code), scale

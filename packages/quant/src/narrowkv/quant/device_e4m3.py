@@ -4,7 +4,8 @@ import narrowkv.runtime.toolchain  # noqa: F401, I001  # first: it says how to g
 import triton
 import triton.language as tl
 
-from narrowkv.quant.device import _e4m3fn_bits_to_fp16, _fp4_magnitude, _round_fp4, narrow_fp8
+from narrowkv.quant.device import e4m3fn_bits_to_fp16, narrow_fp8
+from narrowkv.quant.device_fp4 import fp4_magnitude, round_fp4
 from narrowkv.quant.e4m3 import E4M3_NAN, E4M3_STEPS
 
 _STEPS = tl.constexpr(E4M3_STEPS)
@@ -16,7 +17,17 @@ _NAN = tl.constexpr(E4M3_NAN)
 def e4m3_to_fp32(byte):
     """E4M3FN bytes (uint8) to float32, exactly, on every target; 0x7F and 0xFF are NaN."""
     high = (byte.to(tl.uint16) << 8).to(tl.int16, bitcast=True)
-    return _e4m3fn_bits_to_fp16(high).to(tl.float32) * 256.0
+    return e4m3fn_bits_to_fp16(high).to(tl.float32) * 256.0
+
+
+@triton.jit
+def e4m3_to_fp16(byte, NATIVE: tl.constexpr):
+    """E4M3FN bytes (uint8) to float16, exactly; 0x7F and 0xFF are NaN. NATIVE: by the target's own cast."""
+    if NATIVE:
+        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        high = (byte.to(tl.uint16) << 8).to(tl.int16, bitcast=True)
+        return e4m3fn_bits_to_fp16(high) * 256.0
 
 
 @triton.jit
@@ -45,11 +56,11 @@ def narrow_fp4_e4m3(x):
         code = tl.minimum(tl.maximum(start + _STEPS[i], 1), 0x7E)
         scale = e4m3_to_fp32(code.to(tl.uint8))
         inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-        rounded = _fp4_magnitude(_round_fp4(finite * inverse[:, None])) * scale[:, None]
+        rounded = fp4_magnitude(round_fp4(finite * inverse[:, None])) * scale[:, None]
         error = (rounded - tl.abs(finite)).to(tl.float64)
         error = tl.sum(error * error, 1)
         best = tl.where(error < least, code, best)
         least = tl.minimum(error, least)
     divisor = e4m3_to_fp32(best.to(tl.uint8))
-    code = _round_fp4(tl.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape)))
+    code = round_fp4(tl.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape)))
     return tl.where(nan[:, None], 0, code), tl.where(nan, _NAN, best).to(tl.uint8)

@@ -32,11 +32,15 @@ __all__ = [
     "e8m0_from_exponent",
     "floor_exponent",
     "mse_exponent",
+    "sglang_exponent",
+    "ultraquant_exponent",
 ]
 
 E8M0_BIAS = 127
 E8M0_NAN = 0xFF
 _SMALLEST = 0x00400000  # fp32 bits of 2^-127, which is subnormal there
+ULTRAQUANT_FACTOR = 0.156  # of the largest magnitude of a group, before it is rounded to a power of two
+ABOVE_SQRT2 = 0x3504F4  # the mantissa of the smallest fp32 number above sqrt(2)
 
 
 def e8m0_decode(byte: torch.Tensor) -> torch.Tensor:
@@ -187,6 +191,43 @@ def mse_exponent(groups: torch.Tensor, format: str | torch.dtype | Format) -> to
         best = torch.where(better, exponent, best)
         least = torch.where(better, error, least)
     return best
+
+
+def ultraquant_exponent(amax: torch.Tensor) -> torch.Tensor:
+    """The exponent of vLLM's UltraQuant caches: log2(0.156 * amax), rounded with halves up.
+
+    Args:
+        amax: fp32 largest magnitudes, finite, any shape.
+
+    Returns:
+        int32 of that shape, in [-126, 127]; -127 (byte 0) for zero.
+
+    Raises:
+        TypeError: `amax` is not an fp32 tensor.
+
+    Example:
+        >>> ultraquant_exponent(torch.tensor([0.0, 6.0, 9.0]))
+        tensor([-127,    0,    0], dtype=torch.int32)
+    """
+    check_dtype("amax", amax, torch.float32)
+    bits = (amax * ULTRAQUANT_FACTOR).view(torch.int32)
+    rounded = (bits >> 23) - 127 + ((bits & 0x7FFFFF) >= ABOVE_SQRT2).int()
+    return rounded.clamp(-126, 127).masked_fill(amax == 0, -127)
+
+
+def sglang_exponent(amax: torch.Tensor) -> torch.Tensor:
+    """The exponent of SGLang's FP4 pool: ceil(log2(amax / 6)), at least -33.
+
+    Args:
+        amax: fp32 largest magnitudes, finite, any shape.
+
+    Returns:
+        int32 of that shape.
+
+    Raises:
+        TypeError: `amax` is not an fp32 tensor.
+    """
+    return torch.where(amax == 0, -33, ceil_exponent(amax, "fp4_e2m1").clamp(min=-33))
 
 
 def dsv4_tile_scale(amax: torch.Tensor) -> torch.Tensor:

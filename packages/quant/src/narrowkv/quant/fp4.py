@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import torch
 
-from narrowkv.runtime.errors import check_dtype
+from narrowkv.runtime.errors import check_choice, check_dtype
 
 __all__ = [
+    "FP4_TIES",
     "FP4_VALUES",
     "decode_fp4",
     "pack_fp4",
@@ -38,27 +39,39 @@ FP4_VALUES: tuple[float, ...] = (
 # down to the even code, and the fp32 number just below the midpoint where the tie goes up to it.
 _ULP = 2.0**-23
 _BOUNDARIES = (0.25, 0.75 - _ULP / 2, 1.25, 1.75 - _ULP, 2.5, 3.5 - 2 * _ULP, 5.0)
+FP4_TIES = ("even", "down", "away")
+"""Where halfway numbers go: to the even code, towards minus infinity, or away from zero."""
+_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
-def round_fp4(x: torch.Tensor) -> torch.Tensor:
-    """Rounds fp32 numbers to E2M1 codes: nearest, ties to even, saturating at 6.
+def round_fp4(x: torch.Tensor, ties: str = "even") -> torch.Tensor:
+    """Rounds fp32 numbers to E2M1 codes: nearest, saturating at 6.
 
     Args:
         x: fp32, any shape.
+        ties: one of `FP4_TIES`.
 
     Returns:
-        uint8 codes 0..15 of that shape. What rounds to zero has code 0 whatever its sign; NaN, which the
-        format lacks, gives code 0 too: the group's scale must carry it.
+        uint8 codes 0..15 of that shape. What rounds to zero has code 0 whatever its sign, except that "away"
+        keeps the sign (code 8); NaN, which the format lacks, gives code 0: the group's scale must carry it.
 
     Raises:
         TypeError: `x` is not an fp32 tensor.
+        ValueError: `ties` is unknown.
     """
     check_dtype("x", x, torch.float32)
-    magnitude = x.abs()
+    check_choice("ties", ties, FP4_TIES)
+    magnitude, negative = x.abs(), x < 0
     code = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
-    for boundary in _BOUNDARIES:  # a third of the time of torch.bucketize; NaN is above none
-        code += magnitude > boundary
-    return code + 8 * ((x < 0) & (code > 0)).to(torch.uint8)
+    for even, midpoint in zip(_BOUNDARIES, _MIDPOINTS, strict=True):
+        # A third of the time of torch.bucketize; NaN is above none.
+        if ties == "even":
+            code += magnitude > even
+        else:
+            upwards = negative if ties == "down" else torch.ones_like(negative)
+            code += (magnitude > midpoint) | ((magnitude == midpoint) & upwards)
+    signed = negative if ties == "away" else negative & (code > 0)
+    return code + 8 * signed.to(torch.uint8)
 
 
 def decode_fp4(code: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,18 @@ from .descales import (
     largest_magnitude,
 )
 from .e4m3 import search_e4m3
-from .e8m0 import E8M0_NAN, ceil_exponent, e8m0_decode, e8m0_from_exponent, floor_exponent, mse_exponent
+from .e8m0 import (
+    E8M0_NAN,
+    ceil_exponent,
+    e8m0_decode,
+    e8m0_from_exponent,
+    floor_exponent,
+    mse_exponent,
+    sglang_exponent,
+    ultraquant_exponent,
+)
 from .formats import Format
+from .fp4 import pack_fp4, round_fp4
 from .rounding import cast_fp8, decode, encode, get_narrow_format, round_to_format, to_fp32
 
 __all__ = ["EXPONENT_RULES", "dequantize_per_group", "nvfp4_global_descale", "quantize_per_group"]
@@ -26,7 +36,9 @@ _E4M3 = "fp8_e4m3fn"
 _E4M3_MAX = 448.0
 _E4M3_SMALLEST = 2.0**-9
 _FP4_SECOND = 4.0  # the magnitude below E2M1's largest, to which NVFP4 may scale a group's largest element
-EXPONENT_RULES = ("mse", "floor", "ceil")  # how the exponent of an E8M0 scale is chosen
+# How the exponent of an E8M0 scale is chosen; the last two are those of engines, and of FP4 only.
+EXPONENT_RULES = ("mse", "floor", "ceil", "ultraquant", "sglang")
+_ENGINE_TIES = {"ultraquant": "down", "sglang": "away"}
 _RULES = {"e8m0": EXPONENT_RULES, "e4m3": ("mse", "amax", "search"), "fp32": ("amax",)}
 
 
@@ -49,7 +61,12 @@ def _e8m0_scale(groups: torch.Tensor, amax: torch.Tensor, fmt: Format, exponent:
         chosen = mse_exponent(groups, fmt)
     else:
         finite = amax.nan_to_num(nan=0.0)
-        chosen = floor_exponent(finite, fmt) if exponent == "floor" else ceil_exponent(finite, fmt)
+        if exponent == "ultraquant":
+            chosen = ultraquant_exponent(finite)
+        elif exponent == "sglang":
+            chosen = sglang_exponent(finite)
+        else:
+            chosen = floor_exponent(finite, fmt) if exponent == "floor" else ceil_exponent(finite, fmt)
     return e8m0_from_exponent(chosen).masked_fill(torch.isnan(amax), E8M0_NAN)
 
 
@@ -89,9 +106,10 @@ def quantize_per_group(
         scale: how a scale is stored: "e8m0" (uint8 bytes), "e4m3" (float8_e4m3fn) or "fp32".
         exponent: how it is chosen; None is the first of these. For "e8m0": "mse" (the power of two with the
             least squared error in the group), "floor" (OCP MX: the largest element may saturate) or "ceil"
-            (nothing saturates). For "e4m3": "mse" (in FP4 the better of two scales: the largest element
-            becomes 6, or 4), "amax" (always 6) or "search" (the least squared error of nine codes, for groups
-            of 64 and more; see `narrowkv.quant.e4m3`). For "fp32": "amax".
+            (nothing saturates); for FP4 also "ultraquant" (vLLM's cache of that name) and "sglang" (its FP4
+            pool), which round halfway numbers as these engines do. For "e4m3": "mse" (in FP4 the better of
+            two scales: the largest element becomes 6, or 4), "amax" (always 6) or "search" (the least squared
+            error of nine codes; see `narrowkv.quant.e4m3`). For "fp32": "amax".
         format: the element format: FP4, FP8, INT8 or INT4.
         global_descale: a second descale for the whole tensor, for "e4m3" only (`nvfp4_global_descale` finds
             it): a number, or fp32 with one element.
@@ -115,6 +133,8 @@ def quantize_per_group(
     fmt = get_narrow_format(format)
     check_choice("scale", scale, tuple(_RULES))
     rule = _RULES[scale][0] if exponent is None else check_choice("exponent", exponent, _RULES[scale])
+    if rule in _ENGINE_TIES and fmt.kind != "fp4":
+        raise ValueError(f"exponent {rule!r} is for fp4_e2m1 only, got it for {fmt.name}")
     check_positive_int("group", group)
     values = to_fp32("x", x)
     check_ndim("x", x, 1, "[..., dim]")
@@ -134,7 +154,10 @@ def quantize_per_group(
         descale = _e4m3_scale(groups, amax, fmt, rule)
     else:
         descale = descale_of(amax, fmt.max_value)
-    return encode((groups / _scale_value(descale).unsqueeze(-1)).flatten(-2), fmt), descale
+    scaled = (groups / _scale_value(descale).unsqueeze(-1)).flatten(-2)
+    if rule in _ENGINE_TIES:
+        return pack_fp4(round_fp4(scaled, _ENGINE_TIES[rule])), descale
+    return encode(scaled, fmt), descale
 
 
 def _scale_value(descale: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from narrowkv.runtime.errors import has_memory
 from narrowkv.runtime.launch import VARIES
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
-from narrowkv.sparse_fp8.layouts import TOKEN_BYTES
+from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS
 
 __all__ = [
     "NO_CSR",
@@ -18,7 +18,7 @@ __all__ = [
     "RowsFormat",
     "bind_16_bit_rows",
     "bind_csr",
-    "bind_fp8_rows",
+    "bind_quantized_rows",
     "byte_range",
     "format_id_of",
     "tensors_in",
@@ -35,17 +35,18 @@ class RowsFormat(NamedTuple):
     """How rows are stored: what a compiled kernel and a plan depend on.
 
     Attributes:
-        layout: "bf16" or "fp16" for 16-bit rows; "split", "packed584" or "row512" for `DSV4Rows`.
-        page_size: rows of a packed584 page; 1 otherwise.
-        scale_group: columns that a scale is for: 64 or 32.
-        format: the FP8 format of the NoPE bytes; "" for 16-bit rows.
+        layout: "bf16" or "fp16" for 16-bit rows; the name of a layout for `DSV4Rows`.
+        page_size: rows of a page; 1 for rows without pages.
+        scale_group: columns that a scale is for.
+        format: the format of the quantised values; "" for 16-bit rows.
         negative_zero_free: as in `DSV4Rows`.
         offsets_64_bit: whether an offset into the rows can need more than 31 bits.
         aligned: whether every row begins at a multiple of 16 elements and of 16 bytes, which the kernels for
             Hopper copy at once.
+        columns: columns of 16-bit rows, 512 or 576; of no meaning for others.
 
     Example:
-        >>> RowsFormat("packed584", page_size=64, format="fp8_e4m3fn").is_fp8
+        >>> RowsFormat("packed584", page_size=64, format="fp8_e4m3fn").is_quantized
         True
     """
 
@@ -56,15 +57,21 @@ class RowsFormat(NamedTuple):
     negative_zero_free: bool = False
     offsets_64_bit: bool = False
     aligned: bool = True
+    columns: int = HEAD_DIM
 
     @property
-    def is_fp8(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether the rows are `DSV4Rows`."""
         return self.format != ""
 
     @property
+    def head_dim(self) -> int:
+        """Columns of a row: 512, or 576 for DeepSeek-V3.2."""
+        return LAYOUTS[self.layout].head_dim if self.is_quantized else self.columns
+
+    @property
     def dtype(self) -> torch.dtype:
-        """The dtype of 16-bit rows; bf16 for FP8 ones, which widen to it exactly."""
+        """The dtype of 16-bit rows; bf16 for quantised ones, which are widened to it."""
         return torch.float16 if self.layout == "fp16" else torch.bfloat16
 
 
@@ -111,15 +118,18 @@ def _passes_31_bits(*parts: torch.Tensor | None) -> bool:
 
 
 def bind_16_bit_rows(rows: torch.Tensor) -> BoundRows:
-    """Rows of bf16 or fp16 `[num_rows, 512]`."""
+    """Rows of bf16 or fp16 `[num_rows, 512]` or `[num_rows, 576]`."""
     stride = rows.stride(0)
     aligned = _begins_aligned(rows) and stride % 16 == 0
-    row_format = RowsFormat(_LAYOUT_OF[rows.dtype], offsets_64_bit=_passes_31_bits(rows), aligned=aligned)
+    row_format = RowsFormat(
+        _LAYOUT_OF[rows.dtype], offsets_64_bit=_passes_31_bits(rows), aligned=aligned,
+        columns=rows.shape[1],
+    )  # fmt: skip
     pointers = RowPointers(rows, None, None, stride, 0, 0, 0, 0)
     return BoundRows(row_format, pointers, rows.shape[0], {"rows": rows}, varying(pointers), (rows,))
 
 
-def bind_fp8_rows(
+def bind_quantized_rows(
     data: torch.Tensor,
     rope: torch.Tensor | None,
     scale: torch.Tensor | None,
@@ -131,15 +141,22 @@ def bind_fp8_rows(
     format: str,
     negative_zero_free: bool,
 ) -> BoundRows:
-    """The rows of a `DSV4Rows`, whose attributes the arguments are. Scales of layout split become int32."""
+    """The rows of a `DSV4Rows`, whose attributes the arguments are. Scales in fp32 become int32."""
     parts = {"data": data, "rope": rope, "scale": scale}
     tensors = {f"rows.{name}": part for name, part in parts.items() if part is not None}
-    if layout == "packed584":
+    places = LAYOUTS[layout]
+    if places.is_paged:
         pages, width = data.shape
+        step = places.alignment
         # The stride of a single page says nothing and may be odd.
-        stride = data.stride(0) if pages > 1 else width + width % 2
-        tokens = data.as_strided((pages, page_size * TOKEN_BYTES), (stride, 1))
-        pointers = RowPointers(data, tokens.view(torch.bfloat16), data, stride, stride // 2, stride, 0, 0)
+        stride = data.stride(0) if pages > 1 else -(-width // step) * step
+        tokens = data.as_strided((pages, places.page_bytes(page_size, padded=False)), (stride, 1))
+        columns = tokens.view(torch.bfloat16) if places.rope == "bf16" else data
+        scales = tokens.view(torch.int32) if places.scale_item_bytes == 4 else data
+        pointers = RowPointers(
+            data, columns, scales, stride, stride // (places.rope_item_bytes or 1),
+            stride // places.scale_item_bytes, 0, 0,
+        )  # fmt: skip
     else:
         assert rope is not None
         nope = data.view(torch.uint8)

@@ -12,7 +12,7 @@ import torch
 
 from narrowkv.runtime.cases import each_alone, named, spell_case
 from narrowkv.sparse_fp8.api import sparse_decode, sparse_prefill, sparse_prefill_fp8
-from narrowkv.sparse_fp8.layouts import HEAD_DIM
+from narrowkv.sparse_fp8.layouts import LAYOUTS as ROW_LAYOUTS
 from narrowkv.sparse_fp8.reference import sparse_prefill_reference
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
@@ -25,7 +25,7 @@ BOUND_FP8_QK = 0.02
 LSE_BOUND = 1e-3
 
 MODES = ("wide", "prepass", "fused", "decode")
-LAYOUTS = ("bf16", "fp16", "split", "packed584", "row512")
+LAYOUTS = ("bf16", "fp16", *ROW_LAYOUTS)
 QUERIES = ("bf16", "fp16", "fp8")
 _I32 = torch.int32
 
@@ -35,7 +35,7 @@ class SparseInputs:
     """What `SparseCase.build` makes.
 
     Attributes:
-        q: bf16 or fp16 `[num_tokens, num_qo_heads, 512]`.
+        q: bf16 or fp16 `[num_tokens, num_qo_heads, head_dim]`.
         prefix, extend: sources, or None.
         attn_sink: fp32 `[num_qo_heads]`.
     """
@@ -57,8 +57,9 @@ class SparseCase:
         extend_lens: indices of each token into this forward's rows; None for no extend source.
         num_qo_heads: query heads.
         q: "bf16", "fp16", or "fp8": in the layout of the rows.
-        format: of FP8 rows.
-        page_size, padded: of packed584.
+        format: of FP8 rows; FP4 layouts have one format.
+        extend_layout, extend_format: of this forward's rows; "" for those of the pool.
+        page_size, padded: of layouts of pages.
         clean: whether rows are known to hold no negative zero.
         skipped: share of the indices that are -1.
         spread: standard deviation of the logits, about: above 3 the softmax is peaky.
@@ -75,6 +76,8 @@ class SparseCase:
     num_qo_heads: int = named(16, "heads")
     q: str = named("bf16", words=QUERIES)
     format: str = "fp8_e4m3fn"
+    extend_layout: str = named("", words=("", *LAYOUTS))
+    extend_format: str = ""
     page_size: int = 64
     padded: bool = True
     clean: bool = True
@@ -96,7 +99,19 @@ class SparseCase:
     @property
     def rows(self) -> str:
         """Layout and format of the rows."""
-        return self.layout if self.layout in QUERIES else f"{self.layout} {self.format}"
+        if self.layout in QUERIES:
+            return self.layout
+        return f"{self.layout} {self._format(self.layout)}"
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of q and of rows."""
+        return ROW_LAYOUTS[self.layout].head_dim if self.layout in ROW_LAYOUTS else 512
+
+    def _format(self, layout: str, of_extend: bool = False) -> str:
+        if ROW_LAYOUTS[layout].values == "fp4":
+            return "fp4_e2m1"
+        return (self.extend_format if of_extend else "") or self.format
 
     @classmethod
     def small(cls, **changes: Any) -> SparseCase:
@@ -125,12 +140,12 @@ class SparseCase:
         """
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
         tokens, heads = self.num_tokens, self.num_qo_heads
-        q = torch.randn(tokens, heads, HEAD_DIM, generator=generator) * self.spread
+        q = torch.randn(tokens, heads, self.head_dim, generator=generator) * self.spread
         sink = torch.linspace(-2.0, 3.0, heads)
         return SparseInputs(
             q.to(device, torch.float16 if self.q == "fp16" else torch.bfloat16),
             self._source(self.prefix_lens, self.pool_rows, generator, device),
-            self._source(self.extend_lens, self.extend_rows, generator, device),
+            self._source(self.extend_lens, self.extend_rows, generator, device, of_extend=True),
             sink.to(device),
         )
 
@@ -139,32 +154,37 @@ class SparseCase:
         tensors = self.build(device)
         q: torch.Tensor | DSV4Rows = tensors.q
         if self.q == "fp8":
-            q = DSV4Rows.quantize(tensors.q, layout=self.layout, page_size=self.page_size, format=self.format)
+            q = DSV4Rows.quantize(
+                tensors.q, layout=self.layout, page_size=self.page_size, format=self._format(self.layout)
+            )
         return SparseCall(self, tensors, q)
 
     def _source(
-        self, lens: tuple[int, ...] | None, rows: int, generator: torch.Generator, device: torch.device | str
-    ) -> KVSource | None:
+        self, lens: tuple[int, ...] | None, rows: int, generator: torch.Generator,
+        device: torch.device | str, *, of_extend: bool = False,
+    ) -> KVSource | None:  # fmt: skip
         if lens is None:
             return None
+        layout = (self.extend_layout if of_extend else "") or self.layout
         indptr = torch.tensor([0, *lens]).cumsum(0).to(_I32)
         nnz = int(indptr[-1])
         # Odd rows are never named.
         indices = torch.randint(0, max(rows // 2, 1), (nnz,), generator=generator) * 2
         indices[torch.rand(nnz, generator=generator) < self.skipped] = -1
-        x = torch.randn(rows, HEAD_DIM, generator=generator)
+        x = torch.randn(rows, self.head_dim, generator=generator)
         # Tiles of very different size, so that a scale that is left out or mixed up shows.
-        x[:, : HEAD_DIM - 64] *= torch.exp2(
-            torch.randint(-3, 4, (rows, 7), generator=generator)
-        ).repeat_interleave(64, -1)
+        x[:, :448] *= torch.exp2(torch.randint(-3, 4, (rows, 7), generator=generator)).repeat_interleave(
+            64, -1
+        )
         x[1::2] = float("nan")
         x = x.to(device)
-        if self.layout in ("bf16", "fp16"):
-            pool: torch.Tensor | DSV4Rows = x.to(torch.bfloat16 if self.layout == "bf16" else torch.float16)
+        if layout in ("bf16", "fp16"):
+            pool: torch.Tensor | DSV4Rows = x.to(torch.bfloat16 if layout == "bf16" else torch.float16)
         else:
             pool = DSV4Rows.quantize(
-                x, layout=self.layout, page_size=self.page_size, padded=self.padded, format=self.format
-            )
+                x, layout=layout, page_size=self.page_size, padded=self.padded,
+                format=self._format(layout, of_extend),
+            )  # fmt: skip
             if not self.clean:
                 pool = replace(pool, negative_zero_free=False)
         return KVSource(pool, indptr.to(device), indices.to(device, _I32))

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields
 import torch
 
 from narrowkv.runtime.errors import (
-    UnsupportedError,
     check_dtype,
     check_last_dim_contiguous,
     check_no_grad,
@@ -18,23 +17,13 @@ from narrowkv.runtime.errors import (
 )
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import RowsFormat
-from narrowkv.sparse_fp8.config import NUM_HEADS
 from narrowkv.sparse_fp8.layouts import HEAD_DIM
-from narrowkv.sparse_fp8.rows import DSV4Rows, query_heads
+from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource, check_scales
 
-__all__ = [
-    "QUERY_FORMATS",
-    "PlannedCall",
-    "check_formats",
-    "check_fused",
-    "check_values",
-    "num_heads_of",
-    "query_format",
-]
+__all__ = ["PlannedCall", "check_values"]
 
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-QUERY_FORMATS = {"bf16": RowsFormat("bf16"), "fp16": RowsFormat("fp16")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +31,8 @@ class PlannedCall:
     """What all calls of a plan have in common.
 
     Attributes:
-        mode: "wide" attends 16-bit rows, "fused" FP8 rows as stored, "prepass" FP8 rows that are first
-            expanded to 16 bits in scratch memory.
+        mode: "wide" attends 16-bit rows, "fused" quantised rows as stored, "prepass" quantised rows that are
+            first expanded to 16 bits in scratch memory.
         target: the target that it was planned for.
         device: the device of all tensors.
         num_qo_heads: query heads.
@@ -66,10 +55,12 @@ class PlannedCall:
     max_num_tokens: int | None = None
     max_indices: int | None = None
     query_dtype: torch.dtype = field(init=False, repr=False)  # of a 16-bit query, and of scratch memory
+    head_dim: int = field(init=False, repr=False)  # columns of q and of rows; v and the output have 512
 
     def __post_init__(self) -> None:
         """Finds what every call looks up."""
         object.__setattr__(self, "query_dtype", self.query.dtype)
+        object.__setattr__(self, "head_dim", self.query.head_dim)
 
     def planned_call(self) -> PlannedCall:
         """What all calls have in common, without the plan, so that the plan's launches do not refer to it."""
@@ -110,13 +101,13 @@ class PlannedCall:
             if (
                 q.dtype is not self.query_dtype
                 or self.query.format
-                or q.shape != (tokens, self.num_qo_heads, HEAD_DIM)
+                or q.shape != (tokens, self.num_qo_heads, self.head_dim)
                 or q.stride(2) != 1
                 or q.device != self.device
             ):
                 self._refuse_query(q, tokens)
         else:
-            self._check_fp8_query(q, tokens)
+            self._check_quantized_query(q, tokens)
         if (attn_sink is None) == self.has_sink or (
             attn_sink is not None
             and (
@@ -140,12 +131,12 @@ class PlannedCall:
                 ("prefix.rows", prefix and prefix.rows),
                 ("extend.rows", extend and extend.rows),
             ):
-                # Rows and queries in FP8 never do.
+                # Quantised rows and queries never do.
                 if isinstance(x, torch.Tensor) and x.requires_grad:
                     check_no_grad(**{name: x})
         return tokens
 
-    def _check_fp8_query(self, q: DSV4Rows, tokens: int) -> None:
+    def _check_quantized_query(self, q: DSV4Rows, tokens: int) -> None:
         if not isinstance(q, DSV4Rows):
             raise TypeError(f"q must be a torch.Tensor or DSV4Rows, got {type(q).__name__}")
         if q.bound.format != self.query or q.device != self.device:
@@ -161,13 +152,13 @@ class PlannedCall:
             )
 
     def _refuse_query(self, q: torch.Tensor, tokens: int) -> None:
-        if self.query.is_fp8:
+        if self.query.is_quantized:
             raise TypeError("q must be DSV4Rows as planned, got a torch.Tensor")
         check_dtype("q", q, self.query.dtype)
         check_same_device(plan=torch.empty(0, device=self.device), q=q)
         if q.dim() == 3 and q.shape[0] != tokens:
             raise ValueError(f"q must have {tokens} tokens like the sources' indptr, got {q.shape[0]}")
-        check_shape("q", q, (tokens, self.num_qo_heads, HEAD_DIM))
+        check_shape("q", q, (tokens, self.num_qo_heads, self.head_dim))
         check_last_dim_contiguous("q", q)
 
     def _refuse_format(self, name: str, planned: RowsFormat, given: KVSource, tokens: int) -> None:
@@ -231,7 +222,9 @@ class PlannedCall:
             if clear and isinstance(x, torch.Tensor):
                 begin = x.data_ptr()
                 end = begin + x.element_size() * (
-                    (tokens - 1) * x.stride(0) + (heads - 1) * x.stride(1) + HEAD_DIM if x is q else heads
+                    (tokens - 1) * x.stride(0) + (heads - 1) * x.stride(1) + self.head_dim
+                    if x is q
+                    else heads
                 )
                 clear = high <= begin or end <= low
         if not clear:
@@ -302,87 +295,3 @@ def check_values(
             source.check_values(name)
     if attn_sink is not None and bool(attn_sink.isnan().any()):
         raise ValueError("attn_sink must not hold NaN: -inf is no sink")
-
-
-def check_formats(mode: str, query: RowsFormat, prefix: RowsFormat | None, extend: RowsFormat | None) -> None:
-    """Refuses sources and queries that a mode cannot attend together.
-
-    Raises:
-        TypeError, ValueError, UnsupportedError: naming the argument, what was expected and what was given.
-    """
-    named = {name: rows for name, rows in (("prefix", prefix), ("extend", extend)) if rows is not None}
-    if not named:
-        raise ValueError("prefix or extend must be given, got None for both")
-    if mode == "wide":
-        if query.is_fp8:
-            raise TypeError("q must be a bf16 or fp16 tensor over 16-bit rows, got DSV4Rows")
-        for name, rows in named.items():
-            if rows.is_fp8:
-                raise UnsupportedError(
-                    f"{name}.rows must be a bf16 or fp16 tensor here, got DSV4Rows: use sparse_prefill_fp8"
-                )
-    elif not any(rows.is_fp8 for rows in named.values()):
-        raise UnsupportedError(
-            "prefix.rows or extend.rows must be DSV4Rows here, got 16-bit rows: use sparse_prefill"
-        )
-    formats = {rows.format for rows in (query, *named.values()) if rows.is_fp8}
-    if len(formats) > 1:
-        raise UnsupportedError(
-            f"q and all sources must have one FP8 format, got {', '.join(sorted(formats))}"
-        )
-    if mode == "fused":
-        check_fused(named)
-    for name, rows in named.items():
-        if not rows.is_fp8 and rows.dtype != query.dtype:
-            raise TypeError(f"{name}.rows must have the dtype of q, {query.dtype}, got {rows.dtype}")
-
-
-def check_fused(rows: dict[str, RowsFormat]) -> None:
-    """Refuses 16-bit rows, which the fused kernel does not read.
-
-    Raises:
-        UnsupportedError: naming the source and what works.
-    """
-    for name, stored in rows.items():
-        if not stored.is_fp8:
-            raise UnsupportedError(
-                f"{name}.rows must be DSV4Rows for the fused kernel, got 16-bit rows: quantise them with "
-                "DSV4Rows.quantize, or use mode='prepass' of sparse_prefill_fp8, which takes both kinds"
-            )
-
-
-def query_format(q: torch.Tensor | DSV4Rows) -> RowsFormat:
-    """How a query is stored; the addresses of a 16-bit one are looked at in each call.
-
-    Raises:
-        TypeError: q is neither a bf16 or fp16 tensor nor `DSV4Rows`.
-    """
-    if isinstance(q, DSV4Rows):
-        return q.bound.format
-    if not isinstance(q, torch.Tensor):
-        raise TypeError(f"q must be a torch.Tensor or DSV4Rows, got {type(q).__name__}")
-    check_dtype("q", q, (torch.bfloat16, torch.float16))
-    return QUERY_FORMATS["bf16" if q.dtype is torch.bfloat16 else "fp16"]
-
-
-def num_heads_of(q: torch.Tensor | DSV4Rows, tokens: int, num_qo_heads: int | None) -> int:
-    """The query heads of a call that was not planned.
-
-    Raises:
-        ValueError: the query cannot hold `tokens` times any supported number of heads.
-    """
-    if isinstance(q, DSV4Rows):
-        heads = query_heads(q, tokens, num_qo_heads)
-        spare = q.num_rows - heads * tokens
-        if heads not in NUM_HEADS or not 0 <= spare < (1 if num_qo_heads is None else q.page_size):
-            raise ValueError(
-                f"q must hold num_tokens * num_qo_heads rows, num_qo_heads one of {NUM_HEADS}, for {tokens} "
-                f"tokens; got {q.num_rows} rows and num_qo_heads={num_qo_heads}"
-            )
-        return heads
-    check_shape("q", q, ("num_tokens", "num_qo_heads", HEAD_DIM))
-    if q.shape[1] not in NUM_HEADS:
-        raise ValueError(f"q must have num_qo_heads in {NUM_HEADS}, got {q.shape[1]}")
-    if num_qo_heads not in (None, q.shape[1]):
-        raise ValueError(f"num_qo_heads must be {q.shape[1]} as q has it, got {num_qo_heads}")
-    return q.shape[1]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import triton
 
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.runtime.targets import Target
+from narrowkv.sparse_fp8.layouts import HEAD_DIM, RowLayout
 
 __all__ = [
     "NUM_HEADS",
@@ -78,19 +81,38 @@ def num_units(target: Target) -> int:
     return target.figures.units if target.figures is not None else 4
 
 
-def choose_splits(target: Target, programs: int, tiles: int) -> int:
+def choose_splits(target: Target, programs: int, tiles: int, partial_bytes: int = 0) -> int:
     """The number of programs that share a token's rows.
 
     Args:
         target: what the kernel runs on.
         programs: (token, head block) pairs of the call.
         tiles: tiles that a token has on average.
+        partial_bytes: bytes of the partial results of all programs without splits.
     """
     units = num_units(target)
     if programs * 2 > units or tiles < 2:
         return 1
-    # One program a compute unit, and at least two tiles a program, so that the merge takes less time.
-    return max(1, min(units // max(programs, 1), tiles // 2, MOST_CHOSEN_SPLITS))
+    most = min(units // max(programs, 1), MOST_CHOSEN_SPLITS)
+    if not target.is_nvidia:
+        # One program a compute unit, and at least two tiles a program, so that the merge takes less time.
+        return max(1, min(most, tiles // 2))
+    return _splits_of_least_time(min(most, tiles), tiles, partial_bytes)
+
+
+@lru_cache(maxsize=4096)
+def _splits_of_least_time(most: int, tiles: int, partial_bytes: int) -> int:
+    """The number of splits, of 1 to `most`, at which a program's tiles and the merge take least time.
+
+    H100, microseconds, 1 to 128 tokens, 16 to 128 heads, top-k 512 and 2048: a tile of 64 rows takes 1.5 to
+    2.2. The merge takes 3 for every 8 splits, which it reads at once, and 0.4 for a megabyte of partials.
+    """
+
+    def microseconds(splits: int) -> float:
+        merge = 3.0 * -(-splits // 8) + 0.4e-6 * partial_bytes * splits
+        return 2.0 * -(-tiles // splits) + (merge if splits > 1 else 0.0)
+
+    return min(range(1, most + 1), key=microseconds)
 
 
 @dataclass(frozen=True)
@@ -115,13 +137,21 @@ _HOPPER_TILES = {
 
 def _hopper_tiles(kernel: str, num_heads: int) -> _Tiles:
     # H200, 1024 tokens, top-k 2048, microseconds. 16-bit rows, 16 heads: the kernel for few heads 350, the
-    # plain one 457, the one for 64 heads 529; 32 heads 446. FP8 rows, 16 heads: 451 and, plain, 1266; for 32
-    # heads its sums spill, 1022, and the kernel for 64 heads serves, which takes 582 for 64.
+    # plain one 457, the one for 64 heads 529; 32 heads 446. FP8 rows, 16 heads: 451 and, plain, 1266.
+    # H100, 32 heads over FP8 rows: with 512, 128, 32 and 8 tokens 304, 85, 43 and 30, the kernel for 64 heads
+    # 296, 85, 47 and 35.
     block_h = max(16, num_heads)
-    if block_h > (32 if kernel == "wide" else 16):
+    if block_h > 32:
         return _HOPPER_TILES[kernel]
     # Q of 16 heads and three tiles take 218 of 227 KB. A task has warps in groups of 4.
     return _Tiles(block_h, 64, LaunchOptions(num_warps=4, num_stages=1), stages=3 if block_h == 16 else 2)
+
+
+def few_registers(block_h: int, is_fp8: bool) -> tuple[int, int]:
+    """Registers of a thread that computes scores, and of one that gathers, in the kernel for few heads."""
+    if not is_fp8:
+        return 168, 168
+    return (128, 128) if block_h == 16 else (104, 112)
 
 
 def _cdna_tiles(target: Target, kernel: str, num_heads: int) -> _Tiles:
@@ -143,7 +173,7 @@ def _cdna_tiles(target: Target, kernel: str, num_heads: int) -> _Tiles:
     return _Tiles(heads, 64 if gfx950 else 32, options, stages=2 if gfx950 else 1)
 
 
-def _amd_tiles(target: Target, kernel: str, block_h: int, fp16_query: bool) -> _Tiles:
+def _amd_tiles(target: Target, kernel: str, block_h: int, fp16_query: bool, v4_rows: bool) -> _Tiles:
     """Tiles and options on CDNA: no vector register spills, with two sources and with splits.
 
     By `narrowkv inspect model --case sparse:...`, the loop's useful TFLOP/s (products that several waves
@@ -155,7 +185,8 @@ def _amd_tiles(target: Target, kernel: str, block_h: int, fp16_query: bool) -> _
     - FP8 rows, 64 heads. gfx942: one stage 138, two 171, three 173; 32 rows and 8 waves 155. gfx950: one
       stage 160, two 152; 32 rows 264, which spill with an fp16 query and under Triton 3.6; 32 rows and 8
       waves 228.
-    - The same, 16 heads. gfx942 199; two stages 215, but four scalars spill. gfx950 277; 32 rows 215.
+    - Rows in FP4 and those with scales for 32 columns spill with 32 rows a tile: 16 for all but V4's.
+    - FP8 rows, 16 heads. gfx942 199; two stages 215, but four scalars spill. gfx950 277; 32 rows 215.
     - An FP8 query that is multiplied in FP8: 122 and 100 at 64 heads, 110 and 57 at 16: every wave scales the
       scores of seven tiles. Widened once per program, it takes what a bf16 query takes.
     """
@@ -167,7 +198,7 @@ def _amd_tiles(target: Target, kernel: str, block_h: int, fp16_query: bool) -> _
     # All columns in one tile: widened once, as loaded. Tiles of 64 pass through LDS as bytes, and every warp
     # widens them itself, twice: 64 heads take 3800 vector instructions of all warps on gfx942 and 5060 on
     # gfx950, not 1700 and 1350.
-    if block_h == 64 and gfx950 and not fp16_query and TRITON >= (3, 8):
+    if block_h == 64 and gfx950 and not fp16_query and TRITON >= (3, 8) and v4_rows:
         return _Tiles(block_h, 32, options, width=512)
     # Without waves_per_eu=1 Triton 3.6 and 3.8 spill up to 4 scalar registers.
     stages = 2 if block_h == 64 and not gfx950 else 1
@@ -190,15 +221,18 @@ def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
     return _Tiles(block_h, 64 if kernel == "wide" else 32, options, 64 if fp8_qk else 256)
 
 
-def specialised_pays(target: Target, config: SparseConfig, num_tokens: int, num_heads: int) -> bool:
-    """Whether a specialised kernel is faster than the portable one: on Hopper where it fills the chip."""
+def specialised_pays(config: SparseConfig, tiles: int) -> bool:
+    """Whether a specialised kernel is faster than the portable one for programs of so many tiles.
+
+    On Hopper it takes longer to begin than the portable kernel, and less time for a tile. H100, microseconds
+    with it and with the portable kernel, 1 and 8 tokens. One tile a program: FP8 rows, 64 heads, 27.3 and
+    21.6; 16 heads, 18.1 and 21.9; 16-bit rows, 16 heads, 18.4 and 16.4; 64 heads, 18.0 and 19.3. Two tiles:
+    FP8 rows, 64 heads, 30.7 and 29.9. Four tiles: 128 heads, 38.3 and 42.6.
+    """
     if config.family != "hopper":
         return True
-    # H200, 1024 tokens, top-k 2048, 64 heads, microseconds with this kernel and with the plain one: 16-bit
-    # rows 559 and 841, FP8 rows 582 and 1468; for few heads see `_hopper_tiles`. Calls with fewer programs
-    # than SMs have not been timed.
-    figures = target.figures
-    return figures is not None and num_tokens * config.head_blocks(num_heads) >= figures.units
+    few = config.block_h < 64
+    return tiles >= (2 if few == (config.kernel == "wide") else 1)
 
 
 def specialised_config(target: Target, *, kernel: str, num_heads: int) -> SparseConfig | None:
@@ -216,8 +250,9 @@ def specialised_config(target: Target, *, kernel: str, num_heads: int) -> Sparse
 
 
 def choose_config(
-    target: Target, *, kernel: str, num_heads: int, fp8_qk: bool = False, fp16_query: bool = False
-) -> SparseConfig:
+    target: Target, *, kernel: str, num_heads: int, fp8_qk: bool = False, fp16_query: bool = False,
+    layouts: Sequence[RowLayout] = (),
+) -> SparseConfig:  # fmt: skip
     """The configuration of the portable kernels.
 
     Args:
@@ -226,14 +261,19 @@ def choose_config(
         num_heads: query heads.
         fp8_qk: whether QK over NoPE may multiply FP8 by FP8; it does where that is faster.
         fp16_query: whether the query is in fp16.
+        layouts: those of a fused kernel's quantised rows.
     """
     block_h = max(16, min(64, num_heads))
     if target.is_amd:
-        tiles, fp8_qk = _amd_tiles(target, kernel, block_h, fp16_query), False
+        v4_rows = all(layout.quantized < HEAD_DIM for layout in layouts)
+        tiles, fp8_qk = _amd_tiles(target, kernel, block_h, fp16_query, v4_rows), False
     elif target.name == "cpu":
         tiles = _Tiles(block_h, 64, LaunchOptions())
     else:
         tiles = _gpu_tiles(kernel, block_h, fp8_qk)
+    # A tile has one scale in fp32: it multiplies scores.
+    groups = [layout.group for layout in layouts if layout.scale == "fp32"]
+    tiles = replace(tiles, width=min(tiles.width, *groups, HEAD_DIM))
     return _config(kernel, tiles, fp8_qk=fp8_qk)
 
 

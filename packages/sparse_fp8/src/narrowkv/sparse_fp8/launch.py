@@ -11,13 +11,15 @@ from narrowkv.quant.device import widen_route, widening_exponent
 from narrowkv.runtime.launch import VARIES, BoundLaunch, FixedLaunch, LaunchOptions
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import NO_CSR, RowsFormat, varying
-from narrowkv.sparse_fp8.checks import QUERY_FORMATS, PlannedCall
-from narrowkv.sparse_fp8.config import SparseConfig
+from narrowkv.sparse_fp8.checks import PlannedCall
+from narrowkv.sparse_fp8.config import SparseConfig, few_registers
+from narrowkv.sparse_fp8.formats import widened_format
 from narrowkv.sparse_fp8.kernels.expand import _expand_kernel
 from narrowkv.sparse_fp8.kernels.fused import _sparse_fused_kernel
 from narrowkv.sparse_fp8.kernels.results import Call, Output, Partials, Tiles, _merge_sparse_kernel
-from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers, Stored, Widening
+from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers, Stored
 from narrowkv.sparse_fp8.kernels.wide import _sparse_wide_kernel
+from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
 
@@ -36,16 +38,50 @@ def expand_block(target: Target) -> int:
     return 64 if target.name == "cpu" else 16
 
 
-def _stored(rows: RowsFormat | None) -> Stored | None:
+def stored(rows: RowsFormat | None, target: Target, *, wide_address: bool | None = None) -> Stored | None:
+    """How rows are stored, as kernels are compiled for it, and how the target widens them."""
     if rows is None:
         return None
-    return Stored(rows.layout if rows.is_fp8 else "", rows.page_size, rows.scale_group, rows.offsets_64_bit)
+    if wide_address is None:
+        wide_address = rows.offsets_64_bit
+    if not rows.is_quantized:
+        return Stored("", 0, "", "", 0, 0, 1, 0, 0, 0, 0, 0, False, wide_address, False, "", "", 0)
+    layout = LAYOUTS[rows.layout]
+    route = route_of(target, rows)
+    rope_at = scale_at = value_step = rope_step = scale_step = 0
+    if layout.is_paged:
+        scale_at, scale_step = layout.scale_place(rows.page_size)
+        value_step, rope_at = layout.data_bytes, layout.rope_at
+        rope_step = layout.data_bytes
+    elif layout.name == "row512":
+        scale_at = layout.value_bytes
+    item, rope_item = layout.scale_item_bytes, layout.rope_item_bytes or 1
+    in_data = layout.name != "split"
+    return Stored(
+        VALUES=layout.values,
+        COLUMNS=layout.quantized,
+        ROPE=layout.rope,
+        SCALE=layout.scale,
+        GROUP=rows.scale_group,
+        STEP=max(1, layout.scale_copies * rows.scale_group // layout.group),
+        PAGE_SIZE=rows.page_size,
+        VALUE_STRIDE=value_step,
+        ROPE_STRIDE=rope_step // rope_item,
+        SCALE_STRIDE=scale_step // item,
+        ROPE_AT=rope_at // rope_item,
+        SCALE_AT=scale_at // item,
+        ONE_BUFFER=in_data and item == 1,
+        WIDE_ADDRESS=wide_address,
+        IN_HALVES=target.is_amd and layout.values == "fp8" and layout.quantized == HEAD_DIM,
+        FORMAT=rows.format,
+        ROUTE=route,
+        EXPONENT=widening_exponent(rows.format, route),
+    )
 
 
-def route_of(target: Target, rows: list[RowsFormat]) -> str:
-    """How FP8 rows are widened on a target: one route for all of a call, since they meet in one product."""
-    clean = all(each.negative_zero_free for each in rows)
-    return widen_route(target, rows[0].format, negative_zero_free=clean)
+def route_of(target: Target, rows: RowsFormat) -> str:
+    """How the values of rows are widened on a target."""
+    return widen_route(target, rows.format, negative_zero_free=rows.negative_zero_free)
 
 
 def bind_attention(
@@ -54,29 +90,25 @@ def bind_attention(
 ) -> BoundLaunch:  # fmt: skip
     """The attention kernel of a configuration, for sources stored in these ways."""
     if config.family == "hopper":
-        return _bind_hopper(config, call, query, prefix, extend)
-    constexprs: dict[str, Any] = {"PREFIX": _stored(prefix), "EXTEND": _stored(extend)}
-    fp8 = [rows for rows in (query, prefix, extend) if rows is not None and rows.is_fp8]
-    widening = None
-    if fp8:
-        route = route_of(target, fp8)
-        widening = Widening(fp8[0].format, route, widening_exponent(fp8[0].format, route))
+        return _bind_hopper(config, call, target, query, prefix, extend)
+    constexprs: dict[str, Any] = {"PREFIX": stored(prefix, target), "EXTEND": stored(extend, target)}
     if config.family == "cdna":
         from narrowkv.sparse_fp8.kernels.cdna import _sparse_cdna_kernel, cdna_call
 
-        constexprs |= {"CALL": cdna_call(call, config, target), "WIDENING": widening}
+        constexprs["CALL"] = cdna_call(call, config, target)
         return BoundLaunch(_sparse_cdna_kernel, constexprs, config.options)
     tiles = Tiles(config.block_h, config.block_k, config.width, config.guard)
     constexprs |= {"CALL": call, "TILES": tiles}
     if config.kernel == "wide":
         return BoundLaunch(_sparse_wide_kernel, constexprs, config.options)
-    constexprs |= {"QUERY": _stored(query), "WIDENING": widening, "FP8_QK": config.fp8_qk}
+    constexprs |= {"QUERY": stored(query, target, wide_address=True), "FP8_QK": config.fp8_qk}
     return BoundLaunch(_sparse_fused_kernel, constexprs, config.options)
 
 
 def _bind_hopper(
-    config: SparseConfig, call: Call, query: RowsFormat, prefix: RowsFormat | None, extend: RowsFormat | None
-) -> BoundLaunch:
+    config: SparseConfig, call: Call, target: Target, query: RowsFormat,
+    prefix: RowsFormat | None, extend: RowsFormat | None,
+) -> BoundLaunch:  # fmt: skip
     # Not at the top: a Triton without Gluon runs everything else.
     from narrowkv.sparse_fp8.kernels.few import _sparse_few_kernel
     from narrowkv.sparse_fp8.kernels.hopper import _sparse_hopper_kernel
@@ -84,20 +116,19 @@ def _bind_hopper(
     from narrowkv.sparse_fp8.kernels.hopper_fp8 import _sparse_hopper_fp8_kernel
 
     rows = [each for each in (prefix, extend) if each is not None]
+    far = any(each.offsets_64_bit for each in rows)
     kernel: Any
     if config.block_h < 64:
         kernel = _sparse_few_kernel
     else:
-        kernel = _sparse_hopper_fp8_kernel if rows[0].is_fp8 else _sparse_hopper_kernel
+        kernel = _sparse_hopper_fp8_kernel if rows[0].is_quantized else _sparse_hopper_kernel
     constexprs = HopperCall(
         call.NUM_HEADS,
         config.head_blocks(call.NUM_HEADS),
         prefix is not None,
         extend is not None,
-        rows[0].layout if rows[0].is_fp8 else "",
-        1 if prefix is None else prefix.page_size,
-        1 if extend is None else extend.page_size,
-        any(each.offsets_64_bit for each in rows),
+        stored(rows[0], target, wide_address=far),
+        stored(rows[-1], target, wide_address=far),
         call.SPLIT,
         call.HAS_SINK,
         call.WRITE_LSE,
@@ -105,6 +136,7 @@ def _bind_hopper(
         config.block_k,
         config.stages,
         _SLACK[query.dtype],
+        *few_registers(config.block_h, rows[0].is_quantized),
     )
     return BoundLaunch(kernel, {"CALL": constexprs}, config.options)
 
@@ -117,11 +149,10 @@ def bind_merge(call: Call) -> BoundLaunch:
 
 def bind_expand(rows: RowsFormat, target: Target, *, gather: bool) -> BoundLaunch:
     """The kernel that expands FP8 rows to 16 bits: all of them, or those that an index list names."""
-    route = route_of(target, [rows])
     constexprs = {
         "GATHER": gather,
-        "STORED": _stored(rows),
-        "WIDENING": Widening(rows.format, route, widening_exponent(rows.format, route)),
+        "STORED": stored(rows, target),
+        "HEAD_DIM": rows.head_dim,
         "BLOCK_R": expand_block(target),
     }
     return BoundLaunch(_expand_kernel, constexprs, LaunchOptions(num_warps=4, num_stages=1))
@@ -238,10 +269,13 @@ class SparseLaunches:
         if known is not None:
             return known
         planned = self.planned
-        call = Call(planned.num_qo_heads, planned.has_sink, planned.writes_lse, split, offsets_64_bit[2])
+        call = Call(
+            planned.num_qo_heads, planned.has_sink, planned.writes_lse, split, offsets_64_bit[2],
+            planned.head_dim,
+        )  # fmt: skip
         query, prefix, extend = planned.query, planned.prefix, planned.extend
         if planned.mode == "prepass" or config.family != "portable":
-            query = QUERY_FORMATS["fp16" if query.dtype == torch.float16 else "bf16"]
+            query = widened_format(query)
         if planned.mode == "prepass":
             prefix, extend = (None if rows is None else query for rows in (prefix, extend))
         prefix, extend = (
@@ -255,7 +289,9 @@ class SparseLaunches:
         """The merge kernel."""
         if "merge" not in self._bound:
             planned = self.planned
-            call = Call(planned.num_qo_heads, planned.has_sink, planned.writes_lse, False, False)
+            call = Call(
+                planned.num_qo_heads, planned.has_sink, planned.writes_lse, False, False, planned.head_dim
+            )
             self._bound["merge"] = bind_merge(call)
         return self._bound["merge"]
 

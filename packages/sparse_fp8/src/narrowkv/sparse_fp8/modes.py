@@ -11,9 +11,10 @@ from narrowkv.runtime.errors import check_choice
 from narrowkv.runtime.launch import active_target, is_compiled
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import RowsFormat
-from narrowkv.sparse_fp8.checks import check_fused, query_format
-from narrowkv.sparse_fp8.config import specialised_config, specialised_pays
+from narrowkv.sparse_fp8.config import specialised_config
+from narrowkv.sparse_fp8.formats import check_fused, query_format
 from narrowkv.sparse_fp8.launch import route_of
+from narrowkv.sparse_fp8.layouts import LAYOUTS
 from narrowkv.sparse_fp8.planner import suits_specialised
 from narrowkv.sparse_fp8.rows import DSV4Rows, query_heads
 from narrowkv.sparse_fp8.sources import KVSource
@@ -44,7 +45,6 @@ def _choose_on_nvidia(
     num_heads: int,
 ) -> ModeChoice:
     formats = {name: source.format for name, source in sources.items()}
-    num_tokens = max(source.num_tokens for source in sources.values())
     config = None
     if (
         is_compiled(q if isinstance(q, torch.Tensor) else q.data)
@@ -52,7 +52,7 @@ def _choose_on_nvidia(
         and all(source.int32_lists for source in sources.values())
     ):
         config = specialised_config(target, kernel="fused", num_heads=num_heads)
-    if config is None or not specialised_pays(target, config, num_tokens, num_heads):
+    if config is None:
         return ModeChoice(
             "prepass",
             "no kernel for Hopper widens these rows, and the plain one takes more than twice the 16-bit "
@@ -68,12 +68,12 @@ def _choose_on_nvidia(
         return ModeChoice(
             "fused",
             f"rows are read less than {readings} times each on average, too seldom to expand them first "
-            "(measured at 16, 64 and 128 heads)",
+            "(measured at 16 to 128 heads)",
         )
     return ModeChoice(
         "prepass",
         f"rows are read {readings} times each or more on average, which pays for expanding them "
-        "(measured at 16, 64 and 128 heads)",
+        "(measured at 16 to 128 heads)",
     )
 
 
@@ -114,15 +114,10 @@ def _readings_that_pay(num_heads: int) -> int | None:
       with 32, 0.96 with 128.
     - 128 heads, which widen a row twice: H200 0.97 with 8, 1.01 with 16; H100 0.94 with 8, 1.00 and 1.02
       with 32.
-
-    For 17 to 32 heads the two were not timed side by side: with 32 readings the kernel for few heads takes
-        446 us
-    over 16-bit rows, and the fused kernel for 64 heads 582 us (H200).
+    - 32 heads: H100 0.51 and 0.76 with 4, 1.06 with 16.
     """
-    if num_heads <= 16:
-        return 10
     if num_heads <= 32:
-        return 4
+        return 10
     return None if num_heads <= 64 else 12
 
 
@@ -166,18 +161,20 @@ def choose_mode(
     if mode == "fused":
         check_fused({name: source.format for name, source in sources.items()})
         return ModeChoice(mode, "asked for")
-    if not all(rows.is_fp8 for rows in formats):
+    if not all(rows.is_quantized for rows in formats):
         return ModeChoice("prepass", "one source is 16-bit, which the fused kernel does not read")
+    if any(LAYOUTS[rows.layout].scale == "fp32" for rows in formats):
+        return ModeChoice("fused", "a prepass would round the products with fp32 scales to bf16")
     target = active_target(q.device)
     tokens = next(iter(sources.values())).num_tokens
     heads = q.shape[1] if isinstance(q, torch.Tensor) else query_heads(q, tokens, num_qo_heads)
     if target.is_nvidia:
         return _choose_on_nvidia(q, query, sources, target, heads)
-    fp8 = [rows for rows in (query, *formats) if rows.is_fp8]
-    if target.is_amd and route_of(target, fp8) == BITS and (heads < 32 or target.name == "gfx950"):
+    in_software = [rows.format for rows in formats if route_of(target, rows) == BITS]
+    if target.is_amd and in_software and (heads < 32 or target.name == "gfx950"):
         return ModeChoice(
             "prepass",
-            f"{target.name} converts these {fp8[0].format} bytes in software, so each row once and not each "
+            f"{target.name} converts these {in_software[0]} bytes in software, so each row once and not each "
             "time it is read (a model: counted instructions)",
         )
     if target.is_amd:

@@ -38,9 +38,9 @@ class _ExpandedSource:
     __slots__ = ("csr", "format_id", "nnz", "num_rows", "offsets_64_bit", "pointers", "tensors")
 
     def __init__(self, rows: torch.Tensor | None, num_rows: int, csr: Any, nnz: int) -> None:
-        self.pointers = NO_ROWS if rows is None else RowPointers(rows, None, None, HEAD_DIM, 0, 0, 0, 0)
+        self.pointers = NO_ROWS if rows is None else RowPointers(rows, None, None, rows.stride(0), 0, 0, 0, 0)
         self.num_rows, self.csr, self.nnz = num_rows, csr, nnz
-        self.offsets_64_bit = num_rows * HEAD_DIM > INT32_MAX
+        self.offsets_64_bit = rows is not None and rows.numel() > INT32_MAX
         # Dtype and strides of scratch rows are the plan's; only the index lists differ between calls.
         self.format_id = None if rows is None else (csr.indptr.dtype, csr.indices.dtype)
         self.tensors = () if rows is None else (rows, csr.indptr, csr.indices)
@@ -108,7 +108,7 @@ class SparsePlan(PlannedCall):
         splits = (
             "splits by the number of tokens" if self._fixed_splits is None else f"{self._fixed_splits} splits"
         )
-        before = "FP8 rows are widened first; " if self.mode == "prepass" else ""
+        before = "quantised rows are widened first; " if self.mode == "prepass" else ""
         return f"{before}{self.portable.explain()}{other}; {splits}; workspace {self.workspace_bytes()} bytes"
 
     def workspace_bytes(self) -> int:
@@ -126,11 +126,11 @@ class SparsePlan(PlannedCall):
                 found.append(launches.bound_attention(config, split, (False, False, False)))
                 if split:
                     found.append(launches.bound_merge())
-        if self.query.is_fp8 and (self.mode == "prepass" or self.specialised is not None):
+        if self.query.is_quantized and (self.mode == "prepass" or self.specialised is not None):
             found.append(launches.bound_expansion(self.query, gather=False))
         if self.mode == "prepass":
             for rows in (self.prefix, self.extend):
-                if rows is not None and rows.is_fp8:
+                if rows is not None and rows.is_quantized:
                     found += [launches.bound_expansion(rows, gather=gather) for gather in (False, True)]
         return list({id(launch): launch for launch in found}.values())
 
@@ -190,11 +190,11 @@ class SparsePlan(PlannedCall):
         """
         tokens, indices = self.max_num_tokens or 0, self.max_indices or 0
         heads, dtype = self.num_qo_heads, self.query_dtype
-        expands_query = self.query.is_fp8 and (self.mode == "prepass" or self.specialised is not None)
-        blocks: Blocks = [((tokens * heads if expands_query else 0, HEAD_DIM), dtype)]
+        expands_query = self.query.is_quantized and (self.mode == "prepass" or self.specialised is not None)
+        blocks: Blocks = [((tokens * heads if expands_query else 0, self.head_dim), dtype)]
         for rows in (self.prefix, self.extend):
-            count = indices if self.mode == "prepass" and rows is not None and rows.is_fp8 else 0
-            blocks += [((count, HEAD_DIM), dtype), ((count,), torch.int32)]
+            count = indices if self.mode == "prepass" and rows is not None and rows.is_quantized else 0
+            blocks += [((count, self.head_dim), dtype), ((count,), torch.int32)]
         return blocks + _partial_blocks(self._most_partials(tokens) * heads)
 
     def _most_partials(self, tokens: int) -> int:
@@ -227,19 +227,14 @@ class SparsePlan(PlannedCall):
     ) -> None:
         """Launches the kernels of a checked call with at least one token."""
         heads = self.num_qo_heads
-        config = (
-            self.portable if self.specialised is None else self._config_for(q, prefix, extend, out, tokens)
-        )
+        mean_rows = sum(source.nnz for source in (prefix, extend) if source is not None) // tokens
+        config, splits = self._configuration(q, prefix, extend, out, tokens, mean_rows)
         first: KVSource | _ExpandedSource = _NO_SOURCE if prefix is None else prefix
         second: KVSource | _ExpandedSource = _NO_SOURCE if extend is None else extend
         if self.mode == "prepass":
             first, second = self._expanded(first, 1), self._expanded(second, 3)
         query, q_tensors, head_offsets_64_bit = self._query_arguments(q, config, tokens)
-        splits = self._fixed_splits
-        programs = tokens * -(-heads // config.block_h)
-        if splits is None:
-            mean_rows = (first.nnz + second.nnz) // tokens
-            splits = choose_splits(self.target, programs, -(-mean_rows // config.block_k))
+        programs = tokens * config.head_blocks(heads)
         partials: tuple[torch.Tensor, ...] = ()
         if splits > 1:
             partials = self._partials or tuple(
@@ -285,30 +280,50 @@ class SparsePlan(PlannedCall):
             token, head, _ = q.stride()
             return (token, head), (q,), heads * head > INT32_MAX
         if config.family != "portable" or self.mode == "prepass":
-            expanded = self._scratch_block(0, (tokens * heads, HEAD_DIM), self.query_dtype)
+            expanded = self._scratch_block(0, (tokens * heads, self.head_dim), self.query_dtype)
             self._launches.expand(q, None, tokens * heads, expanded, None)
-            return (heads * HEAD_DIM, HEAD_DIM), (expanded,), False
+            return (heads * self.head_dim, self.head_dim), (expanded,), False
         return q.bound.template, q.bound.stored, False
 
-    def _config_for(
-        self,
-        q: torch.Tensor | DSV4Rows,
-        prefix: KVSource | None,
-        extend: KVSource | None,
-        out: torch.Tensor,
-        tokens: int,
-    ) -> SparseConfig:
-        """The specialised configuration where it is faster and can read the call, else the portable one."""
+    def _configuration(
+        self, q: torch.Tensor | DSV4Rows, prefix: KVSource | None, extend: KVSource | None,
+        out: torch.Tensor, tokens: int, mean_rows: int,
+    ) -> tuple[SparseConfig, int]:  # fmt: skip
+        """The specialised configuration where it is faster and can read the call, else the portable one.
+
+        Returns:
+            The configuration, and the programs that share a token's rows.
+        """
         config = self.specialised
-        if config is None or not specialised_pays(self.target, config, tokens, self.num_qo_heads):
-            return self.portable
+        if config is not None and self._specialised_reads(q, prefix, extend, out):
+            splits = self._splits(config, tokens, mean_rows)
+            if specialised_pays(config, -(-mean_rows // (splits * config.block_k))):
+                return config, splits
+        return self.portable, self._splits(self.portable, tokens, mean_rows)
+
+    def _splits(self, config: SparseConfig, tokens: int, mean_rows: int) -> int:
+        """Programs that share a token's rows."""
+        if self._fixed_splits is not None:
+            return self._fixed_splits
+        heads = self.num_qo_heads
+        return choose_splits(
+            self.target,
+            tokens * config.head_blocks(heads),
+            -(-mean_rows // config.block_k),
+            tokens * heads * HEAD_DIM * 4,
+        )
+
+    def _specialised_reads(
+        self, q: torch.Tensor | DSV4Rows, prefix: KVSource | None, extend: KVSource | None, out: torch.Tensor
+    ) -> bool:
+        """Whether the specialised kernel can read the tensors of a call."""
         if isinstance(q, torch.Tensor):
             if q.data_ptr() % 16 or q.stride(0) % 16 or q.stride(1) % 16 or _offsets_pass_31_bits(q):
-                return self.portable
+                return False
         for given in (prefix, extend):
             if given is not None and not (given.int32_lists and self._reaches(given)):
-                return self.portable
-        return self.portable if _offsets_pass_31_bits(out) else config
+                return False
+        return not _offsets_pass_31_bits(out)
 
     def _reaches(self, source: KVSource) -> bool:
         """Whether the specialised kernel's offsets reach all rows and indices of a source."""
@@ -322,7 +337,7 @@ class SparsePlan(PlannedCall):
         return max(most, source.nnz * 4) <= MOST_BUFFER_BYTES
 
     def _expanded(self, source: KVSource | _ExpandedSource, block: int) -> KVSource | _ExpandedSource:
-        """The source with its FP8 rows expanded to 16 bits in scratch memory from block `block` on.
+        """The source with its quantised rows expanded to 16 bits in scratch memory from block `block` on.
 
         If there are fewer indices than rows, only the rows that they name are expanded, one for each index.
         """
@@ -331,7 +346,7 @@ class SparsePlan(PlannedCall):
         rows = source.rows
         gather = source.nnz < source.num_rows
         count = source.nnz if gather else source.num_rows
-        expanded = self._scratch_block(block, (count, HEAD_DIM), self.query_dtype)
+        expanded = self._scratch_block(block, (count, self.head_dim), self.query_dtype)
         csr = source.csr
         if gather:
             places = self._scratch_block(block + 1, (count,), torch.int32)

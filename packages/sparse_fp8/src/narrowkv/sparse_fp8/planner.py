@@ -13,10 +13,10 @@ from narrowkv.runtime.errors import check_choice, check_finite_float, check_inst
 from narrowkv.runtime.launch import Workspace, active_target, executor, is_compiled
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import RowsFormat
-from narrowkv.sparse_fp8.checks import QUERY_FORMATS, check_formats, num_heads_of, query_format
 from narrowkv.sparse_fp8.config import MOST_SPLITS, NUM_HEADS, choose_config, specialised_config
+from narrowkv.sparse_fp8.formats import QUERY_FORMATS, check_formats, num_heads_of, query_format
 from narrowkv.sparse_fp8.launch import route_of
-from narrowkv.sparse_fp8.layouts import HEAD_DIM
+from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS
 from narrowkv.sparse_fp8.plan import SparsePlan
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
@@ -54,7 +54,7 @@ def plan_sparse(
         device: where all tensors lie.
         mode: "wide" for 16-bit rows; "fused" or "prepass" for FP8 rows, see `sparse_prefill_fp8`; "auto" is
             "wide" over 16-bit rows, "prepass" where one source is 16-bit, else "fused".
-        sm_scale: softmax scale, default `512 ** -0.5`.
+        sm_scale: softmax scale, default `head_dim ** -0.5`.
         has_sink: whether calls have an `attn_sink`.
         return_lse: whether calls write the log-sum-exp.
         num_splits, batch_invariant: as for `sparse_decode`.
@@ -79,14 +79,17 @@ def plan_sparse(
     if num_qo_heads not in NUM_HEADS:
         raise ValueError(f"num_qo_heads must be one of {NUM_HEADS}, got {num_qo_heads!r}")
     check_choice("mode", mode, ("auto", "wide", "fused", "prepass"))
-    if isinstance(query, str):
-        check_choice("query", query, tuple(QUERY_FORMATS))
-        query = QUERY_FORMATS[query]
-    formats = {"query": query, "prefix": prefix, "extend": extend}
+    formats = {"prefix": prefix, "extend": extend}
+    if not isinstance(query, str):
+        formats["query"] = query
     for name, rows in formats.items():
         if rows is not None and not isinstance(rows, RowsFormat):
             raise TypeError(f"{name} must be a RowsFormat, got {type(rows).__name__}")
-    scale = HEAD_DIM**-0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
+    if isinstance(query, str):
+        check_choice("query", query, ("bf16", "fp16"))
+        given = prefix if prefix is not None else extend
+        query = QUERY_FORMATS[query, HEAD_DIM if given is None else given.head_dim]
+    scale = query.head_dim**-0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
     if num_splits is not None and check_positive_int("num_splits", num_splits) > MOST_SPLITS:
         raise ValueError(f"num_splits must be at most {MOST_SPLITS}, got {num_splits}")
     if (max_num_tokens is None) != (max_indices is None):
@@ -121,7 +124,7 @@ def _resolve_mode(mode: str, prefix: RowsFormat | None, extend: RowsFormat | Non
     given = [rows for rows in (prefix, extend) if rows is not None]
     if mode != "auto" or not given:
         return mode
-    narrow = [rows.is_fp8 for rows in given]
+    narrow = [rows.is_quantized for rows in given]
     return "fused" if all(narrow) else "prepass" if any(narrow) else "wide"
 
 
@@ -156,7 +159,7 @@ def plan_for(
     if mode == "auto":
         mode = _resolve_mode(mode, formats[0], formats[1])
     check_formats(mode, query, formats[0], formats[1])
-    scale = HEAD_DIM**-0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
+    scale = query.head_dim**-0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
     device = q.device
     compiled = is_compiled(q.data if isinstance(q, DSV4Rows) else q)
     return _make_plan(
@@ -214,11 +217,10 @@ def _make_plan(
     kernel = "fused" if mode == "fused" else "wide"
     rows = [each for each in (prefix, extend) if each is not None]
     fp8_qk = False
-    if kernel == "fused":
-        narrow = [*rows, query] if query.is_fp8 else rows
-        route = route_of(target, narrow)
-        groups = {each.scale_group for each in narrow}
-        fp8_qk = query.is_fp8 and route != BITS and groups == {64}
+    if kernel == "fused" and query.is_quantized:
+        # FP8 by FP8 takes one FP8 type, and a scale for each of the seven tiles of DeepSeek-V4's rows.
+        kinds = {(each.format, each.scale_group, route_of(target, each)) for each in (*rows, query)}
+        fp8_qk = len(kinds) == 1 and query.scale_group == 64 and route_of(target, query) != BITS
     specialised = None
     if compiled and not batch_invariant and suits_specialised(mode, target, query, prefix, extend):
         specialised = specialised_config(target, kernel=kernel, num_heads=num_heads)
@@ -236,7 +238,12 @@ def _make_plan(
         num_splits=num_splits,
         batch_invariant=batch_invariant,
         portable=choose_config(
-            target, kernel=kernel, num_heads=num_heads, fp8_qk=fp8_qk, fp16_query=query.layout == "fp16"
+            target,
+            kernel=kernel,
+            num_heads=num_heads,
+            fp8_qk=fp8_qk,
+            fp16_query=query.layout == "fp16",
+            layouts=[LAYOUTS[each.layout] for each in rows if each.is_quantized],
         ),
         specialised=specialised,
     )
@@ -247,22 +254,25 @@ def suits_specialised(
 ) -> bool:
     """Whether the kernels for families of targets can read rows and a query that are stored in these ways.
 
-    They copy 16 bytes at once. FP8 rows they widen to bf16; a query in FP8 is widened first, whatever its
-    layout. Those for Hopper and for gfx950 take FP8 that the hardware converts, and those for Hopper read
-    both sources one way, by a scale for 64 columns.
+    They copy 16 bytes at once. FP8 rows they widen to bf16, by power-of-two scales; a quantised query is
+    widened first, whatever its layout. Those for Hopper and for gfx950 take FP8 that the hardware converts.
+    Those for Hopper read both sources one way but for their pages, with the layout's own scales; those for
+    CDNA take DeepSeek-V4's rows, in layouts and formats of their own.
     """
     rows = [each for each in (prefix, extend) if each is not None]
     if mode == "prepass":
         # What is not widened to scratch of its own is read where it lies.
-        rows = [each for each in rows if not each.is_fp8]
-    if not all(each.aligned for each in rows) or not (query.is_fp8 or query.aligned):
+        rows = [each for each in rows if not each.is_quantized]
+    if query.head_dim != HEAD_DIM or not all(each.aligned for each in rows):
         return False
     if mode != "fused":
-        return True
-    if query.dtype != torch.bfloat16:
+        return query.is_quantized or query.aligned
+    if query.dtype != torch.bfloat16 or not (query.is_quantized or query.aligned):
         return False
-    native = all(route_of(target, [each]) == NATIVE for each in rows)
+    layouts = [LAYOUTS[each.layout] for each in rows]
+    native = all(route_of(target, each) == NATIVE for each in rows)
     if target.is_amd:
-        return native or target.name == "gfx942"
-    one_way = len({each.layout for each in rows}) == 1 and all(each.scale_group == 64 for each in rows)
-    return one_way and native and (not query.is_fp8 or route_of(target, [query]) == NATIVE)
+        return all(each.quantized < HEAD_DIM for each in layouts) and (native or target.name == "gfx942")
+    kinds = {(each.quantized, each.values, each.scale, each.scale_copies) for each in layouts}
+    own_scales = all(each.scale_group == layout.group for each, layout in zip(rows, layouts, strict=True))
+    return native and len(kinds) == 1 and own_scales and layouts[0].group in (32, 64)

@@ -26,14 +26,14 @@ def _attend(
 ) -> Result:  # fmt: skip
     """What all three operations compute, token by token."""
     sources = [source for source in (prefix, extend) if source is not None]
-    scale = HEAD_DIM**-0.5 if sm_scale is None else sm_scale
     tokens = sources[0].num_tokens
     query = _as_float32(q)
+    scale = query.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     if isinstance(q, DSV4Rows):
         heads = query_heads(q, tokens, num_qo_heads)
-        query = query[: tokens * heads].view(tokens, heads, HEAD_DIM)
+        query = query[: tokens * heads].view(tokens, heads, -1)
     device = query.device
-    o = torch.zeros(query.shape, dtype=torch.float32, device=device)
+    o = torch.zeros((*query.shape[:2], HEAD_DIM), dtype=torch.float32, device=device)
     lse = torch.full(query.shape[:2], -math.inf, device=device)
     pools = [_as_float32(source.rows) for source in sources]
     indptrs = [source.indptr.tolist() for source in sources]
@@ -51,7 +51,7 @@ def _attend(
         if attn_sink is not None:
             denominator = torch.logaddexp(log_sum, attn_sink.double())
         p = torch.exp(s - denominator[:, None]).float()
-        o[token] = p @ kv
+        o[token] = p @ kv[:, :HEAD_DIM]
         lse[token] = log_sum.float()
     if out is not None:
         o = out.copy_(o)

@@ -31,7 +31,7 @@ from narrowkv.sparse_fp8.binding import (
     tensors_in,
 )
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
-from narrowkv.sparse_fp8.layouts import HEAD_DIM
+from narrowkv.sparse_fp8.layouts import HEAD_DIM, ROPE_DIM
 from narrowkv.sparse_fp8.rows import DSV4Rows
 
 __all__ = ["KVSource"]
@@ -49,7 +49,7 @@ class KVSource:
     stay where they are, and write new index lists into them.
 
     Attributes:
-        rows: bf16 or fp16 `[num_rows, 512]` (RoPE last), or `DSV4Rows`.
+        rows: bf16 or fp16 `[num_rows, 512]` or `[num_rows, 576]` (RoPE last), or `DSV4Rows`.
         indptr: int32 or int64 `[num_tokens + 1]`, from 0 upwards; contiguous.
         indices: int32 or int64 `[nnz]`, row numbers in any order; -1 is skipped; a row named twice counts
             twice; contiguous.
@@ -111,7 +111,7 @@ class KVSource:
             bound = self.rows.bound
         elif isinstance(self.rows, torch.Tensor):
             check_dtype("rows", self.rows, (torch.bfloat16, torch.float16))
-            check_shape("rows", self.rows, ("num_rows", HEAD_DIM))
+            check_shape("rows", self.rows, ("num_rows", _columns(self.rows)))
             check_last_dim_contiguous("rows", self.rows)
             bound = bind_16_bit_rows(self.rows)
         else:
@@ -141,7 +141,7 @@ class KVSource:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the rows do: those in FP8 never do."""
+        """Whether the rows do: quantised ones never do."""
         return isinstance(self.rows, torch.Tensor) and self.rows.requires_grad
 
     def check_grad(self, name: str) -> None:
@@ -183,19 +183,27 @@ class KVSource:
             check_scales(name, self.rows, used[used >= 0])
 
 
+def _columns(rows: torch.Tensor) -> int:
+    """The columns that 16-bit rows must have: 512, or 576 if they have those."""
+    return HEAD_DIM + ROPE_DIM if rows.shape[-1:] == (HEAD_DIM + ROPE_DIM,) else HEAD_DIM
+
+
 def check_scales(name: str, rows: DSV4Rows, index: torch.Tensor | None = None) -> None:
-    """Refuses scales that are no power of two in rows `index`, or in all rows; this waits for the device.
+    """Refuses scales of rows `index`, or of all rows, that no writer stores; this waits for the device.
 
     Raises:
-        ValueError: a scale is zero, negative, NaN, infinite, or between two powers of two.
+        ValueError: a scale is negative, NaN or infinite, or no power of two where the layout has those.
     """
     scales = check_tensor("scale", rows.unpack()[2])
     if index is not None:
         scales = scales[index.long()]
-    mantissa, _ = torch.frexp(scales)
-    bad = ~(torch.isfinite(scales) & (mantissa == 0.5))
+    good, wanted = torch.isfinite(scales) & (scales >= 0), "finite and not negative"
+    if rows.places.scale in ("e8m0", "pow2"):
+        mantissa, _ = torch.frexp(scales)
+        good, wanted = good & (mantissa == 0.5), "powers of two"
+    bad = ~good
     if bool(bad.any()):
         raise ValueError(
-            f"{name}.rows must have scales that are powers of two, got {float(scales[bad][0])} "
+            f"{name}.rows must have scales that are {wanted}, got {float(scales[bad][0])} "
             f"({int(bad.sum())} such values)"
         )

@@ -185,7 +185,7 @@ def _paged_decode_kernel(
 
     acc = join_parts(acc, V_PARTS)
     d = tl.arange(0, BLOCK_D)
-    if V_DESCALE != "scalar" and V_DESCALE != "head":
+    if V.factors:
         acc *= v_largest
 
     if RULES.partial:

@@ -68,6 +68,8 @@ def attend_to_tiles(
     V_PARTS: tl.constexpr = V.parts
     K_DESCALE: tl.constexpr = K.descale
     V_DESCALE: tl.constexpr = V.descale
+    K_ALIGNED: tl.constexpr = K.aligned
+    V_ALIGNED: tl.constexpr = V.aligned
     K_VEC: tl.constexpr = K.vec
     V_VEC: tl.constexpr = V.vec
     NATIVE_QK: tl.constexpr = RULES.native
@@ -78,7 +80,7 @@ def attend_to_tiles(
     K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
     V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
     # The scaled matrix instruction applies E8M0 scales itself.
-    KEY_FACTORS: tl.constexpr = K_PER_KEY and (K_DESCALE == "e4m3" or not NATIVE_QK)
+    KEY_FACTORS: tl.constexpr = K.factors and (K_DESCALE == "e4m3" or not NATIVE_QK)
     # The softmax applies the scale with its own multiply-add.
     FOLDED: tl.constexpr = MASK == "none" and not (KEY_FACTORS or RULES.soft_cap or NATIVE_QK)
     # Page ids are located one tile ahead, so that the loads of keys do not wait for them.
@@ -100,10 +102,12 @@ def attend_to_tiles(
         page, slot = locate_keys(table, keys.row_base, n, keys.first, keys.last, PAGE_SIZE, WIDE_ADDRESS)
         if K_PER_KEY:
             k_next = load_key_scale(
-                k_descale, page, slot, keys.kv_head, K_DESCALE, NATIVE_QK, HEAD_DIM, BLOCK_DK
+                k_descale, page, slot, keys.kv_head, K_DESCALE, NATIVE_QK, HEAD_DIM, BLOCK_DK, K_ALIGNED
             )
         if V_PER_KEY:
-            v_next = load_key_scale(v_descale, page, slot, keys.kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D)
+            v_next = load_key_scale(
+                v_descale, page, slot, keys.kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D, V_ALIGNED
+            )
     for i in range(begin, end):
         n = tile_after_gap(i, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
         if not AHEAD:
@@ -122,11 +126,11 @@ def attend_to_tiles(
             )
             if K_PER_KEY:
                 k_next = load_key_scale(
-                    k_descale, page, slot, keys.kv_head, K_DESCALE, NATIVE_QK, HEAD_DIM, BLOCK_DK
+                    k_descale, page, slot, keys.kv_head, K_DESCALE, NATIVE_QK, HEAD_DIM, BLOCK_DK, K_ALIGNED
                 )
             if V_PER_KEY:
                 v_next = load_key_scale(
-                    v_descale, page, slot, keys.kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D
+                    v_descale, page, slot, keys.kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D, V_ALIGNED
                 )
         s, k_factor = tile_scores(q, q_low, k_words, k_scale, K, RULES)  # [BLOCK_M, BLOCK_N]
         if KEY_FACTORS:

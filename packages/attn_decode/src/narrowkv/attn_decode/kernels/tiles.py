@@ -70,6 +70,7 @@ class Rules(NamedTuple):
         can_merge: whether the last split to arrive can merge them in this launch.
         q_in_shared: products take Q from shared memory, not from registers.
         fp8, clean, p_scale: as in the rules of prefill; decode widens every cache.
+        lazy: sums of values are multiplied only in steps that raise a maximum.
     """
 
     compute: Any
@@ -88,6 +89,7 @@ class Rules(NamedTuple):
     fp8: Any = None
     clean: bool = False
     p_scale: float = 1.0
+    lazy: bool = False
 
 
 class Blocks(NamedTuple):

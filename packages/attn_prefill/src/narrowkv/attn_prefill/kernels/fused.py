@@ -57,7 +57,6 @@ def attend_to_pages(
     """
     PAGE_SIZE: tl.constexpr = SIZES.page_size
     WIDE_ADDRESS: tl.constexpr = RULES.wide_address
-    V_DESCALE: tl.constexpr = V.descale
     ACC_PARTS: tl.constexpr = RULES.acc_parts
     BLOCK_M: tl.constexpr = BLOCKS.m
     BLOCK_N: tl.constexpr = BLOCKS.n
@@ -88,7 +87,7 @@ def attend_to_pages(
             read, query_pos, SIZES, K, V, RULES, BLOCKS, True,
         )  # fmt: skip
     joined = join_parts(acc, ACC_PARTS)
-    if V_DESCALE != "scalar" and V_DESCALE != "head":
+    if V.factors:
         joined *= v_largest
     return joined, m, l
 
@@ -112,7 +111,7 @@ def scores_at(
     s, factor = tile_scores(q, q_low, words, key_scale, K, RULES)
     if not RULES.folded:
         s *= logit_scale[:, None]
-        if PER_KEY:
+        if K.factors:
             s *= factor[None, :]
     return s
 

@@ -10,6 +10,7 @@ import torch
 
 from narrowkv.paged_cache import CacheFormat
 from narrowkv.paged_cache.convert import quantise_tokens
+from narrowkv.paged_cache.descales import CacheSide
 from narrowkv.quant import (
     Calibration,
     calibrate,
@@ -73,9 +74,9 @@ class Side:
             packed = quantize_per_group(x, self.group, scale="e4m3", global_descale=overall)
             return dequantize_per_group(*packed, self.group, global_descale=overall)
         dtypes = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
-        like = torch.empty(0, dtype=dtypes[self.scale])
-        kind = "token_head_group" if self.group else "token_head"
-        stored, scales = quantise_tokens(x, self.format, like, kind, self.exponent)
+        dim, kind = x.shape[-1], "token_head_group" if self.group else "token_head"
+        like = torch.empty(dim // (self.group or dim), dtype=dtypes[self.scale])
+        stored, scales = quantise_tokens(x, CacheSide("k", like, self.format, like, kind, dim), self.exponent)
         assert scales is not None
         if get_format(self.format).kind == "fp4":
             groups = scales if self.group else scales[..., None]

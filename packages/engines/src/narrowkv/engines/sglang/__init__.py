@@ -15,7 +15,7 @@ from narrowkv.engines.geometry import decoder_reasons
 
 NAME = "narrowkv"
 # SGLang's names of cache dtypes that are served; "auto" is the model's dtype, or what its weights say.
-CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "fp4_mx_block16")
 
 
 def register() -> None:
@@ -51,10 +51,7 @@ def supports(config: Any, *, kv_cache_dtype: str = "auto") -> list[str]:
     """
     reasons = []
     if kv_cache_dtype not in CACHE_DTYPES:
-        reasons.append(
-            f"kv_cache_dtype is {kv_cache_dtype}, and narrowkv reads {', '.join(CACHE_DTYPES)} (SGLang's FP4 "
-            "pools have a scale for 16 channels, where narrowkv's kernels have one for 32 or for a head)"
-        )
+        reasons.append(f"kv_cache_dtype is {kv_cache_dtype}, and narrowkv reads {', '.join(CACHE_DTYPES)}")
     if getattr(config, "model_type", None) == "deepseek_v4":
         return [
             *reasons,

@@ -7,21 +7,36 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from narrowkv.attn_decode import DecodeShape
-from narrowkv.engines.sglang.pools import has_window, layer_cache, pool_reasons
+from narrowkv.engines.sglang.pools import (
+    has_window,
+    layer_buffers,
+    layer_cache,
+    pool_reasons,
+    stored_format,
+)
 from narrowkv.engines.steps import MAX_DECODE_TOKENS, Step, attend, reserve_decode
-from narrowkv.paged_cache import PagedKVCache, PageTable, append
-from narrowkv.quant.formats import get_format
+from narrowkv.paged_cache import (
+    PagedKVCache,
+    PageTable,
+    append,
+    pack_tree_mask,
+    tree_mask_from_custom_mask,
+)
 from narrowkv.runtime.errors import UnsupportedError
 
 _NOT_SERVED = "use another --attention-backend for this model"
-# Algorithms whose guesses are a chain if each draft step proposes one token.
-_CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+# Algorithms whose guesses are a tree, or a chain if each draft step proposes one token.
+_TREES = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+_NGRAM = "NGRAM"  # trees of any shape, whose masks have all keys
+_MOST_GUESSES = 64  # tokens of a tree
 # Steps with the new tokens of each request, all causal.
 _EXTENDS = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL)
 
@@ -57,7 +72,7 @@ class NarrowAttentionBackend(AttentionBackend):
         args = runner.server_args
         self.pool = runner.token_to_kv_pool
         reasons = ["it has an MLA cache"] if runner.use_mla_backend else pool_reasons(self.pool)
-        guesses = _verified_tokens(runner, reasons)
+        guesses = self.guesses = _verified_tokens(runner, reasons)
         if args.dcp_size > 1:
             reasons.append("--dcp-size is more than 1")
         if runner.model_config.is_encoder_decoder:
@@ -69,10 +84,19 @@ class NarrowAttentionBackend(AttentionBackend):
         self.token_slots = runner.req_to_token_pool.req_to_token
         self.page_size, self.device = self.pool.page_size, self.token_slots.device
         self.windows = isinstance(self.pool, SWAKVPool) and self.pool.swa_layer_nums > 0
+        self.max_context_len = int(self.token_slots.shape[1])
+        algorithm = args.speculative_algorithm
+        self.in_trees = algorithm == _NGRAM or (algorithm is not None and args.speculative_eagle_topk != 1)
+        if self.in_trees and self.windows:
+            raise UnsupportedError(
+                "narrowkv verifies trees of guesses in models without sliding windows: set "
+                f"--speculative-eagle-topk 1, or {_NOT_SERVED}"
+            )
         self.forward_metadata: dict[bool, _Group] | None = None
         self._caches: dict[int, tuple[int, PagedKVCache]] = {}
         self._captured: dict[tuple[int, int], dict[bool, _Group]] = {}
         self._window_slots: torch.Tensor | None = None
+        self._verify_mask: VerifyMask | None = None
         self._allocate(self.token_slots.shape[0])
         config, ranks = runner.model_config, get_parallel().attn_tp_size
         shape = DecodeShape(
@@ -81,7 +105,9 @@ class NarrowAttentionBackend(AttentionBackend):
             num_kv_heads=config.get_num_kv_heads(ranks), q_dtype=runner.dtype,
             capacity=self._tables[False].shape[1] * self.page_size,
         )  # fmt: skip
-        reserve_decode(shape, get_format(self.pool.dtype).name, self.device)
+        name, group = stored_format(self.pool)
+        self._exponent = "mse" if group is None else "sglang"  # of FP4's scales: the pool's own rule
+        reserve_decode(shape, name, self.device, group)
 
     def _allocate(self, max_batch: int) -> None:
         """Page tables for this many requests, one for each pool."""
@@ -92,13 +118,59 @@ class NarrowAttentionBackend(AttentionBackend):
             for window in (False, True)[: 1 + self.windows]
         }
         self._verified_lens = torch.zeros(max_batch, dtype=torch.int64, device=self.device)
+        if self.guesses > 1:
+            bits = torch.int32 if self.guesses <= 32 else torch.int64
+            self._tree_bits = torch.zeros(max_batch * self.guesses, dtype=bits, device=self.device)
+            seen = torch.ones(max_batch * self.guesses**2, dtype=torch.bool, device=self.device)
+            self._verify_mask = VerifyMask(seen, TreeMaskMode.QLEN_ONLY, max_batch, is_read=self.in_trees)
+
+    @property
+    def verify_mask(self) -> Any:
+        """Where SGLang writes which of a request's guesses see which; None without speculative decoding."""
+        return self._verify_mask
+
+    def _tree(self, size: int, guesses: int) -> torch.Tensor:
+        """Bits of what a batch's guesses see, `[size, guesses]`, in memory that graphs know."""
+        return self._tree_bits[: size * guesses].view(size, guesses)
+
+    def _read_tree(self, spec_info: Any, seen: torch.Tensor, lens: torch.Tensor) -> None:
+        """Packs the masks of a batch's guesses.
+
+        Args:
+            spec_info: of the step.
+            seen: the masks one after the other: `[guesses, guesses]` each, or `[guesses, length]` of NGRAM.
+            lens: lengths of the requests, their guesses included.
+        """
+        guesses, size = spec_info.num_tokens_per_req, lens.shape[0]
+        if spec_info.tree_topk < 1:
+            entries = lens * guesses
+            bits = tree_mask_from_custom_mask(seen, torch.cumsum(entries, 0) - entries, lens, guesses)
+        else:
+            bits = pack_tree_mask(seen[: size * guesses**2].view(size, guesses, guesses))
+        self._tree(size, guesses).copy_(bits)
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Reads the tree of a step that SGLang has prepared before the draft model made it."""
+        if self.in_trees and cuda_graph_bs is None and self.forward_metadata is not None:
+            lens = self.forward_metadata[False].step.table.seq_lens
+            assert lens is not None
+            self._read_tree(spec_info, spec_info.custom_mask, lens)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Reads the tree of the step, whose mask SGLang has written when the graph is replayed."""
+        if not (self.in_trees and forward_batch.forward_mode.is_target_verify()):
+            return
+        if forward_batch.spec_info.tree_topk > 1:
+            assert self._verify_mask is not None
+            lens = self._verified_lens[: forward_batch.batch_size]
+            self._read_tree(forward_batch.spec_info, self._verify_mask.buffer, lens)
 
     def _fill_tables(self, batch: Any, guesses: int = 0) -> int:
         """Writes the pages of a batch's requests, and returns how many tokens its longest one has at most.
 
         `guesses` are tokens of each request that SGLang's lengths leave out.
         """
-        lens, most = batch.seq_lens_cpu, int(self.token_slots.shape[1])
+        lens, most = batch.seq_lens_cpu, self.max_context_len
         longest = most if lens is None else min(int(lens.max()) + guesses, most)
         firsts = self.token_slots[:, : max(longest, 1) : self.page_size]
         slots = firsts.index_select(0, batch.req_pool_indices)
@@ -117,6 +189,7 @@ class NarrowAttentionBackend(AttentionBackend):
         tokens: int | None = None,
         starts: torch.Tensor | None = None,
         lens: torch.Tensor | None = None,
+        tree: bool = False,
     ) -> dict[bool, _Group]:
         """Steps of a batch: without `tokens` and `starts`, every request has `longest_q` query tokens."""
         groups, size = {}, batch.batch_size
@@ -124,6 +197,8 @@ class NarrowAttentionBackend(AttentionBackend):
         lens = batch.seq_lens[:size] if lens is None else lens
         for window, table in self._tables.items():
             pages = PageTable.from_block_table(table[:size], lens, page_size=self.page_size)
+            if tree:
+                pages = pages.with_tree_mask(self._tree(size, longest_q))
             slots = batch.out_cache_loc
             if window:
                 slots = self.pool.translate_loc_from_full_to_swa(slots)
@@ -144,14 +219,17 @@ class NarrowAttentionBackend(AttentionBackend):
             self.forward_metadata = self._groups(batch, 1, longest)
             return
         if mode.is_target_verify():
-            guesses = batch.spec_info.num_tokens_per_req
+            guesses, size = batch.spec_info.num_tokens_per_req, batch.batch_size
             longest = self._fill_tables(batch, guesses)
-            starts = None
-            if guesses > MAX_DECODE_TOKENS:
-                ends = (batch.batch_size + 1) * guesses
+            starts, lens = None, batch.seq_lens[:size] + guesses
+            if self.in_trees:
+                self._read_tree(batch.spec_info, batch.spec_info.custom_mask, lens)
+            elif guesses > MAX_DECODE_TOKENS:
+                ends = (size + 1) * guesses
                 starts = torch.arange(0, ends, guesses, dtype=torch.int32, device=self.device)
-            lens = batch.seq_lens[: batch.batch_size] + guesses
-            self.forward_metadata = self._groups(batch, guesses, longest, starts=starts, lens=lens)
+            self.forward_metadata = self._groups(
+                batch, guesses, longest, starts=starts, lens=lens, tree=self.in_trees
+            )
             return
         if mode not in _EXTENDS:
             raise UnsupportedError(f"narrowkv has no steps of the kind {mode.name}: {_NOT_SERVED}")
@@ -181,7 +259,7 @@ class NarrowAttentionBackend(AttentionBackend):
         guesses = 0
         if mode.is_target_verify():
             guesses = batch.spec_info.num_tokens_per_req
-        if not (mode.is_decode() or 0 < guesses <= MAX_DECODE_TOKENS):
+        if not (mode.is_decode() or 0 < guesses <= (_MOST_GUESSES if self.in_trees else MAX_DECODE_TOKENS)):
             raise UnsupportedError(
                 f"narrowkv captures steps of at most {MAX_DECODE_TOKENS} tokens a request in graphs, not "
                 f"{mode.name} steps of {guesses or 'any number'}"
@@ -192,11 +270,15 @@ class NarrowAttentionBackend(AttentionBackend):
         if guesses:
             lens = self._verified_lens[:size]
             torch.add(batch.seq_lens[:size], guesses, out=lens)
+            if self.in_trees and batch.spec_info.tree_topk < 1:
+                self._read_tree(batch.spec_info, batch.spec_info.custom_mask, lens)
         if self._window_slots is not None:
             tokens = batch.out_cache_loc.shape[0]
             self._window_slots[:tokens] = self.pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
         if in_capture:
-            groups = self._groups(batch, max(guesses, 1), self.token_slots.shape[1], lens=lens)
+            groups = self._groups(
+                batch, max(guesses, 1), self.max_context_len, lens=lens, tree=guesses > 0 and self.in_trees
+            )
             if self._window_slots is not None:
                 groups[True].slots = self._window_slots[: batch.out_cache_loc.shape[0]]
             self._captured[size, guesses] = groups
@@ -209,10 +291,10 @@ class NarrowAttentionBackend(AttentionBackend):
     def _cache_of(self, layer: Any) -> PagedKVCache:
         """The layer's pages as views, made again only if SGLang has moved them."""
         index = layer.layer_id
-        k, v = self.pool.get_key_buffer(index), self.pool.get_value_buffer(index)
-        found = self._caches.get(index)
-        if found is None or found[0] != k.data_ptr():
-            found = self._caches[index] = (k.data_ptr(), layer_cache(self.pool, layer, k, v))
+        buffers = layer_buffers(self.pool, index)
+        found, address = self._caches.get(index), buffers[0].data_ptr()
+        if found is None or found[0] != address:
+            found = self._caches[index] = (address, layer_cache(self.pool, layer, buffers))
         return found[1]
 
     def forward_extend(
@@ -248,7 +330,8 @@ class NarrowAttentionBackend(AttentionBackend):
         group, cache = self.forward_metadata[has_window(self.pool, layer.layer_id)], self._cache_of(layer)
         if save_kv_cache and k is not None:
             rows = (-1, layer.tp_k_head_num, layer.head_dim)
-            append(cache, k.view(rows), v.view(rows), group.slots[: k.shape[0]])
+            slots = group.slots[: k.shape[0]]
+            append(cache, k.view(rows), v.view(rows), slots, exponent=self._exponent)
         heads = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         tokens = group.step.num_tokens
         out = torch.empty_like(heads) if tokens == heads.shape[0] else torch.zeros_like(heads)
@@ -271,11 +354,10 @@ def _verified_tokens(runner: Any, reasons: list[str]) -> int:
         return 1
     if runner.is_draft_worker:
         reasons.append("its draft model takes another backend: set --speculative-draft-attention-backend")
-    elif algorithm not in _CHAINS or args.speculative_eagle_topk != 1:
-        reasons.append(
-            f"{algorithm} with --speculative-eagle-topk {args.speculative_eagle_topk} verifies trees, and "
-            f"narrowkv verifies chains ({', '.join(_CHAINS)} with 1)"
-        )
+    elif algorithm not in (*_TREES, _NGRAM):
+        reasons.append(f"{algorithm} is not among {', '.join((*_TREES, _NGRAM))}")
+    elif args.speculative_num_draft_tokens > _MOST_GUESSES:
+        reasons.append(f"--speculative-num-draft-tokens is more than {_MOST_GUESSES}")
     return int(args.speculative_num_draft_tokens or 1)
 
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.quant.device import narrow_fp4, narrow_fp8
+from narrowkv.quant.device import narrow_fp8
 from narrowkv.quant.device_e4m3 import narrow_fp4_e4m3
+from narrowkv.quant.device_fp4 import narrow_fp4
 
 
 class NewTokens(NamedTuple):
@@ -123,11 +124,11 @@ def quantise_rows(
 
     Columns past head_dim are zeros. SCALING: what stored numbers are multiplied by: "one", a "number" or a
     "tensor" that the cache has, or the "token"'s own, which is computed and stored (1 in 16-bit formats, E8M0
-    in FP4); "token_e4m3" is FP4 with that scale in E4M3.
+    in FP4); "token_e4m3" is FP4 with that scale in E4M3, "tensor_e4m3" besides a number for the whole tensor.
     """
     d = tl.arange(0, BLOCK_D)
     inside = mask[:, None] & (d < HEAD_DIM)[None, :]
-    if SCALING == "tensor" or SCALING == "token" or SCALING == "token_e4m3":
+    if SCALING != "one" and SCALING != "number":
         where = descale.ptr + page * descale.page + slot * descale.slot  # [BLOCK_N]
         where += head.to(tl.int64) * descale.head
     if FORMAT == "bf16" or FORMAT == "fp16":
@@ -141,8 +142,10 @@ def quantise_rows(
         # Elements past head_dim are zeros: they change neither a group's scale nor its error.
         WIDTH: tl.constexpr = GROUP if GROUP > 0 else BLOCK_D
         GROUPS: tl.constexpr = BLOCK_D // WIDTH
+        if SCALING == "tensor_e4m3":
+            x = divided(x, descale, None, mask, BLOCK_N, BLOCK_D)
         rows = tl.reshape(x, [BLOCK_N * GROUPS, WIDTH])
-        if SCALING == "token_e4m3":
+        if SCALING == "token_e4m3" or SCALING == "tensor_e4m3":
             codes, scale = narrow_fp4_e4m3(rows)
         else:
             codes, scale = narrow_fp4(rows, RULE)

@@ -75,8 +75,10 @@ class Stored(NamedTuple):
             separate columns of the output.
         vec: of the vectorised layout; see `KVStrides`.
         descale: "scalar" (folded into the scales of logits and output), "head" (per sequence and head),
-            "token" (float32 per page, slot and head), "e8m0" or "e4m3" (bytes of those) or "e8m0_group" (also
-            per 32 channels).
+            "token" (float32 per page, slot and head), "e8m0" or "e4m3" (bytes of those), or "e8m0_16",
+            "e8m0_32", "e4m3_16", "e4m3_32" (a byte for each 16 or 32 channels).
+        factors: whether each key has a factor of its own once it is widened; see `widen_tile`.
+        aligned: whether the scales of a key's groups can be read as one word.
     """
 
     format: str
@@ -84,6 +86,8 @@ class Stored(NamedTuple):
     parts: int
     vec: int
     descale: str
+    factors: bool
+    aligned: bool
 
 
 @triton.jit
@@ -161,17 +165,24 @@ def times_head_descale(scale, descale, seq, kv_head, DESCALE: tl.constexpr):
 
 @triton.jit
 def load_key_scale(descale, page, slot, head, KIND: tl.constexpr, SPREAD: tl.constexpr,
-                   HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """What belongs to each key: a float32 factor [N], or the E8M0 bytes of its groups of 32 channels [N, G].
+                   HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr = False):  # fmt: skip
+    """What belongs to each key: a float32 factor [N], or the bytes of its groups' scales [N, G].
 
     SPREAD reads the one E8M0 byte of a key for every group: the compiler cannot broadcast the scale of a
     matrix instruction.
     """
     at = descale.ptr + page * descale.major + slot * descale.token + head * descale.head
-    if KIND == "e8m0_group" or (KIND == "e8m0" and SPREAD):
-        g = tl.arange(0, BLOCK_D // 32)
-        step = g if KIND == "e8m0_group" else g * 0
-        return tl.load(at[:, None] + step[None, :], mask=(g * 32 < HEAD_DIM)[None, :], other=0)
+    GROUPED: tl.constexpr = KIND == "e8m0_16" or KIND == "e8m0_32" or KIND == "e4m3_16" or KIND == "e4m3_32"
+    if GROUPED or (KIND == "e8m0" and SPREAD):
+        GROUP: tl.constexpr = 16 if KIND == "e8m0_16" or KIND == "e4m3_16" else 32
+        g = tl.arange(0, BLOCK_D // GROUP)
+        step = g if GROUPED else g * 0
+        if ALIGNED:
+            at = tl.multiple_of(at, HEAD_DIM // GROUP)
+        if HEAD_DIM == BLOCK_D:
+            return tl.load(at[:, None] + step[None, :])
+        else:
+            return tl.load(at[:, None] + step[None, :], mask=(g * GROUP < HEAD_DIM)[None, :], other=0)
     elif KIND == "e8m0":
         return e8m0_to_fp32(tl.load(at))
     elif KIND == "e4m3":

@@ -8,7 +8,9 @@ import triton.language as tl
 
 from narrowkv.paged_cache.kernels.pages import kv_offsets
 from narrowkv.paged_cache.kernels.queries import as_fp8
-from narrowkv.quant.device import e8m0_to_fp32, join_parts, share_exponent, widen_parts
+from narrowkv.quant.device import e8m0_to_fp32, join_parts, widen_parts
+from narrowkv.quant.device_e4m3 import e4m3_to_fp16
+from narrowkv.quant.device_fp4 import exponents_to_fp16, share_exponent, tile_exponent
 from narrowkv.runtime.attention.softmax import softmax_step
 
 # Where the largest factor of a key begins: not zero, so that it can be divided by, and below any other.
@@ -111,7 +113,7 @@ def attend_to_tile(
         values, factor = widen_tile(words, value_scale, V_FORMAT, V_ROUTE, COMPUTE, V_PARTS, V_DESCALE)
         if ACC_PARTS == 1:
             values = (join_parts(values, V_PARTS),)
-    if V_DESCALE != "scalar" and V_DESCALE != "head":
+    if V.factors:
         p, correction, largest = apply_value_factors(p, correction, factor, largest)
         if keep is not None:
             p = tl.where(keep, p, 0.0)  # 0 * NaN
@@ -124,8 +126,21 @@ def attend_to_tile(
     if FP8 is not None:
         acc = (accumulate_fp8(acc[0], correction, p * P_SCALE, values[0], FP8),)
     else:
+        if RULES.lazy:
+            if tl.min(correction, 0) < 1.0:
+                acc = scaled_parts(acc, correction, ACC_PARTS)
+            correction = None
         acc = accumulate(acc, correction, p, values, COMPUTE, ACC_PARTS)
     return acc, m, l, largest
+
+
+@triton.jit
+def scaled_parts(acc, factor, PARTS: tl.constexpr):
+    """The parts [M, D] times a factor of each row."""
+    out = ()
+    for i in tl.static_range(PARTS):
+        out = out + (acc[i] * factor[:, None],)
+    return out
 
 
 @triton.jit
@@ -147,17 +162,27 @@ def apply_value_factors(p, correction, factor, largest):
 def widen_tile(words, scale, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexpr,
                PARTS: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """A stored tile as parts in DTYPE, and the factor [N] of each key that is still to be applied."""
-    if KIND == "e8m0_group":
-        shared, rest = share_exponent(scale)  # [N], [N, G]
+    if KIND == "e8m0_16" or KIND == "e8m0_32" or KIND == "e4m3_16" or KIND == "e4m3_32":
+        if (KIND == "e8m0_16" or KIND == "e8m0_32") and ROUTE == "ptx8":
+            top = tile_exponent(scale)
+            rest = exponents_to_fp16(scale, top)
+            factor = tl.zeros([scale.shape[0]], tl.float32) + e8m0_to_fp32(top)
+        elif KIND == "e8m0_16" or KIND == "e8m0_32":
+            shared, rest = share_exponent(scale)  # [N], [N, G]
+            factor = e8m0_to_fp32(shared)
+        else:
+            # A multiple of 2**-1 times one of 2**-9, both times 2**-14: exact in float16.
+            rest = e4m3_to_fp16(scale, ROUTE != "bits")
+            factor = tl.full([scale.shape[0]], 1.0, tl.float32)
         N: tl.constexpr = rest.shape[0]
         GROUPS: tl.constexpr = rest.shape[1]
-        RUN: tl.constexpr = 32 // PARTS
+        RUN: tl.constexpr = words.shape[1] // GROUPS
         rest = tl.reshape(tl.broadcast_to(rest[:, :, None], [N, GROUPS, RUN]), [N, GROUPS * RUN])
         raw = widen_parts(words, FORMAT, ROUTE, tl.float16, PARTS)
         parts = ()
         for i in tl.static_range(PARTS):
             parts = parts + ((raw[i] * rest).to(DTYPE),)
-        return parts, e8m0_to_fp32(shared)
+        return parts, factor
     else:
         return widen_parts(words, FORMAT, ROUTE, DTYPE, PARTS), scale
 
@@ -215,7 +240,9 @@ def accumulate(acc, correction, p, v, DTYPE: tl.constexpr, PARTS: tl.constexpr):
     p_low = (p - p_high.to(tl.float32)).to(DTYPE)
     out = ()
     for i in tl.static_range(PARTS):
-        kept = acc[i] * correction[:, None]
+        kept = acc[i]
+        if correction is not None:
+            kept *= correction[:, None]
         if tl.bfloat16 == DTYPE:
             kept = tl.dot(p_low, v[i], kept)
         out = out + (tl.dot(p_high, v[i], kept),)

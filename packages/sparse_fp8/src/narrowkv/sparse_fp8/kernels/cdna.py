@@ -124,11 +124,10 @@ def _load_rows(tile, rows, index, STORED: gl.constexpr, CALL: gl.constexpr):
     Rows that are not named become zeros: a buffer load that is masked off gives zeros.
     """
     ROWS: gl.constexpr = CALL.ROWS
-    LAYOUT: gl.constexpr = STORED.LAYOUT
     GROUP: gl.constexpr = STORED.GROUP
-    columns = gl.expand_dims(gl.arange(0, 512 if STORED.LAYOUT == "" else 64, gl.SliceLayout(0, ROWS)), 0)
+    columns = gl.expand_dims(gl.arange(0, 512 if STORED.VALUES == "" else 64, gl.SliceLayout(0, ROWS)), 0)
     live = gl.expand_dims(named(index, rows.num_rows), 1)
-    if LAYOUT == "":
+    if STORED.VALUES == "":
         offsets = gl.expand_dims(index * rows.stride_n, 1) + columns
         if CALL.ASYNC:
             async_copy.buffer_load_to_shared(tile, rows.nope, offsets, mask=live)
@@ -137,31 +136,29 @@ def _load_rows(tile, rows, index, STORED: gl.constexpr, CALL: gl.constexpr):
         else:
             return (cdna3.buffer_load(rows.nope, offsets, mask=live),)
     else:
-        nope_at, rope_at, scale_at = locate(rows, index, LAYOUT, STORED.PAGE_SIZE, False)
-        STEP: gl.constexpr = GROUP // 32 if LAYOUT == "row512" else 1
+        nope_at, rope_at, scale_at = locate(rows, index, STORED)
         stored, scales = (), ()
         for t in gl.static_range(7):
             x = cdna3.buffer_load(rows.nope, gl.expand_dims(nope_at, 1) + (t * 64 + columns), mask=live)
             stored = stored + (x,)
             for g in gl.static_range(64 // GROUP):
-                place = scale_at + (t * (64 // GROUP) + g) * STEP
+                place = scale_at + (t * (64 // GROUP) + g) * STORED.STEP
                 scales = scales + (cdna3.buffer_load(rows.scale, place, mask=named(index, rows.num_rows)),)
         rope = cdna3.buffer_load(rows.rope, gl.expand_dims(rope_at, 1) + columns, mask=live)
         return stored, scales, rope
 
 
 @gluon.jit
-def _store_rows(tile, loaded, STORED: gl.constexpr, WIDENING: gl.constexpr, CALL: gl.constexpr):
+def _store_rows(tile, loaded, STORED: gl.constexpr, CALL: gl.constexpr):
     """Puts what `_load_rows` returned into a tile in LDS."""
     ROWS: gl.constexpr = CALL.ROWS
-    LAYOUT: gl.constexpr = STORED.LAYOUT
-    if LAYOUT == "":
+    if STORED.VALUES == "":
         if not CALL.ASYNC:
             tile.store(loaded[0])
     else:
         BLOCK_K: gl.constexpr = CALL.BLOCK_K
-        FORMAT: gl.constexpr = WIDENING.FORMAT
-        ROUTE: gl.constexpr = WIDENING.ROUTE
+        FORMAT: gl.constexpr = STORED.FORMAT
+        ROUTE: gl.constexpr = STORED.ROUTE
         PARTS: gl.constexpr = 64 // STORED.GROUP
         stored, scales, rope = loaded
         words = _view(tile, gl.int32, [BLOCK_K, 256], CALL.WORDS)
@@ -171,7 +168,7 @@ def _store_rows(tile, loaded, STORED: gl.constexpr, WIDENING: gl.constexpr, CALL
             if PARTS == 2:
                 scale = gl.where(columns < 32, scale, gl.expand_dims(scales[t * PARTS + 1], 1))
             if CALL.UPCAST:
-                if LAYOUT == "split":
+                if STORED.SCALE == "pow2":
                     scale = (scale >> 23).to(gl.uint8)
                 scale, x = gl.broadcast(scale, as_fp8(stored[t], FORMAT, ROUTE))
                 tile.slice(t * 64, 64, dim=1).store(_scaled_upcast(x, scale, gl.bfloat16))
@@ -180,7 +177,7 @@ def _store_rows(tile, loaded, STORED: gl.constexpr, WIDENING: gl.constexpr, CALL
                     wide = _widen(stored[t], FORMAT, ROUTE, gl.float16, False).to(gl.float32)
                 else:
                     wide = as_fp8(stored[t], FORMAT, ROUTE).to(gl.float32)
-                scale = _as_fp32(scale, LAYOUT) * (2.0**WIDENING.EXPONENT)
+                scale = _as_fp32(scale, STORED) * (2.0**STORED.EXPONENT)
                 # The low halves of the float32 are zero: four bits times a power of two.
                 even, odd = gl.split(gl.reshape((wide * scale).to(gl.int32, bitcast=True), [BLOCK_K, 32, 2]))
                 words.slice(t * 32, 32, dim=1).store(((even >> 16) & 0xFFFF) | (odd & -65536))
@@ -188,9 +185,9 @@ def _store_rows(tile, loaded, STORED: gl.constexpr, WIDENING: gl.constexpr, CALL
 
 
 @gluon.jit
-def _as_fp32(scale, LAYOUT: gl.constexpr):
+def _as_fp32(scale, STORED: gl.constexpr):
     """Scales as loaded, as float32."""
-    if LAYOUT == "split":
+    if STORED.SCALE == "pow2":
         return scale.to(gl.float32, bitcast=True)
     else:
         return e8m0_to_fp32(scale)
@@ -210,8 +207,7 @@ def _columns(CALL: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    q, acc, m, l, qk_scale, rows, csr, begin, end, tiles, STORED: gl.constexpr, WIDENING: gl.constexpr,
-    CALL: gl.constexpr,
+    q, acc, m, l, qk_scale, rows, csr, begin, end, tiles, STORED: gl.constexpr, CALL: gl.constexpr,
 ):  # fmt: skip
     """Rows at places [begin, end) of the index list into the softmax state; `tiles` holds STAGES tiles."""
     BLOCK_K: gl.constexpr = CALL.BLOCK_K
@@ -236,7 +232,7 @@ def _attend(
     else:
         upcoming = _tile_indices(csr, begin + BLOCK_K, end, places)
         loaded = _load_rows(tiles.index(0), rows, index, STORED, CALL)
-        _store_rows(tiles.index(0), loaded, STORED, WIDENING, CALL)
+        _store_rows(tiles.index(0), loaded, STORED, CALL)
         index = upcoming
     slot = 0
     for start in range(begin, end, BLOCK_K):
@@ -267,7 +263,7 @@ def _attend(
         v = tile.load(v_layout)
         acc = cdna3.mfma(p, v, acc * gl.expand_dims(correction, 1))
         if not CALL.ASYNC:
-            _store_rows(tiles.index(free), loaded, STORED, WIDENING, CALL)
+            _store_rows(tiles.index(free), loaded, STORED, CALL)
         index, own_index = upcoming, own_upcoming
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     if CALL.ASYNC:
@@ -279,12 +275,11 @@ def _attend(
 def _sparse_cdna_kernel(
     q, out, partials, prefix, prefix_csr, extend, extend_csr, qk_scale,
     num_tokens, num_splits, prefix_rows, prefix_nnz, extend_rows, extend_nnz,
-    CALL: gl.constexpr, PREFIX: gl.constexpr, EXTEND: gl.constexpr, WIDENING: gl.constexpr,
+    CALL: gl.constexpr, PREFIX: gl.constexpr, EXTEND: gl.constexpr,
 ):  # fmt: skip
     """One program attends BLOCK_H heads of one token; programs run fastest over the heads of a token.
 
-    Grid: tokens times blocks of heads, splits. PREFIX, EXTEND: `Stored`, or None for no source. WIDENING:
-    None for 16-bit rows.
+    Grid: tokens times blocks of heads, splits. PREFIX, EXTEND: `Stored`, or None for no source.
     """
     BLOCK_H: gl.constexpr = CALL.BLOCK_H
     BLOCK_K: gl.constexpr = CALL.BLOCK_K
@@ -333,12 +328,12 @@ def _sparse_cdna_kernel(
     if PREFIX is not None:
         acc, m, l = _attend(
             q_tile, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end, tiles,
-            PREFIX, WIDENING, CALL,
+            PREFIX, CALL,
         )  # fmt: skip
     if EXTEND is not None:
         acc, m, l = _attend(
             q_tile, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end, tiles,
-            EXTEND, WIDENING, CALL,
+            EXTEND, CALL,
         )  # fmt: skip
     if CALL.LATE_SUM:
         l = gl.sum(l, 1)

@@ -240,9 +240,10 @@ def _sparse_few_kernel(
         )  # fmt: skip
         extend_csr = Csr(extend_csr.indptr, extend_csr.indices, extend_nnz)
     # Two groups gather, half of each tile's rows each, and do not wait for each other. Widening FP8 takes
-    # twice the warps; 16 warps have 128 registers each, too few for the sums of 32 heads.
-    GATHER_WARPS: gl.constexpr = 2 if CALL.LAYOUT == "" else 4
-    REGISTERS: gl.constexpr = 168 if CALL.LAYOUT == "" else 128
+    # twice the warps. Of 16 warps' registers the sums take what the others leave.
+    GATHER_WARPS: gl.constexpr = 2 if CALL.PREFIX.VALUES == "" else 4
+    SCORE_REGISTERS: gl.constexpr = CALL.SCORE_REGISTERS
+    GATHER_REGISTERS: gl.constexpr = CALL.GATHER_REGISTERS
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     query = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 512], WIDE)
@@ -307,5 +308,5 @@ def _sparse_few_kernel(
             ),
         ],
         [4, GATHER_WARPS, GATHER_WARPS],
-        [REGISTERS, REGISTERS, REGISTERS],
+        [SCORE_REGISTERS, GATHER_REGISTERS, GATHER_REGISTERS],
     )  # fmt: skip

@@ -121,7 +121,8 @@ def _gather_wide_warps(
     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
     FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr,
     HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
-    WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    PREFIX: gl.constexpr, EXTEND: gl.constexpr, SPLIT: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Some rows of each 16-bit tile into the ring, by copies that nobody waits for but who multiplies."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -135,9 +136,7 @@ def _gather_wide_warps(
     index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
     count = 0
     while number < num_items:
-        live, at, _, _ = _locate_rows(
-            prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, "", 1, 1, WIDE_ADDRESS
-        )
+        live, at, _, _ = _locate_rows(prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND)
         base = _of_source(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)
         number, tile, item, spans, first, index = _following(
             prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items, r,
@@ -170,50 +169,50 @@ def _load_words(base, at, live, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _load_scales(base, at, live, LAYOUT: gl.constexpr):
-    """Scales of the seven NoPE tiles of rows, in words: a tuple, see `_scale`."""
+def _load_scales(base, at, live, STORED: gl.constexpr):
+    """Scales of rows' tiles of 64 columns, in words: a tuple, see `_scale`."""
     scales = ()
-    if LAYOUT == "split":
+    if STORED.SCALE == "e8m0":
+        words = _words(base)
+        BYTES: gl.constexpr = STORED.COLUMNS // STORED.GROUP * STORED.STEP
+        for i in gl.static_range((BYTES + 3) // 4):
+            scales = scales + (gl.load(words + (at // 4 + i), mask=live, other=0x7F7F7F7F),)
+    else:
         for t in gl.static_range(7):
             scales = scales + (gl.load(base + (at + t), mask=live, other=ONE_AS_WORD),)
-    else:
-        # row512 has a byte for every 32 columns.
-        words = _words(base)
-        for i in gl.static_range(4 if LAYOUT == "row512" else 2):
-            scales = scales + (gl.load(words + (at // 4 + i), mask=live, other=0x7F7F7F7F),)
     return scales
 
 
 @gluon.jit
-def _scale(scales, TILE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The scales of a NoPE tile, bf16 `[rows, 1]`."""
-    if LAYOUT == "split":
-        scale = scales[TILE].to(gl.float32, bitcast=True)
-    elif LAYOUT == "row512":
-        scale = e8m0_to_fp32(scales[TILE // 2] >> (TILE % 2 * 16) & 0xFF)
+def _scale(scales, TILE: gl.constexpr, STORED: gl.constexpr, WORDS: gl.constexpr):
+    """The scales of a tile of 64 columns: bf16 `[rows, 1]`, or `[rows, 16]`, one for each word of values."""
+    BYTE: gl.constexpr = TILE * 64 // STORED.GROUP * STORED.STEP
+    if STORED.SCALE != "e8m0":
+        scale = scales[TILE].to(gl.float32, bitcast=True)[:, None]
+    elif STORED.GROUP == 64:
+        scale = e8m0_to_fp32(scales[BYTE // 4] >> (BYTE % 4 * 8) & 0xFF)[:, None]
     else:
-        scale = e8m0_to_fp32(scales[TILE // 4] >> (TILE % 4 * 8) & 0xFF)
-    return scale[:, None].to(gl.bfloat16)
+        half = gl.arange(0, 16, gl.SliceLayout(0, WORDS)) // 8
+        scale = e8m0_to_fp32(scales[BYTE // 4][:, None] >> (BYTE % 4 * 8 + half * 8)[None, :] & 0xFF)
+    return scale.to(gl.bfloat16)
 
 
 @gluon.jit
 def _load_rows(
     prefix, extend, first, index,
-    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, PREFIX: gl.constexpr, EXTEND: gl.constexpr,
     WORDS: gl.constexpr,
 ):  # fmt: skip
-    """FP8 rows as stored: NoPE tiles, scales; where RoPE is; which rows are named."""
+    """FP8 rows as stored: tiles of 64 columns, scales; where RoPE is; which rows are named."""
     live, nope_at, rope_at, scale_at = _locate_rows(
-        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND,
     )  # fmt: skip
     nope = _of_source(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)
     narrow = ()
-    for t in gl.static_range(7):
+    for t in gl.static_range(PREFIX.COLUMNS // 64):
         narrow = narrow + (_load_words(nope, nope_at, live, 16 * t, WORDS),)
     scales = _load_scales(
-        _of_source(first, prefix.scale, extend.scale, HAS_PREFIX, HAS_EXTEND), scale_at, live, LAYOUT
+        _of_source(first, prefix.scale, extend.scale, HAS_PREFIX, HAS_EXTEND), scale_at, live, PREFIX
     )
     return narrow, scales, rope_at, live
 
@@ -222,9 +221,9 @@ def _load_rows(
 def _gather_fp8_warps(
     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
     FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr,
-    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr,
-    WIDE_ADDRESS: gl.constexpr, SPLIT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
+    PREFIX: gl.constexpr, EXTEND: gl.constexpr, SPLIT: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Some rows of each tile from FP8, as bf16, into the ring; the next tile's are under way meanwhile."""
     # A thread has 16 columns in a row: its stores of 16 bytes meet no bank twice.
@@ -240,8 +239,7 @@ def _gather_fp8_warps(
     first = item[8] > 0
     index = _tile_indices(prefix_csr, extend_csr, item, tile, r, HAS_PREFIX, HAS_EXTEND, BLOCK_K)
     narrow, scales, rope_at, live = _load_rows(
-        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, WORDS,
+        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND, WORDS,
     )  # fmt: skip
     rope = _of_source(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND)
     loaded = number
@@ -252,8 +250,7 @@ def _gather_fp8_warps(
     count = 0
     while loaded < num_items:
         next_narrow, next_scales, next_rope_at, next_live = _load_rows(
-            prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-            PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, WORDS,
+            prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND, WORDS,
         )  # fmt: skip
         next_rope = _of_source(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND)
         loaded = number
@@ -264,24 +261,28 @@ def _gather_fp8_warps(
         stage = count % STAGES
         mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
         bias.index(stage).slice(FIRST_ROW, NUM_ROWS).store(gl.where(live, 0.0, float("-inf")))
-        _copy_rows(
-            tiles.index(stage).slice(FIRST_ROW, NUM_ROWS).slice(448, 64, dim=1), rope,
-            gl.convert_layout(rope_at, ROW), gl.convert_layout(live, ROW), ROPE,
-        )  # fmt: skip
-        async_copy.mbarrier_arrive(full.index(stage))
+        if PREFIX.ROPE != "":
+            _copy_rows(
+                tiles.index(stage).slice(FIRST_ROW, NUM_ROWS).slice(448, 64, dim=1), rope,
+                gl.convert_layout(rope_at, ROW), gl.convert_layout(live, ROW), ROPE,
+            )  # fmt: skip
+            async_copy.mbarrier_arrive(full.index(stage))
         words = _reinterpret(tiles.index(stage), gl.int32, [BLOCK_K, 256], gl.NVMMASharedLayout(128, 32))
         target = words.slice(FIRST_ROW, NUM_ROWS)
         pairs = ()
-        for t in gl.static_range(3):
+        for t in gl.static_range(PREFIX.COLUMNS // 128):
             pairs = pairs + (
                 _side_by_side(
-                    _widen(narrow[2 * t], _scale(scales, 2 * t, LAYOUT)),
-                    _widen(narrow[2 * t + 1], _scale(scales, 2 * t + 1, LAYOUT)),
+                    _widen(narrow[2 * t], _scale(scales, 2 * t, PREFIX, WORDS)),
+                    _widen(narrow[2 * t + 1], _scale(scales, 2 * t + 1, PREFIX, WORDS)),
                 ),
             )
         target.slice(0, 128, dim=1).store(_side_by_side(pairs[0], pairs[1]))
-        target.slice(128, 64, dim=1).store(pairs[2])
-        target.slice(192, 32, dim=1).store(_widen(narrow[6], _scale(scales, 6, LAYOUT)))
+        if PREFIX.COLUMNS == 512:
+            target.slice(128, 128, dim=1).store(_side_by_side(pairs[2], pairs[3]))
+        else:
+            target.slice(128, 64, dim=1).store(pairs[2])
+            target.slice(192, 32, dim=1).store(_widen(narrow[6], _scale(scales, 6, PREFIX, WORDS)))
         # No fence: it would wait for the loads. Who multiplies has one.
         _barrier()
         mbarrier.arrive(full.index(stage), count=1)
@@ -295,19 +296,19 @@ def _gather_warps(
     FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr, CALL: gl.constexpr,
 ):  # fmt: skip
     """What fills some rows of each tile of the ring: with 16-bit rows, or with FP8 rows."""
-    # Triton 3.6 passes only numbers of a struct on.
-    LAYOUT: gl.constexpr = CALL.LAYOUT
-    if CALL.LAYOUT == "":
+    # Triton 3.6 passes on only what has a name of its own.
+    PREFIX: gl.constexpr = CALL.PREFIX
+    EXTEND: gl.constexpr = CALL.EXTEND
+    if PREFIX.VALUES == "":
         _gather_wide_warps(
             prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
             tiles, bias, full, empty, FIRST_ROW, NUM_ROWS, CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND,
-            CALL.WIDE_ADDRESS, CALL.SPLIT, CALL.BLOCK_K, CALL.STAGES,
+            PREFIX, EXTEND, CALL.SPLIT, CALL.BLOCK_K, CALL.STAGES,
         )  # fmt: skip
     else:
         _gather_fp8_warps(
             prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
             tiles, bias, full, empty, FIRST_ROW, NUM_ROWS, CALL.HEAD_BLOCKS, CALL.HAS_PREFIX,
-            CALL.HAS_EXTEND, LAYOUT,
-            CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE, CALL.WIDE_ADDRESS, CALL.SPLIT, CALL.BLOCK_K,
+            CALL.HAS_EXTEND, PREFIX, EXTEND, CALL.SPLIT, CALL.BLOCK_K,
             CALL.STAGES,
         )  # fmt: skip

@@ -1,8 +1,9 @@
-"""Sparse attention straight from FP8 rows: tiles are widened on the chip, no 16-bit copy.
+"""Sparse attention straight from quantised rows: tiles are widened on the chip, no 16-bit copy.
 
-QK over the seven NoPE tiles multiplies FP8 by FP8 and scales each product (Q in FP8), or multiplies 16-bit Q
-by widened tiles; QK over RoPE is bf16. PV multiplies by the widened tiles. Tiles are 64 columns wide, or
-more where wide ones are faster: then RoPE is the end of the last.
+QK multiplies 16-bit Q by widened tiles of columns, or, over the seven NoPE tiles of DeepSeek-V4's rows, FP8
+by FP8 and scales each product (Q in FP8). PV multiplies by the widened tiles. Tiles have 64 columns, or more
+where that is faster: then RoPE columns are the end of the last, or, where K is longer than V, a tile of their
+own. Scales in fp32 multiply scores and numerators and not values, whose product with them bf16 cannot hold.
 """
 
 import triton
@@ -28,20 +29,20 @@ from narrowkv.sparse_fp8.kernels.rows import (
     named,
     token_span,
     widen_columns,
+    widen_rope,
 )
 
 
 @triton.jit
-def _load_rows(
-    rows, index, mask, WIDTH: tl.constexpr,
-    LAYOUT: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
-):  # fmt: skip
-    """Rows as stored: tuples of NoPE bytes `[N, WIDTH]` and of scales, and RoPE `[N, 64]`."""
-    nope_at, rope_at, scale_at = locate(rows, index, LAYOUT, PAGE_SIZE, WIDE_ADDRESS)
-    rope = load_rope(rows, rope_at, mask)
+def _load_rows(rows, index, mask, WIDTH: tl.constexpr, STORED: tl.constexpr):
+    """Rows as stored: tuples of what `load_columns` gives, and RoPE columns `[N, 64]`, or 0."""
+    value_at, rope_at, scale_at = locate(rows, index, STORED)
+    rope = 0
+    if STORED.ROPE != "":
+        rope = load_rope(rows, rope_at, mask, STORED)
     stored, scales = (), ()
-    for t in tl.static_range((448 + WIDTH - 1) // WIDTH):
-        x, scale = load_columns(rows, nope_at, scale_at, mask, t, WIDTH, LAYOUT, GROUP)
+    for t in tl.static_range((STORED.COLUMNS + WIDTH - 1) // WIDTH):
+        x, scale = load_columns(rows, value_at, scale_at, mask, t, WIDTH, STORED)
         stored = stored + (x,)
         scales = scales + (scale,)
     return stored, scales, rope
@@ -49,56 +50,71 @@ def _load_rows(
 
 @triton.jit
 def _widen_rows(
-    stored, scales, rope, WIDTH: tl.constexpr,
-    FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr, GROUP: tl.constexpr,
+    stored, scales, rope, WIDTH: tl.constexpr, STORED: tl.constexpr, SCALED: tl.constexpr
 ):  # fmt: skip
-    """All 512 columns as a tuple of bf16 tiles `[N, WIDTH]`."""
+    """All columns as a tuple of bf16 tiles: `[N, WIDTH]`, and RoPE columns `[N, 64]` that no such tile has.
+
+    Without SCALED the values are still to be multiplied by their scales.
+    """
+    if STORED.ROPE != "":
+        rope = widen_rope(rope, STORED)
     wide = ()
-    for t in tl.static_range((448 + WIDTH - 1) // WIDTH):
-        wide = wide + (widen_columns(stored[t], scales[t], rope, t, WIDTH, FORMAT, ROUTE, EXPONENT, GROUP),)
-    if WIDTH == 64:
-        wide = wide + (rope,)
+    for t in tl.static_range((STORED.COLUMNS + WIDTH - 1) // WIDTH):
+        wide = wide + (widen_columns(stored[t], scales[t], rope, t, WIDTH, STORED, SCALED),)
+    if STORED.ROPE != "":
+        if STORED.COLUMNS % WIDTH == 0:
+            wide = wide + (rope,)
     return wide
 
 
 @triton.jit
 def _load_query(
-    q, base, heads, mask, WIDTH: tl.constexpr,
-    FP8_Q: tl.constexpr, FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr,
-    LAYOUT: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr, FP8_QK: tl.constexpr,
+    q, base, heads, mask, WIDTH: tl.constexpr, QUERY: tl.constexpr, HEAD_DIM: tl.constexpr,
+    FP8_QK: tl.constexpr,
 ):  # fmt: skip
-    """Q as a tuple of tiles `[BLOCK_H, WIDTH]`, and NoPE's scales if FP8_QK leaves those tiles in FP8."""
+    """Q as a tuple of tiles like those of rows, and NoPE's scales if FP8_QK leaves those tiles in FP8."""
     tiles, scales = (), ()
-    if FP8_Q:
-        stored, scales, rope = _load_rows(q, base + heads, mask, WIDTH, LAYOUT, PAGE_SIZE, GROUP, True)
+    if QUERY.VALUES != "":
+        stored, scales, rope = _load_rows(q, base + heads, mask, WIDTH, QUERY)
         if FP8_QK:
+            FORMAT: tl.constexpr = QUERY.FORMAT
+            ROUTE: tl.constexpr = QUERY.ROUTE
             for t in tl.static_range(7):
                 tiles = tiles + (as_fp8(stored[t], FORMAT, ROUTE),)
             tiles = tiles + (rope,)
         else:
-            tiles = _widen_rows(stored, scales, rope, WIDTH, FORMAT, ROUTE, EXPONENT, GROUP)
+            tiles = _widen_rows(stored, scales, rope, WIDTH, QUERY, True)
     else:
         rows = q.nope + base * q.stride_n + heads[:, None] * q.stride_h
         c = tl.arange(0, WIDTH)
         for t in tl.static_range(512 // WIDTH):
             tiles = tiles + (tl.load(rows + (t * WIDTH + c)[None, :], mask=mask[:, None], other=0.0),)
+        if HEAD_DIM > 512:
+            d = 512 + tl.arange(0, 64)
+            tiles = tiles + (tl.load(rows + d[None, :], mask=mask[:, None], other=0.0),)
     return tiles, scales
 
 
 @triton.jit
 def _scores(
-    q, q_scales, stored, scales, wide, WIDTH: tl.constexpr,
-    FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr, FP8_QK: tl.constexpr,
+    q, q_scales, stored, scales, wide, WIDTH: tl.constexpr, STORED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    FP8_QK: tl.constexpr,
 ):  # fmt: skip
     """Q K^T before the softmax scale, fp32 `[BLOCK_H, BLOCK_K]`."""
     if FP8_QK:
+        FORMAT: tl.constexpr = STORED.FORMAT
+        ROUTE: tl.constexpr = STORED.ROUTE
         s = tl.dot(q[7], tl.trans(wide[7]))
         for t in tl.static_range(7):
             product = tl.dot(q[t], tl.trans(as_fp8(stored[t], FORMAT, ROUTE)))
-            s += product * q_scales[t][:, None] * (scales[t] * (4.0**EXPONENT))[None, :]
+            s += product * q_scales[t][:, None] * (scales[t] * (4.0**STORED.EXPONENT))[None, :]
+    elif STORED.SCALE == "fp32":
+        s = tl.dot(q[512 // WIDTH], tl.trans(wide[512 // WIDTH].to(q[0].dtype)))
+        for t in tl.static_range(512 // WIDTH):
+            s += tl.dot(q[t], tl.trans(wide[t].to(q[t].dtype))) * scales[t][None, :]
     else:
         s = tl.dot(q[0], tl.trans(wide[0].to(q[0].dtype)))
-        for t in tl.static_range(1, 512 // WIDTH):
+        for t in tl.static_range(1, 512 // WIDTH + (HEAD_DIM - 512) // 64):
             s = tl.dot(q[t], tl.trans(wide[t].to(q[t].dtype)), s)
     return s
 
@@ -106,33 +122,32 @@ def _scores(
 @triton.jit
 def _step(
     q, q_scales, acc, m, l, qk_scale, stored, scales, rope, live, start, WIDTH: tl.constexpr,
-    FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr, GROUP: tl.constexpr,
-    FP8_QK: tl.constexpr, GUARD: tl.constexpr,
+    STORED: tl.constexpr, HEAD_DIM: tl.constexpr, FP8_QK: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows into the softmax state."""
-    wide = _widen_rows(stored, scales, rope, WIDTH, FORMAT, ROUTE, EXPONENT, GROUP)
+    wide = _widen_rows(stored, scales, rope, WIDTH, STORED, STORED.SCALE != "fp32")
     if GUARD:
         if start >= -1:
-            s = _scores(q, q_scales, stored, scales, wide, WIDTH, FORMAT, ROUTE, EXPONENT, FP8_QK)
+            s = _scores(q, q_scales, stored, scales, wide, WIDTH, STORED, HEAD_DIM, FP8_QK)
         else:
             s = tl.zeros([q[0].shape[0], live.shape[0]], tl.float32)
     else:
-        s = _scores(q, q_scales, stored, scales, wide, WIDTH, FORMAT, ROUTE, EXPONENT, FP8_QK)
+        s = _scores(q, q_scales, stored, scales, wide, WIDTH, STORED, HEAD_DIM, FP8_QK)
     s = tl.where(live[None, :], s * qk_scale, float("-inf"))
     p, m, l, correction = softmax_step(s, m, l)
     p_narrow = p.to(tl.bfloat16)
     summed = ()
     for t in tl.static_range(512 // WIDTH):
+        if STORED.SCALE == "fp32":
+            p_narrow = (p * scales[t][None, :]).to(tl.bfloat16)
         summed = summed + (tl.dot(p_narrow, wide[t], acc[t] * correction[:, None]),)
     return summed, m, l
 
 
 @triton.jit
 def _attend_fused(
-    q, q_scales, acc, m, l, qk_scale, rows, csr, begin, end, WIDTH: tl.constexpr,
-    LAYOUT: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr, WIDE_ADDRESS: tl.constexpr,
-    FORMAT: tl.constexpr, ROUTE: tl.constexpr, EXPONENT: tl.constexpr, FP8_QK: tl.constexpr,
-    GUARD: tl.constexpr, BLOCK_K: tl.constexpr,
+    q, q_scales, acc, m, l, qk_scale, rows, csr, begin, end, WIDTH: tl.constexpr, STORED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, FP8_QK: tl.constexpr, GUARD: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows at places [begin, end) of the index list into the softmax state; acc is 512 // WIDTH tiles."""
     k_range = tl.arange(0, BLOCK_K)
@@ -140,18 +155,18 @@ def _attend_fused(
     for start in tl.range(begin, end, BLOCK_K, num_stages=GUARD if GUARD else None):
         upcoming = load_indices(csr, start + BLOCK_K, k_range, end)
         live = named(index, rows.num_rows)
-        stored, scales, rope = _load_rows(rows, index, live, WIDTH, LAYOUT, PAGE_SIZE, GROUP, WIDE_ADDRESS)
+        stored, scales, rope = _load_rows(rows, index, live, WIDTH, STORED)
         if GUARD:
             # Always taken; see the kernel over 16-bit rows.
             if start >= 0:
                 acc, m, l = _step(
                     q, q_scales, acc, m, l, qk_scale, stored, scales, rope, live, start, WIDTH,
-                    FORMAT, ROUTE, EXPONENT, GROUP, FP8_QK, True,
+                    STORED, HEAD_DIM, FP8_QK, True,
                 )  # fmt: skip
         else:
             acc, m, l = _step(
                 q, q_scales, acc, m, l, qk_scale, stored, scales, rope, live, start, WIDTH,
-                FORMAT, ROUTE, EXPONENT, GROUP, FP8_QK, False,
+                STORED, HEAD_DIM, FP8_QK, False,
             )  # fmt: skip
         index = upcoming
     return acc, m, l
@@ -162,7 +177,7 @@ def _sparse_fused_kernel(
     q, out, partials, prefix, prefix_csr, extend, extend_csr, qk_scale,
     num_tokens, num_splits, prefix_rows, prefix_nnz, extend_rows, extend_nnz,
     CALL: tl.constexpr, QUERY: tl.constexpr, PREFIX: tl.constexpr, EXTEND: tl.constexpr,
-    WIDENING: tl.constexpr, FP8_QK: tl.constexpr, TILES: tl.constexpr,
+    FP8_QK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One program attends BLOCK_H heads of one token; programs run fastest over the heads of a token.
 
@@ -171,11 +186,7 @@ def _sparse_fused_kernel(
     BLOCK_H: tl.constexpr = TILES.BLOCK_H
     BLOCK_K: tl.constexpr = TILES.BLOCK_K
     WIDTH: tl.constexpr = TILES.WIDTH
-    # Words of a struct get names of their own: Triton 3.6 passes only numbers of it on.
-    Q_LAYOUT: tl.constexpr = QUERY.LAYOUT
-    FORMAT: tl.constexpr = WIDENING.FORMAT
-    ROUTE: tl.constexpr = WIDENING.ROUTE
-    FP8_Q: tl.constexpr = QUERY.LAYOUT != ""
+    HEAD_DIM: tl.constexpr = CALL.HEAD_DIM
     HEAD_BLOCKS: tl.constexpr = (CALL.NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     token = tl.program_id(0) // HEAD_BLOCKS
     heads = (tl.program_id(0) % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -184,12 +195,9 @@ def _sparse_fused_kernel(
         heads = heads.to(tl.int64)
     split = tl.program_id(1)
     wide_token = token.to(tl.int64)
-    # FP8 rows of Q are counted through all tokens; 16-bit Q has a stride between tokens.
-    base = wide_token * CALL.NUM_HEADS if FP8_Q else wide_token
-    q_tiles, q_scales = _load_query(
-        q, base, heads, mask, WIDTH, FP8_Q, FORMAT, ROUTE, WIDENING.EXPONENT,
-        Q_LAYOUT, QUERY.PAGE_SIZE, QUERY.GROUP, FP8_QK,
-    )  # fmt: skip
+    # Quantised rows of Q are counted through all tokens; 16-bit Q has a stride between tokens.
+    base = wide_token * CALL.NUM_HEADS if QUERY.VALUES != "" else wide_token
+    q_tiles, q_scales = _load_query(q, base, heads, mask, WIDTH, QUERY, HEAD_DIM, FP8_QK)
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_H], tl.float32)
     acc = ()
@@ -217,18 +225,14 @@ def _sparse_fused_kernel(
         prefix_begin, prefix_end = prefix_begin + p_lo, prefix_begin + p_hi
         extend_begin, extend_end = extend_begin + e_lo, extend_begin + e_hi
     if PREFIX is not None:
-        PREFIX_LAYOUT: tl.constexpr = PREFIX.LAYOUT
         acc, m, l = _attend_fused(
             q_tiles, q_scales, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end, WIDTH,
-            PREFIX_LAYOUT, PREFIX.PAGE_SIZE, PREFIX.GROUP, PREFIX.WIDE_ADDRESS,
-            FORMAT, ROUTE, WIDENING.EXPONENT, FP8_QK, TILES.GUARD, BLOCK_K,
+            PREFIX, HEAD_DIM, FP8_QK, TILES.GUARD, BLOCK_K,
         )  # fmt: skip
     if EXTEND is not None:
-        EXTEND_LAYOUT: tl.constexpr = EXTEND.LAYOUT
         acc, m, l = _attend_fused(
             q_tiles, q_scales, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end, WIDTH,
-            EXTEND_LAYOUT, EXTEND.PAGE_SIZE, EXTEND.GROUP, EXTEND.WIDE_ADDRESS,
-            FORMAT, ROUTE, WIDENING.EXPONENT, FP8_QK, TILES.GUARD, BLOCK_K,
+            EXTEND, HEAD_DIM, FP8_QK, TILES.GUARD, BLOCK_K,
         )  # fmt: skip
     slot = (split.to(tl.int64) * num_tokens + token) * CALL.NUM_HEADS
     share = row_share(out, m, l, heads, mask, CALL.HAS_SINK)

@@ -93,13 +93,11 @@ def _finish_scores(
 @gluon.jit
 def _copy_tile(
     prefix, extend, first, index, number, tiles, bias, empty,
-    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, WIDE_ADDRESS: gl.constexpr, STAGES: gl.constexpr,
-    COPY: gl.constexpr,
+    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, PREFIX: gl.constexpr, EXTEND: gl.constexpr,
+    STAGES: gl.constexpr, COPY: gl.constexpr,
 ):  # fmt: skip
     """16-bit rows on their way into buffer `number` of the ring, once that is free."""
-    live, at, _, _ = _locate_rows(
-        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, "", 1, 1, WIDE_ADDRESS
-    )
+    live, at, _, _ = _locate_rows(prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND)
     stage = number % STAGES
     mbarrier.wait(empty.index(stage), (number // STAGES & 1) ^ 1)
     bias.index(stage).store(gl.where(live, 0.0, float("-inf")))
@@ -119,6 +117,9 @@ def _score_warps(
     released, CALL: gl.constexpr,
 ):  # fmt: skip
     """16-bit rows into the tile buffers; QK; the softmax."""
+    # Triton 3.6 passes on only what has a name of its own.
+    PREFIX: gl.constexpr = CALL.PREFIX
+    EXTEND: gl.constexpr = CALL.EXTEND
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, CALL.BLOCK_K, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -138,7 +139,7 @@ def _score_warps(
         )
         _copy_tile(
             prefix, extend, item[8] > 0, index, count, tiles, bias, empty,
-            CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.WIDE_ADDRESS, CALL.STAGES, COPY,
+            CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND, CALL.STAGES, COPY,
         )  # fmt: skip
         async_copy.commit_group()
         index = _tile_indices(
@@ -163,7 +164,7 @@ def _score_warps(
             if tile + 1 < num_tiles:
                 _copy_tile(
                     prefix, extend, tile + 1 < item[8], index, count + 1, tiles, bias, empty,
-                    CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.WIDE_ADDRESS, CALL.STAGES, COPY,
+                    CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND, CALL.STAGES, COPY,
                 )  # fmt: skip
             async_copy.commit_group()
             masked = bias.index(stage).load(gl.SliceLayout(0, SCORES))

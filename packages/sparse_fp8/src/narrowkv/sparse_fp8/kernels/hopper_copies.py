@@ -28,19 +28,19 @@ _copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_g
 
 
 class HopperCall(NamedTuple):
-    """What a kernel for Hopper is compiled for. LAYOUT "": 16-bit rows. Others: `Call`, `Stored`, `Tiles`.
+    """What a kernel for Hopper is compiled for. Others: `Call`, `Tiles`.
 
+    PREFIX, EXTEND: how the rows of each source are stored, `Stored`; that of the other if it is absent.
     STAGES: tiles in shared memory. SLACK: how far numerators may pass one, in powers of two.
+    SCORE_REGISTERS, GATHER_REGISTERS: registers of a thread, in the kernel for few heads.
     """
 
     NUM_HEADS: Any
     HEAD_BLOCKS: Any
     HAS_PREFIX: Any
     HAS_EXTEND: Any
-    LAYOUT: Any
-    PREFIX_PAGE_SIZE: Any
-    EXTEND_PAGE_SIZE: Any
-    WIDE_ADDRESS: Any
+    PREFIX: Any
+    EXTEND: Any
     SPLIT: Any
     HAS_SINK: Any
     WRITE_LSE: Any
@@ -48,6 +48,8 @@ class HopperCall(NamedTuple):
     BLOCK_K: Any
     STAGES: Any
     SLACK: Any
+    SCORE_REGISTERS: Any
+    GATHER_REGISTERS: Any
 
 
 @gluon.jit
@@ -148,26 +150,26 @@ def _of_source(first, prefix, extend, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.c
 
 
 @gluon.jit
-def _locate_one(rows, index, LAYOUT: gl.constexpr, PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr):
-    """Whether each index names a row; offsets of its NoPE, RoPE and scales. 16-bit rows have the first."""
+def _locate_one(rows, index, STORED: gl.constexpr):
+    """Whether each index names a row; offsets of its values, RoPE and scales. 16-bit rows have the first."""
     live = named(index, rows.num_rows)
-    if LAYOUT == "":
-        nope_at = (index.to(gl.int64) if WIDE_ADDRESS else index) * rows.stride_n
-        return live, nope_at, nope_at, nope_at
+    if STORED.VALUES == "":
+        value_at = (index.to(gl.int64) if STORED.WIDE_ADDRESS else index) * rows.stride_n
+        return live, value_at, value_at, value_at
     else:
-        nope_at, rope_at, scale_at = locate(rows, index, LAYOUT, PAGE_SIZE, WIDE_ADDRESS)
-        return live, nope_at, rope_at, scale_at
+        value_at, rope_at, scale_at = locate(rows, index, STORED)
+        return live, value_at, rope_at, scale_at
 
 
 @gluon.jit
 def _locate_rows(
-    prefix, extend, first, index, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+    prefix, extend, first, index, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
+    PREFIX: gl.constexpr, EXTEND: gl.constexpr,
 ):  # fmt: skip
     """`_locate_one` in the source that a tile belongs to."""
     if HAS_PREFIX and HAS_EXTEND:
-        a = _locate_one(prefix, index, LAYOUT, PREFIX_PAGE_SIZE, WIDE_ADDRESS)
-        b = _locate_one(extend, index, LAYOUT, EXTEND_PAGE_SIZE, WIDE_ADDRESS)
+        a = _locate_one(prefix, index, PREFIX)
+        b = _locate_one(extend, index, EXTEND)
         return (
             gl.where(first, a[0], b[0]),
             gl.where(first, a[1], b[1]),
@@ -175,9 +177,9 @@ def _locate_rows(
             gl.where(first, a[3], b[3]),
         )
     elif HAS_PREFIX:
-        return _locate_one(prefix, index, LAYOUT, PREFIX_PAGE_SIZE, WIDE_ADDRESS)
+        return _locate_one(prefix, index, PREFIX)
     else:
-        return _locate_one(extend, index, LAYOUT, EXTEND_PAGE_SIZE, WIDE_ADDRESS)
+        return _locate_one(extend, index, EXTEND)
 
 
 @gluon.jit

@@ -11,8 +11,9 @@ held while it issues products, so that nothing comes free beside them: the tasks
 warpgroup has much more to do than another. Two wide tiles, one as stored, and Q fill the shared memory; a
 quarter of Q is in registers.
 
-A part is 64 columns of NoPE, those of one scale. Parts 0 to 3 are the first summing warpgroup's, 4 to 6 and
-RoPE the second's. Those that are widened first, 0 and 4, are copied a tile ahead of the others.
+A part is 64 columns as stored. Parts 0 to 3 are the first summing warpgroup's, 4 to 6 and RoPE the second's.
+RoPE is a part, too, in DeepSeek-V4.1's rows, whose parts have two scales each. Those parts that are
+widened first, 0 and 4, are copied a tile ahead of the others.
 
 Sources: warp specialisation as in FlashAttention-3 (Shah et al., 2024); a wide tile that QK and PV share as
 in FlashMLA's kernels for an FP8 cache (DeepSeek, 2025).
@@ -59,8 +60,9 @@ def _sum_fp8_warps(
     widened, scored, summed, finished, released, HALF: gl.constexpr, CALL: gl.constexpr,
 ):  # fmt: skip
     """PV of half of the columns, and these widened for the tile after the next; stores the results."""
-    # Triton 3.6 passes only numbers of a struct on.
-    LAYOUT: gl.constexpr = CALL.LAYOUT
+    # Triton 3.6 passes on only what has a name of its own.
+    PREFIX: gl.constexpr = CALL.PREFIX
+    EXTEND: gl.constexpr = CALL.EXTEND
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     EVERYWHERE: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
@@ -73,16 +75,22 @@ def _sum_fp8_warps(
             prefix_csr, extend_csr, num_tokens, num_splits, num_items,
             CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
         )  # fmt: skip
-        for number in range(4):
+        # Indices of four tiles are under way at once, then their scales: two waits, not eight.
+        first_indices, first_scales = (), ()
+        for _ in gl.static_range(4):
             ahead, stream = _next_indices(
                 prefix_csr, extend_csr, num_tokens, num_splits, num_items, stream, r,
                 CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
             )  # fmt: skip
+            first_indices = first_indices + (ahead,)
+        for number in gl.static_range(4):
             scale = _look_up(
-                prefix, extend, ahead, slots, number, CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT,
-                CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE, CALL.WIDE_ADDRESS,
+                prefix, extend, first_indices[number], slots, number, CALL.HAS_PREFIX, CALL.HAS_EXTEND,
+                PREFIX, EXTEND,
             )  # fmt: skip
-            scales.index(number).store(_as_bf16(scale))
+            first_scales = first_scales + (scale,)
+        for number in gl.static_range(4):
+            scales.index(number).store(_as_bf16(first_scales[number]))
         ahead, stream = _next_indices(
             prefix_csr, extend_csr, num_tokens, num_splits, num_items, stream, r,
             CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
@@ -92,7 +100,7 @@ def _sum_fp8_warps(
     else:
         mbarrier.wait(looked_up, 0)
     for number in range(2):
-        _widen_half(number, wide, stored, scales, first_filled, filled, HALF)
+        _widen_half(number, wide, stored, scales, first_filled, filled, HALF, PREFIX)
         _make_writes_visible()
         mbarrier.arrive(widened.index(number), count=1)
     count, turn = 0, 0
@@ -122,8 +130,7 @@ def _sum_fp8_warps(
             if LOOKS_UP:
                 # Tile count + 4, in the place of tile `count`.
                 scale = _look_up(
-                    prefix, extend, ahead, slots, count, CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT,
-                    CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE, CALL.WIDE_ADDRESS,
+                    prefix, extend, ahead, slots, count, CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND,
                 )  # fmt: skip
             acc_a, acc_b = warpgroup_mma_wait(0, deps=[acc_a, acc_b])
             _barrier()
@@ -133,7 +140,7 @@ def _sum_fp8_warps(
                     prefix_csr, extend_csr, num_tokens, num_splits, num_items, stream, r,
                     CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
                 )  # fmt: skip
-            _widen_half(count + 2, wide, stored, scales, first_filled, filled, HALF)
+            _widen_half(count + 2, wide, stored, scales, first_filled, filled, HALF, PREFIX)
             if LOOKS_UP:
                 scales.index(count % 4).store(_as_bf16(scale))
             _make_writes_visible()
@@ -178,8 +185,10 @@ def _score_fp8_warps(
     looked_up, first_filled, filled, widened, scored, summed, finished, released, CALL: gl.constexpr,
 ):  # fmt: skip
     """Copies the rows; QK; the softmax."""
-    # Triton 3.6 passes only numbers of a struct on.
-    LAYOUT: gl.constexpr = CALL.LAYOUT
+    # Triton 3.6 passes on only what has a name of its own.
+    PREFIX: gl.constexpr = CALL.PREFIX
+    EXTEND: gl.constexpr = CALL.EXTEND
+    ALL_STORED: gl.constexpr = PREFIX.ROPE == ""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, CALL.BLOCK_K, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
@@ -187,21 +196,16 @@ def _score_fp8_warps(
     zeros = gl.full([CALL.BLOCK_H, CALL.BLOCK_K], 0.0, gl.float32, SCORES)
     count, turn = 0, 0
     mbarrier.wait(looked_up, 0)
-    _copy_rope(
-        prefix, extend, slots, 0, wide,
-        CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
-        CALL.WIDE_ADDRESS,
-    )  # fmt: skip
+    if not ALL_STORED:
+        _copy_rope(prefix, extend, slots, 0, wide, CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND)
     _copy_first_parts(
         prefix, extend, slots, 0, stored, first_filled,
-        CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
-        CALL.WIDE_ADDRESS,
+        CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND,
     )  # fmt: skip
     for number in range(2):
         _copy_tile(
             prefix, extend, slots, number, stored, widened, first_filled, filled,
-            CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
-            CALL.WIDE_ADDRESS,
+            CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND,
         )  # fmt: skip
     for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
         item = _item(
@@ -213,9 +217,13 @@ def _score_fp8_warps(
         _copy_query(query_b, q.nope + 256, q.stride_n, q.stride_h, token, head_block, CALL.NUM_HEADS)
         async_copy.commit_group()
         rows = q.nope + token.to(gl.int64) * q.stride_n
+        if ALL_STORED:
+            part_b = _load_query(rows + 320, q.stride_h, head_block, CALL.NUM_HEADS, CALL.BLOCK_H, COPY)
         part_c = _load_query(rows + 384, q.stride_h, head_block, CALL.NUM_HEADS, CALL.BLOCK_H, COPY)
         part_d = _load_query(rows + 448, q.stride_h, head_block, CALL.NUM_HEADS, CALL.BLOCK_H, COPY)
         mbarrier.wait(summed, count & 1 ^ 1)
+        if ALL_STORED:
+            query_b_last = _change_layout_through(numerators, part_b, QUERY)
         query_c = _change_layout_through(numerators, part_c, QUERY)
         query_d = _change_layout_through(numerators, part_d, QUERY)
         m = gl.full([CALL.BLOCK_H], float("-inf"), gl.float32, ROW)
@@ -232,17 +240,22 @@ def _score_fp8_warps(
             k_e = wide[3].index(stage).slice(64, 64, dim=1).permute((1, 0))
             s = warpgroup_mma(query_a.slice(0, 128, dim=1), k_a, zeros, use_acc=False, is_async=True)
             s = warpgroup_mma(query_a.slice(128, 128, dim=1), k_b, s, is_async=True)
-            s = warpgroup_mma(query_b, k_c, s, is_async=True)
+            if ALL_STORED:
+                k_c_first = wide[2].index(stage).slice(0, 64, dim=1).permute((1, 0))
+                k_c_last = wide[2].index(stage).slice(64, 64, dim=1).permute((1, 0))
+                s = warpgroup_mma(query_b, k_c_first, s, is_async=True)
+                s = warpgroup_mma(query_b_last, k_c_last, s, is_async=True)
+            else:
+                s = warpgroup_mma(query_b, k_c, s, is_async=True)
             s = warpgroup_mma(query_c, k_d, s, is_async=True)
             s = warpgroup_mma(query_d, k_e, s, is_async=True)
             named = slots.index(count % 4).load(gl.SliceLayout(0, SCORES)) != -1
             scores = warpgroup_mma_wait(0, deps=[s])
             mbarrier.wait(summed, count & 1 ^ 1)
-            _copy_rope(
-                prefix, extend, slots, count + 1, wide,
-                CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
-                CALL.WIDE_ADDRESS,
-            )  # fmt: skip
+            if not ALL_STORED:
+                _copy_rope(
+                    prefix, extend, slots, count + 1, wide, CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND
+                )
             m, l = _softmax_tile(
                 scores, gl.where(named, 0.0, float("-inf")), m, l, qk_scale,
                 numerators, corrections, changes, CALL.SLACK,
@@ -252,8 +265,7 @@ def _score_fp8_warps(
             count += 1
             _copy_tile(
                 prefix, extend, slots, count + 1, stored, widened, first_filled, filled,
-                CALL.HAS_PREFIX, CALL.HAS_EXTEND, LAYOUT, CALL.PREFIX_PAGE_SIZE, CALL.EXTEND_PAGE_SIZE,
-                CALL.WIDE_ADDRESS,
+                CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND,
             )  # fmt: skip
         _finish_scores(
             m, l, out, partials, token, head_block, split, num_tokens, turn, shares, finished, released,
@@ -292,12 +304,14 @@ def _sparse_hopper_fp8_kernel(
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     query_a = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 256], WIDE)
-    query_b = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 128], WIDE)
+    # RoPE among the values takes a part of its own as stored, and parts have two scales: Q makes room.
+    ALL_STORED: gl.constexpr = CALL.PREFIX.ROPE == ""
+    query_b = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 64 if ALL_STORED else 128], WIDE)
     wide = _allocate_each(DTYPE, (2, BLOCK_K, 128), WIDE, 4)
     first_parts = _allocate_each(gl.int32, (2, BLOCK_K, 16), ROWS, 2)
-    parts = _allocate_each(gl.int32, (BLOCK_K, 16), ROWS, 5)
-    stored = first_parts[0], parts[0], parts[1], parts[2], first_parts[1], parts[3], parts[4]
-    scales = gl.allocate_shared_memory(gl.bfloat16, [4, BLOCK_K, 8], ROWS)
+    parts = _allocate_each(gl.int32, (BLOCK_K, 16), ROWS, 6 if ALL_STORED else 5)
+    stored = (first_parts[0],) + parts[0:3] + (first_parts[1],) + parts[3:]
+    scales = gl.allocate_shared_memory(gl.bfloat16, [4, BLOCK_K, 16 if ALL_STORED else 8], ROWS)
     slots = gl.allocate_shared_memory(gl.int32, [4, BLOCK_K], LINE)
     numerators = gl.allocate_shared_memory(
         DTYPE,

@@ -16,7 +16,7 @@ from narrowkv.sparse_fp8.kernels.hopper_copies import (
     _reinterpret,
     _tile_indices,
 )
-from narrowkv.sparse_fp8.kernels.rows import ONE_AS_WORD
+from narrowkv.sparse_fp8.kernels.rows import ONE_AS_E8M0, ONE_AS_WORD
 
 
 @gluon.jit
@@ -78,16 +78,14 @@ def _bytes_layout():
 @gluon.jit
 def _locate_tile(
     prefix, extend, slots, number,
-    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, PREFIX: gl.constexpr, EXTEND: gl.constexpr,
     LANES: gl.constexpr,
 ):  # fmt: skip
     """Where the rows of tile `number` are: pointers to words of NoPE, and to RoPE; which rows are named."""
     index = slots.index(number % 4).load(gl.SliceLayout(1, LANES))
     first, index = _decode(index, HAS_PREFIX, HAS_EXTEND)
     live, nope_at, rope_at, _ = _locate_rows(
-        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND,
     )  # fmt: skip
     return (
         _words(_of_source(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)) + nope_at // 4,
@@ -126,13 +124,11 @@ def _copy_part(stored, rows, number, t: gl.constexpr):
 @gluon.jit
 def _copy_first_parts(
     prefix, extend, slots, number, stored, first_filled,
-    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, PREFIX: gl.constexpr, EXTEND: gl.constexpr,
 ):  # fmt: skip
     """Parts 0 and 4 of tile `number`, where those of tile `number - 2` have been widened."""
     rows = _locate_tile(
-        prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, _bytes_layout(),
+        prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND, _bytes_layout(),
     )  # fmt: skip
     _copy_part(stored, rows, number, 0)
     _copy_part(stored, rows, number, 4)
@@ -143,13 +139,11 @@ def _copy_first_parts(
 @gluon.jit
 def _copy_tile(
     prefix, extend, slots, number, stored, widened, first_filled, filled,
-    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, PREFIX: gl.constexpr, EXTEND: gl.constexpr,
 ):  # fmt: skip
     """The other parts of tile `number`, once the tile before is widened; then the first ones of the next."""
     rows = _locate_tile(
-        prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, _bytes_layout(),
+        prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND, _bytes_layout(),
     )  # fmt: skip
     mbarrier.wait(widened.index((number + 1) % 2), (number + 1) // 2 & 1 ^ 1)
     # In the order in which they are widened.
@@ -158,24 +152,24 @@ def _copy_tile(
     _copy_part(stored, rows, number, 1)
     _copy_part(stored, rows, number, 5)
     _copy_part(stored, rows, number, 3)
+    if PREFIX.ROPE == "":
+        _copy_part(stored, rows, number, 7)
     async_copy.mbarrier_arrive(filled, increment_count=False)
     _copy_first_parts(
         prefix, extend, slots, number + 1, stored, first_filled,
-        HAS_PREFIX, HAS_EXTEND, LAYOUT, PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+        HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND,
     )  # fmt: skip
 
 
 @gluon.jit
 def _copy_rope(
     prefix, extend, slots, number, wide,
-    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, PREFIX: gl.constexpr, EXTEND: gl.constexpr,
 ):  # fmt: skip
     """RoPE of tile `number` to where it is multiplied, once PV has left that."""
     ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
     _, rope, live = _locate_tile(
-        prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS, ROPE,
+        prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND, ROPE,
     )  # fmt: skip
     d = gl.arange(0, 64, gl.SliceLayout(0, ROPE))
     target = wide[3].index(number % 2).slice(64, 64, dim=1)
@@ -184,27 +178,37 @@ def _copy_rope(
 
 
 @gluon.jit
-def _widen_part(number, wide, stored, scales, t: gl.constexpr):
-    """64 NoPE columns to bf16."""
+def _widen_part(number, wide, stored, scales, t: gl.constexpr, STORED: gl.constexpr):
+    """64 stored columns to bf16."""
     BYTES: gl.constexpr = _bytes_layout()
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32)
-    scale = scales.index(number % 4).slice(t, 1, dim=1).load(BYTES)
+    own = scales.index(number % 4)
+    if STORED.GROUP == 64:
+        scale = own.slice(t, 1, dim=1).load(BYTES)
+    else:
+        # Bit 3 of a word's number is the same in all words of a thread.
+        second = (gl.arange(0, 16, gl.SliceLayout(0, BYTES)) & 8) != 0
+        first_scale = own.slice(2 * t, 1, dim=1).load(BYTES)
+        second_scale = own.slice(2 * t + 1, 1, dim=1).load(BYTES)
+        scale = gl.where(second[None, :], second_scale, first_scale)
     words = _part(stored, number, t).load(BYTES)
     pairs = _reinterpret(wide[t // 2].index(number % 2), gl.int32, [words.shape[0], 64], PAIRS)
     pairs.slice(t % 2 * 32, 32, dim=1).store(_widen(words, scale))
 
 
 @gluon.jit
-def _widen_half(number, wide, stored, scales, first_filled, filled, HALF: gl.constexpr):
-    """Half of the columns of tile `number` to bf16, but for RoPE."""
+def _widen_half(number, wide, stored, scales, first_filled, filled, HALF: gl.constexpr, STORED: gl.constexpr):
+    """Half of the columns of tile `number` to bf16, but for RoPE columns that are stored so."""
     mbarrier.wait(first_filled.index(number % 2), number // 2 & 1)
-    _widen_part(number, wide, stored, scales, 4 * HALF)
+    _widen_part(number, wide, stored, scales, 4 * HALF, STORED)
     mbarrier.wait(filled, number & 1)
     # The two wide buffers by turns: between two stores to one there is a barrier, for which all wait.
-    _widen_part(number, wide, stored, scales, 4 * HALF + 2)
-    _widen_part(number, wide, stored, scales, 4 * HALF + 1)
+    _widen_part(number, wide, stored, scales, 4 * HALF + 2, STORED)
+    _widen_part(number, wide, stored, scales, 4 * HALF + 1, STORED)
     if HALF == 0:
-        _widen_part(number, wide, stored, scales, 3)
+        _widen_part(number, wide, stored, scales, 3, STORED)
+    elif STORED.ROPE == "":
+        _widen_part(number, wide, stored, scales, 7, STORED)
 
 
 @gluon.jit
@@ -279,25 +283,24 @@ def _row_codes(prefix, extend, ahead, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.c
 @gluon.jit
 def _look_up(
     prefix, extend, ahead, slots, number,
-    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, LAYOUT: gl.constexpr,
-    PREFIX_PAGE_SIZE: gl.constexpr, EXTEND_PAGE_SIZE: gl.constexpr, WIDE_ADDRESS: gl.constexpr,
+    HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, PREFIX: gl.constexpr, EXTEND: gl.constexpr,
 ):  # fmt: skip
-    """Names the rows of tile `number`; their scales, as stored `[BLOCK_K, 8]`, one where there is none."""
-    SCALES: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [gl.num_warps(), 1], [1, 0])
+    """Names the rows of tile `number`; their scales `[BLOCK_K, 8]` or `[.., 16]`, one for none."""
+    # Of seven scales as of eight.
+    COUNT: gl.constexpr = PREFIX.COLUMNS // PREFIX.GROUP
+    PLACES: gl.constexpr = 16 if COUNT == 16 else 8
+    SCALES: gl.constexpr = gl.BlockedLayout([1, PLACES // 4], [8, 4], [gl.num_warps(), 1], [1, 0])
     slots.index(number % 4).store(_row_codes(prefix, extend, ahead, HAS_PREFIX, HAS_EXTEND))
     index = slots.index(number % 4).load(gl.SliceLayout(1, SCALES))
     first, index = _decode(index, HAS_PREFIX, HAS_EXTEND)
     live, _, _, scale_at = _locate_rows(
-        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, LAYOUT,
-        PREFIX_PAGE_SIZE, EXTEND_PAGE_SIZE, WIDE_ADDRESS,
+        prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND,
     )  # fmt: skip
-    t = gl.arange(0, 8, gl.SliceLayout(0, SCALES))
-    # row512 has a byte for every 32 columns.
-    STEP: gl.constexpr = 2 if LAYOUT == "row512" else 1
+    t = gl.arange(0, PLACES, gl.SliceLayout(0, SCALES))
     rows = _of_source(first, prefix.scale, extend.scale, HAS_PREFIX, HAS_EXTEND) + scale_at
-    mask = live[:, None] & (t < 7)[None, :]
-    ONE: gl.constexpr = ONE_AS_WORD if LAYOUT == "split" else 127
-    return gl.load(rows[:, None] + (t * STEP)[None, :], mask=mask, other=ONE)
+    mask = live[:, None] & (t < COUNT)[None, :]
+    ONE: gl.constexpr = ONE_AS_E8M0 if PREFIX.SCALE == "e8m0" else ONE_AS_WORD
+    return gl.load(rows[:, None] + (t * PREFIX.STEP)[None, :], mask=mask, other=ONE)
 
 
 @gluon.jit

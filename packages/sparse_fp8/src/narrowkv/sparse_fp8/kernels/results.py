@@ -35,13 +35,17 @@ class Partials(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a kernel is compiled for, of the call. WIDE_HEADS: heads lie further apart than 31 bits count."""
+    """What a kernel is compiled for, of the call.
+
+    WIDE_HEADS: heads lie further apart than 31 bits count. HEAD_DIM: columns of Q and K; V has 512.
+    """
 
     NUM_HEADS: Any
     HAS_SINK: Any
     WRITE_LSE: Any
     SPLIT: Any
     WIDE_HEADS: Any
+    HEAD_DIM: Any
 
 
 class Tiles(NamedTuple):

@@ -1,14 +1,16 @@
-"""Where a row's parts lie in each layout, and how a tile of them is read and widened."""
+"""How a tile of rows is read and widened, whatever the layout: where its parts lie is data (`Stored`)."""
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from narrowkv.quant.device import e8m0_to_fp32, widen
+from narrowkv.quant.device import e8m0_to_fp32, widen, widen_parts
 
-# 1.0 in float32, as the word that layout split's scales are read as.
+# 1.0 as each kind of scale is stored: float32 is read as words.
 ONE_AS_WORD = tl.constexpr(0x3F800000)
+ONE_AS_E8M0 = tl.constexpr(127)
+ONE_AS_E4M3 = tl.constexpr(0x38)
 
 
 class RowPointers(NamedTuple):
@@ -39,20 +41,34 @@ class Csr(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """How rows are stored: what a kernel is compiled for. LAYOUT "": 16-bit rows.
+    """How rows are stored: what a kernel is compiled for. VALUES "": 16-bit rows, which have nothing else.
 
-    GROUP: columns that a scale is for. WIDE_ADDRESS: offsets take 64 bits.
+    VALUES: "fp8" or "fp4". COLUMNS: columns that are stored so. ROPE, SCALE: as in `RowLayout`.
+    GROUP: columns that a scale is for. STEP: stored scales from one that is read to the next.
+    PAGE_SIZE: tokens of a page. VALUE_STRIDE, ROPE_STRIDE, SCALE_STRIDE: from a token of a page to the next.
+    ROPE_AT, SCALE_AT: of a page's first token. All in elements of the pointers.
+    ONE_BUFFER: whether values and scales lie in one buffer of bytes, with one stride between pages.
+    WIDE_ADDRESS: offsets take 64 bits.
+    IN_HALVES: whether FP8 is widened in two halves that are joined. The compiler then widens values once,
+    where they were loaded, not in every warp that multiplies them, as it does with RoPE columns in a tile.
+    FORMAT, ROUTE: of the values and how the target widens them; EXPONENT: the power of two it leaves out.
     """
 
-    LAYOUT: Any
-    PAGE_SIZE: Any
+    VALUES: Any
+    COLUMNS: Any
+    ROPE: Any
+    SCALE: Any
     GROUP: Any
+    STEP: Any
+    PAGE_SIZE: Any
+    VALUE_STRIDE: Any
+    ROPE_STRIDE: Any
+    SCALE_STRIDE: Any
+    ROPE_AT: Any
+    SCALE_AT: Any
+    ONE_BUFFER: Any
     WIDE_ADDRESS: Any
-
-
-class Widening(NamedTuple):
-    """How FP8 becomes bf16: the format, the target's route, and the power of two that it leaves out."""
-
+    IN_HALVES: Any
     FORMAT: Any
     ROUTE: Any
     EXPONENT: Any
@@ -105,59 +121,77 @@ def named(index, num_rows):
 
 
 @triton.jit
-def locate(rows, index, LAYOUT: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr):
-    """Offsets `[N]` of the NoPE bytes, the RoPE elements and the scales of rows `index`."""
-    if WIDE:
+def locate(rows, index, STORED: tl.constexpr):
+    """Offsets `[N]` of the values, the RoPE columns and the scales of rows `index`, in elements."""
+    if STORED.WIDE_ADDRESS:
         index = index.to(tl.int64)
-    if LAYOUT == "packed584":
-        page, slot = index // PAGE_SIZE, index % PAGE_SIZE
-        nope = page * rows.stride_n + slot * 576
-        rope = page * rows.stride_r + slot * 288 + 224
-        # Bytes of the same rows: one product serves both.
-        scale = page * rows.stride_n + (PAGE_SIZE * 576) + slot * 8
-    else:
-        nope = index * rows.stride_n
-        rope = index * rows.stride_r
-        scale = nope + 448 if LAYOUT == "row512" else index * rows.stride_s
-    return nope, rope, scale
+    page = index
+    if STORED.PAGE_SIZE > 1:
+        page, slot = index // STORED.PAGE_SIZE, index % STORED.PAGE_SIZE
+    values = page * rows.stride_n
+    # One product serves both where they are bytes of one buffer.
+    scale = (values if STORED.ONE_BUFFER else page * rows.stride_s) + STORED.SCALE_AT
+    rope = page * rows.stride_r + STORED.ROPE_AT
+    if STORED.PAGE_SIZE > 1:
+        values += slot * STORED.VALUE_STRIDE
+        rope += slot * STORED.ROPE_STRIDE
+        scale += slot * STORED.SCALE_STRIDE
+    return values, rope, scale
 
 
 @triton.jit
-def load_rope(rows, offsets, mask):
-    """RoPE columns, bf16 `[N, 64]`; rows that are not named are zero."""
+def load_rope(rows, offsets, mask, STORED: tl.constexpr):
+    """The RoPE columns that are not among the values, as stored `[N, 64]`; rows not named are zero."""
     c = tl.arange(0, 64)
-    return tl.load(rows.rope + offsets[:, None] + c[None, :], mask=mask[:, None], other=0.0)
+    if STORED.ROPE == "fp8":
+        rope = tl.load(rows.rope + offsets[:, None] + c[None, :], mask=mask[:, None], other=0)
+    else:
+        rope = tl.load(rows.rope + offsets[:, None] + c[None, :], mask=mask[:, None], other=0.0)
+    return rope
+
+
+@triton.jit
+def widen_rope(rope, STORED: tl.constexpr):
+    """What `load_rope` gave, in bf16; E4M3 has no scale."""
+    if STORED.ROPE == "fp8":
+        rope = (widen(rope, "fp8_e4m3fn", "bits", tl.float16, False).to(tl.float32) * 256.0).to(tl.bfloat16)
+    return rope
 
 
 @triton.jit
 def load_columns(
-    rows, nope_at, scale_at, mask,
-    TILE: tl.constexpr, WIDTH: tl.constexpr, LAYOUT: tl.constexpr, GROUP: tl.constexpr,
+    rows, value_at, scale_at, mask, TILE: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr
 ):  # fmt: skip
-    """Bytes `[N, WIDTH]` of the columns from TILE * WIDTH on, and their scales, fp32.
+    """The stored values of columns from TILE * WIDTH on, and their scales in fp32.
 
-    Scales are `[N]` where one is for the whole tile, else `[N, WIDTH // GROUP]`. Rows that are not named and
-    columns past NoPE are zeros with scale one.
+    Values are bytes `[N, WIDTH]` of FP8 or `[N, WIDTH // 2]` of FP4; scales `[N]` where one is for the whole
+    tile, else `[N, WIDTH // GROUP]`. Rows that are not named and columns past the quantised ones are zeros
+    with scale one.
     """
-    c = TILE * WIDTH + tl.arange(0, WIDTH)
+    COLUMNS: tl.constexpr = STORED.COLUMNS
+    GROUP: tl.constexpr = STORED.GROUP
+    PER_BYTE: tl.constexpr = 2 if STORED.VALUES == "fp4" else 1
+    BYTES: tl.constexpr = WIDTH // PER_BYTE
+    c = TILE * BYTES + tl.arange(0, BYTES)
     inside = mask[:, None]
-    if (TILE + 1) * WIDTH > 448:
-        inside = inside & (c < 448)[None, :]
-    x = tl.load(rows.nope + nope_at[:, None] + c[None, :], mask=inside, other=0)
-    # row512 has a byte for every 32 columns, whatever the group.
-    STEP: tl.constexpr = GROUP // 32 if LAYOUT == "row512" else 1
-    if WIDTH == GROUP:
-        places = rows.scale + scale_at + TILE * STEP
+    if (TILE + 1) * WIDTH > COLUMNS:
+        inside = inside & (c < COLUMNS // PER_BYTE)[None, :]
+    x = tl.load(rows.nope + value_at[:, None] + c[None, :], mask=inside, other=0)
+    if WIDTH <= GROUP:
+        places = rows.scale + scale_at + TILE * WIDTH // GROUP * STORED.STEP
         scaled = mask
     else:
         g = TILE * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)
-        places = rows.scale + scale_at[:, None] + (g * STEP)[None, :]
-        scaled = mask[:, None] & (g < 448 // GROUP)[None, :]
-    if LAYOUT == "split":
-        # As words: Triton 3.6 branches around each load of float32 in a kernel with products.
-        scale = tl.load(places, mask=scaled, other=ONE_AS_WORD).to(tl.float32, bitcast=True)
+        places = rows.scale + scale_at[:, None] + (g * STORED.STEP)[None, :]
+        scaled = mask[:, None] & (g < COLUMNS // GROUP)[None, :]
+    # Float32 as words: Triton 3.6 branches around each load of float32 in a kernel with products.
+    if STORED.SCALE == "e8m0":
+        scale = e8m0_to_fp32(tl.load(places, mask=scaled, other=ONE_AS_E8M0))
+    elif STORED.SCALE == "e4m3":
+        byte = tl.load(places, mask=scaled, other=ONE_AS_E4M3)
+        scale = widen(byte, "fp8_e4m3fn", "bits", tl.float16, False).to(tl.float32) * 256.0
     else:
-        scale = e8m0_to_fp32(tl.load(places, mask=scaled, other=127))
+        scale = tl.load(places, mask=scaled, other=ONE_AS_WORD).to(tl.float32, bitcast=True)
     return x, scale
 
 
@@ -175,26 +209,61 @@ def as_fp8(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr):
 
 
 @triton.jit
-def widen_columns(
-    x, scale, rope,
-    TILE: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr, ROUTE: tl.constexpr,
-    EXPONENT: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """What `load_columns` gave as bf16 `[N, WIDTH]`, RoPE in its place; exact: four bits times one."""
+def _widen_fp8(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr):
+    """FP8 bytes in fp32, still to be multiplied by 2**EXPONENT."""
     if ROUTE == "bits":
         wide = widen(x, FORMAT, ROUTE, tl.float16, False).to(tl.float32)
     else:
         wide = as_fp8(x, FORMAT, ROUTE).to(tl.float32)
-    scale = scale * (2.0**EXPONENT)
+    return wide
+
+
+@triton.jit
+def _widen_values(x, STORED: tl.constexpr):
+    """Stored values in fp32, still to be multiplied by 2**EXPONENT."""
+    FORMAT: tl.constexpr = STORED.FORMAT
+    ROUTE: tl.constexpr = STORED.ROUTE
+    if STORED.VALUES == "fp4":
+        even, odd = widen_parts(x, FORMAT, ROUTE, tl.float16, 2)
+        wide = tl.interleave(even, odd).to(tl.float32)
+    elif STORED.IN_HALVES:
+        N: tl.constexpr = x.shape[0]
+        FOURS: tl.constexpr = x.shape[1] // 8
+        low, high = tl.split(tl.permute(tl.reshape(x, [N, FOURS, 2, 4]), (0, 1, 3, 2)))
+        fours = tl.join(_widen_fp8(low, FORMAT, ROUTE), _widen_fp8(high, FORMAT, ROUTE))
+        wide = tl.reshape(tl.permute(fours, (0, 1, 3, 2)), [N, FOURS * 8])
+    else:
+        wide = _widen_fp8(x, FORMAT, ROUTE)
+    return wide
+
+
+@triton.jit
+def widen_columns(
+    x, scale, rope, TILE: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr, SCALED: tl.constexpr
+):  # fmt: skip
+    """What `load_columns` gave as bf16 `[N, WIDTH]`, RoPE columns in their place if the tile ends with them.
+
+    Exact, values of four bits times scales of four, but for SCALED by scales in fp32. Without SCALED the
+    values are still to be multiplied by their scales.
+    """
+    COLUMNS: tl.constexpr = STORED.COLUMNS
+    GROUP: tl.constexpr = STORED.GROUP
+    wide = _widen_values(x, STORED)
     N: tl.constexpr = x.shape[0]
-    if WIDTH == GROUP:
+    scale = scale * (2.0**STORED.EXPONENT)
+    if not SCALED:
+        wide = wide * (2.0**STORED.EXPONENT)
+    elif WIDTH <= GROUP:
         wide = wide * scale[:, None]
     else:
         wide = tl.reshape(tl.reshape(wide, [N, WIDTH // GROUP, GROUP]) * scale[:, :, None], [N, WIDTH])
-    # The low half of the float32 is zero: dropping it rounds nothing and costs no rounding instructions.
-    wide = (wide.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    if (TILE + 1) * WIDTH > 448:
+    if SCALED and STORED.SCALE == "fp32":
+        wide = wide.to(tl.bfloat16)
+    else:
+        # The low half of the float32 is zero: dropping it rounds nothing and costs no rounding instructions.
+        wide = (wide.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    if (TILE + 1) * WIDTH > COLUMNS:
         first = TILE * WIDTH + tl.arange(0, WIDTH // 64) * 64
         tiles = tl.reshape(wide, [N, WIDTH // 64, 64])
-        wide = tl.reshape(tl.where((first == 448)[None, :, None], rope[:, None, :], tiles), [N, WIDTH])
+        wide = tl.reshape(tl.where((first == COLUMNS)[None, :, None], rope[:, None, :], tiles), [N, WIDTH])
     return wide

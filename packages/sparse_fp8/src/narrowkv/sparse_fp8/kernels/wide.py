@@ -1,4 +1,7 @@
-"""Sparse attention over 16-bit rows: one 512-column tile serves as K and as V."""
+"""Sparse attention over 16-bit rows: one 512-column tile serves as K and as V.
+
+DeepSeek-V3.2's K has 64 more columns, a tile of their own.
+"""
 
 import triton
 import triton.language as tl
@@ -16,17 +19,28 @@ from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers, load_indices, nam
 
 
 @triton.jit
-def _step(q, acc, m, l, qk_scale, kv, live, start, GUARD: tl.constexpr):
+def _scores(q, q_rope, kv, rope, HEAD_DIM: tl.constexpr):
+    """Q K^T, fp32 `[BLOCK_H, BLOCK_K]`."""
+    s = tl.dot(q, tl.trans(kv))
+    if HEAD_DIM > 512:
+        s = tl.dot(q_rope, tl.trans(rope), s)
+    return s
+
+
+@triton.jit
+def _step(
+    q, q_rope, acc, m, l, qk_scale, kv, rope, live, start, HEAD_DIM: tl.constexpr, GUARD: tl.constexpr
+):  # fmt: skip
     """One tile of rows `[BLOCK_K, 512]` into the softmax state."""
     if GUARD:
         # Hides that this product feeds the next: for such a chain the compiler puts all warps on the heads
         # and, with more warps than heads / 16, computes it twice.
         if start >= -1:
-            s = tl.dot(q, tl.trans(kv))  # [BLOCK_H, BLOCK_K]
+            s = _scores(q, q_rope, kv, rope, HEAD_DIM)
         else:
             s = tl.zeros([q.shape[0], kv.shape[0]], tl.float32)
     else:
-        s = tl.dot(q, tl.trans(kv))
+        s = _scores(q, q_rope, kv, rope, HEAD_DIM)
     s = tl.where(live[None, :], s * qk_scale, float("-inf"))
     p, m, l, correction = softmax_step(s, m, l)
     return tl.dot(p.to(kv.dtype), kv, acc * correction[:, None]), m, l
@@ -34,8 +48,8 @@ def _step(q, acc, m, l, qk_scale, kv, live, start, GUARD: tl.constexpr):
 
 @triton.jit
 def _attend_wide(
-    q, acc, m, l, qk_scale, rows, csr, begin, end,
-    WIDE_ADDRESS: tl.constexpr, GUARD: tl.constexpr, BLOCK_K: tl.constexpr,
+    q, q_rope, acc, m, l, qk_scale, rows, csr, begin, end,
+    WIDE_ADDRESS: tl.constexpr, HEAD_DIM: tl.constexpr, GUARD: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows at places [begin, end) of the index list into the softmax state."""
     d = tl.arange(0, 512)
@@ -50,13 +64,19 @@ def _attend_wide(
         kv = tl.load(
             rows.nope + offsets[:, None] + d[None, :], mask=live[:, None], other=0.0
         )  # [BLOCK_K, 512]
+        rope = 0
+        if HEAD_DIM > 512:
+            c = 512 + tl.arange(0, 64)
+            rope = tl.load(
+                rows.nope + offsets[:, None] + c[None, :], mask=live[:, None], other=0.0
+            )  # [BLOCK_K, 64]
         if GUARD:
             # Always taken. What stands in a branch goes to the end of the pipelined loop's body, so that the
             # copy of the next tile is under way before this one is multiplied, not after.
             if start >= 0:
-                acc, m, l = _step(q, acc, m, l, qk_scale, kv, live, start, True)
+                acc, m, l = _step(q, q_rope, acc, m, l, qk_scale, kv, rope, live, start, HEAD_DIM, True)
         else:
-            acc, m, l = _step(q, acc, m, l, qk_scale, kv, live, start, False)
+            acc, m, l = _step(q, q_rope, acc, m, l, qk_scale, kv, rope, live, start, HEAD_DIM, False)
         index = upcoming
     return acc, m, l
 
@@ -82,11 +102,13 @@ def _sparse_wide_kernel(
     split = tl.program_id(1)
     d = tl.arange(0, 512)
     wide_token = token.to(tl.int64)
-    q_tile = tl.load(
-        q.nope + wide_token * q.stride_n + heads[:, None] * q.stride_h + d[None, :],
-        mask=mask[:, None],
-        other=0.0,
-    )  # [BLOCK_H, 512]
+    HEAD_DIM: tl.constexpr = CALL.HEAD_DIM
+    q_rows = q.nope + wide_token * q.stride_n + heads[:, None] * q.stride_h
+    q_tile = tl.load(q_rows + d[None, :], mask=mask[:, None], other=0.0)  # [BLOCK_H, 512]
+    q_rope = 0
+    if HEAD_DIM > 512:
+        c = 512 + tl.arange(0, 64)
+        q_rope = tl.load(q_rows + c[None, :], mask=mask[:, None], other=0.0)  # [BLOCK_H, 64]
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, 512], tl.float32)
@@ -113,13 +135,13 @@ def _sparse_wide_kernel(
         extend_begin, extend_end = extend_begin + e_lo, extend_begin + e_hi
     if PREFIX is not None:
         acc, m, l = _attend_wide(
-            q_tile, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end,
-            PREFIX.WIDE_ADDRESS, TILES.GUARD, BLOCK_K,
+            q_tile, q_rope, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end,
+            PREFIX.WIDE_ADDRESS, HEAD_DIM, TILES.GUARD, BLOCK_K,
         )  # fmt: skip
     if EXTEND is not None:
         acc, m, l = _attend_wide(
-            q_tile, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end,
-            EXTEND.WIDE_ADDRESS, TILES.GUARD, BLOCK_K,
+            q_tile, q_rope, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end,
+            EXTEND.WIDE_ADDRESS, HEAD_DIM, TILES.GUARD, BLOCK_K,
         )  # fmt: skip
     slot = (split.to(tl.int64) * num_tokens + token) * CALL.NUM_HEADS
     share = row_share(out, m, l, heads, mask, CALL.HAS_SINK)

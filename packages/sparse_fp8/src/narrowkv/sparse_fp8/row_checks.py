@@ -1,0 +1,86 @@
+"""What the tensors of quantised rows must be, for each kind of layout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from narrowkv.quant import check_storage
+from narrowkv.runtime.errors import (
+    check_dtype,
+    check_last_dim_contiguous,
+    check_shape,
+    check_tensor,
+    has_memory,
+)
+from narrowkv.sparse_fp8.layouts import ROPE_DIM
+
+if TYPE_CHECKING:
+    from narrowkv.sparse_fp8.rows import DSV4Rows
+
+__all__ = ["check_absent", "check_pages", "check_parts"]
+
+
+def check_pages(rows: DSV4Rows) -> None:
+    """Refuses a buffer that does not hold whole pages."""
+    check_dtype("buffer", rows.data, torch.uint8)
+    layout = rows.places
+    need = layout.page_bytes(rows.page_size, padded=False)
+    if rows.data.dim() != 2 or rows.data.shape[1] < need:
+        raise ValueError(
+            f"buffer must have shape [pages, >= {need}] for layout {rows.layout} and page_size "
+            f"{rows.page_size}, got {list(rows.data.shape)}"
+        )
+    check_last_dim_contiguous("buffer", rows.data)
+    step = layout.alignment
+    if (rows.data.shape[0] > 1 and rows.data.stride(0) % step) or (
+        has_memory(rows.data) and rows.data.data_ptr() % step
+    ):
+        raise ValueError(
+            f"buffer must start at a multiple of {step} bytes and have a stride between pages that is one "
+            f"(numbers of {step} bytes lie in it), got stride {rows.data.stride(0)}"
+        )
+    check_absent(rows.layout, rope=rows.rope, scale=rows.scale)
+    if rows.scale_group != layout.group:
+        raise ValueError(
+            f"scale_group must be {layout.group} for layout {rows.layout}, got {rows.scale_group!r}"
+        )
+
+
+def check_parts(rows: DSV4Rows) -> None:
+    """Refuses tensors of layouts split and row512 that do not fit each other."""
+    if rows.page_size != 1:
+        raise ValueError(f"page_size must be 1 for layout {rows.layout}, got {rows.page_size}")
+    if rows.layout == "split":
+        check_storage("nope", rows.data, rows.format)
+        check_shape("nope", rows.data, ("rows", rows.places.quantized))
+    else:
+        check_dtype("rows", rows.data, torch.uint8)
+        check_shape("rows", rows.data, ("rows", 512))
+    count = rows.data.shape[0]
+    rope = check_tensor("rope", rows.rope)
+    check_dtype("rope", rope, torch.bfloat16)
+    check_shape("rope", rope, (count, ROPE_DIM))
+    check_last_dim_contiguous("nope" if rows.layout == "split" else "rows", rows.data)
+    check_last_dim_contiguous("rope", rope)
+    if rows.scale_group not in (32, 64):
+        raise ValueError(f"scale_group must be 64 or 32, got {rows.scale_group!r}")
+    if rows.layout == "row512":
+        check_absent("row512", scale=rows.scale)
+        return
+    scale = check_tensor("scale", rows.scale)
+    check_dtype("scale", scale, torch.float32)
+    check_shape("scale", scale, (count, rows.places.quantized // rows.scale_group))
+    check_last_dim_contiguous("scale", scale)
+
+
+def check_absent(layout: str, **parts: torch.Tensor | None) -> None:
+    """Refuses tensors that a layout has no place for.
+
+    Raises:
+        ValueError: naming the tensor.
+    """
+    for name, tensor in parts.items():
+        if tensor is not None:
+            raise ValueError(f"{name} must be None for layout {layout}: it lies in data")
