@@ -9,8 +9,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 
 from narrowkv.attn_decode import paged_decode, plan_decode
 from narrowkv.attn_decode.cases import BOUND
@@ -24,6 +22,7 @@ from narrowkv.attn_prefill import (
 from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.quant.accuracy import compare
+from narrowkv.testing.backends import sdpa
 from narrowkv.testing.bench.large_cache import CacheSizes, LargeCache
 from narrowkv.testing.bench.measure import Bench, Call
 from narrowkv.testing.bench.modelled import ModelCall
@@ -124,7 +123,7 @@ class PrefillBench(Bench[PrefillSizes]):
             lambda o: max(compare(o[rows], expected).relative_l1 for rows, expected in ends),
             BOUND,
             extra={
-                "sdpa_us": us(_sdpa, q, cache, table, shape.new),
+                "sdpa_us": us(_sdpa, q, cache, table),
                 "append_us": None if one else us(_append_and_attend, shape, paged),
                 "apart_us": None if one else us(_append_then_attend, shape, paged),
                 "decode_us": us(_decode, q, cache, table) if one else None,
@@ -153,17 +152,14 @@ def _ends(q: torch.Tensor, cache: PagedKVCache, table: PageTable) -> Iterator[tu
         yield rows, expected
 
 
-def _sdpa(q: torch.Tensor, cache: PagedKVCache, table: PageTable, new: int) -> Callable[[], torch.Tensor]:
+def _sdpa(q: torch.Tensor, cache: PagedKVCache, table: PageTable) -> Callable[[], torch.Tensor]:
     """Gather, dequantise, attend: what an engine does that has no kernel for its cache."""
 
     def call() -> torch.Tensor:
         sides = ((cache.k, cache.k_descale), (cache.v, cache.v_descale))
         k, v = (x[table.page_ids[0].long()].flatten(0, 1).to(q.dtype).mul_(descale) for x, descale in sides)
         rows, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        if k.shape[2] == new:
-            return scaled_dot_product_attention(rows, k, v, is_causal=True, enable_gqa=True)
-        mask = causal_lower_right(new, k.shape[2])
-        return scaled_dot_product_attention(rows, k, v, attn_mask=mask, enable_gqa=True)
+        return sdpa(rows, k, v)
 
     return call
 
