@@ -46,7 +46,9 @@ def test_the_native_kernel_multiplies_scores_by_the_scale() -> None:
     assert relative_l1(o, paged_decode_reference(q, cache, table)) <= BOUND
 
 
-@pytest.mark.parametrize(("group", "scale", "nan"), [(16, "e4m3", 0x7F), (16, "e8m0", 255), (32, "e8m0", 255)])
+@pytest.mark.parametrize(
+    ("group", "scale", "nan"), [(16, "e4m3", 0x7F), (16, "e8m0", 255), (32, "e8m0", 255)]
+)
 @pytest.mark.parametrize("side", ["k_descale", "v_descale"])
 def test_a_group_whose_scale_is_nan_spoils_its_own_sequence_only(
     group: int, scale: str, nan: int, side: str, device: str
@@ -58,8 +60,10 @@ def test_a_group_whose_scale_is_nan_spoils_its_own_sequence_only(
     o = paged_decode(q, cache, table, out_dtype=torch.float32)
     expected = paged_decode_reference(q, cache, table)
     hit = expected.isnan()
-    assert bool(hit[0].any()) and not bool(hit[1].any())
-    assert bool(o[hit].isnan().all()) and bool(o[1].isfinite().all())
+    assert bool(hit[0].any())
+    assert not bool(hit[1].any())
+    assert bool(o[hit].isnan().all())
+    assert bool(o[1].isfinite().all())
     heads = q.shape[1] // cache.num_kv_heads
     assert bool(o[0, heads:].isfinite().all()), "the other KV head"
     assert relative_l1(o[1], expected[1]) <= BOUND

@@ -36,7 +36,7 @@ def test_a_case_survives_its_own_line(case: PrefillCase) -> None:
     ("line", "words"),
     [
         ("operation=decode", "operation must be one of prefill, append"),
-        ("kernel=append_then_attend", "kernel must be one of dense, fused, decode"),
+        ("kernel=append_then_attend", "kernel must be one of dense, fused, split, decode"),
         ("operation=append,kernel=dense", "kernel must be one of append_then_attend, pipelined, fused"),
         ("layout=NDH", "layout"),
         ("q=fp32", "q must be one of"),

@@ -11,13 +11,12 @@ import triton.language as tl
 from narrowkv.quant.device import (
     e8m0_to_fp32,
     join_parts,
-    narrow_fp4,
     narrow_fp8,
-    share_exponent,
     widen,
     widen_parts,
     widening_exponent,
 )
+from narrowkv.quant.device_fp4 import narrow_fp4, share_exponent
 from narrowkv.quant.fp4 import pack_fp4
 from narrowkv.quant.quantize import cast_fp8, quantize_per_group
 from narrowkv.runtime.launch import LaunchOptions, launch
@@ -211,7 +210,7 @@ def test_fp4_by_ptx(route: str) -> None:
     _check_fp4(route, 4, tl.float16, "cuda")
 
 
-@pytest.mark.parametrize("rule", ["floor", "ceil", "mse"])
+@pytest.mark.parametrize("rule", ["floor", "ceil", "mse", "ultraquant", "sglang"])
 @pytest.mark.parametrize("size", [32, 128])
 def test_narrowing_to_fp4_equals_the_host_bit_for_bit(rule: str, size: int, device: str) -> None:
     torch.manual_seed(0)

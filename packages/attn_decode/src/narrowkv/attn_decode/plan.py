@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from narrowkv.attn_decode.arguments import BoundCache, bind_cache, zeroed_counters
-from narrowkv.attn_decode.calls import Call, allocated, constants_of, fix_launches, power_of_two
 from narrowkv.attn_decode.checks import (
     check_classes,
     check_lse,
@@ -20,6 +19,7 @@ from narrowkv.attn_decode.checks import (
 )
 from narrowkv.attn_decode.config import DecodeConfig, DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import Workspace, _merge_splits_kernel, _paged_decode_kernel
+from narrowkv.attn_decode.launch import Call, allocated, constants_of, fix_launches, power_of_two
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_table
 from narrowkv.paged_cache.layouts import span_bytes

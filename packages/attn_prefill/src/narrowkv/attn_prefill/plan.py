@@ -9,7 +9,7 @@ import torch
 
 from narrowkv.attn_prefill.binding import storing_constants
 from narrowkv.attn_prefill.calls import run
-from narrowkv.attn_prefill.launches import Kind, make_routes
+from narrowkv.attn_prefill.launch import Kind, make_routes
 from narrowkv.attn_prefill.plan_base import PlanBase
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.runtime.errors import check_instance

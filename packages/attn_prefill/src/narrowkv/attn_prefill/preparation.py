@@ -20,7 +20,7 @@ from narrowkv.attn_prefill.checks import (
     fold_q_descale,
     prefill_shape,
 )
-from narrowkv.attn_prefill.launches import Kind, Numbers, Route, make_routes
+from narrowkv.attn_prefill.launch import Kind, Numbers, Route, make_routes
 from narrowkv.attn_prefill.memory import Needs
 from narrowkv.attn_prefill.plan_base import PlanBase
 from narrowkv.attn_prefill.shapes import PrefillShape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,9 +11,6 @@ from narrowkv.quant.e8m0 import E8M0_BIAS, e8m0_decode
 from narrowkv.quant.formats import get_format
 from narrowkv.quant.groups import EXPONENT_RULES
 from narrowkv.runtime.errors import check_choice, check_descale_float, check_descale_tensor, check_dtype
-
-if TYPE_CHECKING:
-    from narrowkv.paged_cache.cache import PagedKVCache
 
 GRANULARITIES = ("tensor", "head", "sequence_head", "page_head", "token_head", "token_head_group")
 PER_TOKEN_GRANULARITIES = ("token_head", "token_head_group")
@@ -79,8 +76,8 @@ class CacheSide(NamedTuple):
         return descale[:, None, :, None] if kind == "page_head" else descale[..., None]
 
 
-def side_of(cache: PagedKVCache, name: str) -> CacheSide:
-    """K or V of a cache."""
+def side_of(cache: Any, name: str) -> CacheSide:
+    """K or V of a `PagedKVCache`."""
     stored, descale, kind, number = (
         getattr(cache, name + rest) for rest in ("", "_descale", "_granularity", "_tensor_scale")
     )

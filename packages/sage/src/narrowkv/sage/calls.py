@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowkv.runtime.errors import byte_span
-from narrowkv.sage.launches import Launched
+from narrowkv.sage.launch import Launched
 
 
 def signature_of(

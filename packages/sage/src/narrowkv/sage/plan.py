@@ -27,7 +27,7 @@ from narrowkv.sage.calls import Call, signature_of
 from narrowkv.sage.checks import FLOATS, check_starts, dimensions
 from narrowkv.sage.config import SageConfig
 from narrowkv.sage.kernels import Mask
-from narrowkv.sage.launches import SageLaunches
+from narrowkv.sage.launch import SageLaunches
 from narrowkv.sage.shapes import QuantizedKV, SageShape
 from narrowkv.sage.sixteen_bit import attend as attend_in_16_bits
 from narrowkv.sage.sixteen_bit import why_quantised

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -14,15 +14,33 @@ from narrowkv.runtime.errors import (
     check_tensor,
     has_memory,
 )
-from narrowkv.sparse_fp8.layouts import ROPE_DIM
-
-if TYPE_CHECKING:
-    from narrowkv.sparse_fp8.rows import DSV4Rows
+from narrowkv.sparse_fp8.layouts import ROPE_DIM, RowLayout
 
 __all__ = ["check_absent", "check_pages", "check_parts"]
 
 
-def check_pages(rows: DSV4Rows) -> None:
+class Rows(Protocol):
+    """What the checks read of `DSV4Rows`."""
+
+    @property
+    def data(self) -> torch.Tensor: ...
+    @property
+    def rope(self) -> torch.Tensor | None: ...
+    @property
+    def scale(self) -> torch.Tensor | None: ...
+    @property
+    def layout(self) -> str: ...
+    @property
+    def format(self) -> str: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def scale_group(self) -> int: ...
+    @property
+    def places(self) -> RowLayout: ...
+
+
+def check_pages(rows: Rows) -> None:
     """Refuses a buffer that does not hold whole pages."""
     check_dtype("buffer", rows.data, torch.uint8)
     layout = rows.places
@@ -48,7 +66,7 @@ def check_pages(rows: DSV4Rows) -> None:
         )
 
 
-def check_parts(rows: DSV4Rows) -> None:
+def check_parts(rows: Rows) -> None:
     """Refuses tensors of layouts split and row512 that do not fit each other."""
     if rows.page_size != 1:
         raise ValueError(f"page_size must be 1 for layout {rows.layout}, got {rows.page_size}")
