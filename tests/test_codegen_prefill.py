@@ -92,6 +92,16 @@ def _assert_clean(artifacts: list[CompiledArtifact]) -> None:
         assert code.waves_per_simd >= 1
 
 
+@both_targets
+@pytest.mark.parametrize("kernel", ["split", "append"])
+@pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "bf16", "fp4_e2m1"])
+def test_equal_shares_of_keys_for_few_query_tokens(fmt: str, kernel: str, target: str) -> None:
+    config, artifacts = _compile(target, fmt, kernel, tokens=1)
+    assert config.kernel == "split"
+    assert len(artifacts) == 1
+    _assert_clean(artifacts)
+
+
 # (target, format, whether narrowkv wrote the cache, widened in the loop: V's matrix instruction and convert)
 FUSED = [
     ("gfx942", "fp8_e4m3fnuz", True, "v_mfma_f32_16x16x16_f16", "v_cvt_pk_f32_fp8"),
