@@ -18,15 +18,14 @@ import torch
 from narrowkv.attn_decode import merge_states, merge_states_reference, paged_decode, plan_decode
 from narrowkv.attn_decode.cases import K8V4, DecodeCase, DecodeInputs, at_random, one_at_a_time
 from narrowkv.cdna_emulator import EmulatorError, RaceError, matrix
-from narrowkv.cli import probe
-from narrowkv.cli.answers import PASS
-from narrowkv.cli.contracts import CONTRACT_SETS
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append_reference
 from narrowkv.runtime.cases import parse_case
 from narrowkv.runtime.launch import executing
 from narrowkv.testing import emulation
 from narrowkv.testing.checking import CaseResult, check
+from narrowkv.testing.contracts import CONTRACT_SETS
 from narrowkv.testing.emulation import EmulateExecutor
+from narrowkv.testing.probing import PASS, Task, run_task
 
 TARGETS = ["gfx942", "gfx950"]
 I32 = torch.int32
@@ -61,7 +60,7 @@ DECODE = {
     "HND, ragged table": SMALL + "layout=HND,table=ragged,clean=1",
     "descale by head": SMALL + "descale=sequence_head,clean=1",
     "descale by token": SMALL + "descale=token_head,clean=1",
-    "ratio 71, two row blocks of four waves": SMALL + "ratio=71,clean=1",
+    "ratio 71, 128 rows of four waves": SMALL + "ratio=71,clean=1",
     "ratio 17, one wave": SMALL + "ratio=17,clean=1",
     "speculative tokens in a window": SMALL + "q_len=2,ratio=5,window=20,clean=1,lens=64+37+1",
     "soft cap and sinks": SMALL + "soft_cap=5,sinks=1,clean=1",
@@ -108,8 +107,8 @@ def test_every_contract_of_every_set(name: str, target: str) -> None:
     """At the set's own shape, so with the configuration that is shipped for it, on a sample of workgroups."""
     contract_set = CONTRACT_SETS[name]
     for contract in contract_set.contracts:
-        task = probe.Task(contract, contract_set.shape, target=target, emulate=True)
-        outcome = probe.run_task(task)
+        task = Task(contract, contract_set.shape, target=target, emulate=True)
+        outcome = run_task(task)
         compiled = outcome.compiled
         assert compiled is not None
         assert compiled.status == PASS, (contract, compiled.detail)

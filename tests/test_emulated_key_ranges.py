@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import merge_states, merge_states_reference, paged_decode, paged_decode_reference
-from narrowkv.attn_decode.cases import DecodeCase
+from narrowkv.attn_decode.cases import DecodeCase, draw_tree
 from narrowkv.context_parallel import ShardLayout
 from narrowkv.context_parallel.cases import spread
+from narrowkv.paged_cache import pack_tree_mask
 from narrowkv.runtime.launch import executing
 from narrowkv.testing.emulation import EmulateExecutor
 
@@ -28,6 +29,24 @@ def test_key_ranges_machine_code(q_len: int, target: str) -> None:
     with executing(executor):
         o, lse = paged_decode(q, cache, ranged, return_lse=True)
     expected, expected_lse = paged_decode_reference(q, cache, ranged, return_lse=True)
+    torch.testing.assert_close(o.float(), expected, rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+    assert all(run.artifact.registers.vgpr_spills == 0 for run in executor.runs)
+
+
+@both_targets
+@pytest.mark.parametrize(("q_len", "ratio", "width"), [(3, 2, 32), (8, 9, 64)], ids=["16 rows", "128 rows"])
+def test_a_tree_mask_machine_code(q_len: int, ratio: int, width: int, target: str) -> None:
+    # The last sequence is shorter than the tree, high bits are set, and unused slots hold NaN.
+    case = DecodeCase.small(lens=(70, q_len - 1), q_len=q_len, num_kv_heads=1, gqa_ratio=ratio, clean=False)
+    q, cache, table = case.build()
+    seen = draw_tree("random", 2, q_len, torch.Generator().manual_seed(2))
+    bits = pack_tree_mask(seen).long() | (-1 << q_len)
+    masked = table.with_tree_mask(bits.to(torch.int32 if width == 32 else torch.int64))
+    executor = EmulateExecutor(target, detect_hazards=True)
+    with executing(executor):
+        o, lse = paged_decode(q, cache, masked, return_lse=True)
+    expected, expected_lse = paged_decode_reference(q, cache, masked, return_lse=True)
     torch.testing.assert_close(o.float(), expected, rtol=2e-2, atol=2e-3)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
     assert all(run.artifact.registers.vgpr_spills == 0 for run in executor.runs)

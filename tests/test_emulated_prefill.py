@@ -158,3 +158,33 @@ def test_old_tokens_on_fp8_matrix_units_in_machine_code(target: str) -> None:
     assert isinstance(o, torch.Tensor)
     assert isinstance(expected, torch.Tensor)
     assert _error(o, expected) <= 0.02
+
+
+MIXED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "OCP": ({}, {}),
+    "FNUZ, a window and sinks": ({"format": "fp8_e4m3fnuz"}, {"window_left": 90}),
+    "bf16, soft cap": ({"format": "bf16"}, {"logits_soft_cap": 3.0}),
+}
+
+
+@both_targets
+@pytest.mark.parametrize("operation", ["prefill", "append"])
+@pytest.mark.parametrize("name", MIXED)
+def test_a_mixed_batch_in_machine_code(
+    name: str, operation: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long decode in splits, a speculative sequence, one without tokens, and a chunk."""
+    monkeypatch.setattr("narrowkv.attn_prefill.tiles.units_of", lambda target: 1)
+    monkeypatch.setattr("narrowkv.attn_prefill.cost._most_together", lambda *_: 1)
+    axes, options = MIXED[name]
+    case = PrefillCase.small(
+        (1, 3, 0, 49), (300, 60, 20, 70), operation=operation, num_kv_heads=1, gqa_ratio=8, **axes, **options
+    )
+    inputs = case.inputs()
+    with executing(EmulateExecutor(target, detect_hazards=True, detect_races=True)):
+        o, lse = inputs.call()
+        assert [part.kernel for part in inputs.plan().config.few] == ["split"]
+    expected, expected_lse = inputs.reference()
+    assert _error(o, expected) <= 0.002
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+    assert not inputs.wrong_bytes()

@@ -28,6 +28,12 @@ CASES = {
     "fused FNUZ": "lens=20,format=fp8_e4m3fnuz",
     "fused split": "lens=20,layout=split",
     "fused row512": "lens=20,layout=row512",
+    "FNUZ beside OCP": "lens=17,extend=3,extend_format=fp8_e4m3fnuz,clean=0",
+    "V4.1": "lens=20,layout=packed528",
+    "V4.1, NVFP4": "lens=20,layout=record288",
+    "V4.1, MXFP4 beside FP8": "lens=17,extend=3,layout=packed272,extend_layout=packed528",
+    "V3.2": "lens=20,layout=record656",
+    "V3.2, FP4, prepass": "mode=prepass,lens=20,layout=record352",
     "prepass": "mode=prepass,lens=20",
     "decode": "mode=decode,lens=70+5,splits=3,sink=1",
 }

@@ -34,9 +34,23 @@ def _transposed_offsets(rows: gl.constexpr, columns: gl.constexpr, stride, L: gl
 
 
 @gluon.jit
+def _tile(a, b, K, BM: gl.constexpr, BN: gl.constexpr):
+    """The program's tile of C, and where its rows of A and B begin."""
+    tile_m, tile_n = gl.program_id(0) * BM, gl.program_id(1) * BN
+    return tile_m, tile_n, a + tile_m * K, b + tile_n * K
+
+
+@gluon.jit
 def _store(c, acc, tile_m, tile_n, N, BM: gl.constexpr, BN: gl.constexpr):
     offsets = _offsets(BM, BN, N, acc.type.layout)
     cdna3.buffer_store(acc.to(c.dtype.element_ty), c + tile_m.to(gl.int64) * N + tile_n, offsets)
+
+
+@gluon.jit
+def _store_row(c, left, right, tile_m, tile_n, N, BM: gl.constexpr, BN: gl.constexpr):
+    """Stores two tiles that lie beside each other."""
+    _store(c, left, tile_m, tile_n, N, BM, BN)
+    _store(c, right, tile_m, tile_n + BN, N, BM, BN)
 
 
 @gluon.jit
@@ -56,9 +70,7 @@ def registers_kernel(
     LA: gl.constexpr, LB: gl.constexpr,
 ):  # fmt: skip
     """No load ahead: tiles come to registers, and the compiler changes their layout through LDS (row 1)."""
-    tile_m, tile_n = gl.program_id(0) * BM, gl.program_id(1) * BN
-    a += tile_m * K
-    b += tile_n * K
+    tile_m, tile_n, a, b = _tile(a, b, K, BM, BN)
     at_a, at_b = _offsets(BM, BK, K, LA), _transposed_offsets(BK, BN, K, LB)
     acc = gl.full([BM, BN], 0.0, gl.float32, MMA)
     for _ in range(0, K, BK):
@@ -71,11 +83,17 @@ def registers_kernel(
 
 
 @gluon.jit
-def _copy(sa, sb, a, b, at_a, at_b):
-    """Copies a tile of A and of B to LDS; one group."""
-    copies.buffer_load_to_shared(sa, a, at_a)
-    copies.buffer_load_to_shared(sb, b, at_b)
+def _copy(shared, pointer, offsets):
+    """Begins to copy a tile, or a half of one, to LDS; one group."""
+    copies.buffer_load_to_shared(shared, pointer, offsets)
     copies.commit_group()
+
+
+@gluon.jit
+def _copy_both(sa, sb, a, b, at_a, at_b):
+    """The same of a tile of A and one of B, in one group."""
+    copies.buffer_load_to_shared(sa, a, at_a)
+    _copy(sb, b, at_b)
 
 
 @gluon.jit
@@ -93,9 +111,7 @@ def async_kernel(
     A_OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
     B_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
     BUFFERS: gl.constexpr = 2 if AHEAD else 1
-    tile_m, tile_n = gl.program_id(0) * BM, gl.program_id(1) * BN
-    a += tile_m * K
-    b += tile_n * K
+    tile_m, tile_n, a, b = _tile(a, b, K, BM, BN)
     at_a, at_b = _offsets(BM, BK, K, LA), _transposed_offsets(BK, BN, K, LB)
     sa = gl.allocate_shared_memory(a.dtype.element_ty, [BUFFERS, BM, BK], SA)
     sb = gl.allocate_shared_memory(b.dtype.element_ty, [BUFFERS, BK, BN], SB)
@@ -103,18 +119,18 @@ def async_kernel(
     tiles = K // BK
     if AHEAD == 0:
         for _ in range(tiles):
-            _copy(sa.index(0), sb.index(0), a, b, at_a, at_b)
+            _copy_both(sa.index(0), sb.index(0), a, b, at_a, at_b)
             copies.wait_group(0)
             x, y = sa.index(0).load(A_OPERAND), sb.index(0).load(B_OPERAND)
             acc = cdna3.mfma(x, y, acc)
             a += BK
             b += BK
     elif AHEAD == 1:
-        _copy(sa.index(0), sb.index(0), a, b, at_a, at_b)
+        _copy_both(sa.index(0), sb.index(0), a, b, at_a, at_b)
         for i in range(tiles - 1):
             a += BK
             b += BK
-            _copy(sa.index((i + 1) % 2), sb.index((i + 1) % 2), a, b, at_a, at_b)
+            _copy_both(sa.index((i + 1) % 2), sb.index((i + 1) % 2), a, b, at_a, at_b)
             copies.wait_group(1)
             x = copies.load_shared_relaxed(sa.index(i % 2), A_OPERAND)
             y = copies.load_shared_relaxed(sb.index(i % 2), B_OPERAND)
@@ -123,17 +139,17 @@ def async_kernel(
         last = (tiles - 1) % 2
         acc = cdna3.mfma(sa.index(last).load(A_OPERAND), sb.index(last).load(B_OPERAND), acc)
     else:
-        _copy(sa.index(0), sb.index(0), a, b, at_a, at_b)
+        _copy_both(sa.index(0), sb.index(0), a, b, at_a, at_b)
         a += BK
         b += BK
-        _copy(sa.index(1), sb.index(1), a, b, at_a, at_b)
+        _copy_both(sa.index(1), sb.index(1), a, b, at_a, at_b)
         copies.wait_group(1)
         x = copies.load_shared_relaxed(sa.index(0), A_OPERAND)
         y = copies.load_shared_relaxed(sb.index(0), B_OPERAND)
         for i in range(tiles - 2):
             a += BK
             b += BK
-            _copy(sa.index(i % 2), sb.index(i % 2), a, b, at_a, at_b)
+            _copy_both(sa.index(i % 2), sb.index(i % 2), a, b, at_a, at_b)
             copies.wait_group(1)
             next_x = copies.load_shared_relaxed(sa.index((i + 1) % 2), A_OPERAND)
             next_y = copies.load_shared_relaxed(sb.index((i + 1) % 2), B_OPERAND)
@@ -161,9 +177,7 @@ def sliced_kernel(
     B_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, WIDTH)
     HM: gl.constexpr = BM // HALVES_OF_A
     HN: gl.constexpr = BN // 2
-    tile_m, tile_n = gl.program_id(0) * BM, gl.program_id(1) * BN
-    a += tile_m * K
-    b += tile_n * K
+    tile_m, tile_n, a, b = _tile(a, b, K, BM, BN)
     at_a, at_b = _offsets(HM, BK, K, LA), _transposed_offsets(BK, HN, K, LB)
     # Each half has its own buffer, so that the compiler sees which copies overwrite which reads.
     top = gl.allocate_shared_memory(a.dtype.element_ty, [2, HM, BK], SA)
@@ -177,8 +191,7 @@ def sliced_kernel(
         copies.buffer_load_to_shared(left.index(i), b + i * BK, at_b)
         copies.buffer_load_to_shared(right.index(i), b + HN * K + i * BK, at_b)
         if HALVES_OF_A == 2:
-            copies.buffer_load_to_shared(bottom.index(i), a + HM * K + i * BK, at_a)
-        copies.commit_group()
+            _copy(bottom.index(i), a + HM * K + i * BK, at_a)
     copies.wait_group(0)
     x0, y0 = top.index(0).load(A_OPERAND), left.index(0).load(B_OPERAND)
     acc00, acc01, acc10, acc11 = zero, zero, zero, zero
@@ -186,46 +199,36 @@ def sliced_kernel(
         for now in gl.static_range(2):  # constant places in LDS
             next_a = a + gl.minimum(i + now + 2, tiles - 2 + now) * BK
             next_b = b + gl.minimum(i + now + 2, tiles - 2 + now) * BK
+            acc00 = _product(x0, y0, acc00, FORMAT)
             if HALVES_OF_A == 1:
-                acc00 = _product(x0, y0, acc00, FORMAT)
                 y1 = copies.load_shared_relaxed(right.index(now), B_OPERAND)
-                copies.buffer_load_to_shared(top.index(now), next_a, at_a)
-                copies.buffer_load_to_shared(left.index(now), next_b, at_b)
-                copies.commit_group()
+                _copy_both(top.index(now), left.index(now), next_a, next_b, at_a, at_b)
                 copies.wait_group(2)
                 acc01 = _product(x0, y1, acc01, FORMAT)
                 x0 = copies.load_shared_relaxed(top.index(1 - now), A_OPERAND)
                 y0 = copies.load_shared_relaxed(left.index(1 - now), B_OPERAND)
-                copies.buffer_load_to_shared(right.index(now), next_b + HN * K, at_b)
-                copies.commit_group()
+                _copy(right.index(now), next_b + HN * K, at_b)
                 copies.wait_group(2)
             else:
-                acc00 = _product(x0, y0, acc00, FORMAT)
                 x1 = copies.load_shared_relaxed(bottom.index(now), A_OPERAND)
-                copies.buffer_load_to_shared(left.index(now), next_b, at_b)
-                copies.commit_group()
+                _copy(left.index(now), next_b, at_b)
                 copies.wait_group(4)
                 acc10 = _product(x1, y0, acc10, FORMAT)
                 y1 = copies.load_shared_relaxed(right.index(now), B_OPERAND)
-                copies.buffer_load_to_shared(top.index(now), next_a, at_a)
-                copies.commit_group()
+                _copy(top.index(now), next_a, at_a)
                 copies.wait_group(4)
                 acc01 = _product(x0, y1, acc01, FORMAT)
                 y0 = copies.load_shared_relaxed(left.index(1 - now), B_OPERAND)
-                copies.buffer_load_to_shared(bottom.index(now), next_a + HM * K, at_a)
-                copies.commit_group()
+                _copy(bottom.index(now), next_a + HM * K, at_a)
                 copies.wait_group(4)
                 acc11 = _product(x1, y1, acc11, FORMAT)
                 x0 = copies.load_shared_relaxed(top.index(1 - now), A_OPERAND)
-                copies.buffer_load_to_shared(right.index(now), next_b + HN * K, at_b)
-                copies.commit_group()
+                _copy(right.index(now), next_b + HN * K, at_b)
                 copies.wait_group(4)
     copies.wait_group(0)
-    _store(c, acc00, tile_m, tile_n, N, HM, HN)
-    _store(c, acc01, tile_m, tile_n + HN, N, HM, HN)
+    _store_row(c, acc00, acc01, tile_m, tile_n, N, HM, HN)
     if HALVES_OF_A == 2:
-        _store(c, acc10, tile_m + HM, tile_n, N, HM, HN)
-        _store(c, acc11, tile_m + HM, tile_n + HN, N, HM, HN)
+        _store_row(c, acc10, acc11, tile_m + HM, tile_n, N, HM, HN)
 
 
 @gluon.jit
@@ -245,17 +248,14 @@ def two_groups_kernel(
     B_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, WIDTH)
     HM: gl.constexpr = BM // 2
     HN: gl.constexpr = BN // 2
-    tile_m, tile_n = gl.program_id(0) * BM, gl.program_id(1) * BN
-    a += tile_m * K
-    b += tile_n * K
+    tile_m, tile_n, a, b = _tile(a, b, K, BM, BN)
     at_a, at_b = _offsets(HM, BK, K, LA), _transposed_offsets(BK, HN, K, LB)
     sa = gl.allocate_shared_memory(a.dtype.element_ty, [4, HM, BK], SA)
     sb = gl.allocate_shared_memory(b.dtype.element_ty, [4, BK, HN], SB)
     for i in gl.static_range(2):
         for half in gl.static_range(2):
             copies.buffer_load_to_shared(sa.index(i * 2 + half), a + half * HM * K + i * BK, at_a)
-            copies.buffer_load_to_shared(sb.index(i * 2 + half), b + half * HN * K + i * BK, at_b)
-            copies.commit_group()
+            _copy(sb.index(i * 2 + half), b + half * HN * K + i * BK, at_b)
     copies.wait_group(0)
     zero = gl.full([HM, HN], 0.0, gl.float32, MMA)
     acc00, acc01, acc10, acc11 = zero, zero, zero, zero
@@ -266,37 +266,31 @@ def two_groups_kernel(
             now, soon = (i % 2) * 2, ((i + 1) % 2) * 2
             next_a, next_b = a + gl.minimum(i + 2, tiles - 1) * BK, b + gl.minimum(i + 2, tiles - 1) * BK
             y1 = copies.load_shared_relaxed(sb.index(now + 1), B_OPERAND)
-            copies.buffer_load_to_shared(sa.index(now), next_a, at_a)
-            copies.commit_group()
+            _copy(sa.index(now), next_a, at_a)
         copies.wait_group(5)
         with gl.amd.warp_pipeline_stage("products 1", priority=1):
             acc00 = _product(x0, y0, acc00, FORMAT)
         with gl.amd.warp_pipeline_stage("memory 2", priority=0):
             x1 = copies.load_shared_relaxed(sa.index(now + 1), A_OPERAND)
-            copies.buffer_load_to_shared(sb.index(now), next_b, at_b)
-            copies.commit_group()
+            _copy(sb.index(now), next_b, at_b)
         copies.wait_group(5)
         with gl.amd.warp_pipeline_stage("products 2", priority=1):
             acc01 = _product(x0, y1, acc01, FORMAT)
         with gl.amd.warp_pipeline_stage("memory 3", priority=0):
             x0 = copies.load_shared_relaxed(sa.index(soon), A_OPERAND)
-            copies.buffer_load_to_shared(sb.index(now + 1), next_b + HN * K, at_b)
-            copies.commit_group()
+            _copy(sb.index(now + 1), next_b + HN * K, at_b)
         copies.wait_group(5)
         with gl.amd.warp_pipeline_stage("products 3", priority=1):
             acc10 = _product(x1, y0, acc10, FORMAT)
         with gl.amd.warp_pipeline_stage("memory 4", priority=0):
             y0 = copies.load_shared_relaxed(sb.index(soon), B_OPERAND)
-            copies.buffer_load_to_shared(sa.index(now + 1), next_a + HM * K, at_a)
-            copies.commit_group()
+            _copy(sa.index(now + 1), next_a + HM * K, at_a)
         copies.wait_group(5)
         with gl.amd.warp_pipeline_stage("products 4", priority=1):
             acc11 = _product(x1, y1, acc11, FORMAT)
     copies.wait_group(0)
-    _store(c, acc00, tile_m, tile_n, N, HM, HN)
-    _store(c, acc01, tile_m, tile_n + HN, N, HM, HN)
-    _store(c, acc10, tile_m + HM, tile_n, N, HM, HN)
-    _store(c, acc11, tile_m + HM, tile_n + HN, N, HM, HN)
+    _store_row(c, acc00, acc01, tile_m, tile_n, N, HM, HN)
+    _store_row(c, acc10, acc11, tile_m + HM, tile_n, N, HM, HN)
 
 
 @gluon.jit
@@ -308,9 +302,7 @@ def stored_kernel(
 ):  # fmt: skip
     """For gfx942: the next tile comes to registers during the products and is then stored to LDS (row 16)."""
     HK: gl.constexpr = BK // 2
-    tile_m, tile_n = gl.program_id(0) * BM, gl.program_id(1) * BN
-    a += tile_m * K
-    b += tile_n * K
+    tile_m, tile_n, a, b = _tile(a, b, K, BM, BN)
     at_a, at_b = _offsets(BM, BK, K, LA), _transposed_offsets(BK, BN, K, LB)
     sa = gl.allocate_shared_memory(a.dtype.element_ty, [BM, BK], SA)
     sb = gl.allocate_shared_memory(b.dtype.element_ty, [BK, BN], SB)
@@ -346,9 +338,7 @@ def stored_two_groups_kernel(
     B_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
     HM: gl.constexpr = BM // 2
     HK: gl.constexpr = BK // 2
-    tile_m, tile_n = gl.program_id(0) * BM, gl.program_id(1) * BN
-    a += tile_m * K
-    b += tile_n * K
+    tile_m, tile_n, a, b = _tile(a, b, K, BM, BN)
     at_a, at_b = _offsets(BM, BK, K, LA), _transposed_offsets(BK, BN, K, LB)
     sa = gl.allocate_shared_memory(a.dtype.element_ty, [BM, BK], SA)
     sb = gl.allocate_shared_memory(b.dtype.element_ty, [BK, BN], SB)

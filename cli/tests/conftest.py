@@ -11,11 +11,14 @@ import torch
 import typer.main
 import typer.testing
 
+import narrowkv.cli.app as program
 from narrowkv.cli import bench
-from narrowkv.cli.places import Place
+from narrowkv.testing import contracts
 from narrowkv.testing.bench import decode
 from narrowkv.testing.bench.ceilings import Ceilings
 from narrowkv.testing.bench.timing import Timing
+from narrowkv.testing.contracts import ContractSet
+from narrowkv.testing.places import Place
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -56,3 +59,14 @@ def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> CpuTimer:
     monkeypatch.setattr(bench, "GraphTimer", lambda samples, seconds: timer)
     monkeypatch.setattr(decode, "DecodeBench", partial(decode.DecodeBench, device="cpu"))
     return timer
+
+
+@pytest.fixture
+def add_set(monkeypatch: pytest.MonkeyPatch) -> Callable[[ContractSet], None]:
+    """Makes a contract set known to `narrowkv probe`."""
+
+    def add(chosen: ContractSet) -> None:
+        monkeypatch.setitem(contracts.CONTRACT_SETS, chosen.name, chosen)
+        monkeypatch.setattr(program, "CONTRACT_SETS", tuple(contracts.CONTRACT_SETS))
+
+    return add

@@ -20,8 +20,8 @@ import typer.main
 from typer.testing import CliRunner
 
 from narrowkv.cli.app import app
-from narrowkv.cli.contracts import CONTRACT_SETS
 from narrowkv.cli.report import version
+from narrowkv.testing.contracts import CONTRACT_SETS
 
 run = CliRunner().invoke
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU says")
@@ -102,7 +102,7 @@ def test_wrong_usage_ends_with_2_and_says_what_is_known(arguments: list[str], wo
 
 
 OPERATIONS = {"validate": {"decode", "prefill", "sparse", "sage", "fp4"},
-              "bench": {"decode", "prefill", "sparse", "sage", "host", "cp"},
+              "bench": {"decode", "prefill", "sparse", "sage", "traffic", "host", "cp"},
               "inspect": {"decode", "prefill", "sparse", "sage", "model"},
               "engines": {"try"}}  # fmt: skip
 # What they show is not a table of results that can be plotted and resumed.
@@ -259,11 +259,13 @@ def test_a_misspelled_name_costs_less_than_a_second() -> None:
 
 
 def test_the_names_are_those_of_the_library() -> None:
-    from narrowkv.cli import names, places
+    from narrowkv.cli import names
     from narrowkv.paged_cache import CacheFormat
     from narrowkv.paged_cache.descales import SCALE_GROUPS
     from narrowkv.quant.formats import FORMATS
     from narrowkv.quant.sage import SAGE_GRANULARITIES
+    from narrowkv.testing import places
+    from narrowkv.testing.traffic import MODELS, TRAFFIC
 
     def can_be(name: str) -> bool:
         try:
@@ -274,6 +276,8 @@ def test_the_names_are_those_of_the_library() -> None:
 
     assert {name for name in FORMATS if can_be(name)} == set(names.CACHE_FORMATS)
     assert set(names.SAGE_GRANULARITIES) == set(SAGE_GRANULARITIES)
+    assert set(names.CONTRACT_SETS) == set(CONTRACT_SETS)
+    assert (TRAFFIC, tuple(MODELS)) == (names.TRAFFIC, names.TRAFFIC_MODELS)
     assert names.SCALE_GROUPS == SCALE_GROUPS
     assert set(names.PLACES) == set(places.PLACES)
 

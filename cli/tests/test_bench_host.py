@@ -9,8 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from narrowkv.attn_prefill.warmup import model_cache
 from narrowkv.cli.app import app
-from narrowkv.cli.warmup import model_cache
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says something else where there is one")

@@ -11,13 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from narrowkv.cli import validate
-from narrowkv.cli.answers import PASS, Answer, Compiled, Outcome
 from narrowkv.cli.app import app
-from narrowkv.cli.contracts import CONTRACT_SETS
 from narrowkv.quant.accuracy import ErrorReport
 from narrowkv.testing.bench.measure import Row
 from narrowkv.testing.checking import CaseResult, SageResult, Sample
 from narrowkv.testing.codegen import CallCode, KernelCode
+from narrowkv.testing.contracts import CONTRACT_SETS
+from narrowkv.testing.probing import PASS, Answer, Compiled, Outcome
 from narrowkv.testing.records import jsonable, revive
 
 run = CliRunner().invoke
@@ -59,7 +59,7 @@ def test_nan_comes_back_as_nan() -> None:
 def test_validate_goes_on_where_ctrl_c_stopped_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ran: list[str] = []
 
-    def until_third(task: validate.Task) -> CaseResult:
+    def until_third(task: validate.CaseTask) -> CaseResult:
         if len(ran) == 2:
             raise KeyboardInterrupt
         ran.append(str(task.case))

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from narrowkv.cli import kit
 from narrowkv.cli.app import app
+from narrowkv.testing.bench import comparison
 
 SHAPE = {"batch": 4, "context": 1024}
 MEASURED = {
@@ -35,13 +36,13 @@ def test_what_is_run() -> None:
 
 
 def test_measured_rows_stand_beside_the_models() -> None:
-    (row,) = kit.compare([MEASURED, MODELLED])
+    (row,) = comparison.compare([MEASURED, MODELLED])
     assert row["measured_over_model"] == 1.5
-    text = kit.markdown({"device": "x", "versions": {}, "rows": [row], "steps": []})
+    text = comparison.markdown({"device": "x", "versions": {}, "rows": [row], "steps": []})
     assert "1 of 1 rows differ from the model" in text
-    (alone,) = kit.compare([MEASURED])
+    (alone,) = comparison.compare([MEASURED])
     assert alone["model_us"] is None
-    (rehearsed,) = kit.compare([MODELLED])
+    (rehearsed,) = comparison.compare([MODELLED])
     assert rehearsed["measured_us"] is None
 
 

@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from narrowkv.cli.app import app
-from narrowkv.cli.cases import DECODE
+from narrowkv.runtime.cases import parse_case
+from narrowkv.testing.kinds import DECODE
 from narrowkv.testing.model import model_call
 
 CASE = "decode:lens=512,head_dim=64,kv_heads=1,split=none,format=bf16"
@@ -21,7 +22,7 @@ def _run(*arguments: str) -> tuple[int, str]:
 
 
 def test_a_case_and_the_assembly_of_another_kernel(tmp_path: Path) -> None:
-    inputs = DECODE.parse(CASE.partition(":")[2]).inputs()
+    inputs = parse_case(DECODE.case, CASE.partition(":")[2]).inputs()
     (launch,) = model_call("gfx942", inputs.call)
     assert launch.prediction.has_addresses
     loop = launch.full.loop

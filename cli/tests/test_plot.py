@@ -5,16 +5,16 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from narrowkv.cli import contracts
 from narrowkv.cli.app import app
-from narrowkv.cli.contracts import DECODE, Contract, ContractSet, Shape
-from narrowkv.cli.plot import style_of
 from narrowkv.sage import cases
 from narrowkv.sage.cases import SageCase
+from narrowkv.testing.contracts import DECODE, Contract, ContractSet, Shape
+from narrowkv.testing.plot import style_of
 
 run = CliRunner().invoke
 ONE_SET = ContractSet(
@@ -50,10 +50,15 @@ def test_series_differ_in_colour_and_in_marker() -> None:
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
 )
 def test_every_table_of_numbers_can_be_csv_and_a_plot(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], rows: int, column: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    add_set: Any,
+    arguments: list[str],
+    rows: int,
+    column: str,
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setitem(contracts.CONTRACT_SETS, "one", ONE_SET)
+    add_set(ONE_SET)
     monkeypatch.setattr(cases, "sweep", lambda **_: [SageCase.small()])
     table, plot = tmp_path / "rows.csv", tmp_path / "plot.png"
     result = run(app, [*arguments, "--csv", str(table), "--plot", str(plot), "--json"])

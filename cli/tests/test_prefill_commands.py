@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from narrowkv.attn_prefill import cases as prefill_cases
 from narrowkv.attn_prefill.cases import PrefillCase, PrefillInputs
 from narrowkv.cli.app import app
-from narrowkv.cli.cases import PREFILL
+from narrowkv.runtime.cases import parse_case
 from narrowkv.testing.checking import run_case
+from narrowkv.testing.kinds import PREFILL
 
 run = CliRunner().invoke
 APPEND = "operation=append,q_lens=3+9,lens=20+30"
@@ -70,13 +71,16 @@ def test_one_wrongly_stored_byte_fails_an_append(
         return results
 
     monkeypatch.setattr(prefill_cases, "prefill_append", wrong)
-    result = run_case(PREFILL.parse(f"{APPEND},format={fmt}"))
+    result = run_case(parse_case(PREFILL.case, f"{APPEND},format={fmt}"))
     assert not result.passed
     assert result.detail == f"1 bytes of {name} stored wrongly"
 
 
 def test_a_sweep_asks_each_place_for_its_own_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = (PrefillCase(q_lens=(3,), lens=(9,)), PREFILL.parse("q=fp8_e4m3fnuz,format=fp8_e4m3fnuz"))
+    few = (
+        PrefillCase(q_lens=(3,), lens=(9,)),
+        parse_case(PREFILL.case, "q=fp8_e4m3fnuz,format=fp8_e4m3fnuz"),
+    )
     monkeypatch.setattr(prefill_cases, "quick", lambda: iter(few))
     result = run(app, ["validate", "prefill", "--on", "cpu,gfx950", "--jobs", "1", "--json"])
     assert result.exit_code == 0, result.stderr

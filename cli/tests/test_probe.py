@@ -12,12 +12,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from narrowkv.cli import contracts, operations, probe
+from narrowkv.cli import probe
 from narrowkv.cli.app import app
-from narrowkv.cli.contracts import DECODE, PREFILL, Contract, ContractSet, Shape
-from narrowkv.cli.operations import contract_case
 from narrowkv.runtime.errors import UnsupportedError
-from narrowkv.testing import backends, codegen, emulation, samples
+from narrowkv.testing import backends, codegen, contracts, emulation, probing, samples
+from narrowkv.testing.contracts import DECODE, PREFILL, Contract, ContractSet, Shape, contract_case
 
 run = CliRunner().invoke
 SHAPE = Shape(batch=2, q_len=1, context=48, num_qo_heads=24, num_kv_heads=2, head_dim=64)
@@ -26,9 +25,9 @@ FP4 = replace(FP8, k="fp4_e2m1", v="fp4_e2m1")
 
 
 @pytest.fixture(autouse=True)
-def small_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(contracts.CONTRACT_SETS, "t", ContractSet("t", "for tests", SHAPE, (FP8, FP4)))
-    monkeypatch.setitem(contracts.CONTRACT_SETS, "only-fp8", ContractSet("only-fp8", "one", SHAPE, (FP8,)))
+def small_sets(add_set: Any) -> None:
+    add_set(ContractSet("t", "for tests", SHAPE, (FP8, FP4)))
+    add_set(ContractSet("only-fp8", "one", SHAPE, (FP8,)))
 
 
 def ask(name: str = "t", *options: str) -> tuple[Any, dict[str, Any]]:
@@ -105,7 +104,7 @@ def test_a_nan_anywhere_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("fault", ["spills", "scratch_bytes"])
 def test_a_kernel_that_spills_fails_its_contract(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     right = codegen.KernelCode.of
-    monkeypatch.setattr(probe.KernelCode, "of", lambda artifact: replace(right(artifact), **{fault: 8}))
+    monkeypatch.setattr(probing.KernelCode, "of", lambda artifact: replace(right(artifact), **{fault: 8}))
     result, document = ask("only-fp8")
     (row,) = own(document).values()
     assert row["status"] == "fail"
@@ -114,7 +113,7 @@ def test_a_kernel_that_spills_fails_its_contract(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_triton_without_amd_skips_the_code_and_still_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "amd_backend_missing", lambda: "no AMD backend here")
+    monkeypatch.setattr(probing, "amd_backend_missing", lambda: "no AMD backend here")
     result, document = ask("only-fp8")
     (row,) = own(document).values()
     assert row["status"] == "pass"
@@ -142,7 +141,8 @@ class Absent(Refuser):
 
 
 def test_peers_are_shown_in_their_own_words_and_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "PEERS", (Refuser(), Absent()))
+    for module in (probe, probing):
+        monkeypatch.setattr(module, "PEERS", (Refuser(), Absent()))
     result, document = ask("only-fp8")
     assert result.exit_code == 0
     (refused,) = [row for row in document["rows"] if row["backend"] == "refuser"]
@@ -187,12 +187,12 @@ def test_two_processes_give_what_one_gives() -> None:
     _, one = ask("only-fp8", "--target", "gfx950")
     contract_set = contracts.CONTRACT_SETS["only-fp8"]
     tasks = [
-        probe.Task(FP8, contract_set.shape, "cpu"),
-        probe.Task(FP8, contract_set.shape, target="gfx950"),
+        probing.Task(FP8, contract_set.shape, "cpu"),
+        probing.Task(FP8, contract_set.shape, target="gfx950"),
     ]
     from narrowkv.testing.processes import in_processes
 
-    found = dict(in_processes(probe.run_task, tasks, jobs=2))
+    found = dict(in_processes(probing.run_task, tasks, jobs=2))
     (row,) = own(one).values()
     assert found[tasks[0]].answers[0].relative_l1 == row["relative_l1"]
     compiled = found[tasks[1]].compiled
@@ -202,10 +202,10 @@ def test_two_processes_give_what_one_gives() -> None:
 
 
 def test_ctrl_c_keeps_the_answers_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = probe.run_task
-    seen: list[probe.Task] = []
+    right = probing.run_task
+    seen: list[probing.Task] = []
 
-    def until_third(task: probe.Task) -> Any:
+    def until_third(task: probing.Task) -> Any:
         if len(seen) == 1:
             raise KeyboardInterrupt
         seen.append(task)
@@ -220,7 +220,7 @@ def test_ctrl_c_keeps_the_answers_so_far(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_every_operation_that_is_asked_about_has_its_case() -> None:
     asked = {c.operation for s in contracts.CONTRACT_SETS.values() for c in s.contracts}
-    assert set(operations.OPERATIONS) == asked
+    assert set(contracts.OPERATIONS) == asked
     for contract_set in contracts.CONTRACT_SETS.values():
         for contract in contract_set.contracts:
             assert contract_case(contract, contract_set.shape).bound == contract.bound
@@ -339,8 +339,8 @@ def test_several_places_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU under the name of a GPU, with a timer that makes up its times."""
-    from narrowkv.cli.places import Place
     from narrowkv.testing.bench.timing import Timing
+    from narrowkv.testing.places import Place
 
     class Timer:
         def measure(self, call: Any) -> Timing:
@@ -351,9 +351,9 @@ def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         is_gpu = True
 
     place = GpuPlace("gpu", "cpu", "stand-in GPU")
-    monkeypatch.setattr(probe, "find_place", lambda name: place)
+    monkeypatch.setattr(probing, "find_place", lambda name: place)
     monkeypatch.setattr(probe, "find_places", lambda names: [place])
-    monkeypatch.setattr(probe, "_timer", Timer)
+    monkeypatch.setattr(probing, "_timer", Timer)
 
 
 @pytest.mark.usefixtures("stand_in_gpu")
@@ -372,7 +372,7 @@ def test_a_call_of_ours_that_cannot_be_captured_fails(monkeypatch: pytest.Monkey
         def measure(self, call: Any) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(probe, "_timer", Refusing)
+    monkeypatch.setattr(probing, "_timer", Refusing)
     result, document = ask("only-fp8", "--target", "gfx950")
     assert result.exit_code == 1
     (row,) = own(document).values()

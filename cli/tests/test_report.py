@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from narrowkv.cli.report import ExitCode, Report, UsageError, check_writable, number, to_csv
+from narrowkv.cli.report import ExitCode, Report, UsageError, check_writable
+from narrowkv.testing.records import number, to_csv
 
 
 def test_finish_says_that_a_run_was_cut_short(capsys: pytest.CaptureFixture[str]) -> None:

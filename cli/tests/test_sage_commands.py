@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from narrowkv.cli import contracts
-from narrowkv.cli import validate_sage as accuracy
 from narrowkv.cli.app import app
-from narrowkv.cli.contracts import CONTRACT_SETS, Shape
 from narrowkv.sage import cases
 from narrowkv.sage.cases import SageCase, shipped, sweep
+from narrowkv.testing.checking import CaseTask, run_task
+from narrowkv.testing.contracts import CONTRACT_SETS, ContractSet, Shape
 
 run = CliRunner().invoke
 TOKENS: dict[str, Any] = {"q_lens": (130,), "k_lens": (130,), "gqa_ratio": 1}
@@ -25,11 +24,10 @@ def ask(*arguments: str) -> tuple[int, dict[str, Any]]:
     return result.exit_code, json.loads(result.stdout)
 
 
-def test_probe_asks_every_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_asks_every_precision(add_set: Any) -> None:
     chosen = CONTRACT_SETS["sage"]
     small = Shape(batch=1, q_len=70, context=70, num_qo_heads=2, num_kv_heads=1, head_dim=64)
-    sets = {"sage": contracts.ContractSet(chosen.name, chosen.title, small, chosen.contracts)}
-    monkeypatch.setattr(contracts, "CONTRACT_SETS", sets)
+    add_set(ContractSet(chosen.name, chosen.title, small, chosen.contracts))
     code, document = ask("probe", "sage", "--on", "cpu", "--jobs", "1")
     own = [row for row in document["rows"] if row["backend"] == "narrowkv"]
     assert code == 0
@@ -95,7 +93,7 @@ def test_a_wrong_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         return o * 1.05, lse + 0.01
 
     monkeypatch.setattr(cases, "sage_attention", wrong)
-    result = accuracy.run_task(accuracy.Task(SageCase.small(), "cpu"))
+    result = run_task(CaseTask(SageCase.small(), "cpu"))
     assert not result.passed
     assert "kernel error" in result.detail
     assert "lse differs" in result.detail

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from narrowkv.cli.answers import FAIL, INEXACT, PASS, REFUSED, SKIPPED, Answer, Compiled
-from narrowkv.cli.contracts import CONTRACT_SETS, DECODE, ContractSet
-from narrowkv.cli.places import Place
 from narrowkv.cli.report import ExitCode, Report
-from narrowkv.cli.screen import Seen, show_screen
+from narrowkv.cli.screen import show_screen
 from narrowkv.testing.checking import Sample
 from narrowkv.testing.codegen import KernelCode
+from narrowkv.testing.contracts import CONTRACT_SETS, DECODE, ContractSet
+from narrowkv.testing.places import Place
+from narrowkv.testing.probing import FAIL, INEXACT, PASS, REFUSED, SKIPPED, Answer, Compiled, ProbeRun
 
 CPU, GPU = Place("cpu", "cpu", "interpreter on the CPU"), Place("gpu", "cuda", "AMD Instinct MI300X (gfx942)")
 TARGETS = ("gfx942", "gfx950")
@@ -25,7 +25,7 @@ PEERS = {"torch sdpa": None, "aiter": None, "flashinfer": None}
 ABSENT = {"torch sdpa": None, "aiter": "not installed", "flashinfer": "not installed"}
 
 
-def seen(name: str = "glm-gqa12", place: Place = CPU, absent: dict[str, Any] | None = None) -> Seen:
+def seen(name: str = "glm-gqa12", place: Place = CPU, absent: dict[str, Any] | None = None) -> ProbeRun:
     """All that a run finds where everything passes; each error tells its cell."""
     chosen, absent = CONTRACT_SETS[name], ABSENT if absent is None else absent
     answers, compiled = {}, {}
@@ -45,10 +45,10 @@ def seen(name: str = "glm-gqa12", place: Place = CPU, absent: dict[str, Any] | N
             modelled = contract.operation == DECODE
             model = {"bound_by": "memory", "issue_over_memory": 0.25 + i / 100} if modelled else None
             compiled[i, target] = Compiled(target, PASS, "", (KERNEL,), model)
-    return Seen(chosen, (place,), TARGETS, absent, answers, compiled, 2)
+    return ProbeRun(chosen, (place,), TARGETS, absent, 2, answers, compiled)
 
 
-def rendered(found: Seen, width: int, code: ExitCode = ExitCode.OK) -> list[str]:
+def rendered(found: ProbeRun, width: int, code: ExitCode = ExitCode.OK) -> list[str]:
     report = Report("probe")
     stream = io.StringIO()
     report.human = Console(file=stream, width=width)
@@ -56,7 +56,7 @@ def rendered(found: Seen, width: int, code: ExitCode = ExitCode.OK) -> list[str]
     return stream.getvalue().splitlines()
 
 
-def worst(found: Seen, cache: str, backend: str, where: str) -> str:
+def worst(found: ProbeRun, cache: str, backend: str, where: str) -> str:
     errors = [
         a.relative_l1
         for (i, b, p), a in found.answers.items()
@@ -99,7 +99,7 @@ def test_the_main_set_says_what_was_tested_and_what_follows() -> None:
         assert words in text
 
 
-def changed(found: Seen, key: tuple[int, str, str], **values: Any) -> Seen:
+def changed(found: ProbeRun, key: tuple[int, str, str], **values: Any) -> ProbeRun:
     return replace(found, answers={**found.answers, key: replace(found.answers[key], **values)})
 
 

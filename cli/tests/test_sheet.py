@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from narrowkv.cli import contracts
 from narrowkv.cli.app import app
-from narrowkv.cli.contracts import DECODE, Contract, ContractSet, Shape
 from narrowkv.cli.sheet import Column, Sheet, filled, keys, numbers
+from narrowkv.testing import contracts
+from narrowkv.testing.contracts import DECODE, Contract, ContractSet, Shape
 
 WIDTHS = (80, 100, 120, 160, 200)
 run = CliRunner().invoke
@@ -124,10 +125,10 @@ def test_inspect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: lis
     assert_whole_at_every_width(monkeypatch, ["inspect", *arguments, "--no-model", *options], least)
 
 
-def test_probe_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_probe_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, add_set: Any) -> None:
     shape = Shape(batch=2, q_len=1, context=48, num_qo_heads=24, num_kv_heads=2, head_dim=64)
     asked = (Contract(DECODE, "bf16", "fp8_e4m3fn", "fp4_e2m1", 16, 0.002),)
-    monkeypatch.setitem(contracts.CONTRACT_SETS, "one", ContractSet("one", "one", shape, asked))
+    add_set(ContractSet("one", "one", shape, asked))
     options = ["--on", "cpu", "--jobs", "1", "--resume", str(tmp_path / "kept")]
     assert_whole_at_every_width(monkeypatch, ["probe", "one", "--full", *options], 4)
 

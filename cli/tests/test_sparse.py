@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from narrowkv.cli import probe
-from narrowkv.cli.answers import PASS
 from narrowkv.cli.app import app
-from narrowkv.cli.contracts import CONTRACT_SETS, SPARSE_DECODE, SPARSE_FP8
 from narrowkv.sparse_fp8.cases import SparseCall
 from narrowkv.testing import samples
+from narrowkv.testing.contracts import CONTRACT_SETS, SPARSE_DECODE, SPARSE_FP8
+from narrowkv.testing.probing import PASS, Task, run_task
 from narrowkv.testing.samples import Launch, sample
 
 run = CliRunner().invoke
@@ -67,7 +66,7 @@ def test_the_set_asks_for_every_mode_and_both_queries() -> None:
 @pytest.mark.parametrize("index", range(len(SET.contracts)))
 def test_a_contract_holds_on_the_cpu(index: int) -> None:
     shape = replace(SET.shape, q_len=2, context=40, num_qo_heads=16)
-    outcome = probe.run_task(probe.Task(SET.contracts[index], shape, place="cpu"))
+    outcome = run_task(Task(SET.contracts[index], shape, place="cpu"))
     (answer,) = outcome.answers
     assert answer.status == PASS, answer.detail
     assert answer.kv_bytes_per_token == (1024 if SET.contracts[index].k == "bf16" else 583)
@@ -76,7 +75,7 @@ def test_a_contract_holds_on_the_cpu(index: int) -> None:
 def test_a_contract_is_compiled_and_a_sample_of_it_emulated() -> None:
     contract = next(c for c in SET.contracts if c.variant == "fused" and c.q == "bf16")
     shape = replace(SET.shape, q_len=5, context=20, num_qo_heads=16)
-    outcome = probe.run_task(probe.Task(contract, shape, target="gfx942", emulate=True))
+    outcome = run_task(Task(contract, shape, target="gfx942", emulate=True))
     assert outcome.compiled is not None
     assert outcome.compiled.status == PASS, outcome.compiled.detail
     (answer,) = outcome.answers

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from narrowkv.attn_decode.cases import DecodeInputs
 from narrowkv.cli import validate
 from narrowkv.cli.app import app
-from narrowkv.cli.cases import DECODE
-from narrowkv.runtime.cases import Case
+from narrowkv.runtime.cases import Case, parse_case
 from narrowkv.testing import emulation
 from narrowkv.testing.checking import CaseResult
+from narrowkv.testing.kinds import DECODE
 
 run = CliRunner().invoke
 FEW = ["--case", "lens=20+3,ratio=3,head_dim=64", "--case", "lens=9,format=bf16,q=fp16,head_dim=64,q_len=2"]
@@ -71,7 +71,7 @@ def test_a_case_that_raises_is_a_failure_with_its_words(monkeypatch: pytest.Monk
 def test_ctrl_c_keeps_what_was_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Case] = []
 
-    def until_third(task: validate.Task) -> CaseResult:
+    def until_third(task: validate.CaseTask) -> CaseResult:
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append(task.case)
@@ -139,7 +139,10 @@ def test_a_case_can_run_as_a_targets_machine_code(target: str) -> None:
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     assert target in document["ran_on"]
-    assert document["cases"][0]["command"] == f"narrowkv validate --on {target} --case {DECODE.parse(line)}"
+    assert (
+        document["cases"][0]["command"]
+        == f"narrowkv validate --on {target} --case {parse_case(DECODE.case, line)}"
+    )
 
 
 def test_several_places_and_the_race_detector() -> None:

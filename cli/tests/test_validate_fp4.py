@@ -12,14 +12,7 @@ from typer.testing import CliRunner
 
 from narrowkv.cli.app import app
 from narrowkv.testing import format_errors
-from narrowkv.testing.format_errors import (
-    FP4_BEST,
-    GOALS,
-    RECIPES,
-    Sizes,
-    make_inputs,
-    measure,
-)
+from narrowkv.testing.format_errors import FP4_BEST, GOALS, RECIPES, Sizes, make_inputs, measure
 
 SMALL = Sizes(batch=1, context=48)
 I32 = torch.int32

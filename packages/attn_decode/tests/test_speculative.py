@@ -198,6 +198,19 @@ def test_wrong_indices_of_a_mask_stay_inside_it() -> None:
     assert tree_mask_from_custom_mask(mask, wrong, wrong, 3).shape == (2, 3)
 
 
+def test_a_mask_may_change_between_calls_of_a_plan(device: str) -> None:
+    q, cache, table = W(q_len=3, lens=(70, 5)).build(device)
+    seen = draw_tree("star", 2, 3, torch.Generator()).to(device)
+    mask = pack_tree_mask(seen)
+    masked = table.with_tree_mask(mask)
+    plan = plan_decode(q, cache, masked)
+    paged_decode(q, cache, masked, plan=plan)
+    chain = draw_tree("chain", 2, 3, torch.Generator()).to(device)
+    mask.copy_(pack_tree_mask(chain))
+    got = paged_decode(q, cache, masked, plan=plan, return_lse=True)
+    _compare(got, explicit_attention(q, cache, table, chain))
+
+
 @pytest.mark.parametrize("q_len", [1, 31, 32, 33, 64])
 def test_bits_of_every_width(q_len: int) -> None:
     seen = torch.ones(1, q_len, q_len, dtype=torch.bool).tril()

@@ -18,7 +18,7 @@ from narrowkv.attn_prefill import (
     plan_prefill,
     prefill_append,
 )
-from narrowkv.attn_prefill.cases import PrefillCase
+from narrowkv.attn_prefill.cases import PrefillCase, poison_plan
 from narrowkv.attn_prefill.cost import RATES, few_bounds
 from narrowkv.attn_prefill.shapes import ANY_LEN, PrefillConfig
 from narrowkv.paged_cache import PagedKVCache
@@ -112,6 +112,38 @@ def test_long_sequences_have_more_splits_than_short_ones(operation: str, change:
     """Two tiles of rows and up to five splits of a sequence, beside sequences with one, and none."""
     case = PrefillCase.small((1, 9, 0, 2), (1300, 700, 8, 30), operation=operation, kernel="split", **HEADS)
     _check(replace(case, **change))
+
+
+LOOPS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window and sinks": {"window_left": 200, "sinks": True},
+    "soft cap": {"logits_soft_cap": 3.0},
+    "descale of each key": {"granularity": "token_head"},
+    "fp16 over bf16": {"format": "bf16", "q_dtype": torch.float16},
+    "window on both sides": {"causal": False, "window_left": 90, "window_right": 5},
+    "all keys": {"causal": False},
+}
+
+
+@pytest.mark.parametrize("operation", ["prefill", "append"])
+@pytest.mark.parametrize("block_m", [16, 64])
+@pytest.mark.parametrize("name", LOOPS)
+def test_equal_shares_by_the_loop_of_decode(name: str, block_m: int, operation: str) -> None:
+    """As NVIDIA's kernels are, in tiles of few rows and of many."""
+    if operation == "append" and "causal" in LOOPS[name]:
+        pytest.skip("an append is causal")
+    case = PrefillCase.small((1, 9, 0, 2), (700, 330, 8, 30), operation=operation, kernel="split", **HEADS)
+    inputs = replace(case, **LOOPS[name]).inputs()
+    plan = inputs.plan()
+    config = replace(plan.config, block_m=block_m, block_n=32, as_decode=True)
+    plan = replace(plan, config=config).with_workspace(None)
+    poison_plan(plan)
+    o, lse = inputs.run(plan, return_lse=True)
+    expected, expected_lse = inputs.reference()
+    rows = torch.isfinite(expected_lse)
+    assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= case.bound
+    assert float((lse - expected_lse)[rows].abs().max()) <= case.lse_bound
+    assert not inputs.wrong_bytes()
 
 
 def test_the_caller_cannot_force_splits_of_equal_shares() -> None:

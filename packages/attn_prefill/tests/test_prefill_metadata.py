@@ -361,7 +361,11 @@ def test_bounds_of_an_append_that_are_too_low(splits: int, kernel: str, device: 
     expected = _right_append(kernel, device, splits=splits)
     found = _append(kernel, device, bounds={"max_q_len": 9}, splits=splits)
     _same_sequences(found, expected, 0, 1, 3)
-    _same(found[:2], expected[:2], _new_rows(2)[:9])
+    rows = _new_rows(2)[:9]
+    if kernel:
+        _same(found[:2], expected[:2], rows)
+    for a, b in zip(found[:2], expected[:2], strict=True):
+        torch.testing.assert_close(a[rows], b[rows], rtol=1e-2, atol=1e-3)
     # Sequence 2 has 70 old keys.
     for low in ({"max_seq_len": 64}, {"max_kv_tokens": 64}):
         _same_sequences(_append(kernel, device, bounds=low, splits=splits), expected, 0, 1, 3)

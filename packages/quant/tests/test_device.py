@@ -209,7 +209,7 @@ def test_fp4_by_ptx() -> None:
     _check_fp4("ptx", 4, tl.float16, "cuda")
 
 
-@pytest.mark.parametrize("rule", ["floor", "ceil", "mse"])
+@pytest.mark.parametrize("rule", ["floor", "ceil", "mse", "ultraquant", "sglang"])
 @pytest.mark.parametrize("size", [32, 128])
 def test_narrowing_to_fp4_equals_the_host_bit_for_bit(rule: str, size: int, device: str) -> None:
     torch.manual_seed(0)

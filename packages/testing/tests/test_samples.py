@@ -43,7 +43,7 @@ def test_a_few_are_the_first_of_the_sample(monkeypatch: pytest.MonkeyPatch) -> N
     [
         ("ratio=3,kv_heads=2", "none"),
         ("ratio=3,kv_heads=2", "even"),
-        ("ratio=71,kv_heads=1", "even"),
+        ("ratio=135,kv_heads=1", "even"),
         ("ratio=5,q_len=4,kv_heads=2", "uniform"),
     ],
 )
@@ -59,7 +59,7 @@ def test_a_sample_of_decode_finishes_the_rows_of_its_last_block_and_no_others(sh
     assert torch.equal(rows, stored.any(-1)), "rows are whole"
     assert torch.equal(rows, executor.written(lse))
     # Rows of a KV head are (query token, head of the group); the last block of the last head is owned.
-    block = {3: 3, 71: 71 - 64, 20: 20}[case.gqa_ratio * case.q_len]
+    block = {3: 3, 135: 135 - 128, 20: 20}[case.gqa_ratio * case.q_len]
     assert int(rows.sum()) == len(case.lens) * block
     assert bool(rows.view(len(case.lens), case.q_len, -1)[:, -1, -1].all()), "the last row is among them"
     torch.testing.assert_close(o[rows].float(), expected[rows], rtol=0, atol=0.01)

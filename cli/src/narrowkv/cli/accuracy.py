@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from narrowkv.cli.environment import versions
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Sheet, keys, numbers
 from narrowkv.engines.accuracy.evaluate import Score, Statistics, collect, measure, statistics_of
@@ -16,6 +15,7 @@ from narrowkv.engines.accuracy.models import LanguageModel, load_model
 from narrowkv.engines.accuracy.recipes import REFERENCE, find_recipes
 from narrowkv.engines.accuracy.texts import calibration_text, evaluation_text
 from narrowkv.engines.accuracy.tiny_lm import TinySizes, train_tiny
+from narrowkv.testing.machine import versions
 
 # Of 16-bit kernels against the same attention in float32, in a model that computes in bf16.
 _BOUND = 0.02
@@ -75,7 +75,7 @@ def measure_model(
     }
 
     def plot(path: Path) -> None:
-        from narrowkv.cli.plot import plot_frontier
+        from narrowkv.testing.plot import plot_frontier
 
         points = [(s.recipe, s.bits, s.kl, s.recipe in best) for s in scores if s.kl > 0]
         plot_frontier(points, path, title=f"{name}: what a cache recipe costs, {tokens} tokens")

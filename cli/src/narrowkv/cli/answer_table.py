@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from narrowkv.cli.answers import FAIL, INEXACT, REFUSED, SKIPPED, Answer
 from narrowkv.cli.names import AMD_TARGETS
-from narrowkv.cli.report import Report, number
+from narrowkv.cli.report import Report
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.testing.backends import OURS
 from narrowkv.testing.codegen import main_kernel
+from narrowkv.testing.probing import FAIL, INEXACT, REFUSED, SKIPPED, Answer
+from narrowkv.testing.records import number
 
 _STYLES = {FAIL: "bold red", REFUSED: "yellow", SKIPPED: "dim", INEXACT: "magenta"}
 _CONTRACT = ("operation", "Q", "cache", "page")
@@ -96,7 +97,7 @@ def record(row: Answer) -> dict[str, Any]:
 
 def plot_errors(rows: Sequence[Answer], path: Path) -> None:
     """Every error: a row for each contract but its page size, a series for each backend and place."""
-    from narrowkv.cli.plot import plot_dots
+    from narrowkv.testing.plot import plot_dots
 
     dots = [
         (

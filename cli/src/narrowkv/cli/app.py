@@ -15,15 +15,26 @@ from narrowkv.cli.command_line import Commands, command
 from narrowkv.cli.names import (
     AMD_TARGETS,
     CACHE_FORMATS,
+    CONTRACT_SETS,
     ENGINE_CACHES,
     PLACES,
     QUERY_DTYPES,
     TINY_MODELS,
     choices,
     one_of,
-    unknown,
 )
-from narrowkv.cli.options import BOTH, Count, Jobs, On, Query, Targets, amd_targets, starting_with
+from narrowkv.cli.options import (
+    BOTH,
+    Count,
+    Jobs,
+    On,
+    Query,
+    Targets,
+    amd_targets,
+    heads_of,
+    listed,
+    starting_with,
+)
 from narrowkv.cli.options import jobs as number_of
 from narrowkv.cli.report import ExitCode, Report, UsageError, version
 
@@ -39,12 +50,6 @@ app = typer.Typer(
     "4 performance regression, 130 interrupted.",
 )
 engines = typer.Typer(no_args_is_help=True)
-
-
-def _set_names(incomplete: str) -> list[str]:
-    from narrowkv.cli.contracts import CONTRACT_SETS
-
-    return [name for name in CONTRACT_SETS if name.startswith(incomplete)]
 
 
 def _version(wanted: bool) -> None:
@@ -67,7 +72,11 @@ def probe(
     report: Report,
     contract_set: Annotated[
         str,
-        typer.Argument(metavar="[CONTRACT-SET]", help="What to ask; see --list.", autocompletion=_set_names),
+        typer.Argument(
+            metavar="[CONTRACT-SET]",
+            help="What to ask; see --list.",
+            autocompletion=starting_with(*CONTRACT_SETS),
+        ),
     ] = "glm-gqa12",
     list_sets: Annotated[bool, typer.Option("--list", help="List the contract sets and stop.")] = False,
     full: Annotated[
@@ -91,21 +100,20 @@ def probe(
 
         return probe_cp(report, ranks=ranks)
     report.refuse("to contract sets: it is cp's", "ranks")
-    from narrowkv.cli import contracts
-
     if list_sets:
         report.refuse("with --list", "contract_set", "full", "on", "target", "jobs")
         report.refuse_files("with --list", "plot", "resume")
-        return contracts.list_sets(report)
-    chosen = contracts.find_set(contract_set)
-    if chosen is None:
-        raise unknown("CONTRACT-SET", contract_set, contracts.CONTRACT_SETS)
+    one_of("CONTRACT-SET", contract_set, CONTRACT_SETS)
     targets = amd_targets(target)
     if on:
         choices("--on", on, PLACES)
-    from narrowkv.cli.probe import probe as run
+    from narrowkv.cli import probe as work
+    from narrowkv.testing import contracts
 
-    return run(chosen, report, on=on, jobs=number_of(jobs), targets=targets, full=full)
+    if list_sets:
+        return work.list_sets(report)
+    chosen = contracts.CONTRACT_SETS[contract_set]
+    return work.probe(chosen, report, on=on, jobs=number_of(jobs), targets=targets, full=full)
 
 
 @command(engines, "try", title="engines", files=("out", "csv"))
@@ -118,9 +126,7 @@ def engines_try(
     model: Annotated[
         str, typer.Option(help="A small model of real shape.", autocompletion=starting_with(*TINY_MODELS))
     ] = "glm-4.5-air-tiny",
-    cache: Annotated[
-        str, typer.Option(metavar="LIST", help="Cache dtypes by the engine's names; default all.")
-    ] = "",
+    cache: Annotated[str, listed("Cache dtypes by the engine's names; default all.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="New tokens.")] = 4,
 ) -> ExitCode:
     """Generate with a tiny random model by narrowkv and by the engine's own attention, and compare."""
@@ -168,31 +174,26 @@ def warmup(
     max_num_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a prefill call; 0: no prefill.")] = 0,
     target: Annotated[
         str,
-        typer.Option(
-            metavar="NAMES",
-            help="AMD targets to compile for without a GPU. Default: the GPU.",
-            autocompletion=starting_with(*AMD_TARGETS),
-        ),
+        listed("AMD targets to compile for without a GPU. Default: the GPU.", *AMD_TARGETS, metavar="NAMES"),
     ] = "",
     jobs: Jobs = None,
 ) -> ExitCode:
     """Compile into Triton's cache what a model's decode, append and prefill can reach."""
-    pairs = heads.split("/")
-    if len(pairs) != 2 or not all(part.isdigit() and int(part) for part in pairs):
-        raise UsageError(f"--heads must be query heads and KV heads, for example 96/8, got {heads!r}")
+    ((num_qo_heads, num_kv_heads),) = heads_of(heads, most=1)
     one_of("--format", cache_format, CACHE_FORMATS)
     one_of("--q", q, QUERY_DTYPES)
     targets = amd_targets(target) if target else ()
     import torch
 
-    from narrowkv.cli.warmup import model_cache, run_warmup
+    from narrowkv.attn_prefill.warmup import model_cache
+    from narrowkv.cli.warmup import run_warmup
 
     device = "cpu" if targets else "cuda"
     if not targets and not torch.cuda.is_available():
         raise UsageError("there is no GPU to compile for: name targets, for example --target gfx942")
-    cache = model_cache(cache_format, num_pages, page_size, int(pairs[1]), head_dim, device)
+    cache = model_cache(cache_format, num_pages, page_size, num_kv_heads, head_dim, device)
     return run_warmup(
-        report, cache, num_qo_heads=int(pairs[0]), max_batch=max_batch, max_seq_len=max_seq_len,
+        report, cache, num_qo_heads=num_qo_heads, max_batch=max_batch, max_seq_len=max_seq_len,
         max_num_tokens=max_num_tokens, q_dtype=torch.bfloat16 if q == "bf16" else torch.float16,
         targets=targets, jobs=jobs,
     )  # fmt: skip

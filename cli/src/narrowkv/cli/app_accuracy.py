@@ -9,7 +9,7 @@ import typer
 
 from narrowkv.cli.command_line import MeasureByDefault, command
 from narrowkv.cli.names import ACCURACY_RECIPES, choices
-from narrowkv.cli.options import starting_with
+from narrowkv.cli.options import listed
 from narrowkv.cli.report import ExitCode, Report, check_writable
 
 accuracy = typer.Typer(cls=MeasureByDefault)
@@ -24,14 +24,7 @@ def accuracy_measure(
             metavar="NAME", help="smollm2, or a folder or name that transformers' from_pretrained takes."
         ),
     ] = "smollm2",
-    recipe: Annotated[
-        str,
-        typer.Option(
-            metavar="LIST",
-            help="Recipes joined by commas; default all.",
-            autocompletion=starting_with(*ACCURACY_RECIPES),
-        ),
-    ] = "",
+    recipe: Annotated[str, listed("Recipes joined by commas; default all.", *ACCURACY_RECIPES)] = "",
     tokens: Annotated[int, typer.Option(min=2, help="Of the text.")] = 1024,
     context: Annotated[int, typer.Option(min=2, help="Tokens of each sequence.")] = 1024,
     needles: Annotated[int, typer.Option(min=0, help="Sequences with a fact that is asked for.")] = 0,

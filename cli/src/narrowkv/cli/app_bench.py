@@ -9,18 +9,21 @@ from typing import Annotated
 import typer
 
 from narrowkv.cli.command_line import command
-from narrowkv.cli.cp_options import bench_context_parallel
 from narrowkv.cli.names import (
+    CACHE_FORMATS,
+    COMMS,
     PLACES,
     QUERY_DTYPES,
     SAGE_GRANULARITIES,
     SAGE_PRECISIONS,
     SPARSE_MODES,
+    TRAFFIC,
+    TRAFFIC_MODELS,
     cache_formats,
     choices,
     one_of,
 )
-from narrowkv.cli.options import Count, Formats, Query, numbers, starting_with
+from narrowkv.cli.options import Count, Formats, Query, heads_of, listed, numbers, starting_with
 from narrowkv.cli.report import ExitCode, Report, UsageError
 
 bench = typer.Typer(no_args_is_help=True)
@@ -52,13 +55,11 @@ def _modelled(report: Report, on: list[str] | None, *idle: str) -> list[str]:
 @command(bench, "decode", title="bench")
 def bench_decode(
     report: Report,
-    batch: Annotated[str, typer.Option(metavar="LIST", help="Sequences.")] = "1,4,16,64,128",
-    context: Annotated[
-        str, typer.Option(metavar="LIST", help="Tokens of each sequence.")
-    ] = "1024,8192,32768",
-    page_size: Annotated[str, typer.Option(metavar="LIST")] = "1,16,64",
+    batch: Annotated[str, listed("Sequences.")] = "1,4,16,64,128",
+    context: Annotated[str, listed("Tokens of each sequence.")] = "1024,8192,32768",
+    page_size: Annotated[str, listed()] = "1,16,64",
     num_kv_heads: Count = 8,
-    ratio: Annotated[str, typer.Option(metavar="LIST", help="Query heads for each KV head.")] = "12",
+    ratio: Annotated[str, listed("Query heads for each KV head.")] = "12",
     head_dim: Count = 128,
     cache_format: Formats = "fp8_e4m3fn,bf16",
     q: Query = "bf16",
@@ -102,9 +103,9 @@ def bench_decode(
 @command(bench, "prefill", title="bench")
 def bench_prefill(
     report: Report,
-    new: Annotated[str, typer.Option(metavar="LIST", help="New tokens.")] = "128,1024,4096",
-    prefix: Annotated[str, typer.Option(metavar="LIST", help="Older tokens.")] = "0,4096,32768",
-    heads: Annotated[str, typer.Option(metavar="LIST", help="Query heads / KV heads.")] = "96/8,32/8",
+    new: Annotated[str, listed("New tokens.")] = "128,1024,4096",
+    prefix: Annotated[str, listed("Older tokens.")] = "0,4096,32768",
+    heads: Annotated[str, listed("Query heads / KV heads.")] = "96/8,32/8",
     head_dim: Count = 128,
     page_size: Count = 16,
     cache_format: Formats = "fp8_e4m3fn,bf16",
@@ -112,15 +113,13 @@ def bench_prefill(
     on: BenchOn = None,
 ) -> ExitCode:
     """Measure prefill of one sequence over prefixes, beside torch SDPA, and prefill that appends."""
-    pairs = [tuple(part.split("/")) for part in heads.split(",")]
-    if any(len(p) != 2 or not all(n.isdecimal() and int(n) for n in p) for p in pairs):
-        raise UsageError(f"--heads must be query heads / KV heads, joined by commas, got {heads!r}")
+    pairs = heads_of(heads)
     lengths = numbers("--new", new), numbers("--prefix", prefix, least=0)
     formats = cache_formats("--format", cache_format)
     from narrowkv.cli import bench as tables
     from narrowkv.testing.bench.prefill import PrefillBench, prefill_sizes
 
-    rows = list(prefill_sizes(*lengths, [(int(q), int(kv)) for q, kv in pairs], formats, head_dim, page_size))
+    rows = list(prefill_sizes(*lengths, pairs, formats, head_dim, page_size))
     if targets := _modelled(report, on):
         return tables.bench_modelled(PrefillBench(), rows, targets, report)
     return tables.bench(PrefillBench(), rows, report, samples=samples)
@@ -129,18 +128,11 @@ def bench_prefill(
 @command(bench, "sparse", title="bench")
 def bench_sparse(
     report: Report,
-    tokens: Annotated[str, typer.Option(metavar="LIST", help="Query tokens.")] = "1024,4096",
-    heads: Annotated[str, typer.Option(metavar="LIST", help="Query heads.")] = "16,64,128",
-    topk: Annotated[str, typer.Option(metavar="LIST", help="Rows that each token attends to.")] = "512,2048",
+    tokens: Annotated[str, listed("Query tokens.")] = "1024,4096",
+    heads: Annotated[str, listed("Query heads.")] = "16,64,128",
+    topk: Annotated[str, listed("Rows that each token attends to.")] = "512,2048",
     pool: Annotated[int, typer.Option(min=1, help="Rows of the pool.")] = 65536,
-    mode: Annotated[
-        str,
-        typer.Option(
-            metavar="LIST",
-            help=f"Of {', '.join(SPARSE_MODES)}.",
-            autocompletion=starting_with(*SPARSE_MODES),
-        ),
-    ] = "bf16,prepass,fused",
+    mode: Annotated[str, listed("", *SPARSE_MODES)] = "bf16,prepass,fused",
     samples: Samples = 50,
     on: BenchOn = None,
 ) -> ExitCode:
@@ -160,26 +152,12 @@ def bench_sparse(
 @command(bench, "sage", title="bench")
 def bench_sage(
     report: Report,
-    batch: Annotated[str, typer.Option(metavar="LIST", help="Sequences.")] = "2",
-    context: Annotated[str, typer.Option(metavar="LIST", help="Tokens of Q, and of K.")] = "4096,16384",
+    batch: Annotated[str, listed("Sequences.")] = "2",
+    context: Annotated[str, listed("Tokens of Q, and of K.")] = "4096,16384",
     heads: Annotated[int, typer.Option(min=1, help="Heads of Q, K and V.")] = 32,
     head_dim: Count = 128,
-    qk: Annotated[
-        str,
-        typer.Option(
-            metavar="LIST",
-            help=f"Of {', '.join(SAGE_PRECISIONS)}.",
-            autocompletion=starting_with(*SAGE_PRECISIONS),
-        ),
-    ] = "int8",
-    granularity: Annotated[
-        str,
-        typer.Option(
-            metavar="LIST",
-            help=f"Of {', '.join(SAGE_GRANULARITIES)}.",
-            autocompletion=starting_with(*SAGE_GRANULARITIES),
-        ),
-    ] = "per_thread,per_warp,per_block",
+    qk: Annotated[str, listed("", *SAGE_PRECISIONS)] = "int8",
+    granularity: Annotated[str, listed("", *SAGE_GRANULARITIES)] = "per_thread,per_warp,per_block",
     samples: Samples = 20,
     on: BenchOn = None,
 ) -> ExitCode:
@@ -198,12 +176,48 @@ def bench_sage(
     return tables.bench(sage, rows, report, samples=samples, settings=settings)
 
 
+@command(bench, "traffic", title="bench")
+def bench_traffic(
+    report: Report,
+    model: Annotated[str, listed("Default: all.", *TRAFFIC_MODELS)] = ",".join(TRAFFIC_MODELS),
+    traffic: Annotated[str, listed("Kinds of steps.", *TRAFFIC)] = ",".join(TRAFFIC),
+    batch: Annotated[str, listed("Sequences of a step.")] = "16,64,256",
+    cache_format: Formats = "fp8_e4m3fn",
+    seed: Annotated[int, typer.Option(help="Of the lengths.")] = 0,
+    samples: Samples = 20,
+    choices_: Annotated[
+        bool,
+        typer.Option("--choices", help="Instead: automatic beside every forced kernel and split, on a grid."),
+    ] = False,
+) -> ExitCode:
+    """Measure steps of a serving engine: decode, chunked prefill, speculative and mixed, lognormal lengths.
+
+    Beside torch's SDPA over keys gathered beforehand, and AITER and FlashInfer if installed. Without a GPU a
+    rehearsal: smaller steps are checked, and nothing is timed.
+    """
+    kinds = choices("--traffic", traffic, TRAFFIC)
+    models, formats = choices("--model", model, TRAFFIC_MODELS), cache_formats("--format", cache_format)
+    batches = numbers("--batch", batch)
+    if choices_:
+        report.refuse(
+            "with --choices, which has a grid of its own", "traffic", "batch", "cache_format", "seed"
+        )
+    from narrowkv.cli import bench as tables
+    from narrowkv.testing.traffic import grid, serving_steps
+
+    if choices_:
+        steps = [step for step in grid() if step.model in models]
+    else:
+        steps = serving_steps(models, kinds, batches, formats, seed)
+    return tables.bench_traffic(steps, report, samples=samples, choices=choices_)
+
+
 @command(bench, "host", files=("out",), title="bench host")
 def bench_host(
     report: Report,
     samples: Samples = 20,
     shapes: Annotated[int, typer.Option(min=0, help="Random calls of each operation; 0 for none.")] = 50,
-    captures: Annotated[str, typer.Option(metavar="LIST", help="Batches of captured graphs.")] = CAPTURES,
+    captures: Annotated[str, listed("Batches of captured graphs.")] = CAPTURES,
     context: Annotated[int, typer.Option(min=16, help="Tokens that a captured batch may hold.")] = 131072,
 ) -> ExitCode:
     """Measure the Python time of each operation beside torch.add_, and the kernels of random shapes."""
@@ -213,4 +227,37 @@ def bench_host(
     return run(report, samples=samples, shapes=shapes, captures=sizes, context=context)
 
 
-command(bench, "cp", files=("out", "csv"), title="bench cp")(bench_context_parallel)
+@command(bench, "cp", files=("out", "csv"), title="bench cp")
+def bench_cp(
+    report: Report,
+    ranks: Annotated[int, typer.Option(min=2, max=8, help="GPUs of this host; without any, processes.")] = 2,
+    context: Annotated[str, listed("Tokens of each sequence.")] = "131072,1048576",
+    batch: Annotated[str, listed("Sequences.")] = "1,8",
+    heads: Annotated[str, typer.Option(metavar="Q/KV", help="Query heads and KV heads.")] = "96/8",
+    cache_format: Annotated[str, typer.Option("--format", metavar="FORMAT", help="Cache format.")] = (
+        "fp8_e4m3fn"
+    ),
+    comm: Annotated[str, listed("Exchanges of partial results.")] = (",".join(COMMS)),
+    model: Annotated[bool, typer.Option("--model", help="Modelled times of many GPUs instead.")] = False,
+    gpus: Annotated[str, listed("With --model: GPUs.")] = "2,4,8,16,32,72",
+    target: Annotated[str, typer.Option(help="With --model: gfx942, gfx950 or sm90.")] = "gfx942",
+    link: Annotated[str, typer.Option(help="With --model: what connects them; default the target's.")] = "",
+    hbm: Annotated[float, typer.Option(min=0, help="With --model: TB/s of memory; 0: the target's.")] = 0.0,
+) -> ExitCode:
+    """Time of decode over GPUs: attention, communication, share hidden, rate over one GPU's."""
+    (pair,) = heads_of(heads, most=1)
+    one_of("--format", cache_format, CACHE_FORMATS)
+    from narrowkv.cli import cp as work
+
+    setting = work.Setting(
+        tuple(numbers("--context", context)), tuple(numbers("--batch", batch)), *pair,
+        format=cache_format, comms=tuple(choices("--comm", comm, COMMS)),
+    )  # fmt: skip
+    if not model:
+        report.refuse("without --model", "gpus", "target", "link", "hbm")
+        return work.bench_cp(report, setting, ranks=ranks)
+    report.refuse("with --model", "ranks", "comm")
+    one_of("--target", target, tuple(work.LINK_OF_TARGET))
+    link = link or work.LINK_OF_TARGET[target]
+    one_of("--link", link, tuple(work.LINKS))
+    return work.model_cp(report, setting, gpus=numbers("--gpus", gpus), target=target, link=link, hbm=hbm)

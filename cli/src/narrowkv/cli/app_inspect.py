@@ -8,16 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from narrowkv.cli.command_line import DecodeByDefault, command
-from narrowkv.cli.names import (
-    CACHE_FORMATS,
-    DECODE_KERNELS,
-    QUERY_DTYPES,
-    cache_formats,
-    check_case_formats,
-    one_of,
-)
-from narrowkv.cli.options import BOTH, Context, Count, Query, Targets, amd_targets, starting_with
-from narrowkv.cli.report import ExitCode, Report
+from narrowkv.cli.names import DECODE_KERNELS, QUERY_DTYPES, cache_formats, check_case_formats, one_of
+from narrowkv.cli.options import BOTH, Context, Count, Formats, Query, Targets, amd_targets, starting_with
+from narrowkv.cli.report import ExitCode, Report, UsageError
 
 inspect = typer.Typer(cls=DecodeByDefault)
 Case = Annotated[
@@ -38,16 +31,7 @@ def inspect_decode(
     num_kv_heads: Count = 8,
     head_dim: Count = 128,
     page_size: Count = 16,
-    cache_format: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            "--cache",
-            metavar="FORMAT",
-            help="Cache format; K's and V's as k/v, FP4's scales per 32 as :32.",
-            autocompletion=starting_with(*CACHE_FORMATS),
-        ),
-    ] = "fp8_e4m3fn",
+    cache_format: Formats = "fp8_e4m3fn",
     q: Query = "bf16",
     kernel: Annotated[
         str,
@@ -61,7 +45,8 @@ def inspect_decode(
 ) -> ExitCode:
     """Show what decode compiles to: registers, LDS, spills, instructions, and a modelled roofline."""
     targets = amd_targets(target)
-    cache_formats("--format", cache_format)
+    if len(cache_formats("--format", cache_format)) > 1:
+        raise UsageError(f"--format must be one format here, got {cache_format}")
     one_of("--q", q, QUERY_DTYPES)
     if kernel:
         one_of("--kernel", kernel, DECODE_KERNELS)
@@ -72,11 +57,12 @@ def inspect_decode(
     if case is not None:
         check_case_formats([case])
         report.refuse("with --case, which says all of a case", *sizes)
-    from narrowkv.cli.cases import DECODE
+    from narrowkv.cli.cases import parse_case
     from narrowkv.cli.inspection import inspect as run
     from narrowkv.cli.inspection import inspection_case
+    from narrowkv.testing.kinds import DECODE
 
-    chosen = inspection_case(**sizes) if case is None else DECODE.parse(case)
+    chosen = inspection_case(**sizes) if case is None else parse_case(DECODE, case)
     return run(chosen, report, targets=targets, asm=asm, modelled=model)
 
 
@@ -84,11 +70,11 @@ def _families(wanted: bool, operation: str, case: str | None = None) -> Any:
     """Says which calls to model on a target: the case, or those that stand for the operation's kernels."""
     if not wanted:
         return None
-    from narrowkv.cli.modelled import parse_case
+    from narrowkv.cli.modelled import parse_call
     from narrowkv.testing.families import families
 
     if case is not None:
-        return lambda target: {case: parse_case(f"{operation}:{case}")}
+        return lambda target: {case: parse_call(f"{operation}:{case}")}
     return lambda target: {n: f for n, f in families(target).items() if f.operation == operation}
 
 
@@ -97,10 +83,11 @@ def _inspect_shipped(
 ) -> ExitCode:
     targets = amd_targets(target)
     check_case_formats(filter(None, [case]))
-    from narrowkv.cli.cases import KINDS
+    from narrowkv.cli.cases import parse_case
     from narrowkv.cli.shipped_code import inspect_calls
+    from narrowkv.testing.kinds import KINDS
 
-    one = None if case is None else KINDS[operation].parse(case)
+    one = None if case is None else parse_case(KINDS[operation], case)
     return inspect_calls(
         operation, report, targets=targets, case=one, modelled=_families(model, operation, case)
     )

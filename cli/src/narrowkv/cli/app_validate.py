@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,6 +13,9 @@ from narrowkv.cli.options import jobs as number_of
 from narrowkv.cli.report import ExitCode, Report, UsageError
 
 validate = typer.Typer(cls=DecodeByDefault)
+Full = Annotated[
+    bool, typer.Option("--full/--quick", help="Mix the axes with each other, or take each value once.")
+]
 Cases = Annotated[
     list[str] | None,
     typer.Option("--case", metavar="LINE", help="Only this case, as a sweep prints it; repeatable."),
@@ -30,76 +32,49 @@ def _check(report: Report, where: Where, case: list[str] | None = None) -> None:
 
 
 def _run(
-    operation: str, report: Report, where: Where, case: list[str] | None, sweep: Callable[[Any], Any],
-    *, seed: int = 0,
-) -> ExitCode:  # fmt: skip
+    operation: str, report: Report, where: Where, case: list[str] | None, full: bool, seed: int = 0
+) -> ExitCode:
     """Validates cases of an operation: those that are named, or a sweep of what a place serves."""
-    from narrowkv.cli.cases import KINDS
+    _check(report, where, case)
+    from narrowkv.cli.cases import parse_case
     from narrowkv.cli.validate import validate as run
+    from narrowkv.testing.kinds import KINDS
 
     kind = KINDS[operation]
-    lines = [kind.parse(line) for line in case or ()]
-    return run(lines or sweep, report, seed=seed, kind=kind, **where.settings())
+    lines = [parse_case(kind, line) for line in case or ()]
+    cases = lines or (lambda place: kind.sweep(place.target, full, seed))
+    return run(cases, report, where, seed=seed, kind=kind)
 
 
 @command(validate, "decode", title="validate")
 def validate_decode(
     report: Report,
-    full: Annotated[
-        bool, typer.Option("--full/--quick", help="Many random mixtures, or each value of each axis.")
-    ] = False,
+    full: Full = False,
     case: Cases = None,
     seed: Annotated[int, typer.Option(help="Of the random mixtures.")] = 0,
     *,
     where: Where,
 ) -> ExitCode:
     """Sweep decode's axes against the reference: error table, worst cases, commands that repeat them."""
-    _check(report, where, case)
-    from narrowkv.attn_decode.cases import sweep
-
-    return _run("decode", report, where, case, lambda place: sweep(full=full, seed=seed), seed=seed)
+    return _run("decode", report, where, case, full, seed)
 
 
 @command(validate, "prefill", title="validate prefill")
-def validate_prefill(
-    report: Report,
-    full: Annotated[
-        bool, typer.Option("--full/--quick", help="Also cross kernels, formats, sizes and options.")
-    ] = False,
-    case: Cases = None,
-    *,
-    where: Where,
-) -> ExitCode:
+def validate_prefill(report: Report, full: Full = False, case: Cases = None, *, where: Where) -> ExitCode:
     """Sweep prefill, and prefill that appends, whose cache must be right to the byte."""
-    _check(report, where, case)
-    from narrowkv.attn_prefill.cases import sweep
-
-    return _run("prefill", report, where, case, lambda place: sweep(place.target, everything=full))
+    return _run("prefill", report, where, case, full)
 
 
 @command(validate, "sparse", title="validate sparse")
-def validate_sparse(
-    report: Report,
-    full: Annotated[
-        bool, typer.Option("--full/--quick", help="Also cross row lengths, heads and skipped indices.")
-    ] = False,
-    case: Cases = None,
-    *,
-    where: Where,
-) -> ExitCode:
+def validate_sparse(report: Report, full: Full = False, case: Cases = None, *, where: Where) -> ExitCode:
     """Sweep DeepSeek-V4 sparse attention: ways to attend, layouts, row lengths, heads, options."""
-    _check(report, where, case)
-    from narrowkv.sparse_fp8.cases import sweep
-
-    return _run("sparse", report, where, case, lambda place: sweep(everything=full))
+    return _run("sparse", report, where, case, full)
 
 
 @command(validate, "sage", title="validate sage")
 def validate_sage(
     report: Report,
-    full: Annotated[
-        bool, typer.Option("--full/--quick", help="Also every precision, granularity and mask together.")
-    ] = False,
+    full: Full = False,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
     shape: Annotated[
         str | None, typer.Option("--shape", metavar="SIZES", help="One shape, as b=1,h=8,s=1024,d=128.")
@@ -121,12 +96,12 @@ def validate_sage(
     from narrowkv.sage import cases
 
     if shape is None:
-        return run(cases.sweep(full=full, seed=seed), report, seed=seed, **where.settings())
+        return run(cases.sweep(full=full, seed=seed), report, where, seed=seed)
     try:
         chosen = cases.one_shape(shape, precision=precision, granularity=granularity, seed=seed)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
-    return run(chosen, report, seed=seed, **where.settings())
+    return run(chosen, report, where, seed=seed)
 
 
 @command(validate, "fp4", title="validate fp4")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 import torch
 
 from narrowkv.attn_decode.cases import DecodeInputs
-from narrowkv.cli.environment import gpus, versions
-from narrowkv.cli.places import find_place
-from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError, number
+from narrowkv.cli.bench_columns import COLUMNS, Record
+from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 from narrowkv.paged_cache import PagedKVCache, PageTable
@@ -25,100 +24,14 @@ from narrowkv.testing.bench.decode import Peer
 from narrowkv.testing.bench.measure import Bench, Row
 from narrowkv.testing.bench.modelled import ModelCall, ModelRow, model_row
 from narrowkv.testing.bench.timing import FLUSH_BYTES, GraphTimer
+from narrowkv.testing.bench.traffic import ChoicesBench, TrafficBench
 from narrowkv.testing.codegen import amd_backend_missing
+from narrowkv.testing.machine import gpus, versions
+from narrowkv.testing.places import find_place
+from narrowkv.testing.records import number
+from narrowkv.testing.traffic import Step
 
 Shape = TypeVar("Shape")
-Record = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Columns:
-    """A bench's own columns: by header, the name of a record's value or a function of the record.
-
-    Attributes:
-        labels: words, on the left; sizes: numbers, before the times; figures: after the times.
-        series: the values that tell the series of a plot apart.
-    """
-
-    labels: Mapping[str, str | Callable[[Record], str]]
-    sizes: Mapping[str, str | Callable[[Record], str]]
-    series: tuple[str, ...]
-    figures: Mapping[str, Callable[[Record], str]] = field(default_factory=dict)
-
-    def sheet(self, records: Sequence[Record]) -> Sheet:
-        """A table of records."""
-        sheet = Sheet([
-            *keys(*self.labels), *(Column(name, right=True, key=True) for name in self.sizes),
-            *numbers("us", "p10", "p90", "floor us", "x floor", *self.figures, "GB/s", "TFLOP/s", "rel. L1"),
-            Column(""),
-        ])  # fmt: skip
-        for row in records:
-            own = [
-                row[get] if isinstance(get, str) else get(row)
-                for get in (*self.labels.values(), *self.sizes.values())
-            ]
-            error = row["relative_l1"]
-            sheet.add(
-                *own,
-                *(number(row[name], 4) for name in ("median_us", "p10_us", "p90_us", "floor_us")),
-                _ratio("ratio_to_floor")(row), *(show(row) for show in self.figures.values()),
-                number(row["bytes_per_s"] / 1e9, 4) if row["bytes_per_s"] else "-",
-                number(row["flops_per_s"] / 1e12) if row["flops_per_s"] else "-",
-                "-" if error is None else f"{error:.2e}",
-                "" if row["status"] == "pass" else f"{row['status']}: {row['detail']}",
-                style={"pass": "", "fail": "bold red"}.get(row["status"], "yellow"),
-            )  # fmt: skip
-        return sheet
-
-
-def _us(name: str) -> Callable[[Record], str]:
-    return lambda row: number(row[name], 4)
-
-
-def _ratio(name: str) -> Callable[[Record], str]:
-    return lambda row: "-" if row[name] is None else f"{row[name]:.2f}"
-
-
-COLUMNS = {
-    "decode": Columns(
-        {"backend": "backend", "format": "format", "Q": "q"},
-        {"batch": "batch", "context": "context", "page": "page_size", "ratio": "ratio"},
-        ("backend", "format"),
-    ),
-    "prefill": Columns(
-        {"format": "format"},
-        {
-            "heads": lambda row: f"{row['num_kv_heads'] * row['ratio']}/{row['num_kv_heads']}",
-            "new": "new",
-            "prefix": "prefix",
-        },
-        ("format", "ratio"),
-        {f"{name} us": _us(f"{name}_us") for name in ("sdpa", "append", "apart", "decode")},
-    ),
-    "sparse": Columns(
-        {"mode": "mode"},
-        {"tokens": "tokens", "heads": "heads", "top-k": "topk"},
-        ("mode", "heads"),
-        {
-            "x bf16": _ratio("ratio_to_bf16"),
-            "scratch MB": lambda row: (
-                "-" if row["scratch_bytes"] is None else f"{row['scratch_bytes'] / 1e6:.1f}"
-            ),
-        },
-    ),
-    "sage": Columns(
-        {
-            "backend": "backend",
-            "Q and K": "qk",
-            "granularity": "granularity",
-            "mask": lambda row: "causal" if row["causal"] else "none",
-        },
-        {"context": "context"},
-        ("backend", "qk", "granularity"),
-        {"K, V ready us": _us("attend_us"), "x sdpa": _ratio("ratio_to_sdpa")},
-    ),
-}
-"""By the name of the bench."""
 
 
 def bench(
@@ -172,7 +85,7 @@ def bench(
     }
 
     def plot(path: Path) -> None:
-        from narrowkv.cli.plot import plot_roofline
+        from narrowkv.testing.plot import plot_roofline
 
         assert ceilings is not None  # there are rows
         title = f"{bench.name} on {place}, measured"
@@ -181,6 +94,44 @@ def bench(
     if any(row.status == "fail" for row in rows):
         code = ExitCode.NUMERICAL
     return report.finish(body, code, interrupted=interrupted, rows=records, plot=plot)
+
+
+def bench_traffic(steps: Sequence[Step], report: Report, *, samples: int, choices: bool) -> ExitCode:
+    """Measures steps of a serving engine; without a GPU smaller ones are checked.
+
+    Args:
+        steps: what to measure.
+        report: where results go.
+        samples: largest number of samples of a call.
+        choices: compare the automatic choice with forced ones, not with other implementations.
+    """
+    has_gpu = torch.cuda.is_available()
+    device = "cuda" if has_gpu else "cpu"
+    peers = {backend.name: backend for backend in PEERS if backend.absent(has_gpu) is None}
+    chosen = ChoicesBench(device=device) if choices else TrafficBench(peers, device)
+    if has_gpu:
+        return bench(chosen, steps, report, samples=samples)
+    report.say("There is no GPU: a rehearsal of smaller steps, whose answers are checked. Nothing is timed.")
+    report.refuse_files("to a rehearsal", "plot")
+    rows: list[Row] = []
+
+    def take(step: Step, found: tuple[Row, ...]) -> str:
+        rows.extend(found)
+        return str(step)
+
+    kinds = {(step.model, step.traffic, step.format, step.appends): step for step in steps}
+    small = [step.rehearsal() for step in kinds.values()]
+    interrupted = run_all(report, small, chosen.rehearse, tuple[Row, ...], take, what="rehearsing")
+    sheet = Sheet([*keys("model", "traffic", "format", "call", "choice"), *numbers("rel. L1"), Column("")])
+    records = [row.as_dict() for row in rows]
+    for row in records:
+        labels = (row["model"], row["traffic"], row["format"], row["call"] or row["backend"], row["choice"])
+        said = "" if row["status"] == "pass" else f"{row['status']}: {row['detail']}"
+        sheet.add(*labels, number(row["relative_l1"], 2), said)
+    report.show(sheet)
+    code = ExitCode.NUMERICAL if any(row.status == "fail" for row in rows) else ExitCode.OK
+    body = {"bench": chosen.name, "rehearsal": True, "versions": versions(), "rows": records}
+    return report.finish(body, code, interrupted=interrupted, rows=records)
 
 
 def decode_peers() -> dict[str, Peer]:

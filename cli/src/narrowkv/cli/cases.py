@@ -1,74 +1,27 @@
-"""Whose cases the commands take, and the lines of `--case`."""
+"""The cases and formats that options name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from narrowkv.attn_decode import cases as decode
-from narrowkv.attn_prefill import cases as prefill
 from narrowkv.cli.names import split_format
 from narrowkv.cli.report import UsageError
 from narrowkv.paged_cache import CacheFormat
-from narrowkv.runtime.cases import CaseError, parse_case
-from narrowkv.sparse_fp8 import cases as sparse
+from narrowkv.runtime.cases import CaseError
+from narrowkv.runtime.cases import parse_case as parse
+from narrowkv.testing.kinds import Kind
 
 
-@dataclass(frozen=True)
-class Kind:
-    """An operation, or several, whose cases can be validated.
+def parse_case(kind: Kind, line: str) -> Any:
+    """The case of a line of --case.
 
-    Attributes:
-        operation: its function, for people.
-        argument: what names it on the command line; empty for decode.
-        case: the class of its cases.
-        bounds: relative L1 errors that pass, by what they hold for.
+    Raises:
+        UsageError: naming the part that is wrong and what is known.
     """
-
-    operation: str
-    argument: str
-    case: Any
-    bounds: Mapping[str, float] = field(hash=False)
-
-    def parse(self, line: str) -> Any:
-        """The case of a line.
-
-        Raises:
-            UsageError: naming the part that is wrong and what is known.
-        """
-        try:
-            return parse_case(self.case, line)
-        except CaseError as error:
-            raise UsageError(f"--case {error}") from None
-
-    @property
-    def bound(self) -> str:
-        """The bounds for people."""
-        return ", ".join(
-            f"{bound:g}" if name == "relative_l1" else f"{bound:g} {name}"
-            for name, bound in self.bounds.items()
-        )
-
-
-DECODE = Kind("paged_decode", "", decode.DecodeCase, {"relative_l1": decode.BOUND})
-PREFILL = Kind(
-    "batch_prefill and prefill_append",
-    "prefill",
-    prefill.PrefillCase,
-    {
-        "relative_l1": decode.BOUND,
-        "with Q in FP8": prefill.BOUND_FP8_QUERY,
-        "with fp8_compute": prefill.BOUND_TWO_FP8_TERMS,
-    },
-)
-SPARSE = Kind(
-    "sparse_prefill, sparse_prefill_fp8 and sparse_decode",
-    "sparse",
-    sparse.SparseCase,
-    {"relative_l1": sparse.BOUND_16_BIT_QUERY, "with Q in FP8": sparse.BOUND_FP8_QK},
-)
-KINDS = {"decode": DECODE, "prefill": PREFILL, "sparse": SPARSE}
+    try:
+        return parse(kind.case, line)
+    except CaseError as error:
+        raise UsageError(f"--case {error}") from None
 
 
 def parse_format(text: str) -> tuple[CacheFormat, int]:

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from narrowkv.cli.report import ExitCode, Report, UsageError, number
+from narrowkv.cli.report import ExitCode, Report, UsageError
 from narrowkv.cli.sheet import Sheet, keys, numbers
 from narrowkv.context_parallel.bench import Measured, Setting, measure_ranks
 from narrowkv.context_parallel.cases import CASES, Checked, check_cases
 from narrowkv.context_parallel.model import LINK_OF_TARGET, LINKS, predict
 from narrowkv.context_parallel.ranks import run_ranks
+from narrowkv.testing.records import number
 
 __all__ = ["LINKS", "LINK_OF_TARGET", "Setting", "bench_cp", "model_cp", "probe_cp"]
 

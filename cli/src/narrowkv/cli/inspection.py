@@ -6,15 +6,16 @@ from typing import Any
 
 from narrowkv.attn_decode.cases import QUERIES, DecodeCase
 from narrowkv.cli.cases import parse_format
-from narrowkv.cli.environment import versions
 from narrowkv.cli.modelled import model_families, show_model
-from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError, number
+from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Sheet, filled, keys, numbers
 from narrowkv.cli.shipped_code import Task, finish_with_kernels
 from narrowkv.cli.workers import run_all
 from narrowkv.testing.codegen import amd_backend_missing, main_kernel
 from narrowkv.testing.families import Family
 from narrowkv.testing.inspection import Emulated, Inspection, inspect_case
+from narrowkv.testing.machine import versions
+from narrowkv.testing.records import number
 
 _FOREMOST = 12  # mnemonics shown of a loop
 

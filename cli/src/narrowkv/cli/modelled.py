@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from narrowkv.cdna_emulator import EmulatorError
-from narrowkv.cli.cases import KINDS
-from narrowkv.cli.environment import versions
+from narrowkv.cli.cases import parse_case
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.testing.codegen import amd_backend_missing
 from narrowkv.testing.families import Family, call_of, families
+from narrowkv.testing.kinds import KINDS
+from narrowkv.testing.machine import versions
 from narrowkv.testing.model import Modelled, main_kernel, model_call, model_peer, waits
 
 
@@ -38,7 +39,7 @@ def sheet(rows: Sequence[tuple[str, Sequence[Modelled]]]) -> Sheet:
     return table
 
 
-def parse_case(text: str) -> Family:
+def parse_call(text: str) -> Family:
     """A call by its operation and case: ``decode:lens=4096,ratio=12``.
 
     Raises:
@@ -47,7 +48,7 @@ def parse_case(text: str) -> Family:
     operation, _, line = text.partition(":")
     if operation not in KINDS:
         raise UsageError(f"--case must begin with decode:, prefill: or sparse:, got {text!r}")
-    return Family(call_of(KINDS[operation].parse(line)), None, operation)
+    return Family(call_of(parse_case(KINDS[operation], line)), None, operation)
 
 
 def _peer(path: Path) -> Modelled:
@@ -93,7 +94,7 @@ def inspect_model(
         report: where it goes.
         targets: AMD targets.
         names: families to model, of `families`; without names and cases, all.
-        cases: calls as `parse_case` reads them.
+        cases: calls as `parse_call` reads them.
         peers: files of assembly.
 
     Raises:
@@ -108,6 +109,6 @@ def inspect_model(
         if wrong := [name for name in names if name not in known]:
             raise UsageError(f"--family must be one of {'; '.join(known)}; got {wrong[0]!r}")
         chosen = {name: known[name] for name in (names or ([] if cases or peers else known))}
-        rows += model_families(target, chosen | {case: parse_case(case) for case in cases})
+        rows += model_families(target, chosen | {case: parse_call(case) for case in cases})
     body = {"versions": versions(), "model": show_model(report, rows)}
     return report.finish(body, ExitCode.OK)

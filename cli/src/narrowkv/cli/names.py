@@ -17,6 +17,12 @@ DECODE_KERNELS = ("native", "decode")
 SPARSE_MODES = ("bf16", "prepass", "fused", "fused-fp8q")
 SAGE_PRECISIONS = ("int8", "int4", "fp8")
 SAGE_GRANULARITIES = ("per_tensor", "per_block", "per_warp", "per_thread")
+CONTRACT_SETS = (
+    "glm-gqa12", "batch-prefill", "glm-gqa12-long", "fp4-capacity", "prefill-append", "dsv4-sparse",
+    "sage",
+)  # fmt: skip
+TRAFFIC = ("decode", "speculative", "mixed", "speculative-mixed")
+TRAFFIC_MODELS = ("llama-70b-tp8", "llama-8b", "glm-4.5", "qwen3-moe", "gemma-3-12b", "qwen3-next")
 COMMS = ("a2a", "ag_rs", "symm_mem")  # exchanges of partial results between ranks
 ENGINE_CACHES = {
     "transformers": ("bf16", "fp8_e4m3fn", "fp4_e2m1"),
@@ -49,18 +55,6 @@ def one_of(what: str, got: str, known: Sequence[str]) -> str:
     if got not in known:
         raise unknown(what, got, known)
     return got
-
-
-def numbers_of(option: str, text: str, least: int = 1) -> list[int]:
-    """Numbers that `text` joins by commas.
-
-    Raises:
-        UsageError: it holds anything else, or a number below `least`.
-    """
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) >= least for part in parts):
-        raise UsageError(f"{option} must be numbers of at least {least} joined by commas, got {text!r}")
-    return [int(part) for part in parts]
 
 
 def choices(option: str, text: str | Iterable[str], known: Sequence[str]) -> list[str]:

@@ -22,6 +22,12 @@ def starting_with(*known: str) -> Callable[[str], list[str]]:
     return complete
 
 
+def listed(help: str = "", *known: str, metavar: str = "LIST") -> Any:
+    """An option whose text joins values by commas; `known` ones are completed and, without help, named."""
+    text = help or (f"Of {', '.join(known)}." if known else None)
+    return typer.Option(metavar=metavar, help=text, autocompletion=starting_with(*known) if known else None)
+
+
 On = Annotated[
     list[str] | None,
     typer.Option(
@@ -44,15 +50,7 @@ DetectHazards = Annotated[
         "--detect-hazards", help="With emulated places: check waits for memory and wait states, and races."
     ),
 ]
-Targets = Annotated[
-    str,
-    typer.Option(
-        "--target",
-        metavar="NAMES",
-        help="AMD targets to compile for.",
-        autocompletion=starting_with(*AMD_TARGETS),
-    ),
-]
+Targets = Annotated[str, listed("AMD targets to compile for.", *AMD_TARGETS, metavar="NAMES")]
 BOTH = ",".join(AMD_TARGETS)
 Context = Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")]
 Count = Annotated[int, typer.Option(min=1)]
@@ -80,15 +78,6 @@ class Where:
     detect_hazards: DetectHazards = False
     jobs: Jobs = None
 
-    def settings(self) -> dict[str, Any]:
-        """Keyword arguments of what runs the cases."""
-        return {
-            "on": self.on,
-            "detect_races": self.detect_races,
-            "detect_hazards": self.detect_hazards,
-            "jobs": jobs(self.jobs),
-        }
-
 
 def jobs(given: int | None) -> int:
     """Processes to use."""
@@ -108,3 +97,13 @@ def numbers(option: str, text: str, least: int = 1) -> list[int]:
     if not all(part.isdecimal() and int(part) >= least for part in parts):
         raise UsageError(f"{option} must be numbers of at least {least} joined by commas, got {text!r}")
     return [int(part) for part in parts]
+
+
+def heads_of(text: str, most: int | None = None) -> list[tuple[int, int]]:
+    """Query heads and KV heads of --heads, at most `most` pairs."""
+    pairs = [part.split("/") for part in text.split(",")]
+    whole = all(len(pair) == 2 and all(n.isdecimal() and int(n) for n in pair) for pair in pairs)
+    if not whole or len(pairs) > (most or len(pairs)):
+        more = "" if most == 1 else ", pairs joined by commas"
+        raise UsageError(f"--heads must be query heads and KV heads, for example 96/8{more}; got {text!r}")
+    return [(int(q), int(kv)) for q, kv in pairs]

@@ -1,111 +1,34 @@
-"""Where an operation runs: a CPU through the interpreter, a GPU, or an emulated AMD target."""
+"""The places that `--on` names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 
-import torch
-
-from narrowkv.cli.names import AMD_TARGETS, choices, one_of
+from narrowkv.cli.names import AMD_TARGETS, choices
 from narrowkv.cli.report import UnsupportedHereError, UsageError
-from narrowkv.runtime.launch import active_target
-from narrowkv.runtime.targets import Target, device_target
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.testing import places
+from narrowkv.testing.places import Place
 
 
-@dataclass(frozen=True)
-class Place:
-    """One place to run.
-
-    Attributes:
-        name: "cpu", "gpu", or a target's name.
-        device: where its tensors are.
-        description: for tables.
-        context: entered around every call of an operation; it decides how launches are executed.
-        is_emulated: whether a target's machine code runs there in the emulator.
-    """
-
-    name: str
-    device: str
-    description: str
-    context: Callable[[], AbstractContextManager[object]] = nullcontext
-    is_emulated: bool = False
-
-    @property
-    def target(self) -> Target:
-        """The target whose configuration launches take here."""
-        with self.context():
-            return active_target(torch.device(self.device))
-
-    @property
-    def is_gpu(self) -> bool:
-        """Whether times measured here mean anything."""
-        return self.device != "cpu"
-
-
-def _gpu() -> Place:
-    if not torch.cuda.is_available():
-        raise UnsupportedHereError(f"--on gpu needs a GPU; torch {torch.__version__} sees none")
-    try:
-        target = device_target("cuda")
-    except ValueError as error:
-        raise UnsupportedHereError(f"--on gpu: {error}") from None
-    return Place("gpu", "cuda", f"{torch.cuda.get_device_name()} ({target.name})")
-
-
-def _cpu() -> Place:
-    return Place("cpu", "cpu", "interpreter on the CPU")
-
-
-def _emulated(name: str, detect_races: bool = False, detect_hazards: bool = False) -> Place:
-    from narrowkv.testing.emulation import emulating
-
-    context = partial(emulating, name, detect_races=detect_races, detect_hazards=detect_hazards)
-    return Place(name, "cpu", f"{name} machine code, emulated on the CPU", context, is_emulated=True)
-
-
-PLACES: dict[str, Callable[[], Place]] = {
-    "cpu": _cpu,
-    "gpu": _gpu,
-    **{name: partial(_emulated, name) for name in AMD_TARGETS},
-}
-"""How each place is found."""
-
-
-def find_place(name: str | None, *, detect_races: bool = False, detect_hazards: bool = False) -> Place:
-    """The place of that name; without one, the GPU if it can be used and the CPU otherwise.
-
-    Args:
-        name: one of `PLACES`.
-        detect_races: watch LDS for races, which only an emulated target can.
-        detect_hazards: watch waits for memory and wait states, too, likewise.
-
-    Raises:
-        UsageError: the name is unknown, or what only an emulated target can is asked of another place.
-        UnsupportedHereError: this machine does not have it.
-    """
-    if name is None:
-        name = "gpu" if torch.cuda.is_available() else "cpu"
-    one_of("--on", name, tuple(PLACES))
-    if not (detect_races or detect_hazards):
-        return PLACES[name]()
-    if name not in AMD_TARGETS:
-        option = "--detect-hazards" if detect_hazards else "--detect-races"
-        raise UsageError(f"{option} must be with --on {' or '.join(AMD_TARGETS)}; got {name}")
-    return _emulated(name, detect_races, detect_hazards)
-
-
-def find_places(
-    names: Sequence[str] | None, *, detect_races: bool = False, detect_hazards: bool = False
-) -> list[Place]:
+def find_places(names: Sequence[str] | None, *, races: bool = False, hazards: bool = False) -> list[Place]:
     """The places named, each once, in the order given; names may also be joined by commas.
 
-    Without names it is the one that `find_place(None)` gives. Raises what `find_place` raises.
+    Args:
+        names: without any, the GPU if it can be used and the CPU otherwise.
+        races, hazards: what to watch there, which only an emulated target can.
+
+    Raises:
+        UsageError: a name is unknown, or what only an emulated target can is asked of another place.
+        UnsupportedHereError: this machine does not have a place.
     """
-    if not names:
-        return [find_place(None, detect_races=detect_races, detect_hazards=detect_hazards)]
     # All names are checked before any is looked for: a wrong name is a wrong name on every machine.
-    found = choices("--on", names, tuple(PLACES))
-    return [find_place(name, detect_races=detect_races, detect_hazards=detect_hazards) for name in found]
+    found = choices("--on", names, tuple(places.PLACES)) if names else [places.find_place(None).name]
+    if (races or hazards) and not set(found) <= set(AMD_TARGETS):
+        option = "--detect-hazards" if hazards else "--detect-races"
+        wrong = next(name for name in found if name not in AMD_TARGETS)
+        raise UsageError(f"{option} must be with --on {' or '.join(AMD_TARGETS)}; got {wrong}")
+    try:
+        return [places.find_place(name, detect_races=races, detect_hazards=hazards) for name in found]
+    except UnsupportedError as error:
+        raise UnsupportedHereError(f"--on {error}") from None

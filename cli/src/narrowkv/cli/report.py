@@ -6,10 +6,8 @@ table goes to stdout and progress to stderr.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import importlib.util
-import io
 import json
 import os
 import shlex
@@ -82,29 +80,6 @@ def check_writable(option: str, path: Path | None) -> None:
         ) from None
     if not existed:
         path.unlink()
-
-
-def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as CSV, columns in the order in which they first appear."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`record` with the items of objects in it as "name.item" and of lists joined by ";", for CSV."""
-    from narrowkv.testing.records import jsonable  # imports torch, which --help does without
-
-    found: dict[str, Any] = {}
-    for name, value in jsonable(record).items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = ";".join(map(str, value)) if isinstance(value, list) else value
-    return found
 
 
 _SPELLED = {"contract_set": "CONTRACT-SET", "cache_format": "--format"}
@@ -274,7 +249,7 @@ class Report:
             rows: of the CSV file.
             plot: draws the plot into a file.
         """
-        from narrowkv.testing.records import SCHEMA_VERSION, jsonable
+        from narrowkv.testing.records import SCHEMA_VERSION, flat, jsonable, to_csv
 
         if interrupted:
             self.note("[yellow]interrupted[/]: what is shown was finished before; the rest was not run")
@@ -327,10 +302,3 @@ def _console(stream: IO[str]) -> Console:
     if stream.isatty():
         return Console(file=stream)
     return Console(file=stream, width=shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 50)).columns)
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """A number in as many significant digits, or a dash."""
-    if value is None:
-        return "-"
-    return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:.0f}"

@@ -6,66 +6,26 @@ It has at most 40 lines of 80 columns, whatever the set and the terminal; `--ful
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from narrowkv.cli.answers import FAIL, INEXACT, PASS, REFUSED, SKIPPED, Answer, Compiled
-from narrowkv.cli.contracts import APPEND, DECODE, PREFILL, Contract, ContractSet
 from narrowkv.cli.names import QUERY_DTYPES
-from narrowkv.cli.places import Place
-from narrowkv.cli.report import ExitCode, Report, number, own_command
+from narrowkv.cli.report import ExitCode, Report, own_command
 from narrowkv.cli.sheet import filled
 from narrowkv.testing.backends import OURS
 from narrowkv.testing.checking import Sample
+from narrowkv.testing.contracts import APPEND, DECODE, PREFILL, Contract
+from narrowkv.testing.probing import FAIL, INEXACT, NOT_RUN, PASS, REFUSED, SKIPPED, STATUSES, ProbeRun
+from narrowkv.testing.records import number
 
 LINES = 40
 WIDTH = 80
 _WIDEST = 120
 _LABEL = 12  # columns of what a line under the matrix begins with
 _CELL_GAP = 2
-_NOT_RUN = "not run"
-# A cell shows the worst status of its contracts, which is the last of these.
-_ORDER = (PASS, _NOT_RUN, SKIPPED, REFUSED, INEXACT, FAIL)
 _MARKS = {PASS: "ok", FAIL: "FAIL", INEXACT: "over"}
-_COUNTED = (_NOT_RUN, SKIPPED, REFUSED)
+_COUNTED = (NOT_RUN, SKIPPED, REFUSED)
 _STYLES = {PASS: "green", FAIL: "bold red", INEXACT: "magenta"}
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a run of `probe` found.
-
-    Attributes:
-        contracts: the set.
-        places: where it ran.
-        targets: what it was compiled for.
-        absent: by other backend, why it was not asked; None if it was.
-        answers: by index of the contract, backend and place.
-        compiled: by index of the contract and target.
-        jobs: processes.
-    """
-
-    contracts: ContractSet
-    places: tuple[Place, ...]
-    targets: tuple[str, ...]
-    absent: Mapping[str, str | None]
-    answers: Mapping[tuple[int, str, str], Answer]
-    compiled: Mapping[tuple[int, str], Compiled]
-    jobs: int
-
-    def statuses(self, index: int, backend: str, place: str) -> list[str]:
-        """What a backend's call and its machine code came to at a place."""
-        found = [self.answers.get((index, backend, place))]
-        code = self.compiled.get((index, place)) if backend == OURS.name else None
-        return [one.status for one in (*found, code) if one is not None]
-
-    def verdict(self, index: int) -> str:
-        """The worst status of narrowkv's own answers and code of a contract."""
-        asked = dict.fromkeys([*(place.name for place in self.places), *self.targets])
-        return max(
-            (status for name in asked for status in self.statuses(index, OURS.name, name) or [_NOT_RUN]),
-            key=_ORDER.index,
-        )
 
 
 @dataclass(frozen=True)
@@ -85,7 +45,7 @@ class _Row:
     indices: tuple[int, ...]
 
 
-def show_screen(report: Report, seen: Seen, code: ExitCode, *, full: bool) -> None:
+def show_screen(report: Report, seen: ProbeRun, code: ExitCode, *, full: bool) -> None:
     """Shows the screen, each line with its style."""
     width = report.human.width
     width = WIDTH if width > 1000 else max(WIDTH, min(width, _WIDEST))
@@ -111,7 +71,7 @@ def _labelled(label: str, text: str | Sequence[str], width: int, style: str = ""
     return [(f"{label if i == 0 else '':{_LABEL}}{line}", style) for i, line in enumerate(wrapped)]
 
 
-def _head(seen: Seen, width: int) -> Iterator[Line]:
+def _head(seen: ProbeRun, width: int) -> Iterator[Line]:
     contracts, shape = seen.contracts, seen.contracts.shape
     title = f"{contracts.name}: {contracts.title}"
     yield from ((line, "bold") for line in textwrap.wrap(title, width))
@@ -125,7 +85,7 @@ def _head(seen: Seen, width: int) -> Iterator[Line]:
         yield from ((line, "") for line in textwrap.wrap(part, width))
 
 
-def _columns(seen: Seen) -> list[_Column]:
+def _columns(seen: ProbeRun) -> list[_Column]:
     columns = []
     for name in dict.fromkeys([*(place.name for place in seen.places), *seen.targets]):
         place = next((place for place in seen.places if place.name == name), None)
@@ -162,7 +122,7 @@ def _sections(contracts: Sequence[Contract]) -> dict[str, list[_Row]]:
     return sections
 
 
-def _matrix(seen: Seen, width: int) -> Iterator[Line]:
+def _matrix(seen: ProbeRun, width: int) -> Iterator[Line]:
     columns, sections = _columns(seen), _sections(seen.contracts.contracts)
     labels = max(len(row.cache) for rows in sections.values() for row in rows)
     cells = {
@@ -201,19 +161,19 @@ def _matrix(seen: Seen, width: int) -> Iterator[Line]:
                 text = "".join(
                     f"{'':{_CELL_GAP}}{cell:{widths[c]}}" for (cell, _), c in zip(found, band, strict=True)
                 )
-                worst = max((status for _, status in found), key=_ORDER.index)
+                worst = max((status for _, status in found), key=STATUSES.index)
                 yield f"{row.cache:{labels}}{text}".rstrip(), _STYLES.get(worst, "yellow")
 
 
-def _cell(seen: Seen, row: _Row, column: _Column) -> tuple[str, str]:
+def _cell(seen: ProbeRun, row: _Row, column: _Column) -> tuple[str, str]:
     """A mark and the worst error, and the status behind them."""
     statuses: list[str] = []
     for index in row.indices:
         found = seen.statuses(index, column.backend, column.place)
-        statuses += found or ([_NOT_RUN] if column.backend == OURS.name else [])
+        statuses += found or ([NOT_RUN] if column.backend == OURS.name else [])
     if not statuses:
         return "-", PASS
-    worst = max(statuses, key=_ORDER.index)
+    worst = max(statuses, key=STATUSES.index)
     if worst in _COUNTED:
         count = statuses.count(worst)
         return f"{worst} {count}/{len(statuses)}" if count < len(statuses) else worst, worst
@@ -226,7 +186,7 @@ def _cell(seen: Seen, row: _Row, column: _Column) -> tuple[str, str]:
     return mark if worst == FAIL else f"{mark} compiled", worst
 
 
-def _capacity(seen: Seen, width: int) -> Iterator[Line]:
+def _capacity(seen: ProbeRun, width: int) -> Iterator[Line]:
     """How many tokens a GiB holds in each format, and how many times bf16's that is."""
     sizes: dict[str, float] = {}
     for (index, backend, _), answer in seen.answers.items():
@@ -247,7 +207,7 @@ def _capacity(seen: Seen, width: int) -> Iterator[Line]:
     yield from _labelled("tokens/GiB", parts, width)
 
 
-def _code(seen: Seen, width: int) -> Iterator[Line]:
+def _code(seen: ProbeRun, width: int) -> Iterator[Line]:
     """What the machine code of each target is like."""
     for target in seen.targets:
         found = [code for (_, name), code in sorted(seen.compiled.items()) if name == target]
@@ -275,7 +235,7 @@ def _code(seen: Seen, width: int) -> Iterator[Line]:
         yield from _labelled(f"{target} code", text, width, "bold red" if spills or scratch else "")
 
 
-def _times(seen: Seen, width: int) -> Iterator[Line]:
+def _times(seen: ProbeRun, width: int) -> Iterator[Line]:
     """Device times of each operation, where there is a GPU."""
     times: dict[str, list[float]] = {}
     for (index, backend, _), answer in seen.answers.items():
@@ -286,7 +246,7 @@ def _times(seen: Seen, width: int) -> Iterator[Line]:
         yield from _labelled("device time", text, width)
 
 
-def _sample(seen: Seen, width: int) -> Iterator[Line]:
+def _sample(seen: ProbeRun, width: int) -> Iterator[Line]:
     """How much of the machine code was run, where that was a sample."""
     samples = [answer.sample for answer in seen.answers.values() if answer.sample is not None]
     if samples:
@@ -295,7 +255,7 @@ def _sample(seen: Seen, width: int) -> Iterator[Line]:
         yield from _labelled("emulated", text, width)
 
 
-def _reasons(seen: Seen, width: int, spare: int) -> list[Line]:
+def _reasons(seen: ProbeRun, width: int, spare: int) -> list[Line]:
     """Who was not asked, what was refused or failed and why: as many as fit in `spare` lines."""
     counts: dict[tuple[str, str, str], int] = {}
     for (_, name, place), answer in seen.answers.items():
@@ -310,7 +270,7 @@ def _reasons(seen: Seen, width: int, spare: int) -> list[Line]:
             key = (code.status, target, f"{OURS.name} for {target}: {code.detail}")
             counts[key] = counts.get(key, 0) + 1
     found = sorted(
-        counts.items(), key=lambda item: _ORDER.index(item[0][0]) if item[0][1] else 0, reverse=True
+        counts.items(), key=lambda item: STATUSES.index(item[0][0]) if item[0][1] else 0, reverse=True
     )
     blocks = [
         _labelled(status, f"{text} ({count} x)" if count > 1 else text, width)
@@ -331,9 +291,9 @@ def _reasons(seen: Seen, width: int, spare: int) -> list[Line]:
     return shown
 
 
-def _end(report: Report, seen: Seen, code: ExitCode, *, full: bool) -> Iterator[Line]:
+def _end(report: Report, seen: ProbeRun, code: ExitCode, *, full: bool) -> Iterator[Line]:
     verdicts = [seen.verdict(index) for index in range(len(seen.contracts.contracts))]
-    shown = [(PASS, "pass"), (FAIL, "fail"), (SKIPPED, "skipped"), (_NOT_RUN, _NOT_RUN)]
+    shown = [(PASS, "pass"), (FAIL, "fail"), (SKIPPED, "skipped"), (NOT_RUN, NOT_RUN)]
     counts = [
         f"{n} {word}" for status, word in shown if (n := verdicts.count(status)) or word in ("pass", "fail")
     ]

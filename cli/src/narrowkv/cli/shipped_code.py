@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from narrowkv.attn_prefill import cases as prefill
-from narrowkv.cli.environment import versions
 from narrowkv.cli.modelled import model_families, show_model
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
@@ -19,6 +18,7 @@ from narrowkv.sage import cases as sage
 from narrowkv.sparse_fp8 import cases as sparse
 from narrowkv.testing.codegen import CallCode, KernelCode, amd_backend_missing, compile_case, main_kernel
 from narrowkv.testing.families import Family
+from narrowkv.testing.machine import versions
 
 Modelled = Callable[[str], Mapping[str, Family]] | None
 """Calls to show under the timing model, for a target's name."""
@@ -162,11 +162,7 @@ def _table(codes: Sequence[tuple[Case, CallCode]], shipped: Shipped) -> Sheet:
             if not (shipped.every_kernel or fault or k is main):
                 continue
             mfma = ", ".join(f"{n} {name.removeprefix('v_mfma_')}" for name, n in k.mfma.items())
-            loop = (
-                k.loop.get("valu", 0),
-                k.loop.get("transcendental", 0),
-                f"{k.matrix_share:.0%}",
-            )
+            loop = (k.loop.get("valu", 0), k.loop.get("transcendental", 0), f"{k.matrix_share:.0%}")
             sheet.add(
                 code.target, *(show(case) for show in shipped.columns.values()), k.name, k.vgprs, k.agprs,
                 k.spills, k.sgpr_spills, k.scratch_bytes, k.lds_bytes, k.num_warps, k.waves_per_simd, *loop,
@@ -193,7 +189,7 @@ def finish_with_kernels(
 
 def _plot(compiled: Sequence[Compiled], path: Path) -> None:
     """Vector registers of every kernel with matrix instructions."""
-    from narrowkv.cli.plot import plot_dots
+    from narrowkv.testing.plot import plot_dots
 
     dots = [
         (case, f"{target} {kernel.name}", float(kernel.vgprs + kernel.agprs))

@@ -4,144 +4,146 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from narrowkv.attn_decode.cases import LSE_BOUND
-from narrowkv.cli.cases import DECODE, Kind
-from narrowkv.cli.environment import versions
-from narrowkv.cli.places import Place, find_place, find_places
+from narrowkv.cli.options import Where, jobs
+from narrowkv.cli.places import find_places
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.sheet import Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 from narrowkv.runtime.cases import Case
-from narrowkv.testing.checking import CaseResult, run_case
+from narrowkv.testing.checking import CaseResult, CaseTask, SageResult, run_task
+from narrowkv.testing.kinds import Kind
+from narrowkv.testing.machine import versions
+from narrowkv.testing.places import Place, find_place
 from narrowkv.testing.records import jsonable
 
+Cases = Sequence[Case] | Callable[[Place], Sequence[Case]]
 _WORST_SHOWN = 5
 _FAILURES_SHOWN = 20
 
 
-@dataclass(frozen=True)
-class Task:
-    """A case, where to run it, and whether to watch LDS for races there."""
-
-    case: Case
-    place: str
-    detect_races: bool = False
-    detect_hazards: bool = False
-
-
-def run_task(task: Task) -> CaseResult:
-    """Runs one case; what goes wrong, a race too, is its result."""
-    try:
-        place = find_place(task.place, detect_races=task.detect_races, detect_hazards=task.detect_hazards)
-        return run_case(task.case, place.device, place.context)
-    except Exception as error:
-        lines = str(error).strip().splitlines()
-        text = f"{type(error).__name__}: {lines[0] if lines else ''}"
-        return CaseResult(str(task.case), None, float("nan"), False, text)
+Result = TypeVar("Result", CaseResult, SageResult)
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What the cases of a run have in common.
+class CasesRun(Generic[Result]):
+    """What came of the cases of a command.
 
     Attributes:
+        where: places, and what was watched there.
         places: where they ran.
-        default: the place that a command without --on takes.
-        detect_races: whether LDS was watched.
-        detect_hazards: whether waits and wait states were, too.
-        kind: the operation.
+        results: each finished case with its result, in order.
+        planned: how many cases there were.
+        interrupted: whether Ctrl-C ended it.
     """
 
+    where: Where
     places: tuple[Place, ...]
-    default: str
-    detect_races: bool = False
-    detect_hazards: bool = False
-    kind: Kind = DECODE
+    results: list[tuple[Any, Result]]
+    planned: int
+    interrupted: bool
 
-    def repro(self, result: CaseResult) -> str:
-        """The command that repeats a case where it ran."""
-        where = "" if result.place in ("", self.default) else f" --on {result.place}"
-        races = " --detect-races" if self.detect_races else ""
-        races += " --detect-hazards" if self.detect_hazards else ""
-        operation = f" {self.kind.argument}" if self.kind.argument else ""
-        return f"narrowkv validate{operation}{where}{races} --case {result.case}"
+    @property
+    def ran_on(self) -> str:
+        """The places, for people."""
+        return "; ".join(place.description for place in self.places)
 
-    def __str__(self) -> str:
-        watched = "; LDS watched for races" if self.detect_races or self.detect_hazards else ""
-        watched += ", waits for hazards" if self.detect_hazards else ""
-        return "; ".join(place.description for place in self.places) + watched
+    @property
+    def failures(self) -> list[tuple[Any, Result]]:
+        """The cases that did not pass."""
+        return [(case, result) for case, result in self.results if not result.passed]
+
+    def say_passed(self, report: Report, bounds: str) -> None:
+        """The last line."""
+        passed = len(self.results) - len(self.failures)
+        colour = "bold red" if self.failures else "green"
+        report.say(f"[{colour}]{passed} of {len(self.results)} cases pass[/] ({bounds})")
+
+    def finish(
+        self,
+        report: Report,
+        body: dict[str, Any],
+        records: list[dict[str, Any]],
+        plot: Callable[[Path], None],
+    ) -> ExitCode:  # fmt: skip
+        """Writes the document: `body` and what all commands say of their cases."""
+        document = {
+            "ran_on": self.ran_on,
+            "places": [place.name for place in self.places],
+            "detect_races": self.where.detect_races,
+            "detect_hazards": self.where.detect_hazards,
+            "versions": versions(),
+            "planned": self.planned,
+            "passed": len(self.results) - len(self.failures),
+            **body,
+            "cases": records,
+        }
+        code = ExitCode.NUMERICAL if self.failures else ExitCode.OK
+        return report.finish(document, code, interrupted=self.interrupted, rows=records, plot=plot)
 
 
-def validate(
-    cases: Sequence[Case] | Callable[[Place], Sequence[Case]],
-    report: Report,
-    *,
-    on: Sequence[str] | None,
-    jobs: int,
-    seed: int,
-    detect_races: bool = False,
-    detect_hazards: bool = False,
-    kind: Kind = DECODE,
-) -> ExitCode:
-    """Runs cases at every place and reports; Ctrl-C keeps those that were finished.
+def run_cases(cases: Cases, report: Report, where: Where, kind: type[Result]) -> CasesRun[Result]:
+    """Runs cases at every place; Ctrl-C keeps those that were finished.
 
     `cases` may be a function of the place, for a sweep that not every target serves whole.
     """
-    places = tuple(find_places(on, detect_races=detect_races, detect_hazards=detect_hazards))
-    setting = Setting(places, find_place(None).name, detect_races, detect_hazards, kind)
+    races, hazards = where.detect_races, where.detect_hazards
+    places = tuple(find_places(where.on, races=races, hazards=hazards))
     tasks = [
-        Task(case, place.name, detect_races, detect_hazards)
+        CaseTask(case, place.name, races, hazards)
         for place in places
         for case in (cases(place) if callable(cases) else cases)
     ]
-    found: dict[Task, CaseResult] = {}
+    found: dict[CaseTask, Any] = {}
 
-    def take(task: Task, result: CaseResult) -> str:
-        found[task] = replace(result, place=task.place)
-        return "" if result.passed else f"failed: {result.case}"
+    def take(task: CaseTask, result: CaseResult | SageResult) -> str:
+        found[task] = result
+        return "" if result.passed else f"failed: {task.case}"
 
-    interrupted = run_all(report, tasks, run_task, CaseResult, take, jobs=jobs)
-    groups = _groups((task.case, found[task]) for task in tasks if task in found)
-    results = [found[task] for task in tasks if task in found]
-    failures = [result for result in results if not result.passed]
-    report.say(f"{kind.operation} against fp32 on the same numbers, {setting}")
-    if len(tasks) == len(places):
+    interrupted = run_all(report, tasks, run_task, kind, take, jobs=jobs(where.jobs))
+    results = [(task.case, found[task]) for task in tasks if task in found]
+    return CasesRun(where, places, results, len(tasks), interrupted)
+
+
+def validate(cases: Cases, report: Report, where: Where, *, seed: int, kind: Kind) -> ExitCode:
+    """Runs cases of an operation at every place and reports."""
+    run = run_cases(cases, report, where, CaseResult)
+    places, results = run.places, [result for _, result in run.results]
+    repro = partial(_repro, where, find_place(None).name, kind)
+    watched = "; LDS watched for races" if where.detect_races or where.detect_hazards else ""
+    watched += ", waits for hazards" if where.detect_hazards else ""
+    groups = _groups(run.results)
+    report.say(f"{kind.operation} against fp32 on the same numbers, {run.ran_on}{watched}")
+    if run.planned == len(places):
         for result in results:
             text = f"{result.error}; lse {result.lse_error:.3g}" if result.error else result.detail
             report.line(f"{result.place}: {text}" if len(places) > 1 else text)
     else:
         report.show(_table(groups))
-        _show_worst(report, results, setting)
-    for result in failures[:_FAILURES_SHOWN]:
+        _show_worst(report, results, repro)
+    for _, result in run.failures[:_FAILURES_SHOWN]:
         report.line(f"FAILED {result.detail}", "bold red")
-        report.line(f"  {setting.repro(result)}")
-    if len(failures) > _FAILURES_SHOWN:
-        report.say(f"and {len(failures) - _FAILURES_SHOWN} more failures; --json lists all")
-    colour = "bold red" if failures else "green"
-    report.say(
-        f"[{colour}]{len(results) - len(failures)} of {len(results)} cases pass[/] "
-        f"(relative L1 <= {kind.bound})"
-    )
-    body = {
-        "operation": kind.operation,
-        "ran_on": "; ".join(place.description for place in places),
-        "places": [place.name for place in places],
-        "detect_races": detect_races,
-        "detect_hazards": detect_hazards,
-        "seed": seed,
-        "versions": versions(),
-        "bounds": {**kind.bounds, "lse": LSE_BOUND},
-        "planned": len(tasks),
-        "passed": len(results) - len(failures),
-        "cases": (records := [{**jsonable(r), "command": setting.repro(r)} for r in results]),
-    }
-    code = ExitCode.NUMERICAL if failures else ExitCode.OK
-    plot = partial(_plot, groups, kind)
-    return report.finish(body, code, interrupted=interrupted, rows=records, plot=plot)
+        report.line(f"  {repro(result)}")
+    if (more := len(run.failures) - _FAILURES_SHOWN) > 0:
+        report.say(f"and {more} more failures; --json lists all")
+    run.say_passed(report, f"relative L1 <= {kind.bound}")
+    body = {"operation": kind.operation, "seed": seed, "bounds": {**kind.bounds, "lse": LSE_BOUND}}
+    records = [{**jsonable(r), "command": repro(r)} for r in results]
+    return run.finish(report, body, records, partial(_plot, groups, kind))
+
+
+def _repro(where: Where, default: str, kind: Kind, result: CaseResult) -> str:
+    """The command that repeats a case where it ran; `default` is the place of a command without --on."""
+    operation = f" {kind.argument}" if kind.argument else ""
+    place = "" if result.place in ("", default) else f" --on {result.place}"
+    watched = " --detect-races" if where.detect_races else ""
+    watched += " --detect-hazards" if where.detect_hazards else ""
+    return f"narrowkv validate{operation}{place}{watched} --case {result.case}"
 
 
 Groups = dict[tuple[str, str, str], list[CaseResult]]
@@ -157,7 +159,7 @@ def _groups(found: Iterable[tuple[Case, CaseResult]]) -> Groups:
 
 def _plot(groups: Groups, kind: Kind, path: Path) -> None:
     """Every case's error, a row for each query and cache, a colour for each place."""
-    from narrowkv.cli.plot import plot_dots
+    from narrowkv.testing.plot import plot_dots
 
     dots = [
         (f"{q} over {cache}", where, r.error.relative_l1)
@@ -193,11 +195,11 @@ def _table(groups: Groups) -> Sheet:
     return sheet
 
 
-def _show_worst(report: Report, results: Sequence[CaseResult], setting: Setting) -> None:
+def _show_worst(report: Report, results: Sequence[CaseResult], repro: Callable[[CaseResult], str]) -> None:
     passed = [r for r in results if r.passed and r.error is not None]
     worst = sorted(passed, key=lambda r: r.error.relative_l1 if r.error else 0.0, reverse=True)[:_WORST_SHOWN]
     if worst:
         report.say("worst of those that pass:")
     for result in worst:
         assert result.error is not None
-        report.line(f"  {result.error.relative_l1:.2e}  {setting.repro(result)}")
+        report.line(f"  {result.error.relative_l1:.2e}  {repro(result)}")

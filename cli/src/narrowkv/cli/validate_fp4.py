@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from narrowkv.cli.environment import versions
-from narrowkv.cli.places import find_place
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
@@ -24,6 +22,8 @@ from narrowkv.testing.format_errors import (
     Task,
     mean_errors,
 )
+from narrowkv.testing.machine import versions
+from narrowkv.testing.places import find_place
 
 
 def validate_fp4(
@@ -92,7 +92,7 @@ def _table(errors: Sequence[FormatError]) -> Sheet:
 
 def _plot(errors: Sequence[FormatError], path: Path) -> None:
     """Every recipe's error on each input set, the smallest recipes last."""
-    from narrowkv.cli.plot import plot_dots
+    from narrowkv.testing.plot import plot_dots
 
     dots = [
         (f"{e.recipe}: {e.bits:.2f} bits", f"{name} inputs", e.rmse[name])

@@ -3,102 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from narrowkv.cli.environment import versions
-from narrowkv.cli.places import find_place, find_places
+from narrowkv.cli.options import Where
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.sheet import Sheet, keys, numbers
-from narrowkv.cli.workers import run_all
+from narrowkv.cli.validate import run_cases
 from narrowkv.quant.accuracy import ErrorReport
 from narrowkv.sage.cases import BOUND, LSE_BOUND, PUBLISHED, SageCase
-from narrowkv.testing.checking import SageResult, check_sage
+from narrowkv.testing.checking import SageResult
 from narrowkv.testing.records import jsonable
 
 Found = tuple[SageCase, SageResult]
 
 
-@dataclass(frozen=True)
-class Task:
-    """A case, where to run it, and whether to watch LDS for races there."""
-
-    case: SageCase
-    place: str
-    detect_races: bool = False
-    detect_hazards: bool = False
-
-
-def run_task(task: Task) -> SageResult:
-    """Runs one case; what goes wrong is its result."""
-    try:
-        place = find_place(task.place, detect_races=task.detect_races, detect_hazards=task.detect_hazards)
-        return replace(check_sage(task.case, place.device, place.context), place=task.place)
-    except Exception as error:
-        lines = str(error).strip().splitlines()
-        return SageResult(task.place, detail=f"{type(error).__name__}: {lines[0] if lines else ''}")
-
-
-def validate_sage(
-    cases: Sequence[SageCase],
-    report: Report,
-    *,
-    on: Sequence[str] | None,
-    jobs: int,
-    seed: int,
-    detect_races: bool = False,
-    detect_hazards: bool = False,
-) -> ExitCode:
+def validate_sage(cases: Sequence[SageCase], report: Report, where: Where, *, seed: int) -> ExitCode:
     """Runs cases at every place and shows cosine, relative L1 and RMSE; Ctrl-C keeps what was finished."""
-    places = tuple(find_places(on, detect_races=detect_races, detect_hazards=detect_hazards))
-    tasks = [Task(case, place.name, detect_races, detect_hazards) for place in places for case in cases]
-    found: dict[Task, SageResult] = {}
-
-    def take(task: Task, result: SageResult) -> str:
-        found[task] = result
-        return "" if result.passed else f"failed: {task.case}"
-
-    interrupted = run_all(report, tasks, run_task, SageResult, take, jobs=jobs)
-    results = [(task.case, found[task]) for task in tasks if task in found]
-    report.say(
-        f"sage_attention against attention that quantises nothing, {'; '.join(p.description for p in places)}"
-    )
+    run = run_cases(cases, report, where, SageResult)
+    report.say(f"sage_attention against attention that quantises nothing, {run.ran_on}")
     report.say("figures: cosine / relative L1 / RMSE, by what was taken out of K and Q first")
-    for place in places:
+    for place in run.places:
         for data in dict.fromkeys(case.data for case in cases):
-            shown = [(c, r) for c, r in results if r.place == place.name and c.data == data]
             report.say(f"\n{place.name}, data {data}")
-            report.show(_table(shown))
-    failures = [(case, result) for case, result in results if not result.passed]
-    for case, result in failures:
+            report.show(_table([(c, r) for c, r in run.results if r.place == place.name and c.data == data]))
+    for case, result in run.failures:
         report.line(f"FAILED {result.place} {case}: {result.detail}", "bold red")
-    colour = "bold red" if failures else "green"
-    report.say(
-        f"[{colour}]{len(results) - len(failures)} of {len(results)} cases pass[/] "
-        f"(kernel error <= {BOUND:g}, lse within {LSE_BOUND:g}, no worse than published)"
-    )
+    run.say_passed(report, f"kernel error <= {BOUND:g}, lse within {LSE_BOUND:g}, no worse than published")
     body = {
         "operation": "sage_attention",
-        "ran_on": "; ".join(place.description for place in places),
-        "places": [place.name for place in places],
-        "detect_races": detect_races,
-        "detect_hazards": detect_hazards,
         "seed": seed,
-        "versions": versions(),
         "bounds": {"kernel_relative_l1": BOUND, "lse": LSE_BOUND},
         "published": PUBLISHED,
-        "planned": len(tasks),
-        "passed": len(results) - len(failures),
-        "cases": (records := [{"case": str(case), **jsonable(result)} for case, result in results]),
     }
-    code = ExitCode.NUMERICAL if failures else ExitCode.OK
-    return report.finish(body, code, interrupted=interrupted, rows=records, plot=partial(_plot, results))
+    records = [{"case": str(case), **jsonable(result)} for case, result in run.results]
+    return run.finish(report, body, records, partial(_plot, run.results))
 
 
 def _plot(results: Sequence[Found], path: Path) -> None:
     """Every case's error against attention that quantises nothing."""
-    from narrowkv.cli.plot import plot_dots
+    from narrowkv.testing.plot import plot_dots
 
     dots = [
         (f"{c.qk_dtype}, {c.granularity}, {c.data}", f"mean of {c.smoothing} out, {r.place}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import torch
 
@@ -11,26 +10,6 @@ from narrowkv.attn_prefill.warmup import model_kernels
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.runtime.launch import warmup
-
-_SPAN_32_BITS = 2**31
-
-
-def model_cache(
-    formats: str, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, device: str
-) -> PagedKVCache:
-    """A cache whose kernels are those of one with `num_pages` pages, in little more than 2 GiB.
-
-    Kernels know of the pages whether offsets fit 32 bits and whether their number is a multiple of 16.
-    """
-    for_one = PagedKVCache.empty(1, page_size, num_kv_heads, head_dim, format=formats, device=device)
-    per_page = max(for_one.k.nbytes, for_one.v.nbytes, 1)
-    least = min(for_one.k.nbytes, for_one.v.nbytes)
-    enough = -(-_SPAN_32_BITS // max(least, 1)) + 1
-    if num_pages * per_page > _SPAN_32_BITS:
-        num_pages = min(num_pages, enough + (num_pages - enough) % 16)
-    made = PagedKVCache.empty(num_pages, page_size, num_kv_heads, head_dim, format=formats, device=device)
-    # An engine's cache holds what others wrote, too.
-    return replace(made, negative_zero_free=False)
 
 
 def run_warmup(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from narrowkv.cli.environment import versions
 from narrowkv.cli.report import Report, UsageError
 from narrowkv.testing.journal import Journal
+from narrowkv.testing.machine import versions
 from narrowkv.testing.processes import in_processes
 
 T = TypeVar("T")

@@ -129,9 +129,9 @@ def parts_of(target: Target, format_name: str, *, is_key: bool) -> int:
     return 2 if target.vendor == "nvidia" and not is_key else 1
 
 
-# Least time of a key for a tile of so many rows, of which the rest of a row's tile is added. H100, ratio 12,
-# FP8, 8k keys: 4 tokens of 64 sequences (one tile of 64) 471 us, 8 tokens (one of 128) 690 us, two of 64
-# 931 us; 16 tokens of 16 sequences: three of 64 328 us, two of 128 358 us, one of 256 364 us.
+# Time of a key in a tile of so many rows, relative to one another. H100, ratio 12, FP8, 8k keys: 8 tokens of
+# 64 sequences: one tile of 128 687 us, two of 64 931 us; 16 tokens of 16 sequences: three tiles of 64 328 us,
+# two of 128 358 us, one of 256 354 us.
 _CLOCKS_OF_ROWS = {64: 23, 128: 36}
 
 
@@ -151,7 +151,7 @@ def rows_of_tile(target: Target, rows: int, *, fast: bool) -> int:
 
 
 def _tall_tile(
-    target: Target, block_m: int, *, fast: bool, narrow_head: bool
+    target: Target, block_m: int, row_blocks: int, *, fast: bool, narrow_head: bool
 ) -> tuple[int, LaunchOptions, int]:
     """Keys and compiler options of a tile of 64 rows or more, and how many such programs a unit holds."""
     if target.is_amd and fast:
@@ -162,10 +162,16 @@ def _tall_tile(
         return block_n, LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=32), 2
     if target.is_amd:
         return 16, LaunchOptions(num_warps=4, num_stages=1, matrix_instr_nonkdim=16), 2
+    if block_m == 64 and fast:
+        # H100, 4 tokens of 64 sequences: 4 stages 459 us, 3 stages 474 us, 3 programs of 3 stages 559 us, of
+        # which the last wave is a quarter full. Three tiles of 16 sequences: 465, 467 and 328 us.
+        programs = 2 if row_blocks == 1 else 3
+        return 64, LaunchOptions(num_warps=4, num_stages=6 - programs, maxnreg=168), programs
     if block_m == 64:
         return 64, LaunchOptions(num_warps=4, num_stages=3 if narrow_head else 2), 2
     if fast:
-        # 128 registers let two programs run, of which one multiplies while the other is in its softmax.
+        # With 128 registers two programs run, and one multiplies while the other is in its softmax: 687 us
+        # instead of 805 us.
         return 64, LaunchOptions(num_warps=8, num_stages=3, maxnreg=128), 2
     return 64, LaunchOptions(num_warps=8, num_stages=3 if narrow_head else 2), 1
 
@@ -223,7 +229,8 @@ def choose_config(
     block_m = rows_of_tile(target, rows, fast=fast)
     # 64 rows are the matrix instruction that takes V from shared memory as it lies there.
     v_parts = parts_of(target, v_format, is_key=block_m >= 64)
-    head_programs = shape.num_kv_heads * -(-rows // block_m)
+    row_blocks = -(-rows // block_m)
+    head_programs = shape.num_kv_heads * row_blocks
     units = target.figures.units if target.figures is not None else 4
     slots = max(1, units * _RESIDENT // head_programs)
 
@@ -236,7 +243,9 @@ def choose_config(
     whole_waves = False
     latency_bound = shape.batch * shape.capacity < 512 * slots and not batch_invariant
     if block_m >= 64 and chosen == "decode" and target.name != "cpu":
-        block_n, options, resident = _tall_tile(target, block_m, fast=fast, narrow_head=narrow_head)
+        block_n, options, resident = _tall_tile(
+            target, block_m, row_blocks, fast=fast, narrow_head=narrow_head
+        )
         slots = max(1, units * resident // head_programs)
     elif target.is_amd:
         # One wave a program: with more, every wave repeats the QK product and the softmax of a 16-row tile.

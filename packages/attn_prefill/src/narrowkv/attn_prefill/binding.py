@@ -52,6 +52,8 @@ class BoundCache(NamedTuple):
 
     Attributes:
         in_loop: the cache for kernels that attend to its pages.
+        in_large_tiles: the same for tiles of 64 rows by the loop of decode, whose matrix instruction takes V
+            from shared memory as it lies there.
         to_scratch: the cache for kernels that widen its keys into the scratch, ahead of attention.
         k_descale, v_descale: of descales per head, for kernels that attend to the scratch.
         destination: where new tokens are stored, None for a plan that does not append; new_values: its
@@ -65,6 +67,7 @@ class BoundCache(NamedTuple):
     """
 
     in_loop: Reading
+    in_large_tiles: Reading
     to_scratch: Reading
     k_descale: Descale
     v_descale: Descale
@@ -109,6 +112,7 @@ def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: s
         return known[key]
     half = "bf16" not in (cache.format.k, cache.format.v)
     in_loop = _reading(cache, target, fp8, half, to_scratch=False)
+    in_large_tiles = _reading(cache, target, fp8, half, to_scratch=False, large_tiles=True)
     to_scratch = _reading(cache, target, fp8, True, to_scratch=True)
     if fp8 is not None and exponent is None:
         # Q's bytes are read as K's are, and lose the same power of two.
@@ -128,17 +132,18 @@ def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: s
             batch = value.shape[0]
     hull = (min(low for low, _ in written), max(high for _, high in written)) if written else (0, 0)
     signature = (
-        in_loop.k, in_loop.v, to_scratch.k, to_scratch.v, cache.k_granularity, cache.v_granularity,
+        in_loop.k, in_loop.v, in_large_tiles.v, to_scratch.k, to_scratch.v, cache.k_granularity,
+        cache.v_granularity,
         cache.negative_zero_free, cache.needs_64_bit_addresses, batch, cache.k_strides,
         cache.k.data_ptr() % 16, to_scratch.k_scale == 1.0, cache.k.requires_grad or cache.v.requires_grad,
         cache.num_pages, cache.k.device, key, storing_constants(cache, exponent, None) if exponent else None,
         (cache.num_pages + 1) * max(cache.k_strides.page, 1) < 2**31,
-        _fixed(in_loop.cache, VARYING_CACHE), _fixed(to_scratch.cache, VARYING_CACHE),
+        *(_fixed(each.cache, VARYING_CACHE) for each in (in_loop, in_large_tiles, to_scratch)),
         () if destination is None else _fixed(destination, VARYING_DESTINATION),
     )  # fmt: skip
     k_descale, v_descale = (descale_pointers(side)[2] for side in cache.sides())
     bound = BoundCache(
-        in_loop, to_scratch, k_descale, v_descale, destination, new_values,
+        in_loop, in_large_tiles, to_scratch, k_descale, v_descale, destination, new_values,
         per_key(cache.k_granularity, cache.v_granularity),
         cache.needs_64_bit_addresses, spans_of(cache.k, cache.v, cache.k_descale, cache.v_descale), written,
         hull, cache.num_pages, batch, _numbers.setdefault(signature, len(_numbers)), {},
@@ -162,8 +167,9 @@ def matrix_of(bound: BoundCache, cache: PagedKVCache, block_n: int) -> Any:
 
 
 def _reading(
-    cache: PagedKVCache, target: Target, fp8: str | None, half: bool, *, to_scratch: bool
-) -> Reading:
+    cache: PagedKVCache, target: Target, fp8: str | None, half: bool, *, to_scratch: bool,
+    large_tiles: bool = False,
+) -> Reading:  # fmt: skip
     """How kernels read a cache that compute in float16 (`half`) or bfloat16, or in FP8.
 
     The scratch keeps the bytes of K for FP8 matrix units; V is widened to float16 there.
@@ -177,7 +183,7 @@ def _reading(
         mode, factor, descale = descale_pointers(cached)
         kept = fp8 if is_key or not to_scratch else None
         route = widen_route(target, name) if kept is None else fp8_route(kept, name)
-        parts = parts_of(target, name, is_key=is_key) if kept is None else 1
+        parts = parts_of(target, name, is_key=is_key or large_tiles) if kept is None else 1
         side = side_of(x, strides, name, route, parts)
         power = widening_power(name, side.route, mode)
         if to_scratch and name == "bf16" and not is_key:

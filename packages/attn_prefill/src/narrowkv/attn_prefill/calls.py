@@ -111,7 +111,7 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
     if lse is None and return_lse:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     for launches, fill_grid, grid, numbers, needs in call.classes:
-        reading = bound.to_scratch if launches.staged else bound.in_loop
+        reading = getattr(bound, launches.reading)
         values = (
             q.view(torch.uint8) if call.q_as_bytes else q, o, lse, starts, q_descale, sinks, table.ids,
             table.row, table.lens, table.num_ids, table.max_pages if bound.num_pages else 0,

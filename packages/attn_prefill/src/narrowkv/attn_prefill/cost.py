@@ -98,8 +98,11 @@ def _by_widening(half: float, fp8: float, bits: float, fp4: float) -> Mapping[st
 # dense in tiles of 64 rows, see `tiles._amd_dense_config`.
 _GFX942 = Rates(4.2e6, _by_widening(232e6, 159e6, 160e6, 126e6), 396e6, 396e6, 4.0, 0.0)
 _GFX950 = Rates(6.4e6, _by_widening(337e6, 248e6, 170e6, 130e6), 786e6, 786e6, 4.0, 0.0)
-# H100. H200, 96/8 heads: 128 new over none 21 us by the pipelined kernel, by the plain one 14; 1024 over
-# none 75 and 78.
+# H100, decode in tiles of 64 rows, 96/8 heads: q_len 4, batch 64 over 8k 472 us, q_len 16, batch 16 328 us,
+# which is 290 and 315 TFLOP/s; a tenth less where programs find their share. Dense prefill of the former
+# 1887 us.
+# H200, 96/8 heads: 128 new over none 21 us by the pipelined kernel, by the plain one 14; 1024 over none 75
+# and 78.
 _SM90 = Rates(2.9e6, _by_widening(260e6, 260e6, 260e6, 260e6), 450e6, 600e6, 2.2, 7.0, 512)
 # An interpreter makes every class that there can be.
 _CPU = replace(_GFX942, launch_us=0.0)
@@ -209,10 +212,23 @@ def few_classes(
         least = bound + 1
         if longest <= bound:
             return classes, ANY_LEN
-    saved = estimate(target, shape, formats, widened or "dense", Work(shape.batch - 1, 1, shape.max_seq_len))
-    if saved.us - saved.launch_us < len(classes) * rates_of(target).launch_us:
+    if shape.batch <= _most_together(target, shape, formats, widened or "dense"):
         return [], 0
     return classes, least
+
+
+def _most_together(target: Target, shape: PrefillShape, formats: tuple[str, str], widened: str) -> int:
+    """The most sequences of a call that one kernel serves together, because launches would take longer."""
+    one = estimate(target, shape, formats, widened, Work(1, 1, shape.max_seq_len))
+    launches = len(few_bounds(target, shape, formats, widened)) * rates_of(target).launch_us
+    return 1 + int(launches / max(one.us - one.launch_us, 1e-9))
+
+
+def most_widened(target: Target, shape: PrefillShape, formats: tuple[str, str], widened: str) -> int:
+    """A bound of the sequences whose keys are widened in calls of up to this shape."""
+    least = few_tokens(target, shape, formats, widened) + 1
+    together = _most_together(target, shape, formats, widened)
+    return min(shape.batch, max(shape.sequences_with(least), together, 1))
 
 
 def explain_class(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from narrowkv.attn_prefill.binding import TRITON_TYPES, BoundCache, matrix_of
+from narrowkv.attn_prefill.binding import TRITON_TYPES, BoundCache, Reading, matrix_of
 from narrowkv.attn_prefill.config import triton_fp8
 from narrowkv.attn_prefill.kernels.append import _prefill_append_kernel
 from narrowkv.attn_prefill.kernels.append_store import _produce_kernel
@@ -19,7 +19,14 @@ from narrowkv.attn_prefill.kernels.widen import _widen_kernel
 from narrowkv.attn_prefill.memory import Memory, Needs, append_blocks, has_v_units, key_type, power_of_two
 from narrowkv.attn_prefill.plan_base import PlanBase
 from narrowkv.attn_prefill.shapes import IN_PAGES, PrefillConfig, PrefillShape
-from narrowkv.attn_prefill.tiles import config_of_call, produce_options, tuned_as, units_of, widen_options
+from narrowkv.attn_prefill.tiles import (
+    config_of_call,
+    produce_options,
+    tuned_as,
+    units_of,
+    widen_options,
+    work_units,
+)
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.runtime.launch import BoundLaunch
 
@@ -65,7 +72,7 @@ class Numbers(NamedTuple):
         num_blocks, num_groups: programs of a head that fill the scratch, and that store new tokens; of an
             append in pages `num_blocks` store new tokens.
         num_tiles: tiles of rows of a head at most.
-        num_splits: programs that share a tile's keys; of "split" work units of a KV head.
+        num_splits: programs that share a tile's keys; of "split" those of a KV head that run at once.
         least_len, most_len: query tokens of the sequences that are served.
     """
 
@@ -107,11 +114,6 @@ class Route:
     numbers: Numbers
     p_scale: float
     memory: Memory | Needs
-
-    @property
-    def staged(self) -> bool:
-        """Whether attention reads the scratch."""
-        return self.config.kernel not in IN_PAGES
 
 
 def make_routes(
@@ -159,28 +161,31 @@ class _Maker:
         self.nvidia = plan.target.vendor == "nvidia"
         self.sizes = Sizes(shape.num_kv_heads, shape.gqa_ratio, shape.head_dim, shape.page_size, kind.ragged)
         self.block_d = power_of_two(shape.head_dim)
-        self.blocks = Blocks(config.block_m, config.block_n, self.block_d, config.scratch_block, config.own_n)
+        self.blocks = Blocks(
+            config.block_m, config.block_n, self.block_d, self.block_d, config.scratch_block, config.own_n
+        )
         self.num_tiles = shape.row_tiles(config.block_m)
-        self.key_blocks = shape.scratch_rows(config.scratch_block) // config.scratch_block
+        self.sequences = shape.sequences_with(config.q_lens[0])
+        self.key_blocks = shape.scratch_rows(config.scratch_block, self.sequences) // config.scratch_block
         self.key_type = key_type(plan.q_dtype, plan.k_format)
 
     def one_launch(self) -> Route:
         """The cache is read in its pages."""
         shape, config = self.shape, self.config
-        reading = self.bound.in_loop
+        reading: Reading = getattr(self.bound, config.reading)
         rules = self._paged_rules(reading.v.parts)
         constants: dict[str, Any] = {"SIZES": self.sizes, "K": reading.k, "V": reading.v}
         kernel: Any = _fused_prefill_kernel
         programs = self.num_tiles * shape.num_kv_heads
         grid = (programs, 1, config.num_splits)
         if config.kernel == "split":
-            grid = (config.num_splits * shape.num_kv_heads, 1, 1)
+            grid = (work_units(shape, config) * shape.num_kv_heads, 1, 1)
         num_blocks = 0
         if self.appends:
             kernel = _prefill_append_kernel
             constants["STORING"] = self.kind.storing
             if config.stores:
-                num_blocks = append_blocks(shape, config.scratch_block, old=False)
+                num_blocks = append_blocks(shape, config.scratch_block)
             grid = (grid[0] * grid[2] + num_blocks * shape.num_kv_heads, 1, 1)
         constants |= {"RULES": rules, "BLOCKS": self.blocks}
         attend = self.plan.bound_launch(kernel, constants, config.options)
@@ -199,7 +204,7 @@ class _Maker:
         )
         constants: dict[str, Any] = {"SIZES": self.sizes, "K": reading.k, "V": reading.v, "FILLING": filling}
         constants["BLOCKS"] = Blocks(
-            0, 0, self.block_d, config.scratch_block, _QUANTISED_TOKENS, _PLACED_TILES
+            0, 0, self.block_d, self.block_d, config.scratch_block, _QUANTISED_TOKENS, _PLACED_TILES
         )
         kernel: Any = _widen_kernel
         options = widen_options(target, shape.head_dim, config.scratch_block)
@@ -208,9 +213,10 @@ class _Maker:
             kernel = _produce_kernel
             constants["STORING"] = kind.storing
             options = produce_options(target, shape.head_dim, config.scratch_block)
-            num_blocks = append_blocks(shape, config.scratch_block, old=True)
-            num_groups = append_blocks(shape, _QUANTISED_TOKENS, old=False)
-        num_blocks = min(num_blocks, -(-_FILLING_PROGRAMS * units_of(target) // shape.num_kv_heads))
+            num_blocks = self.key_blocks + append_blocks(shape, config.scratch_block)
+            num_groups = append_blocks(shape, _QUANTISED_TOKENS)
+        if self.nvidia:
+            num_blocks = min(num_blocks, -(-_FILLING_PROGRAMS * units_of(target) // shape.num_kv_heads))
         fill = self.plan.bound_launch(kernel, constants, options)
         programs = (num_groups + num_blocks) * shape.num_kv_heads + -(-self.num_tiles // _PLACED_TILES)
         attend, grid = self._pipelined(in_pages) if pipelined else self._dense()
@@ -322,6 +328,7 @@ class _Maker:
             "folded": self.folded,
             "split": self.config.num_splits > 1,
             "shares": self.config.kernel == "split",
+            "as_decode": self.config.as_decode,
             "settle": kind.settle,
             "wide_address": False,
             "nvidia": self.nvidia,

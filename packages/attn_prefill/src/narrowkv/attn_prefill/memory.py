@@ -50,6 +50,7 @@ class Needs:
         q_dtype: of the query; k_format, v_format: of the cache; per_key: see `binding.per_key`.
         appends: whether the call appends.
         num_splits: a number of splits that the caller forced, or None.
+        sequences: a bound of the sequences whose keys are widened.
         exact: memory for this shape and configuration alone, not for any up to it.
     """
 
@@ -62,6 +63,7 @@ class Needs:
     per_key: tuple[bool, bool]
     appends: bool
     num_splits: int | None
+    sequences: int
     exact: bool
 
     @cached_property
@@ -70,7 +72,7 @@ class Needs:
         shape, config, block = self.shape, self.config, self.config.scratch_block
         heads, found = shape.num_kv_heads, Blocks()
         if config.kernel not in IN_PAGES:
-            rows = scratch_rows(shape, block, appends=self.appends)
+            rows = scratch_rows(shape, block, self.sequences, appends=self.appends)
             units = (heads, rows // block)
             sizes = (heads, rows, shape.head_dim)
             found["k"] = sizes, key_type(self.q_dtype, self.k_format)
@@ -150,7 +152,7 @@ class Needs:
         """Rows of partial results."""
         shape = self.shape
         if self.config.kernel == "split":
-            units = work_units(self.target, shape, self.config)
+            units = work_units(shape, self.config)
             return units * shape.num_kv_heads * self.config.block_m
         if self.exact:
             splits, block_m = self.config.num_splits, self.config.block_m
@@ -265,17 +267,16 @@ def has_v_units(v_format: str, *, appends: bool, k_in_pages: bool) -> bool:
     return appends or k_in_pages or v_format == "bf16"
 
 
-def append_blocks(shape: PrefillShape, size: int, *, old: bool) -> int:
-    """A bound of the blocks of `size` keys that an append has in one head: of new keys, and of `old` ones."""
-    new = min(shape.num_tokens // size + shape.batch, shape.batch * -(-shape.max_q_len // size))
-    return new + shape.scratch_rows(size) // size if old else new
+def append_blocks(shape: PrefillShape, size: int) -> int:
+    """A bound of the blocks of `size` new keys that an append has in one head."""
+    return min(shape.num_tokens // size + shape.batch, shape.batch * -(-shape.max_q_len // size))
 
 
-def scratch_rows(shape: PrefillShape, block: int, *, appends: bool) -> int:
-    """A bound of the rows of scratch that a head needs."""
-    return block * append_blocks(shape, block, old=True) if appends else shape.scratch_rows(block)
+def scratch_rows(shape: PrefillShape, block: int, sequences: int, *, appends: bool) -> int:
+    """A bound of the rows of scratch that a head needs for the keys of so many sequences."""
+    return shape.scratch_rows(block, sequences) + (block * append_blocks(shape, block) if appends else 0)
 
 
-def scratch_bytes(shape: PrefillShape, block: int, *, appends: bool) -> int:
+def scratch_bytes(shape: PrefillShape, block: int, sequences: int, *, appends: bool) -> int:
     """Bytes of widened keys and values: 4 for each of a bound of their elements."""
-    return 4 * scratch_rows(shape, block, appends=appends) * shape.num_kv_heads * shape.head_dim
+    return 4 * scratch_rows(shape, block, sequences, appends=appends) * shape.num_kv_heads * shape.head_dim

@@ -10,7 +10,7 @@ import torch
 from narrowkv.attn_decode import DecodePlan
 from narrowkv.attn_prefill.binding import BoundCache, bind_cache, per_key
 from narrowkv.attn_prefill.config import choose_append_config, choose_config
-from narrowkv.attn_prefill.cost import explain_class, few_bounds
+from narrowkv.attn_prefill.cost import explain_class, few_bounds, most_widened
 from narrowkv.attn_prefill.memory import Memory, Needs, make_memory, scratch_bytes
 from narrowkv.attn_prefill.shapes import ANY_LEN, IN_PAGES, SCRATCH_BLOCK, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import split_config
@@ -209,7 +209,7 @@ class PlanBase:
         """The configuration that this plan's options give a shape."""
         fits = self.scratch_fits
         if fits is None:
-            fits = scratch_bytes(shape, SCRATCH_BLOCK, appends=self.appends) <= SCRATCH_LIMIT_BYTES
+            fits = self.scratch_bytes(shape) <= SCRATCH_LIMIT_BYTES
         formats, q_format = (self.k_format, self.v_format), get_format(self.q_dtype)
         if self.appends:
             config = choose_append_config(
@@ -253,12 +253,30 @@ class PlanBase:
         shared = not any(per_key(self.k_granularity, self.v_granularity))
         return shared and (self.k_format != "bf16" or self.q_dtype != torch.float16)
 
+    def widened_sequences(self, shape: PrefillShape) -> int:
+        """A bound of the sequences whose keys are widened in calls of up to this shape."""
+        if not self._has_classes():
+            return shape.batch
+        widened = "pipelined" if self.pipelines else "dense"
+        return most_widened(self.target, shape, (self.k_format, self.v_format), widened)
+
+    def scratch_bytes(self, shape: PrefillShape) -> int:
+        """Bytes of the scratch for calls of up to this shape."""
+        sequences = self.widened_sequences(shape)
+        return scratch_bytes(shape, SCRATCH_BLOCK, sequences, appends=self.appends)
+
+    def _has_classes(self) -> bool:
+        """Whether sequences with few query tokens can have launches of their own."""
+        automatic = self.kernel is None and self.num_splits is None and not self.batch_invariant
+        return automatic and self.q_dtype.itemsize > 1 and not self.fp8_compute
+
     def needs(self, shape: PrefillShape, config: PrefillConfig, *, exact: bool) -> Needs:
         """What a configuration needs for calls of this shape, or (not exact) of any shape up to it."""
         own = per_key(self.k_granularity, self.v_granularity)
         return Needs(
             shape, config, self.target, self.q_dtype, self.k_format, self.v_format, own,
-            self.appends, self.num_splits, exact,
+            self.appends, self.num_splits,
+            shape.sequences_with(config.q_lens[0]) if exact else self.widened_sequences(shape), exact,
         )  # fmt: skip
 
     def _needs_of_kernels(self) -> list[Needs]:
@@ -280,7 +298,7 @@ class PlanBase:
 
     def _split_configs(self) -> list[PrefillConfig]:
         """Configurations of kernel "split" that the automatic choice makes for calls of any size."""
-        if self.kernel is not None or self.batch_invariant or self.num_splits is not None:
+        if not self._has_classes():
             return []
         formats = (self.k_format, self.v_format)
         found = [few_bounds(self.target, self.shape, formats, name) for name in (None, "dense", "pipelined")]
@@ -309,7 +327,7 @@ def _describe(c: PrefillConfig) -> str:
         warps = "two warpgroups that attend and a warp that copies"
     splits = "" if c.num_splits == 1 else f", the keys of each shared by {c.num_splits} programs"
     if c.kernel == "split":
-        splits = f", all keys of a head shared by {c.num_splits} programs"
+        splits = f", all keys of a head shared by {c.num_splits} programs or more"
     pages = ", K from its pages where they allow it" if c.k_in_pages else ""
     return (
         f"{c.kernel}, because {c.why}; tiles of {c.block_m} rows x {c.block_n} keys, {warps}, "
@@ -323,7 +341,7 @@ def _kind_of(config: PrefillConfig) -> PrefillConfig:
     return replace(
         config,
         why="",
-        num_splits=min(config.num_splits, 2),
+        num_splits=config.num_splits if config.kernel == "split" else min(config.num_splits, 2),
         q_lens=config.q_lens if config.kernel == "split" else (0, ANY_LEN),
         few=tuple(_kind_of(part) for part in config.few),
         otherwise=otherwise,

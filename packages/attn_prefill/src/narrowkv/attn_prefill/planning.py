@@ -17,10 +17,10 @@ from narrowkv.attn_prefill.checks import (
     check_values,
     prefill_shape,
 )
-from narrowkv.attn_prefill.memory import key_type, scratch_bytes
+from narrowkv.attn_prefill.memory import key_type
 from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan
 from narrowkv.attn_prefill.plan_base import SCRATCH_LIMIT_BYTES
-from narrowkv.attn_prefill.shapes import SCRATCH_BLOCK, PrefillConfig, PrefillShape
+from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.descales import check_exponent
 from narrowkv.paged_cache.kinds import CACHE_KINDS, fp4_scales, kind_of_cache
@@ -199,14 +199,14 @@ def _plan(
     if exponent is not None:
         store_of(cache)
     target = active_target(cache.k.device)
-    needed = scratch_bytes(shape, SCRATCH_BLOCK, appends=exponent is not None)
     plan = kind(
         target, shape, shape.q_dtype, cache.format.k, cache.format.v, cache.k_granularity,
         cache.v_granularity, PrefillConfig("", ""), cache.k.device,
         can_pipeline(target, shape.q_dtype, cache), exponent=exponent, kernel=kernel, num_splits=num_splits,
         batch_invariant=batch_invariant, fp8_compute=fp8_compute,
-        scratch_fits=None if limit is None else needed <= limit,
     )  # fmt: skip
+    if limit is not None:
+        plan = replace(plan, scratch_fits=plan.scratch_bytes(shape) <= limit)
     return replace(plan, config=plan.choose(shape))
 
 

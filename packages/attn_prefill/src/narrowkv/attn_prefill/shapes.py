@@ -46,6 +46,10 @@ class PrefillShape:
         """The same heads, with a batch and bounds that do not depend on the call."""
         return replace(self, batch=1, num_tokens=64, max_q_len=64, max_seq_len=1, kv_tokens=1)
 
+    def sequences_with(self, q_len: int) -> int:
+        """A bound of the sequences that have so many query tokens or more."""
+        return min(self.batch, self.num_tokens // max(q_len, 1)) if q_len > 1 else self.batch
+
     def row_tiles(self, block_m: int, most_len: int = ANY_LEN) -> int:
         """A bound of the tiles of packed rows of one KV head, over sequences of at most `most_len` tokens."""
         if self.batch == 0:
@@ -54,9 +58,10 @@ class PrefillShape:
         longest = min(self.max_q_len, most_len)
         return min(ragged, self.batch * -(-longest * self.gqa_ratio // block_m))
 
-    def scratch_rows(self, block: int) -> int:
-        """Rows of scratch for every sequence's keys in whole blocks."""
-        blocks = min(self.kv_tokens // block + self.batch, self.batch * -(-self.max_seq_len // block))
+    def scratch_rows(self, block: int, sequences: int) -> int:
+        """Rows of scratch for the keys of so many sequences in whole blocks."""
+        tokens = min(self.kv_tokens, sequences * self.max_seq_len)
+        blocks = min(tokens // block + sequences, sequences * -(-self.max_seq_len // block))
         return max(blocks, 1) * block
 
 
@@ -71,7 +76,7 @@ class PrefillConfig:
         why: the reason, for people.
         block_m, block_n: rows and keys of a tile.
         own_n: of a fused append: keys of the chunk itself that a program attends to at once.
-        num_splits: programs that share a tile's keys; of "split" work units of a KV head.
+        num_splits: programs that share a tile's keys; of "split" those of a KV head that run at once.
         q_lens: the fewest and the most query tokens of the sequences that it serves.
         stores: whether its launches store the new tokens of an append.
         few: configurations of launches before it, for sequences with fewer query tokens.
@@ -82,6 +87,7 @@ class PrefillConfig:
         k_in_pages: K is copied out of its pages, where that can be done, and only V is widened.
         otherwise: where `kernels/pipelined.py` attends, what does when the softmax is capped, the scale not
             positive or queries to be rotated; None where a plain kernel attends anyway.
+        as_decode: the loop over pages is that of decode, whose loads the compiler pipelines.
         options: compiler options of the attention kernel.
     """
 
@@ -100,4 +106,12 @@ class PrefillConfig:
     scratch_block: int = SCRATCH_BLOCK
     k_in_pages: bool = False
     otherwise: PrefillConfig | None = None
+    as_decode: bool = False
     options: LaunchOptions = field(default_factory=LaunchOptions)
+
+    @property
+    def reading(self) -> str:
+        """How its kernels read the cache: an attribute of `BoundCache`."""
+        if self.kernel not in IN_PAGES:
+            return "to_scratch"
+        return "in_large_tiles" if self.as_decode and self.block_m >= 64 else "in_loop"

@@ -8,6 +8,7 @@ from narrowkv.attn_prefill.binding import (
     VARYING_CACHE,
     VARYING_DESTINATION,
     BoundCache,
+    Reading,
     matrix_of,
 )
 from narrowkv.attn_prefill.kernels.arguments import AppendScales, Chunk, Outputs, Queries
@@ -62,14 +63,14 @@ class Launches(NamedTuple):
 
     Attributes:
         fill: the launch that fills the scratch, or None; attend: the launch that attends.
-        staged: attention reads the scratch.
+        reading: how the kernels read the cache, an attribute of `BoundCache`.
         p_scale: what the output is still to be divided by.
         block_n: keys of a tile that is copied out of the cache's pages, or 0.
     """
 
     fill: FixedLaunch | None
     attend: FixedLaunch
-    staged: bool
+    reading: str
     p_scale: float
     block_n: int
 
@@ -80,7 +81,7 @@ def fix_launches(route: Route, cache: PagedKVCache, bound: BoundCache, layout: L
     fill = None if route.fill is None else FixedLaunch(route.fill, maker.of_fill())
     attend = FixedLaunch(route.attend, maker.of_attention())
     block_n = route.config.block_n if route.in_pages else 0
-    return Launches(fill, attend, route.staged, route.p_scale, block_n)
+    return Launches(fill, attend, route.config.reading, route.p_scale, block_n)
 
 
 class _Arguments:
@@ -102,7 +103,7 @@ class _Arguments:
         row = value["row"] if layout.ragged else None
         num_pages = 0 if layout.empty else bound.num_pages
         self.table = Table(value["ids"], row, value["lens"], None, num_pages, None, *layout.steps)
-        self.reading = bound.to_scratch if route.staged else bound.in_loop
+        self.reading: Reading = getattr(bound, route.config.reading)
         self.read = _varying(self.reading.cache, VARYING_CACHE, len(_FIRST) - len(VARYING_CACHE))
         self.appended = self._appended() if self.appends else ()
         self.scales = AppendScales(layout.logit_scale, value["k_scale"], value["out_scale"], layout.soft_cap)

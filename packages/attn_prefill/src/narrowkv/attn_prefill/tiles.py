@@ -63,16 +63,13 @@ def partial_programs(target: Target, resident: int) -> int:
     return 8 * resident * units_of(target)
 
 
-def work_units(target: Target, shape: PrefillShape, config: PrefillConfig) -> int:
-    """Programs of a KV head that share all keys of kernel "split": as many as fit at once.
+def work_units(shape: PrefillShape, config: PrefillConfig) -> int:
+    """A bound of the programs of a KV head that kernel "split" needs; see `share_of`.
 
-    Every tile of rows takes up to one more than its share of the keys says; see `kernels/shares.py`.
+    As many as run at once, or for many tiles of rows up to twice as many as those.
     """
     tiles = shape.row_tiles(config.block_m, config.q_lens[1])
-    # The interpreter runs programs one after the other.
-    units = 1 if target.name == "cpu" else units_of(target)
-    slots = -(-_RESIDENT_WARPS * units // (config.options.num_warps * shape.num_kv_heads))
-    return max(slots, min(2 * tiles, tiles + slots), tiles + 1)
+    return max(config.num_splits, tiles + max(1, min(tiles, config.num_splits)))
 
 
 def choose_splits(target: Target, programs: int, key_tiles: int, resident: int = 2) -> int:
@@ -215,7 +212,7 @@ def split_config(
     """Tiles and options of kernel "split", for sequences of `q_lens` query tokens."""
     wide = shape.head_dim > 128
     if target.is_nvidia:
-        block_n, options = 64, LaunchOptions(num_warps=4, num_stages=2)
+        block_n, options = 64, LaunchOptions(num_warps=4, num_stages=3)
         if block_m == 16:
             block_n, options = 32, LaunchOptions(num_warps=1, num_stages=3)
         if wide:
@@ -224,8 +221,13 @@ def split_config(
         # A CPU takes no target's tiles: the interpreter pays by the tile, not by the key.
         plain = fused_config(target, shape, block_m, why, wide)
         block_m, block_n, options = plain.block_m, 16 if target.is_amd else 64, plain.options
-    config = PrefillConfig("split", why, block_m, block_n, q_lens=q_lens, options=options)
-    return replace(config, num_splits=work_units(target, shape, config))
+    config = PrefillConfig(
+        "split", why, block_m, block_n, q_lens=q_lens, as_decode=target.is_nvidia, options=options
+    )
+    # The interpreter runs programs one after the other.
+    units = 1 if target.name == "cpu" else units_of(target)
+    slots = -(-_RESIDENT_WARPS * units // (options.num_warps * shape.num_kv_heads))
+    return replace(config, num_splits=slots)
 
 
 def fused_config(target: Target, shape: PrefillShape, block_m: int, why: str, wide: bool) -> PrefillConfig:

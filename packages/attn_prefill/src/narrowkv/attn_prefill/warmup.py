@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,28 @@ from narrowkv.paged_cache.kinds import fp4_scales
 from narrowkv.runtime.errors import check_instance, check_positive_int
 from narrowkv.runtime.launch import KernelSpec, RecordExecutor, Warmup, recording, warmup
 
-__all__ = ["model_kernels", "record_model", "warmup_model"]
+__all__ = ["model_cache", "model_kernels", "record_model", "warmup_model"]
 
 _MOST_TOKENS = 16384
+_SPAN_32_BITS = 2**31
+
+
+def model_cache(
+    formats: str, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, device: str
+) -> PagedKVCache:
+    """A cache whose kernels are those of one with `num_pages` pages, in little more than 2 GiB.
+
+    Kernels know of the pages whether offsets fit 32 bits and whether their number is a multiple of 16.
+    """
+    for_one = PagedKVCache.empty(1, page_size, num_kv_heads, head_dim, format=formats, device=device)
+    per_page = max(for_one.k.nbytes, for_one.v.nbytes, 1)
+    least = min(for_one.k.nbytes, for_one.v.nbytes)
+    enough = -(-_SPAN_32_BITS // max(least, 1)) + 1
+    if num_pages * per_page > _SPAN_32_BITS:
+        num_pages = min(num_pages, enough + (num_pages - enough) % 16)
+    made = PagedKVCache.empty(num_pages, page_size, num_kv_heads, head_dim, format=formats, device=device)
+    # An engine's cache holds what others wrote, too.
+    return replace(made, negative_zero_free=False)
 
 
 def record_model(

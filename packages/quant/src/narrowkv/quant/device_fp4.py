@@ -40,16 +40,18 @@ def exponents_to_fp16(scales, top):
     """E8M0 bytes `[N, groups]` as float16 factors 2**(15 + scale - top), for NVIDIA; NaN for 255.
 
     What is less than 2**-29 of the tile's largest becomes zero. Two bytes at a time are the exponents of two
-    numbers, doubled: 63 is then a NaN.
+    numbers, 30 - top added without a carry between them, and doubled: 63 is then a NaN.
     """
     return tl.inline_asm_elementwise(
         """
         {
-            .reg .b32 x, t, zero, most;
+            .reg .b32 x, t, zero, base, most;
             mov.b32 zero, 0;
+            mov.b32 base, 0x001F001F;
             mov.b32 most, 0x003F003F;
             prmt.b32 t, $3, 0, 0x4140;
-            sub.u32 t, 0x001E001E, t;
+            not.b32 t, t;
+            add.s16x2 t, t, base;
             prmt.b32 x, $2, 0, 0x4140;
             add.s16x2 x, x, t;
             max.s16x2 x, x, zero;

@@ -81,11 +81,12 @@ def num_units(target: Target) -> int:
     return target.figures.units if target.figures is not None else 4
 
 
-def choose_splits(target: Target, programs: int, tiles: int, partial_bytes: int = 0) -> int:
+def choose_splits(target: Target, config: SparseConfig, programs: int, tiles: int, partial_bytes: int) -> int:
     """The number of programs that share a token's rows.
 
     Args:
         target: what the kernel runs on.
+        config: of the kernel.
         programs: (token, head block) pairs of the call.
         tiles: tiles that a token has on average.
         partial_bytes: bytes of the partial results of all programs without splits.
@@ -97,20 +98,22 @@ def choose_splits(target: Target, programs: int, tiles: int, partial_bytes: int 
     if not target.is_nvidia:
         # One program a compute unit, and at least two tiles a program, so that the merge takes less time.
         return max(1, min(most, tiles // 2))
-    return _splits_of_least_time(min(most, tiles), tiles, partial_bytes)
+    tile_time = 5.0 if config.kernel == "fused" and config.family == "portable" else 2.0
+    return _splits_of_least_time(min(most, tiles), tiles, tile_time, partial_bytes)
 
 
 @lru_cache(maxsize=4096)
-def _splits_of_least_time(most: int, tiles: int, partial_bytes: int) -> int:
+def _splits_of_least_time(most: int, tiles: int, tile_time: float, partial_bytes: int) -> int:
     """The number of splits, of 1 to `most`, at which a program's tiles and the merge take least time.
 
     H100, microseconds, 1 to 128 tokens, 16 to 128 heads, top-k 512 and 2048: a tile of 64 rows takes 1.5 to
-    2.2. The merge takes 3 for every 8 splits, which it reads at once, and 0.4 for a megabyte of partials.
+    2.2, and 5.4 in the portable kernel over FP8 rows. The merge takes 3 for every 8 splits, which it reads at
+    once, and 0.4 for a megabyte of partials.
     """
 
     def microseconds(splits: int) -> float:
         merge = 3.0 * -(-splits // 8) + 0.4e-6 * partial_bytes * splits
-        return 2.0 * -(-tiles // splits) + (merge if splits > 1 else 0.0)
+        return tile_time * -(-tiles // splits) + (merge if splits > 1 else 0.0)
 
     return min(range(1, most + 1), key=microseconds)
 
@@ -135,13 +138,14 @@ _HOPPER_TILES = {
 }
 
 
-def _hopper_tiles(kernel: str, num_heads: int) -> _Tiles:
+def _hopper_tiles(kernel: str, num_heads: int, fine_scales: bool) -> _Tiles:
     # H200, 1024 tokens, top-k 2048, microseconds. 16-bit rows, 16 heads: the kernel for few heads 350, the
     # plain one 457, the one for 64 heads 529; 32 heads 446. FP8 rows, 16 heads: 451 and, plain, 1266.
     # H100, 32 heads over FP8 rows: with 512, 128, 32 and 8 tokens 304, 85, 43 and 30, the kernel for 64 heads
     # 296, 85, 47 and 35.
+    # With scales for 32 columns, 128 tokens, 32 heads: 108, and 93 in the kernel for 64.
     block_h = max(16, num_heads)
-    if block_h > 32:
+    if block_h > (16 if fine_scales else 32):
         return _HOPPER_TILES[kernel]
     # Q of 16 heads and three tiles take 218 of 227 KB. A task has warps in groups of 4.
     return _Tiles(block_h, 64, LaunchOptions(num_warps=4, num_stages=1), stages=3 if block_h == 16 else 2)
@@ -202,7 +206,9 @@ def _amd_tiles(target: Target, kernel: str, block_h: int, fp16_query: bool, v4_r
         return _Tiles(block_h, 32, options, width=512)
     # Without waves_per_eu=1 Triton 3.6 and 3.8 spill up to 4 scalar registers.
     stages = 2 if block_h == 64 and not gfx950 else 1
-    return _Tiles(block_h, 16, replace(options, num_stages=stages, waves_per_eu=1), width=512)
+    # With an fp16 query, rows in FP4 spill a register in tiles of 512 columns.
+    width = 256 if gfx950 and fp16_query and not v4_rows else 512
+    return _Tiles(block_h, 16, replace(options, num_stages=stages, waves_per_eu=1), width=width)
 
 
 def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
@@ -231,12 +237,19 @@ def specialised_pays(config: SparseConfig, tiles: int) -> bool:
     """
     if config.family != "hopper":
         return True
-    few = config.block_h < 64
-    return tiles >= (2 if few == (config.kernel == "wide") else 1)
+    if config.block_h < 64:
+        return tiles >= (2 if config.kernel == "wide" else 1)
+    return tiles >= (3 if config.kernel == "fused" else 1)
 
 
-def specialised_config(target: Target, *, kernel: str, num_heads: int) -> SparseConfig | None:
-    """The configuration of the kernel for the target's family, for calls that it can read; else None."""
+def specialised_config(
+    target: Target, *, kernel: str, num_heads: int, layouts: Sequence[RowLayout] = ()
+) -> SparseConfig | None:
+    """The configuration of the kernel for the target's family, for calls that it can read; else None.
+
+    `layouts`: those of quantised rows that it reads.
+    """
+    fine_scales = any(layout.group < 64 for layout in layouts)
     if target.name in ("gfx942", "gfx950") and num_heads >= 32 and has_gluon("cdna"):
         # Older ones spill vector registers on gfx950.
         least = (3, 9) if kernel == "fused" else (3, 7)
@@ -246,7 +259,7 @@ def specialised_config(target: Target, *, kernel: str, num_heads: int) -> Sparse
     if target.name != "sm90" or target.figures is None or not has_gluon():
         return None
     # The kernels for Hopper take a query in bf16.
-    return _config(kernel, _hopper_tiles(kernel, num_heads), fp8_qk=False, family="hopper")
+    return _config(kernel, _hopper_tiles(kernel, num_heads, fine_scales), fp8_qk=False, family="hopper")
 
 
 def choose_config(

@@ -14,7 +14,7 @@ from narrowkv.sparse_fp8.binding import RowsFormat
 from narrowkv.sparse_fp8.config import specialised_config
 from narrowkv.sparse_fp8.formats import check_fused, query_format
 from narrowkv.sparse_fp8.launch import route_of
-from narrowkv.sparse_fp8.layouts import LAYOUTS
+from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS
 from narrowkv.sparse_fp8.planner import suits_specialised
 from narrowkv.sparse_fp8.rows import DSV4Rows, query_heads
 from narrowkv.sparse_fp8.sources import KVSource
@@ -91,7 +91,12 @@ def _choose_on_amd(sources: dict[str, KVSource], target: Target, num_heads: int)
     heads 88 and 95, 32 heads 71 and 67, 16 heads 161 and 103. Expanding a row moves 1.6 KB, which takes 200
     clocks of a compute unit's share of HBM on gfx942 and 127 on gfx950.
     """
-    if target.name == "gfx950" and specialised_config(target, kernel="fused", num_heads=num_heads):
+    v4_rows = all(LAYOUTS[source.format.layout].quantized < HEAD_DIM for source in sources.values())
+    if (
+        target.name == "gfx950"
+        and v4_rows
+        and specialised_config(target, kernel="fused", num_heads=num_heads)
+    ):
         return ModeChoice("fused", "it is about as fast as attention over 16-bit rows (a model)")
     readings = 3 if target.name == "gfx950" else 6
     if _read_as_often(sources, readings):

@@ -30,6 +30,7 @@ __all__ = ["SparsePlan"]
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Blocks = list[tuple[tuple[int, ...], torch.dtype]]
+_MAX_CHOICES = 1024
 
 
 class _ExpandedSource:
@@ -82,6 +83,7 @@ class SparsePlan(PlannedCall):
     # Found once: the number of splits unless it depends on the call, and the memory of partial results.
     _fixed_splits: int | None = field(init=False, repr=False)
     _partials: tuple[torch.Tensor, ...] = field(init=False, repr=False)
+    _choices: dict[tuple[int, int, bool], tuple[SparseConfig, int]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Finds what every call looks up."""
@@ -93,6 +95,7 @@ class SparsePlan(PlannedCall):
         object.__setattr__(self, "_launches", SparseLaunches(self.planned_call(), self.sm_scale))
         object.__setattr__(self, "_fixed_splits", splits)
         object.__setattr__(self, "_partials", self._scratch[5:])
+        object.__setattr__(self, "_choices", {})
 
     def __deepcopy__(self, memo: dict[int, object]) -> SparsePlan:
         """A plan of its own over the same memory, whose addresses captured graphs hold."""
@@ -227,14 +230,16 @@ class SparsePlan(PlannedCall):
     ) -> None:
         """Launches the kernels of a checked call with at least one token."""
         heads = self.num_qo_heads
-        mean_rows = sum(source.nnz for source in (prefix, extend) if source is not None) // tokens
-        config, splits = self._configuration(q, prefix, extend, out, tokens, mean_rows)
+        mean_rows = ((0 if prefix is None else prefix.nnz) + (0 if extend is None else extend.nnz)) // tokens
+        reads = self.specialised is not None and self._specialised_reads(q, prefix, extend, out)
+        choice = self._choices.get((tokens, mean_rows, reads))
+        config, splits = self._configuration(tokens, mean_rows, reads) if choice is None else choice
         first: KVSource | _ExpandedSource = _NO_SOURCE if prefix is None else prefix
         second: KVSource | _ExpandedSource = _NO_SOURCE if extend is None else extend
         if self.mode == "prepass":
             first, second = self._expanded(first, 1), self._expanded(second, 3)
         query, q_tensors, head_offsets_64_bit = self._query_arguments(q, config, tokens)
-        programs = tokens * config.head_blocks(heads)
+        programs = tokens * -(-heads // config.block_h)
         partials: tuple[torch.Tensor, ...] = ()
         if splits > 1:
             partials = self._partials or tuple(
@@ -285,21 +290,21 @@ class SparsePlan(PlannedCall):
             return (heads * self.head_dim, self.head_dim), (expanded,), False
         return q.bound.template, q.bound.stored, False
 
-    def _configuration(
-        self, q: torch.Tensor | DSV4Rows, prefix: KVSource | None, extend: KVSource | None,
-        out: torch.Tensor, tokens: int, mean_rows: int,
-    ) -> tuple[SparseConfig, int]:  # fmt: skip
-        """The specialised configuration where it is faster and can read the call, else the portable one.
+    def _configuration(self, tokens: int, mean_rows: int, reads: bool) -> tuple[SparseConfig, int]:
+        """The specialised configuration where it is faster and `reads` the call, else the portable one.
 
         Returns:
-            The configuration, and the programs that share a token's rows.
+            The configuration, and the programs that share a token's rows; kept for calls of this size.
         """
-        config = self.specialised
-        if config is not None and self._specialised_reads(q, prefix, extend, out):
-            splits = self._splits(config, tokens, mean_rows)
-            if specialised_pays(config, -(-mean_rows // (splits * config.block_k))):
-                return config, splits
-        return self.portable, self._splits(self.portable, tokens, mean_rows)
+        config, splits = self.portable, self._splits(self.portable, tokens, mean_rows)
+        if self.specialised is not None and reads:
+            wanted = self._splits(self.specialised, tokens, mean_rows)
+            if specialised_pays(self.specialised, -(-mean_rows // (wanted * self.specialised.block_k))):
+                config, splits = self.specialised, wanted
+        if len(self._choices) >= _MAX_CHOICES:
+            self._choices.clear()
+        self._choices[tokens, mean_rows, reads] = config, splits
+        return config, splits
 
     def _splits(self, config: SparseConfig, tokens: int, mean_rows: int) -> int:
         """Programs that share a token's rows."""
@@ -308,6 +313,7 @@ class SparsePlan(PlannedCall):
         heads = self.num_qo_heads
         return choose_splits(
             self.target,
+            config,
             tokens * config.head_blocks(heads),
             -(-mean_rows // config.block_k),
             tokens * heads * HEAD_DIM * 4,

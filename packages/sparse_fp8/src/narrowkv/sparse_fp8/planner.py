@@ -216,6 +216,7 @@ def _make_plan(
     """A plan without maxima; calls that are not planned find theirs here."""
     kernel = "fused" if mode == "fused" else "wide"
     rows = [each for each in (prefix, extend) if each is not None]
+    layouts = [LAYOUTS[each.layout] for each in rows if each.is_quantized and kernel == "fused"]
     fp8_qk = False
     if kernel == "fused" and query.is_quantized:
         # FP8 by FP8 takes one FP8 type, and a scale for each of the seven tiles of DeepSeek-V4's rows.
@@ -223,7 +224,7 @@ def _make_plan(
         fp8_qk = len(kinds) == 1 and query.scale_group == 64 and route_of(target, query) != BITS
     specialised = None
     if compiled and not batch_invariant and suits_specialised(mode, target, query, prefix, extend):
-        specialised = specialised_config(target, kernel=kernel, num_heads=num_heads)
+        specialised = specialised_config(target, kernel=kernel, num_heads=num_heads, layouts=layouts)
     return SparsePlan(
         mode=mode,
         target=target,
@@ -243,7 +244,7 @@ def _make_plan(
             num_heads=num_heads,
             fp8_qk=fp8_qk,
             fp16_query=query.layout == "fp16",
-            layouts=[LAYOUTS[each.layout] for each in rows if each.is_quantized],
+            layouts=layouts,
         ),
         specialised=specialised,
     )

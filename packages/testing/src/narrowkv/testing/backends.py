@@ -13,13 +13,36 @@ from importlib import metadata
 from typing import Any, Protocol
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
-from narrowkv.attn_decode.cases import DecodeInputs
+from narrowkv.paged_cache import PagedKVCache, PageTable
 
 Call = Callable[[], torch.Tensor]
+PEER_BOUND = 0.004
+"""Of the relative L1 error of a peer, which may round dequantised keys and values to 16 bits once more."""
 _AITER_PARTITION = 256
 _SGLANG_SPLITS = 8  # the default of --triton-attention-num-kv-splits
 _FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
+
+
+class Paged(Protocol):
+    """The tensors of a decode; with `starts`, of a prefill that finds its own keys in the cache."""
+
+    @property
+    def q(self) -> torch.Tensor:
+        """The query."""
+
+    @property
+    def cache(self) -> PagedKVCache:
+        """The paged cache."""
+
+    @property
+    def table(self) -> PageTable:
+        """Its page table."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the operation."""
 
 
 class NotAnsweringError(Exception):
@@ -65,26 +88,49 @@ class TorchSdpa:
         """Never."""
         return None
 
-    def prepare(self, inputs: DecodeInputs) -> Call:
-        """Gathers and widens every sequence; the call only attends, over a dense cache in q's dtype."""
+    def prepare(self, inputs: Paged) -> Call:
+        """Gathers and widens every sequence; the call only attends, over dense keys in q's dtype."""
         q, table = inputs.q, inputs.table
         if q.dtype not in (torch.bfloat16, torch.float16):
             raise NotAnsweringError("is asked with 16-bit queries only")
-        q_len = q.shape[0] // table.batch_size
-        gathered = [inputs.cache.gather(table, seq) for seq in range(table.batch_size)]
-        if len({k.shape[0] for k, _ in gathered}) != 1:
-            raise NotAnsweringError("is asked with sequences of one length only")
-        # [batch, heads, tokens, head_dim]
-        k, v = (torch.stack([pair[i].to(q.dtype).transpose(0, 1) for pair in gathered]) for i in (0, 1))
-        rows = q.view(table.batch_size, q_len, *q.shape[1:]).transpose(1, 2)
-        mask = None
-        if q_len > 1:  # bottom-right causal: a row sees all keys but the newer queries' own
-            mask = torch.ones(q_len, k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q_len)
-        attend = torch.nn.functional.scaled_dot_product_attention
-        return lambda: attend(rows, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2).reshape(q.shape)
+        counts = _query_counts(inputs)
+        # [heads, tokens, head_dim]
+        sides = [
+            [x.to(q.dtype).transpose(0, 1) for x in inputs.cache.gather(table, seq)]
+            for seq in range(table.batch_size)
+        ]
+        rows = [part.transpose(0, 1) for part in torch.split(q, counts)]
+        triples = [(x, k, v) for x, (k, v) in zip(rows, sides, strict=True) if x.shape[1]]
+        if len({(x.shape, k.shape) for x, k, _ in triples}) == 1:  # sequences of one length are one call
+            parts = [tuple(map(torch.stack, zip(*triples, strict=True)))]
+        else:
+            parts = [tuple(x[None] for x in triple) for triple in triples]
+
+        def attend() -> torch.Tensor:
+            found = [sdpa(*part).transpose(1, 2).flatten(0, 1) for part in parts]  # [tokens, heads, head_dim]
+            return found[0] if len(found) == 1 else torch.cat(found)
+
+        return attend
 
 
-def _ragged(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Torch's attention of `[batch, heads, tokens, head_dim]`, causal and aligned bottom-right."""
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, enable_gqa=True)
+    if q.shape[2] == 1:
+        return attend()
+    if q.shape[2] == k.shape[2]:
+        return attend(is_causal=True)
+    return attend(attn_mask=causal_lower_right(q.shape[2], k.shape[2]))
+
+
+def _query_counts(inputs: Paged) -> list[int]:
+    """Query tokens of each sequence. Waits for the device."""
+    starts = getattr(inputs, "starts", None)
+    batch = inputs.table.batch_size
+    return [inputs.q.shape[0] // batch] * batch if starts is None else starts.diff().tolist()
+
+
+def _ragged(inputs: Paged) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """kv_indptr, kv_indices, kv_last_page_len, and the longest sequence. Waits for the device."""
     table, device = inputs.table, inputs.q.device
     pages = [table.pages_of(seq) for seq in range(table.batch_size)]
@@ -95,20 +141,20 @@ def _ragged(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return counts.cumsum(0).int().to(device), indices.to(device), last.to(device), longest
 
 
-def _float_descales(inputs: DecodeInputs) -> tuple[float, float]:
+def _float_descales(inputs: Paged) -> tuple[float, float]:
     cache = inputs.cache
     if isinstance(cache.k_descale, torch.Tensor) or isinstance(cache.v_descale, torch.Tensor):
         raise NotAnsweringError("is compared with one descale per tensor only")
     return float(cache.k_descale), float(cache.v_descale)
 
 
-def result_of(inputs: DecodeInputs) -> torch.Tensor:
+def result_of(inputs: Paged) -> torch.Tensor:
     """Memory for the output, in 16 bits where the query is FP8."""
     q = inputs.q
     return torch.empty_like(q, dtype=q.dtype if q.element_size() == 2 else torch.bfloat16)
 
 
-def q_descale_of(inputs: DecodeInputs) -> torch.Tensor:
+def q_descale_of(inputs: Paged) -> torch.Tensor:
     """The query's descale of a call, `[1]`."""
     descale = inputs.options.get("q_descale", 1.0)
     return torch.as_tensor(descale, dtype=torch.float32, device=inputs.q.device).view(-1)[:1]
@@ -131,11 +177,13 @@ class Aiter:
         """Not installed, or no GPU to run on."""
         return _missing("aiter", on_gpu)
 
-    def prepare(self, inputs: DecodeInputs) -> Call:
+    def prepare(self, inputs: Paged) -> Call:
         """The entry that stands for decode."""
         cache, q = inputs.cache, inputs.q
         if cache.format.k != cache.format.v:
             raise NotAnsweringError("takes one format for K and V")
+        if len(set(_query_counts(inputs))) > 1:
+            raise NotAnsweringError("is asked with as many queries in every sequence only")
         k_descale, v_descale = (torch.tensor([d], device=q.device) for d in _float_descales(inputs))
         indptr, indices, last, longest = _ragged(inputs)
         scale = cache.head_dim**-0.5
@@ -161,7 +209,7 @@ class Aiter:
 
 
 class FlashInfer:
-    """FlashInfer's batch decode wrapper with tensor cores, NHD pages."""
+    """FlashInfer's batch decode and prefill wrappers with tensor cores, NHD pages."""
 
     name = "flashinfer"
 
@@ -169,7 +217,7 @@ class FlashInfer:
         """Not installed, or no GPU to run on."""
         return _missing("flashinfer", on_gpu)
 
-    def prepare(self, inputs: DecodeInputs) -> Call:
+    def prepare(self, inputs: Paged) -> Call:
         """Plans; the call runs the plan."""
         import flashinfer
 
@@ -181,9 +229,16 @@ class FlashInfer:
         workspace = torch.zeros(_FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
         heads = (q.shape[1], cache.num_kv_heads, cache.head_dim, cache.page_size)
         kinds = {"q_data_type": q.dtype, "kv_data_type": cache.k.dtype}
-        decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-        decode.plan(indptr, indices, last, *heads, **kinds)
-        return partial(decode.run, q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale)
+        counts = _query_counts(inputs)
+        wrapper: Any
+        if set(counts) == {1}:
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+            wrapper.plan(indptr, indices, last, *heads, **kinds)
+        else:
+            starts = torch.tensor([0, *counts]).cumsum(0).int().to(q.device)
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+            wrapper.plan(starts, indptr, indices, last, *heads, causal=True, **kinds)
+        return partial(wrapper.run, q, (cache.k, cache.v), k_scale=k_descale, v_scale=v_descale)
 
 
 class VllmTriton:
@@ -195,30 +250,29 @@ class VllmTriton:
         """Not installed, or no GPU to run on."""
         return _missing("vllm", on_gpu)
 
-    def prepare(self, inputs: DecodeInputs) -> Call:
+    def prepare(self, inputs: Paged) -> Call:
         """Its form for few sequences as well as many: without scratch it does not split keys."""
         from vllm.v1.attention.ops import triton_unified_attention as vllm
 
         return vllm_call(vllm.unified_attention, inputs)
 
 
-def vllm_call(attend: Any, inputs: DecodeInputs) -> Call:
+def vllm_call(attend: Any, inputs: Paged) -> Call:
     """A call of vLLM's `unified_attention`."""
     q, cache, table = inputs.q, inputs.cache, inputs.table
     if cache.format.k != cache.format.v or cache.format.k.startswith("fp4"):
         raise NotAnsweringError("takes one 16-bit or FP8 format for K and V")
     if table.kind != "block_table":
         raise NotAnsweringError("takes block tables")
-    batch, out = table.batch_size, result_of(inputs)
-    q_len = q.shape[0] // batch
-    starts = torch.arange(0, q.shape[0] + 1, q_len, dtype=torch.int32, device=q.device)
+    batch, out, counts = table.batch_size, result_of(inputs), _query_counts(inputs)
+    starts = torch.tensor([0, *counts]).cumsum(0).int().to(q.device)
     shape = (batch, cache.num_kv_heads)
     k_descale, v_descale = (
         torch.tensor(d, dtype=torch.float32, device=q.device).expand(shape) for d in _float_descales(inputs)
     )
     assert table.seq_lens is not None
     call = partial(
-        attend, q, cache.k, cache.v, out, starts, q_len, table.seq_lens, int(table.seq_lens.max()),
+        attend, q, cache.k, cache.v, out, starts, max(counts), table.seq_lens, int(table.seq_lens.max()),
         cache.head_dim**-0.5, True, (-1, -1), table.page_ids, 0.0,
         q_descale_of(inputs) if q.element_size() == 1 else None, k_descale, v_descale,
         kv_quant_mode=int(cache.k.element_size() == 1),  # 1: FP8 with a scale a tensor
@@ -240,14 +294,14 @@ class SglangTriton:
         """Not installed, or no GPU to run on."""
         return _missing("sglang", on_gpu)
 
-    def prepare(self, inputs: DecodeInputs) -> Call:
+    def prepare(self, inputs: Paged) -> Call:
         """Token slots from the pages; the keys are split as often as its backend splits them at most."""
         from sglang.kernels.ops.attention import decode_attention as sglang
 
         return sglang_call(sglang.decode_attention_fwd, inputs)
 
 
-def sglang_call(attend: Any, inputs: DecodeInputs) -> Call:
+def sglang_call(attend: Any, inputs: Paged) -> Call:
     """A call of SGLang's `decode_attention_fwd`."""
     q, cache, table = inputs.q, inputs.cache, inputs.table
     if q.shape[0] != table.batch_size or q.element_size() == 1:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,10 +15,12 @@ from narrowkv.runtime.cases import Case, Inputs, Results
 from narrowkv.runtime.launch import executing
 from narrowkv.sage.cases import SageCase
 from narrowkv.testing.emulation import EmulateExecutor, Run
+from narrowkv.testing.places import find_place
 from narrowkv.testing.samples import sample
 
 __all__ = [
     "CaseResult",
+    "CaseTask",
     "SageResult",
     "Sample",
     "SampleResult",
@@ -26,6 +28,7 @@ __all__ = [
     "check_sage",
     "check_sample",
     "run_case",
+    "run_task",
 ]
 
 
@@ -201,3 +204,28 @@ def check_sage(
     if goal is not None and not total.passes(cosine=goal[0], relative_l1=goal[1]):
         problems.append(f"{total} is worse than published (cosine {goal[0]}, relative L1 {goal[1]})")
     return SageResult("", total, kernel.relative_l1, lse_error, not problems, "; ".join(problems))
+
+
+@dataclass(frozen=True)
+class CaseTask:
+    """A case, where to run it, and what an emulated place watches."""
+
+    case: Case
+    place: str
+    detect_races: bool = False
+    detect_hazards: bool = False
+
+
+def run_task(task: CaseTask) -> CaseResult | SageResult:
+    """Runs one case; what goes wrong, a race too, is its result."""
+    is_sage = isinstance(task.case, SageCase)
+    try:
+        place = find_place(task.place, detect_races=task.detect_races, detect_hazards=task.detect_hazards)
+        run: Callable[..., CaseResult | SageResult] = check_sage if is_sage else run_case
+        return replace(run(task.case, place.device, place.context), place=task.place)
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        why = f"{type(error).__name__}: {lines[0] if lines else ''}"
+        if is_sage:
+            return SageResult(task.place, detail=why)
+        return CaseResult(str(task.case), None, math.nan, False, why, place=task.place)

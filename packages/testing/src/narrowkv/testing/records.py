@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -63,3 +65,31 @@ def _type_arguments(kind: Any) -> dict[Any, Any]:
         variables = getattr(typing.get_origin(base), "__parameters__", ())
         found |= zip(variables, typing.get_args(base), strict=False)  # Generic itself has no variables
     return found
+
+
+def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as CSV, columns in the order in which they first appear."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`record` with the items of objects in it as "name.item" and of lists joined by ";", for CSV."""
+    found: dict[str, Any] = {}
+    for name, value in jsonable(record).items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = ";".join(map(str, value)) if isinstance(value, list) else value
+    return found
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number in as many significant digits, or a dash."""
+    if value is None:
+        return "-"
+    return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:.0f}"

@@ -165,8 +165,7 @@ def attend_to_rows(
     result are those of `attend_to_tiles`.
     """
     # Masks take registers that tiles of many rows do not leave, so those have fewer keys.
-    MASKED_N: tl.constexpr = 16 if BLOCKS.m >= 128 else 32 if BLOCKS.m == 64 else BLOCKS.n
-    SHARE: tl.constexpr = BLOCKS.n // MASKED_N if BLOCKS.n > MASKED_N else 1
+    SHARES: tl.constexpr = BLOCKS.n // 16 if BLOCKS.m >= 128 else 2 if BLOCKS.m >= 32 and BLOCKS.n > 16 else 1
     acc, m, l, largest = attend_to_tiles(
         full, full_end, full_end, 0, q, q_low, logit_scale, soft_cap, state, k, v, k_descale, v_descale,
         table, keys, None, SIZES, K, V, RULES, BLOCKS, "none",
@@ -174,7 +173,7 @@ def attend_to_rows(
     return attend_to_tiles(
         begin, end - (full_end - full), full, full_end - full, q, q_low, logit_scale, soft_cap,
         (acc, m, l, largest), k, v, k_descale, v_descale, table, keys, rows, SIZES, K, V, RULES, BLOCKS,
-        "rows", SHARE,
+        "rows", SHARES,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from narrowkv.attn_prefill.kernels.append_store import store_new
 from narrowkv.attn_prefill.kernels.arguments import NewCache, Queries, Read
 from narrowkv.attn_prefill.kernels.fused import attend_to_pages
 from narrowkv.attn_prefill.kernels.rows import RUNTIME_SIZES, find_block, rows_of, tile_of
-from narrowkv.attn_prefill.kernels.shares import merge_shares, share_of
+from narrowkv.attn_prefill.kernels.shares import attend_to_share, merge_shares, share_of
 from narrowkv.paged_cache.kernels.append import DescalePointers, load_rotated
 from narrowkv.paged_cache.kernels.pages import (
     Descale,
@@ -79,7 +79,7 @@ def _prefill_append_kernel(
         cache, table: `Cache`, `Table`, without the sizes that follow. workspace, scales: `Workspace`,
             `AppendScales`.
         num_blocks, num_tiles: blocks of new tokens and tiles of rows of a head, at most.
-        num_splits: programs that share a tile's keys; with `RULES.shares` work units of a KV head.
+        num_splits: programs that share a tile's keys; with `RULES.shares` see `share_of`.
         SIZES, K, V, STORING, RULES, BLOCKS: `Sizes`, `Stored`, `Stored`, `Storing`, `Rules`, `Blocks`.
     """
     NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
@@ -157,7 +157,6 @@ def _prefill_append_kernel(
     d = tl.arange(0, BLOCK_D)
     at = tokens * q.token + heads * q.head
     own_q = load_rotated(q.ptr, at, rope, tokens, row_mask, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED).to(KIND)
-    logit_scale = tl.full([BLOCK_M], 1.0, tl.float32) * scales.logit
     o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * scales.v
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
     row_base = first_id(table, seq, False)
@@ -175,7 +174,7 @@ def _prefill_append_kernel(
         begin, end, full, full_end = key_range_of_split(begin, end, full, full_end, split, num_splits)
         # One of them takes the chunk's own keys.
         own_end = tl.where(split == num_splits - 1, own_end, own_begin)
-    old_scale = logit_scale * scales.k
+    old_scale = scales.logit * scales.k
     old_scale = times_head_descale(old_scale, k_descale, seq, kv_head, K_DESCALE)
     if FP8 is not None:
         high, low, row_scale = split_rows_fp8(own_q, FP8, P_SCALE)
@@ -192,10 +191,16 @@ def _prefill_append_kernel(
             old_scale *= row_scale
         high, low = split_query(parts, COMPUTE, SPLIT_Q, K_PARTS)
     read = Read(row_base, kv_head, old_len, first, last)
-    acc, m, l = attend_to_pages(
-        high, low, old_scale, scales.soft_cap, k, v, k_descale, v_descale, table, read, old_len + within,
-        begin, end, full_end, SIZES, K, V, RULES, BLOCKS,
-    )  # fmt: skip
+    if RULES.as_decode:
+        acc, m, l = attend_to_share(
+            high, low, old_scale, scales.soft_cap, k, v, k_descale, v_descale, table, read, old_len + within,
+            begin, end, full, full_end, num_splits, SIZES, K, V, RULES, BLOCKS,
+        )  # fmt: skip
+    else:
+        acc, m, l = attend_to_pages(
+            high, low, tl.full([BLOCK_M], 1.0, tl.float32) * old_scale, scales.soft_cap, k, v, k_descale,
+            v_descale, table, read, old_len + within, begin, end, full_end, SIZES, K, V, RULES, BLOCKS,
+        )  # fmt: skip
     acc, m, l = attend_to_chunk(
         own_q, acc * o_scale[:, None], m, l, scales.logit, scales.soft_cap, chunk, rope, kv_head,
         q_start, q_len, within, own_begin, own_end, SIZES, STORING, RULES, BLOCKS,
@@ -203,7 +208,7 @@ def _prefill_append_kernel(
     write = True
     if RULES.shares:
         write, acc, m, l = merge_shares(
-            workspace, share, acc, m, l, kv_head, row_mask, NUM_KV_HEADS, SETTLE, BLOCK_M, BLOCK_D
+            workspace, share, acc, m, l, kv_head, row_mask, NUM_KV_HEADS, SETTLE, NVIDIA, BLOCK_M, BLOCK_D
         )
     elif SPLIT:
         write, acc, m, l = merge_splits(

@@ -10,9 +10,8 @@ from narrowkv.attn_prefill.kernels.arguments import NewCache, Queries, Scratch
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
     begin_next_launch,
-    count_blocks,
     find_block,
-    longest_held,
+    held_blocks,
     schedule_tiles,
 )
 from narrowkv.attn_prefill.kernels.widen import (
@@ -129,6 +128,43 @@ def keep_new_block(
         tl.store(scratch.v_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32))
 
 
+@triton.jit
+def fill_block(
+    q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, block, limit, kv_head,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STORING: tl.constexpr,
+    K_IN_PAGES: tl.constexpr, WIDE_ADDRESS: tl.constexpr, NVIDIA: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Leaves block `block` of all sequences' keys, old or new, of one head in the scratch."""
+    PAGE_SIZE: tl.constexpr = SIZES.page_size
+    K_DESCALE: tl.constexpr = K.descale
+    V_DESCALE: tl.constexpr = V.descale
+    K_TYPE: tl.constexpr = None if K_IN_PAGES else chunk.k.dtype.element_ty
+    V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
+    K_HAS_FACTOR: tl.constexpr = (K_DESCALE != "scalar" and K_DESCALE != "head") or K_IN_PAGES
+    seq, in_seq, held, q_start, q_len = find_block(
+        q, table, scratch, batch, block, limit, True, True, PAGE_SIZE, False, BLOCK_S, NVIDIA
+    )
+    k_scale = times_head_descale(scales.k, k_descale, seq, kv_head, K_DESCALE)
+    v_scale = times_head_descale(scales.v, v_descale, seq, kv_head, V_DESCALE)
+    old_blocks = tl.cdiv(held, BLOCK_S)
+    if in_seq >= old_blocks:
+        keep_new_block(
+            chunk, rope, v_scale, scratch, (in_seq - old_blocks) * BLOCK_S, block, kv_head, q_start, q_len,
+            SIZES, STORING, K_HAS_FACTOR, V_PER_KEY, BLOCK_S, BLOCK_D,
+        )  # fmt: skip
+    else:
+        # Old keys end where a block ends, so that new ones begin with one; or begin where one begins, as
+        # those in pages do.
+        first = in_seq * BLOCK_S
+        if not K_IN_PAGES:
+            first = (in_seq - old_blocks) * BLOCK_S + held
+        widen_block(
+            k, v, k_descale, v_descale, table, scratch, seq, block, first, kv_head, held, k_scale,
+            SIZES, K, V, K_TYPE, True, WIDE_ADDRESS, BLOCK_D, BLOCK_S,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _produce_kernel(
     q, chunk, rope, to, cache, table, scratch, scales,
@@ -144,19 +180,14 @@ def _produce_kernel(
     Args:
         q, chunk, rope: `Queries`, `Chunk`, `RopePointers`. to: `Destination`. cache: `Cache`.
         table, scratch: `Table`, `Scratch`: without the sizes that follow. scales: `AppendScales`.
-        num_blocks: programs of a head that fill the scratch; each takes every `num_blocks`th block.
+        num_blocks: programs of a head that fill the scratch; see `_widen_kernel`.
         num_groups, num_tiles: programs of a head that quantise, and tiles, at most.
         SIZES, K, V, STORING, FILLING, BLOCKS: `Sizes`, `Stored`, `Stored`, `Storing`, `Filling`, `Blocks`.
     """
     NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
     GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
     PAGE_SIZE: tl.constexpr = SIZES.page_size
-    K_DESCALE: tl.constexpr = K.descale
-    V_DESCALE: tl.constexpr = V.descale
     K_IN_PAGES: tl.constexpr = FILLING.k_type is None
-    K_TYPE: tl.constexpr = None if K_IN_PAGES else chunk.k.dtype.element_ty
-    V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
-    K_HAS_FACTOR: tl.constexpr = (K_DESCALE != "scalar" and K_DESCALE != "head") or K_IN_PAGES
     WIDE_ADDRESS: tl.constexpr = FILLING.wide_address
     NVIDIA: tl.constexpr = FILLING.nvidia
     BLOCK_D: tl.constexpr = BLOCKS.d
@@ -201,27 +232,16 @@ def _produce_kernel(
         )  # fmt: skip
         return
     kv_head = pid % NUM_KV_HEADS
-    limit = longest_held(table, scratch, batch, PAGE_SIZE, False, BLOCK_S)
-    total = count_blocks(q, table, scratch, batch, limit, True, PAGE_SIZE, False, BLOCK_S)
-    for block in range(pid // NUM_KV_HEADS, total, num_blocks):
-        seq, in_seq, held, q_start, q_len = find_block(
-            q, table, scratch, batch, block, limit, True, True, PAGE_SIZE, False, BLOCK_S, NVIDIA
-        )
-        k_scale = times_head_descale(scales.k, k_descale, seq, kv_head, K_DESCALE)
-        v_scale = times_head_descale(scales.v, v_descale, seq, kv_head, V_DESCALE)
-        old_blocks = tl.cdiv(held, BLOCK_S)
-        if in_seq >= old_blocks:
-            keep_new_block(
-                chunk, rope, v_scale, scratch, (in_seq - old_blocks) * BLOCK_S, block, kv_head, q_start,
-                q_len, SIZES, STORING, K_HAS_FACTOR, V_PER_KEY, BLOCK_S, BLOCK_D,
+    limit, total = held_blocks(q, table, scratch, batch, True, PAGE_SIZE, False, BLOCK_S)
+    first = pid // NUM_KV_HEADS
+    if NVIDIA:
+        for block in range(first, total, num_blocks):
+            fill_block(
+                q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, block, limit,
+                kv_head, SIZES, K, V, STORING, K_IN_PAGES, WIDE_ADDRESS, NVIDIA, BLOCK_D, BLOCK_S,
             )  # fmt: skip
-        else:
-            # Old keys end where a block ends, so that new ones begin with one; or begin where one begins, as
-            # those in pages do.
-            first = in_seq * BLOCK_S
-            if not K_IN_PAGES:
-                first = (in_seq - old_blocks) * BLOCK_S + held
-            widen_block(
-                k, v, k_descale, v_descale, table, scratch, seq, block, first, kv_head, held, k_scale,
-                SIZES, K, V, K_TYPE, True, WIDE_ADDRESS, BLOCK_D, BLOCK_S,
-            )  # fmt: skip
+    elif first < total:
+        fill_block(
+            q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, first, limit,
+            kv_head, SIZES, K, V, STORING, K_IN_PAGES, WIDE_ADDRESS, NVIDIA, BLOCK_D, BLOCK_S,
+        )  # fmt: skip

@@ -204,6 +204,7 @@ class Rules(NamedTuple):
         lazy: as in the rules of decode.
         split: whether several programs share a tile's keys.
         shares: whether programs have equal shares of all keys; see `kernels/shares.py`.
+        as_decode: whether the compiler pipelines the loop's loads, as in decode.
         settle: see `settle_stores`.
         wide_address: element offsets in the cache need 64 bits.
         nvidia: whether the target is one of NVIDIA's.
@@ -229,6 +230,7 @@ class Rules(NamedTuple):
     wide_address: bool
     nvidia: bool
     shares: bool = False
+    as_decode: bool = False
     native: bool = False
     lazy: bool = False
 
@@ -295,7 +297,7 @@ class Blocks(NamedTuple):
     """Constants: rows and keys of a tile, `head_dim` rounded up to a power of two, and other block sizes.
 
     Attributes:
-        m, n, d: rows, keys and columns of a tile.
+        m, n, d: rows, keys and columns of a tile; dk: columns of a tile of K, as `d`.
         s: keys of a block of the scratch.
         t: new tokens that a program quantises at once; of a fused append: keys of the chunk itself that a
             program attends to at once.
@@ -305,6 +307,7 @@ class Blocks(NamedTuple):
     m: int
     n: int
     d: int
+    dk: int = 0
     s: int = 0
     t: int = 0
     i: int = 0

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from narrowkv.attn_prefill.kernels.arguments import Queries, Read
 from narrowkv.attn_prefill.kernels.rows import RUNTIME_SIZES, rows_of, tile_of
-from narrowkv.attn_prefill.kernels.shares import merge_shares, share_of
+from narrowkv.attn_prefill.kernels.shares import attend_to_share, merge_shares, share_of
 from narrowkv.paged_cache.kernels.pages import (
     Descale,
     KVPointers,
@@ -174,7 +174,7 @@ def _fused_prefill_kernel(
         q, out: `Queries` without the sizes that follow, `Outputs`. cache: `Cache`. workspace: `Workspace`.
         table, table_row, num_ids, max_pages: `Table`, and the sizes that serving changes.
         qk_scale, out_scale: of the logits (in base 2 unless there is a soft cap) and of the output.
-        num_splits: programs that share a tile's keys; with `RULES.shares` work units of a KV head.
+        num_splits: programs that share a tile's keys; with `RULES.shares` see `share_of`.
         SIZES, K, V, RULES, BLOCKS: `Sizes`, `Stored`, `Stored`, `Rules`, `Blocks`.
     """
     NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
@@ -237,7 +237,7 @@ def _fused_prefill_kernel(
         begin, end, full, full_end = key_range_of_split(begin, end, full, full_end, split, num_splits)
 
     parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, HEAD_DIM, BLOCK_D, K_PARTS)
-    logit_scale = tl.full([BLOCK_M], 1.0, tl.float32) * qk_scale
+    logit_scale = qk_scale
     if FP8 is not None:
         # Queries come from anywhere, so their bytes may be any.
         high = (as_fp8(parts[0], FP8, False),)
@@ -253,13 +253,19 @@ def _fused_prefill_kernel(
     logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K_DESCALE)
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
     read = Read(row_base, kv_head, kv_len, first, last)
-    acc, m, l = attend_to_pages(
-        high, low, logit_scale, soft_cap, k, v, k_descale, v_descale, table, read, query_pos,
-        begin, end, full_end, SIZES, K, V, RULES, BLOCKS,
-    )  # fmt: skip
+    if RULES.as_decode:
+        acc, m, l = attend_to_share(
+            high, low, logit_scale, soft_cap, k, v, k_descale, v_descale, table, read, query_pos,
+            begin, end, full, full_end, num_splits, SIZES, K, V, RULES, BLOCKS,
+        )  # fmt: skip
+    else:
+        acc, m, l = attend_to_pages(
+            high, low, tl.full([BLOCK_M], 1.0, tl.float32) * logit_scale, soft_cap, k, v, k_descale,
+            v_descale, table, read, query_pos, begin, end, full_end, SIZES, K, V, RULES, BLOCKS,
+        )  # fmt: skip
     if RULES.shares:
         last_one, acc, m, l = merge_shares(
-            workspace, share, acc, m, l, kv_head, row_mask, NUM_KV_HEADS, SETTLE, BLOCK_M, BLOCK_D
+            workspace, share, acc, m, l, kv_head, row_mask, NUM_KV_HEADS, SETTLE, NVIDIA, BLOCK_M, BLOCK_D
         )
         if not last_one:
             return

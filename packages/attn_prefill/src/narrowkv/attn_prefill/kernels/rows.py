@@ -114,7 +114,7 @@ def schedule_tiles(
     A tile's work is its last row's number of keys, linear in the tile's number within a sequence, so how many
     tiles of each sequence come before it has a closed form and nothing is sorted.
     """
-    limit = longest_held(table, scratch, batch, PAGE_SIZE, RAGGED, BLOCK_N)
+    limit, _ = held_blocks(q, table, scratch, batch, False, PAGE_SIZE, RAGGED, BLOCK_N)
     index = block * BLOCK_I + tl.arange(0, BLOCK_I)
     zero = index * 0
     seq, tile, q_start, served = zero - 1, zero, zero, zero
@@ -205,7 +205,7 @@ def held_keys(
 ):  # fmt: skip
     """How many keys of each sequence the scratch holds, and how many there are.
 
-    `limit`: see `longest_held`.
+    `limit`: see `held_blocks`.
     """
     lens = sequence_length(table, seqs, mask, PAGE_SIZE, RAGGED)
     held = tl.minimum(lens, scratch.max_keys)
@@ -213,29 +213,29 @@ def held_keys(
 
 
 @triton.jit
-def longest_held(
-    table, scratch, batch, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_N: tl.constexpr
+def held_blocks(
+    q, table, scratch, batch, NEW: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The most blocks of keys that a sequence may have to be held in the scratch.
+    """The most blocks of keys that a sequence may have to be held in the scratch, and the blocks of all.
 
-    Where a plan's bound on all keys together is too low, the longest sequences are left out.
+    Where a plan's bound on all keys together is too low, the longest sequences are left out. NEW: blocks of
+    new keys count too.
     """
-    most = tl.cdiv(scratch.max_keys, BLOCK_N)
-    low = most * 0
-    if batch * most > scratch.key_blocks:
-        high, probe = most + 1, most
-        while low < high - 1:
-            total = most * 0
-            for first in range(0, batch, SEQUENCES):
-                seqs = first + tl.arange(0, SEQUENCES)
-                held, _ = held_keys(table, scratch, seqs, seqs < batch, probe, PAGE_SIZE, RAGGED, BLOCK_N)
-                total += tl.sum(tl.cdiv(held, BLOCK_N), 0)
-            fits = total <= scratch.key_blocks
-            low, high = tl.where(fits, probe, low), tl.where(fits, high, probe)
-            probe = (low + high) // 2
-    else:
-        low = most
-    return low
+    limit = tl.cdiv(scratch.max_keys, BLOCK_N)
+    total, new = count_blocks(q, table, scratch, batch, limit, NEW, PAGE_SIZE, RAGGED, BLOCK_N)
+    if total > scratch.key_blocks:
+        high, probe = limit + 1, limit
+        limit *= 0
+        while limit < high - 1:
+            blocks, _ = count_blocks(q, table, scratch, batch, probe, False, PAGE_SIZE, RAGGED, BLOCK_N)
+            fits = blocks <= scratch.key_blocks
+            total = tl.where(fits, blocks, total)
+            limit, high = tl.where(fits, probe, limit), tl.where(fits, high, probe)
+            probe = (limit + high) // 2
+        # With a limit of zero no sequence is held.
+        total = tl.where(limit > 0, total, 0)
+    return limit, total + new
 
 
 @triton.jit
@@ -243,8 +243,8 @@ def count_blocks(
     q, table, scratch, batch, limit, NEW: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of keys that `find_block` finds: those in the cache, and with NEW those of new keys."""
-    total, claimed = batch * 0, batch * 0
+    """Blocks of the cache's keys that are held with this limit, and with NEW blocks of new keys."""
+    total, new, claimed = batch * 0, batch * 0, batch * 0
     for first in range(0, batch, SEQUENCES):
         seqs = first + tl.arange(0, SEQUENCES)
         _, length, claimed = query_ranges(q, seqs, batch, claimed)
@@ -252,8 +252,8 @@ def count_blocks(
         held, _ = held_keys(table, scratch, seqs, seqs < batch, limit, PAGE_SIZE, RAGGED, BLOCK_N)
         total += tl.sum(tl.where(length > 0, tl.cdiv(held, BLOCK_N), 0), 0)
         if NEW:
-            total += tl.sum(tl.cdiv(length, BLOCK_N), 0)
-    return total
+            new += tl.sum(tl.cdiv(length, BLOCK_N), 0)
+    return total, new
 
 
 @triton.jit

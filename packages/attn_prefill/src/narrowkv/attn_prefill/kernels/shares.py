@@ -11,9 +11,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from narrowkv.attn_decode.kernels.loop import Keys, State, attend_to_rows, unless_zero
 from narrowkv.attn_prefill.kernels.rows import in_scalar_register
 from narrowkv.paged_cache.kernels.pages import sequence_length
-from narrowkv.runtime.attention.masks import SEQUENCES, query_ranges
+from narrowkv.paged_cache.kernels.queries import times_sign
+from narrowkv.paged_cache.kernels.tiles import LEAST_FACTOR, zeros_in_parts
+from narrowkv.quant.device import join_parts
+from narrowkv.runtime.attention.masks import SEQUENCES, SeenKeys, query_ranges, visible_range
 from narrowkv.runtime.attention.results import (
     is_last_program,
     merge_partial_results,
@@ -70,15 +74,15 @@ def work_of(
 
 @triton.jit
 def share_of(
-    q, table, batch, unit, num_units, APPENDS: tl.constexpr, GQA_RATIO: tl.constexpr,
+    q, table, batch, unit, slots, APPENDS: tl.constexpr, GQA_RATIO: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """The share of work unit `unit`, a `Share`.
 
     Splits have at most `size` key tiles. All tiles of rows together have at most total / size splits, and one
-    more each, so with size = total / (num_units - tiles of rows) the units suffice; there must be more of
-    them than tiles of rows.
+    more each, so size = total / (units - tiles of rows) gives at most that many units: as many as run at
+    once, the `slots`, or twice the tiles of rows if these are many. `tiles.work_units` bounds that number.
     """
     total, row_tiles, claimed = batch * 0, batch * 0, batch * 0
     for first in range(0, batch, SEQUENCES):
@@ -89,7 +93,8 @@ def share_of(
         )  # fmt: skip
         total += tl.sum(tiles * keys, 0)
         row_tiles += tl.sum(tiles, 0)
-    size = tl.maximum(tl.cdiv(total, tl.maximum(num_units - row_tiles, 1)), _LEAST_TILES)
+    most = tl.maximum(slots, row_tiles + tl.minimum(row_tiles, slots))
+    size = tl.maximum(tl.cdiv(total, tl.maximum(most - row_tiles, 1)), _LEAST_TILES)
     seq = batch * 0 - 1
     q_start, q_len, within, own_tiles, num_splits = batch * 0, batch * 0, batch * 0, batch * 0, batch * 0
     units_before, claimed, counter = batch * 0, batch * 0, batch * 0
@@ -124,9 +129,61 @@ def share_of(
 
 
 @triton.jit
+def attend_to_share(
+    q, q_low, logit_scale, soft_cap, k, v, k_descale, v_descale, table, read, query_pos,
+    begin, end, full, full_end, num_splits,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """`attend_to_pages` by the loop of decode, whose loads the compiler pipelines.
+
+    Args:
+        logit_scale: of the scores, one number.
+        full, full_end: the key tiles that all rows see whole.
+    """
+    K_PARTS: tl.constexpr = K.parts
+    V_PARTS: tl.constexpr = V.parts
+    WINDOW_LEFT: tl.constexpr = RULES.window_left
+    WINDOW_RIGHT: tl.constexpr = RULES.window_right
+    BLOCK_M: tl.constexpr = BLOCKS.m
+    BLOCK_D: tl.constexpr = BLOCKS.d
+    # The softmax of unmasked tiles takes the maximum before it scales, so the scale must be positive.
+    q = times_sign(q, logit_scale, K_PARTS)
+    q_low = times_sign(q_low, logit_scale, K_PARTS)
+    logit_scale = tl.abs(logit_scale)
+    state = State(
+        zeros_in_parts(BLOCK_M, BLOCK_D, V_PARTS),
+        tl.full([BLOCK_M], float("-inf"), tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+        logit_scale * 0.0 + LEAST_FACTOR,
+    )
+    keys = Keys(read.row_base, read.kv_head, read.first, read.last)
+    low, high = visible_range(query_pos, 0, read.num_keys, False, WINDOW_LEFT, WINDOW_RIGHT)
+    seen = SeenKeys(low if WINDOW_LEFT >= 0 else None, tl.minimum(high, read.num_keys - 1), None, 0)
+    if BLOCK_M >= 64:
+        # A loop once around leaves Q in shared memory, see `_paged_decode_kernel`.
+        once = tl.minimum(num_splits, 1)
+        for _ in range(once):
+            state = attend_to_rows(
+                begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale,
+                v_descale, table, keys, seen, SIZES, K, V, RULES, BLOCKS,
+            )  # fmt: skip
+            q = unless_zero(once, q, K_PARTS)
+    else:
+        state = attend_to_rows(
+            begin, end, full, full_end, q, q_low, logit_scale, soft_cap, state, k, v, k_descale,
+            v_descale, table, keys, seen, SIZES, K, V, RULES, BLOCKS,
+        )  # fmt: skip
+    acc, m, l, largest = state
+    joined = join_parts(acc, V_PARTS)
+    if V.factors:
+        joined *= largest
+    return joined, m, l
+
+
+@triton.jit
 def merge_shares(
     workspace, share, acc, m, l, kv_head, row_mask, NUM_KV_HEADS: tl.constexpr, SETTLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    NVIDIA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Stores the partial result of a share; for the last of a tile, returns True and all splits merged.
 
@@ -142,6 +199,16 @@ def merge_shares(
         write = is_last_program(workspace, share.counter * NUM_KV_HEADS + kv_head, share.num_splits, SETTLE)
         if write:
             acc, m, l = merge_partial_results(
-                workspace, acc, m, l, first_slot, step, share.num_splits, row_mask, BLOCK_M, BLOCK_D, 1
+                workspace,
+                acc,
+                m,
+                l,
+                first_slot,
+                step,
+                share.num_splits,
+                row_mask,
+                BLOCK_M,
+                BLOCK_D,
+                4 if NVIDIA and BLOCK_M < 64 else 1,
             )
     return write, acc, m, l

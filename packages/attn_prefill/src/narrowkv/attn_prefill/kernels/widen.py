@@ -11,9 +11,8 @@ from narrowkv.attn_prefill.kernels.arguments import Queries, Scratch
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
     begin_next_launch,
-    count_blocks,
     find_block,
-    longest_held,
+    held_blocks,
     schedule_tiles,
 )
 from narrowkv.paged_cache.kernels.pages import (
@@ -179,6 +178,24 @@ def widen_block(
         store_value_power(scratch, power, unusual, blocks)
 
 
+@triton.jit
+def find_and_widen_block(
+    q, k, v, k_descale, v_descale, table, scratch, batch, block, limit, kv_head,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_TYPE: tl.constexpr,
+    WIDE_ADDRESS: tl.constexpr, NVIDIA: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Widens block `block` of all sequences' keys, of one head."""
+    PAGE_SIZE: tl.constexpr = SIZES.page_size
+    RAGGED: tl.constexpr = SIZES.ragged
+    seq, in_seq, kv_len, _, _ = find_block(
+        q, table, scratch, batch, block, limit, True, False, PAGE_SIZE, RAGGED, BLOCK_N, NVIDIA
+    )
+    widen_block(
+        k, v, k_descale, v_descale, table, scratch, seq, block, in_seq * BLOCK_N, kv_head, kv_len, 1.0,
+        SIZES, K, V, K_TYPE, False, WIDE_ADDRESS, BLOCK_D, BLOCK_N,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _widen_kernel(
     q, cache, table, scratch,
@@ -191,7 +208,8 @@ def _widen_kernel(
     Args:
         q: `Queries`; cache: `Cache`; table: `Table`; scratch: `Scratch`: without the sizes that follow.
         block_m: rows of a tile of the launch that attends. num_tiles: how many there are at most.
-        num_blocks: programs of a head that widen; each takes every `num_blocks`th block.
+        num_blocks: programs of a head that widen; each takes every `num_blocks`th block. CDNA has a program
+            for each block: in a loop the compiler keeps 80 registers instead of 55.
         SIZES, K, V, FILLING, BLOCKS: `Sizes`, `Stored`, `Stored`, `Filling`, `Blocks`.
     """
     NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
@@ -223,13 +241,16 @@ def _widen_kernel(
         )  # fmt: skip
         return
     kv_head = pid % NUM_KV_HEADS
-    limit = longest_held(table, scratch, batch, PAGE_SIZE, RAGGED, BLOCK_N)
-    total = count_blocks(q, table, scratch, batch, limit, False, PAGE_SIZE, RAGGED, BLOCK_N)
-    for block in range(pid // NUM_KV_HEADS, total, num_blocks):
-        seq, in_seq, kv_len, _, _ = find_block(
-            q, table, scratch, batch, block, limit, True, False, PAGE_SIZE, RAGGED, BLOCK_N, NVIDIA
-        )
-        widen_block(
-            k, v, k_descale, v_descale, table, scratch, seq, block, in_seq * BLOCK_N, kv_head, kv_len, 1.0,
-            SIZES, K, V, K_TYPE, False, WIDE_ADDRESS, BLOCK_D, BLOCK_N,
+    limit, total = held_blocks(q, table, scratch, batch, False, PAGE_SIZE, RAGGED, BLOCK_N)
+    first = pid // NUM_KV_HEADS
+    if NVIDIA:
+        for block in range(first, total, num_blocks):
+            find_and_widen_block(
+                q, k, v, k_descale, v_descale, table, scratch, batch, block, limit, kv_head,
+                SIZES, K, V, K_TYPE, WIDE_ADDRESS, NVIDIA, BLOCK_D, BLOCK_N,
+            )  # fmt: skip
+    elif first < total:
+        find_and_widen_block(
+            q, k, v, k_descale, v_descale, table, scratch, batch, first, limit, kv_head,
+            SIZES, K, V, K_TYPE, WIDE_ADDRESS, NVIDIA, BLOCK_D, BLOCK_N,
         )  # fmt: skip

@@ -192,8 +192,11 @@ def _scale(scales, TILE: gl.constexpr, STORED: gl.constexpr, WORDS: gl.constexpr
     elif STORED.GROUP == 64:
         scale = e8m0_to_fp32(scales[BYTE // 4] >> (BYTE % 4 * 8) & 0xFF)[:, None]
     else:
-        half = gl.arange(0, 16, gl.SliceLayout(0, WORDS)) // 8
-        scale = e8m0_to_fp32(scales[BYTE // 4][:, None] >> (BYTE % 4 * 8 + half * 8)[None, :] & 0xFF)
+        # Bit 3 of a word's number is the same in all words of a thread.
+        second = (gl.arange(0, 16, gl.SliceLayout(0, WORDS)) & 8) != 0
+        pair = scales[BYTE // 4] >> (BYTE % 4 * 8)
+        byte = gl.where(second[None, :], (pair >> 8)[:, None], pair[:, None]) & 0xFF
+        scale = e8m0_to_fp32(byte)
     return scale.to(gl.bfloat16)
 
 

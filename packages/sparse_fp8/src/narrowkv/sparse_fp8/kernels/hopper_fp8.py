@@ -75,22 +75,15 @@ def _sum_fp8_warps(
             prefix_csr, extend_csr, num_tokens, num_splits, num_items,
             CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
         )  # fmt: skip
-        # Indices of four tiles are under way at once, then their scales: two waits, not eight.
-        first_indices, first_scales = (), ()
-        for _ in gl.static_range(4):
+        for number in range(4):
             ahead, stream = _next_indices(
                 prefix_csr, extend_csr, num_tokens, num_splits, num_items, stream, r,
                 CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
             )  # fmt: skip
-            first_indices = first_indices + (ahead,)
-        for number in gl.static_range(4):
             scale = _look_up(
-                prefix, extend, first_indices[number], slots, number, CALL.HAS_PREFIX, CALL.HAS_EXTEND,
-                PREFIX, EXTEND,
-            )  # fmt: skip
-            first_scales = first_scales + (scale,)
-        for number in gl.static_range(4):
-            scales.index(number).store(_as_bf16(first_scales[number]))
+                prefix, extend, ahead, slots, number, CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND
+            )
+            scales.index(number).store(_as_bf16(scale))
         ahead, stream = _next_indices(
             prefix_csr, extend_csr, num_tokens, num_splits, num_items, stream, r,
             CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,

@@ -13,6 +13,7 @@ from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_deco
 from narrowkv.attn_decode.cases import BOUND
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant.accuracy import compare
+from narrowkv.testing.backends import PEER_BOUND
 from narrowkv.testing.bench.large_cache import CacheSizes, LargeCache
 from narrowkv.testing.bench.measure import Bench, Call
 from narrowkv.testing.bench.modelled import ModelCall
@@ -128,7 +129,7 @@ class DecodeBench(Bench[DecodeSizes]):
         yield call
         for name, peer in self._peers.items():
             prepare = partial(peer, q, cache, table)
-            yield replace(call, labels={"backend": name}, prepare=prepare, is_peer=True)
+            yield replace(call, labels={"backend": name}, prepare=prepare, bound=PEER_BOUND, is_peer=True)
 
     def modelled(self, shape: DecodeSizes) -> list[ModelCall]:
         """Sequences share their pages, and are as short as keeps some passes in every split."""

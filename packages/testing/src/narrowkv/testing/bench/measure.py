@@ -14,7 +14,7 @@ from narrowkv.testing.bench.ceilings import Ceilings
 from narrowkv.testing.bench.modelled import ModelCall
 from narrowkv.testing.bench.timing import GraphTimer, Timing
 
-__all__ = ["Bench", "Call", "Row", "measure", "time_checked"]
+__all__ = ["Bench", "Call", "Row", "check", "measure", "time_checked"]
 
 Shape = TypeVar("Shape")
 
@@ -119,11 +119,7 @@ def measure(call: Call, sizes: Mapping[str, Any], ceilings: Ceilings, timer: Gra
     try:
         error, timing = time_checked(call, timer)
     except Exception as problem:
-        if not call.is_peer:
-            raise
-        reason = (str(problem).strip().splitlines() or [""])[0]
-        kind = "" if isinstance(problem, UnsupportedError) else f"{type(problem).__name__}: "
-        return replace(row, status="refused", detail=f"{kind}{reason}")
+        return _refused(row, call, problem)
     row = replace(row, relative_l1=error)
     if timing is None or not (error is None or error <= call.bound):
         when = "before" if timing is None else "after"
@@ -136,6 +132,31 @@ def measure(call: Call, sizes: Mapping[str, Any], ceilings: Ceilings, timer: Gra
         flops_per_s=call.flops / seconds,
         extra={name: None if figure is None else figure(timer) for name, figure in call.extra.items()},
     )  # fmt: skip
+
+
+def _refused(row: Row, call: Call, problem: Exception) -> Row:
+    """The row of a peer that raised. What another call raised is raised again."""
+    if not call.is_peer:
+        raise problem
+    reason = (str(problem).strip().splitlines() or [""])[0]
+    kind = "" if isinstance(problem, UnsupportedError) else f"{type(problem).__name__}: "
+    return replace(row, status="refused", detail=f"{kind}{reason}")
+
+
+def check(call: Call, sizes: Mapping[str, Any]) -> Row:
+    """The row of a call whose answer is checked and which is not timed: a rehearsal without a GPU."""
+    row = Row(dict(call.labels), dict(sizes))
+    try:
+        o = call.prepare()()
+    except Exception as problem:
+        return _refused(row, call, problem)
+    error = math.nan if call.error is None or not bool(torch.isfinite(o).all()) else call.error(o)
+    if error <= call.bound:
+        return replace(row, relative_l1=error)
+    status = "inexact" if call.is_peer else "fail"
+    return replace(
+        row, relative_l1=error, status=status, detail=f"relative L1 {error:.3g}, bound {call.bound:g}"
+    )
 
 
 class Bench(Generic[Shape]):
@@ -160,13 +181,21 @@ class Bench(Generic[Shape]):
         """The calls of a shape for the timing model of AMD targets."""
         raise NotImplementedError
 
+    def sizes(self, shape: Shape) -> dict[str, Any]:
+        """What a row says about its shape."""
+        return asdict(shape)  # type: ignore[call-overload,no-any-return]  # every shape is a dataclass
+
     def is_baseline(self, row: Row) -> bool:
         """Whether other rows of the shape are compared with this one."""
         return False
 
+    def rehearse(self, shape: Shape) -> tuple[Row, ...]:
+        """The rows of a shape whose calls are checked and not timed."""
+        return tuple(check(call, self.sizes(shape)) for call in self.calls(shape))
+
     def measure(self, shape: Shape, ceilings: Ceilings, timer: GraphTimer) -> tuple[Row, ...]:
         """The rows of a shape."""
-        sizes = asdict(shape)  # type: ignore[call-overload]  # every shape is a dataclass
+        sizes = self.sizes(shape)
         rows = [measure(call, sizes, ceilings, timer) for call in self.calls(shape)]
         if not self.ratio:
             return tuple(rows)

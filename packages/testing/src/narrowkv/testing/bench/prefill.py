@@ -9,8 +9,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 
 from narrowkv.attn_decode import paged_decode, plan_decode
 from narrowkv.attn_decode.cases import BOUND
@@ -24,6 +22,7 @@ from narrowkv.attn_prefill import (
 from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.quant.accuracy import compare
+from narrowkv.testing.backends import sdpa
 from narrowkv.testing.bench.large_cache import CacheSizes, LargeCache
 from narrowkv.testing.bench.measure import Bench, Call
 from narrowkv.testing.bench.modelled import ModelCall
@@ -33,6 +32,7 @@ from narrowkv.testing.model import ModelExecutor, Scale
 _CHECKED_TOKENS = 16  # at either end of the chunk
 _TRACED_TOKENS = 512  # of the chunk, by the model
 _TRACED_KEYS = 512  # of each split, by the model
+_MOST_SHARES = 32  # splits of a tile of rows, see `narrowkv.attn_prefill.kernels.shares`
 
 Paged = tuple[torch.Tensor, PagedKVCache, PageTable, torch.Tensor]
 
@@ -123,7 +123,7 @@ class PrefillBench(Bench[PrefillSizes]):
             lambda o: max(compare(o[rows], expected).relative_l1 for rows, expected in ends),
             BOUND,
             extra={
-                "sdpa_us": us(_sdpa, q, cache, table, shape.new),
+                "sdpa_us": us(_sdpa, q, cache, table),
                 "append_us": None if one else us(_append_and_attend, shape, paged),
                 "apart_us": None if one else us(_append_then_attend, shape, paged),
                 "decode_us": us(_decode, q, cache, table) if one else None,
@@ -152,17 +152,14 @@ def _ends(q: torch.Tensor, cache: PagedKVCache, table: PageTable) -> Iterator[tu
         yield rows, expected
 
 
-def _sdpa(q: torch.Tensor, cache: PagedKVCache, table: PageTable, new: int) -> Callable[[], torch.Tensor]:
+def _sdpa(q: torch.Tensor, cache: PagedKVCache, table: PageTable) -> Callable[[], torch.Tensor]:
     """Gather, dequantise, attend: what an engine does that has no kernel for its cache."""
 
     def call() -> torch.Tensor:
         sides = ((cache.k, cache.k_descale), (cache.v, cache.v_descale))
         k, v = (x[table.page_ids[0].long()].flatten(0, 1).to(q.dtype).mul_(descale) for x, descale in sides)
         rows, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        if k.shape[2] == new:
-            return scaled_dot_product_attention(rows, k, v, is_causal=True, enable_gqa=True)
-        mask = causal_lower_right(new, k.shape[2])
-        return scaled_dot_product_attention(rows, k, v, attn_mask=mask, enable_gqa=True)
+        return sdpa(rows, k, v)
 
     return call
 
@@ -215,9 +212,14 @@ def _trace(shape: PrefillSizes, appends: bool, executor: ModelExecutor) -> objec
         table = PageTable.from_block_table(
             table.page_ids, cached_lens=table.seq_lens - shape.new, page_size=table.page_size
         )
-        splits = plan_append(q, cache, table, starts).config.num_splits
+        config = plan_append(q, cache, table, starts).config
     else:
-        splits = plan_prefill(q, cache, table, starts, max_q_len=shape.new).config.num_splits
+        config = plan_prefill(q, cache, table, starts, max_q_len=shape.new).config
+    splits, kernel = config.num_splits, ""
+    if config.kernel == "split":
+        # The loop of "fused", with as many splits as the programs of a KV head give each tile of rows.
+        tiles = -(-shape.new * shape.ratio // config.block_m)
+        splits, kernel = max(2, min(splits // tiles, _MOST_SHARES)), "fused"
     new = min(shape.new, _TRACED_TOKENS)
     middle = shape.length - shape.new / 2
     prefix = max(int(min(middle, _TRACED_KEYS * splits)) - new // 2, 0)
@@ -226,8 +228,8 @@ def _trace(shape: PrefillSizes, appends: bool, executor: ModelExecutor) -> objec
         keys=shape.num_kv_heads * shape.length / (prefix + new),
     )  # fmt: skip
     return PrefillCase(
-        operation="append" if appends else "prefill", q_lens=(new,), lens=(prefix + new,), num_kv_heads=1,
-        gqa_ratio=shape.ratio, head_dim=shape.head_dim, page_size=shape.page_size,
+        operation="append" if appends else "prefill", kernel=kernel, q_lens=(new,), lens=(prefix + new,),
+        num_kv_heads=1, gqa_ratio=shape.ratio, head_dim=shape.head_dim, page_size=shape.page_size,
         format=shape.cache.cache_format, scale_group=shape.cache.scale_group or None, num_splits=splits,
         clean=True,
     ).inputs().call()  # fmt: skip

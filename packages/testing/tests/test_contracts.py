@@ -1,4 +1,4 @@
-"""The contract sets are what the command's contract names."""
+"""The contract sets ask what they are named after."""
 
 from __future__ import annotations
 
@@ -6,24 +6,9 @@ import dataclasses
 
 import pytest
 
-from narrowkv.cli.contracts import CONTRACT_SETS, DECODE, PREFILL, Contract, find_set
+from narrowkv.testing.contracts import CONTRACT_SETS, DECODE, PREFILL, Contract
 
 EVERY = pytest.mark.parametrize("name", list(CONTRACT_SETS))
-
-
-def test_the_named_sets_exist() -> None:
-    named = {
-        "glm-gqa12",
-        "glm-gqa12-long",
-        "batch-prefill",
-        "fp4-capacity",
-        "prefill-append",
-        "dsv4-sparse",
-        "sage",
-    }
-    assert set(CONTRACT_SETS) == named
-    assert find_set("glm-gqa12") is CONTRACT_SETS["glm-gqa12"]
-    assert find_set("glm") is None
 
 
 def test_the_main_set_has_the_shape_of_the_job() -> None:
@@ -59,6 +44,6 @@ def test_no_contract_is_asked_twice(name: str) -> None:
 
 
 def test_a_contract_names_its_cache_and_function() -> None:
-    contract = Contract("a.b:c", "bf16", "fp8_e4m3fn", "fp4_e2m1", 16, 0.002)
+    contract = Contract("c", "bf16", "fp8_e4m3fn", "fp4_e2m1", 16, 0.002)
     assert contract.function == "c"
     assert contract.cache == "fp8_e4m3fn/fp4_e2m1"

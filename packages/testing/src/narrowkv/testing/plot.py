@@ -1,4 +1,4 @@
-"""Plots of what the commands measure; needs the extra `plot`.
+"""Plots of what was measured; needs matplotlib.
 
 Series differ in colour and in marker, so that they can be told apart in grey and by colour-blind readers.
 """

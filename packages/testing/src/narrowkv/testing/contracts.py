@@ -1,17 +1,23 @@
 """Contract sets as data: which combinations of operation, formats and pages a set asks about, at which shape.
 
-Nothing here says what works: `probe` asks the operations themselves, and a refusal is a failure.
+Nothing here says what works: `narrowkv probe` asks the operations themselves, and a refusal is a failure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from narrowkv.cli.report import ExitCode, Report
+from narrowkv.attn_decode.cases import DecodeCase
+from narrowkv.attn_prefill.cases import QUERIES, PrefillCase
+from narrowkv.paged_cache import CacheFormat
+from narrowkv.runtime.cases import Case
+from narrowkv.sage.cases import SageCase
+from narrowkv.sparse_fp8.cases import SparseCase
+
+__all__ = ["CONTRACT_SETS", "OPERATIONS", "Contract", "ContractSet", "Shape", "contract_case"]
 
 # Kernel error of a 16-bit query over any cache; where PV runs on FP8 matrix units the bound is wider.
 BOUND_16_BIT_QUERY = 0.002
@@ -53,7 +59,7 @@ class Contract:
     """One question: does this operation take these formats at this page size, and how exact is it.
 
     Attributes:
-        operation: "module:function" that must answer, one of `operations.OPERATIONS`.
+        operation: name of the function that must answer, one of `OPERATIONS`.
         q: format of the query.
         k, v: storage formats of the cache; for operations without a cache, of K and V.
         page_size: tokens a page; 0 where there are no pages.
@@ -73,18 +79,14 @@ class Contract:
 
     @property
     def function(self) -> str:
-        """The operation's bare name, and the variant."""
-        return f"{self.operation.partition(':')[2]} {self.variant}".rstrip()
+        """The operation, and the variant."""
+        return f"{self.operation} {self.variant}".rstrip()
 
     @property
     def cache(self) -> str:
         """Cache format as --format takes it."""
         formats = self.k if self.k == self.v else f"{self.k}/{self.v}"
         return f"{formats}:{self.scale_group}" if self.scale_group else formats
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the JSON document."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,13 @@ class ContractSet:
     contracts: tuple[Contract, ...]
 
 
-DECODE = "narrowkv.attn_decode:paged_decode"
-PREFILL = "narrowkv.attn_prefill:batch_prefill"
-APPEND = "narrowkv.attn_prefill:prefill_append"
-SAGE = "narrowkv.sage:sage_attention"
-SPARSE = "narrowkv.sparse_fp8:sparse_prefill"
-SPARSE_FP8 = "narrowkv.sparse_fp8:sparse_prefill_fp8"
-SPARSE_DECODE = "narrowkv.sparse_fp8:sparse_decode"
+DECODE = "paged_decode"
+PREFILL = "batch_prefill"
+APPEND = "prefill_append"
+SAGE = "sage_attention"
+SPARSE = "sparse_prefill"
+SPARSE_FP8 = "sparse_prefill_fp8"
+SPARSE_DECODE = "sparse_decode"
 
 _16_BIT = ("bf16", "fp16")
 _FP8 = ("fp8_e4m3fn", "fp8_e4m3fnuz")
@@ -207,23 +209,77 @@ CONTRACT_SETS: dict[str, ContractSet] = {
 }
 
 
-def find_set(name: str) -> ContractSet | None:
-    """The set of that name, or None."""
-    return CONTRACT_SETS.get(name)
+def _cache(contract: Contract, shape: Shape, clean: bool) -> dict[str, Any]:
+    """Fields of a paged cache, of the query, and of the heads."""
+    return {
+        "num_kv_heads": shape.num_kv_heads,
+        "gqa_ratio": shape.gqa_ratio,
+        "head_dim": shape.head_dim,
+        "page_size": contract.page_size,
+        "format": contract.k if contract.k == contract.v else CacheFormat(contract.k, contract.v),
+        "scale_group": contract.scale_group or None,
+        "q_dtype": QUERIES[contract.q],
+        "clean": clean,
+        "spread": 1.0,
+    }
 
 
-def list_sets(report: Report) -> ExitCode:
-    """Shows the names of the sets."""
-    from narrowkv.cli.report import ExitCode
-    from narrowkv.cli.sheet import Column, Sheet, keys, numbers
+def _decode(contract: Contract, shape: Shape, clean: bool) -> DecodeCase:
+    lens = (shape.context,) * shape.batch
+    return DecodeCase(lens=lens, q_len=shape.q_len, **_cache(contract, shape, clean))
 
-    sheet = Sheet([*keys("set"), *numbers("contracts"), Column("asks"), Column("shape")])
-    for s in CONTRACT_SETS.values():
-        sheet.add(s.name, len(s.contracts), s.title, s.shape)
-    report.show(sheet)
-    listed = [
-        {"name": s.name, "title": s.title, "shape": s.shape, "contracts": s.contracts}
-        for s in CONTRACT_SETS.values()
-    ]
-    rows = [{"set": s.name, **c.as_dict()} for s in CONTRACT_SETS.values() for c in s.contracts]
-    return report.finish({"sets": listed}, ExitCode.OK, rows=rows)
+
+def _prefill(contract: Contract, shape: Shape, clean: bool) -> PrefillCase:
+    return PrefillCase(
+        q_lens=(shape.q_len,) * shape.batch, lens=(shape.context,) * shape.batch, ragged=True,
+        **_cache(contract, shape, clean),
+    )  # fmt: skip
+
+
+def _append(contract: Contract, shape: Shape, clean: bool) -> PrefillCase:
+    """A chunk of `q_len` new tokens of each sequence over `context` older ones."""
+    return PrefillCase(
+        operation="append", q_lens=(shape.q_len,) * shape.batch,
+        lens=(shape.context + shape.q_len,) * shape.batch, **_cache(contract, shape, clean),
+    )  # fmt: skip
+
+
+def _sparse(contract: Contract, shape: Shape, clean: bool) -> SparseCase:
+    """Queries of `q_len` tokens, each over `context` rows of a pool."""
+    fp8 = contract.k.startswith("fp8_")
+    return SparseCase(
+        mode=contract.variant or ("decode" if contract.operation == SPARSE_DECODE else "wide"),
+        layout="packed584" if fp8 else contract.k,
+        prefix_lens=(shape.context,) * shape.q_len,
+        num_qo_heads=shape.num_qo_heads,
+        q="fp8" if contract.q.startswith("fp8_") else contract.q,
+        format=contract.k if fp8 else SparseCase.format,
+        page_size=contract.page_size,
+        clean=clean,
+    )
+
+
+def _sage(contract: Contract, shape: Shape, clean: bool) -> SageCase:
+    """Q of a contract is what Q and K are multiplied in; causal, as in prefill."""
+    return SageCase(
+        qk_dtype="fp8" if contract.q.startswith("fp8_") else contract.q, causal="bottom_right",
+        q_lens=(shape.context,), k_lens=(shape.context,), num_kv_heads=shape.num_kv_heads,
+        gqa_ratio=shape.gqa_ratio, head_dim=shape.head_dim,
+    )  # fmt: skip
+
+
+OPERATIONS: dict[str, Callable[[Contract, Shape, bool], Case]] = {
+    DECODE: _decode,
+    PREFILL: _prefill,
+    APPEND: _append,
+    SAGE: _sage,
+    SPARSE: _sparse,
+    SPARSE_FP8: _sparse,
+    SPARSE_DECODE: _sparse,
+}
+"""By the contract's operation: its case, for a cache that is declared clean or not."""
+
+
+def contract_case(contract: Contract, shape: Shape, *, clean: bool = False) -> Case:
+    """The call that a contract asks for at a shape."""
+    return OPERATIONS[contract.operation](contract, shape, clean)

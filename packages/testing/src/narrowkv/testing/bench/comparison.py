@@ -1,0 +1,83 @@
+"""Measured beside modelled rows of benches' documents, as rows and as text to paste into an issue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from narrowkv.testing.records import number
+
+_DIFFERS = 1.25  # a row whose measured time is this factor from the model's is listed
+
+
+def _measured(document: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], float | None]]:
+    """Name of the call, row and microseconds of what a bench measured of narrowkv."""
+    for row in document.get("rows", ()):
+        if row.get("backend", "narrowkv") != "narrowkv":
+            continue
+        if document["bench"] == "prefill":
+            yield "batch_prefill", row, row["median_us"]
+            yield "prefill_append", row, row["append_us"]
+        elif document["bench"] == "sage":
+            yield f"{row['qk']}, {row['granularity']}", row, row["median_us"]
+        else:
+            yield row.get("mode", document["bench"]), row, row["median_us"]
+
+
+def _same(bench: str, call: str, row: dict[str, Any], other: str, model: dict[str, Any]) -> bool:
+    """Whether a modelled row is of the call that was measured."""
+    shape = model["shape"].items()
+    return bench == other and call == model["name"] and all(row.get(key) == size for key, size in shape)
+
+
+def compare(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Measured beside modelled rows of benches' documents; what one of them lacks is None."""
+    modelled = [(d["bench"], row) for d in documents for row in d.get("model_rows", ())]
+    rows: list[dict[str, Any]] = []
+    for document in documents:
+        for call, row, us in _measured(document):
+            model = next((m for bench, m in modelled if _same(document["bench"], call, row, bench, m)), None)
+            shape = model["shape"] if model else {k: v for k, v in row.items() if isinstance(v, int)}
+            model_us = model["model_us"] if model else None
+            rows.append({
+                "bench": document["bench"], "call": call, **shape, "status": row["status"],
+                "relative_l1": row["relative_l1"], "measured_us": us, "model_us": model_us,
+                "measured_over_model": us / model_us if us and model_us else None,
+                "model_bound": model["model_bound"] if model else "",
+            })  # fmt: skip
+    if not rows:
+        rows = [
+            {"bench": bench, "call": m["name"], **m["shape"], "measured_us": None,
+             "model_us": m["model_us"], "model_bound": m["model_bound"]}
+            for bench, m in modelled
+        ]  # fmt: skip
+    return rows
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """The report as text to paste into an issue."""
+    rows, steps = document["rows"], document["steps"]
+    lines = [f"# narrowkv report: {document['device']}", ""]
+    lines += [f"- {name}: {value}" for name, value in document["versions"].items() if value]
+    lines += ["", "| command | exit code | seconds |", "|---|---|---|"]
+    for step in steps:
+        code = "not finished" if step["exit_code"] is None else step["exit_code"]
+        lines.append(f"| `narrowkv {step['command']}` | {code} | {step['seconds']:.0f} |")
+    for step in steps:
+        if step["said"]:
+            lines += ["", f"`narrowkv {step['command']}`:", "", "```", step["said"], "```"]
+    heads = ("bench", "call", "sizes", "status", "measured us", "model us", "ratio", "model: bound")
+    lines += ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    known = {"bench", "call", "status", "relative_l1", "measured_us", "model_us", "measured_over_model",
+             "model_bound"}  # fmt: skip
+    for row in rows:
+        sizes = ", ".join(f"{key} {value}" for key, value in row.items() if key not in known)
+        times = (number(row.get(key), 4) for key in ("measured_us", "model_us", "measured_over_model"))
+        cells = (row["bench"], row["call"], sizes, row.get("status", "-"), *times, row["model_bound"] or "-")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    ratios = [(row, row["measured_over_model"]) for row in rows if row.get("measured_over_model")]
+    apart = [row for row, ratio in ratios if not 1 / _DIFFERS <= ratio <= _DIFFERS]
+    if ratios:
+        lines += ["", f"{len(apart)} of {len(ratios)} rows differ from the model by more than a factor of "
+                  f"{_DIFFERS}."]  # fmt: skip
+    return "\n".join([*lines, ""])

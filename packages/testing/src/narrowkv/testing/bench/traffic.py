@@ -1,0 +1,288 @@
+"""The benches of serving traffic: steps beside other implementations, and automatic beside forced choices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from narrowkv.attn_decode import paged_decode, plan_decode
+from narrowkv.attn_decode.cases import BOUND
+from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
+from narrowkv.attn_prefill.config import APPEND_KERNELS, KERNELS
+from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.quant.accuracy import compare
+from narrowkv.runtime.attention.reference import attention_reference
+from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.testing.backends import PEER_BOUND, Backend, NotAnsweringError
+from narrowkv.testing.bench.large_cache import LargeCache
+from narrowkv.testing.bench.measure import Bench, Call, Row
+from narrowkv.testing.traffic import Step
+
+__all__ = ["AUTOMATIC", "FORCED", "ChoicesBench", "StepInputs", "TrafficBench"]
+
+_CHECKED_TOKENS = 8  # at either end of a sequence's new tokens
+_NO_PAGE = -1  # in a block table past the end of a sequence
+_SPLITS = (1, 2, 4, 8, 16)
+AUTOMATIC = "automatic"
+
+Run = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The tensors of a step.
+
+    Attributes:
+        step: it.
+        q, cache, table, starts: as `batch_prefill` takes them; an append's lengths are those before it.
+        new: k_new and v_new of an append.
+        options: of the calls; there are none.
+    """
+
+    step: Step
+    q: torch.Tensor
+    cache: PagedKVCache
+    table: PageTable
+    starts: torch.Tensor
+    new: tuple[torch.Tensor, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def bounds(self) -> dict[str, Any]:
+        """What an engine's scheduler knows of a step without asking the device."""
+        step = self.step
+        tokens = sum(step.pages) * step.page_size
+        return {"max_q_len": max(step.q_lens), "max_seq_len": max(step.lens), "max_kv_tokens": tokens}
+
+    @property
+    def _paged(self) -> tuple[PagedKVCache, PageTable, torch.Tensor]:
+        return self.cache, self.table, self.starts
+
+    def part(self, begin: int, end: int) -> StepInputs:
+        """The step of some neighbouring sequences."""
+        step = self.step
+        first, last = sum(step.q_lens[:begin]), sum(step.q_lens[:end])
+        lens = self.table.seq_lens
+        assert lens is not None
+        table = PageTable.from_block_table(
+            self.table.page_ids[begin:end].contiguous(),
+            lens[begin:end].contiguous(),
+            page_size=step.page_size,
+        )
+        few = Step(step.model, step.traffic, step.q_lens[begin:end], step.lens[begin:end], step.format)
+        return StepInputs(
+            few, self.q[first:last], self.cache, table, self.starts[begin : end + 1] - first, self.new
+        )
+
+    def paged_decode(self, out: torch.Tensor, **forced: Any) -> Run:
+        """Plans as an engine does, for the capacity of its block table."""
+        plan = plan_decode(self.q, self.cache, self.table, **forced)
+        run: Any = partial(paged_decode, self.q, self.cache, self.table, out=out, plan=plan)
+        return run  # type: ignore[no-any-return]
+
+    def batch_prefill(self, out: torch.Tensor, **forced: Any) -> Run:
+        """Plans as an engine does, with the bounds that it knows."""
+        plan = plan_prefill(self.q, self.cache, self.table, self.starts, **self.bounds, **forced)
+        run: Any = partial(batch_prefill, self.q, *self._paged, out=out, plan=plan)
+        return run  # type: ignore[no-any-return]
+
+    def prefill_append(self, out: torch.Tensor, **forced: Any) -> Run:
+        """The same for a call that stores the new tokens; every replay stores them again."""
+        k_new, v_new = self.new
+        plan = plan_append(self.q, self.cache, self.table, self.starts, **self.bounds, **forced)
+        run: Any = partial(prefill_append, self.q, k_new, v_new, *self._paged, out=out, plan=plan)
+        return run  # type: ignore[no-any-return]
+
+    def two_calls(self, out: torch.Tensor) -> Run:
+        """`paged_decode` for the sequences with one new token, which come first, then `batch_prefill`.
+
+        Raises:
+            UnsupportedError: the step cannot be divided so.
+        """
+        q_lens = self.step.q_lens
+        ones = next((i for i, new in enumerate(q_lens) if new != 1), len(q_lens))
+        if not 0 < ones < len(q_lens) or 1 in q_lens[ones:]:
+            raise UnsupportedError("needs sequences with one new token, then others")
+        decode = self.part(0, ones).paged_decode(out[:ones])
+        prefill = self.part(ones, len(q_lens)).batch_prefill(out[ones:])
+
+        def run() -> torch.Tensor:
+            decode()
+            prefill()
+            return out
+
+        return run
+
+    def error(self) -> Callable[[torch.Tensor], float]:
+        """Relative L1 error of an output: the ends of the shortest, longest and most queried sequences."""
+        step = self.step
+        order = sorted(range(len(step.lens)), key=lambda i: step.lens[i])
+        most = max(order, key=lambda i: step.q_lens[i])
+        chosen = {i: self._expected(i) for i in {order[0], order[len(order) // 2], order[-1], most}}
+
+        def error(o: torch.Tensor) -> float:
+            return max(compare(o[rows], expected).relative_l1 for rows, expected in chosen.values())
+
+        return error
+
+    def _expected(self, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Some rows of q that belong to a sequence, and their output."""
+        step, device = self.step, self.q.device
+        first, new = sum(step.q_lens[:seq]), step.q_lens[seq]
+        tokens = [i for i in range(new) if i < _CHECKED_TOKENS or i >= new - _CHECKED_TOKENS]
+        rows = torch.tensor([first + i for i in tokens], device=device)
+        k, v = self.cache.gather(self.table, seq)
+        if step.appends:
+            k, v = (
+                torch.cat([old, x[first : first + new].float()])
+                for old, x in zip((k, v), self.new, strict=True)
+            )
+        o, _ = attention_reference(
+            self.q[rows], k, v, rows - first + step.lens[seq] - new, sm_scale=step.heads.head_dim**-0.5,
+            logits_soft_cap=0.0, window_left=-1, window_right=0, sinks=None,
+        )  # fmt: skip
+        return rows, o
+
+
+class TrafficBench(Bench[Step]):
+    """Steps of a serving engine, by narrowkv's calls and by other implementations.
+
+    Args:
+        peers: other implementations, which are asked about steps that store nothing.
+        device: of the tensors.
+    """
+
+    name = "traffic"
+    seconds = 0.2
+    ratio = "ratio_to_peer"
+
+    def __init__(self, peers: Mapping[str, Backend] | None = None, device: str = "cuda") -> None:
+        self._peers = peers or {}
+        self._device = device
+        self._pool: LargeCache | None = None
+
+    def sizes(self, step: Step) -> dict[str, Any]:
+        """What a row says about its step."""
+        return step.sizes()
+
+    def inputs(self, step: Step) -> StepInputs:
+        """The tensors of a step, pages shuffled."""
+        cache = self._cache(step)
+        random = torch.Generator(self._device).manual_seed(1)
+        heads, new = step.heads, sum(step.q_lens)
+        q, k_new, v_new = (
+            torch.randn(new, count, heads.head_dim, generator=random, device=self._device).bfloat16()
+            for count in (heads.num_qo_heads, heads.num_kv_heads, heads.num_kv_heads)
+        )
+        order = torch.randperm(cache.num_pages, generator=random, device=self._device).int()
+        ids = torch.full((len(step.lens), step.max_pages), _NO_PAGE, dtype=torch.int32, device=self._device)
+        begin = 0
+        for row, count in zip(ids, step.pages, strict=True):
+            row[:count] = order[begin : begin + count]
+            begin += count
+        starts = torch.tensor([0, *step.q_lens], device=self._device).cumsum(0).int()
+        lens = torch.tensor(step.lens, dtype=torch.int32, device=self._device)
+        if step.appends:
+            old = lens - starts.diff()
+            table = PageTable.from_block_table(ids, cached_lens=old, page_size=step.page_size)
+        else:
+            table = PageTable.from_block_table(ids, lens, page_size=step.page_size)
+        return StepInputs(step, q, cache, table, starts, (k_new, v_new))
+
+    def _cache(self, step: Step) -> PagedKVCache:
+        """A cache that the step fits in; steps of about the same size share it."""
+        tokens = max(step.cache.context, step.page_size)
+        sizes = replace(step.cache, context=step.page_size << (tokens // step.page_size - 1).bit_length())
+        if self._pool is None or not self._pool.fits(sizes):
+            self._pool = None  # frees the old one before the new one is made
+            self._pool = LargeCache(sizes, device=self._device)
+        return self._pool.view(sizes)[0]
+
+    def calls(self, step: Step) -> Iterator[Call]:
+        """Narrowkv's automatic calls, then the peers'."""
+        inputs = self.inputs(step)
+        ours = list(_automatic(inputs))
+        yield from ours
+        for name, peer in {} if step.appends else self._peers.items():
+            labels = {"backend": name, "call": "", "choice": ""}
+            prepare = partial(_prepare, peer, inputs)
+            yield replace(ours[0], labels=labels, prepare=prepare, bound=PEER_BOUND, is_peer=True)
+
+    def is_baseline(self, row: Row) -> bool:
+        """A peer's row."""
+        return row.labels["backend"] != "narrowkv"
+
+
+class ChoicesBench(TrafficBench):
+    """Narrowkv's automatic calls of a step, and every forced kernel and split of the same calls."""
+
+    name = "choices"
+    seconds = 0.05
+    ratio = "ratio_to_best"
+
+    def calls(self, step: Step) -> Iterator[Call]:
+        """Automatic calls, then forced ones; what a kernel refuses is left out."""
+        inputs = self.inputs(step)
+        ours = list(_automatic(inputs))
+        yield from ours
+        for name in (*_operations(step), *(() if step.appends else ("two_calls",))):
+            for forced in FORCED[name]:
+                try:
+                    run = getattr(inputs, name)(torch.empty_like(inputs.q), **forced)
+                except UnsupportedError:
+                    continue
+                choice = ", ".join(f"{key}={value}" for key, value in forced.items())
+                labels = {"backend": "narrowkv", "call": name, "choice": choice or "the caller's"}
+                yield replace(ours[0], labels=labels, prepare=partial(_prepared, run))
+
+    def is_baseline(self, row: Row) -> bool:
+        """A forced choice's row."""
+        return row.labels["choice"] != AUTOMATIC
+
+
+def _kernels(names: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
+    """Each kernel with the splits that it chooses itself, and with others."""
+    return tuple(
+        {"kernel": name, **splits} for name in names for splits in ({}, *({"num_splits": n} for n in _SPLITS))
+    )
+
+
+FORCED: dict[str, tuple[dict[str, Any], ...]] = {
+    "paged_decode": tuple({"split": split} for split in ("none", "even", "uniform"))
+    + tuple({"tokens_per_split": tokens} for tokens in (256, 512, 1024, 2048, 4096)),
+    "batch_prefill": _kernels(tuple(kernel for kernel in KERNELS if kernel != "decode")),
+    "prefill_append": _kernels(APPEND_KERNELS),
+    "two_calls": ({},),
+}
+"""By the name of a call: what plans of it are told."""
+
+
+def _operations(step: Step) -> tuple[str, ...]:
+    """The calls that serve a step: an engine takes the first, and the second serves it too."""
+    if step.appends:
+        return ("prefill_append",)
+    return ("paged_decode", "batch_prefill") if len(set(step.q_lens)) == 1 else ("batch_prefill",)
+
+
+def _automatic(inputs: StepInputs) -> Iterator[Call]:
+    """The calls that serve a step, as they are planned without a word on how."""
+    step, error = inputs.step, inputs.error()
+    for name in _operations(step):
+        prepare = partial(getattr(inputs, name), torch.empty_like(inputs.q))
+        labels = {"backend": "narrowkv", "call": name, "choice": AUTOMATIC}
+        yield Call(labels, prepare, step.bytes_touched, step.flops, error, BOUND)
+
+
+def _prepared(run: Run) -> Run:
+    return run
+
+
+def _prepare(peer: Backend, inputs: StepInputs) -> Run:
+    try:
+        return peer.prepare(inputs)
+    except NotAnsweringError as error:
+        raise UnsupportedError(str(error)) from None
