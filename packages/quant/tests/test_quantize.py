@@ -464,7 +464,9 @@ def test_group_refusals() -> None:
         quantize_per_group(x, 32)
     with pytest.raises(ValueError, match="scale must be one of e8m0, e4m3, fp32; got 'e5m2'"):
         quantize_per_group(x, 16, scale="e5m2")
-    with pytest.raises(ValueError, match="exponent must be one of mse, floor, ceil; got 'amax'"):
+    with pytest.raises(
+        ValueError, match="exponent must be one of mse, floor, ceil, ultraquant, sglang; got 'amax'"
+    ):
         quantize_per_group(x, 16, exponent="amax")
     with pytest.raises(ValueError, match="exponent must be one of mse, amax, search; got 'floor'"):
         quantize_per_group(x, 16, scale="e4m3", exponent="floor")

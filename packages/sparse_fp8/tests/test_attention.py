@@ -25,9 +25,9 @@ from narrowkv.sparse_fp8 import (
 from narrowkv.sparse_fp8.cases import BOUND_16_BIT_QUERY, BOUND_FP8_QK, SparseCase, SparseInputs
 from narrowkv.sparse_fp8.config import NUM_HEADS
 from narrowkv.sparse_fp8.launch import SparseLaunches
-from narrowkv.sparse_fp8.layouts import LAYOUTS
 
 W = SparseCase.small
+LAYOUTS = ("split", "packed584", "row512")  # of V4
 I32 = torch.int32
 # The interpreter's rows of a tile; every tile of every target divides it.
 TILE = 64
