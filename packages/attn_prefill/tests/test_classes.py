@@ -288,3 +288,21 @@ def test_a_plan_explains_its_classes() -> None:
     assert lines[0].index("estimates for 64 with 10") < lines[0].index("split 17") < lines[0].index("dense")
     assert "sequences of 11 query tokens or more" in lines[1]
     assert lines[1].index("dense 3") < lines[1].index(", split")
+
+
+@pytest.mark.parametrize("target", ["sm90", "gfx942", "gfx950"])
+def test_sequences_that_one_kernel_serves_together_have_tiles_of_64_rows_and_more(target: str) -> None:
+    """Tiles by the mean of a few short sequences would be kernels that warming up does not reach."""
+    shape = replace(_shape(17, 37, keys=1008), num_qo_heads=12, num_kv_heads=1, head_dim=64)
+    cache = PagedKVCache.empty(1, 16, 1, 64, format="fp8_e4m3fn")
+    with executing(_Planner(target)):
+        config = plan_prefill(shape, cache).config
+    assert config.kernel == "dense"
+    assert config.block_m >= 64
+
+
+def test_keys_in_16_bits_that_stay_in_their_pages_are_widened_for_fewer_rows() -> None:
+    """100 tokens at ratio 4 over long keys: K is read once from its pages by the pipelined kernel."""
+    most = [few_bounds(get_target("sm90"), _shape(1, 100, 4, 9000), ("bf16",) * 2, way)[-1][0] for way in
+            ("dense", "pipelined")]  # fmt: skip
+    assert most[1] < 100 < most[0]

@@ -169,6 +169,8 @@ def test_it_agrees_with_the_reference(way: str, heads: int, monkeypatch: pytest.
         return original(launches, chosen, *arguments)
 
     monkeypatch.setattr(SparseLaunches, "attention", noted)
+    # Also for the few tiles of these programs, for which the portable kernel is faster.
+    monkeypatch.setattr("narrowkv.sparse_fp8.plan.specialised_pays", lambda *_: True)
     out = torch.full(inputs.q.shape, math.nan, dtype=torch.float32, device="cuda")
     q = DSV4Rows.quantize(inputs.q, layout="split") if way == "fp8_q" else inputs.q
     given = (q, inputs.prefix, inputs.extend)
