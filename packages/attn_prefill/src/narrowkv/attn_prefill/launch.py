@@ -21,7 +21,6 @@ from narrowkv.attn_prefill.plan_base import PlanBase
 from narrowkv.attn_prefill.shapes import IN_PAGES, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import (
     config_of_call,
-    produce_options,
     tuned_as,
     units_of,
     widen_options,
@@ -212,10 +211,9 @@ class _Maker:
         if self.appends:
             kernel = _produce_kernel
             constants["STORING"] = kind.storing
-            options = produce_options(target, shape.head_dim, config.scratch_block)
             num_blocks = self.key_blocks + append_blocks(shape, config.scratch_block)
             num_groups = append_blocks(shape, _QUANTISED_TOKENS)
-        if self.nvidia:
+        elif self.nvidia:
             num_blocks = min(num_blocks, -(-_FILLING_PROGRAMS * units_of(target) // shape.num_kv_heads))
         fill = self.plan.bound_launch(kernel, constants, options)
         programs = (num_groups + num_blocks) * shape.num_kv_heads + -(-self.num_tiles // _PLACED_TILES)

@@ -42,20 +42,16 @@ def widen_options(target: Target, head_dim: int, block: int) -> LaunchOptions:
     With sixteen a thread of sm90 takes up to 235 registers, so that one program fills a unit. CDNA keeps the
     masks of a wave's rows, and of columns that pad a row, in scalar registers: other head_dims take twice the
     waves there (Triton 3.6 to 3.8 put up to 46 scalars into vector lanes otherwise).
+
+    Of programs of blocks of 128, before the pipelined kernel, two share a unit of sm90 at 64 registers
+    instead of one, which is worth a few spills. H200, an append to an FP8 cache, 8 KV heads, 16 tokens a
+    program: 1k over 4k 22.3 and 18.2 us, 128 over 32k 89 and 70.
     """
     masks = target.is_amd and head_dim not in (64, 128)
-    return LaunchOptions(num_warps=block // (8 if masks or target.is_nvidia else 16), num_stages=1)
-
-
-def produce_options(target: Target, head_dim: int, block: int) -> LaunchOptions:
-    """Of programs that widen a block of keys, or quantise new tokens, before a pipelined append.
-
-    Of those of blocks of 128 two share a unit of sm90 at 64 registers instead of one, which is worth a few
-    spills. H200, FP8 cache, 8 KV heads, 16 tokens a program: 1k over 4k 22.3 and 18.2 us, 128 over 32k 89
-    and 70.
-    """
-    options = widen_options(target, head_dim, block)
-    return replace(options, maxnreg=64) if block == 128 and head_dim <= 128 else options
+    warps = block // (8 if masks or target.is_nvidia else 16)
+    return LaunchOptions(
+        num_warps=warps, num_stages=1, maxnreg=64 if block == 128 and head_dim <= 128 else None
+    )
 
 
 def partial_programs(target: Target, resident: int) -> int:

@@ -94,11 +94,11 @@ def _round_fp4_by_rule(x, RULE: tl.constexpr):
     negative = x < 0
     code = tl.zeros(x.shape, tl.int32)
     for i in tl.static_range(7):
-        MIDPOINT: tl.constexpr = 0.25 + 0.5 * i if i < 4 else (2.5 + (i - 4) if i < 6 else 5.0)
+        midpoint = 0.25 + 0.5 * i if i < 4 else (2.5 + (i - 4) if i < 6 else 5.0)
         if RULE == "ultraquant":
-            above = (magnitude > MIDPOINT) | ((magnitude == MIDPOINT) & negative)
+            above = (magnitude > midpoint) | ((magnitude == midpoint) & negative)
         else:
-            above = magnitude >= MIDPOINT
+            above = magnitude >= midpoint
         code += above.to(tl.int32)
     if RULE == "ultraquant":
         negative = negative & (code > 0)
