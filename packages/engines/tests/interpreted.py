@@ -33,8 +33,10 @@ class Interpreted:
 
 
 def vllm_module_with_triton(name: str, monkeypatch: Any) -> ModuleType:
-    """A module of vLLM's, loaded again with the Triton that vLLM turns off on a CPU."""
+    """A module of vLLM's, loaded again with the Triton that vLLM turns off on a CPU, and its helpers too."""
     monkeypatch.setitem(sys.modules, "vllm.triton_utils", SimpleNamespace(triton=triton, tl=tl))
+    for loaded in [each for each in sys.modules if each.startswith("vllm.v1.attention.ops.triton_")]:
+        monkeypatch.delitem(sys.modules, loaded)
     spec = importlib.util.find_spec(name)
     assert spec is not None
     assert spec.loader is not None
