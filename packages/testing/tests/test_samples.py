@@ -7,6 +7,7 @@ import torch
 
 from narrowkv.attn_decode import merge_states
 from narrowkv.attn_decode.cases import DecodeCase
+from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import PagedKVCache, append, append_reference
 from narrowkv.runtime.cases import parse_case
 from narrowkv.runtime.launch import executing
@@ -62,6 +63,25 @@ def test_a_sample_of_decode_finishes_the_rows_of_its_last_block_and_no_others(sh
     block = {3: 3, 135: 135 - 128, 20: 20}[case.gqa_ratio * case.q_len]
     assert int(rows.sum()) == len(case.lens) * block
     assert bool(rows.view(len(case.lens), case.q_len, -1)[:, -1, -1].all()), "the last row is among them"
+    torch.testing.assert_close(o[rows].float(), expected[rows], rtol=0, atol=0.01)
+    torch.testing.assert_close(lse[rows], expected_lse[rows], rtol=0, atol=1e-3)
+
+
+def test_a_sample_of_even_shares_finishes_the_last_head_and_no_other() -> None:
+    case = parse_case(PrefillCase, "kernel=split,q_lens=1+1,lens=700+20,kv_heads=2,ratio=3,clean=1")
+    inputs = case.inputs()
+    executor = EmulateExecutor("gfx942", workgroups=sample)
+    with executing(executor):
+        o, lse = inputs.call()
+    (run,) = executor.runs
+    assert run.artifact.name == "_fused_prefill_kernel"
+    expected, expected_lse = inputs.reference()
+    stored = executor.written(o)
+    rows = stored.all(-1)
+    assert torch.equal(rows, stored.any(-1)), "rows are whole"
+    assert torch.equal(rows, executor.written(lse))
+    assert rows.tolist() == [[False] * 3 + [True] * 3] * 2, "of the last KV head, in both sequences"
+    assert run.result.workgroups == run.launched // case.num_kv_heads
     torch.testing.assert_close(o[rows].float(), expected[rows], rtol=0, atol=0.01)
     torch.testing.assert_close(lse[rows], expected_lse[rows], rtol=0, atol=1e-3)
 

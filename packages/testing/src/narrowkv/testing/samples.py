@@ -83,6 +83,18 @@ def _splits_of_some_tiles(launch: Launch) -> Iterable[Workgroup]:
     return ((i, 0, k) for i in (0, x - 1) for k in range(splits))
 
 
+def _prefill_programs(launch: Launch) -> Iterable[Workgroup]:
+    """Some tiles; of even shares all of the last KV head, since only the device knows which make up a tile.
+
+    Programs past the last share return at once, so the many places that stand ready for shares cost little.
+    """
+    constexprs = launch.constexprs
+    if not constexprs["RULES"].shares:
+        return _splits_of_some_tiles(launch)
+    heads = constexprs["SIZES"].num_kv_heads
+    return ((i, 0, 0) for i in range(heads - 1, launch.grid[0], heads))
+
+
 def _last_head_of_an_append(launch: Launch) -> Iterable[Workgroup]:
     """Programs of the last KV head, of both kinds; they wait for one another at most."""
     heads = launch.constexprs["NUM_KV_HEADS"]
@@ -99,7 +111,7 @@ SAMPLES: dict[str, Callable[[Launch], Iterable[Workgroup]]] = {
     "_sparse_cdna_kernel": _sparse_programs,
     "_merge_sparse_kernel": _rows_of_last_sparse_program,
     "_sage_attention_kernel": corners,
-    "_fused_prefill_kernel": _splits_of_some_tiles,
+    "_fused_prefill_kernel": _prefill_programs,
     "_prefill_append_kernel": _last_head_of_an_append,
     "_dense_prefill_kernel": _splits_of_some_tiles,  # after all of _widen_kernel
 }
