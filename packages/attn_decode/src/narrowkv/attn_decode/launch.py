@@ -19,7 +19,8 @@ from narrowkv.runtime.targets import Target
 # The values of a call, in this order: its launches take them by their index.
 _VALUES = (
     "q", "o", "lse", "sinks", "ranges", "tree", "ids", "row", "lens", "num_ids", "max_pages", "qk_scale",
-    "v_factor", "k", "v", "k_descale", "v_descale", "block", "counters", "acc_offset", "ml_offset",
+    "v_factor", "k", "v", "k_descale", "v_descale", "k_balance", "k_offset", "block", "counters",
+    "acc_offset", "ml_offset",
 )  # fmt: skip
 _VALUE = {name: Varies(index) for index, name in enumerate(_VALUES)}
 
@@ -76,6 +77,7 @@ def constants_of(
     native = config.kernel == "native"
     half = "bf16" not in (bound.k_stored.format, bound.v_stored.format)
     block_d = power_of_two(shape.head_dim)
+    transforms = bound.stages > 0 or bound.tensors[4] is not None
     return {
         "SIZES": Sizes(
             shape.num_kv_heads, shape.gqa_ratio, shape.q_len, shape.head_dim, shape.page_size, ragged
@@ -84,7 +86,7 @@ def constants_of(
         "V": bound.v_stored,
         "RULES": Rules(
             compute=tl.float16 if half else tl.bfloat16,
-            scale_q=half and shape.q_dtype == torch.bfloat16 and not native,
+            scale_q=half and (shape.q_dtype == torch.bfloat16 or transforms) and not native,
             split_q=not half and shape.q_dtype == torch.float16,
             native=native,
             soft_cap=soft_cap,
@@ -92,6 +94,7 @@ def constants_of(
             lse=lse,
             window_left=window_left,
             wide_address=bound.wide_address,
+            stages=bound.stages,
             lazy=any(x.route == PTX8 and "_" in x.descale for x in (bound.k_stored, bound.v_stored)),
             even=config.split == "even",
             partial=config.split != "none",
@@ -124,6 +127,7 @@ def fix_launches(
     *,
     num_pages: int,
     soft_cap: float,
+    logit_scale: float,
     lse: bool,
     sinks: bool,
 ) -> tuple[FixedLaunch, FixedLaunch | None]:
@@ -137,12 +141,17 @@ def fix_launches(
         strides: of a token and a head of q and of o, and of a token of lse.
         num_pages: pages of the cache.
         soft_cap: the cap of logits, or 0.
+        logit_scale: scale of the logits without the cache's descale.
         lse, sinks: whether there are such tensors.
     """
     value = _VALUE
+    balance, offset = bound.tensors[4:]
+    shifts = offset is not None and (lse or sinks)
     rows = Rows(
         value["q"], value["o"], value["lse"] if lse else None, value["sinks"] if sinks else None, *strides,
         None if table.ranges is None else value["ranges"], None if table.tree is None else value["tree"],
+        None if balance is None else value["k_balance"], value["k_offset"] if shifts else None,
+        logit_scale if shifts else None,
     )  # fmt: skip
     k, v = bound.k._replace(ptr=value["k"]), bound.v._replace(ptr=value["v"])
     k_descale, v_descale = (

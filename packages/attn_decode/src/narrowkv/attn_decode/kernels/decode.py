@@ -19,10 +19,12 @@ from narrowkv.attn_decode.kernels.tiles import (
 from narrowkv.paged_cache.kernels.pages import Table, first_id, sequence_length, times_head_descale
 from narrowkv.paged_cache.kernels.queries import (
     load_query,
+    offset_products,
     scale_to_fp16,
     split_query,
     split_to_e4m3,
     times_sign,
+    transform_query,
 )
 from narrowkv.paged_cache.kernels.tiles import LEAST_FACTOR, zeros_in_parts
 from narrowkv.quant.device import join_parts
@@ -130,6 +132,8 @@ def _paged_decode_kernel(
         low, high, full_first, full_end = row_limits(
             io, seq, rows // GQA_RATIO, row_mask, kv_len, first, end_key, Q_LEN, WINDOW_LEFT
         )
+    if RULES.stages > 0 or io.k_balance is not None:
+        q = transform_query(q, io.k_balance, kv_head, HEAD_DIM, K_PARTS, RULES.stages)
     q_scale = 1.0
     Q_TERMS: tl.constexpr = 3 if io.q.dtype.element_ty == tl.float16 else 2
     if RULES.native:
@@ -187,6 +191,11 @@ def _paged_decode_kernel(
             )  # fmt: skip
         acc, m, l, v_largest = state
 
+    if io.k_offset is not None:
+        # Every split shifts alike, so that they merge as ever.
+        m += io.offset_scale * offset_products(
+            io.q, tokens, heads, row_mask, io.q_token, io.q_head, io.k_offset, kv_head, HEAD_DIM, BLOCK_D
+        )
     acc = join_parts(acc, V_PARTS)
     d = tl.arange(0, BLOCK_D)
     if V.factors:
