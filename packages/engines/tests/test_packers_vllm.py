@@ -20,8 +20,9 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 from narrowkv.attn_decode import paged_decode_reference
 from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.engines.vllm.backend import NarrowAttention
-from narrowkv.engines.vllm.slots import layer_cache, rotated, slot_bytes
+from narrowkv.engines.vllm.slots import layer_cache, slot_bytes
 from narrowkv.paged_cache import append
+from narrowkv.quant import hadamard
 from narrowkv.testing.backends import vllm_call
 
 BLOCKS, HEADS, BLOCK, DIM = 2, 2, 16, 64
@@ -78,7 +79,7 @@ def test_ultraquant_slots_are_vllms_byte_for_byte():
     assert torch.equal(stored, expected)
     # vLLM's own query, rotated, against the keys that it reads back.
     q = torch.randn(3, HEADS, DIM).bfloat16()
-    logits = torch.einsum("thd,shd->hts", rotated(q), ultraquant_dequant(sides[0], DIM))
+    logits = torch.einsum("thd,shd->hts", hadamard(q.float()), ultraquant_dequant(sides[0], DIM))
     exact = torch.einsum("thd,shd->hts", q.float(), k.float())
     assert (logits - exact).norm() / exact.norm() < 0.2
 

@@ -89,10 +89,10 @@ def attend(
         assert cache is not None
         assert step is not None
         if step.starts is None:
-            q = _calibrated(layer, query.squeeze(2))
+            q = query.squeeze(2)
             o = paged_decode(q, cache, step.table, plan=layer.decode_plan(q), **options)
             return _output(layer, o).unsqueeze(1), None
-        q = _calibrated(layer, _rows_of(query))
+        q = _rows_of(query)
         plan = rows.prefill_plan(q, cache, step)
         o = batch_prefill(q, cache, step.table, step.starts, plan=plan, **options)
         return _output(layer, o).view(batch, tokens, -1, head_dim), None
@@ -105,11 +105,6 @@ def attend(
         return o.unsqueeze(1), None
     o = batch_prefill(_rows_of(query), cache, step.table, step.starts, **options)
     return o.view(batch, tokens, -1, head_dim), None
-
-
-def _calibrated(layer: NarrowLayer, q: torch.Tensor) -> torch.Tensor:
-    """Queries `[tokens, num_qo_heads, head_dim]` for the layer's stored keys."""
-    return q if layer.calibration is None else layer.calibration.queries(q)
 
 
 def _output(layer: NarrowLayer, o: torch.Tensor) -> torch.Tensor:

@@ -52,9 +52,10 @@ class NarrowLayer(CacheLayerMixin):
         """Allocates the pages for as many rows as the keys `[batch, num_kv_heads, tokens, head_dim]` have."""
         self.batch_size, heads, _, head_dim = key_states.shape
         rows = self.owner.rows_for(self.batch_size, key_states.device)
+        self.cache = self.owner.allocate(rows, heads, head_dim)
         if self.calibration is not None:
             self.calibration = self.calibration.to(key_states.device)
-        self.cache = self.owner.allocate(rows, heads, head_dim)
+            self.cache = replace(self.cache, key_transform=self.calibration.key_transform())
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def update(
@@ -91,7 +92,7 @@ class NarrowLayer(CacheLayerMixin):
         else:
             k, v = (x.transpose(1, 2).reshape(batch * tokens, heads, head_dim) for x in (k, v))
         if self.calibration is not None:
-            k, v = self.calibration.keys(k), self.calibration.values(v)
+            v = self.calibration.values(v)
         append(self.cache, k, v, step.slots)
 
     def decode_plan(self, q: torch.Tensor) -> DecodePlan:

@@ -28,7 +28,6 @@ from narrowkv.engines.vllm.slots import (
     chosen_slots,
     format_of,
     layer_cache,
-    rotated,
     slot_bytes,
 )
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
@@ -181,8 +180,8 @@ class NarrowAttention(AttentionImpl):
             "window_left": -1 if sliding_window is None else sliding_window - 1,
         }
         # vLLM's UltraQuant slots have keys rotated, and scales by a rule of their own.
-        self.exponent, self.rotates = "mse", self.kv_cache_dtype == ULTRAQUANT
-        if self.rotates:
+        self.exponent = "mse"
+        if self.kv_cache_dtype == ULTRAQUANT:
             self.exponent = "ultraquant"
             if head_size & (head_size - 1):
                 raise UnsupportedError(
@@ -240,10 +239,8 @@ class NarrowAttention(AttentionImpl):
     ) -> None:
         """Stores new tokens `[tokens, num_kv_heads, head_dim]`; slot -1 is padding."""
         count = slot_mapping.shape[0]
-        k, v = key[:count], value[:count]
-        if self.rotates:
-            k, v = rotated(k), v.float()
-        append(self.cache_of(layer, kv_cache), k, v, slot_mapping, exponent=self.exponent)
+        cache = self.cache_of(layer, kv_cache)
+        append(cache, key[:count], value[:count], slot_mapping, exponent=self.exponent)
 
     def forward(
         self,
@@ -267,8 +264,6 @@ class NarrowAttention(AttentionImpl):
         step, cache = attn_metadata, self.cache_of(layer, kv_cache)
         tokens = step.num_tokens
         q, out = (x[:tokens].view(tokens, self.num_heads, self.head_size) for x in (query, output))
-        if self.rotates:
-            q, key = rotated(q).to(q.dtype), rotated(key).to(key.dtype)
         options: dict[str, Any] = {"max_batch": self._max_batch, "sinks": self.sinks, **self.options}
         if self._ranks is not None and isinstance(step, RanksStep):
             k, v = (x[:tokens].view(tokens, self.num_kv_heads, self.head_size) for x in (key, value))
