@@ -139,6 +139,8 @@ def own(model):
         ("auto", "bf16", 0.05),
         ("fp8", "fp8_e4m3fn", 0.5),
         ("fp8_per_token_head", "fp8_e4m3fn", 0.5),
+        ("int8_per_token_head", "int8", 0.1),
+        ("int4_per_token_head", "int4", 1.0),
         ("ultraquant_4bit", "fp4_e2m1", 2.0),
         ("narrowkv_k8v4", "fp8_e4m3fn", 1.0),
         ("narrowkv_fp4", "fp4_e2m1", 2.0),
