@@ -187,8 +187,8 @@ class NarrowAttention(AttentionImpl):
             "logits_soft_cap": logits_soft_cap or 0.0,
             "window_left": -1 if sliding_window is None else sliding_window - 1,
         }
-        # vLLM's UltraQuant slots have keys rotated, and scales by a rule of their own; INT4 slots have keys and
-        # values rotated.
+        # vLLM's UltraQuant slots have keys rotated, and scales by a rule of their own. INT4 slots have keys
+        # and values rotated.
         self.exponent, self.rotates_values = "mse", self.kv_cache_dtype == INT4
         self.rotates = self.kv_cache_dtype in (ULTRAQUANT, INT4)
         if self.rotates_values:

@@ -191,7 +191,8 @@ def layer_cache(
     if cache_dtype in (PER_TOKEN_HEAD, INT8, INT4):
         numbers = head_dim // 2 if cache_dtype == INT4 else head_dim
         halves = torch.split(slots.view(torch.uint8), numbers + _SCALE_BYTES, -1)
-        k, v = (half[..., :numbers].view(torch.int8 if cache_dtype == INT8 else torch.uint8) for half in halves)
+        number = torch.int8 if cache_dtype == INT8 else torch.uint8
+        k, v = (half[..., :numbers].view(number) for half in halves)
         scales = [half[..., numbers:].view(torch.float32)[..., 0] for half in halves]
         given = {"k_granularity": "token_head", "v_granularity": "token_head"}
     elif cache_dtype == ULTRAQUANT:
