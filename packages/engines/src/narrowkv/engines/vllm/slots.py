@@ -168,8 +168,8 @@ def randomly_rotated(x: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
     """
     block = rotation_block(x.shape[-1])
     matrix = _random_rotation(block, x.device)
-    rows = x.float().unflatten(-1, (-1, block)) @ (matrix.T / block if inverse else matrix)
-    return rows.flatten(-2).to(x.dtype)
+    rows = x.float().reshape(*x.shape[:-1], -1, block) @ (matrix.T / block if inverse else matrix)
+    return rows.reshape(x.shape).to(x.dtype)
 
 
 def layer_cache(
