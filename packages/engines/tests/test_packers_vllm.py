@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,9 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from interpreted import Interpreted, vllm_module_with_triton
+from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.v1.attention.backend import AttentionImpl
 from vllm.v1.attention.ops.ultraquant.reference import ultraquant_dequant, ultraquant_encode
 from vllm.v1.kv_cache_interface import KVQuantMode
 
@@ -93,3 +97,50 @@ def test_the_probes_call_of_vllms_kernel_is_attention(form, monkeypatch):
     found = vllm_call(attention.unified_attention, inputs)()
     exact = paged_decode_reference(inputs.q, inputs.cache, inputs.table, out_dtype=torch.float32)
     assert (found.float() - exact).abs().sum() / exact.abs().sum() < 0.005
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "is_neox", "rotary_dim"),
+    [("auto", True, DIM), ("fp8", True, DIM // 2), ("auto", False, DIM // 2), ("fp8", False, DIM)],
+)
+def test_the_fused_rope_is_vllms_own_before_its_unfused_cache_update(cache_dtype, is_neox, rotary_dim):
+    # vLLM's pass and operator are not imported on a CPU: the operator calls this method, by position.
+    hook = NarrowAttention.do_rope_and_kv_cache_update
+    assert list(signature(hook).parameters) == list(
+        signature(AttentionImpl.do_rope_and_kv_cache_update).parameters
+    )
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=["none"]))):
+        rotary = RotaryEmbedding(DIM, rotary_dim, 64, 10000.0, is_neox, torch.float32)
+    tokens, queries = 24, 6
+    random = torch.Generator().manual_seed(1)
+    qkv = torch.randn(tokens, (queries + 2 * HEADS) * DIM, generator=random).bfloat16()
+    q, k, v = (x.view(tokens, -1, DIM) for x in qkv.split([queries * DIM, HEADS * DIM, HEADS * DIM], -1))
+    positions = torch.randint(0, 64, (tokens,), generator=random)
+    table = rotary.cos_sin_cache.bfloat16()
+    # In fp32, rounded once: vLLM's own in 16 bits rounds each product.
+    want_q, want_k = RotaryEmbedding.forward_static(
+        positions, q.float(), k.float(), DIM, rotary_dim, table.float(), is_neox
+    )
+    slots = torch.randperm(BLOCKS * BLOCK, generator=random)[:tokens]
+    slots[3] = -1
+    impl = NarrowAttention(queries, DIM, 1.0, HEADS, kv_cache_dtype=cache_dtype)
+    assert impl.fused_rope_kvcache_supported()
+    one = torch.tensor(0.5)
+    stored = []
+    for _ in range(2):
+        dtype = torch.bfloat16 if cache_dtype == "auto" else torch.uint8
+        stored.append(torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM, dtype=dtype))
+    layer = SimpleNamespace(_k_scale=one, _v_scale=one)
+    key_before = k.clone()
+    impl.do_rope_and_kv_cache_update(layer, q, k, v, positions, table, is_neox, stored[0], slots)
+    assert torch.equal(q, want_q.bfloat16())
+    assert torch.equal(k, key_before)
+    unfused = NarrowAttention(queries, DIM, 1.0, HEADS, kv_cache_dtype=cache_dtype)
+    unfused.do_kv_cache_update(layer, want_k, v, stored[1], slots)
+    assert torch.equal(*stored)
+
+
+def test_fused_rope_is_not_offered_where_keys_are_rotated_once_more():
+    assert not NarrowAttention(
+        HEADS, DIM, 1.0, kv_cache_dtype="ultraquant_4bit"
+    ).fused_rope_kvcache_supported()
