@@ -456,7 +456,7 @@ def sage_table() -> str:
         body.append(
             [*map(str, shape.values()), *(f"{value:g}" for value in values), f"{first['ratio_to_floor']:g}"]
         )
-    names = [kernel.replace("K and V quantised before", "K, V quantised") for kernel in kernels]
+    names = [kernel.replace("K and V quantised before", "K, V ready") for kernel in kernels]
     return table(["tokens", "mask", *names, "per_thread x floor"], body)
 
 

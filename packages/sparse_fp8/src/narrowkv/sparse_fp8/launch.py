@@ -240,7 +240,7 @@ class SparseLaunches:
             named_by: the source whose index lists name the rows; None for the first ones.
             count: rows of the result.
             expanded: where to write, bf16 or fp16 `[count, 512]`.
-            places: with `named_by`, where to write the row of `expanded` that each index stands for.
+            places: with `named_by`, where to write the row of `expanded` that each index refers to.
         """
         gather = named_by is not None
         key = ("expand", rows.bound.template, rows.bound.format, named_by and named_by.format_id)

@@ -262,7 +262,7 @@ def suits_specialised(
     """
     rows = [each for each in (prefix, extend) if each is not None]
     if mode == "prepass":
-        # What is not widened to scratch of its own is read where it lies.
+        # Rows that are not widened to scratch memory are read from their source.
         rows = [each for each in rows if not each.is_quantized]
     if query.head_dim != HEAD_DIM or not all(each.aligned for each in rows):
         return False

@@ -34,7 +34,7 @@ _EVERY_BYTE, _FEW, _HALF = 1.0, 0.1, 0.5
 
 @dataclass(frozen=True)
 class Family:
-    """A call that stands for a family of kernels.
+    """A call that represents a family of kernels.
 
     Attributes:
         call: makes it.

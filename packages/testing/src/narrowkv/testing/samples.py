@@ -1,4 +1,4 @@
-"""Which workgroups stand for a whole launch: enough to finish some output rows, few enough for a laptop.
+"""Samples of a launch's workgroups: enough to finish some output rows, few enough for a laptop.
 
 A kernel that is not listed here is run whole, which is right and slow. A new kernel joins by one entry in
 `SAMPLES`; which rows its workgroups own is found by watching what they store.
@@ -119,7 +119,7 @@ SAMPLES: dict[str, Callable[[Launch], Iterable[Workgroup]]] = {
 
 
 def sample(launch: Launch) -> Iterable[Workgroup]:
-    """The workgroups that stand for a launch; all of them for a kernel that `SAMPLES` does not list."""
+    """The sampled workgroups of a launch; all of them for a kernel that `SAMPLES` does not list."""
     choose = SAMPLES.get(launch.kernel)
     return launch.everything() if choose is None else choose(launch)
 

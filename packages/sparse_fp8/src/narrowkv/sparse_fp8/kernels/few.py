@@ -116,7 +116,7 @@ def _score_warps(
             _make_writes_visible()
             mbarrier.arrive(scored.index(stage), count=1)
             count += 1
-        # All of these warps have the last scores: the next item's Q may come.
+        # All of these warps have read the last scores: the next item's Q may be copied.
         _copy_query(query, q.nope, q.stride_n, q.stride_h, item[0], item[1], CALL.NUM_HEADS)
         async_copy.commit_group()
         l = gl.sum(parts, 0)
