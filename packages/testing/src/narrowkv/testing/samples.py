@@ -106,7 +106,7 @@ SAMPLES: dict[str, Callable[[Launch], Iterable[Workgroup]]] = {
     "_merge_splits_kernel": _rows_of_last_head_program,
     "_merge_states_kernel": corners,
     "_append_kernel": corners,
-    "_sparse_wide_kernel": _sparse_programs,
+    "_sparse_16bit_kernel": _sparse_programs,
     "_sparse_fused_kernel": _sparse_programs,
     "_sparse_cdna_kernel": _sparse_programs,
     "_merge_sparse_kernel": _rows_of_last_sparse_program,

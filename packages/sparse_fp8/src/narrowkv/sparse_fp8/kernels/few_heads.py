@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from narrowkv.runtime.attention.softmax import natural_lse, output_factor
-from narrowkv.sparse_fp8.kernels.few_gather import _first, _gather_warps, _item, _spans
+from narrowkv.sparse_fp8.kernels.few_heads_gather import _first, _gather_warps, _item, _spans
 from narrowkv.sparse_fp8.kernels.hopper_copies import (
     _barrier,
     _copy_query,
@@ -217,7 +217,7 @@ def _sum_warps(
 
 
 @gluon.jit(do_not_specialize=[*SIZES, "num_items"])
-def _sparse_few_kernel(
+def _sparse_few_heads_kernel(
     q, out, partials, prefix, prefix_csr, extend, extend_csr, qk_scale, num_tokens, num_splits,
     num_items, prefix_rows, prefix_nnz, extend_rows, extend_nnz, CALL: gl.constexpr,
 ):  # fmt: skip
