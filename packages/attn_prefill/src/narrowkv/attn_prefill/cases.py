@@ -338,8 +338,7 @@ _FORMATS: Changes = (
 
 def quick() -> Iterator[PrefillCase]:
     """The default case of each operation and kernel, and each value of each axis alone."""
-    yield PrefillCase()
-    yield PrefillCase(operation="append")
+    yield from (PrefillCase(), PrefillCase(operation="append"))
     yield PrefillCase(kernel="decode", q_lens=(1, 1, 1))
     for way in (*_PREFILLS, *_APPENDS):
         yield from each_alone(way, AXES)
