@@ -319,7 +319,7 @@ def _append_cases() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "int8 with a descale, int4", {"fmt": CacheFormat("int8", "int4"), "layout": "HND", "descale": "own"}
     yield "int8 with a scale of each token", {"fmt": "int8", "descale": "token_head", "offset": True}
     yield "fp4, rope and a K offset, floor", {
-        "fmt": "fp4_e2m1", "rope": "neox", "offset": True, "exponent": "floor"
+        "fmt": "fp4_e2m1", "rope": "neox", "offset": True, "exponent": "floor", "queries": 6
     }  # fmt: skip
     yield "neox rope, all of the head", {"rope": "neox"}
     yield "gptj rope on a part of the head", {"rope": "gptj", "rotary": 32}
@@ -333,7 +333,7 @@ def _append_cases() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "bf16 with a descale of each head", {"fmt": "bf16", "descale": "head"}
     yield "bf16 with a descale of each token", {"fmt": "bf16", "descale": "token_head"}
     yield "head_dim 112, strided columns of wrong numbers beside right ones", {
-        "rope": "gptj", "head_dim": 112, "wrong": True
+        "rope": "gptj", "head_dim": 112, "wrong": True, "queries": 3
     }  # fmt: skip
 
 
@@ -367,10 +367,12 @@ def check_append(
     offset: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     wrong: bool = False,
+    queries: int = 0,
 ) -> None:
     """`append` as machine code and in torch write the same bytes, and touch no others.
 
     wrong: some slots and positions are out of range, all in columns of int64 tables; angles are bf16.
+    queries: query heads that are rotated, too.
     """
     random = torch.Generator().manual_seed(3)
     heads, pages = 2, 20 // page_size + 1
@@ -407,9 +409,12 @@ def check_append(
         turn = replace(turn, cos=turn.cos.bfloat16(), sin=turn.sin.bfloat16(), positions=positions)
     got, want = empty(), empty()
     options: dict[str, Any] = {"rope": turn if rope else None, "k_offset": shift, "exponent": exponent}
+    q = torch.randn(4, queries, head_dim, generator=random).to(dtype) if queries else None
+    twin = None if q is None else q.clone()
     with executing(EmulateExecutor(target, detect_hazards=True)):
-        append(got, k, v, slots, **options)
-    append_reference(want, k, v, slots, **options)
+        append(got, k, v, slots, q=q, **options)
+    append_reference(want, k, v, slots, q=twin, **options)
+    assert q is None or torch.equal(q, twin)
     for name in ("k", "v"):
         a, b = getattr(got, name), getattr(want, name)
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name

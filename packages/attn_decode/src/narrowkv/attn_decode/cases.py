@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 BOUND = 0.002
-"""Of the relative L1 error of 16-bit queries over any cache."""
+"""Bound on the relative L1 error of 16-bit queries over any cache."""
 LSE_BOUND = 1e-3
 QUERIES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TREES = ("chain", "star", "random")

@@ -23,9 +23,9 @@ from narrowkv.runtime.targets import Target, get_target
 __all__ = ["PrefillCase", "PrefillInputs", "shipped", "sweep"]
 
 BOUND_FP8_QUERY = 0.02
-"""Of the relative L1 error where P is rounded to FP8 for PV."""
+"""Bound on the relative L1 error if P is rounded to FP8 for PV."""
 BOUND_TWO_FP8_TERMS = 0.004
-"""Where queries and P are held in two FP8 terms, eight bits; lse is off by what the queries lose."""
+"""Bound if queries and P are sums of two FP8 terms, eight bits; rounding the queries changes lse."""
 LSE_BOUND_TWO_FP8_TERMS = 4e-3
 
 _FP8_QUERIES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e4m3fnuz": torch.float8_e4m3fnuz}
@@ -95,7 +95,7 @@ class PrefillCase(cases.CacheCase):
 
     @property
     def native_fp8(self) -> str:
-        """The FP8 format that is multiplied as it is stored, or nothing."""
+        """The FP8 format that is multiplied without widening, or None."""
         return self.formats.k if self.fp8_compute or self.q_dtype.itemsize == 1 else ""
 
     @property
@@ -316,7 +316,7 @@ OF_APPEND: Changes = (
     {"q_lens": (20, 3, 9), "lens": (27, 3, 75)},  # chunks that begin inside a page
     {"q_lens": (9, 0, 70), "lens": (139, 40, 70)},
 )
-# What runs on FP8 units meets these in the quick sweep too; the full one mixes all with all.
+# The quick sweep has these for cases with FP8 products; the full sweep mixes all axes.
 _MASKS: Changes = (
     {},
     {"window_left": 12, "sinks": True},
@@ -338,8 +338,7 @@ _FORMATS: Changes = (
 
 def quick() -> Iterator[PrefillCase]:
     """The default case of each operation and kernel, and each value of each axis alone."""
-    yield PrefillCase()
-    yield PrefillCase(operation="append")
+    yield from (PrefillCase(), PrefillCase(operation="append"))
     yield PrefillCase(kernel="decode", q_lens=(1, 1, 1))
     for way in (*_PREFILLS, *_APPENDS):
         yield from each_alone(way, AXES)

@@ -19,7 +19,7 @@ from narrowkv.runtime.targets import Target
 
 @dataclass(frozen=True)
 class Rates:
-    """What a target does in a microsecond.
+    """Rates of a target, per microsecond.
 
     Attributes:
         stream_bytes: bytes that kernels read or write.
@@ -42,7 +42,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a kernel takes for the sequences of a class.
+    """Estimated cost of a kernel for the sequences of a class.
 
     Attributes:
         kernel: its name.
@@ -135,7 +135,7 @@ def row_bytes(shape: PrefillShape, formats: tuple[str, str]) -> float:
 def estimate(
     target: Target, shape: PrefillShape, formats: tuple[str, str], kernel: str, work: Work, block_m: int = 64
 ) -> Estimate:
-    """What `kernel` takes for `work`; shape: heads and head_dim."""
+    """Estimated microseconds of `kernel` for `work`; `shape` gives heads and head_dim."""
     rates = rates_of(target)
     heads = shape.num_kv_heads
     tiles = -(-work.q_len * shape.gqa_ratio // block_m)

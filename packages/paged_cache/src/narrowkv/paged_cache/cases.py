@@ -28,15 +28,15 @@ from narrowkv.runtime.cases import CaseError, named, spell_case, unknown
 __all__ = ["DESCALES", "LAYOUTS", "CacheCase", "copy_cache", "differing_bytes", "poison_from", "random_rope"]
 
 DESCALES = ("float", *GRANULARITIES[:-1])
-"""Of FP8 and 16-bit caches; FP4 has its scales."""
+"""Descale granularities of FP8 and 16-bit caches; FP4 has its scales."""
 LAYOUTS = ("NHD", "HND", "tokens", "concat", "vectorised", "padded")
-"""Of a case: those of a cache, and "padded", which is NHD with strided heads and a storage offset."""
+"""Layouts of a case: those of a cache, and "padded", which is NHD with strided heads and a storage offset."""
 
 _FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1", "int8", "int4")
 _I32 = torch.int32
 _STORED = ("k", "v", "k_descale", "v_descale")
 _SPARE_PAGES = 3
-# What stands in a page table past the end of a sequence. Times the stride of a page it does not wrap, in 32
+# Page ids past the end of a sequence in a page table. Times the stride of a page they do not wrap, in 32
 # bits, to an offset inside a cache.
 _STALE = 2**30 + 54321
 # Codes of NaN, or of a large number in a format that has no NaN.
@@ -307,7 +307,7 @@ def poison_from(cache: PagedKVCache, table: PageTable, full: tuple[int, ...]) ->
 
 
 def copy_cache(cache: PagedKVCache) -> PagedKVCache:
-    """A cache that stores the same in memory of its own."""
+    """A copy of a cache with its own memory."""
 
     def own(x: Any) -> Any:
         return x.clone() if isinstance(x, torch.Tensor) else x

@@ -45,7 +45,7 @@ class CacheSide(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Channels that share a scale; 0 where a head has one or none of its own."""
+        """Channels that share a scale; 0 if a head has one scale, or none."""
         if self.granularity != "token_head_group":
             return 0
         assert isinstance(self.descale, torch.Tensor)

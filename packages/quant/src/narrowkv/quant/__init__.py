@@ -1,6 +1,6 @@
 """narrowkv.quant: number formats and quantisation for narrow-precision KV caches.
 
-What is exported here runs on any torch device and needs no Triton. The device code that kernels call is in
+The names exported here run on any torch device and need no Triton. The device code that kernels call is in
 `narrowkv.quant.device`.
 
 Example:
