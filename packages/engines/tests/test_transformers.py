@@ -28,6 +28,7 @@ FORMATS = {
     "fp8-static": {"format": "fp8_e4m3fn", "k_descale": 0.05, "v_descale": torch.full((2,), 0.02)},
     "fp4": {"format": "fp4_e2m1", "scale_group": 32},
     "k8v4": {"format": CacheFormat("fp8_e4m3fn", "fp4_e2m1")},
+    "int8": {"format": CacheFormat("int8", "int4")},
     "bf16": {"format": "bf16"},
 }
 
