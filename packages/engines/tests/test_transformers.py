@@ -28,7 +28,7 @@ FORMATS = {
     "fp8-static": {"format": "fp8_e4m3fn", "k_descale": 0.05, "v_descale": torch.full((2,), 0.02)},
     "fp4": {"format": "fp4_e2m1", "scale_group": 32},
     "k8v4": {"format": CacheFormat("fp8_e4m3fn", "fp4_e2m1")},
-    "int8": {"format": CacheFormat("int8", "int4")},
+    "integers": {"format": CacheFormat("int8", "int4")},
     "bf16": {"format": "bf16"},
 }
 
@@ -162,7 +162,10 @@ def narrow_cache(model, **options):
     ("name", "form"),
     [(name, "fp8") for name in TINY_MODELS]
     + [("llama-3-tiny", form) for form in ("fp4", "bf16")]
-    + [pytest.param("llama-3-tiny", form, marks=pytest.mark.slow) for form in ("fp8-static", "k8v4")],
+    + [
+        pytest.param("llama-3-tiny", form, marks=pytest.mark.slow)
+        for form in ("fp8-static", "k8v4", "integers")
+    ],
 )
 def test_logits_and_greedy_tokens_are_those_of_attention_over_the_dequantised_cache(name, form, runs):
     layers = 1 if name in ("glm-4.5-air-tiny", "qwen3-tiny") or form != "fp8" else 2
@@ -219,6 +222,7 @@ def test_narrow_formats_take_their_share_of_the_memory():
     # Bytes of a head of 64 channels: stored numbers, and a descale or E8M0 scales.
     assert {form: size / taken["bf16"] * 128 for form, size in taken.items()} == {
         "bf16": 128, "fp8-static": 64, "fp8": 64 + 4, "fp4": 32 + 2, "k8v4": (64 + 4 + 32 + 1) / 2,
+        "integers": (64 + 4 + 32 + 4) / 2,
     }  # fmt: skip
 
 
