@@ -4,11 +4,12 @@ transformers keeps the tokens of this model in caches of its own, in 16 bits: a 
 of which an indexer selects some. Its mask says which rows each token sees. Here it becomes lists of rows.
 
 Example:
+    >>> from narrowkv.engines.tiny import tiny_model
     >>> from narrowkv.engines.transformers import deepseek_v4
     >>> deepseek_v4.register("packed584")
-    >>> model = AutoModelForCausalLM.from_pretrained(
-    ...     name, attn_implementation="narrowkv-sparse", dtype=torch.bfloat16
-    ... )  # doctest: +SKIP
+    >>> model = tiny_model("deepseek-v4-tiny", attn_implementation="narrowkv-sparse")
+    >>> model(torch.tensor([[5, 6]])).logits.shape
+    torch.Size([1, 2, 96])
 """
 
 from __future__ import annotations
