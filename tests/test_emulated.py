@@ -19,6 +19,7 @@ from narrowkv.attn_decode import merge_states, merge_states_reference, paged_dec
 from narrowkv.attn_decode.cases import K8V4, DecodeCase, DecodeInputs, at_random, one_at_a_time
 from narrowkv.cdna_emulator import EmulatorError, RaceError, matrix
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append_reference
+from narrowkv.quant import get_format
 from narrowkv.runtime.cases import parse_case
 from narrowkv.runtime.launch import executing
 from narrowkv.testing import emulation
@@ -51,6 +52,12 @@ DECODE = {
     "NVFP4 values, off 16-byte boundaries": (
         SMALL + "format=fp8_e4m3fn/fp4_e2m1,group=16,scale_format=e4m3,layout=padded,data=outlier"
     ),
+    "INT4": SMALL + "format=int4,clean=1",
+    "K INT8, V INT4": SMALL + "format=int8/int4,descale=token_head,data=outlier",
+    "INT4 over bf16, off 16-byte boundaries, fp16 queries": (
+        SMALL + "format=int4/bf16,layout=padded,q=fp16,head_dim=80"
+    ),
+    "vectorised INT8": SMALL + "format=int8,layout=vectorised,clean=1",
     "K bf16, V FNUZ": SMALL + "format=bf16/fp8_e4m3fnuz",
     "page size 1": SMALL + "page_size=1,layout=tokens,clean=1",
     "page size 3, head_dim 80": "head_dim=80,kv_heads=1,split=none,page_size=3,ratio=3,clean=1",
@@ -308,6 +315,9 @@ def _append_cases() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "fp4, SGLang's scales", {"fmt": "fp4_e2m1", "scale_group": 16, "exponent": "sglang"}
     yield "fp4, NVFP4", {"fmt": "fp4_e2m1", "scale_group": 16, "scale_format": "e4m3", "descale": "number"}
     yield "fp4, E4M3 scales", {"fmt": "fp4_e2m1", "scale_format": "e4m3", "layout": "HND"}
+    yield "int4, rope, head_dim 80", {"fmt": "int4", "rope": "neox", "head_dim": 80}
+    yield "int8 with a descale, int4", {"fmt": CacheFormat("int8", "int4"), "layout": "HND", "descale": "own"}
+    yield "int8 with a scale of each token", {"fmt": "int8", "descale": "token_head", "offset": True}
     yield "fp4, rope and a K offset, floor", {
         "fmt": "fp4_e2m1", "rope": "neox", "offset": True, "exponent": "floor", "queries": 6
     }  # fmt: skip
@@ -371,11 +381,13 @@ def check_append(
         by = {
             "float": (0.03, 0.7),
             "number": (0.03, 0.02),
+            "own": (0.03, None),
             "head": (torch.tensor([0.03, 0.05]), torch.tensor([0.7, 0.4])),
             "token_head": tuple(torch.ones(pages, page_size, heads) for _ in range(2)),
         }[descale]
-        own = "fp4_e2m1" in (CacheFormat.parse(fmt).k, CacheFormat.parse(fmt).v)
-        given = {} if own and descale != "number" else {"k_descale": by[0], "v_descale": by[1]}
+        parsed = CacheFormat.parse(fmt)
+        own = get_format(parsed.k).is_packed or get_format(parsed.v).is_packed
+        given = {} if own and descale not in ("number", "own") else {"k_descale": by[0], "v_descale": by[1]}
         made = PagedKVCache.empty(
             pages, page_size, heads, head_dim, format=fmt, layout=layout, scale_group=scale_group,
             scale_format=scale_format, **given,

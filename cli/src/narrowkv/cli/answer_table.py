@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from narrowkv.cli.names import AMD_TARGETS
 from narrowkv.cli.report import Report
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
-from narrowkv.testing.backends import OURS
 from narrowkv.testing.codegen import main_kernel
 from narrowkv.testing.probing import FAIL, INEXACT, REFUSED, SKIPPED, Answer
 from narrowkv.testing.records import number
@@ -93,23 +91,3 @@ def record(row: Answer) -> dict[str, Any]:
     """A CSV row."""
     fields = {name: getattr(row, name) for name in row.__dataclass_fields__ if name != "compiled"}
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def plot_errors(rows: Sequence[Answer], path: Path) -> None:
-    """Every error: a row for each contract but its page size, a series for each backend and place."""
-    from narrowkv.testing.plot import plot_dots
-
-    dots = [
-        (
-            f"{row.contract.function}: {row.contract.q} over {row.contract.cache}",
-            f"{row.backend}, {row.place}" if row.backend == OURS.name else row.backend,
-            row.relative_l1,
-        )
-        for row in rows
-        if row.relative_l1 is not None
-    ]
-    queries: dict[float, dict[str, None]] = {}
-    for row in rows:
-        queries.setdefault(row.contract.bound, {})[row.contract.q] = None
-    bounds = {f"Q {', '.join(found)}": bound for bound, found in queries.items()}
-    plot_dots(dots, path, title="error against fp32", label="relative L1 error", bounds=bounds)

@@ -24,7 +24,7 @@ _VALUES_BEFORE_OFFSETS = 3  # of `allocate`
 
 
 class Memory(NamedTuple):
-    """What launches are told of their memory.
+    """Pointers and sizes of the memory that launches use.
 
     Attributes:
         scratch: widened keys, without their bounds; None where the cache is read in its pages.
@@ -41,7 +41,7 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Needs:
-    """What decides on the memory of a configuration.
+    """The values that the memory of a configuration depends on.
 
     Attributes:
         shape: the shape, or the largest that is served.
@@ -138,7 +138,7 @@ class Needs:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each tensor begins, in the order of `names`: bytes from the block or from the counters."""
+        """Offset of each tensor in bytes, in the order of `names`, from the block or from the counters."""
         blocks = [block_bytes([block]) for block in self.blocks.values()]
         counters = [4 * _apart(count) for count in self.counters.values()]
         ends = (*accumulate(blocks), *accumulate(counters))
@@ -193,7 +193,7 @@ def allocate(needs: Needs, device: torch.device) -> tuple[Any, ...]:
 
 
 def marks_of(needs: Needs, begin: int) -> Memory:
-    """What stands for memory that a call allocates, where `allocate` gives its values from index `begin`."""
+    """Placeholders for memory that a call allocates; `allocate` gives the values from index `begin`."""
     first = begin + _VALUES_BEFORE_OFFSETS
     dtypes = [dtype for _, dtype in needs.blocks.values()]
     tensors = {name: Part(begin, first + place, dtypes[place]) for place, name in enumerate(needs.blocks)}
@@ -212,7 +212,7 @@ def _described_rows(config: PrefillConfig, heads: int, head_dim: int, part: torc
 
 
 def memory_of(needs: Needs, tensors: dict[str, Any], rows: Any, descriptors: Any) -> Memory:
-    """What launches are told of these tensors, or of what stands for them."""
+    """Kernel arguments of these tensors, or of their placeholders."""
     part = tensors.get
     scratch = None
     if "k" in tensors:

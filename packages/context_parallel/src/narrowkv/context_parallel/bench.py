@@ -108,7 +108,7 @@ class Measured:
 def measure_ranks(setting: Setting) -> list[Measured]:
     """Measures every row of a setting; runs on every rank of the default NCCL group, for `run_ranks`.
 
-    Rank 0 also writes each row to stderr as soon as it is measured.
+    Rank 0 also writes each row to stderr when it is measured.
     """
     rows = []
     for context in setting.contexts:

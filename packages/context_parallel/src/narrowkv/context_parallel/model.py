@@ -1,4 +1,4 @@
-"""What a context-parallel decode step costs, by published figures: bytes, latency and bandwidth.
+"""A cost model of a context-parallel decode step, from published figures: bytes, latency and bandwidth.
 
 A step is attention over the rank's share of the keys, then two collectives (queries over heads, partial
 results by heads), each a latency and a transfer. Nothing overlaps, so that head groups can only do better.

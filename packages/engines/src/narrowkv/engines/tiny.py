@@ -18,7 +18,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TinyModel:
-    """What to make a small model of.
+    """Sizes of a small model.
 
     Attributes:
         model_type: transformers' name of the architecture.

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 ENGINES = ("transformers", "vllm", "sglang")
-# What each engine calls the caches that are tried, the 16-bit one first.
+# Each engine's names of the caches that are tried, the 16-bit one first.
 CACHES = {
     "transformers": ("bf16", "fp8_e4m3fn", "fp4_e2m1"),
     "vllm": ("auto", "fp8", "fp8_per_token_head", "ultraquant_4bit"),

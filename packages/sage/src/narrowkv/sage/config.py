@@ -37,7 +37,7 @@ class SageConfig:
         block_m, block_n: rows and keys of a tile, at most 128: what scratch is aligned to.
         fp8: the FP8 format of V, of P, and of Q and K where they are FP8.
         key_order: of V in scratch.
-        two_level: each tile's P @ V is summed apart and added in fp32.
+        two_level: P @ V of a tile is summed separately and then added in fp32.
         tma: K and V come by tensor descriptor.
         programs_together: attention programs among which the longest go first, of as many heads as it takes.
         reread_q: Q is read a second time for the tiles that need the mask.

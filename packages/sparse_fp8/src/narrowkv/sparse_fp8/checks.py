@@ -31,7 +31,7 @@ class PlannedCall:
     """What all calls of a plan have in common.
 
     Attributes:
-        mode: "wide" attends 16-bit rows, "fused" quantised rows as stored, "prepass" quantised rows that are
+        mode: "16bit" attends 16-bit rows, "fused" quantised rows as stored, "prepass" quantised rows that are
             first expanded to 16 bits in scratch memory.
         target: the target that it was planned for.
         device: the device of all tensors.

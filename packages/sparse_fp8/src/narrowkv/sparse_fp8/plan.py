@@ -98,7 +98,7 @@ class SparsePlan(PlannedCall):
         object.__setattr__(self, "_choices", {})
 
     def __deepcopy__(self, memo: dict[int, object]) -> SparsePlan:
-        """A plan of its own over the same memory, whose addresses captured graphs hold."""
+        """A new plan over the same memory, whose addresses captured graphs hold."""
         return replace(self)
 
     def explain(self) -> str:

@@ -178,7 +178,7 @@ class Aiter:
         return _missing("aiter", on_gpu)
 
     def prepare(self, inputs: Paged) -> Call:
-        """The entry that stands for decode."""
+        """The entry for decode."""
         cache, q = inputs.cache, inputs.q
         if cache.format.k != cache.format.v:
             raise NotAnsweringError("takes one format for K and V")

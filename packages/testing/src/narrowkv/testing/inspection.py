@@ -111,7 +111,7 @@ def models(
     passes = loop.passes / run.artifact.num_warps
     kv_bytes = bytes_per_pass * passes
     executed = {"loop": loop.mnemonics, "whole": run.result.profile.mnemonics}
-    # The waves are in the counts already, so they stand for one wave here.
+    # The counts are of all waves, so the model gets one wave here.
     totals = {
         name: InstructionMix(Counter({m: round(n) for m, n in mix.items()})) for name, mix in executed.items()
     }

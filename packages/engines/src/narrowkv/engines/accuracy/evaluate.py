@@ -23,7 +23,7 @@ _CHUNK = 256  # tokens whose probabilities are compared at a time
 
 @dataclass(frozen=True)
 class Score:
-    """What a recipe costs.
+    """The cost of a recipe in accuracy.
 
     Attributes:
         recipe, note, bits: of the recipe; bits of an element at the model's head_dim, scales included.

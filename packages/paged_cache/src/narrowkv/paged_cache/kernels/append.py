@@ -11,6 +11,7 @@ import triton.language as tl
 from narrowkv.quant.device import narrow_fp8
 from narrowkv.quant.device_e4m3 import narrow_fp4_e4m3
 from narrowkv.quant.device_fp4 import narrow_fp4
+from narrowkv.quant.device_int import narrow_int4, narrow_int8, saturated_int8
 
 
 class NewTokens(NamedTuple):
@@ -164,6 +165,19 @@ def divided(x, descale, where, mask, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexp
 
 
 @triton.jit
+def store_nibbles(
+    codes, kv, page, slot, head, mask, HEAD_DIM: tl.constexpr, VEC: tl.constexpr, VEC_ON_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Writes int32 codes [BLOCK_N, BLOCK_D] of four bits, column 2i in the low nibble of byte i."""
+    even, odd = tl.split(tl.reshape(codes, [BLOCK_N, BLOCK_D // 2, 2]))
+    c = tl.arange(0, BLOCK_D // 2)
+    at = store_offsets(kv, page, slot, head, c, VEC, VEC_ON_TOKENS)
+    inside = mask[:, None] & (c * 2 < HEAD_DIM)[None, :]
+    tl.store(kv.ptr + at, (even | (odd << 4)).to(tl.uint8), mask=inside)
+
+
+@triton.jit
 def quantise_rows(
     x, kv, descale, page, slot, head, mask,
     FORMAT: tl.constexpr, SCALING: tl.constexpr, HEAD_DIM: tl.constexpr, FORMAT_MAX: tl.constexpr,
@@ -174,7 +188,8 @@ def quantise_rows(
 
     Columns past head_dim are zeros. SCALING: what stored numbers are multiplied by: "one", a "number" or a
     "tensor" that the cache has, or the "token"'s own, which is computed and stored (1 in 16-bit formats, E8M0
-    in FP4); "token_e4m3" is FP4 with that scale in E4M3, "tensor_e4m3" besides a number for the whole tensor.
+    in FP4, with a zero point in INT4); "token_e4m3" is FP4 with that scale in E4M3, "tensor_e4m3" besides a
+    number for the whole tensor.
     """
     d = tl.arange(0, BLOCK_D)
     inside = mask[:, None] & (d < HEAD_DIM)[None, :]
@@ -202,12 +217,19 @@ def quantise_rows(
         g = tl.arange(0, GROUPS)
         scales = tl.reshape(scale, [BLOCK_N, GROUPS])
         tl.store(where[:, None] + g[None, :], scales, mask=mask[:, None] & (g * WIDTH < HEAD_DIM)[None, :])
-        even, odd = tl.split(tl.reshape(codes, [BLOCK_N, BLOCK_D // 2, 2]))
-        c = tl.arange(0, BLOCK_D // 2)
-        at = store_offsets(kv, page, slot, head, c, VEC, VEC_ON_TOKENS)
-        tl.store(
-            kv.ptr + at, (even | (odd << 4)).to(tl.uint8), mask=mask[:, None] & (c * 2 < HEAD_DIM)[None, :]
-        )
+        store_nibbles(codes, kv, page, slot, head, mask, HEAD_DIM, VEC, VEC_ON_TOKENS, BLOCK_N, BLOCK_D)
+    elif FORMAT == "int4":
+        codes, scale = narrow_int4(x)
+        tl.store(where, scale, mask=mask)
+        store_nibbles(codes, kv, page, slot, head, mask, HEAD_DIM, VEC, VEC_ON_TOKENS, BLOCK_N, BLOCK_D)
+    elif FORMAT == "int8":
+        if SCALING == "token":
+            codes, scale = narrow_int8(x)
+            tl.store(where, scale, mask=mask)
+        else:
+            x = divided(x, descale, where if SCALING == "tensor" else None, mask, BLOCK_N, BLOCK_D)
+            codes = saturated_int8(x)
+        tl.store(kv.ptr + store_offsets(kv, page, slot, head, d, VEC, VEC_ON_TOKENS), codes, mask=inside)
     else:
         if SCALING == "token":
             scale = tl.div_rn(tl.max(tl.abs(x), 1), tl.full([BLOCK_N], FORMAT_MAX, tl.float32))

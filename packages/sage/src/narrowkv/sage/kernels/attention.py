@@ -70,7 +70,7 @@ class Call(NamedTuple):
     """What a kernel is compiled for.
 
     SMOOTH_Q, SHIFT_LSE: what the means took out is added back, to scores and to lse.
-    LOG2_P: log2 of what P = 1 becomes. TWO_LEVEL: each tile's P @ V is summed apart and added in float32.
+    LOG2_P: log2 of the factor of P. TWO_LEVEL: P @ V of a tile is summed separately, then added in float32.
     TMA: K and V come by tensor descriptor. REREAD_Q: Q is not kept from the tiles without a mask for those
     with one.
     """
@@ -106,7 +106,7 @@ def load_rows(ptr, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.co
 @triton.jit
 def load_queries(query, head, first, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
                  CACHE: tl.constexpr):  # fmt: skip
-    """Rows of Q as `scores` takes them: one tile, or for int4 even and odd channels apart."""
+    """Rows of Q in the form that `scores` takes: one tile, or for int4 one of even, one of odd channels."""
     WIDTH: tl.constexpr = HEAD_DIM // 2 if FORMAT == "int4" else HEAD_DIM
     words = load_rows(query.ptr, head.to(tl.int64) * query.rows + first, WIDTH, BLOCK, CACHE)
     if FORMAT == "int4":
@@ -311,7 +311,7 @@ def _sage_attention_kernel(
     if CALL.REREAD_Q:
         # The modifier also keeps compilers from making one load of the two.
         q = load_queries(query, head, q_base + first_row, FORMAT, HEAD_DIM, BLOCK_M, ".cg")
-    # What is left on both sides needs the mask: one loop of its own for both.
+    # The key tiles on both sides need the mask: one masked loop for both.
     for i in range(begin, end - (full_end - full)):
         acc, m, l = attend(
             tl.where(i < full, i, i + (full_end - full)), q, acc, m, l, row_scale, keys, k_desc, v_desc,

@@ -117,7 +117,7 @@ def _score_warps(
     released, CALL: gl.constexpr,
 ):  # fmt: skip
     """16-bit rows into the tile buffers; QK; the softmax."""
-    # Triton 3.6 passes on only what has a name of its own.
+    # Triton 3.6 passes on only values that are bound to a name.
     PREFIX: gl.constexpr = CALL.PREFIX
     EXTEND: gl.constexpr = CALL.EXTEND
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, CALL.BLOCK_K, 16])

@@ -60,7 +60,7 @@ def _sum_fp8_warps(
     widened, scored, summed, finished, released, HALF: gl.constexpr, CALL: gl.constexpr,
 ):  # fmt: skip
     """PV of half of the columns, and these widened for the tile after the next; stores the results."""
-    # Triton 3.6 passes on only what has a name of its own.
+    # Triton 3.6 passes on only values that are bound to a name.
     PREFIX: gl.constexpr = CALL.PREFIX
     EXTEND: gl.constexpr = CALL.EXTEND
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 128, 16])
@@ -178,7 +178,7 @@ def _score_fp8_warps(
     looked_up, first_filled, filled, widened, scored, summed, finished, released, CALL: gl.constexpr,
 ):  # fmt: skip
     """Copies the rows; QK; the softmax."""
-    # Triton 3.6 passes on only what has a name of its own.
+    # Triton 3.6 passes on only values that are bound to a name.
     PREFIX: gl.constexpr = CALL.PREFIX
     EXTEND: gl.constexpr = CALL.EXTEND
     ALL_STORED: gl.constexpr = PREFIX.ROPE == ""

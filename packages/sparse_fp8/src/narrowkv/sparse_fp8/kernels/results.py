@@ -37,7 +37,7 @@ class Partials(NamedTuple):
 class Call(NamedTuple):
     """What a kernel is compiled for, of the call.
 
-    WIDE_HEADS: heads lie further apart than 31 bits count. HEAD_DIM: columns of Q and K; V has 512.
+    WIDE_HEADS: the stride of heads needs more than 31 bits. HEAD_DIM: columns of Q and K; V has 512.
     """
 
     NUM_HEADS: Any

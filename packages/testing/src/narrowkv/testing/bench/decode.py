@@ -10,7 +10,7 @@ from itertools import product
 import torch
 
 from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_decode
-from narrowkv.attn_decode.cases import BOUND
+from narrowkv.attn_decode.cases import BOUND, DecodeCase
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant.accuracy import compare
 from narrowkv.testing.backends import PEER_BOUND
@@ -61,6 +61,21 @@ class DecodeSizes:
     def q_dtype(self) -> torch.dtype:
         """Of queries and output."""
         return torch.bfloat16 if self.q == "bf16" else torch.float16
+
+    def case(self, kernel: str = "") -> DecodeCase:
+        """The case of these sizes, by a kernel or the target's."""
+        formats = self.cache.cache_format
+        return DecodeCase(
+            lens=(self.context,) * self.batch,
+            num_kv_heads=self.num_kv_heads,
+            gqa_ratio=self.ratio,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+            q_dtype=self.q_dtype,
+            format=formats.k if formats.k == formats.v else formats,
+            scale_group=self.cache.scale_group or None,
+            kernel=kernel,
+        )
 
     @property
     def bytes_touched(self) -> float:

@@ -299,7 +299,7 @@ def _gather_warps(
     FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr, CALL: gl.constexpr,
 ):  # fmt: skip
     """What fills some rows of each tile of the ring: with 16-bit rows, or with FP8 rows."""
-    # Triton 3.6 passes on only what has a name of its own.
+    # Triton 3.6 passes on only values that are bound to a name.
     PREFIX: gl.constexpr = CALL.PREFIX
     EXTEND: gl.constexpr = CALL.EXTEND
     if PREFIX.VALUES == "":

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from narrowkv.runtime.attention.softmax import natural_lse, output_factor
-from narrowkv.sparse_fp8.kernels.few_gather import _first, _gather_warps, _item, _spans
+from narrowkv.sparse_fp8.kernels.few_heads_gather import _first, _gather_warps, _item, _spans
 from narrowkv.sparse_fp8.kernels.hopper_copies import (
     _barrier,
     _copy_query,
@@ -116,7 +116,7 @@ def _score_warps(
             _make_writes_visible()
             mbarrier.arrive(scored.index(stage), count=1)
             count += 1
-        # All of these warps have the last scores: the next item's Q may come.
+        # All of these warps have read the last scores: the next item's Q may be copied.
         _copy_query(query, q.nope, q.stride_n, q.stride_h, item[0], item[1], CALL.NUM_HEADS)
         async_copy.commit_group()
         l = gl.sum(parts, 0)
@@ -217,7 +217,7 @@ def _sum_warps(
 
 
 @gluon.jit(do_not_specialize=[*SIZES, "num_items"])
-def _sparse_few_kernel(
+def _sparse_few_heads_kernel(
     q, out, partials, prefix, prefix_csr, extend, extend_csr, qk_scale, num_tokens, num_splits,
     num_items, prefix_rows, prefix_nnz, extend_rows, extend_nnz, CALL: gl.constexpr,
 ):  # fmt: skip

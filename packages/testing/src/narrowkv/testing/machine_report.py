@@ -1,0 +1,88 @@
+"""The commands of `narrowkv report`.
+
+On an Instinct GPU the timing model's prediction stands beside each measured row; on other GPUs there is none;
+without a GPU it is a rehearsal: the emulator runs in the GPU's place, and nothing is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from narrowkv.testing.places import AMD_TARGETS
+
+__all__ = ["Step", "commands", "run_step"]
+
+BENCHES = {
+    "decode": "--batch 1,64 --context 8192 --page-size 16",
+    "prefill": "--new 1024,4096 --prefix 0,4096 --heads 96/8 --format fp8_e4m3fn",
+    "sparse": "--tokens 4096 --heads 64,128 --topk 2048 --mode bf16,fused",
+    "sage": "--context 16384 --granularity per_thread",
+}
+"""The main rows of each bench."""
+REHEARSED = {
+    "decode": "--batch 64 --context 8192 --page-size 16 --format fp8_e4m3fn",
+    "prefill": "--new 1024 --prefix 4096 --heads 96/8 --format fp8_e4m3fn",
+}
+_CASES = {
+    "decode": ("lens=70+5,clean=1", "lens=33,k=bf16,v=bf16", "split=uniform,lens=300+37+1,sinks=1"),
+    "prefill": ("kernel=dense", "kernel=fused,format=bf16", "operation=append"),
+    "sparse": ("lens=37+0,sink=1", "mode=decode,lens=37"),
+}
+_LINES = 12  # shown of the output of a command that failed
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of the report, and its result.
+
+    Attributes:
+        command: its arguments.
+        exit_code: None if it did not end in time, or time was up before it.
+        seconds: that it took.
+        document: its JSON; None without one.
+        said: the end of its output, if it failed.
+    """
+
+    command: str
+    exit_code: int | None
+    seconds: float
+    document: dict[str, Any] | None = None
+    said: str = ""
+
+
+def commands(target: str | None) -> list[str]:
+    """The commands: for a GPU of that target, or for a rehearsal without one."""
+    place = "gpu" if target else "gfx942"
+    cases = {name: lines if target else lines[:1] for name, lines in _CASES.items()}
+    benches = BENCHES if target else REHEARSED
+    found = [f"probe glm-gqa12 --on {place}"] if target else []
+    found += [
+        f"validate {name} --on {place} {' '.join(f'--case {line}' for line in lines)}"
+        for name, lines in cases.items()
+    ]
+    if target:
+        found += [f"bench {name} {rows} --samples 20" for name, rows in benches.items()]
+    if target is None or target in AMD_TARGETS:
+        found += [f"bench {name} {rows} --on {target or place}" for name, rows in benches.items()]
+    return found
+
+
+def run_step(program: Sequence[str], command: str, seconds: float) -> Step:
+    """Runs one command in its own process, so that a fault leaves the others; ends it after `seconds`."""
+    begun = time.monotonic()
+    line = [*program, *command.split(), "--json"]
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, timeout=max(seconds, 1), check=False)
+    except subprocess.TimeoutExpired:
+        return Step(command, None, time.monotonic() - begun, said="did not end in time")
+    try:
+        document = json.loads(done.stdout)
+    except ValueError:
+        document = None
+    said = "\n".join(done.stderr.strip().splitlines()[-_LINES:]) if done.returncode else ""
+    return Step(command, done.returncode, time.monotonic() - begun, document, said)
