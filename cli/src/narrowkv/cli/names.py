@@ -34,7 +34,8 @@ ACCURACY_RECIPES = (
     "fp4-e4m3-offset", "fp4-e4m3", "fp4-e4m3-recent", "fp4-mx", "fp4-32", "nvfp4", "nvfp4-offset",
 )  # fmt: skip
 TINY_MODELS = (
-    "glm-4.5-air-tiny", "llama-3-tiny", "qwen3-tiny", "gpt-oss-tiny", "gemma-2-tiny", "gemma-3-tiny"
+    "glm-4.5-air-tiny", "llama-3-tiny", "qwen3-tiny", "gpt-oss-tiny", "gemma-2-tiny", "gemma-3-tiny",
+    "deepseek-v4-tiny",
 )  # fmt: skip
 
 

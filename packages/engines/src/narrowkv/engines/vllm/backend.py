@@ -252,8 +252,9 @@ class NarrowAttention(AttentionImpl):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Stores new tokens `[tokens, num_kv_heads, head_dim]`; slot -1 is padding."""
-        count = slot_mapping.shape[0]
-        k, v = key[:count], value[:count]
+        k, v, count = key, value, slot_mapping.shape[0]
+        if k.shape[0] != count:
+            k, v = k[:count], v[:count]
         if self.rotates_values:
             k, v = randomly_rotated(k), randomly_rotated(v)
         elif self.rotates:
@@ -327,7 +328,9 @@ class NarrowAttention(AttentionImpl):
             return output
         step, cache = attn_metadata, self.cache_of(layer, kv_cache)
         tokens = step.num_tokens
-        q, out = (x[:tokens].view(tokens, self.num_heads, self.head_size) for x in (query, output))
+        q, out = query, output
+        if q.shape[0] != tokens or out.shape[0] != tokens or q.dim() != 3 or out.dim() != 3:
+            q, out = (x[:tokens].view(tokens, self.num_heads, self.head_size) for x in (q, out))
         if self.rotates_values:
             q, key, value = (randomly_rotated(x) for x in (q, key, value))
         elif self.rotates:
