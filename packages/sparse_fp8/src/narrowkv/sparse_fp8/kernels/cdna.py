@@ -1,8 +1,8 @@
 """Sparse attention on CDNA3 and CDNA4 (gfx942, gfx950), in Gluon: a tile of rows lies in LDS in 16 bits.
 
-The tile serves as K and as V. The next one is on its way from memory while this one is multiplied: 16-bit
-rows go to LDS asynchronously on CDNA4; elsewhere they wait in registers, and FP8 rows are widened there.
-Waves share QK by heads and by the tile's rows, and PV by heads and by columns, so that no wave repeats
+The tile serves as K and as V. The next tile is loaded while the current one is multiplied: on CDNA4 16-bit
+rows are copied to LDS asynchronously; otherwise they are held in registers, where FP8 rows are widened. QK is
+divided over waves by heads and by the tile's rows, and PV by heads and by columns, so that no wave repeats
 another's products.
 """
 
@@ -36,7 +36,7 @@ _scaled_upcast = getattr(cdna4, "scaled_upcast", None)
 
 
 class CdnaCall(NamedTuple):
-    """What the kernel is compiled for.
+    """Constants that the kernel is compiled with.
 
     NUM_HEADS, HAS_SINK, WRITE_LSE, SPLIT: as in `Call`. BLOCK_H, BLOCK_K: heads of a program, rows of a tile.
     STAGES: tiles in LDS. ASYNC: rows go to LDS without passing through registers. UPCAST: an instruction
@@ -68,7 +68,7 @@ class CdnaCall(NamedTuple):
     LATE_SUM: Any
 
 
-# Rows in LDS are 16 elements further apart than they are long, against bank conflicts.
+# Rows in LDS are padded by 16 elements against bank conflicts.
 _PADDING = 16
 
 
@@ -119,7 +119,7 @@ def _tile_indices(csr, begin, end, places):
 
 @gluon.jit
 def _load_rows(tile, rows, index, STORED: gl.constexpr, CALL: gl.constexpr):
-    """Starts to load rows `index`, to `tile` or to the registers that it returns.
+    """Starts to load rows `index`, into `tile` or into the registers that it returns.
 
     Rows that are not named become zeros: a buffer load that is masked off gives zeros.
     """
@@ -150,7 +150,7 @@ def _load_rows(tile, rows, index, STORED: gl.constexpr, CALL: gl.constexpr):
 
 @gluon.jit
 def _store_rows(tile, loaded, STORED: gl.constexpr, CALL: gl.constexpr):
-    """Puts what `_load_rows` returned into a tile in LDS."""
+    """Stores the values that `_load_rows` returned in a tile in LDS."""
     ROWS: gl.constexpr = CALL.ROWS
     if STORED.VALUES == "":
         if not CALL.ASYNC:
@@ -238,7 +238,7 @@ def _attend(
     for start in range(begin, end, BLOCK_K):
         if CALL.ASYNC:
             free = gl.where(slot == 0, STAGES - 1, slot - 1)
-            # Memory answers in order: what is asked for before the copy does not wait for the copy.
+            # Loads complete in order: a load that is issued before the copy does not wait for the copy.
             upcoming = _tile_indices(csr, start + STAGES * BLOCK_K, end, places)
         else:
             free = gl.where(slot == STAGES - 1, 0, slot + 1)
