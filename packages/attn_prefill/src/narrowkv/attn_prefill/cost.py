@@ -117,7 +117,7 @@ def _widening(target: Target, format_name: str) -> str:
     stored = get_format(format_name)
     if stored.kind == "float":
         return "16-bit"
-    if stored.kind == "fp4":
+    if stored.is_packed:
         return "fp4"
     return "bits" if widen_route(target, format_name) == BITS else "fp8"
 

@@ -26,7 +26,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """Rotary embedding of K on its way into the cache.
+    """Rotary embedding of K on its way into the cache, and of Q beside it.
 
     Attributes:
         cos, sin: `[max_position, rotary_dim / 2]` bf16, fp16 or fp32, of equal strides, the last dimension

@@ -31,7 +31,7 @@ from narrowkv.engines.vllm.slots import (
     rotated,
     slot_bytes,
 )
-from narrowkv.paged_cache import PagedKVCache, PageTable, append
+from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append
 from narrowkv.paged_cache.layouts import HEAD_DIMS
 from narrowkv.runtime.errors import UnsupportedError
 
@@ -146,6 +146,8 @@ class NarrowAttention(AttentionImpl):
     supports_quant_query_input = False
     # What slots of the model that was made last hold; vLLM asks for their size when it has made its layers.
     slots = "fp8"
+    # The rotary embedding of the step, which its layers share, and what it was made of.
+    _rope: ClassVar[tuple[Any, Rope] | None] = None
 
     def __init__(
         self,
@@ -244,6 +246,52 @@ class NarrowAttention(AttentionImpl):
         if self.rotates:
             k, v = rotated(k), v.float()
         append(self.cache_of(layer, kv_cache), k, v, slot_mapping, exponent=self.exponent)
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        """Whether `do_rope_and_kv_cache_update` serves the layer.
+
+        It does unless stored keys are rotated once more (UltraQuant), or attention needs the new keys again
+        (decode context parallelism).
+        """
+        return not self.rotates and self._ranks is None
+
+    def do_rope_and_kv_cache_update(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        positions: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool, kv_cache: torch.Tensor,
+        layer_slot_mapping: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Rotates queries in place and stores rotated keys, in one launch; `key` itself is left as it is.
+
+        Args:
+            layer: vLLM's layer, for its scales.
+            query: `[tokens, num_heads, head_dim]`.
+            key, value: `[tokens, num_kv_heads, head_dim]`.
+            positions: `[tokens]` int64.
+            cos_sin_cache: `[positions, rotary_dim]`, cosines and then sines.
+            is_neox: whether the halves of the rotary dims are partners; else neighbours are.
+            kv_cache: the layer's.
+            layer_slot_mapping: `[tokens]` int64; slot -1 is padding.
+        """
+        count = layer_slot_mapping.shape[0]
+        append(
+            self.cache_of(layer, kv_cache), key[:count], value[:count], layer_slot_mapping,
+            rope=self._rope_of(positions[:count], cos_sin_cache, is_neox), q=query[:count],
+            exponent=self.exponent,
+        )  # fmt: skip
+
+    @staticmethod
+    def _rope_of(positions: torch.Tensor, table: torch.Tensor, is_neox: bool) -> Rope:
+        """The rotary embedding of these tokens, made only if that of the previous layer is another."""
+        found = NarrowAttention._rope
+        key = (
+            positions.data_ptr(), positions.shape, positions.stride(), positions.dtype, table.data_ptr(),
+            table.shape, table.dtype, is_neox,
+        )  # fmt: skip
+        if found is None or found[0] != key:
+            half = table.shape[1] // 2
+            rope = Rope(table[:, :half], table[:, half:], positions, "neox" if is_neox else "gptj")
+            found = NarrowAttention._rope = (key, rope)
+        return found[1]
 
     def forward(
         self,
