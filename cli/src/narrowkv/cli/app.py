@@ -215,7 +215,7 @@ def report_machine(
 
     On an Instinct GPU with the timing model's prediction of each row; without a GPU as a rehearsal.
     """
-    from narrowkv.cli.kit import write_report
+    from narrowkv.cli.machine_report import write_report
 
     return write_report(report, folder=folder, minutes=minutes)
 

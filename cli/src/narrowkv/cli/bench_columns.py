@@ -78,7 +78,10 @@ COLUMNS = {
             "prefix": "prefix",
         },
         ("format", "ratio"),
-        {f"{name} us": _us(f"{name}_us") for name in ("sdpa", "append", "apart", "decode")},
+        {
+            f"{name} us": _us(f"{name.replace(' ', '_')}_us")
+            for name in ("sdpa", "append", "two calls", "decode")
+        },
     ),
     "sparse": Columns(
         {"mode": "mode"},

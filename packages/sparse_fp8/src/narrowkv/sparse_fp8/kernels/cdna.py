@@ -85,13 +85,13 @@ def cdna_call(call: Call, config: SparseConfig, target: Target) -> CdnaCall:
     tile = gl.PaddedSharedLayout.with_identity_for(padding, [rows, 512], [1, 0])
     values, column_bits = tile, (0, 0)
     if not gfx950:
-        # CDNA3 reads no tile transposed. A lane reads several columns of a row at once: those that the matrix
-        # layout gives it, 32 columns and the other waves' apart, lie side by side.
-        apart = 5 + (waves * 32 // heads).bit_length() - 1
-        order = [*range(apart, 9), *range(apart)]
+        # CDNA3 cannot read a tile transposed, so a lane reads several columns of a row at once. The columns
+        # that the matrix layout gives a lane (one of each 32 of all waves) are therefore adjacent.
+        low_bits = 5 + (waves * 32 // heads).bit_length() - 1
+        order = [*range(low_bits, 9), *range(low_bits)]
         bases = [[0, 1 << bit] for bit in order] + [[1 << bit, 0] for bit in range(rows.bit_length() - 1)]
         values = gl.PaddedSharedLayout(padding, bases, [], [rows, 512])
-        column_bits = (apart, 9 - apart)
+        column_bits = (low_bits, 9 - low_bits)
     query = gl.BlockedLayout([1, 8], [1, 64], [waves, 1], [1, 0])
     parts = gl.BlockedLayout([1, per_lane], [per_lane, 64 // per_lane], [waves, 1], [1, 0])
     return CdnaCall(
