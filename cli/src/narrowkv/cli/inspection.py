@@ -12,7 +12,7 @@ from narrowkv.cli.shipped_code import check_amd_backend, finish_with_kernels
 from narrowkv.cli.workers import run_all
 from narrowkv.testing.codegen import CodeTask, main_kernel
 from narrowkv.testing.families import Family
-from narrowkv.testing.inspection import Emulated, Inspection, inspect_case
+from narrowkv.testing.inspection import Inspection, inspect_case
 from narrowkv.testing.machine import versions
 from narrowkv.testing.records import number
 
@@ -48,7 +48,7 @@ def inspect(
     for inspection in found:
         _show(inspection, report)
     spilling = [k for i in found for k in i.kernels if k.spills or k.scratch_bytes]
-    body: dict[str, Any] = {"versions": versions(), "inspections": [_as_dict(i) for i in found]}
+    body: dict[str, Any] = {"versions": versions(), "inspections": [i.as_dict() for i in found]}
     if modelled and not interrupted:
         family = {str(case): Family(lambda: case.inputs().call(), None, "decode")}
         body["model"] = show_model(report, [r for name in targets for r in model_families(name, family)])
@@ -56,17 +56,6 @@ def inspect(
     return finish_with_kernels(
         report, body, code, [(i.target, i.case, i.kernels) for i in found], interrupted
     )
-
-
-def _as_dict(inspection: Inspection) -> dict[str, Any]:
-    rooflines = {
-        name: model.as_dict() if model is not None else None
-        for name, model in (("model", inspection.model), ("whole_model", inspection.whole_model))
-    }
-    body = {name: getattr(inspection, name) for name in inspection.__dataclass_fields__}
-    if inspection.assembly is None:
-        del body["assembly"]
-    return {**body, **rooflines}
 
 
 def _show(inspection: Inspection, report: Report) -> None:
@@ -95,7 +84,7 @@ def _show(inspection: Inspection, report: Report) -> None:
     else:
         if inspection.emulated is not None:
             report.line(f"emulated: means over {inspection.emulated.workgroups} workgroups")
-            for line in filled(_executed(inspection.emulated), width, first="  ", then="  "):
+            for line in filled(inspection.emulated.parts(), width, first="  ", then="  "):
                 report.line(line)
         counted = "executed instructions" if inspection.counts == "dynamic" else "the text of the loop"
         rows = [(f"a pass of the loop, {counted}", inspection.model)]
@@ -112,14 +101,3 @@ def _show(inspection: Inspection, report: Report) -> None:
     for name, assembly in (inspection.assembly or {}).items():
         report.line(f"\n; ---- {inspection.target} {name} ----\n{assembly}")
     report.line("")
-
-
-def _executed(emulated: Emulated) -> list[str]:
-    share = emulated.loop_wave_instructions / emulated.wave_instructions
-    return [
-        f"wave instructions {number(emulated.wave_instructions, 5)} ({share:.0%} in the loop)",
-        f"passes {number(emulated.passes)}",
-        f"bytes asked for {number(emulated.loaded_bytes, 6)}",
-        f"stored {number(emulated.stored_bytes, 6)}",
-        f"through LDS {number(emulated.lds_bytes, 6)}",
-    ]

@@ -85,11 +85,7 @@ def inspect_calls(
             report.line(f"{target}: {plans[target]}")
     faulty = [code for _, code in codes if code.faulty]
     report.say(f"{len(codes)} of {len(tasks)} calls compiled, {len(faulty)} with spills or scratch")
-    inspections = []
-    for one, code in codes:
-        plan = {"plan": code.plan} if code.plan else {}
-        kernels = [asdict(kernel) for kernel in code.kernels]
-        inspections.append({"target": code.target, "case": str(one), **plan, "kernels": kernels})
+    inspections = [code.as_dict(one) for one, code in codes]
     body: dict[str, Any] = {"versions": versions(), "inspections": inspections}
     if modelled is not None and not interrupted:
         rows = [row for name in targets for row in model_families(name, modelled(name))]
@@ -101,13 +97,10 @@ def inspect_calls(
 
 def _table(codes: Sequence[tuple[Case, CallCode]], shipped: Shipped) -> Sheet:
     figures = ("VGPR", "AGPR", "spilled", "scalars", "scratch", "LDS", "warps", "waves/SIMD", "VALU")
-    sheet = Sheet(
-        [
-            *keys("target", *shipped.columns, "kernel"),
-            *numbers(*figures, "transcendental", "matrix"),
-            Column("matrix instructions of the loop"),
-        ]
-    )
+    sheet = Sheet([
+        *keys("target", *shipped.columns, "kernel"), *numbers(*figures, "transcendental", "matrix"),
+        Column("matrix instructions of the loop"),
+    ])  # fmt: skip
     for case, code in codes:
         main = main_kernel(code.kernels)
         for k in code.kernels:

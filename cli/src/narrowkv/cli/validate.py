@@ -160,12 +160,8 @@ def _groups(found: Iterable[tuple[Case, CaseResult]]) -> Groups:
 
 def _table(groups: Groups) -> Sheet:
     """Errors by place and formats of query and cache."""
-    sheet = Sheet(
-        [
-            *keys("ran on", "Q", "cache"),
-            *numbers("cases", "pass", "median rel. L1", "worst rel. L1", "worst max", "worst lse"),
-        ]
-    )
+    names = ("cases", "pass", "median rel. L1", "worst rel. L1", "worst max", "worst lse")
+    sheet = Sheet([*keys("ran on", "Q", "cache"), *numbers(*names)])
     for (where, q, cache), group in groups.items():
         errors = [r.error.relative_l1 for r in group if r.error is not None]
         largest = [r.error.max_abs for r in group if r.error is not None]

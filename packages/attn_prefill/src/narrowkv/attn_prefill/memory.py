@@ -18,7 +18,7 @@ from narrowkv.runtime.launch import Described, Part, Varies, Workspace, block_by
 from narrowkv.runtime.targets import Target
 
 Blocks = dict[str, tuple[tuple[int, ...], torch.dtype]]
-_COUNTERS_APART = 64  # int32: counters of different kinds begin so many apart
+_COUNTER_ALIGNMENT = 64  # int32: counters of each kind begin at a multiple of this
 _MOST_SPLITS = 32
 _VALUES_BEFORE_OFFSETS = 3  # of `allocate`
 
@@ -129,7 +129,7 @@ class Needs:
     @cached_property
     def num_counters(self) -> int:
         """Counters of all kinds, and the space between them."""
-        return sum(_apart(count) for count in self.counters.values())
+        return sum(_round_up_counters(count) for count in self.counters.values())
 
     @cached_property
     def has_flags(self) -> bool:
@@ -140,7 +140,7 @@ class Needs:
     def offsets(self) -> tuple[int, ...]:
         """Offset of each tensor in bytes, in the order of `names`, from the block or from the counters."""
         blocks = [block_bytes([block]) for block in self.blocks.values()]
-        counters = [4 * _apart(count) for count in self.counters.values()]
+        counters = [4 * _round_up_counters(count) for count in self.counters.values()]
         ends = (*accumulate(blocks), *accumulate(counters))
         return tuple(end - size for end, size in zip(ends, blocks + counters, strict=True))
 
@@ -246,8 +246,8 @@ def _descriptor(config: PrefillConfig, stored: torch.Tensor) -> Any:
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), block)
 
 
-def _apart(count: int) -> int:
-    return -(-count // _COUNTERS_APART) * _COUNTERS_APART
+def _round_up_counters(count: int) -> int:
+    return -(-count // _COUNTER_ALIGNMENT) * _COUNTER_ALIGNMENT
 
 
 def power_of_two(size: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from narrowkv.runtime.cases import Case
@@ -113,6 +113,12 @@ class CallCode:
     target: str
     kernels: tuple[KernelCode, ...]
     plan: str = ""
+
+    def as_dict(self, case: Case) -> dict[str, Any]:
+        """The call of a case for a document."""
+        plan = {"plan": self.plan} if self.plan else {}
+        kernels = [asdict(kernel) for kernel in self.kernels]
+        return {"target": self.target, "case": str(case), **plan, "kernels": kernels}
 
     @property
     def faulty(self) -> bool:

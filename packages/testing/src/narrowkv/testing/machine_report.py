@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from narrowkv.testing.bench.comparison import compare
+from narrowkv.testing.machine import versions
 from narrowkv.testing.places import AMD_TARGETS
 
-__all__ = ["Step", "commands", "run_step"]
+__all__ = ["Step", "commands", "report_document", "run_step", "run_steps"]
 
 BENCHES = {
     "decode": "--batch 1,64 --context 8192 --page-size 16",
@@ -86,3 +88,29 @@ def run_step(program: Sequence[str], command: str, seconds: float) -> Step:
         document = None
     said = "\n".join(done.stderr.strip().splitlines()[-_LINES:]) if done.returncode else ""
     return Step(command, done.returncode, time.monotonic() - begun, document, said)
+
+
+def run_steps(program: Sequence[str], planned: Sequence[str], seconds: float) -> Iterator[Step]:
+    """Runs the commands one after the other; those that no time is left for are not run."""
+    end = time.monotonic() + seconds
+    for command in planned:
+        left = end - time.monotonic()
+        if left > 0:
+            yield run_step(program, command, left)
+        else:
+            yield Step(command, None, 0.0, said="time was up")
+
+
+def report_document(environment: Mapping[str, Any], steps: Sequence[Step]) -> dict[str, Any]:
+    """The report's JSON document, in the form of the files in benchmarks/results/."""
+    gpu = next(iter(environment["gpus"]), None)
+    rehearsal = "rehearsal without a GPU: nothing was measured"
+    return {
+        "device": f"{gpu['name']} ({gpu['target']})" if gpu else rehearsal,
+        "versions": versions(),
+        "commands": ["narrowkv report"],
+        "shape": "the benches' main rows",
+        "environment": environment,
+        "rows": compare([step.document for step in steps if step.document and "bench" in step.document]),
+        "steps": [asdict(step) for step in steps],
+    }

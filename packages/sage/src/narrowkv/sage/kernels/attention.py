@@ -22,7 +22,7 @@ from narrowkv.sage.kernels.sequences import (
 
 
 class NarrowQuery(NamedTuple):
-    """Q `[heads, rows, head_dim]`, its descales, and what was taken out of it; None where nothing was.
+    """Q `[heads, rows, head_dim]`, its descales, and the terms of its subtracted mean, None without one.
 
     mean_scores: fp32 `[heads, rows / ALIGN, key rows]`, the scores of each block's mean in base-2 logits.
     shift: fp32 `[heads, rows]`, to be added to lse.
@@ -67,7 +67,7 @@ class Mask(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a kernel is compiled for.
+    """Constants that a kernel is compiled with.
 
     SMOOTH_Q, SHIFT_LSE: what the means took out is added back, to scores and to lse.
     LOG2_P: log2 of the factor of P. TWO_LEVEL: P @ V of a tile is summed separately, then added in float32.
@@ -188,7 +188,7 @@ def attend(
     """One tile of keys: the new accumulator, maximum and sum of each row."""
     HEAD_DIM: tl.constexpr = CALL.HEAD_DIM
     BLOCK_N: tl.constexpr = CALL.BLOCK_N
-    # Words of a struct get names of their own: Triton 3.6 passes only numbers of it on.
+    # Strings of a struct are bound to names: Triton 3.6 passes on only its numbers.
     FORMAT: tl.constexpr = CALL.FORMAT
     WORDS: tl.constexpr = HEAD_DIM // 2 if FORMAT == "int4" else HEAD_DIM
     first = base + tile * BLOCK_N

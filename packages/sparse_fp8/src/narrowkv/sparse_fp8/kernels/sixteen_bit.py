@@ -71,7 +71,7 @@ def _attend_16bit_rows(
                 rows.nope + offsets[:, None] + c[None, :], mask=live[:, None], other=0.0
             )  # [BLOCK_K, 64]
         if GUARD:
-            # Always taken. What stands in a branch goes to the end of the pipelined loop's body, so that the
+            # Always taken. Code in a branch goes to the end of the pipelined loop's body, so that the
             # copy of the next tile is under way before this one is multiplied, not after.
             if start >= 0:
                 acc, m, l = _step(q, q_rope, acc, m, l, qk_scale, kv, rope, live, start, HEAD_DIM, True)

@@ -10,10 +10,10 @@ from itertools import product
 import torch
 
 from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_decode
-from narrowkv.attn_decode.cases import BOUND, DecodeCase
+from narrowkv.attn_decode.cases import BOUND, DecodeCase, DecodeInputs
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant.accuracy import compare
-from narrowkv.testing.backends import PEER_BOUND
+from narrowkv.testing.backends import PEER_BOUND, PEERS, Backend, prepare_or_refuse
 from narrowkv.testing.bench.large_cache import CacheSizes, LargeCache
 from narrowkv.testing.bench.measure import Bench, Call
 from narrowkv.testing.bench.modelled import ModelCall
@@ -178,3 +178,14 @@ def checker(q: torch.Tensor, cache: PagedKVCache, table: PageTable) -> Callable[
     expected = paged_decode_reference(q[chosen], cache, part)
     assert isinstance(expected, torch.Tensor)
     return lambda o: compare(o[chosen], expected).relative_l1
+
+
+def decode_peers() -> dict[str, Peer]:
+    """Other implementations of paged decode that can run on this machine's GPU."""
+    return {peer.name: partial(_prepare, peer) for peer in PEERS if peer.absent(True) is None}
+
+
+def _prepare(
+    peer: Backend, q: torch.Tensor, cache: PagedKVCache, table: PageTable
+) -> Callable[[], torch.Tensor]:
+    return prepare_or_refuse(peer, DecodeInputs(q, cache, table))

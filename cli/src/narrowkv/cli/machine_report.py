@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-import time
-from dataclasses import asdict
 from pathlib import Path
 
 from narrowkv.cli.report import ExitCode, Report, UsageError, check_writable
-from narrowkv.testing.bench.comparison import compare, markdown
-from narrowkv.testing.machine import describe, versions
-from narrowkv.testing.machine_report import Step, commands, run_step
+from narrowkv.testing.bench.comparison import markdown
+from narrowkv.testing.machine import describe
+from narrowkv.testing.machine_report import Step, commands, report_document, run_steps
 
 _PROGRAM = (sys.executable, "-m", "narrowkv.cli")
 
@@ -33,27 +31,13 @@ def write_report(report: Report, *, folder: Path, minutes: float) -> ExitCode:
         check_writable("--folder", path)
     environment = describe()
     gpu = next(iter(environment["gpus"]), None)
-    target = None if gpu is None else str(gpu["target"])
-    end = time.monotonic() + 60 * minutes
+    planned = commands(gpu and str(gpu["target"]))
     steps: list[Step] = []
-    planned = commands(target)
     with report.progress(len(planned), "report") as line:
-        for command in planned:
-            left = end - time.monotonic()
-            late = Step(command, None, 0.0, said="time was up")
-            step = run_step(_PROGRAM, command, left) if left > 0 else late
+        for step in run_steps(_PROGRAM, planned, 60 * minutes):
             steps.append(step)
-            line.advance(command)
-    device = f"{gpu['name']} ({target})" if gpu else "rehearsal without a GPU: nothing was measured"
-    document = {
-        "device": device,
-        "versions": versions(),
-        "commands": ["narrowkv report"],
-        "shape": "the benches' main rows",
-        "environment": environment,
-        "rows": compare([s.document for s in steps if s.document and "bench" in s.document]),
-        "steps": [asdict(step) for step in steps],
-    }
+            line.advance(step.command)
+    document = report_document(environment, steps)
     files[1].write_text(markdown(document))
     faulty = [step for step in steps if step.exit_code]
     report.files = type(report.files)(out=files[0])
