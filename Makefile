@@ -15,6 +15,8 @@ SGLANG  ?= sglang==0.5.23 torchvision==0.28.0 gguf
 ARGS   ?=
 
 SHELL    := /bin/bash
+# Where bytecode may not be written, every process of the tests would compile all sources again.
+export PYTHONDONTWRITEBYTECODE :=
 PY       := $(VENV)/bin/python
 STAMP    := $(VENV)/.stamp
 PROJECTS := $(patsubst %/pyproject.toml,%,$(wildcard packages/*/pyproject.toml cli/pyproject.toml))

@@ -20,6 +20,8 @@ from narrowkv.quant.accuracy import compare
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import run_as
 
+pytestmark = pytest.mark.sampled
+
 W = PrefillCase.small
 K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
 KERNELS = ["dense", "fused"]

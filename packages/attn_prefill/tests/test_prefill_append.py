@@ -26,6 +26,8 @@ from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import run_as
 from narrowkv.runtime.targets import device_target
 
+pytestmark = pytest.mark.sampled
+
 W = PrefillCase.append
 K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
 # "pipelined" is written for Hopper alone.
