@@ -60,7 +60,7 @@ test-gpu: $(STAMP)  ## the tests that need a GPU, in WORKERS processes
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m gpu $(ARGS)
 
 test-install: $(STAMP)  ## builds the wheels and installs each package alone in a clean environment
-	$(PY) -m pytest tests/test_install.py $(ARGS)
+	$(PY) -m pytest tests/test_install.py --run-slow $(ARGS)
 
 test-engines: $(ENGINES)/.stamp $(ENGINES)/sglang/.stamp  ## the tests inside vLLM and SGLang on a CPU, in an environment of their own
 	$(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_wheels.py test_vllm.py test_vllm_ranks.py test_packers_vllm.py) $(ARGS)
