@@ -20,8 +20,6 @@ from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.runtime.launch import Workspace
 
-pytestmark = pytest.mark.sampled
-
 I32, I64 = torch.int32, torch.int64
 LENS = (70, 5, 33)
 SMALL = DecodeCase.small(lens=LENS, num_kv_heads=1, gqa_ratio=2)
