@@ -15,6 +15,8 @@ SGLANG  ?= sglang==0.5.23 torchvision==0.28.0 gguf
 ARGS   ?=
 
 SHELL    := /bin/bash
+# Where bytecode may not be written, every process of the tests would compile all sources again.
+export PYTHONDONTWRITEBYTECODE :=
 PY       := $(VENV)/bin/python
 STAMP    := $(VENV)/.stamp
 PROJECTS := $(patsubst %/pyproject.toml,%,$(wildcard packages/*/pyproject.toml cli/pyproject.toml))
@@ -58,7 +60,7 @@ test-gpu: $(STAMP)  ## the tests that need a GPU, in WORKERS processes
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m gpu $(ARGS)
 
 test-install: $(STAMP)  ## builds the wheels and installs each package alone in a clean environment
-	$(PY) -m pytest tests/test_install.py $(ARGS)
+	$(PY) -m pytest tests/test_install.py --run-slow $(ARGS)
 
 test-engines: $(ENGINES)/.stamp $(ENGINES)/sglang/.stamp  ## the tests inside vLLM and SGLang on a CPU, in an environment of their own
 	$(MAKE) --jobs=2 --output-sync=target --keep-going in-vllm in-sglang
