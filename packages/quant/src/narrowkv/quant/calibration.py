@@ -88,7 +88,7 @@ class LayerCalibration:
         )
 
     def keys(self, k: torch.Tensor) -> torch.Tensor:
-        """K as it is stored.
+        """K in the form in which it is stored.
 
         Args:
             k: floating point `[..., num_kv_heads, head_dim]`, after RoPE.
@@ -119,7 +119,7 @@ class LayerCalibration:
         return KeyTransform(None, self.k_balance, self.rotated).queries(q).to(q.dtype)
 
     def values(self, v: torch.Tensor) -> torch.Tensor:
-        """V as it is stored: fp32; shapes and errors as for `keys`."""
+        """V in the form in which it is stored: fp32; shapes and errors as for `keys`."""
         return VScale(self.v_balance).divide(v)
 
     def output(self, o: torch.Tensor) -> torch.Tensor:
