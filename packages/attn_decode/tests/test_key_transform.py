@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import merge_states, paged_decode, paged_decode_reference, plan_decode
+from narrowkv.attn_decode.torch_ops import traced_decode
 from narrowkv.paged_cache import PagedKVCache, PagePool, append, append_reference
 from narrowkv.paged_cache.key_transform import transform_queries
+from narrowkv.paged_cache.torch_ops import traced_append
 from narrowkv.quant import KeyTransform, hadamard, lse_correction
 from narrowkv.quant.accuracy import relative_l1
 
@@ -188,3 +190,22 @@ def test_queries_in_a_launch_of_their_own(dtype: torch.dtype, device: str) -> No
     assert torch.equal(got, transform.queries(q).to(dtype))
     assert shift is not None
     torch.testing.assert_close(shift, lse_correction(q, transform.offset, 0.5), rtol=1e-5, atol=1e-4)
+
+
+def test_operators_carry_the_transform(device: str) -> None:
+    q, cache, table = _call(64, F8, _transform(64, device, *ALL), device, lens=(37,))
+    o, lse = paged_decode(q, cache, table, return_lse=True)
+    again = replace(cache, k=torch.zeros_like(cache.k.view(torch.uint8)).view(cache.k.dtype))
+    k, v = (torch.randn(3, HEADS, 64, device=device).bfloat16() for _ in range(2))
+    slots = torch.tensor([0, 1, 5], dtype=torch.int32, device=device)
+    stored = []
+    for store in (append, traced_append):
+        mine = replace(
+            again, k=again.k.clone(), v=again.v.clone(), k_descale=torch.ones_like(cache.k_descale)
+        )
+        store(mine, k, v, slots)
+        stored.append(mine.dequantize()[0])
+    assert torch.equal(*stored)
+    traced, traced_lse = traced_decode(q, cache, table, return_lse=True)
+    assert torch.equal(traced, o)
+    assert torch.equal(traced_lse, lse)
