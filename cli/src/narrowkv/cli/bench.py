@@ -41,7 +41,7 @@ def bench(
         shapes: what to measure.
         report: where results go.
         samples: largest number of samples of a call.
-        settings: what the rows depend on besides their shape.
+        settings: everything except their shape that the rows depend on.
         against: a document of an earlier run to compare with.
         threshold: by which share a row may become slower.
 
@@ -170,7 +170,7 @@ def _baseline(path: Path) -> dict[str, Any]:
 def _compare(
     report: Report, baseline: dict[str, Any] | None, records: Sequence[Record], threshold: float
 ) -> tuple[ExitCode, list[dict[str, Any]]]:
-    """Shows what became slower than in the baseline; the exit code, and every comparison for the document."""
+    """Shows rows that are slower than in the baseline; returns the exit code and all comparisons."""
     if baseline is None:
         return ExitCode.OK, []
     found = changes(baseline, records)

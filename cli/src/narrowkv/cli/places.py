@@ -16,7 +16,7 @@ def find_places(names: Sequence[str] | None, *, races: bool = False, hazards: bo
 
     Args:
         names: without any, the GPU if it can be used and the CPU otherwise.
-        races, hazards: what to watch there, which only an emulated target can.
+        races, hazards: checks that only emulated targets have.
 
     Raises:
         UsageError: a name is unknown, or what only an emulated target can is asked of another place.

@@ -1,4 +1,4 @@
-"""`narrowkv inspect` of all that an operation ships: its calls compiled for each target, faults found."""
+"""`narrowkv inspect` of the shipped configurations of an operation, compiled for each target."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def inspect_calls(
     case: Case | None = None,
     modelled: Modelled = None,
 ) -> ExitCode:
-    """Compiles calls for each target and shows what came of it; a faulty one ends with exit code 1.
+    """Compiles calls for each target and shows the code; spills or scratch memory end with exit code 1.
 
     Args:
         operation: one of `SHIPPED`.

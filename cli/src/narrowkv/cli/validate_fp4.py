@@ -29,7 +29,7 @@ from narrowkv.testing.result_plots import plot_recipes
 def validate_fp4(
     report: Report, *, seeds: int, sizes: Sizes, on: str | None = None, jobs: int = 1
 ) -> ExitCode:
-    """Measures and shows the table; at the sizes that the goals are of, holds it against them.
+    """Measures and shows the table; at the goals' sizes, compares it with the goals.
 
     Ctrl-C keeps the means over the seeds that were measured.
     """
@@ -71,7 +71,7 @@ def validate_fp4(
 
 
 def _goal(goal: Goal, by: float, report: Report, judged: bool) -> dict[str, Any]:
-    """A goal with how far it was reached, for the document; says so to a person."""
+    """Shows how far a goal was reached, and returns that for the document."""
     good = by >= goal.less_by
     colour = "green" if good else "bold red" if judged else "yellow"
     report.say(
