@@ -18,6 +18,8 @@ from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.targets import get_target
 
+pytestmark = pytest.mark.sampled("target")
+
 I32 = torch.int32
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 

@@ -10,6 +10,8 @@ import triton
 from narrowkv.sparse_fp8.cases import SparseCase, shipped
 from narrowkv.testing.codegen import KernelCode, compile_call
 
+pytestmark = pytest.mark.sampled("target")
+
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 LDS_OF_GFX942 = 64 * 1024
 LDS_OF_GFX950 = 160 * 1024

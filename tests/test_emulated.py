@@ -28,6 +28,8 @@ from narrowkv.testing.contracts import CONTRACT_SETS
 from narrowkv.testing.emulation import EmulateExecutor
 from narrowkv.testing.probing import PASS, Task, run_task
 
+pytestmark = pytest.mark.sampled
+
 TARGETS = ["gfx942", "gfx950"]
 I32 = torch.int32
 both_targets = pytest.mark.parametrize("target", TARGETS)
@@ -285,7 +287,8 @@ def _races(target: str, edit: Callable[[str], str], monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         _edited(patch, edit)
         try:
-            emulate(FOUR_WAVES, target)
+            with executing(EmulateExecutor(target, detect_races=True)):
+                FOUR_WAVES.inputs().call()
         except RaceError:
             return True
     return False

@@ -16,6 +16,8 @@ from narrowkv.testing.checking import CaseResult, run_case
 from narrowkv.testing.emulation import EmulateExecutor, emulating
 from narrowkv.testing.samples import sample
 
+pytestmark = pytest.mark.sampled
+
 both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 
 # Each compiles to a kernel of its own; few rows, since every row is executed.

@@ -36,9 +36,9 @@ from narrowkv.testing.backends import vllm_call
 BLOCKS, HEADS, BLOCK, DIM = 2, 2, 16, 64
 
 
-def inputs(tokens=24):
+def inputs(tokens=24, dim=DIM):
     random = torch.Generator().manual_seed(0)
-    k, v = torch.randn(2, tokens, HEADS, DIM, generator=random) * torch.logspace(-2, 2, tokens)[:, None, None]
+    k, v = torch.randn(2, tokens, HEADS, dim, generator=random) * torch.logspace(-2, 2, tokens)[:, None, None]
     k[3, 1], v[5] = 0.0, 0.0
     return k.bfloat16(), v.bfloat16(), torch.randperm(BLOCKS * BLOCK, generator=random)[:tokens]
 
@@ -73,6 +73,31 @@ def test_fp8_per_token_head_has_vllms_scales_and_its_codes_but_for_a_rounding(mo
         exact = (x.double() / scale[place][..., None].double())[other]
         middle = (found[other].double() + expected[other].double()) / 2
         assert torch.allclose(exact, middle, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96])
+@pytest.mark.parametrize("cache_dtype", ["int8_per_token_head", "int4_per_token_head"])
+def test_integer_slots_are_vllms_byte_for_byte(cache_dtype, head_dim, monkeypatch):
+    """vLLM's own writer, rotation included, and the backend's."""
+    ops = "vllm.v1.attention.ops"
+    writer = vllm_module_with_triton(f"{ops}.triton_reshape_and_cache_flash", monkeypatch)
+    packed = vllm_module_with_triton(f"{ops}.int4_per_token_head", monkeypatch)
+    monkeypatch.setitem(sys.modules, f"{ops}.int4_per_token_head", packed)
+    writer._reshape_cache_per_token_head = Interpreted(writer._reshape_cache_per_token_head)
+    packed._reshape_cache_int4_kernel = Interpreted(packed._reshape_cache_int4_kernel)
+    k, v, slots = inputs(dim=head_dim)
+    kv_cache = torch.zeros(BLOCKS, HEADS, BLOCK, slot_bytes(cache_dtype, head_dim), dtype=torch.uint8)
+    one = torch.ones(())
+    theirs = layer_cache(kv_cache, cache_dtype, head_dim, one, one)
+    writer.triton_reshape_and_cache_flash_per_token_head_quant(
+        k, v, theirs.k, theirs.v, theirs.k_descale, theirs.v_descale, slots,
+        KVQuantMode[cache_dtype.upper()],
+    )  # fmt: skip
+    mine = torch.zeros_like(kv_cache)
+    impl = NarrowAttention(HEADS, head_dim, 1.0, kv_cache_dtype=cache_dtype)
+    impl.do_kv_cache_update(SimpleNamespace(_k_scale=one, _v_scale=one), k, v, mine, slots)
+    assert kv_cache.any()
+    assert torch.equal(mine, kv_cache)
 
 
 def test_ultraquant_slots_are_vllms_byte_for_byte():

@@ -22,6 +22,8 @@ from narrowkv.paged_cache.kernels.pages import KVPointers
 from narrowkv.runtime.launch import LaunchOptions, executing, launch
 from narrowkv.runtime.targets import get_target
 
+pytestmark = pytest.mark.sampled
+
 I32 = torch.int32
 LAYOUTS = [("NHD", 3), ("HND", 16), ("tokens", 1), ("concat", 7), ("vectorised", 16)]
 FORMATS = ["bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2"]

@@ -26,6 +26,8 @@ from narrowkv.sparse_fp8.cases import BOUND_16_BIT_QUERY, BOUND_FP8_QK, SparseCa
 from narrowkv.sparse_fp8.config import NUM_HEADS
 from narrowkv.sparse_fp8.launch import SparseLaunches
 
+pytestmark = pytest.mark.sampled
+
 W = SparseCase.small
 LAYOUTS = ("split", "packed584", "row512")  # of V4
 I32 = torch.int32

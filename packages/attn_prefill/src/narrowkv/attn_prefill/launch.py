@@ -269,6 +269,7 @@ class _Maker:
                 overlap=config.overlap,
                 # Overlapping rounds need one loop over all tiles.
                 branch=config.overlap or not tuned_as(plan.target).is_amd,
+                ahead=config.ahead,
             ),
             "BLOCKS": self.blocks,
         }

@@ -35,7 +35,7 @@ class Block:
         return self.instructions[-1]
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """One kernel, ready to run on a target.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
-from narrowkv.sparse_fp8 import DSV4Rows, KVSource, sparse_decode, sparse_prefill_fp8
+from narrowkv.sparse_fp8 import DSV4Rows, KVSource, sparse_decode, sparse_prefill, sparse_prefill_fp8
 
 __all__ = ["LAYOUTS", "RECORDS", "attend_to_rows", "listed_rows", "page_rows"]
 
@@ -55,11 +56,13 @@ def _starts(tokens: int, width: int, device: torch.device) -> torch.Tensor:
     return torch.arange(0, (tokens + 1) * width, width, dtype=torch.int32, device=device)
 
 
-def listed_rows(rows: DSV4Rows, indices: torch.Tensor, lengths: torch.Tensor | None) -> KVSource:
+def listed_rows(
+    rows: DSV4Rows | torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor | None = None
+) -> KVSource:
     """A source whose tokens have lists of one width.
 
     Args:
-        rows: the rows.
+        rows: the rows, quantised or 16-bit.
         indices: `[..., width]` row numbers; -1 is skipped.
         lengths: for each list, how many of its first entries count; None for all.
     """
@@ -89,11 +92,12 @@ def attend_to_rows(
         sm_scale: of the logits; None for `512 ** -0.5`.
         out: like q, or None.
     """
+    options: dict[str, Any] = {"attn_sink": attn_sink, "sm_scale": sm_scale, "out": out}
     if q.shape[0] < _PREFILL_TOKENS:
-        found = sparse_decode(q, source, extra, attn_sink=attn_sink, sm_scale=sm_scale, out=out)
+        found = sparse_decode(q, source, extra, **options)
+    elif isinstance(source.rows, DSV4Rows):
+        found = sparse_prefill_fp8(q, source, extra, mode="fused", **options)
     else:
-        found = sparse_prefill_fp8(
-            q, source, extra, mode="fused", attn_sink=attn_sink, sm_scale=sm_scale, out=out
-        )
+        found = sparse_prefill(q, source, extra, **options)
     assert isinstance(found, torch.Tensor)
     return found

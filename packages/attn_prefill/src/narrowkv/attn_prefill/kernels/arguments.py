@@ -243,6 +243,7 @@ class Widened(NamedTuple):
         tma: keys are loaded by tensor descriptor, else by pointer.
         overlap: P @ V of a key tile runs during the softmax of the next one.
         branch: see `dense_keys`.
+        ahead: keys and values of a tile are loaded to registers while the tile before is multiplied.
     """
 
     k_per_key: bool
@@ -252,6 +253,7 @@ class Widened(NamedTuple):
     tma: bool
     overlap: bool
     branch: bool
+    ahead: bool = False
 
 
 class Filling(NamedTuple):

@@ -24,11 +24,16 @@ from narrowkv.engines.ranks import Ranks, RanksStep, attend_over_ranks
 from narrowkv.engines.steps import SCRATCH_BYTES, Step, attend, reserve_decode
 from narrowkv.engines.vllm.slots import (
     CACHE_DTYPES,
+    INT4,
+    INT8,
+    PER_TOKEN_HEAD,
     ULTRAQUANT,
     chosen_slots,
     format_of,
     layer_cache,
+    randomly_rotated,
     rotated,
+    rotation_block,
     slot_bytes,
 )
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append
@@ -118,12 +123,14 @@ class NarrowAttentionBackend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Tells vLLM how many bytes a slot has where it holds scales."""
-        mode = spec.kv_quant_mode
-        name = (
-            ULTRAQUANT if mode.is_ultraquant else "fp8_per_token_head" if mode.is_per_token_head else "auto"
-        )
-        if mode == KVQuantMode.FP8_PER_TENSOR:
-            name = NarrowAttention.slots
+        names = {
+            KVQuantMode.ULTRAQUANT_4BIT: ULTRAQUANT,
+            KVQuantMode.FP8_PER_TOKEN_HEAD: PER_TOKEN_HEAD,
+            KVQuantMode.INT8_PER_TOKEN_HEAD: INT8,
+            KVQuantMode.INT4_PER_TOKEN_HEAD: INT4,
+            KVQuantMode.FP8_PER_TENSOR: NarrowAttention.slots,
+        }
+        name = names.get(spec.kv_quant_mode, "auto")
         content = slot_bytes(name, spec.head_size)
         if content is None or spec.state_content_bytes is not None:
             return spec
@@ -182,9 +189,13 @@ class NarrowAttention(AttentionImpl):
             "logits_soft_cap": logits_soft_cap or 0.0,
             "window_left": -1 if sliding_window is None else sliding_window - 1,
         }
-        # vLLM's UltraQuant slots have keys rotated, and scales by a rule of their own.
-        self.exponent, self.rotates = "mse", self.kv_cache_dtype == ULTRAQUANT
-        if self.rotates:
+        # vLLM's UltraQuant slots have keys rotated, and scales by a rule of their own. INT4 slots have keys
+        # and values rotated.
+        self.exponent, self.rotates_values = "mse", self.kv_cache_dtype == INT4
+        self.rotates = self.kv_cache_dtype in (ULTRAQUANT, INT4)
+        if self.rotates_values:
+            self.options["sm_scale"] /= rotation_block(head_size)
+        elif self.rotates:
             self.exponent = "ultraquant"
             if head_size & (head_size - 1):
                 raise UnsupportedError(
@@ -241,9 +252,12 @@ class NarrowAttention(AttentionImpl):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Stores new tokens `[tokens, num_kv_heads, head_dim]`; slot -1 is padding."""
-        count = slot_mapping.shape[0]
-        k, v = key[:count], value[:count]
-        if self.rotates:
+        k, v, count = key, value, slot_mapping.shape[0]
+        if k.shape[0] != count:
+            k, v = k[:count], v[:count]
+        if self.rotates_values:
+            k, v = randomly_rotated(k), randomly_rotated(v)
+        elif self.rotates:
             k, v = rotated(k), v.float()
         append(self.cache_of(layer, kv_cache), k, v, slot_mapping, exponent=self.exponent)
 
@@ -314,8 +328,12 @@ class NarrowAttention(AttentionImpl):
             return output
         step, cache = attn_metadata, self.cache_of(layer, kv_cache)
         tokens = step.num_tokens
-        q, out = (x[:tokens].view(tokens, self.num_heads, self.head_size) for x in (query, output))
-        if self.rotates:
+        q, out = query, output
+        if q.shape[0] != tokens or out.shape[0] != tokens or q.dim() != 3 or out.dim() != 3:
+            q, out = (x[:tokens].view(tokens, self.num_heads, self.head_size) for x in (q, out))
+        if self.rotates_values:
+            q, key, value = (randomly_rotated(x) for x in (q, key, value))
+        elif self.rotates:
             q, key = rotated(q).to(q.dtype), rotated(key).to(key.dtype)
         options: dict[str, Any] = {"max_batch": self._max_batch, "sinks": self.sinks, **self.options}
         if self._ranks is not None and isinstance(step, RanksStep):
@@ -323,4 +341,6 @@ class NarrowAttention(AttentionImpl):
             attend_over_ranks(step, q, k, v, cache, out, ranks=self._ranks, **options)
         else:
             attend(step, q, cache, out, **options)
+        if self.rotates_values:
+            out.copy_(randomly_rotated(out, inverse=True))
         return output
