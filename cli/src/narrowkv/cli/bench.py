@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from narrowkv.cli.bench_columns import COLUMNS, Record
+from narrowkv.cli.places import check_amd_backend
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
@@ -21,7 +22,6 @@ from narrowkv.testing.bench.measure import Bench, Row
 from narrowkv.testing.bench.modelled import ModelCall, ModelRow, model_row
 from narrowkv.testing.bench.timing import FLUSH_BYTES, GraphTimer
 from narrowkv.testing.bench.traffic import ChoicesBench, TrafficBench
-from narrowkv.testing.codegen import amd_backend_missing
 from narrowkv.testing.machine import gpus, versions
 from narrowkv.testing.places import find_place
 from narrowkv.testing.records import number
@@ -196,8 +196,7 @@ def bench_modelled(
     Raises:
         UnsupportedHereError: this Triton cannot compile for AMD.
     """
-    if (missing := amd_backend_missing()) is not None:
-        raise UnsupportedHereError(missing)
+    check_amd_backend()
     report.refuse("to modelled times", "plot", "resume")
     rows: list[ModelRow] = []
 
