@@ -43,9 +43,8 @@ def validate_fp4(
         by_name = {error.recipe: error for error in measured}
         goals = [_goal(goal, goal.reached(by_name), report, judged) for goal in format_errors.GOALS]
         if not judged:
-            report.say(
-                f"[yellow]goals do not decide here[/]: they are of {Sizes()}, {format_errors.GOAL_SEEDS} seeds or more"
-            )
+            least = f"{Sizes()}, {format_errors.GOAL_SEEDS} seeds or more"
+            report.say(f"[yellow]goals do not decide here[/]: they are of {least}")
     body: dict[str, Any] = {
         "sizes": sizes,
         "seeds": seeds,
