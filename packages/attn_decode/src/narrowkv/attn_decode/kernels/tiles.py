@@ -72,6 +72,8 @@ class Rules(NamedTuple):
         q_in_shared: products take Q from shared memory, not from registers.
         fp8, clean, p_scale: as in the rules of prefill; decode widens every cache.
         lazy: sums of values are multiplied only in steps that raise a maximum.
+        ahead: page ids are located one tile ahead where no row needs a mask of its own, too.
+        registers: stored words go from memory straight to registers; see `attend_in_registers`.
     """
 
     compute: Any
@@ -92,6 +94,8 @@ class Rules(NamedTuple):
     p_scale: float = 1.0
     early: bool = False
     lazy: bool = False
+    ahead: bool = False
+    registers: bool = False
 
 
 class Blocks(NamedTuple):
