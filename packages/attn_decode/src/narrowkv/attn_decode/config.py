@@ -245,7 +245,6 @@ def choose_config(
     # A scale per 32 channels takes registers that FP4's configurations do not leave: 598 us against 378 us.
     unpacks = get_format(v_format).is_packed and not scale_group and target.vendor == "nvidia"
     unpacks = unpacks and block_m == 16 and narrow_head
-    packed = all(each == "fp4_e2m1" or each.startswith(_FP8_PREFIX) for each in (k_format, v_format))
     whole_waves, ahead = False, False
     latency_bound = shape.batch * shape.capacity < 512 * slots and not batch_invariant
     if block_m >= 64 and chosen == "decode" and target.name != "cpu":
@@ -277,33 +276,31 @@ def choose_config(
         block_n = 128 if narrow_head else 64
         slots = max(1, slots // 2)
         short = shape.batch * -(-shape.capacity // block_n) <= slots
-<<<<<<< HEAD
+        fp4 = k_format == v_format == "fp4_e2m1"
+        whole = max(1, units * 2 // head_programs)  # two programs a multiprocessor
         if short:
-            options = LaunchOptions(num_warps=4, num_stages=1)
             # One tile a program leaves nothing to share out, and looking for an even share costs about 1 us.
             split = split or "uniform"
-        elif target.vendor == "nvidia" and narrow_head and not scale_group and packed:
-            # Each program has several tiles in flight. H100, splits that fill the chip once, against programs
-            # of 128 keys, 4 warps and 2 stages: FP8 B1 ctx32768 34.3 us and 38.1, ctx8192 17.3 and 19.2, B4
-            # ctx8192 32.8 and 34.1; FP4 B1 ctx32768 33.5 and 44.1, ctx8192 16.9 and 17.4.
+            options = LaunchOptions(num_warps=4, num_stages=1)
+        elif (fast or (unpacks and fp4)) and target.vendor == "nvidia" and 8 * shape.batch <= whole:
+            # Each program has several tiles in flight. H100, one wave of programs, against 128 keys, 4 warps
+            # and 2 stages: FP8 B1 ctx32768 34.3 us and 38.1, ctx8192 17.3 and 19.2, B4 ctx8192 32.8 and 34.1;
+            # FP4 B1 ctx32768 33.5 us and 44.1, ctx8192 16.9 and 17.4.
             ahead = True
-            block_n, warps = (128, 4) if k_format == "fp4_e2m1" else (64, 2)
+            block_n, warps = (128, 4) if fp4 else (64, 2)
             options = LaunchOptions(num_warps=warps, num_stages=3)
-            slots = max(1, units * 2 // head_programs)
-            split = split or ("uniform" if shape.batch == 1 else None)
+            slots = whole
+            if shape.batch == 1:
+                split = split or "uniform"
         else:
-            options = LaunchOptions(num_warps=4, num_stages=2)
-    elif unpacks and k_format == "fp4_e2m1":
-=======
-        # So many programs run at once at 128 registers. FP4 values beside FP8 keys take 149 if they may, and
-        # then every fourth program waits for another to end.
-        registers = 128 if unpacks and not get_format(k_format).is_packed and not short else None
-        options = LaunchOptions(num_warps=4, num_stages=1 if short else 2, maxnreg=registers)
-        # One tile a program leaves nothing to share out, and looking for an even share costs each about 1 us.
-        if split is None and short:
-            split = "uniform"
+            # So many programs run at once at 128 registers. FP4 values beside FP8 keys take 149 if they may,
+            # and then every fourth program waits for another to end.
+            registers = 128 if unpacks and not get_format(k_format).is_packed else None
+            options = LaunchOptions(num_warps=4, num_stages=2, maxnreg=registers)
+            # Sequences alone fill the chip. H100, FP4, B64 ctx1024: 41.8 us, in two splits 57.6 us.
+            if unpacks and fp4 and 8 * shape.batch >= 7 * slots:
+                split = split or "none"
     elif unpacks and get_format(k_format).is_packed:
->>>>>>> main
         block_n, whole_waves = 32, True
         options = LaunchOptions(num_warps=1, num_stages=5, maxnreg=_FP4_REGISTERS)
         slots = max(1, units * _FP4_RESIDENT // head_programs)
