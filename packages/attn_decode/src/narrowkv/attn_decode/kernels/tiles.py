@@ -80,6 +80,8 @@ class Rules(NamedTuple):
         fp8, clean, p_scale: as in the rules of prefill; decode widens every cache.
         lazy: sums of values are multiplied only in steps that raise a maximum.
         stages: how Q is rotated, as keys were; see `rotate_parts`.
+        ahead: page ids are located one tile ahead where no row needs a mask of its own, too.
+        registers: stored words go from memory straight to registers; see `attend_in_registers`.
     """
 
     compute: Any
@@ -101,6 +103,8 @@ class Rules(NamedTuple):
     early: bool = False
     lazy: bool = False
     stages: int = 0
+    ahead: bool = False
+    registers: bool = False
 
 
 class Blocks(NamedTuple):
