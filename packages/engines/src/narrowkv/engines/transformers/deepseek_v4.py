@@ -8,7 +8,8 @@ Example:
     >>> from narrowkv.engines.transformers import deepseek_v4
     >>> deepseek_v4.register("packed584")
     >>> model = tiny_model("deepseek-v4-tiny", attn_implementation="narrowkv-sparse")
-    >>> model(torch.tensor([[5, 6]])).logits.shape
+    >>> with torch.no_grad():
+    ...     model(torch.tensor([[5, 6]])).logits.shape
     torch.Size([1, 2, 96])
 """
 
