@@ -197,6 +197,9 @@ def test_integers_neither_spill_nor_use_scratch(target: str, case: dict[str, Any
             assert code.waves_per_simd == 2, fmt
 
 
+@pytest.mark.skipif(
+    TRITON < (3, 9), reason="instructions are counted for Triton 3.9, the development version"
+)
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 def test_int4_takes_fewer_instructions_than_fp4(target: str) -> None:
     """A mask and a subtraction widen two codes; E2M1 takes a sign and a magnitude apart."""

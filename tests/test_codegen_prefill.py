@@ -129,6 +129,15 @@ def test_a_prefill_at_ratio_12_neither_spills_nor_uses_scratch(
     _assert_clean(artifacts)
 
 
+@pytest.mark.codegen_all
+@both_targets
+@pytest.mark.parametrize("fmt", ["int8", "int4"])
+@pytest.mark.parametrize("kernel", ["dense", "fused", "split", "append fused", "append then attend"])
+def test_a_prefill_over_integers_neither_spills_nor_uses_scratch(kernel: str, fmt: str, target: str) -> None:
+    _, artifacts = _compile(target, fmt, kernel)
+    _assert_clean(artifacts)
+
+
 @pytest.mark.skipif(
     TRITON < (3, 9), reason="instruction choice is asserted for Triton 3.9, the development version"
 )

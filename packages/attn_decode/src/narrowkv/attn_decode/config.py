@@ -306,13 +306,16 @@ def choose_config(
         slots = max(1, units * _FP4_RESIDENT // head_programs)
     elif unpacks:
         # H100, B64 ctx32768 page 16: 64 keys x 3 stages 1126 us, 32 x 3 1166 us, 64 x 2 1222 us (FP8: 1449).
-        block_n = 64
+        # Keys in INT8, values in INT4: 32 x 3 329 us, 64 x 3 346 us at B64 ctx8192.
+        block_n = 32 if (k_format, v_format) == ("int8", "int4") else 64
         options = LaunchOptions(num_warps=1, num_stages=3)
     else:
         # H100, B128 ctx8192 page 64: 32 keys x 3 stages 1.08 x the floor, 64 x 2 1.11 x, 16 x 4 1.21 x.
         # 32 rows, B64 ctx8192 page 16: 64 keys 380 us, 32 keys 389 us.
+        # INT8, 16 rows, B64 ctx8192 page 16: 64 keys 386 us, 32 keys 407 us.
         # The interpreter pays by the tile, not by the key.
-        block_n = 128 if target.name == "cpu" else 64 if block_m == 32 and fast else 32
+        large = (block_m == 32 and fast) or (block_m == 16 and narrow_head and k_format == v_format == "int8")
+        block_n = 128 if target.name == "cpu" else 64 if large else 32
         warps = 1 if block_m == 16 and narrow_head else 2
         options = LaunchOptions(num_warps=warps, num_stages=3 if narrow_head else 2)
         slots = max(1, slots // warps)
