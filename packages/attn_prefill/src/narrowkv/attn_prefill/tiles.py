@@ -156,7 +156,8 @@ def _amd_dense_config(
         kpack=2 if head_dim <= 128 else None,
         llvm_fn_attrs=_ITERATIVE_ILP if scheduled else None,
     )
-    return PrefillConfig("dense", why, block_m, block_n, num_splits=splits, options=options)
+    ahead = not gfx950 and head_dim <= 128
+    return PrefillConfig("dense", why, block_m, block_n, num_splits=splits, ahead=ahead, options=options)
 
 
 def config_of_call(target: Target, config: PrefillConfig, *, soft_cap: bool) -> PrefillConfig:

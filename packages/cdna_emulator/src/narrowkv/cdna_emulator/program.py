@@ -9,7 +9,7 @@ from .parser import Instruction, KernelArgument
 from .state import Waves
 
 Step = Callable[[Waves], None]
-"""What an instruction does to a group of waves."""
+"""A function that executes an instruction on a group of waves."""
 
 
 @dataclass
