@@ -18,6 +18,8 @@ from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.targets import get_target
 
+pytestmark = pytest.mark.sampled("target")
+
 I32 = torch.int32
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
@@ -157,6 +159,37 @@ def test_fp4_neither_spills_nor_uses_scratch(target: str, kernel: str, case: dic
 
 
 @pytest.mark.codegen_all
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"page_size": 1},
+        {"ratio": 1},
+        {"ratio": 17},
+        {"head_dim": 64},
+        {"head_dim": 256},
+        {"q_len": 4},
+        {"head_dim": 256, "q_dtype": torch.float16},
+    ],
+    ids=str,
+)
+def test_integers_neither_spill_nor_use_scratch(target: str, case: dict[str, Any]) -> None:
+    for fmt in ("int8", "int4", CacheFormat("int8", "int4")):
+        code = _decode(target, fmt, **case)
+        assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0), fmt
+        if not case:
+            assert code.waves_per_simd == 2, fmt
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_int4_takes_fewer_instructions_than_fp4(target: str) -> None:
+    """A mask and a subtraction widen two codes; E2M1 takes a sign and a magnitude apart."""
+    int4, fp4 = (_decode(target, fmt).loop.valu for fmt in ("int4", "fp4_e2m1"))
+    assert int4 <= 0.9 * fp4
+
+
+@pytest.mark.codegen_all
 @pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16])
 def test_the_native_kernel_with_two_tokens_of_wide_heads_neither_spills_nor_uses_scratch(
     q_dtype: torch.dtype,
@@ -248,8 +281,10 @@ def test_append_with_rope_neither_spills_nor_uses_scratch(target: str, head_dim:
     rope = Rope(table[:, :32], table[:, 32:], torch.zeros(4, dtype=torch.int64), "gptj")
     with compile_for(target) as artifacts:
         append(cache, new, new, torch.arange(8)[::2], rope=rope)
-    (code,) = artifacts
-    assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0)
+        append(cache, new, new, torch.arange(8)[::2], rope=rope, q=torch.zeros(4, 96, head_dim).bfloat16())
+    assert len(artifacts) == 2
+    for code in artifacts:
+        assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3fn", "fp4_e2m1"])

@@ -17,6 +17,8 @@ from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.testing.roofline import matrix_share
 
+pytestmark = pytest.mark.sampled("target")
+
 I32 = torch.int32
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 TARGETS = ["gfx942", "gfx950"]

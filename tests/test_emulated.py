@@ -19,6 +19,7 @@ from narrowkv.attn_decode import merge_states, merge_states_reference, paged_dec
 from narrowkv.attn_decode.cases import K8V4, DecodeCase, DecodeInputs, at_random, one_at_a_time
 from narrowkv.cdna_emulator import EmulatorError, RaceError, matrix
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append_reference
+from narrowkv.quant import get_format
 from narrowkv.runtime.cases import parse_case
 from narrowkv.runtime.launch import executing
 from narrowkv.testing import emulation
@@ -26,6 +27,8 @@ from narrowkv.testing.checking import CaseResult, check
 from narrowkv.testing.contracts import CONTRACT_SETS
 from narrowkv.testing.emulation import EmulateExecutor
 from narrowkv.testing.probing import PASS, Task, run_task
+
+pytestmark = pytest.mark.sampled
 
 TARGETS = ["gfx942", "gfx950"]
 I32 = torch.int32
@@ -51,6 +54,12 @@ DECODE = {
     "NVFP4 values, off 16-byte boundaries": (
         SMALL + "format=fp8_e4m3fn/fp4_e2m1,group=16,scale_format=e4m3,layout=padded,data=outlier"
     ),
+    "INT4": SMALL + "format=int4,clean=1",
+    "K INT8, V INT4": SMALL + "format=int8/int4,descale=token_head,data=outlier",
+    "INT4 over bf16, off 16-byte boundaries, fp16 queries": (
+        SMALL + "format=int4/bf16,layout=padded,q=fp16,head_dim=80"
+    ),
+    "vectorised INT8": SMALL + "format=int8,layout=vectorised,clean=1",
     "K bf16, V FNUZ": SMALL + "format=bf16/fp8_e4m3fnuz",
     "page size 1": SMALL + "page_size=1,layout=tokens,clean=1",
     "page size 3, head_dim 80": "head_dim=80,kv_heads=1,split=none,page_size=3,ratio=3,clean=1",
@@ -278,7 +287,8 @@ def _races(target: str, edit: Callable[[str], str], monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         _edited(patch, edit)
         try:
-            emulate(FOUR_WAVES, target)
+            with executing(EmulateExecutor(target, detect_races=True)):
+                FOUR_WAVES.inputs().call()
         except RaceError:
             return True
     return False
@@ -308,8 +318,11 @@ def _append_cases() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "fp4, SGLang's scales", {"fmt": "fp4_e2m1", "scale_group": 16, "exponent": "sglang"}
     yield "fp4, NVFP4", {"fmt": "fp4_e2m1", "scale_group": 16, "scale_format": "e4m3", "descale": "number"}
     yield "fp4, E4M3 scales", {"fmt": "fp4_e2m1", "scale_format": "e4m3", "layout": "HND"}
+    yield "int4, rope, head_dim 80", {"fmt": "int4", "rope": "neox", "head_dim": 80}
+    yield "int8 with a descale, int4", {"fmt": CacheFormat("int8", "int4"), "layout": "HND", "descale": "own"}
+    yield "int8 with a scale of each token", {"fmt": "int8", "descale": "token_head", "offset": True}
     yield "fp4, rope and a K offset, floor", {
-        "fmt": "fp4_e2m1", "rope": "neox", "offset": True, "exponent": "floor"
+        "fmt": "fp4_e2m1", "rope": "neox", "offset": True, "exponent": "floor", "queries": 6
     }  # fmt: skip
     yield "neox rope, all of the head", {"rope": "neox"}
     yield "gptj rope on a part of the head", {"rope": "gptj", "rotary": 32}
@@ -323,7 +336,7 @@ def _append_cases() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "bf16 with a descale of each head", {"fmt": "bf16", "descale": "head"}
     yield "bf16 with a descale of each token", {"fmt": "bf16", "descale": "token_head"}
     yield "head_dim 112, strided columns of wrong numbers beside right ones", {
-        "rope": "gptj", "head_dim": 112, "wrong": True
+        "rope": "gptj", "head_dim": 112, "wrong": True, "queries": 3
     }  # fmt: skip
 
 
@@ -357,10 +370,12 @@ def check_append(
     offset: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     wrong: bool = False,
+    queries: int = 0,
 ) -> None:
     """`append` as machine code and in torch write the same bytes, and touch no others.
 
     wrong: some slots and positions are out of range, all in columns of int64 tables; angles are bf16.
+    queries: query heads that are rotated, too.
     """
     random = torch.Generator().manual_seed(3)
     heads, pages = 2, 20 // page_size + 1
@@ -369,11 +384,13 @@ def check_append(
         by = {
             "float": (0.03, 0.7),
             "number": (0.03, 0.02),
+            "own": (0.03, None),
             "head": (torch.tensor([0.03, 0.05]), torch.tensor([0.7, 0.4])),
             "token_head": tuple(torch.ones(pages, page_size, heads) for _ in range(2)),
         }[descale]
-        own = "fp4_e2m1" in (CacheFormat.parse(fmt).k, CacheFormat.parse(fmt).v)
-        given = {} if own and descale != "number" else {"k_descale": by[0], "v_descale": by[1]}
+        parsed = CacheFormat.parse(fmt)
+        own = get_format(parsed.k).is_packed or get_format(parsed.v).is_packed
+        given = {} if own and descale not in ("number", "own") else {"k_descale": by[0], "v_descale": by[1]}
         made = PagedKVCache.empty(
             pages, page_size, heads, head_dim, format=fmt, layout=layout, scale_group=scale_group,
             scale_format=scale_format, **given,
@@ -395,9 +412,12 @@ def check_append(
         turn = replace(turn, cos=turn.cos.bfloat16(), sin=turn.sin.bfloat16(), positions=positions)
     got, want = empty(), empty()
     options: dict[str, Any] = {"rope": turn if rope else None, "k_offset": shift, "exponent": exponent}
+    q = torch.randn(4, queries, head_dim, generator=random).to(dtype) if queries else None
+    twin = None if q is None else q.clone()
     with executing(EmulateExecutor(target, detect_hazards=True)):
-        append(got, k, v, slots, **options)
-    append_reference(want, k, v, slots, **options)
+        append(got, k, v, slots, q=q, **options)
+    append_reference(want, k, v, slots, q=twin, **options)
+    assert q is None or torch.equal(q, twin)
     for name in ("k", "v"):
         a, b = getattr(got, name), getattr(want, name)
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name

@@ -42,6 +42,10 @@ BATCH: dict[str, tuple[PrefillCase, str | None, dict[str, Any]]] = {
     "fused, bf16, soft cap": (P(format="bf16", **SMALL), "fused", {"logits_soft_cap": 3.0}),
     "fused, FP4, page 1": (P(format="fp4_e2m1", page_size=1, layout="tokens", **SMALL), "fused", {}),
     "fused, FP4, E4M3 scales": (P(format="fp4_e2m1", scale_format="e4m3", **SMALL), "fused", {}),
+    "fused, INT4": (P(format="int4", **SMALL), "fused", {}),
+    "dense, K INT8, V INT4": (
+        P(format=CacheFormat("int8", "int4"), granularity="token_head", **SMALL), "dense", {}
+    ),
     "head_dim 80": (P(head_dim=80, **SMALL), "fused", {}),
     "more queries than keys": (P(q_lens=(9, 1), lens=(4, 0), num_kv_heads=1), "dense", {}),
 }  # fmt: skip
@@ -155,6 +159,10 @@ APPEND: dict[str, tuple[PrefillCase, dict[str, Any]]] = {
     ),
     "FP4": (A(format="fp4_e2m1", **SMALL), {}),
     "FP4, E4M3 scales": (A(format="fp4_e2m1", scale_format="e4m3", **SMALL), {}),
+    "K INT8, V INT4, rope": (
+        A(format=CacheFormat("int8", "int4"), granularity="token_head", rope="neox", **SMALL), {},
+    ),
+    "INT4": (A(format="int4", **SMALL), {}),
     "vectorised, a window": (A(layout="vectorised", **SMALL), {"window_left": 8}),
 }  # fmt: skip
 

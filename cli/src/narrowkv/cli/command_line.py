@@ -111,7 +111,7 @@ def command(
     def register(work: Callable[..., ExitCode]) -> Callable[..., ExitCode]:
         def run(ctx: typer.Context, **values: Any) -> None:
             as_json, paths = values.pop("as_json"), {name: values.pop(name) for name in files}
-            typed = frozenset(name for name in values if _is_typed(ctx, name))
+            typed = frozenset(name for name in (*values, *files) if _is_typed(ctx, name))
             for parameter, group in groups.items():
                 values[parameter] = group(**{f.name: values.pop(f.name) for f in fields(group)})
             report = Report(title or name, as_json=as_json, files=Outputs(**paths), typed=typed)

@@ -11,7 +11,7 @@ AMD_TARGETS = ("gfx942", "gfx950")
 PLACES = ("cpu", "gpu", *AMD_TARGETS)
 QUERY_DTYPES = ("bf16", "fp16")
 FP4 = "fp4_e2m1"
-CACHE_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", FP4)
+CACHE_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", FP4, "int8", "int4")
 SCALE_GROUPS = (16, 32)  # channels of FP4 that can share a scale
 DECODE_KERNELS = ("native", "decode")
 SPARSE_MODES = ("bf16", "prepass", "fused", "fused-fp8q")
@@ -34,7 +34,8 @@ ACCURACY_RECIPES = (
     "fp4-e4m3-offset", "fp4-e4m3", "fp4-e4m3-recent", "fp4-mx", "fp4-32", "nvfp4", "nvfp4-offset",
 )  # fmt: skip
 TINY_MODELS = (
-    "glm-4.5-air-tiny", "llama-3-tiny", "qwen3-tiny", "gpt-oss-tiny", "gemma-2-tiny", "gemma-3-tiny"
+    "glm-4.5-air-tiny", "llama-3-tiny", "qwen3-tiny", "gpt-oss-tiny", "gemma-2-tiny", "gemma-3-tiny",
+    "deepseek-v4-tiny",
 )  # fmt: skip
 
 

@@ -54,6 +54,8 @@ Targets = Annotated[str, listed("AMD targets to compile for.", *AMD_TARGETS, met
 BOTH = ",".join(AMD_TARGETS)
 Context = Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")]
 Count = Annotated[int, typer.Option(min=1)]
+Heads = Annotated[str, typer.Option("--heads", metavar="Q/KV", help="Query heads and KV heads.")]
+OneFormat = Annotated[str, typer.Option("--format", metavar="FORMAT", help="Cache format.")]
 Query = Annotated[
     str, typer.Option(help="Of the query: bf16 or fp16.", autocompletion=starting_with(*QUERY_DTYPES))
 ]

@@ -85,12 +85,6 @@ def check_writable(option: str, path: Path | None) -> None:
 _SPELLED = {"contract_set": "CONTRACT-SET", "cache_format": "--format"}
 
 
-def _refuse(names: Sequence[str], why: str) -> None:
-    if names:
-        options = ", ".join(_SPELLED.get(name, f"--{name.replace('_', '-')}") for name in names)
-        raise UsageError(f"{options} {'does' if len(names) == 1 else 'do'} not apply {why}")
-
-
 def own_command() -> str:
     """What to type to start this program again from here."""
     started = sys.argv[0]
@@ -175,15 +169,9 @@ class Report:
         Raises:
             UsageError: saying which, and `why`.
         """
-        _refuse([name for name in names if name in self.typed], why)
-
-    def refuse_files(self, why: str, *names: str) -> None:
-        """The same of options that name a file.
-
-        Raises:
-            UsageError: saying which, and `why`.
-        """
-        _refuse([name for name in names if getattr(self.files, name) is not None], why)
+        if typed := [name for name in names if name in self.typed]:
+            options = ", ".join(_SPELLED.get(name, f"--{name.replace('_', '-')}") for name in typed)
+            raise UsageError(f"{options} {'does' if len(typed) == 1 else 'do'} not apply {why}")
 
     def say(self, text: str) -> None:
         """One line for a person, where tables go."""

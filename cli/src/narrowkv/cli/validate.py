@@ -21,6 +21,7 @@ from narrowkv.testing.kinds import Kind
 from narrowkv.testing.machine import versions
 from narrowkv.testing.places import Place, find_place
 from narrowkv.testing.records import jsonable
+from narrowkv.testing.result_plots import plot_cases
 
 Cases = Sequence[Case] | Callable[[Place], Sequence[Case]]
 _WORST_SHOWN = 5
@@ -134,7 +135,7 @@ def validate(cases: Cases, report: Report, where: Where, *, seed: int, kind: Kin
     run.say_passed(report, f"relative L1 <= {kind.bound}")
     body = {"operation": kind.operation, "seed": seed, "bounds": {**kind.bounds, "lse": LSE_BOUND}}
     records = [{**jsonable(r), "command": repro(r)} for r in results]
-    return run.finish(report, body, records, partial(_plot, groups, kind))
+    return run.finish(report, body, records, partial(plot_cases, run.results, kind))
 
 
 def _repro(where: Where, default: str, kind: Kind, result: CaseResult) -> str:
@@ -157,29 +158,10 @@ def _groups(found: Iterable[tuple[Case, CaseResult]]) -> Groups:
     return dict(sorted(groups.items()))
 
 
-def _plot(groups: Groups, kind: Kind, path: Path) -> None:
-    """Every case's error, a row for each query and cache, a colour for each place."""
-    from narrowkv.testing.plot import plot_dots
-
-    dots = [
-        (f"{q} over {cache}", where, r.error.relative_l1)
-        for (where, q, cache), group in groups.items()
-        for r in group
-        if r.error is not None
-    ]
-    plot_dots(
-        dots, path, title=f"{kind.operation} against fp32", label="relative L1 error", bounds=kind.bounds
-    )
-
-
 def _table(groups: Groups) -> Sheet:
     """Errors by place and formats of query and cache."""
-    sheet = Sheet(
-        [
-            *keys("ran on", "Q", "cache"),
-            *numbers("cases", "pass", "median rel. L1", "worst rel. L1", "worst max", "worst lse"),
-        ]
-    )
+    names = ("cases", "pass", "median rel. L1", "worst rel. L1", "worst max", "worst lse")
+    sheet = Sheet([*keys("ran on", "Q", "cache"), *numbers(*names)])
     for (where, q, cache), group in groups.items():
         errors = [r.error.relative_l1 for r in group if r.error is not None]
         largest = [r.error.max_abs for r in group if r.error is not None]

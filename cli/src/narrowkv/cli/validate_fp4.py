@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from narrowkv.cli.report import ExitCode, Report
@@ -24,6 +23,7 @@ from narrowkv.testing.format_errors import (
 )
 from narrowkv.testing.machine import versions
 from narrowkv.testing.places import find_place
+from narrowkv.testing.result_plots import plot_recipes
 
 
 def validate_fp4(
@@ -66,7 +66,8 @@ def validate_fp4(
     failed = judged and not all(goal["pass"] for goal in goals)
     code = ExitCode.NUMERICAL if failed else ExitCode.OK
     records = [asdict(error) for error in measured] if found else []
-    return report.finish(body, code, interrupted=interrupted, rows=records, plot=partial(_plot, measured))
+    plot = partial(plot_recipes, measured)
+    return report.finish(body, code, interrupted=interrupted, rows=records, plot=plot)
 
 
 def _goal(goal: Goal, by: float, report: Report, judged: bool) -> dict[str, Any]:
@@ -88,17 +89,3 @@ def _table(errors: Sequence[FormatError]) -> Sheet:
         square = [f"{e.rmse[s]:.5f}" if s in e.rmse else "-" for s in SETS]
         sheet.add(e.recipe, f"{e.bits:.2f}", *l1, *square, "yes" if e.kernel else "no")
     return sheet
-
-
-def _plot(errors: Sequence[FormatError], path: Path) -> None:
-    """Every recipe's error on each input set, the smallest recipes last."""
-    from narrowkv.testing.plot import plot_dots
-
-    dots = [
-        (f"{e.recipe}: {e.bits:.2f} bits", f"{name} inputs", e.rmse[name])
-        for e in sorted(errors, key=lambda e: -e.bits)
-        for name in SETS
-        if e.rmse.get(name)
-    ]
-    title = "what a cache recipe costs: bits are of an element, scales included"
-    plot_dots(dots, path, title=title, label="RMSE of attention's output", with_values=True)

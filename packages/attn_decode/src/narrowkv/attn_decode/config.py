@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from narrowkv.quant.device import BITS, widen_route
+from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError, check_choice
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.targets import Target
@@ -118,8 +119,10 @@ def choose_kernel(target: Target, k_format: str, kernel: str | None) -> str:
 
 def parts_of(target: Target, format_name: str, *, is_key: bool) -> int:
     """Elements per loaded word."""
-    if format_name == "fp4_e2m1":
+    if get_format(format_name).is_packed:
         return 4
+    if format_name == "int8":
+        return 2
     if not format_name.startswith(_FP8_PREFIX):
         return 1
     # Bit arithmetic on words takes no bytes out of them: 7.6 instructions an element on gfx942 become 3.2.
@@ -238,7 +241,7 @@ def choose_config(
     # alone and with
     # the merge: 128 keys x 1 stage 11.1 and 13.7 us, x 2 stages 12.0 and 14.1 us; one-warp programs 16.4 us.
     # A scale per 32 channels takes registers that FP4's configurations do not leave: 598 us against 378 us.
-    unpacks = v_format == "fp4_e2m1" and not scale_group and target.vendor == "nvidia"
+    unpacks = get_format(v_format).is_packed and not scale_group and target.vendor == "nvidia"
     unpacks = unpacks and block_m == 16 and narrow_head
     whole_waves = False
     latency_bound = shape.batch * shape.capacity < 512 * slots and not batch_invariant
@@ -261,7 +264,8 @@ def choose_config(
         # compiler spills no scalars. The native kernel needs more for heads wider than 128 with more than 16
         # rows, or three terms of Q.
         large = not narrow_head and (block_m > 16 or shape.q_dtype == torch.float16)
-        pressed = "fp4_e2m1" in (k_format, v_format) and (block_m == 16 or chosen == "native")
+        packed = get_format(k_format).is_packed or get_format(v_format).is_packed
+        pressed = packed and (block_m == 16 or chosen == "native")
         pressed = pressed and not (chosen == "native" and large)
         waves = 2 if pressed and (target.name == "gfx950" or shape.head_dim <= 64) else None
         options = LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=16, waves_per_eu=waves)
@@ -272,12 +276,12 @@ def choose_config(
         short = shape.batch * -(-shape.capacity // block_n) <= slots
         # So many programs run at once at 128 registers. FP4 values beside FP8 keys take 149 if they may, and
         # then every fourth program waits for another to end.
-        registers = 128 if unpacks and k_format != "fp4_e2m1" and not short else None
+        registers = 128 if unpacks and not get_format(k_format).is_packed and not short else None
         options = LaunchOptions(num_warps=4, num_stages=1 if short else 2, maxnreg=registers)
         # One tile a program leaves nothing to share out, and looking for an even share costs each about 1 us.
         if split is None and short:
             split = "uniform"
-    elif unpacks and k_format == "fp4_e2m1":
+    elif unpacks and get_format(k_format).is_packed:
         block_n, whole_waves = 32, True
         options = LaunchOptions(num_warps=1, num_stages=5, maxnreg=_FP4_REGISTERS)
         slots = max(1, units * _FP4_RESIDENT // head_programs)

@@ -1,4 +1,4 @@
-"""What calls of decode share whose tensors have the same metadata: launches, grids, sizes."""
+"""Launches, grids and sizes that decode calls share if their tensors have the same metadata."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VALUE = {name: Varies(index) for index, name in enumerate(_VALUES)}
 
 
 class Call(NamedTuple):
-    """What `DecodePlan.run` prepared for calls whose tensors have the same metadata.
+    """Launches that `DecodePlan.run` prepared for calls whose tensors have the same metadata.
 
     Attributes:
         attend, merge: the launches; `merge` is None where no second kernel is needed.
@@ -106,7 +106,7 @@ def constants_of(
 
 
 def allocated(counters: bool) -> Workspace:
-    """What stands for partial results that each call allocates in one block."""
+    """Placeholders for partial results that each call allocates in one block."""
     acc, ml = (
         Part(_VALUES.index("block"), _VALUES.index(f"{name}_offset"), torch.float32) for name in ("acc", "ml")
     )
@@ -132,7 +132,7 @@ def fix_launches(
     Args:
         attend, merge: the kernels.
         bound, table: the cache and the page table, of which strides are taken.
-        partial: memory of partial results, or what stands for it.
+        partial: memory of partial results, or placeholders for it.
         config: the configuration.
         strides: of a token and a head of q and of o, and of a token of lse.
         num_pages: pages of the cache.

@@ -81,12 +81,12 @@ class DecodePlan:
         object.__setattr__(self, "handle", handle_of(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecodePlan:
-        """A plan for the same calls, with a workspace of its own."""
+        """A plan for the same calls, with its own workspace."""
         own = None if self.workspace is None else launch.Workspace(self.workspace.num_bytes, self.device)
         return replace(self, workspace=own)
 
     def explain(self) -> str:
-        """What was chosen, how often keys are read and how many bytes there are: one line for a person."""
+        """One line for a person: the configuration, how often keys are read, and the bytes."""
         shape = self.shape
         bits = get_format(self.k_format).bits + get_format(self.v_format).bits
         stored = shape.batch * shape.capacity * shape.num_kv_heads * shape.head_dim * bits / 8

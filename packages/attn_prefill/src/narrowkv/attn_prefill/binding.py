@@ -21,10 +21,10 @@ from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.spans import spans_of
 from narrowkv.runtime.targets import Target
 
-# What caches and queries of 16 bits are called.
+# Names of the 16-bit formats of caches and queries.
 TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-# What of these structs differs from cache to cache.
+# Fields of these structs that differ from cache to cache.
 VARYING_CACHE = ("k", "v", "k_descale", "v_descale")
 VARYING_DESTINATION = ("k", "v", "k_number", "k_descale", "v_number", "v_descale")
 
@@ -101,7 +101,7 @@ def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: s
     Args:
         cache: any cache; one that can be appended to if `exponent` is given.
         target: what the kernels run on.
-        fp8: the FP8 format of the matrix unit that takes the cache as it is, or None.
+        fp8: the FP8 format in which the matrix unit multiplies the cache without widening, or None.
         exponent: of a plan that appends: how FP4 scales are chosen.
     """
     key = (target.name, fp8, exponent)
@@ -153,7 +153,7 @@ def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: s
 
 
 def _fixed(struct: Any, varying: tuple[str, ...]) -> tuple[Any, ...]:
-    """What launches over caches of a kind share: strides and numbers."""
+    """Strides and sizes that launches over caches of one kind share."""
     return tuple(value for name, value in zip(struct._fields, struct, strict=True) if name not in varying)
 
 

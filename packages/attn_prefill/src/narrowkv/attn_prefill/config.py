@@ -145,7 +145,7 @@ def _with_few(
         split_config(target, shape, each.q_lens, each.block_m, "few rows share each key") for each in few
     ]
     if least < ANY_LEN:
-        # Of several sequences together, some have too many tokens for a class of few.
+        # Among several sequences, some have too many tokens for the class of short ones.
         block_m = 64 if shape.batch > 1 else block_m_for(shape)
         parts.append(replace(choose(block_m), q_lens=(least, ANY_LEN)))
     *before, last = parts

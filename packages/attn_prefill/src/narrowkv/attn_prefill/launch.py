@@ -37,7 +37,7 @@ _P_SCALE = {"fp8_e4m3fn": 256.0, "fp8_e4m3fnuz": 128.0}
 
 
 class Kind(NamedTuple):
-    """What decides on a call's kernels besides its sizes, the plan and the cache.
+    """The values that a call's kernels depend on, except its sizes, the plan and the cache.
 
     Attributes:
         ragged: whether the table is ragged.
@@ -308,7 +308,7 @@ class _Maker:
         return attend, (self.num_tiles * self.shape.num_kv_heads, 1, 1)
 
     def _matrix_type(self) -> Any:
-        """What K is in the scratch: a 16-bit type, or the FP8 type of the matrix unit."""
+        """Dtype of K in the workspace: a 16-bit type, or the FP8 type of the matrix unit."""
         fp8 = self.config.fp8
         return TRITON_TYPES[self.key_type] if fp8 is None else getattr(tl, triton_fp8(fp8))
 

@@ -76,7 +76,7 @@ class Served(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What calls share whose tensors have the same metadata.
+    """Launches that calls share if their tensors have the same metadata.
 
     Attributes:
         classes: how each class of sequences is served; empty where there is nothing to launch, or
@@ -110,7 +110,7 @@ class Prepared(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """What the checks of a call found: its options in one form."""
+    """The options of a call after the checks, in one form."""
 
     shape: PrefillShape
     scale: float
@@ -280,7 +280,7 @@ def _bounded(plan: PlanBase, shape: PrefillShape) -> PrefillShape:
 
 
 def _kind(plan: PlanBase, g: Arguments, checked: _Checked) -> Kind:
-    """What decides on the kernels of a call that is checked."""
+    """The values that the kernels of a checked call depend on."""
     return Kind(
         ragged=g.page_table.kind == "ragged",
         soft_cap=checked.soft_cap > 0,

@@ -1,4 +1,4 @@
-"""What a prefill's configuration is chosen for, and what is chosen."""
+"""Shapes of prefills, and the configurations that are chosen for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRATCH_BLOCK = 64  # keys; each sequence's widened keys begin at a multiple of 
 
 @dataclass(frozen=True)
 class PrefillShape:
-    """What a configuration depends on, all of it known without reading the device.
+    """The sizes that a configuration depends on; all are known without reading the device.
 
     Attributes:
         batch, num_tokens: sequences, and query tokens of all of them.

@@ -17,7 +17,7 @@ HEADS = ("sharded", "replicated")
 
 @dataclass(frozen=True)
 class Moves:
-    """What steps send to other ranks; the fields are those of `CPDecodePlan`."""
+    """Buffers that steps send to other ranks; the fields are those of `CPDecodePlan`."""
 
     layout: ShardLayout
     comm: str

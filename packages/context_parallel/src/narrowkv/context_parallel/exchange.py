@@ -22,7 +22,7 @@ PARTIAL_DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Sizes:
-    """What an exchange moves: `tokens` rows of `heads` heads of `head_dim` channels over `world` ranks."""
+    """Sizes of an exchange: `tokens` rows of `heads` heads of `head_dim` channels over `world` ranks."""
 
     world: int
     rank: int

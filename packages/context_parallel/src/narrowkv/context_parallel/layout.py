@@ -96,7 +96,7 @@ class ShardLayout:
         return torch.where((indices >= 0) & (self.owner(indices) == self.rank), local, -1)
 
     def globalize(self, indices: torch.Tensor) -> torch.Tensor:
-        """Where this rank's tokens stand in the whole, for numbers of at least 0: `localize` undone."""
+        """Global positions of this rank's tokens, for numbers of at least 0: the inverse of `localize`."""
         run = self.rank * self.interleave
         return indices // self.interleave * (self.interleave * self.world) + run + indices % self.interleave
 

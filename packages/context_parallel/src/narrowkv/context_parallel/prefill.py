@@ -181,7 +181,7 @@ def _attend_block(
         table = table.with_key_ranges(ranges[:, None].contiguous().to(q.device))
         paged_decode(q, keys, table, out=o, lse=lse, **options)
         return
-    # Of its own block, an early query sees the early part. Of an earlier rank's block, all see the early
+    # In its own block, an early query sees the early part. In an earlier rank's block, all see the early
     # part; of a later rank's, late queries see both.
     seen = [
         (0 if source > rank else early, early if source < rank else early + late) for early, late in theirs

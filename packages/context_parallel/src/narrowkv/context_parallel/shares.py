@@ -64,7 +64,7 @@ class PrefillShares:
         return torch.cat(found)
 
     def places(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where a rank's tokens lie in its block of pages, and each sequence's first page there.
+        """The slots of a rank's tokens in its block of pages, and each sequence's first page there.
 
         Returns:
             `[own tokens]` and `[sequences]` int64 on the CPU.

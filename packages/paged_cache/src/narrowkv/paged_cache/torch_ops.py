@@ -87,23 +87,24 @@ def cache_from(tensors: CacheTensors, options: dict[str, Any]) -> PagedKVCache:
 
 @torch.library.custom_op(
     "narrowkv::append",
-    mutates_args=("k", "v", "k_descale", "v_descale"),
+    mutates_args=("k", "v", "k_descale", "v_descale", "q"),
     schema="("
     + CACHE_SCHEMA.format(a="(a!)", b="(b!)", c="(c!)", d="(d!)")
     + ", Tensor k_new, Tensor v_new, Tensor slot_mapping, Tensor? cos, Tensor? sin, Tensor? positions, "
-    f"Tensor? k_offset, {OPTIONS_SCHEMA}) -> ()",
+    f"Tensor? k_offset, Tensor(e!)? q, {OPTIONS_SCHEMA}) -> ()",
 )
 def _append_op(
     k: torch.Tensor, v: torch.Tensor, k_descale: torch.Tensor | None, v_descale: torch.Tensor | None,
     k_new: torch.Tensor, v_new: torch.Tensor, slot_mapping: torch.Tensor, cos: torch.Tensor | None,
-    sin: torch.Tensor | None, positions: torch.Tensor | None, k_offset: torch.Tensor | None, *options: Any,
+    sin: torch.Tensor | None, positions: torch.Tensor | None, k_offset: torch.Tensor | None,
+    q: torch.Tensor | None, *options: Any,
 ) -> None:  # fmt: skip
     given = spelled(*options)
     cache = cache_from((k, v, k_descale, v_descale), given)
     style, rope = given.pop("rope"), None
     if cos is not None and sin is not None and positions is not None:
         rope = Rope(cos, sin, positions, style=style)
-    append(cache, k_new, v_new, slot_mapping, rope=rope, k_offset=k_offset, **given)
+    append(cache, k_new, v_new, slot_mapping, rope=rope, k_offset=k_offset, q=q, **given)
 
 
 @_append_op.register_fake
@@ -120,6 +121,7 @@ def traced_append(
     *,
     rope: Rope | None = None,
     k_offset: torch.Tensor | None = None,
+    q: torch.Tensor | None = None,
     **options: object,
 ) -> None:
     """`append` through its operator, which checks the arguments when it runs."""
@@ -127,5 +129,5 @@ def traced_append(
     style = None if rope is None else rope.style
     spec = spell(**cache_options(cache), rope=style, **options)
     torch.ops.narrowkv.append(
-        *cache_tensors(cache), k_new, v_new, slot_mapping, cos, sin, positions, k_offset, *spec
+        *cache_tensors(cache), k_new, v_new, slot_mapping, cos, sin, positions, k_offset, q, *spec
     )

@@ -77,7 +77,7 @@ class LayerCalibration:
         return LayerCalibration(offset, k_balance, v_balance, self.rotated)
 
     def keys(self, k: torch.Tensor) -> torch.Tensor:
-        """K as it is stored.
+        """K in the form in which it is stored.
 
         Args:
             k: floating point `[..., num_kv_heads, head_dim]`, after RoPE.
@@ -110,7 +110,7 @@ class LayerCalibration:
         return (hadamard(balanced) if self.rotated else balanced).to(q.dtype)
 
     def values(self, v: torch.Tensor) -> torch.Tensor:
-        """V as it is stored: fp32; shapes and errors as for `keys`."""
+        """V in the form in which it is stored: fp32; shapes and errors as for `keys`."""
         return VScale(self.v_balance).divide(v)
 
     def output(self, o: torch.Tensor) -> torch.Tensor:

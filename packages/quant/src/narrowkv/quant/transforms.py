@@ -7,7 +7,7 @@
 - V is divided by a static scale per (head, channel), and the output multiplied by it: channels of one size
   share a narrow scale better. In a model both factors can be folded into the projections, at no cost.
 
-The offset is of K as it is stored, so after RoPE. It is static, so pages can still be shared between
+The offset belongs to K after RoPE, as it is stored. It is static, so pages can still be shared between
 sequences. A soft cap is not invariant to the shift, and a sink is compared with the shifted logits: with an
 offset, the correction has to be added to the logits before a soft cap, or subtracted from the sinks.
 

@@ -36,8 +36,8 @@ def load_rows(target, desc, base, d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constex
 def to_fp16(p, TOWARDS_ZERO: tl.constexpr):
     """P in float16, rounded to nearest or towards zero.
 
-    CDNA3 rounds two numbers towards zero in one instruction, and to nearest in three. The result is smaller
-    by 0.035% on average.
+    CDNA3 rounds two numbers towards zero in one instruction, and to nearest in three. The result is 0.035%
+    smaller on average.
     """
     if TOWARDS_ZERO:
         return p.to(tl.float16, fp_downcast_rounding="rtz")

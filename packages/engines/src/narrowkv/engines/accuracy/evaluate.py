@@ -23,7 +23,7 @@ _CHUNK = 256  # tokens whose probabilities are compared at a time
 
 @dataclass(frozen=True)
 class Score:
-    """What a recipe costs.
+    """The cost of a recipe in accuracy.
 
     Attributes:
         recipe, note, bits: of the recipe; bits of an element at the model's head_dim, scales included.
@@ -250,3 +250,12 @@ def _score(runner: _Runner, total: _Totals, best: float, head_dim: int) -> Score
         "kernels" if runner.kernels else "torch", total.kl / total.tokens, perplexity, perplexity / best - 1,
         total.agreed / total.tokens, sum(total.retrieved), len(total.retrieved), total.tokens,
     )  # fmt: skip
+
+
+def frontier(scores: Sequence[Score]) -> set[str]:
+    """Recipes that no other one beats in bits or KL without losing in the other."""
+    return {
+        s.recipe
+        for s in scores
+        if not any((o.bits, o.kl) != (s.bits, s.kl) and o.bits <= s.bits and o.kl <= s.kl for o in scores)
+    }

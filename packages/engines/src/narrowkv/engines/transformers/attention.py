@@ -58,8 +58,7 @@ def attend(
     """
     batch, _, tokens, head_dim = query.shape
     refuse_unknown(kwargs, dropout)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if tokens > 1 and not causal:
+    if tokens > 1 and not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ValueError(
             "narrowkv's attention is causal, got a module with is_causal=False (an image tower?): set it for "
             'the decoder alone, attn_implementation={"text_config": "narrowkv"}'

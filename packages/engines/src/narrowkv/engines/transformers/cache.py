@@ -154,7 +154,8 @@ class NarrowCache(Cache):
     Args:
         config: the model's configuration.
         max_length: tokens that a row can hold: prompt and new tokens.
-        format: "bf16", "fp16", an FP8 format, "fp4_e2m1", or a `CacheFormat` pair for K and V.
+        format: "bf16", "fp16", an FP8 format, "fp4_e2m1", "int8", "int4", or a `CacheFormat` pair for K and
+            V.
         page_size: tokens a page.
         k_descale, v_descale: of an FP8 side: what stored numbers are multiplied by, a float or an fp32 tensor
             `[]`, `[1]` or `[num_kv_heads]`. None computes one for each token and head, which needs no
@@ -250,10 +251,10 @@ class NarrowCache(Cache):
     def allocate(self, rows: Rows, num_kv_heads: int, head_dim: int) -> PagedKVCache:
         """Pages of one layer."""
         num_pages = rows.batch * rows.pages
-        descales: list[float | torch.Tensor] = []
+        descales: list[float | torch.Tensor | None] = []
         for given, name in zip(self._descales, (self.format.k, self.format.v), strict=True):
             if get_format(name).kind != "fp8":
-                descales.append(1.0)
+                descales.append(None)
             elif given is None:
                 shape = (num_pages, rows.page_size, num_kv_heads)
                 descales.append(torch.ones(shape, dtype=torch.float32, device=rows.device))

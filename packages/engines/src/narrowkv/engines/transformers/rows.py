@@ -1,4 +1,4 @@
-"""Where the tokens of each row of a batch lie in the pages, and how a step of the model moves that on."""
+"""Slots of the tokens of each row of a batch, and how a step of the model advances them."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-# What kernels are written in. Gluon came into Triton by steps: what is there decides, not a version.
+# Parts of Gluon that kernels use. Triton added them one by one, so each is looked up instead of a version.
 _WANTED = {
     "hopper": (
         "triton.experimental.gluon.language.nvidia.hopper",
@@ -42,7 +42,7 @@ def _language() -> types.ModuleType:
     """`triton.language` as Gluon has it: ranges and constants take the layout of what they meet."""
     from triton.experimental.gluon import language as gl
 
-    # What plain Triton calls by another name.
+    # Names that plain Triton spells differently.
     renamed = {"debug_barrier": "barrier" if hasattr(gl, "barrier") else "thread_barrier"}
     module = types.ModuleType(tl.__name__)
     for name, value in vars(tl).items():
@@ -57,7 +57,7 @@ def in_gluon(function: Any) -> Any:
 
     Gluon infers the layouts of what the function makes itself from those of its arguments. Triton takes its
     own standard library into Gluon in the same way. A function that makes no ranges and no constants needs
-    nothing of the kind: Gluon calls it as it is.
+    no such attribute: Gluon calls it unchanged.
 
     Args:
         function: a device function, not a kernel, that multiplies no matrices.
