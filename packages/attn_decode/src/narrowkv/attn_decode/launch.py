@@ -99,6 +99,9 @@ def constants_of(
     if registers:
         k_stored = k_stored._replace(token=bound.k.token, scale_token=bound.k_descale.token)
         v_stored = v_stored._replace(token=bound.v.token, scale_token=bound.v_descale.token)
+    # On sm90 under Triton 3.6 a product 32 columns wide next to a wider one comes out wrong (relative L1 0.2 to
+    # 1e8): tiles of 64 rows and more are such products.
+    narrow = target.vendor == "nvidia" and config.block_m >= 64 and block_d < 64 * v_stored.parts
     return {
         "SIZES": Sizes(
             shape.num_kv_heads, shape.gqa_ratio, shape.q_len, shape.head_dim, shape.page_size, ragged
@@ -123,6 +126,7 @@ def constants_of(
             early=target.name == "sm90" and config.split != "none" and not config.merge_in_launch,
             ahead=config.ahead,
             registers=registers,
+            acc_parts=1 if narrow else v_stored.parts,
             q_in_shared=target.vendor == "nvidia" and config.block_m >= 64 and not native,
         ),
         "BLOCKS": Blocks(
