@@ -51,6 +51,12 @@ DECODE = {
     "NVFP4 values, off 16-byte boundaries": (
         SMALL + "format=fp8_e4m3fn/fp4_e2m1,group=16,scale_format=e4m3,layout=padded,data=outlier"
     ),
+    "FP4, keys and values loaded a tile ahead": "ratio=12,lens=200+5+130+0,format=fp4_e2m1,split=even",
+    "FP8 keys, FP4 values, a window": (
+        "kv_heads=1,ratio=8,lens=200+64,format=fp8_e4m3fn/fp4_e2m1,window=70,split=none,layout=HND"
+    ),
+    "FP4, two tokens of two tiles": "kv_heads=1,ratio=4,q_len=2,lens=200+65,format=fp4_e2m1,split=none",
+    "FP4, 32 rows": "kv_heads=1,ratio=17,lens=150,format=fp4_e2m1,group=32,split=none",
     "K bf16, V FNUZ": SMALL + "format=bf16/fp8_e4m3fnuz",
     "page size 1": SMALL + "page_size=1,layout=tokens,clean=1",
     "page size 3, head_dim 80": "head_dim=80,kv_heads=1,split=none,page_size=3,ratio=3,clean=1",

@@ -53,9 +53,11 @@ _bound_caches: ByIdentity[dict[Any, BoundCache]] = ByIdentity()
 _numbers: dict[Any, int] = {}
 
 
-def bind_cache(cache: PagedKVCache, target: Target, kernel: str, k_parts: int, v_parts: int) -> BoundCache:
-    """The cache as kernel arguments, found once."""
-    key = (target.name, kernel, k_parts, v_parts)
+def bind_cache(
+    cache: PagedKVCache, target: Target, kernel: str, k_parts: int, v_parts: int, cdna4: bool
+) -> BoundCache:
+    """The cache as kernel arguments, found once; cdna4: see `packed_route`."""
+    key = (target.name, kernel, k_parts, v_parts, cdna4)
     known = _bound_caches.get(id(cache))
     if known is None:
         known = _bound_caches.keep(cache, {})
@@ -67,8 +69,8 @@ def bind_cache(cache: PagedKVCache, target: Target, kernel: str, k_parts: int, v
     v_side = side_of(cache.v, v_strides, v_format, widen_route(target, v_format), v_parts)
     native, half = kernel == "native", "bf16" not in (k_format, v_format)
     (k_mode, k_factor, k_descale), (v_mode, v_factor, v_descale) = map(descale_pointers, cache.sides())
-    k_route = packed_route(target, k_format, k_side, half, as_bytes=True)
-    v_route = packed_route(target, v_format, v_side, half, as_bytes=True)
+    k_route = packed_route(target, k_format, k_side, half, as_bytes=True, cdna4=cdna4)
+    v_route = packed_route(target, v_format, v_side, half, as_bytes=True, cdna4=cdna4)
     k_exponent = 0 if native else widening_power(k_format, k_route, k_mode)
     v_exponent = widening_power(v_format, v_route, v_mode)
     k_stored = stored_as(k_side, k_format, k_route, k_mode, k_descale)

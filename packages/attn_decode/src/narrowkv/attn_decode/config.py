@@ -60,6 +60,8 @@ class DecodeConfig:
         kernel: "decode" widens the cache to 16 bits; "native" multiplies FP4 keys as they are stored.
         k_parts, v_parts: elements per word that K and V are read in; see `narrowkv.quant.device.widen_parts`.
         options: compiler options of the attention kernel.
+        prefetch: "tile": keys, values and scales are loaded a tile before they are needed, where all rows
+            attend to the same keys; "scales": scales and page ids are; or nothing.
     """
 
     block_m: int
@@ -72,6 +74,7 @@ class DecodeConfig:
     k_parts: int
     v_parts: int
     options: LaunchOptions
+    prefetch: str = ""
 
     def explain(self, shape: DecodeShape) -> str:
         """The tile, how often the keys are read and how they are divided, for a person."""
@@ -96,9 +99,9 @@ class DecodeConfig:
 def choose_kernel(target: Target, k_format: str, kernel: str | None) -> str:
     """The kernel for a target and a key format, or the one that is forced.
 
-    "native" is used only when forced: it needs two waves a program, which wait for each other at 22 barriers
-    a tile. Model, gfx950, `narrowkv inspect model --case decode:k=fp4_e2m1,v=fp4_e2m1,kernel=...,lens=2048,
-    kv_heads=1,ratio=12,head_dim=128,split=none,clean=1`: native 43% of what HBM streams, decode 66%.
+    "native" is used only when forced: it is not faster, and its three terms of a float16 Q cost more.
+    Model, gfx950, `narrowkv inspect model --case decode:format=fp4_e2m1,kernel=...,lens=2048,kv_heads=1,
+    ratio=12,head_dim=128,split=none,clean=1`: HBM busy for 99% of the time with decode, 100% with native.
 
     Raises:
         UnsupportedError: the forced kernel needs what the target or the format lacks.
@@ -176,6 +179,27 @@ def _tall_tile(
     return 64, LaunchOptions(num_warps=8, num_stages=3 if narrow_head else 2), 1
 
 
+def _prefetch(
+    target: Target, shape: DecodeShape, k_format: str, v_format: str, scale_group: int, kernel: str
+) -> str:
+    """`DecodeConfig.prefetch` of tiles of 16 rows on AMD.
+
+    Model, share of the time that HBM is busy, 96/8 heads, head_dim 128, gfx942 and gfx950, without and with
+    "tile": FP4 78 and 66%, 100 and 99%; FP8 keys with FP4 values 80 and 66%, 100 and 100%. FP8 alone reaches
+    100 and 96% without. Where "scales" is chosen, a tile more in registers spills.
+    """
+    if "fp4_e2m1" not in (k_format, v_format):
+        return ""
+    mixed = k_format != v_format
+    several = shape.q_len > 1
+    if several and (scale_group) or target.name == "gfx942" and v_format != "fp4_e2m1":
+        return ""
+    narrow = kernel == "native" and shape.head_dim != 128
+    if narrow or scale_group == 16 or (scale_group and mixed) or "bf16" in (k_format, v_format):
+        return "scales" if target.name == "gfx950" else ""
+    return "tile"
+
+
 # Programs of one warp that a compute unit or multiprocessor holds at once: sm90 at 255 registers, CDNA with
 # two waves on each of four SIMDs.
 _RESIDENT = 8
@@ -241,6 +265,7 @@ def choose_config(
     unpacks = v_format == "fp4_e2m1" and not scale_group and target.vendor == "nvidia"
     unpacks = unpacks and block_m == 16 and narrow_head
     whole_waves = False
+    prefetch = ""
     latency_bound = shape.batch * shape.capacity < 512 * slots and not batch_invariant
     if block_m >= 64 and chosen == "decode" and target.name != "cpu":
         block_n, options, resident = _tall_tile(
@@ -257,13 +282,21 @@ def choose_config(
             # The compiler lowers a scaled dot of one wave to bf16 multiplications.
             warps = max(warps, 2)
             block_n = 128 if narrow_head and block_m == 16 else 64 if block_m <= 32 else 32
-        # Two waves a SIMD fit at these registers on gfx950, and on gfx942 for heads of 64; told so, the
-        # compiler spills no scalars. The native kernel needs more for heads wider than 128 with more than 16
-        # rows, or three terms of Q.
-        large = not narrow_head and (block_m > 16 or shape.q_dtype == torch.float16)
-        pressed = "fp4_e2m1" in (k_format, v_format) and (block_m == 16 or chosen == "native")
-        pressed = pressed and not (chosen == "native" and large)
-        waves = 2 if pressed and (target.name == "gfx950" or shape.head_dim <= 64) else None
+        if block_m <= 32:
+            prefetch = _prefetch(target, shape, k_format, v_format, scale_group, chosen)
+        # Two waves a SIMD fit at these registers on gfx950, and on gfx942 for heads of 64 or with FP8 keys;
+        # told so, the compiler spills no scalars. More are needed by the native kernel for heads wider than
+        # 128 with more than 16 rows or three terms of Q, and by the masks of several query tokens.
+        mixed = k_format != v_format
+        if chosen == "native":
+            fits = narrow_head or (block_m == 16 and shape.q_dtype != torch.float16)
+            fits = fits and shape.q_len == 1
+        else:
+            fits = block_m == 16 and (shape.q_len == 1 or not scale_group)
+        fits = fits and "fp4_e2m1" in (k_format, v_format)
+        roomy = target.name == "gfx950" or shape.head_dim <= 64
+        roomy = roomy or (prefetch == "tile" and mixed and shape.q_len == 1)
+        waves = 2 if fits and roomy else None
         options = LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=16, waves_per_eu=waves)
     elif latency_bound and block_m == 16:
         # 128 keys and 4 warps at head_dim 128; wider heads halve the keys to stay within shared memory.
@@ -331,4 +364,5 @@ def choose_config(
         k_parts,
         v_parts,
         options,
+        prefetch,
     )

@@ -93,6 +93,7 @@ def constants_of(
             window_left=window_left,
             wide_address=bound.wide_address,
             lazy=any(x.route == PTX8 and "_" in x.descale for x in (bound.k_stored, bound.v_stored)),
+            prefetch=config.prefetch,
             even=config.split == "even",
             partial=config.split != "none",
             can_merge=config.merge_in_launch or not (config.split == "none" or target.is_amd),

@@ -13,9 +13,11 @@ from narrowkv.quant.device import NATIVE, widening_exponent
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.targets import Target
 
-# Routes of widening: packed conversions in inline PTX; FP4 by way of bytes of FP8.
+# Routes of widening: packed conversions in inline PTX; FP4 by way of bytes of FP8; FP4 by gfx950's own
+# instruction.
 PTX = "ptx"
 PTX8 = "ptx8"
+CDNA4 = "cdna4"
 ABSENT = Descale(None, 0, 0, 0)
 
 
@@ -57,8 +59,8 @@ def descale_pointers(side: CacheSide) -> tuple[str, float, Descale]:
 def widening_power(format_name: str, route: str, descale_kind: str) -> int:
     """The power of two that a widened tile is still to be multiplied by; see `widen_tile`."""
     if descale_kind.startswith("e8m0_"):
-        # Taken along by the groups' factors, of which those for bytes are at most 2**15.
-        return widening_exponent(format_name, route) - 15 if route == PTX8 else 0
+        # The groups' factors are at most 2**14, those for bytes 2**15.
+        return widening_exponent(format_name, route) - (15 if route == PTX8 else 14)
     return widening_exponent(format_name, route)
 
 
@@ -90,16 +92,21 @@ def side_of(stored: torch.Tensor, strides: KVStrides, format_name: str, route: s
     return Side(pointers, route, parts, strides.vec)
 
 
-def packed_route(target: Target, format_name: str, side: Side, half: bool, *, as_bytes: bool = False) -> str:
-    """The route of a side: inline PTX for 16-bit words on NVIDIA, else the route that it has.
+def packed_route(
+    target: Target, format_name: str, side: Side, half: bool, *, as_bytes: bool = False, cdna4: bool = False
+) -> str:
+    """The route of a side: inline assembly for 16-bit words on NVIDIA and gfx950, else the route that it has.
 
     as_bytes: FP4 is converted as bytes of E4M3, which takes fewer instructions; the kernel then takes the
         scales of groups in relation to the tile's largest. H100, decode, 96/8 heads, one scale a head: B128
         ctx1024 91 us instead of 96, B64 ctx8192 248 and 254.
+    cdna4: gfx950 converts FP4 by its own instruction, which needs more registers at a time.
     """
     packed = (format_name == "fp8_e4m3fn" and side.parts == 2 and side.route == NATIVE) or (
         format_name == "fp4_e2m1" and side.parts == 4
     )
+    if packed and cdna4 and target.name == "gfx950" and format_name == "fp4_e2m1":
+        return CDNA4
     if not packed or not half or target.vendor != "nvidia":
         return side.route
     return PTX8 if as_bytes and format_name == "fp4_e2m1" else PTX

@@ -24,7 +24,7 @@ FNUZ_ALIAS = "fnuz_alias"
 def widening_exponent(format_name: str, route: str) -> int:
     """The exponent of the factor that `widen` does not apply: value = widened * 2**exponent."""
     if format_name == "fp4_e2m1":
-        return 6 if route == "ptx8" else 14
+        return {"ptx8": 6, "cdna4": 13}.get(route, 14)
     if route == FNUZ_ALIAS:
         return 1
     if route == BITS:
@@ -157,13 +157,34 @@ def _fp4_nibble(word, INDEX: tl.constexpr):
 
     The sign goes to bit 15, exponent and mantissa to bits 11..9, where E2M1 is a float16 of a smaller bias.
     """
-    TO_SIGN: tl.constexpr = 12 - 4 * INDEX
-    sign = (word << TO_SIGN) & -32768
-    if TO_SIGN >= 3:
-        magnitude = (word << (TO_SIGN - 3)) & 0x0E00
-    else:
-        magnitude = (word >> 3) & 0x0E00
-    return (sign | magnitude).to(tl.float16, bitcast=True)
+    # Shifted right with its sign; the copies of the sign between the two are cleared.
+    return (((word << (12 - 4 * INDEX)) >> 3) & -29184).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _fp4_quads_cdna4(x):
+    """The four nibbles of int16 words as float16, still to be multiplied by 2**13.
+
+    gfx950's instruction converts the two nibbles of a byte; those of two words are then paired. With this
+    factor every result is a normal float16.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        v_cvt_scalef32_pk_f16_fp4 $4, $5, $6
+        v_cvt_scalef32_pk_f16_fp4 $2, $5, $6 op_sel:[0,1,0]
+        v_pack_b32_f16 $0, $4, $2
+        v_pack_b32_f16 $1, $4, $2 op_sel:[1,1,0]
+        v_cvt_scalef32_pk_f16_fp4 $4, $5, $6 op_sel:[1,0,0]
+        v_cvt_scalef32_pk_f16_fp4 $3, $5, $6 op_sel:[1,1,0]
+        v_pack_b32_f16 $2, $4, $3
+        v_pack_b32_f16 $3, $4, $3 op_sel:[1,1,0]
+        """,
+        "=&v,=&v,=&v,=&v,=&v,v,v,v",
+        [x, tl.full(x.shape, 2.0**-13, tl.float32)],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit
@@ -227,6 +248,9 @@ def _fp4_quads(x, ROUTE: tl.constexpr):
             is_pure=True,
             pack=2,
         )
+    elif ROUTE == "cdna4":
+        a, b, c, d, _ = _fp4_quads_cdna4(x)
+        return a, b, c, d
     else:
         return _fp4_nibble(x, 0), _fp4_nibble(x, 1), _fp4_nibble(x, 2), _fp4_nibble(x, 3)
 

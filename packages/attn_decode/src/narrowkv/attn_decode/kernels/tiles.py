@@ -72,6 +72,8 @@ class Rules(NamedTuple):
         q_in_shared: products take Q from shared memory, not from registers.
         fp8, clean, p_scale: as in the rules of prefill; decode widens every cache.
         lazy: sums of values are multiplied only in steps that raise a maximum.
+        prefetch: "tile": keys, values and scales are loaded a tile before they are needed, where all rows
+            attend to the same keys; "scales": scales and page ids are; or nothing.
     """
 
     compute: Any
@@ -92,6 +94,7 @@ class Rules(NamedTuple):
     p_scale: float = 1.0
     early: bool = False
     lazy: bool = False
+    prefetch: str = ""
 
 
 class Blocks(NamedTuple):
