@@ -15,6 +15,8 @@ SGLANG  ?= sglang==0.5.23 torchvision==0.28.0 gguf
 ARGS   ?=
 
 SHELL    := /bin/bash
+# Where bytecode may not be written, every process of the tests would compile all sources again.
+export PYTHONDONTWRITEBYTECODE :=
 PY       := $(VENV)/bin/python
 STAMP    := $(VENV)/.stamp
 PROJECTS := $(patsubst %/pyproject.toml,%,$(wildcard packages/*/pyproject.toml cli/pyproject.toml))
@@ -27,7 +29,7 @@ empty :=
 space := $(empty) $(empty)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup probe test test-full test-gpu test-install test-engines test-engines-newest lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
+.PHONY: help setup probe test test-full test-gpu test-install test-engines test-engines-newest in-vllm in-sglang lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F '|' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -58,10 +60,15 @@ test-gpu: $(STAMP)  ## the tests that need a GPU, in WORKERS processes
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m gpu $(ARGS)
 
 test-install: $(STAMP)  ## builds the wheels and installs each package alone in a clean environment
-	$(PY) -m pytest tests/test_install.py $(ARGS)
+	$(PY) -m pytest tests/test_install.py --run-slow $(ARGS)
 
 test-engines: $(ENGINES)/.stamp $(ENGINES)/sglang/.stamp  ## the tests inside vLLM and SGLang on a CPU, in an environment of their own
+	$(MAKE) --jobs=2 --output-sync=target --keep-going in-vllm in-sglang
+
+in-vllm: $(ENGINES)/.stamp
 	$(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_wheels.py test_vllm.py test_vllm_ranks.py test_packers_vllm.py) $(ARGS)
+
+in-sglang: $(ENGINES)/sglang/.stamp
 	PYTHONPATH=$(abspath $(ENGINES))/sglang $(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_sglang.py test_packers_sglang.py) $(ARGS)
 
 test-engines-newest:  ## the same with the newest vLLM and SGLang, in another environment; it may fail

@@ -61,14 +61,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def skip_all_but_samples(items: list[pytest.Item]) -> None:
-    """Keeps of each test cases in which every value of every parameter appears; a GPU runs all of them."""
+    """Keeps of each test cases in which every value of every parameter appears; a GPU runs all of them.
+
+    `sampled("target")`: in which every value appears for each target.
+    """
     from narrowkv.testing.covering import covering, values_of
 
-    products: dict[str, list[pytest.Function]] = defaultdict(list)
+    products: dict[tuple[str, ...], list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             if not item.get_closest_marker("skip"):
-                products[item.nodeid.split("[")[0]].append(item)
+                marker = item.get_closest_marker("sampled")
+                whole = [str(item.callspec.params.get(name)) for name in (marker.args if marker else ())]
+                products[(item.nodeid.split("[")[0], *whole)].append(item)
     not_sampled = pytest.mark.skip(reason="not in the sample; runs with --run-slow (make test-full)")
     for functions in products.values():
         cases = [

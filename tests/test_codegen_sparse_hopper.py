@@ -53,7 +53,7 @@ def test_products_run_beside_the_other_work(layout: str, sm90_code: Any) -> None
 @pytest.mark.parametrize("layout", ["bf16", "packed584", "row512", "split"])
 def test_few_heads_are_not_padded(layout: str, sm90_code: Any) -> None:
     kernel = _compile(layout, 16, sm90_code)
-    assert kernel.name == "_sparse_few_kernel"
+    assert kernel.name == "_sparse_few_heads_kernel"
     code = kernel.machine_code()
     # QK: 64 rows over 512 columns. PV: 8 times 64 columns over 64 rows. Both of 16 heads, and nothing else.
     assert re.findall(r"HGMMA\.(\w+)", code) == ["64x16x16"] * (512 // 16 + 512 // 64 * 64 // 16)

@@ -15,10 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-from narrowkv.attn_decode import merge_states, merge_states_reference, paged_decode, plan_decode
+from narrowkv.attn_decode import (
+    merge_states,
+    merge_states_reference,
+    paged_decode,
+    paged_decode_reference,
+    plan_decode,
+)
 from narrowkv.attn_decode.cases import K8V4, DecodeCase, DecodeInputs, at_random, one_at_a_time
 from narrowkv.cdna_emulator import EmulatorError, RaceError, matrix
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append_reference
+from narrowkv.quant import KeyTransform, get_format
+from narrowkv.quant.accuracy import relative_l1
 from narrowkv.runtime.cases import parse_case
 from narrowkv.runtime.launch import executing
 from narrowkv.testing import emulation
@@ -26,6 +34,8 @@ from narrowkv.testing.checking import CaseResult, check
 from narrowkv.testing.contracts import CONTRACT_SETS
 from narrowkv.testing.emulation import EmulateExecutor
 from narrowkv.testing.probing import PASS, Task, run_task
+
+pytestmark = pytest.mark.sampled
 
 TARGETS = ["gfx942", "gfx950"]
 I32 = torch.int32
@@ -57,6 +67,12 @@ DECODE = {
     ),
     "FP4, two tokens of two tiles": "kv_heads=1,ratio=4,q_len=2,lens=200+65,format=fp4_e2m1,split=none",
     "FP4, 32 rows": "kv_heads=1,ratio=17,lens=150,format=fp4_e2m1,group=32,split=none",
+    "INT4": SMALL + "format=int4,clean=1",
+    "K INT8, V INT4": SMALL + "format=int8/int4,descale=token_head,data=outlier",
+    "INT4 over bf16, off 16-byte boundaries, fp16 queries": (
+        SMALL + "format=int4/bf16,layout=padded,q=fp16,head_dim=80"
+    ),
+    "vectorised INT8": SMALL + "format=int8,layout=vectorised,clean=1",
     "K bf16, V FNUZ": SMALL + "format=bf16/fp8_e4m3fnuz",
     "page size 1": SMALL + "page_size=1,layout=tokens,clean=1",
     "page size 3, head_dim 80": "head_dim=80,kv_heads=1,split=none,page_size=3,ratio=3,clean=1",
@@ -284,7 +300,8 @@ def _races(target: str, edit: Callable[[str], str], monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         _edited(patch, edit)
         try:
-            emulate(FOUR_WAVES, target)
+            with executing(EmulateExecutor(target, detect_races=True)):
+                FOUR_WAVES.inputs().call()
         except RaceError:
             return True
     return False
@@ -301,6 +318,30 @@ def _without_barrier(at: int) -> Callable[[str], str]:
     return lambda text: text[:at] + text[at:].replace("\ts_barrier", "\ts_nop 0", 1)
 
 
+@both_targets
+@pytest.mark.parametrize(
+    ("fmt", "scales", "q_len"), [("fp8_e4m3fn", {}, 2), ("fp4_e2m1", {"scale_format": "e4m3"}, 1)]
+)
+def test_decode_machine_code_transforms_queries(
+    fmt: str, scales: dict[str, str], q_len: int, target: str
+) -> None:
+    case = DecodeCase(
+        lens=(70, 9), num_kv_heads=2, gqa_ratio=3, head_dim=64, q_len=q_len, page_size=16, format=fmt,
+        **scales,
+    )  # fmt: skip
+    q, cache, table = case.build()
+    random = torch.Generator().manual_seed(1)
+    balance = torch.rand(2, 64, generator=random) + 0.5
+    cache = replace(cache, key_transform=KeyTransform(torch.randn(2, 64, generator=random), balance))
+    sinks = torch.linspace(-2.0, 2.0, 6)
+    call: dict[str, Any] = {"sinks": sinks, "return_lse": True, "out_dtype": torch.float32}
+    with executing(EmulateExecutor(target, detect_hazards=True)):
+        o, lse = paged_decode(q, cache, table, plan=plan_decode(q, cache, table, split="uniform"), **call)
+    wanted, wanted_lse = paged_decode_reference(q, cache, table, **call)
+    assert relative_l1(o, wanted) <= 0.002
+    torch.testing.assert_close(lse, wanted_lse, rtol=0, atol=2e-3)
+
+
 # ---------------------------------------------------------------------------- append and merge_states
 
 
@@ -314,9 +355,16 @@ def _append_cases() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "fp4, SGLang's scales", {"fmt": "fp4_e2m1", "scale_group": 16, "exponent": "sglang"}
     yield "fp4, NVFP4", {"fmt": "fp4_e2m1", "scale_group": 16, "scale_format": "e4m3", "descale": "number"}
     yield "fp4, E4M3 scales", {"fmt": "fp4_e2m1", "scale_format": "e4m3", "layout": "HND"}
+    yield "int4, rope, head_dim 80", {"fmt": "int4", "rope": "neox", "head_dim": 80}
+    yield "int8 with a descale, int4", {"fmt": CacheFormat("int8", "int4"), "layout": "HND", "descale": "own"}
+    yield "int8 with a scale of each token", {"fmt": "int8", "descale": "token_head", "offset": True}
     yield "fp4, rope and a K offset, floor", {
-        "fmt": "fp4_e2m1", "rope": "neox", "offset": True, "exponent": "floor"
+        "fmt": "fp4_e2m1", "rope": "neox", "offset": True, "exponent": "floor", "queries": 6
     }  # fmt: skip
+    yield "fp4, rope and a key transform", {
+        "fmt": "fp4_e2m1", "scale_format": "e4m3", "rope": "gptj", "head_dim": 96, "transform": True
+    }  # fmt: skip
+    yield "descale of each token and a key transform", {"descale": "token_head", "transform": True}
     yield "neox rope, all of the head", {"rope": "neox"}
     yield "gptj rope on a part of the head", {"rope": "gptj", "rotary": 32}
     yield "rope and a K offset", {"rope": "neox", "offset": True}
@@ -329,7 +377,7 @@ def _append_cases() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "bf16 with a descale of each head", {"fmt": "bf16", "descale": "head"}
     yield "bf16 with a descale of each token", {"fmt": "bf16", "descale": "token_head"}
     yield "head_dim 112, strided columns of wrong numbers beside right ones", {
-        "rope": "gptj", "head_dim": 112, "wrong": True
+        "rope": "gptj", "head_dim": 112, "wrong": True, "queries": 3
     }  # fmt: skip
 
 
@@ -361,12 +409,15 @@ def check_append(
     rotary: int = 64,
     descale: str = "float",
     offset: bool = False,
+    transform: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     wrong: bool = False,
+    queries: int = 0,
 ) -> None:
     """`append` as machine code and in torch write the same bytes, and touch no others.
 
     wrong: some slots and positions are out of range, all in columns of int64 tables; angles are bf16.
+    queries: query heads that are rotated, too.
     """
     random = torch.Generator().manual_seed(3)
     heads, pages = 2, 20 // page_size + 1
@@ -375,18 +426,20 @@ def check_append(
         by = {
             "float": (0.03, 0.7),
             "number": (0.03, 0.02),
+            "own": (0.03, None),
             "head": (torch.tensor([0.03, 0.05]), torch.tensor([0.7, 0.4])),
             "token_head": tuple(torch.ones(pages, page_size, heads) for _ in range(2)),
         }[descale]
-        own = "fp4_e2m1" in (CacheFormat.parse(fmt).k, CacheFormat.parse(fmt).v)
-        given = {} if own and descale != "number" else {"k_descale": by[0], "v_descale": by[1]}
+        parsed = CacheFormat.parse(fmt)
+        own = get_format(parsed.k).is_packed or get_format(parsed.v).is_packed
+        given = {} if own and descale not in ("number", "own") else {"k_descale": by[0], "v_descale": by[1]}
         made = PagedKVCache.empty(
             pages, page_size, heads, head_dim, format=fmt, layout=layout, scale_group=scale_group,
             scale_format=scale_format, **given,
         )  # fmt: skip
         for stored in (made.k, made.v):
             stored.view(torch.uint8).fill_(0x5A)
-        return made
+        return replace(made, key_transform=moved)
 
     angle = torch.rand(11, rotary // 2, generator=random) * 6
     turn = Rope(angle.cos(), angle.sin(), torch.tensor([0, 10, 3, 7], dtype=I32), style=rope or "neox")
@@ -394,6 +447,10 @@ def check_append(
     k[2] = 0.0
     k, v = (k * 3).to(dtype), v.to(dtype)
     shift = torch.randn(heads, head_dim, generator=random) if offset else None
+    moved = None
+    if transform:
+        balance = torch.rand(heads, head_dim, generator=random) + 0.5
+        moved = KeyTransform(torch.randn(heads, head_dim, generator=random), balance)
     slots = torch.tensor([7, -1, 2, 19], dtype=I32)
     if wrong:
         slots = torch.tensor([[7, 0], [2**32 + 5, 0], [2, 0], [pages * page_size, 0]])[:, 0]
@@ -401,9 +458,12 @@ def check_append(
         turn = replace(turn, cos=turn.cos.bfloat16(), sin=turn.sin.bfloat16(), positions=positions)
     got, want = empty(), empty()
     options: dict[str, Any] = {"rope": turn if rope else None, "k_offset": shift, "exponent": exponent}
+    q = torch.randn(4, queries, head_dim, generator=random).to(dtype) if queries else None
+    twin = None if q is None else q.clone()
     with executing(EmulateExecutor(target, detect_hazards=True)):
-        append(got, k, v, slots, **options)
-    append_reference(want, k, v, slots, **options)
+        append(got, k, v, slots, q=q, **options)
+    append_reference(want, k, v, slots, q=twin, **options)
+    assert q is None or torch.equal(q, twin)
     for name in ("k", "v"):
         a, b = getattr(got, name), getattr(want, name)
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name

@@ -13,6 +13,8 @@ from narrowkv.paged_cache import pack_tree_mask
 from narrowkv.runtime.launch import executing
 from narrowkv.testing.emulation import EmulateExecutor
 
+pytestmark = pytest.mark.sampled
+
 both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 WORST = (-(2**31), 2**31 - 1)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from narrowkv.attn_prefill import (
     batch_prefill,
@@ -24,6 +25,7 @@ from narrowkv.testing.emulation import EmulateExecutor
 
 pytestmark = pytest.mark.slow  # about two minutes together
 
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 P, A = PrefillCase.small, PrefillCase.append
 SMALL: dict[str, Any] = {"q_lens": (3, 25), "lens": (20, 40), "num_kv_heads": 1}
@@ -40,6 +42,10 @@ BATCH: dict[str, tuple[PrefillCase, str | None, dict[str, Any]]] = {
     "fused, bf16, soft cap": (P(format="bf16", **SMALL), "fused", {"logits_soft_cap": 3.0}),
     "fused, FP4, page 1": (P(format="fp4_e2m1", page_size=1, layout="tokens", **SMALL), "fused", {}),
     "fused, FP4, E4M3 scales": (P(format="fp4_e2m1", scale_format="e4m3", **SMALL), "fused", {}),
+    "fused, INT4": (P(format="int4", **SMALL), "fused", {}),
+    "dense, K INT8, V INT4": (
+        P(format=CacheFormat("int8", "int4"), granularity="token_head", **SMALL), "dense", {}
+    ),
     "head_dim 80": (P(head_dim=80, **SMALL), "fused", {}),
     "more queries than keys": (P(q_lens=(9, 1), lens=(4, 0), num_kv_heads=1), "dense", {}),
 }  # fmt: skip
@@ -95,6 +101,33 @@ def test_tiles_of_128_rows_agree_with_the_reference(
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
 
 
+# Name: axes of the cache and query, options.
+IN_TURNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "a window": ({}, {"window_left": 150}),
+    "no mask": ({}, {"causal": False}),
+    "FP8 queries": ({"q_dtype": torch.float8_e4m3fn}, {"q_descale": 0.5}),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(TRITON < (3, 8), reason="waves take turns from Triton 3.8 on")
+@pytest.mark.parametrize("name", IN_TURNS)
+def test_waves_that_take_turns_agree_with_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 256 rows on gfx950: each group of waves reads what the other one has copied."""
+    monkeypatch.setattr("narrowkv.attn_prefill.tiles.units_of", lambda target: 1)
+    axes, options = IN_TURNS[name]
+    sizes: dict[str, Any] = {"q_lens": (70, 3), "lens": (400, 40), "num_kv_heads": 1, "gqa_ratio": 8}
+    q, cache, table, starts = P(**sizes, head_dim=128, **axes).build()
+    executor = EmulateExecutor("gfx950", detect_races=True, detect_hazards=True)
+    with executing(executor):
+        plan = plan_prefill(q, cache, table, starts, kernel="dense")
+        o, lse = batch_prefill(q, cache, table, starts, return_lse=True, plan=plan, **options)
+    assert executor.runs[-1].artifact.name == "_cdna_prefill_kernel"
+    expected, expected_lse = batch_prefill_reference(q, cache, table, starts, return_lse=True, **options)
+    assert _error(o, expected) <= 0.002
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+
+
 @both_targets
 @pytest.mark.parametrize(("kernel", "splits"), [("fused", 1), ("fused", 3), ("dense", 1), ("dense", 2)])
 def test_fp8_queries_in_machine_code(
@@ -126,6 +159,10 @@ APPEND: dict[str, tuple[PrefillCase, dict[str, Any]]] = {
     ),
     "FP4": (A(format="fp4_e2m1", **SMALL), {}),
     "FP4, E4M3 scales": (A(format="fp4_e2m1", scale_format="e4m3", **SMALL), {}),
+    "K INT8, V INT4, rope": (
+        A(format=CacheFormat("int8", "int4"), granularity="token_head", rope="neox", **SMALL), {},
+    ),
+    "INT4": (A(format="int4", **SMALL), {}),
     "vectorised, a window": (A(layout="vectorised", **SMALL), {"window_left": 8}),
 }  # fmt: skip
 

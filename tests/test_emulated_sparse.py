@@ -16,11 +16,13 @@ from narrowkv.testing.checking import CaseResult, run_case
 from narrowkv.testing.emulation import EmulateExecutor, emulating
 from narrowkv.testing.samples import sample
 
+pytestmark = pytest.mark.sampled
+
 both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 
 # Each compiles to a kernel of its own; few rows, since every row is executed.
 CASES = {
-    "16-bit rows": "mode=wide,layout=bf16,lens=37+0,sink=1",
+    "16-bit rows": "mode=16bit,layout=bf16,lens=37+0,sink=1",
     "fused": "lens=37+0,sink=1",
     "fused, FP8 query": "lens=37+0,q=fp8",
     "fused, two sources": "lens=17+0,extend=3+20",
@@ -55,8 +57,8 @@ def test_machine_code_agrees_with_the_reference(name: str, target: str) -> None:
 
 # The kernel for CDNA: more tiles than LDS has places for, and fewer.
 MANY_HEADS = {
-    "sink": "mode=wide,layout=bf16,heads=64,lens=200+0+1,sink=1",
-    "fp16, two sources": "mode=wide,layout=fp16,q=fp16,heads=32,lens=70+3,extend=0+130",
+    "sink": "mode=16bit,layout=bf16,heads=64,lens=200+0+1,sink=1",
+    "fp16, two sources": "mode=16bit,layout=fp16,q=fp16,heads=32,lens=70+3,extend=0+130",
     "expanded rows, two blocks of heads": "mode=prepass,heads=128,lens=65",
     "splits": "mode=decode,heads=64,lens=300+5,splits=3,sink=1",
     "FP8": "heads=64,lens=150+0+1,sink=1",

@@ -68,7 +68,7 @@ CALLS: dict[str, Call] = {
     "append, fused": _prefill("operation=append,kernel=fused"),
     "append, FP8 compute": _prefill("operation=append,kernel=fused,fp8_compute=1,format=FP8"),
     "sparse, fused": _sparse("lens=37+0,sink=1"),
-    "sparse, 16-bit rows": _sparse("mode=wide,layout=bf16,lens=37,sink=1"),
+    "sparse, 16-bit rows": _sparse("mode=16bit,layout=bf16,lens=37,sink=1"),
     "sparse, expanded first": _sparse("mode=prepass,lens=37"),
     "sparse, FP8 query": _sparse("q=fp8,lens=37"),
     "sparse decode": _sparse("mode=decode,lens=37"),

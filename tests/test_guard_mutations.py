@@ -2,7 +2,8 @@
 
 Each row of `guard_mutations.toml` (bounds guards) and of `planted_defects.toml` (wrong arithmetic, indices
 and strides, in every package) names a file, a piece of its text, what replaces it, and tests of which one
-must then fail. The change is made in a copy of the packages, and the tests run against the copy.
+must then fail. The change is made in a copy of the packages, and the tests run against the copy, with the
+samples that `make test` takes.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def run_tests_of(mutation: Mutation, place: Path) -> subprocess.CompletedProcess
     target.write_text(target.read_text().replace(mutation.old, mutation.new))
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(str(place / source) for source in SOURCES))
     environment.pop("PYTEST_ADDOPTS", None)
-    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-x", "--run-slow", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-x", "-p", "no:cacheprovider"]
     try:
         return subprocess.run(
             [*command, mutation.test, "-k", mutation.select],

@@ -36,6 +36,8 @@ from narrowkv.sparse_fp8 import KVSource, sparse_decode, sparse_prefill, sparse_
 from narrowkv.sparse_fp8.cases import SparseCase
 from narrowkv.testing.emulation import EmulateExecutor
 
+pytestmark = pytest.mark.sampled
+
 Results = dict[str, torch.Tensor]
 SAMPLE, EVERY = 3, 90
 

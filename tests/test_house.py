@@ -84,7 +84,7 @@ SOFTMAX_UPDATES = {
     # P is rounded to 8 bits and the scale of S may differ from key to key.
     "packages/sage/src/narrowkv/sage/kernels/attention.py",
     # Gluon, whose layouts the shared functions do not take; S is transposed in the first.
-    "packages/sparse_fp8/src/narrowkv/sparse_fp8/kernels/few.py",
+    "packages/sparse_fp8/src/narrowkv/sparse_fp8/kernels/few_heads.py",
     "packages/sparse_fp8/src/narrowkv/sparse_fp8/kernels/hopper.py",
 }
 # Docstrings whose examples cannot run here (`# doctest: +SKIP`): lines, by module.

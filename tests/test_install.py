@@ -216,6 +216,8 @@ def modules_with_triton(name: str) -> list[str]:
 
 
 each_project = pytest.mark.parametrize("name", sorted(PROJECTS))
+# One without siblings, an operation, and the two that need most of the others.
+INSTALLED_ALWAYS = ("cdna_emulator", "attn_decode", "engines", "cli")
 with_triton = pytest.mark.parametrize(
     "name", [name for name in sorted(PROJECTS) if modules_with_triton(name)]
 )
@@ -262,7 +264,13 @@ def test_the_extra_cpu_names_triton(wheels, name):
     assert not triton.specifier.contains("3.5.1")
 
 
-@each_project
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in INSTALLED_ALWAYS else pytest.param(name, marks=pytest.mark.slow)
+        for name in sorted(PROJECTS)
+    ],
+)
 def test_a_package_installs_alone_and_works(wheels, tmp_path, name):
     distribution = distribution_of(name)
     links = wheels[distribution].path.parent
@@ -312,8 +320,11 @@ def sources_of(name: str, wheels: dict[str, Wheel], form: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "source",
-    [["{checkout}"], ["git+file://{checkout}"], ["--editable", "{checkout}"]],
-    ids=["folder", "git", "editable"],
+    [
+        pytest.param(["{checkout}"], id="folder", marks=pytest.mark.slow),
+        pytest.param(["git+file://{checkout}"], id="git", marks=pytest.mark.slow),
+        pytest.param(["--editable", "{checkout}"], id="editable"),
+    ],
 )
 def test_all_packages_install_from_a_checkout_and_from_a_git_url(wheels, checkout, tmp_path, source):
     clean = CleanEnvironment(tmp_path / "venv", wheels)
@@ -326,7 +337,11 @@ def test_all_packages_install_from_a_checkout_and_from_a_git_url(wheels, checkou
 
 
 @pytest.mark.parametrize(
-    "form", ["{checkout}/{{}}", "git+file://{checkout}#subdirectory={{}}"], ids=["folder", "git"]
+    "form",
+    [
+        pytest.param("{checkout}/{{}}", id="folder", marks=pytest.mark.slow),
+        pytest.param("git+file://{checkout}#subdirectory={{}}", id="git"),
+    ],
 )
 def test_one_package_installs_from_a_checkout_and_from_a_git_url(wheels, checkout, tmp_path, form):
     clean = CleanEnvironment(tmp_path / "venv", wheels)
@@ -394,8 +409,8 @@ def test_the_extra_cpu_installs_triton(wheels, tmp_path):
     assert clean.distributions()["torch"] == ROCM_TORCH
 
 
-def import_errors(name: str, prelude: str) -> dict[str, str]:
-    """What importing each module of a project that needs triton says, after `prelude` has run."""
+def import_errors(prelude: str) -> dict[str, str]:
+    """What importing each module that needs triton says, in a process where `prelude` has run."""
     code = """
         for name in sys.argv[1:]:
             try:
@@ -408,14 +423,16 @@ def import_errors(name: str, prelude: str) -> dict[str, str]:
     code = "\n".join(
         ["import importlib.abc, json, sys, types", textwrap.dedent(prelude), textwrap.dedent(code)]
     )
-    command = [sys.executable, "-c", code, *modules_with_triton(name)]
+    modules = [module for name in sorted(PROJECTS) for module in modules_with_triton(name)]
+    command = [sys.executable, "-c", code, *modules]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return dict(map(json.loads, done.stdout.splitlines()))
+    found = dict(map(json.loads, done.stdout.splitlines()))
+    assert list(found) == modules
+    return found
 
 
-@with_triton
-def test_import_without_triton_says_what_to_do(name):
+def test_import_without_triton_says_what_to_do():
     prelude = """
         class NoTriton(importlib.abc.MetaPathFinder):
             def find_spec(self, fullname, path=None, target=None):
@@ -424,18 +441,17 @@ def test_import_without_triton_says_what_to_do(name):
 
         sys.meta_path.insert(0, NoTriton())
     """
-    for module, message in import_errors(name, prelude).items():
+    for module, message in import_errors(prelude).items():
         # On ROCm the plain distribution is the wrong one; the message must not send people there.
         for needed in ("triton", "pip install", "ROCm"):
             assert needed in message, f"{module}: {message}"
 
 
-@with_triton
-def test_import_with_an_old_triton_names_the_version_needed(name):
+def test_import_with_an_old_triton_names_the_version_needed():
     prelude = """
         sys.modules["triton"] = old = types.ModuleType("triton")
         old.__version__ = "3.2.0"
     """
-    for module, message in import_errors(name, prelude).items():
+    for module, message in import_errors(prelude).items():
         for needed in ("3.2.0", "3.6"):
             assert needed in message, f"{module}: {message}"

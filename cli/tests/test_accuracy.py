@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from narrowkv.cli.accuracy import frontier
 from narrowkv.cli.app import app
 from narrowkv.cli.names import ACCURACY_RECIPES
 from narrowkv.engines.accuracy import RECIPES, Score
+from narrowkv.engines.accuracy.evaluate import frontier
 from narrowkv.engines.accuracy.tiny_lm import TinySizes
 from narrowkv.quant import Calibration
 

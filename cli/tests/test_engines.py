@@ -37,3 +37,9 @@ def test_an_engine_that_is_not_installed_is_unsupported_here(monkeypatch) -> Non
     result = CliRunner().invoke(app, ["engines", "try", "vllm"])
     assert result.exit_code == 3
     assert "vllm" in result.stderr
+
+
+def test_a_model_that_an_engine_does_not_run_is_unsupported_here() -> None:
+    result = CliRunner().invoke(app, ["engines", "try", "sglang", "--model", "deepseek-v4-tiny"])
+    assert result.exit_code == 3
+    assert "try it in transformers" in result.stderr

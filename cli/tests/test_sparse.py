@@ -17,7 +17,7 @@ from narrowkv.testing.probing import PASS, Task, run_task
 from narrowkv.testing.samples import Launch, sample
 
 run = CliRunner().invoke
-FEW = ["--case", "lens=20+3", "--case", "mode=wide,layout=bf16,lens=9"]
+FEW = ["--case", "lens=20+3", "--case", "mode=16bit,layout=bf16,lens=9"]
 SET = CONTRACT_SETS["dsv4-sparse"]
 
 
@@ -89,7 +89,7 @@ def test_samples_of_a_split_call_fit_together() -> None:
     rows = list(sample(Launch("_merge_sparse_kernel", (96, 1, 1), {})))
     assert rows[0] == (88, 0, 0)
     assert rows[-1] == (95, 0, 0)
-    assert {"_sparse_wide_kernel", "_sparse_fused_kernel", "_merge_sparse_kernel"} <= set(samples.SAMPLES)
+    assert {"_sparse_16bit_kernel", "_sparse_fused_kernel", "_merge_sparse_kernel"} <= set(samples.SAMPLES)
 
 
 def test_inspect_shows_registers_and_matrix_instructions() -> None:

@@ -25,6 +25,8 @@ from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import run_as
 from narrowkv.runtime.targets import get_target
 
+pytestmark = pytest.mark.sampled
+
 W = DecodeCase.small
 
 
@@ -274,13 +276,13 @@ def test_batch_invariant_results_are_those_of_a_sequence_alone(
 ) -> None:
     """Batches of 1 to 140 sequences (lengths are read 128 at a time), each with a table of another width."""
     random = torch.Generator().manual_seed(2)
-    lens = torch.randint(0, 40, (140,), generator=random)
-    lens[:3] = torch.tensor([1400, 64, 7])
+    lens = torch.randint(0, 20, (140,), generator=random)
+    lens[:3] = torch.tensor([500, 64, 7])
     workload = W(lens=tuple(lens.tolist()), num_kv_heads=1, gqa_ratio=2, clean=True)
     q, cache, table = workload.build(device)
     assert table.seq_lens is not None
     alone = {}
-    for batch, width in ((1, 88), (1, 200), (2, 100), (3, 88), (17, 300), (140, 129)):
+    for batch, width in ((1, 32), (1, 72), (2, 36), (3, 32), (9, 100), (140, 47)):
         ids = torch.full((batch, width), -1, dtype=torch.int32, device=device)
         used = min(width, table.page_ids.shape[1])
         ids[:, :used] = table.page_ids[:batch, :used]

@@ -19,6 +19,8 @@ from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import run_as
 from narrowkv.runtime.targets import get_target
 
+pytestmark = pytest.mark.sampled
+
 W = DecodeCase.small
 F4 = "fp4_e2m1"
 BOUND = 0.002

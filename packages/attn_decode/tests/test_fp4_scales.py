@@ -15,6 +15,8 @@ from narrowkv.quant.accuracy import relative_l1
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import run_as
 
+pytestmark = pytest.mark.sampled
+
 F4 = "fp4_e2m1"
 BOUND = 0.002
 

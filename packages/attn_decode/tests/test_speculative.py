@@ -14,6 +14,8 @@ from narrowkv.attn_decode.config import DecodeShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, pack_tree_mask, tree_mask_from_custom_mask
 from narrowkv.runtime.launch import run_as
 
+pytestmark = pytest.mark.sampled
+
 W = DecodeCase.small
 # Rows of 2 to 256: every ratio and every q_len, and each number of rows on either side of a tile's end.
 SHAPES = [

@@ -194,7 +194,24 @@ def test_opcheck(fmt: str) -> None:
         torch.ops.narrowkv.paged_decode_out, (*inputs, torch.empty_like(q), torch.empty(q.shape[:2]))
     )
     spec = spell(**cache_options(cache), rope=None)
-    torch.library.opcheck(torch.ops.narrowkv.append, (*tensors, *_new(), None, None, None, None, *spec))
+    torch.library.opcheck(torch.ops.narrowkv.append, (*tensors, *_new(), None, None, None, None, None, *spec))
+
+
+def test_queries_are_rotated_in_place_in_a_traced_append() -> None:
+    _, cache, _ = FORMATS["bf16"].build()
+    k, v, slots = _new()
+    rope = Rope(torch.rand(9, 16), torch.rand(9, 16), torch.arange(len(slots)))
+
+    def step(q: torch.Tensor) -> torch.Tensor:
+        append(cache, k, v, slots, rope=rope, q=q)
+        return q + 1
+
+    q = torch.randn(len(slots), 6, cache.head_dim)
+    expected = q.clone()
+    append(cache, k, v, slots, rope=rope, q=expected)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(q)
+    assert torch.equal(q, expected)
+    assert torch.equal(got, expected + 1)
 
 
 def test_eager_calls_do_not_meet_the_dispatcher() -> None:

@@ -58,9 +58,11 @@ def _random_calls(cache: PagedKVCache, count: int, *, seed: int = 0, decode_only
         prefill_append(q, k, v, cache, before, starts)
 
 
-@pytest.mark.parametrize(("target", "most"), [("gfx942", 12), ("gfx950", 12), ("sm90", 20)])
+@pytest.mark.parametrize(
+    ("target", "most", "calls"), [("gfx942", 12, 50), ("gfx950", 12, 50), ("sm90", 20, 150)]
+)
 def test_random_batches_reach_no_kernel_that_was_not_listed(
-    target: str, most: int, monkeypatch: pytest.MonkeyPatch
+    target: str, most: int, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def recording_for(_: str | None) -> AbstractContextManager[Any]:
         return executing(RecordExecutor(get_target(target)))
@@ -69,7 +71,7 @@ def test_random_batches_reach_no_kernel_that_was_not_listed(
     cache = _cache("cpu")
     listed = record_model(cache, **MODEL).found
     with recording_for(None) as recorder:
-        _random_calls(cache, 200)
+        _random_calls(cache, calls)
     assert recorder.found
     assert not recorder.found.keys() - listed.keys()
     names = [bound.kernel.__name__ for bound, _ in listed.values()]
@@ -129,5 +131,4 @@ def test_a_kernels_cache_key_does_not_depend_on_which_kernels_were_hashed_before
         return set(subprocess.check_output([sys.executable, "-c", _KEYS_OF, *names], text=True).split())
 
     expected = keys(kernels)
-    assert keys(kernels[::-1]) == expected
-    assert keys([*kernels, kernels[1]]) == expected, "a kernel that was hashed before"
+    assert keys([*kernels[::-1], kernels[1]]) == expected, "in another order, one hashed before"

@@ -37,6 +37,8 @@ from narrowkv.quant.accuracy import compare
 from narrowkv.runtime.launch import LaunchOptions, Workspace, executing, run_as
 from narrowkv.runtime.targets import Target, get_target
 
+pytestmark = pytest.mark.sampled
+
 I32 = torch.int32
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "gqa_ratio": 3, "clean": True}
 SHAPE = PrefillShape(

@@ -9,6 +9,8 @@ pytest.importorskip("triton")
 import emulator_kernels as kernels  # noqa: E402
 from emulator_support import TARGETS, emulate  # noqa: E402
 
+pytestmark = pytest.mark.sampled
+
 both_targets = pytest.mark.parametrize("target", TARGETS)
 FP8 = {
     "e4m3fn": torch.float8_e4m3fn,

@@ -26,17 +26,18 @@ from sglang.srt.layers.quantization import kvfp4_tensor
 from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import get_kv_cache_quant_method
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache import memory_pool
-from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4SingleKVPool
+from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4SingleKVPool, DeepSeekV4UniformFP8KVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
+from sglang.test.kernels.deepseek_v4 import dsv41_kv_quant_reference as reference
 from sglang.test.kernels.deepseek_v4.k_cache_reference import set_k_and_s_torch
 from transformers import DeepseekV4Config, LlamaConfig
 
+from narrowkv.engines import deepseek, steps
 from narrowkv.engines import sglang as narrow
-from narrowkv.engines import steps
 from narrowkv.engines.sglang import backend, deepseek_v4
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.sparse_fp8 import DSV4Rows
@@ -498,28 +499,52 @@ def test_models_and_caches_are_answered():
     assert "deepseek_v4.patch()" in narrow.supports(DeepseekV4Config())[0]
 
 
-def v4_pool(rows, page_size, generator):
-    """SGLang's pool of DeepSeek-V4 rows, written by SGLang, and the rows in fp32."""
-    pool = DeepSeekV4SingleKVPool(rows, page_size, FP8, 448, 64, 1, "cpu", False)
-    x = torch.randn(rows, 512, generator=generator).bfloat16()
-    split = DSV4Rows.quantize(x)
-    exponents = (torch.log2(split.scale) + 127).to(torch.uint8)
-    pack = NopeFp8RopeBf16Pack(split.data, split.rope, exponents)
-    slots = torch.randperm(rows, generator=generator)
-    set_k_and_s_torch(pool.kv_buffer[0], slots, pack, page_size)
-    exact = torch.empty(rows, 512)
-    values = split.data.float().view(rows, 7, 64) * split.scale[..., None]
-    exact[slots] = torch.cat([values.flatten(1), split.rope.float()], 1)
+PACKERS = {"v41": reference.quantize_k_cache_v41, "v41_fp4": reference.quantize_k_cache_v41_fp4}
+UNPACKERS = {"v41": reference.dequantize_k_cache_v41, "v41_fp4": reference.dequantize_k_cache_v41_fp4}
+
+
+def deepseek_pool(layout, rows, page_size, generator):
+    """SGLang's pool of DeepSeek rows, written by SGLang's packers, and the rows in fp32."""
+    pool = DeepSeekV4SingleKVPool(rows, page_size, FP8, 448, 64, 1, "cpu", False, kv_layout=layout)
     buffer = pool.kv_buffer[0]
-    cache = buffer[:, : page_size * 584].view(buffer.shape[0], page_size, 1, 584).view(FP8)
-    return cache, exact
+    if layout == "v4":
+        x = torch.randn(rows, 512, generator=generator).bfloat16()
+        split = DSV4Rows.quantize(x)
+        exponents = (torch.log2(split.scale) + 127).to(torch.uint8)
+        pack = NopeFp8RopeBf16Pack(split.data, split.rope, exponents)
+        slots = torch.randperm(rows, generator=generator)
+        set_k_and_s_torch(buffer, slots, pack, page_size)
+        exact = torch.empty(rows, 512)
+        values = split.data.float().view(rows, 7, 64) * split.scale[..., None]
+        exact[slots] = torch.cat([values.flatten(1), split.rope.float()], 1)
+    else:
+        x = torch.randn(buffer.shape[0], page_size, 512, generator=generator).bfloat16()
+        encoding = pool.kv_layout.encoding
+        pages = PACKERS[encoding.value](x)
+        exact = UNPACKERS[encoding.value](pages, page_size).float().flatten(0, 1)
+        if pool.kv_layout.is_interleaved:
+            pages = reference.interleave_pages(pages, page_size, encoding.data_bytes, encoding.scale_bytes)
+        assert pages.shape[1] <= buffer.shape[1]
+        buffer[:, : pages.shape[1]] = pages
+    assert deepseek_v4.pool_reasons(pool) == []
+    read = deepseek_v4.pool_rows(pool, 0)
+    assert read.data.data_ptr() == buffer.data_ptr()
+    assert torch.equal(read.dequantize()[:rows], exact[:rows])
+    width = pool.kv_cache_total_dim
+    # As SGLang's backend hands it over.
+    cache = buffer[:, : page_size * width].view(buffer.shape[0], page_size, 1, width)
+    return cache, exact[:rows]
 
 
-@pytest.mark.parametrize("tokens", [3, 256], ids=["decode", "prefill"])
-def test_deepseek_v4_pages_of_sglang_are_read_where_they_are(tokens, monkeypatch):
+@pytest.mark.parametrize(
+    ("tokens", "layouts"),
+    [(3, ("v4", "v4")), (256, ("v4", "v4")), (3, ("v41", "v41_fp4")), (3, ("v41_new", "v41_fp4_new"))],
+    ids=["decode", "prefill", "v4.1", "v4.1-interleaved"],
+)
+def test_deepseek_pages_of_sglang_are_read_where_they_are(tokens, layouts, monkeypatch):
     generator = torch.Generator().manual_seed(0)
-    near, near_rows = v4_pool(192, 64, generator)
-    far, far_rows = v4_pool(96, 16, generator)
+    near, near_rows = deepseek_pool(layouts[0], 192, 64, generator)
+    far, far_rows = deepseek_pool(layouts[1], 96, 16, generator)
     heads, width = 16, 64 if tokens == 3 else 8
     q = torch.randn(tokens, 1, heads, 512, generator=generator).bfloat16()
     sink = torch.linspace(-1, 1, heads)
@@ -530,23 +555,27 @@ def test_deepseek_v4_pages_of_sglang_are_read_where_they_are(tokens, monkeypatch
         lengths.append(torch.randint(1, width + 1, (tokens,), generator=generator, dtype=torch.int32))
     calls = Counter()
     for name in ("sparse_decode", "sparse_prefill_fp8"):
-        operation = getattr(deepseek_v4, name)
+        operation = getattr(deepseek, name)
 
         def call(*args, name=name, operation=operation, **kwargs):
             calls[name, args[1].rows.data.data_ptr()] += 1
             return operation(*args, **kwargs)
 
-        monkeypatch.setattr(deepseek_v4, name, call)
-    undo = deepseek_v4.patch()
-    try:
-        found, _ = hip.flash_mla_with_kvcache_entrypoint(
-            "triton", q=q, k_cache=near, head_dim_v=512, block_table=None, cache_seqlens=None,
-            tile_scheduler_metadata=None, softmax_scale=512**-0.5, is_fp8_kvcache=True, indices=lists[0],
-            topk_length=lengths[0], attn_sink=sink, extra_k_cache=far, extra_indices_in_kvcache=lists[1],
-            extra_topk_length=lengths[1],
-        )  # fmt: skip
-    finally:
-        undo()
+        monkeypatch.setattr(deepseek, name, call)
+    arguments = {
+        "q": q, "k_cache": near, "head_dim_v": 512, "block_table": None, "cache_seqlens": None,
+        "tile_scheduler_metadata": None, "softmax_scale": 512**-0.5, "is_fp8_kvcache": True,
+        "indices": lists[0], "topk_length": lengths[0], "attn_sink": sink, "extra_k_cache": far,
+        "extra_indices_in_kvcache": lists[1], "extra_topk_length": lengths[1],
+    }  # fmt: skip
+    if layouts[0].endswith("new"):  # SGLang's function for ROCm is never called over these
+        found, _ = deepseek_v4.flash_mla_with_kvcache(**arguments, interleaved=True)
+    else:
+        undo = deepseek_v4.patch()
+        try:
+            found, _ = hip.flash_mla_with_kvcache_entrypoint("triton", **arguments)
+        finally:
+            undo()
     assert calls == {("sparse_decode" if tokens == 3 else "sparse_prefill_fp8", near.data_ptr()): 1}
     expected = torch.empty(tokens, heads, 512)
     for t in range(tokens):
@@ -564,13 +593,17 @@ def test_pages_of_other_layouts_stay_with_sglang(monkeypatch):
     asked = []
     monkeypatch.setattr(hip, "flash_mla_with_kvcache_entrypoint", lambda **kwargs: asked.append(kwargs))
     undo = deepseek_v4.patch()
-    cache = torch.zeros(1, 64, 1, 528, dtype=torch.uint8)
-    with pytest.warns(UserWarning, match="528 bytes a token"):
+    uniform = DeepSeekV4UniformFP8KVPool(64, 64, FP8, 448, 64, 1, "cpu", False)
+    assert "uniform FP8" in deepseek_v4.pool_reasons(uniform)[0]
+    with pytest.raises(ValueError, match="uniform FP8"):
+        deepseek_v4.pool_rows(uniform, 0)
+    cache = uniform.kv_buffer[0].view(-1, 64, 1, 512)
+    with pytest.warns(UserWarning, match="512 bytes a token"):
         hip.flash_mla_with_kvcache_entrypoint(backend="triton", k_cache=cache)
     undo()
     assert [kwargs["backend"] for kwargs in asked] == ["triton"]
-    with pytest.raises(ValueError, match="584 bytes a token"):
-        deepseek_v4.flash_mla_with_kvcache(torch.zeros(1, 1, 16, 512), cache, indices=None)
+    with pytest.raises(ValueError, match="584, 528, 288 bytes a token, got 512"):
+        deepseek_v4.flash_mla_with_kvcache(torch.zeros(1, 1, 16, 512), cache, indices=torch.zeros(1, 1, 8))
 
 
 def test_sglang_generates_through_narrowkvs_backend():

@@ -15,11 +15,12 @@ from transformers.integrations.eager_paged import eager_paged_attention_forward
 import narrowkv.engines.transformers as engine
 from narrowkv.attn_decode import paged_decode_reference
 from narrowkv.attn_prefill import batch_prefill_reference
-from narrowkv.engines.tiny import TINY_MODELS, tiny_config, tiny_model
-from narrowkv.engines.transformers import NarrowCache, attention, cache, continuous, rows
+from narrowkv.engines.tiny import DEEPSEEK_V4, TINY_MODELS, tiny_config, tiny_model
+from narrowkv.engines.transformers import NarrowCache, attention, cache, continuous, deepseek_v4, rows
 from narrowkv.engines.transformers.cache import LAYER_TAG
 from narrowkv.engines.trial import try_engine
 from narrowkv.paged_cache import CacheFormat
+from narrowkv.runtime.errors import UnsupportedError
 
 OWN = str(Path(engine.__file__).parent)
 PROMPT, NEW = 9, 3
@@ -28,6 +29,7 @@ FORMATS = {
     "fp8-static": {"format": "fp8_e4m3fn", "k_descale": 0.05, "v_descale": torch.full((2,), 0.02)},
     "fp4": {"format": "fp4_e2m1", "scale_group": 32},
     "k8v4": {"format": CacheFormat("fp8_e4m3fn", "fp4_e2m1")},
+    "integers": {"format": CacheFormat("int8", "int4")},
     "bf16": {"format": "bf16"},
 }
 
@@ -159,9 +161,12 @@ def narrow_cache(model, **options):
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [(name, "fp8") for name in TINY_MODELS]
+    [(name, "fp8") for name in TINY_MODELS if name != DEEPSEEK_V4]
     + [("llama-3-tiny", form) for form in ("fp4", "bf16")]
-    + [pytest.param("llama-3-tiny", form, marks=pytest.mark.slow) for form in ("fp8-static", "k8v4")],
+    + [
+        pytest.param("llama-3-tiny", form, marks=pytest.mark.slow)
+        for form in ("fp8-static", "k8v4", "integers")
+    ],
 )
 def test_logits_and_greedy_tokens_are_those_of_attention_over_the_dequantised_cache(name, form, runs):
     layers = 1 if name in ("glm-4.5-air-tiny", "qwen3-tiny") or form != "fp8" else 2
@@ -206,6 +211,20 @@ def test_a_gpu_generates_what_transformers_own_attention_does():
         assert found.calls["paged_decode"] > 0
 
 
+def test_deepseek_v4_generates_through_sparse_attention():
+    own, sixteen, eight, four = try_engine("transformers", "deepseek-v4-tiny", tokens=2)
+    assert own.calls == {}
+    for found, bound in ((sixteen, 0.1), (eight, 1.2), (four, 2.5)):
+        assert found.calls == {"sparse_decode": 2 * 3}  # a window, a layer of each kind of compressed rows
+        assert 0 < found.difference < bound
+    assert sixteen.tokens == own.tokens
+    with pytest.raises(UnsupportedError, match="try it in transformers"):
+        try_engine("vllm", "deepseek-v4-tiny")
+    model = tiny_model("llama-3-tiny", attn_implementation=deepseek_v4.NAME)
+    with pytest.raises(ValueError, match='use "narrowkv" for other models'):
+        model(torch.tensor([[5, 6]]))
+
+
 def test_narrow_formats_take_their_share_of_the_memory():
     model = tiny_model("llama-3-tiny", attn_implementation="narrowkv")
     taken = {}
@@ -218,6 +237,7 @@ def test_narrow_formats_take_their_share_of_the_memory():
     # Bytes of a head of 64 channels: stored numbers, and a descale or E8M0 scales.
     assert {form: size / taken["bf16"] * 128 for form, size in taken.items()} == {
         "bf16": 128, "fp8-static": 64, "fp8": 64 + 4, "fp4": 32 + 2, "k8v4": (64 + 4 + 32 + 1) / 2,
+        "integers": (64 + 4 + 32 + 4) / 2,
     }  # fmt: skip
 
 
@@ -371,6 +391,7 @@ def test_every_registered_decoder_is_answered_yes_or_with_a_reason():
     no = {
         "cohere_compass_text": "makes no model of its configuration: KeyError",
         "deepseek_v3": "MLA",
+        "deepseek_v4": "narrowkv-sparse",
         "llama4_text": "chunks",
         "bloom": "AttentionInterface",
         "gemma4_text": "head_dim is 512",

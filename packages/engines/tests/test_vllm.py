@@ -72,7 +72,12 @@ def checked(monkeypatch):
                 counts["scales", round(float(cache.k_descale), 4), round(float(cache.v_descale), 4)] += 1
             if name == "append":
                 return operation(*args, **kwargs)
-            counts["window", kwargs["window_left"]] += 1
+            window = kwargs["window_left"]
+            counts["window", window] += 1
+            if window >= 0:
+                for row, length in zip(args[2].page_ids, args[2].seq_lens.tolist(), strict=True):
+                    last = (length - 1) // cache.page_size
+                    counts["window's page", last, int(row[last])] += 1
             counts["cap", kwargs["logits_soft_cap"]] += 1
             counts["sinks", kwargs["sinks"] is not None] += 1
             if name == "paged_decode":
@@ -93,11 +98,15 @@ def checked(monkeypatch):
 
 def generate(model, cache_dtype, prompts=PROMPTS, rounds=1, new=NEW, **options):
     """Outputs of the last round, the log-probabilities of its first step, and the addresses of the caches."""
+    sizes = {
+        "max_model_len": 64,
+        "block_size": 32,
+        "max_num_batched_tokens": 64,
+        "num_gpu_blocks_override": 8,
+    }
     llm = vllm.LLM(
         model=model, skip_tokenizer_init=True, dtype="bfloat16", kv_cache_dtype=cache_dtype,
-        enforce_eager=True,
-        max_model_len=64, block_size=32, max_num_seqs=2, max_num_batched_tokens=64, num_gpu_blocks_override=8,
-        **options,
+        enforce_eager=True, max_num_seqs=2, **{**sizes, **options},
     )  # fmt: skip
     try:
         settings = vllm.SamplingParams(
@@ -139,6 +148,8 @@ def own(model):
         ("auto", "bf16", 0.05),
         ("fp8", "fp8_e4m3fn", 0.5),
         ("fp8_per_token_head", "fp8_e4m3fn", 0.5),
+        ("int8_per_token_head", "int8", 0.1),
+        ("int4_per_token_head", "int4", 1.0),
         ("ultraquant_4bit", "fp4_e2m1", 2.0),
         ("narrowkv_k8v4", "fp8_e4m3fn", 1.0),
         ("narrowkv_fp4", "fp4_e2m1", 2.0),
@@ -173,14 +184,28 @@ def test_generate_through_narrowkvs_cache(model, own, cpu_slot, checked, cache_d
         ("gemma-2-tiny", {("window", 5), ("window", -1), ("cap", 5.0)}),
     ],
 )
-def test_windows_sinks_and_soft_caps_reach_the_kernels(name, asked, tmp_path, request):
+def test_windows_sinks_and_soft_caps_reach_the_kernels_while_pages_are_recycled(
+    name, asked, tmp_path, request
+):
+    # A window of six tokens: vLLM gives pages that have left it to others, and few pages are there.
+    prompts = [[3 + 7 * i % 90 for i in range(count)] for count in (75, 50)]
+    sizes = {
+        "max_model_len": 96, "block_size": 16, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 14,
+    }  # fmt: skip
     tiny_model(name).save_pretrained(tmp_path)
-    _, own_chances, _ = generate(str(tmp_path), "auto")
+    own, own_chances, _ = generate(str(tmp_path), "auto", prompts, **sizes)
     request.getfixturevalue("cpu_slot")
     checked = request.getfixturevalue("checked")
-    _, chances, _ = generate(str(tmp_path), "auto")
+    found, chances, _ = generate(str(tmp_path), "auto", prompts, **sizes)
     assert asked <= set(checked)
+    places = [
+        (page, place)
+        for name, place, page, *_ in (k for k in checked if len(k) == 3)
+        if name == "window's page"
+    ]
+    assert len(places) > len({page for page, _ in places})  # a page at two places of sequences
     assert_chances_within(chances, own_chances, 0.1)
+    assert tokens_of(found) == tokens_of(own)
 
 
 def test_scales_of_the_checkpoint_are_the_caches_descales(model, cpu_slot, checked, tmp_path):

@@ -16,6 +16,7 @@ from narrowkv.engines.vllm.slots import (
     slot_bytes,
 )
 from narrowkv.paged_cache import append
+from narrowkv.quant import hadamard
 from narrowkv.quant.fp4 import decode_fp4, unpack_fp4
 
 BLOCKS, HEADS, BLOCK, DIM = 3, 2, 16, 64
@@ -43,8 +44,11 @@ def test_appended_tokens_come_back_through_the_views_and_nothing_else_changes(ca
     append(cache, k, v, slots)
     assert cache.k.untyped_storage().data_ptr() == kv_cache.untyped_storage().data_ptr()
     stored = cache.dequantize()
+    assert (cache.key_transform is not None) == (cache_dtype == "ultraquant_4bit")
+    if cache.key_transform is not None:
+        k = hadamard(k)
     bounds = {"fp8_e5m2": (0.15, 0.15), "ultraquant_4bit": (0.3, 0.3), "narrowkv_fp4": (0.3, 0.3)}
-    bounds["narrowkv_k8v4"] = (0.07, 0.3)
+    bounds |= {"narrowkv_k8v4": (0.07, 0.3), "int4_per_token_head": (0.15, 0.15)}
     for new, side, bound in zip((k, v), stored, bounds.get(cache_dtype, (0.07, 0.07)), strict=True):
         for token, slot in ((0, BLOCK + 1), (2, 2 * BLOCK + 5)):
             found = side[slot // BLOCK, slot % BLOCK]
@@ -80,6 +84,32 @@ def test_scales_lie_beside_their_numbers():
     values = slot[DIM // 2 + 2 : DIM + 2]
     groups = torch.exp2(slot[DIM + 2 :].float() - 127).repeat_interleave(32)
     assert torch.equal(decode_fp4(unpack_fp4(values)) * groups, cache.dequantize()[1][0, 3, 1])
+
+
+def test_integer_slots_by_hand():
+    """Bytes of one head: numbers, a scale of four bytes, the same of V; INT4's zero point in the scale."""
+    k = torch.tensor([127.0, -64.0, 0.6, *[0.0] * (DIM - 3)]).expand(1, HEADS, DIM)
+    v = torch.tensor([-4.0, 11.0, 1.6, *[0.0] * (DIM - 3)]).expand(1, HEADS, DIM)
+    kv_cache = memory("int8_per_token_head", (0, 1, 2))
+    cache = layer_cache(kv_cache, "int8_per_token_head", DIM, torch.ones(()), torch.ones(()))
+    append(cache, k, v * 127 / 11, torch.tensor([BLOCK + 3]))
+    slot = kv_cache[1, 1, 3]
+    assert slot.shape[0] == 2 * (DIM + 4)
+    assert slot[:3].tolist() == [0x7F, 0xC0, 0x01]
+    assert slot[DIM : DIM + 4].tolist() == [0x00, 0x00, 0x80, 0x3F]
+    assert slot[DIM + 4 : DIM + 7].tolist() == [0xD2, 0x7F, 0x12]  # -46, 127, 18
+    assert slot[2 * DIM + 4 :].tolist() == [0x00, 0x00, 0x80, 0x3F]
+
+    kv_cache = memory("int4_per_token_head", (0, 1, 2))
+    cache = layer_cache(kv_cache, "int4_per_token_head", DIM, torch.ones(()), torch.ones(()))
+    append(cache, k / 127 * 15, v, torch.tensor([BLOCK + 3]))
+    slot, half = kv_cache[1, 1, 3], DIM // 2
+    assert slot.shape[0] == 2 * (half + 4)
+    # V: scale 1, zero point 4: codes 0, 15, 6 and then 4 for zeros; 1.0 is 0x3F800000, of which the lowest
+    # nibble is the zero point.
+    assert slot[half + 4 : half + 7].tolist() == [0xF0, 0x46, 0x44]
+    assert slot[-4:].tolist() == [0x04, 0x00, 0x80, 0x3F]
+    assert torch.equal(cache.dequantize()[1][1, 3, 1, :4], torch.tensor([-4.0, 11.0, 2.0, 0.0]))
 
 
 def test_formats_and_refusals():

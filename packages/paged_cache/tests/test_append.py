@@ -22,6 +22,8 @@ from narrowkv.paged_cache.kernels.pages import KVPointers
 from narrowkv.runtime.launch import LaunchOptions, executing, launch
 from narrowkv.runtime.targets import get_target
 
+pytestmark = pytest.mark.sampled
+
 I32 = torch.int32
 LAYOUTS = [("NHD", 3), ("HND", 16), ("tokens", 1), ("concat", 7), ("vectorised", 16)]
 FORMATS = ["bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2"]
@@ -102,6 +104,52 @@ def test_rope_is_fused_in_both_styles_and_leaves_the_rest_of_the_head(
         torch.arange(4, device=device, dtype=I32),
         rope=rope,
     )
+
+
+@pytest.mark.parametrize(("style", "rotary_dim"), [("neox", 64), ("gptj", 64), ("neox", 32), ("gptj", 32)])
+@pytest.mark.parametrize("num_qo_heads", [2, 14])
+def test_queries_packed_with_keys_are_rotated_in_the_same_launch(
+    num_qo_heads: int, style: str, rotary_dim: int, device: str
+) -> None:
+    angle = torch.rand(11, rotary_dim // 2, device=device) * 6
+    table = torch.cat([angle.cos(), angle.sin()], 1).bfloat16()
+    positions = torch.tensor([0, 10, 3, 7], device=device)
+    rope = Rope(table[:, : rotary_dim // 2], table[:, rotary_dim // 2 :], positions, style)
+    slots = torch.tensor([5, -1, 2, 400], device=device)  # two of them are stored nowhere
+    for dtype in (torch.bfloat16, torch.float32):
+        generator = torch.Generator().manual_seed(4)
+        packed = torch.randn(4, num_qo_heads + 2 * HEADS, DIM, generator=generator).to(device, dtype)
+        twin = packed.clone()
+        caches = [_cache("fp8_e4m3fn", "NHD", 3, device) for _ in range(2)]
+        for _ in range(2):  # the second call finds the launch prepared
+            for operation, cache, x in ((append, caches[0], packed), (append_reference, caches[1], twin)):
+                q, k, v = x.split([num_qo_heads, HEADS, HEADS], 1)
+                operation(cache, k, v, slots, rope=rope, q=q)
+            assert torch.equal(packed, twin)
+        assert all(torch.equal(a, b) for a, b in zip(*map(_bytes, caches), strict=True))
+
+
+def test_queries_that_cannot_be_rotated_in_place_are_refused() -> None:
+    cache, slots, rope = _cache("bf16", "NHD", 3, "cpu"), torch.arange(4), _rope(4, 16)
+    k, v = _tokens(4, "cpu")
+    q = torch.zeros(4, 6, DIM).bfloat16()
+    packed = torch.zeros(4, 8, DIM).bfloat16()
+    inside = torch.zeros(PAGES, 4, HEADS, DIM).bfloat16()
+    for _ in range(2):
+        append(cache, k, v, slots, rope=rope, q=q)
+        for wrong, message in (
+            ({"q": q, "rope": None}, "q must come with rope"),
+            ({"q": q[:3]}, r"q must have shape \[4, num_qo_heads, 64\]"),
+            ({"q": q.int()}, "q must have dtype"),
+            ({"q": k}, "q must not share memory with k_new"),
+            ({"q": packed[:, 1:7], "k_new": packed[:, 6:]}, "q must not share memory with k_new"),
+            ({"q": q[:, :1].expand(4, 6, DIM)}, "q must not overlap itself"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=message):
+                append(cache, **({"k_new": k, "v_new": v, "slot_mapping": slots, "rope": rope} | wrong))
+        own = PagedKVCache.from_tensors(inside, inside.clone(), format="bf16")
+        with pytest.raises(ValueError, match=r"q must not share memory with cache.k"):
+            append(own, k, v, slots, rope=rope, q=inside[0])
 
 
 def test_rope_rotates_by_the_angle() -> None:

@@ -20,6 +20,8 @@ from narrowkv.paged_cache import (
 )
 from narrowkv.runtime.errors import UnsupportedError
 
+pytestmark = pytest.mark.sampled
+
 I32 = torch.int32
 F4 = "fp4_e2m1"
 K8V4 = CacheFormat(k="fp8_e4m3fn", v=F4)

@@ -51,6 +51,11 @@ def check_compiling(target: str = "gfx942") -> None:
     assert target in artifacts[0].assembly.split("\n", 1)[0]
 
 
+def slow(value: Any) -> Any:
+    """A value for which a process more is started, in the full run alone."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def _run(code: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
     """The code in a process of its own, with the functions of this file."""
     inherited = {
@@ -80,7 +85,7 @@ def test_threads_interpret_and_compile_at_once(tmp_path: Path, monkeypatch: pyte
             job.result()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
 def test_interrupts_at_any_instant_of_a_launch(seed: int) -> None:
     """The first of them come while the interpreter is loaded."""
     done = _run(f"""
@@ -110,7 +115,7 @@ print(caught)
     assert int(done.stdout) >= 20, "most launches are to be interrupted"
 
 
-@pytest.mark.parametrize("loaded", [True, False])
+@pytest.mark.parametrize("loaded", [slow(True), False])
 def test_a_fork_while_another_thread_interprets(loaded: bool) -> None:
     done = _run(f"""
 import faulthandler, os, threading, time
@@ -187,7 +192,7 @@ def test_an_empty_tensor_has_no_memory_to_miss() -> None:
     launch(_sum_kernel, (0,), (torch.zeros(0), torch.zeros(0)), {"N": 16}, ONE)
 
 
-@pytest.mark.parametrize("variable", ["TRITON_CACHE_DIR", "TRITON_HOME", "HOME"])
+@pytest.mark.parametrize("variable", ["TRITON_CACHE_DIR", slow("TRITON_HOME"), slow("HOME")])
 def test_a_cache_folder_that_cannot_be_written_is_named(variable: str, tmp_path: Path) -> None:
     blocked = tmp_path / "a file"
     blocked.touch()

@@ -20,6 +20,8 @@ from narrowkv.sage.cases import LSE_BOUND, PRECISIONS, PUBLISHED, SageCase
 from narrowkv.sage.config import KeyOrder
 from narrowkv.sage.reference import narrow_p_reference, short_sum_error
 
+pytestmark = pytest.mark.sampled
+
 W = SageCase.small
 RAGGED = W(q_lens=(70, 0, 7, 128), k_lens=(1, 130, 0, 150), num_kv_heads=2, ragged=True)
 

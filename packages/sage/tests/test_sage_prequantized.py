@@ -12,6 +12,8 @@ from narrowkv.quant.sage import quantize_per_token_group, token_groups
 from narrowkv.runtime.launch import active_target
 from narrowkv.sage import SageOperands, plan_sage, sage_attention, sage_attention_quantized
 
+pytestmark = pytest.mark.sampled
+
 B, Q_LEN, K_LEN, HEADS, KV_HEADS, DIM = 2, 70, 150, 4, 2, 64
 
 

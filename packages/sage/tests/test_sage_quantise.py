@@ -22,6 +22,8 @@ from narrowkv.sage.cases import PRECISIONS, SageCase
 from narrowkv.sage.prequantized import key_positions
 from narrowkv.sage.reference import ranges_of, scratch_rows
 
+pytestmark = pytest.mark.sampled
+
 W = SageCase.small
 DENSE = W(q_lens=(150, 150), k_lens=(200, 200), num_kv_heads=2)
 RAGGED = W(q_lens=(150, 0, 7, 128), k_lens=(1, 200, 0, 129), num_kv_heads=2, ragged=True)

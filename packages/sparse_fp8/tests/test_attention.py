@@ -26,6 +26,8 @@ from narrowkv.sparse_fp8.cases import BOUND_16_BIT_QUERY, BOUND_FP8_QK, SparseCa
 from narrowkv.sparse_fp8.config import NUM_HEADS
 from narrowkv.sparse_fp8.launch import SparseLaunches
 
+pytestmark = pytest.mark.sampled
+
 W = SparseCase.small
 LAYOUTS = ("split", "packed584", "row512")  # of V4
 I32 = torch.int32
@@ -55,7 +57,7 @@ def _decode(inputs: SparseInputs, **options: Any) -> Any:
 
 
 WAYS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "wide": ("bf16", _wide),
+    "16bit": ("bf16", _wide),
     "prepass": ("packed584", _prepass),
     "fused": ("packed584", _fused),
     "decode wide": ("bf16", _decode),
@@ -135,7 +137,7 @@ def test_two_sources_share_one_softmax(way: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950", "sm90"])
-@pytest.mark.parametrize("way", ["wide", "prepass", "fused"])
+@pytest.mark.parametrize("way", ["16bit", "prepass", "fused"])
 def test_the_code_paths_of_every_target(way: str, target: str) -> None:
     layout, run = WAYS[way]
     with run_as(target):
@@ -608,7 +610,7 @@ def test_any_part_that_lies_far_apart_is_read_by_64_bits(part: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.large_memory
-@pytest.mark.parametrize("way", ["wide", "fused"])
+@pytest.mark.parametrize("way", ["16bit", "fused"])
 @pytest.mark.parametrize("strided", ["q", "out"])
 def test_heads_beyond_31_bits(way: str, strided: str, device: str) -> None:
     """FAULTS 22: heads lie 640 MiB apart, as in a tensor of many tokens with heads outermost."""

@@ -49,7 +49,7 @@ def test_the_same_line_builds_the_same_bits() -> None:
 def test_what_is_shipped_covers_heads_formats_and_ways() -> None:
     cases = shipped()
     assert {case.num_qo_heads for case in cases} == {16, 32, 64}
-    assert {case.mode for case in cases} == {"wide", "fused", "prepass", "decode"}
+    assert {case.mode for case in cases} == {"16bit", "fused", "prepass", "decode"}
     v4, others = {"split", "packed584", "row512"}, {"packed528", "packed288", "record656", "record352"}
     assert {case.layout for case in cases} == {"bf16", *v4, *others}
     assert {case.q for case in cases} == {"bf16", "fp16", "fp8"}

@@ -34,7 +34,7 @@ SM90 = get_target("sm90")
 
 
 def _takes_hopper(
-    target: str = "sm90", *, kernel: str = "wide", num_heads: int = 64, tiles: int = 4
+    target: str = "sm90", *, kernel: str = "16bit", num_heads: int = 64, tiles: int = 4
 ) -> config.SparseConfig | None:
     """The configuration for Hopper if a call with so many tiles for each program takes it."""
     chosen = specialised_config(get_target(target), kernel=kernel, num_heads=num_heads)
@@ -55,7 +55,7 @@ def test_it_is_taken_where_it_was_measured_to_be_faster() -> None:
 
 
 @pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
-@pytest.mark.parametrize("kernel", ["wide", "fused"])
+@pytest.mark.parametrize("kernel", ["16bit", "fused"])
 @pytest.mark.parametrize(("heads", "block"), [(8, 16), (16, 16), (32, 32), (64, 64)])
 def test_few_heads_have_a_kernel_that_pads_none(kernel: str, heads: int, block: int) -> None:
     few = _takes_hopper(kernel=kernel, num_heads=heads)
@@ -90,7 +90,7 @@ def test_a_triton_without_gluon_runs_the_plain_kernels(monkeypatch: pytest.Monke
 def _suits(inputs: Any, **changes: Any) -> bool:
     inputs = replace(inputs, **changes)
     formats = [None if source is None else source.bound.format for source in (inputs.prefix, inputs.extend)]
-    mode = "fused" if any(rows is not None and rows.is_quantized for rows in formats) else "wide"
+    mode = "fused" if any(rows is not None and rows.is_quantized for rows in formats) else "16bit"
     return suits_specialised(mode, SM90, query_format(inputs.q), *formats)
 
 

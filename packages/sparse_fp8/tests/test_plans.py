@@ -28,11 +28,11 @@ W = SparseCase.small
 MOST_TOKENS, MOST_INDICES = 6, 300
 LARGEST: dict[str, Any] = {"max_num_tokens": MOST_TOKENS, "max_indices": MOST_INDICES}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "wide": ("bf16", {"mode": "wide"}),
+    "16bit": ("bf16", {"mode": "16bit"}),
     "fused": ("packed584", {"mode": "fused"}),
     "prepass": ("split", {"mode": "prepass"}),
     "splits": ("row512", {"mode": "fused", "num_splits": 3}),
-    "batch invariant": ("bf16", {"mode": "wide", "batch_invariant": True}),
+    "batch invariant": ("bf16", {"mode": "16bit", "batch_invariant": True}),
 }
 every_way = pytest.mark.parametrize("way", WAYS)
 
@@ -57,7 +57,7 @@ def _unplanned(way: str, inputs: SparseInputs) -> Any:
     given = (inputs.q, inputs.prefix, inputs.extend)
     if options:
         return sparse_decode(*given, attn_sink=inputs.attn_sink, return_lse=True, **options)
-    if mode == "wide":
+    if mode == "16bit":
         return sparse_prefill(*given, attn_sink=inputs.attn_sink, return_lse=True)
     return sparse_prefill_fp8(*given, attn_sink=inputs.attn_sink, return_lse=True, mode=mode)
 
@@ -150,7 +150,7 @@ def test_kernels_are_those_that_calls_launch(way: str, target: str) -> None:
 def test_a_planned_call_enters_few_python_functions() -> None:
     """Beside the launch itself, whose cost is the executor's."""
     with executing(_Recorder("gfx942")):
-        for way, most in (("wide", 13), ("fused", 13), ("splits", 14)):
+        for way, most in (("16bit", 13), ("fused", 13), ("splits", 14)):
             inputs = _inputs(way, (70, 0, 9))
             plan = _plan(inputs, **WAYS[way][1], **LARGEST)
             out = torch.empty_like(inputs.q)
@@ -197,11 +197,11 @@ def test_nothing_is_compiled_for_the_size_of_a_call(layout: str) -> None:
 REFUSED: dict[str, tuple[str, Callable[[SparsePlan, SparseInputs], Any]]] = {
     "more tokens": (
         "at most 6 tokens as planned, got 7",
-        lambda plan, i: plan.run(*_of("wide", (1,) * 7), attn_sink=i.attn_sink),
+        lambda plan, i: plan.run(*_of("16bit", (1,) * 7), attn_sink=i.attn_sink),
     ),
     "more indices": (
         "prefix.indices must have at most 300 as planned, got 301",
-        lambda plan, i: plan.run(*_of("wide", (301,)), attn_sink=i.attn_sink),
+        lambda plan, i: plan.run(*_of("16bit", (301,)), attn_sink=i.attn_sink),
     ),
     "other rows": (
         "prefix.rows must be stored as planned",
@@ -227,7 +227,7 @@ REFUSED: dict[str, tuple[str, Callable[[SparsePlan, SparseInputs], Any]]] = {
     "FP8 rows to the wide kernel": (
         "must be a bf16 or fp16 tensor here",
         lambda plan, i: plan_sparse(
-            num_qo_heads=8, prefix=RowsFormat("split", format="fp8_e4m3fn"), device="cpu", mode="wide"
+            num_qo_heads=8, prefix=RowsFormat("split", format="fp8_e4m3fn"), device="cpu", mode="16bit"
         ),
     ),
 }  # fmt: skip
@@ -241,8 +241,8 @@ def _of(way: str, lens: tuple[int, ...]) -> tuple[Any, ...]:
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_a_plan_is_not_for_is_refused(what: str) -> None:
     message, call = REFUSED[what]
-    inputs = _inputs("wide", (9, 9))
-    plan = _plan(inputs, mode="wide", **LARGEST)
+    inputs = _inputs("16bit", (9, 9))
+    plan = _plan(inputs, mode="16bit", **LARGEST)
     with pytest.raises(ValueError, match=message):
         call(plan, inputs)
 

@@ -47,7 +47,7 @@ def _decode(inputs: SparseInputs, **options: Any) -> Any:
 
 
 WAYS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "wide": ("bf16", _wide),
+    "16bit": ("bf16", _wide),
     "prepass": ("packed584", _prepass),
     "fused packed584": ("packed584", _fused),
     "fused split": ("split", _fused),

@@ -22,7 +22,7 @@ from narrowkv.sparse_fp8.torch_ops import _rows_options, _tensors
 
 HEADS, ROWS = 8, 12
 OPERATIONS = {
-    "wide": (sparse_prefill, "bf16"),
+    "16bit": (sparse_prefill, "bf16"),
     "fp8": (sparse_prefill_fp8, "split"),
     "decode": (sparse_decode, "packed584"),
     "decode wide": (sparse_decode, "bf16"),

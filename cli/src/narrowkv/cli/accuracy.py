@@ -10,14 +10,14 @@ from typing import Any
 
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Sheet, keys, numbers
-from narrowkv.engines.accuracy.evaluate import Score, Statistics, collect, measure, statistics_of
+from narrowkv.engines.accuracy.evaluate import Score, Statistics, collect, frontier, measure, statistics_of
 from narrowkv.engines.accuracy.models import LanguageModel, load_model
 from narrowkv.engines.accuracy.recipes import REFERENCE, find_recipes
 from narrowkv.engines.accuracy.texts import calibration_text, evaluation_text
 from narrowkv.engines.accuracy.tiny_lm import TinySizes, train_tiny
 from narrowkv.testing.machine import versions
 
-# Of 16-bit kernels against the same attention in float32, in a model that computes in bf16.
+# Bound on KL between 16-bit kernels and the same attention in float32, in a model that computes in bf16.
 _BOUND = 0.02
 _CALIBRATION_TOKENS = 1024
 
@@ -82,15 +82,6 @@ def measure_model(
 
     code = ExitCode.NUMERICAL if failed else ExitCode.OK
     return report.finish(body, code, interrupted=len(scores) < len(chosen), rows=rows, plot=plot)
-
-
-def frontier(scores: Sequence[Score]) -> set[str]:
-    """Recipes that no other one beats in bits or KL without losing in the other."""
-    return {
-        s.recipe
-        for s in scores
-        if not any((o.bits, o.kl) != (s.bits, s.kl) and o.bits <= s.bits and o.kl <= s.kl for o in scores)
-    }
 
 
 def _show(

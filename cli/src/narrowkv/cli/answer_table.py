@@ -1,15 +1,13 @@
-"""The long tables of `probe --full`, its CSV rows and its plot."""
+"""The long tables of `probe --full`, and the CSV rows of `probe`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from narrowkv.cli.names import AMD_TARGETS
 from narrowkv.cli.report import Report
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
-from narrowkv.testing.backends import OURS
 from narrowkv.testing.codegen import main_kernel
 from narrowkv.testing.probing import FAIL, INEXACT, REFUSED, SKIPPED, Answer
 from narrowkv.testing.records import number
@@ -26,20 +24,11 @@ def _contract(row: Answer) -> tuple[object, ...]:
 def show_full(report: Report, rows: Sequence[Answer]) -> None:
     """Shows every answer, and the code of every contract; long reasons stand below, numbered."""
     notes: dict[str, int] = {}
-    answers = Sheet(
-        [
-            *keys(*_CONTRACT, "backend", "ran on"),
-            *numbers("rel. L1", "max", "bytes/token", "tokens/GiB", "us"),
-            Column("verdict"),
-        ]
-    )
-    code = Sheet(
-        [
-            *keys(*_CONTRACT, "target"),
-            *numbers("VGPR", "AGPR", "spilled", "scratch", "LDS", "waves/SIMD", "matrix", "issue/memory"),
-            Column("matrix instructions of the loop"),
-        ]
-    )
+    errors = ("rel. L1", "max", "bytes/token", "tokens/GiB", "us")
+    answers = Sheet([*keys(*_CONTRACT, "backend", "ran on"), *numbers(*errors), Column("verdict")])
+    figures = ("VGPR", "AGPR", "spilled", "scratch", "LDS", "waves/SIMD", "matrix", "issue/memory")
+    loop = Column("matrix instructions of the loop")
+    code = Sheet([*keys(*_CONTRACT, "target"), *numbers(*figures), loop])
     for row in rows:
         verdict = row.status
         if row.detail and row.status != INEXACT:
@@ -49,17 +38,12 @@ def show_full(report: Report, rows: Sequence[Answer]) -> None:
         where = f"{row.place} emulated" if row.place in AMD_TARGETS else row.place
         kv_bytes = row.kv_bytes_per_token
         answers.add(
-            *_contract(row),
-            row.backend,
-            where if row.ran_on else "-",
-            f"{row.relative_l1:.2e}" if row.relative_l1 is not None else "-",
-            f"{row.max_abs:.2e}" if row.max_abs is not None else "-",
-            number(kv_bytes, 5),
-            number(2**30 / kv_bytes) if kv_bytes else "-",
-            number(row.time_us["median"]) if row.time_us else "-",
-            verdict,
+            *_contract(row), row.backend, where if row.ran_on else "-",
+            *("-" if error is None else f"{error:.2e}" for error in (row.relative_l1, row.max_abs)),
+            number(kv_bytes, 5), number(2**30 / kv_bytes) if kv_bytes else "-",
+            number(row.time_us["median"]) if row.time_us else "-", verdict,
             style=_STYLES.get(row.status, ""),
-        )
+        )  # fmt: skip
         for target, compiled in row.compiled.items():
             if not compiled.kernels:
                 code.add(*_contract(row), target, *"-" * 8, compiled.status, style="yellow")
@@ -67,19 +51,12 @@ def show_full(report: Report, rows: Sequence[Answer]) -> None:
             k = main_kernel(compiled.kernels)
             mfma = ", ".join(f"{n} x {name.removeprefix('v_mfma_')}" for name, n in k.mfma.items())
             code.add(
-                *_contract(row),
-                target,
-                k.vgprs,
-                k.agprs,
-                sum(kernel.spills for kernel in compiled.kernels),
-                max(kernel.scratch_bytes for kernel in compiled.kernels),
-                k.lds_bytes,
-                k.waves_per_simd,
+                *_contract(row), target, k.vgprs, k.agprs, sum(each.spills for each in compiled.kernels),
+                max(each.scratch_bytes for each in compiled.kernels), k.lds_bytes, k.waves_per_simd,
                 f"{k.matrix_share:.0%}",
                 "-" if compiled.model is None else f"{compiled.model['issue_over_memory']:.2f}",
-                mfma or "none",
-                style=_STYLES.get(compiled.status, ""),
-            )
+                mfma or "none", style=_STYLES.get(compiled.status, ""),
+            )  # fmt: skip
     report.show(answers)
     for text, index in notes.items():
         report.line(f"[{index}] {text}")
@@ -93,23 +70,3 @@ def record(row: Answer) -> dict[str, Any]:
     """A CSV row."""
     fields = {name: getattr(row, name) for name in row.__dataclass_fields__ if name != "compiled"}
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def plot_errors(rows: Sequence[Answer], path: Path) -> None:
-    """Every error: a row for each contract but its page size, a series for each backend and place."""
-    from narrowkv.testing.plot import plot_dots
-
-    dots = [
-        (
-            f"{row.contract.function}: {row.contract.q} over {row.contract.cache}",
-            f"{row.backend}, {row.place}" if row.backend == OURS.name else row.backend,
-            row.relative_l1,
-        )
-        for row in rows
-        if row.relative_l1 is not None
-    ]
-    queries: dict[float, dict[str, None]] = {}
-    for row in rows:
-        queries.setdefault(row.contract.bound, {})[row.contract.q] = None
-    bounds = {f"Q {', '.join(found)}": bound for bound, found in queries.items()}
-    plot_dots(dots, path, title="error against fp32", label="relative L1 error", bounds=bounds)

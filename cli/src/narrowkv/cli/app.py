@@ -26,8 +26,10 @@ from narrowkv.cli.names import (
 from narrowkv.cli.options import (
     BOTH,
     Count,
+    Heads,
     Jobs,
     On,
+    OneFormat,
     Query,
     Targets,
     amd_targets,
@@ -94,15 +96,13 @@ def probe(
     Without --on, a sample of what is compiled for each target also runs in the emulator.
     """
     if contract_set == "cp":
-        report.refuse("to cp", "full", "on", "target", "jobs")
-        report.refuse_files("to cp", "plot", "resume")
+        report.refuse("to cp", "full", "on", "target", "jobs", "plot", "resume")
         from narrowkv.cli.cp import probe_cp
 
         return probe_cp(report, ranks=ranks)
     report.refuse("to contract sets: it is cp's", "ranks")
     if list_sets:
-        report.refuse("with --list", "contract_set", "full", "on", "target", "jobs")
-        report.refuse_files("with --list", "plot", "resume")
+        report.refuse("with --list", "contract_set", "full", "on", "target", "jobs", "plot", "resume")
     one_of("CONTRACT-SET", contract_set, CONTRACT_SETS)
     targets = amd_targets(target)
     if on:
@@ -161,13 +161,11 @@ app.add_typer(
 @command(app, "warmup", files=("out",))
 def warmup(
     report: Report,
-    heads: Annotated[str, typer.Option(metavar="Q/KV", help="Query heads and KV heads.")] = "96/8",
+    heads: Heads = "96/8",
     head_dim: Count = 128,
     page_size: Count = 16,
     num_pages: Annotated[int, typer.Option(min=1, help="Pages of the server's cache.")] = 65536,
-    cache_format: Annotated[str, typer.Option("--format", metavar="FORMAT", help="Cache format.")] = (
-        "fp8_e4m3fn"
-    ),
+    cache_format: OneFormat = "fp8_e4m3fn",
     q: Query = "bf16",
     max_batch: Annotated[int, typer.Option(min=1, help="Sequences of a decode call.")] = 512,
     max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 131072,
@@ -217,7 +215,7 @@ def report_machine(
 
     On an Instinct GPU with the timing model's prediction of each row; without a GPU as a rehearsal.
     """
-    from narrowkv.cli.kit import write_report
+    from narrowkv.cli.machine_report import write_report
 
     return write_report(report, folder=folder, minutes=minutes)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,7 +24,17 @@ from narrowkv.cli.names import (
     choices,
     one_of,
 )
-from narrowkv.cli.options import Count, Formats, Query, heads_of, listed, numbers, starting_with
+from narrowkv.cli.options import (
+    Count,
+    Formats,
+    Heads,
+    OneFormat,
+    Query,
+    heads_of,
+    listed,
+    numbers,
+    starting_with,
+)
 from narrowkv.cli.report import ExitCode, Report, UsageError
 
 bench = typer.Typer(no_args_is_help=True)
@@ -37,11 +48,11 @@ BenchOn = Annotated[
     ),
 ]
 Samples = Annotated[int, typer.Option(min=1, help="The most samples of a row.")]
-# The batches that engines capture graphs of, up to 512.
+# Batches up to 512 for which engines capture graphs.
 CAPTURES = ",".join(map(str, [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]))
 
 
-def _modelled(report: Report, on: list[str] | None, *idle: str) -> list[str]:
+def _targets(report: Report, on: list[str] | None, *idle: str) -> list[str]:
     """The targets of a bench that is modelled; none for one that is measured."""
     chosen = choices("--on", on, PLACES[1:]) if on else ["gpu"]
     if chosen == ["gpu"]:
@@ -50,6 +61,15 @@ def _modelled(report: Report, on: list[str] | None, *idle: str) -> list[str]:
         raise UsageError("--on must be gpu, or AMD targets whose times are a model's: measure in another run")
     report.refuse("to modelled times", "samples", *idle)
     return chosen
+
+
+def _run(report: Report, chosen: Any, rows: Sequence[Any], targets: list[str], **measured: Any) -> ExitCode:
+    """Models the rows on the targets, or without any measures them."""
+    from narrowkv.cli import bench as tables
+
+    if targets:
+        return tables.bench_modelled(chosen, rows, targets, report)
+    return tables.bench(chosen, rows, report, **measured)
 
 
 @command(bench, "decode", title="bench")
@@ -77,12 +97,11 @@ def bench_decode(
     on: BenchOn = None,
 ) -> ExitCode:
     """Measure paged decode over batches, contexts, page sizes, ratios and formats."""
-    targets = _modelled(report, on, "peers", "batch_invariant", "against", "threshold")
+    targets = _targets(report, on, "peers", "batch_invariant", "against", "threshold")
     lists = {"batch": batch, "context": context, "page-size": page_size, "ratio": ratio}
     sizes = {name: numbers(f"--{name}", text) for name, text in lists.items()}
     formats, q = cache_formats("--format", cache_format), one_of("--q", q, QUERY_DTYPES)
-    from narrowkv.cli import bench as tables
-    from narrowkv.testing.bench.decode import DecodeBench, decode_sizes
+    from narrowkv.testing.bench.decode import DecodeBench, decode_peers, decode_sizes
 
     try:
         rows = decode_sizes(
@@ -91,12 +110,10 @@ def bench_decode(
         )  # fmt: skip
     except ValueError as error:
         raise UsageError(f"--context, --page-size: {error}") from None
-    if targets:
-        return tables.bench_modelled(DecodeBench(), rows, targets, report)
-    others = tables.decode_peers() if peers else {}
-    return tables.bench(
-        DecodeBench(batch_invariant=batch_invariant, peers=others), rows, report, samples=samples,
-        settings={"peers": peers, "batch_invariant": batch_invariant}, against=against, threshold=threshold,
+    chosen = DecodeBench(batch_invariant=batch_invariant, peers=decode_peers() if peers else {})
+    return _run(
+        report, chosen, rows, targets, samples=samples, against=against, threshold=threshold,
+        settings={"peers": peers, "batch_invariant": batch_invariant},
     )  # fmt: skip
 
 
@@ -116,13 +133,10 @@ def bench_prefill(
     pairs = heads_of(heads)
     lengths = numbers("--new", new), numbers("--prefix", prefix, least=0)
     formats = cache_formats("--format", cache_format)
-    from narrowkv.cli import bench as tables
     from narrowkv.testing.bench.prefill import PrefillBench, prefill_sizes
 
     rows = list(prefill_sizes(*lengths, pairs, formats, head_dim, page_size))
-    if targets := _modelled(report, on):
-        return tables.bench_modelled(PrefillBench(), rows, targets, report)
-    return tables.bench(PrefillBench(), rows, report, samples=samples)
+    return _run(report, PrefillBench(), rows, _targets(report, on), samples=samples)
 
 
 @command(bench, "sparse", title="bench")
@@ -140,13 +154,11 @@ def bench_sparse(
     lists = {"tokens": tokens, "heads": heads, "topk": topk}
     sizes = [numbers(f"--{name}", text) for name, text in lists.items()]
     modes = choices("--mode", mode, SPARSE_MODES)
-    from narrowkv.cli import bench as tables
     from narrowkv.testing.bench.sparse import SparseBench, SparseSizes
 
     rows = [SparseSizes(t, h, k, pool) for t, h, k in product(*sizes)]
-    if targets := _modelled(report, on):
-        return tables.bench_modelled(SparseBench(modes), rows, targets, report)
-    return tables.bench(SparseBench(modes), rows, report, samples=samples, settings={"modes": modes})
+    settings = {"modes": modes}
+    return _run(report, SparseBench(modes), rows, _targets(report, on), samples=samples, settings=settings)
 
 
 @command(bench, "sage", title="bench")
@@ -165,15 +177,11 @@ def bench_sage(
     sizes = product(numbers("--batch", batch), numbers("--context", context), (False, True))
     precisions = choices("--qk", qk, SAGE_PRECISIONS)
     groups = choices("--granularity", granularity, SAGE_GRANULARITIES)
-    from narrowkv.cli import bench as tables
     from narrowkv.testing.bench.sage import SageBench, SageSizes
 
     rows = [SageSizes(b, c, heads, head_dim, causal) for b, c, causal in sizes]
-    sage = SageBench(precisions, groups)
-    if targets := _modelled(report, on):
-        return tables.bench_modelled(sage, rows, targets, report)
-    settings = {"qk": precisions, "granularity": groups}
-    return tables.bench(sage, rows, report, samples=samples, settings=settings)
+    sage, settings = SageBench(precisions, groups), {"qk": precisions, "granularity": groups}
+    return _run(report, sage, rows, _targets(report, on), samples=samples, settings=settings)
 
 
 @command(bench, "traffic", title="bench")
@@ -233,10 +241,8 @@ def bench_cp(
     ranks: Annotated[int, typer.Option(min=2, max=8, help="GPUs of this host; without any, processes.")] = 2,
     context: Annotated[str, listed("Tokens of each sequence.")] = "131072,1048576",
     batch: Annotated[str, listed("Sequences.")] = "1,8",
-    heads: Annotated[str, typer.Option(metavar="Q/KV", help="Query heads and KV heads.")] = "96/8",
-    cache_format: Annotated[str, typer.Option("--format", metavar="FORMAT", help="Cache format.")] = (
-        "fp8_e4m3fn"
-    ),
+    heads: Heads = "96/8",
+    cache_format: OneFormat = "fp8_e4m3fn",
     comm: Annotated[str, listed("Exchanges of partial results.")] = (",".join(COMMS)),
     model: Annotated[bool, typer.Option("--model", help="Modelled times of many GPUs instead.")] = False,
     gpus: Annotated[str, listed("With --model: GPUs.")] = "2,4,8,16,32,72",
@@ -248,8 +254,10 @@ def bench_cp(
     (pair,) = heads_of(heads, most=1)
     one_of("--format", cache_format, CACHE_FORMATS)
     from narrowkv.cli import cp as work
+    from narrowkv.context_parallel.bench import Setting
+    from narrowkv.context_parallel.model import LINK_OF_TARGET, LINKS
 
-    setting = work.Setting(
+    setting = Setting(
         tuple(numbers("--context", context)), tuple(numbers("--batch", batch)), *pair,
         format=cache_format, comms=tuple(choices("--comm", comm, COMMS)),
     )  # fmt: skip
@@ -257,7 +265,6 @@ def bench_cp(
         report.refuse("without --model", "gpus", "target", "link", "hbm")
         return work.bench_cp(report, setting, ranks=ranks)
     report.refuse("with --model", "ranks", "comm")
-    one_of("--target", target, tuple(work.LINK_OF_TARGET))
-    link = link or work.LINK_OF_TARGET[target]
-    one_of("--link", link, tuple(work.LINKS))
+    one_of("--target", target, tuple(LINK_OF_TARGET))
+    link = one_of("--link", link or LINK_OF_TARGET[target], tuple(LINKS))
     return work.model_cp(report, setting, gpus=numbers("--gpus", gpus), target=target, link=link, hbm=hbm)

@@ -50,24 +50,24 @@ def inspect_decode(
     one_of("--q", q, QUERY_DTYPES)
     if kernel:
         one_of("--kernel", kernel, DECODE_KERNELS)
-    sizes: dict[str, Any] = {
-        "batch": batch, "context": context, "ratio": ratio, "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim, "page_size": page_size, "cache_format": cache_format, "q": q, "kernel": kernel,
-    }  # fmt: skip
     if case is not None:
         check_case_formats([case])
-        report.refuse("with --case, which says all of a case", *sizes)
+        report.refuse(
+            "with --case, which says all of a case", "batch", "context", "ratio", "num_kv_heads", "head_dim",
+            "page_size", "cache_format", "q", "kernel",
+        )  # fmt: skip
     from narrowkv.cli.cases import parse_case
     from narrowkv.cli.inspection import inspect as run
-    from narrowkv.cli.inspection import inspection_case
+    from narrowkv.testing.bench.decode import DecodeSizes
     from narrowkv.testing.kinds import DECODE
 
-    chosen = inspection_case(**sizes) if case is None else parse_case(DECODE, case)
+    sizes = DecodeSizes(batch, context, page_size, num_kv_heads, ratio, head_dim, q, cache_format)
+    chosen = sizes.case(kernel) if case is None else parse_case(DECODE, case)
     return run(chosen, report, targets=targets, asm=asm, modelled=model)
 
 
 def _families(wanted: bool, operation: str, case: str | None = None) -> Any:
-    """Says which calls to model on a target: the case, or those that stand for the operation's kernels."""
+    """A function from a target to the calls to model: the case, or one of each family of kernels."""
     if not wanted:
         return None
     from narrowkv.cli.modelled import parse_call

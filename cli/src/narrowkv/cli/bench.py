@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from narrowkv.attn_decode.cases import DecodeInputs
 from narrowkv.cli.bench_columns import COLUMNS, Record
+from narrowkv.cli.places import check_amd_backend
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
-from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.runtime.errors import UnsupportedError
-from narrowkv.testing.backends import PEERS, Backend, NotAnsweringError
+from narrowkv.testing.backends import PEERS
 from narrowkv.testing.bench.baseline import changes, load_baseline, regressions
 from narrowkv.testing.bench.ceilings import Ceilings, measure_ceilings
-from narrowkv.testing.bench.decode import Peer
+from narrowkv.testing.bench.host import measure_host
 from narrowkv.testing.bench.measure import Bench, Row
 from narrowkv.testing.bench.modelled import ModelCall, ModelRow, model_row
 from narrowkv.testing.bench.timing import FLUSH_BYTES, GraphTimer
 from narrowkv.testing.bench.traffic import ChoicesBench, TrafficBench
-from narrowkv.testing.codegen import amd_backend_missing
 from narrowkv.testing.machine import gpus, versions
 from narrowkv.testing.places import find_place
 from narrowkv.testing.records import number
-from narrowkv.testing.traffic import Step
+from narrowkv.testing.traffic import Step, rehearsals
 
 Shape = TypeVar("Shape")
 
@@ -45,7 +41,7 @@ def bench(
         shapes: what to measure.
         report: where results go.
         samples: largest number of samples of a call.
-        settings: what the rows depend on besides their shape.
+        settings: everything except their shape that the rows depend on.
         against: a document of an earlier run to compare with.
         threshold: by which share a row may become slower.
 
@@ -112,16 +108,16 @@ def bench_traffic(steps: Sequence[Step], report: Report, *, samples: int, choice
     if has_gpu:
         return bench(chosen, steps, report, samples=samples)
     report.say("There is no GPU: a rehearsal of smaller steps, whose answers are checked. Nothing is timed.")
-    report.refuse_files("to a rehearsal", "plot")
+    report.refuse("to a rehearsal", "plot")
     rows: list[Row] = []
 
     def take(step: Step, found: tuple[Row, ...]) -> str:
         rows.extend(found)
         return str(step)
 
-    kinds = {(step.model, step.traffic, step.format, step.appends): step for step in steps}
-    small = [step.rehearsal() for step in kinds.values()]
-    interrupted = run_all(report, small, chosen.rehearse, tuple[Row, ...], take, what="rehearsing")
+    interrupted = run_all(
+        report, rehearsals(steps), chosen.rehearse, tuple[Row, ...], take, what="rehearsing"
+    )
     sheet = Sheet([*keys("model", "traffic", "format", "call", "choice"), *numbers("rel. L1"), Column("")])
     records = [row.as_dict() for row in rows]
     for row in records:
@@ -132,22 +128,6 @@ def bench_traffic(steps: Sequence[Step], report: Report, *, samples: int, choice
     code = ExitCode.NUMERICAL if any(row.status == "fail" for row in rows) else ExitCode.OK
     body = {"bench": chosen.name, "rehearsal": True, "versions": versions(), "rows": records}
     return report.finish(body, code, interrupted=interrupted, rows=records)
-
-
-def decode_peers() -> dict[str, Peer]:
-    """The other implementations of paged decode that this machine has."""
-    place = find_place("gpu")
-    there = (backend for backend in PEERS if backend.absent(place.is_gpu) is None)
-    return {backend.name: partial(_prepare, backend) for backend in there}
-
-
-def _prepare(
-    backend: Backend, q: torch.Tensor, cache: PagedKVCache, table: PageTable
-) -> Callable[[], torch.Tensor]:
-    try:
-        return backend.prepare(DecodeInputs(q, cache, table))
-    except NotAnsweringError as error:
-        raise UnsupportedError(str(error)) from None
 
 
 def _measure(
@@ -190,7 +170,7 @@ def _baseline(path: Path) -> dict[str, Any]:
 def _compare(
     report: Report, baseline: dict[str, Any] | None, records: Sequence[Record], threshold: float
 ) -> tuple[ExitCode, list[dict[str, Any]]]:
-    """Shows what became slower than in the baseline; the exit code, and every comparison for the document."""
+    """Shows rows that are slower than in the baseline; returns the exit code and all comparisons."""
     if baseline is None:
         return ExitCode.OK, []
     found = changes(baseline, records)
@@ -216,9 +196,8 @@ def bench_modelled(
     Raises:
         UnsupportedHereError: this Triton cannot compile for AMD.
     """
-    if (missing := amd_backend_missing()) is not None:
-        raise UnsupportedHereError(missing)
-    report.refuse_files("to modelled times", "plot", "resume")
+    check_amd_backend()
+    report.refuse("to modelled times", "plot", "resume")
     rows: list[ModelRow] = []
 
     def work(step: tuple[str, ModelCall]) -> ModelRow:
@@ -260,41 +239,24 @@ def bench_host(
     report: Report, *, samples: int, shapes: int, captures: Sequence[int], context: int
 ) -> ExitCode:
     """Measures the host time of every operation, counts kernels of random shapes, and shows both."""
-    from contextlib import nullcontext
-
-    from narrowkv.runtime.launch import executing
-    from narrowkv.runtime.targets import device_target, get_target
-    from narrowkv.testing.bench.host import NullExecutor, kernels_of_random_calls, measure_calls, workspaces
-
-    has_gpu = torch.cuda.is_available()
-    device = "cuda" if has_gpu else "cpu"
-    target = device_target(device) if has_gpu else get_target("gfx942")
-    if not has_gpu:
+    if not torch.cuda.is_available():
         report.say(
-            f"There is no GPU: launches do nothing, and calls take the code path of {target}. "
+            "There is no GPU: launches do nothing, and calls take the code path of gfx942. "
             "Times are those of Python before the launch."
         )
-    rows = measure_calls(device, samples, nullcontext if has_gpu else lambda: executing(NullExecutor(target)))
-    for row in rows:
+    found = measure_host(samples, shapes, captures, context)
+    for row in found.rows:
         planned = "planned  " if row.planned else "         "
         report.line(
             f"{row.operation:20} {planned} {number(row.host_us):>8} us   {number(row.ratio_to_add)} x add_"
         )
-    kernels = kernels_of_random_calls(target, device, shapes) if shapes else {}
-    for name, count in kernels.items():
+    for name, count in found.kernels.items():
         report.line(f"{name:20} {count} kernels over {shapes} random shapes")
-    sizes = workspaces(target, device, captures, context)
-    if sizes:
-        total, largest = sum(sizes.values()), max(sizes.values())
+    if sizes := list(found.workspace_bytes.values()):
         report.line(
-            f"workspace of {len(sizes)} capture sizes at {context} tokens: {largest} bytes shared, "
-            f"{total} if each has its own"
+            f"workspace of {len(sizes)} capture sizes at {context} tokens: {max(sizes)} bytes shared, "
+            f"{sum(sizes)} if each has its own"
         )
-    body = {
-        "launches": "on the GPU" if has_gpu else "none",
-        "target": target.name,
-        "rows": [asdict(row) for row in rows],
-        "kernels": {"random_shapes": shapes, **kernels},
-        "workspace_bytes": {str(batch): size for batch, size in sizes.items()},
-    }
-    return report.finish(body, ExitCode.OK)
+    return report.finish(
+        {**asdict(found), "kernels": {"random_shapes": shapes, **found.kernels}}, ExitCode.OK
+    )

@@ -1,14 +1,13 @@
-"""What the tables of `narrowkv bench` show of each bench's rows."""
+"""The columns of the tables of `narrowkv bench`, for each bench."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
-from narrowkv.testing.bench.traffic import AUTOMATIC
+from narrowkv.testing.bench.traffic import best_choices
 from narrowkv.testing.records import number
 
 Record = Mapping[str, Any]
@@ -64,18 +63,6 @@ def _ratio(name: str) -> Callable[[Record], str]:
     return lambda row: "-" if row[name] is None else f"{row[name]:.2f}"
 
 
-def _best_choices(records: Sequence[Record]) -> list[Record]:
-    """Of each step the automatic calls, the fastest forced one, and what failed."""
-    kept: list[Record] = []
-    for _, rows in groupby(records, key=lambda row: [row[name] for name in STEP]):
-        step = list(rows)
-        forced = [row for row in step if row["choice"] != AUTOMATIC and row["median_us"]]
-        best = min(forced, key=lambda row: row["median_us"], default=None)
-        kept += [row for row in step if row["choice"] == AUTOMATIC or row is best or row["status"] != "pass"]
-    return kept
-
-
-STEP = ("model", "traffic", "format", "operation", "batch", "keys")
 _SIZES = {"batch": "batch", "new": "new_tokens", "keys": "keys"}
 COLUMNS = {
     "decode": Columns(
@@ -91,7 +78,10 @@ COLUMNS = {
             "prefix": "prefix",
         },
         ("format", "ratio"),
-        {f"{name} us": _us(f"{name}_us") for name in ("sdpa", "append", "apart", "decode")},
+        {
+            f"{name} us": _us(f"{name.replace(' ', '_')}_us")
+            for name in ("sdpa", "append", "two calls", "decode")
+        },
     ),
     "sparse": Columns(
         {"mode": "mode"},
@@ -131,7 +121,7 @@ COLUMNS = {
         _SIZES,
         ("call", "choice"),
         {"x best": _ratio("ratio_to_best")},
-        _best_choices,
+        best_choices,
     ),
 }
 """By the name of the bench."""

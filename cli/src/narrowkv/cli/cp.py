@@ -11,11 +11,9 @@ from narrowkv.cli.report import ExitCode, Report, UsageError
 from narrowkv.cli.sheet import Sheet, keys, numbers
 from narrowkv.context_parallel.bench import Measured, Setting, measure_ranks
 from narrowkv.context_parallel.cases import CASES, Checked, check_cases
-from narrowkv.context_parallel.model import LINK_OF_TARGET, LINKS, predict
+from narrowkv.context_parallel.model import LINKS, predict
 from narrowkv.context_parallel.ranks import run_ranks
 from narrowkv.testing.records import number
-
-__all__ = ["LINKS", "LINK_OF_TARGET", "Setting", "bench_cp", "model_cp", "probe_cp"]
 
 
 def probe_cp(report: Report, *, ranks: int) -> ExitCode:
@@ -47,15 +45,13 @@ def bench_cp(report: Report, setting: Setting, *, ranks: int) -> ExitCode:
         report.say("There is no GPU: only correctness and bytes are shown; --model shows modelled times.")
         return probe_cp(report, ranks=ranks)
     found: list[Measured] = run_ranks(measure_ranks, ranks, setting, device="cuda")[0]
-    sheet = Sheet(
-        [
-            *keys("context", "batch", "exchange", "partials", "groups"),
-            *numbers(
-                "cache GiB", "1 GPU us", "step us", "speed-up", "attention", "comm us", "hidden",
-                "bytes sent", "tokens/s", "equal time", "error", "same bits", "graph",
-            ),
-        ]
-    )  # fmt: skip
+    sheet = Sheet([
+        *keys("context", "batch", "exchange", "partials", "groups"),
+        *numbers(
+            "cache GiB", "1 GPU us", "step us", "speed-up", "attention", "comm us", "hidden",
+            "bytes sent", "tokens/s", "equal time", "error", "same bits", "graph",
+        ),
+    ])  # fmt: skip
     for row in found:
         cells: list[object] = [row.refusal or "-", *["-"] * 12]
         if not row.refusal:
@@ -70,10 +66,7 @@ def bench_cp(report: Report, setting: Setting, *, ranks: int) -> ExitCode:
     ran = [row for row in found if not row.refusal]
     wrong = [row for row in ran if not (row.captured and row.error < 2.0**-7)]
     body = {"ranks": ranks, "setting": asdict(setting), "device": torch.cuda.get_device_name()}
-    rows = [
-        {**asdict(row), "speedup": row.speedup, "hidden": row.hidden, "tokens_per_s": row.tokens_per_s}
-        for row in found
-    ]
+    rows = [row.as_dict() for row in found]
     return report.finish({**body, "rows": rows}, ExitCode.NUMERICAL if wrong else ExitCode.OK, rows=rows)
 
 
@@ -81,14 +74,8 @@ def model_cp(
     report: Report, setting: Setting, *, gpus: list[int], target: str, link: str, hbm: float
 ) -> ExitCode:
     """Shows modelled steps of many GPUs."""
-    sheet = Sheet(
-        [
-            *keys("GPUs", "context", "batch"),
-            *numbers(
-                "cache GiB/GPU", "1 GPU us", "attention us", "comm us", "step us", "speed-up", "bytes sent"
-            ),
-        ]
-    )
+    figures = ("cache GiB/GPU", "1 GPU us", "attention us", "comm us", "step us", "speed-up", "bytes sent")
+    sheet = Sheet([*keys("GPUs", "context", "batch"), *numbers(*figures)])
     rows = [
         predict(setting, world, context, batch, target=target, link=link, hbm_bytes_per_s=hbm * 1e12)
         for world in gpus
@@ -103,5 +90,5 @@ def model_cp(
         )  # fmt: skip
     report.show(sheet)
     report.say(f"{target} and {LINKS[link].name}, by a model: {LINKS[link].source}")
-    listed = [{**asdict(row), "speedup": row.speedup} for row in rows]
+    listed = [row.as_dict() for row in rows]
     return report.finish({"target": target, "link": link, "rows": listed}, ExitCode.OK, rows=listed)

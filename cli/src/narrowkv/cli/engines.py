@@ -1,4 +1,4 @@
-"""`narrowkv engines try`: shows how narrowkv does inside an engine."""
+"""`narrowkv engines try`: compares narrowkv inside an engine with the engine's own attention."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError
 from narrowkv.cli.sheet import Sheet, keys, numbers
 from narrowkv.engines.trial import try_engine
+from narrowkv.runtime.errors import UnsupportedError
 
-# Between log-probabilities of two 16-bit computations of the same attention.
+# Bound on the difference of log-probabilities between two 16-bit computations of the same attention.
 _BOUND = 0.1
 
 
@@ -19,6 +20,8 @@ def try_inside(report: Report, engine: str, model: str, caches: Sequence[str], t
         trials = try_engine(engine, model, caches, tokens=tokens)
     except ImportError as error:
         raise UnsupportedHereError(f"{engine} cannot be imported: {error}") from None
+    except UnsupportedError as error:
+        raise UnsupportedHereError(str(error)) from None
     columns = ("same tokens", "logprob diff", "calls", "seconds", "in narrowkv")
     sheet = Sheet([*keys("cache"), *numbers(*columns)])
     failed = False

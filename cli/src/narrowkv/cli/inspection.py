@@ -4,51 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from narrowkv.attn_decode.cases import QUERIES, DecodeCase
-from narrowkv.cli.cases import parse_format
+from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.cli.modelled import model_families, show_model
-from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
+from narrowkv.cli.places import check_amd_backend
+from narrowkv.cli.report import ExitCode, Report, UsageError
 from narrowkv.cli.sheet import Sheet, filled, keys, numbers
-from narrowkv.cli.shipped_code import Task, finish_with_kernels
+from narrowkv.cli.shipped_code import finish_with_kernels
 from narrowkv.cli.workers import run_all
-from narrowkv.testing.codegen import amd_backend_missing, main_kernel
+from narrowkv.testing.codegen import CodeTask, main_kernel
 from narrowkv.testing.families import Family
-from narrowkv.testing.inspection import Emulated, Inspection, inspect_case
+from narrowkv.testing.inspection import Inspection, inspect_case
 from narrowkv.testing.machine import versions
 from narrowkv.testing.records import number
 
 _FOREMOST = 12  # mnemonics shown of a loop
-
-
-def inspection_case(
-    *,
-    batch: int,
-    context: int,
-    ratio: int,
-    num_kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    cache_format: str,
-    q: str,
-    kernel: str,
-) -> DecodeCase:
-    """A decode call by its sizes; `cache_format` as `bench` takes it: "K", "K/V" or "K/V:GROUP".
-
-    Raises:
-        UsageError: a format that a cache does not have.
-    """
-    formats, group = parse_format(cache_format)
-    return DecodeCase(
-        lens=(context,) * batch,
-        num_kv_heads=num_kv_heads,
-        gqa_ratio=ratio,
-        head_dim=head_dim,
-        page_size=page_size,
-        q_dtype=QUERIES[q],
-        format=formats.k if formats.k == formats.v else formats,
-        scale_group=group or None,
-        kernel=kernel,
-    )
 
 
 def inspect(
@@ -62,26 +31,25 @@ def inspect(
         UnsupportedHereError: this Triton cannot compile for AMD.
         UsageError: the operation refuses the case.
     """
-    if (missing := amd_backend_missing()) is not None:
-        raise UnsupportedHereError(missing)
+    check_amd_backend()
     found: list[Inspection] = []
 
-    def work(task: Task) -> Inspection:
+    def work(task: CodeTask) -> Inspection:
         try:
             return inspect_case(case, task.target, with_assembly=asm)[0]
         except (ValueError, TypeError) as error:
             raise UsageError(f"{task.target}: {error}") from None
 
-    def take(task: Task, inspection: Inspection) -> str:
+    def take(task: CodeTask, inspection: Inspection) -> str:
         found.append(inspection)
         return task.target
 
-    tasks = [Task(target, case) for target in targets]
+    tasks = [CodeTask(target, case) for target in targets]
     interrupted = run_all(report, tasks, work, Inspection, take, what="inspecting", settings={"asm": asm})
     for inspection in found:
         _show(inspection, report)
     spilling = [k for i in found for k in i.kernels if k.spills or k.scratch_bytes]
-    body: dict[str, Any] = {"versions": versions(), "inspections": [_as_dict(i) for i in found]}
+    body: dict[str, Any] = {"versions": versions(), "inspections": [i.as_dict() for i in found]}
     if modelled and not interrupted:
         family = {str(case): Family(lambda: case.inputs().call(), None, "decode")}
         body["model"] = show_model(report, [r for name in targets for r in model_families(name, family)])
@@ -89,17 +57,6 @@ def inspect(
     return finish_with_kernels(
         report, body, code, [(i.target, i.case, i.kernels) for i in found], interrupted
     )
-
-
-def _as_dict(inspection: Inspection) -> dict[str, Any]:
-    rooflines = {
-        name: model.as_dict() if model is not None else None
-        for name, model in (("model", inspection.model), ("whole_model", inspection.whole_model))
-    }
-    body = {name: getattr(inspection, name) for name in inspection.__dataclass_fields__}
-    if inspection.assembly is None:
-        del body["assembly"]
-    return {**body, **rooflines}
 
 
 def _show(inspection: Inspection, report: Report) -> None:
@@ -128,7 +85,7 @@ def _show(inspection: Inspection, report: Report) -> None:
     else:
         if inspection.emulated is not None:
             report.line(f"emulated: means over {inspection.emulated.workgroups} workgroups")
-            for line in filled(_executed(inspection.emulated), width, first="  ", then="  "):
+            for line in filled(inspection.emulated.parts(), width, first="  ", then="  "):
                 report.line(line)
         counted = "executed instructions" if inspection.counts == "dynamic" else "the text of the loop"
         rows = [(f"a pass of the loop, {counted}", inspection.model)]
@@ -145,14 +102,3 @@ def _show(inspection: Inspection, report: Report) -> None:
     for name, assembly in (inspection.assembly or {}).items():
         report.line(f"\n; ---- {inspection.target} {name} ----\n{assembly}")
     report.line("")
-
-
-def _executed(emulated: Emulated) -> list[str]:
-    share = emulated.loop_wave_instructions / emulated.wave_instructions
-    return [
-        f"wave instructions {number(emulated.wave_instructions, 5)} ({share:.0%} in the loop)",
-        f"passes {number(emulated.passes)}",
-        f"bytes asked for {number(emulated.loaded_bytes, 6)}",
-        f"stored {number(emulated.stored_bytes, 6)}",
-        f"through LDS {number(emulated.lds_bytes, 6)}",
-    ]

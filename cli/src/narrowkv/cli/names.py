@@ -11,7 +11,7 @@ AMD_TARGETS = ("gfx942", "gfx950")
 PLACES = ("cpu", "gpu", *AMD_TARGETS)
 QUERY_DTYPES = ("bf16", "fp16")
 FP4 = "fp4_e2m1"
-CACHE_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", FP4)
+CACHE_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", FP4, "int8", "int4")
 SCALE_GROUPS = (16, 32)  # channels of FP4 that can share a scale
 DECODE_KERNELS = ("native", "decode")
 SPARSE_MODES = ("bf16", "prepass", "fused", "fused-fp8q")
@@ -34,12 +34,13 @@ ACCURACY_RECIPES = (
     "fp4-e4m3-offset", "fp4-e4m3", "fp4-e4m3-recent", "fp4-mx", "fp4-32", "nvfp4", "nvfp4-offset",
 )  # fmt: skip
 TINY_MODELS = (
-    "glm-4.5-air-tiny", "llama-3-tiny", "qwen3-tiny", "gpt-oss-tiny", "gemma-2-tiny", "gemma-3-tiny"
+    "glm-4.5-air-tiny", "llama-3-tiny", "qwen3-tiny", "gpt-oss-tiny", "gemma-2-tiny", "gemma-3-tiny",
+    "deepseek-v4-tiny",
 )  # fmt: skip
 
 
 def unknown(what: str, got: str, known: Iterable[str]) -> UsageError:
-    """The error for a name that is not one of `known`; it says which of them are spelled most alike."""
+    """The error for a name that is not one of `known`, with the most similar names."""
     all_known = list(known)
     close = get_close_matches(got.lower(), all_known, n=2, cutoff=0.5)
     hint = f" (nearest: {', '.join(close)})" if close else ""
@@ -112,7 +113,7 @@ def _check_format(option: str, name: str) -> None:
 
 
 def check_case_formats(lines: Iterable[str]) -> None:
-    """Refuses a --case line with a misspelled format; the rest of the line is read where torch is imported.
+    """Refuses a --case line with a misspelled format; the rest is checked after torch is imported.
 
     Raises:
         UsageError: naming the part.

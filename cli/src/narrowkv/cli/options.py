@@ -1,4 +1,4 @@
-"""Options that several commands share, and what their texts mean; nothing here imports torch."""
+"""Options that several commands share, and parsers of their values; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ Targets = Annotated[str, listed("AMD targets to compile for.", *AMD_TARGETS, met
 BOTH = ",".join(AMD_TARGETS)
 Context = Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")]
 Count = Annotated[int, typer.Option(min=1)]
+Heads = Annotated[str, typer.Option("--heads", metavar="Q/KV", help="Query heads and KV heads.")]
+OneFormat = Annotated[str, typer.Option("--format", metavar="FORMAT", help="Cache format.")]
 Query = Annotated[
     str, typer.Option(help="Of the query: bf16 or fp16.", autocompletion=starting_with(*QUERY_DTYPES))
 ]
@@ -71,7 +73,7 @@ Formats = Annotated[
 
 @dataclass(frozen=True)
 class Where:
-    """Where cases run, and what is watched there; a command that takes one has its fields as options."""
+    """Where cases run, and which checks are on there; a command with such a parameter has these options."""
 
     on: On = None
     detect_races: DetectRaces = False

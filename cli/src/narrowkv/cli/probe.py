@@ -1,7 +1,7 @@
-"""`narrowkv probe`: does each contract of a set hold, here and on each AMD target, and who else answers.
+"""`narrowkv probe`: runs the contracts of a set here and as AMD code, beside other implementations.
 
-Each contract is run at every place asked for and compiled for every target. Where no place was asked for,
-what was compiled also runs in the emulator: a sample of its workgroups, compared where those own the output.
+Each contract is run at every requested place and compiled for every target. Without a requested place a
+sample of the compiled workgroups also runs in the emulator, and the rows that it computes are compared.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
-from narrowkv.cli.answer_table import plot_errors, record, show_full
+from narrowkv.cli.answer_table import record, show_full
 from narrowkv.cli.places import find_places
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.screen import show_screen
@@ -20,7 +19,8 @@ from narrowkv.cli.workers import run_all
 from narrowkv.testing.backends import OURS, PEERS, peer_version
 from narrowkv.testing.contracts import CONTRACT_SETS, ContractSet
 from narrowkv.testing.machine import versions
-from narrowkv.testing.probing import FAIL, PASS, Answer, Outcome, ProbeRun, Task, run_task
+from narrowkv.testing.probing import FAIL, PASS, Outcome, ProbeRun, Task, run_task
+from narrowkv.testing.result_plots import plot_answers
 
 
 def probe(
@@ -32,76 +32,50 @@ def probe(
     targets: tuple[str, ...],
     full: bool = False,
 ) -> ExitCode:
-    """Asks every contract of a set and shows one screen; Ctrl-C keeps what was answered.
+    """Runs every contract of a set and shows one screen; Ctrl-C keeps finished answers.
 
     Args:
         contracts: the set.
         report: where it goes.
-        on: where to run; without, at the one place that is here, and a sample of workgroups in the emulator.
+        on: where to run; None is the GPU or the CPU, and a sample of workgroups in the emulator.
         jobs: processes.
         targets: what to compile for.
         full: also show every contract at every place, and the code of each.
     """
     places = tuple(find_places(on))
-    # Other implementations have no machine code to emulate: they answer at the first place of another kind.
-    peers_at = next((place for place in places if not place.is_emulated), None)
-    absent = {
-        b.name: "has no code to emulate" if peers_at is None else b.absent(peers_at.is_gpu) for b in PEERS
-    }
-    asked = tuple(name for name, reason in absent.items() if reason is None)
-    run = ProbeRun(contracts, places, targets, absent, jobs)
-    shape, gpu = contracts.shape, {place.name for place in places if place.is_gpu}
-    runs = {
-        Task(c, shape, place.name, asked if place is peers_at else ()): i
-        for place in places
-        for i, c in enumerate(contracts.contracts)
-    }
-    compiles = {
-        Task(c, shape, target=t, emulate=not on): i
-        for i, c in enumerate(contracts.contracts)
-        for t in targets
-    }
+    run = ProbeRun.of(contracts, places, targets, jobs)
+    tasks = run.tasks(emulate=not on)
+    gpu = {place.name for place in places if place.is_gpu}
 
     def take(task: Task, outcome: Outcome) -> str:
-        run.add((runs if task.place else compiles)[task], outcome)
+        run.add(tasks.index(task), outcome)
         return f"{task.contract.q} x {task.contract.cache}, page {task.contract.page_size}"
 
     interrupted = run_all(
-        report, [*runs, *compiles], run_task, Outcome, take, jobs=jobs, what="probing",
+        report, [*tasks.runs, *tasks.compiles], run_task, Outcome, take, jobs=jobs, what="probing",
         on_gpu=lambda task: task.place in gpu,
     )  # fmt: skip
     rows = list(run.rows())
     if full:
         show_full(report, rows)
     own = [row.status for row in rows if row.backend == OURS.name]
-    # Unsupported where none could pass.
+    # Unsupported if no contract could pass.
     code = ExitCode.OK if PASS in own else ExitCode.UNSUPPORTED
     if FAIL in own:
         code = ExitCode.NUMERICAL
-    emulation = _emulation(rows, jobs)
     show_screen(report, run, code, full=full)
     body = {
         "set": contracts.name,
-        "shape": shape,
+        "shape": contracts.shape,
         "ran_on": "; ".join(place.description for place in places),
         "places": [place.name for place in places],
         "versions": versions(),
-        "backends": {b.name: {"absent": absent[b.name], "version": peer_version(b)} for b in PEERS},
-        "emulation": emulation,
+        "backends": {b.name: {"absent": run.absent[b.name], "version": peer_version(b)} for b in PEERS},
+        "emulation": run.emulation(),
         "rows": rows,
     }
     records = [record(row) for row in rows]
-    return report.finish(body, code, interrupted=interrupted, rows=records, plot=partial(plot_errors, rows))
-
-
-def _emulation(rows: list[Answer], jobs: int) -> dict[str, Any]:
-    """What the samples took together; empty without any."""
-    samples = [row.sample for row in rows if row.sample is not None]
-    if not samples:
-        return {}
-    names = ("workgroups", "launched", "rows", "all_rows", "wave_instructions", "seconds")
-    total = {name: sum(getattr(s, name) for s in samples) for name in names}
-    return {"samples": len(samples), "processes": jobs, **total}
+    return report.finish(body, code, interrupted=interrupted, rows=records, plot=partial(plot_answers, rows))
 
 
 def list_sets(report: Report) -> ExitCode:

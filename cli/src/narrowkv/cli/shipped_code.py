@@ -1,90 +1,35 @@
-"""`narrowkv inspect` of all that an operation ships: its calls compiled for each target, faults found."""
+"""`narrowkv inspect` of the shipped configurations of an operation, compiled for each target."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from narrowkv.attn_prefill import cases as prefill
 from narrowkv.cli.modelled import model_families, show_model
-from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
+from narrowkv.cli.places import check_amd_backend
+from narrowkv.cli.report import ExitCode, Report, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 from narrowkv.runtime.cases import Case
-from narrowkv.sage import cases as sage
-from narrowkv.sparse_fp8 import cases as sparse
-from narrowkv.testing.codegen import CallCode, KernelCode, amd_backend_missing, compile_case, main_kernel
+from narrowkv.testing.codegen import (
+    CallCode,
+    CodeTask,
+    KernelCode,
+    compile_case,
+    main_kernel,
+)
 from narrowkv.testing.families import Family
 from narrowkv.testing.machine import versions
+from narrowkv.testing.result_plots import plot_registers
+from narrowkv.testing.shipped import SHIPPED, Shipped
 
 Modelled = Callable[[str], Mapping[str, Family]] | None
 """Calls to show under the timing model, for a target's name."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """A case, and what to compile it for."""
-
-    target: str
-    case: Case
-
-
-@dataclass(frozen=True)
-class Shipped:
-    """What an operation ships.
-
-    Attributes:
-        cases: a call for every configuration that it ships for a target.
-        columns: what says in the table which case it is, by header.
-        every_kernel: whether to show all kernels of a call; otherwise the attention kernel, and others with a
-            fault.
-    """
-
-    cases: Callable[[str], Sequence[Case]]
-    columns: Mapping[str, Callable[[Any], object]]
-    every_kernel: bool = False
-
-
-SHIPPED = {
-    "prefill": Shipped(
-        prefill.shipped,
-        {
-            "operation": lambda case: case.operation,
-            "Q": lambda case: case.kind[0],
-            "cache": lambda case: case.format_name,
-            "head_dim": lambda case: case.head_dim,
-        },
-    ),
-    "sparse": Shipped(
-        lambda target: sparse.shipped(),
-        {
-            "mode": lambda case: case.mode,
-            "Q": lambda case: case.q,
-            "rows": lambda case: case.rows + ("" if case.clean else ", foreign"),
-            "heads": lambda case: case.num_qo_heads,
-        },
-        every_kernel=True,
-    ),
-    "sage": Shipped(
-        lambda target: sage.shipped(),
-        {
-            "Q and K": lambda case: case.qk_dtype,
-            "granularity": lambda case: case.granularity,
-            "head_dim": lambda case: case.head_dim,
-        },
-    ),
-}
-
-
-def run_task(task: Task) -> CallCode:
-    """Compiles a case.
-
-    Raises:
-        UsageError: the operation refuses it.
-    """
+def _compile(task: CodeTask) -> CallCode:
     try:
         return compile_case(task.case, task.target)
     except (ValueError, TypeError) as error:
@@ -99,7 +44,7 @@ def inspect_calls(
     case: Case | None = None,
     modelled: Modelled = None,
 ) -> ExitCode:
-    """Compiles calls for each target and shows what came of it; a faulty one ends with exit code 1.
+    """Compiles calls for each target and shows the code; spills or scratch memory end with exit code 1.
 
     Args:
         operation: one of `SHIPPED`.
@@ -112,19 +57,17 @@ def inspect_calls(
         UnsupportedHereError: this Triton cannot compile for AMD.
         UsageError: the operation refuses a case.
     """
-    if (missing := amd_backend_missing()) is not None:
-        raise UnsupportedHereError(missing)
+    check_amd_backend()
     shipped = SHIPPED[operation]
     codes: list[tuple[Case, CallCode]] = []
 
-    def take(task: Task, code: CallCode) -> str:
+    def take(task: CodeTask, code: CallCode) -> str:
         codes.append((task.case, code))
         return f"{task.target} {task.case}"
 
-    tasks = [
-        Task(target, one) for target in targets for one in (shipped.cases(target) if case is None else [case])
-    ]
-    interrupted = run_all(report, tasks, run_task, CallCode, take, what="inspecting")
+    chosen = shipped.cases if case is None else lambda target: [case]
+    tasks = [CodeTask(target, one) for target in targets for one in chosen(target)]
+    interrupted = run_all(report, tasks, _compile, CallCode, take, what="inspecting")
     report.show(_table(codes, shipped))
     plans = {code.target: code.plan for _, code in reversed(codes) if code.plan}
     for target in dict.fromkeys(code.target for _, code in codes):
@@ -132,11 +75,7 @@ def inspect_calls(
             report.line(f"{target}: {plans[target]}")
     faulty = [code for _, code in codes if code.faulty]
     report.say(f"{len(codes)} of {len(tasks)} calls compiled, {len(faulty)} with spills or scratch")
-    inspections = []
-    for one, code in codes:
-        plan = {"plan": code.plan} if code.plan else {}
-        kernels = [asdict(kernel) for kernel in code.kernels]
-        inspections.append({"target": code.target, "case": str(one), **plan, "kernels": kernels})
+    inspections = [code.as_dict(one) for one, code in codes]
     body: dict[str, Any] = {"versions": versions(), "inspections": inspections}
     if modelled is not None and not interrupted:
         rows = [row for name in targets for row in model_families(name, modelled(name))]
@@ -148,13 +87,10 @@ def inspect_calls(
 
 def _table(codes: Sequence[tuple[Case, CallCode]], shipped: Shipped) -> Sheet:
     figures = ("VGPR", "AGPR", "spilled", "scalars", "scratch", "LDS", "warps", "waves/SIMD", "VALU")
-    sheet = Sheet(
-        [
-            *keys("target", *shipped.columns, "kernel"),
-            *numbers(*figures, "transcendental", "matrix"),
-            Column("matrix instructions of the loop"),
-        ]
-    )
+    sheet = Sheet([
+        *keys("target", *shipped.columns, "kernel"), *numbers(*figures, "transcendental", "matrix"),
+        Column("matrix instructions of the loop"),
+    ])  # fmt: skip
     for case, code in codes:
         main = main_kernel(code.kernels)
         for k in code.kernels:
@@ -184,16 +120,5 @@ def finish_with_kernels(
         for target, case, kernels in compiled
         for kernel in kernels
     ]
-    return report.finish(body, code, interrupted=interrupted, rows=rows, plot=partial(_plot, compiled))
-
-
-def _plot(compiled: Sequence[Compiled], path: Path) -> None:
-    """Vector registers of every kernel with matrix instructions."""
-    from narrowkv.testing.plot import plot_dots
-
-    dots = [
-        (case, f"{target} {kernel.name}", float(kernel.vgprs + kernel.agprs))
-        for target, case, kernels in compiled
-        for kernel in kernels
-    ]
-    plot_dots(dots, path, title="registers of a wave", label="VGPRs and AGPRs", log=False)
+    plot = partial(plot_registers, compiled)
+    return report.finish(body, code, interrupted=interrupted, rows=rows, plot=plot)

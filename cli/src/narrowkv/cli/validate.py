@@ -21,6 +21,7 @@ from narrowkv.testing.kinds import Kind
 from narrowkv.testing.machine import versions
 from narrowkv.testing.places import Place, find_place
 from narrowkv.testing.records import jsonable
+from narrowkv.testing.result_plots import plot_cases
 
 Cases = Sequence[Case] | Callable[[Place], Sequence[Case]]
 _WORST_SHOWN = 5
@@ -32,10 +33,10 @@ Result = TypeVar("Result", CaseResult, SageResult)
 
 @dataclass(frozen=True)
 class CasesRun(Generic[Result]):
-    """What came of the cases of a command.
+    """Results of the cases of a command.
 
     Attributes:
-        where: places, and what was watched there.
+        where: places, and which checks were on there.
         places: where they ran.
         results: each finished case with its result, in order.
         planned: how many cases there were.
@@ -71,7 +72,7 @@ class CasesRun(Generic[Result]):
         records: list[dict[str, Any]],
         plot: Callable[[Path], None],
     ) -> ExitCode:  # fmt: skip
-        """Writes the document: `body` and what all commands say of their cases."""
+        """Writes the document: `body`, and the fields that all commands have."""
         document = {
             "ran_on": self.ran_on,
             "places": [place.name for place in self.places],
@@ -90,7 +91,7 @@ class CasesRun(Generic[Result]):
 def run_cases(cases: Cases, report: Report, where: Where, kind: type[Result]) -> CasesRun[Result]:
     """Runs cases at every place; Ctrl-C keeps those that were finished.
 
-    `cases` may be a function of the place, for a sweep that not every target serves whole.
+    `cases` may be a function of the place, for sweeps that differ between targets.
     """
     races, hazards = where.detect_races, where.detect_hazards
     places = tuple(find_places(where.on, races=races, hazards=hazards))
@@ -134,7 +135,7 @@ def validate(cases: Cases, report: Report, where: Where, *, seed: int, kind: Kin
     run.say_passed(report, f"relative L1 <= {kind.bound}")
     body = {"operation": kind.operation, "seed": seed, "bounds": {**kind.bounds, "lse": LSE_BOUND}}
     records = [{**jsonable(r), "command": repro(r)} for r in results]
-    return run.finish(report, body, records, partial(_plot, groups, kind))
+    return run.finish(report, body, records, partial(plot_cases, run.results, kind))
 
 
 def _repro(where: Where, default: str, kind: Kind, result: CaseResult) -> str:
@@ -157,29 +158,10 @@ def _groups(found: Iterable[tuple[Case, CaseResult]]) -> Groups:
     return dict(sorted(groups.items()))
 
 
-def _plot(groups: Groups, kind: Kind, path: Path) -> None:
-    """Every case's error, a row for each query and cache, a colour for each place."""
-    from narrowkv.testing.plot import plot_dots
-
-    dots = [
-        (f"{q} over {cache}", where, r.error.relative_l1)
-        for (where, q, cache), group in groups.items()
-        for r in group
-        if r.error is not None
-    ]
-    plot_dots(
-        dots, path, title=f"{kind.operation} against fp32", label="relative L1 error", bounds=kind.bounds
-    )
-
-
 def _table(groups: Groups) -> Sheet:
     """Errors by place and formats of query and cache."""
-    sheet = Sheet(
-        [
-            *keys("ran on", "Q", "cache"),
-            *numbers("cases", "pass", "median rel. L1", "worst rel. L1", "worst max", "worst lse"),
-        ]
-    )
+    names = ("cases", "pass", "median rel. L1", "worst rel. L1", "worst max", "worst lse")
+    sheet = Sheet([*keys("ran on", "Q", "cache"), *numbers(*names)])
     for (where, q, cache), group in groups.items():
         errors = [r.error.relative_l1 for r in group if r.error is not None]
         largest = [r.error.max_abs for r in group if r.error is not None]

@@ -5,31 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 from narrowkv.testing import format_errors
-from narrowkv.testing.format_errors import (
-    GOAL_SEEDS,
-    SETS,
-    Errors,
-    FormatError,
-    Goal,
-    Sizes,
-    Task,
-    mean_errors,
-)
+from narrowkv.testing.format_errors import SETS, Errors, FormatError, Goal, Sizes, Task
 from narrowkv.testing.machine import versions
 from narrowkv.testing.places import find_place
+from narrowkv.testing.result_plots import plot_recipes
 
 
 def validate_fp4(
     report: Report, *, seeds: int, sizes: Sizes, on: str | None = None, jobs: int = 1
 ) -> ExitCode:
-    """Measures and shows the table; at the sizes that the goals are of, holds it against them.
+    """Measures and shows the table; at the goals' sizes, compares it with the goals.
 
     Ctrl-C keeps the means over the seeds that were measured.
     """
@@ -42,19 +33,18 @@ def validate_fp4(
         return f"{task.inputs}, seed {task.seed}"
 
     interrupted = run_all(report, tasks, format_errors.run_task, Errors, take, jobs=jobs, what="measuring")
-    measured = mean_errors({task: found[task] for task in tasks if task in found})
+    measured = format_errors.mean_errors({task: found[task] for task in tasks if task in found})
     report.say("format error: attention on the stored cache against attention on the bf16 tensors, in fp32")
     report.say(f"{sizes}, mean of {seeds} seeds on {place.description}")
     report.show(_table(measured))
-    judged = sizes == Sizes() and seeds >= GOAL_SEEDS
+    judged = sizes == Sizes() and seeds >= format_errors.GOAL_SEEDS
     goals = []
     if len(found) == len(tasks):
         by_name = {error.recipe: error for error in measured}
         goals = [_goal(goal, goal.reached(by_name), report, judged) for goal in format_errors.GOALS]
         if not judged:
-            report.say(
-                f"[yellow]goals do not decide here[/]: they are of {Sizes()}, {GOAL_SEEDS} seeds or more"
-            )
+            least = f"{Sizes()}, {format_errors.GOAL_SEEDS} seeds or more"
+            report.say(f"[yellow]goals do not decide here[/]: they are of {least}")
     body: dict[str, Any] = {
         "sizes": sizes,
         "seeds": seeds,
@@ -66,11 +56,12 @@ def validate_fp4(
     failed = judged and not all(goal["pass"] for goal in goals)
     code = ExitCode.NUMERICAL if failed else ExitCode.OK
     records = [asdict(error) for error in measured] if found else []
-    return report.finish(body, code, interrupted=interrupted, rows=records, plot=partial(_plot, measured))
+    plot = partial(plot_recipes, measured)
+    return report.finish(body, code, interrupted=interrupted, rows=records, plot=plot)
 
 
 def _goal(goal: Goal, by: float, report: Report, judged: bool) -> dict[str, Any]:
-    """A goal with how far it was reached, for the document; says so to a person."""
+    """Shows how far a goal was reached, and returns that for the document."""
     good = by >= goal.less_by
     colour = "green" if good else "bold red" if judged else "yellow"
     report.say(
@@ -88,17 +79,3 @@ def _table(errors: Sequence[FormatError]) -> Sheet:
         square = [f"{e.rmse[s]:.5f}" if s in e.rmse else "-" for s in SETS]
         sheet.add(e.recipe, f"{e.bits:.2f}", *l1, *square, "yes" if e.kernel else "no")
     return sheet
-
-
-def _plot(errors: Sequence[FormatError], path: Path) -> None:
-    """Every recipe's error on each input set, the smallest recipes last."""
-    from narrowkv.testing.plot import plot_dots
-
-    dots = [
-        (f"{e.recipe}: {e.bits:.2f} bits", f"{name} inputs", e.rmse[name])
-        for e in sorted(errors, key=lambda e: -e.bits)
-        for name in SETS
-        if e.rmse.get(name)
-    ]
-    title = "what a cache recipe costs: bits are of an element, scales included"
-    plot_dots(dots, path, title=title, label="RMSE of attention's output", with_values=True)

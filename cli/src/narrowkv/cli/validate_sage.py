@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from narrowkv.cli.options import Where
 from narrowkv.cli.report import ExitCode, Report
@@ -14,6 +13,7 @@ from narrowkv.quant.accuracy import ErrorReport
 from narrowkv.sage.cases import BOUND, LSE_BOUND, PUBLISHED, SageCase
 from narrowkv.testing.checking import SageResult
 from narrowkv.testing.records import jsonable
+from narrowkv.testing.result_plots import plot_sage
 
 Found = tuple[SageCase, SageResult]
 
@@ -37,20 +37,7 @@ def validate_sage(cases: Sequence[SageCase], report: Report, where: Where, *, se
         "published": PUBLISHED,
     }
     records = [{"case": str(case), **jsonable(result)} for case, result in run.results]
-    return run.finish(report, body, records, partial(_plot, run.results))
-
-
-def _plot(results: Sequence[Found], path: Path) -> None:
-    """Every case's error against attention that quantises nothing."""
-    from narrowkv.testing.plot import plot_dots
-
-    dots = [
-        (f"{c.qk_dtype}, {c.granularity}, {c.data}", f"mean of {c.smoothing} out, {r.place}",
-         r.total.relative_l1)
-        for c, r in results
-        if r.total is not None
-    ]  # fmt: skip
-    plot_dots(dots, path, title="sage_attention against fp32, nothing quantised", label="relative L1 error")
+    return run.finish(report, body, records, partial(plot_sage, run.results))
 
 
 def _table(results: Sequence[Found]) -> Sheet:

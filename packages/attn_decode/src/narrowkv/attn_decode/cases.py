@@ -16,6 +16,7 @@ from narrowkv.attn_decode.planning import plan_decode
 from narrowkv.attn_decode.reference import paged_decode_reference
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, pack_tree_mask
 from narrowkv.paged_cache.cases import DESCALES, LAYOUTS, CacheCase
+from narrowkv.quant.formats import get_format
 from narrowkv.runtime.cases import each_alone, named, word_of
 
 __all__ = [
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 BOUND = 0.002
-"""Of the relative L1 error of 16-bit queries over any cache."""
+"""Bound on the relative L1 error of 16-bit queries over any cache."""
 LSE_BOUND = 1e-3
 QUERIES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TREES = ("chain", "star", "random")
@@ -189,7 +190,7 @@ GLM_GQA12 = DecodeCase(lens=(1024,) * 4, num_kv_heads=8)
 K8V4 = CacheFormat(k="fp8_e4m3fn", v="fp4_e2m1")
 """Keys in FP8, values in FP4: most of FP4's capacity at a third of its error."""
 
-_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1")
+_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1", "int8", "int4")
 # Each value alone is one case of the quick sweep; the full one mixes them at random. "k" and "v" are the two
 # sides of the field `format`.
 AXES: dict[str, tuple[Any, ...]] = {
@@ -239,7 +240,7 @@ def mended(case: DecodeCase) -> DecodeCase:
         case = replace(case, format=k)
     if "fp4_e2m1" not in (case.formats.k, case.formats.v):
         case = replace(case, scale_group=None, scale_format="e8m0")
-    elif case.layout == "vectorised":
+    if case.layout == "vectorised" and any(get_format(name).is_packed for name in (k, v)):
         case = replace(case, layout="HND")
     if case.q_len * case.gqa_ratio > 256:
         case = replace(case, q_len=2)
@@ -266,6 +267,8 @@ def one_at_a_time() -> Iterator[DecodeCase]:
             DecodeCase(format=fmt, scale_group=group, scale_format=scale)
             for group, scale in ((32, "e8m0"), (16, "e8m0"), (16, "e4m3"), (32, "e4m3"), (None, "e4m3"))
         )
+    yield DecodeCase(format=CacheFormat(k="int8", v="int4"), granularity="token_head")
+    yield DecodeCase(format="int8", granularity="token_head")
     yield DecodeCase(format="fp4_e2m1", page_size=1, gqa_ratio=17, q_len=2)
 
 

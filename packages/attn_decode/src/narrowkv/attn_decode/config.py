@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from narrowkv.quant.device import BITS, widen_route
+from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError, check_choice
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.targets import Target
@@ -60,8 +61,8 @@ class DecodeConfig:
         kernel: "decode" widens the cache to 16 bits; "native" multiplies FP4 keys as they are stored.
         k_parts, v_parts: elements per word that K and V are read in; see `narrowkv.quant.device.widen_parts`.
         options: compiler options of the attention kernel.
-        prefetch: "tile": keys, values and scales are loaded a tile before they are needed, where all rows
-            attend to the same keys; "scales": scales and page ids are; or nothing.
+        prefetch: what is loaded a tile before it is needed: "pages", page ids; "tile", where all rows attend
+            to the same keys, keys, values and scales, too; "", nothing.
     """
 
     block_m: int
@@ -121,8 +122,10 @@ def choose_kernel(target: Target, k_format: str, kernel: str | None) -> str:
 
 def parts_of(target: Target, format_name: str, *, is_key: bool) -> int:
     """Elements per loaded word."""
-    if format_name == "fp4_e2m1":
+    if get_format(format_name).is_packed:
         return 4
+    if format_name == "int8":
+        return 2
     if not format_name.startswith(_FP8_PREFIX):
         return 1
     # Bit arithmetic on words takes no bytes out of them: 7.6 instructions an element on gfx942 become 3.2.
@@ -186,17 +189,16 @@ def _prefetch(
 
     Model, share of the time that HBM is busy, 96/8 heads, head_dim 128, gfx942 and gfx950, without and with
     "tile": FP4 78 and 66%, 100 and 99%; FP8 keys with FP4 values 80 and 66%, 100 and 100%. FP8 alone reaches
-    100 and 96% without. Where "scales" is chosen, a tile more in registers spills.
+    100 and 96% without. Where "pages" is chosen, a tile more in registers spills.
     """
     if "fp4_e2m1" not in (k_format, v_format):
         return ""
     mixed = k_format != v_format
-    several = shape.q_len > 1
-    if several and (scale_group) or target.name == "gfx942" and v_format != "fp4_e2m1":
+    if (shape.q_len > 1 and scale_group) or (target.name == "gfx942" and v_format != "fp4_e2m1"):
         return ""
     narrow = kernel == "native" and shape.head_dim != 128
     if narrow or scale_group == 16 or (scale_group and mixed) or "bf16" in (k_format, v_format):
-        return "scales" if target.name == "gfx950" else ""
+        return "pages" if target.name == "gfx950" else ""
     return "tile"
 
 
@@ -262,10 +264,9 @@ def choose_config(
     # alone and with
     # the merge: 128 keys x 1 stage 11.1 and 13.7 us, x 2 stages 12.0 and 14.1 us; one-warp programs 16.4 us.
     # A scale per 32 channels takes registers that FP4's configurations do not leave: 598 us against 378 us.
-    unpacks = v_format == "fp4_e2m1" and not scale_group and target.vendor == "nvidia"
+    unpacks = get_format(v_format).is_packed and not scale_group and target.vendor == "nvidia"
     unpacks = unpacks and block_m == 16 and narrow_head
-    whole_waves = False
-    prefetch = ""
+    whole_waves, prefetch = False, ""
     latency_bound = shape.batch * shape.capacity < 512 * slots and not batch_invariant
     if block_m >= 64 and chosen == "decode" and target.name != "cpu":
         block_n, options, resident = _tall_tile(
@@ -293,7 +294,7 @@ def choose_config(
             fits = fits and shape.q_len == 1
         else:
             fits = block_m == 16 and (shape.q_len == 1 or not scale_group)
-        fits = fits and "fp4_e2m1" in (k_format, v_format)
+        fits = fits and (get_format(k_format).is_packed or get_format(v_format).is_packed)
         roomy = target.name == "gfx950" or shape.head_dim <= 64
         roomy = roomy or (prefetch == "tile" and mixed and shape.q_len == 1)
         waves = 2 if fits and roomy else None
@@ -303,26 +304,46 @@ def choose_config(
         block_n = 128 if narrow_head else 64
         slots = max(1, slots // 2)
         short = shape.batch * -(-shape.capacity // block_n) <= slots
-        # So many programs run at once at 128 registers. FP4 values beside FP8 keys take 149 if they may, and
-        # then every fourth program waits for another to end.
-        registers = 128 if unpacks and k_format != "fp4_e2m1" and not short else None
-        options = LaunchOptions(num_warps=4, num_stages=1 if short else 2, maxnreg=registers)
-        # One tile a program leaves nothing to share out, and looking for an even share costs each about 1 us.
-        if split is None and short:
-            split = "uniform"
-    elif unpacks and k_format == "fp4_e2m1":
+        fp4 = k_format == v_format == "fp4_e2m1"
+        whole = max(1, units * 2 // head_programs)  # two programs a multiprocessor
+        if short:
+            # One tile a program leaves nothing to share out, and looking for an even share costs about 1 us.
+            split = split or "uniform"
+            options = LaunchOptions(num_warps=4, num_stages=1)
+        elif (fast or (unpacks and fp4)) and target.vendor == "nvidia" and 8 * shape.batch <= whole:
+            # Each program has several tiles in flight. H100, one wave of programs, against 128 keys, 4 warps
+            # and 2 stages: FP8 B1 ctx32768 34.3 us and 38.1, ctx8192 17.3 and 19.2, B4 ctx8192 32.8 and 34.1;
+            # FP4 B1 ctx32768 33.5 us and 44.1, ctx8192 16.9 and 17.4.
+            prefetch = "pages"
+            block_n, warps = (128, 4) if fp4 else (64, 2)
+            options = LaunchOptions(num_warps=warps, num_stages=3)
+            slots = whole
+            if shape.batch == 1:
+                split = split or "uniform"
+        else:
+            # So many programs run at once at 128 registers. FP4 values beside FP8 keys take 149 if they may,
+            # and then every fourth program waits for another to end.
+            registers = 128 if unpacks and not get_format(k_format).is_packed else None
+            options = LaunchOptions(num_warps=4, num_stages=2, maxnreg=registers)
+            # Sequences alone fill the chip. H100, FP4, B64 ctx1024: 41.8 us, in two splits 57.6 us.
+            if unpacks and fp4 and 8 * shape.batch >= 7 * slots:
+                split = split or "none"
+    elif unpacks and get_format(k_format).is_packed:
         block_n, whole_waves = 32, True
         options = LaunchOptions(num_warps=1, num_stages=5, maxnreg=_FP4_REGISTERS)
         slots = max(1, units * _FP4_RESIDENT // head_programs)
     elif unpacks:
         # H100, B64 ctx32768 page 16: 64 keys x 3 stages 1126 us, 32 x 3 1166 us, 64 x 2 1222 us (FP8: 1449).
-        block_n = 64
+        # Keys in INT8, values in INT4: 32 x 3 329 us, 64 x 3 346 us at B64 ctx8192.
+        block_n = 32 if (k_format, v_format) == ("int8", "int4") else 64
         options = LaunchOptions(num_warps=1, num_stages=3)
     else:
         # H100, B128 ctx8192 page 64: 32 keys x 3 stages 1.08 x the floor, 64 x 2 1.11 x, 16 x 4 1.21 x.
         # 32 rows, B64 ctx8192 page 16: 64 keys 380 us, 32 keys 389 us.
+        # INT8, 16 rows, B64 ctx8192 page 16: 64 keys 386 us, 32 keys 407 us.
         # The interpreter pays by the tile, not by the key.
-        block_n = 128 if target.name == "cpu" else 64 if block_m == 32 and fast else 32
+        large = (block_m == 32 and fast) or (block_m == 16 and narrow_head and k_format == v_format == "int8")
+        block_n = 128 if target.name == "cpu" else 64 if large else 32
         warps = 1 if block_m == 16 and narrow_head else 2
         options = LaunchOptions(num_warps=warps, num_stages=3 if narrow_head else 2)
         slots = max(1, slots // warps)

@@ -56,7 +56,7 @@ def plan_decode(
         tokens_per_split: a fixed split size in tokens, rounded up to key tiles.
         split: forces "none", "even" or "uniform".
         kernel: forces "native" (scaled matrix instructions on FP4 keys, Q as a sum of E4M3 terms: gfx950) or
-            "decode" (the cache widened to 16 bits: everywhere). None takes native where it can.
+            "decode" (the cache widened to 16 bits: everywhere). None is "decode".
         batch_invariant: the result of a sequence has the same bits alone and in any batch, with any width of
             the page table. Tiles and splits then depend on the sequence alone, which costs speed where the
             batch would have asked for others: short contexts, and few long sequences.

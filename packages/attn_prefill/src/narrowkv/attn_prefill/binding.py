@@ -16,15 +16,16 @@ from narrowkv.paged_cache.kernels.pages import Descale, Stored
 from narrowkv.paged_cache.pointers import descale_pointers, packed_route, side_of, stored_as, widening_power
 from narrowkv.paged_cache.rope import rope_constants
 from narrowkv.paged_cache.storing import cache_pointers, storage_constants, store_of
+from narrowkv.quant import KeyTransform
 from narrowkv.quant.device import widen_route, widening_exponent
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.spans import spans_of
 from narrowkv.runtime.targets import Target
 
-# What caches and queries of 16 bits are called.
+# Names of the 16-bit formats of caches and queries.
 TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-# What of these structs differs from cache to cache.
+# Fields of these structs that differ from cache to cache.
 VARYING_CACHE = ("k", "v", "k_descale", "v_descale")
 VARYING_DESTINATION = ("k", "v", "k_number", "k_descale", "v_number", "v_descale")
 
@@ -64,6 +65,7 @@ class BoundCache(NamedTuple):
         batch: sequences that its descales are for, or None.
         number: the same for all caches that ask for the same kernels and pass the same checks.
         matrices: how keys are copied out of their pages, by the keys of a tile; see `matrix_of`.
+        transform: what queries go through ahead of attention, or None.
     """
 
     in_loop: Reading
@@ -82,6 +84,7 @@ class BoundCache(NamedTuple):
     batch: int | None
     number: int
     matrices: dict[int, Any]
+    transform: KeyTransform | None
 
 
 # By cache, and by what a plan's kernels read it as. An entry goes with its cache.
@@ -101,7 +104,7 @@ def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: s
     Args:
         cache: any cache; one that can be appended to if `exponent` is given.
         target: what the kernels run on.
-        fp8: the FP8 format of the matrix unit that takes the cache as it is, or None.
+        fp8: the FP8 format in which the matrix unit multiplies the cache without widening, or None.
         exponent: of a plan that appends: how FP4 scales are chosen.
     """
     key = (target.name, fp8, exponent)
@@ -141,19 +144,22 @@ def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: s
         *(_fixed(each.cache, VARYING_CACHE) for each in (in_loop, in_large_tiles, to_scratch)),
         () if destination is None else _fixed(destination, VARYING_DESTINATION),
     )  # fmt: skip
+    transform = cache.key_transform
+    static = () if transform is None else (transform.offset, transform.balance)
+    signature += (None if transform is None else (transform.rotated, *(x is None for x in static)),)
     k_descale, v_descale = (descale_pointers(side)[2] for side in cache.sides())
     bound = BoundCache(
         in_loop, in_large_tiles, to_scratch, k_descale, v_descale, destination, new_values,
         per_key(cache.k_granularity, cache.v_granularity),
-        cache.needs_64_bit_addresses, spans_of(cache.k, cache.v, cache.k_descale, cache.v_descale), written,
-        hull, cache.num_pages, batch, _numbers.setdefault(signature, len(_numbers)), {},
+        cache.needs_64_bit_addresses, spans_of(cache.k, cache.v, cache.k_descale, cache.v_descale, *static),
+        written, hull, cache.num_pages, batch, _numbers.setdefault(signature, len(_numbers)), {}, transform,
     )  # fmt: skip
     known[key] = bound
     return bound
 
 
 def _fixed(struct: Any, varying: tuple[str, ...]) -> tuple[Any, ...]:
-    """What launches over caches of a kind share: strides and numbers."""
+    """Strides and sizes that launches over caches of one kind share."""
     return tuple(value for name, value in zip(struct._fields, struct, strict=True) if name not in varying)
 
 

@@ -16,16 +16,16 @@ from narrowkv.attn_prefill.config import APPEND_KERNELS, KERNELS
 from narrowkv.attn_prefill.plan import PrefillPlan
 from narrowkv.attn_prefill.planning import plan_append, plan_prefill
 from narrowkv.attn_prefill.reference import batch_prefill_reference, prefill_append_reference
-from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, cases
+from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, Rope, cases
 from narrowkv.runtime.cases import CaseError, each_alone, named, unknown, word_of
 from narrowkv.runtime.targets import Target, get_target
 
 __all__ = ["PrefillCase", "PrefillInputs", "shipped", "sweep"]
 
 BOUND_FP8_QUERY = 0.02
-"""Of the relative L1 error where P is rounded to FP8 for PV."""
+"""Bound on the relative L1 error if P is rounded to FP8 for PV."""
 BOUND_TWO_FP8_TERMS = 0.004
-"""Where queries and P are held in two FP8 terms, eight bits; lse is off by what the queries lose."""
+"""Bound if queries and P are sums of two FP8 terms, eight bits; rounding the queries changes lse."""
 LSE_BOUND_TWO_FP8_TERMS = 4e-3
 
 _FP8_QUERIES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e4m3fnuz": torch.float8_e4m3fnuz}
@@ -95,7 +95,7 @@ class PrefillCase(cases.CacheCase):
 
     @property
     def native_fp8(self) -> str:
-        """The FP8 format that is multiplied as it is stored, or nothing."""
+        """The FP8 format that is multiplied without widening, or None."""
         return self.formats.k if self.fp8_compute or self.q_dtype.itemsize == 1 else ""
 
     @property
@@ -276,7 +276,7 @@ _FP8_UNITS = (
 
 # Each value alone, with every kernel, is a case of the quick sweep, and so are these combinations.
 AXES: dict[str, tuple[Any, ...]] = {
-    "format": ("bf16", "fp16", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1", decode.K8V4),
+    "format": ("bf16", "fp16", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1", decode.K8V4, "int8", "int4"),
     "q_dtype": (torch.float16,),
     "layout": ("HND", "concat", "vectorised", "padded"),
     "page_size": (1, 3, 32, 64, 128),
@@ -293,6 +293,8 @@ Changes = tuple[dict[str, Any], ...]
 OF_BOTH: Changes = (
     {"format": "fp4_e2m1", "scale_group": 32},
     {"format": "fp4_e2m1", "scale_group": 16, "scale_format": "e4m3"},
+    {"format": "int8", "granularity": "token_head"},
+    {"format": CacheFormat(k="int8", v="int4")},
     {"q_dtype": torch.float16, "format": "fp16"},
     {"layout": "tokens", "page_size": 1},
     {"num_splits": 3, "lens": (20, 5, 200)},
@@ -314,7 +316,7 @@ OF_APPEND: Changes = (
     {"q_lens": (20, 3, 9), "lens": (27, 3, 75)},  # chunks that begin inside a page
     {"q_lens": (9, 0, 70), "lens": (139, 40, 70)},
 )
-# What runs on FP8 units meets these in the quick sweep too; the full one mixes all with all.
+# The quick sweep has these for cases with FP8 products; the full sweep mixes all axes.
 _MASKS: Changes = (
     {},
     {"window_left": 12, "sinks": True},
@@ -329,15 +331,14 @@ _SIZES: Changes = (
     {"q_lens": (33,), "lens": (300,), "gqa_ratio": 8, "head_dim": 256, "page_size": 64},
 )
 _FORMATS: Changes = (
-    *({"format": name} for name in (*FORMATS, "fp8_e5m2")),
+    *({"format": name} for name in (*FORMATS, "fp8_e5m2", "int8", "int4")),
     {"format": decode.K8V4, "scale_group": 32},
 )
 
 
 def quick() -> Iterator[PrefillCase]:
     """The default case of each operation and kernel, and each value of each axis alone."""
-    yield PrefillCase()
-    yield PrefillCase(operation="append")
+    yield from (PrefillCase(), PrefillCase(operation="append"))
     yield PrefillCase(kernel="decode", q_lens=(1, 1, 1))
     for way in (*_PREFILLS, *_APPENDS):
         yield from each_alone(way, AXES)

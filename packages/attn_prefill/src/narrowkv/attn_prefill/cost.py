@@ -19,7 +19,7 @@ from narrowkv.runtime.targets import Target
 
 @dataclass(frozen=True)
 class Rates:
-    """What a target does in a microsecond.
+    """Rates of a target, per microsecond.
 
     Attributes:
         stream_bytes: bytes that kernels read or write.
@@ -42,7 +42,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a kernel takes for the sequences of a class.
+    """Estimated cost of a kernel for the sequences of a class.
 
     Attributes:
         kernel: its name.
@@ -117,7 +117,7 @@ def _widening(target: Target, format_name: str) -> str:
     stored = get_format(format_name)
     if stored.kind == "float":
         return "16-bit"
-    if stored.kind == "fp4":
+    if stored.is_packed:
         return "fp4"
     return "bits" if widen_route(target, format_name) == BITS else "fp8"
 
@@ -135,7 +135,7 @@ def row_bytes(shape: PrefillShape, formats: tuple[str, str]) -> float:
 def estimate(
     target: Target, shape: PrefillShape, formats: tuple[str, str], kernel: str, work: Work, block_m: int = 64
 ) -> Estimate:
-    """What `kernel` takes for `work`; shape: heads and head_dim."""
+    """Estimated microseconds of `kernel` for `work`; `shape` gives heads and head_dim."""
     rates = rates_of(target)
     heads = shape.num_kv_heads
     tiles = -(-work.q_len * shape.gqa_ratio // block_m)

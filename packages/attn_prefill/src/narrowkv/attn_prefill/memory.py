@@ -18,13 +18,13 @@ from narrowkv.runtime.launch import Described, Part, Varies, Workspace, block_by
 from narrowkv.runtime.targets import Target
 
 Blocks = dict[str, tuple[tuple[int, ...], torch.dtype]]
-_COUNTERS_APART = 64  # int32: counters of different kinds begin so many apart
+_COUNTER_ALIGNMENT = 64  # int32: counters of each kind begin at a multiple of this
 _MOST_SPLITS = 32
 _VALUES_BEFORE_OFFSETS = 3  # of `allocate`
 
 
 class Memory(NamedTuple):
-    """What launches are told of their memory.
+    """Pointers and sizes of the memory that launches use.
 
     Attributes:
         scratch: widened keys, without their bounds; None where the cache is read in its pages.
@@ -41,7 +41,7 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Needs:
-    """What decides on the memory of a configuration.
+    """The values that the memory of a configuration depends on.
 
     Attributes:
         shape: the shape, or the largest that is served.
@@ -129,7 +129,7 @@ class Needs:
     @cached_property
     def num_counters(self) -> int:
         """Counters of all kinds, and the space between them."""
-        return sum(_apart(count) for count in self.counters.values())
+        return sum(_round_up_counters(count) for count in self.counters.values())
 
     @cached_property
     def has_flags(self) -> bool:
@@ -138,9 +138,9 @@ class Needs:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each tensor begins, in the order of `names`: bytes from the block or from the counters."""
+        """Offset of each tensor in bytes, in the order of `names`, from the block or from the counters."""
         blocks = [block_bytes([block]) for block in self.blocks.values()]
-        counters = [4 * _apart(count) for count in self.counters.values()]
+        counters = [4 * _round_up_counters(count) for count in self.counters.values()]
         ends = (*accumulate(blocks), *accumulate(counters))
         return tuple(end - size for end, size in zip(ends, blocks + counters, strict=True))
 
@@ -193,7 +193,7 @@ def allocate(needs: Needs, device: torch.device) -> tuple[Any, ...]:
 
 
 def marks_of(needs: Needs, begin: int) -> Memory:
-    """What stands for memory that a call allocates, where `allocate` gives its values from index `begin`."""
+    """Placeholders for memory that a call allocates; `allocate` gives the values from index `begin`."""
     first = begin + _VALUES_BEFORE_OFFSETS
     dtypes = [dtype for _, dtype in needs.blocks.values()]
     tensors = {name: Part(begin, first + place, dtypes[place]) for place, name in enumerate(needs.blocks)}
@@ -212,7 +212,7 @@ def _described_rows(config: PrefillConfig, heads: int, head_dim: int, part: torc
 
 
 def memory_of(needs: Needs, tensors: dict[str, Any], rows: Any, descriptors: Any) -> Memory:
-    """What launches are told of these tensors, or of what stands for them."""
+    """Kernel arguments of these tensors, or of their placeholders."""
     part = tensors.get
     scratch = None
     if "k" in tensors:
@@ -246,8 +246,8 @@ def _descriptor(config: PrefillConfig, stored: torch.Tensor) -> Any:
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), block)
 
 
-def _apart(count: int) -> int:
-    return -(-count // _COUNTERS_APART) * _COUNTERS_APART
+def _round_up_counters(count: int) -> int:
+    return -(-count // _COUNTER_ALIGNMENT) * _COUNTER_ALIGNMENT
 
 
 def power_of_two(size: int) -> int:

@@ -1,4 +1,4 @@
-"""What a plan of prefills is made of: its shapes, configurations and memory."""
+"""The base of prefill plans: shapes, configurations and memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MAX_KEPT = 4096  # configurations
 
 @dataclass(frozen=True, eq=False)
 class PlanBase:
-    """What a plan of prefills knows of them before there are tensors: configurations and memory.
+    """The part of a prefill plan that needs no tensors: configurations and memory.
 
     A plan serves every layer of a model, and all calls up to its maxima. Its calls write to one workspace, so
     they must not run at the same time as each other or as those of another plan with that workspace. Two
@@ -86,7 +86,7 @@ class PlanBase:
         object.__setattr__(self, "handle", handle_of(self))
 
     def __deepcopy__(self: _P, memo: dict[int, Any]) -> _P:
-        """A plan for the same calls, with memory of its own."""
+        """A plan for the same calls, with its own memory."""
         if self.workspace is None:
             return replace(self)
         return replace(self).with_workspace(Workspace(self.workspace.num_bytes, self.device))
@@ -271,7 +271,7 @@ class PlanBase:
         return automatic and self.q_dtype.itemsize > 1 and not self.fp8_compute
 
     def needs(self, shape: PrefillShape, config: PrefillConfig, *, exact: bool) -> Needs:
-        """What a configuration needs for calls of this shape, or (not exact) of any shape up to it."""
+        """Memory of a configuration for calls of this shape, or (not exact) of any shape up to it."""
         own = per_key(self.k_granularity, self.v_granularity)
         return Needs(
             shape, config, self.target, self.q_dtype, self.k_format, self.v_format, own,
@@ -280,7 +280,7 @@ class PlanBase:
         )  # fmt: skip
 
     def _needs_of_kernels(self) -> list[Needs]:
-        """What the memory of every configuration that a call can have fits in."""
+        """Memory that is large enough for every configuration that a call can have."""
         config = self.config
         if config.kernel == "decode":
             config = replace(config, kernel="fused")  # for calls of other sizes
@@ -336,7 +336,7 @@ def _describe(c: PrefillConfig) -> str:
 
 
 def _kind_of(config: PrefillConfig) -> PrefillConfig:
-    """What kernels and memory depend on: whether there are splits, not how many, and for no reason."""
+    """The parts of a configuration that kernels and memory depend on."""
     otherwise = None if config.otherwise is None else _kind_of(config.otherwise)
     return replace(
         config,
@@ -345,6 +345,7 @@ def _kind_of(config: PrefillConfig) -> PrefillConfig:
         q_lens=config.q_lens if config.kernel == "split" else (0, ANY_LEN),
         few=tuple(_kind_of(part) for part in config.few),
         otherwise=otherwise,
+        in_turns=None if config.in_turns is None else _kind_of(config.in_turns),
     )
 
 

@@ -1,4 +1,4 @@
-"""What a prefill's configuration is chosen for, and what is chosen."""
+"""Shapes of prefills, and the configurations that are chosen for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRATCH_BLOCK = 64  # keys; each sequence's widened keys begin at a multiple of 
 
 @dataclass(frozen=True)
 class PrefillShape:
-    """What a configuration depends on, all of it known without reading the device.
+    """The sizes that a configuration depends on; all are known without reading the device.
 
     Attributes:
         batch, num_tokens: sequences, and query tokens of all of them.
@@ -83,6 +83,7 @@ class PrefillConfig:
         fp8: the FP8 format of the matrix unit when Q is FP8, else None.
         tma: keys of the scratch come by tensor descriptor.
         overlap: P @ V of a key tile runs during the softmax of the next one.
+        ahead: keys and values of a tile are loaded to registers while the tile before is multiplied.
         scratch_block: widened keys of a sequence begin at multiples of it.
         k_in_pages: K is copied out of its pages, where that can be done, and only V is widened.
         otherwise: where `kernels/pipelined.py` attends, what does when the scale is not positive or queries
@@ -103,9 +104,11 @@ class PrefillConfig:
     fp8: str | None = None
     tma: bool = False
     overlap: bool = False
+    ahead: bool = False
     scratch_block: int = SCRATCH_BLOCK
     k_in_pages: bool = False
     otherwise: PrefillConfig | None = None
+    in_turns: PrefillConfig | None = None
     as_decode: bool = False
     options: LaunchOptions = field(default_factory=LaunchOptions)
 

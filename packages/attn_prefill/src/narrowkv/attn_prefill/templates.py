@@ -31,7 +31,7 @@ _NUM_ROPE = 3
 
 
 class Layout(NamedTuple):
-    """What is the same in the tensors of calls with one kind of launches.
+    """Properties that the tensors of all calls with the same launches share.
 
     Attributes:
         q, o: strides of a token and of a head; lse: of a token, 0 without.

@@ -68,7 +68,7 @@ class DynamicCounts:
 
 
 def classify(inst: Instruction) -> dict[str, float]:
-    """What one execution of an instruction adds to the integer fields; ``mfma`` is the caller's."""
+    """What one execution of an instruction adds to the integer fields; the caller counts ``mfma``."""
     name = inst.name
     shape = mfma_shape(inst)
     if shape is not None:

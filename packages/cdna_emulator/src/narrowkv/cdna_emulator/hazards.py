@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from .errors import HazardError
@@ -273,3 +274,9 @@ class HazardModel:
                     f"{rule.what} ({name}, from line {inst.line}: {inst.text}): {states} wait states are "
                     f"needed, there are {age}",
                 )
+
+
+@lru_cache(maxsize=4)
+def hazard_model(program: Program) -> HazardModel:
+    """The model of a program, kept for its next launches."""
+    return HazardModel(program)

@@ -12,7 +12,7 @@ from .counts import DynamicCounts, classify
 from .dispatch import dispatch_packet, pack_arguments
 from .errors import MalformedProgramError
 from .execution import Execution
-from .hazards import HazardModel
+from .hazards import hazard_model
 from .memory import Memory
 from .profile import Profile, profile
 from .program import Program
@@ -116,7 +116,7 @@ def run(
     kernarg = own.map(arguments, name="kernel arguments", readonly=True)
     dispatch = own.map(dispatch_packet(program, extent), name="dispatch packet", readonly=True)
     total = DynamicCounts()
-    hazards = HazardModel(program) if detect_hazards else None
+    hazards = hazard_model(program) if detect_hazards else None
     block_counts = [0.0] * len(program.blocks)
     with np.errstate(all="ignore"):
         for first in range(0, len(chosen), batch_workgroups):

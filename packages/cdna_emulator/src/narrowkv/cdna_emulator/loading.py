@@ -145,7 +145,7 @@ def _load(asm_text: str, lds_bytes: int | None, hardware_sums: bool) -> Program:
     return program
 
 
-# What the hardware has: registers of a lane and waves of a workgroup. And, beyond any use, bytes of private
+# Limits of the hardware: registers of a lane and waves of a workgroup. And, beyond any use, bytes of private
 # memory of a lane and of the argument block.
 _LIMITS = {
     "vgprs": 512,

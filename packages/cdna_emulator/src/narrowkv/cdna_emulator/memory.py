@@ -117,7 +117,7 @@ class Memory:
         return None
 
     def describe(self, address: int) -> str:
-        """Where an address lies relative to the nearest buffer."""
+        """The position of an address relative to the nearest buffer."""
         if not self._buffers:
             return "no buffer is mapped"
         near = min(self._buffers, key=lambda b: max(b.base - address, address - b.end, 0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -72,6 +73,15 @@ def unknown(inst: Instruction, program: Program, what: str) -> UnknownInstructio
 
 def parse_operand(text: str, inst: Instruction, program: Program) -> Operand:
     """Parse one operand's text."""
+    try:
+        return _parse(text, program.accum_offset, program.vgprs)
+    except ValueError as error:
+        raise unknown(inst, program, str(error)) from None
+
+
+@lru_cache(maxsize=1 << 14)
+def _parse(text: str, accum_offset: int, vgprs: int) -> Operand:
+    """The operand in a program with these registers; a ValueError says what is not implemented."""
     negate = absolute = extend = False
     if text.startswith("neg(") and text.endswith(")"):
         negate, text = True, text[4:-1]
@@ -90,12 +100,12 @@ def parse_operand(text: str, inst: Instruction, program: Program) -> Operand:
         start = int(single if single is not None else first)
         count = 1 if single is not None or last is None else int(last) - start + 1
         if bank == "a":
-            start += program.accum_offset
+            start += accum_offset
         if bank == "ttmp":
             start += 108
-        limit = program.vgprs if bank in "va" else 128
+        limit = vgprs if bank in "va" else 128
         if start + count > limit:
-            raise unknown(inst, program, f"register {text}, past the {limit} allocated,")
+            raise ValueError(f"register {text}, past the {limit} allocated,")
         return Operand("v" if bank in "va" else "s", start, count, **flags)
     if text in _NAMED_SCALARS:
         start, count = _NAMED_SCALARS[text]
@@ -113,7 +123,7 @@ def parse_operand(text: str, inst: Instruction, program: Program) -> Operand:
     try:
         return Operand("float", value=float(text), **flags)
     except ValueError:
-        raise unknown(inst, program, f"operand {text!r}") from None
+        raise ValueError(f"operand {text!r}") from None
 
 
 def constant_bits(operand: Operand, kind: str) -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from .errors import EmulatorError
 
 _MNEMONIC = re.compile(r"^(?:s|v|ds|buffer|global|flat|scratch)_\w+$")
 _LABEL = re.compile(r"^([\w.$]+):")
-_ENCODINGS = ("_e32", "_e64", "_sdwa", "_dpp", "_e64_dpp")
+_ENCODINGS = ("_e64_dpp", "_sdwa", "_e32", "_e64", "_dpp")  # the longest first
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,17 @@ def _split(text: str, separators: str) -> list[str]:
 
 def parse_instruction(text: str, line: int) -> Instruction:
     """Parse one instruction, for example ``ds_read2_b32 v[2:3], v36 offset1:32``."""
+    return Instruction(*_parts(text), line, text)
+
+
+@lru_cache(maxsize=1 << 16)  # kernels share most of their lines, and edited copies of a kernel all but one
+def _parts(text: str) -> tuple[str, str, tuple[str, ...], dict[str, str]]:
+    """Name, encoding, operands and modifiers of an instruction."""
     mnemonic, _, rest = text.partition(" ")
-    encoding = next((e for e in sorted(_ENCODINGS, key=len, reverse=True) if mnemonic.endswith(e)), "")
+    encoding = next((e for e in _ENCODINGS if mnemonic.endswith(e)), "")
     name = mnemonic.removesuffix(encoding) if encoding else mnemonic
-    operands, modifiers = [], {}
+    operands: list[str] = []
+    modifiers: dict[str, str] = {}
     for part in _split(rest, ","):
         operand, *flags = _split(part, " \t")
         if re.match(r"^[a-z][a-z_0-9]*:", operand):  # an instruction with modifiers alone
@@ -100,7 +108,7 @@ def parse_instruction(text: str, line: int) -> Instruction:
         for flag in flags:
             key, _, value = flag.partition(":")
             modifiers[key] = value
-    return Instruction(name, encoding.strip("_"), tuple(operands), modifiers, line, text)
+    return name, encoding.strip("_"), tuple(operands), modifiers
 
 
 def _parse_arguments(lines: list[str]) -> tuple[KernelArgument, ...]:

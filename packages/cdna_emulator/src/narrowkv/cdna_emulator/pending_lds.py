@@ -84,7 +84,7 @@ class PendingLds:
         self._owner[at >> 2] = lane_ids
 
     def first_unfinished(self, inst: Instruction, at: Array, lane_ids: Array, size: int) -> int | None:
-        """Index of the first lane that reads what a load to LDS of its own wave has yet to write, or None."""
+        """Index of the first lane that reads bytes that its wave has still to load into LDS, or None."""
         count = self.under_way.get(id(inst))
         if count is None:
             return None

@@ -9,7 +9,7 @@ from .parser import Instruction, KernelArgument
 from .state import Waves
 
 Step = Callable[[Waves], None]
-"""What an instruction does to a group of waves."""
+"""A function that executes an instruction on a group of waves."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Block:
         return self.instructions[-1]
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """One kernel, ready to run on a target.
 

@@ -1,4 +1,4 @@
-"""What a recorder of a run is told: the blocks that each wave runs and the addresses that it asks for."""
+"""The interface of a recorder of a run: the blocks that each wave runs and the addresses that it requests."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def unpack_mask(mask: Array) -> Array:
 
 
 class Machine(Protocol):
-    """What instructions reach beyond a wave's registers: memory, LDS and private memory.
+    """The state outside a wave's registers: memory, LDS and private memory.
 
     Attributes:
         lds_base: where the LDS of each wave's workgroup begins.

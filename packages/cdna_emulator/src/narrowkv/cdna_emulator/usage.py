@@ -33,7 +33,7 @@ _TRANS = re.compile(r"^v_(exp|log|rcp|rcp_iflag|rsq|sqrt|sin|cos)_(f16|f32|f64|l
 
 @dataclass(frozen=True)
 class Usage:
-    """What an instruction does to registers and counters.
+    """The effects of an instruction on registers and counters.
 
     Attributes:
         kind: ``valu``, ``mfma``, ``salu``, ``smem``, ``ds``, ``load``, ``store``, ``atomic``, ``to_lds`` (a

@@ -1,4 +1,4 @@
-"""What the vector ALU computes: one entry per instruction, ``mnemonic: (result, sources, function)``.
+"""Instructions of the vector ALU: one entry each, ``mnemonic: (result, sources, function)``.
 
 Source: "Vector ALU Operations" and the pseudo-code of VOP1, VOP2, VOP3 and VOPC in the CDNA3 and CDNA4 ISA
 documents. The functions see numpy arrays that broadcast over ``[waves, 64]`` and have the types named.

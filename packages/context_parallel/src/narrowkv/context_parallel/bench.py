@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -98,6 +98,11 @@ class Measured:
         """Tokens of all sequences that one layer's attention lets through in a second."""
         return self.batch / self.step_us * 1e6 if self.step_us else 0.0
 
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, and the figures derived from them."""
+        derived = {"speedup": self.speedup, "hidden": self.hidden, "tokens_per_s": self.tokens_per_s}
+        return {**asdict(self), **derived}
+
     @property
     def context_at_equal_time(self) -> int:
         """Tokens that the GPUs attend to together in the time of one GPU at `context`."""
@@ -108,7 +113,7 @@ class Measured:
 def measure_ranks(setting: Setting) -> list[Measured]:
     """Measures every row of a setting; runs on every rank of the default NCCL group, for `run_ranks`.
 
-    Rank 0 also writes each row to stderr as soon as it is measured.
+    Rank 0 also writes each row to stderr when it is measured.
     """
     rows = []
     for context in setting.contexts:

@@ -115,7 +115,7 @@ def spread(
     cache: PagedKVCache, table: PageTable, layout: ShardLayout, *, page_size: int, own_pages: bool,
     q_len: int = 1, window_left: int = -1, seed: int = 0,
 ) -> Shard:  # fmt: skip
-    """A rank's shard of a cache that one GPU holds, byte for byte, with pages of its own, shuffled.
+    """A rank's shard of a cache that one GPU holds, byte for byte, with its own pages, shuffled.
 
     All ranks that pass the same seed make shards that go together. Descales must be per token, or shared by
     all of a sequence's tokens.
@@ -171,7 +171,7 @@ def _moved(
 
 @dataclass(frozen=True)
 class Checked:
-    """What a case's check found.
+    """Result of the check of a case.
 
     Attributes:
         name: the case.

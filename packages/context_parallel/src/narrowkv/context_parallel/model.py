@@ -1,4 +1,4 @@
-"""What a context-parallel decode step costs, by published figures: bytes, latency and bandwidth.
+"""A cost model of a context-parallel decode step, from published figures: bytes, latency and bandwidth.
 
 A step is attention over the rank's share of the keys, then two collectives (queries over heads, partial
 results by heads), each a latency and a transfer. Nothing overlaps, so that head groups can only do better.
@@ -6,8 +6,9 @@ results by heads), each a latency and a transfer. Nothing overlaps, so that head
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -100,6 +101,10 @@ class Predicted:
     def speedup(self) -> float:
         """Decode rate over one GPU's."""
         return self.one_gpu_us / self.step_us
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields and the speed-up."""
+        return {**asdict(self), "speedup": self.speedup}
 
 
 def collective_us(link: Link, world: int, bytes_per_peer: float) -> float:

@@ -55,7 +55,7 @@ class CPDecodePlan:
     _buffers: dict[int, Buffers] = field(init=False, repr=False, default_factory=dict)
 
     def explain(self) -> str:
-        """What a step does: one line for a person."""
+        """One line for a person: the steps of a call."""
         groups = "" if self.head_groups == 1 else f", {self.head_groups} head groups overlapped"
         return (
             f"rank {self.layout.rank} of {self.layout.world}, interleave {self.layout.interleave}: "
@@ -178,7 +178,7 @@ class CPDecodePlan:
         self, number: int, partial: Partial, sinks: torch.Tensor | None, out: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """Merges a head group's own heads; they lie `head_groups` KV heads apart in the output."""
+        """Merges the heads of a head group, which are every `head_groups`-th KV head of the output."""
         groups, own = self.head_groups, partial.sizes.own_heads
         run = own if groups == 1 else self.shape.gqa_ratio
         for first in range(0, own, run):
@@ -305,7 +305,7 @@ def _plan(
     partial_dtype: torch.dtype, heads: str, head_groups: int, max_batch: int | None, max_seq_len: int | None,
     batch_invariant: bool,
 ) -> CPDecodePlan:  # fmt: skip
-    """A plan without symmetric memory; refuses what this rank alone can see is wrong."""
+    """A plan without symmetric memory; refuses arguments that are wrong on this rank alone."""
     layout = table.layout
     world = layout.world
     if group is not None:

@@ -28,7 +28,7 @@ def run_ranks(
         timeout_s: how long a collective may wait for a rank before it is an error.
 
     Returns:
-        What each rank returned, in rank order.
+        The return values of the ranks, in rank order.
 
     Raises:
         ProcessRaisedException, ProcessExitedException: of `torch.multiprocessing`, when a rank fails; the

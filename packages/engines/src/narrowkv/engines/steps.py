@@ -13,6 +13,7 @@ import torch
 from narrowkv.attn_decode import DecodePlan, DecodeShape, paged_decode, plan_decode
 from narrowkv.attn_prefill import PrefillPlan, batch_prefill, plan_prefill
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.paged_cache.kinds import CACHE_KINDS, kind_of_cache
 from narrowkv.runtime.launch import Workspace
 
 __all__ = [
@@ -103,29 +104,27 @@ def attend(
     batch_prefill(q, cache, step.table, step.query_start_loc, out=out, plan=prefill, **options)
 
 
-def _groups(cache: PagedKVCache) -> tuple[int, ...]:
-    """Scales of a head of K and of V where they have several."""
-    scales = (cache.k_descale, cache.v_descale)
-    return tuple(x.shape[-1] for x in scales if isinstance(x, torch.Tensor) and x.dim() == 4)
+def _kind(cache: PagedKVCache) -> int:
+    """What a plan depends on of a cache, as one number; found again without a look at the cache."""
+    kind = CACHE_KINDS.get(id(cache))
+    return kind_of_cache(cache) if kind is None else kind
 
 
 def _decode_plan(q: torch.Tensor, cache: PagedKVCache, step: Step, max_batch: int) -> DecodePlan:
     """The plan of decode steps with this many query tokens, made once for all layers of a shape."""
     most = max(max_batch, step.table.batch_size)
-    key = (
-        step.max_query_len, q.shape[1:], q.dtype, q.device, cache.num_kv_heads, cache.page_size, cache.format,
-        cache.k_granularity, _groups(cache), step.table.page_ids.shape[1], most,
-    )  # fmt: skip
-    if key not in _decode_plans:
+    key = (_kind(cache), q.shape[1:], q.dtype, step.max_query_len, step.table.page_ids.shape[1], most)
+    plan = _decode_plans.get(key)
+    if plan is None:
         needed = plan_decode(q, cache, step.table, max_batch=most).workspace_bytes()
         shared = reserve(needed, q.device)
-        _decode_plans[key] = plan_decode(q, cache, step.table, max_batch=most, workspace=shared)
-    return _decode_plans[key]
+        plan = _decode_plans[key] = plan_decode(q, cache, step.table, max_batch=most, workspace=shared)
+    return plan
 
 
 def _prefill_plan(q: torch.Tensor, cache: PagedKVCache, step: Step) -> PrefillPlan:
     """The plan of this step, made once for all layers of a shape; its scratch goes with the step."""
-    key = (q.shape, q.dtype, cache.num_kv_heads, cache.format, cache.k_granularity, _groups(cache))
+    key = (_kind(cache), q.shape, q.dtype)
     if key not in step.prefill_plans:
         assert step.query_start_loc is not None
         step.prefill_plans[key] = plan_prefill(

@@ -8,6 +8,7 @@ from typing import Any
 from narrowkv.runtime.errors import check_choice
 
 __all__ = [
+    "DEEPSEEK_V4",
     "TINY_MODELS",
     "TinyModel",
     "tiny_config",
@@ -17,7 +18,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TinyModel:
-    """What to make a small model of.
+    """Sizes of a small model.
 
     Attributes:
         model_type: transformers' name of the architecture.
@@ -33,6 +34,7 @@ class TinyModel:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+DEEPSEEK_V4 = "deepseek-v4-tiny"
 _EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 TINY_MODELS = {
@@ -48,6 +50,33 @@ TINY_MODELS = {
         "gemma2", 4, 2, 128, {**_WINDOWS, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 128}
     ),
     "gemma-3-tiny": TinyModel("gemma3_text", 4, 2, 256, {**_WINDOWS, "query_pre_attn_scalar": 256}),
+    # A layer of each kind, which compress so much that a short prompt has compressed rows.
+    DEEPSEEK_V4: TinyModel(
+        "deepseek_v4",
+        8,
+        1,
+        512,
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 6,
+            "mlp_layer_types": ["moe"] * 3,
+            "layer_types": [
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+            ],
+            "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+            "q_lora_rank": 64,
+            "o_lora_rank": 32,
+            "o_groups": 2,
+            "index_n_heads": 2,
+            "index_head_dim": 128,
+            "index_topk": 2,
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
 }
 
 
@@ -57,7 +86,7 @@ def tiny_config(name: str, *, vocab_size: int = 96, num_layers: int = 2) -> Any:
     Args:
         name: one of `TINY_MODELS`.
         vocab_size: tokens that it knows.
-        num_layers: layers; a model with sliding windows has two.
+        num_layers: layers; a model with sliding windows has two, DeepSeek-V4 three.
 
     Raises:
         ValueError: for another name.
@@ -69,12 +98,13 @@ def tiny_config(name: str, *, vocab_size: int = 96, num_layers: int = 2) -> Any:
     from transformers import AutoConfig
 
     tiny = TINY_MODELS[check_choice("name", name, tuple(TINY_MODELS))]
-    return AutoConfig.for_model(
-        tiny.model_type, num_hidden_layers=num_layers, num_attention_heads=tiny.num_qo_heads,
-        num_key_value_heads=tiny.num_kv_heads, head_dim=tiny.head_dim, hidden_size=128,
-        intermediate_size=128, vocab_size=vocab_size, max_position_embeddings=512, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, dtype="bfloat16", **tiny.options,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "num_hidden_layers": num_layers, "num_attention_heads": tiny.num_qo_heads,
+        "num_key_value_heads": tiny.num_kv_heads, "head_dim": tiny.head_dim, "hidden_size": 128,
+        "intermediate_size": 128, "vocab_size": vocab_size, "max_position_embeddings": 512,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16",
+    }  # fmt: skip
+    return AutoConfig.for_model(tiny.model_type, **{**options, **tiny.options})
 
 
 def tiny_model(name: str, *, seed: int = 0, attn_implementation: str = "eager", **sizes: int) -> Any:

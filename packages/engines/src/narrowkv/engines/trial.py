@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from narrowkv.engines.tiny import tiny_model
-from narrowkv.runtime.errors import check_choice
+from narrowkv.engines.tiny import DEEPSEEK_V4, tiny_model
+from narrowkv.runtime.errors import UnsupportedError, check_choice
 
 __all__ = [
     "CACHES",
@@ -30,12 +30,14 @@ __all__ = [
 ]
 
 ENGINES = ("transformers", "vllm", "sglang")
-# What each engine calls the caches that are tried, the 16-bit one first.
+# Each engine's names of the caches that are tried, the 16-bit one first.
 CACHES = {
     "transformers": ("bf16", "fp8_e4m3fn", "fp4_e2m1"),
     "vllm": ("auto", "fp8", "fp8_per_token_head", "ultraquant_4bit"),
     "sglang": ("auto", "fp8_e4m3"),
 }
+# Layouts of DeepSeek's rows by the names of transformers' caches: V4's own, and V4.1's in NVFP4.
+_ROWS = {"bf16": None, "fp8_e4m3fn": "packed584", "fp4_e2m1": "packed288"}
 OWN = "engine's own"
 PROMPT = (5, 6, 7, 8, 9, 10, 11, 12, 13)
 
@@ -71,7 +73,7 @@ def try_engine(
 
     Args:
         engine: one of `ENGINES`.
-        model: one of `narrowkv.engines.tiny.TINY_MODELS`.
+        model: one of `narrowkv.engines.tiny.TINY_MODELS`; DeepSeek-V4 runs in transformers alone.
         caches: dtypes of caches, by the engine's names; default all of `CACHES[engine]`.
         tokens: new tokens.
 
@@ -80,6 +82,7 @@ def try_engine(
 
     Raises:
         ValueError: for other names.
+        UnsupportedError: for a model that the engine does not run without its own GPU kernels.
         ImportError: the engine is not installed.
 
     Example:
@@ -90,6 +93,11 @@ def try_engine(
     check_choice("engine", engine, ENGINES)
     for cache in caches:
         check_choice("caches", cache, CACHES[engine])
+    if model == DEEPSEEK_V4 and engine != "transformers":
+        raise UnsupportedError(
+            f"{engine} runs DeepSeek-V4 with kernels of its own, which need a GPU and the real shape: "
+            "try it in transformers"
+        )
     if engine == "sglang":
         from narrowkv.engines.trial_sglang import trials as run
     else:
@@ -117,7 +125,7 @@ class Watch:
         found = [
             (module, name, getattr(module, name))
             for module in self.modules
-            for name in ("append", "paged_decode", "batch_prefill")
+            for name in ("append", "paged_decode", "batch_prefill", "sparse_decode")
             if hasattr(module, name)
         ]
         for module, name, operation in found:
@@ -174,7 +182,8 @@ def _with_transformers(name: str, caches: list[str], count: int) -> Iterator[Tri
     import torch
 
     import narrowkv.engines.transformers as narrow
-    from narrowkv.engines.transformers import attention, cache
+    from narrowkv.engines import deepseek
+    from narrowkv.engines.transformers import attention, cache, deepseek_v4
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = tiny_model(name).to(device)
@@ -193,6 +202,15 @@ def _with_transformers(name: str, caches: list[str], count: int) -> Iterator[Tri
 
     own = generate(None)
     yield compared(OWN, own[:2], *own)
+    if name == DEEPSEEK_V4:
+        for kind in caches:
+            deepseek_v4.register(_ROWS[kind])
+            model.set_attn_implementation(deepseek_v4.NAME)
+            watch = Watch(deepseek)
+            with watch.watching():
+                found = generate(None)
+            yield compared(kind, own[:2], *found, calls=watch.calls, spent=watch.spent)
+        return
     narrow.register()
     model.set_attn_implementation(narrow.NAME)
     for kind in caches:

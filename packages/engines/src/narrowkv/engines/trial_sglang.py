@@ -1,4 +1,4 @@
-"""Tries narrowkv inside SGLang, whose model runs in a process of its own."""
+"""Tries narrowkv inside SGLang, whose model runs in another process."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ import torch
 from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.paged_cache.checks import layout_hint
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, check_exponent
-from narrowkv.paged_cache.kernels.append import _append_kernel
+from narrowkv.paged_cache.kernels.append import QUERY_HEADS, Queries, _append_kernel
+from narrowkv.paged_cache.key_transform import transform_tensors
 from narrowkv.paged_cache.rope import (
     BOUND_ROPES,
     FLOATS,
@@ -48,19 +49,27 @@ _OPTIONS = LaunchOptions(num_warps=1, num_stages=1, enable_fp_fusion=False)
 _MAX_PREPARED = 256  # launches that are kept; a server needs a few
 
 
+class _Rows(NamedTuple):
+    """Bytes of tokens: from a token to the next, and of one."""
+
+    step: int
+    row: int
+
+
 class _Prepared(NamedTuple):
     """A launch for calls with the same metadata, but for the number of tokens.
 
     Attributes:
         launch: what varies is what `Store.varying` has, the new tokens, slots and rotary tables.
-        k_step, v_step: bytes from a token to the next; k_row, v_row: bytes that a token spans.
+        k, v, q: where tokens lie.
+        programs: of a token.
     """
 
     launch: FixedLaunch
-    k_step: int
-    k_row: int
-    v_step: int
-    v_row: int
+    k: _Rows
+    v: _Rows
+    q: _Rows | None
+    programs: int
 
 
 _prepared: dict[Any, _Prepared] = {}
@@ -133,22 +142,69 @@ def check_append(
     slot_mapping: torch.Tensor,
     rope: Rope | None,
     k_offset: torch.Tensor | None,
+    q: torch.Tensor | None,
     exponent: str,
     validate: bool,
 ) -> None:
     """Refuses what `append` cannot do, before anything is written."""
     check_new_tokens(cache, k_new, v_new, rope, exponent, validate)
+    if q is not None:
+        _check_queries(cache, q, k_new, v_new, slot_mapping, rope, k_offset)
     check_index_vector("slot_mapping", slot_mapping, k_new.shape[0])
     check_same_device(k=cache.k, slot_mapping=slot_mapping, k_offset=k_offset)
     if k_offset is not None:
+        if cache.key_transform is not None:
+            raise ValueError(
+                "k_offset must be None for a cache with a key_transform: put it in as "
+                "dataclasses.replace(cache, key_transform=KeyTransform(offset=k_offset, ...))"
+            )
         check_dtype("k_offset", k_offset, (torch.float32,))
         check_shape("k_offset", k_offset, (cache.num_kv_heads, cache.head_dim))
         check_no_grad(k_offset=k_offset)
         if not k_offset.is_contiguous():
             raise ValueError(f"k_offset must be contiguous, got strides {k_offset.stride()}")
-    check_apart(cache, slot_mapping=slot_mapping, k_offset=k_offset)
+    check_apart(cache, slot_mapping=slot_mapping, k_offset=k_offset, **transform_tensors(cache.key_transform))
     if validate and has_memory(slot_mapping):
         _check_slots(slot_mapping, cache.num_pages * cache.page_size)
+
+
+def _check_queries(
+    cache: PagedKVCache,
+    q: torch.Tensor,
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    rope: Rope | None,
+    k_offset: torch.Tensor | None,
+) -> None:
+    """Refuses queries that cannot be rotated in place."""
+    if rope is None:
+        raise ValueError("q must come with rope, which rotates it: leave q out, or pass rope=Rope(...)")
+    check_dtype("q", q, FLOATS)
+    check_shape("q", q, (k_new.shape[0], "num_qo_heads", cache.head_dim))
+    check_last_dim_contiguous("q", q)
+    check_same_device(k=cache.k, q=q)
+    check_no_grad(q=q)
+    others = {"rope.cos": rope.cos, "rope.sin": rope.sin, "rope.positions": rope.positions}
+    check_no_overlap("q", q, **written_tensors(cache), **others, slot_mapping=slot_mapping, k_offset=k_offset)
+    for name, new in (("k_new", k_new), ("v_new", v_new)):
+        if not (q.numel() and has_memory(q) and has_memory(new)):
+            continue
+        if _rows_meet(q.shape[0], q.data_ptr(), _rows_of(q), new.data_ptr(), _rows_of(new)):
+            raise ValueError(f"q must not share memory with {name}, got overlapping tensors")
+
+
+def _rows_of(x: torch.Tensor) -> _Rows:
+    size = x.element_size()
+    return _Rows(x.stride(0) * size, ((x.shape[1] - 1) * x.stride(1) + x.shape[2]) * size)
+
+
+def _rows_meet(tokens: int, a: int, a_rows: _Rows, b: int, b_rows: _Rows) -> bool:
+    """Whether tokens at addresses `a` and `b` share memory; those of one packed tensor of Q, K, V do not."""
+    if a + (tokens - 1) * a_rows.step + a_rows.row <= b or b + (tokens - 1) * b_rows.step + b_rows.row <= a:
+        return False
+    step, behind = a_rows.step, (b - a) % max(a_rows.step, 1)
+    return step != b_rows.step or behind < a_rows.row or behind + b_rows.row > step
 
 
 def _check_slots(slot_mapping: torch.Tensor, num_slots: int) -> None:
@@ -166,6 +222,7 @@ def _key(
     slot_mapping: torch.Tensor,
     rope: BoundRope | None,
     k_offset: torch.Tensor | None,
+    q: torch.Tensor | None,
     exponent: str,
 ) -> Any:
     """What a prepared launch can be found by; None for arguments that must be checked one by one.
@@ -178,12 +235,15 @@ def _key(
         return None
     if rope is not None and rope.tokens != shape[0]:
         return None
+    if q is not None and q.shape[0] != shape[0]:
+        return None
     return (
         store.kind, exponent, type(k_new), k_new.dtype, k_new.stride(), k_new.device, k_new.requires_grad,
         type(v_new), v_new.dtype, v_new.stride(), v_new.device, v_new.requires_grad,
         type(slot_mapping), slot_mapping.dtype, slot_mapping.device,
         None if rope is None else rope.kind,
         None if k_offset is None else metadata_of(k_offset),
+        None if q is None else (type(q), q.dtype, q.shape[1:], q.stride(), q.device, q.requires_grad),
     )  # fmt: skip
 
 
@@ -196,10 +256,11 @@ def append(
     *,
     rope: Rope | None = None,
     k_offset: torch.Tensor | None = None,
+    q: torch.Tensor | None = None,
     exponent: str = "mse",
     validate: bool = False,
 ) -> None:
-    """Writes new tokens into the cache: optional RoPE on K, optional K offset, quantise, scatter. One launch.
+    """Writes new tokens into the cache: RoPE on K and Q, its `key_transform`, quantise, scatter. One launch.
 
     The first call of a kind (cache, dtypes, options) checks everything and prepares the launch; later calls
     check what can change and launch. Nothing is allocated and the device is not waited for, so a call can be
@@ -214,8 +275,11 @@ def append(
         slot_mapping: `[tokens]` int32 or int64, any stride, `page * page_size + position in the page`; -1
             skips a token. Slots outside the cache are never written. Of two tokens with one slot either may
             be stored, and K may be of one and V of the other.
-        rope: rotary embedding of K.
-        k_offset: `[num_kv_heads, head_dim]` fp32, subtracted from K after RoPE (`narrowkv.quant.transforms`).
+        rope: rotary embedding of K, and of `q`.
+        k_offset: `[num_kv_heads, head_dim]` fp32, subtracted from K after RoPE (`narrowkv.quant.transforms`),
+            of which attention knows nothing; an offset in `cache.key_transform` is also put back into an lse.
+        q: `[tokens, num_qo_heads, head_dim]`, bf16, fp16 or fp32, last dimension contiguous: rotated in place
+            by `rope`, tokens of slot -1 too. It may be packed with K and V in one tensor; K is left as it is.
         exponent: FP4: how a group's scale is chosen: "mse" (least squared error), "floor" (OCP MX) or "ceil"
             (nothing saturates); see `narrowkv.quant.e8m0`. E4M3 scales have "mse" only.
         validate: also check the values of slots (in range, none twice), descales and positions, which waits
@@ -238,39 +302,51 @@ def append(
         try:
             if rope is not None and bound_rope is None:
                 bound_rope = bind_rope(check_instance("rope", rope, Rope))
-            key = _key(store, k_new, v_new, slot_mapping, bound_rope, k_offset, exponent)
+            key = _key(store, k_new, v_new, slot_mapping, bound_rope, k_offset, q, exponent)
             prepared = _prepared.get(key)
             if prepared is not None:
                 tokens = k_new.shape[0]
+                last = tokens - 1
                 k_begin, v_begin = k_new.data_ptr(), v_new.data_ptr()
-                k_end = k_begin + (tokens - 1) * prepared.k_step + prepared.k_row
-                v_end = v_begin + (tokens - 1) * prepared.v_step + prepared.v_row
+                k_end = k_begin + last * prepared.k.step + prepared.k.row
+                v_end = v_begin + last * prepared.v.step + prepared.v.row
                 met = not k_begin or not v_begin
                 for low, high in store.spans:
                     met = met or (k_begin < high and low < k_end) or (v_begin < high and low < v_end)
+                if q is not None and prepared.q is not None:
+                    q_begin = q.data_ptr()
+                    q_end = q_begin + last * prepared.q.step + prepared.q.row
+                    met = met or not q_begin
+                    for low, high in store.spans:
+                        met = met or (q_begin < high and low < q_end)
+                    met = met or _rows_meet(tokens, q_begin, prepared.q, k_begin, prepared.k)
+                    met = met or _rows_meet(tokens, q_begin, prepared.q, v_begin, prepared.v)
         except (AttributeError, RuntimeError, TypeError):
             pass  # not tensors, or tensors without memory: the checks say which
     if prepared is None or met or validate:
-        check_append(cache, k_new, v_new, slot_mapping, rope, k_offset, exponent, validate)
+        check_append(cache, k_new, v_new, slot_mapping, rope, k_offset, q, exponent, validate)
         store = store_of(cache)
         if rope is not None and bound_rope is None:
             bound_rope = bind_rope(rope)
-        key = _key(store, k_new, v_new, slot_mapping, bound_rope, k_offset, exponent)
+        key = _key(store, k_new, v_new, slot_mapping, bound_rope, k_offset, q, exponent)
         prepared = _prepared.get(key)
         if prepared is None:
-            prepared = _prepare(store, k_new, v_new, rope, k_offset, exponent)
+            prepared = _prepare(store, k_new, v_new, rope, k_offset, q, exponent)
             if len(_prepared) >= _MAX_PREPARED:
                 _prepared.clear()
             _prepared[key] = prepared
         tokens = k_new.shape[0]
     assert store is not None
     values = (k_new, v_new, *store.varying)
-    if k_offset is not None:
-        values = (*values, k_offset)
+    for static in (store.key_offset if k_offset is None else k_offset, store.key_balance):
+        if static is not None:
+            values = (*values, static)
     if bound_rope is not None:
         values = (*values, *bound_rope.tensors)
+    if q is not None:
+        values = (*values, q)
     prepared.launch(
-        (tokens, store.row[0], 1), (*values, slot_mapping, slot_mapping.stride(0), store.num_slots)
+        (tokens, prepared.programs, 1), (*values, slot_mapping, slot_mapping.stride(0), store.num_slots)
     )
 
 
@@ -280,27 +356,30 @@ def _prepare(
     v_new: torch.Tensor,
     rope: Rope | None,
     k_offset: torch.Tensor | None,
+    q: torch.Tensor | None,
     exponent: str,
 ) -> _Prepared:
     constants = {
         **dict(store.constants),
         **rope_constants(rope),
         "RULE": exponent,
-        "HAS_OFFSET": k_offset is not None,
         "BLOCK_D": 1 << (store.row[1] - 1).bit_length(),
     }
     arguments = (
         *with_varying_addresses(new_tokens(k_new), new_tokens(v_new), *store[:4]),
-        None if k_offset is None else VARIES,
-        *with_varying_addresses(rope_pointers(rope)),
+        None if k_offset is None and store.key_offset is None else VARIES,
+        None if store.key_balance is None else VARIES,
+        *with_varying_addresses(rope_pointers(rope), _queries(q, store.row[0])),
         VARIES,
         VARIES,
         VARIES,
     )
-    heads, head_dim = store.row
-    steps = []
-    for x in (k_new, v_new):
-        size = x.element_size()
-        steps += [x.stride(0) * size, ((heads - 1) * x.stride(1) + head_dim) * size]
     launch = FixedLaunch(BoundLaunch(_append_kernel, constants, _OPTIONS), arguments)
-    return _Prepared(launch, *steps)
+    programs = store.row[0] + (0 if q is None else -(-q.shape[1] // QUERY_HEADS.value))
+    return _Prepared(launch, _rows_of(k_new), _rows_of(v_new), None if q is None else _rows_of(q), programs)
+
+
+def _queries(q: torch.Tensor | None, num_kv_heads: int) -> Queries:
+    if q is None:
+        return Queries(None, 0, 0, 0, 0)
+    return Queries(q, q.stride(0), q.stride(1), q.shape[1], num_kv_heads)

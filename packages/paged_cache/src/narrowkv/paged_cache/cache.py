@@ -17,10 +17,11 @@ from narrowkv.paged_cache.descales import (
     check_fp4_scales,
     check_tensor_scale,
     descale_or_one,
-    fp4_scales_of_one,
+    new_descale,
     side_of,
 )
 from narrowkv.paged_cache.formats import CacheFormat
+from narrowkv.paged_cache.key_transform import check_key_transform
 from narrowkv.paged_cache.layouts import (
     LAYOUTS,
     KVStrides,
@@ -31,6 +32,7 @@ from narrowkv.paged_cache.layouts import (
     span_bytes,
     strides_of,
 )
+from narrowkv.quant import KeyTransform
 from narrowkv.quant.formats import check_storage, get_format
 from narrowkv.quant.rounding import decode
 from narrowkv.runtime.errors import check_choice, check_positive_int, check_same_device, check_tensor
@@ -57,10 +59,11 @@ class PagedKVCache:
             page_size, head_dim]`; "tokens" `[slots, num_kv_heads, head_dim]` (page size 1); "concat": NHD
             with K and V side by side on the last axis, passed as its two halves; "vectorised" (AITER): K
             `[num_pages, H, D/x, page_size, x]` and V `[num_pages, H, page_size/x, D, x]`, x = 16 / itemsize.
-            FP4 halves the last axis: uint8, element 2i in the low nibble.
+            FP4 and INT4 halve the last axis: uint8, element 2i in the low nibble.
         num_pages, page_size, num_kv_heads, head_dim: sizes of the logical cache.
         k_descale, v_descale: what stored numbers are multiplied by: a float, or an fp32 tensor; for FP4 a
-            tensor of E8M0 scales (uint8) or E4M3 scales (float8_e4m3fn).
+            tensor of E8M0 scales (uint8) or E4M3 scales (float8_e4m3fn); for INT4 an fp32 tensor "token_head"
+            with a zero point in the four lowest bits of each scale, see `narrowkv.quant.int_tokens`.
         k_granularity, v_granularity: what a descale tensor's axes are: "tensor" `[1]`, "head" `[H]`,
             "sequence_head" `[batch, H]`, "page_head" `[num_pages, H]`, "token_head" `[num_pages, page_size,
             H]`, "token_head_group" `[num_pages, page_size, H, head_dim / 16]` or `head_dim / 32`. FP4 has one
@@ -68,6 +71,8 @@ class PagedKVCache:
         negative_zero_free: whether no FP8 byte is 0x80 or a NaN code, which holds for finite numbers that
             narrowkv wrote. It allows OCP bytes to be read faster on gfx942.
         k_tensor_scale, v_tensor_scale: what E4M3 scales are multiplied by, 1.0 for other formats.
+        key_transform: offset, balance and rotation that kernels apply to new keys and to queries, or None.
+            `dataclasses.replace` sets it. Methods of the cache give keys as they are stored.
     """
 
     k: torch.Tensor
@@ -85,6 +90,7 @@ class PagedKVCache:
     negative_zero_free: bool = False
     k_tensor_scale: float = 1.0
     v_tensor_scale: float = 1.0
+    key_transform: KeyTransform | None = None
 
     def __post_init__(self) -> None:
         """Checks the descales, which `dataclasses.replace` may have changed."""
@@ -93,6 +99,7 @@ class PagedKVCache:
             name = f"{side.name}_descale"
             check_descale(name, side.descale, side.granularity, side.format, sizes, self.k.device, False)
             check_tensor_scale(side)
+        check_key_transform(self.key_transform, self.num_kv_heads, self.head_dim, self.k)
 
     def sides(self) -> tuple[CacheSide, CacheSide]:
         """K and V, each with its format and descale."""
@@ -108,8 +115,8 @@ class PagedKVCache:
         *,
         format: str | CacheFormat,
         layout: str = "NHD",
-        k_descale: float | torch.Tensor = 1.0,
-        v_descale: float | torch.Tensor = 1.0,
+        k_descale: float | torch.Tensor | None = None,
+        v_descale: float | torch.Tensor | None = None,
         scale_group: int | None = None,
         scale_format: str = "e8m0",
         device: torch.device | str = "cpu",
@@ -120,8 +127,9 @@ class PagedKVCache:
             num_pages, page_size, num_kv_heads, head_dim: sizes; any page size >= 1.
             format: a format name or a `CacheFormat` pair.
             layout: one of the layouts above; "concat" allocates one tensor with K|V on the last axis.
-            k_descale, v_descale: static descales for `append`; FP4 sides get scales of 1.0 instead, and with
-                E4M3 scales a number given here multiplies the whole tensor besides.
+            k_descale, v_descale: static descales for `append`, 1.0 by default. By default INT8 and INT4 have
+                a scale per token and head instead, which INT4 always has. FP4 sides have scales of their own,
+                and with E4M3 scales a number given here multiplies the whole tensor besides.
             scale_group: FP4: channels per scale, 16 or 32, or None for one scale per position and head.
             scale_format: FP4: "e8m0" (powers of two; with `scale_group=32` OCP MX), or "e4m3", the same byte
                 with a mantissa and half the error; see `narrowkv.quant.e4m3`. With `scale_group=16` that is
@@ -136,6 +144,8 @@ class PagedKVCache:
             512.0
             >>> PagedKVCache.empty(4, 16, 2, 128, format="fp4_e2m1").bytes_per_token()
             260.0
+            >>> PagedKVCache.empty(4, 16, 2, 128, format="int4").bytes_per_token()
+            272.0
         """
         parsed = CacheFormat.parse(format)
         check_choice("layout", layout, LAYOUTS)
@@ -149,22 +159,16 @@ class PagedKVCache:
         if layout == "tokens" and page_size != 1:
             raise ValueError(f"page_size must be 1 for layout 'tokens', got {page_size}")
         formats = get_format(parsed.k), get_format(parsed.v)
-        fp4 = [fmt.kind == "fp4" for fmt in formats]
         sizes = (num_pages, page_size, num_kv_heads, head_dim)
         check_fp4_scales(scale_group, scale_format, parsed, head_dim)
-        with_number = [packed and scale_format == "e4m3" for packed in fp4]
-        numbers = [
-            float(given) if has else 1.0
-            for has, given in zip(with_number, (k_descale, v_descale), strict=True)
-        ]
-        k_descale, v_descale = (
-            fp4_scales_of_one(sizes, scale_group, scale_format, device) if packed else given
-            for packed, given in zip(fp4, (k_descale, v_descale), strict=True)
+        (k_scales, k_number), (v_scales, v_number) = (
+            new_descale(fmt, given, sizes, scale_group, scale_format, device)
+            for fmt, given in zip(formats, (k_descale, v_descale), strict=True)
         )
         k, v = allocate(layout, sizes, formats, device)
         made = cls.from_tensors(
-            k, v, format=parsed, layout=layout, k_descale=k_descale, v_descale=v_descale,
-            k_tensor_scale=numbers[0], v_tensor_scale=numbers[1],
+            k, v, format=parsed, layout=layout, k_descale=k_scales, v_descale=v_scales,
+            k_tensor_scale=k_number, v_tensor_scale=v_number,
         )  # fmt: skip
         return replace(made, negative_zero_free=True)
 
@@ -236,22 +240,9 @@ class PagedKVCache:
         k_kind = check_descale("k_descale", k_descale, k_granularity, parsed.k, sizes, k.device, validate)
         v_kind = check_descale("v_descale", v_descale, v_granularity, parsed.v, sizes, v.device, validate)
         return cls(
-            k,
-            v,
-            parsed,
-            layout,
-            num_pages,
-            page_size,
-            heads,
-            head_dim,
-            k_descale,
-            v_descale,
-            k_kind,
-            v_kind,
-            negative_zero_free,
-            k_tensor_scale,
-            v_tensor_scale,
-        )
+            k, v, parsed, layout, num_pages, page_size, heads, head_dim, k_descale, v_descale, k_kind, v_kind,
+            negative_zero_free, k_tensor_scale, v_tensor_scale,
+        )  # fmt: skip
 
     @property
     def k_strides(self) -> KVStrides:
@@ -271,7 +262,7 @@ class PagedKVCache:
     def logical(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V stored, as `[num_pages, page_size, num_kv_heads, head_dim]` (views unless vectorised).
 
-        FP4 stays packed: uint8 `[num_pages, page_size, num_kv_heads, head_dim / 2]`.
+        FP4 and INT4 stay packed: uint8 `[num_pages, page_size, num_kv_heads, head_dim / 2]`.
         """
         return logical_view(self.k, self.layout, is_key=True), logical_view(self.v, self.layout, is_key=False)
 
@@ -296,7 +287,7 @@ class PagedKVCache:
                     f"{side.name}_descale is per sequence: pages have no descale of their own; use gather"
                 )
             tokens = logical_view(side.stored[pages], self.layout, is_key=side.is_key)
-            found.append(decode(tokens, side.format) * side.factor_of(pages))
+            found.append(side.numbers_of(tokens, pages))
         return found[0], found[1]
 
     def convert(
@@ -318,7 +309,7 @@ class PagedKVCache:
         Args:
             format: of the new cache, a format name or a `CacheFormat` pair.
             layout: of the new cache; default this one's. FP4 has no "vectorised".
-            k_descale, v_descale: of FP8 and 16-bit sides, as for `empty`. Default 1.0 for 16 bits, and for
+            k_descale, v_descale: as for `empty`. Default 1.0 for 16 bits, one per token for INT8, and for
                 FP8 one number a head: the largest finite magnitude that the head has in any page becomes the
                 format's largest number. Tokens that are appended later share it, so pass calibrated ones if
                 they may be larger, or a tensor `[num_pages, page_size, num_kv_heads]` for one per token.
@@ -349,8 +340,8 @@ class PagedKVCache:
             self.head_dim,
             format=parsed,
             layout=self.layout if layout is None else layout,
-            k_descale=1.0 if k_descale is None else k_descale,
-            v_descale=1.0 if v_descale is None else v_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
             scale_group=scale_group,
             scale_format=scale_format,
             device=self.k.device,
@@ -359,7 +350,7 @@ class PagedKVCache:
         for pages in pages_of_chunks:
             for x, side in zip(self.dequantized_pages(pages), new.sides(), strict=True):
                 store_pages(x, side, pages, new.layout, exponent)
-        return replace(new, negative_zero_free=self.negative_zero_free)
+        return replace(new, negative_zero_free=self.negative_zero_free, key_transform=self.key_transform)
 
     def gather(self, page_table: PageTable, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One sequence's dequantised K and V, `[seq_len, num_kv_heads, head_dim]` fp32; waits for the device.
@@ -374,12 +365,11 @@ class PagedKVCache:
             )
         out = []
         for stored, side in zip(self.logical(), self.sides(), strict=True):
-            rows = decode(stored[pages], side.format)
             if side.granularity == "sequence_head":
                 assert isinstance(side.descale, torch.Tensor)
-                rows = rows * side.descale[seq][:, None]
+                rows = decode(stored[pages], side.format) * side.descale[seq][:, None]
             else:
-                rows = rows * side.factor_of(pages)
+                rows = side.numbers_of(stored[pages], pages)
             out.append(rows.reshape(-1, self.num_kv_heads, self.head_dim)[:seq_len])
         return out[0], out[1]
 

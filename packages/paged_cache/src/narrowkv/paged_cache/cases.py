@@ -20,24 +20,27 @@ from narrowkv.quant.e4m3 import E4M3_NAN
 from narrowkv.quant.e8m0 import E8M0_NAN
 from narrowkv.quant.formats import Format, get_format
 from narrowkv.quant.groups import nvfp4_global_descale
-from narrowkv.quant.quantize import cast_fp8, quantize_per_group
+from narrowkv.quant.int_tokens import quantize_tokens_int4, quantize_tokens_int8
+from narrowkv.quant.quantize import quantize_per_group
+from narrowkv.quant.rounding import encode
 from narrowkv.runtime.cases import CaseError, named, spell_case, unknown
 
 __all__ = ["DESCALES", "LAYOUTS", "CacheCase", "copy_cache", "differing_bytes", "poison_from", "random_rope"]
 
 DESCALES = ("float", *GRANULARITIES[:-1])
-"""Of FP8 and 16-bit caches; FP4 has its scales."""
+"""Descale granularities of FP8 and 16-bit caches; FP4 has its scales."""
 LAYOUTS = ("NHD", "HND", "tokens", "concat", "vectorised", "padded")
-"""Of a case: those of a cache, and "padded", which is NHD with strided heads and a storage offset."""
+"""Layouts of a case: those of a cache, and "padded", which is NHD with strided heads and a storage offset."""
 
-_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1")
+_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1", "int8", "int4")
 _I32 = torch.int32
 _STORED = ("k", "v", "k_descale", "v_descale")
 _SPARE_PAGES = 3
-# What stands in a page table past the end of a sequence. Times the stride of a page it does not wrap, in 32
+# Page ids past the end of a sequence in a page table. Times the stride of a page they do not wrap, in 32
 # bits, to an offset inside a cache.
 _STALE = 2**30 + 54321
-_NAN_BYTE = {"fp8_e4m3fn": 0x7F, "fp8_e4m3fnuz": 0x80, "fp8_e5m2": 0x7F}
+# Codes of NaN, or of a large number in a format that has no NaN.
+_NAN_BYTE = {"fp8_e4m3fn": 0x7F, "fp8_e4m3fnuz": 0x80, "fp8_e5m2": 0x7F, "int8": 0x80}
 
 
 def _read_format(text: str) -> str | CacheFormat:
@@ -132,6 +135,11 @@ class CacheCase:
                     numbers[-1] = float(nvfp4_global_descale(x))
                 data, descale = _store_fp4(x, self.scale_group, self.scale_format, numbers[-1], keep)
                 kind = "token_head_group" if self.scale_group else "token_head"
+            elif fmt.name == "int4" or (fmt.name == "int8" and self.granularity == "token_head"):
+                data, descale = (quantize_tokens_int4 if fmt.is_packed else quantize_tokens_int8)(x)
+                kind = "token_head"
+                if keep is not None:
+                    descale[~keep] = torch.nan
             else:
                 descale, factor = self._descale(x, fmt, pages, random)
                 data, kind = _store(x / factor, fmt, keep), self.granularity
@@ -215,7 +223,7 @@ def _store(x: torch.Tensor, fmt: Format, used: torch.Tensor | None) -> torch.Ten
         if used is not None:
             stored[~used] = float("nan")
         return stored
-    stored = cast_fp8(x, fmt.name)
+    stored = encode(x, fmt)
     if used is not None:
         stored.view(torch.uint8)[~used] = _NAN_BYTE[fmt.name]
     return stored
@@ -292,14 +300,14 @@ def poison_from(cache: PagedKVCache, table: PageTable, full: tuple[int, ...]) ->
         slots = positions % table.page_size
         for stored, name in ((k, cache.format.k), (v, cache.format.v)):
             if stored.element_size() == 1:
-                code = {**_NAN_BYTE, "fp4_e2m1": 0x77}[name]
+                code = {**_NAN_BYTE, "fp4_e2m1": 0x77, "int4": 0xFF}[name]
                 stored.view(torch.uint8)[pages.to(stored.device), slots.to(stored.device)] = code
             else:
                 stored[pages.to(stored.device), slots.to(stored.device)] = float("nan")
 
 
 def copy_cache(cache: PagedKVCache) -> PagedKVCache:
-    """A cache that stores the same in memory of its own."""
+    """A copy of a cache with its own memory."""
 
     def own(x: Any) -> Any:
         return x.clone() if isinstance(x, torch.Tensor) else x

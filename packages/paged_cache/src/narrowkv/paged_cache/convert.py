@@ -10,6 +10,7 @@ from narrowkv.paged_cache.descales import CacheSide
 from narrowkv.paged_cache.layouts import from_logical
 from narrowkv.quant.formats import get_format
 from narrowkv.quant.groups import quantize_per_group
+from narrowkv.quant.int_tokens import quantize_tokens_int4, quantize_tokens_int8, round_half_away
 from narrowkv.quant.rounding import cast_fp8
 
 _CHUNK_ELEMENTS = 1 << 24  # of K and of V that are in fp32 at a time: 64 MiB each
@@ -34,11 +35,11 @@ def largest_per_head(
     return k, v
 
 
-def descale_for(largest: torch.Tensor, format_name: str) -> torch.Tensor | float:
-    """The descale that makes `largest` the format's largest number; 1.0 for a format that needs none."""
+def descale_for(largest: torch.Tensor, format_name: str) -> torch.Tensor | None:
+    """The descale that makes `largest` the largest number of an FP8 format; None for other formats."""
     fmt = get_format(format_name)
     if fmt.kind != "fp8":
-        return 1.0
+        return None
     descale = largest / fmt.max_value
     return torch.where(descale < torch.finfo(torch.float32).tiny, torch.ones_like(descale), descale)
 
@@ -88,6 +89,10 @@ def quantise_tokens(
         else:
             stored, scales = quantize_per_group(x, group, exponent=exponent)
         return stored, scales if side.group else scales[..., 0]
+    if fmt.name == "int4":
+        return quantize_tokens_int4(x)
+    if kind == "token_head" and fmt.name == "int8":
+        return quantize_tokens_int8(x)
     if kind == "token_head" and fmt.kind == "float":
         return x.to(fmt.storage_dtype), torch.ones(x.shape[:2], device=x.device)
     if kind == "token_head":
@@ -98,4 +103,7 @@ def quantise_tokens(
         scale = torch.where(scale < torch.finfo(torch.float32).tiny, torch.ones_like(scale), scale)
         return cast_fp8(x / scale[..., None], fmt), scale
     x = x / (descale.view(-1, 1) if isinstance(descale, torch.Tensor) else torch.full_like(x, descale))
+    if fmt.name == "int8":
+        codes = round_half_away(torch.nan_to_num(x, nan=0.0).clamp(-fmt.max_value, fmt.max_value))
+        return codes.to(torch.int8), None
     return x.to(fmt.storage_dtype) if fmt.kind == "float" else cast_fp8(x, fmt), None

@@ -8,8 +8,10 @@ import torch
 
 from narrowkv.paged_cache.formats import CacheFormat
 from narrowkv.quant.e8m0 import E8M0_BIAS, e8m0_decode
-from narrowkv.quant.formats import get_format
+from narrowkv.quant.formats import Format, get_format
 from narrowkv.quant.groups import EXPONENT_RULES
+from narrowkv.quant.int_tokens import dequantize_tokens_int4
+from narrowkv.quant.rounding import decode
 from narrowkv.runtime.errors import check_choice, check_descale_float, check_descale_tensor, check_dtype
 
 GRANULARITIES = ("tensor", "head", "sequence_head", "page_head", "token_head", "token_head_group")
@@ -43,11 +45,18 @@ class CacheSide(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Channels that share a scale; 0 where a head has one or none of its own."""
+        """Channels that share a scale; 0 if a head has one scale, or none."""
         if self.granularity != "token_head_group":
             return 0
         assert isinstance(self.descale, torch.Tensor)
         return self.head_dim // self.descale.shape[-1]
+
+    def numbers_of(self, stored: torch.Tensor, pages: slice | torch.Tensor) -> torch.Tensor:
+        """Stored elements of some pages `[pages, page_size, num_kv_heads, ...]` as fp32 numbers."""
+        if self.format == "int4":
+            assert isinstance(self.descale, torch.Tensor)
+            return dequantize_tokens_int4(stored, self.descale[pages])
+        return decode(stored, self.format) * self.factor_of(pages)
 
     @property
     def is_key(self) -> bool:
@@ -124,6 +133,23 @@ def fp4_scales_of_one(
     return torch.full(shape, _E4M3_ONE, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
 
 
+def new_descale(
+    fmt: Format,
+    given: float | torch.Tensor | None,
+    sizes: tuple[int, int, int, int],
+    scale_group: int | None,
+    scale_format: str,
+    device: torch.device | str,
+) -> tuple[float | torch.Tensor, float]:
+    """The descale of a new side, `given` or as its format has it, and what E4M3 scales are multiplied by."""
+    if fmt.kind == "fp4":
+        number = float(given) if given is not None and scale_format == "e4m3" else 1.0
+        return fp4_scales_of_one(sizes, scale_group, scale_format, device), number
+    if given is None and fmt.kind == "int":
+        return torch.ones(sizes[:3], device=device), 1.0
+    return 1.0 if given is None else given, 1.0
+
+
 def descale_or_one(name: str, descale: float | torch.Tensor | None, format_name: str) -> float | torch.Tensor:
     """The descale, or 1.0 for a 16-bit side that has none.
 
@@ -154,6 +180,12 @@ def check_descale(
         check_choice(name.replace("descale", "granularity"), granularity, GRANULARITIES)
     if get_format(format_name).kind == "fp4":
         return _check_fp4_scales(name, descale, granularity, sizes, device, validate)
+    if format_name == "int4" and (not isinstance(descale, torch.Tensor) or tuple(descale.shape) != sizes[:3]):
+        got = tuple(descale.shape) if isinstance(descale, torch.Tensor) else repr(descale)
+        raise ValueError(
+            f"{name} must be fp32 {list(sizes[:3])} for int4, scales with a zero point in their four lowest "
+            f"bits, got {got}"
+        )
     if not isinstance(descale, torch.Tensor):
         check_descale_float(name, descale)
         if granularity not in (None, "tensor"):

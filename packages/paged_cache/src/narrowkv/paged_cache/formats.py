@@ -8,7 +8,7 @@ from narrowkv.runtime.errors import check_choice
 
 __all__ = ["CacheFormat"]
 
-_CACHE_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1")
+_CACHE_FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2", "fp4_e2m1", "int8", "int4")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a plan depends on of a cache, as one number that is compared cheaply."""
+"""The properties of a cache that a plan depends on, as one number that is cheap to compare."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def check_head_dim(head_dim: int) -> None:
 
 @dataclass(frozen=True)
 class KVStrides:
-    """Where element [page, token, head, dim] of K or V lies; strides in stored elements (FP4: bytes of two).
+    """Where element [page, token, head, dim] of K or V lies; strides in stored elements (FP4: bytes).
 
     Attributes:
         page, token, head: strides of the logical axes. The last axis has stride 1 unless `vec` is set.
@@ -100,9 +100,10 @@ def storage_shapes(
 
 
 def _refuse_packed_vectorised(*formats: Format) -> None:
-    if any(fmt.kind == "fp4" for fmt in formats):
+    packed = [fmt.name for fmt in formats if fmt.is_packed]
+    if packed:
         raise UnsupportedError(
-            "layout 'vectorised' is not defined for fp4_e2m1; layouts that are: NHD, HND, tokens, concat"
+            f"layout 'vectorised' is not defined for {packed[0]}; layouts that are: NHD, HND, tokens, concat"
         )
 
 

@@ -49,6 +49,8 @@ def descale_pointers(side: CacheSide) -> tuple[str, float, Descale]:
         return "token", 1.0, Descale(value, value.stride(0), 0, value.stride(1))
     kinds = {torch.float32: "token", torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}
     kind = kinds[value.dtype]
+    if side.format == "int4":
+        kind, value = "token_zero", value.view(torch.int32)
     if kind == "e4m3":
         value = value.view(torch.uint8)  # not every target has the type
     if side.group:
@@ -84,8 +86,8 @@ def side_of(stored: torch.Tensor, strides: KVStrides, format_name: str, route: s
             words = stored.view(torch.int16)
             pointers = KVPointers(words, strides.page // 2, strides.token // 2, strides.head // 2, 0)
             return Side(pointers, route, parts, 0)
-        parts = 2 if fmt.kind == "fp4" else 1
-    if fmt.kind == "fp8":
+        parts = 2 if fmt.is_packed else 1
+    if fmt.bits == 8:
         dtype = fmt.storage_dtype if route == NATIVE else torch.uint8
         stored = stored if stored.dtype == dtype else stored.view(dtype)
     pointers = KVPointers(stored, strides.page, strides.token, strides.head, strides.outer)
@@ -102,11 +104,10 @@ def packed_route(
         ctx1024 91 us instead of 96, B64 ctx8192 248 and 254.
     cdna4: gfx950 converts FP4 by its own instruction, which needs more registers at a time.
     """
-    packed = (format_name == "fp8_e4m3fn" and side.parts == 2 and side.route == NATIVE) or (
-        format_name == "fp4_e2m1" and side.parts == 4
-    )
-    if packed and cdna4 and target.name == "gfx950" and format_name == "fp4_e2m1":
+    if cdna4 and target.name == "gfx950" and format_name == "fp4_e2m1" and side.parts == 4:
         return CDNA4
+    by_cast = format_name == "fp8_e4m3fn" and side.route == NATIVE
+    packed = (side.parts == 2 and (by_cast or format_name == "int8")) or side.parts == 4
     if not packed or not half or target.vendor != "nvidia":
         return side.route
     return PTX8 if as_bytes and format_name == "fp4_e2m1" else PTX

@@ -134,7 +134,7 @@ class PagePool:
         copies = []
         if shared:
             state.pending = PageCopy(state.pages[-1], fresh.pop(0), partial)
-            # The page stays as it is until it is copied, even if the other sequences are freed.
+            # The page is not changed until it is copied, even if the other sequences are freed.
             self._copied_from[state.pending.source] += 1
             self._references[state.pending.source] -= 1
             state.pages[-1] = state.pending.destination

@@ -33,14 +33,19 @@ def append_reference(
     *,
     rope: Rope | None = None,
     k_offset: torch.Tensor | None = None,
+    q: torch.Tensor | None = None,
     exponent: str = "mse",
     validate: bool = False,
 ) -> None:
     """`append` with torch operations, token by token; the same arguments and effect."""
-    check_append(cache, k_new, v_new, slot_mapping, rope, k_offset, exponent, validate)
+    check_append(cache, k_new, v_new, slot_mapping, rope, k_offset, q, exponent, validate)
+    if q is not None and rope is not None:
+        q.copy_(apply_rope_reference(q, rope))
     k = k_new.float() if rope is None else apply_rope_reference(k_new, rope)
     if k_offset is not None:
         k = k - k_offset
+    if cache.key_transform is not None:
+        k = cache.key_transform.keys(k)
     slots = [
         (token, *divmod(slot, cache.page_size))
         for token, slot in enumerate(slot_mapping.tolist())

@@ -26,7 +26,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """Rotary embedding of K on its way into the cache.
+    """Rotary embedding of K on its way into the cache, and of Q beside it.
 
     Attributes:
         cos, sin: `[max_position, rotary_dim / 2]` bf16, fp16 or fp32, of equal strides, the last dimension
@@ -67,7 +67,7 @@ _kinds: dict[Any, int] = {}
 
 
 def metadata_of(x: torch.Tensor) -> tuple[Any, ...]:
-    """What calls with a tensor are told apart by, but for its address."""
+    """The key of calls with a tensor: its metadata without its address."""
     return type(x), x.dtype, x.shape, x.stride(), x.device, x.requires_grad
 
 
@@ -121,7 +121,7 @@ def rope_pointers(rope: Rope | None) -> RopePointers:
 
 
 def rope_constants(rope: Rope | None) -> dict[str, Any]:
-    """What a kernel must know of a rotary embedding when it is compiled."""
+    """The constants of a rotary embedding that a kernel is compiled with."""
     return {
         "ROTARY_DIM": 0 if rope is None else rope.rotary_dim,
         "INTERLEAVED": rope is not None and rope.style == "gptj",

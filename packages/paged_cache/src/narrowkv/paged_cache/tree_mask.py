@@ -53,7 +53,7 @@ def tree_mask_from_custom_mask(
     Args:
         custom_mask: flat; bool (FlashInfer's `custom_mask`, SGLang's `spec_info.custom_mask`), an element an
             entry; or uint8 (FlashInfer's `packed_custom_mask`), eight entries a byte from the lowest bit on,
-            and each sequence begins with a byte of its own.
+            and each sequence begins at a new byte.
         mask_indptr: `[batch]` or longer, int32 or int64: the element of `custom_mask` at which each sequence
             begins.
         seq_lens: `[batch]`, int32 or int64: keys of each sequence, the new ones included.

@@ -1,6 +1,6 @@
 """narrowkv.quant: number formats and quantisation for narrow-precision KV caches.
 
-What is exported here runs on any torch device and needs no Triton. The device code that kernels call is in
+The names exported here run on any torch device and need no Triton. The device code that kernels call is in
 `narrowkv.quant.device`.
 
 Example:
@@ -18,6 +18,12 @@ from .formats import FORMATS, FP8_FORMATS, Format, check_storage, get_format
 from .fp4 import FP4_VALUES, pack_fp4, round_fp4, unpack_fp4
 from .groups import dequantize_per_group, nvfp4_global_descale, quantize_per_group
 from .int_formats import pack_int4, round_int4, round_int8, unpack_int4
+from .int_tokens import (
+    dequantize_tokens_int4,
+    quantize_tokens_int4,
+    quantize_tokens_int8,
+    split_zero_point,
+)
 from .quantize import (
     dequantize_per_block,
     dequantize_per_channel,
@@ -35,7 +41,7 @@ from .quantize import (
     quantize_with_descale,
 )
 from .rounding import cast_fp8, decode, encode
-from .transforms import KOffset, VScale, hadamard, lse_correction
+from .transforms import KeyTransform, KOffset, VScale, hadamard, lse_correction
 
 __version__ = "0.1.0"
 
@@ -47,6 +53,7 @@ __all__ = [
     "ErrorReport",
     "Format",
     "KOffset",
+    "KeyTransform",
     "LayerCalibration",
     "VScale",
     "calibrate",
@@ -62,6 +69,7 @@ __all__ = [
     "dequantize_per_page_head",
     "dequantize_per_tensor",
     "dequantize_per_token_head",
+    "dequantize_tokens_int4",
     "dequantize_with_descale",
     "dsv4_tile_scale",
     "e8m0_decode",
@@ -81,12 +89,15 @@ __all__ = [
     "quantize_per_page_head",
     "quantize_per_tensor",
     "quantize_per_token_head",
+    "quantize_tokens_int4",
+    "quantize_tokens_int8",
     "quantize_with_descale",
     "relative_l1",
     "rmse",
     "round_fp4",
     "round_int4",
     "round_int8",
+    "split_zero_point",
     "unpack_fp4",
     "unpack_int4",
 ]

@@ -1,4 +1,4 @@
-"""What all quantisers share: the largest magnitude of a group, and the descale that follows from it."""
+"""Shared by all quantisers: the largest magnitude of a group, and the descale computed from it."""
 
 from __future__ import annotations
 

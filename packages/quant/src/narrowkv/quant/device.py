@@ -12,6 +12,7 @@ import narrowkv.runtime.toolchain  # noqa: F401, I001  # first: it says how to g
 import triton
 import triton.language as tl
 
+from narrowkv.quant.device_int import INT4_EXPONENT, INT8_EXPONENT, widen_int8
 from narrowkv.runtime.targets import Target
 
 NATIVE = "native"
@@ -19,12 +20,15 @@ BITS = "bits"
 # Bytes of an OCP cache reinterpreted as FNUZ: half the value. Wrong for 0x80 and NaN, so only for caches free
 # of both.
 FNUZ_ALIAS = "fnuz_alias"
+INTEGERS = ("int8", "int4")
 
 
 def widening_exponent(format_name: str, route: str) -> int:
     """The exponent of the factor that `widen` does not apply: value = widened * 2**exponent."""
     if format_name == "fp4_e2m1":
         return {"ptx8": 6, "cdna4": 13}.get(route, 14)
+    if format_name in INTEGERS:
+        return INT8_EXPONENT if format_name == "int8" else INT4_EXPONENT
     if route == FNUZ_ALIAS:
         return 1
     if route == BITS:
@@ -44,7 +48,7 @@ def widen_route(target: Target, format_name: str, *, negative_zero_free: bool = 
         format_name: the stored format.
         negative_zero_free: whether the bytes hold no 0x80 and no NaN, and may be read as FNUZ.
     """
-    if format_name == "fp4_e2m1":
+    if format_name == "fp4_e2m1" or format_name in INTEGERS:
         return BITS
     if not format_name.startswith("fp8_"):
         return NATIVE
@@ -263,8 +267,8 @@ def widen_parts(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexp
     dot product may sum its columns in any order, and `join_parts` restores the order of columns of a result.
 
     Args:
-        x: PARTS 1: stored elements, as `widen` takes them. PARTS 2: int16 pairs of FP8 (LDS can transpose
-            16-bit elements only), or uint8 bytes of FP4. PARTS 4: int16 words of FP4.
+        x: PARTS 1: stored elements, as `widen` takes them. PARTS 2: int16 pairs of FP8 or INT8 (LDS can
+            transpose 16-bit elements only), or uint8 bytes of FP4. PARTS 4: int16 words of FP4.
         FORMAT, ROUTE, DTYPE: as for `widen`; ROUTE may also be "ptx" for 16-bit words on NVIDIA, in float16.
     """
     if FORMAT == "fp4_e2m1":
@@ -274,6 +278,8 @@ def widen_parts(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexp
         else:
             word = x.to(tl.int16)
             return _fp4_nibble(word, 0).to(DTYPE), _fp4_nibble(word, 1).to(DTYPE)
+    elif FORMAT == "int8":
+        return widen_int8(x, ROUTE, DTYPE, PARTS)
     elif PARTS == 2:
         return _fp8_pairs(x, FORMAT, ROUTE, DTYPE)
     else:

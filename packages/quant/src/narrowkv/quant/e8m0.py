@@ -1,4 +1,4 @@
-"""E8M0 scales: one byte that stands for a power of two, and the rules that choose it.
+"""E8M0 scales: one byte that encodes a power of two, and the rules that choose it.
 
 The value of byte b is 2^(b - 127): 0x00 is 2^-127 (not zero), 0x7F is 1.0, 0xFF is NaN (OCP Microscaling
 Formats (MX) Specification 1.0, section 5.4). All arithmetic here is on exponents and bits, so it is exact.

@@ -107,7 +107,7 @@ _BY_DTYPE = {f.torch_dtype: f for f in FORMATS.values() if f.torch_dtype is not 
 
 
 def get_format(value: str | torch.dtype | Format) -> Format:
-    """The format that a name, a torch dtype or a `Format` stands for.
+    """The format that a name, a torch dtype or a `Format` denotes.
 
     Raises:
         TypeError: `value` is something else.

@@ -40,7 +40,7 @@ FP4_VALUES: tuple[float, ...] = (
 _ULP = 2.0**-23
 _BOUNDARIES = (0.25, 0.75 - _ULP / 2, 1.25, 1.75 - _ULP, 2.5, 3.5 - 2 * _ULP, 5.0)
 FP4_TIES = ("even", "down", "away")
-"""Where halfway numbers go: to the even code, towards minus infinity, or away from zero."""
+"""How halfway numbers are rounded: to the even code, towards minus infinity, or away from zero."""
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 

@@ -10,7 +10,7 @@
 | `quantize_per_channel` | head and channel | `[..., tokens, heads, dim]` | `[..., heads, dim]` |
 | `quantize_per_group` | run of channels | `[..., dim]` | `[..., dim / group]` |
 
-What holds for all of them:
+Common to all of them:
 - The scaled number is `x / descale` in fp32, rounded to nearest even; what is out of range saturates, Inf
   too.
 - A group of zeros is stored as zeros with descale 1. No descale is below 2^-126, the smallest normal fp32

@@ -1,6 +1,6 @@
 """narrowkv.runtime: targets, the launch path, workspaces and argument checks, which all packages share.
 
-What is exported here runs on any torch device and needs no Triton. `narrowkv.runtime.launch` launches,
+The names exported here run on any torch device and need no Triton. `narrowkv.runtime.launch` launches,
 interprets and compiles kernels.
 
 Example:

@@ -79,7 +79,7 @@ class Case(Protocol):
 
     @property
     def kind(self) -> tuple[str, str]:
-        """What multiplies what, for tables: the query's format, and that of the keys and values."""
+        """For tables: the format of the query, and that of the keys and values."""
 
     def inputs(self, device: str = "cpu") -> Inputs:
         """The tensors, made on the CPU, so that every device gets the same numbers."""
@@ -99,7 +99,7 @@ def named(
     Args:
         default: of the field; a line leaves it out.
         name: of the field in a line; without one, its own.
-        words: what a line may say: words that stand for themselves, or by which a value is known.
+        words: the words that a line may contain: a literal value, or the name of a value.
         kind: of the values; without one, the type of `default`.
         read: makes a value of a line's text; without it, `kind`.
         spell: the text of a value.
@@ -148,7 +148,7 @@ def each_alone(base: _Case, axes: Mapping[str, Iterable[Any]]) -> Iterator[_Case
 
 
 def unknown(what: str, got: str, known: Iterable[str]) -> CaseError:
-    """The error for a name that is not one of `known`; it says which of them are spelled most alike."""
+    """The error for a name that is not one of `known`, with the most similar names."""
     all_known = list(known)
     close = get_close_matches(got.lower(), all_known, n=2, cutoff=0.5)
     hint = f" (nearest: {', '.join(close)})" if close else ""

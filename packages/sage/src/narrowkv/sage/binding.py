@@ -1,4 +1,4 @@
-"""The kernels of a Sage plan with their constants, and the scratch that they work in."""
+"""The kernels of a Sage plan with their constants, and their scratch memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from narrowkv.sage.kernels import (
 )
 from narrowkv.sage.shapes import ROW_ALIGNMENT, SageShape
 
-# The host's roundings are repeated one by one: no multiplication may melt into an addition.
+# The kernels round exactly as the host does: a multiplication and an addition must not be fused.
 # H200, b2 h32 d128, 16k tokens: Q at 16 warps 173 us, 8 warps 188, 4 warps 264; statistics of K and V at 2
 # and 4 warps 138, 8 warps 147. At 4k K and V take 136 in all, 142 if the last part to arrive finishes the
 # statistics; with statistics and blocks both at 16 warps 378, in one launch where blocks wait 351 to 410.
@@ -42,7 +42,7 @@ def _groups(groups: TokenGroups | None) -> Groups:
 
 @dataclass(frozen=True, eq=False)
 class SageKernels:
-    """The kernels of a plan, bound to what it fixes, and the memory that they work in.
+    """The kernels of a plan, bound to its constants, and their scratch memory.
 
     Attributes:
         shape: the largest call.

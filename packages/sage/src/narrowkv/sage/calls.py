@@ -1,4 +1,4 @@
-"""A call of `attend` that was checked and made once, to be made again."""
+"""A checked and prepared call of `attend` that can be repeated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from narrowkv.sage.launch import Launched
 def signature_of(
     q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool
 ) -> Any:
-    """What a call of `attend` is checked and prepared for, but for its keys and addresses."""
+    """The metadata that a call of `attend` is checked and prepared for, without keys and addresses."""
     try:
         return (
             type(q), q.shape, q.stride(), q.dtype, q.device, q.requires_grad and torch.is_grad_enabled(),
@@ -30,7 +30,7 @@ def signature_of(
 
 
 class Call(NamedTuple):
-    """A call of `attend` over certain keys that was checked and made once.
+    """A checked and prepared call of `attend` over certain keys.
 
     Attributes:
         quantise, attend: its launches.
@@ -45,7 +45,7 @@ class Call(NamedTuple):
     out_bytes: int
 
     def meets(self, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None) -> bool:
-        """Whether a result may lie in the memory of something else."""
+        """Whether a result may share memory with another tensor."""
         begin, end = q.data_ptr(), q.data_ptr() + self.q_bytes
         taken = [*self.spans, (begin, end)]
         if out is not None:

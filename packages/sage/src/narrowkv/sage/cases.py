@@ -55,9 +55,9 @@ class SageCase:
         dtype: bf16 or fp16.
         ragged: sequences one after the other with cu_seqlens, instead of a dense batch.
         data: "gaussian" is N(0, 1). "outlier" adds to K an offset on six channels and a component of rank
-            four, which Q takes part in, and scales V's channels apart. "offset" adds to every channel of K, Q
-            and V its own offset, K's four times the noise, as in the layers that smoothing was made for, and
-            scales tokens apart.
+            four, which Q also has, and scales the channels of V differently. "offset" adds an offset to each
+            channel of K, Q and V, in K four times the noise, as in the layers that smoothing was made for,
+            and scales the tokens differently.
         seed: of all numbers.
     """
 

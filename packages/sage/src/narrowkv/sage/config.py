@@ -37,7 +37,7 @@ class SageConfig:
         block_m, block_n: rows and keys of a tile, at most 128: what scratch is aligned to.
         fp8: the FP8 format of V, of P, and of Q and K where they are FP8.
         key_order: of V in scratch.
-        two_level: each tile's P @ V is summed apart and added in fp32.
+        two_level: P @ V of a tile is summed separately and then added in fp32.
         tma: K and V come by tensor descriptor.
         programs_together: attention programs among which the longest go first, of as many heads as it takes.
         reread_q: Q is read a second time for the tiles that need the mask.
@@ -89,7 +89,7 @@ def choose_config(target: Target, qk_dtype: str = "int8", *, smooth_q: bool = Fa
     # programs and 3 stages 0.97 and 1.02; 64 x 64 tiles 1.02 and 1.04; by pointer 64 x 128 1.03 and 1.02, 128
     # x 128 with 8 warps 1.24 and 1.26. 4k causal on an H200: head by head 383 us, 800 programs together 362.
     options = LaunchOptions(num_warps=4, num_stages=2, maxnreg=168)
-    # The interpreter pays by the tile, not by the row.
+    # In the interpreter the time depends on the number of tiles, not of rows.
     block_m = 128 if target.name == "cpu" else 64
     order = KeyOrder(gather=2, lanes=4, width=2)
     return SageConfig(block_m, 128, fp8, order, two_level=True, options=options, tma=target.name == "sm90")

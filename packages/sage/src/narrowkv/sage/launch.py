@@ -1,4 +1,4 @@
-"""From tensors to launches: the pre-pass of Q, K and V, and attention."""
+"""The launches of a call: the pre-pass of Q, K and V, and attention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _strided(x: torch.Tensor) -> Strided:
 
 
 class Launched(NamedTuple):
-    """A launch that was made, to be made again with other tensors.
+    """A launch that can be repeated with other tensors.
 
     Attributes:
         launch, grid: what was launched.
@@ -39,7 +39,7 @@ class Launched(NamedTuple):
     after: tuple[Any, ...]
 
 
-# The values that the launches over K and V take by their index.
+# Indices of the values that the launches over K and V take.
 _VALUES = (
     "k", "v", "bounds", "k_parts", "k_mean", "v_parts", "v_descale", "stored", "descale", "amax", "v_stored",
     "rows", "batch", "k_tokens",
@@ -78,7 +78,7 @@ class SageLaunches(SageKernels):
     def _find_bounds(
         self, starts: torch.Tensor | None, tokens: int, bounds: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Where sequences lie, whatever `starts` holds; None for a dense batch."""
+        """Bounds of the sequences, clamped whatever `starts` holds; None for a dense batch."""
         if starts is None or bounds is None:
             return None
         batch = starts.shape[0] - 1
@@ -89,7 +89,7 @@ class SageLaunches(SageKernels):
     def quantise_keys_values(
         self, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None, size: SageShape
     ) -> QuantizedKV:
-        """K and V in memory of their own: the channels' statistics, then the blocks, of both at once."""
+        """Quantises K and V into new memory: the channels' statistics, then the blocks, of both at once."""
         heads, dim, rows = size.num_kv_heads, size.head_dim, size.rows(size.k_tokens)
         empty, device = torch.empty, self.device
         bounds = None
@@ -173,7 +173,7 @@ class SageLaunches(SageKernels):
     def quantise_queries(
         self, q: torch.Tensor, starts: torch.Tensor | None, kv: QuantizedKV, size: SageShape, *, lse: bool
     ) -> tuple[NarrowQuery, torch.Tensor | None, Launched]:
-        """Q in scratch with what its smoothing took out, where its sequences lie, and the last launch."""
+        """Q in scratch memory, the means that smoothing subtracted, bounds, and the last launch."""
         scratch = self._query_scratch(size, lse)
         self._find_bounds(starts, size.q_tokens, scratch.bounds)
         shifts = self.smooth_k and lse
@@ -258,12 +258,12 @@ class SageLaunches(SageKernels):
         self, query: NarrowQuery, bounds: torch.Tensor | None, kv: QuantizedKV, out: torch.Tensor,
         lse: torch.Tensor | None, size: SageShape,
     ) -> Launched:  # fmt: skip
-        """Attention over what the pre-pass stored; what was launched."""
+        """Launches attention over the results of the pre-pass; returns the launch."""
         config = self.config
         tiles = -(-(query.rows if size.ragged else size.q_tokens) // config.block_m)
         items = size.num_qo_heads * (1 if size.ragged else size.batch)
         together = 1
-        # Without a limit to the right all tiles are as long; where a head has many, its last are few of all.
+        # Without a limit to the right all tiles have the same length. If a head has many, few are last.
         if self.mask.RIGHT >= 0 and 4 * tiles <= config.programs_together:
             together = min(-(-config.programs_together // max(tiles, 1)), max(items, 1))
         # Codes of int4 are read times 16 on both sides.
@@ -309,11 +309,11 @@ def _varying(struct: Any) -> Any:
 
 
 def _codes(stored: torch.Tensor, format_name: str) -> torch.Tensor:
-    """Bytes as the pre-pass writes them."""
+    """The codes with the dtype that the pre-pass writes."""
     return stored if get_format(format_name).kind == "fp8" else stored.view(torch.int8)
 
 
 def _as_stored(stored: torch.Tensor, format_name: str) -> torch.Tensor:
-    """Bytes as attention reads them."""
+    """The codes with the dtype that attention reads."""
     fmt = get_format(format_name)
     return stored.view(fmt.storage_dtype) if fmt.kind == "fp8" else stored.view(torch.int8)

@@ -79,7 +79,7 @@ class SagePlan:
     _calls: ByIdentity[dict[Any, Call]] = field(default_factory=ByIdentity, init=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> SagePlan:
-        """A plan of its own over the same memory, which is what captured graphs know."""
+        """A new plan over the same memory, whose addresses captured graphs hold."""
         return replace(self)
 
     @cached_property
@@ -121,7 +121,7 @@ class SagePlan:
         return why_quantised(self.target, self.shape, self.launches.mask, lse=lse, one_dtype=one_dtype)
 
     def with_workspace(self, workspace: Workspace | None = None) -> SagePlan:
-        """The same plan working in memory of its own, or in a workspace that plans share.
+        """The same plan with its own memory, or in a workspace that plans share.
 
         Args:
             workspace: at least `workspace_bytes()` on the plan's device; None makes one. Plans that never run
@@ -153,8 +153,8 @@ class SagePlan:
             validate: also read `cu_seqlens_k` and refuse wrong values, which waits for the device.
 
         Returns:
-            What `attend` reads, in memory of its own. With `smooth_q` it keeps `k` itself, which must not
-            change meanwhile.
+            The operands of `attend`, in their own memory. With `smooth_q` they include `k` itself, which must
+            not change until then.
 
         Raises:
             TypeError, ValueError: tensors that the plan is not for.

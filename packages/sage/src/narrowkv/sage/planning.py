@@ -94,7 +94,7 @@ def _make_plan(
     bottom_right: bool, left: int, right: int, smooth_k: bool, smooth_q: bool, sm_scale: float,
     device: torch.device, layout: str,
 ) -> SagePlan:  # fmt: skip
-    """A plan without a workspace; calls that are not planned find theirs here."""
+    """A plan without a workspace, cached for calls without a plan."""
     config = choose_config(target, qk_dtype, smooth_q=smooth_q)
     return SagePlan(
         target, shape, config.fp8 if qk_dtype == "fp8" else qk_dtype, token_groups("q", q_granularity),

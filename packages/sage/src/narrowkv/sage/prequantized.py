@@ -1,4 +1,4 @@
-"""Sage attention over Q, K and V that somebody else has quantised."""
+"""Sage attention over Q, K and V that are already quantised."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def sage_attention_quantized(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`sage_attention` without its quantisation. Codes are copied once, into the order that the kernel reads.
 
-    Means that were subtracted before stay out: K's changes nothing but lse, Q's must not be taken out.
+    Means that the caller subtracted are not added back. The mean of K only changes lse; the mean of Q must
+    not be subtracted.
 
     Args:
         operands: the tensors and how they lie.
@@ -127,7 +128,7 @@ def sage_attention_quantized(
 
 
 def _operands(given: SageOperands, qk_dtype: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """q, k and v as BSHD without padding, and head_dim; the kernel's own checks are still to be made."""
+    """q, k and v as BSHD without padding, and head_dim; the kernel's checks come later."""
     check_choice("layout", given.layout, LAYOUTS)
     tensors = {"q": given.q, "k": given.k, "v": given.v}
     descales = {name: getattr(given, f"{name}_descale") for name in tensors}
@@ -189,7 +190,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def key_positions(order: KeyOrder, tokens: int) -> torch.Tensor:
-    """Where in scratch V's first `tokens` keys are, int64 `[tokens]`."""
+    """Scratch rows of V's first `tokens` keys, int64 `[tokens]`."""
     key = torch.arange(tokens)
     span = order.lanes * order.width
     within = key % (order.gather * span)

@@ -27,7 +27,7 @@ Ranges = list[slice]
 
 
 def ranges_of(x: torch.Tensor, starts: torch.Tensor | None) -> Ranges:
-    """Where each sequence lies in `x` with batch and tokens flattened; reads `starts` on the host."""
+    """The rows of each sequence in `x` with batch and tokens flattened; reads `starts` on the host."""
     if starts is None:
         return [slice(i * x.shape[1], (i + 1) * x.shape[1]) for i in range(x.shape[0])]
     bounds = starts.tolist()
@@ -35,7 +35,7 @@ def ranges_of(x: torch.Tensor, starts: torch.Tensor | None) -> Ranges:
 
 
 def scratch_rows(ranges: Ranges, *, ragged: bool) -> Ranges:
-    """Where each sequence lies in scratch, whose sequences begin at multiples of 128 rows.
+    """The rows of each sequence in scratch memory, where sequences begin at multiples of 128 rows.
 
     A dense one has its length in whole blocks; a ragged one that begins at token t begins at row
     `(t // 128 + i) * 128`, which needs no sum over the sequences before.
@@ -52,7 +52,7 @@ def scratch_rows(ranges: Ranges, *, ragged: bool) -> Ranges:
 def through_format(
     sequences: list[torch.Tensor], groups: TokenGroups | None, format_name: str
 ) -> list[torch.Tensor]:
-    """What is left of smoothed sequences `[tokens, heads, dim]` once they are quantised, fp32."""
+    """Smoothed sequences `[tokens, heads, dim]` after quantising and dequantising, fp32."""
     if groups is None:  # one descale for all sequences
         whole = torch.cat(sequences)
         stored, descale = quantize_per_token_group(whole, None, format_name)

@@ -1,6 +1,6 @@
 """`torch.ops.narrowkv.sage_attention`: Sage attention as torch.compile, export and fake tensors see it.
 
-One operator quantises and attends: what lies between is in memory of its own, which nobody else reads.
+One operator quantises and attends. The tensors between the two steps are in its own memory.
 """
 
 from __future__ import annotations

@@ -70,15 +70,15 @@ def sparse_prefill(
     """
     if plan is None:
         writes = return_lse or lse is not None
-        key, plan = known_plan(q, prefix, extend, "wide", attn_sink is None, sm_scale, writes)
+        key, plan = known_plan(q, prefix, extend, "16bit", attn_sink is None, sm_scale, writes)
         if plan is None:
             plan = plan_for(
-                q, prefix, extend, mode="wide", attn_sink=attn_sink, sm_scale=sm_scale, return_lse=writes,
+                q, prefix, extend, mode="16bit", attn_sink=attn_sink, sm_scale=sm_scale, return_lse=writes,
                 num_qo_heads=None,
             )  # fmt: skip
             remember(key, plan)
     else:
-        _check_planned(plan, ("wide",), sm_scale=sm_scale)
+        _check_planned(plan, ("16bit",), sm_scale=sm_scale)
     result = plan.run(q, prefix, extend, attn_sink=attn_sink, out=out, lse=lse, validate=validate)
     return result[0] if lse is not None and not return_lse else result
 
@@ -213,7 +213,7 @@ def sparse_decode(
             )  # fmt: skip
             remember(key, plan)
     else:
-        _check_planned(plan, ("wide", "fused"), sm_scale=sm_scale)
+        _check_planned(plan, ("16bit", "fused"), sm_scale=sm_scale)
     result = plan.run(q, prefix, extend, attn_sink=attn_sink, out=out, lse=lse, validate=validate)
     return result[0] if lse is not None and not return_lse else result
 
@@ -221,7 +221,7 @@ def sparse_decode(
 def _decode_mode(*sources: KVSource | None) -> str:
     """Decoding never widens rows to scratch first: "fused" if a source is in FP8."""
     narrow = any(isinstance(s, KVSource) and isinstance(s.rows, DSV4Rows) for s in sources)
-    return "fused" if narrow else "wide"
+    return "fused" if narrow else "16bit"
 
 
 def _check_planned(plan: SparsePlan, modes: tuple[str, ...], *, sm_scale: float | None) -> None:

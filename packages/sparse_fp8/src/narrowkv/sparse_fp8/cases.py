@@ -24,7 +24,7 @@ BOUND_16_BIT_QUERY = 0.004
 BOUND_FP8_QK = 0.02
 LSE_BOUND = 1e-3
 
-MODES = ("wide", "prepass", "fused", "decode")
+MODES = ("16bit", "prepass", "fused", "decode")
 LAYOUTS = ("bf16", "fp16", *ROW_LAYOUTS)
 QUERIES = ("bf16", "fp16", "fp8")
 _I32 = torch.int32
@@ -51,7 +51,7 @@ class SparseCase:
     """One sparse attention call.
 
     Attributes:
-        mode: "wide" (16-bit rows), "prepass" or "fused" (FP8 rows), or "decode" (either).
+        mode: "16bit" (16-bit rows), "prepass" or "fused" (FP8 rows), or "decode" (either).
         layout: "bf16" or "fp16" rows, or a layout of FP8 rows.
         prefix_lens: indices of each token into the pool; None for no prefix source.
         extend_lens: indices of each token into this forward's rows; None for no extend source.
@@ -211,11 +211,11 @@ class SparseCall:
         """The case's operation; `(o, lse)` unless `return_lse=False` is given."""
         arguments = (self.q, self.tensors.prefix, self.tensors.extend)
         options = {"return_lse": True, **self._options(), **options}
-        if self.case.mode != "wide":
+        if self.case.mode != "16bit":
             options["num_qo_heads"] = self.case.num_qo_heads
         if self.case.mode == "decode":
             return sparse_decode(*arguments, num_splits=self.case.splits, **options)
-        if self.case.mode == "wide":
+        if self.case.mode == "16bit":
             if isinstance(self.q, DSV4Rows):
                 raise TypeError("q must be bf16 or fp16 in mode wide, got fp8")
             return sparse_prefill(self.q, *arguments[1:], **options)
@@ -266,15 +266,15 @@ AXES: dict[str, tuple[Any, ...]] = {
 def quick() -> Iterator[SparseCase]:
     """The default case of each mode, and each value of each axis alone."""
     yield SparseCase()
-    yield SparseCase(mode="wide", layout="bf16")
-    yield SparseCase(mode="wide", layout="fp16", q="fp16")
+    yield SparseCase(mode="16bit", layout="bf16")
+    yield SparseCase(mode="16bit", layout="fp16", q="fp16")
     yield from each_alone(SparseCase(), AXES)
 
 
 def full() -> Iterator[SparseCase]:
     """Ways to attend by row lengths, heads and shares of skipped indices."""
     ways = [
-        SparseCase(mode="wide", layout="bf16"),
+        SparseCase(mode="16bit", layout="bf16"),
         SparseCase(mode="prepass"),
         SparseCase(),
         SparseCase(q="fp8"),
@@ -293,7 +293,7 @@ def shipped(*, two_sources: bool = True) -> list[SparseCase]:
     """A call for every shipped configuration: ways to attend, layouts, formats, numbers of heads."""
     rows = (16, 16)  # so few that nothing is split
     ways = [
-        SparseCase(mode="wide", layout="bf16"),
+        SparseCase(mode="16bit", layout="bf16"),
         SparseCase(),
         SparseCase(q="fp16"),
         SparseCase(q="fp8"),

@@ -1,4 +1,4 @@
-"""What a plan fixes about its calls, and the comparison of a call with it."""
+"""Properties that all calls of a plan share, and the comparison of a call with them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, eq=False)
 class PlannedCall:
-    """What all calls of a plan have in common.
+    """Properties that all calls of a plan share.
 
     Attributes:
-        mode: "wide" attends 16-bit rows, "fused" quantised rows as stored, "prepass" quantised rows that are
+        mode: "16bit" attends 16-bit rows, "fused" quantised rows as stored, "prepass" quantised rows that are
             first expanded to 16 bits in scratch memory.
         target: the target that it was planned for.
         device: the device of all tensors.
@@ -58,12 +58,12 @@ class PlannedCall:
     head_dim: int = field(init=False, repr=False)  # columns of q and of rows; v and the output have 512
 
     def __post_init__(self) -> None:
-        """Finds what every call looks up."""
+        """Computes the values that every call reads."""
         object.__setattr__(self, "query_dtype", self.query.dtype)
         object.__setattr__(self, "head_dim", self.query.head_dim)
 
     def planned_call(self) -> PlannedCall:
-        """What all calls have in common, without the plan, so that the plan's launches do not refer to it."""
+        """The properties of all calls, without the plan, so that the plan's launches do not refer to it."""
         return PlannedCall(
             **{each.name: getattr(self, each.name) for each in fields(PlannedCall) if each.init}
         )

@@ -40,12 +40,12 @@ class SparseConfig:
     """The launch configuration of one attention kernel.
 
     Attributes:
-        kernel: "wide" reads 16-bit rows, "fused" FP8 rows.
+        kernel: "16bit" reads 16-bit rows, "fused" FP8 rows.
         block_h: heads of a program.
         block_k: rows of a tile.
         width: columns of a fused kernel's tile: 64, 128, 256 or 512.
         guard: pipeline stages of a loop whose body is inside branches that are always taken (see
-            `kernels.wide`); 0 for a loop without such branches, whose stages are in the options.
+            `kernels.sixteen_bit`); 0 for a loop without such branches, whose stages are in the options.
         stages: tiles that a specialised kernel keeps in shared memory; 0 for the portable kernels.
         family: "portable", or the family of targets that the kernel is for: "hopper" or "cdna".
         fp8_qk: whether QK over NoPE multiplies FP8 by FP8.
@@ -68,7 +68,7 @@ class SparseConfig:
 
     def explain(self) -> str:
         """One line that describes the configuration."""
-        qk = "" if self.kernel == "wide" else ", QK in FP8" if self.fp8_qk else ", QK in 16 bits"
+        qk = "" if self.kernel == "16bit" else ", QK in FP8" if self.fp8_qk else ", QK in 16 bits"
         where = {"hopper": " for Hopper", "cdna": " for CDNA"}.get(self.family, "")
         return (
             f"{self.kernel}{where}: {self.block_h} heads x {self.block_k} rows a tile, "
@@ -133,7 +133,7 @@ class _Tiles:
 # Q, two tiles and their numerators take 210 of 227 KB, and 226 with FP8 rows as stored; the accumulators of
 # 64 heads need two warpgroups.
 _HOPPER_TILES = {
-    "wide": _Tiles(64, 64, LaunchOptions(num_warps=8, num_stages=1), stages=2),
+    "16bit": _Tiles(64, 64, LaunchOptions(num_warps=8, num_stages=1), stages=2),
     "fused": _Tiles(64, 64, LaunchOptions(num_warps=4, num_stages=1), stages=2),
 }
 
@@ -151,7 +151,7 @@ def _hopper_tiles(kernel: str, num_heads: int, fine_scales: bool) -> _Tiles:
     return _Tiles(block_h, 64, LaunchOptions(num_warps=4, num_stages=1), stages=3 if block_h == 16 else 2)
 
 
-def few_registers(block_h: int, is_fp8: bool) -> tuple[int, int]:
+def few_heads_registers(block_h: int, is_fp8: bool) -> tuple[int, int]:
     """Registers of a thread that computes scores, and of one that gathers, in the kernel for few heads."""
     if not is_fp8:
         return 168, 168
@@ -196,7 +196,7 @@ def _amd_tiles(target: Target, kernel: str, block_h: int, fp16_query: bool, v4_r
     """
     gfx950 = target.name == "gfx950"
     options = LaunchOptions(num_warps=4, num_stages=1, matrix_instr_nonkdim=16)
-    if kernel == "wide":
+    if kernel == "16bit":
         stages = 2 if gfx950 and TRITON >= (3, 8) else 3 if block_h == 64 and not gfx950 else 1
         return _Tiles(block_h, 16, replace(options, num_stages=stages))
     # All columns in one tile: widened once, as loaded. Tiles of 64 pass through LDS as bytes, and every warp
@@ -216,7 +216,7 @@ def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
     # product alone in a branch does not fit in shared memory. FP8 rows, 16-bit Q: tiles of 128 columns 4.2,
     # of 256 4.4, one of 512 4.9, of 64 plain 10.4. FP8 Q: 32 rows a tile, guarded and not pipelined, 5.5,
     # pipelined 6.7, 64 rows 7.4.
-    if block_h == 64 and kernel == "wide":
+    if block_h == 64 and kernel == "16bit":
         return _Tiles(block_h, 64, LaunchOptions(num_warps=8, num_stages=2), guard=2)
     if block_h == 64:
         options = LaunchOptions(num_warps=8, num_stages=2)
@@ -224,7 +224,7 @@ def _gpu_tiles(kernel: str, block_h: int, fp8_qk: bool) -> _Tiles:
     # 16 heads, 16-bit rows: 64 rows a tile 5.7, 32 rows at 3 stages 6.2. FP8 rows, 16-bit Q: tiles of 256
     # columns 14.7, of 128 16.4, of 64 20; FP8 Q 18.7.
     options = LaunchOptions(num_warps=4, num_stages=2)
-    return _Tiles(block_h, 64 if kernel == "wide" else 32, options, 64 if fp8_qk else 256)
+    return _Tiles(block_h, 64 if kernel == "16bit" else 32, options, 64 if fp8_qk else 256)
 
 
 def specialised_pays(config: SparseConfig, tiles: int) -> bool:
@@ -238,7 +238,7 @@ def specialised_pays(config: SparseConfig, tiles: int) -> bool:
     if config.family != "hopper":
         return True
     if config.block_h < 64:
-        return tiles >= (2 if config.kernel == "wide" else 1)
+        return tiles >= (2 if config.kernel == "16bit" else 1)
     return tiles >= (3 if config.kernel == "fused" else 1)
 
 
@@ -270,7 +270,7 @@ def choose_config(
 
     Args:
         target: what the kernel runs on.
-        kernel: "wide" or "fused".
+        kernel: "16bit" or "fused".
         num_heads: query heads.
         fp8_qk: whether QK over NoPE may multiply FP8 by FP8; it does where that is faster.
         fp16_query: whether the query is in fp16.

@@ -39,7 +39,7 @@ def check_formats(mode: str, query: RowsFormat, prefix: RowsFormat | None, exten
     named = {name: rows for name, rows in (("prefix", prefix), ("extend", extend)) if rows is not None}
     if not named:
         raise ValueError("prefix or extend must be given, got None for both")
-    if mode == "wide":
+    if mode == "16bit":
         if query.is_quantized:
             raise TypeError("q must be a bf16 or fp16 tensor over 16-bit rows, got DSV4Rows")
         for name, rows in named.items():

@@ -106,14 +106,14 @@ def compressed_topk(
 ) -> torch.Tensor:
     """The rows of the best-scored compressed tokens that lie wholly before each query token.
 
-    Compressed token j stands for tokens `j * ratio .. j * ratio + ratio - 1` (DeepSeek-V4 has ratios 4
+    Compressed token j replaces tokens `j * ratio .. j * ratio + ratio - 1` (DeepSeek-V4 has ratios 4
     and 128), so a query at position p may attend to the first `(p + 1) // ratio` of them.
 
     Args:
         scores: fp32, bf16 or fp16 `[num_tokens, num_compressed]`, larger is better.
         positions: int32 `[num_tokens]`.
         slots: int32 `[num_compressed]` (shared) or `[num_tokens, num_compressed]`: the row of each.
-        ratio: tokens that one compressed token stands for.
+        ratio: tokens that one compressed token replaces.
         topk: how many to take; 512 or 1024 in DeepSeek-V4.
 
     Returns:

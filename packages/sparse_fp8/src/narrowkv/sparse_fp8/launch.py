@@ -12,13 +12,13 @@ from narrowkv.runtime.launch import VARIES, BoundLaunch, FixedLaunch, LaunchOpti
 from narrowkv.runtime.targets import Target
 from narrowkv.sparse_fp8.binding import NO_CSR, RowsFormat, varying
 from narrowkv.sparse_fp8.checks import PlannedCall
-from narrowkv.sparse_fp8.config import SparseConfig, few_registers
+from narrowkv.sparse_fp8.config import SparseConfig, few_heads_registers
 from narrowkv.sparse_fp8.formats import widened_format
 from narrowkv.sparse_fp8.kernels.expand import _expand_kernel
 from narrowkv.sparse_fp8.kernels.fused import _sparse_fused_kernel
 from narrowkv.sparse_fp8.kernels.results import Call, Output, Partials, Tiles, _merge_sparse_kernel
 from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers, Stored
-from narrowkv.sparse_fp8.kernels.wide import _sparse_wide_kernel
+from narrowkv.sparse_fp8.kernels.sixteen_bit import _sparse_16bit_kernel
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, LAYOUTS
 from narrowkv.sparse_fp8.rows import DSV4Rows
 from narrowkv.sparse_fp8.sources import KVSource
@@ -99,8 +99,8 @@ def bind_attention(
         return BoundLaunch(_sparse_cdna_kernel, constexprs, config.options)
     tiles = Tiles(config.block_h, config.block_k, config.width, config.guard)
     constexprs |= {"CALL": call, "TILES": tiles}
-    if config.kernel == "wide":
-        return BoundLaunch(_sparse_wide_kernel, constexprs, config.options)
+    if config.kernel == "16bit":
+        return BoundLaunch(_sparse_16bit_kernel, constexprs, config.options)
     constexprs |= {"QUERY": stored(query, target, wide_address=True), "FP8_QK": config.fp8_qk}
     return BoundLaunch(_sparse_fused_kernel, constexprs, config.options)
 
@@ -110,7 +110,7 @@ def _bind_hopper(
     prefix: RowsFormat | None, extend: RowsFormat | None,
 ) -> BoundLaunch:  # fmt: skip
     # Not at the top: a Triton without Gluon runs everything else.
-    from narrowkv.sparse_fp8.kernels.few import _sparse_few_kernel
+    from narrowkv.sparse_fp8.kernels.few_heads import _sparse_few_heads_kernel
     from narrowkv.sparse_fp8.kernels.hopper import _sparse_hopper_kernel
     from narrowkv.sparse_fp8.kernels.hopper_copies import HopperCall
     from narrowkv.sparse_fp8.kernels.hopper_fp8 import _sparse_hopper_fp8_kernel
@@ -119,7 +119,7 @@ def _bind_hopper(
     far = any(each.offsets_64_bit for each in rows)
     kernel: Any
     if config.block_h < 64:
-        kernel = _sparse_few_kernel
+        kernel = _sparse_few_heads_kernel
     else:
         kernel = _sparse_hopper_fp8_kernel if rows[0].is_quantized else _sparse_hopper_kernel
     constexprs = HopperCall(
@@ -136,7 +136,7 @@ def _bind_hopper(
         config.block_k,
         config.stages,
         _SLACK[query.dtype],
-        *few_registers(config.block_h, rows[0].is_quantized),
+        *few_heads_registers(config.block_h, rows[0].is_quantized),
     )
     return BoundLaunch(kernel, {"CALL": constexprs}, config.options)
 
@@ -240,7 +240,7 @@ class SparseLaunches:
             named_by: the source whose index lists name the rows; None for the first ones.
             count: rows of the result.
             expanded: where to write, bf16 or fp16 `[count, 512]`.
-            places: with `named_by`, where to write the row of `expanded` that each index stands for.
+            places: with `named_by`, where to write the row of `expanded` that each index refers to.
         """
         gather = named_by is not None
         key = ("expand", rows.bound.template, rows.bound.format, named_by and named_by.format_id)

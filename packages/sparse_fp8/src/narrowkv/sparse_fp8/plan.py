@@ -34,7 +34,7 @@ _MAX_CHOICES = 1024
 
 
 class _ExpandedSource:
-    """What an attention kernel reads of a `KVSource` after its rows were expanded to 16 bits in scratch."""
+    """The part of a `KVSource` that an attention kernel reads after its rows were expanded to 16 bits."""
 
     __slots__ = ("csr", "format_id", "nnz", "num_rows", "offsets_64_bit", "pointers", "tensors")
 
@@ -86,7 +86,7 @@ class SparsePlan(PlannedCall):
     _choices: dict[tuple[int, int, bool], tuple[SparseConfig, int]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Finds what every call looks up."""
+        """Computes the values that every call reads."""
         super().__post_init__()
         splits = self.num_splits
         if splits is None and self.batch_invariant:
@@ -98,7 +98,7 @@ class SparsePlan(PlannedCall):
         object.__setattr__(self, "_choices", {})
 
     def __deepcopy__(self, memo: dict[int, object]) -> SparsePlan:
-        """A plan of its own over the same memory, whose addresses captured graphs hold."""
+        """A new plan over the same memory, whose addresses captured graphs hold."""
         return replace(self)
 
     def explain(self) -> str:

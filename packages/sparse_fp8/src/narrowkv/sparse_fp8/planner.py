@@ -52,8 +52,8 @@ def plan_sparse(
             `KVSource.bound.format`); None for a source that is absent.
         query: "bf16" or "fp16", or the `RowsFormat` of a query in `DSV4Rows`.
         device: where all tensors lie.
-        mode: "wide" for 16-bit rows; "fused" or "prepass" for FP8 rows, see `sparse_prefill_fp8`; "auto" is
-            "wide" over 16-bit rows, "prepass" where one source is 16-bit, else "fused".
+        mode: "16bit" for 16-bit rows; "fused" or "prepass" for FP8 rows, see `sparse_prefill_fp8`; "auto" is
+            "16bit" over 16-bit rows, "prepass" where one source is 16-bit, else "fused".
         sm_scale: softmax scale, default `head_dim ** -0.5`.
         has_sink: whether calls have an `attn_sink`.
         return_lse: whether calls write the log-sum-exp.
@@ -78,7 +78,7 @@ def plan_sparse(
     """
     if num_qo_heads not in NUM_HEADS:
         raise ValueError(f"num_qo_heads must be one of {NUM_HEADS}, got {num_qo_heads!r}")
-    check_choice("mode", mode, ("auto", "wide", "fused", "prepass"))
+    check_choice("mode", mode, ("auto", "16bit", "fused", "prepass"))
     formats = {"prefix": prefix, "extend": extend}
     if not isinstance(query, str):
         formats["query"] = query
@@ -125,7 +125,7 @@ def _resolve_mode(mode: str, prefix: RowsFormat | None, extend: RowsFormat | Non
     if mode != "auto" or not given:
         return mode
     narrow = [rows.is_quantized for rows in given]
-    return "fused" if all(narrow) else "prepass" if any(narrow) else "wide"
+    return "fused" if all(narrow) else "prepass" if any(narrow) else "16bit"
 
 
 def plan_for(
@@ -214,7 +214,7 @@ def _make_plan(
     num_splits: int | None, batch_invariant: bool,
 ) -> SparsePlan:  # fmt: skip
     """A plan without maxima; calls that are not planned find theirs here."""
-    kernel = "fused" if mode == "fused" else "wide"
+    kernel = "fused" if mode == "fused" else "16bit"
     rows = [each for each in (prefix, extend) if each is not None]
     layouts = [LAYOUTS[each.layout] for each in rows if each.is_quantized and kernel == "fused"]
     fp8_qk = False
@@ -262,7 +262,7 @@ def suits_specialised(
     """
     rows = [each for each in (prefix, extend) if each is not None]
     if mode == "prepass":
-        # What is not widened to scratch of its own is read where it lies.
+        # Rows that are not widened to scratch memory are read from their source.
         rows = [each for each in rows if not each.is_quantized]
     if query.head_dim != HEAD_DIM or not all(each.aligned for each in rows):
         return False

@@ -109,7 +109,7 @@ class DSV4Rows:
         format: str | None = None,
         negative_zero_free: bool = False,
     ) -> DSV4Rows:
-        """Three tensors, each with a row stride of its own.
+        """Three tensors, each with its own row stride.
 
         Args:
             nope: `[rows, 448]`, an E4M3 dtype, or uint8 with `format`.
@@ -221,7 +221,7 @@ class DSV4Rows:
 
         Args:
             rows: uint8 `[rows, 512]`.
-            rope: bf16 `[rows, 64]`, apart.
+            rope: bf16 `[rows, 64]`, a separate tensor.
             scale_group: 64 reads every other scale byte; 32 reads all 14, which may then differ.
             format: the FP8 format of the NoPE bytes.
             negative_zero_free: see the attribute.

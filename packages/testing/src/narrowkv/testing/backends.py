@@ -16,6 +16,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 
 from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.runtime.errors import UnsupportedError
 
 Call = Callable[[], torch.Tensor]
 PEER_BOUND = 0.004
@@ -178,7 +179,7 @@ class Aiter:
         return _missing("aiter", on_gpu)
 
     def prepare(self, inputs: Paged) -> Call:
-        """The entry that stands for decode."""
+        """The entry for decode."""
         cache, q = inputs.cache, inputs.q
         if cache.format.k != cache.format.v:
             raise NotAnsweringError("takes one format for K and V")
@@ -352,3 +353,15 @@ def peer_version(backend: Backend) -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return None
+
+
+def prepare_or_refuse(backend: Backend, inputs: Any) -> Callable[[], torch.Tensor]:
+    """The backend's call of some inputs.
+
+    Raises:
+        UnsupportedError: it does not answer such calls.
+    """
+    try:
+        return backend.prepare(inputs)
+    except NotAnsweringError as error:
+        raise UnsupportedError(str(error)) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from narrowkv.runtime.cases import Case
@@ -99,12 +99,26 @@ def main_kernel(kernels: Sequence[KernelCode]) -> KernelCode:
 
 
 @dataclass(frozen=True)
+class CodeTask:
+    """A case, and the target to compile it for."""
+
+    target: str
+    case: Case
+
+
+@dataclass(frozen=True)
 class CallCode:
     """One call compiled for one target; `plan` is its configuration in words, where the operation says it."""
 
     target: str
     kernels: tuple[KernelCode, ...]
     plan: str = ""
+
+    def as_dict(self, case: Case) -> dict[str, Any]:
+        """The call of a case for a document."""
+        plan = {"plan": self.plan} if self.plan else {}
+        kernels = [asdict(kernel) for kernel in self.kernels]
+        return {"target": self.target, "case": str(case), **plan, "kernels": kernels}
 
     @property
     def faulty(self) -> bool:

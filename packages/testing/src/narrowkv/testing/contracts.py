@@ -248,7 +248,7 @@ def _sparse(contract: Contract, shape: Shape, clean: bool) -> SparseCase:
     """Queries of `q_len` tokens, each over `context` rows of a pool."""
     fp8 = contract.k.startswith("fp8_")
     return SparseCase(
-        mode=contract.variant or ("decode" if contract.operation == SPARSE_DECODE else "wide"),
+        mode=contract.variant or ("decode" if contract.operation == SPARSE_DECODE else "16bit"),
         layout="packed584" if fp8 else contract.k,
         prefix_lens=(shape.context,) * shape.q_len,
         num_qo_heads=shape.num_qo_heads,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from narrowkv.cdna_emulator import Memory, Result, load_program
+from narrowkv.cdna_emulator import Memory, Program, Result, load_program
 from narrowkv.cdna_emulator import run as run_program
 from narrowkv.runtime.launch import LaunchOptions, executing
 from narrowkv.runtime.launch.artifact import CompiledArtifact
@@ -60,6 +60,7 @@ class EmulateExecutor:
     ) -> None:
         self.target = get_target(target)
         self.runs: list[Run] = []
+        self._programs: dict[tuple[str, int], Program] = {}
         self._workgroups = workgroups
         self._detect_races = detect_races
         self._detect_hazards = detect_hazards
@@ -79,9 +80,13 @@ class EmulateExecutor:
         artifact = compile_launch(self.target, kernel, grid, args, constexprs, options)
         x, y, z = (*grid, 1, 1)[:3]
         launch = Launch(artifact.name, (x, y, z), constexprs)
+        code = artifact.assembly, artifact.lds_bytes
+        program = self._programs.get(code)
+        if program is None:
+            program = self._programs[code] = load_program(code[0], lds_bytes=code[1])
         memory, values = self._device_pointers(artifact.args)
         result = run_program(
-            load_program(artifact.assembly, lds_bytes=artifact.lds_bytes),
+            program,
             grid=launch.grid,
             args=values,
             memory=memory,

@@ -34,7 +34,7 @@ _EVERY_BYTE, _FEW, _HALF = 1.0, 0.1, 0.5
 
 @dataclass(frozen=True)
 class Family:
-    """A call that stands for a family of kernels.
+    """A call that represents a family of kernels.
 
     Attributes:
         call: makes it.
@@ -69,7 +69,7 @@ def families(target: str) -> dict[str, Family]:
     }
     sparse = {
         "sparse, fused": SparseCase(**_SPARSE),
-        "sparse, 16-bit rows": SparseCase(mode="wide", layout="bf16", **_SPARSE),
+        "sparse, 16-bit rows": SparseCase(mode="16bit", layout="bf16", **_SPARSE),
         "sparse, FP8 query": SparseCase(q="fp8", **_SPARSE),
         "sparse decode": SparseCase(mode="decode", num_qo_heads=64, prefix_lens=(512, 512)),
     }

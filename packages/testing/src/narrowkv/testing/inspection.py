@@ -18,6 +18,7 @@ from narrowkv.runtime.launch.artifact import CompiledArtifact, InstructionMix
 from narrowkv.runtime.targets import Target, get_target
 from narrowkv.testing.codegen import KernelCode, compile_call
 from narrowkv.testing.emulation import EmulateExecutor, Run
+from narrowkv.testing.records import number
 from narrowkv.testing.roofline import Roofline, roofline
 from narrowkv.testing.samples import a_few
 
@@ -46,6 +47,17 @@ class Emulated:
     stored_bytes: float
     lds_bytes: float
     loop: dict[str, float]
+
+    def parts(self) -> list[str]:
+        """The counts in words."""
+        share = self.loop_wave_instructions / self.wave_instructions
+        return [
+            f"wave instructions {number(self.wave_instructions, 5)} ({share:.0%} in the loop)",
+            f"passes {number(self.passes)}",
+            f"bytes asked for {number(self.loaded_bytes, 6)}",
+            f"stored {number(self.stored_bytes, 6)}",
+            f"through LDS {number(self.lds_bytes, 6)}",
+        ]
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,15 @@ class Inspection:
     mnemonics: dict[str, int]
     assembly: dict[str, str] | None
 
+    def as_dict(self) -> dict[str, Any]:
+        """The fields for a document; the assembly only if it was asked for."""
+        body = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        if self.assembly is None:
+            del body["assembly"]
+        for name in ("model", "whole_model"):
+            body[name] = None if body[name] is None else body[name].as_dict()
+        return body
+
 
 def tile_bytes(inputs: DecodeInputs, target: str) -> tuple[float, str]:
     """HBM bytes of one pass of the hot loop by one workgroup, and the plan in words."""
@@ -111,7 +132,7 @@ def models(
     passes = loop.passes / run.artifact.num_warps
     kv_bytes = bytes_per_pass * passes
     executed = {"loop": loop.mnemonics, "whole": run.result.profile.mnemonics}
-    # The waves are in the counts already, so they stand for one wave here.
+    # The counts are of all waves, so the model gets one wave here.
     totals = {
         name: InstructionMix(Counter({m: round(n) for m, n in mix.items()})) for name, mix in executed.items()
     }

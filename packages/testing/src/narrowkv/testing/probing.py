@@ -19,7 +19,7 @@ from narrowkv.testing.contracts import DECODE, Contract, ContractSet, Shape, con
 from narrowkv.testing.inspection import loop_model
 from narrowkv.testing.places import AMD_TARGETS, Place, find_place
 
-__all__ = ["Answer", "Compiled", "Outcome", "ProbeRun", "Task", "run_task"]
+__all__ = ["Answer", "Compiled", "Outcome", "ProbeRun", "ProbeTasks", "Task", "run_task"]
 
 PASS, FAIL, REFUSED, SKIPPED, INEXACT = "pass", "fail", "refused", "skipped", "inexact"
 NOT_RUN = "not run"
@@ -209,6 +209,22 @@ def _ask(backend: Backend, contract: Contract, inputs: Any, expected: torch.Tens
     )
 
 
+@dataclass(frozen=True)
+class ProbeTasks:
+    """The tasks of a probe, each with the index of its contract; a run's come before compilations.
+
+    Attributes:
+        runs, compiles: calls at places, and compilations for targets.
+    """
+
+    runs: dict[Task, int]
+    compiles: dict[Task, int]
+
+    def index(self, task: Task) -> int:
+        """The contract of a task."""
+        return (self.runs if task.place else self.compiles)[task]
+
+
 @dataclass
 class ProbeRun:
     """Collects answers as tasks finish.
@@ -230,6 +246,43 @@ class ProbeRun:
     jobs: int
     answers: dict[tuple[int, str, str], Answer] = field(default_factory=dict)
     compiled: dict[tuple[int, str], Compiled] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, contracts: ContractSet, places: tuple[Place, ...], targets: tuple[str, ...], jobs: int
+    ) -> ProbeRun:
+        """A run without answers; other implementations are asked at the first place that runs calls."""
+        at = next((place for place in places if not place.is_emulated), None)
+        absent = {
+            peer.name: "has no code to emulate" if at is None else peer.absent(at.is_gpu) for peer in PEERS
+        }
+        return cls(contracts, places, targets, absent, jobs)
+
+    def tasks(self, *, emulate: bool) -> ProbeTasks:
+        """Every contract at every place and for every target; `emulate` runs samples of what is compiled."""
+        contracts, shape = self.contracts.contracts, self.contracts.shape
+        at = next((place for place in self.places if not place.is_emulated), None)
+        peers = tuple(name for name, reason in self.absent.items() if reason is None)
+        runs = {
+            Task(contract, shape, place.name, peers if place is at else ()): index
+            for place in self.places
+            for index, contract in enumerate(contracts)
+        }
+        compiles = {
+            Task(contract, shape, target=target, emulate=emulate): index
+            for index, contract in enumerate(contracts)
+            for target in self.targets
+        }
+        return ProbeTasks(runs, compiles)
+
+    def emulation(self) -> dict[str, Any]:
+        """Sums over the emulated samples; empty if there are none."""
+        samples = [answer.sample for answer in self.answers.values() if answer.sample is not None]
+        if not samples:
+            return {}
+        names = ("workgroups", "launched", "rows", "all_rows", "wave_instructions", "seconds")
+        total = {name: sum(getattr(sample, name) for sample in samples) for name in names}
+        return {"samples": len(samples), "processes": self.jobs, **total}
 
     def add(self, index: int, outcome: Outcome) -> None:
         """Takes what a task of the contract at `index` found."""

@@ -43,7 +43,7 @@ class Roofline:
 
     Attributes:
         memory_clk: at the unit's even share of HBM bandwidth.
-        valu_clk: vector ALUs of the four SIMDs, matrix instructions apart.
+        valu_clk: vector ALUs of the four SIMDs, without matrix instructions.
         mfma_clk: matrix units.
         lds_clk: LDS.
         bound_by: "memory" or "issue".

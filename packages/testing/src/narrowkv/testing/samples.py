@@ -1,4 +1,4 @@
-"""Which workgroups stand for a whole launch: enough to finish some output rows, few enough for a laptop.
+"""Samples of a launch's workgroups: enough to finish some output rows, few enough for a laptop.
 
 A kernel that is not listed here is run whole, which is right and slow. A new kernel joins by one entry in
 `SAMPLES`; which rows its workgroups own is found by watching what they store.
@@ -106,7 +106,7 @@ SAMPLES: dict[str, Callable[[Launch], Iterable[Workgroup]]] = {
     "_merge_splits_kernel": _rows_of_last_head_program,
     "_merge_states_kernel": corners,
     "_append_kernel": corners,
-    "_sparse_wide_kernel": _sparse_programs,
+    "_sparse_16bit_kernel": _sparse_programs,
     "_sparse_fused_kernel": _sparse_programs,
     "_sparse_cdna_kernel": _sparse_programs,
     "_merge_sparse_kernel": _rows_of_last_sparse_program,
@@ -119,7 +119,7 @@ SAMPLES: dict[str, Callable[[Launch], Iterable[Workgroup]]] = {
 
 
 def sample(launch: Launch) -> Iterable[Workgroup]:
-    """The workgroups that stand for a launch; all of them for a kernel that `SAMPLES` does not list."""
+    """The sampled workgroups of a launch; all of them for a kernel that `SAMPLES` does not list."""
     choose = SAMPLES.get(launch.kernel)
     return launch.everything() if choose is None else choose(launch)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -210,3 +210,9 @@ def grid() -> list[Step]:
         *(_alike("llama-8b", 1, 128, 128 + old, "bf16") for old in (4096, 32768)),
         _alike("qwen3-next", 1, 4096, 4096), _alike("qwen3-next", 1, 1024, 5120),
     ]  # fmt: skip
+
+
+def rehearsals(steps: Iterable[Step]) -> list[Step]:
+    """Small steps for a CPU: one of each model, kind of traffic, format and operation."""
+    kinds = {(step.model, step.traffic, step.format, step.appends): step for step in steps}
+    return [step.rehearsal() for step in kinds.values()]

@@ -192,7 +192,7 @@ def attend_to_tiles(
         if MASK == "keys":
             # All rows attend alike, so one sum with a bias per key masks them. With loads under way, a branch
             # saves it for tiles that all rows see whole.
-            if AHEAD:
+            if PREFETCH:
                 start = tile_after_gap(i, gap_at, gap) * BLOCK_N
                 if (start < keys.first) | (start + BLOCK_N - 1 > keys.last):
                     s += key_bias(n, keys)[None, :]

@@ -1,4 +1,4 @@
-"""What kernels of attn_prefill take: structs of pointers and strides, and of constants.
+"""Arguments of attn_prefill's kernels: structs of pointers and strides, and of constants.
 
 A struct of pointers is passed at run time; one of constants is a `tl.constexpr`. A tuple that is passed at
 run time must not hold a tuple (Triton 3.6 mistakes a number 1 in the inner one), so the cache is one flat
@@ -96,7 +96,7 @@ class Destination(NamedTuple):
 
 
 class NewCache(NamedTuple):
-    """Where new tokens are stored: bytes of K and V, their descales, pages a sequence, pages in all."""
+    """The cache that new tokens are stored in: bytes of K and V, descales, pages a sequence, pages in all."""
 
     k: Any
     v: Any
@@ -244,6 +244,7 @@ class Widened(NamedTuple):
         tma: keys are loaded by tensor descriptor, else by pointer.
         overlap: P @ V of a key tile runs during the softmax of the next one.
         branch: see `dense_keys`.
+        ahead: keys and values of a tile are loaded to registers while the tile before is multiplied.
     """
 
     k_per_key: bool
@@ -253,6 +254,7 @@ class Widened(NamedTuple):
     tma: bool
     overlap: bool
     branch: bool
+    ahead: bool = False
 
 
 class Filling(NamedTuple):

@@ -33,6 +33,19 @@ def load_rows(target, desc, base, d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constex
 
 
 @triton.jit
+def to_fp16(p, TOWARDS_ZERO: tl.constexpr):
+    """P in float16, rounded to nearest or towards zero.
+
+    CDNA3 rounds two numbers towards zero in one instruction, and to nearest in three. The result is 0.035%
+    smaller on average.
+    """
+    if TOWARDS_ZERO:
+        return p.to(tl.float16, fp_downcast_rounding="rtz")
+    else:
+        return p.to(tl.float16)
+
+
+@triton.jit
 def masked_scores(
     s, n, query_pos, first, last, HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, WINDOW_RIGHT: tl.constexpr,
@@ -70,10 +83,17 @@ def dense_range(
     BLOCK_N: tl.constexpr = BLOCKS.n
     BLOCK_D: tl.constexpr = BLOCKS.d
     BLOCK_S: tl.constexpr = BLOCKS.s
+    AHEAD: tl.constexpr = WIDENED.ahead and MASK == "none"
     d = tl.arange(0, BLOCK_D)
     if OVERLAP:
         p = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
         correction = l * 0.0 + 1.0
+    if AHEAD:
+        # A range without tiles loads one all the same, somewhere in the scratch.
+        last_row = scratch.rows.to(tl.int64) * SIZES.num_kv_heads - BLOCK_N
+        row = tl.minimum(base + begin * BLOCK_N, last_row)
+        next_k = load_rows(scratch.k, k_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
+        next_v = load_rows(scratch.v, v_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
     for tile in range(begin, rounds):
         if MASK == "rest":
             tile += tl.where(tile < full, 0, full_end - full)
@@ -90,12 +110,18 @@ def dense_range(
             unit = tl.load(scratch.v_unit + row // BLOCK_S)
         if V_PER_KEY:
             v_factor = tl.load(scratch.v_factor + row + tl.arange(0, BLOCK_N))
-        k = load_rows(scratch.k, k_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)  # [BLOCK_N, BLOCK_D]
+        if AHEAD:
+            k, v = next_k, next_v
+        else:
+            k = load_rows(scratch.k, k_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)  # [BLOCK_N, BLOCK_D]
         if RULES.fp8 is not None:
             k = k.to(RULES.fp8, bitcast=True)
         s = tl.dot(q, tl.trans(k))
         if RULES.split_q:
             s = tl.dot(q_low, tl.trans(k), s)
+        if AHEAD:
+            upcoming = base + tl.minimum(tile + 1, rounds - 1) * BLOCK_N
+            next_k = load_rows(scratch.k, k_desc, upcoming, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
         if OVERLAP:
             previous = base + tl.maximum(tile - 1, begin) * BLOCK_N
             v = load_rows(scratch.v, v_desc, previous, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
@@ -129,8 +155,11 @@ def dense_range(
         if V_PER_KEY:
             p, correction, v_largest = apply_value_factors(p, correction, v_factor, v_largest)
         if not OVERLAP:
-            v = load_rows(scratch.v, v_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
-            acc = tl.dot(p.to(tl.float16), v, acc * correction[:, None])
+            if not AHEAD:
+                v = load_rows(scratch.v, v_desc, row, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
+            acc = tl.dot(to_fp16(p, AHEAD and RULES.fp8 is not None), v, acc * correction[:, None])
+            if AHEAD:
+                next_v = load_rows(scratch.v, v_desc, upcoming, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
     return acc, m, l, v_unit, v_largest
 
 

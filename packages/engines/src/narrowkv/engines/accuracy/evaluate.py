@@ -23,7 +23,7 @@ _CHUNK = 256  # tokens whose probabilities are compared at a time
 
 @dataclass(frozen=True)
 class Score:
-    """What a recipe costs.
+    """The cost of a recipe in accuracy.
 
     Attributes:
         recipe, note, bits: of the recipe; bits of an element at the model's head_dim, scales included.
@@ -139,11 +139,16 @@ class _Runner:
 
                 cache = NarrowCache(
                     self.model.model.config, max_length=ids.shape[0], calibration=self.calibration,
-                    **self.recipe.cache_options(),
+                    first=self.recipe.first, recent=self.recipe.recent, **self.recipe.cache_options(),
                 )  # fmt: skip
-            out = self.model.model(ids[None], past_key_values=cache, use_cache=cache is not None)
-        logits: torch.Tensor = out.logits[0]
-        return logits
+            # Tokens that come together would see one another as they are, not as they are stored.
+            one_by_one = cache is not None and self.recipe.keeps_some
+            steps = list(ids[:, None]) if one_by_one else [ids]
+            logits = [
+                self.model.model(step[None], past_key_values=cache, use_cache=cache is not None).logits[0]
+                for step in steps
+            ]
+        return torch.cat(logits)
 
 
 def _compare(totals: _Totals, got: torch.Tensor, wanted: torch.Tensor, ids: torch.Tensor) -> None:
@@ -250,3 +255,12 @@ def _score(runner: _Runner, total: _Totals, best: float, head_dim: int) -> Score
         "kernels" if runner.kernels else "torch", total.kl / total.tokens, perplexity, perplexity / best - 1,
         total.agreed / total.tokens, sum(total.retrieved), len(total.retrieved), total.tokens,
     )  # fmt: skip
+
+
+def frontier(scores: Sequence[Score]) -> set[str]:
+    """Recipes that no other one beats in bits or KL without losing in the other."""
+    return {
+        s.recipe
+        for s in scores
+        if not any((o.bits, o.kl) != (s.bits, s.kl) and o.bits <= s.bits and o.kl <= s.kl for o in scores)
+    }

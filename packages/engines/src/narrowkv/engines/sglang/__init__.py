@@ -52,7 +52,7 @@ def supports(config: Any, *, kv_cache_dtype: str = "auto") -> list[str]:
     reasons = []
     if kv_cache_dtype not in CACHE_DTYPES:
         reasons.append(f"kv_cache_dtype is {kv_cache_dtype}, and narrowkv reads {', '.join(CACHE_DTYPES)}")
-    if getattr(config, "model_type", None) == "deepseek_v4":
+    if str(getattr(config, "model_type", None)).startswith("deepseek_v4"):  # V4.1, too
         return [
             *reasons,
             "its attention over compressed keys is the backend dsv4's: "

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's sparse attention over SGLang's pages, by narrowkv's kernels.
+"""The sparse attention of DeepSeek V4 and V4.1 over SGLang's pages, by narrowkv's kernels.
 
 SGLang's backend "dsv4" selects the rows of each token; on ROCm it then calls one function for attention.
 `patch` puts `flash_mla_with_kvcache` into its place.
@@ -13,37 +13,60 @@ from typing import Any
 
 import torch
 
+from narrowkv.engines.deepseek import LAYOUTS, attend_to_rows, listed_rows, page_rows
 from narrowkv.quant.formats import get_format
-from narrowkv.sparse_fp8 import DSV4Rows, KVSource, sparse_decode, sparse_prefill_fp8
+from narrowkv.sparse_fp8 import DSV4Rows
 
 __all__ = [
     "flash_mla_with_kvcache",
     "patch",
+    "pool_reasons",
+    "pool_rows",
 ]
 
-_PAGE_BYTES_A_TOKEN = 584
 _HEAD_DIM = 512
-# Query tokens from which a call fills the device without sharing a token's rows out.
-_PREFILL_TOKENS = 256
 
 
-@functools.lru_cache(maxsize=64)
-def _starts(tokens: int, width: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(0, (tokens + 1) * width, width, dtype=torch.int32, device=device)
+def pool_reasons(pool: Any) -> list[str]:
+    """Why narrowkv cannot read a pool; an empty list is a yes.
+
+    Args:
+        pool: SGLang's `DeepSeekV4SingleKVPool`, of a window or of compressed rows, or one like it.
+    """
+    from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
+
+    if pool.kv_cache_total_dim == _HEAD_DIM:
+        return [
+            "its pool is in uniform FP8 (512 bytes a token, without scales), which narrowkv has no rows for"
+        ]
+    if pool.kv_layout is KVLayout.V4 or pool.kv_layout.encoding in (KVLayout.V41, KVLayout.V41_FP4):
+        return []
+    return [f"its pool has the layout {pool.kv_layout.value}"]
 
 
-def _source(cache: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor | None) -> KVSource:
+def pool_rows(pool: Any, layer_id: int) -> DSV4Rows:
+    """A layer's rows where they are in SGLang's pool.
+
+    Args:
+        pool: SGLang's `DeepSeekV4SingleKVPool`.
+        layer_id: the layer's number, as the pool's `get_key_buffer` takes it.
+
+    Raises:
+        ValueError: for a pool that narrowkv does not read.
+    """
+    reasons = pool_reasons(pool)
+    if reasons:
+        raise ValueError(f"pool must hold rows that narrowkv reads: {reasons[0]}")
+    buffer, width = pool.get_key_buffer(layer_id).view(torch.uint8), pool.kv_cache_total_dim
+    pages = buffer[:, : pool.page_size * width].view(buffer.shape[0], pool.page_size, width)
+    return page_rows(pages, _fp8(), interleaved=pool.kv_layout.is_interleaved)
+
+
+def _fp8() -> str:
+    """The FP8 format that SGLang stores on this device."""
     from sglang.srt.layers.attention.hip_flash_mla import FP8_DTYPE
 
-    pages, page_size = cache.shape[:2]
-    buffer = cache.view(torch.uint8).view(pages, page_size, _PAGE_BYTES_A_TOKEN)
-    rows = DSV4Rows.packed584(buffer, page_size=page_size, format=get_format(FP8_DTYPE).name)
-    width = indices.shape[-1]
-    named = indices.reshape(-1, width)
-    if lengths is not None:
-        place = torch.arange(width, device=named.device)
-        named = named.masked_fill(place >= lengths.reshape(-1, 1), -1)
-    return KVSource(rows, _starts(named.shape[0], width, named.device), named.reshape(-1))
+    return get_format(FP8_DTYPE).name
 
 
 def flash_mla_with_kvcache(
@@ -58,19 +81,23 @@ def flash_mla_with_kvcache(
     extra_topk_length: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     inv_rope: Any = None,
+    interleaved: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of tokens to rows of one or two paged caches, by SGLang's names of arguments.
 
     Args:
         q: `[batch, tokens, num_qo_heads, 512]`, bf16; 8, 16, 32, 64 or 128 heads.
-        k_cache: `[pages, page_size, 1, 584]`, FP8 or bytes, pages padded or not.
+        k_cache: `[pages, page_size, 1, bytes]`, FP8 or bytes, pages padded or not; 584 bytes a token
+            (DeepSeek-V4), 528 (V4.1) or 288 (V4.1 in NVFP4).
         indices: `[batch, tokens, width]` int32 rows of `k_cache`; -1 is skipped.
         attn_sink: `[num_qo_heads]` fp32, a logit whose value is 0.
         topk_length: `[batch]` or `[batch, tokens]`: only so many of a token's indices count.
-        extra_k_cache, extra_indices_in_kvcache, extra_topk_length: the same of a second cache.
+        extra_k_cache, extra_indices_in_kvcache, extra_topk_length: the same of a second cache, whose layout
+            may be another.
         softmax_scale: of the logits; default `512 ** -0.5`.
         inv_rope: SGLang's frequencies and positions: the output is rotated back by its own function.
+        interleaved: whether pages are `V41_NEW` or `V41_FP4_NEW`, which have the sizes of V4.1's others.
 
     Returns:
         `[batch, tokens, num_qo_heads, 512]`, and None for the log-sum-exp.
@@ -78,36 +105,29 @@ def flash_mla_with_kvcache(
     Raises:
         TypeError, ValueError: for shapes and formats that narrowkv does not read.
     """
-    if k_cache.shape[-1] != _PAGE_BYTES_A_TOKEN or q.shape[-1] != _HEAD_DIM:
-        raise ValueError(
-            f"k_cache must have {_PAGE_BYTES_A_TOKEN} bytes a token and q {_HEAD_DIM} channels, got "
-            f"{k_cache.shape[-1]} and {q.shape[-1]}: use SGLang's own kernel for other layouts"
-        )
-    batch, tokens, heads, width = q.shape
-    source = _source(k_cache, indices, topk_length)
+    if q.shape[-1] != _HEAD_DIM:
+        raise ValueError(f"q must have {_HEAD_DIM} channels, got {q.shape[-1]}")
+    fp8 = _fp8()
+    source = listed_rows(page_rows(k_cache.squeeze(2), fp8, interleaved=interleaved), indices, topk_length)
     extra = None
     if extra_k_cache is not None:
         assert extra_indices_in_kvcache is not None
-        extra = _source(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
-    rows = q.reshape(batch * tokens, heads, width)
-    options: dict[str, Any] = {"attn_sink": attn_sink, "sm_scale": softmax_scale}
-    if rows.shape[0] < _PREFILL_TOKENS:
-        o: Any = sparse_decode(rows, source, extra, **options)
-    else:
-        o = sparse_prefill_fp8(rows, source, extra, mode="fused", **options)
+        rows = page_rows(extra_k_cache.squeeze(2), fp8, interleaved=interleaved)
+        extra = listed_rows(rows, extra_indices_in_kvcache, extra_topk_length)
+    o = attend_to_rows(q.flatten(0, 1), source, extra, attn_sink=attn_sink, sm_scale=softmax_scale)
     if inv_rope is not None:
         from sglang.srt.layers.attention.hip_flash_mla import _apply_inverse_rope
 
         _apply_inverse_rope(o, inv_rope)
-    return o.view(batch, tokens, heads, width), None
+    return o.view(q.shape), None
 
 
 def patch() -> Callable[[], None]:
     """Lets narrowkv's kernel stand in for those of SGLang's backend "dsv4" on ROCm.
 
-    Caches in other layouts than DeepSeek-V4's (584 bytes a token) stay with SGLang's kernels, and a warning
-    says so once. Set SGLANG_HACK_FLASHMLA_BACKEND=triton, so that heads are not padded to 64 and no call
-    takes another way.
+    Caches in layouts that narrowkv does not read stay with SGLang's kernels, and a warning says so once. For
+    DeepSeek-V4 set SGLANG_HACK_FLASHMLA_BACKEND=triton, so that heads are not padded to 64 and no call takes
+    another way; leave it at its default for V4.1, whose pages SGLang makes only with that.
 
     Returns:
         A function that puts SGLang's back.
@@ -121,10 +141,13 @@ def patch() -> Callable[[], None]:
 
     @functools.wraps(theirs)
     def call(backend: str, **kwargs: Any) -> Any:
-        found = kwargs["k_cache"].shape[-1]
-        if found == _PAGE_BYTES_A_TOKEN:
+        caches = [kwargs[name] for name in ("k_cache", "extra_k_cache") if kwargs.get(name) is not None]
+        unread = [cache.shape[-1] for cache in caches if cache.shape[-1] not in LAYOUTS]
+        if not unread:
             return flash_mla_with_kvcache(**kwargs)
-        warnings.warn(f"narrowkv reads no pages of {found} bytes a token: SGLang's kernel runs", stacklevel=2)
+        warnings.warn(
+            f"narrowkv reads no pages of {unread[0]} bytes a token: SGLang's kernel runs", stacklevel=2
+        )
         return theirs(backend=backend, **kwargs)
 
     place.flash_mla_with_kvcache_entrypoint = call

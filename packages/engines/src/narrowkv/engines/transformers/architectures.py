@@ -44,6 +44,11 @@ def supports(config: Any) -> list[str]:
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         return ["it has an encoder: attention to the encoder's tokens is not paged"]
+    if text.model_type == "deepseek_v4":
+        return [
+            'its attention to compressed rows is sparse: attn_implementation="narrowkv-sparse", of '
+            "narrowkv.engines.transformers.deepseek_v4.register(), serves it"
+        ]
     source = _source_of(text.model_type)
     if source is None:
         return [f"transformers has no source of {text.model_type!r}; pass the configuration of its decoder"]

@@ -23,7 +23,7 @@ def padding_of(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor | None:
-    """What attention is told of a mask: which tokens are padding.
+    """The part of a mask that attention uses: which tokens are padding.
 
     Causality and windows come from the attention call itself. Nothing is read from the device.
 

@@ -24,14 +24,18 @@ from narrowkv.engines.ranks import Ranks, RanksStep, attend_over_ranks
 from narrowkv.engines.steps import SCRATCH_BYTES, Step, attend, reserve_decode
 from narrowkv.engines.vllm.slots import (
     CACHE_DTYPES,
+    INT4,
+    INT8,
+    PER_TOKEN_HEAD,
     ULTRAQUANT,
     chosen_slots,
     format_of,
     layer_cache,
-    rotated,
+    randomly_rotated,
+    rotation_block,
     slot_bytes,
 )
-from narrowkv.paged_cache import PagedKVCache, PageTable, append
+from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append
 from narrowkv.paged_cache.layouts import HEAD_DIMS
 from narrowkv.runtime.errors import UnsupportedError
 
@@ -118,12 +122,14 @@ class NarrowAttentionBackend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Tells vLLM how many bytes a slot has where it holds scales."""
-        mode = spec.kv_quant_mode
-        name = (
-            ULTRAQUANT if mode.is_ultraquant else "fp8_per_token_head" if mode.is_per_token_head else "auto"
-        )
-        if mode == KVQuantMode.FP8_PER_TENSOR:
-            name = NarrowAttention.slots
+        names = {
+            KVQuantMode.ULTRAQUANT_4BIT: ULTRAQUANT,
+            KVQuantMode.FP8_PER_TOKEN_HEAD: PER_TOKEN_HEAD,
+            KVQuantMode.INT8_PER_TOKEN_HEAD: INT8,
+            KVQuantMode.INT4_PER_TOKEN_HEAD: INT4,
+            KVQuantMode.FP8_PER_TENSOR: NarrowAttention.slots,
+        }
+        name = names.get(spec.kv_quant_mode, "auto")
         content = slot_bytes(name, spec.head_size)
         if content is None or spec.state_content_bytes is not None:
             return spec
@@ -146,6 +152,8 @@ class NarrowAttention(AttentionImpl):
     supports_quant_query_input = False
     # What slots of the model that was made last hold; vLLM asks for their size when it has made its layers.
     slots = "fp8"
+    # The rotary embedding of the step, which its layers share, and what it was made of.
+    _rope: ClassVar[tuple[Any, Rope] | None] = None
 
     def __init__(
         self,
@@ -180,9 +188,12 @@ class NarrowAttention(AttentionImpl):
             "logits_soft_cap": logits_soft_cap or 0.0,
             "window_left": -1 if sliding_window is None else sliding_window - 1,
         }
-        # vLLM's UltraQuant slots have keys rotated, and scales by a rule of their own.
-        self.exponent, self.rotates = "mse", self.kv_cache_dtype == ULTRAQUANT
+        # UltraQuant's slots have keys rotated, which their cache says, and scales by a rule of their own.
+        # INT4 slots have keys and values rotated.
+        self.exponent, self.rotates = "mse", self.kv_cache_dtype == INT4
         if self.rotates:
+            self.options["sm_scale"] /= rotation_block(head_size)
+        elif self.kv_cache_dtype == ULTRAQUANT:
             self.exponent = "ultraquant"
             if head_size & (head_size - 1):
                 raise UnsupportedError(
@@ -239,11 +250,58 @@ class NarrowAttention(AttentionImpl):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Stores new tokens `[tokens, num_kv_heads, head_dim]`; slot -1 is padding."""
-        count = slot_mapping.shape[0]
-        k, v = key[:count], value[:count]
+        k, v, count = key, value, slot_mapping.shape[0]
+        if k.shape[0] != count:
+            k, v = k[:count], v[:count]
         if self.rotates:
-            k, v = rotated(k), v.float()
+            k, v = randomly_rotated(k), randomly_rotated(v)
         append(self.cache_of(layer, kv_cache), k, v, slot_mapping, exponent=self.exponent)
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        """Whether `do_rope_and_kv_cache_update` serves the layer.
+
+        It does unless values are rotated, too (INT4), or attention needs the new keys again (decode context
+        parallelism).
+        """
+        return not self.rotates and self._ranks is None
+
+    def do_rope_and_kv_cache_update(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        positions: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool, kv_cache: torch.Tensor,
+        layer_slot_mapping: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Rotates queries in place and stores rotated keys, in one launch; `key` itself is left as it is.
+
+        Args:
+            layer: vLLM's layer, for its scales.
+            query: `[tokens, num_heads, head_dim]`.
+            key, value: `[tokens, num_kv_heads, head_dim]`.
+            positions: `[tokens]` int64.
+            cos_sin_cache: `[positions, rotary_dim]`, cosines and then sines.
+            is_neox: whether the halves of the rotary dims are partners; else neighbours are.
+            kv_cache: the layer's.
+            layer_slot_mapping: `[tokens]` int64; slot -1 is padding.
+        """
+        count = layer_slot_mapping.shape[0]
+        append(
+            self.cache_of(layer, kv_cache), key[:count], value[:count], layer_slot_mapping,
+            rope=self._rope_of(positions[:count], cos_sin_cache, is_neox), q=query[:count],
+            exponent=self.exponent,
+        )  # fmt: skip
+
+    @staticmethod
+    def _rope_of(positions: torch.Tensor, table: torch.Tensor, is_neox: bool) -> Rope:
+        """The rotary embedding of these tokens, made only if that of the previous layer is another."""
+        found = NarrowAttention._rope
+        key = (
+            positions.data_ptr(), positions.shape, positions.stride(), positions.dtype, table.data_ptr(),
+            table.shape, table.dtype, is_neox,
+        )  # fmt: skip
+        if found is None or found[0] != key:
+            half = table.shape[1] // 2
+            rope = Rope(table[:, :half], table[:, half:], positions, "neox" if is_neox else "gptj")
+            found = NarrowAttention._rope = (key, rope)
+        return found[1]
 
     def forward(
         self,
@@ -266,13 +324,17 @@ class NarrowAttention(AttentionImpl):
             return output
         step, cache = attn_metadata, self.cache_of(layer, kv_cache)
         tokens = step.num_tokens
-        q, out = (x[:tokens].view(tokens, self.num_heads, self.head_size) for x in (query, output))
+        q, out = query, output
+        if q.shape[0] != tokens or out.shape[0] != tokens or q.dim() != 3 or out.dim() != 3:
+            q, out = (x[:tokens].view(tokens, self.num_heads, self.head_size) for x in (q, out))
         if self.rotates:
-            q, key = rotated(q).to(q.dtype), rotated(key).to(key.dtype)
+            q, key, value = (randomly_rotated(x) for x in (q, key, value))
         options: dict[str, Any] = {"max_batch": self._max_batch, "sinks": self.sinks, **self.options}
         if self._ranks is not None and isinstance(step, RanksStep):
             k, v = (x[:tokens].view(tokens, self.num_kv_heads, self.head_size) for x in (key, value))
             attend_over_ranks(step, q, k, v, cache, out, ranks=self._ranks, **options)
         else:
             attend(step, q, cache, out, **options)
+        if self.rotates:
+            out.copy_(randomly_rotated(out, inverse=True))
         return output

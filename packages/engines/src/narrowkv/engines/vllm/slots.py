@@ -4,7 +4,9 @@ A slot holds everything of one token and head, in this order:
 
     16-bit, fp8             K | V
     fp8_per_token_head      K | fp32 scale | V | fp32 scale
-    ultraquant_4bit         K codes | E8M0 per 32 | V codes | E8M0 per 32; K is `rotated`
+    int8_per_token_head     K | fp32 scale | V | fp32 scale
+    int4_per_token_head     K codes | fp32 scale | V codes | fp32 scale; K and V are `randomly_rotated`
+    ultraquant_4bit         K codes | E8M0 per 32 | V codes | E8M0 per 32; K is rotated
     narrowkv_k8v4           K in FP8 | fp32 scale | V codes | E4M3 scale | padding to a multiple of 4 bytes
     narrowkv_fp4            K codes | E4M3 scale | V codes | E4M3 scale
 
@@ -14,12 +16,13 @@ vLLM has no names for the last two: `chosen_slots` says how they are asked for.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from narrowkv.paged_cache import CacheFormat, PagedKVCache
-from narrowkv.quant import hadamard
+from narrowkv.quant import KeyTransform, hadamard
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import check_choice
 from narrowkv.runtime.launch import active_target
@@ -30,17 +33,21 @@ __all__ = [
     "chosen_slots",
     "format_of",
     "layer_cache",
-    "rotated",
+    "randomly_rotated",
+    "rotation_block",
     "slot_bytes",
 ]
 
 K8V4, FP4 = "narrowkv_k8v4", "narrowkv_fp4"
 OWN_SLOTS = (K8V4, FP4)
 PER_TOKEN_HEAD, ULTRAQUANT = "fp8_per_token_head", "ultraquant_4bit"
+INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
 _GROUP = 32
 _SCALE_BYTES = 4
 # vLLM's names of cache dtypes that are served. "auto" and 16-bit names are the model's dtype.
-CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", PER_TOKEN_HEAD, ULTRAQUANT)
+CACHE_DTYPES = (
+    "auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", PER_TOKEN_HEAD, INT8, INT4, ULTRAQUANT
+)  # fmt: skip
 
 
 def chosen_slots(cache_dtype: str, additional_config: Any) -> str:
@@ -72,11 +79,15 @@ def slot_bytes(cache_dtype: str, head_dim: int) -> int | None:
     Example:
         >>> slot_bytes("fp8_per_token_head", 128), slot_bytes("ultraquant_4bit", 128), slot_bytes("fp8", 128)
         (264, 136, None)
+        >>> slot_bytes("int8_per_token_head", 128), slot_bytes("int4_per_token_head", 128)
+        (264, 136)
         >>> slot_bytes("narrowkv_k8v4", 128), slot_bytes("narrowkv_fp4", 128)
         (200, 130)
     """
-    if cache_dtype == PER_TOKEN_HEAD:
+    if cache_dtype in (PER_TOKEN_HEAD, INT8):
         return 2 * (head_dim + _SCALE_BYTES)
+    if cache_dtype == INT4:
+        return 2 * (head_dim // 2 + _SCALE_BYTES)
     if cache_dtype == ULTRAQUANT:
         return 2 * (head_dim // 2 + head_dim // _GROUP)
     if cache_dtype == K8V4:
@@ -100,27 +111,48 @@ def format_of(cache_dtype: str, model_dtype: torch.dtype, device: torch.device) 
         return CacheFormat.parse("fp4_e2m1")
     if cache_dtype == K8V4:
         return CacheFormat(fp8, "fp4_e2m1")
+    if cache_dtype in (INT8, INT4):
+        return CacheFormat.parse("int8" if cache_dtype == INT8 else "int4")
     if cache_dtype.startswith("fp8"):
         return CacheFormat.parse("fp8_e5m2" if cache_dtype == "fp8_e5m2" else fp8)
     names = {"float16": torch.float16, "bfloat16": torch.bfloat16}
     return CacheFormat.parse(get_format(names.get(cache_dtype, model_dtype)).name)
 
 
+def rotation_block(head_dim: int) -> int:
+    """Channels that vLLM rotates together in INT4 slots: the largest power of two that divides head_dim."""
+    return head_dim & -head_dim
+
+
 @functools.lru_cache(maxsize=8)
-def _rotation(head_dim: int, device: torch.device) -> torch.Tensor:
-    return hadamard(torch.eye(head_dim, device=device))
+def _random_rotation(block: int, device: torch.device) -> torch.Tensor:
+    # The signs are part of the format: vLLM draws them with this seed (v1/attention/ops/int4_per_token_head).
+    random = torch.Generator().manual_seed(0x9E3779B9)
+    signs = 2.0 * torch.bernoulli(torch.full((block,), 0.5), generator=random) - 1.0
+    return (signs[:, None] * hadamard(torch.eye(block)).sign()).to(device)
 
 
-def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Keys or queries as UltraQuant slots have them: each head times the orthonormal Hadamard matrix.
+def randomly_rotated(x: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
+    """Keys, values or queries as INT4 slots have them: signs flipped, then a Hadamard matrix of +-1.
+
+    Lengths grow by the square root of `rotation_block(head_dim)`, products of two rotated vectors by that
+    block itself. The inverse undoes both.
 
     Args:
-        x: `[tokens, heads, head_dim]`, head_dim a power of two.
+        x: `[tokens, heads, head_dim]`.
 
     Returns:
-        fp32 of that shape.
+        The dtype and shape of `x`.
+
+    Example:
+        >>> x = torch.arange(64.0).view(1, 1, 64)
+        >>> torch.allclose(randomly_rotated(randomly_rotated(x), inverse=True), x, atol=1e-4)
+        True
     """
-    return x.float() @ _rotation(x.shape[-1], x.device)
+    block = rotation_block(x.shape[-1])
+    matrix = _random_rotation(block, x.device)
+    rows = x.float().reshape(*x.shape[:-1], -1, block) @ (matrix.T / block if inverse else matrix)
+    return rows.reshape(x.shape).to(x.dtype)
 
 
 def layer_cache(
@@ -139,10 +171,12 @@ def layer_cache(
     """
     slots = kv_cache.transpose(1, 2)
     given: dict[str, Any] = {}
-    if cache_dtype == PER_TOKEN_HEAD:
-        halves = torch.split(slots.view(torch.uint8), head_dim + _SCALE_BYTES, -1)
-        k, v = (half[..., :head_dim] for half in halves)
-        scales = [half[..., head_dim:].view(torch.float32)[..., 0] for half in halves]
+    if cache_dtype in (PER_TOKEN_HEAD, INT8, INT4):
+        numbers = head_dim // 2 if cache_dtype == INT4 else head_dim
+        halves = torch.split(slots.view(torch.uint8), numbers + _SCALE_BYTES, -1)
+        number = torch.int8 if cache_dtype == INT8 else torch.uint8
+        k, v = (half[..., :numbers].view(number) for half in halves)
+        scales = [half[..., numbers:].view(torch.float32)[..., 0] for half in halves]
         given = {"k_granularity": "token_head", "v_granularity": "token_head"}
     elif cache_dtype == ULTRAQUANT:
         codes, groups = head_dim // 2, head_dim // _GROUP
@@ -164,4 +198,5 @@ def layer_cache(
     form = format_of(cache_dtype, kv_cache.dtype, kv_cache.device)
     if get_format(form.k).kind == "float":
         return PagedKVCache.from_tensors(k, v, format=form)
-    return PagedKVCache.from_tensors(k, v, format=form, k_descale=scales[0], v_descale=scales[1], **given)
+    cache = PagedKVCache.from_tensors(k, v, format=form, k_descale=scales[0], v_descale=scales[1], **given)
+    return replace(cache, key_transform=KeyTransform()) if cache_dtype == ULTRAQUANT else cache

@@ -75,10 +75,13 @@ class Stored(NamedTuple):
             separate columns of the output.
         vec: of the vectorised layout; see `KVStrides`.
         descale: "scalar" (folded into the scales of logits and output), "head" (per sequence and head),
-            "token" (float32 per page, slot and head), "e8m0" or "e4m3" (bytes of those), or "e8m0_16",
+            "token" (float32 per page, slot and head), "token_zero" (the same with INT4's zero points in the
+            lowest bits, loaded as int32), "e8m0" or "e4m3" (bytes of those), or "e8m0_16",
             "e8m0_32", "e4m3_16", "e4m3_32" (a byte for each 16 or 32 channels).
         factors: whether each key has a factor of its own once it is widened; see `widen_tile`.
         aligned: whether the scales of a key's groups can be read as one word.
+        token, scale_token: strides of a token of the words and of the scales where a kernel has them as
+            constants, because it reads FP4 with scales of groups straight to registers; else 0.
     """
 
     format: str
@@ -88,6 +91,8 @@ class Stored(NamedTuple):
     descale: str
     factors: bool
     aligned: bool
+    token: int = 0
+    scale_token: int = 0
 
 
 @triton.jit
@@ -180,7 +185,7 @@ def times_head_descale(scale, descale, seq, kv_head, DESCALE: tl.constexpr):
 def load_key_scale(descale, page, slot, head, KIND: tl.constexpr, SPREAD: tl.constexpr,
                    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr = False,
                    STORED: tl.constexpr = False):  # fmt: skip
-    """What belongs to each key: a float32 factor [N], or the bytes of its groups' scales [N, G].
+    """What belongs to each key: a float32 factor [N], or as stored INT4's scale [N] or groups' scales [N, G].
 
     SPREAD reads the one E8M0 byte of a key for every group: the compiler cannot broadcast the scale of a
     matrix instruction. STORED leaves the byte of a key as it is, for `scale_as_number`.

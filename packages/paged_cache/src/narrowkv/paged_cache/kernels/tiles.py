@@ -11,6 +11,7 @@ from narrowkv.paged_cache.kernels.queries import as_fp8
 from narrowkv.quant.device import e8m0_to_fp32, join_parts, widen_parts
 from narrowkv.quant.device_e4m3 import e4m3_to_fp16
 from narrowkv.quant.device_fp4 import exponents_to_fp16, share_exponent, tile_exponent
+from narrowkv.quant.device_int import widen_int4, zero_point_and_scale
 from narrowkv.runtime.attention.softmax import softmax_step
 
 # Where the largest factor of a key begins: not zero, so that it can be divided by, and below any other.
@@ -185,6 +186,9 @@ def widen_tile(words, scale, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: t
         for i in tl.static_range(PARTS):
             parts = parts + ((raw[i] * rest).to(DTYPE),)
         return parts, factor
+    elif KIND == "token_zero":
+        zero, factor = zero_point_and_scale(scale)
+        return widen_int4(words, zero, ROUTE, DTYPE, PARTS), factor
     else:
         return widen_parts(words, FORMAT, ROUTE, DTYPE, PARTS), scale
 

@@ -1,1 +1,1 @@
-"""What every attention operation shares: the online softmax step and the merge of partial results."""
+"""Shared by all attention operations: the online softmax step and the merge of partial results."""

@@ -25,7 +25,7 @@ def attention_reference(
     """One sequence in float32: `q [rows, num_qo_heads, head_dim]`, `k, v [keys, num_kv_heads, head_dim]`.
 
     `positions [rows]` are the rows' places among the keys; windows of -1 are open. q and k may be wider than
-    v. `round_p` stands for what P `[..., keys]` loses on its way to V.
+    v. `round_p` rounds P `[..., keys]` before it is multiplied by V.
     """
     num_keys, num_kv_heads, head_dim = k.shape
     rows, num_qo_heads, _ = q.shape

@@ -1,4 +1,4 @@
-"""What a compiled AMD kernel is made of: registers, LDS, occupancy, the instructions of its hot loop."""
+"""Figures of a compiled AMD kernel: registers, LDS, occupancy, the instructions of its hot loop."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class InstructionMix:
 
     @property
     def valu(self) -> int:
-        """Vector ALU instructions, matrix ones apart."""
+        """Vector ALU instructions without matrix instructions."""
         return self.total("v_") - self.mfma
 
     @property

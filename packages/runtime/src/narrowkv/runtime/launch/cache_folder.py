@@ -1,4 +1,4 @@
-"""What is said when Triton cannot write the folder of its compiled kernels."""
+"""The warning for a folder of compiled kernels that Triton cannot write."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def settle_cache_key(kernel: Any, constexprs: dict[str, Any]) -> None:
     A hash that was asked for before, by a dictionary with the kernel as a key for example, is made again.
 
     Args:
-        kernel: a `@triton.jit` function, or what stands for one in the interpreter, which is left alone.
+        kernel: a `@triton.jit` function, or the interpreter's counterpart of one, which is not changed.
         constexprs: its constants by name.
     """
     for value in (kernel, *constexprs.values()):
@@ -45,7 +45,7 @@ def _settle(value: Any) -> None:
 
 
 def _referenced(function: Any) -> Iterator[Any]:
-    """What a function's code names: global variables, those of modules that it names, closure cells."""
+    """The variables that a function's code uses: globals, attributes of modules, closure cells."""
     names = function.__code__.co_names
     for name in names:
         value = function.__globals__.get(name)

@@ -32,7 +32,7 @@ class _TargetDriver:
 
     def __init__(self, target: Target) -> None:
         self._target = GPUTarget("hip", target.name, target.wave_size)
-        # JITFunction remembers the backend per device id, so each target needs an id of its own.
+        # JITFunction keeps the backend per device id, so each target needs its own id.
         self._device = int(target.name.removeprefix("gfx"), 16)
 
     def get_current_target(self) -> GPUTarget:

@@ -12,7 +12,7 @@ import triton
 
 @dataclass
 class Compiles:
-    """What Triton was asked to compile.
+    """The kernels that Triton was asked to compile.
 
     Attributes:
         compiled: names of the kernels that were compiled: seconds each.

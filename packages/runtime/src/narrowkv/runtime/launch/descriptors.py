@@ -64,7 +64,7 @@ def encoder_of(compiled: Any, tail: tuple[Any, ...], args: tuple[Any, ...]) -> t
 
 
 def _parts(call: tuple[Any, ...], given: list[Any], places: list[int]) -> list[tuple[Any, ...]]:
-    """What a launcher was given in place of each descriptor.
+    """The values that a launcher got in place of each descriptor.
 
     Raises:
         LookupError: something else than an encoding, sizes and strides.

@@ -262,7 +262,7 @@ def _write_launch(
     if aligned:
         changed.append(f"({' | '.join(f'p_{name}' for name in dict.fromkeys(aligned))}) & 15")
     if numbers:
-        # Of numbers from 0 to 2**31 - 1 no other bit is set.
+        # Numbers from 0 to 2**31 - 1 have no other bit set.
         changed.append(f"({' | '.join(numbers)}) & ~0x7fffffff")
     changed += ["executor() is not None", f"current_device() != {device}", "listened()"]
     lines = [

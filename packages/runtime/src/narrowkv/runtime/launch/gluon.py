@@ -10,13 +10,15 @@ from typing import Any
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-# What kernels are written in. Gluon came into Triton by steps: what is there decides, not a version.
+# Parts of Gluon that kernels use. Triton added them one by one, so each is looked up instead of a version.
 _WANTED = {
     "hopper": (
         "triton.experimental.gluon.language.nvidia.hopper",
         ("async_copy", "fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait"),
     ),
     "cdna": ("triton.experimental.gluon.language.amd.cdna4", ("async_copy",)),
+    # With Triton 3.8, which also has the launch option `llvm_fn_attrs`.
+    "cdna_turns": ("triton.experimental.gluon.language.amd", ("warp_pipeline_stage", "cdna5")),
 }
 
 
@@ -25,7 +27,7 @@ def has_gluon(family: str = "hopper") -> bool:
     """Whether this Triton has what kernels for a family of targets are written in; asked once.
 
     Args:
-        family: "hopper" or "cdna".
+        family: "hopper", "cdna", or "cdna_turns" for kernels whose waves take turns.
     """
     module, names = _WANTED[family]
     try:
@@ -40,7 +42,7 @@ def _language() -> types.ModuleType:
     """`triton.language` as Gluon has it: ranges and constants take the layout of what they meet."""
     from triton.experimental.gluon import language as gl
 
-    # What plain Triton calls by another name.
+    # Names that plain Triton spells differently.
     renamed = {"debug_barrier": "barrier" if hasattr(gl, "barrier") else "thread_barrier"}
     module = types.ModuleType(tl.__name__)
     for name, value in vars(tl).items():
@@ -55,7 +57,7 @@ def in_gluon(function: Any) -> Any:
 
     Gluon infers the layouts of what the function makes itself from those of its arguments. Triton takes its
     own standard library into Gluon in the same way. A function that makes no ranges and no constants needs
-    nothing of the kind: Gluon calls it as it is.
+    no such attribute: Gluon calls it unchanged.
 
     Args:
         function: a device function, not a kernel, that multiplies no matrices.

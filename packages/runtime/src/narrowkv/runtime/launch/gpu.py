@@ -1,6 +1,6 @@
 """Launches on a GPU, with less host work than Triton's own launcher when the same call comes again.
 
-Triton binds and specialises every argument anew at each launch, which takes longer than a decode kernel runs.
+Triton binds and specialises every argument at each launch, which takes longer than a decode kernel runs.
 A `GpuLaunch` writes, from the first call's arguments, a Python function that reads of later ones only what a
 specialisation depends on: device, dtypes, alignment, ones. Arguments that specialise alike go to the compiled
 kernel that Triton returned for the first of them.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ def somebody_listens() -> bool:
 
 
 def _describe(descriptor: Any) -> tuple[Any, ...]:
-    """What Triton's compiler knows of a tensor descriptor, Triton's or Gluon's."""
+    """The properties of a tensor descriptor, Triton's or Gluon's, that Triton's compiler uses."""
     if not descriptor.base.data_ptr():
         raise _Changed
     return descriptor.base.dtype, tuple(descriptor.block_shape), getattr(descriptor, "layout", None)
@@ -62,7 +63,7 @@ def _write_reader(params: list[Any], args: tuple[Any, ...], storage_sizes: bool,
     parts: list[str] = []
 
     def pattern(value: Any, specialised: bool, by_alignment: bool) -> tuple[str, str]:
-        """The value's name where arguments are unpacked, and what stands for it where they are packed."""
+        """The value's name where arguments are unpacked, and the expression for it where they are packed."""
         if isinstance(value, tuple):
             # Triton specialises on what tuples hold, whatever the parameter says.
             inner = [pattern(part, True, True) for part in value]
@@ -110,8 +111,14 @@ def _write_reader(params: list[Any], args: tuple[Any, ...], storage_sizes: bool,
         parts.insert(0, f"not ({' | '.join(aligned)}) & 15 or ({each})")
     key = f"({tensors[0]}.get_device(), {', '.join(parts)})"
     body.append(f"return {key}, ({packing})" if packs else f"return {key}")
+    return _compiled("def read(args):\n" + "".join(f"    {line}\n" for line in body))
+
+
+@lru_cache(maxsize=1024)  # a model's warm-up asks for the same few functions hundreds of times
+def _compiled(source: str) -> Any:
+    """The function `read` of a source."""
     scope: dict[str, Any] = {"Changed": _Changed, "describe": _describe}
-    exec("def read(args):\n" + "".join(f"    {line}\n" for line in body), scope)
+    exec(source, scope)
     return scope["read"]
 
 
@@ -144,7 +151,7 @@ def _needs_wrapper(run: Any) -> bool:
 
 
 def launcher_of(compiled: Any, tail: tuple[Any, ...], launch: Any = None) -> Launcher:
-    """What launches a compiled kernel, past the Python function that Triton wraps around its launcher.
+    """Launches a compiled kernel without the Python function that Triton wraps around its launcher.
 
     That function looks after scratch memory and profilers on every call. For a kernel without scratch memory
     its call of the launcher itself is recorded once, and repeated with other arguments.
@@ -181,7 +188,7 @@ def launcher_of(compiled: Any, tail: tuple[Any, ...], launch: Any = None) -> Lau
 
 
 class _Entry(NamedTuple):
-    """What launches one specialisation: its device and launcher, and what the launcher was made from."""
+    """The launch of one specialisation: its device, its launcher, and what the launcher was made from."""
 
     device: int
     launcher: Launcher
@@ -218,7 +225,7 @@ class GpuLaunch:
         return True
 
     def launcher(self, args: tuple[Any, ...]) -> tuple[Launcher, Encode | None] | None:
-        """What launches the kernel that arguments like these need, if they were launched before.
+        """The launcher of the specialisation that these arguments need, if it was launched before.
 
         Returns:
             The launcher, and where it takes encoded tensor descriptors, the function that encodes them.

@@ -246,7 +246,7 @@ def _function(source: Any) -> _Function:
 
 
 def _counterpart(value: Any) -> Any:
-    """What stands for a value of the caller in interpreted code."""
+    """The interpreter's counterpart of a value of the caller."""
     if isinstance(value, tuple):
         parts = map(_counterpart, value)
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
@@ -275,7 +275,7 @@ def _interpret_language() -> None:
     # Triton 3.6 converts only zero-dimensional scalars to loop bounds.
     tl.tensor.__index__ = lambda self: int(self.handle.data.squeeze())
     stock_to_ir = tl.dtype.to_ir
-    # Triton 3.6's interpreter does not know the FNUZ types; a type stands for itself there.
+    # Triton 3.6's interpreter does not know the FNUZ types; each type is passed through unchanged there.
     tl.dtype.to_ir = lambda self, builder: self if self in _TORCH_FP8 else stock_to_ir(self, builder)
     # The one builder object is referred to from many places; changing its class repairs it for all of them.
     builder.__class__ = RepairedBuilder

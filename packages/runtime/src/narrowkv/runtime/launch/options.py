@@ -9,7 +9,7 @@ from functools import cache
 
 from narrowkv.runtime.targets import Target
 
-# What Triton before 3.8 calls the one attribute that it could set.
+# The name of the only attribute that Triton before 3.8 could set.
 _ITERATIVE_ILP = "amdgpu-sched-strategy=iterative-ilp"
 _HINT_OF_ITERATIVE_ILP = "memory-bound-attention"
 

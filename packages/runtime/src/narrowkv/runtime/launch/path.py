@@ -51,8 +51,8 @@ os.register_at_fork(
 )
 
 _executor: ContextVar[Executor | None] = ContextVar("narrowkv_executor", default=None)
-# What takes the launches of the calling context, if not their tensors' device. Every call asks: no function
-# stands in between.
+# Executes the launches of the calling context instead of their tensors' device. Every call reads it, so the
+# method itself is bound, without a function around it.
 executor: Callable[[], Executor | None] = _executor.get
 
 
@@ -162,7 +162,7 @@ def launch(
         options: compiler options.
 
     Returns:
-        What launches the kernel on a GPU, where that is how it was launched.
+        The launcher of the kernel if it was launched on a GPU, else None.
 
     Raises:
         TypeError: there is no tensor, or one that has no memory: a fake, functional, meta or sparse tensor.

@@ -32,7 +32,7 @@ class PrivateTriton:
 
     @staticmethod
     def owns(name: str) -> bool:
-        """Whether the copy has a module of this name of its own."""
+        """Whether the copy has its own module of this name."""
         return _in_tree(name, "triton") and not any(_in_tree(name, shared) for shared in _SHARED)
 
     def module(self, name: str) -> types.ModuleType:
@@ -90,7 +90,7 @@ class PrivateTriton:
         return module
 
     def counterpart(self, value: Any) -> Any:
-        """What the copy has in place of an object that one of Triton's own modules made."""
+        """The copy's counterpart of an object that one of Triton's own modules made."""
         if isinstance(value, types.ModuleType):
             return self.module(value.__name__) if self.owns(value.__name__) else value
         module = getattr(value, "__module__", None)

@@ -21,7 +21,7 @@ class RecordExecutor:
 
     Attributes:
         target: what configurations are chosen for.
-        found: the launch of each specialisation: its first arguments stand for all that specialise alike.
+        found: the launch of each specialisation, with the arguments of the first call that needed it.
     """
 
     def __init__(self, target: Target) -> None:
@@ -45,7 +45,7 @@ class RecordExecutor:
             self.found[key] = BoundLaunch(kernel, constexprs, options), args
 
     def specs(self) -> list[KernelSpec]:
-        """What `warmup` compiles."""
+        """The kernels that `warmup` compiles."""
         return [KernelSpec.of(bound, args) for bound, args in self.found.values()]
 
 

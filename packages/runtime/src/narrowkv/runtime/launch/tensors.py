@@ -42,7 +42,7 @@ def tensors_of(args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 class HostCopies:
-    """Copies of GPU tensors on the CPU, for kernels that run there; CPU tensors stand for themselves."""
+    """Copies of GPU tensors on the CPU, for kernels that run there; CPU tensors are passed unchanged."""
 
     def __init__(self) -> None:
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}

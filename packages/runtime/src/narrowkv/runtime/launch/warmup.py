@@ -35,7 +35,7 @@ _TWO_GIB = 2**31
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What Triton's compiler may know of a tensor.
+    """The properties of a tensor that Triton's compiler may use.
 
     Attributes:
         dtype: of its elements.
@@ -165,7 +165,7 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class Warmup:
-    """What `warmup` did.
+    """Result of `warmup`.
 
     Attributes:
         compiled: names of the kernels that were compiled.
@@ -190,7 +190,7 @@ def warmup(
     Args:
         launches: what to compile, as `plan.kernels()` lists it; what is listed twice is compiled once.
         target: an AMD target to compile for without a GPU; None is the current GPU.
-        processes: how many; None is one a core, and no more than there are kernels.
+        processes: number of processes; None is the number of cores or of kernels, whichever is smaller.
         progress: called in the calling thread with how many are done and how many there are, first with 0.
 
     Raises:
@@ -280,7 +280,7 @@ class _Worker(threading.Thread):
 
 def _work(target: str | None) -> None:
     """Compiles what standard input names, and answers on standard output: an error, whether it was cached."""
-    # What a compiler prints must not get between the answers.
+    # The compiler's output must not mix with the answers.
     answers: BinaryIO = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     while True:

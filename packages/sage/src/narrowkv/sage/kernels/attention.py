@@ -22,7 +22,7 @@ from narrowkv.sage.kernels.sequences import (
 
 
 class NarrowQuery(NamedTuple):
-    """Q `[heads, rows, head_dim]`, its descales, and what was taken out of it; None where nothing was.
+    """Q `[heads, rows, head_dim]`, its descales, and the terms of its subtracted mean, None without one.
 
     mean_scores: fp32 `[heads, rows / ALIGN, key rows]`, the scores of each block's mean in base-2 logits.
     shift: fp32 `[heads, rows]`, to be added to lse.
@@ -67,10 +67,10 @@ class Mask(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a kernel is compiled for.
+    """Constants that a kernel is compiled with.
 
     SMOOTH_Q, SHIFT_LSE: what the means took out is added back, to scores and to lse.
-    LOG2_P: log2 of what P = 1 becomes. TWO_LEVEL: each tile's P @ V is summed apart and added in float32.
+    LOG2_P: log2 of the factor of P. TWO_LEVEL: P @ V of a tile is summed separately, then added in float32.
     TMA: K and V come by tensor descriptor. REREAD_Q: Q is not kept from the tiles without a mask for those
     with one.
     """
@@ -106,7 +106,7 @@ def load_rows(ptr, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.co
 @triton.jit
 def load_queries(query, head, first, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
                  CACHE: tl.constexpr):  # fmt: skip
-    """Rows of Q as `scores` takes them: one tile, or for int4 even and odd channels apart."""
+    """Rows of Q in the form that `scores` takes: one tile, or for int4 one of even, one of odd channels."""
     WIDTH: tl.constexpr = HEAD_DIM // 2 if FORMAT == "int4" else HEAD_DIM
     words = load_rows(query.ptr, head.to(tl.int64) * query.rows + first, WIDTH, BLOCK, CACHE)
     if FORMAT == "int4":
@@ -188,7 +188,7 @@ def attend(
     """One tile of keys: the new accumulator, maximum and sum of each row."""
     HEAD_DIM: tl.constexpr = CALL.HEAD_DIM
     BLOCK_N: tl.constexpr = CALL.BLOCK_N
-    # Words of a struct get names of their own: Triton 3.6 passes only numbers of it on.
+    # Strings of a struct are bound to names: Triton 3.6 passes on only its numbers.
     FORMAT: tl.constexpr = CALL.FORMAT
     WORDS: tl.constexpr = HEAD_DIM // 2 if FORMAT == "int4" else HEAD_DIM
     first = base + tile * BLOCK_N
@@ -311,7 +311,7 @@ def _sage_attention_kernel(
     if CALL.REREAD_Q:
         # The modifier also keeps compilers from making one load of the two.
         q = load_queries(query, head, q_base + first_row, FORMAT, HEAD_DIM, BLOCK_M, ".cg")
-    # What is left on both sides needs the mask: one loop of its own for both.
+    # The key tiles on both sides need the mask: one masked loop for both.
     for i in range(begin, end - (full_end - full)):
         acc, m, l = attend(
             tl.where(i < full, i, i + (full_end - full)), q, acc, m, l, row_scale, keys, k_desc, v_desc,

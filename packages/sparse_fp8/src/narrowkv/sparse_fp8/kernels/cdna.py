@@ -1,8 +1,8 @@
 """Sparse attention on CDNA3 and CDNA4 (gfx942, gfx950), in Gluon: a tile of rows lies in LDS in 16 bits.
 
-The tile serves as K and as V. The next one is on its way from memory while this one is multiplied: 16-bit
-rows go to LDS asynchronously on CDNA4; elsewhere they wait in registers, and FP8 rows are widened there.
-Waves share QK by heads and by the tile's rows, and PV by heads and by columns, so that no wave repeats
+The tile serves as K and as V. The next tile is loaded while the current one is multiplied: on CDNA4 16-bit
+rows are copied to LDS asynchronously; otherwise they are held in registers, where FP8 rows are widened. QK is
+divided over waves by heads and by the tile's rows, and PV by heads and by columns, so that no wave repeats
 another's products.
 """
 
@@ -36,7 +36,7 @@ _scaled_upcast = getattr(cdna4, "scaled_upcast", None)
 
 
 class CdnaCall(NamedTuple):
-    """What the kernel is compiled for.
+    """Constants that the kernel is compiled with.
 
     NUM_HEADS, HAS_SINK, WRITE_LSE, SPLIT: as in `Call`. BLOCK_H, BLOCK_K: heads of a program, rows of a tile.
     STAGES: tiles in LDS. ASYNC: rows go to LDS without passing through registers. UPCAST: an instruction
@@ -68,7 +68,7 @@ class CdnaCall(NamedTuple):
     LATE_SUM: Any
 
 
-# Rows in LDS are 16 elements further apart than they are long, against bank conflicts.
+# Rows in LDS are padded by 16 elements against bank conflicts.
 _PADDING = 16
 
 
@@ -85,13 +85,13 @@ def cdna_call(call: Call, config: SparseConfig, target: Target) -> CdnaCall:
     tile = gl.PaddedSharedLayout.with_identity_for(padding, [rows, 512], [1, 0])
     values, column_bits = tile, (0, 0)
     if not gfx950:
-        # CDNA3 reads no tile transposed. A lane reads several columns of a row at once: those that the matrix
-        # layout gives it, 32 columns and the other waves' apart, lie side by side.
-        apart = 5 + (waves * 32 // heads).bit_length() - 1
-        order = [*range(apart, 9), *range(apart)]
+        # CDNA3 cannot read a tile transposed, so a lane reads several columns of a row at once. The columns
+        # that the matrix layout gives a lane (one of each 32 of all waves) are therefore adjacent.
+        low_bits = 5 + (waves * 32 // heads).bit_length() - 1
+        order = [*range(low_bits, 9), *range(low_bits)]
         bases = [[0, 1 << bit] for bit in order] + [[1 << bit, 0] for bit in range(rows.bit_length() - 1)]
         values = gl.PaddedSharedLayout(padding, bases, [], [rows, 512])
-        column_bits = (apart, 9 - apart)
+        column_bits = (low_bits, 9 - low_bits)
     query = gl.BlockedLayout([1, 8], [1, 64], [waves, 1], [1, 0])
     parts = gl.BlockedLayout([1, per_lane], [per_lane, 64 // per_lane], [waves, 1], [1, 0])
     return CdnaCall(
@@ -119,7 +119,7 @@ def _tile_indices(csr, begin, end, places):
 
 @gluon.jit
 def _load_rows(tile, rows, index, STORED: gl.constexpr, CALL: gl.constexpr):
-    """Starts to load rows `index`, to `tile` or to the registers that it returns.
+    """Starts to load rows `index`, into `tile` or into the registers that it returns.
 
     Rows that are not named become zeros: a buffer load that is masked off gives zeros.
     """
@@ -150,7 +150,7 @@ def _load_rows(tile, rows, index, STORED: gl.constexpr, CALL: gl.constexpr):
 
 @gluon.jit
 def _store_rows(tile, loaded, STORED: gl.constexpr, CALL: gl.constexpr):
-    """Puts what `_load_rows` returned into a tile in LDS."""
+    """Stores the values that `_load_rows` returned in a tile in LDS."""
     ROWS: gl.constexpr = CALL.ROWS
     if STORED.VALUES == "":
         if not CALL.ASYNC:
@@ -238,7 +238,7 @@ def _attend(
     for start in range(begin, end, BLOCK_K):
         if CALL.ASYNC:
             free = gl.where(slot == 0, STAGES - 1, slot - 1)
-            # Memory answers in order: what is asked for before the copy does not wait for the copy.
+            # Loads complete in order: a load that is issued before the copy does not wait for the copy.
             upcoming = _tile_indices(csr, start + STAGES * BLOCK_K, end, places)
         else:
             free = gl.where(slot == STAGES - 1, 0, slot + 1)

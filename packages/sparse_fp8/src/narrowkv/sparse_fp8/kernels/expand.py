@@ -19,7 +19,7 @@ def _expand_kernel(
     out_ptr, places_ptr, rows, csr, num_rows, num_out,
     GATHER: tl.constexpr, STORED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Row i of `out` [num_out, HEAD_DIM] is row i, or with GATHER row indices[i]; zeros if not named.
+    """Row i of `out` [num_out, HEAD_DIM] is row i, or with GATHER row indices[i], zeros if there is none.
 
     GATHER also writes int32 `places` [num_out]: i where indices[i] names a row, else -1.
     """
@@ -37,7 +37,7 @@ def _expand_kernel(
     if STORED.ROPE != "":
         rope = widen_rope(load_rope(rows, rope_at, live, STORED), STORED)
     base = out_ptr + i.to(tl.int64)[:, None] * HEAD_DIM
-    # All values in one tile: whatever is loaded behind a store waits for it.
+    # All values are loaded in one tile: a load after a store would wait for the store.
     x, scale = load_columns(rows, value_at, scale_at, live, 0, 512, STORED)
     wide = widen_columns(x, scale, rope, 0, 512, STORED, True)  # [BLOCK_R, 512]
     tl.store(base + tl.arange(0, 512)[None, :], wide, mask=inside[:, None])

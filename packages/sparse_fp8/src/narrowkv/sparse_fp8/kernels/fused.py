@@ -35,7 +35,7 @@ from narrowkv.sparse_fp8.kernels.rows import (
 
 @triton.jit
 def _load_rows(rows, index, mask, WIDTH: tl.constexpr, STORED: tl.constexpr):
-    """Rows as stored: tuples of what `load_columns` gives, and RoPE columns `[N, 64]`, or 0."""
+    """Rows as stored: tuples of the results of `load_columns`, and RoPE columns `[N, 64]`, or 0."""
     value_at, rope_at, scale_at = locate(rows, index, STORED)
     rope = 0
     if STORED.ROPE != "":

@@ -59,7 +59,7 @@ def _softmax_tile(s, masked, m, l, qk_scale, numerators, corrections, changes, S
 
 @gluon.jit
 def _multiply(query, tile, zeros):
-    """Q K^T of one tile, to be waited for."""
+    """Issues Q K^T of one tile; the caller waits for the result."""
     return warpgroup_mma(query, tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
@@ -69,7 +69,7 @@ def _finish_scores(
     NUM_HEADS: gl.constexpr, SPLIT: gl.constexpr, HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr,
     ROW: gl.constexpr,
 ):  # fmt: skip
-    """An item's shares to the warps that sum; its lse, or a split's state, to memory."""
+    """Passes an item's factors to the warps that compute PV, and stores its lse, or a split's state."""
     heads = head_block * m.shape[0] + gl.arange(0, m.shape[0], ROW)
     mask = heads < NUM_HEADS
     if HAS_SINK:
@@ -96,7 +96,7 @@ def _copy_tile(
     HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, PREFIX: gl.constexpr, EXTEND: gl.constexpr,
     STAGES: gl.constexpr, COPY: gl.constexpr,
 ):  # fmt: skip
-    """16-bit rows on their way into buffer `number` of the ring, once that is free."""
+    """Starts to copy 16-bit rows into buffer `number` of the ring, once that is free."""
     live, at, _, _ = _locate_rows(prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND)
     stage = number % STAGES
     mbarrier.wait(empty.index(stage), (number // STAGES & 1) ^ 1)
@@ -117,7 +117,7 @@ def _score_warps(
     released, CALL: gl.constexpr,
 ):  # fmt: skip
     """16-bit rows into the tile buffers; QK; the softmax."""
-    # Triton 3.6 passes on only what has a name of its own.
+    # Triton 3.6 passes on only values that are bound to a name.
     PREFIX: gl.constexpr = CALL.PREFIX
     EXTEND: gl.constexpr = CALL.EXTEND
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, CALL.BLOCK_K, 16])
@@ -187,7 +187,7 @@ def _score_warps(
 
 @gluon.jit
 def _exchange(a, b, second, LANES: gl.constexpr):
-    """Of two lanes whose numbers differ by LANES: the first's b and the second's a change places."""
+    """Exchanges b of the first and a of the second of two lanes whose numbers differ by LANES."""
     ASM: gl.constexpr = (
         "shfl.sync.bfly.b32 $0, $1, 1, 31, -1;" if LANES == 1 else "shfl.sync.bfly.b32 $0, $1, 2, 31, -1;"
     )
@@ -198,7 +198,7 @@ def _exchange(a, b, second, LANES: gl.constexpr):
 
 @gluon.jit
 def _gather_lines(x, DTYPE: gl.constexpr):
-    """A product's float32 results as 16-bit ones, of which a thread has eight columns beside each other.
+    """A product's float32 results as 16-bit ones, with eight adjacent columns in each thread.
 
     A product leaves a thread two of eight columns. The four lanes of a row, each with its pairs of four
     times eight columns, transpose them, and store 16 bytes at once.
@@ -239,7 +239,7 @@ def _gather_lines(x, DTYPE: gl.constexpr):
 def _store_results(
     out, partials, acc, share, item, num_tokens, first_column, NUM_HEADS: gl.constexpr, SPLIT: gl.constexpr
 ):
-    """An item's sums of columns from the first on: the results, or what a split leaves for the merge."""
+    """Stores an item's sums of columns from the first on: the results, or a split's partial results."""
     token, head_block, split = item[0], item[1], item[2]
     if SPLIT:
         target = partials.acc + (split.to(gl.int64) * num_tokens + token) * NUM_HEADS * 512
@@ -254,7 +254,7 @@ def _store_results(
 
 @gluon.jit
 def _take_shares(shares, turn, finished, released, ROW: gl.constexpr):
-    """The shares that `_finish_scores` left for an item's sums."""
+    """The factors of an item's sums that `_finish_scores` stored."""
     mbarrier.wait(finished, turn & 1)
     share = shares.load(ROW)
     _barrier()
@@ -264,7 +264,7 @@ def _take_shares(shares, turn, finished, released, ROW: gl.constexpr):
 
 @gluon.jit
 def _store_heads(target, stride_h, x, head_block, NUM_HEADS: gl.constexpr):
-    """Columns of BLOCK_H heads of one token to where its first head lies."""
+    """Stores columns of BLOCK_H heads of one token, from the address of its first head on."""
     LAYOUT: gl.constexpr = x.type.layout
     heads = head_block * x.shape[0] + gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
     d = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))

@@ -28,7 +28,7 @@ _copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_g
 
 
 class HopperCall(NamedTuple):
-    """What a kernel for Hopper is compiled for. Others: `Call`, `Tiles`.
+    """Constants that a kernel for Hopper is compiled with, besides `Call` and `Tiles`.
 
     PREFIX, EXTEND: how the rows of each source are stored, `Stored`; that of the other if it is absent.
     STAGES: tiles in shared memory. SLACK: how far numerators may pass one, in powers of two.
@@ -54,7 +54,7 @@ class HopperCall(NamedTuple):
 
 @gluon.jit
 def _load_spans(prefix_csr, extend_csr, token, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr):
-    """What both indptr say of a token."""
+    """The bounds of a token in both indptr."""
     prefix_begin, prefix_end, extend_begin, extend_end = 0, 0, 0, 0
     if HAS_PREFIX:
         prefix_begin, prefix_end = load_span(prefix_csr, token)
@@ -65,7 +65,7 @@ def _load_spans(prefix_csr, extend_csr, token, HAS_PREFIX: gl.constexpr, HAS_EXT
 
 @gluon.jit
 def _name_item(number, num_tokens, HEAD_BLOCKS: gl.constexpr):
-    """Of an item: token, block of heads and split."""
+    """Token, block of heads and split of an item."""
     return (number // HEAD_BLOCKS) % num_tokens, number % HEAD_BLOCKS, number // HEAD_BLOCKS // num_tokens
 
 
@@ -140,7 +140,7 @@ def _tile_indices(
 
 @gluon.jit
 def _of_source(first, prefix, extend, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr):
-    """What belongs to the prefix or to the extend rows."""
+    """The value of the prefix or of the extend rows."""
     if HAS_PREFIX and HAS_EXTEND:
         return gl.where(first, prefix, extend)
     elif HAS_PREFIX:
@@ -184,14 +184,14 @@ def _locate_rows(
 
 @gluon.jit
 def _copy_rows(target, base, offsets, mask, LAYOUT: gl.constexpr):
-    """16-bit columns from memory straight to shared memory; rows that are masked become zero."""
+    """Copies 16-bit columns from memory to shared memory; masked rows become zero."""
     d = gl.arange(0, target.shape[1], gl.SliceLayout(0, LAYOUT))
     _copy_async(target, base + (offsets[:, None] + d[None, :]), mask=mask[:, None])
 
 
 @gluon.jit
 def _copy_query(query, q_ptr, stride_qt, stride_qh, token, head_block, NUM_HEADS: gl.constexpr):
-    """An item's heads to shared memory; heads past the last are zeros."""
+    """Copies an item's heads to shared memory; heads past the last are zeros."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     heads = head_block * query.shape[0] + gl.arange(0, query.shape[0], gl.SliceLayout(1, COPY))
     rows = q_ptr + token.to(gl.int64) * stride_qt
@@ -200,6 +200,6 @@ def _copy_query(query, q_ptr, stride_qt, stride_qh, token, head_block, NUM_HEADS
 
 @gluon.jit
 def _make_writes_visible():
-    """What these warps wrote to shared memory becomes visible to the matrix unit and to all of them."""
+    """Makes these warps' writes to shared memory visible to the matrix unit and to all of them."""
     fence_async_shared()
     _barrier()

@@ -7,8 +7,8 @@ A program works through the tiles of its items (token, block of heads, split) as
     the second of them, too   scales of tile n + 4, indices of n + 5
 
 A summing warpgroup has 256 of the 512 columns: it widens them for itself and for QK, and sums them. A warp is
-held while it issues products, so that nothing comes free beside them: the tasks are shared out such that no
-warpgroup has much more to do than another. Two wide tiles, one as stored, and Q fill the shared memory; a
+blocked while it issues products, so other work does not overlap with them: the tasks are divided such that no
+warpgroup has much more to do than another. Two widened tiles, one as stored, and Q fill the shared memory; a
 quarter of Q is in registers.
 
 A part is 64 columns as stored. Parts 0 to 3 are the first summing warpgroup's, 4 to 6 and RoPE the second's.
@@ -59,8 +59,8 @@ def _sum_fp8_warps(
     wide, stored, scales, numerators, corrections, changes, shares, looked_up, first_filled, filled,
     widened, scored, summed, finished, released, HALF: gl.constexpr, CALL: gl.constexpr,
 ):  # fmt: skip
-    """PV of half of the columns, and these widened for the tile after the next; stores the results."""
-    # Triton 3.6 passes on only what has a name of its own.
+    """Computes PV of half of the columns, widens them for the tile after the next, stores the results."""
+    # Triton 3.6 passes on only values that are bound to a name.
     PREFIX: gl.constexpr = CALL.PREFIX
     EXTEND: gl.constexpr = CALL.EXTEND
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 128, 16])
@@ -163,7 +163,7 @@ def _load_query(
 
 @gluon.jit
 def _change_layout_through(buffer, x, LAYOUT: gl.constexpr):
-    """The same numbers in another layout, by way of a buffer."""
+    """Converts to another layout through a buffer in shared memory."""
     buffer.store(x)
     _barrier()
     moved = buffer.load(LAYOUT)
@@ -178,7 +178,7 @@ def _score_fp8_warps(
     looked_up, first_filled, filled, widened, scored, summed, finished, released, CALL: gl.constexpr,
 ):  # fmt: skip
     """Copies the rows; QK; the softmax."""
-    # Triton 3.6 passes on only what has a name of its own.
+    # Triton 3.6 passes on only values that are bound to a name.
     PREFIX: gl.constexpr = CALL.PREFIX
     EXTEND: gl.constexpr = CALL.EXTEND
     ALL_STORED: gl.constexpr = PREFIX.ROPE == ""

@@ -65,13 +65,13 @@ def _widen(words, scale):
 
 @gluon.jit
 def _words(pointer):
-    """A pointer to 16-bit or 8-bit numbers as one to int32."""
+    """A pointer to 16-bit or 8-bit numbers as a pointer to int32."""
     return pointer.to(gl.pointer_type(gl.int32), bitcast=True)
 
 
 @gluon.constexpr_function
 def _bytes_layout():
-    """How a warpgroup holds words of four bytes, 16 a row: four lanes have a row, a thread two rows."""
+    """A warpgroup's layout of words of four bytes, 16 per row: four lanes share a row, a thread has two."""
     return gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
 
 
@@ -96,7 +96,7 @@ def _locate_tile(
 
 @gluon.jit
 def _allocate_each(DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, COUNT: gl.constexpr):
-    """COUNT buffers of their own: the compiler puts a barrier between two accesses to parts of one."""
+    """COUNT separate buffers: the compiler puts a barrier between two accesses to parts of one buffer."""
     buffers = ()
     for _ in gl.static_range(COUNT):
         buffers = buffers + (gl.allocate_shared_memory(DTYPE, SHAPE, LAYOUT),)
@@ -114,7 +114,7 @@ def _part(stored, number, t: gl.constexpr):
 
 @gluon.jit
 def _copy_part(stored, rows, number, t: gl.constexpr):
-    """64 NoPE columns, as stored, on their way to shared memory; zeros for rows not named."""
+    """Starts to copy 64 NoPE columns, as stored, to shared memory; zeros for indices without a row."""
     BYTES: gl.constexpr = _bytes_layout()
     nope, _, live = rows
     w = t * 16 + gl.arange(0, 16, gl.SliceLayout(0, BYTES))
@@ -126,7 +126,7 @@ def _copy_first_parts(
     prefix, extend, slots, number, stored, first_filled,
     HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, PREFIX: gl.constexpr, EXTEND: gl.constexpr,
 ):  # fmt: skip
-    """Parts 0 and 4 of tile `number`, where those of tile `number - 2` have been widened."""
+    """Copies parts 0 and 4 of tile `number` over those of tile `number - 2`, which have been widened."""
     rows = _locate_tile(
         prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND, _bytes_layout(),
     )  # fmt: skip
@@ -141,7 +141,7 @@ def _copy_tile(
     prefix, extend, slots, number, stored, widened, first_filled, filled,
     HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, PREFIX: gl.constexpr, EXTEND: gl.constexpr,
 ):  # fmt: skip
-    """The other parts of tile `number`, once the tile before is widened; then the first ones of the next."""
+    """Copies the other parts of tile `number` once the tile before is widened, then the first of the next."""
     rows = _locate_tile(
         prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND, _bytes_layout(),
     )  # fmt: skip
@@ -166,7 +166,7 @@ def _copy_rope(
     prefix, extend, slots, number, wide,
     HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, PREFIX: gl.constexpr, EXTEND: gl.constexpr,
 ):  # fmt: skip
-    """RoPE of tile `number` to where it is multiplied, once PV has left that."""
+    """Copies RoPE of tile `number` to its place in the widened tile, once PV has read that tile."""
     ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
     _, rope, live = _locate_tile(
         prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND, ROPE,
@@ -179,7 +179,7 @@ def _copy_rope(
 
 @gluon.jit
 def _widen_part(number, wide, stored, scales, t: gl.constexpr, STORED: gl.constexpr):
-    """64 stored columns to bf16."""
+    """Widens 64 stored columns to bf16."""
     BYTES: gl.constexpr = _bytes_layout()
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32)
     own = scales.index(number % 4)
@@ -198,11 +198,11 @@ def _widen_part(number, wide, stored, scales, t: gl.constexpr, STORED: gl.conste
 
 @gluon.jit
 def _widen_half(number, wide, stored, scales, first_filled, filled, HALF: gl.constexpr, STORED: gl.constexpr):
-    """Half of the columns of tile `number` to bf16, but for RoPE columns that are stored so."""
+    """Widens half of the columns of tile `number` to bf16, without RoPE columns, which are stored in bf16."""
     mbarrier.wait(first_filled.index(number % 2), number // 2 & 1)
     _widen_part(number, wide, stored, scales, 4 * HALF, STORED)
     mbarrier.wait(filled, number & 1)
-    # The two wide buffers by turns: between two stores to one there is a barrier, for which all wait.
+    # The two widened buffers by turns: between two stores to one there is a barrier, for which all wait.
     _widen_part(number, wide, stored, scales, 4 * HALF + 2, STORED)
     _widen_part(number, wide, stored, scales, 4 * HALF + 1, STORED)
     if HALF == 0:
@@ -233,7 +233,7 @@ def _begin_stream(
 ):  # fmt: skip
     """A program's first tile: its item's number, its place in the item, the item, and the program's next one.
 
-    Items come one ahead, so that nobody waits for where their lists lie.
+    Items are looked up one ahead, so that no warp waits for the bounds of their lists.
     """
     number = gl.program_id(0)
     item = _item(
@@ -285,8 +285,8 @@ def _look_up(
     prefix, extend, ahead, slots, number,
     HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, PREFIX: gl.constexpr, EXTEND: gl.constexpr,
 ):  # fmt: skip
-    """Names the rows of tile `number`; their scales `[BLOCK_K, 8]` or `[.., 16]`, one for none."""
-    # Of seven scales as of eight.
+    """Stores the row codes of tile `number`; its scales `[BLOCK_K, 8]` or `[.., 16]`, 1 without a row."""
+    # Seven scales are read as eight.
     COUNT: gl.constexpr = PREFIX.COLUMNS // PREFIX.GROUP
     PLACES: gl.constexpr = 16 if COUNT == 16 else 8
     SCALES: gl.constexpr = gl.BlockedLayout([1, PLACES // 4], [8, 4], [gl.num_warps(), 1], [1, 0])
@@ -315,7 +315,7 @@ def _as_bf16(scale):
 
 @gluon.jit
 def _decode(code, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr):
-    """Of `_row_codes`: whether a row is of the prefix, and its number there or among the extend rows."""
+    """Decodes `_row_codes`: whether a row is of the prefix, and its number there or among the extend rows."""
     first = code >= 0
     if HAS_PREFIX and HAS_EXTEND:
         code = gl.where(first, code, -2 - code)

@@ -1,4 +1,4 @@
-"""What a program leaves behind: a finished row, or a partial result for the merge."""
+"""The results of a program: a finished row, or a partial result for the merge."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 from narrowkv.runtime.attention.softmax import merge_step, natural_lse, output_factor
 
-# Arguments of the attention kernels that serving changes from call to call.
+# Arguments of the attention kernels that change from call to call in serving.
 SIZES = ["num_tokens", "num_splits", "prefix_rows", "prefix_nnz", "extend_rows", "extend_nnz"]
 
 
@@ -35,9 +35,9 @@ class Partials(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a kernel is compiled for, of the call.
+    """Constants of the call that a kernel is compiled with.
 
-    WIDE_HEADS: heads lie further apart than 31 bits count. HEAD_DIM: columns of Q and K; V has 512.
+    WIDE_HEADS: the stride of heads needs more than 31 bits. HEAD_DIM: columns of Q and K; V has 512.
     """
 
     NUM_HEADS: Any
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """How a kernel is cut up; see `SparseConfig`."""
+    """Tile sizes of a kernel; see `SparseConfig`."""
 
     BLOCK_H: Any
     BLOCK_K: Any
@@ -59,7 +59,7 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def row_share(out, m, l, heads, mask, HAS_SINK: tl.constexpr):
-    """What the accumulators of `heads` are multiplied by."""
+    """The factor of the accumulators of `heads`."""
     if HAS_SINK:
         sink = tl.load(out.sink + heads, mask=mask, other=float("-inf"))
     else:
@@ -77,7 +77,7 @@ def store_lse(out, m, l, token, heads, mask):
 def store_columns(
     out, partials, acc, share, token, slot, heads, mask, FIRST: tl.constexpr, SPLIT: tl.constexpr
 ):
-    """Columns from FIRST on of one token's heads: the result, or a split's share of it.
+    """Stores columns from FIRST on of one token's heads: the result, or a split's partial result.
 
     slot: (split * tokens + token) * heads of the call, int64.
     """
@@ -98,7 +98,7 @@ def store_state(partials, m, l, slot, heads, mask):
 
 @triton.jit
 def split_tiles(first_count, second_count, split, num_splits, BLOCK_K: tl.constexpr):
-    """A split's share of the tiles of two lists laid end to end, as spans of places in each list."""
+    """A split's part of the tiles of two concatenated lists, as spans of places in each list."""
     first_tiles = tl.cdiv(first_count, BLOCK_K)
     tiles = first_tiles + tl.cdiv(second_count, BLOCK_K)
     begin = (split * tiles) // num_splits

@@ -1,4 +1,4 @@
-"""How a tile of rows is read and widened, whatever the layout: where its parts lie is data (`Stored`)."""
+"""Reads and widens a tile of rows of any layout; the places of its parts are data (`Stored`)."""
 
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ class Csr(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """How rows are stored: what a kernel is compiled for. VALUES "": 16-bit rows, which have nothing else.
+    """Constants of a layout that a kernel is compiled with. VALUES "": 16-bit rows, without other fields.
 
     VALUES: "fp8" or "fp4". COLUMNS: columns that are stored so. ROPE, SCALE: as in `RowLayout`.
     GROUP: columns that a scale is for. STEP: stored scales from one that is read to the next.
@@ -80,7 +80,7 @@ class Stored(NamedTuple):
 
 @triton.jit
 def load_span(csr, token):
-    """What indptr says of a token's indices, int32 or int64."""
+    """The bounds of a token's indices in indptr, int32 or int64."""
     return tl.load(csr.indptr + token), tl.load(csr.indptr + token + 1)
 
 
@@ -102,7 +102,7 @@ def as_row_number(index):
 
 @triton.jit
 def token_span(csr, token):
-    """`clamp_span` of what `load_span` reads."""
+    """The bounds that `load_span` reads, clamped by `clamp_span`."""
     begin, end = load_span(csr, token)
     return clamp_span(csr, begin, end)
 
@@ -110,13 +110,13 @@ def token_span(csr, token):
 @triton.jit
 def load_indices(csr, begin, places, end):
     """Row numbers at `places` after `begin`, -1 from the end on."""
-    # What is the same for all lanes stays scalar: places of their own would take registers of every layout.
+    # Values that are equal in all lanes stay scalar: a tensor of places would take registers in every layout.
     return as_row_number(tl.load(csr.indices + begin + places, mask=places < end - begin, other=-1))
 
 
 @triton.jit
 def named(index, num_rows):
-    """Which indices name a row: not -1, and nothing out of range."""
+    """Which indices name a row: not -1 and not out of range."""
     return (index >= 0) & (index < num_rows)
 
 
@@ -152,7 +152,7 @@ def load_rope(rows, offsets, mask, STORED: tl.constexpr):
 
 @triton.jit
 def widen_rope(rope, STORED: tl.constexpr):
-    """What `load_rope` gave, in bf16; E4M3 has no scale."""
+    """The result of `load_rope` in bf16; E4M3 has no scale."""
     if STORED.ROPE == "fp8":
         rope = (widen(rope, "fp8_e4m3fn", "bits", tl.float16, False).to(tl.float32) * 256.0).to(tl.bfloat16)
     return rope

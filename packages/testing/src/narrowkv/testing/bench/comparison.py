@@ -76,8 +76,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         cells = (row["bench"], row["call"], sizes, row.get("status", "-"), *times, row["model_bound"] or "-")
         lines.append(f"| {' | '.join(map(str, cells))} |")
     ratios = [(row, row["measured_over_model"]) for row in rows if row.get("measured_over_model")]
-    apart = [row for row, ratio in ratios if not 1 / _DIFFERS <= ratio <= _DIFFERS]
+    differing = [row for row, ratio in ratios if not 1 / _DIFFERS <= ratio <= _DIFFERS]
     if ratios:
-        lines += ["", f"{len(apart)} of {len(ratios)} rows differ from the model by more than a factor of "
-                  f"{_DIFFERS}."]  # fmt: skip
+        count = f"{len(differing)} of {len(ratios)} rows"
+        lines += ["", f"{count} differ from the model by more than a factor of {_DIFFERS}."]
     return "\n".join([*lines, ""])

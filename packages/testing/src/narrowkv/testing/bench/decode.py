@@ -10,10 +10,10 @@ from itertools import product
 import torch
 
 from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_decode
-from narrowkv.attn_decode.cases import BOUND
+from narrowkv.attn_decode.cases import BOUND, DecodeCase, DecodeInputs
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant.accuracy import compare
-from narrowkv.testing.backends import PEER_BOUND
+from narrowkv.testing.backends import PEER_BOUND, PEERS, Backend, prepare_or_refuse
 from narrowkv.testing.bench.large_cache import CacheSizes, LargeCache
 from narrowkv.testing.bench.measure import Bench, Call
 from narrowkv.testing.bench.modelled import ModelCall
@@ -61,6 +61,21 @@ class DecodeSizes:
     def q_dtype(self) -> torch.dtype:
         """Of queries and output."""
         return torch.bfloat16 if self.q == "bf16" else torch.float16
+
+    def case(self, kernel: str = "") -> DecodeCase:
+        """The case of these sizes, by a kernel or the target's."""
+        formats = self.cache.cache_format
+        return DecodeCase(
+            lens=(self.context,) * self.batch,
+            num_kv_heads=self.num_kv_heads,
+            gqa_ratio=self.ratio,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+            q_dtype=self.q_dtype,
+            format=formats.k if formats.k == formats.v else formats,
+            scale_group=self.cache.scale_group or None,
+            kernel=kernel,
+        )
 
     @property
     def bytes_touched(self) -> float:
@@ -163,3 +178,14 @@ def checker(q: torch.Tensor, cache: PagedKVCache, table: PageTable) -> Callable[
     expected = paged_decode_reference(q[chosen], cache, part)
     assert isinstance(expected, torch.Tensor)
     return lambda o: compare(o[chosen], expected).relative_l1
+
+
+def decode_peers() -> dict[str, Peer]:
+    """Other implementations of paged decode that can run on this machine's GPU."""
+    return {peer.name: partial(_prepare, peer) for peer in PEERS if peer.absent(True) is None}
+
+
+def _prepare(
+    peer: Backend, q: torch.Tensor, cache: PagedKVCache, table: PageTable
+) -> Callable[[], torch.Tensor]:
+    return prepare_or_refuse(peer, DecodeInputs(q, cache, table))

@@ -10,7 +10,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, pref
 from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import append
 from narrowkv.runtime.launch import LaunchOptions, RecordExecutor, executing
-from narrowkv.runtime.targets import Target
+from narrowkv.runtime.targets import Target, device_target, get_target
 from narrowkv.sage import plan_sage, sage_attention
 from narrowkv.sparse_fp8 import plan_sparse, sparse_decode, sparse_prefill_fp8
 from narrowkv.sparse_fp8.cases import SparseCase
@@ -63,6 +63,46 @@ class HostRow:
     planned: bool
     host_us: float
     ratio_to_add: float
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What `measure_host` found.
+
+    Attributes:
+        launches: "on the GPU", or "none" on a machine without one.
+        target: the target whose code path the calls took.
+        rows: host time of every call.
+        kernels: number of kernels of random calls, by operation.
+        workspace_bytes: of a decode plan, by batch.
+    """
+
+    launches: str
+    target: str
+    rows: list[HostRow]
+    kernels: dict[str, int]
+    workspace_bytes: dict[str, int]
+
+
+def measure_host(samples: int, shapes: int, captures: Sequence[int], context: int) -> HostReport:
+    """Times every operation, counts the kernels of random calls and sizes workspaces of captured batches.
+
+    Args:
+        samples: of each call.
+        shapes: random calls of each operation; 0 for none.
+        captures: batches of captured graphs.
+        context: tokens that a captured batch may hold.
+    """
+    has_gpu = torch.cuda.is_available()
+    device = "cuda" if has_gpu else "cpu"
+    target = device_target(device) if has_gpu else get_target("gfx942")
+    rows = measure_calls(device, samples, nullcontext if has_gpu else lambda: executing(NullExecutor(target)))
+    kernels = kernels_of_random_calls(target, device, shapes) if shapes else {}
+    sizes = workspaces(target, device, captures, context)
+    return HostReport(
+        "on the GPU" if has_gpu else "none", target.name, rows, kernels,
+        {str(batch): size for batch, size in sizes.items()},
+    )  # fmt: skip
 
 
 def _nothing_to_wait_for() -> None:

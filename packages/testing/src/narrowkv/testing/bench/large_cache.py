@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
-from narrowkv.quant.formats import get_format
+from narrowkv.quant.formats import Format, get_format
+from narrowkv.quant.int_tokens import quantize_tokens_int4, quantize_tokens_int8
 from narrowkv.quant.quantize import cast_fp8, quantize_per_group
 
 __all__ = ["CacheSizes", "LargeCache"]
@@ -67,8 +68,9 @@ class CacheSizes:
         return get_format(name).kind == "fp4"
 
     def _row_bytes(self, name: str) -> float:
+        fmt = get_format(name)
         scales = self.head_dim // (self.scale_group or self.head_dim) if self._is_fp4(name) else 0
-        return self.head_dim * get_format(name).bits / 8 + scales
+        return self.head_dim * fmt.bits / 8 + (4 if fmt.kind == "int" else scales)
 
 
 class LargeCache:
@@ -106,6 +108,8 @@ class LargeCache:
         fmt = get_format(name)
         if fmt.kind == "fp4":
             return self._fill_fp4(tokens, sizes)
+        if fmt.kind == "int":
+            return self._fill_integers(fmt, tokens, sizes)
         descale = 1.0 if fmt.kind == "float" else _SPREAD / fmt.max_value
         stored = torch.empty(
             (tokens, sizes.num_kv_heads, sizes.head_dim), dtype=fmt.storage_dtype, device=self._device
@@ -129,6 +133,21 @@ class LargeCache:
             stored[part], scales[part] = quantize_per_group(x, group, exponent="floor")
         return stored, scales
 
+    def _fill_integers(
+        self, fmt: Format, tokens: int, sizes: CacheSizes
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """INT8 or INT4 rows and their scales."""
+        rows, width = (tokens, sizes.num_kv_heads), fmt.storage_bytes(sizes.head_dim)
+        stored = torch.empty((*rows, width), dtype=fmt.storage_dtype, device=self._device)
+        scales = torch.empty((*rows, 1), device=self._device)
+        quantise = quantize_tokens_int4 if fmt.is_packed else quantize_tokens_int8
+        for begin in range(0, tokens, _CHUNK_TOKENS):
+            part = slice(begin, begin + _CHUNK_TOKENS)
+            size = (*stored[part].shape[:2], sizes.head_dim)
+            x = torch.randn(size, generator=self._random, device=self._device)
+            stored[part], scales[part, :, 0] = quantise(x)
+        return stored, scales
+
     def _side(
         self, stored: torch.Tensor, descale: float | torch.Tensor, sizes: CacheSizes
     ) -> tuple[torch.Tensor, float | torch.Tensor]:
@@ -137,7 +156,7 @@ class LargeCache:
         order = (heads, page) if sizes.layout == "HND" else (page, heads)
         if isinstance(descale, torch.Tensor):
             descale = descale.view(-1, page, heads, descale.shape[-1])
-            descale = descale if sizes.scale_group else descale[..., 0]
+            descale = descale if descale.shape[-1] > 1 else descale[..., 0]
         return stored.view(-1, *order, stored.shape[-1]), descale
 
     def view(self, sizes: CacheSizes) -> tuple[PagedKVCache, PageTable]:

@@ -48,7 +48,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured call; None stands for a figure that was not measured.
+    """One measured call; None is a figure that was not measured.
 
     Attributes:
         labels, sizes: which call it was.

@@ -125,7 +125,7 @@ class PrefillBench(Bench[PrefillSizes]):
             extra={
                 "sdpa_us": us(_sdpa, q, cache, table),
                 "append_us": None if one else us(_append_and_attend, shape, paged),
-                "apart_us": None if one else us(_append_then_attend, shape, paged),
+                "two_calls_us": None if one else us(_append_then_attend, shape, paged),
                 "decode_us": us(_decode, q, cache, table) if one else None,
             },
         )

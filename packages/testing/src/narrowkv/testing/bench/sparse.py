@@ -29,7 +29,7 @@ _CHECKED_TOKENS = 4
 _TRACED_TOKENS = 320  # by the model: so many that none is split
 _TRACED_ROWS = 512
 _WAYS: dict[str, dict[str, Any]] = {
-    "bf16": {"mode": "wide", "layout": "bf16"}, "prepass": {"mode": "prepass"}, "fused": {},
+    "bf16": {"mode": "16bit", "layout": "bf16"}, "prepass": {"mode": "prepass"}, "fused": {},
     "fused-fp8q": {"q": "fp8"},
 }  # fmt: skip
 

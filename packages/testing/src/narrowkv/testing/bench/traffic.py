@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,17 +18,18 @@ from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant.accuracy import compare
 from narrowkv.runtime.attention.reference import attention_reference
 from narrowkv.runtime.errors import UnsupportedError
-from narrowkv.testing.backends import PEER_BOUND, Backend, NotAnsweringError
+from narrowkv.testing.backends import PEER_BOUND, Backend, prepare_or_refuse
 from narrowkv.testing.bench.large_cache import LargeCache
 from narrowkv.testing.bench.measure import Bench, Call, Row
 from narrowkv.testing.traffic import Step
 
-__all__ = ["AUTOMATIC", "FORCED", "ChoicesBench", "StepInputs", "TrafficBench"]
+__all__ = ["AUTOMATIC", "FORCED", "ChoicesBench", "StepInputs", "TrafficBench", "best_choices"]
 
 _CHECKED_TOKENS = 8  # at either end of a sequence's new tokens
 _NO_PAGE = -1  # in a block table past the end of a sequence
 _SPLITS = (1, 2, 4, 8, 16)
 AUTOMATIC = "automatic"
+_STEP = ("model", "traffic", "format", "operation", "batch", "keys")
 
 Run = Callable[[], torch.Tensor]
 
@@ -209,7 +211,7 @@ class TrafficBench(Bench[Step]):
         yield from ours
         for name, peer in {} if step.appends else self._peers.items():
             labels = {"backend": name, "call": "", "choice": ""}
-            prepare = partial(_prepare, peer, inputs)
+            prepare = partial(prepare_or_refuse, peer, inputs)
             yield replace(ours[0], labels=labels, prepare=prepare, bound=PEER_BOUND, is_peer=True)
 
     def is_baseline(self, row: Row) -> bool:
@@ -281,8 +283,12 @@ def _prepared(run: Run) -> Run:
     return run
 
 
-def _prepare(peer: Backend, inputs: StepInputs) -> Run:
-    try:
-        return peer.prepare(inputs)
-    except NotAnsweringError as error:
-        raise UnsupportedError(str(error)) from None
+def best_choices(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of each step the automatic calls, the fastest forced one, and what failed."""
+    kept: list[Mapping[str, Any]] = []
+    for _, rows in groupby(records, key=lambda row: [row[name] for name in _STEP]):
+        step = list(rows)
+        forced = [row for row in step if row["choice"] != AUTOMATIC and row["median_us"]]
+        best = min(forced, key=lambda row: row["median_us"], default=None)
+        kept += [row for row in step if row["choice"] == AUTOMATIC or row is best or row["status"] != "pass"]
+    return kept

@@ -47,7 +47,7 @@ def _step(
 
 
 @triton.jit
-def _attend_wide(
+def _attend_16bit_rows(
     q, q_rope, acc, m, l, qk_scale, rows, csr, begin, end,
     WIDE_ADDRESS: tl.constexpr, HEAD_DIM: tl.constexpr, GUARD: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +71,7 @@ def _attend_wide(
                 rows.nope + offsets[:, None] + c[None, :], mask=live[:, None], other=0.0
             )  # [BLOCK_K, 64]
         if GUARD:
-            # Always taken. What stands in a branch goes to the end of the pipelined loop's body, so that the
+            # Always taken. Code in a branch goes to the end of the pipelined loop's body, so that the
             # copy of the next tile is under way before this one is multiplied, not after.
             if start >= 0:
                 acc, m, l = _step(q, q_rope, acc, m, l, qk_scale, kv, rope, live, start, HEAD_DIM, True)
@@ -82,7 +82,7 @@ def _attend_wide(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _sparse_wide_kernel(
+def _sparse_16bit_kernel(
     q, out, partials, prefix, prefix_csr, extend, extend_csr, qk_scale,
     num_tokens, num_splits, prefix_rows, prefix_nnz, extend_rows, extend_nnz,
     CALL: tl.constexpr, PREFIX: tl.constexpr, EXTEND: tl.constexpr, TILES: tl.constexpr,
@@ -134,12 +134,12 @@ def _sparse_wide_kernel(
         prefix_begin, prefix_end = prefix_begin + p_lo, prefix_begin + p_hi
         extend_begin, extend_end = extend_begin + e_lo, extend_begin + e_hi
     if PREFIX is not None:
-        acc, m, l = _attend_wide(
+        acc, m, l = _attend_16bit_rows(
             q_tile, q_rope, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end,
             PREFIX.WIDE_ADDRESS, HEAD_DIM, TILES.GUARD, BLOCK_K,
         )  # fmt: skip
     if EXTEND is not None:
-        acc, m, l = _attend_wide(
+        acc, m, l = _attend_16bit_rows(
             q_tile, q_rope, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end,
             EXTEND.WIDE_ADDRESS, HEAD_DIM, TILES.GUARD, BLOCK_K,
         )  # fmt: skip

@@ -27,7 +27,7 @@ def _spans(
     prefix_csr, extend_csr, number, num_tokens, num_items,
     HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr,
 ):  # fmt: skip
-    """What indptr says of item `number`, or of the last one, as it was read."""
+    """The bounds in indptr of item `number`, or of the last item, in the form in which they are read."""
     token = (gl.minimum(number, num_items - 1) // HEAD_BLOCKS) % num_tokens
     return _load_spans(prefix_csr, extend_csr, token, HAS_PREFIX, HAS_EXTEND)
 
@@ -124,7 +124,7 @@ def _gather_wide_warps(
     PREFIX: gl.constexpr, EXTEND: gl.constexpr, SPLIT: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Some rows of each 16-bit tile into the ring, by copies that nobody waits for but who multiplies."""
+    """Copies some rows of each 16-bit tile into the ring; only the warps that multiply wait for this."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     r = FIRST_ROW + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, COPY))
     number, tile = gl.program_id(0), 0
@@ -206,7 +206,7 @@ def _load_rows(
     HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, PREFIX: gl.constexpr, EXTEND: gl.constexpr,
     WORDS: gl.constexpr,
 ):  # fmt: skip
-    """FP8 rows as stored: tiles of 64 columns, scales; where RoPE is; which rows are named."""
+    """FP8 rows as stored: tiles of 64 columns, scales, addresses of RoPE, and which indices name a row."""
     live, nope_at, rope_at, scale_at = _locate_rows(
         prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND,
     )  # fmt: skip
@@ -228,8 +228,8 @@ def _gather_fp8_warps(
     PREFIX: gl.constexpr, EXTEND: gl.constexpr, SPLIT: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Some rows of each tile from FP8, as bf16, into the ring; the next tile's are under way meanwhile."""
-    # A thread has 16 columns in a row: its stores of 16 bytes meet no bank twice.
+    """Widens some rows of each tile from FP8 to bf16 into the ring, while the next tile's rows are loaded."""
+    # A thread has 16 adjacent columns: its stores of 16 bytes have no bank conflicts.
     WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
     ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, ROPE)
@@ -286,7 +286,7 @@ def _gather_fp8_warps(
         else:
             target.slice(128, 64, dim=1).store(pairs[2])
             target.slice(192, 32, dim=1).store(_widen(narrow[6], _scale(scales, 6, PREFIX, WORDS)))
-        # No fence: it would wait for the loads. Who multiplies has one.
+        # No fence here: it would wait for the loads. The warps that multiply have one.
         _barrier()
         mbarrier.arrive(full.index(stage), count=1)
         narrow, scales, rope_at, rope, live = next_narrow, next_scales, next_rope_at, next_rope, next_live
@@ -298,8 +298,8 @@ def _gather_warps(
     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, tiles, bias, full, empty,
     FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr, CALL: gl.constexpr,
 ):  # fmt: skip
-    """What fills some rows of each tile of the ring: with 16-bit rows, or with FP8 rows."""
-    # Triton 3.6 passes on only what has a name of its own.
+    """Fills some rows of each tile of the ring, from 16-bit rows or from FP8 rows."""
+    # Triton 3.6 passes on only values that are bound to a name.
     PREFIX: gl.constexpr = CALL.PREFIX
     EXTEND: gl.constexpr = CALL.EXTEND
     if PREFIX.VALUES == "":

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from narrowkv.cli import kit
+from narrowkv.cli import machine_report
 from narrowkv.cli.app import app
 from narrowkv.testing.bench import comparison
 
@@ -28,7 +28,7 @@ MODELLED = {
 
 
 def test_what_is_run() -> None:
-    on_amd, on_nvidia, rehearsed = kit.commands("gfx942"), kit.commands("sm90"), kit.commands(None)
+    on_amd, on_nvidia, rehearsed = map(machine_report.commands, ("gfx942", "sm90", None))
     assert any(line.startswith("bench decode") and line.endswith("--on gfx942") for line in on_amd)
     assert not any("--on gfx" in line for line in on_nvidia)
     assert not any("--on gpu" in line or "--samples" in line for line in rehearsed)
@@ -47,7 +47,7 @@ def test_measured_rows_stand_beside_the_models() -> None:
 
 
 def test_a_fault_of_one_command_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(kit, "commands", lambda target: ["nothing", "env"])
+    monkeypatch.setattr(machine_report, "commands", lambda target: ["nothing", "env"])
     result = CliRunner().invoke(app, ["report", "--folder", str(tmp_path)])
     assert result.exit_code == 1, result.output
     document: dict[str, Any] = json.loads((tmp_path / "narrowkv-report.json").read_text())

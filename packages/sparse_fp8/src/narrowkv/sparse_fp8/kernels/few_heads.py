@@ -4,13 +4,13 @@ Up to 32 heads over 16-bit rows, up to 16 over FP8 rows.
 
 wgmma multiplies 64 rows of A at least. With few heads those are rows of the pool, not heads: QK is K Q^T,
 `[64 rows, heads]`, and PV is V^T P, `[512 columns, heads]`, each with a tile in shared memory as A. Such an
-instruction takes 20 cycles, of which 16 to read A, and a warp does not run ahead of what it issued. So every
-task has its own warps: some do nothing but gather rows into a ring of tiles, and widen FP8 on the way; a
-warpgroup computes QK and the softmax; one sums PV, a tile behind.
+instruction takes 20 cycles, 16 of them to read A, and a warp waits for the products that it issued. So every
+task has its own warps: producer warps gather rows into a ring of tiles and widen FP8; one warpgroup computes
+QK and the softmax; one computes PV of the tile before.
 
-What a loop loads for its next round it leaves alone in this one, and does not so much as clamp a number or
-unpack a byte: the loads share a scoreboard, and touching one waits for all. So spans, indices and rows are
-carried as they were read.
+A value that a loop loads for its next pass is not used in the current pass, not even to clamp or unpack it:
+the loads share a scoreboard, and the use of one waits for all. So spans, indices and rows are carried in the
+form in which they were read.
 
 Source of the structure: warp specialisation as in FlashAttention-3 (Shah et al., 2024).
 """
@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from narrowkv.runtime.attention.softmax import natural_lse, output_factor
-from narrowkv.sparse_fp8.kernels.few_gather import _first, _gather_warps, _item, _spans
+from narrowkv.sparse_fp8.kernels.few_heads_gather import _first, _gather_warps, _item, _spans
 from narrowkv.sparse_fp8.kernels.hopper_copies import (
     _barrier,
     _copy_query,
@@ -55,7 +55,7 @@ def _column_maxima(s, tops):
 
 @gluon.jit
 def _softmax_columns(s, m, parts, tops, numerators, corrections, SLACK: gl.constexpr):
-    """A tile's numerators and what earlier sums shrink by, to shared memory; the new state.
+    """Stores a tile's numerators and the correction factors of earlier sums in shared memory; the new state.
 
     `parts` are the denominators before they are summed over the rows of a tile. The maximum of a head
     follows only a tile that passes it by more than SLACK, in powers of two, as in the kernel for more heads.
@@ -86,7 +86,7 @@ def _score_warps(
     _copy_query(query, q.nope, q.stride_n, q.stride_h, item[0], item[1], CALL.NUM_HEADS)
     async_copy.commit_group()
     for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        # Not a range: Triton 3.6 drops from an outer range what only bounds an inner one, as if unused.
+        # Not a range: Triton 3.6 drops a number that an outer range carries if it only bounds an inner range.
         last = count + item[3]
         following = number + gl.num_programs(0)
         item = _item(
@@ -104,7 +104,7 @@ def _score_warps(
         while count < last:
             stage = count % CALL.STAGES
             mbarrier.wait(full.index(stage), count // CALL.STAGES & 1)
-            # For those who wrote the rows, too: a fence of theirs would wait for what they load meanwhile.
+            # Also for the warps that wrote the rows: their own fence would wait for their outstanding loads.
             fence_async_shared()
             s = warpgroup_mma(tiles.index(stage), query.permute((1, 0)), zeros, use_acc=False, is_async=True)
             masked = bias.index(stage).load(gl.SliceLayout(1, SCORES))
@@ -116,7 +116,7 @@ def _score_warps(
             _make_writes_visible()
             mbarrier.arrive(scored.index(stage), count=1)
             count += 1
-        # All of these warps have the last scores: the next item's Q may come.
+        # All of these warps have read the last scores: the next item's Q may be copied.
         _copy_query(query, q.nope, q.stride_n, q.stride_h, item[0], item[1], CALL.NUM_HEADS)
         async_copy.commit_group()
         l = gl.sum(parts, 0)
@@ -134,8 +134,8 @@ def _store_item(
     acc, m, l, out, partials, token, head_block, split, num_tokens,
     NUM_HEADS: gl.constexpr, SPLIT: gl.constexpr, HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
-    """An item's results, or a split's share of them, from the sums `[512, heads]` and the softmax state."""
-    # A warp has the columns that it has in `acc`, a thread 8 in a row: they change hands within the warp.
+    """An item's results, or a split's partial results, from the sums `[512, heads]` and the softmax state."""
+    # A warp keeps its columns of `acc`; a thread gets 8 adjacent ones by exchanges within the warp.
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [gl.num_warps(), 1], [0, 1])
     d = gl.arange(0, 512, gl.SliceLayout(1, OUT))
     columns = head_block * acc.shape[1] + gl.arange(0, acc.shape[1], gl.SliceLayout(0, OUT))
@@ -217,7 +217,7 @@ def _sum_warps(
 
 
 @gluon.jit(do_not_specialize=[*SIZES, "num_items"])
-def _sparse_few_kernel(
+def _sparse_few_heads_kernel(
     q, out, partials, prefix, prefix_csr, extend, extend_csr, qk_scale, num_tokens, num_splits,
     num_items, prefix_rows, prefix_nnz, extend_rows, extend_nnz, CALL: gl.constexpr,
 ):  # fmt: skip
@@ -239,8 +239,8 @@ def _sparse_few_kernel(
             extend.stride_h, extend_rows,
         )  # fmt: skip
         extend_csr = Csr(extend_csr.indptr, extend_csr.indices, extend_nnz)
-    # Two groups gather, half of each tile's rows each, and do not wait for each other. Widening FP8 takes
-    # twice the warps. Of 16 warps' registers the sums take what the others leave.
+    # Two groups of warps gather half of each tile's rows each, independently. Widening FP8 takes twice as
+    # many warps. PV gets the registers that the other warps leave.
     GATHER_WARPS: gl.constexpr = 2 if CALL.PREFIX.VALUES == "" else 4
     SCORE_REGISTERS: gl.constexpr = CALL.SCORE_REGISTERS
     GATHER_REGISTERS: gl.constexpr = CALL.GATHER_REGISTERS

@@ -1,7 +1,6 @@
-"""`narrowkv report`: probe, a sample of validate and the benches' main rows, in two files to share.
+"""The commands of `narrowkv report`.
 
-Every part is another command, run in a process of its own so that a fault of one leaves the others. On an
-Instinct GPU the timing model's prediction stands beside each measured row; on other GPUs there is none;
+On an Instinct GPU the timing model's prediction stands beside each measured row; on other GPUs there is none;
 without a GPU it is a rehearsal: the emulator runs in the GPU's place, and nothing is measured.
 """
 
@@ -9,16 +8,16 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from narrowkv.cli.names import AMD_TARGETS
-from narrowkv.cli.report import ExitCode, Report, UsageError, check_writable
-from narrowkv.testing.bench.comparison import compare, markdown
-from narrowkv.testing.machine import describe, versions
+from narrowkv.testing.bench.comparison import compare
+from narrowkv.testing.machine import versions
+from narrowkv.testing.places import AMD_TARGETS
+
+__all__ = ["Step", "commands", "report_document", "run_step", "run_steps"]
 
 BENCHES = {
     "decode": "--batch 1,64 --context 8192 --page-size 16",
@@ -36,19 +35,19 @@ _CASES = {
     "prefill": ("kernel=dense", "kernel=fused,format=bf16", "operation=append"),
     "sparse": ("lens=37+0,sink=1", "mode=decode,lens=37"),
 }
-_LINES = 12  # of what a command that failed said
+_LINES = 12  # shown of the output of a command that failed
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command of the report, and what came of it.
+    """One command of the report, and its result.
 
     Attributes:
         command: its arguments.
         exit_code: None if it did not end in time, or time was up before it.
         seconds: that it took.
         document: its JSON; None without one.
-        said: the end of what it said, where it failed.
+        said: the end of its output, if it failed.
     """
 
     command: str
@@ -59,7 +58,7 @@ class Step:
 
 
 def commands(target: str | None) -> list[str]:
-    """What is run: on a GPU of that target, or as a rehearsal without one."""
+    """The commands: for a GPU of that target, or for a rehearsal without one."""
     place = "gpu" if target else "gfx942"
     cases = {name: lines if target else lines[:1] for name, lines in _CASES.items()}
     benches = BENCHES if target else REHEARSED
@@ -75,10 +74,10 @@ def commands(target: str | None) -> list[str]:
     return found
 
 
-def run_step(command: str, seconds: float) -> Step:
-    """Runs one command; after so many seconds it is ended."""
+def run_step(program: Sequence[str], command: str, seconds: float) -> Step:
+    """Runs one command in its own process, so that a fault leaves the others; ends it after `seconds`."""
     begun = time.monotonic()
-    line = [sys.executable, "-m", "narrowkv.cli", *command.split(), "--json"]
+    line = [*program, *command.split(), "--json"]
     try:
         done = subprocess.run(line, capture_output=True, text=True, timeout=max(seconds, 1), check=False)
     except subprocess.TimeoutExpired:
@@ -91,46 +90,27 @@ def run_step(command: str, seconds: float) -> Step:
     return Step(command, done.returncode, time.monotonic() - begun, document, said)
 
 
-def write_report(report: Report, *, folder: Path, minutes: float) -> ExitCode:
-    """Runs every step that time is left for, and writes the two files.
+def run_steps(program: Sequence[str], planned: Sequence[str], seconds: float) -> Iterator[Step]:
+    """Runs the commands one after the other; those that no time is left for are not run."""
+    end = time.monotonic() + seconds
+    for command in planned:
+        left = end - time.monotonic()
+        if left > 0:
+            yield run_step(program, command, left)
+        else:
+            yield Step(command, None, 0.0, said="time was up")
 
-    Args:
-        report: where progress goes.
-        folder: of the files.
-        minutes: after which nothing more is run.
 
-    Raises:
-        UsageError: the folder is none, or cannot be written.
-    """
-    if not folder.is_dir():
-        raise UsageError(f"--folder must be a folder that exists, got {folder}")
-    files = [folder / f"narrowkv-report{suffix}" for suffix in (".json", ".md")]
-    for path in files:
-        check_writable("--folder", path)
-    environment = describe()
+def report_document(environment: Mapping[str, Any], steps: Sequence[Step]) -> dict[str, Any]:
+    """The report's JSON document, in the form of the files in benchmarks/results/."""
     gpu = next(iter(environment["gpus"]), None)
-    target = None if gpu is None else str(gpu["target"])
-    end = time.monotonic() + 60 * minutes
-    steps: list[Step] = []
-    planned = commands(target)
-    with report.progress(len(planned), "report") as line:
-        for command in planned:
-            left = end - time.monotonic()
-            step = run_step(command, left) if left > 0 else Step(command, None, 0.0, said="time was up")
-            steps.append(step)
-            line.advance(command)
-    device = f"{gpu['name']} ({target})" if gpu else "rehearsal without a GPU: nothing was measured"
-    document = {
-        "device": device,
+    rehearsal = "rehearsal without a GPU: nothing was measured"
+    return {
+        "device": f"{gpu['name']} ({gpu['target']})" if gpu else rehearsal,
         "versions": versions(),
         "commands": ["narrowkv report"],
         "shape": "the benches' main rows",
         "environment": environment,
-        "rows": compare([s.document for s in steps if s.document and "bench" in s.document]),
+        "rows": compare([step.document for step in steps if step.document and "bench" in step.document]),
         "steps": [asdict(step) for step in steps],
     }
-    files[1].write_text(markdown(document))
-    faulty = [step for step in steps if step.exit_code]
-    report.files = type(report.files)(out=files[0])
-    report.line(f"written: {files[0]} and {files[1]}; {len(faulty)} of {len(steps)} commands failed")
-    return report.finish(document, ExitCode.NUMERICAL if faulty else ExitCode.OK)

@@ -1,0 +1,45 @@
+"""`narrowkv report`: probe, a sample of validate and the benches' main rows, in two files to share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from narrowkv.cli.report import ExitCode, Report, UsageError, check_writable
+from narrowkv.testing.bench.comparison import markdown
+from narrowkv.testing.machine import describe
+from narrowkv.testing.machine_report import Step, commands, report_document, run_steps
+
+_PROGRAM = (sys.executable, "-m", "narrowkv.cli")
+
+
+def write_report(report: Report, *, folder: Path, minutes: float) -> ExitCode:
+    """Runs the steps until the time is up, and writes the two files.
+
+    Args:
+        report: where progress goes.
+        folder: of the files.
+        minutes: after which nothing more is run.
+
+    Raises:
+        UsageError: the folder is none, or cannot be written.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"--folder must be a folder that exists, got {folder}")
+    files = [folder / f"narrowkv-report{suffix}" for suffix in (".json", ".md")]
+    for path in files:
+        check_writable("--folder", path)
+    environment = describe()
+    gpu = next(iter(environment["gpus"]), None)
+    planned = commands(gpu and str(gpu["target"]))
+    steps: list[Step] = []
+    with report.progress(len(planned), "report") as line:
+        for step in run_steps(_PROGRAM, planned, 60 * minutes):
+            steps.append(step)
+            line.advance(step.command)
+    document = report_document(environment, steps)
+    files[1].write_text(markdown(document))
+    faulty = [step for step in steps if step.exit_code]
+    report.files = type(report.files)(out=files[0])
+    report.line(f"written: {files[0]} and {files[1]}; {len(faulty)} of {len(steps)} commands failed")
+    return report.finish(document, ExitCode.NUMERICAL if faulty else ExitCode.OK)
