@@ -61,8 +61,8 @@ def descale_pointers(side: CacheSide) -> tuple[str, float, Descale]:
 def widening_power(format_name: str, route: str, descale_kind: str) -> int:
     """The power of two that a widened tile is still to be multiplied by; see `widen_tile`."""
     if descale_kind.startswith("e8m0_"):
-        # The groups' factors are at most 2**14, those for bytes 2**15.
-        return widening_exponent(format_name, route) - (15 if route == PTX8 else 14)
+        # Taken along by the groups' factors, of which those for bytes are at most 2**15.
+        return widening_exponent(format_name, route) - 15 if route == PTX8 else 0
     return widening_exponent(format_name, route)
 
 
@@ -102,7 +102,8 @@ def packed_route(
     as_bytes: FP4 is converted as bytes of E4M3, which takes fewer instructions; the kernel then takes the
         scales of groups in relation to the tile's largest. H100, decode, 96/8 heads, one scale a head: B128
         ctx1024 91 us instead of 96, B64 ctx8192 248 and 254.
-    cdna4: gfx950 converts FP4 by its own instruction, which needs more registers at a time.
+    cdna4: gfx950 converts FP4 by its own instruction, which needs more registers at a time, and a kernel
+        whose matrix instructions take at most four passes.
     """
     if cdna4 and target.name == "gfx950" and format_name == "fp4_e2m1" and side.parts == 4:
         return CDNA4

@@ -171,23 +171,37 @@ def _fp4_quads_cdna4(x):
 
     gfx950's instruction converts the two nibbles of a byte; those of two words are then paired. With this
     factor every result is a normal float16.
+
+    The compiler inserts no wait states for instructions of inline assembly. A register that is written here
+    may be the addend of a matrix instruction of 4 passes, which needs 3 of them, and a matrix instruction
+    reads a result 2 of them later at the earliest.
     """
     return tl.inline_asm_elementwise(
         """
-        v_cvt_scalef32_pk_f16_fp4 $4, $5, $6
-        v_cvt_scalef32_pk_f16_fp4 $2, $5, $6 op_sel:[0,1,0]
-        v_pack_b32_f16 $0, $4, $2
-        v_pack_b32_f16 $1, $4, $2 op_sel:[1,1,0]
-        v_cvt_scalef32_pk_f16_fp4 $4, $5, $6 op_sel:[1,0,0]
-        v_cvt_scalef32_pk_f16_fp4 $3, $5, $6 op_sel:[1,1,0]
-        v_pack_b32_f16 $2, $4, $3
-        v_pack_b32_f16 $3, $4, $3 op_sel:[1,1,0]
+        s_nop 2
+        v_cvt_scalef32_pk_f16_fp4 $8, $10, $12
+        v_cvt_scalef32_pk_f16_fp4 $4, $10, $12 op_sel:[0,1,0]
+        v_pack_b32_f16 $0, $8, $4
+        v_pack_b32_f16 $2, $8, $4 op_sel:[1,1,0]
+        v_cvt_scalef32_pk_f16_fp4 $8, $10, $12 op_sel:[1,0,0]
+        v_cvt_scalef32_pk_f16_fp4 $6, $10, $12 op_sel:[1,1,0]
+        v_pack_b32_f16 $4, $8, $6
+        v_pack_b32_f16 $6, $8, $6 op_sel:[1,1,0]
+        v_cvt_scalef32_pk_f16_fp4 $9, $11, $12
+        v_cvt_scalef32_pk_f16_fp4 $5, $11, $12 op_sel:[0,1,0]
+        v_pack_b32_f16 $1, $9, $5
+        v_pack_b32_f16 $3, $9, $5 op_sel:[1,1,0]
+        v_cvt_scalef32_pk_f16_fp4 $9, $11, $12 op_sel:[1,0,0]
+        v_cvt_scalef32_pk_f16_fp4 $7, $11, $12 op_sel:[1,1,0]
+        v_pack_b32_f16 $5, $9, $7
+        v_pack_b32_f16 $7, $9, $7 op_sel:[1,1,0]
+        s_nop 1
         """,
-        "=&v,=&v,=&v,=&v,=&v,v,v,v",
+        "=&v,=&v,=&v,=&v,=&v,=&v,=&v,=&v,=&v,=&v,v,v,s,s,s,s",
         [x, tl.full(x.shape, 2.0**-13, tl.float32)],
         dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
         is_pure=True,
-        pack=2,
+        pack=4,
     )
 
 

@@ -151,12 +151,10 @@ def attend_to_tiles(
         page_ids = load_page_ids(table, keys.row_base, n, keys.first, keys.last, PAGE_SIZE)
     for i in range(begin, end):
         n = tile_after_gap(i, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
-        k_scale = k_next
-        v_scale = v_next
-        following = tile_after_gap(i + 1, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
         if PREFETCH:
             k_words = k_ahead
             v_words = v_ahead
+            following = tile_after_gap(i + 1, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
             page, slot = place_of(table, page_ids, following, keys.first, keys.last, PAGE_SIZE, WIDE_ADDRESS)
             later = tile_after_gap(i + 2, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
             page_ids = load_page_ids(table, keys.row_base, later, keys.first, keys.last, PAGE_SIZE)
@@ -172,9 +170,12 @@ def attend_to_tiles(
             k_words = load_words(k, k_off, K_WORD, HEAD_DIM, BLOCK_DK)  # [BLOCK_N, BLOCK_DK / K_WORD]
             v_words = load_words(v, v_off, V_PARTS, HEAD_DIM, BLOCK_D)
             if K_PER_KEY or V_PER_KEY or AHEAD:
+                following = tile_after_gap(i + 1, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
                 page, slot = locate_keys(
                     table, keys.row_base, following, keys.first, keys.last, PAGE_SIZE, WIDE_ADDRESS
                 )
+        k_scale = k_next
+        v_scale = v_next
         k_next, v_next = load_scales(
             k_descale, v_descale, page, slot, keys, K, V, BLOCKS, HEAD_DIM, NATIVE_QK, PREFETCH
         )
