@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -14,6 +15,7 @@ from narrowkv.attn_decode.cases import K8V4
 from narrowkv.attn_decode.config import DecodeShape, choose_config
 from narrowkv.attn_decode.kernels import _paged_decode_kernel
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, Rope, append
+from narrowkv.quant import KeyTransform
 from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.targets import get_target
@@ -36,12 +38,14 @@ def _decode(
     kernel: str | None = None,
     q_dtype: torch.dtype = torch.bfloat16,
     q_len: int = 1,
+    key_transform: KeyTransform | None = None,
 ) -> CompiledArtifact:
     """The attention kernel of the probe's shape, compiled by an ordinary call."""
     pages = 1024 // page_size
     cache = PagedKVCache.empty(
         4 * pages, page_size, 8, head_dim, format=fmt, scale_group=scale_group, scale_format=scale_format
     )
+    cache = replace(cache, key_transform=key_transform)
     table = PageTable.from_block_table(
         torch.arange(4 * pages, dtype=I32).view(4, pages),
         torch.full((4,), 1024, dtype=I32),
@@ -68,6 +72,17 @@ def _issue_over_memory(artifact: CompiledArtifact, bytes_per_tile: int) -> float
     )
     issue = clocks * artifact.num_warps / figures.simds_per_unit
     return issue / (bytes_per_tile * figures.units * figures.clock_hz / figures.hbm_bytes_per_s)
+
+
+@pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "fp4_e2m1"])
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_a_key_transform_stays_out_of_the_loop(target: str, fmt: str) -> None:
+    moved = KeyTransform(torch.zeros(8, 128), torch.ones(8, 128))
+    plain, code = (_decode(target, fmt, key_transform=t) for t in (None, moved))
+    assert code.registers.vgpr_spills == code.registers.scratch_bytes == 0
+    assert code.waves_per_simd == plain.waves_per_simd
+    assert code.loop.mfma == plain.loop.mfma
+    assert code.loop.valu <= 1.01 * plain.loop.valu
 
 
 # (target, format, matrix instruction, native convert or None); 64 keys a tile
@@ -182,6 +197,9 @@ def test_integers_neither_spill_nor_use_scratch(target: str, case: dict[str, Any
             assert code.waves_per_simd == 2, fmt
 
 
+@pytest.mark.skipif(
+    TRITON < (3, 9), reason="instructions are counted for Triton 3.9, the development version"
+)
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 def test_int4_takes_fewer_instructions_than_fp4(target: str) -> None:
     """A mask and a subtraction widen two codes; E2M1 takes a sign and a magnitude apart."""

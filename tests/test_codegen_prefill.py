@@ -79,11 +79,16 @@ def _compile(
     return plan.config, artifacts
 
 
+_SCALARS_IN_LANES = (
+    "_prefill_append_kernel", "_dense_prefill_kernel", "_cdna_prefill_kernel", "_produce_kernel",
+)  # fmt: skip
+
+
 def _assert_clean(artifacts: list[CompiledArtifact]) -> None:
     for code in artifacts:
         registers = code.registers
         assert (registers.vgpr_spills, registers.scratch_bytes) == (0, 0), (code.name, registers)
-        if code.name in ("_prefill_append_kernel", "_dense_prefill_kernel", "_produce_kernel"):
+        if code.name in _SCALARS_IN_LANES:
             # Scalar registers may be kept in lanes of vector registers, but hardly within the hot loop: what
             # one kind of program or one of the two loops needs while another runs.
             assert code.loop.total("v_readlane", "v_writelane") <= code.loop.valu // 200
@@ -129,6 +134,15 @@ def test_a_prefill_at_ratio_12_neither_spills_nor_uses_scratch(
     _assert_clean(artifacts)
 
 
+@pytest.mark.codegen_all
+@both_targets
+@pytest.mark.parametrize("fmt", ["int8", "int4"])
+@pytest.mark.parametrize("kernel", ["dense", "fused", "split", "append fused", "append then attend"])
+def test_a_prefill_over_integers_neither_spills_nor_uses_scratch(kernel: str, fmt: str, target: str) -> None:
+    _, artifacts = _compile(target, fmt, kernel)
+    _assert_clean(artifacts)
+
+
 @pytest.mark.skipif(
     TRITON < (3, 9), reason="instruction choice is asserted for Triton 3.9, the development version"
 )
@@ -166,6 +180,35 @@ DENSE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def _attending(config: PrefillConfig, artifact: CompiledArtifact) -> PrefillConfig:
+    """The configuration that a kernel was compiled for."""
+    if artifact.name != "_cdna_prefill_kernel":
+        return config
+    assert config.in_turns is not None
+    return config.in_turns
+
+
+@pytest.mark.skipif(TRITON < (3, 8), reason="waves take turns from Triton 3.8 on")
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("options", [{}, {"window_left": 600}], ids=["no window", "window"])
+def test_waves_take_turns_without_spills_and_without_packed_arithmetic(
+    q_dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    workload = PrefillCase.small(
+        q_lens=(1024,), lens=(2048,), num_kv_heads=8, gqa_ratio=12, head_dim=128, q_dtype=q_dtype
+    )
+    q, cache, table, starts = workload.build()
+    with compile_for("gfx950") as artifacts:
+        batch_prefill(q, cache, table, starts, plan=plan_prefill(q, cache, table, starts), **options)
+    _assert_clean(artifacts)
+    attend = artifacts[-1]
+    assert attend.name == "_cdna_prefill_kernel"
+    # The matrix unit of gfx950 delays packed float32 instructions.
+    assert not [name for name in attend.loop.mnemonics if name.startswith("v_pk_") and name.endswith("_f32")]
+    assert attend.loop.mnemonics["s_setprio"] == 2
+    assert attend.loop.mnemonics["s_barrier"] == 2
+
+
 @pytest.mark.codegen_all
 @both_targets
 @pytest.mark.parametrize("name", DENSE)
@@ -188,6 +231,7 @@ def test_dense_prefill_neither_spills_nor_uses_scratch(name: str, target: str) -
 @pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "fp8_e4m3fnuz", "bf16", "fp4_e2m1"])
 def test_the_dense_loop_multiplies_16_bit_numbers_and_converts_only_p(target: str, fmt: str) -> None:
     config, (widen, dense) = _compile(target, fmt, "dense")
+    config = _attending(config, dense)
     depth = 8 if target == "gfx942" else 16
     loop = dense.loop
     one = config.block_m * config.block_n * 128 // (32 * 32 * depth * dense.num_warps)
@@ -219,6 +263,7 @@ def test_fp8_queries_are_multiplied_by_fp8_matrix_units(target: str, kernel: str
             assert loop.mfma == sum(fp8.values())
             continue
         assert config.kernel == "dense"
+        config = _attending(config, artifacts[-1])
         # Q @ K alone; P @ V is in float16.
         rows, depth = (32, 16) if target == "gfx942" else (32, 64)
         one = config.block_m * config.block_n * 128 // (rows * rows * depth * artifacts[-1].num_warps)

@@ -15,11 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-from narrowkv.attn_decode import merge_states, merge_states_reference, paged_decode, plan_decode
+from narrowkv.attn_decode import (
+    merge_states,
+    merge_states_reference,
+    paged_decode,
+    paged_decode_reference,
+    plan_decode,
+)
 from narrowkv.attn_decode.cases import K8V4, DecodeCase, DecodeInputs, at_random, one_at_a_time
 from narrowkv.cdna_emulator import EmulatorError, RaceError, matrix
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append_reference
-from narrowkv.quant import get_format
+from narrowkv.quant import KeyTransform, get_format
+from narrowkv.quant.accuracy import relative_l1
 from narrowkv.runtime.cases import parse_case
 from narrowkv.runtime.launch import executing
 from narrowkv.testing import emulation
@@ -305,6 +312,30 @@ def _without_barrier(at: int) -> Callable[[str], str]:
     return lambda text: text[:at] + text[at:].replace("\ts_barrier", "\ts_nop 0", 1)
 
 
+@both_targets
+@pytest.mark.parametrize(
+    ("fmt", "scales", "q_len"), [("fp8_e4m3fn", {}, 2), ("fp4_e2m1", {"scale_format": "e4m3"}, 1)]
+)
+def test_decode_machine_code_transforms_queries(
+    fmt: str, scales: dict[str, str], q_len: int, target: str
+) -> None:
+    case = DecodeCase(
+        lens=(70, 9), num_kv_heads=2, gqa_ratio=3, head_dim=64, q_len=q_len, page_size=16, format=fmt,
+        **scales,
+    )  # fmt: skip
+    q, cache, table = case.build()
+    random = torch.Generator().manual_seed(1)
+    balance = torch.rand(2, 64, generator=random) + 0.5
+    cache = replace(cache, key_transform=KeyTransform(torch.randn(2, 64, generator=random), balance))
+    sinks = torch.linspace(-2.0, 2.0, 6)
+    call: dict[str, Any] = {"sinks": sinks, "return_lse": True, "out_dtype": torch.float32}
+    with executing(EmulateExecutor(target, detect_hazards=True)):
+        o, lse = paged_decode(q, cache, table, plan=plan_decode(q, cache, table, split="uniform"), **call)
+    wanted, wanted_lse = paged_decode_reference(q, cache, table, **call)
+    assert relative_l1(o, wanted) <= 0.002
+    torch.testing.assert_close(lse, wanted_lse, rtol=0, atol=2e-3)
+
+
 # ---------------------------------------------------------------------------- append and merge_states
 
 
@@ -324,6 +355,10 @@ def _append_cases() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "fp4, rope and a K offset, floor", {
         "fmt": "fp4_e2m1", "rope": "neox", "offset": True, "exponent": "floor", "queries": 6
     }  # fmt: skip
+    yield "fp4, rope and a key transform", {
+        "fmt": "fp4_e2m1", "scale_format": "e4m3", "rope": "gptj", "head_dim": 96, "transform": True
+    }  # fmt: skip
+    yield "descale of each token and a key transform", {"descale": "token_head", "transform": True}
     yield "neox rope, all of the head", {"rope": "neox"}
     yield "gptj rope on a part of the head", {"rope": "gptj", "rotary": 32}
     yield "rope and a K offset", {"rope": "neox", "offset": True}
@@ -368,6 +403,7 @@ def check_append(
     rotary: int = 64,
     descale: str = "float",
     offset: bool = False,
+    transform: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     wrong: bool = False,
     queries: int = 0,
@@ -397,7 +433,7 @@ def check_append(
         )  # fmt: skip
         for stored in (made.k, made.v):
             stored.view(torch.uint8).fill_(0x5A)
-        return made
+        return replace(made, key_transform=moved)
 
     angle = torch.rand(11, rotary // 2, generator=random) * 6
     turn = Rope(angle.cos(), angle.sin(), torch.tensor([0, 10, 3, 7], dtype=I32), style=rope or "neox")
@@ -405,6 +441,10 @@ def check_append(
     k[2] = 0.0
     k, v = (k * 3).to(dtype), v.to(dtype)
     shift = torch.randn(heads, head_dim, generator=random) if offset else None
+    moved = None
+    if transform:
+        balance = torch.rand(heads, head_dim, generator=random) + 0.5
+        moved = KeyTransform(torch.randn(heads, head_dim, generator=random), balance)
     slots = torch.tensor([7, -1, 2, 19], dtype=I32)
     if wrong:
         slots = torch.tensor([[7, 0], [2**32 + 5, 0], [2, 0], [pages * page_size, 0]])[:, 0]

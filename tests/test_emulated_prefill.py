@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from narrowkv.attn_prefill import (
     batch_prefill,
@@ -24,6 +25,7 @@ from narrowkv.testing.emulation import EmulateExecutor
 
 pytestmark = pytest.mark.slow  # about two minutes together
 
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 P, A = PrefillCase.small, PrefillCase.append
 SMALL: dict[str, Any] = {"q_lens": (3, 25), "lens": (20, 40), "num_kv_heads": 1}
@@ -94,6 +96,33 @@ def test_tiles_of_128_rows_agree_with_the_reference(
         plan = plan_prefill(q, cache, table, starts, kernel="dense", **forced)
         o, lse = batch_prefill(q, cache, table, starts, out=out, return_lse=True, plan=plan, **options)
     assert plan.config.block_m == 128
+    expected, expected_lse = batch_prefill_reference(q, cache, table, starts, return_lse=True, **options)
+    assert _error(o, expected) <= 0.002
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+
+
+# Name: axes of the cache and query, options.
+IN_TURNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "a window": ({}, {"window_left": 150}),
+    "no mask": ({}, {"causal": False}),
+    "FP8 queries": ({"q_dtype": torch.float8_e4m3fn}, {"q_descale": 0.5}),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(TRITON < (3, 8), reason="waves take turns from Triton 3.8 on")
+@pytest.mark.parametrize("name", IN_TURNS)
+def test_waves_that_take_turns_agree_with_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 256 rows on gfx950: each group of waves reads what the other one has copied."""
+    monkeypatch.setattr("narrowkv.attn_prefill.tiles.units_of", lambda target: 1)
+    axes, options = IN_TURNS[name]
+    sizes: dict[str, Any] = {"q_lens": (70, 3), "lens": (400, 40), "num_kv_heads": 1, "gqa_ratio": 8}
+    q, cache, table, starts = P(**sizes, head_dim=128, **axes).build()
+    executor = EmulateExecutor("gfx950", detect_races=True, detect_hazards=True)
+    with executing(executor):
+        plan = plan_prefill(q, cache, table, starts, kernel="dense")
+        o, lse = batch_prefill(q, cache, table, starts, return_lse=True, plan=plan, **options)
+    assert executor.runs[-1].artifact.name == "_cdna_prefill_kernel"
     expected, expected_lse = batch_prefill_reference(q, cache, table, starts, return_lse=True, **options)
     assert _error(o, expected) <= 0.002
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)

@@ -47,7 +47,7 @@ def test_a_case_survives_its_own_line(case: PrefillCase) -> None:
         ("operation=append,table=ragged", "ragged is not an option of operation append"),
         ("rope=neox", "rope is not an option of operation prefill"),
         ("fp8_compute=1", "fp8_compute is not an option of operation prefill"),
-        ("format=int8", "format"),
+        ("format=int2", "format"),
         ("page=3", "nearest: page_size"),
         ("page_size", "name=value pairs"),
     ],

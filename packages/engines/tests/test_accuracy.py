@@ -53,7 +53,7 @@ def test_bits_and_places_of_recipes() -> None:
     assert bits["bf16"] == 16
     assert bits["fp4"] == bits["fp4-e4m3"] == 4.125
     assert (bits["fp8-tensor"], bits["fp8"], bits["nvfp4"], bits["fp4-mx"]) == (8, 8.5, 4.5, 4.25)
-    simulated = {"fp8-tensor", "fp4-mx", "nvfp4", "nvfp4-offset", "fp4-e4m3-recent"}
+    simulated = {"fp8-tensor", "fp4-mx", "nvfp4", "nvfp4-offset"}
     assert {r.name for r in RECIPES if not r.in_cache} == simulated
     assert [r.name for r in find_recipes(["fp8"])] == ["bf16", "fp8"]
     with pytest.raises(ValueError, match="recipe must be one of"):
@@ -91,7 +91,7 @@ def test_first_and_newest_tokens_are_seen_in_fp8() -> None:
     found = attended(replace(kept, first=1, recent=3))
     # The first four queries see nothing else: key 0 and the three newest.
     torch.testing.assert_close(found[:4], fp8[:4])
-    # The last one sees keys 1 to 5 in FP4, of what was FP8.
+    # The last one sees keys 1 to 5 in FP4.
     (far_k, far_v), (near_k, near_v) = kept.store(*(x[0].transpose(0, 1) for x in (k, v)))
     is_near = torch.tensor([True] + 5 * [False] + 3 * [True])[:, None, None]
     keys, values = (
@@ -102,12 +102,16 @@ def test_first_and_newest_tokens_are_seen_in_fp8() -> None:
     assert (found[8] - plain[8]).abs().max() > 1e-3
 
 
-def test_the_kernels_give_the_predictions_that_are_simulated(sharp) -> None:
-    """Calibration, E4M3 scales and rotation through NarrowCache, append and prefill, interpreted."""
+@pytest.mark.parametrize(
+    ("names", "tokens"), [(["fp4-e4m3", "k8v4-e4m3"], 20), (["fp4-e4m3-recent"], 9)], ids=["chunk", "steps"]
+)
+def test_the_kernels_give_the_predictions_that_are_simulated(sharp, names: list[str], tokens: int) -> None:
+    """Calibration, E4M3 scales and rotation through NarrowCache, append and attention, interpreted."""
     samples = collect(sharp, 64)
     model = replace(sharp, model=copy.deepcopy(sharp.model).bfloat16())
-    ids = model.tokens(evaluation_text(), 20)
-    exact, *recipes = find_recipes(["fp4-e4m3", "k8v4-e4m3"])
+    ids = model.tokens(evaluation_text(), tokens)
+    exact, *recipes = find_recipes(names)
+    recipes = [replace(r, first=1, recent=2) if r.keeps_some else r for r in recipes]
 
     def chances(recipe: Recipe, kernels: bool) -> torch.Tensor:
         return _Runner(model, recipe, samples, kernels).logits(ids).float().log_softmax(-1)

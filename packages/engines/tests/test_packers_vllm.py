@@ -29,8 +29,9 @@ from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.engines.deepseek import page_rows
 from narrowkv.engines.vllm import deepseek_v4
 from narrowkv.engines.vllm.backend import NarrowAttention
-from narrowkv.engines.vllm.slots import layer_cache, rotated, slot_bytes
+from narrowkv.engines.vllm.slots import layer_cache, slot_bytes
 from narrowkv.paged_cache import append
+from narrowkv.quant import hadamard
 from narrowkv.testing.backends import vllm_call
 
 BLOCKS, HEADS, BLOCK, DIM = 2, 2, 16, 64
@@ -112,7 +113,7 @@ def test_ultraquant_slots_are_vllms_byte_for_byte():
     assert torch.equal(stored, expected)
     # vLLM's own query, rotated, against the keys that it reads back.
     q = torch.randn(3, HEADS, DIM).bfloat16()
-    logits = torch.einsum("thd,shd->hts", rotated(q), ultraquant_dequant(sides[0], DIM))
+    logits = torch.einsum("thd,shd->hts", hadamard(q.float()), ultraquant_dequant(sides[0], DIM))
     exact = torch.einsum("thd,shd->hts", q.float(), k.float())
     assert (logits - exact).norm() / exact.norm() < 0.2
 
@@ -131,7 +132,13 @@ def test_the_probes_call_of_vllms_kernel_is_attention(form, monkeypatch):
 
 @pytest.mark.parametrize(
     ("cache_dtype", "is_neox", "rotary_dim"),
-    [("auto", True, DIM), ("fp8", True, DIM // 2), ("auto", False, DIM // 2), ("fp8", False, DIM)],
+    [
+        ("auto", True, DIM),
+        ("fp8", True, DIM // 2),
+        ("auto", False, DIM // 2),
+        ("fp8", False, DIM),
+        ("ultraquant_4bit", True, DIM),
+    ],
 )
 def test_the_fused_rope_is_vllms_own_before_its_unfused_cache_update(cache_dtype, is_neox, rotary_dim):
     # vLLM's pass and operator are not imported on a CPU: the operator calls this method, by position.
@@ -159,7 +166,8 @@ def test_the_fused_rope_is_vllms_own_before_its_unfused_cache_update(cache_dtype
     stored = []
     for _ in range(2):
         dtype = torch.bfloat16 if cache_dtype == "auto" else torch.uint8
-        stored.append(torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM, dtype=dtype))
+        size = slot_bytes(cache_dtype, DIM) or 2 * DIM
+        stored.append(torch.zeros(BLOCKS, HEADS, BLOCK, size, dtype=dtype))
     layer = SimpleNamespace(_k_scale=one, _v_scale=one)
     key_before = k.clone()
     impl.do_rope_and_kv_cache_update(layer, q, k, v, positions, table, is_neox, stored[0], slots)
@@ -170,9 +178,9 @@ def test_the_fused_rope_is_vllms_own_before_its_unfused_cache_update(cache_dtype
     assert torch.equal(*stored)
 
 
-def test_fused_rope_is_not_offered_where_keys_are_rotated_once_more():
+def test_fused_rope_is_not_offered_where_values_are_rotated():
     assert not NarrowAttention(
-        HEADS, DIM, 1.0, kv_cache_dtype="ultraquant_4bit"
+        HEADS, DIM, 1.0, kv_cache_dtype="int4_per_token_head"
     ).fused_rope_kvcache_supported()
 
 

@@ -16,6 +16,7 @@ from narrowkv.engines.vllm.slots import (
     slot_bytes,
 )
 from narrowkv.paged_cache import append
+from narrowkv.quant import hadamard
 from narrowkv.quant.fp4 import decode_fp4, unpack_fp4
 
 BLOCKS, HEADS, BLOCK, DIM = 3, 2, 16, 64
@@ -43,6 +44,9 @@ def test_appended_tokens_come_back_through_the_views_and_nothing_else_changes(ca
     append(cache, k, v, slots)
     assert cache.k.untyped_storage().data_ptr() == kv_cache.untyped_storage().data_ptr()
     stored = cache.dequantize()
+    assert (cache.key_transform is not None) == (cache_dtype == "ultraquant_4bit")
+    if cache.key_transform is not None:
+        k = hadamard(k)
     bounds = {"fp8_e5m2": (0.15, 0.15), "ultraquant_4bit": (0.3, 0.3), "narrowkv_fp4": (0.3, 0.3)}
     bounds |= {"narrowkv_k8v4": (0.07, 0.3), "int4_per_token_head": (0.15, 0.15)}
     for new, side, bound in zip((k, v), stored, bounds.get(cache_dtype, (0.07, 0.07)), strict=True):

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from narrowkv.quant import Calibration, calibrate, dequantize_per_group, quantize_per_group
+from narrowkv.quant import Calibration, KeyTransform, calibrate, dequantize_per_group, quantize_per_group
 from narrowkv.runtime.attention.reference import attention_reference
 
 TOKENS, HEADS, RATIO, DIM = 96, 2, 3, 64
@@ -45,6 +45,19 @@ def test_calibrated_attention_is_the_same_attention(rotate: bool) -> None:
     torch.testing.assert_close(o, _attend(q, k, v), rtol=0, atol=1e-4)
     assert layer.queries(q.bfloat16()).dtype == torch.bfloat16
     assert layer.shifts_logits
+
+
+def test_a_key_transform_is_the_calibration_without_what_changes_nothing() -> None:
+    q, k, v = _sample(1)
+    (layer,) = calibrate([_sample(0)]).layers
+    transform = layer.key_transform()
+    assert torch.equal(transform.keys(k), layer.keys(k))
+    assert torch.equal(transform.queries(q), layer.queries(q))
+    assert (transform.stages(96), transform.stages(128), KeyTransform(rotated=False).stages(128)) == (5, 7, 0)
+    (plain,) = calibrate([(q, k, v)], offset=False, balance_k=False, rotate=False).layers
+    assert vars(plain.key_transform()) == {"offset": None, "balance": None, "rotated": False}
+    with pytest.raises(ValueError, match="offset must be contiguous"):
+        KeyTransform(layer.offset[:, ::2])
 
 
 def test_stored_keys_and_values_have_size_one_in_every_head() -> None:

@@ -17,7 +17,7 @@ from narrowkv.engines.accuracy.texts import calibration_text, evaluation_text
 from narrowkv.engines.accuracy.tiny_lm import TinySizes, train_tiny
 from narrowkv.testing.machine import versions
 
-# Of 16-bit kernels against the same attention in float32, in a model that computes in bf16.
+# Bound on KL between 16-bit kernels and the same attention in float32, in a model that computes in bf16.
 _BOUND = 0.02
 _CALIBRATION_TOKENS = 1024
 

@@ -1,4 +1,4 @@
-"""The long tables of `probe --full`, its CSV rows and its plot."""
+"""The long tables of `probe --full`, and the CSV rows of `probe`."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ BenchOn = Annotated[
     ),
 ]
 Samples = Annotated[int, typer.Option(min=1, help="The most samples of a row.")]
-# The batches that engines capture graphs of, up to 512.
+# Batches up to 512 for which engines capture graphs.
 CAPTURES = ",".join(map(str, [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]))
 
 

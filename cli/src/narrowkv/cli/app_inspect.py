@@ -67,7 +67,7 @@ def inspect_decode(
 
 
 def _families(wanted: bool, operation: str, case: str | None = None) -> Any:
-    """Says which calls to model on a target: the case, or those that stand for the operation's kernels."""
+    """A function from a target to the calls to model: the case, or one of each family of kernels."""
     if not wanted:
         return None
     from narrowkv.cli.modelled import parse_call

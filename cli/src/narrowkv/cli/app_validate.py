@@ -23,7 +23,7 @@ Cases = Annotated[
 
 
 def _check(report: Report, where: Where, case: list[str] | None = None) -> None:
-    """Refuses, before torch is imported, misspelled names and options that a case makes idle."""
+    """Refuses, before torch is imported, misspelled names and options that have no effect with a case."""
     if where.on:
         choices("--on", where.on, PLACES)
     if case:

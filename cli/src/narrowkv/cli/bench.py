@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from narrowkv.cli.bench_columns import COLUMNS, Record
+from narrowkv.cli.places import check_amd_backend
 from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
@@ -21,7 +22,6 @@ from narrowkv.testing.bench.measure import Bench, Row
 from narrowkv.testing.bench.modelled import ModelCall, ModelRow, model_row
 from narrowkv.testing.bench.timing import FLUSH_BYTES, GraphTimer
 from narrowkv.testing.bench.traffic import ChoicesBench, TrafficBench
-from narrowkv.testing.codegen import amd_backend_missing
 from narrowkv.testing.machine import gpus, versions
 from narrowkv.testing.places import find_place
 from narrowkv.testing.records import number
@@ -41,7 +41,7 @@ def bench(
         shapes: what to measure.
         report: where results go.
         samples: largest number of samples of a call.
-        settings: what the rows depend on besides their shape.
+        settings: everything except their shape that the rows depend on.
         against: a document of an earlier run to compare with.
         threshold: by which share a row may become slower.
 
@@ -170,7 +170,7 @@ def _baseline(path: Path) -> dict[str, Any]:
 def _compare(
     report: Report, baseline: dict[str, Any] | None, records: Sequence[Record], threshold: float
 ) -> tuple[ExitCode, list[dict[str, Any]]]:
-    """Shows what became slower than in the baseline; the exit code, and every comparison for the document."""
+    """Shows rows that are slower than in the baseline; returns the exit code and all comparisons."""
     if baseline is None:
         return ExitCode.OK, []
     found = changes(baseline, records)
@@ -196,8 +196,7 @@ def bench_modelled(
     Raises:
         UnsupportedHereError: this Triton cannot compile for AMD.
     """
-    if (missing := amd_backend_missing()) is not None:
-        raise UnsupportedHereError(missing)
+    check_amd_backend()
     report.refuse("to modelled times", "plot", "resume")
     rows: list[ModelRow] = []
 

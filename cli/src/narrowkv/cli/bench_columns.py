@@ -1,4 +1,4 @@
-"""What the tables of `narrowkv bench` show of each bench's rows."""
+"""The columns of the tables of `narrowkv bench`, for each bench."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cases that options name."""
+"""Reads the cases of `--case`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How commands are made of plain functions: common options, defaults, and errors with exit codes."""
+"""Makes commands of plain functions: common options, default commands, and exit codes of errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FILES: dict[str, Any] = {
 
 
 class Commands(TyperGroup):
-    """A group that turns what a command cannot do into its exit code."""
+    """A group that ends with the exit code of an error that a command raised."""
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command."""
@@ -49,9 +49,9 @@ class Commands(TyperGroup):
             code = ExitCode.UNSUPPORTED
             text = f"unsupported here: {error}"
         except BrokenPipeError:
-            raise  # who reads has seen enough
+            raise  # the reader of the pipe has closed it
         except (ImportError, OSError) as error:
-            # torch or triton is missing, or a folder cannot be written; the words say which and what to do.
+            # torch or triton is missing, or a folder cannot be written; the message says which.
             code = ExitCode.UNSUPPORTED
             text = str(error)
         except KeyboardInterrupt:
@@ -62,13 +62,13 @@ class Commands(TyperGroup):
 
 
 class DecodeByDefault(TyperGroup):
-    """A group whose command is `decode` where none is named, so that `validate --full` is its full sweep."""
+    """A group whose default command is `decode`, so that `validate --full` is decode's full sweep."""
 
     default = "decode"
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Names the default where the first argument is an option, or there is none."""
-        # A shell that completes has no argument yet where an operation's name may follow.
+        """Adds the name of the default command if the first argument is an option, or there is none."""
+        # During completion there may be no argument yet, and the name of a command may follow.
         named = (
             not args[0].startswith("-") or args[0] in ctx.help_option_names if args else ctx.resilient_parsing
         )
@@ -76,7 +76,7 @@ class DecodeByDefault(TyperGroup):
         return super().parse_args(ctx, args if named else [self.default, *args])
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command; options before a command's name, which would be the default's, are explained."""
+        """Runs the command; explains that options before a command's name belong to the default command."""
         try:
             return super().invoke(ctx)
         except Exception as error:
@@ -88,7 +88,7 @@ class DecodeByDefault(TyperGroup):
 
 
 class MeasureByDefault(DecodeByDefault):
-    """A group whose command is `measure` where none is named."""
+    """A group whose default command is `measure`."""
 
     default = "measure"
 
@@ -99,7 +99,7 @@ def command(
     """Registers a function as a command with --json and the options of its files.
 
     The function's first parameter is the `Report`; the others are the command's own options. A parameter
-    whose type is a dataclass stands for an option for each of its fields.
+    whose type is a dataclass becomes an option for each of its fields.
 
     Args:
         group: what to register it with.
@@ -136,7 +136,7 @@ def command(
 
 
 def _options(parameter: inspect.Parameter) -> list[inspect.Parameter]:
-    """The options that a parameter of a command stands for."""
+    """The options of a parameter of a command."""
     keyword, group = inspect.Parameter.KEYWORD_ONLY, parameter.annotation
     if not is_dataclass(group):
         return [parameter.replace(kind=keyword)]

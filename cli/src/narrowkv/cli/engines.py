@@ -1,4 +1,4 @@
-"""`narrowkv engines try`: shows how narrowkv does inside an engine."""
+"""`narrowkv engines try`: compares narrowkv inside an engine with the engine's own attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from narrowkv.cli.sheet import Sheet, keys, numbers
 from narrowkv.engines.trial import try_engine
 from narrowkv.runtime.errors import UnsupportedError
 
-# Between log-probabilities of two 16-bit computations of the same attention.
+# Bound on the difference of log-probabilities between two 16-bit computations of the same attention.
 _BOUND = 0.1
 
 

@@ -14,7 +14,7 @@ _PROGRAM = (sys.executable, "-m", "narrowkv.cli")
 
 
 def write_report(report: Report, *, folder: Path, minutes: float) -> ExitCode:
-    """Runs every step that time is left for, and writes the two files.
+    """Runs the steps until the time is up, and writes the two files.
 
     Args:
         report: where progress goes.

@@ -8,9 +8,9 @@ from typing import Any
 
 from narrowkv.cdna_emulator import EmulatorError
 from narrowkv.cli.cases import parse_case
-from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
+from narrowkv.cli.places import check_amd_backend
+from narrowkv.cli.report import ExitCode, Report, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
-from narrowkv.testing.codegen import amd_backend_missing
 from narrowkv.testing.families import Family, call_of, families
 from narrowkv.testing.kinds import KINDS
 from narrowkv.testing.machine import versions
@@ -101,8 +101,7 @@ def inspect_model(
         UnsupportedHereError: this Triton cannot compile for AMD.
         UsageError: a name, case or file is wrong.
     """
-    if (missing := amd_backend_missing()) is not None:
-        raise UnsupportedHereError(missing)
+    check_amd_backend()
     rows: list[tuple[str, list[Modelled]]] = [(m.name, [m]) for m in map(_peer, peers)]
     for target in targets:
         known = families(target)

@@ -40,7 +40,7 @@ TINY_MODELS = (
 
 
 def unknown(what: str, got: str, known: Iterable[str]) -> UsageError:
-    """The error for a name that is not one of `known`; it says which of them are spelled most alike."""
+    """The error for a name that is not one of `known`, with the most similar names."""
     all_known = list(known)
     close = get_close_matches(got.lower(), all_known, n=2, cutoff=0.5)
     hint = f" (nearest: {', '.join(close)})" if close else ""
@@ -113,7 +113,7 @@ def _check_format(option: str, name: str) -> None:
 
 
 def check_case_formats(lines: Iterable[str]) -> None:
-    """Refuses a --case line with a misspelled format; the rest of the line is read where torch is imported.
+    """Refuses a --case line with a misspelled format; the rest is checked after torch is imported.
 
     Raises:
         UsageError: naming the part.

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what their texts mean; nothing here imports torch."""
+"""Options that several commands share, and parsers of their values; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ Formats = Annotated[
 
 @dataclass(frozen=True)
 class Where:
-    """Where cases run, and what is watched there; a command that takes one has its fields as options."""
+    """Where cases run, and which checks are on there; a command with such a parameter has these options."""
 
     on: On = None
     detect_races: DetectRaces = False

@@ -8,6 +8,7 @@ from narrowkv.cli.names import AMD_TARGETS, choices
 from narrowkv.cli.report import UnsupportedHereError, UsageError
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.testing import places
+from narrowkv.testing.codegen import amd_backend_missing
 from narrowkv.testing.places import Place
 
 
@@ -16,7 +17,7 @@ def find_places(names: Sequence[str] | None, *, races: bool = False, hazards: bo
 
     Args:
         names: without any, the GPU if it can be used and the CPU otherwise.
-        races, hazards: what to watch there, which only an emulated target can.
+        races, hazards: checks that only emulated targets have.
 
     Raises:
         UsageError: a name is unknown, or what only an emulated target can is asked of another place.
@@ -32,3 +33,13 @@ def find_places(names: Sequence[str] | None, *, races: bool = False, hazards: bo
         return [places.find_place(name, detect_races=races, detect_hazards=hazards) for name in found]
     except UnsupportedError as error:
         raise UnsupportedHereError(f"--on {error}") from None
+
+
+def check_amd_backend() -> None:
+    """Refuses a Triton that cannot compile for AMD.
+
+    Raises:
+        UnsupportedHereError: it cannot.
+    """
+    if (missing := amd_backend_missing()) is not None:
+        raise UnsupportedHereError(missing)

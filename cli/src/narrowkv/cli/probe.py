@@ -1,7 +1,7 @@
-"""`narrowkv probe`: does each contract of a set hold, here and on each AMD target, and who else answers.
+"""`narrowkv probe`: runs the contracts of a set here and as AMD code, beside other implementations.
 
-Each contract is run at every place asked for and compiled for every target. Where no place was asked for,
-what was compiled also runs in the emulator: a sample of its workgroups, compared where those own the output.
+Each contract is run at every requested place and compiled for every target. Without a requested place a
+sample of the compiled workgroups also runs in the emulator, and the rows that it computes are compared.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def probe(
     targets: tuple[str, ...],
     full: bool = False,
 ) -> ExitCode:
-    """Asks every contract of a set and shows one screen; Ctrl-C keeps what was answered.
+    """Runs every contract of a set and shows one screen; Ctrl-C keeps finished answers.
 
     Args:
         contracts: the set.
         report: where it goes.
-        on: where to run; without, at the one place that is here, and a sample of workgroups in the emulator.
+        on: where to run; None is the GPU or the CPU, and a sample of workgroups in the emulator.
         jobs: processes.
         targets: what to compile for.
         full: also show every contract at every place, and the code of each.
@@ -59,7 +59,7 @@ def probe(
     if full:
         show_full(report, rows)
     own = [row.status for row in rows if row.backend == OURS.name]
-    # Unsupported where none could pass.
+    # Unsupported if no contract could pass.
     code = ExitCode.OK if PASS in own else ExitCode.UNSUPPORTED
     if FAIL in own:
         code = ExitCode.NUMERICAL

@@ -1,7 +1,7 @@
-"""What every command does with its results: a table for people, one JSON document for programs, an exit code.
+"""The output of every command: a table for people, one JSON document for programs, an exit code.
 
-With `--json` the document is all that stdout ever gets; tables and progress go to stderr. Without it the
-table goes to stdout and progress to stderr.
+With `--json` stdout has only the document; tables and progress go to stderr. Without it the table goes to
+stdout and progress to stderr.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from narrowkv.cli.sheet import Sheet
 
-# A pipe has no width: every row stays one line, for grep.
+# In a pipe every row stays one line, for grep.
 _WIDTH_WITHOUT_TERMINAL = 100_000
 _SECONDS_BETWEEN_LINES = 10.0
 _PLOT_FORMATS = (".png", ".svg", ".pdf")
@@ -47,7 +47,7 @@ class ExitCode(IntEnum):
 
 
 class UsageError(Exception):
-    """What was asked for cannot be: an unknown name, an unwritable file, a broken baseline. Exit code 2."""
+    """Wrong arguments: an unknown name, a file that cannot be written, a broken baseline. Exit code 2."""
 
 
 class UnsupportedHereError(Exception):
@@ -86,7 +86,7 @@ _SPELLED = {"contract_set": "CONTRACT-SET", "cache_format": "--format"}
 
 
 def own_command() -> str:
-    """What to type to start this program again from here."""
+    """The command that starts this program again from the current folder."""
     started = sys.argv[0]
     name = Path(started).name
     if Path(started).parts[-3:] == ("narrowkv", "cli", "__main__.py"):
@@ -132,7 +132,7 @@ class Outputs:
 
 
 class Report:
-    """Where a command's words, tables, progress, document and files go.
+    """Writes a command's text, tables, progress, document and files.
 
     Args:
         command: its name, for the document.
@@ -182,17 +182,17 @@ class Report:
         self.err.print(text, highlight=False)
 
     def line(self, text: str | Text, style: str = "") -> None:
-        """One line as it is, never broken: a command to copy, a path, another program's words."""
+        """One line without markup or line breaks: a command to copy, a path, another program's message."""
         self.human.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, sheet: Sheet) -> None:
-        """A table for a person, whole at every width."""
+        """A table for a person, complete at every width."""
         for line in sheet.lines(self.human.width):
             self.human.print(line, highlight=False, soft_wrap=True)
 
     @contextmanager
     def progress(self, total: int, what: str) -> Iterator[ProgressLine]:
-        """A bar on a terminal; elsewhere a line now and then."""
+        """A bar on a terminal; elsewhere a line every ten seconds."""
         if self.err.is_terminal:
             columns = (
                 TextColumn("{task.description}"),
@@ -286,7 +286,7 @@ class ProgressLine:
 
 
 def _console(stream: IO[str]) -> Console:
-    # rich honours NO_COLOR by itself, and colours nothing that is not a terminal.
+    # rich honours NO_COLOR, and uses colours only on a terminal.
     if stream.isatty():
         return Console(file=stream)
     return Console(file=stream, width=shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 50)).columns)

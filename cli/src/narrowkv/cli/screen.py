@@ -1,4 +1,4 @@
-"""The one screen of `probe`: contracts down, places across, and under it what follows from them.
+"""The one screen of `probe`: a row for each contract, a column for each place, and figures below.
 
 It has at most 40 lines of 80 columns, whatever the set and the terminal; `--full` has the rest.
 """
@@ -16,7 +16,7 @@ from narrowkv.testing.probing import FAIL, INEXACT, NOT_RUN, PASS, SKIPPED, STAT
 LINES = 40
 WIDTH = 80
 _WIDEST = 120
-_LABEL = 12  # columns of what a line under the matrix begins with
+_LABEL = 12  # width of the label of a line under the matrix
 _CELL_GAP = 2
 _STYLES = {PASS: "green", FAIL: "bold red", INEXACT: "magenta"}
 
@@ -84,7 +84,7 @@ def _matrix(seen: ProbeRun, width: int) -> Iterator[Line]:
         bands[-1].append(column)
         used += _CELL_GAP + widths[column]
     for band in bands:
-        # A peer is asked about decode alone: of sections without an answer, a further band says nothing.
+        # Peers answer decode only, so further bands leave out sections without an answer.
         shown = {
             title: rows
             for title, rows in parts.items()

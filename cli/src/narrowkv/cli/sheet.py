@@ -1,4 +1,4 @@
-"""A table that is whole at every width: where its rows do not fit, each becomes a block of lines."""
+"""A table that is complete at every width: rows that do not fit become blocks of lines."""
 
 from __future__ import annotations
 

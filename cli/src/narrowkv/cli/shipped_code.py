@@ -1,4 +1,4 @@
-"""`narrowkv inspect` of all that an operation ships: its calls compiled for each target, faults found."""
+"""`narrowkv inspect` of the shipped configurations of an operation, compiled for each target."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from narrowkv.cli.modelled import model_families, show_model
-from narrowkv.cli.report import ExitCode, Report, UnsupportedHereError, UsageError
+from narrowkv.cli.places import check_amd_backend
+from narrowkv.cli.report import ExitCode, Report, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 from narrowkv.runtime.cases import Case
@@ -16,7 +17,6 @@ from narrowkv.testing.codegen import (
     CallCode,
     CodeTask,
     KernelCode,
-    amd_backend_missing,
     compile_case,
     main_kernel,
 )
@@ -27,16 +27,6 @@ from narrowkv.testing.shipped import SHIPPED, Shipped
 
 Modelled = Callable[[str], Mapping[str, Family]] | None
 """Calls to show under the timing model, for a target's name."""
-
-
-def check_amd_backend() -> None:
-    """Refuses a Triton that cannot compile for AMD.
-
-    Raises:
-        UnsupportedHereError: it cannot.
-    """
-    if (missing := amd_backend_missing()) is not None:
-        raise UnsupportedHereError(missing)
 
 
 def _compile(task: CodeTask) -> CallCode:
@@ -54,7 +44,7 @@ def inspect_calls(
     case: Case | None = None,
     modelled: Modelled = None,
 ) -> ExitCode:
-    """Compiles calls for each target and shows what came of it; a faulty one ends with exit code 1.
+    """Compiles calls for each target and shows the code; spills or scratch memory end with exit code 1.
 
     Args:
         operation: one of `SHIPPED`.

@@ -33,10 +33,10 @@ Result = TypeVar("Result", CaseResult, SageResult)
 
 @dataclass(frozen=True)
 class CasesRun(Generic[Result]):
-    """What came of the cases of a command.
+    """Results of the cases of a command.
 
     Attributes:
-        where: places, and what was watched there.
+        where: places, and which checks were on there.
         places: where they ran.
         results: each finished case with its result, in order.
         planned: how many cases there were.
@@ -72,7 +72,7 @@ class CasesRun(Generic[Result]):
         records: list[dict[str, Any]],
         plot: Callable[[Path], None],
     ) -> ExitCode:  # fmt: skip
-        """Writes the document: `body` and what all commands say of their cases."""
+        """Writes the document: `body`, and the fields that all commands have."""
         document = {
             "ran_on": self.ran_on,
             "places": [place.name for place in self.places],
@@ -91,7 +91,7 @@ class CasesRun(Generic[Result]):
 def run_cases(cases: Cases, report: Report, where: Where, kind: type[Result]) -> CasesRun[Result]:
     """Runs cases at every place; Ctrl-C keeps those that were finished.
 
-    `cases` may be a function of the place, for a sweep that not every target serves whole.
+    `cases` may be a function of the place, for sweeps that differ between targets.
     """
     races, hazards = where.detect_races, where.detect_hazards
     places = tuple(find_places(where.on, races=races, hazards=hazards))

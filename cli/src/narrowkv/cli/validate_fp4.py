@@ -11,16 +11,7 @@ from narrowkv.cli.report import ExitCode, Report
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
 from narrowkv.cli.workers import run_all
 from narrowkv.testing import format_errors
-from narrowkv.testing.format_errors import (
-    GOAL_SEEDS,
-    SETS,
-    Errors,
-    FormatError,
-    Goal,
-    Sizes,
-    Task,
-    mean_errors,
-)
+from narrowkv.testing.format_errors import SETS, Errors, FormatError, Goal, Sizes, Task
 from narrowkv.testing.machine import versions
 from narrowkv.testing.places import find_place
 from narrowkv.testing.result_plots import plot_recipes
@@ -29,7 +20,7 @@ from narrowkv.testing.result_plots import plot_recipes
 def validate_fp4(
     report: Report, *, seeds: int, sizes: Sizes, on: str | None = None, jobs: int = 1
 ) -> ExitCode:
-    """Measures and shows the table; at the sizes that the goals are of, holds it against them.
+    """Measures and shows the table; at the goals' sizes, compares it with the goals.
 
     Ctrl-C keeps the means over the seeds that were measured.
     """
@@ -42,19 +33,18 @@ def validate_fp4(
         return f"{task.inputs}, seed {task.seed}"
 
     interrupted = run_all(report, tasks, format_errors.run_task, Errors, take, jobs=jobs, what="measuring")
-    measured = mean_errors({task: found[task] for task in tasks if task in found})
+    measured = format_errors.mean_errors({task: found[task] for task in tasks if task in found})
     report.say("format error: attention on the stored cache against attention on the bf16 tensors, in fp32")
     report.say(f"{sizes}, mean of {seeds} seeds on {place.description}")
     report.show(_table(measured))
-    judged = sizes == Sizes() and seeds >= GOAL_SEEDS
+    judged = sizes == Sizes() and seeds >= format_errors.GOAL_SEEDS
     goals = []
     if len(found) == len(tasks):
         by_name = {error.recipe: error for error in measured}
         goals = [_goal(goal, goal.reached(by_name), report, judged) for goal in format_errors.GOALS]
         if not judged:
-            report.say(
-                f"[yellow]goals do not decide here[/]: they are of {Sizes()}, {GOAL_SEEDS} seeds or more"
-            )
+            least = f"{Sizes()}, {format_errors.GOAL_SEEDS} seeds or more"
+            report.say(f"[yellow]goals do not decide here[/]: they are of {least}")
     body: dict[str, Any] = {
         "sizes": sizes,
         "seeds": seeds,
@@ -71,7 +61,7 @@ def validate_fp4(
 
 
 def _goal(goal: Goal, by: float, report: Report, judged: bool) -> dict[str, Any]:
-    """A goal with how far it was reached, for the document; says so to a person."""
+    """Shows how far a goal was reached, and returns that for the document."""
     good = by >= goal.less_by
     colour = "green" if good else "bold red" if judged else "yellow"
     report.say(

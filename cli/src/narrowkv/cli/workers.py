@@ -37,8 +37,8 @@ def run_all(
             progress line.
         jobs: processes.
         what: names the work for the progress line.
-        on_gpu: tasks that run one by one in this process, before the others, which their times need.
-        settings: what results depend on besides their task.
+        on_gpu: tasks that run one by one in this process before the others, which would disturb their times.
+        settings: everything except their task that results depend on.
     """
     import torch
 

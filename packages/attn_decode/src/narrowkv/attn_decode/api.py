@@ -37,12 +37,13 @@ def paged_decode(
             keys up
             to itself.
         cache: keys and values; any layout and page size, in bf16, fp16, FP8 or FP4. q is not quantised, but
-            inside the native FP4 kernel.
+            inside the native FP4 kernel. With a `key_transform` the kernel balances and rotates q where it
+            loads it, and results, lse and sinks too, are those of the keys before it.
         page_table: which pages each sequence occupies, and its length.
         sm_scale: softmax scale; default `head_dim ** -0.5`.
         out: where to write, `[batch * q_len, num_qo_heads, head_dim]`.
         out_dtype: dtype of a new output; default q's. fp32 is allowed.
-        logits_soft_cap: `c * tanh(logits / c)` when positive.
+        logits_soft_cap: `c * tanh(logits / c)` when positive; refused for a `key_transform` with an offset.
         window_left: a row attends to at most this many keys before itself; -1 for all.
         sinks: `[num_qo_heads]`, a logit per head with value 0: it enters the denominator of `o`.
         return_lse: also return the log-sum-exp.

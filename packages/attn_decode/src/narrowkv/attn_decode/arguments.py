@@ -9,6 +9,7 @@ import torch
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.kernels.pages import Descale, KVPointers, Stored
 from narrowkv.paged_cache.pointers import descale_pointers, packed_route, side_of, stored_as, widening_power
+from narrowkv.quant import KeyTransform
 from narrowkv.quant.device import widen_route
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.identity import ByIdentity
@@ -25,7 +26,9 @@ class BoundCache(NamedTuple):
 
     Attributes:
         k, v: pointers and strides; k_descale, v_descale: of the descales that are tensors.
-        tensors: those of k, v, k_descale and v_descale, None for an absent one.
+        tensors: those of k, v, k_descale and v_descale, and balance and offset of keys; None for an absent
+            one.
+        stages: how keys are rotated; see `rotate_parts`.
         k_stored, v_stored: constants.
         k_factor, v_factor: the descales that are numbers, times what the conversion leaves out.
         wide_address: offsets need 64 bits.
@@ -39,6 +42,7 @@ class BoundCache(NamedTuple):
     k_descale: Descale
     v_descale: Descale
     tensors: tuple[torch.Tensor | None, ...]
+    stages: int
     k_stored: Stored
     v_stored: Stored
     k_factor: float
@@ -81,15 +85,18 @@ def bind_cache(cache: PagedKVCache, target: Target, kernel: str, k_parts: int, v
             )
     v_stored = stored_as(v_side, v_format, v_route, v_mode, v_descale)
     pointers = (k_side.pointers, v_side.pointers, k_descale, v_descale)
+    transform = cache.key_transform or KeyTransform(rotated=False)
+    static, stages = (transform.balance, transform.offset), transform.stages(cache.head_dim)
     signature = (
-        k_stored, v_stored, cache.needs_64_bit_addresses, _sequences(cache), cache.num_pages,
+        stages, *(x is None for x in static), k_stored, v_stored, cache.needs_64_bit_addresses,
+        _sequences(cache), cache.num_pages,
         cache.k.requires_grad or cache.v.requires_grad, cache.k.device, key,
         tuple((each[0] is not None and (each[0].dtype, each[0].dim()), each[1:]) for each in pointers),
     )  # fmt: skip
     known[key] = BoundCache(
-        *pointers, tuple(each[0] for each in pointers), k_stored, v_stored,
+        *pointers, (*(each[0] for each in pointers), *static), stages, k_stored, v_stored,
         k_factor * 2.0**k_exponent, v_factor * 2.0**v_exponent, cache.needs_64_bit_addresses,
-        spans_of(cache.k, cache.v, cache.k_descale, cache.v_descale),
+        spans_of(cache.k, cache.v, cache.k_descale, cache.v_descale, *static),
         _numbers.setdefault(signature, len(_numbers)),
     )  # fmt: skip
     return known[key]

@@ -8,6 +8,7 @@ from narrowkv.attn_decode.arguments import OUT_DTYPES
 from narrowkv.attn_decode.config import DecodeShape
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.checks import check_table
+from narrowkv.paged_cache.key_transform import transform_tensors
 from narrowkv.paged_cache.layouts import HEAD_DIMS
 from narrowkv.runtime.errors import (
     check_dtype,
@@ -74,6 +75,7 @@ def refuse_overlap(
         "v_descale": cache.v_descale, "page_ids": page_table.page_ids, "seq_lens": page_table.seq_lens,
         "kv_indptr": page_table.kv_indptr, "kv_last_page_len": page_table.kv_last_page_len,
         "key_ranges": page_table.key_ranges, "tree_mask": page_table.tree_mask,
+        **transform_tensors(cache.key_transform),
     }  # fmt: skip
     if out is not None:
         check_no_overlap("out", out, **inputs, lse=lse)

@@ -61,6 +61,7 @@ class DecodeConfig:
         kernel: "decode" widens the cache to 16 bits; "native" multiplies FP4 keys as they are stored.
         k_parts, v_parts: elements per word that K and V are read in; see `narrowkv.quant.device.widen_parts`.
         options: compiler options of the attention kernel.
+        ahead: page ids are located one tile ahead of keys.
     """
 
     block_m: int
@@ -73,6 +74,7 @@ class DecodeConfig:
     k_parts: int
     v_parts: int
     options: LaunchOptions
+    ahead: bool = False
 
     def explain(self, shape: DecodeShape) -> str:
         """The tile, how often the keys are read and how they are divided, for a person."""
@@ -243,7 +245,7 @@ def choose_config(
     # A scale per 32 channels takes registers that FP4's configurations do not leave: 598 us against 378 us.
     unpacks = get_format(v_format).is_packed and not scale_group and target.vendor == "nvidia"
     unpacks = unpacks and block_m == 16 and narrow_head
-    whole_waves = False
+    whole_waves, ahead = False, False
     latency_bound = shape.batch * shape.capacity < 512 * slots and not batch_invariant
     if block_m >= 64 and chosen == "decode" and target.name != "cpu":
         block_n, options, resident = _tall_tile(
@@ -274,26 +276,46 @@ def choose_config(
         block_n = 128 if narrow_head else 64
         slots = max(1, slots // 2)
         short = shape.batch * -(-shape.capacity // block_n) <= slots
-        # So many programs run at once at 128 registers. FP4 values beside FP8 keys take 149 if they may, and
-        # then every fourth program waits for another to end.
-        registers = 128 if unpacks and not get_format(k_format).is_packed and not short else None
-        options = LaunchOptions(num_warps=4, num_stages=1 if short else 2, maxnreg=registers)
-        # One tile a program leaves nothing to share out, and looking for an even share costs each about 1 us.
-        if split is None and short:
-            split = "uniform"
+        fp4 = k_format == v_format == "fp4_e2m1"
+        whole = max(1, units * 2 // head_programs)  # two programs a multiprocessor
+        if short:
+            # One tile a program leaves nothing to share out, and looking for an even share costs about 1 us.
+            split = split or "uniform"
+            options = LaunchOptions(num_warps=4, num_stages=1)
+        elif (fast or (unpacks and fp4)) and target.vendor == "nvidia" and 8 * shape.batch <= whole:
+            # Each program has several tiles in flight. H100, one wave of programs, against 128 keys, 4 warps
+            # and 2 stages: FP8 B1 ctx32768 34.3 us and 38.1, ctx8192 17.3 and 19.2, B4 ctx8192 32.8 and 34.1;
+            # FP4 B1 ctx32768 33.5 us and 44.1, ctx8192 16.9 and 17.4.
+            ahead = True
+            block_n, warps = (128, 4) if fp4 else (64, 2)
+            options = LaunchOptions(num_warps=warps, num_stages=3)
+            slots = whole
+            if shape.batch == 1:
+                split = split or "uniform"
+        else:
+            # So many programs run at once at 128 registers. FP4 values beside FP8 keys take 149 if they may,
+            # and then every fourth program waits for another to end.
+            registers = 128 if unpacks and not get_format(k_format).is_packed else None
+            options = LaunchOptions(num_warps=4, num_stages=2, maxnreg=registers)
+            # Sequences alone fill the chip. H100, FP4, B64 ctx1024: 41.8 us, in two splits 57.6 us.
+            if unpacks and fp4 and 8 * shape.batch >= 7 * slots:
+                split = split or "none"
     elif unpacks and get_format(k_format).is_packed:
         block_n, whole_waves = 32, True
         options = LaunchOptions(num_warps=1, num_stages=5, maxnreg=_FP4_REGISTERS)
         slots = max(1, units * _FP4_RESIDENT // head_programs)
     elif unpacks:
         # H100, B64 ctx32768 page 16: 64 keys x 3 stages 1126 us, 32 x 3 1166 us, 64 x 2 1222 us (FP8: 1449).
-        block_n = 64
+        # Keys in INT8, values in INT4: 32 x 3 329 us, 64 x 3 346 us at B64 ctx8192.
+        block_n = 32 if (k_format, v_format) == ("int8", "int4") else 64
         options = LaunchOptions(num_warps=1, num_stages=3)
     else:
         # H100, B128 ctx8192 page 64: 32 keys x 3 stages 1.08 x the floor, 64 x 2 1.11 x, 16 x 4 1.21 x.
         # 32 rows, B64 ctx8192 page 16: 64 keys 380 us, 32 keys 389 us.
+        # INT8, 16 rows, B64 ctx8192 page 16: 64 keys 386 us, 32 keys 407 us.
         # The interpreter pays by the tile, not by the key.
-        block_n = 128 if target.name == "cpu" else 64 if block_m == 32 and fast else 32
+        large = (block_m == 32 and fast) or (block_m == 16 and narrow_head and k_format == v_format == "int8")
+        block_n = 128 if target.name == "cpu" else 64 if large else 32
         warps = 1 if block_m == 16 and narrow_head else 2
         options = LaunchOptions(num_warps=warps, num_stages=3 if narrow_head else 2)
         slots = max(1, slots // warps)
@@ -335,4 +357,5 @@ def choose_config(
         k_parts,
         v_parts,
         options,
+        ahead,
     )

@@ -19,7 +19,8 @@ from narrowkv.runtime.targets import Target
 # The values of a call, in this order: its launches take them by their index.
 _VALUES = (
     "q", "o", "lse", "sinks", "ranges", "tree", "ids", "row", "lens", "num_ids", "max_pages", "qk_scale",
-    "v_factor", "k", "v", "k_descale", "v_descale", "block", "counters", "acc_offset", "ml_offset",
+    "v_factor", "k", "v", "k_descale", "v_descale", "k_balance", "k_offset", "block", "counters",
+    "acc_offset", "ml_offset",
 )  # fmt: skip
 _VALUE = {name: Varies(index) for index, name in enumerate(_VALUES)}
 
@@ -60,6 +61,22 @@ def power_of_two(head_dim: int) -> int:
     return 1 << (head_dim - 1).bit_length()
 
 
+READ_TO_REGISTERS = False
+
+
+def reads_to_registers(target: Target, shape: DecodeShape, config: DecodeConfig, bound: BoundCache) -> bool:
+    """Whether the kernel reads FP4 with scales of groups as `attend_in_registers` does."""
+    tile = (config.block_m, config.block_n, config.options.num_warps, shape.q_len, shape.head_dim)
+    if not READ_TO_REGISTERS or target.name != "sm90" or tile != (16, 32, 1, 1, 128) or shape.page_size % 8:
+        return False
+    for stored, words in ((bound.k_stored, bound.k), (bound.v_stored, bound.v)):
+        grouped = stored.route == PTX8 and "_" in stored.descale and stored.aligned
+        places = (words.ptr.data_ptr(), 2 * words.page, 2 * words.token, 2 * words.head)
+        if not grouped or any(place % 16 for place in places):
+            return False
+    return True
+
+
 def constants_of(
     target: Target,
     shape: DecodeShape,
@@ -76,15 +93,21 @@ def constants_of(
     native = config.kernel == "native"
     half = "bf16" not in (bound.k_stored.format, bound.v_stored.format)
     block_d = power_of_two(shape.head_dim)
+    transforms = bound.stages > 0 or bound.tensors[4] is not None
+    registers = reads_to_registers(target, shape, config, bound)
+    k_stored, v_stored = bound.k_stored, bound.v_stored
+    if registers:
+        k_stored = k_stored._replace(token=bound.k.token, scale_token=bound.k_descale.token)
+        v_stored = v_stored._replace(token=bound.v.token, scale_token=bound.v_descale.token)
     return {
         "SIZES": Sizes(
             shape.num_kv_heads, shape.gqa_ratio, shape.q_len, shape.head_dim, shape.page_size, ragged
         ),
-        "K": bound.k_stored,
-        "V": bound.v_stored,
+        "K": k_stored,
+        "V": v_stored,
         "RULES": Rules(
             compute=tl.float16 if half else tl.bfloat16,
-            scale_q=half and shape.q_dtype == torch.bfloat16 and not native,
+            scale_q=half and (shape.q_dtype == torch.bfloat16 or transforms) and not native,
             split_q=not half and shape.q_dtype == torch.float16,
             native=native,
             soft_cap=soft_cap,
@@ -92,11 +115,14 @@ def constants_of(
             lse=lse,
             window_left=window_left,
             wide_address=bound.wide_address,
+            stages=bound.stages,
             lazy=any(x.route == PTX8 and "_" in x.descale for x in (bound.k_stored, bound.v_stored)),
             even=config.split == "even",
             partial=config.split != "none",
             can_merge=config.merge_in_launch or not (config.split == "none" or target.is_amd),
             early=target.name == "sm90" and config.split != "none" and not config.merge_in_launch,
+            ahead=config.ahead,
+            registers=registers,
             q_in_shared=target.vendor == "nvidia" and config.block_m >= 64 and not native,
         ),
         "BLOCKS": Blocks(
@@ -124,6 +150,7 @@ def fix_launches(
     *,
     num_pages: int,
     soft_cap: float,
+    logit_scale: float,
     lse: bool,
     sinks: bool,
 ) -> tuple[FixedLaunch, FixedLaunch | None]:
@@ -137,12 +164,17 @@ def fix_launches(
         strides: of a token and a head of q and of o, and of a token of lse.
         num_pages: pages of the cache.
         soft_cap: the cap of logits, or 0.
+        logit_scale: scale of the logits without the cache's descale.
         lse, sinks: whether there are such tensors.
     """
     value = _VALUE
+    balance, offset = bound.tensors[4:]
+    shifts = offset is not None and (lse or sinks)
     rows = Rows(
         value["q"], value["o"], value["lse"] if lse else None, value["sinks"] if sinks else None, *strides,
         None if table.ranges is None else value["ranges"], None if table.tree is None else value["tree"],
+        None if balance is None else value["k_balance"], value["k_offset"] if shifts else None,
+        logit_scale if shifts else None,
     )  # fmt: skip
     k, v = bound.k._replace(ptr=value["k"]), bound.v._replace(ptr=value["v"])
     k_descale, v_descale = (

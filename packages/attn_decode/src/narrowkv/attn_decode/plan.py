@@ -22,6 +22,7 @@ from narrowkv.attn_decode.kernels import Workspace, _merge_splits_kernel, _paged
 from narrowkv.attn_decode.launch import Call, allocated, constants_of, fix_launches, power_of_two
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_table
+from narrowkv.paged_cache.key_transform import refuse_soft_cap
 from narrowkv.paged_cache.layouts import span_bytes
 from narrowkv.quant import get_format
 from narrowkv.runtime import launch
@@ -296,6 +297,7 @@ class DecodePlan:
         soft_cap = check_finite_float("logits_soft_cap", logits_soft_cap)
         if soft_cap < 0:
             raise ValueError(f"logits_soft_cap must be 0 (off) or positive, got {logits_soft_cap}")
+        refuse_soft_cap(cache.key_transform, soft_cap)
         window_left = check_window("window_left", window_left)
         if table.ranges is not None and window_left >= 0:
             raise ValueError(
@@ -312,6 +314,7 @@ class DecodePlan:
             bound, batch, page_table.kind == "ragged", window_left, soft_cap > 0, sinks is not None,
             return_lse or lse is not None,
         )  # fmt: skip
+        logit_scale = scale * (1.0 if soft_cap > 0 else _LOG2E)
         row_blocks = self._row_blocks(config)
         programs = config.num_units * shape.num_kv_heads * row_blocks
         if programs > _MAX_GRID:
@@ -337,8 +340,8 @@ class DecodePlan:
         attending, merging = fix_launches(
             attend, merge, bound, table, partial, config,
             (q.stride(0), q.stride(1), token, head, q.shape[1] if lse is None else lse.stride(0)),
-            num_pages=cache.num_pages, soft_cap=soft_cap, lse=return_lse or lse is not None,
-            sinks=sinks is not None,
+            num_pages=cache.num_pages, soft_cap=soft_cap, logit_scale=logit_scale,
+            lse=return_lse or lse is not None, sinks=sinks is not None,
         )  # fmt: skip
         return Call(
             attend=attending,
@@ -349,7 +352,7 @@ class DecodePlan:
             num_bytes=block_bytes(blocks),
             ml_offset=block_bytes(blocks[:1]),
             counters=counters,
-            logit_scale=scale * (1.0 if soft_cap > 0 else _LOG2E),
+            logit_scale=logit_scale,
             out_dtype=out_dtype,
             q_bytes=span_bytes(q),
             o_bytes=0 if out is None else span_bytes(out),

@@ -7,6 +7,7 @@ import math
 import torch
 
 from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.quant import lse_correction
 
 
 def paged_decode_reference(
@@ -32,6 +33,11 @@ def paged_decode_reference(
     num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
     gqa_ratio = q.shape[1] // num_kv_heads
     scale = head_dim**-0.5 if sm_scale is None else sm_scale
+    shift = None
+    if (transform := cache.key_transform) is not None:
+        if transform.offset is not None:
+            shift = lse_correction(q, transform.offset, scale)
+        q = transform.queries(q)
     o = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:2], -math.inf, device=q.device)
     for seq in range(batch):
@@ -61,6 +67,9 @@ def paged_decode_reference(
             keep &= key >= position - window_left
         s = s.masked_fill(~keep[:, None, None], -math.inf)
         log_sum = torch.logsumexp(s, -1)
+        if shift is not None:
+            added = shift[rows].view(log_sum.shape)
+            s, log_sum = s + added[..., None], log_sum + added
         denominator = log_sum
         if sinks is not None:
             denominator = torch.logaddexp(

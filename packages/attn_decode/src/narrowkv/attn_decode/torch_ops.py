@@ -23,13 +23,14 @@ _INPUTS = (
 
 def _decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_descale: torch.Tensor | None,
-    v_descale: torch.Tensor | None, page_ids: torch.Tensor, kv_indptr: torch.Tensor | None,
+    v_descale: torch.Tensor | None, key_offset: torch.Tensor | None, key_balance: torch.Tensor | None,
+    page_ids: torch.Tensor, kv_indptr: torch.Tensor | None,
     kv_last_page_len: torch.Tensor | None, seq_lens: torch.Tensor | None, key_ranges: torch.Tensor | None,
     tree_mask: torch.Tensor | None, sinks: torch.Tensor | None,
     *options: Any, **outputs: Any,
 ) -> Any:  # fmt: skip
     given = spelled(*options)
-    cache = cache_from((k, v, k_descale, v_descale), given)
+    cache = cache_from((k, v, k_descale, v_descale, key_offset, key_balance), given)
     table = PageTable(
         given.pop("kind"), page_ids, given.pop("page_size"), kv_indptr, kv_last_page_len, seq_lens,
         given.pop("before_append"), key_ranges, tree_mask,

@@ -41,7 +41,8 @@ def batch_prefill(
         q: `[tokens, num_qo_heads, head_dim]`, all sequences' query tokens one after the other, last
             dimension contiguous. bf16 or fp16 over any cache, with no quantisation of Q; or FP8 over a cache
             of the same FP8 format, which runs on FP8 matrix units.
-        cache: keys and values; any layout, page size and format.
+        cache: keys and values; any layout, page size and format. With a `key_transform` a launch ahead of
+            attention balances and rotates q into memory that the call allocates.
         page_table: which pages each sequence occupies, and its length with the new tokens in it.
         cu_seqlens_q: `[batch + 1]` int32, where each sequence's query tokens begin. Row i of a sequence
             stands at position `seq_len - q_len + i`: the mask is aligned bottom-right, and rows before the

@@ -16,6 +16,7 @@ from narrowkv.paged_cache.kernels.pages import Descale, Stored
 from narrowkv.paged_cache.pointers import descale_pointers, packed_route, side_of, stored_as, widening_power
 from narrowkv.paged_cache.rope import rope_constants
 from narrowkv.paged_cache.storing import cache_pointers, storage_constants, store_of
+from narrowkv.quant import KeyTransform
 from narrowkv.quant.device import widen_route, widening_exponent
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.spans import spans_of
@@ -64,6 +65,7 @@ class BoundCache(NamedTuple):
         batch: sequences that its descales are for, or None.
         number: the same for all caches that ask for the same kernels and pass the same checks.
         matrices: how keys are copied out of their pages, by the keys of a tile; see `matrix_of`.
+        transform: what queries go through ahead of attention, or None.
     """
 
     in_loop: Reading
@@ -82,6 +84,7 @@ class BoundCache(NamedTuple):
     batch: int | None
     number: int
     matrices: dict[int, Any]
+    transform: KeyTransform | None
 
 
 # By cache, and by what a plan's kernels read it as. An entry goes with its cache.
@@ -141,12 +144,15 @@ def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: s
         *(_fixed(each.cache, VARYING_CACHE) for each in (in_loop, in_large_tiles, to_scratch)),
         () if destination is None else _fixed(destination, VARYING_DESTINATION),
     )  # fmt: skip
+    transform = cache.key_transform
+    static = () if transform is None else (transform.offset, transform.balance)
+    signature += (None if transform is None else (transform.rotated, *(x is None for x in static)),)
     k_descale, v_descale = (descale_pointers(side)[2] for side in cache.sides())
     bound = BoundCache(
         in_loop, in_large_tiles, to_scratch, k_descale, v_descale, destination, new_values,
         per_key(cache.k_granularity, cache.v_granularity),
-        cache.needs_64_bit_addresses, spans_of(cache.k, cache.v, cache.k_descale, cache.v_descale), written,
-        hull, cache.num_pages, batch, _numbers.setdefault(signature, len(_numbers)), {},
+        cache.needs_64_bit_addresses, spans_of(cache.k, cache.v, cache.k_descale, cache.v_descale, *static),
+        written, hull, cache.num_pages, batch, _numbers.setdefault(signature, len(_numbers)), {}, transform,
     )  # fmt: skip
     known[key] = bound
     return bound

@@ -14,6 +14,7 @@ from narrowkv.attn_prefill.plan_base import PlanBase
 from narrowkv.attn_prefill.preparation import Arguments, Prepared, prepare, refuse_overlap
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.bound_table import BOUND_TABLES, bind_table
+from narrowkv.paged_cache.key_transform import transform_queries
 from narrowkv.paged_cache.rope import BOUND_ROPES, bind_rope
 from narrowkv.runtime.launch import executor
 from narrowkv.runtime.spans import meets
@@ -110,10 +111,15 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
     o = torch.empty(q.shape, dtype=call.out_dtype, device=q.device) if out is None else out
     if lse is None and return_lse:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    rows, shift = q, None
+    if bound.transform is not None and call.classes:
+        rows, shift = transform_queries(
+            q, bound.transform, cache.num_kv_heads, None if lse is None else call.scale
+        )
     for launches, fill_grid, grid, numbers, needs in call.classes:
         reading = getattr(bound, launches.reading)
         values = (
-            q.view(torch.uint8) if call.q_as_bytes else q, o, lse, starts, q_descale, sinks, table.ids,
+            rows.view(torch.uint8) if call.q_as_bytes else rows, o, lse, starts, q_descale, sinks, table.ids,
             table.row, table.lens, table.num_ids, table.max_pages if bound.num_pages else 0,
             call.logit_scale * reading.k_scale, reading.v_scale / launches.p_scale, reading.k_scale,
             *numbers, *reading.values,
@@ -129,6 +135,8 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
         if launches.fill is not None:
             launches.fill(fill_grid, values)
         launches.attend(grid, values)
+    if shift is not None and lse is not None:
+        lse.add_(shift)
     if call.decodes:
         decode = plan.decode or decode_plan_for_call(q, cache, page_table, False)
         decode.run(

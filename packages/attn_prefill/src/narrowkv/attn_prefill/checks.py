@@ -14,7 +14,9 @@ from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import check_new_tokens
 from narrowkv.paged_cache.checks import check_table
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
+from narrowkv.paged_cache.key_transform import refuse_soft_cap, transform_tensors
 from narrowkv.paged_cache.layouts import HEAD_DIMS
+from narrowkv.quant import KeyTransform
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import (
     check_descale_float,
@@ -41,6 +43,31 @@ def check_soft_cap(value: float) -> float:
     if soft_cap < 0:
         raise ValueError(f"logits_soft_cap must be 0 (off) or positive, got {value}")
     return soft_cap
+
+
+def check_transform(
+    transform: KeyTransform | None, q: torch.Tensor, soft_cap: float, sinks: torch.Tensor | None, *,
+    appends: bool,
+) -> None:  # fmt: skip
+    """Refuses what is not served over keys that a cache's `key_transform` changed."""
+    if transform is None:
+        return
+    if appends:
+        raise ValueError(
+            "cache must have no key_transform for prefill_append, which attends to the new keys as they are: "
+            "call append, then batch_prefill"
+        )
+    if q.dtype.itemsize == 1:
+        raise ValueError(
+            f"q must be bf16 or fp16 for a cache with a key_transform, got {q.dtype}: pass q as it was "
+            "before it was quantised"
+        )
+    refuse_soft_cap(transform, soft_cap)
+    if sinks is not None and transform.offset is not None:
+        raise ValueError(
+            "sinks must be None in prefill for a cache whose key_transform has an offset, which shifts the "
+            "logits that sinks are compared with: calibrate with offset=False"
+        )
 
 
 def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
@@ -113,6 +140,7 @@ def call_inputs(
         "cache.v": cache.v,
         "cache.k_descale": cache.k_descale,
         "cache.v_descale": cache.v_descale,
+        **transform_tensors(cache.key_transform),
         **_metadata(page_table, cu_seqlens_q),
         **others,
     }

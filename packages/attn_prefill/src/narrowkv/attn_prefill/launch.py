@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -136,11 +136,18 @@ def _make_route(
     if config.otherwise is not None and not pipelined:
         config = config.otherwise
     fused = config.kernel in IN_PAGES
-    if not fused and not pipelined:
+    in_turns = config.in_turns is not None and folded and config.num_splits == 1 and kind.storing is None
+    in_turns = in_turns and not has_v_units(plan.v_format, appends=False, k_in_pages=False)
+    if in_turns:
+        assert config.in_turns is not None
+        config = replace(config.in_turns, q_lens=config.q_lens)
+    elif not fused and not pipelined:
         config = config_of_call(plan.target, config, soft_cap=kind.soft_cap)
     maker = _Maker(plan, shape, config, bound, kind, folded)
     if fused:
         return maker.one_launch()
+    if in_turns:
+        return maker.two_launches(False, False, in_turns=True)
     # Rows that are no keys between old and new ones would count in a window.
     stays = pipelined and config.k_in_pages and not (kind.storing is not None and kind.window_left >= 0)
     in_pages = stays and matrix_of(bound, cache, config.block_n) is not None
@@ -190,7 +197,7 @@ class _Maker:
         attend = self.plan.bound_launch(kernel, constants, config.options)
         return self._route(None, (0, 1, 1), attend, grid, self._numbers(num_blocks), p_scale=rules.p_scale)
 
-    def two_launches(self, pipelined: bool, in_pages: bool) -> Route:
+    def two_launches(self, pipelined: bool, in_pages: bool, *, in_turns: bool = False) -> Route:
         """One launch widens keys into the scratch, and stores new tokens; the next attends."""
         shape, config, kind, target = self.shape, self.config, self.kind, self.plan.target
         reading = self.bound.to_scratch
@@ -217,7 +224,10 @@ class _Maker:
             num_blocks = min(num_blocks, -(-_FILLING_PROGRAMS * units_of(target) // shape.num_kv_heads))
         fill = self.plan.bound_launch(kernel, constants, options)
         programs = (num_groups + num_blocks) * shape.num_kv_heads + -(-self.num_tiles // _PLACED_TILES)
-        attend, grid = self._pipelined(in_pages) if pipelined else self._dense()
+        if in_turns:
+            attend, grid = self._in_turns()
+        else:
+            attend, grid = self._pipelined(in_pages) if pipelined else self._dense()
         return self._route(
             fill, (programs, 1, 1), attend, grid, self._numbers(num_blocks, num_groups),
             pipelined=pipelined, in_pages=in_pages,
@@ -275,6 +285,27 @@ class _Maker:
         }
         attend = plan.bound_launch(_dense_prefill_kernel, constants, config.options)
         return attend, (self.num_tiles * self.shape.num_kv_heads, 1, config.num_splits)
+
+    def _in_turns(self) -> tuple[BoundLaunch, tuple[int, int, int]]:
+        """Attention over the scratch in CDNA4's own kernel."""
+        from narrowkv.attn_prefill.kernels.cdna import _cdna_prefill_kernel, cdna_call
+
+        config, reading = self.config, self.bound.to_scratch
+        fp8 = config.fp8 is not None
+        constants = {
+            "SIZES": self.sizes._replace(page_size=0, ragged=False),
+            "K_DESCALE": reading.k.descale,
+            "V_DESCALE": reading.v.descale,
+            "RULES": self._rules(
+                compute=self._matrix_type(), fp8=self._matrix_type() if fp8 else None, scale_q=False,
+                split_q=False, q_descale=self.kind.q_descale,
+            ),
+            "CALL": cdna_call(
+                config.block_m, config.block_n, self.shape.head_dim, config.options.num_warps, fp8
+            ),
+        }  # fmt: skip
+        attend = self.plan.bound_launch(_cdna_prefill_kernel, constants, config.options)
+        return attend, (self.num_tiles * self.shape.num_kv_heads, 1, 1)
 
     def _matrix_type(self) -> Any:
         """Dtype of K in the workspace: a 16-bit type, or the FP8 type of the matrix unit."""

@@ -345,6 +345,7 @@ def _kind_of(config: PrefillConfig) -> PrefillConfig:
         q_lens=config.q_lens if config.kernel == "split" else (0, ANY_LEN),
         few=tuple(_kind_of(part) for part in config.few),
         otherwise=otherwise,
+        in_turns=None if config.in_turns is None else _kind_of(config.in_turns),
     )
 
 

@@ -16,6 +16,7 @@ from narrowkv.attn_prefill.checks import (
     check_outputs,
     check_sinks,
     check_soft_cap,
+    check_transform,
     check_values,
     fold_q_descale,
     prefill_shape,
@@ -193,7 +194,7 @@ def _layout(
 ) -> Layout:
     _, heads, head_dim = g.q.shape
     return Layout(
-        q=_steps(g.q),
+        q=_steps(g.q) if bound.transform is None else (heads * head_dim, head_dim),
         o=(heads * head_dim, head_dim) if g.out is None else _steps(g.out),
         lse=0 if not kind.lse else heads if g.lse is None else g.lse.stride(0),
         new=None if g.k_new is None or g.v_new is None else (_steps(g.k_new), _steps(g.v_new)),
@@ -245,6 +246,7 @@ def _check(plan: PlanBase, g: Arguments) -> _Checked:
         raise ValueError(f"window_right must be -1 or 0 with causal=True, got {g.window_right}")
     window_right = 0 if g.causal else check_window("window_right", g.window_right)
     check_sinks(q, g.sinks)
+    check_transform(cache.key_transform, q, soft_cap, g.sinks, appends=plan.appends)
     if not plan.appends:
         scale = fold_q_descale(q, g.q_descale, scale, validate=g.validate)
     check_no_grad(q=q, k=cache.k, v=cache.v, sinks=g.sinks)

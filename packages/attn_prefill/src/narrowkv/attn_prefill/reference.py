@@ -9,6 +9,7 @@ import torch
 
 from narrowkv.attn_prefill.plan import PrefillPlan
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append_reference, apply_rope_reference
+from narrowkv.quant import lse_correction
 from narrowkv.runtime.attention.reference import attention_reference, finish
 
 
@@ -31,6 +32,11 @@ def batch_prefill_reference(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`batch_prefill` in float32, sequence by sequence; same arguments; reads lengths on the host."""
     scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
+    shift: float | torch.Tensor = 0.0
+    if (transform := cache.key_transform) is not None:
+        if transform.offset is not None:
+            shift = lse_correction(q, transform.offset, scale)
+        q = transform.queries(q).to(q.dtype)
     o = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:2], -math.inf, device=q.device)
     starts = cu_seqlens_q.tolist()
@@ -51,7 +57,7 @@ def batch_prefill_reference(
             window_right=0 if causal else window_right,
             sinks=sinks,
         )
-    return finish(o, lse, out, options)
+    return finish(o, lse + shift, out, options)
 
 
 def prefill_append_reference(

@@ -108,6 +108,7 @@ class PrefillConfig:
     scratch_block: int = SCRATCH_BLOCK
     k_in_pages: bool = False
     otherwise: PrefillConfig | None = None
+    in_turns: PrefillConfig | None = None
     as_decode: bool = False
     options: LaunchOptions = field(default_factory=LaunchOptions)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape
 from narrowkv.runtime.launch import LaunchOptions
+from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.runtime.targets import TARGETS, Target
 
 # Keys of a 16-bit cache stay in their pages where this many tiles of rows read them at most, and from so many
@@ -16,6 +17,8 @@ _KEYS_IN_PAGES = 8192
 # Warps of a kernel that reads pages which a compute unit holds at once: sm90 at 255 registers, CDNA two waves
 # on each of four SIMDs.
 _RESIDENT_WARPS = 8
+# gfx950 issues packed float32 arithmetic only while the matrix unit is idle.
+_NO_PACKED_FP32 = "target-features=-packed-fp32-ops"
 _ITERATIVE_ILP = "amdgpu-sched-strategy=iterative-ilp"
 
 
@@ -157,7 +160,12 @@ def _amd_dense_config(
         llvm_fn_attrs=_ITERATIVE_ILP if scheduled else None,
     )
     ahead = not gfx950 and head_dim <= 128
-    return PrefillConfig("dense", why, block_m, block_n, num_splits=splits, ahead=ahead, options=options)
+    config = PrefillConfig("dense", why, block_m, block_n, num_splits=splits, ahead=ahead, options=options)
+    turns = gfx950 and head_dim == 128 and plain and splits == 1 and rows >= 256 and has_gluon("cdna_turns")
+    if not turns or shape.row_tiles(256) * shape.num_kv_heads < units_of(target):
+        return config
+    own = LaunchOptions(num_warps=8, num_stages=1, llvm_fn_attrs=f"{_NO_PACKED_FP32},{_ITERATIVE_ILP}")
+    return replace(config, in_turns=replace(config, block_m=256, block_n=64, options=own))
 
 
 def config_of_call(target: Target, config: PrefillConfig, *, soft_cap: bool) -> PrefillConfig:

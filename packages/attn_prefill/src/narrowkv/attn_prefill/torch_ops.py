@@ -27,12 +27,13 @@ _MUTATED = ("k", "v", "k_descale", "v_descale")
 
 def _prefill(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_descale: torch.Tensor | None,
-    v_descale: torch.Tensor | None, page_ids: torch.Tensor, kv_indptr: torch.Tensor | None,
+    v_descale: torch.Tensor | None, key_offset: torch.Tensor | None, key_balance: torch.Tensor | None,
+    page_ids: torch.Tensor, kv_indptr: torch.Tensor | None,
     kv_last_page_len: torch.Tensor | None, seq_lens: torch.Tensor | None, cu_seqlens_q: torch.Tensor,
     q_descale: torch.Tensor | None, sinks: torch.Tensor | None, *options: Any, **outputs: Any,
 ) -> Any:  # fmt: skip
     given = spelled(*options)
-    cache = cache_from((k, v, k_descale, v_descale), given)
+    cache = cache_from((k, v, k_descale, v_descale, key_offset, key_balance), given)
     table = PageTable(
         given.pop("kind"), page_ids, given.pop("page_size"), kv_indptr, kv_last_page_len, seq_lens,
         given.pop("before_append"),
@@ -46,12 +47,13 @@ def _prefill(
 
 def _append(
     q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    k_descale: torch.Tensor | None, v_descale: torch.Tensor | None, page_ids: torch.Tensor,
-    seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
+    k_descale: torch.Tensor | None, v_descale: torch.Tensor | None, key_offset: torch.Tensor | None,
+    key_balance: torch.Tensor | None, page_ids: torch.Tensor, seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
     positions: torch.Tensor | None, sinks: torch.Tensor | None, *options: Any, **outputs: Any,
 ) -> Any:  # fmt: skip
     given = spelled(*options)
-    cache = cache_from((k, v, k_descale, v_descale), given)
+    cache = cache_from((k, v, k_descale, v_descale, key_offset, key_balance), given)
     table = PageTable(
         given.pop("kind"), page_ids, given.pop("page_size"), None, None, seq_lens, given.pop("before_append")
     )

@@ -1,4 +1,4 @@
-"""Memory of context-parallel decode steps: queries as they arrive, partial results, merged rows."""
+"""Memory of context-parallel decode steps: received queries, partial results, merged rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Buffers(NamedTuple):
     """Memory of calls with one number of query tokens.
 
     Attributes:
-        gathered: `[world, tokens, own heads, head_dim]`, queries as they arrive; None for replicated ones.
+        gathered: `[world, tokens, own heads, head_dim]`, received queries; None for replicated ones.
         q: queries of each head group, `[tokens, heads of the group, head_dim]`.
         partial: of each head group.
         merged: `[tokens, own heads, head_dim]`, and everyone's, for replicated heads only.
@@ -46,7 +46,7 @@ class Buffers(NamedTuple):
 
 
 def allocate(moves: Moves, tokens: int, memory: SymmetricMemory | None) -> Buffers:
-    """Buffers of calls with this many query tokens, in symmetric memory what others write."""
+    """Buffers of calls with this many query tokens; those that other ranks write are in symmetric memory."""
     shape, world, groups = moves.shape, moves.layout.world, moves.head_groups
     own = (tokens, shape.num_qo_heads // world, shape.head_dim)
     per_group = Sizes(world, moves.layout.rank, tokens, shape.num_qo_heads // groups, shape.head_dim)
@@ -87,10 +87,10 @@ def allocate(moves: Moves, tokens: int, memory: SymmetricMemory | None) -> Buffe
 
 
 def symmetric_places(moves: Moves) -> tuple[int, list[int]]:
-    """How a rank's symmetric buffer is divided.
+    """The parts of a rank's symmetric buffer.
 
-    Places are those of the largest batch for all: a rank may write queries of the next step, of another
-    batch, while this one still reads partial results.
+    Every batch uses the offsets of the largest batch, because a rank may write queries of the next step, of
+    another batch, while this rank still reads partial results.
 
     Returns:
         Bytes of gathered queries, at the beginning; and where each head group's arriving partial results

@@ -34,9 +34,9 @@ def cp_chunk_attention(
 ) -> torch.Tensor:
     """Causal attention of new tokens, which every rank has for its heads, over themselves and older tokens.
 
-    This is what an engine with tensor parallelism and decode context parallelism asks for: the ranks of the
-    group share KV heads, and each has all new tokens of its query heads. New keys are read as they are given,
-    older ones by their owners. Every rank of the group must make the call; nothing is stored.
+    Engines with tensor parallelism and decode context parallelism need this call: the ranks of the group
+    share KV heads, and each has all new tokens of its query heads. Each rank reads the new keys from its
+    arguments and the older keys that it owns. Every rank of the group must make the call; nothing is stored.
 
     Args:
         q: `[tokens, own heads, head_dim]`, bf16 or fp16, all sequences' new tokens one after the other.

@@ -37,13 +37,13 @@ class Sizes:
 
 
 class Partial:
-    """Memory for one rank's partial result of some heads, and for what the exchange makes of it.
+    """Memory for one rank's partial result of some heads, and for the merged result.
 
-    A head's block is its tokens' rows of O and then their lse, so that blocks of heads are what a collective
-    sends, attention writes its rows in place, and the merge reads what arrives where it lies.
+    A head's block is its tokens' rows of O and then their lse. A collective sends whole blocks of heads,
+    attention writes its rows in place, and the merge reads received blocks without copying them.
 
     Args:
-        sizes: what it is for.
+        sizes: sizes of the exchange.
         dtype: of partial O on its way, fp32 or bf16.
         comm: see `COMMS`.
         memory: to send from and to receive into, each of `block_elements` a head, in the dtype; allocated if

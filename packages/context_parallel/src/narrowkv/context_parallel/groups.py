@@ -1,4 +1,4 @@
-"""Process groups: which ranks take part, what they must agree on, and the collectives' present names."""
+"""Process groups: which ranks take part, what they must agree on, and torch's names of the collectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-# Torch 2.13 renames these two; what it calls the old names warns.
+# Torch 2.13 renames these two, and the old names warn.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -48,10 +48,10 @@ def group_of(group: Group) -> dist.ProcessGroup:
 
 @contextmanager
 def agreement(group: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
-    """Lets ranks compare what they are about to do; an error on one rank is an error on all.
+    """Compares values between ranks; an error on one rank is an error on all.
 
-    The block fills the dictionary with what must be equal on every rank; an exception in it is told to the
-    other ranks and raised here. It waits for all ranks.
+    The block fills the dictionary with the values that must be equal on every rank. An exception in it is
+    reported to the other ranks and raised here. It waits for all ranks.
 
     Raises:
         ValueError: ranks differ, or another rank's block failed; the message says which and how.

@@ -1,4 +1,4 @@
-"""Which rank holds which token of a sequence, and what a rank's own metadata is."""
+"""Which rank holds which token of a sequence, and the metadata of a rank's own tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Number = TypeVar("_Number", int, torch.Tensor)
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How the tokens of every sequence are dealt to ranks: position p belongs to `(p // interleave) % world`.
+    """The division of every sequence's tokens over ranks: position p belongs to `(p // interleave) % world`.
 
     A rank keeps its tokens in order, so that its key number `local_lens(p)` is the first of its keys at or
     after position p. All tensors are computed on their device, without a host synchronisation.
@@ -24,8 +24,8 @@ class ShardLayout:
     Attributes:
         world: ranks that share each sequence.
         rank: this one.
-        interleave: neighbouring tokens that one rank holds: a multiple or a divisor of the cache's page size,
-            so that no page of a cache holds tokens of two ranks' runs in part.
+        interleave: number of adjacent tokens that one rank holds. It must be a multiple or a divisor of the
+            cache's page size, so that a page holds whole runs of tokens.
 
     Raises:
         ValueError: sizes below 1, or a rank outside the world.
@@ -135,8 +135,8 @@ class ShardLayout:
     def key_ranges(self, seq_lens: torch.Tensor, q_len: int, window_left: int = -1) -> torch.Tensor:
         """The keys [begin, end) of this rank that each of a sequence's newest tokens attends to.
 
-        They are not the rank's length minus a constant: under interleaving the tokens that a rank holds up to
-        a position go up in steps.
+        They are not the rank's length minus a constant: with interleaving, the number of tokens that a rank
+        holds up to a position grows in steps.
 
         Args:
             seq_lens: `[batch]` tokens of the whole sequences, the newest ones included.
@@ -156,7 +156,7 @@ class ShardLayout:
     ) -> ShardedTable:
         """This rank's page table of the whole sequences' one.
 
-        Two kinds of global table are known by their page size. *Shared pages*: the table's pages have
+        The page size tells two kinds of global table apart. *Shared pages*: the table's pages have
         `page_size * world` tokens, and a page id is the same page of `page_size` slots in every rank's cache;
         the interleave divides `page_size`. This is what vLLM keeps. *Own pages*: the table's pages have
         `page_size` tokens, and an id is a page of the cache of the rank that owns its tokens; the interleave
@@ -209,7 +209,7 @@ class ShardLayout:
 
     def owns_pages(self, page_table: PageTable, page_size: int) -> bool:
         """Whether a table of the whole sequences has pages of single ranks; see `shard_table`."""
-        # In a world of one both kinds have pages of this size.
+        # With one rank both kinds have pages of this size.
         only_one = self.world == 1 and self.interleave % page_size != 0
         return page_table.page_size == page_size and not only_one
 

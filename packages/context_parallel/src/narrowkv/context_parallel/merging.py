@@ -19,7 +19,7 @@ def merge_over_ranks(
     sinks: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges what ranks found in their own keys, whatever attention found it; every rank must call it.
+    """Merges the ranks' results of attention to their own keys, of any attention; every rank must call it.
 
     Args:
         o: `[tokens, heads, head_dim]`, bf16, fp16 or fp32: this rank's results of all heads, each normalised,

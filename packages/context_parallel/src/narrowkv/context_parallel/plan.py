@@ -305,7 +305,7 @@ def _plan(
     partial_dtype: torch.dtype, heads: str, head_groups: int, max_batch: int | None, max_seq_len: int | None,
     batch_invariant: bool,
 ) -> CPDecodePlan:  # fmt: skip
-    """A plan without symmetric memory; refuses what this rank alone can see is wrong."""
+    """A plan without symmetric memory; refuses arguments that are wrong on this rank alone."""
     layout = table.layout
     world = layout.world
     if group is not None:

@@ -45,8 +45,8 @@ def cp_prefill(
     """Causal attention of new tokens over themselves and over older ones that are spread over ranks.
 
     Every rank of the group must make the call. Each computes its share of the new tokens; their keys and
-    values go to all ranks unquantised, and each rank appends those that it owns. Older tokens stay where they
-    are: queries go to them, and partial results come back.
+    values go to all ranks unquantised, and each rank appends those that it owns. Older tokens are not sent:
+    queries are sent to their ranks, and partial results are sent back.
 
     Args:
         q: `[own tokens, num_qo_heads, head_dim]`, bf16 or fp16: tokens `shares.rows()` of the new ones.
@@ -209,7 +209,7 @@ def _attend_older(
     q: torch.Tensor, cache: PagedKVCache, page_table: PageTable, shares: PrefillShares,
     group: dist.ProcessGroup, window_left: int, o: torch.Tensor, lse: torch.Tensor, options: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Every rank's queries over this rank's older keys, and back: this rank's queries over all older keys."""
+    """Attends all ranks' queries to this rank's older keys; returns this rank's rows over all older keys."""
     layout, most, device = shares.layout, shares.most_rows, q.device
     world, heads, head_dim = layout.world, q.shape[1], q.shape[2]
     padded = q.new_zeros(most, heads, head_dim)

@@ -23,7 +23,7 @@ class PrefillShares:
     Args:
         layout: the ranks, and which of them holds which token afterwards.
         new_lens: new tokens of each sequence, on the host.
-        older: whether a sequence may have tokens in the cache already; without any, queries stay at home.
+        older: whether a sequence may have tokens in the cache already; if none has, queries are not sent.
 
     Example:
         >>> PrefillShares(ShardLayout(world=2, rank=1), [8, 2]).rows().tolist()

@@ -10,6 +10,7 @@ from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.paged_cache.checks import layout_hint
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, check_exponent
 from narrowkv.paged_cache.kernels.append import QUERY_HEADS, Queries, _append_kernel
+from narrowkv.paged_cache.key_transform import transform_tensors
 from narrowkv.paged_cache.rope import (
     BOUND_ROPES,
     FLOATS,
@@ -152,12 +153,17 @@ def check_append(
     check_index_vector("slot_mapping", slot_mapping, k_new.shape[0])
     check_same_device(k=cache.k, slot_mapping=slot_mapping, k_offset=k_offset)
     if k_offset is not None:
+        if cache.key_transform is not None:
+            raise ValueError(
+                "k_offset must be None for a cache with a key_transform: put it in as "
+                "dataclasses.replace(cache, key_transform=KeyTransform(offset=k_offset, ...))"
+            )
         check_dtype("k_offset", k_offset, (torch.float32,))
         check_shape("k_offset", k_offset, (cache.num_kv_heads, cache.head_dim))
         check_no_grad(k_offset=k_offset)
         if not k_offset.is_contiguous():
             raise ValueError(f"k_offset must be contiguous, got strides {k_offset.stride()}")
-    check_apart(cache, slot_mapping=slot_mapping, k_offset=k_offset)
+    check_apart(cache, slot_mapping=slot_mapping, k_offset=k_offset, **transform_tensors(cache.key_transform))
     if validate and has_memory(slot_mapping):
         _check_slots(slot_mapping, cache.num_pages * cache.page_size)
 
@@ -254,7 +260,7 @@ def append(
     exponent: str = "mse",
     validate: bool = False,
 ) -> None:
-    """Writes new tokens into the cache: optional RoPE on K and Q, K offset, quantise, scatter. One launch.
+    """Writes new tokens into the cache: RoPE on K and Q, its `key_transform`, quantise, scatter. One launch.
 
     The first call of a kind (cache, dtypes, options) checks everything and prepares the launch; later calls
     check what can change and launch. Nothing is allocated and the device is not waited for, so a call can be
@@ -270,7 +276,8 @@ def append(
             skips a token. Slots outside the cache are never written. Of two tokens with one slot either may
             be stored, and K may be of one and V of the other.
         rope: rotary embedding of K, and of `q`.
-        k_offset: `[num_kv_heads, head_dim]` fp32, subtracted from K after RoPE (`narrowkv.quant.transforms`).
+        k_offset: `[num_kv_heads, head_dim]` fp32, subtracted from K after RoPE (`narrowkv.quant.transforms`),
+            of which attention knows nothing; an offset in `cache.key_transform` is also put back into an lse.
         q: `[tokens, num_qo_heads, head_dim]`, bf16, fp16 or fp32, last dimension contiguous: rotated in place
             by `rope`, tokens of slot -1 too. It may be packed with K and V in one tensor; K is left as it is.
         exponent: FP4: how a group's scale is chosen: "mse" (least squared error), "floor" (OCP MX) or "ceil"
@@ -331,8 +338,9 @@ def append(
         tokens = k_new.shape[0]
     assert store is not None
     values = (k_new, v_new, *store.varying)
-    if k_offset is not None:
-        values = (*values, k_offset)
+    for static in (store.key_offset if k_offset is None else k_offset, store.key_balance):
+        if static is not None:
+            values = (*values, static)
     if bound_rope is not None:
         values = (*values, *bound_rope.tensors)
     if q is not None:
@@ -355,12 +363,12 @@ def _prepare(
         **dict(store.constants),
         **rope_constants(rope),
         "RULE": exponent,
-        "HAS_OFFSET": k_offset is not None,
         "BLOCK_D": 1 << (store.row[1] - 1).bit_length(),
     }
     arguments = (
         *with_varying_addresses(new_tokens(k_new), new_tokens(v_new), *store[:4]),
-        None if k_offset is None else VARIES,
+        None if k_offset is None and store.key_offset is None else VARIES,
+        None if store.key_balance is None else VARIES,
         *with_varying_addresses(rope_pointers(rope), _queries(q, store.row[0])),
         VARIES,
         VARIES,

@@ -21,6 +21,7 @@ from narrowkv.paged_cache.descales import (
     side_of,
 )
 from narrowkv.paged_cache.formats import CacheFormat
+from narrowkv.paged_cache.key_transform import check_key_transform
 from narrowkv.paged_cache.layouts import (
     LAYOUTS,
     KVStrides,
@@ -31,6 +32,7 @@ from narrowkv.paged_cache.layouts import (
     span_bytes,
     strides_of,
 )
+from narrowkv.quant import KeyTransform
 from narrowkv.quant.formats import check_storage, get_format
 from narrowkv.quant.rounding import decode
 from narrowkv.runtime.errors import check_choice, check_positive_int, check_same_device, check_tensor
@@ -69,6 +71,8 @@ class PagedKVCache:
         negative_zero_free: whether no FP8 byte is 0x80 or a NaN code, which holds for finite numbers that
             narrowkv wrote. It allows OCP bytes to be read faster on gfx942.
         k_tensor_scale, v_tensor_scale: what E4M3 scales are multiplied by, 1.0 for other formats.
+        key_transform: offset, balance and rotation that kernels apply to new keys and to queries, or None.
+            `dataclasses.replace` sets it. Methods of the cache give keys as they are stored.
     """
 
     k: torch.Tensor
@@ -86,6 +90,7 @@ class PagedKVCache:
     negative_zero_free: bool = False
     k_tensor_scale: float = 1.0
     v_tensor_scale: float = 1.0
+    key_transform: KeyTransform | None = None
 
     def __post_init__(self) -> None:
         """Checks the descales, which `dataclasses.replace` may have changed."""
@@ -94,6 +99,7 @@ class PagedKVCache:
             name = f"{side.name}_descale"
             check_descale(name, side.descale, side.granularity, side.format, sizes, self.k.device, False)
             check_tensor_scale(side)
+        check_key_transform(self.key_transform, self.num_kv_heads, self.head_dim, self.k)
 
     def sides(self) -> tuple[CacheSide, CacheSide]:
         """K and V, each with its format and descale."""
@@ -234,22 +240,9 @@ class PagedKVCache:
         k_kind = check_descale("k_descale", k_descale, k_granularity, parsed.k, sizes, k.device, validate)
         v_kind = check_descale("v_descale", v_descale, v_granularity, parsed.v, sizes, v.device, validate)
         return cls(
-            k,
-            v,
-            parsed,
-            layout,
-            num_pages,
-            page_size,
-            heads,
-            head_dim,
-            k_descale,
-            v_descale,
-            k_kind,
-            v_kind,
-            negative_zero_free,
-            k_tensor_scale,
-            v_tensor_scale,
-        )
+            k, v, parsed, layout, num_pages, page_size, heads, head_dim, k_descale, v_descale, k_kind, v_kind,
+            negative_zero_free, k_tensor_scale, v_tensor_scale,
+        )  # fmt: skip
 
     @property
     def k_strides(self) -> KVStrides:
@@ -357,7 +350,7 @@ class PagedKVCache:
         for pages in pages_of_chunks:
             for x, side in zip(self.dequantized_pages(pages), new.sides(), strict=True):
                 store_pages(x, side, pages, new.layout, exponent)
-        return replace(new, negative_zero_free=self.negative_zero_free)
+        return replace(new, negative_zero_free=self.negative_zero_free, key_transform=self.key_transform)
 
     def gather(self, page_table: PageTable, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One sequence's dequantised K and V, `[seq_len, num_kv_heads, head_dim]` fp32; waits for the device.

@@ -44,6 +44,8 @@ def append_reference(
     k = k_new.float() if rope is None else apply_rope_reference(k_new, rope)
     if k_offset is not None:
         k = k - k_offset
+    if cache.key_transform is not None:
+        k = cache.key_transform.keys(k)
     slots = [
         (token, *divmod(slot, cache.page_size))
         for token, slot in enumerate(slot_mapping.tolist())

@@ -10,6 +10,7 @@ from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, CacheSide
 from narrowkv.paged_cache.kernels.append import DescalePointers, NewTokens
 from narrowkv.paged_cache.kernels.pages import KVPointers
+from narrowkv.quant import KeyTransform
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import (
     byte_span,
@@ -33,6 +34,7 @@ class Store(NamedTuple):
         kind: a number that caches with the same constants, strides and device share.
         varying: tensors and descales of a `FixedLaunch` over such caches.
         spans: byte addresses of what is written, each as `byte_span` gives it.
+        key_offset, key_balance: of the cache's `key_transform`, or None.
     """
 
     k: KVPointers
@@ -46,6 +48,8 @@ class Store(NamedTuple):
     kind: int
     varying: tuple[Any, ...]
     spans: tuple[tuple[int, int], ...]
+    key_offset: torch.Tensor | None
+    key_balance: torch.Tensor | None
 
 
 STORES: ByIdentity[Store] = ByIdentity()
@@ -79,7 +83,9 @@ def _make_store(cache: PagedKVCache) -> Store:
         words = stored.view(torch.uint8) if stored.element_size() == 1 else stored
         pointers.append(KVPointers(words, strides.page, strides.token, strides.head, strides.outer))
     constants = tuple(_side_constants(cache).items())
+    transform = cache.key_transform or KeyTransform(rotated=False)
     constants += (("PAGE_SIZE", cache.page_size), ("HEAD_DIM", cache.head_dim))
+    constants += (("STAGES", transform.stages(cache.head_dim)),)
     pointers += map(_descale_pointers, cache.sides())
     # Strides and dtypes are fixed by kind; addresses and descales that are numbers vary.
     fixed = with_varying_addresses(*pointers)
@@ -89,6 +95,7 @@ def _make_store(cache: PagedKVCache) -> Store:
         for value in each
         if not isinstance(value, float)
     )
+    metadata += (transform.offset is not None, transform.balance is not None)
     number = _kinds.setdefault((constants, metadata, cache.k.device), len(_kinds))
     k, v, k_descale, v_descale = pointers
     return Store(
@@ -108,6 +115,8 @@ def _make_store(cache: PagedKVCache) -> Store:
             if mark is VARIES
         ),
         tuple(byte_span(x) for x in written_tensors(cache).values() if x.numel() and has_memory(x)),
+        transform.offset,
+        transform.balance,
     )
 
 

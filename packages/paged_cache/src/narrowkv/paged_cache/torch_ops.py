@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,17 +11,26 @@ from narrowkv.paged_cache.append import append
 from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.paged_cache.formats import CacheFormat
 from narrowkv.paged_cache.rope import Rope
+from narrowkv.quant import KeyTransform
 from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, spell, spelled, traces
 
-CACHE_SCHEMA = "Tensor{a} k, Tensor{b} v, Tensor{c}? k_descale, Tensor{d}? v_descale"
-CacheTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+CACHE_SCHEMA = (
+    "Tensor{a} k, Tensor{b} v, Tensor{c}? k_descale, Tensor{d}? v_descale, Tensor? key_offset, "
+    "Tensor? key_balance"
+)
+CacheTensors = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
+    torch.Tensor | None,
+]  # fmt: skip
 
 
 def cache_tensors(cache: PagedKVCache) -> CacheTensors:
-    """The tensors of a cache as operators take them: K, V, and the descales that are tensors."""
+    """The tensors of a cache as operators take them: K, V, and of descales and key transform what it has."""
     k_descale = cache.k_descale if isinstance(cache.k_descale, torch.Tensor) else None
     v_descale = cache.v_descale if isinstance(cache.v_descale, torch.Tensor) else None
-    return cache.k, cache.v, k_descale, v_descale
+    transform = cache.key_transform
+    offset, balance = (None, None) if transform is None else (transform.offset, transform.balance)
+    return cache.k, cache.v, k_descale, v_descale, offset, balance
 
 
 def cache_options(cache: PagedKVCache) -> dict[str, object]:
@@ -38,12 +48,14 @@ def cache_options(cache: PagedKVCache) -> dict[str, object]:
         "k_tensor_scale": cache.k_tensor_scale,
         "v_tensor_scale": cache.v_tensor_scale,
         "negative_zero_free": cache.negative_zero_free,
+        "rotated": None if cache.key_transform is None else cache.key_transform.rotated,
     }
 
 
 _CACHE_OPTIONS = (
     "k_dtype", "v_dtype", "k_format", "v_format", "layout", "k_descale", "v_descale", "k_granularity",
     "v_granularity", "k_tensor_scale", "v_tensor_scale", "negative_zero_free",
+    "rotated",
 )  # fmt: skip
 # Results of checking a cache, by everything that the checks look at: metadata of tensors, and options.
 _checked: dict[Any, dict[str, Any]] = {}
@@ -56,13 +68,15 @@ def cache_from(tensors: CacheTensors, options: dict[str, Any]) -> PagedKVCache:
     Tensors and options like those of an earlier call are not checked again.
     """
     own = tuple(options.pop(name) for name in _CACHE_OPTIONS)
-    k_dtype, v_dtype, k_format, v_format, layout, k_static, v_static, k_kind, v_kind, *numbers, clean = own
-    k, v, k_descale, v_descale = tensors
-    parts = {
+    k_dtype, v_dtype, k_format, v_format, layout, k_static, v_static, k_kind, v_kind, *numbers = own
+    k_number, v_number, clean, rotated = numbers
+    k, v, k_descale, v_descale, offset, balance = tensors
+    parts: dict[str, Any] = {
         "k": k.view(k_dtype),
         "v": v.view(v_dtype),
         "k_descale": k_static if k_descale is None else k_descale,
         "v_descale": v_static if v_descale is None else v_descale,
+        "key_transform": None if rotated is None else KeyTransform(offset, balance, rotated),
     }
     key = (
         own,
@@ -73,9 +87,10 @@ def cache_from(tensors: CacheTensors, options: dict[str, Any]) -> PagedKVCache:
         cache = PagedKVCache.from_tensors(
             parts["k"], parts["v"], format=CacheFormat(k_format, v_format), layout=layout,
             k_descale=parts["k_descale"], v_descale=parts["v_descale"], k_granularity=k_kind,
-            v_granularity=v_kind, k_tensor_scale=numbers[0], v_tensor_scale=numbers[1],
+            v_granularity=v_kind, k_tensor_scale=k_number, v_tensor_scale=v_number,
             negative_zero_free=clean,
         )  # fmt: skip
+        cache = replace(cache, key_transform=parts["key_transform"])
         if len(_checked) >= _MOST_CHECKED:
             _checked.clear()
         _checked[key] = {name: value for name, value in vars(cache).items() if name not in parts}
@@ -95,12 +110,12 @@ def cache_from(tensors: CacheTensors, options: dict[str, Any]) -> PagedKVCache:
 )
 def _append_op(
     k: torch.Tensor, v: torch.Tensor, k_descale: torch.Tensor | None, v_descale: torch.Tensor | None,
-    k_new: torch.Tensor, v_new: torch.Tensor, slot_mapping: torch.Tensor, cos: torch.Tensor | None,
-    sin: torch.Tensor | None, positions: torch.Tensor | None, k_offset: torch.Tensor | None,
-    q: torch.Tensor | None, *options: Any,
+    key_offset: torch.Tensor | None, key_balance: torch.Tensor | None, k_new: torch.Tensor,
+    v_new: torch.Tensor, slot_mapping: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
+    positions: torch.Tensor | None, k_offset: torch.Tensor | None, q: torch.Tensor | None, *options: Any,
 ) -> None:  # fmt: skip
     given = spelled(*options)
-    cache = cache_from((k, v, k_descale, v_descale), given)
+    cache = cache_from((k, v, k_descale, v_descale, key_offset, key_balance), given)
     style, rope = given.pop("rope"), None
     if cos is not None and sin is not None and positions is not None:
         rope = Rope(cos, sin, positions, style=style)

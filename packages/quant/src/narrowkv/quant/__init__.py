@@ -41,7 +41,7 @@ from .quantize import (
     quantize_with_descale,
 )
 from .rounding import cast_fp8, decode, encode
-from .transforms import KOffset, VScale, hadamard, lse_correction
+from .transforms import KeyTransform, KOffset, VScale, hadamard, lse_correction
 
 __version__ = "0.1.0"
 
@@ -53,6 +53,7 @@ __all__ = [
     "ErrorReport",
     "Format",
     "KOffset",
+    "KeyTransform",
     "LayerCalibration",
     "VScale",
     "calibrate",

@@ -36,7 +36,7 @@ import torch
 
 from narrowkv.runtime.errors import check_dtype, check_shape
 
-from .transforms import KOffset, VScale, hadamard
+from .transforms import KeyTransform, KOffset, VScale
 
 __all__ = ["Calibration", "LayerCalibration", "calibrate"]
 
@@ -76,6 +76,17 @@ class LayerCalibration:
         offset, k_balance, v_balance = (getattr(self, name).to(device) for name in _TENSORS)
         return LayerCalibration(offset, k_balance, v_balance, self.rotated)
 
+    def key_transform(self) -> KeyTransform:
+        """What `PagedKVCache.key_transform` takes, so that kernels do what `keys` and `queries` do.
+
+        Looks at the values, which waits for the device: zeros as offset and ones as balance are left out.
+        """
+        return KeyTransform(
+            self.offset.contiguous() if self.shifts_logits else None,
+            None if bool((self.k_balance == 1).all()) else self.k_balance.contiguous(),
+            self.rotated,
+        )
+
     def keys(self, k: torch.Tensor) -> torch.Tensor:
         """K in the form in which it is stored.
 
@@ -89,8 +100,7 @@ class LayerCalibration:
             TypeError: not a floating-point tensor.
             ValueError: heads or head_dim are not the calibration's.
         """
-        balanced = KOffset(self.offset).subtract(k) / self.k_balance
-        return hadamard(balanced) if self.rotated else balanced
+        return KeyTransform(self.offset, self.k_balance, self.rotated).keys(k)
 
     def queries(self, q: torch.Tensor) -> torch.Tensor:
         """Q for attention over stored keys.
@@ -106,8 +116,7 @@ class LayerCalibration:
             TypeError: not a floating-point tensor.
             ValueError: the shapes do not fit.
         """
-        balanced = VScale(self.k_balance).multiply(q)
-        return (hadamard(balanced) if self.rotated else balanced).to(q.dtype)
+        return KeyTransform(None, self.k_balance, self.rotated).queries(q).to(q.dtype)
 
     def values(self, v: torch.Tensor) -> torch.Tensor:
         """V in the form in which it is stored: fp32; shapes and errors as for `keys`."""

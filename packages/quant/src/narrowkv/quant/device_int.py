@@ -28,7 +28,7 @@ def widen_int8(x, ROUTE: tl.constexpr, DTYPE: tl.constexpr, PARTS: tl.constexpr)
         return (_fp16_from_128((x ^ 0x80).to(tl.uint16), DTYPE),)
     elif ROUTE == "ptx":
         # Two pairs a register: one instruction serves two elements.
-        return tl.inline_asm_elementwise(
+        even, odd = tl.inline_asm_elementwise(
             """
             {
                 .reg .b32 t, sign;
@@ -47,6 +47,7 @@ def widen_int8(x, ROUTE: tl.constexpr, DTYPE: tl.constexpr, PARTS: tl.constexpr)
             is_pure=True,
             pack=2,
         )
+        return even.to(DTYPE), odd.to(DTYPE)
     else:
         # The sign bit flipped is the number plus 128.
         pair = x.to(tl.uint16, bitcast=True) ^ 0x8080
@@ -83,7 +84,7 @@ def widen_int4(words, zero, ROUTE: tl.constexpr, DTYPE: tl.constexpr, PARTS: tl.
     zeros = tl.broadcast_to(zero[:, None], words.shape)
     if PARTS == 4 and ROUTE == "ptx":
         # Two words a register, so that a shift and a mask serve two elements; the compiler takes each apart.
-        return tl.inline_asm_elementwise(
+        a, b, c, d = tl.inline_asm_elementwise(
             """
             {
                 .reg .b32 w;
@@ -106,6 +107,7 @@ def widen_int4(words, zero, ROUTE: tl.constexpr, DTYPE: tl.constexpr, PARTS: tl.
             is_pure=True,
             pack=2,
         )
+        return a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)
     word = words.to(tl.int16)
     a, b = (_nibble(word, 0) - zeros).to(DTYPE), (_nibble(word, 1) - zeros).to(DTYPE)
     if PARTS == 4:

@@ -31,7 +31,7 @@ import torch
 
 from narrowkv.runtime.errors import check_dtype, check_finite_float, check_positive_int, check_shape
 
-__all__ = ["KOffset", "VScale", "hadamard", "lse_correction"]
+__all__ = ["KOffset", "KeyTransform", "VScale", "hadamard", "lse_correction"]
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -179,6 +179,76 @@ class VScale:
         return _wide(o) * self.scale.repeat_interleave(ratio, 0)
 
 
+@dataclass(frozen=True, eq=False)
+class KeyTransform:
+    """What keys go through on their way into a cache, and queries on their way to stored keys.
+
+    A stored key is `hadamard((k - offset) / balance)` and a query becomes `hadamard(q * balance)`, so that in
+    exact arithmetic logits differ from those of the keys by `sm_scale * q.offset`, the same for all keys.
+    `PagedKVCache.key_transform` makes `append` and attention do this inside their kernels.
+
+    Attributes:
+        offset: fp32 `[num_kv_heads, head_dim]`, contiguous; None for none.
+        balance: fp32, of the same shape, contiguous, positive; None for none.
+        rotated: whether keys and queries are rotated by `hadamard`, with its largest block.
+    """
+
+    offset: torch.Tensor | None = None
+    balance: torch.Tensor | None = None
+    rotated: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value in (("offset", self.offset), ("balance", self.balance)):
+            if value is not None:
+                check_dtype(name, value, torch.float32)
+                check_shape(name, value, ("num_kv_heads", "head_dim"))
+                if not value.is_contiguous():
+                    raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
+        if self.offset is not None and self.balance is not None:
+            check_shape("balance", self.balance, tuple(self.offset.shape))
+
+    def stages(self, head_dim: int) -> int:
+        """Log2 of the channels that are rotated together, 0 for no rotation."""
+        return (head_dim & -head_dim).bit_length() - 1 if self.rotated else 0
+
+    def keys(self, k: torch.Tensor) -> torch.Tensor:
+        """Keys as they are stored.
+
+        Args:
+            k: floating point `[..., num_kv_heads, head_dim]`, after RoPE.
+
+        Returns:
+            fp32 (fp64 for an fp64 `k`) of that shape.
+
+        Raises:
+            TypeError: not a floating-point tensor.
+            ValueError: heads or head_dim are not the transformation's.
+        """
+        check_dtype("k", k, _FLOATS)
+        moved = _wide(k) if self.offset is None else KOffset(self.offset).subtract(k)
+        if self.balance is not None:
+            moved = VScale(self.balance).divide(moved)
+        return hadamard(moved) if self.rotated else moved
+
+    def queries(self, q: torch.Tensor) -> torch.Tensor:
+        """Queries for stored keys.
+
+        Args:
+            q: floating point `[num_tokens, num_qo_heads, head_dim]`, after RoPE; num_qo_heads is a multiple
+                of num_kv_heads.
+
+        Returns:
+            fp32 (fp64 for an fp64 `q`) of that shape.
+
+        Raises:
+            TypeError: not a floating-point tensor.
+            ValueError: the shapes do not fit.
+        """
+        check_dtype("q", q, _FLOATS)
+        balanced = _wide(q) if self.balance is None else VScale(self.balance).multiply(q)
+        return hadamard(balanced) if self.rotated else balanced
+
+
 def lse_correction(q: torch.Tensor, offset: KOffset | torch.Tensor, sm_scale: float) -> torch.Tensor:
     """The number to add to an `lse` that was computed on keys minus their offset: `sm_scale * q.offset`.
 
@@ -237,4 +307,5 @@ def hadamard(x: torch.Tensor, block: int | None = None) -> torch.Tensor:
         low, high = pairs.unbind(-2)
         y = torch.stack((low + high, low - high), dim=-2).flatten(-3)
         width *= 2
-    return (y / math.sqrt(size)).flatten(-2).to(x.dtype)
+    # A product, which every device rounds alike; kernels multiply by the same number.
+    return (y * (1.0 / math.sqrt(size))).flatten(-2).to(x.dtype)

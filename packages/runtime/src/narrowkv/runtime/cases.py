@@ -148,7 +148,7 @@ def each_alone(base: _Case, axes: Mapping[str, Iterable[Any]]) -> Iterator[_Case
 
 
 def unknown(what: str, got: str, known: Iterable[str]) -> CaseError:
-    """The error for a name that is not one of `known`; it says which of them are spelled most alike."""
+    """The error for a name that is not one of `known`, with the most similar names."""
     all_known = list(known)
     close = get_close_matches(got.lower(), all_known, n=2, cutoff=0.5)
     hint = f" (nearest: {', '.join(close)})" if close else ""

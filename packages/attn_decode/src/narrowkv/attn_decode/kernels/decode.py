@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_decode.kernels.loop import Keys, State, attend_to_rows, attend_to_tiles, unless_zero
+from narrowkv.attn_decode.kernels.registers import attend_in_registers, load_query_registers
 from narrowkv.attn_decode.kernels.tiles import (
     attended_span,
     even_split,
@@ -19,10 +20,12 @@ from narrowkv.attn_decode.kernels.tiles import (
 from narrowkv.paged_cache.kernels.pages import Table, first_id, sequence_length, times_head_descale
 from narrowkv.paged_cache.kernels.queries import (
     load_query,
+    offset_products,
     scale_to_fp16,
     split_query,
     split_to_e4m3,
     times_sign,
+    transform_query,
 )
 from narrowkv.paged_cache.kernels.tiles import LEAST_FACTOR, zeros_in_parts
 from narrowkv.quant.device import join_parts
@@ -80,6 +83,7 @@ def _paged_decode_kernel(
     HEAD_PROGRAMS: tl.constexpr = NUM_KV_HEADS * ROW_BLOCKS
     # All rows attend to the same keys.
     ALIKE: tl.constexpr = Q_LEN == 1 and io.tree is None
+    REGISTERS: tl.constexpr = RULES.registers and ALIKE
     HAS_LOW: tl.constexpr = WINDOW_LEFT >= 0 or io.ranges is not None
     table = Table(
         page_ids,
@@ -113,7 +117,10 @@ def _paged_decode_kernel(
     heads = kv_head * GQA_RATIO + rows % GQA_RATIO
     tokens = (seq * Q_LEN + rows // GQA_RATIO).to(tl.int64)
     # Loaded before the length is known, so that both take one latency of memory.
-    q = load_query(io.q, tokens, heads, row_mask, io.q_token, io.q_head, HEAD_DIM, BLOCK_DK, K_PARTS)
+    if REGISTERS:
+        q = load_query_registers(io.q, seq.to(tl.int64), kv_head, io.q_token, io.q_head, GQA_RATIO)
+    else:
+        q = load_query(io.q, tokens, heads, row_mask, io.q_token, io.q_head, HEAD_DIM, BLOCK_DK, K_PARTS)
     kv_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, RAGGED)
     row_base = first_id(table, seq, RAGGED)
     first, end_key = attended_span(io.ranges, seq, seq < batch, kv_len, Q_LEN, WINDOW_LEFT)
@@ -130,6 +137,8 @@ def _paged_decode_kernel(
         low, high, full_first, full_end = row_limits(
             io, seq, rows // GQA_RATIO, row_mask, kv_len, first, end_key, Q_LEN, WINDOW_LEFT
         )
+    if RULES.stages > 0 or io.k_balance is not None:
+        q = transform_query(q, io.k_balance, kv_head, HEAD_DIM, K_PARTS, RULES.stages)
     q_scale = 1.0
     Q_TERMS: tl.constexpr = 3 if io.q.dtype.element_ty == tl.float16 else 2
     if RULES.native:
@@ -157,7 +166,12 @@ def _paged_decode_kernel(
         out_scale * 0.0 + LEAST_FACTOR,
     )
     keys = Keys(row_base, kv_head, first, tl.maximum(end_key - 1, 0))
-    if ALIKE:
+    if REGISTERS:
+        acc, m, l, v_largest = attend_in_registers(
+            begin, end, q, logit_scale, soft_cap, state, k, v, k_descale, v_descale, table, keys,
+            SIZES, K, V, RULES,
+        )  # fmt: skip
+    elif ALIKE:
         acc, m, l, v_largest = attend_to_tiles(
             begin, end, end, 0, q, q_low, logit_scale, soft_cap, state, k, v, k_descale, v_descale, table,
             keys, None, SIZES, K, V, RULES, BLOCKS, "keys",
@@ -187,6 +201,11 @@ def _paged_decode_kernel(
             )  # fmt: skip
         acc, m, l, v_largest = state
 
+    if io.k_offset is not None:
+        # Every split shifts alike, so that they merge as ever.
+        m += io.offset_scale * offset_products(
+            io.q, tokens, heads, row_mask, io.q_token, io.q_head, io.k_offset, kv_head, HEAD_DIM, BLOCK_D
+        )
     acc = join_parts(acc, V_PARTS)
     d = tl.arange(0, BLOCK_D)
     if V.factors:

@@ -84,7 +84,7 @@ def attend_to_tiles(
     # The softmax applies the scale with its own multiply-add.
     FOLDED: tl.constexpr = MASK == "none" and not (KEY_FACTORS or RULES.soft_cap or NATIVE_QK)
     # Page ids are located one tile ahead, so that the loads of keys do not wait for them.
-    AHEAD: tl.constexpr = MASK != "keys"
+    AHEAD: tl.constexpr = MASK != "keys" or RULES.ahead
     # Words of a native K tile hold two elements each, whatever the parts of Q.
     K_WORD: tl.constexpr = 2 if NATIVE_QK else K_PARTS
     dk, dv = tl.arange(0, BLOCK_DK // K_WORD), tl.arange(0, BLOCK_D // V_PARTS)

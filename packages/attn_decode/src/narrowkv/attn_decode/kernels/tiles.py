@@ -15,6 +15,10 @@ class Rows(NamedTuple):
     query token attends to, or None where the sequence's length and the window say it. `tree`
     `[batch, q_len]`: bits that say which of the last q_len keys a query token attends to, or None. The last
     dimension of each is contiguous.
+
+    `k_balance` `[num_kv_heads, head_dim]`: what Q is multiplied by, or None. `k_offset`, of the same shape:
+    what the stored keys lack, or None; logits in base 2 are `offset_scale` times q.k_offset larger than those
+    of the stored keys. It is only given where an lse or sinks see that.
     """
 
     q: Any
@@ -28,6 +32,9 @@ class Rows(NamedTuple):
     lse_token: Any
     ranges: Any = None
     tree: Any = None
+    k_balance: Any = None
+    k_offset: Any = None
+    offset_scale: Any = None
 
 
 class Workspace(NamedTuple):
@@ -72,6 +79,9 @@ class Rules(NamedTuple):
         q_in_shared: products take Q from shared memory, not from registers.
         fp8, clean, p_scale: as in the rules of prefill; decode widens every cache.
         lazy: sums of values are multiplied only in steps that raise a maximum.
+        stages: how Q is rotated, as keys were; see `rotate_parts`.
+        ahead: page ids are located one tile ahead where no row needs a mask of its own, too.
+        registers: stored words go from memory straight to registers; see `attend_in_registers`.
     """
 
     compute: Any
@@ -92,6 +102,9 @@ class Rules(NamedTuple):
     p_scale: float = 1.0
     early: bool = False
     lazy: bool = False
+    stages: int = 0
+    ahead: bool = False
+    registers: bool = False
 
 
 class Blocks(NamedTuple):

@@ -139,11 +139,16 @@ class _Runner:
 
                 cache = NarrowCache(
                     self.model.model.config, max_length=ids.shape[0], calibration=self.calibration,
-                    **self.recipe.cache_options(),
+                    first=self.recipe.first, recent=self.recipe.recent, **self.recipe.cache_options(),
                 )  # fmt: skip
-            out = self.model.model(ids[None], past_key_values=cache, use_cache=cache is not None)
-        logits: torch.Tensor = out.logits[0]
-        return logits
+            # Tokens that come together would see one another as they are, not as they are stored.
+            one_by_one = cache is not None and self.recipe.keeps_some
+            steps = list(ids[:, None]) if one_by_one else [ids]
+            logits = [
+                self.model.model(step[None], past_key_values=cache, use_cache=cache is not None).logits[0]
+                for step in steps
+            ]
+        return torch.cat(logits)
 
 
 def _compare(totals: _Totals, got: torch.Tensor, wanted: torch.Tensor, ids: torch.Tensor) -> None:

@@ -94,8 +94,8 @@ class Recipe:
         offset: K's mean per channel is removed first.
         balance_k, balance_v: K and V are divided by a scale per channel first.
         rotated: Q and K are rotated first.
-        first, recent: tokens at the beginning of the sequence, and newest tokens at each query, that are in
-            FP8 with a scale per position and head. Older ones are converted from that as `k` and `v` say.
+        first, recent: tokens at the beginning of the sequence, and newest tokens at each query, that are seen
+            in FP8 with a scale per position and head, whatever `k` and `v` say.
         note: what a table says beside it.
     """
 
@@ -114,7 +114,7 @@ class Recipe:
     def in_cache(self) -> bool:
         """Whether `NarrowCache` and the kernels have it; others are simulated in torch."""
         scales = {side.scale for side in (self.k, self.v) if side.format == "fp4_e2m1"}
-        return self.k.in_cache and self.v.in_cache and len(scales) < 2 and not self.keeps_some
+        return self.k.in_cache and self.v.in_cache and len(scales) < 2
 
     @property
     def keeps_some(self) -> bool:
@@ -130,10 +130,8 @@ class Recipe:
         Returns:
             K and V of most tokens; if `keeps_some`, also K and V as the first and the newest are seen.
         """
-        if not self.keeps_some:
-            return [(self.k.store(k), self.v.store(v))]
-        near_k, near_v = _FP8.store(k), _FP8.store(v)
-        return [(self.k.store(near_k), self.v.store(near_v)), (near_k, near_v)]
+        stored = [(self.k.store(k), self.v.store(v))]
+        return [*stored, (_FP8.store(k), _FP8.store(v))] if self.keeps_some else stored
 
     @property
     def calibrated(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from narrowkv.attn_decode import paged_decode
+from narrowkv.attn_decode import merge_states, paged_decode
 from narrowkv.attn_prefill import batch_prefill
 from narrowkv.engines.transformers.cache import LAYER_TAG, NarrowLayer
 from narrowkv.engines.transformers.masks import check_padding
@@ -82,33 +82,91 @@ def attend(
                 "a calibration with a K offset shifts logits, which a soft cap or attention sinks would see: "
                 "calibrate this model with offset=False"
             )
+        if layer.near is not None:
+            if sliding_window is not None:
+                raise ValueError(
+                    "NarrowCache with recent tokens in FP8 must know which layers have a sliding window, got "
+                    "one that its configuration does not name: use recent=0 for this model"
+                )
+            o = _attend_apart(layer, query, key, value, padding, options)
+            return o.view(batch, tokens, -1, head_dim), None
         layer.store(padding)
         rows, cache = layer.owner.rows, layer.cache
         step = rows.step
         assert cache is not None
         assert step is not None
         if step.starts is None:
-            q = _calibrated(layer, query.squeeze(2))
-            o = paged_decode(q, cache, step.table, plan=layer.decode_plan(q), **options)
+            q = query.squeeze(2)
+            o = paged_decode(q, cache, step.table, plan=layer.decode_plans(q)[0], **options)
             return _output(layer, o).unsqueeze(1), None
-        q = _calibrated(layer, _rows_of(query))
+        q = _rows_of(query)
         plan = rows.prefill_plan(q, cache, step)
         o = batch_prefill(q, cache, step.table, step.starts, plan=plan, **options)
         return _output(layer, o).view(batch, tokens, -1, head_dim), None
+    return _attend_dense(query, key, value, padding, **options).view(batch, tokens, -1, head_dim), None
+
+
+def _attend_dense(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | None, **options: Any
+) -> Any:
+    """Attention to `key` and `value` where they are: `[batch * tokens, num_qo_heads, head_dim]`."""
+    batch, _, tokens, _ = query.shape
     step = _dense_step(key, padding, batch, tokens)
     cache = PagedKVCache.from_tensors(
         *(_as_slots(x) for x in (key, value)), format=_format_of(key), layout="tokens"
     )
     if step.starts is None:
-        o = paged_decode(query.squeeze(2), cache, step.table, **options)
-        return o.unsqueeze(1), None
-    o = batch_prefill(_rows_of(query), cache, step.table, step.starts, **options)
-    return o.view(batch, tokens, -1, head_dim), None
+        return paged_decode(query.squeeze(2), cache, step.table, **options)
+    return batch_prefill(_rows_of(query), cache, step.table, step.starts, **options)
 
 
-def _calibrated(layer: NarrowLayer, q: torch.Tensor) -> torch.Tensor:
-    """Queries `[tokens, num_qo_heads, head_dim]` for the layer's stored keys."""
-    return q if layer.calibration is None else layer.calibration.queries(q)
+def _attend_apart(
+    layer: NarrowLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    padding: torch.Tensor | None, options: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    """Attention of a layer that keeps first and newest tokens apart: partial results, merged.
+
+    A new token attends to both caches, which hold it already. Several attend to one another as they are, and
+    to what both caches held before them.
+    """
+    tokens = query.shape[2]
+    sinks, options = options["sinks"], {**options, "sinks": None}
+    if tokens == 1:
+        layer.store(padding)
+        q = query.squeeze(2)
+        o, lse = _states(2, q)
+        plans = layer.decode_plans(q)
+        for i, (cache, table) in enumerate(layer.decode_inputs()):
+            paged_decode(q, cache, table, plan=plans[i], out=o[i], lse=lse[i], **options)
+        return _output(layer, merge_states(o, lse, sinks=sinks, out_dtype=q.dtype)[0])
+    layer.make_room(padding)
+    step = layer.owner.rows.step
+    assert step is not None
+    assert step.window is not None
+    assert step.starts is not None
+    # K and V of a model may differ in how they lie; token by token they are alike.
+    key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
+    if step.window.near_before is None or step.window.far_before is None:
+        o = _attend_dense(query, key, value, padding, **{**options, "sinks": sinks})
+    else:
+        q = _rows_of(query)
+        o, lse = _states(3, q)
+        before = (layer.near, step.window.near_before), (layer.cache, step.window.far_before)
+        for i, (held, table) in enumerate(before):
+            assert held is not None
+            batch_prefill(q, held, table, step.starts, causal=False, out=o[i], lse=lse[i], **options)
+            o[i] = _output(layer, o[i])
+        own = None if padding is None else padding[:, -tokens:]
+        _attend_dense(query, key, value, own, out=o[2], lse=lse[2], **options)
+        o = merge_states(o, lse, sinks=sinks, out_dtype=q.dtype)[0]
+    layer.store(padding)
+    return o
+
+
+def _states(count: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for partial results: o `[count, *q.shape]` and lse without its last axis, fp32."""
+    o = torch.empty(count, *q.shape, dtype=torch.float32, device=q.device)
+    return o, torch.empty(o.shape[:3], dtype=torch.float32, device=q.device)
 
 
 def _output(layer: NarrowLayer, o: torch.Tensor) -> torch.Tensor:

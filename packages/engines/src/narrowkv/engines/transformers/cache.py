@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 
 from narrowkv.attn_decode import DecodePlan
 from narrowkv.engines.transformers.rows import Rows
-from narrowkv.paged_cache import CacheFormat, PagedKVCache, append
+from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, append
 from narrowkv.quant import Calibration, LayerCalibration
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import check_positive_int
@@ -31,30 +31,36 @@ class NarrowLayer(CacheLayerMixin):
 
     Attributes:
         cache: the layer's pages; None before the first tokens.
+        near: pages of the first and the newest tokens, or None where `cache` holds all tokens.
         calibration: what queries, keys, values and the output go through; None for nothing.
         pending: keys and values that the attention function has not stored yet.
     """
 
     is_compileable = False
-    is_croppable = True
     supports_early_init = False
 
-    def __init__(self, owner: NarrowCache) -> None:
+    def __init__(self, owner: NarrowCache, *, apart: bool = False) -> None:
         super().__init__()
-        self.owner = owner
+        self.owner, self.apart = owner, apart
+        self.is_croppable = not apart
+        self.near: PagedKVCache | None = None
         self.calibration: LayerCalibration | None = None
         self.cache: PagedKVCache | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.length = 0
-        self._planned: tuple[torch.Size, torch.dtype, DecodePlan] | None = None
+        self._planned: tuple[torch.Size, torch.dtype, tuple[DecodePlan, ...]] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocates the pages for as many rows as the keys `[batch, num_kv_heads, tokens, head_dim]` have."""
         self.batch_size, heads, _, head_dim = key_states.shape
         rows = self.owner.rows_for(self.batch_size, key_states.device)
+        transform = None
         if self.calibration is not None:
             self.calibration = self.calibration.to(key_states.device)
-        self.cache = self.owner.allocate(rows, heads, head_dim)
+            transform = self.calibration.key_transform()
+        self.cache = replace(self.owner.allocate(rows, heads, head_dim), key_transform=transform)
+        if self.apart:
+            self.near = replace(self.owner.allocate_near(rows, heads, head_dim), key_transform=transform)
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def update(
@@ -78,42 +84,58 @@ class NarrowLayer(CacheLayerMixin):
         setattr(key_states, LAYER_TAG, self)
         return key_states, value_states
 
+    def make_room(self, padding: torch.Tensor | None) -> None:
+        """Makes room for the pending tokens, which the first layer of a step does for all of them."""
+        if self.pending is not None:
+            self.owner.step_at(self.length, self.pending[0].shape[2], padding)
+
     def store(self, padding: torch.Tensor | None) -> None:
-        """Appends the pending tokens to the pages; the first layer of a step makes room for all of them."""
+        """Appends the pending tokens to the pages, once there is room for them."""
+        self.make_room(padding)
         if self.pending is None:
             return
         assert self.cache is not None
         (k, v), self.pending = self.pending, None
         batch, heads, tokens, head_dim = k.shape
-        step = self.owner.step_at(self.length, tokens, padding)
+        step = self.owner.rows.step
+        assert step is not None
         if tokens == 1:
             k, v = k.squeeze(2), v.squeeze(2)
         else:
             k, v = (x.transpose(1, 2).reshape(batch * tokens, heads, head_dim) for x in (k, v))
         if self.calibration is not None:
-            k, v = self.calibration.keys(k), self.calibration.values(v)
-        append(self.cache, k, v, step.slots)
+            v = self.calibration.values(v)
+        if self.near is None:
+            append(self.cache, k, v, step.slots)
+        else:
+            assert step.window is not None
+            append(self.near, k, v, step.window.near_slots)
+            append(self.cache, k, v, step.window.far_slots)
 
-    def decode_plan(self, q: torch.Tensor) -> DecodePlan:
-        """The plan of a decode step, the same for all layers of a shape; found again without a look-up."""
+    def decode_plans(self, q: torch.Tensor) -> tuple[DecodePlan, ...]:
+        """The plan of a decode step over each of `decode_inputs`; found again without a look-up."""
         if self._planned is None or self._planned[0] != q.shape or self._planned[1] != q.dtype:
-            assert self.cache is not None
-            self._planned = q.shape, q.dtype, self.owner.rows.decode_plan(q, self.cache)
+            plan = self.owner.rows.decode_plan
+            self._planned = q.shape, q.dtype, tuple(plan(q, *each) for each in self.decode_inputs())
         return self._planned[2]
+
+    def decode_inputs(self) -> tuple[tuple[PagedKVCache, PageTable], ...]:
+        """The caches that a decode step attends to, each with its table."""
+        rows = self.owner.rows
+        assert self.cache is not None
+        if self.near is None:
+            return ((self.cache, rows.table),)
+        assert rows.window is not None
+        return (self.near, rows.window.near), (self.cache, rows.window.far)
 
     def select(self, index: torch.Tensor) -> None:
         """Keeps these rows, which may repeat, in this order."""
         if self.cache is None:
             return
-        cache, pages = self.cache, self.owner.pages
-        taken: dict[str, Any] = {
-            name: _select_rows(value, index, pages)
-            for name in ("k", "v", "k_descale", "v_descale")
-            if isinstance(value := getattr(cache, name), torch.Tensor)
-            and value.shape[:1] == (cache.num_pages,)
-        }
         self.batch_size = int(index.shape[0])
-        self.cache = replace(cache, num_pages=self.batch_size * pages, **taken)
+        self.cache = _select_rows(self.cache, index, self.owner.pages)
+        if self.near is not None:
+            self.near = _select_rows(self.near, index, 1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that a mask covers, and the first of them."""
@@ -138,10 +160,20 @@ class NarrowLayer(CacheLayerMixin):
         raise NotImplementedError("NarrowCache cannot be offloaded: leave cache offloading off")
 
 
-def _select_rows(pages: torch.Tensor, index: torch.Tensor, per_row: int) -> torch.Tensor:
-    stored = pages.view(torch.uint8) if pages.element_size() == 1 else pages
-    rows = stored.view(-1, per_row, *stored.shape[1:])
-    return rows.index_select(0, index.to(rows.device)).flatten(0, 1).view(pages.dtype)
+def _select_rows(cache: PagedKVCache, index: torch.Tensor, per_row: int) -> PagedKVCache:
+    """A cache with the pages of these rows, each of which has `per_row` pages."""
+
+    def select(pages: torch.Tensor) -> torch.Tensor:
+        stored = pages.view(torch.uint8) if pages.element_size() == 1 else pages
+        rows = stored.view(-1, per_row, *stored.shape[1:])
+        return rows.index_select(0, index.to(rows.device)).flatten(0, 1).view(pages.dtype)
+
+    taken: dict[str, Any] = {
+        name: select(value)
+        for name in ("k", "v", "k_descale", "v_descale")
+        if isinstance(value := getattr(cache, name), torch.Tensor) and value.shape[:1] == (cache.num_pages,)
+    }
+    return replace(cache, num_pages=int(index.shape[0]) * per_row, **taken)
 
 
 class NarrowCache(Cache):
@@ -164,6 +196,11 @@ class NarrowCache(Cache):
         scale_format: of an FP4 side without groups: "e8m0" (powers of two) or "e4m3".
         calibration: offsets and balances of the model, from `narrowkv.quant.calibrate` or
             `narrowkv.quant.Calibration.load`; one layer for each layer that has keys and values.
+        recent: the newest tokens of each row that a new token sees in FP8 with a scale per token and head,
+            beside the others in `format`; 0 for none. A prompt sees its own tokens as they are, in 16 bits.
+            For FP4, of which it takes away most of the loss. Layers with a sliding window do without, and
+            such a cache cannot be cropped.
+        first: the same for the first tokens of each row.
 
     Raises:
         TypeError, ValueError: for sizes and formats that a cache cannot have, and for layers that it cannot
@@ -186,7 +223,15 @@ class NarrowCache(Cache):
         scale_group: int | None = None,
         scale_format: str = "e8m0",
         calibration: Calibration | None = None,
+        recent: int = 0,
+        first: int = 0,
     ) -> None:
+        for name, count in (("recent", recent), ("first", first)):
+            if type(count) is not int or count < 0:
+                raise ValueError(f"{name} must be a number of tokens, 0 or more, got {count!r}")
+        if first and not recent:
+            raise ValueError(f"recent must be at least 1 beside first={first}, got 0")
+        self.first, self.recent = first, recent
         self.max_length = check_positive_int("max_length", max_length)
         self.page_size = check_positive_int("page_size", page_size)
         self.pages = -(-max_length // page_size)
@@ -208,7 +253,7 @@ class NarrowCache(Cache):
 
     def _narrow(self, layer: Any, index: int) -> Any:
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-            return NarrowLayer(self)
+            return NarrowLayer(self, apart=self.recent > 0 and type(layer) is DynamicLayer)
         if isinstance(layer, CacheLayerMixin):
             raise ValueError(
                 f"NarrowCache holds layers with keys and values of one shape, got {type(layer).__name__} for "
@@ -234,7 +279,8 @@ class NarrowCache(Cache):
 
     def bytes(self) -> int:
         """Bytes of all pages and their descales; 0 before the first tokens."""
-        caches = [layer.cache for layer in self.narrow_layers if layer.cache is not None]
+        held = [cache for layer in self.narrow_layers for cache in (layer.cache, layer.near)]
+        caches = [cache for cache in held if cache is not None]
         return math.ceil(sum(c.bytes_per_token() * c.num_pages * c.page_size for c in caches))
 
     def rows_for(self, batch: int, device: torch.device) -> Rows:
@@ -245,8 +291,20 @@ class NarrowCache(Cache):
                     f"NarrowCache holds {self._rows.batch} rows, got keys of {batch}: call reset() or make a "
                     "new cache"
                 )
-            self._rows = Rows(batch, self.max_length, self.page_size, device)
+            self._rows = self._make_rows(batch, device)
         return self._rows
+
+    def _make_rows(self, batch: int, device: torch.device) -> Rows:
+        return Rows(batch, self.max_length, self.page_size, device, first=self.first, recent=self.recent)
+
+    def allocate_near(self, rows: Rows, num_kv_heads: int, head_dim: int) -> PagedKVCache:
+        """Pages of the first and the newest tokens of one layer, one for each row."""
+        shape = (rows.batch, self.first + self.recent, num_kv_heads)
+        scales = [torch.ones(shape, dtype=torch.float32, device=rows.device) for _ in "kv"]
+        return PagedKVCache.empty(
+            *shape, head_dim, format="fp8_e4m3fn", k_descale=scales[0], v_descale=scales[1],
+            device=rows.device,
+        )  # fmt: skip
 
     def allocate(self, rows: Rows, num_kv_heads: int, head_dim: int) -> PagedKVCache:
         """Pages of one layer."""
@@ -283,7 +341,13 @@ class NarrowCache(Cache):
         return rows.step
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets tokens of every row: the last `-tokens_to_remove`, or those beyond it if it is positive."""
+        """Forgets tokens of every row: the last `-tokens_to_remove`, or those beyond it if it is positive.
+
+        Raises:
+            ValueError: the cache keeps newest tokens apart, and the ones before them are no longer there.
+        """
+        if self.recent:
+            raise ValueError("NarrowCache with recent tokens in FP8 cannot forget tokens: use recent=0")
         length = self.get_seq_length()
         removed = -tokens_to_remove if tokens_to_remove <= 0 else max(length - tokens_to_remove, 0)
         for layer in self.layers:
@@ -326,6 +390,6 @@ class NarrowCache(Cache):
                 getattr(layer, method)(argument)
         if self._rows is not None:
             old = self._rows
-            self._rows = Rows(int(index.shape[0]), old.max_length, old.page_size, old.device)
+            self._rows = self._make_rows(int(index.shape[0]), old.device)
             self._rows.set_lens(old.seq_lens.index_select(0, index.to(old.device)))
             self._rows.length = old.length

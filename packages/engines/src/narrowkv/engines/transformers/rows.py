@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from narrowkv.attn_decode import DecodePlan, plan_decode
 from narrowkv.attn_prefill import PrefillPlan, plan_prefill
+from narrowkv.engines.transformers.window import Window, WindowStep, between_padding
 from narrowkv.paged_cache import PagedKVCache, PageTable
 
 
@@ -22,12 +23,14 @@ class Step:
             token is written again by the next step.
         table: the pages of each sequence, with the new tokens in the lengths.
         starts: `[sequences + 1]` int32, where each sequence's queries begin; None if every row has one query.
+        window: the same for layers that keep first and newest tokens apart, or None.
     """
 
     tokens: int
     slots: torch.Tensor
     table: PageTable
     starts: torch.Tensor | None
+    window: WindowStep | None = None
 
 
 class Rows:
@@ -40,9 +43,13 @@ class Rows:
         max_length: tokens that a row can hold.
         page_size: tokens a page.
         device: where the cache is.
+        first, recent: tokens of each row that some layers keep apart, the first and the newest.
     """
 
-    def __init__(self, batch: int, max_length: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, batch: int, max_length: int, page_size: int, device: torch.device, *, first: int = 0,
+        recent: int = 0,
+    ) -> None:  # fmt: skip
         self.batch, self.max_length, self.page_size, self.device = batch, max_length, page_size, device
         self.pages = -(-max_length // page_size)
         ids = torch.arange(batch * self.pages, dtype=torch.int32, device=device)
@@ -53,6 +60,7 @@ class Rows:
             ids.view(batch, self.pages), self.seq_lens, page_size=page_size
         )
         self._first_slot = torch.arange(batch, dtype=torch.int32, device=device) * (self.pages * page_size)
+        self.window = Window(self.table, first, recent) if recent else None
         self.length = 0
         self.step: Step | None = None
         self._one_token = Step(1, self._slots, self.table, None)
@@ -76,6 +84,9 @@ class Rows:
                 f"NarrowCache must have max_length of at least {self.length + tokens} for these tokens, got "
                 f"{self.max_length}: make it with the length of the prompt and of all new tokens"
             )
+        before: tuple[PageTable, PageTable] | tuple[None, None] = (None, None)
+        if self.window is not None and tokens > 1 and self.length:
+            before = self.window.before(padding is not None)
         self.length += tokens
         if tokens != 1:
             self._prefill_plans.clear()  # their scratch is sized for one chunk
@@ -87,6 +98,12 @@ class Rows:
             self.step = Step(1, torch.where(kept, self._slots, -1), self.table, None)
         else:
             self.step = self._advance_padded(tokens, padding[:, -tokens:])
+        if self.window is not None:
+            self.window.set_lens(self.seq_lens)
+            slots = self.window.slots(
+                self.step.slots.view(self.batch, tokens), self._first_slot, self.seq_lens
+            )
+            self.step = replace(self.step, window=WindowStep(*slots, *before))
         return self.step
 
     def _advance_all(self, tokens: int) -> Step:
@@ -103,16 +120,10 @@ class Rows:
         kept = padding.bool()
         index = self._slots[:, None] + kept.cumsum(1, dtype=torch.int32)
         self._state.add_(counts)
-        table = self.table.page_ids.new_zeros(2 * self.batch + 1, self.pages)
-        table[1::2] = self.table.page_ids
-        lens = self.seq_lens.new_zeros(2 * self.batch + 1)
-        lens[1::2] = self.seq_lens
-        return Step(
-            tokens,
-            torch.where(kept, index, -1).flatten(),
-            PageTable.from_block_table(table, lens, page_size=self.page_size),
-            starts,
+        table = PageTable.from_block_table(
+            between_padding(self.table.page_ids), between_padding(self.seq_lens), page_size=self.page_size
         )
+        return Step(tokens, torch.where(kept, index, -1).flatten(), table, starts)
 
     def crop(self, tokens: int) -> None:
         """Forgets the last tokens of every row."""
@@ -128,13 +139,15 @@ class Rows:
         """Makes each row as long as the int32 `[batch]` tensor says."""
         self.seq_lens.copy_(seq_lens)
         torch.add(self._first_slot, self.seq_lens - 1, out=self._slots)
+        if self.window is not None:
+            self.window.set_lens(self.seq_lens)
 
-    def decode_plan(self, q: torch.Tensor, cache: PagedKVCache) -> DecodePlan:
-        """The plan of a decode step, made once for all layers of a shape."""
-        key = (q.shape, q.dtype, cache.num_kv_heads, cache.format)
+    def decode_plan(self, q: torch.Tensor, cache: PagedKVCache, table: PageTable) -> DecodePlan:
+        """The plan of a decode step over such a cache and table, made once for all layers of a shape."""
+        key = (q.shape, q.dtype, cache.num_kv_heads, cache.format, cache.page_size)
         plan = self._decode_plans.get(key)
         if plan is None:
-            plan = self._decode_plans[key] = plan_decode(q, cache, self.table)
+            plan = self._decode_plans[key] = plan_decode(q, cache, table)
         return plan
 
     def prefill_plan(self, q: torch.Tensor, cache: PagedKVCache, step: Step) -> PrefillPlan:

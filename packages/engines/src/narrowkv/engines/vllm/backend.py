@@ -32,7 +32,6 @@ from narrowkv.engines.vllm.slots import (
     format_of,
     layer_cache,
     randomly_rotated,
-    rotated,
     rotation_block,
     slot_bytes,
 )
@@ -189,13 +188,12 @@ class NarrowAttention(AttentionImpl):
             "logits_soft_cap": logits_soft_cap or 0.0,
             "window_left": -1 if sliding_window is None else sliding_window - 1,
         }
-        # vLLM's UltraQuant slots have keys rotated, and scales by a rule of their own. INT4 slots have keys
-        # and values rotated.
-        self.exponent, self.rotates_values = "mse", self.kv_cache_dtype == INT4
-        self.rotates = self.kv_cache_dtype in (ULTRAQUANT, INT4)
-        if self.rotates_values:
+        # UltraQuant's slots have keys rotated, which their cache says, and scales by a rule of their own.
+        # INT4 slots have keys and values rotated.
+        self.exponent, self.rotates = "mse", self.kv_cache_dtype == INT4
+        if self.rotates:
             self.options["sm_scale"] /= rotation_block(head_size)
-        elif self.rotates:
+        elif self.kv_cache_dtype == ULTRAQUANT:
             self.exponent = "ultraquant"
             if head_size & (head_size - 1):
                 raise UnsupportedError(
@@ -255,17 +253,15 @@ class NarrowAttention(AttentionImpl):
         k, v, count = key, value, slot_mapping.shape[0]
         if k.shape[0] != count:
             k, v = k[:count], v[:count]
-        if self.rotates_values:
+        if self.rotates:
             k, v = randomly_rotated(k), randomly_rotated(v)
-        elif self.rotates:
-            k, v = rotated(k), v.float()
         append(self.cache_of(layer, kv_cache), k, v, slot_mapping, exponent=self.exponent)
 
     def fused_rope_kvcache_supported(self) -> bool:
         """Whether `do_rope_and_kv_cache_update` serves the layer.
 
-        It does unless stored keys are rotated once more (UltraQuant), or attention needs the new keys again
-        (decode context parallelism).
+        It does unless values are rotated, too (INT4), or attention needs the new keys again (decode context
+        parallelism).
         """
         return not self.rotates and self._ranks is None
 
@@ -331,16 +327,14 @@ class NarrowAttention(AttentionImpl):
         q, out = query, output
         if q.shape[0] != tokens or out.shape[0] != tokens or q.dim() != 3 or out.dim() != 3:
             q, out = (x[:tokens].view(tokens, self.num_heads, self.head_size) for x in (q, out))
-        if self.rotates_values:
+        if self.rotates:
             q, key, value = (randomly_rotated(x) for x in (q, key, value))
-        elif self.rotates:
-            q, key = rotated(q).to(q.dtype), rotated(key).to(key.dtype)
         options: dict[str, Any] = {"max_batch": self._max_batch, "sinks": self.sinks, **self.options}
         if self._ranks is not None and isinstance(step, RanksStep):
             k, v = (x[:tokens].view(tokens, self.num_kv_heads, self.head_size) for x in (key, value))
             attend_over_ranks(step, q, k, v, cache, out, ranks=self._ranks, **options)
         else:
             attend(step, q, cache, out, **options)
-        if self.rotates_values:
+        if self.rotates:
             out.copy_(randomly_rotated(out, inverse=True))
         return output

@@ -6,7 +6,7 @@ A slot holds everything of one token and head, in this order:
     fp8_per_token_head      K | fp32 scale | V | fp32 scale
     int8_per_token_head     K | fp32 scale | V | fp32 scale
     int4_per_token_head     K codes | fp32 scale | V codes | fp32 scale; K and V are `randomly_rotated`
-    ultraquant_4bit         K codes | E8M0 per 32 | V codes | E8M0 per 32; K is `rotated`
+    ultraquant_4bit         K codes | E8M0 per 32 | V codes | E8M0 per 32; K is rotated
     narrowkv_k8v4           K in FP8 | fp32 scale | V codes | E4M3 scale | padding to a multiple of 4 bytes
     narrowkv_fp4            K codes | E4M3 scale | V codes | E4M3 scale
 
@@ -16,12 +16,13 @@ vLLM has no names for the last two: `chosen_slots` says how they are asked for.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from narrowkv.paged_cache import CacheFormat, PagedKVCache
-from narrowkv.quant import hadamard
+from narrowkv.quant import KeyTransform, hadamard
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import check_choice
 from narrowkv.runtime.launch import active_target
@@ -33,7 +34,6 @@ __all__ = [
     "format_of",
     "layer_cache",
     "randomly_rotated",
-    "rotated",
     "rotation_block",
     "slot_bytes",
 ]
@@ -119,23 +119,6 @@ def format_of(cache_dtype: str, model_dtype: torch.dtype, device: torch.device) 
     return CacheFormat.parse(get_format(names.get(cache_dtype, model_dtype)).name)
 
 
-@functools.lru_cache(maxsize=8)
-def _rotation(head_dim: int, device: torch.device) -> torch.Tensor:
-    return hadamard(torch.eye(head_dim, device=device))
-
-
-def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Keys or queries as UltraQuant slots have them: each head times the orthonormal Hadamard matrix.
-
-    Args:
-        x: `[tokens, heads, head_dim]`, head_dim a power of two.
-
-    Returns:
-        fp32 of that shape.
-    """
-    return x.float() @ _rotation(x.shape[-1], x.device)
-
-
 def rotation_block(head_dim: int) -> int:
     """Channels that vLLM rotates together in INT4 slots: the largest power of two that divides head_dim."""
     return head_dim & -head_dim
@@ -215,4 +198,5 @@ def layer_cache(
     form = format_of(cache_dtype, kv_cache.dtype, kv_cache.device)
     if get_format(form.k).kind == "float":
         return PagedKVCache.from_tensors(k, v, format=form)
-    return PagedKVCache.from_tensors(k, v, format=form, k_descale=scales[0], v_descale=scales[1], **given)
+    cache = PagedKVCache.from_tensors(k, v, format=form, k_descale=scales[0], v_descale=scales[1], **given)
+    return replace(cache, key_transform=KeyTransform()) if cache_dtype == ULTRAQUANT else cache

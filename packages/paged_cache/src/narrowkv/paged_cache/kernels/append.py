@@ -1,4 +1,4 @@
-"""The fused append: optional RoPE on K, optional K offset, quantise, scatter by slot.
+"""The fused append: optional RoPE on K, offset, balance and rotation of K, quantise, scatter by slot.
 
 What it does to rows of new tokens is shared with prefill that appends.
 """
@@ -11,6 +11,7 @@ import triton.language as tl
 from narrowkv.quant.device import narrow_fp8
 from narrowkv.quant.device_e4m3 import narrow_fp4_e4m3
 from narrowkv.quant.device_fp4 import narrow_fp4
+from narrowkv.quant.device_hadamard import rotate_parts
 from narrowkv.quant.device_int import narrow_int4, narrow_int8, saturated_int8
 
 
@@ -246,9 +247,10 @@ def quantise_rows(
 # Triton compiles no variants for these: slot mappings are slices of longer vectors, at any address.
 @triton.jit(do_not_specialize=["slot_mapping", "slot_step", "num_slots"])
 def _append_kernel(
-    k_new, v_new, k, v, k_descale, v_descale, k_offset_ptr, rope, q, slot_mapping, slot_step, num_slots,
+    k_new, v_new, k, v, k_descale, v_descale, k_offset, k_balance, rope, q, slot_mapping, slot_step,
+    num_slots,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
+    STAGES: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
     K_MAX: tl.constexpr, V_MAX: tl.constexpr, K_SCALING: tl.constexpr, V_SCALING: tl.constexpr,
     K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, RULE: tl.constexpr,
     K_VEC: tl.constexpr, V_VEC: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -259,7 +261,8 @@ def _append_kernel(
 
     Args:
         k_new, v_new: `NewTokens`; k, v: `KVPointers`; k_descale, v_descale: `DescalePointers`.
-        k_offset_ptr: `[heads, HEAD_DIM]` float32, or None; rope: `RopePointers`; q: `Queries`.
+        k_offset, k_balance: `[heads, HEAD_DIM]` float32, or None: K loses one and is divided by the other.
+        rope: `RopePointers`; q: `Queries`. STAGES: how K is then rotated, see `rotate_parts`.
         slot_mapping: `[tokens]` int32 or int64 of stride `slot_step`; num_slots: slots of the cache.
         K_MAX, V_MAX: the largest number of the format; K_SCALING, V_SCALING: see `quantise_rows`.
         K_GROUP, V_GROUP: FP4: channels per scale, 0 for one scale; RULE: how its exponent is chosen.
@@ -286,8 +289,11 @@ def _append_kernel(
         k_new.ptr, tokens * k_new.token + head * k_new.head, rope, tokens, one, d,
         HEAD_DIM, ROTARY_DIM, INTERLEAVED,
     )  # fmt: skip
-    if HAS_OFFSET:
-        x -= tl.load(k_offset_ptr + head * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)[None, :]
+    if k_offset is not None:
+        x -= tl.load(k_offset + head * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)[None, :]
+    if k_balance is not None:
+        x = tl.div_rn(x, tl.load(k_balance + head * HEAD_DIM + d, mask=d < HEAD_DIM, other=1.0)[None, :])
+    x = rotate_parts((x,), STAGES, 1)[0]
     at = tokens * v_new.token + head * v_new.head
     y = tl.load(v_new.ptr + at[:, None] + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0.0)
     quantise_rows(

@@ -80,6 +80,8 @@ class Stored(NamedTuple):
             "e8m0_32", "e4m3_16", "e4m3_32" (a byte for each 16 or 32 channels).
         factors: whether each key has a factor of its own once it is widened; see `widen_tile`.
         aligned: whether the scales of a key's groups can be read as one word.
+        token, scale_token: strides of a token of the words and of the scales where a kernel has them as
+            constants, because it reads FP4 with scales of groups straight to registers; else 0.
     """
 
     format: str
@@ -89,6 +91,8 @@ class Stored(NamedTuple):
     descale: str
     factors: bool
     aligned: bool
+    token: int = 0
+    scale_token: int = 0
 
 
 @triton.jit

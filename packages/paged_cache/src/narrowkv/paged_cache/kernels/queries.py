@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from narrowkv.quant.device_hadamard import rotate_parts
+
 
 @triton.jit
 def load_query(
@@ -18,6 +20,67 @@ def load_query(
             tl.load(q_ptr + rows + d[None, :], mask=row_mask[:, None] & (d < HEAD_DIM)[None, :], other=0.0),
         )
     return parts
+
+
+@triton.jit
+def transform_query(q, k_balance, kv_head, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr):
+    """Q for keys that are stored by a `KeyTransform`, float32 in parts.
+
+    Args:
+        q: parts of rows that all belong to `kv_head`.
+        k_balance: float32 `[num_kv_heads, HEAD_DIM]`, or None.
+        STAGES: see `rotate_parts`.
+    """
+    PART: tl.constexpr = q[0].shape[1]
+    balanced = ()
+    for i in tl.static_range(PARTS):
+        d = tl.arange(0, PART) * PARTS + i
+        x = q[i].to(tl.float32)
+        if k_balance is not None:
+            x *= tl.load(k_balance + kv_head * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)[None, :]
+        balanced = balanced + (x,)
+    return rotate_parts(balanced, STAGES, PARTS)
+
+
+@triton.jit
+def offset_products(
+    q_ptr, tokens, heads, row_mask, stride_qt, stride_qh, k_offset, kv_head,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Products [M] of rows of Q that belong to `kv_head` with the offset of its keys.
+
+    Q is read once more, by loads that the compiler does not merge with earlier ones: a number that a row
+    keeps through the loop over keys takes registers there (gfx942, FP4: 302 instead of 208).
+    """
+    d = tl.arange(0, BLOCK_D)
+    at = tokens[:, None] * stride_qt + heads[:, None] * stride_qh + d[None, :]
+    inside = row_mask[:, None] & (d < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + at, mask=inside, other=0.0, volatile=True).to(tl.float32)
+    return tl.sum(q * tl.load(k_offset + kv_head * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)[None, :], 1)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _transform_queries_kernel(
+    q, out, shift, k_balance, k_offset, q_token, q_head, num_tokens, scale,
+    NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Rows of Q of one KV head by `transform_query`; out and shift are contiguous, shift may be None."""
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    rows = (tl.program_id(0) // NUM_KV_HEADS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tokens, heads = rows // GQA_RATIO, kv_head * GQA_RATIO + rows % GQA_RATIO
+    row_mask = tokens < num_tokens
+    x = load_query(q, tokens, heads, row_mask, q_token, q_head, HEAD_DIM, BLOCK_D, 1)
+    x = transform_query(x, k_balance, kv_head, HEAD_DIM, 1, STAGES)
+    to = tokens * (NUM_KV_HEADS * GQA_RATIO) + heads
+    d = tl.arange(0, BLOCK_D)
+    at = out + to[:, None] * HEAD_DIM + d[None, :]
+    tl.store(at, x[0].to(out.dtype.element_ty), mask=row_mask[:, None] & (d < HEAD_DIM)[None, :])
+    if shift is not None:
+        products = offset_products(
+            q, tokens, heads, row_mask, q_token, q_head, k_offset, kv_head, HEAD_DIM, BLOCK_D
+        )
+        tl.store(shift + to, products * scale, mask=row_mask)
 
 
 @triton.jit

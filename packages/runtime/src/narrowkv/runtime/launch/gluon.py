@@ -17,6 +17,8 @@ _WANTED = {
         ("async_copy", "fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait"),
     ),
     "cdna": ("triton.experimental.gluon.language.amd.cdna4", ("async_copy",)),
+    # With Triton 3.8, which also has the launch option `llvm_fn_attrs`.
+    "cdna_turns": ("triton.experimental.gluon.language.amd", ("warp_pipeline_stage", "cdna5")),
 }
 
 
@@ -25,7 +27,7 @@ def has_gluon(family: str = "hopper") -> bool:
     """Whether this Triton has what kernels for a family of targets are written in; asked once.
 
     Args:
-        family: "hopper" or "cdna".
+        family: "hopper", "cdna", or "cdna_turns" for kernels whose waves take turns.
     """
     module, names = _WANTED[family]
     try:

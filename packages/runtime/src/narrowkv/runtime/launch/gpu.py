@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -110,8 +111,14 @@ def _write_reader(params: list[Any], args: tuple[Any, ...], storage_sizes: bool,
         parts.insert(0, f"not ({' | '.join(aligned)}) & 15 or ({each})")
     key = f"({tensors[0]}.get_device(), {', '.join(parts)})"
     body.append(f"return {key}, ({packing})" if packs else f"return {key}")
+    return _compiled("def read(args):\n" + "".join(f"    {line}\n" for line in body))
+
+
+@lru_cache(maxsize=1024)  # a model's warm-up asks for the same few functions hundreds of times
+def _compiled(source: str) -> Any:
+    """The function `read` of a source."""
     scope: dict[str, Any] = {"Changed": _Changed, "describe": _describe}
-    exec("def read(args):\n" + "".join(f"    {line}\n" for line in body), scope)
+    exec(source, scope)
     return scope["read"]
 
 

@@ -12,12 +12,12 @@ import triton.language as tl
 from narrowkv.quant.device import cast_fp8
 from narrowkv.sage.kernels.sequences import ALIGN, Sequences, extent_of, sequence_at
 
-# Arguments that serving changes from call to call.
+# Arguments that change from call to call in serving.
 SIZES = ["batch", "length", "q_length", "k_length", "items", "tiles", "together", "q_blocks"]
 
 
 class Smoothing(NamedTuple):
-    """What is subtracted, and what of it later kernels need; each None where it is not.
+    """The means that are subtracted, and their terms that later kernels need; None for those without.
 
     block_mean: of Q, fp32 `[heads, blocks, head_dim]`, written.
     k_mean: of K, fp32 `[batch, kv heads, head_dim]`.
@@ -74,7 +74,7 @@ def load_tokens(x, seq, start, token, inside, head, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def magnitudes(x, HAS_NAN: tl.constexpr):
-    """|x| with Inf as the largest finite number; NaN is left out where the format can hold it, else kept."""
+    """|x| with Inf as the largest finite number; NaN is left out if the format can hold it, else kept."""
     y = tl.minimum(tl.abs(x), 3.4028234663852886e38)
     if HAS_NAN:
         return tl.where(x == x, y, 0.0)
@@ -178,7 +178,7 @@ def finish_statistics(
 
 @triton.jit
 def mean_shift(x, k_mean_ptr, seq, kv_head, num_kv_heads, sm_scale):
-    """What lse lacks by K's mean, for rows of Q [BLOCK, HEAD_DIM]: [BLOCK]."""
+    """The term of K's mean that lse lacks, for rows of Q [BLOCK, HEAD_DIM]: [BLOCK]."""
     at = (seq * num_kv_heads + kv_head).to(tl.int64) * x.shape[1] + tl.arange(0, x.shape[1])
     return tl.sum(x * tl.load(k_mean_ptr + at)[None, :], 1) * sm_scale
 
@@ -213,7 +213,7 @@ def _finish_statistics_kernel(
     RAGGED: tl.constexpr, SMOOTH: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr,
     V_FORMAT_MAX: tl.constexpr,
 ):  # fmt: skip
-    """Puts the parts together. Grid: batch of V, then of K; heads."""
+    """Combines the partial statistics. Grid: batch of V, then of K; heads."""
     head, num_heads = tl.program_id(1), tl.num_programs(1)
     seqs = Sequences(bounds_ptr, batch, length)
     seq = tl.program_id(0) % batch
@@ -263,7 +263,7 @@ def quantise_tokens(
         else:
             smooth = tl.where(inside[:, None], raw - mean[None, :], 0.0)
         if WRITE_SHIFT:
-            # With Q's own mean taken out, what is left of q . k_mean is that of the smoothed rows.
+            # Q's own mean is subtracted, so the term q . k_mean is that of the smoothed rows.
             shift = mean_shift(
                 smooth, smoothing.k_mean, seq, head // GQA_RATIO, num_heads // GQA_RATIO, sm_scale
             )
@@ -367,7 +367,7 @@ def _mean_scores_kernel(
     k, q_bounds_ptr, k_bounds_ptr, q_mean_ptr, out_ptr, q_blocks, k_rows, qk_scale, batch, q_length, k_length,
     RAGGED: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Q's block means against the keys as they came: `[heads, q_blocks, k_rows]` fp32, in base-2 logits.
+    """Q's block means times the unsmoothed keys: `[heads, q_blocks, k_rows]` fp32, in base-2 logits.
 
     Grid: k_rows / ALIGN, blocks of Q / BLOCK_Q of a sequence, query heads. A mean is two 16-bit terms.
     """

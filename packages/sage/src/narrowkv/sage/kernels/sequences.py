@@ -1,4 +1,4 @@
-"""Where sequences lie: their tokens in the caller's tensors, and their rows in the quantised scratch.
+"""The places of sequences: their tokens in the caller's tensors, and their rows in the quantised scratch.
 
 Scratch holds sequences one after the other, each beginning at a multiple of ALIGN rows: tiles of at most
 ALIGN rows never straddle two sequences, groups of tokens never straddle two tiles, and loads need no mask.

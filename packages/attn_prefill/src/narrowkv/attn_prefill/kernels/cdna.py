@@ -1,0 +1,293 @@
+"""Attention over widened keys on CDNA4 (gfx950), in Gluon: two groups of waves take turns at the matrix unit.
+
+While four waves of a compute unit multiply, the other four compute the softmax of their last scores. Tiles of
+keys are copied to LDS asynchronously, two tiles ahead. Packed float32 instructions, which the matrix unit
+delays, are switched off by the launch options (`tiles.cdna_config`).
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.amd import AMDMFMALayout, cdna3, cdna4, warp_pipeline_stage
+
+from narrowkv.attn_prefill.kernels import dense, rows
+from narrowkv.paged_cache.kernels import pages, queries
+from narrowkv.runtime.attention import masks, results, softmax
+from narrowkv.runtime.launch.gluon import in_gluon
+
+async_copy = cdna4.async_copy
+scheduled_tile = in_gluon(rows.scheduled_tile)
+rows_of = in_gluon(rows.rows_of)
+times_head_descale = in_gluon(pages.times_head_descale)
+as_fp8 = in_gluon(queries.as_fp8)
+key_range = in_gluon(masks.key_range)
+masked_scores = in_gluon(dense.masked_scores)
+softmax_step = in_gluon(softmax.softmax_step)
+write_rows = in_gluon(results.write_rows)
+
+
+class CdnaCall(NamedTuple):
+    """What the kernel is compiled for.
+
+    BLOCK_M, BLOCK_N, STAGES: rows and keys of a tile, key tiles in LDS. FP8: whether Q and K are FP8.
+    SCORES, SUMS: layouts of Q @ K^T and of P @ V. WIDTH: neighbours of Q and K that a lane multiplies.
+    QUERY, KEYS, VALUES: how lanes load Q and copy K and V. KEY_TILE, VALUE_TILE: K and V in LDS.
+    """
+
+    BLOCK_M: Any
+    BLOCK_N: Any
+    STAGES: Any
+    FP8: Any
+    SCORES: Any
+    SUMS: Any
+    WIDTH: Any
+    QUERY: Any
+    KEYS: Any
+    VALUES: Any
+    KEY_TILE: Any
+    VALUE_TILE: Any
+
+
+def cdna_call(block_m: int, block_n: int, head_dim: int, warps: int, fp8: bool) -> CdnaCall:
+    """The constants of a tile shape: 32 rows for each wave."""
+    sums = AMDMFMALayout(4, [32, 32, 16], True, [warps, 1])
+    scores = AMDMFMALayout(4, [32, 32, 64], True, [warps, 1]) if fp8 else sums
+    width, stored = (16, gl.float8e4nv) if fp8 else (8, gl.float16)
+    padded = cdna4.compute_efficient_padded_shared_layout.fn
+    key_tile = padded(gl.DotOperandLayout(1, scores, width), [head_dim, block_n], stored, True)
+    value_tile = padded(gl.DotOperandLayout(1, sums, 4), [block_n, head_dim], gl.float16, False)
+    lanes = head_dim // width
+    return CdnaCall(
+        block_m, block_n, 3, fp8, scores, sums, width,
+        QUERY=gl.BlockedLayout([1, width], [64 // lanes, lanes], [warps, 1], [1, 0]),
+        KEYS=_in_order(key_tile, width, warps),
+        VALUES=_in_order(value_tile, 8, warps),
+        KEY_TILE=key_tile,
+        VALUE_TILE=value_tile,
+    )  # fmt: skip
+
+
+def _in_order(tile: Any, vector: int, warps: int) -> Any:
+    """The layout whose lanes, then waves, then registers write a tile in LDS in the order of its offsets."""
+    bases = [list(basis) for basis in tile.offset_bases]
+    lanes = vector.bit_length() - 1
+    waves, rest = lanes + 6, lanes + 6 + warps.bit_length() - 1
+    return gl.DistributedLinearLayout(
+        bases[:lanes] + bases[rest:], bases[lanes:waves], bases[waves:rest], [], list(tile.shape)
+    )
+
+
+class _Keys(NamedTuple):
+    """K and V of a sequence and head in the scratch, offsets of a tile's elements, and tiles in LDS."""
+
+    k: Any
+    v: Any
+    k_offsets: Any
+    v_offsets: Any
+    k_tiles: Any
+    v_tiles: Any
+
+
+@gluon.jit
+def _load_query(
+    q, tile, kv_head, GQA_RATIO: gl.constexpr, HEAD_DIM: gl.constexpr, FP8: gl.constexpr,
+    CALL: gl.constexpr, CACHE: gl.constexpr,
+):  # fmt: skip
+    """Rows of a tile of Q as the operand of Q @ K^T; zeros past the last row."""
+    QUERY: gl.constexpr = CALL.QUERY
+    line = tile.number * CALL.BLOCK_M + gl.arange(0, CALL.BLOCK_M, gl.SliceLayout(1, QUERY))
+    token = (tile.q_start + line // GQA_RATIO).to(gl.int64)
+    head = kv_head * GQA_RATIO + line % GQA_RATIO
+    at = gl.expand_dims(token * q.token + head * q.head, 1)
+    at += gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, QUERY)), 0)
+    there = gl.expand_dims(line < tile.q_len * GQA_RATIO, 1)
+    x = gl.load(q.ptr + at, mask=there, other=0.0, cache_modifier=CACHE)
+    if FP8 is not None:
+        # Queries come from anywhere, so their bytes may be any.
+        x = as_fp8(x, FP8, False)
+    return gl.convert_layout(x, gl.DotOperandLayout(0, CALL.SCORES, CALL.WIDTH))
+
+
+@gluon.jit
+def _copy_keys(keys, slot, tile, CALL: gl.constexpr):
+    """Starts to copy tile `tile` of K."""
+    step = keys.k_tiles.shape[1] * CALL.BLOCK_N
+    async_copy.buffer_load_to_shared(keys.k_tiles.index(slot), keys.k + tile * step, keys.k_offsets)
+
+
+@gluon.jit
+def _copy_values(keys, slot, tile, CALL: gl.constexpr):
+    """Starts to copy tile `tile` of V."""
+    step = keys.v_tiles.shape[2] * CALL.BLOCK_N
+    async_copy.buffer_load_to_shared(keys.v_tiles.index(slot), keys.v + tile * step, keys.v_offsets)
+
+
+@gluon.jit
+def _scores(q, keys, slot, CALL: gl.constexpr):
+    """Q @ K^T of the tile in a slot, [BLOCK_M, BLOCK_N]."""
+    SCORES: gl.constexpr = CALL.SCORES
+    k = keys.k_tiles.index(slot).load(gl.DotOperandLayout(1, SCORES, CALL.WIDTH))
+    zeros = gl.full([CALL.BLOCK_M, CALL.BLOCK_N], 0.0, gl.float32, SCORES)
+    if CALL.FP8:
+        return cdna4.mfma_scaled(q, None, "e4m3", k.to(q.dtype, bitcast=True), None, "e4m3", zeros)
+    else:
+        return cdna3.mfma(q, k, zeros)
+
+
+@gluon.jit
+def _add_values(p, keys, slot, acc, CALL: gl.constexpr):
+    """Acc + P @ V of the tile in a slot."""
+    return cdna3.mfma(p, keys.v_tiles.index(slot).load(gl.DotOperandLayout(1, CALL.SUMS, 4)), acc)
+
+
+@gluon.jit
+def _numerators(s, m, l, scale, CALL: gl.constexpr):
+    """The softmax step, with P as the operand of P @ V and the correction of each row of `acc`."""
+    p, m, l, correction = softmax_step(s, m, l, scale)
+    p = gl.convert_layout(p.to(gl.float16), gl.DotOperandLayout(0, CALL.SUMS, 4))
+    return p, m, l, gl.convert_layout(correction, gl.SliceLayout(1, CALL.SUMS))
+
+
+@gluon.jit
+def _full_tiles(q, acc, m, l, scale, keys, first, end, CALL: gl.constexpr):
+    """Attends to the key tiles [first, end), at least one, that need no mask. `acc` is 0."""
+    last = end - 1
+    # Copies go in groups: K of a tile with V of the tile before. Two groups are under way at any time.
+    _copy_keys(keys, 0, first, CALL)
+    async_copy.commit_group()
+    _copy_keys(keys, 1, gl.minimum(first + 1, last), CALL)
+    _copy_values(keys, 0, first, CALL)
+    async_copy.commit_group()
+    async_copy.wait_group(1)
+    s = _scores(q, keys, 0, CALL)
+    _copy_keys(keys, 2, gl.minimum(first + 2, last), CALL)
+    _copy_values(keys, 1, gl.minimum(first + 1, last), CALL)
+    async_copy.commit_group()
+    p, m, l, _correction = _numerators(s, m, l, scale, CALL)
+    async_copy.wait_group(1)
+    slot = 0
+    for tile in range(first + 1, end):
+        own = gl.where(slot == 2, 0, slot + 1)
+        free = gl.where(slot == 0, 2, slot - 1)
+        with warp_pipeline_stage("products", priority=1):
+            s = _scores(q, keys, own, CALL)
+            acc = _add_values(p, keys, slot, acc, CALL)
+        # The other group is half a pass behind: it waits here for its part of the copies that this group
+        # reads in its next pass.
+        async_copy.wait_group(0)
+        with warp_pipeline_stage("softmax", priority=0):
+            _copy_keys(keys, slot, gl.minimum(tile + 2, last), CALL)
+            _copy_values(keys, free, gl.minimum(tile + 1, last), CALL)
+            async_copy.commit_group()
+            p, m, l, correction = _numerators(s, m, l, scale, CALL)
+            acc = acc * gl.expand_dims(correction, 1)
+        slot = own
+    async_copy.wait_group(0)
+    acc = _add_values(p, keys, slot, acc, CALL)
+    return acc, m, l
+
+
+@gluon.jit
+def _masked_tiles(
+    q, acc, m, l, scale, keys, query_pos, num_keys, begin, end, full, full_end,
+    RULES: gl.constexpr, CALL: gl.constexpr,
+):  # fmt: skip
+    """Attends to the key tiles [begin, end) outside [full, full_end)."""
+    n = gl.arange(0, CALL.BLOCK_N, gl.SliceLayout(0, CALL.SCORES))
+    for tile in range(begin, end - (full_end - full)):
+        tile += gl.where(tile < full, 0, full_end - full)
+        _copy_keys(keys, 0, tile, CALL)
+        _copy_values(keys, 0, tile, CALL)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        s = _scores(q, keys, 0, CALL)
+        before = tile * CALL.BLOCK_N
+        s = masked_scores(
+            s, n, query_pos - before, before * 0, num_keys - before, False, False,
+            RULES.window_left, RULES.window_right,
+        )  # fmt: skip
+        p, m, l, correction = _numerators(s, m, l, scale, CALL)
+        acc = _add_values(p, keys, 0, acc * gl.expand_dims(correction, 1), CALL)
+    return acc, m, l
+
+
+@gluon.jit(do_not_specialize=rows.RUNTIME_SIZES)
+def _cdna_prefill_kernel(
+    q, out, rope, scratch, k_desc, v_desc, k_descale, v_descale, workspace,
+    qk_scale, out_scale, soft_cap, num_splits,
+    SIZES: gl.constexpr, K_DESCALE: gl.constexpr, V_DESCALE: gl.constexpr, RULES: gl.constexpr,
+    CALL: gl.constexpr,
+):  # fmt: skip
+    """One tile of rows of one KV head over the widened keys; arguments of `_dense_prefill_kernel`.
+
+    It takes calls without soft caps, splits, rotation, second terms of Q, and factors of keys or blocks.
+    """
+    GQA_RATIO: gl.constexpr = SIZES.gqa_ratio
+    HEAD_DIM: gl.constexpr = SIZES.head_dim
+    WINDOW_LEFT: gl.constexpr = RULES.window_left
+    WINDOW_RIGHT: gl.constexpr = RULES.window_right
+    HAS_SINKS: gl.constexpr = RULES.sinks
+    WRITE_LSE: gl.constexpr = RULES.lse
+    FP8: gl.constexpr = RULES.fp8
+    BLOCK_M: gl.constexpr = CALL.BLOCK_M
+    BLOCK_N: gl.constexpr = CALL.BLOCK_N
+    STAGES: gl.constexpr = CALL.STAGES
+    SCORES: gl.constexpr = CALL.SCORES
+    SUMS: gl.constexpr = CALL.SUMS
+    KEYS: gl.constexpr = CALL.KEYS
+    VALUES: gl.constexpr = CALL.VALUES
+    KEY_TILE: gl.constexpr = CALL.KEY_TILE
+    VALUE_TILE: gl.constexpr = CALL.VALUE_TILE
+    pid = gl.program_id(0)
+    kv_head = pid % SIZES.num_kv_heads
+    tile = scheduled_tile(scratch.schedule, pid // SIZES.num_kv_heads)
+    seq, kv_len, before = tile.seq, tile.kv_len, tile.before
+    if seq < 0:
+        return
+    q_tile = _load_query(q, tile, kv_head, GQA_RATIO, HEAD_DIM, FP8, CALL, "")
+    row_layout: gl.constexpr = gl.SliceLayout(1, SCORES)
+    scale = gl.full([BLOCK_M], 1.0, gl.float32, row_layout) * qk_scale
+    if RULES.q_descale:
+        scale *= gl.load(q.descale)
+    scale = times_head_descale(scale, k_descale, seq, kv_head, K_DESCALE)
+    first_pos = before + tile.number * BLOCK_M // GQA_RATIO
+    last_pos = before + gl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)
+    begin, end, full, full_end = key_range(
+        first_pos, last_pos, kv_len * 0, kv_len, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N
+    )
+    row = (tile.base + kv_head.to(gl.int64) * scratch.rows) * HEAD_DIM
+    k_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(1, KEYS)), 1)
+    k_row = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, KEYS)), 0)
+    v_row = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(1, VALUES)), 1)
+    v_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, VALUES)), 0)
+    keys = _Keys(
+        scratch.k + row, scratch.v + row, k_row * HEAD_DIM + k_column, v_row * HEAD_DIM + v_column,
+        gl.allocate_shared_memory(scratch.k.dtype.element_ty, [STAGES, HEAD_DIM, BLOCK_N], KEY_TILE),
+        gl.allocate_shared_memory(scratch.v.dtype.element_ty, [STAGES, BLOCK_N, HEAD_DIM], VALUE_TILE),
+    )  # fmt: skip
+    m = gl.full([BLOCK_M], float("-inf"), gl.float32, row_layout)
+    l = gl.full([BLOCK_M], 0.0, gl.float32, row_layout)
+    acc = gl.full([BLOCK_M, HEAD_DIM], 0.0, gl.float32, SUMS)
+    if full < full_end:
+        acc, m, l = _full_tiles(q_tile, acc, m, l, scale, keys, full, full_end, CALL)
+    query_pos = before + (tile.number * BLOCK_M + gl.arange(0, BLOCK_M, row_layout)) // GQA_RATIO
+    if FP8 is not None:
+        # Else the compiler holds Q's single bytes through the first loop, and spills. The modifier keeps it
+        # from making one load of the two.
+        q_tile = _load_query(q, tile, kv_head, GQA_RATIO, HEAD_DIM, FP8, CALL, ".cg")
+    acc, m, l = _masked_tiles(
+        q_tile, acc, m, l, scale, keys, query_pos, kv_len, begin, end, full, full_end, RULES, CALL
+    )
+    m = gl.convert_layout(m, gl.SliceLayout(1, SUMS))
+    l = gl.convert_layout(l, gl.SliceLayout(1, SUMS))
+    o_scale = gl.full([BLOCK_M], 1.0, gl.float32, gl.SliceLayout(1, SUMS)) * out_scale
+    o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
+    tokens, heads, row_mask, _within = rows_of(
+        tile.q_start, tile.q_len, tile.number, kv_head, GQA_RATIO, BLOCK_M
+    )
+    write_rows(
+        out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
+        gl.arange(0, HEAD_DIM, gl.SliceLayout(0, SUMS)), out.token, out.head, out.lse_token,
+        HEAD_DIM, HAS_SINKS, WRITE_LSE,
+    )  # fmt: skip

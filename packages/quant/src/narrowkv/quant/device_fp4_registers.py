@@ -1,0 +1,109 @@
+"""Device helpers (`@triton.jit`) for Hopper: FP4 words with scales of groups to float16, in inline PTX."""
+
+import narrowkv.runtime.toolchain  # noqa: F401, I001  # first: it says how to get Triton
+import triton
+import triton.language as tl
+
+_REGISTERS = "{ .reg .b32 x, y, s, m, f, a, b, c, d; .reg .b16 lo, hi;\n"
+# Four bytes x of two words each to four pairs of float16 times the pair f. A byte of E4M3 holds E2M1 with a
+# smaller exponent bias, and the target converts two at once: 2**6 is left.
+_WIDEN = """
+    shl.b32 s, x, 4;
+    shl.b32 m, x, 2;
+    and.b32 m, m, 0x1C1C1C1C;
+    lop3.b32 s, s, 0x80808080, m, 0xEA;
+    mov.b32 {lo, hi}, s;
+    cvt.rn.f16x2.e4m3x2 a, lo;
+    cvt.rn.f16x2.e4m3x2 c, hi;
+    shr.b32 m, x, 2;
+    and.b32 m, m, 0x1C1C1C1C;
+    lop3.b32 s, x, 0x80808080, m, 0xEA;
+    mov.b32 {lo, hi}, s;
+    cvt.rn.f16x2.e4m3x2 b, lo;
+    cvt.rn.f16x2.e4m3x2 d, hi;
+    mul.f16x2 a, a, f;
+    mul.f16x2 b, b, f;
+    mul.f16x2 c, c, f;
+    mul.f16x2 d, d, f;
+"""
+
+
+def _store(first: int) -> str:
+    pairs = (f"mov.b32 {{${first + 2 * i}, ${first + 2 * i + 1}}}, {x};\n" for i, x in enumerate("abcd"))
+    return "".join(pairs)
+
+
+_KEYS = tl.constexpr(
+    _REGISTERS + "mov.b32 f, {$9, $9};\nprmt.b32 x, $8, 0, 0x3120;\n" + _WIDEN + _store(0) + "}"
+)
+_VALUES = tl.constexpr(
+    _REGISTERS
+    + "mov.b32 f, {$18, $19};\nprmt.b32 x, $16, $17, 0x5140;\nprmt.b32 y, $16, $17, 0x7362;\n"
+    + _WIDEN
+    + _store(0)
+    + "mov.b32 x, y;\n"
+    + _WIDEN
+    + _store(8)
+    + "}"
+)
+_KEYS_CONSTRAINTS = tl.constexpr("=&h," * 8 + "r,h")
+_VALUES_CONSTRAINTS = tl.constexpr("=&h," * 16 + "r,r,h,h")
+
+
+@triton.jit
+def widen_keys(words, factor):
+    """Pairs of FP4 words, int32, times a float16 `factor`, still to be multiplied by 2**6.
+
+    Returns:
+        Float16 elements 0 of the even and of the odd word, elements 1 of both, 2, and 3.
+    """
+    return tl.inline_asm_elementwise(
+        _KEYS,
+        _KEYS_CONSTRAINTS,
+        [words, factor],
+        dtype=(
+            tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16,
+        ),
+        is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def widen_values(words, words_next, factor, factor_next):
+    """Pairs of FP4 words of two keys, int32, times their float16 factors, still to be multiplied by 2**6.
+
+    Returns:
+        Float16 elements 0 of the even word of both keys, elements 1, 2 and 3, then those of the odd word.
+    """
+    return tl.inline_asm_elementwise(
+        _VALUES,
+        _VALUES_CONSTRAINTS,
+        [words, words_next, factor, factor_next],
+        dtype=(
+            tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16,
+            tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16,
+        ),
+        is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def e4m3_pair_to_fp16(pair):
+    """Two E4M3FN bytes, an int16, as two float16 numbers, exactly; 0x7F and 0xFF are NaN."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 x; cvt.rn.f16x2.e4m3x2 x, $2; mov.b32 {$0, $1}, x; }",
+        "=h,=h,h",
+        [pair],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def exponent_to_fp16(byte, top):
+    """E8M0 bytes, int32, as float16 factors 2**(15 + byte - top), at least 0; NaN for 255."""
+    field = tl.maximum(byte - top + 30, 0) << 10
+    return tl.where(byte == 255, 0x7E00, field).to(tl.int16).to(tl.float16, bitcast=True)
