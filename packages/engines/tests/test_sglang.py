@@ -28,13 +28,14 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4SingleKVPool, DeepSeekV4UniformFP8KVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor import forward_context
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.test.kernels.deepseek_v4 import dsv41_kv_quant_reference as reference
 from sglang.test.kernels.deepseek_v4.k_cache_reference import set_k_and_s_torch
-from transformers import DeepseekV4Config, LlamaConfig
+from transformers import DeepseekV4Config, GptOssConfig, Llama4TextConfig, LlamaConfig
 
 from narrowkv.engines import deepseek, steps
 from narrowkv.engines import sglang as narrow
@@ -71,6 +72,7 @@ def make_runner(pool, **args):
         is_draft_worker=args.get("speculative_draft", False),
         model_config=SimpleNamespace(
             is_encoder_decoder=False,
+            attention_chunk_size=args.get("chunk"),
             head_dim=DIM,
             num_attention_heads=HEADS,
             get_num_kv_heads=lambda ranks: KV_HEADS // ranks,
@@ -461,8 +463,9 @@ def test_no_step_reads_from_the_device(monkeypatch):
         ({**CHAIN, "speculative_num_draft_tokens": 65}, "more than 64"),
         ({**CHAIN, "speculative_draft": True}, "--speculative-draft-attention-backend"),
         ({"dcp_size": 2}, "--dcp-size"),
+        ({"chunk": 64}, "within chunks"),
     ],
-    ids=["trees-and-windows", "dflash", "many-guesses", "draft-model", "context-parallel"],
+    ids=["trees-and-windows", "dflash", "many-guesses", "draft-model", "context-parallel", "chunks"],
 )
 def test_what_is_not_served_is_refused_with_the_reason(change, message):
     args = dict(change)
@@ -497,6 +500,18 @@ def test_models_and_caches_are_answered():
     assert narrow.supports(LlamaConfig(head_dim=64), kv_cache_dtype="fp4_mx_block16") == []
     assert "kv_cache_dtype is nvfp4" in narrow.supports(LlamaConfig(), kv_cache_dtype="nvfp4")[0]
     assert "deepseek_v4.patch()" in narrow.supports(DeepseekV4Config())[0]
+    assert 'register(instead_of="triton")' in narrow.supports(GptOssConfig())[0]
+    assert "within chunks" in narrow.supports(Llama4TextConfig(head_dim=128))[0]
+    with pytest.raises(ValueError, match="instead_of must be one of"):
+        narrow.register(instead_of="tryton")
+
+
+def test_sglangs_models_find_the_pools_of_a_step():
+    pool = make_pool(torch.bfloat16)
+    made = make_backend(pool)
+    with forward_context.forward_context(forward_context.ForwardContext(made)):
+        assert forward_context.get_token_to_kv_pool() is pool
+        assert forward_context.get_req_to_token_pool().req_to_token is made.token_slots
 
 
 PACKERS = {"v41": reference.quantize_k_cache_v41, "v41_fp4": reference.quantize_k_cache_v41_fp4}
@@ -607,8 +622,9 @@ def test_pages_of_other_layouts_stay_with_sglang(monkeypatch):
         deepseek_v4.flash_mla_with_kvcache(torch.zeros(1, 1, 16, 512), cache, indices=torch.zeros(1, 1, 8))
 
 
-def test_sglang_generates_through_narrowkvs_backend():
-    own, sixteen, eight = trial_sglang.trials("llama-3-tiny", ["auto", "fp8_e4m3"], 3)
+@pytest.mark.parametrize("model", ["llama-3-tiny", "gpt-oss-tiny"])  # the second in the place of "triton"
+def test_sglang_generates_through_narrowkvs_backend(model):
+    own, sixteen, eight = trial_sglang.trials(model, ["auto", "fp8_e4m3"], 3)
     assert own.calls == {}
     for found, bound in ((sixteen, 0.1), (eight, 0.5)):
         # Three steps of two layers; the prompt of one request is short enough for the decode kernel.

@@ -18,7 +18,7 @@ from narrowkv.attn_prefill import batch_prefill_reference
 from narrowkv.engines.tiny import DEEPSEEK_V4, TINY_MODELS, tiny_config, tiny_model
 from narrowkv.engines.transformers import NarrowCache, attention, cache, continuous, deepseek_v4, rows
 from narrowkv.engines.transformers.cache import LAYER_TAG
-from narrowkv.engines.trial import try_engine
+from narrowkv.engines.trial import CACHES, try_engine
 from narrowkv.paged_cache import CacheFormat
 from narrowkv.runtime.errors import UnsupportedError
 
@@ -204,9 +204,10 @@ def test_a_16_bit_cache_gives_what_the_models_own_attention_gives(name):
 
 @pytest.mark.gpu
 def test_a_gpu_generates_what_transformers_own_attention_does():
-    own, sixteen, eight, four = try_engine("transformers", "glm-4.5-air-tiny")
+    own, *others = try_engine("transformers", "glm-4.5-air-tiny")
     assert own.calls == {}
-    for found, bound in ((sixteen, 0.1), (eight, 0.5), (four, 2.0)):
+    assert [found.cache for found in others] == list(CACHES["transformers"])
+    for found, bound in zip(others, (0.1, 0.5, 1.0, 2.0, 0.5, 2.0), strict=True):
         assert found.difference < bound
         assert found.calls["paged_decode"] > 0
 
@@ -220,6 +221,8 @@ def test_deepseek_v4_generates_through_sparse_attention():
     assert sixteen.tokens == own.tokens
     with pytest.raises(UnsupportedError, match="try it in transformers"):
         try_engine("vllm", "deepseek-v4-tiny")
+    with pytest.raises(UnsupportedError, match="no rows of int8: try it with bf16, fp8_e4m3fn, fp4_e2m1"):
+        try_engine("transformers", "deepseek-v4-tiny", ["int8"])
     model = tiny_model("llama-3-tiny", attn_implementation=deepseek_v4.NAME)
     with pytest.raises(ValueError, match='use "narrowkv" for other models'):
         model(torch.tensor([[5, 6]]))

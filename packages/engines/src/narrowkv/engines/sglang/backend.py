@@ -70,18 +70,22 @@ class NarrowAttentionBackend(AttentionBackend):
     def __init__(self, runner: Any) -> None:
         super().__init__()
         args = runner.server_args
-        self.pool = runner.token_to_kv_pool
+        # SGLang's models ask the backend of a step for its pools by these names.
+        self.pool = self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
         reasons = ["it has an MLA cache"] if runner.use_mla_backend else pool_reasons(self.pool)
         guesses = self.guesses = _verified_tokens(runner, reasons)
         if args.dcp_size > 1:
             reasons.append("--dcp-size is more than 1")
         if runner.model_config.is_encoder_decoder:
             reasons.append("it has an encoder")
+        if runner.model_config.attention_chunk_size is not None:
+            reasons.append("some layers attend within chunks")
         if reasons:
             raise UnsupportedError(
                 f"narrowkv cannot serve this model in SGLang: {'; '.join(reasons)}: {_NOT_SERVED}"
             )
-        self.token_slots = runner.req_to_token_pool.req_to_token
+        self.token_slots = self.req_to_token_pool.req_to_token
         self.page_size, self.device = self.pool.page_size, self.token_slots.device
         self.windows = isinstance(self.pool, SWAKVPool) and self.pool.swa_layer_nums > 0
         self.max_context_len = int(self.token_slots.shape[1])
@@ -107,7 +111,7 @@ class NarrowAttentionBackend(AttentionBackend):
         )  # fmt: skip
         name, group = stored_format(self.pool)
         self._exponent = "mse" if group is None else "sglang"  # of FP4's scales: the pool's own rule
-        reserve_decode(shape, name, self.device, group)
+        reserve_decode(shape, name, self.device, scale_group=group)
 
     def _allocate(self, max_batch: int) -> None:
         """Page tables for this many requests, one for each pool."""
