@@ -7,7 +7,9 @@ else is SGLang's. The last test runs SGLang's engine.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,10 @@ import torch
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang: make test-engines", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from step_costs import MICROSECONDS, VIEWS, least_microseconds, operators
 
 from narrowkv.engines import trial_sglang
 
@@ -39,7 +45,7 @@ from transformers import DeepseekV4Config, GptOssConfig, Llama4TextConfig, Llama
 
 from narrowkv.engines import deepseek, steps
 from narrowkv.engines import sglang as narrow
-from narrowkv.engines.sglang import backend, deepseek_v4
+from narrowkv.engines.sglang import backend, deepseek_v4, pools
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.sparse_fp8 import DSV4Rows
 
@@ -155,7 +161,7 @@ def attention_over_the_pool(pool, layer, batch, new, q, sinks=None, trees=None):
     out, start = torch.empty_like(q), 0
     for row, length, count in zip(batch.rows, batch.lens, new, strict=True):
         slots = batch.backend.token_slots[row, :length].long()
-        if backend.has_window(pool, layer.layer_id):
+        if pools.has_window(pool, layer.layer_id):
             slots = pool.translate_loc_from_full_to_swa(slots)
         k, v = (x[slots].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k_all, v_all))
         logits = torch.einsum("thd,shd->hts", q[start : start + count], k) * layer.scaling
@@ -437,22 +443,40 @@ def test_a_captured_chain_of_guesses_is_replayed(runs):
     assert runs["paged_decode"] == 2
 
 
-def test_no_step_reads_from_the_device(monkeypatch):
-    made = make_backend(make_pool(FP8, "window"))
-    batch = Batch(made)
-    forwards = [batch.step([9, 20]), batch.step([1, 1])]
-    waits = []
-    for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__"):
-        method = getattr(torch.Tensor, name)
-
-        def call(self, *args, name=name, method=method, **kwargs):
-            waits.append(name)
-            return method(self, *args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, name, call)
-    for forward in forwards:
+@pytest.mark.parametrize("kind", ["full", "window", "fp4"])
+def test_no_step_copies_a_cache_or_reads_from_the_device(kind):
+    pool = make_pool(torch.bfloat16 if kind == "fp4" else FP8, kind)
+    made = make_backend(pool)
+    batch, layer = Batch(made), make_layer(scale=(torch.tensor(0.03), torch.tensor(0.02)))
+    kernels = (backend, "append"), (steps, "paged_decode"), (steps, "batch_prefill"), (steps, "plan_prefill")
+    for new in ([9, 20], [1, 1]):
+        forward = batch.step(new)
         made.init_forward_metadata(forward)
-    assert not waits
+        tensors = batch.tensors(sum(new))
+        made.forward(*tensors, layer, forward)  # plans
+        with operators(*kernels) as seen:
+            made.init_forward_metadata(forward)
+            # Lengths are SGLang's own, on the host.
+            assert seen.count("__int__") <= 1
+            assert {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__"}.isdisjoint(seen)
+            seen.clear()
+            made.forward(*tensors, layer, forward)
+            assert set(seen) <= VIEWS | {"empty_like", "reshape"}
+
+
+def test_a_layer_adds_little_time_to_its_planned_calls(monkeypatch):
+    made = make_backend(make_pool(FP8))
+    batch, layer = Batch(made), make_layer(scale=(torch.tensor(0.03), torch.tensor(0.02)))
+    forward = batch.step([9, 20])
+    made.init_forward_metadata(forward)
+    made.forward(*batch.tensors(29), layer, forward)
+    forward = batch.step([1, 1])
+    made.init_forward_metadata(forward)
+    tensors = batch.tensors(2)
+    made.forward(*tensors, layer, forward)
+    monkeypatch.setattr(backend, "append", lambda *args, **kwargs: None)
+    monkeypatch.setattr(steps, "paged_decode", lambda *args, **kwargs: None)
+    assert least_microseconds(lambda: made.forward(*tensors, layer, forward)) <= MICROSECONDS
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ def _with_vllm(name: str, caches: list[str], count: int) -> Iterator[Trial]:
     import narrowkv.engines.vllm as narrow
     from narrowkv.engines import steps
     from narrowkv.engines.vllm import backend
-    from narrowkv.engines.vllm.slots import OWN_SLOTS
+    from narrowkv.engines.vllm.slots import OWN_SLOTS, ULTRAQUANT
 
     on_cpu = current_platform.is_cpu()
 
@@ -276,13 +276,20 @@ def _with_vllm(name: str, caches: list[str], count: int) -> Iterator[Trial]:
         cleanup_dist_env_and_memory()
         return list(first.token_ids), {t: e.logprob for t, e in first.logprobs[0].items()}, seconds
 
-    with tempfile.TemporaryDirectory() as folder:
-        tiny_model(name, num_layers=6).save_pretrained(folder)
-        own = serve(folder, "auto")
-        yield compared(OWN, own[:2], *own)
+    # Of 4-bit caches of its own vLLM keeps the two first and the two last layers in 16 bits.
+    layers = {cache: 6 if cache == ULTRAQUANT else 2 for cache in caches}
+    with tempfile.TemporaryDirectory() as parent:
+        owns = {}
+        for num_layers in sorted(set(layers.values())):
+            folder = f"{parent}/{num_layers}"
+            tiny_model(name, num_layers=num_layers).save_pretrained(folder)
+            owns[num_layers] = folder, serve(folder, "auto")
+        first = owns[min(owns)][1]
+        yield compared(OWN, first[:2], *first)
         narrow.register(cpu=on_cpu)
         chosen = {} if on_cpu else {"attention_backend": "CUSTOM"}
         for kind in caches:
+            folder, own = owns[layers[kind]]
             watch = Watch(backend, steps)
             with watch.watching():
                 found = serve(folder, kind, **chosen)
