@@ -66,6 +66,7 @@ def attend_to_tiles(
     PAGE_SIZE: tl.constexpr = SIZES.page_size
     K_PARTS: tl.constexpr = K.parts
     V_PARTS: tl.constexpr = V.parts
+    ACC_PARTS: tl.constexpr = RULES.acc_parts
     K_DESCALE: tl.constexpr = K.descale
     V_DESCALE: tl.constexpr = V.descale
     K_ALIGNED: tl.constexpr = K.aligned
@@ -148,7 +149,7 @@ def attend_to_tiles(
             s = tl.where(attended, s, float("-inf"))
         acc, m, l, v_largest = attend_to_tile(
             s, attended, None, v_words, v_scale, row_scale if FOLDED else None, acc, m, l, v_largest,
-            V, RULES, V_PARTS,
+            V, RULES, ACC_PARTS,
         )  # fmt: skip
     return acc, m, l, v_largest
 

@@ -77,6 +77,7 @@ class Rules(NamedTuple):
         can_merge: whether the last split to arrive can merge them in this launch.
         early: the launch that merges begins before the one that attends has ended.
         q_in_shared: products take Q from shared memory, not from registers.
+        acc_parts: parts that V is multiplied in, 1 or `Stored.parts`.
         fp8, clean, p_scale: as in the rules of prefill; decode widens every cache.
         lazy: sums of values are multiplied only in steps that raise a maximum.
         stages: how Q is rotated, as keys were; see `rotate_parts`.
@@ -96,6 +97,7 @@ class Rules(NamedTuple):
     even: bool
     partial: bool
     can_merge: bool
+    acc_parts: int
     q_in_shared: bool = False
     fp8: Any = None
     clean: bool = False
