@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from narrowkv.attn_decode.config_amd import amd_tile
 from narrowkv.quant.device import BITS, widen_route
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError, check_choice
@@ -61,7 +62,8 @@ class DecodeConfig:
         kernel: "decode" widens the cache to 16 bits; "native" multiplies FP4 keys as they are stored.
         k_parts, v_parts: elements per word that K and V are read in; see `narrowkv.quant.device.widen_parts`.
         options: compiler options of the attention kernel.
-        ahead: page ids are located one tile ahead of keys.
+        prefetch: what is loaded a tile before it is needed: "pages", page ids; "tile", where all rows attend
+            to the same keys, keys, values and scales, too; "", nothing.
     """
 
     block_m: int
@@ -74,7 +76,7 @@ class DecodeConfig:
     k_parts: int
     v_parts: int
     options: LaunchOptions
-    ahead: bool = False
+    prefetch: str = ""
 
     def explain(self, shape: DecodeShape) -> str:
         """The tile, how often the keys are read and how they are divided, for a person."""
@@ -99,9 +101,9 @@ class DecodeConfig:
 def choose_kernel(target: Target, k_format: str, kernel: str | None) -> str:
     """The kernel for a target and a key format, or the one that is forced.
 
-    "native" is used only when forced: it needs two waves a program, which wait for each other at 22 barriers
-    a tile. Model, gfx950, `narrowkv inspect model --case decode:k=fp4_e2m1,v=fp4_e2m1,kernel=...,lens=2048,
-    kv_heads=1,ratio=12,head_dim=128,split=none,clean=1`: native 43% of what HBM streams, decode 66%.
+    "native" is used only when forced: it is not faster, and its three terms of a float16 Q cost more.
+    Model, gfx950, `narrowkv inspect model --case decode:format=fp4_e2m1,kernel=...,lens=2048,kv_heads=1,
+    ratio=12,head_dim=128,split=none,clean=1`: HBM busy for 98% of the time with decode, 92% with native.
 
     Raises:
         UnsupportedError: the forced kernel needs what the target or the format lacks.
@@ -293,7 +295,7 @@ def choose_config(
     fp4 = k_format == v_format == "fp4_e2m1"
     groups = fp4 and block_m == 16 and scale_group > 0 and target.name == "sm90" and shape.q_len == 1
     groups = groups and shape.head_dim == 128
-    whole_waves, ahead = False, False
+    whole_waves, prefetch = False, ""
     latency_bound = shape.batch * shape.capacity < 512 * slots and not batch_invariant
     if block_m >= 64 and chosen == "decode" and target.name != "cpu":
         block_n, options, resident = _tall_tile(
@@ -301,24 +303,9 @@ def choose_config(
         )
         slots = max(1, units * resident // head_programs)
     elif target.is_amd:
-        # One wave a program: with more, every wave repeats the QK product and the softmax of a 16-row tile.
-        # Modelled issue time over memory time at ratio 12, head_dim 128 (`narrowkv inspect`): FP8 0.44 (FNUZ)
-        # and 0.45 (OCP) on gfx942 and 0.34 on gfx950 at 64 keys, 0.59 at 32; FP4 0.89 on gfx942. None spills.
-        warps = 1 if block_m <= 32 else 4
-        block_n = 16 if not narrow_head else 32 if k_format in ("bf16", "fp16") else 64
-        if chosen == "native":
-            # The compiler lowers a scaled dot of one wave to bf16 multiplications.
-            warps = max(warps, 2)
-            block_n = 128 if narrow_head and block_m == 16 else 64 if block_m <= 32 else 32
-        # Two waves a SIMD fit at these registers on gfx950, and on gfx942 for heads of 64; told so, the
-        # compiler spills no scalars. The native kernel needs more for heads wider than 128 with more than 16
-        # rows, or three terms of Q.
-        large = not narrow_head and (block_m > 16 or shape.q_dtype == torch.float16)
-        packed = get_format(k_format).is_packed or get_format(v_format).is_packed
-        pressed = packed and (block_m == 16 or chosen == "native")
-        pressed = pressed and not (chosen == "native" and large)
-        waves = 2 if pressed and (target.name == "gfx950" or shape.head_dim <= 64) else None
-        options = LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=16, waves_per_eu=waves)
+        block_n, options, prefetch = amd_tile(
+            target, shape, block_m, k_format, v_format, scale_group=scale_group, kernel=chosen
+        )
     elif latency_bound and block_m == 16:
         kind = ""
         if target.vendor == "nvidia":
@@ -328,6 +315,7 @@ def choose_config(
         block_n, options, slots, ahead, short_split = _short_call(
             shape, units / head_programs, kind, narrow_head
         )
+        prefetch = "pages" if ahead else ""
         split = split or short_split
     elif groups:
         # See `attend_in_registers`. H100, B64 ctx8192, against tiles that go through shared memory: NVFP4
@@ -393,5 +381,5 @@ def choose_config(
         k_parts,
         v_parts,
         options,
-        ahead,
+        prefetch,
     )

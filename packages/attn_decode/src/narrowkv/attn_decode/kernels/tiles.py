@@ -80,8 +80,9 @@ class Rules(NamedTuple):
         acc_parts: parts that V is multiplied in, 1 or `Stored.parts`.
         fp8, clean, p_scale: as in the rules of prefill; decode widens every cache.
         lazy: sums of values are multiplied only in steps that raise a maximum.
+        prefetch: "pages", page ids are located one tile ahead where no row needs a mask of its own, too;
+            "tile", keys, values and scales are loaded one tile ahead there; or "".
         stages: how Q is rotated, as keys were; see `rotate_parts`.
-        ahead: page ids are located one tile ahead where no row needs a mask of its own, too.
         registers: stored words go from memory straight to registers; see `attend_in_registers`.
     """
 
@@ -104,8 +105,8 @@ class Rules(NamedTuple):
     p_scale: float = 1.0
     early: bool = False
     lazy: bool = False
+    prefetch: str = ""
     stages: int = 0
-    ahead: bool = False
     registers: bool = False
 
 
