@@ -138,7 +138,11 @@ def test_the_probes_call_of_vllms_kernel_is_attention(form, monkeypatch):
         ("fp8", True, DIM // 2),
         ("auto", False, DIM // 2),
         ("fp8", False, DIM),
+        ("fp8_per_token_head", True, DIM),
+        ("int8_per_token_head", False, DIM),
         ("ultraquant_4bit", True, DIM),
+        ("narrowkv_k8v4", True, DIM),
+        ("narrowkv_fp4", False, DIM // 2),
     ],
 )
 def test_the_fused_rope_is_vllms_own_before_its_unfused_cache_update(cache_dtype, is_neox, rotary_dim):

@@ -33,6 +33,7 @@ FORMATS = {
     "fp8": {"format": "fp8_e4m3fn"},
     "fp8-static": {"format": "fp8_e4m3fn", "k_descale": 0.05, "v_descale": torch.full((2,), 0.02)},
     "fp4": {"format": "fp4_e2m1", "scale_group": 32},
+    "nvfp4": {"format": "fp4_e2m1", "scale_group": 16, "scale_format": "e4m3"},
     "k8v4": {"format": CacheFormat("fp8_e4m3fn", "fp4_e2m1")},
     "integers": {"format": CacheFormat("int8", "int4")},
     "bf16": {"format": "bf16"},
@@ -170,7 +171,7 @@ def narrow_cache(model, **options):
     + [("llama-3-tiny", form) for form in ("fp4", "bf16")]
     + [
         pytest.param("llama-3-tiny", form, marks=pytest.mark.slow)
-        for form in ("fp8-static", "k8v4", "integers")
+        for form in ("fp8-static", "nvfp4", "k8v4", "integers")
     ],
 )
 def test_logits_and_greedy_tokens_are_those_of_attention_over_the_dequantised_cache(name, form, runs):
@@ -244,8 +245,8 @@ def test_narrow_formats_take_their_share_of_the_memory():
         taken[form] = narrow.bytes()
     # Bytes of a head of 64 channels: stored numbers, and a descale or E8M0 scales.
     assert {form: size / taken["bf16"] * 128 for form, size in taken.items()} == {
-        "bf16": 128, "fp8-static": 64, "fp8": 64 + 4, "fp4": 32 + 2, "k8v4": (64 + 4 + 32 + 1) / 2,
-        "integers": (64 + 4 + 32 + 4) / 2,
+        "bf16": 128, "fp8-static": 64, "fp8": 64 + 4, "fp4": 32 + 2, "nvfp4": 32 + 4,
+        "k8v4": (64 + 4 + 32 + 1) / 2, "integers": (64 + 4 + 32 + 4) / 2,
     }  # fmt: skip
 
 
@@ -378,6 +379,53 @@ def test_layers_that_a_narrow_cache_cannot_hold_are_refused():
 
     with pytest.raises(ValueError, match="LinearAttentionAndFullAttentionLayer"):
         NarrowCache(FalconH1Config(num_hidden_layers=2), max_length=8)
+
+
+@pytest.mark.slow
+def test_every_model_with_a_decoder_is_answered_yes_or_with_a_reason():
+    answers = engine.supported_architectures(multimodal=True)
+    assert len(answers) > 300
+    assert all(isinstance(reason, str) and reason for reasons in answers.values() for reason in reasons)
+    assert {"llava", "mistral3", "qwen2_5_vl", "qwen3_vl"} <= {name for name, no in answers.items() if not no}
+    assert {"t5", "bart", "whisper"} <= set(answers)
+    assert all("encoder" in answers[name][0] for name in ("t5", "bart", "whisper"))
+
+
+TEXT = {
+    "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 64, "intermediate_size": 64, "max_position_embeddings": 64, "vocab_size": 96,
+}  # fmt: skip
+TOWER = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14, "depth": 1, "num_heads": 2, "out_hidden_size": 128,
+    "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["llava", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+def test_the_decoder_of_a_model_of_images_generates_text(model_type):
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    default = AutoConfig.for_model(model_type)
+    parts = {"text_config": TEXT, "vision_config": TOWER}
+    for name, sizes in parts.items():
+        own = getattr(default, name)
+        parts[name] = {k: v for k, v in sizes.items() if hasattr(own, k)} | {"model_type": own.model_type}
+    parts["text_config"] |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    if model_type.startswith("qwen"):
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]}
+        parts["text_config"]["rope_parameters"] = rope
+    config = AutoConfig.for_model(model_type, **parts)
+    assert engine.supports(config) == []
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    model = model.to(torch.bfloat16).eval()
+    own_tokens, own = generate(model, new=2)
+    model.set_attn_implementation({"text_config": "narrowkv"})
+    tokens, logits = generate(model, narrow_cache(model, format="bf16"), new=2)
+    assert relative_l1(logits[0], own[0]) < 0.02  # both in bf16, with other roundings
+    assert tokens == own_tokens
 
 
 def test_every_registered_decoder_is_answered_yes_or_with_a_reason():
