@@ -51,3 +51,16 @@ def test_two_programs_of_128_rows_fit_on_hopper(sm90_code: Any) -> None:
     assert sum("WARPGROUP" in text for text in loop) <= 6
     # No key is masked in this loop.
     assert len(loop) <= 430
+
+
+@pytest.mark.parametrize(
+    ("fmt", "head_dim"),
+    [(CacheFormat("fp8_e4m3fn", "fp4_e2m1"), 128), ("fp4_e2m1", 128), ("int8", 64)],
+    ids=str,
+)
+def test_no_product_is_32_columns_wide_on_hopper(
+    fmt: str | CacheFormat, head_dim: int, sm90_code: Any
+) -> None:
+    """Triton 3.6 gets those wrong beside wider ones."""
+    _call(fmt, 8, head_dim, 12, tree=False)
+    assert "HGMMA.64x32" not in sm90_code.kernels[0].machine_code()

@@ -61,6 +61,12 @@ DECODE = {
     "NVFP4 values, off 16-byte boundaries": (
         SMALL + "format=fp8_e4m3fn/fp4_e2m1,group=16,scale_format=e4m3,layout=padded,data=outlier"
     ),
+    "FP4, keys and values loaded a tile ahead": "ratio=12,lens=200+5+130+0,format=fp4_e2m1,split=even",
+    "FP8 keys, FP4 values, a window": (
+        "kv_heads=1,ratio=8,lens=200+64,format=fp8_e4m3fn/fp4_e2m1,window=70,split=none,layout=HND"
+    ),
+    "FP4, two tokens of two tiles": "kv_heads=1,ratio=4,q_len=2,lens=200+65,format=fp4_e2m1,split=none",
+    "FP4, 32 rows": "kv_heads=1,ratio=17,lens=150,format=fp4_e2m1,group=32,split=none",
     "INT4": SMALL + "format=int4,clean=1",
     "K INT8, V INT4": SMALL + "format=int8/int4,descale=token_head,data=outlier",
     "INT4 over bf16, off 16-byte boundaries, fp16 queries": (

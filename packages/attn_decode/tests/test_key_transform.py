@@ -187,7 +187,8 @@ def test_queries_in_a_launch_of_their_own(dtype: torch.dtype, device: str) -> No
     q = torch.randn(11, HEADS * RATIO + 4, 96, device=device).to(dtype)[:, 2:-2]
     got, shift = transform_queries(q, transform, HEADS, 0.5)
     assert transform.offset is not None
-    assert torch.equal(got, transform.queries(q).to(dtype))
+    # Sums in another order may round to the next number.
+    torch.testing.assert_close(got, transform.queries(q).to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-4)
     assert shift is not None
     torch.testing.assert_close(shift, lse_correction(q, transform.offset, 0.5), rtol=1e-5, atol=1e-4)
 

@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-import narrowkv.attn_decode.launch as decode_launch
 from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_decode
 from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.attn_decode.kernels import registers
 from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.quant import KeyTransform
 from narrowkv.quant import device_fp4_registers as ptx
 from narrowkv.quant.accuracy import relative_l1
 from narrowkv.quant.device_e4m3 import e4m3_to_fp16
@@ -63,19 +63,15 @@ def _same(number):
 
 
 @pytest.fixture(autouse=True)
-def plain_arithmetic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def plain_arithmetic() -> Iterator[None]:
     """The interpreter runs these instead of the functions that are inline PTX."""
-    replaced: dict[Any, Any] = {
+    functions: dict[Any, Any] = {
         ptx.widen_keys: _widen_keys,
         ptx.widen_values: _widen_values,
         ptx.e4m3_pair_to_fp16: _e4m3_pair,
         registers.branch: _same,
     }
-    with monkeypatch.context() as patch:
-        patch.setattr(interpreter, "_functions", {})
-        for old, new in replaced.items():
-            patch.setitem(interpreter._functions, old.fn, interpreter._Function(new.fn))
-        patch.setattr(decode_launch, "READ_TO_REGISTERS", True)
+    with interpreter.replaced(functions):
         yield
 
 
@@ -113,3 +109,21 @@ def test_operands_hold_the_keys_and_values_that_they_should(
         assert any(bound.constexprs["RULES"].registers for bound in plan.kernels(cache))
         o = paged_decode(q, cache, table, plan=plan, out_dtype=torch.float32, **call)
     assert relative_l1(o, paged_decode_reference(q, cache, table, **call)) <= BOUND
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [KeyTransform(rotated=True), KeyTransform(balance=torch.full((2, 128), 2.0), rotated=False)],
+    ids=["rotation", "balance"],
+)
+def test_transformed_queries_do_not_take_this_way(transform: KeyTransform) -> None:
+    """A lane's share of Q is not in the order in which it is transformed."""
+    case = DecodeCase(
+        lens=(130,), gqa_ratio=12, num_kv_heads=2, head_dim=128, page_size=16, format="fp4_e2m1",
+        scale_group=16, scale_format="e4m3", spread=0.5,
+    )  # fmt: skip
+    q, cache, table = case.build()
+    cache = replace(cache, key_transform=transform)
+    with run_as("sm90"):
+        kernels = plan_decode(q, cache, table).kernels(cache)
+        assert not any(bound.constexprs["RULES"].registers for bound in kernels)

@@ -112,6 +112,14 @@ WAIT = "s_waitcnt lgkmcnt(0)"
 
 
 @BOTH
+def test_a_wave_has_at_most_63_accesses_under_way(target: str) -> None:
+    others = "".join(f"global_load_dword v{3 + k}, v1, s[4:5]\n" for k in range(62))
+    read = "v_mov_b32_e32 v0, v2\n"
+    assert "vmcnt(62)" in hazard(target, LOAD + others + read)
+    emulate(target, LOAD + others + "global_load_dword v90, v1, s[4:5]\n" + read)
+
+
+@BOTH
 def test_a_barrier_orders_only_what_was_waited_for(target: str) -> None:
     words = emulate(target, EXCHANGE.format(first=WAIT, second=WAIT), warps=2)
     assert words[:128].tolist() == [k ^ 64 for k in range(128)]

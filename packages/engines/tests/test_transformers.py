@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.eager_paged import eager_paged_attention_forward
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from step_costs import MICROSECONDS, READS, VIEWS, operators
 
 import narrowkv.engines.transformers as engine
 from narrowkv.attn_decode import paged_decode_reference
@@ -18,7 +23,7 @@ from narrowkv.attn_prefill import batch_prefill_reference
 from narrowkv.engines.tiny import DEEPSEEK_V4, TINY_MODELS, tiny_config, tiny_model
 from narrowkv.engines.transformers import NarrowCache, attention, cache, continuous, deepseek_v4, rows
 from narrowkv.engines.transformers.cache import LAYER_TAG
-from narrowkv.engines.trial import try_engine
+from narrowkv.engines.trial import CACHES, try_engine
 from narrowkv.paged_cache import CacheFormat
 from narrowkv.runtime.errors import UnsupportedError
 
@@ -204,9 +209,10 @@ def test_a_16_bit_cache_gives_what_the_models_own_attention_gives(name):
 
 @pytest.mark.gpu
 def test_a_gpu_generates_what_transformers_own_attention_does():
-    own, sixteen, eight, four = try_engine("transformers", "glm-4.5-air-tiny")
+    own, *others = try_engine("transformers", "glm-4.5-air-tiny")
     assert own.calls == {}
-    for found, bound in ((sixteen, 0.1), (eight, 0.5), (four, 2.0)):
+    assert [found.cache for found in others] == list(CACHES["transformers"])
+    for found, bound in zip(others, (0.1, 0.5, 1.0, 2.0, 0.5, 2.0), strict=True):
         assert found.difference < bound
         assert found.calls["paged_decode"] > 0
 
@@ -220,6 +226,8 @@ def test_deepseek_v4_generates_through_sparse_attention():
     assert sixteen.tokens == own.tokens
     with pytest.raises(UnsupportedError, match="try it in transformers"):
         try_engine("vllm", "deepseek-v4-tiny")
+    with pytest.raises(UnsupportedError, match="no rows of int8: try it with bf16, fp8_e4m3fn, fp4_e2m1"):
+        try_engine("transformers", "deepseek-v4-tiny", ["int8"])
     model = tiny_model("llama-3-tiny", attn_implementation=deepseek_v4.NAME)
     with pytest.raises(ValueError, match='use "narrowkv" for other models'):
         model(torch.tensor([[5, 6]]))
@@ -256,17 +264,7 @@ def test_a_step_copies_no_cache_and_never_waits_for_the_device(monkeypatch, runs
 
         monkeypatch.setattr(torch.Tensor, name, call)
 
-    for name in (
-        "item",
-        "tolist",
-        "cpu",
-        "numpy",
-        "nonzero",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-    ):
+    for name in READS:
         watched(name)
     steps(model, narrow)
     assert not waits
@@ -283,25 +281,25 @@ def test_a_step_copies_no_cache_and_never_waits_for_the_device(monkeypatch, runs
 
 def test_a_decode_step_adds_one_operation_and_the_views_of_each_layer(monkeypatch):
     model = tiny_model("llama-3-tiny", attn_implementation="narrowkv")
-    narrow = narrow_cache(model)
+    narrow = NarrowCache(model.config, max_length=2048)
     generate(model, narrow, pad=0, new=2)
-    seen = []
-
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-            seen.append(operator.overloadpacket.__name__)
-            return operator(*args, **(kwargs or {}))
-
-    q = torch.zeros(2, 8, 1, 64).bfloat16()
+    q, new = torch.zeros(2, 8, 1, 64).bfloat16(), torch.zeros(2, 2, 1, 64).bfloat16()
+    module = torch.nn.Module()
     monkeypatch.setattr(cache, "append", lambda *args: None)
     monkeypatch.setattr(attention, "paged_decode", lambda q, *args, **kwargs: q)
-    module = torch.nn.Module()
+
+    def layer(index):
+        k, v = narrow.update(new, new, index)
+        begun = time.perf_counter()
+        attention.attend(module, q, k, v, None)
+        return time.perf_counter() - begun
+
     for index in range(2):
-        k, v = narrow.update(torch.zeros(2, 2, 1, 64).bfloat16(), torch.zeros(2, 2, 1, 64).bfloat16(), index)
-        with Seen():
-            attention.attend(module, q, k, v, None)
+        with operators() as seen:
+            layer(index)
         assert seen == ["add_"] * (index == 0) + ["squeeze"] * 3 + ["unsqueeze"]
-        seen.clear()
+    steps = [[layer(index) for index in range(2)] for _ in range(300)]
+    assert min(second for _, second in steps) * 1e6 <= MICROSECONDS
 
 
 def test_the_layers_share_one_plan_and_its_workspace():
@@ -536,6 +534,25 @@ class TestContinuousBatching:
         self.generate(model)
         assert counts["append", "bf16"] == counts["batch_prefill", "bf16"] + counts["paged_decode", "bf16"]
         assert min(counts.values()) > 0
+
+    def test_no_step_copies_the_engines_cache_or_reads_from_the_device(self):
+        kernels = [(continuous, name) for name in ("append", "paged_decode", "batch_prefill", "plan_prefill")]
+        found = []
+
+        def watched(*args, **kwargs):
+            with operators(*kernels) as seen:
+                result = continuous.attend_paged(*args, **kwargs)
+            found.append(set(seen))
+            return result
+
+        continuous.register_continuous_batching("fp8_e4m3fn", k_descale=0.05, v_descale=0.05)
+        AttentionInterface.register(continuous.NAME, watched)
+        model = tiny_model("llama-3-tiny", num_layers=1)
+        model.set_attn_implementation(continuous.NAME)
+        self.generate(model)
+        # The lengths of last pages of one token each; the first step makes the views and their descales.
+        assert len(found) > 1
+        assert all(seen <= VIEWS | {"ones_like"} for seen in found[1:])
 
     def test_outputs_are_those_of_transformers_own_attention(self):
         errors = []

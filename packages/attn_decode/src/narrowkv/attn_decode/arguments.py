@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from narrowkv.attn_decode.config import DecodeConfig
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.kernels.pages import Descale, KVPointers, Stored
 from narrowkv.paged_cache.pointers import descale_pointers, packed_route, side_of, stored_as, widening_power
@@ -57,9 +58,11 @@ _bound_caches: ByIdentity[dict[Any, BoundCache]] = ByIdentity()
 _numbers: dict[Any, int] = {}
 
 
-def bind_cache(cache: PagedKVCache, target: Target, kernel: str, k_parts: int, v_parts: int) -> BoundCache:
+def bind_cache(cache: PagedKVCache, target: Target, config: DecodeConfig) -> BoundCache:
     """The cache as kernel arguments, found once."""
-    key = (target.name, kernel, k_parts, v_parts)
+    k_parts, v_parts = config.k_parts, config.v_parts
+    native, ahead = config.kernel == "native", config.prefetch != ""
+    key = (target.name, native, ahead, k_parts, v_parts)
     known = _bound_caches.get(id(cache))
     if known is None:
         known = _bound_caches.keep(cache, {})
@@ -69,10 +72,13 @@ def bind_cache(cache: PagedKVCache, target: Target, kernel: str, k_parts: int, v
     k_strides, v_strides = cache.k_strides, cache.v_strides
     k_side = side_of(cache.k, k_strides, k_format, widen_route(target, k_format), k_parts)
     v_side = side_of(cache.v, v_strides, v_format, widen_route(target, v_format), v_parts)
-    native, half = kernel == "native", "bf16" not in (k_format, v_format)
+    half = "bf16" not in (k_format, v_format)
     (k_mode, k_factor, k_descale), (v_mode, v_factor, v_descale) = map(descale_pointers, cache.sides())
-    k_route = packed_route(target, k_format, k_side, half, as_bytes=True)
-    v_route = packed_route(target, v_format, v_side, half, as_bytes=True)
+    # The factors of E8M0 groups leave too few registers for gfx950's instruction, and so does a tile that
+    # waits for its page ids. The native kernel has matrix instructions that need longer waits.
+    k_own, v_own = (ahead and not native and mode in ("e8m0", "e4m3") for mode in (k_mode, v_mode))
+    k_route = packed_route(target, k_format, k_side, half, as_bytes=True, cdna4=k_own)
+    v_route = packed_route(target, v_format, v_side, half, as_bytes=True, cdna4=v_own)
     k_exponent = 0 if native else widening_power(k_format, k_route, k_mode)
     v_exponent = widening_power(v_format, v_route, v_mode)
     k_stored = stored_as(k_side, k_format, k_route, k_mode, k_descale)

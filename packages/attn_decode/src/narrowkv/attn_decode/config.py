@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from narrowkv.attn_decode.config_amd import amd_tile
 from narrowkv.quant.device import BITS, widen_route
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError, check_choice
@@ -61,7 +62,8 @@ class DecodeConfig:
         kernel: "decode" widens the cache to 16 bits; "native" multiplies FP4 keys as they are stored.
         k_parts, v_parts: elements per word that K and V are read in; see `narrowkv.quant.device.widen_parts`.
         options: compiler options of the attention kernel.
-        ahead: page ids are located one tile ahead of keys.
+        prefetch: what is loaded a tile before it is needed: "pages", page ids; "tile", where all rows attend
+            to the same keys, keys, values and scales, too; "", nothing.
     """
 
     block_m: int
@@ -74,7 +76,7 @@ class DecodeConfig:
     k_parts: int
     v_parts: int
     options: LaunchOptions
-    ahead: bool = False
+    prefetch: str = ""
 
     def explain(self, shape: DecodeShape) -> str:
         """The tile, how often the keys are read and how they are divided, for a person."""
@@ -99,9 +101,9 @@ class DecodeConfig:
 def choose_kernel(target: Target, k_format: str, kernel: str | None) -> str:
     """The kernel for a target and a key format, or the one that is forced.
 
-    "native" is used only when forced: it needs two waves a program, which wait for each other at 22 barriers
-    a tile. Model, gfx950, `narrowkv inspect model --case decode:k=fp4_e2m1,v=fp4_e2m1,kernel=...,lens=2048,
-    kv_heads=1,ratio=12,head_dim=128,split=none,clean=1`: native 43% of what HBM streams, decode 66%.
+    "native" is used only when forced: it is not faster, and its three terms of a float16 Q cost more.
+    Model, gfx950, `narrowkv inspect model --case decode:format=fp4_e2m1,kernel=...,lens=2048,kv_heads=1,
+    ratio=12,head_dim=128,split=none,clean=1`: HBM busy for 98% of the time with decode, 92% with native.
 
     Raises:
         UnsupportedError: the forced kernel needs what the target or the format lacks.
@@ -181,6 +183,54 @@ def _tall_tile(
     return 64, LaunchOptions(num_warps=8, num_stages=3 if narrow_head else 2), 1
 
 
+def _short_call(
+    shape: DecodeShape, units: float, kind: str, narrow_head: bool
+) -> tuple[int, LaunchOptions, int, bool, str | None]:
+    """Keys, options, programs of a KV head, whether page ids come ahead and the split of latency-bound calls.
+
+    Short work is bound by latency: four warps share one large tile. H100, B4 ctx1024, attention kernel alone
+    and with the merge: 128 keys x 1 stage 11.1 and 13.7 us, x 2 stages 12.0 and 14.1 us; one-warp programs
+    16.4 us.
+
+    Args:
+        shape: the call's shape.
+        units: multiprocessors for each program of a sequence.
+        kind: on NVIDIA, for heads of at most 128: "fp8"; "fp4" and "values", FP4 or INT4 in both or in values
+            only; "groups", FP4 with scales of groups. Empty for others.
+        narrow_head: heads have at most 128 channels. Wider ones halve the keys to stay within shared memory.
+    """
+    block_n = 128 if narrow_head else 64
+    slots = max(1, int(units * 4))
+    if shape.batch * -(-shape.capacity // block_n) <= slots:
+        # One tile a program leaves nothing to share out, and looking for an even share costs about 1 us.
+        return block_n, LaunchOptions(num_warps=4, num_stages=1), slots, False, "uniform"
+    if kind == "groups":
+        # See `attend_in_registers`. H100, NVFP4, B1 ctx32768: 38.8 us, with 128 keys and 4 warps 43.4 us.
+        return 32, LaunchOptions(num_warps=1, num_stages=3), slots, False, None
+    few = 4 * shape.batch <= units
+    if kind == "fp8" and few:
+        # Each program has several tiles in flight. H100, two programs a multiprocessor, against 128 keys, 4
+        # warps and 2 stages: B1 ctx32768 34.3 us and 38.1, ctx8192 17.3 and 19.2, B4 ctx8192 32.8 and 34.1.
+        split = "uniform" if shape.batch == 1 else None
+        return 64, LaunchOptions(num_warps=2, num_stages=3), max(1, int(units * 2)), True, split
+    if kind == "fp4" and few:
+        # H100, three programs a multiprocessor, and two: B4 ctx8192 29.7 us and 31.5, B2 ctx32768 45.9 and
+        # 51.8, B1 ctx32768 32.4 and 33.2; without page ids ahead, in two stages, 44.1.
+        return block_n, LaunchOptions(num_warps=4, num_stages=3), max(1, int(units * 3)), True, "uniform"
+    # Sequences alone fill the chip. H100, B64 ctx1024: FP4 40.0 us, in two splits 57.6 us; values in FP4 45.3
+    # and 55.6 us.
+    full = kind in ("fp4", "values") and 8 * shape.batch >= 7 * slots
+    split = "none" if full else "uniform" if few and kind == "values" else None
+    if kind == "values":
+        # Four programs run at once at 128 registers; 149 are taken if they may be, and then every fourth
+        # waits for another to end. H100, page ids ahead and not: B1 ctx32768 37.0 us and 39.8, B4 ctx8192
+        # 30.9 and 36.9.
+        slots = max(1, int(units * 3)) if shape.batch == 1 else slots
+        return block_n, LaunchOptions(num_warps=4, num_stages=2, maxnreg=128), slots, True, split
+    stages, registers = (3, 128) if full else (2, None)
+    return block_n, LaunchOptions(num_warps=4, num_stages=stages, maxnreg=registers), slots, full, split
+
+
 # Programs of one warp that a compute unit or multiprocessor holds at once: sm90 at 255 registers, CDNA with
 # two waves on each of four SIMDs.
 _RESIDENT = 8
@@ -239,13 +289,13 @@ def choose_config(
     units = target.figures.units if target.figures is not None else 4
     slots = max(1, units * _RESIDENT // head_programs)
 
-    # Short work is bound by latency: four warps share one large tile. H100, B4 ctx1024, attention kernel
-    # alone and with
-    # the merge: 128 keys x 1 stage 11.1 and 13.7 us, x 2 stages 12.0 and 14.1 us; one-warp programs 16.4 us.
     # A scale per 32 channels takes registers that FP4's configurations do not leave: 598 us against 378 us.
     unpacks = get_format(v_format).is_packed and not scale_group and target.vendor == "nvidia"
     unpacks = unpacks and block_m == 16 and narrow_head
-    whole_waves, ahead = False, False
+    fp4 = k_format == v_format == "fp4_e2m1"
+    groups = fp4 and block_m == 16 and scale_group > 0 and target.name == "sm90" and shape.q_len == 1
+    groups = groups and shape.head_dim == 128
+    whole_waves, prefetch = False, ""
     latency_bound = shape.batch * shape.capacity < 512 * slots and not batch_invariant
     if block_m >= 64 and chosen == "decode" and target.name != "cpu":
         block_n, options, resident = _tall_tile(
@@ -253,53 +303,27 @@ def choose_config(
         )
         slots = max(1, units * resident // head_programs)
     elif target.is_amd:
-        # One wave a program: with more, every wave repeats the QK product and the softmax of a 16-row tile.
-        # Modelled issue time over memory time at ratio 12, head_dim 128 (`narrowkv inspect`): FP8 0.44 (FNUZ)
-        # and 0.45 (OCP) on gfx942 and 0.34 on gfx950 at 64 keys, 0.59 at 32; FP4 0.89 on gfx942. None spills.
-        warps = 1 if block_m <= 32 else 4
-        block_n = 16 if not narrow_head else 32 if k_format in ("bf16", "fp16") else 64
-        if chosen == "native":
-            # The compiler lowers a scaled dot of one wave to bf16 multiplications.
-            warps = max(warps, 2)
-            block_n = 128 if narrow_head and block_m == 16 else 64 if block_m <= 32 else 32
-        # Two waves a SIMD fit at these registers on gfx950, and on gfx942 for heads of 64; told so, the
-        # compiler spills no scalars. The native kernel needs more for heads wider than 128 with more than 16
-        # rows, or three terms of Q.
-        large = not narrow_head and (block_m > 16 or shape.q_dtype == torch.float16)
-        packed = get_format(k_format).is_packed or get_format(v_format).is_packed
-        pressed = packed and (block_m == 16 or chosen == "native")
-        pressed = pressed and not (chosen == "native" and large)
-        waves = 2 if pressed and (target.name == "gfx950" or shape.head_dim <= 64) else None
-        options = LaunchOptions(num_warps=warps, num_stages=1, matrix_instr_nonkdim=16, waves_per_eu=waves)
+        block_n, options, prefetch = amd_tile(
+            target, shape, block_m, k_format, v_format, scale_group=scale_group, kernel=chosen
+        )
     elif latency_bound and block_m == 16:
-        # 128 keys and 4 warps at head_dim 128; wider heads halve the keys to stay within shared memory.
-        block_n = 128 if narrow_head else 64
-        slots = max(1, slots // 2)
-        short = shape.batch * -(-shape.capacity // block_n) <= slots
-        fp4 = k_format == v_format == "fp4_e2m1"
-        whole = max(1, units * 2 // head_programs)  # two programs a multiprocessor
-        if short:
-            # One tile a program leaves nothing to share out, and looking for an even share costs about 1 us.
-            split = split or "uniform"
-            options = LaunchOptions(num_warps=4, num_stages=1)
-        elif (fast or (unpacks and fp4)) and target.vendor == "nvidia" and 8 * shape.batch <= whole:
-            # Each program has several tiles in flight. H100, one wave of programs, against 128 keys, 4 warps
-            # and 2 stages: FP8 B1 ctx32768 34.3 us and 38.1, ctx8192 17.3 and 19.2, B4 ctx8192 32.8 and 34.1;
-            # FP4 B1 ctx32768 33.5 us and 44.1, ctx8192 16.9 and 17.4.
-            ahead = True
-            block_n, warps = (128, 4) if fp4 else (64, 2)
-            options = LaunchOptions(num_warps=warps, num_stages=3)
-            slots = whole
-            if shape.batch == 1:
-                split = split or "uniform"
-        else:
-            # So many programs run at once at 128 registers. FP4 values beside FP8 keys take 149 if they may,
-            # and then every fourth program waits for another to end.
-            registers = 128 if unpacks and not get_format(k_format).is_packed else None
-            options = LaunchOptions(num_warps=4, num_stages=2, maxnreg=registers)
-            # Sequences alone fill the chip. H100, FP4, B64 ctx1024: 41.8 us, in two splits 57.6 us.
-            if unpacks and fp4 and 8 * shape.batch >= 7 * slots:
-                split = split or "none"
+        kind = ""
+        if target.vendor == "nvidia":
+            packed_values = unpacks and not get_format(k_format).is_packed
+            kinds = {"fp8": fast, "fp4": fp4 and unpacks, "groups": groups, "values": packed_values}
+            kind = next((name for name, holds in kinds.items() if holds), "")
+        block_n, options, slots, ahead, short_split = _short_call(
+            shape, units / head_programs, kind, narrow_head
+        )
+        prefetch = "pages" if ahead else ""
+        split = split or short_split
+    elif groups:
+        # See `attend_in_registers`. H100, B64 ctx8192, against tiles that go through shared memory: NVFP4
+        # 271 us and 300, MX with a scale per 32 294 and 312, with all registers 306 (FP8: 371 us).
+        resident, registers = (9, 224) if scale_group == 32 else (_RESIDENT, None)
+        block_n, whole_waves = 32, True
+        options = LaunchOptions(num_warps=1, num_stages=3, maxnreg=registers)
+        slots = max(1, units * resident // head_programs)
     elif unpacks and get_format(k_format).is_packed:
         block_n, whole_waves = 32, True
         options = LaunchOptions(num_warps=1, num_stages=5, maxnreg=_FP4_REGISTERS)
@@ -357,5 +381,5 @@ def choose_config(
         k_parts,
         v_parts,
         options,
-        ahead,
+        prefetch,
     )

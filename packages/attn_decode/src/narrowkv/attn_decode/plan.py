@@ -245,8 +245,7 @@ class DecodePlan:
                 f"plan must be made for a cache of (num_kv_heads, head_dim, page_size, K, V) {made} on "
                 f"{cache.k.device}, got a plan for {wanted} on {self.device}: call plan_decode again"
             )
-        c = self.config
-        return bind_cache(cache, self.target, c.kernel, c.k_parts, c.v_parts)
+        return bind_cache(cache, self.target, self.config)
 
     def _blocks(self, batch: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Memory of partial results at this batch: `acc` and `ml` of `Workspace`."""

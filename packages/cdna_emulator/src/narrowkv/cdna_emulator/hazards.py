@@ -193,6 +193,8 @@ class HazardModel:
                     to_lds[id(self._code[at])] = count
             if use.is_vector_memory:
                 vector.append(at)
+                # The counter ends at 63: a wave issues no more before its oldest access has completed.
+                del vector[: -_NO_WAIT["vmcnt"]]
                 pending |= use.writes
             if use.kind in ("ds", "smem") or use.is_flat:
                 local.append(at)

@@ -13,9 +13,11 @@ from narrowkv.quant.device import NATIVE, widening_exponent
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.targets import Target
 
-# Routes of widening: packed conversions in inline PTX; FP4 by way of bytes of FP8.
+# Routes of widening: packed conversions in inline PTX; FP4 by way of bytes of FP8; FP4 by gfx950's own
+# instruction.
 PTX = "ptx"
 PTX8 = "ptx8"
+CDNA4 = "cdna4"
 ABSENT = Descale(None, 0, 0, 0)
 
 
@@ -92,13 +94,19 @@ def side_of(stored: torch.Tensor, strides: KVStrides, format_name: str, route: s
     return Side(pointers, route, parts, strides.vec)
 
 
-def packed_route(target: Target, format_name: str, side: Side, half: bool, *, as_bytes: bool = False) -> str:
-    """The route of a side: inline PTX for 16-bit words on NVIDIA, else the route that it has.
+def packed_route(
+    target: Target, format_name: str, side: Side, half: bool, *, as_bytes: bool = False, cdna4: bool = False
+) -> str:
+    """The route of a side: inline assembly for 16-bit words on NVIDIA and gfx950, else the route that it has.
 
     as_bytes: FP4 is converted as bytes of E4M3, which takes fewer instructions; the kernel then takes the
         scales of groups in relation to the tile's largest. H100, decode, 96/8 heads, one scale a head: B128
         ctx1024 91 us instead of 96, B64 ctx8192 248 and 254.
+    cdna4: gfx950 converts FP4 by its own instruction, which needs more registers at a time, and a kernel
+        whose matrix instructions take at most four passes.
     """
+    if cdna4 and target.name == "gfx950" and format_name == "fp4_e2m1" and side.parts == 4:
+        return CDNA4
     by_cast = format_name == "fp8_e4m3fn" and side.route == NATIVE
     packed = (side.parts == 2 and (by_cast or format_name == "int8")) or side.parts == 4
     if not packed or not half or target.vendor != "nvidia":

@@ -26,7 +26,7 @@ INTEGERS = ("int8", "int4")
 def widening_exponent(format_name: str, route: str) -> int:
     """The exponent of the factor that `widen` does not apply: value = widened * 2**exponent."""
     if format_name == "fp4_e2m1":
-        return 6 if route == "ptx8" else 14
+        return {"ptx8": 6, "cdna4": 13}.get(route, 14)
     if format_name in INTEGERS:
         return INT8_EXPONENT if format_name == "int8" else INT4_EXPONENT
     if route == FNUZ_ALIAS:
@@ -161,13 +161,48 @@ def _fp4_nibble(word, INDEX: tl.constexpr):
 
     The sign goes to bit 15, exponent and mantissa to bits 11..9, where E2M1 is a float16 of a smaller bias.
     """
-    TO_SIGN: tl.constexpr = 12 - 4 * INDEX
-    sign = (word << TO_SIGN) & -32768
-    if TO_SIGN >= 3:
-        magnitude = (word << (TO_SIGN - 3)) & 0x0E00
-    else:
-        magnitude = (word >> 3) & 0x0E00
-    return (sign | magnitude).to(tl.float16, bitcast=True)
+    # Shifted right with its sign; the copies of the sign between the two are cleared.
+    return (((word << (12 - 4 * INDEX)) >> 3) & -29184).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _fp4_quads_cdna4(x):
+    """The four nibbles of int16 words as float16, still to be multiplied by 2**13.
+
+    gfx950's instruction converts the two nibbles of a byte; those of two words are then paired. With this
+    factor every result is a normal float16.
+
+    The compiler inserts no wait states for instructions of inline assembly. A register that is written here
+    may be the addend of a matrix instruction of 4 passes, which needs 3 of them, and a matrix instruction
+    reads a result 2 of them later at the earliest.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        s_nop 2
+        v_cvt_scalef32_pk_f16_fp4 $8, $10, $12
+        v_cvt_scalef32_pk_f16_fp4 $4, $10, $12 op_sel:[0,1,0]
+        v_pack_b32_f16 $0, $8, $4
+        v_pack_b32_f16 $2, $8, $4 op_sel:[1,1,0]
+        v_cvt_scalef32_pk_f16_fp4 $8, $10, $12 op_sel:[1,0,0]
+        v_cvt_scalef32_pk_f16_fp4 $6, $10, $12 op_sel:[1,1,0]
+        v_pack_b32_f16 $4, $8, $6
+        v_pack_b32_f16 $6, $8, $6 op_sel:[1,1,0]
+        v_cvt_scalef32_pk_f16_fp4 $9, $11, $12
+        v_cvt_scalef32_pk_f16_fp4 $5, $11, $12 op_sel:[0,1,0]
+        v_pack_b32_f16 $1, $9, $5
+        v_pack_b32_f16 $3, $9, $5 op_sel:[1,1,0]
+        v_cvt_scalef32_pk_f16_fp4 $9, $11, $12 op_sel:[1,0,0]
+        v_cvt_scalef32_pk_f16_fp4 $7, $11, $12 op_sel:[1,1,0]
+        v_pack_b32_f16 $5, $9, $7
+        v_pack_b32_f16 $7, $9, $7 op_sel:[1,1,0]
+        s_nop 1
+        """,
+        "=&v,=&v,=&v,=&v,=&v,=&v,=&v,=&v,=&v,=&v,v,v,s,s,s,s",
+        [x, tl.full(x.shape, 2.0**-13, tl.float32)],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit
@@ -231,6 +266,9 @@ def _fp4_quads(x, ROUTE: tl.constexpr):
             is_pure=True,
             pack=2,
         )
+    elif ROUTE == "cdna4":
+        a, b, c, d, _ = _fp4_quads_cdna4(x)
+        return a, b, c, d
     else:
         return _fp4_nibble(x, 0), _fp4_nibble(x, 1), _fp4_nibble(x, 2), _fp4_nibble(x, 3)
 

@@ -68,7 +68,7 @@ def _paged_decode_kernel(
     PAGE_SIZE: tl.constexpr = SIZES.page_size
     RAGGED: tl.constexpr = SIZES.ragged
     K_PARTS: tl.constexpr = K.parts
-    V_PARTS: tl.constexpr = V.parts
+    ACC_PARTS: tl.constexpr = RULES.acc_parts
     K_DESCALE: tl.constexpr = K.descale
     V_DESCALE: tl.constexpr = V.descale
     COMPUTE: tl.constexpr = RULES.compute
@@ -160,7 +160,7 @@ def _paged_decode_kernel(
         logit_scale = tl.abs(logit_scale)
 
     state = State(
-        zeros_in_parts(BLOCK_M, BLOCK_D, V_PARTS),
+        zeros_in_parts(BLOCK_M, BLOCK_D, ACC_PARTS),
         tl.full([BLOCK_M], float("-inf"), tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
         out_scale * 0.0 + LEAST_FACTOR,
@@ -206,7 +206,7 @@ def _paged_decode_kernel(
         m += io.offset_scale * offset_products(
             io.q, tokens, heads, row_mask, io.q_token, io.q_head, io.k_offset, kv_head, HEAD_DIM, BLOCK_D
         )
-    acc = join_parts(acc, V_PARTS)
+    acc = join_parts(acc, ACC_PARTS)
     d = tl.arange(0, BLOCK_D)
     if V.factors:
         acc *= v_largest

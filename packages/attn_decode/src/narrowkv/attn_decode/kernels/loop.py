@@ -5,7 +5,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from narrowkv.paged_cache.kernels.pages import kv_offsets, load_key_scale, locate_keys
+from narrowkv.paged_cache.kernels.pages import (
+    kv_offsets,
+    load_key_scale,
+    load_page_ids,
+    locate_keys,
+    place_of,
+    scale_as_number,
+)
 from narrowkv.paged_cache.kernels.tiles import attend_to_tile, load_words, tile_scores
 from narrowkv.runtime.attention.masks import seen_keys
 from narrowkv.runtime.attention.softmax import capped_logits
@@ -41,6 +48,37 @@ def tile_after_gap(i, gap_at, gap):
 
 
 @triton.jit
+def load_scales(
+    k_descale, v_descale, page, slot, keys, K: tl.constexpr, V: tl.constexpr, BLOCKS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, NATIVE_QK: tl.constexpr, STORED: tl.constexpr,
+):  # fmt: skip
+    """What belongs to each key of K and of V, see `load_key_scale`, or 1."""
+    K_DESCALE: tl.constexpr = K.descale
+    V_DESCALE: tl.constexpr = V.descale
+    K_ALIGNED: tl.constexpr = K.aligned
+    V_ALIGNED: tl.constexpr = V.aligned
+    BLOCK_D: tl.constexpr = BLOCKS.d
+    BLOCK_DK: tl.constexpr = BLOCKS.dk
+    k_scale = 1.0
+    v_scale = 1.0
+    if K_DESCALE != "scalar" and K_DESCALE != "head":
+        k_scale = load_key_scale(
+            k_descale, page, slot, keys.kv_head, K_DESCALE, NATIVE_QK, HEAD_DIM, BLOCK_DK, K_ALIGNED, STORED
+        )
+    if V_DESCALE != "scalar" and V_DESCALE != "head":
+        v_scale = load_key_scale(
+            v_descale, page, slot, keys.kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D, V_ALIGNED, STORED
+        )
+    return k_scale, v_scale
+
+
+@triton.jit
+def key_bias(n, keys):
+    """0 for the keys from `keys.first` to `keys.last`, -inf for others."""
+    return tl.where((n >= keys.first) & (n <= keys.last), 0.0, float("-inf"))
+
+
+@triton.jit
 def attend_to_tiles(
     begin, end, gap_at, gap, q, q_low, logit_scale, soft_cap, state, k, v, k_descale, v_descale, table, keys,
     rows,
@@ -66,10 +104,9 @@ def attend_to_tiles(
     PAGE_SIZE: tl.constexpr = SIZES.page_size
     K_PARTS: tl.constexpr = K.parts
     V_PARTS: tl.constexpr = V.parts
+    ACC_PARTS: tl.constexpr = RULES.acc_parts
     K_DESCALE: tl.constexpr = K.descale
     V_DESCALE: tl.constexpr = V.descale
-    K_ALIGNED: tl.constexpr = K.aligned
-    V_ALIGNED: tl.constexpr = V.aligned
     K_VEC: tl.constexpr = K.vec
     V_VEC: tl.constexpr = V.vec
     NATIVE_QK: tl.constexpr = RULES.native
@@ -83,8 +120,11 @@ def attend_to_tiles(
     KEY_FACTORS: tl.constexpr = K.factors and (K_DESCALE == "e4m3" or not NATIVE_QK)
     # The softmax applies the scale with its own multiply-add.
     FOLDED: tl.constexpr = MASK == "none" and not (KEY_FACTORS or RULES.soft_cap or NATIVE_QK)
+    # Keys, values and scales are loaded one tile ahead and page ids two, so that no load waits for another.
+    # They stay as they lie in memory until they are needed: work on them would wait for them.
+    PREFETCH: tl.constexpr = RULES.prefetch == "tile" and MASK != "rows"
     # Page ids are located one tile ahead, so that the loads of keys do not wait for them.
-    AHEAD: tl.constexpr = MASK != "keys" or RULES.ahead
+    AHEAD: tl.constexpr = MASK != "keys" or RULES.prefetch != ""
     # Words of a native K tile hold two elements each, whatever the parts of Q.
     K_WORD: tl.constexpr = 2 if NATIVE_QK else K_PARTS
     dk, dv = tl.arange(0, BLOCK_DK // K_WORD), tl.arange(0, BLOCK_D // V_PARTS)
@@ -100,38 +140,49 @@ def attend_to_tiles(
     if K_PER_KEY or V_PER_KEY or AHEAD:
         n = tile_after_gap(begin, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
         page, slot = locate_keys(table, keys.row_base, n, keys.first, keys.last, PAGE_SIZE, WIDE_ADDRESS)
-        if K_PER_KEY:
-            k_next = load_key_scale(
-                k_descale, page, slot, keys.kv_head, K_DESCALE, NATIVE_QK, HEAD_DIM, BLOCK_DK, K_ALIGNED
-            )
-        if V_PER_KEY:
-            v_next = load_key_scale(
-                v_descale, page, slot, keys.kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D, V_ALIGNED
-            )
+        k_next, v_next = load_scales(
+            k_descale, v_descale, page, slot, keys, K, V, BLOCKS, HEAD_DIM, NATIVE_QK, PREFETCH
+        )
+    if PREFETCH:
+        k_off = kv_offsets(page, slot, k, keys.kv_head, dk, K_VEC, False)
+        v_off = kv_offsets(page, slot, v, keys.kv_head, dv, V_VEC, True)
+        k_ahead = load_words(k, k_off, K_WORD, HEAD_DIM, BLOCK_DK)
+        v_ahead = load_words(v, v_off, V_PARTS, HEAD_DIM, BLOCK_D)
+        n = tile_after_gap(begin + 1, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
+        page_ids = load_page_ids(table, keys.row_base, n, keys.first, keys.last, PAGE_SIZE)
     for i in range(begin, end):
         n = tile_after_gap(i, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
-        if not AHEAD:
+        if PREFETCH:
+            k_words = k_ahead
+            v_words = v_ahead
+            following = tile_after_gap(i + 1, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
+            page, slot = place_of(table, page_ids, following, keys.first, keys.last, PAGE_SIZE, WIDE_ADDRESS)
+            later = tile_after_gap(i + 2, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
+            page_ids = load_page_ids(table, keys.row_base, later, keys.first, keys.last, PAGE_SIZE)
+        elif not AHEAD:
             page, slot = locate_keys(table, keys.row_base, n, keys.first, keys.last, PAGE_SIZE, WIDE_ADDRESS)
         # Both offsets before both loads: Triton 3.6 spills scalars on gfx942 otherwise.
         k_off = kv_offsets(page, slot, k, keys.kv_head, dk, K_VEC, False)
         v_off = kv_offsets(page, slot, v, keys.kv_head, dv, V_VEC, True)
-        k_words = load_words(k, k_off, K_WORD, HEAD_DIM, BLOCK_DK)  # [BLOCK_N, BLOCK_DK / K_WORD]
-        v_words = load_words(v, v_off, V_PARTS, HEAD_DIM, BLOCK_D)
+        if PREFETCH:
+            k_ahead = load_words(k, k_off, K_WORD, HEAD_DIM, BLOCK_DK)
+            v_ahead = load_words(v, v_off, V_PARTS, HEAD_DIM, BLOCK_D)
+        else:
+            k_words = load_words(k, k_off, K_WORD, HEAD_DIM, BLOCK_DK)  # [BLOCK_N, BLOCK_DK / K_WORD]
+            v_words = load_words(v, v_off, V_PARTS, HEAD_DIM, BLOCK_D)
+            if K_PER_KEY or V_PER_KEY or AHEAD:
+                following = tile_after_gap(i + 1, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
+                page, slot = locate_keys(
+                    table, keys.row_base, following, keys.first, keys.last, PAGE_SIZE, WIDE_ADDRESS
+                )
         k_scale = k_next
         v_scale = v_next
-        if K_PER_KEY or V_PER_KEY or AHEAD:
-            following = tile_after_gap(i + 1, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
-            page, slot = locate_keys(
-                table, keys.row_base, following, keys.first, keys.last, PAGE_SIZE, WIDE_ADDRESS
-            )
-            if K_PER_KEY:
-                k_next = load_key_scale(
-                    k_descale, page, slot, keys.kv_head, K_DESCALE, NATIVE_QK, HEAD_DIM, BLOCK_DK, K_ALIGNED
-                )
-            if V_PER_KEY:
-                v_next = load_key_scale(
-                    v_descale, page, slot, keys.kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D, V_ALIGNED
-                )
+        k_next, v_next = load_scales(
+            k_descale, v_descale, page, slot, keys, K, V, BLOCKS, HEAD_DIM, NATIVE_QK, PREFETCH
+        )
+        if PREFETCH:
+            k_scale = scale_as_number(k_scale, K_DESCALE, NATIVE_QK)
+            v_scale = scale_as_number(v_scale, V_DESCALE, False)
         s, k_factor = tile_scores(q, q_low, k_words, k_scale, K, RULES)  # [BLOCK_M, BLOCK_N]
         if KEY_FACTORS:
             s *= (k_factor * logit_scale)[None, :]
@@ -141,14 +192,20 @@ def attend_to_tiles(
             s = capped_logits(s, soft_cap)
         attended = None
         if MASK == "keys":
-            # All rows attend alike, so one sum with a bias per key masks them.
-            s += tl.where((n >= keys.first) & (n <= keys.last), 0.0, float("-inf"))[None, :]
+            # All rows attend alike, so one sum with a bias per key masks them. With loads under way, a branch
+            # saves it for tiles that all rows see whole.
+            if PREFETCH:
+                start = tile_after_gap(i, gap_at, gap) * BLOCK_N
+                if (start < keys.first) | (start + BLOCK_N - 1 > keys.last):
+                    s += key_bias(n, keys)[None, :]
+            else:
+                s += key_bias(n, keys)[None, :]
         elif MASK == "rows":
             attended = seen_keys(n, rows)
             s = tl.where(attended, s, float("-inf"))
         acc, m, l, v_largest = attend_to_tile(
             s, attended, None, v_words, v_scale, row_scale if FOLDED else None, acc, m, l, v_largest,
-            V, RULES, V_PARTS,
+            V, RULES, ACC_PARTS,
         )  # fmt: skip
     return acc, m, l, v_largest
 

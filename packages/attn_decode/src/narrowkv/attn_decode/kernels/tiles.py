@@ -77,10 +77,12 @@ class Rules(NamedTuple):
         can_merge: whether the last split to arrive can merge them in this launch.
         early: the launch that merges begins before the one that attends has ended.
         q_in_shared: products take Q from shared memory, not from registers.
+        acc_parts: parts that V is multiplied in, 1 or `Stored.parts`.
         fp8, clean, p_scale: as in the rules of prefill; decode widens every cache.
         lazy: sums of values are multiplied only in steps that raise a maximum.
+        prefetch: "pages", page ids are located one tile ahead where no row needs a mask of its own, too;
+            "tile", keys, values and scales are loaded one tile ahead there; or "".
         stages: how Q is rotated, as keys were; see `rotate_parts`.
-        ahead: page ids are located one tile ahead where no row needs a mask of its own, too.
         registers: stored words go from memory straight to registers; see `attend_in_registers`.
     """
 
@@ -96,14 +98,15 @@ class Rules(NamedTuple):
     even: bool
     partial: bool
     can_merge: bool
+    acc_parts: int
     q_in_shared: bool = False
     fp8: Any = None
     clean: bool = False
     p_scale: float = 1.0
     early: bool = False
     lazy: bool = False
+    prefetch: str = ""
     stages: int = 0
-    ahead: bool = False
     registers: bool = False
 
 

@@ -173,14 +173,15 @@ def _produce_kernel(
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STORING: tl.constexpr, FILLING: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The first programs leave a block each in the scratch, which takes longest; the next quantise tokens.
+    """The first programs leave blocks in the scratch, which takes longest; the next quantise tokens.
 
     The last ones order the tiles that attend.
 
     Args:
         q, chunk, rope: `Queries`, `Chunk`, `RopePointers`. to: `Destination`. cache: `Cache`.
         table, scratch: `Table`, `Scratch`: without the sizes that follow. scales: `AppendScales`.
-        num_blocks: blocks that the scratch can have, a program each for every head.
+        num_blocks: programs of a head that fill the scratch; each takes every `num_blocks`th block, CDNA's
+            only one, as in `_widen_kernel`.
         num_groups, num_tiles: programs of a head that quantise, and tiles, at most.
         SIZES, K, V, STORING, FILLING, BLOCKS: `Sizes`, `Stored`, `Stored`, `Storing`, `Filling`, `Blocks`.
     """
@@ -234,7 +235,13 @@ def _produce_kernel(
     kv_head = pid % NUM_KV_HEADS
     limit, total = held_blocks(q, table, scratch, batch, True, PAGE_SIZE, False, BLOCK_S)
     first = pid // NUM_KV_HEADS
-    if first < total:
+    if NVIDIA:
+        for block in range(first, total, num_blocks):
+            fill_block(
+                q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, block, limit,
+                kv_head, SIZES, K, V, STORING, K_IN_PAGES, WIDE_ADDRESS, NVIDIA, BLOCK_D, BLOCK_S,
+            )  # fmt: skip
+    elif first < total:
         fill_block(
             q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, first, limit,
             kv_head, SIZES, K, V, STORING, K_IN_PAGES, WIDE_ADDRESS, NVIDIA, BLOCK_D, BLOCK_S,

@@ -138,9 +138,22 @@ def first_id(table, seq, RAGGED: tl.constexpr):
 @triton.jit
 def locate_keys(table, row_base, n, first, last, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr):
     """Page and slot [N] of keys `n`; keys outside [first, last] take their places, which are used ones."""
+    page = load_page_ids(table, row_base, n, first, last, PAGE_SIZE)
+    return place_of(table, page, n, first, last, PAGE_SIZE, WIDE)
+
+
+@triton.jit
+def load_page_ids(table, row_base, n, first, last, PAGE_SIZE: tl.constexpr):
+    """Page ids [N] of keys `n` as the table has them, for `place_of`."""
     n = tl.maximum(tl.minimum(n, last), first)
     where = row_base + strided(n // PAGE_SIZE, table.column)
-    page = tl.load(table.page_ids + tl.maximum(tl.minimum(where, table.num_ids - 1), 0))
+    return tl.load(table.page_ids + tl.maximum(tl.minimum(where, table.num_ids - 1), 0))
+
+
+@triton.jit
+def place_of(table, page, n, first, last, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr):
+    """Page and slot [N] of keys `n` from their page ids as the table has them; see `locate_keys`."""
+    n = tl.maximum(tl.minimum(n, last), first)
     page = tl.maximum(tl.minimum(page, table.num_pages - 1), 0)
     return page.to(tl.int64 if WIDE else tl.int32), n % PAGE_SIZE
 
@@ -170,11 +183,12 @@ def times_head_descale(scale, descale, seq, kv_head, DESCALE: tl.constexpr):
 
 @triton.jit
 def load_key_scale(descale, page, slot, head, KIND: tl.constexpr, SPREAD: tl.constexpr,
-                   HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr = False):  # fmt: skip
+                   HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr = False,
+                   STORED: tl.constexpr = False):  # fmt: skip
     """What belongs to each key: a float32 factor [N], or as stored INT4's scale [N] or groups' scales [N, G].
 
     SPREAD reads the one E8M0 byte of a key for every group: the compiler cannot broadcast the scale of a
-    matrix instruction.
+    matrix instruction. STORED leaves the byte of a key as it is, for `scale_as_number`.
     """
     at = descale.ptr + page * descale.major + slot * descale.token + head * descale.head
     GROUPED: tl.constexpr = KIND == "e8m0_16" or KIND == "e8m0_32" or KIND == "e4m3_16" or KIND == "e4m3_32"
@@ -188,9 +202,18 @@ def load_key_scale(descale, page, slot, head, KIND: tl.constexpr, SPREAD: tl.con
             return tl.load(at[:, None] + step[None, :])
         else:
             return tl.load(at[:, None] + step[None, :], mask=(g * GROUP < HEAD_DIM)[None, :], other=0)
-    elif KIND == "e8m0":
-        return e8m0_to_fp32(tl.load(at))
-    elif KIND == "e4m3":
-        return e4m3_to_fp32(tl.load(at))
-    else:
+    elif STORED:
         return tl.load(at)
+    else:
+        return scale_as_number(tl.load(at), KIND, SPREAD)
+
+
+@triton.jit
+def scale_as_number(scale, KIND: tl.constexpr, SPREAD: tl.constexpr):
+    """What `load_key_scale` returned with STORED, as it returns it without."""
+    if KIND == "e8m0" and not SPREAD:
+        return e8m0_to_fp32(scale)
+    elif KIND == "e4m3":
+        return e4m3_to_fp32(scale)
+    else:
+        return scale
