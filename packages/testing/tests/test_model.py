@@ -19,6 +19,11 @@ def test_every_family_belongs_to_an_operation() -> None:
 def test_every_family_has_a_loop_under_the_model(target: str) -> None:
     for name, family in families(target).items():
         prediction = main_kernel(model_call(target, family.call, hbm_share=family.hbm_share)).full
+        if prediction.flops == 0.0:
+            continue  # an append to the cache only stores
         assert prediction.loop is not None, name
         assert prediction.loop_flops_per_second > 1e12, name
+        # The clock under load is below the data sheet's, at which no loop is faster than the matrix units.
+        peak = {"gfx942": 2.62e15, "gfx950": 5.04e15}[target]
+        assert prediction.loop_flops_per_second < prediction.loop_flops_at_peak_clock < peak, name
         assert prediction.summary.startswith("model: ")

@@ -237,7 +237,7 @@ class SageKernels:
         call = Call(
             self.shape.ragged, self.shape.gqa_ratio, self.shape.head_dim, self.qk_format, self.smooth_q,
             self.smooth_k and lse, lse, math.log2(get_format(config.fp8).max_value), config.two_level, tma,
-            config.reread_q, config.block_m, config.block_n,
+            config.reread_q, config.ahead, config.block_m, config.block_n,
         )  # fmt: skip
         return self._bind(
             key,

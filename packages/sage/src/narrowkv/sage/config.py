@@ -40,6 +40,7 @@ class SageConfig:
         two_level: P @ V of a tile is summed separately and then added in fp32.
         tma: K and V come by tensor descriptor.
         programs_together: attention programs among which the longest go first, of as many heads as it takes.
+        ahead: tiles of keys are loaded to registers while the one before is multiplied.
         reread_q: Q is read a second time for the tiles that need the mask.
         options: compiler options.
     """
@@ -53,15 +54,19 @@ class SageConfig:
     tma: bool = False
     programs_together: int = 800
     reread_q: bool = False
+    ahead: bool = False
 
 
-def choose_config(target: Target, qk_dtype: str = "int8", *, smooth_q: bool = False) -> SageConfig:
-    """The shipped configuration, which serves every granularity and mask.
+def choose_config(
+    target: Target, qk_dtype: str = "int8", *, smooth_q: bool = False, window: bool = False
+) -> SageConfig:
+    """The shipped configuration, which serves every granularity.
 
     Args:
         target: what the kernels run on.
         qk_dtype: "int8", "int4" or "fp8".
         smooth_q: whether queries are smoothed.
+        window: whether keys far before a query are masked.
     """
     fp8 = target.native_fp8 or _OCP
     if target.is_amd:
@@ -71,17 +76,21 @@ def choose_config(target: Target, qk_dtype: str = "int8", *, smooth_q: bool = Fa
         # neighbours a lane.
         order = KeyOrder(gather=4 if target.has_scaled_mfma else 2, lanes=2, width=4)
         options = LaunchOptions(num_warps=4, num_stages=1, waves_per_eu=2, matrix_instr_nonkdim=32)
-        # Model (`narrowkv inspect model --family "Sage, int8"`), the loop's TOP/s. gfx950: int8 804, with two
-        # stages, registers for one wave a SIMD and the scheduling strategy iterative-ilp 1388; FP8 880 and
-        # 1018, but it spills beside windows, and smoothed queries do in any precision. gfx942: int8 683, with
-        # two stages 337 (LDS bank conflicts), with kpack=2 as well 458, 8 waves 455, iterative-ilp 678.
-        # Triton 3.6 needs 308 registers for two stages, and twice the vector instructions.
-        if target.name == "gfx950" and qk_dtype != "fp8" and not smooth_q and _TRITON >= (3, 8):
-            options = replace(options, num_stages=2, waves_per_eu=None, llvm_fn_attrs=_ITERATIVE_ILP)
+        # Model (`narrowkv inspect model --family "Sage, int8"`), the loop's TOP/s plain, with keys loaded a
+        # tile ahead, and with two stages as well. gfx942: int8 783, 916, 960 (iterative-ilp 987), FP8 703,
+        # 974, 1018 (1027). gfx950: int8 1356, 1419, 1556 (1480), FP8 1024, 1587, 1470. Two stages spill with
+        # smoothed queries, under Triton 3.8, and on gfx950 beside windows and with int4; without keys ahead
+        # they halve gfx942's rate by LDS bank conflicts. On gfx950 Triton 3.6 takes apart into bytes what is
+        # loaded ahead.
+        gfx942 = target.name == "gfx942"
+        if _TRITON >= (3, 9) and not smooth_q and (gfx942 or (qk_dtype == "int8" and not window)):
+            options = replace(options, num_stages=2, llvm_fn_attrs=_ITERATIVE_ILP if gfx942 else None)
         # The compiler takes Q apart into bytes for the second loop's 32-byte operand and holds them through
         # the first one: 64 registers of a lane, and spills with smoothed FP8 queries.
-        reread_q = target.has_scaled_mfma
-        return SageConfig(128, 64, fp8, order, two_level=False, options=options, reread_q=reread_q)
+        return SageConfig(
+            128, 64, fp8, order, two_level=False, options=options, reread_q=target.has_scaled_mfma,
+            ahead=gfx942 or _TRITON >= (3, 7),
+        )  # fmt: skip
     # Hopper sums FP8 products with fewer bits than fp32 has: a tile of keys at a time keeps that harmless,
     # and costs nothing, as the rescaling of what was summed before is then one multiply-add.
     # H100, b2 h32 d128 16k, attention alone over the bf16 floor, no mask and causal: 64 x 128 tiles by

@@ -95,7 +95,7 @@ def _make_plan(
     device: torch.device, layout: str,
 ) -> SagePlan:  # fmt: skip
     """A plan without a workspace, cached for calls without a plan."""
-    config = choose_config(target, qk_dtype, smooth_q=smooth_q)
+    config = choose_config(target, qk_dtype, smooth_q=smooth_q, window=left >= 0)
     return SagePlan(
         target, shape, config.fp8 if qk_dtype == "fp8" else qk_dtype, token_groups("q", q_granularity),
         token_groups("k", k_granularity), bottom_right, left, right, smooth_k, smooth_q, sm_scale, config,

@@ -58,7 +58,11 @@ class Modelled:
         return {
             "name": self.name,
             "model": {**asdict(self.prediction), "flops_per_second": self.prediction.flops_per_second},
-            "model_full": {**asdict(self.full), "loop_flops_per_second": self.full.loop_flops_per_second},
+            "model_full": {
+                **asdict(self.full),
+                "loop_flops_per_second": self.full.loop_flops_per_second,
+                "loop_flops_at_peak_clock": self.full.loop_flops_at_peak_clock,
+            },
         }
 
 

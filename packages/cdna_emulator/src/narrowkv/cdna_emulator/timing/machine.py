@@ -50,6 +50,7 @@ class Machine:
         hbm_bytes_per_s: the HBM bandwidth that streaming kernels reach.
         clock_idle: GHz with idle matrix units.
         clock_slope: GHz that the clock loses when all matrix units are busy; it falls in proportion.
+        clock_peak: GHz of the data sheet's peak rates.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Machine:
     hbm_bytes_per_s: float
     clock_idle: float
     clock_slope: float
+    clock_peak: float
 
     def clock(self, matrix_share: float) -> float:
         """The clock in Hz at a share of busy matrix units."""
@@ -112,12 +114,14 @@ MACHINES: Mapping[str, Machine] = MappingProxyType({
     "gfx942": Machine(
         name="gfx942", chip="MI300X", compute_units=304, lds_bytes=64 * 1024, lds_granule=512,
         transcendental=16, matrix_shadow=4, packed_waits=False, lds_read=128, lds_write=128, lds_return=128,
-        hbm_bytes_per_s=4.13e12, clock_idle=1.95, clock_slope=0.87, **_COMMON,
+        hbm_bytes_per_s=4.13e12, clock_idle=1.95, clock_slope=0.87,
+        clock_peak=2.1, **_COMMON,
     ),
     "gfx950": Machine(
         name="gfx950", chip="MI355X", compute_units=256, lds_bytes=160 * 1024, lds_granule=1280,
         transcendental=8, matrix_shadow=8, packed_waits=True, lds_read=256, lds_write=128, lds_return=128,
-        hbm_bytes_per_s=6.44e12, clock_idle=2.25, clock_slope=0.87, **_COMMON,
+        hbm_bytes_per_s=6.44e12, clock_idle=2.25, clock_slope=0.87,
+        clock_peak=2.4, **_COMMON,
     ),
 })  # fmt: skip
 """The machines that the model knows, by target."""
@@ -143,5 +147,6 @@ SOURCES = {
     "lds_queue": "G", "l1": "G", "l1_bytes": "I", "l1_line": "I", "in_flight": "G", "memory_latency": "G",
     "hbm_latency": "F (row 14)",
     "l2": "I", "hbm_bytes_per_s": "G (best streams)", "clock_idle": "F", "clock_slope": "F",
+    "clock_peak": "I",
 }  # fmt: skip
 """Source of each figure, by the letters of `SOURCE_NAMES`."""

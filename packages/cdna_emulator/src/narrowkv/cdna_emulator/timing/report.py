@@ -54,6 +54,11 @@ class Prediction:
         units = MACHINES[self.target].compute_units
         return self.loop.flops * self.workgroups_per_unit * units * self.clock_hz / self.loop.clocks
 
+    @property
+    def loop_flops_at_peak_clock(self) -> float:
+        """The same at the data sheet's clock: a figure of the loop's clocks alone, and not a prediction."""
+        return self.loop_flops_per_second * MACHINES[self.target].clock_peak * 1e9 / self.clock_hz
+
     def bandwidth(self, num_bytes: float) -> float:
         """Bytes a second of a launch that moves ``num_bytes``."""
         return num_bytes / self.seconds

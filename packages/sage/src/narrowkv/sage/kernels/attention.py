@@ -72,7 +72,7 @@ class Call(NamedTuple):
     SMOOTH_Q, SHIFT_LSE: what the means took out is added back, to scores and to lse.
     LOG2_P: log2 of the factor of P. TWO_LEVEL: P @ V of a tile is summed separately, then added in float32.
     TMA: K and V come by tensor descriptor. REREAD_Q: Q is not kept from the tiles without a mask for those
-    with one.
+    with one. AHEAD: tiles without a mask are loaded to registers while the tile before is multiplied.
     """
 
     RAGGED: Any
@@ -86,6 +86,7 @@ class Call(NamedTuple):
     TWO_LEVEL: Any
     TMA: Any
     REREAD_Q: Any
+    AHEAD: Any
     BLOCK_M: Any
     BLOCK_N: Any
 
@@ -181,26 +182,52 @@ def interleave_keys(p, GATHER: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.cons
 
 
 @triton.jit
-def attend(
-    tile, q, acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, base, mean_scores, query_pos, num_keys,
-    CALL: tl.constexpr, GROUPS: tl.constexpr, MASK: tl.constexpr, ORDER: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys: the new accumulator, maximum and sum of each row."""
+def load_keys(keys, k_desc, kv_head, first, CALL: tl.constexpr):
+    """Words of K [BLOCK_N, words of a row] from scratch row `first` on."""
+    FORMAT: tl.constexpr = CALL.FORMAT
     HEAD_DIM: tl.constexpr = CALL.HEAD_DIM
+    WORDS: tl.constexpr = HEAD_DIM // 2 if FORMAT == "int4" else HEAD_DIM
+    if CALL.TMA:
+        return k_desc.load([(kv_head * keys.rows + first).to(tl.int32), 0])
+    else:
+        return load_rows(keys.k, kv_head.to(tl.int64) * keys.rows + first, WORDS, CALL.BLOCK_N, "")
+
+
+@triton.jit
+def load_values(keys, v_desc, kv_head, first, CALL: tl.constexpr):
+    """V transposed, [HEAD_DIM, BLOCK_N], from scratch row `first` on."""
+    if CALL.TMA:
+        return v_desc.load([(kv_head * CALL.HEAD_DIM).to(tl.int32), first.to(tl.int32)])
+    else:
+        d, columns = tl.arange(0, CALL.HEAD_DIM), tl.arange(0, CALL.BLOCK_N)
+        at = kv_head.to(tl.int64) * keys.rows * CALL.HEAD_DIM + first
+        return tl.load(keys.v + at + d.to(tl.int64)[:, None] * keys.rows + columns[None, :])
+
+
+@triton.jit
+def attend(
+    tile, upcoming, words, v, q, acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, base, mean_scores,
+    query_pos, num_keys, CALL: tl.constexpr, GROUPS: tl.constexpr, MASK: tl.constexpr, ORDER: tl.constexpr,
+    MASKED: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: the new accumulator, maximum and sum of each row, and K and V of tile `upcoming`.
+
+    words, v: with AHEAD K and V of this tile; else unused, and returned unchanged.
+    """
     BLOCK_N: tl.constexpr = CALL.BLOCK_N
     # Strings of a struct are bound to names: Triton 3.6 passes on only its numbers.
     FORMAT: tl.constexpr = CALL.FORMAT
-    WORDS: tl.constexpr = HEAD_DIM // 2 if FORMAT == "int4" else HEAD_DIM
     first = base + tile * BLOCK_N
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    head_row = kv_head.to(tl.int64) * keys.rows
-    if CALL.TMA:
-        words = k_desc.load([(kv_head * keys.rows + first).to(tl.int32), 0])
+    if AHEAD:
+        # Memory answers in order: the scale is needed before the next tile.
+        scale = load_key_scale(keys.k_descale, kv_head, first, keys.rows, BLOCK_N, GROUPS.SPAN, GROUPS.GROUPS)
+        s = scores(q, words, FORMAT)
+        words = load_keys(keys, k_desc, kv_head, base + upcoming * BLOCK_N, CALL)
     else:
-        words = load_rows(keys.k, head_row + first, WORDS, BLOCK_N, "")
-    s = scores(q, words, FORMAT)
+        s = scores(q, load_keys(keys, k_desc, kv_head, first, CALL), FORMAT)
+        scale = load_key_scale(keys.k_descale, kv_head, first, keys.rows, BLOCK_N, GROUPS.SPAN, GROUPS.GROUPS)
     s = by_groups(s, GROUPS.SPAN, GROUPS.GROUPS, GROUPS.RUN)
-    scale = load_key_scale(keys.k_descale, kv_head, first, keys.rows, BLOCK_N, GROUPS.SPAN, GROUPS.GROUPS)
     scale = scale * row_scale[:, None, None, None, None]  # [BLOCK_M, spans, 1, groups, 1]
     SCALED: tl.constexpr = MASKED or CALL.SMOOTH_Q
     if SCALED:
@@ -229,20 +256,18 @@ def attend(
     p = tl.reshape(p, [p.shape[0], BLOCK_N])
     correction = tl.exp2(m - m_safe)
     l = l * correction + tl.sum(p, 1)
-    if CALL.TMA:
-        v = v_desc.load([(kv_head * HEAD_DIM).to(tl.int32), first.to(tl.int32)])
+    if AHEAD:
+        values = tl.trans(v)  # [BLOCK_N, HEAD_DIM]
     else:
-        d, columns = tl.arange(0, HEAD_DIM), tl.arange(0, BLOCK_N)
-        v = tl.load(
-            keys.v + (head_row * HEAD_DIM + first) + d.to(tl.int64)[:, None] * keys.rows + columns[None, :]
-        )
-    v = tl.trans(v)  # [BLOCK_N, HEAD_DIM]
-    p = interleave_keys(p.to(v.dtype), ORDER.GATHER, ORDER.LANES, ORDER.WIDTH)
+        values = tl.trans(load_values(keys, v_desc, kv_head, first, CALL))
+    p = interleave_keys(p.to(values.dtype), ORDER.GATHER, ORDER.LANES, ORDER.WIDTH)
     if CALL.TWO_LEVEL:
-        acc = acc * correction[:, None] + tl.dot(p, v)
+        acc = acc * correction[:, None] + tl.dot(p, values)
     else:
-        acc = tl.dot(p, v, acc * correction[:, None])
-    return acc, m_new, l
+        acc = tl.dot(p, values, acc * correction[:, None])
+    if AHEAD:
+        v = load_values(keys, v_desc, kv_head, base + upcoming * BLOCK_N, CALL)
+    return acc, m_new, l, words, v
 
 
 @triton.jit(do_not_specialize=[*SIZES, "lse_batch", "lse_token", "lse_head"])
@@ -303,20 +328,28 @@ def _sage_attention_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    words, v = 0, 0
+    if CALL.AHEAD:
+        WORDS: tl.constexpr = HEAD_DIM // 2 if FORMAT == "int4" else HEAD_DIM
+        words = tl.zeros([BLOCK_N, WORDS], keys.k.dtype.element_ty)
+        v = tl.zeros([HEAD_DIM, BLOCK_N], keys.v.dtype.element_ty)
+        if full < full_end:
+            words = load_keys(keys, k_desc, kv_head, k_base + full * BLOCK_N, CALL)
+            v = load_values(keys, v_desc, kv_head, k_base + full * BLOCK_N, CALL)
     for i in range(full, full_end):
-        acc, m, l = attend(
-            i, q, acc, m, l, row_scale, keys, k_desc, v_desc, kv_head, k_base, mean_scores, query_pos,
-            num_keys, CALL, K_GROUPS, MASK, ORDER, False,
+        acc, m, l, words, v = attend(
+            i, tl.minimum(i + 1, full_end - 1), words, v, q, acc, m, l, row_scale, keys, k_desc, v_desc,
+            kv_head, k_base, mean_scores, query_pos, num_keys, CALL, K_GROUPS, MASK, ORDER, False, CALL.AHEAD,
         )  # fmt: skip
     if CALL.REREAD_Q:
         # The modifier also keeps compilers from making one load of the two.
         q = load_queries(query, head, q_base + first_row, FORMAT, HEAD_DIM, BLOCK_M, ".cg")
     # The key tiles on both sides need the mask: one masked loop for both.
     for i in range(begin, end - (full_end - full)):
-        acc, m, l = attend(
-            tl.where(i < full, i, i + (full_end - full)), q, acc, m, l, row_scale, keys, k_desc, v_desc,
-            kv_head, k_base, mean_scores, query_pos, num_keys,
-            CALL, K_GROUPS, MASK, ORDER, True,
+        acc, m, l, _words, _v = attend(
+            tl.where(i < full, i, i + (full_end - full)), 0, 0, 0, q, acc, m, l, row_scale, keys, k_desc,
+            v_desc, kv_head, k_base, mean_scores, query_pos, num_keys,
+            CALL, K_GROUPS, MASK, ORDER, True, False,
         )  # fmt: skip
 
     # Not the maximum, which passes NaN over: a row that attends to anything has a sum of at least 2**LOG2_P.
