@@ -69,16 +69,17 @@ def _prefetch(
 
     Model, share of the time that HBM is busy, 96/8 heads, head_dim 128, gfx942 and gfx950, without and with
     "tile": FP4 78 and 66%, 100 and 98%; FP8 keys with FP4 values 80 and 66%, 100 and 100%. FP8 alone reaches
-    100 and 96% without. Where "pages" is chosen, a tile more in registers spills.
+    100 and 96% without. Elsewhere a tile more in registers spills.
     """
     if "fp4_e2m1" not in (k_format, v_format):
         return ""
-    if (shape.q_len > 1 and scale_group) or (target.name == "gfx942" and v_format != "fp4_e2m1"):
-        return ""
     mixed, gfx942 = k_format != v_format, target.name == "gfx942"
+    if gfx942 and v_format != "fp4_e2m1":
+        return ""
+    if shape.q_len > 1 and scale_group:
+        return "" if gfx942 or native else "tile"
     groups = (scale_group == 16 and (mixed or gfx942)) or (scale_group and mixed and gfx942)
-    masked = shape.head_dim < 128 and shape.head_dim & (shape.head_dim - 1) != 0
-    masked = masked or (shape.head_dim > 128 and shape.q_len > 1)
+    masked = shape.head_dim & (shape.head_dim - 1) != 0 or (shape.head_dim > 128 and shape.q_len > 1)
     narrow = native and shape.head_dim != 128
     if narrow or groups or masked or "bf16" in (k_format, v_format):
         return "" if gfx942 else "pages"
