@@ -63,10 +63,10 @@ test-install: $(STAMP)  ## builds the wheels and installs each package alone in 
 	$(PY) -m pytest tests/test_install.py --run-slow $(ARGS)
 
 test-engines: $(ENGINES)/.stamp $(ENGINES)/sglang/.stamp  ## the tests inside vLLM and SGLang on a CPU, in an environment of their own
-	$(MAKE) --jobs=2 --output-sync=target --keep-going in-vllm in-sglang
+	$(MAKE) --jobs=2 --output-sync=line --keep-going in-vllm in-sglang
 
 in-vllm: $(ENGINES)/.stamp
-	$(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_wheels.py test_vllm.py test_vllm_ranks.py test_packers_vllm.py) $(ARGS)
+	$(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_wheels.py test_vllm_layers.py test_vllm.py test_vllm_ranks.py test_packers_vllm.py) $(ARGS)
 
 in-sglang: $(ENGINES)/sglang/.stamp
 	PYTHONPATH=$(abspath $(ENGINES))/sglang $(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_sglang.py test_packers_sglang.py) $(ARGS)

@@ -60,7 +60,7 @@ def measure(layers: int, batch: int, steps: int, device: str) -> dict[str, tuple
         assert rows.step is not None
         for layer in made.narrow_layers:
             assert layer.cache is not None
-            plan = layer.decode_plan(flat_q)
+            (plan,) = layer.decode_plans(flat_q)
             begun = time.perf_counter()
             cache.append(layer.cache, flat_k, flat_k, rows.step.slots)
             attention.paged_decode(flat_q, layer.cache, rows.table, plan=plan)

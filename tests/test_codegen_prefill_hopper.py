@@ -11,6 +11,7 @@ import triton
 
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
 from narrowkv.attn_prefill.cases import PrefillCase
+from narrowkv.paged_cache import CacheFormat
 from narrowkv.runtime.launch.gluon import has_gluon
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -260,3 +261,15 @@ def test_an_append_to_few_keys_attends_in_plain_triton(sm90_code: Any) -> None:
         assert not re.search(r"\b(PREEXIT|ACQBULK)\b", kernel.machine_code())
     assert attend.stack_bytes() == 0
     assert produce.stack_bytes() <= (8 if TRITON == (3, 8) else 0)
+
+
+@pytest.mark.parametrize("operation", ["prefill", "append"])
+@pytest.mark.parametrize("kernel", ["split", "fused"])
+def test_no_product_is_32_columns_wide(kernel: str, operation: str, sm90_code: Any) -> None:
+    """Triton 3.6 gets those wrong beside wider ones; FP4 values are multiplied in four parts elsewhere."""
+    case = PrefillCase(
+        operation=operation, kernel=kernel, format=CacheFormat("fp8_e4m3fn", "fp4_e2m1"), head_dim=128, gqa_ratio=8,
+        q_lens=(64,), lens=(300,),
+    )  # fmt: skip
+    case.inputs().call()
+    assert not any("HGMMA.64x32" in each.machine_code() for each in sm90_code.kernels)

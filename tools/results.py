@@ -460,6 +460,21 @@ def sage_table() -> str:
     return table(["tokens", "mask", *names, "per_thread x floor"], body)
 
 
+def traffic_table() -> str:
+    """Seeded steps of a serving engine: microseconds and times the floor."""
+    body = []
+    for row in rows("traffic-h100", backend="narrowkv"):
+        if row["call"] == "batch_prefill" and row["traffic"] in ("decode", "speculative"):
+            continue  # `paged_decode` serves these
+        step = {key: row[key] for key in ("model", "traffic", "new_tokens", "keys")}
+        peer = next(rows("traffic-h100", backend="torch sdpa", operation=row["operation"], **step), None)
+        body.append([
+            *map(str, step.values()), row["call"], f"{row['median_us']:.0f} ({row['ratio_to_floor']:.2f})",
+            "-" if peer is None else f"{peer['median_us']:.0f}",
+        ])  # fmt: skip
+    return table(["model", "step", "new tokens", "keys", "call", "us (x floor)", "torch SDPA"], body)
+
+
 def capacity_table() -> str:
     """Bytes a token and tokens per GiB."""
     found = capacity_rows()
@@ -534,6 +549,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sparse-h100": lambda: sparse_table("sparse-h100"),
     "sparse-h200": lambda: sparse_table("sparse-h200"),
     "sage": sage_table,
+    "traffic": traffic_table,
     **{
         f"accuracy {path.stem[9:]}": partial(accuracy_table, path.stem[9:])
         for path in RESULTS.glob("accuracy-*.json")

@@ -63,18 +63,15 @@ def _same(number):
 
 
 @pytest.fixture(autouse=True)
-def plain_arithmetic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def plain_arithmetic() -> Iterator[None]:
     """The interpreter runs these instead of the functions that are inline PTX."""
-    replaced: dict[Any, Any] = {
+    functions: dict[Any, Any] = {
         ptx.widen_keys: _widen_keys,
         ptx.widen_values: _widen_values,
         ptx.e4m3_pair_to_fp16: _e4m3_pair,
         registers.branch: _same,
     }
-    with monkeypatch.context() as patch:
-        patch.setattr(interpreter, "_functions", {})
-        for old, new in replaced.items():
-            patch.setitem(interpreter._functions, old.fn, interpreter._Function(new.fn))
+    with interpreter.replaced(functions):
         yield
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
 from narrowkv.context_parallel import ShardLayout
 from narrowkv.engines.ranks import Ranks, RanksStep, attend_over_ranks
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
+from narrowkv.quant import KeyTransform
 from narrowkv.runtime.attention.reference import attention_reference
 from narrowkv.runtime.errors import UnsupportedError
 
@@ -15,7 +18,7 @@ PAGE, HEADS, DIM = 16, 2, 64
 OLDER = (37, 0, 5)
 
 
-def steps(interleave: int, comm: str) -> dict[str, float]:
+def steps(interleave: int, comm: str, *, rotated: bool = False) -> dict[str, float]:
     """A chunk of a prompt, then decode steps, in a paged engine's terms; relative errors against float32."""
     rank, world = dist.get_rank(), dist.get_world_size()
     random = torch.Generator().manual_seed(0)
@@ -26,6 +29,8 @@ def steps(interleave: int, comm: str) -> dict[str, float]:
     width = -(-(max(lens) + 40) // covers)
     block_table = torch.randperm(len(lens) * width, generator=random).view(len(lens), -1).int()
     cache = PagedKVCache.empty(block_table.numel(), PAGE, 1, DIM, format="bf16")
+    if rotated:  # as UltraQuant's slots
+        cache = replace(cache, key_transform=KeyTransform())
     k, v = ([torch.zeros(0, 1, DIM).bfloat16() for _ in lens] for _ in range(2))
 
     def store(counts: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,4 +89,5 @@ def steps(interleave: int, comm: str) -> dict[str, float]:
 
 def every_step(exchanges: tuple[tuple[int, str], ...]) -> list[dict[str, float]]:
     """The steps with each interleave and exchange."""
-    return [steps(interleave, comm) for interleave, comm in exchanges]
+    plain = [steps(interleave, comm) for interleave, comm in exchanges]
+    return [*plain, steps(*exchanges[0], rotated=True)]

@@ -9,12 +9,17 @@ import inspect
 import sys
 import types
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from step_costs import VIEWS, operators
+
 from narrowkv.engines import aiter
-from narrowkv.engines.aiter import patching
+from narrowkv.engines.aiter import functions, patching, tensors
 from narrowkv.paged_cache.layouts import from_logical
 from narrowkv.runtime.errors import UnsupportedError
 
@@ -216,6 +221,35 @@ def test_what_narrowkv_has_not_is_refused_with_its_name():
     with pytest.raises(TypeError, match="unexpected keyword argument 'quant'"):
         aiter.mha_batch_prefill_func(*arguments, quant=1)
     assert list(inspect.signature(aiter.paged_attention_v1).parameters)[-1] == "sliding_window"
+
+
+@pytest.mark.parametrize("dtype", SCALES, ids=str)
+def test_no_call_copies_a_cache_or_reads_from_the_device(dtype):
+    (k, v), _ = numbers(dtype)
+    table, ids, indptr, last, starts, lens = batch()
+    k_scale, v_scale = (torch.tensor([scale]) for scale in SCALES[dtype])
+    q, single = queries(4), queries(2)
+    out, single_out = torch.empty_like(q), torch.empty_like(single)
+    kind = "auto" if dtype == torch.bfloat16 else "fp8"
+    paged = (single_out, None, single, k, v, DIM**-0.5)
+    common = (None, kind, "NHD", 0.0, k_scale, v_scale)
+
+    def calls():
+        yield aiter.mha_batch_prefill_func(
+            q, k, v, starts, indptr, ids, 3, 33, causal=True, kv_last_page_lens=last, k_descale=k_scale,
+            v_descale=v_scale, out=out,
+        )  # fmt: skip
+        yield aiter.unified_attention(
+            q, k, v, out, starts, 3, lens, 33, DIM**-0.5, True, (-1, -1), table, 0.0, None, k_scale, v_scale
+        )
+        yield aiter.paged_attention_ragged(*paged, indptr, ids, last, PAGE, 1, *common)
+        yield aiter.paged_attention_v1(*paged, table, None, lens, 33, *common)
+
+    kernels = (functions, "batch_prefill"), (functions, "prefill_plan"), (tensors, "paged_decode")
+    with operators(*kernels) as seen:
+        results = [result.data_ptr() for result in calls()]
+    assert set(seen) <= VIEWS
+    assert results == [out.data_ptr()] * 2 + [single_out.data_ptr()] * 2
 
 
 @pytest.fixture

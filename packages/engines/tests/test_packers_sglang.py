@@ -20,10 +20,13 @@ from narrowkv.engines import trial_sglang  # noqa: F401  # first: it declares op
 
 # isort: split
 from sglang.kernels.ops.attention import decode_attention
+from sglang.kernels.ops.attention.dsa import dequant_k_cache
+from sglang.test.kernels.deepseek_v4 import dsv41_kv_quant_reference as reference
 from sglang.test.kernels.deepseek_v4 import k_cache_reference
 
 from narrowkv.attn_decode import paged_decode_reference
 from narrowkv.attn_decode.cases import DecodeCase
+from narrowkv.engines.deepseek import LAYOUTS, RECORDS
 from narrowkv.sparse_fp8 import DSV4Rows
 from narrowkv.testing.backends import sglang_call
 
@@ -33,8 +36,11 @@ def rows(count):
     return (torch.randn(count, 512, generator=random) * torch.logspace(-1, 2, count)[:, None]).bfloat16()
 
 
-def without_negative_zero(stored):
-    """SGLang stores -0 as 0x80, narrowkv as 0."""
+def without_negative_zero(stored, *, fp4=False):
+    """SGLang stores -0 as 0x80, and 8 in FP4; narrowkv 0."""
+    if fp4:
+        low, high = stored & 15, stored >> 4
+        return low.masked_fill(low == 8, 0) | (high.masked_fill(high == 8, 0) << 4)
     return stored.masked_fill(stored == 0x80, 0)
 
 
@@ -53,6 +59,43 @@ def test_deepseek_v4_pages_are_sglangs_byte_for_byte(monkeypatch):
     assert torch.equal(found[:, ~nope], pages[:, ~nope])
     assert torch.equal(found[:, nope], without_negative_zero(pages[:, nope]))
     assert found.any(1).all()
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["planar", "interleaved"])
+@pytest.mark.parametrize(("width", "data"), [(528, 512), (288, 256)])
+def test_deepseek_v41_pages_are_sglangs_byte_for_byte(width, data, interleaved):
+    page_size = 16
+    x = rows(2 * page_size)
+    pack = reference.quantize_k_cache_v41 if width == 528 else reference.quantize_k_cache_v41_fp4
+    pages = pack(x.view(2, page_size, 512))
+    if interleaved:
+        pages = reference.interleave_pages(pages, page_size, data, width - data)
+    layouts = RECORDS if interleaved else LAYOUTS
+    mine = DSV4Rows.quantize(x, layout=layouts[width], page_size=page_size)
+    found = mine.data.view(torch.uint8).flatten(1)[:, : page_size * width]
+    expected = pages[:, : page_size * width]
+    if interleaved:
+        (codes, scales), (their_codes, their_scales) = (
+            x.view(2, page_size, width).split([data, width - data], -1) for x in (found, expected)
+        )
+    else:
+        (codes, scales), (their_codes, their_scales) = (
+            x.split([page_size * data, page_size * (width - data)], -1) for x in (found, expected)
+        )
+    assert torch.equal(codes, without_negative_zero(their_codes, fp4=width == 288))
+    assert torch.equal(scales, their_scales)
+
+
+def test_deepseek_v32_rows_are_read_by_sglang(monkeypatch):
+    """SGLang's writer of 656 bytes needs a GPU; its reader gives the numbers that were stored."""
+    kernel = Interpreted(dequant_k_cache._dequantize_k_cache_fast_kernel)
+    monkeypatch.setattr(dequant_k_cache, "_dequantize_k_cache_fast_kernel", kernel)
+    x = torch.cat([rows(32), rows(32)[:, :64]], 1)
+    mine = DSV4Rows.quantize(x, layout="record656", page_size=16)
+    records = mine.data.view(torch.float8_e4m3fn).view(2, 16, 1, 656)
+    read = dequant_k_cache.dequantize_k_cache(records).view(32, 576)
+    assert torch.equal(read, mine.dequantize().bfloat16())
+    assert (read.float() - x.float()).norm() / x.float().norm() < 0.03
 
 
 @pytest.mark.parametrize("ratio", [1, 4])

@@ -32,6 +32,7 @@ from narrowkv.engines.vllm.backend import NarrowAttention
 from narrowkv.engines.vllm.slots import layer_cache, slot_bytes
 from narrowkv.paged_cache import append
 from narrowkv.quant import hadamard
+from narrowkv.sparse_fp8 import DSV4Rows
 from narrowkv.testing.backends import vllm_call
 
 BLOCKS, HEADS, BLOCK, DIM = 2, 2, 16, 64
@@ -137,7 +138,11 @@ def test_the_probes_call_of_vllms_kernel_is_attention(form, monkeypatch):
         ("fp8", True, DIM // 2),
         ("auto", False, DIM // 2),
         ("fp8", False, DIM),
+        ("fp8_per_token_head", True, DIM),
+        ("int8_per_token_head", False, DIM),
         ("ultraquant_4bit", True, DIM),
+        ("narrowkv_k8v4", True, DIM),
+        ("narrowkv_fp4", False, DIM // 2),
     ],
 )
 def test_the_fused_rope_is_vllms_own_before_its_unfused_cache_update(cache_dtype, is_neox, rotary_dim):
@@ -182,6 +187,66 @@ def test_fused_rope_is_not_offered_where_values_are_rotated():
     assert not NarrowAttention(
         HEADS, DIM, 1.0, kv_cache_dtype="int4_per_token_head"
     ).fused_rope_kvcache_supported()
+
+
+def spread_rows(count, columns=512):
+    random = torch.Generator().manual_seed(3)
+    return (torch.randn(count, columns, generator=random) * torch.logspace(-1, 2, count)[:, None]).bfloat16()
+
+
+@pytest.mark.parametrize("fnuz", [False, True], ids=["ocp", "fnuz"])
+@pytest.mark.parametrize(("model", "width"), [("deepseek_v4", 584), ("deepseek_v41", 528)])
+def test_deepseek_pages_are_vllms_byte_for_byte(model, width, fnuz, monkeypatch):
+    name = f"vllm.models.{model}.common.ops.cache_utils"
+    importlib.import_module(name)
+    writer = vllm_module_with_triton(name, monkeypatch)
+    for kernel in ("quantize_and_insert_k_kernel", "_quantize_and_insert_k_mxfp8_kernel"):
+        if hasattr(writer, kernel):
+            monkeypatch.setattr(writer, kernel, Interpreted(getattr(writer, kernel)))
+    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda cls: fnuz))
+    x, page_size = spread_rows(32), 16
+    group = 64 if width == 584 else 32
+    if fnuz:  # vLLM takes 224 for the largest number of FNUZ, which is 240: no group here lies between them
+        amax = x.float().view(32, -1, group).abs().amax(-1, keepdim=True).expand(-1, -1, group).flatten(1)
+        between = torch.ceil(torch.log2(amax / 224)) != torch.ceil(torch.log2(amax / 240))
+        assert between.any()
+        x = torch.where(between, x * 0.8, x.float()).bfloat16()
+    form = "fp8_e4m3fnuz" if fnuz else "fp8_e4m3fn"
+    mine = DSV4Rows.quantize(x, layout=f"packed{width}", page_size=page_size, format=form)
+    found = mine.data.view(torch.uint8).flatten(1)
+    pages = torch.zeros_like(found)
+    chosen = {"bytes_per_token": width} if model == "deepseek_v41" else {}
+    writer.quantize_and_insert_k_cache(x, pages, torch.arange(32), page_size, use_fnuz=fnuz, **chosen)
+    assert pages.any(1).all()
+    negative_zero = (pages == 0x80) & (found == 0)  # narrowkv stores 0
+    assert torch.equal(found[~negative_zero], pages[~negative_zero])
+
+
+def test_deepseek_v32_records_of_vllm_are_read(monkeypatch):
+    """656 bytes; vLLM's writer norms and rotates keys first. Its writer of 352 bytes has code for NVIDIA."""
+    name = "vllm.models.deepseek_v32.common.kernels"
+    importlib.import_module(name)
+    writer = vllm_module_with_triton(name, monkeypatch)
+    monkeypatch.setattr(writer, "_fused_norm_rope_kernel", Interpreted(writer._fused_norm_rope_kernel))
+    tokens, page_size = 8, 16
+    x, rope = spread_rows(tokens), spread_rows(tokens, 64)
+    kv_cache = torch.zeros(1, page_size, 656, dtype=torch.uint8)
+    normed, rotated = torch.empty_like(x), torch.empty_like(rope)
+    table = torch.cat([torch.ones(tokens, 32), torch.zeros(tokens, 32)], 1)  # cosines, sines
+    writer.fused_norm_rope(
+        torch.arange(tokens), x[:, :128].contiguous(), torch.ones(128), 1e-6, x, torch.ones(512), 1e-6, rope,
+        table, None, None, None, 1e-6, None, torch.zeros(tokens, 8, dtype=torch.int32),
+        slot_mapping=torch.arange(tokens), mla_kv_cache=kv_cache, mla_kv_cache_dtype="fp8_ds_mla",
+        has_indexer=False, kv_c_out=normed, k_pe_out=rotated,
+    )  # fmt: skip
+    read = DSV4Rows.paged(kv_cache, "record656", page_size=page_size).dequantize()[:tokens]
+    record = kv_cache[0, :tokens]
+    scales = record[:, 512:528].contiguous().view(torch.float32)
+    assert torch.equal(scales, torch.exp2(torch.log2(scales).round()))  # narrowkv's own need no power of two
+    codes = record[:, :512].contiguous().view(torch.float8_e4m3fn).float().view(tokens, 4, 128)
+    assert torch.equal(read[:, :512], (codes * scales[..., None]).flatten(1))
+    assert torch.equal(read[:, 512:], rope.float())
+    assert (read[:, :512] - normed.float()).norm() / normed.float().norm() < 0.04
 
 
 def record_cache(writer, blocks, block_size, x, slots, fnuz):

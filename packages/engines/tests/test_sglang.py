@@ -7,7 +7,9 @@ else is SGLang's. The last test runs SGLang's engine.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,10 @@ import torch
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang: make test-engines", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from step_costs import MICROSECONDS, VIEWS, least_microseconds, operators
 
 from narrowkv.engines import trial_sglang
 
@@ -28,17 +34,18 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4SingleKVPool, DeepSeekV4UniformFP8KVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor import forward_context
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.test.kernels.deepseek_v4 import dsv41_kv_quant_reference as reference
 from sglang.test.kernels.deepseek_v4.k_cache_reference import set_k_and_s_torch
-from transformers import DeepseekV4Config, LlamaConfig
+from transformers import DeepseekV4Config, GptOssConfig, Llama4TextConfig, LlamaConfig
 
 from narrowkv.engines import deepseek, steps
 from narrowkv.engines import sglang as narrow
-from narrowkv.engines.sglang import backend, deepseek_v4
+from narrowkv.engines.sglang import backend, deepseek_v4, pools
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.sparse_fp8 import DSV4Rows
 
@@ -71,6 +78,7 @@ def make_runner(pool, **args):
         is_draft_worker=args.get("speculative_draft", False),
         model_config=SimpleNamespace(
             is_encoder_decoder=False,
+            attention_chunk_size=args.get("chunk"),
             head_dim=DIM,
             num_attention_heads=HEADS,
             get_num_kv_heads=lambda ranks: KV_HEADS // ranks,
@@ -153,7 +161,7 @@ def attention_over_the_pool(pool, layer, batch, new, q, sinks=None, trees=None):
     out, start = torch.empty_like(q), 0
     for row, length, count in zip(batch.rows, batch.lens, new, strict=True):
         slots = batch.backend.token_slots[row, :length].long()
-        if backend.has_window(pool, layer.layer_id):
+        if pools.has_window(pool, layer.layer_id):
             slots = pool.translate_loc_from_full_to_swa(slots)
         k, v = (x[slots].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k_all, v_all))
         logits = torch.einsum("thd,shd->hts", q[start : start + count], k) * layer.scaling
@@ -435,22 +443,40 @@ def test_a_captured_chain_of_guesses_is_replayed(runs):
     assert runs["paged_decode"] == 2
 
 
-def test_no_step_reads_from_the_device(monkeypatch):
-    made = make_backend(make_pool(FP8, "window"))
-    batch = Batch(made)
-    forwards = [batch.step([9, 20]), batch.step([1, 1])]
-    waits = []
-    for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__"):
-        method = getattr(torch.Tensor, name)
-
-        def call(self, *args, name=name, method=method, **kwargs):
-            waits.append(name)
-            return method(self, *args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, name, call)
-    for forward in forwards:
+@pytest.mark.parametrize("kind", ["full", "window", "fp4"])
+def test_no_step_copies_a_cache_or_reads_from_the_device(kind):
+    pool = make_pool(torch.bfloat16 if kind == "fp4" else FP8, kind)
+    made = make_backend(pool)
+    batch, layer = Batch(made), make_layer(scale=(torch.tensor(0.03), torch.tensor(0.02)))
+    kernels = (backend, "append"), (steps, "paged_decode"), (steps, "batch_prefill"), (steps, "plan_prefill")
+    for new in ([9, 20], [1, 1]):
+        forward = batch.step(new)
         made.init_forward_metadata(forward)
-    assert not waits
+        tensors = batch.tensors(sum(new))
+        made.forward(*tensors, layer, forward)  # plans
+        with operators(*kernels) as seen:
+            made.init_forward_metadata(forward)
+            # Lengths are SGLang's own, on the host.
+            assert seen.count("__int__") <= 1
+            assert {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__"}.isdisjoint(seen)
+            seen.clear()
+            made.forward(*tensors, layer, forward)
+            assert set(seen) <= VIEWS | {"empty_like", "reshape"}
+
+
+def test_a_layer_adds_little_time_to_its_planned_calls(monkeypatch):
+    made = make_backend(make_pool(FP8))
+    batch, layer = Batch(made), make_layer(scale=(torch.tensor(0.03), torch.tensor(0.02)))
+    forward = batch.step([9, 20])
+    made.init_forward_metadata(forward)
+    made.forward(*batch.tensors(29), layer, forward)
+    forward = batch.step([1, 1])
+    made.init_forward_metadata(forward)
+    tensors = batch.tensors(2)
+    made.forward(*tensors, layer, forward)
+    monkeypatch.setattr(backend, "append", lambda *args, **kwargs: None)
+    monkeypatch.setattr(steps, "paged_decode", lambda *args, **kwargs: None)
+    assert least_microseconds(lambda: made.forward(*tensors, layer, forward)) <= MICROSECONDS
 
 
 @pytest.mark.parametrize(
@@ -461,8 +487,9 @@ def test_no_step_reads_from_the_device(monkeypatch):
         ({**CHAIN, "speculative_num_draft_tokens": 65}, "more than 64"),
         ({**CHAIN, "speculative_draft": True}, "--speculative-draft-attention-backend"),
         ({"dcp_size": 2}, "--dcp-size"),
+        ({"chunk": 64}, "within chunks"),
     ],
-    ids=["trees-and-windows", "dflash", "many-guesses", "draft-model", "context-parallel"],
+    ids=["trees-and-windows", "dflash", "many-guesses", "draft-model", "context-parallel", "chunks"],
 )
 def test_what_is_not_served_is_refused_with_the_reason(change, message):
     args = dict(change)
@@ -497,6 +524,18 @@ def test_models_and_caches_are_answered():
     assert narrow.supports(LlamaConfig(head_dim=64), kv_cache_dtype="fp4_mx_block16") == []
     assert "kv_cache_dtype is nvfp4" in narrow.supports(LlamaConfig(), kv_cache_dtype="nvfp4")[0]
     assert "deepseek_v4.patch()" in narrow.supports(DeepseekV4Config())[0]
+    assert 'register(instead_of="triton")' in narrow.supports(GptOssConfig())[0]
+    assert "within chunks" in narrow.supports(Llama4TextConfig(head_dim=128))[0]
+    with pytest.raises(ValueError, match="instead_of must be one of"):
+        narrow.register(instead_of="tryton")
+
+
+def test_sglangs_models_find_the_pools_of_a_step():
+    pool = make_pool(torch.bfloat16)
+    made = make_backend(pool)
+    with forward_context.forward_context(forward_context.ForwardContext(made)):
+        assert forward_context.get_token_to_kv_pool() is pool
+        assert forward_context.get_req_to_token_pool().req_to_token is made.token_slots
 
 
 PACKERS = {"v41": reference.quantize_k_cache_v41, "v41_fp4": reference.quantize_k_cache_v41_fp4}
@@ -538,7 +577,7 @@ def deepseek_pool(layout, rows, page_size, generator):
 
 @pytest.mark.parametrize(
     ("tokens", "layouts"),
-    [(3, ("v4", "v4")), (256, ("v4", "v4")), (3, ("v41", "v41_fp4")), (3, ("v41_new", "v41_fp4_new"))],
+    [(3, ("v4", "v4")), (16, ("v4", "v4")), (3, ("v41", "v41_fp4")), (3, ("v41_new", "v41_fp4_new"))],
     ids=["decode", "prefill", "v4.1", "v4.1-interleaved"],
 )
 def test_deepseek_pages_of_sglang_are_read_where_they_are(tokens, layouts, monkeypatch):
@@ -562,6 +601,7 @@ def test_deepseek_pages_of_sglang_are_read_where_they_are(tokens, layouts, monke
             return operation(*args, **kwargs)
 
         monkeypatch.setattr(deepseek, name, call)
+    monkeypatch.setattr(deepseek, "_PREFILL_TOKENS", 16)  # few, for the interpreter
     arguments = {
         "q": q, "k_cache": near, "head_dim_v": 512, "block_table": None, "cache_seqlens": None,
         "tile_scheduler_metadata": None, "softmax_scale": 512**-0.5, "is_fp8_kvcache": True,
@@ -606,8 +646,9 @@ def test_pages_of_other_layouts_stay_with_sglang(monkeypatch):
         deepseek_v4.flash_mla_with_kvcache(torch.zeros(1, 1, 16, 512), cache, indices=torch.zeros(1, 1, 8))
 
 
-def test_sglang_generates_through_narrowkvs_backend():
-    own, sixteen, eight = trial_sglang.trials("llama-3-tiny", ["auto", "fp8_e4m3"], 3)
+@pytest.mark.parametrize("model", ["llama-3-tiny", "gpt-oss-tiny"])  # the second in the place of "triton"
+def test_sglang_generates_through_narrowkvs_backend(model):
+    own, sixteen, eight = trial_sglang.trials(model, ["auto", "fp8_e4m3"], 3)
     assert own.calls == {}
     for found, bound in ((sixteen, 0.1), (eight, 0.5)):
         # Three steps of two layers; the prompt of one request is short enough for the decode kernel.

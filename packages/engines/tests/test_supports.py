@@ -7,6 +7,7 @@ import pytest
 transformers = pytest.importorskip("transformers")
 
 from narrowkv.engines import aiter, sglang, vllm  # noqa: E402  # imports no engine
+from narrowkv.engines.vllm.slots import CACHE_DTYPES, OWN_SLOTS  # noqa: E402
 
 ANSWERS = {
     "llama": None,
@@ -32,7 +33,10 @@ def test_any_configuration_is_answered(model_type, engine):
 
 def test_vllms_cache_dtypes_are_answered():
     config = transformers.LlamaConfig(head_dim=128)
-    assert vllm.supports(config, kv_cache_dtype="ultraquant_4bit") == []
+    for cache_dtype in (*CACHE_DTYPES, *OWN_SLOTS):
+        assert vllm.supports(config, kv_cache_dtype=cache_dtype) == []
+    (reason,) = vllm.supports(transformers.LlamaConfig(head_dim=96), kv_cache_dtype="ultraquant_4bit")
+    assert "rotates heads of 64, 128 or 256 channels, and they have 96" in reason
     assert (
         "kv_cache_dtype is turboquant_4bit_nc"
         in vllm.supports(config, kv_cache_dtype="turboquant_4bit_nc")[0]

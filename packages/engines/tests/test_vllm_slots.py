@@ -14,8 +14,10 @@ from narrowkv.engines.vllm.slots import (
     format_of,
     layer_cache,
     slot_bytes,
+    slot_reasons,
 )
 from narrowkv.paged_cache import append
+from narrowkv.paged_cache.layouts import HEAD_DIMS
 from narrowkv.quant import hadamard
 from narrowkv.quant.fp4 import decode_fp4, unpack_fp4
 
@@ -56,6 +58,22 @@ def test_appended_tokens_come_back_through_the_views_and_nothing_else_changes(ca
             assert error < bound  # the format's own relative error
     touched = kv_cache.transpose(1, 2).flatten(0, 1).float().abs().sum((1, 2)) > 0
     assert touched.nonzero().flatten().tolist() == [BLOCK + 1, 2 * BLOCK + 5]
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_head_dim_that_is_answered_yes_has_slots(head_dim):
+    one = torch.tensor(0.02)
+    for cache_dtype in [*CACHE_DTYPES[3:], *OWN_SLOTS]:
+        if slot_reasons(cache_dtype, head_dim):
+            assert cache_dtype == "ultraquant_4bit"
+            continue
+        size = slot_bytes(cache_dtype, head_dim) or 2 * head_dim
+        kv_cache = torch.zeros(1, 1, BLOCK, size, dtype=torch.uint8)
+        cache = layer_cache(kv_cache, cache_dtype, head_dim, one, one)
+        k, v = torch.randn(2, 1, 1, head_dim, generator=torch.Generator().manual_seed(0)).bfloat16()
+        append(cache, k, v, torch.tensor([3]))
+        found = cache.dequantize()[1][0, 3, 0]
+        assert (found - v[0, 0].float()).norm() / v.float().norm() < 0.3
 
 
 def test_scales_lie_beside_their_numbers():

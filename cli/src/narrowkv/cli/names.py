@@ -25,10 +25,13 @@ TRAFFIC = ("decode", "speculative", "mixed", "speculative-mixed")
 TRAFFIC_MODELS = ("llama-70b-tp8", "llama-8b", "glm-4.5", "qwen3-moe", "gemma-3-12b", "qwen3-next")
 COMMS = ("a2a", "ag_rs", "symm_mem")  # exchanges of partial results between ranks
 ENGINE_CACHES = {
-    "transformers": ("bf16", "fp8_e4m3fn", "fp4_e2m1"),
-    "vllm": ("auto", "fp8", "fp8_per_token_head", "ultraquant_4bit"),
+    "transformers": ("bf16", "fp8_e4m3fn", "k8v4", "fp4_e2m1", "int8", "int4"),
+    "vllm": (
+        "auto", "fp8", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "ultraquant_4bit",
+        "narrowkv_k8v4", "narrowkv_fp4",
+    ),
     "sglang": ("auto", "fp8_e4m3"),
-}
+}  # fmt: skip
 ACCURACY_RECIPES = (
     "bf16", "fp8-tensor", "fp8", "fp8-offset", "k8v4", "k8v4-e4m3", "fp4", "fp4-offset", "fp4-e4m3-plain",
     "fp4-e4m3-offset", "fp4-e4m3", "fp4-e4m3-recent", "fp4-mx", "fp4-32", "nvfp4", "nvfp4-offset",

@@ -7,6 +7,8 @@ from typing import Any
 
 from narrowkv.paged_cache.layouts import HEAD_DIMS
 
+_HEADS = ("num_attention_heads", "n_head", "num_heads")
+
 
 def geometry_reasons(
     num_qo_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int | None = None
@@ -54,14 +56,35 @@ def decoder_reasons(config: Any) -> list[str]:
     """
     if getattr(config, "is_encoder_decoder", False):
         return ["it has an encoder: attention to the encoder's tokens is not served"]
+    return list(dict.fromkeys(reason for layer in _layers(config) for reason in _layer_reasons(layer)))
+
+
+def head_dims(config: Any) -> list[int]:
+    """The head_dims of a decoder's layers, without repetition; 0 where its configuration names none.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> head_dims(LlamaConfig(head_dim=128))
+        [128]
+    """
+    return list(dict.fromkeys(map(_head_dim, _layers(config))))
+
+
+def _layers(config: Any) -> list[Any]:
+    """Configurations of a decoder's layers, or that of all of them."""
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     counted = isinstance(getattr(text, "num_hidden_layers", None), int)
-    layers = (counted and list(getattr(text, "per_layer_config", ()))) or [text]
-    return list(dict.fromkeys(reason for layer in layers for reason in _layer_reasons(layer)))
+    return (counted and list(getattr(text, "per_layer_config", ()))) or [text]
+
+
+def _head_dim(layer: Any) -> int:
+    heads, hidden = (_first(layer, *names) for names in (_HEADS, ("hidden_size", "n_embd", "d_model")))
+    found = _first(layer, "head_dim")
+    return int(found or (hidden // heads if hidden and isinstance(heads, int) else 0))
 
 
 def _layer_reasons(layer: Any) -> Iterator[str]:
-    heads = _first(layer, "num_attention_heads", "n_head", "num_heads")
+    heads = _first(layer, *_HEADS)
     if not isinstance(heads, int):
         yield f"its configuration names no number of attention heads, got {heads}"
         return
@@ -71,9 +94,7 @@ def _layer_reasons(layer: Any) -> Iterator[str]:
     if _first(layer, "kv_lora_rank") is not None:
         yield "its keys and values are compressed together (MLA); the cache holds keys and values of heads"
         return
-    hidden = _first(layer, "hidden_size", "n_embd", "d_model")
-    head_dim = _first(layer, "head_dim") or (hidden // heads if hidden else 0)
-    yield from geometry_reasons(heads, kv_heads, head_dim, _first(layer, "v_head_dim"))
+    yield from geometry_reasons(heads, kv_heads, _head_dim(layer), _first(layer, "v_head_dim"))
     if getattr(layer, "alibi", False) or getattr(layer, "position_embedding_type", None) == "alibi":
         yield "it adds ALiBi biases to its logits"
     if getattr(layer, "is_causal", True) is False:

@@ -5,7 +5,8 @@ The adapters of vLLM and SGLang bring their batch and their cache into this form
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from narrowkv.attn_decode import DecodePlan, DecodeShape, paged_decode, plan_dec
 from narrowkv.attn_prefill import PrefillPlan, batch_prefill, plan_prefill
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.paged_cache.kinds import CACHE_KINDS, kind_of_cache
-from narrowkv.runtime.launch import Workspace
+from narrowkv.runtime.launch import Workspace, active_target
 
 __all__ = [
     "MAX_DECODE_TOKENS",
@@ -69,17 +70,34 @@ def reserve(num_bytes: int, device: torch.device) -> Workspace:
 
 
 def reserve_decode(
-    shape: DecodeShape, format: str | CacheFormat, device: torch.device, scale_group: int | None = None
-) -> None:
+    shape: DecodeShape, format: str | CacheFormat, device: torch.device, *, scale_group: int | None = None,
+    scale_format: str | None = None,
+) -> None:  # fmt: skip
     """Allocates the workspace of decode steps while an engine is being set up.
 
     Args:
-        shape: the largest batch and context.
+        shape: the largest batch, context and number of query tokens of a request; steps of fewer, which may
+            need more memory, are served, too.
         format: of the cache.
         device: where the tensors will be.
-        scale_group: 32 for FP4 with a scale per 32 channels.
+        scale_group, scale_format: of FP4, as for `plan_decode`.
     """
-    reserve(plan_decode(shape, format, device=device, scale_group=scale_group).workspace_bytes(), device)
+    target = active_target(device).name
+    most = max(
+        _decode_bytes(replace(shape, q_len=tokens), format, device, scale_group, scale_format, target)
+        for tokens in range(1, min(shape.q_len, MAX_DECODE_TOKENS) + 1)
+    )
+    reserve(max(most, _decode_bytes(shape, format, device, scale_group, scale_format, target)), device)
+
+
+@functools.lru_cache(maxsize=256)
+def _decode_bytes(
+    shape: DecodeShape, format: str | CacheFormat, device: torch.device, scale_group: int | None,
+    scale_format: str | None, target: str,
+) -> int:  # fmt: skip
+    """The workspace of steps of a shape; layers of one shape ask for the same."""
+    plan = plan_decode(shape, format, device=device, scale_group=scale_group, scale_format=scale_format)
+    return plan.workspace_bytes()
 
 
 def attend(

@@ -86,7 +86,8 @@ def tiny_config(name: str, *, vocab_size: int = 96, num_layers: int = 2) -> Any:
     Args:
         name: one of `TINY_MODELS`.
         vocab_size: tokens that it knows.
-        num_layers: layers; a model with sliding windows has two, DeepSeek-V4 three.
+        num_layers: layers, every second with a sliding window where a model has windows; DeepSeek-V4 has
+            three.
 
     Raises:
         ValueError: for another name.
@@ -104,7 +105,10 @@ def tiny_config(name: str, *, vocab_size: int = 96, num_layers: int = 2) -> Any:
         "intermediate_size": 128, "vocab_size": vocab_size, "max_position_embeddings": 512,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16",
     }  # fmt: skip
-    return AutoConfig.for_model(tiny.model_type, **{**options, **tiny.options})
+    options |= tiny.options
+    if "layer_types" in options:
+        options["layer_types"] = (options["layer_types"] * num_layers)[: options["num_hidden_layers"]]
+    return AutoConfig.for_model(tiny.model_type, **options)
 
 
 def tiny_model(name: str, *, seed: int = 0, attn_implementation: str = "eager", **sizes: int) -> Any:

@@ -26,16 +26,21 @@ __all__ = [
     "Trial",
     "Watch",
     "compared",
+    "generate",
     "try_engine",
 ]
 
 ENGINES = ("transformers", "vllm", "sglang")
 # Each engine's names of the caches that are tried, the 16-bit one first.
 CACHES = {
-    "transformers": ("bf16", "fp8_e4m3fn", "fp4_e2m1"),
-    "vllm": ("auto", "fp8", "fp8_per_token_head", "ultraquant_4bit"),
+    "transformers": ("bf16", "fp8_e4m3fn", "k8v4", "fp4_e2m1", "int8", "int4"),
+    "vllm": (
+        "auto", "fp8", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "ultraquant_4bit",
+        "narrowkv_k8v4", "narrowkv_fp4",
+    ),
     "sglang": ("auto", "fp8_e4m3"),
-}
+}  # fmt: skip
+_PAIRS = {"k8v4": ("fp8_e4m3fn", "fp4_e2m1")}
 # Layouts of DeepSeek's rows by the names of transformers' caches: V4's own, and V4.1's in NVFP4.
 _ROWS = {"bf16": None, "fp8_e4m3fn": "packed584", "fp4_e2m1": "packed288"}
 OWN = "engine's own"
@@ -74,7 +79,7 @@ def try_engine(
     Args:
         engine: one of `ENGINES`.
         model: one of `narrowkv.engines.tiny.TINY_MODELS`; DeepSeek-V4 runs in transformers alone.
-        caches: dtypes of caches, by the engine's names; default all of `CACHES[engine]`.
+        caches: dtypes of caches, by the engine's names; default all of `CACHES[engine]` that the model has.
         tokens: new tokens.
 
     Returns:
@@ -98,11 +103,15 @@ def try_engine(
             f"{engine} runs DeepSeek-V4 with kernels of its own, which need a GPU and the real shape: "
             "try it in transformers"
         )
+    known = tuple(_ROWS) if model == DEEPSEEK_V4 else CACHES[engine]
+    unknown = [cache for cache in caches if cache not in known]
+    if unknown:
+        raise UnsupportedError(f"{model} has no rows of {unknown[0]}: try it with {', '.join(known)}")
     if engine == "sglang":
         from narrowkv.engines.trial_sglang import trials as run
     else:
         run = _with_transformers if engine == "transformers" else _with_vllm
-    return list(run(model, list(caches) or list(CACHES[engine]), tokens))
+    return list(run(model, list(caches or known), tokens))
 
 
 class Watch:
@@ -178,29 +187,38 @@ def compared(
     return Trial(cache, tokens, same, difference, seconds, spent or {}, calls or {})
 
 
+def generate(model: Any, count: int, cache: Any = None) -> tuple[list[int], dict[int, float], float]:
+    """Greedy tokens of a model of transformers, log-probabilities of the first, and seconds.
+
+    Args:
+        model: any causal language model.
+        count: new tokens.
+        cache: transformers' `past_key_values`; None for its own.
+    """
+    import torch
+
+    prompt = torch.tensor([PROMPT], device=model.device)
+    begun = time.perf_counter()
+    out = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, min_new_tokens=count,
+        do_sample=False, past_key_values=cache, return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    _wait()
+    seconds = time.perf_counter() - begun
+    chances = dict(enumerate(out.logits[0][0].float().log_softmax(-1).tolist()))
+    return out.sequences[0, len(PROMPT) :].tolist(), chances, seconds
+
+
 def _with_transformers(name: str, caches: list[str], count: int) -> Iterator[Trial]:
     import torch
 
     import narrowkv.engines.transformers as narrow
     from narrowkv.engines import deepseek
     from narrowkv.engines.transformers import attention, cache, deepseek_v4
+    from narrowkv.paged_cache import CacheFormat
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = tiny_model(name).to(device)
-    prompt = torch.tensor([PROMPT], device=device)
-
-    def generate(narrow_cache: Any) -> tuple[list[int], dict[int, float], float]:
-        begun = time.perf_counter()
-        out = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, min_new_tokens=count,
-            do_sample=False, past_key_values=narrow_cache, return_dict_in_generate=True, output_logits=True,
-        )  # fmt: skip
-        _wait()
-        seconds = time.perf_counter() - begun
-        chances = dict(enumerate(out.logits[0][0].float().log_softmax(-1).tolist()))
-        return out.sequences[0, len(PROMPT) :].tolist(), chances, seconds
-
-    own = generate(None)
+    model = tiny_model(name).to("cuda" if torch.cuda.is_available() else "cpu")
+    own = generate(model, count)
     yield compared(OWN, own[:2], *own)
     if name == DEEPSEEK_V4:
         for kind in caches:
@@ -208,15 +226,17 @@ def _with_transformers(name: str, caches: list[str], count: int) -> Iterator[Tri
             model.set_attn_implementation(deepseek_v4.NAME)
             watch = Watch(deepseek)
             with watch.watching():
-                found = generate(None)
+                found = generate(model, count)
             yield compared(kind, own[:2], *found, calls=watch.calls, spent=watch.spent)
         return
     narrow.register()
     model.set_attn_implementation(narrow.NAME)
     for kind in caches:
         watch = Watch(attention, cache)
+        stored = CacheFormat(*_PAIRS[kind]) if kind in _PAIRS else kind
         with watch.watching():
-            found = generate(narrow.NarrowCache(model.config, max_length=len(PROMPT) + count, format=kind))
+            pages = narrow.NarrowCache(model.config, max_length=len(PROMPT) + count, format=stored)
+            found = generate(model, count, pages)
         yield compared(kind, own[:2], *found, calls=watch.calls, spent=watch.spent)
 
 
@@ -231,16 +251,19 @@ def _with_vllm(name: str, caches: list[str], count: int) -> Iterator[Trial]:
     import narrowkv.engines.vllm as narrow
     from narrowkv.engines import steps
     from narrowkv.engines.vllm import backend
+    from narrowkv.engines.vllm.slots import OWN_SLOTS, ULTRAQUANT
 
     on_cpu = current_platform.is_cpu()
 
-    def generate(folder: str, cache: str, **chosen: Any) -> tuple[list[int], dict[int, float], float]:
+    def serve(folder: str, cache: str, **chosen: Any) -> tuple[list[int], dict[int, float], float]:
         selector._cached_get_attn_backend.cache_clear()
+        if cache in OWN_SLOTS:
+            cache, chosen = "fp8", {**chosen, "additional_config": {"kv_cache": cache}}
         llm = LLM(
             model=folder, skip_tokenizer_init=True, dtype="bfloat16", kv_cache_dtype=cache,
             enforce_eager=True,
             max_model_len=64, block_size=32, max_num_seqs=2, max_num_batched_tokens=64,
-            num_gpu_blocks_override=8, **chosen,
+            num_gpu_blocks_override=32, **chosen,
         )  # fmt: skip
         settings = SamplingParams(
             max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, logprobs=5
@@ -253,14 +276,21 @@ def _with_vllm(name: str, caches: list[str], count: int) -> Iterator[Trial]:
         cleanup_dist_env_and_memory()
         return list(first.token_ids), {t: e.logprob for t, e in first.logprobs[0].items()}, seconds
 
-    with tempfile.TemporaryDirectory() as folder:
-        tiny_model(name, num_layers=6).save_pretrained(folder)
-        own = generate(folder, "auto")
-        yield compared(OWN, own[:2], *own)
+    # Of 4-bit caches of its own vLLM keeps the two first and the two last layers in 16 bits.
+    layers = {cache: 6 if cache == ULTRAQUANT else 2 for cache in caches}
+    with tempfile.TemporaryDirectory() as parent:
+        owns = {}
+        for num_layers in sorted(set(layers.values())):
+            folder = f"{parent}/{num_layers}"
+            tiny_model(name, num_layers=num_layers).save_pretrained(folder)
+            owns[num_layers] = folder, serve(folder, "auto")
+        first = owns[min(owns)][1]
+        yield compared(OWN, first[:2], *first)
         narrow.register(cpu=on_cpu)
         chosen = {} if on_cpu else {"attention_backend": "CUSTOM"}
         for kind in caches:
+            folder, own = owns[layers[kind]]
             watch = Watch(backend, steps)
             with watch.watching():
-                found = generate(folder, kind, **chosen)
+                found = serve(folder, kind, **chosen)
             yield compared(kind, own[:2], *found, calls=watch.calls, spent=watch.spent)

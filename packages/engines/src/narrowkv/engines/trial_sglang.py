@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from narrowkv.engines.tiny import tiny_model
-from narrowkv.engines.trial import OWN, PROMPT, Trial, Watch, compared
+from narrowkv.engines.trial import OWN, PROMPT, Trial, Watch, compared, generate
 
 __all__ = ["import_torchvision", "trials"]
 
@@ -37,14 +37,14 @@ def import_torchvision() -> None:
 import_torchvision()  # in SGLang's processes this module is the first that is imported
 
 
-def _schedule(counts: Path, *args: Any, **kwargs: Any) -> Any:
+def _schedule(counts: Path, instead_of: str | None, *args: Any, **kwargs: Any) -> Any:
     """SGLang's scheduler, which writes what narrowkv's operations did to a file."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     from narrowkv.engines import steps
     from narrowkv.engines.sglang import backend, register
 
-    register()
+    register(instead_of=instead_of)
     with Watch(steps, backend, path=counts).watching():
         return run_scheduler_process(*args, **kwargs)
 
@@ -58,6 +58,9 @@ def _detokenize(*args: Any, **kwargs: Any) -> Any:
 def trials(name: str, caches: list[str], count: int) -> Iterator[Trial]:
     """Generates with SGLang's own attention, then with narrowkv's over each cache.
 
+    A model that SGLang starts only with backends of a list of its own (gpt-oss) runs with narrowkv in the
+    place of "triton". On a CPU no backend of the list runs, and transformers' own attention is the first.
+
     Args:
         name: one of `narrowkv.engines.tiny.TINY_MODELS`.
         caches: SGLang's names of cache dtypes.
@@ -68,6 +71,8 @@ def trials(name: str, caches: list[str], count: int) -> Iterator[Trial]:
     from narrowkv.engines import sglang as narrow
 
     narrow.register()
+    model = tiny_model(name)
+    listed = model.config.model_type in narrow.LISTED
     device = "cuda" if torch.cuda.is_available() else "cpu"
     prompts = {"input_ids": [list(PROMPT)], "return_logprob": True, "top_logprobs_num": 5}
     settings = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
@@ -76,10 +81,15 @@ def trials(name: str, caches: list[str], count: int) -> Iterator[Trial]:
         counts = Path(folder) / "counts.json"
 
         class Counted(Engine):
-            run_scheduler_process_func = staticmethod(functools.partial(_schedule, counts))
+            run_scheduler_process_func = staticmethod(_schedule)
             run_detokenizer_process_func = staticmethod(_detokenize)
 
-        def generate(cache: str, attention: str | None) -> tuple[list[int], dict[int, float], float]:
+        def serve(
+            cache: str, attention: str | None, instead_of: str | None = None
+        ) -> tuple[list[int], dict[int, float], float]:
+            Counted.run_scheduler_process_func = staticmethod(
+                functools.partial(_schedule, counts, instead_of)
+            )
             engine = Counted(
                 model_path=folder, device=device, attention_backend=attention, kv_cache_dtype=cache,
                 skip_tokenizer_init=True, dtype="bfloat16", page_size=16, context_length=128,
@@ -96,11 +106,14 @@ def trials(name: str, caches: list[str], count: int) -> Iterator[Trial]:
             first = output["meta_info"]["output_top_logprobs"][0]
             return output["output_ids"], {token: value for value, token, _ in first}, seconds
 
-        tiny_model(name).save_pretrained(folder)
-        own = generate("auto", "torch_native" if device == "cpu" else None)
+        model.save_pretrained(folder)
+        if device == "cuda":
+            own = serve("auto", None)
+        else:
+            own = generate(model, count) if listed else serve("auto", "torch_native")
         yield compared(OWN, own[:2], *own)
         for cache in caches:
-            found = generate(cache, narrow.NAME)
+            found = serve(cache, "triton", "triton") if listed else serve(cache, narrow.NAME)
             calls, spent = json.loads(counts.read_text())
             counts.unlink()
             yield compared(cache, own[:2], *found, calls=calls, spent=spent)

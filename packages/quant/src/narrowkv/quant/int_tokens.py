@@ -1,9 +1,11 @@
 """INT8 and INT4 of a token and head: one scale for each, and for INT4 a zero point, as vLLM stores them.
 
+With a scale for each token and head::
+
     int8    stored = round(x / scale), scale = max(|x|) / 127
     int4    stored = round(x / scale) + zero, scale = (max - min) / 15, codes and zero points 0..15
 
-An INT4 scale is fp32 with its zero point in its four lowest mantissa bits:
+An INT4 scale is fp32 with its zero point in its four lowest mantissa bits::
 
     bit     31      30..23     22..4       3..0
             sign    exponent   mantissa    zero point          x = (code - zero) * (scale without these bits)

@@ -141,7 +141,7 @@ def attend_to_share(
         full, full_end: the key tiles that all rows see whole.
     """
     K_PARTS: tl.constexpr = K.parts
-    V_PARTS: tl.constexpr = V.parts
+    ACC_PARTS: tl.constexpr = RULES.acc_parts
     WINDOW_LEFT: tl.constexpr = RULES.window_left
     WINDOW_RIGHT: tl.constexpr = RULES.window_right
     BLOCK_M: tl.constexpr = BLOCKS.m
@@ -151,7 +151,7 @@ def attend_to_share(
     q_low = times_sign(q_low, logit_scale, K_PARTS)
     logit_scale = tl.abs(logit_scale)
     state = State(
-        zeros_in_parts(BLOCK_M, BLOCK_D, V_PARTS),
+        zeros_in_parts(BLOCK_M, BLOCK_D, ACC_PARTS),
         tl.full([BLOCK_M], float("-inf"), tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
         logit_scale * 0.0 + LEAST_FACTOR,
@@ -174,7 +174,7 @@ def attend_to_share(
             v_descale, table, keys, seen, SIZES, K, V, RULES, BLOCKS,
         )  # fmt: skip
     acc, m, l, largest = state
-    joined = join_parts(acc, V_PARTS)
+    joined = join_parts(acc, ACC_PARTS)
     if V.factors:
         joined *= largest
     return joined, m, l

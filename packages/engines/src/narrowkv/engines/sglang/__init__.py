@@ -12,17 +12,32 @@ from __future__ import annotations
 from typing import Any
 
 from narrowkv.engines.geometry import decoder_reasons
+from narrowkv.runtime.errors import check_choice
 
 NAME = "narrowkv"
 # SGLang's names of cache dtypes that are served; "auto" is the model's dtype, or what its weights say.
 CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "fp4_mx_block16")
 
 
-def register() -> None:
-    """Makes narrowkv the attention backend "narrowkv" of SGLang; calling it again changes nothing."""
-    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+# SGLang starts these only with backends of a list of its own.
+LISTED = ("exaone4", "exaone_moe", "gpt_oss")
 
+
+def register(*, instead_of: str | None = None) -> None:
+    """Makes narrowkv the attention backend "narrowkv" of SGLang; calling it again changes nothing.
+
+    Args:
+        instead_of: one of SGLang's own backends, whose place narrowkv takes, too. SGLang starts some models
+            (gpt-oss) only with backends of a list of its own, which "triton" is on.
+
+    Raises:
+        ValueError: SGLang has no backend `instead_of`.
+    """
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+
+    if instead_of is not None:
+        register_attention_backend(check_choice("instead_of", instead_of, tuple(ATTENTION_BACKENDS)))(_make)
     register_attention_backend(NAME)(_make)
     if NAME not in ATTENTION_BACKEND_CHOICES:
         ATTENTION_BACKEND_CHOICES.append(NAME)
@@ -58,7 +73,15 @@ def supports(config: Any, *, kv_cache_dtype: str = "auto") -> list[str]:
             "its attention over compressed keys is the backend dsv4's: "
             "narrowkv.engines.sglang.deepseek_v4.patch() puts narrowkv's kernel into that one",
         ]
+    text = config.get_text_config(decoder=True)
+    if text.model_type in LISTED:
+        reasons.append(
+            "SGLang starts it with backends of its own list alone: "
+            'narrowkv.engines.sglang.register(instead_of="triton") takes the place of one'
+        )
+    if getattr(text, "attention_chunk_size", None):
+        reasons.append("some layers attend within chunks")
     return [*reasons, *decoder_reasons(config)]
 
 
-__all__ = ["CACHE_DTYPES", "NAME", "register", "supports"]
+__all__ = ["CACHE_DTYPES", "LISTED", "NAME", "register", "supports"]

@@ -8,23 +8,16 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask
-from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from narrowkv.attn_decode import DecodeShape
-from narrowkv.engines.sglang.pools import (
-    has_window,
-    layer_buffers,
-    layer_cache,
-    pool_reasons,
-    stored_format,
-)
+from narrowkv.engines.sglang.layers import NOT_SERVED, Layer, check_options, make_layer
+from narrowkv.engines.sglang.pools import layer_buffers, pool_reasons, stored_format
 from narrowkv.engines.steps import MAX_DECODE_TOKENS, Step, attend, reserve_decode
 from narrowkv.paged_cache import (
-    PagedKVCache,
     PageTable,
     append,
     pack_tree_mask,
@@ -32,7 +25,6 @@ from narrowkv.paged_cache import (
 )
 from narrowkv.runtime.errors import UnsupportedError
 
-_NOT_SERVED = "use another --attention-backend for this model"
 # Algorithms whose guesses are a tree, or a chain if each draft step proposes one token.
 _TREES = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 _NGRAM = "NGRAM"  # trees of any shape, whose masks have all keys
@@ -70,18 +62,22 @@ class NarrowAttentionBackend(AttentionBackend):
     def __init__(self, runner: Any) -> None:
         super().__init__()
         args = runner.server_args
-        self.pool = runner.token_to_kv_pool
+        # SGLang's models ask the backend of a step for its pools by these names.
+        self.pool = self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
         reasons = ["it has an MLA cache"] if runner.use_mla_backend else pool_reasons(self.pool)
         guesses = self.guesses = _verified_tokens(runner, reasons)
         if args.dcp_size > 1:
             reasons.append("--dcp-size is more than 1")
         if runner.model_config.is_encoder_decoder:
             reasons.append("it has an encoder")
+        if runner.model_config.attention_chunk_size is not None:
+            reasons.append("some layers attend within chunks")
         if reasons:
             raise UnsupportedError(
-                f"narrowkv cannot serve this model in SGLang: {'; '.join(reasons)}: {_NOT_SERVED}"
+                f"narrowkv cannot serve this model in SGLang: {'; '.join(reasons)}: {NOT_SERVED}"
             )
-        self.token_slots = runner.req_to_token_pool.req_to_token
+        self.token_slots = self.req_to_token_pool.req_to_token
         self.page_size, self.device = self.pool.page_size, self.token_slots.device
         self.windows = isinstance(self.pool, SWAKVPool) and self.pool.swa_layer_nums > 0
         self.max_context_len = int(self.token_slots.shape[1])
@@ -90,10 +86,10 @@ class NarrowAttentionBackend(AttentionBackend):
         if self.in_trees and self.windows:
             raise UnsupportedError(
                 "narrowkv verifies trees of guesses in models without sliding windows: set "
-                f"--speculative-eagle-topk 1, or {_NOT_SERVED}"
+                f"--speculative-eagle-topk 1, or {NOT_SERVED}"
             )
         self.forward_metadata: dict[bool, _Group] | None = None
-        self._caches: dict[int, tuple[int, PagedKVCache]] = {}
+        self._layers: dict[int, Layer] = {}
         self._captured: dict[tuple[int, int], dict[bool, _Group]] = {}
         self._window_slots: torch.Tensor | None = None
         self._verify_mask: VerifyMask | None = None
@@ -107,7 +103,7 @@ class NarrowAttentionBackend(AttentionBackend):
         )  # fmt: skip
         name, group = stored_format(self.pool)
         self._exponent = "mse" if group is None else "sglang"  # of FP4's scales: the pool's own rule
-        reserve_decode(shape, name, self.device, group)
+        reserve_decode(shape, name, self.device, scale_group=group)
 
     def _allocate(self, max_batch: int) -> None:
         """Page tables for this many requests, one for each pool."""
@@ -232,7 +228,7 @@ class NarrowAttentionBackend(AttentionBackend):
             )
             return
         if mode not in _EXTENDS:
-            raise UnsupportedError(f"narrowkv has no steps of the kind {mode.name}: {_NOT_SERVED}")
+            raise UnsupportedError(f"narrowkv has no steps of the kind {mode.name}: {NOT_SERVED}")
         longest = self._fill_tables(batch)
         counts = batch.extend_seq_lens
         starts = torch.zeros(batch.batch_size + 1, dtype=torch.int32, device=self.device)
@@ -288,15 +284,6 @@ class NarrowAttentionBackend(AttentionBackend):
         """The length of requests that fill up a captured batch."""
         return 1
 
-    def _cache_of(self, layer: Any) -> PagedKVCache:
-        """The layer's pages as views, made again only if SGLang has moved them."""
-        index = layer.layer_id
-        buffers = layer_buffers(self.pool, index)
-        found, address = self._caches.get(index), buffers[0].data_ptr()
-        if found is None or found[0] != address:
-            found = self._caches[index] = (address, layer_cache(self.pool, layer, buffers))
-        return found[1]
-
     def forward_extend(
         self,
         q: torch.Tensor,
@@ -325,23 +312,31 @@ class NarrowAttentionBackend(AttentionBackend):
         Raises:
             UnsupportedError: for what narrowkv does not serve.
         """
-        _check(layer, kwargs)
+        if kwargs:
+            check_options(kwargs)
+        found = self._layers.get(layer.layer_id)
+        buffers = layer_buffers(self.pool, layer.layer_id)  # waits for tokens that SGLang is loading
+        if found is None or found.layer is not layer or found.address != buffers[0].data_ptr():
+            found = self._layers[layer.layer_id] = make_layer(self.pool, layer, buffers)
         assert self.forward_metadata is not None
-        group, cache = self.forward_metadata[has_window(self.pool, layer.layer_id)], self._cache_of(layer)
+        group = self.forward_metadata[found.window]
+        slots, step = group.slots, group.step
+        cache, heads, dim = found.cache, layer.tp_q_head_num, layer.head_dim
         if save_kv_cache and k is not None:
-            rows = (-1, layer.tp_k_head_num, layer.head_dim)
-            slots = group.slots[: k.shape[0]]
-            append(cache, k.view(rows), v.view(rows), slots, exponent=self._exponent)
-        heads = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
-        tokens = group.step.num_tokens
-        out = torch.empty_like(heads) if tokens == heads.shape[0] else torch.zeros_like(heads)
-        window = layer.sliding_window_size
-        attend(
-            group.step, heads[:tokens], cache, out[:tokens], max_batch=self.max_batch, sinks=sinks,
-            sm_scale=layer.scaling, logits_soft_cap=layer.logit_cap or 0.0,
-            window_left=-1 if window is None else window,
-        )  # fmt: skip
-        return out.view(-1, layer.tp_q_head_num * layer.head_dim)
+            if k.dim() == 2:
+                k, v = (x.view(-1, layer.tp_k_head_num, dim) for x in (k, v))
+            if slots.shape[0] != k.shape[0]:
+                slots = slots[: k.shape[0]]
+            append(cache, k, v, slots, exponent=self._exponent)
+        rows, tokens = q.reshape(-1, heads, dim), step.num_tokens
+        if tokens == rows.shape[0]:
+            out = torch.empty_like(rows)
+            attend(step, rows, cache, out, max_batch=self.max_batch, sinks=sinks, **found.options)
+        else:
+            out = torch.zeros_like(rows)
+            some, kept = rows[:tokens], out[:tokens]
+            attend(step, some, cache, kept, max_batch=self.max_batch, sinks=sinks, **found.options)
+        return out.view(-1, heads * dim)
 
     forward_decode = forward_extend
 
@@ -359,20 +354,3 @@ def _verified_tokens(runner: Any, reasons: list[str]) -> int:
     elif args.speculative_num_draft_tokens > _MOST_GUESSES:
         reasons.append(f"--speculative-num-draft-tokens is more than {_MOST_GUESSES}")
     return int(args.speculative_num_draft_tokens or 1)
-
-
-def _check(layer: Any, options: dict[str, Any]) -> None:
-    """Refuses what a layer asks for beyond causal attention of a decoder.
-
-    Raises:
-        UnsupportedError: naming it.
-    """
-    wanted = [name for name, value in options.items() if value is not None]
-    if layer.attn_type != AttentionType.DECODER or layer.is_cross_attention:
-        wanted.append("attention that is not a decoder's own")
-    if layer.xai_temperature_len > 0:
-        wanted.append("xai_temperature_len")
-    if layer.logit_cap and layer.logit_capping_method != "tanh":
-        wanted.append(f"logit_capping_method {layer.logit_capping_method}")
-    if wanted:
-        raise UnsupportedError(f"narrowkv's backend has no {', '.join(wanted)}: {_NOT_SERVED}")

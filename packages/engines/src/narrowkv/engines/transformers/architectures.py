@@ -17,7 +17,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.models.auto.configuration_auto import model_type_to_module_name
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
 
 from narrowkv.engines.geometry import decoder_reasons
 
@@ -60,21 +65,34 @@ def supports(config: Any) -> list[str]:
     return reasons
 
 
-def supported_architectures() -> dict[str, list[str]]:
+def supported_architectures(*, multimodal: bool = False) -> dict[str, list[str]]:
     """`supports` of every decoder architecture that transformers registers, with its default configuration.
+
+    Args:
+        multimodal: ask about models of images and speech, and of encoders and decoders, too. The answer is
+            about text through their decoder; transformers is not asked to make them.
 
     Returns:
         For each model type of `AutoModelForCausalLM`, the reasons why not; among them that transformers makes
         no model of the default configuration.
     """
     answers = {}
-    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    others = (
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    )
+    more = {name: None for names in others for name in names} if multimodal else {}
+    for model_type in dict.fromkeys((*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *more)):
         try:
             config = AutoConfig.for_model(model_type)
         except Exception as error:  # configurations raise errors of many libraries
             answers[model_type] = [f"it has no default configuration: {str(error).splitlines()[0]}"]
             continue
-        answers[model_type] = supports(config) or _construction_reasons(config)
+        reasons = supports(config)
+        if not reasons and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            reasons = _construction_reasons(config)
+        answers[model_type] = reasons
     return answers
 
 

@@ -192,8 +192,9 @@ class NarrowCache(Cache):
         k_descale, v_descale: of an FP8 side: what stored numbers are multiplied by, a float or an fp32 tensor
             `[]`, `[1]` or `[num_kv_heads]`. None computes one for each token and head, which needs no
             calibration and takes 4 bytes.
-        scale_group: of an FP4 side: 32 for a scale per 32 channels, None for one per token and head.
-        scale_format: of an FP4 side without groups: "e8m0" (powers of two) or "e4m3".
+        scale_group: of an FP4 side: 16 or 32 for a scale per so many channels, None for one per token and
+            head.
+        scale_format: of an FP4 side: "e8m0" (powers of two) or "e4m3"; with scale_group=16 that is NVFP4.
         calibration: offsets and balances of the model, from `narrowkv.quant.calibrate` or
             `narrowkv.quant.Calibration.load`; one layer for each layer that has keys and values.
         recent: the newest tokens of each row that a new token sees in FP8 with a scale per token and head,

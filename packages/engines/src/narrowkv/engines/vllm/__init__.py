@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from narrowkv.engines.geometry import decoder_reasons
-from narrowkv.engines.vllm.slots import CACHE_DTYPES
+from narrowkv.engines.geometry import decoder_reasons, head_dims
+from narrowkv.engines.vllm.slots import CACHE_DTYPES, OWN_SLOTS, slot_reasons
 
 BACKEND = "narrowkv.engines.vllm.backend.NarrowAttentionBackend"
 
@@ -36,7 +36,8 @@ def supports(config: Any, *, kv_cache_dtype: str = "auto") -> list[str]:
 
     Args:
         config: the model's configuration, as transformers reads it.
-        kv_cache_dtype: vLLM's option of that name.
+        kv_cache_dtype: vLLM's option of that name; or "narrowkv_k8v4" or "narrowkv_fp4", which are asked
+            for beside "fp8".
 
     Returns:
         Sentences, in no order.
@@ -46,10 +47,13 @@ def supports(config: Any, *, kv_cache_dtype: str = "auto") -> list[str]:
         >>> supports(LlamaConfig(head_dim=128), kv_cache_dtype="fp8")
         []
     """
-    reasons = []
-    if kv_cache_dtype not in CACHE_DTYPES:
-        reasons.append(f"kv_cache_dtype is {kv_cache_dtype}, and narrowkv reads {', '.join(CACHE_DTYPES)}")
-    return [*reasons, *decoder_reasons(config)]
+    reasons = decoder_reasons(config)
+    known = (*CACHE_DTYPES, *OWN_SLOTS)
+    if kv_cache_dtype not in known:
+        reasons.append(f"kv_cache_dtype is {kv_cache_dtype}, and narrowkv reads {', '.join(known)}")
+    elif not reasons:
+        reasons += [reason for dim in head_dims(config) for reason in slot_reasons(kv_cache_dtype, dim)]
+    return reasons
 
 
 __all__ = ["BACKEND", "register", "supports"]

@@ -33,7 +33,9 @@ from narrowkv.engines.vllm.slots import (
     layer_cache,
     randomly_rotated,
     rotation_block,
+    scales_of,
     slot_bytes,
+    slot_reasons,
 )
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope, append
 from narrowkv.paged_cache.layouts import HEAD_DIMS
@@ -195,11 +197,8 @@ class NarrowAttention(AttentionImpl):
             self.options["sm_scale"] /= rotation_block(head_size)
         elif self.kv_cache_dtype == ULTRAQUANT:
             self.exponent = "ultraquant"
-            if head_size & (head_size - 1):
-                raise UnsupportedError(
-                    f"kv_cache_dtype {ULTRAQUANT} rotates heads of 64, 128 or 256 channels, got {head_size}: "
-                    "choose fp8 for this model"
-                )
+        for reason in slot_reasons(self.kv_cache_dtype, head_size):
+            raise UnsupportedError(f"{reason}: choose kv_cache_dtype fp8 for this model")
         self._cache: tuple[int, PagedKVCache] | None = None
         self._max_batch = 1
         self._ranks: Ranks | None = None
@@ -224,14 +223,16 @@ class NarrowAttention(AttentionImpl):
             self._ranks = Ranks(layout, get_dcp_group().device_group, comm)
         device = torch.empty(0).device
         dtype = config.model_config.dtype
+        # A decode step has a token of each request and its guesses.
         shape = DecodeShape(
-            batch=self._max_batch, q_len=1, num_qo_heads=self.num_heads * self.dcp_world_size,
+            batch=self._max_batch, q_len=1 + config.num_speculative_tokens,
+            num_qo_heads=self.num_heads * self.dcp_world_size,
             num_kv_heads=self.num_kv_heads, head_dim=self.head_size,
             page_size=config.cache_config.block_size or 16,
             capacity=config.model_config.max_model_len, q_dtype=dtype,
         )  # fmt: skip
-        groups = 32 if self.kv_cache_dtype == ULTRAQUANT else None
-        reserve_decode(shape, format_of(self.kv_cache_dtype, dtype, device), device, groups)
+        form = format_of(self.kv_cache_dtype, dtype, device)
+        reserve_decode(shape, form, device, **scales_of(self.kv_cache_dtype))
 
     def cache_of(self, layer: Any, kv_cache: torch.Tensor) -> PagedKVCache:
         """The layer's pages as views, made again only if vLLM has moved them."""
@@ -328,9 +329,11 @@ class NarrowAttention(AttentionImpl):
         if q.shape[0] != tokens or out.shape[0] != tokens or q.dim() != 3 or out.dim() != 3:
             q, out = (x[:tokens].view(tokens, self.num_heads, self.head_size) for x in (q, out))
         if self.rotates:
-            q, key, value = (randomly_rotated(x) for x in (q, key, value))
+            q = randomly_rotated(q)
         options: dict[str, Any] = {"max_batch": self._max_batch, "sinks": self.sinks, **self.options}
         if self._ranks is not None and isinstance(step, RanksStep):
+            if self.rotates:
+                key, value = randomly_rotated(key), randomly_rotated(value)
             k, v = (x[:tokens].view(tokens, self.num_kv_heads, self.head_size) for x in (key, value))
             attend_over_ranks(step, q, k, v, cache, out, ranks=self._ranks, **options)
         else:

@@ -35,7 +35,9 @@ __all__ = [
     "layer_cache",
     "randomly_rotated",
     "rotation_block",
+    "scales_of",
     "slot_bytes",
+    "slot_reasons",
 ]
 
 K8V4, FP4 = "narrowkv_k8v4", "narrowkv_fp4"
@@ -96,6 +98,30 @@ def slot_bytes(cache_dtype: str, head_dim: int) -> int | None:
     if cache_dtype == FP4:
         return 2 * (head_dim // 2 + 1)
     return None
+
+
+def slot_reasons(cache_dtype: str, head_dim: int) -> list[str]:
+    """Why slots cannot hold heads of a size that the kernels have; empty if they can.
+
+    Example:
+        >>> slot_reasons("fp8", 96), slot_reasons("ultraquant_4bit", 128)
+        ([], [])
+    """
+    if cache_dtype == ULTRAQUANT and head_dim & (head_dim - 1):
+        return [f"{ULTRAQUANT} rotates heads of 64, 128 or 256 channels, and they have {head_dim}"]
+    return []
+
+
+def scales_of(cache_dtype: str) -> dict[str, Any]:
+    """`scale_group` and `scale_format` of FP4 in slots, as `plan_decode` takes them.
+
+    Example:
+        >>> scales_of("ultraquant_4bit"), scales_of("narrowkv_k8v4"), scales_of("fp8")
+        ({'scale_group': 32}, {'scale_format': 'e4m3'}, {})
+    """
+    if cache_dtype == ULTRAQUANT:
+        return {"scale_group": _GROUP}
+    return {"scale_format": "e4m3"} if cache_dtype in OWN_SLOTS else {}
 
 
 def format_of(cache_dtype: str, model_dtype: torch.dtype, device: torch.device) -> CacheFormat:

@@ -21,7 +21,8 @@ import inspect
 import textwrap
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -243,6 +244,17 @@ def _globals_of(source: Any) -> dict[str, Any]:
 
 def _function(source: Any) -> _Function:
     return _functions.get(source) or _functions.setdefault(source, _Function(source))
+
+
+@contextmanager
+def replaced(functions: Mapping[Any, Any]) -> Iterator[None]:
+    """Interprets jit functions in the places of others, such as plain arithmetic for inline assembly."""
+    global _functions
+    before, _functions = _functions, {old.fn: _Function(new.fn) for old, new in functions.items()}
+    try:
+        yield
+    finally:
+        _functions = before
 
 
 def _counterpart(value: Any) -> Any:

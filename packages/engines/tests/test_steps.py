@@ -1,0 +1,151 @@
+"""Steps of a paged engine without the engine: one workspace, what a step does beside its kernels, graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from narrowkv.attn_decode import DecodeShape, paged_decode_reference
+from narrowkv.attn_prefill import batch_prefill_reference
+from narrowkv.engines import steps
+from narrowkv.engines.steps import Step, attend, reserve_decode
+from narrowkv.paged_cache import PagedKVCache, PageTable, append
+from narrowkv.runtime.launch import run_as
+
+PAGE, HEADS, KV_HEADS, DIM = 16, 12, 1, 64
+
+
+@pytest.fixture(autouse=True)
+def no_plans():
+    """Every test makes its own plans and workspaces."""
+    steps._workspaces.clear()
+    steps._decode_plans.clear()
+    yield
+    steps._workspaces.clear()
+    steps._decode_plans.clear()
+
+
+def table_of(lens, pages=8, device="cpu"):
+    ids = torch.randperm(len(lens) * pages, generator=torch.Generator().manual_seed(0)).view(len(lens), -1)
+    given = torch.tensor(lens, dtype=torch.int32, device=device)
+    return PageTable.from_block_table(ids.int().to(device), given, page_size=PAGE)
+
+
+def filled(pages, *, format="fp8_e4m3fn", device="cpu", seed=1):
+    random = torch.Generator().manual_seed(seed)
+    scale = {} if format == "bf16" else {"k_descale": 0.02, "v_descale": 0.02}
+    cache = PagedKVCache.empty(pages, PAGE, KV_HEADS, DIM, format=format, device=device, **scale)
+    k, v = torch.randn(2, pages * PAGE, KV_HEADS, DIM, generator=random).bfloat16().to(device)
+    append(cache, k, v, torch.arange(pages * PAGE, device=device))
+    return cache
+
+
+@pytest.mark.parametrize("target", ["cpu", "gfx942", "gfx950"])
+def test_what_is_reserved_is_enough_for_every_step_of_an_engine(target):
+    # 96 query heads, three guesses: steps of four tokens take more memory than those of one, and a KV head of
+    # 12 rows takes more for two tokens than for four.
+    batch, pages, guesses = 16, 64, 3
+    format = "fp8_e4m3fnuz" if target == "gfx942" else "fp8_e4m3fn"
+    for kv_heads in (8, 1):
+        shape = DecodeShape(
+            batch=batch, q_len=1 + guesses, num_qo_heads=12 * kv_heads, num_kv_heads=kv_heads, head_dim=DIM,
+            page_size=PAGE, capacity=pages * PAGE, q_dtype=torch.bfloat16,
+        )  # fmt: skip
+        with run_as(target):
+            reserve_decode(shape, format, torch.device("cpu"))
+            reserved = steps._workspaces[torch.device("cpu")]
+            cache = PagedKVCache.empty(1, PAGE, kv_heads, DIM, format=format, k_descale=1.0, v_descale=1.0)
+            for tokens in range(1, 2 + guesses):
+                for requests in (1, batch):
+                    table = PageTable.from_block_table(
+                        torch.zeros(requests, pages, dtype=torch.int32),
+                        torch.zeros(requests, dtype=torch.int32), page_size=PAGE,
+                    )  # fmt: skip
+                    q = torch.empty(requests * tokens, 12 * kv_heads, DIM, dtype=torch.bfloat16)
+                    step = Step(requests * tokens, tokens, 1, None, table)
+                    plan = steps._decode_plan(q, cache, step, batch)
+                    assert plan.workspace is reserved
+        assert steps._workspaces == {torch.device("cpu"): reserved}
+
+
+def test_layers_of_other_windows_and_formats_share_one_workspace():
+    table = table_of([100, 37])
+    step = Step(2, 1, 100, None, table)
+    q = torch.randn(2, HEADS, DIM).bfloat16()
+    out = torch.empty_like(q)
+    for format, window in (("fp8_e4m3fn", -1), ("fp8_e4m3fn", 9), ("bf16", -1)):
+        cache = filled(16, format=format)
+        attend(step, q, cache, out, max_batch=2, window_left=window)
+        exact = paged_decode_reference(q, cache, table, window_left=window, out_dtype=torch.float32)
+        assert (out.float() - exact).abs().sum() / exact.abs().sum() < 0.003
+    held = {id(plan.workspace) for plan in steps._decode_plans.values()}
+    assert len(steps._decode_plans) == 2
+    assert len(held) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["bf16", "fp8_e4m3fn"])
+def test_a_graph_of_a_step_is_replayed_with_other_pages_and_lengths(format):
+    """What vLLM and SGLang capture of a decode step: storing a token and attending to the pages."""
+    cache = filled(3 * 8, format=format, device="cuda")
+    table = table_of([20, 97, 1], device="cuda")
+    q = torch.randn(3, HEADS, DIM, device="cuda").bfloat16()
+    k, v = torch.randn(2, 3, KV_HEADS, DIM, device="cuda").bfloat16()
+    slots = torch.zeros(3, dtype=torch.int64, device="cuda")
+    step, out = Step(3, 1, 8 * PAGE, None, table), torch.empty_like(q)
+
+    def layer():
+        append(cache, k, v, slots)
+        attend(step, q, cache, out, max_batch=4)
+
+    def prepare(lens):
+        """Writes what graphs read, as the engines do between replays; a length of 0 is padding."""
+        table.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
+        last = table.seq_lens.long() - 1
+        places = table.page_ids.long().gather(1, (last.clamp(min=0) // PAGE)[:, None])[:, 0]
+        slots.copy_(torch.where(last >= 0, places * PAGE + last % PAGE, -1))
+
+    prepare([20, 97, 1])
+    layer()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer()
+    for lens in ([21, 98, 2], [128, 16, 0], [1, 64, 77]):
+        table.page_ids.copy_(table.page_ids[torch.tensor([2, 0, 1], device="cuda")])
+        for x in (q, k, v):
+            x.copy_(torch.randn_like(x))
+        prepare(lens)
+        out.fill_(float("nan"))
+        graph.replay()
+        exact = paged_decode_reference(q, cache, table, out_dtype=torch.float32)
+        assert (out.float() - exact).abs().sum() / exact.abs().sum() < 0.003
+        stored = cache.dequantize()[0].flatten(0, 1)[slots[slots >= 0]]
+        assert (stored - k[slots >= 0].float()).norm() / stored.norm() < 0.05
+        if 0 in lens:
+            assert not out[lens.index(0)].any()
+
+
+@pytest.mark.gpu
+def test_no_step_waits_for_a_gpu():
+    """Decode and prefill steps queue their launches and read nothing back."""
+    cache = filled(16, device="cuda")
+    q = torch.randn(2, HEADS, DIM, device="cuda").bfloat16()
+    chunk = torch.randn(11, HEADS, DIM, device="cuda").bfloat16()
+    starts = torch.tensor([0, 9, 11], dtype=torch.int32, device="cuda")
+    table = table_of([100, 37], device="cuda")
+
+    def run():
+        out, chunk_out = torch.empty_like(q), torch.empty_like(chunk)
+        attend(Step(2, 1, 100, None, table), q, cache, out, max_batch=2)
+        attend(Step(11, 9, 100, starts, table), chunk, cache, chunk_out, max_batch=2)
+        return chunk_out
+
+    run()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    exact = batch_prefill_reference(chunk, cache, table, starts, out_dtype=torch.float32)
+    assert (found.float() - exact).abs().sum() / exact.abs().sum() < 0.003

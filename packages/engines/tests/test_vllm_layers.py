@@ -1,0 +1,113 @@
+"""A layer of vLLM's backend without a model: what it costs the host, and what it hands to the kernels."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from step_costs import MICROSECONDS, VIEWS, least_microseconds, operators
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from narrowkv.attn_decode import paged_decode_reference
+from narrowkv.engines import steps
+from narrowkv.engines.vllm import backend
+from narrowkv.engines.vllm.backend import NarrowAttention, NarrowMetadataBuilder
+from narrowkv.engines.vllm.slots import CACHE_DTYPES, OWN_SLOTS, randomly_rotated, slot_bytes
+
+BLOCKS, BLOCK, HEADS, KV_HEADS, DIM = 8, 16, 12, 1, 64
+LENS = (20, 33)
+DTYPES = [*(name for name in CACHE_DTYPES if name != "float16"), *OWN_SLOTS]
+
+
+def make_step():
+    """A decode step of two requests, by vLLM's metadata and narrowkv's builder."""
+    builder = object.__new__(NarrowMetadataBuilder)
+    builder.block_size, builder.ranks = BLOCK, 1
+    starts = torch.arange(3, dtype=torch.int32)
+    blocks = torch.tensor([[3, 1, 0, 0], [5, 2, 7, 0]], dtype=torch.int32)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=torch.tensor(LENS, dtype=torch.int32),
+        num_reqs=2, num_actual_tokens=2, max_query_len=1, max_seq_len=max(LENS), block_table_tensor=blocks,
+        slot_mapping=torch.tensor([1 * BLOCK + 3, 7 * BLOCK]), causal=True,
+    )  # fmt: skip
+    return builder, common
+
+
+class Layer:
+    """vLLM's layer with a cache that has tokens already."""
+
+    def __init__(self, cache_dtype):
+        self.impl = NarrowAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, kv_cache_dtype=cache_dtype)
+        self._k_scale = self._v_scale = torch.tensor(0.02)
+        size = slot_bytes(cache_dtype, DIM) or 2 * DIM
+        dtype = torch.bfloat16 if cache_dtype in ("auto", "bfloat16") else torch.uint8
+        self.kv_cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK, size, dtype=dtype)
+        random = torch.Generator().manual_seed(0)
+        k, v = torch.randn(2, BLOCKS * BLOCK, KV_HEADS, DIM, generator=random).bfloat16()
+        self.impl.do_kv_cache_update(self, k, v, self.kv_cache, torch.arange(BLOCKS * BLOCK))
+        self.q = torch.randn(2, HEADS, DIM, generator=random).bfloat16()
+        self.k, self.v = torch.randn(2, 2, KV_HEADS, DIM, generator=random).bfloat16()
+        self.out = torch.empty_like(self.q)
+
+    def run(self, step, slots):
+        """What vLLM calls in a step."""
+        self.impl.do_kv_cache_update(self, self.k, self.v, self.kv_cache, slots)
+        self.impl.forward(self, self.q, self.k, self.v, self.kv_cache, step, self.out)
+
+
+@pytest.mark.parametrize("cache_dtype", DTYPES)
+def test_a_layer_copies_nothing_reads_nothing_and_is_attention(cache_dtype):
+    layer = Layer(cache_dtype)
+    builder, common = make_step()
+    layer.run(builder.build(0, common), common.slot_mapping)  # plans
+    with operators((backend, "append"), (steps, "paged_decode")) as seen:
+        step = builder.build(0, common)
+        assert set(seen) <= VIEWS
+        seen.clear()
+        layer.run(step, common.slot_mapping)
+        rotates = cache_dtype == "int4_per_token_head"  # keys, values, queries and outputs, by matrices
+        assert seen == [] or rotates
+        assert {"item", "tolist", "_local_scalar_dense", "nonzero"}.isdisjoint(seen)
+        assert not rotates or seen.count("mm") == 4
+    cache = layer.impl.cache_of(layer, layer.kv_cache)
+    assert cache.k.untyped_storage().data_ptr() == layer.kv_cache.untyped_storage().data_ptr()
+    assert layer.impl.cache_of(layer, layer.kv_cache) is cache
+    q = randomly_rotated(layer.q) if rotates else layer.q
+    scale = layer.impl.options["sm_scale"]
+    exact = paged_decode_reference(q, cache, step.table, sm_scale=scale, out_dtype=torch.float32)
+    if rotates:
+        exact = randomly_rotated(exact, inverse=True)
+    assert (layer.out.float() - exact).abs().sum() / exact.abs().sum() < (0.01 if rotates else 0.003)
+
+
+def test_a_layer_adds_little_time_to_its_planned_calls(monkeypatch):
+    layer = Layer("fp8")
+    builder, common = make_step()
+    step = builder.build(0, common)
+    layer.run(step, common.slot_mapping)
+    monkeypatch.setattr(backend, "append", lambda *args, **kwargs: None)
+    monkeypatch.setattr(steps, "paged_decode", lambda *args, **kwargs: None)
+    assert least_microseconds(lambda: layer.run(step, common.slot_mapping)) <= MICROSECONDS
+
+
+def test_steps_that_are_not_causal_are_refused():
+    builder, common = make_step()
+    common.causal = False
+    with pytest.raises(backend.UnsupportedError, match="causal=False"):
+        builder.build(0, common)
+
+
+def test_outputs_that_are_to_be_quantised_are_refused():
+    layer = Layer("fp8")
+    with pytest.raises(backend.UnsupportedError, match="fuse_attn_quant"):
+        layer.impl.forward(
+            SimpleNamespace(), layer.q, layer.k, layer.v, layer.kv_cache, None, layer.out, torch.ones(1)
+        )
