@@ -304,7 +304,15 @@ def choose_config(
         slots = max(1, units * resident // head_programs)
     elif target.is_amd:
         block_n, options, prefetch = amd_tile(
-            target, shape, block_m, k_format, v_format, scale_group=scale_group, kernel=chosen
+            target,
+            block_m,
+            k_format,
+            v_format,
+            q_len=shape.q_len,
+            q_dtype=shape.q_dtype,
+            head_dim=shape.head_dim,
+            scale_group=scale_group,
+            kernel=chosen,
         )
     elif latency_bound and block_m == 16:
         kind = ""
