@@ -188,18 +188,31 @@ def _attending(config: PrefillConfig, artifact: CompiledArtifact) -> PrefillConf
     return config.in_turns
 
 
-@pytest.mark.skipif(TRITON < (3, 8), reason="waves take turns from Triton 3.8 on")
-@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("options", [{}, {"window_left": 600}], ids=["no window", "window"])
-def test_waves_take_turns_without_spills_and_without_packed_arithmetic(
-    q_dtype: torch.dtype, options: dict[str, Any]
-) -> None:
-    workload = PrefillCase.small(
-        q_lens=(1024,), lens=(2048,), num_kv_heads=8, gqa_ratio=12, head_dim=128, q_dtype=q_dtype
-    )
-    q, cache, table, starts = workload.build()
+take_turns = pytest.mark.skipif(TRITON < (3, 8), reason="waves take turns from Triton 3.8 on")
+IN_TURNS: dict[str, dict[str, Any]] = {
+    "FP8 cache": {},
+    "FP8 queries": {"q_dtype": torch.float8_e4m3fn},
+    "bf16 cache": {"format": "bf16"},
+    "append": {"operation": "append"},
+    "append, bf16 cache": {"operation": "append", "format": "bf16"},
+    "append, a descale of each head": {"operation": "append", "granularity": "head"},
+}
+
+
+def _large_call(**axes: Any) -> list[CompiledArtifact]:
+    """A call on gfx950 with tiles of 256 rows for all compute units."""
+    sizes: dict[str, Any] = {"q_lens": (1024,), "lens": (2048,), "num_kv_heads": 8, "gqa_ratio": 12}
+    inputs = PrefillCase.small(**sizes, head_dim=128, **axes).inputs()
     with compile_for("gfx950") as artifacts:
-        batch_prefill(q, cache, table, starts, plan=plan_prefill(q, cache, table, starts), **options)
+        inputs.run(inputs.plan())
+    return artifacts
+
+
+@take_turns
+@pytest.mark.parametrize("name", IN_TURNS)
+@pytest.mark.parametrize("window", [-1, 600], ids=["no window", "window"])
+def test_waves_take_turns_without_spills_and_without_packed_arithmetic(window: int, name: str) -> None:
+    artifacts = _large_call(window_left=window, **IN_TURNS[name])
     _assert_clean(artifacts)
     attend = artifacts[-1]
     assert attend.name == "_cdna_prefill_kernel"
@@ -207,6 +220,23 @@ def test_waves_take_turns_without_spills_and_without_packed_arithmetic(
     assert not [name for name in attend.loop.mnemonics if name.startswith("v_pk_") and name.endswith("_f32")]
     assert attend.loop.mnemonics["s_setprio"] == 2
     assert attend.loop.mnemonics["s_barrier"] == 2
+
+
+@take_turns
+def test_factors_of_blocks_take_few_vector_instructions_where_waves_take_turns() -> None:
+    plain, bf16, append = (
+        _large_call(**IN_TURNS[name])[-1].loop for name in ("FP8 cache", "bf16 cache", "append")
+    )
+    assert bf16.valu - plain.valu <= 8
+    assert append.valu - plain.valu <= 10
+    loads = [loop.mnemonics.get("global_load_dword", 0) for loop in (plain, bf16, append)]
+    assert loads == [0, 1, 2]
+
+
+def test_bf16_queries_over_a_float16_cache_have_the_kernel_that_converts_them() -> None:
+    artifacts = _large_call(format="fp16")
+    assert artifacts[-1].name == "_dense_prefill_kernel"
+    _assert_clean(artifacts)
 
 
 @pytest.mark.codegen_all

@@ -17,7 +17,7 @@ from narrowkv.attn_prefill import (
     prefill_append,
     prefill_append_reference,
 )
-from narrowkv.attn_prefill.cases import PrefillCase
+from narrowkv.attn_prefill.cases import PrefillCase, PrefillInputs
 from narrowkv.paged_cache import CacheFormat
 from narrowkv.paged_cache.cases import differing_bytes
 from narrowkv.runtime.launch import executing
@@ -101,30 +101,86 @@ def test_tiles_of_128_rows_agree_with_the_reference(
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
 
 
-# Name: axes of the cache and query, options.
-IN_TURNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "a window": ({}, {"window_left": 150}),
-    "no mask": ({}, {"causal": False}),
-    "FP8 queries": ({"q_dtype": torch.float8_e4m3fn}, {"q_descale": 0.5}),
+take_turns = pytest.mark.skipif(TRITON < (3, 8), reason="waves take turns from Triton 3.8 on")
+TURNS: dict[str, Any] = {"num_kv_heads": 1, "gqa_ratio": 8, "head_dim": 128}
+APPEND_IN_TURNS: dict[str, Any] = {"operation": "append", "kernel": "append_then_attend"}
+IN_TURNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "a window": {"window_left": 150},
+    "no mask": {"causal": False},
+    "FP8 queries": {"q_dtype": torch.float8_e4m3fn},
+    "bf16": {"format": "bf16"},
+    "append": APPEND_IN_TURNS,
+    "append, a descale of each head, a window": {
+        **APPEND_IN_TURNS, "granularity": "head", "window_left": 150,
+    },
 }  # fmt: skip
 
 
-@pytest.mark.skipif(TRITON < (3, 8), reason="waves take turns from Triton 3.8 on")
-@pytest.mark.parametrize("name", IN_TURNS)
-def test_waves_that_take_turns_agree_with_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 256 rows on gfx950: each group of waves reads what the other one has copied."""
+def _run_in_turns(
+    inputs: PrefillInputs, monkeypatch: pytest.MonkeyPatch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(o, lse)` of a call on gfx950 in tiles of 256 rows, for any number of tiles."""
     monkeypatch.setattr("narrowkv.attn_prefill.tiles.units_of", lambda target: 1)
-    axes, options = IN_TURNS[name]
-    sizes: dict[str, Any] = {"q_lens": (70, 3), "lens": (400, 40), "num_kv_heads": 1, "gqa_ratio": 8}
-    q, cache, table, starts = P(**sizes, head_dim=128, **axes).build()
     executor = EmulateExecutor("gfx950", detect_races=True, detect_hazards=True)
     with executing(executor):
-        plan = plan_prefill(q, cache, table, starts, kernel="dense")
-        o, lse = batch_prefill(q, cache, table, starts, return_lse=True, plan=plan, **options)
+        o, lse = inputs.call()
     assert executor.runs[-1].artifact.name == "_cdna_prefill_kernel"
-    expected, expected_lse = batch_prefill_reference(q, cache, table, starts, return_lse=True, **options)
+    return o, lse
+
+
+@take_turns
+@pytest.mark.parametrize("name", IN_TURNS)
+def test_waves_that_take_turns_agree_with_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group of waves reads what the other one has copied."""
+    case = {"kernel": "dense", "q_lens": (70, 3), "lens": (400, 40), **TURNS, **IN_TURNS[name]}
+    inputs = P(**case).inputs()
+    o, lse = _run_in_turns(inputs, monkeypatch)
+    expected, expected_lse = inputs.reference()
     assert _error(o, expected) <= 0.002
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+    assert not inputs.wrong_bytes()
+
+
+@take_turns
+def test_waves_take_turns_beside_a_decode_of_the_same_append(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("narrowkv.attn_prefill.cost._most_together", lambda *_: 1)
+    inputs = P((100, 1), (400, 40), operation="append", **TURNS).inputs()
+    o, lse = _run_in_turns(inputs, monkeypatch)
+    assert [part.kernel for part in inputs.plan().config.few] == ["split"]
+    expected, expected_lse = inputs.reference()
+    assert _error(o, expected) <= 0.002
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+    assert not inputs.wrong_bytes()
+
+
+@take_turns
+@pytest.mark.parametrize("window", [-1, 150])
+@pytest.mark.parametrize("way", [{"kernel": "dense"}, APPEND_IN_TURNS], ids=["prefill", "append"])
+def test_values_of_any_size_while_waves_take_turns(
+    way: dict[str, Any], window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of values have powers of two far apart, and each row takes the values of one block."""
+    old, new = 384, 66
+    inputs = P((new,), (old + new,), format="bf16", window_left=window, **TURNS, **way).inputs()
+    block = torch.arange(old + new) // 64
+    factor = torch.tensor([40, -30, 20, 9, -9, 0, -60, 33]).exp2()[block][:, None, None].bfloat16()
+    mark = torch.eye(8, dtype=torch.bfloat16)
+    for cache in filter(None, (inputs.cache, inputs.wanted)):
+        page = inputs.table.page_ids[0, torch.arange(old + new) // cache.page_size].long()
+        slot = torch.arange(old + new) % cache.page_size
+        k, v = cache.logical()
+        k[page, slot, :, :8] = 12 * mark[block][:, None]
+        v[page, slot] *= factor
+    if inputs.new:
+        k_new, v_new = inputs.new
+        k_new[:, :, :8] = 12 * mark[block[old:]][:, None]
+        v_new *= factor[old:]
+    inputs.q[:, :, :8] = 80 * mark[torch.arange(new) % 8][:, None]
+    o, lse = _run_in_turns(inputs, monkeypatch)
+    expected, expected_lse = inputs.reference()
+    error = (o.float() - expected).abs().sum(-1) / expected.abs().sum(-1)
+    assert float(error.max()) <= 0.004
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
 
 

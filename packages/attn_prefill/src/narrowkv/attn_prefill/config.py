@@ -295,6 +295,8 @@ def choose_append_config(
         why = "as asked" if kernel else "its sequences have so many rows that keys are widened beforehand"
         plain = dense_config(target, shape, block_m, why, wide, plain_keys)
         plain = replace(plain, kernel="append_then_attend")
+        if plain.in_turns is not None:
+            plain = replace(plain, in_turns=replace(plain.in_turns, kernel="append_then_attend"))
         pays = can_pipeline and _pipeline_pays(target, shape, block_m)
         if kernel == "append_then_attend" or (kernel is None and not pays):
             return plain

@@ -136,8 +136,9 @@ def _make_route(
     if config.otherwise is not None and not pipelined:
         config = config.otherwise
     fused = config.kernel in IN_PAGES
-    in_turns = config.in_turns is not None and folded and config.num_splits == 1 and kind.storing is None
-    in_turns = in_turns and not has_v_units(plan.v_format, appends=False, k_in_pages=False)
+    in_turns = config.in_turns is not None and folded and config.num_splits == 1 and not rotates
+    # That kernel multiplies queries as they are.
+    in_turns = in_turns and key_type(plan.q_dtype, plan.k_format) in (plan.q_dtype, torch.uint8)
     if in_turns:
         assert config.in_turns is not None
         config = replace(config.in_turns, q_lens=config.q_lens)
@@ -254,12 +255,10 @@ class _Maker:
     def _dense(self) -> tuple[BoundLaunch, tuple[int, int, int]]:
         """Attention over the scratch in plain Triton."""
         config, plan, kind, reading = self.config, self.plan, self.kind, self.bound.to_scratch
-        # The old keys' descale of a head is among their blocks' factors, where these have any.
-        own = self.appends and reading.k.descale == "head"
         constants = {
             # Pages are behind it.
             "SIZES": self.sizes._replace(page_size=0, ragged=False),
-            "K_DESCALE": "scalar" if own else reading.k.descale,
+            "K_DESCALE": self._k_descale(),
             "V_DESCALE": reading.v.descale,
             "ROTARY_DIM": 0 if kind.storing is None else kind.storing.rotary_dim,
             "INTERLEAVED": kind.storing is not None and kind.storing.interleaved,
@@ -294,14 +293,15 @@ class _Maker:
         fp8 = config.fp8 is not None
         constants = {
             "SIZES": self.sizes._replace(page_size=0, ragged=False),
-            "K_DESCALE": reading.k.descale,
+            "K_DESCALE": self._k_descale(),
             "V_DESCALE": reading.v.descale,
             "RULES": self._rules(
                 compute=self._matrix_type(), fp8=self._matrix_type() if fp8 else None, scale_q=False,
                 split_q=False, q_descale=self.kind.q_descale,
             ),
             "CALL": cdna_call(
-                config.block_m, config.block_n, self.shape.head_dim, config.options.num_warps, fp8
+                config.block_m, config.block_n, self.shape.head_dim, config.options.num_warps, fp8,
+                self.appends, self._v_in_units(),
             ),
         }  # fmt: skip
         attend = self.plan.bound_launch(_cdna_prefill_kernel, constants, config.options)
@@ -337,6 +337,11 @@ class _Maker:
         items = self.num_tiles * self.shape.num_kv_heads * config.num_splits
         attend = self.plan.bound_launch(_pipelined_prefill_kernel, constants, config.options)
         return attend, (min(items, units_of(self.plan.target)), 1, 1)
+
+    def _k_descale(self) -> str:
+        """Of attention over the scratch: an append's old keys have a head's among their blocks' factors."""
+        kind: str = self.bound.to_scratch.k.descale
+        return "scalar" if self.appends and kind == "head" else kind
 
     def _v_in_units(self) -> bool:
         return has_v_units(self.plan.v_format, appends=self.appends, k_in_pages=self.config.k_in_pages)

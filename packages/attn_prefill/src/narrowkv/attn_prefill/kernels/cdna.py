@@ -23,6 +23,7 @@ times_head_descale = in_gluon(pages.times_head_descale)
 as_fp8 = in_gluon(queries.as_fp8)
 key_range = in_gluon(masks.key_range)
 masked_scores = in_gluon(dense.masked_scores)
+multiply_values = in_gluon(dense.multiply_values)
 softmax_step = in_gluon(softmax.softmax_step)
 write_rows = in_gluon(results.write_rows)
 
@@ -31,6 +32,7 @@ class CdnaCall(NamedTuple):
     """What the kernel is compiled for.
 
     BLOCK_M, BLOCK_N, STAGES: rows and keys of a tile, key tiles in LDS. FP8: whether Q and K are FP8.
+    K_IN_UNITS, V_IN_UNITS: whether a tile of K or V is still to be multiplied by a factor; see `Scratch`.
     SCORES, SUMS: layouts of Q @ K^T and of P @ V. WIDTH: neighbours of Q and K that a lane multiplies.
     QUERY, KEYS, VALUES: how lanes load Q and copy K and V. KEY_TILE, VALUE_TILE: K and V in LDS.
     """
@@ -39,6 +41,8 @@ class CdnaCall(NamedTuple):
     BLOCK_N: Any
     STAGES: Any
     FP8: Any
+    K_IN_UNITS: Any
+    V_IN_UNITS: Any
     SCORES: Any
     SUMS: Any
     WIDTH: Any
@@ -49,7 +53,9 @@ class CdnaCall(NamedTuple):
     VALUE_TILE: Any
 
 
-def cdna_call(block_m: int, block_n: int, head_dim: int, warps: int, fp8: bool) -> CdnaCall:
+def cdna_call(
+    block_m: int, block_n: int, head_dim: int, warps: int, fp8: bool, k_in_units: bool, v_in_units: bool
+) -> CdnaCall:
     """The constants of a tile shape: 32 rows for each wave."""
     sums = AMDMFMALayout(4, [32, 32, 16], True, [warps, 1])
     scores = AMDMFMALayout(4, [32, 32, 64], True, [warps, 1]) if fp8 else sums
@@ -59,7 +65,7 @@ def cdna_call(block_m: int, block_n: int, head_dim: int, warps: int, fp8: bool) 
     value_tile = padded(gl.DotOperandLayout(1, sums, 4), [block_n, head_dim], gl.float16, False)
     lanes = head_dim // width
     return CdnaCall(
-        block_m, block_n, 3, fp8, scores, sums, width,
+        block_m, block_n, 3, fp8, k_in_units, v_in_units, scores, sums, width,
         QUERY=gl.BlockedLayout([1, width], [64 // lanes, lanes], [warps, 1], [1, 0]),
         KEYS=_in_order(key_tile, width, warps),
         VALUES=_in_order(value_tile, 8, warps),
@@ -79,10 +85,15 @@ def _in_order(tile: Any, vector: int, warps: int) -> Any:
 
 
 class _Keys(NamedTuple):
-    """K and V of a sequence and head in the scratch, offsets of a tile's elements, and tiles in LDS."""
+    """K and V of a sequence and head in the scratch, offsets of a tile's elements, and tiles in LDS.
+
+    k_unit, v_unit: factors of tiles, used where CALL says that there are any.
+    """
 
     k: Any
     v: Any
+    k_unit: Any
+    v_unit: Any
     k_offsets: Any
     v_offsets: Any
     k_tiles: Any
@@ -124,6 +135,28 @@ def _copy_values(keys, slot, tile, CALL: gl.constexpr):
 
 
 @gluon.jit
+def _units(keys, tile, CALL: gl.constexpr):
+    """What tile `tile` of K and V is still to be multiplied by; V's is a power of two."""
+    k_unit, v_unit = gl.to_tensor(1.0), gl.to_tensor(1.0)
+    if CALL.K_IN_UNITS:
+        k_unit = gl.load(keys.k_unit + tile)
+    if CALL.V_IN_UNITS:
+        v_unit = gl.load(keys.v_unit + tile)
+    return k_unit, v_unit
+
+
+@gluon.jit
+def _quotient(a, b):
+    """A / b of two powers of two: 0 below 2**-126, Inf from 2**128 on.
+
+    A division takes ten vector instructions.
+    """
+    exponent = (a.to(gl.int32, bitcast=True) - b.to(gl.int32, bitcast=True)) >> 23
+    exponent = gl.minimum(gl.maximum(exponent, -127), 128)
+    return ((exponent + 127) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def _scores(q, keys, slot, CALL: gl.constexpr):
     """Q @ K^T of the tile in a slot, [BLOCK_M, BLOCK_N]."""
     SCORES: gl.constexpr = CALL.SCORES
@@ -142,17 +175,28 @@ def _add_values(p, keys, slot, acc, CALL: gl.constexpr):
 
 
 @gluon.jit
-def _numerators(s, m, l, scale, CALL: gl.constexpr):
-    """The softmax step, with P as the operand of P @ V and the correction of each row of `acc`."""
+def _numerators(s, m, l, scale, k_unit, before, v_unit, CALL: gl.constexpr):
+    """The softmax step, with P as the operand of P @ V and the correction of each row of `acc`.
+
+    before, v_unit: what `acc` is still to be multiplied by before and after the correction.
+    """
+    if CALL.K_IN_UNITS:
+        scale = scale * k_unit
     p, m, l, correction = softmax_step(s, m, l, scale)
+    if CALL.V_IN_UNITS:
+        correction = correction * _quotient(before, v_unit)
     p = gl.convert_layout(p.to(gl.float16), gl.DotOperandLayout(0, CALL.SUMS, 4))
     return p, m, l, gl.convert_layout(correction, gl.SliceLayout(1, CALL.SUMS))
 
 
 @gluon.jit
 def _full_tiles(q, acc, m, l, scale, keys, first, end, CALL: gl.constexpr):
-    """Attends to the key tiles [first, end), at least one, that need no mask. `acc` is 0."""
+    """Attends to the key tiles [first, end), at least one, that need no mask. `acc` is 0.
+
+    The factor of V's last tile, which all of `acc` is still to be multiplied by, comes last.
+    """
     last = end - 1
+    k_unit, v_unit = _units(keys, first, CALL)
     # Copies go in groups: K of a tile with V of the tile before. Two groups are under way at any time.
     _copy_keys(keys, 0, first, CALL)
     async_copy.commit_group()
@@ -164,13 +208,16 @@ def _full_tiles(q, acc, m, l, scale, keys, first, end, CALL: gl.constexpr):
     _copy_keys(keys, 2, gl.minimum(first + 2, last), CALL)
     _copy_values(keys, 1, gl.minimum(first + 1, last), CALL)
     async_copy.commit_group()
-    p, m, l, _correction = _numerators(s, m, l, scale, CALL)
+    p, m, l, _correction = _numerators(s, m, l, scale, k_unit, v_unit, v_unit, CALL)
     async_copy.wait_group(1)
     slot = 0
     for tile in range(first + 1, end):
         own = gl.where(slot == 2, 0, slot + 1)
         free = gl.where(slot == 0, 2, slot - 1)
+        before = v_unit
         with warp_pipeline_stage("products", priority=1):
+            # The wait for copies below is the wait for these, too.
+            k_unit, v_unit = _units(keys, tile, CALL)
             s = _scores(q, keys, own, CALL)
             acc = _add_values(p, keys, slot, acc, CALL)
         # The other group is half a pass behind: it waits here for its part of the copies that this group
@@ -180,23 +227,28 @@ def _full_tiles(q, acc, m, l, scale, keys, first, end, CALL: gl.constexpr):
             _copy_keys(keys, slot, gl.minimum(tile + 2, last), CALL)
             _copy_values(keys, free, gl.minimum(tile + 1, last), CALL)
             async_copy.commit_group()
-            p, m, l, correction = _numerators(s, m, l, scale, CALL)
+            p, m, l, correction = _numerators(s, m, l, scale, k_unit, before, v_unit, CALL)
             acc = acc * gl.expand_dims(correction, 1)
         slot = own
     async_copy.wait_group(0)
     acc = _add_values(p, keys, slot, acc, CALL)
-    return acc, m, l
+    return acc, m, l, v_unit
 
 
 @gluon.jit
 def _masked_tiles(
-    q, acc, m, l, scale, keys, query_pos, num_keys, begin, end, full, full_end,
+    q, acc, m, l, v_unit, scale, keys, query_pos, first, num_keys, begin, end, full, full_end,
     RULES: gl.constexpr, CALL: gl.constexpr,
 ):  # fmt: skip
-    """Attends to the key tiles [begin, end) outside [full, full_end)."""
+    """Attends to the key tiles [begin, end) outside [full, full_end).
+
+    `acc` is still to be multiplied by `v_unit`, the factor of the last tile of V.
+    """
     n = gl.arange(0, CALL.BLOCK_N, gl.SliceLayout(0, CALL.SCORES))
     for tile in range(begin, end - (full_end - full)):
         tile += gl.where(tile < full, 0, full_end - full)
+        last_unit = v_unit
+        k_unit, v_unit = _units(keys, tile, CALL)
         _copy_keys(keys, 0, tile, CALL)
         _copy_values(keys, 0, tile, CALL)
         async_copy.commit_group()
@@ -204,12 +256,12 @@ def _masked_tiles(
         s = _scores(q, keys, 0, CALL)
         before = tile * CALL.BLOCK_N
         s = masked_scores(
-            s, n, query_pos - before, before * 0, num_keys - before, False, False,
+            s, n, query_pos - before, first - before, num_keys - before, CALL.K_IN_UNITS, False,
             RULES.window_left, RULES.window_right,
         )  # fmt: skip
-        p, m, l, correction = _numerators(s, m, l, scale, CALL)
+        p, m, l, correction = _numerators(s, m, l, scale, k_unit, last_unit, v_unit, CALL)
         acc = _add_values(p, keys, 0, acc * gl.expand_dims(correction, 1), CALL)
-    return acc, m, l
+    return acc, m, l, v_unit
 
 
 @gluon.jit(do_not_specialize=rows.RUNTIME_SIZES)
@@ -221,7 +273,7 @@ def _cdna_prefill_kernel(
 ):  # fmt: skip
     """One tile of rows of one KV head over the widened keys; arguments of `_dense_prefill_kernel`.
 
-    It takes calls without soft caps, splits, rotation, second terms of Q, and factors of keys or blocks.
+    It takes calls without soft caps, splits, rotation, second terms of Q, and factors of single keys.
     """
     GQA_RATIO: gl.constexpr = SIZES.gqa_ratio
     HEAD_DIM: gl.constexpr = SIZES.head_dim
@@ -253,34 +305,43 @@ def _cdna_prefill_kernel(
     scale = times_head_descale(scale, k_descale, seq, kv_head, K_DESCALE)
     first_pos = before + tile.number * BLOCK_M // GQA_RATIO
     last_pos = before + gl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)
+    first = tile.padding if CALL.K_IN_UNITS else kv_len * 0
     begin, end, full, full_end = key_range(
-        first_pos, last_pos, kv_len * 0, kv_len, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N
+        first_pos, last_pos, first, kv_len, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N
     )
-    row = (tile.base + kv_head.to(gl.int64) * scratch.rows) * HEAD_DIM
+    block = (tile.base + kv_head.to(gl.int64) * scratch.rows) // BLOCK_N
+    row = block * (BLOCK_N * HEAD_DIM)
     k_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(1, KEYS)), 1)
     k_row = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, KEYS)), 0)
     v_row = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(1, VALUES)), 1)
     v_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, VALUES)), 0)
     keys = _Keys(
-        scratch.k + row, scratch.v + row, k_row * HEAD_DIM + k_column, v_row * HEAD_DIM + v_column,
+        scratch.k + row, scratch.v + row,
+        scratch.k_unit + block if CALL.K_IN_UNITS else block,
+        scratch.v_unit + block if CALL.V_IN_UNITS else block,
+        k_row * HEAD_DIM + k_column, v_row * HEAD_DIM + v_column,
         gl.allocate_shared_memory(scratch.k.dtype.element_ty, [STAGES, HEAD_DIM, BLOCK_N], KEY_TILE),
         gl.allocate_shared_memory(scratch.v.dtype.element_ty, [STAGES, BLOCK_N, HEAD_DIM], VALUE_TILE),
     )  # fmt: skip
     m = gl.full([BLOCK_M], float("-inf"), gl.float32, row_layout)
     l = gl.full([BLOCK_M], 0.0, gl.float32, row_layout)
     acc = gl.full([BLOCK_M, HEAD_DIM], 0.0, gl.float32, SUMS)
+    v_unit = gl.to_tensor(1.0)
     if full < full_end:
-        acc, m, l = _full_tiles(q_tile, acc, m, l, scale, keys, full, full_end, CALL)
+        acc, m, l, v_unit = _full_tiles(q_tile, acc, m, l, scale, keys, full, full_end, CALL)
     query_pos = before + (tile.number * BLOCK_M + gl.arange(0, BLOCK_M, row_layout)) // GQA_RATIO
     if FP8 is not None:
         # Else the compiler holds Q's single bytes through the first loop, and spills. The modifier keeps it
         # from making one load of the two.
         q_tile = _load_query(q, tile, kv_head, GQA_RATIO, HEAD_DIM, FP8, CALL, ".cg")
-    acc, m, l = _masked_tiles(
-        q_tile, acc, m, l, scale, keys, query_pos, kv_len, begin, end, full, full_end, RULES, CALL
-    )
+    acc, m, l, v_unit = _masked_tiles(
+        q_tile, acc, m, l, v_unit, scale, keys, query_pos, first, kv_len, begin, end, full, full_end,
+        RULES, CALL,
+    )  # fmt: skip
     m = gl.convert_layout(m, gl.SliceLayout(1, SUMS))
     l = gl.convert_layout(l, gl.SliceLayout(1, SUMS))
+    if CALL.V_IN_UNITS:
+        acc, m, l = multiply_values(acc, m, l, v_unit)
     o_scale = gl.full([BLOCK_M], 1.0, gl.float32, gl.SliceLayout(1, SUMS)) * out_scale
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
     tokens, heads, row_mask, _within = rows_of(
