@@ -88,6 +88,7 @@ class PrefillConfig:
         k_in_pages: K is copied out of its pages, where that can be done, and only V is widened.
         otherwise: where `kernels/pipelined.py` attends, what does when the scale is not positive or queries
             are to be rotated; None where a plain kernel attends anyway.
+        in_turns: on gfx950 the configuration of `kernels/cdna.py`, for calls that it serves; else None.
         as_decode: the loop over pages is that of decode, whose loads the compiler pipelines.
         options: compiler options of the attention kernel.
     """
