@@ -95,6 +95,9 @@ def _is_coded(dtype: Any) -> bool:
     return dtype.name in _CODED
 
 
+_E2M1 = np.array([sign * x for sign in (1, -1) for x in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6)], np.float32)
+
+
 class RepairedBuilder(stock.InterpreterBuilder):
     """The stock builder with bfloat16 and FP8 computed as the hardware does, and a grid for each thread."""
 
@@ -119,7 +122,12 @@ class RepairedBuilder(stock.InterpreterBuilder):
         return self._grid.idx  # type: ignore[no-any-return]
 
     def create_inline_asm(self, asm: str, *arguments: Any) -> Any:
-        """Nothing for instructions that order launches, which run one after the other here."""
+        """Nothing for instructions that order launches, which run in turn here; FP4 as float16."""
+        if "v_cvt_scalef32_pk_f16_fp4" in asm:
+            words, scale = (each.data for each in arguments[1])
+            codes = [(words.astype(np.uint16) >> 4 * i) & 15 for i in range(4)]
+            nibbles = [stock.TensorHandle((_E2M1[c] * scale).astype(np.float16), tl.float16) for c in codes]
+            return types.SimpleNamespace(get_result=lambda i: nibbles[i % 4])
         if not asm.startswith("griddepcontrol"):
             return super().create_inline_asm(asm, *arguments)
         zero = stock.TensorHandle(np.zeros(1, dtype=np.int32), tl.int32)
