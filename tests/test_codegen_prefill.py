@@ -164,19 +164,31 @@ def test_the_fused_loop_widens_each_key_tile_once_with_native_instructions(
         assert converted > 0
 
 
+def _run(target: str, *axes: dict[str, Any]) -> tuple[PrefillConfig, list[CompiledArtifact]]:
+    """The kernels of a case at 96/8 heads."""
+    sizes: dict[str, Any] = {"num_kv_heads": 8, "gqa_ratio": 12, "head_dim": 128}
+    for part in ({"q_lens": (512,), "lens": (1024,)}, *axes):
+        sizes |= part
+    inputs = PrefillCase.small(**sizes).inputs()
+    with compile_for(target) as artifacts:
+        plan = inputs.plan()
+        inputs.run(plan)
+    return plan.config, artifacts
+
+
 # What holds more numbers for a row or a key than the plain case.
-DENSE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "fp16 queries over bf16": ({"format": "bf16", "q_dtype": torch.float16}, {}, {}),
-    "soft cap": ({}, {"logits_soft_cap": 3.0}, {}),
-    "window": ({"format": "bf16"}, {"window_left": 600}, {}),
-    "descale of each key": ({"granularity": "token_head"}, {}, {}),
-    "descale of each key, cap, window, splits": (
-        {"granularity": "token_head"}, {"logits_soft_cap": 3.0, "window_left": 600}, {"num_splits": 3},
-    ),
-    "splits": ({}, {}, {"num_splits": 3}),
-    "no mask": ({}, {"causal": False}, {}),
-    "head_dim 64": ({"head_dim": 64}, {}, {}),
-    "few rows": ({"q_lens": (8,)}, {}, {}),
+DENSE: dict[str, dict[str, Any]] = {
+    "fp16 queries over bf16": {"format": "bf16", "q_dtype": torch.float16},
+    "soft cap": {"logits_soft_cap": 3.0},
+    "window": {"format": "bf16", "window_left": 600},
+    "descale of each key": {"granularity": "token_head"},
+    "descale of each key, cap, window, splits": {
+        "granularity": "token_head", "logits_soft_cap": 3.0, "window_left": 600, "num_splits": 3,
+    },
+    "splits": {"num_splits": 3},
+    "no mask": {"causal": False},
+    "head_dim 64": {"head_dim": 64},
+    "few rows": {"q_lens": (8,)},
 }  # fmt: skip
 
 
@@ -200,12 +212,8 @@ IN_TURNS: dict[str, dict[str, Any]] = {
 
 
 def _large_call(**axes: Any) -> list[CompiledArtifact]:
-    """A call on gfx950 with tiles of 256 rows for all compute units."""
-    sizes: dict[str, Any] = {"q_lens": (1024,), "lens": (2048,), "num_kv_heads": 8, "gqa_ratio": 12}
-    inputs = PrefillCase.small(**sizes, head_dim=128, **axes).inputs()
-    with compile_for("gfx950") as artifacts:
-        inputs.run(inputs.plan())
-    return artifacts
+    """The kernels of a call on gfx950 with tiles of 256 rows for all compute units."""
+    return _run("gfx950", {"q_lens": (1024,), "lens": (2048,)}, axes)[1]
 
 
 @take_turns
@@ -243,14 +251,8 @@ def test_bf16_queries_over_a_float16_cache_have_the_kernel_that_converts_them() 
 @both_targets
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_prefill_neither_spills_nor_uses_scratch(name: str, target: str) -> None:
-    axes, options, forced = DENSE[name]
-    sizes: dict[str, Any] = {"q_lens": (512,), "lens": (1024,), "num_kv_heads": 8, "gqa_ratio": 12}
-    workload = PrefillCase.small(**{**sizes, "head_dim": 128, **axes})
-    q, cache, table, starts = workload.build()
-    with compile_for(target) as artifacts:
-        plan = plan_prefill(q, cache, table, starts, kernel="dense", **forced)
-        batch_prefill(q, cache, table, starts, plan=plan, **options)
-    assert plan.config.block_m == (64 if name == "few rows" else 128)
+    config, artifacts = _run(target, {"kernel": "dense"}, DENSE[name])
+    assert config.block_m == (64 if name == "few rows" else 128)
     _assert_clean(artifacts)
 
 
@@ -315,35 +317,28 @@ def test_an_append_on_fp8_matrix_units_and_with_rope(target: str, rope: bool) ->
 
 
 # Of an append in two launches, whose attention has a factor for each block and rotates queries.
-APPENDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}, {}),
-    "rope": ({"rope": "neox"}, {}, {}),
-    "rope, pairs of neighbours": ({"rope": "gptj", "head_dim": 64}, {}, {}),
-    "rope, soft cap": ({"rope": "neox"}, {"logits_soft_cap": 3.0}, {}),
-    "rope, window": ({"rope": "neox"}, {"window_left": 600}, {}),
-    "rope, splits": ({"rope": "neox"}, {}, {"num_splits": 3}),
-    "descale of each key, rope, cap, window, splits": (
-        {"granularity": "token_head", "rope": "neox"},
-        {"logits_soft_cap": 3.0, "window_left": 600},
-        {"num_splits": 3},
-    ),
-    "head_dim 96": ({"head_dim": 96}, {}, {}),
-    "head_dim 256, rope": ({"head_dim": 256, "rope": "neox"}, {}, {}),
-    "few rows": ({"q_lens": (8,)}, {}, {}),
-}
+APPENDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rope": {"rope": "neox"},
+    "rope, pairs of neighbours": {"rope": "gptj", "head_dim": 64},
+    "rope, soft cap": {"rope": "neox", "logits_soft_cap": 3.0},
+    "rope, window": {"rope": "neox", "window_left": 600},
+    "rope, splits": {"rope": "neox", "num_splits": 3},
+    "descale of each key, rope, cap, window, splits": {
+        **DENSE["descale of each key, cap, window, splits"], "rope": "neox",
+    },
+    "head_dim 96": {"head_dim": 96},
+    "head_dim 256, rope": {"head_dim": 256, "rope": "neox"},
+    "few rows": {"q_lens": (8,)},
+    "rope, many rows": {"rope": "neox", "q_lens": (1024,), "lens": (2048,)},
+}  # fmt: skip
 
 
 @pytest.mark.codegen_all
 @both_targets
 @pytest.mark.parametrize("name", APPENDS)
 def test_an_append_in_two_launches_neither_spills_nor_uses_scratch(name: str, target: str) -> None:
-    axes, options, forced = APPENDS[name]
-    sizes: dict[str, Any] = {"q_lens": (512,), "lens": (512,), "num_kv_heads": 8, "gqa_ratio": 12}
-    workload = PrefillCase.append(**{**sizes, "head_dim": 128, **axes})
-    q, k_new, v_new, cache, table, starts, rope = workload.build_append()
-    with compile_for(target) as artifacts:
-        plan = plan_append(q, cache, table, starts, kernel="append_then_attend", **forced)
-        prefill_append(q, k_new, v_new, cache, table, starts, rope=rope, plan=plan, **options)
+    _, artifacts = _run(target, {"operation": "append", "kernel": "append_then_attend"}, APPENDS[name])
     assert [code.name for code in artifacts] == ["_produce_kernel", "_dense_prefill_kernel"]
     _assert_clean(artifacts)
 
@@ -394,12 +389,7 @@ def test_the_share_of_matrix_instructions_in_the_hot_loop_is_what_the_structure_
 @both_targets
 def test_partial_results_are_in_memory_before_they_are_announced(target: str) -> None:
     """A barrier does not wait for stores, and the wave that counts waits for its own only."""
-    q, cache, table, starts = PrefillCase.small(
-        q_lens=(30,), lens=(2000,), gqa_ratio=12, head_dim=128
-    ).build()
-    with compile_for(target) as artifacts:
-        plan = plan_prefill(q, cache, table, starts, num_splits=3)
-        batch_prefill(q, cache, table, starts, plan=plan)
+    _, artifacts = _run(target, {"q_lens": (30,), "lens": (2000,), "num_kv_heads": 2, "num_splits": 3})
     lines = [line.strip() for line in artifacts[-1].assembly.splitlines()]
     counts = next(i for i, line in enumerate(lines) if line.startswith("global_atomic_add"))
     stored = max(i for i, line in enumerate(lines[:counts]) if "_store_dword" in line)
