@@ -273,3 +273,32 @@ def test_no_product_with_values_is_32_columns_wide(kernel: str, operation: str, 
     )  # fmt: skip
     case.inputs().call()
     assert not any(re.search(r"HGMMA\.64x32.*tnspB", each.machine_code()) for each in sm90_code.kernels)
+
+
+@pytest.mark.parametrize(("columns", "loops"), [(16, False), (1024, True)])
+def test_an_append_among_long_decodes_has_few_programs(
+    columns: int, loops: bool, sm90_code: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One program for each block that the batch's keys could fill took 143 us for 26 us of work."""
+    grids = []
+    compiled = sm90_code.launch
+
+    def launch(
+        kernel: Any, grid: tuple[int, ...], args: Any, constexprs: dict[str, Any], options: Any
+    ) -> None:
+        if kernel.__name__ == "_produce_kernel":
+            grids.append((grid[0], constexprs["FILLING"].loops))
+        compiled(kernel, grid, args, constexprs, options)
+
+    monkeypatch.setattr(sm90_code, "launch", launch)
+    case = PrefillCase.append(
+        q_lens=(2048,) + (1,) * 63, lens=(64,) * 64, num_kv_heads=8, gqa_ratio=4, head_dim=128,
+        page_size=16, stale_columns=columns,
+    )  # fmt: skip
+    q, k_new, v_new, cache, table, starts, _ = case.build_append()
+    plan = plan_append(q, cache, table, starts, max_q_len=2048)
+    prefill_append(q, k_new, v_new, cache, table, starts, plan=plan)
+    ((programs, looped),) = grids
+    assert looped == loops
+    # Up to 26 sequences of 18,000 tokens would fill 3,700 blocks of each of 8 heads.
+    assert programs <= 8000

@@ -202,27 +202,32 @@ class _Maker:
         """One launch widens keys into the scratch, and stores new tokens; the next attends."""
         shape, config, kind, target = self.shape, self.config, self.kind, self.plan.target
         reading = self.bound.to_scratch
-        filling = Filling(
-            k_type=None if in_pages else self._matrix_type(),
-            causal=kind.window_right >= 0,
-            early=config.options.launch_pdl,
-            wide_address=self.bound.wide_address,
-            nvidia=self.nvidia,
-        )
-        constants: dict[str, Any] = {"SIZES": self.sizes, "K": reading.k, "V": reading.v, "FILLING": filling}
+        constants: dict[str, Any] = {"SIZES": self.sizes, "K": reading.k, "V": reading.v}
         constants["BLOCKS"] = Blocks(
             0, 0, self.block_d, self.block_d, config.scratch_block, _QUANTISED_TOKENS, _PLACED_TILES
         )
         kernel: Any = _widen_kernel
         options = widen_options(target, shape.head_dim, config.scratch_block)
         num_blocks, num_groups = self.key_blocks, 0
+        most = -(-_FILLING_PROGRAMS * units_of(target) // shape.num_kv_heads)
         if self.appends:
             kernel = _produce_kernel
             constants["STORING"] = kind.storing
             num_blocks = self.key_blocks + append_blocks(shape, config.scratch_block)
             num_groups = append_blocks(shape, _QUANTISED_TOKENS)
-        if self.nvidia:
-            num_blocks = min(num_blocks, -(-_FILLING_PROGRAMS * units_of(target) // shape.num_kv_heads))
+        # A loop around an append's block spills, so it is there only for the many blocks that a batch of
+        # long decodes could have: 64 sequences, 211k keys, H100, 143 us with a program for each.
+        loops = self.nvidia and (not self.appends or num_blocks > 4 * most)
+        if loops:
+            num_blocks = min(num_blocks, most)
+        constants["FILLING"] = Filling(
+            k_type=None if in_pages else self._matrix_type(),
+            causal=kind.window_right >= 0,
+            early=config.options.launch_pdl,
+            loops=loops,
+            wide_address=self.bound.wide_address,
+            nvidia=self.nvidia,
+        )
         fill = self.plan.bound_launch(kernel, constants, options)
         programs = (num_groups + num_blocks) * shape.num_kv_heads + -(-self.num_tiles // _PLACED_TILES)
         if in_turns:

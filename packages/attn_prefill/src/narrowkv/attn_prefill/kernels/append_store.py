@@ -180,8 +180,8 @@ def _produce_kernel(
     Args:
         q, chunk, rope: `Queries`, `Chunk`, `RopePointers`. to: `Destination`. cache: `Cache`.
         table, scratch: `Table`, `Scratch`: without the sizes that follow. scales: `AppendScales`.
-        num_blocks: programs of a head that fill the scratch; each takes every `num_blocks`th block, CDNA's
-            only one, as in `_widen_kernel`.
+        num_blocks: programs of a head that fill the scratch, one for each block that there can be; where the
+            launch loops, each takes every `num_blocks`th block.
         num_groups, num_tiles: programs of a head that quantise, and tiles, at most.
         SIZES, K, V, STORING, FILLING, BLOCKS: `Sizes`, `Stored`, `Stored`, `Storing`, `Filling`, `Blocks`.
     """
@@ -235,7 +235,7 @@ def _produce_kernel(
     kv_head = pid % NUM_KV_HEADS
     limit, total = held_blocks(q, table, scratch, batch, True, PAGE_SIZE, False, BLOCK_S)
     first = pid // NUM_KV_HEADS
-    if NVIDIA:
+    if FILLING.loops:
         for block in range(first, total, num_blocks):
             fill_block(
                 q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, block, limit,

@@ -264,12 +264,14 @@ class Filling(NamedTuple):
         k_type: what K is widened to, or the FP8 type that its bytes are kept as; None leaves it in its pages.
         causal: which rows see the most keys, for the order of tiles.
         early: the launch that attends may begin before this one has ended.
+        loops: a program of an append fills several blocks, not one.
         wide_address, nvidia: as in `Rules`.
     """
 
     k_type: Any
     causal: bool
     early: bool
+    loops: bool
     wide_address: bool
     nvidia: bool
 

@@ -243,7 +243,7 @@ def _widen_kernel(
     kv_head = pid % NUM_KV_HEADS
     limit, total = held_blocks(q, table, scratch, batch, False, PAGE_SIZE, RAGGED, BLOCK_N)
     first = pid // NUM_KV_HEADS
-    if NVIDIA:
+    if FILLING.loops:
         for block in range(first, total, num_blocks):
             find_and_widen_block(
                 q, k, v, k_descale, v_descale, table, scratch, batch, block, limit, kv_head,
