@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
 from narrowkv.attn_decode import paged_decode, plan_decode
 from narrowkv.attn_decode.cases import K8V4
@@ -19,11 +18,11 @@ from narrowkv.quant import KeyTransform
 from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.targets import get_target
+from narrowkv.runtime.toolchain import TRITON
 
 pytestmark = pytest.mark.sampled("target")
 
 I32 = torch.int32
-TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 def _decode(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
 from narrowkv.attn_prefill.cases import PrefillCase
@@ -15,12 +14,12 @@ from narrowkv.attn_prefill.shapes import PrefillConfig
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.artifact import CompiledArtifact
+from narrowkv.runtime.toolchain import TRITON
 from narrowkv.testing.roofline import matrix_share
 
 pytestmark = pytest.mark.sampled("target")
 
 I32 = torch.int32
-TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 TARGETS = ["gfx942", "gfx950"]
 both_targets = pytest.mark.parametrize("target", TARGETS)
 # Operations of one instruction: a product of M x N x K multiply-adds.

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
 from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import CacheFormat
 from narrowkv.runtime.launch.gluon import has_gluon
+from narrowkv.runtime.toolchain import TRITON
 
-TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 pytestmark = pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
 
 

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
 from narrowkv.quant.sage import SAGE_GRANULARITIES
 from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.artifact import CompiledArtifact
+from narrowkv.runtime.toolchain import TRITON
 from narrowkv.sage import plan_sage
 
 pytestmark = pytest.mark.sampled("target")
 
-TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 TARGETS = ["gfx942", "gfx950"]
 both_targets = pytest.mark.parametrize("target", TARGETS)
 

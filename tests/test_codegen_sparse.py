@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import triton
 
+from narrowkv.runtime.toolchain import TRITON
 from narrowkv.sparse_fp8.cases import SparseCase, shipped
 from narrowkv.testing.codegen import KernelCode, compile_call
 
 pytestmark = pytest.mark.sampled("target")
 
-TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 LDS_OF_GFX942 = 64 * 1024
 LDS_OF_GFX950 = 160 * 1024
 ATTENTION = ("_sparse_16bit_kernel", "_sparse_fused_kernel", "_sparse_cdna_kernel")

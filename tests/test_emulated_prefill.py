@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
 from narrowkv.attn_prefill import (
     batch_prefill,
@@ -21,11 +20,11 @@ from narrowkv.attn_prefill.cases import PrefillCase, PrefillInputs
 from narrowkv.paged_cache import CacheFormat
 from narrowkv.paged_cache.cases import differing_bytes
 from narrowkv.runtime.launch import executing
+from narrowkv.runtime.toolchain import TRITON
 from narrowkv.testing.emulation import EmulateExecutor
 
 pytestmark = pytest.mark.slow  # about two minutes together
 
-TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 P, A = PrefillCase.small, PrefillCase.append
 SMALL: dict[str, Any] = {"q_lens": (3, 25), "lens": (20, 40), "num_kv_heads": 1}

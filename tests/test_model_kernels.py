@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
 
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.launch.compiler import compile_launch
 from narrowkv.runtime.targets import get_target
+from narrowkv.runtime.toolchain import TRITON
 from narrowkv.testing.emulation import EmulateExecutor
 
-if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
+if TRITON < (3, 9):
     pytest.skip("the kernels are written for Gluon of Triton 3.9", allow_module_level=True)
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from model_validation import Product, products

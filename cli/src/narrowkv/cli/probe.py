@@ -1,7 +1,8 @@
-"""`narrowkv probe`: runs the contracts of a set here and as AMD code, beside other implementations.
+"""`narrowkv probe`: runs a set of contracts, and asks installed implementations of others the same.
 
-Each contract is run at every requested place and compiled for every target. Without a requested place a
-sample of the compiled workgroups also runs in the emulator, and the rows that it computes are compared.
+Each contract is run at every requested place (the GPU, the CPU, or an emulated AMD target) and compiled for
+every target. Without a requested place, some workgroups of the compiled AMD code also run in the emulator,
+and the rows that they compute are compared with the reference.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def probe(
     targets: tuple[str, ...],
     full: bool = False,
 ) -> ExitCode:
-    """Runs every contract of a set and shows one screen; Ctrl-C keeps finished answers.
+    """Runs every contract of a set and shows the answers on one screen; Ctrl-C stops and shows those so far.
 
     Args:
         contracts: the set.

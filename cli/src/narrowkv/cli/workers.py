@@ -37,7 +37,8 @@ def run_all(
             progress line.
         jobs: processes.
         what: names the work for the progress line.
-        on_gpu: tasks that run one by one in this process before the others, which would disturb their times.
+        on_gpu: tasks that are timed. They run first, one at a time, in this process, so that no other task
+            disturbs their times.
         settings: everything except their task that results depend on.
     """
     import torch

@@ -74,8 +74,8 @@ def bind_cache(cache: PagedKVCache, target: Target, config: DecodeConfig) -> Bou
     v_side = side_of(cache.v, v_strides, v_format, widen_route(target, v_format), v_parts)
     half = "bf16" not in (k_format, v_format)
     (k_mode, k_factor, k_descale), (v_mode, v_factor, v_descale) = map(descale_pointers, cache.sides())
-    # The factors of E8M0 groups leave too few registers for gfx950's instruction, and so does a tile that
-    # waits for its page ids. The native kernel has matrix instructions that need longer waits.
+    # gfx950's own FP4 conversion takes registers that neither scales of groups nor tiles without prefetch
+    # leave. Its inline assembly waits too short a time for the matrix instructions of the native kernel.
     k_own, v_own = (ahead and not native and mode in ("e8m0", "e4m3") for mode in (k_mode, v_mode))
     k_route = packed_route(target, k_format, k_side, half, as_bytes=True, cdna4=k_own)
     v_route = packed_route(target, v_format, v_side, half, as_bytes=True, cdna4=v_own)

@@ -101,9 +101,10 @@ class DecodeConfig:
 def choose_kernel(target: Target, k_format: str, kernel: str | None) -> str:
     """The kernel for a target and a key format, or the one that is forced.
 
-    "native" is used only when forced: it is not faster, and its three terms of a float16 Q cost more.
-    Model, gfx950, `narrowkv inspect model --case decode:format=fp4_e2m1,kernel=...,lens=2048,kv_heads=1,
-    ratio=12,head_dim=128,split=none,clean=1`: HBM busy for 98% of the time with decode, 92% with native.
+    "native" is used only when forced. Model, gfx950, the share of the time that HBM is busy, by `narrowkv
+    inspect model --case decode:format=fp4_e2m1,kernel=...,lens=2048,kv_heads=1,ratio=12,head_dim=128,
+    split=none,clean=1`: with one scale a head 98% with "decode" and 92% with "native"; with `group=32` 69%
+    and 76%. A float16 Q is split into three terms for it, which makes it slower.
 
     Raises:
         UnsupportedError: the forced kernel needs what the target or the format lacks.
@@ -185,8 +186,8 @@ def _tall_tile(
 
 def _short_call(
     shape: DecodeShape, units: float, kind: str, narrow_head: bool
-) -> tuple[int, LaunchOptions, int, bool, str | None]:
-    """Keys, options, programs of a KV head, whether page ids come ahead and the split of latency-bound calls.
+) -> tuple[int, LaunchOptions, int, str, str | None]:
+    """A latency-bound call: keys of a tile, options, programs of a KV head, `prefetch` and the split.
 
     Short work is bound by latency: four warps share one large tile. H100, B4 ctx1024, attention kernel alone
     and with the merge: 128 keys x 1 stage 11.1 and 13.7 us, x 2 stages 12.0 and 14.1 us; one-warp programs
@@ -194,41 +195,45 @@ def _short_call(
 
     Args:
         shape: the call's shape.
-        units: multiprocessors for each program of a sequence.
-        kind: on NVIDIA, for heads of at most 128: "fp8"; "fp4" and "values", FP4 or INT4 in both or in values
-            only; "groups", FP4 with scales of groups. Empty for others.
-        narrow_head: heads have at most 128 channels. Wider ones halve the keys to stay within shared memory.
+        units: multiprocessors of the GPU over programs of one sequence.
+        kind: what the cache holds, on NVIDIA with heads of at most 128 channels: "fp8"; "fp4", with one scale
+            a head; "groups", FP4 with a scale per 16 or 32 channels; "values", FP4 or INT4 in V alone.
+            Empty for other caches, heads and targets.
+        narrow_head: whether heads have at most 128 channels. Wider heads take tiles of half as many keys,
+            which then fit in shared memory.
     """
     block_n = 128 if narrow_head else 64
     slots = max(1, int(units * 4))
     if shape.batch * -(-shape.capacity // block_n) <= slots:
         # One tile a program leaves nothing to share out, and looking for an even share costs about 1 us.
-        return block_n, LaunchOptions(num_warps=4, num_stages=1), slots, False, "uniform"
+        return block_n, LaunchOptions(num_warps=4, num_stages=1), slots, "", "uniform"
     if kind == "groups":
         # See `attend_in_registers`. H100, NVFP4, B1 ctx32768: 38.8 us, with 128 keys and 4 warps 43.4 us.
-        return 32, LaunchOptions(num_warps=1, num_stages=3), slots, False, None
+        return 32, LaunchOptions(num_warps=1, num_stages=3), slots, "", None
     few = 4 * shape.batch <= units
     if kind == "fp8" and few:
         # Each program has several tiles in flight. H100, two programs a multiprocessor, against 128 keys, 4
         # warps and 2 stages: B1 ctx32768 34.3 us and 38.1, ctx8192 17.3 and 19.2, B4 ctx8192 32.8 and 34.1.
         split = "uniform" if shape.batch == 1 else None
-        return 64, LaunchOptions(num_warps=2, num_stages=3), max(1, int(units * 2)), True, split
+        return 64, LaunchOptions(num_warps=2, num_stages=3), max(1, int(units * 2)), "pages", split
     if kind == "fp4" and few:
-        # H100, three programs a multiprocessor, and two: B4 ctx8192 29.7 us and 31.5, B2 ctx32768 45.9 and
-        # 51.8, B1 ctx32768 32.4 and 33.2; without page ids ahead, in two stages, 44.1.
-        return block_n, LaunchOptions(num_warps=4, num_stages=3), max(1, int(units * 3)), True, "uniform"
-    # Sequences alone fill the chip. H100, B64 ctx1024: FP4 40.0 us, in two splits 57.6 us; values in FP4 45.3
-    # and 55.6 us.
+        # H100, three programs a multiprocessor instead of two: B4 ctx8192 29.7 us instead of 31.5, B2
+        # ctx32768 45.9 instead of 51.8, B1 ctx32768 32.4 instead of 33.2 (44.1 with two stages and without
+        # prefetched page ids).
+        return block_n, LaunchOptions(num_warps=4, num_stages=3), max(1, int(units * 3)), "pages", "uniform"
+    # The sequences fill the chip without a split. H100, B64 ctx1024: FP4 40.0 us instead of 57.6 in two
+    # splits, FP8 keys with FP4 values 45.3 us instead of 55.6.
     full = kind in ("fp4", "values") and 8 * shape.batch >= 7 * slots
     split = "none" if full else "uniform" if few and kind == "values" else None
     if kind == "values":
-        # Four programs run at once at 128 registers; 149 are taken if they may be, and then every fourth
-        # waits for another to end. H100, page ids ahead and not: B1 ctx32768 37.0 us and 39.8, B4 ctx8192
-        # 30.9 and 36.9.
+        # Four programs share a multiprocessor at 128 registers; without the limit the compiler takes 149, and
+        # three do. H100, with and without prefetched page ids: B1 ctx32768 37.0 and 39.8 us, B4 ctx8192 30.9
+        # and 36.9 us.
         slots = max(1, int(units * 3)) if shape.batch == 1 else slots
-        return block_n, LaunchOptions(num_warps=4, num_stages=2, maxnreg=128), slots, True, split
-    stages, registers = (3, 128) if full else (2, None)
-    return block_n, LaunchOptions(num_warps=4, num_stages=stages, maxnreg=registers), slots, full, split
+        return block_n, LaunchOptions(num_warps=4, num_stages=2, maxnreg=128), slots, "pages", split
+    if full:
+        return block_n, LaunchOptions(num_warps=4, num_stages=3, maxnreg=128), slots, "pages", split
+    return block_n, LaunchOptions(num_warps=4, num_stages=2), slots, "", split
 
 
 # Programs of one warp that a compute unit or multiprocessor holds at once: sm90 at 255 registers, CDNA with
@@ -304,30 +309,26 @@ def choose_config(
         slots = max(1, units * resident // head_programs)
     elif target.is_amd:
         block_n, options, prefetch = amd_tile(
-            target,
-            block_m,
-            k_format,
-            v_format,
-            q_len=shape.q_len,
-            q_dtype=shape.q_dtype,
-            head_dim=shape.head_dim,
-            scale_group=scale_group,
-            kernel=chosen,
-        )
+            target, block_m, k_format, v_format, q_len=shape.q_len, q_dtype=shape.q_dtype,
+            head_dim=shape.head_dim, scale_group=scale_group, kernel=chosen,
+        )  # fmt: skip
     elif latency_bound and block_m == 16:
-        kind = ""
-        if target.vendor == "nvidia":
-            packed_values = unpacks and not get_format(k_format).is_packed
-            kinds = {"fp8": fast, "fp4": fp4 and unpacks, "groups": groups, "values": packed_values}
-            kind = next((name for name, holds in kinds.items() if holds), "")
-        block_n, options, slots, ahead, short_split = _short_call(
+        if unpacks and not get_format(k_format).is_packed:
+            kind = "values"
+        elif groups:
+            kind = "groups"
+        elif unpacks and fp4:
+            kind = "fp4"
+        else:
+            kind = "fp8" if fast and target.vendor == "nvidia" else ""
+        block_n, options, slots, prefetch, short_split = _short_call(
             shape, units / head_programs, kind, narrow_head
         )
-        prefetch = "pages" if ahead else ""
         split = split or short_split
     elif groups:
-        # See `attend_in_registers`. H100, B64 ctx8192, against tiles that go through shared memory: NVFP4
-        # 271 us and 300, MX with a scale per 32 294 and 312, with all registers 306 (FP8: 371 us).
+        # `attend_in_registers`. H100, B64 ctx8192, with it and with tiles in shared memory: NVFP4 271 and
+        # 300 us; MX (a scale per 32 channels) 294 and 312 us, and 306 us without the limit of 224 registers.
+        # FP8 takes 371 us.
         resident, registers = (9, 224) if scale_group == 32 else (_RESIDENT, None)
         block_n, whole_waves = 32, True
         options = LaunchOptions(num_warps=1, num_stages=3, maxnreg=registers)

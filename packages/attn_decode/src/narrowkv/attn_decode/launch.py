@@ -12,7 +12,7 @@ from narrowkv.attn_decode.config import SCALED_DOT_DEPTH, DecodeConfig, DecodeSh
 from narrowkv.attn_decode.kernels import Blocks, Rows, Rules, Sizes, Workspace
 from narrowkv.paged_cache.bound_table import BoundTable
 from narrowkv.paged_cache.kernels.pages import TableSteps
-from narrowkv.paged_cache.pointers import PTX8
+from narrowkv.paged_cache.pointers import PTX8, multiplied_parts
 from narrowkv.runtime.launch import BoundLaunch, FixedLaunch, Part, Varies
 from narrowkv.runtime.targets import Target
 
@@ -91,15 +91,14 @@ def constants_of(
     half = "bf16" not in (bound.k_stored.format, bound.v_stored.format)
     block_d = power_of_two(shape.head_dim)
     transforms = bound.stages > 0 or bound.tensors[4] is not None
-    # A lane's share of Q is not in the order in which it is transformed.
+    # There Q's channels are in the order of the lanes, and a transform needs their own order.
     registers = not transforms and reads_to_registers(target, shape, config, bound)
     k_stored, v_stored = bound.k_stored, bound.v_stored
     if registers:
         k_stored = k_stored._replace(token=bound.k.token, scale_token=bound.k_descale.token)
         v_stored = v_stored._replace(token=bound.v.token, scale_token=bound.v_descale.token)
-    # On sm90 under Triton 3.6 a product 32 columns wide next to a wider one comes out wrong (relative L1 0.2
-    # to 1e8): tiles of 64 rows and more are such products.
-    narrow = target.vendor == "nvidia" and config.block_m >= 64 and block_d < 64 * v_stored.parts
+    # Tiles of fewer rows have matrix instructions of another kind, which are right in any width.
+    tall = config.block_m >= 64
     return {
         "SIZES": Sizes(
             shape.num_kv_heads, shape.gqa_ratio, shape.q_len, shape.head_dim, shape.page_size, ragged
@@ -124,7 +123,7 @@ def constants_of(
             can_merge=config.merge_in_launch or not (config.split == "none" or target.is_amd),
             early=target.name == "sm90" and config.split != "none" and not config.merge_in_launch,
             registers=registers,
-            acc_parts=1 if narrow else v_stored.parts,
+            acc_parts=multiplied_parts(target, block_d, v_stored.parts) if tall else v_stored.parts,
             q_in_shared=target.vendor == "nvidia" and config.block_m >= 64 and not native,
         ),
         "BLOCKS": Blocks(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import triton
-
 from narrowkv.attn_prefill.cost import few_classes, rates_of
 from narrowkv.attn_prefill.shapes import ANY_LEN, IN_PAGES, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import (
@@ -19,6 +17,7 @@ from narrowkv.attn_prefill.tiles import (
 from narrowkv.quant.device import FNUZ_ALIAS, NATIVE
 from narrowkv.runtime.errors import UnsupportedError, check_choice
 from narrowkv.runtime.targets import Target
+from narrowkv.runtime.toolchain import TRITON
 
 KERNELS = ("dense", "fused", "split", "decode")
 APPEND_KERNELS = ("append_then_attend", "pipelined", "fused", "split")
@@ -26,7 +25,6 @@ APPEND_KERNELS = ("append_then_attend", "pipelined", "fused", "split")
 # (FP8) 47 us instead of 49, 1k over 0 34 and 36, but 1k over 4k (bf16) 152 and 141; perhaps since programs
 # come to lie on other units where those ahead end one by one.
 _SCORES_OF_EARLY_APPENDS = 2**27
-_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _TRITON_FP8 = {"fp8_e4m3fn": "float8e4nv", "fp8_e4m3fnuz": "float8e4b8"}
 
 
@@ -210,11 +208,11 @@ def _fp8_config(
         why = f"each key tile serves {tiles} tiles of rows, so it is gathered once beforehand"
         config = replace(dense_config(target, shape, block_m, why, wide, plain_keys), fp8=unit)
         if target.name == "gfx950" and config.block_n == 64:
-            # Without the option the compiler takes so many registers that a SIMD holds one wave.
-            options = replace(config.options, waves_per_eu=2)
-            # Triton before 3.9 spills with 64 keys.
-            block_n, options = (64, options) if _TRITON >= (3, 9) else (32, config.options)
-            config = replace(config, block_n=block_n, options=options)
+            if TRITON >= (3, 9):
+                # Without the option the compiler takes so many registers that a SIMD holds one wave.
+                config = replace(config, options=replace(config.options, waves_per_eu=2))
+            else:
+                config = replace(config, block_n=32)  # 64 keys spill
         if config.in_turns is not None:
             config = replace(config, in_turns=replace(config.in_turns, fp8=unit))
         return config

@@ -27,6 +27,7 @@ from narrowkv.attn_prefill.tiles import (
     work_units,
 )
 from narrowkv.paged_cache import PagedKVCache
+from narrowkv.paged_cache.pointers import multiplied_parts
 from narrowkv.runtime.launch import BoundLaunch
 
 _QUANTISED_TOKENS = 32  # new tokens of a head that one program of a pipelined append quantises
@@ -137,7 +138,7 @@ def _make_route(
         config = config.otherwise
     fused = config.kernel in IN_PAGES
     in_turns = config.in_turns is not None and folded and config.num_splits == 1 and not rotates
-    # That kernel multiplies queries as they are.
+    # That kernel does not convert queries to another type.
     in_turns = in_turns and key_type(plan.q_dtype, plan.k_format) in (plan.q_dtype, torch.uint8)
     if in_turns:
         assert config.in_turns is not None
@@ -215,8 +216,8 @@ class _Maker:
             constants["STORING"] = kind.storing
             num_blocks = self.key_blocks + append_blocks(shape, config.scratch_block)
             num_groups = append_blocks(shape, _QUANTISED_TOKENS)
-        # A loop around an append's block spills, so it is there only for the many blocks that a batch of
-        # long decodes could have: 64 sequences, 211k keys, H100, 143 us with a program for each.
+        # In a loop an append's programs spill registers, so it is used only where a batch of long decodes
+        # bounds the blocks at very many. H100, 64 sequences, 211k keys: a program for each block took 143 us.
         loops = self.nvidia and (not self.appends or num_blocks > 4 * most)
         if loops:
             num_blocks = min(num_blocks, most)
@@ -344,7 +345,7 @@ class _Maker:
         return attend, (min(items, units_of(self.plan.target)), 1, 1)
 
     def _k_descale(self) -> str:
-        """Of attention over the scratch: an append's old keys have a head's among their blocks' factors."""
+        """How attention over the scratch takes K's descale; an append's block factors include a head's."""
         kind: str = self.bound.to_scratch.k.descale
         return "scalar" if self.appends and kind == "head" else kind
 
@@ -379,9 +380,6 @@ class _Maker:
         """Constants of kernels that widen the cache in their loop, or give it to FP8 matrix units."""
         plan, fp8 = self.plan, self.config.fp8
         half = "bf16" not in (plan.k_format, plan.v_format)
-        # On sm90 under Triton 3.6 a product 32 columns wide next to a wider one comes out wrong (relative L1
-        # 0.2 to 0.6).
-        narrow = self.nvidia and self.block_d < 64 * v_parts
         values: dict[str, Any] = {"window_right": -1} if self.appends else {}
         return self._rules(
             compute=tl.float16 if half else tl.bfloat16,
@@ -390,7 +388,7 @@ class _Maker:
             fp8=None if fp8 is None else getattr(tl, triton_fp8(fp8)),
             clean=self.kind.clean,
             p_scale=1.0 if fp8 is None else _P_SCALE[fp8],
-            acc_parts=1 if narrow else v_parts,
+            acc_parts=multiplied_parts(plan.target, self.block_d, v_parts),
             q_descale=self.kind.q_descale,
             wide_address=self.bound.wide_address,
             **values,

@@ -83,11 +83,12 @@ def reserve_decode(
         scale_group, scale_format: of FP4, as for `plan_decode`.
     """
     target = active_target(device).name
+    counts = {*range(1, min(shape.q_len, MAX_DECODE_TOKENS) + 1), shape.q_len}
     most = max(
         _decode_bytes(replace(shape, q_len=tokens), format, device, scale_group, scale_format, target)
-        for tokens in range(1, min(shape.q_len, MAX_DECODE_TOKENS) + 1)
+        for tokens in counts
     )
-    reserve(max(most, _decode_bytes(shape, format, device, scale_group, scale_format, target)), device)
+    reserve(most, device)
 
 
 @functools.lru_cache(maxsize=256)

@@ -58,7 +58,7 @@ def _detokenize(*args: Any, **kwargs: Any) -> Any:
 def trials(name: str, caches: list[str], count: int) -> Iterator[Trial]:
     """Generates with SGLang's own attention, then with narrowkv's over each cache.
 
-    A model that SGLang starts only with backends of a list of its own (gpt-oss) runs with narrowkv in the
+    A model that SGLang starts only with backends of a fixed list (gpt-oss) runs with narrowkv in the
     place of "triton". On a CPU no backend of the list runs, and transformers' own attention is the first.
 
     Args:

@@ -161,7 +161,7 @@ def _fp4_nibble(word, INDEX: tl.constexpr):
 
     The sign goes to bit 15, exponent and mantissa to bits 11..9, where E2M1 is a float16 of a smaller bias.
     """
-    # Shifted right with its sign; the copies of the sign between the two are cleared.
+    # The arithmetic shift copies the sign down; the copies between sign and exponent are cleared.
     return (((word << (12 - 4 * INDEX)) >> 3) & -29184).to(tl.float16, bitcast=True)
 
 
@@ -172,9 +172,9 @@ def _fp4_quads_cdna4(x):
     gfx950's instruction converts the two nibbles of a byte; those of two words are then paired. With this
     factor every result is a normal float16.
 
-    The compiler inserts no wait states for instructions of inline assembly. A register that is written here
-    may be the addend of a matrix instruction of 4 passes, which needs 3 of them, and a matrix instruction
-    reads a result 2 of them later at the earliest.
+    The compiler inserts no wait states around inline assembly, so the `s_nop`s do: 3 before, because a matrix
+    instruction of 4 passes may still read a register that is written here; 2 after, before a matrix
+    instruction may read a result.
     """
     return tl.inline_asm_elementwise(
         """

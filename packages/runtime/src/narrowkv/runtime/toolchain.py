@@ -21,11 +21,19 @@ def require_triton() -> None:
         raise ImportError(
             f"narrowkv needs triton >= 3.6 and found none. {_HOW_TO_GET_IT}", name="triton"
         ) from error
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if version < OLDEST_TRITON:
+    if _triton_version() < OLDEST_TRITON:
         raise ImportError(
             f"narrowkv needs triton >= 3.6, found {triton.__version__}. {_HOW_TO_GET_IT}", name="triton"
         )
 
 
+def _triton_version() -> tuple[int, ...]:
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
 require_triton()
+
+TRITON = _triton_version()
+"""Major and minor version of the installed Triton."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import triton
-
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.targets import Target
+from narrowkv.runtime.toolchain import TRITON
 
 _OCP = "fp8_e4m3fn"
-_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _ITERATIVE_ILP = "amdgpu-sched-strategy=iterative-ilp"
 
 
@@ -83,13 +81,13 @@ def choose_config(
         # they halve gfx942's rate by LDS bank conflicts. On gfx950 Triton 3.6 takes apart into bytes what is
         # loaded ahead.
         gfx942 = target.name == "gfx942"
-        if _TRITON >= (3, 9) and not smooth_q and (gfx942 or (qk_dtype == "int8" and not window)):
+        if TRITON >= (3, 9) and not smooth_q and (gfx942 or (qk_dtype == "int8" and not window)):
             options = replace(options, num_stages=2, llvm_fn_attrs=_ITERATIVE_ILP if gfx942 else None)
         # The compiler takes Q apart into bytes for the second loop's 32-byte operand and holds them through
         # the first one: 64 registers of a lane, and spills with smoothed FP8 queries.
         return SageConfig(
             128, 64, fp8, order, two_level=False, options=options, reread_q=target.has_scaled_mfma,
-            ahead=gfx942 or _TRITON >= (3, 7),
+            ahead=gfx942 or TRITON >= (3, 7),
         )  # fmt: skip
     # Hopper sums FP8 products with fewer bits than fp32 has: a tile of keys at a time keeps that harmless,
     # and costs nothing, as the rescaling of what was summed before is then one multiply-add.

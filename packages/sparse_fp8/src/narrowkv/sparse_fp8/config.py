@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import triton
-
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.runtime.targets import Target
+from narrowkv.runtime.toolchain import TRITON
 from narrowkv.sparse_fp8.layouts import HEAD_DIM, RowLayout
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
 ]
 
 NUM_HEADS = (8, 16, 32, 64, 128)
-TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # Splits are the second dimension of the grid, which is limited to 16 bits on some targets.
 MOST_SPLITS = 65535
 MOST_CHOSEN_SPLITS = 64

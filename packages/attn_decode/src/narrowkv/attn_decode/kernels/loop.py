@@ -52,7 +52,7 @@ def load_scales(
     k_descale, v_descale, page, slot, keys, K: tl.constexpr, V: tl.constexpr, BLOCKS: tl.constexpr,
     HEAD_DIM: tl.constexpr, NATIVE_QK: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """What belongs to each key of K and of V, see `load_key_scale`, or 1."""
+    """`load_key_scale` of K's keys and of V's; 1 where a side has one descale for all keys of a head."""
     K_DESCALE: tl.constexpr = K.descale
     V_DESCALE: tl.constexpr = V.descale
     K_ALIGNED: tl.constexpr = K.aligned
@@ -73,9 +73,33 @@ def load_scales(
 
 
 @triton.jit
+def load_tiles(
+    page, slot, k, v, kv_head, dk, dv, K: tl.constexpr, V: tl.constexpr, BLOCKS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, K_WORD: tl.constexpr,
+):  # fmt: skip
+    """Words dk of a tile of K, [BLOCK_N, BLOCK_DK / K_WORD], and dv of V, [BLOCK_N, BLOCK_D / V's parts]."""
+    K_VEC: tl.constexpr = K.vec
+    V_VEC: tl.constexpr = V.vec
+    V_PARTS: tl.constexpr = V.parts
+    BLOCK_D: tl.constexpr = BLOCKS.d
+    BLOCK_DK: tl.constexpr = BLOCKS.dk
+    # Both offsets before both loads: Triton 3.6 spills scalars on gfx942 otherwise.
+    k_off = kv_offsets(page, slot, k, kv_head, dk, K_VEC, False)
+    v_off = kv_offsets(page, slot, v, kv_head, dv, V_VEC, True)
+    k_words = load_words(k, k_off, K_WORD, HEAD_DIM, BLOCK_DK)
+    return k_words, load_words(v, v_off, V_PARTS, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def in_span(n, keys):
+    """Whether keys `n` are among those from `keys.first` to `keys.last`."""
+    return (n >= keys.first) & (n <= keys.last)
+
+
+@triton.jit
 def key_bias(n, keys):
     """0 for the keys from `keys.first` to `keys.last`, -inf for others."""
-    return tl.where((n >= keys.first) & (n <= keys.last), 0.0, float("-inf"))
+    return tl.where(in_span(n, keys), 0.0, float("-inf"))
 
 
 @triton.jit
@@ -107,13 +131,9 @@ def attend_to_tiles(
     ACC_PARTS: tl.constexpr = RULES.acc_parts
     K_DESCALE: tl.constexpr = K.descale
     V_DESCALE: tl.constexpr = V.descale
-    K_VEC: tl.constexpr = K.vec
-    V_VEC: tl.constexpr = V.vec
     NATIVE_QK: tl.constexpr = RULES.native
     WIDE_ADDRESS: tl.constexpr = RULES.wide_address
     BLOCK_N: tl.constexpr = BLOCKS.n // SHARE
-    BLOCK_D: tl.constexpr = BLOCKS.d
-    BLOCK_DK: tl.constexpr = BLOCKS.dk
     K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
     V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
     # The scaled matrix instruction applies E8M0 scales itself.
@@ -121,13 +141,13 @@ def attend_to_tiles(
     # The softmax applies the scale with its own multiply-add.
     FOLDED: tl.constexpr = MASK == "none" and not (KEY_FACTORS or RULES.soft_cap or NATIVE_QK)
     # Keys, values and scales are loaded one tile ahead and page ids two, so that no load waits for another.
-    # They stay as they lie in memory until they are needed: work on them would wait for them.
+    # They are widened only when they are used, because widening waits for the load.
     PREFETCH: tl.constexpr = RULES.prefetch == "tile" and MASK != "rows"
     # Page ids are located one tile ahead, so that the loads of keys do not wait for them.
     AHEAD: tl.constexpr = MASK != "keys" or RULES.prefetch != ""
     # Words of a native K tile hold two elements each, whatever the parts of Q.
     K_WORD: tl.constexpr = 2 if NATIVE_QK else K_PARTS
-    dk, dv = tl.arange(0, BLOCK_DK // K_WORD), tl.arange(0, BLOCK_D // V_PARTS)
+    dk, dv = tl.arange(0, BLOCKS.dk // K_WORD), tl.arange(0, BLOCKS.d // V_PARTS)
     acc, m, l, v_largest = state
     begin, end, gap_at, gap = begin * SHARE, end * SHARE, gap_at * SHARE, gap * SHARE
     if SHARE > 1:
@@ -144,10 +164,7 @@ def attend_to_tiles(
             k_descale, v_descale, page, slot, keys, K, V, BLOCKS, HEAD_DIM, NATIVE_QK, PREFETCH
         )
     if PREFETCH:
-        k_off = kv_offsets(page, slot, k, keys.kv_head, dk, K_VEC, False)
-        v_off = kv_offsets(page, slot, v, keys.kv_head, dv, V_VEC, True)
-        k_ahead = load_words(k, k_off, K_WORD, HEAD_DIM, BLOCK_DK)
-        v_ahead = load_words(v, v_off, V_PARTS, HEAD_DIM, BLOCK_D)
+        k_ahead, v_ahead = load_tiles(page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, HEAD_DIM, K_WORD)
         n = tile_after_gap(begin + 1, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
         page_ids = load_page_ids(table, keys.row_base, n, keys.first, keys.last, PAGE_SIZE)
     for i in range(begin, end):
@@ -159,17 +176,17 @@ def attend_to_tiles(
             page, slot = place_of(table, page_ids, following, keys.first, keys.last, PAGE_SIZE, WIDE_ADDRESS)
             later = tile_after_gap(i + 2, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
             page_ids = load_page_ids(table, keys.row_base, later, keys.first, keys.last, PAGE_SIZE)
-        elif not AHEAD:
-            page, slot = locate_keys(table, keys.row_base, n, keys.first, keys.last, PAGE_SIZE, WIDE_ADDRESS)
-        # Both offsets before both loads: Triton 3.6 spills scalars on gfx942 otherwise.
-        k_off = kv_offsets(page, slot, k, keys.kv_head, dk, K_VEC, False)
-        v_off = kv_offsets(page, slot, v, keys.kv_head, dv, V_VEC, True)
-        if PREFETCH:
-            k_ahead = load_words(k, k_off, K_WORD, HEAD_DIM, BLOCK_DK)
-            v_ahead = load_words(v, v_off, V_PARTS, HEAD_DIM, BLOCK_D)
+            k_ahead, v_ahead = load_tiles(
+                page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, HEAD_DIM, K_WORD
+            )
         else:
-            k_words = load_words(k, k_off, K_WORD, HEAD_DIM, BLOCK_DK)  # [BLOCK_N, BLOCK_DK / K_WORD]
-            v_words = load_words(v, v_off, V_PARTS, HEAD_DIM, BLOCK_D)
+            if not AHEAD:
+                page, slot = locate_keys(
+                    table, keys.row_base, n, keys.first, keys.last, PAGE_SIZE, WIDE_ADDRESS
+                )
+            k_words, v_words = load_tiles(
+                page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, HEAD_DIM, K_WORD
+            )
             if K_PER_KEY or V_PER_KEY or AHEAD:
                 following = tile_after_gap(i + 1, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
                 page, slot = locate_keys(
@@ -192,8 +209,8 @@ def attend_to_tiles(
             s = capped_logits(s, soft_cap)
         attended = None
         if MASK == "keys":
-            # All rows attend alike, so one sum with a bias per key masks them. With loads under way, a branch
-            # saves it for tiles that all rows see whole.
+            # All rows attend to the same keys, so one bias per key masks the scores. With loads in flight,
+            # tiles inside the span skip it by a branch.
             if PREFETCH:
                 start = tile_after_gap(i, gap_at, gap) * BLOCK_N
                 if (start < keys.first) | (start + BLOCK_N - 1 > keys.last):

@@ -1,4 +1,4 @@
-"""The loop of decode over FP4 tiles with scales of groups, from memory straight to registers, for Hopper.
+"""Decode's loop over FP4 tiles with scales of groups for Hopper: words are loaded to registers directly.
 
 A matrix product may sum its channels in any order, the keys of a tile may come in any order, and the columns
 of the output are put in order at the end. So each lane loads 16 adjacent bytes of each of its keys, or 8
@@ -15,6 +15,7 @@ import narrowkv.runtime.toolchain  # noqa: F401, I001  # first: it says how to g
 import triton
 import triton.language as tl
 
+from narrowkv.attn_decode.kernels.loop import in_span
 from narrowkv.paged_cache.kernels.pages import locate_keys
 from narrowkv.paged_cache.kernels.tiles import apply_value_factors, scaled_parts
 from narrowkv.quant.device import e8m0_to_fp32
@@ -32,7 +33,7 @@ _BLOCK = tl.constexpr(8)  # adjacent keys of which a lane reads V; they lie in o
 
 @triton.jit
 def join_four(x):
-    """A tuple of four tensors as one with two more axes: the lower and the upper bit of the index."""
+    """Four tensors as one, with two new last axes: the lower and the upper bit of a tensor's index."""
     return tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3]))
 
 
@@ -176,7 +177,7 @@ def load_values(v, descale, at, keys, V: tl.constexpr):
 
 @triton.jit
 def branch(number):
-    """The int32 `number`, in a way that keeps the compiler from running both sides of a condition."""
+    """The int32 `number` through inline assembly, so that the compiler keeps the branch that uses it."""
     return tl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -184,7 +185,7 @@ def branch(number):
 
 @triton.jit
 def _largest(a, b):
-    """The largest of the E8M0 bytes of a tile, two tensors [32, 2, 2] of them; NaN bytes are left out."""
+    """The largest of a tile's E8M0 bytes, which are two tensors [32, 2, 2]; NaN bytes do not count."""
     x = tl.maximum(tl.where(a == 255, 0, a), tl.where(b == 255, 0, b))
     return tl.max(tl.max(tl.max(x, 2), 1), 0)
 
@@ -194,7 +195,7 @@ def attend_in_registers(
     begin, end, q, logit_scale, soft_cap, state, k, v, k_descale, v_descale, table, keys,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr,
 ):  # fmt: skip
-    """Attends to the key tiles [begin, end) as `attend_to_tiles` does where all rows attend alike.
+    """Attends to the key tiles [begin, end) as `attend_to_tiles` does where all rows attend to the same keys.
 
     Args:
         q: of `load_query_registers`, in float16.
@@ -209,7 +210,7 @@ def attend_in_registers(
     V_EXPONENTS: tl.constexpr = V.descale == "e8m0_16" or V.descale == "e8m0_32"
     acc, m, l, largest = state
     k_block, v_block = tl.arange(0, 32) // 8, tl.arange(0, 32) % 4
-    # Words and scales are loaded as soon as those of the tile before are used up, page ids one tile earlier.
+    # The next tile's words and scales are loaded once this tile's are in use, its page ids a tile earlier.
     k_words, k_bytes = load_keys(
         k, k_descale, locate_block(table, keys, begin, k_block, PAGE_SIZE, WIDE), keys, K
     )
@@ -219,13 +220,13 @@ def attend_in_registers(
     k_at = locate_block(table, keys, begin + 1, k_block, PAGE_SIZE, WIDE)
     v_at = locate_block(table, keys, begin + 1, v_block, PAGE_SIZE, WIDE)
     for i in tl.range(begin, end, num_stages=1):
-        # Keys that are not attended to are read all the same, and their scales may be anything.
+        # Keys outside the span are read too, and their scales may hold any byte.
         partly = (i * _TILE < keys.first) | (i * _TILE + (_TILE - 1) > keys.last)
         scales = join_four(k_bytes)  # [32, 2, 2]
         if K_EXPONENTS:
             if partly:
                 n = branch(i * _TILE) + key_registers()
-                scales = tl.where((n >= keys.first) & (n <= keys.last), scales, 0)
+                scales = tl.where(in_span(n, keys), scales, 0)
             low = scales.to(tl.int32) & 255
             high = low if K.descale == "e8m0_32" else (scales.to(tl.int32) >> 8) & 255
             top = _largest(low, high)
@@ -249,10 +250,10 @@ def attend_in_registers(
         if partly:
             first_key = branch(i * _TILE)
             n = first_key + column_keys()
-            s = tl.where(((n >= keys.first) & (n <= keys.last))[None, :], s, float("-inf"))
+            s = tl.where(in_span(n, keys)[None, :], s, float("-inf"))
             n = first_key + value_registers()
-            v_low = tl.where((n >= keys.first) & (n <= keys.last), v_low, 0)
-            v_high = tl.where((n + 4 >= keys.first) & (n + 4 <= keys.last), v_high, 0)
+            v_low = tl.where(in_span(n, keys), v_low, 0)
+            v_high = tl.where(in_span(n + 4, keys), v_high, 0)
         p, m, l, correction = softmax_step(s, m, l)
         if V_EXPONENTS:
             top = _largest(v_low, v_high)

@@ -83,7 +83,7 @@ class Rules(NamedTuple):
         prefetch: "pages", page ids are located one tile ahead where no row needs a mask of its own, too;
             "tile", keys, values and scales are loaded one tile ahead there; or "".
         stages: how Q is rotated, as keys were; see `rotate_parts`.
-        registers: stored words go from memory straight to registers; see `attend_in_registers`.
+        registers: stored words are loaded to registers without shared memory; see `attend_in_registers`.
     """
 
     compute: Any

@@ -173,9 +173,9 @@ def _produce_kernel(
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STORING: tl.constexpr, FILLING: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The first programs leave blocks in the scratch, which takes longest; the next quantise tokens.
+    """Fills the scratch, stores the new tokens, and orders the tiles of the launch that attends.
 
-    The last ones order the tiles that attend.
+    The programs that fill the scratch come first, because they take longest; those that order tiles last.
 
     Args:
         q, chunk, rope: `Queries`, `Chunk`, `RopePointers`. to: `Destination`. cache: `Cache`.

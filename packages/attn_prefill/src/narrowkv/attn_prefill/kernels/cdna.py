@@ -33,7 +33,7 @@ class CdnaCall(NamedTuple):
 
     BLOCK_M, BLOCK_N, STAGES: rows and keys of a tile, key tiles in LDS. FP8: whether Q and K are FP8.
     K_IN_UNITS, V_IN_UNITS: whether a tile of K or V is still to be multiplied by a factor; see `Scratch`.
-    SCORES, SUMS: layouts of Q @ K^T and of P @ V. WIDTH: neighbours of Q and K that a lane multiplies.
+    SCORES, SUMS: layouts of Q @ K^T and of P @ V. WIDTH: adjacent channels of Q and K in a lane.
     QUERY, KEYS, VALUES: how lanes load Q and copy K and V. KEY_TILE, VALUE_TILE: K and V in LDS.
     """
 
@@ -87,7 +87,7 @@ def _in_order(tile: Any, vector: int, warps: int) -> Any:
 class _Keys(NamedTuple):
     """K and V of a sequence and head in the scratch, offsets of a tile's elements, and tiles in LDS.
 
-    k_unit, v_unit: factors of tiles, used where CALL says that there are any.
+    k_unit, v_unit: factors of tiles, loaded where CALL has K_IN_UNITS or V_IN_UNITS.
     """
 
     k: Any
@@ -115,7 +115,7 @@ def _load_query(
     there = gl.expand_dims(line < tile.q_len * GQA_RATIO, 1)
     x = gl.load(q.ptr + at, mask=there, other=0.0, cache_modifier=CACHE)
     if FP8 is not None:
-        # Queries come from anywhere, so their bytes may be any.
+        # The caller's bytes may be any, NaN and negative zero of OCP included.
         x = as_fp8(x, FP8, False)
     return gl.convert_layout(x, gl.DotOperandLayout(0, CALL.SCORES, CALL.WIDTH))
 
@@ -136,7 +136,7 @@ def _copy_values(keys, slot, tile, CALL: gl.constexpr):
 
 @gluon.jit
 def _units(keys, tile, CALL: gl.constexpr):
-    """What tile `tile` of K and V is still to be multiplied by; V's is a power of two."""
+    """The factors of tile `tile` of K and of V, or 1; V's are powers of two."""
     k_unit, v_unit = gl.to_tensor(1.0), gl.to_tensor(1.0)
     if CALL.K_IN_UNITS:
         k_unit = gl.load(keys.k_unit + tile)
@@ -178,7 +178,8 @@ def _add_values(p, keys, slot, acc, CALL: gl.constexpr):
 def _numerators(s, m, l, scale, k_unit, before, v_unit, CALL: gl.constexpr):
     """The softmax step, with P as the operand of P @ V and the correction of each row of `acc`.
 
-    before, v_unit: what `acc` is still to be multiplied by before and after the correction.
+    before, v_unit: V's factor of the previous tile, which `acc` lacks, and of this one, which it lacks after
+        the correction.
     """
     if CALL.K_IN_UNITS:
         scale = scale * k_unit
@@ -191,13 +192,17 @@ def _numerators(s, m, l, scale, k_unit, before, v_unit, CALL: gl.constexpr):
 
 @gluon.jit
 def _full_tiles(q, acc, m, l, scale, keys, first, end, CALL: gl.constexpr):
-    """Attends to the key tiles [first, end), at least one, that need no mask. `acc` is 0.
+    """Attends to the key tiles [first, end), which need no mask; there is at least one.
 
-    The factor of V's last tile, which all of `acc` is still to be multiplied by, comes last.
+    Args:
+        acc: zeros.
+
+    Returns:
+        `(acc, m, l, v_unit)`; `acc` must still be multiplied by `v_unit`, the factor of V's last tile.
     """
     last = end - 1
     k_unit, v_unit = _units(keys, first, CALL)
-    # Copies go in groups: K of a tile with V of the tile before. Two groups are under way at any time.
+    # A group of copies is K of one tile and V of the tile before. Two groups are in flight at any time.
     _copy_keys(keys, 0, first, CALL)
     async_copy.commit_group()
     _copy_keys(keys, 1, gl.minimum(first + 1, last), CALL)
@@ -216,12 +221,12 @@ def _full_tiles(q, acc, m, l, scale, keys, first, end, CALL: gl.constexpr):
         free = gl.where(slot == 0, 2, slot - 1)
         before = v_unit
         with warp_pipeline_stage("products", priority=1):
-            # The wait for copies below is the wait for these, too.
+            # These loads complete at the wait for copies below.
             k_unit, v_unit = _units(keys, tile, CALL)
             s = _scores(q, keys, own, CALL)
             acc = _add_values(p, keys, slot, acc, CALL)
-        # The other group is half a pass behind: it waits here for its part of the copies that this group
-        # reads in its next pass.
+        # The two groups of waves are half a pass apart. Each waits here for the copies that it issued, which
+        # the other reads as well.
         async_copy.wait_group(0)
         with warp_pipeline_stage("softmax", priority=0):
             _copy_keys(keys, slot, gl.minimum(tile + 2, last), CALL)
@@ -242,7 +247,7 @@ def _masked_tiles(
 ):  # fmt: skip
     """Attends to the key tiles [begin, end) outside [full, full_end).
 
-    `acc` is still to be multiplied by `v_unit`, the factor of the last tile of V.
+    `acc` must still be multiplied by `v_unit`, the factor of the last tile of V, on entry and on return.
     """
     n = gl.arange(0, CALL.BLOCK_N, gl.SliceLayout(0, CALL.SCORES))
     for tile in range(begin, end - (full_end - full)):
@@ -273,7 +278,7 @@ def _cdna_prefill_kernel(
 ):  # fmt: skip
     """One tile of rows of one KV head over the widened keys; arguments of `_dense_prefill_kernel`.
 
-    It takes calls without soft caps, splits, rotation, second terms of Q, and factors of single keys.
+    It serves calls without soft caps, splits, rotation, a second term of Q, and factors of single keys.
     """
     GQA_RATIO: gl.constexpr = SIZES.gqa_ratio
     HEAD_DIM: gl.constexpr = SIZES.head_dim
@@ -331,8 +336,8 @@ def _cdna_prefill_kernel(
         acc, m, l, v_unit = _full_tiles(q_tile, acc, m, l, scale, keys, full, full_end, CALL)
     query_pos = before + (tile.number * BLOCK_M + gl.arange(0, BLOCK_M, row_layout)) // GQA_RATIO
     if FP8 is not None:
-        # Else the compiler holds Q's single bytes through the first loop, and spills. The modifier keeps it
-        # from making one load of the two.
+        # Q is loaded again: the compiler would hold its bytes in registers through the first loop, and spill.
+        # The cache modifier keeps it from merging the two loads.
         q_tile = _load_query(q, tile, kv_head, GQA_RATIO, HEAD_DIM, FP8, CALL, ".cg")
     acc, m, l, v_unit = _masked_tiles(
         q_tile, acc, m, l, v_unit, scale, keys, query_pos, first, kv_len, begin, end, full, full_end,

@@ -19,16 +19,16 @@ NAME = "narrowkv"
 CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "fp4_mx_block16")
 
 
-# SGLang starts these only with backends of a list of its own.
+# Model types that SGLang starts only with backends of a fixed list.
 LISTED = ("exaone4", "exaone_moe", "gpt_oss")
 
 
 def register(*, instead_of: str | None = None) -> None:
-    """Makes narrowkv the attention backend "narrowkv" of SGLang; calling it again changes nothing.
+    """Registers narrowkv with SGLang as the attention backend "narrowkv". A second call has no effect.
 
     Args:
-        instead_of: one of SGLang's own backends, whose place narrowkv takes, too. SGLang starts some models
-            (gpt-oss) only with backends of a list of its own, which "triton" is on.
+        instead_of: name of a backend of SGLang that narrowkv also replaces, such as "triton". SGLang starts
+            some models (gpt-oss) only with backends of a fixed list, which does not have "narrowkv".
 
     Raises:
         ValueError: SGLang has no backend `instead_of`.

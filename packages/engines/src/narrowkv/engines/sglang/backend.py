@@ -330,12 +330,11 @@ class NarrowAttentionBackend(AttentionBackend):
             append(cache, k, v, slots, exponent=self._exponent)
         rows, tokens = q.reshape(-1, heads, dim), step.num_tokens
         if tokens == rows.shape[0]:
-            out = torch.empty_like(rows)
-            attend(step, rows, cache, out, max_batch=self.max_batch, sinks=sinks, **found.options)
+            out = written = torch.empty_like(rows)
         else:
             out = torch.zeros_like(rows)
-            some, kept = rows[:tokens], out[:tokens]
-            attend(step, some, cache, kept, max_batch=self.max_batch, sinks=sinks, **found.options)
+            rows, written = rows[:tokens], out[:tokens]
+        attend(step, rows, cache, written, max_batch=self.max_batch, sinks=sinks, **found.options)
         return out.view(-1, heads * dim)
 
     forward_decode = forward_extend

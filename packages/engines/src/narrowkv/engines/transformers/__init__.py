@@ -21,7 +21,7 @@ NAME = "narrowkv"
 
 
 def register() -> None:
-    """Makes `attn_implementation="narrowkv"` known to transformers; calling it again changes nothing."""
+    """Registers `attn_implementation="narrowkv"` with transformers. A second call has no effect."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, padding_of)
 

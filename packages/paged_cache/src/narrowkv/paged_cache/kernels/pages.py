@@ -188,7 +188,7 @@ def load_key_scale(descale, page, slot, head, KIND: tl.constexpr, SPREAD: tl.con
     """What belongs to each key: a float32 factor [N], or as stored INT4's scale [N] or groups' scales [N, G].
 
     SPREAD reads the one E8M0 byte of a key for every group: the compiler cannot broadcast the scale of a
-    matrix instruction. STORED leaves the byte of a key as it is, for `scale_as_number`.
+    matrix instruction. STORED returns the byte of a key, for `scale_as_number`.
     """
     at = descale.ptr + page * descale.major + slot * descale.token + head * descale.head
     GROUPED: tl.constexpr = KIND == "e8m0_16" or KIND == "e8m0_32" or KIND == "e4m3_16" or KIND == "e4m3_32"
@@ -210,7 +210,7 @@ def load_key_scale(descale, page, slot, head, KIND: tl.constexpr, SPREAD: tl.con
 
 @triton.jit
 def scale_as_number(scale, KIND: tl.constexpr, SPREAD: tl.constexpr):
-    """What `load_key_scale` returned with STORED, as it returns it without."""
+    """The float32 factor of what `load_key_scale` loads with STORED; other kinds of scales unchanged."""
     if KIND == "e8m0" and not SPREAD:
         return e8m0_to_fp32(scale)
     elif KIND == "e4m3":

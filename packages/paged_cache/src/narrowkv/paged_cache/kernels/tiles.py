@@ -118,7 +118,8 @@ def attend_to_tile(
         p, correction, largest = apply_value_factors(p, correction, factor, largest)
         if keep is not None:
             p = tl.where(keep, p, 0.0)  # 0 * NaN
-    # Widened FP4 is finite, unless the scales of groups are not; a key's own factor is masked above.
+    # Widened FP4 is finite with one scale a head; the factor of each key is masked above. Scales of groups
+    # may be NaN.
     ONE_SCALE: tl.constexpr = V_DESCALE == "e8m0" or V_DESCALE == "e4m3"
     FINITE: tl.constexpr = V_FORMAT == "fp4_e2m1" and ONE_SCALE and V_ROUTE != "ptx8"
     if keep is not None and not FINITE:

@@ -16,7 +16,8 @@ from narrowkv.quant.device import e8m0_to_fp32, widen
 from narrowkv.runtime.attention.softmax import natural_lse, output_factor, softmax_step
 from narrowkv.runtime.launch.gluon import in_gluon
 from narrowkv.runtime.targets import Target
-from narrowkv.sparse_fp8.config import TRITON, SparseConfig
+from narrowkv.runtime.toolchain import TRITON
+from narrowkv.sparse_fp8.config import SparseConfig
 from narrowkv.sparse_fp8.kernels.results import SIZES, Call, split_tiles
 from narrowkv.sparse_fp8.kernels.rows import (
     Csr,
