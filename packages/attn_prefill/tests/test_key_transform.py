@@ -64,19 +64,29 @@ def test_one_query_of_each_sequence_goes_to_decode(device: str) -> None:
     torch.testing.assert_close(lse, wanted_lse, rtol=0, atol=1e-2)
 
 
-def test_prefill_refuses_what_would_see_the_offset(device: str) -> None:
+@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
+@pytest.mark.parametrize("kernel", ["fused", "split", "dense"])
+def test_soft_caps_and_sinks_see_the_keys_before_they_lost_their_offset(
+    kernel: str, soft_cap: float, device: str
+) -> None:
     q, cache, table, starts = _call(F8, device)
-    with pytest.raises(ValueError, match="logits_soft_cap must be 0"):
-        batch_prefill(q, cache, table, starts, logits_soft_cap=20.0)
-    sinks = torch.zeros(HEADS * RATIO, device=device)
-    with pytest.raises(ValueError, match="sinks must be None in prefill"):
-        batch_prefill(q, cache, table, starts, sinks=sinks)
+    sinks = torch.linspace(-2.0, 6.0, HEADS * RATIO, device=device)
+    options: dict[str, Any] = {"sinks": sinks, "logits_soft_cap": soft_cap, "return_lse": True}
+    plan = plan_prefill(q, cache, table, starts, kernel=kernel, num_splits=2 if kernel == "dense" else None)
+    o, lse = batch_prefill(q, cache, table, starts, plan=plan, out_dtype=torch.float32, **options)
+    wanted, wanted_lse = batch_prefill_reference(q, cache, table, starts, **options)
+    assert relative_l1(o, wanted) <= 0.002
+    torch.testing.assert_close(lse, wanted_lse, rtol=0, atol=1e-3)
+    assert cache.key_transform is not None
+    without = replace(cache, key_transform=replace(cache.key_transform, offset=None))
+    alone = batch_prefill(q, without, table, starts, sinks=sinks, logits_soft_cap=soft_cap)
+    assert relative_l1(alone, wanted) > 0.02  # type: ignore[arg-type]
+
+
+def test_prefill_refuses_queries_that_were_quantised_before_the_transform(device: str) -> None:
+    q, cache, table, starts = _call(F8, device)
     with pytest.raises(ValueError, match="q must be bf16 or fp16"):
         batch_prefill(q.contiguous().to(torch.float8_e4m3fn), cache, table, starts)
-    q, cache, table, starts = _call(F8, device, offset=False)
-    o = batch_prefill(q, cache, table, starts, sinks=sinks, logits_soft_cap=20.0, out_dtype=torch.float32)
-    wanted = batch_prefill_reference(q, cache, table, starts, sinks=sinks, logits_soft_cap=20.0)
-    assert relative_l1(o, wanted) <= 0.002  # type: ignore[arg-type]
 
 
 def test_prefill_that_appends_refuses_a_transform(device: str) -> None:

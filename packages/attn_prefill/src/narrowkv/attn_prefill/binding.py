@@ -86,6 +86,11 @@ class BoundCache(NamedTuple):
     matrices: dict[int, Any]
     transform: KeyTransform | None
 
+    @property
+    def has_offset(self) -> bool:
+        """Whether keys lost an offset."""
+        return self.transform is not None and self.transform.offset is not None
+
 
 # By cache, and by what a plan's kernels read it as. An entry goes with its cache.
 _bound_caches: ByIdentity[dict[Any, BoundCache]] = ByIdentity()

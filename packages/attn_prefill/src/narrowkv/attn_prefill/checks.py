@@ -14,7 +14,7 @@ from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import check_new_tokens
 from narrowkv.paged_cache.checks import check_table
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
-from narrowkv.paged_cache.key_transform import refuse_soft_cap, transform_tensors
+from narrowkv.paged_cache.key_transform import transform_tensors
 from narrowkv.paged_cache.layouts import HEAD_DIMS
 from narrowkv.quant import KeyTransform
 from narrowkv.quant.formats import get_format
@@ -45,10 +45,7 @@ def check_soft_cap(value: float) -> float:
     return soft_cap
 
 
-def check_transform(
-    transform: KeyTransform | None, q: torch.Tensor, soft_cap: float, sinks: torch.Tensor | None, *,
-    appends: bool,
-) -> None:  # fmt: skip
+def check_transform(transform: KeyTransform | None, q: torch.Tensor, *, appends: bool) -> None:
     """Refuses what is not served over keys that a cache's `key_transform` changed."""
     if transform is None:
         return
@@ -61,12 +58,6 @@ def check_transform(
         raise ValueError(
             f"q must be bf16 or fp16 for a cache with a key_transform, got {q.dtype}: pass q as it was "
             "before it was quantised"
-        )
-    refuse_soft_cap(transform, soft_cap)
-    if sinks is not None and transform.offset is not None:
-        raise ValueError(
-            "sinks must be None in prefill for a cache whose key_transform has an offset, which shifts the "
-            "logits that sinks are compared with: calibrate with offset=False"
         )
 
 

@@ -44,6 +44,7 @@ class Kind(NamedTuple):
         ragged: whether the table is ragged.
         soft_cap, sinks, lse: whether there are any; q_descale: whether there is a tensor of it.
         window_left, window_right: keys before and after itself that a row sees, or -1.
+        shifts: keys lost an offset, which a cap, sinks or an lse would see.
         positive: whether the scale of the logits is above zero.
         storing: of an append: how new tokens are stored, else None.
         settle: the target is AMD's, and no interpreter.
@@ -57,6 +58,7 @@ class Kind(NamedTuple):
     q_descale: bool
     window_left: int
     window_right: int
+    shifts: bool
     positive: bool
     storing: Storing | None
     settle: bool
@@ -133,7 +135,9 @@ def _make_route(
 ) -> Route:  # fmt: skip
     folded = kind.positive and not kind.soft_cap and not bound.per_key[0]
     rotates = kind.storing is not None and kind.storing.rotary_dim > 0
-    pipelined = config.otherwise is not None and (folded or kind.soft_cap) and not rotates
+    # That kernel's loop has no registers for a number of each row.
+    capped = kind.soft_cap and not kind.shifts
+    pipelined = config.otherwise is not None and (folded or capped) and not rotates
     if config.otherwise is not None and not pipelined:
         config = config.otherwise
     fused = config.kernel in IN_PAGES

@@ -32,7 +32,7 @@ def batch_prefill_reference(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`batch_prefill` in float32, sequence by sequence; same arguments; reads lengths on the host."""
     scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
-    shift: float | torch.Tensor = 0.0
+    shift = None
     if (transform := cache.key_transform) is not None:
         if transform.offset is not None:
             shift = lse_correction(q, transform.offset, scale)
@@ -56,8 +56,9 @@ def batch_prefill_reference(
             window_left=window_left,
             window_right=0 if causal else window_right,
             sinks=sinks,
+            shift=None if shift is None else shift[rows],
         )
-    return finish(o, lse + shift, out, options)
+    return finish(o, lse, out, options)
 
 
 def prefill_append_reference(

@@ -22,7 +22,7 @@ from narrowkv.runtime.launch import FixedLaunch, Varies
 # The values of a call, in this order. Of an append those of `VARYING_DESTINATION`, the new keys and values
 # and the three tensors of a rotary embedding follow; then a descriptor of the cache's pages; then memory.
 _FIRST = (
-    "q", "o", "lse", "starts", "q_descale", "sinks", "ids", "row", "lens", "num_ids", "max_pages",
+    "q", "o", "lse", "starts", "q_descale", "sinks", "shift", "ids", "row", "lens", "num_ids", "max_pages",
     "qk_scale", "out_scale", "k_scale", *Numbers._fields, *(f"cache_{name}" for name in VARYING_CACHE),
 )  # fmt: skip
 _VALUE = {name: Varies(index) for index, name in enumerate(_FIRST)}
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
         ragged: whether the page table is; steps: see `TableSteps`.
         empty: the page table or the cache has no pages.
         logit_scale: of logits in base 2, or natural for a soft cap; soft_cap: the cap, or 0.
-        has_lse, has_sinks, has_q_descale: whether there are such tensors.
+        has_lse, has_sinks, has_q_descale, has_shift: whether there are such tensors.
     """
 
     q: tuple[int, int]
@@ -56,6 +56,7 @@ class Layout(NamedTuple):
     has_lse: bool
     has_sinks: bool
     has_q_descale: bool
+    has_shift: bool
 
 
 class Launches(NamedTuple):
@@ -95,6 +96,7 @@ class _Arguments:
         self.queries = Queries(
             value["q"], *layout.q, value["starts"], None, None,
             value["q_descale"] if layout.has_q_descale else None,
+            shift=value["shift"] if layout.has_shift else None,
         )  # fmt: skip
         self.outputs = Outputs(
             value["o"], *layout.o, value["lse"] if layout.has_lse else None, layout.lse,

@@ -35,19 +35,6 @@ def transform_tensors(transform: KeyTransform | None) -> dict[str, torch.Tensor]
     return {name: value for name, value in named.items() if value is not None}
 
 
-def refuse_soft_cap(transform: KeyTransform | None, soft_cap: float) -> None:
-    """Refuses a soft cap over keys with an offset.
-
-    Raises:
-        ValueError: a soft cap would see the shift of logits.
-    """
-    if soft_cap > 0 and transform is not None and transform.offset is not None:
-        raise ValueError(
-            "logits_soft_cap must be 0 for a cache whose key_transform has an offset, which shifts the "
-            f"logits that the cap sees, got {soft_cap}: calibrate with offset=False"
-        )
-
-
 def transform_queries(
     q: torch.Tensor, transform: KeyTransform, num_kv_heads: int, sm_scale: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

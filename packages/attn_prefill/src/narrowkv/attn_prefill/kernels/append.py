@@ -11,7 +11,14 @@ import triton.language as tl
 from narrowkv.attn_prefill.kernels.append_store import store_new
 from narrowkv.attn_prefill.kernels.arguments import NewCache, Queries, Read
 from narrowkv.attn_prefill.kernels.fused import attend_to_pages
-from narrowkv.attn_prefill.kernels.rows import RUNTIME_SIZES, find_block, rows_of, tile_of
+from narrowkv.attn_prefill.kernels.rows import (
+    RUNTIME_SIZES,
+    find_block,
+    rows_of,
+    shifted_maximum,
+    soft_cap_of,
+    tile_of,
+)
 from narrowkv.attn_prefill.kernels.shares import attend_to_share, merge_shares, share_of
 from narrowkv.paged_cache.kernels.append import DescalePointers, load_rotated
 from narrowkv.paged_cache.kernels.pages import (
@@ -26,7 +33,7 @@ from narrowkv.paged_cache.kernels.queries import scale_to_fp16, split_query, spl
 from narrowkv.paged_cache.kernels.tiles import accumulate, confine_nonfinite
 from narrowkv.runtime.attention.masks import key_range, key_range_of_split, visible_keys
 from narrowkv.runtime.attention.results import merge_splits, write_rows
-from narrowkv.runtime.attention.softmax import capped_logits, softmax_step
+from narrowkv.runtime.attention.softmax import SoftCap, capped_logits, softmax_step
 
 
 @triton.jit
@@ -55,7 +62,7 @@ def attend_to_chunk(
         )
         s = tl.dot(q, tl.trans(k)) * scale
         if RULES.soft_cap:
-            s = capped_logits(s, soft_cap)
+            s = capped_logits(s, SoftCap(soft_cap, None))
         keep = visible_keys(n, within, 0, q_len, False, WINDOW_LEFT, 0)
         s = tl.where(keep, s, float("-inf"))
         p, m, l, correction = softmax_step(s, m, l)
@@ -84,6 +91,7 @@ def _prefill_append_kernel(
     """
     NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
     GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
+    NUM_HEADS: tl.constexpr = SIZES.num_kv_heads * SIZES.gqa_ratio
     HEAD_DIM: tl.constexpr = SIZES.head_dim
     PAGE_SIZE: tl.constexpr = SIZES.page_size
     ROTARY_DIM: tl.constexpr = STORING.rotary_dim
@@ -110,7 +118,7 @@ def _prefill_append_kernel(
     k_descale, v_descale = Descale(*cache[10:14]), Descale(*cache[14:18])
     # New tokens of all sequences are stored here, whichever launch attends.
     stored = Queries(*q[0:4], num_tokens, max_q_len, q.descale, 0, None)
-    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale, least_len, most_len)
+    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale, least_len, most_len, q.shift)
     table = Table(
         table.page_ids, table_row, table.lens, num_ids, table.num_pages, max_pages, *table[6:9]
     )  # fmt: skip
@@ -191,16 +199,18 @@ def _prefill_append_kernel(
             old_scale *= row_scale
         high, low = split_query(parts, COMPUTE, SPLIT_Q, K_PARTS)
     read = Read(row_base, kv_head, old_len, first, last)
+    soft_cap = soft_cap_of(q, scales.soft_cap, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
     if RULES.as_decode:
         acc, m, l = attend_to_share(
-            high, low, old_scale, scales.soft_cap, k, v, k_descale, v_descale, table, read, old_len + within,
+            high, low, old_scale, soft_cap, k, v, k_descale, v_descale, table, read, old_len + within,
             begin, end, full, full_end, num_splits, SIZES, K, V, RULES, BLOCKS,
         )  # fmt: skip
     else:
         acc, m, l = attend_to_pages(
-            high, low, tl.full([BLOCK_M], 1.0, tl.float32) * old_scale, scales.soft_cap, k, v, k_descale,
+            high, low, tl.full([BLOCK_M], 1.0, tl.float32) * old_scale, soft_cap, k, v, k_descale,
             v_descale, table, read, old_len + within, begin, end, full_end, SIZES, K, V, RULES, BLOCKS,
         )  # fmt: skip
+    m = shifted_maximum(m, q, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
     acc, m, l = attend_to_chunk(
         own_q, acc * o_scale[:, None], m, l, scales.logit, scales.soft_cap, chunk, rope, kv_head,
         q_start, q_len, within, own_begin, own_end, SIZES, STORING, RULES, BLOCKS,
