@@ -113,7 +113,7 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     rows, shift = q, None
     if bound.transform is not None and call.classes:
-        rows, shift = transform_queries(q, bound.transform, cache.num_kv_heads, call.shift_scale)
+        rows, shift = transform_queries(q, bound.transform, cache.num_kv_heads, call.shift_scale, rope)
     for launches, fill_grid, grid, numbers, needs in call.classes:
         reading = getattr(bound, launches.reading)
         values = (
@@ -124,6 +124,8 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
         )  # fmt: skip
         if k_new is not None:
             values += (*bound.new_values, k_new, v_new)
+            if bound.transform is not None:
+                values += (bound.transform.offset, bound.transform.balance, q)
             if turn is not None:
                 values += turn.tensors
         if launches.block_n:

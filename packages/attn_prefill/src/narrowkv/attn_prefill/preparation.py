@@ -199,6 +199,7 @@ def _layout(
     return Layout(
         q=_steps(g.q) if bound.transform is None else (heads * head_dim, head_dim),
         o=(heads * head_dim, head_dim) if g.out is None else _steps(g.out),
+        given_q=_steps(g.q),
         lse=0 if not kind.lse else heads if g.lse is None else g.lse.stride(0),
         new=None if g.k_new is None or g.v_new is None else (_steps(g.k_new), _steps(g.v_new)),
         rope=rope_pointers(g.rope),
@@ -250,7 +251,7 @@ def _check(plan: PlanBase, g: Arguments) -> _Checked:
         raise ValueError(f"window_right must be -1 or 0 with causal=True, got {g.window_right}")
     window_right = 0 if g.causal else check_window("window_right", g.window_right)
     check_sinks(q, g.sinks)
-    check_transform(cache.key_transform, q, appends=plan.appends)
+    check_transform(cache.key_transform, q)
     if not plan.appends:
         scale = fold_q_descale(q, g.q_descale, scale, validate=g.validate)
     check_no_grad(q=q, k=cache.k, v=cache.v, sinks=g.sinks)

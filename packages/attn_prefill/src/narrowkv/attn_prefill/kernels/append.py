@@ -29,7 +29,12 @@ from narrowkv.paged_cache.kernels.pages import (
     sequence_length,
     times_head_descale,
 )
-from narrowkv.paged_cache.kernels.queries import scale_to_fp16, split_query, split_rows_fp8
+from narrowkv.paged_cache.kernels.queries import (
+    load_query,
+    scale_to_fp16,
+    split_query,
+    split_rows_fp8,
+)
 from narrowkv.paged_cache.kernels.tiles import accumulate, confine_nonfinite
 from narrowkv.runtime.attention.masks import key_range, key_range_of_split, visible_keys
 from narrowkv.runtime.attention.results import merge_splits, write_rows
@@ -163,8 +168,15 @@ def _prefill_append_kernel(
     first_row = tile * BLOCK_M // GQA_RATIO
     last_row = tl.minimum(((tile + 1) * BLOCK_M - 1) // GQA_RATIO, q_len - 1)
     d = tl.arange(0, BLOCK_D)
-    at = tokens * q.token + heads * q.head
-    own_q = load_rotated(q.ptr, at, rope, tokens, row_mask, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED).to(KIND)
+    # Of a cache with a `key_transform`, `q.ptr` are the queries for stored keys.
+    TRANSFORMED: tl.constexpr = chunk.q is not None
+    if TRANSFORMED:
+        own = chunk.q
+        at = tokens * chunk.q_token + heads * chunk.q_head
+    else:
+        own = q.ptr
+        at = tokens * q.token + heads * q.head
+    own_q = load_rotated(own, at, rope, tokens, row_mask, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED).to(KIND)
     o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * scales.v
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
     row_base = first_id(table, seq, False)
@@ -184,16 +196,19 @@ def _prefill_append_kernel(
         own_end = tl.where(split == num_splits - 1, own_end, own_begin)
     old_scale = scales.logit * scales.k
     old_scale = times_head_descale(old_scale, k_descale, seq, kv_head, K_DESCALE)
+    if TRANSFORMED:
+        parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, HEAD_DIM, BLOCK_D, K_PARTS)
     if FP8 is not None:
-        high, low, row_scale = split_rows_fp8(own_q, FP8, P_SCALE)
+        high, low, row_scale = split_rows_fp8(parts[0] if TRANSFORMED else own_q, FP8, P_SCALE)
         old_scale *= row_scale
         high, low = (high,), (low,)
     else:
-        parts = ()
-        for i in tl.static_range(K_PARTS):
-            c = tl.arange(0, BLOCK_D // K_PARTS) * K_PARTS + i
-            part = load_rotated(q.ptr, at, rope, tokens, row_mask, c, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
-            parts = parts + (part.to(KIND),)
+        if not TRANSFORMED:
+            parts = ()
+            for i in tl.static_range(K_PARTS):
+                c = tl.arange(0, BLOCK_D // K_PARTS) * K_PARTS + i
+                part = load_rotated(q.ptr, at, rope, tokens, row_mask, c, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
+                parts = parts + (part.to(KIND),)
         if RULES.scale_q:
             parts, row_scale = scale_to_fp16(parts, K_PARTS)
             old_scale *= row_scale
