@@ -45,8 +45,9 @@ def _page(layout: str) -> tuple[torch.Tensor, dict[tuple[int, int], float]]:
         value, scale = VALUES_AT[layout][token], SCALES_AT[layout][token]
         if fp4:
             page[value] = ONE4 | MINUS_TWO4 << 4  # columns 0 and 1
+            page[value + 41] = SIX4 | HALF4 << 4  # columns 82 and 83
             page[value + 255] = HALF4 | SIX4 << 4  # columns 510 and 511
-            columns = {0: 1.0, 1: -2.0, 510: 0.5, 511: 6.0}
+            columns = {0: 1.0, 1: -2.0, 82: 6.0, 83: 0.5, 510: 0.5, 511: 6.0}
         else:
             page[value], page[value + 33], page[value + 511] = ONE, MINUS_THREE_HALVES, LARGEST
             columns = {0: 1.0, 33: -1.5, 511: 448.0}
@@ -55,7 +56,10 @@ def _page(layout: str) -> tuple[torch.Tensor, dict[tuple[int, int], float]]:
             if kind == "e8m0":
                 page[scale + i], factor = 127 + i % 3 - token, 2.0 ** (i % 3 - token)
             elif kind == "e4m3":
-                page[scale + i], factor = (TWO, 2.0) if i % 2 else (0x3C, 1.5)
+                # Of 352 bytes, every fourth scale lies beside the next: 0, 4, ... 28, 1, 5, ... 31.
+                place = 8 * (i & 3) + (i >> 2) if layout == "record352" else i
+                # Codes from that of one on: eight in each power of two.
+                page[scale + place], factor = ONE + i, 2.0 ** (i // 8) * (1 + i % 8 / 8)
             else:
                 factor = 0.3 + i + token
                 page[scale + 4 * i : scale + 4 * i + 4] = struct.pack("<f", factor)
@@ -113,6 +117,10 @@ def test_scales_are_chosen_as_the_engines_choose_them() -> None:
     nvfp4 = DSV4Rows.quantize(x[:, :512], layout="packed288").unpack()[2]
     # amax / 6 in E4M3, from 2^-9 up: 74.83 is nearest to 72, 7 / 6 to 1.125
     assert [float(nvfp4[0, i]) for i in (0, 1, 2, 18)] == [72.0, 2.0**-9, 1.125, 2.0**-9]
+    # of 352 bytes from 2^-9 up too, and nothing saturates: the next ones above 74.83 and 7 / 6
+    nvfp4 = DSV4Rows.quantize(x, layout="record352").unpack()[2]
+    assert [float(nvfp4[0, i]) for i in (0, 1, 2, 18)] == [80.0, 2.0**-9, 1.25, 2.0**-9]
+    assert float(DSV4Rows.quantize(x * 1e4, layout="record352").unpack()[2][0, 0]) == 448.0
     mxfp4 = DSV4Rows.quantize(x[:, :512], layout="packed272").unpack()[2]
     assert [float(mxfp4[0, i]) for i in (0, 1)] == [128.0, 2.0]  # nothing saturates at 6
     fp32 = DSV4Rows.quantize(x, layout="record656").unpack()[2]

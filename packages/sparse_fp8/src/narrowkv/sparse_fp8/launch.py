@@ -76,6 +76,7 @@ def stored(rows: RowsFormat | None, target: Target, *, wide_address: bool | None
         FORMAT=rows.format,
         ROUTE=route,
         EXPONENT=widening_exponent(rows.format, route),
+        SCALE_STRIDE_IN_ROW=layout.scale_stride,
     )
 
 

@@ -49,6 +49,8 @@ class RowLayout:
             after the data of all its tokens.
         scale_bytes: bytes of a token's scales and their padding.
         page_multiple: writers pad pages to a multiple of so many bytes.
+        scale_stride: scales of groups that are so many groups apart are adjacent, see `scale_order`.
+        rounds_scales_up: an E4M3 scale is the least one at which nothing saturates, not the nearest.
     """
 
     name: str
@@ -63,6 +65,8 @@ class RowLayout:
     scale_at: int | None = None
     scale_bytes: int = 0
     page_multiple: int = 1
+    scale_stride: int = 1
+    rounds_scales_up: bool = False
 
     @property
     def is_paged(self) -> bool:
@@ -78,6 +82,12 @@ class RowLayout:
     def num_groups(self) -> int:
         """Scales of a row."""
         return self.quantized // self.group
+
+    @property
+    def scale_order(self) -> list[int]:
+        """The groups in the order in which their scales lie in a row."""
+        step = self.scale_stride
+        return [group for first in range(step) for group in range(first, self.num_groups, step)]
 
     @property
     def value_bytes(self) -> int:
@@ -137,7 +147,10 @@ LAYOUTS = {
         RowLayout("record272", 512, "fp4", 32, "e8m0", "", data_bytes=272, scale_at=256),
         # DeepSeek-V3.2: K has 64 RoPE columns after the 512 that are V, too.
         RowLayout("record656", 512, "fp8", 128, "fp32", "bf16", data_bytes=656, rope_at=528, scale_at=512),
-        RowLayout("record352", 512, "fp4", 16, "e4m3", "fp8", data_bytes=352, rope_at=256, scale_at=320),
+        RowLayout(
+            "record352", 512, "fp4", 16, "e4m3", "fp8",
+            data_bytes=352, rope_at=256, scale_at=320, scale_stride=4, rounds_scales_up=True,
+        ),
     )
 }  # fmt: skip
 PAGED_LAYOUTS = tuple(name for name, layout in LAYOUTS.items() if layout.is_paged)

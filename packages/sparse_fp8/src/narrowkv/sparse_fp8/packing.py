@@ -28,6 +28,7 @@ __all__ = [
 _SCALE_DTYPE = {"e4m3": torch.float8_e4m3fn, "fp32": torch.float32}
 _ROPE_DTYPE = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _SMALLEST_E4M3 = 2.0**-9
+_LARGEST_E4M3 = 0x7E
 
 
 def _scales(amax: torch.Tensor, layout: RowLayout, format: str) -> torch.Tensor:
@@ -41,7 +42,12 @@ def _scales(amax: torch.Tensor, layout: RowLayout, format: str) -> torch.Tensor:
         return dsv4_tile_scale(amax * (448.0 / largest))
     if layout.scale == "e4m3":
         wanted = (amax / torch.full_like(amax, largest)).clamp(min=_SMALLEST_E4M3)
-        return cast_fp8(wanted, "fp8_e4m3fn").float()
+        code = cast_fp8(wanted, "fp8_e4m3fn").view(torch.uint8)
+        if layout.rounds_scales_up:
+            # The codes of positive numbers rise with them; the last one is 448.
+            low = code.view(torch.float8_e4m3fn).float() < wanted
+            code = code + (low & (code < _LARGEST_E4M3)).to(torch.uint8)
+        return code.view(torch.float8_e4m3fn).float()
     finite = amax.nan_to_num(0.0).clamp(max=torch.finfo(torch.float32).max)
     scale = e8m0_decode(e8m0_from_exponent(ceil_exponent(finite, format)))
     return scale.masked_fill(amax.isnan(), torch.nan)
@@ -73,6 +79,8 @@ def _encode_scales(scale: torch.Tensor, layout: RowLayout) -> torch.Tensor:
     """The bytes of scales, uint8 `[rows, num_groups * scale_item_bytes]`."""
     if layout.scale == "e8m0":
         return e8m0_encode(scale)
+    if layout.scale_stride > 1:
+        scale = scale[:, layout.scale_order]
     return scale.to(_SCALE_DTYPE[layout.scale]).contiguous().view(torch.uint8)
 
 
@@ -80,7 +88,10 @@ def decode_scales(stored: torch.Tensor, layout: RowLayout) -> torch.Tensor:
     """Undoes `_encode_scales`: fp32 `[rows, num_groups]`."""
     if layout.scale == "e8m0":
         return e8m0_decode(stored)
-    return stored.contiguous().view(_SCALE_DTYPE[layout.scale]).float()
+    scale = stored.contiguous().view(_SCALE_DTYPE[layout.scale]).float()
+    if layout.scale_stride > 1:
+        scale = scale[:, torch.tensor(layout.scale_order).argsort()]
+    return scale
 
 
 def pack_row512(values: torch.Tensor, scale: torch.Tensor, layout: RowLayout) -> torch.Tensor:

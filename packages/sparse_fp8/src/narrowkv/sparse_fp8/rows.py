@@ -244,8 +244,9 @@ class DSV4Rows:
         """Quantises rows, with the scales that the engines' writers choose for the layout.
 
         E8M0 scales of FP8 are `2^ceil(log2(max(amax / 448, 1e-4)))`; for FNUZ, whose largest number is 240,
-        the same rule with 240 in 448's place. E4M3 scales of FP4 are `amax / 6`, at least 2^-9; E8M0 scales
-        of FP4 the smallest power of two at which nothing saturates; fp32 scales `amax / 448`.
+        the same rule with 240 in 448's place. E4M3 scales of FP4 are `amax / 6`, at least 2^-9, rounded
+        (up for "record352"); E8M0 scales of FP4 the smallest power of two at which nothing saturates; fp32
+        scales `amax / 448`.
 
         Args:
             x: `[..., 512]` (`[..., 576]` for "record656" and "record352") fp32, bf16 or fp16, RoPE last;

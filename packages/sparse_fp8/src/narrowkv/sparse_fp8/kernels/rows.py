@@ -45,6 +45,7 @@ class Stored(NamedTuple):
 
     VALUES: "fp8" or "fp4". COLUMNS: columns that are stored so. ROPE, SCALE: as in `RowLayout`.
     GROUP: columns that a scale is for. STEP: stored scales from one that is read to the next.
+    SCALE_STRIDE_IN_ROW: as `RowLayout.scale_stride`.
     PAGE_SIZE: tokens of a page. VALUE_STRIDE, ROPE_STRIDE, SCALE_STRIDE: from a token of a page to the next.
     ROPE_AT, SCALE_AT: of a page's first token. All in elements of the pointers.
     ONE_BUFFER: whether values and scales lie in one buffer of bytes, with one stride between pages.
@@ -72,6 +73,7 @@ class Stored(NamedTuple):
     FORMAT: Any
     ROUTE: Any
     EXPONENT: Any
+    SCALE_STRIDE_IN_ROW: Any = 1
 
 
 # Sizes are arguments of their own, so that no kernel is compiled for them; kernels put them into the structs.
@@ -182,7 +184,11 @@ def load_columns(
         scaled = mask
     else:
         g = TILE * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)
-        places = rows.scale + scale_at[:, None] + (g * STORED.STEP)[None, :]
+        place = g * STORED.STEP
+        if STORED.SCALE_STRIDE_IN_ROW > 1:
+            APART: tl.constexpr = STORED.SCALE_STRIDE_IN_ROW
+            place = g % APART * (COLUMNS // GROUP // APART) + g // APART
+        places = rows.scale + scale_at[:, None] + place[None, :]
         scaled = mask[:, None] & (g < COLUMNS // GROUP)[None, :]
     # Float32 as words: Triton 3.6 branches around each load of float32 in a kernel with products.
     if STORED.SCALE == "e8m0":
