@@ -153,8 +153,8 @@ def _paged_decode_kernel(
     o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * out_scale
     logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K_DESCALE)
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
-    if not ALIKE and not RULES.native:
-        # The softmax of unmasked tiles takes the maximum before it scales, so the scale must be positive.
+    if REGISTERS or (not ALIKE and not RULES.native):
+        # The softmax takes the maximum before it scales, so the scale must be positive.
         q = times_sign(q, logit_scale, K_PARTS)
         q_low = times_sign(q_low, logit_scale, K_PARTS)
         logit_scale = tl.abs(logit_scale)
