@@ -38,6 +38,7 @@ def _decode(
     q_dtype: torch.dtype = torch.bfloat16,
     q_len: int = 1,
     key_transform: KeyTransform | None = None,
+    soft_cap: float = 0.0,
 ) -> CompiledArtifact:
     """The attention kernel of the probe's shape, compiled by an ordinary call."""
     pages = 1024 // page_size
@@ -52,7 +53,8 @@ def _decode(
     )
     with compile_for(target) as artifacts:
         q = torch.zeros(4 * q_len, 8 * ratio, head_dim, dtype=q_dtype)
-        paged_decode(q, cache, table, plan=plan_decode(q, cache, table, kernel=kernel))
+        plan = plan_decode(q, cache, table, kernel=kernel)
+        paged_decode(q, cache, table, plan=plan, logits_soft_cap=soft_cap)
     (attention,) = [a for a in artifacts if a.name == _paged_decode_kernel.__name__]
     return attention
 
@@ -73,11 +75,12 @@ def _issue_over_memory(artifact: CompiledArtifact, bytes_per_tile: int) -> float
     return issue / (bytes_per_tile * figures.units * figures.clock_hz / figures.hbm_bytes_per_s)
 
 
+@pytest.mark.parametrize("soft_cap", [0.0, 30.0])
 @pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "fp4_e2m1"])
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-def test_a_key_transform_stays_out_of_the_loop(target: str, fmt: str) -> None:
+def test_a_key_transform_stays_out_of_the_loop(target: str, fmt: str, soft_cap: float) -> None:
     moved = KeyTransform(torch.zeros(8, 128), torch.ones(8, 128))
-    plain, code = (_decode(target, fmt, key_transform=t) for t in (None, moved))
+    plain, code = (_decode(target, fmt, key_transform=t, soft_cap=soft_cap) for t in (None, moved))
     assert code.registers.vgpr_spills == code.registers.scratch_bytes == 0
     assert code.waves_per_simd == plain.waves_per_simd
     assert code.loop.mfma == plain.loop.mfma

@@ -12,6 +12,7 @@ from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, pref
 from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.attn_prefill.shapes import PrefillConfig
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
+from narrowkv.quant import KeyTransform
 from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.toolchain import TRITON
@@ -47,6 +48,8 @@ def _compile(
     tokens: int = TOKENS,
     fp8_compute: bool = False,
     rope: bool = False,
+    transform: KeyTransform | None = None,
+    scale_format: str = "e8m0",
 ) -> tuple[PrefillConfig, list[CompiledArtifact]]:
     """The kernels of one call, compiled by an ordinary call."""
     appends = kernel is not None and kernel.startswith("append")
@@ -55,8 +58,8 @@ def _compile(
     )
     length = PREFIX + TOKENS
     pages = -(-length // page_size)
-    cache = PagedKVCache.empty(pages, page_size, 8, head_dim, format=fmt)
-    cache = replace(cache, negative_zero_free=clean)
+    cache = PagedKVCache.empty(pages, page_size, 8, head_dim, format=fmt, scale_format=scale_format)
+    cache = replace(cache, negative_zero_free=clean, key_transform=transform)
     lens = {"cached_lens": PREFIX} if appends else {"seq_lens": length}
     table = PageTable.from_block_table(
         torch.arange(pages, dtype=I32)[None],
@@ -339,6 +342,20 @@ APPENDS: dict[str, dict[str, Any]] = {
 def test_an_append_in_two_launches_neither_spills_nor_uses_scratch(name: str, target: str) -> None:
     _, artifacts = _run(target, {"operation": "append", "kernel": "append_then_attend"}, APPENDS[name])
     assert [code.name for code in artifacts] == ["_produce_kernel", "_dense_prefill_kernel"]
+    _assert_clean(artifacts)
+
+
+@both_targets
+@pytest.mark.parametrize("scale_format", ["e8m0", "e4m3"])
+@pytest.mark.parametrize("kernel", ["append fused", "append then attend"])
+def test_an_append_that_transforms_keys_neither_spills_nor_uses_scratch(
+    kernel: str, scale_format: str, target: str
+) -> None:
+    moved = KeyTransform(torch.zeros(8, 128), torch.ones(8, 128))
+    _, artifacts = _compile(
+        target, "fp4_e2m1", kernel, tokens=128, rope=True, transform=moved, scale_format=scale_format
+    )
+    assert artifacts[0].name == "_transform_queries_kernel"
     _assert_clean(artifacts)
 
 

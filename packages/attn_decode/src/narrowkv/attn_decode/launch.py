@@ -173,7 +173,7 @@ def fix_launches(
     """
     value = _VALUE
     balance, offset = bound.tensors[4:]
-    shifts = offset is not None and (lse or sinks)
+    shifts = offset is not None and (lse or sinks or soft_cap > 0)
     rows = Rows(
         value["q"], value["o"], value["lse"] if lse else None, value["sinks"] if sinks else None, *strides,
         None if table.ranges is None else value["ranges"], None if table.tree is None else value["tree"],
