@@ -160,6 +160,7 @@ def test_other_ratios_and_bf16_neither_spill_nor_use_scratch(target: str, ratio:
         {"scale_group": 32},
         {"scale_group": 16},
         {"scale_group": 16, "scale_format": "e4m3"},
+        {"scale_group": 16, "q_len": 2, "ratio": 8},
         {"scale_format": "e4m3"},
         {"head_dim": 256, "q_dtype": torch.float16},
     ],
@@ -250,6 +251,23 @@ def test_fp4_on_gfx950_is_converted_by_its_instruction(fmt: str | CacheFormat) -
     converts = loop.mnemonics["v_cvt_scalef32_pk_f16_fp4"]
     assert converts * 2 * 64 == BLOCK_N * 128 * (1 if fmt == K8V4 else 2)
     assert loop.mnemonics["s_nop"] >= converts // 4
+    assert loop.mnemonics["v_pack_b32_f16"] == 0
+
+
+@pytest.mark.skipif(TRITON < (3, 9), reason="instruction choice is asserted for Triton 3.9")
+@pytest.mark.parametrize(("group", "scale"), [(32, "e8m0"), (16, "e8m0"), (16, "e4m3")])
+def test_scales_of_groups_on_gfx950_are_work_for_each_group(group: int, scale: str) -> None:
+    """Each lane has four or eight groups of a tile; work for each of 16384 elements would be 256 or more."""
+    code = _decode("gfx950", "fp4_e2m1", scale_group=group, scale_format=scale)
+    plain = _decode("gfx950", "fp4_e2m1")
+    assert code.loop.mnemonics["v_cvt_scalef32_pk_f16_fp4"] == 128
+    assert code.loop.valu - plain.loop.valu <= 180
+    assert code.waves_per_simd == plain.waves_per_simd == 2
+
+
+def test_two_tokens_with_scales_of_groups_on_gfx950_leave_room_for_two_waves() -> None:
+    code = _decode("gfx950", "fp4_e2m1", scale_group=32, q_len=2, ratio=8)
+    assert (code.registers.vgpr_spills, code.registers.scratch_bytes, code.waves_per_simd) == (0, 0, 2)
 
 
 @pytest.mark.skipif(TRITON < (3, 9), reason="instruction choice is asserted for Triton 3.9")

@@ -103,8 +103,8 @@ def choose_kernel(target: Target, k_format: str, kernel: str | None) -> str:
 
     "native" is used only when forced. Model, gfx950, the share of the time that HBM is busy, by `narrowkv
     inspect model --case decode:format=fp4_e2m1,kernel=...,lens=2048,kv_heads=1,ratio=12,head_dim=128,
-    split=none,clean=1`: with one scale a head 98% with "decode" and 92% with "native"; with `group=32` 69%
-    and 76%. A float16 Q is split into three terms for it, which makes it slower.
+    split=none,clean=1`: with one scale a head and with `group=32` 100% with "decode", 92% and 76% with
+    "native". A float16 Q is split into three terms for it, which makes it slower.
 
     Raises:
         UnsupportedError: the forced kernel needs what the target or the format lacks.
