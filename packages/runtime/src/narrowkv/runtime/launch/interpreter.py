@@ -32,6 +32,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, mangle_type
 
 from narrowkv.runtime.launch.interpreter_types import share_types
+from narrowkv.runtime.launch.parsing import one_thread_parses
 from narrowkv.runtime.launch.private_triton import PrivateTriton
 
 # Triton's compiled library looks up its Python classes at the first call, by the importer of the calling
@@ -195,7 +196,8 @@ _functions: dict[Any, _Function] = {}
 def _body(fn: Any) -> Callable[..., Any]:
     """A function of the copy with the interpreter's assignment and comparison rewriting."""
     if fn not in _rewritten:
-        _rewritten[fn] = stock.FunctionRewriter(fn).rewrite_ast()
+        with one_thread_parses:
+            _rewritten[fn] = stock.FunctionRewriter(fn).rewrite_ast()
     return _rewritten[fn]
 
 
@@ -236,7 +238,8 @@ def _globals_of(source: Any) -> dict[str, Any]:
 
     Those of its defaults, too: the rewritten source is executed, and evaluates them again.
     """
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(source))).body
+    with one_thread_parses:
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(source))).body
     defaults = [
         node for node in ast.walk(getattr(definition, "args", definition)) if isinstance(node, ast.Name)
     ]
