@@ -63,7 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def skip_all_but_samples(items: list[pytest.Item]) -> None:
     """Keeps of each test cases in which every value of every parameter appears; a GPU runs all of them.
 
-    `sampled("target")`: in which every value appears for each target.
+    `sampled("target")`: in which every value appears for each target. `sampled(always=[{"mask": "window"}])`: with
+    every case of that mask, because it finds what others do not.
     """
     from narrowkv.testing.covering import covering, values_of
 
@@ -80,7 +81,13 @@ def skip_all_but_samples(items: list[pytest.Item]) -> None:
             frozenset().union(*(values_of(name, value) for name, value in function.callspec.params.items()))
             for function in functions
         ]
-        for index in set(range(len(cases))).difference(covering(cases)):
+        marker = functions[0].get_closest_marker("sampled")
+        pinned = marker.kwargs.get("always", ()) if marker else ()
+        always = [
+            index for index, function in enumerate(functions)
+            if any(values.items() <= function.callspec.params.items() for values in pinned)
+        ]  # fmt: skip
+        for index in set(range(len(cases))).difference(covering(cases, always=always)):
             functions[index].add_marker(not_sampled)
 
 

@@ -250,6 +250,14 @@ def test_a_window_that_reaches_every_key_is_none(kernel: str, device: str) -> No
         _same(_prefill(kernel, device, **options), _right(kernel, device, causal=False), every)
 
 
+def test_a_schedule_of_few_tiles_ends_with_its_last_tile(device: str) -> None:
+    """A program places eight tiles: here one, and seven that there are not."""
+    q, cache, table, starts = P(q_lens=(8,), lens=(8,), num_kv_heads=1, gqa_ratio=1).build(device)
+    guards = Guards()
+    guards.plan(plan_prefill(q, cache, table, starts, kernel="dense")).run(q, cache, table, starts)
+    guards.check()
+
+
 # ---- prefill_append
 
 OLD, NEW = (20, 0, 70, 5), (9, 5, 40, 3)
