@@ -63,8 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def skip_all_but_samples(items: list[pytest.Item]) -> None:
     """Keeps of each test cases in which every value of every parameter appears; a GPU runs all of them.
 
-    `sampled("target")`: in which every value appears for each target. `sampled(always=[{"mask": "window"}])`: with
-    every case of that mask, because it finds what others do not.
+    `sampled("target")`: in which every value appears for each target.
+    `sampled(always=[{"mask": "window"}])`: with every case of that mask, because it finds what others do not.
     """
     from narrowkv.testing.covering import covering, values_of
 
