@@ -47,9 +47,9 @@ def test_ranks_equal_one_gpu(world: int) -> None:
     names = cases_for(world)
     # Three ranks have no number of heads that a sparse kernel takes; two show what Sage and faults do.
     sparse, sage, faults = world in (2, 4), world in (2, 4), world == 2
-    ranks = run_ranks(
-        rank_work.everything, world, names, PREFILLS[world], sparse, sage, faults, timeout_s=240
-    )
+    work = names, PREFILLS[world], sparse, sage, faults
+    ranks = run_ranks(rank_work.everything, world, *work, timeout_s=240)
+    bound = 2 * rank_work.one_gpu_error()
     assert len(ranks) == world
     for rank, found in enumerate(ranks):
         assert len(found["decode"]) == len(names)
@@ -58,7 +58,6 @@ def test_ranks_equal_one_gpu(world: int) -> None:
             assert checked.sent_bytes > 0
             # A check that compared a rank with itself would have no error at all.
             assert checked.error > 0
-        bound = 2 * rank_work.one_gpu_error()
         assert set(found["prefill"]) == set(PREFILLS[world])
         for name, (error, differs) in found["prefill"].items():
             assert error <= bound, name
