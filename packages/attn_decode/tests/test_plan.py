@@ -15,7 +15,7 @@ from narrowkv.attn_decode import DecodePlan, DecodeShape, paged_decode, paged_de
 from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.attn_decode.kernels import _merge_splits_kernel, _paged_decode_kernel
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.runtime.launch import Workspace, compile_for, executing, run_as
+from narrowkv.runtime.launch import Workspace, executing, run_as
 from narrowkv.testing.calls import LaunchRecorder, functions_entered
 
 I32 = torch.int32
@@ -160,35 +160,6 @@ def test_every_launch_is_one_that_the_plan_lists() -> None:
             )
             plan.run(torch.zeros(batch, 24, 64, dtype=torch.bfloat16), cache, table)
     assert {launch.specialisation for launch in recorder.launches} == listed
-
-
-@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-def test_random_batches_widths_and_offsets_compile_nothing_anew(target: str) -> None:
-    cache = PagedKVCache.empty(8, 16, 1, 64, format="fp8_e4m3fn")
-    shape = DecodeShape(
-        batch=600, q_len=1, num_qo_heads=2, num_kv_heads=1, head_dim=64, page_size=16, capacity=4096
-    )
-    table = torch.zeros(600, 700, dtype=I32)
-    lens = torch.zeros(600, dtype=I32)
-    codes = set()
-    with compile_for(target) as artifacts:
-        plan = plan_decode(shape, "fp8_e4m3fn", device="cpu")
-        # Batch and width of 1 and multiples of 16, of which the compiler would make kernels of their own.
-        for first, batch, width in (
-            (0, 1, 1),
-            (1, 16, 16),
-            (2, 7, 13),
-            (3, 600 - 3, 700),
-            (4, 256, 256),
-            (0, 33, 1),
-        ):
-            part = PageTable.from_block_table(
-                table[first : first + batch, :width], lens[first : first + batch], page_size=16
-            )
-            plan.run(torch.zeros(batch, 2, 64, dtype=torch.bfloat16), cache, part)
-        codes = {artifact.assembly for artifact in artifacts}
-        assert len(artifacts) >= 6
-        assert len(codes) <= len(plan.kernels(cache))
 
 
 def test_grids_stay_within_what_targets_take() -> None:
