@@ -20,7 +20,7 @@ from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.targets import get_target
 from narrowkv.runtime.toolchain import TRITON
 
-pytestmark = pytest.mark.sampled("target")
+pytestmark = pytest.mark.sampled
 
 I32 = torch.int32
 
@@ -138,65 +138,49 @@ def test_decode_at_ratio_12_is_bound_by_memory_and_uses_native_instructions(
 
 @pytest.mark.codegen_all
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3fn"])
 @pytest.mark.parametrize("ratio", [1, 4, 8, 17])
-def test_other_ratios_and_bf16_neither_spill_nor_use_scratch(target: str, ratio: int) -> None:
-    for fmt in ("bf16", "fp8_e4m3fn"):
-        code = _decode(target, fmt, ratio=ratio)
-        assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0), fmt
+def test_other_ratios_and_bf16_neither_spill_nor_use_scratch(ratio: int, fmt: str, target: str) -> None:
+    code = _decode(target, fmt, ratio=ratio)
+    assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0)
+
+
+SIZES: list[dict[str, Any]] = [
+    {}, {"page_size": 1}, {"ratio": 1}, {"ratio": 17}, {"head_dim": 64}, {"head_dim": 256},
+    {"head_dim": 256, "q_dtype": torch.float16},
+]  # fmt: skip
+SCALES: list[dict[str, Any]] = [
+    {"scale_group": 32}, {"scale_group": 16}, {"scale_group": 16, "scale_format": "e4m3"},
+    {"scale_format": "e4m3"}, {"scale_group": 16, "q_len": 2, "ratio": 8},
+]  # fmt: skip
+FP4 = [
+    *product(("gfx942", "gfx950"), ("decode",), ("fp4_e2m1", K8V4), SIZES + SCALES),
+    *product(("gfx950",), ("native",), ("fp4_e2m1",), SIZES + SCALES[:1] + SCALES[3:4]),
+]
+
+
+@pytest.mark.codegen_all
+@pytest.mark.parametrize(("target", "kernel", "fmt", "case"), FP4, ids=str)
+def test_fp4_neither_spills_nor_uses_scratch(
+    target: str, kernel: str, fmt: str | CacheFormat, case: dict[str, Any]
+) -> None:
+    code = _decode(target, fmt, kernel=kernel, **case)
+    assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0)
+    if "ratio" not in case:
+        assert code.registers.sgpr_spills == 0
 
 
 @pytest.mark.codegen_all
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-@pytest.mark.parametrize("kernel", ["decode", "native"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        {},
-        {"page_size": 1},
-        {"ratio": 1},
-        {"ratio": 17},
-        {"head_dim": 64},
-        {"head_dim": 256},
-        {"scale_group": 32},
-        {"scale_group": 16},
-        {"scale_group": 16, "scale_format": "e4m3"},
-        {"scale_format": "e4m3"},
-        {"head_dim": 256, "q_dtype": torch.float16},
-    ],
-    ids=str,
-)
-def test_fp4_neither_spills_nor_uses_scratch(target: str, kernel: str, case: dict[str, Any]) -> None:
-    for fmt in ("fp4_e2m1", K8V4):
-        if kernel == "native" and (fmt == K8V4 or target == "gfx942" or case.get("scale_group") == 16):
-            continue
-        code = _decode(target, fmt, kernel=kernel, **case)
-        assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0), fmt
-        if "ratio" not in case:
-            assert code.registers.sgpr_spills == 0, fmt
-
-
-@pytest.mark.codegen_all
-@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        {},
-        {"page_size": 1},
-        {"ratio": 1},
-        {"ratio": 17},
-        {"head_dim": 64},
-        {"head_dim": 256},
-        {"q_len": 4},
-        {"head_dim": 256, "q_dtype": torch.float16},
-    ],
-    ids=str,
-)
-def test_integers_neither_spill_nor_use_scratch(target: str, case: dict[str, Any]) -> None:
-    for fmt in ("int8", "int4", CacheFormat("int8", "int4")):
-        code = _decode(target, fmt, **case)
-        assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0), fmt
-        if not case:
-            assert code.waves_per_simd == 2, fmt
+@pytest.mark.parametrize("fmt", ["int8", "int4", CacheFormat("int8", "int4")], ids=str)
+@pytest.mark.parametrize("case", [*SIZES, {"q_len": 4}], ids=str)
+def test_integers_neither_spill_nor_use_scratch(
+    case: dict[str, Any], fmt: str | CacheFormat, target: str
+) -> None:
+    code = _decode(target, fmt, **case)
+    assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0)
+    if not case:
+        assert code.waves_per_simd == 2
 
 
 @pytest.mark.skipif(
@@ -250,6 +234,23 @@ def test_fp4_on_gfx950_is_converted_by_its_instruction(fmt: str | CacheFormat) -
     converts = loop.mnemonics["v_cvt_scalef32_pk_f16_fp4"]
     assert converts * 2 * 64 == BLOCK_N * 128 * (1 if fmt == K8V4 else 2)
     assert loop.mnemonics["s_nop"] >= converts // 4
+    assert loop.mnemonics["v_pack_b32_f16"] == 0
+
+
+@pytest.mark.skipif(TRITON < (3, 9), reason="instruction choice is asserted for Triton 3.9")
+@pytest.mark.parametrize(("group", "scale"), [(32, "e8m0"), (16, "e8m0"), (16, "e4m3")])
+def test_scales_of_groups_on_gfx950_are_work_for_each_group(group: int, scale: str) -> None:
+    """Each lane has four or eight groups of a tile; work for each of 16384 elements would be 256 or more."""
+    code = _decode("gfx950", "fp4_e2m1", scale_group=group, scale_format=scale)
+    plain = _decode("gfx950", "fp4_e2m1")
+    assert code.loop.mnemonics["v_cvt_scalef32_pk_f16_fp4"] == 128
+    assert code.loop.valu - plain.loop.valu <= 180
+    assert code.waves_per_simd == plain.waves_per_simd == 2
+
+
+def test_two_tokens_with_scales_of_groups_on_gfx950_leave_room_for_two_waves() -> None:
+    code = _decode("gfx950", "fp4_e2m1", scale_group=32, q_len=2, ratio=8)
+    assert (code.registers.vgpr_spills, code.registers.scratch_bytes, code.waves_per_simd) == (0, 0, 2)
 
 
 @pytest.mark.skipif(TRITON < (3, 9), reason="instruction choice is asserted for Triton 3.9")

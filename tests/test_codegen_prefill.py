@@ -18,7 +18,7 @@ from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.toolchain import TRITON
 from narrowkv.testing.roofline import matrix_share
 
-pytestmark = pytest.mark.sampled("target")
+pytestmark = pytest.mark.sampled
 
 I32 = torch.int32
 TARGETS = ["gfx942", "gfx950"]
@@ -361,31 +361,23 @@ def test_an_append_that_transforms_keys_neither_spills_nor_uses_scratch(
 
 @pytest.mark.codegen_all
 @both_targets
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 192, 256])
-def test_other_head_dims_neither_spill_nor_use_scratch(target: str, head_dim: int) -> None:
-    for kernel in ("dense", "fused"):
-        _, artifacts = _compile(target, "fp8_e4m3fn", kernel, head_dim=head_dim)
-        _assert_clean(artifacts)
+@pytest.mark.parametrize("kernel", ["dense", "fused"])
+@pytest.mark.parametrize("sizes", [*({"head_dim": n} for n in (64, 80, 96, 192, 256)),
+                                   *({"page_size": n} for n in (1, 3, 64))], ids=str)  # fmt: skip
+def test_other_sizes_neither_spill_nor_use_scratch(sizes: dict[str, int], kernel: str, target: str) -> None:
+    _, artifacts = _compile(target, "fp8_e4m3fn", kernel, **sizes)  # type: ignore[arg-type]
+    _assert_clean(artifacts)
 
 
 @pytest.mark.codegen_all
 @both_targets
+@pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "bf16"])
 @pytest.mark.parametrize(("ratio", "tokens"), [(1, 1024), (4, 200), (12, 1), (12, 3)])
 def test_other_ratios_and_short_chunks_neither_spill_nor_use_scratch(
-    target: str, ratio: int, tokens: int
+    ratio: int, tokens: int, fmt: str, target: str
 ) -> None:
-    for fmt in ("fp8_e4m3fn", "bf16"):
-        _, artifacts = _compile(target, fmt, "fused", ratio=ratio, tokens=tokens)
-        _assert_clean(artifacts)
-
-
-@pytest.mark.codegen_all
-@both_targets
-@pytest.mark.parametrize("page_size", [1, 3, 64])
-def test_other_page_sizes_neither_spill_nor_use_scratch(target: str, page_size: int) -> None:
-    for kernel in ("dense", "fused"):
-        _, artifacts = _compile(target, "fp8_e4m3fn", kernel, page_size=page_size)
-        _assert_clean(artifacts)
+    _, artifacts = _compile(target, fmt, "fused", ratio=ratio, tokens=tokens)
+    _assert_clean(artifacts)
 
 
 @both_targets

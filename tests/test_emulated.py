@@ -61,6 +61,11 @@ DECODE = {
     "NVFP4 values, off 16-byte boundaries": (
         SMALL + "format=fp8_e4m3fn/fp4_e2m1,group=16,scale_format=e4m3,layout=padded,data=outlier"
     ),
+    "MX, scales of a key in one word": "kv_heads=1,ratio=12,lens=150+65,format=fp4_e2m1,group=32,split=none",
+    "NVFP4, two tokens": (
+        "kv_heads=1,ratio=8,q_len=2,lens=130+65,layout=HND,split=none,"
+        "format=fp4_e2m1,group=16,scale_format=e4m3"
+    ),
     "FP4, keys and values loaded a tile ahead": "ratio=12,lens=200+5+130+0,format=fp4_e2m1,split=even",
     "FP8 keys, FP4 values, a window": (
         "kv_heads=1,ratio=8,lens=200+64,format=fp8_e4m3fn/fp4_e2m1,window=70,split=none,layout=HND"

@@ -357,6 +357,18 @@ def test_scaled_converts():
     np.testing.assert_array_equal(w.u[9][0], (C & 0xFFFF00FF) | (codes[2::4].astype(np.uint32) << 8))
 
 
+@pytest.mark.parametrize(
+    ("field", "factor"), [(0, 2.0**-127), (1, 2.0**-126), (254, 2.0**127), (255, np.nan)]
+)
+def test_the_scale_of_a_convert_is_an_e8m0_byte(field, factor):
+    """Its mantissa does not count, and 255 is NaN, not infinity, for zeros too."""
+    codes = np.arange(64, dtype=np.uint32) & 7
+    scale = np.full(64, (field << 23) | 0x123456, np.uint32)
+    w = execute("gfx950", "v_cvt_scalef32_pk_f32_fp4 v[2:3], v0, v1", {0: codes, 1: scale})
+    want = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes] * factor
+    np.testing.assert_array_equal(w.f[2][0], want.astype(np.float32))
+
+
 SCALAR = {
     "s_add_i32": lambda a, b: a + b, "s_sub_u32": lambda a, b: a - b, "s_and_b32": lambda a, b: a & b,
     "s_andn2_b32": lambda a, b: a & ~b, "s_lshl_b32": lambda a, b: a << (b & 31),

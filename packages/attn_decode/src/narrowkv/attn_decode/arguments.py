@@ -9,7 +9,15 @@ import torch
 from narrowkv.attn_decode.config import DecodeConfig
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.kernels.pages import Descale, KVPointers, Stored
-from narrowkv.paged_cache.pointers import descale_pointers, packed_route, side_of, stored_as, widening_power
+from narrowkv.paged_cache.pointers import (
+    Side,
+    descale_pointers,
+    packed_route,
+    scales_are_words,
+    side_of,
+    stored_as,
+    widening_power,
+)
 from narrowkv.quant import KeyTransform
 from narrowkv.quant.device import widen_route
 from narrowkv.runtime.errors import UnsupportedError
@@ -74,9 +82,13 @@ def bind_cache(cache: PagedKVCache, target: Target, config: DecodeConfig) -> Bou
     v_side = side_of(cache.v, v_strides, v_format, widen_route(target, v_format), v_parts)
     half = "bf16" not in (k_format, v_format)
     (k_mode, k_factor, k_descale), (v_mode, v_factor, v_descale) = map(descale_pointers, cache.sides())
-    # gfx950's own FP4 conversion takes registers that neither scales of groups nor tiles without prefetch
-    # leave. Its inline assembly waits too short a time for the matrix instructions of the native kernel.
-    k_own, v_own = (ahead and not native and mode in ("e8m0", "e4m3") for mode in (k_mode, v_mode))
+    # gfx950's own FP4 conversion takes registers that tiles without prefetch do not leave. Its inline
+    # assembly waits too short a time for the matrix instructions of the native kernel.
+    grouped = cache.head_dim if k_format == v_format else 0
+    k_own, v_own = (
+        ahead and not native and _has_own_conversion(side, mode, descale, grouped)
+        for side, mode, descale in ((k_side, k_mode, k_descale), (v_side, v_mode, v_descale))
+    )
     k_route = packed_route(target, k_format, k_side, half, as_bytes=True, cdna4=k_own)
     v_route = packed_route(target, v_format, v_side, half, as_bytes=True, cdna4=v_own)
     k_exponent = 0 if native else widening_power(k_format, k_route, k_mode)
@@ -106,6 +118,26 @@ def bind_cache(cache: PagedKVCache, target: Target, config: DecodeConfig) -> Bou
         _numbers.setdefault(signature, len(_numbers)),
     )  # fmt: skip
     return known[key]
+
+
+def _has_own_conversion(side: Side, mode: str, descale: Descale, head_dim: int) -> bool:
+    """Whether gfx950's conversion applies to FP4 words: see `fp4_quads_cdna4` and `widen_groups_cdna4`.
+
+    A lane must hold four adjacent words, which the compiler does where it knows rows to begin at multiples of
+    16 bytes. There is one scale a head, or those of a key's groups are one integer.
+
+    Args:
+        side, mode, descale: of K or V.
+        head_dim: of the model; 0 leaves scales of groups out, for a cache of two formats, where the
+            conversion spills 6 to 15 registers with heads of 128.
+    """
+    words = side.pointers
+    if any(step % 16 for step in (words.ptr.data_ptr(), words.page, words.token, words.head)):
+        return False
+    kind, _, group = mode.partition("_")
+    if kind not in ("e8m0", "e4m3"):
+        return False
+    return not group or (head_dim // int(group) in (2, 4, 8) and scales_are_words(descale))
 
 
 def _sequences(cache: PagedKVCache) -> tuple[int | None, int | None]:

@@ -55,8 +55,8 @@ def _wide_writer(index: int, kind: str) -> Writer:
 
 
 def _scale(read: Reader) -> Reader:
-    """The power of two in the exponent field of an fp32."""
-    return lambda w: ((read(w) & U32(0x7F800000)).view(np.float32)).astype(np.float64)
+    """The exponent field of an fp32 as an E8M0 scale."""
+    return lambda w: formats.e8m0_to_f64((read(w) >> U32(23)) & U32(0xFF))
 
 
 def _bytes_of(word: Array, byte: int) -> Array:

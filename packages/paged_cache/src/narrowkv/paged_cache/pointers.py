@@ -61,18 +61,22 @@ def descale_pointers(side: CacheSide) -> tuple[str, float, Descale]:
 def widening_power(format_name: str, route: str, descale_kind: str) -> int:
     """The power of two that a widened tile is still to be multiplied by; see `widen_tile`."""
     if descale_kind.startswith("e8m0_"):
-        # Taken along by the groups' factors, of which those for bytes are at most 2**15.
-        return widening_exponent(format_name, route) - 15 if route == PTX8 else 0
+        # Taken along by the groups' factors, of which those for bytes are at most 2**15 and those of
+        # gfx950's own instruction at most 2**13.
+        return {PTX8: widening_exponent(format_name, route) - 15, CDNA4: -13}.get(route, 0)
     return widening_exponent(format_name, route)
+
+
+def scales_are_words(descale: Descale) -> bool:
+    """Whether the scales of a key's groups can be read as one word."""
+    strides = (descale.ptr.data_ptr(), descale.major, descale.token, descale.head)
+    return not any(stride % descale.ptr.shape[-1] for stride in strides)
 
 
 def stored_as(side: Side, format_name: str, route: str, kind: str, descale: Descale) -> Stored:
     """Constants of K or V: of the words of `side`, widened by `route`, with this kind of descale."""
     _, _, group = kind.partition("_")
-    aligned = False
-    if group.isdigit():
-        strides = (descale.ptr.data_ptr(), descale.major, descale.token, descale.head)
-        aligned = not any(stride % descale.ptr.shape[-1] for stride in strides)
+    aligned = group.isdigit() and scales_are_words(descale)
     factors = kind not in ("scalar", "head") and not kind.startswith("e4m3_")
     return Stored(format_name, route, side.parts, side.vec, kind, factors, aligned)
 

@@ -166,11 +166,11 @@ def _fp4_nibble(word, INDEX: tl.constexpr):
 
 
 @triton.jit
-def _fp4_quads_cdna4(x):
-    """The four nibbles of int16 words as float16, still to be multiplied by 2**13.
+def fp4_quads_cdna4(x, scale, UNIFORM: tl.constexpr):
+    """The four bytes of pairs of int16 words as pairs of float16, times `scale`: a power of two a word.
 
-    gfx950's instruction converts the two nibbles of a byte; those of two words are then paired. With this
-    factor every result is a normal float16.
+    gfx950's instruction converts the two nibbles of a byte. Four adjacent words share the scale of the first,
+    with UNIFORM all words do.
 
     The compiler inserts no wait states around inline assembly, so the `s_nop`s do: 3 before, because a matrix
     instruction of 4 passes may still read a register that is written here; 2 after, before a matrix
@@ -179,27 +179,21 @@ def _fp4_quads_cdna4(x):
     return tl.inline_asm_elementwise(
         """
         s_nop 2
-        v_cvt_scalef32_pk_f16_fp4 $8, $10, $12
-        v_cvt_scalef32_pk_f16_fp4 $4, $10, $12 op_sel:[0,1,0]
-        v_pack_b32_f16 $0, $8, $4
-        v_pack_b32_f16 $2, $8, $4 op_sel:[1,1,0]
-        v_cvt_scalef32_pk_f16_fp4 $8, $10, $12 op_sel:[1,0,0]
-        v_cvt_scalef32_pk_f16_fp4 $6, $10, $12 op_sel:[1,1,0]
-        v_pack_b32_f16 $4, $8, $6
-        v_pack_b32_f16 $6, $8, $6 op_sel:[1,1,0]
-        v_cvt_scalef32_pk_f16_fp4 $9, $11, $12
-        v_cvt_scalef32_pk_f16_fp4 $5, $11, $12 op_sel:[0,1,0]
-        v_pack_b32_f16 $1, $9, $5
-        v_pack_b32_f16 $3, $9, $5 op_sel:[1,1,0]
-        v_cvt_scalef32_pk_f16_fp4 $9, $11, $12 op_sel:[1,0,0]
-        v_cvt_scalef32_pk_f16_fp4 $7, $11, $12 op_sel:[1,1,0]
-        v_pack_b32_f16 $5, $9, $7
-        v_pack_b32_f16 $7, $9, $7 op_sel:[1,1,0]
+        v_cvt_scalef32_pk_f16_fp4 $0, $8, $10
+        v_cvt_scalef32_pk_f16_fp4 $2, $8, $10 op_sel:[1,0,0]
+        v_cvt_scalef32_pk_f16_fp4 $4, $8, $10 op_sel:[0,1,0]
+        v_cvt_scalef32_pk_f16_fp4 $6, $8, $10 op_sel:[1,1,0]
+        v_cvt_scalef32_pk_f16_fp4 $1, $9, $10
+        v_cvt_scalef32_pk_f16_fp4 $3, $9, $10 op_sel:[1,0,0]
+        v_cvt_scalef32_pk_f16_fp4 $5, $9, $10 op_sel:[0,1,0]
+        v_cvt_scalef32_pk_f16_fp4 $7, $9, $10 op_sel:[1,1,0]
         s_nop 1
         """,
-        "=&v,=&v,=&v,=&v,=&v,=&v,=&v,=&v,=&v,=&v,v,v,s,s,s,s",
-        [x, tl.full(x.shape, 2.0**-13, tl.float32)],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+        "=&v,=&v,=&v,=&v,=&v,=&v,=&v,=&v,v,v,s,s,s,s"
+        if UNIFORM
+        else "=&v,=&v,=&v,=&v,=&v,=&v,=&v,=&v,v,v,v,v,v,v",
+        [x, scale],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
         is_pure=True,
         pack=4,
     )
@@ -267,10 +261,17 @@ def _fp4_quads(x, ROUTE: tl.constexpr):
             pack=2,
         )
     elif ROUTE == "cdna4":
-        a, b, c, d, _ = _fp4_quads_cdna4(x)
-        return a, b, c, d
+        # With this factor every result is a normal float16.
+        return fp4_quads_cdna4(x, tl.full(x.shape, 2.0**-13, tl.float32), True)
     else:
         return _fp4_nibble(x, 0), _fp4_nibble(x, 1), _fp4_nibble(x, 2), _fp4_nibble(x, 3)
+
+
+@triton.jit
+def columns_of_part(INDEX: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, PAIRS: tl.constexpr):
+    """Which elements the columns of part INDEX are, int32 `[COLUMNS]`; see `widen_parts`."""
+    c = tl.arange(0, COLUMNS)
+    return (c // 2) * (2 * PARTS) + 2 * INDEX + c % 2 if PAIRS else c * PARTS + INDEX
 
 
 @triton.jit
@@ -279,6 +280,8 @@ def widen_parts(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexp
 
     Every tile is still to be multiplied by 2**widening_exponent(FORMAT, ROUTE). No elements are shuffled: a
     dot product may sum its columns in any order, and `join_parts` restores the order of columns of a result.
+    With the route "cdna4" pairs of elements stay together: element `2 * (c * PARTS + i)` and the one after
+    it lie in columns `2 * c` and `2 * c + 1` of tile i.
 
     Args:
         x: PARTS 1: stored elements, as `widen` takes them. PARTS 2: int16 pairs of FP8 or INT8 (LDS can
@@ -301,9 +304,20 @@ def widen_parts(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexp
 
 
 @triton.jit
-def join_parts(parts, PARTS: tl.constexpr):
-    """Undoes the column order of `widen_parts`: tile i's column c becomes column `c * PARTS + i`."""
-    if PARTS == 4:
+def join_parts(parts, PARTS: tl.constexpr, PAIRS: tl.constexpr = False):
+    """Undoes the column order of `widen_parts`: tile i's column c becomes column `c * PARTS + i`.
+
+    PAIRS: the tiles are those of the route "cdna4".
+    """
+    if PAIRS:
+        M: tl.constexpr = parts[0].shape[0]
+        D: tl.constexpr = parts[0].shape[1]
+        split: tl.constexpr = [M, D // 2, 2]
+        even = tl.join(tl.reshape(parts[0], split), tl.reshape(parts[2], split))
+        odd = tl.join(tl.reshape(parts[1], split), tl.reshape(parts[3], split))
+        # [M, D / 2, element of the pair, high bit of the part, low bit]
+        joined = tl.reshape(tl.permute(tl.join(even, odd), [0, 1, 3, 4, 2]), [M, 4 * D])
+    elif PARTS == 4:
         joined = tl.interleave(tl.interleave(parts[0], parts[2]), tl.interleave(parts[1], parts[3]))
     elif PARTS == 2:
         joined = tl.interleave(parts[0], parts[1])

@@ -70,6 +70,7 @@ def _paged_decode_kernel(
     RAGGED: tl.constexpr = SIZES.ragged
     K_PARTS: tl.constexpr = K.parts
     ACC_PARTS: tl.constexpr = RULES.acc_parts
+    PAIRS: tl.constexpr = K.route == "cdna4"
     K_DESCALE: tl.constexpr = K.descale
     V_DESCALE: tl.constexpr = V.descale
     COMPUTE: tl.constexpr = RULES.compute
@@ -121,7 +122,9 @@ def _paged_decode_kernel(
     if REGISTERS:
         q = load_query_registers(io.q, seq.to(tl.int64), kv_head, io.q_token, io.q_head, GQA_RATIO)
     else:
-        q = load_query(io.q, tokens, heads, row_mask, io.q_token, io.q_head, HEAD_DIM, BLOCK_DK, K_PARTS)
+        q = load_query(
+            io.q, tokens, heads, row_mask, io.q_token, io.q_head, HEAD_DIM, BLOCK_DK, K_PARTS, PAIRS
+        )
     kv_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, RAGGED)
     row_base = first_id(table, seq, RAGGED)
     first, end_key = attended_span(io.ranges, seq, seq < batch, kv_len, Q_LEN, WINDOW_LEFT)
@@ -139,7 +142,7 @@ def _paged_decode_kernel(
             io, seq, rows // GQA_RATIO, row_mask, kv_len, first, end_key, Q_LEN, WINDOW_LEFT
         )
     if RULES.stages > 0 or io.k_balance is not None:
-        q = transform_query(q, io.k_balance, kv_head, HEAD_DIM, K_PARTS, RULES.stages)
+        q = transform_query(q, io.k_balance, kv_head, HEAD_DIM, K_PARTS, RULES.stages, PAIRS)
     q_scale = 1.0
     Q_TERMS: tl.constexpr = 3 if io.q.dtype.element_ty == tl.float16 else 2
     if RULES.native:
@@ -154,8 +157,8 @@ def _paged_decode_kernel(
     o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * out_scale
     logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K_DESCALE)
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
-    if not ALIKE and not RULES.native:
-        # The softmax of unmasked tiles takes the maximum before it scales, so the scale must be positive.
+    if REGISTERS or (not ALIKE and not RULES.native):
+        # The softmax takes the maximum before it scales, so the scale must be positive.
         q = times_sign(q, logit_scale, K_PARTS)
         q_low = times_sign(q_low, logit_scale, K_PARTS)
         logit_scale = tl.abs(logit_scale)
@@ -215,7 +218,7 @@ def _paged_decode_kernel(
         m += io.offset_scale * offset_products(
             io.q, tokens, heads, row_mask, io.q_token, io.q_head, io.k_offset, kv_head, HEAD_DIM, BLOCK_D
         )
-    acc = join_parts(acc, ACC_PARTS)
+    acc = join_parts(acc, ACC_PARTS, V.route == "cdna4")
     d = tl.arange(0, BLOCK_D)
     if V.factors:
         acc *= v_largest

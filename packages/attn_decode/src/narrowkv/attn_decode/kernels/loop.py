@@ -7,6 +7,7 @@ import triton.language as tl
 
 from narrowkv.paged_cache.kernels.pages import (
     kv_offsets,
+    load_group_scales,
     load_key_scale,
     load_page_ids,
     locate_keys,
@@ -59,13 +60,19 @@ def load_scales(
     V_ALIGNED: tl.constexpr = V.aligned
     BLOCK_D: tl.constexpr = BLOCKS.d
     BLOCK_DK: tl.constexpr = BLOCKS.dk
+    K_GROUP: tl.constexpr = 16 if K_DESCALE == "e8m0_16" or K_DESCALE == "e4m3_16" else 32
+    V_GROUP: tl.constexpr = 16 if V_DESCALE == "e8m0_16" or V_DESCALE == "e4m3_16" else 32
     k_scale = 1.0
     v_scale = 1.0
-    if K_DESCALE != "scalar" and K_DESCALE != "head":
+    if K.route == "cdna4" and K_DESCALE != "e8m0" and K_DESCALE != "e4m3":
+        k_scale = load_group_scales(k_descale, page, slot, keys.kv_head, BLOCK_DK // K_GROUP)
+    elif K_DESCALE != "scalar" and K_DESCALE != "head":
         k_scale = load_key_scale(
             k_descale, page, slot, keys.kv_head, K_DESCALE, NATIVE_QK, HEAD_DIM, BLOCK_DK, K_ALIGNED, STORED
         )
-    if V_DESCALE != "scalar" and V_DESCALE != "head":
+    if V.route == "cdna4" and V_DESCALE != "e8m0" and V_DESCALE != "e4m3":
+        v_scale = load_group_scales(v_descale, page, slot, keys.kv_head, BLOCK_D // V_GROUP)
+    elif V_DESCALE != "scalar" and V_DESCALE != "head":
         v_scale = load_key_scale(
             v_descale, page, slot, keys.kv_head, V_DESCALE, False, HEAD_DIM, BLOCK_D, V_ALIGNED, STORED
         )
@@ -239,7 +246,8 @@ def attend_to_rows(
     result are those of `attend_to_tiles`.
     """
     # Masks take registers that tiles of many rows do not leave, so those have fewer keys.
-    SHARES: tl.constexpr = BLOCKS.n // 16 if BLOCKS.m >= 128 else 2 if BLOCKS.m >= 32 and BLOCKS.n > 16 else 1
+    HALVED: tl.constexpr = (BLOCKS.m >= 32 and BLOCKS.n > 16) or (K.route == "cdna4" and BLOCKS.n == 64)
+    SHARES: tl.constexpr = BLOCKS.n // 16 if BLOCKS.m >= 128 else 2 if HALVED else 1
     acc, m, l, largest = attend_to_tiles(
         full, full_end, full_end, 0, q, q_low, logit_scale, soft_cap, state, k, v, k_descale, v_descale,
         table, keys, None, SIZES, K, V, RULES, BLOCKS, "none",

@@ -209,6 +209,14 @@ def load_key_scale(descale, page, slot, head, KIND: tl.constexpr, SPREAD: tl.con
 
 
 @triton.jit
+def load_group_scales(descale, page, slot, head, GROUPS: tl.constexpr):
+    """The scales of all groups of each key as one integer [N], whose lowest byte is the first group's."""
+    WORD: tl.constexpr = tl.int16 if GROUPS == 2 else tl.int32 if GROUPS == 4 else tl.int64
+    at = descale.ptr + page * descale.major + slot * descale.token + head * descale.head
+    return tl.load(at.to(tl.pointer_type(WORD)))
+
+
+@triton.jit
 def scale_as_number(scale, KIND: tl.constexpr, SPREAD: tl.constexpr):
     """The float32 factor of what `load_key_scale` loads with STORED; other kinds of scales unchanged."""
     if KIND == "e8m0" and not SPREAD:

@@ -4,19 +4,20 @@ import triton
 import triton.language as tl
 
 from narrowkv.paged_cache.kernels.append import load_rotated
+from narrowkv.quant.device import columns_of_part
 from narrowkv.quant.device_hadamard import rotate_parts
 
 
 @triton.jit
 def load_query(
     q_ptr, tokens, heads, row_mask, stride_qt, stride_qh,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, PAIRS: tl.constexpr = False,
 ):  # fmt: skip
-    """Rows of Q as a tuple: part i holds columns i, i + PARTS, ... [M, BLOCK_D / PARTS], as `widen_parts`."""
+    """Rows of Q as a tuple of parts [M, BLOCK_D / PARTS], with the columns of `columns_of_part`."""
     rows = tokens[:, None] * stride_qt + heads[:, None] * stride_qh
     parts = ()
     for i in tl.static_range(PARTS):
-        d = tl.arange(0, BLOCK_D // PARTS) * PARTS + i
+        d = columns_of_part(i, BLOCK_D // PARTS, PARTS, PAIRS)
         parts = parts + (
             tl.load(q_ptr + rows + d[None, :], mask=row_mask[:, None] & (d < HEAD_DIM)[None, :], other=0.0),
         )
@@ -24,18 +25,22 @@ def load_query(
 
 
 @triton.jit
-def transform_query(q, k_balance, kv_head, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr):
+def transform_query(
+    q, k_balance, kv_head,
+    HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr = False,
+):  # fmt: skip
     """Q for keys that are stored by a `KeyTransform`, float32 in parts.
 
     Args:
         q: parts of rows that all belong to `kv_head`.
         k_balance: float32 `[num_kv_heads, HEAD_DIM]`, or None.
         STAGES: see `rotate_parts`.
+        PAIRS: as for `columns_of_part`.
     """
     PART: tl.constexpr = q[0].shape[1]
     balanced = ()
     for i in tl.static_range(PARTS):
-        d = tl.arange(0, PART) * PARTS + i
+        d = columns_of_part(i, PART, PARTS, PAIRS)
         x = q[i].to(tl.float32)
         if k_balance is not None:
             x *= tl.load(k_balance + kv_head * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)[None, :]

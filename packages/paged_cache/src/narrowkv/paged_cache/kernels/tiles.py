@@ -11,6 +11,7 @@ from narrowkv.paged_cache.kernels.queries import as_fp8
 from narrowkv.quant.device import e8m0_to_fp32, join_parts, widen_parts
 from narrowkv.quant.device_e4m3 import e4m3_to_fp16
 from narrowkv.quant.device_fp4 import exponents_to_fp16, share_exponent, tile_exponent
+from narrowkv.quant.device_fp4_cdna4 import widen_groups_cdna4
 from narrowkv.quant.device_int import widen_int4, zero_point_and_scale
 from narrowkv.runtime.attention.softmax import softmax_step
 
@@ -113,7 +114,7 @@ def attend_to_tile(
     else:
         values, factor = widen_tile(words, value_scale, V_FORMAT, V_ROUTE, COMPUTE, V_PARTS, V_DESCALE)
         if ACC_PARTS == 1:
-            values = (join_parts(values, V_PARTS),)
+            values = (join_parts(values, V_PARTS, V_ROUTE == "cdna4"),)
     if V.factors:
         p, correction, largest = apply_value_factors(p, correction, factor, largest)
         if keep is not None:
@@ -167,7 +168,16 @@ def apply_value_factors(p, correction, factor, largest):
 def widen_tile(words, scale, FORMAT: tl.constexpr, ROUTE: tl.constexpr, DTYPE: tl.constexpr,
                PARTS: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """A stored tile as parts in DTYPE, and the factor [N] of each key that is still to be applied."""
-    if KIND == "e8m0_16" or KIND == "e8m0_32" or KIND == "e4m3_16" or KIND == "e4m3_32":
+    GROUPED: tl.constexpr = KIND == "e8m0_16" or KIND == "e8m0_32" or KIND == "e4m3_16" or KIND == "e4m3_32"
+    if GROUPED and ROUTE == "cdna4":
+        GROUP: tl.constexpr = 16 if KIND == "e8m0_16" or KIND == "e4m3_16" else 32
+        E4M3: tl.constexpr = KIND == "e4m3_16" or KIND == "e4m3_32"
+        parts, largest = widen_groups_cdna4(words, scale, DTYPE, words.shape[1] * PARTS // GROUP, E4M3)
+        if E4M3:
+            return parts, tl.full([words.shape[0]], 1.0, tl.float32)
+        else:
+            return parts, e8m0_to_fp32(largest)
+    elif GROUPED:
         if (KIND == "e8m0_16" or KIND == "e8m0_32") and ROUTE == "ptx8":
             top = tile_exponent(scale)
             rest = exponents_to_fp16(scale, top)
