@@ -540,6 +540,30 @@ def accuracy_table(name: str) -> str:
     return table(heads, body)
 
 
+def statistics_table(name: str) -> str:
+    """How keys and values of a language model are made: a document of `narrowkv accuracy`."""
+    found = load(f"accuracy-{name}")["statistics"]
+    said = {
+        "k_outlier": "K: root mean square of the largest channel over the median one's",
+        "v_outlier": "V: the same",
+        "k_bias": "K: largest abs(mean) over standard deviation of a channel",
+        "k_first": "K: norm of the first token over the median token's",
+    }
+    body = [[text, *(f"{number:.1f}" for number in found[key])] for key, text in said.items()]
+    return table(["of a head", "median head", "largest"], body)
+
+
+def relative_table(name: str) -> str:
+    """KL of the recommended FP4 recipe relative to others: a document of `narrowkv accuracy`."""
+    kl = {row["recipe"]: row["kl"] for row in load(f"accuracy-{name}")["recipes"]}
+    own = kl["fp4-e4m3"]
+    others = ("fp4", "fp4-offset", "fp4-mx", "fp4-32", "nvfp4", "nvfp4-offset")
+    return table(
+        ["KL of `fp4-e4m3` over that of", *(f"`{other}`" for other in others)],
+        [[name, *(f"{own / kl[other]:.2f}" for other in others)]],
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "capacity": capacity_table,
     "decode": decode_table,
@@ -554,6 +578,8 @@ TABLES: dict[str, Callable[[], str]] = {
         f"accuracy {path.stem[9:]}": partial(accuracy_table, path.stem[9:])
         for path in RESULTS.glob("accuracy-*.json")
     },
+    "statistics smollm2": lambda: statistics_table("smollm2"),
+    "relative smollm2": lambda: relative_table("smollm2"),
     **{f"report {path.stem}": partial(report_table, path.stem) for path in RESULTS.glob("*.json")},
     **{f"source {path.stem}": partial(source_table, path.stem) for path in RESULTS.glob("*.json")},
 }
