@@ -185,3 +185,13 @@ def test_a_nan_scale_reaches_its_own_sequence_only(side: str) -> None:
     assert bool(o[0][paged_decode_reference(q, cache, table)[0].isnan()].isnan().all())
     assert bool(o[0].isnan().any())
     assert bool(o[1].isfinite().all())
+
+
+def test_a_soft_cap_sees_the_offset_of_keys() -> None:
+    q, cache, table = _grouped("e8m0")
+    transform = KeyTransform(offset=torch.linspace(-1, 1, 128)[None], rotated=False)
+    cache = replace(cache, key_transform=transform)
+    o = _attend(q, cache, table, logits_soft_cap=3.0)
+    assert relative_l1(o, paged_decode_reference(q, cache, table, logits_soft_cap=3.0)) <= BOUND
+    unshifted = paged_decode_reference(q, replace(cache, key_transform=None), table, logits_soft_cap=3.0)
+    assert relative_l1(o, unshifted) > 10 * BOUND
