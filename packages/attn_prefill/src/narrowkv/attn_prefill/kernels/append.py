@@ -14,9 +14,9 @@ from narrowkv.attn_prefill.kernels.fused import attend_to_pages
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
     find_block,
+    load_shift,
     rows_of,
     shifted_maximum,
-    soft_cap_of,
     tile_of,
 )
 from narrowkv.attn_prefill.kernels.shares import attend_to_share, merge_shares, share_of
@@ -214,7 +214,11 @@ def _prefill_append_kernel(
             old_scale *= row_scale
         high, low = split_query(parts, COMPUTE, SPLIT_Q, K_PARTS)
     read = Read(row_base, kv_head, old_len, first, last)
-    soft_cap = soft_cap_of(q, scales.soft_cap, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
+    # Triton 3.6 returns no struct with a None from a function.
+    shift = None
+    if q.shift is not None and RULES.soft_cap:
+        shift = load_shift(q.shift, tokens, heads, row_mask, NUM_HEADS)
+    soft_cap = SoftCap(scales.soft_cap, shift)
     if RULES.as_decode:
         acc, m, l = attend_to_share(
             high, low, old_scale, soft_cap, k, v, k_descale, v_descale, table, read, old_len + within,
@@ -225,7 +229,7 @@ def _prefill_append_kernel(
             high, low, tl.full([BLOCK_M], 1.0, tl.float32) * old_scale, soft_cap, k, v, k_descale,
             v_descale, table, read, old_len + within, begin, end, full_end, SIZES, K, V, RULES, BLOCKS,
         )  # fmt: skip
-    m = shifted_maximum(m, q, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
+    m = shifted_maximum(m, q.shift, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
     acc, m, l = attend_to_chunk(
         own_q, acc * o_scale[:, None], m, l, scales.logit, scales.soft_cap, chunk, rope, kv_head,
         q_start, q_len, within, own_begin, own_end, SIZES, STORING, RULES, BLOCKS,

@@ -354,7 +354,7 @@ def _cdna_prefill_kernel(
     tokens, heads, row_mask, _within = rows_of(
         tile.q_start, tile.q_len, tile.number, kv_head, GQA_RATIO, BLOCK_M
     )
-    m = shifted_maximum(m, q, tokens, heads, row_mask, NUM_HEADS, False)
+    m = shifted_maximum(m, q.shift, tokens, heads, row_mask, NUM_HEADS, False)
     write_rows(
         out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
         gl.arange(0, HEAD_DIM, gl.SliceLayout(0, SUMS)), out.token, out.head, out.lse_token,

@@ -9,10 +9,10 @@ import triton.language as tl
 
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
+    load_shift,
     rows_of,
     scheduled_tile,
     shifted_maximum,
-    soft_cap_of,
 )
 from narrowkv.paged_cache.kernels.append import load_rotated
 from narrowkv.paged_cache.kernels.pages import times_head_descale
@@ -20,7 +20,7 @@ from narrowkv.paged_cache.kernels.queries import as_fp8, load_query, scale_to_fp
 from narrowkv.paged_cache.kernels.tiles import LEAST_FACTOR, apply_value_factors
 from narrowkv.runtime.attention.masks import key_range, key_range_of_split, visible_keys
 from narrowkv.runtime.attention.results import merge_splits, write_rows
-from narrowkv.runtime.attention.softmax import capped_logits, softmax_step
+from narrowkv.runtime.attention.softmax import SoftCap, capped_logits, softmax_step
 
 
 @triton.jit
@@ -292,14 +292,18 @@ def _dense_prefill_kernel(
             parts, row_scale = scale_to_fp16(parts, 1)
             logit_scale *= row_scale
         high, low = split_query(parts, COMPUTE, SPLIT_Q, 1)
-    soft_cap = soft_cap_of(q, soft_cap, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
+    # Triton 3.6 returns no struct with a None from a function.
+    shift = None
+    if q.shift is not None and RULES.soft_cap:
+        shift = load_shift(q.shift, tokens, heads, row_mask, NUM_HEADS)
+    soft_cap = SoftCap(soft_cap, shift)
     acc, m, l = dense_keys(
         high[0], low[0], tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
         tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
         logit_scale, soft_cap, scratch, k_desc, v_desc, tile.base + kv_head.to(tl.int64) * scratch.rows,
         before + within, first, kv_len, begin, end, full, full_end, SIZES, RULES, WIDENED, BLOCKS,
     )  # fmt: skip
-    m = shifted_maximum(m, q, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
+    m = shifted_maximum(m, q.shift, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
     write = True
     if RULES.split:
         write, acc, m, l = merge_splits(

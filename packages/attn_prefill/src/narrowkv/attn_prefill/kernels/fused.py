@@ -11,9 +11,9 @@ import triton.language as tl
 from narrowkv.attn_prefill.kernels.arguments import Queries, Read
 from narrowkv.attn_prefill.kernels.rows import (
     RUNTIME_SIZES,
+    load_shift,
     rows_of,
     shifted_maximum,
-    soft_cap_of,
     tile_of,
 )
 from narrowkv.attn_prefill.kernels.shares import attend_to_share, merge_shares, share_of
@@ -38,7 +38,7 @@ from narrowkv.paged_cache.kernels.tiles import (
 from narrowkv.quant.device import join_parts
 from narrowkv.runtime.attention.masks import key_range, key_range_of_split, visible_keys
 from narrowkv.runtime.attention.results import merge_splits, write_rows
-from narrowkv.runtime.attention.softmax import capped_logits
+from narrowkv.runtime.attention.softmax import SoftCap, capped_logits
 
 
 @triton.jit
@@ -260,7 +260,11 @@ def _fused_prefill_kernel(
     logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K_DESCALE)
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
     read = Read(row_base, kv_head, kv_len, first, last)
-    soft_cap = soft_cap_of(q, soft_cap, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
+    # Triton 3.6 returns no struct with a None from a function.
+    shift = None
+    if q.shift is not None and RULES.soft_cap:
+        shift = load_shift(q.shift, tokens, heads, row_mask, NUM_HEADS)
+    soft_cap = SoftCap(soft_cap, shift)
     if RULES.as_decode:
         acc, m, l = attend_to_share(
             high, low, logit_scale, soft_cap, k, v, k_descale, v_descale, table, read, query_pos,
@@ -271,7 +275,7 @@ def _fused_prefill_kernel(
             high, low, tl.full([BLOCK_M], 1.0, tl.float32) * logit_scale, soft_cap, k, v, k_descale,
             v_descale, table, read, query_pos, begin, end, full_end, SIZES, K, V, RULES, BLOCKS,
         )  # fmt: skip
-    m = shifted_maximum(m, q, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
+    m = shifted_maximum(m, q.shift, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
     if RULES.shares:
         last_one, acc, m, l = merge_shares(
             workspace, share, acc, m, l, kv_head, row_mask, NUM_KV_HEADS, SETTLE, NVIDIA, BLOCK_M, BLOCK_D

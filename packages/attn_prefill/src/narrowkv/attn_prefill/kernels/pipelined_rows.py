@@ -82,7 +82,7 @@ def write_half_tile(
     ROWS: gl.constexpr = acc.shape[0]
     HEAD_DIM: gl.constexpr = acc.shape[1]
     tokens, heads, row_mask, _within = half_rows(tile, kv_head, half, GQA_RATIO, ROWS)
-    m = shifted_maximum(m, q, tokens, heads, row_mask, NUM_KV_HEADS * GQA_RATIO, False)
+    m = shifted_maximum(m, q.shift, tokens, heads, row_mask, NUM_KV_HEADS * GQA_RATIO, False)
     o = output_rows(out.sinks, acc, m, l, o_scale, heads, row_mask, HAS_SINKS)
     if WRITE_LSE:
         write_lse(out.lse, m, l, heads, tokens, row_mask, out.lse_token)
