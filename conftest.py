@@ -31,6 +31,8 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 
+LEFT_OUT = pytest.StashKey[int]()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow")
@@ -47,41 +49,58 @@ def gpu_missing() -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    run_slow = config.getoption("--run-slow")
     for item in items:
         if item.get_closest_marker("gpu") and (reason := gpu_missing()):
             item.add_marker(pytest.mark.skip(reason=reason))
         if item.get_closest_marker("large_memory"):
             item.add_marker(pytest.mark.xdist_group("large memory"))
-        if item.get_closest_marker("slow") and not run_slow:
-            item.add_marker(pytest.mark.skip(reason="slow; runs with --run-slow (make test-full)"))
-    sampled = [item for item in items if item.get_closest_marker("sampled")]
-    if sampled and not run_slow and gpu_missing():
-        skip_all_but_samples(sampled)
+    if config.getoption("--run-slow"):
+        return
+    # Thousands of cases: a report of each that is skipped would take half a minute.
+    left_out = {item for item in items if item.get_closest_marker("slow")}
+    if any(item.get_closest_marker("sampled") for item in items) and gpu_missing():
+        left_out |= not_in_the_sample([item for item in items if item not in left_out])
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+        config.stash[LEFT_OUT] = len(left_out)
 
 
-def skip_all_but_samples(items: list[pytest.Item]) -> None:
-    """Keeps of each test cases in which every value of every parameter appears; a GPU runs all of them.
+def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
+    count = config.stash.get(LEFT_OUT, 0)
+    return f"{count} slow or unsampled cases run with --run-slow (make test-full) only" if count else None
+
+
+def not_in_the_sample(items: list[pytest.Item]) -> set[pytest.Item]:
+    """All but cases of each test in which every value of every parameter appears; a GPU runs all of them.
 
     `sampled("target")`: in which every value appears for each target.
+    `sampled(always=[{"mask": "window"}])`: with every case of that mask, because it finds what others do not.
     """
     from narrowkv.testing.covering import covering, values_of
 
     products: dict[tuple[str, ...], list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+        marker = item.get_closest_marker("sampled")
+        if marker and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             if not item.get_closest_marker("skip"):
-                marker = item.get_closest_marker("sampled")
-                whole = [str(item.callspec.params.get(name)) for name in (marker.args if marker else ())]
+                whole = [str(item.callspec.params.get(name)) for name in marker.args]
                 products[(item.nodeid.split("[")[0], *whole)].append(item)
-    not_sampled = pytest.mark.skip(reason="not in the sample; runs with --run-slow (make test-full)")
+    left_out: set[pytest.Item] = set()
     for functions in products.values():
         cases = [
             frozenset().union(*(values_of(name, value) for name, value in function.callspec.params.items()))
             for function in functions
         ]
-        for index in set(range(len(cases))).difference(covering(cases)):
-            functions[index].add_marker(not_sampled)
+        marker = functions[0].get_closest_marker("sampled")
+        pinned = marker.kwargs.get("always", ()) if marker else ()
+        always = [
+            index for index, function in enumerate(functions)
+            if any(values.items() <= function.callspec.params.items() for values in pinned)
+        ]  # fmt: skip
+        chosen = covering(cases, always=always)
+        left_out.update(functions[index] for index in set(range(len(cases))).difference(chosen))
+    return left_out
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.targets import get_target
 from narrowkv.runtime.toolchain import TRITON
 
-pytestmark = pytest.mark.sampled("target")
+pytestmark = pytest.mark.sampled
 
 I32 = torch.int32
 
@@ -38,6 +38,7 @@ def _decode(
     q_dtype: torch.dtype = torch.bfloat16,
     q_len: int = 1,
     key_transform: KeyTransform | None = None,
+    soft_cap: float = 0.0,
 ) -> CompiledArtifact:
     """The attention kernel of the probe's shape, compiled by an ordinary call."""
     pages = 1024 // page_size
@@ -52,7 +53,8 @@ def _decode(
     )
     with compile_for(target) as artifacts:
         q = torch.zeros(4 * q_len, 8 * ratio, head_dim, dtype=q_dtype)
-        paged_decode(q, cache, table, plan=plan_decode(q, cache, table, kernel=kernel))
+        plan = plan_decode(q, cache, table, kernel=kernel)
+        paged_decode(q, cache, table, plan=plan, logits_soft_cap=soft_cap)
     (attention,) = [a for a in artifacts if a.name == _paged_decode_kernel.__name__]
     return attention
 
@@ -73,11 +75,12 @@ def _issue_over_memory(artifact: CompiledArtifact, bytes_per_tile: int) -> float
     return issue / (bytes_per_tile * figures.units * figures.clock_hz / figures.hbm_bytes_per_s)
 
 
+@pytest.mark.parametrize("soft_cap", [0.0, 30.0])
 @pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "fp4_e2m1"])
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-def test_a_key_transform_stays_out_of_the_loop(target: str, fmt: str) -> None:
+def test_a_key_transform_stays_out_of_the_loop(target: str, fmt: str, soft_cap: float) -> None:
     moved = KeyTransform(torch.zeros(8, 128), torch.ones(8, 128))
-    plain, code = (_decode(target, fmt, key_transform=t) for t in (None, moved))
+    plain, code = (_decode(target, fmt, key_transform=t, soft_cap=soft_cap) for t in (None, moved))
     assert code.registers.vgpr_spills == code.registers.scratch_bytes == 0
     assert code.waves_per_simd == plain.waves_per_simd
     assert code.loop.mfma == plain.loop.mfma
@@ -135,66 +138,49 @@ def test_decode_at_ratio_12_is_bound_by_memory_and_uses_native_instructions(
 
 @pytest.mark.codegen_all
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3fn"])
 @pytest.mark.parametrize("ratio", [1, 4, 8, 17])
-def test_other_ratios_and_bf16_neither_spill_nor_use_scratch(target: str, ratio: int) -> None:
-    for fmt in ("bf16", "fp8_e4m3fn"):
-        code = _decode(target, fmt, ratio=ratio)
-        assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0), fmt
+def test_other_ratios_and_bf16_neither_spill_nor_use_scratch(ratio: int, fmt: str, target: str) -> None:
+    code = _decode(target, fmt, ratio=ratio)
+    assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0)
+
+
+SIZES: list[dict[str, Any]] = [
+    {}, {"page_size": 1}, {"ratio": 1}, {"ratio": 17}, {"head_dim": 64}, {"head_dim": 256},
+    {"head_dim": 256, "q_dtype": torch.float16},
+]  # fmt: skip
+SCALES: list[dict[str, Any]] = [
+    {"scale_group": 32}, {"scale_group": 16}, {"scale_group": 16, "scale_format": "e4m3"},
+    {"scale_format": "e4m3"}, {"scale_group": 16, "q_len": 2, "ratio": 8},
+]  # fmt: skip
+FP4 = [
+    *product(("gfx942", "gfx950"), ("decode",), ("fp4_e2m1", K8V4), SIZES + SCALES),
+    *product(("gfx950",), ("native",), ("fp4_e2m1",), SIZES + SCALES[:1] + SCALES[3:4]),
+]
+
+
+@pytest.mark.codegen_all
+@pytest.mark.parametrize(("target", "kernel", "fmt", "case"), FP4, ids=str)
+def test_fp4_neither_spills_nor_uses_scratch(
+    target: str, kernel: str, fmt: str | CacheFormat, case: dict[str, Any]
+) -> None:
+    code = _decode(target, fmt, kernel=kernel, **case)
+    assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0)
+    if "ratio" not in case:
+        assert code.registers.sgpr_spills == 0
 
 
 @pytest.mark.codegen_all
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-@pytest.mark.parametrize("kernel", ["decode", "native"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        {},
-        {"page_size": 1},
-        {"ratio": 1},
-        {"ratio": 17},
-        {"head_dim": 64},
-        {"head_dim": 256},
-        {"scale_group": 32},
-        {"scale_group": 16},
-        {"scale_group": 16, "scale_format": "e4m3"},
-        {"scale_group": 16, "q_len": 2, "ratio": 8},
-        {"scale_format": "e4m3"},
-        {"head_dim": 256, "q_dtype": torch.float16},
-    ],
-    ids=str,
-)
-def test_fp4_neither_spills_nor_uses_scratch(target: str, kernel: str, case: dict[str, Any]) -> None:
-    for fmt in ("fp4_e2m1", K8V4):
-        if kernel == "native" and (fmt == K8V4 or target == "gfx942" or case.get("scale_group") == 16):
-            continue
-        code = _decode(target, fmt, kernel=kernel, **case)
-        assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0), fmt
-        if "ratio" not in case:
-            assert code.registers.sgpr_spills == 0, fmt
-
-
-@pytest.mark.codegen_all
-@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        {},
-        {"page_size": 1},
-        {"ratio": 1},
-        {"ratio": 17},
-        {"head_dim": 64},
-        {"head_dim": 256},
-        {"q_len": 4},
-        {"head_dim": 256, "q_dtype": torch.float16},
-    ],
-    ids=str,
-)
-def test_integers_neither_spill_nor_use_scratch(target: str, case: dict[str, Any]) -> None:
-    for fmt in ("int8", "int4", CacheFormat("int8", "int4")):
-        code = _decode(target, fmt, **case)
-        assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0), fmt
-        if not case:
-            assert code.waves_per_simd == 2, fmt
+@pytest.mark.parametrize("fmt", ["int8", "int4", CacheFormat("int8", "int4")], ids=str)
+@pytest.mark.parametrize("case", [*SIZES, {"q_len": 4}], ids=str)
+def test_integers_neither_spill_nor_use_scratch(
+    case: dict[str, Any], fmt: str | CacheFormat, target: str
+) -> None:
+    code = _decode(target, fmt, **case)
+    assert (code.registers.vgpr_spills, code.registers.scratch_bytes) == (0, 0)
+    if not case:
+        assert code.waves_per_simd == 2
 
 
 @pytest.mark.skipif(

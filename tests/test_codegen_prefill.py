@@ -12,12 +12,13 @@ from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, pref
 from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.attn_prefill.shapes import PrefillConfig
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
+from narrowkv.quant import KeyTransform
 from narrowkv.runtime.launch import compile_for
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.toolchain import TRITON
 from narrowkv.testing.roofline import matrix_share
 
-pytestmark = pytest.mark.sampled("target")
+pytestmark = pytest.mark.sampled
 
 I32 = torch.int32
 TARGETS = ["gfx942", "gfx950"]
@@ -47,6 +48,8 @@ def _compile(
     tokens: int = TOKENS,
     fp8_compute: bool = False,
     rope: bool = False,
+    transform: KeyTransform | None = None,
+    scale_format: str = "e8m0",
 ) -> tuple[PrefillConfig, list[CompiledArtifact]]:
     """The kernels of one call, compiled by an ordinary call."""
     appends = kernel is not None and kernel.startswith("append")
@@ -55,8 +58,8 @@ def _compile(
     )
     length = PREFIX + TOKENS
     pages = -(-length // page_size)
-    cache = PagedKVCache.empty(pages, page_size, 8, head_dim, format=fmt)
-    cache = replace(cache, negative_zero_free=clean)
+    cache = PagedKVCache.empty(pages, page_size, 8, head_dim, format=fmt, scale_format=scale_format)
+    cache = replace(cache, negative_zero_free=clean, key_transform=transform)
     lens = {"cached_lens": PREFIX} if appends else {"seq_lens": length}
     table = PageTable.from_block_table(
         torch.arange(pages, dtype=I32)[None],
@@ -342,33 +345,39 @@ def test_an_append_in_two_launches_neither_spills_nor_uses_scratch(name: str, ta
     _assert_clean(artifacts)
 
 
-@pytest.mark.codegen_all
 @both_targets
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 192, 256])
-def test_other_head_dims_neither_spill_nor_use_scratch(target: str, head_dim: int) -> None:
-    for kernel in ("dense", "fused"):
-        _, artifacts = _compile(target, "fp8_e4m3fn", kernel, head_dim=head_dim)
-        _assert_clean(artifacts)
+@pytest.mark.parametrize("scale_format", ["e8m0", "e4m3"])
+@pytest.mark.parametrize("kernel", ["append fused", "append then attend"])
+def test_an_append_that_transforms_keys_neither_spills_nor_uses_scratch(
+    kernel: str, scale_format: str, target: str
+) -> None:
+    moved = KeyTransform(torch.zeros(8, 128), torch.ones(8, 128))
+    _, artifacts = _compile(
+        target, "fp4_e2m1", kernel, tokens=128, rope=True, transform=moved, scale_format=scale_format
+    )
+    assert artifacts[0].name == "_transform_queries_kernel"
+    _assert_clean(artifacts)
 
 
 @pytest.mark.codegen_all
 @both_targets
+@pytest.mark.parametrize("kernel", ["dense", "fused"])
+@pytest.mark.parametrize("sizes", [*({"head_dim": n} for n in (64, 80, 96, 192, 256)),
+                                   *({"page_size": n} for n in (1, 3, 64))], ids=str)  # fmt: skip
+def test_other_sizes_neither_spill_nor_use_scratch(sizes: dict[str, int], kernel: str, target: str) -> None:
+    _, artifacts = _compile(target, "fp8_e4m3fn", kernel, **sizes)  # type: ignore[arg-type]
+    _assert_clean(artifacts)
+
+
+@pytest.mark.codegen_all
+@both_targets
+@pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "bf16"])
 @pytest.mark.parametrize(("ratio", "tokens"), [(1, 1024), (4, 200), (12, 1), (12, 3)])
 def test_other_ratios_and_short_chunks_neither_spill_nor_use_scratch(
-    target: str, ratio: int, tokens: int
+    ratio: int, tokens: int, fmt: str, target: str
 ) -> None:
-    for fmt in ("fp8_e4m3fn", "bf16"):
-        _, artifacts = _compile(target, fmt, "fused", ratio=ratio, tokens=tokens)
-        _assert_clean(artifacts)
-
-
-@pytest.mark.codegen_all
-@both_targets
-@pytest.mark.parametrize("page_size", [1, 3, 64])
-def test_other_page_sizes_neither_spill_nor_use_scratch(target: str, page_size: int) -> None:
-    for kernel in ("dense", "fused"):
-        _, artifacts = _compile(target, "fp8_e4m3fn", kernel, page_size=page_size)
-        _assert_clean(artifacts)
+    _, artifacts = _compile(target, fmt, "fused", ratio=ratio, tokens=tokens)
+    _assert_clean(artifacts)
 
 
 @both_targets

@@ -14,7 +14,9 @@ from narrowkv.paged_cache import CacheFormat
 from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.runtime.toolchain import TRITON
 
-pytestmark = pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
+pytestmark = [
+    pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper"), pytest.mark.sampled
+]  # fmt: skip
 
 
 def _stale_addresses(code: str) -> list[str]:

@@ -18,7 +18,8 @@ from narrowkv.attn_prefill import (
 )
 from narrowkv.attn_prefill.cases import PrefillCase, PrefillInputs
 from narrowkv.paged_cache import CacheFormat
-from narrowkv.paged_cache.cases import differing_bytes
+from narrowkv.paged_cache.cases import copy_cache, differing_bytes
+from narrowkv.quant import KeyTransform
 from narrowkv.runtime.launch import executing
 from narrowkv.runtime.toolchain import TRITON
 from narrowkv.testing.emulation import EmulateExecutor
@@ -235,6 +236,29 @@ def test_append_machine_code_attends_and_stores_byte_for_byte(name: str, target:
     )
     assert _error(o, expected) <= 0.002
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+    assert not differing_bytes(cache, wanted)
+
+
+@both_targets
+@pytest.mark.parametrize("kernel", ["fused", "append_then_attend"])
+def test_an_append_to_transformed_keys_in_machine_code(kernel: str, target: str) -> None:
+    """An offset, a balance, a rotation, and ahead of them RoPE; a soft cap sees the offset."""
+    case = A(format=K8V4, scale_format="e4m3", rope="neox", **SMALL)
+    q, k_new, v_new, cache, table, starts, rope = case.build_append()
+    random = torch.Generator().manual_seed(1)
+    offset, factor = (torch.randn(1, case.head_dim, generator=random) for _ in range(2))
+    cache = replace(cache, key_transform=KeyTransform(offset, (0.3 * factor).exp()))
+    wanted, exactly = copy_cache(cache), copy_cache(cache)
+    options: dict[str, Any] = {"rope": rope, "logits_soft_cap": 3.0, "return_lse": True}
+    with executing(EmulateExecutor(target, detect_hazards=True)):
+        plan = plan_append(q, cache, table, starts, kernel=kernel)
+        o, lse = prefill_append(q, k_new, v_new, cache, table, starts, plan=plan, **options)
+    expected, _ = prefill_append_reference(q, k_new, v_new, wanted, table, starts, **options)
+    exact, exact_lse = prefill_append_reference(
+        q.float(), k_new.float(), v_new.float(), exactly, table, starts, **options
+    )
+    assert _error(o, exact) <= _error(expected, exact) + 0.002
+    torch.testing.assert_close(lse, exact_lse, rtol=0, atol=5e-3)
     assert not differing_bytes(cache, wanted)
 
 

@@ -11,7 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -136,11 +136,14 @@ class Import:
 
 @dataclass(frozen=True)
 class Source:
-    """A parsed file of one project."""
+    """A file of one project."""
 
     project: str
     path: Path
-    tree: ast.Module
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.path.read_text(), filename=str(self.path))
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -174,7 +177,7 @@ class Source:
 @cache
 def sources(*folders: str) -> list[Source]:
     return [
-        Source(name, path, ast.parse(path.read_text(), filename=str(path)))
+        Source(name, path)
         for name, project in sorted(PROJECTS.items())
         for folder in folders
         for path in sorted((project / folder).rglob("*.py"))
@@ -386,7 +389,9 @@ def test_the_search_for_environment_variables_sees_every_spelling(text, found):
     tree = ast.parse(text)
     own = next(iter(PROJECTS))
     path = PROJECTS[own] / "src" / "narrowkv" / own / "made_up.py"
-    assert [name for _, name in environment_uses(Source(own, path, tree))] == found
+    source = Source(own, path)
+    vars(source)["tree"] = tree
+    assert [name for _, name in environment_uses(source)] == found
 
 
 def test_public_functions_take_at_most_fourteen_arguments():

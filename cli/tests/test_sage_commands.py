@@ -123,6 +123,8 @@ def test_inspect_shows_every_shipped_configuration(monkeypatch: pytest.MonkeyPat
         ["bench", "sage", "--qk", "int2"],
         ["bench", "sage", "--granularity", "per_row"],
         ["bench", "sage", "--context", "many"],
+        ["bench", "sparse", "--mode", "best"],
+        ["bench", "sparse", "--tokens", "0"],
         ["validate", "sage", "--case", "tokens=3"],
         ["validate", "sausage"],
         ["inspect", "sausage"],

@@ -4,47 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from narrowkv.cli.app import app
-from narrowkv.sparse_fp8.cases import SparseCall
 from narrowkv.testing import samples
 from narrowkv.testing.contracts import CONTRACT_SETS, SPARSE_DECODE, SPARSE_FP8
 from narrowkv.testing.probing import PASS, Task, run_task
 from narrowkv.testing.samples import Launch, sample
 
 run = CliRunner().invoke
-FEW = ["--case", "lens=20+3", "--case", "mode=16bit,layout=bf16,lens=9"]
 SET = CONTRACT_SETS["dsv4-sparse"]
-
-
-def test_validate_passes_and_says_what_it_ran() -> None:
-    result = run(app, ["validate", "sparse", "--on", "cpu", "--jobs", "1", "--json", *FEW])
-    assert result.exit_code == 0, result.stderr
-    document = json.loads(result.stdout)
-    assert document["planned"] == document["passed"] == 2
-    assert "sparse_prefill" in document["operation"]
-    assert document["bounds"]["relative_l1"] == 0.004
-    assert "2 of 2 cases pass" in result.stderr
-
-
-def test_a_wrong_kernel_ends_with_1_and_a_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = SparseCall.call
-
-    def wrong(self: SparseCall, **options: Any) -> Any:
-        o, lse = right(self, **options)
-        return (o * 1.02 if self.case.mode == "fused" else o), lse
-
-    monkeypatch.setattr(SparseCall, "call", wrong)
-    result = run(app, ["validate", "sparse", "--on", "cpu", "--jobs", "1", *FEW])
-    assert result.exit_code == 1
-    (line,) = [line.strip() for line in result.stdout.splitlines() if "--case lens=20+3" in line]
-    assert line.startswith("narrowkv validate sparse ")
-    monkeypatch.undo()
-    assert run(app, line.split()[1:]).exit_code == 0
 
 
 def test_an_operation_that_is_none_ends_with_2() -> None:
@@ -101,8 +72,3 @@ def test_inspect_shows_registers_and_matrix_instructions() -> None:
     assert kernel["spills"] == kernel["scratch_bytes"] == 0
     assert kernel["mfma"]
     assert all("f16" in name for name in kernel["mfma"])
-
-
-def test_bench_refuses_an_unknown_mode() -> None:
-    assert run(app, ["bench", "sparse", "--mode", "best"]).exit_code == 2
-    assert run(app, ["bench", "sparse", "--tokens", "0"]).exit_code == 2

@@ -8,52 +8,104 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from narrowkv.attn_decode.cases import DecodeInputs
+from narrowkv.attn_prefill.cases import PrefillInputs
 from narrowkv.cli import validate
 from narrowkv.cli.app import app
 from narrowkv.runtime.cases import Case, parse_case
+from narrowkv.sparse_fp8.cases import SparseCall
 from narrowkv.testing import emulation
 from narrowkv.testing.checking import CaseResult
 from narrowkv.testing.kinds import DECODE
 
 run = CliRunner().invoke
-FEW = ["--case", "lens=20+3,ratio=3,head_dim=64", "--case", "lens=9,format=bf16,q=fp16,head_dim=64,q_len=2"]
 
 
-def test_cases_that_pass_end_with_0_and_are_all_in_the_document() -> None:
-    result = run(app, ["validate", "--on", "cpu", "--json", *FEW])
+@dataclass(frozen=True)
+class Operation:
+    """What `validate` is asked about one operation.
+
+    Attributes:
+        inputs: the class that makes the call.
+        is_first: whether its inputs are those of the first case.
+        lines: the cases.
+        says: a word of the report.
+        bounds: of each case's error.
+    """
+
+    inputs: type[Any]
+    is_first: Callable[[Any], bool]
+    lines: tuple[str, ...]
+    says: str
+    bounds: tuple[float, ...]
+
+
+OPERATIONS = {
+    "decode": Operation(
+        DecodeInputs, lambda inputs: inputs.table.batch_size == 2,
+        ("lens=20+3,ratio=3,head_dim=64", "lens=9,format=bf16,q=fp16,head_dim=64,q_len=2"),
+        "paged_decode", (0.002, 0.002),
+    ),
+    "prefill": Operation(
+        PrefillInputs, lambda inputs: not inputs.case.appends,
+        ("lens=20,q_lens=3", "operation=append,q_lens=3+9,lens=20+30,format=fp4_e2m1", "q=fp8_e4m3fn"),
+        "prefill_append", (0.002, 0.002, 0.02),
+    ),
+    "sparse": Operation(
+        SparseCall, lambda inputs: inputs.case.mode == "fused",
+        ("lens=20+3", "mode=16bit,layout=bf16,lens=9"), "sparse_prefill", (0.004, 0.004),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_cases_that_pass_end_with_0_and_are_all_in_the_document(operation: str) -> None:
+    asked = OPERATIONS[operation]
+    cases = [word for line in asked.lines for word in ("--case", line)]
+    result = run(app, ["validate", operation, "--on", "cpu", "--jobs", "1", "--json", *cases])
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
-    assert document["planned"] == document["passed"] == len(document["cases"]) == 2
-    for case in document["cases"]:
+    assert document["planned"] == document["passed"] == len(document["cases"]) == len(asked.lines)
+    assert asked.says in document["operation"]
+    assert document["bounds"]["relative_l1"] == asked.bounds[0]
+    for case, bound in zip(document["cases"], asked.bounds, strict=True):
         assert case["passed"]
-        assert 0 < case["error"]["relative_l1"] <= document["bounds"]["relative_l1"] == 0.002
-    assert "2 of 2 cases pass" in result.stderr
+        assert case["bound"] == bound
+        assert 0 < case["error"]["relative_l1"] <= bound
+    assert f"{len(asked.lines)} of {len(asked.lines)} cases pass" in result.stderr
 
 
-def test_a_wrong_kernel_ends_with_1_and_a_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = DecodeInputs.call
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_wrong_kernel_ends_with_1_and_a_command_that_repeats_it(
+    operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = OPERATIONS[operation]
+    first, second = asked.lines[:2]
+    right = asked.inputs.call
 
-    def wrong(self: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse = right(self)
-        return (o * 1.02 if self.table.batch_size == 2 else o), lse
+    def wrong(self: Any, **options: Any) -> Any:
+        o, lse = right(self, **options)
+        return (o * 1.02 if asked.is_first(self) else o), lse
 
-    monkeypatch.setattr(DecodeInputs, "call", wrong)
-    result = run(app, ["validate", "--on", "cpu", "--jobs", "1", *FEW])
+    monkeypatch.setattr(asked.inputs, "call", wrong)
+    options = ["validate", operation, "--on", "cpu", "--jobs", "1"]
+    result = run(app, [*options, "--case", first, "--case", second])
     assert result.exit_code == 1
     assert "1 of 2 cases pass" in result.stdout
-    (line,) = [line.strip() for line in result.stdout.splitlines() if "--case lens=20+3" in line]
-    assert line.startswith("narrowkv validate ")
-    again = run(app, [*line.split()[1:], "--jobs", "1"])
-    assert again.exit_code == 1
+    (line,) = [line.strip() for line in result.stdout.splitlines() if line.strip().startswith("narrowkv ")]
+    again = [*line.split()[1:], "--jobs", "1"]
+    assert run(app, again).exit_code == 1
     monkeypatch.undo()
-    assert run(app, line.split()[1:]).exit_code == 0
+    assert run(app, again).exit_code == 0
 
 
 def test_a_case_that_raises_is_a_failure_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +113,9 @@ def test_a_case_that_raises_is_a_failure_with_its_words(monkeypatch: pytest.Monk
         raise RuntimeError("the kernel fell over\nat some length")
 
     monkeypatch.setattr(DecodeInputs, "call", broken)
-    result = run(app, ["validate", "--on", "cpu", "--jobs", "1", "--json", *FEW[:2]])
+    result = run(
+        app, ["validate", "--on", "cpu", "--jobs", "1", "--json", "--case", OPERATIONS["decode"].lines[0]]
+    )
     assert result.exit_code == 1
     (case,) = json.loads(result.stdout)["cases"]
     assert case["detail"] == "RuntimeError: the kernel fell over"

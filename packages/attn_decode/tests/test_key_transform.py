@@ -164,10 +164,36 @@ def test_states_of_caches_with_other_offsets_merge(device: str) -> None:
     assert relative_l1(o, wanted) <= BOUND
 
 
-def test_an_offset_refuses_a_soft_cap_and_a_second_offset(device: str) -> None:
-    q, cache, table = _call(64, F8, _transform(64, device, *ALL), device)
-    with pytest.raises(ValueError, match="calibrate with offset=False"):
-        paged_decode(q, cache, table, logits_soft_cap=30.0)
+@pytest.mark.parametrize("q_len", [1, 2])
+@pytest.mark.parametrize("fmt", [F8, F4])
+def test_a_soft_cap_sees_the_logits_of_the_keys_before_they_lost_their_offset(
+    fmt: str, q_len: int, device: str
+) -> None:
+    transform = _transform(64, device, *ALL)
+    scales: dict[str, Any] = {"scale_format": "e4m3"} if fmt == F4 else {}
+    q, cache, table = _call(64, fmt, transform, device, lens=(37, 5), q_len=q_len, **scales)
+    sinks = torch.linspace(-2.0, 2.0, HEADS * RATIO, device=device)
+    options: dict[str, Any] = {"logits_soft_cap": 3.0, "return_lse": True}
+    o, lse = paged_decode(q, cache, table, sinks=sinks, out_dtype=torch.float32, **options)
+    wanted, wanted_lse = paged_decode_reference(q, cache, table, sinks=sinks, **options)
+    assert relative_l1(o, wanted) <= BOUND
+    torch.testing.assert_close(lse, wanted_lse, rtol=0, atol=1e-3)
+    # The reference itself is right: keys as they were before append took them.
+    assert transform.balance is not None
+    assert transform.offset is not None
+    keys = hadamard(cache.gather(table, 0)[0]) * transform.balance + transform.offset
+    rows = q[:q_len].float().view(q_len, HEADS, RATIO, 64)
+    s = 3.0 * torch.tanh(torch.einsum("qhrd,khd->qhrk", rows, keys) * 64**-0.5 / 3.0)
+    s = torch.stack([s[i, ..., : 37 - q_len + 1 + i].logsumexp(-1) for i in range(q_len)])
+    torch.testing.assert_close(wanted_lse[:q_len], s.flatten(1), rtol=0, atol=1e-3)
+    # A cap of the stored keys' logits would be another function.
+    assert float((lse_correction(q, transform.offset, 64**-0.5)).abs().max()) > 3.0
+    without = replace(cache, key_transform=replace(transform, offset=None))
+    assert relative_l1(paged_decode(q, without, table, logits_soft_cap=3.0), wanted) > 0.05
+
+
+def test_an_offset_refuses_a_second_one(device: str) -> None:
+    _, cache, _ = _call(64, F8, _transform(64, device, *ALL), device)
     k = torch.zeros(1, HEADS, 64, device=device)
     with pytest.raises(ValueError, match="k_offset must be None"):
         append(cache, k, k, torch.zeros(1, dtype=torch.int32, device=device), k_offset=k[0].contiguous())

@@ -6,19 +6,17 @@ On a CPU every address that a kernel reads or writes is compared with the tensor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from triton._C.libtriton import interpreter
 
-from narrowkv.attn_decode import DecodePlan, paged_decode, paged_decode_reference, plan_decode
+from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_decode
 from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.runtime.launch import Workspace
+from narrowkv.runtime.launch import executing
+from narrowkv.testing.memory_guards import CheckedInterpreter
 
 I32, I64 = torch.int32, torch.int64
 LENS = (70, 5, 33)
@@ -26,54 +24,10 @@ SMALL = DecodeCase.small(lens=LENS, num_kv_heads=1, gqa_ratio=2)
 PLANS: list[dict[str, Any]] = [{"split": "none"}, {"split": "uniform"}, {"split": "even"}]
 
 
-class Watch:
-    """Refuses every read and write of a kernel outside of the tensors that it was given."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._ranges: list[tuple[int, int]] = []
-        for name in ("load", "store", "atomic_rmw"):
-            monkeypatch.setattr(interpreter, name, self._watching(getattr(interpreter, name), name))
-
-    def allow(self, *objects: Any) -> None:
-        """Adds what these tensors, caches, tables and plans span."""
-        for value in objects:
-            if isinstance(value, torch.Tensor):
-                span = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) + 1
-                begin = value.data_ptr()
-                if value.numel():
-                    self._ranges.append((begin, begin + span * value.element_size()))
-            elif isinstance(value, Workspace):
-                self.allow(value.carve([((value.num_bytes,), torch.uint8)]), value.counters(64))
-            elif isinstance(value, (PagedKVCache, PageTable, DecodePlan)):
-                self.allow(*vars(value).values())
-            elif isinstance(value, tuple):
-                self.allow(*value)
-
-    def _watching(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def watched(*arguments: Any) -> Any:
-            arguments_of = arguments[1:] if name == "atomic_rmw" else arguments
-            pointers, mask = arguments_of[0], arguments_of[1 if name == "load" else 2]
-            used = np.asarray(pointers).astype(np.int64)[np.asarray(mask, dtype=bool)]
-            inside = np.zeros(used.shape, dtype=bool)
-            for begin, end in self._ranges:
-                inside |= (used >= begin) & (used < end)
-            if not inside.all():
-                raise AssertionError(f"{name} of {int((~inside).sum())} addresses outside of the tensors")
-            return call(*arguments)
-
-        return watched
-
-
-@pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    return Watch(monkeypatch)
-
-
 def _call(
     q: torch.Tensor,
     cache: PagedKVCache,
     table: PageTable,
-    watch: Watch,
     plan: dict[str, Any],
     in_launch: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,8 +35,8 @@ def _call(
     made = replace(made, config=replace(made.config, merge_in_launch=in_launch))
     out = torch.full(q.shape, math.nan, dtype=q.dtype)
     lse = torch.full(q.shape[:2], math.nan)
-    watch.allow(q, cache, table, made, out, lse)
-    paged_decode(q, cache, table, out=out, lse=lse, return_lse=True, plan=made)
+    with executing(CheckedInterpreter()):
+        paged_decode(q, cache, table, out=out, lse=lse, return_lse=True, plan=made)
     return out, lse
 
 
@@ -103,7 +57,7 @@ LENGTHS = {
 )
 @pytest.mark.parametrize("fault", LENGTHS)
 def test_a_wrong_length_is_clamped_and_the_other_sequences_keep_their_results(
-    fault: str, plan: dict[str, Any], in_launch: bool, watch: Watch
+    fault: str, plan: dict[str, Any], in_launch: bool
 ) -> None:
     wrong, meant = LENGTHS[fault]
     q, cache, table = replace(SMALL, clean=True).build()
@@ -112,11 +66,11 @@ def test_a_wrong_length_is_clamped_and_the_other_sequences_keep_their_results(
         q, cache, PageTable.from_block_table(ids, torch.tensor([70, meant, 33], dtype=I32), page_size=16)
     )
     bad = PageTable.from_block_table(ids, torch.tensor([70, wrong, 33], dtype=I32), page_size=16)
-    o, _ = _call(q, cache, bad, watch, plan, in_launch)
+    o, _ = _call(q, cache, bad, plan, in_launch)
     torch.testing.assert_close(o.float(), expected, rtol=0.02, atol=0.01)
 
 
-def test_a_negative_length_takes_no_programs_from_other_sequences(watch: Watch) -> None:
+def test_a_negative_length_takes_no_programs_from_other_sequences() -> None:
     """A negative number of tiles would make the even share of all tiles too small for the launch."""
     q, cache, table = replace(SMALL, lens=(2600, 5, 2600), clean=True).build()
     assert table.seq_lens is not None
@@ -127,18 +81,18 @@ def test_a_negative_length_takes_no_programs_from_other_sequences(watch: Watch) 
     lens = lens.clone()
     lens[1] = -(2**31)
     bad = PageTable.from_block_table(ids, lens, page_size=16)
-    o, _ = _call(q, cache, bad, watch, {"split": "even"})
+    o, _ = _call(q, cache, bad, {"split": "even"})
     torch.testing.assert_close(o.float(), expected, rtol=0.02, atol=0.01)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("page", [-1, -(2**31), -12345, 7, 54321, 2**30 + 54321, 2**31 - 1])
-def test_a_page_id_out_of_range_is_never_followed(page: int, plan: dict[str, Any], watch: Watch) -> None:
+def test_a_page_id_out_of_range_is_never_followed(page: int, plan: dict[str, Any]) -> None:
     q, cache, table = replace(SMALL, granularity="token_head", lens=(64, 5, 2)).build()
     page = max(page, cache.num_pages) if page == 7 else page
-    expected, _ = _call(q, cache, table, watch, plan)
+    expected, _ = _call(q, cache, table, plan)
     table.page_ids[1, 0] = page
-    o, _ = _call(q, cache, table, watch, plan)
+    o, _ = _call(q, cache, table, plan)
     assert torch.equal(o[[0, 2]], expected[[0, 2]])
 
 
@@ -154,21 +108,19 @@ INDPTRS = {
 @pytest.mark.parametrize("granularity", ["float", "token_head"])
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("fault", INDPTRS)
-def test_an_indptr_beyond_the_page_ids_is_clamped(
-    fault: str, plan: dict[str, Any], granularity: str, watch: Watch
-) -> None:
+def test_an_indptr_beyond_the_page_ids_is_clamped(fault: str, plan: dict[str, Any], granularity: str) -> None:
     q, cache, table = replace(SMALL, ragged=True, clean=True, granularity=granularity).build()
     table.page_ids.clamp_(0, cache.num_pages - 1)
     wrong = torch.tensor(INDPTRS[fault], dtype=I32)
     # Descales of a key are read ahead of the keys, of an empty sequence at the end of the page ids too.
     right = replace(table, kv_indptr=wrong.clamp(0, table.page_ids.shape[0]))
     expected = paged_decode_reference(q, cache, right)
-    o, _ = _call(q, cache, replace(table, kv_indptr=wrong), watch, plan)
+    o, _ = _call(q, cache, replace(table, kv_indptr=wrong), plan)
     torch.testing.assert_close(o.float(), expected, rtol=0.02, atol=0.01)
 
 
 @pytest.mark.parametrize("last", [-(2**31), -1, 0, 17, 2**31 - 1])
-def test_a_wrong_length_of_a_last_page_is_clamped(last: int, watch: Watch) -> None:
+def test_a_wrong_length_of_a_last_page_is_clamped(last: int) -> None:
     q, cache, table = replace(SMALL, ragged=True, clean=True).build()
     assert table.kv_last_page_len is not None
     lens = table.kv_last_page_len.clone()
@@ -176,27 +128,27 @@ def test_a_wrong_length_of_a_last_page_is_clamped(last: int, watch: Watch) -> No
     expected = paged_decode_reference(q, cache, replace(table, kv_last_page_len=lens))
     lens = lens.clone()
     lens[0] = last
-    o, _ = _call(q, cache, replace(table, kv_last_page_len=lens), watch, {"split": "even"})
+    o, _ = _call(q, cache, replace(table, kv_last_page_len=lens), {"split": "even"})
     torch.testing.assert_close(o.float(), expected, rtol=0.02, atol=0.01)
 
 
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("granularity", ["float", "page_head", "token_head"])
-def test_a_cache_without_pages_is_not_read(ragged: bool, granularity: str, watch: Watch) -> None:
+def test_a_cache_without_pages_is_not_read(ragged: bool, granularity: str) -> None:
     q, cache, table = replace(SMALL, ragged=ragged, granularity=granularity).build()
     descales = {name: getattr(cache, name) for name in ("k_descale", "v_descale")}
     if granularity != "float":
         descales = {name: value[:0] for name, value in descales.items()}
     none = replace(cache, k=cache.k[:0], v=cache.v[:0], num_pages=0, **descales)
-    o, lse = _call(q, none, table, watch, {"split": "even"})
+    o, lse = _call(q, none, table, {"split": "even"})
     assert bool((o == 0).all())
     assert bool((lse == -math.inf).all())
 
 
-def test_a_table_without_page_ids_is_of_empty_sequences(watch: Watch) -> None:
+def test_a_table_without_page_ids_is_of_empty_sequences() -> None:
     q, cache, table = SMALL.build()
     narrow = replace(table, page_ids=table.page_ids[:, :0])
-    o, lse = _call(q, cache, narrow, watch, {"split": "none"})
+    o, lse = _call(q, cache, narrow, {"split": "none"})
     assert bool((o == 0).all())
     assert bool((lse == -math.inf).all())
 
@@ -213,10 +165,10 @@ def _spread(tensor: torch.Tensor, dtype: torch.dtype, *steps: int) -> torch.Tens
 @pytest.mark.parametrize("dtype", [I32, I64])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_strided_tables_and_lengths_of_either_integer_are_read_as_they_are(
-    ragged: bool, dtype: torch.dtype, watch: Watch
+    ragged: bool, dtype: torch.dtype
 ) -> None:
     q, cache, table = replace(SMALL, ragged=ragged, page_size=1, layout="tokens").build()
-    expected, _ = _call(q, cache, table, watch, {"split": "even"})
+    expected, _ = _call(q, cache, table, {"split": "even"})
     if ragged:
         assert table.kv_indptr is not None
         assert table.kv_last_page_len is not None
@@ -231,14 +183,12 @@ def test_strided_tables_and_lengths_of_either_integer_are_read_as_they_are(
         strided = PageTable.from_block_table(
             _spread(table.page_ids, dtype, 2, 3), _spread(table.seq_lens, dtype, 2), page_size=1
         )
-    o, _ = _call(q, cache, strided, watch, {"split": "even"})
+    o, _ = _call(q, cache, strided, {"split": "even"})
     assert torch.equal(o, expected)
 
 
 @pytest.mark.parametrize("wrong", [-(2**40), 2**32 + 5, 2**62])
-def test_64_bit_lengths_and_page_ids_are_clamped_before_they_are_cut_to_32_bits(
-    wrong: int, watch: Watch
-) -> None:
+def test_64_bit_lengths_and_page_ids_are_clamped_before_they_are_cut_to_32_bits(wrong: int) -> None:
     q, cache, table = replace(SMALL, clean=True).build()
     assert table.seq_lens is not None
     ids, lens = table.page_ids.long(), table.seq_lens.long()
@@ -247,5 +197,5 @@ def test_64_bit_lengths_and_page_ids_are_clamped_before_they_are_cut_to_32_bits(
     meant = PageTable.from_block_table(
         ids.clamp(0, cache.num_pages - 1), lens.clamp(0, table.capacity), page_size=16
     )
-    o, _ = _call(q, cache, PageTable.from_block_table(ids, lens, page_size=16), watch, PLANS[2])
+    o, _ = _call(q, cache, PageTable.from_block_table(ids, lens, page_size=16), PLANS[2])
     torch.testing.assert_close(o.float(), paged_decode_reference(q, cache, meant), rtol=0.02, atol=0.01)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +15,8 @@ from narrowkv.attn_decode import DecodePlan, DecodeShape, paged_decode, paged_de
 from narrowkv.attn_decode.cases import DecodeCase
 from narrowkv.attn_decode.kernels import _merge_splits_kernel, _paged_decode_kernel
 from narrowkv.paged_cache import PagedKVCache, PageTable
-from narrowkv.runtime.launch import LaunchOptions, Workspace, compile_for, executing, run_as
-from narrowkv.runtime.targets import Target, get_target
+from narrowkv.runtime.launch import Workspace, executing, run_as
+from narrowkv.testing.calls import LaunchRecorder, functions_entered
 
 I32 = torch.int32
 W = DecodeCase.small
@@ -108,7 +106,7 @@ def test_capture_sizes_of_a_large_model_need_one_small_workspace() -> None:
         batch=512, q_len=1, num_qo_heads=96, num_kv_heads=8, head_dim=128, page_size=16, capacity=131072
     )
     for target in ("sm90", "gfx942", "gfx950"):
-        with executing(_Recorder(get_target(target))):
+        with executing(LaunchRecorder(target)):
             plan = plan_decode(shape, "fp8_e4m3fn", device="cpu")
         assert 0 < plan.workspace_bytes() <= 70 * 2**20, target
 
@@ -129,29 +127,6 @@ def test_plans_and_their_copies_are_equal_only_to_themselves() -> None:
 # ---------------------------------------------------------------------------- kernels and host work
 
 
-class _Recorder:
-    """Counts launches and runs none."""
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self.launches: list[tuple[Any, tuple[int, ...], tuple[Any, ...]]] = []
-
-    def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        args: tuple[Any, ...],
-        constexprs: dict[str, Any],
-        options: LaunchOptions,
-    ) -> None:
-        self.launches.append((kernel, grid, args))
-
-
-def test_kernels_have_at_most_thirty_parameters() -> None:
-    for kernel in (_paged_decode_kernel, _merge_splits_kernel):
-        assert len(kernel.arg_names) <= 30
-
-
 @pytest.mark.parametrize("target", ["sm90", "gfx942", "gfx950"])
 @pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "bf16", "fp4_e2m1"])
 @pytest.mark.parametrize("capacity", [64, 2048, 131072])
@@ -160,7 +135,7 @@ def test_a_model_reaches_at_most_eight_kernels(capacity: int, fmt: str, target: 
         batch=512, q_len=1, num_qo_heads=96, num_kv_heads=8, head_dim=128, page_size=16, capacity=capacity
     )
     cache = PagedKVCache.empty(1, 16, 8, 128, format=fmt)
-    with executing(_Recorder(get_target(target))):
+    with executing(LaunchRecorder(target)):
         plan = plan_decode(shape, fmt, device="cpu")
         found = plan.kernels(cache, return_lse=True)
     assert 1 <= len(found) <= 8
@@ -171,13 +146,7 @@ def test_a_model_reaches_at_most_eight_kernels(capacity: int, fmt: str, target: 
 
 
 def test_every_launch_is_one_that_the_plan_lists() -> None:
-    recorder = _Recorder(get_target("sm90"))
-    seen: list[Any] = []
-
-    def launch(kernel: Any, grid: Any, args: Any, constexprs: dict[str, Any], options: Any) -> None:
-        seen.append((kernel, tuple(constexprs.values()), options))
-
-    recorder.launch = launch  # type: ignore[method-assign]
+    recorder = LaunchRecorder("sm90")
     cache = PagedKVCache.empty(8, 16, 2, 64, format="fp8_e4m3fn")
     shape = DecodeShape(
         batch=64, q_len=1, num_qo_heads=24, num_kv_heads=2, head_dim=64, page_size=16, capacity=65536
@@ -190,43 +159,14 @@ def test_every_launch_is_one_that_the_plan_lists() -> None:
                 torch.zeros(batch, 1 + batch % 7, dtype=I32), torch.zeros(batch, dtype=I32), page_size=16
             )
             plan.run(torch.zeros(batch, 24, 64, dtype=torch.bfloat16), cache, table)
-    assert set(seen) == listed
-
-
-@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-def test_random_batches_widths_and_offsets_compile_nothing_anew(target: str) -> None:
-    cache = PagedKVCache.empty(8, 16, 1, 64, format="fp8_e4m3fn")
-    shape = DecodeShape(
-        batch=600, q_len=1, num_qo_heads=2, num_kv_heads=1, head_dim=64, page_size=16, capacity=4096
-    )
-    table = torch.zeros(600, 700, dtype=I32)
-    lens = torch.zeros(600, dtype=I32)
-    codes = set()
-    with compile_for(target) as artifacts:
-        plan = plan_decode(shape, "fp8_e4m3fn", device="cpu")
-        # Batch and width of 1 and multiples of 16, of which the compiler would make kernels of their own.
-        for first, batch, width in (
-            (0, 1, 1),
-            (1, 16, 16),
-            (2, 7, 13),
-            (3, 600 - 3, 700),
-            (4, 256, 256),
-            (0, 33, 1),
-        ):
-            part = PageTable.from_block_table(
-                table[first : first + batch, :width], lens[first : first + batch], page_size=16
-            )
-            plan.run(torch.zeros(batch, 2, 64, dtype=torch.bfloat16), cache, part)
-        codes = {artifact.assembly for artifact in artifacts}
-        assert len(artifacts) >= 6
-        assert len(codes) <= len(plan.kernels(cache))
+    assert {launch.specialisation for launch in recorder.launches} == listed
 
 
 def test_grids_stay_within_what_targets_take() -> None:
     """128 sequences of 131072 tokens in splits of 256 once had more programs in y than a device takes."""
     cache = PagedKVCache.empty(1, 16, 1, 64, format="fp8_e4m3fn")
     for target in ("sm90", "gfx942"):
-        recorder = _Recorder(get_target(target))
+        recorder = LaunchRecorder(target)
         with executing(recorder):
             for batch, options in (
                 (128, {"tokens_per_split": 256}),
@@ -244,12 +184,12 @@ def test_grids_stay_within_what_targets_take() -> None:
                     torch.zeros(batch, dtype=I32),
                     page_size=16,
                 )
-                recorder.launches.clear()
+                recorder.clear()
                 plan.run(torch.zeros(batch, 1, 64, dtype=torch.bfloat16), cache, table)
                 assert recorder.launches
-                for _, grid, _ in recorder.launches:
-                    assert all(extent <= 65535 for extent in grid[1:])
-                    assert grid[0] < 2**31
+                for launch in recorder.launches:
+                    assert all(extent <= 65535 for extent in launch.grid[1:])
+                    assert launch.grid[0] < 2**31
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -259,7 +199,7 @@ def test_a_planned_call_enters_few_python_functions(given: bool) -> None:
     lens = torch.zeros(4, dtype=I32)
     ids = torch.zeros(4, 8, dtype=I32)
     results = {"out": torch.empty_like(q), "lse": torch.empty(4, 2)} if given else {}
-    recorder = _Recorder(get_target("gfx942"))
+    recorder = LaunchRecorder("gfx942")
     with executing(recorder):
         plan = plan_decode(SHAPE, "fp8_e4m3fn", device="cpu")
 
@@ -268,28 +208,9 @@ def test_a_planned_call_enters_few_python_functions(given: bool) -> None:
         def call() -> None:
             paged_decode(q, cache, table, plan=plan, **results)  # type: ignore[arg-type]
 
-        call()
-        recorder.launches.clear()
-        entered = _entered(call)
-    assert len(recorder.launches) == 2  # attention and the merging of splits
+        entered = functions_entered(call)
+    assert len(recorder.launches) == 2 * 2  # attention and the merging of splits
     assert len(entered) <= 6, entered
-
-
-def _entered(call: Callable[[], None]) -> list[str]:
-    """Names of the Python functions that a call enters, those of the test and of the launch path apart."""
-    names: list[str] = []
-
-    def profile(frame: Any, event: str, argument: object) -> None:
-        file = Path(frame.f_code.co_filename)
-        if event == "call" and file != Path(__file__) and file.parent.name != "launch":
-            names.append(frame.f_code.co_name)
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return names
 
 
 def test_a_cache_that_is_gone_is_not_kept_by_plans() -> None:

@@ -32,17 +32,24 @@ def _element(words, PLACE: tl.constexpr):
 
 
 @triton.jit
+def _half(bits, PLACE: tl.constexpr):
+    return ((bits >> (16 * PLACE)) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
 def _widen_keys(words, factor):
+    even, odd = _half(factor, 0), _half(factor, 1)
     return (
-        _element(words, 0) * factor, _element(words, 4) * factor,
-        _element(words, 1) * factor, _element(words, 5) * factor,
-        _element(words, 2) * factor, _element(words, 6) * factor,
-        _element(words, 3) * factor, _element(words, 7) * factor,
+        _element(words, 0) * even, _element(words, 4) * odd,
+        _element(words, 1) * even, _element(words, 5) * odd,
+        _element(words, 2) * even, _element(words, 6) * odd,
+        _element(words, 3) * even, _element(words, 7) * odd,
     )  # fmt: skip
 
 
 @triton.jit
-def _widen_values(a, b, fa, fb):
+def _widen_values(a, b, factors):
+    fa, fb = _half(factors, 0), _half(factors, 1)
     return (
         _element(a, 0) * fa, _element(b, 0) * fb, _element(a, 1) * fa, _element(b, 1) * fb,
         _element(a, 2) * fa, _element(b, 2) * fb, _element(a, 3) * fa, _element(b, 3) * fb,
@@ -52,9 +59,19 @@ def _widen_values(a, b, fa, fb):
 
 
 @triton.jit
+def _e4m3(pair, PLACE: tl.constexpr):
+    byte = ((pair.to(tl.int32) >> (8 * PLACE)) & 255).to(tl.uint8)
+    return e4m3_to_fp16(byte, False).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
 def _e4m3_pair(pair):
-    low, high = pair.to(tl.int32) & 255, (pair.to(tl.int32) >> 8) & 255
-    return e4m3_to_fp16(low.to(tl.uint8), False), e4m3_to_fp16(high.to(tl.uint8), False)
+    return _e4m3(pair, 0) | (_e4m3(pair, 1) << 16)
+
+
+@triton.jit
+def _e4m3_pair_twice(pair):
+    return _e4m3(pair, 0) * 65537, _e4m3(pair, 1) * 65537
 
 
 @triton.jit
@@ -69,10 +86,21 @@ def plain_arithmetic() -> Iterator[None]:
         ptx.widen_keys: _widen_keys,
         ptx.widen_values: _widen_values,
         ptx.e4m3_pair_to_fp16: _e4m3_pair,
+        ptx.e4m3_pair_to_fp16_twice: _e4m3_pair_twice,
         registers.branch: _same,
     }
     with interpreter.replaced(functions):
         yield
+
+
+def _attend(q: torch.Tensor, cache: PagedKVCache, table: PageTable, **call: Any) -> torch.Tensor:
+    """`paged_decode` through `attend_in_registers`."""
+    with run_as("sm90"):
+        plan = plan_decode(q, cache, table)
+        one_warp = replace(plan.config.options, num_warps=1)
+        plan = replace(plan, config=replace(plan.config, block_n=32, options=one_warp))
+        assert any(bound.constexprs["RULES"].registers for bound in plan.kernels(cache))
+        return paged_decode(q, cache, table, plan=plan, out_dtype=torch.float32, **call)
 
 
 def _spoil_unused_scales(cache: PagedKVCache, table: PageTable) -> None:
@@ -102,12 +130,7 @@ def test_operands_hold_the_keys_and_values_that_they_should(
     q, cache, table = case.build()
     _spoil_unused_scales(cache, table)
     call = {name: options[name] for name in ("window_left", "logits_soft_cap") if name in options}
-    with run_as("sm90"):
-        plan = plan_decode(q, cache, table)
-        one_warp = replace(plan.config.options, num_warps=1)
-        plan = replace(plan, config=replace(plan.config, block_n=32, options=one_warp))
-        assert any(bound.constexprs["RULES"].registers for bound in plan.kernels(cache))
-        o = paged_decode(q, cache, table, plan=plan, out_dtype=torch.float32, **call)
+    o = _attend(q, cache, table, **call)
     assert relative_l1(o, paged_decode_reference(q, cache, table, **call)) <= BOUND
 
 
@@ -127,3 +150,48 @@ def test_transformed_queries_do_not_take_this_way(transform: KeyTransform) -> No
     with run_as("sm90"):
         kernels = plan_decode(q, cache, table).kernels(cache)
         assert not any(bound.constexprs["RULES"].registers for bound in kernels)
+
+
+def _grouped(scale: str) -> tuple[torch.Tensor, PagedKVCache, PageTable]:
+    return DecodeCase(
+        lens=(70, 37), gqa_ratio=12, num_kv_heads=1, head_dim=128, page_size=16, stale_columns=0,
+        format="fp4_e2m1", scale_group=32, scale_format=scale, spread=0.5,
+    ).build()  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", ["e4m3", "e8m0"])
+@pytest.mark.parametrize("sm_scale", [-0.1, 0.0])
+def test_the_scale_of_scores_may_be_negative_or_zero(scale: str, sm_scale: float) -> None:
+    q, cache, table = _grouped(scale)
+    o = _attend(q, cache, table, sm_scale=sm_scale)
+    assert relative_l1(o, paged_decode_reference(q, cache, table, sm_scale=sm_scale)) <= BOUND
+
+
+@pytest.mark.parametrize("growth", [12, -12])
+def test_exponents_of_values_differ_between_tiles(growth: int) -> None:
+    q, cache, table = _grouped("e8m0")
+    assert isinstance(cache.v_descale, torch.Tensor)
+    later = table.page_ids[:, 2].long()
+    cache.v_descale[later] += growth
+    o = _attend(q, cache, table)
+    assert relative_l1(o, paged_decode_reference(q, cache, table)) <= BOUND
+
+
+@pytest.mark.parametrize("side", ["k_descale", "v_descale"])
+def test_a_nan_scale_reaches_its_own_sequence_only(side: str) -> None:
+    q, cache, table = _grouped("e8m0")
+    getattr(cache, side)[int(table.page_ids[0, 1]), 3, 0, 2] = 255
+    o = _attend(q, cache, table)
+    assert bool(o[0][paged_decode_reference(q, cache, table)[0].isnan()].isnan().all())
+    assert bool(o[0].isnan().any())
+    assert bool(o[1].isfinite().all())
+
+
+def test_a_soft_cap_sees_the_offset_of_keys() -> None:
+    q, cache, table = _grouped("e8m0")
+    transform = KeyTransform(offset=torch.linspace(-1, 1, 128)[None], rotated=False)
+    cache = replace(cache, key_transform=transform)
+    o = _attend(q, cache, table, logits_soft_cap=3.0)
+    assert relative_l1(o, paged_decode_reference(q, cache, table, logits_soft_cap=3.0)) <= BOUND
+    unshifted = paged_decode_reference(q, replace(cache, key_transform=None), table, logits_soft_cap=3.0)
+    assert relative_l1(o, unshifted) > 10 * BOUND

@@ -1,4 +1,4 @@
-"""Prefill's cases: a case is its line, sweeps meet every axis, and what a target is asked for."""
+"""Prefill's cases: sweeps meet every axis, and what a target is asked for."""
 
 from __future__ import annotations
 
@@ -17,44 +17,12 @@ from narrowkv.attn_prefill.cases import (
     QUERIES,
     PrefillCase,
     can_be,
-    full,
     quick,
     serves,
     shipped,
     sweep,
 )
-from narrowkv.runtime.cases import CaseError, parse_case, spell_case
 from narrowkv.runtime.targets import get_target
-
-
-@pytest.mark.parametrize("case", [*list(quick())[::9], *list(full())[::61]], ids=str)
-def test_a_case_survives_its_own_line(case: PrefillCase) -> None:
-    assert parse_case(PrefillCase, spell_case(case)) == case
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("operation=decode", "operation must be one of prefill, append"),
-        ("kernel=append_then_attend", "kernel must be one of dense, fused, split, decode"),
-        ("operation=append,kernel=dense", "kernel must be one of append_then_attend, pipelined, fused"),
-        ("layout=NDH", "layout"),
-        ("q=fp32", "q must be one of"),
-        ("lens=2+x+1", "lens must be numbers"),
-        ("q_lens=2+1", "a number for each sequence"),
-        ("operation=append,q_lens=5,lens=4", "count an append's new tokens"),
-        ("operation=append,q=fp8_e4m3fn", "q must be bf16 or fp16 for operation append"),
-        ("operation=append,table=ragged", "ragged is not an option of operation append"),
-        ("rope=neox", "rope is not an option of operation prefill"),
-        ("fp8_compute=1", "fp8_compute is not an option of operation prefill"),
-        ("format=int2", "format"),
-        ("page=3", "nearest: page_size"),
-        ("page_size", "name=value pairs"),
-    ],
-)
-def test_a_line_that_is_no_case_is_refused(line: str, words: str) -> None:
-    with pytest.raises(CaseError, match=words):
-        parse_case(PrefillCase, line)
 
 
 def test_the_sweep_meets_every_value_of_every_axis_with_each_kernel() -> None:
@@ -81,13 +49,6 @@ def test_a_target_is_asked_for_what_it_has(target: str, units: int) -> None:
     served = [case for case in quick() if serves(case, get_target(target))]
     assert len({case.native_fp8 for case in served} - {""}) == units
     assert {case for case in quick() if not case.native_fp8} <= set(served)
-
-
-def test_the_same_line_builds_the_same_bits() -> None:
-    case = PrefillCase.append((3, 9), (17, 21), rope="gptj", sinks=True)
-    one, other = case.inputs(), case.inputs()
-    for a, b in ((one.q, other.q), *zip(one.new, other.new, strict=True), (one.cache.k, other.cache.k)):
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def test_what_is_shipped_covers_kernels_formats_and_fp8_units() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowkv.attn_prefill import (
     AppendPlan,
@@ -23,8 +22,9 @@ from narrowkv.attn_prefill.cost import RATES, few_bounds
 from narrowkv.attn_prefill.shapes import ANY_LEN, PrefillConfig
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.runtime.errors import UnsupportedError
-from narrowkv.runtime.launch import LaunchOptions, executing
+from narrowkv.runtime.launch import executing
 from narrowkv.runtime.targets import get_target
+from narrowkv.testing.calls import LaunchRecorder, TorchOperations
 
 pytestmark = pytest.mark.sampled
 
@@ -183,27 +183,15 @@ def test_sequences_change_their_class_between_calls_of_a_plan(appends: bool) -> 
         assert float(difference) <= 0.003
 
 
-class _Operations(TorchDispatchMode):
-    """Notes the torch operations of a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("target", ["sm90", "gfx942", "gfx950"])
 def test_a_planned_mixed_call_allocates_nothing(target: str) -> None:
     q, cache, table, starts = PrefillCase.small((1, 400, 2), (30000, 900, 10), **HEADS).build()
     out = torch.empty_like(q)
-    with executing(_Planner(target)):
+    with executing(LaunchRecorder(target)):
         plan = plan_prefill(q, cache, table, starts)
         assert plan.config.few
         plan.run(q, cache, table, starts, out=out)  # the first call prepares its launches
-        with _Operations() as seen:
+        with TorchOperations() as seen:
             plan.run(q, cache, table, starts, out=out)
     assert not seen.names
 
@@ -226,23 +214,11 @@ def _shape(batch: int, num_tokens: int, ratio: int = 12, keys: int = 8192, **bou
     )  # fmt: skip
 
 
-class _Planner:
-    """Runs nothing; plans are made for its target."""
-
-    def __init__(self, target: str) -> None:
-        self.target = get_target(target)
-
-    def launch(
-        self, kernel: Any, grid: Any, args: Any, constexprs: dict[str, Any], options: LaunchOptions
-    ) -> None:
-        """Does nothing."""
-
-
 def _planned(
     target: str, shape: PrefillShape, fmt: str = "fp8_e4m3fn", appends: bool = False
 ) -> PrefillConfig:
     cache = PagedKVCache.empty(1, 16, 8, 128, format=fmt)
-    with executing(_Planner(target)):
+    with executing(LaunchRecorder(target)):
         plan: Any = plan_append if appends else plan_prefill
         config = plan(shape, cache, scratch_limit_bytes=2**45).config
     assert isinstance(config, PrefillConfig)
@@ -283,7 +259,7 @@ def test_more_keys_are_shared_by_more_rows_where_widening_costs_more(target: str
 
 def test_a_plan_explains_its_classes() -> None:
     cache = PagedKVCache.empty(1, 16, 8, 128, format="fp8_e4m3fn")
-    with executing(_Planner("gfx942")):
+    with executing(LaunchRecorder("gfx942")):
         lines = plan_prefill(_shape(64, 2108, max_q_len=512), cache).explain().splitlines()
     assert len(lines) == 2
     assert "split, because few rows share each key" in lines[0]
@@ -298,7 +274,7 @@ def test_sequences_that_one_kernel_serves_together_have_tiles_of_64_rows_and_mor
     """Tiles by the mean of a few short sequences would be kernels that warming up does not reach."""
     shape = replace(_shape(17, 37, keys=1008), num_qo_heads=12, num_kv_heads=1, head_dim=64)
     cache = PagedKVCache.empty(1, 16, 1, 64, format="fp8_e4m3fn")
-    with executing(_Planner(target)):
+    with executing(LaunchRecorder(target)):
         config = plan_prefill(shape, cache).config
     assert config.kernel == "dense"
     assert config.block_m >= 64

@@ -21,6 +21,7 @@ from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.cases import copy_cache, differing_bytes
 from narrowkv.runtime.launch import Workspace, block_bytes
 from narrowkv.runtime.targets import device_target
+from narrowkv.testing.memory_guards import GuardZones
 
 pytestmark = pytest.mark.sampled
 P, A = PrefillCase.small, PrefillCase.append
@@ -34,8 +35,6 @@ APPEND_KERNELS = [
     "",
     pytest.param("pipelined", marks=pytest.mark.gpu),
 ]
-GUARD = 4096  # bytes on each side
-_PATTERN = 0x5A
 
 
 def _forced(kernel: str, splits: int) -> dict[str, Any]:
@@ -43,19 +42,12 @@ def _forced(kernel: str, splits: int) -> dict[str, Any]:
     return {"kernel": kernel or None, "num_splits": None if kernel in ("split", "") else splits}
 
 
-class Guards:
-    """Tensors between guard zones."""
-
-    def __init__(self) -> None:
-        self._held: list[tuple[torch.Tensor, int]] = []
+class Guards(GuardZones):
+    """Tensors, plans and caches between guard zones."""
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy of the tensor between two guard zones."""
-        size = tensor.numel() * tensor.element_size()
-        held = torch.full((size + 2 * GUARD + 64,), _PATTERN, dtype=torch.uint8, device=tensor.device)
-        self._held.append((held, size))
-        copy = held[GUARD : GUARD + size].view(tensor.dtype).view(tensor.shape)
-        return copy.copy_(tensor)
+        """A copy of the tensor between two guard zones."""
+        return self.place(f"tensor {len(self._buffers)}", tensor)
 
     def plan(self, plan: Any) -> Any:
         """The plan with all its memory between guard zones."""
@@ -82,9 +74,7 @@ class Guards:
 
     def check(self) -> None:
         """Fails if a guard byte has changed."""
-        for held, size in self._held:
-            assert bool((held[:GUARD] == _PATTERN).all())
-            assert bool((held[GUARD + size :] == _PATTERN).all())
+        assert self.damaged() == []
 
 
 # ---- batch_prefill
@@ -248,6 +238,14 @@ def test_a_window_that_reaches_every_key_is_none(kernel: str, device: str) -> No
     for open_window in (INT32_MAX, 2**30):
         options = {"causal": False, "window_left": open_window, "window_right": open_window}
         _same(_prefill(kernel, device, **options), _right(kernel, device, causal=False), every)
+
+
+def test_a_schedule_of_few_tiles_ends_with_its_last_tile(device: str) -> None:
+    """A program places eight tiles: here one, and seven that there are not."""
+    q, cache, table, starts = P(q_lens=(8,), lens=(8,), num_kv_heads=1, gqa_ratio=1).build(device)
+    guards = Guards()
+    guards.plan(plan_prefill(q, cache, table, starts, kernel="dense")).run(q, cache, table, starts)
+    guards.check()
 
 
 # ---- prefill_append

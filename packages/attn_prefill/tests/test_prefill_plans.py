@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.jit import JITFunction
 
 from narrowkv.attn_prefill import (
     AppendPlan,
@@ -30,12 +25,11 @@ from narrowkv.attn_prefill import (
 from narrowkv.attn_prefill import planning as plans
 from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.attn_prefill.cases import poison_plan as poison
-from narrowkv.attn_prefill.kernels import append, append_store, dense, fused, rows, widen
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.cases import copy_cache, differing_bytes
 from narrowkv.quant.accuracy import compare
-from narrowkv.runtime.launch import LaunchOptions, Workspace, executing, run_as
-from narrowkv.runtime.targets import Target, get_target
+from narrowkv.runtime.launch import Workspace, executing, run_as
+from narrowkv.testing.calls import LaunchRecorder, TorchOperations, functions_entered
 
 pytestmark = pytest.mark.sampled
 
@@ -52,20 +46,6 @@ CALLS = [((20, 1, 9), (40, 5, 130)), ((30,), (64,)), ((1, 1), (7, 90)), ((2, 0, 
 
 def _cache(fmt: str, device: str = "cpu", heads: int = 1, head_dim: int = 64) -> PagedKVCache:
     return PagedKVCache.empty(1, 16, heads, head_dim, format=fmt, device=device, k_descale=0.5)
-
-
-class _Recorder:
-    """Counts launches and runs none."""
-
-    def __init__(self, target: str) -> None:
-        self.target: Target = get_target(target)
-        self.seen: list[Any] = []
-
-    def launch(
-        self, kernel: Any, grid: Any, args: Any, constexprs: dict[str, Any], options: LaunchOptions
-    ) -> None:
-        """Notes which kernel it would be."""
-        self.seen.append((kernel, tuple(constexprs.values()), options))
 
 
 # ---------------------------------------------------------------------------- shapes, sizes, workspaces
@@ -139,7 +119,7 @@ def test_the_workspace_has_the_bound_that_is_stated(target: str) -> None:
         batch=64, num_tokens=8192, max_q_len=8192, num_qo_heads=96, num_kv_heads=8, head_dim=128,
         page_size=16, max_seq_len=131072, kv_tokens=2**18,
     )  # fmt: skip
-    with executing(_Recorder(target)):
+    with executing(LaunchRecorder(target)):
         plan = plan_prefill(shape, _cache("fp8_e4m3fn", heads=8, head_dim=128))
     units = plan.target.figures.units if plan.target.figures else 2
     keys = 4 * (shape.kv_tokens + shape.batch * 128) * 8 * 128
@@ -202,34 +182,9 @@ def test_overlap_is_refused_in_calls_like_one_that_was_served() -> None:
 # ---------------------------------------------------------------------------- kernels and host work
 
 
-def _functions() -> Iterator[JITFunction[Any]]:
-    for module in (append, append_store, dense, fused, rows, widen):
-        for function in vars(module).values():
-            if isinstance(function, JITFunction):
-                yield function
-
-
-def test_device_functions_have_at_most_thirty_parameters() -> None:
-    sizes = {function.__name__: len(function.arg_names) for function in _functions()}
-    assert len(sizes) > 30
-    assert {name: size for name, size in sizes.items() if size > 30} == {}
-    from narrowkv.attn_prefill.kernels import (
-        pipelined,
-        pipelined_copies,
-        pipelined_items,
-        pipelined_loop,
-        pipelined_rows,
-    )
-
-    for module in (pipelined, pipelined_copies, pipelined_items, pipelined_loop, pipelined_rows):
-        for name, function in vars(module).items():
-            if isinstance(function, JITFunction):
-                assert len(inspect.signature(function.fn).parameters) <= 30, name
-
-
-def _planned(appends: bool, given: bool, target: str) -> tuple[_Recorder, Callable[[], Any]]:
+def _planned(appends: bool, given: bool, target: str) -> tuple[LaunchRecorder, Callable[[], Any]]:
     """A planned call that launches nothing."""
-    recorder = _Recorder(target)
+    recorder = LaunchRecorder(target)
     q, k_new, v_new, cache, table, starts, rope = PrefillCase.append(rope="neox", **HEADS).build_append()
     results = {"out": torch.empty_like(q), "lse": torch.empty(q.shape[:2])} if given else {}
     with executing(recorder):
@@ -249,46 +204,15 @@ def _planned(appends: bool, given: bool, target: str) -> tuple[_Recorder, Callab
 def test_a_planned_call_enters_few_python_functions(appends: bool, given: bool, target: str) -> None:
     recorder, call = _planned(appends, given, target)
     with executing(recorder):
-        call()
-        recorder.seen.clear()
-        entered = _entered(call)
-    assert 1 <= len(recorder.seen) <= 2
+        entered = functions_entered(call)
+    assert 2 <= len(recorder.launches) <= 4
     assert len(entered) <= 7, entered
-
-
-def _entered(call: Callable[[], Any]) -> list[str]:
-    """Names of the Python functions that a call enters, those of the test and of the launch path apart."""
-    names: list[str] = []
-
-    def profile(frame: Any, event: str, argument: object) -> None:
-        file = Path(frame.f_code.co_filename)
-        if event == "call" and file != Path(__file__) and file.parent.name != "launch":
-            names.append(frame.f_code.co_name)
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return names
-
-
-class _Operations(TorchDispatchMode):
-    """Notes the torch operations of a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("target", ["gfx942", "sm90"])
 @pytest.mark.parametrize("appends", [False, True])
 def test_a_planned_call_allocates_nothing_but_outputs(appends: bool, target: str) -> None:
-    recorder = _Recorder(target)
+    recorder = LaunchRecorder(target)
     q, k_new, v_new, cache, table, starts, _ = PrefillCase.append(**HEADS).build_append()
     after = replace(table, before_append=False)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
@@ -306,7 +230,7 @@ def test_a_planned_call_allocates_nothing_but_outputs(appends: bool, target: str
             ({"return_lse": True}, ["aten.empty.memory_format"] * 2),
         ):
             call(**options)  # the first call prepares its launches
-            with _Operations() as seen:
+            with TorchOperations() as seen:
                 call(**options)
             assert seen.names == operations
 
@@ -328,7 +252,7 @@ def test_every_launch_is_one_that_the_plan_lists(appends: bool, capacity: int, t
         batch=64, num_tokens=8192, max_q_len=8192, num_qo_heads=96, num_kv_heads=8, head_dim=128,
         page_size=16, max_seq_len=capacity, kv_tokens=64 * capacity,
     )  # fmt: skip
-    recorder = _Recorder(target)
+    recorder = LaunchRecorder(target)
     with executing(recorder):
         plan = plan_append(shape, cache) if appends else plan_prefill(shape, cache)
         listed = {(b.kernel, tuple(b.constexprs.values()), b.options) for b in plan.kernels(cache)}
@@ -346,8 +270,9 @@ def test_every_launch_is_one_that_the_plan_lists(appends: bool, capacity: int, t
                 plan.run(q, new, new, cache, table, starts)
             else:
                 plan.run(q, cache, table, starts)
-    assert set(recorder.seen) <= listed
-    assert 1 <= len(set(recorder.seen)) <= len(listed) <= 12
+    seen = {launch.specialisation for launch in recorder.launches}
+    assert seen <= listed
+    assert 1 <= len(seen) <= len(listed) <= 12
 
 
 @pytest.mark.parametrize("target", ["sm90", "gfx942", "gfx950"])
@@ -361,7 +286,7 @@ def test_the_memory_of_a_plan_holds_that_of_every_call(appends: bool, granularit
         batch=64, num_tokens=8192, max_q_len=8192, num_qo_heads=96, num_kv_heads=8, head_dim=128,
         page_size=16, max_seq_len=131072, kv_tokens=2**20,
     )  # fmt: skip
-    with executing(_Recorder(target)):
+    with executing(LaunchRecorder(target)):
         plan = plan_append(shape, cache) if appends else plan_prefill(shape, cache)
         for batch, tokens in [*_random_calls(100), (64, 8192), (1, 8192), (1, 300), (7, 2000)]:
             of_call = plan.shape_of_call(batch, tokens)

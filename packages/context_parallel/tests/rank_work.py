@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import rank_faults
 import torch
 import torch.distributed as dist
 
@@ -15,6 +16,7 @@ from narrowkv.context_parallel import (
     cp_sparse_attention,
     ring_sage_attention,
 )
+from narrowkv.context_parallel.cases import check_cases
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.runtime.attention.reference import attention_reference
 from narrowkv.sage import sage_attention
@@ -117,9 +119,8 @@ def sparse() -> dict[str, float]:
     """Decode and FP8 prefill over a pool whose rows are dealt to ranks: differences from one rank's."""
     rank, world = dist.get_rank(), dist.get_world_size()
     random = torch.Generator().manual_seed(5)
-    heads, tokens = 8 * world if world != 3 else 24, 3
+    heads, tokens = 8 * world, 3
     rows = torch.randn(40, 512, generator=random)
-    # Three ranks have 24 heads together, which no kernel takes: they use sixteen of a group of two.
     q = torch.randn(tokens, heads, 512, generator=random).bfloat16()
     sink = torch.linspace(-1, 1, heads)
     indptr = torch.tensor([0, 7, 7, 20], dtype=torch.int32)
@@ -127,8 +128,6 @@ def sparse() -> dict[str, float]:
     layout = ShardLayout(world, rank, 4)
     own = layout.globalize(torch.arange(layout.local_lens(40)))
     found = {}
-    if heads not in (8, 16, 32, 64, 128):
-        return found
     mine = slice(rank * heads // world, (rank + 1) * heads // world)
     for name, attend, pool, part in (
         ("bf16 decode", sparse_decode, rows.bfloat16(), rows[own].bfloat16()),
@@ -177,11 +176,14 @@ def sage() -> dict[str, tuple[float, float]]:
     return found
 
 
-def everything(prefills: tuple[str, ...]) -> dict[str, Any]:
-    """All of it in one set of processes, with the prefills of these names."""
+def everything(
+    cases: tuple[str, ...], prefills: tuple[str, ...], with_sparse: bool, with_sage: bool, with_faults: bool
+) -> dict[str, Any]:
+    """All of it in one set of processes, with the cases of decode and the prefills of these names."""
     return {
+        "decode": check_cases(cases),
         "prefill": {name: prefill(name) for name in prefills},
-        "one GPU": one_gpu_error(),
-        "sparse": sparse(),
-        "sage": sage(),
+        "sparse": sparse() if with_sparse else {},
+        "sage": sage() if with_sage else {},
+        "faults": rank_faults.every_fault() if with_faults else [],
     }

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
+from narrowkv.attn_decode import DecodeShape
 from narrowkv.context_parallel.bench import Measured, Setting, line_of, measure_ranks
+from narrowkv.context_parallel.buffers import Moves, allocate, exchange_bytes
 from narrowkv.context_parallel.cases import CASES, plan_case
-from narrowkv.context_parallel.exchange import Partial, Sizes
+from narrowkv.context_parallel.exchange import Sizes, sent_bytes
+from narrowkv.context_parallel.layout import ShardLayout
 from narrowkv.context_parallel.model import LINK_OF_TARGET, LINKS, collective_us, predict
 from narrowkv.context_parallel.plan import plan_cp_decode
 from narrowkv.context_parallel.ranks import run_ranks
 from narrowkv.context_parallel.symmetric import SymmetricMemory
 from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.launch import Workspace
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -57,15 +63,14 @@ def test_the_model_sends_the_bytes_that_a_plan_sends() -> None:
     for world in (2, 4, 8):
         predicted = predict(Setting(), world, 4096, 3, target="gfx942", link="xgmi4")
         sizes = Sizes(world, 0, 3, 96, 128)
-        partial = Partial(sizes, torch.bfloat16, "a2a", torch.device("cpu"))
         queries = (world - 1) * 3 * 96 // world * 128 * 2
-        assert predicted.sent_bytes == partial.sent_bytes() + queries
+        assert predicted.sent_bytes == sent_bytes(sizes, torch.bfloat16, "a2a") + queries
 
 
 def test_the_volume_is_what_engines_report_for_a_model_of_96_heads() -> None:
     # One token, eight ranks, bf16: 96 heads of 128 channels, of which a rank keeps an eighth.
     sizes = Sizes(8, 0, 1, 96, 128)
-    sent = Partial(sizes, torch.bfloat16, "a2a", torch.device("cpu")).sent_bytes()
+    sent = sent_bytes(sizes, torch.bfloat16, "a2a")
     assert 21_504 <= sent <= 21_504 * 1.15
 
 
@@ -112,3 +117,24 @@ def test_a_call_that_the_plan_is_not_for_is_refused() -> None:
     with pytest.raises(ValueError, match="sinks must have shape"):
         plan.run(q, shard.cache, shard.table, **{**options, "sinks": torch.zeros(9)})  # type: ignore[arg-type]
     assert "rank 0 of 1" in plan.explain()
+
+
+@pytest.mark.parametrize("comm", ["a2a", "ag_rs"])
+def test_steps_of_any_batch_lie_in_the_memory_of_the_largest(comm: str) -> None:
+    shape = DecodeShape(
+        batch=16, q_len=2, num_qo_heads=96, num_kv_heads=8, head_dim=128, page_size=16, capacity=4096
+    )
+    moves = Moves(
+        ShardLayout(4, 1, 16), comm, torch.float32, "sharded", 1, shape, torch.device("cpu")
+    )  # fmt: skip
+    workspace = Workspace(exchange_bytes(moves), "cpu")
+    for tokens in range(1, 33):
+        found = allocate(moves, tokens, None, workspace)
+        parts = [found.gathered, found.partial[0].lse, found.partial[0].send, found.partial[0].recv]
+        spans = sorted((x.data_ptr(), x.data_ptr() + x.numel() * x.itemsize) for x in parts if x is not None)
+        begin = workspace._buffer.data_ptr()
+        assert begin <= spans[0][0]
+        assert spans[-1][1] <= begin + workspace.num_bytes
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+    with pytest.raises(ValueError, match="workspace must have at least"):
+        allocate(moves, 33, None, workspace)

@@ -7,7 +7,10 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from narrowkv.attn_decode import DecodeShape
 from narrowkv.context_parallel import ShardLayout
+from narrowkv.engines import ranks as engine_ranks
+from narrowkv.engines import steps as engine_steps
 from narrowkv.engines.ranks import Ranks, RanksStep, attend_over_ranks
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
 from narrowkv.quant import KeyTransform
@@ -24,6 +27,20 @@ def steps(interleave: int, comm: str, *, rotated: bool = False) -> dict[str, flo
     random = torch.Generator().manual_seed(0)
     layout = ShardLayout(world, rank, interleave)
     ranks = Ranks(layout, dist.group.WORLD, comm)
+    shape = DecodeShape(
+        batch=4,
+        q_len=3,
+        num_qo_heads=HEADS * world,
+        num_kv_heads=1,
+        head_dim=DIM,
+        page_size=PAGE,
+        capacity=256,
+    )
+    engine_ranks._exchanges.clear()
+    engine_steps._workspaces.clear()
+    engine_steps.reserve_decode(shape, "bf16", torch.device("cpu"))
+    ranks.reserve(shape, torch.device("cpu"))
+    reserved = [engine_steps._workspaces.copy(), engine_ranks._exchanges.copy()]
     covers = PAGE * world
     lens = list(OLDER)
     width = -(-(max(lens) + 40) // covers)
@@ -80,6 +97,11 @@ def steps(interleave: int, comm: str, *, rotated: bool = False) -> dict[str, flo
     step("a token in a window", (1, 1, 1), window=7)
     plans = len(ranks.plans)
     assert plans == 3, plans
+    # What was reserved serves every step: nothing was allocated after an engine has measured its memory.
+    assert reserved == [engine_steps._workspaces, engine_ranks._exchanges]
+    for plan in ranks.plans.values():
+        held = [plan.exchange, *(each.workspace for each in plan.local)]
+        assert {id(each) for each in held} <= {id(each) for kept in reserved for each in kept.values()}
     try:
         step("a chunk in a window", (9, 2, 1), window=7)
     except UnsupportedError:

@@ -19,7 +19,7 @@ from narrowkv.engines.accuracy import (
     measure,
     train_tiny,
 )
-from narrowkv.engines.accuracy.attention import StoredAttention
+from narrowkv.engines.accuracy.attention import StoredAttention, stored_attention
 from narrowkv.engines.accuracy.evaluate import _Runner, collect, statistics_of
 from narrowkv.engines.accuracy.models import encode_bytes
 from narrowkv.engines.accuracy.texts import calibration_text, evaluation_text, needle_text, training_text
@@ -103,7 +103,7 @@ def test_first_and_newest_tokens_are_seen_in_fp8() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "tokens"), [(["fp4-e4m3", "k8v4-e4m3"], 20), (["fp4-e4m3-recent"], 9)], ids=["chunk", "steps"]
+    ("names", "tokens"), [(["fp4-e4m3", "k8v4-e4m3"], 12), (["fp4-e4m3-recent"], 9)], ids=["chunk", "steps"]
 )
 def test_the_kernels_give_the_predictions_that_are_simulated(sharp, names: list[str], tokens: int) -> None:
     """Calibration, E4M3 scales and rotation through NarrowCache, append and attention, interpreted."""
@@ -196,14 +196,36 @@ def test_calibrations_that_do_not_fit_are_refused() -> None:
     one = torch.ones(2, 128)
     with pytest.raises(ValueError, match="calibration must have 2 layers for this model, got 1"):
         NarrowCache(model.config, max_length=8, calibration=Calibration((LayerCalibration(one, one, one),)))
+
+
+@torch.no_grad()
+def test_a_soft_cap_sees_logits_with_the_offset_of_a_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are those without a calibration but for rounding; an offset alone changes them."""
     import narrowkv.engines.transformers as narrow
 
     narrow.register()
+    model = tiny_model("gemma-2-tiny")
     model.set_attn_implementation(narrow.NAME)
-    shifted = Calibration(tuple(LayerCalibration(one, one, one) for _ in range(2)))
-    cache = NarrowCache(model.config, max_length=8, calibration=shifted)
-    with pytest.raises(ValueError, match=r"a soft cap or attention sinks would see.*offset=False"):
-        model(torch.tensor([[5, 6]]), past_key_values=cache)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data *= 2
+    heads, dim = model.config.num_key_value_heads, model.config.head_dim
+    one = torch.ones(heads, dim)
+    tokens = torch.arange(5, 14)[None]
+    shifted = Calibration(tuple(LayerCalibration(2 * one, one, one, False) for _ in range(2)))
+    logits = []
+    for calibration in (None, shifted):
+        cache = NarrowCache(model.config, max_length=16, format="fp16", calibration=calibration)
+        first = model(tokens[:, :6], past_key_values=cache).logits
+        rest = [model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(6, 9)]
+        logits.append(torch.cat([first, *rest], 1))
+    rounding = 2**-7 * float(logits[0].abs().max())  # of bf16
+    torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=rounding)
+    with stored_attention(model, StoredAttention()):
+        plain = model(tokens).logits
+    with stored_attention(model, StoredAttention(calibration=shifted, layers=[0, 1])):
+        torch.testing.assert_close(model(tokens).logits, plain, rtol=0, atol=rounding)
+        monkeypatch.setattr("narrowkv.engines.accuracy.attention.lse_correction", lambda q, *_: q[..., 0] * 0)
+        assert float((model(tokens).logits - plain).abs().max()) > 10 * rounding
 
 
 def test_a_model_whose_package_is_missing_says_what_to_install(monkeypatch) -> None:

@@ -40,6 +40,10 @@ FORMATS = {
 }
 
 
+# Models whose attention has nothing that one of the others has not.
+LIKE_OTHERS = ("qwen3-tiny", "gemma-3-tiny")
+
+
 def rounded_attention(dtype):
     """Attention over the dequantised cache in plain torch, computed in `dtype`."""
 
@@ -167,11 +171,12 @@ def narrow_cache(model, **options):
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [(name, "fp8") for name in TINY_MODELS if name != DEEPSEEK_V4]
-    + [("llama-3-tiny", form) for form in ("fp4", "bf16")]
+    [(name, "fp8") for name in TINY_MODELS if name not in (DEEPSEEK_V4, *LIKE_OTHERS)]
+    + [("llama-3-tiny", "fp4")]
+    + [pytest.param(name, "fp8", marks=pytest.mark.slow) for name in LIKE_OTHERS]
     + [
         pytest.param("llama-3-tiny", form, marks=pytest.mark.slow)
-        for form in ("fp8-static", "nvfp4", "k8v4", "integers")
+        for form in ("bf16", "fp8-static", "nvfp4", "k8v4", "integers")
     ],
 )
 def test_logits_and_greedy_tokens_are_those_of_attention_over_the_dequantised_cache(name, form, runs):
@@ -195,7 +200,7 @@ def test_logits_and_greedy_tokens_are_those_of_attention_over_the_dequantised_ca
         assert_same_greedy_tokens(tokens["narrowkv"], tokens["over_the_cache"])
 
 
-@pytest.mark.parametrize("name", ["glm-4.5-air-tiny", "gpt-oss-tiny"])
+@pytest.mark.parametrize("name", ["glm-4.5-air-tiny", pytest.param("gpt-oss-tiny", marks=pytest.mark.slow)])
 def test_a_16_bit_cache_gives_what_the_models_own_attention_gives(name):
     model = tiny_model(name)
     own_tokens, own = generate(model)
@@ -428,6 +433,7 @@ def test_the_decoder_of_a_model_of_images_generates_text(model_type):
     assert tokens == own_tokens
 
 
+@pytest.mark.slow
 def test_every_registered_decoder_is_answered_yes_or_with_a_reason():
     answers = engine.supported_architectures()
     assert len(answers) > 150

@@ -85,7 +85,13 @@ def clean(tmp_path_factory):
     ("script", "module", "format", "stored"),
     [
         (TRANSFORMERS, "narrowkv.engines.transformers.attention", "fp8_e4m3fn", "fp8_e4m3fn"),
-        (TRANSFORMERS, "narrowkv.engines.transformers.attention", "fp4_e2m1", "fp4_e2m1"),
+        pytest.param(
+            TRANSFORMERS,
+            "narrowkv.engines.transformers.attention",
+            "fp4_e2m1",
+            "fp4_e2m1",
+            marks=pytest.mark.slow,
+        ),
         (VLLM, "narrowkv.engines.steps", "fp8", "fp8_e4m3fn"),
         (VLLM, "narrowkv.engines.steps", "ultraquant_4bit", "fp4_e2m1"),
     ],

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +18,7 @@ from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append
 from narrowkv.paged_cache.kernels.append import store_offsets
 from narrowkv.paged_cache.kernels.pages import KVPointers
 from narrowkv.runtime.launch import LaunchOptions, executing, launch
-from narrowkv.runtime.targets import get_target
+from narrowkv.testing.calls import LaunchRecorder, functions_entered
 
 pytestmark = pytest.mark.sampled
 
@@ -613,53 +611,17 @@ def test_what_append_remembers_of_a_cache_does_not_keep_its_memory() -> None:
     assert memory() is None
 
 
-class _Recorder:
-    """Notes launches instead of running them."""
-
-    target = get_target("sm90")
-
-    def __init__(self) -> None:
-        self.launches: list[tuple[Any, ...]] = []
-
-    def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        args: tuple[Any, ...],
-        constexprs: dict[str, Any],
-        options: LaunchOptions,
-    ) -> None:
-        self.launches.append((kernel, grid, args, constexprs, options))
-
-
-def _python_calls(call: Callable[[], None]) -> int:
-    """Python functions that a call enters, those of the launch path apart."""
-    entered = 0
-
-    def count(frame: Any, event: str, arg: Any) -> None:
-        nonlocal entered
-        module = frame.f_globals.get("__name__", "")
-        entered += event == "call" and not module.startswith("narrowkv.runtime.launch")
-
-    sys.setprofile(count)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return entered
-
-
 def test_a_later_call_of_a_kind_enters_few_python_functions() -> None:
     caches = [_cache("fp8_e4m3fn", "NHD", 3, "cpu") for _ in range(2)]
     rope = _rope(4, 16)
-    with executing(_Recorder()) as recorder:
+    with executing(LaunchRecorder("sm90")) as recorder:
         for cache in caches:  # layers of one model
             append(cache, *_tokens(4, "cpu"), torch.arange(4), rope=rope)
         for tokens in (4, 1, 7):
             k, v = _tokens(tokens, "cpu")
             slots, turn = torch.arange(tokens), _rope(tokens, 16)
-            assert _python_calls(lambda: append(caches[1], k, v, slots, rope=turn)) <= 17  # noqa: B023
-    constants = [launch[3] for launch in recorder.launches]
+            assert len(functions_entered(lambda: append(caches[1], k, v, slots, rope=turn))) <= 17  # noqa: B023
+    constants = [launch.constexprs for launch in recorder.launches]
     assert all(c is constants[0] for c in constants), "every layer and count launches what was prepared once"
 
 

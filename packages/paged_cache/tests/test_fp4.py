@@ -1,8 +1,9 @@
-"""FP4 caches: storage, scales, capacity, append, gather and page copies."""
+"""FP4 caches with scales of E8M0 and E4M3: storage, capacity, append, convert, gather and page copies."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,11 +33,14 @@ LAYOUTS = [("NHD", 3), ("HND", 16), ("tokens", 1), ("concat", 7)]
 
 
 def _cache(
-    fmt: str | CacheFormat, layout: str, size: int, dim: int, group: int | None, device: str
-) -> PagedKVCache:
+    fmt: str | CacheFormat, layout: str, size: int, dim: int, group: int | None, device: str,
+    scale_format: str = "e8m0", number: float = 1.0,
+) -> PagedKVCache:  # fmt: skip
+    numbers = {"k_descale": number, "v_descale": number} if scale_format == "e4m3" else {}
     cache = PagedKVCache.empty(
-        PAGES, size, HEADS, dim, format=fmt, layout=layout, scale_group=group, device=device
-    )
+        PAGES, size, HEADS, dim, format=fmt, layout=layout, scale_group=group, scale_format=scale_format,
+        device=device, **numbers,
+    )  # fmt: skip
     torch.manual_seed(1)
     for t in (cache.k, cache.v, cache.k_descale, cache.v_descale):  # poison: what is not appended must stay
         if isinstance(t, torch.Tensor):
@@ -54,33 +58,40 @@ def _bytes(cache: PagedKVCache) -> dict[str, torch.Tensor]:
 
 
 def _tokens(dim: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Six tokens of all magnitudes: ordinary, zeros, subnormal, near fp32's end, one NaN, one Inf, ties."""
+    """Six tokens: ordinary, zeros, subnormal and near fp32's end, NaN and Inf, ties, far apart in size."""
     torch.manual_seed(2)
     k, v = (torch.randn(6, HEADS, dim, device=device) for _ in range(2))
     k[1] = 0
     k[2, 0], k[2, 1] = 1e-40, 1e30
     k[3, 0, 3], k[3, 1, 5] = math.nan, math.inf
     k[4, :, 0], k[4, :, 1:] = 7.5, 0.5
+    k[5] *= torch.logspace(-3, 3, dim, device=device)
     return k, v
 
 
 STORES = [
-    (fmt, layout, size, rule)
+    (fmt, layout, size, group, scale_format, number, rule)
     for fmt in (F4, K8V4)
     for layout, size in LAYOUTS
-    for rule in (("mse", "floor", "ceil") if layout == "NHD" else ("mse",))
+    for group in (None, 16, 32)
+    for scale_format, number in (("e8m0", 1.0), ("e4m3", 1.0), ("e4m3", 0.3), ("e4m3", 0.01))
+    for rule in (("mse", "floor", "ceil") if (layout, scale_format) == ("NHD", "e8m0") else ("mse",))
     if (fmt, layout) != (K8V4, "concat")  # a row of both has one format
 ]
 
 
-@pytest.mark.parametrize(("fmt", "layout", "page_size", "exponent"), STORES)
-@pytest.mark.parametrize("group", [None, 32])
+@pytest.mark.sampled("scale_format")
+@pytest.mark.parametrize(
+    ("fmt", "layout", "page_size", "group", "scale_format", "number", "exponent"), STORES
+)
 def test_bytes_and_scales_equal_the_host_quantiser(
-    fmt: str | CacheFormat, layout: str, page_size: int, group: int | None, exponent: str, device: str
-) -> None:
+    fmt: str | CacheFormat, layout: str, page_size: int, group: int | None, scale_format: str, number: float,
+    exponent: str, device: str,
+) -> None:  # fmt: skip
     k, v = _tokens(96 if layout == "NHD" else 64, device)
     slots = torch.tensor([4, 0, 1, -1, 3, 2], dtype=I32, device=device)
-    got, want = (_cache(fmt, layout, page_size, k.shape[-1], group, device) for _ in range(2))
+    made = (fmt, layout, page_size, k.shape[-1], group, device, scale_format, number)
+    got, want = _cache(*made), _cache(*made)
     before = _bytes(got)
     append(got, k, v, slots, exponent=exponent)
     append_reference(want, k, v, slots, exponent=exponent)
@@ -96,14 +107,15 @@ def test_bytes_and_scales_equal_the_host_quantiser(
             assert torch.equal(*flat), f"{name}: a slot that was not named was written"
 
 
-def test_rope_and_an_offset_come_before_fp4(device: str) -> None:
+@pytest.mark.parametrize(("scale_format", "group"), [("e8m0", 32), ("e4m3", None)])
+def test_rope_and_an_offset_come_before_fp4(scale_format: str, group: int | None, device: str) -> None:
     k, v = _tokens(64, device)
     k[3] = 1.0
     angle = torch.rand(9, 32, device=device) * 6
     rope = Rope(angle.cos(), angle.sin(), torch.tensor([0, 8, 3, 1, 2, 5], dtype=I32, device=device))
     offset = torch.randn(HEADS, 64, device=device)
     slots = torch.arange(6, dtype=I32, device=device)
-    got, want = (_cache(F4, "HND", 16, 64, 32, device) for _ in range(2))
+    got, want = (_cache(F4, "HND", 16, 64, group, device, scale_format) for _ in range(2))
     append(got, k, v, slots, rope=rope, k_offset=offset)
     append_reference(want, k, v, slots, rope=rope, k_offset=offset)
     for name, stored in _bytes(want).items():
@@ -120,7 +132,6 @@ def test_the_even_element_lies_in_the_low_nibble_and_every_code_is_its_value() -
     assert not bool(v.any())
 
 
-# FAULTS 20
 def test_scales_at_their_edges() -> None:
     cache = PagedKVCache.empty(1, 4, 1, 64, format=F4)
     assert isinstance(cache.k_descale, torch.Tensor)
@@ -131,7 +142,6 @@ def test_scales_at_their_edges() -> None:
     assert bool(k[0, 3].isnan().all())
 
 
-# FAULTS 21
 def test_zeros_tiny_and_huge_rows_are_kept_or_saturated(device: str) -> None:
     cache = PagedKVCache.empty(1, 4, 1, 64, format=F4, device=device)
     k = torch.zeros(4, 1, 64, device=device)
@@ -192,6 +202,22 @@ def test_gather_and_copies_take_the_scales_along(group: int | None) -> None:
     assert v[:, 0, 0].tolist() == [-1, -2, -4, -8, -16, -32, 1]
 
 
+def test_a_mantissa_takes_no_more_bytes_and_lowers_the_error() -> None:
+    k, v = (torch.randn(12, HEADS, 128, generator=torch.manual_seed(s)) for s in (0, 1))
+    source = PagedKVCache.empty(3, 4, HEADS, 128, format="bf16")
+    append(source, k, v, torch.arange(12))
+    e8m0, e4m3 = (source.convert(F4, scale_format=name) for name in ("e8m0", "e4m3"))
+    assert e4m3.bytes_per_token() == e8m0.bytes_per_token() == 260.0
+    assert e4m3.k_granularity == "token_head"
+    exact = source.dequantize()[0]
+    errors = [float((cache.dequantize()[0] - exact).square().mean()) for cache in (e8m0, e4m3)]
+    assert errors[1] < 0.9 * errors[0]
+    appended = PagedKVCache.empty(3, 4, HEADS, 128, format=F4, scale_format="e4m3")
+    append(appended, k.bfloat16(), v.bfloat16(), torch.arange(12))
+    for name, stored in _bytes(e4m3).items():
+        assert torch.equal(_bytes(appended)[name], stored), name
+
+
 def _from(k_descale: Any, *, k: torch.Tensor | None = None, **options: Any) -> PagedKVCache:
     stored = torch.zeros(2, 4, HEADS, 32, dtype=torch.uint8)
     scale = torch.full((2, 4, HEADS), 127, dtype=torch.uint8)
@@ -204,9 +230,14 @@ def _empty(head_dim: int, **options: Any) -> PagedKVCache:
     return PagedKVCache.empty(2, 16, HEADS, head_dim, **{"format": F4, **options})
 
 
+def _e4m3(scale: torch.Tensor, **options: Any) -> PagedKVCache:
+    stored = torch.zeros(2, 4, HEADS, 32, dtype=torch.uint8)
+    return PagedKVCache.from_tensors(stored, stored, format=F4, k_descale=scale, v_descale=scale, **options)
+
+
+_ONES = torch.ones(2, 4, HEADS).to(torch.float8_e4m3fn)
 _E8M0 = torch.full((2, 4, HEADS), 127, dtype=torch.uint8)
 _SIGNED = torch.zeros(2, 4, HEADS, 32, dtype=torch.int8)
-# FAULTS 3, 19
 REFUSED = [
     ("scales missing", lambda: _from(1.0), (ValueError, TypeError), "k_descale"),
     ("scales in fp32", lambda: _from(torch.ones(2, 4, HEADS)), (ValueError, TypeError), "k_descale.*uint8"),
@@ -217,21 +248,34 @@ REFUSED = [
     ("another group", lambda: _empty(64, scale_group=8), ValueError, "scale_group"),
     ("group without FP4", lambda: _empty(64, format="fp8_e4m3fn", scale_group=32), ValueError, "scale_group"),
     ("vectorised", lambda: _empty(64, layout="vectorised"), (ValueError, UnsupportedError), "vectorised"),
-]
+    ("a number for E8M0", lambda: replace(_empty(64), k_tensor_scale=0.5), ValueError,
+     "k_tensor_scale must be 1.0 without E4M3 scales, got 0.5"),
+    ("a negative number", lambda: replace(_e4m3(_ONES), v_tensor_scale=-1.0), ValueError, "v_tensor_scale"),
+    ("E4M3 without FP4", lambda: _empty(64, format="fp8_e4m3fn", scale_format="e4m3"), ValueError,
+     "scale_format 'e4m3' is for an fp4_e2m1 cache"),
+    ("unknown scales", lambda: _empty(64, scale_format="e5m2"), ValueError, "scale_format"),
+    ("groups of 8", lambda: _e4m3(torch.ones(2, 4, HEADS, 8).to(_ONES.dtype)), ValueError, "must have shape"),
+    ("a scale of zero", lambda: _e4m3(torch.zeros(2, 4, HEADS).to(_ONES.dtype), validate=True), ValueError,
+     "k_descale must hold E4M3 scales above zero, got 16"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "error", "match"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
 def test_an_fp4_cache_that_cannot_be_is_refused(make: Any, error: Any, match: str) -> None:
     with pytest.raises(error, match=match):
         make()
+    assert _e4m3(_ONES, validate=True).k_granularity == "token_head"
 
 
-def test_an_unknown_exponent_rule_is_refused_and_changes_nothing() -> None:
-    cache = _cache(F4, "NHD", 4, 64, None, "cpu")
+@pytest.mark.parametrize(("scale_format", "exponent"), [("e8m0", "round"), ("e4m3", "floor")])
+def test_an_unknown_exponent_rule_is_refused_and_changes_nothing(scale_format: str, exponent: str) -> None:
+    cache = _cache(F4, "NHD", 4, 64, None, "cpu", scale_format)
     before = _bytes(cache)
     k, v = _tokens(64, "cpu")
-    with pytest.raises(ValueError, match="exponent"):
-        append(cache, k, v, torch.arange(6, dtype=I32), exponent="round")
+    with pytest.raises(ValueError, match="exponent must be"):
+        append(cache, k, v, torch.arange(6, dtype=I32), exponent=exponent)
+    with pytest.raises(ValueError, match="exponent must be"):
+        cache.convert(F4, scale_format=scale_format, exponent=exponent)
     assert all(torch.equal(before[name], t) for name, t in _bytes(cache).items())
 
 

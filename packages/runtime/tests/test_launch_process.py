@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
-from narrowkv.runtime.launch import LaunchOptions, compile_for, launch
+from narrowkv.runtime.launch import LaunchOptions, compile_for, interpreter, launch
 
 pytestmark = pytest.mark.codegen_all
 
@@ -83,6 +84,29 @@ def test_threads_interpret_and_compile_at_once(tmp_path: Path, monkeypatch: pyte
         jobs += [pool.submit(repeat, check_compiling, target) for target in ("gfx942", "gfx950")]
         for job in jobs:
             job.result()
+
+
+def test_threads_parse_kernels_at_once() -> None:
+    """Python code that runs in a garbage collection hands over to another thread in the middle of a parse."""
+
+    def collected(phase: str, info: dict[str, int]) -> None:
+        sum(range(50))
+
+    def parse(_: int) -> None:
+        for _ in range(100):
+            assert callable(interpreter._Function(_sum_kernel.fn).body)
+
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(1e-6)
+    gc.callbacks.append(collected)
+    gc.set_threshold(50)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(parse, range(4)))
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(collected)
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2)])

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from narrowkv.runtime.launch import Workspace, compile_for, executing
-from narrowkv.runtime.targets import get_target
 from narrowkv.sage import SageShape, plan_sage, sage_attention
 from narrowkv.sage.cases import SageCase
+from narrowkv.testing.calls import LaunchRecorder, functions_entered
 
 W = SageCase.small
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -67,58 +65,31 @@ def test_plans_share_a_workspace_and_say_what_they_need(device: str) -> None:
         _ = plans[0].with_workspace(Workspace(64, device)).launches
 
 
-class _Recorder:
-    """Notes every launch and runs nothing."""
-
-    def __init__(self, target: str) -> None:
-        self.target = get_target(target)
-        self.launches: list[tuple[Any, Any, Any]] = []
-
-    def launch(self, kernel: Any, grid: Any, args: Any, constexprs: Any, options: Any) -> None:
-        self.launches.append((kernel, constexprs, options))
-
-
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_kernels_are_those_that_calls_launch(name: str, ragged: bool) -> None:
     q, k, v, starts_q, starts_k = W(ragged=ragged).build()
-    recorder = _Recorder("gfx950")
+    recorder = LaunchRecorder("gfx950")
     with executing(recorder):
         plan = plan_sage(q, k, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **OPTIONS[name])
         kv = plan.quantize_kv(k, v)
         for lse in (False, True):
             plan.attend(q, kv, return_lse=lse)
     listed = [(launch.kernel, launch.constexprs, launch.options) for launch in plan.kernels()]
-    assert all(launch in listed for launch in recorder.launches)
-    assert all(launch in recorder.launches for launch in listed)
+    seen = [(launch.kernel, launch.constexprs, launch.options) for launch in recorder.launches]
+    assert all(launch in listed for launch in seen)
+    assert all(launch in seen for launch in listed)
 
 
 def test_a_planned_call_enters_few_python_functions() -> None:
     """Beside the launches themselves, whose cost is the executor's."""
     q, k, v, *_ = W().build()
-    with executing(_Recorder("gfx942")):
+    with executing(LaunchRecorder("gfx942")):
         plan = plan_sage(q, k).with_workspace()
         kv = plan.quantize_kv(k, v)
         out = torch.empty_like(q)
-        assert _functions_entered(lambda: plan.attend(q, kv, out=out)) <= 26
-        assert _functions_entered(lambda: plan.quantize_kv(k, v)) <= 36
-
-
-def _functions_entered(call: Callable[[], Any]) -> int:
-    """Python functions of this package that a repeated call enters."""
-    entered = 0
-
-    def count(frame: Any, event: str, _: Any) -> None:
-        nonlocal entered
-        entered += event == "call" and "narrowkv/sage/" in frame.f_code.co_filename
-
-    call()
-    sys.setprofile(count)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return entered
+        assert len(functions_entered(lambda: plan.attend(q, kv, out=out))) <= 26
+        assert len(functions_entered(lambda: plan.quantize_kv(k, v))) <= 36
 
 
 def test_nothing_is_compiled_for_the_size_of_a_call() -> None:

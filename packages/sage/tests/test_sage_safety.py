@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from narrowkv.runtime.launch import executing
-from narrowkv.runtime.targets import get_target
 from narrowkv.sage import plan_sage, sage_attention, sage_attention_reference
 from narrowkv.sage.cases import SageCase
+from narrowkv.testing.calls import LaunchRecorder
 
 pytestmark = pytest.mark.sampled
 W = SageCase.small
@@ -188,17 +188,6 @@ def test_many_more_sequences_than_are_looked_at_together(device: str) -> None:
     assert torch.equal(plan.attend(q, kv)[begin:end], alone[0])
 
 
-class _Recorder:
-    """Notes every launch and runs nothing."""
-
-    def __init__(self, target: str) -> None:
-        self.target = get_target(target)
-        self.grids: list[tuple[int, ...]] = []
-
-    def launch(self, kernel: Any, grid: Any, args: Any, constexprs: Any, options: Any) -> None:
-        self.grids.append(grid)
-
-
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("target", ["gfx942", "gfx950", "cuda"])
 def test_no_grid_passes_the_limit_of_its_second_and_third_extent(target: str, ragged: bool) -> None:
@@ -206,12 +195,12 @@ def test_no_grid_passes_the_limit_of_its_second_and_third_extent(target: str, ra
     sizes = (batch, 1, 64) if ragged else (batch, 1, 1, 64)
     q = torch.zeros(1, 1, 64, dtype=torch.bfloat16).expand(sizes)
     starts = torch.arange(batch + 1, dtype=I32) if ragged else None
-    recorder = _Recorder(target)
+    recorder = LaunchRecorder(target)
     with executing(recorder):
         sage_attention(q, q, q, cu_seqlens_q=starts, cu_seqlens_k=starts, return_lse=True)
-    assert len(recorder.grids) >= 5
-    for grid in recorder.grids:
-        assert all(extent <= 65535 for extent in grid[1:]), grid
+    assert len(recorder.launches) >= 5
+    for launch in recorder.launches:
+        assert all(extent <= 65535 for extent in launch.grid[1:]), launch.grid
 
 
 # ------------------------------------------------------------------------------------------ layouts

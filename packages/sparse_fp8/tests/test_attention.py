@@ -486,7 +486,7 @@ def test_a_mode_that_is_asked_for() -> None:
         choose_mode(inputs.q, inputs.prefix, mode="fast")
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("splits", [1, 2, 64])
 @pytest.mark.parametrize("layout", ["bf16", "packed584"])
 def test_every_number_of_splits(layout: str, splits: int, device: str) -> None:
     inputs = W(layout=layout, num_qo_heads=8, prefix_lens=(256, 0), extend_lens=(40, 0)).build(device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from narrowkv.runtime.launch import Workspace, compile_for, executing
-from narrowkv.runtime.targets import get_target
 from narrowkv.sparse_fp8 import (
     DSV4Rows,
     KVSource,
@@ -23,6 +21,7 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_fp8,
 )
 from narrowkv.sparse_fp8.cases import SparseCase, SparseInputs
+from narrowkv.testing.calls import LaunchRecorder, functions_entered
 
 W = SparseCase.small
 MOST_TOKENS, MOST_INDICES = 6, 300
@@ -104,7 +103,7 @@ def test_plans_share_a_workspace(device: str) -> None:
 def test_splits_of_any_call_fit_the_workspace(device: str) -> None:
     """The number of splits is chosen by the call; what they leave must fit what the plan asked for."""
     for target in ("gfx942", "gfx950", "sm90", "cpu"):
-        recorder = _Recorder(target)
+        recorder = LaunchRecorder(target)
         with executing(recorder):
             for heads in (8, 64, 128):
                 rows = RowsFormat("packed584", page_size=64, format="fp8_e4m3fn", negative_zero_free=True)
@@ -116,40 +115,29 @@ def test_splits_of_any_call_fit_the_workspace(device: str) -> None:
                 for tokens in range(1, 41):
                     indptr = torch.arange(0, tokens * 2048 + 1, 2048, dtype=torch.int32)
                     source = KVSource(pool, indptr, torch.zeros(tokens * 2048, dtype=torch.int32))
-                    recorder.launches.clear()
+                    recorder.clear()
                     plan.run(torch.zeros(tokens, heads, 512).bfloat16(), source)
-                    splits = recorder.launches[0][1][1] if len(recorder.launches) > 1 else 0
+                    splits = recorder.launches[0].grid[1] if len(recorder.launches) > 1 else 0
                     assert splits * tokens * heads <= room
-
-
-class _Recorder:
-    """Notes every launch and runs nothing."""
-
-    def __init__(self, target: str) -> None:
-        self.target = get_target(target)
-        self.launches: list[tuple[Any, Any, Any, Any]] = []
-
-    def launch(self, kernel: Any, grid: Any, args: Any, constexprs: Any, options: Any) -> None:
-        self.launches.append((kernel, grid, constexprs, options))
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950", "sm90"])
 @every_way
 def test_kernels_are_those_that_calls_launch(way: str, target: str) -> None:
-    recorder = _Recorder(target)
+    recorder = LaunchRecorder(target)
     with executing(recorder):
         plan = _plan(_inputs(way, (70, 0)), **WAYS[way][1])
         for lens in ((250,), (5, 130, 64, 1, 0, 33), (1,) * 80):
             inputs = _inputs(way, lens)
             plan.run(inputs.q, inputs.prefix, inputs.extend, attn_sink=inputs.attn_sink)
     listed = [(launch.kernel, launch.constexprs, launch.options) for launch in plan.kernels()]
-    assert all((kernel, constants, options) in listed for kernel, _, constants, options in recorder.launches)
+    assert all((seen.kernel, seen.constexprs, seen.options) in listed for seen in recorder.launches)
     assert len(listed) <= 7
 
 
 def test_a_planned_call_enters_few_python_functions() -> None:
     """Beside the launch itself, whose cost is the executor's."""
-    with executing(_Recorder("gfx942")):
+    with executing(LaunchRecorder("gfx942")):
         for way, most in (("16bit", 13), ("fused", 13), ("splits", 14)):
             inputs = _inputs(way, (70, 0, 9))
             plan = _plan(inputs, **WAYS[way][1], **LARGEST)
@@ -161,25 +149,8 @@ def test_a_planned_call_enters_few_python_functions() -> None:
             def unplanned(way: str = way, inputs: SparseInputs = inputs) -> None:
                 _unplanned(way, inputs)
 
-            assert _functions_entered(planned) <= most
-            assert _functions_entered(unplanned) <= 75
-
-
-def _functions_entered(call: Callable[[], None]) -> int:
-    """Python functions of this package that a repeated call enters."""
-    entered = 0
-
-    def count(frame: Any, event: str, _: Any) -> None:
-        nonlocal entered
-        entered += event == "call" and "sparse_fp8" in frame.f_code.co_filename
-
-    call()
-    sys.setprofile(count)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return entered
+            assert len(functions_entered(planned)) <= most
+            assert len(functions_entered(unplanned)) <= 75
 
 
 @pytest.mark.parametrize("layout", ["bf16", "packed584"])

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from narrowkv.runtime.launch import LaunchOptions, executing
-from narrowkv.runtime.targets import get_target
+from narrowkv.runtime.launch import executing
 from narrowkv.sparse_fp8 import (
     DSV4Rows,
     KVSource,
@@ -23,6 +22,7 @@ from narrowkv.sparse_fp8 import (
     sparse_prefill_fp8,
 )
 from narrowkv.sparse_fp8.cases import SparseCase, SparseInputs
+from narrowkv.testing.calls import LaunchRecorder
 
 pytestmark = pytest.mark.sampled
 W = SparseCase.small
@@ -448,17 +448,6 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch(
             assert torch.equal(alone, together[first:last])
 
 
-class _Recorder:
-    """Notes every launch and runs nothing."""
-
-    def __init__(self, target: str) -> None:
-        self.target = get_target(target)
-        self.launches: list[tuple[Any, tuple[int, ...], dict[str, Any], LaunchOptions]] = []
-
-    def launch(self, kernel: Any, grid: Any, args: Any, constexprs: Any, options: Any) -> None:
-        self.launches.append((kernel, grid, constexprs, options))
-
-
 @pytest.mark.parametrize("target", ["gfx942", "gfx950", "sm90"])
 @pytest.mark.parametrize("layout", ["bf16", "packed584"])
 def test_a_batch_invariant_launch_is_the_same_for_1_to_300_tokens(layout: str, target: str) -> None:
@@ -472,11 +461,11 @@ def test_a_batch_invariant_launch_is_the_same_for_1_to_300_tokens(layout: str, t
         # Rows of a token differ from batch to batch, and so does their mean.
         source = KVSource(rows, indptr, largest.prefix.indices[: tokens * (tokens % 7) * 90])
         for options, found in (({"batch_invariant": True}, seen), ({}, plain)):
-            recorder = _Recorder(target)
+            recorder = LaunchRecorder(target)
             with executing(recorder):
                 sparse_decode(largest.q[:tokens], source, **options)
-            kernels = [(kernel, constants, chosen) for kernel, _, constants, chosen in recorder.launches]
-            grids = [grid for _, grid, _, _ in recorder.launches]
+            kernels = [(seen.kernel, seen.constexprs, seen.options) for seen in recorder.launches]
+            grids = [launch.grid for launch in recorder.launches]
             if kernels not in found:
                 found.append(kernels)
             assert all(extent <= 65535 for grid in grids for extent in grid[1:])

@@ -18,6 +18,7 @@ def test_every_value_is_in_a_sample_much_smaller_than_the_product() -> None:
     assert len(chosen) == 6
     assert chosen == covering(cases)
     assert len({tuple(covering(cases, seed)) for seed in range(5)}) > 1
+    assert {3, 4} <= set(covering(cases, always=[3, 4]))
 
 
 def test_fields_of_a_dataclass_are_axes_of_their_own() -> None:

@@ -43,7 +43,7 @@ def paged_decode(
         sm_scale: softmax scale; default `head_dim ** -0.5`.
         out: where to write, `[batch * q_len, num_qo_heads, head_dim]`.
         out_dtype: dtype of a new output; default q's. fp32 is allowed.
-        logits_soft_cap: `c * tanh(logits / c)` when positive; refused for a `key_transform` with an offset.
+        logits_soft_cap: `c * tanh(logits / c)` when positive.
         window_left: a row attends to at most this many keys before itself; -1 for all.
         sinks: `[num_qo_heads]`, a logit per head with value 0: it enters the denominator of `o`.
         return_lse: also return the log-sum-exp.

@@ -326,13 +326,11 @@ def choose_config(
         )
         split = split or short_split
     elif groups:
-        # `attend_in_registers`. H100, B64 ctx8192, with it and with tiles in shared memory: NVFP4 271 and
-        # 300 us; MX (a scale per 32 channels) 294 and 312 us, and 306 us without the limit of 224 registers.
-        # FP8 takes 371 us.
-        resident, registers = (9, 224) if scale_group == 32 else (_RESIDENT, None)
+        # `attend_in_registers`. H100, B64 ctx8192, with it and with tiles in shared memory: NVFP4 251 and
+        # 300 us; MX (a scale per 32 channels) 249 and 312 us. Twelve programs of 168 registers spill: 366 and
+        # 348 us. FP8 takes 371 us.
         block_n, whole_waves = 32, True
-        options = LaunchOptions(num_warps=1, num_stages=3, maxnreg=registers)
-        slots = max(1, units * resident // head_programs)
+        options = LaunchOptions(num_warps=1, num_stages=3)
     elif unpacks and get_format(k_format).is_packed:
         block_n, whole_waves = 32, True
         options = LaunchOptions(num_warps=1, num_stages=5, maxnreg=_FP4_REGISTERS)

@@ -116,7 +116,10 @@ def constants_of(
             window_left=window_left,
             wide_address=bound.wide_address,
             stages=bound.stages,
-            lazy=any(x.route == PTX8 and "_" in x.descale for x in (bound.k_stored, bound.v_stored)),
+            # H100, B64 ctx8192, with and without: two tokens at ratio 4, MX 264 and 316 us; four tokens at
+            # ratio 12, which are tiles of 64 rows, NVFP4 651 and 505 us.
+            lazy=config.block_m < 64
+            and any(x.route == PTX8 and "_" in x.descale for x in (bound.k_stored, bound.v_stored)),
             prefetch=config.prefetch,
             even=config.split == "even",
             partial=config.split != "none",
@@ -170,7 +173,7 @@ def fix_launches(
     """
     value = _VALUE
     balance, offset = bound.tensors[4:]
-    shifts = offset is not None and (lse or sinks)
+    shifts = offset is not None and (lse or sinks or soft_cap > 0)
     rows = Rows(
         value["q"], value["o"], value["lse"] if lse else None, value["sinks"] if sinks else None, *strides,
         None if table.ranges is None else value["ranges"], None if table.tree is None else value["tree"],

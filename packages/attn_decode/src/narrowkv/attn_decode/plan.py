@@ -22,7 +22,6 @@ from narrowkv.attn_decode.kernels import Workspace, _merge_splits_kernel, _paged
 from narrowkv.attn_decode.launch import Call, allocated, constants_of, fix_launches, power_of_two
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_table
-from narrowkv.paged_cache.key_transform import refuse_soft_cap
 from narrowkv.paged_cache.layouts import span_bytes
 from narrowkv.quant import get_format
 from narrowkv.runtime import launch
@@ -296,7 +295,6 @@ class DecodePlan:
         soft_cap = check_finite_float("logits_soft_cap", logits_soft_cap)
         if soft_cap < 0:
             raise ValueError(f"logits_soft_cap must be 0 (off) or positive, got {logits_soft_cap}")
-        refuse_soft_cap(cache.key_transform, soft_cap)
         window_left = check_window("window_left", window_left)
         if table.ranges is not None and window_left >= 0:
             raise ValueError(

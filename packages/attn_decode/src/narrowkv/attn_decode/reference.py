@@ -48,6 +48,8 @@ def paged_decode_reference(
         rows = slice(seq * q_len, (seq + 1) * q_len)
         query = q[rows].float().view(q_len, num_kv_heads, gqa_ratio, head_dim)
         s = torch.einsum("qhgd,lhd->qhgl", query, k) * scale
+        if shift is not None:
+            s += shift[rows].view(*s.shape[:3], 1)
         if logits_soft_cap > 0:
             s = logits_soft_cap * torch.tanh(s / logits_soft_cap)
         key = torch.arange(kv_len, device=q.device)[None]
@@ -67,9 +69,6 @@ def paged_decode_reference(
             keep &= key >= position - window_left
         s = s.masked_fill(~keep[:, None, None], -math.inf)
         log_sum = torch.logsumexp(s, -1)
-        if shift is not None:
-            added = shift[rows].view(log_sum.shape)
-            s, log_sum = s + added[..., None], log_sum + added
         denominator = log_sum
         if sinks is not None:
             denominator = torch.logaddexp(

@@ -122,7 +122,8 @@ def prefill_append(
             last dimension contiguous.
         k_new, v_new: `[tokens, num_kv_heads, head_dim]` in q's dtype, last dimension contiguous.
         cache: any layout, page size and format; read and written in place. Its descales are per tensor, per
-            head or per token-head, as for `append`.
+            head or per token-head, as for `append`. With a `key_transform` a launch ahead rotates and
+            transforms q for stored keys, and new keys are transformed as they are stored.
         page_table: a block table with pages for the new tokens too; `seq_lens` are the lengths **before** the
             append, and are not changed. What has no page is not stored.
         cu_seqlens_q: `[batch + 1]` int32, where each sequence's new tokens begin.

@@ -86,6 +86,11 @@ class BoundCache(NamedTuple):
     matrices: dict[int, Any]
     transform: KeyTransform | None
 
+    @property
+    def has_offset(self) -> bool:
+        """Whether keys lost an offset."""
+        return self.transform is not None and self.transform.offset is not None
+
 
 # By cache, and by what a plan's kernels read it as. An entry goes with its cache.
 _bound_caches: ByIdentity[dict[Any, BoundCache]] = ByIdentity()
@@ -205,5 +210,7 @@ def _reading(
 
 def storing_constants(cache: PagedKVCache, exponent: str, rope: Rope | None) -> Storing:
     """Constants of how new tokens are rotated and stored in this cache."""
+    transform = cache.key_transform or KeyTransform(rotated=False)
     found = {**storage_constants(cache, exponent), **rope_constants(rope)}
+    found["STAGES"] = transform.stages(cache.head_dim)
     return Storing(**{name: found[name.upper()] for name in Storing._fields})

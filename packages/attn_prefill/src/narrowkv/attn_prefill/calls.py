@@ -113,19 +113,19 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     rows, shift = q, None
     if bound.transform is not None and call.classes:
-        rows, shift = transform_queries(
-            q, bound.transform, cache.num_kv_heads, None if lse is None else call.scale
-        )
+        rows, shift = transform_queries(q, bound.transform, cache.num_kv_heads, call.shift_scale, rope)
     for launches, fill_grid, grid, numbers, needs in call.classes:
         reading = getattr(bound, launches.reading)
         values = (
-            rows.view(torch.uint8) if call.q_as_bytes else rows, o, lse, starts, q_descale, sinks, table.ids,
-            table.row, table.lens, table.num_ids, table.max_pages if bound.num_pages else 0,
+            rows.view(torch.uint8) if call.q_as_bytes else rows, o, lse, starts, q_descale, sinks, shift,
+            table.ids, table.row, table.lens, table.num_ids, table.max_pages if bound.num_pages else 0,
             call.logit_scale * reading.k_scale, reading.v_scale / launches.p_scale, reading.k_scale,
             *numbers, *reading.values,
         )  # fmt: skip
         if k_new is not None:
             values += (*bound.new_values, k_new, v_new)
+            if bound.transform is not None:
+                values += (bound.transform.offset, bound.transform.balance, q)
             if turn is not None:
                 values += turn.tensors
         if launches.block_n:
@@ -135,8 +135,6 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
         if launches.fill is not None:
             launches.fill(fill_grid, values)
         launches.attend(grid, values)
-    if shift is not None and lse is not None:
-        lse.add_(shift)
     if call.decodes:
         decode = plan.decode or decode_plan_for_call(q, cache, page_table, False)
         decode.run(

@@ -14,7 +14,7 @@ from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import check_new_tokens
 from narrowkv.paged_cache.checks import check_table
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
-from narrowkv.paged_cache.key_transform import refuse_soft_cap, transform_tensors
+from narrowkv.paged_cache.key_transform import transform_tensors
 from narrowkv.paged_cache.layouts import HEAD_DIMS
 from narrowkv.quant import KeyTransform
 from narrowkv.quant.formats import get_format
@@ -45,28 +45,12 @@ def check_soft_cap(value: float) -> float:
     return soft_cap
 
 
-def check_transform(
-    transform: KeyTransform | None, q: torch.Tensor, soft_cap: float, sinks: torch.Tensor | None, *,
-    appends: bool,
-) -> None:  # fmt: skip
+def check_transform(transform: KeyTransform | None, q: torch.Tensor) -> None:
     """Refuses what is not served over keys that a cache's `key_transform` changed."""
-    if transform is None:
-        return
-    if appends:
-        raise ValueError(
-            "cache must have no key_transform for prefill_append, which attends to the new keys as they are: "
-            "call append, then batch_prefill"
-        )
-    if q.dtype.itemsize == 1:
+    if transform is not None and q.dtype.itemsize == 1:
         raise ValueError(
             f"q must be bf16 or fp16 for a cache with a key_transform, got {q.dtype}: pass q as it was "
             "before it was quantised"
-        )
-    refuse_soft_cap(transform, soft_cap)
-    if sinks is not None and transform.offset is not None:
-        raise ValueError(
-            "sinks must be None in prefill for a cache whose key_transform has an offset, which shifts the "
-            "logits that sinks are compared with: calibrate with offset=False"
         )
 
 
@@ -170,7 +154,7 @@ def check_chunk(
 ) -> None:
     """Refuses new tokens that do not belong to the queries or cannot be stored, and inputs in the cache."""
     others: dict[str, Any] = {"q": q, "k_new": k_new, "v_new": v_new, "sinks": sinks}
-    others |= _metadata(page_table, cu_seqlens_q)
+    others |= _metadata(page_table, cu_seqlens_q) | transform_tensors(cache.key_transform)
     for name, new in (("k_new", k_new), ("v_new", v_new)):
         check_dtype(name, new, (q.dtype,))
         check_shape(name, new, (q.shape[0], cache.num_kv_heads, cache.head_dim))

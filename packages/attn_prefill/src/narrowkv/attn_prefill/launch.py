@@ -31,6 +31,7 @@ from narrowkv.paged_cache.pointers import multiplied_parts
 from narrowkv.runtime.launch import BoundLaunch
 
 _QUANTISED_TOKENS = 32  # new tokens of a head that one program of a pipelined append quantises
+_ROTATED_TOKENS = 16  # the same of an append in one launch whose cache rotates keys: with 64, FP4 spills
 _FILLING_PROGRAMS = 16  # for each compute unit: where most sequences are decodes, few blocks are filled
 _PLACED_TILES = 8  # tiles that one program puts in their order
 # P is at most one; in FP8 it is brought near the largest number that each format has.
@@ -44,6 +45,7 @@ class Kind(NamedTuple):
         ragged: whether the table is ragged.
         soft_cap, sinks, lse: whether there are any; q_descale: whether there is a tensor of it.
         window_left, window_right: keys before and after itself that a row sees, or -1.
+        shifts: keys lost an offset, which a cap, sinks or an lse would see.
         positive: whether the scale of the logits is above zero.
         storing: of an append: how new tokens are stored, else None.
         settle: the target is AMD's, and no interpreter.
@@ -57,6 +59,7 @@ class Kind(NamedTuple):
     q_descale: bool
     window_left: int
     window_right: int
+    shifts: bool
     positive: bool
     storing: Storing | None
     settle: bool
@@ -132,8 +135,11 @@ def _make_route(
     kind: Kind,
 ) -> Route:  # fmt: skip
     folded = kind.positive and not kind.soft_cap and not bound.per_key[0]
-    rotates = kind.storing is not None and kind.storing.rotary_dim > 0
-    pipelined = config.otherwise is not None and (folded or kind.soft_cap) and not rotates
+    # With a transform, queries are rotated in the launch that transforms them.
+    rotates = kind.storing is not None and kind.storing.rotary_dim > 0 and bound.transform is None
+    # That kernel's loop has no registers for a number of each row.
+    capped = kind.soft_cap and not kind.shifts
+    pipelined = config.otherwise is not None and (folded or capped) and not rotates
     if config.otherwise is not None and not pipelined:
         config = config.otherwise
     fused = config.kernel in IN_PAGES
@@ -145,7 +151,7 @@ def _make_route(
         config = replace(config.in_turns, q_lens=config.q_lens)
     elif not fused and not pipelined:
         config = config_of_call(plan.target, config, soft_cap=kind.soft_cap)
-    maker = _Maker(plan, shape, config, bound, kind, folded)
+    maker = _Maker(plan, shape, config, bound, kind, folded, rotates)
     if fused:
         return maker.one_launch()
     if in_turns:
@@ -161,10 +167,10 @@ class _Maker:
 
     def __init__(
         self, plan: PlanBase, shape: PrefillShape, config: PrefillConfig, bound: BoundCache, kind: Kind,
-        folded: bool,
+        folded: bool, rotates: bool,
     ) -> None:  # fmt: skip
         self.plan, self.shape, self.config, self.bound, self.kind = plan, shape, config, bound, kind
-        self.folded = folded
+        self.folded, self.rotates = folded, rotates
         self.appends = kind.storing is not None
         self.nvidia = plan.target.vendor == "nvidia"
         self.sizes = Sizes(shape.num_kv_heads, shape.gqa_ratio, shape.head_dim, shape.page_size, kind.ragged)
@@ -188,14 +194,16 @@ class _Maker:
         grid = (programs, 1, config.num_splits)
         if config.kernel == "split":
             grid = (work_units(shape, config) * shape.num_kv_heads, 1, 1)
-        num_blocks = 0
+        num_blocks, blocks = 0, self.blocks
         if self.appends:
             kernel = _prefill_append_kernel
-            constants["STORING"] = self.kind.storing
+            constants["STORING"] = storing = self.kind.storing
+            size = _ROTATED_TOKENS if storing is not None and storing.stages else config.scratch_block
+            blocks = blocks._replace(s=size)
             if config.stores:
-                num_blocks = append_blocks(shape, config.scratch_block)
+                num_blocks = append_blocks(shape, size)
             grid = (grid[0] * grid[2] + num_blocks * shape.num_kv_heads, 1, 1)
-        constants |= {"RULES": rules, "BLOCKS": self.blocks}
+        constants |= {"RULES": rules, "BLOCKS": blocks}
         attend = self.plan.bound_launch(kernel, constants, config.options)
         return self._route(None, (0, 1, 1), attend, grid, self._numbers(num_blocks), p_scale=rules.p_scale)
 
@@ -266,7 +274,7 @@ class _Maker:
             "SIZES": self.sizes._replace(page_size=0, ragged=False),
             "K_DESCALE": self._k_descale(),
             "V_DESCALE": reading.v.descale,
-            "ROTARY_DIM": 0 if kind.storing is None else kind.storing.rotary_dim,
+            "ROTARY_DIM": kind.storing.rotary_dim if kind.storing is not None and self.rotates else 0,
             "INTERLEAVED": kind.storing is not None and kind.storing.interleaved,
             "RULES": self._rules(
                 compute=self._matrix_type(),

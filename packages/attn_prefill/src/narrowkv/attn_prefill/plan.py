@@ -94,7 +94,8 @@ class PrefillPlan(PlanBase):
         """
         bound = self.bind(cache)
         kind = Kind(
-            ragged, logits_soft_cap > 0, sinks, return_lse, False, window_left, window_right, True,
+            ragged, logits_soft_cap > 0, sinks, return_lse, False, window_left, window_right,
+            bound.has_offset and (logits_soft_cap > 0 or sinks or return_lse), True,
             storing_constants(cache, self.exponent, rope) if self.exponent is not None else None,
             self.target.is_amd and is_compiled(cache.k), cache.negative_zero_free,
         )  # fmt: skip

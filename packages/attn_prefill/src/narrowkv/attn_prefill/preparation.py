@@ -85,6 +85,7 @@ class Prepared(NamedTuple):
         decodes: whether that is so.
         scale: of the logits, with a descale of the query that is a number; logit_scale: the same in base 2,
             or natural for a soft cap.
+        shift_scale: of the queries' products with the offset that keys lost, or None if nothing sees them.
         soft_cap: the cap of logits, or 0; window_left: how many earlier keys a row sees, or -1.
         q_as_bytes: an FP8 query goes to a matrix unit of another format.
         out_dtype: of a new output.
@@ -96,6 +97,7 @@ class Prepared(NamedTuple):
     decodes: bool
     scale: float
     logit_scale: float
+    shift_scale: float | None
     soft_cap: float
     window_left: int
     q_as_bytes: bool
@@ -131,7 +133,7 @@ def prepare(plan: PlanBase, bound: BoundCache, table: BoundTable, key: Any, g: A
     found = plan._calls.get(key)
     if found is not None:
         return found  # type: ignore[no-any-return]
-    kind = _kind(plan, g, checked)
+    kind = _kind(plan, bound, g, checked)
     shape = _bounded(plan, checked.shape)
     scale, soft_cap = checked.scale, checked.soft_cap
     config = plan.config_for(shape)
@@ -155,6 +157,7 @@ def prepare(plan: PlanBase, bound: BoundCache, table: BoundTable, key: Any, g: A
         decodes and shape.num_tokens > 0,
         scale,
         logit_scale,
+        scale if kind.shifts else None,
         soft_cap,
         checked.window_left,
         not plan.appends and plan.config.fp8 not in (None, plan.k_format),
@@ -196,6 +199,7 @@ def _layout(
     return Layout(
         q=_steps(g.q) if bound.transform is None else (heads * head_dim, head_dim),
         o=(heads * head_dim, head_dim) if g.out is None else _steps(g.out),
+        given_q=_steps(g.q),
         lse=0 if not kind.lse else heads if g.lse is None else g.lse.stride(0),
         new=None if g.k_new is None or g.v_new is None else (_steps(g.k_new), _steps(g.v_new)),
         rope=rope_pointers(g.rope),
@@ -207,6 +211,7 @@ def _layout(
         has_lse=kind.lse,
         has_sinks=kind.sinks,
         has_q_descale=kind.q_descale,
+        has_shift=kind.shifts,
     )
 
 
@@ -246,7 +251,7 @@ def _check(plan: PlanBase, g: Arguments) -> _Checked:
         raise ValueError(f"window_right must be -1 or 0 with causal=True, got {g.window_right}")
     window_right = 0 if g.causal else check_window("window_right", g.window_right)
     check_sinks(q, g.sinks)
-    check_transform(cache.key_transform, q, soft_cap, g.sinks, appends=plan.appends)
+    check_transform(cache.key_transform, q)
     if not plan.appends:
         scale = fold_q_descale(q, g.q_descale, scale, validate=g.validate)
     check_no_grad(q=q, k=cache.k, v=cache.v, sinks=g.sinks)
@@ -281,7 +286,7 @@ def _bounded(plan: PlanBase, shape: PrefillShape) -> PrefillShape:
     return plan.shape_of_call(shape.batch, shape.num_tokens)
 
 
-def _kind(plan: PlanBase, g: Arguments, checked: _Checked) -> Kind:
+def _kind(plan: PlanBase, bound: BoundCache, g: Arguments, checked: _Checked) -> Kind:
     """The values that the kernels of a checked call depend on."""
     return Kind(
         ragged=g.page_table.kind == "ragged",
@@ -291,6 +296,8 @@ def _kind(plan: PlanBase, g: Arguments, checked: _Checked) -> Kind:
         q_descale=isinstance(g.q_descale, torch.Tensor),
         window_left=checked.window_left,
         window_right=checked.window_right,
+        shifts=bound.has_offset
+        and (checked.soft_cap > 0 or g.sinks is not None or g.return_lse or g.lse is not None),
         positive=checked.scale > 0,
         storing=None if plan.exponent is None else storing_constants(g.cache, plan.exponent, g.rope),
         settle=plan.target.is_amd and is_compiled(g.cache.k),

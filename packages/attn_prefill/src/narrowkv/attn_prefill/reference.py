@@ -32,7 +32,7 @@ def batch_prefill_reference(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`batch_prefill` in float32, sequence by sequence; same arguments; reads lengths on the host."""
     scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
-    shift: float | torch.Tensor = 0.0
+    shift = None
     if (transform := cache.key_transform) is not None:
         if transform.offset is not None:
             shift = lse_correction(q, transform.offset, scale)
@@ -56,8 +56,9 @@ def batch_prefill_reference(
             window_left=window_left,
             window_right=0 if causal else window_right,
             sinks=sinks,
+            shift=None if shift is None else shift[rows],
         )
-    return finish(o, lse + shift, out, options)
+    return finish(o, lse, out, options)
 
 
 def prefill_append_reference(
@@ -87,6 +88,13 @@ def prefill_append_reference(
     if rope is not None:
         turned_q = apply_rope_reference(q, rope).to(q.dtype)
         turned_k = apply_rope_reference(k_new, rope).to(k_new.dtype)
+    shift = None
+    if (transform := cache.key_transform) is not None:
+        if transform.offset is not None:
+            shift = lse_correction(turned_q, transform.offset, scale)
+        turned_q = transform.queries(turned_q).to(q.dtype)
+        exact = k_new if rope is None else apply_rope_reference(k_new, rope)
+        turned_k = transform.keys(exact).to(k_new.dtype)
     o = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:2], -math.inf, device=q.device)
     starts = cu_seqlens_q.tolist()
@@ -108,6 +116,7 @@ def prefill_append_reference(
             window_left=window_left,
             window_right=0,
             sinks=sinks,
+            shift=None if shift is None else shift[rows],
         )
         size = page_table.page_size
         held = positions < page_table.capacity

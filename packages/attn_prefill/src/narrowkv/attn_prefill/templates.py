@@ -19,10 +19,11 @@ from narrowkv.paged_cache.kernels.append import RopePointers
 from narrowkv.paged_cache.kernels.pages import Table
 from narrowkv.runtime.launch import FixedLaunch, Varies
 
-# The values of a call, in this order. Of an append those of `VARYING_DESTINATION`, the new keys and values
-# and the three tensors of a rotary embedding follow; then a descriptor of the cache's pages; then memory.
+# The values of a call, in this order. Of an append those of `VARYING_DESTINATION`, the new keys and values,
+# of a cache with a `key_transform` its two tensors and the queries as they are, and the three tensors of a
+# rotary embedding follow; then a descriptor of the cache's pages; then memory.
 _FIRST = (
-    "q", "o", "lse", "starts", "q_descale", "sinks", "ids", "row", "lens", "num_ids", "max_pages",
+    "q", "o", "lse", "starts", "q_descale", "sinks", "shift", "ids", "row", "lens", "num_ids", "max_pages",
     "qk_scale", "out_scale", "k_scale", *Numbers._fields, *(f"cache_{name}" for name in VARYING_CACHE),
 )  # fmt: skip
 _VALUE = {name: Varies(index) for index, name in enumerate(_FIRST)}
@@ -34,18 +35,19 @@ class Layout(NamedTuple):
     """Properties that the tensors of all calls with the same launches share.
 
     Attributes:
-        q, o: strides of a token and of a head; lse: of a token, 0 without.
+        q, o: strides of a token and of a head; lse: of a token, 0 without. given_q: of q as it was given.
         new: the same of k_new and of v_new, None of a call that does not append.
         rope: the rotary embedding's tables.
         ragged: whether the page table is; steps: see `TableSteps`.
         empty: the page table or the cache has no pages.
         logit_scale: of logits in base 2, or natural for a soft cap; soft_cap: the cap, or 0.
-        has_lse, has_sinks, has_q_descale: whether there are such tensors.
+        has_lse, has_sinks, has_q_descale, has_shift: whether there are such tensors.
     """
 
     q: tuple[int, int]
     o: tuple[int, int]
     lse: int
+    given_q: tuple[int, int]
     new: tuple[tuple[int, int], tuple[int, int]] | None
     rope: RopePointers
     ragged: bool
@@ -56,6 +58,7 @@ class Layout(NamedTuple):
     has_lse: bool
     has_sinks: bool
     has_q_descale: bool
+    has_shift: bool
 
 
 class Launches(NamedTuple):
@@ -95,6 +98,7 @@ class _Arguments:
         self.queries = Queries(
             value["q"], *layout.q, value["starts"], None, None,
             value["q_descale"] if layout.has_q_descale else None,
+            shift=value["shift"] if layout.has_shift else None,
         )  # fmt: skip
         self.outputs = Outputs(
             value["o"], *layout.o, value["lse"] if layout.has_lse else None, layout.lse,
@@ -124,6 +128,11 @@ class _Arguments:
         destination = _varying(self.bound.destination, VARYING_DESTINATION, self._next(_NUM_NEW).index or 0)
         k, v = Varies(self.behind - 2), Varies(self.behind - 1)
         chunk = Chunk(k, *layout.new[0], v, *layout.new[1])
+        if (transform := self.bound.transform) is not None:
+            first = self._next(3).index or 0
+            static = (transform.offset, transform.balance)
+            offset, balance = (None if x is None else Varies(first + i) for i, x in enumerate(static))
+            chunk = Chunk(*chunk[:6], offset, balance, Varies(first + 2), *layout.given_q)
         rope = layout.rope
         if rope[0] is not None:
             rope = _varying(rope, rope._fields[:_NUM_ROPE], self._next(_NUM_ROPE).index or 0)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from narrowkv.attn_decode import DecodeShape
-from narrowkv.context_parallel.exchange import Partial, Sizes, block_elements
+from narrowkv.context_parallel.exchange import Partial, Sizes, Take, block_elements
 from narrowkv.context_parallel.layout import ShardLayout
-from narrowkv.context_parallel.symmetric import SymmetricMemory
+from narrowkv.runtime.launch import Workspace, block_bytes
+from narrowkv.runtime.launch.workspace import Block
 
 HEADS = ("sharded", "replicated")
 
@@ -26,6 +28,13 @@ class Moves:
     head_groups: int
     shape: DecodeShape
     device: torch.device
+
+    def sizes(self, tokens: int) -> Sizes:
+        """Of a head group's exchange in calls with this many query tokens."""
+        shape, layout = self.shape, self.layout
+        return Sizes(
+            layout.world, layout.rank, tokens, shape.num_qo_heads // self.head_groups, shape.head_dim
+        )
 
 
 class Buffers(NamedTuple):
@@ -45,44 +54,66 @@ class Buffers(NamedTuple):
     merged_lse: tuple[torch.Tensor, torch.Tensor] | None
 
 
-def allocate(moves: Moves, tokens: int, memory: SymmetricMemory | None) -> Buffers:
-    """Buffers of calls with this many query tokens; those that other ranks write are in symmetric memory."""
+def allocate(moves: Moves, tokens: int, symmetric: torch.Tensor | None, workspace: Workspace) -> Buffers:
+    """Buffers of calls with this many query tokens, from the beginning of the workspace.
+
+    Args:
+        moves: what steps send.
+        tokens: query tokens of a call.
+        symmetric: memory for what other ranks write, which has its own place for each part; None if ranks
+            send by collectives.
+        workspace: at least `exchange_bytes(moves)`.
+    """
+    views = iter(workspace.carve(_blocks(moves, tokens, symmetric)))
+    return _buffers(moves, tokens, symmetric, lambda shape, dtype: next(views))
+
+
+def exchange_bytes(moves: Moves) -> int:
+    """Bytes of a workspace for `allocate`, for any number of query tokens."""
+    symmetric = None
+    if moves.comm == "symm_mem":
+        symmetric = torch.empty(symmetric_places(moves)[1][-1], dtype=torch.uint8, device="meta")
+    return block_bytes(_blocks(moves, moves.shape.batch * moves.shape.q_len, symmetric))
+
+
+def _blocks(moves: Moves, tokens: int, symmetric: torch.Tensor | None) -> list[Block]:
+    """What `_buffers` takes, in its order."""
+    blocks: list[Block] = []
+
+    def take(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        blocks.append((shape, dtype))
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    _buffers(moves, tokens, symmetric, take)
+    return blocks
+
+
+def _buffers(moves: Moves, tokens: int, symmetric: torch.Tensor | None, take: Take) -> Buffers:
     shape, world, groups = moves.shape, moves.layout.world, moves.head_groups
     own = (tokens, shape.num_qo_heads // world, shape.head_dim)
-    per_group = Sizes(world, moves.layout.rank, tokens, shape.num_qo_heads // groups, shape.head_dim)
-    device, dtype = moves.device, shape.q_dtype
+    per_group, dtype = moves.sizes(tokens), shape.q_dtype
     gathered: torch.Tensor | None = None
     received: list[torch.Tensor | None] = [None] * groups
-    if memory is not None:
+    if symmetric is not None:
         queries, places = symmetric_places(moves)
         size = block_elements(per_group, moves.partial_dtype)
         size *= per_group.heads * moves.partial_dtype.itemsize
-        received = [memory.buffer[at : at + size].view(moves.partial_dtype) for at in places[:-1]]
+        received = [symmetric[at : at + size].view(moves.partial_dtype) for at in places[:-1]]
         if queries:
             size = world * own[0] * own[1] * own[2] * dtype.itemsize
-            gathered = memory.buffer[:size].view(dtype).view(world, *own)
+            gathered = symmetric[:size].view(dtype).view(world, *own)
     elif moves.heads == "sharded":
-        gathered = torch.empty(world, *own, dtype=dtype, device=device)
+        gathered = take((world, *own), dtype=dtype)
     partial = [
-        Partial(
-            per_group, moves.partial_dtype, moves.comm, device,
-            None if got is None else (torch.empty_like(got), got),
-        )
-        for got in received
-    ]  # fmt: skip
+        Partial(per_group, moves.partial_dtype, moves.comm, moves.device, take, got) for got in received
+    ]
     q = None
     if groups > 1 or (gathered is not None and tokens > 1):
-        q = torch.empty(groups, tokens, per_group.heads, shape.head_dim, dtype=dtype, device=device)
+        q = take((groups, tokens, per_group.heads, shape.head_dim), dtype=dtype)
     merged = merged_lse = None
     if moves.heads == "replicated":
-        merged = (
-            torch.empty(own, dtype=torch.float32, device=device),
-            torch.empty(world, *own, dtype=torch.float32, device=device),
-        )
-        merged_lse = (
-            torch.empty(own[:2], dtype=torch.float32, device=device),
-            torch.empty(world, *own[:2], dtype=torch.float32, device=device),
-        )
+        merged = take(own, dtype=torch.float32), take((world, *own), dtype=torch.float32)
+        merged_lse = take(own[:2], dtype=torch.float32), take((world, *own[:2]), dtype=torch.float32)
     return Buffers(gathered, q, partial, merged, merged_lse)
 
 
@@ -98,7 +129,7 @@ def symmetric_places(moves: Moves) -> tuple[int, list[int]]:
     """
     shape = moves.shape
     tokens, groups = shape.batch * shape.q_len, moves.head_groups
-    sizes = Sizes(moves.layout.world, moves.layout.rank, tokens, shape.num_qo_heads // groups, shape.head_dim)
+    sizes = moves.sizes(tokens)
     block = block_elements(sizes, moves.partial_dtype) * moves.partial_dtype.itemsize
     queries = tokens * shape.num_qo_heads * shape.head_dim * shape.q_dtype.itemsize
     queries = _aligned(queries) if moves.heads == "sharded" else 0

@@ -6,6 +6,8 @@ lse packed together. "ag_rs" is the lse all-gather and reduce-scatter that engin
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,8 @@ from narrowkv.context_parallel.symmetric import SymmetricMemory
 
 COMMS = ("a2a", "ag_rs", "symm_mem")
 PARTIAL_DTYPES = (torch.float32, torch.bfloat16)
+# Makes a tensor of a shape, and of a dtype by keyword, as `torch.empty` does.
+Take = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -46,29 +50,30 @@ class Partial:
         sizes: sizes of the exchange.
         dtype: of partial O on its way, fp32 or bf16.
         comm: see `COMMS`.
-        memory: to send from and to receive into, each of `block_elements` a head, in the dtype; allocated if
-            None.
+        device: where the memory is.
+        take: makes each tensor; `torch.empty` on the device if None.
+        received: memory to receive into, `block_elements` a head, in the dtype; one more tensor if None.
     """
 
     def __init__(
-        self, sizes: Sizes, dtype: torch.dtype, comm: str, device: torch.device,
-        memory: tuple[torch.Tensor, ...] | None = None,
+        self, sizes: Sizes, dtype: torch.dtype, comm: str, device: torch.device, take: Take | None = None,
+        received: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         s = self.sizes = sizes
         self.comm, self.dtype = comm, dtype
-        self.lse = torch.empty(s.tokens, s.heads, dtype=torch.float32, device=device)
+        take = functools.partial(torch.empty, device=device) if take is None else take
+        self.lse = take((s.tokens, s.heads), dtype=torch.float32)
         if comm == "ag_rs":
-            self.o = torch.empty(s.tokens, s.heads, s.head_dim, dtype=dtype, device=device)
-            self.everyones_lse = torch.empty(s.world, s.tokens, s.heads, dtype=torch.float32, device=device)
-            self.merged_lse = torch.empty(s.tokens, s.heads, dtype=torch.float32, device=device)
-            self.send = torch.empty(s.heads, s.tokens, s.head_dim, dtype=dtype, device=device)
-            self.recv = torch.empty(s.own_heads, s.tokens, s.head_dim, dtype=dtype, device=device)
+            self.o = take((s.tokens, s.heads, s.head_dim), dtype=dtype)
+            self.everyones_lse = take((s.world, s.tokens, s.heads), dtype=torch.float32)
+            self.merged_lse = take((s.tokens, s.heads), dtype=torch.float32)
+            self.send = take((s.heads, s.tokens, s.head_dim), dtype=dtype)
+            self.recv = take((s.own_heads, s.tokens, s.head_dim), dtype=dtype)
             return
         width = block_elements(s, dtype)
-        if memory is None:
-            memory = torch.empty(2, s.heads * width, dtype=dtype, device=device).unbind()
-        self.send = memory[0].view(s.heads, width)
-        self.recv = memory[1].view(s.world, s.own_heads, width)
+        self.send = take((s.heads, width), dtype=dtype)
+        received = take((s.heads, width), dtype=dtype) if received is None else received
+        self.recv = received.view(s.world, s.own_heads, width)
         self.o = self.send.as_strided((s.tokens, s.heads, s.head_dim), (s.head_dim, width, 1))
         rows = s.tokens * s.head_dim
         begin = rows * dtype.itemsize // 4
@@ -104,15 +109,15 @@ class Partial:
         else:
             launch_merge(self.got_o[:, :, own], self.got_lse[:, :, own], sinks, out, lse)
 
-    def sent_bytes(self) -> int:
-        """Bytes that this rank sends to others in one exchange."""
-        s = self.sizes
-        others = s.world - 1
-        if self.comm == "ag_rs":
-            # As a ring sends them: lse to each other rank, and world - 1 steps of one share of O.
-            share = s.own_heads * s.tokens * s.head_dim * self.dtype.itemsize
-            return others * (s.tokens * s.heads * 4 + share)
-        return others * s.own_heads * block_elements(s, self.dtype) * self.dtype.itemsize
+
+def sent_bytes(s: Sizes, dtype: torch.dtype, comm: str) -> int:
+    """Bytes that a rank sends to others in one exchange of partial O in this dtype."""
+    others = s.world - 1
+    if comm == "ag_rs":
+        # As a ring sends them: lse to each other rank, and world - 1 steps of one share of O.
+        share = s.own_heads * s.tokens * s.head_dim * dtype.itemsize
+        return others * (s.tokens * s.heads * 4 + share)
+    return others * s.own_heads * block_elements(s, dtype) * dtype.itemsize
 
 
 def block_elements(sizes: Sizes, dtype: torch.dtype) -> int:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from narrowkv.attn_decode import DecodePlan, DecodeShape, plan_decode
-from narrowkv.context_parallel.buffers import HEADS, Buffers, Moves, allocate, symmetric_places
-from narrowkv.context_parallel.exchange import COMMS, PARTIAL_DTYPES, Partial
+from narrowkv.context_parallel.buffers import (
+    HEADS,
+    Buffers,
+    Moves,
+    allocate,
+    exchange_bytes,
+    symmetric_places,
+)
+from narrowkv.context_parallel.exchange import COMMS, PARTIAL_DTYPES, Partial, sent_bytes
 from narrowkv.context_parallel.groups import Group, agreement, all_gather, check_layout, group_of
 from narrowkv.context_parallel.heads import every_nth_head
 from narrowkv.context_parallel.layout import ShardedTable, ShardLayout
@@ -40,6 +48,9 @@ class CPDecodePlan:
         shape: of a rank's attention over all heads; `batch` is the maximum.
         local: plans of a rank's attention, one a head group.
         group: the ranks; None in a world of one.
+        device: where the tensors are.
+        memory: what other ranks write with "symm_mem".
+        exchange: memory of queries and partial results; see `with_workspaces`.
     """
 
     layout: ShardLayout
@@ -52,6 +63,7 @@ class CPDecodePlan:
     group: dist.ProcessGroup | None
     device: torch.device
     memory: SymmetricMemory | None = field(repr=False, default=None)
+    exchange: Workspace | None = field(repr=False, default=None)
     _buffers: dict[int, Buffers] = field(init=False, repr=False, default_factory=dict)
 
     def explain(self) -> str:
@@ -71,7 +83,8 @@ class CPDecodePlan:
         if world == 1:
             return {"q": 0, "partials": 0, "o": 0}
         others = tokens * shape.num_qo_heads // world * (world - 1)
-        partials = sum(each.sent_bytes() for each in self._of(tokens).partial)
+        moves = self._moves()
+        partials = self.head_groups * sent_bytes(moves.sizes(tokens), self.partial_dtype, self.comm)
         sharded = self.heads == "sharded"
         return {
             "q": others * shape.head_dim * shape.q_dtype.itemsize if sharded else 0,
@@ -79,15 +92,49 @@ class CPDecodePlan:
             "o": 0 if sharded else others * shape.head_dim * 4,
         }
 
+    def workspace_bytes(self) -> int:
+        """Bytes of a workspace for a rank's own attention."""
+        return max(each.workspace_bytes() for each in self.local)
+
+    def exchange_bytes(self) -> int:
+        """Bytes of a workspace for queries and partial results on their way between ranks."""
+        return 0 if self.layout.world == 1 else exchange_bytes(self._moves())
+
+    def with_workspaces(self, workspace: Workspace, exchange: Workspace) -> CPDecodePlan:
+        """A plan for the same calls in memory that other plans may use, too, if no two calls run at once.
+
+        Without it each call's own attention allocates its memory, and the plan allocates the rest in its
+        first call.
+
+        Args:
+            workspace: at least `workspace_bytes()`.
+            exchange: at least `exchange_bytes()`, another than `workspace`.
+
+        Raises:
+            ValueError: one that is too small.
+        """
+        for name, given, least in (
+            ("workspace", workspace, self.workspace_bytes()), ("exchange", exchange, self.exchange_bytes())
+        ):  # fmt: skip
+            if given.num_bytes < least:
+                raise ValueError(f"{name} must have at least {least} bytes, got {given.num_bytes}")
+        local = tuple(replace(each, workspace=workspace) for each in self.local)
+        return replace(self, local=local, exchange=exchange)
+
     def _moves(self) -> Moves:
         return Moves(
             self.layout, self.comm, self.partial_dtype, self.heads, self.head_groups, self.shape, self.device
         )
 
+    @cached_property
+    def _workspace(self) -> Workspace:
+        return Workspace(self.exchange_bytes(), self.device) if self.exchange is None else self.exchange
+
     def _of(self, tokens: int) -> Buffers:
-        """Buffers of calls with this many query tokens, made once."""
+        """Buffers of calls with this many query tokens; those of other numbers lie in the same memory."""
         if tokens not in self._buffers:
-            self._buffers[tokens] = allocate(self._moves(), tokens, self.memory)
+            symmetric = None if self.memory is None else self.memory.buffer
+            self._buffers[tokens] = allocate(self._moves(), tokens, symmetric, self._workspace)
         return self._buffers[tokens]
 
     def run(
@@ -336,16 +383,10 @@ def _plan(
     options: dict[str, Any] = {
         "max_batch": max_batch, "max_seq_len": max_seq_len, "batch_invariant": batch_invariant
     }  # fmt: skip
-    workspace: Workspace | None = None
-    local = []
-    for number in range(head_groups):
-        part = every_nth_head(cache, number, head_groups)
-        plan = plan_decode(like, part, table.table, workspace=workspace, **options)
-        # Head groups attend one after the other, so they share the memory of splits.
-        workspace = plan.workspace
-        local.append(plan)
+    parts = (every_nth_head(cache, number, head_groups) for number in range(head_groups))
+    local = tuple(plan_decode(like, part, table.table, **options) for part in parts)
     shape = DecodeShape(
         batch=max_batch or batch, q_len=table.q_len, num_qo_heads=all_heads, num_kv_heads=cache.num_kv_heads,
         head_dim=cache.head_dim, page_size=cache.page_size, capacity=table.table.capacity, q_dtype=q.dtype,
     )  # fmt: skip
-    return CPDecodePlan(layout, comm, partial_dtype, heads, head_groups, shape, tuple(local), group, q.device)
+    return CPDecodePlan(layout, comm, partial_dtype, heads, head_groups, shape, local, group, q.device)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from narrowkv.attn_decode import DecodeShape
 from narrowkv.context_parallel import (
     CPDecodePlan,
     ShardedTable,
@@ -15,9 +16,14 @@ from narrowkv.context_parallel import (
     cp_paged_decode,
     plan_cp_decode,
 )
-from narrowkv.engines.steps import Step
+from narrowkv.context_parallel.buffers import Moves, exchange_bytes
+from narrowkv.engines.steps import Step, reserve
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.runtime.errors import UnsupportedError
+from narrowkv.runtime.launch import Workspace
+
+# Queries and partial results on their way between ranks.
+_exchanges: dict[torch.device, Workspace] = {}
 
 
 @dataclass
@@ -35,6 +41,16 @@ class Ranks:
     group: Any
     comm: str = "ag_rs"
     plans: dict[Any, CPDecodePlan] = field(default_factory=dict)
+
+    def reserve(self, shape: DecodeShape, device: torch.device) -> None:
+        """Allocates what ranks exchange in decode steps, while an engine is being set up.
+
+        Args:
+            shape: of a rank's attention over all ranks' heads, for the largest batch and number of tokens.
+            device: where the tensors will be.
+        """
+        moves = Moves(self.layout, self.comm, torch.float32, "sharded", 1, shape, device)
+        reserve(exchange_bytes(moves), device, _exchanges)
 
 
 @dataclass
@@ -93,5 +109,8 @@ def attend_over_ranks(
         cache.k_granularity, step.table.page_ids.shape[1], window_left, most,
     )  # fmt: skip
     if key not in ranks.plans:
-        ranks.plans[key] = plan_cp_decode(q, cache, table, group=ranks.group, comm=ranks.comm, max_batch=most)
+        plan = plan_cp_decode(q, cache, table, group=ranks.group, comm=ranks.comm, max_batch=most)
+        ranks.plans[key] = plan.with_workspaces(
+            reserve(plan.workspace_bytes(), q.device), reserve(plan.exchange_bytes(), q.device, _exchanges)
+        )
     cp_paged_decode(q, cache, table, plan=ranks.plans[key], sinks=sinks, out=out, **options)

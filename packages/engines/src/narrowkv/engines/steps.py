@@ -61,11 +61,20 @@ class Step:
         return few and self.num_tokens == self.table.batch_size * self.max_query_len
 
 
-def reserve(num_bytes: int, device: torch.device) -> Workspace:
-    """The one workspace of a device, at least this large: layers run one after the other."""
-    found = _workspaces.get(device)
+def reserve(
+    num_bytes: int, device: torch.device, held: dict[torch.device, Workspace] | None = None
+) -> Workspace:
+    """The one workspace of a device, at least this large: layers run one after the other.
+
+    Args:
+        num_bytes: of a call.
+        device: where its tensors are.
+        held: workspaces by device; those of attention if None.
+    """
+    held = _workspaces if held is None else held
+    found = held.get(device)
     if found is None or found.num_bytes < num_bytes:
-        found = _workspaces[device] = Workspace(num_bytes, device)
+        found = held[device] = Workspace(num_bytes, device)
     return found
 
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 
 from narrowkv.paged_cache.kernels.queries import _transform_queries_kernel
+from narrowkv.paged_cache.rope import Rope, rope_constants, rope_pointers
 from narrowkv.quant import KeyTransform
 from narrowkv.runtime.errors import check_instance, check_no_grad, check_same_device, check_shape
 from narrowkv.runtime.launch import BoundLaunch, LaunchOptions
@@ -35,21 +36,12 @@ def transform_tensors(transform: KeyTransform | None) -> dict[str, torch.Tensor]
     return {name: value for name, value in named.items() if value is not None}
 
 
-def refuse_soft_cap(transform: KeyTransform | None, soft_cap: float) -> None:
-    """Refuses a soft cap over keys with an offset.
-
-    Raises:
-        ValueError: a soft cap would see the shift of logits.
-    """
-    if soft_cap > 0 and transform is not None and transform.offset is not None:
-        raise ValueError(
-            "logits_soft_cap must be 0 for a cache whose key_transform has an offset, which shifts the "
-            f"logits that the cap sees, got {soft_cap}: calibrate with offset=False"
-        )
-
-
 def transform_queries(
-    q: torch.Tensor, transform: KeyTransform, num_kv_heads: int, sm_scale: float | None = None
+    q: torch.Tensor,
+    transform: KeyTransform,
+    num_kv_heads: int,
+    sm_scale: float | None = None,
+    rope: Rope | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`KeyTransform.queries` in one launch, for kernels that take queries as they are in memory.
 
@@ -58,6 +50,7 @@ def transform_queries(
         transform: with tensors of `num_kv_heads` heads.
         num_kv_heads: divides num_qo_heads.
         sm_scale: scale of the logits, if their shift by the offset is wanted.
+        rope: a rotary embedding that comes first.
 
     Returns:
         A new tensor like `q`, contiguous; and fp32 `[num_tokens, num_qo_heads]`, what an lse over the stored
@@ -67,10 +60,13 @@ def transform_queries(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     offset = None if sm_scale is None else transform.offset
     shift = None if offset is None else torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    launch = _bound(num_kv_heads, num_heads // num_kv_heads, head_dim, transform.stages(head_dim))
+    launch = _bound(
+        num_kv_heads, num_heads // num_kv_heads, head_dim, transform.stages(head_dim),
+        *rope_constants(rope).values(),
+    )  # fmt: skip
     blocks = -(-num_tokens * (num_heads // num_kv_heads) // _ROWS)
     arguments = (
-        q, out, shift, transform.balance, offset, q.stride(0), q.stride(1), num_tokens,
+        q, out, shift, transform.balance, offset, rope_pointers(rope), q.stride(0), q.stride(1), num_tokens,
         0.0 if sm_scale is None else float(sm_scale),
     )  # fmt: skip
     launch((blocks * num_kv_heads, 1, 1), arguments)
@@ -78,12 +74,16 @@ def transform_queries(
 
 
 @lru_cache
-def _bound(num_kv_heads: int, gqa_ratio: int, head_dim: int, stages: int) -> BoundLaunch:
+def _bound(
+    num_kv_heads: int, gqa_ratio: int, head_dim: int, stages: int, rotary_dim: int, interleaved: bool
+) -> BoundLaunch:
     constants = {
         "NUM_KV_HEADS": num_kv_heads,
         "GQA_RATIO": gqa_ratio,
         "HEAD_DIM": head_dim,
         "STAGES": stages,
+        "ROTARY_DIM": rotary_dim,
+        "INTERLEAVED": interleaved,
         "BLOCK_M": _ROWS,
         "BLOCK_D": 1 << (head_dim - 1).bit_length(),
     }

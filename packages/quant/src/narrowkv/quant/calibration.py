@@ -197,7 +197,7 @@ def calibrate(
     Args:
         samples: for each layer `(q, k, v)`, floating point `[tokens, num_qo_heads, head_dim]` and twice
             `[tokens, num_kv_heads, head_dim]`, as attention sees them, so after RoPE.
-        offset: whether K loses its mean. Leave it out for models with a soft cap or attention sinks.
+        offset: whether K loses its mean.
         balance_k: whether K is divided by `sqrt(rms K / rms Q)`, Q multiplied.
         balance_v: whether V is divided by its root mean square, the output multiplied.
         rotate: whether Q and K are rotated.

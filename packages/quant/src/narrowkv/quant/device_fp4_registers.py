@@ -33,12 +33,10 @@ def _store(first: int) -> str:
     return "".join(pairs)
 
 
-_KEYS = tl.constexpr(
-    _REGISTERS + "mov.b32 f, {$9, $9};\nprmt.b32 x, $8, 0, 0x3120;\n" + _WIDEN + _store(0) + "}"
-)
+_KEYS = tl.constexpr(_REGISTERS + "mov.b32 f, $9;\nprmt.b32 x, $8, 0, 0x3120;\n" + _WIDEN + _store(0) + "}")
 _VALUES = tl.constexpr(
     _REGISTERS
-    + "mov.b32 f, {$18, $19};\nprmt.b32 x, $16, $17, 0x5140;\nprmt.b32 y, $16, $17, 0x7362;\n"
+    + "mov.b32 f, $18;\nprmt.b32 x, $16, $17, 0x5140;\nprmt.b32 y, $16, $17, 0x7362;\n"
     + _WIDEN
     + _store(0)
     + "mov.b32 x, y;\n"
@@ -46,13 +44,17 @@ _VALUES = tl.constexpr(
     + _store(8)
     + "}"
 )
-_KEYS_CONSTRAINTS = tl.constexpr("=&h," * 8 + "r,h")
-_VALUES_CONSTRAINTS = tl.constexpr("=&h," * 16 + "r,r,h,h")
+_KEYS_CONSTRAINTS = tl.constexpr("=&h," * 8 + "r,r")
+_VALUES_CONSTRAINTS = tl.constexpr("=&h," * 16 + "r,r,r")
 
 
 @triton.jit
 def widen_keys(words, factor):
-    """Pairs of FP4 words, int32, times a float16 `factor`, still to be multiplied by 2**6.
+    """Pairs of FP4 words, int32, times a factor, still to be multiplied by 2**6.
+
+    Args:
+        words: the pairs.
+        factor: twice the factor's float16 bits, in one int32.
 
     Returns:
         Float16 elements 0 of the even and of the odd word, elements 1 of both, 2, and 3.
@@ -70,8 +72,12 @@ def widen_keys(words, factor):
 
 
 @triton.jit
-def widen_values(words, words_next, factor, factor_next):
-    """Pairs of FP4 words of two keys, int32, times their float16 factors, still to be multiplied by 2**6.
+def widen_values(words, words_next, factors):
+    """Pairs of FP4 words of two keys, int32, times their factors, still to be multiplied by 2**6.
+
+    Args:
+        words, words_next: the pairs of either key.
+        factors: the float16 bits of both factors in one int32, those of `words` lower.
 
     Returns:
         Float16 elements 0 of the even word of both keys, elements 1, 2 and 3, then those of the odd word.
@@ -79,7 +85,7 @@ def widen_values(words, words_next, factor, factor_next):
     return tl.inline_asm_elementwise(
         _VALUES,
         _VALUES_CONSTRAINTS,
-        [words, words_next, factor, factor_next],
+        [words, words_next, factors],
         dtype=(
             tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16,
             tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16,
@@ -91,12 +97,27 @@ def widen_values(words, words_next, factor, factor_next):
 
 @triton.jit
 def e4m3_pair_to_fp16(pair):
-    """Two E4M3FN bytes, an int16, as two float16 numbers, exactly; 0x7F and 0xFF are NaN."""
+    """Two E4M3FN bytes, an int16, as two float16 numbers in one int32, exactly; 0x7F and 0xFF are NaN."""
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 x; cvt.rn.f16x2.e4m3x2 x, $2; mov.b32 {$0, $1}, x; }",
-        "=h,=h,h",
+        "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", [pair], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def e4m3_pair_to_fp16_twice(pair):
+    """Two E4M3FN bytes, an int16, as two int32 that each hold a float16 number twice; lower byte first."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 x;
+            cvt.rn.f16x2.e4m3x2 x, $2;
+            prmt.b32 $0, x, x, 0x1010;
+            prmt.b32 $1, x, x, 0x3232;
+        }
+        """,
+        "=&r,=r,h",
         [pair],
-        dtype=(tl.float16, tl.float16),
+        dtype=(tl.int32, tl.int32),
         is_pure=True,
         pack=1,
     )
@@ -104,6 +125,5 @@ def e4m3_pair_to_fp16(pair):
 
 @triton.jit
 def exponent_to_fp16(byte, top):
-    """E8M0 bytes, int32, as float16 factors 2**(15 + byte - top), at least 0; NaN for 255."""
-    field = tl.maximum(byte - top + 30, 0) << 10
-    return tl.where(byte == 255, 0x7E00, field).to(tl.int16).to(tl.float16, bitcast=True)
+    """E8M0 bytes up to `top`, int32, as the bits of float16 factors 2**(15 + byte - top), at least 0."""
+    return tl.maximum(byte + (30 - top), 0) << 10

@@ -17,7 +17,7 @@ def values_of(name: str, value: Any) -> frozenset[Hashable]:
     return frozenset({(name, repr(value))})
 
 
-def covering(cases: Sequence[frozenset[Hashable]], seed: int = 0) -> list[int]:
+def covering(cases: Sequence[frozenset[Hashable]], seed: int = 0, always: Sequence[int] = ()) -> list[int]:
     """Chooses cases, few but not always the fewest, that together have all values that any case has.
 
     Each step takes the case with the most values that are still missing; the seed decides between equals.
@@ -25,6 +25,7 @@ def covering(cases: Sequence[frozenset[Hashable]], seed: int = 0) -> list[int]:
     Args:
         cases: the values of each case.
         seed: of the order in which equally good cases are taken.
+        always: indices of cases that are chosen first, whatever values they have.
 
     Returns:
         Indices of the chosen cases, ascending.
@@ -35,8 +36,8 @@ def covering(cases: Sequence[frozenset[Hashable]], seed: int = 0) -> list[int]:
     """
     order = list(range(len(cases)))
     random.Random(seed).shuffle(order)
-    missing = frozenset().union(*cases)
-    chosen = []
+    chosen = list(always)
+    missing = frozenset().union(*cases).difference(*(cases[index] for index in chosen))
     while missing:
         best = max(order, key=lambda index: len(cases[index] & missing))
         chosen.append(best)

@@ -37,6 +37,7 @@ from narrowkv.runtime.attention.results import (
     store_partial_result,
     write_rows,
 )
+from narrowkv.runtime.attention.softmax import SoftCap
 
 
 # Values that serving changes from step to step: the kernel is not compiled again for them.
@@ -156,12 +157,20 @@ def _paged_decode_kernel(
     o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * out_scale
     logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K_DESCALE)
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
-    if not ALIKE and not RULES.native:
-        # The softmax of unmasked tiles takes the maximum before it scales, so the scale must be positive.
+    if REGISTERS or (not ALIKE and not RULES.native):
+        # The softmax takes the maximum before it scales, so the scale must be positive.
         q = times_sign(q, logit_scale, K_PARTS)
         q_low = times_sign(q_low, logit_scale, K_PARTS)
         logit_scale = tl.abs(logit_scale)
 
+    # A soft cap sees the logits of the keys before they lost their offset.
+    SHIFT_FIRST: tl.constexpr = RULES.soft_cap and io.k_offset is not None
+    shift = None
+    if SHIFT_FIRST:
+        shift = io.offset_scale * offset_products(
+            io.q, tokens, heads, row_mask, io.q_token, io.q_head, io.k_offset, kv_head, HEAD_DIM, BLOCK_D
+        )
+    soft_cap = SoftCap(soft_cap, shift)
     state = State(
         zeros_in_parts(BLOCK_M, BLOCK_D, ACC_PARTS),
         tl.full([BLOCK_M], float("-inf"), tl.float32),
@@ -204,7 +213,7 @@ def _paged_decode_kernel(
             )  # fmt: skip
         acc, m, l, v_largest = state
 
-    if io.k_offset is not None:
+    if io.k_offset is not None and not SHIFT_FIRST:
         # Every split shifts alike, so that they merge as ever.
         m += io.offset_scale * offset_products(
             io.q, tokens, heads, row_mask, io.q_token, io.q_head, io.k_offset, kv_head, HEAD_DIM, BLOCK_D

@@ -17,10 +17,11 @@ import triton.language as tl
 
 from narrowkv.attn_decode.kernels.loop import in_span
 from narrowkv.paged_cache.kernels.pages import locate_keys
-from narrowkv.paged_cache.kernels.tiles import apply_value_factors, scaled_parts
+from narrowkv.paged_cache.kernels.tiles import scaled_parts
 from narrowkv.quant.device import e8m0_to_fp32
 from narrowkv.quant.device_fp4_registers import (
     e4m3_pair_to_fp16,
+    e4m3_pair_to_fp16_twice,
     exponent_to_fp16,
     widen_keys,
     widen_values,
@@ -28,6 +29,7 @@ from narrowkv.quant.device_fp4_registers import (
 from narrowkv.runtime.attention.softmax import capped_logits, softmax_step
 
 _TILE = tl.constexpr(32)  # keys of a tile
+_LEAST_SCALE = tl.constexpr(1.1754944e-38)  # so that -inf times a scale is -inf
 _BLOCK = tl.constexpr(8)  # adjacent keys of which a lane reads V; they lie in one page
 
 
@@ -184,10 +186,9 @@ def branch(number):
 
 
 @triton.jit
-def _largest(a, b):
-    """The largest of a tile's E8M0 bytes, which are two tensors [32, 2, 2]; NaN bytes do not count."""
-    x = tl.maximum(tl.where(a == 255, 0, a), tl.where(b == 255, 0, b))
-    return tl.max(tl.max(tl.max(x, 2), 1), 0)
+def largest_byte(a, b):
+    """The largest number of two int32 tensors [32, 2, 2]."""
+    return tl.max(tl.max(tl.max(tl.maximum(a, b), 2), 1), 0)
 
 
 @triton.jit
@@ -197,9 +198,13 @@ def attend_in_registers(
 ):  # fmt: skip
     """Attends to the key tiles [begin, end) as `attend_to_tiles` does where all rows attend to the same keys.
 
+    E8M0 bytes become factors relative to the largest exponent: of the tile's keys, and of all values so far.
+    Where that is NaN, so are all sums.
+
     Args:
         q: of `load_query_registers`, in float16.
-        logit_scale, soft_cap, state, k, v, k_descale, v_descale, table, keys: as there.
+        logit_scale, soft_cap, state, k, v, k_descale, v_descale, table, keys: as there; `logit_scale` is not
+            negative.
 
     Returns:
         The new `(acc, m, l, largest)`.
@@ -209,6 +214,7 @@ def attend_in_registers(
     K_EXPONENTS: tl.constexpr = K.descale == "e8m0_16" or K.descale == "e8m0_32"
     V_EXPONENTS: tl.constexpr = V.descale == "e8m0_16" or V.descale == "e8m0_32"
     acc, m, l, largest = state
+    top = begin * 0  # the largest exponent of V so far, which `acc` is still to be multiplied by
     k_block, v_block = tl.arange(0, 32) // 8, tl.arange(0, 32) % 4
     # The next tile's words and scales are loaded once this tile's are in use, its page ids a tile earlier.
     k_words, k_bytes = load_keys(
@@ -229,23 +235,23 @@ def attend_in_registers(
                 scales = tl.where(in_span(n, keys), scales, 0)
             low = scales.to(tl.int32) & 255
             high = low if K.descale == "e8m0_32" else (scales.to(tl.int32) >> 8) & 255
-            top = _largest(low, high)
-            low, high = exponent_to_fp16(low, top), exponent_to_fp16(high, top)
-            scale = logit_scale * e8m0_to_fp32(top.to(tl.uint8))
+            k_top = largest_byte(low, high)
+            low, high = exponent_to_fp16(low, k_top) * 65537, exponent_to_fp16(high, k_top) * 65537
+            scale = logit_scale * e8m0_to_fp32(k_top) + _LEAST_SCALE
         else:
-            low, high = e4m3_pair_to_fp16(scales)
-            scale = logit_scale
+            low, high = e4m3_pair_to_fp16_twice(scales)
+            scale = logit_scale + _LEAST_SCALE
         second = tl.arange(0, 4)[None, :, None, None] >= 2
         factor = tl.where(second, high[:, None, :, :], low[:, None, :, :])
         a, a_odd, b, b_odd, c, c_odd, d, d_odd = widen_keys(join_four(k_words), factor)
         s = tl.dot(q[0], key_operand(a, a_odd))
         s = tl.dot(q[1], key_operand(b, b_odd), s)
         s = tl.dot(q[2], key_operand(c, c_odd), s)
-        s = tl.dot(q[3], key_operand(d, d_odd), s) * scale
+        s = tl.dot(q[3], key_operand(d, d_odd), s)
         k_words, k_bytes = load_keys(k, k_descale, k_at, keys, K)
         k_at = locate_block(table, keys, i + 2, k_block, PAGE_SIZE, WIDE)
         if RULES.soft_cap:
-            s = capped_logits(s, soft_cap)
+            s = capped_logits(s * scale, soft_cap)
         v_low, v_high = join_four(v_bytes[:4]), join_four(v_bytes[4:])
         if partly:
             first_key = branch(i * _TILE)
@@ -254,21 +260,20 @@ def attend_in_registers(
             n = first_key + value_registers()
             v_low = tl.where(in_span(n, keys), v_low, 0)
             v_high = tl.where(in_span(n + 4, keys), v_high, 0)
-        p, m, l, correction = softmax_step(s, m, l)
+        p, m, l, correction = softmax_step(s, m, l, None if RULES.soft_cap else tl.zeros_like(m) + scale)
         if V_EXPONENTS:
-            top = _largest(v_low, v_high)
-            low, high = exponent_to_fp16(v_low, top), exponent_to_fp16(v_high, top)
-            factor = tl.zeros([_TILE], tl.float32) + e8m0_to_fp32(top.to(tl.uint8))
-            p, correction, largest = apply_value_factors(p, correction, factor, largest)
+            earlier = top
+            top = tl.maximum(top, largest_byte(v_low, v_high))
+            factors = exponent_to_fp16(v_low, top) + (exponent_to_fp16(v_high, top) << 16)
+            correction *= (tl.maximum(127 + earlier - top, 0) << 23).to(tl.float32, bitcast=True)
         else:
-            low, high = e4m3_pair_to_fp16((v_low + v_high * 256).to(tl.int16))
-        low = tl.broadcast_to(low[:, None, :, :], [32, 2, 2, 2])
-        high = tl.broadcast_to(high[:, None, :, :], [32, 2, 2, 2])
+            factors = e4m3_pair_to_fp16((v_low + v_high * 256).to(tl.int16))
+        factors = tl.broadcast_to(factors[:, None, :, :], [32, 2, 2, 2])
         a, a1, b, b1, c, c1, d, d1, e, e1, f, f1, g, g1, h, h1 = widen_values(
-            join_four(v_words[:4]), join_four(v_words[4:]), low, high
+            join_four(v_words[:4]), join_four(v_words[4:]), factors
         )
-        if tl.min(correction, 0) < 1.0:
-            acc = scaled_parts(acc, correction, 4)
+        # In every step: behind a branch, these products would not run beside the widening above.
+        acc = scaled_parts(acc, correction, 4)
         p = weight_operand(p.to(tl.float16))
         acc = (
             tl.dot(p, value_operand(a, e, a1, e1), acc[0]),
@@ -278,4 +283,6 @@ def attend_in_registers(
         )
         v_words, v_bytes = load_values(v, v_descale, v_at, keys, V)
         v_at = locate_block(table, keys, i + 2, v_block, PAGE_SIZE, WIDE)
+    if V_EXPONENTS:
+        largest = e8m0_to_fp32(top)
     return restore_columns(acc), m, l, largest

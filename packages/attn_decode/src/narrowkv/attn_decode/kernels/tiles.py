@@ -17,8 +17,9 @@ class Rows(NamedTuple):
     dimension of each is contiguous.
 
     `k_balance` `[num_kv_heads, head_dim]`: what Q is multiplied by, or None. `k_offset`, of the same shape:
-    what the stored keys lack, or None; logits in base 2 are `offset_scale` times q.k_offset larger than those
-    of the stored keys. It is only given where an lse or sinks see that.
+    what the stored keys lack, or None; logits are `offset_scale` times q.k_offset larger than those of the
+    stored keys, natural ones with a soft cap, else in base 2. It is only given where a soft cap, sinks or an
+    lse see that.
     """
 
     q: Any

@@ -11,7 +11,14 @@ import triton.language as tl
 from narrowkv.attn_prefill.kernels.append_store import store_new
 from narrowkv.attn_prefill.kernels.arguments import NewCache, Queries, Read
 from narrowkv.attn_prefill.kernels.fused import attend_to_pages
-from narrowkv.attn_prefill.kernels.rows import RUNTIME_SIZES, find_block, rows_of, tile_of
+from narrowkv.attn_prefill.kernels.rows import (
+    RUNTIME_SIZES,
+    find_block,
+    rows_of,
+    shifted_maximum,
+    soft_cap_of,
+    tile_of,
+)
 from narrowkv.attn_prefill.kernels.shares import attend_to_share, merge_shares, share_of
 from narrowkv.paged_cache.kernels.append import DescalePointers, load_rotated
 from narrowkv.paged_cache.kernels.pages import (
@@ -22,11 +29,16 @@ from narrowkv.paged_cache.kernels.pages import (
     sequence_length,
     times_head_descale,
 )
-from narrowkv.paged_cache.kernels.queries import scale_to_fp16, split_query, split_rows_fp8
+from narrowkv.paged_cache.kernels.queries import (
+    load_query,
+    scale_to_fp16,
+    split_query,
+    split_rows_fp8,
+)
 from narrowkv.paged_cache.kernels.tiles import accumulate, confine_nonfinite
 from narrowkv.runtime.attention.masks import key_range, key_range_of_split, visible_keys
 from narrowkv.runtime.attention.results import merge_splits, write_rows
-from narrowkv.runtime.attention.softmax import capped_logits, softmax_step
+from narrowkv.runtime.attention.softmax import SoftCap, capped_logits, softmax_step
 
 
 @triton.jit
@@ -55,7 +67,7 @@ def attend_to_chunk(
         )
         s = tl.dot(q, tl.trans(k)) * scale
         if RULES.soft_cap:
-            s = capped_logits(s, soft_cap)
+            s = capped_logits(s, SoftCap(soft_cap, None))
         keep = visible_keys(n, within, 0, q_len, False, WINDOW_LEFT, 0)
         s = tl.where(keep, s, float("-inf"))
         p, m, l, correction = softmax_step(s, m, l)
@@ -84,6 +96,7 @@ def _prefill_append_kernel(
     """
     NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
     GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
+    NUM_HEADS: tl.constexpr = SIZES.num_kv_heads * SIZES.gqa_ratio
     HEAD_DIM: tl.constexpr = SIZES.head_dim
     PAGE_SIZE: tl.constexpr = SIZES.page_size
     ROTARY_DIM: tl.constexpr = STORING.rotary_dim
@@ -110,7 +123,7 @@ def _prefill_append_kernel(
     k_descale, v_descale = Descale(*cache[10:14]), Descale(*cache[14:18])
     # New tokens of all sequences are stored here, whichever launch attends.
     stored = Queries(*q[0:4], num_tokens, max_q_len, q.descale, 0, None)
-    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale, least_len, most_len)
+    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale, least_len, most_len, q.shift)
     table = Table(
         table.page_ids, table_row, table.lens, num_ids, table.num_pages, max_pages, *table[6:9]
     )  # fmt: skip
@@ -155,8 +168,15 @@ def _prefill_append_kernel(
     first_row = tile * BLOCK_M // GQA_RATIO
     last_row = tl.minimum(((tile + 1) * BLOCK_M - 1) // GQA_RATIO, q_len - 1)
     d = tl.arange(0, BLOCK_D)
-    at = tokens * q.token + heads * q.head
-    own_q = load_rotated(q.ptr, at, rope, tokens, row_mask, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED).to(KIND)
+    # Of a cache with a `key_transform`, `q.ptr` are the queries for stored keys.
+    TRANSFORMED: tl.constexpr = chunk.q is not None
+    if TRANSFORMED:
+        own = chunk.q
+        at = tokens * chunk.q_token + heads * chunk.q_head
+    else:
+        own = q.ptr
+        at = tokens * q.token + heads * q.head
+    own_q = load_rotated(own, at, rope, tokens, row_mask, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED).to(KIND)
     o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * scales.v
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
     row_base = first_id(table, seq, False)
@@ -176,31 +196,36 @@ def _prefill_append_kernel(
         own_end = tl.where(split == num_splits - 1, own_end, own_begin)
     old_scale = scales.logit * scales.k
     old_scale = times_head_descale(old_scale, k_descale, seq, kv_head, K_DESCALE)
+    if TRANSFORMED:
+        parts = load_query(q.ptr, tokens, heads, row_mask, q.token, q.head, HEAD_DIM, BLOCK_D, K_PARTS)
     if FP8 is not None:
-        high, low, row_scale = split_rows_fp8(own_q, FP8, P_SCALE)
+        high, low, row_scale = split_rows_fp8(parts[0] if TRANSFORMED else own_q, FP8, P_SCALE)
         old_scale *= row_scale
         high, low = (high,), (low,)
     else:
-        parts = ()
-        for i in tl.static_range(K_PARTS):
-            c = tl.arange(0, BLOCK_D // K_PARTS) * K_PARTS + i
-            part = load_rotated(q.ptr, at, rope, tokens, row_mask, c, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
-            parts = parts + (part.to(KIND),)
+        if not TRANSFORMED:
+            parts = ()
+            for i in tl.static_range(K_PARTS):
+                c = tl.arange(0, BLOCK_D // K_PARTS) * K_PARTS + i
+                part = load_rotated(q.ptr, at, rope, tokens, row_mask, c, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
+                parts = parts + (part.to(KIND),)
         if RULES.scale_q:
             parts, row_scale = scale_to_fp16(parts, K_PARTS)
             old_scale *= row_scale
         high, low = split_query(parts, COMPUTE, SPLIT_Q, K_PARTS)
     read = Read(row_base, kv_head, old_len, first, last)
+    soft_cap = soft_cap_of(q, scales.soft_cap, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
     if RULES.as_decode:
         acc, m, l = attend_to_share(
-            high, low, old_scale, scales.soft_cap, k, v, k_descale, v_descale, table, read, old_len + within,
+            high, low, old_scale, soft_cap, k, v, k_descale, v_descale, table, read, old_len + within,
             begin, end, full, full_end, num_splits, SIZES, K, V, RULES, BLOCKS,
         )  # fmt: skip
     else:
         acc, m, l = attend_to_pages(
-            high, low, tl.full([BLOCK_M], 1.0, tl.float32) * old_scale, scales.soft_cap, k, v, k_descale,
+            high, low, tl.full([BLOCK_M], 1.0, tl.float32) * old_scale, soft_cap, k, v, k_descale,
             v_descale, table, read, old_len + within, begin, end, full_end, SIZES, K, V, RULES, BLOCKS,
         )  # fmt: skip
+    m = shifted_maximum(m, q, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
     acc, m, l = attend_to_chunk(
         own_q, acc * o_scale[:, None], m, l, scales.logit, scales.soft_cap, chunk, rope, kv_head,
         q_start, q_len, within, own_begin, own_end, SIZES, STORING, RULES, BLOCKS,

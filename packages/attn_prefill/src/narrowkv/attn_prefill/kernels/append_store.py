@@ -21,7 +21,7 @@ from narrowkv.attn_prefill.kernels.widen import (
     to_fp16_with_exponent,
     widen_block,
 )
-from narrowkv.paged_cache.kernels.append import DescalePointers, load_rotated, quantise_rows
+from narrowkv.paged_cache.kernels.append import DescalePointers, load_rotated, quantise_rows, transform_keys
 from narrowkv.paged_cache.kernels.pages import (
     Descale,
     KVPointers,
@@ -78,8 +78,9 @@ def load_new(
     chunk, rope, first, kv_head, q_start, q_len,
     SIZES: tl.constexpr, STORING: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """New tokens of a sequence from number `first` on: K rotated in fp32, V, their numbers, their mask."""
+    """New tokens of a sequence from number `first` on: K in fp32 as the cache stores it, V, numbers, mask."""
     HEAD_DIM: tl.constexpr = SIZES.head_dim
+    STAGES: tl.constexpr = STORING.stages
     ROTARY_DIM: tl.constexpr = STORING.rotary_dim
     INTERLEAVED: tl.constexpr = STORING.interleaved
     d = tl.arange(0, BLOCK_D)
@@ -88,6 +89,7 @@ def load_new(
     tokens = (q_start + i).to(tl.int64)
     at = tokens * chunk.k_token + kv_head * chunk.k_head
     x = load_rotated(chunk.k, at, rope, tokens, inside, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
+    x = transform_keys(x, chunk.k_offset, chunk.k_balance, kv_head, HEAD_DIM, STAGES)
     at = tokens * chunk.v_token + kv_head * chunk.v_head
     y = tl.load(chunk.v + at[:, None] + d[None, :], mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
     return x, y, i, inside
@@ -115,7 +117,7 @@ def keep_new_block(
     y = tl.minimum(tl.maximum(y.to(tl.float32) * inverse, -3.4e38), 3.4e38)
     y, power = to_fp16_with_exponent(y, tl.minimum(top * inverse, 3.4e38), 24)
     store_block(scratch.v, y, kv_head, block, scratch.rows, finite, 0.0, HEAD_DIM, BLOCK_D, BLOCK_S)
-    # Rotated keys are rounded to their own type, as a separate rotation would leave them.
+    # Keys that were rotated or transformed are rounded to their own type, as queries are.
     store_block(
         scratch.k, x.to(KIND), kv_head, block, scratch.rows, finite, keys_without_value(inside, KIND),
         HEAD_DIM, BLOCK_D, BLOCK_S,

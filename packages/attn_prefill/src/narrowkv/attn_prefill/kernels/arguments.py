@@ -21,6 +21,7 @@ class Queries(NamedTuple):
     descale: Any  # one float32, or None
     least_len: Any = None  # sequences with fewer query tokens are another launch's
     most_len: Any = None  # and those with more, of `kernels/shares.py`
+    shift: Any = None  # `[tokens, heads]` fp32, what natural logits of stored keys lack, or None
 
 
 class Outputs(NamedTuple):
@@ -107,7 +108,13 @@ class NewCache(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Keys and values of new tokens `[tokens, heads, head_dim]`, and their strides."""
+    """Keys and values of new tokens `[tokens, heads, head_dim]`, and their strides.
+
+    Attributes:
+        k_offset, k_balance: of the cache's `key_transform`, see `transform_keys`.
+        q: the queries before they were transformed for stored keys, as the chunk's own keys see them; None if
+            they are not transformed.
+    """
 
     k: Any
     k_token: Any
@@ -115,6 +122,11 @@ class Chunk(NamedTuple):
     v: Any
     v_token: Any
     v_head: Any
+    k_offset: Any = None
+    k_balance: Any = None
+    q: Any = None
+    q_token: Any = None
+    q_head: Any = None
 
 
 class Scratch(NamedTuple):
@@ -285,6 +297,7 @@ class Storing(NamedTuple):
         k_max, v_max: the largest number of the format.
         k_scaling, v_scaling: see `quantise_rows`.
         k_group, v_group: FP4: channels of a scale, 0 for one scale.
+        stages: how keys are rotated last, see `rotate_parts`.
     """
 
     rotary_dim: int
@@ -296,6 +309,7 @@ class Storing(NamedTuple):
     v_scaling: str
     k_group: int
     v_group: int
+    stages: int
 
 
 class Blocks(NamedTuple):

@@ -19,6 +19,7 @@ from narrowkv.runtime.launch.gluon import in_gluon
 async_copy = cdna4.async_copy
 scheduled_tile = in_gluon(rows.scheduled_tile)
 rows_of = in_gluon(rows.rows_of)
+shifted_maximum = in_gluon(rows.shifted_maximum)
 times_head_descale = in_gluon(pages.times_head_descale)
 as_fp8 = in_gluon(queries.as_fp8)
 key_range = in_gluon(masks.key_range)
@@ -281,6 +282,7 @@ def _cdna_prefill_kernel(
     It serves calls without soft caps, splits, rotation, a second term of Q, and factors of single keys.
     """
     GQA_RATIO: gl.constexpr = SIZES.gqa_ratio
+    NUM_HEADS: gl.constexpr = SIZES.num_kv_heads * SIZES.gqa_ratio
     HEAD_DIM: gl.constexpr = SIZES.head_dim
     WINDOW_LEFT: gl.constexpr = RULES.window_left
     WINDOW_RIGHT: gl.constexpr = RULES.window_right
@@ -352,6 +354,7 @@ def _cdna_prefill_kernel(
     tokens, heads, row_mask, _within = rows_of(
         tile.q_start, tile.q_len, tile.number, kv_head, GQA_RATIO, BLOCK_M
     )
+    m = shifted_maximum(m, q, tokens, heads, row_mask, NUM_HEADS, False)
     write_rows(
         out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
         gl.arange(0, HEAD_DIM, gl.SliceLayout(0, SUMS)), out.token, out.head, out.lse_token,

@@ -7,7 +7,13 @@ Widening costs each key tile once instead of once for every tile of query rows, 
 import triton
 import triton.language as tl
 
-from narrowkv.attn_prefill.kernels.rows import RUNTIME_SIZES, rows_of, scheduled_tile
+from narrowkv.attn_prefill.kernels.rows import (
+    RUNTIME_SIZES,
+    rows_of,
+    scheduled_tile,
+    shifted_maximum,
+    soft_cap_of,
+)
 from narrowkv.paged_cache.kernels.append import load_rotated
 from narrowkv.paged_cache.kernels.pages import times_head_descale
 from narrowkv.paged_cache.kernels.queries import as_fp8, load_query, scale_to_fp16, split_query
@@ -233,6 +239,7 @@ def _dense_prefill_kernel(
         SIZES, RULES, WIDENED, BLOCKS: `Sizes`, `Rules`, `Widened`, `Blocks`.
     """
     GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
+    NUM_HEADS: tl.constexpr = SIZES.num_kv_heads * SIZES.gqa_ratio
     HEAD_DIM: tl.constexpr = SIZES.head_dim
     COMPUTE: tl.constexpr = RULES.compute
     SPLIT_Q: tl.constexpr = RULES.split_q
@@ -285,12 +292,14 @@ def _dense_prefill_kernel(
             parts, row_scale = scale_to_fp16(parts, 1)
             logit_scale *= row_scale
         high, low = split_query(parts, COMPUTE, SPLIT_Q, 1)
+    soft_cap = soft_cap_of(q, soft_cap, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
     acc, m, l = dense_keys(
         high[0], low[0], tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
         tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
         logit_scale, soft_cap, scratch, k_desc, v_desc, tile.base + kv_head.to(tl.int64) * scratch.rows,
         before + within, first, kv_len, begin, end, full, full_end, SIZES, RULES, WIDENED, BLOCKS,
     )  # fmt: skip
+    m = shifted_maximum(m, q, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
     write = True
     if RULES.split:
         write, acc, m, l = merge_splits(

@@ -9,7 +9,13 @@ import triton
 import triton.language as tl
 
 from narrowkv.attn_prefill.kernels.arguments import Queries, Read
-from narrowkv.attn_prefill.kernels.rows import RUNTIME_SIZES, rows_of, tile_of
+from narrowkv.attn_prefill.kernels.rows import (
+    RUNTIME_SIZES,
+    rows_of,
+    shifted_maximum,
+    soft_cap_of,
+    tile_of,
+)
 from narrowkv.attn_prefill.kernels.shares import attend_to_share, merge_shares, share_of
 from narrowkv.paged_cache.kernels.pages import (
     Descale,
@@ -179,6 +185,7 @@ def _fused_prefill_kernel(
     """
     NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
     GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
+    NUM_HEADS: tl.constexpr = SIZES.num_kv_heads * SIZES.gqa_ratio
     HEAD_DIM: tl.constexpr = SIZES.head_dim
     PAGE_SIZE: tl.constexpr = SIZES.page_size
     RAGGED: tl.constexpr = SIZES.ragged
@@ -199,7 +206,7 @@ def _fused_prefill_kernel(
     BLOCK_D: tl.constexpr = BLOCKS.d
     k, v = KVPointers(*cache[0:5]), KVPointers(*cache[5:10])
     k_descale, v_descale = Descale(*cache[10:14]), Descale(*cache[14:18])
-    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale, least_len, most_len)
+    q = Queries(*q[0:4], num_tokens, max_q_len, q.descale, least_len, most_len, q.shift)
     table = Table(
         table.page_ids, table.row if RAGGED else table_row, table.lens, num_ids, table.num_pages, max_pages,
         *table[6:9],
@@ -253,6 +260,7 @@ def _fused_prefill_kernel(
     logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K_DESCALE)
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
     read = Read(row_base, kv_head, kv_len, first, last)
+    soft_cap = soft_cap_of(q, soft_cap, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
     if RULES.as_decode:
         acc, m, l = attend_to_share(
             high, low, logit_scale, soft_cap, k, v, k_descale, v_descale, table, read, query_pos,
@@ -263,6 +271,7 @@ def _fused_prefill_kernel(
             high, low, tl.full([BLOCK_M], 1.0, tl.float32) * logit_scale, soft_cap, k, v, k_descale,
             v_descale, table, read, query_pos, begin, end, full_end, SIZES, K, V, RULES, BLOCKS,
         )  # fmt: skip
+    m = shifted_maximum(m, q, tokens, heads, row_mask, NUM_HEADS, RULES.soft_cap)
     if RULES.shares:
         last_one, acc, m, l = merge_shares(
             workspace, share, acc, m, l, kv_head, row_mask, NUM_KV_HEADS, SETTLE, NVIDIA, BLOCK_M, BLOCK_D

@@ -133,7 +133,9 @@ def attend_carefully(
         m = gl.convert_layout(m, gl.SliceLayout(1, O))
         l = gl.convert_layout(l, gl.SliceLayout(1, O))
         o_scale = times_head_descale(scales.out, scales.v_descale, seq, kv_head, V_DESCALE) * unit
-        write_half_tile(out, acc, m, l, o_scale, tile, kv_head, half, GQA_RATIO, HAS_SINKS, WRITE_LSE)
+        write_half_tile(
+            q, out, acc, m, l, o_scale, tile, kv_head, half, NUM_KV_HEADS, GQA_RATIO, HAS_SINKS, WRITE_LSE
+        )
     # Whoever is last leaves both numbers as the next launch expects them.
     all_warps()
     if gl.atomic_add(work.unusual + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:

@@ -35,6 +35,7 @@ from narrowkv.runtime.launch.gluon import in_gluon
 float_in_scalar_register = in_gluon(rows.float_in_scalar_register)
 merge_splits = in_gluon(results.merge_splits)
 capped_logits = in_gluon(softmax.capped_logits)
+SoftCap = softmax.SoftCap
 softmax_step = in_gluon(softmax.softmax_step)
 visible_range = in_gluon(masks.visible_range)
 times_head_descale = in_gluon(pages.times_head_descale)
@@ -131,7 +132,7 @@ def softmax_of_tile(
     after it. HAS_LAST: the mask alone would show keys from `num_keys` on.
     """
     if soft_cap is not None:
-        s = capped_logits(s * scale, soft_cap)
+        s = capped_logits(s * scale, SoftCap(soft_cap, None))
     if MASKED:
         low, high = visible_range(query_pos, 0, num_keys, False, WINDOW_LEFT, WINDOW_RIGHT)
         if HAS_LAST:
@@ -273,4 +274,6 @@ def attend(
             )  # fmt: skip
             write &= merged
         if write:
-            write_half_tile(out, acc, m, l, o_scale, tile, kv_head, HALF, GQA_RATIO, HAS_SINKS, WRITE_LSE)
+            write_half_tile(
+                q, out, acc, m, l, o_scale, tile, kv_head, HALF, NUM_KV_HEADS, GQA_RATIO, HAS_SINKS, WRITE_LSE
+            )

@@ -11,6 +11,7 @@ from narrowkv.runtime.attention import results
 from narrowkv.runtime.launch.gluon import in_gluon
 
 rows_of = in_gluon(rows.rows_of)
+shifted_maximum = in_gluon(rows.shifted_maximum)
 output_rows = in_gluon(results.output_rows)
 write_lse = in_gluon(results.write_lse)
 
@@ -73,13 +74,15 @@ def half_rows(tile, kv_head, half, GQA_RATIO: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def write_half_tile(
-    out, acc, m, l, o_scale, tile, kv_head, half, GQA_RATIO: gl.constexpr,
+    q, out, acc, m, l, o_scale, tile, kv_head, half,
+    NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr,
     HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
     """O and lse of a half tile's rows."""
     ROWS: gl.constexpr = acc.shape[0]
     HEAD_DIM: gl.constexpr = acc.shape[1]
     tokens, heads, row_mask, _within = half_rows(tile, kv_head, half, GQA_RATIO, ROWS)
+    m = shifted_maximum(m, q, tokens, heads, row_mask, NUM_KV_HEADS * GQA_RATIO, False)
     o = output_rows(out.sinks, acc, m, l, o_scale, heads, row_mask, HAS_SINKS)
     if WRITE_LSE:
         write_lse(out.lse, m, l, heads, tokens, row_mask, out.lse_token)

@@ -10,6 +10,7 @@ import triton.language as tl
 from narrowkv.attn_prefill.kernels.arguments import Tile
 from narrowkv.paged_cache.kernels.pages import sequence_length
 from narrowkv.runtime.attention.masks import SEQUENCES, query_ranges
+from narrowkv.runtime.attention.softmax import SoftCap
 
 # Numbers that a server changes from call to call: kernels are not compiled again for their values. Within a
 # tuple they would be, so kernels take them as arguments of their own and put the tuples together.
@@ -280,6 +281,29 @@ def find_block(
     if NEW:
         q_start, q_len = in_scalar_register(q_start, NVIDIA), in_scalar_register(q_len, NVIDIA)
     return seq, number, old_len, q_start, q_len
+
+
+@triton.jit
+def load_shift(q, tokens, heads, row_mask, NUM_HEADS: tl.constexpr):
+    """What natural logits of rows [M] over stored keys lack, because the keys lost an offset."""
+    return tl.load(q.shift + tokens * NUM_HEADS + heads, mask=row_mask, other=0.0)
+
+
+@triton.jit
+def soft_cap_of(q, cap, tokens, heads, row_mask, NUM_HEADS: tl.constexpr, CAPPED: tl.constexpr):
+    """The `SoftCap` of rows, used if CAPPED."""
+    shift = None
+    if q.shift is not None and CAPPED:
+        shift = load_shift(q, tokens, heads, row_mask, NUM_HEADS)
+    return SoftCap(cap, shift)
+
+
+@triton.jit
+def shifted_maximum(m, q, tokens, heads, row_mask, NUM_HEADS: tl.constexpr, CAPPED: tl.constexpr):
+    """The running maximum of rows with what their logits lack; if CAPPED they have it already."""
+    if q.shift is not None and not CAPPED:
+        m += load_shift(q, tokens, heads, row_mask, NUM_HEADS) * 1.4426950408889634
+    return m
 
 
 @triton.jit

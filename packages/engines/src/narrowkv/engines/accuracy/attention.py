@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from narrowkv.engines.accuracy.recipes import REFERENCE, Recipe
 from narrowkv.engines.transformers.attention import refuse_unknown
 from narrowkv.engines.transformers.masks import padding_of
-from narrowkv.quant import Calibration
+from narrowkv.quant import Calibration, lse_correction
 from narrowkv.runtime.attention.reference import attention_reference
 
 __all__ = ["NAME", "StoredAttention", "stored_attention"]
@@ -56,13 +56,12 @@ class StoredAttention:
         index = int(getattr(module, "layer_idx", 0))
         if self.samples is not None:
             self.samples[index] = q, k, v
-        layer = None
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        layer = shift = None
         if self.calibration is not None and self.layers is not None:
             layer = self.calibration.layers[self.layers.index(index)]
-            if layer.shifts_logits and (softcap or s_aux is not None):
-                raise ValueError("a K offset is not for models with a soft cap or attention sinks")
+            shift = lse_correction(q, layer.offset, scale)
             q, k, v = layer.queries(q), layer.keys(k), layer.values(v)
-        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         (k, v), *near = self.recipe.store(k, v)
         if near:
             if softcap or s_aux is not None or sliding_window is not None:
@@ -71,7 +70,7 @@ class StoredAttention:
                 q, (k, v), near[0], scale, first=self.recipe.first, recent=self.recipe.recent
             )
         else:
-            o = _causal(q, k, v, scale, softcap=softcap, window=sliding_window, sinks=s_aux)
+            o = _causal(q, k, v, scale, softcap=softcap, window=sliding_window, sinks=s_aux, shift=shift)
         if layer is not None:
             o = layer.output(o)
         return o.to(query.dtype)[None], None
@@ -79,9 +78,9 @@ class StoredAttention:
 
 def _causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, softcap: float | None,
-    window: int | None, sinks: torch.Tensor | None,
+    window: int | None, sinks: torch.Tensor | None, shift: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Causal attention in float32: `[tokens, heads, head_dim]` of one sequence."""
+    """Causal attention in float32: `[tokens, heads, head_dim]` of one sequence; shift: what logits lack."""
     if not softcap and window is None and sinks is None:
         by_head = [x.transpose(0, 1)[None] for x in (q, k, v)]
         o = torch.nn.functional.scaled_dot_product_attention(
@@ -93,7 +92,7 @@ def _causal(
             q[first : first + _ROWS], k[: first + _ROWS], v[: first + _ROWS],
             torch.arange(first, min(first + _ROWS, q.shape[0]), device=q.device), sm_scale=scale,
             logits_soft_cap=softcap or 0.0, window_left=-1 if window is None else window - 1, window_right=0,
-            sinks=sinks,
+            sinks=sinks, shift=None if shift is None else shift[first : first + _ROWS],
         )[0]
         for first in range(0, q.shape[0], _ROWS)
     ]  # fmt: skip

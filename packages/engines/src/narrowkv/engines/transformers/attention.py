@@ -73,15 +73,6 @@ def attend(
     o: Any
     layer = getattr(key, LAYER_TAG, None)
     if isinstance(layer, NarrowLayer):
-        if (
-            layer.calibration is not None
-            and (softcap or s_aux is not None)
-            and layer.calibration.shifts_logits
-        ):
-            raise ValueError(
-                "a calibration with a K offset shifts logits, which a soft cap or attention sinks would see: "
-                "calibrate this model with offset=False"
-            )
         if layer.near is not None:
             if sliding_window is not None:
                 raise ValueError(

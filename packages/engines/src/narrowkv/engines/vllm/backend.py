@@ -233,6 +233,8 @@ class NarrowAttention(AttentionImpl):
         )  # fmt: skip
         form = format_of(self.kv_cache_dtype, dtype, device)
         reserve_decode(shape, form, device, **scales_of(self.kv_cache_dtype))
+        if self._ranks is not None:
+            self._ranks.reserve(shape, device)
 
     def cache_of(self, layer: Any, kv_cache: torch.Tensor) -> PagedKVCache:
         """The layer's pages as views, made again only if vLLM has moved them."""

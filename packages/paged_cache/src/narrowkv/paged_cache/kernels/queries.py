@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from narrowkv.paged_cache.kernels.append import load_rotated
 from narrowkv.quant.device import columns_of_part
 from narrowkv.quant.device_hadamard import rotate_parts
 
@@ -60,31 +61,43 @@ def offset_products(
     d = tl.arange(0, BLOCK_D)
     at = tokens[:, None] * stride_qt + heads[:, None] * stride_qh + d[None, :]
     inside = row_mask[:, None] & (d < HEAD_DIM)[None, :]
-    q = tl.load(q_ptr + at, mask=inside, other=0.0, volatile=True).to(tl.float32)
-    return tl.sum(q * tl.load(k_offset + kv_head * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)[None, :], 1)
+    q = tl.load(q_ptr + at, mask=inside, other=0.0, volatile=True)
+    return products_with_offset(q, k_offset, kv_head, HEAD_DIM)
+
+
+@triton.jit
+def products_with_offset(q, k_offset, kv_head, HEAD_DIM: tl.constexpr):
+    """Products [M] of rows [M, D] that belong to `kv_head` with the offset of its keys."""
+    d = tl.arange(0, q.shape[1])
+    offset = tl.load(k_offset + kv_head * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+    return tl.sum(q.to(tl.float32) * offset[None, :], 1)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _transform_queries_kernel(
-    q, out, shift, k_balance, k_offset, q_token, q_head, num_tokens, scale,
+    q, out, shift, k_balance, k_offset, rope, q_token, q_head, num_tokens, scale,
     NUM_KV_HEADS: tl.constexpr, GQA_RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rows of Q of one KV head by `transform_query`; out and shift are contiguous, shift may be None."""
+    """Rows of Q of one KV head by `load_rotated` and `transform_query`.
+
+    out and shift are contiguous; shift may be None. Rotated rows are rounded to their own type, as a
+    separate rotation would leave them.
+    """
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     rows = (tl.program_id(0) // NUM_KV_HEADS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     tokens, heads = rows // GQA_RATIO, kv_head * GQA_RATIO + rows % GQA_RATIO
     row_mask = tokens < num_tokens
-    x = load_query(q, tokens, heads, row_mask, q_token, q_head, HEAD_DIM, BLOCK_D, 1)
-    x = transform_query(x, k_balance, kv_head, HEAD_DIM, 1, STAGES)
-    to = tokens * (NUM_KV_HEADS * GQA_RATIO) + heads
     d = tl.arange(0, BLOCK_D)
+    rows = load_rotated(
+        q, tokens * q_token + heads * q_head, rope, tokens, row_mask, d, HEAD_DIM, ROTARY_DIM, INTERLEAVED
+    ).to(q.dtype.element_ty)
+    x = transform_query((rows,), k_balance, kv_head, HEAD_DIM, 1, STAGES)
+    to = tokens * (NUM_KV_HEADS * GQA_RATIO) + heads
     at = out + to[:, None] * HEAD_DIM + d[None, :]
     tl.store(at, x[0].to(out.dtype.element_ty), mask=row_mask[:, None] & (d < HEAD_DIM)[None, :])
     if shift is not None:
-        products = offset_products(
-            q, tokens, heads, row_mask, q_token, q_head, k_offset, kv_head, HEAD_DIM, BLOCK_D
-        )
+        products = products_with_offset(rows, k_offset, kv_head, HEAD_DIM)
         tl.store(shift + to, products * scale, mask=row_mask)
 
 

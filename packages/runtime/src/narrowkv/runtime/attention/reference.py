@@ -20,17 +20,21 @@ def attention_reference(
     window_left: int,
     window_right: int,
     sinks: torch.Tensor | None,
+    shift: torch.Tensor | None = None,
     round_p: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence in float32: `q [rows, num_qo_heads, head_dim]`, `k, v [keys, num_kv_heads, head_dim]`.
 
     `positions [rows]` are the rows' places among the keys; windows of -1 are open. q and k may be wider than
-    v. `round_p` rounds P `[..., keys]` before it is multiplied by V.
+    v. `shift [rows, num_qo_heads]` is added to the logits of each row, before a soft cap. `round_p` rounds P
+    `[..., keys]` before it is multiplied by V.
     """
     num_keys, num_kv_heads, head_dim = k.shape
     rows, num_qo_heads, _ = q.shape
     ratio = num_qo_heads // num_kv_heads
     s = torch.einsum("qhgd,lhd->qhgl", q.float().view(rows, num_kv_heads, ratio, head_dim), k) * sm_scale
+    if shift is not None:
+        s = s + shift.view(rows, num_kv_heads, ratio, 1)
     if logits_soft_cap > 0:
         s = logits_soft_cap * torch.tanh(s / logits_soft_cap)
     key = torch.arange(num_keys, device=q.device)[None]

@@ -3,9 +3,24 @@
 Online softmax after Milakov and Gimelshein (2018). Logits are in base 2 (natural ones times log2 e).
 """
 
-import narrowkv.runtime.toolchain  # noqa: F401, I001  # first: it says how to get Triton
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
+
+
+class SoftCap(NamedTuple):
+    """A soft cap of logits.
+
+    Attributes:
+        cap: the largest magnitude of a logit.
+        shift: natural logits [M] that are added to those of each row before the cap, or None.
+    """
+
+    cap: Any
+    shift: Any
 
 
 @triton.jit
@@ -82,8 +97,11 @@ def merge_step(acc, m, l, parts, part_m, part_l):
 
 
 @triton.jit
-def capped_logits(s, cap):
-    """Cap * tanh(s / cap), natural logits in and base-2 logits out."""
+def capped_logits(s, soft_cap):
+    """Cap * tanh(s / cap) by a `SoftCap`, natural logits [M, N] in and base-2 logits out."""
+    cap = soft_cap.cap
+    if soft_cap.shift is not None:
+        s += soft_cap.shift[:, None]
     # tanh by exp2, saturating: exp2 of a large negative number is 0 and of a large positive one never occurs.
     x = s / cap
     e = tl.exp2(-2.885390081777927 * tl.abs(x))

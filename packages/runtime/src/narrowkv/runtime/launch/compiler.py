@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -24,6 +23,7 @@ from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.launch.cache_folder import explained_cache_errors
 from narrowkv.runtime.launch.cache_key import settle_cache_key
 from narrowkv.runtime.launch.options import LaunchOptions
+from narrowkv.runtime.launch.parsing import one_thread_parses
 from narrowkv.runtime.targets import Target
 
 
@@ -74,11 +74,6 @@ def _active_driver(target: Target) -> Iterator[None]:
         _target_driver.reset(token)
 
 
-# Triton parses kernels with Python's parser, which in Python 3.11 fails now and then in several threads
-# ("AST constructor recursion depth mismatch").
-_one_at_a_time = threading.RLock()
-
-
 def compile_launch(
     target: Target,
     kernel: Any,
@@ -98,7 +93,7 @@ def compile_launch(
             f"{kernel.__name__} cannot be compiled for {target}: TRITON_INTERPRET was set when it was made; "
             "start the process without it (narrowkv interprets CPU tensors by itself)"
         )
-    with _one_at_a_time, _active_driver(target), explained_cache_errors():
+    with one_thread_parses, _active_driver(target), explained_cache_errors():
         settle_cache_key(kernel, constexprs)
         compiled = kernel.warmup(*args, **constexprs, grid=grid, **options.for_target(target))
         if hasattr(compiled, "result"):

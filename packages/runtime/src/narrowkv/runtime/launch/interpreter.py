@@ -31,7 +31,8 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, mangle_type
 
-from narrowkv.runtime.launch.interpreter_types import share_types
+from narrowkv.runtime.launch.interpreter_types import call_builtins_directly, share_types
+from narrowkv.runtime.launch.parsing import one_thread_parses
 from narrowkv.runtime.launch.private_triton import PrivateTriton
 
 # Triton's compiled library looks up its Python classes at the first call, by the importer of the calling
@@ -156,6 +157,8 @@ class RepairedBuilder(stock.InterpreterBuilder):
     def binary_op(self, lhs: Any, rhs: Any, op: Callable[..., Any]) -> Any:
         """Arithmetic and comparisons on decoded values."""
         dtype = lhs.dtype.scalar
+        if not _is_coded(dtype) and not _is_coded(rhs.dtype.scalar):
+            return super().binary_op(lhs, rhs, op)
         # Only arithmetic sees decoded values: bitwise operations never arrive with a floating dtype.
         result = super().binary_op(self._decoded(lhs), self._decoded(rhs), op)
         if _is_coded(dtype) and result.data.dtype != np.bool_:
@@ -198,7 +201,8 @@ _functions: dict[Any, _Function] = {}
 def _body(fn: Any) -> Callable[..., Any]:
     """A function of the copy with the interpreter's assignment and comparison rewriting."""
     if fn not in _rewritten:
-        _rewritten[fn] = stock.FunctionRewriter(fn).rewrite_ast()
+        with one_thread_parses:
+            _rewritten[fn] = stock.FunctionRewriter(fn).rewrite_ast()
     return _rewritten[fn]
 
 
@@ -239,7 +243,8 @@ def _globals_of(source: Any) -> dict[str, Any]:
 
     Those of its defaults, too: the rewritten source is executed, and evaluates them again.
     """
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(source))).body
+    with one_thread_parses:
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(source))).body
     defaults = [
         node for node in ast.walk(getattr(definition, "args", definition)) if isinstance(node, ast.Name)
     ]
@@ -291,6 +296,7 @@ def _interpret_language() -> None:
     """Makes the copy's language compute with numpy, for good."""
     builder = stock.interpreter_builder
     scope_of = type("Scope", (), {"__globals__": {"tl": tl, "core": tl.core}})
+    call_builtins_directly(stock)
     stock._patch_lang(scope_of)
     # Functions of the standard library are the one or, where TRITON_INTERPRET is set, the other.
     for kind in (_copy.module("triton.runtime.jit").JITFunction, stock.InterpretedFunction):
