@@ -340,7 +340,7 @@ def test_all_packages_install_from_a_checkout_and_from_a_git_url(wheels, checkou
     "form",
     [
         pytest.param("{checkout}/{{}}", id="folder", marks=pytest.mark.slow),
-        pytest.param("git+file://{checkout}#subdirectory={{}}", id="git"),
+        pytest.param("git+file://{checkout}#subdirectory={{}}", id="git", marks=pytest.mark.slow),
     ],
 )
 def test_one_package_installs_from_a_checkout_and_from_a_git_url(wheels, checkout, tmp_path, form):

@@ -57,7 +57,7 @@ def test_every_head_dim(head_dim: int, device: str) -> None:
     _check(W(head_dim=head_dim, gqa_ratio=3), device)
 
 
-# FAULTS 6: page sizes that are no power of two, smaller and larger than the key tile.
+# Page sizes that are no power of two, smaller and larger than the key tile.
 @pytest.mark.parametrize("page_size", [*AXES["page_size"], 256])
 def test_every_page_size(page_size: int, device: str) -> None:
     _check(W(page_size=page_size, ragged=page_size % 2 == 1), device)
@@ -126,7 +126,6 @@ def test_every_split_and_either_merge(plan: dict[str, Any], in_launch: bool, dev
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
 
 
-# FAULTS 13
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 31, 32, 33, 127, 128, 129])
 def test_lengths_around_pages_tiles_and_splits(n: int, device: str) -> None:
     _check(W(lens=(n, 40), gqa_ratio=2), device, plan={"tokens_per_split": 32})
@@ -162,7 +161,6 @@ def test_any_ragged_batch(lens: list[int], page_size: int, ragged: bool, split: 
     )
 
 
-# FAULTS 12
 def test_empty_batches_and_sequences_are_defined(device: str) -> None:
     q, cache, table = W(lens=(0, 20, 0)).build(device)
     o, lse = paged_decode(q, cache, table, return_lse=True)
@@ -176,7 +174,6 @@ def test_empty_batches_and_sequences_are_defined(device: str) -> None:
     assert paged_decode(q[:0], cache, none).shape == (0, 24, 64)
 
 
-# FAULTS 24
 def test_rows_before_the_first_key_attend_to_nothing(device: str) -> None:
     q, cache, table = W(lens=(2, 0), q_len=4).build(device)
     o, lse = paged_decode(q, cache, table, return_lse=True)
@@ -185,7 +182,6 @@ def test_rows_before_the_first_key_attend_to_nothing(device: str) -> None:
     assert bool((o[2:4] != 0).any(-1).all())
 
 
-# FAULTS 14, 29
 def test_permuted_and_repeated_pages_give_the_same_bits(device: str) -> None:
     q, cache, table = W(lens=(64, 64), layout="NHD").build(device)
     first = paged_decode(q, cache, table)
@@ -201,7 +197,6 @@ def test_permuted_and_repeated_pages_give_the_same_bits(device: str) -> None:
     assert torch.equal(twice[0], twice[1])
 
 
-# FAULTS 16
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_a_nan_reaches_only_the_rows_that_attend_to_it(which: str, device: str) -> None:
     q, cache, table = W(lens=(40, 40), q_len=2, gqa_ratio=2).build(device)
@@ -223,7 +218,6 @@ def test_a_nan_before_the_window_reaches_nobody(device: str) -> None:
     assert not bool(o.isnan().any())
 
 
-# FAULTS 23, 25
 def test_huge_logits_extreme_sinks_and_a_zero_scale(device: str) -> None:
     q, cache, table = W().build(device)
     for cap in (0.0, 5.0):
@@ -242,7 +236,6 @@ def test_huge_logits_extreme_sinks_and_a_zero_scale(device: str) -> None:
         paged_decode(q, cache, table, sm_scale=math.nan)
 
 
-# FAULTS 26
 def test_a_dirty_workspace_does_not_matter(device: str) -> None:
     q, cache, table = W(lens=(300, 5)).build(device)
     plan = plan_decode(q, cache, table, tokens_per_split=32)
@@ -254,7 +247,6 @@ def test_a_dirty_workspace_does_not_matter(device: str) -> None:
     assert int(plan.workspace.counters(64).abs().sum()) == 0
 
 
-# FAULTS 27
 def test_a_plan_for_another_call_is_refused_with_what_is_needed(device: str) -> None:
     q, cache, table = W().build(device)
     plan = plan_decode(q, cache, table)
@@ -269,7 +261,6 @@ def test_a_plan_for_another_call_is_refused_with_what_is_needed(device: str) -> 
     assert float((paged_decode(*longer, plan=short).float() - expected).abs().max()) < 0.02
 
 
-# FAULTS 30
 @pytest.mark.parametrize("tokens_per_split", [None, 64])
 def test_batch_invariant_results_are_those_of_a_sequence_alone(
     tokens_per_split: int | None, device: str
@@ -325,7 +316,6 @@ def test_batch_invariance_is_asked_of_a_plan_that_has_it(device: str) -> None:
     )
 
 
-# FAULTS 8
 def test_strided_queries_outputs_and_unaligned_storage(device: str) -> None:
     q, cache, table = W().build(device)
     expected = paged_decode(q, cache, table)
@@ -403,7 +393,6 @@ REFUSALS: list[tuple[str, Any, type[Exception], str]] = [
 ]
 
 
-# FAULTS 1, 2, 3, 7, 25, 28
 @pytest.mark.parametrize(
     ("change", "error", "match"), [r[1:] for r in REFUSALS], ids=[r[0] for r in REFUSALS]
 )
@@ -412,7 +401,6 @@ def test_bad_arguments_are_refused_by_name(change: Any, error: type[Exception], 
         _refused(change)()
 
 
-# FAULTS 36
 def test_an_unknown_target_lists_the_known_ones() -> None:
     with pytest.raises((ValueError, UnsupportedError), match="gfx942"), run_as("gfx906"):
         pass
@@ -431,7 +419,7 @@ def test_merge_states_agrees_with_the_reference_and_ignores_empty_states(device:
     assert float(total[4, 1]) == -math.inf
 
 
-# FAULTS 35: a rank whose shard is empty changes nothing.
+# A rank whose shard is empty changes nothing.
 def test_splitting_a_sequence_over_ranks_and_merging_is_attention_over_the_whole(device: str) -> None:
     q, cache, table = W(lens=(96,)).build(device)
     whole, whole_lse = paged_decode(q, cache, table, return_lse=True, out_dtype=torch.float32)
@@ -450,7 +438,6 @@ def test_splitting_a_sequence_over_ranks_and_merging_is_attention_over_the_whole
     torch.testing.assert_close(lse, whole_lse, rtol=0, atol=1e-4)
 
 
-# FAULTS 31
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", ["none", "uniform", "even"])
 def test_a_captured_graph_serves_other_lengths(split: str) -> None:
@@ -470,7 +457,6 @@ def test_a_captured_graph_serves_other_lengths(split: str) -> None:
         assert float((out.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
 
 
-# FAULTS 32
 @pytest.mark.gpu
 def test_another_stream() -> None:
     q, cache, table = W(lens=(500, 300)).build("cuda")
@@ -483,7 +469,6 @@ def test_another_stream() -> None:
     assert torch.equal(o, expected)
 
 
-# FAULTS 22
 @pytest.mark.gpu
 @pytest.mark.large_memory
 def test_byte_offsets_beyond_2_31_and_page_ids_beyond_65535() -> None:

@@ -204,7 +204,7 @@ def test_the_output_may_have_another_dtype(out: torch.dtype, kernel: str, device
     assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.0005
 
 
-# FAULTS 12, 13, 24: no tokens, one token, more queries than keys, lengths around pages and tiles.
+# No tokens, one token, more queries than keys, lengths around pages and tiles.
 @either_kernel
 @pytest.mark.parametrize(
     ("q_lens", "lens"),
@@ -265,7 +265,7 @@ def test_values_near_the_largest_of_float32_in_dense_prefill(top: float, splits:
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
 
 
-# FAULTS 30, 46: a sequence's bits do not depend on the batch, on the table's width or on other lengths.
+# A sequence's bits do not depend on the batch, on the table's width or on other lengths.
 @pytest.mark.parametrize("kernel", [None, "dense"])
 def test_batch_invariant_results(kernel: str | None) -> None:
     workload = W(q_lens=(9, 1, 20), lens=(70, 5, 33), num_kv_heads=1, format="bf16")
@@ -412,7 +412,6 @@ def test_any_ragged_batch(
     _check(workload, "cpu", kernel, causal=causal)
 
 
-# FAULTS 14, 29
 @either_kernel
 def test_permuted_pages_and_a_second_call_give_the_same_bits(kernel: str, device: str) -> None:
     q, cache, table, starts = W(lens=(64, 64), q_lens=(9, 30)).build(device)
@@ -429,7 +428,6 @@ def test_permuted_pages_and_a_second_call_give_the_same_bits(kernel: str, device
     assert torch.equal(first, batch_prefill(q, moved_cache, moved_table, starts, plan=plan))
 
 
-# FAULTS 16
 @either_kernel
 @pytest.mark.parametrize("which", ["k", "v"])
 @pytest.mark.parametrize("position", [0, 39])
@@ -466,7 +464,6 @@ def test_a_value_that_is_not_finite_leaves_other_rows_as_they_are(
     assert compare(o[~sees], expected[~sees]).relative_l1 <= 0.002
 
 
-# FAULTS 23, 25
 @either_kernel
 def test_huge_logits_extreme_sinks_and_a_zero_scale(kernel: str, device: str) -> None:
     q, cache, table, starts = W().build(device)
@@ -491,7 +488,6 @@ def test_huge_logits_extreme_sinks_and_a_zero_scale(kernel: str, device: str) ->
     assert float((run(sm_scale=-0.1).float() - negative).abs().max()) < 0.02
 
 
-# FAULTS 8
 @either_kernel
 def test_strided_queries_and_a_cache_off_16_byte_boundaries(kernel: str, device: str) -> None:
     q, cache, table, starts = W(layout="HND").build(device)
@@ -511,7 +507,6 @@ def test_strided_queries_and_a_cache_off_16_byte_boundaries(kernel: str, device:
     assert float((o.float() - expected).abs().sum() / expected.abs().sum()) <= 0.002
 
 
-# FAULTS 11, 26, 27
 def test_a_plan_is_held_to_its_call_and_may_be_dirty(device: str) -> None:
     q, cache, table, starts = W(lens=(200, 5, 60)).build(device)
     plan = plan_prefill(q, cache, table, starts, num_splits=4)
@@ -553,7 +548,6 @@ def test_empty_batches_and_calls_without_tokens(device: str) -> None:
     assert o.shape == (0, 6, 64)
 
 
-# FAULTS 1, 2, 3, 9, 25, 28
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "q in fp32": ({"q": torch.zeros(40, 6, 64)}, "q must have dtype"),
     "q of another head_dim": ({"q": torch.zeros(40, 6, 128).bfloat16()}, "the cache's head_dim 64"),
@@ -624,7 +618,6 @@ def test_forced_kernels_that_cannot_serve_a_call_are_refused() -> None:
     assert "exceed the limit" in plan_prefill(q, cache, table, starts, scratch_limit_bytes=0).explain()
 
 
-# FAULTS 10
 def test_wrong_values_are_found_when_asked_for_and_harmless_otherwise() -> None:
     q, cache, table, starts = W().build()
     assert table.seq_lens is not None

@@ -344,7 +344,7 @@ def test_nan_of_a_new_token_reaches_only_the_rows_that_attend_to_it(device: str)
             torch.testing.assert_close(o[~sees], finite[~sees], rtol=1e-2, atol=1e-3)
 
 
-# FAULTS 10: what has no page, or one beyond the cache, is attended to and not stored.
+# What has no page, or one beyond the cache, is attended to and not stored.
 @either_kernel
 def test_tokens_without_a_page_are_not_stored(kernel: str, device: str) -> None:
     workload = W(lens=(20, 3), q_lens=(25, 5))
@@ -375,7 +375,6 @@ def test_a_call_without_tokens_changes_nothing(device: str) -> None:
     assert _same_bytes(cache, before)
 
 
-# FAULTS 1, 9, 28, 34
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "k_new in another dtype": ({"k_new": torch.zeros(31, 2, 64)}, "k_new must have dtype"),
     "v_new of another count": ({"v_new": torch.zeros(30, 2, 64).bfloat16()}, "v_new must have shape"),
@@ -425,7 +424,7 @@ def test_caches_tables_and_plans_that_cannot_append_are_refused() -> None:
             PagedKVCache.from_tensors(cache.k, cache.v, format=cache.format, k_descale=bad, v_descale=1.0)
 
 
-# FAULTS 43: whose lengths are meant is part of the table.
+# Whose lengths are meant is part of the table.
 def test_a_table_before_an_append_is_refused_by_operations_that_append_nothing() -> None:
     q, _, _, cache, table, starts, _ = W(lens=(20,), q_lens=(1,)).build_append()
     for call in (

@@ -369,6 +369,34 @@ def test_the_scale_of_a_convert_is_an_e8m0_byte(field, factor):
     np.testing.assert_array_equal(w.f[2][0], want.astype(np.float32))
 
 
+def test_minima_and_maxima_of_zeros_and_nans():
+    zero, minus, quiet, signalling, one = 0, 0x80000000, 0x7FC00000, 0x7FA00000, 0x3F800000
+    x = np.resize(np.array([zero, minus, quiet, one, signalling, one], np.uint32), 64)
+    y = np.resize(np.array([minus, zero, one, quiet, one, signalling], np.uint32), 64)
+    w = execute("gfx950", """
+        v_max_f32 v2, v0, v1
+        v_min_f32 v3, v0, v1
+        v_maximum3_f32 v4, v0, v1, v1""", {0: x, 1: y})  # fmt: skip
+    assert w.u[2][0, :4].tolist() == [zero, zero, one, one]
+    assert w.u[3][0, :4].tolist() == [minus, minus, one, one]
+    assert np.isnan(w.f[2][0, 4:6]).all()
+    assert np.isnan(w.f[3][0, 4:6]).all()
+    assert w.u[4][0, :2].tolist() == [zero, zero]
+    assert np.isnan(w.f[4][0, 2:6]).all()
+
+
+def test_the_carry_of_a_signed_wide_sum_is_its_sign():
+    factors = np.array([2**31 - 1, -(2**31), 3, -3] * 16, np.int64).astype(np.int32)
+    high = np.array([0x7FFFFFFF, 0x80000000, 0, 0] * 16, np.uint32)
+    line = "v_mad_i64_i32 v[4:5], s[2:3], v0, v1, v[2:3]"
+    w = execute(
+        "gfx942", line, {0: factors, 1: np.full(64, 2**31 - 1, np.int32), 2: np.zeros(64, np.uint32), 3: high}
+    )
+    addends = [int(h) - (2**32 if h >> 31 else 0) << 32 for h in high.tolist()]
+    sums = [int(f) * (2**31 - 1) + a for f, a in zip(factors, addends, strict=True)]
+    np.testing.assert_array_equal(w.lanes(1)[0], [total < 0 for total in sums])
+
+
 SCALAR = {
     "s_add_i32": lambda a, b: a + b, "s_sub_u32": lambda a, b: a - b, "s_and_b32": lambda a, b: a & b,
     "s_andn2_b32": lambda a, b: a & ~b, "s_lshl_b32": lambda a, b: a << (b & 31),
@@ -389,13 +417,18 @@ def test_scalar(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "of_greater", "of_less"),
-    [("s_max_i32", 1, 0), ("s_min_i32", 0, 1), ("s_max_u32", 1, 0), ("s_min_u32", 0, 1)],
+    ("name", "of_greater", "of_less", "of_equal"),
+    [("s_max_i32", 1, 0, 1), ("s_min_i32", 0, 1, 0), ("s_max_u32", 1, 0, 1), ("s_min_u32", 0, 1, 0)],
 )
-def test_scc_of_minima_and_maxima_says_whether_the_first_operand_won(name, of_greater, of_less):
-    for a, b, expected in ((5, 3, of_greater), (3, 5, of_less), (4, 4, 0)):
+def test_scc_of_minima_and_maxima_says_whether_the_first_operand_won(name, of_greater, of_less, of_equal):
+    for a, b, expected in ((5, 3, of_greater), (3, 5, of_less), (4, 4, of_equal)):
         w = execute("gfx942", f"{name} s6, s4, s5\ns_cselect_b32 s7, 1, 0", {}, {4: a, 5: b})
         assert int(w.su[7][0, 0]) == expected, (a, b)
+
+
+def test_a_signed_field_past_the_top_goes_on_with_the_sign():
+    w = execute("gfx942", "s_bfe_i32 s6, s4, s5", {}, {4: 0x80000000, 5: 28 | 8 << 16})
+    assert int(w.su[6][0, 0]) == -8 & M
 
 
 def test_scalar_condition_code_and_masks():

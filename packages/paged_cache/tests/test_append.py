@@ -198,7 +198,6 @@ NEAR_SLOTS = [-1, 15, 16, -7]
 FAR_SLOTS = [2**32, 2**32 + 5, 2**33 + 14, 5 - 2**32, 2**40 + 3, -(2**63)]
 
 
-# FAULTS 17, 18
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3fn", "fp4_e2m1"])
 def test_padding_and_slots_beyond_the_cache_write_nothing(fmt: str, layout: str, device: str) -> None:
@@ -226,7 +225,7 @@ def test_bad_slots_are_found_under_validate_and_the_cache_is_unchanged(slots: li
     assert all(torch.equal(a, b) for a, b in zip(before, _bytes(cache), strict=True))
 
 
-# FAULTS 21: tiny values are kept, large ones saturate, zeros never become 0x80.
+# Tiny values are kept, large ones saturate, zeros never become 0x80.
 def test_extremes_saturate_and_zero_is_never_negative(device: str) -> None:
     for fmt, top in [("fp8_e4m3fn", 448.0), ("fp8_e4m3fnuz", 240.0), ("fp8_e5m2", 57344.0)]:
         cache = PagedKVCache.empty(1, 1, 1, 64, format=fmt, device=device)
@@ -401,7 +400,6 @@ def _variants(numbers: list[int], device: str) -> list[torch.Tensor]:
     return found
 
 
-# FAULTS 40
 def test_slots_and_positions_may_be_strided_and_of_either_type(device: str) -> None:
     angle = torch.rand(11, 16, device=device) * 6
     k, v = _tokens(4, device)
@@ -424,7 +422,7 @@ def test_rope_takes_the_halves_of_an_engines_table(dtype: torch.dtype, device: s
     _both(*caches, *_tokens(4, device), torch.arange(4, device=device), rope=rope)
 
 
-# FAULTS 40: the angles lie between NaN, which a read outside them would store.
+# The angles lie between NaN, which a read outside them would store.
 def test_positions_without_an_angle_take_the_nearest_and_are_found_under_validate(device: str) -> None:
     around = torch.full((2, 3 + 4 + 40, 32), math.nan, device=device)
     around[:, 3:7] = torch.rand(2, 4, 32, device=device)
@@ -449,7 +447,6 @@ def test_positions_without_an_angle_take_the_nearest_and_are_found_under_validat
     assert all(torch.equal(a, b) for a, b in zip(before, _bytes(caches[0]), strict=True))
 
 
-# FAULTS 51
 def test_new_tokens_within_the_cache_are_refused_in_every_call(device: str) -> None:
     descales = {name: torch.zeros(PAGES, 4, HEADS, device=device) for name in ("k_descale", "v_descale")}
     cache = PagedKVCache.empty(PAGES, 4, HEADS, DIM, format="bf16", device=device, **descales)
@@ -478,7 +475,6 @@ def test_a_cache_whose_elements_share_memory_is_not_appended_to() -> None:
         append(cache, torch.zeros(1, HEADS, DIM), torch.zeros(1, HEADS, DIM), torch.zeros(1, dtype=I32))
 
 
-# FAULTS 12
 def test_no_tokens_and_no_pages_change_nothing(device: str) -> None:
     cache = _cache("fp8_e4m3fn", "NHD", 3, device)
     before = _bytes(cache)
@@ -491,7 +487,6 @@ def test_no_tokens_and_no_pages_change_nothing(device: str) -> None:
     append(empty, *_tokens(2, device), torch.tensor([0, 3], device=device))
 
 
-# FAULTS 34, 41
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 def test_bad_values_of_descale_tensors_are_found_under_validate(bad: float, device: str) -> None:
     for side in ("k_descale", "v_descale"):
@@ -584,7 +579,6 @@ def test_head_dim_112(fmt: str, device: str) -> None:
         assert torch.equal(got, want)
 
 
-# FAULTS 48
 def test_tensors_without_memory_never_reach_the_kernel() -> None:
     cache, real = _cache("fp8_e4m3fn", "NHD", 3, "cpu"), _tokens(2, "cpu")
     slots = torch.arange(2)

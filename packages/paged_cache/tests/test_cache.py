@@ -106,7 +106,7 @@ def _fp8(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.float8_e4m3fn)
 
 
-# FAULTS 1, 3, 4, 5, 7, 9, 19: typed, named, before any launch.
+# Typed, named, before any launch.
 REFUSALS = [
     (
         "uint8 without a tag",
@@ -323,7 +323,6 @@ def test_a_table_and_a_cache_that_do_not_belong_together_are_refused() -> None:
     swapped = PagedKVCache.from_tensors(*(torch.zeros(3, 8, 4, 64).bfloat16() for _ in "kv"), format="bf16")
     with pytest.raises(ValueError, match=r"page_size 8, got 4; .*are its tensors in layout 'HND'\?"):
         check_table(table, swapped)
-    # FAULTS 41
     for batch in (2, 3):
         per_sequence = replace(cache, v_descale=torch.ones(batch, 2), v_granularity="sequence_head")
         with pytest.raises(ValueError, match=rf"v_descale must have shape \[1, 2\], got \[{batch}, 2\]"):
@@ -407,7 +406,7 @@ def test_wrong_metadata_is_refused(make: Any, error: type[Exception], match: str
         make()
 
 
-# FAULTS 10: found only by looking at the values.
+# Found only by looking at the values.
 @pytest.mark.parametrize(
     ("indptr", "indices", "last", "match"),
     [
@@ -458,7 +457,7 @@ def test_head_dim_112_has_a_cache(fmt: str, layout: str) -> None:
     assert cache.dequantize()[1].shape == (2, 16, 1, 112)
 
 
-# FAULTS 10: on a GPU an index out of range would end the process's use of the device.
+# On a GPU an index out of range would end the process's use of the device.
 def test_a_wrong_indptr_or_page_id_never_indexes_past_a_tensor() -> None:
     indices, last = torch.tensor([5, 2, 7], dtype=I32), torch.tensor([4], dtype=I32)
     for begin, end in ((-50, 2), (2, 2**31 - 1), (2**31 - 1, -(2**31)), (0, 50)):

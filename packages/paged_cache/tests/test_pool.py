@@ -63,7 +63,6 @@ def test_a_fork_at_a_page_boundary_copies_nothing() -> None:
     assert pool.free_pages == 5
 
 
-# FAULTS 37
 def test_exhaustion_double_free_and_forks_of_the_dead_change_nothing() -> None:
     pool = PagePool(3, 4)
     a = pool.allocate(5)
@@ -150,7 +149,6 @@ def _filled(pool: PagePool, caches: list[PagedKVCache], tokens: int) -> int:
     return seq
 
 
-# FAULTS 45
 def test_a_pool_with_caches_copies_a_shared_page_in_every_layer() -> None:
     caches = [PagedKVCache.empty(6, 4, 1, 64, format="bf16") for _ in range(2)]
     pool = PagePool(6, 4, caches=caches)

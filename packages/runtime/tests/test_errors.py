@@ -219,7 +219,6 @@ def _without_memory() -> dict[str, torch.Tensor]:
     }
 
 
-# FAULTS 48
 @pytest.mark.parametrize("kind", ["fake", "meta", "functional", "vmapped"])
 def test_no_check_asks_a_tensor_without_memory_for_its_address(
     kind: str, monkeypatch: pytest.MonkeyPatch

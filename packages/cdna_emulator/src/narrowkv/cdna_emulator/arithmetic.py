@@ -114,6 +114,43 @@ def to_integer(x: Array, dtype: type[np.integer[Any]]) -> Array:
     return np.clip(wide, info.min, info.max).astype(dtype)
 
 
+def _extreme(function: Any, zeros: Any, x: Array, y: Array) -> Array:
+    result: Array = function(x, y)
+    unsigned: Any = {2: np.uint16, 4: np.uint32, 8: np.uint64}[x.dtype.itemsize]
+    zero = result == 0
+    if zero.any():
+        both = zero & (x == 0) & (y == 0)
+        bits = zeros(np.ascontiguousarray(x).view(unsigned), np.ascontiguousarray(y).view(unsigned))
+        result = np.where(both, bits.view(x.dtype), result)
+    nan = np.isnan(x) | np.isnan(y)
+    if nan.any():
+        quiet = unsigned(1 << {2: 9, 4: 22, 8: 51}[x.dtype.itemsize])
+        for source in (y, x):
+            signals = np.isnan(source) & ((np.ascontiguousarray(source).view(unsigned) & quiet) == 0)
+            result = np.where(signals, x.dtype.type(np.nan), result)
+    return result
+
+
+def largest(x: Array, y: Array) -> Array:
+    """v_max: +0 is above -0; of a number and a quiet NaN the number, of a signalling NaN a quiet one."""
+    return _extreme(np.fmax, np.bitwise_and, x, y)
+
+
+def smallest(x: Array, y: Array) -> Array:
+    """v_min: as `largest`."""
+    return _extreme(np.fmin, np.bitwise_or, x, y)
+
+
+def maximum(x: Array, y: Array) -> Array:
+    """v_maximum: +0 is above -0, and a NaN stays a NaN."""
+    return _extreme(np.maximum, np.bitwise_and, x, y)
+
+
+def minimum(x: Array, y: Array) -> Array:
+    """v_minimum: as `maximum`."""
+    return _extreme(np.minimum, np.bitwise_or, x, y)
+
+
 def median(x: Array, y: Array, z: Array) -> Array:
     """Middle of three integers."""
     return np.maximum(np.minimum(x, y), np.minimum(np.maximum(x, y), z))
@@ -121,8 +158,9 @@ def median(x: Array, y: Array, z: Array) -> Array:
 
 def median_float(x: Array, y: Array, z: Array) -> Array:
     """Middle of three; with a NaN among them, the least of the others."""
-    lowest = np.fmin(np.fmin(x, y), z)
-    return np.where(np.isnan(x) | np.isnan(y) | np.isnan(z), lowest, median(x, y, z))
+    top = largest(largest(x, y), z)
+    middle = np.where(top == x, largest(y, z), np.where(top == y, largest(x, z), largest(x, y)))
+    return np.where(np.isnan(x) | np.isnan(y) | np.isnan(z), smallest(smallest(x, y), z), middle)
 
 
 def multiply_high(x: Array, y: Array) -> Array:

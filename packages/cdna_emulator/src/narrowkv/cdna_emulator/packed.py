@@ -38,8 +38,8 @@ _HALF = {
     "v_pk_mad_i16": "v_mad_i16",
 }  # fmt: skip
 _HALF_OPS: dict[str, Op] = {
-    "v_pk_minimum3_f16": Op("f16", ("f16",) * 3, lambda x, y, z: np.minimum(np.minimum(x, y), z)),
-    "v_pk_maximum3_f16": Op("f16", ("f16",) * 3, lambda x, y, z: np.maximum(np.maximum(x, y), z)),
+    "v_pk_minimum3_f16": Op("f16", ("f16",) * 3, lambda x, y, z: a.minimum(a.minimum(x, y), z)),
+    "v_pk_maximum3_f16": Op("f16", ("f16",) * 3, lambda x, y, z: a.maximum(a.maximum(x, y), z)),
     **{name: VALU[plain] for name, plain in _HALF.items()},
 }
 _WORD_OPS: dict[str, Op] = {

@@ -73,7 +73,8 @@ def _field(x: Array, spec: Array) -> Array:
     unsigned: Any = U32 if bits == 32 else U64
     offset = (spec & U32(bits - 1)).astype(unsigned)
     width = np.minimum((spec >> U32(16)) & U32(127), U32(bits)).astype(unsigned)
-    raw = x.view(unsigned) >> offset
+    # Signed fields that reach past the top go on with the sign.
+    raw = (x >> offset.astype(x.dtype)).view(unsigned)
     keep = np.where(width == bits, ~unsigned(0), (unsigned(1) << (width % unsigned(bits))) - unsigned(1))
     field = raw & keep
     if x.dtype.kind == "i":
@@ -135,12 +136,12 @@ SCALAR: dict[str, ScalarOp] = {
     **_sop("i32", "i32 i32", "second", {
         "s_add_i32": _add_overflow, "s_sub_i32": _subtract_overflow,
         "s_min_i32": lambda x, y: (np.minimum(x, y), x < y),
-        "s_max_i32": lambda x, y: (np.maximum(x, y), x > y),
+        "s_max_i32": lambda x, y: (np.maximum(x, y), x >= y),
         "s_absdiff_i32": lambda x, y: (np.abs(x - y), x != y),
     }),
     **_sop("u32", "u32 u32", "second", {
         "s_min_u32": lambda x, y: (np.minimum(x, y), x < y),
-        "s_max_u32": lambda x, y: (np.maximum(x, y), x > y),
+        "s_max_u32": lambda x, y: (np.maximum(x, y), x >= y),
     }),
     **_sop("u32", "u32 u32", "none", {
         "s_mul_i32": np.multiply, "s_mul_hi_u32": a.multiply_high,

@@ -248,7 +248,8 @@ def _bind_mad_64(inst: Instruction, program: Program) -> Step:
         product = r0(w).astype(dtype) * r1(w).astype(dtype)
         addend = r2(w)
         total = product + addend
-        carry = total < product if not signed else (total < product) != (addend < 0)
+        # The carry is bit 64 of the sum: its sign, if it has one.
+        carry = total < product if not signed else (total < 0) != ((product ^ total) & (addend ^ total) < 0)
         w.set_lanes(out, np.broadcast_to(carry, (w.n, 64)))
         write(w, total)
 

@@ -123,7 +123,7 @@ VALU: dict[str, Op] = {
     # fp32
     **_family("f32", "f32 f32", {
         "v_add_f32": np.add, "v_sub_f32": np.subtract, "v_subrev_f32": _reversed(np.subtract),
-        "v_mul_f32": np.multiply, "v_min_f32": np.fmin, "v_max_f32": np.fmax,
+        "v_mul_f32": np.multiply, "v_min_f32": a.smallest, "v_max_f32": a.largest,
         "v_mul_legacy_f32": lambda x, y: np.where((x == 0) | (y == 0), np.float32(0), x * y),
     }),
     "v_ldexp_f32": Op("f32", ("f32", "i32"), np.ldexp),
@@ -135,10 +135,10 @@ VALU: dict[str, Op] = {
     }),
     "v_frexp_exp_i32_f32": Op("i32", ("f32",), a.exponent_of),
     **_family("f32", "f32 f32 f32", {
-        "v_fma_f32": a.fma, "v_min3_f32": lambda x, y, z: np.fmin(np.fmin(x, y), z),
-        "v_max3_f32": lambda x, y, z: np.fmax(np.fmax(x, y), z), "v_med3_f32": a.median_float,
-        "v_minimum3_f32": lambda x, y, z: np.minimum(np.minimum(x, y), z),
-        "v_maximum3_f32": lambda x, y, z: np.maximum(np.maximum(x, y), z),
+        "v_fma_f32": a.fma, "v_min3_f32": lambda x, y, z: a.smallest(a.smallest(x, y), z),
+        "v_max3_f32": lambda x, y, z: a.largest(a.largest(x, y), z), "v_med3_f32": a.median_float,
+        "v_minimum3_f32": lambda x, y, z: a.minimum(a.minimum(x, y), z),
+        "v_maximum3_f32": lambda x, y, z: a.maximum(a.maximum(x, y), z),
         "v_div_fixup_f32": a.div_fixup,
     }),
     "v_mad_legacy_f32": Op("f32", ("f32", "f32", "f32"),
@@ -146,7 +146,7 @@ VALU: dict[str, Op] = {
     # fp16
     **_family("f16", "f16 f16", {
         "v_add_f16": np.add, "v_sub_f16": np.subtract, "v_subrev_f16": _reversed(np.subtract),
-        "v_mul_f16": np.multiply, "v_min_f16": np.fmin, "v_max_f16": np.fmax,
+        "v_mul_f16": np.multiply, "v_min_f16": a.smallest, "v_max_f16": a.largest,
     }),
     "v_ldexp_f16": Op("f16", ("f16",
     "i16"), a.scale_f16),
@@ -156,13 +156,13 @@ VALU: dict[str, Op] = {
         "v_rndne_f16": np.rint, "v_fract_f16": a.fraction, "v_sin_f16": a.sine, "v_cos_f16": a.cosine,
     }),
     **_family("f16", "f16 f16 f16", {
-        "v_fma_f16": a.fma16, "v_min3_f16": lambda x, y, z: np.fmin(np.fmin(x, y), z),
-        "v_max3_f16": lambda x, y, z: np.fmax(np.fmax(x, y), z), "v_med3_f16": a.median_float,
+        "v_fma_f16": a.fma16, "v_min3_f16": lambda x, y, z: a.smallest(a.smallest(x, y), z),
+        "v_max3_f16": lambda x, y, z: a.largest(a.largest(x, y), z), "v_med3_f16": a.median_float,
         "v_div_fixup_f16": a.div_fixup,
     }),
     # fp64
     **_family("f64", "f64 f64", {
-        "v_add_f64": np.add, "v_mul_f64": np.multiply, "v_min_f64": np.fmin, "v_max_f64": np.fmax,
+        "v_add_f64": np.add, "v_mul_f64": np.multiply, "v_min_f64": a.smallest, "v_max_f64": a.largest,
     }),
     "v_ldexp_f64": Op("f64", ("f64", "i32"), np.ldexp),
     **_family("f64", "f64", {
