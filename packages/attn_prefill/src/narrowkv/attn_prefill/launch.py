@@ -100,10 +100,8 @@ class Route:
         config: the configuration; its `kernel` says which launches there are.
         fill, fill_grid: the launch that fills the scratch; None where one launch does everything.
         attend, grid: the launch that attends.
-        pipelined: whether `kernels/pipelined.py` attends.
-        in_pages: K is copied out of its pages.
-        numbers: sizes.
-        p_scale: what the output is still to be divided by.
+        pipelined: whether `kernels/pipelined.py` attends; in_pages: K is copied out of its pages.
+        numbers: sizes; p_scale: what the output is still to be divided by.
         memory: the plan's, or what each call allocates.
     """
 
@@ -200,8 +198,7 @@ class _Maker:
             constants["STORING"] = storing = self.kind.storing
             size = _ROTATED_TOKENS if storing is not None and storing.stages else config.scratch_block
             blocks = blocks._replace(s=size)
-            if config.stores:
-                num_blocks = append_blocks(shape, size)
+            num_blocks = append_blocks(shape, size) if config.stores else 0
             grid = (grid[0] * grid[2] + num_blocks * shape.num_kv_heads, 1, 1)
         constants |= {"RULES": rules, "BLOCKS": blocks}
         attend = self.plan.bound_launch(kernel, constants, config.options)
