@@ -52,10 +52,9 @@ def amd_tile(
         fits = narrow_head or (block_m == 16 and q_dtype != torch.float16)
         fits = fits and q_len == 1
     else:
-        grouped = scale_group and (target.name != "gfx950" or k_format != v_format)
         # FP4 keys with scales of 16 channels beside another format would spill 27.
         spills = scale_group == 16 and k_format == "fp4_e2m1" != v_format
-        fits = block_m == 16 and (q_len == 1 or not grouped) and not spills
+        fits = block_m == 16 and (q_len == 1 or not scale_group) and not spills
     fits = fits and (get_format(k_format).is_packed or get_format(v_format).is_packed)
     roomy = target.name == "gfx950" or head_dim <= 64
     roomy = roomy or (prefetch == "tile" and k_format != v_format and q_len == 1)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 from narrowkv.runtime.launch import InterpretExecutor
-from narrowkv.runtime.launch.interpreter import stock
+from narrowkv.runtime.launch.interpreter import memory_watched
 from narrowkv.runtime.targets import get_target
 
 
@@ -62,7 +61,8 @@ class CheckedInterpreter(InterpretExecutor):
 
     def launch(self, kernel: Any, grid: Any, args: Any, constexprs: Any, options: Any) -> None:
         """Interprets the launch with every address checked."""
-        with _checked_accesses(list(_spans(args))):
+        spans = list(_spans(args))
+        with memory_watched(lambda primitives: _CheckedMemory(primitives, spans)):
             super().launch(kernel, grid, args, constexprs, options)
 
 
@@ -115,13 +115,3 @@ class _CheckedMemory:
         """Changes what lies inside."""
         self._check("atomic", pointers, mask, value.dtype.itemsize)
         return self._primitives.atomic_rmw(op, pointers, value, mask, sem)
-
-
-@contextmanager
-def _checked_accesses(spans: list[tuple[int, int]]) -> Iterator[None]:
-    primitives = stock._interpreter
-    stock._interpreter = _CheckedMemory(primitives, spans)
-    try:
-        yield
-    finally:
-        stock._interpreter = primitives

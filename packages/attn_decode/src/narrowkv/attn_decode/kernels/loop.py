@@ -246,7 +246,8 @@ def attend_to_rows(
     result are those of `attend_to_tiles`.
     """
     # Masks take registers that tiles of many rows do not leave, so those have fewer keys.
-    HALVED: tl.constexpr = (BLOCKS.m >= 32 and BLOCKS.n > 16) or (K.route == "cdna4" and BLOCKS.n == 64)
+    CROWDED: tl.constexpr = K.route == "cdna4" or (K.descale == "e4m3_16" and SIZES.head_dim == 96)
+    HALVED: tl.constexpr = (BLOCKS.m >= 32 and BLOCKS.n > 16) or (CROWDED and BLOCKS.n == 64)
     SHARES: tl.constexpr = BLOCKS.n // 16 if BLOCKS.m >= 128 else 2 if HALVED else 1
     acc, m, l, largest = attend_to_tiles(
         full, full_end, full_end, 0, q, q_low, logit_scale, soft_cap, state, k, v, k_descale, v_descale,

@@ -273,6 +273,17 @@ def replaced(functions: Mapping[Any, Any]) -> Iterator[None]:
         _functions = before
 
 
+@contextmanager
+def memory_watched(wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Interprets loads, stores and atomics through `wrap` of the object whose methods they are."""
+    before = stock._interpreter
+    stock._interpreter = wrap(before)
+    try:
+        yield
+    finally:
+        stock._interpreter = before
+
+
 def _counterpart(value: Any) -> Any:
     """The interpreter's counterpart of a value of the caller."""
     if isinstance(value, tuple):
