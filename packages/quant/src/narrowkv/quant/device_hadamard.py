@@ -24,32 +24,12 @@ def _butterflies(x, STAGES: tl.constexpr):
 
 
 @triton.jit
-def _products(x, STAGES: tl.constexpr):
-    """As `_butterflies`, by matrix products with two bfloat16 terms of x: a relative error up to 2**-17.
-
-    Butterflies of neighbours move columns between lanes. M and D are at least 16.
-    """
-    D: tl.constexpr = x.shape[1]
-    i, j = tl.arange(0, D)[:, None], tl.arange(0, D)[None, :]
-    odd = i & j & (2**STAGES - 1)  # an odd number of ones is -1
-    odd ^= odd >> 4
-    odd ^= odd >> 2
-    odd ^= odd >> 1
-    matrix = tl.where((i >> STAGES) == (j >> STAGES), (1 - 2 * (odd & 1)).to(tl.float32), 0.0)
-    matrix = matrix.to(tl.bfloat16)
-    high = x.to(tl.bfloat16)
-    low = (x - high.to(tl.float32)).to(tl.bfloat16)
-    return tl.dot(high, matrix, tl.dot(low, matrix))
-
-
-@triton.jit
-def rotate_parts(x, STAGES: tl.constexpr, PARTS: tl.constexpr, PRODUCTS: tl.constexpr = False):
+def rotate_parts(x, STAGES: tl.constexpr, PARTS: tl.constexpr):
     """Rotates each run of `2**STAGES` channels; the bits are those of `narrowkv.quant.hadamard`.
 
     Args:
         x: float32 rows in 1, 2 or 4 parts: part i holds channels i, i + PARTS, ... [M, D / PARTS].
         STAGES: log2 of the channels that are rotated together, at least log2 of PARTS; 0 for no rotation.
-        PRODUCTS: by matrix products where parts have 16 or 32 columns, which is faster; see `_products`.
 
     Returns:
         The rotated parts.
@@ -62,11 +42,9 @@ def rotate_parts(x, STAGES: tl.constexpr, PARTS: tl.constexpr, PRODUCTS: tl.cons
         elif PARTS == 4:
             even, odd = (x[0] + x[1], x[0] - x[1]), (x[2] + x[3], x[2] - x[3])
             x = (even[0] + odd[0], even[1] + odd[1], even[0] - odd[0], even[1] - odd[1])
-        BY_PRODUCTS: tl.constexpr = PRODUCTS and x[0].shape[1] >= 16 and x[0].shape[1] <= 32
         rotated = ()
         for i in tl.static_range(PARTS):
-            part = _products(x[i], REST) if BY_PRODUCTS else _butterflies(x[i], REST)
             # Triton's language does not unpack tuples.
-            rotated = rotated + (part * SCALE,)  # noqa: RUF005
+            rotated = rotated + (_butterflies(x[i], REST) * SCALE,)  # noqa: RUF005
         x = rotated
     return x

@@ -45,7 +45,7 @@ def transform_query(
         if k_balance is not None:
             x *= tl.load(k_balance + kv_head * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)[None, :]
         balanced = balanced + (x,)
-    return rotate_parts(balanced, STAGES, PARTS, True)
+    return rotate_parts(balanced, STAGES, PARTS)
 
 
 @triton.jit
