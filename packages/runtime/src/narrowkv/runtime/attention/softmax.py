@@ -3,12 +3,11 @@
 Online softmax after Milakov and Gimelshein (2018). Logits are in base 2 (natural ones times log2 e).
 """
 
-from typing import Any, NamedTuple
-
-import triton
-import triton.language as tl
+from typing import Any, NamedTuple  # noqa: I001
 
 import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
+import triton
+import triton.language as tl
 
 
 class SoftCap(NamedTuple):
