@@ -35,7 +35,9 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("text", ["fp8_e4m3fn:32", "fp4_e2m1:8", "fp3"])
+@pytest.mark.parametrize(
+    "text", ["fp8_e4m3fn:32", "fp4_e2m1:8", "fp4_e2m1:e4m3+16", "fp8_e4m3fn:e4m3", "fp3"]
+)
 def test_a_format_that_is_not_one_ends_with_2(text: str) -> None:
     result = run(app, ["bench", "decode", "--format", text])
     assert result.exit_code == 2

@@ -81,12 +81,19 @@ def test_bytes_and_flops_of_sparse_attention_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    "fmt", ["fp4_e2m1", "fp4_e2m1:32", "fp8_e4m3fn/fp4_e2m1:32", "int8/int4", "int4/fp4_e2m1:32"]
-)
+    "fmt",
+    [
+        "fp4_e2m1", "fp4_e2m1:e4m3", "fp4_e2m1:32", "fp4_e2m1:16+e4m3", "fp8_e4m3fn/fp4_e2m1:32", "int8/int4",
+        "int4/fp4_e2m1:32",
+    ],
+)  # fmt: skip
 def test_packed_storage_is_what_the_sizes_say(fmt: str) -> None:
     sizes = DecodeSizes(2, 32, 16, 2, 3, 64, "bf16", fmt)
     cache, table = LargeCache(sizes.cache, device="cpu").view(sizes.cache)
     q = torch.randn(sizes.q_shape).bfloat16()
+    stored = cache.v_descale
+    if isinstance(stored, torch.Tensor) and "fp4" in fmt:
+        assert (stored.dtype == torch.float8_e4m3fn) == fmt.endswith("e4m3")
     assert cache.bytes_per_token() * 64 == sizes.bytes_touched - 2 * q.numel() * 2 - 4 * 4
     o, expected = paged_decode(q, cache, table), paged_decode_reference(q, cache, table)
     assert relative_l1(o, expected) < BOUND  # type: ignore[arg-type]

@@ -72,28 +72,26 @@ def choices(option: str, text: str | Iterable[str], known: Sequence[str]) -> lis
     return [one_of(option, name, known) for name in found]
 
 
-def split_format(text: str) -> tuple[str, str, int]:
-    """K's format, V's format and FP4's channels per scale from "K", "K/V" or "K/V:GROUP".
-
-    The channels are 0 where FP4 has one scale a head.
+def _check_cache(text: str) -> None:
+    """Refuses what is not "K", "K/V" or, of FP4's scales, "K/V:CHANNELS", "K/V:e4m3" or "K/V:CHANNELS+e4m3".
 
     Raises:
-        UsageError: a format that a cache cannot have, or a group that FP4 does not have.
+        UsageError: a format that a cache cannot have, or scales that FP4 does not have.
     """
-    formats, colon, group = text.partition(":")
+    formats, colon, scales = text.partition(":")
     k, slash, v = formats.partition("/")
     k, v = one_of("K's format", k, CACHE_FORMATS), v if slash else k
     one_of("V's format", v, CACHE_FORMATS)
     if not colon:
-        return k, v, 0
-    if group not in map(str, SCALE_GROUPS):
+        return
+    groups = list(map(str, SCALE_GROUPS))
+    if scales not in [*groups, "e4m3", *(f"{group}+e4m3" for group in groups)]:
         raise UsageError(
             "FP4 has one scale a head or, after a colon, one per "
-            f"{' or '.join(map(str, SCALE_GROUPS))} channels; got {group!r}"
+            f"{' or '.join(groups)} channels; e4m3 or {groups[0]}+e4m3 stores it so; got {scales!r}"
         )
     if FP4 not in (k, v):
-        raise UsageError(f"only FP4 has scales per {group} channels; got {formats}")
-    return k, v, int(group)
+        raise UsageError(f"only FP4 has scales {scales}; got {formats}")
 
 
 def cache_formats(option: str, text: str) -> list[str]:
@@ -110,7 +108,7 @@ def cache_formats(option: str, text: str) -> list[str]:
 
 def _check_format(option: str, name: str) -> None:
     try:
-        split_format(name)
+        _check_cache(name)
     except UsageError as error:
         raise UsageError(f"{option} {name}: {error}") from None
 

@@ -65,7 +65,7 @@ Formats = Annotated[
         "--format",
         "--cache",
         metavar="LIST",
-        help="Cache formats; K's and V's as k/v, FP4's scales per 32 as :32.",
+        help="Cache formats; K's and V's as k/v, FP4's scales per 32 as :32, in E4M3 as :e4m3 or :16+e4m3.",
         autocompletion=starting_with(*CACHE_FORMATS),
     ),
 ]

@@ -74,6 +74,7 @@ class DecodeSizes:
             q_dtype=self.q_dtype,
             format=formats.k if formats.k == formats.v else formats,
             scale_group=self.cache.scale_group or None,
+            scale_format=self.cache.scale_format,
             kernel=kernel,
         )
 

@@ -26,7 +26,8 @@ class CacheSizes:
     Attributes:
         batch, context: sequences, and tokens of each, a multiple of `page_size`.
         page_size, num_kv_heads, head_dim: of the cache.
-        format: "K", "K/V" or, with FP4 scales that so many channels share, "K/V:CHANNELS".
+        format: "K" or "K/V"; after a colon how FP4's scales differ from one in E8M0 per token and head: the
+            channels that share one, "e4m3", or both, as in "fp4_e2m1:16+e4m3".
     """
 
     batch: int
@@ -45,7 +46,13 @@ class CacheSizes:
     @property
     def scale_group(self) -> int:
         """Channels that share a scale of FP4; 0 for one scale per token and head."""
-        return int(self.format.partition(":")[2] or 0)
+        channels = self.format.partition(":")[2].partition("+")[0]
+        return int(channels) if channels.isdigit() else 0
+
+    @property
+    def scale_format(self) -> str:
+        """How scales of FP4 are stored."""
+        return "e4m3" if self.format.partition(":")[2].endswith("e4m3") else "e8m0"
 
     @property
     def layout(self) -> str:
@@ -121,16 +128,21 @@ class LargeCache:
         return stored, descale
 
     def _fill_fp4(self, tokens: int, sizes: CacheSizes) -> tuple[torch.Tensor, torch.Tensor]:
-        """Packed rows and their E8M0 scales."""
+        """Packed rows and their scales."""
         rows, group = (tokens, sizes.num_kv_heads), sizes.scale_group or sizes.head_dim
         stored = torch.empty((*rows, sizes.head_dim // 2), dtype=torch.uint8, device=self._device)
-        scales = torch.empty((*rows, sizes.head_dim // group), dtype=torch.uint8, device=self._device)
+        scale, e4m3 = sizes.scale_format, sizes.scale_format == "e4m3"
+        scales = torch.empty(
+            (*rows, sizes.head_dim // group), dtype=torch.float8_e4m3fn if e4m3 else torch.uint8,
+            device=self._device,
+        )  # fmt: skip
         for begin in range(0, tokens, _CHUNK_TOKENS):
             part = slice(begin, begin + _CHUNK_TOKENS)
             size = (*stored[part].shape[:2], sizes.head_dim)
             x = torch.randn(size, generator=self._random, device=self._device)
-            # The least-squares rule for scales takes much longer, and a bench's time does not depend on it.
-            stored[part], scales[part] = quantize_per_group(x, group, exponent="floor")
+            # The default rules for scales take much longer, and a bench's time does not depend on them.
+            rule = "amax" if e4m3 else "floor"
+            stored[part], scales[part] = quantize_per_group(x, group, scale=scale, exponent=rule)
         return stored, scales
 
     def _fill_integers(

@@ -230,6 +230,6 @@ def _trace(shape: PrefillSizes, appends: bool, executor: ModelExecutor) -> objec
     return PrefillCase(
         operation="append" if appends else "prefill", kernel=kernel, q_lens=(new,), lens=(prefix + new,),
         num_kv_heads=1, gqa_ratio=shape.ratio, head_dim=shape.head_dim, page_size=shape.page_size,
-        format=shape.cache.cache_format, scale_group=shape.cache.scale_group or None, num_splits=splits,
-        clean=True,
+        format=shape.cache.cache_format, scale_group=shape.cache.scale_group or None,
+        scale_format=shape.cache.scale_format, num_splits=splits, clean=True,
     ).inputs().call()  # fmt: skip
