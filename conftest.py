@@ -76,6 +76,7 @@ def not_in_the_sample(items: list[pytest.Item]) -> set[pytest.Item]:
 
     `sampled("target")`: in which every value appears for each target.
     `sampled(always=[{"mask": "window"}])`: with every case of that mask, because it finds what others do not.
+    `sampled(most=2)`: at most two cases, those with the most values.
     """
     from narrowkv.testing.covering import covering, values_of
 
@@ -93,12 +94,13 @@ def not_in_the_sample(items: list[pytest.Item]) -> set[pytest.Item]:
             for function in functions
         ]
         marker = functions[0].get_closest_marker("sampled")
-        pinned = marker.kwargs.get("always", ()) if marker else ()
+        options = marker.kwargs if marker else {}
+        pinned = options.get("always", ())
         always = [
             index for index, function in enumerate(functions)
             if any(values.items() <= function.callspec.params.items() for values in pinned)
         ]  # fmt: skip
-        chosen = covering(cases, always=always)
+        chosen = covering(cases, always=always, most=options.get("most"))
         left_out.update(functions[index] for index in set(range(len(cases))).difference(chosen))
     return left_out
 

@@ -20,7 +20,7 @@ from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.targets import get_target
 from narrowkv.runtime.toolchain import TRITON
 
-pytestmark = pytest.mark.sampled
+pytestmark = pytest.mark.sampled(most=2)
 
 I32 = torch.int32
 

@@ -14,6 +14,7 @@ from narrowkv.paged_cache import PagedKVCache, PageTable
 I32 = torch.int32
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize(("group", "scale"), [(16, "e4m3"), (32, "e8m0"), (16, "e8m0"), (32, "e4m3")])
 def test_stored_words_go_from_memory_to_registers(sm90_code: Any, group: int, scale: str) -> None:
     cache = PagedKVCache.empty(4, 16, 8, 128, format="fp4_e2m1", scale_group=group, scale_format=scale)

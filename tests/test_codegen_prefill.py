@@ -18,7 +18,7 @@ from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.toolchain import TRITON
 from narrowkv.testing.roofline import matrix_share
 
-pytestmark = pytest.mark.sampled
+pytestmark = pytest.mark.sampled(most=1)
 
 I32 = torch.int32
 TARGETS = ["gfx942", "gfx950"]

@@ -14,7 +14,7 @@ from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.toolchain import TRITON
 from narrowkv.sage import plan_sage
 
-pytestmark = pytest.mark.sampled
+pytestmark = pytest.mark.sampled(most=2)
 
 TARGETS = ["gfx942", "gfx950"]
 both_targets = pytest.mark.parametrize("target", TARGETS)

@@ -10,7 +10,7 @@ from narrowkv.runtime.toolchain import TRITON
 from narrowkv.sparse_fp8.cases import SparseCase, shipped
 from narrowkv.testing.codegen import KernelCode, compile_call
 
-pytestmark = pytest.mark.sampled
+pytestmark = pytest.mark.sampled(most=2)
 
 LDS_OF_GFX942 = 64 * 1024
 LDS_OF_GFX950 = 160 * 1024

@@ -22,7 +22,7 @@ def _call(fmt: str | CacheFormat, q_len: int, head_dim: int, ratio: int, *, tree
     paged_decode(torch.zeros(4 * q_len, 8 * ratio, head_dim, dtype=torch.bfloat16), cache, table)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 @pytest.mark.parametrize(
     ("fmt", "q_len", "head_dim", "tree"),

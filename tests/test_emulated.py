@@ -35,7 +35,7 @@ from narrowkv.testing.contracts import CONTRACT_SETS
 from narrowkv.testing.emulation import EmulateExecutor
 from narrowkv.testing.probing import PASS, Task, run_task
 
-pytestmark = pytest.mark.sampled
+pytestmark = pytest.mark.sampled(most=12)
 
 TARGETS = ["gfx942", "gfx950"]
 I32 = torch.int32

@@ -13,7 +13,7 @@ from narrowkv.paged_cache import pack_tree_mask
 from narrowkv.runtime.launch import executing
 from narrowkv.testing.emulation import EmulateExecutor
 
-pytestmark = pytest.mark.sampled
+pytestmark = pytest.mark.sampled(most=2)
 
 both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 WORST = (-(2**31), 2**31 - 1)

@@ -14,7 +14,7 @@ from narrowkv.sage.cases import SageCase
 from narrowkv.sage.reference import narrow_p_reference
 from narrowkv.testing.emulation import EmulateExecutor
 
-pytestmark = pytest.mark.sampled
+pytestmark = pytest.mark.sampled(most=4)
 
 W = SageCase.small
 both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])

@@ -17,7 +17,7 @@ from narrowkv.testing.checking import CaseResult, run_case
 from narrowkv.testing.emulation import EmulateExecutor, emulating
 from narrowkv.testing.samples import sample
 
-pytestmark = pytest.mark.sampled
+pytestmark = pytest.mark.sampled(most=6)
 
 both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 

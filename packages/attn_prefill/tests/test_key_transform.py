@@ -123,6 +123,7 @@ APPENDS: dict[str, tuple[PrefillCase, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(always=[{"name": "fnuz", "kernel": "fused"}])
 @pytest.mark.parametrize("kernel", ["fused", "split", "append_then_attend"])
 @pytest.mark.parametrize("name", APPENDS)
 def test_an_append_transforms_what_it_stores_and_what_it_reads(name: str, kernel: str, device: str) -> None:

@@ -39,3 +39,10 @@ def test_fields_of_a_dataclass_are_axes_of_their_own() -> None:
 
 def test_nothing_is_covered_by_nothing() -> None:
     assert covering([]) == []
+
+
+def test_no_more_cases_than_asked_for_and_those_with_the_most_values_first() -> None:
+    cases = [frozenset(each) for each in ("a", "abc", "de", "f")]
+    assert covering(cases) == [1, 2, 3]
+    assert covering(cases, most=2) == [1, 2]
+    assert covering(cases, always=[3, 0], most=1) == [0, 3]

@@ -17,7 +17,9 @@ def values_of(name: str, value: Any) -> frozenset[Hashable]:
     return frozenset({(name, repr(value))})
 
 
-def covering(cases: Sequence[frozenset[Hashable]], seed: int = 0, always: Sequence[int] = ()) -> list[int]:
+def covering(
+    cases: Sequence[frozenset[Hashable]], seed: int = 0, always: Sequence[int] = (), most: int | None = None
+) -> list[int]:  # fmt: skip
     """Chooses cases, few but not always the fewest, that together have all values that any case has.
 
     Each step takes the case with the most values that are still missing; the seed decides between equals.
@@ -26,6 +28,7 @@ def covering(cases: Sequence[frozenset[Hashable]], seed: int = 0, always: Sequen
         cases: the values of each case.
         seed: of the order in which equally good cases are taken.
         always: indices of cases that are chosen first, whatever values they have.
+        most: how many cases may be chosen; those of `always` all are. Values may be missing then.
 
     Returns:
         Indices of the chosen cases, ascending.
@@ -38,7 +41,7 @@ def covering(cases: Sequence[frozenset[Hashable]], seed: int = 0, always: Sequen
     random.Random(seed).shuffle(order)
     chosen = list(always)
     missing = frozenset().union(*cases).difference(*(cases[index] for index in chosen))
-    while missing:
+    while missing and (most is None or len(chosen) < most):
         best = max(order, key=lambda index: len(cases[index] & missing))
         chosen.append(best)
         missing -= cases[best]
