@@ -73,10 +73,10 @@ def choices(option: str, text: str | Iterable[str], known: Sequence[str]) -> lis
 
 
 def _check_cache(text: str) -> None:
-    """Refuses what is not "K", "K/V" or, of FP4's scales, "K/V:CHANNELS", "K/V:e4m3" or "K/V:CHANNELS+e4m3".
+    """Checks a cache format: "K" or "K/V", with FP4 also ":CHANNELS", ":e4m3" or ":CHANNELS+e4m3" for scales.
 
     Raises:
-        UsageError: a format that a cache cannot have, or scales that FP4 does not have.
+        UsageError: an unknown format, or scales that no FP4 cache has.
     """
     formats, colon, scales = text.partition(":")
     k, slash, v = formats.partition("/")

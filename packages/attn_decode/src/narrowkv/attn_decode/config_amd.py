@@ -52,7 +52,7 @@ def amd_tile(
         fits = narrow_head or (block_m == 16 and q_dtype != torch.float16)
         fits = fits and q_len == 1
     else:
-        # FP4 keys with scales of 16 channels beside another format would spill 27.
+        # FP4 keys with scales of 16 channels beside another format would spill 27 registers.
         spills = scale_group == 16 and k_format == "fp4_e2m1" != v_format
         fits = block_m == 16 and (q_len == 1 or not scale_group) and not spills
     fits = fits and (get_format(k_format).is_packed or get_format(v_format).is_packed)

@@ -91,7 +91,7 @@ def constants_of(
     half = "bf16" not in (bound.k_stored.format, bound.v_stored.format)
     block_d = power_of_two(shape.head_dim)
     transforms = bound.stages > 0 or bound.tensors[4] is not None
-    # There Q's channels are in the order of the lanes, and a transform needs their own order.
+    # That loop loads Q's channels in the order of its lanes; a transform needs them in order.
     registers = not transforms and reads_to_registers(target, shape, config, bound)
     k_stored, v_stored = bound.k_stored, bound.v_stored
     if registers:

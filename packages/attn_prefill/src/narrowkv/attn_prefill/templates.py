@@ -41,7 +41,8 @@ class Layout(NamedTuple):
         ragged: whether the page table is; steps: see `TableSteps`.
         empty: the page table or the cache has no pages.
         logit_scale: of logits in base 2, or natural for a soft cap; soft_cap: the cap, or 0.
-        has_lse, has_sinks, has_q_descale, has_shift: whether there are such tensors.
+        has_lse, has_sinks, has_q_descale, has_shift: whether the call has an lse, sinks, a tensor of query
+            descales, and shifts of the logits (see `Queries.shift`).
     """
 
     q: tuple[int, int]

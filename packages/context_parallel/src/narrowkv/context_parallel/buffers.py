@@ -30,7 +30,7 @@ class Moves:
     device: torch.device
 
     def sizes(self, tokens: int) -> Sizes:
-        """Of a head group's exchange in calls with this many query tokens."""
+        """Sizes of the exchange of one head group in calls with this many query tokens."""
         shape, layout = self.shape, self.layout
         return Sizes(
             layout.world, layout.rank, tokens, shape.num_qo_heads // self.head_groups, shape.head_dim
@@ -60,8 +60,8 @@ def allocate(moves: Moves, tokens: int, symmetric: torch.Tensor | None, workspac
     Args:
         moves: what steps send.
         tokens: query tokens of a call.
-        symmetric: memory for what other ranks write, which has its own place for each part; None if ranks
-            send by collectives.
+        symmetric: the symmetric buffer that other ranks write, see `symmetric_places`; None if ranks send by
+            collectives.
         workspace: at least `exchange_bytes(moves)`.
     """
     views = iter(workspace.carve(_blocks(moves, tokens, symmetric)))
@@ -69,7 +69,7 @@ def allocate(moves: Moves, tokens: int, symmetric: torch.Tensor | None, workspac
 
 
 def exchange_bytes(moves: Moves) -> int:
-    """Bytes of a workspace for `allocate`, for any number of query tokens."""
+    """Bytes of a workspace that `allocate` can use for every number of query tokens up to the largest."""
     symmetric = None
     if moves.comm == "symm_mem":
         symmetric = torch.empty(symmetric_places(moves)[1][-1], dtype=torch.uint8, device="meta")
@@ -77,7 +77,7 @@ def exchange_bytes(moves: Moves) -> int:
 
 
 def _blocks(moves: Moves, tokens: int, symmetric: torch.Tensor | None) -> list[Block]:
-    """What `_buffers` takes, in its order."""
+    """Shapes and dtypes of the tensors that `_buffers` makes, in order."""
     blocks: list[Block] = []
 
     def take(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

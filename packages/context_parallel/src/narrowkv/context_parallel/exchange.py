@@ -20,7 +20,7 @@ from narrowkv.context_parallel.symmetric import SymmetricMemory
 
 COMMS = ("a2a", "ag_rs", "symm_mem")
 PARTIAL_DTYPES = (torch.float32, torch.bfloat16)
-# Makes a tensor of a shape, and of a dtype by keyword, as `torch.empty` does.
+# A function like `torch.empty`: takes a shape, and a dtype by keyword.
 Take = Callable[..., torch.Tensor]
 
 
@@ -52,7 +52,8 @@ class Partial:
         comm: see `COMMS`.
         device: where the memory is.
         take: makes each tensor; `torch.empty` on the device if None.
-        received: memory to receive into, `block_elements` a head, in the dtype; one more tensor if None.
+        received: memory to receive into, of this dtype, `block_elements` for each head; `take` makes it if
+            None.
     """
 
     def __init__(

@@ -101,17 +101,17 @@ class CPDecodePlan:
         return 0 if self.layout.world == 1 else exchange_bytes(self._moves())
 
     def with_workspaces(self, workspace: Workspace, exchange: Workspace) -> CPDecodePlan:
-        """A plan for the same calls in memory that other plans may use, too, if no two calls run at once.
+        """The same plan on memory of the caller's. Plans may share it if their calls run one after another.
 
-        Without it each call's own attention allocates its memory, and the plan allocates the rest in its
-        first call.
+        Without it, a rank's attention allocates its memory in every call, and the plan allocates what ranks
+        exchange in its first call.
 
         Args:
-            workspace: at least `workspace_bytes()`.
-            exchange: at least `exchange_bytes()`, another than `workspace`.
+            workspace: at least `workspace_bytes()`, for a rank's own attention.
+            exchange: at least `exchange_bytes()`, for what ranks exchange; a workspace of its own.
 
         Raises:
-            ValueError: one that is too small.
+            ValueError: a workspace is too small.
         """
         for name, given, least in (
             ("workspace", workspace, self.workspace_bytes()), ("exchange", exchange, self.exchange_bytes())
@@ -131,7 +131,7 @@ class CPDecodePlan:
         return Workspace(self.exchange_bytes(), self.device) if self.exchange is None else self.exchange
 
     def _of(self, tokens: int) -> Buffers:
-        """Buffers of calls with this many query tokens; those of other numbers lie in the same memory."""
+        """Buffers of calls with this many query tokens; calls with more or fewer use the same memory."""
         if tokens not in self._buffers:
             symmetric = None if self.memory is None else self.memory.buffer
             self._buffers[tokens] = allocate(self._moves(), tokens, symmetric, self._workspace)

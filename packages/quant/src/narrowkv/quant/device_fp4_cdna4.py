@@ -56,7 +56,7 @@ def widen_groups_cdna4(
 ):  # fmt: skip
     """Widens int16 words of FP4 with the scales of their groups by gfx950's own instruction.
 
-    Lanes exchange the scales of a row as one integer, before they are numbers.
+    Lanes exchange the scale bytes of a row packed into one integer, and convert them afterwards.
 
     Args:
         words: `[N, D / 4]`.

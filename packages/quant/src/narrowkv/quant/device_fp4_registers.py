@@ -50,11 +50,11 @@ _VALUES_CONSTRAINTS = tl.constexpr("=&h," * 16 + "r,r,r")
 
 @triton.jit
 def widen_keys(words, factor):
-    """Pairs of FP4 words, int32, times a factor, still to be multiplied by 2**6.
+    """Widens pairs of FP4 words (int32) and multiplies them by a factor; results are 2**-6 of the values.
 
     Args:
         words: the pairs.
-        factor: twice the factor's float16 bits, in one int32.
+        factor: the factor as float16, in both halves of an int32.
 
     Returns:
         Float16 elements 0 of the even and of the odd word, elements 1 of both, 2, and 3.
@@ -73,11 +73,13 @@ def widen_keys(words, factor):
 
 @triton.jit
 def widen_values(words, words_next, factors):
-    """Pairs of FP4 words of two keys, int32, times their factors, still to be multiplied by 2**6.
+    """Widens pairs of FP4 words (int32) of two keys and multiplies each key by its factor.
+
+    Results are 2**-6 of the values.
 
     Args:
-        words, words_next: the pairs of either key.
-        factors: the float16 bits of both factors in one int32, those of `words` lower.
+        words, words_next: the pairs of the first and of the second key.
+        factors: both factors as float16 in one int32, the factor of `words` in the lower half.
 
     Returns:
         Float16 elements 0 of the even word of both keys, elements 1, 2 and 3, then those of the odd word.
@@ -97,7 +99,7 @@ def widen_values(words, words_next, factors):
 
 @triton.jit
 def e4m3_pair_to_fp16(pair):
-    """Two E4M3FN bytes, an int16, as two float16 numbers in one int32, exactly; 0x7F and 0xFF are NaN."""
+    """Converts two E4M3FN bytes (an int16) exactly to two float16 numbers (an int32); NaN stays NaN."""
     return tl.inline_asm_elementwise(
         "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", [pair], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -105,7 +107,7 @@ def e4m3_pair_to_fp16(pair):
 
 @triton.jit
 def e4m3_pair_to_fp16_twice(pair):
-    """Two E4M3FN bytes, an int16, as two int32 that each hold a float16 number twice; lower byte first."""
+    """Converts two E4M3FN bytes (an int16) to float16, each in both halves of an int32; lower byte first."""
     return tl.inline_asm_elementwise(
         """
         {
@@ -125,5 +127,5 @@ def e4m3_pair_to_fp16_twice(pair):
 
 @triton.jit
 def exponent_to_fp16(byte, top):
-    """E8M0 bytes up to `top`, int32, as the bits of float16 factors 2**(15 + byte - top), at least 0."""
+    """The float16 bits (int32) of 2**(15 + byte - top) for E8M0 bytes up to `top`; 0 below 2**-14."""
     return tl.maximum(byte + (30 - top), 0) << 10

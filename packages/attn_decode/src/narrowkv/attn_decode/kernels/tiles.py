@@ -84,7 +84,8 @@ class Rules(NamedTuple):
         prefetch: "pages", page ids are located one tile ahead where no row needs a mask of its own, too;
             "tile", keys, values and scales are loaded one tile ahead there; or "".
         stages: how Q is rotated, as keys were; see `rotate_parts`.
-        registers: stored words are loaded to registers without shared memory; see `attend_in_registers`.
+        registers: the loop is `attend_in_registers`, which loads the cache to registers without shared
+            memory.
     """
 
     compute: Any

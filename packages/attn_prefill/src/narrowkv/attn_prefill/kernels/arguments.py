@@ -21,7 +21,7 @@ class Queries(NamedTuple):
     descale: Any  # one float32, or None
     least_len: Any = None  # sequences with fewer query tokens are another launch's
     most_len: Any = None  # and those with more, of `kernels/shares.py`
-    shift: Any = None  # `[tokens, heads]` fp32, what natural logits of stored keys lack, or None
+    shift: Any = None  # `[tokens, heads]` fp32, added to natural logits where keys lost an offset, or None
 
 
 class Outputs(NamedTuple):

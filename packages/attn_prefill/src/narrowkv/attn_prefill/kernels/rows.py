@@ -284,13 +284,13 @@ def find_block(
 
 @triton.jit
 def load_shift(shift, tokens, heads, row_mask, NUM_HEADS: tl.constexpr):
-    """What natural logits of rows [M] over stored keys lack; see `Queries.shift`."""
+    """The natural logits [M] that are added to all logits of each row; see `Queries.shift`."""
     return tl.load(shift + tokens * NUM_HEADS + heads, mask=row_mask, other=0.0)
 
 
 @triton.jit
 def shifted_maximum(m, shift, tokens, heads, row_mask, NUM_HEADS: tl.constexpr, CAPPED: tl.constexpr):
-    """The running maximum of rows with what their logits lack; if CAPPED they have it already."""
+    """The running maximum of rows, in base 2, after adding the shift; with CAPPED logits have it already."""
     if shift is not None and not CAPPED:
         m += load_shift(shift, tokens, heads, row_mask, NUM_HEADS) * 1.4426950408889634
     return m

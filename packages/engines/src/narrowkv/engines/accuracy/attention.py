@@ -80,7 +80,7 @@ def _causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, softcap: float | None,
     window: int | None, sinks: torch.Tensor | None, shift: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Causal attention in float32: `[tokens, heads, head_dim]` of one sequence; shift: what logits lack."""
+    """Causal attention in float32: `[tokens, heads, head_dim]` of one sequence; shift: added to logits."""
     if not softcap and window is None and sinks is None:
         by_head = [x.transpose(0, 1)[None] for x in (q, k, v)]
         o = torch.nn.functional.scaled_dot_product_attention(

@@ -28,7 +28,7 @@ def register(*, instead_of: str | None = None) -> None:
 
     Args:
         instead_of: name of a backend of SGLang that narrowkv also replaces, such as "triton". SGLang starts
-            some models (gpt-oss) only with backends of a fixed list, which does not have "narrowkv".
+            some models (gpt-oss) only with backends of a fixed list, and "narrowkv" is not on it.
 
     Raises:
         ValueError: SGLang has no backend `instead_of`.

@@ -26,8 +26,8 @@ class CacheSizes:
     Attributes:
         batch, context: sequences, and tokens of each, a multiple of `page_size`.
         page_size, num_kv_heads, head_dim: of the cache.
-        format: "K" or "K/V"; after a colon how FP4's scales differ from one in E8M0 per token and head: the
-            channels that share one, "e4m3", or both, as in "fp4_e2m1:16+e4m3".
+        format: "K" or "K/V". FP4 has one E8M0 scale per token and head unless a colon follows: then the
+            channels that share a scale, "e4m3" for E4M3 scales, or both, as in "fp4_e2m1:16+e4m3".
     """
 
     batch: int
@@ -46,13 +46,17 @@ class CacheSizes:
     @property
     def scale_group(self) -> int:
         """Channels that share a scale of FP4; 0 for one scale per token and head."""
-        channels = self.format.partition(":")[2].partition("+")[0]
+        channels = self._scales.partition("+")[0]
         return int(channels) if channels.isdigit() else 0
 
     @property
     def scale_format(self) -> str:
         """How scales of FP4 are stored."""
-        return "e4m3" if self.format.partition(":")[2].endswith("e4m3") else "e8m0"
+        return "e4m3" if self._scales.endswith("e4m3") else "e8m0"
+
+    @property
+    def _scales(self) -> str:
+        return self.format.partition(":")[2]
 
     @property
     def layout(self) -> str:
@@ -140,7 +144,7 @@ class LargeCache:
             part = slice(begin, begin + _CHUNK_TOKENS)
             size = (*stored[part].shape[:2], sizes.head_dim)
             x = torch.randn(size, generator=self._random, device=self._device)
-            # The default rules for scales take much longer, and a bench's time does not depend on them.
+            # The rules that choose scales by default are slow, and a kernel's time does not depend on scales.
             rule = "amax" if e4m3 else "floor"
             stored[part], scales[part] = quantize_per_group(x, group, scale=scale, exponent=rule)
         return stored, scales
