@@ -18,7 +18,7 @@ from narrowkv.runtime.launch.gluon import in_gluon
 from narrowkv.runtime.targets import Target
 from narrowkv.runtime.toolchain import TRITON
 from narrowkv.sparse_fp8.config import SparseConfig
-from narrowkv.sparse_fp8.kernels.results import SIZES, Call, split_tiles
+from narrowkv.sparse_fp8.kernels.results import SIZES, Call, places_of_split
 from narrowkv.sparse_fp8.kernels.rows import (
     Csr,
     RowPointers,
@@ -321,11 +321,9 @@ def _sparse_cdna_kernel(
         extend_csr = Csr(extend_csr.indptr, extend_csr.indices, extend_nnz)
         extend_begin, extend_end = token_span(extend_csr, token)
     if CALL.SPLIT:
-        p_lo, p_hi, e_lo, e_hi = split_tiles(
-            prefix_end - prefix_begin, extend_end - extend_begin, split, num_splits, BLOCK_K
+        prefix_begin, prefix_end, extend_begin, extend_end = places_of_split(
+            prefix_begin, prefix_end, extend_begin, extend_end, split, num_splits, BLOCK_K
         )
-        prefix_begin, prefix_end = prefix_begin + p_lo, prefix_begin + p_hi
-        extend_begin, extend_end = extend_begin + e_lo, extend_begin + e_hi
     if PREFIX is not None:
         acc, m, l = _attend(
             q_tile, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end, tiles,

@@ -12,8 +12,8 @@ import triton.language as tl
 from narrowkv.runtime.attention.softmax import softmax_step
 from narrowkv.sparse_fp8.kernels.results import (
     SIZES,
+    places_of_split,
     row_share,
-    split_tiles,
     store_columns,
     store_lse,
     store_state,
@@ -219,11 +219,9 @@ def _sparse_fused_kernel(
         extend_csr = Csr(extend_csr.indptr, extend_csr.indices, extend_nnz)
         extend_begin, extend_end = token_span(extend_csr, token)
     if CALL.SPLIT:
-        p_lo, p_hi, e_lo, e_hi = split_tiles(
-            prefix_end - prefix_begin, extend_end - extend_begin, split, num_splits, BLOCK_K
+        prefix_begin, prefix_end, extend_begin, extend_end = places_of_split(
+            prefix_begin, prefix_end, extend_begin, extend_end, split, num_splits, BLOCK_K
         )
-        prefix_begin, prefix_end = prefix_begin + p_lo, prefix_begin + p_hi
-        extend_begin, extend_end = extend_begin + e_lo, extend_begin + e_hi
     if PREFIX is not None:
         acc, m, l = _attend_fused(
             q_tiles, q_scales, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end, WIDTH,

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
 )
 
-from narrowkv.sparse_fp8.kernels.results import split_tiles
+from narrowkv.sparse_fp8.kernels.results import places_of_split
 from narrowkv.sparse_fp8.kernels.rows import clamp_span, load_span, locate, named
 
 # Triton 3.6 has the older names of these.
@@ -83,11 +83,9 @@ def _place_item(
     if HAS_EXTEND:
         extend_begin, extend_end = clamp_span(extend_csr, extend_begin, extend_end)
     if SPLIT:
-        p_lo, p_hi, e_lo, e_hi = split_tiles(
-            prefix_end - prefix_begin, extend_end - extend_begin, split, num_splits, BLOCK_K
+        prefix_begin, prefix_end, extend_begin, extend_end = places_of_split(
+            prefix_begin, prefix_end, extend_begin, extend_end, split, num_splits, BLOCK_K
         )
-        prefix_begin, prefix_end = prefix_begin + p_lo, prefix_begin + p_hi
-        extend_begin, extend_end = extend_begin + e_lo, extend_begin + e_hi
     prefix_tiles = (prefix_end - prefix_begin + BLOCK_K - 1) // BLOCK_K
     # An empty list is one tile without rows.
     num_tiles = gl.maximum(prefix_tiles + (extend_end - extend_begin + BLOCK_K - 1) // BLOCK_K, 1)

@@ -97,17 +97,20 @@ def store_state(partials, m, l, slot, heads, mask):
 
 
 @triton.jit
-def split_tiles(first_count, second_count, split, num_splits, BLOCK_K: tl.constexpr):
-    """A split's part of the tiles of two concatenated lists, as spans of places in each list."""
-    first_tiles = tl.cdiv(first_count, BLOCK_K)
-    tiles = first_tiles + tl.cdiv(second_count, BLOCK_K)
+def places_of_split(
+    prefix_begin, prefix_end, extend_begin, extend_end, split, num_splits, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """The places in each of two lists that one split attends to: its share of the tiles of both."""
+    prefix_count, extend_count = prefix_end - prefix_begin, extend_end - extend_begin
+    prefix_tiles = tl.cdiv(prefix_count, BLOCK_K)
+    tiles = prefix_tiles + tl.cdiv(extend_count, BLOCK_K)
     begin = (split * tiles) // num_splits
     end = ((split + 1) * tiles) // num_splits
     return (
-        tl.minimum(begin, first_tiles) * BLOCK_K,
-        tl.minimum(tl.minimum(end, first_tiles) * BLOCK_K, first_count),
-        tl.maximum(begin - first_tiles, 0) * BLOCK_K,
-        tl.minimum(tl.maximum(end - first_tiles, 0) * BLOCK_K, second_count),
+        prefix_begin + tl.minimum(begin, prefix_tiles) * BLOCK_K,
+        prefix_begin + tl.minimum(tl.minimum(end, prefix_tiles) * BLOCK_K, prefix_count),
+        extend_begin + tl.maximum(begin - prefix_tiles, 0) * BLOCK_K,
+        extend_begin + tl.minimum(tl.maximum(end - prefix_tiles, 0) * BLOCK_K, extend_count),
     )
 
 
