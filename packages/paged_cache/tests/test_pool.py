@@ -96,18 +96,27 @@ def test_slots_follow_the_pages_and_stay_within_the_sequence() -> None:
         pool.slot_mapping(a, 4, 3)
 
 
-def test_a_page_table_of_the_pool_reads_back_what_was_appended() -> None:
-    cache = PagedKVCache.empty(6, 4, 1, 64, format="bf16")
+@pytest.mark.parametrize(
+    ("fmt", "group"), [("bf16", None), ("fp4_e2m1", None), ("fp4_e2m1", 32), ("int8", None), ("int4", None)]
+)
+def test_a_copied_page_takes_its_scales_along_and_reads_back_what_was_appended(
+    fmt: str, group: int | None
+) -> None:
+    cache = PagedKVCache.empty(6, 4, 1, 64, format=fmt, scale_group=group)
     pool = PagePool(6, 4, caches=[cache])
     parent = pool.allocate(6)
-    tokens = torch.arange(6.0)[:, None, None].expand(6, 1, 64).bfloat16()
-    append(cache, tokens, tokens, pool.slot_mapping(parent, 0, 6))
+    tokens = (2.0 ** torch.arange(6.0))[:, None, None].repeat(1, 1, 64)
+    append(cache, tokens, -tokens, pool.slot_mapping(parent, 0, 6))
     child = pool.fork(parent)
     pool.extend(child, 1)
-    append(cache, tokens[:1] + 50, tokens[:1] + 50, pool.slot_mapping(child, 6, 1))
+    append(cache, tokens[:1] * 64, tokens[:1], pool.slot_mapping(child, 6, 1))
     table = pool.page_table([parent, child])
-    assert cache.gather(table, 0)[0][:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
-    assert cache.gather(table, 1)[1][:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 50]
+    numbers = torch.tensor([1.0, 2, 4, 8, 16, 32, 64])
+    bound = {"rtol": 1e-6 if fmt.startswith("int") else 0, "atol": 0}
+    torch.testing.assert_close(cache.gather(table, 0)[0][:, 0, 0], numbers[:6], **bound)
+    k, v = cache.gather(table, 1)
+    torch.testing.assert_close(k[:, 0, 63], numbers, **bound)
+    torch.testing.assert_close(v[:, 0, 0], torch.tensor([-1.0, -2, -4, -8, -16, -32, 1]), **bound)
 
 
 @given(
