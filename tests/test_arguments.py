@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,6 @@ from narrowkv.sparse_fp8.cases import SparseCase
 pytestmark = pytest.mark.sampled
 I32 = torch.int32
 NOT_NUMBERS = (0.0, -1.0, math.nan, math.inf)
-Arguments = SimpleNamespace
 
 
 def _prefill(device: str, **case: Any) -> dict[str, Any]:
@@ -88,160 +88,14 @@ OPERATIONS = {
 SPARSE_FP8 = [name for name, found in OPERATIONS.items() if found.arguments is _sparse]
 
 
-# ---- refusals
-
-Change = dict[str, Any] | Callable[[Arguments], dict[str, Any]]
-
-
-def _row(operation: str, name: str, change: Change, message: str, error: type[Exception] = ValueError) -> Any:
-    return pytest.param(operation, change, error, message, id=f"{operation}, {name}")
+PREFILLS = ("prefill", "prefill_append")
+PLANNED = ("q", "cache", "page_table", "cu_seqlens_q")
 
 
-def _wrong(field: str, **changes: Any) -> Change:
-    """The argument with other fields, each made from its value, and `validate=True`."""
-
-    def change(a: Arguments) -> dict[str, Any]:
-        given = getattr(a, field)
-        made = {name: make(getattr(given, name)) for name, make in changes.items()}
-        return {field: replace(given, **made), "validate": True}
-
-    return change
-
-
-def _numbers(field: str, *numbers: int) -> Change:
-    return lambda a: {
-        field: torch.tensor(numbers, dtype=I32, device=a.q.device), "validate": True,
-    }  # fmt: skip
-
-
-def _at(index: Any, number: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A copy of a tensor with another number at an index."""
-
-    def changed(x: torch.Tensor) -> torch.Tensor:
-        x = x.clone()
-        x[index] = number
-        return x
-
-    return changed
-
-
-def _like(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda given: x.to(given.device, given.dtype)
-
-
-def _kinds() -> Iterator[Any]:
-    """Objects of a wrong class: TypeErrors."""
-    rows: dict[str, list[tuple[dict[str, Any], str]]] = {
-        "prefill": [
-            ({"cache": {}}, "cache must be a PagedKVCache"),
-            ({"page_table": []}, "page_table must be a PageTable"),
-            ({"plan": 1}, "plan must be a PrefillPlan"),
-            ({"cu_seqlens_q": [0]}, "cu_seqlens_q must be a torch.Tensor"),
-            ({"q": []}, "q must be a torch.Tensor"),
-            ({"window_left": True}, "window_left must be an int"),
-            ({"out_dtype": "bf16"}, "out_dtype must be a torch.dtype"),
-        ],
-        "prefill_append": [
-            ({"rope": ()}, "rope must be a Rope"),
-            ({"k_new": None}, "k_new must be a torch.Tensor"),
-        ],
-        "sage": [({"k": None}, "k must be a torch.Tensor")],
-        "sparse_prefill_fp8": [
-            ({"sm_scale": "1"}, "sm_scale must be a float"),
-            ({"q": None}, "q must be a torch.Tensor or DSV4Rows"),
-            ({"prefix": {}}, "prefix must be a KVSource"),
-            ({"attn_sink": 0.5}, "attn_sink must be a torch.Tensor"),
-            ({"out": []}, "out must be a torch.Tensor"),
-            ({"plan": "fast"}, "plan must be a SparsePlan"),
-        ],
-        "sparse_decode": [({"prefix": []}, "prefix must be a KVSource")],
-    }
-    for operation, changes in rows.items():
-        for change, message in changes:
-            yield _row(operation, f"class of {next(iter(change))}", change, message, TypeError)
-
-
-def _values() -> Iterator[Any]:
-    """Wrong values of metadata, which `validate` finds."""
-    for operation in ("prefill", "prefill_append"):
-        for starts in ((1, 5, 6, 31), (0, 6, 5, 31), (0, 5, 6, 32), (0, 5, 6, 30)):
-            change = _numbers("cu_seqlens_q", *starts)
-            yield _row(operation, f"starts {starts}", change, "cu_seqlens_q must rise from 0")
-        negative = _wrong("page_table", seq_lens=lambda x: x * 0 - 1)
-        yield _row(operation, "negative lengths", negative, "must not be negative")
-    beyond = _wrong("page_table", seq_lens=lambda x: x + 900)
-    yield _row("prefill", "lengths beyond the table", beyond, "must not exceed the table's capacity")
-    for number, message in ((-1, "must not be negative"), (10**6, "must be below num_pages")):
-        change = _wrong("page_table", page_ids=lambda x, n=number: torch.full_like(x, n))
-        yield _row("prefill", f"page {number}", change, message)
-    yield _row(
-        "prefill_append", "no pages for the new tokens",
-        _wrong("page_table", seq_lens=_like(torch.tensor([20, 5, 75]))),
-        "page_table must have pages for the new tokens",
-    )  # fmt: skip
-    yield _row(
-        "prefill_append", "a page of new tokens only", _wrong("page_table", page_ids=_at((2, 5), -1)),
-        "page ids must not be negative",
-    )  # fmt: skip
-    yield _row(
-        "prefill_append", "a position without an angle", _wrong("rope", positions=_at(3, 10**4)),
-        "rope.positions must lie in",
-    )  # fmt: skip
-    for field in ("cu_seqlens_q", "cu_seqlens_k"):
-        for index, number, message in (
-            (0, 1, "must start at 0, got 1"),
-            (2, 1, "must not decrease, got"),
-            (4, 10**6, "must end within the .* tokens, got 1000000"),
-            (3, -(2**31), "must not decrease, got"),
-        ):
-            starts = [0, 20, 20, 27, 60] if field == "cu_seqlens_q" else [0, 30, 34, 74, 83]
-            starts[index] = number
-            yield _row("sage", f"{field} {starts}", _numbers(field, *starts), f"{field} {message}")
-    for operation in SPARSE_FP8:
-        for indptr, message in (
-            ([1, 3, 4], r"must start at 0, got 1"),
-            ([0, 3, 2], r"must not decrease, got 3 and then 2 at elements 1 and 2"),
-            ([0, 3, 9], r"must end within the 4 indices, got 9"),
-        ):
-            change = _wrong("prefix", indptr=_like(torch.tensor(indptr)))
-            yield _row(operation, f"indptr {indptr}", change, rf"prefix\.indptr {message}")
-        for index in (-2, -(2**31), 256, 2**30 + 5):
-            change = _wrong("prefix", indices=_at(2, index))
-            yield _row(operation, f"index {index}", change, f"must be -1 or rows below 256, got {index}")
-    yield _row(
-        "sparse_prefill", "a sink of NaN", lambda a: {"attn_sink": a.attn_sink * math.nan, "validate": True},
-        "attn_sink must not hold NaN",
-    )  # fmt: skip
-
-
-REFUSED = [
-    *_kinds(),
-    *_values(),
-    _row(
-        "prefill", "descales of another batch",
-        lambda a: {"cache": replace(
-            a.cache, k_descale=torch.ones(2, 2, device=a.q.device), k_granularity="sequence_head"
-        )},
-        r"k_descale must have shape \[3, 2\], got \[2, 2\]",
-    ),
-    _row("prefill", "out of another dtype",
-         lambda a: {"out": a.q.float(), "out_dtype": torch.bfloat16}, "out must have dtype", TypeError),
-    _row("prefill_append", "out of another dtype",
-         lambda a: {"out": a.q.float(), "out_dtype": torch.bfloat16}, "out must have dtype", TypeError),
-    _row("sage", "no query heads", lambda a: {"q": a.q[:, :0]}, "at least 1, got 0"),
-    _row("sage", "no KV heads", lambda a: {"k": a.k[:, :0], "v": a.v[:, :0]}, "multiple of k's 0 heads"),
-    _row("sage", "lse of another shape", {"lse": torch.empty(3)}, "lse must have shape"),
-    _row("sparse_prefill_fp8", "sm_scale beyond float32", {"sm_scale": 1e39}, "sm_scale must be finite"),
-    _row("sparse_prefill_fp8", "no heads", lambda a: {"q": a.q[:, :0]}, "num_qo_heads in"),
-    _row("sparse_prefill_fp8", "lse in fp16",
-         lambda a: {"lse": a.q[..., 0].half()}, "lse must have dtype", TypeError),
-    _row("sparse_prefill_fp8", "lse of other heads",
-         lambda a: {"lse": a.q.new_empty(2, 9).float()}, "lse must have shape"),
-    _row("sparse_decode", "too many splits", {"num_splits": 65536}, "num_splits must be at most 65535"),
-    _row("sparse_prefill", "rows that require grad",
-         lambda a: {"prefix": replace(a.prefix, rows=a.prefix.rows.clone().requires_grad_())},
-         "must not require grad"),
-]  # fmt: skip
+def _get(arguments: dict[str, Any], path: str) -> Any:
+    """What is at a path such as "prefix.rows.data"."""
+    first, *rest = path.split(".")
+    return reduce(getattr, rest, arguments[first])
 
 
 def _tensors(x: Any) -> Iterator[torch.Tensor]:
@@ -254,32 +108,120 @@ def _tensors(x: Any) -> Iterator[torch.Tensor]:
 
 def _contents(arguments: dict[str, Any]) -> list[torch.Tensor]:
     found = [tensor for value in arguments.values() for tensor in _tensors(value)]
-    return [x.detach().contiguous().view(torch.uint8).clone() for x in found]
+    return [x.detach().flatten().view(torch.uint8).clone() for x in found]
 
 
 def _assert_refused(
-    call: Callable[[], Any], error: type[Exception], message: str, arguments: dict[str, Any]
+    operation: Operation, arguments: dict[str, Any], message: str, error: type[Exception] = ValueError
 ) -> None:
     before = _contents(arguments)
     with pytest.raises(error, match=message):
-        call()
+        operation(arguments)
     assert all(map(torch.equal, before, _contents(arguments)))
 
 
+# ---- refusals
+
+CLASSES: list[tuple[str, dict[str, Any], str]] = [
+    ("prefill", {"cache": {}}, "cache must be a PagedKVCache"),
+    ("prefill", {"page_table": []}, "page_table must be a PageTable"),
+    ("prefill", {"plan": 1}, "plan must be a PrefillPlan"),
+    ("prefill", {"cu_seqlens_q": [0]}, "cu_seqlens_q must be a torch.Tensor"),
+    ("prefill", {"q": []}, "q must be a torch.Tensor"),
+    ("prefill", {"window_left": True}, "window_left must be an int"),
+    ("prefill", {"out_dtype": "bf16"}, "out_dtype must be a torch.dtype"),
+    ("prefill_append", {"rope": ()}, "rope must be a Rope"),
+    ("prefill_append", {"k_new": None}, "k_new must be a torch.Tensor"),
+    ("sage", {"k": None}, "k must be a torch.Tensor"),
+    ("sparse_prefill_fp8", {"sm_scale": "1"}, "sm_scale must be a float"),
+    ("sparse_prefill_fp8", {"q": None}, "q must be a torch.Tensor or DSV4Rows"),
+    ("sparse_prefill_fp8", {"prefix": {}}, "prefix must be a KVSource"),
+    ("sparse_prefill_fp8", {"attn_sink": 0.5}, "attn_sink must be a torch.Tensor"),
+    ("sparse_prefill_fp8", {"out": []}, "out must be a torch.Tensor"),
+    ("sparse_prefill_fp8", {"plan": "fast"}, "plan must be a SparsePlan"),
+    ("sparse_decode", {"prefix": []}, "prefix must be a KVSource"),
+]
+
+
+@pytest.mark.parametrize(("operation", "change", "message"), CLASSES)
+def test_an_object_of_a_wrong_class_is_refused(operation: str, change: dict[str, Any], message: str) -> None:
+    made = OPERATIONS[operation]
+    _assert_refused(made, {**made.arguments("cpu"), **change}, message, TypeError)
+
+
+# What is changed of the arguments `a`.
+REFUSED: list[tuple[str, Callable[[Any], dict[str, Any]], type[Exception], str]] = [
+    ("prefill", lambda a: {"cache": replace(
+        a.cache, k_descale=torch.ones(2, 2, device=a.q.device), k_granularity="sequence_head"
+    )}, ValueError, r"k_descale must have shape \[3, 2\], got \[2, 2\]"),
+    *((x, lambda a: {"out": a.q.float(), "out_dtype": torch.bfloat16}, TypeError, "out must have dtype")
+      for x in PREFILLS),
+    ("sage", lambda a: {"q": a.q[:, :0]}, ValueError, "at least 1, got 0"),
+    ("sage", lambda a: {"k": a.k[:, :0], "v": a.v[:, :0]}, ValueError, "multiple of k's 0 heads"),
+    ("sage", lambda a: {"lse": torch.empty(3)}, ValueError, "lse must have shape"),
+    ("sparse_prefill_fp8", lambda a: {"sm_scale": 1e39}, ValueError, "sm_scale must be finite"),
+    ("sparse_prefill_fp8", lambda a: {"q": a.q[:, :0]}, ValueError, "num_qo_heads in"),
+    ("sparse_prefill_fp8", lambda a: {"lse": a.q[..., 0].half()}, TypeError, "lse must have dtype"),
+    ("sparse_prefill_fp8", lambda a: {"lse": a.q.float()[:, :7, 0]}, ValueError, "lse must have shape"),
+    ("sparse_decode", lambda a: {"num_splits": 65536}, ValueError, "num_splits must be at most 65535"),
+    ("sparse_prefill", lambda a: {"prefix": replace(a.prefix, rows=a.prefix.rows.clone().requires_grad_())},
+     ValueError, "must not require grad"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(("operation", "change", "error", "message"), REFUSED)
-def test_a_wrong_argument_is_refused_in_words_and_nothing_is_written(
-    operation: str, change: Change, error: type[Exception], message: str, device: str
+def test_an_argument_that_does_not_fit_is_refused(
+    operation: str, change: Callable[[Any], dict[str, Any]], error: type[Exception], message: str, device: str
 ) -> None:
     made = OPERATIONS[operation]
     arguments = made.arguments(device)
-    changed = change if isinstance(change, dict) else change(Arguments(**arguments))
-    arguments = {**arguments, **changed}
-    _assert_refused(lambda: made(arguments), error, message, arguments)
-    if made.plan and changed.keys() <= {"cache", "page_table", "cu_seqlens_q", "validate"}:
-        names = ("q", "cache", "page_table", "cu_seqlens_q")
-        planned = [arguments[name] for name in names]
-        with pytest.raises(error, match=message):
-            made.plan(*planned, validate=True)
+    _assert_refused(made, {**arguments, **change(SimpleNamespace(**arguments))}, message, error)
+
+
+# What is changed in place: the tensor's path, the index and the numbers there.
+VALUES: list[tuple[str, str, Any, Any, str]] = [
+    *((x, "cu_seqlens_q", ..., starts, "cu_seqlens_q must rise from 0")
+      for x in PREFILLS for starts in ([1, 5, 6, 31], [0, 6, 5, 31], [0, 5, 6, 32], [0, 5, 6, 30])),
+    *((x, "page_table.seq_lens", ..., -1, "must not be negative") for x in PREFILLS),
+    ("prefill", "page_table.seq_lens", 1, 900, "must not exceed the table's capacity"),
+    ("prefill", "page_table.page_ids", ..., -1, "must not be negative"),
+    ("prefill", "page_table.page_ids", ..., 11, "must be below num_pages = 11"),
+    ("prefill_append", "page_table.seq_lens", 2, 75, "page_table must have pages for the new tokens"),
+    ("prefill_append", "page_table.page_ids", (2, 5), -1, "page ids must not be negative"),  # of new tokens
+    ("prefill_append", "rope.positions", 3, 10**4, "rope.positions must lie in"),
+    *(("sage", path, index, number, f"{path} {message}")
+      for path in ("cu_seqlens_q", "cu_seqlens_k")
+      for index, number, message in (
+          (0, 1, "must start at 0, got 1"),
+          (2, 1, "must not decrease, got"),
+          (3, -(2**31), "must not decrease, got"),
+          (4, 10**6, "must end within the .* tokens, got 1000000"),
+      )),
+    *((x, "prefix.indptr", ..., indptr, rf"prefix\.indptr {message}")
+      for x in SPARSE_FP8
+      for indptr, message in (
+          ([1, 3, 4], "must start at 0, got 1"),
+          ([0, 3, 2], "must not decrease, got 3 and then 2 at elements 1 and 2"),
+          ([0, 3, 9], "must end within the 4 indices, got 9"),
+      )),
+    *((x, "prefix.indices", 2, index, f"must be -1 or rows below 256, got {index}")
+      for x in SPARSE_FP8 for index in (-2, -(2**31), 256, 2**30 + 5)),
+    ("sparse_prefill", "attn_sink", ..., math.nan, "attn_sink must not hold NaN"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("operation", "path", "index", "numbers", "message"), VALUES)
+def test_validate_names_a_wrong_value(
+    operation: str, path: str, index: Any, numbers: Any, message: str, device: str
+) -> None:
+    made = OPERATIONS[operation]
+    arguments = made.arguments(device)
+    tensor = _get(arguments, path)
+    tensor[index] = torch.tensor(numbers, dtype=tensor.dtype, device=device)
+    _assert_refused(made, {**arguments, "validate": True}, message)
+    if made.plan and path.split(".")[0] in PLANNED:
+        with pytest.raises(ValueError, match=message):
+            made.plan(*(arguments[name] for name in PLANNED), validate=True)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -300,10 +242,10 @@ def test_a_plan_whose_bound_is_too_low_is_refused(operation: str, name: str, bou
     made = OPERATIONS[operation]
     assert made.plan is not None
     arguments = made.arguments(device)
-    planned = [arguments[x] for x in ("q", "cache", "page_table", "cu_seqlens_q")]
+    planned = [arguments[x] for x in PLANNED]
     message = f"{name} must be at least {bound + 1} for these lengths, got {bound}"
     plan = made.plan(*planned, **{name: bound})
-    _assert_refused(lambda: made(arguments, plan=plan, validate=True), ValueError, message, arguments)
+    _assert_refused(made, {**arguments, "plan": plan, "validate": True}, message)
     with pytest.raises(ValueError, match=message):
         made.plan(*planned, **{name: bound}, validate=True)
 
@@ -332,7 +274,7 @@ def test_a_descale_that_is_no_positive_number_is_found(
     descale = getattr(arguments["cache"], side)
     descale[USED.get(granularity, lambda table: -1)(arguments["page_table"])] = value
     message = f"{side} must be finite and greater than 0"
-    _assert_refused(lambda: made(arguments, validate=True), ValueError, message, arguments)
+    _assert_refused(made, {**arguments, "validate": True}, message)
 
 
 @pytest.mark.parametrize("value", NOT_NUMBERS)
@@ -372,14 +314,6 @@ def test_choose_mode_refuses_other_classes() -> None:
 
 
 # ---- outputs
-
-
-def _get(arguments: dict[str, Any], path: str) -> Any:
-    first, *rest = path.split(".")
-    found = arguments[first]
-    for name in rest:
-        found = getattr(found, name)
-    return found
 
 
 def _put(arguments: dict[str, Any], path: str, tensor: torch.Tensor) -> dict[str, Any]:
@@ -429,10 +363,7 @@ def test_results_share_no_memory_with_what_a_call_reads(
     arguments = _put(arguments, path, placed)
     x = results[result]
     results[result] = memory[: x.nbytes].view(x.dtype).view(x.shape)
-    _assert_refused(
-        lambda: made(arguments, **results), ValueError,
-        f"{result} must not share memory with {name}", arguments,
-    )  # fmt: skip
+    _assert_refused(made, {**arguments, **results}, f"{result} must not share memory with {name}")
 
 
 @pytest.mark.parametrize("operation", READ)
@@ -491,15 +422,13 @@ def test_an_lse_of_any_strides_is_written(operation: str, device: str) -> None:
 
 
 def test_a_sage_plan_refuses_what_it_is_not_for() -> None:
-    arguments = Arguments(**_sage("cpu", ragged=False, q_lens=(20,), k_lens=(30,)))
-    plan = plan_sage(arguments.q, arguments.k)
-    kv = plan.quantize_kv(arguments.k, arguments.v)
-    short = plan_sage(arguments.q[:, 1:], arguments.k)
+    q, k, v, *_ = _sage("cpu", ragged=False, q_lens=(20,), k_lens=(30,)).values()
+    plan = plan_sage(q, k)
     with pytest.raises(TypeError, match="kv must be a QuantizedKV"):
-        plan.attend(arguments.q, (arguments.k, arguments.v))
+        plan.attend(q, (k, v))
     with pytest.raises(ValueError, match="at most 1 sequences and 19 tokens as planned"):
-        short.attend(arguments.q, kv)
+        plan_sage(q[:, 1:], k).attend(q, plan.quantize_kv(k, v))
     with pytest.raises(ValueError, match="cu_seqlens_k must be None"):
-        plan.quantize_kv(arguments.k, arguments.v, cu_seqlens_k=arguments.q)
+        plan.quantize_kv(k, v, cu_seqlens_k=q)
     with pytest.raises(TypeError, match="workspace must be a Workspace"):
         plan.with_workspace(3)

@@ -372,16 +372,6 @@ def test_a_replaced_descale_is_checked_too() -> None:
         replace(cache, k_granularity="head")
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3fn", "fp4_e2m1"])
-@pytest.mark.parametrize("layout", ["NHD", "vectorised"])
-def test_head_dim_112_has_a_cache(fmt: str, layout: str) -> None:
-    if fmt == "fp4_e2m1" and layout == "vectorised":
-        layout = "HND"
-    cache = PagedKVCache.empty(2, 16, 1, 112, format=fmt, layout=layout)
-    assert cache.head_dim == 112
-    assert cache.dequantize()[1].shape == (2, 16, 1, 112)
-
-
 # On a GPU an index out of range would end the process's use of the device.
 def test_a_wrong_indptr_or_page_id_never_indexes_past_a_tensor() -> None:
     indices, last = torch.tensor([5, 2, 7], dtype=I32), torch.tensor([4], dtype=I32)

@@ -22,51 +22,42 @@ I32 = torch.int32
 
 # ------------------------------------------------------------------------------------------ masks
 
-# Names as composable-kernel's attention example spells them.
-WINDOWS = {
-    "t": {"causal": "top_left"},
-    "b": {"causal": "bottom_right"},
-    "t:128,30": {"causal": "top_left", "window": (128, 30)},
-    "b:128,30": {"causal": "bottom_right", "window": (128, 30)},
-    "t:4,0": {"causal": "top_left", "window": (4, 0)},
-    "b:7,50": {"causal": "bottom_right", "window": (7, 50)},
-    "xt:64": {"causal": "top_left", "window": (32, 31)},
-    "xb:64": {"causal": "bottom_right", "window": (32, 31)},
-    "xt:1": {"causal": "top_left", "window": (0, 0)},
-    "t, window to the left": {"causal": "top_left", "window": (9, -1)},
-    "a window as large as int32": {"causal": "top_left", "window": (2**31 - 1, 2**31 - 1)},
-}
+LARGEST = 2**31 - 1
+# How rows are aligned, and how far they see to the left and right; None where no window is given.
+WINDOWS = [
+    ("top_left", None), ("top_left", (128, 30)), ("top_left", (4, 0)), ("top_left", (32, 31)),
+    ("top_left", (0, 0)), ("top_left", (9, -1)), ("top_left", (LARGEST, LARGEST)),
+    ("bottom_right", None), ("bottom_right", (128, 30)), ("bottom_right", (7, 50)),
+    ("bottom_right", (32, 31)),
+]  # fmt: skip
 
 
-def _mask(name: str, rows: int, keys: int) -> torch.Tensor:
-    """Which keys a row sees, from the generic coordinates (y, x) of that example: keys (i - y, i + x)."""
-    word = name.partition(":")[0].partition(",")[0]
-    options = WINDOWS[name]
-    left, right = options.get("window", (-1, -1))
-    right = 0 if right == -1 else right
-    top_left = options["causal"] == "top_left"
-    assert top_left == (word in ("t", "xt", "a window as large as int32"))
-    left = (rows if top_left else keys) - 1 if left == -1 else left
-    y = left + (0 if top_left else rows - keys) + 1
-    x = right + (0 if top_left else keys - rows) + 1
-    i, j = torch.arange(rows)[:, None], torch.arange(keys)[None]
-    return (j > i - y) & (j < i + x)
+def _mask(causal: str, window: tuple[int, int] | None, rows: int, keys: int) -> torch.Tensor:
+    """Which keys each row sees."""
+    left, right = window or (-1, -1)
+    behind = torch.arange(keys)[None] - torch.arange(rows)[:, None]
+    if causal == "bottom_right":
+        behind -= keys - rows
+    return (behind <= max(right, 0)) & ((behind >= -left) | (left == -1))
 
 
 @pytest.mark.parametrize("lens", [(50, 130), (130, 50), (40, 40)], ids=str)
-@pytest.mark.parametrize("name", WINDOWS)
-def test_every_window_is_that_of_a_naive_mask(name: str, lens: tuple[int, int], device: str) -> None:
+@pytest.mark.parametrize(("causal", "window"), WINDOWS)
+def test_every_window_is_that_of_a_naive_mask(
+    causal: str, window: tuple[int, int] | None, lens: tuple[int, int], device: str
+) -> None:
+    options: dict[str, Any] = {"causal": causal, "return_lse": True, **({"window": window} if window else {})}
     q, k, v, *_ = W(q_lens=lens[:1], k_lens=lens[1:], gqa_ratio=1).build(device)
-    mask = _mask(name, *lens).to(device)
+    mask = _mask(causal, window, *lens).to(device)
     scores = torch.einsum("qd,kd->qk", q[0, :, 0].float(), k[0, :, 0].float()) * 64**-0.5
     scores = scores.masked_fill(~mask, -math.inf)
     expected = torch.softmax(scores, -1).nan_to_num(0.0) @ v[0, :, 0].float()
     sums = torch.logsumexp(scores, -1)
-    exact, exact_sums = sage_attention_reference(q, k, v, qk_dtype=None, return_lse=True, **WINDOWS[name])
+    exact, exact_sums = sage_attention_reference(q, k, v, qk_dtype=None, **options)
     torch.testing.assert_close(exact[0, :, 0], expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(exact_sums[0, :, 0], sums, rtol=1e-4, atol=1e-4)
-    o, lse = sage_attention(q, k, v, return_lse=True, **WINDOWS[name])
-    rounded, rounded_sums = sage_attention_reference(q, k, v, return_lse=True, **WINDOWS[name])
+    o, lse = sage_attention(q, k, v, **options)
+    rounded, rounded_sums = sage_attention_reference(q, k, v, **options)
     assert torch.equal(lse[0, :, 0] == -math.inf, ~mask.any(-1))
     torch.testing.assert_close(lse, rounded_sums, rtol=0, atol=1e-3)
     assert float((o.float() - rounded).abs().sum()) <= 0.03 * float(rounded.abs().sum())
@@ -162,18 +153,14 @@ Q, K, V, *_ = W().build()
 def test_results_overlap_neither_quantised_keys_nor_each_other() -> None:
     plan = plan_sage(Q, K)
     kv = plan.quantize_kv(K, V)
-    with pytest.raises(ValueError, match="out must not share memory with k"):
-        plan.attend(Q, kv, out=torch.empty(0, dtype=Q.dtype).set_(_grown(kv.k, Q), 0, Q.shape))
+    kv.k.untyped_storage().resize_(max(kv.k.untyped_storage().nbytes(), Q.nbytes))
     out = torch.empty_like(Q)
-    lse = torch.empty(0).set_(out.untyped_storage(), 0, Q.shape[:-1])
-    with pytest.raises(ValueError, match="lse must not share memory with o"):
-        plan.attend(Q, kv, out=out, lse=lse)
-
-
-def _grown(tensor: torch.Tensor, like: torch.Tensor) -> torch.UntypedStorage:
-    storage = tensor.untyped_storage()
-    storage.resize_(max(storage.nbytes(), like.nbytes))
-    return storage
+    for results, message in (
+        ({"out": torch.empty(0, dtype=Q.dtype).set_(kv.k.untyped_storage(), 0, Q.shape)}, "out .* with k"),
+        ({"out": out, "lse": torch.empty(0).set_(out.untyped_storage(), 0, Q.shape[:-1])}, "lse .* with o"),
+    ):
+        with pytest.raises(ValueError, match=message.replace(".*", "must not share memory")):
+            plan.attend(Q, kv, **results)
 
 
 def test_plans_compare_and_copy() -> None:
