@@ -443,7 +443,7 @@ def _register() -> Iterator[tuple[str, Scene]]:
         yield f"prefill_append, {kernel}", _prefill(a, kernel=kernel)
     for kernel in ("fused", "append_then_attend"):
         yield f"prefill_append, {kernel}, rope", _prefill(replace(a, rope="neox"), kernel=kernel)
-    yield "prefill_append, pipelined", _prefill(replace(a, page_size=16), kernel="pipelined")
+    yield "prefill_append, pipelined", _prefill(replace(a, page_size=16, gqa_ratio=7), kernel="pipelined")
     yield "prefill_append, bounds too small", _prefill(a, kernel="fused", max_seq_len=16)
     for layout in ("NHD", "HND"):
         yield f"append, bf16, {layout}", _append(format="bf16", layout=layout)

@@ -58,7 +58,11 @@ def _run(case: PrefillCase, device: str, splits: int = 1, **bounds: int) -> tupl
     inputs.run(plan, out=out, lse=lse)
     assert zones.damaged() == []
     stored = inputs.cache.k, inputs.cache.v
-    return out, lse, *(x.view(torch.uint8)[inputs.table.page_ids.clamp(max=len(x) - 1)] for x in stored)
+    return (
+        out,
+        lse,
+        *(x.view(torch.uint8)[inputs.table.page_ids.clamp(max=len(x) - 1).long()] for x in stored),
+    )
 
 
 _right = cache(_run)

@@ -91,10 +91,12 @@ def _stored() -> Iterator[Stored]:
             yield Stored(fmt, head_dim=odd, turned="rope", **at)
             if layout == "HND":
                 yield from (Stored(fmt, turned=turned, **at) for turned in ("offset", "both"))
+            if layout == "HND" and fmt in fp4:
+                yield Stored(fmt, descale=1.0, scale_format="e4m3", turned="both", **at)
             if fmt not in fp4:
                 continue
             for group in (None, 16, 32):
-                for exponent in ("floor", "ceil"):
+                for exponent in ("mse", "floor", "ceil") if layout == "NHD" else ("mse",):
                     yield Stored(fmt, head_dim=96, scale_group=group, exponent=exponent, **at)
                 for number in (1.0, 0.3, 0.01):
                     yield Stored(fmt, descale=number, scale_group=group, scale_format="e4m3", **at)
