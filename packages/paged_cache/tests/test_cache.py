@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -106,148 +107,98 @@ def _fp8(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.float8_e4m3fn)
 
 
+def _made(**changes: Any) -> Callable[[], PagedKVCache]:
+    """Makes an FP8 cache of tensors [2, 4, 1, 64], but for what is changed."""
+    k = changes.pop("k", _fp8(2, 4, 1, 64))
+    options = {"format": "fp8_e4m3fn", **ONES, **changes}
+    return lambda: PagedKVCache.from_tensors(k, options.pop("v", k), **options)
+
+
+def _empty(head_dim: int = 64, *, page_size: int = 4, **options: Any) -> Callable[[], PagedKVCache]:
+    return lambda: PagedKVCache.empty(2, page_size, 1, head_dim, **{"format": "bf16", **options})
+
+
+F4 = "fp4_e2m1"
+E8M0, E4M3 = torch.full((2, 4, 2), 127, dtype=torch.uint8), torch.ones(2, 4, 2).to(torch.float8_e4m3fn)
+
+
+def _fp4(scale: Any, **changes: Any) -> Callable[[], PagedKVCache]:
+    """Makes an FP4 cache of tensors [2, 4, 2, 32] with these scales of K."""
+    stored = torch.zeros(2, 4, 2, 32, dtype=torch.uint8)
+    v_descale = scale if changes.pop("both", False) else E8M0
+    options = {"format": F4, "k_descale": scale, "v_descale": v_descale, **changes}
+    return lambda: PagedKVCache.from_tensors(options.pop("k", stored), stored, **options)
+
+
+def _e4m3(scale: torch.Tensor = E4M3, **changes: Any) -> Callable[[], PagedKVCache]:
+    return _fp4(scale, both=True, **changes)
+
+
+INT8, INT4 = torch.zeros(2, 16, 1, 64, dtype=torch.int8), torch.zeros(2, 16, 1, 32, dtype=torch.uint8)
 # Typed, named, before any launch.
-REFUSALS = [
-    (
-        "uint8 without a tag",
-        lambda: PagedKVCache.from_tensors(_fp8(2, 4, 1, 64), _fp8(2, 4, 1, 64)),
-        TypeError,
-        "format",
-    ),
-    (
-        "FNUZ tag on FN storage",
-        lambda: PagedKVCache.from_tensors(_fp8(2, 4, 1, 64), _fp8(2, 4, 1, 64), format="fp8_e4m3fnuz"),
-        TypeError,
-        "fp8_e4m3fnuz",
-    ),
-    (
-        "float32 storage",
-        lambda: PagedKVCache.from_tensors(torch.zeros(2, 4, 1, 64), torch.zeros(2, 4, 1, 64), format="bf16"),
-        TypeError,
-        "bf16",
-    ),
-    (
-        "page size 0",
-        lambda: PagedKVCache.from_tensors(_fp8(2, 0, 1, 64), _fp8(2, 0, 1, 64), format="fp8_e4m3fn"),
-        ValueError,
-        "page_size must be at least 1",
-    ),
-    (
-        "page size 0 of an own cache",
-        lambda: PagedKVCache.empty(2, 0, 1, 64, format="fp8_e4m3fn"),
-        ValueError,
-        "page_size",
-    ),
-    (
-        "strided last dimension",
-        lambda: PagedKVCache.from_tensors(
-            _fp8(2, 4, 1, 128)[..., ::2], _fp8(2, 4, 1, 64), format="fp8_e4m3fn", **ONES
-        ),
-        ValueError,
-        "k must have a contiguous last dimension",
-    ),
-    (
-        "V of another shape",
-        lambda: PagedKVCache.from_tensors(_fp8(2, 4, 1, 64), _fp8(2, 4, 2, 64), format="fp8_e4m3fn", **ONES),
-        ValueError,
-        "v must hold the same",
-    ),
-    (
-        "descale of a wrong shape",
-        lambda: PagedKVCache.from_tensors(
-            _fp8(2, 4, 1, 64),
-            _fp8(2, 4, 1, 64),
-            format="fp8_e4m3fn",
-            k_descale=torch.ones(2, 4, 9),
-            v_descale=1.0,
-        ),
-        ValueError,
-        "k_descale must be a float or have shape",
-    ),
-    (
-        "descale of a wrong dtype",
-        lambda: PagedKVCache.from_tensors(
-            _fp8(2, 4, 1, 64),
-            _fp8(2, 4, 1, 64),
-            format="fp8_e4m3fn",
-            k_descale=torch.ones(1, dtype=torch.float64),
-            v_descale=1.0,
-        ),
-        TypeError,
-        "k_descale",
-    ),
-    (
-        "FP8 without a descale of K",
-        lambda: PagedKVCache.from_tensors(
-            _fp8(2, 4, 1, 64), _fp8(2, 4, 1, 64), format="fp8_e4m3fn", v_descale=1.0
-        ),
-        ValueError,
-        "k_descale must be given for fp8_e4m3fn",
-    ),
-    (
-        "FP8 without a descale of V",
-        lambda: PagedKVCache.from_tensors(
-            _fp8(2, 4, 1, 64), _fp8(2, 4, 1, 64), format="fp8_e4m3fn", k_descale=torch.ones(1)
-        ),
-        ValueError,
-        "v_descale must be given for fp8_e4m3fn",
-    ),
-    (
-        "FP8 of an HND cache as NHD, with a descale a head",
-        lambda: PagedKVCache.from_tensors(
-            _fp8(2, 4, 16, 64),
-            _fp8(2, 4, 16, 64),
-            format="fp8_e4m3fn",
-            k_descale=torch.ones(4),
-            v_descale=1.0,
-        ),
-        ValueError,
-        r"k_descale must be a float or have shape.*got \[4\]; it fits 4 heads: are k and v in layout 'HND'",
-    ),
-    (
-        "a descale that requires grad",
-        lambda: PagedKVCache.empty(2, 4, 1, 64, format="bf16", k_descale=torch.ones(1, requires_grad=True)),
-        ValueError,
-        "k_descale must not require grad",
-    ),
-    (
-        "a head_dim of an own cache that nothing serves",
-        lambda: PagedKVCache.empty(2, 4, 1, 100, format="bf16"),
-        UnsupportedError,
-        "head_dim must be one of 64, .* 256, which attention kernels serve, got 100",
-    ),
-    (
-        "a head_dim of storage that nothing serves",
-        lambda: PagedKVCache.from_tensors(_fp8(2, 4, 1, 72), _fp8(2, 4, 1, 72), format="fp8_e4m3fn", **ONES),
-        UnsupportedError,
-        "got 72",
-    ),
-    (
-        "no heads",
-        lambda: PagedKVCache.from_tensors(_fp8(2, 4, 0, 64), _fp8(2, 4, 0, 64), format="fp8_e4m3fn", **ONES),
-        ValueError,
-        "num_kv_heads must be at least 1, got 0",
-    ),
-    (
-        "unknown layout",
-        lambda: PagedKVCache.empty(2, 4, 1, 64, format="bf16", layout="DHN"),
-        ValueError,
-        "layout",
-    ),
-    ("unknown format", lambda: PagedKVCache.empty(2, 4, 1, 64, format="fp9"), ValueError, "format"),
-    (
-        "token pool with pages",
-        lambda: PagedKVCache.empty(2, 4, 1, 64, format="bf16", layout="tokens"),
-        ValueError,
-        "page_size must be 1",
-    ),
-]
+REFUSALS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
+    ("no format", _made(format=None), TypeError, "format"),
+    ("FNUZ tag on FN storage", _made(format="fp8_e4m3fnuz"), TypeError, "fp8_e4m3fnuz"),
+    ("float32 storage", _made(k=torch.zeros(2, 4, 1, 64), format="bf16"), TypeError, "bf16"),
+    ("page size 0", _made(k=_fp8(2, 0, 1, 64)), ValueError, "page_size must be at least 1"),
+    ("page size 0 of an own cache", _empty(page_size=0), ValueError, "page_size"),
+    ("strided last dimension", _made(k=_fp8(2, 4, 1, 128)[..., ::2]), ValueError,
+     "k must have a contiguous last dimension"),
+    ("V of another shape", _made(v=_fp8(2, 4, 2, 64)), ValueError, "v must hold the same"),
+    ("descale of a wrong shape", _made(k_descale=torch.ones(2, 4, 9)), ValueError,
+     "k_descale must be a float or have shape"),
+    ("descale of a wrong dtype", _made(k_descale=torch.ones(1).double()), TypeError, "k_descale"),
+    ("no descale of K", _made(k_descale=None), ValueError, "k_descale must be given for fp8_e4m3fn"),
+    ("no descale of V", _made(v_descale=None), ValueError, "v_descale must be given for fp8_e4m3fn"),
+    ("HND as NHD, with a descale a head", _made(k=_fp8(2, 4, 16, 64), k_descale=torch.ones(4)), ValueError,
+     r"k_descale must be a float or have shape.*got \[4\]; it fits 4 heads: are k and v in layout 'HND'"),
+    ("a descale that requires grad", _empty(k_descale=torch.ones(1, requires_grad=True)), ValueError,
+     "k_descale must not require grad"),
+    ("a head_dim of an own cache", _empty(100), UnsupportedError,
+     "head_dim must be one of 64, .* 256, which attention kernels serve, got 100"),
+    ("a head_dim of storage", _made(k=_fp8(2, 4, 1, 72)), UnsupportedError, "got 72"),
+    ("no heads", _made(k=_fp8(2, 4, 0, 64)), ValueError, "num_kv_heads must be at least 1, got 0"),
+    ("unknown layout", _empty(layout="DHN"), ValueError, "layout"),
+    ("unknown format", _empty(format="fp9"), ValueError, "format"),
+    ("token pool with pages", _empty(layout="tokens"), ValueError, "page_size must be 1"),
+    ("FP4 without scales", _fp4(1.0), TypeError, "k_descale"),
+    ("FP4 scales in fp32", _fp4(torch.ones(2, 4, 2)), TypeError, "k_descale.*uint8"),
+    ("FP4 scales per head", _fp4(E8M0[0, 0]), ValueError, "k_descale"),
+    ("FP4 in int8", _fp4(E8M0, k=torch.zeros(2, 4, 2, 32, dtype=torch.int8)), TypeError, "k .*uint8"),
+    ("FP4, odd head", _empty(65, format=F4), ValueError, "head_dim"),
+    ("FP4, a part of a group", _empty(80, format=F4, scale_group=32), ValueError, "80.*32|32.*80"),
+    ("FP4, another group", _empty(format=F4, scale_group=8), ValueError, "scale_group"),
+    ("a group without FP4", _empty(format="fp8_e4m3fn", scale_group=32), ValueError, "scale_group"),
+    ("FP4, vectorised", _empty(format=F4, page_size=16, layout="vectorised"), UnsupportedError, "vectorised"),
+    ("a number for E8M0", lambda: replace(_empty(format=F4)(), k_tensor_scale=0.5), ValueError,
+     "k_tensor_scale must be 1.0 without E4M3 scales, got 0.5"),
+    ("a negative number", lambda: replace(_e4m3()(), v_tensor_scale=-1.0), ValueError, "v_tensor_scale"),
+    ("E4M3 without FP4", _empty(format="fp8_e4m3fn", scale_format="e4m3"), ValueError,
+     "scale_format 'e4m3' is for an fp4_e2m1 cache"),
+    ("unknown scales", _empty(format=F4, scale_format="e5m2"), ValueError, "scale_format"),
+    ("E4M3, groups of 8", _e4m3(torch.ones(2, 4, 2, 8).to(E4M3.dtype)), ValueError, "must have shape"),
+    ("an E4M3 scale of zero", _e4m3(torch.zeros(2, 4, 2).to(E4M3.dtype), validate=True), ValueError,
+     "k_descale must hold E4M3 scales above zero, got 16"),
+    ("INT4, vectorised", _empty(format="int4", page_size=16, layout="vectorised"), UnsupportedError,
+     "'vectorised' is not defined for int4"),
+    ("INT4, one descale", _empty(format="int4", k_descale=0.5), ValueError,
+     r"zero point in their four lowest bits, got 0\.5"),
+    ("INT4, descale of a wrong shape", _made(k=INT4, format="int4", k_descale=torch.ones(1)), ValueError,
+     r"k_descale must be fp32 \[2, 16, 1\] for int4"),
+    ("INT8 without a descale", _made(k=INT8, format="int8", k_descale=None), ValueError,
+     "k_descale must be given for int8"),
+    ("INT8 in fp16", _made(k=INT8.half(), v=INT8, format="int8"), TypeError, "int8"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "error", "match"), [r[1:] for r in REFUSALS], ids=[r[0] for r in REFUSALS])
 def test_a_cache_that_cannot_be_is_refused(make: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         make()
+
+
+def test_e4m3_scales_above_zero_are_one_per_token_and_head() -> None:
+    assert _e4m3(validate=True)().k_granularity == "token_head"
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
@@ -353,57 +304,31 @@ def test_a_table_follows_its_tensors() -> None:
     assert table.seq_lens_tensor().tolist() == [7]
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "match"),
-    [
-        (
-            lambda: PageTable.from_block_table(torch.zeros(1, 2), torch.zeros(1, dtype=I32), page_size=4),
-            TypeError,
-            "block_table",
-        ),
-        (
-            lambda: PageTable.from_block_table(
-                torch.zeros(3, dtype=I32), torch.zeros(1, dtype=I32), page_size=4
-            ),
-            ValueError,
-            r"block_table must have shape \[batch, max_pages\], got \(3,\)",
-        ),
-        (
-            lambda: PageTable.from_block_table(
-                torch.zeros(2, 2, dtype=I32), torch.zeros(1, dtype=I32), page_size=4
-            ),
-            ValueError,
-            "seq_lens",
-        ),
-        (
-            lambda: PageTable.from_block_table(
-                torch.zeros(1, 2, dtype=I32), torch.zeros(1, dtype=I32), page_size=0
-            ),
-            ValueError,
-            "page_size",
-        ),
-        (
-            lambda: PageTable.from_ragged(
-                torch.zeros(2, dtype=I32), torch.zeros(2, dtype=I32), torch.zeros(2, dtype=I32), page_size=4
-            ),
-            ValueError,
-            "kv_indptr must have batch",
-        ),
-        (
-            lambda: PageTable.from_ragged(
-                torch.zeros(2, dtype=torch.int16),
-                torch.zeros(2, dtype=I32),
-                torch.zeros(1, dtype=I32),
-                page_size=4,
-            ),
-            TypeError,
-            "kv_indptr",
-        ),
-    ],
-)
-def test_wrong_metadata_is_refused(make: Any, error: type[Exception], match: str) -> None:
+def _ints(*sizes: int) -> torch.Tensor:
+    return torch.zeros(sizes, dtype=I32)
+
+
+BLOCK: list[tuple[torch.Tensor, torch.Tensor, int, type[Exception], str]] = [
+    (torch.zeros(1, 2), _ints(1), 4, TypeError, "block_table"),
+    (_ints(3), _ints(1), 4, ValueError, r"block_table must have shape \[batch, max_pages\], got \(3,\)"),
+    (_ints(2, 2), _ints(1), 4, ValueError, "seq_lens"),
+    (_ints(1, 2), _ints(1), 0, ValueError, "page_size"),
+]
+
+
+@pytest.mark.parametrize(("ids", "lens", "page_size", "error", "match"), BLOCK)
+def test_a_block_table_that_cannot_be_is_refused(
+    ids: torch.Tensor, lens: torch.Tensor, page_size: int, error: type[Exception], match: str
+) -> None:
     with pytest.raises(error, match=match):
-        make()
+        PageTable.from_block_table(ids, lens, page_size=page_size)
+
+
+def test_a_ragged_table_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="kv_indptr must have batch"):
+        PageTable.from_ragged(_ints(2), _ints(2), _ints(2), page_size=4)
+    with pytest.raises(TypeError, match="kv_indptr"):
+        PageTable.from_ragged(_ints(2).short(), _ints(2), _ints(1), page_size=4)
 
 
 # Found only by looking at the values.
@@ -445,16 +370,6 @@ def test_a_replaced_descale_is_checked_too() -> None:
         replace(cache, v_descale=torch.ones(2), v_granularity="head")
     with pytest.raises(TypeError, match="k_descale must be a tensor for granularity 'head'"):
         replace(cache, k_granularity="head")
-
-
-@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3fn", "fp4_e2m1"])
-@pytest.mark.parametrize("layout", ["NHD", "vectorised"])
-def test_head_dim_112_has_a_cache(fmt: str, layout: str) -> None:
-    if fmt == "fp4_e2m1" and layout == "vectorised":
-        layout = "HND"
-    cache = PagedKVCache.empty(2, 16, 1, 112, format=fmt, layout=layout)
-    assert cache.head_dim == 112
-    assert cache.dequantize()[1].shape == (2, 16, 1, 112)
 
 
 # On a GPU an index out of range would end the process's use of the device.

@@ -96,18 +96,30 @@ def test_slots_follow_the_pages_and_stay_within_the_sequence() -> None:
         pool.slot_mapping(a, 4, 3)
 
 
-def test_a_page_table_of_the_pool_reads_back_what_was_appended() -> None:
-    cache = PagedKVCache.empty(6, 4, 1, 64, format="bf16")
-    pool = PagePool(6, 4, caches=[cache])
+@pytest.mark.parametrize(
+    ("fmt", "group"), [("bf16", None), ("fp4_e2m1", None), ("fp4_e2m1", 32), ("int8", None), ("int4", None)]
+)
+def test_a_page_is_copied_in_every_layer_with_its_scales_and_reads_back_what_was_appended(
+    fmt: str, group: int | None
+) -> None:
+    layers = [PagedKVCache.empty(6, 4, 1, 64, format=fmt, scale_group=group) for _ in range(2)]
+    pool = PagePool(6, 4, caches=layers)
     parent = pool.allocate(6)
-    tokens = torch.arange(6.0)[:, None, None].expand(6, 1, 64).bfloat16()
-    append(cache, tokens, tokens, pool.slot_mapping(parent, 0, 6))
+    numbers = torch.tensor([1.0, 2, 4, 8, 16, 32, 64])
+    tokens = numbers[:, None, None].repeat(1, 1, 64)
+    for layer, cache in enumerate(layers, 1):
+        append(cache, tokens[:6] * layer, -tokens[:6], pool.slot_mapping(parent, 0, 6))
     child = pool.fork(parent)
-    pool.extend(child, 1)
-    append(cache, tokens[:1] + 50, tokens[:1] + 50, pool.slot_mapping(child, 6, 1))
+    (copy,) = pool.extend(child, 1)
+    assert pool.pages(child)[1] == copy.destination != pool.pages(parent)[1]
     table = pool.page_table([parent, child])
-    assert cache.gather(table, 0)[0][:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
-    assert cache.gather(table, 1)[1][:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 50]
+    bound = {"rtol": 1e-6 if fmt.startswith("int") else 0, "atol": 0}
+    for layer, cache in enumerate(layers, 1):
+        append(cache, tokens[6:] * layer, tokens[:1], pool.slot_mapping(child, 6, 1))
+        torch.testing.assert_close(cache.gather(table, 0)[0][:, 0, 0], numbers[:6] * layer, **bound)
+        k, v = cache.gather(table, 1)
+        torch.testing.assert_close(k[:, 0, 63], numbers * layer, **bound)
+        torch.testing.assert_close(v[:, 0, 0], torch.cat([-numbers[:6], numbers[:1]]), **bound)
 
 
 @given(
@@ -140,31 +152,18 @@ def test_no_sequence_of_calls_loses_or_shares_a_page_by_mistake(calls: list[tupl
             assert len(set(pool.pages(seq))) == len(pool.pages(seq)) == -(-pool.length(seq) // 4)
 
 
-def _filled(pool: PagePool, caches: list[PagedKVCache], tokens: int) -> int:
-    """A sequence whose token i holds the number i + 1 in the first cache, i + 101 in the second, ..."""
+def _filled(pool: PagePool, cache: PagedKVCache, tokens: int) -> int:
+    """A sequence whose token i holds the number i + 1."""
     seq = pool.allocate(tokens)
-    for layer, cache in enumerate(caches):
-        x = (torch.arange(1.0, tokens + 1) + 100 * layer)[:, None, None].expand(tokens, 1, 64)
-        append(cache, x.bfloat16(), x.bfloat16(), pool.slot_mapping(seq, 0, tokens))
+    x = torch.arange(1.0, tokens + 1)[:, None, None].expand(tokens, 1, 64).bfloat16()
+    append(cache, x, x, pool.slot_mapping(seq, 0, tokens))
     return seq
-
-
-def test_a_pool_with_caches_copies_a_shared_page_in_every_layer() -> None:
-    caches = [PagedKVCache.empty(6, 4, 1, 64, format="bf16") for _ in range(2)]
-    pool = PagePool(6, 4, caches=caches)
-    parent = _filled(pool, caches, 6)
-    child = pool.fork(parent)
-    (copy,) = pool.extend(child, 1)
-    assert pool.pages(child)[1] == copy.destination != pool.pages(parent)[1]
-    for layer, cache in enumerate(caches):
-        k, _ = cache.gather(pool.page_table([child]), 0)
-        assert k[:6, 0, 0].tolist() == [1 + 100 * layer + i for i in range(6)]
 
 
 def test_without_caches_a_sequence_cannot_be_used_before_its_copies_are_done() -> None:
     cache = PagedKVCache.empty(6, 4, 1, 64, format="bf16")
     pool = PagePool(6, 4)
-    parent = _filled(pool, [cache], 6)
+    parent = _filled(pool, cache, 6)
     child = pool.fork(parent)
     copies = pool.extend(child, 1)
     before = _state(pool)
@@ -190,7 +189,7 @@ def test_without_caches_a_sequence_cannot_be_used_before_its_copies_are_done() -
 def test_a_page_that_is_still_to_be_copied_is_not_given_to_another_sequence() -> None:
     cache = PagedKVCache.empty(3, 4, 1, 64, format="bf16")
     pool = PagePool(3, 4)
-    parent = _filled(pool, [cache], 2)
+    parent = _filled(pool, cache, 2)
     child = pool.fork(parent)
     copies = pool.extend(child, 1)
     pool.free(parent)

@@ -321,7 +321,7 @@ def differing_bytes(a: PagedKVCache, b: PagedKVCache) -> dict[str, int]:
     for name in _STORED:
         x, y = getattr(a, name), getattr(b, name)
         if isinstance(x, torch.Tensor):
-            differ = x.contiguous().view(torch.uint8) != y.contiguous().view(torch.uint8)
+            differ = x.flatten().view(torch.uint8) != y.flatten().view(torch.uint8)
             found[name] = int(differ.sum())
     return {name: count for name, count in found.items() if count}
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from narrowkv.runtime.launch import InterpretExecutor
+from narrowkv.runtime.launch import InterpretExecutor, Workspace
 from narrowkv.runtime.launch.interpreter import memory_watched
 from narrowkv.runtime.targets import get_target
 
@@ -43,6 +43,10 @@ class GuardZones:
         target.copy_(source)
         return placed
 
+    def workspace(self, num_bytes: int, device: torch.device | str) -> Workspace:
+        """A workspace for one plan, each of whose blocks lies between guard zones of its own."""
+        return _GuardedWorkspace(self, num_bytes, device)
+
     def damaged(self) -> list[str]:
         """Names of tensors with a changed byte in a guard zone."""
         found = []
@@ -51,6 +55,21 @@ class GuardZones:
             if bool((zones != self.PATTERN).any()):
                 found.append(name)
         return found
+
+
+class _GuardedWorkspace(Workspace):
+    def __init__(self, zones: GuardZones, num_bytes: int, device: torch.device | str) -> None:
+        super().__init__(num_bytes, device)
+        self._zones = zones
+
+    def carve(self, blocks: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[torch.Tensor, ...]:
+        return tuple(
+            self._zones.place(f"workspace block {number}", block)
+            for number, block in enumerate(super().carve(blocks))
+        )
+
+    def counters(self, count: int) -> torch.Tensor:
+        return self._zones.place("workspace counters", super().counters(count))
 
 
 class CheckedInterpreter(InterpretExecutor):
