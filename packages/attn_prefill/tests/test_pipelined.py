@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -16,11 +18,37 @@ from narrowkv.testing.agreement import assert_agrees, assert_right
 pytestmark = pytest.mark.gpu
 
 W = PrefillCase.small
-RAGGED = {"q_lens": (70, 1, 300, 0, 33), "lens": (200, 64, 300, 77, 1290), "gqa_ratio": 12}
-# Keys that few tiles hold, each of 64.
-SHORT = {**RAGGED, "lens": (200, 64, 300, 77, 900), "head_dim": 128}
 F8 = "fp8_e4m3fn"
 QUERY_OF = {"fp16": torch.float16}
+SIZES = {"q_lens": (70, 1, 300, 0, 33), "lens": (200, 64, 300, 77, 1290), "gqa_ratio": 12, "head_dim": 128}
+ragged = partial(W, **SIZES)
+# Keys that few tiles hold, each of 64.
+FEW_KEYS = (200, 64, 300, 77, 900)
+MASKS = [
+    {},
+    {"causal": False},
+    {"window_left": 20},
+    {"window_left": 300},
+    {"causal": False, "window_left": 150, "window_right": 90},
+    {"causal": False, "window_right": 5},
+    {"logits_soft_cap": 5.0},
+]
+
+
+def cases():
+    for head_dim, fmt in product((64, 128, 256), (F8, "fp8_e5m2", "bf16", "fp16")):
+        yield ragged(head_dim=head_dim, format=fmt, q_dtype=QUERY_OF.get(fmt, torch.bfloat16))
+    for head_dim in (64, 128, 256):
+        yield ragged(head_dim=head_dim, format=F8, q_dtype=torch.float16)
+    for mask, (fmt, head_dim) in product(MASKS, ((F8, 128), ("bf16", 128), ("bf16", 256))):
+        yield ragged(head_dim=head_dim, format=fmt, **mask)
+    for mask, fmt, splits in product(({}, {"window_left": 100}, MASKS[5]), (F8, "bf16"), (1, 3)):
+        yield ragged(lens=FEW_KEYS, format=fmt, num_splits=splits, **mask)
+    for granularity, splits in product(("head", "sequence_head"), (1, 2, 5)):
+        yield ragged(granularity=granularity, page_size=1, ragged=True, num_splits=splits, sinks=True)
+    long = ((5000,), (5000,)), ((1000,), (9000,)), ((200, 200), (3, 600)), ((64,) * 40, (700,) * 40)
+    for q_lens, lens in long:
+        yield W(q_lens, lens, gqa_ratio=6, num_kv_heads=4, head_dim=128)
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +81,11 @@ def _check(case, pipelined=True, **options):
     assert torch.equal(inputs.run(plan).view(torch.int16), o.view(torch.int16))
 
 
+@pytest.mark.parametrize("case", dict.fromkeys(cases()), ids=str)
+def test_every_case(case):
+    _check(case)
+
+
 @pytest.mark.parametrize(
     ("layout", "page_size", "head_dim", "fmt"),
     [
@@ -70,8 +103,8 @@ def _check(case, pipelined=True, **options):
 @pytest.mark.usefixtures("always_in_pages")
 def test_keys_that_stay_in_their_pages(layout, page_size, head_dim, fmt, longest):
     stored = {"layout": layout, "page_size": page_size, "head_dim": head_dim, "format": fmt}
-    changes = {**RAGGED, **stored, "lens": (200, 64, 300, 77, longest)}
-    case = W(**changes, q_dtype=QUERY_OF.get(fmt, torch.bfloat16))
+    lens = (200, 64, 300, 77, longest)
+    case = ragged(lens=lens, **stored, q_dtype=QUERY_OF.get(fmt, torch.bfloat16))
     _check(case)
     _check(replace(case, ragged=True, num_splits=2, window_left=100))
     _check(replace(case, causal=False, window_right=5))
@@ -85,7 +118,7 @@ def test_keys_that_stay_in_their_pages(layout, page_size, head_dim, fmt, longest
 )
 @pytest.mark.usefixtures("always_in_pages")
 def test_keys_that_cannot_stay_in_their_pages(layout, page_size):
-    _check(W(**RAGGED, head_dim=128, format="bf16", layout=layout, page_size=page_size))
+    _check(ragged(format="bf16", layout=layout, page_size=page_size))
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp16"])
@@ -101,62 +134,6 @@ def test_only_long_caches_that_few_rows_read_stay_in_their_pages(new, keys, stay
     scratch.fill_(math.nan)
     assert_agrees(inputs.run(plan), inputs.reference()[0])
     assert bool(scratch.isnan().all()) == stays
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(
-    ("fmt", "q_dtype"),
-    [
-        (F8, torch.bfloat16),
-        (F8, torch.float16),
-        ("fp8_e5m2", torch.bfloat16),
-        ("bf16", torch.bfloat16),
-        ("fp16", torch.float16),
-    ],
-)
-def test_formats(fmt, q_dtype, head_dim):
-    _check(W(**RAGGED, format=fmt, q_dtype=q_dtype, head_dim=head_dim))
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        {},
-        {"causal": False},
-        {"window_left": 20},
-        {"window_left": 300},
-        {"causal": False, "window_left": 150, "window_right": 90},
-        {"causal": False, "window_right": 5},
-        {"logits_soft_cap": 5.0},
-        {"logits_soft_cap": 0.7, "window_left": 150, "sm_scale": -0.1},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(("fmt", "head_dim"), [(F8, 128), ("bf16", 128), ("bf16", 256)])
-def test_masks(mask, fmt, head_dim):
-    _check(W(**RAGGED, head_dim=head_dim, format=fmt), **mask)
-
-
-@pytest.mark.parametrize("splits", [1, 2, 5])
-@pytest.mark.parametrize("granularity", ["head", "sequence_head"])
-def test_splits_sinks_and_descales(splits, granularity):
-    stored = {"head_dim": 128, "granularity": granularity, "page_size": 1, "ragged": True}
-    _check(W(**RAGGED, **stored, num_splits=splits, sinks=True))
-
-
-@pytest.mark.parametrize(
-    ("q_lens", "lens"),
-    [((5000,), (5000,)), ((1000,), (9000,)), ((200, 200), (3, 600)), ((64,) * 40, (700,) * 40)],
-)
-def test_long_and_short(q_lens, lens):
-    _check(W(q_lens, lens, gqa_ratio=6, num_kv_heads=4, head_dim=128))
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("mask", [{}, {"window_left": 100}, {"causal": False, "window_right": 5}], ids=str)
-@pytest.mark.parametrize("fmt", [F8, "bf16"])
-def test_few_keys(fmt, mask, splits):
-    _check(W(**SHORT, format=fmt, num_splits=splits, **mask))
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -178,7 +155,7 @@ def test_values_that_differ_by_far_from_tile_to_tile(factor, tiles, splits):
     ids=str,
 )
 def test_a_launch_after_one_with_values_out_of_the_ordinary(head_dim, options, in_pages, splits):
-    case = W(**RAGGED, head_dim=head_dim, format="bf16", sinks=True, num_splits=splits, **options)
+    case = ragged(head_dim=head_dim, format="bf16", sinks=True, num_splits=splits, **options)
     inputs = case.inputs("cuda")
     plan = inputs.plan()
     assert plan.config.k_in_pages == in_pages
@@ -213,8 +190,11 @@ def test_calls_that_follow_each_other(q_lens, lens, fmt):
 
 
 def test_what_it_does_not_serve_runs_otherwise():
-    _check(W(**RAGGED, head_dim=128), sm_scale=-0.1)
-    _check(W(**RAGGED, head_dim=128, granularity="token_head"), pipelined=False)
+    _check(ragged(), sm_scale=-0.1)
+    for fmt, head_dim in ((F8, 128), ("bf16", 128), ("bf16", 256)):
+        case = ragged(head_dim=head_dim, format=fmt, logits_soft_cap=0.7, window_left=150)
+        _check(case, sm_scale=-0.1)
+    _check(ragged(granularity="token_head"), pipelined=False)
 
 
 @pytest.mark.parametrize("fmt", [F8, "bf16"])
