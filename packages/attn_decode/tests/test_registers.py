@@ -11,17 +11,18 @@ import torch
 import triton
 import triton.language as tl
 
-from narrowkv.attn_decode import paged_decode, paged_decode_reference, plan_decode
-from narrowkv.attn_decode.cases import DecodeCase
+from narrowkv.attn_decode.cases import DecodeCase, DecodeInputs
 from narrowkv.attn_decode.kernels import registers
+from narrowkv.attn_decode.plan import DecodePlan
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.quant import KeyTransform
 from narrowkv.quant import device_fp4_registers as ptx
 from narrowkv.quant.accuracy import relative_l1
 from narrowkv.quant.device_e4m3 import e4m3_to_fp16
 from narrowkv.runtime.launch import interpreter, run_as
+from narrowkv.testing.agreement import assert_right
 
-BOUND = 0.002
+pytestmark = pytest.mark.sampled
 
 
 @triton.jit
@@ -79,7 +80,7 @@ def _same(number):
     return number
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def plain_arithmetic() -> Iterator[None]:
     """The interpreter runs these instead of the functions that are inline PTX."""
     functions: dict[Any, Any] = {
@@ -93,14 +94,26 @@ def plain_arithmetic() -> Iterator[None]:
         yield
 
 
-def _attend(q: torch.Tensor, cache: PagedKVCache, table: PageTable, **call: Any) -> torch.Tensor:
-    """`paged_decode` through `attend_in_registers`."""
+CASE = DecodeCase(
+    lens=(70, 37), gqa_ratio=12, num_kv_heads=1, head_dim=128, page_size=16, stale_columns=0, spread=0.5,
+    format="fp4_e2m1", scale_group=32, out_dtype=torch.float32,
+)  # fmt: skip
+
+
+def _plan(inputs: DecodeInputs) -> DecodePlan:
+    """Of `attend_in_registers`, in tiles and warps that the interpreter is done with sooner."""
+    plan = inputs.plan()
+    one_warp = replace(plan.config.options, num_warps=1)
+    plan = replace(plan, config=replace(plan.config, block_n=32, options=one_warp))
+    assert any(bound.constexprs["RULES"].registers for bound in plan.kernels(inputs.cache))
+    return plan
+
+
+def _attends(case: DecodeCase, inputs: DecodeInputs | None = None, **options: Any) -> None:
+    """Compares the results with the reference."""
+    inputs = inputs or case.inputs()
     with run_as("sm90"):
-        plan = plan_decode(q, cache, table)
-        one_warp = replace(plan.config.options, num_warps=1)
-        plan = replace(plan, config=replace(plan.config, block_n=32, options=one_warp))
-        assert any(bound.constexprs["RULES"].registers for bound in plan.kernels(cache))
-        return paged_decode(q, cache, table, plan=plan, out_dtype=torch.float32, **call)
+        assert_right(case, inputs=inputs, plan=_plan(inputs), **options)
 
 
 def _spoil_unused_scales(cache: PagedKVCache, table: PageTable) -> None:
@@ -119,79 +132,57 @@ def _spoil_unused_scales(cache: PagedKVCache, table: PageTable) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"layout": "HND", "window_left": 40}, {"logits_soft_cap": 5.0}], ids=str
 )
-@pytest.mark.parametrize(("group", "scale"), [(16, "e4m3"), (32, "e8m0"), (16, "e8m0"), (32, "e4m3")])
-def test_operands_hold_the_keys_and_values_that_they_should(
-    group: int, scale: str, options: dict[str, Any]
-) -> None:
-    case = DecodeCase(
-        lens=(70, 5, 130), gqa_ratio=12, num_kv_heads=2, head_dim=128, page_size=16, stale_columns=0,
-        format="fp4_e2m1", scale_group=group, scale_format=scale, spread=0.5, **options,
-    )  # fmt: skip
-    q, cache, table = case.build()
-    _spoil_unused_scales(cache, table)
-    call = {name: options[name] for name in ("window_left", "logits_soft_cap") if name in options}
-    o = _attend(q, cache, table, **call)
-    assert relative_l1(o, paged_decode_reference(q, cache, table, **call)) <= BOUND
+@pytest.mark.parametrize("scales", [(16, "e4m3"), (32, "e8m0"), (16, "e8m0"), (32, "e4m3")], ids=str)
+def test_operands_hold_the_keys_and_values_that_they_should(scales, options):
+    group, scale = scales
+    case = replace(CASE, lens=(70, 5), num_kv_heads=2, scale_group=group, scale_format=scale, **options)
+    inputs = case.inputs()
+    _spoil_unused_scales(inputs.cache, inputs.table)
+    _attends(case, inputs)
 
 
 @pytest.mark.parametrize(
     "transform",
-    [KeyTransform(rotated=True), KeyTransform(balance=torch.full((2, 128), 2.0), rotated=False)],
+    [KeyTransform(rotated=True), KeyTransform(balance=torch.full((1, 128), 2.0), rotated=False)],
     ids=["rotation", "balance"],
 )
-def test_transformed_queries_do_not_take_this_way(transform: KeyTransform) -> None:
+def test_transformed_queries_do_not_take_this_way(transform):
     """A lane's share of Q is not in the order in which it is transformed."""
-    case = DecodeCase(
-        lens=(130,), gqa_ratio=12, num_kv_heads=2, head_dim=128, page_size=16, format="fp4_e2m1",
-        scale_group=16, scale_format="e4m3", spread=0.5,
-    )  # fmt: skip
-    q, cache, table = case.build()
-    cache = replace(cache, key_transform=transform)
+    inputs = replace(CASE, scale_group=16, scale_format="e4m3").inputs()
+    cache = replace(inputs.cache, key_transform=transform)
     with run_as("sm90"):
-        kernels = plan_decode(q, cache, table).kernels(cache)
-        assert not any(bound.constexprs["RULES"].registers for bound in kernels)
-
-
-def _grouped(scale: str) -> tuple[torch.Tensor, PagedKVCache, PageTable]:
-    return DecodeCase(
-        lens=(70, 37), gqa_ratio=12, num_kv_heads=1, head_dim=128, page_size=16, stale_columns=0,
-        format="fp4_e2m1", scale_group=32, scale_format=scale, spread=0.5,
-    ).build()  # fmt: skip
+        assert not any(bound.constexprs["RULES"].registers for bound in inputs.plan().kernels(cache))
 
 
 @pytest.mark.parametrize("scale", ["e4m3", "e8m0"])
 @pytest.mark.parametrize("sm_scale", [-0.1, 0.0])
-def test_the_scale_of_scores_may_be_negative_or_zero(scale: str, sm_scale: float) -> None:
-    q, cache, table = _grouped(scale)
-    o = _attend(q, cache, table, sm_scale=sm_scale)
-    assert relative_l1(o, paged_decode_reference(q, cache, table, sm_scale=sm_scale)) <= BOUND
+def test_the_scale_of_scores_may_be_negative_or_zero(scale, sm_scale):
+    _attends(replace(CASE, scale_format=scale), sm_scale=sm_scale)
 
 
 @pytest.mark.parametrize("growth", [12, -12])
-def test_exponents_of_values_differ_between_tiles(growth: int) -> None:
-    q, cache, table = _grouped("e8m0")
-    assert isinstance(cache.v_descale, torch.Tensor)
-    later = table.page_ids[:, 2].long()
-    cache.v_descale[later] += growth
-    o = _attend(q, cache, table)
-    assert relative_l1(o, paged_decode_reference(q, cache, table)) <= BOUND
+def test_exponents_of_values_differ_between_tiles(growth):
+    inputs = CASE.inputs()
+    inputs.cache.v_descale[inputs.table.page_ids[:, 2].long()] += growth
+    _attends(CASE, inputs)
 
 
 @pytest.mark.parametrize("side", ["k_descale", "v_descale"])
-def test_a_nan_scale_reaches_its_own_sequence_only(side: str) -> None:
-    q, cache, table = _grouped("e8m0")
-    getattr(cache, side)[int(table.page_ids[0, 1]), 3, 0, 2] = 255
-    o = _attend(q, cache, table)
-    assert bool(o[0][paged_decode_reference(q, cache, table)[0].isnan()].isnan().all())
-    assert bool(o[0].isnan().any())
+def test_a_nan_scale_reaches_its_own_sequence_only(side):
+    inputs = CASE.inputs()
+    getattr(inputs.cache, side)[int(inputs.table.page_ids[0, 1]), 3, 0, 2] = 255
+    with run_as("sm90"):
+        o, _ = inputs.call(_plan(inputs))
+    spoiled = inputs.reference()[0].isnan()
+    assert bool(spoiled[0].any())
+    assert bool(o[spoiled].isnan().all())
     assert bool(o[1].isfinite().all())
 
 
-def test_a_soft_cap_sees_the_offset_of_keys() -> None:
-    q, cache, table = _grouped("e8m0")
+def test_a_soft_cap_sees_the_offset_of_keys():
+    inputs = CASE.inputs()
     transform = KeyTransform(offset=torch.linspace(-1, 1, 128)[None], rotated=False)
-    cache = replace(cache, key_transform=transform)
-    o = _attend(q, cache, table, logits_soft_cap=3.0)
-    assert relative_l1(o, paged_decode_reference(q, cache, table, logits_soft_cap=3.0)) <= BOUND
-    unshifted = paged_decode_reference(q, replace(cache, key_transform=None), table, logits_soft_cap=3.0)
-    assert relative_l1(o, unshifted) > 10 * BOUND
+    moved = replace(inputs, cache=replace(inputs.cache, key_transform=transform))
+    _attends(CASE, moved, logits_soft_cap=3.0)
+    inputs.options["logits_soft_cap"] = 3.0
+    assert relative_l1(inputs.reference()[0], moved.reference()[0]) > 10 * CASE.bound

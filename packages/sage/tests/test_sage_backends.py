@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from narrowkv.quant.accuracy import relative_l1
 from narrowkv.runtime.targets import TARGETS
 from narrowkv.sage import SageShape, plan_sage, sage_attention, sage_attention_reference
 from narrowkv.sage.cases import SageCase
+from narrowkv.testing.agreement import assert_agrees
 
 # Of rounding P, V and the output to bf16; int8 scores and FP8 values are four times as far off.
 BOUND_16_BITS = 0.004
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper(monkeypatch):
     """Calls are planned for Hopper, whose times are known."""
     monkeypatch.setattr("narrowkv.sage.planning.active_target", lambda device: TARGETS["sm90"])
 
 
-def _shape(tokens: int, ragged: bool = False) -> SageShape:
+def _shape(tokens, ragged=False):
     return SageShape(2, tokens, tokens, 8, 8, 128, ragged)
 
 
@@ -39,9 +38,7 @@ def _shape(tokens: int, ragged: bool = False) -> SageShape:
         (2048, {"window": (-1, 5)}, "no mask but the causal one"),
     ],
 )
-def test_torch_serves_what_it_is_faster_at(
-    tokens: int, options: dict[str, Any], why: str, hopper: None
-) -> None:
+def test_torch_serves_what_it_is_faster_at(tokens, options, why, hopper):
     plan = plan_sage(_shape(tokens), device="cpu", **options)
     found = plan.why_quantised()
     assert (found == "") == (why == "")
@@ -49,7 +46,7 @@ def test_torch_serves_what_it_is_faster_at(
     assert (f"quantises, because {found}" if why else "takes torch's 16-bit attention") in plan.explain()
 
 
-def test_what_torch_lacks_is_quantised(hopper: None) -> None:
+def test_what_torch_lacks_is_quantised(hopper):
     plan = plan_sage(_shape(2048), device="cpu")
     assert "log-sum-exp" in plan.why_quantised(lse=True)
     assert "one dtype" in plan.why_quantised(one_dtype=False)
@@ -62,44 +59,41 @@ def test_what_torch_lacks_is_quantised(hopper: None) -> None:
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
 @pytest.mark.parametrize("causal", [None, "top_left"])
-def test_auto_without_quantisation(layout: str, causal: str | None, given: bool, hopper: None) -> None:
+def test_auto_without_quantisation(layout, causal, given, hopper):
     case = SageCase.small(q_lens=(70, 70), k_lens=(70, 70), num_kv_heads=2, gqa_ratio=3, data="offset")
     q, k, v, *_ = case.build()
     expected = sage_attention_reference(q, k, v, qk_dtype=None, causal=causal)
-    assert isinstance(expected, torch.Tensor)
     if layout == "BHSD":
         q, k, v, expected = (x.transpose(1, 2).contiguous() for x in (q, k, v, expected))
     out = torch.full_like(q, float("nan")) if given else None
     o = sage_attention(q, k, v, causal=causal, layout=layout, backend="auto", out=out)
-    assert isinstance(o, torch.Tensor)
     assert out is None or o is out
     assert o.is_contiguous()
-    assert relative_l1(o, expected) <= BOUND_16_BITS
+    assert_agrees(o, expected, bound=BOUND_16_BITS)
 
 
-def test_auto_where_no_times_are_known_has_the_bits_of_sage() -> None:
+def test_auto_where_no_times_are_known_has_the_bits_of_sage():
     q, k, v, *_ = SageCase.small(q_lens=(70,), k_lens=(70,)).build()
     assert "not measured" in plan_sage(q, k).explain()
     expected = sage_attention(q, k, v)
-    assert torch.equal(sage_attention(q, k, v, backend="auto"), expected)  # type: ignore[arg-type]
+    assert torch.equal(sage_attention(q, k, v, backend="auto"), expected)
     with pytest.raises(ValueError, match="backend must be one of sage, auto; got 'torch'"):
         sage_attention(q, k, v, backend="torch")
 
 
-def test_a_compiled_call_takes_what_a_direct_one_takes(hopper: None) -> None:
+def test_a_compiled_call_takes_what_a_direct_one_takes(hopper):
     q, k, v, *_ = SageCase.small(q_lens=(70,), k_lens=(70,), data="offset").build()
     exact = sage_attention_reference(q, k, v, qk_dtype=None)
-    assert isinstance(exact, torch.Tensor)
 
-    def step(q: torch.Tensor) -> Any:
+    def step(q):
         return sage_attention(q, k, v, backend="auto")
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(q)
     assert torch.equal(compiled, step(q))
-    assert relative_l1(compiled, exact) <= BOUND_16_BITS
+    assert_agrees(compiled, exact, bound=BOUND_16_BITS)
 
 
-def test_auto_refuses_what_sage_refuses(hopper: None) -> None:
+def test_auto_refuses_what_sage_refuses(hopper):
     q, k, v, *_ = SageCase.small(q_lens=(70,), k_lens=(70,)).build()
     with pytest.raises(ValueError, match="out must not share memory"):
         sage_attention(q, k, v, backend="auto", out=q)
@@ -109,13 +103,11 @@ def test_auto_refuses_what_sage_refuses(hopper: None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [None, "bottom_right"])
-def test_auto_on_a_gpu(causal: str | None) -> None:
+def test_auto_on_a_gpu(causal):
     plain = SageCase.small(q_lens=(1024,), k_lens=(1024,), num_kv_heads=2, head_dim=128, data="offset")
     q, k, v, *_ = plain.build("cuda")
     if plan_sage(q, k, causal=causal).why_quantised():
         pytest.skip("times of this GPU are not known")
     exact = sage_attention_reference(q, k, v, qk_dtype=None, causal=causal)
     o = sage_attention(q, k, v, causal=causal, backend="auto")
-    assert isinstance(o, torch.Tensor)
-    assert isinstance(exact, torch.Tensor)
-    assert relative_l1(o, exact) <= BOUND_16_BITS
+    assert_agrees(o, exact, bound=BOUND_16_BITS)

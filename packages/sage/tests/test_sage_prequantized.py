@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from narrowkv.quant.quantize import quantize_per_channel
-from narrowkv.quant.sage import quantize_per_token_group, token_groups
+from narrowkv.quant.sage import SAGE_GRANULARITIES, quantize_per_token_group, token_groups
 from narrowkv.runtime.launch import active_target
 from narrowkv.sage import SageOperands, plan_sage, sage_attention, sage_attention_quantized
+from narrowkv.sage.cases import PRECISIONS
 
 pytestmark = pytest.mark.sampled
 
-B, Q_LEN, K_LEN, HEADS, KV_HEADS, DIM = 2, 70, 150, 4, 2, 64
+B, Q_LEN, K_LEN, HEADS, KV_HEADS, DIM = 2, 70, 130, 4, 2, 64
 
 
 def tensors(device):
@@ -34,8 +35,8 @@ def quantised(q, k, v, qk_dtype, granularity):
     return SageOperands(sides[0][0], sides[1][0], v_stored, sides[0][1], sides[1][1], v_descale)
 
 
-@pytest.mark.parametrize("granularity", ["per_tensor", "per_block", "per_warp", "per_thread"])
-@pytest.mark.parametrize("qk_dtype", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("granularity", SAGE_GRANULARITIES)
+@pytest.mark.parametrize("qk_dtype", PRECISIONS)
 def test_the_result_is_that_of_the_quantising_operation(qk_dtype, granularity, device):
     q, k, v = tensors(device)
     how = {"qk_dtype": qk_dtype, "q_granularity": granularity, "k_granularity": granularity}
@@ -81,7 +82,7 @@ def test_operands_that_do_not_belong_together_are_refused():
         ({"v": given.v[:, :100]}, "v must have k's batch, tokens and heads"),
         ({"q_descale": given.q_descale[:, :-1]}, "q_descale must have shape"),
         ({"v_descale": given.v_descale.double()}, "v_descale must have dtype"),
-        ({"k_len": 151}, "k_len must be at most the 150 tokens"),
+        ({"k_len": 131}, "k_len must be at most the 130 tokens"),
         ({"layout": "SBHD"}, "layout must be"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):

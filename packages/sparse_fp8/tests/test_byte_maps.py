@@ -36,10 +36,10 @@ PAGE_BYTES = {
 }  # fmt: skip
 
 
-def _page(layout: str) -> tuple[torch.Tensor, dict[tuple[int, int], float]]:
+def _page(layout):
     """A page with some columns of tokens 0 and 1 set, and what they are worth."""
     page = bytearray(PAGE_BYTES[layout])
-    worth: dict[tuple[int, int], float] = {}
+    worth = {}
     fp4 = LAYOUTS[layout].values == "fp4"
     for token in (0, 1):
         value, scale = VALUES_AT[layout][token], SCALES_AT[layout][token]
@@ -80,7 +80,7 @@ def _page(layout: str) -> tuple[torch.Tensor, dict[tuple[int, int], float]]:
 
 
 @pytest.mark.parametrize("layout", VALUES_AT)
-def test_a_page_byte_for_byte(layout: str) -> None:
+def test_a_page_byte_for_byte(layout):
     page, worth = _page(layout)
     assert packed_page_stride(P, layout) == PAGE_BYTES[layout]
     assert LAYOUTS[layout].row_bytes == int(layout[-3:])
@@ -95,7 +95,7 @@ def test_a_page_byte_for_byte(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", VALUES_AT)
-def test_pages_of_the_tensor_s_own_stride(layout: str) -> None:
+def test_pages_of_the_tensor_s_own_stride(layout):
     page, worth = _page(layout)
     need = P * LAYOUTS[layout].row_bytes
     spacious = torch.full((3, 4096), 0x7F, dtype=U8)
@@ -107,7 +107,7 @@ def test_pages_of_the_tensor_s_own_stride(layout: str) -> None:
     assert torch.equal(DSV4Rows.paged(by_token, layout, page_size=P).dequantize()[P:5], wide[P:5])
 
 
-def test_scales_are_chosen_as_the_engines_choose_them() -> None:
+def test_scales_are_chosen_as_the_engines_choose_them():
     x = torch.zeros(1, 576)
     x[0, :8] = torch.tensor([449.0, 1.0, 0, 0, 0, 0, 0, 0])
     x[0, 40], x[0, 300] = 7.0, 2.0**-13
@@ -128,7 +128,7 @@ def test_scales_are_chosen_as_the_engines_choose_them() -> None:
 
 
 @pytest.mark.parametrize("layout", [*VALUES_AT, "packed584"])
-def test_quantised_rows_are_near_what_they_stand_for(layout: str) -> None:
+def test_quantised_rows_are_near_what_they_stand_for(layout):
     places = LAYOUTS[layout]
     x = torch.randn(7, places.head_dim, generator=torch.Generator().manual_seed(0))
     rows = DSV4Rows.quantize(x, layout=layout, page_size=4)
@@ -141,12 +141,12 @@ def test_quantised_rows_are_near_what_they_stand_for(layout: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "format"), [("packed528", "fp4_e2m1"), ("packed288", "fp8_e4m3fn"), ("record352", "fp8_e5m2")]
 )
-def test_values_in_a_format_that_the_layout_has_not(layout: str, format: str) -> None:
+def test_values_in_a_format_that_the_layout_has_not(layout, format):
     with pytest.raises(ValueError, match="format"):
         DSV4Rows.paged(_page(layout)[0], layout, page_size=P, format=format)
 
 
-def test_words_must_be_aligned() -> None:
+def test_words_must_be_aligned():
     page = torch.zeros(2, 658, dtype=U8)
     with pytest.raises(ValueError, match="multiple of 4 bytes"):
         DSV4Rows.paged(page, "record656", page_size=1)

@@ -4,38 +4,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from narrowkv.quant.accuracy import compare
 from narrowkv.runtime.launch import executing
 from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.runtime.targets import device_target, get_target
-from narrowkv.sparse_fp8 import (
-    DSV4Rows,
-    KVSource,
-    config,
-    plan_sparse,
-    sparse_decode,
-    sparse_prefill,
-    sparse_prefill_fp8,
-    sparse_prefill_reference,
-)
-from narrowkv.sparse_fp8.cases import SparseCase
+from narrowkv.sparse_fp8 import DSV4Rows, KVSource, config, plan_sparse, sparse_prefill_reference
+from narrowkv.sparse_fp8.cases import SparseCall, SparseCase
 from narrowkv.sparse_fp8.config import specialised_config, specialised_pays
 from narrowkv.sparse_fp8.formats import query_format
 from narrowkv.sparse_fp8.launch import SparseLaunches
 from narrowkv.sparse_fp8.planner import suits_specialised
+from narrowkv.testing.agreement import assert_agrees
 
 W = SparseCase.small
 SM90 = get_target("sm90")
+needs_gluon = pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
 
 
-def _takes_hopper(
-    target: str = "sm90", *, kernel: str = "16bit", num_heads: int = 64, tiles: int = 4
-) -> config.SparseConfig | None:
+def _takes_hopper(target="sm90", *, kernel="16bit", num_heads=64, tiles=4):
     """The configuration for Hopper if a call with so many tiles for each program takes it."""
     chosen = specialised_config(get_target(target), kernel=kernel, num_heads=num_heads)
     if chosen is None or chosen.family != "hopper":
@@ -43,8 +32,8 @@ def _takes_hopper(
     return chosen if specialised_pays(chosen, tiles) else None
 
 
-@pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
-def test_it_is_taken_where_it_was_measured_to_be_faster() -> None:
+@needs_gluon
+def test_it_is_taken_where_it_was_measured_to_be_faster():
     assert _takes_hopper(tiles=1)
     assert _takes_hopper(kernel="fused", tiles=3)
     assert not _takes_hopper(kernel="fused", tiles=2)
@@ -54,17 +43,16 @@ def test_it_is_taken_where_it_was_measured_to_be_faster() -> None:
         assert not _takes_hopper(target)
 
 
-@pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
+@needs_gluon
 @pytest.mark.parametrize("kernel", ["16bit", "fused"])
 @pytest.mark.parametrize(("heads", "block"), [(8, 16), (16, 16), (32, 32), (64, 64)])
-def test_few_heads_have_a_kernel_that_pads_none(kernel: str, heads: int, block: int) -> None:
+def test_few_heads_have_a_kernel_that_pads_none(kernel, heads, block):
     few = _takes_hopper(kernel=kernel, num_heads=heads)
-    assert few is not None
     assert few.block_h == block
     assert few.stages
 
 
-@pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
+@needs_gluon
 # Tokens, heads, tiles of a token; splits at which the measured time is least, or within 3% of it.
 @pytest.mark.parametrize(
     ("tokens", "heads", "tiles", "best"),
@@ -73,28 +61,25 @@ def test_few_heads_have_a_kernel_that_pads_none(kernel: str, heads: int, block: 
         (32, 128, 8, {1}), (32, 16, 8, {2, 3, 4}), (8, 16, 8, {4, 8}), (1, 16, 8, {8}), (512, 64, 32, {1}),
     ],
 )  # fmt: skip
-def test_splits_are_those_that_were_measured_to_be_fastest(
-    tokens: int, heads: int, tiles: int, best: set[int]
-) -> None:
+def test_splits_are_those_that_were_measured_to_be_fastest(tokens, heads, tiles, best):
     chosen = specialised_config(SM90, kernel="fused", num_heads=heads)
-    assert chosen is not None
     programs = tokens * chosen.head_blocks(heads)
     assert config.choose_splits(SM90, chosen, programs, tiles, tokens * heads * 2048) in best
 
 
-def test_a_triton_without_gluon_runs_the_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_triton_without_gluon_runs_the_plain_kernels(monkeypatch):
     monkeypatch.setattr(config, "has_gluon", lambda *_: False)
     assert not _takes_hopper()
 
 
-def _suits(inputs: Any, **changes: Any) -> bool:
+def _suits(inputs, **changes):
     inputs = replace(inputs, **changes)
     formats = [None if source is None else source.bound.format for source in (inputs.prefix, inputs.extend)]
     mode = "fused" if any(rows is not None and rows.is_quantized for rows in formats) else "16bit"
     return suits_specialised(mode, SM90, query_format(inputs.q), *formats)
 
 
-def test_what_it_can_read() -> None:
+def test_what_it_can_read():
     for layout in ("bf16", "split", "packed584", "row512", "packed528", "record528"):
         assert _suits(W(layout=layout, extend_lens=(3, 1, 0, 2)).build())
     wide = W(layout="bf16").build()
@@ -112,24 +97,21 @@ def test_what_it_can_read() -> None:
         assert not _suits(narrow, prefix=KVSource(rows, narrow.prefix.indptr, narrow.prefix.indices))
 
 
-@pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
-def test_a_query_or_lists_that_it_cannot_read_go_to_the_plain_kernel() -> None:
+@needs_gluon
+def test_a_query_or_lists_that_it_cannot_read_go_to_the_plain_kernel():
     class Sm90:
         """Launches nothing; calls inside are planned as on a Hopper GPU."""
 
         target = SM90
 
-        def launch(self, *_: Any) -> None:
+        def launch(self, *_):
             raise AssertionError("launched")
 
     wide = W(layout="bf16", num_qo_heads=64, prefix_lens=(3,) * 132).build()
-    assert wide.prefix is not None
     with executing(Sm90()):
         plan = plan_sparse(num_qo_heads=64, prefix=wide.prefix.bound.format, device="cpu")
 
-        def stages(
-            q: torch.Tensor = wide.q, prefix: KVSource = wide.prefix, out: torch.Tensor = wide.q
-        ) -> int:
+        def stages(q=wide.q, prefix=wide.prefix, out=wide.q):
             return plan._configuration(132, 256, plan._specialised_reads(q, prefix, None, out))[0].stages
 
         assert stages() == 2
@@ -143,49 +125,39 @@ def test_a_query_or_lists_that_it_cannot_read_go_to_the_plain_kernel() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
+@needs_gluon
 @pytest.mark.parametrize(
     "way", ["bf16", "fp16", "split", "packed584", "row512", "packed528", "fp8_q", "splits"]
 )
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
-def test_it_agrees_with_the_reference(way: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_agrees_with_the_reference(way, heads, monkeypatch):
     if device_target("cuda").name != "sm90":
         pytest.skip("needs a Hopper GPU")
     layout = {"splits": "bf16", "fp8_q": "packed584"}.get(way, way)
-    wide = layout in ("bf16", "fp16")
-    lens = (70, 0, 1, 63, 64, 65, 128, 256, 0, 129)
-    inputs = W(
-        layout=layout,
-        num_qo_heads=heads,
-        prefix_lens=lens * 20,
-        extend_lens=(3, 0, 64, 1, 0) * 40,
-        q="fp16" if way == "fp16" else "bf16",
-    ).build("cuda")
-    stages: list[int] = []
+    mode = {"splits": "decode", "bf16": "16bit", "fp16": "16bit"}.get(way, "fused")
+    case = W(
+        mode=mode, layout=layout, num_qo_heads=heads, q="fp16" if way == "fp16" else "bf16",
+        prefix_lens=(70, 0, 1, 63, 64, 65, 128, 256, 0, 129) * 20, extend_lens=(3, 0, 64, 1, 0) * 40,
+    )  # fmt: skip
+    inputs = case.build("cuda")
+    stages = []
     original = SparseLaunches.attention
 
-    def noted(launches: SparseLaunches, chosen: config.SparseConfig, *arguments: Any) -> Any:
+    def noted(launches, chosen, *arguments):
         stages.append(chosen.stages)
         return original(launches, chosen, *arguments)
 
     monkeypatch.setattr(SparseLaunches, "attention", noted)
     # Also for the few tiles of these programs, for which the portable kernel is faster.
     monkeypatch.setattr("narrowkv.sparse_fp8.plan.specialised_pays", lambda *_: True)
-    out = torch.full(inputs.q.shape, math.nan, dtype=torch.float32, device="cuda")
     q = DSV4Rows.quantize(inputs.q, layout="split") if way == "fp8_q" else inputs.q
-    given = (q, inputs.prefix, inputs.extend)
-    options: dict[str, Any] = {"attn_sink": inputs.attn_sink, "out": out, "return_lse": True}
-    if way == "splits":
-        o, lse = sparse_decode(*given, num_splits=3, **options)
-    elif wide:
-        o, lse = sparse_prefill(*given, **options)
-    else:
-        o, lse = sparse_prefill_fp8(*given, mode="fused", **options)
+    out = torch.full(inputs.q.shape, math.nan, dtype=torch.float32, device="cuda")
+    results = SparseCall(case, inputs, q).call(attn_sink=inputs.attn_sink, out=out)
     assert len(stages) == 1
     assert stages[0] > 0
-    expected, expected_lse = sparse_prefill_reference(*given, attn_sink=inputs.attn_sink, return_lse=True)
-    empty = expected_lse == -math.inf
+    options = {"attn_sink": inputs.attn_sink, "num_qo_heads": heads, "return_lse": True}
+    expected = sparse_prefill_reference(q, inputs.prefix, inputs.extend, **options)
+    empty = expected[1] == -math.inf
     assert bool(empty.any())
-    assert not bool(o[empty].any())
-    assert compare(o, expected).relative_l1 <= 0.004
-    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=0.004)
+    assert not bool(results[0][empty].any())
+    assert_agrees(results, expected, bound=0.004, lse_bound=0.004)

@@ -18,7 +18,7 @@ ONE, TWO, MINUS_THREE_HALVES, LARGEST, SMALLEST = 0x38, 0x40, 0xBC, 0x7E, 0x01
 BF16_HALF, BF16_MINUS_TWO = b"\x00\x3f", b"\x00\xc0"  # little-endian
 
 
-def _row(codes: dict[int, int], rope: dict[int, bytes]) -> tuple[bytes, bytes]:
+def _row(codes, rope):
     """The 448 NoPE bytes and the 128 RoPE bytes of a row with these columns set."""
     nope, tail = bytearray(448), bytearray(128)
     for column, code in codes.items():
@@ -45,15 +45,16 @@ VALUES = {
 }  # fmt: skip
 
 
-def _expect_values(rows: DSV4Rows) -> None:
-    wide = rows.dequantize()
+def _expect_values(rows, first=0):
+    """Rows from `first` on are `ROWS`."""
+    wide = rows.dequantize()[first:]
     for (row, column), value in VALUES.items():
         assert wide[row, column] == value, (row, column)
     nonzero = {(int(r), int(c)) for r, c in wide[:2].nonzero()}
     assert nonzero == {place for place, value in VALUES.items() if value}
 
 
-def _packed(page_size: int, stride: int) -> bytes:
+def _packed(page_size, stride):
     """One page that holds `ROWS`, written byte by byte."""
     page = bytearray(stride)
     for p, (nope, rope, scales) in enumerate(ROWS):
@@ -63,11 +64,11 @@ def _packed(page_size: int, stride: int) -> bytes:
     return bytes(page)
 
 
-def _from_bytes(text: bytes) -> torch.Tensor:
+def _from_bytes(text):
     return torch.frombuffer(bytearray(text), dtype=U8)
 
 
-def _unpacked() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _unpacked():
     nope = _from_bytes(b"".join(row[0] for row in ROWS)).view(2, 448).view(torch.float8_e4m3fn)
     rope = _from_bytes(b"".join(row[1] for row in ROWS)).view(2, 128).view(torch.bfloat16)
     scale = torch.tensor([[2.0 ** (byte - 127) for byte in row[2]] for row in ROWS])
@@ -76,7 +77,7 @@ def _unpacked() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("page_size", [2, 3, 64])
-def test_packed584_byte_for_byte(page_size: int, padded: bool) -> None:
+def test_packed584_byte_for_byte(page_size, padded):
     stride = packed_page_stride(page_size) if padded else page_size * 584
     by_hand = _from_bytes(_packed(page_size, stride)).view(1, stride)
     _expect_values(DSV4Rows.packed584(by_hand, page_size=page_size))
@@ -86,29 +87,24 @@ def test_packed584_byte_for_byte(page_size: int, padded: bool) -> None:
     assert packed.num_rows == page_size
 
 
-def test_packed584_starts_a_page_for_the_row_that_does_not_fit() -> None:
+def test_packed584_starts_a_page_for_the_row_that_does_not_fit():
     packed = DSV4Rows.pack(*_unpacked(), "packed584", page_size=1, padded=False)
     assert packed.data.shape == (2, 584)
     for row, (nope, rope, scales) in enumerate(ROWS):
         assert bytes(packed.data[row].tolist()) == nope + rope + scales + b"\x00"
 
 
-def test_packed584_as_pages_of_rows_of_584_bytes() -> None:
-    flat = _from_bytes(_packed(2, 2 * 584))
-    _expect_values(DSV4Rows.packed584(flat.view(1, 2, 584), page_size=2))
-
-
-def test_packed584_takes_the_page_stride_of_the_tensor() -> None:
+def test_packed584_takes_pages_of_rows_and_the_page_stride_of_the_tensor():
+    page = _from_bytes(_packed(2, 2 * 584))
+    _expect_values(DSV4Rows.packed584(page.view(1, 2, 584), page_size=2))
     spacious = torch.full((3, 2000), 0x7F, dtype=U8)
-    spacious[1, : 2 * 584] = _from_bytes(_packed(2, 2 * 584))
+    spacious[1, : 2 * 584] = page
     rows = DSV4Rows.packed584(spacious[:, : 2 * 584], page_size=2)
     assert rows.data.stride(0) == 2000
-    wide = rows.dequantize()
-    for (row, column), value in VALUES.items():
-        assert wide[2 + row, column] == value
+    _expect_values(rows, first=2)
 
 
-def test_row512_byte_for_byte() -> None:
+def test_row512_byte_for_byte():
     by_hand = bytearray()
     for nope, _, scales in ROWS:
         by_hand += nope + bytes(byte for s in scales for byte in (s, s)) + bytes(50)
@@ -118,7 +114,7 @@ def test_row512_byte_for_byte() -> None:
     assert torch.equal(DSV4Rows.pack(nope, rope, scale, "row512").data, rows)
 
 
-def test_row512_read_as_fourteen_scales() -> None:
+def test_row512_read_as_fourteen_scales():
     _, rope, _ = _unpacked()
     row = torch.zeros(1, 512, dtype=U8)
     row[0, :448] = ONE
@@ -129,7 +125,7 @@ def test_row512_read_as_fourteen_scales() -> None:
     assert every_other.tolist() == [2.0 ** (120 + 2 * (c // 64) - 127) for c in range(448)]
 
 
-def test_split_is_three_tensors() -> None:
+def test_split_is_three_tensors():
     nope, rope, scale = _unpacked()
     _expect_values(DSV4Rows.split(nope, rope, scale))
     _expect_values(DSV4Rows.split(nope.view(U8), rope, scale, format="fp8_e4m3fn"))
@@ -138,12 +134,12 @@ def test_split_is_three_tensors() -> None:
     _expect_values(halves)
 
 
-def _hand_scale(amax: float) -> float:
+def _hand_scale(amax):
     return 2.0 ** math.ceil(math.log2(max(amax / 448, 1e-4)))
 
 
 @pytest.mark.parametrize("amax", [0.0, 1e-9, 0.0447, 0.0449, 1.0, 447.0, 448.0, 448.1, 896.0, 1e6])
-def test_tile_scale_follows_the_rule(amax: float) -> None:
+def test_tile_scale_follows_the_rule(amax):
     x = torch.zeros(1, 512)
     x[0, 70] = -amax
     _, _, scale = DSV4Rows.quantize(x).unpack()
@@ -152,7 +148,7 @@ def test_tile_scale_follows_the_rule(amax: float) -> None:
 
 
 @pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "fp8_e4m3fnuz"])
-def test_quantised_rows_are_within_half_a_unit_and_free_of_negative_zero(fmt: str) -> None:
+def test_quantised_rows_are_within_half_a_unit_and_free_of_negative_zero(fmt):
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
     x[0] = 0
     x[1, :64] *= 1e-6
@@ -168,7 +164,7 @@ def test_quantised_rows_are_within_half_a_unit_and_free_of_negative_zero(fmt: st
     assert bool(((wide - x[:, :448]).abs() <= bound).all())
 
 
-def test_nan_stays_in_its_tile() -> None:
+def test_nan_stays_in_its_tile():
     x = torch.ones(2, 512)
     x[0, 100] = math.nan
     wide = DSV4Rows.quantize(x).dequantize()
@@ -180,7 +176,7 @@ def test_nan_stays_in_its_tile() -> None:
 
 @pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "fp8_e4m3fnuz"])
 @pytest.mark.parametrize("layout", ["split", "packed584", "row512"])
-def test_every_layout_holds_the_same_numbers(layout: str, fmt: str) -> None:
+def test_every_layout_holds_the_same_numbers(layout, fmt):
     x = torch.randn(5, 3, 512, generator=torch.Generator().manual_seed(1))
     want = DSV4Rows.quantize(x, format=fmt)
     rows = DSV4Rows.quantize(x, layout=layout, page_size=4, format=fmt)
@@ -192,44 +188,36 @@ def test_every_layout_holds_the_same_numbers(layout: str, fmt: str) -> None:
     assert rows.bytes_per_row() == 448 + 128 + {"split": 28, "packed584": 7, "row512": 7}[layout]
 
 
-def test_page_strides() -> None:
+def test_page_strides():
     assert [packed_page_stride(p) for p in (1, 2, 64, 72, 73)] == [1152, 1728, 37440, 42048, 43200]
 
 
 GOOD = DSV4Rows.quantize(torch.zeros(4, 512))
+ROPE, SCALES = torch.zeros(4, 64).bfloat16(), torch.ones(4, 7)
 BAD_ROWS = {
-    "NoPE of another width": lambda: DSV4Rows.split(torch.zeros(4, 440).to(torch.float8_e4m3fn), *_rest()),
-    "NoPE bytes without a format": lambda: DSV4Rows.split(torch.zeros(4, 448, dtype=U8), *_rest()),
-    "format that is not E4M3": lambda: DSV4Rows.split(torch.zeros(4, 448).to(torch.float8_e5m2), *_rest()),
-    "format unlike the dtype": lambda: DSV4Rows.split(GOOD.data, *_rest(), format="fp8_e4m3fnuz"),
-    "RoPE in fp16": lambda: DSV4Rows.split(GOOD.data, torch.zeros(4, 64).half(), _rest()[1]),
-    "scales of another count": lambda: DSV4Rows.split(GOOD.data, _rest()[0], torch.ones(4, 8)),
+    "NoPE of another width": lambda: DSV4Rows.split(GOOD.data[:, :440], ROPE, SCALES),
+    "NoPE bytes without a format": lambda: DSV4Rows.split(torch.zeros(4, 448, dtype=U8), ROPE, SCALES),
+    "format that is not E4M3": lambda: DSV4Rows.split(GOOD.data.to(torch.float8_e5m2), ROPE, SCALES),
+    "format unlike the dtype": lambda: DSV4Rows.split(GOOD.data, ROPE, SCALES, format="fp8_e4m3fnuz"),
+    "RoPE in fp16": lambda: DSV4Rows.split(GOOD.data, ROPE.half(), SCALES),
+    "scales of another count": lambda: DSV4Rows.split(GOOD.data, ROPE, torch.ones(4, 8)),
     "buffer too short": lambda: DSV4Rows.packed584(torch.zeros(2, 583, dtype=U8), page_size=1),
     "buffer of another dtype": lambda: DSV4Rows.packed584(torch.zeros(2, 584), page_size=1),
     "odd page stride": lambda: DSV4Rows.packed584(torch.zeros(2, 585, dtype=U8), page_size=1),
     "page size zero": lambda: DSV4Rows.packed584(torch.zeros(2, 584, dtype=U8), page_size=0),
-    "row of another width": lambda: DSV4Rows.row512(torch.zeros(4, 511, dtype=U8), _rest()[0]),
-    "group of 16": lambda: DSV4Rows.row512(torch.zeros(4, 512, dtype=U8), _rest()[0], scale_group=16),
-    "transposed bytes": lambda: DSV4Rows.row512(torch.zeros(512, 512, dtype=U8).T[:4], _rest()[0]),
+    "row of another width": lambda: DSV4Rows.row512(torch.zeros(4, 511, dtype=U8), ROPE),
+    "group of 16": lambda: DSV4Rows.row512(torch.zeros(4, 512, dtype=U8), ROPE, scale_group=16),
+    "transposed bytes": lambda: DSV4Rows.row512(torch.zeros(512, 512, dtype=U8).T[:4], ROPE),
     "unknown layout": lambda: DSV4Rows.quantize(torch.zeros(4, 512), layout="NHD"),
     "width that is not 512": lambda: DSV4Rows.quantize(torch.zeros(4, 448)),
     "integers to quantise": lambda: DSV4Rows.quantize(torch.zeros(4, 512).int()),
 }  # fmt: skip
 
 
-def _rest() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(4, 64).bfloat16(), torch.ones(4, 7)
-
-
 @pytest.mark.parametrize("name", BAD_ROWS)
-def test_bad_rows_are_refused_in_words(name: str) -> None:
+def test_bad_rows_are_refused_in_words(name):
     with pytest.raises((TypeError, ValueError), match=r"must|pass one of"):
         BAD_ROWS[name]()
-
-
-def _source(**changes: object) -> KVSource:
-    one = torch.tensor([0, 1], dtype=torch.int32)
-    return replace(KVSource(GOOD, one, one[:1]), **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -245,6 +233,7 @@ def _source(**changes: object) -> KVSource:
         ("rows", None, TypeError),
     ],
 )
-def test_bad_sources_are_refused_in_words(field: str, value: object, error: type[Exception]) -> None:
+def test_bad_sources_are_refused_in_words(field, value, error):
+    one = torch.tensor([0, 1], dtype=torch.int32)
     with pytest.raises(error, match=field):
-        _source(**{field: value})
+        replace(KVSource(GOOD, one, one[:1]), **{field: value})

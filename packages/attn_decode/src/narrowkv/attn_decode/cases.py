@@ -154,14 +154,19 @@ class DecodeInputs:
     split: str | None = None
     kernel: str | None = None
 
-    def plan(self) -> DecodePlan:
-        """The plan that the case asks for."""
-        return plan_decode(self.q, self.cache, self.table, split=self.split, kernel=self.kernel)
+    def plan(self, **changes: Any) -> DecodePlan:
+        """The plan that the case asks for, with some arguments of `plan_decode` changed."""
+        forced = {"split": self.split, "kernel": self.kernel, **changes}
+        return plan_decode(self.q, self.cache, self.table, **forced)
 
-    def call(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`paged_decode` on these inputs: `(o, lse)`."""
-        plan = self.plan() if self.split or self.kernel else None
-        o, lse = paged_decode(self.q, self.cache, self.table, **self.options, return_lse=True, plan=plan)
+    def call(self, plan: DecodePlan | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`paged_decode` on these inputs: `(o, lse)`. The output holds NaN before."""
+        if plan is None and (self.split or self.kernel):
+            plan = self.plan()
+        dtype = self.options.get("out_dtype") or self.q.dtype
+        out = torch.full(self.q.shape, torch.nan, dtype=dtype, device=self.q.device)
+        options = {**self.options, "out": out, "return_lse": True, "plan": plan}
+        o, lse = paged_decode(self.q, self.cache, self.table, **options)
         return o, lse
 
     def prepare(self) -> Callable[[], torch.Tensor]:

@@ -103,7 +103,8 @@ class PrefillCase(cases.CacheCase):
         """The largest relative L1 error that passes."""
         if self.fp8_compute:
             return BOUND_TWO_FP8_TERMS
-        return BOUND_FP8_QUERY if self.q_dtype.itemsize == 1 else decode.BOUND
+        # The kernel "dense" rounds P to float16.
+        return BOUND_FP8_QUERY if self.q_dtype.itemsize == 1 and self.kernel != "dense" else decode.BOUND
 
     @property
     def lse_bound(self) -> float:
@@ -198,19 +199,19 @@ class PrefillInputs:
     new: tuple[torch.Tensor, ...] = ()
     wanted: PagedKVCache | None = field(repr=False, default=None)
 
-    def plan(self) -> PrefillPlan:
-        """The plan that the case asks for."""
+    def plan(self, **changes: Any) -> PrefillPlan:
+        """The plan that the case asks for, with some arguments of the planning function changed."""
         case = self.case
         arguments = self.q, self.cache, self.table, self.starts
-        forced: dict[str, Any] = {"kernel": case.kernel or None, "num_splits": case.num_splits or None}
+        forced = {"kernel": case.kernel or None, "num_splits": case.num_splits or None, **changes}
         if case.appends:
             return plan_append(*arguments, fp8_compute=case.fp8_compute, **forced)
         # Only a caller who knows that every sequence has one query can have decode.
         return plan_prefill(*arguments, max_q_len=1 if case.kernel == "decode" else None, **forced)
 
-    def call(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def call(self, plan: PrefillPlan | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The case's operation: `(o, lse)`. Scratch holds NaN before, and the output where it is given."""
-        plan = self.plan()
+        plan = plan or self.plan()
         poison_plan(plan)
         dtype = self.q.dtype if self.q.dtype.itemsize == 2 else torch.bfloat16
         out = torch.full(self.q.shape, torch.nan, dtype=dtype, device=self.q.device)
