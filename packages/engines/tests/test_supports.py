@@ -37,7 +37,5 @@ def test_vllms_cache_dtypes_are_answered():
         assert vllm.supports(config, kv_cache_dtype=cache_dtype) == []
     (reason,) = vllm.supports(transformers.LlamaConfig(head_dim=96), kv_cache_dtype="ultraquant_4bit")
     assert "rotates heads of 64, 128 or 256 channels, and they have 96" in reason
-    assert (
-        "kv_cache_dtype is turboquant_4bit_nc"
-        in vllm.supports(config, kv_cache_dtype="turboquant_4bit_nc")[0]
-    )
+    (reason,) = vllm.supports(config, kv_cache_dtype="turboquant_4bit_nc")
+    assert "kv_cache_dtype is turboquant_4bit_nc" in reason
