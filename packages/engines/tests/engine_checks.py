@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -83,13 +84,15 @@ class Calls(list[Call]):
 
 
 def watch(
-    monkeypatch: pytest.MonkeyPatch, *places: tuple[ModuleType, str], bound: float | None = None
-) -> Calls:
+    monkeypatch: pytest.MonkeyPatch, *places: tuple[ModuleType, str], bound: float | None = None,
+    look: Callable[[Call], object] = lambda call: None,
+) -> Calls:  # fmt: skip
     """Collects the calls of operations where an adapter's modules look them up.
 
     Args:
         *places: modules and names.
         bound: the most that attention may differ from its reference, as a relative L1 error.
+        look: is shown each call, while tensors hold what it was made with.
     """
     calls = Calls()
     for module, name in places:
@@ -97,6 +100,7 @@ def watch(
 
         def call(*args: Any, name: str = name, operation: Any = operation, **options: Any) -> Any:
             calls.append(Call(name, args[0 if name == "append" else 1], args, options))
+            look(calls[-1])
             result = operation(*args, **options)
             if bound is not None and name in REFERENCES:
                 plain = {key: value for key, value in options.items() if key not in ("out", "plan")}
