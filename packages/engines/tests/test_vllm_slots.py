@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
-from narrowkv.engines import vllm
 from narrowkv.engines.vllm.slots import (
     CACHE_DTYPES,
     OWN_SLOTS,
@@ -136,5 +134,3 @@ def test_formats_and_refusals():
         chosen_slots("fp8", {"kv_cache": "k4v2"})
     with pytest.raises(ValueError, match="kv_cache_dtype must be one of"):
         format_of("nvfp4", torch.float16, cpu)
-    assert vllm.supports(LlamaConfig(head_dim=128)) == []
-    assert "head_dim is 72" in vllm.supports(LlamaConfig(head_dim=72))[0]

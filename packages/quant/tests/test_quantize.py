@@ -7,26 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from narrowkv.quant import (
-    FORMATS,
-    FP8_FORMATS,
-    dequantize_per_block,
-    dequantize_per_channel,
-    dequantize_per_group,
-    dequantize_per_head,
-    dequantize_per_page_head,
-    dequantize_per_tensor,
-    dequantize_per_token_head,
-    dequantize_with_descale,
-    quantize_per_block,
-    quantize_per_channel,
-    quantize_per_group,
-    quantize_per_head,
-    quantize_per_page_head,
-    quantize_per_tensor,
-    quantize_per_token_head,
-    quantize_with_descale,
-)
+from narrowkv import quant
+from narrowkv.quant import FORMATS, FP8_FORMATS
 from narrowkv.quant.rounding import round_to_format
 from narrowkv.runtime import UnsupportedError
 
@@ -70,29 +52,36 @@ class Granularity:
         return self.dequantize(*self.quantize(x, name), name)
 
 
+def _named(name: str, descale_shape: tuple[int, ...], *keys: int) -> Granularity:
+    calls = getattr(quant, f"quantize_per_{name}"), getattr(quant, f"dequantize_per_{name}")
+    return Granularity(name, *calls, descale_shape, keys)
+
+
+def _block(block: int) -> Granularity:
+    return Granularity(
+        f"block{block}",
+        lambda x, f: quant.quantize_per_block(x, block, f),
+        lambda s, d, f: quant.dequantize_per_block(s, d, block, f),
+        (5, -(-7 // block), 3),
+        (0, (1, block), 2),
+    )
+
+
+GROUPS = Granularity(
+    "group_fp32",
+    lambda x, f: quant.quantize_per_group(x, 8, scale="fp32", format=f),
+    lambda s, d, f: quant.dequantize_per_group(s, d, 8, format=f),
+    (5, 7, 3, 2),
+    (0, 1, 2, (3, 8)),
+)
 GRANULARITIES = [
-    Granularity("tensor", quantize_per_tensor, dequantize_per_tensor, (1,), ()),
-    Granularity("head", quantize_per_head, dequantize_per_head, (3,), (2,)),
-    Granularity("token_head", quantize_per_token_head, dequantize_per_token_head, (5, 7, 3), (0, 1, 2)),
-    Granularity("page_head", quantize_per_page_head, dequantize_per_page_head, (5, 3), (0, 2)),
-    Granularity("channel", quantize_per_channel, dequantize_per_channel, (5, 3, 16), (0, 2, 3)),
-    *(
-        Granularity(
-            f"block{block}",
-            lambda x, f, block=block: quantize_per_block(x, block, f),
-            lambda s, d, f, block=block: dequantize_per_block(s, d, block, f),
-            (5, -(-7 // block), 3),
-            (0, (1, block), 2),
-        )
-        for block in (1, 4, 7, 128)
-    ),
-    Granularity(
-        "group_fp32",
-        lambda x, f: quantize_per_group(x, 8, scale="fp32", format=f),
-        lambda s, d, f: dequantize_per_group(s, d, 8, format=f),
-        (5, 7, 3, 2),
-        (0, 1, 2, (3, 8)),
-    ),
+    _named("tensor", (1,)),
+    _named("head", (3,), 2),
+    _named("token_head", (5, 7, 3), 0, 1, 2),
+    _named("page_head", (5, 3), 0, 2),
+    _named("channel", (5, 3, 16), 0, 2, 3),
+    *(_block(block) for block in (1, 4, 7, 128)),
+    GROUPS,
 ]
 each_granularity = pytest.mark.parametrize("g", GRANULARITIES, ids=str)
 each_format = pytest.mark.parametrize("name", NARROW)
@@ -217,22 +206,25 @@ def test_too_few_dimensions_are_refused(g: Granularity) -> None:
 def test_leading_dimensions_are_free() -> None:
     x = sample(7)
     for rows in (x.flatten(0, 1), x[None]):
-        assert quantize_per_head(rows, "int8")[1].tolist() == quantize_per_head(x, "int8")[1].tolist()
-    assert quantize_per_block(x[0], 4, "int8")[1].shape == (2, 3)
-    assert quantize_per_block(x[None], 4, "int8")[1].shape == (1, 5, 2, 3)
-    assert quantize_per_channel(x[0])[1].shape == (3, 16)
+        assert (
+            quant.quantize_per_head(rows, "int8")[1].tolist()
+            == quant.quantize_per_head(x, "int8")[1].tolist()
+        )
+    assert quant.quantize_per_block(x[0], 4, "int8")[1].shape == (2, 3)
+    assert quant.quantize_per_block(x[None], 4, "int8")[1].shape == (1, 5, 2, 3)
+    assert quant.quantize_per_channel(x[0])[1].shape == (3, 16)
 
 
 def test_given_descale() -> None:
     x = torch.tensor([1.0, -0.26, 1000.0])
     for given in (0.5, torch.tensor(0.5), torch.tensor([[0.5]])):
-        stored, descale = quantize_per_tensor(x, "int8", descale=given)
+        stored, descale = quant.quantize_per_tensor(x, "int8", descale=given)
         assert stored.tolist() == [2, -1, 127]
         assert descale.tolist() == [0.5]
-        assert dequantize_per_tensor(stored, given).tolist() == [1.0, -0.5, 63.5]
-    scalar, descale = quantize_per_tensor(torch.tensor(3.0), "int8", descale=1.5)
+        assert quant.dequantize_per_tensor(stored, given).tolist() == [1.0, -0.5, 63.5]
+    scalar, descale = quant.quantize_per_tensor(torch.tensor(3.0), "int8", descale=1.5)
     assert scalar.shape == ()
-    assert float(dequantize_per_tensor(scalar, descale)) == 3.0
+    assert float(quant.dequantize_per_tensor(scalar, descale)) == 3.0
 
 
 @each_format
@@ -241,12 +233,12 @@ def test_static_descale_keeps_subnormal_results_and_saturates(name: str) -> None
     descale = torch.tensor(0.25)
     want = torch.tensor([fmt.smallest_subnormal, -fmt.smallest_subnormal, fmt.max_value, -fmt.max_value])
     x = descale * want * torch.tensor([1, 1, 2, 1e25])
-    stored = quantize_with_descale(x, name, descale)
-    assert torch.equal(dequantize_with_descale(stored, descale, name), 0.25 * want)
+    stored = quant.quantize_with_descale(x, name, descale)
+    assert torch.equal(quant.dequantize_with_descale(stored, descale, name), 0.25 * want)
 
 
 @pytest.mark.parametrize("name", FP8_FORMATS)
 def test_dequantise_accepts_tagged_bytes(name: str) -> None:
-    stored, descale = quantize_per_head(sample(9), name)
-    want = dequantize_per_head(stored, descale)
-    assert torch.equal(dequantize_per_head(stored.view(torch.uint8), descale, name), want)
+    stored, descale = quant.quantize_per_head(sample(9), name)
+    want = quant.dequantize_per_head(stored, descale)
+    assert torch.equal(quant.dequantize_per_head(stored.view(torch.uint8), descale, name), want)
