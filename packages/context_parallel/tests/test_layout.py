@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from narrowkv.attn_decode import merge_states, paged_decode, paged_decode_reference
+from narrowkv.attn_decode import paged_decode, paged_decode_reference
 from narrowkv.attn_decode.cases import K8V4, DecodeCase
-from narrowkv.context_parallel import ShardLayout, cp_paged_decode_reference
+from narrowkv.context_parallel import PrefillShares, ShardLayout, cp_paged_decode_reference
 from narrowkv.context_parallel.cases import spread
 from narrowkv.context_parallel.heads import every_nth_head
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
@@ -45,18 +47,18 @@ def test_key_ranges_are_the_owned_keys_of_each_row(world: int, interleave: int, 
             own = [p for p in range(length) if layout.owner(p) == rank]
             for row in range(4):
                 position = length - 4 + row
-                seen = [
-                    i for i, p in enumerate(own) if p <= position and (window < 0 or p >= position - window)
-                ]
+                first = position - window if window >= 0 else 0
+                seen = [i for i, p in enumerate(own) if first <= p <= position]
                 begin, end = ranges[seq, row].tolist()
                 assert list(range(begin, end)) == seen
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize(("interleave", "own_pages"), [(1, False), (4, False), (4, True), (8, True)])
+@pytest.mark.parametrize(
+    ("interleave", "own_pages", "ragged"),
+    [(1, False, False), (1, False, True), (4, False, False), (4, False, True), (4, True, False),
+     (8, True, False)],
+)  # fmt: skip
 def test_appends_write_what_attention_reads(interleave: int, own_pages: bool, ragged: bool) -> None:
-    if ragged and own_pages:
-        pytest.skip("own pages have block tables")
     world, page, lens = 3, 4, (37, 1, 0, 24)
     random = torch.Generator().manual_seed(0)
     covers = page if own_pages else page * world
@@ -69,12 +71,10 @@ def test_appends_write_what_attention_reads(interleave: int, own_pages: bool, ra
     whole = PageTable.from_block_table(ids, torch.tensor(lens), page_size=covers)
     if ragged:
         counts = [-(-n // covers) for n in lens]
-        whole = PageTable.from_ragged(
-            torch.tensor([0, *counts]).cumsum(0),
-            torch.cat([row[:count] for row, count in zip(ids, counts, strict=True)]),
-            torch.tensor([(n - 1) % covers + 1 if n else 0 for n in lens]),
-            page_size=covers,
-        )
+        starts = torch.tensor([0, *counts]).cumsum(0)
+        pages = torch.cat([row[:count] for row, count in zip(ids, counts, strict=True)])
+        last = torch.tensor([(n - 1) % covers + 1 if n else 0 for n in lens])
+        whole = PageTable.from_ragged(starts, pages, last, page_size=covers)
     written = torch.zeros(sum(lens), dtype=torch.int64)
     for rank in range(world):
         layout = ShardLayout(world, rank, interleave)
@@ -137,49 +137,51 @@ def test_every_other_head_is_the_same_cache(workload: DecodeCase) -> None:
         torch.testing.assert_close(got, whole[:, heads], rtol=1e-5, atol=1e-6)
 
 
-def test_arrival_order_does_not_enter_the_merge() -> None:
-    # States lie by rank, whenever they arrive: only their values decide.
-    o, lse = torch.randn(3, 2, 4, 64), torch.randn(3, 2, 4)
-    first, _ = merge_states(o, lse)
-    arriving = torch.empty_like(o)
-    for rank in (2, 0, 1):
-        arriving[rank] = o[rank]
-    assert torch.equal(merge_states(arriving, lse)[0], first)
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_shares_are_every_token_once_and_equal_work(world: int) -> None:
+    new_lens = (100, 0, 3, 41)
+    rows, work = [], []
+    for rank in range(world):
+        shares = PrefillShares(ShardLayout(world, rank), new_lens)
+        rows.append(shares.rows())
+        work.append(sum(p + 1 for early, late in shares.blocks(rank)[:1] for p in (*early, *late)))
+        places, first_pages = shares.places(rank)
+        assert len(set(places.tolist())) == len(rows[-1])
+        assert places.numel() == 0 or int(places.max()) < shares.most_pages * 16
+        assert first_pages.shape == (len(new_lens),)
+    assert sorted(torch.cat(rows).tolist()) == list(range(sum(new_lens)))
+    assert max(work) - min(work) <= 100
 
 
 I64 = torch.zeros(2, 3, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: ShardLayout(2, 2), "rank must lie in"),
-        (lambda: ShardLayout(0, 0), "world must be"),
-        (lambda: ShardLayout(2, 0, 0), "interleave must be"),
-        (lambda: ShardLayout(2, 0, 3).local_slots(I64[0], 4), "multiple or a divisor"),
-        (lambda: ShardLayout(2, 0, 8).local_slots(I64[0], 4), "must divide page_size"),
-        (lambda: ShardLayout(2, 0, 2).local_slots(I64[0], 4, positions=I64[0]), "must be a multiple of"),
-        (lambda: ShardLayout(2, 0, 4).shard_table(_table(5), 4), "page_table must have page_size 4"),
-        (lambda: ShardLayout(2, 0, 8).shard_table(_table(8), 4), "must divide page_size"),
-        (lambda: ShardLayout(2, 0, 2).shard_table(_table(4), 4), "pass the table of shared pages"),
-        (lambda: ShardLayout(2, 0, 4).shard_table(_ragged(), 4), "to_block_table"),
-        (
-            lambda: ShardLayout(2, 0, 4).shard_table(
-                PageTable.from_block_table(I64, cached_lens=I64[:, 0], page_size=4), 4
-            ),
-            "without cached_lens",
-        ),
-    ],
-)
-def test_what_does_not_go_together_is_refused(make: object, match: str) -> None:
-    assert callable(make)
+def _sharded(interleave: int, page_size: int, **options: object) -> object:
+    lens = {} if options else {"seq_lens": I64[:, 0]}
+    table = PageTable.from_block_table(I64, **lens, **options, page_size=page_size)  # type: ignore[arg-type]
+    return ShardLayout(2, 0, interleave).shard_table(table, 4)
+
+
+# Rows: what is made, and a pattern of the error's message.
+REFUSALS = {
+    "rank": (lambda: ShardLayout(2, 2), "rank must lie in"),
+    "world": (lambda: ShardLayout(0, 0), "world must be"),
+    "interleave": (lambda: ShardLayout(2, 0, 0), "interleave must be"),
+    "interleave 3": (lambda: ShardLayout(2, 0, 3).local_slots(I64[0], 4), "multiple or a divisor"),
+    "two pages": (lambda: ShardLayout(2, 0, 8).local_slots(I64[0], 4), "must divide page_size"),
+    "half a page of its own": (lambda: ShardLayout(2, 0, 2).local_slots(I64[0], 4, positions=I64[0]),
+        "must be a multiple of"),
+    "pages of 5": (lambda: _sharded(4, 5), "page_table must have page_size 4"),
+    "two shared pages": (lambda: _sharded(8, 8), "must divide page_size"),
+    "half a page of a table": (lambda: _sharded(2, 4), "pass the table of shared pages"),
+    "a ragged table": (lambda: ShardLayout(2, 0, 4).shard_table(
+        PageTable.from_ragged(I64[0], I64[0], I64[0, :2], page_size=4), 4), "to_block_table"),
+    "cached tokens": (lambda: _sharded(4, 4, cached_lens=I64[:, 0]), "without cached_lens"),
+    "a negative share": (lambda: PrefillShares(ShardLayout(2, 0), [3, -1]), "new_lens must be numbers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "match"), REFUSALS.values(), ids=REFUSALS)
+def test_what_does_not_go_together_is_refused(make: Callable[[], object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         make()
-
-
-def _table(page_size: int) -> PageTable:
-    return PageTable.from_block_table(I64, I64[:, 0], page_size=page_size)
-
-
-def _ragged() -> PageTable:
-    return PageTable.from_ragged(I64[0], I64[0], I64[0, :2], page_size=4)

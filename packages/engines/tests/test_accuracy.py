@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import pytest
 import torch
+from engine_checks import attention
 from transformers import AutoModelForCausalLM
 
 from narrowkv.engines.accuracy import (
@@ -37,12 +37,9 @@ def test_what_a_recipe_gives_back_is_what_append_stores(recipe: Recipe, device: 
     k[1] *= torch.logspace(-2, 2, 64, device=device)
     v[2] = 0.0
     options = recipe.cache_options()
-    descales = [
-        torch.ones(1, 8, 2, device=device) if "fp8" in side.format else 1.0 for side in (recipe.k, recipe.v)
-    ]
-    cache = PagedKVCache.empty(
-        1, 8, 2, 64, k_descale=descales[0], v_descale=descales[1], device=device, **options
-    )
+    for name, side in (("k_descale", recipe.k), ("v_descale", recipe.v)):
+        options[name] = torch.ones(1, 8, 2, device=device) if "fp8" in side.format else 1.0
+    cache = PagedKVCache.empty(1, 8, 2, 64, device=device, **options)
     append(cache, k, v, torch.arange(6, device=device))
     for stored, side, x in zip(cache.dequantize(), (recipe.k, recipe.v), (k, v), strict=True):
         assert torch.equal(stored[0, :6], side.store(x))
@@ -94,11 +91,8 @@ def test_first_and_newest_tokens_are_seen_in_fp8() -> None:
     # The last one sees keys 1 to 5 in FP4.
     (far_k, far_v), (near_k, near_v) = kept.store(*(x[0].transpose(0, 1) for x in (k, v)))
     is_near = torch.tensor([True] + 5 * [False] + 3 * [True])[:, None, None]
-    keys, values = (
-        torch.where(is_near, *pair).repeat_interleave(2, 1) for pair in ((near_k, far_k), (near_v, far_v))
-    )
-    p = (torch.einsum("hd,shd->hs", q[0, :, 8], keys) / 8).softmax(-1)
-    torch.testing.assert_close(found[8], torch.einsum("hs,shd->hd", p, values))
+    keys, values = (torch.where(is_near, *pair) for pair in ((near_k, far_k), (near_v, far_v)))
+    torch.testing.assert_close(found[8:], attention(q[0, :, 8:].transpose(0, 1), keys, values, 1 / 8)[0])
     assert (found[8] - plain[8]).abs().max() > 1e-3
 
 
@@ -107,8 +101,9 @@ def test_first_and_newest_tokens_are_seen_in_fp8() -> None:
 )
 def test_the_kernels_give_the_predictions_that_are_simulated(sharp, names: list[str], tokens: int) -> None:
     """Calibration, E4M3 scales and rotation through NarrowCache, append and attention, interpreted."""
-    samples = collect(sharp, 64)
-    model = replace(sharp, model=copy.deepcopy(sharp.model).bfloat16())
+    one_layer = replace(sharp, model=tiny_model("llama-3-tiny", vocab_size=256, num_layers=1).float())
+    samples = collect(one_layer, 64)
+    model = replace(one_layer, model=one_layer.model.bfloat16())
     ids = model.tokens(evaluation_text(), tokens)
     exact, *recipes = find_recipes(names)
     recipes = [replace(r, first=1, recent=2) if r.keeps_some else r for r in recipes]
@@ -132,9 +127,7 @@ def test_training_is_repeated_by_its_seed_and_a_folder_gives_the_model_back(tmp_
     assert torch.equal(logits[0], logits[1])
     assert not torch.equal(logits[0], logits[2])
     losses = {}
-    train_tiny(
-        replace(short, steps=12), device="cpu", progress=lambda step, loss: losses.update({step: loss})
-    )
+    train_tiny(replace(short, steps=12), device="cpu", progress=losses.__setitem__)
     assert losses[11] < losses[0] - 0.5
     first.model.save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path), "cpu")

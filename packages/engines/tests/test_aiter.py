@@ -9,18 +9,16 @@ import inspect
 import sys
 import types
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
+from engine_checks import BF16, attention, row_attention
 from step_costs import VIEWS, operators
 
 from narrowkv.engines import aiter
 from narrowkv.engines.aiter import functions, patching, tensors
 from narrowkv.paged_cache.layouts import from_logical
+from narrowkv.quant import relative_l1
 from narrowkv.runtime.errors import UnsupportedError
 
 HEADS, KV_HEADS, DIM, PAGE, PAGES = 12, 1, 64, 16, 6
@@ -47,47 +45,31 @@ def batch(page=PAGE, q_lens=Q_LENS):
     table = torch.full((2, max(counts)), -1, dtype=torch.int32)
     for row, ids in zip(table, rows, strict=True):
         row[: len(ids)] = ids
-    int32 = {"dtype": torch.int32}
-    last = torch.tensor(
-        [length - (n - 1) * page for length, n in zip(SEQ_LENS, counts, strict=True)], **int32
-    )
-    starts = torch.tensor([0, q_lens[0], sum(q_lens)], **int32)
-    indptr = torch.tensor([0, counts[0], sum(counts)], **int32)
-    last = torch.tensor(last, **int32)
-    return table, torch.cat(rows).to(torch.int32), indptr, last, starts, torch.tensor(SEQ_LENS, **int32)
+    last = [length - (n - 1) * page for length, n in zip(SEQ_LENS, counts, strict=True)]
+    lists = [0, counts[0], sum(counts)], last, [0, q_lens[0], sum(q_lens)], SEQ_LENS
+    indptr, last, starts, lens = (torch.tensor(x, dtype=torch.int32) for x in lists)
+    return table, torch.cat(rows).to(torch.int32), indptr, last, starts, lens
 
 
 def queries(tokens):
     return torch.randn(tokens, HEADS, DIM, generator=torch.Generator().manual_seed(5)).bfloat16()
 
 
-def exact(q, k, v, table, starts, *, causal=True, window=-1, soft_cap=0.0, sinks=None):
-    """fp32 attention of each sequence over its pages, and the log-sum-exp without the sinks."""
-    outs, sums = [], []
+def exact(q, k, v, table, starts, *, causal=True, **options):
+    """Attention in fp32 of each sequence over its pages, and the log-sum-exp without the sinks."""
+    parts = []
     for seq, length in enumerate(SEQ_LENS):
-        rows = q[starts[seq] : starts[seq + 1]].float()
         pages = table[seq, : -(-length // k.shape[1])].long()
-        keys, values = (
-            x[pages].flatten(0, 1)[:length].repeat_interleave(HEADS // x.shape[2], 1) for x in (k, v)
-        )
-        logits = torch.einsum("thd,shd->hts", rows, keys) * DIM**-0.5
-        if soft_cap:
-            logits = soft_cap * torch.tanh(logits / soft_cap)
-        place = torch.arange(length - len(rows), length)[:, None]
-        seen = torch.arange(length)
-        if causal:
-            logits = logits.masked_fill(seen > place, -torch.inf)
-        if window >= 0:
-            logits = logits.masked_fill(seen < place - window, -torch.inf)
-        sums.append(logits.logsumexp(-1))
-        if sinks is not None:
-            logits = torch.cat([logits, sinks.float()[:, None, None].expand(-1, len(rows), 1)], -1)
-        outs.append(torch.einsum("hts,shd->thd", logits.softmax(-1)[..., :length], values))
+        keys, values = (x[pages].flatten(0, 1)[:length] for x in (k, v))
+        hidden = None if causal else torch.tensor(False)
+        rows = q[starts[seq] : starts[seq + 1]]
+        parts.append(attention(rows, keys, values, DIM**-0.5, hidden=hidden, **options))
+    outs, sums = zip(*parts, strict=True)
     return torch.cat(outs), torch.cat(sums, 1)
 
 
 def close(o, reference):
-    assert ((o.float() - reference).abs().sum() / reference.abs().sum()).item() <= 0.003  # bf16 outputs
+    assert relative_l1(o, reference) <= BF16
 
 
 @pytest.mark.parametrize("dtype", SCALES, ids=str)
@@ -126,17 +108,9 @@ def test_mha_batch_prefill_takes_descales_of_pages_windows_sinks_and_soft_caps()
     assert o is out
     close(o, exact(q, *real, table, starts, window=7, soft_cap=5.0, sinks=sinks)[0])
     o = aiter.mha_batch_prefill_func(
-        q,
-        k,
-        v,
-        starts,
-        indptr,
-        ids,
-        max(Q_LENS),
-        max(SEQ_LENS),
-        kv_block_descale=factors,
+        q, k, v, starts, indptr, ids, max(Q_LENS), max(SEQ_LENS), kv_block_descale=factors,
         kv_last_page_lens=last,
-    )
+    )  # fmt: skip
     close(o, exact(q, *real, table, starts, causal=False)[0])
 
 
@@ -145,9 +119,9 @@ def test_mha_batch_prefill_takes_descales_of_pages_windows_sinks_and_soft_caps()
 def test_unified_attention_takes_vllms_arguments(shuffled, expanded):
     (k, v), real = numbers(torch.float8_e4m3fn)
     table, _, _, _, starts, lens = batch()
+    factors = torch.tensor([[1.0], [1.0 if expanded else 1.5]])
     descales = [torch.tensor([[x]]).expand(2, KV_HEADS) for x in SCALES[torch.float8_e4m3fn]]
     if not expanded:
-        factors = torch.tensor([[1.0], [1.5]])
         descales = [x * factors for x in descales]
     q, sinks = queries(sum(Q_LENS)), torch.linspace(-1, 1, HEADS).bfloat16()
     out = torch.empty_like(q)
@@ -158,13 +132,10 @@ def test_unified_attention_takes_vllms_arguments(shuffled, expanded):
         *descales, sinks=sinks, shuffled_kv_cache=shuffled,
     )  # fmt: skip
     assert o is out
-    if expanded:
-        close(o, exact(q, *real, table, starts, window=9, sinks=sinks)[0])
-    else:  # each sequence with its own descale
-        for seq in (0, 1):
-            scaled = [x * factors[seq] for x in real]
-            rows = slice(int(starts[seq]), int(starts[seq + 1]))
-            close(o[rows], exact(q, *scaled, table, starts, window=9, sinks=sinks)[0][rows])
+    for seq in (0, 1):  # each sequence with its own descale
+        scaled = [x * factors[seq] for x in real]
+        rows = slice(int(starts[seq]), int(starts[seq + 1]))
+        close(o[rows], exact(q, *scaled, table, starts, window=9, sinks=sinks)[0][rows])
 
 
 @pytest.mark.parametrize("dtype", SCALES, ids=str)
@@ -206,9 +177,8 @@ def test_pa_sparse_prefill_opus():
         kv = torch.cat([
             pool[prefix[at_prefix[token] : at_prefix[token + 1]].long()],
             rows[extend[at_extend[token] : at_extend[token + 1]].long()],
-        ]).float()  # fmt: skip
-        logits = torch.cat([q[token].float() @ kv.T * 512**-0.5, sink[:, None]], 1)
-        close(o[token], logits.softmax(1)[:, :-1] @ kv)
+        ])  # fmt: skip
+        close(o[token], row_attention(q[token], kv, 512**-0.5, sink))
 
 
 def test_what_narrowkv_has_not_is_refused_with_its_name():

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+import engine_ranks
 
 from narrowkv.context_parallel.ranks import run_ranks
 
-sys.path.append(str(Path(__file__).resolve().parent))
-import engine_ranks
-
 
 def test_steps_over_two_ranks_equal_float32() -> None:
-    exchanges = (1, "a2a"), (16, "ag_rs")
-    ranks = run_ranks(engine_ranks.every_step, 2, exchanges, timeout_s=120)
+    ranks = run_ranks(engine_ranks.every_step, 2, timeout_s=120)
     for found in (steps for rank in ranks for steps in rank):
         assert found.pop("a chunk in a window") == 0
         assert len(found) == 5

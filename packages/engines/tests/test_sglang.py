@@ -7,9 +7,6 @@ else is SGLang's. The last test runs SGLang's engine.
 from __future__ import annotations
 
 import importlib.util
-import sys
-from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +15,7 @@ import torch
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang: make test-engines", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parent))
-
+from engine_checks import BF16, attention, row_attention, watch
 from step_costs import MICROSECONDS, VIEWS, least_microseconds, operators
 
 from narrowkv.engines import trial_sglang
@@ -41,11 +37,11 @@ from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.test.kernels.deepseek_v4 import dsv41_kv_quant_reference as reference
 from sglang.test.kernels.deepseek_v4.k_cache_reference import set_k_and_s_torch
-from transformers import DeepseekV4Config, GptOssConfig, Llama4TextConfig, LlamaConfig
 
 from narrowkv.engines import deepseek, steps
 from narrowkv.engines import sglang as narrow
 from narrowkv.engines.sglang import backend, deepseek_v4, pools
+from narrowkv.quant import relative_l1
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.sparse_fp8 import DSV4Rows
 
@@ -94,251 +90,232 @@ def make_backend(pool, **args):
 
 
 CHAIN = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3}
+SCALES = torch.tensor(0.03), torch.tensor(0.02)
 
 
-def make_layer(index=0, *, scale=None, window=-1, cap=0.0):
+def make_layer(index=0, *, scale=(None, None), window=-1, cap=0.0):
     layer = RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, index, logit_cap=cap, sliding_window_size=window)
     layer.k_scale, layer.v_scale = scale
     return layer
 
 
 class Batch:
-    """Requests in rows of SGLang's slot table, on shuffled pages, and their steps."""
+    """Two requests in rows of SGLang's slot table, on shuffled pages, and their steps."""
 
-    def __init__(self, made):
-        self.backend, self.lens, self.rows, self.topk = made, [0, 0], [2, 1], 1
+    def __init__(self, pool, **args):
+        self.pool, self.made = pool, make_backend(pool, **args)
+        self.lens, self.rows, self.new, self.topk = [0, 0], [2, 1], [], 1
         pages = torch.tensor([[3, 6, 1, 7], [5, 2, 8, 4]])[:, : CONTEXT // PAGE]
         slots = (pages[..., None] * PAGE + torch.arange(PAGE)).flatten(1)
-        made.token_slots[self.rows] = slots.int()
+        self.made.token_slots[self.rows] = slots.int()
         self.generator = torch.Generator().manual_seed(0)
 
     def step(self, new, *, verify=False):
         """A forward batch with these new tokens of each request; of guesses, which its lengths leave out."""
         before, self.lens = self.lens, [n + more for n, more in zip(self.lens, new, strict=True)]
-        decodes = before[0] > 0 and set(new) == {1}
+        self.new, lens = new, before if verify else self.lens
         slots = [
-            self.backend.token_slots[row, start:end]
+            self.made.token_slots[row, start:end]
             for row, start, end in zip(self.rows, before, self.lens, strict=True)
         ]
         if verify:
             guesses = EagleVerifyInput.create_idle_input(self.topk, new[0] - 1, new[0], "cpu")
-            return ForwardBatch(
-                forward_mode=ForwardMode.TARGET_VERIFY,
-                batch_size=2,
-                input_ids=torch.zeros(sum(new), dtype=torch.int64),
-                req_pool_indices=torch.tensor(self.rows),
-                seq_lens=torch.tensor(before),
-                seq_lens_cpu=torch.tensor(before),
-                out_cache_loc=torch.cat(slots).long(),
-                seq_lens_sum=sum(before),
-                spec_info=guesses,
-            )
+            kind = {"forward_mode": ForwardMode.TARGET_VERIFY, "spec_info": guesses}
+        elif before[0] > 0 and set(new) == {1}:
+            kind = {"forward_mode": ForwardMode.DECODE}
+        else:
+            extends = torch.tensor(new, dtype=torch.int32)
+            kind = {"extend_seq_lens": extends, "extend_seq_lens_cpu": new}
+            kind["forward_mode"] = ForwardMode.EXTEND
         return ForwardBatch(
-            forward_mode=ForwardMode.DECODE if decodes else ForwardMode.EXTEND,
-            batch_size=2,
-            input_ids=torch.zeros(sum(new), dtype=torch.int64),
-            req_pool_indices=torch.tensor(self.rows),
-            seq_lens=torch.tensor(self.lens),
-            seq_lens_cpu=torch.tensor(self.lens),
-            out_cache_loc=torch.cat(slots).long(),
-            seq_lens_sum=sum(self.lens),
-            extend_seq_lens=None if decodes else torch.tensor(new, dtype=torch.int32),
-            extend_seq_lens_cpu=None if decodes else new,
-        )
+            batch_size=2, input_ids=torch.zeros(sum(new), dtype=torch.int64),
+            req_pool_indices=torch.tensor(self.rows), seq_lens=torch.tensor(lens),
+            seq_lens_cpu=torch.tensor(lens), out_cache_loc=torch.cat(slots).long(), seq_lens_sum=sum(lens),
+            **kind,
+        )  # fmt: skip
 
-    def tensors(self, tokens):
-        shapes = [(tokens, HEADS * DIM), (tokens, KV_HEADS, DIM), (tokens, KV_HEADS, DIM)]
+    def prepared(self, new, *, verify=False):
+        """A step whose metadata the backend has."""
+        forward = self.step(new, verify=verify)
+        self.made.init_forward_metadata(forward)
+        return forward
+
+    def captured(self, new, tokens, *, verify=False):
+        """A step of static tensors, as a graph that is being captured has them."""
+        self.made.init_cuda_graph_state(max_bs=4, max_num_tokens=tokens)
+        static = self.step(new, verify=verify)
+        self.made.init_forward_metadata_out_graph(static, in_capture=True)
+        return static
+
+    def follow(self, static, new, *, verify=False):
+        """Writes another step into the tensors of a captured one."""
+        following = self.step(new, verify=verify)
+        for name in ("seq_lens", "out_cache_loc", "req_pool_indices", "seq_lens_cpu"):
+            getattr(static, name).copy_(getattr(following, name))
+
+    def tensors(self):
+        count = sum(self.new)
+        shapes = [(count, HEADS * DIM), (count, KV_HEADS, DIM), (count, KV_HEADS, DIM)]
         return [torch.randn(shape, generator=self.generator).bfloat16() for shape in shapes]
 
+    def run(self, layer, forward, **options):
+        """Queries, keys, values and the result of a layer."""
+        tensors = self.tensors()
+        return *tensors, self.made.forward(*tensors, layer, forward, **options)
 
-def attention_over_the_pool(pool, layer, batch, new, q, sinks=None, trees=None):
-    """Attention in fp32 over what the pool holds, slot by slot; `trees` masks each request's new tokens."""
-    k_all, v_all = (
-        x.float() * (scale if x.dtype == FP8 else 1)
-        for x, scale in zip(pool.get_kv_buffer(layer.layer_id), (layer.k_scale, layer.v_scale), strict=True)
-    )
-    q = q.float().view(-1, HEADS, DIM)
-    out, start = torch.empty_like(q), 0
-    for row, length, count in zip(batch.rows, batch.lens, new, strict=True):
-        slots = batch.backend.token_slots[row, :length].long()
-        if pools.has_window(pool, layer.layer_id):
-            slots = pool.translate_loc_from_full_to_swa(slots)
-        k, v = (x[slots].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k_all, v_all))
-        logits = torch.einsum("thd,shd->hts", q[start : start + count], k) * layer.scaling
-        if layer.logit_cap:
-            logits = layer.logit_cap * torch.tanh(logits / layer.logit_cap)
-        place, key = torch.arange(length - count, length)[:, None], torch.arange(length)
-        hidden = key > place
-        if trees is not None:
-            hidden = torch.cat([torch.zeros(count, length - count).bool(), ~trees[batch.rows.index(row)]], 1)
-        if layer.sliding_window_size > 0:
-            hidden = hidden | (key < place - layer.sliding_window_size)
-        logits = logits.masked_fill(hidden, -torch.inf)
-        if sinks is not None:
-            logits = torch.cat([logits, sinks.float()[:, None, None].expand(-1, count, 1)], -1)
-        p = logits.softmax(-1)[..., :length]
-        out[start : start + count] = torch.einsum("hts,shd->thd", p, v)
-        start += count
-    return out.flatten(1)
+    def check(self, layer, forward, *, sinks=None, trees=None):
+        """The same compared with attention in fp32 over what the pool holds, slot by slot."""
+        q, k, v, found = self.run(layer, forward, **({} if sinks is None else {"sinks": sinks}))
+        assert relative_l1(found, self.exact(self.pool, layer, q, sinks, trees)) <= BF16
+        return k, v
+
+    def exact(self, pool, layer, q, sinks=None, trees=None):
+        """Attention over a pool; `trees` says which new tokens of its request each new token sees."""
+        k, v = (
+            x.float() * (scale if x.dtype == FP8 else 1)
+            for x, scale in zip(
+                pool.get_kv_buffer(layer.layer_id), (layer.k_scale, layer.v_scale), strict=True
+            )
+        )
+        out = []
+        for index, rows in enumerate(q.view(-1, HEADS, DIM).split(self.new)):
+            length, count = self.lens[index], self.new[index]
+            slots = self.made.token_slots[self.rows[index], :length].long()
+            if pools.has_window(pool, layer.layer_id):
+                slots = pool.translate_loc_from_full_to_swa(slots)
+            hidden = None
+            if trees is not None:
+                hidden = torch.cat([torch.zeros(count, length - count).bool(), ~trees[index]], 1)
+            options = {"window": layer.sliding_window_size, "soft_cap": layer.logit_cap, "sinks": sinks}
+            out.append(attention(rows, k[slots], v[slots], layer.scaling, hidden=hidden, **options)[0])
+        return torch.cat(out).flatten(1)
 
 
-def relative_l1(x, reference):
-    return ((x.float() - reference).abs().sum() / reference.abs().sum()).item()
+KERNELS = (steps, "paged_decode"), (steps, "batch_prefill")
 
 
 @pytest.fixture
-def runs(monkeypatch):
-    """How often each of narrowkv's operations ran, and the memory of the caches that they read."""
-    counts = Counter()
-
-    def watch(module, name, place):
-        operation = getattr(module, name)
-
-        def call(*args, **kwargs):
-            counts[name] += 1
-            counts[args[place].k.data_ptr()] += 1
-            return operation(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, call)
-
-    watch(backend, "append", 0)
-    watch(steps, "paged_decode", 1)
-    watch(steps, "batch_prefill", 1)
-    return counts
+def calls(monkeypatch):
+    return watch(monkeypatch, (backend, "append"), *KERNELS)
 
 
-CASES = {
-    "bf16": {},
-    "fp8": {"dtype": FP8},
-    "fp8-tensor-scales": {"dtype": FP8, "scale": (torch.tensor(0.03), torch.tensor(0.02))},
-    "bf16-page-of-one-token": {"page": 1},
-    "sinks-and-soft-cap": {"cap": 4.0, "sinks": True},
-    "window": {"kind": "window", "window": WINDOW},
-    "window-fp8": {"kind": "window", "window": WINDOW, "dtype": FP8},
-}
+BF16_POOL = {"dtype": torch.bfloat16}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_steps_over_sglangs_pools_are_attention_over_the_stored_tokens(name, runs):
-    case = {"dtype": torch.bfloat16, "kind": "full", "page": PAGE, "scale": (0.03, 0.02), **CASES[name]}
-    pool = make_pool(case["dtype"], case["kind"], case["page"])
-    made = make_backend(pool)
-    batch = Batch(made)
-    layers = [make_layer(0, scale=case["scale"], cap=case.get("cap", 0.0))]
-    if case["kind"] == "window":
-        layers.append(make_layer(1, scale=case["scale"], window=case["window"]))
-    sinks = torch.linspace(-1, 2, HEADS).bfloat16() if case.get("sinks") else None
+@pytest.mark.parametrize(
+    ("pool", "layers", "has_sinks"),
+    [
+        pytest.param(BF16_POOL, [{}], False, id="bf16"),
+        pytest.param({"dtype": FP8}, [{"scale": (0.03, 0.02)}], False, id="fp8"),
+        pytest.param({"dtype": FP8}, [{"scale": SCALES}], False, id="fp8-tensor-scales"),
+        pytest.param({**BF16_POOL, "page": 1}, [{}], False, id="bf16-page-of-one-token"),
+        pytest.param(BF16_POOL, [{"cap": 4.0}], True, id="sinks-and-soft-cap"),
+        pytest.param({**BF16_POOL, "kind": "window"}, [{}, {"window": WINDOW}], False, id="window"),
+        pytest.param(
+            {"dtype": FP8, "kind": "window"},
+            [{"scale": (0.03, 0.02)}, {"scale": (0.03, 0.02), "window": WINDOW}],
+            False,
+            id="window-fp8",
+        ),
+    ],
+)
+def test_steps_over_sglangs_pools_are_attention_over_the_stored_tokens(pool, layers, has_sinks, calls):
+    pool = make_pool(**pool)
+    batch = Batch(pool)
+    layers = [make_layer(index, **options) for index, options in enumerate(layers)]
+    sinks = torch.linspace(-1, 2, HEADS).bfloat16() if has_sinks else None
     # A prompt each, more of it (a prefix is cached by then), and two tokens.
     for new in ([9, 20], [3, 1], [1, 1], [1, 1]):
-        forward = batch.step(new)
-        made.init_forward_metadata(forward)
+        forward = batch.prepared(new)
         for layer in layers:
-            q, k, v = batch.tensors(sum(new))
-            found = made.forward(q, k, v, layer, forward, sinks=sinks)
-            expected = attention_over_the_pool(pool, layer, batch, new, q, sinks)
-            assert relative_l1(found, expected) <= 0.003  # bf16 outputs
+            k, _ = batch.check(layer, forward, sinks=sinks)
             stored, slots = pool.get_key_buffer(layer.layer_id), forward.out_cache_loc
             if layer.layer_id == 1:
                 slots = pool.translate_loc_from_full_to_swa(slots)
             scale = float(layer.k_scale) if stored.dtype == FP8 else 1
             assert relative_l1(stored[slots].float() * scale, k.float()) < 0.05  # of E4M3
-    assert runs["append"] == 4 * len(layers)
-    assert (runs["batch_prefill"], runs["paged_decode"]) == (2 * len(layers), 2 * len(layers))
-    memory = {pool.get_key_buffer(layer.layer_id).data_ptr() for layer in layers}
-    assert {address for address in runs if isinstance(address, int)} == memory
+    count = len(layers)
+    assert calls.counts == {"append": 4 * count, "batch_prefill": 2 * count, "paged_decode": 2 * count}
+    assert calls.memory == {pool.get_key_buffer(layer.layer_id).data_ptr() for layer in layers}
 
 
 @pytest.mark.parametrize("kind", ["fp4", "fp4-method"])
-def test_fp4_pools_are_written_and_read_where_they_are(kind, runs, monkeypatch):
-    pool = make_pool(torch.bfloat16, kind)
-    made = make_backend(pool)
-    batch, layer = Batch(made), make_layer(scale=(1.0, 1.0))
+def test_fp4_pools_are_written_and_read_where_they_are(kind, calls, monkeypatch):
+    pool, plain = make_pool(torch.bfloat16, kind), make_pool(torch.bfloat16)
+    batch, layer = Batch(pool), make_layer(scale=(1.0, 1.0))
     monkeypatch.setattr(pool, "get_key_buffer", None)  # it would dequantise the whole pool
     util = kvfp4_tensor.FP4MXBlock16KVQuantizeUtil
-    plain = make_pool(torch.bfloat16)
     for new in ([9, 20], [1, 1]):
-        forward = batch.step(new)
-        made.init_forward_metadata(forward)
-        q, k, v = batch.tensors(sum(new))
-        found = made.forward(q, k, v, layer, forward)
+        forward = batch.prepared(new)
+        q, k, v, found = batch.run(layer, forward)
+        slots = forward.out_cache_loc
         for x, codes, scales, side in (
             (k, pool.k_buffer[0], pool.k_scale_buffer[0], plain.k_buffer[0]),
             (v, pool.v_buffer[0], pool.v_scale_buffer[0], plain.v_buffer[0]),
         ):
-            slots = forward.out_cache_loc
             # SGLang's own writer, byte for byte.
             with torch.compiler.set_stance("force_eager"):
                 own_codes, own_scales = util.batched_quantize(x)
-                side_values = util.batched_dequantize(own_codes, own_scales)
+                side[slots] = util.batched_dequantize(own_codes, own_scales)
             assert torch.equal(codes[slots].view(torch.uint8), own_codes)
             assert torch.equal(scales[slots].view(torch.uint8), own_scales)
-            side[slots] = side_values
-        expected = attention_over_the_pool(plain, layer, batch, new, q)
-        assert relative_l1(found, expected) <= 0.003
-    assert runs[pool.k_buffer[0].data_ptr()] == 4
+        assert relative_l1(found, batch.exact(plain, layer, q)) <= BF16
+    assert (len(calls), calls.memory) == (4, {pool.k_buffer[0].data_ptr()})
 
 
-def test_pools_with_heads_outside_pages_are_read_where_they_are(runs):
+def test_pools_with_heads_outside_pages_are_read_where_they_are(calls):
     with envs.SGLANG_USE_HND_KVCACHE.override(True):
         pool = make_pool(torch.bfloat16)
-    made = make_backend(pool)
-    batch, layer = Batch(made), make_layer(scale=(None, None))
-    forward = batch.step([9, 20])
-    made.init_forward_metadata(forward)
-    q, k, v = batch.tensors(29)
-    found = made.forward(q, k, v, layer, forward)
-    plain = make_pool(torch.bfloat16)
+    batch, layer, plain = Batch(pool), make_layer(), make_pool(torch.bfloat16)
+    forward = batch.prepared([9, 20])
+    q, k, v, found = batch.run(layer, forward)
     plain.k_buffer[0][forward.out_cache_loc], plain.v_buffer[0][forward.out_cache_loc] = k, v
-    assert relative_l1(found, attention_over_the_pool(plain, layer, batch, [9, 20], q)) <= 0.003
-    assert runs[pool.k_buffer[0].data_ptr()] == 2
+    assert relative_l1(found, batch.exact(plain, layer, q)) <= BF16
+    assert (len(calls), calls.memory) == (2, {pool.k_buffer[0].data_ptr()})
 
 
-@pytest.mark.parametrize("kind", ["full", "window"])
-def test_a_captured_step_is_replayed_with_other_requests_and_lengths(kind, runs):
-    pool = make_pool(torch.bfloat16, kind)
-    made = make_backend(pool)
-    batch = Batch(made)
-    layer = make_layer(int(kind == "window"), scale=(None, None), window=WINDOW)
-    forward = batch.step([9, 20])
-    made.init_forward_metadata(forward)
-    made.forward(*batch.tensors(29), layer, forward)
-
-    made.init_cuda_graph_state(max_bs=4, max_num_tokens=4)
+@pytest.mark.parametrize(
+    ("kind", "args", "new", "kept"),
+    [
+        pytest.param("full", {}, [1, 1], 1, id="full"),
+        pytest.param("window", {}, [1, 1], 1, id="window"),
+        pytest.param("window", CHAIN, [3, 3], 1, id="guesses"),  # of which none but the first token was right
+    ],
+)
+def test_a_captured_step_is_replayed_with_other_requests_and_lengths(kind, args, new, kept, calls):
+    batch = Batch(make_pool(torch.bfloat16, kind), **args)
+    made, layer, verify = batch.made, make_layer(int(kind == "window"), window=WINDOW), bool(args)
+    batch.run(layer, batch.prepared([9, 20]))
     # SGLang's own static tensors: a graph reads them whatever they hold.
-    static = batch.step([1, 1])
-    made.init_forward_metadata_out_graph(static, in_capture=True)
+    static = batch.captured(new, 4 * new[0], verify=verify)
     captured = made.forward_metadata
-    tables = {group.step.table.page_ids.data_ptr() for group in captured.values()}
-    made.forward(*batch.tensors(2), layer, static)  # what a graph would hold
+
+    def held():
+        return [
+            (g.step.table.page_ids.data_ptr(), g.step.table.seq_lens.data_ptr()) for g in captured.values()
+        ]
+
+    addresses = held()
+    batch.run(layer, static)  # what a graph would hold
     for _ in range(2):
-        following = batch.step([1, 1])
-        for name in ("seq_lens", "out_cache_loc", "req_pool_indices", "seq_lens_cpu"):
-            getattr(static, name).copy_(getattr(following, name))
+        batch.lens = [n - new[0] + kept for n in batch.lens]
+        batch.follow(static, new, verify=verify)
         made.forward_metadata = None
         made.init_forward_metadata_out_graph(static)
         assert made.forward_metadata is captured
-        assert tables == {group.step.table.page_ids.data_ptr() for group in captured.values()}
-        q, k, v = batch.tensors(2)
-        found = made.forward(q, k, v, layer, static)
-        expected = attention_over_the_pool(pool, layer, batch, [1, 1], q)
-        assert relative_l1(found, expected) <= 0.003
+        assert held() == addresses
+        batch.check(layer, static)
+    assert calls.counts["paged_decode"] == 3
 
 
 @pytest.mark.parametrize("guesses", [3, 17], ids=["decode-kernel", "prefill-kernel"])
-def test_a_chain_of_guesses_is_verified(guesses, runs):
-    pool = make_pool(torch.bfloat16)
-    made = make_backend(pool, **{**CHAIN, "speculative_num_draft_tokens": guesses})
-    batch, layer = Batch(made), make_layer(scale=(None, None))
-    forward = batch.step([9, 20])
-    made.init_forward_metadata(forward)
-    made.forward(*batch.tensors(29), layer, forward)
-    new = [guesses, guesses]
-    forward = batch.step(new, verify=True)
-    made.init_forward_metadata(forward)
-    q, k, v = batch.tensors(sum(new))
-    found = made.forward(q, k, v, layer, forward)
-    assert relative_l1(found, attention_over_the_pool(pool, layer, batch, new, q)) <= 0.003
-    assert (runs["batch_prefill"], runs["paged_decode"]) == ((1, 1) if guesses == 3 else (2, 0))
+def test_a_chain_of_guesses_is_verified(guesses, calls):
+    batch = Batch(make_pool(torch.bfloat16), **{**CHAIN, "speculative_num_draft_tokens": guesses})
+    layer = make_layer()
+    batch.run(layer, batch.prepared([9, 20]))
+    batch.check(layer, batch.prepared([guesses, guesses], verify=True))
+    assert calls.counts["paged_decode"] == (1 if guesses == 3 else 0)
+    assert calls.counts["batch_prefill"] == (1 if guesses == 3 else 2)
 
 
 # What each of four guesses sees: two continuations of a token, one of which goes on; and three of a token.
@@ -351,39 +328,28 @@ TREES = torch.tensor(
 TREE = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 4}
 
 
-def full_masks(trees, lens):
-    """NGRAM's masks: every key of a request, of each guess."""
-    seen = [torch.cat([torch.ones(4, n - 4).bool(), tree], 1) for tree, n in zip(trees, lens, strict=True)]
-    return torch.cat([mask.flatten() for mask in seen])
-
-
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "NGRAM"])
-def test_a_tree_of_guesses_is_verified_and_replayed(algorithm, runs):
-    pool = make_pool(torch.bfloat16)
-    made = make_backend(pool, **{**CHAIN, **TREE, "speculative_algorithm": algorithm})
-    batch, layer = Batch(made), make_layer(scale=(None, None))
-    forward = batch.step([9, 20])
-    made.init_forward_metadata(forward)
-    made.forward(*batch.tensors(29), layer, forward)
+def test_a_tree_of_guesses_is_verified_and_replayed(algorithm, calls):
+    batch = Batch(make_pool(torch.bfloat16), **{**CHAIN, **TREE, "speculative_algorithm": algorithm})
+    made, layer, new = batch.made, make_layer(), [4, 4]
+    batch.run(layer, batch.prepared([9, 20]))
 
     def tree(forward, trees):
-        """Gives a step its masks, as SGLang's workers do."""
+        """Gives a step its masks, as SGLang's workers do; NGRAM's have every key of a request."""
         if algorithm == "NGRAM":
-            mask = full_masks(trees, batch.lens)
+            seen = [
+                torch.cat([torch.ones(4, n - 4).bool(), tree], 1)
+                for tree, n in zip(trees, batch.lens, strict=True)
+            ]
+            mask = torch.cat([rows.flatten() for rows in seen])
             forward.spec_info = NgramVerifyInput(custom_mask=mask, draft_token_num=4)
         else:
             assert made.verify_mask.fits(2)
             made.verify_mask.buffer[: trees.numel()] = trees.flatten()
             forward.spec_info.custom_mask = made.verify_mask.buffer
 
-    def check(forward, trees):
-        q, k, v = batch.tensors(8)
-        found = made.forward(q, k, v, layer, forward)
-        expected = attention_over_the_pool(pool, layer, batch, [4, 4], q, trees=trees)
-        assert relative_l1(found, expected) <= 0.003
-
     batch.topk = 2
-    forward = batch.step([4, 4], verify=True)
+    forward = batch.step(new, verify=True)
     if algorithm == "EAGLE3":  # a step may be prepared before the draft model has made its tree
         tree(forward, torch.ones_like(TREES))
         made.init_forward_metadata(forward)
@@ -392,20 +358,18 @@ def test_a_tree_of_guesses_is_verified_and_replayed(algorithm, runs):
     else:
         tree(forward, TREES)
         made.init_forward_metadata(forward)
-    check(forward, TREES)
+    batch.check(layer, forward, trees=TREES)
 
     made.init_cuda_graph_state(max_bs=4, max_num_tokens=16)
     batch.lens = [n - 2 for n in batch.lens]
-    static = batch.step([4, 4], verify=True)
+    static = batch.step(new, verify=True)
     tree(static, TREES)
     made.init_forward_metadata_out_graph(static, in_capture=True)
     made.init_forward_metadata_in_graph(static)
     held = made.forward_metadata[False].step.table.tree_mask.data_ptr()
-    check(static, TREES)
+    batch.check(layer, static, trees=TREES)
     batch.lens = [n - 3 for n in batch.lens]
-    following = batch.step([4, 4], verify=True)
-    for name in ("seq_lens", "out_cache_loc", "seq_lens_cpu"):
-        getattr(static, name).copy_(getattr(following, name))
+    batch.follow(static, new, verify=True)
     turned = TREES.flip(0)
     if algorithm == "NGRAM":
         tree(static, turned)
@@ -413,48 +377,19 @@ def test_a_tree_of_guesses_is_verified_and_replayed(algorithm, runs):
     tree(static, turned)  # EAGLE's is written when the step has been prepared
     made.init_forward_metadata_in_graph(static)  # the graph
     assert held == made.forward_metadata[False].step.table.tree_mask.data_ptr()
-    check(static, turned)
-    assert runs["paged_decode"] == 3
-
-
-def test_a_captured_chain_of_guesses_is_replayed(runs):
-    pool = make_pool(torch.bfloat16, "window")
-    made = make_backend(pool, **CHAIN)
-    batch, layer = Batch(made), make_layer(1, scale=(None, None), window=WINDOW)
-    forward = batch.step([9, 20])
-    made.init_forward_metadata(forward)
-    made.forward(*batch.tensors(29), layer, forward)
-    made.init_cuda_graph_state(max_bs=4, max_num_tokens=12)
-    static = batch.step([3, 3], verify=True)
-    made.init_forward_metadata_out_graph(static, in_capture=True)
-    captured = made.forward_metadata
-    held = [(g.slots.data_ptr(), g.step.table.seq_lens.data_ptr()) for g in captured.values()][1:]
-    made.forward(*batch.tensors(6), layer, static)
-    batch.lens = [n - 2 for n in batch.lens]  # one guess was right
-    following = batch.step([3, 3], verify=True)
-    for name in ("seq_lens", "out_cache_loc", "seq_lens_cpu"):
-        getattr(static, name).copy_(getattr(following, name))
-    made.init_forward_metadata_out_graph(static)
-    assert made.forward_metadata is captured
-    assert held == [(g.slots.data_ptr(), g.step.table.seq_lens.data_ptr()) for g in captured.values()][1:]
-    q, k, v = batch.tensors(6)
-    found = made.forward(q, k, v, layer, static)
-    assert relative_l1(found, attention_over_the_pool(pool, layer, batch, [3, 3], q)) <= 0.003
-    assert runs["paged_decode"] == 2
+    batch.check(layer, static, trees=turned)
+    assert calls.counts["paged_decode"] == 3
 
 
 @pytest.mark.parametrize("kind", ["full", "window", "fp4"])
 def test_no_step_copies_a_cache_or_reads_from_the_device(kind):
-    pool = make_pool(torch.bfloat16 if kind == "fp4" else FP8, kind)
-    made = make_backend(pool)
-    batch, layer = Batch(made), make_layer(scale=(torch.tensor(0.03), torch.tensor(0.02)))
-    kernels = (backend, "append"), (steps, "paged_decode"), (steps, "batch_prefill"), (steps, "plan_prefill")
+    batch = Batch(make_pool(torch.bfloat16 if kind == "fp4" else FP8, kind))
+    made, layer = batch.made, make_layer(scale=SCALES)
     for new in ([9, 20], [1, 1]):
-        forward = batch.step(new)
-        made.init_forward_metadata(forward)
-        tensors = batch.tensors(sum(new))
+        forward = batch.prepared(new)
+        tensors = batch.tensors()
         made.forward(*tensors, layer, forward)  # plans
-        with operators(*kernels) as seen:
+        with operators((backend, "append"), *KERNELS, (steps, "plan_prefill")) as seen:
             made.init_forward_metadata(forward)
             # Lengths are SGLang's own, on the host.
             assert seen.count("__int__") <= 1
@@ -465,18 +400,13 @@ def test_no_step_copies_a_cache_or_reads_from_the_device(kind):
 
 
 def test_a_layer_adds_little_time_to_its_planned_calls(monkeypatch):
-    made = make_backend(make_pool(FP8))
-    batch, layer = Batch(made), make_layer(scale=(torch.tensor(0.03), torch.tensor(0.02)))
-    forward = batch.step([9, 20])
-    made.init_forward_metadata(forward)
-    made.forward(*batch.tensors(29), layer, forward)
-    forward = batch.step([1, 1])
-    made.init_forward_metadata(forward)
-    tensors = batch.tensors(2)
-    made.forward(*tensors, layer, forward)
-    monkeypatch.setattr(backend, "append", lambda *args, **kwargs: None)
-    monkeypatch.setattr(steps, "paged_decode", lambda *args, **kwargs: None)
-    assert least_microseconds(lambda: made.forward(*tensors, layer, forward)) <= MICROSECONDS
+    batch, layer = Batch(make_pool(FP8)), make_layer(scale=SCALES)
+    batch.run(layer, batch.prepared([9, 20]))
+    forward = batch.prepared([1, 1])
+    *tensors, _ = batch.run(layer, forward)
+    for module, name in ((backend, "append"), *KERNELS[:1]):
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: None)
+    assert least_microseconds(lambda: batch.made.forward(*tensors, layer, forward)) <= MICROSECONDS
 
 
 @pytest.mark.parametrize(
@@ -500,32 +430,21 @@ def test_what_is_not_served_is_refused_with_the_reason(change, message):
 
 
 def test_layers_and_steps_that_are_not_served_are_refused():
-    made = make_backend(make_pool(torch.bfloat16))
-    batch = Batch(made)
-    forward = batch.step([2, 2])
-    made.init_forward_metadata(forward)
-    layer = make_layer(scale=(None, None))
+    batch, layer = Batch(make_pool(torch.bfloat16)), make_layer()
+    forward = batch.prepared([2, 2])
     with pytest.raises(UnsupportedError, match="k_rope"):
-        made.forward(*batch.tensors(4), layer, forward, k_rope=torch.zeros(1))
+        batch.run(layer, forward, k_rope=torch.zeros(1))
     layer.attn_type = AttentionType.ENCODER_ONLY
     with pytest.raises(UnsupportedError, match="not a decoder's own"):
-        made.forward(*batch.tensors(4), layer, forward)
+        batch.run(layer, forward)
     for mode in (ForwardMode.DRAFT_EXTEND_V2, ForwardMode.DLLM_EXTEND):
         forward.forward_mode = mode
-        with pytest.raises(UnsupportedError, match=mode.name):
-            made.init_forward_metadata(forward)
-        with pytest.raises(UnsupportedError, match=mode.name):
-            made.init_forward_metadata_out_graph(forward)
+        for prepare in (batch.made.init_forward_metadata, batch.made.init_forward_metadata_out_graph):
+            with pytest.raises(UnsupportedError, match=mode.name):
+                prepare(forward)
 
 
-def test_models_and_caches_are_answered():
-    assert narrow.supports(LlamaConfig(head_dim=128), kv_cache_dtype="fp8_e4m3") == []
-    assert "head_dim is 72" in narrow.supports(LlamaConfig(head_dim=72))[0]
-    assert narrow.supports(LlamaConfig(head_dim=64), kv_cache_dtype="fp4_mx_block16") == []
-    assert "kv_cache_dtype is nvfp4" in narrow.supports(LlamaConfig(), kv_cache_dtype="nvfp4")[0]
-    assert "deepseek_v4.patch()" in narrow.supports(DeepseekV4Config())[0]
-    assert 'register(instead_of="triton")' in narrow.supports(GptOssConfig())[0]
-    assert "within chunks" in narrow.supports(Llama4TextConfig(head_dim=128))[0]
+def test_only_the_two_names_of_backends_are_taken():
     with pytest.raises(ValueError, match="instead_of must be one of"):
         narrow.register(instead_of="tryton")
 
@@ -592,15 +511,7 @@ def test_deepseek_pages_of_sglang_are_read_where_they_are(tokens, layouts, monke
         lists.append(torch.randint(0, len(rows), (tokens, 1, width), generator=generator, dtype=torch.int32))
         lists[-1][:, :, 5] = -1
         lengths.append(torch.randint(1, width + 1, (tokens,), generator=generator, dtype=torch.int32))
-    calls = Counter()
-    for name in ("sparse_decode", "sparse_prefill_fp8"):
-        operation = getattr(deepseek, name)
-
-        def call(*args, name=name, operation=operation, **kwargs):
-            calls[name, args[1].rows.data.data_ptr()] += 1
-            return operation(*args, **kwargs)
-
-        monkeypatch.setattr(deepseek, name, call)
+    calls = watch(monkeypatch, (deepseek, "sparse_decode"), (deepseek, "sparse_prefill_fp8"))
     monkeypatch.setattr(deepseek, "_PREFILL_TOKENS", 16)  # few, for the interpreter
     arguments = {
         "q": q, "k_cache": near, "head_dim_v": 512, "block_table": None, "cache_seqlens": None,
@@ -616,17 +527,17 @@ def test_deepseek_pages_of_sglang_are_read_where_they_are(tokens, layouts, monke
             found, _ = hip.flash_mla_with_kvcache_entrypoint("triton", **arguments)
         finally:
             undo()
-    assert calls == {("sparse_decode" if tokens == 3 else "sparse_prefill_fp8", near.data_ptr()): 1}
-    expected = torch.empty(tokens, heads, 512)
+    (call,) = calls
+    assert call.name == ("sparse_decode" if tokens == 3 else "sparse_prefill_fp8")
+    assert call.args[1].rows.data.data_ptr() == near.data_ptr()
+    expected = []
     for t in range(tokens):
         named = [
             rows[ids[t, 0, :n][ids[t, 0, :n] >= 0].long()]
             for rows, ids, n in zip((near_rows, far_rows), lists, (x[t] for x in lengths), strict=True)
         ]
-        k = torch.cat(named)
-        logits = torch.cat([q[t, 0].float() @ k.T * 512**-0.5, sink[:, None]], 1)
-        expected[t] = logits.softmax(-1)[:, :-1] @ k
-    assert relative_l1(found[:, 0], expected) <= 0.004  # bf16 outputs and probabilities
+        expected.append(row_attention(q[t, 0], torch.cat(named), 512**-0.5, sink))
+    assert relative_l1(found[:, 0], torch.stack(expected)) <= 0.004  # bf16 outputs and probabilities
 
 
 def test_pages_of_other_layouts_stay_with_sglang(monkeypatch):

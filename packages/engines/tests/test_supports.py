@@ -31,13 +31,25 @@ def test_any_configuration_is_answered(model_type, engine):
     assert (reasons == []) if wanted is None else any(wanted in reason for reason in reasons)
 
 
-def test_vllms_cache_dtypes_are_answered():
-    config = transformers.LlamaConfig(head_dim=128)
-    for cache_dtype in (*CACHE_DTYPES, *OWN_SLOTS):
-        assert vllm.supports(config, kv_cache_dtype=cache_dtype) == []
-    (reason,) = vllm.supports(transformers.LlamaConfig(head_dim=96), kv_cache_dtype="ultraquant_4bit")
-    assert "rotates heads of 64, 128 or 256 channels, and they have 96" in reason
-    assert (
-        "kv_cache_dtype is turboquant_4bit_nc"
-        in vllm.supports(config, kv_cache_dtype="turboquant_4bit_nc")[0]
-    )
+LLAMA = transformers.LlamaConfig
+# An engine, a configuration, the cache's dtype, and a part of the first reason, or None.
+QUESTIONS = [
+    *((vllm, LLAMA(head_dim=128), cache_dtype, None) for cache_dtype in (*CACHE_DTYPES, *OWN_SLOTS)),
+    (vllm, LLAMA(head_dim=72), "auto", "head_dim is 72"),
+    (vllm, LLAMA(head_dim=96), "ultraquant_4bit",
+     "rotates heads of 64, 128 or 256 channels, and they have 96"),
+    (vllm, LLAMA(head_dim=128), "turboquant_4bit_nc", "kv_cache_dtype is turboquant_4bit_nc"),
+    (sglang, LLAMA(head_dim=128), "fp8_e4m3", None),
+    (sglang, LLAMA(head_dim=64), "fp4_mx_block16", None),
+    (sglang, LLAMA(head_dim=72), "auto", "head_dim is 72"),
+    (sglang, LLAMA(), "nvfp4", "kv_cache_dtype is nvfp4"),
+    (sglang, transformers.DeepseekV4Config(), "auto", "deepseek_v4.patch()"),
+    (sglang, transformers.GptOssConfig(), "auto", 'register(instead_of="triton")'),
+    (sglang, transformers.Llama4TextConfig(head_dim=128), "auto", "within chunks"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("engine", "config", "cache_dtype", "reason"), QUESTIONS)
+def test_models_and_caches_are_answered(engine, config, cache_dtype, reason):
+    reasons = engine.supports(config, kv_cache_dtype=cache_dtype)
+    assert reasons == [] if reason is None else reason in reasons[0]

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import shutil
-from collections import Counter
 
 import pytest
 import torch
@@ -21,13 +20,12 @@ os.environ.update(
 )  # fmt: skip
 vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
 
+from engine_checks import BF16, watch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.v1.attention import selector  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 
-from narrowkv.attn_decode import paged_decode_reference  # noqa: E402
-from narrowkv.attn_prefill import batch_prefill_reference  # noqa: E402
 from narrowkv.engines import steps  # noqa: E402
 from narrowkv.engines import vllm as narrow  # noqa: E402
 from narrowkv.engines.tiny import tiny_model  # noqa: E402
@@ -54,56 +52,20 @@ def cpu_slot():
     selector._cached_get_attn_backend.cache_clear()
 
 
+PLACES = (backend, "append"), (steps, "paged_decode"), (steps, "batch_prefill")
+
+
 @pytest.fixture
-def checked(monkeypatch):
-    """Counts narrowkv's calls by stored format and by what they ask for, each compared with its reference."""
-    counts = Counter()
-    references = {"paged_decode": paged_decode_reference, "batch_prefill": batch_prefill_reference}
-
-    def watch(module, name):
-        operation = getattr(module, name)
-
-        def call(*args, out=None, plan=None, **kwargs):
-            cache = args[0] if name == "append" else args[1]
-            counts[name, cache.format.k] += 1
-            counts["V", cache.format.v] += 1
-            counts["memory", cache.k.untyped_storage().data_ptr()] += 1
-            if cache.format.k.startswith("fp8") and cache.k_granularity == "tensor":
-                counts["scales", round(float(cache.k_descale), 4), round(float(cache.v_descale), 4)] += 1
-            if name == "append":
-                return operation(*args, **kwargs)
-            window = kwargs["window_left"]
-            counts["window", window] += 1
-            if window >= 0:
-                for row, length in zip(args[2].page_ids, args[2].seq_lens.tolist(), strict=True):
-                    last = (length - 1) // cache.page_size
-                    counts["window's page", last, int(row[last])] += 1
-            counts["cap", kwargs["logits_soft_cap"]] += 1
-            counts["sinks", kwargs["sinks"] is not None] += 1
-            if name == "paged_decode":
-                counts["q_len", args[0].shape[0] // args[2].batch_size] += 1
-            operation(*args, out=out, plan=plan, **kwargs)
-            exact = references[name](*args, **kwargs, out_dtype=torch.float32)
-            error = (out.float() - exact).abs().sum() / exact.abs().sum()
-            assert error <= 0.003  # bf16 outputs
-            return out
-
-        monkeypatch.setattr(module, name, call)
-
-    watch(backend, "append")
-    for name in references:
-        watch(steps, name)
-    return counts
+def calls(monkeypatch):
+    """narrowkv's calls, each compared with its reference."""
+    return watch(monkeypatch, *PLACES, bound=BF16)
 
 
 def generate(model, cache_dtype, prompts=PROMPTS, rounds=1, new=NEW, **options):
     """Outputs of the last round, the log-probabilities of its first step, and the addresses of the caches."""
     sizes = {
-        "max_model_len": 64,
-        "block_size": 32,
-        "max_num_batched_tokens": 64,
-        "num_gpu_blocks_override": 8,
-    }
+        "max_model_len": 64, "block_size": 32, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 8,
+    }  # fmt: skip
     llm = vllm.LLM(
         model=model, skip_tokenizer_init=True, dtype="bfloat16", kv_cache_dtype=cache_dtype,
         enforce_eager=True, max_num_seqs=2, **{**sizes, **options},
@@ -155,21 +117,18 @@ def own(model):
         ("narrowkv_fp4", "fp4_e2m1", 2.0),
     ],
 )
-def test_generate_through_narrowkvs_cache(model, own, cpu_slot, checked, cache_dtype, stored, bound):
+def test_generate_through_narrowkvs_cache(model, own, cpu_slot, calls, cache_dtype, stored, bound):
     if cache_dtype in OWN_SLOTS:
         asked = {"additional_config": {"kv_cache": cache_dtype}}
         outputs, chances, memory = generate(model, "fp8", **asked)
-        assert checked["V", "fp4_e2m1"] > 0
+        assert "fp4_e2m1" in {call.cache.format.v for call in calls}
     else:
         outputs, chances, memory = generate(model, cache_dtype)
-    assert sum(n for (name, *kind), n in checked.items() if name == "append" and kind == [stored])
+    assert stored in {call.cache.format.k for call in calls if call.name == "append"}
     # Each call of a step appends and attends once in every layer; every cache is vLLM's own memory.
-    appends, attends = (
-        sum(n for (name, *_), n in checked.items() if name in names)
-        for names in (("append",), ("paged_decode", "batch_prefill"))
-    )
-    assert appends == attends == LAYERS * NEW
-    assert {address for name, address, *_ in checked if name == "memory"} <= memory
+    counts = calls.counts
+    assert counts["append"] == counts["paged_decode"] + counts["batch_prefill"] == LAYERS * NEW
+    assert {call.cache.k.untyped_storage().data_ptr() for call in calls} <= memory
     # The same prompt through vLLM's own attention over a 16-bit cache.
     own_outputs, own_chances, _ = own
     assert_chances_within(chances, own_chances, bound)
@@ -180,12 +139,12 @@ def test_generate_through_narrowkvs_cache(model, own, cpu_slot, checked, cache_d
 @pytest.mark.parametrize(
     ("name", "asked"),
     [
-        ("gpt-oss-tiny", {("window", 5), ("window", -1), ("sinks", True)}),
-        ("gemma-2-tiny", {("window", 5), ("window", -1), ("cap", 5.0)}),
+        ("gpt-oss-tiny", {(5, 0.0, True), (-1, 0.0, True)}),
+        ("gemma-2-tiny", {(5, 5.0, False), (-1, 5.0, False)}),
     ],
 )
 def test_windows_sinks_and_soft_caps_reach_the_kernels_while_pages_are_recycled(
-    name, asked, tmp_path, request
+    name, asked, tmp_path, request, monkeypatch
 ):
     # A window of six tokens: vLLM gives pages that have left it to others, and few pages are there.
     prompts = [[3 + 7 * i % 90 for i in range(count)] for count in (75, 50)]
@@ -195,20 +154,26 @@ def test_windows_sinks_and_soft_caps_reach_the_kernels_while_pages_are_recycled(
     tiny_model(name).save_pretrained(tmp_path)
     own, own_chances, _ = generate(str(tmp_path), "auto", prompts, **sizes)
     request.getfixturevalue("cpu_slot")
-    checked = request.getfixturevalue("checked")
+    places = set()
+
+    def look(call):
+        """Notes where the last page of each sequence stands, and which one it is."""
+        if call.options.get("window_left", -1) >= 0:
+            table = call.args[2]
+            for row, length in zip(table.page_ids, table.seq_lens.tolist(), strict=True):
+                last = (length - 1) // call.cache.page_size
+                places.add((last, int(row[last])))
+
+    calls = watch(monkeypatch, *PLACES, bound=BF16, look=look)
     found, chances, _ = generate(str(tmp_path), "auto", prompts, **sizes)
-    assert asked <= set(checked)
-    places = [
-        (page, place)
-        for name, place, page, *_ in (k for k in checked if len(k) == 3)
-        if name == "window's page"
-    ]
-    assert len(places) > len({page for page, _ in places})  # a page at two places of sequences
+    options = [call.options for call in calls if call.name != "append"]
+    assert asked == {(o["window_left"], o["logits_soft_cap"], o["sinks"] is not None) for o in options}
+    assert len(places) > len({page for _, page in places})  # a page at two places of sequences
     assert_chances_within(chances, own_chances, 0.1)
     assert tokens_of(found) == tokens_of(own)
 
 
-def test_scales_of_the_checkpoint_are_the_caches_descales(model, cpu_slot, checked, tmp_path):
+def test_scales_of_the_checkpoint_are_the_caches_descales(model, cpu_slot, calls, tmp_path):
     folder = tmp_path / "scaled"
     shutil.copytree(model, folder)
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -224,20 +189,26 @@ def test_scales_of_the_checkpoint_are_the_caches_descales(model, cpu_slot, check
             weights[f"model.layers.{index}.self_attn.{side}_scale"] = torch.tensor([scale])
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     generate(str(folder), "fp8")
-    assert {tuple(scales) for name, *scales in checked if name == "scales"} == {(0.05, 0.02)}
+    descales = {(call.cache.k_descale, call.cache.v_descale) for call in calls}
+    assert {(round(float(k), 4), round(float(v), 4)) for k, v in descales} == {(0.05, 0.02)}
 
 
-def test_cached_prefixes_and_speculative_tokens(model, cpu_slot, checked):
+def test_cached_prefixes_and_speculative_tokens(model, cpu_slot, calls):
     # The last test: vLLM cannot be started again in a process that has loaded llvmlite, which guesses do.
     # Half of the vocabulary, so that the model is likely to generate a token of the prompt; its best tokens
     # stand clear of the second best, which rounding may exchange.
     prompt = random.Random(0).sample(range(3, 90), 50)
     plain, _, _ = generate(model, "auto", [prompt], new=8, enable_prefix_caching=False)
-    assert {kind for name, kind, *_ in checked if name == "q_len"} == {1}
+
+    def query_lens():
+        decodes = [call.args for call in calls if call.name == "paged_decode"]
+        return [q.shape[0] // table.batch_size for q, _, table in decodes]
+
+    assert set(query_lens()) == {1}
     guess = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     found, _, _ = generate(
         model, "auto", [prompt], rounds=2, new=8, enable_prefix_caching=True, speculative_config=guess
     )
     assert found[0].num_cached_tokens == 32  # one block
-    assert checked["q_len", 3] >= LAYERS  # a token and two guesses
+    assert query_lens().count(3) >= LAYERS  # a token and two guesses
     assert tokens_of(found) == tokens_of(plain)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
-from narrowkv.engines import vllm
 from narrowkv.engines.vllm.slots import (
     CACHE_DTYPES,
     OWN_SLOTS,
@@ -76,58 +74,53 @@ def test_every_head_dim_that_is_answered_yes_has_slots(head_dim):
         assert (found - v[0, 0].float()).norm() / v.float().norm() < 0.3
 
 
-def test_scales_lie_beside_their_numbers():
-    kv_cache = memory("fp8_per_token_head", (0, 1, 2))
-    cache = layer_cache(kv_cache, "fp8_per_token_head", DIM, torch.ones(()), torch.ones(()))
-    k, v = torch.randn(2, 1, HEADS, DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
-    append(cache, k, v, torch.tensor([3]))
-    slot = kv_cache[0, 1, 3]
-    codes, scale = slot[:DIM].view(cache.k.dtype).float(), slot[DIM : DIM + 4].view(torch.float32)
-    assert torch.allclose(codes * scale, k[0, 1].float(), rtol=0.07, atol=scale.item() / 100)
+def slot_of(cache_dtype, k, v):
+    """The bytes of head 1 of a token that is stored, and what the cache gives back of its value."""
+    kv_cache = memory(cache_dtype, (0, 1, 2))
+    cache = layer_cache(kv_cache, cache_dtype, DIM, torch.ones(()), torch.ones(()))
+    append(cache, k, v, torch.tensor([BLOCK + 3]))
+    return kv_cache[1, 1, 3], cache.dequantize()[1][1, 3, 1]
 
-    kv_cache = memory("narrowkv_k8v4", (0, 1, 2))
-    cache = layer_cache(kv_cache, "narrowkv_k8v4", DIM, torch.ones(()), torch.ones(()))
-    append(cache, k, v, torch.tensor([3]))
-    slot = kv_cache[0, 1, 3]
-    values, scale = slot[DIM + 4 : DIM + 4 + DIM // 2], slot[-4:-3].view(torch.float8_e4m3fn).float()
+
+def test_scales_lie_beside_their_numbers():
+    k, v = torch.randn(2, 1, HEADS, DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
+    slot, value = slot_of("fp8_per_token_head", k, v)
+    codes, scale = slot[DIM + 4 : 2 * DIM + 4].view(torch.float8_e4m3fn), slot[-4:].view(torch.float32)
+    assert slot.shape[0] == 2 * (DIM + 4)
+    assert torch.equal(codes.float() * scale, value)
+    codes, scale = slot[:DIM].view(torch.float8_e4m3fn), slot[DIM : DIM + 4].view(torch.float32)
+    assert torch.allclose(codes.float() * scale, k[0, 1].float(), rtol=0.07, atol=scale.item() / 100)
+
+    slot, value = slot_of("narrowkv_k8v4", k, v)
+    codes, scale = slot[DIM + 4 : DIM + 4 + DIM // 2], slot[-4:-3].view(torch.float8_e4m3fn).float()
     assert slot.shape[0] == 104
-    assert torch.equal(decode_fp4(unpack_fp4(values)) * scale, cache.dequantize()[1][0, 3, 1])
+    assert torch.equal(decode_fp4(unpack_fp4(codes)) * scale, value)
     assert not slot[-3:].any()
 
-    kv_cache = memory("ultraquant_4bit", (0, 1, 2))
-    cache = layer_cache(kv_cache, "ultraquant_4bit", DIM, torch.ones(()), torch.ones(()))
-    append(cache, k, v, torch.tensor([3]))
-    slot = kv_cache[0, 1, 3]
+    slot, value = slot_of("ultraquant_4bit", k, v)
     assert slot.shape[0] == 2 * (DIM // 2 + DIM // 32)
-    values = slot[DIM // 2 + 2 : DIM + 2]
     groups = torch.exp2(slot[DIM + 2 :].float() - 127).repeat_interleave(32)
-    assert torch.equal(decode_fp4(unpack_fp4(values)) * groups, cache.dequantize()[1][0, 3, 1])
+    assert torch.equal(decode_fp4(unpack_fp4(slot[DIM // 2 + 2 : DIM + 2])) * groups, value)
 
 
 def test_integer_slots_by_hand():
     """Bytes of one head: numbers, a scale of four bytes, the same of V; INT4's zero point in the scale."""
     k = torch.tensor([127.0, -64.0, 0.6, *[0.0] * (DIM - 3)]).expand(1, HEADS, DIM)
     v = torch.tensor([-4.0, 11.0, 1.6, *[0.0] * (DIM - 3)]).expand(1, HEADS, DIM)
-    kv_cache = memory("int8_per_token_head", (0, 1, 2))
-    cache = layer_cache(kv_cache, "int8_per_token_head", DIM, torch.ones(()), torch.ones(()))
-    append(cache, k, v * 127 / 11, torch.tensor([BLOCK + 3]))
-    slot = kv_cache[1, 1, 3]
+    slot, _ = slot_of("int8_per_token_head", k, v * 127 / 11)
     assert slot.shape[0] == 2 * (DIM + 4)
     assert slot[:3].tolist() == [0x7F, 0xC0, 0x01]
-    assert slot[DIM : DIM + 4].tolist() == [0x00, 0x00, 0x80, 0x3F]
+    assert slot[DIM : DIM + 4].tolist() == slot[2 * DIM + 4 :].tolist() == [0x00, 0x00, 0x80, 0x3F]
     assert slot[DIM + 4 : DIM + 7].tolist() == [0xD2, 0x7F, 0x12]  # -46, 127, 18
-    assert slot[2 * DIM + 4 :].tolist() == [0x00, 0x00, 0x80, 0x3F]
 
-    kv_cache = memory("int4_per_token_head", (0, 1, 2))
-    cache = layer_cache(kv_cache, "int4_per_token_head", DIM, torch.ones(()), torch.ones(()))
-    append(cache, k / 127 * 15, v, torch.tensor([BLOCK + 3]))
-    slot, half = kv_cache[1, 1, 3], DIM // 2
+    slot, value = slot_of("int4_per_token_head", k / 127 * 15, v)
+    half = DIM // 2
     assert slot.shape[0] == 2 * (half + 4)
     # V: scale 1, zero point 4: codes 0, 15, 6 and then 4 for zeros; 1.0 is 0x3F800000, of which the lowest
     # nibble is the zero point.
     assert slot[half + 4 : half + 7].tolist() == [0xF0, 0x46, 0x44]
     assert slot[-4:].tolist() == [0x04, 0x00, 0x80, 0x3F]
-    assert torch.equal(cache.dequantize()[1][1, 3, 1, :4], torch.tensor([-4.0, 11.0, 2.0, 0.0]))
+    assert torch.equal(value[:4], torch.tensor([-4.0, 11.0, 2.0, 0.0]))
 
 
 def test_formats_and_refusals():
@@ -141,5 +134,3 @@ def test_formats_and_refusals():
         chosen_slots("fp8", {"kv_cache": "k4v2"})
     with pytest.raises(ValueError, match="kv_cache_dtype must be one of"):
         format_of("nvfp4", torch.float16, cpu)
-    assert vllm.supports(LlamaConfig(head_dim=128)) == []
-    assert "head_dim is 72" in vllm.supports(LlamaConfig(head_dim=72))[0]

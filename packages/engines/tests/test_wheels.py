@@ -45,6 +45,10 @@ settings = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, detokeni
 print("tokens", list(output.outputs[0].token_ids))
 """
 
+ATTENTION, STEPS = "narrowkv.engines.transformers.attention", "narrowkv.engines.steps"
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-engines"
+)
 # Runs a script and counts narrowkv's calls by the formats of their caches.
 COUNTED = """
 import importlib, json, runpy, sys
@@ -84,22 +88,14 @@ def clean(tmp_path_factory):
 @pytest.mark.parametrize(
     ("script", "module", "format", "stored"),
     [
-        (TRANSFORMERS, "narrowkv.engines.transformers.attention", "fp8_e4m3fn", "fp8_e4m3fn"),
-        pytest.param(
-            TRANSFORMERS,
-            "narrowkv.engines.transformers.attention",
-            "fp4_e2m1",
-            "fp4_e2m1",
-            marks=pytest.mark.slow,
-        ),
-        (VLLM, "narrowkv.engines.steps", "fp8", "fp8_e4m3fn"),
-        (VLLM, "narrowkv.engines.steps", "ultraquant_4bit", "fp4_e2m1"),
+        pytest.param(TRANSFORMERS, ATTENTION, "fp8_e4m3fn", "fp8_e4m3fn", marks=pytest.mark.slow),
+        pytest.param(TRANSFORMERS, ATTENTION, "fp4_e2m1", "fp4_e2m1", marks=pytest.mark.slow),
+        pytest.param(VLLM, STEPS, "fp8", "fp8_e4m3fn", marks=needs_vllm),
+        pytest.param(VLLM, STEPS, "ultraquant_4bit", "fp4_e2m1", marks=needs_vllm),
     ],
     ids=["transformers-fp8", "transformers-fp4", "vllm-fp8", "vllm-fp4"],
 )
 def test_ten_lines_generate_from_the_wheel(script, module, format, stored, clean, tmp_path):
-    if script is VLLM and importlib.util.find_spec("vllm") is None:
-        pytest.skip("needs vLLM: make test-engines")
     (tmp_path / "script.py").write_text(script)
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}

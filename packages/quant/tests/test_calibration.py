@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy
@@ -56,8 +55,6 @@ def test_a_key_transform_is_the_calibration_without_what_changes_nothing() -> No
     assert (transform.stages(96), transform.stages(128), KeyTransform(rotated=False).stages(128)) == (5, 7, 0)
     (plain,) = calibrate([(q, k, v)], offset=False, balance_k=False, rotate=False).layers
     assert vars(plain.key_transform()) == {"offset": None, "balance": None, "rotated": False}
-    with pytest.raises(ValueError, match="offset must be contiguous"):
-        KeyTransform(layer.offset[:, ::2])
 
 
 def test_stored_keys_and_values_have_size_one_in_every_head() -> None:
@@ -125,14 +122,3 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             Calibration.load(tmp_path / f"{name}.npz")
     with pytest.raises(OSError, match="missing"):
         Calibration.load(tmp_path / "missing.npz")
-
-
-def test_samples_that_cannot_be_are_refused() -> None:
-    q, k, v = _sample(0)
-    with pytest.raises(ValueError, match="q must have a multiple of 2 heads"):
-        calibrate([(q[:, :5], k, v)])
-    with pytest.raises(ValueError, match="v must have shape"):
-        calibrate([(q, k, v[:, :1])])
-    k[3, 1, 2] = math.nan
-    with pytest.raises(ValueError, match="sample of layer 1 must be finite"):
-        calibrate([_sample(0), (q, k, v)])

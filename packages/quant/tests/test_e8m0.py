@@ -13,28 +13,20 @@ from narrowkv.quant.e8m0 import ceil_exponent, e8m0_from_exponent, floor_exponen
 from narrowkv.quant.rounding import round_to_format
 
 NARROW = [name for name, f in FORMATS.items() if f.kind != "float"]
-
-
-def test_edges() -> None:
-    byte = torch.tensor([0x00, 0x01, 0x7E, 0x7F, 0x80, 0xFE, 0xFF], dtype=torch.uint8)
-    value = e8m0_decode(byte)
-    assert value[:-1].tolist() == [2.0**-127, 2.0**-126, 0.5, 1.0, 2.0, 2.0**127]
-    assert value[-1].isnan()
-    assert float(value[0]) > 0
+BYTES = torch.arange(256, dtype=torch.uint8)
 
 
 def test_all_bytes_decode_to_their_power_and_back() -> None:
-    byte = torch.arange(256, dtype=torch.uint8)
-    value = e8m0_decode(byte)
+    value = e8m0_decode(BYTES)
     assert value[:255].double().tolist() == [math.ldexp(1.0, b - 127) for b in range(255)]
-    assert torch.equal(e8m0_encode(value), byte)
+    assert value[255].isnan()
+    assert torch.equal(e8m0_encode(value), BYTES)
 
 
 @pytest.mark.skipif(not hasattr(torch, "float8_e8m0fnu"), reason="this torch has no float8_e8m0fnu")
 def test_all_bytes_decode_like_torch() -> None:
-    byte = torch.arange(256, dtype=torch.uint8)
-    own = byte.view(torch.float8_e8m0fnu).float()
-    torch.testing.assert_close(e8m0_decode(byte), own, rtol=0, atol=0, equal_nan=True)
+    own = BYTES.view(torch.float8_e8m0fnu).float()
+    torch.testing.assert_close(e8m0_decode(BYTES), own, rtol=0, atol=0, equal_nan=True)
 
 
 def test_encode_of_what_is_not_a_power_of_two() -> None:
@@ -42,23 +34,13 @@ def test_encode_of_what_is_not_a_power_of_two() -> None:
     assert e8m0_encode(x).tolist() == [0, 0, 0, 127, 128, 255, 255, 255, 255]
     strided = torch.tensor([[1.0, 2.0], [4.0, 8.0]]).t()
     assert e8m0_encode(strided).tolist() == [[127, 129], [128, 130]]
-
-
-def test_dtypes_are_checked() -> None:
-    with pytest.raises(TypeError, match=r"byte must have dtype torch.uint8, got torch.int32"):
-        e8m0_decode(torch.zeros(1, dtype=torch.int32))
-    with pytest.raises(TypeError, match=r"x_pow2 must have dtype torch.float32, got torch.float64"):
-        e8m0_encode(torch.zeros(1, dtype=torch.float64))
-
-
-def test_exponents_are_clamped() -> None:
     assert e8m0_from_exponent(torch.tensor([-300, -127, 0, 127, 300])).tolist() == [0, 0, 127, 254, 254]
 
 
 def amax_samples() -> torch.Tensor:
     """Random fp32 magnitudes of every size, and both sides of the powers of two and some multiples."""
     generator = torch.Generator().manual_seed(5)
-    bits = torch.randint(1, 0x7F800000, (20000,), generator=generator, dtype=torch.int32)
+    bits = torch.randint(1, 0x7F800000, (5000,), generator=generator, dtype=torch.int32)
     powers = torch.cat(
         [torch.ldexp(torch.full((253,), m), torch.arange(-126, 127)) for m in (1.0, 1.5, 1.75, 127 / 64)]
     )
@@ -75,48 +57,35 @@ def test_floor_and_ceil_rules_against_fractions(name: str) -> None:
     for value, low, high in zip(amax.double().tolist(), floors, ceils, strict=True):
         exact = Fraction(value)
         assert Fraction(2) ** (low + emax) <= exact < Fraction(2) ** (low + emax + 1)
-        assert exact <= top * Fraction(2) ** high
-        assert exact > top * Fraction(2) ** (high - 1)
-
-
-@pytest.mark.parametrize("rule", [floor_exponent, ceil_exponent])
-def test_rules_give_exponent_0_for_a_group_of_zeros(rule) -> None:  # type: ignore[no-untyped-def]
-    assert rule(torch.zeros(3), "fp4_e2m1").tolist() == [0, 0, 0]
-
-
-def squared_errors(groups: torch.Tensor, name: str) -> torch.Tensor:
-    """fp64 squared error of each group at each of the 255 exponents: `[255, groups]`."""
-    rows = []
-    for exponent in range(-127, 128):
-        scaled = torch.ldexp(groups.double(), torch.tensor(-exponent))
-        clipped = scaled.clamp(-1e30, 1e30).float()
-        back = torch.ldexp(round_to_format(clipped, name).double(), torch.tensor(exponent))
-        rows.append((back - groups.double()).square().sum(-1))
-    return torch.stack(rows)
+        assert top * Fraction(2) ** (high - 1) < exact <= top * Fraction(2) ** high
+    zeros = torch.zeros(3)
+    assert floor_exponent(zeros, name).tolist() == ceil_exponent(zeros, name).tolist() == [0, 0, 0]
 
 
 def assert_least(groups: torch.Tensor, name: str) -> None:
-    errors = squared_errors(groups, name)
+    """The chosen exponents have the least squared error of all 255, in fp64."""
+    exponents = torch.arange(-127, 128)[:, None, None]
+    every = groups.double().expand(255, -1, -1)
+    scaled = torch.ldexp(every, -exponents).clamp(-1e30, 1e30).float()
+    back = torch.ldexp(round_to_format(scaled, name).double(), exponents)
+    errors = (back - every).square().sum(-1)  # [255, groups]
     chosen = mse_exponent(groups, name).to(torch.int64) + 127
-    got = errors.gather(0, chosen.unsqueeze(0)).squeeze(0)
-    best = errors.amin(0)
-    assert bool((got <= best * (1 + 1e-5)).all()), (
-        f"excess {float(((got - best) / best.clamp(min=1e-300)).max())}"
-    )
+    got, best = errors.gather(0, chosen[None])[0], errors.amin(0)
+    excess = float(((got - best) / best.clamp(min=1e-300)).max())
+    assert bool((got <= best * (1 + 1e-5)).all()), f"excess {excess}"
 
 
 def mse_groups(group: int, seed: int) -> torch.Tensor:
     """Groups that make the rule work: plain, one outlier among values at a half step, nearly constant."""
     g = torch.Generator().manual_seed(seed)
-    plain = torch.randn(400, group, generator=g) * torch.exp2(
-        torch.randint(-30, 30, (400, 1), generator=g).float()
-    )
+    spread = torch.exp2(torch.randint(-30, 30, (400, 1), generator=g).float())
     outlier = torch.full((200, group), 0.5) * torch.randint(0, 4, (200, group), generator=g)
     outlier[100:, 1:] = 0.5
     outlier[:, 0] = torch.linspace(4.0, 40.0, 100).repeat(2)
     constant = torch.linspace(0.9, 9.0, 200).unsqueeze(1) * (1 + 0.01 * torch.randn(200, group, generator=g))
+    plain = torch.randn(400, group, generator=g) * spread
     # Each group is tried at 255 exponents: of long groups a sample, which still has every kind.
-    return torch.cat((plain, outlier, constant))[:: {128: 4, 256: 16}.get(group, 1)]
+    return torch.cat((plain, outlier, constant))[:: {16: 2, 32: 4, 128: 8, 256: 16}.get(group, 1)]
 
 
 @pytest.mark.parametrize("group", [1, 16, 32, 128, 256])
@@ -137,8 +106,7 @@ def test_mse_rule_has_the_least_error_for_any_group(name: str, values: list[floa
 @pytest.mark.parametrize(
     ("name", "values", "floor", "ceil", "best"),
     [
-        # 7.5 saturates at 6 but is 8 one step up, where the halves vanish: 2 * 0.25 + 2 * 0.25 against 2 *
-        # 2.25
+        # 7.5 saturates at 6 but is 8 one step up, where the halves vanish: 4 * 0.25 against 2 * 2.25
         ("fp4_e2m1", [7.5, 7.5, 0.5, 0.5], 0, 1, 1),
         # clipping 8 to 6 costs 4; the step that holds 8 would lose 31 halves, 7.75
         ("fp4_e2m1", [8.0] + [0.5] * 31, 1, 1, 0),
@@ -148,13 +116,12 @@ def test_mse_rule_has_the_least_error_for_any_group(name: str, values: list[floa
         ("int4", [8.0] + [1.0] * 15, 1, 1, 0),
     ],
 )
-def test_mse_rule_on_groups_worked_by_hand(
+def test_rules_on_groups_worked_by_hand(
     name: str, values: list[float], floor: int, ceil: int, best: int
 ) -> None:
     group = torch.tensor([values])
-    assert int(floor_exponent(group.amax(-1), name)) == floor
-    assert int(ceil_exponent(group.amax(-1), name)) == ceil
-    assert int(mse_exponent(group, name)) == best
+    rules = (floor_exponent(group.amax(-1), name), ceil_exponent(group.amax(-1), name))
+    assert [int(exponent) for exponent in (*rules, mse_exponent(group, name))] == [floor, ceil, best]
 
 
 def test_mse_rule_survives_the_ends_of_fp32() -> None:
@@ -176,10 +143,6 @@ def test_dsv4_scale_is_the_formula() -> None:
         assert math.frexp(scale)[0] == 0.5, "not a power of two"
         # the quotient is rounded to fp32, which may lift it onto a power of two but never past one
         assert wanted * (1 - 2.0**-23) <= scale < 2 * wanted * (1 + 2.0**-23)
-
-
-def test_dsv4_scale_edges() -> None:
-    got = dsv4_tile_scale(torch.tensor([0.0, 0.0448, 448.0, 448.00003, 896.0, math.nan, math.inf]))
-    assert got[:5].tolist() == [2.0**-13, 2.0**-13, 1.0, 2.0, 2.0]
-    assert got[5].isnan()
-    assert float(got[6]) == 2.0**120
+    edges = dsv4_tile_scale(torch.tensor([0.0, 0.0448, 448.0, 448.00003, 896.0, math.inf, math.nan]))
+    assert edges[:6].tolist() == [2.0**-13, 2.0**-13, 1.0, 2.0, 2.0, 2.0**120]
+    assert edges[6].isnan()

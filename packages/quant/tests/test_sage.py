@@ -63,7 +63,7 @@ def test_each_group_is_quantised_as_alone(side: str, granularity: str, fmt: str)
 
 def test_finer_groups_are_closer() -> None:
     torch.manual_seed(0)
-    x = torch.randn(512, 2, 64) * torch.exp(torch.randn(512, 1, 1))
+    x = torch.randn(256, 2, 64) * torch.exp(torch.randn(256, 1, 1))
     errors = []
     for granularity in SAGE_GRANULARITIES:
         groups = token_groups("k", granularity)
@@ -82,12 +82,3 @@ def test_means_are_those_of_float64() -> None:
     torch.testing.assert_close(means[2], x[256:].double().mean(0).float(), rtol=2e-7, atol=0)
     assert torch.equal(token_mean(x[:0]), torch.zeros(2, 8))
     assert block_mean(x[:0]).shape == (0, 2, 8)
-
-
-def test_what_is_not_so_is_refused() -> None:
-    with pytest.raises(ValueError, match="granularity must be one of per_tensor"):
-        token_groups("k", "per_row")
-    with pytest.raises(ValueError, match="side must be one of q, k"):
-        token_groups("v", "per_block")
-    with pytest.raises(ValueError, match="tokens, heads, dim"):
-        quantize_per_token_group(torch.zeros(4, 4), token_groups("q", "per_warp"), "int8")
