@@ -10,6 +10,8 @@ import emulator_kernels as kernels  # noqa: E402
 from emulator_cases import FP8, NATIVE, PagedDecode  # noqa: E402
 from emulator_support import TARGETS, emulate, nans  # noqa: E402
 
+from narrowkv.cdna_emulator import RaceError  # noqa: E402
+
 pytestmark = pytest.mark.sampled
 
 both_targets = pytest.mark.parametrize("target", TARGETS)
@@ -60,6 +62,21 @@ def test_order_and_batching_do_not_change_bits_or_counts(warps, target):
         outputs.append(case.o.view(torch.int16))
     assert all(torch.equal(o, outputs[0]) for o in outputs)
     assert all(c == counts[0] for c in counts)
+
+
+@both_targets
+def test_a_removed_barrier_is_a_race(target):
+    """Waves in step read what another wave has not written yet."""
+
+    def without_barriers(text):
+        return text.replace("\ts_barrier", "\ts_nop 0")
+
+    case = PagedDecode(torch.bfloat16, batch=1, heads=1, lengths=(70,))
+    case.run(target, warps=4, detect_races=True, check_uninitialised=True)
+    assert case.is_right()
+    options = {"detect_races": True, "check_uninitialised": False, "wave_order": "lockstep"}
+    with pytest.raises(RaceError):
+        case.run(target, warps=4, edit=without_barriers, **options)
 
 
 @both_targets

@@ -1,5 +1,7 @@
 """MFMA layouts element by element from the ISA document's formulas, and every shape that tl.dot produces."""
 
+import re
+
 import numpy as np
 import pytest
 from emulator_machine import execute
@@ -11,6 +13,8 @@ import emulator_kernels as kernels  # noqa: E402
 import triton.language as tl  # noqa: E402
 from emulator_cases import E2M1, ScaledProduct  # noqa: E402
 from emulator_support import TARGETS, emulate  # noqa: E402
+
+from narrowkv.cdna_emulator import EmulatorError  # noqa: E402
 
 TORCH = {
     "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i8": torch.int8,
@@ -154,6 +158,18 @@ def test_tl_dot_scaled(formats, m, n, k, warps):
     result = product.run(warps=warps)
     assert product.is_right()
     assert any("_scale_" in name for name in result.counts.mfma) == (warps > 1)
+
+
+def test_a_changed_scale_selection_is_noticed():
+    def is_right(edit):
+        product = ScaledProduct(("e4m3", "e2m1"), 32, 32, 128)
+        product.run(edit=edit)
+        return product.is_right()
+
+    pattern = r"(v_mfma_scale_.*?op_sel_hi:\[)(\d)"
+    assert not is_right(lambda text: re.sub(pattern, lambda m: m[1] + str(1 - int(m[2])), text))
+    with pytest.raises(EmulatorError):  # the registers of the operand no longer fit the format
+        is_right(lambda text: re.sub(r"(v_mfma_scale_.*)(cbsz|blgp):4", r"\1\2:0", text))
 
 
 def test_xf32_cuts_off_the_mantissa():
