@@ -65,7 +65,7 @@ def test_machine_code_agrees_with_the_reference(name: str, target: str) -> None:
     assert max_abs(lse, expected_lse) <= 1e-3
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(most=2)
 @both_targets
 @pytest.mark.parametrize("qk_dtype", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("granularity", [pytest.param("per_tensor", marks=pytest.mark.slow), "per_thread"])
