@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from triton.runtime import driver
 
 from narrowkv.runtime.launch import LaunchOptions, executing
 from narrowkv.runtime.targets import get_target
+
+sys.path.insert(0, str(Path(__file__).parent))  # the repository's pytest runs with --import-mode=importlib
 
 
 class _Sm90Driver:

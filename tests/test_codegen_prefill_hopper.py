@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
+from narrowkv.attn_prefill import plan_append
 from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import CacheFormat
 from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.runtime.toolchain import TRITON
 
-pytestmark = [
-    pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper"),
-    pytest.mark.sampled(most=1),
-]
+pytestmark = pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper")
 
 
 def _stale_addresses(code: str) -> list[str]:
@@ -113,38 +110,38 @@ def _check_early_begin(ahead: Any, attend: Any, early: bool = True) -> None:
     assert len(re.findall(r"\bACQBULK\b", attend.machine_code())) == 1
 
 
-@pytest.mark.parametrize(("keys", "block_n"), [(1024, 64), (2048, 128)])
-@pytest.mark.parametrize(("fmt", "head_dim"), [("fp8_e4m3fn", 128), ("bf16", 128), ("fp8_e4m3fn", 64)])
-def test_scores_and_values_overlap(fmt: str, head_dim: int, keys: int, block_n: int, sm90_code: Any) -> None:
-    _check_prefill(fmt, head_dim, keys, block_n, sm90_code)
-
-
 # A key tile of 64 at head_dim 256 takes as much shared memory as one of 128 at head_dim 128.
-@pytest.mark.parametrize("fmt", ["fp8_e4m3fn", "bf16"])
-def test_scores_and_values_overlap_at_head_dim_256(fmt: str, sm90_code: Any) -> None:
-    _check_prefill(fmt, 256, 4096, 64, sm90_code)
-
-
-@pytest.mark.parametrize(("head_dim", "block_n"), [(128, 128), (256, 64)])
-def test_a_soft_cap_leaves_the_overlap(head_dim: int, block_n: int, sm90_code: Any) -> None:
-    _check_prefill("fp8_e4m3fn", head_dim, 4096, block_n, sm90_code, logits_soft_cap=50.0)
-
-
-def _check_prefill(
-    fmt: str, head_dim: int, keys: int, block_n: int, sm90_code: Any, logits_soft_cap: float = 0.0
+@pytest.mark.sampled(always=[{"head_dim": 64, "keys": 1024}, {"head_dim": 256, "cap": 50.0}], most=2)
+@pytest.mark.parametrize(
+    ("fmt", "head_dim", "keys", "block_n", "cap"),
+    [
+        ("fp8_e4m3fn", 128, 1024, 64, 0.0), ("bf16", 128, 1024, 64, 0.0), ("fp8_e4m3fn", 64, 1024, 64, 0.0),
+        ("fp8_e4m3fn", 128, 2048, 128, 0.0), ("bf16", 128, 2048, 128, 0.0),
+        ("fp8_e4m3fn", 64, 2048, 128, 0.0), ("fp8_e4m3fn", 256, 4096, 64, 0.0), ("bf16", 256, 4096, 64, 0.0),
+        ("fp8_e4m3fn", 128, 4096, 128, 50.0), ("fp8_e4m3fn", 256, 4096, 64, 50.0),
+    ],
+)  # fmt: skip
+def test_scores_and_values_overlap(
+    fmt: str, head_dim: int, keys: int, block_n: int, cap: float, sm90_code: Any
 ) -> None:
-    workload = PrefillCase.small(
-        q_lens=(1024,), lens=(keys,), num_kv_heads=8, gqa_ratio=12, head_dim=head_dim, format=fmt
-    )
-    q, cache, table, starts = workload.build()
-    plan = plan_prefill(q, cache, table, starts)
-    batch_prefill(q, cache, table, starts, plan=plan, logits_soft_cap=logits_soft_cap)
-    widen, attend = sm90_code.kernels
-    in_scalar = not logits_soft_cap  # the capped scores are not multiplied again
+    case = PrefillCase(
+        q_lens=(1024,), lens=(keys,), num_kv_heads=8, gqa_ratio=12, head_dim=head_dim, format=fmt,
+        logits_soft_cap=cap,
+    )  # fmt: skip
+    widen, attend = _kernels(case, sm90_code)
+    in_scalar = not cap  # the capped scores are not multiplied again
     _check(attend, head_dim, block_n, scales=1, careful=fmt == "bf16", in_scalar=in_scalar)
     _check_early_begin(widen, attend)
 
 
+def _kernels(case: PrefillCase, sm90_code: Any) -> Any:
+    """The kernels of a case's launches."""
+    inputs = case.inputs()
+    inputs.run(inputs.plan())
+    return sm90_code.kernels
+
+
+@pytest.mark.sampled(always=[{"old": 512, "granularity": "head"}], most=1)
 @pytest.mark.parametrize("granularity", ["float", "head"])
 @pytest.mark.parametrize(
     ("fmt", "gqa_ratio", "old", "early"),
@@ -157,9 +154,7 @@ def test_an_append_attends_by_the_same_loops(
         q_lens=(512,), lens=(old,), num_kv_heads=8, gqa_ratio=gqa_ratio, head_dim=128, format=fmt,
         granularity=granularity,
     )  # fmt: skip
-    q, k_new, v_new, cache, table, starts, _ = workload.build_append()
-    prefill_append(q, k_new, v_new, cache, table, starts, plan=plan_append(q, cache, table, starts))
-    produce, attend = sm90_code.kernels
+    produce, attend = _kernels(workload, sm90_code)
     assert produce.name == "_produce_kernel"
     block_n = 64 if old + 512 <= 1024 else 128
     if block_n == 128:
@@ -177,20 +172,18 @@ def test_an_append_attends_by_the_same_loops(
     assert attend.stack_bytes() <= 16
 
 
+LONG: dict[str, Any] = {"gqa_ratio": 4, "head_dim": 128, "format": "bf16"}
+
+
+@pytest.mark.sampled(always=[{"appends": True, "page_size": 16}], most=1)
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("appends", [False, True])
 def test_keys_that_stay_in_their_pages_are_copied_from_there(
     appends: bool, page_size: int, sm90_code: Any
 ) -> None:
-    shape = {"q_lens": (128,), "lens": (9000,), "num_kv_heads": 8, "gqa_ratio": 4, "head_dim": 128}
-    if appends:
-        append = PrefillCase.append(**shape, format="bf16", page_size=page_size)
-        q, k_new, v_new, cache, table, starts, _ = append.build_append()
-        prefill_append(q, k_new, v_new, cache, table, starts, plan=plan_append(q, cache, table, starts))
-    else:
-        q, cache, table, starts = PrefillCase.small(**shape, format="bf16", page_size=page_size).build()
-        batch_prefill(q, cache, table, starts, plan=plan_prefill(q, cache, table, starts))
-    ahead, attend = sm90_code.kernels
+    make = PrefillCase.append if appends else PrefillCase.small
+    case = make((128,), (9000,), **LONG, num_kv_heads=8, page_size=page_size)
+    ahead, attend = _kernels(case, sm90_code)
     _check(attend, 128, 128, scales=1, careful=True, in_scalar=True)
     _check_early_begin(ahead, attend)
     # Two programs of 16 warps share a unit.
@@ -203,19 +196,11 @@ def test_keys_that_stay_in_their_pages_are_copied_from_there(
 @pytest.mark.parametrize(
     ("layout", "page_size", "block"),
     [
-        ("NHD", 16, [16, 64]),
-        ("HND", 8, [8, 64]),
-        ("concat", 32, [32, 64]),
-        ("NHD", 128, [128, 64]),
-        ("HND", 384, [128, 64]),
-        ("NHD", 1, None),
-        ("tokens", 1, None),
-        ("NHD", 4, None),
-        ("NHD", 48, None),
-        ("NHD", 192, None),
-        ("vectorised", 16, None),
+        ("NHD", 16, [16, 64]), ("HND", 8, [8, 64]), ("concat", 32, [32, 64]), ("NHD", 128, [128, 64]),
+        ("HND", 384, [128, 64]), ("NHD", 1, None), ("tokens", 1, None), ("NHD", 4, None), ("NHD", 48, None),
+        ("NHD", 192, None), ("vectorised", 16, None),
     ],
-)
+)  # fmt: skip
 def test_pages_whose_keys_can_be_copied(layout: str, page_size: int, block: list[int] | None) -> None:
     from narrowkv.attn_prefill.kernels.pipelined_copies import page_matrix
 
@@ -243,28 +228,27 @@ def test_pages_whose_keys_can_be_copied(layout: str, page_size: int, block: list
 
 
 # A table of one column, and one page: Triton takes numbers that are one as constants.
+@pytest.mark.slow
 def test_a_long_page_and_a_table_of_one(sm90_code: Any) -> None:
-    shape = {"q_lens": (128,), "lens": (9000,), "num_kv_heads": 1, "gqa_ratio": 4, "head_dim": 128}
-    q, cache, table, starts = PrefillCase.small(**shape, format="bf16", page_size=16384).build()
-    assert table.page_ids.shape == (1, 1)
-    plan = plan_prefill(q, cache, table, starts)
+    inputs = PrefillCase.small((128,), (9000,), **LONG, num_kv_heads=1, page_size=16384).inputs()
+    assert inputs.table.page_ids.shape == (1, 1)
+    plan = inputs.plan()
     assert plan.config.k_in_pages
-    batch_prefill(q, cache, table, starts, plan=plan)
+    inputs.run(plan)
     assert re.search(r"\bUTMALDG\b", sm90_code.kernels[-1].machine_code())
 
 
 def test_an_append_to_few_keys_attends_in_plain_triton(sm90_code: Any) -> None:
-    workload = PrefillCase.append(q_lens=(128,), lens=(256,), num_kv_heads=8, gqa_ratio=12, head_dim=128)
-    q, k_new, v_new, cache, table, starts, _ = workload.build_append()
-    prefill_append(q, k_new, v_new, cache, table, starts, plan=plan_append(q, cache, table, starts))
-    produce, attend = sm90_code.kernels
+    case = PrefillCase.append(q_lens=(128,), lens=(256,), num_kv_heads=8, gqa_ratio=12, head_dim=128)
+    produce, attend = _kernels(case, sm90_code)
     assert (produce.name, attend.name) == ("_produce_kernel", "_dense_prefill_kernel")
-    for kernel in sm90_code.kernels:
+    for kernel in (produce, attend):
         assert not re.search(r"\b(PREEXIT|ACQBULK)\b", kernel.machine_code())
     assert attend.stack_bytes() == 0
     assert produce.stack_bytes() <= (8 if TRITON == (3, 8) else 0)
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("operation", ["prefill", "append"])
 @pytest.mark.parametrize("kernel", ["split", "fused"])
 def test_no_product_with_values_is_32_columns_wide(kernel: str, operation: str, sm90_code: Any) -> None:
@@ -273,8 +257,8 @@ def test_no_product_with_values_is_32_columns_wide(kernel: str, operation: str, 
         operation=operation, kernel=kernel, format=CacheFormat("fp8_e4m3fn", "fp4_e2m1"), head_dim=128,
         gqa_ratio=8, q_lens=(64,), lens=(300,),
     )  # fmt: skip
-    case.inputs().call()
-    assert not any(re.search(r"HGMMA\.64x32.*tnspB", each.machine_code()) for each in sm90_code.kernels)
+    kernels = _kernels(case, sm90_code)
+    assert not any(re.search(r"HGMMA\.64x32.*tnspB", each.machine_code()) for each in kernels)
 
 
 @pytest.mark.parametrize(("columns", "loops"), [(16, False), (1024, True)])
@@ -295,9 +279,8 @@ def test_an_append_among_long_decodes_has_few_programs(
         q_lens=(2048,) + (1,) * 63, lens=(64,) * 64, num_kv_heads=8, gqa_ratio=4, head_dim=128,
         page_size=16, stale_columns=columns,
     )  # fmt: skip
-    q, k_new, v_new, cache, table, starts, _ = case.build_append()
-    plan = plan_append(q, cache, table, starts, max_q_len=2048)
-    prefill_append(q, k_new, v_new, cache, table, starts, plan=plan)
+    inputs = case.inputs()
+    inputs.run(plan_append(inputs.q, inputs.cache, inputs.table, inputs.starts, max_q_len=2048))
     ((programs, looped),) = grids
     assert looped == loops
     # Up to 26 sequences of 18,000 tokens would fill 3,700 blocks of each of 8 heads.

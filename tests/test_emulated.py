@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from generated_code import both_targets, emulate
 
 from narrowkv.attn_decode import (
     merge_states,
@@ -22,24 +23,18 @@ from narrowkv.attn_decode import (
     paged_decode_reference,
     plan_decode,
 )
-from narrowkv.attn_decode.cases import K8V4, DecodeCase, DecodeInputs, at_random, one_at_a_time
+from narrowkv.attn_decode.cases import DecodeCase, DecodeInputs, at_random, one_at_a_time
 from narrowkv.cdna_emulator import EmulatorError, RaceError, matrix
-from narrowkv.paged_cache import CacheFormat, PagedKVCache, Rope, append, append_reference
-from narrowkv.quant import KeyTransform, get_format
+from narrowkv.paged_cache import PagedKVCache
+from narrowkv.quant import KeyTransform
 from narrowkv.quant.accuracy import relative_l1
 from narrowkv.runtime.cases import parse_case
 from narrowkv.runtime.launch import executing
 from narrowkv.testing import emulation
-from narrowkv.testing.checking import CaseResult, check
+from narrowkv.testing.checking import check, run_case
 from narrowkv.testing.contracts import CONTRACT_SETS
-from narrowkv.testing.emulation import EmulateExecutor
+from narrowkv.testing.emulation import EmulateExecutor, emulating
 from narrowkv.testing.probing import PASS, Task, run_task
-
-pytestmark = pytest.mark.sampled(most=12)
-
-TARGETS = ["gfx942", "gfx950"]
-I32 = torch.int32
-both_targets = pytest.mark.parametrize("target", TARGETS)
 
 # Each compiles to a kernel of its own. Unsplit where splits are not the point: one compiles, not two.
 SMALL = "head_dim=64,kv_heads=1,split=none,"
@@ -96,23 +91,11 @@ DECODE = {
 }
 
 
-def emulate(case: DecodeCase, target: str, inputs: DecodeInputs | None = None) -> CaseResult:
-    """Runs a case as machine code, watched for races, and compares it with the reference.
-
-    `inputs`, if given, are what the kernel gets in place of the case's own.
-    """
-    right = case.inputs()
-    executor = EmulateExecutor(target, detect_hazards=True)
-    with executing(executor):
-        results = (inputs or right).call()
-    assert sum(run.result.counts.mfma_flops for run in executor.runs) > 0
-    return check(case, right, results)
-
-
+@pytest.mark.sampled(always=[{"name": "as the probe asks", "target": "gfx950"}], most=8)
 @both_targets
 @pytest.mark.parametrize("name", DECODE)
 def test_decode_machine_code_agrees_with_the_reference(name: str, target: str) -> None:
-    result = emulate(parse_case(DecodeCase, DECODE[name]), target)
+    result, _ = emulate(parse_case(DecodeCase, DECODE[name]), target)
     assert result.passed, result.detail
 
 
@@ -120,10 +103,7 @@ def test_decode_machine_code_agrees_with_the_reference(name: str, target: str) -
 @both_targets
 @pytest.mark.parametrize("case", dict.fromkeys([*one_at_a_time(), *at_random(40, seed=0)]), ids=str)
 def test_every_value_of_every_axis_and_mixtures(case: DecodeCase, target: str) -> None:
-    inputs = case.inputs()
-    with executing(EmulateExecutor(target, detect_hazards=True)):
-        results = inputs.call()
-    result = check(case, inputs, results)
+    result = run_case(case, context=lambda: emulating(target, detect_hazards=True))
     assert result.passed, result.detail
 
 
@@ -143,6 +123,7 @@ def test_every_contract_of_every_set(name: str, target: str) -> None:
         assert answer.status == PASS, (contract, answer.detail)
 
 
+@pytest.mark.sampled(most=1)
 @both_targets
 def test_both_ways_of_merging_agree(target: str) -> None:
     case = DecodeCase(lens=(70, 5, 130), head_dim=64, clean=True)
@@ -163,7 +144,7 @@ WATCHED = DecodeCase(lens=(70,), head_dim=64, split="none", clean=True, granular
 
 @both_targets
 def test_the_case_that_faults_are_planted_in_passes(target: str) -> None:
-    assert emulate(WATCHED, target).passed
+    assert emulate(WATCHED, target)[0].passed
 
 
 def _with_descale(inputs: DecodeInputs, **descales: Any) -> DecodeInputs:
@@ -189,10 +170,11 @@ WRONG_INPUTS: dict[str, Callable[[DecodeInputs], DecodeInputs]] = {
 }
 
 
+@pytest.mark.sampled
 @both_targets
 @pytest.mark.parametrize("fault", WRONG_INPUTS)
 def test_a_wrong_scale_or_descale_is_caught(fault: str, target: str) -> None:
-    assert not emulate(WATCHED, target, WRONG_INPUTS[fault](WATCHED.inputs())).passed
+    assert not emulate(WATCHED, target, WRONG_INPUTS[fault](WATCHED.inputs()))[0].passed
 
 
 def _edited(monkeypatch: pytest.MonkeyPatch, edit: Callable[[str], str]) -> list[str]:
@@ -232,6 +214,7 @@ WRONG_CODE = {
 }
 
 
+@pytest.mark.sampled
 @both_targets
 @pytest.mark.parametrize("fault", WRONG_CODE)
 def test_a_wrong_instruction_is_caught(fault: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +224,7 @@ def test_a_wrong_instruction_is_caught(fault: str, target: str, monkeypatch: pyt
 
 def _survives(target: str) -> bool:
     try:
-        return emulate(WATCHED, target).passed
+        return emulate(WATCHED, target)[0].passed
     except EmulatorError:
         return False
 
@@ -290,11 +273,15 @@ FOUR_WAVES = replace(
 )  # which share tiles through LDS
 
 
+@pytest.mark.sampled(most=1)
 @both_targets
 def test_every_removed_barrier_of_a_shipped_kernel_is_a_race(
     target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (text,) = dict.fromkeys(_watch(FOUR_WAVES, target))
+    executor = EmulateExecutor(target)
+    with executing(executor):
+        FOUR_WAVES.inputs().call()
+    (text,) = {run.artifact.assembly for run in executor.runs}
     barriers = [match.start() for match in re.finditer(r"\ts_barrier", text)]
     assert len(barriers) >= 2
     caught = {at for at in barriers if _races(target, _without_barrier(at), monkeypatch)}
@@ -312,29 +299,15 @@ def _races(target: str, edit: Callable[[str], str], monkeypatch: pytest.MonkeyPa
     return False
 
 
-def _watch(case: DecodeCase, target: str) -> list[str]:
-    executor = EmulateExecutor(target)
-    with executing(executor):
-        case.inputs().call()
-    return [run.artifact.assembly for run in executor.runs]
-
-
 def _without_barrier(at: int) -> Callable[[str], str]:
     return lambda text: text[:at] + text[at:].replace("\ts_barrier", "\ts_nop 0", 1)
 
 
+@pytest.mark.sampled(most=1)
 @both_targets
-@pytest.mark.parametrize(
-    ("fmt", "scales", "q_len"), [("fp8_e4m3fn", {}, 2), ("fp4_e2m1", {"scale_format": "e4m3"}, 1)]
-)
-def test_decode_machine_code_transforms_queries(
-    fmt: str, scales: dict[str, str], q_len: int, target: str
-) -> None:
-    case = DecodeCase(
-        lens=(70, 9), num_kv_heads=2, gqa_ratio=3, head_dim=64, q_len=q_len, page_size=16, format=fmt,
-        **scales,
-    )  # fmt: skip
-    q, cache, table = case.build()
+@pytest.mark.parametrize("line", ["q_len=2", "format=fp4_e2m1,scale_format=e4m3"])
+def test_decode_machine_code_transforms_queries(line: str, target: str) -> None:
+    q, cache, table = parse_case(DecodeCase, "lens=70+9,ratio=3,head_dim=64," + line).build()
     random = torch.Generator().manual_seed(1)
     balance = torch.rand(2, 64, generator=random) + 0.5
     cache = replace(cache, key_transform=KeyTransform(torch.randn(2, 64, generator=random), balance))
@@ -347,148 +320,7 @@ def test_decode_machine_code_transforms_queries(
     torch.testing.assert_close(lse, wanted_lse, rtol=0, atol=2e-3)
 
 
-# ---------------------------------------------------------------------------- append and merge_states
-
-
-def _append_cases() -> Iterator[tuple[str, dict[str, Any]]]:
-    for fmt in ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2"):
-        yield f"{fmt}", {"fmt": fmt}
-    for group in (None, 32):
-        yield f"fp4, scale group {group}", {"fmt": "fp4_e2m1", "scale_group": group, "layout": "HND"}
-        yield f"k8v4, scale group {group}", {"fmt": K8V4, "scale_group": group, "head_dim": 96}
-    yield "fp4, UltraQuant's scales", {"fmt": "fp4_e2m1", "scale_group": 32, "exponent": "ultraquant"}
-    yield "fp4, SGLang's scales", {"fmt": "fp4_e2m1", "scale_group": 16, "exponent": "sglang"}
-    yield "fp4, NVFP4", {"fmt": "fp4_e2m1", "scale_group": 16, "scale_format": "e4m3", "descale": "number"}
-    yield "fp4, E4M3 scales", {"fmt": "fp4_e2m1", "scale_format": "e4m3", "layout": "HND"}
-    yield "int4, rope, head_dim 80", {"fmt": "int4", "rope": "neox", "head_dim": 80}
-    yield "int8 with a descale, int4", {"fmt": CacheFormat("int8", "int4"), "layout": "HND", "descale": "own"}
-    yield "int8 with a scale of each token", {"fmt": "int8", "descale": "token_head", "offset": True}
-    yield "fp4, rope and a K offset, floor", {
-        "fmt": "fp4_e2m1", "rope": "neox", "offset": True, "exponent": "floor", "queries": 6
-    }  # fmt: skip
-    yield "fp4, rope and a key transform", {
-        "fmt": "fp4_e2m1", "scale_format": "e4m3", "rope": "gptj", "head_dim": 96, "transform": True
-    }  # fmt: skip
-    yield "descale of each token and a key transform", {"descale": "token_head", "transform": True}
-    yield "neox rope, all of the head", {"rope": "neox"}
-    yield "gptj rope on a part of the head", {"rope": "gptj", "rotary": 32}
-    yield "rope and a K offset", {"rope": "neox", "offset": True}
-    yield "descale of each token", {"descale": "token_head"}
-    yield "descale of each head, fp32 input", {"descale": "head", "dtype": torch.float32}
-    yield "vectorised layout", {"layout": "vectorised", "page_size": 16}
-    yield "vectorised bf16", {"layout": "vectorised", "page_size": 16, "fmt": "bf16"}
-    yield "token pool, head_dim 80", {"layout": "tokens", "page_size": 1, "head_dim": 80}
-    yield "HND, fp16 input", {"layout": "HND", "dtype": torch.float16}
-    yield "bf16 with a descale of each head", {"fmt": "bf16", "descale": "head"}
-    yield "bf16 with a descale of each token", {"fmt": "bf16", "descale": "token_head"}
-    yield "head_dim 112, strided columns of wrong numbers beside right ones", {
-        "rope": "gptj", "head_dim": 112, "wrong": True, "queries": 3
-    }  # fmt: skip
-
-
-APPEND = dict(_append_cases())
-MIXTURES = [
-    {"fmt": fmt, "layout": layout, "page_size": size, "rope": rope, "descale": descale, "offset": offset}
-    for fmt in ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
-    for layout, size in (("NHD", 3), ("HND", 16), ("tokens", 1), ("concat", 16), ("vectorised", 16))
-    for rope, descale, offset in (
-        (None, "head", True),
-        ("neox", "token_head", False),
-        ("gptj", "float", True),
-    )
-    if not (fmt in ("bf16", "fp16") and descale == "token_head")
-]
-
-
-def check_append(
-    target: str,
-    *,
-    fmt: str | CacheFormat = "fp8_e4m3fn",
-    scale_group: int | None = None,
-    scale_format: str = "e8m0",
-    exponent: str = "mse",
-    layout: str = "NHD",
-    page_size: int = 3,
-    head_dim: int = 64,
-    rope: str | None = None,
-    rotary: int = 64,
-    descale: str = "float",
-    offset: bool = False,
-    transform: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-    wrong: bool = False,
-    queries: int = 0,
-) -> None:
-    """`append` as machine code and in torch write the same bytes, and touch no others.
-
-    wrong: some slots and positions are out of range, all in columns of int64 tables; angles are bf16.
-    queries: query heads that are rotated, too.
-    """
-    random = torch.Generator().manual_seed(3)
-    heads, pages = 2, 20 // page_size + 1
-
-    def empty() -> PagedKVCache:
-        by = {
-            "float": (0.03, 0.7),
-            "number": (0.03, 0.02),
-            "own": (0.03, None),
-            "head": (torch.tensor([0.03, 0.05]), torch.tensor([0.7, 0.4])),
-            "token_head": tuple(torch.ones(pages, page_size, heads) for _ in range(2)),
-        }[descale]
-        parsed = CacheFormat.parse(fmt)
-        own = get_format(parsed.k).is_packed or get_format(parsed.v).is_packed
-        given = {} if own and descale not in ("number", "own") else {"k_descale": by[0], "v_descale": by[1]}
-        made = PagedKVCache.empty(
-            pages, page_size, heads, head_dim, format=fmt, layout=layout, scale_group=scale_group,
-            scale_format=scale_format, **given,
-        )  # fmt: skip
-        for stored in (made.k, made.v):
-            stored.view(torch.uint8).fill_(0x5A)
-        return replace(made, key_transform=moved)
-
-    angle = torch.rand(11, rotary // 2, generator=random) * 6
-    turn = Rope(angle.cos(), angle.sin(), torch.tensor([0, 10, 3, 7], dtype=I32), style=rope or "neox")
-    k, v = (torch.randn(4, heads, head_dim, generator=random) for _ in range(2))
-    k[2] = 0.0
-    k, v = (k * 3).to(dtype), v.to(dtype)
-    shift = torch.randn(heads, head_dim, generator=random) if offset else None
-    moved = None
-    if transform:
-        balance = torch.rand(heads, head_dim, generator=random) + 0.5
-        moved = KeyTransform(torch.randn(heads, head_dim, generator=random), balance)
-    slots = torch.tensor([7, -1, 2, 19], dtype=I32)
-    if wrong:
-        slots = torch.tensor([[7, 0], [2**32 + 5, 0], [2, 0], [pages * page_size, 0]])[:, 0]
-        positions = torch.tensor([[2**40, 0], [3, 0], [-9, 0], [11, 0]])[:, 0]
-        turn = replace(turn, cos=turn.cos.bfloat16(), sin=turn.sin.bfloat16(), positions=positions)
-    got, want = empty(), empty()
-    options: dict[str, Any] = {"rope": turn if rope else None, "k_offset": shift, "exponent": exponent}
-    q = torch.randn(4, queries, head_dim, generator=random).to(dtype) if queries else None
-    twin = None if q is None else q.clone()
-    with executing(EmulateExecutor(target, detect_hazards=True)):
-        append(got, k, v, slots, q=q, **options)
-    append_reference(want, k, v, slots, q=twin, **options)
-    assert q is None or torch.equal(q, twin)
-    for name in ("k", "v"):
-        a, b = getattr(got, name), getattr(want, name)
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
-        a, b = getattr(got, f"{name}_descale"), getattr(want, f"{name}_descale")
-        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b)), f"{name}_descale"
-
-
-@both_targets
-@pytest.mark.parametrize("name", APPEND)
-def test_append_machine_code_is_byte_exact(name: str, target: str) -> None:
-    check_append(target, **APPEND[name])
-
-
-@pytest.mark.slow
-@both_targets
-@pytest.mark.parametrize("options", MIXTURES, ids=lambda o: "-".join(str(v) for v in o.values()))
-def test_append_machine_code_of_every_mixture_is_byte_exact(options: dict[str, Any], target: str) -> None:
-    check_append(target, **options)
-
-
+@pytest.mark.sampled(most=2)
 @both_targets
 @pytest.mark.parametrize(
     ("dtype", "head_dim"), [(torch.float32, 64), (torch.bfloat16, 80), (torch.float16, 64)]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from generated_code import both_targets
 
 from narrowkv.quant import compare, max_abs, relative_l1
 from narrowkv.runtime.launch import executing, run_as
@@ -14,24 +15,21 @@ from narrowkv.sage.cases import SageCase
 from narrowkv.sage.reference import narrow_p_reference
 from narrowkv.testing.emulation import EmulateExecutor
 
-pytestmark = pytest.mark.sampled(most=4)
-
 W = SageCase.small
-both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 
 RAGGED = W(q_lens=(70, 0, 7), k_lens=(1, 130, 80), gqa_ratio=1, ragged=True)
 SMALL = W(q_lens=(70,), k_lens=(150,))
+PRECISE, COARSE = ({"q_granularity": name, "k_granularity": name} for name in ("per_thread", "per_tensor"))
 CASES: dict[str, tuple[SageCase, dict[str, Any]]] = {
     "int8": (SMALL, {"causal": "bottom_right"}),
-    "int4, a descale for each thread": (
-        SMALL, {"qk_dtype": "int4", "q_granularity": "per_thread", "k_granularity": "per_thread"},
-    ),
-    "FP8, a descale for everything": (
-        SMALL, {"qk_dtype": "fp8", "q_granularity": "per_tensor", "k_granularity": "per_tensor"},
-    ),
+    "int4, a descale for each thread": (SMALL, {"qk_dtype": "int4", **PRECISE}),
+    "FP8, a descale for everything": (SMALL, {"qk_dtype": "fp8", **COARSE}),
+    "no keys": (W(q_lens=(70,), k_lens=(0,), gqa_ratio=1), {}),
+}
+SLOW: dict[str, tuple[SageCase, dict[str, Any]]] = {
     "FP8, blocks, no mean": (
-        SMALL, {"qk_dtype": "fp8", "q_granularity": "per_block", "k_granularity": "per_block", "smooth_k":
-        False},
+        SMALL,
+        {"qk_dtype": "fp8", "q_granularity": "per_block", "k_granularity": "per_block", "smooth_k": False},
     ),
     "head_dim 128, fp16": (
         W(q_lens=(70,), k_lens=(70,), head_dim=128, gqa_ratio=1, dtype=torch.float16), {"causal": "top_left"},
@@ -40,20 +38,15 @@ CASES: dict[str, tuple[SageCase, dict[str, Any]]] = {
         W(q_lens=(140,), k_lens=(140,), head_dim=128, gqa_ratio=1),
         {"qk_dtype": "int4", "smooth_q": True, "window": (40, 9), "k_granularity": "per_thread"},
     ),
-    "no keys": (W(q_lens=(70,), k_lens=(0,), gqa_ratio=1), {}),
     "ragged": (RAGGED, {"causal": "bottom_right", "smooth_q": True}),
 }  # fmt: skip
 
 
-SLOW = ("FP8, blocks, no mean", "head_dim 128, fp16", "int4 head_dim 128, both means, a window", "ragged")
-
-
+@pytest.mark.sampled(most=3)
 @both_targets
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
-)
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_machine_code_agrees_with_the_reference(name: str, target: str) -> None:
-    workload, options = CASES[name]
+    workload, options = (CASES | SLOW)[name]
     q, k, v, starts_q, starts_k = workload.build()
     options = {**options, "cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k}
     executor = EmulateExecutor(target, detect_hazards=True)
@@ -72,6 +65,7 @@ def test_machine_code_agrees_with_the_reference(name: str, target: str) -> None:
     assert max_abs(lse, expected_lse) <= 1e-3
 
 
+@pytest.mark.sampled(most=2)
 @both_targets
 @pytest.mark.parametrize("qk_dtype", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("granularity", [pytest.param("per_tensor", marks=pytest.mark.slow), "per_thread"])

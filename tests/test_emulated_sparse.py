@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from generated_code import both_targets
 
 from narrowkv.quant.accuracy import compare
 from narrowkv.runtime.cases import parse_case
@@ -17,28 +17,36 @@ from narrowkv.testing.checking import CaseResult, run_case
 from narrowkv.testing.emulation import EmulateExecutor, emulating
 from narrowkv.testing.samples import sample
 
-pytestmark = pytest.mark.sampled(most=6)
-
-both_targets = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-
 # Each compiles to a kernel of its own; few rows, since every row is executed.
 CASES = {
     "16-bit rows": "mode=16bit,layout=bf16,lens=37+0,sink=1",
-    "fused": "lens=37+0,sink=1",
     "fused, FP8 query": "lens=37+0,q=fp8",
     "fused, two sources": "lens=17+0,extend=3+20",
-    "fused from elsewhere": "lens=20,clean=0",
     "fused FNUZ": "lens=20,format=fp8_e4m3fnuz",
-    "fused split": "lens=20,layout=split",
     "fused row512": "lens=20,layout=row512",
+    "V4.1, MXFP4 beside FP8": "lens=17,extend=3,layout=packed272,extend_layout=packed528",
+    "V3.2, FP4, prepass": "mode=prepass,lens=20,layout=record352",
+    "decode": "mode=decode,lens=70+5,splits=3,sink=1",
+    # The kernel for CDNA: more tiles than LDS has places for, and fewer.
+    "many heads, sink": "mode=16bit,layout=bf16,heads=64,lens=200+0+1,sink=1",
+    "many heads, splits": "mode=decode,heads=64,lens=300+5,splits=3,sink=1",
+    "many heads, FP8 split, two sources": "layout=split,heads=32,lens=70+3,extend=0+130",
+    "many heads, FP8 with negative zeros": "heads=32,lens=70,clean=0",
+}
+SLOW = {
+    "fused": "lens=37+0,sink=1",
+    "fused from elsewhere": "lens=20,clean=0",
+    "fused split": "lens=20,layout=split",
     "FNUZ beside OCP": "lens=17,extend=3,extend_format=fp8_e4m3fnuz,clean=0",
     "V4.1": "lens=20,layout=packed528",
     "V4.1, NVFP4": "lens=20,layout=record288",
-    "V4.1, MXFP4 beside FP8": "lens=17,extend=3,layout=packed272,extend_layout=packed528",
     "V3.2": "lens=20,layout=record656",
-    "V3.2, FP4, prepass": "mode=prepass,lens=20,layout=record352",
     "prepass": "mode=prepass,lens=20",
-    "decode": "mode=decode,lens=70+5,splits=3,sink=1",
+    "many heads, fp16, two sources": "mode=16bit,layout=fp16,q=fp16,heads=32,lens=70+3,extend=0+130",
+    "many heads, expanded rows, two blocks": "mode=prepass,heads=128,lens=65",
+    "many heads, FP8": "heads=64,lens=150+0+1,sink=1",
+    "many heads, FP8 row512, two blocks": "layout=row512,heads=128,lens=65,q=fp8",
+    "many heads, FNUZ": "heads=64,lens=40,format=fp8_e4m3fnuz",
 }
 
 
@@ -46,49 +54,19 @@ def run(case: SparseCase, target: str, **watch: bool) -> CaseResult:
     return run_case(case, context=lambda: emulating(target, **watch))
 
 
-# In every run; the others in the slow ones.
-SOME = (
-    "16-bit rows", "fused, FP8 query", "fused, two sources", "fused FNUZ", "fused row512", "decode",
-    "V4.1, MXFP4 beside FP8", "V3.2, FP4, prepass", "sink", "splits", "FP8 split, two sources",
-    "FP8 with negative zeros",
-)  # fmt: skip
-
-
-def some(cases: dict[str, str]) -> list[Any]:
-    return [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in cases]
-
-
+@pytest.mark.sampled(most=8)
 @both_targets
-@pytest.mark.parametrize("name", some(CASES))
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_machine_code_agrees_with_the_reference(name: str, target: str) -> None:
-    case = parse_case(SparseCase, CASES[name])
+    case = parse_case(SparseCase, (CASES | SLOW)[name])
     # With an FP8 query several waves hold the same scores, and write the same number to one place when the
     # compiler changes its layout; the watch for races does not look at numbers.
-    result = run(case, target, detect_races=case.q != "fp8")
+    watched = {"detect_hazards": True} if case.num_qo_heads > 16 else {"detect_races": case.q != "fp8"}
+    result = run(case, target, **watched)
     assert result.passed, result.detail
 
 
-# The kernel for CDNA: more tiles than LDS has places for, and fewer.
-MANY_HEADS = {
-    "sink": "mode=16bit,layout=bf16,heads=64,lens=200+0+1,sink=1",
-    "fp16, two sources": "mode=16bit,layout=fp16,q=fp16,heads=32,lens=70+3,extend=0+130",
-    "expanded rows, two blocks of heads": "mode=prepass,heads=128,lens=65",
-    "splits": "mode=decode,heads=64,lens=300+5,splits=3,sink=1",
-    "FP8": "heads=64,lens=150+0+1,sink=1",
-    "FP8 split, two sources": "layout=split,heads=32,lens=70+3,extend=0+130",
-    "FP8 row512, two blocks of heads": "layout=row512,heads=128,lens=65,q=fp8",
-    "FP8 with negative zeros": "heads=32,lens=70,clean=0",
-    "FNUZ": "heads=64,lens=40,format=fp8_e4m3fnuz",
-}
-
-
-@both_targets
-@pytest.mark.parametrize("name", some(MANY_HEADS))
-def test_many_heads(name: str, target: str) -> None:
-    result = run(parse_case(SparseCase, MANY_HEADS[name]), target, detect_hazards=True)
-    assert result.passed, result.detail
-
-
+@pytest.mark.sampled(most=1)
 @both_targets
 def test_scales_for_32_columns(target: str) -> None:
     """The second half of every 64 columns has a scale of its own."""
@@ -106,6 +84,7 @@ def test_scales_for_32_columns(target: str) -> None:
     assert compare(o, expected).relative_l1 <= 0.004
 
 
+@pytest.mark.sampled(most=1)
 @both_targets
 @pytest.mark.parametrize("q", ["bf16", "fp8"])
 def test_64_heads_on_sampled_workgroups(q: str, target: str) -> None:
@@ -121,6 +100,7 @@ def test_64_heads_on_sampled_workgroups(q: str, target: str) -> None:
     assert compare(o[owned], expected[owned]).relative_l1 <= case.bound
 
 
+@pytest.mark.sampled(most=1)
 @both_targets
 def test_a_wrong_scale_is_caught(target: str) -> None:
     """A tile's scale off by a factor of two in the bytes that the code reads, not in the reference's."""
@@ -137,17 +117,12 @@ def test_a_wrong_scale_is_caught(target: str) -> None:
     assert compare(o, expected).relative_l1 > 2 * case.bound
 
 
-@pytest.mark.slow
-@both_targets
-@pytest.mark.parametrize("case", [case for case in quick() if case.layout != "fp16"], ids=str)
-def test_every_value_of_every_axis(case: SparseCase, target: str) -> None:
-    result = run(replace(case, num_qo_heads=min(case.num_qo_heads, 64)), target)
-    assert result.passed, result.detail
+AXES = [case for case in quick() if case.layout != "fp16"]
 
 
 @pytest.mark.slow
 @both_targets
-@pytest.mark.parametrize("case", list(full())[::17], ids=str)
-def test_mixtures(case: SparseCase, target: str) -> None:
+@pytest.mark.parametrize("case", [*AXES, *list(full())[::17]], ids=str)
+def test_every_value_of_every_axis_and_mixtures(case: SparseCase, target: str) -> None:
     result = run(replace(case, num_qo_heads=min(case.num_qo_heads, 64)), target)
     assert result.passed, result.detail

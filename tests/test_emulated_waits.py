@@ -31,49 +31,33 @@ from narrowkv.sparse_fp8.cases import SparseCase
 from narrowkv.testing.emulation import EmulateExecutor
 from narrowkv.testing.samples import Workgroup
 
-Call = Callable[[str], object]
-_FNUZ = {"gfx942": "fp8_e4m3fnuz", "gfx950": "fp8_e4m3fn"}
+_NATIVE_FP8 = {"gfx942": "fp8_e4m3fnuz", "gfx950": "fp8_e4m3fn"}
 
 
-def _call(kind: Any, line: str) -> Call:
-    return lambda target: parse_case(kind, line.replace("FP8", _FNUZ[target])).inputs().call()
-
-
-def _decode(line: str) -> Call:
-    return _call(DecodeCase, "head_dim=64,kv_heads=1," + line)
-
-
-def _sparse(line: str) -> Call:
-    return _call(SparseCase, line)
-
-
-def _prefill(line: str) -> Call:
-    return _call(PrefillCase, "q_lens=3+25,lens=20+150," + line)
-
-
-def _sage(qk: str) -> Call:
-    return _call(SageCase, f"qk={qk},q_lens=256,k_lens=256,head_dim=64,causal=bottom_right")
-
-
-CALLS: dict[str, Call] = {
-    "decode, four waves, bf16": _decode("split=none,ratio=40,format=bf16"),
-    "decode, one wave, OCP": _decode("split=none,ratio=12,lens=70+5,clean=1"),
-    "decode, four waves, OCP": _decode("split=none,ratio=71,clean=1"),
-    "decode, splits": _decode("split=uniform,lens=64+37+1,sinks=1"),
-    "decode, FP4 native": _decode("split=none,kernel=native,format=fp4_e2m1,head_dim=128,layout=HND"),
-    "dense prefill": _prefill("kernel=dense"),
-    "dense prefill, tiles shared": _prefill("kernel=dense,splits=2"),
-    "fused prefill": _prefill("kernel=fused,page_size=3,table=ragged"),
-    "prefill, FP8 queries": _prefill("kernel=fused,q=FP8,format=FP8"),
-    "append, fused": _prefill("operation=append,kernel=fused"),
-    "append, FP8 compute": _prefill("operation=append,kernel=fused,fp8_compute=1,format=FP8"),
-    "sparse, fused": _sparse("lens=37+0,sink=1"),
-    "sparse, 16-bit rows": _sparse("mode=16bit,layout=bf16,lens=37,sink=1"),
-    "sparse, expanded first": _sparse("mode=prepass,lens=37"),
-    "sparse, FP8 query": _sparse("q=fp8,lens=37"),
-    "sparse decode": _sparse("mode=decode,lens=37"),
-    "Sage, int8": _sage("int8"),
-    "Sage, FP8": _sage("fp8"),
+DECODE = (DecodeCase, "head_dim=64,kv_heads=1,")
+PREFILL = (PrefillCase, "q_lens=3+25,lens=20+150,")
+SPARSE = (SparseCase, "")
+SAGE = (SageCase, "q_lens=256,k_lens=256,head_dim=64,causal=bottom_right,")
+# FP8 is the format that the target multiplies.
+CALLS: dict[str, tuple[tuple[Any, str], str]] = {
+    "decode, four waves, bf16": (DECODE, "split=none,ratio=40,format=bf16"),
+    "decode, one wave, OCP": (DECODE, "split=none,ratio=12,lens=70+5,clean=1"),
+    "decode, four waves, OCP": (DECODE, "split=none,ratio=71,clean=1"),
+    "decode, splits": (DECODE, "split=uniform,lens=64+37+1,sinks=1"),
+    "decode, FP4 native": (DECODE, "split=none,kernel=native,format=fp4_e2m1,head_dim=128,layout=HND"),
+    "dense prefill": (PREFILL, "kernel=dense"),
+    "dense prefill, tiles shared": (PREFILL, "kernel=dense,splits=2"),
+    "fused prefill": (PREFILL, "kernel=fused,page_size=3,table=ragged"),
+    "prefill, FP8 queries": (PREFILL, "kernel=fused,q=FP8,format=FP8"),
+    "append, fused": (PREFILL, "operation=append,kernel=fused"),
+    "append, FP8 compute": (PREFILL, "operation=append,kernel=fused,fp8_compute=1,format=FP8"),
+    "sparse, fused": (SPARSE, "lens=37+0,sink=1"),
+    "sparse, 16-bit rows": (SPARSE, "mode=16bit,layout=bf16,lens=37,sink=1"),
+    "sparse, expanded first": (SPARSE, "mode=prepass,lens=37"),
+    "sparse, FP8 query": (SPARSE, "q=fp8,lens=37"),
+    "sparse decode": (SPARSE, "mode=decode,lens=37"),
+    "Sage, int8": (SAGE, "qk=int8"),
+    "Sage, FP8": (SAGE, "qk=fp8"),
 }
 _GFX950_ONLY = ("decode, FP4 native",)
 _SAMPLED = 5  # mutants of a kernel that `make test` looks at
@@ -293,28 +277,31 @@ def _examine(name: str, target: str, every: Callable[[list[Mutant]], list[Mutant
 
     torch.manual_seed(0)
     with executing(Recording(target, examine)):
-        CALLS[name](target)
+        (kind, base), line = CALLS[name]
+        parse_case(kind, (base + line).replace("FP8", _NATIVE_FP8[target])).inputs().call()
     assert mutants
     assert needless <= max(mutants // 4, 1)
     assert unreached <= max(mutants // 10, 1)  # for LDS alone, where none of the recorded workgroups comes
     print(f"{name}, {target}: {mutants} mutants, {needless} needless waits, {unreached} not executed")
 
 
-def _cases() -> Iterator[tuple[str, str]]:
-    for target in ("gfx942", "gfx950"):
-        yield from ((name, target) for name in CALLS if target == "gfx950" or name not in _GFX950_ONLY)
+CASES = [
+    (name, target)
+    for target in ("gfx942", "gfx950")
+    for name in CALLS
+    if target == "gfx950" or name not in _GFX950_ONLY
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "target"), list(_cases()))
+@pytest.mark.parametrize(("name", "target"), CASES)
 def test_every_removed_or_weakened_wait_is_noticed(name: str, target: str) -> None:
     _examine(name, target, lambda mutants: mutants)
 
 
-_SOME = [*list(_cases())[:17:4], *list(_cases())[19::5], ("decode, FP4 native", "gfx950")]
-
-
-@pytest.mark.parametrize(("name", "target"), _SOME)
+@pytest.mark.parametrize(
+    ("name", "target"), [*CASES[1:17:5], *CASES[19::6], ("decode, FP4 native", "gfx950")]
+)
 def test_some_removed_waits_are_noticed(name: str, target: str) -> None:
     def some(mutants: list[Mutant]) -> list[Mutant]:
         removals = [mutant for mutant in mutants if mutant.is_removal]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from narrowkv.cdna_emulator import Memory, load_program
+from narrowkv.cdna_emulator import Memory, Result, load_program, run
 from narrowkv.cdna_emulator.execution import Execution
 from narrowkv.cdna_emulator.state import Waves
 
@@ -65,3 +65,15 @@ def execute(target: str, lines: str, v: dict[int, Any] | None = None, s: dict[in
             for step in block.steps:
                 step(w)
     return w
+
+
+def launch(
+    lines: str, host: Any, *, target: str = "gfx942", at: int = 2, warps: int = 1, lds_bytes: int = 1024,
+    grid: tuple[int, int, int] = (1, 1, 1), readonly: bool = False, written: Any = None, **options: Any,
+) -> Result:  # fmt: skip
+    """Run a kernel of these lines, which find the address of the array ``host`` in ``s[at:at+1]``."""
+    memory = Memory()
+    pointer = memory.map(host.view(np.uint8), name="host", readonly=readonly, written=written)
+    setup = f"s_mov_b32 s{at}, {pointer & 0xFFFFFFFF:#x}\ns_mov_b32 s{at + 1}, {pointer >> 32:#x}\n"
+    program = load_program(assembly(target, setup + lines, warps=warps), lds_bytes=lds_bytes)
+    return run(program, grid=grid, args=[], memory=memory, **options)

@@ -25,6 +25,11 @@ _TYPES = {
 }  # fmt: skip
 
 
+def nans(*shape: int, dtype: Any = torch.float32) -> Any:
+    """A tensor of NaN, of which a test sees what was not written."""
+    return torch.full(shape, torch.nan, dtype=dtype)
+
+
 def signature_of(value: Any) -> str:
     """Triton's name for the type of an argument."""
     if torch.is_tensor(value):

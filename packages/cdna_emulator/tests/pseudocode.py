@@ -7,14 +7,19 @@ The pseudo-code is text of another project's tables (`tinygrad.runtime.autogen.a
 from __future__ import annotations
 
 import math
+import operator
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
+# Bits of the exponent and of the mantissa.
 FLOATS = {"f16": (5, 10), "f32": (8, 23), "f64": (11, 52), "bf16": (8, 7)}
-NARROW = {"fp8": (4, 3, 7, 448.0), "bf8": (5, 2, 15, None), "fp4": (2, 1, 1, 6.0)}
+NARROW = {"fp8": (4, 3), "bf8": (5, 2), "fp4": (2, 1)}
+_LAYOUTS = FLOATS | NARROW
+_LARGEST = {"fp8": 126, "fp4": 7}  # codes of formats without infinity
 _NUMPY = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
 _SUFFIX = re.compile(r"^(u|i|b|f|bf|fp|bfp)(\d+)$")
 
@@ -26,69 +31,69 @@ def width_of(kind: str) -> int:
 
 def decode(bits: int, kind: str) -> float:
     """The number that bits of a floating type are."""
-    if kind in NARROW:
-        exponent_bits, mantissa_bits, bias, _ = NARROW[kind]
-        sign = -1.0 if bits >> (exponent_bits + mantissa_bits) & 1 else 1.0
-        exponent, mantissa = (
-            bits >> mantissa_bits & ((1 << exponent_bits) - 1),
-            bits & ((1 << mantissa_bits) - 1),
-        )
-        if kind == "fp8" and bits & 127 == 127:
-            return math.nan
-        if kind == "bf8" and exponent == 31:
-            return math.nan if mantissa else sign * math.inf
-        if exponent == 0:
-            return sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
-        return sign * (mantissa + (1 << mantissa_bits)) * 2.0 ** (exponent - bias - mantissa_bits)
-    if kind == "bf16":
-        bits, kind = bits << 16, "f32"
-    unsigned = {16: np.uint16, 32: np.uint32, 64: np.uint64}[width_of(kind)]
-    return float(np.array(bits, unsigned).view(_NUMPY[kind]))
+    exponent_bits, mantissa_bits = _LAYOUTS[kind]
+    top, bias = (1 << exponent_bits) - 1, (1 << (exponent_bits - 1)) - 1
+    sign = -1.0 if bits >> (exponent_bits + mantissa_bits) & 1 else 1.0
+    exponent, mantissa = bits >> mantissa_bits & top, bits & ((1 << mantissa_bits) - 1)
+    if kind == "fp8" and bits & 127 == 127:
+        return math.nan
+    if kind not in _LARGEST and exponent == top:
+        return math.copysign(math.nan if mantissa else math.inf, sign)
+    if exponent == 0:
+        return sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
+    return sign * (mantissa + (1 << mantissa_bits)) * 2.0 ** (exponent - bias - mantissa_bits)
 
 
 def encode(value: float | Fraction, kind: str, *, down: bool = False) -> int:
     """Bits of a number in a floating type: nearest even, or toward zero with `down`."""
-    if kind in NARROW:
-        exponent_bits, mantissa_bits, bias, most = NARROW[kind]
-    else:
-        exponent_bits, mantissa_bits = FLOATS[kind]
-        bias, most = (1 << (exponent_bits - 1)) - 1, None
-    top = (1 << exponent_bits) - 1
-    sign_bit = 1 << (exponent_bits + mantissa_bits)
-    quiet = {"fp8": 127, "fp4": 7}.get(kind, top << mantissa_bits | 1 << (mantissa_bits - 1))
-    beyond = {"fp8": 127, "fp4": 7}.get(kind, top << mantissa_bits)
-    if isinstance(value, float):
-        if math.isnan(value):
-            return (
-                127
-                if kind == "bf8"
-                else quiet | (sign_bit if kind == "fp4" and math.copysign(1, value) < 0 else 0)
-            )
-        sign = sign_bit if math.copysign(1.0, value) < 0 else 0
-        if math.isinf(value):
-            return sign | beyond
-        value = Fraction(value)
-    else:
-        sign = sign_bit if value < 0 else 0
-    value = abs(value)
+    exponent_bits, mantissa_bits = _LAYOUTS[kind]
+    bias, infinity = (1 << (exponent_bits - 1)) - 1, ((1 << exponent_bits) - 1) << mantissa_bits
+    beyond = {"fp8": 127, "fp4": 7}.get(kind, infinity)
+    negative = value < 0 if isinstance(value, Fraction) else math.copysign(1.0, value) < 0
+    sign = negative << (exponent_bits + mantissa_bits)
+    if isinstance(value, float) and math.isnan(value):
+        if kind == "fp4":
+            return sign | 7
+        return 127 if kind in NARROW else infinity | 1 << (mantissa_bits - 1)
+    if isinstance(value, float) and math.isinf(value):
+        return sign | beyond
+    value = abs(Fraction(value))
     if value == 0:
         return sign
     exponent = value.numerator.bit_length() - value.denominator.bit_length()
-    exponent -= value < Fraction(2) ** exponent
-    exponent = max(exponent, 1 - bias)
+    exponent = max(exponent - (value < Fraction(2) ** exponent), 1 - bias)
     count = value / Fraction(2) ** (exponent - mantissa_bits)
-    units = math.floor(count) if down else round(count)
-    code = units + (exponent + bias - 1 << mantissa_bits)
-    if most is not None and code > encode_limit(kind):
-        return sign | (beyond if kind == "fp8" else encode_limit(kind))
-    if code >= top << mantissa_bits and kind not in ("fp8", "fp4"):
-        return sign | ((top << mantissa_bits) - 1 if down else beyond)
-    return sign | code
+    code = (math.floor(count) if down else round(count)) + (exponent + bias - 1 << mantissa_bits)
+    if kind in _LARGEST:
+        return sign | (code if code <= _LARGEST[kind] else beyond)
+    return sign | (code if code < infinity else infinity - 1 if down else beyond)
 
 
-def encode_limit(kind: str) -> int:
-    """The code of the largest number of FP8 or FP4."""
-    return {"fp8": 126, "fp4": 7}[kind]
+def _comparison(compare: Callable[[Any, Any], bool]) -> Callable[[Number, Any], bool]:
+    def method(self: Number, other: Any) -> bool:
+        x, y, _ = self._common(other)
+        return compare(x, y)
+
+    return method
+
+
+def _bitwise(combine: Callable[[int, int], int]) -> Callable[[Number, Any], Number]:
+    def method(self: Number, other: Any) -> Number:
+        x, y, kind = self._common(other)
+        return Number(combine(x, y), kind)
+
+    return method
+
+
+def _arithmetic(combine: Callable[[Any, Any], Any]) -> Callable[[Number, Any], Number]:
+    def method(self: Number, other: Any) -> Number:
+        x, y, kind = self._common(other)
+        if kind not in FLOATS:
+            return Number(combine(x, y), kind)
+        with np.errstate(all="ignore"):
+            return of_float(float(combine(_NUMPY[kind](x), _NUMPY[kind](y))), kind)
+
+    return method
 
 
 class Number:
@@ -145,35 +150,22 @@ class Number:
         signed = self.kind[0] == "i" and other.kind[0] == "i"
         return self.value, other.value, f"{'i' if signed else 'u'}{width}"
 
-    def _arithmetic(self, other: Any, name: str) -> Number:
-        x, y, kind = self._common(other)
-        if kind in FLOATS:
-            with np.errstate(all="ignore"):
-                a, b = _NUMPY[kind](x), _NUMPY[kind](y)
-                return of_float(float({"+": a + b, "-": a - b, "*": a * b}[name]), kind)
-        return Number({"+": x + y, "-": x - y, "*": x * y}[name], kind)
-
-    def __add__(self, other: Any) -> Number:
-        return self._arithmetic(other, "+")
-
-    def __sub__(self, other: Any) -> Number:
-        return self._arithmetic(other, "-")
+    __add__, __sub__, _times = map(_arithmetic, (operator.add, operator.sub, operator.mul))
+    __truediv__ = _arithmetic(operator.truediv)
+    __and__, __or__, __xor__ = map(_bitwise, (operator.and_, operator.or_, operator.xor))
+    __lt__, __le__ = map(_comparison, (operator.lt, operator.le))
+    __gt__, __ge__ = map(_comparison, (operator.gt, operator.ge))
 
     def __mul__(self, other: Any) -> Number:
         if hasattr(other, "exponent"):
             return other * self  # type: ignore[no-any-return]
-        return self._arithmetic(other, "*")
+        return self._times(other)
 
     def __rmul__(self, other: Any) -> Number:
         return number(other, self) * self
 
     def __rsub__(self, other: Any) -> Number:
         return number(other, self) - self
-
-    def __truediv__(self, other: Any) -> Number:
-        x, y, kind = self._common(other)
-        with np.errstate(all="ignore"):
-            return of_float(float(_NUMPY[kind](x) / _NUMPY[kind](y)), kind)
 
     def __neg__(self) -> Number:
         if self.floating:
@@ -186,18 +178,6 @@ class Number:
     def __invert__(self) -> Number:
         return Number(~self.bits, self.kind)
 
-    def __and__(self, other: Any) -> Number:
-        x, y, kind = self._common(other)
-        return Number(x & y, kind)
-
-    def __or__(self, other: Any) -> Number:
-        x, y, kind = self._common(other)
-        return Number(x | y, kind)
-
-    def __xor__(self, other: Any) -> Number:
-        x, y, kind = self._common(other)
-        return Number(x ^ y, kind)
-
     def __lshift__(self, count: Any) -> Number:
         return Number(self.value << int(count), self.kind)
 
@@ -206,22 +186,6 @@ class Number:
 
     def __rshift__(self, count: Any) -> Number:
         return Number(self.value >> int(count), self.kind)
-
-    def __lt__(self, other: Any) -> bool:
-        x, y, _ = self._common(other)
-        return x < y
-
-    def __le__(self, other: Any) -> bool:
-        x, y, _ = self._common(other)
-        return x <= y
-
-    def __gt__(self, other: Any) -> bool:
-        x, y, _ = self._common(other)
-        return x > y
-
-    def __ge__(self, other: Any) -> bool:
-        x, y, _ = self._common(other)
-        return x >= y
 
     def __eq__(self, other: Any) -> bool:
         if isinstance(other, SignedZero):

@@ -30,12 +30,9 @@ class Power:
 
     def __mul__(self, x: Number) -> Number:
         value = x.value
-        scaled = (
-            value
-            if not math.isfinite(value) or value == 0
-            else Fraction(value) * Fraction(2) ** self.exponent
-        )
-        return of_float(scaled, x.kind)
+        if math.isfinite(value) and value != 0:
+            value = Fraction(value) * Fraction(2) ** self.exponent
+        return of_float(value, x.kind)
 
     __rmul__ = __mul__
 
@@ -48,11 +45,8 @@ def cast(kind: str, value: Any) -> Any:
         if isinstance(value, int):
             return Number(value, kind)
         value = number(value)
-        return (
-            Number(value.bits, kind)
-            if value.kind[0] == "b" and value.kind[1:].isdigit()
-            else of_float(float(value), kind)
-        )
+        is_bits = value.kind[0] == "b" and value.kind[1:].isdigit()
+        return Number(value.bits, kind) if is_bits else of_float(float(value), kind)
     value = number(value)
     return Number(value.bits if value.floating or kind[0] == "b" else value.value, kind)
 
@@ -72,24 +66,16 @@ def _convert(source: str, target: str, *, scaled: bool, down: bool = False) -> C
             elif math.isfinite(value) and value:
                 value = Fraction(value) * Fraction(2) ** exponent
         if target in FLOATS or target in NARROW:
-            return of_float(
-                value if isinstance(value, (float, Fraction)) else Fraction(value), target, down=down
-            )
+            return of_float(value if isinstance(value, float) else Fraction(value), target, down=down)
         bits = width_of(target)
         least, most = (
             (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if target[0] == "i" else (0, (1 << bits) - 1)
         )
-        if isinstance(value, float):
-            value = (
-                0
-                if math.isnan(value)
-                else most
-                if value == math.inf
-                else least
-                if value == -math.inf
-                else int(value)
-            )
-        return Number(min(max(value, least), most), target)
+        if math.isnan(value):
+            value = 0
+        elif math.isinf(value):
+            value = most if value > 0 else least
+        return Number(min(max(int(value), least), most), target)
 
     return convert
 
@@ -284,17 +270,10 @@ def _assignment(line: str) -> str:
         name, rest = re.match(r"^(\w+)(.*)$", expression(target)).groups()  # type: ignore[union-attr]
         bounds = re.search(r"\[(.*)\]", rest)
         kind = re.findall(r"\.(\w+)", re.sub(r"\[.*\]", "", rest))
-        at = (
-            "None"
-            if not bounds
-            else "("
-            + (
-                bounds[1].replace(" : ", ",")
-                if " : " in re.sub(r"\[.*?\]", "", bounds[1])
-                else f"{bounds[1]},"
-            )
-            + ")"
-        )
+        at = "None"
+        if bounds:
+            has_two = " : " in re.sub(r"\[.*?\]", "", bounds[1])
+            at = f"({bounds[1].replace(' : ', ',') if has_two else bounds[1] + ','})"
         places.append(f"put({name!r}, {value}, {kind[-1] if kind else ''!r}, {at})")
     return "; ".join(places)
 
@@ -306,10 +285,8 @@ class Lane:
         self.written: list[tuple[int, int, str]] = []
         self.values: dict[str, Any] = {**_FUNCTIONS, "nan": math.nan, "inf": math.inf, **inputs}
         self.values |= {"put": self.put, "put_pair": self.put_pair}
-        for name in code.co_names:
-            self._define(name, table)
-        for inside in (c for c in code.co_consts if hasattr(c, "co_names")):
-            for name in inside.co_names:
+        for part in (code, *(c for c in code.co_consts if hasattr(c, "co_names"))):
+            for name in part.co_names:
                 self._define(name, table)
         exec(code, self.values)
 
@@ -354,13 +331,9 @@ class Lane:
 
 def _typed(value: Number, kind: str) -> Number:
     if kind in FLOATS or kind in NARROW:
-        return (
-            value
-            if value.kind == kind
-            else Number(value.bits, kind)
-            if not value.floating
-            else of_float(value.value, kind)
-        )
+        if value.floating:
+            return value if value.kind == kind else of_float(value.value, kind)
+        return Number(value.bits, kind)
     return Number(value.bits if value.floating else value.value, kind)
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from emulator_machine import assembly
+from emulator_machine import assembly, launch
 
 from narrowkv.cdna_emulator import (
     DeadlockError,
@@ -17,15 +17,6 @@ from narrowkv.cdna_emulator import (
 )
 
 ADDRESS = "v_lshlrev_b32 v1, 2, v0\n"  # v1 = 4 * lane
-
-
-def launch(lines, host, *, warps=1, readonly=False, lds_bytes=1024, **options):
-    """Run lines with s[2:3] holding the address of ``host``."""
-    memory = Memory()
-    pointer = memory.map(host.view(np.uint8), name="host", readonly=readonly)
-    setup = f"s_mov_b32 s2, {pointer & 0xFFFFFFFF:#x}\ns_mov_b32 s3, {pointer >> 32:#x}\n"
-    program = load_program(assembly("gfx942", setup + lines, warps=warps), lds_bytes=lds_bytes)
-    return run(program, grid=(1, 1, 1), args=[], memory=memory, **options)
 
 
 @pytest.fixture
@@ -112,14 +103,11 @@ def test_the_check_lets_unused_uninitialised_values_pass(host):
     np.testing.assert_array_equal(host, np.arange(64))
 
 
-RACE = (
-    "v_and_b32 v2, 0xff, v1\nds_write_b32 v2, v0\n{barrier}ds_read_b32 v3, v2 offset:4\n"
-    "global_store_dword v2, v3, s[2:3]"
-)
-
-
 def test_race_between_two_waves(host):
-    text = ADDRESS + RACE.format(barrier="")
+    text = ADDRESS + (
+        "v_and_b32 v2, 0xff, v1\nds_write_b32 v2, v0\nds_read_b32 v3, v2 offset:4\n"
+        "global_store_dword v2, v3, s[2:3]"
+    )
     with pytest.raises(RaceError) as caught:
         launch(text, host, warps=2, detect_races=True, wave_order="lockstep")
     assert caught.value.wave in (0, 1)
@@ -153,17 +141,15 @@ def test_the_order_of_waves_that_write_to_one_place_matters(host, first, second)
 
 
 def test_no_race_with_a_barrier_and_waves_apart(host):
-    far = (
-        "v_lshlrev_b32 v1, 2, v0\nds_write_b32 v1, v0\ns_barrier\nv_xor_b32 v2, 0x100, v1\n"
-        "ds_read_b32 v3, v2\n"
+    far = ADDRESS + (
+        "ds_write_b32 v1, v0\ns_barrier\nv_xor_b32 v2, 0x100, v1\nds_read_b32 v3, v2\n"
+        "global_store_dword v1, v3, s[2:3]"
     )
     wide = np.zeros(128, np.uint32)
-    launch(far + "global_store_dword v1, v3, s[2:3]", wide, warps=2, detect_races=True)
+    launch(far, wide, warps=2, detect_races=True)
     np.testing.assert_array_equal(wide, np.arange(128) ^ 64)
     with pytest.raises(RaceError):
-        launch(far.replace("s_barrier\n",
-        "") + "global_store_dword v1, v3, s[2:3]", wide, warps=2, detect_races=True,
-               wave_order="lockstep")  # fmt: skip
+        launch(far.replace("s_barrier\n", ""), wide, warps=2, detect_races=True, wave_order="lockstep")
 
 
 def test_endless_loop(host):
@@ -171,28 +157,40 @@ def test_endless_loop(host):
         launch("L0:\ns_branch L0", host, max_blocks=500)
 
 
-def test_text_that_is_no_kernel():
-    with pytest.raises(EmulatorError, match="target"):
-        load_program("hello")
-    with pytest.raises(EmulatorError, match="gfx90a"):
-        load_program(assembly("gfx90a", "s_nop 0"))
-    with pytest.raises(TypeError, match="asm_text must be a str, got bytes"):
-        load_program(b"")
-    with pytest.raises(ValueError, match="lds_bytes must be within"):
-        load_program(assembly("gfx942", "s_nop 0"), lds_bytes=200_000)
+@pytest.mark.parametrize(
+    ("text", "lds_bytes", "error", "message"),
+    [
+        ("hello", 0, EmulatorError, "target"), (assembly("gfx90a", "s_nop 0"), 0, EmulatorError, "gfx90a"),
+        (b"", 0, TypeError, "asm_text must be a str, got bytes"),
+        (assembly("gfx942", "s_nop 0"), 200_000, ValueError, "lds_bytes must be within"),
+    ],
+    ids=["no assembly", "another target", "bytes", "too much LDS"],
+)  # fmt: skip
+def test_text_that_is_no_kernel(text, lds_bytes, error, message):
+    with pytest.raises(error, match=message):
+        load_program(text, lds_bytes=lds_bytes)
 
 
-def test_misuse_names_the_argument(host):
-    program, memory = load_program(assembly("gfx942", "s_nop 0")), Memory()
-    with pytest.raises(ValueError, match="args must have 0 entries"):
-        run(program, grid=(1, 1, 1), args=[1], memory=memory)
-    with pytest.raises(ValueError, match="grid must be three numbers"):
-        run(program, grid=(1, 1), args=[], memory=memory)
-    with pytest.raises(ValueError, match=r"workgroups must lie in the grid \(2, 1, 1\), got \(2, 0, 0\)"):
-        run(program, grid=(2, 1, 1), args=[], memory=memory, workgroups=[(2, 0, 0)])
-    with pytest.raises(ValueError, match="wave_order"):
-        run(program, grid=(1, 1, 1), args=[], memory=memory, wave_order="random")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"args": [1]}, "args must have 0 entries"), ({"grid": (1, 1)}, "grid must be three numbers"),
+        ({"grid": (2, 1, 1), "workgroups": [(2, 0, 0)]},
+         r"workgroups must lie in the grid \(2, 1, 1\), got \(2, 0, 0\)"),
+        ({"wave_order": "random"}, "wave_order"),
+    ],
+    ids=["args", "grid", "workgroups", "wave_order"],
+)  # fmt: skip
+def test_misuse_names_the_argument(changes, message):
+    program = load_program(assembly("gfx942", "s_nop 0"))
+    with pytest.raises(ValueError, match=message):
+        run(program, **{"grid": (1, 1, 1), "args": [], "memory": Memory(), **changes})
+
+
+def test_memory_is_bytes_in_a_row(host):
     with pytest.raises(TypeError, match="uint8"):
-        memory.map(host)
+        Memory().map(host)
     with pytest.raises(ValueError, match="one-dimensional and contiguous"):
-        memory.map(np.zeros((4, 4), np.uint8))
+        Memory().map(np.zeros((4, 4), np.uint8))
+    with pytest.raises(ValueError, match="written must be a bool array of shape"):
+        Memory().map(np.zeros(8, np.uint8), written=np.zeros(4, bool))

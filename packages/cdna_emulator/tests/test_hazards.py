@@ -6,34 +6,22 @@ import re
 
 import numpy as np
 import pytest
-from emulator_machine import assembly
+from emulator_machine import assembly, launch
 
-from narrowkv.cdna_emulator import HazardError, Memory, RaceError, load_program, run
+from narrowkv.cdna_emulator import HazardError, RaceError, load_program
 from narrowkv.cdna_emulator.hazards import HazardModel, State, wait_counts
 from narrowkv.cdna_emulator.matrix import mfma_shape
 from narrowkv.cdna_emulator.parser import parse_instruction
 from narrowkv.cdna_emulator.wait_states import matrix_clocks
 
 BOTH = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
-START = """
-    s_load_dwordx2 s[4:5], s[0:1], 0x0
-    s_waitcnt lgkmcnt(0)
-    v_lshlrev_b32_e32 v1, 2, v0
-"""
 
 
 def emulate(target: str, lines: str, *, warps: int = 1, detect_hazards: bool = True) -> np.ndarray:
-    """Runs lines that find the address of 512 words, which count from 0, in s[4:5]."""
-    text = assembly(target, START + lines, warps=warps)
-    text = text.replace(
-        "- .args: []", "- .args:\n      - .offset: 0\n        .size: 8\n        .value_kind: global_buffer"
-    ).replace(".max_flat", ".kernarg_segment_size: 8\n    .max_flat")
-    memory = Memory()
+    """Runs lines that find 512 words, which count from 0, at s[4:5], and a lane's offset to its own in v1."""
     words = np.arange(512, dtype=np.uint32)
-    pointer = memory.map(words.view(np.uint8), name="words")
-    program = load_program(text, lds_bytes=4096)
-    run(program, grid=(1, 1, 1), args=[pointer], memory=memory, detect_hazards=detect_hazards,
-        check_uninitialised=False)  # fmt: skip
+    launch("v_lshlrev_b32_e32 v1, 2, v0\n" + lines, words, target=target, at=4, warps=warps, lds_bytes=4096,
+           detect_hazards=detect_hazards, check_uninitialised=False)  # fmt: skip
     return words
 
 

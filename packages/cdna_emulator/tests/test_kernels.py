@@ -7,31 +7,22 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import emulator_kernels as kernels  # noqa: E402
-from emulator_support import TARGETS, emulate  # noqa: E402
+from emulator_cases import FP8, NATIVE, PagedDecode  # noqa: E402
+from emulator_support import TARGETS, emulate, nans  # noqa: E402
+
+from narrowkv.cdna_emulator import RaceError  # noqa: E402
 
 pytestmark = pytest.mark.sampled
 
 both_targets = pytest.mark.parametrize("target", TARGETS)
-FP8 = {
-    "e4m3fn": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-    "e4m3fnuz": torch.float8_e4m3fnuz,
-    "e5m2fnuz": torch.float8_e5m2fnuz,
-}
-NATIVE = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
-
-
-def nans(*shape, dtype=torch.float32):
-    return torch.full(shape, float("nan"), dtype=dtype)
 
 
 @both_targets
 def test_softmax_with_a_ragged_row(target):
     torch.manual_seed(0)
     x, o = torch.randn(3, 500).bfloat16(), nans(3, 500)
-    emulate(
-        kernels.softmax, target, (3,), {"x_ptr": x, "o_ptr": o, "n_cols": 500, "stride": 500}, {"BLOCK": 512}
-    )
+    arguments = {"x_ptr": x, "o_ptr": o, "n_cols": 500, "stride": 500}
+    emulate(kernels.softmax, target, (3,), arguments, {"BLOCK": 512})
     torch.testing.assert_close(o, torch.softmax(x.float(), -1), rtol=2e-6, atol=1e-9)
 
 
@@ -43,120 +34,78 @@ def test_scans_and_transpose(target):
     assert torch.equal(o, want)
 
 
-def paged_case(
-    kv_dtype, *, batch=3, heads=2, lengths=(70, 33, 1), fp8_qk=False, dim=128, group=12, page=16, seed=0
-):
-    """Arguments, constants and the fp32 result of a paged decode with shuffled pages."""
-    generator = torch.Generator().manual_seed(seed)
-    pages = -(-max(lengths) // page)
-    table = torch.randperm(batch * pages, generator=generator).int().reshape(batch, pages)
-    k, v = (torch.randn(batch * pages, page, heads, dim, generator=generator).to(kv_dtype) for _ in range(2))
-    q = torch.randn(batch, heads * group, dim, generator=generator).bfloat16()
-    arguments = {
-        "q_ptr": q, "k_ptr": k, "v_ptr": v, "o_ptr": nans(batch, heads * group, dim, dtype=torch.bfloat16),
-        "table_ptr": table, "lens_ptr": torch.tensor(lengths).int(), "sm_scale": dim**-0.5,
-        "stride_qb": heads * group * dim, "stride_qh": dim, "stride_kp": page * heads * dim,
-        "stride_kt": heads * dim, "stride_kh": dim, "stride_tb": pages,
-    }  # fmt: skip
-    want = torch.empty(batch, heads * group, dim)
-    for b, n in enumerate(lengths):
-        keys, values = (x[table[b].long()].reshape(-1, heads, dim)[:n].float() for x in (k, v))
-        query = (q[b].to(kv_dtype) if fp8_qk else q[b]).float().reshape(heads, group, dim)
-        scores = torch.einsum("hgd,thd->hgt", query, keys) * dim**-0.5
-        want[b] = torch.einsum("hgt,thd->hgd", scores.softmax(-1), values).reshape(-1, dim)
-    constants = {"GROUP": group, "BLOCK_N": 32, "D": dim, "PAGE": page, "FP8_QK": fp8_qk}
-    return arguments, constants, want
+KEYS = [
+    *(("bf16", False, warps, stages) for warps, stages in ((1, 1), (1, 2), (2, 1), (4, 2), (8, 1), (4, 3))),
+    *((kv, fp8_qk, warps, 1) for kv, fp8_qk in (("e4m3fn", False), ("native", False), ("native", True))
+      for warps in (1, 4)),
+]  # fmt: skip
 
 
-def close_to_bf16(got, want):
-    """bf16 P and O cost up to three roundings of 2^-9 of the largest value."""
-    assert not got.isnan().any()
-    assert (got.float() - want).abs().max() < 3 * 2**-9 * want.abs().max()
-
-
-def _decode_cases():
-    for target in TARGETS:
-        for warps, stages in ((1, 1), (1, 2), (2, 1), (4, 2), (8, 1), (4, 3)):
-            yield pytest.param(target, "bf16", False, warps, stages, id=f"{target}-bf16-w{warps}-s{stages}")
-        for name, fp8_qk in (("e4m3fn", False), ("native", False), ("native", True)):
-            for warps in (1, 4):
-                yield pytest.param(
-                    target,
-                    name,
-                    fp8_qk,
-                    warps,
-                    1,
-                    id=f"{target}-{name}-{'fp8' if fp8_qk else 'bf16'}qk-w{warps}",
-                )
-
-
-@pytest.mark.parametrize(("target", "kv", "fp8_qk", "warps", "stages"), list(_decode_cases()))
-def test_paged_decode(target, kv, fp8_qk, warps, stages):
-    dtype = torch.bfloat16 if kv == "bf16" else NATIVE[target] if kv == "native" else FP8[kv]
-    arguments, constants, want = paged_case(dtype, fp8_qk=fp8_qk)
-    emulate(kernels.paged_decode, target, (3, 2), arguments, constants | {"STAGES": stages}, num_warps=warps)
-    close_to_bf16(arguments["o_ptr"], want)
+@both_targets
+@pytest.mark.parametrize(("kv", "fp8_qk", "warps", "stages"), KEYS)
+def test_paged_decode(kv, fp8_qk, warps, stages, target):
+    case = PagedDecode({"bf16": torch.bfloat16, "native": NATIVE[target], **FP8}[kv], fp8_qk=fp8_qk)
+    case.run(target, warps=warps, stages=stages)
+    assert case.is_right()
 
 
 @both_targets
 @pytest.mark.parametrize("warps", [1, 4])
-def test_order_and_batching_do_not_change_bits_or_counts(target, warps):
+def test_order_and_batching_do_not_change_bits_or_counts(warps, target):
     outputs, counts = [], []
     for options in (
         {}, {"batch_workgroups": 1}, {"batch_workgroups": 4}, {"wave_order": "lockstep"},
         {"check_uninitialised": False}, {"detect_races": True},
     ):  # fmt: skip
-        arguments, constants, _ = paged_case(torch.bfloat16)
-        result = emulate(
-            kernels.paged_decode,
-            target,
-            (3, 2),
-            arguments,
-            constants | {"STAGES": 1},
-            num_warps=warps,
-            run_options=options,
-        )
-        outputs.append(arguments["o_ptr"].view(torch.int16))
-        counts.append(result.counts)
+        case = PagedDecode(torch.bfloat16)
+        counts.append(case.run(target, warps=warps, **options).counts)
+        outputs.append(case.o.view(torch.int16))
     assert all(torch.equal(o, outputs[0]) for o in outputs)
     assert all(c == counts[0] for c in counts)
 
 
 @both_targets
-def test_a_sample_of_workgroups_writes_only_theirs(target):
-    arguments, constants, want = paged_case(torch.bfloat16)
-    result = emulate(kernels.paged_decode, target, (3, 2), arguments, constants | {"STAGES": 1}, num_warps=1,
-                     run_options={"workgroups": [(1, 1, 0)]})  # fmt: skip
-    got = arguments["o_ptr"]
-    assert result.workgroups == 1
-    close_to_bf16(got[1, 12:], want[1, 12:])
-    assert got[0].isnan().all()
-    assert got[2].isnan().all()
-    assert got[1, :12].isnan().all()
+def test_a_removed_barrier_is_a_race(target):
+    """Waves in step read what another wave has not written yet."""
+
+    def without_barriers(text):
+        return text.replace("\ts_barrier", "\ts_nop 0")
+
+    case = PagedDecode(torch.bfloat16, batch=1, heads=1, lengths=(70,))
+    case.run(target, warps=4, detect_races=True, check_uninitialised=True)
+    assert case.is_right()
+    options = {"detect_races": True, "check_uninitialised": False, "wave_order": "lockstep"}
+    with pytest.raises(RaceError):
+        case.run(target, warps=4, edit=without_barriers, **options)
 
 
 @both_targets
-@pytest.mark.parametrize(("dtype", "config"), [
-    (torch.float16, (32, 32, 32, 1, 1)), (torch.float16, (128, 64, 32, 3, 8)), (torch.float32,
-    (64, 32, 64, 2, 4)),
-    ("native", (16, 64, 64, 2, 2)),
-])  # fmt: skip
-def test_matmul_with_ragged_edges(target, dtype, config):
+def test_a_sample_of_workgroups_writes_only_theirs(target):
+    case = PagedDecode(torch.bfloat16)
+    assert case.run(target, workgroups=[(1, 1, 0)]).workgroups == 1
+    assert case.is_right((1, slice(case.group, None)))
+    for rest in (case.o[0], case.o[2], case.o[1, : case.group]):
+        assert rest.isnan().all()
+
+
+@both_targets
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    [
+        (torch.float16, (32, 32, 32, 1, 1)), (torch.float16, (128, 64, 32, 3, 8)),
+        (torch.float32, (64, 32, 64, 2, 4)), ("native", (16, 64, 64, 2, 2)),
+    ],
+)  # fmt: skip
+def test_matmul_with_ragged_edges(dtype, config, target):
     dtype = NATIVE[target] if dtype == "native" else dtype
     m, n, k = 100, 96, 144
     torch.manual_seed(1)
     a, b, c = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype), nans(m, n)
     block_m, block_n, block_k, stages, warps = config
     constants = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages}
+    arguments = {"a_ptr": a, "b_ptr": b, "c_ptr": c, "M": m, "N": n, "K": k}
     grid = (-(-m // block_m), -(-n // block_n))
-    emulate(
-        kernels.matmul,
-        target,
-        grid,
-        {"a_ptr": a, "b_ptr": b, "c_ptr": c, "M": m, "N": n, "K": k},
-        constants,
-        num_warps=warps,
-    )
+    emulate(kernels.matmul, target, grid, arguments, constants, num_warps=warps)
     # fp32 goes through ten mantissa bits (xf32) where the compiler allows it.
     atol = 2.0**-10 * 8 * k**0.5 if dtype == torch.float32 else 1e-4
     torch.testing.assert_close(c.double(), a.double() @ b.double(), rtol=1e-5, atol=atol)
@@ -226,12 +175,8 @@ def test_integer_arithmetic(target):
     rng = np.random.default_rng(4)
     x, y = rng.integers(-(10**6), 10**6, 256), rng.integers(1, 5000, 256)
     o = torch.zeros(6, 256, dtype=torch.int32)
-    arguments = {
-        "x_ptr": torch.from_numpy(x.astype(np.int32)),
-        "y_ptr": torch.from_numpy(y.astype(np.int32)),
-        "o_ptr": o,
-    }
-    emulate(kernels.integers, target, (1,), arguments, {"BLOCK": 256})
+    arguments = {f"{name}_ptr": torch.from_numpy(z.astype(np.int32)) for name, z in (("x", x), ("y", y))}
+    emulate(kernels.integers, target, (1,), arguments | {"o_ptr": o}, {"BLOCK": 256})
     quotient = np.trunc(x / y).astype(np.int64)
     want = [quotient, x - quotient * y, x * y, ((x % 2**32) * y) >> 32, (x * y) >> 7, quotient]
     np.testing.assert_array_equal(o.numpy(), np.stack(want).astype(np.int32))
@@ -242,13 +187,11 @@ def test_rope(target):
     torch.manual_seed(5)
     x, angle = torch.randn(4, 8, 64).bfloat16(), torch.randn(4, 1, 32)
     c, s, o = angle.cos(), angle.sin(), nans(4, 8, 64, dtype=torch.bfloat16)
-    emulate(
-        kernels.rope, target, (4,), {"x_ptr": x, "cos_ptr": c, "sin_ptr": s, "o_ptr": o}, {"H": 8, "D": 64}
-    )
+    arguments = {"x_ptr": x, "cos_ptr": c, "sin_ptr": s, "o_ptr": o}
+    emulate(kernels.rope, target, (4,), arguments, {"H": 8, "D": 64})
     a, b = x.float().split(32, -1)
-    torch.testing.assert_close(
-        o.float(), torch.cat([a * c - b * s, b * c + a * s], -1), rtol=2**-8, atol=1e-6
-    )
+    want = torch.cat([a * c - b * s, b * c + a * s], -1)
+    torch.testing.assert_close(o.float(), want, rtol=2**-8, atol=1e-6)
 
 
 @both_targets
@@ -265,9 +208,7 @@ def test_inline_assembly_sort_and_histogram(target):
 
 @both_targets
 def test_counts_of_a_decode_are_those_of_its_shape(target):
-    arguments, constants, _ = paged_case(torch.bfloat16, batch=1, heads=1, lengths=(64,))
-    result = emulate(kernels.paged_decode, target, (1, 1), arguments, constants | {"STAGES": 1}, num_warps=1)
-    counts = result.counts
+    counts = PagedDecode(torch.bfloat16, batch=1, heads=1, lengths=(64,)).run(target).counts
     assert counts.mfma_flops == 2 * 2 * 16 * 64 * 128  # QK and PV over 16 rows
     assert counts.transcendental >= 2 * 64 * 16 / 64
     assert counts.vmem_bytes_stored == 12 * 128 * 2

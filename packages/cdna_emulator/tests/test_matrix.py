@@ -1,5 +1,7 @@
 """MFMA layouts element by element from the ISA document's formulas, and every shape that tl.dot produces."""
 
+import re
+
 import numpy as np
 import pytest
 from emulator_machine import execute
@@ -9,7 +11,10 @@ pytest.importorskip("triton")
 
 import emulator_kernels as kernels  # noqa: E402
 import triton.language as tl  # noqa: E402
+from emulator_cases import E2M1, ScaledProduct  # noqa: E402
 from emulator_support import TARGETS, emulate  # noqa: E402
+
+from narrowkv.cdna_emulator import EmulatorError  # noqa: E402
 
 TORCH = {
     "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i8": torch.int8,
@@ -65,13 +70,13 @@ def test_layout(target, name, shape, kind):
     integer = "_i32_" in name
     c = rng.integers(-99, 99, (count, 64)).astype(np.int32 if integer else np.float32)
     registers = {40 + r: c[r] for r in range(count)}
-    registers |= {r: words_a[:, r].copy() for r in range(per)} | {
-        10 + r: words_b[:, r].copy() for r in range(per)
-    }
-    span = lambda start, size: f"v[{start}:{start + size - 1}]" if size > 1 else f"v{start}"  # noqa: E731
-    w = execute(
-        target, f"{name} {span(60, count)}, {span(0, per)}, {span(10, per)}, {span(40, count)}", registers
+    registers |= {r: words_a[:, r].copy() for r in range(per)}
+    registers |= {10 + r: words_b[:, r].copy() for r in range(per)}
+    d, a_at, b_at, c_at = (
+        f"v[{start}:{start + size - 1}]" if size > 1 else f"v{start}"
+        for start, size in ((60, count), (0, per), (10, per), (40, count))
     )
+    w = execute(target, f"{name} {d}, {a_at}, {b_at}, {c_at}", registers)
     product = a_value @ b_value.transpose(0, 2, 1)
     for r in range(count):
         for lane in range(64):
@@ -94,7 +99,6 @@ def test_scaled_mfma_picks_scale_bytes_by_op_sel(size):
     groups = 64 // size
     a = torch.from_numpy(rng.normal(size=(size, k)).astype(np.float32)).to(torch.float8_e4m3fn)
     nibbles = rng.integers(0, 16, (size, k)).astype(np.uint8)
-    fp4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     codes = a.view(torch.uint8).numpy()
     runs = [
         (codes[l % size, 16 * (l // size) :], codes[l % size, k // 2 + 16 * (l // size) :]) for l in range(64)
@@ -103,24 +107,17 @@ def test_scaled_mfma_picks_scale_bytes_by_op_sel(size):
     packed = nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
     lane_b = np.stack([packed[l % size, 16 * (l // size) :][:16] for l in range(64)])
     scale_a, scale_b = (rng.integers(120, 134, (size, groups)).astype(np.uint8) for _ in range(2))
-    words = [np.full(64, 0x7F7F7F7F, np.uint32) for _ in range(2)]
-    for lane in range(64):
-        words[0][lane] = 0x01020300 + 0 * lane | int(scale_a[lane % size, lane // size]) << 0
-        words[1][lane] = (int(scale_b[lane % size, lane // size]) << 16) | 0x11000022
+    lane = np.arange(64)
+    byte_a, byte_b = (s[lane % size, lane // size].astype(np.uint32) for s in (scale_a, scale_b))
     registers = {r: lane_a.view(np.uint32)[:, r].copy() for r in range(8)}
-    registers |= {10 + r: lane_b.view(np.uint32)[:, r].copy() for r in range(4)} | {
-        20: words[0],
-        21: words[1],
-    }
+    registers |= {10 + r: lane_b.view(np.uint32)[:, r].copy() for r in range(4)}
+    registers |= {20: np.uint32(0x01020300) | byte_a, 21: np.uint32(0x11000022) | byte_b << np.uint32(16)}
     count = size * size // 64
     name = f"v_mfma_scale_f32_{size}x{size}x{k}_f8f6f4"
-    w = execute(
-        "gfx950",
-        f"{name} v[60:{59 + count}], v[0:7], v[10:13], 0, v20, v21 op_sel_hi:[0,1,0] blgp:4",
-        registers,
-    )
+    line = f"{name} v[60:{59 + count}], v[0:7], v[10:13], 0, v20, v21 op_sel_hi:[0,1,0] blgp:4"
+    w = execute("gfx950", line, registers)
     value_a = a.double().numpy() * np.exp2(scale_a.astype(float) - 127).repeat(32, 1)
-    value_b = fp4[nibbles] * np.exp2(scale_b.astype(float) - 127).repeat(32, 1)
+    value_b = np.array(E2M1)[nibbles] * np.exp2(scale_b.astype(float) - 127).repeat(32, 1)
     want = value_a @ value_b.T
     for r in range(count):
         for lane in range(64):
@@ -128,46 +125,26 @@ def test_scaled_mfma_picks_scale_bytes_by_op_sel(size):
             assert w.f[60 + r][0, lane] == np.float32(want[i, lane % size])
 
 
-def _dot_cases():
-    for target in TARGETS:
-        kinds = ["f16", "bf16", "i8", "f32", f"fp8_{target}", f"bf8_{target}"]
-        for kind in kinds:
-            for size, warps in ((16, 1), (32, 4), (64, 4)):
-                yield pytest.param(target, kind, size, warps, id=f"{target}-{kind}-{size}-w{warps}")
-
-
-@pytest.mark.parametrize(("target", "kind", "size", "warps"), list(_dot_cases()))
-def test_tl_dot(target, kind, size, warps):
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kind", ["f16", "bf16", "i8", "f32", "fp8", "bf8"])
+@pytest.mark.parametrize(("size", "warps"), [(16, 1), (32, 4), (64, 4)])
+def test_tl_dot(size, warps, kind, target):
     rng = np.random.default_rng(11)
     k = 32 if kind == "f32" else 64
     a, a_value = random_matrix(rng, kind, target, (size, k))
     b, b_value = random_matrix(rng, kind, target, (k, size))
     integer = kind == "i8"
-    c = torch.full(
-        (size, size), 7 if integer else float("nan"), dtype=torch.int32 if integer else torch.float32
-    )
-    constants = {"M": size, "N": size, "K": k, "ACC": tl.int32 if integer else tl.float32}
-    result = emulate(
-        kernels.dot, target, (1,), {"a_ptr": a, "b_ptr": b, "c_ptr": c}, constants, num_warps=warps
-    )
+    unset, dtype, acc = (7, torch.int32, tl.int32) if integer else (torch.nan, torch.float32, tl.float32)
+    c = torch.full((size, size), unset, dtype=dtype)
+    arguments = {"a_ptr": a, "b_ptr": b, "c_ptr": c}
+    constants = {"M": size, "N": size, "K": k, "ACC": acc}
+    result = emulate(kernels.dot, target, (1,), arguments, constants, num_warps=warps)
     # fp32 operands may go through xf32 on gfx942: ten mantissa bits.
     tolerance = 0 if integer else 2e-3 if kind == "f32" else 2e-6
     np.testing.assert_allclose(c.numpy(), a_value @ b_value, rtol=tolerance, atol=10 * tolerance)
     # Warps that repeat the work of others do at least the flops of the product.
     assert sum(result.counts.mfma.values())
     assert result.counts.mfma_flops >= 2 * size * size * k
-
-
-def _scaled_operand(rng, kind, rows, k):
-    if kind == "e2m1":
-        codes = torch.from_numpy(rng.integers(0, 16, (rows, k)).astype(np.uint8))
-        table = torch.tensor(
-            [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64
-        )
-        return codes[:, ::2] | (codes[:, 1::2] << 4), table[codes.long()]
-    dtype = torch.float8_e4m3fn if kind == "e4m3" else torch.float8_e5m2
-    stored = torch.from_numpy(rng.normal(size=(rows, k)).astype(np.float32)).to(dtype)
-    return stored, stored.double()
 
 
 @pytest.mark.parametrize(
@@ -177,37 +154,22 @@ def _scaled_operand(rng, kind, rows, k):
     "formats", [("e4m3", "e2m1"), ("e2m1", "e2m1"), ("e4m3", "e4m3"), ("e5m2", "e2m1")], ids="-".join
 )
 def test_tl_dot_scaled(formats, m, n, k, warps):
-    rng = np.random.default_rng(13)
-    (a, a_value), (b, b_value) = (
-        _scaled_operand(rng, formats[0], m, k),
-        _scaled_operand(rng, formats[1], n, k),
-    )
-    scale_a, scale_b = (
-        torch.from_numpy(rng.integers(120, 134, (r, k // 32)).astype(np.uint8)) for r in (m, n)
-    )
-    grow = lambda s: torch.exp2(s.double() - 127).repeat_interleave(32, 1)  # noqa: E731
-    want = (a_value * grow(scale_a)) @ (b_value * grow(scale_b)).T
-    c = torch.full((m, n), float("nan"))
-    arguments = {
-        "a_ptr": a,
-        "a_scale_ptr": scale_a,
-        "b_ptr": b.T.contiguous(),
-        "b_scale_ptr": scale_b,
-        "c_ptr": c,
-    }
-    pack = [2 if f == "e2m1" else 1 for f in formats]
-    constants = {
-        "M": m,
-        "N": n,
-        "K": k,
-        "A_FORMAT": formats[0],
-        "B_FORMAT": formats[1],
-        "A_PACK": pack[0],
-        "B_PACK": pack[1],
-    }
-    result = emulate(kernels.dot_scaled, "gfx950", (1,), arguments, constants, num_warps=warps)
-    torch.testing.assert_close(c.double(), want, rtol=1e-6, atol=1e-4)
+    product = ScaledProduct(formats, m, n, k)
+    result = product.run(warps=warps)
+    assert product.is_right()
     assert any("_scale_" in name for name in result.counts.mfma) == (warps > 1)
+
+
+def test_a_changed_scale_selection_is_noticed():
+    def is_right(edit):
+        product = ScaledProduct(("e4m3", "e2m1"), 32, 32, 128)
+        product.run(edit=edit)
+        return product.is_right()
+
+    pattern = r"(v_mfma_scale_.*?op_sel_hi:\[)(\d)"
+    assert not is_right(lambda text: re.sub(pattern, lambda m: m[1] + str(1 - int(m[2])), text))
+    with pytest.raises(EmulatorError):  # the registers of the operand no longer fit the format
+        is_right(lambda text: re.sub(r"(v_mfma_scale_.*)(cbsz|blgp):4", r"\1\2:0", text))
 
 
 def test_xf32_cuts_off_the_mantissa():

@@ -206,15 +206,14 @@ def _agree(got: int, want: int, kind: str, approximate: bool) -> bool:
     return approximate and abs(got - want) <= 1
 
 
-def compiled_helpers(table: dict[str, str]) -> dict[str, Any]:
-    """Code of the minima and maxima, which other instructions' pseudo-code calls."""
-    named = [name for name in table if re.match(r"v_(min|max)\d?_", name)]
-    return {name: compile(translate(table[name]), name, "exec") for name in named}
-
-
 def compare_all(table: dict[str, str], target: str, rounds: int) -> dict[str, tuple[int, list[str]]]:
     """`differences` of every instruction that a target and the table have."""
-    helpers, results = compiled_helpers(table), {}
+    # The minima and maxima, which other instructions' pseudo-code calls.
+    helpers = {
+        name: compile(translate(text), name, "exec")
+        for name, text in table.items() if re.match(r"v_(min|max)\d?_", name)
+    }  # fmt: skip
+    results = {}
     for name, text in table.items():
         if not name.startswith(("s_", "v_")) or LEFT_OUT.match(name):
             continue
@@ -252,23 +251,19 @@ def test_the_comparison_finds_what_differs(name: str, text: str, agrees: bool) -
     assert (not found) == agrees
 
 
+KINDS = (
+    ("^s_", "scalar"), ("^v_cmp", "compares"), ("_cvt_", "conversions"), ("^v_(pk|dot)", "packed and dot"),
+    ("", "other vector"),
+)  # fmt: skip
+
+
 def print_table(rounds: int) -> None:
     """Prints the table of agreement."""
     table = tables()
     for target in ("gfx942", "gfx950"):
         rows: dict[str, Counter[str]] = {}
         for name, (compared, bad) in compare_all(table, target, rounds).items():
-            kind = (
-                "scalar"
-                if name[0] == "s"
-                else "compares"
-                if name.startswith("v_cmp")
-                else "conversions"
-                if "_cvt_" in name
-                else "packed and dot"
-                if re.match("v_(pk|dot)", name)
-                else "other vector"
-            )
+            kind = next(kind for pattern, kind in KINDS if re.search(pattern, name))
             rows.setdefault(kind, Counter()).update(both=1, results=compared)
             rows[kind]["differ" if bad else "approximate" if APPROXIMATE.match(name) else "agree"] += 1
         for kind, row in rows.items():

@@ -9,13 +9,15 @@ import ast
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from emulator_support import TARGETS, emulate  # noqa: E402
+from emulator_support import TARGETS, emulate, nans  # noqa: E402
+from torch.nn import functional  # noqa: E402
 
 FOLDER = os.environ.get("NARROWKV_PUBLIC_KERNELS")
 pytestmark = pytest.mark.skipif(
@@ -24,307 +26,241 @@ pytestmark = pytest.mark.skipif(
 PRELUDE = (
     "import triton\nimport triton.language as tl\nfrom triton.language.extra.libdevice import rsqrt, tanh\n"
 )
-TUTORIALS, LIGER = "triton/python/tutorials", "Liger-Kernel/src/liger_kernel/ops"
 
 
-@pytest.fixture
-def jit_functions(tmp_path):
-    """Loads the jit functions of a file as a module of their own."""
+class Call(NamedTuple):
+    """A launch of a public kernel, and what it must give.
 
-    def load(path):
-        tree = ast.parse((Path(FOLDER) / path).read_text())
-        kept = []
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef) and any(
-                "triton.jit" in ast.unparse(d) for d in node.decorator_list
-            ):
-                node.decorator_list = [ast.parse("triton.jit").body[0].value]
-                kept.append(ast.unparse(node))
-            elif isinstance(node, ast.AnnAssign) and "constexpr" in ast.unparse(node.annotation):
-                kept.append(ast.unparse(node))
-        file = tmp_path / "extracted.py"
-        file.write_text(PRELUDE + "\n\n".join(kept) + "\n")
-        spec = importlib.util.spec_from_file_location(f"extracted_{abs(hash(path))}", file)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+    Arguments that the checkout's version of the kernel does not have are left out.
+    """
 
-    return load
+    kernel: str
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    expected: list[tuple[Any, Any, float]]  # an output, its value, and the tolerance
 
 
-@pytest.fixture(params=TARGETS)
-def target(request):
-    torch.manual_seed(0)
-    return request.param
+def jit_function(path, name, folder):
+    """A jit function of a file, from a module with the file's jit functions alone."""
+    kept = []
+    for node in ast.parse((Path(FOLDER) / path).read_text()).body:
+        if isinstance(node, ast.FunctionDef) and any(
+            "triton.jit" in ast.unparse(d) for d in node.decorator_list
+        ):
+            node.decorator_list = [ast.parse("triton.jit").body[0].value]
+            kept.append(ast.unparse(node))
+        elif isinstance(node, ast.AnnAssign) and "constexpr" in ast.unparse(node.annotation):
+            kept.append(ast.unparse(node))
+    file = folder / "extracted.py"
+    file.write_text(PRELUDE + "\n\n".join(kept) + "\n")
+    spec = importlib.util.spec_from_file_location(f"extracted_{abs(hash(path))}", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
 
 
-def nans(*shape, dtype=torch.float32):
-    return torch.full(shape, float("nan"), dtype=dtype)
+def strides(**rows):
+    """Arguments ``name_row_stride``."""
+    return {f"{name}_row_stride": stride for name, stride in rows.items()}
 
 
-def close(got, want, tolerance=2e-6):
-    torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance)
+def run(call, path, target, folder):
+    fn = jit_function(path, call.kernel, folder)
+    arguments = {name: value for name, value in call.arguments.items() if name in fn.arg_names}
+    emulate(fn, target, call.grid, arguments, call.constants)
+    for got, want, tolerance in call.expected:
+        torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance)
 
 
-def test_tutorial_vector_add(jit_functions, target):
-    fn = jit_functions(f"{TUTORIALS}/01-vector-add.py").add_kernel
+def vector_add():
     x, y, o = torch.randn(3000), torch.randn(3000), nans(3000)
-    emulate(
-        fn, target, (3,), {"x_ptr": x, "y_ptr": y, "output_ptr": o, "n_elements": 3000}, {"BLOCK_SIZE": 1024}
-    )
-    assert torch.equal(o, x + y)
+    arguments = {"x_ptr": x, "y_ptr": y, "output_ptr": o, "n_elements": 3000}
+    return Call("add_kernel", (3,), arguments, {"BLOCK_SIZE": 1024}, [(o, x + y, 0)])
 
 
-def test_tutorial_softmax(jit_functions, target):
-    fn = jit_functions(f"{TUTORIALS}/02-fused-softmax.py").softmax_kernel
+def softmax():
     x, o = torch.randn(4, 781), nans(4, 781)
-    arguments = {
-        "output_ptr": o,
-        "input_ptr": x,
-        "input_row_stride": 781,
-        "output_row_stride": 781,
-        "n_cols": 781,
-    }
-    emulate(fn, target, (4,), arguments, {"BLOCK_SIZE": 1024})
-    close(o, x.double().softmax(-1))
+    arguments = {"output_ptr": o, "input_ptr": x, "n_cols": 781}
+    arguments |= {"input_row_stride": 781, "output_row_stride": 781}
+    return Call("softmax_kernel", (4,), arguments, {"BLOCK_SIZE": 1024}, [(o, x.double().softmax(-1), 2e-6)])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_tutorial_matmul(jit_functions, target, dtype):
-    fn = jit_functions(f"{TUTORIALS}/03-matrix-multiplication.py").matmul_kernel
+def matmul(dtype=torch.float16):
     m, n, k = 128, 128, 96
     a, b, c = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype), nans(m, n, dtype=torch.float16)
-    names = dict(
-        zip(
-            ("stride_am", "stride_ak", "stride_bk", "stride_bn", "stride_cm", "stride_cn"),
-            (k, 1, n, 1, n, 1),
-            strict=True,
-        )
-    )
-    arguments = {"a_ptr": a, "b_ptr": b, "c_ptr": c, "M": m, "N": n, "K": k, **names}
-    constants = {
-        "BLOCK_SIZE_M": 64,
-        "BLOCK_SIZE_N": 64,
-        "BLOCK_SIZE_K": 32,
-        "GROUP_SIZE_M": 2,
-        "ACTIVATION": None,
-    }
-    emulate(fn, target, (4,), arguments, constants)
-    close(c, a.double() @ b.double(), 2e-3)
+    arguments = {"a_ptr": a, "b_ptr": b, "c_ptr": c, "M": m, "N": n, "K": k, "stride_am": k, "stride_ak": 1}
+    arguments |= {"stride_bk": n, "stride_bn": 1, "stride_cm": n, "stride_cn": 1}
+    constants = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 2}
+    constants["ACTIVATION"] = None
+    return Call("matmul_kernel", (4,), arguments, constants, [(c, a.double() @ b.double(), 2e-3)])
 
 
-def test_tutorial_seeded_dropout(jit_functions, target):
-    fn = jit_functions(f"{TUTORIALS}/04-low-memory-dropout.py")._seeded_dropout
-    x, o = torch.rand(1000) + 1, nans(1000)
-    emulate(
-        fn,
-        target,
-        (1,),
-        {"x_ptr": x, "output_ptr": o, "n_elements": 1000, "p": 0.5, "seed": 123},
-        {"BLOCK_SIZE": 1024},
-    )
-    kept = o != 0
-    assert torch.equal(o[kept], x[kept] * 2)
-    assert 430 < kept.sum() < 570
+def matmul_bf16():
+    return matmul(torch.bfloat16)
 
 
-def test_tutorial_layer_norm(jit_functions, target):
-    fn = jit_functions(f"{TUTORIALS}/05-layer-norm.py")._layer_norm_fwd_fused
+def layer_norm():
     x, w, b = torch.randn(4, 1000), torch.randn(1000), torch.randn(1000)
-    y, mean, rstd = nans(4, 1000), nans(4), nans(4)
-    arguments = {
-        "X": x,
-        "Y": y,
-        "W": w,
-        "B": b,
-        "Mean": mean,
-        "Rstd": rstd,
-        "stride": 1000,
-        "N": 1000,
-        "eps": 1e-5,
-    }
-    emulate(fn, target, (4,), arguments, {"BLOCK_SIZE": 512})
-    close(y, torch.nn.functional.layer_norm(x.double(), (1000,), w.double(), b.double(), 1e-5), 1e-5)
+    y = nans(4, 1000)
+    arguments = {"X": x, "Y": y, "W": w, "B": b, "Mean": nans(4), "Rstd": nans(4), "stride": 1000, "N": 1000}
+    want = functional.layer_norm(x.double(), (1000,), w.double(), b.double(), 1e-5)
+    constants = {"BLOCK_SIZE": 512}
+    return Call("_layer_norm_fwd_fused", (4,), arguments | {"eps": 1e-5}, constants, [(y, want, 1e-5)])
 
 
-def test_tutorial_layer_norm_backward_with_locks(jit_functions, target):
-    fn = jit_functions(f"{TUTORIALS}/05-layer-norm.py")._layer_norm_bwd_dx_fused
+def layer_norm_backward_with_locks():
     x, w, dy = torch.randn(6, 256), torch.randn(256), torch.randn(6, 256)
     mean, rstd = x.mean(1), 1 / torch.sqrt(x.var(1, unbiased=False) + 1e-5)
-    dx, dw, db, lock = (
-        nans(6, 256),
-        torch.zeros(2, 256),
-        torch.zeros(2, 256),
-        torch.zeros(4, dtype=torch.int32),
-    )
-    arguments = {"DX": dx, "DY": dy, "DW": dw, "DB": db, "X": x, "W": w, "B": w, "M": mean, "V": rstd,
-    "Mean": mean, "Rstd": rstd,
-                 "Lock": lock, "stride": 256, "N": 256, "eps": 1e-5}  # fmt: skip
-    arguments = {name: value for name, value in arguments.items() if name in fn.arg_names}
-    emulate(fn, target, (6,), arguments, {"GROUP_SIZE_M": 2, "BLOCK_SIZE_N": 256})
+    dx, dw, db = nans(6, 256), torch.zeros(2, 256), torch.zeros(2, 256)
+    arguments = {
+        "DX": dx, "DY": dy, "DW": dw, "DB": db, "X": x, "W": w, "B": w, "M": mean, "V": rstd, "Mean": mean,
+        "Rstd": rstd, "Lock": torch.zeros(4, dtype=torch.int32), "stride": 256, "N": 256, "eps": 1e-5,
+    }  # fmt: skip
     leaf = x.double().requires_grad_()
-    torch.nn.functional.layer_norm(leaf, (256,), w.double(), None, 1e-5).backward(dy.double())
-    close(dx, leaf.grad, 1e-4)
-    close(db.sum(0), dy.sum(0), 1e-5)
+    functional.layer_norm(leaf, (256,), w.double(), None, 1e-5).backward(dy.double())
+    constants = {"GROUP_SIZE_M": 2, "BLOCK_SIZE_N": 256}
+    # The kernel leaves the sums over groups of rows to another one.
+    run_after = [(dx, leaf.grad, 1e-4), (LazySum(db), dy.sum(0), 1e-5)]
+    return Call("_layer_norm_bwd_dx_fused", (6,), arguments, constants, run_after)
 
 
-def test_tutorial_fused_attention(jit_functions, target):
-    fn = jit_functions(f"{TUTORIALS}/06-fused-attention.py")._fwd_kernel
+class LazySum(NamedTuple):
+    """The sum over the rows of a tensor, taken after the kernel has run."""
+
+    rows: Any
+
+    def double(self):
+        return self.rows.double().sum(0)
+
+
+def fused_attention():
     n, d = 128, 64
     q, k, v = (torch.randn(1, 2, n, d).half() for _ in range(3))
     o, l, m, tmp = torch.zeros_like(q), nans(2, n), nans(2, n), nans(2, n)
     arguments = {
-        "Q": q,
-        "K": k,
-        "V": v,
-        "sm_scale": 0.125,
-        "TMP": tmp,
-        "L": l,
-        "M": m,
-        "Out": o,
-        "Z": 1,
-        "H": 2,
+        "Q": q, "K": k, "V": v, "sm_scale": 0.125, "TMP": tmp, "L": l, "M": m, "Out": o, "Z": 1, "H": 2,
         "N_CTX": n,
-    }
-    for x in "qkvo":
-        last = {"q": "mk", "k": "nk", "v": "kn", "o": "mn"}[x]
-        arguments |= dict(
-            zip(
-                (f"stride_{x}z", f"stride_{x}h", f"stride_{x}{last[0]}", f"stride_{x}{last[1]}"),
-                (2 * n * d, n * d, d, 1),
-                strict=True,
-            )
-        )
-    arguments = {name: value for name, value in arguments.items() if name in fn.arg_names}
-    emulate(fn, target, (1, 2), arguments, {"BLOCK_M": 128, "BLOCK_DMODEL": d, "BLOCK_N": 128})
-    scores = (q.double() @ k.double().transpose(-1, -2) * 0.125).masked_fill(
-        ~torch.ones(n, n).tril().bool(), -float("inf")
-    )
-    top = scores.amax(-1, keepdim=True)
-    p = (scores - top).exp()
-    close(m, top[0, ..., 0], 1e-5)
-    close(l, p.sum(-1)[0], 1e-5)
+    }  # fmt: skip
+    for x, (row, column) in {"q": "mk", "k": "nk", "v": "kn", "o": "mn"}.items():
+        names = (f"stride_{x}z", f"stride_{x}h", f"stride_{x}{row}", f"stride_{x}{column}")
+        arguments |= dict(zip(names, (2 * n * d, n * d, d, 1), strict=True))
+    masked = ~torch.ones(n, n).tril().bool()
+    scores = (q.double() @ k.double().transpose(-1, -2) * 0.125).masked_fill(masked, -float("inf"))
+    p = (scores - scores.amax(-1, keepdim=True)).exp()
     # This version of the tutorial says `p *= l_rcp`, which today's Triton broadcasts along the columns.
-    close(o, (p / p.sum(-1)[..., None, :]) @ v.double(), 4e-3)
+    want = (p / p.sum(-1)[..., None, :]) @ v.double()
+    expected = [(m, scores.amax(-1)[0], 1e-5), (l, p.sum(-1)[0], 1e-5), (o, want, 4e-3)]
+    constants = {"BLOCK_M": 128, "BLOCK_DMODEL": d, "BLOCK_N": 128}
+    return Call("_fwd_kernel", (1, 2), arguments, constants, expected)
 
 
-def test_liger_swiglu(jit_functions, target):
-    fn = jit_functions(f"{LIGER}/swiglu.py")._swiglu_forward_kernel
+def swiglu():
     a, b, c = torch.randn(3, 500), torch.randn(3, 500), nans(3, 500)
     arguments = {"a_ptr": a, "b_ptr": b, "c_ptr": c, "stride": 500, "gate_multiplier": 1.0}
-    emulate(fn, target, (3,), arguments, {"n_cols": 500, "BLOCK_SIZE": 512})
-    close(c, torch.nn.functional.silu(a.double()) * b)
+    constants = {"n_cols": 500, "BLOCK_SIZE": 512}
+    want = functional.silu(a.double()) * b
+    return Call("_swiglu_forward_kernel", (3,), arguments, constants, [(c, want, 2e-6)])
 
 
-def test_liger_rms_norm(jit_functions, target):
-    fn = jit_functions(f"{LIGER}/rms_norm.py")._rms_norm_forward_kernel
-    x, w, y, r = torch.randn(3, 500), torch.randn(500), nans(3, 500), nans(3)
-    arguments = {"Y_ptr": y, "Y_row_stride": 500, "X_ptr": x, "X_row_stride": 500, "W_ptr": w,
-    "W_row_stride": 1, "RSTD_ptr": r,
-                 "RSTD_row_stride": 1, "n_cols": 500, "eps": 1e-6, "offset": 0.0}  # fmt: skip
-    emulate(fn, target, (3,), arguments, {"casting_mode": 0, "elementwise_affine": True, "BLOCK_SIZE": 512})
-    close(y, x * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * w)
+def rms_norm():
+    x, w, y = torch.randn(3, 500), torch.randn(500), nans(3, 500)
+    arguments = {"Y_ptr": y, "X_ptr": x, "W_ptr": w, "RSTD_ptr": nans(3), "n_cols": 500, "eps": 1e-6}
+    arguments |= {"offset": 0.0, **strides(Y=500, X=500, W=1, RSTD=1)}
+    constants = {"casting_mode": 0, "elementwise_affine": True, "BLOCK_SIZE": 512}
+    want = x * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * w
+    return Call("_rms_norm_forward_kernel", (3,), arguments, constants, [(y, want, 2e-6)])
 
 
-def test_liger_geglu(jit_functions, target):
-    fn = jit_functions(f"{LIGER}/geglu.py")._geglu_tanh_forward_kernel
+def geglu():
     a, b, c = torch.randn(3, 500), torch.randn(3, 500), nans(3, 500)
-    emulate(fn, target, (3,), {"a": a, "b": b, "c": c, "stride": 500}, {"n_cols": 500, "BLOCK_SIZE": 512})
-    close(c, torch.nn.functional.gelu(a.double(), approximate="tanh") * b, 1e-5)
+    arguments, constants = {"a": a, "b": b, "c": c, "stride": 500}, {"n_cols": 500, "BLOCK_SIZE": 512}
+    want = functional.gelu(a.double(), approximate="tanh") * b
+    return Call("_geglu_tanh_forward_kernel", (3,), arguments, constants, [(c, want, 1e-5)])
 
 
-def test_liger_layer_norm(jit_functions, target):
-    fn = jit_functions(f"{LIGER}/layer_norm.py")._layer_norm_forward_kernel
-    x, w, b, y, mean, rstd = (
-        torch.randn(3, 500),
-        torch.randn(500),
-        torch.randn(500),
-        nans(3, 500),
-        nans(3),
-        nans(3),
-    )
-    arguments = {
-        "Y_ptr": y,
-        "X_ptr": x,
-        "W_ptr": w,
-        "B_ptr": b,
-        "Mean_ptr": mean,
-        "RSTD_ptr": rstd,
-        "n_cols": 500,
-        "eps": 1e-5,
-    }
-    arguments |= {
-        f"{p}_row_stride": s
-        for p, s in (("Y", 500), ("X", 500), ("W", 1), ("B", 1), ("Mean", 1), ("RSTD", 1))
-    }
-    emulate(fn, target, (3,), arguments, {"BLOCK_SIZE": 512})
-    close(y, torch.nn.functional.layer_norm(x.double(), (500,), w.double(), b.double(), 1e-5), 1e-5)
+def liger_layer_norm():
+    x, w, b, y = torch.randn(3, 500), torch.randn(500), torch.randn(500), nans(3, 500)
+    arguments = {"Y_ptr": y, "X_ptr": x, "W_ptr": w, "B_ptr": b, "Mean_ptr": nans(3), "RSTD_ptr": nans(3)}
+    arguments |= {"n_cols": 500, "eps": 1e-5, **strides(Y=500, X=500, W=1, B=1, Mean=1, RSTD=1)}
+    want = functional.layer_norm(x.double(), (500,), w.double(), b.double(), 1e-5)
+    return Call("_layer_norm_forward_kernel", (3,), arguments, {"BLOCK_SIZE": 512}, [(y, want, 1e-5)])
 
 
-def test_liger_softmax(jit_functions, target):
-    fn = jit_functions(f"{LIGER}/softmax.py")._softmax_single_block_forward_kernel
+def liger_softmax():
     x, y = torch.randn(3, 1000), nans(3, 1000)
-    emulate(
-        fn,
-        target,
-        (3,),
-        {"Y_ptr": y, "Y_row_stride": 1000, "X_ptr": x, "X_row_stride": 1000, "n_cols": 1000},
-        {"BLOCK_SIZE": 1024},
-    )
-    close(y, x.double().softmax(-1))
+    arguments = {"Y_ptr": y, "X_ptr": x, "n_cols": 1000, **strides(Y=1000, X=1000)}
+    expected = [(y, x.double().softmax(-1), 2e-6)]
+    return Call("_softmax_single_block_forward_kernel", (3,), arguments, {"BLOCK_SIZE": 1024}, expected)
 
 
-@pytest.mark.parametrize("log_target", [False, True])
-def test_liger_kl_divergence(jit_functions, target, log_target):
-    fn = jit_functions(f"{LIGER}/kl_div.py")._kldiv_kernel_forward
+def kl_divergence(log_target=False):
     y, gt, loss = torch.randn(3, 500).log_softmax(-1), torch.randn(3, 500).softmax(-1), nans(3, 500)
     gt = gt.log() if log_target else gt
-    arguments = {
-        "y_ptr": y,
-        "y_stride": 500,
-        "gt_ptr": gt,
-        "gt_stride": 500,
-        "loss_ptr": loss,
-        "loss_stride": 500,
-        "n_cols": 500,
-        "eps": 1e-10,
-    }
-    emulate(fn, target, (3,), arguments, {"BLOCK_SIZE": 256, "log_target": log_target, "reduction": 0})
-    close(
-        loss,
-        torch.nn.functional.kl_div(y.double(), gt.double(), reduction="none", log_target=log_target),
-        2e-6,
-    )
+    arguments = {"y_ptr": y, "y_stride": 500, "gt_ptr": gt, "gt_stride": 500, "loss_ptr": loss}
+    arguments |= {"loss_stride": 500, "n_cols": 500, "eps": 1e-10}
+    want = functional.kl_div(y.double(), gt.double(), reduction="none", log_target=log_target)
+    constants = {"BLOCK_SIZE": 256, "log_target": log_target, "reduction": 0}
+    return Call("_kldiv_kernel_forward", (3,), arguments, constants, [(loss, want, 2e-6)])
 
 
-def test_liger_sparsemax(jit_functions, target):
-    fn = jit_functions(f"{LIGER}/sparsemax.py")._sparsemax_forward_kernel
+def kl_divergence_of_logs():
+    return kl_divergence(log_target=True)
+
+
+def sparsemax():
     x, o = torch.randn(3, 200), nans(3, 200)
     ordered = x.sort(-1, descending=True)[0]
-    arguments = {
-        "x_ptr": x,
-        "x_stride_row": 200,
-        "sorted_x_ptr": ordered,
-        "sorted_x_stride_row": 200,
-        "o_ptr": o,
-        "o_stride_row": 200,
-        "n_cols": 200,
-    }
-    emulate(fn, target, (3,), arguments, {"BLOCK_SIZE": 256, "num_warps": 4})
-    close(o.sum(-1), torch.ones(3), 1e-5)
-    threshold = (x - o)[:, :].masked_fill(o <= 0, float("nan")).nanmean(-1, keepdim=True)
-    close(o, (x - threshold).clamp(min=0), 1e-5)
+    arguments = {"x_ptr": x, "x_stride_row": 200, "sorted_x_ptr": ordered, "sorted_x_stride_row": 200}
+    arguments |= {"o_ptr": o, "o_stride_row": 200, "n_cols": 200}
+    total, count = ordered.cumsum(-1), torch.arange(1, 201)
+    kept = (1 + count * ordered > total).sum(-1, keepdim=True)
+    want = (x - (total.gather(-1, kept - 1) - 1) / kept).clamp(min=0)
+    constants = {"BLOCK_SIZE": 256, "num_warps": 4}
+    return Call("_sparsemax_forward_kernel", (3,), arguments, constants, [(o, want, 1e-5)])
 
 
-def test_liger_relu_squared(jit_functions, target):
-    fn = jit_functions(f"{LIGER}/relu_squared.py")._relu_squared_forward_kernel
+def relu_squared():
     x, y = torch.randn(3, 300), nans(3, 300)
-    arguments = {"Y_ptr": y, "Y_stride": 300, "X_ptr": x, "X_stride": 300}
-    emulate(
-        fn,
-        target,
-        (3,),
-        arguments | ({"n_cols": 300} if "n_cols" in fn.arg_names else {}),
-        {"BLOCK_SIZE": 512},
+    arguments = {"Y_ptr": y, "Y_stride": 300, "X_ptr": x, "X_stride": 300, "n_cols": 300}
+    expected = [(y, x.clamp(min=0).square(), 2e-6)]
+    return Call("_relu_squared_forward_kernel", (3,), arguments, {"BLOCK_SIZE": 512}, expected)
+
+
+TUTORIALS = {
+    "01-vector-add": (vector_add,), "02-fused-softmax": (softmax,),
+    "03-matrix-multiplication": (matmul, matmul_bf16),
+    "05-layer-norm": (layer_norm, layer_norm_backward_with_locks), "06-fused-attention": (fused_attention,),
+}  # fmt: skip
+LIGER = {
+    "swiglu": (swiglu,), "rms_norm": (rms_norm,), "geglu": (geglu,), "layer_norm": (liger_layer_norm,),
+    "softmax": (liger_softmax,), "kl_div": (kl_divergence, kl_divergence_of_logs), "sparsemax": (sparsemax,),
+    "relu_squared": (relu_squared,),
+}  # fmt: skip
+PUBLIC = [
+    pytest.param(f"{folder}/{file}.py", make, id=make.__name__)
+    for folder, files in (
+        ("triton/python/tutorials", TUTORIALS), ("Liger-Kernel/src/liger_kernel/ops", LIGER)
     )
-    close(y, x.clamp(min=0).square())
+    for file, makers in files.items()
+    for make in makers
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("path", "make"), PUBLIC)
+def test_a_public_kernel_is_right(path, make, target, tmp_path):
+    torch.manual_seed(0)
+    run(make(), path, target, tmp_path)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_seeded_dropout_keeps_half(target, tmp_path):
+    torch.manual_seed(0)
+    x, o = torch.rand(1000) + 1, nans(1000)
+    arguments = {"x_ptr": x, "output_ptr": o, "n_elements": 1000, "p": 0.5, "seed": 123}
+    call = Call("_seeded_dropout", (1,), arguments, {"BLOCK_SIZE": 1024}, [])
+    run(call, "triton/python/tutorials/04-low-memory-dropout.py", target, tmp_path)
+    kept = o != 0
+    assert torch.equal(o[kept], x[kept] * 2)
+    assert 430 < kept.sum() < 570

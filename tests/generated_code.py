@@ -1,0 +1,62 @@
+"""Calls compiled for AMD targets, each once in a process and without spills, or run as their machine code."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from narrowkv.runtime.launch import executing
+from narrowkv.runtime.launch.artifact import CompiledArtifact
+from narrowkv.runtime.toolchain import TRITON
+from narrowkv.testing.checking import CaseResult, check
+from narrowkv.testing.codegen import compile_call
+from narrowkv.testing.emulation import EmulateExecutor
+
+TARGETS = ("gfx942", "gfx950")
+both_targets = pytest.mark.parametrize("target", TARGETS)
+counts_instructions = pytest.mark.skipif(
+    TRITON < (3, 9), reason="instructions are counted for Triton 3.9, the development version"
+)
+
+
+def assert_no_spills(artifacts: list[CompiledArtifact]) -> None:
+    """Checks that no kernel spills vector registers or uses scratch, and that each fits a compute unit."""
+    assert artifacts
+    for code in artifacts:
+        registers = code.registers
+        assert (registers.vgpr_spills, registers.scratch_bytes) == (0, 0), (code.name, registers)
+        assert code.target.figures is not None
+        assert code.lds_bytes <= code.target.figures.lds_bytes, code.name
+        assert code.waves_per_simd >= 1, code.name
+
+
+@cache
+def compile_case(case: Any, target: str) -> list[CompiledArtifact]:
+    """The kernels of a case's call in the order of its launches; none spills."""
+    artifacts = compile_call(target, case.inputs().call)
+    assert_no_spills(artifacts)
+    return artifacts
+
+
+def emulate(
+    case: Any, target: str, inputs: Any = None, *, bound: float | None = None
+) -> tuple[CaseResult, list[CompiledArtifact]]:
+    """Runs a case as machine code, watched for races and hazards, and compares it with the reference.
+
+    Args:
+        case: it.
+        target: whose machine code runs.
+        inputs: what the kernels get in place of the case's own, with which the results are compared.
+        bound: of the relative L1 error, instead of the case's.
+
+    Returns:
+        How the case went, and the kernels in the order of their launches.
+    """
+    right = case.inputs()
+    executor = EmulateExecutor(target, detect_hazards=True)
+    with executing(executor):
+        results = (inputs or right).call()
+    assert sum(run.result.counts.mfma_flops for run in executor.runs) > 0
+    return check(case, right, results, bound=bound), [run.artifact for run in executor.runs]

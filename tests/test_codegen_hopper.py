@@ -1,0 +1,93 @@
+"""What decode's kernels compile to for Hopper, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from narrowkv.attn_decode import paged_decode, plan_decode
+from narrowkv.attn_decode.cases import K8V4, DecodeCase
+
+
+def _decode(sm90_code: Any, capacity: int, batch: int = 1, **changes: Any) -> Any:
+    """The kernels of a call whose plan is for `capacity` keys."""
+    case = DecodeCase(lens=(64,) * batch, num_kv_heads=8, **changes)
+    q, cache, table = case.build()
+    paged_decode(q, cache, table, plan=plan_decode(q, cache, table, max_seq_len=capacity))
+    return sm90_code.kernels
+
+
+@pytest.mark.sampled(most=1)
+@pytest.mark.parametrize(("batch", "capacity"), [(4, 1024), (1, 32768)])
+def test_the_merge_begins_before_attention_has_ended(batch: int, capacity: int, sm90_code: Any) -> None:
+    attend, merge = _decode(sm90_code, capacity, batch)
+    assert (attend.name, merge.name) == ("_paged_decode_kernel", "_merge_splits_kernel")
+    assert not attend.compiled.metadata.launch_pdl
+    assert merge.compiled.metadata.launch_pdl
+    assert len(re.findall(r"\bPREEXIT\b", attend.machine_code())) == 1
+    # Which splits there are is known before the wait; partial results are read after it, on every way.
+    ahead, *behind = re.split(r"\bACQBULK\b", merge.machine_code())
+    assert behind
+    assert re.search(r"\bLDG\b", ahead)
+    assert re.search(r"\bLDG\.E\.128\b", behind[-1])
+    assert not re.search(r"\bEXIT\b|\bLDG\.E\.128\b", ahead)
+
+
+def test_a_launch_that_merges_itself_lets_no_other_begin(sm90_code: Any) -> None:
+    (attend,) = _decode(sm90_code, 8192, 64)
+    assert not re.search(r"\bPREEXIT\b", attend.machine_code())
+
+
+@pytest.mark.sampled(most=1)
+@pytest.mark.parametrize(("batch", "capacity"), [(1, 32768), (64, 1024)])
+def test_four_programs_share_a_multiprocessor_beside_fp4_values(
+    batch: int, capacity: int, sm90_code: Any
+) -> None:
+    attend = _decode(sm90_code, capacity, batch, format=K8V4)[0]
+    assert attend.compiled.metadata.num_warps == 4
+    assert attend.registers() <= 128
+    assert attend.stack_bytes() <= 8  # with Triton 3.6
+    assert 4 * (attend.shared_bytes + 1024) <= 228 * 1024
+
+
+@pytest.mark.sampled(always=[{"group": 32, "scale": "e8m0"}], most=1)
+@pytest.mark.parametrize(
+    ("group", "scale"), [(None, "e8m0"), (32, "e8m0"), (16, "e8m0"), (32, "e4m3"), (16, "e4m3")]
+)
+def test_fp4_goes_from_memory_to_registers_and_is_converted_two_numbers_at_once(
+    group: int | None, scale: str, sm90_code: Any
+) -> None:
+    (attend,) = _decode(sm90_code, 8192, 64, format="fp4_e2m1", scale_group=group, scale_format=scale)
+    code = attend.machine_code()
+    if scale == "e8m0" and group != 16:
+        # K and V of a tile of 32 keys by one warp, in a loop that stands there once.
+        assert len(re.findall(r"\bF2FP\.F16\.E4M3\.UNPACK_B\b", code)) == 2 * 32 * 128 // 2 // 32
+    if group is not None:
+        assert attend.stack_bytes() <= 48  # with Triton 3.9, a scale per 32 channels in 224 registers
+        loop = code[code.index("HMMA") : code.rindex("HMMA")]
+        assert not re.search(r"\b(LDGSTS|LDSM|LDS|STS)\b", loop)
+        assert len(re.findall(r"\bLDG\.E\.128\b", loop)) == 4  # K of a tile
+
+
+def test_two_programs_of_128_rows_fit(sm90_code: Any) -> None:
+    attend = _decode(sm90_code, 1024, 4, q_len=8)[0]
+    assert attend.registers() <= 128
+    assert attend.shared_bytes <= 113 * 1024
+    loop = attend.product_loops()[0]
+    # 128 rows x 64 keys are 8 + 4 products of a warpgroup, issued together: a wait behind each is serial.
+    assert sum("HGMMA" in text for text in loop) == 12
+    assert sum("WARPGROUP" in text for text in loop) <= 6
+    # No key is masked in this loop.
+    assert len(loop) <= 430
+
+
+@pytest.mark.sampled(most=1)
+@pytest.mark.parametrize(
+    "changes", [{"format": K8V4}, {"format": "fp4_e2m1"}, {"format": "int8", "head_dim": 64}], ids=str
+)
+def test_no_product_is_32_columns_wide(changes: dict[str, Any], sm90_code: Any) -> None:
+    """Triton 3.6 gets those wrong beside wider ones."""
+    attend = _decode(sm90_code, 1024, 4, q_len=8, **changes)[0]
+    assert "HGMMA.64x32" not in attend.machine_code()
