@@ -17,7 +17,6 @@ from narrowkv.sage import cases as sage
 from narrowkv.sage.cases import SageCase
 from narrowkv.sparse_fp8.cases import SparseCall
 from narrowkv.testing import emulation, format_errors
-from narrowkv.testing.checking import CaseTask, run_case, run_task
 from narrowkv.testing.format_errors import Sizes
 from narrowkv.testing.kinds import DECODE, PREFILL
 
@@ -54,48 +53,55 @@ def test_a_wrong_kernel_ends_with_1_and_a_command_that_repeats_it(
     narrowkv(again)
 
 
-def test_a_case_that_raises_is_a_failure_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        raise RuntimeError("the kernel fell over\nat some length")
+def fall_over(result: Any, arguments: Any) -> Any:
+    raise RuntimeError("the kernel fell over\nat some length")
 
-    monkeypatch.setattr(DecodeInputs, "call", broken)
-    cases = document(f"validate {CPU} --case lens=3 --case lens=4", ends=1)["cases"]
-    said = [(case["detail"], case["error"]) for case in cases]
-    assert said == [("RuntimeError: the kernel fell over", None)] * 2
+
+def flip_a_bit(part: str) -> Callable[[Any, Any], Any]:
+    """Of the last byte of a part of the cache."""
+
+    def flip(result: Any, arguments: Any) -> Any:
+        getattr(arguments[3], part).view(torch.uint8).flatten()[-1] ^= 1
+        return result
+
+    return flip
+
+
+APPEND = f"validate prefill {CPU} --case operation=append,q_lens=3+9,lens=20+30"
+SAGE = f"validate sage {CPU} --shape b=1,h=2,kv=1,s=70,d=64 --precision int8 --granularity per_thread"
 
 
 @pytest.mark.parametrize(
-    ("fmt", "part", "name"), [("fp8_e4m3fn", "k", "k"), ("fp4_e2m1", "v_descale", "v_descale")]
-)
-def test_one_wrongly_stored_byte_fails_an_append(
-    fmt: str, part: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = prefill.prefill_append
-
-    def wrong(*arguments: Any, **options: Any) -> Any:
-        results = right(*arguments, **options)
-        stored = getattr(arguments[3], part).view(torch.uint8).flatten()
-        stored[-1] ^= 1
-        return results
-
-    monkeypatch.setattr(prefill, "prefill_append", wrong)
-    result = run_case(parse_case(PREFILL.case, f"operation=append,q_lens=3+9,lens=20+30,format={fmt}"))
-    assert not result.passed
-    assert result.detail == f"1 bytes of {name} stored wrongly"
-
-
-def test_a_wrong_kernel_of_sage_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = sage.sage_attention
-
-    def wrong(*arguments: Any, **options: Any) -> Any:
-        o, lse = right(*arguments, **options)
-        return o * 1.05, lse + 0.01
-
-    monkeypatch.setattr(sage, "sage_attention", wrong)
-    result = run_task(CaseTask(SageCase.small(), "cpu"))
-    assert not result.passed
-    assert "kernel error" in result.detail
-    assert "lse differs" in result.detail
+    ("line", "where", "name", "change", "words"),
+    [
+        pytest.param(
+            f"validate {CPU} --case lens=3 --case lens=4", DecodeInputs, "call", fall_over,
+            ["RuntimeError: the kernel fell over"], id="an exception",
+        ),
+        pytest.param(
+            f"{APPEND},format=fp8_e4m3fn", prefill, "prefill_append", flip_a_bit("k"),
+            ["1 bytes of k stored wrongly"], id="a stored key",
+        ),
+        pytest.param(
+            f"{APPEND},format=fp4_e2m1", prefill, "prefill_append", flip_a_bit("v_descale"),
+            ["1 bytes of v_descale stored wrongly"], id="a stored scale",
+        ),
+        pytest.param(
+            SAGE, sage, "sage_attention", lambda result, _: (result[0] * 1.05, result[1] + 0.01),
+            ["kernel error", "lse differs"], id="sage",
+        ),
+    ],
+)  # fmt: skip
+def test_a_fault_fails_its_cases_and_is_named(
+    line: str, where: Any, name: str, change: Callable[[Any, Any], Any], words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    right = getattr(where, name)
+    monkeypatch.setattr(where, name, lambda *a, **k: change(right(*a, **k), a))
+    for case in document(line, ends=1)["cases"]:
+        assert not case["passed"]
+        assert all(word in case["detail"] for word in words)
+        assert change is not fall_over or case["error"] is None
 
 
 def test_a_result_of_sage_that_is_worse_than_published_fails(monkeypatch: pytest.MonkeyPatch) -> None:
