@@ -94,8 +94,7 @@ def small_steps(stand_in_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(bench, name, partial(on_cpu, getattr(benches, name)))
     monkeypatch.setattr(traffic, "serving_steps", lambda *_: [STEP, ALIKE])
     monkeypatch.setattr(traffic, "grid", lambda: [STEP])
-    forced = ({"kernel": "dense"}, {"kernel": "fused", "num_splits": 4})
-    monkeypatch.setitem(benches.FORCED, "batch_prefill", forced)
+    monkeypatch.setitem(benches.FORCED, "batch_prefill", ({"kernel": "fused", "num_splits": 4},))
     return stand_in_gpu
 
 
@@ -138,7 +137,7 @@ def test_choices_show_automatic_beside_the_best_of_all_forced_ones(
     first, *rest = json.loads(result.stdout)["rows"]
     assert first["choice"] == "automatic"
     assert first["ratio_to_best"] == pytest.approx(1.2)
-    assert [row["choice"] for row in rest] == ["kernel=dense", "kernel=fused, num_splits=4", "the caller's"]
+    assert [row["choice"] for row in rest] == ["kernel=fused, num_splits=4", "the caller's"]
     table = [line for line in result.stderr.splitlines() if line.startswith("llama")]
     assert len(table) == 2, "automatic and the best one"
     assert "1.20" in table[0]
