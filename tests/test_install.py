@@ -62,8 +62,9 @@ class Wheel:
         return canonicalize_name(self.metadata["Name"])
 
     @property
-    def extras(self) -> list[str]:
-        return self.metadata.get_all("Provides-Extra", [])
+    def code(self) -> list[str]:
+        """Its files without the metadata."""
+        return [file for file in self.files if not re.match(r"[^/]+\.dist-info/", file)]
 
     def requirements(self, extra: str = "") -> list[Requirement]:
         """What installing the wheel, with one of its extras or with none, requires."""
@@ -216,71 +217,60 @@ def modules_with_triton(name: str) -> list[str]:
 
 
 each_project = pytest.mark.parametrize("name", sorted(PROJECTS))
-# One without siblings, an operation, and the two that need most of the others.
-INSTALLED_ALWAYS = ("cdna_emulator", "attn_decode", "engines", "cli")
-with_triton = pytest.mark.parametrize(
-    "name", [name for name in sorted(PROJECTS) if modules_with_triton(name)]
-)
-
-
-def test_every_project_has_one_wheel(wheels):
-    assert set(wheels) == {distribution_of(name) for name in PROJECTS}
+# One without siblings, an operation, and the one that needs most of the others.
+INSTALLED_ALWAYS = ("cdna_emulator", "attn_decode", "cli")
 
 
 @each_project
-def test_a_wheel_holds_its_package_and_nothing_of_its_siblings(wheels, name):
+def test_a_wheel_holds_its_package_and_requires_what_it_may(wheels, name):
+    assert set(wheels) == {distribution_of(project) for project in PROJECTS}
     wheel = wheels[distribution_of(name)]
-    own = {file for file in wheel.files if file.startswith(f"narrowkv/{name}/")}
-    rest = {file for file in wheel.files if not re.match(r"[^/]+\.dist-info/", file)} - own
-    assert not rest
-    assert {f"narrowkv/{name}/__init__.py", f"narrowkv/{name}/py.typed"} <= own
+    assert {f"narrowkv/{name}/__init__.py", f"narrowkv/{name}/py.typed"} <= set(wheel.code)
+    assert all(file.startswith(f"narrowkv/{name}/") for file in wheel.code), "nothing of its siblings"
     assert any(re.search(r"\.dist-info/licenses/LICENSE$", file) for file in wheel.files), (
         "the license must travel along"
     )
-
-
-@each_project
-def test_requirements_leave_torch_and_triton_alone(wheels, name):
-    wheel = wheels[distribution_of(name)]
     for requirement in wheel.requirements():
-        assert "triton" not in requirement.name, (
-            f"{requirement}: triton goes by several names and may only be an extra"
-        )
+        # triton goes by several names and may only be an extra.
+        assert "triton" not in requirement.name, requirement
         if requirement.name == "torch":
-            assert [spec.operator for spec in requirement.specifier] == [">="], (
-                f"{requirement}: a floor and no ceiling"
-            )
+            # A floor and no ceiling: the first torch that comes with the oldest Triton that narrowkv imports.
+            assert str(requirement.specifier) == ">=2.10"
             assert requirement.specifier.contains(ROCM_TORCH)
         if requirement.name in wheels:
             assert str(requirement.specifier) == f"=={wheels[requirement.name].metadata['Version']}"
+    assert OLDEST_TRITON == (3, 6)
+    floors = {str(required.specifier) for required in wheel.requirements("cpu") if required.name == "triton"}
+    assert floors in (({">=3.6"},) if modules_with_triton(name) else (set(), {">=3.6"}))
 
 
-@with_triton
-def test_the_extra_cpu_names_triton(wheels, name):
-    wheel = wheels[distribution_of(name)]
-    assert "cpu" in wheel.extras
-    (triton,) = [requirement for requirement in wheel.requirements("cpu") if requirement.name == "triton"]
-    assert triton.specifier.contains("3.6.0")
-    assert not triton.specifier.contains("3.5.1")
+@each_project
+def test_the_metadata_of_a_wheel_is_complete(wheels, name):
+    metadata = wheels[distribution_of(name)].metadata
+    assert metadata["Summary"]
+    assert metadata["Author"] == "narrowkv contributors"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert "Programming Language :: Python :: 3.12" in metadata.get_all("Classifier")
+    description = metadata.get_payload()
+    assert f"# {distribution_of(name)}" in description
+    relative = [link for link in re.findall(r"\]\(([^)]+)\)", description) if "://" not in link]
+    assert not relative, f"a package index has no such pages: {relative}"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in INSTALLED_ALWAYS else pytest.param(name, marks=pytest.mark.slow)
-        for name in sorted(PROJECTS)
-    ],
-)
+def slow_unless(chosen, *values):
+    """Parameters, of which all but the chosen ones are slow."""
+    return [value if value in chosen else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+@pytest.mark.parametrize("name", slow_unless(INSTALLED_ALWAYS, *sorted(PROJECTS)))
 def test_a_package_installs_alone_and_works(wheels, tmp_path, name):
     distribution = distribution_of(name)
-    links = wheels[distribution].path.parent
     clean = CleanEnvironment(tmp_path / "venv", wheels)
     before = clean.distributions()
-    assert before["torch"] == ROCM_TORCH or not any(
-        r.name == "torch" for w in wheels.values() for r in w.requirements()
-    )
+    assert before["torch"] == ROCM_TORCH
 
-    clean.install(distribution, links=links)
+    clean.install(distribution, links=wheels[distribution].path.parent)
 
     pulled = {n: v for n, v in clean.distributions().items() if before.get(n) != v}
     expected = siblings_below(wheels, distribution)
@@ -289,8 +279,17 @@ def test_a_package_installs_alone_and_works(wheels, tmp_path, name):
     assert ROCM_TRITON[1] in clean.triton.read_text()
 
     clean.imports(name)
-    strangers = set(wheels) - expected
-    clean.refuses(*(stranger.removeprefix("narrowkv-").replace("-", "_") for stranger in strangers))
+    clean.refuses(*(project for project in PROJECTS if distribution_of(project) not in expected))
+
+
+def test_the_extra_cpu_installs_triton(wheels, tmp_path):
+    """Also shows that the bait is good: an installer that wants a triton from the wheel folder gets one."""
+    extras = {name: wheel.metadata.get_all("Provides-Extra", []) for name, wheel in wheels.items()}
+    distribution = next(name for name in sorted(wheels) if "cpu" in extras[name])
+    clean = CleanEnvironment(tmp_path / "venv", wheels)
+    clean.install(f"{distribution}[cpu]", links=wheels[distribution].path.parent)
+    assert clean.distributions()["triton"] == "99.0"
+    assert clean.distributions()["torch"] == ROCM_TORCH
 
 
 @pytest.fixture(scope="session")
@@ -318,36 +317,32 @@ def sources_of(name: str, wheels: dict[str, Wheel], form: str) -> list[str]:
     return [form.format("cli" if folder == "cli" else f"packages/{folder}") for folder in folders]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        pytest.param(["{checkout}"], id="folder", marks=pytest.mark.slow),
-        pytest.param(["git+file://{checkout}"], id="git", marks=pytest.mark.slow),
-        pytest.param(["--editable", "{checkout}"], id="editable"),
-    ],
-)
-def test_all_packages_install_from_a_checkout_and_from_a_git_url(wheels, checkout, tmp_path, source):
+FOLDER = "{checkout}/{part}"
+GIT = "git+file://{checkout}#subdirectory={part}"
+EDITABLE = "--editable {checkout}/{part}"
+
+
+@pytest.mark.parametrize("form", slow_unless((EDITABLE,), FOLDER, GIT, EDITABLE))
+def test_all_packages_install_from_a_checkout_and_from_a_git_url(wheels, checkout, tmp_path, form):
     clean = CleanEnvironment(tmp_path / "venv", wheels)
-    clean.install(*(part.format(checkout=checkout) for part in source))
+    clean.install(*form.format(checkout=checkout, part="").removesuffix("#subdirectory=").split())
     found = clean.distributions()
     assert found["torch"] == ROCM_TORCH
     assert {name for name in found if name.startswith("narrowkv")} == {"narrowkv"}
-    clean.imports(*PROJECTS, below=checkout if "--editable" in source else clean.site)
+    clean.imports(*PROJECTS, below=checkout if form == EDITABLE else clean.site)
     assert "Usage" in run(clean.python.parent / "narrowkv", "--help").stdout
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param("{checkout}/{{}}", id="folder", marks=pytest.mark.slow),
-        pytest.param("git+file://{checkout}#subdirectory={{}}", id="git", marks=pytest.mark.slow),
-    ],
-)
-def test_one_package_installs_from_a_checkout_and_from_a_git_url(wheels, checkout, tmp_path, form):
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [FOLDER, GIT])
+def test_one_package_installs_with_its_siblings_from_a_checkout_and_from_a_git_url(
+    wheels, checkout, tmp_path, form
+):
     clean = CleanEnvironment(tmp_path / "venv", wheels)
-    clean.install(*sources_of("attn_decode", wheels, form.format(checkout=checkout)))
+    parts = ("runtime", "quant", "paged_cache", "attn_decode")
+    clean.install(*(form.format(checkout=checkout, part=f"packages/{part}") for part in parts))
     found = {name for name in clean.distributions() if name.startswith("narrowkv")}
-    assert found == {"narrowkv-attn-decode", "narrowkv-paged-cache", "narrowkv-quant", "narrowkv-runtime"}
+    assert found == siblings_below(wheels, "narrowkv-attn-decode") == set(map(distribution_of, parts))
     clean.imports("attn_decode")
 
 
@@ -357,101 +352,52 @@ def test_the_distribution_of_all_packages_is_their_union(wheels, checkout, tmp_p
     (path,) = tmp_path.glob("*.whl")
     everything = Wheel(path)
 
-    def code(wheel: Wheel) -> set[str]:
-        return {file for file in wheel.files if not re.match(r"[^/]+\.dist-info/", file)}
-
-    def requirements(*several: Wheel, extra: str = "") -> set[str]:
+    def requirements(*several: Wheel, extra: str) -> set[str]:
         found = [r for wheel in several for r in wheel.requirements(extra) if r.name not in wheels]
         return {f"{r.name}{r.specifier}" for r in found}
 
-    assert code(everything) == set().union(*map(code, wheels.values()))
-    assert {wheel.metadata["Version"] for wheel in (*wheels.values(), everything)} == {
-        everything.metadata["Version"]
-    }
+    assert set(everything.code) == {file for wheel in wheels.values() for file in wheel.code}
+    assert {wheel.metadata["Version"] for wheel in wheels.values()} == {everything.metadata["Version"]}
     for extra in ("", "cpu", "plot"):
         assert requirements(everything, extra=extra) == requirements(*wheels.values(), extra=extra)
     assert any(file.endswith("dist-info/entry_points.txt") for file in everything.files)
 
 
-@each_project
-def test_the_metadata_of_a_wheel_is_complete(wheels, name):
-    metadata = wheels[distribution_of(name)].metadata
-    assert metadata["Summary"]
-    assert metadata["Author"] == "narrowkv contributors"
-    assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata["Description-Content-Type"] == "text/markdown"
-    assert "Programming Language :: Python :: 3.12" in metadata.get_all("Classifier")
-    description = metadata.get_payload()
-    assert f"# {distribution_of(name)}" in description
-    relative = [link for link in re.findall(r"\]\(([^)]+)\)", description) if "://" not in link]
-    assert not relative, f"a package index has no such pages: {relative}"
+NO_TRITON = """
+    class NoTriton(importlib.abc.MetaPathFinder):
+        def find_spec(self, fullname, path=None, target=None):
+            if fullname.partition(".")[0] == "triton":
+                raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+
+    sys.meta_path.insert(0, NoTriton())
+"""
+OLD_TRITON = """
+    sys.modules["triton"] = old = types.ModuleType("triton")
+    old.__version__ = "3.2.0"
+"""
 
 
-@each_project
-def test_the_floors_of_torch_and_triton_belong_together(wheels, name):
-    """torch 2.10 is the first release that comes with Triton 3.6, the oldest that narrowkv imports."""
-    assert OLDEST_TRITON == (3, 6)
-    floors = {
-        r.name: str(r.specifier)
-        for extra in ("", "cpu")
-        for r in wheels[distribution_of(name)].requirements(extra)
-    }
-    assert floors.get("torch", ">=2.10") == ">=2.10"
-    assert floors.get("triton", ">=3.6") == ">=3.6"
-
-
-def test_the_extra_cpu_installs_triton(wheels, tmp_path):
-    """Also shows that the bait is good: an installer that wants a triton from the wheel folder gets one."""
-    distribution = next(d for d in sorted(wheels) if "cpu" in wheels[d].extras)
-    clean = CleanEnvironment(tmp_path / "venv", wheels)
-    clean.install(f"{distribution}[cpu]", links=wheels[distribution].path.parent)
-    assert clean.distributions()["triton"] == "99.0"
-    assert clean.distributions()["torch"] == ROCM_TORCH
-
-
-def import_errors(prelude: str) -> dict[str, str]:
-    """What importing each module that needs triton says, in a process where `prelude` has run."""
+def test_import_without_triton_and_with_an_old_one_says_what_to_do():
+    """One process after the other state: a module whose import failed is imported again."""
     code = """
-        for name in sys.argv[1:]:
-            try:
-                importlib.import_module(name)
-            except ImportError as error:
-                print(json.dumps([name, str(error)]))
-            else:
-                print(json.dumps([name, "(imported)"]))
+        def errors():
+            for name in sys.argv[1:]:
+                try:
+                    importlib.import_module(name)
+                except ImportError as error:
+                    yield str(error)
+                else:
+                    yield f"{name} was imported"
     """
-    code = "\n".join(
-        ["import importlib.abc, json, sys, types", textwrap.dedent(prelude), textwrap.dedent(code)]
-    )
+    code = "import importlib.abc, json, sys, types\n" + textwrap.dedent(code)
+    for state in (NO_TRITON, OLD_TRITON):
+        code += f"{textwrap.dedent(state)}\nprint(json.dumps(list(errors())))\n"
     modules = [module for name in sorted(PROJECTS) for module in modules_with_triton(name)]
-    command = [sys.executable, "-c", code, *modules]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = dict(map(json.loads, done.stdout.splitlines()))
-    assert list(found) == modules
-    return found
-
-
-def test_import_without_triton_says_what_to_do():
-    prelude = """
-        class NoTriton(importlib.abc.MetaPathFinder):
-            def find_spec(self, fullname, path=None, target=None):
-                if fullname.partition(".")[0] == "triton":
-                    raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
-
-        sys.meta_path.insert(0, NoTriton())
-    """
-    for module, message in import_errors(prelude).items():
+    without, old = map(json.loads, done.stdout.splitlines())
+    for module, message in zip(modules, without, strict=True):
         # On ROCm the plain distribution is the wrong one; the message must not send people there.
-        for needed in ("triton", "pip install", "ROCm"):
-            assert needed in message, f"{module}: {message}"
-
-
-def test_import_with_an_old_triton_names_the_version_needed():
-    prelude = """
-        sys.modules["triton"] = old = types.ModuleType("triton")
-        old.__version__ = "3.2.0"
-    """
-    for module, message in import_errors(prelude).items():
-        for needed in ("3.2.0", "3.6"):
-            assert needed in message, f"{module}: {message}"
+        assert all(needed in message for needed in ("triton", "pip install", "ROCm")), f"{module}: {message}"
+    for module, message in zip(modules, old, strict=True):
+        assert all(needed in message for needed in ("3.2.0", "3.6")), f"{module}: {message}"

@@ -159,6 +159,11 @@ def times(value: float) -> str:
     return f"{value:.2f} x"
 
 
+def over_floor(name: str, row: Row, color: str) -> Bar:
+    """A bar of a row's time over the floor."""
+    return Bar(name, row["ratio_to_floor"], times(row["ratio_to_floor"]), color)
+
+
 def against_peers() -> Chart:
     """Decode over one shape: narrowkv's caches and other libraries."""
     shape = {"batch": 128, "context": 32768, "page_size": 16}
@@ -167,9 +172,9 @@ def against_peers() -> Chart:
     fp4 = one("decode-fp4-h100", format="fp4_e2m1", **shape)["ratio_to_fp8"] * fp8["ratio_to_floor"]
     bars = [
         Bar("narrowkv, FP4 cache *", fp4, times(fp4), GREEN),
-        Bar("narrowkv, FP8 cache", fp8["ratio_to_floor"], times(fp8["ratio_to_floor"]), BLUE),
+        over_floor("narrowkv, FP8 cache", fp8, BLUE),
         *(
-            Bar(PEERS[row["backend"]] + ", FP8", row["ratio_to_floor"], times(row["ratio_to_floor"]), GREY)
+            over_floor(f"{PEERS[row['backend']]}, FP8", row, GREY)
             for row in rows("decode-peers-h100", exact=True, **shape)
         ),
         Bar("narrowkv, bf16 cache", bf16, times(bf16), ORANGE),
@@ -234,13 +239,9 @@ def decode_by_shape() -> Chart:
     groups = []
     for shape in ((64, 8192), (128, 32768)):
         where = {"batch": shape[0], "context": shape[1], "page_size": 16}
-        own = one("decode-h100", format="fp8_e4m3fn", ratio=12, **where)["ratio_to_floor"]
-        bars = [Bar("narrowkv", own, times(own), BLUE)]
+        bars = [over_floor("narrowkv", one("decode-h100", format="fp8_e4m3fn", ratio=12, **where), BLUE)]
         for row in rows("decode-peers-h100", **where):
-            color = GREY if row["exact"] else RED
-            bars.append(
-                Bar(PEERS[row["backend"]], row["ratio_to_floor"], times(row["ratio_to_floor"]), color)
-            )
+            bars.append(over_floor(PEERS[row["backend"]], row, GREY if row["exact"] else RED))
         groups.append(Group(f"batch {shape[0]}, context {shape[1]}", bars))
     return Chart(
         "FP8 decode, H100: time over the floor",
@@ -279,10 +280,7 @@ def prefill() -> Chart:
     for new, prefix in ((1024, 0), (1024, 4096), (1024, 32768), (4096, 0), (4096, 4096), (4096, 32768)):
         row = one("prefill-h100", format="fp8_e4m3fn", heads="96/8", new_tokens=new, prefix=prefix)
         sdpa = row["sdpa_us"] / row["median_us"] * row["ratio_to_floor"]
-        bars = [
-            Bar("narrowkv", row["ratio_to_floor"], times(row["ratio_to_floor"]), BLUE),
-            Bar("dequantise + SDPA", sdpa, times(sdpa), GREY),
-        ]
+        bars = [over_floor("narrowkv", row, BLUE), Bar("dequantise + SDPA", sdpa, times(sdpa), GREY)]
         groups.append(Group(f"{new} new tokens over {prefix}", bars))
     return Chart(
         "FP8 prefill, H100: time over the floor",
@@ -296,10 +294,10 @@ def sparse() -> Chart:
     """DeepSeek-V4 sparse prefill by mode."""
     groups = []
     for heads, topk in ((16, 512), (16, 2048), (64, 512), (64, 2048), (128, 512), (128, 2048)):
-        bars = []
-        for mode, color in (("bf16", ORANGE), ("prepass", GREY), ("fused", BLUE)):
-            row = one("sparse-h100", tokens=4096, heads=heads, topk=topk, mode=mode)
-            bars.append(Bar(mode, row["ratio_to_floor"], f"{row['ratio_to_floor']:.2f} x", color))
+        bars = [
+            over_floor(mode, one("sparse-h100", tokens=4096, heads=heads, topk=topk, mode=mode), color)
+            for mode, color in (("bf16", ORANGE), ("prepass", GREY), ("fused", BLUE))
+        ]
         groups.append(Group(f"{heads} heads, top-k {topk}", bars))
     return Chart(
         "Sparse prefill, H100: time over the floor",
@@ -364,34 +362,37 @@ def table(heads: list[str], body: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def pivot(
+    name: str, lines: Row, shape: list[str], columns: list[Row], ratio: str = "ratio_to_floor"
+) -> list[list[str]]:
+    """A line for each row with the values of `lines`: its shape, and the time and ratio of each column."""
+    body = []
+    for first in rows(name, **lines):
+        where = {key: first[key] for key in shape if key != "floor_us"}  # which differs from column to column
+        found = [one(name, **where, **column) for column in columns]
+        cells = [f"{row['median_us']:g} ({row[ratio]:.2f})" for row in found]
+        body.append([f"{first[key]:g}" for key in shape] + cells)
+    return body
+
+
 def decode_table() -> str:
     """Decode: time and ratio to the floor of each shape."""
-    body = []
-    for first in rows("decode-h100", page_size=1, ratio=12):
-        shape = {"batch": first["batch"], "context": first["context"], "ratio": 12}
-        cells = [str(first["batch"]), str(first["context"]), f"{first['floor_us']:g}"]
-        for format, page in (("fp8_e4m3fn", 1), ("fp8_e4m3fn", 16), ("fp8_e4m3fn", 64), ("bf16", 16)):
-            row = one("decode-h100", format=format, page_size=page, **shape)
-            cells.append(f"{row['median_us']:g} ({row['ratio_to_floor']:.2f})")
-        body.append(cells)
-    return table(
-        ["batch", "context", "floor", "FP8 page 1", "FP8 page 16", "FP8 page 64", "bf16 page 16"], body
-    )
+    chosen = [("fp8_e4m3fn", 1), ("fp8_e4m3fn", 16), ("fp8_e4m3fn", 64), ("bf16", 16)]
+    columns: list[Row] = [{"format": format, "page_size": page, "ratio": 12} for format, page in chosen]
+    found = pivot("decode-h100", columns[0], ["batch", "context", "floor_us"], columns)
+    heads = ["FP8 page 1", "FP8 page 16", "FP8 page 64", "bf16 page 16"]
+    return table(["batch", "context", "floor", *heads], found)
 
 
 def fp4_table() -> str:
     """FP4 and mixed caches: time and ratio to FP8."""
-    body = []
-    for first in rows("decode-fp4-h100", page_size=1, format="fp8_e4m3fn"):
-        shape = {"batch": first["batch"], "context": first["context"]}
-        cells = [str(first["batch"]), str(first["context"])]
-        for format in ("fp4_e2m1", "fp8_e4m3fn/fp4_e2m1"):
-            for page in (1, 16, 64):
-                row = one("decode-fp4-h100", format=format, page_size=page, **shape)
-                cells.append(f"{row['median_us']:g} ({row['ratio_to_fp8']:.2f})")
-        body.append(cells)
-    heads = [f"{name}, page {page}" for name in ("FP4", "K8V4") for page in (1, 16, 64)]
-    return table(["batch", "context", *heads], body)
+    chosen = [(name, page) for name in ("FP4", "K8V4") for page in (1, 16, 64)]
+    formats = {"FP4": "fp4_e2m1", "K8V4": "fp8_e4m3fn/fp4_e2m1"}
+    columns: list[Row] = [{"format": formats[name], "page_size": page} for name, page in chosen]
+    lines = {"page_size": 1, "format": "fp8_e4m3fn"}
+    found = pivot("decode-fp4-h100", lines, ["batch", "context"], columns, "ratio_to_fp8")
+    heads = [f"{name}, page {page}" for name, page in chosen]
+    return table(["batch", "context", *heads], found)
 
 
 def peers_table() -> str:
@@ -414,36 +415,21 @@ def prefill_table() -> str:
     for row in rows("prefill-h100"):
         ratio = f"{row['ratio_to_floor']:.2f}" if "ratio_to_floor" in row else "-"
         both = row["append_then_prefill_us"]
-        cells = [
-            row["format"],
-            row["heads"],
-            f"{row['new_tokens']} / {row['prefix']}",
-            f"{row['median_us']:g}",
-            ratio,
-        ]
-        body.append(
-            [
-                *cells,
-                f"{row['sdpa_us']:g}",
-                f"{row['append_us']:g}",
-                "disturbed" if both is None else f"{both:g}",
-            ]
-        )
+        body.append([
+            row["format"], row["heads"], f"{row['new_tokens']} / {row['prefix']}", f"{row['median_us']:g}",
+            ratio, f"{row['sdpa_us']:g}", f"{row['append_us']:g}",
+            "disturbed" if both is None else f"{both:g}",
+        ])  # fmt: skip
     heads = ["cache", "heads", "new / prefix", "batch_prefill", "x floor", "dequantise + SDPA"]
     return table([*heads, "prefill_append", "append, then prefill"], body)
 
 
 def sparse_table(name: str) -> str:
     """Sparse prefill: time and ratio to the floor."""
-    body = []
-    for first in rows(name, mode="bf16"):
-        shape = {key: first[key] for key in ("tokens", "heads", "topk")}
-        cells = [str(value) for value in shape.values()]
-        for mode in ("bf16", "prepass", "fused"):
-            row = one(name, mode=mode, **shape)
-            cells.append(f"{row['median_us']:g} ({row['ratio_to_floor']:.2f})")
-        body.append(cells)
-    return table(["tokens", "heads", "top-k", "bf16 rows", "prepass", "fused"], body)
+    columns: list[Row] = [{"mode": mode} for mode in ("bf16", "prepass", "fused")]
+    found = pivot(name, columns[0], ["tokens", "heads", "topk"], columns)
+    heads = ["tokens", "heads", "top-k", "bf16 rows", "prepass", "fused"]
+    return table(heads, found)
 
 
 def sage_table() -> str:
@@ -477,19 +463,12 @@ def traffic_table() -> str:
 
 def capacity_table() -> str:
     """Bytes a token and tokens per GiB."""
-    found = capacity_rows()
-    return table(
-        ["format", "bytes a token", "tokens per GiB", "over bf16"],
-        [
-            [
-                row["name"],
-                f"{row['bytes']:g}",
-                f"{row['tokens']:,}",
-                f"{row['tokens'] / found[0]['tokens']:.2f}",
-            ]
-            for row in found
-        ],
-    )
+    base, *_ = found = capacity_rows()
+    body = [
+        [row["name"], f"{row['bytes']:g}", f"{row['tokens']:,}", f"{row['tokens'] / base['tokens']:.2f}"]
+        for row in found
+    ]
+    return table(["format", "bytes a token", "tokens per GiB", "over bf16"], body)
 
 
 def source_table(name: str) -> str:
@@ -586,7 +565,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def fill(page: str) -> str:
-    """A page with its tables written anew."""
+    """A page with its tables as the stored results give them."""
 
     def replace(match: re.Match[str]) -> str:
         return f"<!-- table {match[1]} -->\n\n{TABLES[match[1]]()}\n\n<!-- end -->"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +15,15 @@ import typer.testing
 
 import narrowkv.cli.app as program
 from narrowkv.cli import bench
-from narrowkv.testing import contracts
+from narrowkv.testing import contracts, format_errors
 from narrowkv.testing.bench import decode
 from narrowkv.testing.bench.ceilings import Ceilings
 from narrowkv.testing.bench.timing import Timing
 from narrowkv.testing.contracts import ContractSet
+from narrowkv.testing.format_errors import FP4_BEST, RECIPES
 from narrowkv.testing.places import Place
+
+sys.path.insert(0, str(Path(__file__).parent))  # of cli_support
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -59,6 +64,21 @@ def stand_in_gpu(monkeypatch: pytest.MonkeyPatch) -> CpuTimer:
     monkeypatch.setattr(bench, "GraphTimer", lambda samples, seconds: timer)
     monkeypatch.setattr(decode, "DecodeBench", partial(decode.DecodeBench, device="cpu"))
     return timer
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def few_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two recipes of `validate fp4`, and a goal that the first of them misses."""
+    goal = format_errors.Goal("FP4, a scale per head, ceil", FP4_BEST, "rmse", 0.5)
+    recipes = tuple(recipe for recipe in RECIPES if recipe.name in (goal.recipe, goal.than))
+    monkeypatch.setattr(format_errors, "GOALS", (goal,))
+    monkeypatch.setattr(format_errors, "RECIPES", recipes)
 
 
 @pytest.fixture

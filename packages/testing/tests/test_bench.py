@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from narrowkv.attn_decode.cases import BOUND
 from narrowkv.quant.accuracy import relative_l1
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import LaunchOptions, launch
-from narrowkv.testing.bench.baseline import KEYS, changes, load_baseline, regressions
+from narrowkv.testing.bench.baseline import KEYS, changes, regressions
 from narrowkv.testing.bench.ceilings import Ceilings, measure_ceilings
 from narrowkv.testing.bench.decode import DecodeBench, DecodeSizes, checker, decode_sizes
 from narrowkv.testing.bench.kernels import _read_kernel
@@ -27,6 +28,7 @@ from narrowkv.testing.bench.prefill import PrefillBench, PrefillSizes, prefill_s
 from narrowkv.testing.bench.sage import SageBench, SageSizes
 from narrowkv.testing.bench.sparse import SparseBench, SparseSizes
 from narrowkv.testing.bench.timing import GraphTimer, Timing
+from narrowkv.testing.plot import plot_roofline
 
 CEILINGS = Ceilings(copy_bytes_per_s=3e12, read_bytes_per_s=3e12, bf16_flops_per_s=8e14)
 SIZES = DecodeSizes(2, 32, 16, 1, 3, 64, "bf16", "fp8_e4m3fn")
@@ -46,21 +48,19 @@ def test_the_floor_is_the_larger_of_bytes_and_flops() -> None:
     assert CEILINGS.floor_us(3e6, 8e11) == pytest.approx(1000)
 
 
-def test_bytes_and_flops_of_decode_by_hand() -> None:
-    sizes = DecodeSizes(4, 1024, 16, 8, 12, 128, "bf16", "fp8_e4m3fn")
-    kv = 4 * 1024 * 8 * 128 * 2
-    q_and_o = 2 * 4 * 96 * 128 * 2
-    assert sizes.bytes_touched == kv + q_and_o + 4 * 4 * 64
+@pytest.mark.parametrize(
+    ("fmt", "row_bytes"),
+    [
+        ("fp8_e4m3fn", 256), ("fp8_e4m3fn/bf16", 128 + 256), ("fp4_e2m1", 130), ("fp4_e2m1:32", 136),
+        ("fp8_e4m3fn/fp4_e2m1", 128 + 65),
+    ],
+)  # fmt: skip
+def test_bytes_and_flops_of_decode_by_hand(fmt: str, row_bytes: int) -> None:
+    """K and V of a position and head with their scales; q and o; page ids."""
+    sizes = DecodeSizes(4, 1024, 16, 8, 12, 128, "bf16", fmt)
+    assert sizes.bytes_touched == 4 * 1024 * 8 * row_bytes + 2 * 4 * 96 * 128 * 2 + 4 * 4 * 64
     assert sizes.flops == 4 * 4 * 1024 * 96 * 128
-    assert replace(sizes, format="fp8_e4m3fn/bf16").bytes_touched - sizes.bytes_touched == kv / 2
-
-
-def test_fp4_rows_count_their_scales() -> None:
-    tokens, rest = 4 * 1024 * 8, 2 * 4 * 96 * 128 * 2 + 4 * 4 * 64
-    for fmt, row in (("fp4_e2m1", 130), ("fp4_e2m1:32", 136), ("fp8_e4m3fn/fp4_e2m1", 128 + 65)):
-        sizes = DecodeSizes(4, 1024, 16, 8, 12, 128, "bf16", fmt)
-        assert sizes.bytes_touched == tokens * row + rest
-        assert sizes.cache.layout == "HND"
+    assert sizes.cache.layout == ("HND" if "fp4" in fmt else "NHD")
 
 
 def test_bytes_and_flops_of_prefill_follow_the_causal_triangle() -> None:
@@ -152,7 +152,10 @@ class CpuTimer:
         pass
 
 
-def checked(run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], **options: Any) -> tuple[Call, Any]:
+Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def checked(run: Run, **options: Any) -> Call:
     """A call of decode whose output is made by `run` from the right one and an output tensor."""
     cache, table = LargeCache(SIZES.cache, device="cpu").view(SIZES.cache)
     q = torch.randn(SIZES.q_shape).bfloat16()
@@ -160,13 +163,12 @@ def checked(run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], **options
     assert isinstance(right, torch.Tensor)
     right, out = right.bfloat16(), torch.empty_like(q)
     error = checker(q, cache, table)
-    call = Call({"backend": "x"}, lambda: lambda: run(right, out), 1.0, 1.0, error, BOUND, **options)
-    return call, CpuTimer()
+    return Call({"backend": "x"}, lambda: lambda: run(right, out), 1.0, 1.0, error, BOUND, **options)
 
 
 def test_a_right_call_is_timed() -> None:
-    call, timer = checked(lambda right, out: out.copy_(right))
-    error, timing = time_checked(call, timer)
+    timer = CpuTimer()
+    error, timing = time_checked(checked(lambda right, out: out.copy_(right)), timer)
     assert error is not None
     assert 0 < error <= BOUND
     assert timing is not None
@@ -178,7 +180,7 @@ def test_a_call_that_leaves_an_output_unwritten_is_caught_by_the_poison() -> Non
         out[:1] = right[:1]
         return out
 
-    call, timer = checked(lazy)
+    call, timer = checked(lazy), CpuTimer()
     error, timing = time_checked(call, timer)
     assert error is not None
     assert math.isnan(error)
@@ -194,29 +196,30 @@ def test_a_call_that_goes_wrong_while_it_is_timed_is_caught_after() -> None:
         calls[0] += 1
         return out.copy_(right if calls[0] < 3 else right * 1.1)
 
-    call, timer = checked(tiring, extra={"more_us": lambda timer: 1.0})
-    row = measure(call, {}, CEILINGS, timer)
+    row = measure(checked(tiring, extra={"more_us": lambda timer: 1.0}), {}, CEILINGS, CpuTimer())
     assert (row.status, row.median_us, row.extra) == ("fail", None, {"more_us": None})
     assert "after timing" in row.detail
 
 
-def test_a_peer_may_be_inexact_or_refuse_but_our_own_exceptions_are_raised() -> None:
-    call, timer = checked(lambda right, out: out.copy_(right * 1.1), is_peer=True)
-    assert measure(call, {}, CEILINGS, timer).status == "inexact"
+@pytest.mark.parametrize(
+    ("error", "detail"),
+    [
+        (UnsupportedError("one format only"), "one format only"),
+        (RuntimeError("no kernel\nat all"), "RuntimeError: no kernel"),
+    ],
+)
+def test_a_peer_may_be_inexact_or_refuse_but_our_own_exceptions_are_raised(
+    error: Exception, detail: str
+) -> None:
+    def refuse() -> Any:
+        raise error
 
-    def refuse(error: Exception) -> Callable[[], Any]:
-        def prepare() -> Any:
-            raise error
-
-        return prepare
-
-    row = measure(replace(call, prepare=refuse(UnsupportedError("one format only"))), {}, CEILINGS, timer)
-    assert (row.status, row.detail) == ("refused", "one format only")
-    row = measure(replace(call, prepare=refuse(RuntimeError("no kernel\nat all"))), {}, CEILINGS, timer)
-    assert (row.status, row.detail) == ("refused", "RuntimeError: no kernel")
-    own = replace(call, prepare=refuse(RuntimeError("no kernel")), is_peer=False)
-    with pytest.raises(RuntimeError, match="no kernel"):
-        measure(own, {}, CEILINGS, timer)
+    call = checked(lambda right, out: out.copy_(right * 1.1), is_peer=True)
+    assert measure(call, {}, CEILINGS, CpuTimer()).status == "inexact"
+    row = measure(replace(call, prepare=refuse), {}, CEILINGS, CpuTimer())
+    assert (row.status, row.detail) == ("refused", detail)
+    with pytest.raises(type(error), match=str(error)):
+        measure(replace(call, prepare=refuse, is_peer=False), {}, CEILINGS, CpuTimer())
 
 
 BENCHES: dict[str, tuple[Callable[..., Bench[Any]], Any, int]] = {
@@ -303,9 +306,14 @@ def test_changes_match_rows_by_what_they_are() -> None:
     assert regressions(found, 0.2) == []
 
 
-def test_a_missing_baseline_is_an_os_error(tmp_path: Any) -> None:
-    with pytest.raises(FileNotFoundError):
-        load_baseline(tmp_path / "none")
+def test_the_plot_leaves_out_rows_without_a_time(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    measured = record(median_us=50.0, bytes_per_s=2e12, flops_per_s=1e13)
+    refused = Row({"backend": "peer"}, vars(SIZES), status="refused", detail="no").as_dict()
+    path = tmp_path / "plot.svg"
+    plot_roofline([measured, refused], CEILINGS, path, title="a GPU", series=("backend", "format"))
+    assert "<svg" in path.read_text()
+    assert path.stat().st_size > 1000
 
 
 @pytest.mark.gpu

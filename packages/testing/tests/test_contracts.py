@@ -1,30 +1,29 @@
-"""The contract sets ask what they are named after."""
+"""The contract sets ask what they are named after, and what they ask holds."""
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
-from narrowkv.testing.contracts import CONTRACT_SETS, DECODE, PREFILL, Contract
+from narrowkv.testing import samples
+from narrowkv.testing.contracts import CONTRACT_SETS, DECODE, PREFILL, SPARSE_DECODE, SPARSE_FP8, Contract
+from narrowkv.testing.probing import PASS, Task, run_task
+from narrowkv.testing.samples import Launch, sample
 
-EVERY = pytest.mark.parametrize("name", list(CONTRACT_SETS))
-
-
-def test_the_main_set_has_the_shape_of_the_job() -> None:
-    shape = CONTRACT_SETS["glm-gqa12"].shape
-    sizes = dataclasses.astuple(shape)
-    assert sizes == (4, 1, 1024, 96, 8, 128)
-    assert shape.gqa_ratio == 12
+SPARSE = CONTRACT_SETS["dsv4-sparse"]
 
 
 def test_the_main_set_asks_for_every_mixed_contract_at_every_page() -> None:
+    shape = CONTRACT_SETS["glm-gqa12"].shape
+    assert dataclasses.astuple(shape) == (4, 1, 1024, 96, 8, 128)
+    assert shape.gqa_ratio == 12
     asked = {(c.operation, c.q, c.k, c.v, c.page_size): c for c in CONTRACT_SETS["glm-gqa12"].contracts}
     for page in (1, 16, 64):
         for q in ("bf16", "fp16"):
             for cache in ("bf16", "fp8_e4m3fn", "fp8_e4m3fnuz"):
-                contract = asked[DECODE, q, cache, cache, page]
-                assert contract.bound == 0.002
+                assert asked[DECODE, q, cache, cache, page].bound == 0.002
             for k in ("fp4_e2m1", "fp8_e4m3fn"):
                 assert (DECODE, q, k, "fp4_e2m1", page) in asked
 
@@ -36,7 +35,7 @@ def test_batch_prefill_is_asked_for_every_query() -> None:
     assert {c.page_size for c in contracts} >= {1, 16}
 
 
-@EVERY
+@pytest.mark.parametrize("name", list(CONTRACT_SETS))
 def test_no_contract_is_asked_twice(name: str) -> None:
     contracts = CONTRACT_SETS[name].contracts
     assert contracts
@@ -45,5 +44,42 @@ def test_no_contract_is_asked_twice(name: str) -> None:
 
 def test_a_contract_names_its_cache_and_function() -> None:
     contract = Contract("c", "bf16", "fp8_e4m3fn", "fp4_e2m1", 16, 0.002)
-    assert contract.function == "c"
-    assert contract.cache == "fp8_e4m3fn/fp4_e2m1"
+    assert (contract.function, contract.cache) == ("c", "fp8_e4m3fn/fp4_e2m1")
+
+
+def test_the_sparse_set_asks_for_every_mode_and_both_queries() -> None:
+    asked = {(c.operation, c.variant, c.q, c.k) for c in SPARSE.contracts}
+    assert (SPARSE_FP8, "fused", "bf16", "fp8_e4m3fn") in asked
+    assert (SPARSE_FP8, "fused", "fp8_e4m3fn", "fp8_e4m3fn") in asked
+    assert (SPARSE_FP8, "prepass", "bf16", "fp8_e4m3fn") in asked
+    assert any(operation == SPARSE_DECODE for operation, *_ in asked)
+    assert all(c.bound <= (0.02 if c.q.startswith("fp8") else 0.004) for c in SPARSE.contracts)
+
+
+@pytest.mark.parametrize("index", range(len(SPARSE.contracts)))
+def test_a_sparse_contract_holds_on_the_cpu(index: int) -> None:
+    shape = replace(SPARSE.shape, q_len=2, context=40, num_qo_heads=16)
+    outcome = run_task(Task(SPARSE.contracts[index], shape, place="cpu"))
+    (answer,) = outcome.answers
+    assert answer.status == PASS, answer.detail
+    assert answer.kv_bytes_per_token == (1024 if SPARSE.contracts[index].k == "bf16" else 583)
+
+
+def test_a_sparse_contract_is_compiled_and_a_sample_of_it_emulated() -> None:
+    contract = next(c for c in SPARSE.contracts if c.variant == "fused" and c.q == "bf16")
+    shape = replace(SPARSE.shape, q_len=5, context=20, num_qo_heads=16)
+    outcome = run_task(Task(contract, shape, target="gfx942", emulate=True))
+    assert outcome.compiled is not None
+    assert outcome.compiled.status == PASS, outcome.compiled.detail
+    (answer,) = outcome.answers
+    assert answer.status == PASS, answer.detail
+    assert answer.sample is not None
+    assert (answer.sample.workgroups, answer.sample.launched) == (3, 5)
+
+
+def test_samples_of_a_split_sparse_call_fit_together() -> None:
+    assert list(sample(Launch("_sparse_fused_kernel", (6, 3, 1), {}))) == [(5, 0, 0), (5, 1, 0), (5, 2, 0)]
+    rows = list(sample(Launch("_merge_sparse_kernel", (96, 1, 1), {})))
+    assert rows[0] == (88, 0, 0)
+    assert rows[-1] == (95, 0, 0)
+    assert {"_sparse_16bit_kernel", "_sparse_fused_kernel", "_merge_sparse_kernel"} <= set(samples.SAMPLES)

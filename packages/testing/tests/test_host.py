@@ -34,13 +34,17 @@ MOST_TIMES_ADD = {
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's own launches are measured there")
 def test_python_of_a_call_beside_add() -> None:
-    rows = measure_calls("cpu", 5, lambda: executing(NullExecutor(get_target("gfx942"))))
-    assert rows[0].operation == "torch.add_"
-    assert rows[0].ratio_to_add == 1.0
-    ours = {(row.operation, row.planned): row.ratio_to_add for row in rows[2:]}
-    slow = {call: ratio for call, ratio in ours.items() if ratio > MOST_TIMES_ADD[call]}
+    slow = set(MOST_TIMES_ADD)
+    for _ in range(3):  # a busy machine disturbs one measurement, and another call in the next
+        rows = measure_calls("cpu", 5, lambda: executing(NullExecutor(get_target("gfx942"))))
+        assert rows[0].operation == "torch.add_"
+        assert rows[0].ratio_to_add == 1.0
+        ours = {(row.operation, row.planned): row.ratio_to_add for row in rows[2:]}
+        assert ours.keys() == MOST_TIMES_ADD.keys()
+        slow = {call for call in slow if ours[call] > MOST_TIMES_ADD[call]}
+        if not slow:
+            break
     assert not slow
-    assert ours.keys() == MOST_TIMES_ADD.keys()
 
 
 def test_the_same_call_is_one_kernel_and_another_format_another() -> None:

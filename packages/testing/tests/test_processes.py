@@ -22,10 +22,9 @@ def test_tasks_run_in_other_processes_and_all_come_back() -> None:
     results = dict(in_processes(_square, [1, 2, 3, 4], jobs=2))
     assert {task: square for task, (square, _) in results.items()} == {1: 1, 2: 4, 3: 9, 4: 16}
     assert os.getpid() not in {process for _, process in results.values()}
-
-
-def test_one_job_runs_right_here() -> None:
+    # With one job everything runs right here.
     assert {process for _, (_, process) in in_processes(_square, [1, 2], jobs=1)} == {os.getpid()}
+    assert 1 <= default_jobs() <= 8
 
 
 def test_leaving_early_ends_the_processes() -> None:
@@ -38,7 +37,3 @@ def test_leaving_early_ends_the_processes() -> None:
         time.sleep(0.05)
     assert not multiprocessing.active_children()
     assert time.perf_counter() - begin < 40
-
-
-def test_default_jobs_is_sensible() -> None:
-    assert 1 <= default_jobs() <= 8

@@ -39,6 +39,22 @@ def test_a_few_are_the_first_of_the_sample(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(a_few(8)(Launch("listed", (4, 1, 1), {}))) == 3
 
 
+def rows_of_a_sample(case: DecodeCase | PrefillCase) -> tuple[torch.Tensor, EmulateExecutor]:
+    """The rows `[rows, heads]` that a sample of a call on gfx942 stores, which are whole and right."""
+    inputs = case.inputs()
+    executor = EmulateExecutor("gfx942", workgroups=sample)
+    with executing(executor):
+        o, lse = inputs.call()
+    expected, expected_lse = inputs.reference()
+    stored = executor.written(o)
+    rows = stored.all(-1)
+    assert torch.equal(rows, stored.any(-1)), "rows are whole"
+    assert torch.equal(rows, executor.written(lse))
+    torch.testing.assert_close(o[rows].float(), expected[rows], rtol=0, atol=0.01)
+    torch.testing.assert_close(lse[rows], expected_lse[rows], rtol=0, atol=1e-3)
+    return rows, executor
+
+
 @pytest.mark.parametrize(
     ("shape", "split"),
     [
@@ -50,40 +66,20 @@ def test_a_few_are_the_first_of_the_sample(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_a_sample_of_decode_finishes_the_rows_of_its_last_block_and_no_others(shape: str, split: str) -> None:
     case = parse_case(DecodeCase, f"{shape},split={split},lens=70+5,head_dim=64,clean=1")
-    inputs = case.inputs()
-    executor = EmulateExecutor("gfx942", workgroups=sample)
-    with executing(executor):
-        o, lse = inputs.call()
-    expected, expected_lse = inputs.reference()
-    stored = executor.written(o)
-    rows = stored.all(-1)
-    assert torch.equal(rows, stored.any(-1)), "rows are whole"
-    assert torch.equal(rows, executor.written(lse))
+    rows, _ = rows_of_a_sample(case)
     # Rows of a KV head are (query token, head of the group); the last block of the last head is owned.
     block = {3: 3, 135: 135 - 128, 20: 20}[case.gqa_ratio * case.q_len]
     assert int(rows.sum()) == len(case.lens) * block
     assert bool(rows.view(len(case.lens), case.q_len, -1)[:, -1, -1].all()), "the last row is among them"
-    torch.testing.assert_close(o[rows].float(), expected[rows], rtol=0, atol=0.01)
-    torch.testing.assert_close(lse[rows], expected_lse[rows], rtol=0, atol=1e-3)
 
 
 def test_a_sample_of_even_shares_finishes_the_last_head_and_no_other() -> None:
     case = parse_case(PrefillCase, "kernel=split,q_lens=1+1,lens=700+20,kv_heads=2,ratio=3,clean=1")
-    inputs = case.inputs()
-    executor = EmulateExecutor("gfx942", workgroups=sample)
-    with executing(executor):
-        o, lse = inputs.call()
+    rows, executor = rows_of_a_sample(case)
     (run,) = executor.runs
     assert run.artifact.name == "_fused_prefill_kernel"
-    expected, expected_lse = inputs.reference()
-    stored = executor.written(o)
-    rows = stored.all(-1)
-    assert torch.equal(rows, stored.any(-1)), "rows are whole"
-    assert torch.equal(rows, executor.written(lse))
     assert rows.tolist() == [[False] * 3 + [True] * 3] * 2, "of the last KV head, in both sequences"
     assert run.result.workgroups == run.launched // case.num_kv_heads
-    torch.testing.assert_close(o[rows].float(), expected[rows], rtol=0, atol=0.01)
-    torch.testing.assert_close(lse[rows], expected_lse[rows], rtol=0, atol=1e-3)
 
 
 def test_a_sample_of_append_writes_its_tokens_alone() -> None:
