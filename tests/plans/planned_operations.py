@@ -61,7 +61,12 @@ def same_bits(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation that is planned in one way.
+    """An operation that is planned in one way; of which a class for each operation has
+
+    `plan(device, **options)`: a plan from sizes alone, with its own workspace unless one is given;
+    `arguments(size, device)`: the arguments of a call of this size;
+    `prepare(plan, arguments)`: the call by a plan, or without one for None, which takes keywords of outputs;
+    `change(arguments, turn)`: writes other lengths, pages and values into a call of the first of `sizes`.
 
     Attributes:
         name: for people; its first word is the operation.
@@ -97,29 +102,13 @@ class Operation:
         """The operation."""
         return self.name.split(",")[0]
 
-    def plan(self, device: str = "cpu", **options: Any) -> Any:
-        """A plan from sizes alone, with its own workspace unless one is given."""
-        raise NotImplementedError
-
-    def arguments(self, size: Any, device: str = "cpu") -> Arguments:
-        """The arguments of a call of this size."""
-        raise NotImplementedError
-
     def calls(self) -> Iterator[Arguments]:
         """Those of a call of each size, of which the plan is to list every kernel; they do not run."""
         return (self.arguments(size) for size in self.sizes)
 
-    def prepare(self, plan: Any, arguments: Arguments) -> Callable[..., Any]:
-        """The call by a plan, or without one for None; it takes keywords of outputs."""
-        raise NotImplementedError
-
     def expected(self, arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
         """`(o, lse)`; of an append also what `arguments["cache"]` then holds."""
         return self.prepare(None, arguments)(return_lse=True)
-
-    def change(self, arguments: Arguments, turn: int) -> None:
-        """Writes other lengths, pages and values into the tensors of the first of `sizes`."""
-        raise NotImplementedError
 
 
 def _starts(lens: tuple[int, ...], device: str = "cpu") -> torch.Tensor:
@@ -183,8 +172,10 @@ class Prefill(Operation):
     _make_plan = staticmethod(plan_prefill)
 
     def arguments(self, size: Any, device: str = "cpu") -> Arguments:
-        tensors = replace(self.case, q_lens=size[0], lens=size[1]).build(device)
-        return dict(zip(("q", "cache", "page_table", "cu_seqlens_q"), tensors, strict=True))
+        call = replace(self.case, q_lens=size[0], lens=size[1]).inputs(device)
+        new = zip(("k_new", "v_new"), call.new, strict=False)
+        tensors = {"cache": call.cache, "page_table": call.table, "cu_seqlens_q": call.starts}
+        return {"q": call.q, **dict(new), **tensors, **call.options}
 
     def calls(self) -> Iterator[Arguments]:
         """Sizes are the number of sequences and of query tokens."""
@@ -223,11 +214,6 @@ class Append(Prefill):
     refusal = "or more, got a plan for 64 of 3: call plan_append again"
 
     _make_plan = staticmethod(plan_append)
-
-    def arguments(self, size: Any, device: str = "cpu") -> Arguments:
-        names = ("q", "k_new", "v_new", "cache", "page_table", "cu_seqlens_q", "rope")
-        tensors = replace(self.case, q_lens=size[0], lens=size[1]).build_append(device)
-        return dict(zip(names, tensors, strict=True))
 
     def prepare(self, plan: Any, arguments: Arguments) -> Callable[..., Any]:
         return partial(prefill_append, **arguments, plan=plan)

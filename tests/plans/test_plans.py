@@ -7,7 +7,7 @@ import gc
 import itertools
 import math
 import weakref
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -101,10 +101,10 @@ def test_plans_share_a_workspace_and_say_what_they_need(kinds: str, device: str)
     assert max(needed) > min(needed) >= 0
     shared = Workspace(max(needed), device)
     plans = [each.plan(device, workspace=shared) for each in operations]
-    for _ in range(2):
-        for operation, plan in zip(operations, plans, strict=True):
-            assert plan.workspace is shared
-            check_call(operation, plan, operation.arguments(operation.sizes[1], device))
+    planned = list(zip(operations, plans, strict=True))
+    for operation, plan in (*planned, planned[0]):
+        assert plan.workspace is shared
+        check_call(operation, plan, operation.arguments(operation.sizes[1], device))
     largest = operations[needed.index(max(needed))]
     with pytest.raises(ValueError, match=f"workspace must have at least {max(needed)} bytes"):
         largest.plan(device, workspace=Workspace(max(needed) - 256, device))
@@ -141,7 +141,9 @@ def test_what_is_gone_is_not_kept_by_plans(operation: Operation) -> None:
     plan, arguments = operation.plan(), operation.arguments(operation.sizes[1])
     for made in (plan, None):
         operation.prepare(made, arguments)()
-    gone = [weakref.ref(each) for each in (*tensors_in(arguments), *arguments.values()) if each is not None]
+    held = [each for each in arguments.values() if is_dataclass(each)]
+    gone = [weakref.ref(each) for each in (*held, *tensors_in(arguments))]
+    held.clear()
     arguments.clear()
     gc.collect()
     assert [reference() for reference in gone] == [None] * len(gone)
@@ -186,6 +188,14 @@ def test_quantising_keys_and_values_enters_few_python_functions() -> None:
     with executing(LaunchRecorder("gfx942")):
         plan = operation.plan()
         assert len(functions_entered(lambda: plan.quantize_kv(arguments["k"], arguments["v"]))) <= 36
+
+
+def test_a_ragged_plan_from_sizes_asks_for_lengths() -> None:
+    operation = BY_NAME["sage, ragged"]
+    q, k, v, _, starts = operation.arguments(operation.sizes[0]).values()
+    plan = operation.plan()
+    with pytest.raises(ValueError, match="cu_seqlens_q must be given"):
+        plan.attend(q, plan.quantize_kv(k, v, cu_seqlens_k=starts))
 
 
 @pytest.mark.parametrize("target", ["gfx942", "sm90"])

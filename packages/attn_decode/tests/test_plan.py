@@ -140,34 +140,25 @@ def test_a_buffer_for_the_log_sum_exp_is_written_and_returned(device: str) -> No
 
 # ---------------------------------------------------------------------------- refusals
 
-NOT_TO_PLAN: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
-    "shape without device": (lambda q, c, t: plan_decode(SHAPE, "fp8_e4m3fn"), TypeError, "device="),
-    "shape and cache": (lambda q, c, t: plan_decode(SHAPE, c, device="cpu"), TypeError, "a cache format"),
-    "shape and table": (
-        lambda q, c, t: plan_decode(SHAPE, "fp8_e4m3fn", t, device="cpu"), TypeError, "nor|neither",
-    ),
-    "no table": (lambda q, c, t: plan_decode(q, c), TypeError, "page_table must be"),
-    "format for a cache": (lambda q, c, t: plan_decode(q, "fp8_e4m3fn", t), TypeError, "cache must be"),
-    "no q": (lambda q, c, t: plan_decode(None, c, t), TypeError, "q must be"),
-    "device of tensors": (
-        lambda q, c, t: plan_decode(q, c, t, device="cpu"), ValueError, "with a DecodeShape only",
-    ),
-    "head_dim 100": (
-        lambda q, c, t: plan_decode(replace(SHAPE, head_dim=100), "fp8_e4m3fn", device="cpu"),
-        ValueError, "head_dim in",
-    ),
-    "small max_batch": (
-        lambda q, c, t: plan_decode(q, c, t, max_batch=2), ValueError,
-        "max_batch must be at least q's batch 3",
-    ),
-}  # fmt: skip
 
-
-@pytest.mark.parametrize("what", NOT_TO_PLAN)
-def test_what_cannot_be_planned_is_refused(what: str) -> None:
-    make, error, message = NOT_TO_PLAN[what]
-    with pytest.raises(error, match=message):
-        make(*SMALL.build())
+def test_a_shape_comes_with_a_format_and_a_device() -> None:
+    q, cache, table = SMALL.build()
+    for arguments, options in (
+        ((SHAPE, "fp8_e4m3fn"), {}),
+        ((SHAPE, cache), {"device": "cpu"}),
+        ((SHAPE, "fp8_e4m3fn", table), {"device": "cpu"}),
+        ((q, cache), {}),
+        ((q, "fp8_e4m3fn", table), {}),
+        ((None, cache, table), {}),
+    ):
+        with pytest.raises(TypeError, match=r"DecodeShape needs|must be a"):
+            plan_decode(*arguments, **options)
+    with pytest.raises(ValueError, match="with a DecodeShape only"):
+        plan_decode(q, cache, table, device="cpu")
+    with pytest.raises(ValueError, match="head_dim in"):
+        plan_decode(replace(SHAPE, head_dim=100), "fp8_e4m3fn", device="cpu")
+    with pytest.raises(ValueError, match="max_batch must be at least q's batch 3"):
+        plan_decode(q, cache, table, max_batch=2)
 
 
 @pytest.mark.parametrize(
