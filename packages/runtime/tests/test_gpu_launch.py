@@ -102,6 +102,28 @@ def kernel(world: World) -> Kernel:
     return Kernel()
 
 
+def launch_by(launcher: GpuLaunch, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the launch path launch by it, and CPU tensors, whose device is -1, count as a GPU's."""
+
+    def launch(kernel: Any, grid: Any, args: Any, constexprs: Any, options: Any) -> GpuLaunch:
+        launcher.launch(grid, args, DEVICE)
+        return launcher
+
+    monkeypatch.setattr(path, "launch", launch)
+    world.device = -1
+
+
+def cuda_launcher(launch: Callable[..., Any], **changes: Any) -> CudaLauncher:
+    """Triton's own launcher of a kernel without scratch memory, over another driver."""
+    run = object.__new__(CudaLauncher)
+    run.__dict__ |= {
+        "launch": launch, "num_ctas": 1, "global_scratch_size": 0, "global_scratch_align": 1,
+        "profile_scratch_size": 0, "profile_scratch_align": 1, "launch_cooperative_grid": False,
+        "launch_pdl": True, "gsan_enabled": False, "arg_annotations": [], "kernel_signature": b"", **changes,
+    }  # fmt: skip
+    return run
+
+
 @pytest.fixture
 def launch(kernel: Kernel) -> Callable[..., int]:
     """Calls with the given arguments, as the launch path does; which compiled kernel ran."""
@@ -191,8 +213,11 @@ VALUES = (1, 16, 48, 5, 0, -7, 2**31, -(2**31) - 1, 2**40, 2**63 + 5)
 def test_keys_differ_where_triton_specialises(hip: bool) -> None:
     """For every parameter: two values have one key if and only if Triton gives them one specialisation."""
     backend = HIPBackend if hip else CUDABackend
-    big = torch.empty(1).set_(torch.UntypedStorage(2**31), 0, (16,), (1,))  # never touched
-    tensors = (torch.zeros(64), torch.zeros(65)[1:], torch.zeros(64).half(), big)
+    large = (
+        torch.empty(1).set_(torch.UntypedStorage(size), 0, (16,), (1,))  # never touched
+        for size in (2**31 - 4, 2**31)
+    )
+    tensors = (torch.zeros(64), torch.zeros(65)[1:], torch.zeros(64).half(), *large)
 
     def of_triton(args: tuple[Any, ...]) -> str:
         return str(
@@ -219,16 +244,6 @@ def test_keys_differ_where_triton_specialises(hip: bool) -> None:
                 for one, other in itertools.product(calls, calls):
                     same = of_triton(one) == of_triton(other)
                     assert (key(one) == key(other)) == same, (at, nested, one[at], other[at])
-
-
-def test_storages_over_two_gibibytes_where_the_compiler_asks() -> None:
-    def tensor(size: int) -> torch.Tensor:
-        return torch.empty(1).set_(torch.UntypedStorage(size), 0, (16,), (1,))  # never touched
-
-    for asked in (False, True):
-        small, large = (arguments(x=tensor(size)) for size in (2**31 - 4, 2**31))
-        key = key_function(Kernel.params, small, storage_sizes=asked)
-        assert (key(small) != key(large)) == asked
 
 
 def test_a_profiler_gets_every_launch_from_triton(
@@ -299,19 +314,10 @@ def test_a_call_costs_little_python(world: World, kernel: Kernel) -> None:
 
 @pytest.fixture
 def fixed(kernel: Kernel, world: World, monkeypatch: pytest.MonkeyPatch) -> FixedLaunch:
-    """A launch with x, the stride of rows and the batch varying; CPU tensors count as a GPU's."""
+    """A launch with x, the stride of rows and the batch varying."""
+    launch_by(GpuLaunch(kernel, {"BLOCK": 64}, LaunchOptions()), world, monkeypatch)
     bound = BoundLaunch(kernel, {"BLOCK": 64}, LaunchOptions())
-    launcher = GpuLaunch(kernel, {"BLOCK": 64}, LaunchOptions())
-
-    def launch(kernel: Any, grid: Any, args: Any, constexprs: Any, options: Any) -> GpuLaunch:
-        launcher.launch(grid, args, DEVICE)
-        return launcher
-
-    monkeypatch.setattr(path, "launch", launch)
-    # CPU tensors have device -1.
-    world.device = -1
-    rows = Rows(torch.zeros(64), 32)
-    return FixedLaunch(bound, (VARIES, rows, 5, VARIES, 9, VARIES))
+    return FixedLaunch(bound, (VARIES, Rows(torch.zeros(64), 32), 5, VARIES, 9, VARIES))
 
 
 @pytest.mark.parametrize(("first", "others"), [(32, (1, 33)), (1, (2, 16)), (5, (1, 48))])
@@ -388,16 +394,9 @@ class Encoding:
             launch=lambda *given: self.launched.append(given),
         )  # fmt: skip
         monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils), raising=False)
-        world.device = -1
         meta = {"swizzle": 3, "elem_size": 2, "elem_type": 1, "block_size": [16, 64], "fp4_padded": False}
         signature = {0: "*fp32", 1: "tensordesc<fp16[16, 64]>", 2: "tensordesc<fp16[16, 64]>", 3: "i32"}
-        run = object.__new__(CudaLauncher)
-        run.__dict__ |= {
-            "launch": wrap_handle_tensordesc(utils.launch, signature, [meta, meta]), "num_ctas": 1,
-            "global_scratch_size": 0, "global_scratch_align": 1, "profile_scratch_size": 0,
-            "profile_scratch_align": 1, "launch_cooperative_grid": False, "launch_pdl": True,
-            "gsan_enabled": False, "arg_annotations": [], "kernel_signature": b"",
-        }  # fmt: skip
+        run = cuda_launcher(wrap_handle_tensordesc(utils.launch, signature, [meta, meta]))
 
         class Triton(Kernel):
             params = _described_kernel.params
@@ -407,13 +406,7 @@ class Encoding:
                     run=run, function=17, packed_metadata=(4, 1, 0)
                 )
 
-        launcher = GpuLaunch(Triton(), {}, LaunchOptions())
-
-        def launch(kernel: Any, grid: Any, args: Any, constexprs: Any, options: Any) -> GpuLaunch:
-            launcher.launch(grid, args, DEVICE)
-            return launcher
-
-        monkeypatch.setattr(path, "launch", launch)
+        launch_by(GpuLaunch(Triton(), {}, LaunchOptions()), world, monkeypatch)
         self.bound = BoundLaunch(Triton(), {}, LaunchOptions())
 
     def fill(self, address: int, *rest: Any) -> str:
@@ -479,13 +472,9 @@ def test_tritons_own_launcher_gets_what_its_wrapper_passes(monkeypatch: pytest.M
     """Of a kernel without scratch memory the wrapper is left out, and nothing that it does is lost."""
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(), raising=False)
     calls: list[tuple[Any, ...]] = []
-    run = object.__new__(CudaLauncher)
-    run.__dict__ |= {
-        "launch": lambda *given: calls.append(given), "num_ctas": 1, "global_scratch_size": 0,
-        "global_scratch_align": 1, "profile_scratch_size": 0, "profile_scratch_align": 1,
-        "launch_cooperative_grid": False, "launch_pdl": True, "gsan_enabled": False,
-        "arg_annotations": ["annotation"], "kernel_signature": b"signature",
-    }  # fmt: skip
+    run = cuda_launcher(
+        lambda *given: calls.append(given), arg_annotations=["annotation"], kernel_signature=b"signature"
+    )
     compiled = SimpleNamespace(run=run, function=17, packed_metadata=(4, 1, 0))
     call = gpu.launcher_of(compiled, (64, "constant"))
     assert not calls, "nothing was launched"

@@ -1,7 +1,8 @@
 """Targets: the figures' consistency with the published peaks, look-up, and the device mapping."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,22 +15,23 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """A GPU whose vendor, architecture and capability a test sets; counts how often it is asked."""
     gpu = SimpleNamespace(arch="", capability=(9, 0), asked=0)
 
-    def properties(index: int) -> SimpleNamespace:
-        gpu.asked += 1
-        return SimpleNamespace(gcnArchName=gpu.arch)
+    def answer(value: Callable[[], Any]) -> Callable[[int], Any]:
+        def asked(index: int) -> Any:
+            gpu.asked += 1
+            return value()
 
-    def capability(index: int) -> tuple[int, int]:
-        gpu.asked += 1
-        return tuple(gpu.capability)
+        return asked
 
+    def become(hip: str | None, **changes: Any) -> None:
+        vars(gpu).update(changes)
+        monkeypatch.setattr(torch.version, "hip", hip)
+
+    properties = answer(lambda: SimpleNamespace(gcnArchName=gpu.arch))
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", answer(lambda: gpu.capability))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    gpu.use_amd = lambda arch: (setattr(gpu, "arch", arch), monkeypatch.setattr(torch.version, "hip", "7.0"))
-    gpu.use_nvidia = lambda cap: (
-        setattr(gpu, "capability", cap),
-        monkeypatch.setattr(torch.version, "hip", None),
-    )
+    gpu.use_amd = lambda arch: become("7.0", arch=arch)
+    gpu.use_nvidia = lambda capability: become(None, capability=capability)
     targets._gpu_target.cache_clear()
     yield gpu
     targets._gpu_target.cache_clear()
@@ -76,22 +78,19 @@ def test_cpu_device() -> None:
     assert device_target("cpu") is device_target(torch.device("cpu")) is TARGETS["cpu"]
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
-def test_amd_device_with_and_without_feature_flags(fake_gpu: SimpleNamespace, arch: str) -> None:
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [(f"{name}{flags}", name) for name in ("gfx942", "gfx950") for flags in ("", ":sramecc+:xnack-")],
+)
+def test_amd_device_with_and_without_feature_flags(fake_gpu: SimpleNamespace, arch: str, name: str) -> None:
     fake_gpu.use_amd(arch)
-    assert device_target("cuda:0").name == arch
-    fake_gpu.use_amd(f"{arch}:sramecc+:xnack-")
-    assert device_target("cuda:1").name == arch
+    assert device_target("cuda:0").name == name
 
 
-def test_unknown_amd_architecture_lists_the_known(fake_gpu: SimpleNamespace) -> None:
-    fake_gpu.use_amd("gfx1100")
-    with pytest.raises(
-        UnsupportedError, match="AMD architecture 'gfx1100' is not known; known: gfx942, gfx950"
-    ):
-        device_target("cuda:0")
-    fake_gpu.use_amd("sm90")
-    with pytest.raises(UnsupportedError, match="AMD architecture 'sm90'"):
+@pytest.mark.parametrize("arch", ["gfx1100", "sm90"])
+def test_unknown_amd_architecture_lists_the_known(fake_gpu: SimpleNamespace, arch: str) -> None:
+    fake_gpu.use_amd(arch)
+    with pytest.raises(UnsupportedError, match=f"architecture '{arch}' is not known; known: gfx942, gfx950"):
         device_target("cuda:0")
 
 

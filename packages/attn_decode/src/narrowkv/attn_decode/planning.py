@@ -112,7 +112,8 @@ def _plan(
                 "plan_decode with a DecodeShape needs a cache format and device=..., and neither cache nor "
                 "page_table"
             )
-        shape, formats, device = q, CacheFormat.parse(cache), torch.device(device)
+        # Tensors made on "cuda" are on the current GPU, whose index they name.
+        shape, formats, device = q, CacheFormat.parse(cache), torch.empty(0, device=device).device
         check_decode_shape(shape)
         check_fp4_scales(scale_group, scale_format or "e8m0", formats, shape.head_dim)
     else:
