@@ -53,9 +53,10 @@ class DecodeConfig:
     Attributes:
         block_m: rows of a tile: (query token, head of the group) pairs.
         block_n: keys of a tile.
-        split: how a sequence's keys are divided over programs: "none"; "even" (programs have equal shares
-            of the whole batch's keys); "per_sequence" (every sequence has as many splits as fit at once, but not
-            more than tiles); "fixed" (`tiles_per_split` tiles a split, or more if there are too many splits).
+        split: how a sequence's keys are divided over programs: "none"; "even" (programs have equal shares of
+            the whole batch's keys); "per_sequence" (every sequence has the same number of splits: as many as
+            run at once, at most one a tile); "fixed" (`tiles_per_split` tiles a split, or more if there are
+            too many splits).
         num_items: the most splits of all sequences together, for each KV head and row block.
         tiles_per_split: key tiles of a split; 0 for an even share.
         merge_in_launch: the last split to arrive merges, instead of a second kernel.
@@ -137,7 +138,7 @@ def parts_of(target: Target, format_name: str, *, is_key: bool) -> int:
     return 2 if target.vendor == "nvidia" and not is_key else 1
 
 
-# Time of a key in a tile of so many rows, relative to one another. H100, ratio 12, FP8, 8k keys: 8 tokens of
+# Time of a key by the rows of its tile, relative to one another. H100, ratio 12, FP8, 8k keys: 8 tokens of
 # 64 sequences: one tile of 128 687 us, two of 64 931 us; 16 tokens of 16 sequences: three tiles of 64 328 us,
 # two of 128 358 us, one of 256 354 us.
 _CLOCKS_OF_ROWS = {64: 23, 128: 36}

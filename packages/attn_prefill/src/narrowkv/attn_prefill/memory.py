@@ -257,7 +257,7 @@ def power_of_two(size: int) -> int:
 
 
 def key_type(q_dtype: torch.dtype, k_format: str) -> torch.dtype:
-    """The 16-bit type that keys are widened to: exact, and Q's own where it can be; bytes for FP8 queries."""
+    """What keys are widened to: Q's 16-bit type unless it would round them; bytes for FP8 queries."""
     if q_dtype.itemsize == 1:
         return torch.uint8
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(k_format, q_dtype)
@@ -269,12 +269,12 @@ def has_v_block_factors(v_format: str, *, appends: bool, k_in_pages: bool) -> bo
 
 
 def append_blocks(shape: PrefillShape, size: int) -> int:
-    """A bound of the blocks of `size` new keys that an append has in one head."""
+    """The most blocks of `size` new keys that an append has in one head."""
     return min(shape.num_tokens // size + shape.batch, shape.batch * -(-shape.max_q_len // size))
 
 
 def scratch_rows(shape: PrefillShape, block: int, sequences: int, *, appends: bool) -> int:
-    """A bound of the rows of scratch that a head needs for the keys of so many sequences."""
+    """The most rows of scratch that a head needs for the keys of `sequences` sequences."""
     return shape.scratch_rows(block, sequences) + (block * append_blocks(shape, block) if appends else 0)
 
 

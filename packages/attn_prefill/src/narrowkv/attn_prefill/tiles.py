@@ -63,7 +63,7 @@ def partial_programs(target: Target, resident: int) -> int:
 
 
 def most_work_items(shape: PrefillShape, config: PrefillConfig) -> int:
-    """A bound of the programs of a KV head that kernel "split" needs; see `find_share`.
+    """The most programs of a KV head that kernel "split" needs; see `find_share`.
 
     As many as run at once, or for many tiles of rows up to twice as many as those.
     """

@@ -126,7 +126,7 @@ def attend_to_tiles(
         rows: `SeenKeys` of the rows with MASK "rows", else None.
         MASK: which keys of a tile rows attend to: "none", all; "keys", those from `keys.first_key` to
             `keys.last_key`; "rows", as `rows` says.
-        SHARE: loads and scores a tile in so many equal shares.
+        SHARE: the number of equal shares in which a tile is loaded and scored.
 
     Returns:
         The new `(acc, m, l, largest)`.

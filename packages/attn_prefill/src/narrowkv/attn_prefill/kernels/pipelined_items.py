@@ -170,7 +170,7 @@ def keys_of(
 
 @gluon.jit
 def lookup(work, turn, NUM_KV_HEADS: gl.constexpr, SPLIT: gl.constexpr):
-    """The place that this program takes at a turn, its head and its tile; by the schedule work falls."""
+    """The place that this program takes at a turn, its head and its tile; the longest tiles come first."""
     pair = item_number(turn)
     split = 0
     if SPLIT:

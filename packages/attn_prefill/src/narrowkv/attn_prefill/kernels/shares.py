@@ -57,7 +57,7 @@ def count_tiles(
     WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """First query token, query tokens, tiles of rows and key tiles of sequences; none of another launch's.
+    """First query token, query tokens, tiles of rows and key tiles of each sequence that this launch serves.
 
     Key tiles are those that the first row's window and the last row's own key span.
     """
