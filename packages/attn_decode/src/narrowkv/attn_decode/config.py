@@ -190,57 +190,56 @@ def _short_call(
 ) -> tuple[int, LaunchOptions, int, str, str | None]:
     """A latency-bound call: keys of a tile, options, programs of a KV head, `prefetch` and the split.
 
-    Short work is bound by latency: four warps share one large tile. H100, B4 ctx1024, attention kernel alone
-    and with the merge: 128 keys x 1 stage 11.1 and 13.7 us, x 2 stages 12.0 and 14.1 us; one-warp programs
-    16.4 us.
-
     Args:
         shape: the call's shape.
         compute_units: of the GPU, divided by the programs that one sequence has without splits.
-        kind: what the cache holds, on NVIDIA with heads of at most 128 channels: "fp8"; "fp4", with one scale
-            a head; "groups", FP4 with a scale per 16 or 32 channels; "values", FP4 or INT4 in V alone.
-            Empty for other caches, heads and targets.
+        kind: what the cache holds, on NVIDIA with heads of at most 128 channels: "16-bit"; "fp8"; "fp4", with
+            one scale a head; "groups", FP4 with a scale per 16 or 32 channels; "values", FP4 or INT4 in V
+            alone. Empty for other caches, heads and targets.
         narrow_head: whether heads have at most 128 channels. Wider heads take tiles of half as many keys,
             which then fit in shared memory.
     """
     block_n = 128 if narrow_head else 64
     slots = max(1, int(compute_units * 4))
-    if shape.batch * -(-shape.capacity // block_n) <= slots:
+    two, three = max(1, int(compute_units * 2)), max(1, int(compute_units * 3))
+    tiles = shape.batch * -(-shape.capacity // block_n)
+    if tiles <= slots and kind in ("fp4", "values"):
+        # H100, against one tile a program: B1 ctx8192 FP4 17.5 us and 18.9, FP8 keys with FP4 values 18.2 and
+        # 23.6; B4 ctx2048 15.2 and 16.7, 15.9 and 20.4.
+        return block_n, LaunchOptions(num_warps=4, num_stages=2), two, "pages", "per_sequence"
+    if 2 * tiles <= slots or (tiles <= slots and kind in ("", "groups")):
         # One tile a program leaves nothing to share out, and looking for an even share costs about 1 us.
         return block_n, LaunchOptions(num_warps=4, num_stages=1), slots, "", "per_sequence"
     if kind == "groups":
         # See `attend_in_registers`. H100, NVFP4, B1 ctx32768: 38.8 us, with 128 keys and 4 warps 43.4 us.
         return 32, LaunchOptions(num_warps=1, num_stages=3), slots, "", None
     few = 4 * shape.batch <= compute_units
-    if kind == "fp8" and few:
+    split = "per_sequence" if shape.batch == 1 or tiles <= slots else None
+    if kind == "fp8" or (kind == "16-bit" and (few or tiles <= slots)):
         # Each program has several tiles in flight. H100, two programs a multiprocessor, against 128 keys, 4
-        # warps and 2 stages: B1 ctx32768 34.3 us and 38.1, ctx8192 17.3 and 19.2, B4 ctx8192 32.8 and 34.1.
-        split = "per_sequence" if shape.batch == 1 else None
-        return 64, LaunchOptions(num_warps=2, num_stages=3), max(1, int(compute_units * 2)), "pages", split
-    if kind == "fp4" and few:
-        # H100, three programs a multiprocessor instead of two: B4 ctx8192 29.7 us instead of 31.5, B2
-        # ctx32768 45.9 instead of 51.8, B1 ctx32768 32.4 instead of 33.2 (44.1 with two stages and without
-        # prefetched page ids).
-        return (
-            block_n,
-            LaunchOptions(num_warps=4, num_stages=3),
-            max(1, int(compute_units * 3)),
-            "pages",
-            "per_sequence",
-        )
+        # warps and 2 stages: bf16 B1 ctx32768 55.0 us and 63.0, B4 ctx8192 55.8 and 57.9; FP8 34.3 and 38.1,
+        # 32.8 and 34.1. Against one tile a program: B1 ctx8192 bf16 22.1 and 26.7, FP8 17.0 and 19.6.
+        slots = two if split or few else three
+        return 64, LaunchOptions(num_warps=2, num_stages=3), slots, "pages", split
+    if kind == "16-bit":
+        return 32, LaunchOptions(num_warps=1, num_stages=3), slots, "", None  # B8 ctx2048: 31.6 us, not 34.0
     # The sequences fill the chip without a split. H100, B64 ctx1024: FP4 40.0 us instead of 57.6 in two
     # splits, FP8 keys with FP4 values 45.3 us instead of 55.6.
     full = kind in ("fp4", "values") and 8 * shape.batch >= 7 * slots
-    split = "none" if full else "per_sequence" if few and kind == "values" else None
+    split = "none" if full else "per_sequence" if few and kind else None
     if kind == "values":
         # Four programs share a multiprocessor at 128 registers; without the limit the compiler takes 149, and
         # three do. H100, with and without prefetched page ids: B1 ctx32768 37.0 and 39.8 us, B4 ctx8192 30.9
         # and 36.9 us.
-        slots = max(1, int(compute_units * 3)) if shape.batch == 1 else slots
+        slots = three if shape.batch == 1 else slots
         return block_n, LaunchOptions(num_warps=4, num_stages=2, maxnreg=128), slots, "pages", split
     if full:
         return block_n, LaunchOptions(num_warps=4, num_stages=3, maxnreg=128), slots, "pages", split
-    return block_n, LaunchOptions(num_warps=4, num_stages=2), slots, "", split
+    if kind == "fp4":
+        # H100, with three and with two programs a multiprocessor: B4 ctx8192 29.7 us and 31.5. With four, two
+        # stages and no page ids ahead: B1 ctx32768 44.1 for 32.4, B8 ctx4096 40.5 for 33.0.
+        return block_n, LaunchOptions(num_warps=4, num_stages=3), three, "pages", split
+    return block_n, LaunchOptions(num_warps=4, num_stages=2), slots, "", None
 
 
 # Programs of one warp that a compute unit or multiprocessor holds at once: sm90 at 255 registers, CDNA with
@@ -326,8 +325,10 @@ def choose_config(
             kind = "groups"
         elif unpacks and fp4:
             kind = "fp4"
+        elif target.is_nvidia and narrow_head and k_format == v_format and k_format in ("bf16", "fp16"):
+            kind = "16-bit"
         else:
-            kind = "fp8" if fast and target.vendor == "nvidia" else ""
+            kind = "fp8" if fast and target.is_nvidia else ""
         block_n, options, slots, prefetch, short_split = _short_call(
             shape, compute_units / head_programs, kind, narrow_head
         )
@@ -378,9 +379,8 @@ def choose_config(
         # 384 items 1943 us; FP8 2897 us with 264, 2863 us with 256.
         least = 2 * shape.batch
         num_items = -(-least // slots) * slots if whole_waves else max(slots, least)
-    # Merging serially inside the launch pays while few partial results wait (H100, B64 ctx8192 at two splits:
-    # 383 us against
-    # 391 us); AMD's chiplets do not share an L2, so the second kernel's boundary is the cheaper fence there.
+    # Merging in the launch, serially, pays while few partial results wait (H100, B64 ctx8192 at two splits:
+    # 383 us against 391). AMD's chiplets share no L2, so a second kernel is the cheaper fence there.
     merge_in_launch = split != "none" and num_items <= 4 * shape.batch and not target.is_amd
     # The two ways of merging round differently, and `num_items` depends on the capacity.
     merge_in_launch = merge_in_launch and not batch_invariant and shape.batch * head_programs <= _MAX_COUNTERS
