@@ -101,7 +101,7 @@ def _issue_over_memory(code: CompiledArtifact, bytes_per_tile: int) -> float:
         + multiplies * figures.int_mul_clk
     )
     issue = clocks * code.num_warps / figures.simds_per_unit
-    return issue / (bytes_per_tile * figures.units * figures.clock_hz / figures.hbm_bytes_per_s)
+    return issue / (bytes_per_tile * figures.compute_units * figures.clock_hz / figures.hbm_bytes_per_s)
 
 
 FP8_CONVERT, FP4_CONVERT = "v_cvt_scalef32_pk_f16_fp8", "v_cvt_scalef32_pk_f16_fp4"

@@ -80,7 +80,9 @@ def _stale_addresses(code: str) -> list[str]:
     return stale
 
 
-def _check(kernel: Any, head_dim: int, block_n: int, *, scales: int, careful: bool, in_scalar: bool) -> None:
+def _check(
+    kernel: Any, head_dim: int, block_n: int, *, scales: int, with_factors: bool, in_scalar: bool
+) -> None:
     """Each product of a round is computed once and beside other work, and nothing is spilled in a loop."""
     assert kernel.name == "_pipelined_prefill_kernel"
     assert kernel.shared_bytes <= 227 * 1024
@@ -89,7 +91,7 @@ def _check(kernel: Any, head_dim: int, block_n: int, *, scales: int, careful: bo
     # One wait for the scores with P @ V still under way, one for P @ V.
     overlapped = [text for text in found if re.search(r"gsb0, 0x1\b", text)]
     assert len(overlapped) == 2 * 2  # of two warpgroups, with a mask and without
-    assert len(found) - len(overlapped) == careful
+    assert len(found) - len(overlapped) == with_factors
     for text in overlapped:
         # Q @ K^T over head_dim, P @ V over the tile's keys, 16 at a time.
         assert len(re.findall("HGMMA", text)) == head_dim // 16 + block_n // 16
@@ -130,7 +132,7 @@ def test_scores_and_values_overlap(
     )  # fmt: skip
     widen, attend = _kernels(case, sm90_code)
     in_scalar = not cap  # the capped scores are not multiplied again
-    _check(attend, head_dim, block_n, scales=1, careful=fmt == "bf16", in_scalar=in_scalar)
+    _check(attend, head_dim, block_n, scales=1, with_factors=fmt == "bf16", in_scalar=in_scalar)
     _check_early_begin(widen, attend)
 
 
@@ -166,7 +168,7 @@ def test_an_append_attends_by_the_same_loops(
     scales = 1 if fmt == "bf16" and granularity == "float" else 2
     # By ptxas of Triton 3.9 one of two scales is in an ordinary register.
     in_scalar = scales == 1 or (granularity == "float" and TRITON < (3, 9))
-    _check(attend, 128, block_n, scales=scales, careful=True, in_scalar=in_scalar)
+    _check(attend, 128, block_n, scales=scales, with_factors=True, in_scalar=in_scalar)
     _check_early_begin(produce, attend, early)
     # Nothing of where rows lie is kept while keys are attended to.
     assert attend.stack_bytes() <= 16
@@ -184,11 +186,11 @@ def test_keys_that_stay_in_their_pages_are_copied_from_there(
     make = PrefillCase.append if appends else PrefillCase.small
     case = make((128,), (9000,), **LONG, num_kv_heads=8, page_size=page_size)
     ahead, attend = _kernels(case, sm90_code)
-    _check(attend, 128, 128, scales=1, careful=True, in_scalar=True)
+    _check(attend, 128, 128, scales=1, with_factors=True, in_scalar=True)
     _check_early_begin(ahead, attend)
     # Two programs of 16 warps share a unit.
     assert ahead.registers() <= 64
-    # By the warp that copies and by `attend_carefully`: halves of rows in each page of a tile, besides V.
+    # By the warp that copies and by `attend_with_factors`: halves of rows in each page of a tile, besides V.
     pieces = 2 * 128 // page_size
     assert len(re.findall(r"\bUTMALDG\b", attend.machine_code())) > 2 * pieces
 

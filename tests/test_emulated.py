@@ -314,7 +314,9 @@ def test_decode_machine_code_transforms_queries(line: str, target: str) -> None:
     sinks = torch.linspace(-2.0, 2.0, 6)
     call: dict[str, Any] = {"sinks": sinks, "return_lse": True, "out_dtype": torch.float32}
     with executing(EmulateExecutor(target, detect_hazards=True)):
-        o, lse = paged_decode(q, cache, table, plan=plan_decode(q, cache, table, split="uniform"), **call)
+        o, lse = paged_decode(
+            q, cache, table, plan=plan_decode(q, cache, table, split="per_sequence"), **call
+        )
     wanted, wanted_lse = paged_decode_reference(q, cache, table, **call)
     assert relative_l1(o, wanted) <= 0.002
     torch.testing.assert_close(lse, wanted_lse, rtol=0, atol=2e-3)

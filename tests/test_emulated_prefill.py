@@ -83,7 +83,7 @@ def test_old_tokens_on_fp8_matrix_units(target: str) -> None:
 @pytest.fixture
 def one_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large tiles are for calls with a tile for every compute unit, which would take the emulator long."""
-    monkeypatch.setattr("narrowkv.attn_prefill.tiles.units_of", lambda target: 1)
+    monkeypatch.setattr("narrowkv.attn_prefill.tiles.compute_units_of", lambda target: 1)
 
 
 @both_targets

@@ -423,7 +423,7 @@ def _register() -> Iterator[tuple[str, Scene]]:
         yield f"decode, {kind}", _decode(w, split="none")
         yield f"decode, {kind}, batch invariant", _decode(w, batch_invariant=True)
         yield f"decode, {kind}, window", _decode(replace(w, q_len=2), options={"window_left": 4})
-        for split in ("even", "uniform"):
+        for split in ("even", "per_sequence"):
             longer = replace(w, lens=(150, 5, 300), granularity="token_head")
             yield f"decode, {kind}, {split}", _decode(longer, split=split)
             yield f"decode, {kind}, {split}, merged late", _decode(longer, late=True, split=split)

@@ -47,7 +47,7 @@ def test_an_output_of_more_bits_is_closer(out_dtype, device):
 
 
 PLANS = [
-    {"split": "none"}, {"split": "uniform"}, {"split": "even"},
+    {"split": "none"}, {"split": "per_sequence"}, {"split": "even"},
     {"tokens_per_split": 32}, {"tokens_per_split": 1},
 ]  # fmt: skip
 
@@ -73,10 +73,10 @@ def test_lengths_around_pages_tiles_and_splits(device):
 @pytest.mark.parametrize(
     ("target", "case"),
     [
-        ("gfx942", W(split="uniform", num_kv_heads=1, gqa_ratio=5)),
-        ("gfx950", W(format="fp8_e4m3fnuz", split="uniform", num_kv_heads=1, gqa_ratio=5)),
+        ("gfx942", W(split="per_sequence", num_kv_heads=1, gqa_ratio=5)),
+        ("gfx950", W(format="fp8_e4m3fnuz", split="per_sequence", num_kv_heads=1, gqa_ratio=5)),
         ("gfx950", W(format="bf16", split="none", num_kv_heads=1, gqa_ratio=5)),
-        ("gfx942", W(format="int4", split="uniform", layout="padded", head_dim=80)),
+        ("gfx942", W(format="int4", split="per_sequence", layout="padded", head_dim=80)),
         ("gfx942", W(format=CacheFormat("int8", "int4"), split="none", page_size=1, layout="tokens")),
     ],
     ids=str,
@@ -167,7 +167,7 @@ def test_a_batch_invariant_configuration_does_not_depend_on_the_batch_or_the_cap
         for capacity in (64, 1024, 131072, 2**20):
             shape = DecodeShape(batch, 1, 96, 8, 128, 16, capacity)
             config = choose_config(get_target(target), shape, fmt, fmt, batch_invariant=True)
-            found.add(replace(config, num_units=0))  # how many programs there are is no part of a result
+            found.add(replace(config, num_items=0))  # how many programs there are is no part of a result
     assert len(found) == 1
 
 
@@ -267,7 +267,7 @@ def test_an_unknown_target_lists_the_known_ones():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("split", ["none", "uniform", "even"])
+@pytest.mark.parametrize("split", ["none", "per_sequence", "even"])
 def test_a_captured_graph_serves_other_lengths(split):
     q, cache, table = W(lens=(500, 300, 17)).build("cuda")
     plan = plan_decode(q, cache, table, split=split)

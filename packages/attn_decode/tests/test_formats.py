@@ -87,9 +87,9 @@ MIXED = [
     *(mixed(*pair, granularity=of) for pair in WITH_INTEGERS for of in ("float", "token_head")),
     mixed("int4", "int4", head_dim=80, layout="padded"),
     mixed("int4", "int4", q_len=4, gqa_ratio=17, window_left=20),
-    mixed("int8", "int4", q_dtype=FP16, logits_soft_cap=5.0, split="uniform", granularity="token_head"),
+    mixed("int8", "int4", q_dtype=FP16, logits_soft_cap=5.0, split="per_sequence", granularity="token_head"),
     mixed("int8", "int4", page_size=1, layout="tokens", ragged=True),
-    *(mixed(k, F4, lens=(300, 70, 1), num_kv_heads=1, split="uniform") for k in (F4, F8)),
+    *(mixed(k, F4, lens=(300, 70, 1), num_kv_heads=1, split="per_sequence") for k in (F4, F8)),
 ]  # fmt: skip
 
 

@@ -124,7 +124,7 @@ def test_an_offset_saves_fp8_keys_with_a_bias_under_one_scale(device):
     assert errors[1] < 0.1 * errors[0]
 
 
-@pytest.mark.parametrize("split", ["none", "uniform", "even"])
+@pytest.mark.parametrize("split", ["none", "per_sequence", "even"])
 def test_splits_and_sinks_see_the_shift_once(split, device):
     q, cache, table = _call(64, F8, _transform(64, device, *ALL), device, lens=(50, 3), q_len=2)
     sinks = torch.linspace(-2.0, 6.0, HEADS * RATIO, device=device)

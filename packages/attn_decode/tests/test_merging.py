@@ -95,7 +95,7 @@ def _shard_ranges(lens, q_len, window, world, rank):
     return torch.tensor(rows, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("split", ["none", "even", "uniform"])
+@pytest.mark.parametrize("split", ["none", "even", "per_sequence"])
 @pytest.mark.parametrize(("q_len", "window"), [(1, 9), (4, -1), (4, 9), (8, 2)])
 def test_key_ranges_of_shards_merge_to_the_whole(split, q_len, window, device):
     lens = (70, 5, 130, 1)

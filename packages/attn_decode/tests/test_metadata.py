@@ -36,7 +36,7 @@ def test_a_negative_length_takes_no_programs_from_other_sequences() -> None:
     torch.testing.assert_close(o.float(), expected, rtol=0.02, atol=0.01)
 
 
-@pytest.mark.parametrize("split", ["none", "uniform", "even"])
+@pytest.mark.parametrize("split", ["none", "per_sequence", "even"])
 @pytest.mark.parametrize("granularity", ["float", "token_head"])
 def test_a_sequence_whose_page_ids_end_before_they_begin_is_empty(granularity: str, split: str) -> None:
     q, cache, table = replace(SMALL, ragged=True, clean=True, granularity=granularity).build()

@@ -96,7 +96,7 @@ def test_trees_equal_an_explicit_mask(kind, ratio, q_len, fmt, device):
     assert_agrees(got, explicit_attention(q, cache, table, seen))
 
 
-@pytest.mark.parametrize("split", ["none", "even", "uniform"])
+@pytest.mark.parametrize("split", ["none", "even", "per_sequence"])
 def test_a_tree_with_a_window_sinks_and_splits(split, device):
     shape = {"q_len": 4, "gqa_ratio": 3, "lens": (300, 2, 0)}
     assert_right(W(**shape, tree="random", window_left=70, sinks=True, split=split), device)

@@ -49,7 +49,7 @@ def test_the_workspace_has_the_bound_that_is_stated(target: str) -> None:
     """96 query and 8 KV heads: 4 bytes for each channel of a key, in blocks, and partial results besides."""
     with executing(LaunchRecorder(target)):
         plan = plan_prefill(MODEL, _cache("fp8_e4m3fn", heads=8, head_dim=128))
-    units = plan.target.figures.units
+    units = plan.target.figures.compute_units
     keys = 4 * (MODEL.kv_tokens + MODEL.batch * 128) * 8 * 128
     partials = 8 * 2 * units * (64 if target == "sm90" else 128) * (128 + 2) * 4
     tiles = 32 * (8192 * 12 // 16 + MODEL.batch)

@@ -61,7 +61,7 @@ def rows_of_a_sample(case: DecodeCase | PrefillCase) -> tuple[torch.Tensor, Emul
         ("ratio=3,kv_heads=2", "none"),
         ("ratio=3,kv_heads=2", "even"),
         ("ratio=135,kv_heads=1", "even"),
-        ("ratio=5,q_len=4,kv_heads=2", "uniform"),
+        ("ratio=5,q_len=4,kv_heads=2", "per_sequence"),
     ],
 )
 def test_a_sample_of_decode_finishes_the_rows_of_its_last_block_and_no_others(shape: str, split: str) -> None:

@@ -62,7 +62,7 @@ def one_of(what: str, got: str, known: Sequence[str]) -> str:
 
 
 def choices(option: str, text: str | Iterable[str], known: Sequence[str]) -> list[str]:
-    """Known names, each once; `text` joins them by commas, or is several such texts.
+    """The known names in a comma-separated text, or in several such texts, without duplicates.
 
     Raises:
         UsageError: a name is not known, or there is none.

@@ -40,7 +40,7 @@ class BoundCache(NamedTuple):
         stages: how keys are rotated; see `rotate_parts`.
         k_stored, v_stored: constants.
         k_factor, v_factor: the descales that are numbers, times what the conversion leaves out.
-        wide_address: offsets need 64 bits.
+        int64_offsets: offsets need 64 bits.
         spans: addresses that the cache and its descales take.
         number: the same for all caches that ask for the same kernels, have the same strides and pass the same
             checks.
@@ -56,7 +56,7 @@ class BoundCache(NamedTuple):
     v_stored: Stored
     k_factor: float
     v_factor: float
-    wide_address: bool
+    int64_offsets: bool
     spans: list[tuple[int, int]]
     number: int
 

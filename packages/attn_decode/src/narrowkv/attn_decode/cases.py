@@ -219,7 +219,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "lens": (
         (64, 37), (1,), (0,), (0, 1, 2), (16, 17, 15), (31, 32, 33), (63, 64, 65), (129, 0, 7), (300, 5),
     ),
-    "split": ("", "none", "even", "uniform"),
+    "split": ("", "none", "even", "per_sequence"),
     "outliers": (False, True),
     "clean": (False, True),
     "num_kv_heads": (1, 2, 3),

@@ -53,10 +53,11 @@ class DecodeConfig:
     Attributes:
         block_m: rows of a tile: (query token, head of the group) pairs.
         block_n: keys of a tile.
-        split: how a sequence's keys are divided over programs: "none"; "even" (programs have equal shares
-            of the whole batch's keys); "uniform" (every sequence has as many splits as fit at once, but not
-            more than tiles); "fixed" (`tiles_per_split` tiles a split, or more if there are too many splits).
-        num_units: work units for each KV head and row block.
+        split: how a sequence's keys are divided over programs: "none"; "even" (programs have equal shares of
+            the whole batch's keys); "per_sequence" (every sequence has the same number of splits: as many as
+            run at once, at most one a tile); "fixed" (`tiles_per_split` tiles a split, or more if there are
+            too many splits).
+        num_items: the most splits of all sequences together, for each KV head and row block.
         tiles_per_split: key tiles of a split; 0 for an even share.
         merge_in_launch: the last split to arrive merges, instead of a second kernel.
         kernel: "decode" widens the cache to 16 bits; "native" multiplies FP4 keys as they are stored.
@@ -69,7 +70,7 @@ class DecodeConfig:
     block_m: int
     block_n: int
     split: str
-    num_units: int
+    num_items: int
     tiles_per_split: int
     merge_in_launch: bool
     kernel: str
@@ -83,11 +84,11 @@ class DecodeConfig:
         rows = shape.q_len * shape.gqa_ratio
         row_blocks = -(-rows // self.block_m)
         times = "once" if row_blocks == 1 else f"{row_blocks} times"
-        each = self.num_units // max(shape.batch, 1)
+        each = self.num_items // max(shape.batch, 1)
         how = {
             "none": "one program per sequence and head block",
-            "uniform": f"up to {each} equal splits of every sequence",
-            "even": f"an even share of all keys over {self.num_units} work units",
+            "per_sequence": f"up to {each} equal splits of every sequence",
+            "even": f"{self.num_items} equal splits of all keys together",
             "fixed": f"splits of {self.tiles_per_split * self.block_n} keys, at most {each} a sequence",
         }[self.split]
         merge = "merged in the launch" if self.merge_in_launch else "merged by a second kernel"
@@ -137,7 +138,7 @@ def parts_of(target: Target, format_name: str, *, is_key: bool) -> int:
     return 2 if target.vendor == "nvidia" and not is_key else 1
 
 
-# Time of a key in a tile of so many rows, relative to one another. H100, ratio 12, FP8, 8k keys: 8 tokens of
+# Time of a key by the rows of its tile, relative to one another. H100, ratio 12, FP8, 8k keys: 8 tokens of
 # 64 sequences: one tile of 128 687 us, two of 64 931 us; 16 tokens of 16 sequences: three tiles of 64 328 us,
 # two of 128 358 us, one of 256 354 us.
 _CLOCKS_OF_ROWS = {64: 23, 128: 36}
@@ -161,7 +162,7 @@ def rows_of_tile(target: Target, rows: int, *, fast: bool) -> int:
 def _tall_tile(
     target: Target, block_m: int, row_blocks: int, *, fast: bool, narrow_head: bool
 ) -> tuple[int, LaunchOptions, int]:
-    """Keys and compiler options of a tile of 64 rows or more, and how many such programs a unit holds."""
+    """Keys and compiler options of a tile of 64 rows or more, and such programs that a compute unit runs."""
     if target.is_amd and fast:
         # Model, 8 tokens at ratio 12, TFLOP/s of a full chip: gfx942 128 x 32 339, 64 x 64 284, 64 x 16 228;
         # gfx950 128 x 64 412, 128 x 32 398, 64 x 16 284. 16 x 16 instructions: 264 and 349.
@@ -185,55 +186,60 @@ def _tall_tile(
 
 
 def _short_call(
-    shape: DecodeShape, units: float, kind: str, narrow_head: bool
+    shape: DecodeShape, compute_units: float, kind: str, narrow_head: bool
 ) -> tuple[int, LaunchOptions, int, str, str | None]:
     """A latency-bound call: keys of a tile, options, programs of a KV head, `prefetch` and the split.
 
-    Short work is bound by latency: four warps share one large tile. H100, B4 ctx1024, attention kernel alone
-    and with the merge: 128 keys x 1 stage 11.1 and 13.7 us, x 2 stages 12.0 and 14.1 us; one-warp programs
-    16.4 us.
-
     Args:
         shape: the call's shape.
-        units: multiprocessors of the GPU over programs of one sequence.
-        kind: what the cache holds, on NVIDIA with heads of at most 128 channels: "fp8"; "fp4", with one scale
-            a head; "groups", FP4 with a scale per 16 or 32 channels; "values", FP4 or INT4 in V alone.
-            Empty for other caches, heads and targets.
+        compute_units: of the GPU, divided by the programs that one sequence has without splits.
+        kind: what the cache holds, on NVIDIA with heads of at most 128 channels: "16-bit"; "fp8"; "fp4", with
+            one scale a head; "groups", FP4 with a scale per 16 or 32 channels; "values", FP4 or INT4 in V
+            alone. Empty for other caches, heads and targets.
         narrow_head: whether heads have at most 128 channels. Wider heads take tiles of half as many keys,
             which then fit in shared memory.
     """
     block_n = 128 if narrow_head else 64
-    slots = max(1, int(units * 4))
-    if shape.batch * -(-shape.capacity // block_n) <= slots:
+    slots = max(1, int(compute_units * 4))
+    two, three = max(1, int(compute_units * 2)), max(1, int(compute_units * 3))
+    tiles = shape.batch * -(-shape.capacity // block_n)
+    if tiles <= slots and kind in ("fp4", "values"):
+        # H100, against one tile a program: B1 ctx8192 FP4 17.5 us and 18.9, FP8 keys with FP4 values 18.2 and
+        # 23.6; B4 ctx2048 15.2 and 16.7, 15.9 and 20.4.
+        return block_n, LaunchOptions(num_warps=4, num_stages=2), two, "pages", "per_sequence"
+    if 2 * tiles <= slots or (tiles <= slots and kind in ("", "groups")):
         # One tile a program leaves nothing to share out, and looking for an even share costs about 1 us.
-        return block_n, LaunchOptions(num_warps=4, num_stages=1), slots, "", "uniform"
+        return block_n, LaunchOptions(num_warps=4, num_stages=1), slots, "", "per_sequence"
     if kind == "groups":
         # See `attend_in_registers`. H100, NVFP4, B1 ctx32768: 38.8 us, with 128 keys and 4 warps 43.4 us.
         return 32, LaunchOptions(num_warps=1, num_stages=3), slots, "", None
-    few = 4 * shape.batch <= units
-    if kind == "fp8" and few:
+    few = 4 * shape.batch <= compute_units
+    split = "per_sequence" if shape.batch == 1 or tiles <= slots else None
+    if kind == "fp8" or (kind == "16-bit" and (few or tiles <= slots)):
         # Each program has several tiles in flight. H100, two programs a multiprocessor, against 128 keys, 4
-        # warps and 2 stages: B1 ctx32768 34.3 us and 38.1, ctx8192 17.3 and 19.2, B4 ctx8192 32.8 and 34.1.
-        split = "uniform" if shape.batch == 1 else None
-        return 64, LaunchOptions(num_warps=2, num_stages=3), max(1, int(units * 2)), "pages", split
-    if kind == "fp4" and few:
-        # H100, three programs a multiprocessor instead of two: B4 ctx8192 29.7 us instead of 31.5, B2
-        # ctx32768 45.9 instead of 51.8, B1 ctx32768 32.4 instead of 33.2 (44.1 with two stages and without
-        # prefetched page ids).
-        return block_n, LaunchOptions(num_warps=4, num_stages=3), max(1, int(units * 3)), "pages", "uniform"
+        # warps and 2 stages: bf16 B1 ctx32768 55.0 us and 63.0, B4 ctx8192 55.8 and 57.9; FP8 34.3 and 38.1,
+        # 32.8 and 34.1. Against one tile a program: B1 ctx8192 bf16 22.1 and 26.7, FP8 17.0 and 19.6.
+        slots = two if split or few else three
+        return 64, LaunchOptions(num_warps=2, num_stages=3), slots, "pages", split
+    if kind == "16-bit":
+        return 32, LaunchOptions(num_warps=1, num_stages=3), slots, "", None  # B8 ctx2048: 31.6 us, not 34.0
     # The sequences fill the chip without a split. H100, B64 ctx1024: FP4 40.0 us instead of 57.6 in two
     # splits, FP8 keys with FP4 values 45.3 us instead of 55.6.
     full = kind in ("fp4", "values") and 8 * shape.batch >= 7 * slots
-    split = "none" if full else "uniform" if few and kind == "values" else None
+    split = "none" if full else "per_sequence" if few and kind else None
     if kind == "values":
         # Four programs share a multiprocessor at 128 registers; without the limit the compiler takes 149, and
         # three do. H100, with and without prefetched page ids: B1 ctx32768 37.0 and 39.8 us, B4 ctx8192 30.9
         # and 36.9 us.
-        slots = max(1, int(units * 3)) if shape.batch == 1 else slots
+        slots = three if shape.batch == 1 else slots
         return block_n, LaunchOptions(num_warps=4, num_stages=2, maxnreg=128), slots, "pages", split
     if full:
         return block_n, LaunchOptions(num_warps=4, num_stages=3, maxnreg=128), slots, "pages", split
-    return block_n, LaunchOptions(num_warps=4, num_stages=2), slots, "", split
+    if kind == "fp4":
+        # H100, with three and with two programs a multiprocessor: B4 ctx8192 29.7 us and 31.5. With four, two
+        # stages and no page ids ahead: B1 ctx32768 44.1 for 32.4, B8 ctx4096 40.5 for 33.0.
+        return block_n, LaunchOptions(num_warps=4, num_stages=3), three, "pages", split
+    return block_n, LaunchOptions(num_warps=4, num_stages=2), slots, "", None
 
 
 # Programs of one warp that a compute unit or multiprocessor holds at once: sm90 at 255 registers, CDNA with
@@ -269,7 +275,7 @@ def choose_config(
         k_format: storage format of K; v_format: of V.
         scale_group: FP4's channels per scale, 0 for one scale per position and head.
         kernel: forces "native" or "decode".
-        split: forces "none", "even" or "uniform".
+        split: forces "none", "even" or "per_sequence".
         tokens_per_split: a fixed split size in tokens, rounded up to key tiles; 0 chooses.
         batch_invariant: nothing that the result of a sequence depends on is chosen by batch or capacity.
 
@@ -291,8 +297,8 @@ def choose_config(
     v_parts = parts_of(target, v_format, is_key=block_m >= 64)
     row_blocks = -(-rows // block_m)
     head_programs = shape.num_kv_heads * row_blocks
-    units = target.figures.units if target.figures is not None else 4
-    slots = max(1, units * _RESIDENT // head_programs)
+    compute_units = target.figures.compute_units if target.figures is not None else 4
+    slots = max(1, compute_units * _RESIDENT // head_programs)
 
     # A scale per 32 channels takes registers that FP4's configurations do not leave: 598 us against 378 us.
     unpacks = get_format(v_format).is_packed and not scale_group and target.vendor == "nvidia"
@@ -306,7 +312,7 @@ def choose_config(
         block_n, options, resident = _tall_tile(
             target, block_m, row_blocks, fast=fast, narrow_head=narrow_head
         )
-        slots = max(1, units * resident // head_programs)
+        slots = max(1, compute_units * resident // head_programs)
     elif target.is_amd:
         block_n, options, prefetch = amd_tile(
             target, block_m, k_format, v_format, q_len=shape.q_len, q_dtype=shape.q_dtype,
@@ -319,10 +325,12 @@ def choose_config(
             kind = "groups"
         elif unpacks and fp4:
             kind = "fp4"
+        elif target.is_nvidia and narrow_head and k_format == v_format and k_format in ("bf16", "fp16"):
+            kind = "16-bit"
         else:
-            kind = "fp8" if fast and target.vendor == "nvidia" else ""
+            kind = "fp8" if fast and target.is_nvidia else ""
         block_n, options, slots, prefetch, short_split = _short_call(
-            shape, units / head_programs, kind, narrow_head
+            shape, compute_units / head_programs, kind, narrow_head
         )
         split = split or short_split
     elif groups:
@@ -334,7 +342,7 @@ def choose_config(
     elif unpacks and get_format(k_format).is_packed:
         block_n, whole_waves = 32, True
         options = LaunchOptions(num_warps=1, num_stages=5, maxnreg=_FP4_REGISTERS)
-        slots = max(1, units * _FP4_RESIDENT // head_programs)
+        slots = max(1, compute_units * _FP4_RESIDENT // head_programs)
     elif unpacks:
         # H100, B64 ctx32768 page 16: 64 keys x 3 stages 1126 us, 32 x 3 1166 us, 64 x 2 1222 us (FP8: 1449).
         # Keys in INT8, values in INT4: 32 x 3 329 us, 64 x 3 346 us at B64 ctx8192.
@@ -359,29 +367,28 @@ def choose_config(
     if tokens_per_split or batch_invariant:
         split, tiles_per_split = "fixed", -(-(tokens_per_split or _INVARIANT_TOKENS) // block_n)
         most = tiles if tokens_per_split else _INVARIANT_SPLITS
-        num_units = shape.batch * min(-(-tiles // tiles_per_split), most)
+        num_items = shape.batch * min(-(-tiles // tiles_per_split), most)
     elif split == "none":
-        num_units = shape.batch
-    elif split == "uniform":
+        num_items = shape.batch
+    elif split == "per_sequence":
         tiles_per_split = 1
-        num_units = shape.batch * min(max(1, slots // max(shape.batch, 1)), tiles)
+        num_items = shape.batch * min(max(1, slots // max(shape.batch, 1)), tiles)
     else:
         # An even share needs room for each sequence's rounding up: see `split_counts`. Where that is more
-        # than fits at once, FP4 wants whole waves. H100, B128 ctx32768 page 64, FP4: 396 units 1811 us,
-        # 384 units 1943 us; FP8 2897 us with 264, 2863 us with 256.
+        # than fits at once, FP4 wants whole waves. H100, B128 ctx32768 page 64, FP4: 396 items 1811 us,
+        # 384 items 1943 us; FP8 2897 us with 264, 2863 us with 256.
         least = 2 * shape.batch
-        num_units = -(-least // slots) * slots if whole_waves else max(slots, least)
-    # Merging serially inside the launch pays while few partial results wait (H100, B64 ctx8192 at two splits:
-    # 383 us against
-    # 391 us); AMD's chiplets do not share an L2, so the second kernel's boundary is the cheaper fence there.
-    merge_in_launch = split != "none" and num_units <= 4 * shape.batch and not target.is_amd
-    # The two ways of merging round differently, and the number of units depends on the capacity.
+        num_items = -(-least // slots) * slots if whole_waves else max(slots, least)
+    # Merging in the launch, serially, pays while few partial results wait (H100, B64 ctx8192 at two splits:
+    # 383 us against 391). AMD's chiplets share no L2, so a second kernel is the cheaper fence there.
+    merge_in_launch = split != "none" and num_items <= 4 * shape.batch and not target.is_amd
+    # The two ways of merging round differently, and `num_items` depends on the capacity.
     merge_in_launch = merge_in_launch and not batch_invariant and shape.batch * head_programs <= _MAX_COUNTERS
     return DecodeConfig(
         block_m,
         block_n,
         split,
-        num_units,
+        num_items,
         tiles_per_split,
         merge_in_launch,
         chosen,

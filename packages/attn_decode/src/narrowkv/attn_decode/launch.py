@@ -114,7 +114,7 @@ def constants_of(
             sinks=sinks,
             lse=lse,
             window_left=window_left,
-            wide_address=bound.wide_address,
+            int64_offsets=bound.int64_offsets,
             stages=bound.stages,
             # H100, B64 ctx8192, with and without: two tokens at ratio 4, MX 264 and 316 us; four tokens at
             # ratio 12, which are tiles of 64 rows, NVFP4 651 and 505 us.
@@ -189,7 +189,7 @@ def fix_launches(
         *(value[name] for name in ("ids", "row", "lens", "num_ids", "max_pages")),
         TableSteps(num_pages, *table.steps),
     )
-    sizes = (table.batch, config.num_units, max(config.tiles_per_split, 1))
+    sizes = (table.batch, config.num_items, max(config.tiles_per_split, 1))
     attending = (
         rows, k, v, k_descale, v_descale, partial, *pages, value["qk_scale"], value["v_factor"], soft_cap,
         *sizes, int(config.merge_in_launch),

@@ -251,7 +251,7 @@ class DecodePlan:
         config, shape = self.config_for(batch), self.shape
         if config.split == "none" or batch == 0:
             return []
-        slots = config.num_units * shape.num_kv_heads * self._row_blocks(config)
+        slots = config.num_items * shape.num_kv_heads * self._row_blocks(config)
         return [
             ((slots, config.block_m, power_of_two(shape.head_dim)), torch.float32),
             ((slots, 2, config.block_m), torch.float32),
@@ -271,7 +271,7 @@ class DecodePlan:
             soft_cap=soft_cap, sinks=sinks, lse=lse,
         )  # fmt: skip
         attend = self._bound_launch(_paged_decode_kernel, constexprs, config.options)
-        if config.split == "none" or config.merge_in_launch or config.num_units == batch:
+        if config.split == "none" or config.merge_in_launch or config.num_items == batch:
             return attend, None
         merging = {name: value for name, value in constexprs.items() if name != "K"}
         options = LaunchOptions(num_warps=1, num_stages=1, launch_pdl=constexprs["RULES"].early)
@@ -313,7 +313,7 @@ class DecodePlan:
         )  # fmt: skip
         logit_scale = scale * (1.0 if soft_cap > 0 else _LOG2E)
         row_blocks = self._row_blocks(config)
-        programs = config.num_units * shape.num_kv_heads * row_blocks
+        programs = config.num_items * shape.num_kv_heads * row_blocks
         if programs > _MAX_GRID:
             raise ValueError(
                 f"batch, max_seq_len and tokens_per_split make {programs} programs, and a launch has at most "

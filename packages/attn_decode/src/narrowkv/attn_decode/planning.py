@@ -54,7 +54,7 @@ def plan_decode(
         max_seq_len: tokens of a sequence, at most; default what a row of the page table holds. Only speed
             depends on it: longer sequences are served, too.
         tokens_per_split: a fixed split size in tokens, rounded up to key tiles.
-        split: forces "none", "even" or "uniform".
+        split: forces "none", "even" or "per_sequence".
         kernel: forces "native" (scaled matrix instructions on FP4 keys, Q as a sum of E4M3 terms: gfx950) or
             "decode" (the cache widened to 16 bits: everywhere). None is "decode".
         batch_invariant: the result of a sequence has the same bits alone and in any batch, with any width of
@@ -133,7 +133,7 @@ def _plan(
         if value is not None:
             check_positive_int(name, value)
     if split is not None:
-        check_choice("split", split, ("none", "even", "uniform"))
+        check_choice("split", split, ("none", "even", "per_sequence"))
         if batch_invariant or tokens_per_split:
             raise ValueError(f"split must be None with batch_invariant or tokens_per_split, got {split!r}")
     if max_batch is not None and max_batch < shape.batch:

@@ -101,13 +101,13 @@ def merge_states_reference(
     lse_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`merge_states` in float64; the same arguments and results."""
-    unit = math.log(2.0) if lse_base == "2" else 1.0
-    natural = lse.double() * unit
+    base = math.log(2.0) if lse_base == "2" else 1.0
+    natural = lse.double() * base
     total = torch.logsumexp(natural, 0)
     denominator = total if sinks is None else torch.logaddexp(total, sinks.double().expand_as(total))
     weight = torch.exp(natural - denominator.clamp_min(torch.finfo(torch.float64).min))
     weight = weight.masked_fill((lse == -math.inf), 0.0)
     merged = (weight[..., None] * o.double().masked_fill((lse == -math.inf)[..., None], 0.0)).sum(0)
     merged = merged.to(out_dtype or o.dtype) if out is None else out.copy_(merged)
-    total = (total / unit).float()
+    total = (total / base).float()
     return merged, total if lse_out is None else lse_out.copy_(total)

@@ -60,7 +60,7 @@ class BoundCache(NamedTuple):
         destination: where new tokens are stored, None for a plan that does not append; new_values: its
             tensors and numbers, in the order of its fields.
         per_key: whether K and V have descales that differ from key to key.
-        wide_address: offsets need 64 bits.
+        int64_offsets: offsets need 64 bits.
         spans: addresses that the cache and its descales take; written: those that an append writes.
         batch: sequences that its descales are for, or None.
         number: the same for all caches that ask for the same kernels and pass the same checks.
@@ -76,7 +76,7 @@ class BoundCache(NamedTuple):
     destination: Destination | None
     new_values: tuple[Any, ...]
     per_key: tuple[bool, bool]
-    wide_address: bool
+    int64_offsets: bool
     spans: list[tuple[int, int]]
     written: tuple[tuple[int, int], ...]
     hull: tuple[int, int]

@@ -267,8 +267,7 @@ def poison_plan(plan: PrefillPlan) -> None:
 FORMATS = ("bf16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp4_e2m1", decode.K8V4)
 _PREFILLS = tuple(PrefillCase(kernel=kernel) for kernel in ("dense", "fused"))
 _APPENDS = tuple(PrefillCase(operation="append", kernel=kernel) for kernel in ("append_then_attend", "fused"))
-# Queries in FP8, or old tokens on FP8 matrix units.
-_FP8_UNITS = (
+_ON_FP8_MATRIX_UNITS = (
     PrefillCase(q_dtype=torch.float8_e4m3fn),
     PrefillCase(q_dtype=torch.float8_e4m3fnuz, format="fp8_e4m3fnuz"),
     PrefillCase(operation="append", fp8_compute=True),
@@ -345,7 +344,7 @@ def quick() -> Iterator[PrefillCase]:
         yield from each_alone(way, AXES)
         for change in ({}, *OF_BOTH, *(OF_APPEND if way.appends else OF_PREFILL)):
             yield replace(way, **change)
-    for way, change in product(_FP8_UNITS, _MASKS):
+    for way, change in product(_ON_FP8_MATRIX_UNITS, _MASKS):
         yield replace(way, **change)
 
 
@@ -354,7 +353,7 @@ def full() -> Iterator[PrefillCase]:
     for way, fmt in product((*_PREFILLS, *_APPENDS), _FORMATS):
         for sizes, mask in product(_SIZES, _MASKS):
             yield replace(way, **fmt, **sizes, **mask)
-    for way, sizes, mask in product(_FP8_UNITS, _SIZES, _MASKS):
+    for way, sizes, mask in product(_ON_FP8_MATRIX_UNITS, _SIZES, _MASKS):
         yield replace(way, **sizes, **mask)
 
 

@@ -28,7 +28,7 @@ _SCORES_OF_EARLY_APPENDS = 2**27
 _TRITON_FP8 = {"fp8_e4m3fn": "float8e4nv", "fp8_e4m3fnuz": "float8e4b8"}
 
 
-def fp8_unit(target: Target, format_name: str) -> str:
+def fp8_operand(target: Target, format_name: str) -> str:
     """The FP8 format that the target's matrix unit takes these bytes as.
 
     gfx942 multiplies FNUZ only; OCP bytes are the same numbers halved there.
@@ -50,14 +50,14 @@ def fp8_unit(target: Target, format_name: str) -> str:
     )
 
 
-def fp8_route(unit: str, format_name: str) -> str:
+def fp8_route(operand: str, format_name: str) -> str:
     """How stored bytes reach the FP8 matrix unit: as they are, or read as FNUZ."""
-    return NATIVE if unit == format_name else FNUZ_ALIAS
+    return NATIVE if operand == format_name else FNUZ_ALIAS
 
 
-def triton_fp8(unit: str) -> str:
+def triton_fp8(operand: str) -> str:
     """Triton's name of an FP8 format."""
-    return _TRITON_FP8[unit]
+    return _TRITON_FP8[operand]
 
 
 def choose_config(
@@ -200,13 +200,13 @@ def _fp8_config(
         )
     if kernel == "dense":
         check_scratch(shape, scratch_fits)
-    unit = fp8_unit(target, q_fp8)
-    wide = shape.head_dim > 128
+    operand = fp8_operand(target, q_fp8)
+    large_head = shape.head_dim > 128
     block_m = block_m_for(shape)
     tiles = -(-shape.num_tokens * shape.gqa_ratio // (block_m * max(shape.batch, 1)))
     if kernel == "dense" or (kernel is None and not target.is_nvidia and scratch_fits and tiles >= 2):
         why = f"each key tile serves {tiles} tiles of rows, so it is gathered once beforehand"
-        config = replace(dense_config(target, shape, block_m, why, wide, plain_keys), fp8=unit)
+        config = replace(dense_config(target, shape, block_m, why, large_head, plain_keys), fp8=operand)
         if target.name == "gfx950" and config.block_n == 64:
             if TRITON >= (3, 9):
                 # Without the option the compiler takes so many registers that a SIMD holds one wave.
@@ -214,11 +214,11 @@ def _fp8_config(
             else:
                 config = replace(config, block_n=32)  # 64 keys spill
         if config.in_turns is not None:
-            config = replace(config, in_turns=replace(config.in_turns, fp8=unit))
+            config = replace(config, in_turns=replace(config.in_turns, fp8=operand))
         return config
-    base = fused_config(target, shape, block_m, "FP8 matrix units take the cache as it is", wide)
+    base = fused_config(target, shape, block_m, "FP8 matrix units take the cache as it is", large_head)
     options = replace(base.options, num_warps=8) if target.is_amd else base.options  # 4 spill scalars
-    return replace(base, block_n=_fp8_block_n(target), fp8=unit, options=options)
+    return replace(base, block_n=_fp8_block_n(target), fp8=operand, options=options)
 
 
 def _fp8_block_n(target: Target) -> int:
@@ -256,7 +256,7 @@ def choose_append_config(
     if kernel is not None:
         check_choice("kernel", kernel, APPEND_KERNELS)
     _check_formats(formats)
-    wide = shape.head_dim > 128
+    large_head = shape.head_dim > 128
     if fp8_compute:
         if len(set(formats)) > 1 or not formats[0].startswith("fp8_"):
             raise UnsupportedError(
@@ -265,11 +265,13 @@ def choose_append_config(
             )
         if kernel not in (None, "fused"):
             raise UnsupportedError(f"fp8_compute has kernel='fused' only, got {kernel!r}")
-        unit = fp8_unit(target, formats[0])
+        operand = fp8_operand(target, formats[0])
         block_m = block_m_for(shape)
-        base = fused_config(target, shape, block_m, "FP8 matrix units take the old tokens as they are", wide)
+        base = fused_config(
+            target, shape, block_m, "FP8 matrix units take the old tokens as they are", large_head
+        )
         options = replace(base.options, num_warps=8) if target.is_amd else base.options  # 4 spill
-        return replace(base, block_n=_fp8_block_n(target), fp8=unit, options=options)
+        return replace(base, block_n=_fp8_block_n(target), fp8=operand, options=options)
     exact = formats[0] not in ("bf16", "fp16") or formats[0] == q_format
     lacks = (
         f"keys in {formats[0]} and new ones in {q_format} in one scratch"
@@ -285,13 +287,13 @@ def choose_append_config(
 
     def fused(block_m: int) -> PrefillConfig:
         why = "as asked" if kernel else f"the alternative needs {lacks}"
-        base = fused_config(target, shape, block_m, why, wide)
+        base = fused_config(target, shape, block_m, why, large_head)
         # Two loops share the registers: 32 keys spill on gfx942.
         return replace(base, block_n=16 if target.is_amd else base.block_n)
 
     def widened(block_m: int) -> PrefillConfig:
         why = "as asked" if kernel else "its sequences have so many rows that keys are widened beforehand"
-        plain = dense_config(target, shape, block_m, why, wide, plain_keys)
+        plain = dense_config(target, shape, block_m, why, large_head, plain_keys)
         plain = replace(plain, kernel="append_then_attend")
         if plain.in_turns is not None:
             plain = replace(plain, in_turns=replace(plain.in_turns, kernel="append_then_attend"))

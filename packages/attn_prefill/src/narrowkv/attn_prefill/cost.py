@@ -1,7 +1,8 @@
 """The cost rule: which kernel serves each class of sequences of a prefill, estimated from shapes.
 
-A class is the sequences with so many query tokens. What a kernel takes for it is estimated from bytes that it
-streams, matrix products, and launches; the constants of each target are in `RATES`, beside their source.
+A class is the sequences whose numbers of query tokens lie in a range. The time of a kernel for a class is
+estimated from the bytes that it streams, matrix products, and launches; the constants of each target are in
+`RATES`, beside their source.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ def _most_together(target: Target, shape: PrefillShape, formats: tuple[str, str]
 
 
 def most_widened(target: Target, shape: PrefillShape, formats: tuple[str, str], widened: str) -> int:
-    """A bound of the sequences whose keys are widened in calls of up to this shape."""
+    """The most sequences whose keys are widened in calls of up to this shape."""
     least = few_tokens(target, shape, formats, widened) + 1
     together = _most_together(target, shape, formats, widened)
     return min(shape.batch, max(shape.sequences_with(least), together, 1))

@@ -16,15 +16,15 @@ from narrowkv.attn_prefill.kernels.arguments import Blocks, Filling, Rules, Size
 from narrowkv.attn_prefill.kernels.dense import _dense_prefill_kernel
 from narrowkv.attn_prefill.kernels.fused import _fused_prefill_kernel
 from narrowkv.attn_prefill.kernels.widen import _widen_kernel
-from narrowkv.attn_prefill.memory import Memory, Needs, append_blocks, has_v_units, key_type, power_of_two
+from narrowkv.attn_prefill.memory import Memory, Needs, append_blocks, has_v_factors, key_type, power_of_two
 from narrowkv.attn_prefill.plan_base import PlanBase
 from narrowkv.attn_prefill.shapes import IN_PAGES, PrefillConfig, PrefillShape
 from narrowkv.attn_prefill.tiles import (
+    compute_units_of,
     config_of_call,
+    most_work_items,
     tuned_as,
-    units_of,
     widen_options,
-    work_units,
 )
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.paged_cache.pointers import multiplied_parts
@@ -191,7 +191,7 @@ class _Maker:
         programs = self.num_tiles * shape.num_kv_heads
         grid = (programs, 1, config.num_splits)
         if config.kernel == "split":
-            grid = (work_units(shape, config) * shape.num_kv_heads, 1, 1)
+            grid = (most_work_items(shape, config) * shape.num_kv_heads, 1, 1)
         num_blocks, blocks = 0, self.blocks
         if self.appends:
             kernel = _prefill_append_kernel
@@ -215,7 +215,7 @@ class _Maker:
         kernel: Any = _widen_kernel
         options = widen_options(target, shape.head_dim, config.scratch_block)
         num_blocks, num_groups = self.key_blocks, 0
-        most = -(-_FILLING_PROGRAMS * units_of(target) // shape.num_kv_heads)
+        most = -(-_FILLING_PROGRAMS * compute_units_of(target) // shape.num_kv_heads)
         if self.appends:
             kernel = _produce_kernel
             constants["STORING"] = kind.storing
@@ -231,7 +231,7 @@ class _Maker:
             causal=kind.window_right >= 0,
             early=config.options.launch_pdl,
             loops=loops,
-            wide_address=self.bound.wide_address,
+            int64_offsets=self.bound.int64_offsets,
             nvidia=self.nvidia,
         )
         fill = self.plan.bound_launch(kernel, constants, options)
@@ -283,8 +283,8 @@ class _Maker:
             "WIDENED": Widened(
                 k_per_key=self.bound.per_key[0],
                 v_per_key=self.bound.per_key[1],
-                k_in_units=self.appends,
-                v_in_units=self._v_in_units(),
+                k_block_factors=self.appends,
+                v_block_factors=self._v_block_factors(),
                 tma=config.tma,
                 overlap=config.overlap,
                 # Overlapping rounds need one loop over all tiles.
@@ -312,7 +312,7 @@ class _Maker:
             ),
             "CALL": cdna_call(
                 config.block_m, config.block_n, self.shape.head_dim, config.options.num_warps, fp8,
-                self.appends, self._v_in_units(),
+                self.appends, self._v_block_factors(),
             ),
         }  # fmt: skip
         attend = self.plan.bound_launch(_cdna_prefill_kernel, constants, config.options)
@@ -324,7 +324,7 @@ class _Maker:
         return TRITON_TYPES[self.key_type] if fp8 is None else getattr(tl, triton_fp8(fp8))
 
     def _pipelined(self, in_pages: bool) -> tuple[BoundLaunch, tuple[int, int, int]]:
-        """Attention over the scratch in Hopper's own kernel: as many programs as the device has units."""
+        """Attention over the scratch in Hopper's own kernel, with one program a multiprocessor."""
         from narrowkv.attn_prefill.kernels.pipelined import _pipelined_prefill_kernel
         from narrowkv.attn_prefill.kernels.pipelined_items import PipelinedRules
 
@@ -334,7 +334,7 @@ class _Maker:
             v_descale=reading.v.descale,
             pad=None if not self.appends else "last" if in_pages else "first",
             two_scales=self.appends and (reading.k.descale == "head" or reading.k_scale != 1.0),
-            v_in_units=self._v_in_units(),
+            v_block_factors=self._v_block_factors(),
             window_left=kind.window_left,
             window_right=kind.window_right,
             sinks=kind.sinks,
@@ -347,15 +347,15 @@ class _Maker:
         constants = {"SIZES": self.sizes, "RULES": rules}
         items = self.num_tiles * self.shape.num_kv_heads * config.num_splits
         attend = self.plan.bound_launch(_pipelined_prefill_kernel, constants, config.options)
-        return attend, (min(items, units_of(self.plan.target)), 1, 1)
+        return attend, (min(items, compute_units_of(self.plan.target)), 1, 1)
 
     def _k_descale(self) -> str:
         """How attention over the scratch takes K's descale; an append's block factors include a head's."""
         kind: str = self.bound.to_scratch.k.descale
         return "scalar" if self.appends and kind == "head" else kind
 
-    def _v_in_units(self) -> bool:
-        return has_v_units(self.plan.v_format, appends=self.appends, k_in_pages=self.config.k_in_pages)
+    def _v_block_factors(self) -> bool:
+        return has_v_factors(self.plan.v_format, appends=self.appends, k_in_pages=self.config.k_in_pages)
 
     def _rules(self, **values: Any) -> Rules:
         """Constants of the mathematics; those that attention over the scratch does not use have one value."""
@@ -376,7 +376,7 @@ class _Maker:
             "shares": self.config.kernel == "split",
             "as_decode": self.config.as_decode,
             "settle": kind.settle,
-            "wide_address": False,
+            "int64_offsets": False,
             "nvidia": self.nvidia,
         }
         return Rules(**constants | values)
@@ -395,6 +395,6 @@ class _Maker:
             p_scale=1.0 if fp8 is None else _P_SCALE[fp8],
             acc_parts=multiplied_parts(plan.target, self.block_d, v_parts),
             q_descale=self.kind.q_descale,
-            wide_address=self.bound.wide_address,
+            int64_offsets=self.bound.int64_offsets,
             **values,
         )

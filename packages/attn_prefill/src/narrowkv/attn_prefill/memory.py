@@ -13,7 +13,7 @@ from narrowkv.attn_decode.arguments import zeroed_counters
 from narrowkv.attn_decode.kernels import Workspace as Partials
 from narrowkv.attn_prefill.kernels.arguments import Scratch
 from narrowkv.attn_prefill.shapes import IN_PAGES, PrefillConfig, PrefillShape
-from narrowkv.attn_prefill.tiles import partial_programs, tuned_as, work_units
+from narrowkv.attn_prefill.tiles import most_work_items, partial_programs, tuned_as
 from narrowkv.runtime.launch import Described, Part, Varies, Workspace, block_bytes
 from narrowkv.runtime.targets import Target
 
@@ -73,7 +73,7 @@ class Needs:
         heads, found = shape.num_kv_heads, Blocks()
         if config.kernel not in IN_PAGES:
             rows = scratch_rows(shape, block, self.sequences, appends=self.appends)
-            units = (heads, rows // block)
+            blocks = (heads, rows // block)
             sizes = (heads, rows, shape.head_dim)
             found["k"] = sizes, key_type(self.q_dtype, self.k_format)
             found["v"] = sizes, torch.float16
@@ -82,9 +82,9 @@ class Needs:
             if self.per_key[1]:
                 found["v_factor"] = (heads, rows), torch.float32
             if self.appends:
-                found["k_unit"] = units, torch.float32
-            if has_v_units(self.v_format, appends=self.appends, k_in_pages=config.k_in_pages):
-                found["v_unit"] = units, torch.float32
+                found["k_block_factor"] = blocks, torch.float32
+            if has_v_factors(self.v_format, appends=self.appends, k_in_pages=config.k_in_pages):
+                found["v_block_factor"] = blocks, torch.float32
             found["schedule"] = (max(shape.row_tiles(self._least_rows()), 1), 8), torch.int32
         rows = self._partial_rows()
         if rows:
@@ -97,10 +97,10 @@ class Needs:
         """How many counters of each kind; all are zero between launches."""
         shape, config = self.shape, self.config
         found = {}
-        units = has_v_units(self.v_format, appends=self.appends, k_in_pages=config.k_in_pages)
+        factors = has_v_factors(self.v_format, appends=self.appends, k_in_pages=config.k_in_pages)
         # Only the pipelined kernel looks at it, and puts it back to zero.
-        if config.otherwise is not None and units:
-            found["unusual"] = 2
+        if config.otherwise is not None and factors:
+            found["factor_flag"] = 2
         if self._partial_rows():
             # The pipelined kernel counts halves of a tile.
             if config.kernel == "split":
@@ -134,7 +134,7 @@ class Needs:
     @cached_property
     def has_flags(self) -> bool:
         """Whether a launch leaves the next one something among the counters."""
-        return "unusual" in self.counters
+        return "factor_flag" in self.counters
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -152,8 +152,8 @@ class Needs:
         """Rows of partial results."""
         shape = self.shape
         if self.config.kernel == "split":
-            units = work_units(shape, self.config)
-            return units * shape.num_kv_heads * self.config.block_m
+            items = most_work_items(shape, self.config)
+            return items * shape.num_kv_heads * self.config.block_m
         if self.exact:
             splits, block_m = self.config.num_splits, self.config.block_m
             return shape.row_tiles(block_m) * shape.num_kv_heads * splits * block_m if splits > 1 else 0
@@ -161,7 +161,7 @@ class Needs:
         if self.num_splits is not None:
             return rows * self.num_splits if self.num_splits > 1 else 0
         splits = min(-(-shape.max_seq_len // 16) // 4, _MOST_SPLITS)
-        # Tiles of 128 rows fill a unit of NVIDIA's alone; two share one of AMD's.
+        # Tiles of 128 rows fill a multiprocessor of NVIDIA alone; two share a compute unit of AMD.
         largest = 128 if tuned_as(self.target).is_amd else 64
         return min(rows * splits, partial_programs(self.target, 2) * largest) if splits > 1 else 0
 
@@ -217,8 +217,9 @@ def memory_of(needs: Needs, tensors: dict[str, Any], rows: Any, descriptors: Any
     scratch = None
     if "k" in tensors:
         scratch = Scratch(
-            tensors["k"], tensors["v"], part("k_factor"), part("v_factor"), part("k_unit"), part("v_unit"),
-            part("unusual"), tensors["schedule"], rows, None, None,
+            tensors["k"], tensors["v"], part("k_factor"), part("v_factor"),
+            part("k_block_factor"), part("v_block_factor"), part("factor_flag"), tensors["schedule"],
+            rows, None, None,
         )  # fmt: skip
     # Kernels that do not split are compiled without.
     splits = needs.config.num_splits > 1 or needs.config.kernel == "split"
@@ -256,24 +257,24 @@ def power_of_two(size: int) -> int:
 
 
 def key_type(q_dtype: torch.dtype, k_format: str) -> torch.dtype:
-    """The 16-bit type that keys are widened to: exact, and Q's own where it can be; bytes for FP8 queries."""
+    """What keys are widened to: Q's 16-bit type unless it would round them; bytes for FP8 queries."""
     if q_dtype.itemsize == 1:
         return torch.uint8
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(k_format, q_dtype)
 
 
-def has_v_units(v_format: str, *, appends: bool, k_in_pages: bool) -> bool:
+def has_v_factors(v_format: str, *, appends: bool, k_in_pages: bool) -> bool:
     """Whether blocks of V in the scratch have a factor; keys that stay in their pages need it."""
     return appends or k_in_pages or v_format == "bf16"
 
 
 def append_blocks(shape: PrefillShape, size: int) -> int:
-    """A bound of the blocks of `size` new keys that an append has in one head."""
+    """The most blocks of `size` new keys that an append has in one head."""
     return min(shape.num_tokens // size + shape.batch, shape.batch * -(-shape.max_q_len // size))
 
 
 def scratch_rows(shape: PrefillShape, block: int, sequences: int, *, appends: bool) -> int:
-    """A bound of the rows of scratch that a head needs for the keys of so many sequences."""
+    """The most rows of scratch that a head needs for the keys of `sequences` sequences."""
     return shape.scratch_rows(block, sequences) + (block * append_blocks(shape, block) if appends else 0)
 
 

@@ -110,7 +110,7 @@ class PlanBase:
         return self.exponent is not None
 
     def shape_of_call(self, batch: int, num_tokens: int) -> PrefillShape:
-        """The shape of a call with so many sequences and query tokens, with the plan's bounds."""
+        """The shape of a call with these numbers of sequences and query tokens, with the plan's bounds."""
         shape = self.shape
         if (batch, num_tokens) == (shape.batch, shape.num_tokens):
             return shape
@@ -254,7 +254,7 @@ class PlanBase:
         return shared and (self.k_format != "bf16" or self.q_dtype != torch.float16)
 
     def widened_sequences(self, shape: PrefillShape) -> int:
-        """A bound of the sequences whose keys are widened in calls of up to this shape."""
+        """The most sequences whose keys are widened in calls of up to this shape."""
         if not self._has_classes():
             return shape.batch
         widened = "pipelined" if self.pipelines else "dense"

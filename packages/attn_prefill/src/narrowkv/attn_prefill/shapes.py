@@ -47,11 +47,11 @@ class PrefillShape:
         return replace(self, batch=1, num_tokens=64, max_q_len=64, max_seq_len=1, kv_tokens=1)
 
     def sequences_with(self, q_len: int) -> int:
-        """A bound of the sequences that have so many query tokens or more."""
+        """The most sequences that can have at least `q_len` query tokens each."""
         return min(self.batch, self.num_tokens // max(q_len, 1)) if q_len > 1 else self.batch
 
     def row_tiles(self, block_m: int, most_len: int = ANY_LEN) -> int:
-        """A bound of the tiles of packed rows of one KV head, over sequences of at most `most_len` tokens."""
+        """The most tiles of packed rows of one KV head, over sequences of at most `most_len` tokens."""
         if self.batch == 0:
             return 0
         ragged = (self.num_tokens * self.gqa_ratio + self.batch * (block_m - 1)) // block_m
@@ -59,7 +59,7 @@ class PrefillShape:
         return min(ragged, self.batch * -(-longest * self.gqa_ratio // block_m))
 
     def scratch_rows(self, block: int, sequences: int) -> int:
-        """Rows of scratch for the keys of so many sequences in whole blocks."""
+        """Rows of scratch for the keys of `sequences` sequences, in whole blocks."""
         tokens = min(self.kv_tokens, sequences * self.max_seq_len)
         blocks = min(tokens // block + sequences, sequences * -(-self.max_seq_len // block))
         return max(blocks, 1) * block

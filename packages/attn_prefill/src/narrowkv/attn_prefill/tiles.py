@@ -33,22 +33,22 @@ def block_m_for(shape: PrefillShape) -> int:
     return min(64, max(16, 1 << (rows - 1).bit_length()))
 
 
-def units_of(target: Target) -> int:
+def compute_units_of(target: Target) -> int:
     """Compute units of the target, on a CPU those of gfx942; two where they are not known."""
     figures = tuned_as(target).figures
-    return figures.units if figures is not None else 2
+    return figures.compute_units if figures is not None else 2
 
 
 def widen_options(target: Target, head_dim: int, block: int) -> LaunchOptions:
     """Of programs that widen a block of keys each: a warp has sixteen of its rows, on NVIDIA eight.
 
-    With sixteen a thread of sm90 takes up to 235 registers, so that one program fills a unit. CDNA keeps the
-    masks of a wave's rows, and of columns that pad a row, in scalar registers: other head_dims take twice the
-    waves there (Triton 3.6 to 3.8 put up to 46 scalars into vector lanes otherwise).
+    With sixteen a thread of sm90 takes up to 235 registers, so that one program fills a multiprocessor. CDNA
+    keeps the masks of a wave's rows, and of columns that pad a row, in scalar registers: other head_dims take
+    twice the waves there (Triton 3.6 to 3.8 put up to 46 scalars into vector lanes otherwise).
 
-    Of programs of blocks of 128, before the pipelined kernel, two share a unit of sm90 at 64 registers
-    instead of one, which is worth a few spills. H200, an append to an FP8 cache, 8 KV heads, 16 tokens a
-    program: 1k over 4k 22.3 and 18.2 us, 128 over 32k 89 and 70.
+    Of programs of blocks of 128, before the pipelined kernel, two share a multiprocessor of sm90 at 64
+    registers instead of one, which is worth a few spills. H200, an append to an FP8 cache, 8 KV heads,
+    16 tokens a program: 1k over 4k 22.3 and 18.2 us, 128 over 32k 89 and 70.
     """
     masks = target.is_amd and head_dim not in (64, 128)
     warps = block // (8 if masks or target.is_nvidia else 16)
@@ -59,11 +59,11 @@ def widen_options(target: Target, head_dim: int, block: int) -> LaunchOptions:
 
 def partial_programs(target: Target, resident: int) -> int:
     """Programs with partial results that a launch has at most, which bounds their memory."""
-    return 8 * resident * units_of(target)
+    return 8 * resident * compute_units_of(target)
 
 
-def work_units(shape: PrefillShape, config: PrefillConfig) -> int:
-    """A bound of the programs of a KV head that kernel "split" needs; see `share_of`.
+def most_work_items(shape: PrefillShape, config: PrefillConfig) -> int:
+    """The most programs of a KV head that kernel "split" needs; see `find_share`.
 
     As many as run at once, or for many tiles of rows up to twice as many as those.
     """
@@ -74,12 +74,12 @@ def work_units(shape: PrefillShape, config: PrefillConfig) -> int:
 def choose_splits(target: Target, programs: int, key_tiles: int, resident: int = 2) -> int:
     """Programs that share a tile's keys: how many finish first.
 
-    In units of a key tile's time, a program's start and its partial result cost 8, and whoever merges 1.5 for
-    each. `resident` programs share a unit: two by shared memory on sm90, by registers on CDNA. H200, 96/8
-    heads: 16 new over 4k at 1, 5, 11 splits 59, 31, 36 us; 128 over 32k at 1, 4, 11 splits 540, 469, 501 us;
-    128 over 4k at 1 and 4 splits 82 and 85 us.
+    As multiples of a key tile's time, a program's start and its partial result cost 8, and merging costs 1.5
+    for each split. `resident` programs share a compute unit: two by shared memory on sm90, by registers on
+    CDNA. H200, 96/8 heads: 16 new over 4k at 1, 5, 11 splits 59, 31, 36 us; 128 over 32k at 1, 4, 11 splits
+    540, 469, 501 us; 128 over 4k at 1 and 4 splits 82 and 85 us.
     """
-    slots = resident * units_of(target)
+    slots = resident * compute_units_of(target)
     most = min(key_tiles // 4, 32, partial_programs(target, resident) // max(programs, 1))
 
     def cost(splits: int) -> float:
@@ -92,7 +92,7 @@ def choose_splits(target: Target, programs: int, key_tiles: int, resident: int =
 
 
 def dense_config(
-    target: Target, shape: PrefillShape, block_m: int, why: str, wide: bool, plain: bool
+    target: Target, shape: PrefillShape, block_m: int, why: str, large_head: bool, plain: bool
 ) -> PrefillConfig:
     """Tiles and options of attention over widened keys.
 
@@ -102,15 +102,15 @@ def dense_config(
         return _amd_dense_config(tuned_as(target), shape, block_m, why, plain)
     # H200, 1k new over 4k, 96/8 heads: 64 x 64 at 4 warps and 3 stages 462 us, 2 stages 510, 64 x 32 509,
     # 128 x 64 at 8 warps 529, 64 x 128 632; by pointers and not descriptors 481.
-    block_n = 32 if wide else 64
-    options = LaunchOptions(num_warps=8 if wide else 4, num_stages=3)
+    block_n = 32 if large_head else 64
+    options = LaunchOptions(num_warps=8 if large_head else 4, num_stages=3)
     splits = choose_splits(
         target, shape.row_tiles(block_m) * shape.num_kv_heads, -(-shape.max_seq_len // block_n)
     )
     # The extra round costs a tile. H200, base and overlapped: 1k over 0 78 and 86 us, 1k over 4k 444 and 443,
     # 128 over 32k in 4 splits 469 and 439.
     # Tiles of few rows always have it, so that tables of any width compile the same kernels.
-    overlap = target.is_nvidia and not wide and (shape.max_seq_len >= 4096 or block_m < 64)
+    overlap = target.is_nvidia and not large_head and (shape.max_seq_len >= 4096 or block_m < 64)
     return PrefillConfig(
         "dense", why, block_m, block_n, num_splits=splits, tma=target.name == "sm90", overlap=overlap,
         options=options,
@@ -142,12 +142,12 @@ def _amd_dense_config(
     rows = -(-shape.num_tokens * shape.gqa_ratio // max(shape.batch, 1))
     large = head_dim in (64, 128) and rows >= 128
     # Fewer tiles than compute units would leave some idle.
-    large = large and shape.row_tiles(128) * shape.num_kv_heads >= units_of(target)
+    large = large and shape.row_tiles(128) * shape.num_kv_heads >= compute_units_of(target)
     block_m = 128 if large else block_m
     programs = shape.row_tiles(block_m) * shape.num_kv_heads
     block_n = 16 if head_dim > 128 else 32
     splits = choose_splits(target, programs, -(-shape.max_seq_len // block_n))
-    if large and plain and (splits == 1 or programs >= 2 * units_of(target)):
+    if large and plain and (splits == 1 or programs >= 2 * compute_units_of(target)):
         # Splits would fill the last round of programs better, but cost as much as that saves.
         block_n, splits = 64, 1
     scheduled = plain and head_dim <= 128 and (not gfx950 or (large and head_dim == 64))
@@ -162,7 +162,7 @@ def _amd_dense_config(
     ahead = not gfx950 and head_dim <= 128
     config = PrefillConfig("dense", why, block_m, block_n, num_splits=splits, ahead=ahead, options=options)
     turns = gfx950 and head_dim == 128 and plain and splits == 1 and rows >= 256 and has_gluon("cdna_turns")
-    if not turns or shape.row_tiles(256) * shape.num_kv_heads < units_of(target):
+    if not turns or shape.row_tiles(256) * shape.num_kv_heads < compute_units_of(target):
         return config
     own = LaunchOptions(num_warps=8, num_stages=1, llvm_fn_attrs=f"{_NO_PACKED_FP32},{_ITERATIVE_ILP}")
     return replace(config, in_turns=replace(config, block_m=256, block_n=64, options=own))
@@ -217,27 +217,29 @@ def split_config(
     target: Target, shape: PrefillShape, q_lens: tuple[int, int], block_m: int, why: str
 ) -> PrefillConfig:
     """Tiles and options of kernel "split", for sequences of `q_lens` query tokens."""
-    wide = shape.head_dim > 128
+    large_head = shape.head_dim > 128
     if target.is_nvidia:
         block_n, options = 64, LaunchOptions(num_warps=4, num_stages=3)
         if block_m == 16:
             block_n, options = 32, LaunchOptions(num_warps=1, num_stages=3)
-        if wide:
+        if large_head:
             block_n, options = 32, LaunchOptions(num_warps=8 if block_m == 64 else 2, num_stages=2)
     else:
         # A CPU takes no target's tiles: the interpreter pays by the tile, not by the key.
-        plain = fused_config(target, shape, block_m, why, wide)
+        plain = fused_config(target, shape, block_m, why, large_head)
         block_m, block_n, options = plain.block_m, 16 if target.is_amd else 64, plain.options
     config = PrefillConfig(
         "split", why, block_m, block_n, q_lens=q_lens, as_decode=target.is_nvidia, options=options
     )
     # The interpreter runs programs one after the other.
-    units = 1 if target.name == "cpu" else units_of(target)
-    slots = -(-_RESIDENT_WARPS * units // (options.num_warps * shape.num_kv_heads))
+    compute_units = 1 if target.name == "cpu" else compute_units_of(target)
+    slots = -(-_RESIDENT_WARPS * compute_units // (options.num_warps * shape.num_kv_heads))
     return replace(config, num_splits=slots)
 
 
-def fused_config(target: Target, shape: PrefillShape, block_m: int, why: str, wide: bool) -> PrefillConfig:
+def fused_config(
+    target: Target, shape: PrefillShape, block_m: int, why: str, large_head: bool
+) -> PrefillConfig:
     """Tiles and options of attention that widens keys in its loop.
 
     A CPU takes no target's tiles: the interpreter pays by the tile, not by the key.
@@ -246,16 +248,16 @@ def fused_config(target: Target, shape: PrefillShape, block_m: int, why: str, wi
         # Smaller tiles of rows spill scalar registers, as do 32 keys a tile beside the merge of splits.
         block_m = 64
         programs = shape.row_tiles(block_m) * shape.num_kv_heads
-        block_n = 16 if wide or choose_splits(target, programs, -(-shape.max_seq_len // 16)) > 1 else 32
+        block_n = 16 if large_head or choose_splits(target, programs, -(-shape.max_seq_len // 16)) > 1 else 32
         options = LaunchOptions(
-            num_warps=8 if wide else 4,
+            num_warps=8 if large_head else 4,
             num_stages=1,
-            waves_per_eu=None if wide else 2,
+            waves_per_eu=None if large_head else 2,
             matrix_instr_nonkdim=16,
         )
     else:
-        block_n = 32 if wide else 64
-        options = LaunchOptions(num_warps=8 if wide and block_m == 64 else 4, num_stages=2)
+        block_n = 32 if large_head else 64
+        options = LaunchOptions(num_warps=8 if large_head and block_m == 64 else 4, num_stages=2)
     programs = shape.row_tiles(block_m) * shape.num_kv_heads
     splits = choose_splits(target, programs, -(-shape.max_seq_len // block_n))
     return PrefillConfig("fused", why, block_m, block_n, num_splits=splits, options=options)

@@ -52,7 +52,7 @@ def record_model(
     target: str | None = None,
     **options: Any,
 ) -> RecordExecutor:
-    """Makes the calls of `model_kernels`, whose arguments these are; what notes their launches."""
+    """Makes the calls of `model_kernels`, with its arguments; returns what recorded their launches."""
     check_instance("cache", cache, PagedKVCache)
     for name, value in (("max_batch", max_batch), ("max_seq_len", max_seq_len)):
         check_positive_int(name, value)

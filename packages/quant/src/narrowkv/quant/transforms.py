@@ -36,7 +36,7 @@ __all__ = ["KOffset", "KeyTransform", "VScale", "hadamard", "lse_correction"]
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def _as_fp32_or_fp64(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -56,7 +56,7 @@ def _like(name: str, x: torch.Tensor, whose: str, static: torch.Tensor) -> torch
     if x.dim() < 2 or x.shape[-2:] != static.shape:
         wanted = ", ".join(str(size) for size in static.shape)
         raise ValueError(f"{name} must have shape [..., {wanted}] like the {whose}, got {list(x.shape)}")
-    return _wide(x)
+    return _as_fp32_or_fp64(x)
 
 
 def _heads_per_kv_head(name: str, x: torch.Tensor, static: torch.Tensor) -> int:
@@ -176,7 +176,7 @@ class VScale:
             ValueError: the shapes do not fit.
         """
         ratio = _heads_per_kv_head("o", o, self.scale)
-        return _wide(o) * self.scale.repeat_interleave(ratio, 0)
+        return _as_fp32_or_fp64(o) * self.scale.repeat_interleave(ratio, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +225,7 @@ class KeyTransform:
             ValueError: heads or head_dim are not the transformation's.
         """
         check_dtype("k", k, _FLOATS)
-        moved = _wide(k) if self.offset is None else KOffset(self.offset).subtract(k)
+        moved = _as_fp32_or_fp64(k) if self.offset is None else KOffset(self.offset).subtract(k)
         if self.balance is not None:
             moved = VScale(self.balance).divide(moved)
         return hadamard(moved) if self.rotated else moved
@@ -245,7 +245,7 @@ class KeyTransform:
             ValueError: the shapes do not fit.
         """
         check_dtype("q", q, _FLOATS)
-        balanced = _wide(q) if self.balance is None else VScale(self.balance).multiply(q)
+        balanced = _as_fp32_or_fp64(q) if self.balance is None else VScale(self.balance).multiply(q)
         return hadamard(balanced) if self.rotated else balanced
 
 
@@ -266,7 +266,7 @@ def lse_correction(q: torch.Tensor, offset: KOffset | torch.Tensor, sm_scale: fl
     """
     mu = offset.offset if isinstance(offset, KOffset) else KOffset(offset).offset
     ratio = _heads_per_kv_head("q", q, mu)
-    widened = _wide(q)
+    widened = _as_fp32_or_fp64(q)
     grouped = widened.reshape(q.shape[0], mu.shape[0], ratio, q.shape[2])  # [tokens, kv heads, ratio, dim]
     dots = torch.einsum("thrd,hd->thr", grouped, mu.to(widened.dtype))
     return dots.flatten(1) * check_finite_float("sm_scale", sm_scale)
@@ -300,7 +300,7 @@ def hadamard(x: torch.Tensor, block: int | None = None) -> torch.Tensor:
     size = head_dim & -head_dim if block is None else check_positive_int("block", block)
     if size & (size - 1) or head_dim % size:
         raise ValueError(f"block must be a power of two that divides head_dim {head_dim}, got {size}")
-    y = _wide(x).reshape(*x.shape[:-1], head_dim // size, size)
+    y = _as_fp32_or_fp64(x).reshape(*x.shape[:-1], head_dim // size, size)
     width = 1
     while width < size:
         pairs = y.reshape(*y.shape[:-1], size // (2 * width), 2, width)

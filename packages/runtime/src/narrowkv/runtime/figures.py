@@ -17,7 +17,7 @@ class Figures:
     A compute unit is a CU (AMD) or an SM (NVIDIA); each has four SIMDs.
 
     Attributes:
-        units: compute units of the chip.
+        compute_units: compute units of the chip.
         clock_hz: the clock that the peak rates are quoted at.
         hbm_bytes_per_s: peak HBM bandwidth.
         lds_bytes: LDS or shared memory of one compute unit.
@@ -39,7 +39,7 @@ class Figures:
         sources: where the figures come from.
     """
 
-    units: int
+    compute_units: int
     clock_hz: float
     hbm_bytes_per_s: float
     lds_bytes: int
@@ -61,16 +61,16 @@ class Figures:
     @property
     def peak_bf16_flops_per_s(self) -> float:
         """Dense bf16 matrix flops per second of the chip."""
-        return self.units * self.clock_hz * self.bf16_flops_per_clk
+        return self.compute_units * self.clock_hz * self.bf16_flops_per_clk
 
     @property
     def peak_fp8_flops_per_s(self) -> float:
         """Dense FP8 matrix flops per second of the chip."""
-        return self.units * self.clock_hz * self.fp8_flops_per_clk
+        return self.compute_units * self.clock_hz * self.fp8_flops_per_clk
 
 
 MI300X = Figures(
-    units=304,
+    compute_units=304,
     clock_hz=2.1e9,
     hbm_bytes_per_s=5.3e12,
     lds_bytes=64 * 1024,
@@ -96,7 +96,7 @@ MI300X = Figures(
 )
 
 MI355X = Figures(
-    units=256,
+    compute_units=256,
     clock_hz=2.4e9,
     hbm_bytes_per_s=8.0e12,
     lds_bytes=160 * 1024,
@@ -122,7 +122,7 @@ MI355X = Figures(
 )
 
 H100 = Figures(
-    units=132,
+    compute_units=132,
     clock_hz=1.83e9,  # boost clock for bf16 and FP8 tensor work, which the 989 TFLOP/s are quoted at
     hbm_bytes_per_s=3.35e12,  # H200: 4.8e12, all else alike
     lds_bytes=228 * 1024,

@@ -10,7 +10,7 @@ from narrowkv.runtime.errors import byte_span
 
 
 def spans_of(*values: object) -> list[tuple[int, int]]:
-    """The addresses that those of the values take that are tensors with elements."""
+    """The address ranges of the tensors among the values; other values and empty tensors have none."""
     return [byte_span(value) for value in values if isinstance(value, torch.Tensor) and value.numel()]
 
 

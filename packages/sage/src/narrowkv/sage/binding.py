@@ -104,7 +104,7 @@ class SageKernels:
 
     @staticmethod
     def descales(groups: TokenGroups | None, heads: int, rows: int) -> tuple[int, ...]:
-        """Shape of the descales of so many rows."""
+        """Shape of the descales of `rows` rows."""
         return (1,) if groups is None else (heads, rows // groups.span * groups.groups)
 
     def memory(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

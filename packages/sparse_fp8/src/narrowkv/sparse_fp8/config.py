@@ -17,7 +17,7 @@ __all__ = [
     "SparseConfig",
     "choose_config",
     "choose_splits",
-    "num_units",
+    "compute_units_of",
     "specialised_config",
     "specialised_pays",
 ]
@@ -74,9 +74,9 @@ class SparseConfig:
         )
 
 
-def num_units(target: Target) -> int:
+def compute_units_of(target: Target) -> int:
     """Number of compute units (SMs) of the target; 4 for the interpreter."""
-    return target.figures.units if target.figures is not None else 4
+    return target.figures.compute_units if target.figures is not None else 4
 
 
 def choose_splits(target: Target, config: SparseConfig, programs: int, tiles: int, partial_bytes: int) -> int:
@@ -89,10 +89,10 @@ def choose_splits(target: Target, config: SparseConfig, programs: int, tiles: in
         tiles: tiles that a token has on average.
         partial_bytes: bytes of the partial results of all programs without splits.
     """
-    units = num_units(target)
-    if programs * 2 > units or tiles < 2:
+    compute_units = compute_units_of(target)
+    if programs * 2 > compute_units or tiles < 2:
         return 1
-    most = min(units // max(programs, 1), MOST_CHOSEN_SPLITS)
+    most = min(compute_units // max(programs, 1), MOST_CHOSEN_SPLITS)
     if not target.is_nvidia:
         # One program a compute unit, and at least two tiles a program, so that the merge takes less time.
         return max(1, min(most, tiles // 2))

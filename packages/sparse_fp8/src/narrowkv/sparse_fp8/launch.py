@@ -38,14 +38,14 @@ def expand_block(target: Target) -> int:
     return 64 if target.name == "cpu" else 16
 
 
-def stored(rows: RowsFormat | None, target: Target, *, wide_address: bool | None = None) -> Stored | None:
+def stored(rows: RowsFormat | None, target: Target, *, int64_offsets: bool | None = None) -> Stored | None:
     """How rows are stored, as kernels are compiled for it, and how the target widens them."""
     if rows is None:
         return None
-    if wide_address is None:
-        wide_address = rows.offsets_64_bit
+    if int64_offsets is None:
+        int64_offsets = rows.offsets_64_bit
     if not rows.is_quantized:
-        return Stored("", 0, "", "", 0, 0, 1, 0, 0, 0, 0, 0, False, wide_address, False, "", "", 0)
+        return Stored("", 0, "", "", 0, 0, 1, 0, 0, 0, 0, 0, False, int64_offsets, False, "", "", 0)
     layout = LAYOUTS[rows.layout]
     route = route_of(target, rows)
     rope_at = scale_at = value_step = rope_step = scale_step = 0
@@ -71,7 +71,7 @@ def stored(rows: RowsFormat | None, target: Target, *, wide_address: bool | None
         ROPE_AT=rope_at // rope_item,
         SCALE_AT=scale_at // item,
         ONE_BUFFER=in_data and item == 1,
-        WIDE_ADDRESS=wide_address,
+        INT64_OFFSETS=int64_offsets,
         IN_HALVES=target.is_amd and layout.values == "fp8" and layout.quantized == HEAD_DIM,
         FORMAT=rows.format,
         ROUTE=route,
@@ -102,7 +102,7 @@ def bind_attention(
     constexprs |= {"CALL": call, "TILES": tiles}
     if config.kernel == "16bit":
         return BoundLaunch(_sparse_16bit_kernel, constexprs, config.options)
-    constexprs |= {"QUERY": stored(query, target, wide_address=True), "FP8_QK": config.fp8_qk}
+    constexprs |= {"QUERY": stored(query, target, int64_offsets=True), "FP8_QK": config.fp8_qk}
     return BoundLaunch(_sparse_fused_kernel, constexprs, config.options)
 
 
@@ -128,8 +128,8 @@ def _bind_hopper(
         config.head_blocks(call.NUM_HEADS),
         prefix is not None,
         extend is not None,
-        stored(rows[0], target, wide_address=far),
-        stored(rows[-1], target, wide_address=far),
+        stored(rows[0], target, int64_offsets=far),
+        stored(rows[-1], target, int64_offsets=far),
         call.SPLIT,
         call.HAS_SINK,
         call.WRITE_LSE,

@@ -17,7 +17,7 @@ from narrowkv.sparse_fp8.config import (
     MOST_CHOSEN_SPLITS,
     SparseConfig,
     choose_splits,
-    num_units,
+    compute_units_of,
     specialised_pays,
 )
 from narrowkv.sparse_fp8.kernels.rows import RowPointers
@@ -210,7 +210,7 @@ class SparsePlan(PlannedCall):
             for config in (self.portable, self.specialised)
             if config is not None
         )
-        return min(num_units(self.target) // blocks, MOST_CHOSEN_SPLITS * tokens)
+        return min(compute_units_of(self.target) // blocks, MOST_CHOSEN_SPLITS * tokens)
 
     def _scratch_block(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A block of the workspace, or new memory for a plan without one."""
@@ -266,7 +266,7 @@ class SparsePlan(PlannedCall):
         numbers: tuple[int, ...] = (tokens, splits)
         if config.family == "hopper":
             items = programs * splits
-            numbers, grid = (tokens, splits, items), (min(items, num_units(self.target)), 1, 1)
+            numbers, grid = (tokens, splits, items), (min(items, compute_units_of(self.target)), 1, 1)
         sizes = (first.num_rows, first.nnz, second.num_rows, second.nnz)
         attend(grid, (*q_tensors, *results, *partials, *first.tensors, *second.tensors, *numbers, *sizes))
         if merge is not None:

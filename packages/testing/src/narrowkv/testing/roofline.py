@@ -200,7 +200,7 @@ def roofline(loop: InstructionMix, target: Target, *, num_warps: int, hbm_bytes:
         raise ValueError("loop must have instructions, got an empty one")
     if hbm_bytes <= 0 or num_warps < 1:
         raise ValueError(f"hbm_bytes and num_warps must be positive, got {hbm_bytes} and {num_warps}")
-    bytes_per_clk = figures.hbm_bytes_per_s / figures.clock_hz / figures.units
+    bytes_per_clk = figures.hbm_bytes_per_s / figures.clock_hz / figures.compute_units
     return Roofline(
         memory_clk=hbm_bytes / bytes_per_clk,
         # Waves of all resident workgroups spread over the SIMDs.

@@ -42,13 +42,13 @@ from narrowkv.runtime.attention.softmax import SoftCap
 
 # Values that serving changes from step to step: the kernel is not compiled again for them.
 @triton.jit(
-    do_not_specialize=["row", "num_ids", "max_pages", "batch", "num_units", "tiles_per_split", "merge"],
+    do_not_specialize=["row", "num_ids", "max_pages", "batch", "num_items", "tiles_per_split", "merge"],
     do_not_specialize_on_alignment=["page_ids", "lens"],
 )
 def _paged_decode_kernel(
     io, k, v, k_descale, v_descale, workspace,
     page_ids, row, lens, num_ids, max_pages, steps,
-    qk_scale, out_scale, soft_cap, batch, num_units, tiles_per_split, merge,
+    qk_scale, out_scale, soft_cap, batch, num_items, tiles_per_split, merge,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Attends the rows of one tile, (query token, head of the group) pairs, to one split of one sequence.
@@ -57,7 +57,8 @@ def _paged_decode_kernel(
         io: `Rows`. k, v: `KVPointers`. k_descale, v_descale: `Descale`. workspace: `Workspace`.
         page_ids, row, lens, num_ids, max_pages, steps: of a `Table`; steps: `TableSteps`.
         qk_scale, out_scale: of the logits (in base 2 unless there is a soft cap) and of the output.
-        num_units: work units for each KV head and row block. Programs run fastest over those heads.
+        num_items: the most splits of all sequences together, for each KV head and row block. Programs run
+            fastest over those heads.
         tiles_per_split: key tiles of a split where the sequence alone decides on its splits.
         merge: whether the last split to arrive merges, instead of a second kernel.
         SIZES, K, V, RULES, BLOCKS: `Sizes`, `Stored`, `Stored`, `Rules`, `Blocks`.
@@ -103,17 +104,17 @@ def _paged_decode_kernel(
     head_program = tl.program_id(0) % HEAD_PROGRAMS
     kv_head = head_program % NUM_KV_HEADS
     row_block = head_program // NUM_KV_HEADS
-    unit = tl.program_id(0) // HEAD_PROGRAMS
+    item = tl.program_id(0) // HEAD_PROGRAMS
     if RULES.even:
-        seq, first_unit, num_splits = even_split(
-            table, io.ranges, batch, num_units, unit, True, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N
+        seq, first_item, num_splits = even_split(
+            table, io.ranges, batch, num_items, item, True, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N
         )
         if num_splits == 0:
             return
     else:
-        max_splits = num_units // batch
-        seq = unit // max_splits
-        first_unit = seq * max_splits
+        max_splits = num_items // batch
+        seq = item // max_splits
+        first_item = seq * max_splits
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = rows < ROWS
     heads = kv_head * GQA_RATIO + rows % GQA_RATIO
@@ -129,7 +130,7 @@ def _paged_decode_kernel(
     row_base = first_id(table, seq, RAGGED)
     first, end_key = attended_span(io.ranges, seq, seq < batch, kv_len, Q_LEN, WINDOW_LEFT)
     first_tile, num_tiles = tiles_of(first, end_key, BLOCK_N)
-    split = unit - first_unit
+    split = item - first_item
     if not RULES.even:
         num_splits = splits_of_sequence(num_tiles, tiles_per_split, max_splits)
         if split >= num_splits:
@@ -225,7 +226,7 @@ def _paged_decode_kernel(
 
     if RULES.partial:
         if num_splits > 1:
-            own_slot = unit.to(tl.int64) * HEAD_PROGRAMS + head_program
+            own_slot = item.to(tl.int64) * HEAD_PROGRAMS + head_program
             store_partial_result(workspace, own_slot, acc, m, l, row_mask, BLOCK_M, BLOCK_D)
             if not RULES.can_merge:
                 return
@@ -234,7 +235,7 @@ def _paged_decode_kernel(
                     return
                 if not is_last_program(workspace, seq * HEAD_PROGRAMS + head_program, num_splits, False):
                     return
-                first_slot = first_unit.to(tl.int64) * HEAD_PROGRAMS + head_program
+                first_slot = first_item.to(tl.int64) * HEAD_PROGRAMS + head_program
                 acc, m, l = merge_partial_results(
                     workspace, acc, m, l, first_slot, HEAD_PROGRAMS, num_splits, row_mask,
                     BLOCK_M, BLOCK_D, 4 if BLOCK_M < 64 else 1,

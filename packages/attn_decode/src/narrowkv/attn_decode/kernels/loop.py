@@ -24,13 +24,13 @@ class Keys(NamedTuple):
 
     Attributes:
         row_base, kv_head: the sequence's first page id, see `first_id`, and the head.
-        first, last: keys outside are not read.
+        first_key, last_key: keys outside are not read.
     """
 
     row_base: Any
     kv_head: Any
-    first: Any
-    last: Any
+    first_key: Any
+    last_key: Any
 
 
 class State(NamedTuple):
@@ -99,13 +99,13 @@ def load_tiles(
 
 @triton.jit
 def in_span(n, keys):
-    """Whether keys `n` are among those from `keys.first` to `keys.last`."""
-    return (n >= keys.first) & (n <= keys.last)
+    """Whether keys `n` are among those from `keys.first_key` to `keys.last_key`."""
+    return (n >= keys.first_key) & (n <= keys.last_key)
 
 
 @triton.jit
 def key_bias(n, keys):
-    """0 for the keys from `keys.first` to `keys.last`, -inf for others."""
+    """0 for the keys from `keys.first_key` to `keys.last_key`, -inf for others."""
     return tl.where(in_span(n, keys), 0.0, float("-inf"))
 
 
@@ -124,9 +124,9 @@ def attend_to_tiles(
         state: `State` before the first tile.
         k, v, k_descale, v_descale, table, keys: pointers and `Table` and `Keys`.
         rows: `SeenKeys` of the rows with MASK "rows", else None.
-        MASK: which keys of a tile rows attend to: "none", all; "keys", those from `keys.first` to
-            `keys.last`; "rows", as `rows` says.
-        SHARE: loads and scores a tile in so many equal shares.
+        MASK: which keys of a tile rows attend to: "none", all; "keys", those from `keys.first_key` to
+            `keys.last_key`; "rows", as `rows` says.
+        SHARE: the number of equal shares in which a tile is loaded and scored.
 
     Returns:
         The new `(acc, m, l, largest)`.
@@ -139,7 +139,7 @@ def attend_to_tiles(
     K_DESCALE: tl.constexpr = K.descale
     V_DESCALE: tl.constexpr = V.descale
     NATIVE_QK: tl.constexpr = RULES.native
-    WIDE_ADDRESS: tl.constexpr = RULES.wide_address
+    INT64_OFFSETS: tl.constexpr = RULES.int64_offsets
     BLOCK_N: tl.constexpr = BLOCKS.n // SHARE
     K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
     V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
@@ -158,7 +158,7 @@ def attend_to_tiles(
     acc, m, l, v_largest = state
     begin, end, gap_at, gap = begin * SHARE, end * SHARE, gap_at * SHARE, gap * SHARE
     if SHARE > 1:
-        end = tl.minimum(end, keys.last // BLOCK_N + 1 - gap)  # shares past the last key are empty
+        end = tl.minimum(end, keys.last_key // BLOCK_N + 1 - gap)  # shares past the last key are empty
     if FOLDED:
         row_scale = tl.zeros_like(m) + logit_scale
     # What belongs to single keys is read one tile ahead: nothing else hides the time such small loads take.
@@ -166,30 +166,34 @@ def attend_to_tiles(
     v_next = 1.0
     if K_PER_KEY or V_PER_KEY or AHEAD:
         n = tile_after_gap(begin, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
-        page, slot = locate_keys(table, keys.row_base, n, keys.first, keys.last, PAGE_SIZE, WIDE_ADDRESS)
+        page, slot = locate_keys(
+            table, keys.row_base, n, keys.first_key, keys.last_key, PAGE_SIZE, INT64_OFFSETS
+        )
         k_next, v_next = load_scales(
             k_descale, v_descale, page, slot, keys, K, V, BLOCKS, HEAD_DIM, NATIVE_QK, PREFETCH
         )
     if PREFETCH:
         k_ahead, v_ahead = load_tiles(page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, HEAD_DIM, K_WORD)
         n = tile_after_gap(begin + 1, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
-        page_ids = load_page_ids(table, keys.row_base, n, keys.first, keys.last, PAGE_SIZE)
+        page_ids = load_page_ids(table, keys.row_base, n, keys.first_key, keys.last_key, PAGE_SIZE)
     for i in range(begin, end):
         n = tile_after_gap(i, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
         if PREFETCH:
             k_words = k_ahead
             v_words = v_ahead
             following = tile_after_gap(i + 1, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
-            page, slot = place_of(table, page_ids, following, keys.first, keys.last, PAGE_SIZE, WIDE_ADDRESS)
+            page, slot = place_of(
+                table, page_ids, following, keys.first_key, keys.last_key, PAGE_SIZE, INT64_OFFSETS
+            )
             later = tile_after_gap(i + 2, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
-            page_ids = load_page_ids(table, keys.row_base, later, keys.first, keys.last, PAGE_SIZE)
+            page_ids = load_page_ids(table, keys.row_base, later, keys.first_key, keys.last_key, PAGE_SIZE)
             k_ahead, v_ahead = load_tiles(
                 page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, HEAD_DIM, K_WORD
             )
         else:
             if not AHEAD:
                 page, slot = locate_keys(
-                    table, keys.row_base, n, keys.first, keys.last, PAGE_SIZE, WIDE_ADDRESS
+                    table, keys.row_base, n, keys.first_key, keys.last_key, PAGE_SIZE, INT64_OFFSETS
                 )
             k_words, v_words = load_tiles(
                 page, slot, k, v, keys.kv_head, dk, dv, K, V, BLOCKS, HEAD_DIM, K_WORD
@@ -197,7 +201,7 @@ def attend_to_tiles(
             if K_PER_KEY or V_PER_KEY or AHEAD:
                 following = tile_after_gap(i + 1, gap_at, gap) * BLOCK_N + tl.arange(0, BLOCK_N)
                 page, slot = locate_keys(
-                    table, keys.row_base, following, keys.first, keys.last, PAGE_SIZE, WIDE_ADDRESS
+                    table, keys.row_base, following, keys.first_key, keys.last_key, PAGE_SIZE, INT64_OFFSETS
                 )
         k_scale = k_next
         v_scale = v_next
@@ -220,7 +224,7 @@ def attend_to_tiles(
             # tiles inside the span skip it by a branch.
             if PREFETCH:
                 start = tile_after_gap(i, gap_at, gap) * BLOCK_N
-                if (start < keys.first) | (start + BLOCK_N - 1 > keys.last):
+                if (start < keys.first_key) | (start + BLOCK_N - 1 > keys.last_key):
                     s += key_bias(n, keys)[None, :]
             else:
                 s += key_bias(n, keys)[None, :]

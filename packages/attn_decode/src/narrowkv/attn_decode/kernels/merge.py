@@ -15,12 +15,12 @@ _BLOCK_S = tl.constexpr(16)  # partial results that are merged at once
 
 
 @triton.jit(
-    do_not_specialize=["row", "num_ids", "max_pages", "batch", "num_units", "tiles_per_split"],
+    do_not_specialize=["row", "num_ids", "max_pages", "batch", "num_items", "tiles_per_split"],
     do_not_specialize_on_alignment=["page_ids", "lens"],
 )
 def _merge_splits_kernel(
     io, v_descale, workspace, page_ids, row, lens, num_ids, max_pages, steps,
-    out_scale, batch, num_units, tiles_per_split,
+    out_scale, batch, num_items, tiles_per_split,
     SIZES: tl.constexpr, V: tl.constexpr, RULES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One output row per program, merged from all its splits; a row of one split is there already.
@@ -55,16 +55,16 @@ def _merge_splits_kernel(
     kv_head = tl.program_id(0) // ROWS % NUM_KV_HEADS
     row_of_head = tl.program_id(0) % ROWS
     if RULES.even:
-        _, first_unit, num_splits = even_split(
-            table, io.ranges, batch, num_units, seq, False, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N
+        _, first_item, num_splits = even_split(
+            table, io.ranges, batch, num_items, seq, False, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N
         )
     else:
-        max_splits = num_units // batch
+        max_splits = num_items // batch
         kv_len = sequence_length(table, seq, seq < batch, PAGE_SIZE, RAGGED)
         first, end_key = attended_span(io.ranges, seq, seq < batch, kv_len, Q_LEN, WINDOW_LEFT)
         _, num_tiles = tiles_of(first, end_key, BLOCK_N)
         num_splits = splits_of_sequence(num_tiles, tiles_per_split, max_splits)
-        first_unit = seq * max_splits
+        first_item = seq * max_splits
     if RULES.early:
         await_previous_launch()
     if num_splits == 1:
@@ -78,7 +78,7 @@ def _merge_splits_kernel(
     for start in range(0, num_splits, _BLOCK_S):
         i = start + tl.arange(0, _BLOCK_S)
         inside = i < num_splits
-        slot = (first_unit + i).to(tl.int64) * HEAD_PROGRAMS + head_program
+        slot = (first_item + i).to(tl.int64) * HEAD_PROGRAMS + head_program
         m_i = tl.load(workspace.ml + slot * (2 * BLOCK_M) + r, mask=inside, other=float("-inf"))
         l_i = tl.load(workspace.ml + slot * (2 * BLOCK_M) + BLOCK_M + r, mask=inside, other=0.0)
         part = (slot * (BLOCK_M * BLOCK_D) + r * BLOCK_D)[:, None] + d[None, :]

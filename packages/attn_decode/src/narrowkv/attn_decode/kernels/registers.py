@@ -122,10 +122,10 @@ def value_registers():
 
 
 @triton.jit
-def locate_block(table, keys, tile, block, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr):
+def locate_block(table, keys, tile, block, PAGE_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr):
     """Page and first slot [32] of blocks of eight keys of a tile; each block lies in one page."""
     n = tile * _TILE + block * _BLOCK
-    page, slot = locate_keys(table, keys.row_base, n, keys.first, keys.last, PAGE_SIZE, WIDE)
+    page, slot = locate_keys(table, keys.row_base, n, keys.first_key, keys.last_key, PAGE_SIZE, INT64_OFFSETS)
     return page, slot & -_BLOCK
 
 
@@ -210,7 +210,7 @@ def attend_in_registers(
         The new `(acc, m, l, largest)`.
     """
     PAGE_SIZE: tl.constexpr = SIZES.page_size
-    WIDE: tl.constexpr = RULES.wide_address
+    INT64_OFFSETS: tl.constexpr = RULES.int64_offsets
     K_EXPONENTS: tl.constexpr = K.descale == "e8m0_16" or K.descale == "e8m0_32"
     V_EXPONENTS: tl.constexpr = V.descale == "e8m0_16" or V.descale == "e8m0_32"
     acc, m, l, largest = state
@@ -218,16 +218,16 @@ def attend_in_registers(
     k_block, v_block = tl.arange(0, 32) // 8, tl.arange(0, 32) % 4
     # The next tile's words and scales are loaded once this tile's are in use, its page ids a tile earlier.
     k_words, k_bytes = load_keys(
-        k, k_descale, locate_block(table, keys, begin, k_block, PAGE_SIZE, WIDE), keys, K
+        k, k_descale, locate_block(table, keys, begin, k_block, PAGE_SIZE, INT64_OFFSETS), keys, K
     )
     v_words, v_bytes = load_values(
-        v, v_descale, locate_block(table, keys, begin, v_block, PAGE_SIZE, WIDE), keys, V
+        v, v_descale, locate_block(table, keys, begin, v_block, PAGE_SIZE, INT64_OFFSETS), keys, V
     )
-    k_at = locate_block(table, keys, begin + 1, k_block, PAGE_SIZE, WIDE)
-    v_at = locate_block(table, keys, begin + 1, v_block, PAGE_SIZE, WIDE)
+    k_at = locate_block(table, keys, begin + 1, k_block, PAGE_SIZE, INT64_OFFSETS)
+    v_at = locate_block(table, keys, begin + 1, v_block, PAGE_SIZE, INT64_OFFSETS)
     for i in tl.range(begin, end, num_stages=1):
         # Keys outside the span are read too, and their scales may hold any byte.
-        partly = (i * _TILE < keys.first) | (i * _TILE + (_TILE - 1) > keys.last)
+        partly = (i * _TILE < keys.first_key) | (i * _TILE + (_TILE - 1) > keys.last_key)
         scales = join_four(k_bytes)  # [32, 2, 2]
         if K_EXPONENTS:
             if partly:
@@ -249,7 +249,7 @@ def attend_in_registers(
         s = tl.dot(q[2], key_operand(c, c_odd), s)
         s = tl.dot(q[3], key_operand(d, d_odd), s)
         k_words, k_bytes = load_keys(k, k_descale, k_at, keys, K)
-        k_at = locate_block(table, keys, i + 2, k_block, PAGE_SIZE, WIDE)
+        k_at = locate_block(table, keys, i + 2, k_block, PAGE_SIZE, INT64_OFFSETS)
         if RULES.soft_cap:
             s = capped_logits(s * scale, soft_cap)
         v_low, v_high = join_four(v_bytes[:4]), join_four(v_bytes[4:])
@@ -282,7 +282,7 @@ def attend_in_registers(
             tl.dot(p, value_operand(d, h, d1, h1), acc[3]),
         )
         v_words, v_bytes = load_values(v, v_descale, v_at, keys, V)
-        v_at = locate_block(table, keys, i + 2, v_block, PAGE_SIZE, WIDE)
+        v_at = locate_block(table, keys, i + 2, v_block, PAGE_SIZE, INT64_OFFSETS)
     if V_EXPONENTS:
         largest = e8m0_to_fp32(top)
     return restore_columns(acc), m, l, largest

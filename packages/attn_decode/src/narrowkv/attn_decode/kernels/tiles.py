@@ -72,7 +72,7 @@ class Rules(NamedTuple):
         native: FP4 keys go to the scaled matrix instruction as they are, with Q as terms in E4M3.
         soft_cap, sinks, lse: whether there are any.
         window_left: how many keys before its own position a row attends to, or -1.
-        wide_address: element offsets in the cache need 64 bits.
+        int64_offsets: element offsets in the cache need 64 bits.
         even: an even share of all keys a program, else a number of splits that the sequence alone decides.
         partial: whether a sequence can have several splits.
         can_merge: whether the last split to arrive can merge them in this launch.
@@ -96,7 +96,7 @@ class Rules(NamedTuple):
     sinks: bool
     lse: bool
     window_left: int
-    wide_address: bool
+    int64_offsets: bool
     even: bool
     partial: bool
     can_merge: bool
@@ -188,38 +188,38 @@ def tiles_of_some(
 
 @triton.jit
 def even_split(
-    table, ranges, batch, num_units, wanted, BY_UNIT: tl.constexpr,
+    table, ranges, batch, num_items, wanted, BY_ITEM: tl.constexpr,
     Q_LEN: tl.constexpr, WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The sequence of a unit, or the `wanted` sequence itself: its first unit and its number of splits.
+    """The sequence of an item, or the `wanted` sequence itself: its first item and its number of splits.
 
     Sequences are cut in splits of at most `size` tiles, and sum(ceil(t / size)) <= total / size + batch, so
-    size = total / (num_units - batch) never needs more units than there are. Every program computes this
-    alike. A unit past the last one has no splits.
+    size = total / (num_items - batch) never needs more items than there are. Every program computes this
+    alike. An item past the last one has no splits.
     """
     total = batch * 0
     for first in range(0, batch, _SEQUENCES):
         _, tiles = tiles_of_some(table, ranges, first, batch, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N)
         total += tl.sum(tiles, 0)
-    size = tl.maximum(tl.cdiv(total, tl.maximum(num_units - batch, 1)), 1)
-    seq, first_unit, num_splits, units_before = batch * 0, batch * 0, batch * 0, batch * 0
+    size = tl.maximum(tl.cdiv(total, tl.maximum(num_items - batch, 1)), 1)
+    seq, first_item, num_splits, items_before = batch * 0, batch * 0, batch * 0, batch * 0
     for first in range(0, batch, _SEQUENCES):
         seqs, tiles = tiles_of_some(
             table, ranges, first, batch, Q_LEN, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_N
         )
-        # A sequence with no keys still gets one unit, which writes its zeros.
+        # A sequence with no keys still gets one item, which writes its zeros.
         splits = tl.where(seqs < batch, tl.maximum(tl.cdiv(tiles, size), 1), 0)
-        ends = units_before + tl.cumsum(splits, 0)
-        if BY_UNIT:
+        ends = items_before + tl.cumsum(splits, 0)
+        if BY_ITEM:
             own = (ends > wanted) & (ends - splits <= wanted)
         else:
             own = seqs == wanted
         seq += tl.sum(tl.where(own, seqs, 0), 0)
-        first_unit += tl.sum(tl.where(own, ends - splits, 0), 0)
+        first_item += tl.sum(tl.where(own, ends - splits, 0), 0)
         num_splits += tl.sum(tl.where(own, splits, 0), 0)
-        units_before += tl.sum(splits, 0)
-    return seq, first_unit, num_splits
+        items_before += tl.sum(splits, 0)
+    return seq, first_item, num_splits
 
 
 @triton.jit

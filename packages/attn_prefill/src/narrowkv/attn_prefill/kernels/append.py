@@ -19,7 +19,7 @@ from narrowkv.attn_prefill.kernels.rows import (
     shifted_maximum,
     tile_of,
 )
-from narrowkv.attn_prefill.kernels.shares import attend_to_share, merge_shares, share_of
+from narrowkv.attn_prefill.kernels.shares import attend_to_share, find_share, merge_shares
 from narrowkv.paged_cache.kernels.append import DescalePointers, load_rotated
 from narrowkv.paged_cache.kernels.pages import (
     Descale,
@@ -91,7 +91,7 @@ def _prefill_append_kernel(
         cache, table: `Cache`, `Table`, without the sizes that follow. workspace, scales: `Workspace`,
             `AppendScales`.
         num_blocks, num_tiles: blocks of new tokens and tiles of rows of a head, at most.
-        num_splits: programs that share a tile's keys; with `RULES.shares` see `share_of`.
+        num_splits: programs that share a tile's keys; with `RULES.shares` see `find_share`.
         SIZES, K, V, STORING, RULES, BLOCKS: `Sizes`, `Stored`, `Stored`, `Storing`, `Rules`, `Blocks`.
     """
     NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
@@ -149,7 +149,7 @@ def _prefill_append_kernel(
     pid -= num_blocks * NUM_KV_HEADS
     kv_head = pid % NUM_KV_HEADS
     if RULES.shares:
-        share = share_of(
+        share = find_share(
             q, table, batch, pid // NUM_KV_HEADS, num_splits, True, GQA_RATIO, WINDOW_LEFT, PAGE_SIZE,
             False, BLOCK_M, BLOCK_N, NVIDIA,
         )  # fmt: skip

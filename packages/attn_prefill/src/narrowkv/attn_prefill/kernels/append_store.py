@@ -122,7 +122,7 @@ def keep_new_block(
         scratch.k, x.to(KIND), kv_head, block, scratch.rows, finite, keys_without_value(inside, KIND),
         HEAD_DIM, BLOCK_D, BLOCK_S,
     )  # fmt: skip
-    tl.store(scratch.k_unit + blocks, 1.0)
+    tl.store(scratch.k_block_factor + blocks, 1.0)
     store_value_power(scratch, power, power != 1.0, blocks)
     if K_HAS_FACTOR:
         tl.store(scratch.k_factor + factors, tl.full([BLOCK_S], 1.0, tl.float32))
@@ -134,7 +134,7 @@ def keep_new_block(
 def fill_block(
     q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, block, limit, kv_head,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STORING: tl.constexpr,
-    K_IN_PAGES: tl.constexpr, WIDE_ADDRESS: tl.constexpr, NVIDIA: tl.constexpr,
+    K_IN_PAGES: tl.constexpr, INT64_OFFSETS: tl.constexpr, NVIDIA: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Leaves block `block` of all sequences' keys, old or new, of one head in the scratch."""
@@ -163,7 +163,7 @@ def fill_block(
             first = (in_seq - old_blocks) * BLOCK_S + held
         widen_block(
             k, v, k_descale, v_descale, table, scratch, seq, block, first, kv_head, held, k_scale,
-            SIZES, K, V, K_TYPE, True, WIDE_ADDRESS, BLOCK_D, BLOCK_S,
+            SIZES, K, V, K_TYPE, True, INT64_OFFSETS, BLOCK_D, BLOCK_S,
         )  # fmt: skip
 
 
@@ -191,7 +191,7 @@ def _produce_kernel(
     GQA_RATIO: tl.constexpr = SIZES.gqa_ratio
     PAGE_SIZE: tl.constexpr = SIZES.page_size
     K_IN_PAGES: tl.constexpr = FILLING.k_type is None
-    WIDE_ADDRESS: tl.constexpr = FILLING.wide_address
+    INT64_OFFSETS: tl.constexpr = FILLING.int64_offsets
     NVIDIA: tl.constexpr = FILLING.nvidia
     BLOCK_D: tl.constexpr = BLOCKS.d
     BLOCK_S: tl.constexpr = BLOCKS.s
@@ -241,10 +241,10 @@ def _produce_kernel(
         for block in range(first, total, num_blocks):
             fill_block(
                 q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, block, limit,
-                kv_head, SIZES, K, V, STORING, K_IN_PAGES, WIDE_ADDRESS, NVIDIA, BLOCK_D, BLOCK_S,
+                kv_head, SIZES, K, V, STORING, K_IN_PAGES, INT64_OFFSETS, NVIDIA, BLOCK_D, BLOCK_S,
             )  # fmt: skip
     elif first < total:
         fill_block(
             q, chunk, rope, k, v, k_descale, v_descale, table, scratch, scales, batch, first, limit,
-            kv_head, SIZES, K, V, STORING, K_IN_PAGES, WIDE_ADDRESS, NVIDIA, BLOCK_D, BLOCK_S,
+            kv_head, SIZES, K, V, STORING, K_IN_PAGES, INT64_OFFSETS, NVIDIA, BLOCK_D, BLOCK_S,
         )  # fmt: skip

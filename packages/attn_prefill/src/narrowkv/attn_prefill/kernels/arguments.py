@@ -135,9 +135,9 @@ class Scratch(NamedTuple):
     Attributes:
         k, v: the keys and values.
         k_factor, v_factor: what each key is still to be multiplied by, `[heads, rows]` fp32, or None.
-        k_unit, v_unit: the same for whole blocks, `[heads, blocks]`, or None.
-        unusual: whether any of v_unit is not 1, or a key that stays in its page has a factor, and how many
-            programs have seen to it, or None.
+        k_block_factor, v_block_factor: the same for whole blocks, `[heads, blocks]`, or None.
+        factor_flag: `[2]` or None: whether any of v_block_factor is not 1 or a key that stays in its page has
+            a factor, and how many programs of the launch have read that.
         schedule: the order of tiles `[tiles, 8]`, see `scheduled_tile`.
         rows: rows of a head.
         max_keys: the most keys of a sequence that are read from the cache.
@@ -148,9 +148,9 @@ class Scratch(NamedTuple):
     v: Any
     k_factor: Any
     v_factor: Any
-    k_unit: Any
-    v_unit: Any
-    unusual: Any
+    k_block_factor: Any
+    v_block_factor: Any
+    factor_flag: Any
     schedule: Any
     rows: Any
     max_keys: Any
@@ -179,14 +179,14 @@ class Read(NamedTuple):
     Attributes:
         row_base, kv_head: the sequence's first page id, see `first_id`, and the head.
         num_keys: tokens of the sequence.
-        first, last: keys outside are not read.
+        first_key, last_key: keys outside are not read.
     """
 
     row_base: Any
     kv_head: Any
     num_keys: Any
-    first: Any
-    last: Any
+    first_key: Any
+    last_key: Any
 
 
 class Sizes(NamedTuple):
@@ -218,7 +218,7 @@ class Rules(NamedTuple):
         shares: whether programs have equal shares of all keys; see `kernels/shares.py`.
         as_decode: whether the compiler pipelines the loop's loads, as in decode.
         settle: see `settle_stores`.
-        wide_address: element offsets in the cache need 64 bits.
+        int64_offsets: element offsets in the cache need 64 bits.
         nvidia: whether the target is one of NVIDIA's.
         native: no kernel here multiplies FP4 as it is stored; see the rules of decode.
     """
@@ -239,7 +239,7 @@ class Rules(NamedTuple):
     folded: bool
     split: bool
     settle: bool
-    wide_address: bool
+    int64_offsets: bool
     nvidia: bool
     shares: bool = False
     as_decode: bool = False
@@ -252,7 +252,7 @@ class Widened(NamedTuple):
     """Constants of attention over the scratch.
 
     Attributes:
-        k_per_key, v_per_key, k_in_units, v_in_units: which factors the scratch has; see `Scratch`.
+        k_per_key, v_per_key, k_block_factors, v_block_factors: which factors the scratch has; see `Scratch`.
         tma: keys are loaded by tensor descriptor, else by pointer.
         overlap: P @ V of a key tile runs during the softmax of the next one.
         branch: see `dense_keys`.
@@ -261,8 +261,8 @@ class Widened(NamedTuple):
 
     k_per_key: bool
     v_per_key: bool
-    k_in_units: bool
-    v_in_units: bool
+    k_block_factors: bool
+    v_block_factors: bool
     tma: bool
     overlap: bool
     branch: bool
@@ -277,14 +277,14 @@ class Filling(NamedTuple):
         causal: which rows see the most keys, for the order of tiles.
         early: the launch that attends may begin before this one has ended.
         loops: a program of an append fills several blocks, not one.
-        wide_address, nvidia: as in `Rules`.
+        int64_offsets, nvidia: as in `Rules`.
     """
 
     k_type: Any
     causal: bool
     early: bool
     loops: bool
-    wide_address: bool
+    int64_offsets: bool
     nvidia: bool
 
 

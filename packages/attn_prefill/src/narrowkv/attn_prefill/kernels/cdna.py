@@ -33,7 +33,7 @@ class CdnaCall(NamedTuple):
     """What the kernel is compiled for.
 
     BLOCK_M, BLOCK_N, STAGES: rows and keys of a tile, key tiles in LDS. FP8: whether Q and K are FP8.
-    K_IN_UNITS, V_IN_UNITS: whether a tile of K or V is still to be multiplied by a factor; see `Scratch`.
+    K_BLOCK_FACTORS, V_BLOCK_FACTORS: whether tiles of K or V have a factor; see `Scratch`.
     SCORES, SUMS: layouts of Q @ K^T and of P @ V. WIDTH: adjacent channels of Q and K in a lane.
     QUERY, KEYS, VALUES: how lanes load Q and copy K and V. KEY_TILE, VALUE_TILE: K and V in LDS.
     """
@@ -42,8 +42,8 @@ class CdnaCall(NamedTuple):
     BLOCK_N: Any
     STAGES: Any
     FP8: Any
-    K_IN_UNITS: Any
-    V_IN_UNITS: Any
+    K_BLOCK_FACTORS: Any
+    V_BLOCK_FACTORS: Any
     SCORES: Any
     SUMS: Any
     WIDTH: Any
@@ -55,7 +55,13 @@ class CdnaCall(NamedTuple):
 
 
 def cdna_call(
-    block_m: int, block_n: int, head_dim: int, warps: int, fp8: bool, k_in_units: bool, v_in_units: bool
+    block_m: int,
+    block_n: int,
+    head_dim: int,
+    warps: int,
+    fp8: bool,
+    k_block_factors: bool,
+    v_block_factors: bool,
 ) -> CdnaCall:
     """The constants of a tile shape: 32 rows for each wave."""
     sums = AMDMFMALayout(4, [32, 32, 16], True, [warps, 1])
@@ -66,7 +72,7 @@ def cdna_call(
     value_tile = padded(gl.DotOperandLayout(1, sums, 4), [block_n, head_dim], gl.float16, False)
     lanes = head_dim // width
     return CdnaCall(
-        block_m, block_n, 3, fp8, k_in_units, v_in_units, scores, sums, width,
+        block_m, block_n, 3, fp8, k_block_factors, v_block_factors, scores, sums, width,
         QUERY=gl.BlockedLayout([1, width], [64 // lanes, lanes], [warps, 1], [1, 0]),
         KEYS=_in_order(key_tile, width, warps),
         VALUES=_in_order(value_tile, 8, warps),
@@ -88,13 +94,13 @@ def _in_order(tile: Any, vector: int, warps: int) -> Any:
 class _Keys(NamedTuple):
     """K and V of a sequence and head in the scratch, offsets of a tile's elements, and tiles in LDS.
 
-    k_unit, v_unit: factors of tiles, loaded where CALL has K_IN_UNITS or V_IN_UNITS.
+    k_block_factor, v_block_factor: factors of tiles, read if K_BLOCK_FACTORS or V_BLOCK_FACTORS.
     """
 
     k: Any
     v: Any
-    k_unit: Any
-    v_unit: Any
+    k_block_factor: Any
+    v_block_factor: Any
     k_offsets: Any
     v_offsets: Any
     k_tiles: Any
@@ -136,14 +142,14 @@ def _copy_values(keys, slot, tile, CALL: gl.constexpr):
 
 
 @gluon.jit
-def _units(keys, tile, CALL: gl.constexpr):
+def _load_block_factors(keys, tile, CALL: gl.constexpr):
     """The factors of tile `tile` of K and of V, or 1; V's are powers of two."""
-    k_unit, v_unit = gl.to_tensor(1.0), gl.to_tensor(1.0)
-    if CALL.K_IN_UNITS:
-        k_unit = gl.load(keys.k_unit + tile)
-    if CALL.V_IN_UNITS:
-        v_unit = gl.load(keys.v_unit + tile)
-    return k_unit, v_unit
+    k_block_factor, v_block_factor = gl.to_tensor(1.0), gl.to_tensor(1.0)
+    if CALL.K_BLOCK_FACTORS:
+        k_block_factor = gl.load(keys.k_block_factor + tile)
+    if CALL.V_BLOCK_FACTORS:
+        v_block_factor = gl.load(keys.v_block_factor + tile)
+    return k_block_factor, v_block_factor
 
 
 @gluon.jit
@@ -176,17 +182,17 @@ def _add_values(p, keys, slot, acc, CALL: gl.constexpr):
 
 
 @gluon.jit
-def _numerators(s, m, l, scale, k_unit, before, v_unit, CALL: gl.constexpr):
+def _numerators(s, m, l, scale, k_block_factor, before, v_block_factor, CALL: gl.constexpr):
     """The softmax step, with P as the operand of P @ V and the correction of each row of `acc`.
 
-    before, v_unit: V's factor of the previous tile, which `acc` lacks, and of this one, which it lacks after
-        the correction.
+    `acc` must still be multiplied by V's factor: by `before`, that of the previous tile, and after the
+    correction by `v_block_factor`, that of this one.
     """
-    if CALL.K_IN_UNITS:
-        scale = scale * k_unit
+    if CALL.K_BLOCK_FACTORS:
+        scale = scale * k_block_factor
     p, m, l, correction = softmax_step(s, m, l, scale)
-    if CALL.V_IN_UNITS:
-        correction = correction * _quotient(before, v_unit)
+    if CALL.V_BLOCK_FACTORS:
+        correction = correction * _quotient(before, v_block_factor)
     p = gl.convert_layout(p.to(gl.float16), gl.DotOperandLayout(0, CALL.SUMS, 4))
     return p, m, l, gl.convert_layout(correction, gl.SliceLayout(1, CALL.SUMS))
 
@@ -199,10 +205,10 @@ def _full_tiles(q, acc, m, l, scale, keys, first, end, CALL: gl.constexpr):
         acc: zeros.
 
     Returns:
-        `(acc, m, l, v_unit)`; `acc` must still be multiplied by `v_unit`, the factor of V's last tile.
+        `(acc, m, l, v_block_factor)`; `acc` must still be multiplied by the factor, of V's last tile.
     """
     last = end - 1
-    k_unit, v_unit = _units(keys, first, CALL)
+    k_block_factor, v_block_factor = _load_block_factors(keys, first, CALL)
     # A group of copies is K of one tile and V of the tile before. Two groups are in flight at any time.
     _copy_keys(keys, 0, first, CALL)
     async_copy.commit_group()
@@ -214,16 +220,16 @@ def _full_tiles(q, acc, m, l, scale, keys, first, end, CALL: gl.constexpr):
     _copy_keys(keys, 2, gl.minimum(first + 2, last), CALL)
     _copy_values(keys, 1, gl.minimum(first + 1, last), CALL)
     async_copy.commit_group()
-    p, m, l, _correction = _numerators(s, m, l, scale, k_unit, v_unit, v_unit, CALL)
+    p, m, l, _correction = _numerators(s, m, l, scale, k_block_factor, v_block_factor, v_block_factor, CALL)
     async_copy.wait_group(1)
     slot = 0
     for tile in range(first + 1, end):
         own = gl.where(slot == 2, 0, slot + 1)
         free = gl.where(slot == 0, 2, slot - 1)
-        before = v_unit
+        before = v_block_factor
         with warp_pipeline_stage("products", priority=1):
             # These loads complete at the wait for copies below.
-            k_unit, v_unit = _units(keys, tile, CALL)
+            k_block_factor, v_block_factor = _load_block_factors(keys, tile, CALL)
             s = _scores(q, keys, own, CALL)
             acc = _add_values(p, keys, slot, acc, CALL)
         # The two groups of waves are half a pass apart. Each waits here for the copies that it issued, which
@@ -233,28 +239,28 @@ def _full_tiles(q, acc, m, l, scale, keys, first, end, CALL: gl.constexpr):
             _copy_keys(keys, slot, gl.minimum(tile + 2, last), CALL)
             _copy_values(keys, free, gl.minimum(tile + 1, last), CALL)
             async_copy.commit_group()
-            p, m, l, correction = _numerators(s, m, l, scale, k_unit, before, v_unit, CALL)
+            p, m, l, correction = _numerators(s, m, l, scale, k_block_factor, before, v_block_factor, CALL)
             acc = acc * gl.expand_dims(correction, 1)
         slot = own
     async_copy.wait_group(0)
     acc = _add_values(p, keys, slot, acc, CALL)
-    return acc, m, l, v_unit
+    return acc, m, l, v_block_factor
 
 
 @gluon.jit
 def _masked_tiles(
-    q, acc, m, l, v_unit, scale, keys, query_pos, first, num_keys, begin, end, full, full_end,
+    q, acc, m, l, v_block_factor, scale, keys, query_pos, first, num_keys, begin, end, full, full_end,
     RULES: gl.constexpr, CALL: gl.constexpr,
 ):  # fmt: skip
     """Attends to the key tiles [begin, end) outside [full, full_end).
 
-    `acc` must still be multiplied by `v_unit`, the factor of the last tile of V, on entry and on return.
+    On entry and on return `acc` must still be multiplied by `v_block_factor`, of the last tile of V.
     """
     n = gl.arange(0, CALL.BLOCK_N, gl.SliceLayout(0, CALL.SCORES))
     for tile in range(begin, end - (full_end - full)):
         tile += gl.where(tile < full, 0, full_end - full)
-        last_unit = v_unit
-        k_unit, v_unit = _units(keys, tile, CALL)
+        last_factor = v_block_factor
+        k_block_factor, v_block_factor = _load_block_factors(keys, tile, CALL)
         _copy_keys(keys, 0, tile, CALL)
         _copy_values(keys, 0, tile, CALL)
         async_copy.commit_group()
@@ -262,12 +268,12 @@ def _masked_tiles(
         s = _scores(q, keys, 0, CALL)
         before = tile * CALL.BLOCK_N
         s = masked_scores(
-            s, n, query_pos - before, first - before, num_keys - before, CALL.K_IN_UNITS, False,
+            s, n, query_pos - before, first - before, num_keys - before, CALL.K_BLOCK_FACTORS, False,
             RULES.window_left, RULES.window_right,
         )  # fmt: skip
-        p, m, l, correction = _numerators(s, m, l, scale, k_unit, last_unit, v_unit, CALL)
+        p, m, l, correction = _numerators(s, m, l, scale, k_block_factor, last_factor, v_block_factor, CALL)
         acc = _add_values(p, keys, 0, acc * gl.expand_dims(correction, 1), CALL)
-    return acc, m, l, v_unit
+    return acc, m, l, v_block_factor
 
 
 @gluon.jit(do_not_specialize=rows.RUNTIME_SIZES)
@@ -312,7 +318,7 @@ def _cdna_prefill_kernel(
     scale = times_head_descale(scale, k_descale, seq, kv_head, K_DESCALE)
     first_pos = before + tile.number * BLOCK_M // GQA_RATIO
     last_pos = before + gl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)
-    first = tile.padding if CALL.K_IN_UNITS else kv_len * 0
+    first = tile.padding if CALL.K_BLOCK_FACTORS else kv_len * 0
     begin, end, full, full_end = key_range(
         first_pos, last_pos, first, kv_len, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_N
     )
@@ -324,8 +330,8 @@ def _cdna_prefill_kernel(
     v_column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, VALUES)), 0)
     keys = _Keys(
         scratch.k + row, scratch.v + row,
-        scratch.k_unit + block if CALL.K_IN_UNITS else block,
-        scratch.v_unit + block if CALL.V_IN_UNITS else block,
+        scratch.k_block_factor + block if CALL.K_BLOCK_FACTORS else block,
+        scratch.v_block_factor + block if CALL.V_BLOCK_FACTORS else block,
         k_row * HEAD_DIM + k_column, v_row * HEAD_DIM + v_column,
         gl.allocate_shared_memory(scratch.k.dtype.element_ty, [STAGES, HEAD_DIM, BLOCK_N], KEY_TILE),
         gl.allocate_shared_memory(scratch.v.dtype.element_ty, [STAGES, BLOCK_N, HEAD_DIM], VALUE_TILE),
@@ -333,22 +339,22 @@ def _cdna_prefill_kernel(
     m = gl.full([BLOCK_M], float("-inf"), gl.float32, row_layout)
     l = gl.full([BLOCK_M], 0.0, gl.float32, row_layout)
     acc = gl.full([BLOCK_M, HEAD_DIM], 0.0, gl.float32, SUMS)
-    v_unit = gl.to_tensor(1.0)
+    v_block_factor = gl.to_tensor(1.0)
     if full < full_end:
-        acc, m, l, v_unit = _full_tiles(q_tile, acc, m, l, scale, keys, full, full_end, CALL)
+        acc, m, l, v_block_factor = _full_tiles(q_tile, acc, m, l, scale, keys, full, full_end, CALL)
     query_pos = before + (tile.number * BLOCK_M + gl.arange(0, BLOCK_M, row_layout)) // GQA_RATIO
     if FP8 is not None:
         # Q is loaded again: the compiler would hold its bytes in registers through the first loop, and spill.
         # The cache modifier keeps it from merging the two loads.
         q_tile = _load_query(q, tile, kv_head, GQA_RATIO, HEAD_DIM, FP8, CALL, ".cg")
-    acc, m, l, v_unit = _masked_tiles(
-        q_tile, acc, m, l, v_unit, scale, keys, query_pos, first, kv_len, begin, end, full, full_end,
+    acc, m, l, v_block_factor = _masked_tiles(
+        q_tile, acc, m, l, v_block_factor, scale, keys, query_pos, first, kv_len, begin, end, full, full_end,
         RULES, CALL,
     )  # fmt: skip
     m = gl.convert_layout(m, gl.SliceLayout(1, SUMS))
     l = gl.convert_layout(l, gl.SliceLayout(1, SUMS))
-    if CALL.V_IN_UNITS:
-        acc, m, l = multiply_values(acc, m, l, v_unit)
+    if CALL.V_BLOCK_FACTORS:
+        acc, m, l = multiply_values(acc, m, l, v_block_factor)
     o_scale = gl.full([BLOCK_M], 1.0, gl.float32, gl.SliceLayout(1, SUMS)) * out_scale
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
     tokens, heads, row_mask, _within = rows_of(

@@ -65,16 +65,17 @@ def masked_scores(
 
 @triton.jit
 def dense_range(
-    q, q_low, acc, m, l, v_unit, v_largest, logit_scale, soft_cap, scratch, k_desc, v_desc, base,
+    q, q_low, acc, m, l, v_block_factor, v_largest, logit_scale, soft_cap, scratch, k_desc, v_desc, base,
     query_pos, first, num_keys, begin, rounds, end, full, full_end,
     SIZES: tl.constexpr, RULES: tl.constexpr, WIDENED: tl.constexpr, BLOCKS: tl.constexpr,
     MASK: tl.constexpr,
 ):  # fmt: skip
     """Rounds [begin, rounds) of `dense_keys`, each a key tile.
 
-    `acc` is still to be multiplied by `v_unit`, the power of two of the last block of V, and by `v_largest`,
-    the largest factor of a key so far. MASK: "none"; "branch", a branch skips it where a tile needs none;
-    "rest", all rounds are tiles that need one, and those from round `full` on lie behind [full, full_end).
+    `acc` is still to be multiplied by `v_block_factor`, the power of two of the last block of V, and by
+    `v_largest`, the largest factor of a key so far. MASK: "none"; "branch", a branch skips it where a tile
+    needs none; "rest", all rounds are tiles that need one, and those from round `full` on lie behind
+    [full, full_end).
     """
     HEAD_DIM: tl.constexpr = SIZES.head_dim
     WINDOW_LEFT: tl.constexpr = RULES.window_left
@@ -82,8 +83,8 @@ def dense_range(
     FOLDED: tl.constexpr = RULES.folded
     K_PER_KEY: tl.constexpr = WIDENED.k_per_key
     V_PER_KEY: tl.constexpr = WIDENED.v_per_key
-    K_IN_UNITS: tl.constexpr = WIDENED.k_in_units
-    V_IN_UNITS: tl.constexpr = WIDENED.v_in_units
+    K_BLOCK_FACTORS: tl.constexpr = WIDENED.k_block_factors
+    V_BLOCK_FACTORS: tl.constexpr = WIDENED.v_block_factors
     TMA: tl.constexpr = WIDENED.tma
     OVERLAP: tl.constexpr = WIDENED.overlap
     BLOCK_N: tl.constexpr = BLOCKS.n
@@ -108,12 +109,12 @@ def dense_range(
             row = base + tl.minimum(tile, end - 1) * BLOCK_N
         # Small loads are issued first: the matrix products hide their latency.
         scale = logit_scale
-        if K_IN_UNITS:
-            scale *= tl.load(scratch.k_unit + row // BLOCK_S)
+        if K_BLOCK_FACTORS:
+            scale *= tl.load(scratch.k_block_factor + row // BLOCK_S)
         if K_PER_KEY:
             k_factor = tl.load(scratch.k_factor + row + tl.arange(0, BLOCK_N))
-        if V_IN_UNITS:
-            unit = tl.load(scratch.v_unit + row // BLOCK_S)
+        if V_BLOCK_FACTORS:
+            factor = tl.load(scratch.v_block_factor + row // BLOCK_S)
         if V_PER_KEY:
             v_factor = tl.load(scratch.v_factor + row + tl.arange(0, BLOCK_N))
         if AHEAD:
@@ -145,19 +146,19 @@ def dense_range(
             # A second loop would have to fill its pipeline again.
             if (tile < full) | (tile >= full_end):
                 s = masked_scores(
-                    s, n, query_pos, first, tl.minimum(num_keys, end * BLOCK_N), K_IN_UNITS, OVERLAP,
+                    s, n, query_pos, first, tl.minimum(num_keys, end * BLOCK_N), K_BLOCK_FACTORS, OVERLAP,
                     WINDOW_LEFT, WINDOW_RIGHT,
                 )  # fmt: skip
         elif MASK == "rest":
             # Counted from the tile's first key, the keys are the same numbers in every tile.
             s = masked_scores(
-                s, n, query_pos - before, first - before, num_keys - before, K_IN_UNITS, OVERLAP,
+                s, n, query_pos - before, first - before, num_keys - before, K_BLOCK_FACTORS, OVERLAP,
                 WINDOW_LEFT, WINDOW_RIGHT,
             )  # fmt: skip
         p, m, l, correction = softmax_step(s, m, l, scale if FOLDED else None)
-        if V_IN_UNITS:
-            correction *= v_unit / unit
-            v_unit = unit
+        if V_BLOCK_FACTORS:
+            correction *= v_block_factor / factor
+            v_block_factor = factor
         if V_PER_KEY:
             p, correction, v_largest = apply_value_factors(p, correction, v_factor, v_largest)
         if not OVERLAP:
@@ -166,7 +167,7 @@ def dense_range(
             acc = tl.dot(to_fp16(p, AHEAD and RULES.fp8 is not None), v, acc * correction[:, None])
             if AHEAD:
                 next_v = load_rows(scratch.v, v_desc, upcoming, d, HEAD_DIM, BLOCK_D, BLOCK_N, TMA)
-    return acc, m, l, v_unit, v_largest
+    return acc, m, l, v_block_factor, v_largest
 
 
 @triton.jit
@@ -182,26 +183,26 @@ def dense_keys(
     tiles that need no mask branch past it. AMD's compiler does not see then that one product feeds the other,
     so that there these tiles come first, in a loop of their own.
     """
-    v_unit = num_keys.to(tl.float32) * 0.0 + 1.0
-    v_largest = v_unit * LEAST_FACTOR
+    v_block_factor = num_keys.to(tl.float32) * 0.0 + 1.0
+    v_largest = v_block_factor * LEAST_FACTOR
     rounds = end
     if WIDENED.overlap:
         rounds = tl.where(begin < end, end + 1, end)
     MASK: tl.constexpr = "branch" if WIDENED.branch else "rest"
     if not WIDENED.branch:
-        acc, m, l, v_unit, v_largest = dense_range(
-            q, q_low, acc, m, l, v_unit, v_largest, logit_scale, soft_cap, scratch, k_desc, v_desc, base,
-            query_pos, first, num_keys, full, full_end, end, full, full_end,
+        acc, m, l, v_block_factor, v_largest = dense_range(
+            q, q_low, acc, m, l, v_block_factor, v_largest, logit_scale, soft_cap, scratch, k_desc, v_desc,
+            base, query_pos, first, num_keys, full, full_end, end, full, full_end,
             SIZES, RULES, WIDENED, BLOCKS, "none",
         )  # fmt: skip
         rounds -= full_end - full
-    acc, m, l, v_unit, v_largest = dense_range(
-        q, q_low, acc, m, l, v_unit, v_largest, logit_scale, soft_cap, scratch, k_desc, v_desc, base,
+    acc, m, l, v_block_factor, v_largest = dense_range(
+        q, q_low, acc, m, l, v_block_factor, v_largest, logit_scale, soft_cap, scratch, k_desc, v_desc, base,
         query_pos, first, num_keys, begin, rounds, end, full, full_end,
         SIZES, RULES, WIDENED, BLOCKS, MASK,
     )  # fmt: skip
-    if WIDENED.v_in_units:
-        acc, m, l = multiply_values(acc, m, l, v_unit)
+    if WIDENED.v_block_factors:
+        acc, m, l = multiply_values(acc, m, l, v_block_factor)
     if WIDENED.v_per_key:
         acc, m, l = multiply_values(acc, m, l, v_largest)
     return acc, m, l
@@ -260,7 +261,7 @@ def _dense_prefill_kernel(
     tokens, heads, row_mask, within = rows_of(
         tile.q_start, tile.q_len, tile.number, kv_head, GQA_RATIO, BLOCK_M
     )
-    first = tile.padding if WIDENED.k_in_units else kv_len * 0
+    first = tile.padding if WIDENED.k_block_factors else kv_len * 0
     first_pos = before + tile.number * BLOCK_M // GQA_RATIO
     last_pos = before + tl.minimum(((tile.number + 1) * BLOCK_M - 1) // GQA_RATIO, tile.q_len - 1)
     d = tl.arange(0, BLOCK_D)

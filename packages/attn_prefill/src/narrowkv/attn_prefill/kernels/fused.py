@@ -16,7 +16,7 @@ from narrowkv.attn_prefill.kernels.rows import (
     shifted_maximum,
     tile_of,
 )
-from narrowkv.attn_prefill.kernels.shares import attend_to_share, merge_shares, share_of
+from narrowkv.attn_prefill.kernels.shares import attend_to_share, find_share, merge_shares
 from narrowkv.paged_cache.kernels.pages import (
     Descale,
     KVPointers,
@@ -62,7 +62,7 @@ def attend_to_pages(
         Sums of values [BLOCK_M, BLOCK_D], running maximum and running sum.
     """
     PAGE_SIZE: tl.constexpr = SIZES.page_size
-    WIDE_ADDRESS: tl.constexpr = RULES.wide_address
+    INT64_OFFSETS: tl.constexpr = RULES.int64_offsets
     ACC_PARTS: tl.constexpr = RULES.acc_parts
     BLOCK_M: tl.constexpr = BLOCKS.m
     BLOCK_N: tl.constexpr = BLOCKS.n
@@ -72,10 +72,10 @@ def attend_to_pages(
     l = tl.zeros([BLOCK_M], tl.float32)
     v_largest = read.num_keys.to(tl.float32) * 0.0 + LEAST_FACTOR
     n = begin * BLOCK_N + tl.arange(0, BLOCK_N)
-    page, slot = locate_keys(table, read.row_base, n, read.first, read.last, PAGE_SIZE, WIDE_ADDRESS)
+    page, slot = locate_keys(table, read.row_base, n, read.first_key, read.last_key, PAGE_SIZE, INT64_OFFSETS)
     s = scores_at(q, q_low, k, k_descale, page, slot, read.kv_head, logit_scale, SIZES, K, RULES, BLOCKS)
     next_page, next_slot = locate_keys(
-        table, read.row_base, n + BLOCK_N, read.first, read.last, PAGE_SIZE, WIDE_ADDRESS
+        table, read.row_base, n + BLOCK_N, read.first_key, read.last_key, PAGE_SIZE, INT64_OFFSETS
     )
     if RULES.window_left < 0:
         for tile in range(begin, full_end):
@@ -139,7 +139,7 @@ def attend_with_next_scores(
     ACC_PARTS: tl.constexpr = RULES.acc_parts
     WINDOW_LEFT: tl.constexpr = RULES.window_left
     WINDOW_RIGHT: tl.constexpr = RULES.window_right
-    WIDE_ADDRESS: tl.constexpr = RULES.wide_address
+    INT64_OFFSETS: tl.constexpr = RULES.int64_offsets
     BLOCK_N: tl.constexpr = BLOCKS.n
     BLOCK_D: tl.constexpr = BLOCKS.d
     kv_head = read.kv_head
@@ -153,7 +153,13 @@ def attend_with_next_scores(
     )
     n = tl.arange(0, BLOCK_N)
     after_page, after_slot = locate_keys(
-        table, read.row_base, (tile + 2) * BLOCK_N + n, read.first, read.last, PAGE_SIZE, WIDE_ADDRESS
+        table,
+        read.row_base,
+        (tile + 2) * BLOCK_N + n,
+        read.first_key,
+        read.last_key,
+        PAGE_SIZE,
+        INT64_OFFSETS,
     )
     if RULES.soft_cap:
         s = capped_logits(s, soft_cap)
@@ -180,7 +186,7 @@ def _fused_prefill_kernel(
         q, out: `Queries` without the sizes that follow, `Outputs`. cache: `Cache`. workspace: `Workspace`.
         table, table_row, num_ids, max_pages: `Table`, and the sizes that serving changes.
         qk_scale, out_scale: of the logits (in base 2 unless there is a soft cap) and of the output.
-        num_splits: programs that share a tile's keys; with `RULES.shares` see `share_of`.
+        num_splits: programs that share a tile's keys; with `RULES.shares` see `find_share`.
         SIZES, K, V, RULES, BLOCKS: `Sizes`, `Stored`, `Stored`, `Rules`, `Blocks`.
     """
     NUM_KV_HEADS: tl.constexpr = SIZES.num_kv_heads
@@ -214,7 +220,7 @@ def _fused_prefill_kernel(
     pid = tl.program_id(0)
     kv_head = pid % NUM_KV_HEADS
     if RULES.shares:
-        share = share_of(
+        share = find_share(
             q, table, batch, pid // NUM_KV_HEADS, num_splits, False, GQA_RATIO, WINDOW_LEFT, PAGE_SIZE,
             RAGGED, BLOCK_M, BLOCK_N, NVIDIA,
         )  # fmt: skip

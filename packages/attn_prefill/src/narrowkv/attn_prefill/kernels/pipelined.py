@@ -58,7 +58,7 @@ load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit
-def attend_carefully(
+def attend_with_factors(
     work, q, out, scales, scratch, k_desc, v_desc, page_desc, pages, k_ring, v_ring, q_tile, copied,
     NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, HEAD_DIM: gl.constexpr,
     PAGE_SIZE: gl.constexpr, RAGGED: gl.constexpr, K_DESCALE: gl.constexpr, V_DESCALE: gl.constexpr,
@@ -94,7 +94,7 @@ def attend_carefully(
         m = gl.full([ROWS], float("-inf"), gl.float32, S)
         l = gl.zeros([ROWS], gl.float32, S)
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)
-        unit = gl.to_tensor(1.0)
+        factor = gl.to_tensor(1.0)
         for i in range(end - begin):
             row = row_of(order, i, PAD, BLOCK_N)
             # All warps are done with what lies there.
@@ -125,22 +125,22 @@ def attend_carefully(
                 gl.where(i == 0, order.stop, tile.kv_len),
                 True, PAD is not None, WINDOW_LEFT, WINDOW_RIGHT, HEAD_DIM,
             )  # fmt: skip
-            own_unit = gl.load(scratch.v_unit + (base + row) // BLOCK_N)
-            correction *= unit / own_unit
-            unit = own_unit
+            own_factor = gl.load(scratch.v_block_factor + (base + row) // BLOCK_N)
+            correction *= factor / own_factor
+            factor = own_factor
             acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, O))[:, None]
             acc = warpgroup_mma(p, v_ring.tiles.index(0), acc)
         m = gl.convert_layout(m, gl.SliceLayout(1, O))
         l = gl.convert_layout(l, gl.SliceLayout(1, O))
-        o_scale = times_head_descale(scales.out, scales.v_descale, seq, kv_head, V_DESCALE) * unit
+        o_scale = times_head_descale(scales.out, scales.v_descale, seq, kv_head, V_DESCALE) * factor
         write_half_tile(
             q, out, acc, m, l, o_scale, tile, kv_head, half, NUM_KV_HEADS, GQA_RATIO, HAS_SINKS, WRITE_LSE
         )
     # Whoever is last leaves both numbers as the next launch expects them.
     all_warps()
-    if gl.atomic_add(work.unusual + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
-        gl.store(work.unusual, 0)
-        gl.store(work.unusual + 1, 0)
+    if gl.atomic_add(work.factor_flag + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
+        gl.store(work.factor_flag, 0)
+        gl.store(work.factor_flag + 1, 0)
 
 
 @gluon.jit(do_not_specialize=rows.RUNTIME_SIZES)
@@ -165,7 +165,7 @@ def _pipelined_prefill_kernel(
     V_DESCALE: gl.constexpr = RULES.v_descale
     PAD: gl.constexpr = RULES.pad
     TWO_SCALES: gl.constexpr = RULES.two_scales
-    V_IN_UNITS: gl.constexpr = RULES.v_in_units
+    V_BLOCK_FACTORS: gl.constexpr = RULES.v_block_factors
     WINDOW_LEFT: gl.constexpr = RULES.window_left
     WINDOW_RIGHT: gl.constexpr = RULES.window_right
     HAS_SINKS: gl.constexpr = RULES.sinks
@@ -179,10 +179,10 @@ def _pipelined_prefill_kernel(
             pages.page_ids, pages.row if RAGGED else table_row, num_ids, pages.num_pages, max_pages,
             pages.column, pages.row_step, pages.page, pages.head, pages.columns,
         )  # fmt: skip
-    work = Work(scratch.schedule, num_tiles, num_splits, scratch.rows, scratch.unusual)
+    work = Work(scratch.schedule, num_tiles, num_splits, scratch.rows, scratch.factor_flag)
     scales = Scales(qk_scale, new_scale, out_scale, k_descale, v_descale, soft_cap)
     KIND: gl.constexpr = q.ptr.dtype.element_ty
-    if V_IN_UNITS:
+    if V_BLOCK_FACTORS:
         copied = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(copied, count=1)
     q_tiles = gl.allocate_shared_memory(
@@ -193,8 +193,8 @@ def _pipelined_prefill_kernel(
     v_ring = key_ring(v_desc, None, STAGES)
     fence_async_shared()
     await_previous_launch()
-    if V_IN_UNITS:
-        careful = gl.load(scratch.unusual) != 0
+    if V_BLOCK_FACTORS:
+        with_factors = gl.load(scratch.factor_flag) != 0
     gl.warp_specialize(
         [
             (
@@ -228,9 +228,9 @@ def _pipelined_prefill_kernel(
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 32],
     )  # fmt: skip
-    if V_IN_UNITS:
-        if careful:
-            attend_carefully(
+    if V_BLOCK_FACTORS:
+        if with_factors:
+            attend_with_factors(
                 work, q, out, scales, scratch, k_desc, v_desc, page_desc, pages, k_ring, v_ring,
                 q_tiles.index(0), copied, NUM_KV_HEADS, GQA_RATIO, HEAD_DIM, PAGE_SIZE, RAGGED,
                 K_DESCALE, V_DESCALE, PAD, TWO_SCALES, WINDOW_LEFT, WINDOW_RIGHT, HAS_SINKS, WRITE_LSE,

@@ -202,7 +202,7 @@ def await_room(ring, count, NBYTES: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def rows_in_pages(tile, PAD: gl.constexpr):
-    """How many of a sequence's rows are not of keys that the call brings itself."""
+    """How many of a sequence's rows hold keys from the cache, not new ones."""
     return tile.kv_len if PAD is None else tile.before
 
 
@@ -211,7 +211,7 @@ def places_of(
     pages, desc, tile, kv_head, row, PAGE_SIZE: gl.constexpr, RAGGED: gl.constexpr, PAD: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Where the pages of a key tile lie in their matrix; rows that are no keys are others that exist."""
+    """Where the pages of a key tile lie in their matrix; rows without a key get the place of another key."""
     row_base = first_id(pages, gl.maximum(tile.seq, 0), RAGGED)
     last = rows_in_pages(tile, PAD) - 1
     if PAD is not None:

@@ -17,14 +17,14 @@ scheduled_tile = in_gluon(rows.scheduled_tile)
 class Work(NamedTuple):
     """What all programs share: the schedule, its tiles, their splits, rows of the scratch in a head.
 
-    unusual: whether a block of V or a key has a factor, and how many programs have handled that; or None.
+    factor_flag: whether a block of V or a key has a factor, and how many programs have handled that; or None.
     """
 
     schedule: Any
     num_tiles: Any
     num_splits: Any
     rows: Any
-    unusual: Any
+    factor_flag: Any
 
 
 class Place(NamedTuple):
@@ -50,7 +50,7 @@ class Item(NamedTuple):
     """A place with what is there: a tile, a head, key tiles [begin, end), no mask for [full, full_end).
 
     order: how these come one after the other. usual: whether they are attended to here, and not by
-    `attend_carefully`.
+    `attend_with_factors`.
     """
 
     tile: Any
@@ -72,8 +72,8 @@ class PipelinedRules(NamedTuple):
         pad: a sequence's keys of before a chunk begin ("first") or end ("last") with rows that are no keys,
             so that they take whole blocks; None: there is no chunk.
         two_scales: logits of the chunk's own keys are multiplied by `new_scale`.
-        v_in_units: blocks of V are still to be multiplied by `scratch.v_unit`; all are 1 unless
-            `scratch.unusual` tells otherwise.
+        v_block_factors: blocks of V are still to be multiplied by `scratch.v_block_factor`; all are 1 unless
+            `scratch.factor_flag` tells otherwise.
         window_left, window_right, sinks, lse, split: as in `Rules`.
         block_m, block_n, stages: rows and keys of a tile, and key tiles that are copied ahead.
     """
@@ -82,7 +82,7 @@ class PipelinedRules(NamedTuple):
     v_descale: str
     pad: str | None
     two_scales: bool
-    v_in_units: bool
+    v_block_factors: bool
     window_left: int
     window_right: int
     sinks: bool
@@ -102,8 +102,8 @@ def item_at(
     """The item that this program takes at a turn; there are `rounds_of` of them."""
     place, kv_head, tile = lookup(work, turn, NUM_KV_HEADS, SPLIT)
     usual = turn >= 0  # true, and of the type of what is loaded
-    if work.unusual is not None:
-        usual = gl.load(work.unusual) == 0
+    if work.factor_flag is not None:
+        usual = gl.load(work.factor_flag) == 0
     begin, end, full, full_end = keys_of(tile, GQA_RATIO, PAD, WINDOW_LEFT, WINDOW_RIGHT, BLOCK_M, BLOCK_N)
     if SPLIT:
         begin, end, full, full_end = key_range_of_split(
@@ -170,7 +170,7 @@ def keys_of(
 
 @gluon.jit
 def lookup(work, turn, NUM_KV_HEADS: gl.constexpr, SPLIT: gl.constexpr):
-    """The place that this program takes at a turn, its head and its tile; by the schedule work falls."""
+    """The place that this program takes at a turn, its head and its tile; the longest tiles come first."""
     pair = item_number(turn)
     split = 0
     if SPLIT:

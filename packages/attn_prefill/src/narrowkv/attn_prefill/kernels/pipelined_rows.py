@@ -59,7 +59,7 @@ def lines_of(x, tile, kv_head, part, GQA_RATIO: gl.constexpr, ROWS: gl.constexpr
 
 @gluon.jit
 def copy_queries(q, tile, kv_head, there, q_tile, half, GQA_RATIO: gl.constexpr):
-    """Starts the copy of a tile's rows into shared memory, if it is there; past the last row is anything."""
+    """Starts to copy the rows of a tile that exists into shared memory; rows past the last are undefined."""
     at, mask = lines_of(q, tile, kv_head, tile.number * 2 + half, GQA_RATIO, q_tile.shape[0], q_tile.shape[1])
     load_lines(q_tile, at, mask=mask & there)
     async_copy.commit_group()

@@ -37,7 +37,7 @@ class Share(NamedTuple):
         seq, number, q_start, q_len: as in `Tile`; seq is -1 for a program without a share.
         split, num_splits: which of the tile's splits, and how many there are.
         counter: the tile's number among all tiles of the launch.
-        first_unit, step: the tile's first split is work unit `first_unit`, the next one `step` units later.
+        first_item, step: the tile's first split is item `first_item`, the next one `step` items later.
     """
 
     seq: Any
@@ -47,17 +47,17 @@ class Share(NamedTuple):
     split: Any
     num_splits: Any
     counter: Any
-    first_unit: Any
+    first_item: Any
     step: Any
 
 
 @triton.jit
-def work_of(
+def count_tiles(
     q, table, seqs, batch, claimed, APPENDS: tl.constexpr, GQA_RATIO: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """First query token, query tokens, tiles of rows and key tiles of sequences; none of another launch's.
+    """First query token, query tokens, tiles of rows and key tiles of each sequence that this launch serves.
 
     Key tiles are those that the first row's window and the last row's own key span.
     """
@@ -73,21 +73,21 @@ def work_of(
 
 
 @triton.jit
-def share_of(
-    q, table, batch, unit, slots, APPENDS: tl.constexpr, GQA_RATIO: tl.constexpr,
+def find_share(
+    q, table, batch, item, slots, APPENDS: tl.constexpr, GQA_RATIO: tl.constexpr,
     WINDOW_LEFT: tl.constexpr, PAGE_SIZE: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """The share of work unit `unit`, a `Share`.
+    """The share of item `item` of all splits of all tiles of rows, a `Share`.
 
     Splits have at most `size` key tiles. All tiles of rows together have at most total / size splits, and one
-    more each, so size = total / (units - tiles of rows) gives at most that many units: as many as run at
-    once, the `slots`, or twice the tiles of rows if these are many. `tiles.work_units` bounds that number.
+    more each, so size = total / (items - tiles of rows) gives at most that many items: as many as run at
+    once, the `slots`, or twice the tiles of rows if these are many. `most_work_items` bounds that number.
     """
     total, row_tiles, claimed = batch * 0, batch * 0, batch * 0
     for first in range(0, batch, SEQUENCES):
         seqs = first + tl.arange(0, SEQUENCES)
-        _, _, tiles, keys, claimed = work_of(
+        _, _, tiles, keys, claimed = count_tiles(
             q, table, seqs, batch, claimed, APPENDS, GQA_RATIO, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_M,
             BLOCK_N,
         )  # fmt: skip
@@ -97,27 +97,27 @@ def share_of(
     size = tl.maximum(tl.cdiv(total, tl.maximum(most - row_tiles, 1)), _LEAST_TILES)
     seq = batch * 0 - 1
     q_start, q_len, within, own_tiles, num_splits = batch * 0, batch * 0, batch * 0, batch * 0, batch * 0
-    units_before, claimed, counter = batch * 0, batch * 0, batch * 0
+    items_before, claimed, counter = batch * 0, batch * 0, batch * 0
     # Without tiles of rows nothing is left to find: the launch may have no sequence at all.
     for first in range(0, tl.where(row_tiles > 0, batch, 0), SEQUENCES):
         seqs = first + tl.arange(0, SEQUENCES)
-        start, length, tiles, keys, claimed = work_of(
+        start, length, tiles, keys, claimed = count_tiles(
             q, table, seqs, batch, claimed, APPENDS, GQA_RATIO, WINDOW_LEFT, PAGE_SIZE, RAGGED, BLOCK_M,
             BLOCK_N,
         )  # fmt: skip
         splits = tl.minimum(tl.maximum(tl.cdiv(keys, size), 1), _MOST_SPLITS)
-        units = tiles * splits
-        ends = units_before + tl.cumsum(units, 0)
-        own = (ends > unit) & (ends - units <= unit)
+        items = tiles * splits
+        ends = items_before + tl.cumsum(items, 0)
+        own = (ends > item) & (ends - items <= item)
         seq = tl.maximum(seq, tl.max(tl.where(own, seqs, -1), 0))
         q_start += tl.sum(tl.where(own, start, 0), 0)
         q_len += tl.sum(tl.where(own, length, 0), 0)
-        within += tl.sum(tl.where(own, unit - (ends - units), 0), 0)
+        within += tl.sum(tl.where(own, item - (ends - items), 0), 0)
         own_tiles += tl.sum(tl.where(own, tiles, 0), 0)
         num_splits += tl.sum(tl.where(own, splits, 0), 0)
         # Tiles of rows of the sequences before this one.
-        counter += tl.sum(tl.where(ends - units <= unit, tl.where(own, 0, tiles), 0), 0)
-        units_before = tl.max(ends, 0)
+        counter += tl.sum(tl.where(ends - items <= item, tl.where(own, 0, tiles), 0), 0)
+        items_before = tl.max(ends, 0)
     seq, within = in_scalar_register(seq, NVIDIA), in_scalar_register(within, NVIDIA)
     q_start, q_len = in_scalar_register(q_start, NVIDIA), in_scalar_register(q_len, NVIDIA)
     step = tl.maximum(in_scalar_register(own_tiles, NVIDIA), 1)
@@ -125,7 +125,7 @@ def share_of(
     # Tiles of rows of one split are neighbours, since they read the same keys.
     number, split = within % step, within // step
     counter = in_scalar_register(counter, NVIDIA) + number
-    return Share(seq, number, q_start, q_len, split, num_splits, counter, unit - within + number, step)
+    return Share(seq, number, q_start, q_len, split, num_splits, counter, item - within + number, step)
 
 
 @triton.jit
@@ -156,7 +156,7 @@ def attend_to_share(
         tl.zeros([BLOCK_M], tl.float32),
         logit_scale * 0.0 + LEAST_FACTOR,
     )
-    keys = Keys(read.row_base, read.kv_head, read.first, read.last)
+    keys = Keys(read.row_base, read.kv_head, read.first_key, read.last_key)
     low, high = visible_range(query_pos, 0, read.num_keys, False, WINDOW_LEFT, WINDOW_RIGHT)
     seen = SeenKeys(low if WINDOW_LEFT >= 0 else None, tl.minimum(high, read.num_keys - 1), None, 0)
     if BLOCK_M >= 64:
@@ -191,7 +191,7 @@ def merge_shares(
     """
     write = share.num_splits == 1
     if share.num_splits > 1:
-        first_slot = (share.first_unit * NUM_KV_HEADS + kv_head).to(tl.int64)
+        first_slot = (share.first_item * NUM_KV_HEADS + kv_head).to(tl.int64)
         step = share.step * NUM_KV_HEADS
         store_partial_result(
             workspace, first_slot + share.split * step, acc, m, l, row_mask, BLOCK_M, BLOCK_D

@@ -64,14 +64,14 @@ def finite_rows(v, inside):
 
 
 @triton.jit
-def store_value_power(scratch, power, unusual, at):
+def store_value_power(scratch, power, factor_flag, at):
     """Stores the power of two that a block of V is still to be multiplied by.
 
-    unusual: whether the pipelined kernel must read such powers or factors of keys; it sets a flag then.
+    factor_flag: whether the pipelined kernel must read such powers or factors of keys; it sets a flag then.
     """
-    tl.store(scratch.v_unit + at, power)
-    if scratch.unusual is not None:
-        tl.store(scratch.unusual, 1, mask=unusual)
+    tl.store(scratch.v_block_factor + at, power)
+    if scratch.factor_flag is not None:
+        tl.store(scratch.factor_flag, 1, mask=factor_flag)
 
 
 @triton.jit
@@ -99,14 +99,14 @@ def keys_without_value(inside, KIND: tl.constexpr):
 
 @triton.jit
 def widen_block(
-    k, v, k_descale, v_descale, table, scratch, seq, block, first_row, kv_head, kv_len, k_unit,
-    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_TYPE: tl.constexpr, IN_UNITS: tl.constexpr,
-    WIDE_ADDRESS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    k, v, k_descale, v_descale, table, scratch, seq, block, first_row, kv_head, kv_len, k_block_factor,
+    SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_TYPE: tl.constexpr, BLOCK_FACTORS: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Gathers, widens and stores one block of one head: keys from `first_row` of `seq` to block `block`.
 
     Args:
-        k_unit: with IN_UNITS, what K is still to be multiplied by; it is stored beside the block.
+        k_block_factor: with BLOCK_FACTORS, what K is still to be multiplied by, stored beside the block.
         K_TYPE: what K becomes; the matrix unit's FP8 type keeps the bytes as stored; None leaves K in its
             pages and stores a factor for each key, which is NaN where its V is not finite.
     """
@@ -126,7 +126,7 @@ def widen_block(
     row_base = first_id(table, seq, RAGGED)
     n = first_row + tl.arange(0, BLOCK_N)
     inside = (n >= 0) & (n < kv_len)
-    page, slot = locate_keys(table, row_base, n, 0, kv_len - 1, PAGE_SIZE, WIDE_ADDRESS)
+    page, slot = locate_keys(table, row_base, n, 0, kv_len - 1, PAGE_SIZE, INT64_OFFSETS)
     K_PER_KEY: tl.constexpr = K_DESCALE != "scalar" and K_DESCALE != "head"
     V_PER_KEY: tl.constexpr = V_DESCALE != "scalar" and V_DESCALE != "head"
     if K_TYPE is not None:
@@ -154,11 +154,11 @@ def widen_block(
         finite = finite & (tl.abs(v_factor) < float("inf"))
         tl.store(scratch.v_factor + factors, tl.where(finite, v_factor, 0.0))
     store_block(scratch.v, widened_v, kv_head, block, scratch.rows, finite, 0.0, HEAD_DIM, BLOCK_D, BLOCK_N)
-    unusual = power != 1.0
+    factor_flag = power != 1.0
     if K_TYPE is None:
         bad = inside & ~finite
         tl.store(scratch.k_factor + factors, tl.where(bad, float("nan"), 1.0))
-        unusual = unusual | (tl.max(bad.to(tl.int32), 0) > 0)
+        factor_flag = factor_flag | (tl.max(bad.to(tl.int32), 0) > 0)
     else:
         if K_TYPE.is_fp8():
             widened_k = as_fp8(k_words, K_TYPE, False).to(tl.uint8, bitcast=True)
@@ -172,17 +172,17 @@ def widen_block(
         )  # fmt: skip
         if K_PER_KEY:
             tl.store(scratch.k_factor + factors, tl.where(inside, k_factor, 0.0))
-        if IN_UNITS:
-            tl.store(scratch.k_unit + blocks, k_unit)
-    if scratch.v_unit is not None:
-        store_value_power(scratch, power, unusual, blocks)
+        if BLOCK_FACTORS:
+            tl.store(scratch.k_block_factor + blocks, k_block_factor)
+    if scratch.v_block_factor is not None:
+        store_value_power(scratch, power, factor_flag, blocks)
 
 
 @triton.jit
 def find_and_widen_block(
     q, k, v, k_descale, v_descale, table, scratch, batch, block, limit, kv_head,
     SIZES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_TYPE: tl.constexpr,
-    WIDE_ADDRESS: tl.constexpr, NVIDIA: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr, NVIDIA: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Widens block `block` of all sequences' keys, of one head."""
     PAGE_SIZE: tl.constexpr = SIZES.page_size
@@ -192,7 +192,7 @@ def find_and_widen_block(
     )
     widen_block(
         k, v, k_descale, v_descale, table, scratch, seq, block, in_seq * BLOCK_N, kv_head, kv_len, 1.0,
-        SIZES, K, V, K_TYPE, False, WIDE_ADDRESS, BLOCK_D, BLOCK_N,
+        SIZES, K, V, K_TYPE, False, INT64_OFFSETS, BLOCK_D, BLOCK_N,
     )  # fmt: skip
 
 
@@ -218,7 +218,7 @@ def _widen_kernel(
     RAGGED: tl.constexpr = SIZES.ragged
     K_TYPE: tl.constexpr = FILLING.k_type
     CAUSAL: tl.constexpr = FILLING.causal
-    WIDE_ADDRESS: tl.constexpr = FILLING.wide_address
+    INT64_OFFSETS: tl.constexpr = FILLING.int64_offsets
     NVIDIA: tl.constexpr = FILLING.nvidia
     BLOCK_D: tl.constexpr = BLOCKS.d
     BLOCK_N: tl.constexpr = BLOCKS.s
@@ -247,10 +247,10 @@ def _widen_kernel(
         for block in range(first, total, num_blocks):
             find_and_widen_block(
                 q, k, v, k_descale, v_descale, table, scratch, batch, block, limit, kv_head,
-                SIZES, K, V, K_TYPE, WIDE_ADDRESS, NVIDIA, BLOCK_D, BLOCK_N,
+                SIZES, K, V, K_TYPE, INT64_OFFSETS, NVIDIA, BLOCK_D, BLOCK_N,
             )  # fmt: skip
     elif first < total:
         find_and_widen_block(
             q, k, v, k_descale, v_descale, table, scratch, batch, first, limit, kv_head,
-            SIZES, K, V, K_TYPE, WIDE_ADDRESS, NVIDIA, BLOCK_D, BLOCK_N,
+            SIZES, K, V, K_TYPE, INT64_OFFSETS, NVIDIA, BLOCK_D, BLOCK_N,
         )  # fmt: skip

@@ -136,10 +136,10 @@ def first_id(table, seq, RAGGED: tl.constexpr):
 
 
 @triton.jit
-def locate_keys(table, row_base, n, first, last, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr):
+def locate_keys(table, row_base, n, first, last, PAGE_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr):
     """Page and slot [N] of keys `n`; keys outside [first, last] take their places, which are used ones."""
     page = load_page_ids(table, row_base, n, first, last, PAGE_SIZE)
-    return place_of(table, page, n, first, last, PAGE_SIZE, WIDE)
+    return place_of(table, page, n, first, last, PAGE_SIZE, INT64_OFFSETS)
 
 
 @triton.jit
@@ -151,11 +151,11 @@ def load_page_ids(table, row_base, n, first, last, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def place_of(table, page, n, first, last, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr):
+def place_of(table, page, n, first, last, PAGE_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr):
     """Page and slot [N] of keys `n` from their page ids as the table has them; see `locate_keys`."""
     n = tl.maximum(tl.minimum(n, last), first)
     page = tl.maximum(tl.minimum(page, table.num_pages - 1), 0)
-    return page.to(tl.int64 if WIDE else tl.int32), n % PAGE_SIZE
+    return page.to(tl.int64 if INT64_OFFSETS else tl.int32), n % PAGE_SIZE
 
 
 @triton.jit

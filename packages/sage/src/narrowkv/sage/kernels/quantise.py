@@ -153,8 +153,8 @@ def channel_statistics(
         else:
             result = tl.maximum(result, magnitudes(tile, True))
     result = tl.sum(result, 0) if STATISTIC == "mean" else tl.max(result, 0)
-    unit = (seq * num_heads + head).to(tl.int64)
-    tl.store(stats.partial + (unit * PARTS + part) * HEAD_DIM + d, result)
+    row = (seq * num_heads + head).to(tl.int64)
+    tl.store(stats.partial + (row * PARTS + part) * HEAD_DIM + d, result)
 
 
 @triton.jit
@@ -165,15 +165,15 @@ def finish_statistics(
 ):  # fmt: skip
     """A sequence's means or descales of each channel from their parts."""
     d = tl.arange(0, HEAD_DIM)
-    unit = (seq * num_heads + head).to(tl.int64)
-    at = (unit * PARTS + tl.arange(0, PARTS))[:, None] * HEAD_DIM + d[None, :]
+    row = (seq * num_heads + head).to(tl.int64)
+    at = (row * PARTS + tl.arange(0, PARTS))[:, None] * HEAD_DIM + d[None, :]
     partial = tl.load(stats.partial + at)
     if STATISTIC == "mean":
         _, _, length = extent_of(seqs, seq, RAGGED)
         result = mean_of(tl.sum(partial, 0), length)
     else:
         result = descale_from(tl.max(partial, 0), FORMAT_MAX)
-    tl.store(stats.result + unit * HEAD_DIM + d, result)
+    tl.store(stats.result + row * HEAD_DIM + d, result)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from narrowkv.sparse_fp8.kernels.rows import (
     as_fp8,
     as_row_number,
     locate,
-    named,
+    names_a_row,
     token_span,
 )
 
@@ -127,7 +127,7 @@ def _load_rows(tile, rows, index, STORED: gl.constexpr, CALL: gl.constexpr):
     ROWS: gl.constexpr = CALL.ROWS
     GROUP: gl.constexpr = STORED.GROUP
     columns = gl.expand_dims(gl.arange(0, 512 if STORED.VALUES == "" else 64, gl.SliceLayout(0, ROWS)), 0)
-    live = gl.expand_dims(named(index, rows.num_rows), 1)
+    live = gl.expand_dims(names_a_row(index, rows.num_rows), 1)
     if STORED.VALUES == "":
         offsets = gl.expand_dims(index * rows.stride_n, 1) + columns
         if CALL.ASYNC:
@@ -144,7 +144,9 @@ def _load_rows(tile, rows, index, STORED: gl.constexpr, CALL: gl.constexpr):
             stored = stored + (x,)
             for g in gl.static_range(64 // GROUP):
                 place = scale_at + (t * (64 // GROUP) + g) * STORED.STEP
-                scales = scales + (cdna3.buffer_load(rows.scale, place, mask=named(index, rows.num_rows)),)
+                scales = scales + (
+                    cdna3.buffer_load(rows.scale, place, mask=names_a_row(index, rows.num_rows)),
+                )
         rope = cdna3.buffer_load(rows.rope, gl.expand_dims(rope_at, 1) + columns, mask=live)
         return stored, scales, rope
 
@@ -175,12 +177,14 @@ def _store_rows(tile, loaded, STORED: gl.constexpr, CALL: gl.constexpr):
                 tile.slice(t * 64, 64, dim=1).store(_scaled_upcast(x, scale, gl.bfloat16))
             else:
                 if ROUTE == "bits":
-                    wide = _widen(stored[t], FORMAT, ROUTE, gl.float16, False).to(gl.float32)
+                    widened = _widen(stored[t], FORMAT, ROUTE, gl.float16, False).to(gl.float32)
                 else:
-                    wide = as_fp8(stored[t], FORMAT, ROUTE).to(gl.float32)
+                    widened = as_fp8(stored[t], FORMAT, ROUTE).to(gl.float32)
                 scale = _as_fp32(scale, STORED) * (2.0**STORED.EXPONENT)
                 # The low halves of the float32 are zero: four bits times a power of two.
-                even, odd = gl.split(gl.reshape((wide * scale).to(gl.int32, bitcast=True), [BLOCK_K, 32, 2]))
+                even, odd = gl.split(
+                    gl.reshape((widened * scale).to(gl.int32, bitcast=True), [BLOCK_K, 32, 2])
+                )
                 words.slice(t * 32, 32, dim=1).store(((even >> 16) & 0xFFFF) | (odd & -65536))
         tile.slice(448, 64, dim=1).store(rope)
 
@@ -250,7 +254,7 @@ def _attend(
             async_copy.wait_group(STAGES - 1)
         tile = tiles.index(slot)
         s = cdna3.mfma(q, tile.permute([1, 0]).load(k_layout), zeros)
-        live = named(own_index, rows.num_rows) & (start + own < end)
+        live = names_a_row(own_index, rows.num_rows) & (start + own < end)
         s = gl.where(gl.expand_dims(live, 0), s * qk_scale, float("-inf"))
         if CALL.LATE_SUM:
             p, m, _, correction = softmax_step(s, m, m)
@@ -290,13 +294,13 @@ def _sparse_cdna_kernel(
     token = gl.program_id(0) // HEAD_BLOCKS
     first_head = (gl.program_id(0) % HEAD_BLOCKS) * BLOCK_H
     split = gl.program_id(1)
-    wide_token = token.to(gl.int64)
+    token_64 = token.to(gl.int64)
     QUERY: gl.constexpr = CALL.QUERY
     heads = first_head + gl.arange(0, BLOCK_H, gl.SliceLayout(1, QUERY))
     columns = gl.arange(0, 512, gl.SliceLayout(0, QUERY))
     offsets = gl.expand_dims(heads * q.stride_h, 1) + gl.expand_dims(columns, 0)
     inside = gl.expand_dims(heads < CALL.NUM_HEADS, 1)
-    q_tile = cdna3.buffer_load(q.nope + wide_token * q.stride_n, offsets, mask=inside, other=0.0)
+    q_tile = cdna3.buffer_load(q.nope + token_64 * q.stride_n, offsets, mask=inside, other=0.0)
     q_tile = gl.convert_layout(q_tile, gl.DotOperandLayout(0, SCORES, 8))  # [BLOCK_H, 512]
     m = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     if CALL.LATE_SUM:
@@ -352,10 +356,10 @@ def _sparse_cdna_kernel(
             sink = gl.load(out.sink + heads, mask=mask, other=float("-inf"))
         else:
             sink = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        share = gl.convert_layout(output_factor(m, l, sink), gl.SliceLayout(1, SUMS))
+        factor = gl.convert_layout(output_factor(m, l, sink), gl.SliceLayout(1, SUMS))
         places = gl.expand_dims(of_sums * out.stride_h, 1) + columns
-        o = (acc * gl.expand_dims(share, 1)).to(out.o.dtype.element_ty)
-        cdna3.buffer_store(o, out.o + wide_token * out.stride_t, places, mask=stored)
+        o = (acc * gl.expand_dims(factor, 1)).to(out.o.dtype.element_ty)
+        cdna3.buffer_store(o, out.o + token_64 * out.stride_t, places, mask=stored)
         if CALL.WRITE_LSE:
-            lse = out.lse + wide_token * out.stride_lt
+            lse = out.lse + token_64 * out.stride_lt
             gl.store(lse + heads * out.stride_lh, natural_lse(m, l), mask=mask)

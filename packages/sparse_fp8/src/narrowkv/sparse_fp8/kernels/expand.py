@@ -8,7 +8,7 @@ from narrowkv.sparse_fp8.kernels.rows import (
     load_columns,
     load_rope,
     locate,
-    named,
+    names_a_row,
     widen_columns,
     widen_rope,
 )
@@ -29,7 +29,7 @@ def _expand_kernel(
         index = as_row_number(tl.load(csr.indices + i, mask=inside, other=-1))
     else:
         index = i
-    live = inside & named(index, num_rows)
+    live = inside & names_a_row(index, num_rows)
     if GATHER:
         tl.store(places_ptr + i, tl.where(live, i, -1), mask=inside)
     value_at, rope_at, scale_at = locate(rows, index, STORED)
@@ -39,7 +39,7 @@ def _expand_kernel(
     base = out_ptr + i.to(tl.int64)[:, None] * HEAD_DIM
     # All values are loaded in one tile: a load after a store would wait for the store.
     x, scale = load_columns(rows, value_at, scale_at, live, 0, 512, STORED)
-    wide = widen_columns(x, scale, rope, 0, 512, STORED, True)  # [BLOCK_R, 512]
-    tl.store(base + tl.arange(0, 512)[None, :], wide, mask=inside[:, None])
+    widened = widen_columns(x, scale, rope, 0, 512, STORED, True)  # [BLOCK_R, 512]
+    tl.store(base + tl.arange(0, 512)[None, :], widened, mask=inside[:, None])
     if HEAD_DIM > 512:
         tl.store(base + (512 + tl.arange(0, 64))[None, :], rope, mask=inside[:, None])

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from narrowkv.runtime.attention.softmax import natural_lse, output_factor
-from narrowkv.sparse_fp8.kernels.few_heads_gather import _first, _gather_warps, _item, _spans
+from narrowkv.sparse_fp8.kernels.few_heads_gather import _first_tile, _gather_warps, _item, _spans
 from narrowkv.sparse_fp8.kernels.hopper_copies import (
     _barrier,
     _copy_query,
@@ -79,7 +79,7 @@ def _score_warps(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CALL.BLOCK_H, 16])
     zeros = gl.full([CALL.BLOCK_K, CALL.BLOCK_H], 0.0, gl.float32, SCORES)
     count, turn = 0, 0
-    item, spans = _first(
+    item, spans = _first_tile(
         prefix_csr, extend_csr, num_tokens, num_splits, num_items,
         CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
     )  # fmt: skip
@@ -173,7 +173,7 @@ def _sum_warps(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CALL.BLOCK_H, 16])
     HEAD: gl.constexpr = gl.SliceLayout(0, SUMS)
     count, turn = 0, 0
-    upcoming, spans = _first(
+    upcoming, spans = _first_tile(
         prefix_csr, extend_csr, num_tokens, num_splits, num_items,
         CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
     )  # fmt: skip
@@ -244,10 +244,10 @@ def _sparse_few_heads_kernel(
     GATHER_WARPS: gl.constexpr = 2 if CALL.PREFIX.VALUES == "" else 4
     SCORE_REGISTERS: gl.constexpr = CALL.SCORE_REGISTERS
     GATHER_REGISTERS: gl.constexpr = CALL.GATHER_REGISTERS
-    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    query = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 512], WIDE)
-    tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, 512], WIDE)
+    query = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 512], SWIZZLED)
+    tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, 512], SWIZZLED)
     numerators = gl.allocate_shared_memory(
         DTYPE,
         [STAGES, BLOCK_K, BLOCK_H],

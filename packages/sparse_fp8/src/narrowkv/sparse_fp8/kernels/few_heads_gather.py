@@ -13,9 +13,9 @@ from narrowkv.sparse_fp8.kernels.hopper_copies import (
     _copy_rows,
     _load_spans,
     _locate_rows,
-    _of_source,
     _place_item,
     _reinterpret,
+    _select_source,
     _tile_indices,
 )
 from narrowkv.sparse_fp8.kernels.hopper_fp8_rows import _widen, _words
@@ -59,7 +59,7 @@ def _item(
 
 
 @gluon.jit
-def _following(
+def _next_tile(
     prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items, r,
     HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -97,7 +97,7 @@ def _following(
 
 
 @gluon.jit
-def _first(
+def _first_tile(
     prefix_csr, extend_csr, num_tokens, num_splits, num_items,
     HEAD_BLOCKS: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, SPLIT: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -128,7 +128,7 @@ def _gather_wide_warps(
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     r = FIRST_ROW + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, COPY))
     number, tile = gl.program_id(0), 0
-    item, spans = _first(
+    item, spans = _first_tile(
         prefix_csr, extend_csr, num_tokens, num_splits, num_items,
         HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
     )  # fmt: skip
@@ -137,8 +137,8 @@ def _gather_wide_warps(
     count = 0
     while number < num_items:
         live, at, _, _ = _locate_rows(prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND)
-        base = _of_source(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)
-        number, tile, item, spans, first, index = _following(
+        base = _select_source(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)
+        number, tile, item, spans, first, index = _next_tile(
             prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items, r,
             HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
         )  # fmt: skip
@@ -154,7 +154,7 @@ def _gather_wide_warps(
 
 
 @gluon.jit
-def _side_by_side(a, b):
+def _join_columns(a, b):
     """Two blocks of columns as one."""
     columns = gl.permute(gl.join(a, b), (0, 2, 1))
     return gl.reshape(columns, [a.shape[0], 2 * a.shape[1]])
@@ -210,12 +210,12 @@ def _load_rows(
     live, nope_at, rope_at, scale_at = _locate_rows(
         prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND,
     )  # fmt: skip
-    nope = _of_source(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)
+    nope = _select_source(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)
     narrow = ()
     for t in gl.static_range(PREFIX.COLUMNS // 64):
         narrow = narrow + (_load_words(nope, nope_at, live, 16 * t, WORDS),)
     scales = _load_scales(
-        _of_source(first, prefix.scale, extend.scale, HAS_PREFIX, HAS_EXTEND), scale_at, live, PREFIX
+        _select_source(first, prefix.scale, extend.scale, HAS_PREFIX, HAS_EXTEND), scale_at, live, PREFIX
     )
     return narrow, scales, rope_at, live
 
@@ -235,7 +235,7 @@ def _gather_fp8_warps(
     ROW: gl.constexpr = gl.SliceLayout(1, ROPE)
     r = FIRST_ROW + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, WORDS))
     number, tile = gl.program_id(0), 0
-    item, spans = _first(
+    item, spans = _first_tile(
         prefix_csr, extend_csr, num_tokens, num_splits, num_items,
         HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
     )  # fmt: skip
@@ -244,9 +244,9 @@ def _gather_fp8_warps(
     narrow, scales, rope_at, live = _load_rows(
         prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND, WORDS,
     )  # fmt: skip
-    rope = _of_source(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND)
+    rope = _select_source(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND)
     loaded = number
-    number, tile, item, spans, first, index = _following(
+    number, tile, item, spans, first, index = _next_tile(
         prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items, r,
         HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
     )  # fmt: skip
@@ -255,9 +255,9 @@ def _gather_fp8_warps(
         next_narrow, next_scales, next_rope_at, next_live = _load_rows(
             prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND, WORDS,
         )  # fmt: skip
-        next_rope = _of_source(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND)
+        next_rope = _select_source(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND)
         loaded = number
-        number, tile, item, spans, first, index = _following(
+        number, tile, item, spans, first, index = _next_tile(
             prefix_csr, extend_csr, number, tile, item, spans, num_tokens, num_splits, num_items, r,
             HEAD_BLOCKS, HAS_PREFIX, HAS_EXTEND, SPLIT, BLOCK_K,
         )  # fmt: skip
@@ -275,14 +275,14 @@ def _gather_fp8_warps(
         pairs = ()
         for t in gl.static_range(PREFIX.COLUMNS // 128):
             pairs = pairs + (
-                _side_by_side(
+                _join_columns(
                     _widen(narrow[2 * t], _scale(scales, 2 * t, PREFIX, WORDS)),
                     _widen(narrow[2 * t + 1], _scale(scales, 2 * t + 1, PREFIX, WORDS)),
                 ),
             )
-        target.slice(0, 128, dim=1).store(_side_by_side(pairs[0], pairs[1]))
+        target.slice(0, 128, dim=1).store(_join_columns(pairs[0], pairs[1]))
         if PREFIX.COLUMNS == 512:
-            target.slice(128, 128, dim=1).store(_side_by_side(pairs[2], pairs[3]))
+            target.slice(128, 128, dim=1).store(_join_columns(pairs[2], pairs[3]))
         else:
             target.slice(128, 64, dim=1).store(pairs[2])
             target.slice(192, 32, dim=1).store(_widen(narrow[6], _scale(scales, 6, PREFIX, WORDS)))

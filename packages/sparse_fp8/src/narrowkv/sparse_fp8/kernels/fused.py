@@ -13,7 +13,7 @@ from narrowkv.runtime.attention.softmax import softmax_step
 from narrowkv.sparse_fp8.kernels.results import (
     SIZES,
     places_of_split,
-    row_share,
+    row_factor,
     store_columns,
     store_lse,
     store_state,
@@ -26,7 +26,7 @@ from narrowkv.sparse_fp8.kernels.rows import (
     load_indices,
     load_rope,
     locate,
-    named,
+    names_a_row,
     token_span,
     widen_columns,
     widen_rope,
@@ -58,13 +58,13 @@ def _widen_rows(
     """
     if STORED.ROPE != "":
         rope = widen_rope(rope, STORED)
-    wide = ()
+    widened = ()
     for t in tl.static_range((STORED.COLUMNS + WIDTH - 1) // WIDTH):
-        wide = wide + (widen_columns(stored[t], scales[t], rope, t, WIDTH, STORED, SCALED),)
+        widened = widened + (widen_columns(stored[t], scales[t], rope, t, WIDTH, STORED, SCALED),)
     if STORED.ROPE != "":
         if STORED.COLUMNS % WIDTH == 0:
-            wide = wide + (rope,)
-    return wide
+            widened = widened + (rope,)
+    return widened
 
 
 @triton.jit
@@ -97,42 +97,42 @@ def _load_query(
 
 @triton.jit
 def _scores(
-    q, q_scales, stored, scales, wide, WIDTH: tl.constexpr, STORED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    q, q_scales, stored, scales, widened, WIDTH: tl.constexpr, STORED: tl.constexpr, HEAD_DIM: tl.constexpr,
     FP8_QK: tl.constexpr,
 ):  # fmt: skip
     """Q K^T before the softmax scale, fp32 `[BLOCK_H, BLOCK_K]`."""
     if FP8_QK:
         FORMAT: tl.constexpr = STORED.FORMAT
         ROUTE: tl.constexpr = STORED.ROUTE
-        s = tl.dot(q[7], tl.trans(wide[7]))
+        s = tl.dot(q[7], tl.trans(widened[7]))
         for t in tl.static_range(7):
             product = tl.dot(q[t], tl.trans(as_fp8(stored[t], FORMAT, ROUTE)))
             s += product * q_scales[t][:, None] * (scales[t] * (4.0**STORED.EXPONENT))[None, :]
     elif STORED.SCALE == "fp32":
-        s = tl.dot(q[512 // WIDTH], tl.trans(wide[512 // WIDTH].to(q[0].dtype)))
+        s = tl.dot(q[512 // WIDTH], tl.trans(widened[512 // WIDTH].to(q[0].dtype)))
         for t in tl.static_range(512 // WIDTH):
-            s += tl.dot(q[t], tl.trans(wide[t].to(q[t].dtype))) * scales[t][None, :]
+            s += tl.dot(q[t], tl.trans(widened[t].to(q[t].dtype))) * scales[t][None, :]
     else:
-        s = tl.dot(q[0], tl.trans(wide[0].to(q[0].dtype)))
+        s = tl.dot(q[0], tl.trans(widened[0].to(q[0].dtype)))
         for t in tl.static_range(1, 512 // WIDTH + (HEAD_DIM - 512) // 64):
-            s = tl.dot(q[t], tl.trans(wide[t].to(q[t].dtype)), s)
+            s = tl.dot(q[t], tl.trans(widened[t].to(q[t].dtype)), s)
     return s
 
 
 @triton.jit
-def _step(
+def _attend_tile(
     q, q_scales, acc, m, l, qk_scale, stored, scales, rope, live, start, WIDTH: tl.constexpr,
     STORED: tl.constexpr, HEAD_DIM: tl.constexpr, FP8_QK: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows into the softmax state."""
-    wide = _widen_rows(stored, scales, rope, WIDTH, STORED, STORED.SCALE != "fp32")
+    widened = _widen_rows(stored, scales, rope, WIDTH, STORED, STORED.SCALE != "fp32")
     if GUARD:
         if start >= -1:
-            s = _scores(q, q_scales, stored, scales, wide, WIDTH, STORED, HEAD_DIM, FP8_QK)
+            s = _scores(q, q_scales, stored, scales, widened, WIDTH, STORED, HEAD_DIM, FP8_QK)
         else:
             s = tl.zeros([q[0].shape[0], live.shape[0]], tl.float32)
     else:
-        s = _scores(q, q_scales, stored, scales, wide, WIDTH, STORED, HEAD_DIM, FP8_QK)
+        s = _scores(q, q_scales, stored, scales, widened, WIDTH, STORED, HEAD_DIM, FP8_QK)
     s = tl.where(live[None, :], s * qk_scale, float("-inf"))
     p, m, l, correction = softmax_step(s, m, l)
     p_narrow = p.to(tl.bfloat16)
@@ -140,7 +140,7 @@ def _step(
     for t in tl.static_range(512 // WIDTH):
         if STORED.SCALE == "fp32":
             p_narrow = (p * scales[t][None, :]).to(tl.bfloat16)
-        summed = summed + (tl.dot(p_narrow, wide[t], acc[t] * correction[:, None]),)
+        summed = summed + (tl.dot(p_narrow, widened[t], acc[t] * correction[:, None]),)
     return summed, m, l
 
 
@@ -154,17 +154,17 @@ def _attend_fused(
     index = load_indices(csr, begin, k_range, end)
     for start in tl.range(begin, end, BLOCK_K, num_stages=GUARD if GUARD else None):
         upcoming = load_indices(csr, start + BLOCK_K, k_range, end)
-        live = named(index, rows.num_rows)
+        live = names_a_row(index, rows.num_rows)
         stored, scales, rope = _load_rows(rows, index, live, WIDTH, STORED)
         if GUARD:
             # Always taken; see the kernel over 16-bit rows.
             if start >= 0:
-                acc, m, l = _step(
+                acc, m, l = _attend_tile(
                     q, q_scales, acc, m, l, qk_scale, stored, scales, rope, live, start, WIDTH,
                     STORED, HEAD_DIM, FP8_QK, True,
                 )  # fmt: skip
         else:
-            acc, m, l = _step(
+            acc, m, l = _attend_tile(
                 q, q_scales, acc, m, l, qk_scale, stored, scales, rope, live, start, WIDTH,
                 STORED, HEAD_DIM, FP8_QK, False,
             )  # fmt: skip
@@ -191,12 +191,12 @@ def _sparse_fused_kernel(
     token = tl.program_id(0) // HEAD_BLOCKS
     heads = (tl.program_id(0) % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = heads < CALL.NUM_HEADS
-    if CALL.WIDE_HEADS:
+    if CALL.INT64_HEADS:
         heads = heads.to(tl.int64)
     split = tl.program_id(1)
-    wide_token = token.to(tl.int64)
+    token_64 = token.to(tl.int64)
     # Quantised rows of Q are counted through all tokens; 16-bit Q has a stride between tokens.
-    base = wide_token * CALL.NUM_HEADS if QUERY.VALUES != "" else wide_token
+    base = token_64 * CALL.NUM_HEADS if QUERY.VALUES != "" else token_64
     q_tiles, q_scales = _load_query(q, base, heads, mask, WIDTH, QUERY, HEAD_DIM, FP8_QK)
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_H], tl.float32)
@@ -233,10 +233,10 @@ def _sparse_fused_kernel(
             EXTEND, HEAD_DIM, FP8_QK, TILES.GUARD, BLOCK_K,
         )  # fmt: skip
     slot = (split.to(tl.int64) * num_tokens + token) * CALL.NUM_HEADS
-    share = row_share(out, m, l, heads, mask, CALL.HAS_SINK)
+    factor = row_factor(out, m, l, heads, mask, CALL.HAS_SINK)
     for t in tl.static_range(512 // WIDTH):
-        store_columns(out, partials, acc[t], share, wide_token, slot, heads, mask, t * WIDTH, CALL.SPLIT)
+        store_columns(out, partials, acc[t], factor, token_64, slot, heads, mask, t * WIDTH, CALL.SPLIT)
     if CALL.SPLIT:
         store_state(partials, m, l, slot, heads, mask)
     elif CALL.WRITE_LSE:
-        store_lse(out, m, l, wide_token, heads, mask)
+        store_lse(out, m, l, token_64, heads, mask)

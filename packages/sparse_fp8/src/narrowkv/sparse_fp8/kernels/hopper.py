@@ -30,7 +30,7 @@ from narrowkv.sparse_fp8.kernels.hopper_copies import (
     _item,
     _locate_rows,
     _make_writes_visible,
-    _of_source,
+    _select_source,
     _tile_indices,
 )
 from narrowkv.sparse_fp8.kernels.results import SIZES
@@ -65,7 +65,7 @@ def _multiply(query, tile, zeros):
 
 @gluon.jit
 def _finish_scores(
-    m, l, out, partials, token, head_block, split, num_tokens, turn, shares, finished, released,
+    m, l, out, partials, token, head_block, split, num_tokens, turn, factors, finished, released,
     NUM_HEADS: gl.constexpr, SPLIT: gl.constexpr, HAS_SINK: gl.constexpr, WRITE_LSE: gl.constexpr,
     ROW: gl.constexpr,
 ):  # fmt: skip
@@ -77,7 +77,7 @@ def _finish_scores(
     else:
         sink = gl.full([m.shape[0]], float("-inf"), gl.float32, ROW)
     mbarrier.wait(released, (turn & 1) ^ 1)
-    shares.store(output_factor(m, l, sink))
+    factors.store(output_factor(m, l, sink))
     _barrier()
     mbarrier.arrive(finished, count=1)
     if SPLIT:
@@ -103,7 +103,7 @@ def _copy_tile(
     bias.index(stage).store(gl.where(live, 0.0, float("-inf")))
     _copy_rows(
         tiles.index(stage),
-        _of_source(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND),
+        _select_source(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND),
         at,
         live,
         COPY,
@@ -113,7 +113,7 @@ def _copy_tile(
 @gluon.jit
 def _score_warps(
     q, qk_scale, out, partials, prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits,
-    num_items, query, tiles, numerators, bias, corrections, changes, shares, scored, empty, finished,
+    num_items, query, tiles, numerators, bias, corrections, changes, factors, scored, empty, finished,
     released, CALL: gl.constexpr,
 ):  # fmt: skip
     """16-bit rows into the tile buffers; QK; the softmax."""
@@ -179,14 +179,14 @@ def _score_warps(
             count += 1
         async_copy.wait_group(0)
         _finish_scores(
-            m, l, out, partials, token, head_block, split, num_tokens, turn, shares, finished, released,
+            m, l, out, partials, token, head_block, split, num_tokens, turn, factors, finished, released,
             CALL.NUM_HEADS, CALL.SPLIT, CALL.HAS_SINK, CALL.WRITE_LSE, ROW,
         )  # fmt: skip
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
 @gluon.jit
-def _exchange(a, b, second, LANES: gl.constexpr):
+def _exchange_lanes(a, b, second, LANES: gl.constexpr):
     """Exchanges b of the first and a of the second of two lanes whose numbers differ by LANES."""
     ASM: gl.constexpr = (
         "shfl.sync.bfly.b32 $0, $1, 1, 31, -1;" if LANES == 1 else "shfl.sync.bfly.b32 $0, $1, 2, 31, -1;"
@@ -215,10 +215,10 @@ def _gather_lines(x, DTYPE: gl.constexpr):
     eight_0, eight_2 = gl.split(even)
     eight_1, eight_3 = gl.split(odd)
     lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, eight_0.type.layout)))[None, None, :]
-    eight_0, eight_1 = _exchange(eight_0, eight_1, lane % 2 == 1, 1)
-    eight_2, eight_3 = _exchange(eight_2, eight_3, lane % 2 == 1, 1)
-    eight_0, eight_2 = _exchange(eight_0, eight_2, lane >= 2, 2)
-    eight_1, eight_3 = _exchange(eight_1, eight_3, lane >= 2, 2)
+    eight_0, eight_1 = _exchange_lanes(eight_0, eight_1, lane % 2 == 1, 1)
+    eight_2, eight_3 = _exchange_lanes(eight_2, eight_3, lane % 2 == 1, 1)
+    eight_0, eight_2 = _exchange_lanes(eight_0, eight_2, lane >= 2, 2)
+    eight_1, eight_3 = _exchange_lanes(eight_1, eight_3, lane >= 2, 2)
     pairs = gl.join(gl.join(eight_0, eight_2), gl.join(eight_1, eight_3))
     pairs = gl.reshape(pairs, [ROWS, COLUMNS // 2])
     low, high = pairs.to(gl.int16), (pairs >> 16).to(gl.int16)
@@ -237,7 +237,7 @@ def _gather_lines(x, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _store_results(
-    out, partials, acc, share, item, num_tokens, first_column, NUM_HEADS: gl.constexpr, SPLIT: gl.constexpr
+    out, partials, acc, factor, item, num_tokens, first_column, NUM_HEADS: gl.constexpr, SPLIT: gl.constexpr
 ):
     """Stores an item's sums of columns from the first on: the results, or a split's partial results."""
     token, head_block, split = item[0], item[1], item[2]
@@ -245,7 +245,7 @@ def _store_results(
         target = partials.acc + (split.to(gl.int64) * num_tokens + token) * NUM_HEADS * 512
         _store_heads(target + first_column, 512, acc, head_block, NUM_HEADS)
     else:
-        result = acc * share[:, None]
+        result = acc * factor[:, None]
         if out.o.dtype.element_ty.primitive_bitwidth == 16:
             result = _gather_lines(result, out.o.dtype.element_ty)
         target = out.o + token.to(gl.int64) * out.stride_t + first_column
@@ -253,13 +253,13 @@ def _store_results(
 
 
 @gluon.jit
-def _take_shares(shares, turn, finished, released, ROW: gl.constexpr):
+def _take_factors(factors, turn, finished, released, ROW: gl.constexpr):
     """The factors of an item's sums that `_finish_scores` stored."""
     mbarrier.wait(finished, turn & 1)
-    share = shares.load(ROW)
+    factor = factors.load(ROW)
     _barrier()
     mbarrier.arrive(released, count=1)
-    return share
+    return factor
 
 
 @gluon.jit
@@ -274,7 +274,7 @@ def _store_heads(target, stride_h, x, head_block, NUM_HEADS: gl.constexpr):
 @gluon.jit
 def _sum_warps(
     out, partials, prefix_csr, extend_csr, num_tokens, num_splits, num_items, tiles, numerators,
-    corrections, changes, shares, scored, empty, finished, released, CALL: gl.constexpr,
+    corrections, changes, factors, scored, empty, finished, released, CALL: gl.constexpr,
 ):  # fmt: skip
     """PV: sums the tiles' rows by their numerators, and stores the results."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, gl.num_warps() // 4], [16, 256, 16])
@@ -297,8 +297,8 @@ def _sum_warps(
             _barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             count += 1
-        share = _take_shares(shares, turn, finished, released, ROW)
-        _store_results(out, partials, acc, share, item, num_tokens, 0, CALL.NUM_HEADS, CALL.SPLIT)
+        factor = _take_factors(factors, turn, finished, released, ROW)
+        _store_results(out, partials, acc, factor, item, num_tokens, 0, CALL.NUM_HEADS, CALL.SPLIT)
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
@@ -325,10 +325,10 @@ def _sparse_hopper_kernel(
             extend.stride_h, extend_rows,
         )  # fmt: skip
         extend_csr = Csr(extend_csr.indptr, extend_csr.indices, extend_nnz)
-    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    query = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 512], WIDE)
-    tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, 512], WIDE)
+    query = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 512], SWIZZLED)
+    tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, 512], SWIZZLED)
     numerators = gl.allocate_shared_memory(
         DTYPE,
         [STAGES, BLOCK_H, BLOCK_K],
@@ -337,11 +337,11 @@ def _sparse_hopper_kernel(
     bias = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_K], LINE)
     corrections = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_H], LINE)
     changes = gl.allocate_shared_memory(gl.int32, [STAGES, 4], LINE)
-    shares = gl.allocate_shared_memory(gl.float32, [BLOCK_H], LINE)
+    factors = gl.allocate_shared_memory(gl.float32, [BLOCK_H], LINE)
     # For each tile buffer: its numerators are there; it has been summed and may be overwritten.
     scored = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # For the shares of an item, likewise.
+    # For the factors of an item, likewise.
     finished = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     released = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -356,7 +356,7 @@ def _sparse_hopper_kernel(
                 _sum_warps,
                 (
                     out, partials, prefix_csr, extend_csr, num_tokens, num_splits, num_items,
-                    tiles, numerators, corrections, changes, shares, scored, empty,
+                    tiles, numerators, corrections, changes, factors, scored, empty,
                     finished, released,
                     CALL,
                 ),
@@ -366,7 +366,7 @@ def _sparse_hopper_kernel(
                 (
                     q, qk_scale, out, partials,
                     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
-                    query, tiles, numerators, bias, corrections, changes, shares, scored, empty,
+                    query, tiles, numerators, bias, corrections, changes, factors, scored, empty,
                     finished, released,
                     CALL,
                 ),

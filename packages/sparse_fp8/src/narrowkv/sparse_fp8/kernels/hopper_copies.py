@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from narrowkv.sparse_fp8.kernels.results import places_of_split
-from narrowkv.sparse_fp8.kernels.rows import clamp_span, load_span, locate, named
+from narrowkv.sparse_fp8.kernels.rows import clamp_span, load_span, locate, names_a_row
 
 # Triton 3.6 has the older names of these.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -137,7 +137,7 @@ def _tile_indices(
 
 
 @gluon.jit
-def _of_source(first, prefix, extend, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr):
+def _select_source(first, prefix, extend, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr):
     """The value of the prefix or of the extend rows."""
     if HAS_PREFIX and HAS_EXTEND:
         return gl.where(first, prefix, extend)
@@ -150,9 +150,9 @@ def _of_source(first, prefix, extend, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.c
 @gluon.jit
 def _locate_one(rows, index, STORED: gl.constexpr):
     """Whether each index names a row; offsets of its values, RoPE and scales. 16-bit rows have the first."""
-    live = named(index, rows.num_rows)
+    live = names_a_row(index, rows.num_rows)
     if STORED.VALUES == "":
-        value_at = (index.to(gl.int64) if STORED.WIDE_ADDRESS else index) * rows.stride_n
+        value_at = (index.to(gl.int64) if STORED.INT64_OFFSETS else index) * rows.stride_n
         return live, value_at, value_at, value_at
     else:
         value_at, rope_at, scale_at = locate(rows, index, STORED)

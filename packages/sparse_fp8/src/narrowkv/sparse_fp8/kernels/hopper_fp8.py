@@ -15,8 +15,8 @@ A part is 64 columns as stored. Parts 0 to 3 are the first summing warpgroup's, 
 RoPE is a part, too, in DeepSeek-V4.1's rows, whose parts have two scales each. Those parts that are
 widened first, 0 and 4, are copied a tile ahead of the others.
 
-Sources: warp specialisation as in FlashAttention-3 (Shah et al., 2024); a wide tile that QK and PV share as
-in FlashMLA's kernels for an FP8 cache (DeepSeek, 2025).
+Sources: warp specialisation as in FlashAttention-3 (Shah et al., 2024); a widened tile that QK and PV share
+as in FlashMLA's kernels for an FP8 cache (DeepSeek, 2025).
 """
 
 from triton.experimental import gluon
@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from narrowkv.sparse_fp8.kernels.hopper import _finish_scores, _softmax_tile, _store_results, _take_shares
+from narrowkv.sparse_fp8.kernels.hopper import _finish_scores, _softmax_tile, _store_results, _take_factors
 from narrowkv.sparse_fp8.kernels.hopper_copies import (
     _barrier,
     _copy_query,
@@ -56,7 +56,7 @@ from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers
 @gluon.jit
 def _sum_fp8_warps(
     out, partials, prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items, slots,
-    wide, stored, scales, numerators, corrections, changes, shares, looked_up, first_filled, filled,
+    tiles, stored, scales, numerators, corrections, changes, factors, looked_up, first_filled, filled,
     widened, scored, summed, finished, released, HALF: gl.constexpr, CALL: gl.constexpr,
 ):  # fmt: skip
     """Computes PV of half of the columns, widens them for the tile after the next, stores the results."""
@@ -93,7 +93,7 @@ def _sum_fp8_warps(
     else:
         mbarrier.wait(looked_up, 0)
     for number in range(2):
-        _widen_half(number, wide, stored, scales, first_filled, filled, HALF, PREFIX)
+        _widen_half(number, tiles, stored, scales, first_filled, filled, HALF, PREFIX)
         _make_writes_visible()
         mbarrier.arrive(widened.index(number), count=1)
     count, turn = 0, 0
@@ -118,8 +118,8 @@ def _sum_fp8_warps(
                 correction = corrections.load(ROW)[:, None]
                 acc_a = acc_a * correction
                 acc_b = acc_b * correction
-            acc_a = warpgroup_mma(numerators, wide[2 * HALF].index(stage), acc_a, is_async=True)
-            acc_b = warpgroup_mma(numerators, wide[2 * HALF + 1].index(stage), acc_b, is_async=True)
+            acc_a = warpgroup_mma(numerators, tiles[2 * HALF].index(stage), acc_a, is_async=True)
+            acc_b = warpgroup_mma(numerators, tiles[2 * HALF + 1].index(stage), acc_b, is_async=True)
             if LOOKS_UP:
                 # Tile count + 4, in the place of tile `count`.
                 scale = _look_up(
@@ -133,7 +133,7 @@ def _sum_fp8_warps(
                     prefix_csr, extend_csr, num_tokens, num_splits, num_items, stream, r,
                     CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
                 )  # fmt: skip
-            _widen_half(count + 2, wide, stored, scales, first_filled, filled, HALF, PREFIX)
+            _widen_half(count + 2, tiles, stored, scales, first_filled, filled, HALF, PREFIX)
             if LOOKS_UP:
                 scales.index(count % 4).store(_as_bf16(scale))
             _make_writes_visible()
@@ -141,11 +141,11 @@ def _sum_fp8_warps(
             count += 1
             done += 1
         last = next_last
-        share = _take_shares(shares, turn, finished, released, ROW)
+        factor = _take_factors(factors, turn, finished, released, ROW)
         item = _name_item(number, num_tokens, CALL.HEAD_BLOCKS)
-        _store_results(out, partials, acc_a, share, item, num_tokens, HALF * 256, CALL.NUM_HEADS, CALL.SPLIT)
+        _store_results(out, partials, acc_a, factor, item, num_tokens, HALF * 256, CALL.NUM_HEADS, CALL.SPLIT)
         _store_results(
-            out, partials, acc_b, share, item, num_tokens, HALF * 256 + 128, CALL.NUM_HEADS, CALL.SPLIT
+            out, partials, acc_b, factor, item, num_tokens, HALF * 256 + 128, CALL.NUM_HEADS, CALL.SPLIT
         )
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
 
@@ -162,7 +162,7 @@ def _load_query(
 
 
 @gluon.jit
-def _change_layout_through(buffer, x, LAYOUT: gl.constexpr):
+def _change_layout(buffer, x, LAYOUT: gl.constexpr):
     """Converts to another layout through a buffer in shared memory."""
     buffer.store(x)
     _barrier()
@@ -174,7 +174,7 @@ def _change_layout_through(buffer, x, LAYOUT: gl.constexpr):
 @gluon.jit
 def _score_fp8_warps(
     q, qk_scale, out, partials, prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits,
-    num_items, slots, query_a, query_b, wide, stored, numerators, corrections, changes, shares,
+    num_items, slots, query_a, query_b, tiles, stored, numerators, corrections, changes, factors,
     looked_up, first_filled, filled, widened, scored, summed, finished, released, CALL: gl.constexpr,
 ):  # fmt: skip
     """Copies the rows; QK; the softmax."""
@@ -190,7 +190,7 @@ def _score_fp8_warps(
     count, turn = 0, 0
     mbarrier.wait(looked_up, 0)
     if not ALL_STORED:
-        _copy_rope(prefix, extend, slots, 0, wide, CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND)
+        _copy_rope(prefix, extend, slots, 0, tiles, CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND)
     _copy_first_parts(
         prefix, extend, slots, 0, stored, first_filled,
         CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND,
@@ -216,9 +216,9 @@ def _score_fp8_warps(
         part_d = _load_query(rows + 448, q.stride_h, head_block, CALL.NUM_HEADS, CALL.BLOCK_H, COPY)
         mbarrier.wait(summed, count & 1 ^ 1)
         if ALL_STORED:
-            query_b_last = _change_layout_through(numerators, part_b, QUERY)
-        query_c = _change_layout_through(numerators, part_c, QUERY)
-        query_d = _change_layout_through(numerators, part_d, QUERY)
+            query_b_last = _change_layout(numerators, part_b, QUERY)
+        query_c = _change_layout(numerators, part_c, QUERY)
+        query_d = _change_layout(numerators, part_d, QUERY)
         m = gl.full([CALL.BLOCK_H], float("-inf"), gl.float32, ROW)
         l = gl.full([CALL.BLOCK_H], 0.0, gl.float32, ROW)
         for _ in range(num_tiles):
@@ -226,16 +226,16 @@ def _score_fp8_warps(
             # RoPE has come, and Q before the first tile.
             async_copy.wait_group(0)
             _make_writes_visible()
-            k_a = wide[0].index(stage).permute((1, 0))
-            k_b = wide[1].index(stage).permute((1, 0))
-            k_c = wide[2].index(stage).permute((1, 0))
-            k_d = wide[3].index(stage).slice(0, 64, dim=1).permute((1, 0))
-            k_e = wide[3].index(stage).slice(64, 64, dim=1).permute((1, 0))
+            k_a = tiles[0].index(stage).permute((1, 0))
+            k_b = tiles[1].index(stage).permute((1, 0))
+            k_c = tiles[2].index(stage).permute((1, 0))
+            k_d = tiles[3].index(stage).slice(0, 64, dim=1).permute((1, 0))
+            k_e = tiles[3].index(stage).slice(64, 64, dim=1).permute((1, 0))
             s = warpgroup_mma(query_a.slice(0, 128, dim=1), k_a, zeros, use_acc=False, is_async=True)
             s = warpgroup_mma(query_a.slice(128, 128, dim=1), k_b, s, is_async=True)
             if ALL_STORED:
-                k_c_first = wide[2].index(stage).slice(0, 64, dim=1).permute((1, 0))
-                k_c_last = wide[2].index(stage).slice(64, 64, dim=1).permute((1, 0))
+                k_c_first = tiles[2].index(stage).slice(0, 64, dim=1).permute((1, 0))
+                k_c_last = tiles[2].index(stage).slice(64, 64, dim=1).permute((1, 0))
                 s = warpgroup_mma(query_b, k_c_first, s, is_async=True)
                 s = warpgroup_mma(query_b_last, k_c_last, s, is_async=True)
             else:
@@ -247,7 +247,7 @@ def _score_fp8_warps(
             mbarrier.wait(summed, count & 1 ^ 1)
             if not ALL_STORED:
                 _copy_rope(
-                    prefix, extend, slots, count + 1, wide, CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND
+                    prefix, extend, slots, count + 1, tiles, CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND
                 )
             m, l = _softmax_tile(
                 scores, gl.where(named, 0.0, float("-inf")), m, l, qk_scale,
@@ -261,7 +261,7 @@ def _score_fp8_warps(
                 CALL.HAS_PREFIX, CALL.HAS_EXTEND, PREFIX, EXTEND,
             )  # fmt: skip
         _finish_scores(
-            m, l, out, partials, token, head_block, split, num_tokens, turn, shares, finished, released,
+            m, l, out, partials, token, head_block, split, num_tokens, turn, factors, finished, released,
             CALL.NUM_HEADS, CALL.SPLIT, CALL.HAS_SINK, CALL.WRITE_LSE, ROW,
         )  # fmt: skip
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
@@ -292,15 +292,15 @@ def _sparse_hopper_fp8_kernel(
             extend.stride_h, extend_rows,
         )  # fmt: skip
         extend_csr = Csr(extend_csr.indptr, extend_csr.indices, extend_nnz)
-    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    query_a = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 256], WIDE)
+    query_a = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 256], SWIZZLED)
     # RoPE among the values takes a part of its own as stored, and parts have two scales: Q makes room.
     ALL_STORED: gl.constexpr = CALL.PREFIX.ROPE == ""
-    query_b = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 64 if ALL_STORED else 128], WIDE)
-    wide = _allocate_each(DTYPE, (2, BLOCK_K, 128), WIDE, 4)
+    query_b = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 64 if ALL_STORED else 128], SWIZZLED)
+    tiles = _allocate_each(DTYPE, (2, BLOCK_K, 128), SWIZZLED, 4)
     first_parts = _allocate_each(gl.int32, (2, BLOCK_K, 16), ROWS, 2)
     parts = _allocate_each(gl.int32, (BLOCK_K, 16), ROWS, 6 if ALL_STORED else 5)
     stored = (first_parts[0],) + parts[0:3] + (first_parts[1],) + parts[3:]
@@ -313,7 +313,7 @@ def _sparse_hopper_fp8_kernel(
     )
     corrections = gl.allocate_shared_memory(gl.float32, [BLOCK_H], LINE)
     changes = gl.allocate_shared_memory(gl.int32, [4], LINE)
-    shares = gl.allocate_shared_memory(gl.float32, [BLOCK_H], LINE)
+    factors = gl.allocate_shared_memory(gl.float32, [BLOCK_H], LINE)
     # The first four tiles are looked up. Parts 0 and 4 of a tile are there as stored; so are the others.
     looked_up = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     first_filled = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -322,7 +322,7 @@ def _sparse_hopper_fp8_kernel(
     widened = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     scored = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     summed = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    # The shares of an item are there; they have been read.
+    # The factors of an item are there; they have been read.
     finished = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     released = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     mbarrier.init(looked_up, count=1)
@@ -341,7 +341,7 @@ def _sparse_hopper_fp8_kernel(
                 _sum_fp8_warps,
                 (
                     out, partials, prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
-                    slots, wide, stored, scales, numerators, corrections, changes, shares,
+                    slots, tiles, stored, scales, numerators, corrections, changes, factors,
                     looked_up, first_filled, filled, widened, scored, summed, finished, released,
                     0, CALL,
                 ),
@@ -350,7 +350,7 @@ def _sparse_hopper_fp8_kernel(
                 _sum_fp8_warps,
                 (
                     out, partials, prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
-                    slots, wide, stored, scales, numerators, corrections, changes, shares,
+                    slots, tiles, stored, scales, numerators, corrections, changes, factors,
                     looked_up, first_filled, filled, widened, scored, summed, finished, released,
                     1, CALL,
                 ),
@@ -360,7 +360,7 @@ def _sparse_hopper_fp8_kernel(
                 (
                     q, qk_scale, out, partials,
                     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
-                    slots, query_a, query_b, wide, stored, numerators, corrections, changes, shares,
+                    slots, query_a, query_b, tiles, stored, numerators, corrections, changes, factors,
                     looked_up, first_filled, filled, widened, scored, summed, finished, released,
                     CALL,
                 ),

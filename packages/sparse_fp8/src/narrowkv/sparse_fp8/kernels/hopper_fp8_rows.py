@@ -12,8 +12,8 @@ from narrowkv.sparse_fp8.kernels.hopper_copies import (
     _copy_async,
     _item,
     _locate_rows,
-    _of_source,
     _reinterpret,
+    _select_source,
     _tile_indices,
 )
 from narrowkv.sparse_fp8.kernels.rows import ONE_AS_E8M0, ONE_AS_WORD
@@ -88,8 +88,8 @@ def _locate_tile(
         prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND,
     )  # fmt: skip
     return (
-        _words(_of_source(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)) + nope_at // 4,
-        _of_source(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND) + rope_at,
+        _words(_select_source(first, prefix.nope, extend.nope, HAS_PREFIX, HAS_EXTEND)) + nope_at // 4,
+        _select_source(first, prefix.rope, extend.rope, HAS_PREFIX, HAS_EXTEND) + rope_at,
         live,
     )
 
@@ -163,7 +163,7 @@ def _copy_tile(
 
 @gluon.jit
 def _copy_rope(
-    prefix, extend, slots, number, wide,
+    prefix, extend, slots, number, tiles,
     HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr, PREFIX: gl.constexpr, EXTEND: gl.constexpr,
 ):  # fmt: skip
     """Copies RoPE of tile `number` to its place in the widened tile, once PV has read that tile."""
@@ -172,13 +172,13 @@ def _copy_rope(
         prefix, extend, slots, number, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND, ROPE,
     )  # fmt: skip
     d = gl.arange(0, 64, gl.SliceLayout(0, ROPE))
-    target = wide[3].index(number % 2).slice(64, 64, dim=1)
+    target = tiles[3].index(number % 2).slice(64, 64, dim=1)
     _copy_async(target, rope[:, None] + d[None, :], mask=live[:, None])
     async_copy.commit_group()
 
 
 @gluon.jit
-def _widen_part(number, wide, stored, scales, t: gl.constexpr, STORED: gl.constexpr):
+def _widen_part(number, tiles, stored, scales, t: gl.constexpr, STORED: gl.constexpr):
     """Widens 64 stored columns to bf16."""
     BYTES: gl.constexpr = _bytes_layout()
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32)
@@ -192,23 +192,25 @@ def _widen_part(number, wide, stored, scales, t: gl.constexpr, STORED: gl.conste
         second_scale = own.slice(2 * t + 1, 1, dim=1).load(BYTES)
         scale = gl.where(second[None, :], second_scale, first_scale)
     words = _part(stored, number, t).load(BYTES)
-    pairs = _reinterpret(wide[t // 2].index(number % 2), gl.int32, [words.shape[0], 64], PAIRS)
+    pairs = _reinterpret(tiles[t // 2].index(number % 2), gl.int32, [words.shape[0], 64], PAIRS)
     pairs.slice(t % 2 * 32, 32, dim=1).store(_widen(words, scale))
 
 
 @gluon.jit
-def _widen_half(number, wide, stored, scales, first_filled, filled, HALF: gl.constexpr, STORED: gl.constexpr):
+def _widen_half(
+    number, tiles, stored, scales, first_filled, filled, HALF: gl.constexpr, STORED: gl.constexpr
+):
     """Widens half of the columns of tile `number` to bf16, without RoPE columns, which are stored in bf16."""
     mbarrier.wait(first_filled.index(number % 2), number // 2 & 1)
-    _widen_part(number, wide, stored, scales, 4 * HALF, STORED)
+    _widen_part(number, tiles, stored, scales, 4 * HALF, STORED)
     mbarrier.wait(filled, number & 1)
     # The two widened buffers by turns: between two stores to one there is a barrier, for which all wait.
-    _widen_part(number, wide, stored, scales, 4 * HALF + 2, STORED)
-    _widen_part(number, wide, stored, scales, 4 * HALF + 1, STORED)
+    _widen_part(number, tiles, stored, scales, 4 * HALF + 2, STORED)
+    _widen_part(number, tiles, stored, scales, 4 * HALF + 1, STORED)
     if HALF == 0:
-        _widen_part(number, wide, stored, scales, 3, STORED)
+        _widen_part(number, tiles, stored, scales, 3, STORED)
     elif STORED.ROPE == "":
-        _widen_part(number, wide, stored, scales, 7, STORED)
+        _widen_part(number, tiles, stored, scales, 7, STORED)
 
 
 @gluon.jit
@@ -273,7 +275,7 @@ def _next_indices(
 def _row_codes(prefix, extend, ahead, HAS_PREFIX: gl.constexpr, HAS_EXTEND: gl.constexpr):
     """-1 where no row is named; -2 - i for row i of the extend rows beside a prefix."""
     index, first, exists = ahead
-    rows = _of_source(first, prefix.num_rows, extend.num_rows, HAS_PREFIX, HAS_EXTEND)
+    rows = _select_source(first, prefix.num_rows, extend.num_rows, HAS_PREFIX, HAS_EXTEND)
     code = index
     if HAS_PREFIX and HAS_EXTEND:
         code = gl.where(first, index, -2 - index)
@@ -297,7 +299,7 @@ def _look_up(
         prefix, extend, first, index, HAS_PREFIX, HAS_EXTEND, PREFIX, EXTEND,
     )  # fmt: skip
     t = gl.arange(0, PLACES, gl.SliceLayout(0, SCALES))
-    rows = _of_source(first, prefix.scale, extend.scale, HAS_PREFIX, HAS_EXTEND) + scale_at
+    rows = _select_source(first, prefix.scale, extend.scale, HAS_PREFIX, HAS_EXTEND) + scale_at
     mask = live[:, None] & (t < COUNT)[None, :]
     ONE: gl.constexpr = ONE_AS_E8M0 if PREFIX.SCALE == "e8m0" else ONE_AS_WORD
     return gl.load(rows[:, None] + (t * PREFIX.STEP)[None, :], mask=mask, other=ONE)

@@ -37,14 +37,14 @@ class Partials(NamedTuple):
 class Call(NamedTuple):
     """Constants of the call that a kernel is compiled with.
 
-    WIDE_HEADS: the stride of heads needs more than 31 bits. HEAD_DIM: columns of Q and K; V has 512.
+    INT64_HEADS: the stride of heads needs more than 31 bits. HEAD_DIM: columns of Q and K; V has 512.
     """
 
     NUM_HEADS: Any
     HAS_SINK: Any
     WRITE_LSE: Any
     SPLIT: Any
-    WIDE_HEADS: Any
+    INT64_HEADS: Any
     HEAD_DIM: Any
 
 
@@ -58,7 +58,7 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
-def row_share(out, m, l, heads, mask, HAS_SINK: tl.constexpr):
+def row_factor(out, m, l, heads, mask, HAS_SINK: tl.constexpr):
     """The factor of the accumulators of `heads`."""
     if HAS_SINK:
         sink = tl.load(out.sink + heads, mask=mask, other=float("-inf"))
@@ -75,7 +75,7 @@ def store_lse(out, m, l, token, heads, mask):
 
 @triton.jit
 def store_columns(
-    out, partials, acc, share, token, slot, heads, mask, FIRST: tl.constexpr, SPLIT: tl.constexpr
+    out, partials, acc, factor, token, slot, heads, mask, FIRST: tl.constexpr, SPLIT: tl.constexpr
 ):
     """Stores columns from FIRST on of one token's heads: the result, or a split's partial result.
 
@@ -86,7 +86,7 @@ def store_columns(
         tl.store(partials.acc + (slot + heads)[:, None] * 512 + d[None, :], acc, mask=mask[:, None])
     else:
         places = out.o + token * out.stride_t + heads[:, None] * out.stride_h + d[None, :]
-        tl.store(places, (acc * share[:, None]).to(out.o.dtype.element_ty), mask=mask[:, None])
+        tl.store(places, (acc * factor[:, None]).to(out.o.dtype.element_ty), mask=mask[:, None])
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def _merge_sparse_kernel(out, partials, num_tokens, num_splits, CALL: tl.constex
         acc, m, l = merge_step(acc, m, l, acc_i, m_i, l_i)
     heads = head + tl.arange(0, 1)
     everywhere = heads >= 0
-    share = row_share(out, m, l, heads, everywhere, CALL.HAS_SINK)
-    store_columns(out, partials, acc, share, token, row, heads, everywhere, 0, False)
+    factor = row_factor(out, m, l, heads, everywhere, CALL.HAS_SINK)
+    store_columns(out, partials, acc, factor, token, row, heads, everywhere, 0, False)
     if CALL.WRITE_LSE:
         store_lse(out, m, l, token, heads, everywhere)

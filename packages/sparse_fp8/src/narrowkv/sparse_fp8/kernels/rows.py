@@ -49,7 +49,7 @@ class Stored(NamedTuple):
     PAGE_SIZE: tokens of a page. VALUE_STRIDE, ROPE_STRIDE, SCALE_STRIDE: from a token of a page to the next.
     ROPE_AT, SCALE_AT: of a page's first token. All in elements of the pointers.
     ONE_BUFFER: whether values and scales lie in one buffer of bytes, with one stride between pages.
-    WIDE_ADDRESS: offsets take 64 bits.
+    INT64_OFFSETS: offsets take 64 bits.
     IN_HALVES: whether FP8 is widened in two halves that are joined. The compiler then widens values once,
     where they were loaded, not in every warp that multiplies them, as it does with RoPE columns in a tile.
     FORMAT, ROUTE: of the values and how the target widens them; EXPONENT: the power of two it leaves out.
@@ -68,7 +68,7 @@ class Stored(NamedTuple):
     ROPE_AT: Any
     SCALE_AT: Any
     ONE_BUFFER: Any
-    WIDE_ADDRESS: Any
+    INT64_OFFSETS: Any
     IN_HALVES: Any
     FORMAT: Any
     ROUTE: Any
@@ -117,7 +117,7 @@ def load_indices(csr, begin, places, end):
 
 
 @triton.jit
-def named(index, num_rows):
+def names_a_row(index, num_rows):
     """Which indices name a row: not -1 and not out of range."""
     return (index >= 0) & (index < num_rows)
 
@@ -125,7 +125,7 @@ def named(index, num_rows):
 @triton.jit
 def locate(rows, index, STORED: tl.constexpr):
     """Offsets `[N]` of the values, the RoPE columns and the scales of rows `index`, in elements."""
-    if STORED.WIDE_ADDRESS:
+    if STORED.INT64_OFFSETS:
         index = index.to(tl.int64)
     page = index
     if STORED.PAGE_SIZE > 1:
@@ -218,10 +218,10 @@ def as_fp8(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr):
 def _widen_fp8(x, FORMAT: tl.constexpr, ROUTE: tl.constexpr):
     """FP8 bytes in fp32, still to be multiplied by 2**EXPONENT."""
     if ROUTE == "bits":
-        wide = widen(x, FORMAT, ROUTE, tl.float16, False).to(tl.float32)
+        widened = widen(x, FORMAT, ROUTE, tl.float16, False).to(tl.float32)
     else:
-        wide = as_fp8(x, FORMAT, ROUTE).to(tl.float32)
-    return wide
+        widened = as_fp8(x, FORMAT, ROUTE).to(tl.float32)
+    return widened
 
 
 @triton.jit
@@ -231,16 +231,16 @@ def _widen_values(x, STORED: tl.constexpr):
     ROUTE: tl.constexpr = STORED.ROUTE
     if STORED.VALUES == "fp4":
         even, odd = widen_parts(x, FORMAT, ROUTE, tl.float16, 2)
-        wide = tl.interleave(even, odd).to(tl.float32)
+        widened = tl.interleave(even, odd).to(tl.float32)
     elif STORED.IN_HALVES:
         N: tl.constexpr = x.shape[0]
         FOURS: tl.constexpr = x.shape[1] // 8
         low, high = tl.split(tl.permute(tl.reshape(x, [N, FOURS, 2, 4]), (0, 1, 3, 2)))
         fours = tl.join(_widen_fp8(low, FORMAT, ROUTE), _widen_fp8(high, FORMAT, ROUTE))
-        wide = tl.reshape(tl.permute(fours, (0, 1, 3, 2)), [N, FOURS * 8])
+        widened = tl.reshape(tl.permute(fours, (0, 1, 3, 2)), [N, FOURS * 8])
     else:
-        wide = _widen_fp8(x, FORMAT, ROUTE)
-    return wide
+        widened = _widen_fp8(x, FORMAT, ROUTE)
+    return widened
 
 
 @triton.jit
@@ -254,22 +254,22 @@ def widen_columns(
     """
     COLUMNS: tl.constexpr = STORED.COLUMNS
     GROUP: tl.constexpr = STORED.GROUP
-    wide = _widen_values(x, STORED)
+    widened = _widen_values(x, STORED)
     N: tl.constexpr = x.shape[0]
     scale = scale * (2.0**STORED.EXPONENT)
     if not SCALED:
-        wide = wide * (2.0**STORED.EXPONENT)
+        widened = widened * (2.0**STORED.EXPONENT)
     elif WIDTH <= GROUP:
-        wide = wide * scale[:, None]
+        widened = widened * scale[:, None]
     else:
-        wide = tl.reshape(tl.reshape(wide, [N, WIDTH // GROUP, GROUP]) * scale[:, :, None], [N, WIDTH])
+        widened = tl.reshape(tl.reshape(widened, [N, WIDTH // GROUP, GROUP]) * scale[:, :, None], [N, WIDTH])
     if SCALED and STORED.SCALE == "fp32":
-        wide = wide.to(tl.bfloat16)
+        widened = widened.to(tl.bfloat16)
     else:
         # The low half of the float32 is zero: dropping it rounds nothing and costs no rounding instructions.
-        wide = (wide.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        widened = (widened.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     if (TILE + 1) * WIDTH > COLUMNS:
         first = TILE * WIDTH + tl.arange(0, WIDTH // 64) * 64
-        tiles = tl.reshape(wide, [N, WIDTH // 64, 64])
-        wide = tl.reshape(tl.where((first == COLUMNS)[None, :, None], rope[:, None, :], tiles), [N, WIDTH])
-    return wide
+        tiles = tl.reshape(widened, [N, WIDTH // 64, 64])
+        widened = tl.reshape(tl.where((first == COLUMNS)[None, :, None], rope[:, None, :], tiles), [N, WIDTH])
+    return widened

@@ -10,12 +10,12 @@ from narrowkv.runtime.attention.softmax import softmax_step
 from narrowkv.sparse_fp8.kernels.results import (
     SIZES,
     places_of_split,
-    row_share,
+    row_factor,
     store_columns,
     store_lse,
     store_state,
 )
-from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers, load_indices, named, token_span
+from narrowkv.sparse_fp8.kernels.rows import Csr, RowPointers, load_indices, names_a_row, token_span
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _scores(q, q_rope, kv, rope, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def _step(
+def _attend_tile(
     q, q_rope, acc, m, l, qk_scale, kv, rope, live, start, HEAD_DIM: tl.constexpr, GUARD: tl.constexpr
 ):  # fmt: skip
     """One tile of rows `[BLOCK_K, 512]` into the softmax state."""
@@ -49,7 +49,7 @@ def _step(
 @triton.jit
 def _attend_16bit_rows(
     q, q_rope, acc, m, l, qk_scale, rows, csr, begin, end,
-    WIDE_ADDRESS: tl.constexpr, HEAD_DIM: tl.constexpr, GUARD: tl.constexpr, BLOCK_K: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr, HEAD_DIM: tl.constexpr, GUARD: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows at places [begin, end) of the index list into the softmax state."""
     d = tl.arange(0, 512)
@@ -59,8 +59,8 @@ def _attend_16bit_rows(
     for start in tl.range(begin, end, BLOCK_K, num_stages=GUARD if GUARD else None):
         # Indices come one tile ahead: the rows' loads wait for them.
         upcoming = load_indices(csr, start + BLOCK_K, k_range, end)
-        live = named(index, rows.num_rows)
-        offsets = (index.to(tl.int64) if WIDE_ADDRESS else index) * rows.stride_n
+        live = names_a_row(index, rows.num_rows)
+        offsets = (index.to(tl.int64) if INT64_OFFSETS else index) * rows.stride_n
         kv = tl.load(
             rows.nope + offsets[:, None] + d[None, :], mask=live[:, None], other=0.0
         )  # [BLOCK_K, 512]
@@ -74,9 +74,11 @@ def _attend_16bit_rows(
             # Always taken. Code in a branch goes to the end of the pipelined loop's body, so that the
             # copy of the next tile is under way before this one is multiplied, not after.
             if start >= 0:
-                acc, m, l = _step(q, q_rope, acc, m, l, qk_scale, kv, rope, live, start, HEAD_DIM, True)
+                acc, m, l = _attend_tile(
+                    q, q_rope, acc, m, l, qk_scale, kv, rope, live, start, HEAD_DIM, True
+                )
         else:
-            acc, m, l = _step(q, q_rope, acc, m, l, qk_scale, kv, rope, live, start, HEAD_DIM, False)
+            acc, m, l = _attend_tile(q, q_rope, acc, m, l, qk_scale, kv, rope, live, start, HEAD_DIM, False)
         index = upcoming
     return acc, m, l
 
@@ -97,13 +99,13 @@ def _sparse_16bit_kernel(
     token = tl.program_id(0) // HEAD_BLOCKS
     heads = (tl.program_id(0) % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = heads < CALL.NUM_HEADS
-    if CALL.WIDE_HEADS:
+    if CALL.INT64_HEADS:
         heads = heads.to(tl.int64)
     split = tl.program_id(1)
     d = tl.arange(0, 512)
-    wide_token = token.to(tl.int64)
+    token_64 = token.to(tl.int64)
     HEAD_DIM: tl.constexpr = CALL.HEAD_DIM
-    q_rows = q.nope + wide_token * q.stride_n + heads[:, None] * q.stride_h
+    q_rows = q.nope + token_64 * q.stride_n + heads[:, None] * q.stride_h
     q_tile = tl.load(q_rows + d[None, :], mask=mask[:, None], other=0.0)  # [BLOCK_H, 512]
     q_rope = 0
     if HEAD_DIM > 512:
@@ -134,17 +136,17 @@ def _sparse_16bit_kernel(
     if PREFIX is not None:
         acc, m, l = _attend_16bit_rows(
             q_tile, q_rope, acc, m, l, qk_scale, prefix, prefix_csr, prefix_begin, prefix_end,
-            PREFIX.WIDE_ADDRESS, HEAD_DIM, TILES.GUARD, BLOCK_K,
+            PREFIX.INT64_OFFSETS, HEAD_DIM, TILES.GUARD, BLOCK_K,
         )  # fmt: skip
     if EXTEND is not None:
         acc, m, l = _attend_16bit_rows(
             q_tile, q_rope, acc, m, l, qk_scale, extend, extend_csr, extend_begin, extend_end,
-            EXTEND.WIDE_ADDRESS, HEAD_DIM, TILES.GUARD, BLOCK_K,
+            EXTEND.INT64_OFFSETS, HEAD_DIM, TILES.GUARD, BLOCK_K,
         )  # fmt: skip
     slot = (split.to(tl.int64) * num_tokens + token) * CALL.NUM_HEADS
-    share = row_share(out, m, l, heads, mask, CALL.HAS_SINK)
-    store_columns(out, partials, acc, share, wide_token, slot, heads, mask, 0, CALL.SPLIT)
+    factor = row_factor(out, m, l, heads, mask, CALL.HAS_SINK)
+    store_columns(out, partials, acc, factor, token_64, slot, heads, mask, 0, CALL.SPLIT)
     if CALL.SPLIT:
         store_state(partials, m, l, slot, heads, mask)
     elif CALL.WRITE_LSE:
-        store_lse(out, m, l, wide_token, heads, mask)
+        store_lse(out, m, l, token_64, heads, mask)

@@ -158,7 +158,7 @@ class DecodeBench(Bench[DecodeSizes]):
             ids = table.page_ids.expand(shape.batch, -1).contiguous()
             table = PageTable.from_block_table(ids, lens, page_size=shape.page_size)
             plan = plan_decode(q, cache, table)
-            splits = max(plan.config.num_units // shape.batch, 1) if plan.config.split != "none" else 1
+            splits = max(plan.config.num_items // shape.batch, 1) if plan.config.split != "none" else 1
             shorter = max(shape.context // (splits * _TRACED_KEYS), 1)
             lens.fill_(max(shape.context // shorter, 1))
             executor.scale = Scale(passes=shape.context / int(lens[0]))

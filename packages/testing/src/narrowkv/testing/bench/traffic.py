@@ -254,7 +254,7 @@ def _kernels(names: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
 
 
 FORCED: dict[str, tuple[dict[str, Any], ...]] = {
-    "paged_decode": tuple({"split": split} for split in ("none", "even", "uniform"))
+    "paged_decode": tuple({"split": split} for split in ("none", "even", "per_sequence"))
     + tuple({"tokens_per_split": tokens} for tokens in (256, 512, 1024, 2048, 4096)),
     "batch_prefill": _kernels(tuple(kernel for kernel in KERNELS if kernel != "decode")),
     "prefill_append": _kernels(APPEND_KERNELS),
