@@ -32,6 +32,8 @@ from narrowkv.testing.calls import LaunchRecorder, TorchOperations, functions_en
 
 pytestmark = pytest.mark.sampled
 
+# What they run, others run too, and these take seconds.
+SLOW = {"append, rope", "append, first", "append, fused, rope", "sage, no mean", "sparse, batch invariant"}
 every_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=str)
 one_of_each = pytest.mark.parametrize("operation", ONE_EACH, ids=str)
 with_a_cache = pytest.mark.parametrize(
@@ -75,7 +77,11 @@ def check_call(operation: Operation, plan: Any, arguments: Arguments) -> None:
 # ---------------------------------------------------------------------------- sizes and memory
 
 
-@every_operation
+@pytest.mark.parametrize(
+    "operation",
+    [pytest.param(each, marks=[pytest.mark.slow] if each.name in SLOW else []) for each in OPERATIONS],
+    ids=str,
+)
 def test_one_plan_from_sizes_serves_every_smaller_call(operation: Operation, device: str) -> None:
     """Outputs and scratch hold NaN before each call."""
     plan = operation.plan(device)
@@ -96,7 +102,7 @@ def test_a_larger_call_is_refused(operation: Operation) -> None:
 
 @pytest.mark.parametrize("kinds", ["decode", "prefill and append", "sage", "sparse"])
 def test_plans_share_a_workspace_and_say_what_they_need(kinds: str, device: str) -> None:
-    operations = [each for each in OPERATIONS if each.kind in kinds]
+    operations = [each for each in OPERATIONS if each.kind in kinds and each.name not in SLOW]
     needed = [each.plan(device).workspace_bytes() for each in operations]
     assert max(needed) > min(needed) >= 0
     shared = Workspace(max(needed), device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -83,14 +83,10 @@ class Kernel:
         return launch
 
 
-class World:
-    def __init__(self) -> None:
-        self.device = 3
-
-
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    here = World()
+def world(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A process whose current device is `device`."""
+    here = SimpleNamespace(device=3)
     monkeypatch.setattr(gpu, "current_device", lambda: here.device)
     monkeypatch.setattr(gpu, "current_stream", lambda device: 100 + device)
     monkeypatch.setattr(gpu, "device_target", lambda device: get_target("sm90"))
@@ -98,11 +94,11 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 @pytest.fixture
-def kernel(world: World) -> Kernel:
+def kernel(world: SimpleNamespace) -> Kernel:
     return Kernel()
 
 
-def launch_by(launcher: GpuLaunch, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def launch_by(launcher: GpuLaunch, world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the launch path launch by it, and CPU tensors, whose device is -1, count as a GPU's."""
 
     def launch(kernel: Any, grid: Any, args: Any, constexprs: Any, options: Any) -> GpuLaunch:
@@ -260,7 +256,7 @@ def test_a_profiler_gets_every_launch_from_triton(
     assert launch(*args) == 1
 
 
-def test_another_current_device_is_left_to_the_launch_path(world: World, kernel: Kernel) -> None:
+def test_another_current_device_is_left_to_the_launch_path(world: SimpleNamespace, kernel: Kernel) -> None:
     launcher = GpuLaunch(kernel, {"BLOCK": 64}, LaunchOptions())
     launcher.launch((1,), arguments(), DEVICE)
     assert launcher.again((1,), arguments())
@@ -268,7 +264,9 @@ def test_another_current_device_is_left_to_the_launch_path(world: World, kernel:
     assert not launcher.again((1,), arguments())
 
 
-def test_tensors_without_memory_never_reach_the_compiled_kernel(world: World, kernel: Kernel) -> None:
+def test_tensors_without_memory_never_reach_the_compiled_kernel(
+    world: SimpleNamespace, kernel: Kernel
+) -> None:
     launcher = GpuLaunch(kernel, {"BLOCK": 64}, LaunchOptions())
     launcher.launch((1,), arguments(), DEVICE)
     with FakeTensorMode():
@@ -293,7 +291,7 @@ def test_a_bound_launch_is_a_value() -> None:
     one((0,), ())  # an empty grid asks for nothing
 
 
-def test_a_call_costs_little_python(world: World, kernel: Kernel) -> None:
+def test_a_call_costs_little_python(world: SimpleNamespace, kernel: Kernel) -> None:
     """With the arguments of a decode; beside torch.add_, so that a slow machine does not matter."""
     launcher = GpuLaunch(kernel, {"BLOCK": 64}, LaunchOptions())
     args = arguments(rows=tuple([torch.zeros(64)] * 14 + [32] * 14))
@@ -313,7 +311,7 @@ def test_a_call_costs_little_python(world: World, kernel: Kernel) -> None:
 
 
 @pytest.fixture
-def fixed(kernel: Kernel, world: World, monkeypatch: pytest.MonkeyPatch) -> FixedLaunch:
+def fixed(kernel: Kernel, world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> FixedLaunch:
     """A launch with x, the stride of rows and the batch varying."""
     launch_by(GpuLaunch(kernel, {"BLOCK": 64}, LaunchOptions()), world, monkeypatch)
     bound = BoundLaunch(kernel, {"BLOCK": 64}, LaunchOptions())
@@ -386,7 +384,7 @@ def test_several_launches_share_their_values(kernel: Kernel, fixed: FixedLaunch)
 class Encoding:
     """Triton's own launcher of `_described_kernel`, with a driver that notes what it encodes and launches."""
 
-    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
         self.encoded: list[int] = []
         self.launched: list[tuple[Any, ...]] = []
         utils = SimpleNamespace(
@@ -426,7 +424,7 @@ def _described(rows: torch.Tensor) -> TensorDescriptor:
 
 
 @pytest.mark.codegen_all
-def test_tensor_descriptors_are_encoded_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_descriptors_are_encoded_once(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     triton_of = Encoding(world, monkeypatch)
     x, sizes = torch.zeros(64), [32, 64, 64, 1]
     k, v, other = (_described(torch.zeros(32, 64).half()) for _ in "kvo")
@@ -443,7 +441,7 @@ def test_tensor_descriptors_are_encoded_once(world: World, monkeypatch: pytest.M
 
 
 @pytest.mark.codegen_all
-def test_parts_of_a_block_are_addresses(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_block_are_addresses(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     triton_of = Encoding(world, monkeypatch)
     made: list[int] = []
 
