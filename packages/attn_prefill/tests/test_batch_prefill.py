@@ -52,6 +52,8 @@ QUICK = sweep(CPU)
 CASES = [
     *(case for case in QUICK if not case.appends),
     *(case for kernel in KERNELS for case in more_cases(kernel)),
+    W((5, 1, 12), (300, 5, 70), kernel="split", sinks=True, window_left=100),
+    W(kernel="split", format=CacheFormat("int8", "int4"), granularity="token_head", head_dim=80),
     *(pytest.param(case, marks=pytest.mark.slow)
       for case in sweep(CPU, everything=True)[len(QUICK) :] if not case.appends),
 ]  # fmt: skip

@@ -50,6 +50,7 @@ CASES = [
     *BOTH_KERNELS,
     *(W(format=fmt, q_dtype=q) for fmt, q in ((F8, FP16), ("bf16", FP16), ("fp16", torch.bfloat16))),
     W(rope="neox", granularity="head", fp8_compute=True),
+    W((5, 1, 12), (300, 5, 70), kernel="split", rope="gptj"),
     *(pytest.param(replace(case, kernel="pipelined"), marks=pytest.mark.gpu)
       for case in BOTH_KERNELS if case.kernel == "fused"),
     *(pytest.param(case, marks=pytest.mark.slow)

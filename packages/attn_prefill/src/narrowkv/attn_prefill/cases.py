@@ -23,7 +23,7 @@ from narrowkv.runtime.targets import Target, get_target
 __all__ = ["PrefillCase", "PrefillInputs", "shipped", "sweep"]
 
 BOUND_FP8_QUERY = 0.02
-"""Bound on the relative L1 error if P is rounded to FP8 for PV."""
+"""Bound on the relative L1 error if P is rounded to FP8 for PV; kernel "dense" rounds it to float16."""
 BOUND_TWO_FP8_TERMS = 0.004
 """Bound if queries and P are sums of two FP8 terms, eight bits; rounding the queries changes lse."""
 LSE_BOUND_TWO_FP8_TERMS = 4e-3
@@ -103,7 +103,6 @@ class PrefillCase(cases.CacheCase):
         """The largest relative L1 error that passes."""
         if self.fp8_compute:
             return BOUND_TWO_FP8_TERMS
-        # The kernel "dense" rounds P to float16.
         return BOUND_FP8_QUERY if self.q_dtype.itemsize == 1 and self.kernel != "dense" else decode.BOUND
 
     @property
