@@ -150,7 +150,7 @@ slow = pytest.mark.slow
         ("llama-3-tiny", "fp4", 1, False),
         ("glm-4.5-air-tiny", "fp8", 1, False),
         ("gpt-oss-tiny", "fp8", 2, False),
-        ("gemma-2-tiny", "fp8", 2, False),
+        ("gemma-2-tiny", "fp8", 1, False),
         # Attention that has nothing which one of the others has not.
         pytest.param("gpt-oss-tiny", "fp8", 2, True, marks=slow),
         pytest.param("qwen3-tiny", "fp8", 1, False, marks=slow),
@@ -315,12 +315,12 @@ def test_padding_on_the_right_is_not_attended_to():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"num_beams": 2}, {"prompt_lookup_num_tokens": 2}, {"prefill_chunk_size": 4}],
-    ids=lambda x: next(iter(x)),
+    ("layers", "options"),
+    [(2, {"num_beams": 2}), (1, {"prompt_lookup_num_tokens": 2}), (1, {"prefill_chunk_size": 4})],
+    ids=["beams", "prompt lookup", "chunks"],
 )
-def test_generate_in_other_ways_gives_the_tokens_of_transformers_own_cache(options):
-    model = tiny_model("llama-3-tiny")
+def test_generate_in_other_ways_gives_the_tokens_of_transformers_own_cache(layers, options):
+    model = tiny_model("llama-3-tiny", num_layers=layers)
     ids = padded_prompt()[0][1:]
     settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, **options}
     own = model.generate(ids, **settings)
@@ -398,7 +398,8 @@ def test_every_registered_decoder_is_answered_yes_or_with_a_reason(multimodal, l
     assert all(isinstance(reason, str) and reason for reasons in answers.values() for reason in reasons)
     assert yes <= {name for name, reasons in answers.items() if not reasons}
     for name, reason in no.items():
-        assert any(reason in answer for answer in answers[name]), (name, answers[name])
+        told = answers[name][:1] if multimodal else answers[name]
+        assert any(reason in answer for answer in told), (name, told)
 
 
 TEXT = {
