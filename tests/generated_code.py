@@ -33,9 +33,10 @@ def assert_no_spills(artifacts: list[CompiledArtifact]) -> None:
 
 
 @cache
-def compile_case(case: Any, target: str) -> list[CompiledArtifact]:
-    """The kernels of a case's call in the order of its launches; none spills."""
-    artifacts = compile_call(target, case.inputs().call)
+def compile_case(case: Any, target: str, *, lse: bool = False) -> list[CompiledArtifact]:
+    """The kernels of a case's call, with lse or without, in the order of its launches; none spills."""
+    inputs = case.inputs()
+    artifacts = compile_call(target, inputs.call if lse else lambda: inputs.prepare()())
     assert_no_spills(artifacts)
     return artifacts
 

@@ -291,7 +291,7 @@ def test_an_append_that_transforms_keys_neither_spills_nor_uses_scratch(
     inputs = case.inputs()
     moved = KeyTransform(torch.zeros(8, 128), torch.ones(8, 128))
     inputs = replace(inputs, cache=replace(inputs.cache, key_transform=moved))
-    artifacts = compile_call(target, inputs.call)
+    artifacts = compile_call(target, lambda: inputs.prepare()())
     assert artifacts[0].name == "_transform_queries_kernel"
     assert_no_spills(artifacts)
     assert_few_scalars_move(artifacts)

@@ -40,7 +40,7 @@ def _is_default(case: SparseCase) -> bool:
 def test_every_shipped_configuration_neither_spills_nor_uses_scratch(case: SparseCase, target: str) -> None:
     if (*TRITON, target, case.num_qo_heads) == (3, 7, "gfx950", 32):
         pytest.skip("Triton 3.7 keeps two scalars in lanes of a vector register")
-    for code in compile_case(case, target):
+    for code in compile_case(case, target, lse=True):
         # On gfx950 the kernel for CDNA keeps two tiles of 64 rows in LDS.
         large = (target, code.name) == ("gfx950", "_sparse_cdna_kernel")
         assert large or code.lds_bytes <= LDS_OF_GFX942, code.name
@@ -51,7 +51,7 @@ def test_every_shipped_configuration_neither_spills_nor_uses_scratch(case: Spars
 
 
 def _attention(case: SparseCase, target: str) -> KernelCode:
-    (code,) = [k for k in map(KernelCode.of, compile_case(case, target)) if k.name in ATTENTION]
+    (code,) = [k for k in map(KernelCode.of, compile_case(case, target, lse=True)) if k.name in ATTENTION]
     return code
 
 
