@@ -206,7 +206,7 @@ def test_a_plan_serves_other_lengths_within_its_bounds(device):
     assert_right(case, inputs=inputs, plan=plan)
 
 
-# --------------------------------------------------------------------------------------- unusual numbers
+# -------------------------------------------------------------------------------------------- unusual numbers
 
 
 @pytest.mark.parametrize("fmt", [F8, "fp8_e4m3fnuz"])

@@ -181,7 +181,7 @@ def test_nan_of_an_old_value_whose_key_stays_in_its_page(position, window_left, 
     assert torch.equal(o.isnan().any(-1), expected)
 
 
-# --------------------------------------------------------------------------------------- unusual numbers
+# -------------------------------------------------------------------------------------------- unusual numbers
 
 
 # In the scratch V is float16, in units of the descale and times a power of two where that does not do.
