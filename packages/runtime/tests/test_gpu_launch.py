@@ -170,6 +170,7 @@ CHANGES: dict[str, Any] = {
     "64 bits of what is not specialised on": lambda: {"batch": 2**40},
     "none": lambda: {"x": None},
     "none in a struct": lambda: {"rows": Rows(None, 32)},
+    "none for a float": lambda: {"scale": None},
     "a tensor of no pointer type": lambda: {"bias": torch.zeros(3)},
 }
 

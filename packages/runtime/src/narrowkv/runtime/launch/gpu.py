@@ -56,7 +56,7 @@ def _write_reader(params: list[Any], args: tuple[Any, ...], storage_sizes: bool,
     Triton's launcher takes without asking the driver about each of them.
     """
     names: list[str] = []
-    none: list[str] = []
+    other: list[str] = []  # conditions of another kind
     pointers: list[str] = []
     aligned: list[str] = []
     tensors: list[str] = []
@@ -72,7 +72,7 @@ def _write_reader(params: list[Any], args: tuple[Any, ...], storage_sizes: bool,
         name = packed = f"v{len(names)}"
         names.append(name)
         if value is None:
-            none.append(f"{name} is not None")
+            other.append(f"{name} is not None")
         elif isinstance(value, torch.Tensor):
             packed = f"p_{name}"
             tensors.append(name)
@@ -92,7 +92,9 @@ def _write_reader(params: list[Any], args: tuple[Any, ...], storage_sizes: bool,
         elif hasattr(value, "block_shape"):
             tensors.append(f"{name}.base")
             parts.append(f"describe({name})")
-        elif type(value) is not float:
+        elif type(value) is float:
+            other.append(f"{name} is None")
+        else:
             raise TypeError(f"a kernel's argument must be a tensor, an int, a float or None, got {value!r}")
         return name, packed
 
@@ -103,7 +105,7 @@ def _write_reader(params: list[Any], args: tuple[Any, ...], storage_sizes: bool,
         unpacking, packing = f"{unpacking}{name}, ", f"{packing}{packed}, "
     body = [f"{unpacking} = args"]
     body += [f"{pointer} = {pointer.removeprefix('p_')}.data_ptr()" for pointer in pointers]
-    wrong = [*none, *(f"not {pointer}" for pointer in pointers)]
+    wrong = [*other, *(f"not {pointer}" for pointer in pointers)]
     if wrong:
         body.append(f"if {' or '.join(wrong)}: raise Changed")
     if aligned:
