@@ -87,7 +87,7 @@ DECODE = {
     "speculative tokens in a window": SMALL + "q_len=2,ratio=5,window=20,clean=1,lens=64+37+1",
     "soft cap and sinks": SMALL + "soft_cap=5,sinks=1,clean=1",
     "empty sequences, even": "head_dim=64,split=even,lens=33+0+130,clean=1",
-    "uniform splits": "head_dim=64,split=uniform,lens=64+37+1,sinks=1,descale=head,clean=1",
+    "uniform splits": "head_dim=64,split=per_sequence,lens=64+37+1,sinks=1,descale=head,clean=1",
 }
 
 

@@ -43,7 +43,7 @@ CALLS: dict[str, tuple[tuple[Any, str], str]] = {
     "decode, four waves, bf16": (DECODE, "split=none,ratio=40,format=bf16"),
     "decode, one wave, OCP": (DECODE, "split=none,ratio=12,lens=70+5,clean=1"),
     "decode, four waves, OCP": (DECODE, "split=none,ratio=71,clean=1"),
-    "decode, splits": (DECODE, "split=uniform,lens=64+37+1,sinks=1"),
+    "decode, splits": (DECODE, "split=per_sequence,lens=64+37+1,sinks=1"),
     "decode, FP4 native": (DECODE, "split=none,kernel=native,format=fp4_e2m1,head_dim=128,layout=HND"),
     "dense prefill": (PREFILL, "kernel=dense"),
     "dense prefill, tiles shared": (PREFILL, "kernel=dense,splits=2"),

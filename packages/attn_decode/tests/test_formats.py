@@ -64,6 +64,7 @@ OF_EITHER_KERNEL = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(always=[{"name": "E4M3 scales", "kernel": "native"}])
 @either_kernel
 @pytest.mark.parametrize("name", OF_EITHER_KERNEL)
 def test_fp4_by_either_kernel(name, kernel, device):

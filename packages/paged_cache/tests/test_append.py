@@ -80,7 +80,7 @@ def _stored() -> Iterator[Stored]:
     fp4 = ("fp4_e2m1", CacheFormat("fp8_e4m3fn", "fp4_e2m1"))
     for layout, size in LAYOUTS:
         at = {"layout": layout, "page_size": size}
-        yield Stored(descale=None, **at)
+        yield from (Stored(fmt, descale=None, **at) for fmt in ("fp8_e4m3fn", "bf16"))
         for fmt in (*FORMATS, *integers, *fp4, CacheFormat("bf16", "fp8_e4m3fn")):
             formats = CacheFormat.parse(fmt)
             packed = any(get_format(name).is_packed for name in (formats.k, formats.v))

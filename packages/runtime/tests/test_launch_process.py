@@ -45,9 +45,9 @@ def check_interpreting(programs: int = 8) -> None:
     assert torch.equal(o, 3 * x.view(programs, 16).sum(1))
 
 
-def check_compiling(target: str = "gfx942") -> None:
+def check_compiling(target: str = "gfx942", n: int = 16) -> None:
     with compile_for(target) as artifacts:
-        launch(_sum_kernel, (1,), (torch.zeros(16), torch.zeros(1)), {"N": 16, "DTYPE": tl.float32}, ONE)
+        launch(_sum_kernel, (1,), (torch.zeros(n), torch.zeros(1)), {"N": n, "DTYPE": tl.float32}, ONE)
     assert [artifact.target.name for artifact in artifacts] == [target]
     assert target in artifacts[0].assembly.split("\n", 1)[0]
 
@@ -216,16 +216,17 @@ def test_an_empty_tensor_has_no_memory_to_miss() -> None:
     launch(_sum_kernel, (0,), (torch.zeros(0), torch.zeros(0)), {"N": 16}, ONE)
 
 
-@pytest.mark.parametrize("variable", ["TRITON_CACHE_DIR", "TRITON_HOME"])
+# A size that this process has not compiled yet.
+@pytest.mark.parametrize(("variable", "n"), [("TRITON_CACHE_DIR", 64), ("TRITON_HOME", 128)])
 def test_a_cache_folder_that_cannot_be_written_is_named(
-    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variable: str, n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked = tmp_path / "a file"
     blocked.touch()
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setenv(variable, str(blocked / "folder"))
     with pytest.raises(OSError, match=f"(?s)TRITON_CACHE_DIR.*{blocked}|{blocked}.*TRITON_CACHE_DIR"):
-        check_compiling()
+        check_compiling(n=n)
 
 
 @pytest.mark.slow
