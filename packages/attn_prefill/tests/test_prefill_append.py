@@ -42,7 +42,10 @@ def more_cases(kernel):
 
 CPU = get_target("cpu")
 QUICK = sweep(CPU)
+# The window of the chunk's second tile of rows begins inside a tile of new keys.
+WINDOW_IN_THE_CHUNK = W((40, 1), (20, 70), num_kv_heads=1, window_left=12, sinks=True, kernel="fused")
 BOTH_KERNELS = [
+    WINDOW_IN_THE_CHUNK,
     *(case for case in QUICK if case.appends),
     *(case for kernel in ("append_then_attend", "fused") for case in more_cases(kernel)),
 ]
@@ -67,6 +70,7 @@ def inputs_of(case, device):
     return inputs
 
 
+@pytest.mark.sampled(always=[{"case": WINDOW_IN_THE_CHUNK}])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_case(case, device):
     assert_right(case, inputs=inputs_of(case, device))
