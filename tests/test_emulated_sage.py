@@ -42,7 +42,7 @@ SLOW: dict[str, tuple[SageCase, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(most=3)
+@pytest.mark.sampled(most=2)
 @both_targets
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_machine_code_agrees_with_the_reference(name: str, target: str) -> None:

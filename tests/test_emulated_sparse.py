@@ -54,7 +54,7 @@ def run(case: SparseCase, target: str, **watch: bool) -> CaseResult:
     return run_case(case, context=lambda: emulating(target, **watch))
 
 
-@pytest.mark.sampled(most=8)
+@pytest.mark.sampled(most=6)
 @both_targets
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_machine_code_agrees_with_the_reference(name: str, target: str) -> None:

@@ -300,7 +300,7 @@ def test_every_removed_or_weakened_wait_is_noticed(name: str, target: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "target"), [*CASES[1:17:5], *CASES[19::6], ("decode, FP4 native", "gfx950")]
+    ("name", "target"), [*CASES[1:17:8], *CASES[19::9], ("decode, FP4 native", "gfx950")]
 )
 def test_some_removed_waits_are_noticed(name: str, target: str) -> None:
     def some(mutants: list[Mutant]) -> list[Mutant]:

@@ -235,7 +235,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(most=6)
 @pytest.mark.parametrize("given", [False, True])
 @calls(
     "step, FP8", "step, descales of tokens, ragged", "step, FP4", "batch_prefill", "batch_prefill, ragged",
