@@ -1,6 +1,7 @@
 """Lengths beyond the bounds of a plan, and open windows; results and workspace lie between guard zones.
 
-Wrong numbers of all operations are in tests/test_hostile_metadata.py, refusals in tests/test_arguments.py.
+Wrong values in metadata are tested for all operations in tests/test_hostile_metadata.py, and refused
+arguments in tests/test_arguments.py.
 """
 
 from __future__ import annotations

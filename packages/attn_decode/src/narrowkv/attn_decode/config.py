@@ -236,8 +236,8 @@ def _short_call(
     if full:
         return block_n, LaunchOptions(num_warps=4, num_stages=3, maxnreg=128), slots, "pages", split
     if kind == "fp4":
-        # H100, with three and with two programs a multiprocessor: B4 ctx8192 29.7 us and 31.5. With four, two
-        # stages and no page ids ahead: B1 ctx32768 44.1 for 32.4, B8 ctx4096 40.5 for 33.0.
+        # H100, instead of two programs a multiprocessor: B4 ctx8192 29.7 us, not 31.5. Instead of four with 2
+        # stages and without prefetched page ids: B1 ctx32768 32.4 us, not 44.1, B8 ctx4096 33.0, not 40.5.
         return block_n, LaunchOptions(num_warps=4, num_stages=3), three, "pages", split
     return block_n, LaunchOptions(num_warps=4, num_stages=2), slots, "", None
 
@@ -374,7 +374,7 @@ def choose_config(
         tiles_per_split = 1
         num_items = shape.batch * min(max(1, slots // max(shape.batch, 1)), tiles)
     else:
-        # An even share needs room for each sequence's rounding up: see `split_counts`. Where that is more
+        # An even share needs room for each sequence's rounding up: see `even_split`. Where that is more
         # than fits at once, FP4 wants whole waves. H100, B128 ctx32768 page 64, FP4: 396 items 1811 us,
         # 384 items 1943 us; FP8 2897 us with 264, 2863 us with 256.
         least = 2 * shape.batch

@@ -101,7 +101,7 @@ class CPDecodePlan:
         return 0 if self.layout.world == 1 else exchange_bytes(self._moves())
 
     def with_workspaces(self, workspace: Workspace, exchange: Workspace) -> CPDecodePlan:
-        """The same plan on memory of the caller's. Plans may share it if their calls run one after another.
+        """The same plan in the caller's memory. Plans may share it if their calls run one after another.
 
         Without it, a rank's attention allocates its memory in every call, and the plan allocates what ranks
         exchange in its first call.

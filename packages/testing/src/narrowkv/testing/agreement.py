@@ -40,7 +40,7 @@ def assert_right(
     case: Case, device: str = "cpu", *, inputs: Any = None, plan: Any = None, bound: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Calls a case's operation and fails unless results and stored bytes are those of the reference.
+    """Calls a case's operation and compares its results, and the bytes that it stored, with the reference.
 
     Args:
         case: says the bounds.

@@ -56,7 +56,7 @@ def _write_reader(params: list[Any], args: tuple[Any, ...], storage_sizes: bool,
     Triton's launcher takes without asking the driver about each of them.
     """
     names: list[str] = []
-    other: list[str] = []  # conditions of another kind
+    other: list[str] = []  # conditions that hold for arguments of other kinds
     pointers: list[str] = []
     aligned: list[str] = []
     tensors: list[str] = []

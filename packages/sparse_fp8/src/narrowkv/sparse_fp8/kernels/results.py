@@ -37,7 +37,7 @@ class Partials(NamedTuple):
 class Call(NamedTuple):
     """Constants of the call that a kernel is compiled with.
 
-    INT64_HEADS: the stride of heads needs more than 31 bits. HEAD_DIM: columns of Q and K; V has 512.
+    INT64_HEADS: offsets of heads are computed in int64. HEAD_DIM: columns of Q and K; V has 512.
     """
 
     NUM_HEADS: Any
