@@ -9,9 +9,8 @@ import torch
 from narrowkv.attn_decode import merge_states, paged_decode
 from narrowkv.attn_prefill import batch_prefill
 from narrowkv.engines.transformers.cache import LAYER_TAG, NarrowLayer
-from narrowkv.engines.transformers.masks import check_padding
-from narrowkv.engines.transformers.rows import Step, interleaved_starts
-from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.engines.transformers.dense import attend_dense, rows_of
+from narrowkv.engines.transformers.masks import tokens_of
 
 # Arguments of other attention functions that change the result and have no counterpart here.
 _REFUSED = frozenset({"position_bias", "indices", "block_indices", "sinks", "head_mask", "packed_seq_ids"})
@@ -41,7 +40,7 @@ def attend(
         module: the attention module.
         query: `[batch, num_qo_heads, tokens, head_dim]`, bf16 or fp16.
         key, value: `[batch, num_kv_heads, keys, head_dim]`.
-        attention_mask: `[batch, keys]`, 0 for padding at the ends of a row, or None.
+        attention_mask: what `padding_of` returned, `[batch, keys]` (0 for padding), or None.
         scaling: of the logits; default `head_dim ** -0.5`.
         dropout: must be 0.
         sliding_window: keys that a token attends to, itself included.
@@ -58,12 +57,19 @@ def attend(
     """
     batch, _, tokens, head_dim = query.shape
     refuse_unknown(kwargs, dropout)
+    if query.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "narrowkv's attention has no backward, got a model that records gradients: call it inside `with "
+            'torch.no_grad():` (generate does), and for training use attn_implementation="sdpa"'
+        )
     if tokens > 1 and not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ValueError(
             "narrowkv's attention is causal, got a module with is_causal=False (an image tower?): set it for "
             'the decoder alone, attn_implementation={"text_config": "narrowkv"}'
         )
-    padding = check_padding(attention_mask, batch)
+    layer = getattr(key, LAYER_TAG, None)
+    keys = layer.length if isinstance(layer, NarrowLayer) else key.shape[2]
+    key_tokens, new_tokens = tokens_of(attention_mask, batch, keys, tokens)
     options: dict[str, Any] = {
         "sm_scale": scaling,
         "logits_soft_cap": softcap or 0.0,
@@ -71,7 +77,6 @@ def attend(
         "sinks": s_aux,
     }
     o: Any
-    layer = getattr(key, LAYER_TAG, None)
     if isinstance(layer, NarrowLayer):
         if layer.near is not None:
             if sliding_window is not None:
@@ -79,9 +84,9 @@ def attend(
                     "NarrowCache with recent tokens in FP8 must know which layers have a sliding window, got "
                     "one that its configuration does not name: use recent=0 for this model"
                 )
-            o = _attend_apart(layer, query, key, value, padding, options)
+            o = _attend_apart(layer, query, key, value, new_tokens, options)
             return o.view(batch, tokens, -1, head_dim), None
-        layer.store(padding)
+        layer.store(new_tokens)
         rows, cache = layer.owner.rows, layer.cache
         step = rows.step
         assert cache is not None
@@ -90,25 +95,12 @@ def attend(
             q = query.squeeze(2)
             o = paged_decode(q, cache, step.table, plan=layer.decode_plans(q)[0], **options)
             return _output(layer, o).unsqueeze(1), None
-        q = _rows_of(query)
+        q = rows_of(query)
         plan = rows.prefill_plan(q, cache, step)
         o = batch_prefill(q, cache, step.table, step.starts, plan=plan, **options)
         return _output(layer, o).view(batch, tokens, -1, head_dim), None
-    return _attend_dense(query, key, value, padding, **options).view(batch, tokens, -1, head_dim), None
-
-
-def _attend_dense(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | None, **options: Any
-) -> Any:
-    """Attention to `key` and `value` where they are: `[batch * tokens, num_qo_heads, head_dim]`."""
-    batch, _, tokens, _ = query.shape
-    step = _dense_step(key, padding, batch, tokens)
-    cache = PagedKVCache.from_tensors(
-        *(_as_slots(x) for x in (key, value)), format=_format_of(key), layout="tokens"
-    )
-    if step.starts is None:
-        return paged_decode(query.squeeze(2), cache, step.table, **options)
-    return batch_prefill(_rows_of(query), cache, step.table, step.starts, **options)
+    o = attend_dense(query, key, value, key_tokens, new_tokens, **options)
+    return o.view(batch, tokens, -1, head_dim), None
 
 
 def _attend_apart(
@@ -135,20 +127,17 @@ def _attend_apart(
     assert step is not None
     assert step.window is not None
     assert step.starts is not None
-    # K and V of a model may differ in how they lie; token by token they are alike.
-    key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
     if step.window.near_before is None or step.window.far_before is None:
-        o = _attend_dense(query, key, value, padding, **{**options, "sinks": sinks})
+        o = attend_dense(query, key, value, padding, padding, **{**options, "sinks": sinks})
     else:
-        q = _rows_of(query)
+        q = rows_of(query)
         o, lse = _states(3, q)
         before = (layer.near, step.window.near_before), (layer.cache, step.window.far_before)
         for i, (held, table) in enumerate(before):
             assert held is not None
             batch_prefill(q, held, table, step.starts, causal=False, out=o[i], lse=lse[i], **options)
             o[i] = _output(layer, o[i])
-        own = None if padding is None else padding[:, -tokens:]
-        _attend_dense(query, key, value, own, out=o[2], lse=lse[2], **options)
+        attend_dense(query, key, value, padding, padding, out=o[2], lse=lse[2], **options)
         o = merge_states(o, lse, sinks=sinks, out_dtype=q.dtype)[0]
     layer.store(padding)
     return o
@@ -179,51 +168,3 @@ def refuse_unknown(options: dict[str, Any], dropout: float) -> None:
             f"narrowkv's attention has no {', '.join(refused) or 'dropout'}: use "
             'attn_implementation="sdpa" for this model'
         )
-
-
-def _rows_of(query: torch.Tensor) -> torch.Tensor:
-    """Queries as `[batch * tokens, num_qo_heads, head_dim]`; a view in the layouts that models have."""
-    batch, heads, tokens, head_dim = query.shape
-    return query.transpose(1, 2).reshape(batch * tokens, heads, head_dim)
-
-
-def _format_of(key: torch.Tensor) -> str:
-    formats = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    if key.dtype not in formats:
-        raise TypeError(f"narrowkv's attention needs a model in bf16 or fp16, got {key.dtype}: pass dtype=")
-    return formats[key.dtype]
-
-
-def _as_slots(x: torch.Tensor) -> torch.Tensor:
-    """Keys or values `[batch, heads, keys, head_dim]` as slots `[slots, heads, head_dim]`, without a copy.
-
-    Key t of row b is slot `b * (stride of rows / stride of keys) + t`; slots between rows are never read.
-    """
-    batch, heads, keys, head_dim = x.shape
-    row, head, key, last = x.stride()
-    if last != 1 or (batch > 1 and row % key):
-        raise ValueError(
-            "narrowkv's attention needs key and value with a contiguous last dimension and rows that are "
-            f"whole keys apart, got strides {x.stride()}"
-        )
-    slots = (batch - 1) * (row // key) + keys
-    return x.as_strided((slots, heads, head_dim), (key, head, 1))
-
-
-def _dense_step(key: torch.Tensor, padding: torch.Tensor | None, batch: int, tokens: int) -> Step:
-    """The step of a call whose keys are all in `key`, a page for each."""
-    keys, device = key.shape[2], key.device
-    first = torch.arange(batch, device=device) * (key.stride(0) // key.stride(2) if batch > 1 else 0)
-    counts = torch.full((batch,), keys, dtype=torch.int32, device=device)
-    starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
-    if padding is not None:
-        seen = padding[:, -keys:].bool().cumsum(1)
-        first, counts = first + (seen == 0).sum(1), seen[:, -1].to(torch.int32)
-    ids = (first[:, None] + torch.arange(keys, device=device)).to(torch.int32)
-    if padding is not None and tokens > 1:
-        starts, _ = interleaved_starts(padding[:, -tokens:])
-        ids, rows = ids.new_zeros(2 * batch + 1, keys), ids
-        counts, lens = counts.new_zeros(2 * batch + 1), counts
-        ids[1::2], counts[1::2] = rows, lens
-    table = PageTable.from_block_table(ids, counts, page_size=1)
-    return Step(tokens, ids, table, None if tokens == 1 else starts)
