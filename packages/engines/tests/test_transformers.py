@@ -27,6 +27,7 @@ import narrowkv.engines.transformers as engine
 from narrowkv.engines.tiny import tiny_config, tiny_model
 from narrowkv.engines.transformers import NarrowCache, attention, cache, continuous, deepseek_v4, rows
 from narrowkv.engines.transformers.cache import LAYER_TAG
+from narrowkv.engines.transformers.masks import tokens_of
 from narrowkv.engines.trial import CACHES, try_engine
 from narrowkv.paged_cache import CacheFormat
 from narrowkv.quant import relative_l1
@@ -53,8 +54,8 @@ def rounded_attention(dtype):
         module, query, key, value, attention_mask, scaling, sliding_window=None, softcap=None, s_aux=None, **_
     ):
         layer = getattr(key, LAYER_TAG)
-        layer.store(attention_mask)
         batch, heads, tokens, dim = query.shape
+        layer.store(tokens_of(attention_mask, batch, layer.length, tokens).queries)
         out = torch.zeros(batch, tokens, heads, dim, dtype=query.dtype)
         stored = [x.view(batch, -1, *x.shape[2:]) for x in layer.cache.dequantize()]
         for b, keys in enumerate(layer.owner.rows.seq_lens.tolist()):
@@ -235,7 +236,7 @@ def test_narrow_formats_take_their_share_of_the_memory():
     }  # fmt: skip
 
 
-def test_a_step_copies_no_cache_and_never_waits_for_the_device(monkeypatch, calls):
+def test_a_step_copies_no_cache_and_waits_for_the_device_only_to_check_the_mask_of_a_chunk(monkeypatch, calls):
     model = tiny_model("gpt-oss-tiny", attn_implementation="narrowkv")
     narrow = narrow_cache(model)
     waits = []
@@ -255,7 +256,8 @@ def test_a_step_copies_no_cache_and_never_waits_for_the_device(monkeypatch, call
 
     steps(model, narrow)
     before = memory()
-    assert not waits
+    # Of two chunks, the mask of full and of sliding attention; none of a step of one token.
+    assert waits == ["__bool__"] * 2 * 2
     assert calls.memory == {k for _, k, _, _ in before}
     narrow.reset()
     with torch.no_grad():
@@ -283,7 +285,7 @@ def test_a_decode_step_adds_one_operation_and_the_views_of_each_layer(monkeypatc
     for index in range(2):
         with operators() as seen:
             layer(index)
-        assert seen == ["add_"] * (index == 0) + ["squeeze"] * 3 + ["unsqueeze"]
+        assert seen == ["add_"] * (index == 0) + ["squeeze"] * 3 + ["view"]
     steps = [[layer(index) for index in range(2)] for _ in range(300)]
     assert min(second for _, second in steps) * 1e6 <= MICROSECONDS
 

@@ -69,38 +69,48 @@ def attend(
         )
     layer = getattr(key, LAYER_TAG, None)
     keys = layer.length if isinstance(layer, NarrowLayer) else key.shape[2]
-    key_tokens, new_tokens = tokens_of(attention_mask, batch, keys, tokens)
+    real = tokens_of(attention_mask, batch, keys, tokens)
     options: dict[str, Any] = {
         "sm_scale": scaling,
         "logits_soft_cap": softcap or 0.0,
         "window_left": -1 if sliding_window is None else sliding_window - 1,
         "sinks": s_aux,
     }
+    if not isinstance(layer, NarrowLayer):
+        o = attend_dense(query, key, value, real.keys, real.queries, **options)
+    elif layer.near is None:
+        o = _attend_pages(layer, query, real.queries, options)
+    elif sliding_window is None:
+        o = _attend_apart(layer, query, key, value, real.queries, options)
+    else:
+        raise ValueError(
+            "NarrowCache with recent tokens in FP8 must know which layers have a sliding window, got "
+            "one that its configuration does not name: use recent=0 for this model"
+        )
+    o = o.view(batch, tokens, -1, head_dim)
+    if real.served is not None:
+        o = o.where(real.served[:, :, None, None], torch.nan)
+    return o, None
+
+
+def _attend_pages(
+    layer: NarrowLayer, query: torch.Tensor, padding: torch.Tensor | None, options: dict[str, Any]
+) -> torch.Tensor:
+    """Attention of a layer to all its pages, once the new tokens are stored in them."""
+    layer.store(padding)
+    rows, cache = layer.owner.rows, layer.cache
+    step = rows.step
+    assert cache is not None
+    assert step is not None
     o: Any
-    if isinstance(layer, NarrowLayer):
-        if layer.near is not None:
-            if sliding_window is not None:
-                raise ValueError(
-                    "NarrowCache with recent tokens in FP8 must know which layers have a sliding window, got "
-                    "one that its configuration does not name: use recent=0 for this model"
-                )
-            o = _attend_apart(layer, query, key, value, new_tokens, options)
-            return o.view(batch, tokens, -1, head_dim), None
-        layer.store(new_tokens)
-        rows, cache = layer.owner.rows, layer.cache
-        step = rows.step
-        assert cache is not None
-        assert step is not None
-        if step.starts is None:
-            q = query.squeeze(2)
-            o = paged_decode(q, cache, step.table, plan=layer.decode_plans(q)[0], **options)
-            return _output(layer, o).unsqueeze(1), None
+    if step.starts is None:
+        q = query.squeeze(2)
+        o = paged_decode(q, cache, step.table, plan=layer.decode_plans(q)[0], **options)
+    else:
         q = rows_of(query)
         plan = rows.prefill_plan(q, cache, step)
         o = batch_prefill(q, cache, step.table, step.starts, plan=plan, **options)
-        return _output(layer, o).view(batch, tokens, -1, head_dim), None
-    o = attend_dense(query, key, value, key_tokens, new_tokens, **options)
-    return o.view(batch, tokens, -1, head_dim), None
+    return _output(layer, o)
 
 
 def _attend_apart(

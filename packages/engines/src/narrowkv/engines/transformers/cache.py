@@ -16,6 +16,7 @@ from transformers.cache_utils import (
 )
 
 from narrowkv.attn_decode import DecodePlan
+from narrowkv.engines.geometry import decoder_reasons
 from narrowkv.engines.transformers.rows import Rows
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, append
 from narrowkv.quant import Calibration, LayerCalibration
@@ -241,6 +242,11 @@ class NarrowCache(Cache):
         self._descales = k_descale, v_descale
         self._rows: Rows | None = None
         text = config.get_text_config(decoder=True)
+        if reasons := decoder_reasons(text):
+            raise ValueError(
+                f"NarrowCache cannot hold this model: {'; '.join(reasons)}. Use transformers' own cache and "
+                'attn_implementation="sdpa"'
+            )
         layers = DynamicCache(config=text).layers or [DynamicLayer() for _ in range(text.num_hidden_layers)]
         super().__init__(layers=[self._narrow(layer, index) for index, layer in enumerate(layers)])
         if calibration is not None:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 # The functions that transformers composes its masks of, and that attention by rules and lengths expresses.
-_SERVED = {
-    "causal_mask_function",
-    "and_masks.<locals>.and_mask",
-    "sliding_window_overlay.<locals>.inner_mask",
-}
-_OTHER_RULE = (
-    'attn_implementation="narrowkv" serves causal masks, sliding windows and padding, got a mask made of '
-    '{0} (packed sequences, chunks and image blocks are not served): use attn_implementation="sdpa" for this '
-    "model or this input"
-)
-_HOLE = (
-    "attention_mask must have the 0s of a call's tokens at the ends of a row, and in a model with sliding "
-    "windows all 0s, got a 0 between two 1s: move the padding to the ends, or use "
-    'attn_implementation="sdpa"'
-)
+_CAUSAL = "causal_mask_function"
+_SERVED = {_CAUSAL, "and_masks.<locals>.and_mask", "sliding_window_overlay.<locals>.inner_mask"}
+
+
+class Tokens(NamedTuple):
+    """What an attention call's mask says, 0 for no; None for a yes throughout.
+
+    Attributes:
+        keys: `[batch, keys]`, which keys are tokens.
+        queries: `[batch, tokens]`, which queries are tokens.
+        served: `[batch, 1]`, which rows narrowkv serves: the others get NaN.
+    """
+
+    keys: torch.Tensor | None = None
+    queries: torch.Tensor | None = None
+    served: torch.Tensor | None = None
 
 
 def padding_of(
@@ -38,9 +39,9 @@ def padding_of(
 ) -> torch.Tensor | None:
     """The part of a mask that attention uses: which keys and which queries are tokens.
 
-    Causality and windows come from the attention call itself. The device is read only for a mask of more than
-    one new token, to see that it has no holes; where torch traces or captures a graph, the device itself
-    stops at a hole.
+    Causality and windows come from the attention call itself. Padding between tokens is refused: between new
+    ones, and in a model with sliding windows between any. The device is read for that only if there are
+    several new tokens, and never where torch traces or captures a graph; rows that are not read get NaN.
 
     Args:
         batch_size, q_length, kv_length: sizes of the mask, in tokens.
@@ -53,49 +54,76 @@ def padding_of(
 
     Returns:
         None if all keys are tokens; `attention_mask` if its last columns are the queries; else `[batch_size,
-        1, 1, kv_length + q_length]` bool, of each key and then of each query whether it is a token.
-        (transformers hands masks of four dimensions on as they are.)
+        1, 1, kv_length + q_length]` bool, of each key and then of each query whether it is a token, and, with
+        a column more, whether the row is served. (transformers hands masks of four dimensions on.)
 
     Raises:
         ValueError: for a rule that narrowkv does not serve, and for padding between tokens.
     """
-    if torch.compiler.is_compiling():
-        _check_values(batch_size, q_length, kv_length, mask_function, q_offset, kv_offset, local_size, options)
-    else:
-        _check_names(mask_function)
+    served = _check_rule(
+        mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, local_size, options
+    )
     end, width = q_offset + q_length, kv_offset + kv_length
     static = isinstance(end, torch.Tensor) or end != width
-    if attention_mask is None and not static:
+    if attention_mask is None and not static and served is None:
         return None
-    device = options["device"] if attention_mask is None else attention_mask.device
     if attention_mask is None:
-        attention_mask = torch.ones(1, width, dtype=torch.bool, device=device)
+        attention_mask = torch.ones(1, width, dtype=torch.bool, device=options["device"])
     elif not isinstance(end, torch.Tensor) and attention_mask.shape[1] < end:
         raise ValueError(
-            f"attention_mask must have {end} columns, of the tokens in the cache and of the new ones, got shape "
-            f"{list(attention_mask.shape)}"
+            f"attention_mask must have {end} columns, of the tokens in the cache and of the new ones, got "
+            f"shape {list(attention_mask.shape)}"
         )
-    elif attention_mask.shape[1] < width:
-        attention_mask = torch.nn.functional.pad(attention_mask, (0, width - attention_mask.shape[1]))
-    keys = attention_mask[:, kv_offset:width]
+    device = attention_mask.device
+    mask = torch.nn.functional.pad(attention_mask, (0, max(width - attention_mask.shape[1], 0)))
+    keys = mask[:, kv_offset:width]
     if isinstance(end, torch.Tensor):
-        queries = attention_mask.index_select(1, q_offset + torch.arange(q_length, device=device))
+        queries = mask.index_select(1, q_offset + torch.arange(q_length, device=device))
     else:
-        queries = attention_mask[:, end - q_length : end]
-    if static:  # the keys after the newest token are not there yet
+        queries = mask[:, end - q_length : end]
+    if static:  # keys after the newest token are not there yet
         keys = keys & (torch.arange(kv_offset, width, device=device) < end)
     if local_size is not None or q_length > 2:  # of two tokens both are at an end
-        _check_holes(queries if local_size is None else keys, wait=q_length > 1)
-    if not static and attention_mask.shape[1] == width:
+        whole = _check_holes(queries if local_size is None else keys, reads=q_length > 1)
+        served = whole if served is None or whole is None else served & whole
+    if not static and served is None and attention_mask.shape[1] == width:
         return attention_mask
-    return torch.cat([keys, queries], 1).expand(batch_size, -1)[:, None, None]
+    parts = [part.expand(batch_size, -1) for part in (keys, queries, served) if part is not None]
+    return torch.cat(parts, 1)[:, None, None]
 
 
-def _check_names(mask_function: Callable[..., Any]) -> None:
-    """Refuses a rule that is made of functions that narrowkv does not serve."""
-    refused = sorted(set(_parts(mask_function)) - _SERVED)
-    if refused:
-        raise ValueError(_OTHER_RULE.format(", ".join(refused)))
+def _check_rule(
+    mask_function: Callable[..., Any], batch: int, queries: int, keys: int, q_offset: int | torch.Tensor,
+    kv_offset: int, window: int | None, options: dict[str, Any],
+) -> torch.Tensor | None:  # fmt: skip
+    """Refuses a rule that narrowkv does not serve; the arguments are those of `padding_of`.
+
+    torch.compile sees of a composed rule neither its parts nor whether its sequences are packed, so what the
+    rule says of each pair of tokens is compared by the graph.
+
+    Returns:
+        None for a rule that is served; a compiled graph may get the rows that are, `[1 or batch, 1]`.
+    """
+    if not torch.compiler.is_compiling():
+        refused = sorted(set(_parts(mask_function)) - _SERVED)
+        if refused:
+            raise ValueError(
+                f'attn_implementation="narrowkv" serves causal masks, sliding windows and padding, got a mask '
+                f"made of {', '.join(refused)} (packed sequences, chunks and image blocks are not served): "
+                'use attn_implementation="sdpa" for this model or this input'
+            )
+        return None
+    if window is None and mask_function.__qualname__ == _CAUSAL:
+        return None
+    device = options["device"]
+    rows = torch.arange(batch, device=device)[:, None, None, None]
+    q = q_offset + torch.arange(queries, device=device)[:, None]
+    k = kv_offset + torch.arange(keys, device=device)
+    expected = k <= q
+    if window is not None:
+        expected = expected & (k > q - window)
+    other = mask_function(rows, torch.zeros_like(rows), q, k) ^ expected
+    return ~other.reshape(-1, queries * keys).any(1, keepdim=True)
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[str]:
@@ -108,70 +136,53 @@ def _parts(function: Callable[..., Any]) -> Iterator[str]:
                 yield from _parts(part)
 
 
-def _check_values(
-    batch: int, queries: int, keys: int, mask_function: Callable[..., Any], q_offset: int | torch.Tensor,
-    kv_offset: int, window: int | None, options: dict[str, Any],
-) -> None:  # fmt: skip
-    """The same by what the rule says of each pair: a trace sees no closures, and finds packed sequences in all.
-
-    The graph that runs compares, and the device stops where the rule is another.
-    """
-    device = options["device"]
-    rows = torch.arange(batch, device=device)[:, None, None, None]
-    head = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
-    q = q_offset + torch.arange(queries, device=device)[:, None]
-    k = kv_offset + torch.arange(keys, device=device)
-    served = k <= q
-    if window is not None:
-        served = served & (k > q - window)
-    torch._assert_async(
-        (mask_function(rows, head, q, k) == served).all(), _OTHER_RULE.format("another rule")
-    )
-
-
-def _check_holes(mask: torch.Tensor, *, wait: bool) -> None:
+def _check_holes(mask: torch.Tensor, *, reads: bool) -> torch.Tensor | None:
     """Refuses rows `[batch, tokens]` that have padding between tokens.
 
     Args:
         mask: False for padding.
-        wait: whether the device may be read, which gives an error that can be caught.
+        reads: whether the device may be waited for.
+
+    Returns:
+        None if no row has; where the device is not read, `[batch, 1]`, False for a row that has.
     """
-    begins = mask[:, 1:] & ~mask[:, :-1]
-    whole = (begins.sum(1) + mask[:, 0] <= 1).all()
-    reads = mask.device.type == "cpu" or (wait and not torch.cuda.is_current_stream_capturing())
-    if torch.compiler.is_compiling() or not reads:
-        torch._assert_async(whole, _HOLE)
-    elif not whole:
-        raise ValueError(_HOLE)
+    begins = (mask[:, 1:] & ~mask[:, :-1]).sum(1, keepdim=True) + mask[:, :1]
+    whole = begins <= 1
+    captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or captured or not reads:
+        return whole
+    if not whole.all():
+        raise ValueError(
+            "attention_mask must have the 0s of a call's tokens at the ends of a row, and in a model with "
+            "sliding windows all 0s of a row, got a 0 between two 1s: move the padding to the ends, or use "
+            'attn_implementation="sdpa"'
+        )
+    return None
 
 
-def tokens_of(
-    attention_mask: object, batch: int, keys: int, queries: int
-) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """Which keys `[batch, keys]` and which queries `[batch, queries]` are tokens, of an attention call's mask.
+def tokens_of(attention_mask: object, batch: int, keys: int, queries: int) -> Tokens:
+    """What an attention call's mask says.
 
     Args:
         attention_mask: what `padding_of` returned, or `[batch, at least keys]`, whose last columns are the
             keys, the last of which are the queries.
         batch, keys, queries: sizes of the call.
 
-    Returns:
-        Two masks, 0 for padding; None twice if there is none.
-
     Raises:
         ValueError: a mask with an entry for each pair of tokens, or of another size.
     """
     if attention_mask is None:
-        return None, None
+        return Tokens()
     if isinstance(attention_mask, torch.Tensor) and attention_mask.shape[0] == batch:
-        shape = attention_mask.shape
-        if len(shape) == 4 and shape[1] == shape[2] == 1 and shape[3] == keys + queries:
+        shape, both = attention_mask.shape, keys + queries
+        if len(shape) == 4 and shape[1] == shape[2] == 1 and shape[3] in (both, both + 1):
             flat = attention_mask.flatten(1)
-            return flat[:, :keys], flat[:, keys:]
+            served = flat[:, both:] if shape[3] > both else None
+            return Tokens(flat[:, :keys], flat[:, keys:both], served)
         if len(shape) == 2 and shape[1] >= keys:
-            return attention_mask[:, -keys:], attention_mask[:, -queries:]
+            return Tokens(attention_mask[:, -keys:], attention_mask[:, -queries:])
     found = tuple(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else attention_mask
     raise ValueError(
-        f"attention_mask must be None or [{batch}, {keys} or more tokens] (1 for tokens, 0 for padding), got "
-        f'{found}: use attn_implementation="sdpa" for masks of one\'s own'
+        f"attention_mask must be None or [batch, tokens] (1 for tokens, 0 for padding), here [{batch}, {keys} "
+        f'or more], got {found}: use attn_implementation="sdpa" for masks of one\'s own'
     )
