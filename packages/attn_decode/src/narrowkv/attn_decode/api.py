@@ -27,7 +27,7 @@ def paged_decode(
     lse: torch.Tensor | None = None,
     batch_invariant: bool = False,
     plan: DecodePlan | None = None,
-    validate: bool = False,
+    validate: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of each sequence's newest tokens over its paged KV cache, which already holds them.
 
@@ -54,9 +54,11 @@ def paged_decode(
         plan: from `plan_decode`, which also forces kernels and splits; without one, a plan is made for these
             shapes and kept. With one nothing is allocated but outputs that were not given. There is no host
             synchronisation either way, so the call can be captured in a graph.
-        validate: look at lengths, page ids and descales, which waits for the device. Without it, wrong values
-            make wrong results of their sequences, and nothing is read or written outside of a tensor: lengths
-            are brought into what the page table holds, page ids into the cache.
+        validate: True looks at lengths, page ids and descales, which waits for the device. Otherwise, wrong
+            values make wrong results of their sequences, and nothing is read or written outside of a tensor:
+            lengths are brought into what the page table holds, page ids into the cache. None reads descale
+            tensors per tensor, head or sequence in the first call that has them, and again if they have
+            changed in place; False reads nothing.
 
     Returns:
         `o`, or `(o, lse)`; `lse` is `[batch * q_len, num_qo_heads]` fp32, natural log of the scaled logits'

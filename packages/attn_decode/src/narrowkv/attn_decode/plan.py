@@ -29,6 +29,7 @@ from narrowkv.runtime.errors import check_descale_tensor, check_finite_float, ch
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import BoundLaunch, LaunchOptions, active_target, block_bytes, executor
 from narrowkv.runtime.launch.tracing import handle_of
+from narrowkv.runtime.scales import check_scales
 from narrowkv.runtime.spans import meets
 from narrowkv.runtime.targets import Target
 
@@ -155,7 +156,7 @@ class DecodePlan:
         sinks: torch.Tensor | None = None,
         return_lse: bool = False,
         lse: torch.Tensor | None = None,
-        validate: bool = False,
+        validate: bool | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """`paged_decode` by this plan: the same arguments and results.
 
@@ -196,6 +197,8 @@ class DecodePlan:
             self._calls[signature] = call
         if validate:
             self.check_values(cache, page_table)
+        if bound.scales:
+            check_scales(bound.scales, validate)
         if out is not None or lse is not None:
             begin = q.data_ptr()
             spans = [*bound.spans, *table.spans, (begin, begin + call.q_bytes)]

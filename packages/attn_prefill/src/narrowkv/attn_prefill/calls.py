@@ -17,6 +17,7 @@ from narrowkv.paged_cache.bound_table import BOUND_TABLES, bind_table
 from narrowkv.paged_cache.key_transform import transform_queries
 from narrowkv.paged_cache.rope import BOUND_ROPES, bind_rope
 from narrowkv.runtime.launch import executor
+from narrowkv.runtime.scales import check_scales
 from narrowkv.runtime.spans import meets
 
 
@@ -79,6 +80,8 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
         raise
     if call is None or validate:
         call = prepare(plan, bound, table, key, Arguments(*given))
+    if bound.scales or call.q_descale is not None:
+        check_scales({**bound.scales, "q_descale": q_descale}, validate)
     if out is not None or lse is not None or k_new is not None:
         begin, first = q.data_ptr(), starts.data_ptr()
         spans = [*table.spans, (begin, begin + call.q), (first, first + call.starts)]
@@ -139,7 +142,7 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
         decode = plan.decode or decode_plan_for_call(q, cache, page_table, False)
         decode.run(
             q, cache, page_table, sm_scale=call.scale, out=o, logits_soft_cap=call.soft_cap,
-            window_left=call.window_left, sinks=sinks, lse=lse,
+            window_left=call.window_left, sinks=sinks, lse=lse, validate=False,
         )  # fmt: skip
     return (o, lse) if return_lse and lse is not None else o
 

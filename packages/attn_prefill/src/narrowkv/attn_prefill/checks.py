@@ -63,15 +63,13 @@ def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
         check_same_device(q=q, sinks=sinks)
 
 
-def fold_q_descale(
-    q: torch.Tensor, q_descale: float | torch.Tensor, scale: float, *, validate: bool
-) -> float:
+def fold_q_descale(q: torch.Tensor, q_descale: float | torch.Tensor, scale: float) -> float:
     """The softmax scale with a descale of the query in it that is a number."""
     if isinstance(q_descale, torch.Tensor):
         check_dtype("q_descale", q_descale, (torch.float32,))
         check_shape("q_descale", q_descale, (1,))
         check_same_device(q=q, q_descale=q_descale)
-        check_descale_tensor("q_descale", q_descale, validate=validate)
+        check_descale_tensor("q_descale", q_descale)
     else:
         check_descale_float("q_descale", q_descale)
     if get_format(q.dtype).kind != "fp8":
@@ -150,7 +148,7 @@ def check_chunk(
     rope: Rope | None,
     sinks: torch.Tensor | None,
     *,
-    validate: bool,
+    validate: bool | None,
 ) -> None:
     """Refuses new tokens that do not belong to the queries or cannot be stored, and inputs in the cache."""
     others: dict[str, Any] = {"q": q, "k_new": k_new, "v_new": v_new, "sinks": sinks}

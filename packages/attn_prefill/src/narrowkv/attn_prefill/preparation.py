@@ -58,7 +58,7 @@ class Arguments(NamedTuple):
     out_dtype: torch.dtype | None
     return_lse: bool
     lse: torch.Tensor | None
-    validate: bool
+    validate: bool | None
 
 
 class Served(NamedTuple):
@@ -253,7 +253,7 @@ def _check(plan: PlanBase, g: Arguments) -> _Checked:
     check_sinks(q, g.sinks)
     check_transform(cache.key_transform, q)
     if not plan.appends:
-        scale = fold_q_descale(q, g.q_descale, scale, validate=g.validate)
+        scale = fold_q_descale(q, g.q_descale, scale)
     check_no_grad(q=q, k=cache.k, v=cache.v, sinks=g.sinks)
     if g.validate:
         bounds = {name: getattr(plan.shape, name) for name in ("max_q_len", "max_seq_len", "kv_tokens")}
