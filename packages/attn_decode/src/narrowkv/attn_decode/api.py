@@ -18,6 +18,7 @@ def paged_decode(
     page_table: PageTable,
     *,
     sm_scale: float | None = None,
+    q_descale: float | torch.Tensor = 1.0,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     logits_soft_cap: float = 0.0,
@@ -32,7 +33,8 @@ def paged_decode(
     """Attention of each sequence's newest tokens over its paged KV cache, which already holds them.
 
     Args:
-        q: `[batch * q_len, num_qo_heads, head_dim]`, bf16 or fp16, last dimension contiguous. With q_len > 1
+        q: `[batch * q_len, num_qo_heads, head_dim]`, bf16 or fp16, or over an FP8 cache FP8 (E4M3, of either
+            kind), last dimension contiguous. With q_len > 1
             (speculative tokens) row i of a sequence stands at position `seq_len - q_len + i` and attends to
             keys up
             to itself.
@@ -41,8 +43,10 @@ def paged_decode(
             loads it, and results, lse and sinks too, are those of the keys before it.
         page_table: which pages each sequence occupies, and its length.
         sm_scale: softmax scale; default `head_dim ** -0.5`.
+        q_descale: what FP8 queries are multiplied by: a float or an fp32 tensor `[1]`. They are widened to 16
+            bits, exactly.
         out: where to write, `[batch * q_len, num_qo_heads, head_dim]`.
-        out_dtype: dtype of a new output; default q's. fp32 is allowed.
+        out_dtype: dtype of a new output; default q's, and bf16 for FP8 queries. fp32 is allowed.
         logits_soft_cap: `c * tanh(logits / c)` when positive.
         window_left: a row attends to at most this many keys before itself; -1 for all.
         sinks: `[num_qo_heads]`, a logit per head with value 0: it enters the denominator of `o`.
@@ -84,7 +88,7 @@ def paged_decode(
             "plan must be made with batch_invariant=True, got one without: call plan_decode again"
         )
     return plan.run(
-        q, cache, page_table, sm_scale=sm_scale, out=out, out_dtype=out_dtype,
+        q, cache, page_table, sm_scale=sm_scale, q_descale=q_descale, out=out, out_dtype=out_dtype,
         logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks, return_lse=return_lse,
         lse=lse, validate=validate,
     )  # fmt: skip

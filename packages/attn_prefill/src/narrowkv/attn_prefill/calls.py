@@ -15,7 +15,7 @@ from narrowkv.attn_prefill.preparation import Arguments, Prepared, prepare, refu
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.bound_table import BOUND_TABLES, bind_table
 from narrowkv.paged_cache.key_transform import transform_queries
-from narrowkv.paged_cache.rope import BOUND_ROPES, bind_rope
+from narrowkv.paged_cache.rope import BOUND_ROPES, bind_rope, metadata_of
 from narrowkv.runtime.launch import executor
 from narrowkv.runtime.scales import check_scales
 from narrowkv.runtime.spans import meets
@@ -49,7 +49,7 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
             bound.number, table.number, None if running is None else (running.target.name, type(running)),
             type(q), q.stride(), q.dtype, q.get_device(), starts.stride(), starts.dtype, starts.get_device(),
             causal, sm_scale, soft_cap, window_left, window_right, return_lse, out_dtype,
-            q_descale if type(q_descale) is float else _key(q_descale),
+            q_descale if type(q_descale) is float else metadata_of(q_descale),
         )  # fmt: skip
         sizes: Any = (table.batch, q.shape, starts.shape, table.max_pages if plan.scratch_fits is None else 0)
         if out is not None:
@@ -145,13 +145,6 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
             window_left=call.window_left, sinks=sinks, lse=lse, validate=False,
         )  # fmt: skip
     return (o, lse) if return_lse and lse is not None else o
-
-
-def _key(x: Any) -> tuple[Any, ...]:
-    """A tensor's metadata, or a number and its class."""
-    if isinstance(x, torch.Tensor):
-        return type(x), x.dtype, x.shape, x.stride(), x.device
-    return type(x), x
 
 
 def _check(plan: PlanBase, given: tuple[Any, ...]) -> None:

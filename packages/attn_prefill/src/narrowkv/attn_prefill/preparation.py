@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from narrowkv.attn_decode.checks import check_transform, fold_q_descale
 from narrowkv.attn_prefill.binding import BoundCache, storing_constants
 from narrowkv.attn_prefill.checks import (
     append_shape,
@@ -16,9 +17,7 @@ from narrowkv.attn_prefill.checks import (
     check_outputs,
     check_sinks,
     check_soft_cap,
-    check_transform,
     check_values,
-    fold_q_descale,
     prefill_shape,
 )
 from narrowkv.attn_prefill.launch import Kind, Numbers, Route, make_routes
