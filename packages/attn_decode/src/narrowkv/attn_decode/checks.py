@@ -119,7 +119,8 @@ def refuse_overlap(
     """Refuses results that overlap themselves, each other or an input."""
     inputs = {
         "q": q, "k": cache.k, "v": cache.v, "sinks": sinks, "q_descale": q_descale,
-        "k_descale": cache.k_descale, "v_descale": cache.v_descale, "page_ids": page_table.page_ids, "seq_lens": page_table.seq_lens,
+        "k_descale": cache.k_descale, "v_descale": cache.v_descale, "page_ids": page_table.page_ids,
+        "seq_lens": page_table.seq_lens,
         "kv_indptr": page_table.kv_indptr, "kv_last_page_len": page_table.kv_last_page_len,
         "key_ranges": page_table.key_ranges, "tree_mask": page_table.tree_mask,
         **transform_tensors(cache.key_transform),

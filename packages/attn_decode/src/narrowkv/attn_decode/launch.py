@@ -110,7 +110,9 @@ def constants_of(
         "V": v_stored,
         "RULES": Rules(
             compute=tl.float16 if half else tl.bfloat16,
-            scale_q=half and (shape.q_dtype == torch.bfloat16 or transforms) and not native,
+            # FP8 is in range as it is. Model, gfx942, FNUZ, 12 rows, 2k keys: 145 us with the scale, 242 us
+            # without, where the compiler waits for loads earlier in the loop.
+            scale_q=half and (shape.q_dtype != torch.float16 or transforms) and not native,
             split_q=not half and shape.q_dtype == torch.float16,
             native=native,
             soft_cap=soft_cap,

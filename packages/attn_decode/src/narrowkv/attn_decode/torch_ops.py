@@ -1,4 +1,4 @@
-"""`torch.ops.narrowkv.paged_decode`: the decode that torch.compile, export and fake tensors see."""
+"""`torch.ops.narrowkv.paged_decode` and `.merge_states`: what torch.compile, export and fake tensors see."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from narrowkv.attn_decode.api import paged_decode
+from narrowkv.attn_decode.merging import merge_states
 from narrowkv.attn_decode.plan import DecodePlan
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.torch_ops import CACHE_SCHEMA, cache_from, cache_options, cache_tensors
@@ -27,6 +28,8 @@ _INPUTS = (
     + "Tensor? tree_mask, Tensor? q_descale, Tensor? sinks, "
     + OPTIONS_SCHEMA
 )
+
+_STATES = f"Tensor o, Tensor lse, Tensor? sinks, {OPTIONS_SCHEMA}"
 
 
 def _decode(
@@ -124,3 +127,59 @@ def traced_decode(
         sums = lse
         torch.ops.narrowkv.paged_decode_out(*inputs, o, lse)
     return (o, sums) if return_lse else o
+
+
+def _merge(
+    o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, *options: Any, **outputs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return merge_states(o, lse, sinks=sinks, **spelled(*options), **outputs)
+
+
+@torch.library.custom_op("narrowkv::merge_states", mutates_args=(), schema=f"({_STATES}) -> (Tensor, Tensor)")
+def _merge_op(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _merge(*args)
+
+
+@_merge_op.register_fake
+def _merge_fake(o: torch.Tensor, lse: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = spelled(*rest[-3:])["out_dtype"] or o.dtype
+    return o.new_empty(o.shape[1:], dtype=dtype), lse.new_empty(lse.shape[1:])
+
+
+@torch.library.custom_op(
+    "narrowkv::merge_states_out",
+    mutates_args=("out", "lse_out"),
+    schema=f"({_STATES}, Tensor(a!) out, Tensor(b!) lse_out) -> ()",
+)
+def _merge_out_op(*args: Any) -> None:
+    *inputs, out, lse_out = args
+    _merge(*inputs, out=out, lse_out=lse_out)
+
+
+@_merge_out_op.register_fake
+def _merge_out_fake(*args: object) -> None:
+    """Writes into its outputs, and returns nothing."""
+
+
+@traces("merge_states")
+def traced_merge(
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
+    lse_base: str = "e",
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    lse_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_states` through its operators, which check the arguments when they run."""
+    inputs = (o, lse, sinks, *spell(lse_base=lse_base, out_dtype=out_dtype))
+    if out is None and lse_out is None:
+        merged: tuple[torch.Tensor, torch.Tensor] = torch.ops.narrowkv.merge_states(*inputs)
+        return merged
+    if out is None:
+        out = o.new_empty(o.shape[1:], dtype=out_dtype or o.dtype)
+    if lse_out is None:
+        lse_out = lse.new_empty(lse.shape[1:])
+    torch.ops.narrowkv.merge_states_out(*inputs, out, lse_out)
+    return out, lse_out

@@ -16,6 +16,7 @@ from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.bound_table import BOUND_TABLES, bind_table
 from narrowkv.paged_cache.key_transform import transform_queries
 from narrowkv.paged_cache.rope import BOUND_ROPES, bind_rope, metadata_of
+from narrowkv.runtime.errors import contiguous_vector
 from narrowkv.runtime.launch import executor
 from narrowkv.runtime.scales import check_scales
 from narrowkv.runtime.spans import meets
@@ -117,10 +118,11 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
     rows, shift = q, None
     if bound.transform is not None and call.classes:
         rows, shift = transform_queries(q, bound.transform, cache.num_kv_heads, call.shift_scale, rope)
+    begins = contiguous_vector(starts)
     for launches, fill_grid, grid, numbers, needs in call.classes:
         reading = getattr(bound, launches.reading)
         values = (
-            rows.view(torch.uint8) if call.q_as_bytes else rows, o, lse, starts, q_descale, sinks, shift,
+            rows.view(torch.uint8) if call.q_as_bytes else rows, o, lse, begins, q_descale, sinks, shift,
             table.ids, table.row, table.lens, table.num_ids, table.max_pages if bound.num_pages else 0,
             call.logit_scale * reading.k_scale, reading.v_scale / launches.p_scale, reading.k_scale,
             *numbers, *reading.values,
@@ -141,7 +143,8 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
     if call.decodes:
         decode = plan.decode or decode_plan_for_call(q, cache, page_table, False)
         decode.run(
-            q, cache, page_table, sm_scale=call.scale, out=o, logits_soft_cap=call.soft_cap,
+            q, cache, page_table, sm_scale=call.scale,
+            q_descale=1.0 if call.q_descale is None else q_descale, out=o, logits_soft_cap=call.soft_cap,
             window_left=call.window_left, sinks=sinks, lse=lse, validate=False,
         )  # fmt: skip
     return (o, lse) if return_lse and lse is not None else o

@@ -21,8 +21,8 @@ from narrowkv.runtime.errors import (
     check_descale_tensor,
     check_dtype,
     check_finite_float,
+    check_index_vector,
     check_instance,
-    check_int32,
     check_last_dim_contiguous,
     check_no_grad,
     check_no_overlap,
@@ -238,10 +238,7 @@ def prefill_shape(
             f"got num_qo_heads={num_qo_heads}"
         )
     batch = page_table.batch_size
-    check_int32("cu_seqlens_q", cu_seqlens_q)
-    check_shape("cu_seqlens_q", cu_seqlens_q, (batch + 1,))
-    if not cu_seqlens_q.is_contiguous():
-        raise ValueError(f"cu_seqlens_q must be contiguous, got stride {cu_seqlens_q.stride(0)}")
+    check_index_vector("cu_seqlens_q", cu_seqlens_q, batch + 1)
     check_same_device(q=q, k=cache.k, v=cache.v, page_table=page_table.page_ids, cu_seqlens_q=cu_seqlens_q)
     if batch == 0 and num_tokens:
         raise ValueError(f"q must have no tokens for an empty batch, got {num_tokens}")

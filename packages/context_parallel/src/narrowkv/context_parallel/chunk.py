@@ -45,7 +45,7 @@ def cp_chunk_attention(
         k_new, v_new: `[tokens, num_kv_heads, head_dim]` in q's dtype, equal on all ranks of the group.
         cache: this rank's tokens; new ones may be stored already.
         page_table: a block table of the whole sequences; lengths include the new tokens.
-        cu_seqlens_q: `[batch + 1]` int32, where each sequence's new tokens begin.
+        cu_seqlens_q: `[batch + 1]` int32 or int64, any stride, where each sequence's new tokens begin.
         layout: which rank holds which token.
         group, comm, partial_dtype: as for `plan_cp_decode`, but "symm_mem", which needs a plan.
         sm_scale, logits_soft_cap: as for `narrowkv.attn_prefill.batch_prefill`.

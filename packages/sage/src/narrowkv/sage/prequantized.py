@@ -16,6 +16,7 @@ from narrowkv.runtime.errors import (
     check_same_device,
     check_shape,
 )
+from narrowkv.runtime.launch.tracing import traceable
 from narrowkv.runtime.scales import check_scales
 from narrowkv.sage.checks import LAYOUTS
 from narrowkv.sage.config import KeyOrder
@@ -55,6 +56,7 @@ class SageOperands:
     column_major_v: bool = False
 
 
+@traceable
 def sage_attention_quantized(
     operands: SageOperands,
     *,
