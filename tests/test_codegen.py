@@ -59,6 +59,7 @@ def kernels() -> Iterator[tuple[DecodeCase, str]]:
     """Every kind of kernel with the target that it is compiled for."""
     pages: list[dict[str, Any]] = [{"page_size": size} for size in (1, 16, 64)]
     yield from ((shape("fp8_e4m3fnuz", **page), "gfx942") for page in pages)
+    yield shape("fp8_e4m3fnuz", q_dtype=torch.float8_e4m3fnuz), "gfx942"
     for changes in [*SIZES, {"scale_group": 32}, {"scale_format": "e4m3"}]:
         yield shape("fp4_e2m1", kernel="native", **changes), "gfx950"
     for dtype in (torch.bfloat16, torch.float16):
@@ -66,6 +67,8 @@ def kernels() -> Iterator[tuple[DecodeCase, str]]:
     for target in ("gfx942", "gfx950"):
         for changes in [*pages, *TALL, TWO_TOKENS]:
             yield shape(**changes), target
+        for changes in [{}, {"q_len": 8}, {"gqa_ratio": 17}, {"head_dim": 256}]:
+            yield shape(q_dtype=torch.float8_e4m3fn, **changes), target
         for fmt, ratio in product(("bf16", "fp8_e4m3fn"), (1, 4, 8, 17)):
             yield shape(fmt, gqa_ratio=ratio), target
         for fmt, changes in product(("fp4_e2m1", K8V4), SIZES + SCALES):

@@ -46,6 +46,11 @@ DECODE = {
     "E5M2": SMALL + "format=fp8_e5m2",
     "bf16": SMALL + "format=bf16",
     "fp16": SMALL + "format=fp16",
+    "FP8 queries over OCP": SMALL + "q=fp8_e4m3fn,clean=1",
+    "FP8 queries over FNUZ, two tokens": (
+        "head_dim=64,kv_heads=1,split=per_sequence,q=fp8_e4m3fnuz,format=fp8_e4m3fnuz,q_len=2,ratio=3,"
+        "window=20,soft_cap=5,sinks=1"
+    ),
     "fp16 queries over bf16": SMALL + "format=bf16,q=fp16",
     "fp16 queries over OCP, fp32 out": SMALL + "q=fp16,out=fp32,clean=1",
     "fp16 queries over FP4, outliers in a window of one key": (

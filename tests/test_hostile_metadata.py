@@ -432,6 +432,7 @@ def _register() -> Iterator[tuple[str, Scene]]:
     for format in ("fp4_e2m1", "bf16"):
         yield f"decode, {format}", _decode(replace(one, format=format))
         yield f"prefill, {format}", _prefill(replace(chunk, format=format))
+    yield "decode, FP8 queries", _decode(replace(one, q_dtype=torch.float8_e4m3fn))
     yield "decode, page size 1", _decode(replace(one, page_size=1, layout="tokens"))
     yield "prefill, without a plan", _prefill(replace(chunk, q_lens=(60, 20, 40), lens=(60, 40, 90)), False)
     yield "prefill, dense, splits", _prefill(chunk, kernel="dense", num_splits=3)

@@ -85,6 +85,7 @@ def like(
 
 CALLS: tuple[Operation, ...] = (
     like("decode", "paged_decode", DECODES, format="bf16"),
+    like("decode", "paged_decode, FP8 queries", DECODES, q_dtype=torch.float8_e4m3fn),
     like("decode", "step, bf16", DECODES, Step, format="bf16"),
     like("decode", "step, FP8", DECODES, Step),
     like("decode", "step, descales of tokens, ragged", DECODES, Step, **BY_TOKEN),
@@ -211,7 +212,14 @@ def test_export_functionalisation_and_fx(operation: Operation) -> None:
         assert same_bits(found, expected)
 
 
-@calls("step, FP8", "batch_prefill, FP8 queries", "sparse_prefill_fp8, FP8 query", "prefill_append", *READERS)
+@calls(
+    "step, FP8",
+    "paged_decode, FP8 queries",
+    "batch_prefill, FP8 queries",
+    "sparse_prefill_fp8, FP8 query",
+    "prefill_append",
+    *READERS,
+)
 def test_fake_tensors(operation: Operation) -> None:
     arguments = operation.arguments(operation.sizes[0])
     expected = operation.prepare(None, mapped(arguments, torch.clone))(return_lse=True)
@@ -238,7 +246,8 @@ class Operators(TorchDispatchMode):
 @pytest.mark.sampled(most=6)
 @pytest.mark.parametrize("given", [False, True])
 @calls(
-    "step, FP8", "step, descales of tokens, ragged", "step, FP4", "batch_prefill", "batch_prefill, ragged",
+    "step, FP8", "step, descales of tokens, ragged", "step, FP4", "paged_decode, FP8 queries",
+    "batch_prefill", "batch_prefill, ragged",
     "prefill_append", "prefill_append, descales of tokens", "sage_attention", "sparse_prefill_fp8",
     "sparse_prefill_fp8, FP8 query",
 )  # fmt: skip

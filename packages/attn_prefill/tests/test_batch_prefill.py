@@ -304,7 +304,7 @@ REFUSED = {
     "7 heads over 2": ({"q": torch.zeros(31, 7, 64).bfloat16()}, "a multiple of the cache's 2 KV heads"),
     "zero query heads": ({"q": torch.zeros(31, 0, 64).bfloat16()}, "a multiple of the cache's 2 KV heads"),
     "gradients": ({"q": torch.zeros(31, 6, 64).bfloat16().requires_grad_()}, "q must not require grad"),
-    "int64 starts": ({"starts": torch.zeros(4, dtype=torch.int64)}, "cu_seqlens_q must have dtype"),
+    "starts in fp32": ({"starts": torch.zeros(4)}, "cu_seqlens_q must have dtype"),
     "starts of another batch": ({"starts": torch.zeros(3, dtype=torch.int32)}, "cu_seqlens_q must have sh"),
     "NaN scale": ({"sm_scale": math.nan}, "sm_scale must be finite, got nan"),
     "scale beyond float32": ({"sm_scale": 1e39}, "sm_scale must"),

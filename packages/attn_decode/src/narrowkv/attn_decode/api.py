@@ -18,6 +18,7 @@ def paged_decode(
     page_table: PageTable,
     *,
     sm_scale: float | None = None,
+    q_descale: float | torch.Tensor = 1.0,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     logits_soft_cap: float = 0.0,
@@ -27,12 +28,13 @@ def paged_decode(
     lse: torch.Tensor | None = None,
     batch_invariant: bool = False,
     plan: DecodePlan | None = None,
-    validate: bool = False,
+    validate: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of each sequence's newest tokens over its paged KV cache, which already holds them.
 
     Args:
-        q: `[batch * q_len, num_qo_heads, head_dim]`, bf16 or fp16, last dimension contiguous. With q_len > 1
+        q: `[batch * q_len, num_qo_heads, head_dim]`, bf16 or fp16, or over an FP8 cache FP8 (E4M3, of either
+            kind), last dimension contiguous. With q_len > 1
             (speculative tokens) row i of a sequence stands at position `seq_len - q_len + i` and attends to
             keys up
             to itself.
@@ -41,8 +43,10 @@ def paged_decode(
             loads it, and results, lse and sinks too, are those of the keys before it.
         page_table: which pages each sequence occupies, and its length.
         sm_scale: softmax scale; default `head_dim ** -0.5`.
+        q_descale: what FP8 queries are multiplied by: a float or an fp32 tensor `[1]`. They are widened to 16
+            bits, exactly.
         out: where to write, `[batch * q_len, num_qo_heads, head_dim]`.
-        out_dtype: dtype of a new output; default q's. fp32 is allowed.
+        out_dtype: dtype of a new output; default q's, and bf16 for FP8 queries. fp32 is allowed.
         logits_soft_cap: `c * tanh(logits / c)` when positive.
         window_left: a row attends to at most this many keys before itself; -1 for all.
         sinks: `[num_qo_heads]`, a logit per head with value 0: it enters the denominator of `o`.
@@ -54,9 +58,11 @@ def paged_decode(
         plan: from `plan_decode`, which also forces kernels and splits; without one, a plan is made for these
             shapes and kept. With one nothing is allocated but outputs that were not given. There is no host
             synchronisation either way, so the call can be captured in a graph.
-        validate: look at lengths, page ids and descales, which waits for the device. Without it, wrong values
-            make wrong results of their sequences, and nothing is read or written outside of a tensor: lengths
-            are brought into what the page table holds, page ids into the cache.
+        validate: True looks at lengths, page ids and descales, which waits for the device. Otherwise, wrong
+            values make wrong results of their sequences, and nothing is read or written outside of a tensor:
+            lengths are brought into what the page table holds, page ids into the cache. None reads descale
+            tensors per tensor, head or sequence in the first call that has them, and again if they have
+            changed in place; False reads nothing.
 
     Returns:
         `o`, or `(o, lse)`; `lse` is `[batch * q_len, num_qo_heads]` fp32, natural log of the scaled logits'
@@ -82,7 +88,7 @@ def paged_decode(
             "plan must be made with batch_invariant=True, got one without: call plan_decode again"
         )
     return plan.run(
-        q, cache, page_table, sm_scale=sm_scale, out=out, out_dtype=out_dtype,
+        q, cache, page_table, sm_scale=sm_scale, q_descale=q_descale, out=out, out_dtype=out_dtype,
         logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks, return_lse=return_lse,
         lse=lse, validate=validate,
     )  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 
 from narrowkv.attn_decode.config import DecodeConfig
 from narrowkv.paged_cache import PagedKVCache
+from narrowkv.paged_cache.descales import static_scales
 from narrowkv.paged_cache.kernels.pages import Descale, KVPointers, Stored
 from narrowkv.paged_cache.pointers import (
     Side,
@@ -42,6 +43,7 @@ class BoundCache(NamedTuple):
         k_factor, v_factor: the descales that are numbers, times what the conversion leaves out.
         int64_offsets: offsets need 64 bits.
         spans: addresses that the cache and its descales take.
+        scales: scale tensors whose values are read once, by name; see `narrowkv.runtime.scales`.
         number: the same for all caches that ask for the same kernels, have the same strides and pass the same
             checks.
     """
@@ -58,6 +60,7 @@ class BoundCache(NamedTuple):
     v_factor: float
     int64_offsets: bool
     spans: list[tuple[int, int]]
+    scales: dict[str, torch.Tensor]
     number: int
 
 
@@ -114,7 +117,7 @@ def bind_cache(cache: PagedKVCache, target: Target, config: DecodeConfig) -> Bou
     known[key] = BoundCache(
         *pointers, (*(each[0] for each in pointers), *static), stages, k_stored, v_stored,
         k_factor * 2.0**k_exponent, v_factor * 2.0**v_exponent, cache.needs_64_bit_addresses,
-        spans_of(cache.k, cache.v, cache.k_descale, cache.v_descale, *static),
+        spans_of(cache.k, cache.v, cache.k_descale, cache.v_descale, *static), static_scales(cache),
         _numbers.setdefault(signature, len(_numbers)),
     )  # fmt: skip
     return known[key]

@@ -18,6 +18,7 @@ from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable, pack_tree
 from narrowkv.paged_cache.cases import DESCALES, LAYOUTS, CacheCase
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.cases import each_alone, named, word_of
+from narrowkv.runtime.launch.tracing import wide_dtype
 
 __all__ = [
     "AXES",
@@ -32,11 +33,13 @@ __all__ = [
 ]
 
 BOUND = 0.002
-"""Bound on the relative L1 error of 16-bit queries over any cache."""
+"""Bound on the relative L1 error, for any query over any cache: FP8 queries are widened exactly."""
 LSE_BOUND = 1e-3
-QUERIES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_16_BIT = {"bf16": torch.bfloat16, "fp16": torch.float16}
+QUERIES = {**_16_BIT, "fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e4m3fnuz": torch.float8_e4m3fnuz}
+Q_DESCALE = 0.5  # of FP8 queries: not 1, so that forgetting it shows
 TREES = ("chain", "star", "random")
-_OUTPUTS = {"": None, **QUERIES, "fp32": torch.float32}
+_OUTPUTS = {"": None, **_16_BIT, "fp32": torch.float32}
 QUICK_RANDOM_CASES = 40
 FULL_RANDOM_CASES = 800
 
@@ -49,7 +52,7 @@ class DecodeCase(CacheCase):
         q_len: query tokens of each sequence.
         tree: one of `TREES` that the query tokens form; empty for a sequence without a tree mask.
         gqa_ratio: query heads for each KV head.
-        q_dtype, out_dtype: of query and output; None for q's.
+        q_dtype, out_dtype: of query and output; None for q's. FP8 queries are over an FP8 cache.
         window_left, logits_soft_cap, sinks: options of the call; -1 and 0 are off.
         split: forces how the keys are split; empty leaves it to the plan.
         kernel: forces "native" or "decode"; empty leaves it to the target.
@@ -99,12 +102,14 @@ class DecodeCase(CacheCase):
         generator = torch.Generator().manual_seed(self.seed)
         q, cache, table = self._draw(generator, device)
         sinks = torch.randn(q.shape[1], generator=generator).to(device) if self.sinks else None
-        options = {
+        options: dict[str, Any] = {
             "logits_soft_cap": self.logits_soft_cap,
             "window_left": self.window_left,
             "sinks": sinks,
             "out_dtype": self.out_dtype,
         }
+        if q.dtype.itemsize == 1:
+            options["q_descale"] = Q_DESCALE
         return DecodeInputs(q, cache, table, options, self.split or None, self.kernel or None)
 
     def _draw(
@@ -163,7 +168,7 @@ class DecodeInputs:
         """`paged_decode` on these inputs: `(o, lse)`. The output holds NaN before."""
         if plan is None and (self.split or self.kernel):
             plan = self.plan()
-        dtype = self.options.get("out_dtype") or self.q.dtype
+        dtype = self.options.get("out_dtype") or wide_dtype(self.q)
         out = torch.full(self.q.shape, torch.nan, dtype=dtype, device=self.q.device)
         options = {**self.options, "out": out, "return_lse": True, "plan": plan}
         o, lse = paged_decode(self.q, self.cache, self.table, **options)
@@ -243,6 +248,8 @@ def mended(case: DecodeCase) -> DecodeCase:
             case = replace(case, head_dim=64)
     if case.layout == "concat" or {k, v} == {"bf16", "fp16"}:
         case = replace(case, format=k)
+    if case.q_dtype.itemsize == 1 and {get_format(name).kind for name in (k, v)} != {"fp8"}:
+        case = replace(case, q_dtype=torch.bfloat16)
     if "fp4_e2m1" not in (case.formats.k, case.formats.v):
         case = replace(case, scale_group=None, scale_format="e8m0")
     if case.layout == "vectorised" and any(get_format(name).is_packed for name in (k, v)):

@@ -6,11 +6,16 @@ import torch
 
 from narrowkv.attn_decode.arguments import OUT_DTYPES
 from narrowkv.attn_decode.config import DecodeShape
-from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
 from narrowkv.paged_cache.checks import check_table
 from narrowkv.paged_cache.key_transform import transform_tensors
 from narrowkv.paged_cache.layouts import HEAD_DIMS
+from narrowkv.quant import KeyTransform
+from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import (
+    UnsupportedError,
+    check_descale_float,
+    check_descale_tensor,
     check_dtype,
     check_instance,
     check_last_dim_contiguous,
@@ -20,6 +25,7 @@ from narrowkv.runtime.errors import (
     check_shape,
     check_tensor,
 )
+from narrowkv.runtime.launch.tracing import wide_dtype
 
 
 def check_classes(q: object, cache: object, page_table: object, **optional: object) -> None:
@@ -30,6 +36,47 @@ def check_classes(q: object, cache: object, page_table: object, **optional: obje
             check_tensor(name, value)
     check_instance("cache", cache, PagedKVCache)
     check_instance("page_table", page_table, PageTable)
+
+
+QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+
+
+def check_query_format(dtype: torch.dtype, formats: CacheFormat) -> None:
+    """Refuses FP8 queries over what they are not served with.
+
+    Raises:
+        UnsupportedError: K or V is not in FP8.
+    """
+    if dtype.itemsize == 1 and {get_format(name).kind for name in (formats.k, formats.v)} != {"fp8"}:
+        raise UnsupportedError(
+            f"an FP8 query needs K and V in FP8, got k={formats.k}, v={formats.v}; a 16-bit query reads any "
+            "cache"
+        )
+
+
+def fold_q_descale(q: torch.Tensor, q_descale: float | torch.Tensor, scale: float) -> float:
+    """The softmax scale with a descale of the query in it that is a number."""
+    if isinstance(q_descale, torch.Tensor):
+        check_dtype("q_descale", q_descale, (torch.float32,))
+        check_shape("q_descale", q_descale, (1,))
+        check_same_device(q=q, q_descale=q_descale)
+        check_descale_tensor("q_descale", q_descale)
+    else:
+        check_descale_float("q_descale", q_descale)
+    if q.dtype.itemsize > 1:
+        if isinstance(q_descale, torch.Tensor) or q_descale != 1.0:
+            raise ValueError(f"q_descale must be 1.0 for a query in {q.dtype}, got {q_descale}")
+        return scale
+    return scale if isinstance(q_descale, torch.Tensor) else scale * q_descale
+
+
+def check_transform(transform: KeyTransform | None, q: torch.Tensor) -> None:
+    """Refuses what is not served over keys that a cache's `key_transform` changed."""
+    if transform is not None and q.dtype.itemsize == 1:
+        raise ValueError(
+            f"q must be bf16 or fp16 for a cache with a key_transform, got {q.dtype}: pass q as it was "
+            "before it was quantised"
+        )
 
 
 def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
@@ -56,7 +103,7 @@ def check_out(q: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype 
     if out_dtype is not None and out_dtype not in OUT_DTYPES:
         raise ValueError(f"out_dtype must be one of {OUT_DTYPES}, got {out_dtype}")
     if out is None:
-        return q.dtype if out_dtype is None else out_dtype
+        return out_dtype or wide_dtype(q)
     check_dtype("out", out, OUT_DTYPES if out_dtype is None else (out_dtype,))
     check_shape("out", out, tuple(q.shape))
     check_same_device(q=q, out=out)
@@ -67,12 +114,13 @@ def check_out(q: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype 
 
 def refuse_overlap(
     out: torch.Tensor | None, lse: torch.Tensor | None, q: torch.Tensor, cache: PagedKVCache,
-    page_table: PageTable, sinks: torch.Tensor | None,
+    page_table: PageTable, sinks: torch.Tensor | None, q_descale: float | torch.Tensor,
 ) -> None:  # fmt: skip
     """Refuses results that overlap themselves, each other or an input."""
     inputs = {
-        "q": q, "k": cache.k, "v": cache.v, "sinks": sinks, "k_descale": cache.k_descale,
-        "v_descale": cache.v_descale, "page_ids": page_table.page_ids, "seq_lens": page_table.seq_lens,
+        "q": q, "k": cache.k, "v": cache.v, "sinks": sinks, "q_descale": q_descale,
+        "k_descale": cache.k_descale, "v_descale": cache.v_descale, "page_ids": page_table.page_ids,
+        "seq_lens": page_table.seq_lens,
         "kv_indptr": page_table.kv_indptr, "kv_last_page_len": page_table.kv_last_page_len,
         "key_ranges": page_table.key_ranges, "tree_mask": page_table.tree_mask,
         **transform_tensors(cache.key_transform),
@@ -91,7 +139,9 @@ def decode_shape(q: torch.Tensor, cache: PagedKVCache, page_table: PageTable) ->
     """
     check_classes(q, cache, page_table)
     check_table(page_table, cache, row_masks=True)
-    check_dtype("q", q, (torch.bfloat16, torch.float16))
+    check_dtype("q", q, QUERY_DTYPES)
+    check_query_format(q.dtype, cache.format)
+    check_transform(cache.key_transform, q)
     if q.dim() != 3:
         raise ValueError(f"q must have shape [batch * q_len, num_qo_heads, head_dim], got {tuple(q.shape)}")
     check_last_dim_contiguous("q", q)
@@ -130,3 +180,22 @@ def check_decode_shape(shape: DecodeShape) -> None:
             f"q must have a positive multiple of the cache's {shape.num_kv_heads} KV heads, "
             f"got num_qo_heads={shape.num_qo_heads}"
         )
+
+
+def check_values(capacity: int, cache: PagedKVCache, page_table: PageTable) -> None:
+    """Looks at lengths, page ids and descales, which waits for the device.
+
+    Raises:
+        ValueError: naming the first fault found; a sequence is longer than the plan's `capacity`.
+    """
+    page_table.check_values(cache.num_pages)
+    lens = page_table.seq_lens_tensor()
+    longest = int(lens.max()) if lens.numel() else 0
+    if longest > capacity:
+        raise ValueError(
+            f"plan must cover the longest sequence of {longest} tokens, got one for {capacity}: call "
+            "plan_decode with a larger max_seq_len"
+        )
+    for name, value in (("k_descale", cache.k_descale), ("v_descale", cache.v_descale)):
+        if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
+            check_descale_tensor(name, value, validate=True)

@@ -28,7 +28,7 @@ class DecodeShape:
         page_size: tokens a page.
         capacity: tokens of a sequence, at most. For a plan only speed depends on it, and which lengths
             `validate` accepts.
-        q_dtype: bf16 or fp16.
+        q_dtype: bf16, fp16, or FP8 (E4M3).
     """
 
     batch: int

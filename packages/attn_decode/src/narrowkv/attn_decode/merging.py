@@ -19,10 +19,12 @@ from narrowkv.runtime.errors import (
     check_shape,
 )
 from narrowkv.runtime.launch import BoundLaunch, LaunchOptions
+from narrowkv.runtime.launch.tracing import traceable
 
 _SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@traceable
 def merge_states(
     o: torch.Tensor,
     lse: torch.Tensor,

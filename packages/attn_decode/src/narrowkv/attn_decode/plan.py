@@ -14,7 +14,9 @@ from narrowkv.attn_decode.checks import (
     check_lse,
     check_out,
     check_sinks,
+    check_values,
     decode_shape,
+    fold_q_descale,
     refuse_overlap,
 )
 from narrowkv.attn_decode.config import DecodeConfig, DecodeShape, choose_config
@@ -23,12 +25,15 @@ from narrowkv.attn_decode.launch import Call, allocated, constants_of, fix_launc
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_table
 from narrowkv.paged_cache.layouts import span_bytes
+from narrowkv.paged_cache.rope import metadata_of
 from narrowkv.quant import get_format
+from narrowkv.quant.device import BITS, widening_exponent
 from narrowkv.runtime import launch
-from narrowkv.runtime.errors import check_descale_tensor, check_finite_float, check_no_grad, check_window
+from narrowkv.runtime.errors import byte_span, check_finite_float, check_no_grad, check_window
 from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import BoundLaunch, LaunchOptions, active_target, block_bytes, executor
 from narrowkv.runtime.launch.tracing import handle_of
+from narrowkv.runtime.scales import check_scales
 from narrowkv.runtime.spans import meets
 from narrowkv.runtime.targets import Target
 
@@ -148,6 +153,7 @@ class DecodePlan:
         page_table: PageTable,
         *,
         sm_scale: float | None = None,
+        q_descale: float | torch.Tensor = 1.0,
         out: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         logits_soft_cap: float = 0.0,
@@ -155,7 +161,7 @@ class DecodePlan:
         sinks: torch.Tensor | None = None,
         return_lse: bool = False,
         lse: torch.Tensor | None = None,
-        validate: bool = False,
+        validate: bool | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """`paged_decode` by this plan: the same arguments and results.
 
@@ -176,6 +182,7 @@ class DecodePlan:
                 bound.number, table.number, table.batch, None if running is None else running.target.name,
                 type(q), q.shape, q.stride(), q.dtype, q.device, q.requires_grad and torch.is_grad_enabled(),
                 sm_scale, logits_soft_cap, window_left, return_lse, out_dtype,
+                q_descale if type(q_descale) is float else metadata_of(q_descale),
                 None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.requires_grad),
                 None if lse is None else (lse.shape, lse.stride(), lse.dtype, lse.device, lse.requires_grad),
                 None
@@ -188,27 +195,31 @@ class DecodePlan:
         call = self._calls.get(signature)
         if call is None:
             call = self._prepare(
-                bound, table, q, cache, page_table, sm_scale, out, out_dtype, logits_soft_cap, window_left,
-                sinks, return_lse, lse,
+                bound, table, q, cache, page_table, sm_scale, q_descale, out, out_dtype, logits_soft_cap,
+                window_left, sinks, return_lse, lse,
             )  # fmt: skip
             if len(self._calls) >= _MAX_PREPARED:
                 self._calls.clear()
             self._calls[signature] = call
         if validate:
-            self.check_values(cache, page_table)
+            check_values(self.shape.capacity, cache, page_table)
+        if bound.scales or type(q_descale) is not float:
+            check_scales({**bound.scales, "q_descale": q_descale}, validate)
         if out is not None or lse is not None:
             begin = q.data_ptr()
             spans = [*bound.spans, *table.spans, (begin, begin + call.q_bytes)]
             if sinks is not None:
                 begin = sinks.data_ptr()
                 spans.append((begin, begin + call.sinks_bytes))
+            if isinstance(q_descale, torch.Tensor):
+                spans.append(byte_span(q_descale))
             begin = 0 if out is None else out.data_ptr()
             met = meets(begin, call.o_bytes, spans)
             if lse is not None:
                 spans.append((begin, begin + call.o_bytes))
                 met = met or meets(lse.data_ptr(), call.lse_bytes, spans)
             if met:
-                refuse_overlap(out, lse, q, cache, page_table, sinks)
+                refuse_overlap(out, lse, q, cache, page_table, sinks, q_descale)
         o = torch.empty(q.shape, dtype=call.out_dtype, device=q.device) if out is None else out
         if lse is None and return_lse:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -224,7 +235,9 @@ class DecodePlan:
                     "pass a smaller sm_scale"
                 )
             scales = (qk_scale, bound.v_factor)
-            values = (q, o, lse, sinks, table.ranges, table.tree, *table[:5], *scales, *bound.tensors)
+            rows = q.view(torch.uint8) if call.q_as_bytes else q
+            values = (rows, o, lse, sinks, q_descale, table.ranges, table.tree)
+            values += (*table[:5], *scales, *bound.tensors)
             if call.num_bytes:
                 block = torch.empty(call.num_bytes, dtype=torch.uint8, device=q.device)
                 counters = zeroed_counters(call.counters, q.device) if call.counters else None
@@ -284,14 +297,15 @@ class DecodePlan:
 
     def _prepare(
         self, bound: BoundCache, table: BoundTable, q: torch.Tensor, cache: PagedKVCache,
-        page_table: PageTable, sm_scale: float | None, out: torch.Tensor | None,
-        out_dtype: torch.dtype | None, logits_soft_cap: float, window_left: int,
+        page_table: PageTable, sm_scale: float | None, q_descale: float | torch.Tensor,
+        out: torch.Tensor | None, out_dtype: torch.dtype | None, logits_soft_cap: float, window_left: int,
         sinks: torch.Tensor | None, return_lse: bool, lse: torch.Tensor | None,
     ) -> Call:  # fmt: skip
         """Checks all that does not change from call to call, and prepares the launches."""
         shape = decode_shape(q, cache, page_table)
         self._check(shape, q.device, active_target(self.device))
         scale = q.shape[2] ** -0.5 if sm_scale is None else check_finite_float("sm_scale", sm_scale)
+        scale = fold_q_descale(q, q_descale, scale)
         soft_cap = check_finite_float("logits_soft_cap", logits_soft_cap)
         if soft_cap < 0:
             raise ValueError(f"logits_soft_cap must be 0 (off) or positive, got {logits_soft_cap}")
@@ -305,13 +319,15 @@ class DecodePlan:
         check_no_grad(q=q, k=cache.k, v=cache.v, sinks=sinks)
         out_dtype = check_out(q, out, out_dtype)
         check_lse(q, lse)
-        refuse_overlap(out, lse, q, cache, page_table, sinks)
+        refuse_overlap(out, lse, q, cache, page_table, sinks, q_descale)
         batch, config = shape.batch, self.config_for(shape.batch)
         attend, merge = self._bound_launches(
             bound, batch, page_table.kind == "ragged", window_left, soft_cap > 0, sinks is not None,
             return_lse or lse is not None,
         )  # fmt: skip
         logit_scale = scale * (1.0 if soft_cap > 0 else _LOG2E)
+        if q.dtype.itemsize == 1:
+            logit_scale *= 2.0 ** widening_exponent(get_format(q.dtype).name, BITS)
         row_blocks = self._row_blocks(config)
         programs = config.num_items * shape.num_kv_heads * row_blocks
         if programs > _MAX_GRID:
@@ -339,6 +355,7 @@ class DecodePlan:
             (q.stride(0), q.stride(1), token, head, q.shape[1] if lse is None else lse.stride(0)),
             num_pages=cache.num_pages, soft_cap=soft_cap, logit_scale=logit_scale,
             lse=return_lse or lse is not None, sinks=sinks is not None,
+            q_descale=isinstance(q_descale, torch.Tensor),
         )  # fmt: skip
         return Call(
             attend=attending,
@@ -355,6 +372,7 @@ class DecodePlan:
             o_bytes=0 if out is None else span_bytes(out),
             lse_bytes=0 if lse is None else span_bytes(lse),
             sinks_bytes=0 if sinks is None else span_bytes(sinks),
+            q_as_bytes=q.dtype.itemsize == 1,
         )
 
     def _check(self, shape: DecodeShape, device: torch.device, target: Target) -> None:
@@ -371,17 +389,3 @@ class DecodePlan:
                 f"plan must be made for {shape} or a larger batch on {device} ({target.name}), got a plan "
                 f"for {planned} on {self.device} ({self.target.name}): call plan_decode again"
             )
-
-    def check_values(self, cache: PagedKVCache, page_table: PageTable) -> None:
-        """Looks at lengths, page ids and descales, which waits for the device."""
-        page_table.check_values(cache.num_pages)
-        lens = page_table.seq_lens_tensor()
-        longest = int(lens.max()) if lens.numel() else 0
-        if longest > self.shape.capacity:
-            raise ValueError(
-                f"plan must cover the longest sequence of {longest} tokens, got one for "
-                f"{self.shape.capacity}: call plan_decode with a larger max_seq_len"
-            )
-        for name, value in (("k_descale", cache.k_descale), ("v_descale", cache.v_descale)):
-            if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
-                check_descale_tensor(name, value, validate=True)

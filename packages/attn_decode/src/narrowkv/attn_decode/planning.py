@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from narrowkv.attn_decode.checks import check_classes, check_decode_shape, decode_shape
+from narrowkv.attn_decode.checks import (
+    check_classes,
+    check_decode_shape,
+    check_query_format,
+    check_values,
+    decode_shape,
+)
 from narrowkv.attn_decode.config import DecodeShape, choose_config
 from narrowkv.attn_decode.plan import DecodePlan
 from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
@@ -42,8 +48,8 @@ def plan_decode(
     and any lengths, so that a captured graph can be replayed with other lengths and page tables.
 
     Args:
-        q: `[batch * q_len, num_qo_heads, head_dim]`, bf16 or fp16, of which only the metadata is used; or,
-            before there are tensors, a `DecodeShape` whose `batch` and `capacity` are the maxima.
+        q: `[batch * q_len, num_qo_heads, head_dim]`, bf16, fp16 or FP8, of which only the metadata is used;
+            or, before there are tensors, a `DecodeShape` whose `batch` and `capacity` are the maxima.
         cache: the paged cache; with a `DecodeShape` its format.
         page_table: the page table; None with a `DecodeShape`.
         device: with a `DecodeShape`: where the tensors will be.
@@ -85,7 +91,7 @@ def plan_decode(
         kernel=kernel, batch_invariant=batch_invariant,
     )  # fmt: skip
     if validate and isinstance(cache, PagedKVCache) and page_table is not None:
-        plan.check_values(cache, page_table)
+        check_values(plan.shape.capacity, cache, page_table)
     needed = plan.workspace_bytes()
     if workspace is None:
         return replace(plan, workspace=launch.Workspace(needed, plan.device)) if needed else plan
@@ -115,6 +121,7 @@ def _plan(
         # Tensors made on "cuda" are on the current GPU, whose index they name.
         shape, formats, device = q, CacheFormat.parse(cache), torch.empty(0, device=device).device
         check_decode_shape(shape)
+        check_query_format(shape.q_dtype, formats)
         check_fp4_scales(scale_group, scale_format or "e8m0", formats, shape.head_dim)
     else:
         if page_table is None or not isinstance(cache, PagedKVCache):

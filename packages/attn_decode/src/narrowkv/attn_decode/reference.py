@@ -16,6 +16,7 @@ def paged_decode_reference(
     page_table: PageTable,
     *,
     sm_scale: float | None = None,
+    q_descale: float | torch.Tensor = 1.0,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     logits_soft_cap: float = 0.0,
@@ -33,6 +34,8 @@ def paged_decode_reference(
     num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
     gqa_ratio = q.shape[1] // num_kv_heads
     scale = head_dim**-0.5 if sm_scale is None else sm_scale
+    if q.dtype.itemsize == 1:
+        q = q.float() * q_descale
     shift = None
     if (transform := cache.key_transform) is not None:
         if transform.offset is not None:

@@ -1,4 +1,4 @@
-"""`torch.ops.narrowkv.paged_decode`: the decode that torch.compile, export and fake tensors see."""
+"""`torch.ops.narrowkv.paged_decode` and `.merge_states`: what torch.compile, export and fake tensors see."""
 
 from __future__ import annotations
 
@@ -7,18 +7,29 @@ from typing import Any
 import torch
 
 from narrowkv.attn_decode.api import paged_decode
+from narrowkv.attn_decode.merging import merge_states
 from narrowkv.attn_decode.plan import DecodePlan
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.torch_ops import CACHE_SCHEMA, cache_from, cache_options, cache_tensors
-from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, plan_of, spell, spelled, traces
+from narrowkv.runtime.launch.tracing import (
+    OPTIONS_SCHEMA,
+    as_bytes,
+    plan_of,
+    spell,
+    spelled,
+    traces,
+    wide_dtype,
+)
 
 _INPUTS = (
     "Tensor q, "
     + CACHE_SCHEMA.format(a="", b="", c="", d="")
     + ", Tensor page_ids, Tensor? kv_indptr, Tensor? kv_last_page_len, Tensor? seq_lens, Tensor? key_ranges, "
-    + "Tensor? tree_mask, Tensor? sinks, "
+    + "Tensor? tree_mask, Tensor? q_descale, Tensor? sinks, "
     + OPTIONS_SCHEMA
 )
+
+_STATES = f"Tensor o, Tensor lse, Tensor? sinks, {OPTIONS_SCHEMA}"
 
 
 def _decode(
@@ -26,7 +37,7 @@ def _decode(
     v_descale: torch.Tensor | None, key_offset: torch.Tensor | None, key_balance: torch.Tensor | None,
     page_ids: torch.Tensor, kv_indptr: torch.Tensor | None,
     kv_last_page_len: torch.Tensor | None, seq_lens: torch.Tensor | None, key_ranges: torch.Tensor | None,
-    tree_mask: torch.Tensor | None, sinks: torch.Tensor | None,
+    tree_mask: torch.Tensor | None, q_descale: torch.Tensor | None, sinks: torch.Tensor | None,
     *options: Any, **outputs: Any,
 ) -> Any:  # fmt: skip
     given = spelled(*options)
@@ -35,8 +46,11 @@ def _decode(
         given.pop("kind"), page_ids, given.pop("page_size"), kv_indptr, kv_last_page_len, seq_lens,
         given.pop("before_append"), key_ranges, tree_mask,
     )  # fmt: skip
-    given["plan"] = plan_of(given.pop("plan"))
-    return paged_decode(q, cache, table, sinks=sinks, **given, **outputs)
+    number, given["plan"] = given.pop("q_number"), plan_of(given.pop("plan"))
+    return paged_decode(
+        q.view(given.pop("q_dtype")), cache, table, sinks=sinks,
+        q_descale=number if q_descale is None else q_descale, **given, **outputs,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("narrowkv::paged_decode", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")
@@ -47,7 +61,7 @@ def _decode_op(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @_decode_op.register_fake
 def _decode_fake(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = spelled(*rest[-3:])["out_dtype"] or q.dtype
+    dtype = spelled(*rest[-3:])["out_dtype"] or wide_dtype(q)
     return torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format), q.new_empty(
         q.shape[:2], dtype=torch.float32
     )
@@ -74,6 +88,7 @@ def traced_decode(
     cache: PagedKVCache,
     page_table: PageTable,
     *,
+    q_descale: float | torch.Tensor = 1.0,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -86,7 +101,10 @@ def traced_decode(
 
     A plan goes as its handle: it must live where the traced call runs.
     """
+    on_device = q_descale if isinstance(q_descale, torch.Tensor) else None
     spec = spell(
+        q_dtype=q.dtype,
+        q_number=1.0 if on_device is not None else q_descale,
         plan=None if plan is None else plan.handle,
         kind=page_table.kind,
         page_size=page_table.page_size,
@@ -96,15 +114,72 @@ def traced_decode(
         **options,
     )
     inputs = (
-        q, *cache_tensors(cache), page_table.page_ids, page_table.kv_indptr, page_table.kv_last_page_len,
-        page_table.seq_lens, page_table.key_ranges, page_table.tree_mask, sinks, *spec,
+        as_bytes(q), *cache_tensors(cache), page_table.page_ids, page_table.kv_indptr,
+        page_table.kv_last_page_len, page_table.seq_lens, page_table.key_ranges, page_table.tree_mask,
+        on_device, sinks, *spec,
     )  # fmt: skip
     if out is None and lse is None:
         o, sums = torch.ops.narrowkv.paged_decode(*inputs)
     else:
-        o = torch.empty_like(q, dtype=out_dtype or q.dtype) if out is None else out
+        o = torch.empty_like(q, dtype=out_dtype or wide_dtype(q)) if out is None else out
         if lse is None and return_lse:
             lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         sums = lse
         torch.ops.narrowkv.paged_decode_out(*inputs, o, lse)
     return (o, sums) if return_lse else o
+
+
+def _merge(
+    o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, *options: Any, **outputs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return merge_states(o, lse, sinks=sinks, **spelled(*options), **outputs)
+
+
+@torch.library.custom_op("narrowkv::merge_states", mutates_args=(), schema=f"({_STATES}) -> (Tensor, Tensor)")
+def _merge_op(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _merge(*args)
+
+
+@_merge_op.register_fake
+def _merge_fake(o: torch.Tensor, lse: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = spelled(*rest[-3:])["out_dtype"] or o.dtype
+    return o.new_empty(o.shape[1:], dtype=dtype), lse.new_empty(lse.shape[1:])
+
+
+@torch.library.custom_op(
+    "narrowkv::merge_states_out",
+    mutates_args=("out", "lse_out"),
+    schema=f"({_STATES}, Tensor(a!) out, Tensor(b!) lse_out) -> ()",
+)
+def _merge_out_op(*args: Any) -> None:
+    *inputs, out, lse_out = args
+    _merge(*inputs, out=out, lse_out=lse_out)
+
+
+@_merge_out_op.register_fake
+def _merge_out_fake(*args: object) -> None:
+    """Writes into its outputs, and returns nothing."""
+
+
+@traces("merge_states")
+def traced_merge(
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
+    lse_base: str = "e",
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    lse_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_states` through its operators, which check the arguments when they run."""
+    inputs = (o, lse, sinks, *spell(lse_base=lse_base, out_dtype=out_dtype))
+    if out is None and lse_out is None:
+        merged: tuple[torch.Tensor, torch.Tensor] = torch.ops.narrowkv.merge_states(*inputs)
+        return merged
+    if out is None:
+        out = o.new_empty(o.shape[1:], dtype=out_dtype or o.dtype)
+    if lse_out is None:
+        lse_out = lse.new_empty(lse.shape[1:])
+    torch.ops.narrowkv.merge_states_out(*inputs, out, lse_out)
+    return out, lse_out

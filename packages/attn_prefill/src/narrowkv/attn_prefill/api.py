@@ -44,10 +44,10 @@ def batch_prefill(
         cache: keys and values; any layout, page size and format. With a `key_transform` a launch ahead of
             attention balances and rotates q into memory that the call allocates.
         page_table: which pages each sequence occupies, and its length with the new tokens in it.
-        cu_seqlens_q: `[batch + 1]` int32, where each sequence's query tokens begin. Row i of a sequence
-            stands at position `seq_len - q_len + i`: the mask is aligned bottom-right, and rows before the
-            first key attend to nothing. A token belongs to the first sequence that claims it, and a sequence
-            with an entry outside [0, tokens] has none.
+        cu_seqlens_q: `[batch + 1]` int32 or int64, any stride, where each sequence's query tokens begin.
+            Row i of a sequence stands at position `seq_len - q_len + i`: the mask is aligned bottom-right,
+            and rows before the first key attend to nothing. A token belongs to the first sequence that claims
+            it, and a sequence with an entry outside [0, tokens] has none.
         causal: a row attends to keys up to its own position.
         sm_scale: softmax scale; default `head_dim ** -0.5`.
         q_descale: FP8 queries: a float or an fp32 tensor `[1]`.
@@ -126,7 +126,7 @@ def prefill_append(
             transforms q for stored keys, and new keys are transformed as they are stored.
         page_table: a block table with pages for the new tokens too; `seq_lens` are the lengths **before** the
             append, and are not changed. What has no page is not stored.
-        cu_seqlens_q: `[batch + 1]` int32, where each sequence's new tokens begin.
+        cu_seqlens_q: `[batch + 1]` int32 or int64, any stride, where each sequence's new tokens begin.
         rope: rotary embedding of q and k_new, by each new token's position. Rotated queries and keys are
             rounded to q's dtype for attention; the cache gets the keys before that rounding.
         fp8_compute: multiply queries and old tokens on FP8 matrix units, queries as two FP8 terms (FP8

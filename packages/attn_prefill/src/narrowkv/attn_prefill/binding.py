@@ -12,6 +12,7 @@ from narrowkv.attn_prefill.config import fp8_route
 from narrowkv.attn_prefill.kernels.arguments import Cache, Destination, Storing
 from narrowkv.attn_prefill.kernels.widen import BF16_VALUE_EXPONENT
 from narrowkv.paged_cache import PagedKVCache, Rope
+from narrowkv.paged_cache.descales import static_scales
 from narrowkv.paged_cache.kernels.pages import Descale, Stored
 from narrowkv.paged_cache.pointers import descale_pointers, packed_route, side_of, stored_as, widening_power
 from narrowkv.paged_cache.rope import rope_constants
@@ -62,6 +63,7 @@ class BoundCache(NamedTuple):
         per_key: whether K and V have descales that differ from key to key.
         int64_offsets: offsets need 64 bits.
         spans: addresses that the cache and its descales take; written: those that an append writes.
+        scales: scale tensors whose values are read once, by name; see `narrowkv.runtime.scales`.
         batch: sequences that its descales are for, or None.
         number: the same for all caches that ask for the same kernels and pass the same checks.
         matrices: how keys are copied out of their pages, by the keys of a tile; see `matrix_of`.
@@ -78,6 +80,7 @@ class BoundCache(NamedTuple):
     per_key: tuple[bool, bool]
     int64_offsets: bool
     spans: list[tuple[int, int]]
+    scales: dict[str, torch.Tensor]
     written: tuple[tuple[int, int], ...]
     hull: tuple[int, int]
     num_pages: int
@@ -157,7 +160,8 @@ def bind_cache(cache: PagedKVCache, target: Target, fp8: str | None, exponent: s
         in_loop, in_large_tiles, to_scratch, k_descale, v_descale, destination, new_values,
         per_key(cache.k_granularity, cache.v_granularity),
         cache.needs_64_bit_addresses, spans_of(cache.k, cache.v, cache.k_descale, cache.v_descale, *static),
-        written, hull, cache.num_pages, batch, _numbers.setdefault(signature, len(_numbers)), {}, transform,
+        static_scales(cache), written, hull, cache.num_pages, batch,
+        _numbers.setdefault(signature, len(_numbers)), {}, transform,
     )  # fmt: skip
     known[key] = bound
     return bound

@@ -15,8 +15,10 @@ from narrowkv.attn_prefill.preparation import Arguments, Prepared, prepare, refu
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.bound_table import BOUND_TABLES, bind_table
 from narrowkv.paged_cache.key_transform import transform_queries
-from narrowkv.paged_cache.rope import BOUND_ROPES, bind_rope
+from narrowkv.paged_cache.rope import BOUND_ROPES, bind_rope, metadata_of
+from narrowkv.runtime.errors import contiguous_vector
 from narrowkv.runtime.launch import executor
+from narrowkv.runtime.scales import check_scales
 from narrowkv.runtime.spans import meets
 
 
@@ -48,7 +50,7 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
             bound.number, table.number, None if running is None else (running.target.name, type(running)),
             type(q), q.stride(), q.dtype, q.get_device(), starts.stride(), starts.dtype, starts.get_device(),
             causal, sm_scale, soft_cap, window_left, window_right, return_lse, out_dtype,
-            q_descale if type(q_descale) is float else _key(q_descale),
+            q_descale if type(q_descale) is float else metadata_of(q_descale),
         )  # fmt: skip
         sizes: Any = (table.batch, q.shape, starts.shape, table.max_pages if plan.scratch_fits is None else 0)
         if out is not None:
@@ -79,6 +81,8 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
         raise
     if call is None or validate:
         call = prepare(plan, bound, table, key, Arguments(*given))
+    if bound.scales or call.q_descale is not None:
+        check_scales({**bound.scales, "q_descale": q_descale}, validate)
     if out is not None or lse is not None or k_new is not None:
         begin, first = q.data_ptr(), starts.data_ptr()
         spans = [*table.spans, (begin, begin + call.q), (first, first + call.starts)]
@@ -114,10 +118,11 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
     rows, shift = q, None
     if bound.transform is not None and call.classes:
         rows, shift = transform_queries(q, bound.transform, cache.num_kv_heads, call.shift_scale, rope)
+    begins = contiguous_vector(starts)
     for launches, fill_grid, grid, numbers, needs in call.classes:
         reading = getattr(bound, launches.reading)
         values = (
-            rows.view(torch.uint8) if call.q_as_bytes else rows, o, lse, starts, q_descale, sinks, shift,
+            rows.view(torch.uint8) if call.q_as_bytes else rows, o, lse, begins, q_descale, sinks, shift,
             table.ids, table.row, table.lens, table.num_ids, table.max_pages if bound.num_pages else 0,
             call.logit_scale * reading.k_scale, reading.v_scale / launches.p_scale, reading.k_scale,
             *numbers, *reading.values,
@@ -138,17 +143,11 @@ def run(plan: PlanBase, given: tuple[Any, ...]) -> torch.Tensor | tuple[torch.Te
     if call.decodes:
         decode = plan.decode or decode_plan_for_call(q, cache, page_table, False)
         decode.run(
-            q, cache, page_table, sm_scale=call.scale, out=o, logits_soft_cap=call.soft_cap,
-            window_left=call.window_left, sinks=sinks, lse=lse,
+            q, cache, page_table, sm_scale=call.scale,
+            q_descale=1.0 if call.q_descale is None else q_descale, out=o, logits_soft_cap=call.soft_cap,
+            window_left=call.window_left, sinks=sinks, lse=lse, validate=False,
         )  # fmt: skip
     return (o, lse) if return_lse and lse is not None else o
-
-
-def _key(x: Any) -> tuple[Any, ...]:
-    """A tensor's metadata, or a number and its class."""
-    if isinstance(x, torch.Tensor):
-        return type(x), x.dtype, x.shape, x.stride(), x.device
-    return type(x), x
 
 
 def _check(plan: PlanBase, given: tuple[Any, ...]) -> None:

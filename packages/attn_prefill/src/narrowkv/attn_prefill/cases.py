@@ -28,10 +28,8 @@ BOUND_TWO_FP8_TERMS = 0.004
 """Bound if queries and P are sums of two FP8 terms, eight bits; rounding the queries changes lse."""
 LSE_BOUND_TWO_FP8_TERMS = 4e-3
 
-_FP8_QUERIES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e4m3fnuz": torch.float8_e4m3fnuz}
-QUERIES = {**decode.QUERIES, **_FP8_QUERIES}
+QUERIES = decode.QUERIES
 Lens = tuple[int, ...]
-_Q_DESCALE = 0.5  # of FP8 queries: not 1, so that forgetting it shows
 _OPERATION_KERNELS = {"prefill": KERNELS, "append": APPEND_KERNELS}
 _NOT_OF_PREFILL = ("rope", "fp8_compute")
 _NOT_OF_APPEND = ("ragged", "causal", "window_right")
@@ -170,7 +168,7 @@ class PrefillCase(cases.CacheCase):
         else:
             options |= {"causal": self.causal, "window_right": self.window_right}
             if self.q_dtype.itemsize == 1:
-                options["q_descale"] = _Q_DESCALE
+                options["q_descale"] = decode.Q_DESCALE
             inputs = PrefillInputs(self, *self.build(device), options)
         if self.sinks:
             options["sinks"] = torch.randn(inputs.q.shape[1]).to(device)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from narrowkv.attn_decode.arguments import OUT_DTYPES
+from narrowkv.attn_decode.checks import QUERY_DTYPES
 from narrowkv.attn_prefill.shapes import PrefillShape
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.append import check_new_tokens
@@ -16,15 +17,12 @@ from narrowkv.paged_cache.checks import check_table
 from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES
 from narrowkv.paged_cache.key_transform import transform_tensors
 from narrowkv.paged_cache.layouts import HEAD_DIMS
-from narrowkv.quant import KeyTransform
-from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import (
-    check_descale_float,
     check_descale_tensor,
     check_dtype,
     check_finite_float,
+    check_index_vector,
     check_instance,
-    check_int32,
     check_last_dim_contiguous,
     check_no_grad,
     check_no_overlap,
@@ -33,8 +31,7 @@ from narrowkv.runtime.errors import (
     check_shape,
     check_tensor,
 )
-
-_QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+from narrowkv.runtime.launch.tracing import wide_dtype
 
 
 def check_soft_cap(value: float) -> float:
@@ -45,15 +42,6 @@ def check_soft_cap(value: float) -> float:
     return soft_cap
 
 
-def check_transform(transform: KeyTransform | None, q: torch.Tensor) -> None:
-    """Refuses what is not served over keys that a cache's `key_transform` changed."""
-    if transform is not None and q.dtype.itemsize == 1:
-        raise ValueError(
-            f"q must be bf16 or fp16 for a cache with a key_transform, got {q.dtype}: pass q as it was "
-            "before it was quantised"
-        )
-
-
 def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
     """Refuses sinks of another shape, dtype or device."""
     if sinks is not None:
@@ -61,24 +49,6 @@ def check_sinks(q: torch.Tensor, sinks: torch.Tensor | None) -> None:
         check_last_dim_contiguous("sinks", sinks)
         check_dtype("sinks", sinks, OUT_DTYPES)
         check_same_device(q=q, sinks=sinks)
-
-
-def fold_q_descale(
-    q: torch.Tensor, q_descale: float | torch.Tensor, scale: float, *, validate: bool
-) -> float:
-    """The softmax scale with a descale of the query in it that is a number."""
-    if isinstance(q_descale, torch.Tensor):
-        check_dtype("q_descale", q_descale, (torch.float32,))
-        check_shape("q_descale", q_descale, (1,))
-        check_same_device(q=q, q_descale=q_descale)
-        check_descale_tensor("q_descale", q_descale, validate=validate)
-    else:
-        check_descale_float("q_descale", q_descale)
-    if get_format(q.dtype).kind != "fp8":
-        if isinstance(q_descale, torch.Tensor) or q_descale != 1.0:
-            raise ValueError(f"q_descale must be 1.0 for a query in {q.dtype}, got {q_descale}")
-        return scale
-    return scale if isinstance(q_descale, torch.Tensor) else scale * q_descale
 
 
 def check_outputs(
@@ -102,7 +72,7 @@ def check_outputs(
     if lse is not None:
         check_dtype("lse", lse, (torch.float32,))
         _check_output("lse", lse, q, tuple(q.shape[:2]), {"q": q, "out": out, **inputs})
-    return out_dtype or (q.dtype if q.dtype.itemsize == 2 else torch.bfloat16)
+    return out_dtype or wide_dtype(q)
 
 
 def _check_output(
@@ -150,7 +120,7 @@ def check_chunk(
     rope: Rope | None,
     sinks: torch.Tensor | None,
     *,
-    validate: bool,
+    validate: bool | None,
 ) -> None:
     """Refuses new tokens that do not belong to the queries or cannot be stored, and inputs in the cache."""
     others: dict[str, Any] = {"q": q, "k_new": k_new, "v_new": v_new, "sinks": sinks}
@@ -254,7 +224,7 @@ def prefill_shape(
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     check_table(page_table, cache, before_append=before_append)
-    check_dtype("q", q, _QUERY_DTYPES)
+    check_dtype("q", q, QUERY_DTYPES)
     check_shape("q", q, ("tokens", "num_qo_heads", "head_dim"))
     check_last_dim_contiguous("q", q)
     num_tokens, num_qo_heads, head_dim = q.shape
@@ -268,10 +238,7 @@ def prefill_shape(
             f"got num_qo_heads={num_qo_heads}"
         )
     batch = page_table.batch_size
-    check_int32("cu_seqlens_q", cu_seqlens_q)
-    check_shape("cu_seqlens_q", cu_seqlens_q, (batch + 1,))
-    if not cu_seqlens_q.is_contiguous():
-        raise ValueError(f"cu_seqlens_q must be contiguous, got stride {cu_seqlens_q.stride(0)}")
+    check_index_vector("cu_seqlens_q", cu_seqlens_q, batch + 1)
     check_same_device(q=q, k=cache.k, v=cache.v, page_table=page_table.page_ids, cu_seqlens_q=cu_seqlens_q)
     if batch == 0 and num_tokens:
         raise ValueError(f"q must have no tokens for an empty batch, got {num_tokens}")
@@ -333,7 +300,7 @@ def check_shape_of_plan(shape: PrefillShape, cache: PagedKVCache, *, appends: bo
     """
     for name in ("batch", "num_tokens", "max_q_len", "num_qo_heads", "max_seq_len", "kv_tokens"):
         check_positive_int(name, getattr(shape, name))
-    known = (torch.bfloat16, torch.float16) if appends else _QUERY_DTYPES
+    known = (torch.bfloat16, torch.float16) if appends else QUERY_DTYPES
     if shape.q_dtype not in known:
         raise ValueError(f"q_dtype must be one of {known}, got {shape.q_dtype}")
     wanted = (cache.num_kv_heads, cache.head_dim, cache.page_size)

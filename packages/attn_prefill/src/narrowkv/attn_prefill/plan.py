@@ -27,14 +27,16 @@ class AppendOptions(TypedDict, total=False):
         return_lse: also return the log-sum-exp.
         lse: where to write the log-sum-exp, `[tokens, num_qo_heads]` fp32, last dimension contiguous. It is
             returned only with `return_lse`.
-        validate: look at the values of all metadata first (cu_seqlens_q, lengths, page ids, descales,
-            positions, bounds of the plan), which waits for the device.
+        validate: True looks at the values of all metadata first (cu_seqlens_q, lengths, page ids, descales,
+            positions, bounds of the plan), which waits for the device. None, the default, reads `q_descale`
+            and descale tensors per tensor, head or sequence in the first call that has them, and again if
+            they have changed in place; False reads nothing.
     """
 
     out_dtype: torch.dtype | None
     return_lse: bool
     lse: torch.Tensor | None
-    validate: bool
+    validate: bool | None
 
 
 class PrefillOptions(AppendOptions, total=False):
@@ -138,7 +140,7 @@ class PrefillPlan(PlanBase):
         given = (
             q, None, None, cache, page_table, cu_seqlens_q, None, causal, sm_scale, q_descale,
             logits_soft_cap, window_left, window_right, sinks, out, get("out_dtype"),
-            get("return_lse", False), get("lse"), get("validate", False),
+            get("return_lse", False), get("lse"), get("validate"),
         )  # fmt: skip
         return run(self, given)
 
@@ -170,7 +172,7 @@ class AppendPlan(PrefillPlan):
         given = (
             q, k_new, v_new, cache, page_table, cu_seqlens_q, rope, True, sm_scale, 1.0,
             logits_soft_cap, window_left, -1, sinks, out, get("out_dtype"), get("return_lse", False),
-            get("lse"), get("validate", False),
+            get("lse"), get("validate"),
         )  # fmt: skip
         return run(self, given)
 

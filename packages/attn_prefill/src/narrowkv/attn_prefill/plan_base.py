@@ -225,8 +225,7 @@ class PlanBase:
                 q_fp8=q_format.name if q_format.kind == "fp8" else None,
                 scratch_fits=fits,
                 can_decode=(
-                    q_format.kind == "float"
-                    and shape.num_tokens == shape.batch
+                    shape.num_tokens == shape.batch
                     and shape.max_q_len == 1
                     and not self.batch_invariant
                     and (self.scratch_fits is None or self._decodes)

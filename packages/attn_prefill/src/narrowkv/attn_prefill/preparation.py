@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from narrowkv.attn_decode.checks import check_transform, fold_q_descale
 from narrowkv.attn_prefill.binding import BoundCache, storing_constants
 from narrowkv.attn_prefill.checks import (
     append_shape,
@@ -16,9 +17,7 @@ from narrowkv.attn_prefill.checks import (
     check_outputs,
     check_sinks,
     check_soft_cap,
-    check_transform,
     check_values,
-    fold_q_descale,
     prefill_shape,
 )
 from narrowkv.attn_prefill.launch import Kind, Numbers, Route, make_routes
@@ -58,7 +57,7 @@ class Arguments(NamedTuple):
     out_dtype: torch.dtype | None
     return_lse: bool
     lse: torch.Tensor | None
-    validate: bool
+    validate: bool | None
 
 
 class Served(NamedTuple):
@@ -253,7 +252,7 @@ def _check(plan: PlanBase, g: Arguments) -> _Checked:
     check_sinks(q, g.sinks)
     check_transform(cache.key_transform, q)
     if not plan.appends:
-        scale = fold_q_descale(q, g.q_descale, scale, validate=g.validate)
+        scale = fold_q_descale(q, g.q_descale, scale)
     check_no_grad(q=q, k=cache.k, v=cache.v, sinks=g.sinks)
     if g.validate:
         bounds = {name: getattr(plan.shape, name) for name in ("max_q_len", "max_seq_len", "kv_tokens")}

@@ -10,7 +10,15 @@ from narrowkv.attn_prefill.api import batch_prefill, prefill_append
 from narrowkv.attn_prefill.plan import AppendPlan, PrefillPlan
 from narrowkv.paged_cache import PagedKVCache, PageTable, Rope
 from narrowkv.paged_cache.torch_ops import CACHE_SCHEMA, cache_from, cache_options, cache_tensors
-from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, as_bytes, plan_of, spell, spelled, traces
+from narrowkv.runtime.launch.tracing import (
+    OPTIONS_SCHEMA,
+    as_bytes,
+    plan_of,
+    spell,
+    spelled,
+    traces,
+    wide_dtype,
+)
 
 _TABLE = "Tensor page_ids, Tensor? kv_indptr, Tensor? kv_last_page_len, Tensor? seq_lens"
 _READ = CACHE_SCHEMA.format(a="", b="", c="", d="")
@@ -69,8 +77,7 @@ def _append(
 def _results(q: torch.Tensor, options: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """New tensors of the results' shapes."""
     given = spelled(*options)
-    # An FP8 query is given as bytes.
-    dtype = given["out_dtype"] or (q.dtype if q.dtype.itemsize == 2 else torch.bfloat16)
+    dtype = given["out_dtype"] or wide_dtype(q)
     return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
@@ -134,7 +141,7 @@ def _call(
     if out is None and lse is None:
         o, sums = functional(*inputs)
     else:
-        dtype = out_dtype or (q.dtype if q.dtype.itemsize == 2 else torch.bfloat16)
+        dtype = out_dtype or wide_dtype(q)
         o = q.new_empty(q.shape, dtype=dtype) if out is None else out
         if lse is None and return_lse:
             lse = q.new_empty(q.shape[:2], dtype=torch.float32)

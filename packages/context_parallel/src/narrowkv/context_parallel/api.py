@@ -23,7 +23,7 @@ def cp_paged_decode(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     lse: torch.Tensor | None = None,
-    validate: bool = False,
+    validate: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of each sequence's newest tokens over a cache of which every rank holds a part.
 
@@ -42,7 +42,8 @@ def cp_paged_decode(
         sinks: `[heads of q]`, fp32, bf16 or fp16: a logit per head with value 0.
         return_lse: also return the log-sum-exp of whole sequences. lse: where to write it, `[batch * q_len,
             heads of q]` fp32.
-        validate: look at lengths and page ids of this rank's table, which waits for the device.
+        validate: True looks at lengths and page ids of this rank's table, which waits for the device; of
+            descale tensors see `narrowkv.attn_decode.paged_decode`.
 
     Returns:
         `o`, or `(o, lse)`, of q's heads over all ranks' tokens: natural logarithms, without the sink.

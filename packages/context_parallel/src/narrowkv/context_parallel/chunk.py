@@ -12,7 +12,9 @@ from narrowkv.context_parallel.groups import Group, all_gather, check_layout, gr
 from narrowkv.context_parallel.layout import ShardLayout
 from narrowkv.context_parallel.merging import merge_over_ranks
 from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.paged_cache.descales import static_scales
 from narrowkv.runtime.errors import check_dtype, check_shape
+from narrowkv.runtime.scales import check_scales
 
 
 def cp_chunk_attention(
@@ -43,7 +45,7 @@ def cp_chunk_attention(
         k_new, v_new: `[tokens, num_kv_heads, head_dim]` in q's dtype, equal on all ranks of the group.
         cache: this rank's tokens; new ones may be stored already.
         page_table: a block table of the whole sequences; lengths include the new tokens.
-        cu_seqlens_q: `[batch + 1]` int32, where each sequence's new tokens begin.
+        cu_seqlens_q: `[batch + 1]` int32 or int64, any stride, where each sequence's new tokens begin.
         layout: which rank holds which token.
         group, comm, partial_dtype: as for `plan_cp_decode`, but "symm_mem", which needs a plan.
         sm_scale, logits_soft_cap: as for `narrowkv.attn_prefill.batch_prefill`.
@@ -63,6 +65,7 @@ def cp_chunk_attention(
     check_layout(layout.world, layout.rank, ranks)
     check_dtype("q", q, (torch.bfloat16, torch.float16))
     check_shape("q", q, ("tokens", "own heads", cache.head_dim))
+    check_scales(static_scales(cache))  # before any rank waits for another
     options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
     tokens, heads, head_dim = q.shape
     states = torch.zeros(2, tokens, heads, head_dim, dtype=torch.float32, device=q.device)

@@ -30,7 +30,7 @@ def every_nth_head(cache: PagedKVCache, first: int, step: int) -> PagedKVCache:
             k_granularity=_granularity(cache.k_descale, cache.k_granularity),
             v_granularity=_granularity(cache.v_descale, cache.v_granularity),
             k_tensor_scale=cache.k_tensor_scale, v_tensor_scale=cache.v_tensor_scale,
-            negative_zero_free=cache.negative_zero_free,
+            negative_zero_free=cache.negative_zero_free, validate=False,
         )  # fmt: skip
     return known[first, step]
 

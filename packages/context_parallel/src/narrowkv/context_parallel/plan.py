@@ -24,6 +24,7 @@ from narrowkv.context_parallel.heads import every_nth_head
 from narrowkv.context_parallel.layout import ShardedTable, ShardLayout
 from narrowkv.context_parallel.symmetric import SymmetricMemory
 from narrowkv.paged_cache import PagedKVCache
+from narrowkv.paged_cache.descales import static_scales
 from narrowkv.runtime.errors import (
     check_choice,
     check_dtype,
@@ -33,6 +34,7 @@ from narrowkv.runtime.errors import (
     check_shape,
 )
 from narrowkv.runtime.launch import Workspace
+from narrowkv.runtime.scales import check_scales
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,10 +142,11 @@ class CPDecodePlan:
     def run(
         self, q: torch.Tensor, cache: PagedKVCache, table: ShardedTable, *, sm_scale: float | None,
         out: torch.Tensor | None, out_dtype: torch.dtype | None, logits_soft_cap: float,
-        sinks: torch.Tensor | None, return_lse: bool, lse: torch.Tensor | None, validate: bool,
+        sinks: torch.Tensor | None, return_lse: bool, lse: torch.Tensor | None, validate: bool | None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """`cp_paged_decode` by this plan: the same arguments and results."""
         self._check(q, table, out, lse, sinks)
+        check_scales(static_scales(cache), validate)
         options: dict[str, Any] = {
             "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "validate": validate
         }  # fmt: skip

@@ -19,7 +19,9 @@ from narrowkv.context_parallel.groups import Group, agreement, all_gather, check
 from narrowkv.context_parallel.ring import gathered, passed_round
 from narrowkv.context_parallel.shares import PAGE, PrefillShares
 from narrowkv.paged_cache import PagedKVCache, PageTable, append
+from narrowkv.paged_cache.descales import static_scales
 from narrowkv.runtime.errors import check_choice, check_dtype, check_index_vector, check_instance, check_shape
+from narrowkv.runtime.scales import check_scales
 
 COMMS = ("all_gather", "ring")
 _I32 = torch.int32
@@ -108,7 +110,7 @@ def _check(
     q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, cache: PagedKVCache,
     page_table: PageTable, shares: PrefillShares, slot_mapping: torch.Tensor, comm: str,
 ) -> None:  # fmt: skip
-    check_instance("cache", cache, PagedKVCache)
+    check_scales(static_scales(check_instance("cache", cache, PagedKVCache)))
     check_instance("shares", shares, PrefillShares)
     check_choice("comm", comm, COMMS)
     check_dtype("q", q, (torch.bfloat16, torch.float16))

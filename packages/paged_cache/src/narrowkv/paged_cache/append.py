@@ -8,7 +8,7 @@ import torch
 
 from narrowkv.paged_cache.cache import PagedKVCache
 from narrowkv.paged_cache.checks import layout_hint
-from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, check_exponent
+from narrowkv.paged_cache.descales import check_exponent
 from narrowkv.paged_cache.kernels.append import QUERY_HEADS, Queries, _append_kernel
 from narrowkv.paged_cache.key_transform import transform_tensors
 from narrowkv.paged_cache.rope import (
@@ -31,7 +31,6 @@ from narrowkv.paged_cache.storing import (
     written_tensors,
 )
 from narrowkv.runtime.errors import (
-    check_descale_tensor,
     check_dtype,
     check_index_vector,
     check_instance,
@@ -44,6 +43,7 @@ from narrowkv.runtime.errors import (
 )
 from narrowkv.runtime.launch import VARIES, BoundLaunch, FixedLaunch, LaunchOptions
 from narrowkv.runtime.launch.tracing import traceable
+from narrowkv.runtime.scales import check_scales
 
 _OPTIONS = LaunchOptions(num_warps=1, num_stages=1, enable_fp_fusion=False)
 _MAX_PREPARED = 256  # launches that are kept; a server needs a few
@@ -81,13 +81,13 @@ def check_new_tokens(
     v_new: torch.Tensor,
     rope: Rope | None,
     exponent: str,
-    validate: bool,
+    validate: bool | None,
 ) -> None:
     """Refuses new tokens that cannot be stored in the cache, before anything is written.
 
     Args:
         cache, k_new, v_new, rope, exponent: as for `append`.
-        validate: also look at the values of descales and positions, which waits for the device.
+        validate: whether to look at the values of positions too, which waits for the device.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -111,18 +111,10 @@ def check_new_tokens(
         check_rope(rope, cache.head_dim, k_new)
         inputs |= {"rope.cos": rope.cos, "rope.sin": rope.sin, "rope.positions": rope.positions}
     check_apart(cache, **inputs)
-    if validate:
-        for name, value, kind in (
-            ("k_descale", cache.k_descale, cache.k_granularity),
-            ("v_descale", cache.v_descale, cache.v_granularity),
-        ):
-            # Per token they are written, not read.
-            if isinstance(value, torch.Tensor) and kind not in PER_TOKEN_GRANULARITIES:
-                check_descale_tensor(name, value, validate=True)
-        if rope is not None and k_new.shape[0] and has_memory(rope.positions):
-            low, high = int(rope.positions.min()), int(rope.positions.max())
-            if low < 0 or high >= rope.cos.shape[0]:
-                raise ValueError(f"rope.positions must lie in [0, {rope.cos.shape[0]}), got {low}..{high}")
+    if validate and rope is not None and k_new.shape[0] and has_memory(rope.positions):
+        low, high = int(rope.positions.min()), int(rope.positions.max())
+        if low < 0 or high >= rope.cos.shape[0]:
+            raise ValueError(f"rope.positions must lie in [0, {rope.cos.shape[0]}), got {low}..{high}")
 
 
 def check_apart(cache: PagedKVCache, **inputs: object) -> None:
@@ -144,7 +136,7 @@ def check_append(
     k_offset: torch.Tensor | None,
     q: torch.Tensor | None,
     exponent: str,
-    validate: bool,
+    validate: bool | None,
 ) -> None:
     """Refuses what `append` cannot do, before anything is written."""
     check_new_tokens(cache, k_new, v_new, rope, exponent, validate)
@@ -166,6 +158,7 @@ def check_append(
     check_apart(cache, slot_mapping=slot_mapping, k_offset=k_offset, **transform_tensors(cache.key_transform))
     if validate and has_memory(slot_mapping):
         _check_slots(slot_mapping, cache.num_pages * cache.page_size)
+    check_scales(store_of(cache).scales, validate)
 
 
 def _check_queries(
@@ -258,7 +251,7 @@ def append(
     k_offset: torch.Tensor | None = None,
     q: torch.Tensor | None = None,
     exponent: str = "mse",
-    validate: bool = False,
+    validate: bool | None = None,
 ) -> None:
     """Writes new tokens into the cache: RoPE on K and Q, its `key_transform`, quantise, scatter. One launch.
 
@@ -282,8 +275,9 @@ def append(
             by `rope`, tokens of slot -1 too. It may be packed with K and V in one tensor; K is left as it is.
         exponent: FP4: how a group's scale is chosen: "mse" (least squared error), "floor" (OCP MX) or "ceil"
             (nothing saturates); see `narrowkv.quant.e8m0`. E4M3 scales have "mse" only.
-        validate: also check the values of slots (in range, none twice), descales and positions, which waits
-            for the device.
+        validate: True also checks the values of slots (in range, none twice), descales and positions, which
+            waits for the device. None reads static descale tensors (and a balance of keys) in the first call
+            that has them, and again if they have changed in place; False reads nothing.
 
     Raises:
         TypeError, ValueError: before anything is written.
@@ -337,6 +331,8 @@ def append(
             _prepared[key] = prepared
         tokens = k_new.shape[0]
     assert store is not None
+    if store.scales:
+        check_scales(store.scales, validate)
     values = (k_new, v_new, *store.varying)
     for static in (store.key_offset if k_offset is None else k_offset, store.key_balance):
         if static is not None:

@@ -120,6 +120,7 @@ class PagedKVCache:
         scale_group: int | None = None,
         scale_format: str = "e8m0",
         device: torch.device | str = "cpu",
+        validate: bool | None = None,
     ) -> PagedKVCache:
         """Allocates a cache of zeros.
 
@@ -135,9 +136,10 @@ class PagedKVCache:
                 with a mantissa and half the error; see `narrowkv.quant.e4m3`. With `scale_group=16` that is
                 NVFP4.
             device: where.
+            validate: False leaves the values of descale tensors unread; see `from_tensors`.
 
         Raises:
-            TypeError, ValueError: for sizes or names that a cache cannot have.
+            TypeError, ValueError: for sizes, names or descales that a cache cannot have.
 
         Example:
             >>> PagedKVCache.empty(4, 16, 2, 128, format="fp8_e4m3fn").bytes_per_token()
@@ -168,7 +170,7 @@ class PagedKVCache:
         k, v = allocate(layout, sizes, formats, device)
         made = cls.from_tensors(
             k, v, format=parsed, layout=layout, k_descale=k_scales, v_descale=v_scales,
-            k_tensor_scale=k_number, v_tensor_scale=v_number,
+            k_tensor_scale=k_number, v_tensor_scale=v_number, validate=validate,
         )  # fmt: skip
         return replace(made, negative_zero_free=True)
 
@@ -187,7 +189,7 @@ class PagedKVCache:
         k_tensor_scale: float = 1.0,
         v_tensor_scale: float = 1.0,
         negative_zero_free: bool = False,
-        validate: bool = False,
+        validate: bool | None = None,
     ) -> PagedKVCache:
         """Wraps an engine's own tensors.
 
@@ -203,7 +205,9 @@ class PagedKVCache:
             k_granularity, v_granularity: the granularity, needed if the shape fits two.
             k_tensor_scale, v_tensor_scale: what E4M3 scales are multiplied by, NVFP4's second scale.
             negative_zero_free: a promise that no FP8 byte is 0x80 or a NaN code.
-            validate: also look at descale values, which waits for the device.
+            validate: whether to read the values of descale tensors, which waits for the device. None reads
+                those per tensor, head or sequence, unless they were read before and have not changed since;
+                True reads fp32 scales of pages and tokens, and E4M3 scales, too; False reads none.
 
         Raises:
             TypeError, ValueError: before anything is read.

@@ -13,6 +13,7 @@ from narrowkv.quant.groups import EXPONENT_RULES
 from narrowkv.quant.int_tokens import dequantize_tokens_int4
 from narrowkv.quant.rounding import decode
 from narrowkv.runtime.errors import check_choice, check_descale_float, check_descale_tensor, check_dtype
+from narrowkv.runtime.scales import check_scales
 
 GRANULARITIES = ("tensor", "head", "sequence_head", "page_head", "token_head", "token_head_group")
 PER_TOKEN_GRANULARITIES = ("token_head", "token_head_group")
@@ -83,6 +84,18 @@ class CacheSide(NamedTuple):
         if self.group:
             return descale.repeat_interleave(self.group, -1)
         return descale[:, None, :, None] if kind == "page_head" else descale[..., None]
+
+
+def static_scales(cache: Any) -> dict[str, torch.Tensor]:
+    """The scale tensors of a `PagedKVCache` that are no data of its pages, by name; see `runtime.scales`."""
+    found = {}
+    for name, kind in (("k_descale", cache.k_granularity), ("v_descale", cache.v_granularity)):
+        value = getattr(cache, name)
+        if isinstance(value, torch.Tensor) and kind not in PER_PAGE_GRANULARITIES:
+            found[name] = value
+    if cache.key_transform is not None and cache.key_transform.balance is not None:
+        found["key_transform.balance"] = cache.key_transform.balance
+    return found
 
 
 def side_of(cache: Any, name: str) -> CacheSide:
@@ -173,9 +186,25 @@ def check_descale(
     format_name: str,
     sizes: tuple[int, int, int, int],
     device: torch.device,
-    validate: bool,
+    validate: bool | None,
 ) -> str:
-    """Checks a descale and returns its granularity."""
+    """Checks a descale and returns its granularity; `validate` as for `PagedKVCache.from_tensors`."""
+    kind = _granularity_of(name, descale, granularity, format_name, sizes, device, validate)
+    if isinstance(descale, torch.Tensor) and descale.dtype == torch.float32:
+        if validate or kind not in PER_PAGE_GRANULARITIES:
+            check_scales({name: descale}, validate)
+    return kind
+
+
+def _granularity_of(
+    name: str,
+    descale: float | torch.Tensor,
+    granularity: str | None,
+    format_name: str,
+    sizes: tuple[int, int, int, int],
+    device: torch.device,
+    validate: bool | None,
+) -> str:
     if granularity is not None:
         check_choice(name.replace("descale", "granularity"), granularity, GRANULARITIES)
     if get_format(format_name).kind == "fp4":
@@ -191,7 +220,7 @@ def check_descale(
         if granularity not in (None, "tensor"):
             raise TypeError(f"{name} must be a tensor for granularity {granularity!r}, got {descale!r}")
         return "tensor"
-    check_descale_tensor(name, descale, validate=validate)
+    check_descale_tensor(name, descale)
     if descale.device != device:
         raise ValueError(f"{name} must be on {device} like the cache, got {descale.device}")
     num_pages, page_size, heads, _ = sizes
@@ -246,7 +275,7 @@ def _check_fp4_scales(
     granularity: str | None,
     sizes: tuple[int, int, int, int],
     device: torch.device,
-    validate: bool,
+    validate: bool | None,
 ) -> str:
     """Checks the scales of an FP4 side and returns their granularity; every byte is a legal E8M0 scale."""
     if not isinstance(descale, torch.Tensor):

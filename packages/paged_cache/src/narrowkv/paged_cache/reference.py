@@ -35,7 +35,7 @@ def append_reference(
     k_offset: torch.Tensor | None = None,
     q: torch.Tensor | None = None,
     exponent: str = "mse",
-    validate: bool = False,
+    validate: bool | None = None,
 ) -> None:
     """`append` with torch operations, token by token; the same arguments and effect."""
     check_append(cache, k_new, v_new, slot_mapping, rope, k_offset, q, exponent, validate)

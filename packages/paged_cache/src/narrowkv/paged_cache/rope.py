@@ -66,8 +66,10 @@ BOUND_ROPES: ByIdentity[BoundRope] = ByIdentity()
 _kinds: dict[Any, int] = {}
 
 
-def metadata_of(x: torch.Tensor) -> tuple[Any, ...]:
-    """The key of calls with a tensor: its metadata without its address."""
+def metadata_of(x: object) -> tuple[Any, ...]:
+    """The key of calls with a tensor: its metadata without its address; of a number, itself and its class."""
+    if not isinstance(x, torch.Tensor):
+        return type(x), x
     return type(x), x.dtype, x.shape, x.stride(), x.device, x.requires_grad
 
 

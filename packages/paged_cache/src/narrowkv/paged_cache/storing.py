@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowkv.paged_cache.cache import PagedKVCache
-from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, CacheSide
+from narrowkv.paged_cache.descales import PER_TOKEN_GRANULARITIES, CacheSide, static_scales
 from narrowkv.paged_cache.kernels.append import DescalePointers, NewTokens
 from narrowkv.paged_cache.kernels.pages import KVPointers
 from narrowkv.quant import KeyTransform
@@ -35,6 +35,7 @@ class Store(NamedTuple):
         varying: tensors and descales of a `FixedLaunch` over such caches.
         spans: byte addresses of what is written, each as `byte_span` gives it.
         key_offset, key_balance: of the cache's `key_transform`, or None.
+        scales: scale tensors that are read and not written, by name.
     """
 
     k: KVPointers
@@ -50,6 +51,7 @@ class Store(NamedTuple):
     spans: tuple[tuple[int, int], ...]
     key_offset: torch.Tensor | None
     key_balance: torch.Tensor | None
+    scales: dict[str, torch.Tensor]
 
 
 STORES: ByIdentity[Store] = ByIdentity()
@@ -117,6 +119,7 @@ def _make_store(cache: PagedKVCache) -> Store:
         tuple(byte_span(x) for x in written_tensors(cache).values() if x.numel() and has_memory(x)),
         transform.offset,
         transform.balance,
+        static_scales(cache),
     )
 
 

@@ -9,10 +9,12 @@ import torch
 
 from narrowkv.paged_cache.append import append
 from narrowkv.paged_cache.cache import PagedKVCache
+from narrowkv.paged_cache.descales import static_scales
 from narrowkv.paged_cache.formats import CacheFormat
 from narrowkv.paged_cache.rope import Rope
 from narrowkv.quant import KeyTransform
 from narrowkv.runtime.launch.tracing import OPTIONS_SCHEMA, spell, spelled, traces
+from narrowkv.runtime.scales import not_written
 
 CACHE_SCHEMA = (
     "Tensor{a} k, Tensor{b} v, Tensor{c}? k_descale, Tensor{d}? v_descale, Tensor? key_offset, "
@@ -88,7 +90,7 @@ def cache_from(tensors: CacheTensors, options: dict[str, Any]) -> PagedKVCache:
             parts["k"], parts["v"], format=CacheFormat(k_format, v_format), layout=layout,
             k_descale=parts["k_descale"], v_descale=parts["v_descale"], k_granularity=k_kind,
             v_granularity=v_kind, k_tensor_scale=k_number, v_tensor_scale=v_number,
-            negative_zero_free=clean,
+            negative_zero_free=clean, validate=False,
         )  # fmt: skip
         cache = replace(cache, key_transform=parts["key_transform"])
         if len(_checked) >= _MOST_CHECKED:
@@ -119,6 +121,7 @@ def _append_op(
     style, rope = given.pop("rope"), None
     if cos is not None and sin is not None and positions is not None:
         rope = Rope(cos, sin, positions, style=style)
+    not_written(static_scales(cache))
     append(cache, k_new, v_new, slot_mapping, rope=rope, k_offset=k_offset, q=q, **given)
 
 

@@ -16,6 +16,8 @@ from narrowkv.runtime.errors import (
     check_same_device,
     check_shape,
 )
+from narrowkv.runtime.launch.tracing import traceable
+from narrowkv.runtime.scales import check_scales
 from narrowkv.sage.checks import LAYOUTS
 from narrowkv.sage.config import KeyOrder
 from narrowkv.sage.kernels import NarrowQuery
@@ -54,6 +56,7 @@ class SageOperands:
     column_major_v: bool = False
 
 
+@traceable
 def sage_attention_quantized(
     operands: SageOperands,
     *,
@@ -65,6 +68,7 @@ def sage_attention_quantized(
     sm_scale: float | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     return_lse: bool = False,
+    validate: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`sage_attention` without its quantisation. Codes are copied once, into the order that the kernel reads.
 
@@ -77,6 +81,8 @@ def sage_attention_quantized(
         q_granularity, k_granularity, causal, window, sm_scale: as for `sage_attention`.
         out_dtype: bf16 or fp16.
         return_lse: also return the log-sum-exp.
+        validate: None reads the values of the descales, which waits for the device, unless these tensors were
+            read before and have not changed since; True reads them in any case; False does not.
 
     Returns:
         `o` `[batch, q_len, num_qo_heads, v_head_dim]` (or "BHSD"), or `(o, lse)`.
@@ -106,17 +112,18 @@ def sage_attention_quantized(
     )  # fmt: skip
     for name, x, wanted in (("q", q, plan.qk_format), ("k", k, plan.qk_format), ("v", v, plan.config.fp8)):
         check_dtype(name, x, (torch.uint8 if wanted == "int4" else get_format(wanted).storage_dtype,))
+    k_descale = _of_groups("k_descale", operands.k_descale, plan.k_groups, k)
+    q_descale = _of_groups("q_descale", operands.q_descale, plan.q_groups, q)
+    v_descale = _float32("v_descale", operands.v_descale, (batch, kv_heads, v_head_dim))
+    check_scales({"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}, validate)
     keys = QuantizedKV(
-        _rows(k), _descales("k_descale", operands.k_descale, plan.k_groups, k), None,
-        _columns(v, plan.config.key_order, head_dim),
-        _padded(_float32("v_descale", operands.v_descale, (batch, kv_heads, v_head_dim)), head_dim, 1.0),
+        _rows(k), _descales(k_descale, plan.k_groups, k), None,
+        _columns(v, plan.config.key_order, head_dim), _padded(v_descale, head_dim, 1.0),
         plan.shape, plan.qk_format, plan.config.fp8, plan.k_groups, plan.config.key_order, None, None,
         plan.config.block_n,
     )  # fmt: skip
     stored = _rows(q)
-    query = NarrowQuery(
-        stored, _descales("q_descale", operands.q_descale, plan.q_groups, q), None, None, stored.shape[1]
-    )
+    query = NarrowQuery(stored, _descales(q_descale, plan.q_groups, q), None, None, stored.shape[1])
     o = torch.empty(batch, q_len, heads, head_dim, dtype=out_dtype, device=q.device)
     lse = torch.empty(o.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
     if o.numel():
@@ -211,18 +218,24 @@ def _padded(x: torch.Tensor, channels: int, value: float) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, channels - x.shape[-1]), value=value).contiguous()
 
 
-def _descales(name: str, descale: torch.Tensor, groups: TokenGroups | None, x: torch.Tensor) -> torch.Tensor:
-    """`[heads, groups of all sequences]`, those of rows without tokens 1."""
+def _of_groups(name: str, descale: torch.Tensor, groups: TokenGroups | None, x: torch.Tensor) -> torch.Tensor:
+    """The descales of groups that have tokens, `[batch, groups, heads]`; `[1]` for a whole tensor."""
     batch, tokens, heads = x.shape[:3]
     if groups is None:
         return _float32(name, descale, (1,))
     given = -(-tokens // groups.span) * groups.groups
-    if isinstance(descale, torch.Tensor) and descale.dim() == 3:
+    if isinstance(descale, torch.Tensor) and descale.dim() == 3 and descale.shape[1] > given:
         descale = descale[:, :given]  # those of a padded length
-    _float32(name, descale, (batch, given, heads))
-    kept = _whole(tokens) // groups.span * groups.groups
+    return _float32(name, descale, (batch, given, heads))
+
+
+def _descales(descale: torch.Tensor, groups: TokenGroups | None, x: torch.Tensor) -> torch.Tensor:
+    """`[heads, groups of all sequences]`, those of rows without tokens 1."""
+    if groups is None:
+        return descale
+    kept = _whole(x.shape[1]) // groups.span * groups.groups
     return (
-        torch.nn.functional.pad(descale.permute(2, 0, 1), (0, kept - given), value=1.0)
+        torch.nn.functional.pad(descale.permute(2, 0, 1), (0, kept - descale.shape[1]), value=1.0)
         .flatten(1)
         .contiguous()
     )

@@ -26,6 +26,7 @@ from narrowkv.paged_cache.kernels.queries import (
     split_to_e4m3,
     times_sign,
     transform_query,
+    widen_query,
 )
 from narrowkv.paged_cache.kernels.tiles import LEAST_FACTOR, zeros_in_parts
 from narrowkv.quant.device import join_parts
@@ -142,6 +143,8 @@ def _paged_decode_kernel(
         low, high, full_first, full_end = row_limits(
             io, seq, rows // GQA_RATIO, row_mask, kv_len, first, end_key, Q_LEN, WINDOW_LEFT
         )
+    if RULES.q_format != "":
+        q = widen_query(q, RULES.q_format, K_PARTS)
     if RULES.stages > 0 or io.k_balance is not None:
         q = transform_query(q, io.k_balance, kv_head, HEAD_DIM, K_PARTS, RULES.stages, PAIRS)
     q_scale = 1.0
@@ -155,6 +158,8 @@ def _paged_decode_kernel(
         # Float16 queries over a bfloat16 cache: two bfloat16 terms hold all eleven bits.
         q, q_low = split_query(q, COMPUTE, SPLIT_Q, K_PARTS)
     logit_scale = q_scale * qk_scale
+    if io.q_descale is not None:
+        logit_scale *= tl.load(io.q_descale)
     o_scale = tl.full([BLOCK_M], 1.0, tl.float32) * out_scale
     logit_scale = times_head_descale(logit_scale, k_descale, seq, kv_head, K_DESCALE)
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)

@@ -20,6 +20,8 @@ class Rows(NamedTuple):
     what the stored keys lack, or None; logits are `offset_scale` times q.k_offset larger than those of the
     stored keys, natural ones with a soft cap, else in base 2. It is only given where a soft cap, sinks or an
     lse see that.
+
+    `q_descale`: one number that FP8 queries are multiplied by, or None.
     """
 
     q: Any
@@ -36,6 +38,7 @@ class Rows(NamedTuple):
     k_balance: Any = None
     k_offset: Any = None
     offset_scale: Any = None
+    q_descale: Any = None
 
 
 class Workspace(NamedTuple):
@@ -86,6 +89,7 @@ class Rules(NamedTuple):
         stages: how Q is rotated, as keys were; see `rotate_parts`.
         registers: the loop is `attend_in_registers`, which loads the cache to registers without shared
             memory.
+        q_format: the FP8 format of Q, which is loaded as bytes; "" for 16-bit queries.
     """
 
     compute: Any
@@ -110,6 +114,7 @@ class Rules(NamedTuple):
     prefetch: str = ""
     stages: int = 0
     registers: bool = False
+    q_format: str = ""
 
 
 class Blocks(NamedTuple):

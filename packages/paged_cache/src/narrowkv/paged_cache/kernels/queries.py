@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from narrowkv.paged_cache.kernels.append import load_rotated
-from narrowkv.quant.device import columns_of_part
+from narrowkv.quant.device import columns_of_part, widen
 from narrowkv.quant.device_hadamard import rotate_parts
 
 
@@ -14,14 +14,24 @@ def load_query(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, PAIRS: tl.constexpr = False,
 ):  # fmt: skip
     """Rows of Q as a tuple of parts [M, BLOCK_D / PARTS], with the columns of `columns_of_part`."""
+    ZERO: tl.constexpr = 0 if q_ptr.dtype.element_ty.is_int() else 0.0
     rows = tokens[:, None] * stride_qt + heads[:, None] * stride_qh
     parts = ()
     for i in tl.static_range(PARTS):
         d = columns_of_part(i, BLOCK_D // PARTS, PARTS, PAIRS)
         parts = parts + (
-            tl.load(q_ptr + rows + d[None, :], mask=row_mask[:, None] & (d < HEAD_DIM)[None, :], other=0.0),
+            tl.load(q_ptr + rows + d[None, :], mask=row_mask[:, None] & (d < HEAD_DIM)[None, :], other=ZERO),
         )
     return parts
+
+
+@triton.jit
+def widen_query(q, FORMAT: tl.constexpr, PARTS: tl.constexpr):
+    """Bytes of E4M3 as float16, exactly but for a factor of 2**widening_exponent(FORMAT, "bits")."""
+    wide = ()
+    for i in tl.static_range(PARTS):
+        wide = wide + (widen(q[i], FORMAT, "bits", tl.float16, False),)
+    return wide
 
 
 @triton.jit

@@ -78,6 +78,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def wide_dtype(q: torch.Tensor) -> torch.dtype:
+    """The dtype of a new output: a query's own, or bf16 for FP8 queries, also where they are bytes."""
+    return q.dtype if q.dtype.itemsize == 2 else torch.bfloat16
+
+
 _plans: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _numbers = itertools.count()
 

@@ -44,7 +44,7 @@ def _sequence_bounds_kernel(starts_ptr, bounds_ptr, num_tokens, batch):
 
     Sequences lie in the tensor, one after the other, whatever the starts are; see `query_ranges`.
     """
-    claimed = tl.load(starts_ptr) * 0
+    claimed = batch * 0
     for first in range(0, batch, SEQUENCES):
         seqs = first + tl.arange(0, SEQUENCES)
         start, length, claimed = query_ranges(Starts(starts_ptr, num_tokens), seqs, batch, claimed)
