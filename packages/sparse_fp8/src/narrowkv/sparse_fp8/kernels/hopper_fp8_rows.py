@@ -173,7 +173,9 @@ def _copy_rope(
     )  # fmt: skip
     d = gl.arange(0, 64, gl.SliceLayout(0, ROPE))
     target = tiles[3].index(number % 2).slice(64, 64, dim=1)
-    _copy_async(target, rope[:, None] + d[None, :], mask=live[:, None])
+    # See `_copy_rows`.
+    at = gl.multiple_of(rope[:, None] + d[None, :], [16, 16])
+    _copy_async(target, at, mask=live[:, None])
     async_copy.commit_group()
 
 
