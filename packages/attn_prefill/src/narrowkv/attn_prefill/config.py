@@ -16,7 +16,7 @@ from narrowkv.attn_prefill.tiles import (
 )
 from narrowkv.quant.device import FNUZ_ALIAS, NATIVE
 from narrowkv.runtime.errors import UnsupportedError, check_choice
-from narrowkv.runtime.targets import Target
+from narrowkv.runtime.targets import WARPGROUP_ROWS, Target, least_columns
 from narrowkv.runtime.toolchain import TRITON
 
 KERNELS = ("dense", "fused", "split", "decode")
@@ -226,11 +226,8 @@ def _fp8_config(
 
 
 def _fp8_block_n(target: Target) -> int:
-    """Keys of a tile for FP8 matrix instructions, which sum over 32 keys and more; 64 spill on CDNA.
-
-    On sm90 under Triton 3.6 a product 32 columns wide next to a wider one comes out wrong (relative L1 0.9).
-    """
-    return 64 if target.is_nvidia else 32
+    """Keys of a tile for FP8 matrix instructions, which sum over 32 keys and more; 64 spill on CDNA."""
+    return max(32, least_columns(target, WARPGROUP_ROWS))
 
 
 def choose_append_config(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape
 from narrowkv.runtime.launch import LaunchOptions
 from narrowkv.runtime.launch.gluon import has_gluon
-from narrowkv.runtime.targets import TARGETS, Target
+from narrowkv.runtime.targets import TARGETS, Target, least_columns
 
 # Keys of a 16-bit cache stay in their pages where this many tiles of rows read them at most, and from so many
 # keys on: copies of 16 rows cost attention 5 %, and widening takes 40 % less. H100, bf16 cache, pages of 16:
@@ -102,8 +102,11 @@ def dense_config(
         return _amd_dense_config(tuned_as(target), shape, block_m, why, plain)
     # H200, 1k new over 4k, 96/8 heads: 64 x 64 at 4 warps and 3 stages 462 us, 2 stages 510, 64 x 32 509,
     # 128 x 64 at 8 warps 529, 64 x 128 632; by pointers and not descriptors 481.
-    block_n = 32 if large_head else 64
-    options = LaunchOptions(num_warps=8 if large_head else 4, num_stages=3)
+    block_n = max(32, least_columns(target, block_m)) if large_head else 64
+    # Two stages of 64 keys of 256 channels take 160 of 227 KB.
+    options = LaunchOptions(
+        num_warps=8 if large_head else 4, num_stages=2 if large_head and block_n == 64 else 3
+    )
     splits = choose_splits(
         target, shape.row_tiles(block_m) * shape.num_kv_heads, -(-shape.max_seq_len // block_n)
     )
@@ -223,7 +226,8 @@ def split_config(
         if block_m == 16:
             block_n, options = 32, LaunchOptions(num_warps=1, num_stages=3)
         if large_head:
-            block_n, options = 32, LaunchOptions(num_warps=8 if block_m == 64 else 2, num_stages=2)
+            # H200, 16/8 heads, FP8, 128 over 4k: 64 keys and one stage 73.2 us, 32 keys and two 101.6.
+            block_n, options = 64, LaunchOptions(num_warps=8 if block_m == 64 else 2, num_stages=1)
     else:
         # A CPU takes no target's tiles: the interpreter pays by the tile, not by the key.
         plain = fused_config(target, shape, block_m, why, large_head)
@@ -256,7 +260,7 @@ def fused_config(
             matrix_instr_nonkdim=16,
         )
     else:
-        block_n = 32 if large_head else 64
+        block_n = max(32, least_columns(target, block_m)) if large_head else 64
         options = LaunchOptions(num_warps=8 if large_head and block_m == 64 else 4, num_stages=2)
     programs = shape.row_tiles(block_m) * shape.num_kv_heads
     splits = choose_splits(target, programs, -(-shape.max_seq_len // block_n))

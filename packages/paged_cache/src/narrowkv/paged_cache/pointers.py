@@ -11,7 +11,7 @@ from narrowkv.paged_cache.kernels.pages import Descale, KVPointers, Stored
 from narrowkv.paged_cache.layouts import KVStrides
 from narrowkv.quant.device import NATIVE, widening_exponent
 from narrowkv.quant.formats import get_format
-from narrowkv.runtime.targets import Target
+from narrowkv.runtime.targets import WARPGROUP_ROWS, Target, least_columns
 
 # Routes of widening: packed conversions in inline PTX; FP4 by way of bytes of FP8; FP4 by gfx950's own
 # instruction.
@@ -121,15 +121,14 @@ def packed_route(
 def multiplied_parts(target: Target, columns: int, parts: int) -> int:
     """Parts in which matrix instructions multiply V, which is widened in `parts`: that many, or one.
 
-    On sm90 under Triton 3.6 a product 32 columns wide next to a wider one comes out wrong (relative L1 0.2 to
-    1e8), so that on NVIDIA no part is narrower than 64 columns.
+    No part has fewer columns than `least_columns` allows a warpgroup.
 
     Args:
         target: what the kernel runs on.
         columns: of V, `head_dim` rounded up to a power of two.
         parts: `Stored.parts` of V.
     """
-    return 1 if target.vendor == "nvidia" and columns < 64 * parts else parts
+    return 1 if columns < least_columns(target, WARPGROUP_ROWS) * parts else parts
 
 
 def step_of(tensor: torch.Tensor) -> int | None:

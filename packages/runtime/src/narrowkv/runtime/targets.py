@@ -21,7 +21,20 @@ import torch
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.figures import H100, MI300X, MI355X, Figures
 
-__all__ = ["COMPILE_ONLY", "TARGETS", "Figures", "Target", "compile_target", "device_target", "get_target"]
+__all__ = [
+    "COMPILE_ONLY",
+    "TARGETS",
+    "WARPGROUP_ROWS",
+    "Figures",
+    "Target",
+    "compile_target",
+    "device_target",
+    "get_target",
+    "least_columns",
+]
+
+# Rows of a tile from which NVIDIA's warpgroups multiply it: all four warps issue one product together.
+WARPGROUP_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -205,6 +218,16 @@ def compile_target(name: str | Target) -> Target:
     if not target.is_amd:
         raise UnsupportedError(f"an AMD target is needed, one of {known}; got {target.name!r}")
     return target
+
+
+def least_columns(target: Target, rows: int) -> int:
+    """The fewest columns of a product of a tile of `rows` rows that a compiler gets right.
+
+    The columns of Q K^T are a tile's keys, those of P V the channels of one part of V. On sm90 a product of
+    a warpgroup that has 32 columns or fewer beside a wider one comes out wrong (relative L1 0.2 to 1e8), or
+    reads shared memory that is not there. Every choice of tiles keeps to this; see `tests/test_tiles.py`.
+    """
+    return 64 if target.is_nvidia and rows >= WARPGROUP_ROWS else 1
 
 
 def get_target(name: str | Target) -> Target:

@@ -164,7 +164,7 @@ def _join_columns(a, b):
 def _load_words(base, at, live, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
     """16 int32 words of rows of bytes from word FIRST on."""
     d = FIRST + gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))
-    words = _words(base) + ((at // 4)[:, None] + d[None, :])
+    words = gl.multiple_of(_words(base) + ((at // 4)[:, None] + d[None, :]), [16, 16])  # see `_copy_rows`
     return gl.load(words, mask=live[:, None], other=0)
 
 

@@ -182,9 +182,13 @@ def _locate_rows(
 
 @gluon.jit
 def _copy_rows(target, base, offsets, mask, LAYOUT: gl.constexpr):
-    """Copies 16-bit columns from memory to shared memory; masked rows become zero."""
+    """Copies 16-bit columns from memory to shared memory; masked rows become zero.
+
+    Rows begin at multiples of 16 bytes, which Triton 3.8 and later do not see where a row is of two sources.
+    """
     d = gl.arange(0, target.shape[1], gl.SliceLayout(0, LAYOUT))
-    _copy_async(target, base + (offsets[:, None] + d[None, :]), mask=mask[:, None])
+    at = gl.multiple_of(base + (offsets[:, None] + d[None, :]), [16, 16])
+    _copy_async(target, at, mask=mask[:, None])
 
 
 @gluon.jit

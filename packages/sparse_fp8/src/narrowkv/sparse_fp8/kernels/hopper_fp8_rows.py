@@ -118,7 +118,8 @@ def _copy_part(stored, rows, number, t: gl.constexpr):
     BYTES: gl.constexpr = _bytes_layout()
     nope, _, live = rows
     w = t * 16 + gl.arange(0, 16, gl.SliceLayout(0, BYTES))
-    _copy_async(_part(stored, number, t), nope[:, None] + w[None, :], mask=live[:, None])
+    at = gl.multiple_of(nope[:, None] + w[None, :], [16, 16])  # see `_copy_rows`
+    _copy_async(_part(stored, number, t), at, mask=live[:, None])
 
 
 @gluon.jit
@@ -173,7 +174,8 @@ def _copy_rope(
     )  # fmt: skip
     d = gl.arange(0, 64, gl.SliceLayout(0, ROPE))
     target = tiles[3].index(number % 2).slice(64, 64, dim=1)
-    _copy_async(target, rope[:, None] + d[None, :], mask=live[:, None])
+    at = gl.multiple_of(rope[:, None] + d[None, :], [16, 16])
+    _copy_async(target, at, mask=live[:, None])
     async_copy.commit_group()
 
 
