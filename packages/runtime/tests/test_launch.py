@@ -199,9 +199,13 @@ def test_options_go_where_the_backend_knows_them(monkeypatch: pytest.MonkeyPatch
     gfx942, gfx950, sm90 = (options.for_target(get_target(name)) for name in ("gfx942", "gfx950", "sm90"))
     assert gfx942["kpack"] == 2
     assert "kpack" not in gfx950
-    assert sm90.keys() == {"num_warps", "num_stages", "launch_pdl", "maxnreg"}
+    assert sm90.keys() == {"num_warps", "num_stages", "enable_fp_fusion", "launch_pdl", "maxnreg"}
     assert not {"launch_pdl", "maxnreg"} & gfx942.keys()
-    assert LaunchOptions().for_target(get_target("gfx942")).keys() == {"num_warps", "num_stages"}
+    assert LaunchOptions().for_target(get_target("gfx942")).keys() == {
+        "num_warps",
+        "num_stages",
+        "enable_fp_fusion",
+    }
     a = torch.eye(16).bfloat16()
     for attributes, set_there in ((options, True), (ONE, False)):
         with compile_for("gfx942") as artifacts:
