@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import LaunchOptions, compile_for, launch, run_as
-from narrowkv.runtime.launch.artifact import CompiledArtifact
+from narrowkv.runtime.launch.artifact import CompiledArtifact, spills_in_loops
 from narrowkv.runtime.targets import get_target
 
 # What the interpreter needs mended differs between Tritons.
@@ -189,6 +189,34 @@ def test_targets_that_kernels_are_only_compiled_for(target: str, instruction: st
     assert artifacts[0].whole.total(instruction) == artifacts[0].whole.mfma > 0
     with pytest.raises(UnsupportedError, match="no hardware figures"):
         _ = artifacts[0].waves_per_simd
+
+
+SPILLING = """
+	; implicit-def: $vgpr9 : SGPR spill to VGPR lane
+	v_writelane_b32 v9, s1, 0
+	scratch_store_dword off, v7, off ; 4-byte Folded Spill
+.LBB0_1:
+	v_readlane_b32 s4, v8, 3
+	{inside}
+	s_cbranch_scc1 .LBB0_1
+	v_readlane_b32 s1, v9, 0
+	s_endpgm
+"""
+
+
+@pytest.mark.parametrize(
+    ("inside", "count"),
+    [
+        ("s_nop 0", 0),
+        ("v_readlane_b32 s1, v9, 0", 1),
+        ("v_writelane_b32 v9, s1, 0", 1),
+        ("scratch_load_dword v7, off, off ; 4-byte Folded Reload", 1),
+        ("v_accvgpr_write_b32 a3, v7 ;  Reload Reuse", 1),
+        ("v_accvgpr_write_b32 a3, v7", 0),
+    ],
+)
+def test_spills_are_counted_inside_loops_alone(inside: str, count: int) -> None:
+    assert spills_in_loops(SPILLING.format(inside=inside)) == count
 
 
 def test_options_go_where_the_backend_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
