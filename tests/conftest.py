@@ -122,9 +122,8 @@ class CompileForSm90:
 
 
 @pytest.fixture
-def sm90_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileForSm90]:
+def sm90_code() -> Iterator[CompileForSm90]:
     """Calls on CPU tensors inside the test are compiled for Hopper and not run."""
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # its default; 3.9 warns where it is unset
     executor = CompileForSm90()
     previous = driver._active
     driver.set_active(_Sm90Driver())

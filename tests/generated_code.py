@@ -22,11 +22,12 @@ counts_instructions = pytest.mark.skipif(
 
 
 def assert_no_spills(artifacts: list[CompiledArtifact]) -> None:
-    """Checks that no kernel spills vector registers or uses scratch, and that each fits a compute unit."""
+    """Checks that no kernel spills vector registers, or scalars in a loop, and each fits a compute unit."""
     assert artifacts
     for code in artifacts:
         registers = code.registers
         assert (registers.vgpr_spills, registers.scratch_bytes) == (0, 0), (code.name, registers)
+        assert code.spills_in_loops == 0, code.name
         assert code.target.figures is not None
         assert code.lds_bytes <= code.target.figures.lds_bytes, code.name
         assert code.waves_per_simd >= 1, code.name

@@ -47,6 +47,8 @@ SLOW = {
     "many heads, FP8": "heads=64,lens=150+0+1,sink=1",
     "many heads, FP8 row512, two blocks": "layout=row512,heads=128,lens=65,q=fp8",
     "many heads, FNUZ": "heads=64,lens=40,format=fp8_e4m3fnuz",
+    "many heads, FNUZ query, two sources": "heads=64,lens=20+70,extend=40+0,q=fp8,format=fp8_e4m3fnuz",
+    "many heads, splits, two sources": "mode=decode,layout=bf16,heads=64,lens=150+5,extend=70+0,splits=3",
 }
 
 

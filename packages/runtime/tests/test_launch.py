@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import LaunchOptions, compile_for, launch, run_as
-from narrowkv.runtime.launch.artifact import CompiledArtifact
+from narrowkv.runtime.launch.artifact import CompiledArtifact, spills_in_loops
 from narrowkv.runtime.targets import get_target
 
 # What the interpreter needs mended differs between Tritons.
@@ -191,6 +191,34 @@ def test_targets_that_kernels_are_only_compiled_for(target: str, instruction: st
         _ = artifacts[0].waves_per_simd
 
 
+SPILLING = """
+	; implicit-def: $vgpr9 : SGPR spill to VGPR lane
+	v_writelane_b32 v9, s1, 0
+	scratch_store_dword off, v7, off ; 4-byte Folded Spill
+.LBB0_1:
+	v_readlane_b32 s4, v8, 3
+	{inside}
+	s_cbranch_scc1 .LBB0_1
+	v_readlane_b32 s1, v9, 0
+	s_endpgm
+"""
+
+
+@pytest.mark.parametrize(
+    ("inside", "count"),
+    [
+        ("s_nop 0", 0),
+        ("v_readlane_b32 s1, v9, 0", 1),
+        ("v_writelane_b32 v9, s1, 0", 1),
+        ("scratch_load_dword v7, off, off ; 4-byte Folded Reload", 1),
+        ("v_accvgpr_write_b32 a3, v7 ;  Reload Reuse", 1),
+        ("v_accvgpr_write_b32 a3, v7", 0),
+    ],
+)
+def test_spills_are_counted_inside_loops_alone(inside: str, count: int) -> None:
+    assert spills_in_loops(SPILLING.format(inside=inside)) == count
+
+
 def test_options_go_where_the_backend_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompiledArtifact, "from_triton", lambda compiled, **_: compiled)
     options = LaunchOptions(
@@ -199,9 +227,13 @@ def test_options_go_where_the_backend_knows_them(monkeypatch: pytest.MonkeyPatch
     gfx942, gfx950, sm90 = (options.for_target(get_target(name)) for name in ("gfx942", "gfx950", "sm90"))
     assert gfx942["kpack"] == 2
     assert "kpack" not in gfx950
-    assert sm90.keys() == {"num_warps", "num_stages", "launch_pdl", "maxnreg"}
+    assert sm90.keys() == {"num_warps", "num_stages", "enable_fp_fusion", "launch_pdl", "maxnreg"}
     assert not {"launch_pdl", "maxnreg"} & gfx942.keys()
-    assert LaunchOptions().for_target(get_target("gfx942")).keys() == {"num_warps", "num_stages"}
+    assert LaunchOptions().for_target(get_target("gfx942")).keys() == {
+        "num_warps",
+        "num_stages",
+        "enable_fp_fusion",
+    }
     a = torch.eye(16).bfloat16()
     for attributes, set_there in ((options, True), (ONE, False)):
         with compile_for("gfx942") as artifacts:

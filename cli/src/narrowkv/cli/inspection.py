@@ -48,7 +48,7 @@ def inspect(
     interrupted = run_all(report, tasks, work, Inspection, take, what="inspecting", settings={"asm": asm})
     for inspection in found:
         _show(inspection, report)
-    spilling = [k for i in found for k in i.kernels if k.spills or k.scratch_bytes]
+    spilling = [k for i in found for k in i.kernels if k.faulty]
     body: dict[str, Any] = {"versions": versions(), "inspections": [i.as_dict() for i in found]}
     if modelled and not interrupted:
         family = {str(case): Family(lambda: case.inputs().call(), None, "decode")}
@@ -68,7 +68,7 @@ def _show(inspection: Inspection, report: Report) -> None:
     for k in inspection.kernels:
         registers.add(
             k.name, k.vgprs, k.agprs, k.sgprs, k.spills, k.scratch_bytes, k.lds_bytes, k.num_warps,
-            k.waves_per_simd, style="bold red" if k.spills or k.scratch_bytes else "",
+            k.waves_per_simd, style="bold red" if k.faulty else "",
         )  # fmt: skip
     report.show(registers)
     main = main_kernel(inspection.kernels)

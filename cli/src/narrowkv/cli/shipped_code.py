@@ -86,7 +86,18 @@ def inspect_calls(
 
 
 def _table(codes: Sequence[tuple[Case, CallCode]], shipped: Shipped) -> Sheet:
-    figures = ("VGPR", "AGPR", "spilled", "scalars", "scratch", "LDS", "warps", "waves/SIMD", "VALU")
+    figures = (
+        "VGPR",
+        "AGPR",
+        "spilled",
+        "scalars",
+        "in loops",
+        "scratch",
+        "LDS",
+        "warps",
+        "waves/SIMD",
+        "VALU",
+    )
     sheet = Sheet([
         *keys("target", *shipped.columns, "kernel"), *numbers(*figures, "transcendental", "matrix"),
         Column("matrix instructions of the loop"),
@@ -94,15 +105,14 @@ def _table(codes: Sequence[tuple[Case, CallCode]], shipped: Shipped) -> Sheet:
     for case, code in codes:
         main = main_kernel(code.kernels)
         for k in code.kernels:
-            fault = k.spills or k.scratch_bytes
-            if not (shipped.every_kernel or fault or k is main):
+            if not (shipped.every_kernel or k.faulty or k is main):
                 continue
             mfma = ", ".join(f"{n} {name.removeprefix('v_mfma_')}" for name, n in k.mfma.items())
             loop = (k.loop.get("valu", 0), k.loop.get("transcendental", 0), f"{k.matrix_share:.0%}")
             sheet.add(
                 code.target, *(show(case) for show in shipped.columns.values()), k.name, k.vgprs, k.agprs,
-                k.spills, k.sgpr_spills, k.scratch_bytes, k.lds_bytes, k.num_warps, k.waves_per_simd, *loop,
-                mfma or "none", style="bold red" if code.faulty and (fault or k.sgpr_spills) else "",
+                k.spills, k.sgpr_spills, k.spills_in_loops, k.scratch_bytes, k.lds_bytes, k.num_warps,
+                k.waves_per_simd, *loop, mfma or "none", style="bold red" if k.faulty else "",
             )  # fmt: skip
     return sheet
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
+import triton
 
 from narrowkv.attn_prefill.warmup import model_kernels
 from narrowkv.cli.report import ExitCode, Report
 from narrowkv.paged_cache import PagedKVCache
-from narrowkv.runtime.launch import warmup
+from narrowkv.runtime.launch import cache_variables, warmup
 
 
 def run_warmup(
@@ -27,20 +29,31 @@ def run_warmup(
     """Compiles for each target, or for the GPU where none is named, and shows what was compiled."""
     body = {}
     for target in targets or (None,):
-        kernels = model_kernels(
-            cache, num_qo_heads=num_qo_heads, max_batch=max_batch, max_seq_len=max_seq_len,
-            max_num_tokens=max_num_tokens, q_dtype=q_dtype, target=target,
-        )  # fmt: skip
+        # An engine's cache may hold negative zeros; one that `PagedKVCache.empty` made holds none.
+        kernels = [
+            kernel
+            for clean in (False, True)
+            for kernel in model_kernels(
+                replace(cache, negative_zero_free=clean), num_qo_heads=num_qo_heads, max_batch=max_batch,
+                max_seq_len=max_seq_len, max_num_tokens=max_num_tokens, q_dtype=q_dtype, target=target,
+            )
+        ]  # fmt: skip
         where = target or "the GPU"
         with report.progress(len(kernels), f"compiling for {where}") as line:
             found = warmup(
                 kernels, target, processes=jobs, progress=lambda done, total: line.advance() if done else None
             )  # fmt: skip
-        names = Counter(kernel.name for kernel in kernels)
+        names = Counter((*found.compiled, *found.cached))
         report.line(
             f"{where}: {len(found.compiled)} kernels compiled, {len(found.cached)} were in Triton's cache ("
             + ", ".join(f"{name} {count}" for name, count in sorted(names.items()))
             + ")"
         )
         body[where] = {"compiled": list(found.compiled), "cached": list(found.cached)}
-    return report.finish({"kernels": body}, ExitCode.OK)
+    variables = cache_variables()
+    said = ", ".join(f"{name}={value}" for name, value in sorted(variables.items())) or "none"
+    report.line(
+        f"triton {triton.__version__}; environment variables in its cache key: {said}. A server that starts "
+        "with the same Triton and the same of them compiles none of these kernels"
+    )
+    return report.finish({"triton": triton.__version__, "variables": variables, "kernels": body}, ExitCode.OK)

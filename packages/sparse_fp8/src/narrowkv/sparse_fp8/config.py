@@ -186,7 +186,7 @@ def _amd_tiles(target: Target, kernel: str, block_h: int, fp16_query: bool, v4_r
     - The same, 16 heads. gfx942: one stage 234, three 179. gfx950: one stage 306, two 415.
     - FP8 rows, 64 heads. gfx942: one stage 138, two 171, three 173; 32 rows and 8 waves 155. gfx950: one
       stage 160, two 152; 32 rows 264, which spill with an fp16 query and under Triton 3.6; 32 rows and 8
-      waves 228.
+      waves 228. FNUZ rows 219, and 226 with iterative-ilp; without it an FP8 query spills a register.
     - Rows in FP4 and those with scales for 32 columns spill with 32 rows a tile: 16 for all but V4's.
     - FP8 rows, 16 heads. gfx942 199; two stages 215, but four scalars spill. gfx950 277; 32 rows 215.
     - An FP8 query that is multiplied in FP8: 122 and 100 at 64 heads, 110 and 57 at 16: every wave scales the
@@ -201,7 +201,9 @@ def _amd_tiles(target: Target, kernel: str, block_h: int, fp16_query: bool, v4_r
     # widens them itself, twice: 64 heads take 3800 vector instructions of all warps on gfx942 and 5060 on
     # gfx950, not 1700 and 1350.
     if block_h == 64 and gfx950 and not fp16_query and TRITON >= (3, 8) and v4_rows:
-        return _Tiles(block_h, 32, options, width=512)
+        # From Triton 3.9 on these are FNUZ rows.
+        attrs = "amdgpu-sched-strategy=iterative-ilp" if TRITON >= (3, 9) else None
+        return _Tiles(block_h, 32, replace(options, llvm_fn_attrs=attrs), width=512)
     # Without waves_per_eu=1 Triton 3.6 and 3.8 spill up to 4 scalar registers.
     stages = 2 if block_h == 64 and not gfx950 else 1
     # With an fp16 query, rows in FP4 spill a register in tiles of 512 columns.

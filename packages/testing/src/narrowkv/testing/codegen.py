@@ -23,11 +23,12 @@ class KernelCode:
         name: its name.
         vgprs, agprs, sgprs: registers of a wave.
         spills: vector registers spilled to memory.
-        sgpr_spills: scalar registers kept in lanes of vector registers.
+        sgpr_spills: scalar registers kept in lanes of vector registers; outside loops that costs nothing.
         scratch_bytes: scratch of a lane.
         lds_bytes: LDS of a workgroup.
         num_warps: waves of a workgroup.
         waves_per_simd: waves that fit on a SIMD.
+        spills_in_loops: instructions inside loops that move spilled registers of either kind.
         mfma: matrix instructions of the hot loop by name.
         loop: other counts of the hot loop: valu, transcendental, converts, lds, vector_loads,
             loaded_bytes_per_lane.
@@ -45,6 +46,7 @@ class KernelCode:
     lds_bytes: int
     num_warps: int
     waves_per_simd: int
+    spills_in_loops: int = 0
     mfma: dict[str, int] = field(default_factory=dict)
     loop: dict[str, int] = field(default_factory=dict)
     matrix_share: float = 0.0
@@ -64,6 +66,7 @@ class KernelCode:
             lds_bytes=artifact.lds_bytes,
             num_warps=artifact.num_warps,
             waves_per_simd=artifact.waves_per_simd,
+            spills_in_loops=artifact.spills_in_loops,
             mfma={name: n for name, n in loop.mnemonics.items() if name.startswith(("v_mfma", "v_smfmac"))},
             loop={
                 "valu": loop.valu,
@@ -75,6 +78,11 @@ class KernelCode:
             },
             matrix_share=0.0 if figures is None else matrix_share(loop, figures),
         )
+
+    @property
+    def faulty(self) -> bool:
+        """Whether it spills vector registers, uses scratch, or spills scalar registers inside a loop."""
+        return bool(self.spills or self.scratch_bytes or self.spills_in_loops)
 
 
 def amd_backend_missing() -> str | None:
@@ -122,8 +130,8 @@ class CallCode:
 
     @property
     def faulty(self) -> bool:
-        """Whether a kernel spills vector registers or uses scratch."""
-        return any(k.spills or k.scratch_bytes for k in self.kernels)
+        """Whether one of its kernels is."""
+        return any(kernel.faulty for kernel in self.kernels)
 
 
 def compile_case(case: Case, target: str) -> CallCode:

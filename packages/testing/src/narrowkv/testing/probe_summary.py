@@ -124,8 +124,7 @@ def code(seen: ProbeRun) -> Iterator[tuple[str, str, str]]:
             continue
         spills, scratch = max(k.spills for k in kernels), max(k.scratch_bytes for k in kernels)
         text = "no spills; "
-        if spills or scratch:
-            bad = sum(any(k.spills or k.scratch_bytes for k in one.kernels) for one in found)
+        if bad := sum(any(k.faulty for k in one.kernels) for one in found):
             text = f"{bad} of {len(found)} calls spill: {spills} registers, {scratch} bytes of scratch; "
         models = [one.model for one in found if one.model is not None]
         shares = sorted(k.matrix_share for k in kernels if k.matrix_share)

@@ -131,6 +131,7 @@ def _compile(contract: Contract, shape: Shape, target: str, emulate: bool) -> Ou
     if not kernels:
         return Outcome(compiled=Compiled(target, FAIL, "the call launched nothing"))
     faults = [f"{k.name} spills {k.spills} registers" for k in kernels if k.spills]
+    faults += [f"{k.name} spills in a loop" for k in kernels if k.spills_in_loops]
     faults += [f"{k.name} uses {k.scratch_bytes} bytes of scratch" for k in kernels if k.scratch_bytes]
     compiled = Compiled(target, FAIL if faults else PASS, "; ".join(faults), kernels)
     if not emulate:

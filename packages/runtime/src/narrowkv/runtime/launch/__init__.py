@@ -2,6 +2,7 @@
 
 import narrowkv.runtime.toolchain  # noqa: F401  # first: it says how to get Triton
 from narrowkv.runtime.launch.bound import BoundLaunch
+from narrowkv.runtime.launch.cache_key import cache_variables
 from narrowkv.runtime.launch.compiles import Compiles, count_compiles
 from narrowkv.runtime.launch.fixed import VARIES, Described, FixedLaunch, Part, Varies
 from narrowkv.runtime.launch.options import LaunchOptions
@@ -38,6 +39,7 @@ __all__ = [
     "Workspace",
     "active_target",
     "block_bytes",
+    "cache_variables",
     "compile_for",
     "count_compiles",
     "executing",

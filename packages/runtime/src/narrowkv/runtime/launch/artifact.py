@@ -14,6 +14,9 @@ from narrowkv.runtime.targets import Target
 _METADATA = re.compile(r"^\s*-?\s*\.(\w+):\s*(.+?)\s*$", re.MULTILINE)
 _LABEL = re.compile(r"^([.\w$]+):")
 _BRANCH = re.compile(r"^s_c?branch\w*\s+([.\w$]+)")
+# A comment of LLVM's: this vector register keeps spilled scalars in its lanes.
+_LANES_OF_SCALARS = re.compile(r"implicit-def: \$vgpr(\d+) : SGPR spill to VGPR lane")
+_LANE_MOVE = re.compile(r"^v_(?:readlane|writelane)_b32\s.*\bv(\d+)\b")
 _INSTRUCTION = re.compile(r"^[a-z_][a-z0-9_]*$")
 
 _TRANSCENDENTAL = ("v_exp_", "v_log_", "v_rcp_", "v_rsq_", "v_sqrt_", "v_sin_", "v_cos_")
@@ -135,6 +138,22 @@ def hot_loop(assembly: str) -> InstructionMix:
     return best
 
 
+def spills_in_loops(assembly: str) -> int:
+    """Instructions inside loops that move spilled registers: to memory or AGPRs, or scalars to lanes."""
+    lines = _code_lines(assembly)
+    texts = assembly.splitlines()
+    lanes = set(_LANES_OF_SCALARS.findall(assembly))
+    inside = {i for begin, end in _loops(lines) for i in range(begin, end + 1)}
+
+    def spills(i: int) -> bool:
+        move = _LANE_MOVE.match(lines[i])
+        return (
+            lines[i].startswith("scratch_") or "Reload Reuse" in texts[i] or (bool(move) and move[1] in lanes)
+        )
+
+    return sum(spills(i) for i in inside)
+
+
 @dataclass(frozen=True)
 class CompiledArtifact:
     """One kernel compiled for one target, with the launch it was compiled for.
@@ -194,6 +213,11 @@ class CompiledArtifact:
     def loop(self) -> InstructionMix:
         """Static instruction mix of the hot loop, without the prologue of a software-pipelined one."""
         return hot_loop(self.assembly)
+
+    @property
+    def spills_in_loops(self) -> int:
+        """Instructions inside loops that move spilled registers."""
+        return spills_in_loops(self.assembly)
 
     @property
     def whole(self) -> InstructionMix:

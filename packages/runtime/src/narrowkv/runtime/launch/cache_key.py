@@ -1,4 +1,4 @@
-"""Gives every process the same key of Triton's cache for the same kernel.
+"""Gives every process the same key of Triton's cache for the same kernel, and says what else it depends on.
 
 Triton before 3.8 hashes a kernel with the global constants of the functions that it calls, but only of those
 functions that were hashed before: the key depends on which kernel a process compiles first, and what one
@@ -12,10 +12,26 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+from triton import knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.runtime.jit import JITCallable
 
 # Functions whose key is settled, by `id`: they are of modules, and live as long as the process.
 _settled: dict[int, JITCallable] = {}
+
+
+def cache_variables() -> dict[str, str]:
+    """The environment variables that are set here and are part of Triton's cache key.
+
+    Triton gives "true" or "false" for those that are switches. A process in which they have other values, or
+    in which others are set, compiles its kernels again.
+    """
+    found = dict(get_cache_invalidating_env_vars())
+    if knobs.runtime.debug:
+        found["TRITON_DEBUG"] = "1"
+    if knobs.compilation.instrumentation_mode:
+        found["TRITON_INSTRUMENTATION_MODE"] = knobs.compilation.instrumentation_mode
+    return found
 
 
 def settle_cache_key(kernel: Any, constexprs: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ pointer ranges).
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -65,8 +64,6 @@ driver.__class__ = _DriverPerThread
 
 @contextlib.contextmanager
 def _active_driver(target: Target) -> Iterator[None]:
-    # Triton 3.9 warns once per compile when this is unset; the value is its own default.
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     token = _target_driver.set(_TargetDriver(target))
     try:
         yield

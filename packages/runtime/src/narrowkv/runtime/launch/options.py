@@ -7,6 +7,8 @@ import importlib
 from dataclasses import dataclass
 from functools import cache
 
+from triton import knobs
+
 from narrowkv.runtime.targets import Target
 
 # The name of the only attribute that Triton before 3.8 could set.
@@ -58,9 +60,12 @@ class LaunchOptions:
 
     def for_target(self, target: Target) -> dict[str, int | str]:
         """The keyword options that Triton's backend for `target` accepts."""
-        options: dict[str, int | str] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        if not self.enable_fp_fusion:
-            options["enable_fp_fusion"] = False
+        options: dict[str, int | str] = {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            # What Triton itself takes where nothing is said; but Triton 3.9 then warns.
+            "enable_fp_fusion": self.enable_fp_fusion and knobs.language.default_fp_fusion,
+        }
         vendor: dict[str, int | str | None] = {}
         if target.vendor == "amd":
             vendor = {
