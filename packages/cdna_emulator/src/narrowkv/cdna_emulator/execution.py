@@ -192,7 +192,7 @@ class Execution(Accesses):
     def _with_wave(self, error: HazardError, waves: Waves) -> EmulatorError:
         """The same error with the workgroup and wave that caused it."""
         inst = Instruction("", "", (), {}, error.line, error.source)
-        return self._error(HazardError, error.message, inst, waves, 0)
+        return self._error(type(error), error.message, inst, waves, 0)
 
     def _branch(self, group: Group, block: Block) -> bool:
         """Follow a conditional branch; False if the group had to split."""
@@ -246,7 +246,8 @@ class Execution(Accesses):
             np.add.at(arrived, group.waves.ids // self.warps, 1)
         complete = arrived == self.alive
         arrivals = [(group.waves.ids, group.hazards) for group in self.waiting]
-        still = []
+        still: list[Group] = []
+        before = len(self.ready)
         for group in self.waiting:
             passes = complete[group.waves.ids // self.warps]
             if passes.all():
@@ -263,3 +264,19 @@ class Execution(Accesses):
                 self.races.barrier(int(slot) * self.stride, (int(slot) + 1) * self.stride)
         if self.pending is not None and arrivals:
             self.pending.barrier(arrivals, complete & (arrived > 0))
+            self._share_stores(self.pending.model, self.ready[before:])
+
+    def _share_stores(self, model: HazardModel, passed: list[Group]) -> None:
+        """Note for each wave which stores the others of its workgroup have in flight at this barrier."""
+        owners: dict[tuple[int, int], set[int]] = {}  # of a workgroup and a store
+        for group in passed:
+            for store in model.stores(group.hazards):
+                for wave in group.waves.ids.tolist():
+                    owners.setdefault((wave // self.warps, store), set()).add(wave)
+        for group in passed:
+            ids = set(group.waves.ids.tolist()) if owners else set()
+            shared = {
+                store for (slot, store), waves in owners.items()
+                if any(waves - {wave} for wave in ids if wave // self.warps == slot)
+            }  # fmt: skip
+            group.hazards = tuple(sorted({model.behind_barrier(n, shared) for n in group.hazards}))

@@ -70,7 +70,8 @@ def run(
             for two that write the same.
         detect_hazards: check that every result of memory is waited for (s_waitcnt) before it is used or its
             register or LDS bytes are reused, and that dependent instructions have the wait states
-            that the ISA asks for. Includes ``detect_races``, which then also sees accesses that pass a
+            that the ISA asks for, and that stores are waited for before another wave of the workgroup
+            publishes them. Includes ``detect_races``, which then also sees accesses that pass a
             barrier before they finish. Registers and wait states are checked on every path of the program,
             including those that this input does not take.
         check_uninitialised: run every wave twice in step, with different initial contents of registers and
