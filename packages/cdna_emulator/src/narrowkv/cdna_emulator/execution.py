@@ -22,7 +22,7 @@ from .pending_lds import PendingLds
 from .program import Block, Program
 from .races import RaceDetector
 from .recorder import Recorder
-from .state import EXEC, LANES, POISON, POISON_COPY, SGPR_PAIRS, VCC, Waves
+from .state import EXEC, LANES, POISON, POISON_COPY, SGPR_PAIRS, VCC, Array, Waves
 
 _QUANTUM = (
     4096  # blocks that a group may run while others are ready, so that spinning waves cannot starve them
@@ -90,6 +90,7 @@ class Execution(Accesses):
         self.recorder = recorder
         self.bytes = Counter()
         self.block_counts = [0] * len(program.blocks)
+        self.workgroup_counts: Array | None = None  # [workgroups, blocks] if they are to be counted
         self.ready = self._start(kernarg, dispatch, grid, count, turns)
         self.waiting: list[Group] = []
         self.alive = np.full(slots, self.warps)
@@ -161,6 +162,8 @@ class Execution(Accesses):
             counts[group.block] += waves.n
             if recorder is not None:
                 recorder.block(group.order, group.block)
+            if self.workgroup_counts is not None:
+                np.add.at(self.workgroup_counts[:, group.block], waves.ids // self.warps, 1)
             if pending is not None:
                 try:
                     group.hazards = pending.enter(group.block, group.hazards)
