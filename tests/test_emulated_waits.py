@@ -47,6 +47,7 @@ CALLS: dict[str, tuple[tuple[Any, str], str]] = {
     "decode, FP4 native": (DECODE, "split=none,kernel=native,format=fp4_e2m1,head_dim=128,layout=HND"),
     "dense prefill": (PREFILL, "kernel=dense"),
     "dense prefill, tiles shared": (PREFILL, "kernel=dense,splits=2"),
+    "fused prefill, tiles shared": (PREFILL, "kernel=fused,splits=2"),
     "fused prefill": (PREFILL, "kernel=fused,page_size=3,table=ragged"),
     "prefill, FP8 queries": (PREFILL, "kernel=fused,q=FP8,format=FP8"),
     "append, fused": (PREFILL, "operation=append,kernel=fused"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from emulator_machine import assembly, launch
 
-from narrowkv.cdna_emulator import HazardError, RaceError, load_program
+from narrowkv.cdna_emulator import HazardError, RaceError, ReleaseError, load_program
 from narrowkv.cdna_emulator.hazards import HazardModel, State, wait_counts
 from narrowkv.cdna_emulator.matrix import mfma_shape
 from narrowkv.cdna_emulator.parser import parse_instruction
@@ -116,6 +116,64 @@ def test_a_barrier_orders_only_what_was_waited_for(target: str) -> None:
         emulate(target, lines, warps=2, detect_hazards=False)
         with pytest.raises(RaceError, match="without having waited"):
             emulate(target, lines, warps=2)
+
+
+HAND_OVER = """
+    v_readfirstlane_b32 s8, v0
+    v_mov_b32_e32 v9, 1
+    {early}
+    global_store_dword v1, v0, s[4:5]
+    {settle}
+    s_barrier
+    s_cmp_lt_u32 s8, 64
+    s_cbranch_scc{leader} END
+    {late}
+    buffer_wbl2 sc1
+    {flushed}
+    v_mov_b32_e32 v10, 0
+    global_atomic_add v11, v10, v9, s[4:5] offset:1024 sc0
+    s_waitcnt vmcnt(0)
+    buffer_inv sc1
+END:
+    s_nop 0
+"""
+SETTLED = "s_waitcnt vmcnt(0)"
+
+
+def hand_over(target: str, *, wave_order: str = "turns", warps: int = 2, **lines: str) -> None:
+    """One wave publishes what all waves stored: wave 0 for leader 0, wave 1 for leader 1."""
+    given = {"early": "", "settle": SETTLED, "late": "", "flushed": SETTLED, "leader": "0"} | lines
+    words = np.zeros(512, np.uint32)
+    text = "v_lshlrev_b32_e32 v1, 2, v0\n" + HAND_OVER.format(**given)
+    launch(text, words, target=target, at=4, warps=warps,
+           detect_hazards=True, check_uninitialised=False, wave_order=wave_order)  # fmt: skip
+
+
+@BOTH
+@pytest.mark.parametrize("wave_order", ["turns", "lockstep"])
+@pytest.mark.parametrize("leader", ["0", "1"])
+def test_a_release_publishes_only_stores_that_were_waited_for(
+    target: str, wave_order: str, leader: str
+) -> None:
+    hand_over(target, wave_order=wave_order, leader=leader)
+    message = r"buffer_wbl2 publishes line \d+ \(global_store_dword .* of another wave.*: buffer_wbl2 sc1;"
+    for settle in ("", "s_waitcnt vmcnt(1)", "s_waitcnt lgkmcnt(0)"):
+        with pytest.raises(ReleaseError, match=message):
+            hand_over(target, wave_order=wave_order, leader=leader, settle=settle)
+
+
+@BOTH
+def test_a_release_waits_for_its_write_back(target: str) -> None:
+    with pytest.raises(ReleaseError, match=r"global_atomic_add publishes before .*buffer_wbl2 sc1"):
+        hand_over(target, flushed="")
+
+
+@BOTH
+def test_stores_that_a_release_does_not_publish_are_no_error(target: str) -> None:
+    hand_over(target, late="global_store_dword v1, v0, s[4:5] offset:512")  # its own: in order
+    hand_over(target, settle="", warps=1)
+    # The wait comes behind the first barrier, but ahead of the second.
+    hand_over(target, early="global_store_dword v1, v0, s[4:5] offset:512\ns_barrier")
 
 
 TO_LDS = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +14,13 @@ from narrowkv.cdna_emulator.timing import (
     MACHINES,
     SOURCE_NAMES,
     SOURCES,
+    IdleTraceError,
+    PeakError,
+    Survey,
     predict,
+    predict_launch,
     simulate,
+    survey,
     trace_text,
     trace_workgroup,
 )
@@ -229,3 +235,89 @@ def test_the_loop_of_a_text_alone(target: str) -> None:
     assert by_text.clocks == pytest.approx(by_run.clocks, rel=0.4)
     with pytest.raises(ValueError, match="no loop"):
         trace_text(load_program(assembly(target, MATRIX), lds_bytes=0))
+
+
+UNEVEN = """
+    s_cmp_lt_u32 s2, {working}
+    s_cbranch_scc0 END
+    s_and_b32 s3, s2, 1
+    s_lshl_b32 s3, s3, 5
+    s_add_u32 s3, s3, 32
+LOOP:
+    v_mfma_f32_16x16x16_f16 v[8:11], v[4:5], v[4:5], v[8:11]
+    s_sub_u32 s3, s3, 1
+    s_cmp_eq_u32 s3, 0
+    s_cbranch_scc0 LOOP
+END:
+    s_nop 0
+"""
+
+
+def surveyed(working: int, grid: int, **options: float) -> Survey:
+    """A launch whose first workgroups loop, the odd ones twice as often; the others leave at once."""
+    program = load_program(assembly("gfx942", UNEVEN.format(working=working)), lds_bytes=0)
+    return survey(program, grid=(grid, 1, 1), args=[], memory=Memory(), **options)
+
+
+def test_a_survey_tells_idle_workgroups_from_those_that_work() -> None:
+    found = surveyed(40, 200)
+    assert found.working == 40
+    counts = {share.is_idle: [] for share in found.shares}
+    for number, share in enumerate(found.shares):
+        products = sum(op.kind == "mfma" for wave in share.trace.waves for op in wave)
+        counts[share.is_idle].append((products, int((found.classes == number).sum())))
+    assert counts == {True: [(0, 160)], False: [(32, 20), (64, 20)]}
+    assert found.matrix_clocks == 16 * (20 * 32 + 20 * 64)
+
+
+def test_a_survey_that_runs_out_of_budget_extends_what_it_saw() -> None:
+    found = surveyed(2000, 4000, budget=2e4)
+    assert found.working == pytest.approx(2000, rel=0.05)
+
+
+def test_idle_workgroups_do_not_make_a_launch_faster() -> None:
+    alone = predict_launch(surveyed(300, 300), lds_bytes=0)
+    among_idle = predict_launch(surveyed(300, 2400), lds_bytes=0)
+    assert alone.clocks <= among_idle.clocks < 1.5 * alone.clocks
+    assert (among_idle.working, among_idle.workgroups) == (300, 2400)
+    assert among_idle.flops == alone.flops
+
+
+def test_rounds_of_unequal_workgroups() -> None:
+    """Each compute unit takes the next workgroup when one ends, so the time is the mean of the shares."""
+    units = MACHINES["gfx942"].compute_units
+    found = surveyed(20 * units, 20 * units)
+    time = predict_launch(found, lds_bytes=0, workgroups_per_unit=1).clocks
+    spans = [
+        predict(s.trace, lds_bytes=0, workgroups_per_unit=1, workgroups=units).clocks for s in found.shares
+    ]
+    assert time == pytest.approx(20 * sum(spans) / len(spans), rel=0.1)
+
+
+def test_an_idle_launch_is_refused() -> None:
+    with pytest.raises(IdleTraceError, match="leaves without a matrix instruction"):
+        surveyed(0, 64)
+    found = surveyed(40, 200)
+    idle = [number for number, share in enumerate(found.shares) if share.is_idle]
+    only = replace(found, shares=tuple(found.shares[k] for k in idle), classes=np.zeros(200, int))
+    with pytest.raises(IdleTraceError):
+        predict_launch(only, lds_bytes=0)
+
+
+def test_a_time_above_a_peak_is_refused() -> None:
+    found = surveyed(40, 200)
+    for unit, clocks in (("matrix", 1e9), ("vector", 1e9), ("lds", 1e9)):
+        with pytest.raises(PeakError, match="do not stand for the launch"):
+            predict_launch(replace(found, **{f"{unit}_clocks": clocks}), lds_bytes=0)
+
+
+def test_a_survey_leaves_memory_as_it_was() -> None:
+    words = np.arange(64, dtype=np.uint32)
+    memory = Memory()
+    pointer = memory.map(words.view(np.uint8))
+    setup = f"s_mov_b32 s4, {pointer & 0xFFFFFFFF:#x}\ns_mov_b32 s5, {pointer >> 32:#x}\n"
+    lines = "v_lshlrev_b32_e32 v1, 2, v0\nv_mov_b32_e32 v2, 0\nglobal_store_dword v1, v2, s[4:5]"
+    survey(
+        load_program(assembly("gfx942", setup + lines), lds_bytes=0), grid=(3, 1, 1), args=[], memory=memory
+    )
+    assert words.tolist() == list(range(64))

@@ -14,9 +14,10 @@ import torch
 
 from narrowkv.attn_decode import paged_decode, paged_decode_reference
 from narrowkv.attn_decode.cases import BOUND
+from narrowkv.cdna_emulator.timing import MACHINES
 from narrowkv.quant.accuracy import relative_l1
 from narrowkv.runtime.errors import UnsupportedError
-from narrowkv.runtime.launch import LaunchOptions, launch
+from narrowkv.runtime.launch import LaunchOptions, executing, launch
 from narrowkv.testing.bench.baseline import KEYS, changes, regressions
 from narrowkv.testing.bench.ceilings import Ceilings, measure_ceilings
 from narrowkv.testing.bench.decode import DecodeBench, DecodeSizes, checker, decode_sizes
@@ -28,6 +29,7 @@ from narrowkv.testing.bench.prefill import PrefillBench, PrefillSizes, prefill_s
 from narrowkv.testing.bench.sage import SageBench, SageSizes
 from narrowkv.testing.bench.sparse import SparseBench, SparseSizes
 from narrowkv.testing.bench.timing import GraphTimer, Timing
+from narrowkv.testing.model import ModelExecutor
 from narrowkv.testing.plot import plot_roofline
 
 CEILINGS = Ceilings(copy_bytes_per_s=3e12, read_bytes_per_s=3e12, bf16_flops_per_s=8e14)
@@ -285,6 +287,25 @@ def test_a_longer_context_takes_longer_by_its_keys() -> None:
         return row.model_us
 
     assert seconds(16384) / seconds(4096) == pytest.approx(4, rel=0.2)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_short_call_is_modelled_by_the_workgroups_that_work(batch: int) -> None:
+    (call,) = DecodeBench().modelled(DecodeSizes(batch, 1024, 16, 8, 12, 128, "bf16", "fp8_e4m3fn"))
+    executor = ModelExecutor("gfx942", 1.0)
+    with executing(executor):
+        call.trace(executor)
+    decode = executor.modelled[0].prediction
+    assert decode.working == batch * 8 * 16 < decode.workgroups  # a tile of 64 keys each; others leave
+    assert decode.clocks > 5 * MACHINES["gfx942"].hbm_latency  # length, ids, K, V, and the stores' latencies
+
+
+def test_a_row_above_a_peak_is_refused() -> None:
+    (call,) = DecodeBench().modelled(SMALL["decode"][1])
+    row = model_row(replace(call, bytes_touched=1e9), "gfx942")
+    assert row.refused.startswith("PeakError: ")
+    assert "of HBM" in row.refused
+    assert row.model_us is None
 
 
 def record(**changed: Any) -> dict[str, Any]:

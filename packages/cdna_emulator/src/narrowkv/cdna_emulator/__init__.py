@@ -21,6 +21,7 @@ from .errors import (
     MisalignedError,
     OutOfRangeError,
     RaceError,
+    ReleaseError,
     UninitialisedError,
     UnknownInstructionError,
 )
@@ -36,5 +37,6 @@ __version__ = "0.1.0"
 __all__ = [
     "DeadlockError", "DynamicCounts", "EmulatorError", "HazardError", "KernelArgument", "Loop",
     "MalformedProgramError", "Memory", "MisalignedError", "OutOfRangeError", "Profile", "Program",
-    "RaceError", "Result", "UninitialisedError", "UnknownInstructionError", "load_program", "run",
+    "RaceError", "ReleaseError", "Result", "UninitialisedError", "UnknownInstructionError", "load_program",
+    "run",
 ]  # fmt: skip

@@ -74,5 +74,9 @@ class HazardError(EmulatorError):
     """A result is used before the wait that orders it, or without the wait states that it needs."""
 
 
+class ReleaseError(HazardError):
+    """A release publishes a store that may still be in flight, or does not finish before its atomic."""
+
+
 class DeadlockError(EmulatorError):
     """The instruction limit was reached: waves wait for each other, or a loop does not end."""

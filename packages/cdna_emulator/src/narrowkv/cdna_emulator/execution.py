@@ -22,7 +22,7 @@ from .pending_lds import PendingLds
 from .program import Block, Program
 from .races import RaceDetector
 from .recorder import Recorder
-from .state import EXEC, LANES, POISON, POISON_COPY, SGPR_PAIRS, VCC, Waves
+from .state import EXEC, LANES, POISON, POISON_COPY, SGPR_PAIRS, VCC, Array, Waves
 
 _QUANTUM = (
     4096  # blocks that a group may run while others are ready, so that spinning waves cannot starve them
@@ -90,6 +90,7 @@ class Execution(Accesses):
         self.recorder = recorder
         self.bytes = Counter()
         self.block_counts = [0] * len(program.blocks)
+        self.workgroup_counts: Array | None = None  # [workgroups, blocks] if they are to be counted
         self.ready = self._start(kernarg, dispatch, grid, count, turns)
         self.waiting: list[Group] = []
         self.alive = np.full(slots, self.warps)
@@ -161,6 +162,8 @@ class Execution(Accesses):
             counts[group.block] += waves.n
             if recorder is not None:
                 recorder.block(group.order, group.block)
+            if self.workgroup_counts is not None:
+                np.add.at(self.workgroup_counts[:, group.block], waves.ids // self.warps, 1)
             if pending is not None:
                 try:
                     group.hazards = pending.enter(group.block, group.hazards)
@@ -192,7 +195,7 @@ class Execution(Accesses):
     def _with_wave(self, error: HazardError, waves: Waves) -> EmulatorError:
         """The same error with the workgroup and wave that caused it."""
         inst = Instruction("", "", (), {}, error.line, error.source)
-        return self._error(HazardError, error.message, inst, waves, 0)
+        return self._error(type(error), error.message, inst, waves, 0)
 
     def _branch(self, group: Group, block: Block) -> bool:
         """Follow a conditional branch; False if the group had to split."""
@@ -246,7 +249,8 @@ class Execution(Accesses):
             np.add.at(arrived, group.waves.ids // self.warps, 1)
         complete = arrived == self.alive
         arrivals = [(group.waves.ids, group.hazards) for group in self.waiting]
-        still = []
+        still: list[Group] = []
+        before = len(self.ready)
         for group in self.waiting:
             passes = complete[group.waves.ids // self.warps]
             if passes.all():
@@ -263,3 +267,19 @@ class Execution(Accesses):
                 self.races.barrier(int(slot) * self.stride, (int(slot) + 1) * self.stride)
         if self.pending is not None and arrivals:
             self.pending.barrier(arrivals, complete & (arrived > 0))
+            self._share_stores(self.pending.model, self.ready[before:])
+
+    def _share_stores(self, model: HazardModel, passed: list[Group]) -> None:
+        """Note for each wave which stores the others of its workgroup have in flight at this barrier."""
+        owners: dict[tuple[int, int], set[int]] = {}  # of a workgroup and a store
+        for group in passed:
+            for store in model.stores(group.hazards):
+                for wave in group.waves.ids.tolist():
+                    owners.setdefault((wave // self.warps, store), set()).add(wave)
+        for group in passed:
+            ids = set(group.waves.ids.tolist()) if owners else set()
+            shared = {
+                store for (slot, store), waves in owners.items()
+                if any(waves - {wave} for wave in ids if wave // self.warps == slot)
+            }  # fmt: skip
+            group.hazards = tuple(sorted({model.behind_barrier(n, shared) for n in group.hazards}))

@@ -11,6 +11,8 @@ Sources: "Data Dependency Resolution" and S_WAITCNT of the CDNA3 and CDNA4 ISA d
 - lgkmcnt counts LDS instructions, which return in order, and scalar loads, which do not: with a scalar load
   under way only lgkmcnt(0) says anything;
 - flat instructions count in both, and in no order;
+- a barrier does not wait for stores: what other waves of the workgroup have in flight there is not published
+  by a release behind it (buffer_wbl2);
 - expcnt counts exports, which compute kernels have none of.
 """
 
@@ -22,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from .errors import HazardError
+from .errors import HazardError, ReleaseError
 from .parser import Instruction
 from .program import Program
 from .usage import Usage, register_name, usage
@@ -38,11 +40,13 @@ class State(NamedTuple):
         vector: instructions that vmcnt counts, oldest first.
         local: instructions that lgkmcnt counts, oldest first.
         recent: instructions that later ones need wait states after, with the wait states since then.
+        shared: stores that other waves of the workgroup had in flight at the last barrier.
     """
 
     vector: tuple[int, ...] = ()
     local: tuple[int, ...] = ()
     recent: tuple[tuple[int, int], ...] = ()
+    shared: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,25 @@ class HazardModel:
             local, vector = max(local, reads_lds, key=len), max(vector, to_lds, key=len)
         return local, vector
 
+    def stores(self, numbers: Iterable[int]) -> set[int]:
+        """Stores to device memory that are in flight in any of several states."""
+        in_flight = {k for number in numbers for k in self._states[number].vector}
+        return {
+            k for k in in_flight
+            if self._usage[k].kind in ("store", "atomic") and not self._code[k].name.startswith("scratch_")
+        }  # fmt: skip
+
+    def behind_barrier(self, number: int, shared: Iterable[int]) -> int:
+        """The state behind a barrier at which other waves of the workgroup have stores in flight."""
+        return self._number(self._states[number]._replace(shared=tuple(sorted(shared))))
+
+    def _number(self, state: State) -> int:
+        number = self._numbers.get(state)
+        if number is None:
+            number = self._numbers[state] = len(self._states)
+            self._states.append(state)
+        return number
+
     @staticmethod
     def lds_calls(inst: Instruction) -> int:
         """Number of LDS accesses that the emulator makes for an instruction."""
@@ -181,7 +204,7 @@ class HazardModel:
                     pending |= self._usage[k].writes
             elif (use.reads | use.writes) & pending:
                 self._check_pending(at, use, vector, local)
-            self._check_fences(at, use, vector)
+            self._check_fences(at, use, vector, state.shared)
             if recent and needs.used:
                 hidden = 0  # registers that a later instruction of `recent` writes: its own distance counts
                 for earlier, when in reversed(recent):
@@ -204,12 +227,7 @@ class HazardModel:
                 recent = [(k, when) for k, when in recent if now - when < self._dependencies[k].horizon]
                 recent.append((at, now))
         kept = tuple((k, now - when) for k, when in recent if now - when < self._dependencies[k].horizon)
-        after = State(tuple(vector), tuple(local), kept)
-        number = self._numbers.get(after)
-        if number is None:
-            number = self._numbers[after] = len(self._states)
-            self._states.append(after)
-        return Passage(number, to_lds)
+        return Passage(self._number(State(tuple(vector), tuple(local), kept, state.shared)), to_lds)
 
     def _wait(self, inst: Instruction, vector: list[int], local: list[int]) -> None:
         for counter, count in wait_counts(inst).items():
@@ -222,9 +240,9 @@ class HazardModel:
             elif in_order and not any(self._usage[k].is_flat for k in queue):
                 del queue[: len(queue) - count]
 
-    def _error(self, at: int, message: str) -> HazardError:
+    def _error(self, at: int, message: str, kind: type[HazardError] = HazardError) -> HazardError:
         inst = self._code[at]
-        return HazardError(message, kernel=self.program.kernel_name, line=inst.line, source=inst.text)
+        return kind(message, kernel=self.program.kernel_name, line=inst.line, source=inst.text)
 
     def _check_pending(self, at: int, use: Usage, vector: list[int], local: list[int]) -> None:
         for queue, counter in ((vector, "vmcnt"), (local, "lgkmcnt")):
@@ -245,7 +263,15 @@ class HazardModel:
                     f"({self._code[k].text}) has written it: wait for {counter}({count if ordered else 0})",
                 )
 
-    def _check_fences(self, at: int, use: Usage, vector: list[int]) -> None:
+    def _check_fences(self, at: int, use: Usage, vector: list[int], shared: tuple[int, ...]) -> None:
+        if use.kind == "writeback" and shared:
+            raise self._error(
+                at,
+                f"{self._code[at].name} publishes line {self._code[shared[0]].line} "
+                f"({self._code[shared[0]].text}) of another wave, which may not have reached memory: wait "
+                "for vmcnt(0) before the barrier between them",
+                ReleaseError,
+            )
         if use.kind == "invalidate" and vector:
             raise self._error(
                 at,
@@ -257,7 +283,9 @@ class HazardModel:
                 if self._usage[k].kind == "writeback":
                     raise self._error(
                         at,
-                        f"the cache write-back of line {self._code[k].line} is under way: wait for vmcnt(0)",
+                        f"{self._code[at].name} publishes before the cache write-back of line "
+                        f"{self._code[k].line} ({self._code[k].text}) is done: wait for vmcnt(0)",
+                        ReleaseError,
                     )
 
     def _check_distance(self, at: int, needs: Dependencies, earlier: int, age: int, hidden: int) -> None:

@@ -17,6 +17,7 @@ from .memory import Memory
 from .profile import Profile, profile
 from .program import Program
 from .recorder import Recorder
+from .state import Array
 
 # Workgroups that run together by default, by measurement: see the README.
 BATCH_WORKGROUPS = 32
@@ -70,7 +71,8 @@ def run(
             for two that write the same.
         detect_hazards: check that every result of memory is waited for (s_waitcnt) before it is used or its
             register or LDS bytes are reused, and that dependent instructions have the wait states
-            that the ISA asks for. Includes ``detect_races``, which then also sees accesses that pass a
+            that the ISA asks for, and that stores are waited for before another wave of the workgroup
+            publishes them. Includes ``detect_races``, which then also sees accesses that pass a
             barrier before they finish. Registers and wait states are checked on every path of the program,
             including those that this input does not take.
         check_uninitialised: run every wave twice in step, with different initial contents of registers and
@@ -164,6 +166,40 @@ def record(
             program, own, kernarg, dispatch, extent, [_check_grid("workgroup", workgroup)], copies=1,
             detect_races=False, turns=True, limit=max_blocks, recorder=recorder,
         ).run()  # fmt: skip
+
+
+def count_blocks(
+    program: Program,
+    *,
+    grid: tuple[int, int, int],
+    args: Sequence[Any],
+    memory: Memory,
+    workgroups: list[tuple[int, int, int]],
+    max_blocks: int = 20_000_000,
+) -> Array:
+    """Run workgroups together and count the basic blocks that the waves of each execute.
+
+    Args:
+        program, grid, args, memory, workgroups, max_blocks: as for `run`.
+
+    Returns:
+        int64 ``[workgroups, blocks]``.
+
+    Raises:
+        EmulatorError: if the kernel does what it must not do.
+    """
+    extent = _check_grid("grid", grid)
+    own = Memory.sharing(memory)
+    kernarg = own.map(pack_arguments(program, args, extent), name="kernel arguments", readonly=True)
+    dispatch = own.map(dispatch_packet(program, extent), name="dispatch packet", readonly=True)
+    execution = Execution(
+        program, own, kernarg, dispatch, extent, workgroups, copies=1, detect_races=False, turns=False,
+        limit=max_blocks,
+    )  # fmt: skip
+    counts = execution.workgroup_counts = np.zeros((len(workgroups), len(program.blocks)), np.int64)
+    with np.errstate(all="ignore"):
+        _finish(execution)
+    return counts
 
 
 def _finish(execution: Execution) -> None:

@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from narrowkv.cdna_emulator import load_program
-from narrowkv.cdna_emulator.timing import Prediction, Trace, predict, trace_text, trace_workgroup
+from narrowkv.cdna_emulator.timing import Prediction, Survey, predict, predict_launch, survey, trace_text
 from narrowkv.runtime.launch import LaunchOptions, executing
 from narrowkv.runtime.launch.artifact import CompiledArtifact
 from narrowkv.runtime.launch.compiler import compile_launch
@@ -20,6 +22,8 @@ __all__ = [
 
 # Kernels whose results later launches of the call use as addresses.
 _RUN_WHOLE = ("_widen_kernel", "_produce_kernel")
+# Kernels that read what an earlier launch of the call has just stored, and caches still hold.
+_READS_PARTIAL_RESULTS = ("_merge_splits_kernel", "_merge_sparse_kernel")
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,9 @@ class Modelled:
 
 
 class ModelExecutor(EmulateExecutor):
-    """Compiles every launch, traces its middle workgroup in the emulator, and predicts its time.
+    """Compiles every launch, surveys its workgroups in the emulator, and predicts its time.
 
-    Only the traced workgroup runs, so outputs stay incomplete. A kernel whose results later launches use as
+    Buffers keep what they held, so outputs stay incomplete. A kernel whose results later launches use as
     addresses runs whole.
 
     Args:
@@ -109,34 +113,41 @@ class ModelExecutor(EmulateExecutor):
         artifact = compile_launch(self.target, kernel, grid, args, constexprs, options)
         x, y, z = (*grid, 1, 1)[:3]
         memory, values = self._device_pointers(artifact.args)
-        trace = trace_workgroup(
+        surveyed = survey(
             load_program(artifact.assembly, lds_bytes=artifact.lds_bytes),
-            grid=(x, y, z), args=values, memory=memory, workgroup=(x // 2, y // 2, z // 2),
+            grid=(x, y, z), args=values, memory=memory,
         )  # fmt: skip
         held = float(sum(buffer.data.size for buffer in memory.buffers))
-        self.modelled.append(_modelled(artifact, trace, x * y * z, held, self._hbm_share, self.scale))
+        self.modelled.append(_modelled(artifact, surveyed, held, self._hbm_share, self.scale))
         if artifact.name in _RUN_WHOLE:
             super().launch(kernel, grid, args, constexprs, options)
 
 
 def _modelled(
-    artifact: CompiledArtifact, trace: Trace, workgroups: int, held_bytes: float, hbm_share: float | None,
+    artifact: CompiledArtifact, surveyed: Survey, held_bytes: float, hbm_share: float | None,
     scale: Scale | None,
 ) -> Modelled:  # fmt: skip
-    loaded = sum(op.bytes for wave in trace.waves for op in wave if op.kind == "load")
-    share = min(1.0, held_bytes / max(loaded * workgroups, 1)) if hbm_share is None else hbm_share
+    ops = [[op for wave in share.trace.waves for op in wave] for share in surveyed.shares]
+    loads = np.array([sum(op.bytes for op in share if op.kind == "load") for share in ops])
+    loaded = float(loads[surveyed.classes].sum())
+    share = min(1.0, held_bytes / max(loaded, 1.0)) if hbm_share is None else hbm_share
+    if artifact.name in _READS_PARTIAL_RESULTS:
+        share = 0.0
     figures: dict[str, Any] = {
         "registers": artifact.registers.vgprs,  # AGPRs included
         "lds_bytes": artifact.lds_bytes, "hbm_share": share,
     }  # fmt: skip
-    passes = 1.0
+    factor = passes = 1.0
     if scale is not None:
-        multiplies = any(op.kind == "mfma" for wave in trace.waves for op in wave)
-        workgroups = round(workgroups * (scale.workgroups if multiplies else scale.keys))
+        multiplies = any(op.kind == "mfma" for share in ops for op in share)
+        factor = scale.workgroups if multiplies else scale.keys
         passes = scale.passes if multiplies else 1.0
-    launch = predict(trace, workgroups=workgroups, pass_factor=passes, **figures)
-    full = predict(trace, **figures) if scale is None else launch
-    return Modelled(artifact.name, launch, full, float(loaded * workgroups))
+    launch = predict_launch(surveyed, workgroup_factor=factor, pass_factor=passes, **figures)
+    full = launch
+    if scale is None:
+        longest = max(surveyed.shares, key=lambda share: sum(map(len, share.trace.waves)))
+        full = predict(longest.trace, **figures)
+    return Modelled(artifact.name, launch, full, loaded * factor)
 
 
 def model_call(target: str, call: Callable[[], object], *, hbm_share: float | None = None) -> list[Modelled]:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
+import numpy as np
+
+from narrowkv.cdna_emulator.state import Array
+
+from .errors import IdleTraceError, PeakError
 from .machine import MACHINES, Machine
 from .pipeline import Loop, simulate
+from .survey import Share, Survey
 from .trace import Trace
 
 
@@ -26,6 +33,7 @@ class Prediction:
         matrix_share: share of the loop's clocks (else of the whole) in which a matrix unit is busy.
         bound: the hardware unit that bounds it, or what its waves wait for.
         has_addresses: whether bank conflicts and cache hits were computed from addresses, not assumed ideal.
+        workgroups, working: workgroups of the launch, and those of them that do its work.
     """
 
     target: str
@@ -40,6 +48,8 @@ class Prediction:
     matrix_share: float
     bound: str
     has_addresses: bool
+    workgroups: int = 0
+    working: int = 0
 
     @property
     def flops_per_second(self) -> float:
@@ -134,16 +144,93 @@ def predict(
     program = trace.program
     machine = machine or MACHINES[program.target]
     warps = len(trace.waves)
-    resident = workgroups_per_unit or machine.workgroups_per_unit(
+    most = workgroups_per_unit or machine.workgroups_per_unit(
         warps, program.vgprs if registers is None else registers,
         program.lds_bytes if lds_bytes is None else lds_bytes,
     )  # fmt: skip
     if workgroups is None:
-        workgroups = resident * machine.compute_units
-    each = -(-workgroups // machine.compute_units)
-    resident = max(min(resident, each), 1)
-    result = simulate(trace, machine, workgroups=resident, hbm_share=hbm_share,
-                      units=min(workgroups, machine.compute_units))  # fmt: skip
+        workgroups = most * machine.compute_units
+    alike = Survey((Share(trace),), np.zeros(workgroups, np.int64))
+    return predict_launch(
+        alike, registers=registers, lds_bytes=lds_bytes, passes=passes, pass_factor=pass_factor,
+        hbm_share=hbm_share, workgroups_per_unit=workgroups_per_unit, machine=machine,
+    )  # fmt: skip
+
+
+def predict_launch(
+    surveyed: Survey,
+    *,
+    registers: int | None = None,
+    lds_bytes: int | None = None,
+    workgroup_factor: float = 1.0,
+    passes: float | None = None,
+    pass_factor: float = 1.0,
+    hbm_share: float = 1.0,
+    workgroups_per_unit: int | None = None,
+    machine: Machine | None = None,
+) -> Prediction:
+    """Predict a launch whose workgroups do not all do the same.
+
+    A compute unit takes the next workgroup of the launch when one of those it holds ends. The loop and the
+    bound are those of the share that takes most of the time.
+
+    Args:
+        surveyed: from `survey`.
+        workgroup_factor: how many times as many workgroups the launch has, in the same shares.
+        registers, lds_bytes, passes, pass_factor, hbm_share, workgroups_per_unit, machine: as for `predict`.
+
+    Raises:
+        IdleTraceError: no workgroup works.
+        PeakError: a unit would have to do more than it can in the time that was found.
+    """
+    if not surveyed.working:
+        raise IdleTraceError("none of the traced workgroups does the work of the launch")
+    trace = next(share.trace for share in surveyed.shares if not share.is_idle)
+    program, warps = trace.program, len(trace.waves)
+    machine = machine or MACHINES[program.target]
+    working = max(round(surveyed.working * workgroup_factor), 1)
+    most = workgroups_per_unit or machine.workgroups_per_unit(
+        warps, program.vgprs if registers is None else registers,
+        program.lds_bytes if lds_bytes is None else lds_bytes,
+    )  # fmt: skip
+    units = machine.compute_units
+    resident = max(min(most, -(-working // units)), 1)
+    spans = [
+        _span(share.trace, machine, resident, hbm_share, min(working, units), passes, pass_factor)
+        for share in surveyed.shares
+    ]
+    count = len(surveyed.classes)
+    classes = surveyed.classes[(np.arange(round(count * workgroup_factor)) / workgroup_factor).astype(int)]
+    clocks = np.array([span.clocks for span in spans])[classes]
+    time = np.bincount(classes, clocks, len(spans))
+    main = spans[int(np.argmax(time))]
+    total = _until_the_last_ends(clocks, most * units)
+    share = float(np.array([span.matrix_share for span in spans]) @ time / time.sum())
+    _check_peaks(program.kernel_name, surveyed, workgroup_factor, total, machine)
+    hz = machine.clock(min(share, 1.0))
+    flops = float(np.array([span.flops for span in spans])[classes].sum())
+    return Prediction(
+        program.target, program.kernel_name, resident, resident * warps, total, hz, total / hz, flops,
+        main.loop, main.matrix_share, main.bound, trace.has_addresses, len(classes), working,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Span:
+    """One workgroup beside others of its kind: its clocks, matrix flops, loop and bound."""
+
+    clocks: float
+    flops: float
+    loop: Loop | None
+    matrix_share: float
+    bound: str
+
+
+def _span(
+    trace: Trace, machine: Machine, resident: int, hbm_share: float, units: int, passes: float | None,
+    pass_factor: float,
+) -> _Span:  # fmt: skip
+    result = simulate(trace, machine, workgroups=resident, hbm_share=hbm_share, units=units)
     clocks, flops, loop = result.clocks, result.flops / resident, result.loop
     if loop is not None:
         passes = loop.passes * pass_factor if passes is None else passes
@@ -152,13 +239,29 @@ def predict(
     busy = {unit: used / result.clocks for unit, used in result.busy.items()}
     for unit in ("matrix", "vector ALU"):
         busy[unit] /= machine.simds
-    share = busy["matrix"]
     if loop is not None:
-        busy, share = loop.busy, loop.busy["matrix"]
-    total = clocks * -(-each // resident)
-    hz = machine.clock(min(share, 1.0))
-    return Prediction(
-        program.target, program.kernel_name, resident, resident * warps, total, hz, total / hz,
-        flops * workgroups, loop, share, _bound(busy, loop.stalls if loop is not None else {}),
-        trace.has_addresses,
-    )  # fmt: skip
+        busy = loop.busy
+    return _Span(clocks, flops, loop, busy["matrix"], _bound(busy, loop.stalls if loop is not None else {}))
+
+
+def _until_the_last_ends(clocks: Array, slots: int) -> float:
+    """Clocks until every workgroup has ended, each in the place that is free first, in this order."""
+    ends = [0.0] * min(slots, len(clocks))
+    for needed in clocks.tolist():
+        heapq.heapreplace(ends, ends[0] + needed)
+    return float(max(ends))
+
+
+def _check_peaks(kernel: str, surveyed: Survey, factor: float, clocks: float, machine: Machine) -> None:
+    needs = {
+        "the matrix units": surveyed.matrix_clocks / machine.simds,
+        "the vector ALUs": surveyed.vector_clocks / machine.simds,
+        "LDS": surveyed.lds_clocks,
+    }
+    for unit, needed in needs.items():
+        least = needed * factor / machine.compute_units
+        if least > clocks:
+            raise PeakError(
+                f"{kernel} would end after {clocks:.0f} clocks, but keeps {unit} of {machine.chip} busy for "
+                f"{least:.0f}: the traced workgroups do not stand for the launch"
+            )

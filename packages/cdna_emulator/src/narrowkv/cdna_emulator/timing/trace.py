@@ -217,14 +217,19 @@ def _lds_op(name: str, machine: Machine) -> Op:
     return Op("lds", 64 * size / rate, bytes=64 * size)
 
 
+def static_ops(program: Program, machine: Machine) -> list[list[Op]]:
+    """The ops of each block's instructions, with conflict-free and coalesced accesses."""
+    return [[_static_op(inst, program, machine) for inst in block.instructions] for block in program.blocks]
+
+
 class _Flattener:
     """Converts recorded blocks to ops."""
 
     def __init__(self, program: Program, machine: Machine, heads: dict[int, int]) -> None:
         self.program, self.machine, self.heads = program, machine, heads
         self.static = [
-            [(inst, _static_op(inst, program, machine)) for inst in block.instructions]
-            for block in program.blocks
+            list(zip(block.instructions, ops, strict=True))
+            for block, ops in zip(program.blocks, static_ops(program, machine), strict=True)
         ]
 
     def wave(

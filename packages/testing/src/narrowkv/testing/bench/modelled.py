@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from narrowkv.cdna_emulator import EmulatorError
+from narrowkv.cdna_emulator.timing import PeakError
 from narrowkv.runtime.launch import executing
+from narrowkv.runtime.targets import get_target
 from narrowkv.testing.model import ModelExecutor, main_kernel, waits
 
 __all__ = ["ModelCall", "ModelRow", "model_row"]
@@ -76,6 +78,10 @@ def model_row(call: ModelCall, target: str) -> ModelRow:
         return replace(row, refused=f"{type(error).__name__}: {error}")
     seconds = sum(launch.prediction.seconds for launch in executor.modelled)
     main = main_kernel(executor.modelled).prediction
+    try:
+        _check_peaks(call, target, seconds)
+    except PeakError as error:
+        return replace(row, refused=f"PeakError: {error}")
     return replace(
         row, model_us=1e6 * seconds,
         model_bytes_per_s=None if call.bytes_touched is None else call.bytes_touched / seconds,
@@ -83,3 +89,19 @@ def model_row(call: ModelCall, target: str) -> ModelRow:
         model_waits=waits(main),
         model_kernels_us={launch.name: 1e6 * launch.prediction.seconds for launch in executor.modelled},
     )  # fmt: skip
+
+
+def _check_peaks(call: ModelCall, target: str, seconds: float) -> None:
+    figures = get_target(target).figures
+    assert figures is not None
+    most = max(figures.bf16_flops_per_clk, figures.fp8_flops_per_clk, figures.fp4_flops_per_clk)
+    rates = {
+        "bytes/s of HBM": ((call.bytes_touched or 0.0) / seconds, figures.hbm_bytes_per_s),
+        "flops of the matrix units": (call.flops / seconds, most * figures.compute_units * figures.clock_hz),
+    }
+    for what, (rate, peak) in rates.items():
+        if rate > peak:
+            raise PeakError(
+                f"{1e6 * seconds:.2f} us would be {rate:.3g} {what}, above the peak of {peak:.3g}: the "
+                "traced workgroups do not stand for the call"
+            )

@@ -1,0 +1,52 @@
+"""Hand-overs between the workgroups of a launch: stores are waited for before they are published.
+
+Kernels whose last workgroup merges what the others stored are run with the checks of waits. Then the wait
+ahead of each release is taken out of the assembly, and the emulator must say so.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from generated_code import both_targets
+
+from narrowkv.attn_prefill.cases import PrefillCase
+from narrowkv.cdna_emulator import ReleaseError
+from narrowkv.runtime.cases import parse_case
+from narrowkv.testing import emulation
+from narrowkv.testing.checking import check
+from narrowkv.testing.emulation import emulating
+
+LENS = "q_lens=3+25,lens=20+150,"
+CALLS = {
+    "dense": LENS + "splits=2,kernel=dense",
+    "fused": LENS + "splits=2,kernel=fused",
+    "fused, split": LENS + "kernel=split",
+    "append": LENS + "operation=append,splits=2,kernel=fused",
+    "append, split": LENS + "operation=append,kernel=split",
+}
+SETTLE = re.compile(r"(;+#ASMSTART\s+)s_waitcnt vmcnt\(0\)")
+
+
+@pytest.mark.sampled
+@both_targets
+@pytest.mark.parametrize("name", CALLS)
+def test_a_release_publishes_stores_that_were_waited_for(
+    name: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    case = parse_case(PrefillCase, CALLS[name])
+    inputs = case.inputs()
+    with emulating(target, detect_hazards=True):
+        results = inputs.call()
+    result = check(case, inputs, results)
+    assert result.passed, result.detail
+
+    right = emulation.load_program
+    monkeypatch.setattr(
+        emulation, "load_program", lambda text, **more: right(SETTLE.sub(r"\1s_nop 0", text), **more)
+    )
+    with emulating(target, detect_hazards=True), pytest.raises(ReleaseError, match="of another wave"):
+        case.inputs().call()
