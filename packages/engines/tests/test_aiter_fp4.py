@@ -98,23 +98,9 @@ def test_layouts_that_are_not_read_are_refused_with_the_reason():
     table, ids, indptr, last, starts, lens = batch()
     q, out = queries(sum(Q_LENS)), torch.empty(sum(Q_LENS), HEADS, DIM).bfloat16()
     descales = (cache.k_descale, cache.v_descale)
-    shuffled = (
-        q,
-        cache.k,
-        cache.v,
-        out,
-        starts,
-        3,
-        lens,
-        33,
-        1.0,
-        True,
-        (-1, -1),
-        table,
-        0.0,
-        None,
-        *descales,
-    )
+    # A page of NVFP4 holds its scales, so descales are those of the tensor.
+    nvfp4, one = torch.zeros(PAGES, KV_HEADS, PAGE, DIM // 2 + DIM // 16, dtype=torch.uint8), torch.ones(1)
+    shuffled = (q, nvfp4, nvfp4, out, starts, 3, lens, 33, 1.0, True, (-1, -1), table, 0.0, None, one, one)
     with pytest.raises(UnsupportedError, match="gfx1250's matrix instructions"):
         aiter.unified_attention(*shuffled, shuffled_kv_cache=True)
     arguments = (starts, indptr, ids, 3, 33)
