@@ -11,7 +11,13 @@ from generated_code import both_targets
 from narrowkv.quant.accuracy import compare
 from narrowkv.runtime.cases import parse_case
 from narrowkv.runtime.launch import executing
-from narrowkv.sparse_fp8 import DSV4Rows, KVSource, sparse_prefill_fp8, sparse_prefill_fp8_reference
+from narrowkv.sparse_fp8 import (
+    DSV4Rows,
+    KVSource,
+    sparse_prefill_fp8,
+    sparse_prefill_fp8_reference,
+    sparse_prefill_reference,
+)
 from narrowkv.sparse_fp8.cases import SparseCase, full, quick
 from narrowkv.testing.checking import CaseResult, run_case
 from narrowkv.testing.emulation import EmulateExecutor, emulating
@@ -27,6 +33,7 @@ CASES = {
     "V4.1, MXFP4 beside FP8": "lens=17,extend=3,layout=packed272,extend_layout=packed528",
     "V3.2, FP4, prepass": "mode=prepass,lens=20,layout=record352",
     "decode": "mode=decode,lens=70+5,splits=3,sink=1",
+    "512 FP8 columns, FNUZ": "mode=decode,layout=split512,format=fp8_e4m3fnuz,lens=37+5,splits=2,sink=1",
     # The kernel for CDNA: more tiles than LDS has places for, and fewer.
     "many heads, sink": "mode=16bit,layout=bf16,heads=64,lens=200+0+1,sink=1",
     "many heads, splits": "mode=decode,heads=64,lens=300+5,splits=3,sink=1",
@@ -42,6 +49,7 @@ SLOW = {
     "V4.1, NVFP4": "lens=20,layout=record288",
     "V3.2": "lens=20,layout=record656",
     "prepass": "mode=prepass,lens=20",
+    "512 FP8 columns, many heads": "layout=split512,lens=20,extend=3,heads=64",
     "many heads, fp16, two sources": "mode=16bit,layout=fp16,q=fp16,heads=32,lens=70+3,extend=0+130",
     "many heads, expanded rows, two blocks": "mode=prepass,heads=128,lens=65",
     "many heads, FP8": "heads=64,lens=150+0+1,sink=1",
@@ -84,6 +92,22 @@ def test_scales_for_32_columns(target: str) -> None:
         o = sparse_prefill_fp8(q, source, mode="fused")
     expected = sparse_prefill_fp8_reference(q, source)
     assert compare(o, expected).relative_l1 <= 0.004
+
+
+@pytest.mark.sampled(most=1)
+@both_targets
+def test_a_prepass_rounds_products_with_fp32_scales_to_bf16(target: str) -> None:
+    """Exactly those rounded rows are attended."""
+    call = SparseCase(mode="prepass", layout="split512", prefix_lens=(20,)).inputs()
+    with emulating(target, detect_hazards=True):
+        o, lse = call.call()
+    source = call.tensors.prefix
+    assert source is not None
+    assert isinstance(source.rows, DSV4Rows)
+    rounded = replace(source, rows=source.rows.dequantize().bfloat16())
+    expected, sums = sparse_prefill_reference(call.tensors.q, rounded, return_lse=True)
+    assert compare(o, expected).relative_l1 <= call.case.bound
+    assert torch.allclose(lse, sums, atol=call.case.lse_bound, rtol=0)
 
 
 @pytest.mark.sampled(most=1)

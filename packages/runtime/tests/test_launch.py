@@ -180,7 +180,7 @@ def test_targets_that_cannot_be_compiled_for_are_refused_with_what_can() -> None
 
 
 @pytest.mark.parametrize(("target", "instruction"), [("gfx90a", "v_mfma"), ("gfx1250", "v_wmma")])
-def test_targets_that_kernels_are_only_compiled_for(target: str, instruction: str) -> None:
+def test_targets_without_hardware_figures(target: str, instruction: str) -> None:
     if target == "gfx1250" and triton.__version__ < "3.8":
         pytest.skip(f"Triton {triton.__version__} has no {target}")
     a = torch.eye(16).bfloat16()

@@ -53,13 +53,14 @@ def test_what_each_target_has() -> None:
     assert [t.native_fp8 for t in TARGETS.values()] == [
         "fp8_e4m3fnuz",
         "fp8_e4m3fn",
+        None,
         "fp8_e4m3fn",
         "fp8_e4m3fn",
         None,
     ]
     assert [t.name for t in TARGETS.values() if t.has_scaled_mfma] == ["gfx950"]
-    assert [t.wave_size for t in TARGETS.values()] == [64, 64, 32, 32, 1]
-    assert [t.name for t in TARGETS.values() if t.is_amd] == ["gfx942", "gfx950"]
+    assert [t.wave_size for t in TARGETS.values()] == [64, 64, 64, 32, 32, 1]
+    assert [t.name for t in TARGETS.values() if t.is_amd] == ["gfx942", "gfx950", "gfx90a"]
     assert [t.name for t in TARGETS.values() if t.is_nvidia] == ["sm90", "cuda"]
     assert "fp8_e4m3fnuz" not in get_target("sm90").fp8_formats
 
@@ -67,9 +68,9 @@ def test_what_each_target_has() -> None:
 def test_get_target_lists_the_known() -> None:
     assert get_target(get_target("gfx950")) is TARGETS["gfx950"]
     with pytest.raises(
-        ValueError, match="target must be one of gfx942, gfx950, sm90, cuda, cpu; got 'gfx90a'"
+        ValueError, match="target must be one of gfx942, gfx950, gfx90a, sm90, cuda, cpu; got 'gfx908'"
     ):
-        get_target("gfx90a")
+        get_target("gfx908")
     with pytest.raises(TypeError, match="target must be a name or a Target, got int"):
         get_target(90)  # type: ignore[arg-type]
 
@@ -80,14 +81,14 @@ def test_cpu_device() -> None:
 
 @pytest.mark.parametrize(
     ("arch", "name"),
-    [(f"{name}{flags}", name) for name in ("gfx942", "gfx950") for flags in ("", ":sramecc+:xnack-")],
+    [(f"{t}{flags}", t) for t in ("gfx942", "gfx950", "gfx90a") for flags in ("", ":sramecc+:xnack-")],
 )
 def test_amd_device_with_and_without_feature_flags(fake_gpu: SimpleNamespace, arch: str, name: str) -> None:
     fake_gpu.use_amd(arch)
     assert device_target("cuda:0").name == name
 
 
-@pytest.mark.parametrize("arch", ["gfx1100", "sm90"])
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx908", "sm90"])
 def test_unknown_amd_architecture_lists_the_known(fake_gpu: SimpleNamespace, arch: str) -> None:
     fake_gpu.use_amd(arch)
     with pytest.raises(UnsupportedError, match=f"architecture '{arch}' is not known; known: gfx942, gfx950"):

@@ -149,6 +149,7 @@ MIXED = {
     "FP8 beside NVFP4": ("packed528", "fp8_e4m3fn", "packed288", ""),
     "FNUZ beside MXFP4": ("record528", "fp8_e4m3fnuz", "packed272", ""),
     "FP4 beside FP8": ("record352", "fp8_e4m3fn", "record656", "fp8_e4m3fn"),
+    "fp32 scales beside powers of two": ("split512", "fp8_e4m3fnuz", "packed584", "fp8_e4m3fn"),
 }
 
 
@@ -160,7 +161,9 @@ def test_each_source_has_a_layout_and_a_format_of_its_own(way, name, device):
     agrees(of_way(way, **rows, **sizes, clean=False), device)
 
 
-@pytest.mark.parametrize("layout", ["packed528", "packed288", "record272", "record656", "record352"])
+@pytest.mark.parametrize(
+    "layout", ["packed528", "packed288", "record272", "record656", "record352", "split512"]
+)
 def test_a_quantised_query_in_any_layout(layout, device):
     case = W(layout=layout, num_qo_heads=8, q="fp8", **BOTH)
     agrees(case, device, bound=BOUND_16_BIT_QUERY, lse_bound=case.bound)

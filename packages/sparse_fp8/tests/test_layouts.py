@@ -125,6 +125,32 @@ def test_row512_read_as_fourteen_scales():
     assert every_other.tolist() == [2.0 ** (120 + 2 * (c // 64) - 127) for c in range(448)]
 
 
+def test_split512_is_two_tensors_with_any_scales():
+    """Eight fp32 scales for 64 columns each, RoPE columns among the 512 in FP8."""
+    values, scale = torch.zeros(2, 512, dtype=U8), torch.arange(1, 17).view(2, 8) * 0.3
+    values[0, [0, 63, 64, 511]] = torch.tensor([ONE, TWO, MINUS_THREE_HALVES, LARGEST], dtype=U8)
+    values[1, 448] = SMALLEST
+    rows = DSV4Rows.split(values.view(torch.float8_e4m3fn), None, scale)
+    assert (rows.layout, rows.head_dim, rows.bytes_per_row()) == ("split512", 512, 512 + 32)
+    worth = {(0, 0): 0.3, (0, 63): 0.6, (0, 64): -0.9, (0, 511): 448 * 2.4, (1, 448): 2.0**-9 * 4.8}
+    wide = rows.dequantize()
+    assert {(int(r), int(c)) for r, c in wide.nonzero()} == set(worth)
+    for place, value in worth.items():
+        assert float(wide[place]) == pytest.approx(value, rel=1e-6)
+    again = DSV4Rows.pack(*rows.unpack(), "split512")
+    assert torch.equal(again.data.view(U8), values)
+    assert torch.equal(again.scale, scale)
+
+
+def test_split512_scales_are_the_largest_magnitudes_over_the_format_s_largest():
+    x = torch.randn(5, 512, generator=torch.Generator().manual_seed(0))
+    for fmt, largest in (("fp8_e4m3fn", 448), ("fp8_e4m3fnuz", 240)):
+        rows = DSV4Rows.quantize(x, layout="split512", format=fmt)
+        assert torch.equal(rows.scale, x.view(5, 8, 64).abs().amax(-1) / torch.tensor(float(largest)))
+        assert float((rows.dequantize() - x).abs().sum() / x.abs().sum()) < 0.03
+        assert float(rows.data.float().abs().max()) == largest
+
+
 def test_split_is_three_tensors():
     nope, rope, scale = _unpacked()
     _expect_values(DSV4Rows.split(nope, rope, scale))
@@ -193,6 +219,7 @@ def test_page_strides():
 
 
 GOOD = DSV4Rows.quantize(torch.zeros(4, 512))
+ROWS_512 = torch.zeros(4, 512).to(torch.float8_e4m3fn)
 ROPE, SCALES = torch.zeros(4, 64).bfloat16(), torch.ones(4, 7)
 BAD_ROWS = {
     "NoPE of another width": lambda: DSV4Rows.split(GOOD.data[:, :440], ROPE, SCALES),
@@ -200,6 +227,12 @@ BAD_ROWS = {
     "format that is not E4M3": lambda: DSV4Rows.split(GOOD.data.to(torch.float8_e5m2), ROPE, SCALES),
     "format unlike the dtype": lambda: DSV4Rows.split(GOOD.data, ROPE, SCALES, format="fp8_e4m3fnuz"),
     "RoPE in fp16": lambda: DSV4Rows.split(GOOD.data, ROPE.half(), SCALES),
+    "RoPE columns beside 512": lambda: DSV4Rows("split512", ROWS_512, ROPE, torch.ones(4, 8)),
+    "512 columns with seven scales": lambda: DSV4Rows.split(ROWS_512, None, SCALES),
+    "448 columns without RoPE": lambda: DSV4Rows.split(GOOD.data, None, torch.ones(4, 8)),
+    "512 columns, group of 32": lambda: DSV4Rows(
+        "split512", ROWS_512, None, torch.ones(4, 16), scale_group=32
+    ),
     "scales of another count": lambda: DSV4Rows.split(GOOD.data, ROPE, torch.ones(4, 8)),
     "buffer too short": lambda: DSV4Rows.packed584(torch.zeros(2, 583, dtype=U8), page_size=1),
     "buffer of another dtype": lambda: DSV4Rows.packed584(torch.zeros(2, 584), page_size=1),

@@ -42,7 +42,7 @@ class Target:
     """A GPU architecture that kernels are compiled for, or the CPU interpreter.
 
     Attributes:
-        name: "gfx942", "gfx950", "sm90", "cuda" or "cpu".
+        name: "gfx942", "gfx950", "gfx90a", "sm90", "cuda" or "cpu".
         vendor: "amd", "nvidia" or "none".
         description: one line for tables.
         chip: the chip that `figures` describe; empty if there are none.
@@ -116,6 +116,19 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
                 figures=MI355X,
             ),
             Target(
+                name="gfx90a",
+                vendor="amd",
+                description="AMD CDNA 2 (MI210, MI250X); untuned",
+                chip="",
+                wave_size=64,
+                native_fp8=None,
+                has_scaled_mfma=False,
+                fp8_formats=_ALL_FP8,
+                backend="hip",
+                arch="gfx90a",
+                figures=None,
+            ),
+            Target(
                 name="sm90",
                 vendor="nvidia",
                 description="NVIDIA Hopper (H100, H200)",
@@ -164,19 +177,6 @@ COMPILE_ONLY: Mapping[str, Target] = MappingProxyType(
     {
         t.name: t
         for t in (
-            Target(
-                name="gfx90a",
-                vendor="amd",
-                description="AMD CDNA 2 (MI210, MI250X); compiled only",
-                chip="",
-                wave_size=64,
-                native_fp8=None,
-                has_scaled_mfma=False,
-                fp8_formats=_ALL_FP8,
-                backend="hip",
-                arch="gfx90a",
-                figures=None,
-            ),
             Target(
                 name="gfx1250",
                 vendor="amd",

@@ -80,6 +80,11 @@ def choose_config(
         # smoothed queries, under Triton 3.8, and on gfx950 beside windows and with int4; without keys ahead
         # they halve gfx942's rate by LDS bank conflicts. On gfx950 Triton 3.6 takes apart into bytes what is
         # loaded ahead.
+        if target.native_fp8 is None:
+            # gfx90a: int8 products, and FP8 widened. With keys loaded ahead, or at two waves a SIMD, FP8
+            # spills 69 vector and 645 scalar registers.
+            options = replace(options, waves_per_eu=1)
+            return SageConfig(128, 64, fp8, order, two_level=False, options=options, reread_q=False)
         gfx942 = target.name == "gfx942"
         if TRITON >= (3, 9) and not smooth_q and (gfx942 or (qk_dtype == "int8" and not window)):
             options = replace(options, num_stages=2, llvm_fn_attrs=_ITERATIVE_ILP if gfx942 else None)

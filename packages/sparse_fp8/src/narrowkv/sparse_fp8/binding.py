@@ -158,10 +158,12 @@ def bind_quantized_rows(
             stride // places.scale_item_bytes, 0, 0,
         )  # fmt: skip
     else:
-        assert rope is not None
         nope = data.view(torch.uint8)
         scales = nope if scale is None else scale.view(torch.int32)
-        pointers = RowPointers(nope, rope, scales, nope.stride(0), rope.stride(0), scales.stride(0), 0, 0)
+        columns = nope if rope is None else rope
+        pointers = RowPointers(
+            nope, columns, scales, nope.stride(0), columns.stride(0), scales.stride(0), 0, 0
+        )
     aligned = all(_begins_aligned(tensor) for tensor in (pointers.nope, pointers.rope))
     row_format = RowsFormat(
         layout,

@@ -303,12 +303,16 @@ def shipped(*, two_sources: bool = True) -> list[SparseCase]:
         SparseCase(layout="row512", q="fp8"),
         *(SparseCase(layout=name) for name in ("packed528", "packed288", "record656", "record352")),
         SparseCase(layout="record352", q="fp16"),
+        SparseCase(layout="split512"),
+        SparseCase(layout="split512", q="fp16"),
+        SparseCase(layout="split512", format="fp8_e4m3fnuz"),
         SparseCase(clean=False),
         SparseCase(format="fp8_e4m3fnuz"),
         SparseCase(format="fp8_e4m3fnuz", q="fp8"),
         SparseCase(mode="decode", layout="bf16"),
         SparseCase(mode="decode"),
         SparseCase(mode="decode", q="fp8"),
+        SparseCase(mode="decode", layout="split512"),
     ]
     # 8 heads are padded to 16; 128 are two programs of 64.
     cases = [replace(way, num_qo_heads=heads) for way in ways for heads in (16, 32, 64)]

@@ -53,10 +53,9 @@ def stored(rows: RowsFormat | None, target: Target, *, int64_offsets: bool | Non
         scale_at, scale_step = layout.scale_place(rows.page_size)
         value_step, rope_at = layout.data_bytes, layout.rope_at
         rope_step = layout.data_bytes
-    elif layout.name == "row512":
-        scale_at = layout.value_bytes
+    elif layout.scale_at is not None:
+        scale_at = layout.scale_at
     item, rope_item = layout.scale_item_bytes, layout.rope_item_bytes or 1
-    in_data = layout.name != "split"
     return Stored(
         VALUES=layout.values,
         COLUMNS=layout.quantized,
@@ -70,7 +69,7 @@ def stored(rows: RowsFormat | None, target: Target, *, int64_offsets: bool | Non
         SCALE_STRIDE=scale_step // item,
         ROPE_AT=rope_at // rope_item,
         SCALE_AT=scale_at // item,
-        ONE_BUFFER=in_data and item == 1,
+        ONE_BUFFER=item == 1,
         INT64_OFFSETS=int64_offsets,
         IN_HALVES=target.is_amd and layout.values == "fp8" and layout.quantized == HEAD_DIM,
         FORMAT=rows.format,

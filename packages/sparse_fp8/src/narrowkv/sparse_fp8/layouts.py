@@ -46,7 +46,7 @@ class RowLayout:
             their own.
         rope_at: byte of a token's RoPE columns, from its values on.
         scale_at: byte of a token's scales, from its values on; None where the scales of a page lie together,
-            after the data of all its tokens.
+            after the data of all its tokens, and where they are a tensor of their own.
         scale_bytes: bytes of a token's scales and their padding.
         page_multiple: writers pad pages to a multiple of so many bytes.
         scale_stride: scales of groups that are so many groups apart are adjacent, see `scale_order`.
@@ -72,6 +72,16 @@ class RowLayout:
     def is_paged(self) -> bool:
         """Whether all parts lie in one buffer of pages."""
         return self.data_bytes > 0
+
+    @property
+    def has_scale_tensor(self) -> bool:
+        """Whether scales are a tensor of their own."""
+        return not self.is_paged and self.scale_at is None
+
+    @property
+    def default_format(self) -> str:
+        """The OCP format of the values."""
+        return "fp8_e4m3fn" if self.values == "fp8" else "fp4_e2m1"
 
     @property
     def head_dim(self) -> int:
@@ -133,11 +143,13 @@ LAYOUTS = {
     for layout in (
         # DeepSeek-V4: 448 columns in FP8, 64 in bf16.
         RowLayout("split", 448, "fp8", 64, "pow2", "bf16"),
-        RowLayout("row512", 448, "fp8", 64, "e8m0", "bf16", scale_copies=2),
+        RowLayout("row512", 448, "fp8", 64, "e8m0", "bf16", scale_copies=2, scale_at=448),
         RowLayout(
             "packed584", 448, "fp8", 64, "e8m0", "bf16",
             data_bytes=576, rope_at=448, scale_bytes=8, page_multiple=576,
         ),
+        # AITER's FP8 pool of DeepSeek-V4: RoPE is quantised, too, and scales are any numbers.
+        RowLayout("split512", 512, "fp8", 64, "fp32", ""),
         # DeepSeek-V4.1: RoPE is quantised, too.
         RowLayout("packed528", 512, "fp8", 32, "e8m0", "", data_bytes=512, scale_bytes=16, page_multiple=512),
         RowLayout("packed288", 512, "fp4", 16, "e4m3", "", data_bytes=256, scale_bytes=32, page_multiple=256),

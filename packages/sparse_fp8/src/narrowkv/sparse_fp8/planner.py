@@ -221,7 +221,8 @@ def _make_plan(
     if kernel == "fused" and query.is_quantized:
         # FP8 by FP8 takes one FP8 type, and a scale for each of the seven tiles of DeepSeek-V4's rows.
         kinds = {(each.format, each.scale_group, route_of(target, each)) for each in (*rows, query)}
-        fp8_qk = len(kinds) == 1 and query.scale_group == 64 and route_of(target, query) != BITS
+        v4_rows = query.scale_group == 64 and LAYOUTS[query.layout].quantized < HEAD_DIM
+        fp8_qk = len(kinds) == 1 and v4_rows and route_of(target, query) != BITS
     specialised = None
     if compiled and not batch_invariant and suits_specialised(mode, target, query, prefix, extend):
         specialised = specialised_config(target, kernel=kernel, num_heads=num_heads, layouts=layouts)
@@ -276,4 +277,5 @@ def suits_specialised(
         return all(each.quantized < HEAD_DIM for each in layouts) and (native or target.name == "gfx942")
     kinds = {(each.quantized, each.values, each.scale, each.scale_copies) for each in layouts}
     own_scales = all(each.scale_group == layout.group for each, layout in zip(rows, layouts, strict=True))
-    return native and len(kinds) == 1 and own_scales and layouts[0].group in (32, 64)
+    powers_of_two = layouts[0].scale != "fp32"
+    return native and len(kinds) == 1 and own_scales and layouts[0].group in (32, 64) and powers_of_two

@@ -67,29 +67,38 @@ def check_pages(rows: Rows) -> None:
 
 
 def check_parts(rows: Rows) -> None:
-    """Refuses tensors of layouts split and row512 that do not fit each other."""
+    """Refuses tensors of layouts without pages that do not fit each other."""
     if rows.page_size != 1:
         raise ValueError(f"page_size must be 1 for layout {rows.layout}, got {rows.page_size}")
-    if rows.layout == "split":
-        check_storage("nope", rows.data, rows.format)
-        check_shape("nope", rows.data, ("rows", rows.places.quantized))
+    places = rows.places
+    name = "nope" if places.has_scale_tensor else "rows"
+    if places.has_scale_tensor:
+        check_storage(name, rows.data, rows.format)
+        check_shape(name, rows.data, ("rows", places.quantized))
     else:
         check_dtype("rows", rows.data, torch.uint8)
         check_shape("rows", rows.data, ("rows", 512))
     count = rows.data.shape[0]
-    rope = check_tensor("rope", rows.rope)
-    check_dtype("rope", rope, torch.bfloat16)
-    check_shape("rope", rope, (count, ROPE_DIM))
-    check_last_dim_contiguous("nope" if rows.layout == "split" else "rows", rows.data)
-    check_last_dim_contiguous("rope", rope)
-    if rows.scale_group not in (32, 64):
-        raise ValueError(f"scale_group must be 64 or 32, got {rows.scale_group!r}")
-    if rows.layout == "row512":
-        check_absent("row512", scale=rows.scale)
+    check_last_dim_contiguous(name, rows.data)
+    if places.rope:
+        rope = check_tensor("rope", rows.rope)
+        check_dtype("rope", rope, torch.bfloat16)
+        check_shape("rope", rope, (count, ROPE_DIM))
+        check_last_dim_contiguous("rope", rope)
+    else:
+        check_absent(rows.layout, rope=rows.rope)
+    groups = (64, 32) if places.rope else (places.group,)
+    if rows.scale_group not in groups:
+        raise ValueError(
+            f"scale_group must be {' or '.join(map(str, groups))} for layout {rows.layout}, "
+            f"got {rows.scale_group!r}"
+        )
+    if not places.has_scale_tensor:
+        check_absent(rows.layout, scale=rows.scale)
         return
     scale = check_tensor("scale", rows.scale)
     check_dtype("scale", scale, torch.float32)
-    check_shape("scale", scale, (count, rows.places.quantized // rows.scale_group))
+    check_shape("scale", scale, (count, places.quantized // rows.scale_group))
     check_last_dim_contiguous("scale", scale)
 
 

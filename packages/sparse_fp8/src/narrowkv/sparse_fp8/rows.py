@@ -52,10 +52,12 @@ class DSV4Rows:
 
     Attributes:
         layout: the name of a layout.
-        data: split: FP8 `[rows, 448]`; row512: uint8 `[rows, 512]`; others: uint8 `[pages, bytes]`.
+        data: split: FP8 `[rows, 448]`; split512: FP8 `[rows, 512]`; row512: uint8 `[rows, 512]`; others:
+            uint8 `[pages, bytes]`.
         rope: bf16 `[rows, 64]` for split and row512; None otherwise, it lies in `data`.
-        scale: split: fp32 `[rows, 7]` or `[rows, 14]`; None otherwise, it lies in `data`.
-        page_size: rows of a page; 1 for split and row512.
+        scale: split: fp32 `[rows, 7]` or `[rows, 14]`; split512: fp32 `[rows, 8]`; None otherwise, it lies in
+            `data`.
+        page_size: rows of a page; 1 for layouts without pages.
         scale_group: columns that a scale is for: the layout's, or 32 (row512 read as 14 scales; split with
             14).
         format: the format of the values: "fp8_e4m3fn", "fp8_e4m3fnuz" or "fp4_e2m1".
@@ -103,18 +105,19 @@ class DSV4Rows:
     def split(
         cls,
         nope: torch.Tensor,
-        rope: torch.Tensor,
+        rope: torch.Tensor | None,
         scale: torch.Tensor,
         *,
         format: str | None = None,
         negative_zero_free: bool = False,
     ) -> DSV4Rows:
-        """Three tensors, each with its own row stride.
+        """Three tensors, or two with RoPE columns among the quantised ones, each with its own row stride.
 
         Args:
-            nope: `[rows, 448]`, an E4M3 dtype, or uint8 with `format`.
-            rope: `[rows, 64]` bf16.
-            scale: `[rows, 7]` fp32 powers of two, one per 64 columns; or `[rows, 14]`, one per 32.
+            nope: `[rows, 448]`, or without `rope` `[rows, 512]`; an E4M3 dtype, or uint8 with `format`.
+            rope: `[rows, 64]` bf16; None for layout "split512".
+            scale: `[rows, 7]` fp32 powers of two, one per 64 columns; or `[rows, 14]`, one per 32. Without
+                `rope` `[rows, 8]`, any fp32 numbers.
             format: "fp8_e4m3fn" or "fp8_e4m3fnuz"; None takes it from the dtype of `nope`.
             negative_zero_free: see the attribute.
 
@@ -124,6 +127,8 @@ class DSV4Rows:
         stored = get_format(check_storage("nope", nope, format).dtype).name
         check_choice("format", stored, FORMATS)
         check_dtype("scale", scale, torch.float32)
+        if rope is None:
+            return cls("split512", nope, None, scale, 1, 64, stored, negative_zero_free)
         if scale.dim() != 2 or scale.shape[1] not in (7, 14):
             raise ValueError(f"scale must have shape [rows, 7] or [rows, 14], got {list(scale.shape)}")
         return cls("split", nope, rope, scale, 1, 448 // scale.shape[1], stored, negative_zero_free)
@@ -179,7 +184,7 @@ class DSV4Rows:
             buffer,
             page_size=page_size,
             scale_group=places.group,
-            format=_format_for(places, format),
+            format=places.default_format if format is None else format,
             negative_zero_free=negative_zero_free,
         )
 
@@ -269,7 +274,8 @@ class DSV4Rows:
                 f"x must have shape [..., {places.head_dim}] for layout {layout}, got {list(x.shape)}"
             )
         wide = x.detach().float().reshape(-1, places.head_dim)
-        values, scale = quantize_values(wide[:, : places.quantized], places, _format_for(places, format))
+        format = places.default_format if format is None else format
+        values, scale = quantize_values(wide[:, : places.quantized], places, format)
         rope = wide[:, places.quantized :].to(torch.bfloat16) if places.rope else None
         return cls.pack(values, rope, scale, layout, page_size=page_size, padded=padded)
 
@@ -311,8 +317,8 @@ class DSV4Rows:
         else:
             check_absent(layout, rope=rope)
         clean = format != "fp8_e4m3fnuz" or not bool(values.float().isnan().any())
-        if layout == "split":
-            return cls.split(values, check_tensor("rope", rope), scale, negative_zero_free=clean)
+        if places.has_scale_tensor:
+            return cls.split(values, rope, scale, negative_zero_free=clean)
         if layout == "row512":
             data = pack_row512(values.view(torch.uint8), scale, places)
             rope = check_tensor("rope", rope).contiguous()
@@ -364,9 +370,9 @@ class DSV4Rows:
         `[rows, 64]`, scales fp32 `[rows, columns / scale_group]`.
         """
         storage = get_format(self.format).storage_dtype
-        if self.layout == "split":
+        if self.places.has_scale_tensor:
             return self.data.view(storage), self.rope, check_tensor("scale", self.scale)
-        if self.layout == "row512":
+        if not self.places.is_paged:
             values = self.data[:, : self.places.value_bytes].contiguous().view(storage)
             copies = self.places.num_groups * self.places.scale_copies
             scales = self.data[:, self.places.value_bytes :][:, :copies]
@@ -392,8 +398,3 @@ def query_heads(q: DSV4Rows, num_tokens: int, num_qo_heads: int | None) -> int:
     if num_qo_heads is not None:
         return num_qo_heads
     return q.num_rows // num_tokens if num_tokens else 8
-
-
-def _format_for(layout: RowLayout, format: str | None) -> str:
-    """The format of the values, by default the layout's OCP format."""
-    return ("fp8_e4m3fn" if layout.values == "fp8" else "fp4_e2m1") if format is None else format

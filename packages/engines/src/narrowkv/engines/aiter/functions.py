@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from narrowkv.attn_prefill import batch_prefill
+from narrowkv.engines.aiter.signatures import as_aiter
 from narrowkv.engines.aiter.tensors import (
     cache_of,
     decode_tokens,
@@ -21,41 +18,17 @@ from narrowkv.engines.aiter.tensors import (
     refuse,
 )
 from narrowkv.paged_cache import PageTable
-from narrowkv.sparse_fp8 import KVSource, sparse_prefill
+from narrowkv.runtime.errors import UnsupportedError
 
 __all__ = [
     "mha_batch_prefill_func",
-    "pa_sparse_prefill_opus",
     "paged_attention_ragged",
     "paged_attention_v1",
     "unified_attention",
 ]
 
-_REQUIRED = inspect.Parameter.empty
 
-
-def _as_aiter(required: str, **defaults: Any) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
-    """Gives a function AITER's parameters: the required ones by name, the others with their defaults."""
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
-        for name, default in [*((name, _REQUIRED) for name in required.split()), *defaults.items()]
-    ]
-    signature = inspect.Signature(parameters)
-
-    def wrap(function: Callable[[Any], Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            return function(SimpleNamespace(**bound.arguments))
-
-        call.__signature__ = signature  # type: ignore[attr-defined]
-        return call
-
-    return wrap
-
-
-@_as_aiter(
+@as_aiter(
     "q k v cu_seqlens_q kv_indptr kv_page_indices max_seqlen_q max_seqlen_k",
     dropout_p=0.0, softmax_scale=None, logits_soft_cap=0.0, causal=False, window_size=(-1, -1),
     alibi_slopes=None, deterministic=False, return_lse=False, return_attn_probs=False, out=None,
@@ -102,7 +75,7 @@ def mha_batch_prefill_func(call: Any) -> Any:
     return (result[0], result[1].t()) if call.return_lse else result
 
 
-@_as_aiter(
+@as_aiter(
     "q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size block_table "
     "softcap q_descale k_descale v_descale",
     q_scales=None, alibi_slopes=None, output_scale=None, qq_bias=None, sinks=None, shuffled_kv_cache=False,
@@ -126,8 +99,13 @@ def unified_attention(call: Any) -> torch.Tensor:
     if not call.causal:
         raise ValueError("unified_attention must be causal, got causal=False: call mha_batch_prefill_func")
     descales = tuple(map(per_tensor_or_sequence, (call.k_descale, call.v_descale)))
-    kinds = {d.dim() for d in descales if isinstance(d, torch.Tensor)}
+    kinds = {d.dim() for d in descales if isinstance(d, torch.Tensor) and d.dtype == torch.float32}
     kind = "sequence_head" if kinds == {2} else None
+    if call.shuffled_kv_cache and call.k.dim() != 5:
+        raise UnsupportedError(
+            "unified_attention takes shuffled caches of 5 dimensions: AITER's shuffled NVFP4 pages have "
+            f"codes and scales in the order of gfx1250's matrix instructions; got {tuple(call.k.shape)}"
+        )
     cache = cache_of(call.k, call.v, "vectorised" if call.shuffled_kv_cache else "NHD", descales, kind)
     table = PageTable.from_block_table(call.block_table, call.seqused_k, page_size=cache.page_size)
     batch_prefill(
@@ -139,7 +117,7 @@ def unified_attention(call: Any) -> torch.Tensor:
     return call.out  # type: ignore[no-any-return]
 
 
-@_as_aiter(
+@as_aiter(
     "out workspace_buffer query key_cache value_cache scale kv_indptr kv_page_indices kv_last_page_lens "
     "block_size max_num_partitions alibi_slopes kv_cache_dtype kv_cache_layout logits_soft_cap k_scale "
     "v_scale",
@@ -166,7 +144,7 @@ def paged_attention_ragged(call: Any) -> torch.Tensor:
     return decode_tokens(call, cache, table)
 
 
-@_as_aiter(
+@as_aiter(
     "out workspace_buffer query key_cache value_cache scale block_tables cu_query_lens context_lens "
     "max_context_len alibi_slopes kv_cache_dtype kv_cache_layout logits_soft_cap k_scale v_scale",
     fp8_out_scale=None, partition_size=256, mtp=1, q_scale=None, sliding_window=0,
@@ -196,31 +174,3 @@ def paged_attention_v1(call: Any) -> torch.Tensor:
         logits_soft_cap=call.logits_soft_cap,
     )  # fmt: skip
     return call.out  # type: ignore[no-any-return]
-
-
-@_as_aiter(
-    "q unified_kv kv_indices_prefix kv_indptr_prefix kv kv_indices_extend kv_indptr_extend attn_sink "
-    "softmax_scale",
-    out=None, inv_rope_positions=None, inv_rope_freqs=None, out_scale=None,
-)  # fmt: skip
-def pa_sparse_prefill_opus(call: Any) -> Any:
-    """DeepSeek-V4's sparse attention over 16-bit rows of a pool and of this forward.
-
-    Args:
-        call: AITER's arguments: `q` `[tokens, num_qo_heads, 512]`, rows `[rows, 512]` in its dtype, a CSR for
-            each source, and `attn_sink` `[num_qo_heads]` fp32.
-
-    Returns:
-        `[tokens, num_qo_heads, 512]`.
-
-    Raises:
-        TypeError, ValueError: for tensors that do not belong together.
-        UnsupportedError: for a fused inverse rotation and a quantised output.
-    """
-    refuse("pa_sparse_prefill_opus", call, "inv_rope_positions", "inv_rope_freqs", "out_scale")
-    return sparse_prefill(
-        call.q,
-        KVSource(call.unified_kv, call.kv_indptr_prefix, call.kv_indices_prefix),
-        KVSource(call.kv, call.kv_indptr_extend, call.kv_indices_extend),
-        attn_sink=call.attn_sink, sm_scale=call.softmax_scale, out=call.out,
-    )  # fmt: skip

@@ -9,7 +9,8 @@ import torch
 
 from narrowkv.attn_decode import paged_decode
 from narrowkv.attn_prefill import PrefillPlan, plan_prefill
-from narrowkv.paged_cache import PagedKVCache, PageTable
+from narrowkv.paged_cache import CacheFormat, PagedKVCache, PageTable
+from narrowkv.paged_cache.kinds import fp4_scales, kind_of_cache
 from narrowkv.quant.formats import get_format
 from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.runtime.launch import active_target
@@ -17,6 +18,7 @@ from narrowkv.runtime.launch import active_target
 __all__ = [
     "cache_of",
     "decode_tokens",
+    "fp8_format_of",
     "paged_attention_cache",
     "per_tensor_or_sequence",
     "prefill_plan",
@@ -24,6 +26,8 @@ __all__ = [
     "refuse",
 ]
 
+_FP4, _E8M0 = torch.float4_e2m1fn_x2, torch.float8_e8m0fnu
+_FP4_SCALES = (torch.uint8, _E8M0, torch.float8_e4m3fn)
 _MAX_PLANS = 4  # prefill plans that are kept, each with its scratch
 _plans: OrderedDict[Any, PrefillPlan] = OrderedDict()
 
@@ -41,21 +45,57 @@ def refuse(function: str, call: Any, *names: str) -> None:
 def cache_of(
     k: torch.Tensor, v: torch.Tensor, layout: str, descales: tuple[Any, Any], kind: str | None
 ) -> PagedKVCache:
-    """AITER's tensors as a cache; descales are for FP8 alone."""
-    name = _format_of(k)
+    """AITER's tensors as a cache.
+
+    FP8 has descales in fp32. FP4 is `float4_e2m1fn_x2`, or uint8 beside scales in E8M0 (uint8 or
+    `float8_e8m0fnu`) or E4M3: `[pages, page_size, num_kv_heads]`, and one more dimension with scales of
+    groups of 16 or 32 channels; without pages `[slots, num_kv_heads]`.
+
+    Raises:
+        TypeError, ValueError: for tensors that do not belong together.
+        UnsupportedError: FP4 in AITER's vectorised layout or with descales of pages.
+    """
+    stored: list[torch.Tensor] = []
+    names: list[str] = []
     given: dict[str, Any] = {}
-    if get_format(name).kind == "fp8":
-        for side, value in zip(("k", "v"), descales, strict=True):
-            tensor = isinstance(value, torch.Tensor)
+    for side, tensor, value in zip(("k", "v"), (k, v), descales, strict=True):
+        name = _format_of(tensor, value)
+        if name == "fp4_e2m1":
+            if layout == "vectorised" or kind == "page_head":
+                raise UnsupportedError(
+                    f"{side} in FP4 must be linear with scales for each token and head: AITER's shuffled "
+                    "pages hold codes and scales in the order of gfx1250's matrix instructions"
+                )
+            tensor, value = tensor.view(torch.uint8), _fp4_scales(side, value, layout)
+            given[f"{side}_descale"] = value
+        elif get_format(name).kind == "fp8":
             given[f"{side}_descale"] = 1.0 if value is None else value
-            given[f"{side}_granularity"] = kind if tensor else None
-    return PagedKVCache.from_tensors(k, v, format=name, layout=layout, **given)
+            given[f"{side}_granularity"] = kind if isinstance(value, torch.Tensor) else None
+        stored.append(tensor)
+        names.append(name)
+    return PagedKVCache.from_tensors(*stored, format=CacheFormat(*names), layout=layout, **given)
 
 
-def _format_of(stored: torch.Tensor) -> str:
+def _fp4_scales(side: str, value: Any, layout: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{side}'s descale must be a tensor of scales for FP4, got {type(value).__name__}")
+    scales = value.view(torch.uint8) if value.dtype == _E8M0 else value
+    return scales.unsqueeze(1) if layout == "tokens" else scales
+
+
+def fp8_format_of(stored: torch.Tensor) -> str:
+    """The format of FP8 storage; uint8 stands for the E4M3 format of the device."""
     if stored.dtype == torch.uint8:
         return active_target(stored.device).native_fp8 or "fp8_e4m3fn"
     return get_format(stored.dtype).name
+
+
+def _format_of(stored: torch.Tensor, descale: Any) -> str:
+    """The format of a cache's tensor: uint8 is FP4 beside scales of 8 bits, else FP8."""
+    scales_of_fp4 = isinstance(descale, torch.Tensor) and descale.dtype in _FP4_SCALES
+    if stored.dtype == _FP4 or (stored.dtype == torch.uint8 and scales_of_fp4):
+        return "fp4_e2m1"
+    return fp8_format_of(stored)
 
 
 def per_tensor_or_sequence(descale: Any) -> Any:
@@ -81,13 +121,14 @@ def paged_attention_cache(call: Any) -> PagedKVCache:
     Raises:
         ValueError: they are not those of its tensors.
     """
-    kinds = {"auto": ("float",), "fp8": ("fp8",), "fp8_e4m3": ("fp8",)}
-    found = get_format(_format_of(call.key_cache)).kind
-    if found not in kinds.get(call.kv_cache_dtype, ()):
-        raise ValueError(
-            f"kv_cache_dtype must be 'auto' for a 16-bit cache and 'fp8' for FP8, got "
-            f"{call.kv_cache_dtype!r} for {call.key_cache.dtype}"
-        )
+    kinds = {"auto": "float", "fp8": "fp8", "fp8_e4m3": "fp8", "fp4": "fp4"}
+    sides = (call.key_cache, call.k_scale), (call.value_cache, call.v_scale)
+    for stored, descale in sides:
+        if get_format(_format_of(stored, descale)).kind != kinds.get(call.kv_cache_dtype):
+            raise ValueError(
+                f"kv_cache_dtype must be 'auto' for a 16-bit cache, 'fp8' for FP8 and 'fp4' for FP4, got "
+                f"{call.kv_cache_dtype!r} for {stored.dtype}"
+            )
     if call.kv_cache_layout not in ("HND", "NHD"):
         raise ValueError(f"kv_cache_layout must be 'HND' or 'NHD', got {call.kv_cache_layout!r}")
     layout = "tokens" if call.key_cache.dim() == 3 else call.kv_cache_layout
@@ -114,7 +155,7 @@ def prefill_plan(
 ) -> PrefillPlan:
     """A plan of these shapes and bounds; the few that were used last are kept."""
     key = (
-        q.shape, q.dtype, q.device, cache.format, cache.num_kv_heads, cache.page_size, cache.k_granularity,
+        q.shape, q.dtype, q.device, kind_of_cache(cache), *fp4_scales(cache).items(),
         table.kind, table.page_ids.shape, table.batch_size, max_q, max_k, active_target(q.device).name,
     )  # fmt: skip
     plan = _plans.get(key)

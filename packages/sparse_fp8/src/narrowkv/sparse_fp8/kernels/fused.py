@@ -109,8 +109,11 @@ def _scores(
             product = tl.dot(q[t], tl.trans(as_fp8(stored[t], FORMAT, ROUTE)))
             s += product * q_scales[t][:, None] * (scales[t] * (4.0**STORED.EXPONENT))[None, :]
     elif STORED.SCALE == "fp32":
-        s = tl.dot(q[512 // WIDTH], tl.trans(widened[512 // WIDTH].to(q[0].dtype)))
-        for t in tl.static_range(512 // WIDTH):
+        LAST: tl.constexpr = (HEAD_DIM - 64) // WIDTH  # the RoPE columns, or the last tile with a scale
+        s = tl.dot(q[LAST], tl.trans(widened[LAST].to(q[0].dtype)))
+        if HEAD_DIM == 512:
+            s = s * scales[LAST][None, :]
+        for t in tl.static_range(LAST):
             s += tl.dot(q[t], tl.trans(widened[t].to(q[t].dtype))) * scales[t][None, :]
     else:
         s = tl.dot(q[0], tl.trans(widened[0].to(q[0].dtype)))
