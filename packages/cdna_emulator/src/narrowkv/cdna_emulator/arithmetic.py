@@ -1,8 +1,6 @@
-"""Arithmetic that numpy lacks: fused multiply-add, bit fields, helpers of division, transcendentals.
+"""Arithmetic that numpy lacks: fused multiply-add, bit fields, helpers of division.
 
-Source: pseudo-code of the CDNA3 and CDNA4 ISA documents. The transcendental functions of the hardware are
-accurate to about one unit in the last place; here they are rounded from numpy's, and flush denormals as
-LLVM's lowering assumes of v_exp_f32, v_log_f32, v_rcp_f32, v_rsq_f32 and v_sqrt_f32.
+Source: pseudo-code of the CDNA3 and CDNA4 ISA documents.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import numpy as np
 
 from .state import Array
 
-_TINY = {2: np.float16(0), 4: np.finfo(np.float32).tiny, 8: np.finfo(np.float64).tiny}
 _ROUNDING_BITS = np.uint64(0x1FFFFFFF)
 _HALFWAY = np.uint64(0x10000000)
 
@@ -47,52 +44,6 @@ def fma64(x: Array, y: Array, z: Array) -> Array:
     """fp64 x * y + z through extended precision, the closest that numpy offers."""
     wide = x.astype(np.longdouble) * y.astype(np.longdouble) + z.astype(np.longdouble)
     return wide.astype(np.float64)
-
-
-def _flush(x: Array) -> Array:
-    if x.dtype == np.float32:
-        return np.where(np.abs(x) < _TINY[4], np.copysign(np.float32(0), x), x)
-    return x
-
-
-def _computed_in_f32(function: Any, x: Array) -> Array:
-    result: Array = _flush(function(_flush(x).astype(np.float32)))
-    return result.astype(x.dtype)
-
-
-def exp2(x: Array) -> Array:
-    """2**x."""
-    return _computed_in_f32(np.exp2, x)
-
-
-def log2(x: Array) -> Array:
-    """Base-2 logarithm."""
-    return _computed_in_f32(np.log2, x)
-
-
-def reciprocal(x: Array) -> Array:
-    """1 / x."""
-    return _computed_in_f32(lambda v: np.float32(1) / v, x)
-
-
-def reciprocal_root(x: Array) -> Array:
-    """1 / sqrt(x)."""
-    return _computed_in_f32(lambda v: (1.0 / np.sqrt(v.astype(np.float64))).astype(np.float32), x)
-
-
-def root(x: Array) -> Array:
-    """Square root."""
-    return _computed_in_f32(np.sqrt, x)
-
-
-def sine(x: Array) -> Array:
-    """sin(2 pi x): the hardware's argument is in revolutions."""
-    return np.sin(2 * np.pi * x.astype(np.float64)).astype(x.dtype)
-
-
-def cosine(x: Array) -> Array:
-    """cos(2 pi x): the hardware's argument is in revolutions."""
-    return np.cos(2 * np.pi * x.astype(np.float64)).astype(x.dtype)
 
 
 def fraction(x: Array) -> Array:
@@ -310,7 +261,7 @@ def div_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Array, Ar
     x, denominator, numerator = (
         np.ascontiguousarray(v) for v in np.broadcast_arrays(x, denominator, numerator)
     )
-    tiny = _TINY[4]
+    tiny = np.finfo(np.float32).tiny
     en, ed = _biased_exponent(numerator), _biased_exponent(denominator)
     quotient = numerator.astype(np.float64) / denominator
     zero = (numerator == 0) | (denominator == 0)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import arithmetic as a
+from . import transcendental as t
 from .state import Array
 
 U32 = np.uint32
@@ -128,8 +129,8 @@ VALU: dict[str, Op] = {
     }),
     "v_ldexp_f32": Op("f32", ("f32", "i32"), np.ldexp),
     **_family("f32", "f32", {
-        "v_exp_f32": a.exp2, "v_log_f32": a.log2, "v_rcp_f32": a.reciprocal, "v_rcp_iflag_f32": a.reciprocal,
-        "v_rsq_f32": a.reciprocal_root, "v_sqrt_f32": a.root, "v_sin_f32": a.sine, "v_cos_f32": a.cosine,
+        "v_exp_f32": t.exp2, "v_log_f32": t.log2, "v_rcp_f32": t.reciprocal, "v_rcp_iflag_f32": t.reciprocal,
+        "v_rsq_f32": t.reciprocal_root, "v_sqrt_f32": t.root, "v_sin_f32": t.sine, "v_cos_f32": t.cosine,
         "v_trunc_f32": np.trunc, "v_ceil_f32": np.ceil, "v_floor_f32": np.floor, "v_rndne_f32": np.rint,
         "v_fract_f32": a.fraction, "v_frexp_mant_f32": lambda x: np.frexp(x)[0],
     }),
@@ -151,9 +152,9 @@ VALU: dict[str, Op] = {
     "v_ldexp_f16": Op("f16", ("f16",
     "i16"), a.scale_f16),
     **_family("f16", "f16", {
-        "v_exp_f16": a.exp2, "v_log_f16": a.log2, "v_rcp_f16": a.reciprocal, "v_rsq_f16": a.reciprocal_root,
-        "v_sqrt_f16": a.root, "v_trunc_f16": np.trunc, "v_ceil_f16": np.ceil, "v_floor_f16": np.floor,
-        "v_rndne_f16": np.rint, "v_fract_f16": a.fraction, "v_sin_f16": a.sine, "v_cos_f16": a.cosine,
+        "v_exp_f16": t.exp2, "v_log_f16": t.log2, "v_rcp_f16": t.reciprocal, "v_rsq_f16": t.reciprocal_root,
+        "v_sqrt_f16": t.root, "v_trunc_f16": np.trunc, "v_ceil_f16": np.ceil, "v_floor_f16": np.floor,
+        "v_rndne_f16": np.rint, "v_fract_f16": a.fraction, "v_sin_f16": t.sine, "v_cos_f16": t.cosine,
     }),
     **_family("f16", "f16 f16 f16", {
         "v_fma_f16": a.fma16, "v_min3_f16": lambda x, y, z: a.smallest(a.smallest(x, y), z),
