@@ -12,10 +12,12 @@ Example:
     (8.0, 6.0)
 """
 
+from .compiled import engine_of, engine_refusal
 from .counts import DynamicCounts
 from .errors import (
     DeadlockError,
     EmulatorError,
+    EngineUnavailableError,
     HazardError,
     MalformedProgramError,
     MisalignedError,
@@ -35,8 +37,8 @@ from .program import Program
 __version__ = "0.1.0"
 
 __all__ = [
-    "DeadlockError", "DynamicCounts", "EmulatorError", "HazardError", "KernelArgument", "Loop",
-    "MalformedProgramError", "Memory", "MisalignedError", "OutOfRangeError", "Profile", "Program",
-    "RaceError", "ReleaseError", "Result", "UninitialisedError", "UnknownInstructionError", "load_program",
-    "run",
+    "DeadlockError", "DynamicCounts", "EmulatorError", "EngineUnavailableError", "HazardError",
+    "KernelArgument", "Loop", "MalformedProgramError", "Memory", "MisalignedError", "OutOfRangeError",
+    "Profile", "Program", "RaceError", "ReleaseError", "Result", "UninitialisedError",
+    "UnknownInstructionError", "engine_of", "engine_refusal", "load_program", "run",
 ]  # fmt: skip

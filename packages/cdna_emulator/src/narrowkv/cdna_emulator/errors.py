@@ -80,3 +80,7 @@ class ReleaseError(HazardError):
 
 class DeadlockError(EmulatorError):
     """The instruction limit was reached: waves wait for each other, or a loop does not end."""
+
+
+class EngineUnavailableError(EmulatorError):
+    """The compiled engine was asked for and lacks an instruction, a compiler or a check."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from .compiled import engine_refusal
+from .compiled.running import run_translated
 from .counts import DynamicCounts, classify
 from .dispatch import dispatch_packet, pack_arguments
-from .errors import MalformedProgramError
+from .errors import EngineUnavailableError, MalformedProgramError
 from .execution import Execution
 from .hazards import hazard_model
 from .memory import Memory
@@ -54,10 +58,11 @@ def run(
     workgroups: Iterable[tuple[int, int, int]] | None = None,
     detect_races: bool = False,
     detect_hazards: bool = False,
-    check_uninitialised: bool = True,
+    check_uninitialised: bool | None = None,
     wave_order: str = "turns",
     batch_workgroups: int = BATCH_WORKGROUPS,
     max_blocks: int = 20_000_000,
+    engine: str = "numpy",
 ) -> Result:
     """Run a kernel.
 
@@ -77,16 +82,24 @@ def run(
             including those that this input does not take.
         check_uninitialised: run every wave twice in step, with different initial contents of registers and
             LDS, and report an error if a store or a branch depends on them. It takes 1.2 to 1.8 times as
-            long. Without it an error is reported only if an uninitialised word is stored unchanged.
+            long. Without it an error is reported only if an uninitialised word is stored unchanged. Default:
+            True with the numpy engine, False with the compiled one.
         wave_order: ``turns`` runs the waves of a workgroup one after another between barriers, so that a
             missing barrier shows in the result; ``lockstep`` runs them together, which is faster.
         batch_workgroups: workgroups that run together, interleaved; 1 runs each to its end before the next.
-        max_blocks: basic blocks that one batch may run before it is considered to hang.
+        max_blocks: basic blocks that one batch may run before it is considered to hang; with the compiled
+            engine, that the waves of one workgroup may run.
+        engine: ``numpy``, ``compiled`` or ``auto``. The compiled engine computes the same bits and counts and
+            runs workgroups on all cores, in any order and each wave for itself: ``wave_order`` and
+            ``batch_workgroups`` do not matter to it. It checks bounds, alignment, LDS limits and endless
+            loops. ``auto`` takes it unless it lacks an instruction or a compiler, of which it warns once, or
+            a check is asked for that only numpy makes.
 
     Returns:
         The dynamic counts and the profile.
 
     Raises:
+        EngineUnavailableError: if ``engine="compiled"`` cannot run the program or make a check.
         EmulatorError: if the kernel makes an error; see `narrowkv.cdna_emulator.errors`.
         TypeError, ValueError: if an argument has not the form described above.
 
@@ -104,6 +117,8 @@ def run(
     extent = _check_grid("grid", grid)
     if wave_order not in ("turns", "lockstep"):
         raise ValueError(f"wave_order must be 'turns' or 'lockstep', got {wave_order!r}")
+    if engine not in ("numpy", "compiled", "auto"):
+        raise ValueError(f"engine must be 'numpy', 'compiled' or 'auto', got {engine!r}")
     if batch_workgroups < 1:
         raise ValueError(f"batch_workgroups must be at least 1, got {batch_workgroups}")
     if workgroups is None:
@@ -117,6 +132,18 @@ def run(
     own = Memory.sharing(memory)
     kernarg = own.map(arguments, name="kernel arguments", readonly=True)
     dispatch = own.map(dispatch_packet(program, extent), name="dispatch packet", readonly=True)
+    checks = [
+        name
+        for name, wanted in {
+            "detect_races": detect_races, "detect_hazards": detect_hazards,
+            "check_uninitialised": check_uninitialised,
+        }.items()
+        if wanted
+    ]  # fmt: skip
+    if _takes_compiled(engine, program, checks):
+        counts, moved = run_translated(program, own, kernarg, dispatch, chosen, max_blocks)
+        return Result(_counts(program, counts, moved, len(chosen)), len(chosen), profile(program, counts))
+    copies = 1 if check_uninitialised is False else 2
     total = DynamicCounts()
     hazards = hazard_model(program) if detect_hazards else None
     block_counts = [0.0] * len(program.blocks)
@@ -124,17 +151,45 @@ def run(
         for first in range(0, len(chosen), batch_workgroups):
             batch = chosen[first : first + batch_workgroups]
             execution = Execution(
-                program, own, kernarg, dispatch, extent, batch, copies=2 if check_uninitialised else 1,
+                program, own, kernarg, dispatch, extent, batch, copies=copies,
                 detect_races=detect_races or detect_hazards, turns=wave_order == "turns", limit=max_blocks,
                 hazards=hazards,
             )  # fmt: skip
             _finish(execution)
-            total = total + _counts(execution)
-            runs = (times / execution.copies for times in execution.block_counts)
+            runs = [times / copies for times in execution.block_counts]
+            moved = {kind: amount / copies for kind, amount in execution.bytes.items()}
+            total = total + _counts(program, runs, moved, len(batch))
             block_counts = [a + b for a, b in zip(block_counts, runs, strict=True)]
     if hazards is not None:
         hazards.explore()
     return Result(total, len(chosen), profile(program, block_counts))
+
+
+def _takes_compiled(engine: str, program: Program, checks: Sequence[str]) -> bool:
+    """Whether the compiled engine runs a program with these checks.
+
+    Raises:
+        EngineUnavailableError: if it is asked for and cannot.
+    """
+    if engine == "numpy":
+        return False
+    if engine == "auto" and checks:
+        return False
+    only_numpy = f"only the numpy engine makes the check {checks[0]}" if checks else None
+    reason = only_numpy or engine_refusal(program)
+    if reason is None:
+        return True
+    if engine == "compiled":
+        raise EngineUnavailableError(
+            f"the compiled engine cannot run this: {reason}", kernel=program.kernel_name
+        )
+    _warn_once(reason)
+    return False
+
+
+@lru_cache(maxsize=256)
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"the numpy engine runs instead of the compiled one: {reason}", stacklevel=4)
 
 
 def record(
@@ -213,20 +268,19 @@ def _finish(execution: Execution) -> None:
         ) from error
 
 
-def _counts(execution: Execution) -> DynamicCounts:
-    """Counts of a batch, from the number of times each block ran."""
+def _counts(
+    program: Program, block_counts: Sequence[float], moved: Mapping[str, float], workgroups: int
+) -> DynamicCounts:
+    """Counts of some workgroups, from the number of times each block ran and the bytes moved."""
     totals: dict[str, Any] = {}
     mfma: dict[str, float] = {}
-    for block, times in zip(execution.program.blocks, execution.block_counts, strict=True):
-        if not times:
+    for block, runs in zip(program.blocks, block_counts, strict=True):
+        if not runs:
             continue
-        runs = times / execution.copies
         for inst in block.instructions:
             totals["wave_instructions"] = totals.get("wave_instructions", 0) + runs
             for kind, amount in classify(inst).items():
                 totals[kind] = totals.get(kind, 0) + amount * runs
             if inst.name.startswith("v_mfma_"):
                 mfma[inst.name] = mfma.get(inst.name, 0) + runs
-    for kind, amount in execution.bytes.items():
-        totals[kind] = amount / execution.copies
-    return DynamicCounts(mfma=mfma, workgroups=len(execution.workgroups), **totals)
+    return DynamicCounts(mfma=mfma, workgroups=workgroups, **totals, **moved)
