@@ -23,7 +23,8 @@ def run_tests(file: str, **variables: str) -> str:
 @pytest.mark.parametrize("chip", ["gfx942", "gfx950"])
 def test_triton_programs(chip: str) -> None:
     out = run_tests("check_triton.py", TRITON_VIRTUAL_GPU=chip)
-    assert f"({chip})" in out and "launches" in out
+    assert f"({chip})" in out
+    assert "launches" in out
 
 
 @pytest.mark.parametrize("chip", ["gfx942"])

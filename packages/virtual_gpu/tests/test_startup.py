@@ -21,10 +21,13 @@ NAMES = """
     import torch, triton
     from triton.backends.amd.driver import HIPLauncher
     print(sorted(name for name in modules if "narrowkv" in name), len(sys.meta_path))
+    def describe(value):
+        defined = isinstance(value, (type, type(describe), type(len)))
+        return type(value).__name__, *((value.__module__, value.__qualname__) if defined else ())
     for module in (torch, torch._C, torch.cuda, torch.cuda.graphs, torch.cuda.streams, torch.version,
-                   torch.backends.cuda, torch.Tensor, torch.UntypedStorage, triton, triton.knobs, HIPLauncher):
-        print(module.__name__, sorted((n, type(v).__name__, getattr(v, "__module__", None),
-                                       getattr(v, "__qualname__", None)) for n, v in vars(module).items()))
+                   torch.backends.cuda, torch.Tensor, torch.UntypedStorage, triton, triton.knobs,
+                   HIPLauncher):
+        print(module.__name__, sorted((name, *describe(value)) for name, value in vars(module).items()))
     print(torch.version.hip, triton.knobs.runtime.kernel_load_start_hook.calls, torch.cuda.is_available())
 """
 
@@ -70,7 +73,8 @@ def test_install_works_before_and_after_torch_is_imported() -> None:
             {order}
             x = torch.ones(3, device="cuda", requires_grad=True)
             (x * x).sum().backward()
-            print(x.grad.tolist(), torch.cuda.get_device_properties(0).gcnArchName, virtual_gpu.install("MI355X"))
+            print(x.grad.tolist(), torch.cuda.get_device_properties(0).gcnArchName,
+                  virtual_gpu.install("MI355X"))
             try:
                 virtual_gpu.install("gfx942")
             except virtual_gpu.VirtualGpuError as error:
@@ -110,7 +114,8 @@ def test_wrong_variables_are_refused(
 
 def test_chips_have_the_compute_units_of_the_data_sheets() -> None:
     units = {name: chip.compute_units for name, chip in virtual_gpu.CHIPS.items()}
-    assert units["MI300X"] == units["MI325X"] == 304 and units["MI300X-CPX"] == 304 // 8
+    assert units["MI300X"] == units["MI325X"] == 304
+    assert units["MI300X-CPX"] == 304 // 8
     assert (units["MI300A"], units["MI308X"]) == (228, 80)
     assert units["MI350X"] == units["MI355X"] == 256
 
@@ -134,7 +139,9 @@ def test_two_threads_that_need_a_product_compile_it_once(
         thread.start()
     for thread in threads:
         thread.join()
-    assert compiled == ["libamdhip64.so"] and len(set(paths)) == 1 and len(paths) == 4
+    assert compiled == ["libamdhip64.so"]
+    assert len(set(paths)) == 1
+    assert len(paths) == 4
     assert sorted(p.name for p in paths[0].parent.iterdir()) == ["libamdhip64.so", "lock"]
 
 
@@ -144,7 +151,7 @@ def test_a_missing_compiler_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     for variable in ("CC", "CXX"):
         monkeypatch.delenv(variable, raising=False)
     with pytest.raises(
-        virtual_gpu.VirtualGpuError, match="needs a C compiler .*none of gcc, clang, cc was found"
+        virtual_gpu.VirtualGpuError, match=r"needs a C compiler .*none of gcc, clang, cc was found"
     ):
         build.hip_runtime()
     monkeypatch.setenv("CC", "/nowhere/gcc")
@@ -161,7 +168,7 @@ def test_a_compiler_that_fails_is_one_line_and_leaves_nothing(
     broken.write_text("#!/bin/sh\necho 'x.c:1: error: no headers' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CC", str(broken))
-    with pytest.raises(virtual_gpu.VirtualGpuError, match="failed: x.c:1: error: no headers"):
+    with pytest.raises(virtual_gpu.VirtualGpuError, match=r"failed: x.c:1: error: no headers"):
         build.hip_runtime()
     assert not list(build.cache_folder().rglob("*.so*"))
 
@@ -172,7 +179,7 @@ def test_a_folder_that_cannot_be_written_names_the_variable(
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
-    with pytest.raises(virtual_gpu.VirtualGpuError, match="cannot be written.*XDG_CACHE_HOME"):
+    with pytest.raises(virtual_gpu.VirtualGpuError, match=r"cannot be written.*XDG_CACHE_HOME"):
         build.hip_runtime()
 
 
@@ -182,7 +189,8 @@ def test_the_command_empties_the_cache(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     library = build.hip_runtime()
     assert command.main(["clean"]) == 0
-    assert "bytes removed" in capsys.readouterr().out and not library.exists()
+    assert "bytes removed" in capsys.readouterr().out
+    assert not library.exists()
     assert list(tmp_path.iterdir()) == []
     assert command.main(["chips"]) == 0
     assert "MI308X" in capsys.readouterr().out

@@ -12,11 +12,15 @@ CUDA = torch.device("cuda", 0)
 def test_tensors_are_cuda_tensors_and_compute_what_cpu_tensors_compute():
     x = torch.randn(4, 6)
     g = x.to("cuda")
-    assert g.is_cuda and g.device == CUDA and g.get_device() == 0 and not x.is_cuda
+    assert g.is_cuda
+    assert g.device == CUDA
+    assert g.get_device() == 0
+    assert not x.is_cuda
     for f in (
         lambda t: t @ t.t(), lambda t: t.softmax(-1), lambda t: t.sort(dim=1).values, lambda t: t[t > 0],
-        lambda t: t[:, ::2].contiguous(), lambda t: t.cumsum(0), lambda t: torch.cat([t, t]), lambda t: t.mean(),
-        lambda t: t.view(2, 12).sum(0), lambda t: t.to(torch.float8_e4m3fnuz).float(), lambda t: t.topk(2).indices,
+        lambda t: t[:, ::2].contiguous(), lambda t: t.cumsum(0), lambda t: torch.cat([t, t]),
+        lambda t: t.mean(), lambda t: t.view(2, 12).sum(0), lambda t: t.topk(2).indices,
+        lambda t: t.to(torch.float8_e4m3fnuz).float(),
         lambda t: torch.einsum("ij,kj->ik", t, t), lambda t: torch.nn.functional.layer_norm(t, (6,)),
     ):  # fmt: skip
         got = f(g)
@@ -34,7 +38,8 @@ def test_a_view_shares_memory_and_in_place_operations_write_through():
 def test_out_is_resized_on_the_device():
     out = torch.empty(0, device="cuda")
     torch.add(torch.ones(3, device="cuda"), 1, out=out)
-    assert out.device == CUDA and out.tolist() == [2, 2, 2]
+    assert out.device == CUDA
+    assert out.tolist() == [2, 2, 2]
 
 
 def test_new_memory_is_not_zero():
@@ -85,7 +90,7 @@ def test_another_device_is_an_error_that_names_the_variable():
         lambda: torch.ones(2).cuda(1),
         lambda: torch.cuda.set_device(1),
     ):
-        with pytest.raises(RuntimeError, match="cuda:1 .*has 1 device; TRITON_VIRTUAL_GPU_COUNT"):
+        with pytest.raises(RuntimeError, match=r"cuda:1 .*has 1 device; TRITON_VIRTUAL_GPU_COUNT"):
             make()
 
 
@@ -133,21 +138,25 @@ def test_tensors_are_saved_and_loaded():
         torch.save({"x": x, "y": x[1:]}, file)
         file.seek(0)
         back = torch.load(file, map_location=where)
-        assert back["x"].device.type == device and torch.equal(back["x"].cpu(), x.cpu())
+        assert back["x"].device.type == device
+        assert torch.equal(back["x"].cpu(), x.cpu())
         back["x"][1:].fill_(0)
         assert not back["y"].any()  # one storage
 
 
 def test_pinned_memory():
     x = torch.arange(4.0).pin_memory()
-    assert x.is_pinned() and not torch.arange(4.0).is_pinned() and not x.is_cuda
+    assert x.is_pinned()
+    assert not torch.arange(4.0).is_pinned()
+    assert not x.is_cuda
     assert torch.equal(x.to("cuda", non_blocking=True).cpu(), x)
     assert torch.empty(2, pin_memory=True).is_pinned()
 
 
 def test_streams_and_events():
     stream = torch.cuda.Stream()
-    assert torch.cuda.current_stream().cuda_stream == 0 and stream.cuda_stream != 0
+    assert torch.cuda.current_stream().cuda_stream == 0
+    assert stream.cuda_stream != 0
     with torch.cuda.stream(stream):
         assert torch.cuda.current_stream() == stream
         event = stream.record_event()
@@ -160,7 +169,8 @@ def test_streams_and_events():
     start.record()
     end.record()
     end.synchronize()
-    assert start.elapsed_time(end) >= 0 and end.query()
+    assert start.elapsed_time(end) >= 0
+    assert end.query()
 
 
 def test_a_graph_repeats_operations_and_its_capture_changes_nothing():
@@ -175,15 +185,16 @@ def test_a_graph_repeats_operations_and_its_capture_changes_nothing():
     x.fill_(2)
     graph.replay()
     graph.replay()
-    assert y.tolist() == [4, 4, 4] and z.tolist() == [40, 40, 40]
+    assert y.tolist() == [4, 4, 4]
+    assert z.tolist() == [40, 40, 40]
 
 
 def test_a_capture_refuses_to_wait_for_the_device():
     x = torch.ones(3, device="cuda")
     for wait in (lambda: x.sum().item(), lambda: x.cpu()):
-        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
-            with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                wait()
+        refused = pytest.raises(RuntimeError, match="not permitted when stream is capturing")
+        with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+            wait()
         assert not torch.cuda.is_current_stream_capturing()
 
 

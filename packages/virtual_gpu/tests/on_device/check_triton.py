@@ -60,7 +60,8 @@ def matmul(a, b, **options):
 def test_the_driver_is_tritons_own_and_sees_the_chip():
     driver, chip = triton.runtime.driver.active, virtual_gpu.current().chip
     target = driver.get_current_target()
-    assert type(driver).__name__ == "HIPDriver" and (target.backend, target.arch) == ("hip", chip.arch)
+    assert type(driver).__name__ == "HIPDriver"
+    assert (target.backend, target.arch) == ("hip", chip.arch)
     properties = driver.utils.get_device_properties(0)
     assert properties["multiprocessor_count"] == chip.compute_units
     assert properties["max_shared_mem"] == chip.lds_bytes
@@ -71,7 +72,9 @@ def test_vector_add_gives_torchs_sum():
     x, y, o = vectors()
     compiled = add_kernel[(4,)](x, y, o, 1000, BLOCK=256)
     assert torch.equal(o, x + y)
-    assert compiled.n_regs > 0 and compiled.n_spills == 0 and compiled.n_max_threads == 256
+    assert compiled.n_regs > 0
+    assert compiled.n_spills == 0
+    assert compiled.n_max_threads == 256
     last = virtual_gpu.current().launches[-1]
     assert (last.kernel, last.grid, last.threads) == ("add_kernel", (4, 1, 1), 256)
     assert last.wave_instructions > 0
@@ -173,7 +176,8 @@ def test_autotune_chooses_a_configuration():
     tuned = triton.autotune(configs, key=["n"])(add_kernel)
     x, y, o = vectors()
     tuned[lambda meta: (triton.cdiv(1000, meta["BLOCK"]),)](x, y, o, 1000)
-    assert torch.equal(o, x + y) and tuned.best_config in configs
+    assert torch.equal(o, x + y)
+    assert tuned.best_config in configs
 
 
 def test_gradients_through_a_kernel():
@@ -194,4 +198,5 @@ def test_gradients_through_a_kernel():
     x.requires_grad_()
     y.requires_grad_()
     Add.apply(x, y).sum().backward()
-    assert (x.grad == 2).all() and (y.grad == 1).all()
+    assert (x.grad == 2).all()
+    assert (y.grad == 1).all()

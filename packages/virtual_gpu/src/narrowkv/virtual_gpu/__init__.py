@@ -1,8 +1,8 @@
 """A virtual MI300X or MI350X: torch tensors of device "cuda" and Triton kernels for AMD, on a CPU.
 
-`install("gfx942")`, or the environment variable TRITON_VIRTUAL_GPU, gives a CPU build of torch devices of type
-"cuda" and gives Triton's own HIP driver a HIP runtime. Triton compiles for the chip as on a machine that has it;
-the machine code is emulated.
+`install("gfx942")`, or the environment variable TRITON_VIRTUAL_GPU, gives a CPU build of torch devices of
+type "cuda" and gives Triton's own HIP driver a HIP runtime. Triton compiles for the chip as on a machine that
+has it; the machine code is emulated.
 
 Example:
     >>> import narrowkv.virtual_gpu as virtual_gpu
@@ -21,7 +21,8 @@ from .installed import Installed, current, install
 __version__ = "0.1.0"
 
 __all__ = [
-    "CHIPS", "Chip", "Installed", "VirtualGpuError", "current", "find_chip", "install", "install_from_environment",
+    "CHIPS", "Chip", "Installed", "VirtualGpuError", "current", "find_chip", "install",
+    "install_from_environment",
 ]  # fmt: skip
 
 

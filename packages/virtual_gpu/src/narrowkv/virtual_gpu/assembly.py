@@ -1,8 +1,8 @@
 """The assembly of each code object that Triton loads, proven to be that of the code object's machine code.
 
-The emulator runs assembly text, a HIP runtime is given machine code. Triton keeps both: before it loads a kernel it
-calls `knobs.runtime.kernel_load_start_hook` with the kernel's files. The text is assembled again, by the LLVM in
-Triton, and must give the machine code that was loaded, byte for byte.
+The emulator runs assembly text, a HIP runtime is given machine code. Triton keeps both: before it loads a
+kernel it calls `knobs.runtime.kernel_load_start_hook` with the kernel's files. The text is assembled again,
+by the LLVM in Triton, and must give the machine code that was loaded, byte for byte.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def assembly_of(elf: bytes, arch: str) -> str:
     file = _files.get(_key(elf))
     if file is None:
         raise AssemblyError(
-            "the assembly of this code object is not known: the virtual GPU runs kernels that Triton compiled "
-            "and loads, not code objects from elsewhere"
+            "the assembly of this code object is not known: the virtual GPU runs kernels that Triton "
+            "compiled and loads, not code objects from elsewhere"
         )
     text = file.read_text()
     if machine_code(_assemble(text, arch)) != machine_code(elf):

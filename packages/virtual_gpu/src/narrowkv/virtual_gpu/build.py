@@ -2,8 +2,8 @@
 
 The folder is `~/.cache/narrowkv-virtual-gpu`, or a folder of that name in XDG_CACHE_HOME. A product lies in a
 subfolder named after everything that it depends on: source, command, compiler and versions. It is written
-under another name and renamed when it is whole, while a lock on the subfolder is held: of two processes that need
-it one compiles and the other waits.
+under another name and renamed when it is whole, while a lock on the subfolder is held: of two processes that
+need it one compiles and the other waits.
 """
 
 from __future__ import annotations
@@ -103,10 +103,8 @@ def _product(name: str, source: str, language: str, flags: list[str], packages: 
     """
     text = (_NATIVE / source).read_text()
     versions = [f"{package} {importlib.metadata.version(package)}" for package in packages]
-    key = hashlib.sha256(
-        "\n".join([text, *flags, *versions, platform.machine(), os.environ.get("CXX", ""), os.environ.get("CC", "")])
-        .encode()
-    ).hexdigest()[:16]  # fmt: skip
+    parts = [text, *flags, *versions, platform.machine(), os.environ.get("CXX", ""), os.environ.get("CC", "")]
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     folder = cache_folder() / "-".join([source.split(".")[0], *versions, key]).replace(" ", "-")
     library = folder / name
     if library.is_file():

@@ -1,6 +1,7 @@
 """What a HIP runtime reads of an AMD code object: the machine code, and the metadata of each kernel.
 
-A code object is an ELF file with a note of MessagePack ("Code object V5 metadata" in LLVM's AMDGPU user guide).
+A code object is an ELF file with a note of MessagePack ("Code object V5 metadata" in LLVM's AMDGPU user
+guide).
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def read_code_object(elf: bytes) -> CodeObject:
         metadata = _metadata(elf)
         arch = re.findall(r"gfx\w+", metadata["amdhsa.target"])[-1]  # amdgcn-amd-amdhsa--gfx942
         return CodeObject(arch, {k[".name"]: _kernel(k) for k in metadata["amdhsa.kernels"]})
-    except (IndexError, KeyError, StopIteration, TypeError, UnicodeDecodeError, struct.error) as error:
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError, struct.error) as error:
         raise CodeObjectError(f"the code object's metadata cannot be read: {error!r}") from error
 
 

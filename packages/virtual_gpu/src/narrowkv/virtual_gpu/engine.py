@@ -16,8 +16,9 @@ class Engine:
     """Runs launches.
 
     Attributes:
-        checked: run every check that the emulator has (races, uninitialised values, waits and hazards), with
-            numpy; otherwise the fast engine, which checks bounds, alignment, LDS limits and endless loops.
+        checked: run every check that the emulator has (races, uninitialised values, waits and hazards),
+            with numpy; otherwise the compiled engine where there is a compiler, which checks bounds,
+            alignment, LDS limits and endless loops.
     """
 
     checked: bool = False
@@ -36,6 +37,6 @@ class Engine:
         if self.checked:
             options = {"detect_races": True, "detect_hazards": True}
         else:
-            options = {"check_uninitialised": False, "wave_order": "lockstep"}
+            options = {"engine": "auto", "check_uninitialised": False, "wave_order": "lockstep"}
         result = run(program, grid=grid, args=args, memory=memory, **options)
         return result.counts.wave_instructions

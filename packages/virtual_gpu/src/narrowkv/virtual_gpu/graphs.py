@@ -24,7 +24,7 @@ def new_pool() -> tuple[int, int]:
     return 0, _pools
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records each operation on GPU tensors.
 
     It is also run, because its results give later operations shapes and addresses. What it overwrites is put
@@ -32,7 +32,7 @@ class _Recorder(TorchDispatchMode):
     """
 
     def __init__(self, steps: list[Callable[[], Any]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._steps = steps
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,13 +92,13 @@ class Graph:
         self._pool = pool or self._pool
         self._steps = self._runtime.capture = []
         self._recorder = _Recorder(self._steps)
-        self._recorder.__enter__()
+        self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def capture_end(self) -> None:
         """Ends recording."""
         if self._recorder is None:
             raise RuntimeError("HIP error: capture_end without capture_begin")
-        self._recorder.__exit__(None, None, None)
+        self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._recorder = self._runtime.capture = None
 
     def instantiate(self) -> None:

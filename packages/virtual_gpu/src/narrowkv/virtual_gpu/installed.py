@@ -55,9 +55,9 @@ def current() -> Installed | None:
 
 
 def install(chip: str = "gfx942", *, count: int = 1, check: bool = False) -> Installed:
-    """Gives torch devices of type "cuda" and gives Triton's HIP driver a runtime, for the rest of the process.
+    """Gives torch devices of type "cuda" and Triton's HIP driver a runtime, for the rest of the process.
 
-    The first call for a version of torch compiles a library (half a minute); see `narrowkv.virtual_gpu.build`.
+    The first call for a version of torch compiles a library, which takes half a minute.
 
     Args:
         chip: "gfx942" (an MI300X), "gfx950" (an MI355X), or a name of `CHIPS`.
@@ -72,12 +72,13 @@ def install(chip: str = "gfx942", *, count: int = 1, check: bool = False) -> Ins
         VirtualGpuError: torch has a GPU build; there is no compiler; another GPU was installed before.
 
     Example:
-        >>> import narrowkv.virtual_gpu as virtual_gpu
-        >>> virtual_gpu.install("gfx942")  # doctest: +SKIP
-        <virtual GPU: 1 x MI300X (gfx942)>
-        >>> import torch
-        >>> torch.ones(3, device="cuda").sum().item()  # doctest: +SKIP
-        3.0
+        >>> program = (
+        ...     "import narrowkv.virtual_gpu as virtual_gpu; virtual_gpu.install('gfx942');"
+        ...     "import torch; print(torch.ones(3, device='cuda').sum().item())"
+        ... )
+        >>> import subprocess, sys
+        >>> subprocess.check_output([sys.executable, "-c", program]).strip()
+        b'3.0'
     """
     import torch  # noqa: F401  # with TRITON_VIRTUAL_GPU set this installs what the variable asks for
 
@@ -88,7 +89,8 @@ def install(chip: str = "gfx942", *, count: int = 1, check: bool = False) -> Ins
     if _installed is not None:
         if (_installed.chip, _installed.count, _installed.check) != (wanted, count, check):
             raise VirtualGpuError(
-                f"a process has one virtual GPU: {_installed!r} was installed before; {chip!r} needs another process"
+                f"a process has one virtual GPU: {_installed!r} was installed before; {chip!r} needs another "
+                "process"
             )
         return _installed
 

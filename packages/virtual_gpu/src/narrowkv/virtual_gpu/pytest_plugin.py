@@ -1,6 +1,7 @@
 """With TRITON_VIRTUAL_GPU set, tests find an AMD GPU; without it this plugin does nothing.
 
-pytest loads it by its entry point. Where the package is not installed: `pytest -p narrowkv.virtual_gpu.pytest_plugin`.
+pytest loads it by its entry point; where the package is not installed, by
+`pytest -p narrowkv.virtual_gpu.pytest_plugin`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ def pytest_report_header() -> str | None:
     if gpu is None:
         return None
     checks = ", checked for races, uninitialised values, waits and hazards" if gpu.check else ""
-    return f"virtual GPU: {gpu.count} x {gpu.chip.name} ({gpu.chip.arch}), {gpu.chip.compute_units} compute units{checks}"
+    chip = gpu.chip
+    return f"virtual GPU: {gpu.count} x {chip.name} ({chip.arch}), {chip.compute_units} compute units{checks}"
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -1,4 +1,4 @@
-"""What happens below the HIP functions: code objects are loaded, arguments packed, launches run or recorded."""
+"""Below the HIP functions: code objects are loaded, arguments read, launches run or recorded."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ _GetFunction = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_uint64, ctypes.POINTER(_Attributes)
 )
 _LaunchKernel = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_uint), ctypes.c_uint,
-    ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_int, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_uint),
+    ctypes.c_uint, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p),
 )  # fmt: skip
 
 
@@ -184,7 +184,7 @@ class Runtime:
         if code_object.arch != self.chip.arch:
             raise _HipError(
                 _NO_BINARY_FOR_GPU,
-                f"the code object is for {code_object.arch}, the device is {self.chip.arch} ({self.chip.name})",
+                f"the code object is for {code_object.arch}, the {self.chip.name} is a {self.chip.arch}",
             )
         self._modules[module] = elf, code_object
 

@@ -1,7 +1,7 @@
 """torch.cuda of a CPU build of torch: the functions that a GPU build has in C.
 
-torch's own Python part stays as it is wherever it calls a function of `torch._C`, which is given here. Replaced are
-the classes and functions that torch.cuda made at import from what `torch._C` then had.
+torch's own Python part stays as it is wherever it calls a function of `torch._C`, which is given here.
+Replaced are the classes and functions that torch.cuda made at import from what `torch._C` then had.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _functions(native: Any, runtime: Runtime) -> dict[str, Callable[..., Any]]:
         if old == -2:
             count = runtime.devices
             raise RuntimeError(
-                f"HIP error: invalid device ordinal: cuda:{device} was asked for and the virtual GPU has {count} "
-                f"device{'s' * (count != 1)}; TRITON_VIRTUAL_GPU_COUNT sets how many there are"
+                f"HIP error: invalid device ordinal: cuda:{device} was asked for and the virtual GPU has "
+                f"{count} device{'s' * (count != 1)}; TRITON_VIRTUAL_GPU_COUNT sets how many there are"
             )
         return old
 
@@ -133,7 +133,7 @@ def _functions(native: Any, runtime: Runtime) -> dict[str, Callable[..., Any]]:
 
 
 def _memory_stats(runtime: Runtime, device: int) -> dict[str, Any]:
-    """Statistics in the form of torch's caching allocator; nothing is cached, so all reserved memory is in use."""
+    """Statistics in the form of torch's caching allocator; nothing is cached: reserved memory is in use."""
     usage = runtime.usage(device)
 
     def stat(current: int, peak: int, total: int) -> dict[str, dict[str, int]]:
@@ -148,7 +148,8 @@ def _memory_stats(runtime: Runtime, device: int) -> dict[str, Any]:
         "allocated_bytes": in_bytes, "reserved_bytes": in_bytes, "active_bytes": in_bytes,
         "requested_bytes": in_bytes, "inactive_split_bytes": stat(0, 0, 0),
         "oversize_allocations": stat(0, 0, 0)["all"], "oversize_segments": stat(0, 0, 0)["all"],
-        "num_alloc_retries": 0, "num_ooms": usage.out_of_memory, "max_split_size": -1, "num_sync_all_streams": 0,
+        "num_alloc_retries": 0, "num_ooms": usage.out_of_memory, "max_split_size": -1,
+        "num_sync_all_streams": 0,
         "num_device_alloc": usage.all_blocks, "num_device_free": usage.all_blocks - usage.blocks,
     }  # fmt: skip
 
@@ -159,9 +160,9 @@ class Stream(torch.Stream):
     def __new__(cls, device: Any = None, priority: int = 0, **given: int) -> Stream:
         """As `torch.cuda.Stream`; `given` are the id, device index and device type of an existing stream."""
         if "stream_id" in given:
-            return super().__new__(cls, **given)  # type: ignore[no-any-return, call-overload]
+            return super().__new__(cls, **given)
         index = torch.cuda._utils._get_device_index(device, optional=True)
-        return super().__new__(cls, device=torch.device("cuda", index), priority=priority)  # type: ignore[no-any-return, call-overload]
+        return super().__new__(cls, device=torch.device("cuda", index), priority=priority)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -177,7 +178,7 @@ class Stream(torch.Stream):
     def wait_event(self, event: Any) -> None:
         """Waits for an event, which is complete."""
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: Any = None) -> Any:
         """Records an event, a new one by default."""
         event = event or Event()
         event.record(self)
@@ -190,11 +191,11 @@ class Stream(torch.Stream):
 class ExternalStream(Stream):
     """A stream that another library made."""
 
-    def __new__(cls, stream_ptr: int, device: Any = None, **given: Any) -> ExternalStream:
+    def __new__(cls, stream_ptr: int, device: Any = None, **given: Any) -> Any:
         """As `torch.cuda.ExternalStream`."""
         index = torch.cuda._utils._get_device_index(device, optional=True)
         device_type = torch._C._autograd.DeviceType.CUDA.value
-        return super().__new__(cls, stream_id=stream_ptr, device_index=index, device_type=device_type)  # type: ignore[return-value]
+        return super().__new__(cls, stream_id=stream_ptr, device_index=index, device_type=device_type)
 
 
 class Event(torch.Event):
@@ -210,7 +211,7 @@ class Event(torch.Event):
         """As `torch.cuda.Event`."""
         if interprocess:
             raise NotImplementedError("the virtual GPU has no events that processes share")
-        return super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)  # type: ignore[no-any-return, call-overload]
+        return super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -228,7 +229,7 @@ class Event(torch.Event):
         """Whether the event is complete."""
         return True
 
-    def elapsed_time(self, end_event: Event) -> float:
+    def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds of the emulation between two events.
 
         Raises:
@@ -236,7 +237,7 @@ class Event(torch.Event):
         """
         if not (hasattr(self, "_time") and hasattr(end_event, "_time")):
             raise RuntimeError("Both events must be recorded before calculating elapsed time.")
-        return (end_event._time - self._time) * 1e3
+        return float(end_event._time - self._time) * 1e3
 
     @property
     def cuda_event(self) -> int:
@@ -279,46 +280,46 @@ class _Cudart:
 
 
 def _replace_what_torch_made_at_import(runtime: Runtime) -> None:
-    cuda, functions = torch.cuda, torch._C
+    cuda: Any = torch.cuda
+    tensor: Any = torch.Tensor
+    functions = torch._C
     properties = _properties(runtime)
-    cuda._initialized = True  # type: ignore[attr-defined]
-    cuda._cudart = _Cudart(runtime)  # type: ignore[attr-defined]
-    cuda._get_device_properties = lambda device: properties  # type: ignore[attr-defined]
-    cuda._exchange_device = functions._cuda_exchangeDevice  # type: ignore[attr-defined]
-    cuda._maybe_exchange_device = functions._cuda_maybeExchangeDevice  # type: ignore[attr-defined]
-    cuda.default_generators = (torch.default_generator,) * runtime.devices  # type: ignore[assignment]
+    cuda._initialized = True
+    cuda._cudart = _Cudart(runtime)
+    cuda._get_device_properties = lambda device: properties
+    cuda._exchange_device = functions._cuda_exchangeDevice
+    cuda._maybe_exchange_device = functions._cuda_maybeExchangeDevice
+    cuda.default_generators = (torch.default_generator,) * runtime.devices
     for module in (cuda, cuda.streams):
-        module.Stream, module.ExternalStream, module.Event = Stream, ExternalStream, Event  # type: ignore[attr-defined, misc, assignment]
+        module.Stream, module.ExternalStream, module.Event = Stream, ExternalStream, Event
 
     class CUDAGraph(Graph):
         __doc__ = Graph.__doc__
         _runtime = runtime
 
     for module in (cuda, cuda.graphs):
-        module.CUDAGraph = CUDAGraph  # type: ignore[attr-defined, misc, assignment]
-    cuda.graphs._graph_pool_handle = new_pool  # type: ignore[attr-defined]
-    cuda.graphs._cuda_isCurrentStreamCapturing = functions._cuda_isCurrentStreamCapturing  # type: ignore[attr-defined]
+        module.CUDAGraph = CUDAGraph
+    cuda.graphs._graph_pool_handle = new_pool
+    cuda.graphs._cuda_isCurrentStreamCapturing = functions._cuda_isCurrentStreamCapturing
     torch.version.hip = f"{ROCM}-virtual"
     torch.backends.cuda.is_built = lambda: True
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
+    tensor.record_stream = lambda self, stream: None
     _give_storages_a_device()
 
 
 def _give_storages_a_device() -> None:
     """`torch.UntypedStorage(size, device="cuda")`, with which torch.load makes tensors."""
-    storage = torch.UntypedStorage
+    storage: Any = torch.UntypedStorage
     original = storage.__new__
 
     def new(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if device is not None:
+            kwargs["device"] = device
         if device is None or torch.device(device).type != "cuda":
-            return (
-                original(cls, *args, **kwargs)
-                if device is None
-                else original(cls, *args, device=device, **kwargs)
-            )
+            return original(cls, *args, **kwargs)
         (size,) = args or (0,)
         if not isinstance(size, int):
             raise NotImplementedError("a storage on the virtual GPU is made from its size in bytes")
         return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
 
-    storage.__new__ = new  # type: ignore[method-assign, assignment]
+    storage.__new__ = new
