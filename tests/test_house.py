@@ -38,6 +38,7 @@ PAGED = {"runtime", "quant", "paged_cache"}
 ARROWS = {
     "runtime": set(),
     "cdna_emulator": set(),
+    "virtual_gpu": {"cdna_emulator"},
     "quant": {"runtime"},
     "paged_cache": {"runtime", "quant"},
     "attn_decode": PAGED,
