@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,10 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 import triton
-from narrowkv.cdna_emulator import EmulatorError, load_program
+
+from narrowkv.cdna_emulator import EmulatorError, Memory, Program, load_program
 from narrowkv.cdna_emulator.timing import MACHINES, predict, trace_workgroup
 
-from .launches import Launch, observe
+from .installed import current
+from .runtime import Launch, Runtime
+
 
 def load_module(path: Path) -> ModuleType:
     """Imports a Python file.
@@ -43,7 +47,7 @@ def functions(module: ModuleType, prefix: str) -> dict[str, Callable[[], Any]]:
     return {name[len(prefix) :]: getattr(module, name) for name in dir(module) if name.startswith(prefix)}
 
 
-def run_case(case: Callable[[], Any]) -> dict[str, Any]:
+def run_case(case: Callable[[], Any], runtime: Runtime) -> dict[str, Any]:
     """Runs one case.
 
     Returns:
@@ -53,56 +57,72 @@ def run_case(case: Callable[[], Any]) -> dict[str, Any]:
     launches: list[dict[str, Any]] = []
     outputs: list[np.ndarray[Any, Any]] = []
     error = None
+
+    def note(launch: Launch, assembly: str, args: list[int], memory: Memory) -> None:
+        launches.append(record(launch, assembly, args, memory))
+
     torch.manual_seed(0)
-    with observe(lambda launch: launches.append(record(launch))):
-        try:
-            outputs = [as_array(x) for x in leaves(case())]
-        except Exception as raised:
-            error = traceback.format_exception_only(raised)[-1].strip()
+    runtime.before_launch.append(note)
+    try:
+        outputs = [as_array(x) for x in leaves(case())]
+    except Exception as raised:
+        error = traceback.format_exception_only(raised)[-1].strip()
+    finally:
+        runtime.before_launch.remove(note)
     return {"launches": launches, "outputs": outputs, "error": error}
 
 
-def record(launch: Launch) -> dict[str, Any]:
+def record(launch: Launch, assembly: str, args: Sequence[int], memory: Memory) -> dict[str, Any]:
     """What `watch` compares of a launch that is about to run."""
-    machine = MACHINES[launch.target]
-    program = load_program(launch.assembly, lds_bytes=launch.lds_bytes)
+    program = load_program(assembly, lds_bytes=launch.lds_bytes)
+    machine, warps, registers = (
+        MACHINES[program.target],
+        launch.threads // 64,
+        _figure(assembly, "vgpr_count"),
+    )
+    groups = machine.workgroups_per_unit(warps, registers, launch.lds_bytes)
     return {
         "kernel": launch.kernel,
-        "grid": list(launch.grid),
-        "warps": launch.threads // 64,
-        "registers": launch.registers,
-        "spills": launch.spills,
-        "scratch": launch.scratch_bytes,
+        "registers": registers,
+        "spills": _figure(assembly, "vgpr_spill_count"),
+        "scratch": _figure(assembly, "private_segment_fixed_size"),
         "lds": launch.lds_bytes,
-        "waves": machine.workgroups_per_unit(launch.threads // 64, launch.registers, launch.lds_bytes)
-        * (launch.threads // 64) // machine.simds,
-        "modelled_us": modelled_microseconds(launch, program),
-    }  # fmt: skip
+        "waves": min(groups * warps // machine.simds, machine.waves_per_simd),
+        "modelled_us": modelled_microseconds(launch, program, registers, args, memory),
+    }
 
 
-def modelled_microseconds(launch: Launch, program: Any) -> float | None:
+def _figure(assembly: str, name: str) -> int:
+    """A number of the kernel's metadata."""
+    found = re.search(rf"\.{name}:\s+(\d+)", assembly)
+    return int(found.group(1)) if found else 0
+
+
+def modelled_microseconds(
+    launch: Launch, program: Program, registers: int, args: Sequence[int], memory: Memory
+) -> float | None:
     """The timing model's time of a launch, from the busiest of its first, middle and last workgroups.
 
     The traced workgroups write to the launch's buffers, whose bytes are put back. None if the model cannot
     trace the kernel.
     """
-    before = [buffer.data.copy() for buffer in launch.memory.buffers]
+    before = [buffer.data.copy() for buffer in memory.buffers]
     x, y, z = launch.grid
-    best = None
+    traces = []
     try:
-        for place in {(0, 0, 0), (x // 2, y // 2, z // 2), (x - 1, y - 1, z - 1)}:
-            trace = trace_workgroup(
-                program, grid=launch.grid, args=list(launch.arguments), memory=launch.memory, workgroup=place
+        for workgroup in {(0, 0, 0), (x // 2, y // 2, z // 2), (x - 1, y - 1, z - 1)}:
+            traces.append(
+                trace_workgroup(
+                    program, grid=launch.grid, args=list(args), memory=memory, workgroup=workgroup
+                )
             )
-            if best is None or sum(map(len, trace.waves)) > sum(map(len, best.waves)):
-                best = trace
     except EmulatorError:
         return None
     finally:
-        for buffer, data in zip(launch.memory.buffers, before, strict=True):
+        for buffer, data in zip(memory.buffers, before, strict=True):
             buffer.data[:] = data
-    assert best is not None
-    found = predict(best, workgroups=x * y * z, registers=launch.registers, lds_bytes=launch.lds_bytes)
+    busiest = max(traces, key=lambda trace: sum(map(len, trace.waves)))
+    found = predict(busiest, workgroups=x * y * z, registers=registers, lds_bytes=launch.lds_bytes)
     return round(found.seconds * 1e6, 3)
 
 
@@ -117,7 +137,9 @@ def leaves(value: Any) -> Iterator[torch.Tensor]:
         for each in value:
             yield from leaves(each)
     elif value is not None:
-        raise TypeError(f"a case returns tensors, or tuples, lists or dictionaries of them; got {type(value)}")
+        raise TypeError(
+            f"a case returns tensors, or tuples, lists or dictionaries of them; got {type(value)}"
+        )
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -128,6 +150,8 @@ def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 def main(arguments: list[str]) -> None:
     """Writes FOLDER/record.json, and FOLDER/CASE.npz and FOLDER/CASE.expected.npz of each case of FILE."""
     source, folder = Path(arguments[0]), Path(arguments[1])
+    installed = current()
+    assert installed is not None, "TRITON_VIRTUAL_GPU names the chip"
     module = load_module(source)
     cases, expected = functions(module, "case_"), functions(module, "expected_")
     if not cases:
@@ -136,13 +160,9 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(f"{source} has expected_{unknown[0]}, but no case_{unknown[0]}")
     records = {}
     for name, case in cases.items():
-        records[name] = run_case(case)
+        records[name] = run_case(case, installed.runtime)
         np.savez(folder / f"{name}.npz", *records[name].pop("outputs"))
     for name, right in expected.items():
         np.savez(folder / f"{name}.expected.npz", *(as_array(x) for x in leaves(right())))
     found = {"triton": triton.__version__, "cases": records, "expected": sorted(expected)}
     (folder / "record.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
