@@ -44,10 +44,9 @@ def case_refused():
 def a_run(
     output: list[float], *, error: str | None = None, expected: list[float] | None = None, **launch: Any
 ) -> Run:
-    return Run(
-        "1.0", "gfx942", {"case": {"error": error, "launches": [LAUNCH | launch]}}, {"case": [np.array(output)]},
-        {} if expected is None else {"case": [np.array(expected)]},
-    )  # fmt: skip
+    records = {"case": {"error": error, "launches": [LAUNCH | launch]}}
+    right = {} if expected is None else {"case": [np.array(expected)]}
+    return Run("1.0", "gfx942", records, {"case": [np.array(output)]}, right)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-HEAD_DIM, PAGE, KEYS = 512, 16, 128
+HEAD_DIM, PAGE, TOKENS = 512, 16, 256
 
 
 @gluon.jit
@@ -31,44 +31,46 @@ def copy_masked(x_ptr, out_ptr, n, BLOCK: gl.constexpr):
 
 @triton.jit
 def attend(
-    q_ptr, k_ptr, v_ptr, o_ptr, table_ptr, num_keys,
+    q_ptr, k_ptr, v_ptr, o_ptr, table_ptr, num_tokens,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Attention of BLOCK_M queries over pages of keys, one head wide."""
-    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
-    q = tl.load(q_ptr + rows[:, None] * HEAD_DIM + dims[None, :])
+    """Causal attention of BLOCK_M queries over pages of keys, one head wide."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, HEAD_DIM)
+    q = tl.load(q_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=rows[:, None] < num_tokens, other=0.0)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    for first in range(0, num_keys, BLOCK_N):
+    for first in range(0, tl.minimum(num_tokens, (tl.program_id(0) + 1) * BLOCK_M), BLOCK_N):
         keys = first + tl.arange(0, BLOCK_N)
-        pages = tl.load(table_ptr + keys // PAGE, mask=keys < num_keys, other=0).to(tl.int64)
+        pages = tl.load(table_ptr + keys // PAGE, mask=keys < num_tokens, other=0).to(tl.int64)
         slots = pages * PAGE * HEAD_DIM + (keys % PAGE) * HEAD_DIM
-        k = tl.load(k_ptr + slots[None, :] + dims[:, None], mask=keys[None, :] < num_keys, other=0.0)
-        v = tl.load(v_ptr + slots[:, None] + dims[None, :], mask=keys[:, None] < num_keys, other=0.0)
-        scores = tl.dot(q, k) * (1.4426950408889634 / HEAD_DIM**0.5)
-        scores = tl.where(keys[None, :] < num_keys, scores, float("-inf"))
+        k = tl.load(k_ptr + slots[None, :] + dims[:, None], mask=keys[None, :] < num_tokens, other=0.0)
+        v = tl.load(v_ptr + slots[:, None] + dims[None, :], mask=keys[:, None] < num_tokens, other=0.0)
+        scores = tl.dot(q, k) / HEAD_DIM**0.5
+        scores = tl.where(keys[None, :] <= rows[:, None], scores, float("-inf"))
         new = tl.maximum(maximum, tl.max(scores, 1))
-        p = tl.exp2(scores - new[:, None])
-        factor = tl.exp2(maximum - new)
+        p = tl.exp2((scores - new[:, None]) * 1.4426950408889634)
+        factor = tl.exp2((maximum - new) * 1.4426950408889634)
         total = total * factor + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * factor[:, None])
+        acc = acc * factor[:, None]
+        acc = tl.dot(p.to(v.dtype), v, acc)
         maximum = new
-    tl.store(o_ptr + rows[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None])
+    o = (acc / total[:, None]).to(o_ptr.dtype.element_ty)
+    tl.store(o_ptr + rows[:, None] * HEAD_DIM + dims[None, :], o, mask=rows[:, None] < num_tokens)
 
 
 def _attention_inputs():
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(n, HEAD_DIM, generator=generator).bfloat16() for n in (64, KEYS, KEYS))
-    return q, k, v
+    return (torch.randn(TOKENS, HEAD_DIM, generator=generator).bfloat16() for _ in range(3))
 
 
 def _attention(stages: int) -> torch.Tensor:
     q, k, v = (x.cuda() for x in _attention_inputs())
-    out = torch.empty(64, HEAD_DIM, device="cuda")
-    table = torch.arange(KEYS // PAGE, dtype=torch.int32, device="cuda")
-    attend[(1,)](
-        q, k, v, out, table, KEYS, BLOCK_M=64, BLOCK_N=64, HEAD_DIM=HEAD_DIM, PAGE=PAGE,
+    out = torch.empty_like(q)
+    table = torch.arange(TOKENS // PAGE, dtype=torch.int32, device="cuda")
+    attend[(TOKENS // 64,)](
+        q, k, v, out, table, TOKENS, BLOCK_M=64, BLOCK_N=64, HEAD_DIM=HEAD_DIM, PAGE=PAGE,
         num_warps=4, num_stages=stages, waves_per_eu=1,
     )  # fmt: skip
     return out
@@ -95,7 +97,10 @@ def case_wide_attention():
 
 def expected_wide_attention():
     q, k, v = (x.double() for x in _attention_inputs())
-    return torch.softmax(q @ k.T / math.sqrt(HEAD_DIM), -1) @ v
+    scores = (q @ k.T / math.sqrt(HEAD_DIM)).masked_fill(
+        torch.ones(TOKENS, TOKENS).triu(1).bool(), -torch.inf
+    )
+    return torch.softmax(scores, -1) @ v
 
 
 def case_pipelined_attention():

@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     watching.add_argument("cases", type=Path, help="Python file with functions case_*; see narrowkv.virtual_gpu.watch")
     watching.add_argument("--triton", nargs=2, required=True, metavar="TRITON", help="two versions, wheels or folders")
     watching.add_argument("--target", nargs="+", default=list(watch.TARGETS), choices=watch.TARGETS)
-    watching.add_argument("--tolerance", type=float, default=1e-3, help="relative difference of equal results")
+    watching.add_argument("--tolerance", type=float, default=1e-2, help="relative difference of equal results")
     watching.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)
     command = options.command

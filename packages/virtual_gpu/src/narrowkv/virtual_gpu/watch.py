@@ -167,7 +167,7 @@ def run_cases(cases: Path, triton: Path, target: str, cache: Path) -> Run:
         )  # fmt: skip
 
 
-def compare(before: Run, after: Run, tolerance: float = 1e-3) -> Iterator[Change]:
+def compare(before: Run, after: Run, tolerance: float = 1e-2) -> Iterator[Change]:
     """What changed from one run to another of the same cases on the same chip.
 
     Args:
@@ -245,7 +245,7 @@ def watch(
     versions: Sequence[str],
     cache: Path,
     targets: Sequence[str] = TARGETS,
-    tolerance: float = 1e-3,
+    tolerance: float = 1e-2,
 ) -> list[Change]:
     """Runs a file of cases under two versions on each chip, and compares.
 
