@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from . import build
+from . import build, watch
 from .chips import CHIPS
 from .errors import VirtualGpuError
 
@@ -17,7 +18,16 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("build", help="compile the parts in C and C++ now")
     commands.add_parser("clean", help="empty the cache folder")
     commands.add_parser("chips", help="list the chips")
-    command = parser.parse_args(arguments).command
+    watching = commands.add_parser("watch", help="what another Triton changes for a file of cases")
+    watching.add_argument("cases", type=Path, help="Python file with functions case_*; see narrowkv.virtual_gpu.watch")
+    watching.add_argument("--triton", nargs=2, required=True, metavar="TRITON", help="two versions, wheels or folders")
+    watching.add_argument("--target", nargs="+", default=list(watch.TARGETS), choices=watch.TARGETS)
+    watching.add_argument("--tolerance", type=float, default=1e-2, help="relative difference of equal results")
+    watching.add_argument("--json", action="store_true", help="print one JSON document")
+    options = parser.parse_args(arguments)
+    command = options.command
+    if command == "watch":
+        return _watch(options)
     if command == "clean":
         print(f"{build.cache_folder()}: {build.clean()} bytes removed")
     elif command == "chips":
@@ -32,6 +42,19 @@ def main(arguments: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 1
     return 0
+
+
+def _watch(options: argparse.Namespace) -> int:
+    """Prints what changed; the exit status is 1 if something became worse, 2 if it could not be compared."""
+    try:
+        changes = watch.watch(
+            options.cases.resolve(), options.triton, build.cache_folder() / "watch", options.target, options.tolerance
+        )
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print((watch.as_json if options.json else watch.table)(changes, options.triton))
+    return int(any(change.worse for change in changes))
 
 
 if __name__ == "__main__":

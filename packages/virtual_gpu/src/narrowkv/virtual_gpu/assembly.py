@@ -62,4 +62,7 @@ def _assemble(text: str, arch: str) -> bytes:
         from triton.backends.amd.compiler import assemble_amdgcn
     except ImportError:  # Triton 3.8
         from triton._C.libtriton.amd import assemble_amdgcn
+    from triton._C.libtriton import llvm
+
+    llvm.init_targets()  # a process that takes every kernel from Triton's cache has not compiled
     return bytes(assemble_amdgcn(text, arch, ""))

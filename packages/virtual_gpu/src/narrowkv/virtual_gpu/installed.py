@@ -21,13 +21,14 @@ class Installed:
     """The virtual GPU of this process.
 
     Attributes:
+        runtime: its HIP runtime.
         chip: which chip each device is.
         count: number of devices.
         check: whether every launch is checked for races, uninitialised values, waits and hazards.
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+        self.runtime = runtime
         self.chip: Chip = runtime.chip
         self.count: int = runtime.devices
         self.check: bool = runtime.engine.checked
@@ -35,12 +36,12 @@ class Installed:
     @property
     def launches(self) -> Sequence[Launch]:
         """The last 10,000 launches, the latest last."""
-        return tuple(self._runtime.launches)
+        return tuple(self.runtime.launches)
 
     @property
     def totals(self) -> Totals:
         """Number of launches and of wave instructions since the start."""
-        return self._runtime.totals
+        return self.runtime.totals
 
     def __repr__(self) -> str:
         return f"<virtual GPU: {self.count} x {self.chip.name} ({self.chip.arch})>"

@@ -122,6 +122,8 @@ class Runtime:
         launches: the last ones that ran.
         totals: of all of them.
         capture: what a graph that is being captured holds so far; None if none is.
+        before_launch: functions that are called before each launch, with the launch, the kernel's assembly,
+            its arguments and the device's memory.
     """
 
     def __init__(self, path: Path, chip: Chip, devices: int, engine: Engine) -> None:
@@ -130,6 +132,7 @@ class Runtime:
         self.launches: deque[Launch] = deque(maxlen=_LAUNCHES_KEPT)
         self.totals = Totals()
         self.capture: list[Callable[[], Any]] | None = None
+        self.before_launch: list[Callable[[Launch, str, list[int], Memory], None]] = []
         self._modules: dict[int, tuple[bytes, CodeObject]] = {}
         self._functions: dict[int, _Function] = {}
         self._programs: dict[tuple[str, int], Any] = {}
@@ -237,7 +240,10 @@ class Runtime:
             key = assembly, launch.lds_bytes
             if key not in self._programs:
                 self._programs[key] = self.engine.load(*key)
-            count = self.engine.run(self._programs[key], launch.grid, args, self._mapped())
+            memory = self._mapped()
+            for call in self.before_launch:
+                call(launch, assembly, args, memory)
+            count = self.engine.run(self._programs[key], launch.grid, args, memory)
             self.launches.append(replace(launch, wave_instructions=count))
             self.totals.launches += 1
             self.totals.wave_instructions += count
