@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypedDict
+
 import torch
 
 from narrowkv.attn_decode.plan import DecodePlan
@@ -9,6 +11,26 @@ from narrowkv.attn_decode.planning import plan_for_call
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.runtime.errors import check_instance
 from narrowkv.runtime.launch.tracing import traceable
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class DecodeOptions(TypedDict, total=False):
+    """Keywords that say where the log-sum-exp goes and what is checked.
+
+    Attributes:
+        lse: where to write the log-sum-exp, `[batch * q_len, num_qo_heads]` fp32, last dimension contiguous.
+            It is returned only with `return_lse`.
+        validate: True looks at lengths, page ids and descales, which waits for the device. Otherwise, wrong
+            values make wrong results of their sequences, and nothing is read or written outside of a tensor:
+            lengths are brought into what the page table holds, page ids into the cache. None reads descale
+            tensors per tensor, head or sequence in the first call that has them, and again if they have
+            changed in place; False reads nothing.
+    """
+
+    lse: torch.Tensor | None
+    validate: bool | None
 
 
 @traceable
@@ -25,10 +47,9 @@ def paged_decode(
     window_left: int = -1,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
-    lse: torch.Tensor | None = None,
     batch_invariant: bool = False,
     plan: DecodePlan | None = None,
-    validate: bool | None = None,
+    **options: Unpack[DecodeOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of each sequence's newest tokens over its paged KV cache, which already holds them.
 
@@ -51,18 +72,12 @@ def paged_decode(
         window_left: a row attends to at most this many keys before itself; -1 for all.
         sinks: `[num_qo_heads]`, a logit per head with value 0: it enters the denominator of `o`.
         return_lse: also return the log-sum-exp.
-        lse: where to write the log-sum-exp, `[batch * q_len, num_qo_heads]` fp32, last dimension contiguous.
-            It is returned only with `return_lse`.
         batch_invariant: the result of a sequence has the same bits alone and in any batch, with any width of
             the page table; see `plan_decode`, which says what it costs.
         plan: from `plan_decode`, which also forces kernels and splits; without one, a plan is made for these
             shapes and kept. With one nothing is allocated but outputs that were not given. There is no host
             synchronisation either way, so the call can be captured in a graph.
-        validate: True looks at lengths, page ids and descales, which waits for the device. Otherwise, wrong
-            values make wrong results of their sequences, and nothing is read or written outside of a tensor:
-            lengths are brought into what the page table holds, page ids into the cache. None reads descale
-            tensors per tensor, head or sequence in the first call that has them, and again if they have
-            changed in place; False reads nothing.
+        **options: `lse` and `validate`: see `DecodeOptions`.
 
     Returns:
         `o`, or `(o, lse)`; `lse` is `[batch * q_len, num_qo_heads]` fp32, natural log of the scaled logits'
@@ -90,5 +105,5 @@ def paged_decode(
     return plan.run(
         q, cache, page_table, sm_scale=sm_scale, q_descale=q_descale, out=out, out_dtype=out_dtype,
         logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks, return_lse=return_lse,
-        lse=lse, validate=validate,
+        **options,
     )  # fmt: skip

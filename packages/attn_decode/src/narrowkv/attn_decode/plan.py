@@ -236,7 +236,7 @@ class DecodePlan:
                 )
             scales = (qk_scale, bound.v_factor)
             rows = q.view(torch.uint8) if call.q_as_bytes else q
-            values = (rows, o, lse, sinks, q_descale, table.ranges, table.tree)
+            values: tuple[Any, ...] = (rows, o, lse, sinks, q_descale, table.ranges, table.tree)
             values += (*table[:5], *scales, *bound.tensors)
             if call.num_bytes:
                 block = torch.empty(call.num_bytes, dtype=torch.uint8, device=q.device)
