@@ -167,3 +167,10 @@ def test_every_public_name_is_in_the_reference_and_has_a_docstring(name):
 def test_plots_and_tables_are_those_of_the_stored_results(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["results.py", "--check"])
     runpy.run_path(str(ROOT / "tools" / "results.py"), run_name="__main__")  # exits where one is not
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_what_is_installed_by_name_is_on_an_index(page):
+    # narrowkv's own distributions are not: they are installed from a checkout or a git URL.
+    found = re.findall(r"pip install[^\n|#]*?(?<![/\w])narrowkv[-\w]*", page.read_text())
+    assert not found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,12 @@ from narrowkv.quant import relative_l1
 
 REFERENCES = {"paged_decode": paged_decode_reference, "batch_prefill": batch_prefill_reference}
 BF16 = 0.003  # relative L1 error of outputs in bf16
+
+# Names of what engines ask their backends about.
+CAPABILITY = re.compile(
+    r"^(accept|can|folds|forward_includes|is|lse_base|needs?|prefers?|requires|skips|supports?|supported|use|uses)_"
+    r"|_supported$|^_cudagraph_support$|_capped_by_|_captured_in_graph$"
+)
 
 
 def attention(
@@ -110,3 +117,20 @@ def watch(
 
         monkeypatch.setattr(module, name, call)
     return calls
+
+
+def capabilities(*classes: type) -> dict[str, object]:
+    """What classes of an engine's say that they can do, inherited or not.
+
+    Returns:
+        For each name of a capability its value, or "asked" for a method that takes arguments.
+    """
+    said: dict[str, object] = {}
+    for each in classes:
+        for name in filter(CAPABILITY.search, dir(each)):
+            value = getattr(each, name)
+            try:
+                said[name] = value() if callable(value) else value
+            except TypeError:  # of arguments that are missing
+                said[name] = "asked"
+    return said

@@ -252,3 +252,29 @@ def test_patch_stands_in_where_aiter_fails_and_says_so_once(fake_aiter):
     assert prefill(q[:, :8], k, v, *arguments, causal=True, kv_last_page_lens=last) == "theirs"
     undo()
     assert fake_aiter["aiter"].mha_batch_prefill_func(q, k, v, *arguments) == "theirs"
+
+
+def test_parameters_that_aiter_has_added_are_its_own(fake_aiter):
+    (k, v), _ = numbers(torch.bfloat16)
+    _, ids, indptr, last, starts, _ = batch()
+    q = queries(sum(Q_LENS))
+    seen = []
+
+    def newer(*args, **kwargs):
+        seen.append((len(args), set(kwargs)))
+        return "theirs"
+
+    fake_aiter["aiter.ops.mha"].mha_batch_prefill_func = newer
+    undo = aiter.patch()
+    prefill = fake_aiter["aiter.ops.mha"].mha_batch_prefill_func
+    known = len(inspect.signature(aiter.mha_batch_prefill_func).parameters)
+    arguments = (k, v, starts, indptr, ids, max(Q_LENS), max(SEQ_LENS))
+    assert prefill(q[:, :8], *arguments, kv_last_page_lens=last, new_option=1) == "theirs"
+    more = [None] * (known - len(arguments))
+    assert prefill(q[:, :8], *arguments, *more) == "theirs"
+    assert seen == [(8, {"kv_last_page_lens", "new_option"}), (known + 1, set())]
+    with pytest.raises(UnsupportedError, match=r"a GQA ratio of 12.* got others too \(new_option\)"):
+        prefill(q, *arguments, kv_last_page_lens=last, new_option=1)
+    with pytest.raises(UnsupportedError, match=r"got others too \(by position\)"):
+        prefill(q, *arguments, *more)
+    undo()

@@ -236,7 +236,7 @@ def test_narrow_formats_take_their_share_of_the_memory():
     }  # fmt: skip
 
 
-def test_a_step_copies_no_cache_and_waits_for_the_device_only_to_check_the_mask_of_a_chunk(monkeypatch, calls):
+def test_a_step_copies_no_cache_and_waits_only_to_check_the_mask_of_a_chunk(monkeypatch, calls):
     model = tiny_model("gpt-oss-tiny", attn_implementation="narrowkv")
     narrow = narrow_cache(model)
     waits = []

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from narrowkv.engines.aiter import functions
+from narrowkv.runtime.errors import UnsupportedError
 
 __all__ = ["AITER_GQA_RATIOS", "patch"]
 
@@ -32,7 +33,8 @@ def patch(*, everything: bool = False) -> Callable[[], None]:
 
     That is a GQA ratio other than 1, 2, 4, 8 and 16, and 16-bit queries over an FP8 cache in
     `mha_batch_prefill_func`. A warning says so, once for each function and reason. Modules that imported
-    AITER's functions before keep them: patch first.
+    AITER's functions before keep them: patch first. Parameters that AITER has added since go to AITER
+    with the calls that narrowkv leaves to it; the others refuse them.
 
     Args:
         everything: every call goes to narrowkv.
@@ -64,15 +66,24 @@ def patch(*, everything: bool = False) -> Callable[[], None]:
 def _standing_in(
     name: str, own: Callable[..., Any], theirs: Callable[..., Any], query: str, key: str, everything: bool
 ) -> Callable[..., Any]:
-    signature = inspect.signature(own)
+    parameters = list(inspect.signature(own).parameters)
 
     @functools.wraps(theirs)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind_partial(*args, **kwargs).arguments
-        reason = _known_refusal(name, given[query], given[key], given)
+        # AITER may have added parameters since, at the end or by name: they are not bound to narrowkv's.
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        reason = None
+        if query in given and key in given:
+            reason = _known_refusal(name, given[query], given[key], given)
         if reason is None and not everything:
             return theirs(*args, **kwargs)
         reason = reason or "patch(everything=True)"
+        added = sorted(kwargs.keys() - set(parameters)) + ["by position"] * (len(args) > len(parameters))
+        if added:
+            raise UnsupportedError(
+                f"narrowkv stands in for aiter's {name} ({reason}) and knows its parameters of August 2026, "
+                f"got others too ({', '.join(added)}): leave them out, or call what patch() returned"
+            )
         if (name, reason) not in _announced:
             _announced.add((name, reason))
             warnings.warn(f"narrowkv stands in for aiter's {name}: {reason}", stacklevel=2)

@@ -242,11 +242,8 @@ class NarrowCache(Cache):
         self._descales = k_descale, v_descale
         self._rows: Rows | None = None
         text = config.get_text_config(decoder=True)
-        if reasons := decoder_reasons(text):
-            raise ValueError(
-                f"NarrowCache cannot hold this model: {'; '.join(reasons)}. Use transformers' own cache and "
-                'attn_implementation="sdpa"'
-            )
+        for reason in decoder_reasons(text):
+            raise ValueError(f"NarrowCache cannot hold this model: {reason}. Use transformers' own cache")
         layers = DynamicCache(config=text).layers or [DynamicLayer() for _ in range(text.num_hidden_layers)]
         super().__init__(layers=[self._narrow(layer, index) for index, layer in enumerate(layers)])
         if calibration is not None:

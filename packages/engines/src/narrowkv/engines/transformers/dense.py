@@ -1,4 +1,4 @@
-"""Attention to keys and values where they are: those of a call without a cache, or of transformers' caches."""
+"""Attention to keys and values where they are: of a call without a cache, or in transformers' caches."""
 
 from __future__ import annotations
 

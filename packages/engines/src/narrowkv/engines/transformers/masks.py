@@ -108,7 +108,7 @@ def _check_rule(
         refused = sorted(set(_parts(mask_function)) - _SERVED)
         if refused:
             raise ValueError(
-                f'attn_implementation="narrowkv" serves causal masks, sliding windows and padding, got a mask '
+                'attn_implementation="narrowkv" serves causal masks, sliding windows and padding, got a mask '
                 f"made of {', '.join(refused)} (packed sequences, chunks and image blocks are not served): "
                 'use attn_implementation="sdpa" for this model or this input'
             )
@@ -122,7 +122,7 @@ def _check_rule(
     expected = k <= q
     if window is not None:
         expected = expected & (k > q - window)
-    other = mask_function(rows, torch.zeros_like(rows), q, k) ^ expected
+    other: torch.Tensor = mask_function(rows, torch.zeros_like(rows), q, k) ^ expected
     return ~other.reshape(-1, queries * keys).any(1, keepdim=True)
 
 
@@ -183,6 +183,6 @@ def tokens_of(attention_mask: object, batch: int, keys: int, queries: int) -> To
             return Tokens(attention_mask[:, -keys:], attention_mask[:, -queries:])
     found = tuple(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else attention_mask
     raise ValueError(
-        f"attention_mask must be None or [batch, tokens] (1 for tokens, 0 for padding), here [{batch}, {keys} "
-        f'or more], got {found}: use attn_implementation="sdpa" for masks of one\'s own'
+        "attention_mask must be None or [batch, tokens] (1 for tokens, 0 for padding), here "
+        f'[{batch}, {keys} or more], got {found}: use attn_implementation="sdpa" for masks of one\'s own'
     )

@@ -117,6 +117,11 @@ class NarrowAttentionBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Query lengths on the host are those on the device: whether a step decodes is told by the host's."""
+        return False
+
+    @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
         """FP8 scales may be per head."""
         return True

@@ -1,0 +1,123 @@
+"""What vLLM is told that narrowkv's backend can do, inherited or not; `make test-engines` runs it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-engines")
+
+from engine_checks import BF16, capabilities
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from narrowkv.attn_prefill import batch_prefill_reference
+from narrowkv.engines.steps import attend
+from narrowkv.engines.vllm.backend import (
+    NarrowAttention,
+    NarrowAttentionBackend,
+    NarrowMetadataBuilder,
+)
+from narrowkv.paged_cache import PagedKVCache
+from narrowkv.quant import relative_l1
+
+# A method with arguments is "asked". Methods of layers, which have their instance as an argument, are too.
+BACKEND = {
+    "accept_output_buffer": True,
+    "forward_includes_kv_cache_update": False,
+    "is_mla": False,
+    "is_sparse": False,
+    "is_ssm": False,
+    "supported_dtypes": [torch.float16, torch.bfloat16],
+    "supported_kv_cache_layouts": None,  # any: strides are read
+    "supports_alibi_sqrt": False,
+    "supports_attn_type": "asked",  # a decoder's own
+    "supports_batch_invariance": False,
+    "supports_block_size": "asked",
+    "supports_combination": "asked",
+    "supports_compute_capability": "asked",
+    "supports_dcp": True,
+    "supports_device_cpu_query_lens_mismatch": False,  # the host's lengths say whether a step decodes
+    "supports_dtype": "asked",
+    "supports_head_size": "asked",
+    "supports_kv_cache_dtype": "asked",
+    "supports_kv_connector": True,  # pages are vLLM's memory, with the scales inside
+    "supports_mm_prefix": False,
+    "supports_non_causal": False,
+    "supports_non_causal_dcp": False,
+    "supports_pcp": False,
+    "supports_per_head_quant_scales": True,
+    "supports_rswa": False,
+    "supports_sink": True,
+    "supports_sliding_window": True,
+}
+BUILDER = {
+    "_cudagraph_support": AttentionCGSupport.UNIFORM_BATCH,
+    "requires_block_table_width": False,
+    "supports_draft_decode_metadata_update": False,
+    "supports_update_block_table": False,
+}
+LAYER = {
+    "can_return_lse_for_decode": True,
+    "fused_output_quant_supported": "asked",  # no
+    "fused_qk_norm_mrope_kvcache_supported": "asked",  # no
+    "fused_qk_norm_rope_kvcache_supported": "asked",  # no
+    "fused_rope_kvcache_supported": "asked",
+    "is_sparse": False,
+    "lse_base_on_e": True,
+    "need_to_return_lse_for_decode": False,
+    "supports_dcp": True,
+    "supports_dense_mha_prefill": True,  # of MLA alone
+    "supports_mtp_with_cp_non_trivial_interleave_size": True,
+    "supports_pcp": False,
+    "supports_quant_query_input": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("asked", "table"),
+    [(NarrowAttentionBackend, BACKEND), (NarrowMetadataBuilder, BUILDER), (NarrowAttention, LAYER)],
+    ids=["backend", "builder", "layer"],
+)
+def test_every_capability_that_vllm_knows_has_an_answer_of_narrowkvs(asked, table):
+    said = capabilities(asked)
+    said.pop("supported_kv_cache_dtypes", None)
+    assert said == {name: value for name, value in table.items() if name in said}, (
+        f"vLLM asks {asked.__name__} what this table does not answer: decide, override, and write it down"
+    )
+
+
+def test_query_lengths_that_the_host_does_not_know_are_refused():
+    reasons = NarrowAttentionBackend.validate_configuration(
+        head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=16, use_mla=False,
+        has_sink=False, use_sparse=False, use_mm_prefix=False, use_per_head_quant_scales=False,
+        device_capability=None, attn_type="decoder", use_adaptive_verification=True,
+    )  # fmt: skip
+    assert len(reasons) == 1
+    assert "query lens mismatch not supported" in reasons[0]
+
+
+def test_a_step_is_what_the_hosts_query_lengths_say():
+    # Requests of 1, 3 and 5 tokens. A host that takes them for 3 each makes a decode step, and other numbers.
+    random = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 6, 16, 1, 64, generator=random).bfloat16()
+    cache = PagedKVCache.from_tensors(k, v, format="bf16")
+    q = torch.randn(9, 4, 64, generator=random).bfloat16()
+    starts = torch.tensor([0, 1, 4, 9], dtype=torch.int32)
+    builder = object.__new__(NarrowMetadataBuilder)
+    builder.block_size, builder.ranks = 16, 1
+    errors = {}
+    for longest in (5, 3):
+        batch = SimpleNamespace(
+            causal=True, num_reqs=3, num_actual_tokens=9, max_query_len=longest, max_seq_len=32,
+            query_start_loc=starts, block_table_tensor=torch.arange(6, dtype=torch.int32).view(3, 2),
+            seq_lens=torch.tensor([20, 17, 30], dtype=torch.int32),
+        )  # fmt: skip
+        step, out = builder.build(0, batch), torch.empty_like(q)
+        attend(step, q, cache, out, max_batch=3)
+        exact = batch_prefill_reference(q, cache, step.table, starts, out_dtype=torch.float32)
+        errors[longest] = relative_l1(out, exact)
+        assert step.decodes == (longest == 3)
+    assert errors[5] <= BF16
+    assert errors[3] > 0.1  # so vLLM must not make such a batch
