@@ -35,8 +35,8 @@ def _rows(dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Rows of 32 numbers that have the dtype's largest in several company."""
     top = torch.finfo(dtype).max
     for row in (
-        [top] * 32, [top, -top] * 16, [top] + [0.0] * 31, [top, -0.6 * top, 0.3 * top, 1.0] * 8, [0.9 * top] * 32,
-        [-top] + [1e-30] * 31,
+        [top] * 32, [top, -top] * 16, [top] + [0.0] * 31, [top, -0.6 * top, 0.3 * top, 1.0] * 8,
+        [0.9 * top] * 32, [-top] + [1e-30] * 31,
     ):  # fmt: skip
         yield torch.tensor(row).to(dtype).reshape(1, 1, 1, 32)
 
@@ -75,6 +75,7 @@ def test_one_scale_for_many(fmt: str, dtype: torch.dtype) -> None:
                 continue
             stored, descale = quantize(x[0], fmt)
             _check(x, dequantize(stored, descale, fmt), 0.85)
+
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_integers_of_tokens(dtype: torch.dtype) -> None:
