@@ -300,7 +300,7 @@ def shifted_maximum(m, shift, tokens, heads, row_mask, NUM_HEADS: tl.constexpr, 
 
 @triton.jit
 def sum_of_held_keys(l, tile, within, WINDOW_RIGHT: tl.constexpr):
-    """The running sum of rows: NaN where a row sees keys that the scratch lacks, as a plan's bound is too low.
+    """The running sum of rows: NaN where a row sees keys that the scratch lacks beyond a plan's bounds.
 
     within: of each row the query token in its sequence.
     """
