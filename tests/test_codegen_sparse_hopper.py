@@ -9,7 +9,7 @@ import pytest
 
 from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.sparse_fp8 import DSV4Rows, choose_mode, sparse_prefill, sparse_prefill_fp8
-from narrowkv.sparse_fp8.cases import SparseCase
+from narrowkv.sparse_fp8.cases import WAYS_OF_SPECIALISED, SparseCall, SparseCase
 
 pytestmark = [
     pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon for Hopper"),
@@ -92,3 +92,21 @@ def test_rows_that_are_read_often_are_expanded_first(sm90_code: Any) -> None:
     assert mode(4, num_qo_heads=64) == "fused"
     # A query in fp16: the plain kernel would widen.
     assert mode(132, num_qo_heads=64, q="fp16") == "prepass"
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("way", WAYS_OF_SPECIALISED)
+def test_the_calls_of_the_gpu_tests_copy_16_bytes_at_once(
+    way: str, heads: int, sm90_code: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two sources Triton 3.8 and later would copy 4 bytes, and refuses 2."""
+    monkeypatch.setattr("narrowkv.sparse_fp8.plan.specialised_pays", lambda *_: True)
+    case = SparseCase.for_specialised(way, heads)
+    inputs = case.build()
+    q = DSV4Rows.quantize(inputs.q, layout="split") if way == "fp8_q" else inputs.q
+    SparseCall(case, inputs, q).call(attn_sink=inputs.attn_sink, out=inputs.q.float())
+    (kernel,) = [each for each in sm90_code.kernels if re.search("hopper|few_heads", each.name)]
+    ptx = kernel.compiled.asm["ptx"]
+    assert set(re.findall(r"cp\.async\.c\S+ \[[^;]*?, (0x\w+)", ptx)) == {"0x10"}
+    if kernel.name == "_sparse_few_heads_kernel" and way not in ("bf16", "fp16", "splits"):
+        assert len(re.findall(r"ld\.global\.v4", ptx)) >= 20

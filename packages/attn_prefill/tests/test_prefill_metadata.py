@@ -141,3 +141,21 @@ def test_descales_of_slots_without_a_token_are_not_looked_at(device: str) -> Non
     assert isinstance(kv.k_descale, torch.Tensor)
     kv.k_descale[table.page_ids[2, 4].long(), 6:] = math.nan  # behind the last of 70 tokens
     batch_prefill(q, kv, table, starts, validate=True)
+
+
+@pytest.mark.parametrize("bound", [{"max_kv_tokens": 64}, {"max_seq_len": 64}], ids=str)
+@pytest.mark.parametrize("kernel", ["dense", "append_then_attend"])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_rows_whose_keys_the_scratch_lacks_are_nan_and_never_zeros(
+    splits: int, kernel: str, bound: dict[str, int], device: str
+) -> None:
+    """A captured graph cannot raise; numbers over some of the keys would pass for a result."""
+    case = replace(APPEND if kernel != "dense" else PREFILL, kernel=kernel)
+    case = replace(case, lens=(40, 5, 300, 33))
+    o, lse, *_ = _run(case, device, splits, **bound)
+    last = _rows(case, 2)[-1:]  # its row sees all of 300 keys
+    assert bool(o[last].isnan().all())
+    assert bool(lse[last].isnan().all())
+    assert not bool(o[_rows(case, 0, 1, 3)].isnan().any())
+    with pytest.raises(ValueError, match=f"{next(iter(bound))} must be at least"):
+        _run(case, device, splits, validate=True, **bound)

@@ -12,7 +12,7 @@ from narrowkv.runtime.launch import executing
 from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.runtime.targets import device_target, get_target
 from narrowkv.sparse_fp8 import DSV4Rows, KVSource, config, plan_sparse, sparse_prefill_reference
-from narrowkv.sparse_fp8.cases import SparseCall, SparseCase
+from narrowkv.sparse_fp8.cases import WAYS_OF_SPECIALISED, SparseCall, SparseCase
 from narrowkv.sparse_fp8.config import specialised_config, specialised_pays
 from narrowkv.sparse_fp8.formats import query_format
 from narrowkv.sparse_fp8.launch import SparseLaunches
@@ -126,19 +126,12 @@ def test_a_query_or_lists_that_it_cannot_read_go_to_the_plain_kernel():
 
 @pytest.mark.gpu
 @needs_gluon
-@pytest.mark.parametrize(
-    "way", ["bf16", "fp16", "split", "packed584", "row512", "packed528", "fp8_q", "splits"]
-)
+@pytest.mark.parametrize("way", WAYS_OF_SPECIALISED)
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 def test_it_agrees_with_the_reference(way, heads, monkeypatch):
     if device_target("cuda").name != "sm90":
         pytest.skip("needs a Hopper GPU")
-    layout = {"splits": "bf16", "fp8_q": "packed584"}.get(way, way)
-    mode = {"splits": "decode", "bf16": "16bit", "fp16": "16bit"}.get(way, "fused")
-    case = W(
-        mode=mode, layout=layout, num_qo_heads=heads, q="fp16" if way == "fp16" else "bf16",
-        prefix_lens=(70, 0, 1, 63, 64, 65, 128, 256, 0, 129) * 20, extend_lens=(3, 0, 64, 1, 0) * 40,
-    )  # fmt: skip
+    case = SparseCase.for_specialised(way, heads)
     inputs = case.build("cuda")
     stages = []
     original = SparseLaunches.attention

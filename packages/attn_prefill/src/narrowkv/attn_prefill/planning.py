@@ -75,7 +75,8 @@ def plan_prefill(
         max_q_len: the most query tokens of one sequence, where known. 1 lets `paged_decode` serve the call.
         max_seq_len: the most keys of one sequence; default the table's capacity.
         max_kv_tokens: the most keys of all sequences together. It bounds the scratch of widened keys, which
-            an engine's wide block table would otherwise make large.
+            an engine's wide block table would otherwise make large. In a call with more keys than the bounds
+            allow, rows that see keys which the scratch lacks are NaN; with `validate` it is refused.
         kernel: forces "dense", "fused" or "decode".
         num_splits: forces how many programs share a tile's keys.
         scratch_limit_bytes: the most scratch that the automatic choice may take.

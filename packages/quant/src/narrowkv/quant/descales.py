@@ -38,9 +38,14 @@ def largest_magnitude(x: torch.Tensor, fmt: Format, dims: tuple[int, ...]) -> to
 
 
 def descale_of(amax: torch.Tensor, max_value: float) -> torch.Tensor:
-    """The descale that maps the largest magnitude of each group to `max_value`; 1 for a group of zeros."""
+    """The descale that maps the largest magnitude of each group to `max_value`; 1 for a group of zeros.
+
+    `max_value` times it is finite, also where the quotient was rounded up.
+    """
     # torch on a GPU divides by a Python number by multiplying with its reciprocal, which rounds differently.
-    return torch.where(amax == 0, 1.0, (amax / torch.full_like(amax, max_value)).clamp(min=_MIN_DESCALE))
+    descale = amax / torch.full_like(amax, max_value)
+    most = FP32_MAX / max_value * (1 - 2.0**-23)
+    return torch.where(amax == 0, 1.0, descale.clamp(_MIN_DESCALE, most))
 
 
 def given_descale(descale: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:

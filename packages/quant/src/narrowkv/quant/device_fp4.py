@@ -5,10 +5,11 @@ import triton
 import triton.language as tl
 
 from narrowkv.quant.device import round_magnitude
-from narrowkv.quant.e8m0 import ABOVE_SQRT2, ULTRAQUANT_FACTOR
+from narrowkv.quant.e8m0 import ABOVE_SQRT2, ULTRAQUANT_FACTOR, largest_exponent
 
 _ULTRAQUANT_FACTOR = tl.constexpr(ULTRAQUANT_FACTOR)
 _ABOVE_SQRT2 = tl.constexpr(ABOVE_SQRT2)
+_LARGEST_EXPONENT = tl.constexpr(largest_exponent("fp4_e2m1"))
 
 
 @triton.jit
@@ -149,14 +150,14 @@ def narrow_fp4(x, RULE: tl.constexpr):
         # In float64 the order of the sum does not matter, so every target chooses the same exponent.
         least = tl.full(floor.shape, float("inf"), tl.float64)
         for i in tl.static_range(4):
-            tried = tl.minimum(tl.maximum(floor + (i if i < 2 else 1 - i), -127), 127)
+            tried = tl.minimum(tl.maximum(floor + (i if i < 2 else 1 - i), -127), _LARGEST_EXPONENT)
             scaled = unit * _exp2_int(floor - tried)[:, None]
             rounded = fp4_magnitude(round_fp4(scaled)) * _exp2_int(tried - floor)[:, None]
             error = (rounded - tl.abs(unit)).to(tl.float64)
             error = tl.sum(error * error, 1)
             best = tl.where(error < least, tried, best)
             least = tl.minimum(error, least)
-    best = tl.minimum(tl.maximum(best, -127), 127)
+    best = tl.minimum(tl.maximum(best, -127), _LARGEST_EXPONENT)
     scaled = tl.div_rn(x, tl.broadcast_to(_exp2_int(best)[:, None], x.shape))
     if RULE == "ultraquant" or RULE == "sglang":
         code = _round_fp4_by_rule(scaled, RULE)

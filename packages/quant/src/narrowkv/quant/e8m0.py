@@ -103,6 +103,12 @@ def _frexp(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return mantissa, exponent
 
 
+def largest_exponent(format: str | torch.dtype | Format) -> int:
+    """The largest exponent of a scale with which every code of a format stays finite in fp32."""
+    _, top = math.frexp(get_format(format).max_value)
+    return 128 - top
+
+
 def floor_exponent(amax: torch.Tensor, format: str | torch.dtype | Format) -> torch.Tensor:
     """The OCP MX rule: floor(log2(amax)) minus the exponent of the format's largest value.
 
@@ -126,6 +132,8 @@ def floor_exponent(amax: torch.Tensor, format: str | torch.dtype | Format) -> to
 def ceil_exponent(amax: torch.Tensor, format: str | torch.dtype | Format) -> torch.Tensor:
     """The smallest exponent at which nothing saturates: ceil(log2(amax / max_value)), exactly.
 
+    At most `largest_exponent`: numbers near the largest of fp32 saturate and do not come back as Inf.
+
     Args:
         amax: fp32 largest magnitudes, finite and >= 0, any shape.
         format: the element format.
@@ -137,7 +145,8 @@ def ceil_exponent(amax: torch.Tensor, format: str | torch.dtype | Format) -> tor
     top_mantissa, top = math.frexp(get_format(format).max_value)
     mantissa, exponent = _frexp(amax)
     above = (mantissa > top_mantissa).to(torch.int32)
-    return torch.where(amax == 0, 0, exponent.to(torch.int32) - top + above)
+    wanted = (exponent.to(torch.int32) - top + above).clamp(max=largest_exponent(format))
+    return torch.where(amax == 0, 0, wanted)
 
 
 # Exponents tried by the mse rule, relative to the floor rule's. Above +1 the grid only gets coarser. Below -2
@@ -160,7 +169,7 @@ def mse_exponent(groups: torch.Tensor, format: str | torch.dtype | Format) -> to
         format: the element format.
 
     Returns:
-        int32 `[...]`, in [-127, 127]; 0 for a group of zeros.
+        int32 `[...]`, from -127 to `largest_exponent`; 0 for a group of zeros.
 
     Raises:
         TypeError: `groups` is not an fp32 tensor.
@@ -184,7 +193,7 @@ def mse_exponent(groups: torch.Tensor, format: str | torch.dtype | Format) -> to
     # In float64 the order of the sum does not matter, so every device chooses the same exponent.
     least = torch.full_like(floor, math.inf, dtype=torch.float64)
     for step in _CANDIDATES:
-        exponent = (floor + step).clamp(-E8M0_BIAS, E8M0_BIAS)
+        exponent = (floor + step).clamp(-E8M0_BIAS, largest_exponent(format))
         scale = _pow2(exponent - floor).unsqueeze(-1)
         error = (round_to_format(unit / scale, format) * scale - unit).double().square().sum(-1)
         better = error < least
@@ -231,7 +240,9 @@ def sglang_exponent(amax: torch.Tensor) -> torch.Tensor:
 
 
 def dsv4_tile_scale(amax: torch.Tensor) -> torch.Tensor:
-    """The power-of-two scale of a DeepSeek tile: 2^ceil(log2(max(amax / 448, 1e-4))).
+    """The power-of-two scale of a DeepSeek tile: 2^ceil(log2(max(amax / 448, 1e-4))), at most 2^119.
+
+    With 2^120 code 256 would be Inf.
 
     Args:
         amax: fp32 largest magnitudes of the tiles, any shape.
@@ -251,5 +262,5 @@ def dsv4_tile_scale(amax: torch.Tensor) -> torch.Tensor:
     wanted = (amax.clamp(max=torch.finfo(torch.float32).max) / 448.0).clamp(min=1e-4)
     mantissa, exponent = _frexp(wanted)
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)  # frexp's mantissa is in [0.5, 1)
-    scale = e8m0_decode(e8m0_from_exponent(exponent))
+    scale = e8m0_decode(e8m0_from_exponent(exponent.clamp(max=largest_exponent("fp8_e4m3fn"))))
     return scale.masked_fill(torch.isnan(amax), math.nan)

@@ -223,9 +223,10 @@ def compile_target(name: str | Target) -> Target:
 def least_columns(target: Target, rows: int) -> int:
     """The fewest columns of a product of a tile of `rows` rows that a compiler gets right.
 
-    The columns of Q K^T are a tile's keys, those of P V the channels of one part of V. On sm90 a product of
-    a warpgroup that has 32 columns or fewer beside a wider one comes out wrong (relative L1 0.2 to 1e8), or
-    reads shared memory that is not there. Every choice of tiles keeps to this; see `tests/test_tiles.py`.
+    The columns of Q K^T are a tile's keys, those of P V the channels of one part of V. On sm90 products of
+    warpgroups with 32 columns or fewer beside wider ones come out wrong for some tiles (relative L1 0.2 to
+    1e8), or read shared memory that is not theirs: Triton 3.6 and 3.8, H200. Where they came out right they
+    were slower. Every choice of tiles keeps to this; see `tests/test_tiles.py`.
     """
     return 64 if target.is_nvidia and rows >= WARPGROUP_ROWS else 1
 

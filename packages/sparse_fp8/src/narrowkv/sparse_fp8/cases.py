@@ -30,6 +30,10 @@ QUERIES = ("bf16", "fp16", "fp8")
 _I32 = torch.int32
 
 
+WAYS_OF_SPECIALISED = ("bf16", "fp16", "split", "packed584", "row512", "packed528", "fp8_q", "splits")
+"""Rows and queries that `SparseCase.for_specialised` takes."""
+
+
 @dataclass(frozen=True)
 class SparseInputs:
     """What `SparseCase.build` makes.
@@ -112,6 +116,16 @@ class SparseCase:
         if ROW_LAYOUTS[layout].values == "fp4":
             return "fp4_e2m1"
         return (self.extend_format if of_extend else "") or self.format
+
+    @classmethod
+    def for_specialised(cls, way: str, heads: int) -> SparseCase:
+        """Two sources whose lists end at and beside tiles, for a kernel of a family of targets."""
+        layout = {"splits": "bf16", "fp8_q": "packed584"}.get(way, way)
+        mode = {"splits": "decode", "bf16": "16bit", "fp16": "16bit"}.get(way, "fused")
+        return cls.small(
+            mode=mode, layout=layout, num_qo_heads=heads, q="fp16" if way == "fp16" else "bf16",
+            prefix_lens=(70, 0, 1, 63, 64, 65, 128, 256, 0, 129) * 20, extend_lens=(3, 0, 64, 1, 0) * 40,
+        )  # fmt: skip
 
     @classmethod
     def small(cls, **changes: Any) -> SparseCase:

@@ -20,6 +20,7 @@ async_copy = cdna4.async_copy
 scheduled_tile = in_gluon(rows.scheduled_tile)
 rows_of = in_gluon(rows.rows_of)
 shifted_maximum = in_gluon(rows.shifted_maximum)
+sum_of_held_keys = in_gluon(rows.sum_of_held_keys)
 times_head_descale = in_gluon(pages.times_head_descale)
 as_fp8 = in_gluon(queries.as_fp8)
 key_range = in_gluon(masks.key_range)
@@ -357,10 +358,11 @@ def _cdna_prefill_kernel(
         acc, m, l = multiply_values(acc, m, l, v_block_factor)
     o_scale = gl.full([BLOCK_M], 1.0, gl.float32, gl.SliceLayout(1, SUMS)) * out_scale
     o_scale = times_head_descale(o_scale, v_descale, seq, kv_head, V_DESCALE)
-    tokens, heads, row_mask, _within = rows_of(
+    tokens, heads, row_mask, within = rows_of(
         tile.q_start, tile.q_len, tile.number, kv_head, GQA_RATIO, BLOCK_M
     )
     m = shifted_maximum(m, q.shift, tokens, heads, row_mask, NUM_HEADS, False)
+    l = sum_of_held_keys(l, tile, within, WINDOW_RIGHT)
     write_rows(
         out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask,
         gl.arange(0, HEAD_DIM, gl.SliceLayout(0, SUMS)), out.token, out.head, out.lse_token,

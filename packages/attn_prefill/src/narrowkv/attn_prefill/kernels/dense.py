@@ -13,6 +13,7 @@ from narrowkv.attn_prefill.kernels.rows import (
     rows_of,
     scheduled_tile,
     shifted_maximum,
+    sum_of_held_keys,
 )
 from narrowkv.paged_cache.kernels.append import load_rotated
 from narrowkv.paged_cache.kernels.pages import times_head_descale
@@ -312,6 +313,7 @@ def _dense_prefill_kernel(
             SETTLE, BLOCK_M, BLOCK_D,
         )  # fmt: skip
     if write:
+        l = sum_of_held_keys(l, tile, within, WINDOW_RIGHT)
         write_rows(
             out.ptr, out.lse, out.sinks, acc, m, l, o_scale, heads, tokens, row_mask, d,
             out.token, out.head, out.lse_token, HEAD_DIM, HAS_SINKS, WRITE_LSE,

@@ -134,7 +134,20 @@ def attend_with_factors(
         l = gl.convert_layout(l, gl.SliceLayout(1, O))
         o_scale = times_head_descale(scales.out, scales.v_descale, seq, kv_head, V_DESCALE) * factor
         write_half_tile(
-            q, out, acc, m, l, o_scale, tile, kv_head, half, NUM_KV_HEADS, GQA_RATIO, HAS_SINKS, WRITE_LSE
+            q,
+            out,
+            acc,
+            m,
+            l,
+            o_scale,
+            tile,
+            kv_head,
+            half,
+            NUM_KV_HEADS,
+            GQA_RATIO,
+            WINDOW_RIGHT,
+            HAS_SINKS,
+            WRITE_LSE,
         )
     # Whoever is last leaves both numbers as the next launch expects them.
     all_warps()

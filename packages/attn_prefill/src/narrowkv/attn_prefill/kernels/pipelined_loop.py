@@ -275,5 +275,18 @@ def attend(
             write &= merged
         if write:
             write_half_tile(
-                q, out, acc, m, l, o_scale, tile, kv_head, HALF, NUM_KV_HEADS, GQA_RATIO, HAS_SINKS, WRITE_LSE
+                q,
+                out,
+                acc,
+                m,
+                l,
+                o_scale,
+                tile,
+                kv_head,
+                HALF,
+                NUM_KV_HEADS,
+                GQA_RATIO,
+                WINDOW_RIGHT,
+                HAS_SINKS,
+                WRITE_LSE,
             )

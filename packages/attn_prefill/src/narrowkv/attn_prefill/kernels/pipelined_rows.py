@@ -12,6 +12,7 @@ from narrowkv.runtime.launch.gluon import in_gluon
 
 rows_of = in_gluon(rows.rows_of)
 shifted_maximum = in_gluon(rows.shifted_maximum)
+sum_of_held_keys = in_gluon(rows.sum_of_held_keys)
 output_rows = in_gluon(results.output_rows)
 write_lse = in_gluon(results.write_lse)
 
@@ -75,13 +76,14 @@ def half_rows(tile, kv_head, half, GQA_RATIO: gl.constexpr, ROWS: gl.constexpr):
 @gluon.jit
 def write_half_tile(
     q, out, acc, m, l, o_scale, tile, kv_head, half,
-    NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GQA_RATIO: gl.constexpr, WINDOW_RIGHT: gl.constexpr,
     HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
     """O and lse of a half tile's rows."""
     ROWS: gl.constexpr = acc.shape[0]
     HEAD_DIM: gl.constexpr = acc.shape[1]
-    tokens, heads, row_mask, _within = half_rows(tile, kv_head, half, GQA_RATIO, ROWS)
+    tokens, heads, row_mask, within = half_rows(tile, kv_head, half, GQA_RATIO, ROWS)
+    l = sum_of_held_keys(l, tile, within, WINDOW_RIGHT)
     m = shifted_maximum(m, q.shift, tokens, heads, row_mask, NUM_KV_HEADS * GQA_RATIO, False)
     o = output_rows(out.sinks, acc, m, l, o_scale, heads, row_mask, HAS_SINKS)
     if WRITE_LSE:

@@ -178,7 +178,9 @@ def sequences_of(
     if APPENDS:
         before = tl.cdiv(held, BLOCK_N) * BLOCK_N
         blocks = tl.cdiv(held, BLOCK_N) + tl.cdiv(rows, BLOCK_N)
-        return start, rows, before + rows, before - held, before, blocks, claimed
+        # No key of a sequence whose old keys are not all held: see `sum_of_held_keys`.
+        keys = tl.where((rows > 0) & (held < lens), 0, before + rows)
+        return start, rows, keys, before - held, before, blocks, claimed
     else:
         return start, rows, held, held * 0, lens - length, tl.cdiv(held, BLOCK_N), claimed
 
@@ -294,6 +296,18 @@ def shifted_maximum(m, shift, tokens, heads, row_mask, NUM_HEADS: tl.constexpr, 
     if shift is not None and not CAPPED:
         m += load_shift(shift, tokens, heads, row_mask, NUM_HEADS) * 1.4426950408889634
     return m
+
+
+@triton.jit
+def sum_of_held_keys(l, tile, within, WINDOW_RIGHT: tl.constexpr):
+    """The running sum of rows: NaN where a row sees keys that the scratch lacks beyond a plan's bounds.
+
+    within: of each row the query token in its sequence.
+    """
+    last = tile.before + tile.q_len - 1
+    if WINDOW_RIGHT >= 0:
+        last = tl.minimum(tile.before + within + WINDOW_RIGHT, last)
+    return tl.where(last >= tile.kv_len, float("nan"), l)
 
 
 @triton.jit
