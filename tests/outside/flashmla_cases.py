@@ -46,7 +46,7 @@ def bf16_by_default() -> Any:
     torch.set_default_dtype(dtype)
 
 
-@pytest.mark.parametrize("name", DECODE if "decoding" in FILE else ())
+@pytest.mark.parametrize("name", DECODE)
 def test_decode(name: str, bf16_by_default: None) -> None:
     script, lib = importlib.import_module(FILE), importlib.import_module("lib")
     case = {
@@ -57,8 +57,14 @@ def test_decode(name: str, bf16_by_default: None) -> None:
     assert script.test_flash_mla(param).is_correct
 
 
-@pytest.mark.parametrize("name", PREFILL if "prefill" in FILE else ())
+@pytest.mark.parametrize("name", PREFILL)
 def test_prefill(name: str, bf16_by_default: None) -> None:
     script, lib = importlib.import_module(FILE), importlib.import_module("lib")
     case = {"s_q": 3, "s_kv": 95, "topk": 64, "h_q": 64, "num_runs": 0, **PREFILL[name]}
     assert script.run_test(lib.TestParam(**case))
+
+
+if "decoding" in FILE:
+    del test_prefill
+else:
+    del test_decode
