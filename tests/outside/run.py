@@ -1,0 +1,80 @@
+"""Runs the outside suites that a folder has, unchanged, against narrowkv, and prints a table of what ran."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from suites import FETCH, SUITES, Suite
+
+HERE = Path(__file__).parent
+
+
+def run_suite(suite: Suite, folder: Path, options: list[str]) -> dict[str, Any] | None:
+    """Runs one suite in a process of its own.
+
+    Returns:
+        How many tests passed, failed and were skipped, and how many were left out for each reason; None where
+        pytest could not begin.
+    """
+    file = folder / suite.file
+    with tempfile.TemporaryDirectory() as place:
+        report = Path(place) / "report.json"
+        paths = [str(HERE), str(folder / "python"), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {
+            "OUTSIDE_SUITE": suite.name, "OUTSIDE": str(folder), "OUTSIDE_FILE": str(file),
+            "OUTSIDE_REPORT": str(report), "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }  # fmt: skip
+        target = HERE / suite.driver if suite.driver else file
+        command = [
+            sys.executable, "-m", "pytest", "-q", "-p", "outside_plugin", "-p", "no:cacheprovider", "-c",
+            os.devnull, "--rootdir", str(target.parent), "--noconftest", str(target), *options,
+        ]  # fmt: skip
+        subprocess.run(command, env=environment, check=False)
+        return json.loads(report.read_text()) if report.exists() else None
+
+
+def row_of(suite: Suite, folder: Path, found: dict[str, Any] | None) -> str:
+    """The suite's line of the table."""
+    digest = hashlib.sha256((folder / suite.file).read_bytes()).hexdigest()[:12]
+    if found is None:
+        return f"| {suite.name} | `{Path(suite.file).name}` {digest} | could not begin | | | |"
+    counts = [found["counts"].get(name, 0) for name in ("passed", "failed", "skipped")]
+    reasons = "; ".join(f"{count}: {reason}" for reason, count in found["left_out"].items())
+    return (
+        f"| {suite.name} | `{Path(suite.file).name}` {digest} | {' | '.join(map(str, counts))} | {reasons} |"
+    )
+
+
+def main() -> int:
+    """Returns 0 if every suite that was found passed, or none was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", default="", help="where the suites lie")
+    parser.add_argument("--only", default="", help="suites whose name has this text")
+    arguments, options = parser.parse_known_args()
+    folder = Path(arguments.folder).resolve()
+    there = [suite for suite in SUITES if arguments.folder and (folder / suite.file).exists()]
+    if not there:
+        print(FETCH)
+        return 0
+    chosen = [suite for suite in there if arguments.only in suite.name]
+    found = [(suite, run_suite(suite, folder, options)) for suite in chosen]
+    print("\n| suite | file | passed | failed | skipped by itself | left out |\n|---|---|---|---|---|---|")
+    for suite, result in found:
+        print(row_of(suite, folder, result))
+    for suite in SUITES:
+        if suite not in there:
+            print(f"| {suite.name} | `{suite.file}` is not in the folder | | | | |")
+    counts = [result["counts"] if result else {} for _, result in found]
+    return 0 if all(count.get("passed") and not count.get("failed") for count in counts) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
