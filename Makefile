@@ -29,7 +29,7 @@ empty :=
 space := $(empty) $(empty)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup probe test test-full test-gpu test-install test-engines test-engines-newest in-vllm in-sglang lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
+.PHONY: help setup probe inspect test test-full test-gpu test-install test-engines test-engines-newest in-vllm in-sglang lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F '|' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -55,6 +55,9 @@ test-full: $(STAMP)  ## all tests, then code generation and the interpreter agai
 	$(VENV)/bin/narrowkv validate --on gfx942,gfx950
 	own=$$($(PY) -c 'import triton; print(triton.__version__)') && \
 	for version in $(TRITONS); do [ $$version = $$own ] || $(MAKE) codegen-$$version || exit 1; done
+
+inspect: $(STAMP)  ## the code that every operation ships for gfx942 and gfx950: no spills
+	for operation in decode prefill sparse sage; do $(VENV)/bin/narrowkv inspect $$operation --no-model || exit 1; done
 
 test-gpu: $(STAMP)  ## the tests that need a GPU, in WORKERS processes
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m gpu $(ARGS)

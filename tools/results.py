@@ -1,9 +1,9 @@
 """Draws the plots and writes the tables of the documentation from the JSON files in benchmarks/results/.
 
 Called by `make results`. Standard library and narrowkv only. Plots go to docs/images/*.svg; a table goes
-between the comments `<!-- table NAME -->` and `<!-- end -->` of docs/*.md; the programs of examples/ go between
-`<!-- program NAME -->` and `<!-- end -->`. With --check nothing is written,
-and the exit code is 1 if anything would change.
+between the comments `<!-- table NAME -->` and `<!-- end -->` of docs/*.md, and a program of examples/ between
+`<!-- program NAME -->` and `<!-- end -->`. With --check nothing is written, and the exit code is 1 if anything
+would change.
 """
 
 from __future__ import annotations

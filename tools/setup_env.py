@@ -2,8 +2,8 @@
 
 Called by the Makefile. What it promises: a torch or triton that the calling Python already has is used and
 never replaced (a constraints file pins both, so pip must fail rather than change them), and a torch for ROCm
-that is too old ends the set-up before pip is asked; what is missing is installed; every package of the workspace
-is installed editable.
+that is too old ends the set-up before pip is asked; what is missing is installed; every package of the
+workspace is installed editable.
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ def refuse_old_rocm(python: Path) -> None:
     version, rocm = words
     if tuple(map(int, version.split("+")[0].split(".")[:2])) < OLDEST_TORCH:
         oldest, short = ".".join(map(str, OLDEST_TORCH)), ".".join(rocm.split(".")[:2])
+        index = f"https://download.pytorch.org/whl/rocm{short}"
         sys.exit(
-            f"[set-up] torch {version} of {python} is for ROCm {rocm} and older than {oldest}; pip would replace "
-            "it with a build for CUDA. Install one for ROCm first:\n"
-            f"  {python} -m pip install 'torch>={oldest}' --index-url https://download.pytorch.org/whl/rocm{short}\n"
+            f"[set-up] torch {version} of {python} is for ROCm {rocm} and older than {oldest}; pip would "
+            "replace it with a build for CUDA. Install one for ROCm first:\n"
+            f"  {python} -m pip install 'torch>={oldest}' --index-url {index}\n"
             "or start from a Python that has one: make setup PYTHON=/path/to/python"
         )
 
