@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import typer
 import typer.main
@@ -20,6 +19,7 @@ from narrowkv.cli import names
 from narrowkv.cli.app import app
 from narrowkv.cli.modelled import parse_call
 from narrowkv.runtime.cases import CaseError, parse_case
+from narrowkv.sage.cases import one_shape
 from narrowkv.testing.kinds import KINDS
 from narrowkv.testing.machine_report import commands as report_commands
 
@@ -29,8 +29,7 @@ SOURCES = sorted(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/
 PLACEHOLDERS = {"LINE", "FILE", "FORMAT", "BASELINE.json", "CONTRACT-SET", "OPERATION"}
 # Options of other programs that pages and messages name.
 FOREIGN = {
-    "--attention-backend", "--kv-cache-dtype", "--run-slow", "--hypothesis-profile", "--index-url", "--no-deps",
-    "--triton-attention-num-kv-splits", "--jobs", "--detect-hazards",
+    "--attention-backend", "--kv-cache-dtype", "--index-url", "--no-deps", "--triton-attention-num-kv-splits",
 }  # fmt: skip
 
 
@@ -38,15 +37,14 @@ FOREIGN = {
 def strings(path: Path) -> tuple[str, ...]:
     """The string constants of a file, docstrings too; of f-strings those without a value in them."""
     tree = ast.parse(path.read_text())
-    parts = {
-        id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)
-    }
+    made = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    parts = {id(part) for node in made for part in ast.walk(node)}
     found = (n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str))
     return tuple(str(node.value) for node in found if id(node) not in parts)
 
 
 def context_of(line: str) -> Any:
-    """The context of a parsed command line of `narrowkv`, without the program's name; None for a group's name."""
+    """The context of a parsed command line, without the program's name; None for the name of a group."""
     command: Any = typer.main.get_command(app)
     arguments = shlex.split(line)
     default = ""
@@ -94,14 +92,12 @@ def check_command(line: str) -> None:
         context = context_of(line)
     except typer.Exit:
         return  # --help, --version
-    except click.MissingParameter:
-        if words[-1].startswith("-") or line in ("engines try",):
-            return  # the command is named, not given
-        raise
-    except click.BadOptionUsage as error:
-        if words[-1] == error.option_name:
+    except Exception as error:
+        if getattr(error, "option_name", None) == words[-1]:
             return  # an option is named, without a value
-        raise
+        if type(error).__name__ != "MissingParameter" or any(word.startswith("-") for word in words):
+            raise
+        return  # the command is named, not given
     if context is not None:
         check_values(context)
 
@@ -118,7 +114,9 @@ def shown_commands() -> Iterator[tuple[str, str]]:
                         if line.startswith("narrowkv "))  # fmt: skip
     for file in (ROOT / "Makefile", ROOT / ".ci" / "run"):
         for line in re.findall(r"bin/narrowkv ([^;&|\n]+)", file.read_text()):
-            yield name_of(file), line.replace("$(ARGS)", "").strip()
+            command = line.replace("$(ARGS)", "").strip()
+            for operation in ("decode", "prefill", "sparse", "sage") if "$$operation" in line else ("",):
+                yield name_of(file), command.replace("$$operation", operation)
     for target in ("gfx942", "gfx950", "sm90", None):
         for quick in (False, True):
             yield from (("narrowkv report", line) for line in report_commands(target, quick=quick))
@@ -138,8 +136,8 @@ def test_every_command_line_parses_and_names_what_exists() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["validate --case lens=33,k=bf16", "validate prefill --case kernel=dence", "validate --case split=uniform",
-     "bench sparse --mode bf61", "inspect model --case decode:ration=3", "bench decode --on gfx943",
+    ["validate --case lens=33,k=bf16", "validate prefill --case kernel=dence",
+     "validate --case split=uniform", "bench sparse --mode bf61", "inspect model --case decode:ration=3", "bench decode --on gfx943",
      "probe glm", "bench decode --nope 1", "validate decodes"],
 )  # fmt: skip
 def test_what_does_not_exist_is_found(line: str) -> None:
@@ -156,10 +154,19 @@ def test_every_string_that_looks_like_a_case_is_one() -> None:
                 if (match := pattern.fullmatch(span)) is None:
                     continue
                 found += 1
-                if not any(_is_case(kind.case, match[1]) for kind in KINDS.values()):
+                known = any(_is_case(kind.case, match[1]) for kind in KINDS.values())
+                if not (known or _is_shape_of_sage(match[1])):
                     wrong.append(f"{name_of(path)}: {span}")
     assert found
     assert not wrong, "\n".join(wrong)
+
+
+def _is_shape_of_sage(line: str) -> bool:
+    try:
+        one_shape(line, precision="", granularity="", seed=0)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_case(kind: Any, line: str) -> bool:

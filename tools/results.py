@@ -2,8 +2,8 @@
 
 Called by `make results`. Standard library and narrowkv only. Plots go to docs/images/*.svg; a table goes
 between the comments `<!-- table NAME -->` and `<!-- end -->` of docs/*.md, and a program of examples/ between
-`<!-- program NAME -->` and `<!-- end -->`. With --check nothing is written, and the exit code is 1 if anything
-would change.
+`<!-- program NAME -->` and `<!-- end -->`. With --check nothing is written, and the exit code is 1 if
+anything would change.
 """
 
 from __future__ import annotations

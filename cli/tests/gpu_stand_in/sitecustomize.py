@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from narrowkv.runtime.launch import InterpretExecutor, path
+from narrowkv.runtime.launch import InterpretExecutor, executing
 from narrowkv.runtime.targets import get_target
 from narrowkv.testing.bench import ceilings, timing
 
@@ -89,4 +89,4 @@ for name, answer in {
 timing.GraphTimer = _Timer
 ceilings.measure_ceilings = lambda timer: ceilings.Ceilings(4e12, 4e12, 6e14)
 _OnTheCpu().__enter__()
-path._executor.set(InterpretExecutor(get_target("gfx942")))
+executing(InterpretExecutor(get_target("gfx942"))).__enter__()
