@@ -137,8 +137,8 @@ def test_every_command_line_parses_and_names_what_exists() -> None:
 @pytest.mark.parametrize(
     "line",
     ["validate --case lens=33,k=bf16", "validate prefill --case kernel=dence",
-     "validate --case split=uniform", "bench sparse --mode bf61", "inspect model --case decode:ration=3", "bench decode --on gfx943",
-     "probe glm", "bench decode --nope 1", "validate decodes"],
+     "validate --case split=uniform", "bench sparse --mode bf61", "inspect model --case decode:ration=3",
+     "bench decode --on gfx943", "probe glm", "bench decode --nope 1", "validate decodes"],
 )  # fmt: skip
 def test_what_does_not_exist_is_found(line: str) -> None:
     with pytest.raises(Exception, match=r"(?i)must be|no such|not a command|unexpected|got"):

@@ -31,6 +31,8 @@ def _there(value: Any) -> Any:
 
 class _OnTheCpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.device:  # a device is described, nothing is made there
+            return func(*args, **(kwargs or {}))
         named = {name: _there(value) for name, value in (kwargs or {}).items()}
         return func(*map(_there, args), **named)
 
