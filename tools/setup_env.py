@@ -1,8 +1,9 @@
 """Makes the workspace's virtual environment, or brings it up to date. Standard library only.
 
 Called by the Makefile. What it promises: a torch or triton that the calling Python already has is used and
-never replaced (a constraints file pins both, so pip must fail rather than change them); what is missing is
-installed; every package of the workspace is installed editable.
+never replaced (a constraints file pins both, so pip must fail rather than change them), and a torch for ROCm
+that is too old ends the set-up before pip is asked; what is missing is installed; every package of the
+workspace is installed editable.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 10)
+OLDEST_TORCH = (2, 10)
 # The distributions that may carry the module: ROCm builds go by other names.
 DISTRIBUTIONS = {
     "torch": ("torch",),
@@ -29,6 +31,15 @@ VERSION = (
     "for name in {names!r}:\n"
     "    try: print(name + '==' + m.version(name)); break\n"
     "    except m.PackageNotFoundError: pass"
+)
+
+# Version, and ROCm's version or nothing, of the torch that a Python finds, without importing it.
+BUILD = (
+    "import importlib.util as u, pathlib, runpy\n"
+    "found = u.find_spec('torch')\n"
+    "file = found and found.origin and pathlib.Path(found.origin).with_name('version.py')\n"
+    "said = runpy.run_path(str(file)) if file and file.exists() else {}\n"
+    "print(said.get('__version__', ''), said.get('hip') or '')"
 )
 
 
@@ -55,6 +66,26 @@ def installed_pin(python: Path, module: str) -> str | None:
     return (
         subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip() or None
     )
+
+
+def refuse_old_rocm(python: Path) -> None:
+    """Ends the set-up where `python` has a torch for ROCm that is too old for the packages.
+
+    Their requirement would have pip replace it with the index's build, which is for CUDA.
+    """
+    words = subprocess.run([python, "-c", BUILD], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    if len(words) < 2:  # no torch, or one that is not for ROCm
+        return
+    version, rocm = words
+    if tuple(map(int, version.split("+")[0].split(".")[:2])) < OLDEST_TORCH:
+        oldest, short = ".".join(map(str, OLDEST_TORCH)), ".".join(rocm.split(".")[:2])
+        index = f"https://download.pytorch.org/whl/rocm{short}"
+        sys.exit(
+            f"[set-up] torch {version} of {python} is for ROCm {rocm} and older than {oldest}; pip would "
+            "replace it with a build for CUDA. Install one for ROCm first:\n"
+            f"  {python} -m pip install 'torch>={oldest}' --index-url {index}\n"
+            "or start from a Python that has one: make setup PYTHON=/path/to/python"
+        )
 
 
 def create(folder: Path) -> None:
@@ -86,6 +117,7 @@ def main() -> None:
         found = sys.version.split()[0]
         sys.exit(f"[set-up] Python >= 3.10 is needed, this is {found}; try: make PYTHON=python3.12")
 
+    refuse_old_rocm(Path(sys.executable))
     folder = options.venv if options.venv.is_absolute() else ROOT / options.venv
     python = folder / "bin" / "python"
     if (

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from narrowkv.runtime.cases import parse_case
 from narrowkv.testing.bench import comparison
 from narrowkv.testing.codegen import compile_call
 from narrowkv.testing.kinds import DECODE
+from narrowkv.testing.machine_report import CASES
 from narrowkv.testing.model import model_call
 
 
@@ -123,13 +127,41 @@ def reported(folder: Path, *options: object, ends: int = 0) -> dict[str, Any]:
 
 
 def test_a_fault_of_one_command_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine_report, "commands", lambda target: ["nothing", "env"])
+    monkeypatch.setattr(machine_report, "commands", lambda target, quick: ["nothing", "env"])
     found = reported(tmp_path, ends=1)
     broken, worked = found["steps"]
     assert "No such command" in broken["said"]
     assert worked["document"]["environment"]
     assert {"device", "versions", "commands", "shape"} <= set(found)  # what benchmarks/results/ needs
     assert "`narrowkv nothing`" in (tmp_path / "narrowkv-report.md").read_text()
+
+
+def test_a_report_runs_whole_where_only_the_gpu_is_a_stand_in(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in = Path(__file__).with_name("gpu_stand_in")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (stand_in, *filter(None, sys.path)))))
+    program = [sys.executable, "-m", "narrowkv.cli", "report", "--quick", "--minutes", "60"]
+    done = subprocess.run([*program, "--folder", tmp_path], capture_output=True, text=True, check=False)
+    found = json.loads((tmp_path / "narrowkv-report.json").read_text())
+    assert {step["command"]: step["said"] for step in found["steps"] if step["exit_code"] != 0} == {}
+    assert done.returncode == 0, done.stderr
+    assert found["device"] == "stand-in for an MI300X (gfx942)"
+    assert [step["command"] for step in found["steps"]] == machine_report.commands("gfx942", quick=True)
+    cases = [case["case"] for step in found["steps"][1:4] for case in step["document"]["cases"]]
+    assert cases == [str(case) for some in CASES.values() for case in some]
+    assert {(row["bench"], row["call"]) for row in found["rows"]} == {
+        ("decode", "decode"), ("prefill", "batch_prefill"), ("prefill", "prefill_append"), ("sparse", "bf16"),
+        ("sparse", "fused"), ("sage", "int8, per_thread"),
+    }  # fmt: skip
+    for row in found["rows"]:
+        assert row["status"] == "pass"
+        assert row["measured_us"] > 0, row
+        assert row["model_us"] > 0, row
+    text = (tmp_path / "narrowkv-report.md").read_text()
+    last = f"of {len(found['rows'])} rows differ from the model"
+    for part in ("# narrowkv report: ", "- torch: ", "| command | exit code |", "| bench | call |", last):
+        assert part in text
 
 
 def test_nothing_runs_when_time_is_up(tmp_path: Path) -> None:

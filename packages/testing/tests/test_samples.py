@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from narrowkv.attn_decode import merge_states
 from narrowkv.attn_decode.cases import DecodeCase
+from narrowkv.attn_prefill import cases as prefill
 from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import PagedKVCache, append, append_reference
 from narrowkv.runtime.cases import parse_case
-from narrowkv.runtime.launch import executing
-from narrowkv.testing import samples
+from narrowkv.runtime.launch import LaunchOptions, executing
+from narrowkv.runtime.targets import get_target
+from narrowkv.sparse_fp8.cases import SparseCase
+from narrowkv.testing import model, samples
+from narrowkv.testing.checking import check_sample
 from narrowkv.testing.emulation import EmulateExecutor
+from narrowkv.testing.families import families
 from narrowkv.testing.samples import Launch, a_few, corners, sample
+from narrowkv.testing.shipped import SHIPPED
 
 
 def test_a_kernel_that_is_not_listed_runs_whole() -> None:
@@ -80,6 +91,93 @@ def test_a_sample_of_even_shares_finishes_the_last_head_and_no_other() -> None:
     assert run.artifact.name == "_fused_prefill_kernel"
     assert rows.tolist() == [[False] * 3 + [True] * 3] * 2, "of the last KV head, in both sequences"
     assert run.result.workgroups == run.launched // case.num_kv_heads
+
+
+class SampleExecutor:
+    """Takes the sample of every launch, and runs nothing."""
+
+    def __init__(self, target: str) -> None:
+        self.target = get_target(target)
+        self.kernels: set[str] = set()
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        constexprs: dict[str, Any],
+        options: LaunchOptions,
+    ) -> None:
+        """Takes the sample, which must be a part of the grid."""
+        launch = Launch(kernel.__name__, (*grid, 1, 1)[:3], constexprs)
+        first = a_few(3)(launch)
+        assert first, launch
+        for workgroup in first:
+            assert all(0 <= at < extent for at, extent in zip(workgroup, launch.grid, strict=True)), launch
+        self.kernels.add(launch.kernel)
+
+
+SOURCES = Path(__file__).resolve().parents[2]
+
+
+def kernels_of_the_sources() -> set[str]:
+    """Names of all kernels in the packages."""
+    found = re.findall(
+        r"^def (_\w+_kernel)\(", "\n".join(path.read_text() for path in SOURCES.glob("*/src/**/*.py")), re.M
+    )
+    return set(found)
+
+
+# Calls beside those of `families` that launch every kernel.
+OTHERS: tuple[Any, ...] = (
+    DecodeCase.small(split="even"),
+    DecodeCase.small(split="per_sequence"),
+    PrefillCase.small(kernel="split"),
+    SparseCase.small(),
+    SparseCase.small(mode="prepass"),
+    SparseCase.small(mode="decode", num_qo_heads=64),
+    SparseCase.small(mode="16bit", layout="bf16"),
+)
+
+
+def launched(target: str, calls: Iterable[Callable[[], object]]) -> set[str]:
+    """The kernels that calls launch for a target, each with a sample that is a part of its grid."""
+    executor = SampleExecutor(target)
+    with executing(executor):
+        for call in calls:
+            call()
+    return executor.kernels
+
+
+def test_every_kernel_has_a_sample() -> None:
+    reached: set[str] = set()
+    for target in ("gfx942", "gfx950"):
+        calls = [family.call for family in families(target).values()]
+        calls += [lambda case=case: case.inputs().call() for case in OTHERS]
+        calls.append(next(case for case in prefill.shipped(target) if case.kernel == "dense").inputs().call)
+        reached |= launched(target, calls)
+    assert reached >= set(samples.SAMPLES) - {"_merge_states_kernel"}
+    assert kernels_of_the_sources() >= {*samples.SAMPLES, *model._RUN_WHOLE}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", SHIPPED)
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_every_shipped_plan_has_samples(operation: str, target: str) -> None:
+    cases = SHIPPED[operation].cases(target)
+    assert launched(target, [lambda case=case: case.inputs().call() for case in cases])
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("line", [
+    "operation=append,kernel=fused,q_lens=3+2,lens=70+9,kv_heads=2",
+    "operation=append,kernel=append_then_attend,q_lens=3+2,lens=70+9,kv_heads=2",
+    "kernel=dense,q_lens=20+3,lens=70+9,kv_heads=2",
+])  # fmt: skip
+def test_a_sample_of_prefill_finishes_whole_rows(line: str, target: str) -> None:
+    inputs = parse_case(PrefillCase, line).inputs()
+    found = check_sample(target, inputs, lambda: inputs.prepare()(), inputs.case.bound)
+    assert found.detail == ""
 
 
 def test_a_sample_of_append_writes_its_tokens_alone() -> None:

@@ -210,6 +210,7 @@ def report_machine(
     report: Report,
     folder: Annotated[Path, typer.Option(metavar="DIR", help="Where the two files go.")] = Path(),
     minutes: Annotated[float, typer.Option(min=0, help="After which nothing more is run.")] = 10.0,
+    quick: Annotated[bool, typer.Option("--quick", help="The smallest sizes: does everything run?")] = False,
 ) -> ExitCode:
     """Probe, validate and measure what matters in minutes; write one JSON and one Markdown file to share.
 
@@ -217,7 +218,7 @@ def report_machine(
     """
     from narrowkv.cli.machine_report import write_report
 
-    return write_report(report, folder=folder, minutes=minutes)
+    return write_report(report, folder=folder, minutes=minutes, quick=quick)
 
 
 def main() -> None:

@@ -13,13 +13,14 @@ from narrowkv.testing.machine_report import Step, commands, report_document, run
 _PROGRAM = (sys.executable, "-m", "narrowkv.cli")
 
 
-def write_report(report: Report, *, folder: Path, minutes: float) -> ExitCode:
+def write_report(report: Report, *, folder: Path, minutes: float, quick: bool = False) -> ExitCode:
     """Runs the steps until the time is up, and writes the two files.
 
     Args:
         report: where progress goes.
         folder: of the files.
         minutes: after which nothing more is run.
+        quick: with the smallest sizes.
 
     Raises:
         UsageError: the folder is none, or cannot be written.
@@ -31,7 +32,7 @@ def write_report(report: Report, *, folder: Path, minutes: float) -> ExitCode:
         check_writable("--folder", path)
     environment = describe()
     gpu = next(iter(environment["gpus"]), None)
-    planned = commands(gpu and str(gpu["target"]))
+    planned = commands(gpu and str(gpu["target"]), quick=quick)
     steps: list[Step] = []
     with report.progress(len(planned), "report") as line:
         for step in run_steps(_PROGRAM, planned, 60 * minutes):

@@ -69,8 +69,8 @@ class DecodeCase(CacheCase):
     window_left: int = named(-1, "window")
     logits_soft_cap: float = named(0.0, "soft_cap")
     sinks: bool = False
-    split: str = ""
-    kernel: str = ""
+    split: str = named("", words=("", "none", "even", "per_sequence"))
+    kernel: str = named("", words=("", "native", "decode"))
 
     bound = BOUND
     lse_bound = LSE_BOUND

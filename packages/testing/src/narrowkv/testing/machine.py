@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import sys
 from importlib import metadata
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 
 from narrowkv.runtime.targets import device_target
 
-_OWN = ("quant", "paged_cache", "attn_decode", "attn_prefill", "sparse_fp8", "cdna_emulator", "cli")
 _TRITON_NAMES = ("triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton")
 _LIBRARIES = ("numpy", "typer", "rich", "aiter", "amd-aiter", "flashinfer-python", "vllm", "matplotlib")
 # Variables of others that change what runs here; shown only where they are set.
@@ -70,8 +70,12 @@ def gpus() -> list[dict[str, Any]]:
 
 def describe() -> dict[str, Any]:
     """Everything that `narrowkv env` reports."""
-    names = ["narrowkv", *(f"narrowkv-{name.replace('_', '-')}" for name in _OWN)]
-    own = {name: _version(name) for name in names}  # all packages in one distribution, or in several
+    # All packages in one distribution, or in several.
+    own = {
+        found.name: found.version
+        for found in metadata.distributions()
+        if re.fullmatch(r"narrowkv(?:[-_.]\w[-\w]*)?", found.name or "")
+    }
     variables = {k: v for k, v in dict(os.environ).items() if k.startswith(_TELLING_PREFIXES)}
     return {
         "system": {
@@ -80,7 +84,7 @@ def describe() -> dict[str, Any]:
             "executable": sys.executable,
             "cores": os.cpu_count(),
         },
-        "narrowkv": {name: version for name, version in own.items() if version},
+        "narrowkv": dict(sorted(own.items())),
         "torch": {
             "version": torch.__version__,
             "hip": torch.version.hip,

@@ -13,7 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from narrowkv.attn_decode.cases import DecodeCase
+from narrowkv.attn_prefill.cases import PrefillCase
+from narrowkv.runtime.cases import Case
+from narrowkv.sparse_fp8.cases import SparseCase
 from narrowkv.testing.bench.comparison import compare
+from narrowkv.testing.contracts import CONTRACT_SETS
 from narrowkv.testing.machine import versions
 from narrowkv.testing.places import AMD_TARGETS
 
@@ -30,11 +35,30 @@ REHEARSED = {
     "decode": "--batch 64 --context 8192 --page-size 16 --format fp8_e4m3fn",
     "prefill": "--new 1024 --prefix 4096 --heads 96/8 --format fp8_e4m3fn",
 }
-_CASES = {
-    "decode": ("lens=70+5,clean=1", "lens=33,k=bf16,v=bf16", "split=uniform,lens=300+37+1,sinks=1"),
-    "prefill": ("kernel=dense", "kernel=fused,format=bf16", "operation=append"),
-    "sparse": ("lens=37+0,sink=1", "mode=decode,lens=37"),
+QUICK = {
+    "decode": "--batch 2 --context 64 --page-size 16 --num-kv-heads 1 --format fp8_e4m3fn",
+    "prefill": "--new 32 --prefix 32 --heads 12/1 --format fp8_e4m3fn",
+    "sparse": "--tokens 4 --heads 64 --topk 64 --pool 256 --mode bf16,fused",
+    "sage": "--batch 1 --context 128 --heads 2 --granularity per_thread",
 }
+"""Rows that only show whether everything runs."""
+CASES: dict[str, tuple[Case, ...]] = {
+    "decode": (
+        DecodeCase(lens=(70, 5), clean=True),
+        DecodeCase(lens=(33,), format="bf16"),
+        DecodeCase(lens=(300, 37, 1), split="per_sequence", sinks=True),
+    ),
+    "prefill": (
+        PrefillCase(kernel="dense"),
+        PrefillCase(kernel="fused", format="bf16"),
+        PrefillCase(operation="append"),
+    ),
+    "sparse": (
+        SparseCase(prefix_lens=(37, 0), sink=True),
+        SparseCase(mode="decode", prefix_lens=(37,)),
+    ),
+}
+"""The validated cases of each operation; a rehearsal has the first."""
 _LINES = 12  # shown of the output of a command that failed
 
 
@@ -57,15 +81,21 @@ class Step:
     said: str = ""
 
 
-def commands(target: str | None) -> list[str]:
-    """The commands: for a GPU of that target, or for a rehearsal without one."""
-    place = "gpu" if target else "gfx942"
-    cases = {name: lines if target else lines[:1] for name, lines in _CASES.items()}
-    benches = BENCHES if target else REHEARSED
-    found = [f"probe glm-gqa12 --on {place}"] if target else []
+def commands(target: str | None, *, quick: bool = False) -> list[str]:
+    """The commands: for a GPU of that target, or for a rehearsal without one.
+
+    Args:
+        target: of the GPU; None without one.
+        quick: with the smallest sizes, to see in a minute whether everything runs.
+    """
+    place = "gpu" if target else AMD_TARGETS[0]
+    cases = {name: some if target else some[:1] for name, some in CASES.items()}
+    benches = QUICK if quick else BENCHES if target else REHEARSED
+    contracts = CONTRACT_SETS["batch-prefill" if quick else "glm-gqa12"]
+    found = [f"probe {contracts.name} --on {place}"] if target else []
     found += [
-        f"validate {name} --on {place} {' '.join(f'--case {line}' for line in lines)}"
-        for name, lines in cases.items()
+        f"validate {name} --on {place} {' '.join(f'--case {case}' for case in some)}"
+        for name, some in cases.items()
     ]
     if target:
         found += [f"bench {name} {rows} --samples 20" for name, rows in benches.items()]

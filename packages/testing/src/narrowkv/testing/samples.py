@@ -97,7 +97,7 @@ def _prefill_programs(launch: Launch) -> Iterable[Workgroup]:
 
 def _last_head_of_an_append(launch: Launch) -> Iterable[Workgroup]:
     """Programs of the last KV head, of both kinds; they wait for one another at most."""
-    heads = launch.constexprs["NUM_KV_HEADS"]
+    heads = launch.constexprs["SIZES"].num_kv_heads
     return ((i, 0, 0) for i in range(heads - 1, launch.grid[0], heads))
 
 
@@ -114,6 +114,7 @@ SAMPLES: dict[str, Callable[[Launch], Iterable[Workgroup]]] = {
     "_fused_prefill_kernel": _prefill_programs,
     "_prefill_append_kernel": _last_head_of_an_append,
     "_dense_prefill_kernel": _splits_of_some_tiles,  # after all of _widen_kernel
+    "_cdna_prefill_kernel": _splits_of_some_tiles,  # likewise
 }
 """By the name of the kernel. Samples of kernels that one operation launches must fit together."""
 

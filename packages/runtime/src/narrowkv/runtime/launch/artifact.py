@@ -147,9 +147,9 @@ def spills_in_loops(assembly: str) -> int:
 
     def spills(i: int) -> bool:
         move = _LANE_MOVE.match(lines[i])
-        return (
-            lines[i].startswith("scratch_") or "Reload Reuse" in texts[i] or (bool(move) and move[1] in lanes)
-        )
+        if move is not None and move[1] in lanes:
+            return True
+        return lines[i].startswith("scratch_") or "Reload Reuse" in texts[i]
 
     return sum(spills(i) for i in inside)
 
