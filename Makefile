@@ -29,7 +29,7 @@ empty :=
 space := $(empty) $(empty)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup probe test test-full test-gpu test-install test-engines test-engines-newest in-vllm in-sglang lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
+.PHONY: help setup probe test test-full test-gpu test-virtual test-install test-engines test-engines-newest in-vllm in-sglang lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F '|' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -53,11 +53,17 @@ test: $(STAMP)  ## all tests but the slow ones; those that need a GPU are skippe
 test-full: $(STAMP)  ## all tests, then code generation and the interpreter again under every supported Triton
 	$(PY) -m pytest --run-slow $(ARGS)
 	$(VENV)/bin/narrowkv validate --on gfx942,gfx950
+	$(MAKE) test-virtual
 	own=$$($(PY) -c 'import triton; print(triton.__version__)') && \
 	for version in $(TRITONS); do [ $$version = $$own ] || $(MAKE) codegen-$$version || exit 1; done
 
 test-gpu: $(STAMP)  ## the tests that need a GPU, in WORKERS processes
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m gpu $(ARGS)
+
+test-virtual: $(STAMP)  ## the tests that need a GPU, on a virtual MI300X and a virtual MI355X: no GPU is needed
+	for chip in gfx942 gfx950; do \
+		TRITON_VIRTUAL_GPU=$$chip $(PY) -m pytest -n auto --maxprocesses 4 --dist loadgroup -m gpu $(ARGS) || exit 1; \
+	done
 
 test-install: $(STAMP)  ## builds the wheels and installs each package alone in a clean environment
 	$(PY) -m pytest tests/test_install.py --run-slow $(ARGS)

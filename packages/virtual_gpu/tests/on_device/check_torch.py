@@ -42,6 +42,12 @@ def test_out_is_resized_on_the_device():
     assert out.tolist() == [2, 2, 2]
 
 
+def test_integers_are_counted_as_on_a_gpu():
+    counts = torch.histc(torch.tensor([0, 2, 2, 3], device="cuda", dtype=torch.int32), bins=4, min=0, max=3)
+    assert counts.tolist() == [1, 0, 2, 1]
+    assert counts.dtype == torch.int32
+
+
 def test_new_memory_is_not_zero():
     assert torch.empty(64, device="cuda", dtype=torch.uint8).unique().tolist() == [0xC7]
 

@@ -351,6 +351,14 @@ at::Scalar item(const Tensor& tensor) {
   return aliases.to_cpu(tensor).item();
 }
 
+// torch counts integers on a GPU and not on the CPU.
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+  Aliases aliases("aten::histc");
+  const Tensor values = aliases.to_cpu(self);
+  const bool whole = at::isIntegralType(self.scalar_type(), true);
+  return aliases.to_gpu(at::histc(whole ? values.to(at::kDouble) : values, bins, low, high).to(self.scalar_type()));
+}
+
 // scaled_dot_product_attention becomes matrix products and a softmax, which have gradients.
 int64_t choose_math_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
                               std::optional<double>, bool) {
@@ -375,6 +383,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
   library.impl("_local_scalar_dense", item);
+  library.impl("histc", histc);
   library.impl("set_.source_Storage_storage_offset", set_storage);
   library.impl("set_.source_Storage", set_whole_storage);
   library.impl("set_.source_Tensor", set_tensor);
