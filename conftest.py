@@ -52,7 +52,7 @@ def gpu_missing() -> str | None:
 
 
 def not_for_a_virtual_gpu(item: pytest.Item) -> str | None:
-    """Why a test marked gpu cannot run on the virtual GPU of this process; None where it can, or there is none."""
+    """Why a test marked gpu cannot run on this process's virtual GPU; None if it can, or there is none."""
     package = sys.modules.get("narrowkv.virtual_gpu")
     if package is None or package.current() is None or item.get_closest_marker("gpu") is None:
         return None

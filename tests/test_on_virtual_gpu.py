@@ -1,4 +1,4 @@
-"""A selection of the tests marked gpu, and the command, on a virtual MI300X and MI355X; `make test-virtual` runs all."""
+"""Some of the tests marked gpu, and the probe, on virtual GPUs; `make test-virtual` runs all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# Plans, launches with other arguments, graphs: what the launch path of a GPU does and an emulated launch does not.
+# Plans, other arguments, graphs: what a GPU's launch path does and an emulated launch does not.
 SELECTION = ("packages/attn_decode/tests/test_decode.py", "packages/paged_cache/tests/test_append.py")
 
 

@@ -74,6 +74,16 @@ def test_gradients_are_those_of_the_cpu(name):
         torch.testing.assert_close(ours, theirs)
 
 
+def test_gradients_of_a_norm_are_summed_in_fp32_as_on_a_gpu():
+    torch.manual_seed(0)
+    x, grad = torch.randn(1000, 64).half().cuda(), torch.randn(1000, 64).half().cuda()
+    weight, bias = (torch.rand(64).half().cuda().requires_grad_() for _ in range(2))
+    torch.nn.functional.layer_norm(x, (64,), weight, bias).backward(grad)
+    exact = grad.double().sum(0)
+    assert bias.grad.dtype == torch.float16
+    torch.testing.assert_close(bias.grad.double(), exact, rtol=2**-10, atol=2**-10)
+
+
 def test_a_module_trains():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)).cuda()
