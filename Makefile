@@ -33,7 +33,7 @@ empty :=
 space := $(empty) $(empty)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup probe inspect test test-full test-gpu test-install test-engines test-engines-newest test-outside in-vllm in-sglang lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
+.PHONY: help setup probe inspect test test-full test-gpu test-virtual test-install test-engines test-engines-newest test-outside in-vllm in-sglang lint format typecheck bench results docs wheels clean $(addprefix codegen-,$(TRITONS))
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F '|' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -58,6 +58,7 @@ test-full: $(STAMP)  ## all tests, then code generation and the interpreter agai
 	$(PY) -m pytest --run-slow $(ARGS)
 	$(VENV)/bin/narrowkv validate --on gfx942,gfx950
 	$(MAKE) inspect
+	$(MAKE) test-virtual
 	own=$$($(PY) -c 'import triton; print(triton.__version__)') && \
 	for version in $(TRITONS); do [ $$version = $$own ] || $(MAKE) codegen-$$version || exit 1; done
 
@@ -66,6 +67,11 @@ inspect: $(STAMP)  ## the code that every operation ships for gfx942 and gfx950:
 
 test-gpu: $(STAMP)  ## the tests that need a GPU, in WORKERS processes
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m gpu $(ARGS)
+
+test-virtual: $(STAMP)  ## the tests that need a GPU, on a virtual MI300X and a virtual MI355X: no GPU is needed
+	for chip in gfx942 gfx950; do \
+		TRITON_VIRTUAL_GPU=$$chip $(PY) -m pytest -n auto --maxprocesses 4 --dist loadgroup -m gpu $(ARGS) || exit 1; \
+	done
 
 test-install: $(STAMP)  ## builds the wheels and installs each package alone in a clean environment
 	$(PY) -m pytest tests/test_install.py --run-slow $(ARGS)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,6 +34,7 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 LEFT_OUT = pytest.StashKey[int]()
+NOT_VIRTUAL = pytest.StashKey[Counter[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,7 +51,34 @@ def gpu_missing() -> str | None:
     return f"needs a GPU; torch {torch.__version__} sees none"
 
 
+def not_for_a_virtual_gpu(item: pytest.Item) -> str | None:
+    """Why a test marked gpu cannot run on this process's virtual GPU; None if it can, or there is none."""
+    package = sys.modules.get("narrowkv.virtual_gpu")
+    if package is None or package.current() is None or item.get_closest_marker("gpu") is None:
+        return None
+    for begins, reason in virtual_left_out().items():
+        if item.nodeid.startswith(begins):
+            return reason
+    return None
+
+
+@lru_cache(maxsize=1)
+def virtual_left_out() -> dict[str, str]:
+    """The beginning of a test's name, and why a virtual GPU cannot run it."""
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10
+        import tomli as tomllib
+    table = tomllib.loads((Path(__file__).parent / "tests" / "virtual_left_out.toml").read_text())
+    return {name: row["reason"] for row in table["left_out"] for name in row["tests"]}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reasons = {item: reason for item in items if (reason := not_for_a_virtual_gpu(item))}
+    if reasons:
+        config.hook.pytest_deselected(items=list(reasons))
+        items[:] = [item for item in items if item not in reasons]
+        config.stash[NOT_VIRTUAL] = Counter(reasons.values())
     for item in items:
         if item.get_closest_marker("gpu") and (reason := gpu_missing()):
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -66,9 +96,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.stash[LEFT_OUT] = len(left_out)
 
 
-def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
-    count = config.stash.get(LEFT_OUT, 0)
-    return f"{count} slow or unsampled cases run with --run-slow (make test-full) only" if count else None
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    lines = [
+        f"{count} tests left out on the virtual GPU: {reason} (tests/virtual_left_out.toml)"
+        for reason, count in config.stash.get(NOT_VIRTUAL, Counter[str]()).items()
+    ]
+    if count := config.stash.get(LEFT_OUT, 0):
+        lines.append(f"{count} slow or unsampled cases run with --run-slow (make test-full) only")
+    return lines
 
 
 def not_in_the_sample(items: list[pytest.Item]) -> set[pytest.Item]:

@@ -13,7 +13,7 @@ from narrowkv.runtime import TARGETS, UnsupportedError, device_target, get_targe
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """A GPU whose vendor, architecture and capability a test sets; counts how often it is asked."""
-    gpu = SimpleNamespace(arch="", capability=(9, 0), asked=0)
+    gpu = SimpleNamespace(arch="", capability=(9, 0), units=132, asked=0)
 
     def answer(value: Callable[[], Any]) -> Callable[[int], Any]:
         def asked(index: int) -> Any:
@@ -26,9 +26,13 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         vars(gpu).update(changes)
         monkeypatch.setattr(torch.version, "hip", hip)
 
-    properties = answer(lambda: SimpleNamespace(gcnArchName=gpu.arch))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", answer(lambda: gpu.capability))
+    def properties() -> SimpleNamespace:
+        major, minor = gpu.capability
+        return SimpleNamespace(
+            gcnArchName=gpu.arch, major=major, minor=minor, multi_processor_count=gpu.units
+        )
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", answer(properties))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     gpu.use_amd = lambda arch: become("7.0", arch=arch)
     gpu.use_nvidia = lambda capability: become(None, capability=capability)
@@ -101,6 +105,17 @@ def test_unknown_amd_architecture_lists_the_known(fake_gpu: SimpleNamespace, arc
 def test_nvidia_device(fake_gpu: SimpleNamespace, capability: tuple[int, int], name: str) -> None:
     fake_gpu.use_nvidia(capability)
     assert device_target(0).name == name
+
+
+@pytest.mark.parametrize(("arch", "units"), [("gfx942", 80), ("gfx942", 304), ("gfx950", 32)])
+def test_the_compute_units_are_the_devices_own(fake_gpu: SimpleNamespace, arch: str, units: int) -> None:
+    fake_gpu.use_amd(arch)
+    fake_gpu.units = units
+    target = device_target("cuda:0")
+    assert target.figures is not None
+    assert target.figures.compute_units == units
+    assert (target is TARGETS[arch]) == (units == 304)
+    assert TARGETS["gfx942"].figures.compute_units == 304  # type: ignore[union-attr]
 
 
 def test_nvidia_device_without_fp8_is_refused(fake_gpu: SimpleNamespace) -> None:

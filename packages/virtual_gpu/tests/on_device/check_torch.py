@@ -42,6 +42,12 @@ def test_out_is_resized_on_the_device():
     assert out.tolist() == [2, 2, 2]
 
 
+def test_integers_are_counted_as_on_a_gpu():
+    counts = torch.histc(torch.tensor([0, 2, 2, 3], device="cuda", dtype=torch.int32), bins=4, min=0, max=3)
+    assert counts.tolist() == [1, 0, 2, 1]
+    assert counts.dtype == torch.int32
+
+
 def test_new_memory_is_not_zero():
     assert torch.empty(64, device="cuda", dtype=torch.uint8).unique().tolist() == [0xC7]
 
@@ -66,6 +72,16 @@ def test_gradients_are_those_of_the_cpu(name):
         grads.append([leaf.grad.cpu() for leaf in leaves])
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_gradients_of_a_norm_are_summed_in_fp32_as_on_a_gpu():
+    torch.manual_seed(0)
+    x, grad = torch.randn(1000, 64).half().cuda(), torch.randn(1000, 64).half().cuda()
+    weight, bias = (torch.rand(64).half().cuda().requires_grad_() for _ in range(2))
+    torch.nn.functional.layer_norm(x, (64,), weight, bias).backward(grad)
+    exact = grad.double().sum(0)
+    assert bias.grad.dtype == torch.float16
+    torch.testing.assert_close(bias.grad.double(), exact, rtol=2**-10, atol=2**-10)
 
 
 def test_a_module_trains():

@@ -12,7 +12,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 
@@ -269,13 +269,20 @@ def _nvidia_target(capability: tuple[int, int]) -> Target:
 
 @cache
 def _gpu_target(index: int) -> Target:
+    properties = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
-        return _amd_target(str(torch.cuda.get_device_properties(index).gcnArchName))
-    return _nvidia_target(torch.cuda.get_device_capability(index))
+        target = _amd_target(str(properties.gcnArchName))
+    else:
+        target = _nvidia_target((properties.major, properties.minor))
+    if target.figures is None or target.figures.compute_units == properties.multi_processor_count:
+        return target
+    # Chips and partitions of one architecture differ in this: an MI308X has 80, an MI300X 304.
+    figures = replace(target.figures, compute_units=properties.multi_processor_count)
+    return replace(target, figures=figures)
 
 
 def device_target(device: str | int | torch.device) -> Target:
-    """The target of `device`, found once per device and remembered.
+    """The target of `device`, found once per device and remembered; its compute units are the device's own.
 
     Args:
         device: a torch device, its name, or a GPU index. "cuda" without an index is the current device.

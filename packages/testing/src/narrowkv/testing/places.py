@@ -44,8 +44,13 @@ class Place:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether times measured here mean anything."""
+        """Whether launches take the GPU's path."""
         return self.device != "cpu"
+
+    @property
+    def has_times(self) -> bool:
+        """Whether times measured here mean anything: on a GPU that is not `narrowkv.virtual_gpu`'s."""
+        return self.is_gpu and not (torch.version.hip or "").endswith("-virtual")
 
 
 def _gpu() -> Place:

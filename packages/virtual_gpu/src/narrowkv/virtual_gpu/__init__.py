@@ -27,7 +27,7 @@ __all__ = [
 
 
 def install_from_environment() -> Installed | None:
-    """Installs what the variables TRITON_VIRTUAL_GPU, _COUNT and _CHECK ask for; None without the first.
+    """Installs what TRITON_VIRTUAL_GPU and the variables that begin with it ask for; None without it.
 
     Raises:
         VirtualGpuError: as `install`; or a variable has a wrong value.
@@ -38,7 +38,12 @@ def install_from_environment() -> Installed | None:
     count = os.environ.get("TRITON_VIRTUAL_GPU_COUNT") or "1"
     if not count.isdigit():
         raise VirtualGpuError(f"TRITON_VIRTUAL_GPU_COUNT must be a number of devices, got {count!r}")
-    check = os.environ.get("TRITON_VIRTUAL_GPU_CHECK") or "0"
-    if check not in ("0", "1"):
-        raise VirtualGpuError(f"TRITON_VIRTUAL_GPU_CHECK must be 0 or 1, got {check!r}")
-    return install(chip, count=int(count), check=check == "1")
+    switches = {
+        "TRITON_VIRTUAL_GPU_CHECK": os.environ.get("TRITON_VIRTUAL_GPU_CHECK") or "0",
+        "TRITON_VIRTUAL_GPU_SKIP_BENCHMARKS": os.environ.get("TRITON_VIRTUAL_GPU_SKIP_BENCHMARKS") or "0",
+    }
+    for name, value in switches.items():
+        if value not in ("0", "1"):
+            raise VirtualGpuError(f"{name} must be 0 or 1, got {value!r}")
+    check, skip = (value == "1" for value in switches.values())
+    return install(chip, count=int(count), check=check, skip_benchmarks=skip)

@@ -55,7 +55,9 @@ def current() -> Installed | None:
     return _installed
 
 
-def install(chip: str = "gfx942", *, count: int = 1, check: bool = False) -> Installed:
+def install(
+    chip: str = "gfx942", *, count: int = 1, check: bool = False, skip_benchmarks: bool = False
+) -> Installed:
     """Gives torch devices of type "cuda" and Triton's HIP driver a runtime, for the rest of the process.
 
     The first call for a version of torch compiles a library, which takes half a minute.
@@ -64,6 +66,7 @@ def install(chip: str = "gfx942", *, count: int = 1, check: bool = False) -> Ins
         chip: "gfx942" (an MI300X), "gfx950" (an MI355X), or a name of `CHIPS`.
         count: number of devices; all are alike.
         check: check every launch for races, uninitialised values, missing waits and hazards, which is slower.
+        skip_benchmarks: let the benchmarks of `triton.testing.perf_report` say that they are skipped.
 
     Returns:
         The virtual GPU; the same one when called again with the same arguments.
@@ -95,16 +98,17 @@ def install(chip: str = "gfx942", *, count: int = 1, check: bool = False) -> Ins
             )
         return _installed
 
-    from . import build
+    from . import build, triton_part
     from .engine import Engine
     from .runtime import Runtime
     from .torch_cuda import install_torch_cuda
-    from .triton_part import install_triton, name_hip_runtime
 
     library = build.hip_runtime()
     runtime = Runtime(library, wanted, count, Engine(check))
     install_torch_cuda(build.torch_device(), runtime)
-    name_hip_runtime(library)
-    after_import("triton", install_triton)
+    triton_part.name_hip_runtime(library)
+    after_import("triton", triton_part.install_triton)
+    if skip_benchmarks:
+        after_import("triton", triton_part.skip_benchmarks)
     _installed = Installed(runtime)
     return _installed

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from .assembly import remember_assembly
 
-__all__ = ["install_triton", "name_hip_runtime"]
+__all__ = ["install_triton", "name_hip_runtime", "skip_benchmarks"]
 
 
 def name_hip_runtime(library: Path) -> None:
@@ -25,6 +26,22 @@ def install_triton() -> None:
     triton.knobs.runtime.kernel_load_start_hook.add(remember_assembly)
     if not hasattr(HIPLauncher.__call__, "__wrapped__"):
         HIPLauncher.__call__ = _raising_the_cause(HIPLauncher.__call__)
+
+
+def skip_benchmarks() -> None:
+    """Lets `triton.testing.perf_report` skip what it would time, and say so; when Triton is imported."""
+    from triton.testing import Mark
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:
+        benchmarks = self.benchmarks if isinstance(self.benchmarks, list) else [self.benchmarks]
+        for benchmark in benchmarks:
+            print(
+                f"virtual GPU: skipped the benchmark {benchmark.plot_name}, as "
+                "TRITON_VIRTUAL_GPU_SKIP_BENCHMARKS asks: times of an emulation say nothing about a GPU",
+                file=sys.stderr,
+            )
+
+    Mark.run = run
 
 
 def _raising_the_cause(launch: Any) -> Any:

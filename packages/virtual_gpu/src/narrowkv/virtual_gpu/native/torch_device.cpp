@@ -307,6 +307,28 @@ void fallback(const c10::OperatorHandle& operation, c10::DispatchKeySet, torch::
   }
 }
 
+bool is_narrow(const c10::IValue& value) {
+  return value.isTensor() && value.toTensor().defined() &&
+         (value.toTensor().scalar_type() == at::kHalf || value.toTensor().scalar_type() == at::kBFloat16);
+}
+
+// Runs an operation in fp32, because the CPU kernel sums 16-bit values in 16 bits and a GPU's in fp32.
+void in_float(const c10::OperatorHandle& operation, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const size_t count = operation.schema().arguments().size(), results = operation.schema().returns().size();
+  std::optional<at::ScalarType> narrow;
+  for (size_t i = stack->size() - count; i < stack->size(); i++) {
+    c10::IValue& value = (*stack)[i];
+    if (!is_narrow(value)) continue;
+    narrow = value.toTensor().scalar_type();
+    value = value.toTensor().to(at::kFloat);
+  }
+  fallback(operation, keys, stack);
+  for (size_t i = stack->size() - results; narrow && i < stack->size(); i++) {
+    c10::IValue& value = (*stack)[i];
+    if (value.isTensor() && value.toTensor().defined()) value = value.toTensor().to(*narrow);
+  }
+}
+
 void refuse_layout(const c10::OperatorHandle& operation, c10::DispatchKeySet, torch::jit::Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, operation.schema().name(), ": the virtual GPU has no sparse or quantized tensors, "
                               "only strided ones");
@@ -351,6 +373,14 @@ at::Scalar item(const Tensor& tensor) {
   return aliases.to_cpu(tensor).item();
 }
 
+// torch counts integers on a GPU and not on the CPU.
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+  Aliases aliases("aten::histc");
+  const Tensor values = aliases.to_cpu(self);
+  const bool whole = at::isIntegralType(self.scalar_type(), true);
+  return aliases.to_gpu(at::histc(whole ? values.to(at::kDouble) : values, bins, low, high).to(self.scalar_type()));
+}
+
 // scaled_dot_product_attention becomes matrix products and a softmax, which have gradients.
 int64_t choose_math_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
                               std::optional<double>, bool) {
@@ -375,6 +405,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
   library.impl("_local_scalar_dense", item);
+  library.impl("histc", histc);
   library.impl("set_.source_Storage_storage_offset", set_storage);
   library.impl("set_.source_Storage", set_whole_storage);
   library.impl("set_.source_Tensor", set_tensor);
@@ -385,6 +416,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
            "embedding_dense_backward", "mean", "cumsum", "cumprod", "index_put_", "index_put", "_index_put_impl_",
            "native_layer_norm", "_log_softmax", "_softmax", "nan_to_num", "kthvalue", "norm.ScalarOpt_dim"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  for (const char* name : {"native_layer_norm_backward", "native_group_norm_backward"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&in_float>());
 }
 }  // namespace
 

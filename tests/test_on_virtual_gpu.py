@@ -1,0 +1,49 @@
+"""Some of the tests marked gpu, and the probe, on virtual GPUs; `make test-virtual` runs all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# Plans, other arguments, graphs: what a GPU's launch path does and an emulated launch does not.
+SELECTION = ("packages/attn_decode/tests/test_decode.py", "packages/paged_cache/tests/test_append.py")
+
+
+def on_virtual_gpu(chip: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TRITON_VIRTUAL_GPU": chip}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+
+
+@pytest.mark.parametrize("chip", ["gfx942", "gfx950"])
+def test_gpu_tests_pass_on_a_virtual_gpu(chip: str) -> None:
+    plugin = "narrowkv.virtual_gpu.pytest_plugin"
+    done = on_virtual_gpu(chip, "-m", "pytest", "-n0", "-m", "gpu", "-p", plugin, *SELECTION)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed, done.stdout
+    assert int(passed[1]) >= 8
+    assert f"({chip})" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["gfx942", "gfx950"])
+def test_the_probe_passes_on_a_virtual_gpu(chip: str) -> None:
+    code = (
+        "import narrowkv.virtual_gpu as v; v.install_from_environment();"
+        "from narrowkv.cli.app import main; import sys;"
+        "sys.argv[1:] = 'probe glm-gqa12 --on gpu --jobs 1 --json'.split(); main()"
+    )
+    done = on_virtual_gpu(chip, "-c", code)
+    rows = [row for row in json.loads(done.stdout)["rows"] if row["backend"] == "narrowkv"]
+    assert rows, done.stderr
+    assert {row["status"] for row in rows} == {"pass"}, [row["detail"] for row in rows]
+    assert all(row["time_us"] is None for row in rows), "a virtual GPU has no times"
