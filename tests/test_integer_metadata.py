@@ -18,6 +18,7 @@ from narrowkv.sage import sage_attention
 from narrowkv.sage.cases import SageCase
 from narrowkv.sparse_fp8 import KVSource, sparse_decode, sparse_prefill
 from narrowkv.sparse_fp8.cases import SparseCase
+from narrowkv.testing.codegen import compile_call
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 SMALL: dict[str, Any] = {"num_kv_heads": 1, "gqa_ratio": 2}
@@ -140,3 +141,17 @@ def test_sparse_lists_are_contiguous(name: str) -> None:
     """They are read in vectors of 16 bytes."""
     with pytest.raises(ValueError, match=rf"{name} must have a contiguous last dimension"):
         _sparse(name, _strided)
+
+
+@pytest.mark.parametrize("kernel", ["dense", "fused"])
+def test_int64_starts_compile(kernel: str) -> None:
+    """The interpreter takes numbers of any width beside each other; a compiled loop does not."""
+    case = PrefillCase.small(q_lens=(5, 1), lens=(20, 5), kernel=kernel, clean=True, **SMALL)
+    inputs = case.inputs()
+    starts = inputs.starts.long()
+    plan = inputs.plan
+
+    def call() -> object:
+        return batch_prefill(inputs.q, inputs.cache, inputs.table, starts, plan=plan())
+
+    assert compile_call("gfx942", call)
