@@ -596,7 +596,8 @@ def goals_table() -> str:
     for name, goals in GOALS.items():
         table_name = "large" if "cache" in name or name == "prefill, FP8 queries" else "families"
         for target, goal in zip(("gfx942", "gfx950"), goals, strict=True):
-            row = one("amd-model", table=table_name, name=name, target=target)
+            found = rows("amd-model", table=table_name, target=target)
+            (row,) = [row for row in found if row["name"] == name]
             peak = row["model_flops_at_peak_clock"] / 1e12
             body.append([
                 name, target, "-" if goal is None else f"{goal:.0f}",
