@@ -544,8 +544,87 @@ def relative_table(name: str) -> str:
     )
 
 
+def amd_code_table(name: str) -> str:
+    """Registers and LDS of the kernel with the matrix instructions: `tools/amd_figures.py`."""
+    heads = [
+        "target",
+        "call",
+        "VGPRs",
+        "spills, scratch",
+        "LDS",
+        "matrix instructions",
+        "vector instructions",
+    ]
+    return table(heads, [
+        [
+            row["target"], row["name"], str(row["vgprs"]), f"{row['spills']}, {row['scratch_bytes']}",
+            f"{row['lds_bytes'] / 1024:.0f} KB", str(row["matrix_instructions"]),
+            str(row["vector_instructions"]),
+        ]
+        for row in rows("amd-code", table=name)
+    ]) + amd_source("amd-code")  # fmt: skip
+
+
+def amd_model_table(name: str, target: str) -> str:
+    """Hot loops on a full chip under the timing model: `tools/amd_figures.py --models`."""
+    heads = [
+        "call", "waves per CU", "clocks per pass", "matrix busy", "HBM busy", "TFLOP/s", "at peak clock",
+        "bound by", "largest waits, share of a wave's time",
+    ]  # fmt: skip
+    return table(heads, [
+        [
+            row["name"], str(row["waves_per_unit"]), f"{row['model_loop_clocks']:.0f}",
+            f"{row['model_matrix_share']:.0%}", f"{row['model_memory_share']:.0%}",
+            f"{row['model_flops_per_s'] / 1e12:.0f}", f"{row['model_flops_at_peak_clock'] / 1e12:.0f}",
+            row["model_bound"], row["model_waits"],
+        ]
+        for row in rows("amd-model", table=name, target=target) if "model_loop_clocks" in row
+    ]) + amd_source("amd-model")  # fmt: skip
+
+
+# Goals of loops in TFLOP/s at the data sheet's clock, on gfx942 and gfx950; None: none was set.
+GOALS: dict[str, tuple[float | None, float | None]] = {
+    "dense prefill, FP8 cache": (830, 1600), "dense prefill, bf16 cache": (830, 1600),
+    "prefill, FP8 queries": (1150, 2100), "append, then attend, FP8 cache": (None, None),
+    "sparse, 16-bit rows": (400, 700), "sparse, fused": (None, None), "sparse, FP8 query": (None, None),
+    "Sage, int8": (1400, 1900), "Sage, FP8": (None, None),
+}  # fmt: skip
+
+
+def goals_table() -> str:
+    """Rates of the hot loops beside their goals; what misses its goal is bold."""
+    body = []
+    for name, goals in GOALS.items():
+        table_name = "large" if "cache" in name or name == "prefill, FP8 queries" else "families"
+        for target, goal in zip(("gfx942", "gfx950"), goals, strict=True):
+            found = rows("amd-model", table=table_name, target=target)
+            (row,) = [row for row in found if row["name"] == name]
+            peak = row["model_flops_at_peak_clock"] / 1e12
+            body.append([
+                name, target, "-" if goal is None else f"{goal:.0f}",
+                f"**{peak:.0f}**" if goal is not None and peak < goal else f"{peak:.0f}",
+                f"{row['model_flops_per_s'] / 1e12:.0f}", f"{row['model_matrix_share']:.0%}",
+                row["model_bound"], row["model_waits"],
+            ])  # fmt: skip
+    heads = ["call", "target", "goal", "at peak clock", "model", "matrix busy", "bound by", "largest waits"]
+    return table(heads, body) + amd_source("amd-model")
+
+
+def amd_source(name: str) -> str:
+    """The versions and the command of a file of `tools/amd_figures.py`."""
+    found = load(name)
+    return f"\n\nTriton {found['versions']['triton']}; `{found['command']}`."
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "capacity": capacity_table,
+    **{f"amd-code {name}": partial(amd_code_table, name) for name in ("decode", "prefill")},
+    **{
+        f"amd-model {name} {target}": partial(amd_model_table, name, target)
+        for name in ("families", "large")
+        for target in ("gfx942", "gfx950")
+    },
+    "amd-goals": goals_table,
     "decode": decode_table,
     "fp4": fp4_table,
     "peers": peers_table,
@@ -576,7 +655,7 @@ def fill(page: str) -> str:
         return f"<!-- program {match[1]} -->\n\n```python\n{source}```\n\n<!-- end -->"
 
     page = re.sub(r"<!-- program (\w+) -->.*?<!-- end -->", program, page, flags=re.DOTALL)
-    return re.sub(r"<!-- table ([\w -]+?) -->.*?<!-- end -->", replace, page, flags=re.DOTALL)
+    return re.sub(r"(?<!`)<!-- table ([\w -]+?) -->.*?<!-- end -->", replace, page, flags=re.DOTALL)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from narrowkv.cli.sheet import Sheet, filled, keys, numbers
 from narrowkv.cli.shipped_code import finish_with_kernels
 from narrowkv.cli.workers import run_all
 from narrowkv.testing.codegen import CodeTask, main_kernel
-from narrowkv.testing.families import Family
+from narrowkv.testing.families import HBM_SHARES, Family, call_of
 from narrowkv.testing.inspection import Inspection, inspect_case
 from narrowkv.testing.machine import versions
 from narrowkv.testing.records import number
@@ -51,7 +51,7 @@ def inspect(
     spilling = [k for i in found for k in i.kernels if k.faulty]
     body: dict[str, Any] = {"versions": versions(), "inspections": [i.as_dict() for i in found]}
     if modelled and not interrupted:
-        family = {str(case): Family(lambda: case.inputs().call(), None, "decode")}
+        family = {str(case): Family(call_of(case), HBM_SHARES["decode"], "decode")}
         body["model"] = show_model(report, [r for name in targets for r in model_families(name, family)])
     code = ExitCode.NUMERICAL if spilling else ExitCode.OK
     return finish_with_kernels(

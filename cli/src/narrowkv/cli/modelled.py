@@ -11,7 +11,7 @@ from narrowkv.cli.cases import parse_case
 from narrowkv.cli.places import check_amd_backend
 from narrowkv.cli.report import ExitCode, Report, UsageError
 from narrowkv.cli.sheet import Column, Sheet, keys, numbers
-from narrowkv.testing.families import Family, call_of, families
+from narrowkv.testing.families import HBM_SHARES, Family, call_of, families
 from narrowkv.testing.kinds import KINDS
 from narrowkv.testing.machine import versions
 from narrowkv.testing.model import Modelled, main_kernel, model_call, model_peer, waits
@@ -50,7 +50,7 @@ def parse_call(text: str) -> Family:
     operation, _, line = text.partition(":")
     if operation not in KINDS:
         raise UsageError(f"--case must begin with decode:, prefill: or sparse:, got {text!r}")
-    return Family(call_of(parse_case(KINDS[operation], line)), None, operation)
+    return Family(call_of(parse_case(KINDS[operation], line)), HBM_SHARES[operation], operation)
 
 
 def _peer(path: Path) -> Modelled:

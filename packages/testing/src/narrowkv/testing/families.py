@@ -17,7 +17,7 @@ from narrowkv.sage import plan_sage
 from narrowkv.sage.cases import SageCase
 from narrowkv.sparse_fp8.cases import SparseCase
 
-__all__ = ["Family", "call_of", "families"]
+__all__ = ["HBM_SHARES", "Family", "call_of", "families"]
 
 _DECODE: dict[str, Any] = {"lens": (1024,), "num_kv_heads": 1, "split": "none"}
 _PREFILL: dict[str, Any] = {
@@ -29,7 +29,8 @@ _SPARSE: dict[str, Any] = {
 }  # none is split
 # Share of the loaded bytes that HBM serves. Each sequence of a decode has its own keys; query tiles of a
 # prefill read the same keys, which stay in L2; tokens of a sparse call read many of the same rows.
-_EVERY_BYTE, _FEW, _HALF = 1.0, 0.1, 0.5
+HBM_SHARES = {"decode": 1.0, "prefill": 0.1, "sparse": 0.5, "sage": 0.1}
+_EVERY_BYTE, _FEW, _HALF = HBM_SHARES["decode"], HBM_SHARES["prefill"], HBM_SHARES["sparse"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,142 @@
+"""Makes the figures of gfx942 and gfx950 code that the documentation shows, without a GPU.
+
+    python tools/amd_figures.py             # registers, spills, LDS and loops, of every row: compiled only
+    python tools/amd_figures.py --models    # also the modelled rows: half an hour on two cores
+    make results                            # writes the tables from them
+
+Writes benchmarks/results/amd-code.json and amd-model.json, with the Triton that compiled them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from narrowkv.cli.modelled import parse_call
+from narrowkv.testing.codegen import KernelCode, compile_call, main_kernel
+from narrowkv.testing.families import Family, families
+from narrowkv.testing.machine import versions
+from narrowkv.testing.model import main_kernel as main_model
+from narrowkv.testing.model import model_call, waits
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+_DECODE = "decode:lens=1024+1024+1024+1024,kv_heads=8,ratio=12,head_dim=128,page_size=16,clean=1,"
+_PREFILL = "prefill:q_lens=1024,lens=4096,kv_heads=8,ratio=12,head_dim=128,clean=1,"
+_LARGE = "prefill:q_lens=704,lens=1024,kv_heads=8,ratio=12,head_dim=128,clean=1,"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One row.
+
+    Attributes:
+        table: where it is shown.
+        name, target: what is shown.
+        case: the call as `narrowkv inspect model --case` reads it; empty for a family of that name.
+    """
+
+    table: str
+    name: str
+    target: str
+    case: str
+
+
+CODE = [
+    *(
+        Figure("decode", name, target, _DECODE + line)
+        for target, name, line in (
+            ("gfx942", "FNUZ", "format=fp8_e4m3fnuz"),
+            ("gfx942", "OCP (bit arithmetic on words)", "format=fp8_e4m3fn"),
+            ("gfx942", "FP4, a scale per head", "format=fp4_e2m1"),
+            ("gfx942", "FP8 keys and FP4 values", "format=fp8_e4m3fn/fp4_e2m1"),
+            ("gfx942", "FP4, a scale per 32", "format=fp4_e2m1,group=32"),
+            ("gfx950", "OCP", "format=fp8_e4m3fn"),
+            ("gfx950", "FP4, `native`", "format=fp4_e2m1,kernel=native"),
+            ("gfx950", "FP4, `decode`", "format=fp4_e2m1,kernel=decode"),
+            ("gfx950", "FP4, a scale per 32", "format=fp4_e2m1,group=32"),
+            ("gfx950", "FP8 keys and FP4 values", "format=fp8_e4m3fn/fp4_e2m1"),
+        )
+    ),
+    *(
+        Figure("prefill", name, target, _PREFILL + line)
+        for target, name, line in (
+            ("gfx942", "dense, FP8 cache", "kernel=dense"),
+            ("gfx950", "dense, FP8 cache", "kernel=dense"),
+            ("gfx942", "fused, FNUZ cache", "kernel=fused,format=fp8_e4m3fnuz"),
+            ("gfx950", "fused, OCP cache", "kernel=fused"),
+        )
+    ),
+]
+LARGE = [
+    Figure("large", name, target, _LARGE + line)
+    for name, line in (
+        ("dense prefill, FP8 cache", "kernel=dense"),
+        ("dense prefill, bf16 cache", "kernel=dense,format=bf16"),
+        ("prefill, FP8 queries", "kernel=dense,q=FP8,format=FP8"),
+        ("append, then attend, FP8 cache", "operation=append,kernel=append_then_attend"),
+    )
+    for target in ("gfx942", "gfx950")
+]  # fmt: skip
+
+
+MODELLED = [
+    *(Figure("families", name, target, "") for target in ("gfx942", "gfx950") for name in families(target)),
+    *LARGE,
+]
+
+
+def family_of(figure: Figure) -> Family:
+    """The call of a row; FP8 is the format that the target multiplies."""
+    if not figure.case:
+        return families(figure.target)[figure.name]
+    fp8 = "fp8_e4m3fnuz" if figure.target == "gfx942" else "fp8_e4m3fn"
+    return parse_call(figure.case.replace("FP8", fp8))
+
+
+def code_row(figure: Figure) -> dict[str, Any]:
+    """What the kernel with the matrix instructions compiles to."""
+    kernel = main_kernel([KernelCode.of(a) for a in compile_call(figure.target, family_of(figure).call)])
+    return {
+        **vars(figure), "kernel": kernel.name, "vgprs": kernel.vgprs, "spills": kernel.spills,
+        "scratch_bytes": kernel.scratch_bytes, "lds_bytes": kernel.lds_bytes,
+        "matrix_instructions": sum(kernel.mfma.values()), "vector_instructions": kernel.loop["valu"],
+    }  # fmt: skip
+
+
+def model_row(figure: Figure) -> dict[str, Any]:
+    """The hot loop of a call on a full chip."""
+    family = family_of(figure)
+    p = main_model(model_call(figure.target, family.call, hbm_share=family.hbm_share)).full
+    row = {**vars(figure), "kernel": p.kernel, "waves_per_unit": p.waves_per_unit}
+    if p.loop is not None and p.flops:
+        row |= {
+            "model_loop_clocks": p.loop.clocks, "model_matrix_share": p.matrix_share,
+            "model_flops_per_s": p.loop_flops_per_second,
+            "model_flops_at_peak_clock": p.loop_flops_at_peak_clock,
+            "model_bound": p.bound.split(" (")[0], "model_waits": waits(p),
+            "model_memory_share": p.loop.busy["memory"],
+        }  # fmt: skip
+    return row
+
+
+def write(name: str, command: str, rows: list[dict[str, Any]]) -> None:
+    """Writes a results file, with what made it."""
+    body = {"command": command, "versions": {"triton": versions()["triton"]}, "rows": rows}
+    (RESULTS / f"{name}.json").write_text(json.dumps(body, indent=1) + "\n")
+
+
+def main() -> None:
+    """Makes the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", action="store_true", help="also make the modelled rows")
+    models = parser.parse_args().models
+    write("amd-code", "python tools/amd_figures.py", [code_row(figure) for figure in CODE])
+    if models:
+        write("amd-model", "python tools/amd_figures.py --models", [model_row(figure) for figure in MODELLED])
+
+
+if __name__ == "__main__":
+    main()
