@@ -273,7 +273,7 @@ def test_several_places_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
 class GpuPlace(Place):
     """The CPU under the name of a GPU."""
 
-    is_gpu = True
+    is_gpu = has_times = True
 
 
 @pytest.mark.parametrize("captures", [True, False])

@@ -81,6 +81,7 @@ def test_gradients_of_a_norm_are_summed_in_fp32_as_on_a_gpu():
     torch.nn.functional.layer_norm(x, (64,), weight, bias).backward(grad)
     exact = grad.double().sum(0)
     assert bias.grad.dtype == torch.float16
+    assert torch.native_layer_norm(x, (64,), weight, bias, 1e-5)[2].dtype == torch.float32
     torch.testing.assert_close(bias.grad.double(), exact, rtol=2**-10, atol=2**-10)
 
 

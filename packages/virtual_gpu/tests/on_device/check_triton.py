@@ -133,6 +133,17 @@ def test_an_access_out_of_bounds_names_the_line_and_the_place():
         add_kernel[(4,)](x[:900].clone(), y, o, 1000, BLOCK=256)
 
 
+@triton.jit
+def count_kernel(x_ptr):
+    tl.atomic_add(x_ptr, 1.0)
+
+
+def test_a_16_bit_atomic_reads_the_dword_around_its_number():
+    x = torch.zeros(1, device="cuda", dtype=torch.bfloat16)
+    count_kernel[(3,)](x)
+    assert x.tolist() == [3]
+
+
 def test_a_cpu_tensor_is_refused():
     x, y, o = vectors()
     with pytest.raises(ValueError, match="cpu tensor"):

@@ -154,6 +154,9 @@ static Allocation *find(const void *pointer) {
   return found ? *found : NULL;
 }
 
+// Compilers read the whole dword around a byte or a 16-bit number: it cannot fault on a GPU.
+static size_t whole_dwords(size_t size) { return (size + 3) & ~(size_t)3; }
+
 // Returns NULL if the host has no memory left. Large blocks are mapped, so that only touched pages exist.
 static char *host_memory(size_t size) {
   if (size >= LARGE) {
@@ -161,8 +164,8 @@ static char *host_memory(size_t size) {
     return mapped == MAP_FAILED ? NULL : mapped;
   }
   void *base = NULL;
-  if (posix_memalign(&base, 512, size)) return NULL;
-  return memset(base, FILL, size);
+  if (posix_memalign(&base, 512, whole_dwords(size))) return NULL;
+  return memset(base, FILL, whole_dwords(size));
 }
 
 static hipError_t allocate(void **pointer, size_t size, int device) {
@@ -227,11 +230,14 @@ static __thread struct {
 static void visit(const void *node, VISIT which, int depth) {
   if (which != postorder && which != leaf) return;
   const Allocation *entry = *(const Allocation *const *)node;
-  if (walk.at < walk.room) walk.out[2 * walk.at] = (uint64_t)entry->base, walk.out[2 * walk.at + 1] = entry->size;
+  if (walk.at < walk.room) {
+    walk.out[2 * walk.at] = (uint64_t)entry->base;
+    walk.out[2 * walk.at + 1] = whole_dwords(entry->size);
+  }
   walk.at++;
 }
 
-// Writes address and size of at most `room` allocations, by address; returns how many there are.
+// Writes address and size, in whole dwords, of at most `room` allocations, by address; returns how many there are.
 EXPORT size_t virtual_gpu_allocations(uint64_t *out, size_t room) {
   pthread_mutex_lock(&memory_lock);
   walk.out = out, walk.at = 0, walk.room = room;

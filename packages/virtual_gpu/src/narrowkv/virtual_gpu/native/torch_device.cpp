@@ -14,6 +14,7 @@
 #include <dlfcn.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -312,7 +313,9 @@ bool is_narrow(const c10::IValue& value) {
          (value.toTensor().scalar_type() == at::kHalf || value.toTensor().scalar_type() == at::kBFloat16);
 }
 
-// Runs an operation in fp32, because the CPU kernel sums 16-bit values in 16 bits and a GPU's in fp32.
+// Runs an operation in fp32, because the CPU kernel sums 16-bit values in 16 bits and a GPU's in fp32. The first
+// `narrowed` results take the operands' type; the others, means and deviations, stay in fp32 as on a GPU.
+template <size_t narrowed>
 void in_float(const c10::OperatorHandle& operation, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const size_t count = operation.schema().arguments().size(), results = operation.schema().returns().size();
   std::optional<at::ScalarType> narrow;
@@ -323,8 +326,8 @@ void in_float(const c10::OperatorHandle& operation, c10::DispatchKeySet keys, to
     value = value.toTensor().to(at::kFloat);
   }
   fallback(operation, keys, stack);
-  for (size_t i = stack->size() - results; narrow && i < stack->size(); i++) {
-    c10::IValue& value = (*stack)[i];
+  for (size_t i = 0; narrow && i < std::min(results, narrowed); i++) {
+    c10::IValue& value = (*stack)[stack->size() - results + i];
     if (value.isTensor() && value.toTensor().defined()) value = value.toTensor().to(*narrow);
   }
 }
@@ -414,10 +417,12 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   for (const char* name : {
            "copy_", "_copy_from", "isin.Tensor_Tensor", "sort", "sort.stable", "repeat_interleave.Tensor", "embedding",
            "embedding_dense_backward", "mean", "cumsum", "cumprod", "index_put_", "index_put", "_index_put_impl_",
-           "native_layer_norm", "_log_softmax", "_softmax", "nan_to_num", "kthvalue", "norm.ScalarOpt_dim"})
+           "_log_softmax", "_softmax", "nan_to_num", "kthvalue", "norm.ScalarOpt_dim"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  for (const char* name : {"native_layer_norm", "native_group_norm"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&in_float<1>>());
   for (const char* name : {"native_layer_norm_backward", "native_group_norm_backward"})
-    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&in_float>());
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&in_float<3>>());
 }
 }  // namespace
 
