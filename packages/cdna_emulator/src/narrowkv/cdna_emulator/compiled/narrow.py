@@ -183,7 +183,7 @@ def _packed_source(code: Code, inst: Instruction, position: int, kind: str, pick
         row = code.raw(operand, "u32")
         if picks != (0, 1):
             joined = code.temporary()
-            code.emit("join_halves", joined, row, row, x=16 * picks[0], y=0 if picks[1] else 16)
+            code.emit("join_halves", joined, row, row, x=16 * picks[0], y=16 * picks[1])
             row = joined
     if any(negates):
         if kind != "f16":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..lanes import CROSS_LANE, dpp_source_lanes
-from ..operands import DTYPES, Operand, output_modifier
+from ..operands import DTYPES, Operand, constant_bits, output_modifier
 from ..parser import Instruction
 from ..state import EXEC, LANES, VCC
 from ..valu import CARRY
@@ -18,7 +18,6 @@ SAME = {
     "v_add_i32": "v_add_u32", "v_sub_i32": "v_sub_u32", "v_rcp_iflag_f32": "v_rcp_f32",
     "v_add_i16": "v_add_u16", "v_sub_i16": "v_sub_u16", "v_mad_i16": "v_mad_u16",
 }  # fmt: skip
-_ONE = np.float32(1).view(np.uint32)
 
 
 def translate_vector(code: Code, inst: Instruction) -> bool:
@@ -85,8 +84,7 @@ def _plain(code: Code, inst: Instruction, base: str, op: Op) -> None:
         if inst.encoding == "dpp":
             raise UntranslatableError("clamp with DPP on an integer")
     words = 2 if DTYPES[op.result]().itemsize == 8 else 1
-    outputs = [*([_multiplier(op.result, factor)] if factor != 1 else []),
-               *([(f"clamp_{op.result}", {})] if clamp and is_float else [])]  # fmt: skip
+    outputs = [f"omod_{op.result}"] * (factor != 1) + [f"clamp_{op.result}"] * (clamp and is_float)
     plan = None
     if inst.encoding == "dpp":
         plan = _dpp_plan(inst)
@@ -101,9 +99,9 @@ def _plain(code: Code, inst: Instruction, base: str, op: Op) -> None:
         return
     result = target if part is None and plan is None and not outputs else code.temporary(words)
     emit_rows(code, name, result, rows)
-    for number, (modifier, fields) in enumerate(outputs):
+    for number, modifier in enumerate(outputs):
         to = target if part is None and plan is None and number == len(outputs) - 1 else result
-        code.emit(modifier, to, result, **({"b": fields["row"]} if "row" in fields else fields))
+        code.emit(modifier, to, result, _factor(code, op.result, factor))
         result = to
     if plan is not None:
         code.emit("dpp_write", target, result, x=int("bound_ctrl" in inst.modifiers), p=plan)
@@ -111,9 +109,9 @@ def _plain(code: Code, inst: Instruction, base: str, op: Op) -> None:
         code.insert(target, result, *part)
 
 
-def _multiplier(kind: str, factor: float) -> tuple[str, dict[str, int]]:
-    bits = int(np.float32(factor).view(np.uint32))
-    return f"omod_{kind}", {"x": bits}
+def _factor(code: Code, kind: str, factor: float) -> int:
+    """The row with the factor of an output modifier."""
+    return code.constant(constant_bits(Operand("float", value=factor), kind), 2 if kind == "f64" else 1)
 
 
 # ------------------------------------------------------------------ DPP
@@ -261,6 +259,3 @@ def _cross_lane(code: Code, inst: Instruction) -> None:
         code.emit_scalar(name, 64 * first, code.scalar(second, "u32"), lane)
     else:  # swaps
         code.emit(name, first, 0, second.index)
-
-
-__all__ = ["SAME", "Operand", "emit_rows", "sources", "translate_vector"]
