@@ -80,6 +80,8 @@ def run_translated(
     Raises:
         EmulatorError: if the kernel makes an error.
     """
+    if not positions:
+        return [0.0] * len(program.blocks), {}
     engine, code = library(), translated(program)
     if engine.size_of_op() != OPERATION.itemsize or engine.size_of_launch() != _LAUNCH.itemsize:
         raise EmulatorError("the compiled engine's library does not fit this version of the package")
