@@ -36,8 +36,8 @@ from .program import Program
 __version__ = "0.1.0"
 
 __all__ = [
-    "DeadlockError", "DynamicCounts", "EmulatorError", "EngineUnavailableError", "HazardError", "KernelArgument", "Loop",
-    "MalformedProgramError", "Memory", "MisalignedError", "OutOfRangeError", "Profile", "Program",
-    "RaceError", "Result", "UninitialisedError", "UnknownInstructionError", "engine_of", "engine_refusal",
-    "load_program", "run",
+    "DeadlockError", "DynamicCounts", "EmulatorError", "EngineUnavailableError", "HazardError",
+    "KernelArgument", "Loop", "MalformedProgramError", "Memory", "MisalignedError", "OutOfRangeError",
+    "Profile", "Program", "RaceError", "Result", "UninitialisedError", "UnknownInstructionError",
+    "engine_of", "engine_refusal", "load_program", "run",
 ]  # fmt: skip

@@ -48,9 +48,9 @@ class EmulateExecutor:
         workgroups: chooses the workgroups to run of a launch; None runs all, and then outputs are complete.
         detect_races: also watch LDS for races.
         detect_hazards: also check waits for memory and wait states; includes `detect_races`.
-        checked: workgroups of each launch, evenly spaced, for which uninitialised values, races and hazards are
-            checked, by the emulator's numpy engine; the others run in its compiled engine. None checks all.
-            Without a C compiler all are checked.
+        checked: workgroups of each launch, evenly spaced, for which the emulator's numpy engine checks
+            uninitialised values, races and hazards; the others run in its compiled engine. None checks all;
+            without a C compiler all are checked, too.
 
     Attributes:
         runs: what was run, launch by launch.
@@ -150,5 +150,6 @@ def emulating(
     target: str, *, detect_races: bool = False, detect_hazards: bool = False, checked: int | None = CHECKED
 ) -> AbstractContextManager[object]:
     """Every launch inside the block runs as `target`'s machine code; see `EmulateExecutor`."""
-    watch = {"detect_races": detect_races, "detect_hazards": detect_hazards}
-    return executing(EmulateExecutor(target, checked=checked, **watch))
+    return executing(
+        EmulateExecutor(target, detect_races=detect_races, detect_hazards=detect_hazards, checked=checked)
+    )

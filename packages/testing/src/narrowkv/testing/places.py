@@ -66,7 +66,9 @@ def _emulated(name: str, detect_races: bool = False, detect_hazards: bool = Fals
     from narrowkv.testing.emulation import CHECKED, emulating
 
     checked = None if detect_races or detect_hazards else CHECKED  # who asks for a check gets all of it
-    context = partial(emulating, name, detect_races=detect_races, detect_hazards=detect_hazards, checked=checked)
+    context = partial(
+        emulating, name, detect_races=detect_races, detect_hazards=detect_hazards, checked=checked
+    )
     return Place(name, "cpu", f"{name} machine code, emulated on the CPU", context, is_emulated=True)
 
 
