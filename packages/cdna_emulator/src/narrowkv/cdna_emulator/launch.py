@@ -63,6 +63,7 @@ def run(
     batch_workgroups: int = BATCH_WORKGROUPS,
     max_blocks: int = 20_000_000,
     engine: str = "numpy",
+    checked: int = 0,
 ) -> Result:
     """Run a kernel.
 
@@ -94,6 +95,9 @@ def run(
             ``batch_workgroups`` do not matter to it. It checks bounds, alignment, LDS limits and endless
             loops. ``auto`` takes it unless it lacks an instruction or a compiler, of which it warns once, or
             a check is asked for that only numpy makes.
+        checked: how many of the workgroups the numpy engine runs with the checks asked for, evenly spaced and
+            after the compiled engine has run the others. 0: none, and then checks and the compiled engine
+            exclude each other.
 
     Returns:
         The dynamic counts and the profile.
@@ -119,6 +123,8 @@ def run(
         raise ValueError(f"wave_order must be 'turns' or 'lockstep', got {wave_order!r}")
     if engine not in ("numpy", "compiled", "auto"):
         raise ValueError(f"engine must be 'numpy', 'compiled' or 'auto', got {engine!r}")
+    if checked < 0:
+        raise ValueError(f"checked must be at least 0, got {checked}")
     if batch_workgroups < 1:
         raise ValueError(f"batch_workgroups must be at least 1, got {batch_workgroups}")
     if workgroups is None:
@@ -140,13 +146,17 @@ def run(
         }.items()
         if wanted
     ]  # fmt: skip
-    if _takes_compiled(engine, program, checks):
-        counts, moved = run_translated(program, own, kernarg, dispatch, chosen, max_blocks)
-        return Result(_counts(program, counts, moved, len(chosen)), len(chosen), profile(program, counts))
-    copies = 1 if check_uninitialised is False else 2
     total = DynamicCounts()
-    hazards = hazard_model(program) if detect_hazards else None
     block_counts = [0.0] * len(program.blocks)
+    ran = len(chosen)
+    if _takes_compiled(engine, program, checks if not checked else ()):
+        sample = sorted({round(k * (ran - 1) / max(checked - 1, 1)) for k in range(min(checked, ran))})
+        others = [position for k, position in enumerate(chosen) if k not in sample]
+        block_counts, moved = run_translated(program, own, kernarg, dispatch, others, max_blocks)
+        total = _counts(program, block_counts, moved, len(others))
+        chosen = [chosen[k] for k in sample]
+    copies = 1 if check_uninitialised is False else 2
+    hazards = hazard_model(program) if detect_hazards else None
     with np.errstate(all="ignore"):
         for first in range(0, len(chosen), batch_workgroups):
             batch = chosen[first : first + batch_workgroups]
@@ -162,7 +172,7 @@ def run(
             block_counts = [a + b for a, b in zip(block_counts, runs, strict=True)]
     if hazards is not None:
         hazards.explore()
-    return Result(total, len(chosen), profile(program, block_counts))
+    return Result(total, ran, profile(program, block_counts))
 
 
 def _takes_compiled(engine: str, program: Program, checks: Sequence[str]) -> bool:

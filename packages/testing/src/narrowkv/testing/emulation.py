@@ -19,6 +19,9 @@ from narrowkv.runtime.launch.compiler import compile_launch
 from narrowkv.runtime.targets import get_target
 from narrowkv.testing.samples import Launch, Workgroup
 
+# Workgroups of a launch that the numpy engine runs, by default: it costs little more than one would.
+CHECKED = 4
+
 
 @dataclass(frozen=True)
 class Run:
@@ -45,6 +48,9 @@ class EmulateExecutor:
         workgroups: chooses the workgroups to run of a launch; None runs all, and then outputs are complete.
         detect_races: also watch LDS for races.
         detect_hazards: also check waits for memory and wait states; includes `detect_races`.
+        checked: workgroups of each launch, evenly spaced, for which the emulator's numpy engine checks
+            uninitialised values, races and hazards; the others run in its compiled engine. None checks all;
+            without a C compiler all are checked, too.
 
     Attributes:
         runs: what was run, launch by launch.
@@ -57,7 +63,9 @@ class EmulateExecutor:
         workgroups: Callable[[Launch], Iterable[Workgroup]] | None = None,
         detect_races: bool = False,
         detect_hazards: bool = False,
+        checked: int | None = CHECKED,
     ) -> None:
+        self._checked = checked
         self.target = get_target(target)
         self.runs: list[Run] = []
         self._programs: dict[tuple[str, int], Program] = {}
@@ -93,6 +101,8 @@ class EmulateExecutor:
             workgroups=None if self._workgroups is None else self._workgroups(launch),
             detect_races=self._detect_races,
             detect_hazards=self._detect_hazards,
+            engine="numpy" if self._checked is None else "auto",
+            checked=self._checked or 0,
         )
         self.runs.append(Run(artifact, launch.size, result))
 
@@ -137,7 +147,9 @@ class EmulateExecutor:
 
 
 def emulating(
-    target: str, *, detect_races: bool = False, detect_hazards: bool = False
+    target: str, *, detect_races: bool = False, detect_hazards: bool = False, checked: int | None = CHECKED
 ) -> AbstractContextManager[object]:
-    """Every launch inside the block runs as `target`'s machine code."""
-    return executing(EmulateExecutor(target, detect_races=detect_races, detect_hazards=detect_hazards))
+    """Every launch inside the block runs as `target`'s machine code; see `EmulateExecutor`."""
+    return executing(
+        EmulateExecutor(target, detect_races=detect_races, detect_hazards=detect_hazards, checked=checked)
+    )

@@ -68,9 +68,12 @@ def _cpu() -> Place:
 
 
 def _emulated(name: str, detect_races: bool = False, detect_hazards: bool = False) -> Place:
-    from narrowkv.testing.emulation import emulating
+    from narrowkv.testing.emulation import CHECKED, emulating
 
-    context = partial(emulating, name, detect_races=detect_races, detect_hazards=detect_hazards)
+    checked = None if detect_races or detect_hazards else CHECKED  # who asks for a check gets all of it
+    context = partial(
+        emulating, name, detect_races=detect_races, detect_hazards=detect_hazards, checked=checked
+    )
     return Place(name, "cpu", f"{name} machine code, emulated on the CPU", context, is_emulated=True)
 
 

@@ -53,10 +53,8 @@ def _compiler(kind: str, named: str | None) -> tuple[tuple[str, ...], str]:
         shown = subprocess.run([found, *command[1:], "--version"], capture_output=True, text=True)
         if shown.returncode == 0:
             return (found, *command[1:]), shown.stdout
-    raise BuildError(
-        f"no {kind.upper()} compiler: {f'{variable}={named} does not run' if named else 'none of ' + ', '.join(names)}"
-        f"{'' if named else ' is in PATH'}; install one or name it in {variable}"
-    )
+    tried = f"{variable}={named} does not run" if named else f"none of {', '.join(names)} is in PATH"
+    raise BuildError(f"no {kind.upper()} compiler: {tried}; install one, or name it in {variable}")
 
 
 @lru_cache(maxsize=1)
@@ -86,9 +84,7 @@ def _run(command: Sequence[str]) -> None:
         raise BuildError(f"{shlex.join(command)} failed with status {done.returncode}: {first}")
 
 
-def build_library(
-    name: str, sources: Sequence[Path], compiler: str = "c", flags: Sequence[str] = ()
-) -> Path:
+def build_library(name: str, sources: Sequence[Path], compiler: str = "c", flags: Sequence[str] = ()) -> Path:
     """The path of a shared library, which is built if the cache does not hold it.
 
     Args:
@@ -111,7 +107,8 @@ def build_library(
         >>> ctypes.CDLL(str(build_library("one", [folder / "one.c"]))).one()
         1
     """
-    command, version = _compiler(compiler, os.environ.get(_NAMES[compiler][0]) or None)
+    named = os.environ.get("CC") if compiler == "c" else os.environ.get("CXX")
+    command, version = _compiler(compiler, named or None)
     headers = sorted({h for source in sources for h in source.parent.glob("*.h")})
     parts = [shlex.join([*command, *flags]), version, _processor()]
     parts += [f"{path.name}\n{path.read_text()}" for path in (*sources, *headers)]
@@ -136,5 +133,5 @@ def build_library(
             list(pool.map(_run, commands))
         made = str(Path(work) / library.name)
         _run([*command, "-shared", *objects, "-o", made, *flags])
-        os.replace(made, library)
+        Path(made).replace(library)
     return library

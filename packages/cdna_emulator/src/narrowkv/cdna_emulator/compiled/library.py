@@ -11,7 +11,14 @@ from .building import build_library
 
 _SOURCES = sorted((Path(__file__).parent / "c").glob("*.c"))
 # Sums and products must round as written, except where the source asks for fused operations.
-_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing")
+_FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-strict-aliasing",
+)
 
 
 def _flags() -> tuple[str, ...]:

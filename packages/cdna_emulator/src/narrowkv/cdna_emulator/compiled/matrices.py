@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import formats
-from ..matrix import _BITS, mfma_shape
-from ..matrix_sums import _LEAST, GROUPS
-from ..operands import constant_bits
-from ..parser import Instruction
-from ..state import LANES, Array
+from narrowkv.cdna_emulator import formats
+from narrowkv.cdna_emulator.matrix import _BITS, mfma_shape
+from narrowkv.cdna_emulator.matrix_sums import _LEAST, GROUPS
+from narrowkv.cdna_emulator.operands import constant_bits
+from narrowkv.cdna_emulator.parser import Instruction
+from narrowkv.cdna_emulator.state import LANES, Array
+
 from .narrow import FORMAT, format_of, small_float
 from .operations import Code, UntranslatableError
 
 # Mirrors enum Element of c/matrix.c.
-_ELEMENTS = {"f32": 0, "xf32": 1, "f64": 2, "f16": 3, "bf16": 4, "i8": 5, "fp8": 6, "bf8": 6, "fp6": 7, "bf6": 7,
-             "fp4": 8}  # fmt: skip
-_FACTOR = np.dtype([("element", "i4"), ("bits", "i4"), ("two_runs", "i4"), ("least", "i4"), ("format", FORMAT)])
-_SHAPE = np.dtype([(name, "i4") for name in ("m", "k", "blocks", "result", "group", "scale_a", "scale_b", "pad")]
-                  + [("a", _FACTOR), ("b", _FACTOR)])  # fmt: skip
+_ELEMENTS = {
+    "f32": 0,
+    "xf32": 1,
+    "f64": 2,
+    "f16": 3,
+    "bf16": 4,
+    "i8": 5,
+    "fp8": 6,
+    "bf8": 6,
+    "fp6": 7,
+    "bf6": 7,
+    "fp4": 8,
+}
+_FACTOR = np.dtype(
+    [("element", "i4"), ("bits", "i4"), ("two_runs", "i4"), ("least", "i4"), ("format", FORMAT)]
+)
+_SHAPE = np.dtype(
+    [(name, "i4") for name in ("m", "k", "blocks", "result", "group", "scale_a", "scale_b", "pad")]
+    + [("a", _FACTOR), ("b", _FACTOR)]
+)
 
 
 def _factor(kind: str, per_lane: int, target: str) -> Array:
@@ -57,7 +73,10 @@ def translate_matrix(code: Code, inst: Instruction) -> bool:
     row, same = addend.index, addend.is_constant
     if addend.is_constant:
         bits = constant_bits(addend, shape.result)
-        zero = bits & (0x7FFFFFFFFFFFFFFF if shape.result == "f64" else 0x7FFFFFFF) == 0 and shape.result != "f64"
+        zero = (
+            bits & (0x7FFFFFFFFFFFFFFF if shape.result == "f64" else 0x7FFFFFFF) == 0
+            and shape.result != "f64"
+        )
         row = -1 if zero else code.constant(bits, 2 if shape.result == "f64" else 1)
     d, a, b = (code.operand(inst, k).index for k in range(3))
     code.emit("matrix", d, a, b, row, x=64 * scales[0], y=int(same), z=64 * scales[1], p=fields)

@@ -6,24 +6,57 @@ import re
 
 import numpy as np
 
-from ..atomics import ATOMICS, LDS_ATOMICS
-from ..lds import _READS, _TRANSPOSES, _TWO, _WRITES, swizzle_lanes
-from ..operands import Operand, parse_operand
-from ..parser import Instruction
-from ..vmem import WIDTHS
+from narrowkv.cdna_emulator.atomics import ATOMICS, LDS_ATOMICS
+from narrowkv.cdna_emulator.lds import _READS, _TRANSPOSES, _TWO, _WRITES, swizzle_lanes
+from narrowkv.cdna_emulator.operands import Operand, parse_operand
+from narrowkv.cdna_emulator.parser import Instruction
+from narrowkv.cdna_emulator.vmem import WIDTHS
+
 from .operations import Code, UntranslatableError
 
 _NAME = re.compile(r"^(buffer|global|flat|scratch)_(load|store|atomic)_(.+)$")
 FILLS = ("zero", "sign", "low", "high", "low_sign", "high_sign")  # mirrors enum Fill of c/access.h
 # Mirrors enum Atomic of c/atomic.h.
-_KINDS = ("add", "sub", "swap", "cmpswap", "smin", "smax", "umin", "umax", "and", "or", "xor", "inc", "dec", "add_f",
-          "min_f", "max_f", "pk_add_f16", "pk_add_bf16")  # fmt: skip
+_KINDS = (
+    "add",
+    "sub",
+    "swap",
+    "cmpswap",
+    "smin",
+    "smax",
+    "umin",
+    "umax",
+    "and",
+    "or",
+    "xor",
+    "inc",
+    "dec",
+    "add_f",
+    "min_f",
+    "max_f",
+    "pk_add_f16",
+    "pk_add_bf16",
+)
 _LDS_KINDS = {
-    "add_u32": "add", "sub_u32": "sub", "min_i32": "smin", "max_i32": "smax", "min_u32": "umin", "max_u32": "umax",
-    "and_b32": "and", "or_b32": "or", "xor_b32": "xor", "inc_u32": "inc", "dec_u32": "dec", "add_f32": "add_f",
-    "min_f32": "min_f", "max_f32": "max_f", "add_u64": "add", "add_f64": "add_f", "wrxchg_b32": "swap",
+    "add_u32": "add",
+    "sub_u32": "sub",
+    "min_i32": "smin",
+    "max_i32": "smax",
+    "min_u32": "umin",
+    "max_u32": "umax",
+    "and_b32": "and",
+    "or_b32": "or",
+    "xor_b32": "xor",
+    "inc_u32": "inc",
+    "dec_u32": "dec",
+    "add_f32": "add_f",
+    "min_f32": "min_f",
+    "max_f32": "max_f",
+    "add_u64": "add",
+    "add_f64": "add_f",
+    "wrxchg_b32": "swap",
     "wrxchg_b64": "swap",
-}  # fmt: skip
+}
 
 
 def atomic_kind(what: str) -> int:
@@ -107,7 +140,9 @@ def _atomic(code: Code, inst: Instruction, space: str, what: str) -> bool:
         fields = _global_fields(code, inst, vaddr, rest[0] if rest else "off", False)
     row, out = (64 * parse_operand(text, inst, code.program).index for text in (data, result))
     name = "buffer" if space == "buffer" else "global"
-    code.emit_scalar(f"{name}_atomic_{8 * size}", row, x=out if returns else -1, z=atomic_kind(base), **fields)
+    code.emit_scalar(
+        f"{name}_atomic_{8 * size}", row, x=out if returns else -1, z=atomic_kind(base), **fields
+    )
     return True
 
 
@@ -127,12 +162,12 @@ def _lds(code: Code, inst: Instruction) -> bool:
     two = _TWO.match(name)
     reads, writes = name.removeprefix("ds_read_"), name.removeprefix("ds_write_")
     if name in ("ds_bpermute_b32", "ds_permute_b32"):
-        code.emit(name, *rows, x=offset)
+        code.emit(name, rows[0], rows[1], rows[2], x=offset)
     elif name == "ds_swizzle_b32":
         lanes = swizzle_lanes(inst.modifiers.get("offset", "0"))
         if lanes is None:
             raise UntranslatableError("swizzle mode")
-        code.emit(name, *rows, p=lanes.astype(np.uint8))
+        code.emit(name, rows[0], rows[1], p=lanes.astype(np.uint8))
     elif two:
         size = int(two.group(3)) // 8
         unit = size * (64 if two.group(2) else 1)
@@ -161,6 +196,12 @@ def _lds_atomic(code: Code, inst: Instruction, rows: list[int], offset: int) -> 
     if what not in LDS_ATOMICS:
         return False
     first = 1 if returns else 0
-    code.emit(f"lds_atomic_{8 * LDS_ATOMICS[what].size}", rows[0] if returns else -1, rows[first], rows[first + 1],
-              y=offset, z=lds_atomic_kind(what))  # fmt: skip
+    code.emit(
+        f"lds_atomic_{8 * LDS_ATOMICS[what].size}",
+        rows[0] if returns else -1,
+        rows[first],
+        rows[first + 1],
+        y=offset,
+        z=lds_atomic_kind(what),
+    )
     return True

@@ -6,33 +6,46 @@ import re
 
 import numpy as np
 
-from .. import formats
-from ..operands import constant_bits
-from ..packed import _DOT, _HALF, _HALF_OPS, _WORD_OPS
-from ..parser import Instruction
-from ..state import Array
-from ..valu_ops import Op
+from narrowkv.cdna_emulator import formats
+from narrowkv.cdna_emulator.operands import constant_bits
+from narrowkv.cdna_emulator.packed import _DOT, _HALF, _HALF_OPS, _WORD_OPS
+from narrowkv.cdna_emulator.parser import Instruction
+from narrowkv.cdna_emulator.state import Array
+from narrowkv.cdna_emulator.valu_ops import Op
+
 from .operations import Code, UntranslatableError
 from .vector import SAME, emit_rows
 
 # Mirrors struct Format of c/number.h.
-FORMAT = np.dtype([(name, "i4") for name in ("mantissa_bits", "bias", "sign_bit", "max_code", "nan", "beyond",
-                                             "specials", "pad")] + [("decode_factor", "f4")])  # fmt: skip
+FORMAT = np.dtype(
+    [
+        (name, "i4")
+        for name in ("mantissa_bits", "bias", "sign_bit", "max_code", "nan", "beyond", "specials", "pad")
+    ]
+    + [("decode_factor", "f4")]
+)
 _SPECIALS = ("fn", "ieee", "fnuz", "finite")
 _DECODE_PAIR = re.compile(r"^v_cvt(_scalef32)?_pk_(f32|f16|bf16)_(fp8|bf8|fp4)$")
 _DECODE_ONE = re.compile(r"^v_cvt(_scalef32)?_(f32|f16)_(fp8|bf8)$")
 _ENCODE_PAIR = re.compile(r"^v_cvt(_scalef32)?_pk_(fp8|bf8|fp4)_(f32|f16|bf16)$")
 _PACKS = {
-    "v_cvt_pk_bf16_f32": "f32", "v_cvt_pk_f16_f32": "f32", "v_cvt_pkrtz_f16_f32": "f32", "v_cvt_pk_u16_u32": "u32",
-    "v_cvt_pk_i16_i32": "i32", "v_cvt_pknorm_i16_f32": "f32", "v_cvt_pknorm_u16_f32": "f32",
+    "v_cvt_pk_bf16_f32": "f32",
+    "v_cvt_pk_f16_f32": "f32",
+    "v_cvt_pkrtz_f16_f32": "f32",
+    "v_cvt_pk_u16_u32": "u32",
+    "v_cvt_pk_i16_i32": "i32",
+    "v_cvt_pknorm_i16_f32": "f32",
+    "v_cvt_pknorm_u16_f32": "f32",
     "v_pack_b32_f16": "u16",
-}  # fmt: skip
+}
 
 
 def format_of(fmt: formats.SmallFloat) -> Array:
     """A format as the engine's C code takes it."""
     top = fmt.max_code
-    nan = {"fn": fmt.sign_bit - 1, "ieee": fmt.sign_bit - 1, "fnuz": fmt.sign_bit, "finite": top}[fmt.specials]
+    nan = {"fn": fmt.sign_bit - 1, "ieee": fmt.sign_bit - 1, "fnuz": fmt.sign_bit, "finite": top}[
+        fmt.specials
+    ]
     beyond = {"ieee": top + 1, "finite": top}.get(fmt.specials, nan)
     numbers = (fmt.mantissa_bits, fmt.bias, fmt.sign_bit, top, nan, beyond, _SPECIALS.index(fmt.specials), 0)
     return np.array([(*numbers, 2.0 ** (127 - fmt.bias))], FORMAT)
@@ -40,8 +53,13 @@ def format_of(fmt: formats.SmallFloat) -> Array:
 
 def small_float(name: str, target: str) -> formats.SmallFloat:
     """The format that a target's instructions call by a name."""
-    return {"fp8": formats.fp8(target), "bf8": formats.bf8(target), "fp4": formats.E2M1, "fp6": formats.E2M3,
-            "bf6": formats.E3M2}[name]  # fmt: skip
+    return {
+        "fp8": formats.fp8(target),
+        "bf8": formats.bf8(target),
+        "fp4": formats.E2M1,
+        "fp6": formats.E2M3,
+        "bf6": formats.E3M2,
+    }[name]
 
 
 def translate_narrow(code: Code, inst: Instruction) -> bool:
@@ -92,9 +110,16 @@ def _decode_pair(code: Code, inst: Instruction) -> None:
     byte = 0 if inst.encoding == "sdwa" else pick[0] + 2 * pick[1] if narrow == "fp4" else 2 * pick[0]
     scaled = "scalef32" in inst.name
     scale = code.source(inst, 2, "u32") if scaled else 0
-    code.emit(f"decode_pair_{wide}", code.operand(inst, 0).index, row, scale, x=8 * byte,
-              y=8 * byte + (4 if narrow == "fp4" else 8), z=int(scaled),
-              p=format_of(small_float(narrow, code.program.target)))  # fmt: skip
+    code.emit(
+        f"decode_pair_{wide}",
+        code.operand(inst, 0).index,
+        row,
+        scale,
+        x=8 * byte,
+        y=8 * byte + (4 if narrow == "fp4" else 8),
+        z=int(scaled),
+        p=format_of(small_float(narrow, code.program.target)),
+    )
 
 
 def _decode_one(code: Code, inst: Instruction) -> None:
@@ -106,8 +131,16 @@ def _decode_one(code: Code, inst: Instruction) -> None:
     scale = code.source(inst, 2, "u32") if scaled else 0
     target = code.operand(inst, 0).index
     result = code.temporary() if wide == "f16" else target
-    code.emit(f"decode_one_{wide}", result, row, scale, x=8 * byte, y=8 * byte, z=int(scaled),
-              p=format_of(small_float(narrow, code.program.target)))  # fmt: skip
+    code.emit(
+        f"decode_one_{wide}",
+        result,
+        row,
+        scale,
+        x=8 * byte,
+        y=8 * byte,
+        z=int(scaled),
+        p=format_of(small_float(narrow, code.program.target)),
+    )
     if wide == "f16":
         code.insert(target, result, f"WORD_{pick[2]}", "UNUSED_PRESERVE")
 
@@ -127,8 +160,16 @@ def _encode_pair(code: Code, inst: Instruction) -> None:
     scale = code.source(inst, len(pair) + 1 if wide == "f32" else 2, "u32") if scaled else 0
     pick = inst.bits("op_sel", 5, 0)
     row = code.temporary()
-    code.emit("encode_pair", row, *pair, scale, y=4 if narrow == "fp4" else 8, z=int(scaled),
-              p=format_of(small_float(narrow, code.program.target)))  # fmt: skip
+    code.emit(
+        "encode_pair",
+        row,
+        pair[0],
+        pair[1],
+        scale,
+        y=4 if narrow == "fp4" else 8,
+        z=int(scaled),
+        p=format_of(small_float(narrow, code.program.target)),
+    )
     where = f"BYTE_{pick[2] + 2 * pick[3]}" if narrow == "fp4" else f"WORD_{pick[len(inst.operands) - 1]}"
     code.insert(code.operand(inst, 0).index, row, where, "UNUSED_PRESERVE")
 
@@ -171,8 +212,9 @@ def _shift_pack(code: Code, inst: Instruction) -> None:
 # ------------------------------------------------------------------ packed
 
 
-def _packed_source(code: Code, inst: Instruction, position: int, kind: str, picks: tuple[int, int],
-                   negates: tuple[int, int]) -> int:  # fmt: skip
+def _packed_source(
+    code: Code, inst: Instruction, position: int, kind: str, picks: tuple[int, int], negates: tuple[int, int]
+) -> int:
     """The row with the two halves of a source of a packed 16-bit instruction."""
     operand = code.operand(inst, 1 + position)
     if operand.is_constant:
@@ -183,7 +225,7 @@ def _packed_source(code: Code, inst: Instruction, position: int, kind: str, pick
         row = code.raw(operand, "u32")
         if picks != (0, 1):
             joined = code.temporary()
-            code.emit("join_halves", joined, row, row, x=16 * picks[0], y=0 if picks[1] else 16)
+            code.emit("join_halves", joined, row, row, x=16 * picks[0], y=16 * picks[1])
             row = joined
     if any(negates):
         if kind != "f16":
@@ -194,10 +236,14 @@ def _packed_source(code: Code, inst: Instruction, position: int, kind: str, pick
 
 def _packed_half(code: Code, inst: Instruction, op: Op) -> None:
     count = len(op.sources)
-    fields = [inst.bits(name, count, default) for name, default in
-              (("op_sel", 0), ("op_sel_hi", 1), ("neg_lo", 0), ("neg_hi", 0))]  # fmt: skip
+    fields = [
+        inst.bits(name, count, default)
+        for name, default in (("op_sel", 0), ("op_sel_hi", 1), ("neg_lo", 0), ("neg_hi", 0))
+    ]
     rows = [
-        _packed_source(code, inst, k, op.sources[k], (fields[0][k], fields[1][k]), (fields[2][k], fields[3][k]))
+        _packed_source(
+            code, inst, k, op.sources[k], (fields[0][k], fields[1][k]), (fields[2][k], fields[3][k])
+        )
         for k in range(count)
     ]
     plain = _HALF.get(inst.name, "v_" + inst.name.removeprefix("v_pk_"))
@@ -256,7 +302,11 @@ def _mix(code: Code, inst: Instruction) -> None:
             row = code.negated(row, "f32")
         rows.append(row)
     target, is_plain = code.operand(inst, 0).index, inst.name == "v_fma_mix_f32"
-    steps = ["v_fma_f32", *(["clamp_f32"] if "clamp" in inst.modifiers else []), *([] if is_plain else [inst.name])]
+    steps = [
+        "v_fma_f32",
+        *(["clamp_f32"] if "clamp" in inst.modifiers else []),
+        *([] if is_plain else [inst.name]),
+    ]
     for number, name in enumerate(steps):
         result = target if number == len(steps) - 1 else code.temporary()
         emit_rows(code, name, result, rows)

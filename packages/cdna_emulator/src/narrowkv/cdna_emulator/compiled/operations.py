@@ -11,17 +11,35 @@ from typing import Any
 
 import numpy as np
 
-from ..operands import DTYPES, Operand, constant_bits, parse_operand
-from ..parser import Instruction
-from ..program import Program
-from ..state import EXEC, LANES, POISON, Array
+from narrowkv.cdna_emulator.operands import DTYPES, Operand, constant_bits, parse_operand
+from narrowkv.cdna_emulator.parser import Instruction
+from narrowkv.cdna_emulator.program import Program
+from narrowkv.cdna_emulator.state import EXEC, LANES, POISON, Array
 
 # Mirrors struct Op of c/wave.h.
-OPERATION = np.dtype([("run", "u8"), ("d", "i4"), ("a", "i4"), ("b", "i4"), ("c", "i4"), ("x", "i4"), ("y", "i4"),
-                      ("z", "i4"), ("instruction", "i4"), ("p", "u8")])  # fmt: skip
+OPERATION = np.dtype(
+    [
+        ("run", "u8"),
+        ("d", "i4"),
+        ("a", "i4"),
+        ("b", "i4"),
+        ("c", "i4"),
+        ("x", "i4"),
+        ("y", "i4"),
+        ("z", "i4"),
+        ("instruction", "i4"),
+        ("p", "u8"),
+    ]
+)
 TEMPORARIES = 24
-_SELECT = {"WORD_0": (0, 16), "WORD_1": (16, 16), "BYTE_0": (0, 8), "BYTE_1": (8, 8), "BYTE_2": (16, 8),
-           "BYTE_3": (24, 8)}  # fmt: skip
+_SELECT = {
+    "WORD_0": (0, 16),
+    "WORD_1": (16, 16),
+    "BYTE_0": (0, 8),
+    "BYTE_1": (8, 8),
+    "BYTE_2": (16, 8),
+    "BYTE_3": (24, 8),
+}
 SCALARS = 128
 
 
@@ -40,8 +58,8 @@ class Code:
 
     Attributes:
         program: what is translated.
-        operations: as tuples in the order of `OPERATION`'s fields, with the operation's name, and a table, the
-            number of a block, or None as ``p``.
+        operations: as tuples in the order of `OPERATION`'s fields, with the operation's name, and with a
+            table, the number of a block, or None as ``p``.
         first_constant: the row behind the temporaries.
     """
 
@@ -60,15 +78,35 @@ class Code:
         """Start the instruction of this number: its temporaries are free."""
         self.instruction, self._next = number, self.program.vgprs
 
-    def emit(self, name: str, d: int = 0, a: int = 0, b: int = 0, c: int = 0, x: int = 0, y: int = 0, z: int = 0,
-             p: Any = None) -> None:  # fmt: skip
+    def emit(
+        self,
+        name: str,
+        d: int = 0,
+        a: int = 0,
+        b: int = 0,
+        c: int = 0,
+        x: int = 0,
+        y: int = 0,
+        z: int = 0,
+        p: Any = None,
+    ) -> None:
         """Append an operation on rows: d, a, b, c are rows, or -1."""
         rows = (64 * row if row >= 0 else row for row in (d, a, b, c))
         self.operations.append((name, *rows, signed(x), signed(y), signed(z), self.instruction, p))
 
-    def emit_scalar(self, name: str, d: int = 0, a: int = 0, b: int = 0, c: int = 0, x: int = 0, y: int = 0,
-                    z: int = 0, p: Any = None) -> None:  # fmt: skip
-        """Append an operation whose d, a, b, c are fields as they are: scalar registers or multiples of 64."""
+    def emit_scalar(
+        self,
+        name: str,
+        d: int = 0,
+        a: int = 0,
+        b: int = 0,
+        c: int = 0,
+        x: int = 0,
+        y: int = 0,
+        z: int = 0,
+        p: Any = None,
+    ) -> None:
+        """Append an operation with d, a, b, c as they are: scalar registers or multiples of 64."""
         self.operations.append((name, d, a, b, c, signed(x), signed(y), signed(z), self.instruction, p))
 
     # ------------------------------------------------------------------ rows and scalars
@@ -159,7 +197,9 @@ class Code:
     def modified(self, row: int, operand: Operand, kind: str) -> int:
         """The row with the operand's ``|x|`` and ``-x`` applied."""
         if operand.absolute and kind[0] == "f":
-            row = self.changed(row, kind, "keep_bits", {"f16": 0x7FFF, "f32": 0x7FFFFFFF, "f64": 0x7FFFFFFF}[kind])
+            row = self.changed(
+                row, kind, "keep_bits", {"f16": 0x7FFF, "f32": 0x7FFFFFFF, "f64": 0x7FFFFFFF}[kind]
+            )
         if operand.negate:
             row = self.negated(row, kind)
         return row
@@ -198,7 +238,7 @@ class Code:
     # ------------------------------------------------------------------ results
 
     def insert(self, target: int, row: int, where: str, unused: str) -> None:
-        """Write the low bits of a row to a part of a register; the rest is cleared, kept or filled with the sign."""
+        """Write the low bits of a row to a part of a register; clear, keep or sign-fill the rest."""
         if where == "DWORD":
             self.emit("v_mov_b32", target, row)
             return
@@ -207,7 +247,9 @@ class Code:
         if unused == "UNUSED_SEXT":
             self.emit("insert_signed", target, row, x=shift, y=32 - shift - width)
         else:
-            self.emit("insert", target, row, x=shift, y=inside, z=~inside if unused == "UNUSED_PRESERVE" else 0)
+            self.emit(
+                "insert", target, row, x=shift, y=inside, z=~inside if unused == "UNUSED_PRESERVE" else 0
+            )
 
     def scalar_written(self, register: int, count: int = 1) -> None:
         """Follow a write of scalar registers."""

@@ -10,17 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch import initial_registers
-from ..errors import (
+from narrowkv.cdna_emulator.dispatch import initial_registers
+from narrowkv.cdna_emulator.errors import (
     DeadlockError,
     EmulatorError,
     MisalignedError,
     OutOfRangeError,
     UninitialisedError,
 )
-from ..memory import Memory
-from ..program import Program
-from ..state import EXEC, POISON, SGPR_PAIRS, VCC, Array
+from narrowkv.cdna_emulator.memory import Memory
+from narrowkv.cdna_emulator.program import Program
+from narrowkv.cdna_emulator.state import EXEC, POISON, SGPR_PAIRS, VCC, Array
+
 from .library import library
 from .operations import OPERATION, SCALARS
 from .translation import Translated, translated
@@ -30,14 +31,30 @@ _BUFFER = np.dtype([("base", "u8"), ("end", "u8"), ("written", "u8"), ("readonly
 _LAUNCH = np.dtype(
     [(name, "u8") for name in ("entry", "scalars", "constants", "buffers", "positions")]
     + [(name, "i8") for name in ("buffer_count", "workgroups", "blocks", "limit", "slots")]
-    + [(name, "i4") for name in ("scalar_count", "register_rows", "rows", "waves", "lds_bytes", "scratch_bytes",
-                                 "id_x", "id_y", "id_z", "stop")]
+    + [
+        (name, "i4")
+        for name in (
+            "scalar_count",
+            "register_rows",
+            "rows",
+            "waves",
+            "lds_bytes",
+            "scratch_bytes",
+            "id_x",
+            "id_y",
+            "id_z",
+            "stop",
+        )
+    ]
     + [("next", "u8")]
-)  # fmt: skip
+)
 _COUNTS = ("vmem_bytes_loaded", "vmem_bytes_stored", "lds_bytes_read", "lds_bytes_written")
 _WORKER = np.dtype(
     [("bytes", "u8", len(_COUNTS)), ("fault_address", "u8"), ("fault_workgroup", "i8")]
-    + [(name, "i4") for name in ("fault", "fault_wave", "fault_lane", "fault_size", "fault_instruction", "pad")]
+    + [
+        (name, "i4")
+        for name in ("fault", "fault_wave", "fault_lane", "fault_size", "fault_instruction", "pad")
+    ]
 )
 # Mirrors enum Fault of c/wave.h: error class, message.
 _FAULTS: tuple[tuple[type[EmulatorError], str], ...] = (
@@ -61,9 +78,13 @@ _MAX_SLOTS = 32  # workgroups that one thread runs interleaved, if they wait for
 
 
 def run_translated(
-    program: Program, memory: Memory, kernarg: int, dispatch: int, positions: Sequence[tuple[int, int, int]],
+    program: Program,
+    memory: Memory,
+    kernarg: int,
+    dispatch: int,
+    positions: Sequence[tuple[int, int, int]],
     limit: int,
-) -> tuple[list[float], dict[str, float]]:  # fmt: skip
+) -> tuple[list[float], dict[str, float]]:
     """Run workgroups of a launch.
 
     Args:
@@ -80,6 +101,8 @@ def run_translated(
     Raises:
         EmulatorError: if the kernel makes an error.
     """
+    if not positions:
+        return [0.0] * len(program.blocks), {}
     engine, code = library(), translated(program)
     if engine.size_of_op() != OPERATION.itemsize or engine.size_of_launch() != _LAUNCH.itemsize:
         raise EmulatorError("the compiled engine's library does not fit this version of the package")
@@ -89,14 +112,26 @@ def run_translated(
     rows = code.register_rows + len(code.constants)
     launch = np.zeros(1, _LAUNCH)
     for name, value in {
-        "entry": code.operations.ctypes.data + code.entry * OPERATION.itemsize, "scalars": scalars.ctypes.data,
-        "constants": code.constants.ctypes.data, "buffers": buffers.ctypes.data, "positions": places.ctypes.data,
-        "buffer_count": len(buffers), "workgroups": len(places), "blocks": len(program.blocks),
-        "limit": min(limit, 1 << 62), "slots": _MAX_SLOTS, "scalar_count": len(scalars),
-        "register_rows": code.register_rows, "rows": rows, "waves": program.num_warps,
-        "lds_bytes": program.lds_bytes, "scratch_bytes": program.scratch_bytes,
-        "id_x": ids[0], "id_y": ids[1], "id_z": ids[2],
-    }.items():  # fmt: skip
+        "entry": code.operations.ctypes.data + code.entry * OPERATION.itemsize,
+        "scalars": scalars.ctypes.data,
+        "constants": code.constants.ctypes.data,
+        "buffers": buffers.ctypes.data,
+        "positions": places.ctypes.data,
+        "buffer_count": len(buffers),
+        "workgroups": len(places),
+        "blocks": len(program.blocks),
+        "limit": min(limit, 1 << 62),
+        "slots": _MAX_SLOTS,
+        "scalar_count": len(scalars),
+        "register_rows": code.register_rows,
+        "rows": rows,
+        "waves": program.num_warps,
+        "lds_bytes": program.lds_bytes,
+        "scratch_bytes": program.scratch_bytes,
+        "id_x": ids[0],
+        "id_y": ids[1],
+        "id_z": ids[2],
+    }.items():
         launch[name] = value
     count = max(min(_cores(), len(places)), 1)
     workers = np.zeros(count, _WORKER)
@@ -166,22 +201,34 @@ def _initial_scalars(
 
 
 def _error(
-    worker: Any, program: Program, code: Translated, memory: Memory, positions: Sequence[tuple[int, int, int]],
+    worker: Any,
+    program: Program,
+    code: Translated,
+    memory: Memory,
+    positions: Sequence[tuple[int, int, int]],
     limit: int,
-) -> EmulatorError:  # fmt: skip
+) -> EmulatorError:
     fault, address, size = int(worker["fault"]), int(worker["fault_address"]), int(worker["fault_size"])
     kind, message = _FAULTS[fault]
     if fault == _NO_MEMORY:
         return kind(message, kernel=program.kernel_name)
     inst = code.instructions[int(worker["fault_instruction"])]
     buffer = memory.find(address, address + size)
-    text = message.format(size=size, where=memory.describe(address), buffer=buffer.name if buffer else "",
-                          lds=program.lds_bytes, limit=limit)  # fmt: skip
+    text = message.format(
+        size=size,
+        where=memory.describe(address),
+        buffer=buffer.name if buffer else "",
+        lds=program.lds_bytes,
+        limit=limit,
+    )
     has_lane, ends = fault not in (_SCALAR_RANGE, _ENDLESS), fault == _ENDLESS
     return kind(
-        text, kernel=program.kernel_name, line=0 if ends else inst.line, source="" if ends else inst.text,
-        workgroup=positions[int(worker["fault_workgroup"])], wave=int(worker["fault_wave"]),
-        lane=int(worker["fault_lane"]) if has_lane else None, address=None if ends else address,
-    )  # fmt: skip
-
-
+        text,
+        kernel=program.kernel_name,
+        line=0 if ends else inst.line,
+        source="" if ends else inst.text,
+        workgroup=positions[int(worker["fault_workgroup"])],
+        wave=int(worker["fault_wave"]),
+        lane=int(worker["fault_lane"]) if has_lane else None,
+        address=None if ends else address,
+    )

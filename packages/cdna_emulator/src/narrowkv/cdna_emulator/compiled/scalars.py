@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import re
 
-from ..operands import Operand
-from ..parser import Instruction
-from ..scalar import NO_EFFECT, SCALAR
+from narrowkv.cdna_emulator.operands import Operand
+from narrowkv.cdna_emulator.parser import Instruction
+from narrowkv.cdna_emulator.scalar import NO_EFFECT, SCALAR
+
 from .operations import Code, UntranslatableError
 
 _COMPARE = re.compile(r"^s_cmp(k)?_(eq|lg|gt|ge|lt|le)_([iu](?:32|64))$")
 # Instructions with a kind of operand that the tables of `scalar` do not hold: (sources, result).
 _OTHER = {
-    "s_addc_u32": ("u32 u32", "u32"), "s_subb_u32": ("u32 u32", "u32"), "s_cselect_b32": ("u32 u32", "u32"),
-    "s_cselect_b64": ("u64 u64", "u64"), "s_cmov_b32": ("u32", "u32"), "s_cmov_b64": ("u64", "u64"),
-    "s_bitset0_b32": ("u32", "u32"), "s_bitset1_b32": ("u32", "u32"), "s_bitset0_b64": ("u32", "u64"),
+    "s_addc_u32": ("u32 u32", "u32"),
+    "s_subb_u32": ("u32 u32", "u32"),
+    "s_cselect_b32": ("u32 u32", "u32"),
+    "s_cselect_b64": ("u64 u64", "u64"),
+    "s_cmov_b32": ("u32", "u32"),
+    "s_cmov_b64": ("u64", "u64"),
+    "s_bitset0_b32": ("u32", "u32"),
+    "s_bitset1_b32": ("u32", "u32"),
+    "s_bitset0_b64": ("u32", "u64"),
     "s_bitset1_b64": ("u32", "u64"),
-}  # fmt: skip
-_LITERAL = {"s_movk_i32": "s_mov_b32", "s_addk_i32": "s_add_i32", "s_mulk_i32": "s_mul_i32", "s_cmovk_i32": "s_cmov_b32"}
+}
+_LITERAL = {
+    "s_movk_i32": "s_mov_b32",
+    "s_addk_i32": "s_add_i32",
+    "s_mulk_i32": "s_mul_i32",
+    "s_cmovk_i32": "s_cmov_b32",
+}
 
 
 def translate_scalar(code: Code, inst: Instruction) -> bool:
@@ -30,7 +42,9 @@ def translate_scalar(code: Code, inst: Instruction) -> bool:
     elif name.startswith("s_load_dword"):
         _load(code, inst)
     elif name in SCALAR or name in _OTHER:
-        kinds, result = _OTHER[name] if name in _OTHER else (" ".join(SCALAR[name].sources), SCALAR[name].result)
+        kinds, result = (
+            _OTHER[name] if name in _OTHER else (" ".join(SCALAR[name].sources), SCALAR[name].result)
+        )
         given = [code.scalar(code.operand(inst, 1 + k), kind) for k, kind in enumerate(kinds.split())]
         _result(code, inst, name, given, 2 if result.endswith("64") else 1)
     elif _COMPARE.match(name):

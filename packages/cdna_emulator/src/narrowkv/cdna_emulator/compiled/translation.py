@@ -7,9 +7,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..parser import Instruction
-from ..program import Program
-from ..state import Array
+from narrowkv.cdna_emulator.parser import Instruction
+from narrowkv.cdna_emulator.program import Program
+from narrowkv.cdna_emulator.state import Array
+
 from .library import address_of
 from .matrices import translate_matrix
 from .memory import translate_memory
@@ -53,7 +54,8 @@ class Translated:
 
     def _translate(self, program: Program, code: Code) -> list[int]:
         """Fill the code; the result is the first operation of each block."""
-        starts, unknown = [], {}
+        starts: list[int] = []
+        unknown: dict[str, str] = {}
         for number, block in enumerate(program.blocks):
             starts.append(len(code.operations))
             code.begin(len(self.instructions))

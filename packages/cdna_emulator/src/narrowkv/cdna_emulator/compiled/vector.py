@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..lanes import CROSS_LANE, dpp_source_lanes
-from ..operands import DTYPES, Operand, output_modifier
-from ..parser import Instruction
-from ..state import EXEC, LANES, VCC
-from ..valu import CARRY
-from ..valu_ops import ACCUMULATING, COMPARES, LITERAL_FMA, VALU, Op
+from narrowkv.cdna_emulator.lanes import CROSS_LANE, dpp_source_lanes
+from narrowkv.cdna_emulator.operands import DTYPES, Operand, constant_bits, output_modifier
+from narrowkv.cdna_emulator.parser import Instruction
+from narrowkv.cdna_emulator.state import EXEC, LANES, VCC
+from narrowkv.cdna_emulator.valu import CARRY
+from narrowkv.cdna_emulator.valu_ops import ACCUMULATING, COMPARES, LITERAL_FMA, VALU, Op
+
 from .operations import Code, UntranslatableError
 
 # Instructions that do what another one does.
 SAME = {
-    "v_accvgpr_read_b32": "v_mov_b32", "v_accvgpr_write_b32": "v_mov_b32", "v_accvgpr_mov_b32": "v_mov_b32",
-    "v_add_i32": "v_add_u32", "v_sub_i32": "v_sub_u32", "v_rcp_iflag_f32": "v_rcp_f32",
-    "v_add_i16": "v_add_u16", "v_sub_i16": "v_sub_u16", "v_mad_i16": "v_mad_u16",
-}  # fmt: skip
-_ONE = np.float32(1).view(np.uint32)
+    "v_accvgpr_read_b32": "v_mov_b32",
+    "v_accvgpr_write_b32": "v_mov_b32",
+    "v_accvgpr_mov_b32": "v_mov_b32",
+    "v_add_i32": "v_add_u32",
+    "v_sub_i32": "v_sub_u32",
+    "v_rcp_iflag_f32": "v_rcp_f32",
+    "v_add_i16": "v_add_u16",
+    "v_sub_i16": "v_sub_u16",
+    "v_mad_i16": "v_mad_u16",
+}
 
 
 def translate_vector(code: Code, inst: Instruction) -> bool:
@@ -68,7 +74,10 @@ def _destination(code: Code, inst: Instruction, op: Op) -> tuple[int, tuple[str,
     operand = code.operand(inst, 0)
     if inst.encoding == "sdwa":
         where = inst.modifiers.get("dst_sel", "DWORD")
-        return operand.index, None if where == "DWORD" else (where, inst.modifiers.get("dst_unused", "UNUSED_PAD"))
+        return operand.index, None if where == "DWORD" else (
+            where,
+            inst.modifiers.get("dst_unused", "UNUSED_PAD"),
+        )
     if DTYPES[op.result]().itemsize == 2 and "op_sel" in inst.modifiers:
         high = inst.bits("op_sel", len(op.sources) + 1, 0)[-1]
         return operand.index, ("WORD_1" if high else "WORD_0", "UNUSED_PRESERVE")
@@ -85,8 +94,7 @@ def _plain(code: Code, inst: Instruction, base: str, op: Op) -> None:
         if inst.encoding == "dpp":
             raise UntranslatableError("clamp with DPP on an integer")
     words = 2 if DTYPES[op.result]().itemsize == 8 else 1
-    outputs = [*([_multiplier(op.result, factor)] if factor != 1 else []),
-               *([(f"clamp_{op.result}", {})] if clamp and is_float else [])]  # fmt: skip
+    outputs = [f"omod_{op.result}"] * (factor != 1) + [f"clamp_{op.result}"] * (clamp and is_float)
     plan = None
     if inst.encoding == "dpp":
         plan = _dpp_plan(inst)
@@ -101,9 +109,9 @@ def _plain(code: Code, inst: Instruction, base: str, op: Op) -> None:
         return
     result = target if part is None and plan is None and not outputs else code.temporary(words)
     emit_rows(code, name, result, rows)
-    for number, (modifier, fields) in enumerate(outputs):
+    for number, modifier in enumerate(outputs):
         to = target if part is None and plan is None and number == len(outputs) - 1 else result
-        code.emit(modifier, to, result, **({"b": fields["row"]} if "row" in fields else fields))
+        code.emit(modifier, to, result, _factor(code, op.result, factor))
         result = to
     if plan is not None:
         code.emit("dpp_write", target, result, x=int("bound_ctrl" in inst.modifiers), p=plan)
@@ -111,9 +119,9 @@ def _plain(code: Code, inst: Instruction, base: str, op: Op) -> None:
         code.insert(target, result, *part)
 
 
-def _multiplier(kind: str, factor: float) -> tuple[str, dict[str, int]]:
-    bits = int(np.float32(factor).view(np.uint32))
-    return f"omod_{kind}", {"x": bits}
+def _factor(code: Code, kind: str, factor: float) -> int:
+    """The row with the factor of an output modifier."""
+    return code.constant(constant_bits(Operand("float", value=factor), kind), 2 if kind == "f64" else 1)
 
 
 # ------------------------------------------------------------------ DPP
@@ -131,7 +139,7 @@ def _dpp_plan(inst: Instruction) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def _dpp_sources(code: Code, inst: Instruction, op: Op, texts: list[int], plan: object) -> list[int]:
-    rows = []
+    rows: list[int] = []
     for position, kind in zip(texts, op.sources, strict=True):
         operand = code.operand(inst, position)
         row = code.raw(operand, kind)
@@ -231,9 +239,13 @@ def _mask_count(code: Code, inst: Instruction) -> None:
 
 
 _SPECIAL = {
-    "v_mad_u64_u32": _mad_64, "v_mad_i64_i32": _mad_64, "v_div_scale_f32": _div_scale,
-    "v_div_fmas_f32": _div_fmas, "v_mbcnt_lo_u32_b32": _mask_count, "v_mbcnt_hi_u32_b32": _mask_count,
-}  # fmt: skip
+    "v_mad_u64_u32": _mad_64,
+    "v_mad_i64_i32": _mad_64,
+    "v_div_scale_f32": _div_scale,
+    "v_div_fmas_f32": _div_fmas,
+    "v_mbcnt_lo_u32_b32": _mask_count,
+    "v_mbcnt_hi_u32_b32": _mask_count,
+}
 
 
 def _bitop3(code: Code, inst: Instruction) -> None:
@@ -261,6 +273,3 @@ def _cross_lane(code: Code, inst: Instruction) -> None:
         code.emit_scalar(name, 64 * first, code.scalar(second, "u32"), lane)
     else:  # swaps
         code.emit(name, first, 0, second.index)
-
-
-__all__ = ["SAME", "Operand", "emit_rows", "sources", "translate_vector"]

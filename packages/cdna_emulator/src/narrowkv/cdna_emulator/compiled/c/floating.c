@@ -60,12 +60,12 @@ static inline i32 exponent_of(double x) { int e; frexp(x, &e); return isfinite(x
 FLOATS(v_frexp_mant_f32, mantissa_of(A[l]))
 LANEWISE(v_frexp_exp_i32_f32, i32, float, u32, u32, exponent_of(A[l]))
 
-// Output modifiers: x is the factor's bits.
-FLOATS(omod_f32, A[l] * as_float((u32)o->x))
+// Output modifiers: b is a row with the factor. A clamped -0 of fp16 stays -0, as numpy has it.
+FLOATS(omod_f32, A[l] * B[l])
 FLOATS(clamp_f32, A[l] != A[l] ? 0.0f : A[l] > 0 ? (A[l] < 1 ? A[l] : 1.0f) : 0.0f)
 HALF_FLOATS(omod_f16, FA * FB)
-HALF_FLOATS(clamp_f16, FA != FA ? 0.0f : FA > 0 ? (FA < 1 ? FA : 1.0f) : 0.0f)
-DOUBLES(omod_f64, DA * (double)as_float((u32)o->x))
+HALF_FLOATS(clamp_f16, FA != FA ? 0.0f : FA >= 0 ? (FA < 1 ? FA : 1.0f) : 0.0f)
+DOUBLES(omod_f64, DA * DB)
 DOUBLES(clamp_f64, DA != DA ? 0.0 : DA > 0 ? (DA < 1 ? DA : 1.0) : 0.0)
 
 // ---- the division sequence
@@ -235,9 +235,9 @@ WORDS(v_fma_mixhi_f16, (D[l] & 0xFFFFu) | (u32)float_to_half(as_float(A[l])) << 
 #define HALF_OF(x, shift) ((double)half_to_float((u16)((x) >> (shift))))
 #define BFLOAT_OF(x, shift) ((double)bfloat_to_float((u16)((x) >> (shift))))
 LANEWISE(v_dot2_f32_f16, float, u32, u32, float,
-         HALF_OF(A[l], 0) * HALF_OF(B[l], 0) + HALF_OF(A[l], 16) * HALF_OF(B[l], 16) + (double)C[l])
+         0.0 + HALF_OF(A[l], 0) * HALF_OF(B[l], 0) + HALF_OF(A[l], 16) * HALF_OF(B[l], 16) + (double)C[l])
 LANEWISE(v_dot2_f32_bf16, float, u32, u32, float,
-         BFLOAT_OF(A[l], 0) * BFLOAT_OF(B[l], 0) + BFLOAT_OF(A[l], 16) * BFLOAT_OF(B[l], 16) + (double)C[l])
+         0.0 + BFLOAT_OF(A[l], 0) * BFLOAT_OF(B[l], 0) + BFLOAT_OF(A[l], 16) * BFLOAT_OF(B[l], 16) + (double)C[l])
 
 // ---- sources: scalars in all lanes, modifiers, parts of words
 OP(broadcast) { u32 *D = ROW(d), x = w->s[o->a]; EACH D[l] = x; NEXT; }
