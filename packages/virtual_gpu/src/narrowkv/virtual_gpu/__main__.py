@@ -19,11 +19,12 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("clean", help="empty the cache folder")
     commands.add_parser("chips", help="list the chips")
     watching = commands.add_parser("watch", help="what another Triton changes for a file of cases")
-    watching.add_argument("cases", type=Path, help="Python file with functions case_*; see narrowkv.virtual_gpu.watch")
-    watching.add_argument("--triton", nargs=2, required=True, metavar="TRITON", help="two versions, wheels or folders")
-    watching.add_argument("--target", nargs="+", default=list(watch.TARGETS), choices=watch.TARGETS)
-    watching.add_argument("--tolerance", type=float, default=1e-2, help="relative difference of equal results")
-    watching.add_argument("--json", action="store_true", help="print one JSON document")
+    add = watching.add_argument
+    add("cases", type=Path, help="Python file with functions case_*; see narrowkv.virtual_gpu.watch")
+    add("--triton", nargs=2, required=True, metavar="TRITON", help="two versions, wheels or folders")
+    add("--target", nargs="+", default=list(watch.TARGETS), choices=watch.TARGETS)
+    add("--tolerance", type=float, default=1e-2, help="relative difference of equal results")
+    add("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)
     command = options.command
     if command == "watch":
@@ -45,10 +46,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _watch(options: argparse.Namespace) -> int:
-    """Prints what changed; the exit status is 1 if something became worse, 2 if it could not be compared."""
+    """Prints what changed; returns 1 if something became worse, 2 if it could not be compared."""
     try:
+        folder = build.cache_folder() / "watch"
         changes = watch.watch(
-            options.cases.resolve(), options.triton, build.cache_folder() / "watch", options.target, options.tolerance
+            options.cases.resolve(), options.triton, folder, options.target, options.tolerance
         )
     except ValueError as error:
         print(error, file=sys.stderr)
