@@ -113,7 +113,7 @@ def serve(cache: PagedKVCache, with_prefill: bool) -> None:
 def main() -> None:
     """Serves with prefill where the first argument says so."""
     torch.version.hip = "7.0"
-    gpu = type("Properties", (), {"gcnArchName": "gfx942:sramecc+:xnack-"})
+    gpu = type("Properties", (), {"gcnArchName": "gfx942:sramecc+:xnack-", "multi_processor_count": 304})
     torch.cuda.get_device_properties = lambda index: gpu
     driver.set_active(_Mi300x())
     executor = _OnTheGpu()

@@ -25,7 +25,7 @@ from narrowkv.testing.codegen import CallCode, KernelCode
 from narrowkv.testing.probing import PASS, Answer, Compiled, Outcome
 from narrowkv.testing.records import jsonable, revive
 
-KERNEL = KernelCode("_kernel", 128, 0, 40, 0, 0, 0, 8192, 2, 4, {"v_mfma": 8}, {"valu": 3}, 0.25)
+KERNEL = KernelCode("_kernel", 128, 0, 40, 0, 0, 0, 8192, 2, 4, 0, {"v_mfma": 8}, {"valu": 3}, 0.25)
 ERROR = ErrorReport(
     cosine=0.9, relative_l1=0.001, rmse=0.5, max_abs=0.25, worst_index=(0, 3), not_finite=0, count=9
 )

@@ -21,7 +21,7 @@ from narrowkv.testing.probing import FAIL, INEXACT, PASS, REFUSED, SKIPPED, Answ
 
 CPU, GPU = Place("cpu", "cpu", "interpreter on the CPU"), Place("gpu", "cuda", "AMD Instinct MI300X (gfx942)")
 TARGETS = ("gfx942", "gfx950")
-KERNEL = KernelCode("_kernel", 128, 0, 40, 0, 0, 0, 8192, 2, 4, {"v_mfma_f32_16x16x16_f16": 8}, {}, 0.25)
+KERNEL = KernelCode("_kernel", 128, 0, 40, 0, 0, 0, 8192, 2, 4, 0, {"v_mfma_f32_16x16x16_f16": 8}, {}, 0.25)
 PEERS = {"torch sdpa": None, "aiter": None, "flashinfer": None}
 ABSENT = {"torch sdpa": None, "aiter": "not installed", "flashinfer": "not installed"}
 

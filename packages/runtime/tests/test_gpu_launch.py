@@ -147,7 +147,8 @@ def arguments(**changes: Any) -> tuple[Any, ...]:
 def test_the_second_call_goes_to_the_compiled_kernel(kernel: Kernel, launch: Callable[..., int]) -> None:
     args = arguments()
     assert [launch(*args), launch(*args, grid=(1, 2)), launch(*args, grid=(1, 2, 4))] == [1, 1, 1]
-    assert kernel.compiled == [((5,), args, {"BLOCK": 64, "num_warps": 8, "num_stages": 2})]
+    options = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}
+    assert kernel.compiled == [((5,), args, {"BLOCK": 64, **options})]
     for (_, call), grid in zip(kernel.calls, [(1, 2, 1), (1, 2, 4)], strict=True):
         assert call[:9] == (*grid, 103, 1, "metadata 1", None, None, None)
         x, rows, *numbers = args

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 
 import torch
-import triton
 
 from narrowkv.attn_prefill.warmup import model_kernels
 from narrowkv.cli.report import ExitCode, Report
@@ -27,6 +26,8 @@ def run_warmup(
     jobs: int | None,
 ) -> ExitCode:
     """Compiles for each target, or for the GPU where none is named, and shows what was compiled."""
+    import triton  # after narrowkv.runtime, which says what to do where there is none
+
     body = {}
     for target in targets or (None,):
         # An engine's cache may hold negative zeros; one that `PagedKVCache.empty` made holds none.

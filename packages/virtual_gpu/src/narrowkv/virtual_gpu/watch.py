@@ -147,8 +147,9 @@ def run_cases(cases: Path, triton: Path, target: str, cache: Path) -> Run:
     Raises:
         ValueError: the process failed outside of a case; with the end of what it printed.
     """
-    inherited = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    environment = os.environ | {
+    environment = dict(os.environ)
+    inherited = [part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part]
+    environment |= {
         "PYTHONPATH": os.pathsep.join([str(triton), *inherited]),
         "TRITON_VIRTUAL_GPU": target,
         "TRITON_CACHE_DIR": str(cache / f"compiled-{triton.name}"),
@@ -262,7 +263,7 @@ def watch(
     if len(versions) != 2:
         raise ValueError(f"two versions are compared, got {len(versions)}")
     folders = [triton_folder(version, cache) for version in versions]
-    changes = []
+    changes: list[Change] = []
     for target in targets:
         before, after = (run_cases(cases, folder, target, cache) for folder in folders)
         changes += compare(before, after, tolerance)
