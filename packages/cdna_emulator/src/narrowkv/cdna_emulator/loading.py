@@ -23,7 +23,7 @@ BRANCHES = {
 }  # fmt: skip
 
 
-# Steps of ALU instructions by text and by what of a program they depend on: kernels share most of their lines.
+# Steps of ALU instructions by text and by what of a program they depend on: kernels share many lines.
 _steps: dict[tuple[str, str, int, int, bool], Step] = {}
 _MOST_STEPS = 1 << 16
 
