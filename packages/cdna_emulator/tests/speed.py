@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from itertools import product
 
+import emulator_kernels as kernels
 import torch
 from emulator_cases import BF16_BOUND, PagedDecode
-from emulator_support import TARGETS
+from emulator_support import TARGETS, as_bytes, compile_kernel
+
+from narrowkv.cdna_emulator import Memory, load_program, run
 
 
 def main() -> None:
@@ -44,6 +48,32 @@ def main() -> None:
                 print(
                     f"{target}  {warps:5d}  {name:15s}  {at_once:8d}  {n:17.0f}  {best:7.2f}  {n / best:8.0f}"
                 )
+    compare_engines(case, chosen.repeat)
+
+
+def compare_engines(case: PagedDecode, repeat: int) -> None:
+    """Print the CPU time of a wave instruction in each engine, without checks and without loading."""
+    print("target  warps  engine    CPU ns for a wave instruction")
+    for target, warps in product(TARGETS, (1, 4)):
+        constants = case.constants | {"STAGES": 1}
+        compiled = compile_kernel(kernels.paged_decode, target, case.arguments, constants, num_warps=warps)
+        program = load_program(compiled.asm["amdgcn"], lds_bytes=compiled.metadata.shared)
+        memory = Memory()
+        args = [
+            memory.map(as_bytes(value), name=name) if torch.is_tensor(value) else value
+            for name in kernels.paged_decode.arg_names
+            if (value := case.arguments.get(name)) is not None
+        ]
+        grid = (*case.grid, 1, 1)[:3]
+        for engine, order in (("numpy", "lockstep"), ("compiled", "turns")):
+            options = {"check_uninitialised": False, "wave_order": order, "engine": engine}
+            run(program, grid=grid, args=args, memory=memory, **options)  # translates
+            best = float("inf")
+            for _ in range(repeat):
+                start = time.process_time()
+                result = run(program, grid=grid, args=args, memory=memory, **options)
+                best = min(best, time.process_time() - start)
+            print(f"{target}  {warps:5d}  {engine:8s}  {best / result.counts.wave_instructions * 1e9:8.1f}")
 
 
 if __name__ == "__main__":

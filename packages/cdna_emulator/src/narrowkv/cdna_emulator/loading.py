@@ -23,12 +23,29 @@ BRANCHES = {
 }  # fmt: skip
 
 
+# Steps of ALU instructions by text and by what of a program they depend on: kernels share many lines.
+_steps: dict[tuple[str, str, int, int, bool], Step] = {}
+_MOST_STEPS = 1 << 16
+
+
 def bind(inst: Instruction, program: Program) -> Step:
     """The step of an instruction that is not a branch.
 
     Raises:
         UnknownInstructionError: naming the instruction and its line.
     """
+    if not inst.name.startswith(("v_", "s_")) or inst.name.startswith(("s_load", "v_mfma")):
+        return _bind(inst, program)  # errors name the line of an access; matrix products are few
+    key = inst.text, program.target, program.accum_offset, program.vgprs, program.hardware_sums
+    step = _steps.get(key)
+    if step is None:
+        if len(_steps) >= _MOST_STEPS:
+            _steps.clear()
+        step = _steps[key] = _bind(inst, program)
+    return step
+
+
+def _bind(inst: Instruction, program: Program) -> Step:
     name, step = inst.name, None
     try:
         if name.startswith("v_mfma_"):
