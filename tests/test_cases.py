@@ -43,7 +43,7 @@ def test_an_empty_line_is_the_default() -> None:
         (DecodeCase, "colour=red", "a name .colour=red. must be one of lens, kv_heads"),
         (DecodeCase, "head_dims=64", "nearest: head_dim"),
         (DecodeCase, "lens=3+-1", "lens must be numbers joined by"),
-        (DecodeCase, "q=fp8_e4m3fn", "q must be one of bf16, fp16; got"),
+        (DecodeCase, "q=int8", "q must be one of bf16, fp16"),
         (DecodeCase, "format=bf16/fp9", "format must be one of bf16, fp16"),
         (DecodeCase, "layout", "name=value pairs of lens"),
         (DecodeCase, "table=list", "table must be one of block_table, ragged"),

@@ -75,7 +75,8 @@ def test_every_public_function_is_tested_somewhere() -> None:
             if inspect.isfunction(value) and not name.endswith("_reference") and "plan" not in name:
                 found.add(name)
     assert found == IN_TRACED_CALLS | NO_KERNELS | {"merge_states", "sage_attention_quantized"}
-    assert found - NO_KERNELS == set(tracing._traced)
+    # Attention of a framework's cache is traced by a function of its adapter.
+    assert found - NO_KERNELS == set(tracing._traced) - {"attend_places"}
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

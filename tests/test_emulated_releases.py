@@ -48,6 +48,6 @@ def test_a_release_publishes_stores_that_were_waited_for(
     monkeypatch.setattr(
         emulation, "load_program", lambda text, **more: right(SETTLE.sub(r"\1s_nop 0", text), **more)
     )
-    everywhere = emulating(target, detect_hazards=True, checked=None)  # also the workgroup that publishes last
+    everywhere = emulating(target, detect_hazards=True, checked=None)  # also the one that publishes
     with everywhere, pytest.raises(ReleaseError, match="of another wave"):
         case.inputs().call()

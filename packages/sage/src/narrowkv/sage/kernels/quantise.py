@@ -88,7 +88,7 @@ def descale_from(amax, FORMAT_MAX: tl.constexpr):
     scale = tl.maximum(tl.div_rn(amax, tl.zeros_like(amax) + FORMAT_MAX), 1.1754943508222875e-38)
     # As the host caps it: FORMAT_MAX times it is finite, also where the quotient was rounded up.
     MOST: tl.constexpr = 3.4028234663852886e38 / FORMAT_MAX * (1 - 2.0**-23)
-    scale = tl.minimum(scale, MOST, propagate_nan=tl.PropagateNan.ALL)
+    scale = tl.minimum(scale, MOST)
     return tl.where(amax == float("inf"), float("nan"), tl.where(amax == 0.0, 1.0, scale))
 
 
