@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import re
@@ -17,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 
 from narrowkv.cdna_emulator import EmulatorError, Memory, Program, load_program
 from narrowkv.cdna_emulator.timing import MACHINES, predict, trace_workgroup
@@ -164,5 +164,5 @@ def main(arguments: list[str]) -> None:
         np.savez(folder / f"{name}.npz", *records[name].pop("outputs"))
     for name, right in expected.items():
         np.savez(folder / f"{name}.expected.npz", *(as_array(x) for x in leaves(right())))
-    found = {"triton": triton.__version__, "cases": records, "expected": sorted(expected)}
+    found = {"triton": importlib.metadata.version("triton"), "cases": records, "expected": sorted(expected)}
     (folder / "record.json").write_text(json.dumps(found))
