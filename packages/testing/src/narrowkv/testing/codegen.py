@@ -81,7 +81,7 @@ class KernelCode:
 
     @property
     def faulty(self) -> bool:
-        """Whether it spills vector registers, uses scratch, or moves spilled scalars much inside a loop."""
+        """Whether it spills vector registers, uses scratch, or moves spilled scalars in the hot loop."""
         return bool(self.spills or self.scratch_bytes or self.spills_in_loops)
 
 

@@ -17,8 +17,6 @@ _BRANCH = re.compile(r"^s_c?branch\w*\s+([.\w$]+)")
 # A comment of LLVM's: this vector register keeps spilled scalars in its lanes.
 _LANES_OF_SCALARS = re.compile(r"implicit-def: \$vgpr(\d+) : SGPR spill to VGPR lane")
 _LANE_MOVE = re.compile(r"^v_(?:readlane|writelane)_b32\s.*\bv(\d+)\b")
-# The part of a loop's instructions that may move spilled scalars: a move takes an issue slot and no memory.
-SCALAR_MOVES = 0.02
 _INSTRUCTION = re.compile(r"^[a-z_][a-z0-9_]*$")
 
 _TRANSCENDENTAL = ("v_exp_", "v_log_", "v_rcp_", "v_rsq_", "v_sqrt_", "v_sin_", "v_cos_")
@@ -127,35 +125,34 @@ def _loops(lines: list[str]) -> list[tuple[int, int]]:
     return loops
 
 
-def hot_loop(assembly: str) -> InstructionMix:
-    """The loop that holds the most matrix instructions, innermost first; empty when no loop has any."""
-    lines = _code_lines(assembly)
-    best: InstructionMix = InstructionMix()
-    best_key = (0, 0)
+def _hot_loop(lines: list[str]) -> range:
+    """Lines of the loop with the most matrix instructions, of several the shortest; empty if none has any."""
+    best, best_key = range(0), (0, 0)
     for begin, end in _loops(lines):
-        mix = InstructionMix(_instructions(lines[begin : end + 1]))
-        key = (mix.mfma, begin - end)
-        if mix.mfma and key > best_key:
-            best, best_key = mix, key
+        mfma = InstructionMix(_instructions(lines[begin : end + 1])).mfma
+        if mfma and (mfma, begin - end) > best_key:
+            best, best_key = range(begin, end + 1), (mfma, begin - end)
     return best
 
 
-def spills_in_loops(assembly: str) -> int:
-    """Instructions inside loops that move spilled vector registers, to memory or AGPRs, or scalars to lanes.
+def hot_loop(assembly: str) -> InstructionMix:
+    """The loop that holds the most matrix instructions, innermost first; empty when no loop has any."""
+    lines = _code_lines(assembly)
+    return InstructionMix(_instructions(lines[i] for i in _hot_loop(lines)))
 
-    Moves of scalars count in a loop where they are more than `SCALAR_MOVES` of its instructions.
+
+def spills_in_loops(assembly: str) -> int:
+    """Instructions that move spilled vector registers in any loop, or spilled scalars in the hot loop.
+
+    Vector registers are spilled to memory or AGPRs, scalars to lanes of a vector register.
     """
     lines = _code_lines(assembly)
     texts = assembly.splitlines()
     lanes = set(_LANES_OF_SCALARS.findall(assembly))
-    counted: set[int] = set()
-    for begin, end in _loops(lines):
-        inside = range(begin, end + 1)
-        counted.update(i for i in inside if lines[i].startswith("scratch_") or "Reload Reuse" in texts[i])
-        moves = [i for i in inside if (move := _LANE_MOVE.match(lines[i])) and move[1] in lanes]
-        if len(moves) > SCALAR_MOVES * _instructions(lines[begin : end + 1]).total():
-            counted.update(moves)
-    return len(counted)
+    inside = {i for begin, end in _loops(lines) for i in range(begin, end + 1)}
+    vectors = sum(lines[i].startswith("scratch_") or "Reload Reuse" in texts[i] for i in inside)
+    moves = (_LANE_MOVE.match(lines[i]) for i in _hot_loop(lines))
+    return vectors + sum(move is not None and move[1] in lanes for move in moves)
 
 
 @dataclass(frozen=True)
