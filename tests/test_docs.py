@@ -169,6 +169,14 @@ def test_plots_and_tables_are_those_of_the_stored_results(monkeypatch):
     runpy.run_path(str(ROOT / "tools" / "results.py"), run_name="__main__")  # exits where one is not
 
 
+def test_a_release_is_described_in_at_most_60_lines():
+    _, *releases = re.split(r"^## \[", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert releases[0].startswith("Unreleased]\n")
+    assert len(releases) > 1
+    for release in releases:
+        assert len(release.rstrip().splitlines()) <= 60, release.splitlines()[0]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_what_is_installed_by_name_is_on_an_index(page):
     # narrowkv's own distributions are not: they are installed from a checkout or a git URL.
