@@ -15,6 +15,7 @@ import pytest
 import typer
 import typer.main
 
+from narrowkv.attn_prefill.config import APPEND_KERNELS, KERNELS
 from narrowkv.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -167,6 +168,16 @@ def test_every_public_name_is_in_the_reference_and_has_a_docstring(name):
 def test_plots_and_tables_are_those_of_the_stored_results(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["results.py", "--check"])
     runpy.run_path(str(ROOT / "tools" / "results.py"), run_name="__main__")  # exits where one is not
+
+
+@pytest.mark.parametrize(
+    ("plan", "kernels"),
+    [("plan_decode", ("decode", "native")), ("plan_prefill", KERNELS), ("plan_append", APPEND_KERNELS)],
+)
+def test_the_tuning_page_lists_every_kernel_that_can_be_forced(plan, kernels):
+    page = (ROOT / "docs" / "tuning.md").read_text()
+    (values,) = re.findall(rf"^\|(?: `kernel=`)? \|(?: of \|)? `{plan}` \| (.*) \|$", page, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", values)) == sorted(kernels)
 
 
 def test_a_release_is_described_in_at_most_60_lines():
