@@ -116,6 +116,29 @@ def test_the_links_of_a_page_lead_to_files(page):
             assert (page.parent / link.split("#")[0]).exists(), f"{name_of(page)}: {link}"
 
 
+def anchors(page: Path) -> set[str]:
+    """What `page.md#anchor` may name: each heading as MyST and code hosts spell it."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_anchors_of_a_page_are_headings(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        path, _, anchor = link.partition("#")
+        if anchor and "://" not in link and (not path or path.endswith(".md")):
+            assert anchor in anchors(page.parent / path if path else page), f"{name_of(page)}: {link}"
+
+
+def test_what_each_change_is_checked_by_is_what_ci_runs():
+    steps = re.findall(r"^step \w+ (make .*)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    page = " ".join((ROOT / "README.md").read_text().split())
+    (claimed,) = re.findall(r"each change is checked by (.*?)\. \|", page)
+    for command in re.findall(r"`(make [^`]+)`", claimed):
+        of_decode = f"{command} OPERATIONS=decode" in steps and f"`{command}` for decode" in claimed
+        assert command in steps or of_decode, command
+
+
 def defined_in(path: Path) -> set[str]:
     """Names of the functions, classes, methods (`Class.method`) and constants that a file defines."""
     names = set()
