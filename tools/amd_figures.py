@@ -86,7 +86,7 @@ LARGE = [
     for name, line in (
         ("dense prefill, FP8 cache", "kernel=dense"),
         ("dense prefill, bf16 cache", "kernel=dense,format=bf16"),
-        ("prefill, FP8 queries", "kernel=dense,q=FP8,format=FP8"),
+        ("prefill, FP8 queries", "kernel=dense,q={fp8},format={fp8}"),
         ("append, then attend, FP8 cache", "operation=append,kernel=append_then_attend"),
     )
     for target in ("gfx942", "gfx950")
@@ -100,11 +100,11 @@ MODELLED = [
 
 
 def family_of(figure: Figure) -> Family:
-    """The call of a row; FP8 is the format that the target multiplies."""
+    """The call of a row; `{fp8}` stands for the format that the target multiplies."""
     if not figure.case:
         return families(figure.target)[figure.name]
     fp8 = "fp8_e4m3fnuz" if figure.target == "gfx942" else "fp8_e4m3fn"
-    return parse_call(figure.case.replace("FP8", fp8))
+    return parse_call(figure.case.format(fp8=fp8))
 
 
 def code_row(figure: Figure) -> dict[str, Any]:

@@ -213,6 +213,10 @@ SPILLING = """
         ("scratch_load_dword v7, off, off ; 4-byte Folded Reload", 1),
         ("v_accvgpr_write_b32 a3, v7 ;  Reload Reuse", 1),
         ("v_accvgpr_write_b32 a3, v7", 0),
+        # Few moves of scalars among many instructions do not count; moves to memory always do.
+        ("\n".join(["v_readlane_b32 s1, v9, 0", *["s_nop 0"] * 60]), 0),
+        ("\n".join(["v_readlane_b32 s1, v9, 0", *["s_nop 0"] * 40]), 1),
+        ("\n".join(["scratch_load_dword v7, off, off ; 4-byte Folded Reload", *["s_nop 0"] * 60]), 1),
     ],
 )
 def test_spills_are_counted_inside_loops_alone(inside: str, count: int) -> None:

@@ -17,6 +17,8 @@ _BRANCH = re.compile(r"^s_c?branch\w*\s+([.\w$]+)")
 # A comment of LLVM's: this vector register keeps spilled scalars in its lanes.
 _LANES_OF_SCALARS = re.compile(r"implicit-def: \$vgpr(\d+) : SGPR spill to VGPR lane")
 _LANE_MOVE = re.compile(r"^v_(?:readlane|writelane)_b32\s.*\bv(\d+)\b")
+# The part of a loop's instructions that may move spilled scalars: a move takes an issue slot and no memory.
+SCALAR_MOVES = 0.02
 _INSTRUCTION = re.compile(r"^[a-z_][a-z0-9_]*$")
 
 _TRANSCENDENTAL = ("v_exp_", "v_log_", "v_rcp_", "v_rsq_", "v_sqrt_", "v_sin_", "v_cos_")
@@ -139,19 +141,21 @@ def hot_loop(assembly: str) -> InstructionMix:
 
 
 def spills_in_loops(assembly: str) -> int:
-    """Instructions inside loops that move spilled registers: to memory or AGPRs, or scalars to lanes."""
+    """Instructions inside loops that move spilled vector registers, to memory or AGPRs, or scalars to lanes.
+
+    Moves of scalars count in a loop where they are more than `SCALAR_MOVES` of its instructions.
+    """
     lines = _code_lines(assembly)
     texts = assembly.splitlines()
     lanes = set(_LANES_OF_SCALARS.findall(assembly))
-    inside = {i for begin, end in _loops(lines) for i in range(begin, end + 1)}
-
-    def spills(i: int) -> bool:
-        move = _LANE_MOVE.match(lines[i])
-        if move is not None and move[1] in lanes:
-            return True
-        return lines[i].startswith("scratch_") or "Reload Reuse" in texts[i]
-
-    return sum(spills(i) for i in inside)
+    counted: set[int] = set()
+    for begin, end in _loops(lines):
+        inside = range(begin, end + 1)
+        counted.update(i for i in inside if lines[i].startswith("scratch_") or "Reload Reuse" in texts[i])
+        moves = [i for i in inside if (move := _LANE_MOVE.match(lines[i])) and move[1] in lanes]
+        if len(moves) > SCALAR_MOVES * _instructions(lines[begin : end + 1]).total():
+            counted.update(moves)
+    return len(counted)
 
 
 @dataclass(frozen=True)
