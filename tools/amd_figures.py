@@ -25,6 +25,7 @@ from narrowkv.testing.model import model_call, waits
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 _DECODE = "decode:lens=1024+1024+1024+1024,kv_heads=8,ratio=12,head_dim=128,page_size=16,clean=1,"
 _PREFILL = "prefill:q_lens=1024,lens=4096,kv_heads=8,ratio=12,head_dim=128,clean=1,"
+_SPARSE = "sparse:lens=512+512,heads=64,pool_rows=4096,"
 _LARGE = "prefill:q_lens=704,lens=1024,kv_heads=8,ratio=12,head_dim=128,clean=1,"
 
 
@@ -67,6 +68,16 @@ CODE = [
             ("gfx950", "dense, FP8 cache", "kernel=dense"),
             ("gfx942", "fused, FNUZ cache", "kernel=fused,format=fp8_e4m3fnuz"),
             ("gfx950", "fused, OCP cache", "kernel=fused"),
+        )
+    ),
+    *(
+        Figure("sparse", name, target, _SPARSE + line)
+        for target, fp8 in (("gfx942", "fp8_e4m3fnuz"), ("gfx950", "fp8_e4m3fn"))
+        for name, line in (
+            ("16-bit rows", "mode=16bit,layout=bf16"),
+            ("fused, bf16 query", f"format={fp8}"),
+            ("fused, fp16 query", f"format={fp8},q=fp16"),
+            ("fused, FP8 query", f"format={fp8},q=fp8"),
         )
     ),
 ]
