@@ -13,12 +13,12 @@ import pytest
 from cli_support import document, narrowkv
 
 from narrowkv.cli import machine_report
-from narrowkv.engines.accuracy import Score
-from narrowkv.engines.accuracy.evaluate import frontier
-from narrowkv.engines.accuracy.tiny_lm import TinySizes
 from narrowkv.quant import Calibration
-from narrowkv.runtime.cases import parse_case
+from narrowkv.testing.accuracy import Score
+from narrowkv.testing.accuracy.evaluate import frontier
+from narrowkv.testing.accuracy.tiny_lm import TinySizes
 from narrowkv.testing.bench import comparison
+from narrowkv.testing.cases import parse_case
 from narrowkv.testing.codegen import compile_call
 from narrowkv.testing.kinds import DECODE
 from narrowkv.testing.machine_report import CASES
