@@ -251,7 +251,7 @@ def _score_fp8_warps(
                 )
             m, l = _softmax_tile(
                 scores, gl.where(named, 0.0, float("-inf")), m, l, qk_scale,
-                numerators, corrections, changes, CALL.SLACK,
+                numerators, corrections, changes, CALL.SLACK, CALL.HEADROOM,
             )  # fmt: skip
             _make_writes_visible()
             mbarrier.arrive(scored, count=1)
