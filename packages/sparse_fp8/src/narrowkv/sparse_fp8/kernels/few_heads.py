@@ -222,10 +222,6 @@ def _sparse_few_heads_kernel(
     num_items, prefix_rows, prefix_nnz, extend_rows, extend_nnz, CALL: gl.constexpr,
 ):  # fmt: skip
     """One program a multiprocessor; each works through items in steps of the grid."""
-    # Triton 3.6 takes only some numbers straight from a struct.
-    BLOCK_H: gl.constexpr = CALL.BLOCK_H
-    BLOCK_K: gl.constexpr = CALL.BLOCK_K
-    STAGES: gl.constexpr = CALL.STAGES
     DTYPE: gl.constexpr = q.nope.dtype.element_ty
     if CALL.HAS_PREFIX:
         prefix = RowPointers(
@@ -242,29 +238,27 @@ def _sparse_few_heads_kernel(
     # Two groups of warps gather half of each tile's rows each, independently. Widening FP8 takes twice as
     # many warps. PV gets the registers that the other warps leave.
     GATHER_WARPS: gl.constexpr = 2 if CALL.PREFIX.VALUES == "" else 4
-    SCORE_REGISTERS: gl.constexpr = CALL.SCORE_REGISTERS
-    GATHER_REGISTERS: gl.constexpr = CALL.GATHER_REGISTERS
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    query = gl.allocate_shared_memory(DTYPE, [BLOCK_H, 512], SWIZZLED)
-    tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, 512], SWIZZLED)
+    query = gl.allocate_shared_memory(DTYPE, [CALL.BLOCK_H, 512], SWIZZLED)
+    tiles = gl.allocate_shared_memory(DTYPE, [CALL.STAGES, CALL.BLOCK_K, 512], SWIZZLED)
     numerators = gl.allocate_shared_memory(
         DTYPE,
-        [STAGES, BLOCK_K, BLOCK_H],
-        gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_H], DTYPE),
+        [CALL.STAGES, CALL.BLOCK_K, CALL.BLOCK_H],
+        gl.NVMMASharedLayout.get_default_for([CALL.BLOCK_K, CALL.BLOCK_H], DTYPE),
     )
-    bias = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_K], LINE)
-    corrections = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_H], LINE)
-    states = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], LINE)
-    tops = gl.allocate_shared_memory(gl.float32, [4, BLOCK_H], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    bias = gl.allocate_shared_memory(gl.float32, [CALL.STAGES, CALL.BLOCK_K], LINE)
+    corrections = gl.allocate_shared_memory(gl.float32, [CALL.STAGES, CALL.BLOCK_H], LINE)
+    states = gl.allocate_shared_memory(gl.float32, [2, CALL.BLOCK_H], LINE)
+    tops = gl.allocate_shared_memory(gl.float32, [4, CALL.BLOCK_H], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     # For each tile of the ring: it is there; its numerators are; it has been summed and may be overwritten.
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    scored = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
+    scored = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [CALL.STAGES, 1], mbarrier.MBarrierLayout())
     # For the softmax state of an item: it is there; it has been read.
     finished = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     released = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(CALL.STAGES):
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(scored.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
@@ -295,7 +289,7 @@ def _sparse_few_heads_kernel(
                 (
                     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
                     tiles, bias, full, empty,
-                    0, BLOCK_K // 2, CALL,
+                    0, CALL.BLOCK_K // 2, CALL,
                 ),
             ),
             (
@@ -303,10 +297,10 @@ def _sparse_few_heads_kernel(
                 (
                     prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
                     tiles, bias, full, empty,
-                    BLOCK_K // 2, BLOCK_K // 2, CALL,
+                    CALL.BLOCK_K // 2, CALL.BLOCK_K // 2, CALL,
                 ),
             ),
         ],
         [4, GATHER_WARPS, GATHER_WARPS],
-        [SCORE_REGISTERS, GATHER_REGISTERS, GATHER_REGISTERS],
+        [CALL.SCORE_REGISTERS, CALL.GATHER_REGISTERS, CALL.GATHER_REGISTERS],
     )  # fmt: skip

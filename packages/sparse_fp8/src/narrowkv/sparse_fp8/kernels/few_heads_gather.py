@@ -299,19 +299,16 @@ def _gather_warps(
     FIRST_ROW: gl.constexpr, NUM_ROWS: gl.constexpr, CALL: gl.constexpr,
 ):  # fmt: skip
     """Fills some rows of each tile of the ring, from 16-bit rows or from FP8 rows."""
-    # Triton 3.6 passes on only values that are bound to a name.
-    PREFIX: gl.constexpr = CALL.PREFIX
-    EXTEND: gl.constexpr = CALL.EXTEND
-    if PREFIX.VALUES == "":
+    if CALL.PREFIX.VALUES == "":
         _gather_wide_warps(
             prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
             tiles, bias, full, empty, FIRST_ROW, NUM_ROWS, CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND,
-            PREFIX, EXTEND, CALL.SPLIT, CALL.BLOCK_K, CALL.STAGES,
+            CALL.PREFIX, CALL.EXTEND, CALL.SPLIT, CALL.BLOCK_K, CALL.STAGES,
         )  # fmt: skip
     else:
         _gather_fp8_warps(
             prefix, prefix_csr, extend, extend_csr, num_tokens, num_splits, num_items,
             tiles, bias, full, empty, FIRST_ROW, NUM_ROWS, CALL.HEAD_BLOCKS, CALL.HAS_PREFIX,
-            CALL.HAS_EXTEND, PREFIX, EXTEND, CALL.SPLIT, CALL.BLOCK_K,
+            CALL.HAS_EXTEND, CALL.PREFIX, CALL.EXTEND, CALL.SPLIT, CALL.BLOCK_K,
             CALL.STAGES,
         )  # fmt: skip
