@@ -79,7 +79,7 @@ def load_tiles(
     HEAD_DIM: tl.constexpr, K_WORD: tl.constexpr,
 ):  # fmt: skip
     """Words dk of a tile of K, [BLOCK_N, BLOCK_DK / K_WORD], and dv of V, [BLOCK_N, BLOCK_D / V's parts]."""
-    # Both offsets before both loads: Triton 3.6 spills scalars on gfx942 otherwise.
+    # Both offsets before both loads: the compiler spilled scalars on gfx942 otherwise (Triton 3.6).
     k_off = kv_offsets(page, slot, k, kv_head, dk, K.vec, False)
     v_off = kv_offsets(page, slot, v, kv_head, dv, V.vec, True)
     k_words = load_words(k, k_off, K_WORD, HEAD_DIM, BLOCKS.dk)

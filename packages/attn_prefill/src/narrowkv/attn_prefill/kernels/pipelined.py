@@ -51,11 +51,6 @@ await_previous_launch = in_gluon(handover.await_previous_launch)
 scheduled_tile = in_gluon(rows.scheduled_tile)
 times_head_descale = in_gluon(pages.times_head_descale)
 
-# The name of Triton 3.8 and later, and that before.
-all_warps = getattr(gl, "barrier", None) or gl.thread_barrier
-# The name of Triton 3.8 and later, and that before.
-load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
 
 @gluon.jit
 def attend_with_factors(
@@ -99,17 +94,17 @@ def attend_with_factors(
             row = row_of(order, i, PAD, BLOCK_N)
             # All warps are done with what lies there.
             fence_async_shared()
-            all_warps()
+            gl.barrier()
             mbarrier.expect(copied, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-            load_tile(v_desc, [base + row, 0], copied, v_ring.tiles.index(0))
+            tma.async_load(v_desc, [base + row, 0], copied, v_ring.tiles.index(0))
             if page_desc is None:
-                load_tile(k_desc, [base + row, 0], copied, k_ring.tiles.index(0))
+                tma.async_load(k_desc, [base + row, 0], copied, k_ring.tiles.index(0))
             elif row < rows_in_pages(tile, PAD):
                 places = places_of(pages, page_desc, tile, kv_head, row, PAGE_SIZE, RAGGED, PAD, BLOCK_N)
                 PIECES: gl.constexpr = k_ring.pieces.shape[0] // k_ring.tiles.shape[0]
                 load_pieces(page_desc, places, kv_head * pages.columns, k_ring.pieces, 0, PIECES, copied)
             else:
-                load_tile(k_desc, [base + row, 0], copied, k_ring.tiles.index(0))
+                tma.async_load(k_desc, [base + row, 0], copied, k_ring.tiles.index(0))
             mbarrier.wait(copied, phase)
             phase ^= 1
             zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
@@ -150,7 +145,7 @@ def attend_with_factors(
             WRITE_LSE,
         )
     # Whoever is last leaves both numbers as the next launch expects them.
-    all_warps()
+    gl.barrier()
     if gl.atomic_add(work.factor_flag + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
         gl.store(work.factor_flag, 0)
         gl.store(work.factor_flag + 1, 0)

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.amd import cdna3, cdna4
 
 from narrowkv.quant.device import e8m0_to_fp32, widen
 from narrowkv.runtime.attention.softmax import natural_lse, output_factor, softmax_step
-from narrowkv.runtime.launch.gluon import in_gluon
+from narrowkv.runtime.launch.gluon import in_gluon, reinterpret
 from narrowkv.runtime.targets import Target
 from narrowkv.runtime.toolchain import TRITON
 from narrowkv.sparse_fp8.config import SparseConfig
@@ -31,9 +31,6 @@ from narrowkv.sparse_fp8.kernels.rows import (
 
 async_copy = cdna4.async_copy
 _widen = in_gluon(widen)
-# Triton before 3.9 calls the first by another name, and before 3.8 it lacks the second.
-_view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-_scaled_upcast = getattr(cdna4, "scaled_upcast", None)
 
 
 class CdnaCall(NamedTuple):
@@ -160,7 +157,7 @@ def _store_rows(tile, loaded, STORED: gl.constexpr, CALL: gl.constexpr):
     else:
         PARTS: gl.constexpr = 64 // STORED.GROUP
         stored, scales, rope = loaded
-        words = _view(tile, gl.int32, [CALL.BLOCK_K, 256], CALL.WORDS)
+        words = reinterpret(tile, gl.int32, [CALL.BLOCK_K, 256], CALL.WORDS)
         columns = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, CALL.ROWS)), 0)
         for t in gl.static_range(7):
             scale = gl.expand_dims(scales[t * PARTS], 1)
@@ -170,7 +167,7 @@ def _store_rows(tile, loaded, STORED: gl.constexpr, CALL: gl.constexpr):
                 if STORED.SCALE == "pow2":
                     scale = (scale >> 23).to(gl.uint8)
                 scale, x = gl.broadcast(scale, as_fp8(stored[t], STORED.FORMAT, STORED.ROUTE))
-                tile.slice(t * 64, 64, dim=1).store(_scaled_upcast(x, scale, gl.bfloat16))
+                tile.slice(t * 64, 64, dim=1).store(cdna4.scaled_upcast(x, scale, gl.bfloat16))
             else:
                 if STORED.ROUTE == "bits":
                     widened = _widen(stored[t], STORED.FORMAT, STORED.ROUTE, gl.float16, False).to(gl.float32)
@@ -253,7 +250,7 @@ def _attend(
         correction = gl.convert_layout(correction, gl.SliceLayout(1, CALL.SUMS))
         p = gl.convert_layout(p.to(q.dtype), p_layout)
         if CALL.COLUMN_BITS[1]:
-            tile = _view(tile, q.dtype, [CALL.BLOCK_K, 512], CALL.VALUES)
+            tile = reinterpret(tile, q.dtype, [CALL.BLOCK_K, 512], CALL.VALUES)
         v = tile.load(v_layout)
         acc = cdna3.mfma(p, v, acc * gl.expand_dims(correction, 1))
         if not CALL.ASYNC:

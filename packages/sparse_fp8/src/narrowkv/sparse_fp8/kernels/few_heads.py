@@ -28,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from narrowkv.runtime.attention.softmax import natural_lse, output_factor
 from narrowkv.sparse_fp8.kernels.few_heads_gather import _first_tile, _gather_warps, _item, _spans
 from narrowkv.sparse_fp8.kernels.hopper_copies import (
-    _barrier,
     _copy_query,
     _make_writes_visible,
 )
@@ -49,7 +48,7 @@ def _column_maxima(s, tops):
         [[1, 0], [2, 0]] + WIDTH, [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [4, HEADS]
     )
     tops.store(gl.max(gl.reshape(s, [4, s.shape[0] // 4, HEADS]), 1))
-    _barrier()
+    gl.barrier()
     return gl.convert_layout(gl.max(tops.load(ALL), 0), gl.SliceLayout(0, s.type.layout))
 
 
@@ -86,7 +85,7 @@ def _score_warps(
     _copy_query(query, q.nope, q.stride_n, q.stride_h, item[0], item[1], CALL.NUM_HEADS)
     async_copy.commit_group()
     for number in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        # Not a range: Triton 3.6 drops a number that an outer range carries if it only bounds an inner range.
+        # Not a range: Triton 3.6 dropped a number that an outer range carries if it only bounds an inner one.
         last = count + item[3]
         following = number + gl.num_programs(0)
         item = _item(
@@ -123,7 +122,7 @@ def _score_warps(
         mbarrier.wait(released, (turn & 1) ^ 1)
         states.index(0).store(m)
         states.index(1).store(l)
-        _barrier()
+        gl.barrier()
         mbarrier.arrive(finished, count=1)
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
     async_copy.wait_group(0)
@@ -201,13 +200,13 @@ def _sum_warps(
                 tiles.index(stage).permute((1, 0)), numerators.index(stage), acc, is_async=True
             )
             acc = warpgroup_mma_wait(0, deps=[acc])
-            _barrier()
+            gl.barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             count += 1
         mbarrier.wait(finished, turn & 1)
         m = states.index(0).load(HEAD)
         l = states.index(1).load(HEAD)
-        _barrier()
+        gl.barrier()
         mbarrier.arrive(released, count=1)
         turn += 1  # noqa: SIM113 - Gluon has no enumerate
         _store_item(

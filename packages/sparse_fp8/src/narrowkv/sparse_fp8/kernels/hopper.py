@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from narrowkv.runtime.attention.softmax import natural_lse, output_factor
 from narrowkv.sparse_fp8.kernels.hopper_copies import (
-    _barrier,
     _copy_query,
     _copy_rows,
     _item,
@@ -78,7 +77,7 @@ def _finish_scores(
         sink = gl.full([m.shape[0]], float("-inf"), gl.float32, ROW)
     mbarrier.wait(released, (turn & 1) ^ 1)
     factors.store(output_factor(m, l, sink))
-    _barrier()
+    gl.barrier()
     mbarrier.arrive(finished, count=1)
     if SPLIT:
         slot = (split.to(gl.int64) * num_tokens + token) * NUM_HEADS
@@ -254,7 +253,7 @@ def _take_factors(factors, turn, finished, released, ROW: gl.constexpr):
     """The factors of an item's sums that `_finish_scores` stored."""
     mbarrier.wait(finished, turn & 1)
     factor = factors.load(ROW)
-    _barrier()
+    gl.barrier()
     mbarrier.arrive(released, count=1)
     return factor
 
@@ -291,7 +290,7 @@ def _sum_warps(
                 acc = acc * corrections.index(stage).load(ROW)[:, None]
             acc = warpgroup_mma(numerators.index(stage), tiles.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            _barrier()
+            gl.barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             count += 1
         factor = _take_factors(factors, turn, finished, released, ROW)

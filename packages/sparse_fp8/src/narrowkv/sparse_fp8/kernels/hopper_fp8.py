@@ -31,7 +31,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from narrowkv.sparse_fp8.kernels.hopper import _finish_scores, _softmax_tile, _store_results, _take_factors
 from narrowkv.sparse_fp8.kernels.hopper_copies import (
-    _barrier,
     _copy_query,
     _item,
     _make_writes_visible,
@@ -86,7 +85,7 @@ def _sum_fp8_warps(
             prefix_csr, extend_csr, num_tokens, num_splits, num_items, stream, r,
             CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
         )  # fmt: skip
-        _barrier()
+        gl.barrier()
         mbarrier.arrive(looked_up, count=1)
     else:
         mbarrier.wait(looked_up, 0)
@@ -95,7 +94,7 @@ def _sum_fp8_warps(
         _make_writes_visible()
         mbarrier.arrive(widened.index(number), count=1)
     count, turn = 0, 0
-    # Known an item ahead. A while loop: Triton 3.6 loses a carried number that only bounds a range.
+    # Known an item ahead. A while loop: Triton 3.6 lost a carried number that only bounds a range.
     last = _last_tile(
         prefix_csr, extend_csr, gl.program_id(0), num_tokens, num_splits,
         CALL.HEAD_BLOCKS, CALL.HAS_PREFIX, CALL.HAS_EXTEND, CALL.SPLIT, CALL.BLOCK_K,
@@ -125,7 +124,7 @@ def _sum_fp8_warps(
                     CALL.EXTEND,
                 )  # fmt: skip
             acc_a, acc_b = warpgroup_mma_wait(0, deps=[acc_a, acc_b])
-            _barrier()
+            gl.barrier()
             mbarrier.arrive(summed, count=1)
             if LOOKS_UP:
                 ahead, stream = _next_indices(
@@ -164,9 +163,9 @@ def _load_query(
 def _change_layout(buffer, x, LAYOUT: gl.constexpr):
     """Converts to another layout through a buffer in shared memory."""
     buffer.store(x)
-    _barrier()
+    gl.barrier()
     moved = buffer.load(LAYOUT)
-    _barrier()
+    gl.barrier()
     return moved
 
 

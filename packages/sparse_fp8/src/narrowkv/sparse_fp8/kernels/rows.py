@@ -77,7 +77,6 @@ class Stored(NamedTuple):
 
 
 # Sizes are arguments of their own, so that no kernel is compiled for them; kernels put them into the structs.
-# Not by a function: Triton 3.6 cannot return a struct that holds None.
 
 
 @triton.jit
@@ -188,7 +187,7 @@ def load_columns(
             place = g % APART * (STORED.COLUMNS // STORED.GROUP // APART) + g // APART
         places = rows.scale + scale_at[:, None] + place[None, :]
         scaled = mask[:, None] & (g < STORED.COLUMNS // STORED.GROUP)[None, :]
-    # Float32 as words: Triton 3.6 branches around each load of float32 in a kernel with products.
+    # Float32 as words: Triton 3.6 branched around each load of float32 in a kernel with products.
     if STORED.SCALE == "e8m0":
         scale = e8m0_to_fp32(tl.load(places, mask=scaled, other=ONE_AS_E8M0))
     elif STORED.SCALE == "e4m3":
