@@ -243,15 +243,6 @@ def test_options_go_where_the_backend_knows_them(monkeypatch: pytest.MonkeyPatch
         assert ("iterative-ilp" in artifacts[0].asm["llir"]) == set_there
 
 
-def test_a_hint_that_only_older_tritons_act_on() -> None:
-    given = LaunchOptions(schedule_hint="attention", llvm_fn_attrs="amdgpu-sched-strategy=iterative-ilp")
-    passed = given.for_target(get_target("gfx942"))
-    if "llvm_fn_attrs" in passed:
-        assert "schedule_hint" not in passed
-    else:
-        assert passed["schedule_hint"] == "attention,memory-bound-attention"
-
-
 def test_a_default_may_be_a_variable_of_the_module() -> None:
     out = torch.zeros(1, dtype=torch.int32)
     launch(_stepping_kernel, (1,), (out,), {}, ONE)

@@ -27,7 +27,6 @@ from narrowkv.paged_cache.kinds import CACHE_KINDS, fp4_scales, kind_of_cache
 from narrowkv.paged_cache.storing import store_of
 from narrowkv.runtime.errors import check_instance, check_positive_int
 from narrowkv.runtime.launch import Workspace, active_target, is_compiled
-from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.runtime.launch.path import executor
 from narrowkv.runtime.targets import Target
 
@@ -39,7 +38,6 @@ def can_pipeline(target: Target, q_dtype: torch.dtype, cache: PagedKVCache) -> b
     return (
         target.name == "sm90"
         and is_compiled(cache.k)
-        and has_gluon()
         and cache.head_dim in (64, 128, 256)
         and not any(per_key(cache.k_granularity, cache.v_granularity))
         and key_type(q_dtype, cache.format.k) == q_dtype

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from narrowkv.attn_prefill.shapes import PrefillConfig, PrefillShape
 from narrowkv.runtime.launch import LaunchOptions
-from narrowkv.runtime.launch.gluon import has_gluon
 from narrowkv.runtime.targets import TARGETS, Target, least_columns
 
 # Keys of a 16-bit cache stay in their pages where this many tiles of rows read them at most, and from so many
@@ -44,7 +43,7 @@ def widen_options(target: Target, head_dim: int, block: int) -> LaunchOptions:
 
     With sixteen a thread of sm90 takes up to 235 registers, so that one program fills a multiprocessor. CDNA
     keeps the masks of a wave's rows, and of columns that pad a row, in scalar registers: other head_dims take
-    twice the waves there (Triton 3.6 to 3.8 put up to 46 scalars into vector lanes otherwise).
+    twice the waves there (Triton 3.8 puts up to 46 scalars into vector lanes otherwise).
 
     Before the pipelined kernel blocks have 128 keys. At 64 registers two programs share a multiprocessor of
     sm90 instead of one, which is worth a few spills. H200, an append to an FP8 cache, 8 KV heads,
@@ -165,7 +164,7 @@ def _amd_dense_config(
     )
     ahead = not gfx950 and head_dim <= 128
     config = PrefillConfig("dense", why, block_m, block_n, num_splits=splits, ahead=ahead, options=options)
-    turns = gfx950 and head_dim == 128 and plain and splits == 1 and rows >= 256 and has_gluon("cdna_turns")
+    turns = gfx950 and head_dim == 128 and plain and splits == 1 and rows >= 256
     if not turns or shape.row_tiles(256) * shape.num_kv_heads < compute_units_of(target):
         return config
     own = LaunchOptions(num_warps=8, num_stages=1, llvm_fn_attrs=f"{_NO_PACKED_FP32},{_ITERATIVE_ILP}")
