@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from narrowkv.attn_decode import merge_states, merge_states_reference
-from narrowkv.attn_decode.cases import DecodeCase
-from narrowkv.attn_prefill.cases import PrefillCase
 from narrowkv.paged_cache import PagedKVCache
 from narrowkv.sage import sage_attention
-from narrowkv.sparse_fp8.cases import SparseCase
 from narrowkv.testing.agreement import assert_agrees
+from narrowkv.testing.cases.decode import DecodeCase
+from narrowkv.testing.cases.prefill import PrefillCase
+from narrowkv.testing.cases.sparse import SparseCase
 
 pytestmark = pytest.mark.sampled
 
