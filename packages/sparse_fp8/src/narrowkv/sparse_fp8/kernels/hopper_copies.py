@@ -15,17 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from narrowkv.sparse_fp8.kernels.results import places_of_split
 from narrowkv.sparse_fp8.kernels.rows import clamp_span, load_span, locate, names_a_row
 
-# Triton 3.6 has the older names of these.
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-
-_reinterpret = (
-    getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-)
-
-
-_copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-
 
 class HopperCall(NamedTuple):
     """Constants that a kernel for Hopper is compiled with, besides `Call` and `Tiles`.
@@ -190,7 +179,7 @@ def _copy_rows(target, base, offsets, mask, LAYOUT: gl.constexpr):
     """
     d = gl.arange(0, target.shape[1], gl.SliceLayout(0, LAYOUT))
     at = gl.multiple_of(base + (offsets[:, None] + d[None, :]), [16, 16])
-    _copy_async(target, at, mask=mask[:, None])
+    async_copy.async_load(target, at, mask=mask[:, None])
 
 
 @gluon.jit
@@ -206,4 +195,4 @@ def _copy_query(query, q_ptr, stride_qt, stride_qh, token, head_block, NUM_HEADS
 def _make_writes_visible():
     """Makes these warps' writes to shared memory visible to the matrix unit and to all of them."""
     fence_async_shared()
-    _barrier()
+    gl.barrier()
