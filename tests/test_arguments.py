@@ -246,6 +246,8 @@ def test_a_plan_whose_bound_is_too_low_is_refused(operation: str, name: str, bou
     message = f"{name} must be at least {bound + 1} for these lengths, got {bound}"
     plan = made.plan(*planned, **{name: bound})
     _assert_refused(made, {**arguments, "plan": plan, "validate": True}, message)
+    if device == "cpu":  # where the lengths are there to be read
+        _assert_refused(made, {**arguments, "plan": plan}, message)
     with pytest.raises(ValueError, match=message):
         made.plan(*planned, **{name: bound}, validate=True)
 
