@@ -24,7 +24,6 @@ from narrowkv.attn_decode.kernels import Workspace, _merge_splits_kernel, _paged
 from narrowkv.attn_decode.launch import Call, allocated, constants_of, fix_launches, power_of_two
 from narrowkv.paged_cache import PagedKVCache, PageTable
 from narrowkv.paged_cache.bound_table import BOUND_TABLES, BoundTable, bind_table
-from narrowkv.paged_cache.layouts import span_bytes
 from narrowkv.paged_cache.rope import metadata_of
 from narrowkv.quant import get_format
 from narrowkv.quant.device import BITS, widening_exponent
@@ -34,7 +33,7 @@ from narrowkv.runtime.identity import ByIdentity
 from narrowkv.runtime.launch import BoundLaunch, LaunchOptions, active_target, block_bytes, executor
 from narrowkv.runtime.launch.tracing import handle_of
 from narrowkv.runtime.scales import check_scales
-from narrowkv.runtime.spans import meets
+from narrowkv.runtime.spans import meets, span_bytes
 from narrowkv.runtime.targets import Target
 
 _LOG2E = math.log2(math.e)
