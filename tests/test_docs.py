@@ -86,7 +86,10 @@ def test_the_snippets_of_a_page_run_one_after_the_other(page):
 
 @with_commands
 def test_the_commands_of_a_page_exist_and_take_these_options(page):
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    versions = re.findall(r"^TRITONS *:= (.*)", makefile, re.MULTILINE)[0].split()
+    targets |= {f"codegen-{version}" for version in versions}
     for line in commands(page):
         words = shlex.split(line)
         if words[0] == "make":
@@ -114,6 +117,29 @@ def test_the_links_of_a_page_lead_to_files(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if "://" not in link and not link.startswith("#"):
             assert (page.parent / link.split("#")[0]).exists(), f"{name_of(page)}: {link}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What `page.md#anchor` may name: each heading as MyST and code hosts spell it."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_anchors_of_a_page_are_headings(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        path, _, anchor = link.partition("#")
+        if anchor and "://" not in link and (not path or path.endswith(".md")):
+            assert anchor in anchors(page.parent / path if path else page), f"{name_of(page)}: {link}"
+
+
+def test_what_each_change_is_checked_by_is_what_ci_runs():
+    steps = re.findall(r"^step \w+ (make .*)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    page = " ".join((ROOT / "README.md").read_text().split())
+    (claimed,) = re.findall(r"each change is checked by (.*?)\. \|", page)
+    for command in re.findall(r"`(make [^`]+)`", claimed):
+        of_decode = f"{command} OPERATIONS=decode" in steps and f"`{command}` for decode" in claimed
+        assert command in steps or of_decode, command
 
 
 def defined_in(path: Path) -> set[str]:

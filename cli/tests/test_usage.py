@@ -22,12 +22,12 @@ from narrowkv.cli import names, report
 from narrowkv.cli.app import app
 from narrowkv.context_parallel import exchange
 from narrowkv.engines import tiny, trial
-from narrowkv.engines.accuracy import RECIPES
 from narrowkv.paged_cache import CacheFormat
 from narrowkv.paged_cache.descales import SCALE_GROUPS
 from narrowkv.quant.formats import FORMATS
 from narrowkv.quant.sage import SAGE_GRANULARITIES
 from narrowkv.testing import places
+from narrowkv.testing.accuracy import RECIPES
 from narrowkv.testing.contracts import CONTRACT_SETS
 from narrowkv.testing.traffic import MODELS, TRAFFIC
 
@@ -84,7 +84,9 @@ WITHOUT_A_TABLE = {
 
 
 def options_of(command: Any) -> set[str]:
-    return {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+    """The long options of a command, those that switch something off (`--full/--quick`) too."""
+    names = (name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts))
+    return {name for name in names if name.startswith("--")}
 
 
 def test_every_operation_has_its_command_and_every_command_the_options_of_its_results() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from narrowkv.attn_decode import paged_decode, plan_decode
-from narrowkv.attn_decode.cases import BOUND
 from narrowkv.attn_prefill import batch_prefill, plan_append, plan_prefill, prefill_append
 from narrowkv.attn_prefill.config import APPEND_KERNELS, KERNELS
 from narrowkv.paged_cache import PagedKVCache, PageTable
@@ -21,6 +20,7 @@ from narrowkv.runtime.errors import UnsupportedError
 from narrowkv.testing.backends import PEER_BOUND, Backend, prepare_or_refuse
 from narrowkv.testing.bench.large_cache import LargeCache
 from narrowkv.testing.bench.measure import Bench, Call, Row
+from narrowkv.testing.cases.decode import BOUND
 from narrowkv.testing.traffic import Step
 
 __all__ = ["AUTOMATIC", "FORCED", "ChoicesBench", "StepInputs", "TrafficBench", "best_choices"]
@@ -284,7 +284,7 @@ def _prepared(run: Run) -> Run:
 
 
 def best_choices(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of each step the automatic calls, the fastest forced one, and what failed."""
+    """The automatic calls of each step, the fastest forced one, and what failed."""
     kept: list[Mapping[str, Any]] = []
     for _, rows in groupby(records, key=lambda row: [row[name] for name in _STEP]):
         step = list(rows)

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from narrowkv.engines.accuracy.models import BYTES, LanguageModel, encode_bytes
-from narrowkv.engines.accuracy.texts import needle_text, training_text
+from narrowkv.testing.accuracy.models import BYTES, LanguageModel, encode_bytes
+from narrowkv.testing.accuracy.texts import needle_text, training_text
 
 __all__ = ["TinySizes", "train_tiny"]
 
 
 @dataclass(frozen=True)
 class TinySizes:
-    """Of the model and of its training. The defaults take minutes on a GPU.
+    """Sizes of the model and of its training. The defaults take minutes on a GPU.
 
     Attributes:
         layers, hidden, num_qo_heads, num_kv_heads, head_dim: of the model.

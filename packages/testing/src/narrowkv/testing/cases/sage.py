@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from narrowkv.quant.sage import SAGE_GRANULARITIES
-from narrowkv.runtime.cases import named, spell_case
 from narrowkv.runtime.errors import check_choice
 from narrowkv.runtime.launch import InterpretExecutor, active_target, executing
 from narrowkv.runtime.targets import Target
 from narrowkv.sage.api import plan_sage, sage_attention
 from narrowkv.sage.reference import sage_attention_reference, short_sum_error
+from narrowkv.testing.cases import named, spell_case
 
 __all__ = ["SageCall", "SageCase", "SageInputs", "one_shape", "shipped", "sweep"]
 
@@ -199,7 +199,7 @@ class SageCall:
         """There is no cache."""
 
     def wrong_bytes(self) -> str:
-        """The operation stores nothing but its outputs."""
+        """The operation stores only its outputs."""
         return ""
 
     def explain(self) -> str:
